@@ -1,0 +1,166 @@
+"""The front door of the repository: `nox -s demo` to see it work, `nox -s tests` to check it, `nox -l` for the rest.
+
+FI_TORCH chooses the torch of a session: a requirement such as "torch==2.12.0", or "system" for the torch of the Python
+that runs nox. On a machine with an NVIDIA GPU that torch is taken by itself if it is a CUDA build. `nox --no-venv -s …`
+installs nothing and runs the checkout in the current Python, for machines without a network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nox
+from nox.virtualenv import PassthroughEnv
+
+nox.needs_version = ">=2024.4.15"
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["tests"]
+nox.options.error_on_external_run = False
+
+ROOT = Path(__file__).resolve().parent
+PACKAGES = ["fi-kernels", "fi-core", "fi-jit-cache", "fi-cubin", "fi-bench"]
+TORCH = "torch==2.13.0"  # has a CPU build; the packages accept torch >= 2.10
+PINS = nox.project.load_toml("pyproject.toml")
+CORE = nox.project.load_toml("packages/fi-core/pyproject.toml")["tool"]["hatch"]["metadata"]["hooks"]["custom"]
+HAS_GPU = shutil.which("nvidia-smi") is not None
+
+PROBE = """
+import json, sys
+try:
+    import torch
+except ImportError:
+    print(json.dumps(None))
+else:
+    print(json.dumps({"cuda": torch.version.cuda, "folders": [p for p in sys.path if p.endswith("-packages")]}))
+"""
+
+
+def install_tools(session: nox.Session, *groups: str) -> None:
+    """Tools as pinned in pyproject.toml."""
+    session.install(*nox.project.dependency_groups(PINS, *groups))
+
+
+def install_torch(session: nox.Session, *, gpu: bool = False) -> None:
+    """The pinned torch, or the one that the user has."""
+    wanted = os.environ.get("FI_TORCH", "")
+    # A .pth file shows the packages of nox's Python to the session, also where that is a virtual environment itself.
+    parent = next(Path(session.virtualenv.location).glob("lib/python*/site-packages")) / "parent.pth"
+    parent.unlink(missing_ok=True)
+    if wanted == "system" or (gpu and HAS_GPU and not wanted):
+        probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
+        found = json.loads(probe.stdout)
+        if found and (wanted or found["cuda"]):
+            parent.write_text("\n".join(found["folders"]) + "\n")
+            return
+        if wanted:
+            session.error(f"FI_TORCH=system: {sys.executable} has no torch; install it there, or unset FI_TORCH")
+    session.install(wanted or TORCH)
+
+
+def develop(session: nox.Session, *groups: str, gpu: bool = False) -> None:
+    """Torch, tools and the five packages in editable form; with --no-venv only the search path."""
+    if isinstance(session.virtualenv, PassthroughEnv):
+        session.env["PYTHONPATH"] = os.pathsep.join(str(ROOT / "packages" / name / "src") for name in PACKAGES)
+        return
+    install_torch(session, gpu=gpu)  # first, so that no other requirement pulls another build
+    install_tools(session, "build", *groups)
+    session.install("--no-build-isolation", *(part for name in PACKAGES for part in ("-e", f"packages/{name}")))
+
+
+def install_nvcc(session: nox.Session) -> None:
+    """nvcc from pip, where the machine has none."""
+    if not shutil.which("nvcc") and not isinstance(session.virtualenv, PassthroughEnv):
+        session.install(*CORE["extras"]["nvcc"])
+
+
+def pytest(session: nox.Session, *arguments: str) -> None:
+    session.run("python", "-m", "pytest", *arguments, *session.posargs)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Run attention and the elementwise ops on real input: on the GPU if there is one, else on the CPU."""
+    develop(session, *(["device"] if HAS_GPU else []), gpu=True)
+    session.run("python", "examples/demo.py", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All tests that need neither a GPU nor a build of the whole library."""
+    develop(session, "test", "device")
+    pytest(session, "-n", "2", "-m", "not gpu and not slow")
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """The tests that need a GPU; an error where torch sees none."""
+    develop(session, "test", "device", gpu=True)
+    session.run("python", "-c", "import torch; torch.cuda.init(); print(torch.cuda.get_device_name())")
+    pytest(session, "-m", "gpu")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff and clang-format; `nox -s lint -- fix` mends what can be mended."""
+    install_tools(session, "lint")
+    fix = "fix" in session.posargs
+    session.run("ruff", "check", *(["--fix"] if fix else []), ".")
+    session.run("ruff", "format", *([] if fix else ["--check"]), ".")
+    files = [path for folder in ("packages", "tests") for path in sorted((ROOT / folder).rglob("*"))]
+    sources = [str(path) for path in files if path.suffix in (".h", ".cuh", ".cc", ".cu")]
+    session.run("clang-format", *(["-i"] if fix else ["--dry-run", "-Werror"]), *sources)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy and pyright over the packages."""
+    develop(session, "types")
+    session.run("mypy")
+    session.run("basedpyright")
+
+
+@nox.session
+def headers(session: nox.Session) -> None:
+    """Each header compiles alone; host sources also compile for aarch64."""
+    develop(session, "test", "device")
+    pytest(session, "-n", "2", "tests/kernels/test_headers.py")
+
+
+@nox.session
+def kernels(session: nox.Session) -> None:
+    """All device code for every target, by both compilers; registers, spills and machine code asserted."""
+    develop(session, "test", "device")
+    install_nvcc(session)
+    pytest(session, "-n", "2", "-m", "slow and not gpu", "tests/kernels", "--ignore=tests/kernels/test_headers.py")
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build the five wheels into dist/, install them, and test the packages as a user gets them."""
+    install_torch(session)
+    install_tools(session, "test", "build", "device")
+    install_nvcc(session)
+    session.install(*(name for name in CORE["dependencies"] if not name.startswith(("fi-", "torch"))))
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", "1700000000")  # the same bytes from the same sources
+    for name in PACKAGES:
+        build = ["python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(dist), f"packages/{name}"]
+        session.run(*build, env={"SOURCE_DATE_EPOCH": epoch})
+    session.install("--no-deps", "--force-reinstall", *map(str, sorted(dist.glob("*.whl"))))
+    session.install("--find-links", str(dist), *PACKAGES)  # what the wheels ask for and is not here yet
+    session.run("python", "-m", "pip", "check")
+    pytest(session, "-o", "pythonpath=tests", "tests/packaging")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation, with warnings as errors, into docs/_build/html."""
+    develop(session, "docs")
+    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs)

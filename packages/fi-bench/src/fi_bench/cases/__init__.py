@@ -1,0 +1,1 @@
+"""One module per routine family; each has `CASES`. Importing them does not import torch."""

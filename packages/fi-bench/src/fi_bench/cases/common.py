@@ -1,0 +1,60 @@
+"""Random data, sizes and exact casts that the cases of all families share."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+FP8_MAX = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+
+
+def normal(shape: tuple[int, ...], dtype: torch.dtype, device: Any, generator: Any, scale: float = 1.0) -> torch.Tensor:
+    """N(0, scale^2), also for 8-bit floats; never zeros, which draw less power and run faster."""
+    import torch
+
+    wide = dtype if dtype.itemsize >= 2 else torch.float16
+    x = torch.randn(shape, dtype=wide, device=device, generator=generator)
+    if scale != 1.0:
+        x *= scale
+    return x if wide is dtype else x.to(dtype)
+
+
+def integers(low: int, high: int, shape: tuple[int, ...], device: Any, generator: Any) -> torch.Tensor:
+    """int32 in [low, high)."""
+    import torch
+
+    return torch.randint(low, high, shape, dtype=torch.int32, device=device, generator=generator)
+
+
+def nbytes(*tensors: torch.Tensor | None) -> int:
+    """Bytes of the elements of these tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def to_fp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Saturating cast of fp64 values; torch's own cast gives NaN beyond the range."""
+    bound = FP8_MAX[str(dtype).removeprefix("torch.")]
+    return x.clamp(-bound, bound).float().to(dtype)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return math.ceil(a / b)
+
+
+def page_table(lengths: list[int], page_size: int, device: Any, generator: Any) -> dict[str, Any]:
+    """kv_indptr, kv_indices (a random permutation over the pool) and kv_last_page_len for these lengths."""
+    import torch
+
+    pages = [ceil_div(n, page_size) for n in lengths]
+    indptr = torch.tensor([0, *pages], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    total = int(indptr[-1])
+    last = [(n - 1) % page_size + 1 if n else 0 for n in lengths]
+    return {
+        "kv_indices": torch.randperm(total, device=device, generator=generator).to(torch.int32),
+        "kv_indptr": indptr.to(device),
+        "kv_last_page_len": torch.tensor(last, dtype=torch.int32, device=device),
+        "num_pages": total,
+    }

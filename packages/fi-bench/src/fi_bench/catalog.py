@@ -1,0 +1,171 @@
+"""Every routine name, by family and in the order of the help: data only, so that listing needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fi_bench import flags
+from fi_bench.errors import UsageError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Family:
+    """Routines that share a parser. `default_backends` are those of the seeds, for a GPU."""
+
+    name: str
+    flags: tuple[flags.Flag, ...]
+    routines: tuple[str, ...]
+    default_backends: tuple[str, ...] = ("cuda",)
+
+
+_ROPE_PLAIN = ("apply_rope", "apply_rope_pos_ids", "apply_llama31_rope", "apply_llama31_rope_pos_ids")
+_ROPE_INPLACE = tuple(f"{name}_inplace" for name in (*_ROPE_PLAIN, "apply_rope_with_cos_sin_cache"))
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family(
+            "attention",
+            flags.ATTENTION,
+            (
+                "BatchDecodeWithPagedKVCacheWrapper",
+                "BatchPrefillWithPagedKVCacheWrapper",
+                "BatchPrefillWithRaggedKVCacheWrapper",
+                "BatchMLAPagedAttentionWrapper",
+                "single_decode_with_kv_cache",
+                "single_prefill_with_kv_cache",
+                "single_prefill_with_kv_cache_return_lse",
+            ),
+            ("fa2",),
+        ),
+        Family(
+            "gemm",
+            flags.GEMM,
+            (
+                "gemm_fp8_nt_groupwise",
+                "group_gemm_fp8_nt_groupwise",
+                "bmm_fp8",
+                "mm_fp8",
+                "bmm_mxfp8",
+                "mm_fp4",
+                "mm_bf16_fp4",
+                "mm_mxfp8",
+                "mm_bf16",
+                "bmm_bf16",
+                "tinygemm_bf16",
+            ),
+            ("cudnn",),
+        ),
+        Family(
+            "moe",
+            flags.MOE,
+            (
+                "trtllm_fp4_block_scale_moe",
+                "trtllm_fp8_block_scale_moe",
+                "trtllm_fp8_per_tensor_scale_moe",
+                "cutlass_fused_moe",
+                "cute_dsl_fp4_block_scale_moe",
+                "b12x_fused_moe",
+                "unified_nvfp4_moe",
+                "bgmv_moe",
+            ),
+        ),
+        Family("moe_comm", flags.MOE_COMM, ("moe_a2a_dispatch_combine",)),
+        Family("allreduce_comm", flags.ALLREDUCE, ("allreduce_fusion",)),
+        Family("mixed_comm", flags.MIXED_COMM, ("mixed_comm",)),
+        Family(
+            "norm",
+            flags.NORM,
+            (
+                "rmsnorm",
+                "fused_add_rmsnorm",
+                "gemma_rmsnorm",
+                "gemma_fused_add_rmsnorm",
+                "layernorm",
+                "rmsnorm_quant",
+                "fused_add_rmsnorm_quant",
+                "layernorm_quant",
+                "rmsnorm_fp4quant",
+                "add_rmsnorm_fp4quant",
+                "fused_rmsnorm_silu",
+                "fused_dit_layernorm",
+                "fused_qk_rmsnorm_rope",
+            ),
+        ),
+        Family("activation", flags.ACTIVATION, ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul")),
+        Family(
+            "quantization",
+            flags.QUANTIZATION,
+            (
+                "mxfp8_quantize",
+                "mxfp4_quantize",
+                "nvfp4_quantize",
+                "nvfp4_batched_quantize",
+                "packbits",
+                "segment_packbits",
+            ),
+        ),
+        Family(
+            "sampling",
+            flags.SAMPLING,
+            (
+                "softmax",
+                "sampling_from_probs",
+                "sampling_from_logits",
+                "top_k_sampling_from_probs",
+                "top_p_sampling_from_probs",
+                "top_k_top_p_sampling_from_probs",
+                "top_k_top_p_sampling_from_logits",
+                "min_p_sampling_from_probs",
+                "top_k_renorm_probs",
+                "top_p_renorm_probs",
+                "top_k_mask_logits",
+                "chain_speculative_sampling",
+                "top_k",
+                "top_k_page_table_transform",
+                "top_k_ragged_transform",
+            ),
+        ),
+        Family(
+            "rope",
+            flags.ROPE,
+            (
+                *_ROPE_PLAIN,
+                "apply_rope_with_cos_sin_cache",
+                *_ROPE_INPLACE,
+                "mla_rope_quantize_fp8",
+                "rope_quantize_fp8",
+                "rope_quantize_fp8_append_paged_kv_cache",
+            ),
+        ),
+        Family(
+            "page",
+            flags.PAGE,
+            ("append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
+        ),
+        Family("cascade", flags.CASCADE, ("merge_state", "merge_state_in_place", "merge_states")),
+        Family("mamba", flags.MAMBA, ("selective_state_update",), ("flashinfer",)),
+        Family(
+            "gdn",
+            flags.GDN,
+            ("gated_delta_rule_decode", "gated_delta_rule_mtp", "chunk_gated_delta_rule"),
+            ("flashinfer",),
+        ),
+        Family("kda", flags.KDA, ("recurrent_kda_prefill",), ("flashinfer",)),
+        Family(
+            "sparse_attention",
+            flags.SPARSE,
+            ("MSAProxyScore", "MSASparseAttention", "MSASparseDecode", "MSAPipeline"),
+            ("cudsl",),
+        ),
+        Family("topk_varlen", flags.TOPK_VARLEN, ("top_k_varlen",)),
+    )
+}
+FAMILY_OF = {routine: family.name for family in FAMILIES.values() for routine in family.routines}
+
+
+def family_of(routine: str) -> Family:
+    if routine not in FAMILY_OF:
+        hint = did_you_mean(routine, FAMILY_OF) or "; `fi-bench list routines` shows all"
+        raise UsageError(f"unknown routine {routine!r}{hint}")
+    return FAMILIES[FAMILY_OF[routine]]

@@ -1,0 +1,190 @@
+"""From words to namespaces: one argparse parser per routine family, presets, sweeps and testlists."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fi_bench import shapes, sweep
+from fi_bench.catalog import FAMILIES, Family, family_of
+from fi_bench.errors import UsageError, did_you_mean
+from fi_bench.flags import GENERAL, Flag
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are UsageError, and whose help is coloured where rich-argparse is installed."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=_formatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    try:
+        from rich_argparse import RawDescriptionRichHelpFormatter
+    except ImportError:
+        return argparse.RawDescriptionHelpFormatter(prog, max_help_position=32)
+    return RawDescriptionRichHelpFormatter(prog, max_help_position=32)
+
+
+def underscored(words: Sequence[str]) -> list[str]:
+    """--page-size as --page_size; values stay as they are."""
+
+    def fold(word: str) -> str:
+        name, equals, value = word.partition("=")
+        return name[:2] + name[2:].replace("-", "_") + equals + value if name.startswith("--") else word
+
+    return [fold(word) for word in words]
+
+
+def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup, flags: Sequence[Flag]) -> None:
+    for flag in flags:
+        names = [f"--{flag.name}", *([f"-{flag.short}"] if flag.short else [])]
+        if flag.kind == "switch":
+            parser.add_argument(*names, action="store_true", default=flag.default, help=flag.help)
+        elif flag.kind == "off":
+            parser.add_argument(
+                *names, action="store_false", dest=flag.dest or flag.name, default=flag.default, help=flag.help
+            )
+        elif flag.kind == "count":
+            parser.add_argument(*names, action="count", default=flag.default, help=flag.help)
+        else:
+            parser.add_argument(
+                *names,
+                type=flag.type or str,
+                default=flag.default,
+                required=flag.required,
+                metavar=flag.metavar,
+                nargs="+" if flag.kind == "words" else None,
+                help=flag.help + (f" (default: {flag.default})" if flag.default not in (None, "", False) else ""),
+            )
+
+
+def general_parser() -> Parser:
+    """Only the flags that every routine has; its help is what `fi-bench -h` shows."""
+    parser = Parser(prog="fi-bench", add_help=False)
+    add_flags(parser, GENERAL)
+    return parser
+
+
+def family_parser(family: Family, routine: str) -> Parser:
+    parser = Parser(prog=f"fi-bench --routine {routine}", description=f"Flags of {routine} (family {family.name}).")
+    add_flags(parser.add_argument_group(f"{family.name} flags"), family.flags)
+    add_flags(parser.add_argument_group("general flags"), GENERAL)
+    return parser
+
+
+def _unknown(word: str, family: Family, routine: str) -> str:
+    name = word.partition("=")[0].lstrip("-")
+    own = [flag.name for flag in (*family.flags, *GENERAL)]
+    owners = [f.name for f in FAMILIES.values() if any(flag.name == name for flag in f.flags)]
+    if owners:
+        return f"{word} is a flag of {', '.join(owners)} routines, not of {routine}; see `--routine {routine} -h`"
+    return f"unknown argument {word!r} for {routine}{did_you_mean(name, own) or f'; see `--routine {routine} -h`'}"
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The namespace of one line that names its routine; sweeps are still axes."""
+    words = underscored(words)
+    known, _ = _pre_parser().parse_known_args(list(words))
+    if known.routine is None:
+        raise UsageError("--routine is required; `fi-bench list routines` shows all")
+    family = family_of(known.routine)
+    args, unknown = family_parser(family, known.routine).parse_known_args(list(words))
+    if unknown:
+        raise UsageError(_unknown(unknown[0], family, known.routine))
+    _check(args)
+    return args
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, least in (("dry_run_iters", 0), ("trials", 1), ("timeout", 0)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise UsageError(f"--{name} must be at least {least}, got {value}")
+    if args.num_iters != "auto" and args.num_iters < 1:
+        raise UsageError(f"--num_iters must be `auto` or at least 1, got {args.num_iters}")
+    if args.resume and not args.output_path:
+        raise UsageError("--resume needs --output_path, the file that holds what is done")
+
+
+def _pre_parser() -> Parser:
+    parser = Parser(add_help=False)
+    for names in (("--routine", "-R"), ("--testlist",), ("--preset",), ("--output_path",)):
+        parser.add_argument(*names)
+    return parser
+
+
+def routine_asked_for_help(words: Sequence[str]) -> str | None:
+    """The routine of `--routine X -h`."""
+    if not {"-h", "--help"} & set(words):
+        return None
+    known, _ = _pre_parser().parse_known_args(underscored(words))
+    routine: str | None = known.routine
+    return routine
+
+
+@dataclass(frozen=True)
+class Line:
+    """One test: its words as typed, where they came from, and its points; or what is wrong with it."""
+
+    words: tuple[str, ...]
+    where: str
+    points: tuple[argparse.Namespace, ...] = ()
+    error: str | None = None
+
+
+def _line(words: Sequence[str], where: str) -> Line:
+    return Line(tuple(words), where, tuple(sweep.points(parse(words))))
+
+
+def read_lines(words: Sequence[str]) -> list[Line]:
+    """What a command line asks for: one test, those of --testlist, or those of --preset.
+
+    All lines are parsed before anything runs; a bad line of a testlist is kept with its error.
+    """
+    known, rest = _pre_parser().parse_known_args(underscored(words))
+    if known.testlist:
+        return list(_testlist(known, rest))
+    if known.preset:
+        lines = shapes.preset_lines(known.preset, known.routine)
+        plain = _without(words, "--preset")
+        plain = _without(_without(plain, "--routine"), "-R")
+        return [_line([*line, *plain], f"--preset {known.preset}") for line in lines]
+    return [_line(words, "command line")]
+
+
+def _without(words: Sequence[str], option: str) -> list[str]:
+    kept, skip = [], False
+    for word in words:
+        if skip:
+            skip = False
+        elif word == option:
+            skip = True
+        elif not word.startswith(f"{option}="):
+            kept.append(word)
+    return kept
+
+
+def _testlist(known: argparse.Namespace, outer: Sequence[str]) -> Iterator[Line]:
+    path = Path(known.testlist)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--testlist {path}: cannot be read ({error})") from None
+    for number, line in enumerate(text.splitlines(), 1):
+        where = f"{path.name}:{number}"
+        if not line.strip() or line.strip().startswith("#"):
+            continue
+        try:
+            words = shlex.split(line)
+            # flags after --testlist hold for every line; the line's own come last and win
+            yield _line([*outer, *words, *(["--output_path", known.output_path] if known.output_path else [])], where)
+        except (UsageError, ValueError) as error:
+            yield Line((line.strip(),), where, error=str(error))

@@ -1,0 +1,96 @@
+"""Finding compilers and headers without running or importing them; absence is a value, never an exception."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from fi_core.env import env
+
+# Where pip wheels put CUDA: cu13 wheels share one root; cu12 wheels have one per component.
+_WHEEL_LAYOUTS = (("nvidia/cu13/lib", "nvidia/cu13/include"), ("nvidia/cuda_nvrtc/lib", "nvidia/cuda_runtime/include"))
+
+
+class Nvrtc(NamedTuple):
+    library: Path
+    builtins: Path | None
+    include: Path
+
+    @property
+    def identity(self) -> str:
+        """Names the compiler's content without loading it: builtins carry the full version in their file name."""
+        named = self.builtins or self.library
+        return f"{named.name}:{named.stat().st_size}:{self.library.stat().st_size}"
+
+
+@functools.cache
+def nvrtc() -> Nvrtc | None:
+    """NVRTC and the CUDA headers: from the pip wheels that torch brings, else from a CUDA toolkit."""
+    places = [(Path(p) / lib, Path(p) / inc) for p in sys.path for lib, inc in _WHEEL_LAYOUTS]
+    home = cuda_home()
+    if home:
+        places += [(home / lib, home / "include") for lib in ("lib64", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")]
+    for lib, include in places:
+        libraries = sorted(lib.glob("libnvrtc.so.1[2-9]"))
+        if libraries and (include / "cuda_bf16.h").exists():
+            major = libraries[-1].name.rsplit(".", 1)[-1]
+            builtins = [p for p in sorted(lib.glob(f"libnvrtc-builtins.so.{major}.*")) if p.name.count(".") == 3]
+            return Nvrtc(libraries[-1], builtins[0] if builtins else None, include)
+    return None
+
+
+@functools.cache
+def cuda_home() -> Path | None:
+    """The root of a CUDA toolkit that has nvcc: CUDA_HOME, the pip toolchain, nvcc on PATH, /usr/local/cuda."""
+    candidates = [env.cuda_home, *(Path(p) / "nvidia/cu13" for p in sys.path)]
+    found = shutil.which("nvcc")
+    if found:
+        candidates.append(Path(found).resolve().parent.parent)
+    candidates += [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-1[2-9]*"), reverse=True)]
+    for path in candidates:
+        # A wrapper script named nvcc has no toolkit around it.
+        if path and (path / "bin/nvcc").exists() and (path / "include/cuda.h").exists():
+            return path
+    return None
+
+
+@functools.cache
+def nvcc() -> str | None:
+    home = cuda_home()
+    return env.nvcc or (str(home / "bin/nvcc") if home else None)
+
+
+@functools.cache
+def cxx() -> str | None:
+    """The C++ compiler's path, or None."""
+    return shutil.which(env.cxx[0])
+
+
+@functools.cache
+def _first_lines(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return " ".join(done.stdout.split())
+
+
+def cxx_identity() -> str:
+    path = cxx()
+    return f"{Path(path).name} {_first_lines(path, '-dumpfullversion', '-dumpmachine')}" if path else "none"
+
+
+def nvcc_identity() -> str:
+    path = nvcc()
+    return _first_lines(path, "--version").rsplit(" ", 1)[-1] if path else "none"
+
+
+@functools.cache
+def tvm_ffi_root() -> Path:
+    """The tvm-ffi package, found without importing it (that would import torch)."""
+    spec = importlib.util.find_spec("tvm_ffi")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("the package apache-tvm-ffi is missing: pip install 'apache-tvm-ffi>=0.1.9,<0.2'")
+    return Path(spec.origin).parent

@@ -1,0 +1,288 @@
+"""TraceTemplate: what an op is, as data - its axes, inputs, outputs, reference - and how a call fills it in."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Var:
+    """An axis that changes from call to call, such as the batch."""
+
+    description: str = ""
+
+
+@dataclass(frozen=True)
+class Const:
+    """An axis that a model fixes; its value is part of the definition's name, as `abbrev` (default: the axis name)."""
+
+    description: str = ""
+    abbrev: str | None = None  # "" keeps the axis out of the name
+    value: int | None = None
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor argument or result; `dim_names` are axes of the template."""
+
+    dim_names: Sequence[str]
+    _: KW_ONLY
+    param: str | None = None  # parameter of the op; default: the name in the template
+    tuple_idx: int | None = None  # which member, if the parameter is a tuple
+    dtype: str | None = None
+    dtype_from: str | None = None  # an input of the template with the same dtype
+    dtype_from_scalar: str | None = None  # a parameter that holds the dtype
+    optional: bool = False
+    description: str = ""
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A plain number among the arguments."""
+
+    dtype: str = "float32"
+    _: KW_ONLY
+    param: str | None = None
+    optional: bool = False
+    description: str = ""
+
+
+Source = Callable[..., Any] | str
+
+
+@dataclass(frozen=True)
+class TraceTemplate:
+    """The declared shape of an op, from which definitions, tests and benchmark cases are derived."""
+
+    op_type: str
+    axes: Mapping[str, Var | Const]
+    inputs: Mapping[str, Tensor | Scalar]
+    outputs: Mapping[str, Tensor | Scalar]
+    _: KW_ONLY
+    name_prefix: str | None = None
+    reference: Source | None = None
+    check: Source | None = None
+    init: Source | None = None
+    constraints: Sequence[str] = field(default=())
+    tags: Sequence[str] = field(default=())
+    description: str = ""
+
+    def problems(self, parameters: Sequence[str] | None = None) -> Iterator[str]:
+        """What is wrong with the template; `parameters` are those of the op, None if it takes any."""
+        names = {entry.param or key for key, entry in self.inputs.items()}
+        names |= {entry.param for entry in self.outputs.values() if entry.param}
+        if parameters is not None:
+            yield from (f"param {name!r} is not a parameter of the op" for name in sorted(names - set(parameters)))
+        known = names | set(parameters or ())
+        shaped = [entry for entry in self.inputs.values() if isinstance(entry, Tensor)]
+        for axis, kind in self.axes.items():
+            from_call = axis in known or axis in self.inputs or any(axis in entry.dim_names for entry in shaped)
+            if isinstance(kind, Const) and kind.value is None and not from_call:
+                yield f"axis {axis!r} is constant, but nothing in a call tells its value"
+        for key, entry in (*self.inputs.items(), *self.outputs.items()):
+            if isinstance(entry, Tensor):
+                yield from (f"{key!r} has the undeclared axis {a!r}" for a in entry.dim_names if a not in self.axes)
+                if entry.dtype_from is not None and entry.dtype_from not in self.inputs:
+                    yield f"{key!r} takes its dtype from {entry.dtype_from!r}, which is no input"
+        for key, entry in self.outputs.items():
+            if isinstance(entry, Tensor) and not (entry.dtype or entry.dtype_from or entry.dtype_from_scalar):
+                if not any(set(entry.dim_names) & set(other.dim_names) for other in shaped):
+                    yield f"the dtype of output {key!r} is unknown"
+
+    def definition(self, api: str, arguments: Mapping[str, Any], name: str | None = None) -> dict[str, Any]:
+        """The JSON-ready benchmark definition of one call, from shapes and dtypes only."""
+        values = {axis: self._axis_value(axis, kind, arguments) for axis, kind in self.axes.items()}
+        result: dict[str, Any] = {
+            "name": name or self._name(values),
+            "description": self.description,
+            "op_type": self.op_type,
+            "tags": [f"fi_api:{api}", *self.tags],
+            "axes": {axis: _axis_entry(kind, values[axis]) for axis, kind in self.axes.items()},
+        }
+        if self.constraints:
+            result["constraints"] = list(self.constraints)
+        result["inputs"] = {key: self._entry(key, entry, arguments, False) for key, entry in self.inputs.items()}
+        result["outputs"] = {key: self._entry(key, entry, arguments, True) for key, entry in self.outputs.items()}
+        for key in ("reference", "check", "init"):
+            text = _source_text(getattr(self, key))
+            if text is not None:
+                result[key] = text
+        return result
+
+    def _name(self, values: Mapping[str, int | None]) -> str:
+        parts = [self.name_prefix or self.op_type]
+        for axis, kind in self.axes.items():
+            if isinstance(kind, Const) and kind.abbrev != "" and values[axis] is not None:
+                parts.append(f"{axis if kind.abbrev is None else kind.abbrev}{values[axis]}")
+        return "_".join(parts)
+
+    def _axis_value(self, axis: str, kind: Var | Const, arguments: Mapping[str, Any]) -> int | None:
+        if isinstance(kind, Var):
+            return None
+        if kind.value is not None:
+            return kind.value
+        tensors = [(k, e) for k, e in self.inputs.items() if isinstance(e, Tensor) and axis in e.dim_names]
+        for optional in (False, True):
+            for key, entry in tensors:
+                if entry.optional is optional and (given := _given(key, entry, arguments)) is not None:
+                    return given.shape[list(entry.dim_names).index(axis)]
+            if not optional:
+                scalar = self.inputs.get(axis)
+                number = arguments.get((scalar.param if scalar else None) or axis)
+                if isinstance(number, int):
+                    return int(number)
+        return None
+
+    def _entry(self, key: str, entry: Tensor | Scalar, arguments: Mapping[str, Any], output: bool) -> dict[str, Any]:
+        if isinstance(entry, Scalar):
+            result: dict[str, Any] = {"shape": None, "dtype": entry.dtype}
+        else:
+            given = None if output else _given(key, entry, arguments)
+            dtype = self._declared_dtype(entry, arguments) if given is None else given.dtype
+            result = {"shape": list(entry.dim_names), "dtype": dtype}
+        if entry.optional:
+            result["optional"] = True
+        if entry.description:
+            result["description"] = entry.description
+        if output and entry.param:
+            result["param"] = entry.param
+        return result
+
+    def _declared_dtype(self, entry: Tensor, arguments: Mapping[str, Any]) -> str:
+        """The dtype of an output, or of an optional input that is not given."""
+        source = self.inputs.get(entry.dtype_from) if entry.dtype_from else None
+        if isinstance(source, Tensor):
+            given = _given(entry.dtype_from or "", source, arguments)
+            if given is not None:
+                return given.dtype
+        if entry.dtype_from_scalar and arguments.get(entry.dtype_from_scalar) is not None:
+            return _dtype_name(arguments[entry.dtype_from_scalar])
+        if entry.dtype:
+            return entry.dtype
+        for key, other in self.inputs.items():
+            if isinstance(other, Tensor) and set(other.dim_names) & set(entry.dim_names):
+                given = _given(key, other, arguments)
+                if given is not None:
+                    return given.dtype
+        return "unknown"
+
+
+def _axis_entry(kind: Var | Const, value: int | None) -> dict[str, Any]:
+    entry: dict[str, Any] = {"type": "var"}
+    if isinstance(kind, Const):
+        entry = {"type": "const", "value": value}
+    if kind.description:
+        entry["description"] = kind.description
+    return entry
+
+
+class _Given(NamedTuple):
+    """What a call tells about a tensor of the template."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _given(key: str, entry: Tensor, arguments: Mapping[str, Any]) -> _Given | None:
+    """The tensor that a call passes for an entry; None if it passes none."""
+    name = entry.param or key
+    value = arguments.get(name)
+    member = isinstance(value, (tuple, list))
+    if isinstance(value, (tuple, list)):
+        index = entry.tuple_idx or 0
+        value = value[index] if len(value) > index else None
+    if value is None or not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        return None
+    shape = tuple(int(size) for size in value.shape)
+    if entry.tuple_idx is not None and not member:
+        shape = (shape[0], *shape[2:])  # the members are fused along axis 1, as in a paged KV cache of one tensor
+    if len(shape) != len(entry.dim_names):
+        raise ValueError(f"{name}: axes {list(entry.dim_names)} are required, got shape {tuple(value.shape)}")
+    return _Given(shape, _dtype_name(value.dtype))
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _source_text(source: Source | None) -> str | None:
+    if source is None or isinstance(source, str):
+        return source
+    try:
+        return textwrap.dedent(inspect.getsource(source))
+    except (OSError, TypeError):  # built in, or defined where no file holds the text
+        return None
+
+
+_TOLERANCES = {"float64": 1e-7, "float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
+
+
+def default_tolerances(dtype: torch.dtype | str) -> tuple[float, float]:
+    """(rtol, atol) by which an implementation may differ from the reference; 0 for integers."""
+    name = _dtype_name(dtype)
+    if name.startswith("float8"):
+        value = 0.1
+    elif name.startswith("float4"):
+        value = 1.0
+    else:
+        value = _TOLERANCES.get(name, 0.0)
+    return value, value
+
+
+def default_check(
+    ref: Any,
+    actual: Any,
+    *,
+    rtol: float,
+    atol: float,
+    max_mismatch_pct: float = 0.0,
+    min_cos_sim: float = 0.999,
+) -> bool:
+    """Whether `actual` equals `ref`: few elements out of tolerance, and the same direction as a vector.
+
+    Both are tensors, or tuples, lists or dicts of tensors. NaN equals NaN, and an infinity only itself.
+    """
+    import torch
+
+    options = {"rtol": rtol, "atol": atol, "max_mismatch_pct": max_mismatch_pct, "min_cos_sim": min_cos_sim}
+    if ref is None or actual is None:
+        return ref is None and actual is None
+    if isinstance(ref, Mapping):
+        return (
+            isinstance(actual, Mapping)
+            and ref.keys() == actual.keys()
+            and all(default_check(ref[key], actual[key], **options) for key in ref)
+        )
+    if isinstance(ref, (tuple, list)):
+        return (
+            isinstance(actual, (tuple, list))
+            and len(ref) == len(actual)
+            and all(default_check(r, a, **options) for r, a in zip(ref, actual))
+        )
+    ref, actual = torch.as_tensor(ref), torch.as_tensor(actual)
+    if ref.shape != actual.shape or ref.is_floating_point() != actual.is_floating_point():
+        return False
+    if ref.numel() == 0:
+        return True
+    r, a = ref.detach().cpu().double(), actual.detach().cpu().double()
+    wrong = ~torch.isclose(a, r, rtol=rtol, atol=atol, equal_nan=True)
+    if 100.0 * wrong.sum().item() / r.numel() > max_mismatch_pct:
+        return False
+    return not ref.is_floating_point() or _cosine(r, a) >= min_cos_sim
+
+
+def _cosine(r: torch.Tensor, a: torch.Tensor) -> float:
+    finite = r.isfinite() & a.isfinite()
+    r, a = r[finite], a[finite]
+    lengths = r.norm().item() * a.norm().item()
+    if lengths == 0 or math.isinf(lengths):
+        return 1.0 if r.norm() == a.norm() else 0.0
+    return float((r @ a).item() / lengths)

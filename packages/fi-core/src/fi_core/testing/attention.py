@@ -1,0 +1,136 @@
+"""Operation and byte counts of attention, counted as FlashInfer's benchmark counts them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _lengths(values: Any) -> list[int]:
+    """A tensor, array or sequence of any shape as a flat list: exact sums, which a float32 dot product is not."""
+    if hasattr(values, "flatten"):
+        values = values.flatten().tolist()
+    return [int(v) for v in values]
+
+
+def _itemsize(dtype: torch.dtype | None) -> int:
+    return 2 if dtype is None else dtype.itemsize  # None is bfloat16
+
+
+def attention_flops(
+    batch_size: int,
+    qo_seqlen: int,
+    kv_seqlen: int,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    num_qo_heads: int,
+    causal: bool,
+) -> int:
+    """Floating point operations of QK^T and PV; causal counts the lower right triangle only."""
+    if qo_seqlen > kv_seqlen:
+        raise ValueError(f"qo_seqlen must be at most kv_seqlen ({kv_seqlen}), got {qo_seqlen}")
+    rows = 2 * kv_seqlen - qo_seqlen if causal else 2 * kv_seqlen
+    return batch_size * rows * qo_seqlen * num_qo_heads * (head_dim_qk + head_dim_vo)
+
+
+def attention_flops_with_actual_seq_lens(
+    actual_seq_lens_q: Any,
+    actual_seq_lens_kv: Any,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    num_qo_heads: int,
+    causal: bool,
+) -> int:
+    """`attention_flops` of a batch whose requests have their own lengths."""
+    pairs = 0
+    for b, (q, kv) in enumerate(zip(_lengths(actual_seq_lens_q), _lengths(actual_seq_lens_kv), strict=True)):
+        if causal and q > kv:
+            raise ValueError(f"actual_seq_lens_q must be at most actual_seq_lens_kv ({kv}) in request {b}, got {q}")
+        pairs += q * (2 * kv - q if causal else 2 * kv)
+    return pairs * num_qo_heads * (head_dim_qk + head_dim_vo)
+
+
+def attention_tflops_per_sec(
+    batch_size: int,
+    qo_seqlen: int,
+    kv_seqlen: int,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    num_qo_heads: int,
+    causal: bool,
+    time: float,
+) -> float:
+    """TFLOP/s of one call that took `time` milliseconds; 0.0 if the time is NaN."""
+    flops = attention_flops(batch_size, qo_seqlen, kv_seqlen, head_dim_qk, head_dim_vo, num_qo_heads, causal)
+    return 0.0 if math.isnan(time) else flops / time / 1e9
+
+
+def attention_tflops_per_sec_with_actual_seq_lens(
+    actual_seq_lens_q: Any,
+    actual_seq_lens_kv: Any,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    num_qo_heads: int,
+    causal: bool,
+    time: float,
+) -> float:
+    """`attention_tflops_per_sec` of a batch whose requests have their own lengths."""
+    flops = attention_flops_with_actual_seq_lens(
+        actual_seq_lens_q, actual_seq_lens_kv, head_dim_qk, head_dim_vo, num_qo_heads, causal
+    )
+    return 0.0 if math.isnan(time) else flops / time / 1e9
+
+
+def attention_tb_per_sec(
+    batch_size: int,
+    qo_seqlen: int,
+    kv_seqlen: int,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    time: float,
+    q_dtype: torch.dtype | None = None,
+    k_dtype: torch.dtype | None = None,
+    v_dtype: torch.dtype | None = None,
+    o_dtype: torch.dtype | None = None,
+) -> float:
+    """TB/s of reading q, k, v once and writing o once in `time` milliseconds; a dtype left out is bfloat16."""
+    return attention_tb_per_sec_with_actual_seq_lens(
+        [qo_seqlen] * batch_size,
+        [kv_seqlen] * batch_size,
+        head_dim_qk,
+        head_dim_vo,
+        num_qo_heads,
+        num_kv_heads,
+        time,
+        q_dtype,
+        k_dtype,
+        v_dtype,
+        o_dtype,
+    )
+
+
+def attention_tb_per_sec_with_actual_seq_lens(
+    actual_seq_lens_q: Any,
+    actual_seq_lens_kv: Any,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    time: float,
+    q_dtype: torch.dtype | None = None,
+    k_dtype: torch.dtype | None = None,
+    v_dtype: torch.dtype | None = None,
+    o_dtype: torch.dtype | None = None,
+) -> float:
+    """`attention_tb_per_sec` of a batch whose requests have their own lengths."""
+    if math.isnan(time):
+        return 0.0
+    q_rows, kv_rows = sum(_lengths(actual_seq_lens_q)), sum(_lengths(actual_seq_lens_kv))
+    q_bytes = head_dim_qk * _itemsize(q_dtype) + head_dim_vo * _itemsize(o_dtype)
+    kv_bytes = head_dim_qk * _itemsize(k_dtype) + head_dim_vo * _itemsize(v_dtype)
+    return (q_rows * num_qo_heads * q_bytes + kv_rows * num_kv_heads * kv_bytes) / time / 1e9

@@ -1,0 +1,109 @@
+"""Device times of kernels, memcpys and memsets from CUPTI activity records (package cupti-python, CUDA 13)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_BUFFER_BYTES = 8 << 20
+
+
+class CuptiUnavailableError(RuntimeError):
+    """CUPTI cannot be used here; the text says why and what to do."""
+
+
+class Activity(NamedTuple):
+    """One piece of work that the device did; times in nanoseconds."""
+
+    name: str
+    start: int
+    end: int
+    grid: tuple[int, int, int] | None = None
+    registers: int | None = None
+
+
+class Window(NamedTuple):
+    """The activities of one call."""
+
+    activities: tuple[Activity, ...]
+
+    @property
+    def span_ns(self) -> int:
+        """From the start of the first to the end of the last: gaps between kernels are inside."""
+        return max(a.end for a in self.activities) - min(a.start for a in self.activities)
+
+    @property
+    def sum_ns(self) -> int:
+        """Busy time: gaps between kernels are outside."""
+        return sum(a.end - a.start for a in self.activities)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted(a.name for a in self.activities))
+
+
+def _load() -> Any:
+    try:
+        from cupti import cupti
+    except ImportError as error:
+        raise CuptiUnavailableError("CUPTI is not installed. Try 'pip install -U cupti-python'.") from error
+    return cupti
+
+
+class CuptiRecorder:
+    """Context in which `window(fn)` returns what one fn() made the device do. One subscriber per process."""
+
+    def __init__(self) -> None:
+        self._cupti = _load()
+        kinds = self._cupti.ActivityKind
+        self._kinds = (kinds.CONCURRENT_KERNEL, kinds.MEMCPY, kinds.MEMSET)
+        self._names = {int(kinds.MEMCPY): "memcpy", int(kinds.MEMSET): "memset"}
+        self._seen: list[Activity] = []
+
+    def __enter__(self) -> Self:
+        enabled: list[Any] = []
+        try:
+            self._cupti.activity_register_callbacks(lambda: (_BUFFER_BYTES, 0), self._on_buffer)
+            for kind in self._kinds:
+                self._cupti.activity_enable(kind)
+                enabled.append(kind)
+        except Exception as error:  # its error classes differ between versions
+            for kind in enabled:
+                self._cupti.activity_disable(kind)
+            raise CuptiUnavailableError(
+                f"CUPTI refuses to record ({str(error).splitlines()[0]}). Is another profiler attached?"
+            ) from error
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._cupti.activity_flush_all(1)
+        for kind in self._kinds:
+            self._cupti.activity_disable(kind)
+        self._cupti.finalize()
+
+    def _on_buffer(self, records: list[Any]) -> None:
+        for r in records:
+            if r.kind in self._names:
+                self._seen.append(Activity(self._names[int(r.kind)], r.start, r.end))
+            else:
+                grid = (r.grid_x, r.grid_y, r.grid_z)
+                self._seen.append(Activity(r.name, r.start, r.end, grid, r.registers_per_thread))
+
+    def window(self, fn: Callable[[], object], before: Callable[[], object] | None = None) -> Window:
+        """The device work of one fn(); what `before` does (a cache flush) stays outside."""
+        import torch
+
+        if before is not None:
+            before()
+        torch.cuda.synchronize()
+        self._cupti.activity_flush_all(1)
+        self._seen.clear()
+        fn()
+        torch.cuda.synchronize()
+        self._cupti.activity_flush_all(1)
+        if not self._seen:
+            raise ValueError("CUPTI saw no kernel, memcpy or memset in this call: does it run on the GPU?")
+        return Window(tuple(sorted(self._seen, key=lambda a: a.start)))

@@ -1,0 +1,391 @@
+"""Small helpers that families and serving engines share: devices, dtypes, layouts, rounding, argument checks."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from fi_core.backend import (
+    backend_requirement,
+    cuda_index,
+    experimental_backend,
+    fi_experimental_api,
+    get_compute_capability,
+    supported_compute_capability,
+)
+from fi_core.errors import BackendSupportedError, ExperimentalWarning, GPUArchitectureError, LibraryError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "BackendSupportedError",
+    "ExperimentalWarning",
+    "FP4Tensor",
+    "GPUArchitectureError",
+    "LibraryError",
+    "MaskMode",
+    "PosEncodingMode",
+    "TensorLayout",
+    "backend_requirement",
+    "canonicalize_torch_dtype",
+    "ceil_div",
+    "check_shape_dtype_device",
+    "determine_attention_backend",
+    "device_support_pdl",
+    "experimental_backend",
+    "fi_experimental_api",
+    "get_alibi_slopes",
+    "get_compute_capability",
+    "get_default_generators",
+    "get_device_sm_count",
+    "is_fa3_backend_supported",
+    "is_float8",
+    "is_graph_capturing",
+    "is_sm100a_supported",
+    "is_sm100f_supported",
+    "is_sm110a_supported",
+    "is_sm120a_supported",
+    "is_sm120f_supported",
+    "is_sm121a_supported",
+    "is_sm12x_supported",
+    "is_sm90a_supported",
+    "last_positive_power_of_2",
+    "next_positive_power_of_2",
+    "round_up",
+    "set_log_level",
+    "supported_compute_capability",
+    "version_at_least",
+]
+
+
+class TensorLayout(Enum):
+    """Order of the token and head axes of K and V; the name is what callers pass as `kv_layout`."""
+
+    NHD = 0
+    HND = 1
+
+
+class MaskMode(Enum):
+    NON_CAUSAL = 0
+    CAUSAL = 1
+    CUSTOM = 2
+    MULTIITEMSCORING = 3
+
+
+class PosEncodingMode(Enum):
+    NONE = 0
+    ROPE_LLAMA = 1
+    ALIBI = 2
+
+
+@dataclass
+class FP4Tensor:
+    """A packed NVFP4 tensor: two e2m1 values per byte of `data`, and one e4m3 `scale` per block of 16."""
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    scale_start_index: int = 0
+    original_shape: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        import torch
+
+        if self.data.dtype != torch.uint8:
+            raise ValueError(f"data must be torch.uint8, got {self.data.dtype}")
+        if self.scale.dtype != torch.float8_e4m3fn:
+            raise ValueError(f"scale must be torch.float8_e4m3fn, got {self.scale.dtype}")
+
+    @property
+    def dtype(self) -> str:
+        return "nvfp4"
+
+
+# Arithmetic
+
+
+def ceil_div(x: int, y: int) -> int:
+    return (x + y - 1) // y
+
+
+def round_up(x: int, y: int) -> int:
+    """The smallest multiple of y that is >= x."""
+    return ceil_div(x, y) * y
+
+
+def next_positive_power_of_2(x: int) -> int:
+    """The smallest power of two >= x; 1 for x < 1."""
+    return 1 if x < 1 else 1 << (x - 1).bit_length()
+
+
+def last_positive_power_of_2(x: int) -> int:
+    """The largest power of two <= x; 1 for x < 1."""
+    return 1 if x < 1 else 1 << (x.bit_length() - 1)
+
+
+def version_at_least(version: str, base: str) -> bool:
+    """Whether the numeric release of `version` is at least that of `base`; '13.0' counts as '13.0.0'."""
+
+    def release(text: str) -> list[int]:
+        match = re.match(r"\d+(\.\d+)*", text)
+        if match is None:
+            raise ValueError(f"version: a text that starts with digits is required, got {text!r}")
+        return [int(part) for part in match[0].split(".")]
+
+    mine, other = release(version), release(base)
+    width = max(len(mine), len(other))
+    return mine + [0] * (width - len(mine)) >= other + [0] * (width - len(other))
+
+
+# Devices
+
+
+@functools.cache
+def _sm_count_of(index: int) -> int:
+    import torch
+
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def get_device_sm_count(device: torch.device) -> int:
+    return _sm_count_of(cuda_index(device, "get_device_sm_count"))
+
+
+def _has(device: torch.device, major: int, cuda: str, minor: int | None = None) -> bool:
+    import torch
+
+    here = get_compute_capability(device)
+    if here[0] != major or (minor is not None and here[1] != minor):
+        return False
+    return torch.version.cuda is not None and version_at_least(torch.version.cuda, cuda)
+
+
+def is_sm90a_supported(device: torch.device) -> bool:
+    return _has(device, 9, "12.3")
+
+
+def is_sm100a_supported(device: torch.device) -> bool:
+    return _has(device, 10, "12.8")
+
+
+def is_sm100f_supported(device: torch.device) -> bool:
+    return _has(device, 10, "12.9")
+
+
+def is_sm110a_supported(device: torch.device) -> bool:
+    return _has(device, 11, "13.0")
+
+
+def is_sm120a_supported(device: torch.device) -> bool:
+    return _has(device, 12, "12.8", minor=0)
+
+
+def is_sm120f_supported(device: torch.device) -> bool:
+    return _has(device, 12, "12.9")
+
+
+def is_sm121a_supported(device: torch.device) -> bool:
+    return _has(device, 12, "12.9", minor=1)
+
+
+def is_sm12x_supported(device: torch.device) -> bool:
+    """Whether the toolkit knows this 12.x device: 12.0 came with CUDA 12.8, its siblings with 12.9."""
+    return is_sm120a_supported(device) or is_sm120f_supported(device)
+
+
+def device_support_pdl(device: torch.device) -> bool:
+    """Whether kernels may overlap by programmatic dependent launch."""
+    import torch
+
+    return torch.device(device).type == "cuda" and get_compute_capability(device)[0] >= 9
+
+
+def is_graph_capturing() -> bool:
+    """Whether the current CUDA stream records a graph; then nothing may synchronise with the host."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def get_default_generators(device: torch.device) -> torch.Generator:
+    """torch's default random generator of a device."""
+    import torch
+
+    if torch.device(device).type == "cpu":
+        return torch.default_generator
+    index = cuda_index(device, "get_default_generators")
+    torch.cuda.init()  # the tuple of generators is empty before
+    return torch.cuda.default_generators[index]
+
+
+def set_log_level(lvl_str: str) -> None:
+    """Set the level of the build logger: debug, info, warning, error, critical."""
+    level = logging.getLevelName(lvl_str.upper())
+    if not isinstance(level, int):
+        raise ValueError(f"lvl_str: allowed are debug, info, warning, error, critical; got {lvl_str!r}")
+    log = logging.getLogger("fi_core.jit")
+    streams = [handler for handler in log.handlers if type(handler) is logging.StreamHandler]  # not the log file
+    for target in streams or [log]:
+        target.setLevel(level)
+
+
+# Tensors and dtypes
+
+
+def canonicalize_torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype, also from its name such as "float16"."""
+    import torch
+
+    if isinstance(dtype, str):
+        found = getattr(torch, dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"dtype: the name of a torch dtype is required, got {dtype!r}")
+        return found
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    raise TypeError(f"dtype: a str or torch.dtype is required, got {type(dtype).__name__}")
+
+
+def is_float8(x: torch.Tensor) -> bool:
+    import torch
+
+    return x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def check_shape_dtype_device(
+    x: torch.Tensor,
+    expected_shape: Sequence[int] | None,
+    expected_dtype: torch.dtype | None,
+    expected_device: torch.device | None,
+    name: str,
+) -> None:
+    """Raise ValueError unless x is as expected; None skips a check."""
+    if expected_shape is not None and tuple(x.shape) != tuple(expected_shape):
+        raise ValueError(f"{name}: shape must be {tuple(expected_shape)}, got {tuple(x.shape)}")
+    if expected_dtype is not None and x.dtype != expected_dtype:
+        raise ValueError(f"{name}: dtype must be {expected_dtype}, got {x.dtype}")
+    if expected_device is not None and x.device != expected_device:
+        raise ValueError(f"{name}: device must be {expected_device}, got {x.device}")
+
+
+def _check_kv_layout(kv_layout: str) -> None:
+    if kv_layout not in TensorLayout.__members__:
+        raise KeyError(f"Invalid kv_layout {kv_layout!r}, allowed are NHD and HND")
+
+
+def _with_page_axis(x: torch.Tensor, kv_layout: str, ndim: int, name: str) -> torch.Tensor:
+    """x with `ndim` axes; one axis fewer means pages of one token, so a page axis of size 1 is inserted."""
+    _check_kv_layout(kv_layout)
+    if x.ndim not in (ndim - 1, ndim):
+        raise ValueError(f"{name}: {ndim - 1} or {ndim} dimensions are required, got shape {tuple(x.shape)}")
+    if x.ndim == ndim:
+        return x
+    return x.unsqueeze(-3 if kv_layout == "NHD" else -2)
+
+
+def _expand_4d(x: torch.Tensor, kv_layout: str) -> torch.Tensor:
+    """A K or V cache as [pages, page_size, heads, dim] (NHD) or [pages, heads, page_size, dim] (HND)."""
+    return _with_page_axis(x, kv_layout, 4, "paged k or v cache")
+
+
+def _expand_5d(x: torch.Tensor, kv_layout: str) -> torch.Tensor:
+    """A fused KV cache as [pages, 2, page_size, heads, dim] (NHD) or [pages, 2, heads, page_size, dim] (HND)."""
+    return _with_page_axis(x, kv_layout, 5, "paged_kv_cache")
+
+
+def _unpack_paged_kv_cache(
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kv_layout: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V caches of four axes, as views, from a fused tensor or a tuple of two."""
+    import torch
+
+    if isinstance(paged_kv_cache, tuple):
+        k, v = paged_kv_cache
+        return _expand_4d(k, kv_layout), _expand_4d(v, kv_layout)
+    if torch.is_tensor(paged_kv_cache):
+        k, v = _expand_5d(paged_kv_cache, kv_layout).unbind(dim=1)
+        return k, v
+    raise KeyError(
+        f"paged_kv_cache: one tensor or a tuple (k_cache, v_cache) is required, got {type(paged_kv_cache).__name__}"
+    )
+
+
+@functools.cache
+def _cached_range(size: int, device: torch.device) -> torch.Tensor:
+    import torch
+
+    return torch.arange(size, dtype=torch.int32, device=device)
+
+
+def _get_range_buf(seq_len: int, device: torch.device) -> torch.Tensor:
+    """[0, 1, ..., seq_len) as int32, read-only: a slice of a cached tensor."""
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        device = torch.device("cuda", cuda_index(device, "_get_range_buf"))
+        if is_graph_capturing():  # a tensor made here is filled only at replay: others must not find it in the cache
+            return torch.arange(seq_len, dtype=torch.int32, device=device)
+    return _cached_range(max(1024, next_positive_power_of_2(seq_len)), device)[:seq_len]
+
+
+# Attention
+
+
+def get_alibi_slopes(n_heads: int) -> torch.Tensor:
+    """ALiBi slope of each head, fp32: a geometric series, and every second term of the finer one for the rest."""
+    import torch
+
+    n2 = last_positive_power_of_2(n_heads)
+    exponents: Iterable[float] = [-8 * k / n2 for k in range(1, n2 + 1)]
+    extra = [-4 * (2 * k - 1) / n2 for k in range(1, n_heads - n2 + 1)]
+    return torch.tensor([math.pow(2.0, e) for e in [*exponents, *extra]], dtype=torch.float32)
+
+
+def is_fa3_backend_supported(
+    pos_encoding_mode: int,
+    use_fp16_qk_reductions: bool,
+    use_custom_mask: bool,
+    dtype_q: torch.dtype,
+    dtype_kv: torch.dtype,
+) -> bool:
+    """Whether the Hopper attention kernels take these options; the device is not looked at."""
+    import torch
+
+    fp8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+    if use_custom_mask or use_fp16_qk_reductions or pos_encoding_mode != PosEncodingMode.NONE.value:
+        return False
+    if dtype_kv == torch.uint8:  # packed NVFP4
+        return False
+    return dtype_q in fp8 or dtype_kv not in fp8
+
+
+FA3_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256), (192, 128)})  # (qk, vo)
+
+
+def determine_attention_backend(
+    device: torch.device,
+    pos_encoding_mode: int,
+    use_fp16_qk_reductions: bool,
+    use_custom_mask: bool,
+    dtype_q: torch.dtype,
+    dtype_kv: torch.dtype,
+    *,
+    head_dim_qk: int | None = None,
+    head_dim_vo: int | None = None,
+) -> str:
+    """The attention kernels to use on a CUDA device: "fa3" (Hopper) or "fa2" (generic)."""
+    known: Any = (head_dim_qk, head_dim_vo)
+    if (
+        is_sm90a_supported(device)
+        and is_fa3_backend_supported(pos_encoding_mode, use_fp16_qk_reductions, use_custom_mask, dtype_q, dtype_kv)
+        and (None in known or known in FA3_HEAD_DIMS)
+    ):
+        return "fa3"
+    return "fa2"

@@ -1,0 +1,44 @@
+// Conversions between storage types and float, in device code; fp8 saturates (largest finite), NaN stays NaN.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include "fi/cuda/ptx/pdl.cuh"
+#include "fi/types.h"
+
+namespace fi {
+
+FI_DEVICE float to_float(float x) { return x; }
+FI_DEVICE float to_float(__half x) { return __half2float(x); }
+FI_DEVICE float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+FI_DEVICE float to_float(__nv_fp8_e4m3 x) { return static_cast<float>(x); }
+FI_DEVICE float to_float(__nv_fp8_e5m2 x) { return static_cast<float>(x); }
+
+template <class T>
+FI_DEVICE T from_float(float x);
+template <>
+FI_DEVICE float from_float<float>(float x) {
+  return x;
+}
+template <>
+FI_DEVICE __half from_float<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+FI_DEVICE __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+template <>
+FI_DEVICE __nv_fp8_e4m3 from_float<__nv_fp8_e4m3>(float x) {
+  return __nv_fp8_e4m3(x);
+}
+template <>
+FI_DEVICE __nv_fp8_e5m2 from_float<__nv_fp8_e5m2>(float x) {
+  return __nv_fp8_e5m2(x);
+}
+
+template <class T>
+constexpr bool kIsFp8 = sizeof(T) == 1;
+
+}  // namespace fi

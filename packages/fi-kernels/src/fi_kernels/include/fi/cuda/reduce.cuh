@@ -1,0 +1,23 @@
+// Sums over a warp, part of a warp, and a block; the order depends on the block size only (batch invariance).
+#pragma once
+#include "fi/cuda/convert.cuh"
+
+namespace fi {
+
+// Over aligned groups of `lanes` (a power of two <= 32); every lane gets the sum.
+FI_DEVICE float warp_sum(float x, int lanes = 32) {
+  for (int offset = lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+// Over the block (a multiple of 32 threads); every thread gets the sum. One barrier; `partial` is 32 floats of shared
+// memory that nothing else uses until the block's next barrier.
+FI_DEVICE float block_sum(float x, float* partial) {
+  x = warp_sum(x);
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
+  __syncthreads();
+  const int warps = blockDim.x / 32;
+  return warp_sum(static_cast<int>(threadIdx.x % 32) < warps ? partial[threadIdx.x % 32] : 0.f);
+}
+
+}  // namespace fi

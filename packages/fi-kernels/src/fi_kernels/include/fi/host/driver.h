@@ -1,0 +1,142 @@
+// The CUDA driver API as far as launchers use it, found by dlopen: no toolkit to build, no driver to load a module.
+// Layouts and enum values are those of the driver's public ABI (cuda.h); tests/kernels checks them against that header.
+#pragma once
+#include <dlfcn.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+#include "fi/host/error.h"
+
+namespace fi::cu {
+
+using Result = int;
+using Device = int;
+using Context = struct ContextHandle*;
+using Library = struct LibraryHandle*;
+using Kernel = struct KernelHandle*;
+using Function = struct FunctionHandle*;
+using Stream = struct StreamHandle*;
+
+enum : Result { kSuccess = 0, kInvalidContext = 201 };
+enum LaunchAttributeId : int { kClusterDimension = 4, kProgrammaticStreamSerialization = 6 };
+enum FunctionAttribute : int { kMaxDynamicSharedBytes = 8, kNonPortableClusterSize = 14 };
+enum DeviceAttribute : int { kMultiprocessorCount = 16, kMajor = 75, kMinor = 76 };
+
+union alignas(8) LaunchAttributeValue {
+  char pad[64];
+  struct {
+    unsigned x, y, z;
+  } cluster;
+  int programmatic;
+};
+struct LaunchAttribute {
+  LaunchAttributeId id;
+  char pad[4];
+  LaunchAttributeValue value;
+};
+struct LaunchConfig {
+  unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+  Stream stream;
+  LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+
+struct Driver {
+  Result (*Init)(unsigned);
+  Result (*LibraryLoadData)(Library*, const void*, void*, void*, unsigned, void*, void*, unsigned);
+  Result (*LibraryUnload)(Library);
+  Result (*LibraryGetKernel)(Kernel*, Library, const char*);
+  Result (*KernelGetFunction)(Function*, Kernel);
+  Result (*KernelSetAttribute)(int, int, Kernel, Device);
+  Result (*LaunchKernelEx)(const LaunchConfig*, Function, void**, void**);
+  Result (*CtxGetDevice)(Device*);
+  Result (*CtxPushCurrent)(Context);
+  Result (*CtxPopCurrent)(Context*);
+  Result (*DevicePrimaryCtxRetain)(Context*, Device);
+  Result (*DeviceGetAttribute)(int*, int, Device);
+  Result (*GetErrorName)(Result, const char**);
+  Result (*GetErrorString)(Result, const char**);
+
+  static const Driver& get() {
+    static const Driver driver = open();
+    return driver;
+  }
+  [[gnu::noinline, gnu::cold]] std::string describe(Result result) const {
+    const char *name = "unknown error", *text = "";
+    GetErrorName(result, &name);
+    GetErrorString(result, &text);
+    return std::string(name) + " (" + text + ")";
+  }
+  void check(Result result, const char* call) const { FI_CHECK(result == kSuccess, RuntimeError, "%s: %s", call, describe(result).c_str()); }
+
+ private:
+  static Driver open() {
+    void* handle = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    FI_CHECK(handle, RuntimeError, "libcuda.so.1 not found: install the NVIDIA driver, or use CPU tensors");
+    Driver d{};
+    const struct {
+      void* slot;
+      const char* symbol;
+    } table[] = {
+        {&d.Init, "cuInit"},
+        {&d.LibraryLoadData, "cuLibraryLoadData"},
+        {&d.LibraryUnload, "cuLibraryUnload"},
+        {&d.LibraryGetKernel, "cuLibraryGetKernel"},
+        {&d.KernelGetFunction, "cuKernelGetFunction"},
+        {&d.KernelSetAttribute, "cuKernelSetAttribute"},
+        {&d.LaunchKernelEx, "cuLaunchKernelEx"},
+        {&d.CtxGetDevice, "cuCtxGetDevice"},
+        {&d.CtxPushCurrent, "cuCtxPushCurrent_v2"},
+        {&d.CtxPopCurrent, "cuCtxPopCurrent_v2"},
+        {&d.DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain"},
+        {&d.DeviceGetAttribute, "cuDeviceGetAttribute"},
+        {&d.GetErrorName, "cuGetErrorName"},
+        {&d.GetErrorString, "cuGetErrorString"},
+    };
+    for (auto [slot, symbol] : table) {
+      void* address = dlsym(handle, symbol);
+      FI_CHECK(address, RuntimeError, "libcuda.so.1 has no %s: the driver must be for CUDA 12.0 or later", symbol);
+      memcpy(slot, &address, sizeof address);
+    }
+    d.check(d.Init(0), "cuInit");
+    return d;
+  }
+};
+
+// Makes a device's primary context current for a scope; free when it is current already.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(Device device) : driver_(Driver::get()) {
+    Device current = -1;
+    if (driver_.CtxGetDevice(&current) == kSuccess && current == device) return;
+    driver_.check(driver_.CtxPushCurrent(primary(device)), "cuCtxPushCurrent");
+    pushed_ = true;
+  }
+  ~DeviceGuard() {
+    Context context;
+    if (pushed_) driver_.CtxPopCurrent(&context);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  Context primary(Device device) const {  // retained once and kept, as torch does for the life of the process
+    static std::atomic<Context> contexts[64];
+    FI_CHECK(device >= 0 && device < 64, ValueError, "CUDA device index must be in 0..63; got %d", device);
+    Context context = contexts[device].load(std::memory_order_acquire);
+    if (!context) {
+      driver_.check(driver_.DevicePrimaryCtxRetain(&context, device), "cuDevicePrimaryCtxRetain");
+      contexts[device].store(context, std::memory_order_release);
+    }
+    return context;
+  }
+
+  const Driver& driver_;
+  bool pushed_ = false;
+};
+
+}  // namespace fi::cu

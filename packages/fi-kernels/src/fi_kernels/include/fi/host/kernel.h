@@ -1,0 +1,122 @@
+// What a spec is bound to: on CUDA the loaded entry points of its device binary with the config they were built for.
+#pragma once
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "fi/host/error.h"
+#include "fi/host/tensor.h"
+
+#if FI_CUDA
+#include <tvm/ffi/extra/c_env_api.h>
+
+#include "fi/host/driver.h"
+#endif
+
+namespace fi {
+
+#if FI_CUDA
+// One entry point. threads and shared_bytes are what the unit was compiled for; config holds the op's own constants,
+// in the order the family's Python declares them.
+struct Entry {
+  cu::Kernel kernel = nullptr;
+  std::string name;
+  int64_t threads = 0, shared_bytes = 0;
+  std::vector<int64_t> config;
+  mutable std::array<std::atomic<bool>, 64> prepared{};  // per device: opt-in shared memory has been asked for
+};
+
+struct Launch {
+  int64_t grid_x, grid_y = 1, grid_z = 1;
+  int64_t threads = 0;  // 0: what the entry was compiled for
+  int64_t shared_bytes = -1;
+  unsigned cluster = 1;  // along x
+  bool pdl = false;      // programmatic dependent launch: may start while its predecessor in the stream drains
+};
+#endif
+
+struct Kernel {
+  std::string op, spec;
+#if FI_CUDA
+  int64_t capability = 0;  // of the image: 90 for sm_90a
+  cu::Library library = nullptr;
+  std::vector<Entry> entries;
+
+  Kernel() = default;
+  Kernel(const Kernel&) = delete;
+  Kernel& operator=(const Kernel&) = delete;
+  ~Kernel() {
+    if (library) cu::Driver::get().LibraryUnload(library);
+  }
+
+  // None means the target's default: on wherever the hardware has it.
+  bool pdl(int64_t asked) const { return asked < 0 ? capability >= 90 : asked != 0 && capability >= 90; }
+
+  static int64_t multiprocessors(DLDevice device) {
+    static std::atomic<int> counts[64];
+    FI_CHECK(device.device_id >= 0 && device.device_id < 64, ValueError, "CUDA device index must be in 0..63; got %d", device.device_id);
+    int n = counts[device.device_id].load(std::memory_order_relaxed);
+    if (n == 0) {
+      cu::Driver::get().check(cu::Driver::get().DeviceGetAttribute(&n, cu::kMultiprocessorCount, device.device_id), "cuDeviceGetAttribute");
+      counts[device.device_id].store(n, std::memory_order_relaxed);
+    }
+    return n;
+  }
+
+  template <class Params>
+  void launch(const Entry& entry, const Launch& launch, DLDevice device, const Params& params) const {
+    start(entry, launch, device, const_cast<Params*>(&params));
+  }
+
+ private:
+  [[gnu::noinline]] void start(const Entry& entry, Launch launch, DLDevice device, void* params) const {
+    if (launch.grid_x == 0 || launch.grid_y == 0 || launch.grid_z == 0) return;
+    if (launch.threads == 0) launch.threads = entry.threads;
+    if (launch.shared_bytes < 0) launch.shared_bytes = entry.shared_bytes;
+    FI_CHECK(launch.grid_x <= 0x7fffffff && launch.grid_y <= 65535 && launch.grid_z <= 65535, ValueError,
+             "too large for one launch: %s", describe(entry, launch).c_str());
+    cu::DeviceGuard guard(device.device_id);
+    const cu::Driver& driver = cu::Driver::get();
+    if (launch.shared_bytes > 48 * 1024) allow_shared(entry, launch.shared_bytes, device.device_id);
+    cu::LaunchAttribute attributes[2];
+    unsigned count = 0;
+    if (launch.pdl) {
+      attributes[count].id = cu::kProgrammaticStreamSerialization;
+      attributes[count++].value.programmatic = 1;
+    }
+    if (launch.cluster > 1) {
+      attributes[count].id = cu::kClusterDimension;
+      attributes[count++].value.cluster = {launch.cluster, 1, 1};
+    }
+    auto stream = static_cast<cu::Stream>(TVMFFIEnvGetStream(device.device_type, device.device_id));
+    cu::LaunchConfig config{static_cast<unsigned>(launch.grid_x), static_cast<unsigned>(launch.grid_y),
+                            static_cast<unsigned>(launch.grid_z), static_cast<unsigned>(launch.threads), 1, 1,
+                            static_cast<unsigned>(launch.shared_bytes), stream, attributes, count};
+    void* arguments[] = {params};
+    // A library kernel is a valid CUfunction in every context (CUDA driver API, "Library Management").
+    cu::Result result = driver.LaunchKernelEx(&config, reinterpret_cast<cu::Function>(entry.kernel), arguments, nullptr);
+    FI_CHECK(result == cu::kSuccess, RuntimeError, "launch failed: %s; %s", driver.describe(result).c_str(),
+             describe(entry, launch).c_str());
+  }
+
+  void allow_shared(const Entry& entry, int64_t bytes, int device) const {
+    if (entry.prepared[device].load(std::memory_order_acquire)) return;
+    const cu::Driver& driver = cu::Driver::get();
+    driver.check(driver.KernelSetAttribute(cu::kMaxDynamicSharedBytes, static_cast<int>(bytes), entry.kernel, device), "cuKernelSetAttribute");
+    entry.prepared[device].store(true, std::memory_order_release);
+  }
+  [[gnu::noinline, gnu::cold]] std::string describe(const Entry& entry, const Launch& launch) const {
+    char text[512];
+    snprintf(text, sizeof text, "kernel %s, spec %s, grid (%lld, %lld, %lld), %lld threads, %lld bytes of shared memory, cluster %u%s",
+             entry.name.c_str(), spec.c_str(), static_cast<long long>(launch.grid_x), static_cast<long long>(launch.grid_y),
+             static_cast<long long>(launch.grid_z), static_cast<long long>(launch.threads), static_cast<long long>(launch.shared_bytes),
+             launch.cluster, launch.pdl ? ", pdl" : "");
+    return text;
+  }
+#endif
+};
+
+}  // namespace fi

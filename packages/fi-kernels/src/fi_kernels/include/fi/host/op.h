@@ -1,0 +1,169 @@
+// FI_OP(name, "argument", ...): exports a host entry to Python on the plain tvm-ffi C ABI (no template headers: 0.3 s to compile).
+// A module exports one function, bind(op, spec[, image, capability, device, entries...]) -> callable, which owns the kernel.
+#pragma once
+#include <tvm/ffi/c_api.h>
+
+#include <memory>
+#include <utility>
+
+#include "fi/host/kernel.h"
+
+namespace fi {
+
+// Turns one tvm-ffi argument into the type the host entry declares.
+template <class T>
+struct Argument;
+
+inline const DLTensor* as_dltensor(const TVMFFIAny& any) {
+  if (any.type_index == kTVMFFIDLTensorPtr) return static_cast<const DLTensor*>(any.v_ptr);
+  if (any.type_index == kTVMFFITensor)
+    return reinterpret_cast<const DLTensor*>(reinterpret_cast<const char*>(any.v_obj) + sizeof(TVMFFIObject));
+  return nullptr;
+}
+
+struct OptionalTensor : Tensor {
+  using Tensor::Tensor;
+};
+
+template <>
+struct Argument<Tensor> {
+  static Tensor from(const TVMFFIAny& any, const char* name) {
+    const DLTensor* t = as_dltensor(any);
+    FI_CHECK(t, TypeError, "%s must be a tensor", name);
+    return {t, name};
+  }
+};
+template <>
+struct Argument<OptionalTensor> {
+  static OptionalTensor from(const TVMFFIAny& any, const char* name) {
+    if (any.type_index == kTVMFFINone) return {nullptr, name};
+    const DLTensor* t = as_dltensor(any);
+    FI_CHECK(t, TypeError, "%s must be a tensor or None", name);
+    return {t, name};
+  }
+};
+template <>
+struct Argument<double> {
+  static double from(const TVMFFIAny& any, const char* name) {
+    if (any.type_index == kTVMFFIFloat) return any.v_float64;
+    FI_CHECK(any.type_index == kTVMFFIInt || any.type_index == kTVMFFIBool, TypeError, "%s must be a number", name);
+    return static_cast<double>(any.v_int64);
+  }
+};
+// An integer or bool; None becomes -1, which is how "the default" is spelled on this side.
+template <>
+struct Argument<int64_t> {
+  static int64_t from(const TVMFFIAny& any, const char* name) {
+    if (any.type_index == kTVMFFINone) return -1;
+    FI_CHECK(any.type_index == kTVMFFIInt || any.type_index == kTVMFFIBool, TypeError, "%s must be an integer", name);
+    return any.v_int64;
+  }
+};
+template <>
+struct Argument<std::string> {
+  static std::string from(const TVMFFIAny& any, const char* name) {
+    if (any.type_index == kTVMFFIRawStr) return any.v_c_str;
+    if (any.type_index == kTVMFFISmallStr) return {any.v_bytes, any.small_str_len};
+    FI_CHECK(any.type_index == kTVMFFIStr, TypeError, "%s must be a string", name);
+    auto* bytes = reinterpret_cast<const TVMFFIByteArray*>(reinterpret_cast<const char*>(any.v_obj) + sizeof(TVMFFIObject));
+    return {bytes->data, bytes->size};
+  }
+};
+
+inline TVMFFIByteArray as_bytes(const TVMFFIAny& any, const char* name) {
+  if (any.type_index == kTVMFFIByteArrayPtr) return *static_cast<const TVMFFIByteArray*>(any.v_ptr);
+  FI_CHECK(any.type_index == kTVMFFIBytes, TypeError, "%s must be bytes", name);
+  return *reinterpret_cast<const TVMFFIByteArray*>(reinterpret_cast<const char*>(any.v_obj) + sizeof(TVMFFIObject));
+}
+
+[[gnu::noinline, gnu::cold]] inline int set_raised(const char* label, const char* kind, const char* text) {
+  TVMFFIErrorSetRaisedFromCStr(kind, (std::string(label) + ": " + text).c_str());
+  return -1;
+}
+
+template <class F>
+int guarded(const char* label, F&& body) noexcept {
+  try {
+    body();
+    return 0;
+  } catch (const Error& e) {
+    return set_raised(label, e.kind, e.what());
+  } catch (const std::exception& e) {
+    return set_raised(label, "RuntimeError", e.what());
+  }
+}
+
+template <class... A, size_t... I>
+void apply(void (*entry)(const Kernel&, A...), const Kernel& kernel, const TVMFFIAny* args, const char* const* names,
+           std::index_sequence<I...>) {
+  entry(kernel, Argument<A>::from(args[I], names[I])...);
+}
+
+template <class... A>
+void call(void (*entry)(const Kernel&, A...), const Kernel& kernel, const TVMFFIAny* args, int32_t count, const char* const* names,
+          size_t name_count) {
+  static_assert(sizeof...(A) > 0);
+  FI_CHECK(count == static_cast<int32_t>(sizeof...(A)) && name_count == sizeof...(A), TypeError,
+           "expects %zu arguments (%zu named), got %d", sizeof...(A), name_count, count);
+  apply(entry, kernel, args, names, std::index_sequence_for<A...>{});
+}
+
+#if FI_CUDA
+// Arguments after op and spec: image, capability, device, then per entry: name, threads, shared bytes, n, n config integers.
+inline void load(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
+  FI_CHECK(count >= 3, TypeError, "bind needs image, capability and device");
+  TVMFFIByteArray image = as_bytes(args[0], "image");
+  kernel.capability = Argument<int64_t>::from(args[1], "capability");
+  cu::DeviceGuard guard(static_cast<int>(Argument<int64_t>::from(args[2], "device")));
+  const cu::Driver& driver = cu::Driver::get();
+  driver.check(driver.LibraryLoadData(&kernel.library, image.data, nullptr, nullptr, 0, nullptr, nullptr, 0), "cuLibraryLoadData");
+  std::vector<Entry> entries;
+  int32_t i = 3, total = 0;
+  for (int32_t j = 3; j < count; ++total) j += 4 + static_cast<int32_t>(Argument<int64_t>::from(args[j + 3], "config"));
+  kernel.entries = std::vector<Entry>(static_cast<size_t>(total));
+  for (Entry& entry : kernel.entries) {
+    entry.name = Argument<std::string>::from(args[i], "entry");
+    entry.threads = Argument<int64_t>::from(args[i + 1], "threads");
+    entry.shared_bytes = Argument<int64_t>::from(args[i + 2], "shared_bytes");
+    auto n = Argument<int64_t>::from(args[i + 3], "config");
+    for (int64_t c = 0; c < n; ++c) entry.config.push_back(Argument<int64_t>::from(args[i + 4 + c], "config"));
+    i += 4 + static_cast<int32_t>(n);
+    driver.check(driver.LibraryGetKernel(&entry.kernel, kernel.library, entry.name.c_str()), entry.name.c_str());
+    cu::Function function;  // forces the load now: an image for another architecture is refused here, not at the first launch
+    driver.check(driver.KernelGetFunction(&function, entry.kernel), "cuKernelGetFunction");
+  }
+}
+#endif
+
+template <TVMFFISafeCallType Call>
+int bind(const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
+  return guarded("bind", [&] {
+    FI_CHECK(count >= 2, TypeError, "bind needs op and spec");
+    auto kernel = std::make_unique<Kernel>();
+    kernel->op = Argument<std::string>::from(args[0], "op");
+    kernel->spec = Argument<std::string>::from(args[1], "spec");
+#if FI_CUDA
+    load(*kernel, args + 2, count - 2);
+#endif
+    TVMFFIObjectHandle function = nullptr;
+    int failed = TVMFFIFunctionCreate(kernel.get(), Call, [](void* self) { delete static_cast<Kernel*>(self); }, &function);
+    FI_CHECK(!failed, RuntimeError, "TVMFFIFunctionCreate failed");
+    kernel.release();
+    result->type_index = kTVMFFIFunction;
+    result->zero_padding = 0;
+    result->v_obj = static_cast<TVMFFIObject*>(function);
+  });
+}
+
+}  // namespace fi
+
+#define FI_EXPORT extern "C" __attribute__((visibility("default")))
+#define FI_OP(entry, ...)                                                                                   \
+  static int fi_call(void* self, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {                        \
+    static const char* const names[] = {__VA_ARGS__};                                                       \
+    auto& kernel = *static_cast<const ::fi::Kernel*>(self);                                                 \
+    return ::fi::guarded(kernel.op.c_str(), [&] { ::fi::call(&entry, kernel, args, count, names, sizeof(names) / sizeof(names[0])); }); \
+  }                                                                                                         \
+  FI_EXPORT int __tvm_ffi_bind(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {            \
+    return ::fi::bind<fi_call>(args, count, result);                                                        \
+  }

@@ -1,0 +1,151 @@
+// A tensor argument and its contract: each host entry states shapes, dtypes and strides symbolically, first thing.
+#pragma once
+#include <dlpack/dlpack.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+
+#include "fi/host/error.h"
+
+namespace fi {
+
+struct DType {
+  uint8_t code, bits;
+  friend bool operator==(DType a, DType b) { return a.code == b.code && a.bits == b.bits; }
+  friend bool operator!=(DType a, DType b) { return !(a == b); }
+  int64_t bytes() const { return bits / 8; }
+  [[gnu::noinline, gnu::cold]] std::string str() const {
+    switch (code) {
+      case kDLFloat: return "float" + std::to_string(bits);
+      case kDLBfloat: return "bfloat16";
+      case kDLInt: return "int" + std::to_string(bits);
+      case kDLUInt: return "uint" + std::to_string(bits);
+      case kDLBool: return "bool";
+      case kDLFloat8_e4m3fn: return "float8_e4m3fn";
+      case kDLFloat8_e5m2: return "float8_e5m2";
+      default: return "dtype code " + std::to_string(code) + " of " + std::to_string(bits) + " bits";
+    }
+  }
+};
+constexpr DType kF32{kDLFloat, 32}, kF16{kDLFloat, 16}, kBF16{kDLBfloat, 16}, kE4M3{kDLFloat8_e4m3fn, 8},
+    kE5M2{kDLFloat8_e5m2, 8}, kI32{kDLInt, 32}, kI64{kDLInt, 64}, kU8{kDLUInt, 8}, kBool{kDLBool, 8};
+
+// One symbol of a shape: the first tensor that names it binds it, later ones must agree.
+struct Dim {
+  const char* name;
+  int64_t value = -1;
+  operator int64_t() const { return value; }
+};
+
+class Tensor {
+ public:
+  Tensor(const DLTensor* tensor, const char* name) : tensor_(tensor), name_(name) {}
+
+  explicit operator bool() const { return tensor_ != nullptr; }
+  const char* name() const { return name_; }
+  int ndim() const { return tensor_->ndim; }
+  int64_t size(int axis) const { return tensor_->shape[axis < 0 ? axis + ndim() : axis]; }
+  int64_t stride(int axis) const {
+    if (axis < 0) axis += ndim();
+    if (tensor_->strides) return tensor_->strides[axis];
+    int64_t step = 1;
+    for (int i = ndim() - 1; i > axis; --i) step *= tensor_->shape[i];
+    return step;
+  }
+  int64_t numel() const {
+    int64_t n = 1;
+    for (int i = 0; i < ndim(); ++i) n *= tensor_->shape[i];
+    return n;
+  }
+  DType dtype() const { return {tensor_->dtype.code, tensor_->dtype.bits}; }
+  DLDevice device() const { return tensor_->device; }
+  template <class T = void>
+  T* data() const {
+    return reinterpret_cast<T*>(static_cast<char*>(tensor_->data) + tensor_->byte_offset);
+  }
+  // Largest power of two <= limit (bytes) that divides the address and every given stride: the legal vector width.
+  int64_t alignment(int64_t limit, std::initializer_list<int64_t> element_strides) const {
+    auto low = reinterpret_cast<uintptr_t>(data());
+    for (int64_t s : element_strides) low |= static_cast<uintptr_t>(s * dtype().bytes());
+    int64_t width = limit;
+    while (width > 1 && low % width) width /= 2;
+    return width;
+  }
+
+  // Binds unbound symbols and checks bound ones.
+  template <class... D>
+  const Tensor& shape(D&... dims) const {
+    Dim* want[] = {&dims...};
+    return match(want, sizeof...(D));
+  }
+  const Tensor& is(std::initializer_list<DType> allowed) const {
+    for (DType d : allowed)
+      if (d == dtype()) return *this;
+    wrong_dtype(allowed);
+  }
+  const Tensor& like(const Tensor& other) const {  // same dtype and device
+    if (dtype() != other.dtype())
+      raise("TypeError", "%s must have the dtype of %s, %s; got %s", name_, other.name_, other.dtype().str().c_str(), dtype().str().c_str());
+    return on(other);
+  }
+  const Tensor& on(const Tensor& other) const {
+    if (device().device_type != other.device().device_type || device().device_id != other.device().device_id)
+      raise("ValueError", "%s must be on the device of %s (%s); got %s", name_, other.name_, other.device_str().c_str(), device_str().c_str());
+    return *this;
+  }
+  const Tensor& inner_contiguous() const {
+    if (ndim() == 0 || (size(-1) > 1 && stride(-1) != 1))
+      raise("ValueError", "%s must be contiguous in its last dimension (stride 1); got stride %lld: call .contiguous() on it", name_,
+            static_cast<long long>(ndim() ? stride(-1) : 0));
+    return *this;
+  }
+  [[gnu::noinline]] const Tensor& contiguous() const {
+    int64_t step = 1;
+    const bool empty = numel() == 0;
+    for (int i = ndim() - 1; i >= 0; --i) {
+      if (size(i) != 1 && !empty && stride(i) != step)
+        raise("ValueError", "%s must be contiguous; got shape %s with stride %lld in dimension %d: call .contiguous() on it", name_,
+              shape_str().c_str(), static_cast<long long>(stride(i)), i);
+      step *= size(i);
+    }
+    return *this;
+  }
+  [[gnu::noinline, gnu::cold]] std::string shape_str() const {
+    std::string s = "[";
+    for (int i = 0; i < ndim(); ++i) s += (i ? ", " : "") + std::to_string(size(i));
+    return s + "]";
+  }
+  [[gnu::noinline, gnu::cold]] std::string device_str() const {
+    if (device().device_type == kDLCPU) return "cpu";
+    return (device().device_type == kDLCUDA ? "cuda:" : "device:") + std::to_string(device().device_id);
+  }
+
+ private:
+  [[gnu::noinline]] const Tensor& match(Dim* const* want, int n) const {
+    bool fits = ndim() == n;
+    for (int i = 0; fits && i < n; ++i) fits = want[i]->value < 0 || want[i]->value == size(i);
+    if (!fits) wrong_shape(want, n);
+    for (int i = 0; i < n; ++i) want[i]->value = size(i);
+    return *this;
+  }
+  [[noreturn, gnu::noinline, gnu::cold]] void wrong_shape(Dim* const* want, int n) const {
+    std::string symbols, bound;
+    for (int i = 0; i < n; ++i) {
+      symbols += (i ? ", " : "") + std::string(want[i]->name);
+      if (want[i]->value >= 0 && !(want[i]->name[0] >= '0' && want[i]->name[0] <= '9'))
+        bound += (bound.empty() ? " with " : ", ") + std::string(want[i]->name) + " = " + std::to_string(want[i]->value);
+    }
+    raise("ValueError", "%s must have shape [%s]%s; got %s", name_, symbols.c_str(), bound.c_str(), shape_str().c_str());
+  }
+  [[noreturn, gnu::noinline, gnu::cold]] void wrong_dtype(std::initializer_list<DType> allowed) const {
+    std::string names;
+    for (DType d : allowed) names += (names.empty() ? "" : " or ") + d.str();
+    raise("TypeError", "%s must be %s; got %s", name_, names.c_str(), dtype().str().c_str());
+  }
+
+  const DLTensor* tensor_;
+  const char* name_;
+};
+
+}  // namespace fi

@@ -1,0 +1,27 @@
+// Fixed-width names that host compilers, nvcc and NVRTC share without a standard header.
+#pragma once
+
+#if defined(__CUDACC_RTC__)
+namespace fi {
+using int8_t = signed char;
+using uint8_t = unsigned char;
+using int16_t = short;
+using uint16_t = unsigned short;
+using int32_t = int;
+using uint32_t = unsigned int;
+using int64_t = long long;
+using uint64_t = unsigned long long;
+}  // namespace fi
+#else
+#include <stdint.h>
+namespace fi {
+using ::int16_t;
+using ::int32_t;
+using ::int64_t;
+using ::int8_t;
+using ::uint16_t;
+using ::uint32_t;
+using ::uint64_t;
+using ::uint8_t;
+}  // namespace fi
+#endif

@@ -1,0 +1,23 @@
+"""Skips a test that is marked gpu, sm90 or multigpu on a machine without such a device; `nox -s gpu` insists on one."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def _missing(item: pytest.Item) -> str | None:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return "needs a CUDA device"
+    if item.get_closest_marker("multigpu") and count < 2:
+        return f"needs two CUDA devices, this machine has {count}"
+    if item.get_closest_marker("sm90") and torch.cuda.get_device_capability()[0] != 9:
+        return "needs a Hopper device"
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and (reason := _missing(item)):
+        pytest.skip(reason)

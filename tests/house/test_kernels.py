@@ -1,0 +1,80 @@
+"""Rules of the kernel sources: which headers they may include, and one stem for an op in every tree."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from house.tree import CORE, KERNELS, files_of, relative
+
+INCLUDE = KERNELS / "include"
+NATIVE = files_of(KERNELS, ".h", ".cuh", ".cc", ".cu", ".jinja")
+# NVRTC brings no standard library, and torch's wheels bring no cccl: a unit for the device may use only these.
+DEVICE_SYSTEM_HEADERS = {"cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h"}
+TYPES = INCLUDE / "fi" / "types.h"  # names the fixed-width types for both sides, so it alone asks which compiler it is
+FOREIGN = re.compile(r"^(torch|ATen|c10|pybind11|cutlass|cute|cub|thrust|cooperative_groups|nvrtc|cudnn|cublas)\b")
+
+
+def includes(path: Path) -> list[str]:
+    return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE)
+
+
+def test_no_foreign_header() -> None:
+    assert NATIVE
+    wrong = [f"{relative(path)}: {name}" for path in NATIVE for name in includes(path) if FOREIGN.match(name)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_own_headers_exist() -> None:
+    wrong = [
+        f"{relative(path)}: {name}"
+        for path in NATIVE
+        if path.suffix != ".jinja"
+        for name in includes(path)
+        if name.startswith("fi/") and not (INCLUDE / name).is_file()
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_device_units_reach_only_device_headers() -> None:
+    """Follows the includes of each .cuh: nothing of the host or of the C++ library is reached."""
+    wrong = []
+    for start in files_of(INCLUDE, ".cuh"):
+        todo, seen = [start], {start}
+        while todo:
+            path = todo.pop()
+            for name in includes(path) if path != TYPES else []:
+                target = INCLUDE / name
+                host = name.startswith(("fi/host/", "fi/cpu/"))
+                if host or not (name.startswith("fi/") or name in DEVICE_SYSTEM_HEADERS):
+                    wrong.append(f"{relative(start)} reaches {name} through {relative(path)}")
+                elif name.startswith("fi/") and target not in seen:
+                    seen.add(target)
+                    todo.append(target)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_an_op_has_one_stem_in_every_tree() -> None:
+    """csrc/<family>/<op>.cc, include/fi/<family>/<op>.h and the family's module in fi_core, for each registered op."""
+    from fi_core.registry import ops
+
+    families = {path.relative_to(KERNELS / "csrc").parent.as_posix() for path in files_of(KERNELS / "csrc", ".cc")}
+    missing = []
+    for op in ops().values():
+        source = KERNELS / op.source
+        family = source.parent.name
+        stem = INCLUDE / "fi" / family / source.stem
+        module = [CORE / f"{family}.py", CORE / family / "__init__.py"]
+        for choices in ([source], [stem.with_suffix(".h")], module):
+            if not any(path.is_file() for path in choices):
+                missing.append(f"{op.name}: {' or '.join(relative(p) for p in choices)}")
+    assert ops()
+    assert not missing, "\n".join(missing)
+    assert families <= {(KERNELS / op.source).parent.name for op in ops().values()}, "a folder of csrc without an op"
+
+
+def test_no_source_without_an_op() -> None:
+    from fi_core.registry import ops
+
+    used = {KERNELS / op.source for op in ops().values()}
+    assert sorted(relative(p) for p in files_of(KERNELS / "csrc", ".cc") if p not in used) == []

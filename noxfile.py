@@ -79,29 +79,38 @@ def install_nvcc(session: nox.Session) -> None:
         session.install(*CORE["extras"]["nvcc"])
 
 
-def pytest(session: nox.Session, *arguments: str) -> None:
-    session.run("python", "-m", "pytest", *arguments, *session.posargs)
+def python(session: nox.Session) -> str:
+    """The session's Python; with --no-venv the one that runs nox."""
+    return sys.executable if isinstance(session.virtualenv, PassthroughEnv) else "python"
+
+
+def pytest(session: nox.Session, *arguments: str, workers: int = 0) -> None:
+    # Without a virtual environment pytest may have no xdist.
+    parallel = workers and not isinstance(session.virtualenv, PassthroughEnv)
+    session.run(
+        python(session), "-m", "pytest", *(["-n", str(workers)] if parallel else []), *arguments, *session.posargs
+    )
 
 
 @nox.session
 def demo(session: nox.Session) -> None:
     """Run attention and the elementwise ops on real input: on the GPU if there is one, else on the CPU."""
     develop(session, *(["device"] if HAS_GPU else []), gpu=True)
-    session.run("python", "examples/demo.py", *session.posargs)
+    session.run(python(session), "examples/demo.py", *session.posargs)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """All tests that need neither a GPU nor a build of the whole library."""
     develop(session, "test", "device")
-    pytest(session, "-n", "2", "-m", "not gpu and not slow")
+    pytest(session, "-m", "not gpu and not slow", workers=2)
 
 
 @nox.session
 def gpu(session: nox.Session) -> None:
     """The tests that need a GPU; an error where torch sees none."""
     develop(session, "test", "device", gpu=True)
-    session.run("python", "-c", "import torch; torch.cuda.init(); print(torch.cuda.get_device_name())")
+    session.run(python(session), "-c", "import torch; torch.cuda.init(); print(torch.cuda.get_device_name())")
     pytest(session, "-m", "gpu")
 
 
@@ -129,7 +138,7 @@ def types(session: nox.Session) -> None:
 def headers(session: nox.Session) -> None:
     """Each header compiles alone; host sources also compile for aarch64."""
     develop(session, "test", "device")
-    pytest(session, "-n", "2", "tests/kernels/test_headers.py")
+    pytest(session, "tests/kernels/test_headers.py", workers=2)
 
 
 @nox.session
@@ -137,7 +146,8 @@ def kernels(session: nox.Session) -> None:
     """All device code for every target, by both compilers; registers, spills and machine code asserted."""
     develop(session, "test", "device")
     install_nvcc(session)
-    pytest(session, "-n", "2", "-m", "slow and not gpu", "tests/kernels", "--ignore=tests/kernels/test_headers.py")
+    chosen = ["-m", "slow and not gpu", "tests/kernels", "--ignore=tests/kernels/test_headers.py"]
+    pytest(session, *chosen, workers=2)
 
 
 @nox.session
@@ -145,7 +155,6 @@ def wheels(session: nox.Session) -> None:
     """Build the five wheels into dist/, install them, and test the packages as a user gets them."""
     install_torch(session)
     install_tools(session, "test", "build", "device")
-    install_nvcc(session)
     session.install(*(name for name in CORE["dependencies"] if not name.startswith(("fi-", "torch"))))
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
@@ -156,7 +165,7 @@ def wheels(session: nox.Session) -> None:
     session.install("--no-deps", "--force-reinstall", *map(str, sorted(dist.glob("*.whl"))))
     session.install("--find-links", str(dist), *PACKAGES)  # what the wheels ask for and is not here yet
     session.run("python", "-m", "pip", "check")
-    pytest(session, "-o", "pythonpath=tests", "tests/packaging")
+    pytest(session, "-o", "pythonpath=tests tests/packaging", "tests/packaging")
 
 
 @nox.session

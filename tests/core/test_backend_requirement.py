@@ -129,21 +129,21 @@ def test_auto_gives_the_heuristic_dict_order() -> None:
 
 
 def test_auto_without_any_says_why_for_each(capability: Callable[[int | None], None]) -> None:
-    op = make()
+    @backend_requirement({"cutlass": cutlass, "cudnn": cudnn}, heuristic_func=by_name)
+    def narrow(x: torch.Tensor, k: int = 1, backend: str = "auto") -> None: ...
+
     capability(90)
     with pytest.raises(BackendSupportedError) as caught:
-
-        @backend_requirement({"cutlass": cutlass, "cudnn": cudnn}, heuristic_func=lambda suitable, **_: suitable)
-        def narrow(x: torch.Tensor, k: int = 1, backend: str = "auto") -> None: ...
-
         narrow(X, 101)
     text = str(caught.value)
     assert text.startswith("No suitable auto backends found for narrow")
     assert "cutlass: does not support this problem size" in text
     assert "cudnn: k: an even number is required, got 101" in text
+    capability(100)
+    with pytest.raises(BackendSupportedError, match="cudnn: does not support compute capability 100"):
+        narrow(X, 2)
     with pytest.raises(BackendSupportedError, match="cublas: not chosen by the heuristic"):
         make(lambda suitable, **_: [])(X, 2)
-    op(X, 2)
 
 
 def test_auto_needs_a_heuristic() -> None:

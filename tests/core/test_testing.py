@@ -57,7 +57,7 @@ def test_cpu_function_is_timed_by_the_wall_clock() -> None:
     x = torch.ones(4)
     times = bench_gpu_time(lambda t: time.sleep(0.002), args=(x,), num_iters=4, dry_run_iters=1)
     assert len(times.samples) == 4
-    assert 2.0 <= times.median_ms < 20
+    assert 2.0 <= times.median_ms < 200
     assert bench_cpu_time(time.sleep, 0.001).median_ms >= 1.0
 
 

@@ -74,7 +74,7 @@ def test_device_header_compiles_alone(header: Path) -> None:
     include = f'#include "{header.relative_to(INCLUDE).as_posix()}"\n'
     for target in targets_of(header):
         options = [f"-arch={target}", *compiler.DEVICE_FLAGS, f"-I{INCLUDE}"]
-        assert nvrtc.compile_cubin(include * 2, header.stem, options)[:4] == b"\x7fELF"
+        assert nvrtc.compile_cubin(include * 2, header.stem, options).image[:4] == b"\x7fELF"
 
 
 def test_there_are_headers_of_each_kind() -> None:

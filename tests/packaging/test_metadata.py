@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import re
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from email.message import Message
 from email.parser import Parser
@@ -13,10 +18,13 @@ from pathlib import Path
 
 import pytest
 
+from fi_core import prebuilt
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = (ROOT / "VERSION").read_text().strip()
+LIMIT = 15_000_000  # bytes of the five wheels together
 REQUIRES = {
     "fi_bench": {f"fi-core=={VERSION}", "rich", "rich-argparse", "nvidia-ml-py"},
     "fi_core": {
@@ -82,13 +90,86 @@ def test_installed_packages_are_those_of_the_wheels(wheels: dict[str, Path]) -> 
     assert all(isinstance(folder, Path) and folder.name == "data" for folder in providers.values())
 
 
+def build(package: str, folder: Path, *options: str, **environment: str) -> tuple[Path, Path]:
+    """sdist and the wheel made from it, in a folder of its own."""
+    command = [sys.executable, "-m", "build", *options, "--outdir", str(folder), str(ROOT / "packages" / package)]
+    subprocess.run(command, env={**os.environ, **environment}, check=True)
+    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    with tarfile.open(sdist) as archive:
+        assert [member.name for member in archive if not member.isfile()] == []
+    return sdist, wheel
+
+
 @pytest.mark.parametrize("package", ["fi-core", "fi-kernels", "fi-bench"])
 def test_a_wheel_from_the_sdist_is_the_same(package: str, wheels: dict[str, Path], tmp_path: Path) -> None:
     """The sdist holds what its build needs: the hook, VERSION and no link to outside."""
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path)]
-    subprocess.run([*build, str(ROOT / "packages" / package)], capture_output=True, check=True)
-    (sdist,), (wheel,) = tmp_path.glob("*.tar.gz"), tmp_path.glob("*.whl")
-    with tarfile.open(sdist) as archive:
-        assert [member.name for member in archive if not member.isfile()] == []
-    with zipfile.ZipFile(wheel) as built, zipfile.ZipFile(wheels[package.replace("-", "_")]) as shipped:
-        assert {n: built.read(n) for n in built.namelist()} == {n: shipped.read(n) for n in shipped.namelist()}
+    _, built = build(package, tmp_path, "--no-isolation")
+    assert built.read_bytes() == wheels[package.replace("-", "_")].read_bytes()
+
+
+def test_jit_cache_is_reproducible(wheels: dict[str, Path], tmp_path: Path) -> None:
+    """Built again, from the sdist, in another folder, with nothing but what it asks pip for: the same bytes."""
+    _, built = build("fi-jit-cache", tmp_path)
+    assert built.name == wheels["fi_jit_cache"].name
+    assert built.read_bytes() == wheels["fi_jit_cache"].read_bytes()
+
+
+def test_cubin_is_reproducible(wheels: dict[str, Path], tmp_path: Path) -> None:
+    """As above, for one architecture: its files are those of the whole wheel."""
+    _, narrow = build("fi-cubin", tmp_path, FI_CUDA_ARCH_LIST="9.0a")
+    assert narrow.name == wheels["fi_cubin"].name
+    part, whole = data_of(narrow), data_of(wheels["fi_cubin"])
+    index, full = json.loads(part.pop("index.json")), json.loads(whole.pop("index.json"))
+    assert part == {name: content for name, content in whole.items() if name.startswith("sm_90a/")}
+    assert index.pop("artifacts").items() <= full.pop("artifacts").items()
+    assert index == full
+
+
+def data_of(wheel: Path) -> dict[str, bytes]:
+    """The files of a wheel below data/."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {n.split("/data/", 1)[1]: archive.read(n) for n in archive.namelist() if "/data/" in n}
+
+
+def test_binary_wheels_hold_the_grid_of_every_op(wheels: dict[str, Path]) -> None:
+    """One file for each artifact, listed in the index with the compiler that made it."""
+    for name, kinds, compiler in (
+        ("fi_jit_cache", ("cpu", "cuda"), {"cpu": "c++", "cuda": "c++"}),
+        ("fi_cubin", ("cubin",), {"cubin": "libnvrtc-builtins.so.13.0"}),
+    ):
+        files = data_of(wheels[name])
+        index = json.loads(files.pop("index.json"))
+        assert set(index["artifacts"]) == {artifact.id for artifact in prebuilt.artifacts(kinds)}
+        assert {entry["file"] for entry in index["artifacts"].values()} == set(files)
+        assert {kind: identity.split()[0].split(":")[0] for kind, identity in index["compiler"].items()} == compiler
+        assert index["version"] == VERSION
+
+
+def test_tags(wheels: dict[str, Path]) -> None:
+    """fi-jit-cache says which glibc it needs; all else runs on any platform."""
+    tags = {name: wheel.stem.split("-", 2)[2] for name, wheel in wheels.items()}
+    jit_cache = tags.pop("fi_jit_cache")
+    assert set(tags.values()) == {"py3-none-any"}
+    found = re.fullmatch(rf"py3-none-manylinux_2_(\d+)_{platform.machine()}", jit_cache)
+    assert found, jit_cache
+    need = 0
+    for name, content in data_of(wheels["fi_jit_cache"]).items():
+        if name.endswith(".so"):
+            need = max([need, *(int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", content))])
+    assert int(found[1]) == max(need, 17)
+
+
+def test_no_path_of_the_build_machine(wheels: dict[str, Path]) -> None:
+    """Nor of the build folder: it would differ from machine to machine, and says what is nobody's business."""
+    places = {str(ROOT), str(Path(sys.prefix)), str(Path.home()), tempfile.gettempdir()} - {"/"}
+    for wheel in (wheels["fi_jit_cache"], wheels["fi_cubin"]):
+        for name, content in data_of(wheel).items():
+            assert [place for place in places if f"{place}/".encode() in content] == [], name
+
+
+def test_sizes(wheels: dict[str, Path]) -> None:
+    sizes = {name: wheel.stat().st_size for name, wheel in wheels.items()}
+    for name, size in sizes.items():
+        print(f"{wheels[name].name}: {size / 1e6:.2f} MB")
+    print(f"together: {sum(sizes.values()) / 1e6:.2f} MB of {LIMIT / 1e6:.0f} MB")
+    assert sum(sizes.values()) <= LIMIT

@@ -84,6 +84,7 @@ FAMILIES = {
                 "layernorm",
                 "rmsnorm_quant",
                 "fused_add_rmsnorm_quant",
+                "fused_add_rmsnorm_fp8_block_quant",
                 "layernorm_quant",
                 "rmsnorm_fp4quant",
                 "add_rmsnorm_fp4quant",

@@ -133,12 +133,6 @@ ATTENTION = (
     switch("causal", "lower right triangular mask"),
     choice("spec_dec_mask", ("causal", "full"), "causal", "mask of speculative decode"),
     switch("random_actual_seq_len", "lengths uniform in [1, max] per request"),
-    Flag(
-        "mix",
-        "batch of unlike requests: 8192,32*1@8192 = one prefill of 8192 tokens and 32 decodes at context 8192",
-        str,
-        metavar="SPEC",
-    ),
     choice("kv_layout", ("NHD", "HND"), "NHD", "order of heads and tokens in k and v"),
     Flag("window_left", "sliding window; -1 is off", integers, -1, metavar="N"),
     real("logits_soft_cap", 0.0, "soft cap of the logits; 0 is off"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fi_bench import shapes, sweep
+from fi_bench import backends, shapes, sweep
 from fi_bench.catalog import FAMILIES, Family, family_of
 from fi_bench.errors import UsageError, did_you_mean
 from fi_bench.flags import GENERAL, Flag
@@ -74,9 +74,11 @@ def general_parser() -> Parser:
 
 
 def family_parser(family: Family, routine: str) -> Parser:
-    parser = Parser(prog=f"fi-bench --routine {routine}", description=f"Flags of {routine} (family {family.name}).")
-    add_flags(parser.add_argument_group(f"{family.name} flags"), family.flags)
-    add_flags(parser.add_argument_group("general flags"), GENERAL)
+    usage = f"fi-bench --routine {routine} [--backends NAME ...] [flags]"
+    parser = Parser(usage=usage, description=f"Flags of {routine} (family {family.name}).")
+    own, general = parser.add_argument_group(f"{family.name} flags"), parser.add_argument_group("general flags")
+    add_flags(general, GENERAL)  # first in the namespace, last in the help
+    add_flags(own, family.flags)
     return parser
 
 
@@ -110,6 +112,8 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name} must be at least {least}, got {value}")
     if args.num_iters != "auto" and args.num_iters < 1:
         raise UsageError(f"--num_iters must be `auto` or at least 1, got {args.num_iters}")
+    for name in args.backends or ():
+        backends.canonical(name)
     if args.resume and not args.output_path:
         raise UsageError("--resume needs --output_path, the file that holds what is done")
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from fi_bench.errors import UsageError
 
+T = TypeVar("T")
 _MOST_POINTS = 10_000
 
 
@@ -41,7 +42,7 @@ def _range(text: str) -> list[int]:
     raise ValueError
 
 
-def _one_or_axis(values: list[Any]) -> Any:
+def _one_or_axis(values: list[T]) -> T | Axis:
     return values[0] if len(values) == 1 else Axis(values)
 
 

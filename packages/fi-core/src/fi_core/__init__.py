@@ -11,7 +11,35 @@ __git_commit__ = __git_version__ = "unknown"  # FlashInfer's names; builds are i
 
 # Where each public name lives.
 _MODULES: dict[str, tuple[str, ...]] = {
-    "norm": ("rmsnorm",),
+    "decode": ("single_decode_with_kv_cache",),
+    "prefill": ("single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse"),
+    "quantization": ("packbits", "segment_packbits"),
+    "cascade": ("merge_state", "merge_state_in_place", "merge_states"),
+    "page": ("append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
+    "norm": (
+        "fused_add_rmsnorm",
+        "fused_add_rmsnorm_fp8_block_quant",
+        "fused_add_rmsnorm_quant",
+        "gemma_fused_add_rmsnorm",
+        "gemma_rmsnorm",
+        "layernorm",
+        "layernorm_quant",
+        "rmsnorm",
+        "rmsnorm_quant",
+    ),
+    "activation": ("gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul"),
+    "rope": (
+        "apply_llama31_rope",
+        "apply_llama31_rope_inplace",
+        "apply_llama31_rope_pos_ids",
+        "apply_llama31_rope_pos_ids_inplace",
+        "apply_rope",
+        "apply_rope_inplace",
+        "apply_rope_pos_ids",
+        "apply_rope_pos_ids_inplace",
+        "apply_rope_with_cos_sin_cache",
+        "apply_rope_with_cos_sin_cache_inplace",
+    ),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = ["__git_commit__", "__git_version__", "__version__", *_HOME]

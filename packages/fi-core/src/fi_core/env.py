@@ -235,6 +235,11 @@ class Env:
         BOOL, False, "call", 'Let backend="auto" choose implementations marked experimental.'
     )
 
+    # The command line
+    no_color = Variable[bool](FLAG, False, "call", "No colours on a terminal (no-color.org).", prefixed=False)
+    force_color = Variable[bool](FLAG, False, "call", "Colours also where there is no terminal.", prefixed=False)
+    term = Variable[str](TEXT, "", "call", "Terminal type; dumb means no colours and no live progress.", prefixed=False)
+
     # Logging, dumps, traces
     logging_level = Variable[Literal["debug", "info", "warning", "error", "critical"]](
         _choice("debug", "info", "warning", "error", "critical"), "info", "import", "Level of the build logger."

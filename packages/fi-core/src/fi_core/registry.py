@@ -9,7 +9,7 @@ import importlib
 from fi_core.launch.op import Launcher, launchers
 from fi_core.spec.op import Op
 
-FAMILIES = ("norm",)
+FAMILIES = ("activation", "attention", "cascade", "decode", "norm", "page", "prefill", "quantization", "rope")
 
 
 @functools.cache

@@ -231,8 +231,10 @@ def set_log_level(lvl_str: str) -> None:
         raise ValueError(f"lvl_str: allowed are debug, info, warning, error, critical; got {lvl_str!r}")
     log = logging.getLogger("fi_core.jit")
     streams = [handler for handler in log.handlers if type(handler) is logging.StreamHandler]  # not the log file
-    for target in streams or [log]:
-        target.setLevel(level)
+    for stream in streams:
+        stream.setLevel(level)
+    if not streams:  # the build logger takes it over when it is set up
+        log.setLevel(level)
 
 
 # Tensors and dtypes
@@ -256,6 +258,13 @@ def is_float8(x: torch.Tensor) -> bool:
     import torch
 
     return x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def int32_index(x: torch.Tensor) -> torch.Tensor:
+    """An int64 index tensor as int32, the width that kernels read; any other is returned as it is, for the op to check."""
+    import torch
+
+    return x.int() if x.dtype is torch.int64 else x
 
 
 def check_shape_dtype_device(

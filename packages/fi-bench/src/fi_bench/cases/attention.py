@@ -113,8 +113,8 @@ def _flash_attention3(x: Inputs) -> torch.Tensor:
     out = flash_attn_func(
         q, k, v, softmax_scale=x.scale, causal=x.causal, window_size=window, softcap=x.soft_cap or 0.0
     )
-    out = (out[0] if isinstance(out, tuple) else out).squeeze(0)
-    return out[0] if x.q.ndim == 2 else out
+    result: torch.Tensor = (out[0] if isinstance(out, tuple) else out).squeeze(0)
+    return result[0] if x.q.ndim == 2 else result
 
 
 _RIVALS = {
@@ -139,6 +139,8 @@ def _work(p: Namespace, x: Inputs) -> Work:
 def _unsupported(backend: str, p: Namespace) -> str | None:
     if p.batch_size != 1:
         return f"single-request attention takes --batch_size 1, got {p.batch_size}"
+    if p.random_actual_seq_len:
+        return "--random_actual_seq_len is for batch routines"
     if p.causal and p.s_qo > p.s_kv:
         return f"--s_qo must be at most --s_kv ({p.s_kv}) with --causal, got {p.s_qo}"
     if p.num_qo_heads % p.num_kv_heads:
@@ -172,7 +174,7 @@ def _prefill(routine: str, lse: bool) -> Case:
     return Case(
         routine=routine,
         function=f"prefill.{routine}",
-        op="single_prefill",
+        op="single_attention",
         make=lambda p, device, generator: _make(p, device, generator, decode=False),
         call=_prefill_call,
         outputs=_returned,
@@ -190,7 +192,7 @@ CASES = (
     Case(
         routine="single_decode_with_kv_cache",
         function="decode.single_decode_with_kv_cache",
-        op="single_decode",
+        op="single_attention",
         make=lambda p, device, generator: _make(p, device, generator, decode=True),
         call=lambda f, x: f(x.q, x.k, x.v, **_options(x)),
         outputs=_returned,

@@ -6,11 +6,13 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fi_bench.case import Case, Inputs, Outputs, Work, dtype_of
-from fi_bench.cases.common import nbytes, normal, to_fp8
+from fi_bench.case import Case, Inputs, Outputs, Tolerance, Work, dtype_of
+from fi_bench.cases.common import ceil_div, nbytes, normal, to_fp8
 
 if TYPE_CHECKING:
     import torch
+
+_BLOCK = 128  # neighbours that share a scale
 
 
 def _shape(p: Namespace) -> tuple[int, ...]:
@@ -121,6 +123,52 @@ def _quantised(x: Inputs, returned: Any) -> Outputs:
     return {"out": x.out} | ({"residual": x.residual} if "residual" in x else {})
 
 
+def _make_block_quant(p: Namespace, device: Any, generator: Any) -> Inputs:
+    import torch
+
+    x = _make(residual=True)(p, device, generator)
+    n, d = x.input.shape
+    x["out"] = torch.empty((n, d), dtype=torch.float8_e4m3fn, device=device)
+    x["normed_out"] = torch.empty_like(x.input)
+    x["block_scale"] = torch.empty((d // _BLOCK, ceil_div(n, 4) * 4), dtype=torch.float32, device=device)
+    return x
+
+
+def _block_quant_refusal(p: Namespace) -> str | None:
+    if p.num_heads is not None or p.hidden_size % _BLOCK:
+        return f"--hidden_size must be a multiple of {_BLOCK} without --num_heads, got {p.hidden_size}"
+    return None
+
+
+def _block_scale(normed: torch.Tensor) -> torch.Tensor:
+    """Of each 128 neighbours, [n, d / 128]."""
+    largest: torch.Tensor = normed.unflatten(-1, (-1, _BLOCK)).abs().amax(-1)
+    return largest.clamp(min=1e-10) / 448
+
+
+def _block_quant_reference(x: Inputs) -> Outputs:
+    total = x.input.double() + x.residual.double()
+    normed = _normalised(total, x.weight, x.eps, gemma=False)
+    return {"normed": normed, "residual": total, "scale": _block_scale(normed), "dequantised": normed}
+
+
+def _block_quant_outputs(x: Inputs, returned: Any) -> Outputs:
+    """fp8 times its scale: that the quantised values mean the right thing is what counts."""
+    scale = x.block_scale.t()[: x.out.shape[0]]
+    values = x.out.float().unflatten(-1, (-1, _BLOCK)) * scale.unsqueeze(-1)
+    return {"normed": x.normed_out, "residual": x.residual, "scale": scale, "dequantised": values.flatten(-2)}
+
+
+def _torch_block_quant(x: Inputs) -> Outputs:
+    import torch
+
+    normed, total = _torch()(x)
+    scale = _block_scale(normed.float())
+    blocks = normed.float().unflatten(-1, (-1, _BLOCK)) / scale.unsqueeze(-1)
+    quantised = blocks.to(torch.float8_e4m3fn).float() * scale.unsqueeze(-1)
+    return {"normed": normed, "residual": total, "scale": scale, "dequantised": quantised.flatten(-2)}
+
+
 def _rms(name: str, gemma: bool) -> Case:
     return Case(
         routine=name,
@@ -185,6 +233,24 @@ CASES = (
         torch_outputs=_torch_outputs,
         poison=("out",),
         pdl=True,
+    ),
+    Case(
+        routine="fused_add_rmsnorm_fp8_block_quant",
+        function="norm.fused_add_rmsnorm_fp8_block_quant",
+        op="rmsnorm_block_quant",
+        make=_make_block_quant,
+        call=lambda f, x: f(x.out, x.block_scale, x.normed_out, x.input, x.residual, x.weight, x.eps, enable_pdl=x.pdl),
+        outputs=_block_quant_outputs,
+        reference=_block_quant_reference,
+        work=lambda p, x: Work(
+            8 * x.input.numel(), nbytes(x.input, x.normed_out, x.out, x.block_scale, x.weight) + 2 * nbytes(x.residual)
+        ),
+        torch=_torch_block_quant,
+        torch_outputs=lambda x, returned: returned,
+        poison=("out", "block_scale", "normed_out"),
+        tolerance={"scale": Tolerance(1e-2, 1e-6), "dequantised": Tolerance(0.08, 1e-3)},
+        pdl=True,
+        unsupported=lambda backend, p: _block_quant_refusal(p),
     ),
     Case(
         routine="layernorm",

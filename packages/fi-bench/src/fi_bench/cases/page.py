@@ -98,7 +98,8 @@ def _after(run: Any, *names: str) -> Any:
     def reference(x: Inputs) -> Outputs:
         copy = Inputs(x | {name: x[name].clone() for name in names})
         run(copy)
-        return _whole(*names)(copy, None)
+        outputs: Outputs = _whole(*names)(copy, None)
+        return outputs
 
     return reference
 
@@ -118,7 +119,8 @@ def _position_outputs(x: Inputs, returned: Any) -> Outputs:
 
 def _lengths(x: Inputs) -> torch.Tensor:
     pages = x.kv_indptr[1:] - x.kv_indptr[:-1]
-    return (pages - 1).clamp(min=0) * x.page_size + x.kv_last_page_len
+    lengths: torch.Tensor = (pages - 1).clamp(min=0) * x.page_size + x.kv_last_page_len
+    return lengths
 
 
 CASES = (
@@ -139,7 +141,7 @@ CASES = (
     Case(
         routine="append_paged_mla_kv_cache",
         function="page.append_paged_mla_kv_cache",
-        op="append_paged_mla_kv_cache",
+        op="append_paged_kv_cache",
         make=_make_mla,
         call=lambda f, x: f(
             x.ckv, x.kpe, x.batch_indices, x.positions, x.ckv_cache, x.kpe_cache, x.kv_indices, x.kv_indptr,
@@ -164,6 +166,7 @@ CASES = (
     Case(
         routine="get_seq_lens",
         function="page.get_seq_lens",
+        op="get_seq_lens",
         make=_table,
         call=lambda f, x: f(x.kv_indptr, x.kv_last_page_len, x.page_size),
         outputs=lambda x, returned: {"seq_lens": returned},

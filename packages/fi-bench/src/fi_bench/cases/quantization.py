@@ -27,7 +27,8 @@ def _pack(rows: torch.Tensor, bitorder: str) -> torch.Tensor:
     padded = torch.nn.functional.pad(rows.to(torch.uint8), (0, -rows.shape[-1] % 8))
     shifts = torch.arange(8, device=rows.device, dtype=torch.uint8)
     weights = 1 << (7 - shifts if bitorder == "big" else shifts)
-    return (padded.unflatten(-1, (-1, 8)) * weights).sum(-1, dtype=torch.uint8)
+    packed: torch.Tensor = (padded.unflatten(-1, (-1, 8)) * weights).sum(-1, dtype=torch.uint8)
+    return packed
 
 
 def _segments(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,7 +57,7 @@ CASES = (
     Case(
         routine="segment_packbits",
         function="quantization.segment_packbits",
-        op="segment_packbits",
+        op="packbits",
         make=_make,
         call=lambda f, x: f(x.x, x.indptr, x.bitorder),
         outputs=_segment_outputs,

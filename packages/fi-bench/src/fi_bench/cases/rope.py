@@ -23,12 +23,13 @@ def _frequencies(p: Namespace, llama31: bool, device: Any) -> torch.Tensor:
     import torch
 
     dim = p.rotary_dim or p.head_dim
-    f = p.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+    f: torch.Tensor = p.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+    scale, low, high = float(p.rope_scale), float(p.low_freq_factor), float(p.high_freq_factor)
     if not llama31:
-        return f / p.rope_scale
-    low, high = p.low_freq_factor, p.high_freq_factor
+        return f / scale
     smooth = (f * p.old_context_len / (2 * math.pi * (high - low)) - low / (high - low)).clamp(0, 1)
-    return (1 - smooth) * f / p.rope_scale + smooth * f
+    blended: torch.Tensor = f * (1 - smooth) / scale + f * smooth
+    return blended
 
 
 def _make(p: Namespace, device: Any, generator: Any, llama31: bool = False) -> Inputs:
@@ -164,6 +165,7 @@ def _make_quantised(p: Namespace, device: Any, generator: Any, mla: bool = False
             x[f"{name}_{part}_out"] = None if source is None else torch.empty_like(source, dtype=fp8)
     x.update(quant_dtype=fp8, scale_q=1.5, scale_kv=0.75, pdl=p.enable_pdl)
     if append:
+        del x["k_rope_out"], x["k_nope_out"]
         x.update(page_table([p.seq_len] * p.batch_size, p.page_size, device, generator))
         rows = torch.arange(nnz, dtype=torch.int32, device=device)
         tokens = (p.page_size, p.num_kv_heads) if p.kv_layout == "NHD" else (p.num_kv_heads, p.page_size)
@@ -205,8 +207,8 @@ def _torch_quantised(x: Inputs) -> Outputs:
 
 
 def _filled(x: Inputs, returned: Any) -> Outputs:
-    names = [n for n in ("q_rope", "k_rope", "q_nope", "k_nope") if x[n] is not None]
-    return {name: x[f"{name}_out"] for name in names}
+    names = ("q_rope", "k_rope", "q_nope", "k_nope")
+    return {name: x[f"{name}_out"] for name in names if x.get(f"{name}_out") is not None}
 
 
 def _append(x: Inputs, precision: torch.dtype) -> Outputs:
@@ -240,8 +242,7 @@ def _torch_append(x: Inputs) -> Outputs:
 
 
 def _append_outputs(x: Inputs, returned: Any) -> Outputs:
-    filled = {name: value for name, value in _filled(x, returned).items() if name.startswith("q")}
-    return filled | {"k_cache": x.k_cache, "v_cache": x.v_cache}
+    return _filled(x, returned) | {"k_cache": x.k_cache, "v_cache": x.v_cache}
 
 
 def _quantised_call(f: Callable[..., Any], x: Inputs) -> Any:
@@ -293,7 +294,7 @@ CASES = (
     Case(
         routine="rope_quantize_fp8_append_paged_kv_cache",
         function="rope.rope_quantize_fp8_append_paged_kv_cache",
-        op="rope_quantize_append",
+        op="rope_quantize",
         make=lambda p, device, generator: _make_quantised(p, device, generator, append=True),
         call=_append_call,
         outputs=_append_outputs,

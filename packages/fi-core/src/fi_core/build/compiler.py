@@ -35,9 +35,13 @@ def flags(artifact: Artifact) -> tuple[str, ...]:
     if artifact.kind == "cubin":
         extra = ("-G",) if _debug() else ("-lineinfo",) if env.jit_lineinfo else ()
         arch = f"-arch={artifact.target}"
-        return (arch, *DEVICE_FLAGS, *extra, *env.extra_cudaflags)
+        return (arch, *DEVICE_FLAGS, *extra, *env.extra_cudaflags, *artifact.flags)
     debug = ("-O0", "-g") if _debug() else ()
-    return (*HOST_FLAGS, *KIND_FLAGS[artifact.kind], *debug, *env.extra_cflags, *env.extra_ldflags)
+    return (*HOST_FLAGS, *KIND_FLAGS[artifact.kind], *debug, *env.extra_cflags, *env.extra_ldflags, *artifact.flags)
+
+
+def _search(artifact: Artifact) -> list[str]:
+    return [f"-I{place}" for place in sources.include_dirs(artifact)]
 
 
 def identity(artifact: Artifact) -> str:
@@ -78,24 +82,24 @@ def unit_path(artifact: Artifact, directory: Path) -> Path:
 
 def command(artifact: Artifact, directory: Path) -> list[str]:
     """The compiler's command line; run in any directory, it writes `directory / artifact.file`."""
-    unit, out, include = unit_path(artifact, directory), directory / artifact.file, sources.include_dir()
+    unit, out, search = unit_path(artifact, directory), directory / artifact.file, _search(artifact)
     if artifact.kind == "cubin":
         if device_compiler() == "nvrtc":
-            return [sys.executable, "-m", "fi_core.build.nvrtc", str(unit), str(out), f"-I{include}", *flags(artifact)]
+            return [sys.executable, "-m", "fi_core.build.nvrtc", str(unit), str(out), *search, *flags(artifact)]
         compiler = toolchain.nvcc()
         if compiler is None:
             raise CompileError("no CUDA compiler found", hint=diagnose.NO_DEVICE_COMPILER)
         ccbin = [f"-ccbin={env.cc}"] if env.cc else []
         threads = [f"--threads={env.nvcc_threads}"] if env.nvcc_threads > 1 else []
-        return [*env.nvcc_launcher, compiler, "-cubin", "-O3", *ccbin, *threads, *flags(artifact), f"-I{include}", "-o", str(out), str(unit)]
+        return [*env.nvcc_launcher, compiler, "-cubin", "-O3", *ccbin, *threads, *flags(artifact), *search, "-o", str(out), str(unit)]
     compiler = toolchain.cxx()
     if compiler is None:
         raise CompileError(f"no C++ compiler found (looked for {env.cxx[0]!r})", hint=diagnose.NO_HOST_COMPILER)
     ffi = toolchain.tvm_ffi_root()
     prefix_maps = (f"-ffile-prefix-map={sources.root()}=fi_kernels", f"-ffile-prefix-map={ffi}=tvm_ffi")
     return [
-        *env.cxx_launcher, compiler, *env.cxx[1:], *flags(artifact), *prefix_maps, f"-I{include}", f"-isystem{ffi / 'include'}",
-        "-o", str(out), str(unit), f"-L{ffi / 'lib'}", "-ltvm_ffi",
+        *env.cxx_launcher, compiler, *env.cxx[1:], *prefix_maps, *search, f"-isystem{ffi / 'include'}", "-o", str(out),
+        str(unit), *flags(artifact), f"-L{ffi / 'lib'}", "-ltvm_ffi",  # libraries among the flags follow what needs them
     ]  # fmt: skip
 
 
@@ -110,21 +114,30 @@ def write_unit(artifact: Artifact, directory: Path) -> None:
 def compile_artifact(artifact: Artifact, directory: Path) -> None:
     """Makes `directory / artifact.file`. NVRTC runs in this process, the others as one subprocess.
 
-    Raises CompileError with the first line that matters, a hint, and the path of the log.
+    What the compiler had to say, if anything, is kept beside it in `<name>.log`. Raises CompileError with the first
+    line that matters, a hint, and the path of the build log; OSError where the directory cannot be written.
     """
     start = time.perf_counter()
     write_unit(artifact, directory)
     if artifact.kind == "cubin" and device_compiler() == "nvrtc":
         try:
-            image = nvrtc.compile_cubin(artifact.source, artifact.name, [f"-I{sources.include_dir()}", *flags(artifact)])
+            image, said = nvrtc.compile_cubin(artifact.source, artifact.name, [*_search(artifact), *flags(artifact)])
         except nvrtc.NvrtcError as error:
             raise diagnose.failure(artifact.name, ["nvrtc", *flags(artifact)], str(error)) from None
         (directory / artifact.file).write_bytes(image)
     else:
         line = command(artifact, directory)
-        done = subprocess.run(line, capture_output=True, text=True, cwd=directory, check=False)
+        try:
+            done = subprocess.run(line, capture_output=True, text=True, cwd=directory, check=False)
+        except OSError as error:
+            if error.filename != line[0]:
+                raise
+            raise CompileError(f"building {artifact.name} failed: {error}", hint=f"install {line[0]}, or unset what names it") from None
+        said = done.stdout + done.stderr
         if done.returncode:
-            raise diagnose.failure(artifact.name, line, done.stdout + done.stderr)
+            raise diagnose.failure(artifact.name, line, said)
         if env.jit_verbose:
-            diagnose.logger().info("%s\n%s", " ".join(line), done.stdout + done.stderr)
+            diagnose.logger().info("%s\n%s", " ".join(line), said)
+    if said.strip():
+        (directory / f"{artifact.name}.log").write_text(said)
     diagnose.logger().debug("built %s for %s in %.2f s", artifact.name, artifact.target, time.perf_counter() - start)

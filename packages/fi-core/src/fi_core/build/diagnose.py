@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from fi_core.env import env
 from fi_core.errors import CompileError
@@ -21,7 +23,6 @@ _HINTS = (
     (r"invalid value for --gpu-architecture|Unsupported gpu architecture", "this CUDA compiler is older than the GPU: upgrade it"),
     (r"cannot open source file|No such file or directory", "a header is missing: reinstall fi-kernels and the CUDA headers"),
     (r"unsupported GNU version", "nvcc refuses this host compiler: set CC to an older g++, or use FI_CUDA_COMPILER=nvrtc"),
-    (r"No space left", "the disk is full: set FI_CACHE_DIR to another place, or run `fi-core cache prune`"),
     (r"[Kk]illed|out of memory|cannot allocate", "the compiler ran out of memory: set MAX_JOBS=1"),
     (r"cannot find -ltvm_ffi", "apache-tvm-ffi is broken: pip install --force-reinstall 'apache-tvm-ffi>=0.1.9,<0.2'"),
 )
@@ -44,24 +45,34 @@ def logger() -> logging.Logger:
 
 
 @functools.cache
-def log_to_file() -> None:
-    """Opens the log file; called when something is about to be built, so that a process that only loads writes nothing."""
+def log_to_file() -> Path | None:
+    """Opens the log file; called when something is about to be built, so that a process that only loads writes nothing.
+
+    Returns its path, or None where none can be written.
+    """
     path = env.cache_dir / LOG_FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(path)
     except OSError as error:
         logger().debug("no build log: %s", error)
-        return
+        return None
     handler.setFormatter(logging.Formatter("%(asctime)s - %(levelname)s - %(name)s: %(message)s"))
     logger().addHandler(handler)
+    return path
 
 
-def failure(name: str, command: Sequence[str], output: str) -> CompileError:
-    """The error for a failed compile; the command and all its output go to the log file."""
-    log_to_file()
+def failure(name: str, command: Sequence[str], output: str) -> CompileError | OSError:
+    """The error for a failed compile; the command and all its output go to the log file.
+
+    A full disk is an OSError: the store then tries its next root.
+    """
+    path = log_to_file()
     logger().debug("FAILED %s\n%s\n%s", name, " ".join(command), output)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
+    full = next((line for line in lines if "No space left on device" in line), None)
+    if full:
+        return OSError(errno.ENOSPC, full)
     first = next((line for line in lines if _ERROR_LINE.search(line)), lines[0] if lines else "the compiler said nothing")
     hint = next((text for pattern, text in _HINTS if re.search(pattern, output)), None)
-    return CompileError(f"building {name} failed: {first}", hint=hint, log_path=env.cache_dir / LOG_FILE)
+    return CompileError(f"building {name} failed: {first}", hint=hint, log_path=path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -75,11 +74,11 @@ def run(directory: Path, progress: bool, max_jobs: int | None = None) -> None:
         raise diagnose.failure(Path(failed.split()[-1]).name, line, "\n".join(after.splitlines()[2:]) or whole)
 
 
-def compile_commands(artifacts: Sequence[Artifact], directory: Path) -> str:
-    """compile_commands.json for editors: host modules and rendered units."""
+def compile_commands(artifacts: Sequence[Artifact], directory: Path) -> list[dict[str, str]]:
+    """What compile_commands.json holds for editors: host modules, and the units that `write` rendered."""
     entries = []
     for artifact in artifacts:
         place = directory / compiler.key(artifact)
         unit = compiler.unit_path(artifact, place)
         entries.append({"directory": str(place), "command": shlex.join(compiler.command(artifact, place)), "file": str(unit)})
-    return json.dumps(entries, indent=2)
+    return entries

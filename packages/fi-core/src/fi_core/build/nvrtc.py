@@ -7,12 +7,20 @@ import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from fi_core.build import toolchain
 
 
 class NvrtcError(RuntimeError):
     """NVRTC is missing or refused the unit; the message is its log."""
+
+
+class Cubin(NamedTuple):
+    """A device binary, and what the compiler had to say about it (mostly nothing)."""
+
+    image: bytes
+    log: str
 
 
 @functools.cache
@@ -33,8 +41,8 @@ def _text(library: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> bytes:
     return buffer.raw
 
 
-def compile_cubin(source: str, name: str, options: Sequence[str]) -> bytes:
-    """The device binary of one unit. `options` are nvcc-style; the CUDA headers' directory is added."""
+def compile_cubin(source: str, name: str, options: Sequence[str]) -> Cubin:
+    """Compiles one unit. `options` are nvcc-style; the CUDA headers' directory is added."""
     library, program = _library(), ctypes.c_void_p()
     found = toolchain.nvrtc()
     assert found is not None
@@ -45,10 +53,10 @@ def compile_cubin(source: str, name: str, options: Sequence[str]) -> bytes:
         raise NvrtcError(f"nvrtcCreateProgram: {library.nvrtcGetErrorString(status).decode()}")
     try:
         status = library.nvrtcCompileProgram(program, len(words), (ctypes.c_char_p * len(words))(*words))
+        log = _text(library, "ProgramLog", program).rstrip(b"\0").decode(errors="replace")
         if status:
-            log = _text(library, "ProgramLog", program).rstrip(b"\0").decode(errors="replace")
             raise NvrtcError(log or library.nvrtcGetErrorString(status).decode())
-        return _text(library, "CUBIN", program)
+        return Cubin(_text(library, "CUBIN", program), log)
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
@@ -56,7 +64,6 @@ def compile_cubin(source: str, name: str, options: Sequence[str]) -> bytes:
 if __name__ == "__main__":  # as ninja runs it: UNIT OUT OPTIONS...
     unit, out = Path(sys.argv[1]), Path(sys.argv[2])
     try:
-        image = compile_cubin(unit.read_text(), unit.stem, sys.argv[3:])
+        out.write_bytes(compile_cubin(unit.read_text(), unit.stem, sys.argv[3:]).image)
     except NvrtcError as error:
         sys.exit(str(error))
-    out.write_bytes(image)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import posixpath
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fi_core.spec.op import Artifact, Spec
 from fi_core.spec.target import CPU
 
-_INCLUDE = re.compile(rb'^\s*#\s*include\s*"(fi/[^"]+)"', re.MULTILINE)
+if TYPE_CHECKING:
+    import jinja2
+
+_INCLUDE = re.compile(rb'^\s*#\s*include\s*["<]([^">]+)[">]', re.MULTILINE)
 
 
 @functools.cache
@@ -25,13 +31,20 @@ def include_dir() -> Path:
     return root() / "include"
 
 
+def include_dirs(artifact: Artifact) -> tuple[Path, ...]:
+    """Where the headers of a unit are looked for, the compiler's own places apart."""
+    return (include_dir(), *map(Path, artifact.includes))
+
+
 @functools.cache
-def _template():  # type: ignore[no-untyped-def]
+def _template() -> jinja2.Template:
     import jinja2
 
     loader = jinja2.FileSystemLoader(root() / "templates")
-    options = {"undefined": jinja2.StrictUndefined, "keep_trailing_newline": True, "trim_blocks": True}
-    return jinja2.Environment(loader=loader, **options).get_template("unit.cu.jinja")
+    rules = jinja2.Environment(
+        loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True
+    )
+    return rules.get_template("unit.cu.jinja")
 
 
 def artifacts(spec: Spec) -> tuple[Artifact, ...]:
@@ -52,21 +65,38 @@ def text(artifact: Artifact) -> str:
     return artifact.source if artifact.kind == "cubin" else (root() / artifact.source).read_text()
 
 
+def _includes(content: bytes) -> tuple[str, ...]:
+    return tuple(m.decode() for m in _INCLUDE.findall(content))
+
+
 @functools.cache
-def _read(path: Path) -> tuple[str, tuple[str, ...]]:
+def _read(path: Path, *_state: int) -> tuple[str, tuple[str, ...]]:
+    """sha256 and includes of a header, once for each state of the file."""
     content = path.read_bytes()
-    return hashlib.sha256(content).hexdigest(), tuple(m.decode() for m in _INCLUDE.findall(content))
+    return hashlib.sha256(content).hexdigest(), _includes(content)
+
+
+def _locate(name: str, includer: str, places: Iterable[Path]) -> tuple[str, Path] | None:
+    """An included file, beside its includer or below one of the places; None for headers of the system."""
+    for choice in (posixpath.normpath(posixpath.join(posixpath.dirname(includer), name)), name):
+        for place in places:
+            if (place / choice).is_file():
+                return choice, place / choice
+    return None
 
 
 def headers(artifact: Artifact) -> dict[str, str]:
     """Every project header the unit reaches, transitively, with its sha256."""
-    todo = [m.decode() for m in _INCLUDE.findall(text(artifact).encode())]
+    places = include_dirs(artifact)
+    todo = [(name, "") for name in _includes(text(artifact).encode())]
     seen: dict[str, str] = {}
     while todo:
-        name = todo.pop()
-        if name not in seen:
-            seen[name], nested = _read(include_dir() / name)
-            todo.extend(nested)
+        found = _locate(*todo.pop(), places)
+        if found and found[0] not in seen:
+            name, path = found
+            state = path.stat()
+            seen[name], nested = _read(path, state.st_mtime_ns, state.st_size)
+            todo.extend((other, name) for other in nested)
     return seen
 
 

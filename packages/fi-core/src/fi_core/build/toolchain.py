@@ -72,19 +72,20 @@ def cxx() -> str | None:
 
 
 @functools.cache
-def _first_lines(*command: str) -> str:
+def _output(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return " ".join(done.stdout.split())
 
 
 def cxx_identity() -> str:
+    """Asked of the whole CXX: in "ccache g++" the program is only what runs the compiler."""
     path = cxx()
-    return f"{Path(path).name} {_first_lines(path, '-dumpfullversion', '-dumpmachine')}" if path else "none"
+    return f"{Path(path).name} {_output(path, *env.cxx[1:], '--version')}" if path else "none"
 
 
 def nvcc_identity() -> str:
     path = nvcc()
-    return _first_lines(path, "--version").rsplit(" ", 1)[-1] if path else "none"
+    return _output(path, "--version").rsplit(" ", 1)[-1] if path else "none"
 
 
 @functools.cache

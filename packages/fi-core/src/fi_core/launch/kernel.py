@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from fi_core.build import sources
 from fi_core.resolve import Found, built, find, prebuilt
 from fi_core.resolve.provider import note
-from fi_core.spec.op import Artifact, Spec
+from fi_core.spec.op import Artifact, Entry, Spec
 
 _modules: dict[Any, Any] = {}  # loaded host modules by path: one per op and device kind
 
@@ -22,7 +22,8 @@ class Kernel(NamedTuple):
     origins: dict[str, Found]
 
 
-def _load(found: Found) -> Any:
+def load_module(found: Found) -> Any:
+    """The tvm-ffi module of a host artifact, loaded once."""
     if found.path not in _modules:
         import tvm_ffi
 
@@ -31,17 +32,15 @@ def _load(found: Found) -> Any:
 
 
 def _first(artifact: Artifact, use: Callable[[Found], Any]) -> tuple[Any, Found]:
-    """The first place whose file can be used; a file that is refused is a miss with one logged reason."""
-    refusal: Exception | None = None
+    """The first place whose file can be used; a prebuilt file that is refused is a miss with one logged reason."""
     for found in find(artifact):
         try:
             return use(found), found
         except (RuntimeError, OSError) as error:
             if found.origin in ("store", "jit"):
-                raise
-            refusal = error
+                raise RuntimeError(f"{artifact.id} could not be loaded from {found.path}: {error}") from error
             note(found.origin, f"{artifact.id}: {error}")
-    raise RuntimeError(f"{artifact.id} could not be loaded: {refusal}")
+    raise AssertionError("the last place to look is what is built here")
 
 
 def bind(spec: Spec, device: int = 0) -> Kernel:
@@ -49,24 +48,32 @@ def bind(spec: Spec, device: int = 0) -> Kernel:
 
     Raises MissingKernelError, CompileError, or RuntimeError when the driver refuses what was compiled here.
     """
-    host, *images = sources.artifacts(spec)
+    unit = spec.unit()
+    entries = unit.entries if unit else ()
+    call, origins = bind_artifacts(spec.op.name, spec.name, sources.artifacts(spec), entries, device)
+    return Kernel(call, spec, origins)
+
+
+def bind_artifacts(
+    op: str, name: str, artifacts: Sequence[Artifact], entries: Sequence[Entry], device: int
+) -> tuple[Callable[..., None], dict[str, Found]]:
+    """Binds a host module, the first artifact, with the device binary and its entries if a second one follows."""
+    host, *images = artifacts
     if not images:
-        call, found = _first(host, lambda f: _load(f)["bind"](spec.op.name, spec.name))
-        return Kernel(call, spec, {"host": found})
+        call, found = _first(host, lambda f: load_module(f)["bind"](op, name))
+        return call, {"host": found}
     (image,) = images
     if next(prebuilt(host), None) is None and next(prebuilt(image), None) is None:
         with ThreadPoolExecutor(1) as pool:  # both compilers at once: a cold first call costs the slower one
             other = pool.submit(built, host)
             built(image)
             other.result()
-    module, host_found = _first(host, _load)
-    unit = spec.unit()
-    assert unit is not None
-    entries = [w for e in unit.entries for w in (e.name, e.threads, e.shared_bytes, len(e.config), *e.config)]
+    module, host_found = _first(host, load_module)
+    words = [w for e in entries for w in (e.name, e.threads, e.shared_bytes, len(e.config), *e.config)]
 
     def use(found: Found) -> Callable[..., None]:
         content = found.path.read_bytes()
-        return module["bind"](spec.op.name, spec.name, content, spec.target.capability, device, *entries)  # type: ignore[no-any-return]
+        return module["bind"](op, name, content, image.target.capability, device, *words)  # type: ignore[no-any-return]
 
     call, image_found = _first(image, use)
-    return Kernel(call, spec, {"host": host_found, "cubin": image_found})
+    return call, {"host": host_found, "cubin": image_found}

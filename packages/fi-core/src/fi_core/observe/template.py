@@ -81,7 +81,7 @@ class TraceTemplate:
         names |= {entry.param for entry in self.outputs.values() if entry.param}
         if parameters is not None:
             yield from (f"param {name!r} is not a parameter of the op" for name in sorted(names - set(parameters)))
-        known = names | set(parameters or ())
+        known = names | set(parameters or self.axes)
         shaped = [entry for entry in self.inputs.values() if isinstance(entry, Tensor)]
         for axis, kind in self.axes.items():
             from_call = axis in known or axis in self.inputs or any(axis in entry.dim_names for entry in shaped)

@@ -12,7 +12,7 @@ from fi_core.build import compiler, diagnose, ninja, sources
 from fi_core.env import env
 from fi_core.errors import MissingKernelError
 from fi_core.resolve import store
-from fi_core.resolve.provider import note, providers
+from fi_core.resolve.provider import Provider, note, providers
 from fi_core.spec.op import Artifact, Spec
 
 _WAIT_SECONDS = 0.7  # R1: a compile that takes longer announces itself
@@ -36,15 +36,43 @@ def alternatives(artifact: Artifact) -> tuple[Artifact, ...]:
     )
 
 
-def prebuilt(artifact: Artifact) -> Iterator[Found]:
-    """What the installed packages have of it, best first."""
-    for choice in alternatives(artifact):
+class Answer(NamedTuple):
+    """What a provider says about an artifact: its file, or why it has none that fits."""
+
+    provider: Provider
+    path: Path | None
+    why: str
+
+
+def answers(artifact: Artifact) -> Iterator[Answer]:
+    """What each installed package says, best first; those without such artifacts say nothing."""
+    choices = alternatives(artifact)
+    for choice in choices:
         for provider in providers():
             path, why = provider.find(choice)
-            if path:
-                yield Found(path, provider.name)
-            elif provider.refusal or not why.startswith("has no "):
-                note(provider.name, why)
+            if path or why:
+                yield Answer(provider, path, why)
+    for provider in providers():
+        if provider.holds(artifact.kind) and not any(choice.id in provider.artifacts for choice in choices):
+            yield Answer(provider, None, f"has no {artifact.id}")
+
+
+def prebuilt(artifact: Artifact) -> Iterator[Found]:
+    """What the installed packages have of it, best first; why one has nothing that fits is logged once."""
+    for provider, path, why in answers(artifact):
+        if path:
+            yield Found(path, provider.name)
+        else:
+            note(provider.name, why)
+
+
+def where(artifact: Artifact) -> Found | None:
+    """Where it would come from now if nothing may be compiled; logs nothing and leaves no trace in the store."""
+    for provider, path, _ in answers(artifact):
+        if path:
+            return Found(path, provider.name)
+    directory = store.peek(compiler.key(artifact))
+    return Found(directory / artifact.file, "store") if directory else None
 
 
 class _Announcement:
@@ -91,10 +119,14 @@ def prepare(specs: Iterable[Spec], *, progress: bool | None = None, rebuild: boo
 
     `progress` None prints a line per file only on a terminal. Raises CompileError of the first unit that fails.
     """
+    return build_missing((a for spec in specs for a in sources.artifacts(spec)), progress=progress, rebuild=rebuild)
+
+
+def build_missing(artifacts: Iterable[Artifact], *, progress: bool | None = None, rebuild: bool = False) -> int:
+    """`prepare` for the files themselves."""
     import sys
 
-    wanted = dict.fromkeys(a for spec in specs for a in sources.artifacts(spec))
-    missing = [a for a in wanted if rebuild or (next(prebuilt(a), None) is None and store.lookup(compiler.key(a)) is None)]
+    missing = [a for a in dict.fromkeys(artifacts) if rebuild or (next(prebuilt(a), None) or where(a)) is None]
     if not missing:
         return 0
     if env.jit == "off":
@@ -111,14 +143,12 @@ def build_all(artifacts: Sequence[Artifact], progress: bool) -> None:
     import shutil
     import tempfile
 
-    root = store.roots()[0]
-    root.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".tmp-batch-", dir=root))
-    try:
-        ninja.write(artifacts, scratch)
-        ninja.run(scratch, progress, env.jit_prebuild_max_jobs)
-        for artifact in artifacts:
-            key = compiler.key(artifact)
-            store.publish(root, key, lambda d, key=key: shutil.copytree(scratch / key, d, dirs_exist_ok=True))  # type: ignore[misc]
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    def build_in(root: Path) -> None:
+        with tempfile.TemporaryDirectory(prefix=".tmp-batch-", dir=root, ignore_cleanup_errors=True) as name:
+            scratch = Path(name)
+            ninja.write(artifacts, scratch)
+            ninja.run(scratch, progress, env.jit_prebuild_max_jobs)
+            for key in map(compiler.key, artifacts):
+                store.publish(root, key, lambda d, key=key: shutil.copytree(scratch / key, d, dirs_exist_ok=True))  # type: ignore[misc]
+
+    store.in_first_root(build_in)

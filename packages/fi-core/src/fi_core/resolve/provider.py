@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import logging
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,42 +20,52 @@ from fi_core.env import env
 from fi_core.spec.op import Artifact
 
 GROUP = "fi.artifacts"
+ENV_NAME = "FI_CUBIN_DIR"
 PACKAGES = ("fi_cubin", "fi_jit_cache")  # found by import in a plain checkout, where there are no entry points
+EMPTY = "it holds no artifacts (a source checkout builds none)"
 
 
 class Provider(NamedTuple):
     name: str
     directory: Path
-    index: dict[str, Any]
+    artifacts: dict[str, Any]  # the index by artifact id
     refusal: str | None  # why nothing of it is used
 
+    def holds(self, kind: str) -> bool:
+        """Whether it may have artifacts of a kind at all."""
+        return any(name.startswith(f"{kind}/") for name in self.artifacts)
+
     def find(self, artifact: Artifact) -> tuple[Path | None, str]:
-        """(file, "") or (None, why not)."""
+        """(file, "") or (None, why not); the reason is empty where it has no such artifact."""
         if self.refusal:
             return None, self.refusal
-        entry = self.index.get("artifacts", {}).get(artifact.id)
-        if entry is None:
-            return None, f"has no {artifact.id}"
-        if entry["closure"] != sources.closure(artifact):
+        if artifact.id not in self.artifacts:
+            return None, ""
+        try:
+            entry = self.artifacts[artifact.id]
+            file, closure, digest = entry["file"], entry["closure"], entry["sha256"]
+        except (KeyError, TypeError):
+            return None, f"its index says nothing usable of {artifact.id}"
+        if closure != sources.closure(artifact):
             return None, f"{artifact.id} was built from other sources"
-        path = self.directory / entry["file"]
+        path = self.directory / file
         try:
             content = path.read_bytes()
         except OSError as error:
-            return None, f"{entry['file']}: {error}"
-        if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-            return None, f"{entry['file']} does not match its digest"
+            return None, f"{file}: {error}"
+        if hashlib.sha256(content).hexdigest() != digest:
+            return None, f"{file} does not match its digest"
         return path, ""
 
 
 @functools.cache
-def _once(message: str) -> None:
-    diagnose.logger().info(message)
+def _once(level: int, message: str) -> None:
+    diagnose.logger().log(level, message)
 
 
 def note(provider: str, reason: str) -> None:
     """Logs one reason once per process."""
-    _once(f"{provider} skipped: {reason}")
+    _once(logging.DEBUG if reason == EMPTY else logging.INFO, f"{provider} skipped: {reason}")
 
 
 def _version() -> str:
@@ -66,10 +77,10 @@ def _version() -> str:
 def _load(name: str, directory: Path) -> Provider:
     try:
         index = json.loads((directory / "index.json").read_bytes())
-        if not isinstance(index, dict):
-            raise ValueError("index.json is not an object")
+        if not isinstance(index, dict) or not isinstance(index.get("artifacts"), dict):
+            raise ValueError("index.json lists no artifacts")
     except FileNotFoundError:
-        return Provider(name, directory, {}, "it holds no artifacts (a source checkout builds none)")
+        return Provider(name, directory, {}, f"no index.json in {directory}" if name == ENV_NAME else EMPTY)
     except (OSError, ValueError) as error:
         return Provider(name, directory, {}, f"unreadable index: {error}")
     refusal = None
@@ -80,7 +91,7 @@ def _load(name: str, directory: Path) -> Provider:
         )
     elif index.get("schema") != compiler.SCHEMA or index.get("abi") != compiler.FFI_ABI:
         refusal = f"built for {index.get('abi')} schema {index.get('schema')}, this is {compiler.FFI_ABI} schema {compiler.SCHEMA}"
-    return Provider(name, directory, index, refusal)
+    return Provider(name, directory, {} if refusal else index["artifacts"], refusal)
 
 
 @functools.cache
@@ -88,7 +99,7 @@ def providers() -> tuple[Provider, ...]:
     """FI_CUBIN_DIR, then installed packages, then packages importable from a checkout."""
     found: dict[str, Path] = {}
     if env.cubin_dir:
-        found["FI_CUBIN_DIR"] = env.cubin_dir
+        found[ENV_NAME] = env.cubin_dir
     for point in metadata.entry_points(group=GROUP):
         try:
             found[point.dist.name if point.dist else point.name] = Path(point.load())

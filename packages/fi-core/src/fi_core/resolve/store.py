@@ -18,9 +18,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from fi_core.env import env
+from fi_core.env import Env, env
+
+T = TypeVar("T")
 
 SCHEMA = 1
 ENTRIES = "cached_ops"
@@ -38,11 +40,14 @@ class Entry(NamedTuple):
     used: float  # when the entry was last loaded, seconds since the epoch
 
 
+def _shared() -> list[Path]:
+    """Directories in which everybody may write."""
+    return [Path(p) for p in dict.fromkeys((tempfile.gettempdir(), "/dev/shm"))]
+
+
 def roots() -> list[Path]:
     """Where entries may live, in order: the cache directory, then places that are writable when home is not."""
-    places = [env.cache_dir]
-    places += [Path(p) / f"fi-cache-{os.getuid()}" for p in dict.fromkeys((tempfile.gettempdir(), "/dev/shm"))]
-    return [p / ENTRIES for p in places]
+    return [p / ENTRIES for p in (env.cache_dir, *(place / f"fi-cache-{os.getuid()}" for place in _shared()))]
 
 
 def _sha256(content: bytes) -> str:
@@ -52,8 +57,10 @@ def _sha256(content: bytes) -> str:
 def problem(directory: Path) -> str | None:
     """Why the entry must not be used, or None."""
     try:
-        manifest = json.loads((directory / MANIFEST).read_bytes())
-        for name, (size, digest) in manifest["files"].items():
+        files = json.loads((directory / MANIFEST).read_bytes())["files"]
+        if not files:
+            return "holds no file"
+        for name, (size, digest) in files.items():
             content = (directory / name).read_bytes()
             if len(content) != size or _sha256(content) != digest:
                 return f"{name} does not match its manifest"
@@ -62,28 +69,52 @@ def problem(directory: Path) -> str | None:
     return None
 
 
+def _chosen(root: Path) -> bool:
+    """Whether the user named the place: it may be shared with others, which is theirs to judge."""
+    return bool(Env.cache_dir.set_by()) and root == env.cache_dir / ENTRIES
+
+
 def _safe(root: Path) -> bool:
-    """A root below a world-writable directory is used only if it is ours alone."""
-    try:
-        parts = root.parent.lstat()
-    except OSError:
-        return False
-    shared = str(root).startswith((tempfile.gettempdir(), "/dev/shm")) and root.parent != env.cache_dir
-    return not shared or (parts.st_uid == os.getuid() and not parts.st_mode & 0o022 and not root.parent.is_symlink())
+    """Whether only we can have put entries there: below a shared directory each folder must be ours alone."""
+    if _chosen(root):
+        return True
+    for place in _shared():
+        for path in (root, *root.parents):
+            if place not in path.parents:
+                break
+            try:
+                found = path.lstat()  # of a link: its own owner, and a mode that is open to all
+            except OSError:
+                return False
+            if found.st_uid != os.getuid() or found.st_mode & 0o022:
+                return False
+    return True
+
+
+def _usable() -> list[Path]:
+    """The roots that exist and are safe; a directory we may not even look into is as good as none."""
+    return [root for root in roots() if os.path.isdir(root) and _safe(root)]
+
+
+def _places(key: str) -> list[Path]:
+    """The directories that a key has, sound or not."""
+    return [root / key for root in _usable() if os.path.isdir(root / key)]
+
+
+def peek(key: str) -> Path | None:
+    """The directory of a sound entry, or None; unlike `lookup` it leaves no trace."""
+    return next((directory for directory in _places(key) if problem(directory) is None), None)
 
 
 def lookup(key: str) -> Path | None:
     """The directory of a sound entry, or None. A corrupt one is set aside: it may be mapped by another process."""
-    for root in roots():
-        directory = root / key
-        if not directory.is_dir() or not _safe(root):
-            continue
+    for directory in _places(key):
         if problem(directory) is None:
             with contextlib.suppress(OSError):  # a read-only store has no last use
                 os.utime(directory)
             return directory
         with contextlib.suppress(OSError):
-            directory.rename(root / f".bad-{key}-{uuid.uuid4().hex}")
+            directory.rename(directory.with_name(f".bad-{key}-{uuid.uuid4().hex}"))
     return None
 
 
@@ -132,36 +163,51 @@ def publish(root: Path, key: str, build: Callable[[Path], None]) -> Path:
     return directory
 
 
-def get_or_build(key: str, build: Callable[[Path], None]) -> tuple[Path, bool]:
-    """The entry of a key and whether it was built now.
+def in_first_root(use: Callable[[Path], T]) -> T:
+    """`use(root)` of the first root where it can write: one that is read-only, full or not ours is passed over.
 
-    `build(directory)` fills a directory; what it raises passes through. A root that is read-only, full or not ours is
-    passed over; RuntimeError if none is left.
+    What `use` raises passes through unless it is an OSError; RuntimeError if no root is left.
     """
-    found = lookup(key)
-    if found:
-        return found, False
     last: OSError | None = None
     for root in roots():
         try:
-            root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for path in reversed((root, *root.parents)):
+                if not os.path.isdir(path):
+                    path.mkdir(mode=0o777 if _chosen(root) else 0o700, exist_ok=True)
             if not _safe(root):
                 raise OSError(errno.EPERM, "directory is not ours alone", str(root.parent))
-            with _lock(root, key):
-                found = lookup(key)
-                if found:
-                    return found, False
-                return publish(root, key, build), True
+            return use(root)
         except OSError as error:
             last = error
     raise RuntimeError(f"no directory for compiled kernels can be written (set FI_CACHE_DIR); last tried: {last}") from last
 
 
+def destination() -> Path | None:
+    """The root that would be written to, or None if there is none; creates nothing."""
+    for root in roots():
+        place = next((path for path in (root, *root.parents) if os.path.isdir(path)), None)
+        if place and os.access(place, os.W_OK | os.X_OK) and (place != root or _safe(root)):
+            return root
+    return None
+
+
+def get_or_build(key: str, build: Callable[[Path], None]) -> tuple[Path, bool]:
+    """The entry of a key and whether it was built now; `build(directory)` fills a directory. Raises as in_first_root."""
+
+    def find_or_build(root: Path) -> tuple[Path, bool]:
+        with _lock(root, key):
+            found = lookup(key)
+            return (found, False) if found else (publish(root, key, build), True)
+
+    found = lookup(key)
+    return (found, False) if found else in_first_root(find_or_build)
+
+
 def entries() -> list[Entry]:
     """Every published entry of every root."""
     found = []
-    for root in roots():
-        for path in sorted(root.glob("[!.]*")) if root.is_dir() else ():
+    for root in _usable():
+        for path in sorted(p for p in root.glob("[!.]*") if p.is_dir()):
             sizes = sum(p.stat().st_size for p in path.iterdir())
             found.append(Entry(path.name, path, sizes, path.stat().st_mtime))
     return found
@@ -171,8 +217,8 @@ def prune(max_age_days: float | None = None, max_bytes: int | None = None) -> li
     """Removes leftovers of killed builds, entries set aside, and entries beyond the limits, least recently used first."""
     removed = []
     now = time.time()
-    for root in roots():
-        for path in list(root.glob(".*")) if root.is_dir() else ():
+    for root in _usable():
+        for path in list(root.glob(".*")):
             if path.name.startswith(".bad-") or now - path.stat().st_mtime > _STALE_SECONDS:
                 removed.append(path)
     kept = sorted(entries(), key=lambda e: e.used, reverse=True)
@@ -190,9 +236,8 @@ def prune(max_age_days: float | None = None, max_bytes: int | None = None) -> li
 def clear() -> int:
     """Removes every entry of every root; returns how many there were."""
     count = len(entries())
-    for root in roots():
-        if root.is_dir():
-            shutil.rmtree(root, ignore_errors=True)
+    for root in _usable():
+        shutil.rmtree(root, ignore_errors=True)
     return count
 
 

@@ -119,12 +119,17 @@ class Op:
 
 
 class Artifact(NamedTuple):
-    """One file to find or build. `source` is a path below the fi-kernels root (host) or a rendered unit (device)."""
+    """One file to find or build. `source` is a path below the fi-kernels root (host) or a rendered unit (device).
+
+    A module of a user has an absolute path, compiler flags of its own, and folders in which its headers lie.
+    """
 
     name: str
     kind: str  # "cpu" or "cuda" (host modules), "cubin" (device binary)
     target: Target
     source: str
+    flags: tuple[str, ...] = ()
+    includes: tuple[str, ...] = ()
 
     @property
     def file(self) -> str:

@@ -39,17 +39,15 @@ CPU = Target("cpu", platform.machine())
 
 
 def default_suffix(major: int, minor: int) -> str:
-    """The suffix that unlocks an architecture's own instructions ("a" or "f"), as (minor + suffix): (9, 0) -> "0a"."""
+    """The minor version with the suffix that a name without one means: (9, 0) -> "0a", (12, 0) -> "0f" (the family)."""
     if major < 9:
         return str(minor)
-    if major == 12 and minor == 0:
-        return "0a"
-    return f"{minor}a"
+    return "0f" if (major, minor) == (12, 0) else f"{minor}a"
 
 
 def cuda_target(major: int, minor: int) -> Target:
     """The compile target of a device with this compute capability: (9, 0) -> sm_90a, (8, 6) -> sm_86."""
-    return Target("cuda", f"{major}{default_suffix(major, minor)}")
+    return Target("cuda", f"{major}{minor}{'a' if major >= 9 else ''}")
 
 
 def parse_arch(word: str) -> tuple[int, str]:

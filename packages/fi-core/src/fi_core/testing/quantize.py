@@ -46,7 +46,7 @@ def quantize_fp8(
     tile_shape: tuple[int, ...],
     scale_major_mode: Literal["K", "MN"],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x as e4m3 and one fp32 power-of-two scale per tile; "K" keeps the scale dims in x's order, "MN" swaps the last two."""
+    """x as e4m3 and a power-of-two fp32 scale per tile: dims in order of x ("K"), or the last two swapped ("MN")."""
     quantised, scale = _cast(x, tuple(tile_shape), 1e-8)
     scale = _major(scale, scale_major_mode)
     if tuple(scale.shape) != tuple(scale_shape):

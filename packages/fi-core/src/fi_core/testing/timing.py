@@ -1,4 +1,4 @@
-"""`bench_gpu_time`: milliseconds of a callable on the GPU by CUPTI, CUDA graph or CUDA events; wall clock on the CPU."""
+"""`bench_gpu_time`: milliseconds of a callable on the GPU by CUPTI, CUDA graph or events; by wall clock on the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Run = Callable[[], object]
 class BenchTimes(tuple[float, float]):
     """Times of a callable in ms: as a tuple the pair (median, std), for numpy the array of all samples.
 
-    So both habits work: `median, std = bench_gpu_time(...)`, and `np.median / np.std / np.percentile(bench_gpu_time(...))`.
+    So both habits work: `median, std = bench_gpu_time(...)` and `np.median`, `np.std`, `np.percentile` of the result.
     What is not numpy sees the pair: `len`, indexing, iteration, `statistics.*`, `torch.tensor`; the list is `.samples`.
     """
 

@@ -1,7 +1,9 @@
 // rmsnorm and its residual-add, gemma and fp8 forms: one contract, one launch, and the CPU kernel.
 #include "fi/norm/rmsnorm.h"
 
-#include "fi/host/op.h"
+#include "fi/host/divide.h"
+#include "fi/norm/contract.h"
+#include "fi/norm/entry.h"
 
 #if !FI_CUDA
 #include <algorithm>
@@ -10,53 +12,13 @@
 
 #include "fi/cpu/parallel.h"
 #include "fi/cpu/rows.h"
+#include "fi/norm/row.h"
 #endif
 
 namespace fi {
 namespace {
 
-#if FI_CUDA
-// Entries in order of preference; config = {kind, vector elements, vectors a thread or lanes a row, largest d}.
-enum Kind { kLanes = 0, kBlock = 1, kLoop = 2 };
-
-void launch(const Kernel& kernel, const RmsnormParams& p, int64_t vector, DLDevice device, bool pdl) {
-  for (const Entry& entry : kernel.entries) {
-    const int64_t kind = entry.config[0], vec = entry.config[1], count = entry.config[2], largest = entry.config[3];
-    if (vec > vector || p.d % vec || p.d > largest) continue;
-    Launch config{p.rows};
-    config.pdl = pdl;
-    if (kind == kLanes) config.grid_x = (p.rows + entry.threads / count - 1) / (entry.threads / count);
-    if (kind == kBlock) {
-      const int64_t lanes = (p.d + vec * count - 1) / (vec * count);
-      config.threads = (lanes + 31) / 32 * 32;
-    }
-    return kernel.launch(entry, config, device, p);
-  }
-  raise("RuntimeError", "no entry for d = %d", p.d);
-}
-#else
-FI_CLONES float add(float* s, const float* r, int32_t d) {
-  float sum = 0.f;
-#pragma omp simd reduction(+ : sum)
-  for (int32_t i = 0; i < d; ++i) {
-    s[i] += r[i];
-    sum += s[i] * s[i];
-  }
-  return sum;
-}
-
-FI_CLONES float squares(const float* s, int32_t d) {
-  float sum = 0.f;
-#pragma omp simd reduction(+ : sum)
-  for (int32_t i = 0; i < d; ++i) sum += s[i] * s[i];
-  return sum;
-}
-
-FI_CLONES void scale(float* s, const float* weight, float r, float out_scale, int32_t d) {
-#pragma omp simd
-  for (int32_t i = 0; i < d; ++i) s[i] = s[i] * r * weight[i] * out_scale;
-}
-
+#if !FI_CUDA
 void run_cpu(const RmsnormParams& p, DType in, DType out) {
   const cpu::LoadRow load = cpu::row_loader(in);
   const cpu::StoreRow store_in = cpu::row_storer(in), store_out = cpu::row_storer(out);
@@ -68,26 +30,24 @@ void run_cpu(const RmsnormParams& p, DType in, DType out) {
   cpu::parallel_for(p.rows, std::max<int64_t>(1, 16384 / p.d), [&](int64_t begin, int64_t end) {
     std::vector<float> s(d), other(d);
     for (int64_t index = begin; index < end; ++index) {
-      const int64_t row = index / p.heads, head = index % p.heads;
-      float sum;
+      const int64_t row = index / p.heads.value, head = index % p.heads.value;
       load(static_cast<const char*>(p.input) + (row * p.input_row + head * p.input_head) * in.bytes(), s.data(), p.d);
       if (p.residual) {
         char* residual = static_cast<char*>(p.residual) + row * p.residual_row * in.bytes();
         load(residual, other.data(), p.d);
-        sum = add(s.data(), other.data(), p.d);
+        cpu::add_to(s.data(), other.data(), p.d);
         store_in(s.data(), residual, p.d);
-      } else {
-        sum = squares(s.data(), p.d);
       }
-      scale(s.data(), weight.data(), 1.f / std::sqrt(sum / static_cast<float>(p.d) + p.eps), out_scale, p.d);
+      const float r = 1.f / std::sqrt(cpu::squares(s.data(), 0.f, p.d) * p.inverse_d + p.eps);
+      cpu::multiply(s.data(), weight.data(), r * out_scale, p.d);
       store_out(s.data(), static_cast<char*>(p.out) + (row * p.out_row + head * p.out_head) * out.bytes(), p.d);
     }
   });
 }
 #endif
 
-void rmsnorm(const Kernel& kernel, Tensor out, Tensor input, OptionalTensor residual, Tensor weight, OptionalTensor scale, double eps,
-             double weight_bias, int64_t enable_pdl) {
+void rmsnorm(const Kernel& kernel, Tensor out, Tensor input, OptionalTensor residual, Tensor weight,
+             OptionalTensor scale, double eps, double weight_bias, int64_t enable_pdl) {
   // 1 check
   Dim n{"n"}, heads{"heads", 1}, d{"d"};
   FI_CHECK(input.ndim() == 2 || input.ndim() == 3, ValueError, "input must have shape [n, d] or [n, heads, d]; got %s",
@@ -101,19 +61,15 @@ void rmsnorm(const Kernel& kernel, Tensor out, Tensor input, OptionalTensor resi
     input.shape(n, heads, d);
     out.shape(n, heads, d);
   }
-  const bool quantized = out.dtype().bits == 8;
-  out.on(input).inner_contiguous();
-  if (quantized) {
-    out.is({kE4M3, kE5M2});
-    FI_CHECK(scale, TypeError, "scale must be a float32 tensor with one element when out is fp8; got None");
-    scale.is({kF32}).on(input);
-    FI_CHECK(scale.numel() == 1, ValueError, "scale must have one element; got shape %s", scale.shape_str().c_str());
-  } else {
-    out.like(input);
-  }
+  const bool quantized = check_norm_output(out, input, scale);
   weight.like(input).inner_contiguous().shape(d);
-  if (residual) residual.like(input).inner_contiguous().shape(n, d);
-  FI_CHECK(d <= 0x7fffffff && heads <= 0x7fffffff, ValueError, "input is too wide: %s", input.shape_str().c_str());
+  if (residual) {
+    FI_CHECK(input.ndim() == 2, ValueError, "input must have shape [n, d] when a residual is added; got %s",
+             input.shape_str().c_str());
+    residual.like(input).inner_contiguous().shape(n, d);
+  }
+  check_norm_size(input, n * heads, d);
+  if (n == 0 || heads == 0 || d == 0) return;
 
   // 2 shape
   const bool three = input.ndim() == 3;
@@ -128,21 +84,23 @@ void rmsnorm(const Kernel& kernel, Tensor out, Tensor input, OptionalTensor resi
   p.input_row = input.stride(0);
   p.input_head = three ? input.stride(1) : 0;
   p.residual_row = residual ? residual.stride(0) : 0;
-  p.rows = n * heads;
-  p.heads = static_cast<int32_t>(heads);
+  p.rows = static_cast<int32_t>(n * heads);
   p.d = static_cast<int32_t>(d);
+  p.heads = divisor(static_cast<uint32_t>(heads));
   p.eps = static_cast<float>(eps);
   p.weight_bias = static_cast<float>(weight_bias);
-  if (p.rows == 0 || p.d == 0) return;
+  p.inverse_d = 1.f / static_cast<float>(p.d);
 
   // 3 launch
 #if FI_CUDA
   const int64_t bytes = input.dtype().bytes();
   int64_t vector = input.alignment(16, {p.input_row, p.input_head}) / bytes;
   vector = std::min(vector, weight.alignment(16, {}) / bytes);
-  vector = std::min(vector, out.alignment(16 / bytes * out.dtype().bytes(), {p.out_row, p.out_head}) / out.dtype().bytes());
+  vector =
+      std::min(vector, out.alignment(16 / bytes * out.dtype().bytes(), {p.out_row, p.out_head}) / out.dtype().bytes());
   if (residual) vector = std::min(vector, residual.alignment(16, {p.residual_row}) / bytes);
-  launch(kernel, p, vector, input.device(), kernel.pdl(enable_pdl));
+  const Entry& entry = norm_entry(kernel, p.d, vector);
+  kernel.launch(entry, norm_launch(entry, p.rows, p.d, kernel.pdl(enable_pdl)), input.device(), p);
 #else
   (void)kernel, (void)enable_pdl;
   run_cpu(p, input.dtype(), out.dtype());

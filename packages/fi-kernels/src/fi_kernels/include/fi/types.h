@@ -1,6 +1,13 @@
 // Fixed-width names that host compilers, nvcc and NVRTC share without a standard header.
 #pragma once
 
+// For small functions that launchers, CPU kernels and device code share.
+#if defined(__CUDACC__)
+#define FI_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define FI_HOST_DEVICE inline
+#endif
+
 #if defined(__CUDACC_RTC__)
 namespace fi {
 using int8_t = signed char;

@@ -1,4 +1,4 @@
-// Elementary float functions of CPU kernels: branch-free, so that loops over them vectorise; errors within 2 ulp.
+// Elementary float functions of CPU kernels: branch-free, so that loops over them vectorise; errors within 2.5 ulp.
 #pragma once
 
 #include <cmath>
@@ -7,6 +7,8 @@
 #include "fi/cpu/convert.h"
 #include "fi/cpu/target.h"
 
+// Largest errors seen (tests/kernels/test_cpu_headers.py), in ulp: exp 0.9, exp2 1.0, log2 1.7, tanh 1.3, erf 1.4,
+// rsqrt 1.5, sigmoid 2.2, silu 2.2.
 namespace fi::cpu {
 namespace detail {
 
@@ -62,6 +64,12 @@ FI_INLINE float scale(float x, int32_t n) {
   const int32_t half = n >> 1;
   const float second = select(n <= -150, 0.0f, power_of_two(n - half));
   return x * power_of_two(half) * second;
+}
+
+// 1 + e^x; infinite from x = 88.4 on. Subnormals cannot matter, so one step scales: a tenth faster than with exp.
+FI_INLINE float one_plus_exp(float x) {
+  const Reduced r = reduce_by_ln2(at_least(at_most(x, 89.0f), -87.0f));
+  return 1.0f + power_of_two(r.n) * (1.0f + expm1_reduced(r.high, r.low));
 }
 
 FI_INLINE float magnitude(float x) { return bits_float(float_bits(x) & ~kSignMask); }
@@ -142,8 +150,8 @@ FI_INLINE float erf(float x) {
 // NOTE: vectorises only with -fno-math-errno (std::sqrt otherwise keeps a branch for errno).
 FI_INLINE float rsqrt(float x) { return 1.0f / std::sqrt(x); }
 
-// Below x = -88.7 the true value, under 1e-36 in magnitude, comes out as zero; silu(-inf) is the limit, -0.
-FI_INLINE float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
-FI_INLINE float silu(float x) { return detail::at_least(x, -200.0f) / (1.0f + exp(-x)); }
+// Below x = -88.3 the true value, under 1e-36 in magnitude, comes out as zero; silu(-inf) is the limit, -0.
+FI_INLINE float sigmoid(float x) { return 1.0f / detail::one_plus_exp(-x); }
+FI_INLINE float silu(float x) { return detail::at_least(x, -200.0f) / detail::one_plus_exp(-x); }
 
 }  // namespace fi::cpu

@@ -11,7 +11,9 @@
 // function would run as baseline code: call the worker from the parallel loop instead. `#pragma omp simd` is fine.
 // Lambdas inside a worker are functions of their own too: mark them __attribute__((always_inline)).
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__)
+#define FI_HAS_LEVELS 1
 #define FI_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
+#define FI_HAS_LEVELS 0
 #define FI_CLONES
 #endif

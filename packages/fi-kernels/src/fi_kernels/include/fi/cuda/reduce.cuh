@@ -1,4 +1,5 @@
-// Sums over a warp, part of a warp, and a block; the order depends on the block size only (batch invariance).
+// Sums and maxima over a warp, part of a warp, and a block; the order depends on the block size only (batch
+// invariance).
 #pragma once
 #include "fi/cuda/convert.cuh"
 
@@ -7,6 +8,12 @@ namespace fi {
 // Over aligned groups of `lanes` (a power of two <= 32); every lane gets the sum.
 FI_DEVICE float warp_sum(float x, int lanes = 32) {
   for (int offset = lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+// The largest over such a group; NaN is ignored.
+FI_DEVICE float warp_max(float x, int lanes = 32) {
+  for (int offset = lanes / 2; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
   return x;
 }
 

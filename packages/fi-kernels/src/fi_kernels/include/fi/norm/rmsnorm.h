@@ -1,6 +1,6 @@
 // Parameters of the rmsnorm kernels, shared by launcher and device code.
 #pragma once
-#include "fi/types.h"
+#include "fi/divisor.h"
 
 namespace fi {
 
@@ -9,13 +9,14 @@ namespace fi {
 struct RmsnormParams {
   void* out;
   const void* input;
-  void* residual;       // null: none; receives s rounded
-  const void* weight;   // [d]
-  const float* scale;   // one float; read for fp8 out only
+  void* residual;      // null: none; receives s rounded
+  const void* weight;  // [d]
+  const float* scale;  // one float; read for fp8 out only
   int64_t out_row, out_head, input_row, input_head, residual_row;
-  int64_t rows;         // rows * heads
-  int32_t heads, d;
-  float eps, weight_bias;
+  int32_t rows;  // rows * heads
+  int32_t d;
+  Divisor heads;
+  float eps, weight_bias, inverse_d;
 };
 
 }  // namespace fi

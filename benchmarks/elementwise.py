@@ -1,0 +1,175 @@
+"""The elementwise families beside FlashInfer in one run: GPU time, host time and share of copy bandwidth, as JSON lines.
+
+python benchmarks/elementwise.py [--only TEXT] [--out FILE] [--iters N]; needs a CUDA device; FlashInfer is measured where it is installed.
+Time: median of CUDA-graph replays between two events, the L2 flushed by a 256 MB memset before each, sides interleaved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+import fi_core
+
+try:
+    import flashinfer
+except ImportError:
+    flashinfer = None
+
+Case = tuple[str, int, dict[str, Callable[[], object]]]  # name, bytes that must move, sides
+BF16 = torch.bfloat16
+
+
+def rand(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def both(function: str, *args: object, **kwargs: object) -> dict[str, Callable[[], object]]:
+    """The same call on both sides."""
+    sides = {"fi_core": lambda: getattr(fi_core, function)(*args, **kwargs)}
+    if flashinfer is not None:
+        sides["flashinfer"] = lambda: getattr(flashinfer, function)(*args, **kwargs)
+    return sides
+
+
+def norm_cases() -> Iterator[Case]:
+    for n, d in ((1, 4096), (32, 4096), (512, 4096), (16384, 8192)):
+        x, r, w, out = rand(n, d), rand(n, d), rand(d), rand(n, d)
+        yield f"rmsnorm {n}x{d}", 4 * n * d, both("rmsnorm", x, w, 1e-6, out)
+        yield f"fused_add_rmsnorm {n}x{d}", 8 * n * d, both("fused_add_rmsnorm", x, r, w, 1e-6)
+    q, w = rand(16384, 32, 128), rand(128)
+    yield "rmsnorm 16384x32x128", 4 * q.numel(), both("rmsnorm", q, w, 1e-6, torch.empty_like(q))
+
+
+def activation_cases() -> Iterator[Case]:
+    for n, h in ((32, 14336), (16384, 14336)):
+        x, out = rand(n, 2 * h), rand(n, h)
+        for name in ("silu_and_mul", "gelu_tanh_and_mul"):
+            yield f"{name} {n}x{h}", 6 * n * h, both(name, x, out)
+
+
+def rope_cases() -> Iterator[Case]:
+    cache = torch.randn(131072, 128, device="cuda")
+    for n in (64, 16384, 65536):
+        q, k = rand(n, 32, 128), rand(n, 8, 128)
+        positions = torch.arange(n, device="cuda", dtype=torch.int32)
+        moved = 4 * (q.numel() + k.numel())
+        yield f"rope_pos_ids_inplace n{n}", moved, both("apply_rope_pos_ids_inplace", q, k, positions)
+        yield f"llama31_rope_inplace n{n}", moved, both("apply_llama31_rope_pos_ids_inplace", q, k, positions)
+        flat = (positions.long(), q.view(n, -1), k.view(n, -1), 128, cache)
+        yield f"rope_cos_sin_inplace n{n}", moved, both("apply_rope_with_cos_sin_cache_inplace", *flat)
+
+
+def page_cases() -> Iterator[Case]:
+    for n in (64, 16384, 65536):
+        k, v = rand(n, 8, 128), rand(n, 8, 128)
+        pages = (n + 15) // 16
+        cache = torch.zeros(pages, 2, 16, 8, 128, device="cuda", dtype=BF16)
+        batch = torch.zeros(n, device="cuda", dtype=torch.int32)
+        positions = torch.arange(n, device="cuda", dtype=torch.int32)
+        indices = torch.randperm(pages, device="cuda").int()
+        indptr = torch.tensor([0, pages], device="cuda", dtype=torch.int32)
+        last = torch.tensor([(n - 1) % 16 + 1], device="cuda", dtype=torch.int32)
+        args = (k, v, batch, positions, cache, indices, indptr, last)
+        yield f"append_paged_kv n{n}", 8 * k.numel(), both("append_paged_kv_cache", *args)
+
+
+def cascade_cases() -> Iterator[Case]:
+    va, vb = rand(16384, 32, 128), rand(16384, 32, 128)
+    sa, sb = rand(16384, 32, dtype=torch.float32), rand(16384, 32, dtype=torch.float32)
+    yield "merge_state 16384x32x128", 6 * va.numel() + 12 * sa.numel(), both("merge_state", va, sa, vb, sb)
+
+
+def graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    call()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def gpu_us(sides: dict[str, Callable[[], object]], iters: int, flush: torch.Tensor) -> dict[str, list[float]]:
+    graphs = {side: graph_of(call) for side, call in sides.items()}
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {side: [] for side in sides}
+    for _ in range(iters + 3):
+        for side, graph in graphs.items():
+            flush.zero_()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            events[side].append((begin, end))
+    torch.cuda.synchronize()
+    return {side: [b.elapsed_time(e) * 1e3 for b, e in pairs[3:]] for side, pairs in events.items()}
+
+
+def host_us(call: Callable[[], object]) -> float:
+    """Time until the call returns, the GPU's work not awaited: median of batches of 20."""
+    samples = []
+    for _ in range(15):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(20):
+            call()
+        samples.append((time.perf_counter() - start) / 20 * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(samples[3:])
+
+
+def copy_bandwidth(iters: int, flush: torch.Tensor) -> float:
+    """Bytes read and written per second by torch's device copy of 1 GiB: the ceiling rows are compared with."""
+    a = torch.randn(1 << 28, device="cuda")
+    b = torch.empty_like(a)
+    times = gpu_us({"copy": lambda: b.copy_(a)}, iters, flush)["copy"]
+    return 2 * a.numel() * 4 / statistics.median(times) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="run cases whose name contains this")
+    parser.add_argument("--out", type=Path, help="write JSON lines here too")
+    parser.add_argument("--iters", type=int, default=30)
+    args = parser.parse_args()
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    ceiling = copy_bandwidth(args.iters, flush)
+    rows: list[dict[str, object]] = [{"case": "copy 1 GiB", "tb_per_s": round(ceiling / 1e12, 3)}]
+    print(json.dumps(rows[0]), flush=True)
+    for family in (norm_cases, activation_cases, rope_cases, page_cases, cascade_cases):
+        for name, moved, sides in family():
+            if args.only not in name:
+                continue
+            row: dict[str, object] = {"case": name, "bytes": moved}
+            try:
+                times = gpu_us(sides, args.iters, flush)
+                for side, samples in times.items():
+                    us = statistics.median(samples)
+                    row[side] = {
+                        "us": round(us, 2),
+                        "tb_per_s": round(moved / us / 1e6, 3),
+                        "copy_pct": round(100 * moved / us * 1e6 / ceiling, 1),
+                        "host_us": round(host_us(sides[side]), 2),
+                    }
+                if len(times) == 2:
+                    row["ratio"] = round(statistics.median(times["fi_core"]) / statistics.median(times["flashinfer"]), 3)
+            except Exception as error:  # one failing case must not lose the others of a run
+                row["error"] = f"{type(error).__name__}: {error}"[:400]
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    if args.out:
+        args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""`fi-bench calibrate`: the ceilings of this machine, measured, kept per device; and where kept ones are found."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fi_bench.console import say
+from fi_bench.errors import OK, UsageError
+from fi_bench.parsing import Parser, underscored
+
+
+class Ceilings(NamedTuple):
+    """Measured rates: bytes/s of a copy (read + written) and of a read, FLOP/s of the fastest 16-bit matmul."""
+
+    copy: float
+    read: float
+    matmul: float
+
+    def seconds(self, flops: int, bytes: int) -> float:
+        """The least time in which work can be done here."""
+        return max(bytes / self.copy, flops / self.matmul)
+
+
+def store() -> Path:
+    from fi_core.env import env
+
+    return env.cache_dir / "bench" / "ceilings.json"
+
+
+def machine(environment: dict[str, Any], device: str) -> str:
+    """What ceilings belong to: the UUID of the GPU, or model and thread count of the CPU."""
+    if device == "cuda":
+        return str(environment["gpu_uuid"])
+    return f"{environment['cpu']} x{environment['threads']}"
+
+
+def load(path: Path | None = None) -> dict[str, Ceilings]:
+    """All kept ceilings by machine; none if nothing was calibrated."""
+    file = path or store()
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        return {name: Ceilings(*(float(row[field]) for field in Ceilings._fields)) for name, row in kept.items()}
+    except FileNotFoundError:
+        if path is not None:
+            raise UsageError(f"{path}: no such file; `fi-bench calibrate --output {path}` makes it") from None
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{file}: not a file of `fi-bench calibrate` ({error})") from None
+
+
+def measure_ceilings(device_name: str, size_mb: int, matmul_size: int) -> Ceilings:
+    """Copy and read of `size_mb` MiB, and a square 16-bit matmul (fp32 on a CPU), by the timers of the benchmarks."""
+    import torch
+
+    from fi_bench.case import Inputs
+    from fi_bench.measure import Options, measure
+
+    device = torch.device(device_name, torch.cuda.current_device()) if device_name == "cuda" else torch.device("cpu")
+    n = size_mb << 18  # fp32 elements
+    dtype = torch.bfloat16 if device_name == "cuda" else torch.float32
+    source = torch.randn(n, device=device)
+    square = [torch.randn(matmul_size, matmul_size, device=device).to(dtype) for _ in range(2)]
+
+    def rate(call: Callable[[Inputs], Any], inputs: Inputs, amount: int) -> float:
+        found = measure(call, inputs, 4 * n, device, Options(num_iters=10, cache="warm", cupti=False, graph=False))
+        return amount / (sorted(found.samples_ns)[len(found.samples_ns) // 2] / 1e9)
+
+    copy = rate(lambda x: x.out.copy_(x.source), Inputs(source=source, out=torch.empty_like(source)), 8 * n)
+    read = rate(lambda x: x.source.sum(), Inputs(source=source), 4 * n)
+    matmul = rate(lambda x: x.a @ x.b, Inputs(a=square[0], b=square[1]), 2 * matmul_size**3)
+    return Ceilings(copy, read, matmul)
+
+
+def main(words: Sequence[str]) -> int:
+    parser = Parser(prog="fi-bench calibrate", description="Measure copy, read and matmul ceilings of this machine.")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--size_mb", type=int, help="size of the copied buffer (GPU 2048, CPU 256)")
+    parser.add_argument("--matmul_size", type=int, help="matrix dimension (GPU 8192, CPU 1024)")
+    parser.add_argument("--output", type=Path, help="file to keep them in (default: in the cache folder of fi)")
+    args: Namespace = parser.parse_args(underscored(words))
+    import torch
+
+    from fi_bench import environment
+
+    has_gpu = torch.cuda.is_available()
+    if args.device == "cuda" and not has_gpu:
+        raise UsageError("--device cuda: torch sees no CUDA device")
+    device = ("cuda" if has_gpu else "cpu") if args.device == "auto" else args.device
+    size = args.size_mb or (2048 if device == "cuda" else 256)
+    found = measure_ceilings(device, size, args.matmul_size or (8192 if device == "cuda" else 1024))
+    name = machine(environment.collect(), device)
+    file = args.output or store()
+    kept = {k: v._asdict() for k, v in load(file).items()} if file.exists() else {}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({**kept, name: found._asdict()}, indent=1) + "\n", encoding="utf-8")
+    print(f"copy    {found.copy / 1e12:.3f} TB/s (read + written)")
+    print(f"read    {found.read / 1e12:.3f} TB/s")
+    print(f"matmul  {found.matmul / 1e12:.3f} TFLOP/s ({'bf16' if device == 'cuda' else 'fp32'})")
+    say("INFO", f"kept for {name} in {file}")
+    return OK

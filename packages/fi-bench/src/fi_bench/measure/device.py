@@ -1,0 +1,110 @@
+"""Two tiny device kernels: one notes the time and the clock of SM 0, one holds the stream until the host lets go."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+HOLD_LIMIT_NS = 200_000_000  # a held stream goes on by itself after this long
+
+SOURCE = r"""
+__device__ unsigned long long fi_now() {
+  unsigned long long t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+extern "C" __global__ void fi_bench_mark(unsigned long long* out) {
+  unsigned sm;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+  if (sm == 0) {  // clock64 counts per SM: always read the same one
+    out[0] = fi_now();
+    out[1] = clock64();
+  }
+}
+extern "C" __global__ void fi_bench_hold(const volatile int* released, int ticket, unsigned long long limit) {
+  const unsigned long long start = fi_now();
+  while (*released < ticket && fi_now() - start < limit) {
+  }
+}
+"""
+
+
+class DriverError(RuntimeError):
+    """The CUDA driver refused."""
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        raise DriverError(f"{what} failed with CUresult {status}")
+
+
+def compile_kernels(capability: tuple[int, int]) -> bytes:
+    """The cubin; needs NVRTC and no GPU."""
+    from fi_core.build.nvrtc import compile_cubin
+
+    return compile_cubin(SOURCE, "fi_bench", [f"--gpu-architecture=sm_{capability[0]}{capability[1]}"]).image
+
+
+class Kernels:
+    """Both kernels, loaded into the current context of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        torch.zeros(1, device=device)  # makes the context
+        self._image = compile_kernels(torch.cuda.get_device_capability(device))
+        self._cuda = ctypes.CDLL("libcuda.so.1")
+        module = ctypes.c_void_p()
+        _check(self._cuda.cuModuleLoadData(ctypes.byref(module), self._image), "cuModuleLoadData")
+        self._functions = {name: self._function(module, name) for name in ("fi_bench_mark", "fi_bench_hold")}
+        self._blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+        self._released = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self._ticket = 0
+
+    def _function(self, module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
+        function = ctypes.c_void_p()
+        _check(self._cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name)
+        return function
+
+    def _launch(self, name: str, blocks: int, *arguments: Any) -> None:
+        import torch
+
+        pointers = (ctypes.c_void_p * len(arguments))(
+            *(ctypes.cast(ctypes.pointer(a), ctypes.c_void_p) for a in arguments)
+        )
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        status = self._cuda.cuLaunchKernel(self._functions[name], blocks, 1, 1, 1, 1, 1, 0, stream, pointers, None)
+        _check(status, f"launch of {name}")
+
+    def mark(self, slot: torch.Tensor) -> None:
+        """Write (globaltimer ns, clock64) into two int64 on the device when the stream gets here."""
+        self._launch("fi_bench_mark", self._blocks, ctypes.c_void_p(slot.data_ptr()))
+
+    def hold(self) -> None:
+        """Stop the stream here until `release`, so that what is enqueued next runs without launch gaps."""
+        self._ticket += 1
+        self._launch(
+            "fi_bench_hold", 1, ctypes.c_void_p(self._released.data_ptr()), ctypes.c_int(self._ticket),
+            ctypes.c_ulonglong(HOLD_LIMIT_NS),
+        )  # fmt: skip
+
+    def release(self) -> None:
+        self._released[0] = self._ticket
+
+
+@functools.cache
+def kernels(device: torch.device) -> Kernels:
+    return Kernels(device)
+
+
+def megahertz(marks: list[tuple[int, int]]) -> list[float]:
+    """Mean SM clock between consecutive marks; 0 where SM 0 missed one."""
+    found = []
+    for (t0, c0), (t1, c1) in itertools.pairwise(marks):
+        found.append(1e3 * (c1 - c0) / (t1 - t0) if t0 and t1 > t0 else 0.0)
+    return found

@@ -1,0 +1,1 @@
+"""The HTML report: `page` puts it together, `svg` draws."""

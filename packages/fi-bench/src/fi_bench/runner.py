@@ -1,0 +1,316 @@
+"""One case in this process: inputs, check against the reference, timing, one record per backend."""
+
+from __future__ import annotations
+
+import shlex
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from fi_bench import backends, case, environment, record, refcheck, stats
+from fi_bench.case import Case, Inputs, Outputs
+from fi_bench.catalog import family_of
+from fi_bench.console import Log, human_time, perf, say
+from fi_bench.errors import MismatchError, SkipError
+from fi_bench.measure import Measurement, Options, measure
+from fi_core.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+Record = record.Record
+
+
+def asked_backends(args: Namespace) -> list[str]:
+    """The --backends of a line; without any what the seeds default to on a GPU, or `auto`; `cpu` without a GPU."""
+    if args.backends:
+        return list(dict.fromkeys(args.backends))
+    import torch
+
+    if args.device == "cpu" or not torch.cuda.is_available():
+        return ["cpu"]
+    usual = list(family_of(args.routine).default_backends)
+    found = case.find(args.routine)
+    ours = backends.implementations(found) if found and backends.exists(found) else ()
+    return ["auto"] if ours and not set(usual) & set(ours) else usual
+
+
+def device_of(args: Namespace, names: Iterable[str]) -> str:
+    """cpu where the backend `cpu` is timed, so that its rivals run beside it; else the GPU if there is one."""
+    import torch
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SkipError("--device cuda: torch sees no CUDA device")
+    if args.device != "auto":
+        return str(args.device)
+    return "cuda" if torch.cuda.is_available() and "cpu" not in names else "cpu"
+
+
+class CaseRun:
+    """Everything that the backends of one case share: inputs, reference, environment."""
+
+    def __init__(self, args: Namespace, run_id: str, trial: int, emit: Callable[[Record], None]) -> None:
+        self.args, self.run_id, self.trial, self.emit = args, run_id, trial, emit
+        self.log = Log(args.verbose)
+        self.names = asked_backends(args)
+        self.key = record.case_key(args.routine, args)
+        self.params = record.parameters(args)
+        self.repro = repro_command(args)
+        self.case: Case | None = None
+        self.device: torch.device | None = None
+        self.inputs: Inputs | None = None
+        self.reference: Outputs | None = None
+
+    def run(self) -> list[Record]:
+        """One record per backend. MismatchError leaves at the first mismatch that is not allowed."""
+        self.log.info(f"args = {self.args}")
+        self.log.info(f"Running test{self.args.routine}")
+        self.log.info(f"FlashInfer version: {environment.fi_core_version()} (call-compatible fi-core)")
+        if self.args.generate_repro_command:
+            say("INFO", f"To reproduce this test case, run the following command: {self.repro}")
+        records = []
+        for name in self.names:
+            found = self._one(name)
+            records.append(found)
+            self.emit(found)
+            if found["status"] == "mismatch" and not self.args.allow_output_mismatch:
+                raise MismatchError(f"[ERROR] Backend {name} output mismatch")
+        if not any(r["status"] in ("ok", "mismatch") for r in records):
+            say("ERROR", "No backends to test. Exiting.")
+        return records
+
+    def _one(self, typed: str) -> Record:
+        found = self.blank(typed)
+        try:
+            name, renamed = backends.canonical(typed)
+            if renamed:
+                say("WARNING", renamed)
+            self._fill(name, found)
+        except (SkipError, UnsupportedError) as skip:
+            reason = " ".join(str(skip).split())
+            found |= {"status": "skipped", "reason": reason}
+            say(
+                "WARNING", f"{typed} for routine {self.args.routine} is not supported on {_here()}: {reason}. Skipping."
+            )
+        except Exception as error:
+            found |= {
+                "status": "failed",
+                "reason": f"{type(error).__name__}: {error}",
+                "traceback": traceback.format_exc(),
+            }
+            say("ERROR", f"Error running {typed} on {self.args.routine}: {type(error).__name__}: {error}")
+            if self.args.verbose >= 2:
+                traceback.print_exc()
+        return found
+
+    def blank(self, name: str) -> Record:
+        return {
+            "schema_version": record.SCHEMA_VERSION,
+            "record_id": record.record_id(self.run_id, self.key, name, self.trial),
+            "run_id": self.run_id,
+            "trial": self.trial,
+            "timestamp": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "case_key": self.key,
+            "routine": self.args.routine,
+            "backend": name,
+            "params": self.params,
+            "args": {k: v for k, v in vars(self.args).items() if k not in self.params},
+            "repro": self.repro,
+        }
+
+    def _fill(self, name: str, found: Record) -> None:
+        found_case = case.find(self.args.routine)
+        if found_case is None:
+            raise SkipError(f"fi-core has no {self.args.routine} yet")
+        self.case = found_case
+        device_name = device_of(self.args, self.names)
+        runner = backends.bind(name, self.case, device_name)
+        why = self.case.unsupported(name, self.args) if self.case.unsupported else None
+        if why:
+            raise SkipError(why)
+        if self.args.enable_pdl and not self.case.pdl:
+            say(
+                "WARNING",
+                f"--enable_pdl provided but routine {self.case.routine} does not support PDL; flag is ignored.",
+            )
+        self._prepare(device_name)
+        assert self.inputs is not None
+        assert self.device is not None
+        found |= {
+            "env": environment_once(),
+            "device": device_name,
+            "library": runner.library,
+            "resolved_backend": runner.resolved,
+        }
+        label = f"auto({runner.resolved})" if name == "auto" else name
+        with runner.context():
+            if self.args.refcheck:
+                found["refcheck"] = self._check(runner)
+                found["status"] = found["refcheck"]["status"]
+                if found["status"] == "mismatch" and not self.args.allow_output_mismatch:
+                    return
+            work = self.case.work(self.args, self.inputs)
+            measured = measure(runner.run, fresh(self.inputs), work.bytes, self.device, self._options())
+        found |= _measured(measured, work)
+        found.setdefault("status", "ok")
+        if self.case.lengths:
+            found["lengths"] = dict(self.case.lengths(self.inputs))
+        self._report(label, found)
+
+    def _prepare(self, device_name: str) -> None:
+        if self.inputs is not None:
+            return
+        import torch
+
+        assert self.case is not None
+        self.device = (
+            torch.device(device_name, torch.cuda.current_device()) if device_name == "cuda" else torch.device("cpu")
+        )
+        torch.manual_seed(self.args.random_seed)
+        generator = torch.Generator(self.device).manual_seed(self.args.random_seed)
+        self.inputs = self.case.make(self.args, self.device, generator)
+        if self.device.type == "cuda":
+            self.log.detail("gpu_name", repr(environment.gpu_name()))
+        if self.case.lengths:
+            for words, value in self.case.lengths(self.inputs).items():
+                self.log.lengths(f"Average actual {words.replace('avg_actual_', '').replace('_', ' ')}: {int(value)}")
+        for name, value in self.inputs.items():
+            if isinstance(value, torch.Tensor):
+                self.log.detail(f"{name}.shape", value.shape)
+
+    def _check(self, runner: backends.Runner) -> dict[str, Any]:
+        """Run once on poisoned outputs and compare with the fp64 reference; a mismatch ends the case unless allowed."""
+        assert self.case is not None
+        assert self.inputs is not None
+        if self.reference is None:
+            self.reference = self.case.reference(fresh(self.inputs))
+        inputs = fresh(self.inputs)
+        refcheck.poison(inputs, self.case.poison)
+        outputs = runner.outputs(inputs, runner.run(inputs))
+        differences = refcheck.check(outputs, self.reference, self.case.tolerance, runner.library != "fi_core")
+        wrong = [d for d in differences if not d.ok]
+        for d in differences:
+            self.log.detail(
+                f"refcheck {d.output}",
+                f"max_abs {d.max_abs:.3g}, max_rel {d.max_rel:.3g}, rel_l2 {d.rel_l2:.3g}, cosine {d.cosine:.6f}, "
+                f"mismatch {d.percent:.2f}%",
+            )
+        for d in wrong:
+            say(
+                "ERROR",
+                "Output mismatch between backends: "
+                f"Output tensor mismatch between backends reference and {runner.name}: "
+                f"{d.mismatches} / {d.elements} ({d.percent:.2f}%) elements are different (output {d.output}, worst at "
+                f"{list(d.worst_index)}: got {d.worst_got:.6g}, want {d.worst_want:.6g})",
+            )
+        worst = max(differences, key=lambda d: (d.mismatches, d.max_abs / (d.atol or 1)))
+        return {
+            "status": "mismatch" if wrong else "ok",
+            "reference": "fp64 torch",
+            "outputs": [d.as_dict() for d in differences],
+            **{k: v for k, v in worst.as_dict().items() if k not in ("ok", "dtype")},
+        }
+
+    def _options(self) -> Options:
+        a = self.args
+        assert self.device is not None
+        cold_by_default = self.device.type == "cuda"
+        return Options(
+            num_iters=a.num_iters,
+            dry_run_iters=a.dry_run_iters,
+            cache=("cold" if cold_by_default else "warm") if a.cache == "auto" else a.cache,
+            flush=a.flush,
+            graph=not a.no_cuda_graph,
+            cupti=not a.use_cuda_events,
+        )
+
+    def _report(self, label: str, found: Record) -> None:
+        s, derived = found["stats"], found["derived"]
+        perf(label, s["median"] / 1e6, s["std"] / 1e6, derived["tflops"], derived["tb_per_sec"])
+        clock = f", SM {found['clocks']['sm_mhz_mean']:.0f} MHz" if found["clocks"].get("sm_mhz_mean") else ""
+        check = f", refcheck {found['refcheck']['status']}" if "refcheck" in found else ""
+        self.log.lengths(
+            f"{label}: {human_time(s['median'])} [{human_time(s['ci_low'])}, {human_time(s['ci_high'])}] by "
+            f"{found['timer']}, cache {found['cache_state']} ({found['cache']['how']}){clock}{check}"
+        )
+        for warning in found["warnings"]:
+            say("WARNING", f"{label}: {warning}")
+
+
+def fresh(inputs: Inputs) -> Inputs:
+    """A copy that a call may write to."""
+    from fi_core.testing.l2 import clone_tree
+
+    return Inputs(clone_tree(inputs))
+
+
+def _measured(m: Measurement, work: case.Work) -> Record:
+    """The measured part of a record; times in nanoseconds."""
+    summary = stats.summary(m.samples_ns)
+    seconds = float(summary["median"]) / 1e9
+    clocks: dict[str, Any] = dict(m.clocks)
+    if m.sm_mhz:
+        mean = sum(m.sm_mhz) / len(m.sm_mhz)
+        clocks |= {"sm_mhz_mean": mean, "sm_mhz_min": min(m.sm_mhz), "cycles": seconds * mean * 1e6}
+    return {
+        "samples_ns": m.samples_ns,
+        "sum_ns": m.sum_ns,
+        "sm_mhz": m.sm_mhz,
+        "timer": m.timer,
+        "timer_reason": m.timer_reason,
+        "cache": vars(m.cache),
+        "cache_state": m.cache.state,
+        "warmup_n": m.warmup,
+        "n_discarded": m.discarded,
+        "host_ns": m.host_ns,
+        "kernels": m.kernels,
+        "clocks": clocks,
+        "warnings": [*m.warnings, *stats.doubts(m.samples_ns)],
+        "stats": summary,
+        "work": {"flops": work.flops, "bytes": work.bytes, "source": "analytic"},
+        "derived": {"tflops": work.flops / seconds / 1e12, "tb_per_sec": work.bytes / seconds / 1e12},
+    }
+
+
+def _here() -> str:
+    """As the seeds say it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "this CPU"
+    return "compute capability {}.{}".format(*torch.cuda.get_device_capability())
+
+
+_environment: dict[str, Any] = {}
+
+
+def environment_once() -> dict[str, Any]:
+    if not _environment:
+        _environment.update(environment.collect())
+    return _environment
+
+
+def repro_command(args: Namespace) -> str:
+    """A command that repeats this one point, quoted for a shell."""
+    from fi_bench.flags import GENERAL
+
+    family = family_of(args.routine)
+    words = ["fi-bench", "--routine", args.routine]
+    kept = {"backends", "num_iters", "dry_run_iters", "random_seed", "device", "cache", "flush", "no_cuda_graph",
+            "use_cuda_events", "refcheck", "allow_output_mismatch", "case_tag", "enable_pdl"}  # fmt: skip
+    for flag in (*family.flags, *(f for f in GENERAL if f.name in kept)):
+        name = flag.dest or flag.name
+        value = getattr(args, name)
+        if value in (None, flag.default) and not flag.required:
+            continue
+        if flag.kind == "switch":
+            words += [f"--{flag.name}"] if value else []
+        elif flag.kind == "off":
+            words += [] if value else [f"--{flag.name}"]
+        elif flag.kind == "words":
+            words += [f"--{flag.name}", *map(str, value)]
+        else:
+            words += [f"--{flag.name}", str(value)]
+    return shlex.join(words)

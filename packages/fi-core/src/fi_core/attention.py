@@ -1,0 +1,148 @@
+"""The op behind single-request attention; decode.py and prefill.py hold its public forms."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fi_core.launch.op import Launcher
+from fi_core.spec.constraint import ON_CPU, at_least
+from fi_core.spec.dtype import DTYPES
+from fi_core.spec.op import Axes, Entry, Impl, Op, Unit
+from fi_core.utils import PosEncodingMode, TensorLayout, ceil_div
+
+if TYPE_CHECKING:
+    import torch
+
+_LAYOUTS = {name: layout.value for name, layout in TensorLayout.__members__.items()}
+_POS_ENCODINGS = {name: mode.value for name, mode in PosEncodingMode.__members__.items()}
+
+# The tiles kernel multiplies in the 16-bit type that holds q and k exactly; without one, CUDA cores compute in fp32.
+_MULTIPLY = {"f16": "f16", "bf16": "bf16", "e4m3": "f16", "e5m2": "f16"}
+_TILE_BYTES = 3 * 64 * (128 + 8) * 2 + 64 * (12 + 8) + 256 * 8  # TilesKernel::Shared
+_ROWS = 4  # packed query rows a block of the rows kernel holds in registers
+
+
+def _single_attention_unit(axes: Axes) -> Unit:
+    """Entries in order of preference; config = (kind, largest head dim, needs aligned rows, packed rows a block)."""
+    q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
+    types = f"{q.device}, {kv.device}"
+    entries = []
+    if q.short in _MULTIPLY:
+        multiply = DTYPES[_MULTIPLY[q.short]].device
+        entries.append(Entry("attend_tiles", f"attend_tiles<{multiply}, {types}>", 128, (0, 512, 1, 64), _TILE_BYTES))
+    for lanes, slices in ((8, 1), (16, 1), (32, 1)):
+        largest = lanes * slices * 8
+        body = f"attend_rows<{types}, true, {lanes}, {slices}, {_ROWS}>"
+        entries.append(Entry(f"attend_rows_{largest}", body, 128, (1, largest, 1, _ROWS)))
+    body = f"attend_rows<{types}, false, 32, 2, {_ROWS}>"
+    entries.append(Entry("attend_rows_scalar", body, 128, (1, 512, 0, _ROWS)))
+    entries.append(Entry("combine_chunks", "combine_chunks", 128, (2, 512, 0, 1)))
+    return Unit("fi/attention/single_attention.cuh", "SingleAttentionParams", tuple(entries))
+
+
+SINGLE_ATTENTION = Op(
+    name="single_attention",
+    family="attention",
+    schema="(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, Tensor q, Tensor k, Tensor v, Tensor? custom_mask, "
+    "Tensor? packed_custom_mask, Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, int kv_layout, "
+    "int pos_encoding_mode, bool causal, int window_left, float logits_soft_cap, float sm_scale, float v_scale, "
+    "float rope_scale, float rope_theta) -> ()",
+    axes={"q": ("f16", "bf16", "f32", "e4m3", "e5m2"), "kv": ("f16", "bf16", "f32", "e4m3", "e5m2")},
+    impls=(Impl("cpu", ON_CPU), Impl("cuda", at_least(80), _single_attention_unit)),
+    prebuilt=(
+        *({"q": dtype, "kv": dtype} for dtype in ("f16", "bf16", "f32", "e4m3", "e5m2")),
+        *({"q": q, "kv": kv} for q in ("f16", "bf16") for kv in ("e4m3", "e5m2")),
+    ),
+)
+
+single_attention = Launcher(
+    SINGLE_ATTENTION, lambda out, lse, workspace, q, k, *_: (q.get_device(), q.dtype, k.dtype)
+)
+
+_BLOCKS = 528  # four on each multiprocessor of an H200
+_LEAST_KEYS = 128  # of a chunk: below, merging costs more than the parallel reads save
+
+
+def chunks_of(qo_len: int, num_qo_heads: int, num_kv_heads: int, kv_len: int, window_left: int) -> int:
+    """Into how many parts the keys are split so that few rows keep the device busy.
+
+    Depends on the shape alone, so results do not change from device to device; chunks * rows stays below about 2200 or
+    the number of rows, which bounds the workspace.
+    """
+    rows = qo_len * num_qo_heads // max(1, num_kv_heads)
+    if rows == 0 or (qo_len > 1 and rows > 16):
+        return 1
+    visible = kv_len if window_left < 0 else min(kv_len, window_left + qo_len)
+    return max(1, min(ceil_div(visible, _LEAST_KEYS), _BLOCKS // (num_kv_heads * ceil_div(rows, _ROWS))))
+
+
+def _code(codes: dict[str, int], name: str, argument: str) -> int:
+    code = codes.get(name)
+    if code is None:
+        raise KeyError(f"{argument}: allowed are {', '.join(codes)}; got {name!r}")
+    return code
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qo_len: int,
+    out_dtype: torch.dtype,
+    return_lse: bool,
+    kv_layout: str,
+    pos_encoding_mode: str,
+    window_left: int,
+    logits_soft_cap: float | None,
+    sm_scale: float | None,
+    qk_factor: float | None,
+    v_scale: float | None,
+    rope_scale: float | None,
+    rope_theta: float | None,
+    causal: bool = False,
+    custom_mask: torch.Tensor | None = None,
+    packed_custom_mask: torch.Tensor | None = None,
+    scale_q: torch.Tensor | None = None,
+    scale_k: torch.Tensor | None = None,
+    scale_v: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Allocates the results and calls the op: what the public forms have in common. q: `[qo_len, heads, d]` or `[heads, d]`."""
+    import torch
+
+    layout = _code(_LAYOUTS, kv_layout, "kv_layout")
+    encoding = _code(_POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
+    if k.ndim != 3 or v.ndim != 3:
+        raise ValueError(f"k and v must have 3 dimensions; got shapes {tuple(k.shape)} and {tuple(v.shape)}")
+    *rows, dim = q.shape
+    dim_vo = v.shape[2]
+    out = q.new_empty((*rows, dim_vo), dtype=out_dtype)
+    lse = q.new_empty(rows, dtype=torch.float32) if return_lse else None
+    workspace = None
+    chunks = chunks_of(qo_len, rows[-1], k.shape[1 - layout], k.shape[layout], window_left)
+    if chunks > 1:
+        workspace = q.new_empty((chunks, qo_len * rows[-1], dim_vo + 2), dtype=torch.float32)
+    if sm_scale is None:
+        sm_scale = dim**-0.5 if dim else 1.0
+    single_attention(
+        out,
+        lse,
+        workspace,
+        q,
+        k,
+        v,
+        custom_mask,
+        packed_custom_mask,
+        scale_q,
+        scale_k,
+        scale_v,
+        layout,
+        encoding,
+        causal,
+        window_left,
+        logits_soft_cap or 0.0,
+        sm_scale if qk_factor is None else sm_scale * qk_factor,
+        1.0 if v_scale is None else v_scale,
+        1.0 if rope_scale is None else rope_scale,
+        1e4 if rope_theta is None else rope_theta,
+    )
+    return out if lse is None else (out, lse)

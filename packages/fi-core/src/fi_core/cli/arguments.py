@@ -1,0 +1,138 @@
+"""What each command of `fi-core` takes; nothing that takes time to import is needed to print the help."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import fi_core
+
+
+def _target(word: str) -> Any:
+    from fi_core.compilation_context import parse_target
+
+    try:
+        return parse_target(word)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _op(word: str) -> Any:
+    from fi_core.registry import launcher
+
+    try:
+        return launcher(word).op
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _ops(words: str) -> list[Any]:
+    return [_op(word) for word in words.split(",")]
+
+
+def _axis(word: str) -> tuple[str, str]:
+    name, _, value = word.partition("=")
+    if not name or not value:
+        raise argparse.ArgumentTypeError(f"expected key=value, such as dtype=bf16; got {word!r}")
+    return name, value
+
+
+def _size(word: str) -> int:
+    unit = {"K": 10**3, "M": 10**6, "G": 10**9}.get(word[-1:].upper())
+    number = word[:-1] if unit else word
+    if not number.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected bytes, such as 500M or 2G; got {word!r}")
+    return int(number) * (unit or 1)
+
+
+def _days(word: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"expected a number of days >= 0; got {word!r}")
+    return value
+
+
+class _Commands:
+    """Adds commands to a parser; every one has --json, and those about targets --target."""
+
+    def __init__(self, parent: argparse.ArgumentParser) -> None:
+        self._actions = parent.add_subparsers(title="commands", metavar="COMMAND")
+        self._json = argparse.ArgumentParser(add_help=False)
+        self._json.add_argument("--json", action="store_true", help="print JSON")
+        self._targets = argparse.ArgumentParser(add_help=False)
+        self._targets.add_argument(
+            "--target",
+            dest="targets",
+            action="append",
+            type=_target,
+            metavar="TARGET",
+            help="cpu or an architecture such as sm_90a, once or more; default: FI_CUDA_ARCH_LIST, else the visible "
+            "GPUs, else cpu",
+        )
+
+    def add(self, name: str, run: str, text: str, *, targets: bool = False) -> argparse.ArgumentParser:
+        """`run` is the function that answers it, "module:function" of fi_core.cli."""
+        parents = [self._json, self._targets] if targets else [self._json]
+        added = self._actions.add_parser(name, help=text, description=text, parents=parents)
+        added.set_defaults(run=run, parser=added)
+        return added
+
+    def group(self, name: str, text: str) -> _Commands:
+        added = self._actions.add_parser(name, help=text, description=text)
+        added.set_defaults(run=None, parser=added)
+        return _Commands(added)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(prog="fi-core", description="The kernels of fi: what is there, from where, and why.")
+    top.add_argument("--version", action="version", version=f"fi-core {fi_core.__version__}")
+    top.set_defaults(run=None, parser=top)
+    commands = _Commands(top)
+    commands.add("show-config", "machine:show_config", "Show versions, settings, compilers and how much is compiled.")
+    commands.add("collect-env", "machine:collect_env", "Describe this machine for a bug report, without secrets.")
+    commands.add("doctor", "doctor:run", "Say what is missing or broken here, and the command that mends it.")
+
+    text = "Say which implementation a call takes, where its files come from, and why not each other one."
+    why = commands.add("why", "why:run", text, targets=True)
+    why.add_argument("op", type=_op, metavar="OP", help="an op, such as rmsnorm")
+    why.add_argument("axes", type=_axis, nargs="*", metavar="KEY=VALUE", help="its axes, such as dtype=bf16")
+    why.add_argument("--impl", help="ask for this implementation")
+
+    text = "List the modules that are built ahead, or show one of them."
+    listing = commands.add("list-modules", "modules:list_modules", text, targets=True)
+    listing.add_argument("name", nargs="?", metavar="NAME", help="the module to show")
+    text = "Show which modules are prebuilt, compiled here, or neither."
+    status = commands.add("module-status", "modules:module_status", text, targets=True)
+    status.add_argument("--detailed", action="store_true", help="show the files of each")
+    choices = ("all", "aot", "jit", "compiled", "not-compiled")
+    status.add_argument("--filter", choices=choices, default="all", help=f"{', '.join(choices)}; default: all")
+
+    text = "Compile what is not there yet, ahead of the first call."
+    prebuild = commands.add("prebuild", "modules:prebuild", text, targets=True)
+    prebuild.add_argument("--ops", type=_ops, metavar="OP,...", help="only these ops")
+    prebuild.add_argument("--progress", action="store_true", help="print a line for each file, also into a file")
+    prebuild.add_argument("--rebuild", action="store_true", help="compile also what is there")
+    text = "Write compile_commands.json for editors."
+    export = commands.add("export-compile-commands", "modules:export_compile_commands", text, targets=True)
+    export.add_argument("path", nargs="?", type=Path, metavar="PATH", help="default: compile_commands.json")
+    export.add_argument("--output", "-o", type=Path, metavar="PATH", help="the same as PATH")
+
+    cache = commands.group("cache", "Look after what was compiled here.")
+    cache.add("ls", "cache:ls", "List the entries with size and last use.")
+    cache.add("verify", "cache:verify", "Check every entry against its manifest; fails if one is damaged.")
+    text = "Remove leftovers, and entries beyond the limits, least recently used first."
+    prune = cache.add("prune", "cache:prune", text)
+    prune.add_argument("--max-age-days", type=_days, metavar="DAYS", help="keep what was used within so many days")
+    prune.add_argument("--max-bytes", type=_size, metavar="SIZE", help="keep at most this much, such as 500M")
+    cache.add("clear", "cache:clear", "Remove every entry.")
+    commands.add("clear-cache", "cache:clear", "Remove every entry, as `cache clear` does.")
+
+    replay = commands.add("replay", "replay:run", "Run dumped calls again and compare what they return.")
+    replay.add_argument("--dir", type=Path, required=True, help="a dump, or the folder of a session of dumps")
+    replay.add_argument("--device", help="for tensors that were on a GPU; default: cuda if there is one, else cpu")
+    return top

@@ -1,0 +1,165 @@
+"""Commands about modules, which are what is built ahead of the ops: list, status, prebuild, compile commands."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fi_core import prebuilt
+from fi_core.build import ninja
+from fi_core.cli.report import Report, UsageError, paint, section, table
+from fi_core.env import env
+from fi_core.jit.env import GENERATED
+from fi_core.jit.ops import OpModule, default_targets, specs_of, view
+from fi_core.registry import ops
+from fi_core.resolve import Found, build_missing, where
+from fi_core.spec.op import Artifact
+from fi_core.spec.target import CPU, Target
+
+
+class State(NamedTuple):
+    """A module and where each of its files is, None for one that would have to be compiled."""
+
+    module: OpModule
+    files: dict[Artifact, Found | None]
+
+    @property
+    def compiled(self) -> bool:
+        return all(self.files.values())
+
+    @property
+    def type(self) -> str:
+        """AOT if all files come from installed packages."""
+        return "AOT" if all(found and found.origin != "store" for found in self.files.values()) else "JIT"
+
+    @property
+    def status(self) -> str:
+        return "Compiled" if self.compiled else "Not Compiled"
+
+    def data(self) -> dict[str, Any]:
+        return {
+            "name": self.module.name,
+            "op": self.module.specs[0].op.name,
+            "target": str(self.module.specs[0].target),
+            "type": self.type,
+            "compiled": self.compiled,
+            "files": [
+                {"file": a.file, "origin": found.origin if found else None, "path": str(found.path) if found else None}
+                for a, found in self.files.items()
+            ],
+        }
+
+
+def states(targets: Iterable[Target]) -> list[State]:
+    """Every module of the targets."""
+    modules = [view(spec) for spec in specs_of(ops().values(), targets)]
+    places = {artifact: where(artifact) for artifact in dict.fromkeys(a for m in modules for a in m.artifacts)}
+    return [State(module, {a: places[a] for a in module.artifacts}) for module in modules]
+
+
+def counts(found: Sequence[State]) -> dict[str, int]:
+    compiled = sum(state.compiled for state in found)
+    return {"total": len(found), "compiled": compiled, "not_compiled": len(found) - compiled}
+
+
+def _marked(state: State) -> str:
+    return paint(state.status, "green" if state.compiled else "yellow")
+
+
+def list_modules(args: argparse.Namespace) -> Report:
+    if args.name:
+        return _one(args.name, args.targets)
+    found = states(args.targets or default_targets())
+    lines = ["Available compilation modules:", *(f"  {s.module.name} - {_marked(s)}" for s in found)]
+    return Report([{"name": s.module.name, "status": s.status} for s in found], lines)
+
+
+def _one(name: str, targets: Sequence[Target] | None) -> Report:
+    places = targets or dict.fromkeys((*default_targets(), *prebuilt.targets()))
+    specs = {spec.name: spec for spec in specs_of(ops().values(), places)}
+    if name not in specs:
+        close = difflib.get_close_matches(name, specs, 3, 0.4)
+        hint = [f"Close names: {', '.join(close)}"] if close else []
+        return Report(
+            {"error": f"Module '{name}' not found.", "close": close}, [f"Module '{name}' not found.", *hint], ok=False
+        )
+    module = view(specs[name])
+    state = State(module, {artifact: where(artifact) for artifact in module.artifacts})
+    return Report(state.data() | {"sources": [str(path) for path in module.sources]}, _detail(state))
+
+
+def _detail(state: State) -> list[str]:
+    host = state.files[state.module.host]
+    lines = [f"Module: {state.module.name}", f"Status: {_marked(state)}", f"Type: {state.type}"]
+    if host:
+        lines.append(f"Library Path: {host.path}")
+        lines.append(f"Created: {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(host.path.stat().st_mtime))}")
+    lines.append("Files:")
+    lines += [
+        f"  {a.file} - {f'{found.origin}: {found.path}' if found else 'not compiled'}"
+        for a, found in state.files.items()
+    ]
+    return [*lines, "Source Files:", *(f"  {i}. {path}" for i, path in enumerate(state.module.sources, 1))]
+
+
+def module_status(args: argparse.Namespace) -> Report:
+    found = states(args.targets or default_targets())
+    keep = {
+        "all": lambda s: True,
+        "aot": lambda s: s.type == "AOT",
+        "jit": lambda s: s.type == "JIT",
+        "compiled": lambda s: s.compiled,
+        "not-compiled": lambda s: not s.compiled,
+    }[args.filter]
+    shown = [state for state in found if keep(state)]
+    if args.detailed:
+        lines = [line for state in shown for line in (*_detail(state), "")]
+    else:
+        rows = [(s.module.name, s.type, s.status, len(s.module.artifacts), _origins(s)) for s in shown]
+        lines = [*table(("Module Name", "Type", "Status", "Files", "From"), rows), ""]
+    total = counts(found)
+    words = (
+        ("Total modules", total["total"]),
+        ("compiled", total["compiled"]),
+        ("Not compiled", total["not_compiled"]),
+    )
+    return Report({"modules": [s.data() for s in shown], "summary": total}, [*lines, *section("Summary", words)])
+
+
+def _origins(state: State) -> str:
+    return ", ".join(dict.fromkeys(found.origin if found else "-" for found in state.files.values()))
+
+
+def prebuild(args: argparse.Namespace) -> Report:
+    targets = args.targets or default_targets()
+    wanted = args.ops or list(ops().values())
+    modules = [view(spec) for spec in specs_of(wanted, targets)]
+    if not modules:
+        raise UsageError(
+            f"nothing is built ahead of {', '.join(op.name for op in wanted)} on {', '.join(map(str, targets))}"
+        )
+    files = list(dict.fromkeys(artifact for module in modules for artifact in module.artifacts))
+    start = time.perf_counter()
+    built = build_missing(files, progress=True if args.progress else None, rebuild=args.rebuild)
+    seconds = time.perf_counter() - start
+    names = [str(target) for target in targets]
+    data = {"targets": names, "files": len(files), "built": built, "seconds": round(seconds, 2)}
+    line = f"{built} of {len(files)} files built for {', '.join(names)} in {seconds:.1f} s"
+    return Report(data, [line if built else f"All {len(files)} files for {', '.join(names)} are there."])
+
+
+def export_compile_commands(args: argparse.Namespace) -> Report:
+    if args.path and args.output:
+        raise UsageError("PATH and --output name the same file: give one of them")
+    path: Path = args.path or args.output or Path("compile_commands.json")
+    targets = args.targets or dict.fromkeys((*default_targets(), CPU))
+    files = list(dict.fromkeys(a for spec in specs_of(ops().values(), targets) for a in view(spec).artifacts))
+    folder = env.cache_dir / GENERATED
+    ninja.write(files, folder)  # editors open the units
+    path.write_text(json.dumps(ninja.compile_commands(files, folder), indent=2) + "\n")
+    return Report({"path": str(path), "entries": len(files)}, [f"{len(files)} commands written to {path}"])

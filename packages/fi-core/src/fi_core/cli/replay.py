@@ -1,0 +1,29 @@
+"""`fi-core replay`: dumped calls once more, each with its verdict."""
+
+from __future__ import annotations
+
+import argparse
+
+from fi_core.build.driver import driver
+from fi_core.cli.report import Report, paint
+from fi_core.observe.replay import replay_sequence
+
+
+def run(args: argparse.Namespace) -> Report:
+    found = driver()
+    device = args.device or ("cuda" if found and found.gpus else "cpu")
+    calls, lines = [], []
+    for result in replay_sequence(args.dir, device):
+        error, match = result.get("execution_error"), bool(result.get("comparison_match"))
+        verdict = "error" if error else "passed" if match else "mismatch"
+        calls.append({"dump_dir": result["dump_dir"], "verdict": verdict, "error": error})
+        text = f"Error: {error}" if error else verdict.capitalize()
+        lines.append(f"{result['dump_dir']}: {paint(text, 'green' if match else 'red')}")
+    passed = sum(call["verdict"] == "passed" for call in calls)
+    failed = len(calls) - passed
+    summary = {"passed": passed, "failed": failed}
+    return Report(
+        {"calls": calls, "summary": summary},
+        [*lines, f"Summary: {passed} passed, {failed} failed/mismatch"],
+        ok=not failed,
+    )

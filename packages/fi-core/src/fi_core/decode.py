@@ -1,0 +1,109 @@
+"""Decode attention: one query token against its keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fi_core.attention import attend
+from fi_core.observe.log import fi_api
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _reference(q, k, v, kv_layout="NHD", window_left=-1, logits_soft_cap=None, sm_scale=None):  # type: ignore[no-untyped-def]
+    import torch
+
+    if kv_layout == "NHD":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    group = q.shape[0] // k.shape[0]
+    k, v = k.double().repeat_interleave(group, 0), v.double().repeat_interleave(group, 0)
+    s = torch.einsum("hd,hjd->hj", q.double(), k) * (q.shape[1] ** -0.5 if sm_scale is None else sm_scale)
+    if logits_soft_cap:
+        s = logits_soft_cap * torch.tanh(s / logits_soft_cap)
+    if window_left >= 0:
+        s[:, : max(0, k.shape[1] - 1 - window_left)] = -torch.inf
+    return torch.einsum("hj,hjd->hd", s.softmax(-1), v), s.logsumexp(-1) * 1.4426950408889634
+
+
+def _template(layout: str, with_lse: bool) -> TraceTemplate:
+    tokens = ["kv_len", "num_kv_heads"] if layout == "NHD" else ["num_kv_heads", "kv_len"]
+    lse = {"lse": Tensor(["num_qo_heads"], dtype="float32", description="Base 2.")} if with_lse else {}
+    return TraceTemplate(
+        "single_decode",
+        axes={
+            "kv_len": Var(),
+            "num_qo_heads": Const(abbrev="h"),
+            "num_kv_heads": Const(abbrev="kv"),
+            "head_dim_qk": Const(abbrev="d"),
+            "head_dim_vo": Const(abbrev=""),
+        },
+        inputs={
+            "q": Tensor(["num_qo_heads", "head_dim_qk"]),
+            "k": Tensor([*tokens, "head_dim_qk"]),
+            "v": Tensor([*tokens, "head_dim_vo"]),
+            "kv_layout": Scalar("string", optional=True),
+            "window_left": Scalar("int32", optional=True),
+            "logits_soft_cap": Scalar(optional=True),
+            "sm_scale": Scalar(optional=True),
+        },
+        outputs={"output": Tensor(["num_qo_heads", "head_dim_vo"], dtype_from="q"), **lse},
+        reference=_reference,
+        tags=(f"kv_layout:{layout}",),
+        description="Attention of one query token, grouped heads; the reference also returns the LSE.",
+    )
+
+
+_TEMPLATES = {(layout, lse): _template(layout, lse) for layout in ("NHD", "HND") for lse in (False, True)}
+
+
+def _trace(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
+    return _TEMPLATES.get((arguments.get("kv_layout", "NHD"), bool(arguments.get("return_lse", False))))
+
+
+_trace.templates = tuple(_TEMPLATES.values())  # type: ignore[attr-defined]
+
+
+@fi_api(trace=_trace)
+def single_decode_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one query token: `softmax(q k^T * sm_scale) v`, head h reads kv head `h // (num_qo_heads / num_kv_heads)`.
+
+    q: `[num_qo_heads, head_dim]`, fp16, bf16, fp32, e4m3 or e5m2. k, v: `[kv_len, num_kv_heads, head_dim]` ("NHD") or
+    `[num_kv_heads, kv_len, head_dim]` ("HND"), of q's dtype, or e4m3 or e5m2 with a 16-bit q. v may have another head_dim.
+    Head dims are multiples of 8 up to 512; any number of query heads a kv head. Strides are free but for the last dimension.
+
+    pos_encoding_mode: "NONE"; "ROPE_LLAMA", which rotates key j by position j and q by kv_len - 1 (halves layout, all of
+    head_dim, angles `position / rope_scale * rope_theta^(-2i / head_dim)`, defaults 1 and 1e4); "ALIBI", which adds
+    `slope * j`. use_tensor_cores: accepted; the kernel is chosen by shape. window_left: only the last window_left + 1
+    keys are seen; negative: all. logits_soft_cap c > 0: scores become `c tanh(score / c)`. sm_scale: default
+    `1 / sqrt(head_dim)`; q_scale and k_scale multiply it. v_scale multiplies the output.
+
+    Returns out `[num_qo_heads, head_dim]` in q's dtype; with return_lse also lse `[num_qo_heads]`, fp32: log2 of the sum
+    of `2^(score * log2 e)`. With no key, out = 0 and lse = -inf. Arithmetic is fp32. Keys outside the window are not read.
+
+    Raises ValueError (shape, stride, device), TypeError (dtype) or KeyError (kv_layout, pos_encoding_mode).
+    """
+    if q.ndim != 2:
+        raise ValueError(f"q must have shape [num_qo_heads, head_dim]; got {tuple(q.shape)}")
+    qk_factor = q_scale if k_scale is None else k_scale if q_scale is None else q_scale * k_scale
+    return attend(
+        q, k, v, 1, q.dtype, return_lse, kv_layout, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, qk_factor,
+        v_scale, rope_scale, rope_theta,
+    )  # fmt: skip

@@ -1,0 +1,49 @@
+"""The JIT under FlashInfer's names: specs that can be built ahead or one by one, and users' modules. Lazy; no torch."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from typing import Any
+
+# Where each public name lives.
+_HOMES = {
+    "fi_core.jit.core": (
+        "JitSpec",
+        "JitSpecStatus",
+        "build_jit_specs",
+        "check_cuda_arch",
+        "clear_cache_dir",
+        "jit_spec_registry",
+    ),
+    "fi_core.jit.custom": ("gen_jit_spec",),
+    "fi_core.jit.ops": ("gen_act_and_mul_module", "gen_module"),
+    "fi_core.compilation_context": ("CompilationContext",),
+    "fi_core.errors": ("MissingJITCacheError",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = ["current_compilation_context", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, the modules, and `gen_<word>_module` for every family and every op."""
+    if name in ("core", "custom", "env", "ops"):
+        return importlib.import_module(f"fi_core.jit.{name}")
+    if name == "current_compilation_context":
+        return importlib.import_module("fi_core.jit.core").current_compilation_context
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    match = re.fullmatch(r"gen_(\w+)_module", name)
+    if match:
+        from fi_core.jit import ops
+
+        if match[1] in ops.words():
+            return functools.partial(ops.gen_module, match[1])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    from fi_core.jit import ops
+
+    return sorted({*globals(), *__all__, *(f"gen_{word}_module" for word in ops.words())})

@@ -1,0 +1,208 @@
+"""JitSpec: a named set of files that are found, compiled and loaded together; the registry of those made so far."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from fi_core.build import compiler, ninja
+from fi_core.compilation_context import CompilationContext
+from fi_core.env import env
+from fi_core.jit.env import GENERATED
+from fi_core.launch.kernel import load_module
+from fi_core.resolve import answers, build_missing, store, where
+from fi_core.spec.op import Artifact
+
+OLDEST = 80  # the first compute capability that any implementation takes
+
+
+@functools.cache
+def context() -> CompilationContext:
+    return CompilationContext()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "current_compilation_context":  # asks the driver, so not before somebody wants it
+        return context()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def check_cuda_arch() -> None:
+    """Raises RuntimeError if there is no architecture to compile device code for; asks again if there was none."""
+    if not context().TARGET_CUDA_ARCHS:
+        context.cache_clear()
+    targets = context().targets()
+    if not any(target.capability >= OLDEST for target in targets):
+        found = ", ".join(map(str, targets)) or "no GPU"
+        raise RuntimeError(
+            f"device code needs a target from sm_{OLDEST} on, found {found}: set FI_CUDA_ARCH_LIST, such as 9.0a"
+        )
+
+
+@dataclass(frozen=True)
+class JitSpec(ABC):
+    """`name` is its URI: one for each compile-time configuration, and the name of its folder below generated/.
+
+    Compiled files lie in the store, where their content names them; `artifacts` says which files these are. Where a
+    property speaks of one library, it is the first host module.
+    """
+
+    name: str
+    artifacts: tuple[Artifact, ...]
+    created_at: datetime = field(default_factory=datetime.now, compare=False, kw_only=True)
+
+    @property
+    def host(self) -> Artifact:
+        return next(artifact for artifact in self.artifacts if artifact.kind != "cubin")
+
+    @property
+    def sources(self) -> list[Path]:
+        """The translation units; those of device code are there after write_ninja()."""
+        return [compiler.unit_path(a, self.build_dir / compiler.key(a)) for a in self.artifacts]
+
+    @property
+    def extra_cflags(self) -> list[str]:
+        return list(self.host.flags)
+
+    @property
+    def extra_cuda_cflags(self) -> list[str]:
+        return list(next((a.flags for a in self.artifacts if a.kind == "cubin"), ()))
+
+    @property
+    def build_dir(self) -> Path:
+        return env.cache_dir / GENERATED / self.name
+
+    @property
+    def ninja_path(self) -> Path:
+        return self.build_dir / "build.ninja"
+
+    @property
+    def is_ninja_generated(self) -> bool:
+        return self.ninja_path.exists()
+
+    @property
+    def jit_library_path(self) -> Path:
+        """Where the store has the library, or would have it."""
+        key = compiler.key(self.host)
+        return (store.peek(key) or store.roots()[0] / key) / self.host.file
+
+    @property
+    def aot_path(self) -> Path | None:
+        """The library of an installed package that fits, or None."""
+        return next((answer.path for answer in answers(self.host) if answer.path), None)
+
+    @property
+    def is_aot(self) -> bool:
+        """Whether installed packages have all of it."""
+        return all(any(answer.path for answer in answers(a)) for a in self.artifacts)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether all of it is there: nothing has to be compiled."""
+        return all(where(artifact) for artifact in self.artifacts)
+
+    def get_library_path(self) -> Path:
+        return self.aot_path or self.jit_library_path
+
+    def write_ninja(self) -> None:
+        """Writes build.ninja and the units of device code, to look at or to run `ninja` on by hand."""
+        ninja.write(self.artifacts, self.build_dir)
+
+    def get_compile_commands(self) -> list[dict[str, str]]:
+        """The entries of compile_commands.json; run write_ninja() for the units they name."""
+        return ninja.compile_commands(self.artifacts, self.build_dir)
+
+    def build(self, verbose: bool | None = None, need_lock: bool = False) -> None:
+        """Compiles what is neither installed nor in the store. No build depends on a lock: `need_lock` changes nothing.
+
+        Raises MissingJITCacheError if FI_JIT=off forbids it, CompileError if a compiler refuses.
+        """
+        build_missing(self.artifacts, progress=verbose)
+
+    @abstractmethod
+    def load(self) -> Any:
+        """The functions of what was built. Raises FileNotFoundError if something was not."""
+
+    def build_and_load(self) -> Any:
+        self.build()
+        return self.load()
+
+    def _load_modules(self) -> list[Any]:
+        """The host modules; device binaries are only looked for, as they are loaded when a kernel is bound."""
+        found = {artifact: where(artifact) for artifact in self.artifacts}
+        for artifact, place in found.items():
+            if place is None:
+                raise FileNotFoundError(f"{self.name}: {artifact.file} is not built; call build() or build_and_load()")
+        return [load_module(place) for artifact, place in found.items() if place and artifact.kind != "cubin"]
+
+
+@dataclass(frozen=True)
+class JitSpecStatus:
+    """What module listings show of a spec."""
+
+    name: str
+    created_at: datetime
+    is_compiled: bool
+    library_path: Path | None
+    sources: list[Path]
+    needs_device_linking: bool = False  # never: host and device code are not linked
+
+    @property
+    def status(self) -> str:
+        return "Compiled" if self.is_compiled else "Not Compiled"
+
+
+class JitSpecRegistry:
+    """The specs that this process made, by name."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, JitSpec] = {}
+
+    def register(self, spec: JitSpec) -> None:
+        self._specs[spec.name] = spec
+
+    def get_all_specs(self) -> dict[str, JitSpec]:
+        return dict(self._specs)
+
+    def get_spec_status(self, name: str) -> JitSpecStatus | None:
+        spec = self._specs.get(name)
+        return status(spec) if spec else None
+
+    def get_all_statuses(self) -> list[JitSpecStatus]:
+        return [status(spec) for spec in self._specs.values()]
+
+    def get_stats(self) -> dict[str, int]:
+        compiled = sum(spec.is_compiled for spec in self._specs.values())
+        return {"total": len(self._specs), "compiled": compiled, "not_compiled": len(self._specs) - compiled}
+
+
+jit_spec_registry = JitSpecRegistry()
+
+
+def status(spec: JitSpec) -> JitSpecStatus:
+    compiled = spec.is_compiled
+    return JitSpecStatus(
+        spec.name, spec.created_at, compiled, spec.get_library_path() if compiled else None, spec.sources
+    )
+
+
+def build_jit_specs(specs: Iterable[JitSpec], verbose: bool = False, skip_prebuilt: bool = True) -> None:
+    """Compiles everything that the specs miss, at once; `skip_prebuilt=False` compiles all of it, there or not.
+
+    Raises TypeError for anything that is no JitSpec, else as JitSpec.build.
+    """
+    wanted = list(specs)
+    for spec in wanted:
+        if not isinstance(spec, JitSpec):
+            raise TypeError(f"specs: every element must be a JitSpec; got {type(spec).__name__}")
+    build_missing((a for s in wanted for a in s.artifacts), progress=verbose or None, rebuild=not skip_prebuilt)
+
+
+def clear_cache_dir() -> None:
+    """Removes everything that was compiled here; installed packages and generated/ stay."""
+    store.clear()

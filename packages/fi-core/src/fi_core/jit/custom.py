@@ -1,0 +1,117 @@
+"""Modules of users: a C++ host entry built against the headers of fi-kernels, and device code if there is any."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fi_core.build.driver import driver
+from fi_core.jit import core
+from fi_core.launch.kernel import bind_artifacts
+from fi_core.spec.op import Artifact, Entry
+from fi_core.spec.target import CPU, Target, cuda_target
+
+HOST_SUFFIXES = (".cc", ".cpp", ".cxx")
+_GENCODE = re.compile(r"-gencode=arch=compute_\w+,code=sm_(\d+[af]?)")
+
+
+@dataclass(frozen=True)
+class UserModule(core.JitSpec):
+    """One host module, and its device binary for each target. `load` gives the tvm-ffi module."""
+
+    entries: tuple[Entry, ...] = ()
+    adapter: Callable[[Any], Any] | None = None
+
+    def load(self) -> Any:
+        (module,) = self._load_modules()
+        return self.adapter(module) if self.adapter else module
+
+    def bind(self, device: int = 0) -> Callable[..., Any]:
+        """The module's FI_OP entry as a function, compiled if it must be; `device`: the GPU if there is device code."""
+        images = [artifact for artifact in self.artifacts if artifact.kind == "cubin"]
+        if not images:
+            return bind_artifacts(self.name, self.name, (self.host,), (), 0)[0]
+        found = driver()
+        gpus = found.gpus if found else ()
+        if not 0 <= device < len(gpus):
+            raise ValueError(f"device: the index of one of {len(gpus)} visible GPUs is required; got {device}")
+        image = _image(self.name, cuda_target(*gpus[device].capability), images[0])
+        return bind_artifacts(self.name, self.name, (self.host, image), self.entries, device)[0]
+
+
+def _image(name: str, target: Target, like: Artifact) -> Artifact:
+    return like._replace(name=f"{name}_{target}", target=target)
+
+
+def gen_jit_spec(
+    name: str,
+    sources: Sequence[str | Path],
+    extra_cflags: Sequence[str] | None = None,
+    extra_cuda_cflags: Sequence[str] | None = None,
+    extra_ldflags: Sequence[str] | None = None,
+    extra_include_paths: Iterable[str | Path] | None = None,
+    needs_device_linking: bool = False,
+    *,
+    post_load_adapter: Callable[[Any], Any] | None = None,
+    use_fast_math: bool = True,
+    entries: Sequence[Entry] = (),
+) -> UserModule:
+    """A module of a user; nothing is compiled yet.
+
+    sources: one C++ file, which sees the headers of fi-kernels ("fi/host/op.h") and FI_CUDA, 1 if there is device code
+    and 0 if not; and at most one .cu file, compiled apart into one binary for each target, those of `-gencode=` among
+    extra_cuda_cflags, else those of CompilationContext. What more belongs to either is included from it.
+    entries: the `__global__` functions of the .cu file as the host entry finds them in `kernel.entries` (`body` is not
+    used). post_load_adapter: called with the loaded module, what it returns is what `load` gives.
+
+    Raises ValueError for sources that cannot be taken, RuntimeError for device code without a target.
+    """
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise ValueError(f"name: letters, digits and _.- are required, as it names files; got {name!r}")
+    if needs_device_linking:
+        raise ValueError(
+            "needs_device_linking: device code is one unit and is not linked; include the other files from it"
+        )
+    paths = [Path(source).resolve() for source in sources]
+    host, device = _split(paths)
+    includes = tuple(str(Path(path).resolve()) for path in extra_include_paths or ())
+    device_flags = [*(["-use_fast_math"] if use_fast_math else []), *(extra_cuda_cflags or ())]
+    artifacts = [
+        Artifact(
+            f"{name}_{'cuda' if device else 'cpu'}",
+            "cuda" if device else "cpu",
+            CPU,
+            str(host),
+            (*(extra_cflags or ()), *(extra_ldflags or ())),
+            (str(host.parent), *includes),
+        )
+    ]
+    if device:
+        targets = [Target("cuda", match[1]) for flag in device_flags if (match := _GENCODE.fullmatch(flag))]
+        if not targets:
+            core.check_cuda_arch()
+            targets = [target for target in core.context().targets() if target.capability >= core.OLDEST]
+        flags = tuple(flag for flag in device_flags if not _GENCODE.fullmatch(flag))
+        unit = Artifact(name, "cubin", targets[0], device.read_text(), flags, (str(device.parent), *includes))
+        artifacts += [_image(name, target, unit) for target in targets]
+    spec = UserModule(name, tuple(artifacts), tuple(entries), post_load_adapter)
+    core.jit_spec_registry.register(spec)
+    return spec
+
+
+def _split(paths: Sequence[Path]) -> tuple[Path, Path | None]:
+    """The host source and the device source."""
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"sources: {path} is not a file")
+    host = [path for path in paths if path.suffix in HOST_SUFFIXES]
+    device = [path for path in paths if path.suffix == ".cu"]
+    if len(host) != 1 or len(device) > 1 or len(host) + len(device) != len(paths):
+        raise ValueError(
+            f"sources: one C++ file ({', '.join(HOST_SUFFIXES)}) and at most one .cu file are required, which include "
+            f"what else there is; got {', '.join(path.name for path in paths) or 'none'}"
+        )
+    return host[0], device[0] if device else None

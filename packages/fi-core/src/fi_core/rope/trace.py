@@ -1,0 +1,338 @@
+"""Trace templates of the rope functions, with their references in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
+
+_HEADS = {
+    "nnz": Var("rows: tokens of all requests"),
+    "num_qo_heads": Const(abbrev="h"),
+    "num_kv_heads": Const(abbrev="kv"),
+}
+_SEGMENTS = {"segments_plus_1": Var(), "segments": Var()}
+_PLAIN = {
+    "rotary_dim": Scalar("int32", optional=True),
+    "interleave": Scalar("bool", optional=True),
+    "rope_scale": Scalar(optional=True),
+    "rope_theta": Scalar(optional=True),
+}
+_SMOOTH = {
+    "low_freq_factor": Scalar(optional=True),
+    "high_freq_factor": Scalar(optional=True),
+    "old_context_len": Scalar("int32", optional=True),
+}
+
+
+def _rope_reference(  # type: ignore[no-untyped-def]
+    q, k, pos_ids=None, indptr=None, offsets=None, rotary_dim=None, interleave=False, rope_scale=1.0, rope_theta=1e4
+):
+    import torch
+
+    if pos_ids is None:
+        pos_ids = torch.zeros(q.shape[0], dtype=torch.int64, device=q.device)
+        for b, offset in enumerate(offsets.tolist()):
+            begin, end = indptr[b : b + 2].tolist()
+            pos_ids[begin:end] = torch.arange(offset, offset + end - begin, device=q.device)
+    width = rotary_dim or q.shape[-1]
+    pair = torch.arange(0, width, 2, dtype=torch.float64, device=q.device)
+    angle = (pos_ids.double().unsqueeze(1) * rope_theta ** (-pair / width) / rope_scale).unsqueeze(1)
+    cos, sin = angle.cos(), angle.sin()
+    first, second = (
+        (slice(0, width, 2), slice(1, width, 2)) if interleave else (slice(width // 2), slice(width // 2, width))
+    )
+
+    def rotate(x):
+        y, a, b = x.to(torch.float64, copy=True), x[..., first].double(), x[..., second].double()
+        y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
+        return y
+
+    return rotate(q), rotate(k)
+
+
+def _rope_smooth_reference(  # type: ignore[no-untyped-def]
+    q, k, pos_ids=None, indptr=None, offsets=None, rotary_dim=None, interleave=False, rope_scale=8.0, rope_theta=5e5,
+    low_freq_factor=1.0, high_freq_factor=4.0, old_context_len=8192,
+):  # fmt: skip
+    import math
+
+    import torch
+
+    if pos_ids is None:
+        pos_ids = torch.zeros(q.shape[0], dtype=torch.int64, device=q.device)
+        for b, offset in enumerate(offsets.tolist()):
+            begin, end = indptr[b : b + 2].tolist()
+            pos_ids[begin:end] = torch.arange(offset, offset + end - begin, device=q.device)
+    width = rotary_dim or q.shape[-1]
+    f = rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float64, device=q.device) / width)
+    spread = high_freq_factor - low_freq_factor
+    smooth = (f * old_context_len / (2 * math.pi * spread) - low_freq_factor / spread).clamp(0, 1)
+    angle = (pos_ids.double().unsqueeze(1) * (f * (1 - smooth) / rope_scale + f * smooth)).unsqueeze(1)
+    cos, sin = angle.cos(), angle.sin()
+    first, second = (
+        (slice(0, width, 2), slice(1, width, 2)) if interleave else (slice(width // 2), slice(width // 2, width))
+    )
+
+    def rotate(x):
+        y, a, b = x.to(torch.float64, copy=True), x[..., first].double(), x[..., second].double()
+        y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
+        return y
+
+    return rotate(q), rotate(k)
+
+
+def _rope_table_reference(positions, query, key, head_size, cos_sin_cache, is_neox=True):  # type: ignore[no-untyped-def]
+    import torch
+
+    width = cos_sin_cache.shape[1]
+    cos, sin = cos_sin_cache[positions.long()].double().unsqueeze(1).chunk(2, -1)
+    first, second = (
+        (slice(width // 2), slice(width // 2, width)) if is_neox else (slice(0, width, 2), slice(1, width, 2))
+    )
+
+    def rotate(x):
+        y = x.to(torch.float64, copy=True).view(x.shape[0], -1, head_size)
+        a, b = y[..., first].clone(), y[..., second].clone()
+        y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
+        return y.view(x.shape)
+
+    return rotate(query), rotate(key)
+
+
+def _rope_quantize_reference(  # type: ignore[no-untyped-def]
+    q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids, is_neox=True, quantize_dtype=None, quant_scale_q=1.0,
+    quant_scale_kv=1.0,
+):  # fmt: skip
+    import torch
+
+    dtype = quantize_dtype or torch.float8_e4m3fn
+    top, width = torch.finfo(dtype).max, cos_sin_cache.shape[1]
+    first, second = (
+        (slice(width // 2), slice(width // 2, width)) if is_neox else (slice(0, width, 2), slice(1, width, 2))
+    )
+
+    def rotate(x):
+        cos, sin = cos_sin_cache[pos_ids.long()].double().view(-1, *[1] * (x.ndim - 2), width).chunk(2, -1)
+        y, a, b = torch.empty_like(x, dtype=torch.float64), x[..., first].double(), x[..., second].double()
+        y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
+        return y
+
+    def cast(x, scale, like):
+        x = like.new_empty(*like.shape[:-1], 0) if x is None else x
+        return (x.double() * scale).clamp(-top, top).to(dtype)
+
+    return (
+        cast(rotate(q_rope), quant_scale_q, q_rope),
+        cast(rotate(k_rope), quant_scale_kv, k_rope),
+        cast(q_nope, quant_scale_q, q_rope),
+        cast(k_nope, quant_scale_kv, k_rope),
+    )
+
+
+def _rope_quantize_append_reference(  # type: ignore[no-untyped-def]
+    q_rope, k_rope, q_nope, k_nope, v, cos_sin_cache, pos_ids, k_cache, v_cache, kv_indices, kv_indptr, batch_indices,
+    positions, is_neox=True, quantize_dtype=None, quant_scale_q=1.0, quant_scale_kv=1.0, page_size=16, kv_layout="NHD",
+):  # fmt: skip
+    import torch
+
+    dtype = quantize_dtype or k_cache.dtype
+    top, width = torch.finfo(dtype).max, cos_sin_cache.shape[1]
+    first, second = (
+        (slice(width // 2), slice(width // 2, width)) if is_neox else (slice(0, width, 2), slice(1, width, 2))
+    )
+
+    def rotate(x):
+        cos, sin = cos_sin_cache[pos_ids.long()].double().view(-1, *[1] * (x.ndim - 2), width).chunk(2, -1)
+        y, a, b = torch.empty_like(x, dtype=torch.float64), x[..., first].double(), x[..., second].double()
+        y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
+        return y
+
+    def cast(x, scale, like):
+        x = like.new_empty(*like.shape[:-1], 0) if x is None else x
+        return (x.double() * scale).clamp(-top, top).to(dtype)
+
+    rope, nope = cast(rotate(k_rope), quant_scale_kv, k_rope), cast(k_nope, quant_scale_kv, k_rope)
+    if v is None:
+        rows = ((k_cache, nope), (v_cache, rope))
+    else:
+        both = torch.cat([rope.float(), nope.float()], -1).to(dtype)
+        rows = ((k_cache, both), (v_cache, cast(v, quant_scale_kv, v)))
+    for row in (batch_indices >= 0).nonzero().flatten().tolist():
+        nth, slot = divmod(int(positions[row]), page_size)
+        page = int(kv_indices[kv_indptr[batch_indices[row]] + nth])
+        for cache, values in rows:
+            (cache[page] if kv_layout == "NHD" else cache[page].transpose(0, 1))[slot] = values[row]
+    return cast(rotate(q_rope), quant_scale_q, q_rope), cast(q_nope, quant_scale_q, q_rope), k_cache, v_cache
+
+
+def _of_heads(
+    name: str, ragged: bool, inplace: bool, scalars: dict[str, Scalar], reference: Any, text: str
+) -> TraceTemplate:
+    q, k = (["nnz", heads, "head_dim"] for heads in ("num_qo_heads", "num_kv_heads"))
+    rows = (
+        {"indptr": Tensor(["segments_plus_1"]), "offsets": Tensor(["segments"])}
+        if ragged
+        else {"pos_ids": Tensor(["nnz"])}
+    )
+    return TraceTemplate(
+        "rope",
+        name_prefix=name,
+        axes=_HEADS | {"head_dim": Const(abbrev="d")} | (_SEGMENTS if ragged else {}),
+        inputs={"q": Tensor(q), "k": Tensor(k), **rows, **scalars},
+        outputs={
+            "q_rope": Tensor(q, param="q" if inplace else None, dtype_from="q"),
+            "k_rope": Tensor(k, param="k" if inplace else None, dtype_from="k"),
+        },
+        reference=reference,
+        description=text + (", in place." if inplace else "."),
+    )
+
+
+def plain(name: str, *, ragged: bool = False, inplace: bool = False) -> TraceTemplate:
+    return _of_heads(name, ragged, inplace, _PLAIN, _rope_reference, "Rotary position embedding")
+
+
+def llama31(name: str, *, ragged: bool = False, inplace: bool = False) -> TraceTemplate:
+    text = "Rotary position embedding with the frequencies of Llama 3.1"
+    return _of_heads(name, ragged, inplace, _PLAIN | _SMOOTH, _rope_smooth_reference, text)
+
+
+def cached(name: str, *, inplace: bool = False) -> TraceTemplate:
+    return TraceTemplate(
+        "rope",
+        name_prefix=name,
+        axes={
+            "nnz": Var("rows: tokens of all requests"),
+            "q_width": Const("num_qo_heads * head_size", abbrev="q"),
+            "k_width": Const("num_kv_heads * head_size", abbrev="k"),
+            "head_size": Const(abbrev="d"),
+            "max_position": Var(),
+            "rotary_dim": Const(abbrev="rd"),
+        },
+        inputs={
+            "positions": Tensor(["nnz"]),
+            "query": Tensor(["nnz", "q_width"]),
+            "key": Tensor(["nnz", "k_width"]),
+            "head_size": Scalar("int32"),
+            "cos_sin_cache": Tensor(["max_position", "rotary_dim"]),
+            "is_neox": Scalar("bool", optional=True),
+        },
+        outputs={
+            "query_out": Tensor(["nnz", "q_width"], param="query" if inplace else None, dtype_from="query"),
+            "key_out": Tensor(["nnz", "k_width"], param="key" if inplace else None, dtype_from="key"),
+        },
+        reference=_rope_table_reference,
+        description="Rotary position embedding by a table of cosines and sines" + (", in place." if inplace else "."),
+    )
+
+
+_PARTS = {"rotary_dim": Const(abbrev="rd"), "no_rope_dim": Const(abbrev="nd"), "max_position": Var()}
+_OPTIONS = {
+    "is_neox": Scalar("bool", optional=True),
+    "quantize_dtype": Scalar("dtype", optional=True),
+    "quant_scale_q": Scalar(optional=True),
+    "quant_scale_kv": Scalar(optional=True),
+}
+
+
+def _fp8(dims: list[str], param: str | None = None) -> Tensor:
+    return Tensor(dims, param=param, dtype="float8_e4m3fn", dtype_from_scalar="quantize_dtype")
+
+
+def _sources(mla: bool) -> dict[str, Tensor]:
+    q, k = ["nnz", "num_qo_heads"], ["nnz"] if mla else ["nnz", "num_kv_heads"]
+    return {
+        "q_rope": Tensor([*q, "rotary_dim"]),
+        "k_rope": Tensor([*k, "rotary_dim"]),
+        "q_nope": Tensor([*q, "no_rope_dim"], optional=True),
+        "k_nope": Tensor([*k, "no_rope_dim"], optional=True),
+    }
+
+
+_TABLE = {"cos_sin_cache": Tensor(["max_position", "rotary_dim"]), "pos_ids": Tensor(["nnz"])}
+
+
+def _axes(mla: bool) -> dict[str, Var | Const]:
+    return {name: axis for name, axis in _HEADS.items() if not (mla and name == "num_kv_heads")} | _PARTS
+
+
+def _quantize(name: str, mla: bool) -> TraceTemplate:
+    sources = _sources(mla)
+    return TraceTemplate(
+        "rope_quantize",
+        name_prefix=name + ("_mla" if mla and not name.startswith("mla") else ""),
+        axes=_axes(mla),
+        inputs={**sources, **_TABLE, **_OPTIONS},
+        outputs={f"{part}_out": _fp8(list(source.dim_names), f"{part}_out") for part, source in sources.items()},
+        reference=_rope_quantize_reference,
+        description="Rotary position embedding by a table, then a cast to fp8 after a multiplication by a scale.",
+    )
+
+
+def quantize(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate:
+    """The template of the form: MLA has a k without heads."""
+    return _QUANTIZE[arguments["k_rope"].ndim == 2]
+
+
+_QUANTIZE = {mla: _quantize("rope_quantize_fp8", mla) for mla in (False, True)}
+quantize.templates = tuple(_QUANTIZE.values())  # type: ignore[attr-defined]
+MLA_QUANTIZE = _quantize("mla_rope_quantize_fp8", True)
+
+
+def _append(mla: bool, layout: str) -> TraceTemplate:
+    slots = (
+        ["page_size"] if mla else ["page_size", "num_kv_heads"] if layout == "NHD" else ["num_kv_heads", "page_size"]
+    )
+    dims = [
+        ["num_pages", *slots, dim] for dim in (("no_rope_dim", "rotary_dim") if mla else ("head_dim", "v_head_dim"))
+    ]
+    caches = {
+        name: Tensor(d, param="paged_kv_cache", tuple_idx=i, dtype="float8_e4m3fn")
+        for i, (name, d) in enumerate(zip(("k_cache", "v_cache"), dims))
+    }
+    sources = _sources(mla)
+    values = {} if mla else {"v": Tensor(["nnz", "num_kv_heads", "v_head_dim"])}
+    return TraceTemplate(
+        "rope_quantize_append",
+        name_prefix=f"rope_quantize_fp8_append_paged_{'mla_kv' if mla else 'kv'}_cache_{layout.lower()}",
+        axes={
+            **_axes(mla),
+            **({} if mla else {"head_dim": Const(abbrev=""), "v_head_dim": Const(abbrev="")}),
+            "page_size": Const(abbrev="ps"),
+            **{name: Var() for name in ("num_pages", "num_indices", "batch_size_plus_1")},
+        },
+        inputs={
+            **sources,
+            **values,
+            **_TABLE,
+            **caches,
+            "kv_indices": Tensor(["num_indices"]),
+            "kv_indptr": Tensor(["batch_size_plus_1"]),
+            "batch_indices": Tensor(["nnz"]),
+            "positions": Tensor(["nnz"]),
+            **_OPTIONS,
+            "page_size": Scalar("int32", optional=True),
+            "kv_layout": Scalar("string", optional=True),
+        },
+        outputs={
+            "q_rope_out": _fp8(["nnz", "num_qo_heads", "rotary_dim"], "q_rope_out"),
+            "q_nope_out": _fp8(["nnz", "num_qo_heads", "no_rope_dim"], "q_nope_out"),
+            **caches,
+        },
+        reference=_rope_quantize_append_reference,
+        tags=(f"kv_layout:{layout}",),
+        description="Rotary position embedding and cast to fp8, k and v written into the pages of their requests.",
+    )
+
+
+def quantize_append(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
+    """The template of the form and layout; none for pages without an axis of their size."""
+    mla = arguments.get("v") is None
+    if not mla and arguments["paged_kv_cache"][0].ndim == 3:
+        return None
+    return _APPEND[mla, "NHD" if mla else arguments.get("kv_layout", "NHD")]
+
+
+_APPEND = {key: _append(*key) for key in ((False, "NHD"), (False, "HND"), (True, "NHD"))}
+quantize_append.templates = tuple(_APPEND.values())  # type: ignore[attr-defined]

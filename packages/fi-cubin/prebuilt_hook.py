@@ -1,0 +1,1 @@
+../../tools/prebuilt_hook.py

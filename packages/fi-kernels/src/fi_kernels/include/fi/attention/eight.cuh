@@ -1,0 +1,62 @@
+// Eight consecutive elements of a row of q, k or v: the unit in which the attention kernels read; and output by dtype.
+#pragma once
+#include "fi/attention/problem.h"
+#include "fi/cuda/vec.cuh"
+
+namespace fi {
+
+template <class T>
+struct Eight {
+  static constexpr int kVec = sizeof(T) >= 2 ? 16 / sizeof(T) : 8;  // elements of one load of at most 16 bytes
+  Vec<T, kVec> part[8 / kVec];
+
+  FI_DEVICE void clear() {
+    unsigned* words = reinterpret_cast<unsigned*>(this);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(*this) / 4); ++i) words[i] = 0;
+  }
+  // kAligned: p is aligned for its vector loads; else single elements are read.
+  template <bool kAligned>
+  FI_DEVICE void read(const T* p) {
+#pragma unroll
+    for (int i = 0; i < 8 / kVec; ++i) {
+      if constexpr (kAligned) {
+        part[i] = load<T, kVec>(p + i * kVec);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) part[i].v[j] = p[i * kVec + j];
+      }
+    }
+  }
+  FI_DEVICE void floats(float* f) const {
+#pragma unroll
+    for (int i = 0; i < 8 / kVec; ++i) {
+      float x[kVec];
+      to_float(part[i], x);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) f[i * kVec + j] = x[j];
+    }
+  }
+};
+
+FI_DEVICE void store_output(void* out, OutType type, int64_t index, float x) {
+  switch (type) {
+    case OutType::kF16:
+      static_cast<__half*>(out)[index] = from_float<__half>(x);
+      break;
+    case OutType::kBF16:
+      static_cast<__nv_bfloat16*>(out)[index] = from_float<__nv_bfloat16>(x);
+      break;
+    case OutType::kF32:
+      static_cast<float*>(out)[index] = x;
+      break;
+    case OutType::kE4M3:
+      static_cast<__nv_fp8_e4m3*>(out)[index] = from_float<__nv_fp8_e4m3>(x);
+      break;
+    case OutType::kE5M2:
+      static_cast<__nv_fp8_e5m2*>(out)[index] = from_float<__nv_fp8_e5m2>(x);
+      break;
+  }
+}
+
+}  // namespace fi

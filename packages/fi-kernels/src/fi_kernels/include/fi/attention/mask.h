@@ -1,0 +1,43 @@
+// Which keys a query row sees: causal, sliding window, custom mask; shared by device and CPU code.
+#pragma once
+#include "fi/types.h"
+
+namespace fi {
+
+// Row i of qo_len stands at position kv_len - qo_len + i, so masks are aligned to the bottom right. Ranges are what
+// causal and window leave; inside them `keeps` asks the custom mask. A custom mask replaces causal: set causal = 0 then.
+struct Mask {
+  const uint8_t* custom;  // null: none; else element e = i * custom_row + j
+  int64_t custom_row;
+  int32_t custom_packed;  // 1: element e is bit e % 8 of byte e / 8; 0: one byte an element
+  int32_t causal;
+  int32_t window_left;  // row at position p sees keys >= p - window_left; negative: all
+  int32_t qo_len, kv_len;
+
+  FI_HOST_DEVICE int64_t position(int32_t i) const { return static_cast<int64_t>(kv_len) - qo_len + i; }
+
+  // Row i may see keys [first_key, end_key).
+  FI_HOST_DEVICE int32_t first_key(int32_t i) const {
+    return window_left < 0 ? 0 : clamp(position(i) - window_left, kv_len);
+  }
+  FI_HOST_DEVICE int32_t end_key(int32_t i) const { return causal ? clamp(position(i) + 1, kv_len) : kv_len; }
+
+  // Key j may be seen by rows [first_row, end_row).
+  FI_HOST_DEVICE int32_t first_row(int32_t j) const { return causal ? clamp(j - position(0), qo_len) : 0; }
+  FI_HOST_DEVICE int32_t end_row(int32_t j) const {
+    return window_left < 0 ? qo_len : clamp(j - position(0) + window_left + 1, qo_len);
+  }
+
+  FI_HOST_DEVICE bool keeps(int32_t i, int32_t j) const {
+    if (!custom) return true;
+    const int64_t e = i * custom_row + j;
+    return custom_packed ? (custom[e >> 3] >> (e & 7)) & 1 : custom[e] != 0;
+  }
+
+ private:
+  FI_HOST_DEVICE static int32_t clamp(int64_t x, int32_t limit) {
+    return static_cast<int32_t>(x < 0 ? 0 : x > limit ? limit : x);
+  }
+};
+
+}  // namespace fi

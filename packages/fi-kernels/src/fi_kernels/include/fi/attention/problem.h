@@ -1,0 +1,49 @@
+// One request's attention as kernels see it: tensors, heads, and what happens to scores; shared by device and CPU code.
+#pragma once
+#include "fi/attention/mask.h"
+#include "fi/attention/rotary.h"
+#include "fi/attention/scores.h"
+#include "fi/types.h"
+
+namespace fi {
+
+enum class OutType : int32_t { kF16, kBF16, kF32, kE4M3, kE5M2 };
+
+// A query row of one head. Rows of the heads that share a kv head are packed, r = i * group + g, so that a tile of them
+// reads each key once and, in a causal mask, sees a growing range of keys.
+struct Row {
+  int32_t i, head;
+};
+
+// Strides in elements; the innermost is 1.
+struct AttentionProblem {
+  const void* q;  // [qo_len, qo_heads, dim_qk]
+  const void* k;  // [kv_len, kv_heads, dim_qk]
+  const void* v;  // [kv_len, kv_heads, dim_vo]
+  void* out;      // [qo_len, qo_heads, dim_vo]
+  float* lse;     // [qo_len, qo_heads] contiguous; null: not wanted
+  const float* scale_q;  // [qo_heads]; null: ones
+  const float* scale_k;  // [kv_heads]; null: ones
+  const float* scale_v;  // [kv_heads]; null: ones
+  int64_t q_token, q_head, k_token, k_head, v_token, v_head, out_token, out_head;
+  int32_t qo_heads, kv_heads, group, dim_qk, dim_vo;
+  OutType out_type;
+  float out_scale;
+  Mask mask;
+  Scores scores;
+  Rotary rotary;
+
+  FI_HOST_DEVICE int32_t rows() const { return mask.qo_len * group; }  // packed rows of one kv head
+  FI_HOST_DEVICE Row row(int32_t kv_head, int32_t r) const {
+    const int32_t i = r / group;
+    return {i, kv_head * group + (r - i * group)};
+  }
+  template <class Math>
+  FI_HOST_DEVICE HeadScores head_scores(int32_t head) const {
+    const float dequant = (scale_q ? scale_q[head] : 1.f) * (scale_k ? scale_k[head / group] : 1.f);
+    return scores.of_head<Math>(head, qo_heads, dequant);
+  }
+  FI_HOST_DEVICE float value_scale(int32_t kv_head) const { return out_scale * (scale_v ? scale_v[kv_head] : 1.f); }
+};
+
+}  // namespace fi

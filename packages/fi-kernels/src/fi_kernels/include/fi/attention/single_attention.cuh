@@ -1,0 +1,96 @@
+// Single-request attention on sm_80 and later: tensor-core tiles for prefill, CUDA cores with split keys for decode.
+#pragma once
+#include "fi/attention/rows.cuh"
+#include "fi/attention/single_attention.h"
+#include "fi/attention/tiles.cuh"
+#include "fi/cuda/reduce.cuh"
+
+namespace fi {
+
+// Grid: (tiles of 64 packed rows, kv heads, parts of the output's columns); the longest rows of a causal mask first.
+template <class T, class Q, class KV>
+FI_DEVICE void attend_tiles(const SingleAttentionParams& params) {
+  extern __shared__ uint4 bytes[];
+  using Kernel = TilesKernel<T, Q, KV>;
+  pdl_wait();
+  Kernel kernel(params.problem, *reinterpret_cast<typename Kernel::Shared*>(bytes), blockIdx.y,
+                (gridDim.x - 1 - blockIdx.x) * Kernel::kRows, blockIdx.z * Kernel::kColumns);
+  kernel.attend();
+  pdl_launch_dependents();
+  kernel.store();
+}
+
+// Grid: (groups of kRows packed rows, kv heads, chunks).
+template <class Q, class KV, bool kAligned, int kLanes, int kSlices, int kRows>
+FI_DEVICE void attend_rows(const SingleAttentionParams& params) {
+  using Kernel = RowsKernel<Q, KV, kAligned, kLanes, kSlices, kRows>;
+  __shared__ typename Kernel::Shared shared;
+  const AttentionProblem& p = params.problem;
+  const int kv_head = blockIdx.y, first = blockIdx.x * kRows;
+  Kernel kernel(p, shared, kv_head, first);
+  const int last = first + kernel.rows - 1;
+  pdl_wait();
+  kernel.load_queries();
+  const KeyRange all{p.mask.first_key(first / p.group), p.mask.end_key(last / p.group)};
+  const KeyRange keys = chunk_of(all, blockIdx.z, params.chunks);
+  kernel.attend(keys.begin, keys.end);
+  pdl_launch_dependents();
+#pragma unroll 1
+  for (int g = 0; g < kernel.rows; ++g) {
+    const auto merged = kernel.merge(g);
+    const Row row = p.row(kv_head, first + g);
+    if (params.chunks > 1) {
+      float* part = params.partial(blockIdx.z, row);
+#pragma unroll 1
+      for (int d = threadIdx.x; d < p.dim_vo; d += blockDim.x) part[d] = kernel.output(merged, g, d);
+      if (threadIdx.x == 0) part[p.dim_vo] = merged.m, part[p.dim_vo + 1] = merged.d;
+    } else {
+      const float factor = softmax_inverse(merged.d) * p.value_scale(kv_head);
+      const int64_t out = row.i * p.out_token + row.head * p.out_head;
+#pragma unroll 1
+      for (int d = threadIdx.x; d < p.dim_vo; d += blockDim.x)
+        store_output(p.out, p.out_type, out + d, kernel.output(merged, g, d) * factor);
+      if (threadIdx.x == 0 && p.lse)
+        p.lse[static_cast<int64_t>(row.i) * p.qo_heads + row.head] = softmax_lse<CudaMath>(merged.m, merged.d);
+    }
+  }
+}
+
+// Grid: one block a row (i, head): merges what its chunks left.
+FI_DEVICE void combine_chunks(const SingleAttentionParams& params) {
+  constexpr int kMostChunks = 1024;
+  __shared__ float weight[kMostChunks];
+  const AttentionProblem& p = params.problem;
+  const Row row{static_cast<int32_t>(blockIdx.x) / p.qo_heads, static_cast<int32_t>(blockIdx.x) % p.qo_heads};
+  const int lane = threadIdx.x % 32;
+  pdl_wait();
+  pdl_launch_dependents();
+  const float* part = params.partial(0, row);
+  const int64_t next = params.partial(1, row) - part;
+  float m = kMinusInf, d = 0.f;  // every warp finds the same
+#pragma unroll 1
+  for (int c = lane; c < params.chunks; c += 32) m = fmaxf(m, part[c * next + p.dim_vo]);
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, offset));
+#pragma unroll 1
+  for (int c = lane; c < params.chunks; c += 32) {
+    const float w = softmax_weight<CudaMath>(part[c * next + p.dim_vo], softmax_base(m));
+    d += w * part[c * next + p.dim_vo + 1];
+    if (threadIdx.x < 32) weight[c] = w;
+  }
+  d = warp_sum(d);
+  __syncthreads();
+  const float factor = softmax_inverse(d) * p.value_scale(row.head / p.group);
+  const int64_t out = row.i * p.out_token + row.head * p.out_head;
+#pragma unroll 1
+  for (int x = threadIdx.x; x < p.dim_vo; x += blockDim.x) {
+    float sum = 0.f;
+#pragma unroll 4
+    for (int c = 0; c < params.chunks; ++c) sum += weight[c] * part[c * next + x];
+    store_output(p.out, p.out_type, out + x, sum * factor);
+  }
+  if (threadIdx.x == 0 && p.lse)
+    p.lse[static_cast<int64_t>(row.i) * p.qo_heads + row.head] = softmax_lse<CudaMath>(m, d);
+}
+
+}  // namespace fi

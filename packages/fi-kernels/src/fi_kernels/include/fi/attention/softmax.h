@@ -1,0 +1,32 @@
+// Online softmax in base 2 (Milakov & Gimelshein 2018, arXiv:1805.02867); shared by device and CPU code.
+// The state of a row is its largest score m and d = sum 2^(s - m); with no visible key m = -inf, d = 0, and nothing is NaN.
+#pragma once
+#include "fi/types.h"
+
+namespace fi {
+
+#if defined(__CUDACC__)  // NVRTC has no name for infinity, and only its compiler divides by zero in a constant
+constexpr float kMinusInf = -1.f / 0.f;
+#else
+constexpr float kMinusInf = -__builtin_huge_valf();
+#endif
+
+// What scores are taken relative to: m, or 0 while no key has been seen (-inf - -inf would be NaN).
+FI_HOST_DEVICE float softmax_base(float m) { return m == kMinusInf ? 0.f : m; }
+
+// 2^(s - base): the weight of a key, or the factor of an older state whose maximum was s.
+template <class Math>
+FI_HOST_DEVICE float softmax_weight(float s, float base) {
+  return Math::exp2(s - base);
+}
+
+// What the weighted sum of values is multiplied by at the end; 0 for an empty row.
+FI_HOST_DEVICE float softmax_inverse(float d) { return d == 0.f ? 0.f : 1.f / d; }
+
+// log2 of the sum of 2^s; -inf for an empty row.
+template <class Math>
+FI_HOST_DEVICE float softmax_lse(float m, float d) {
+  return d == 0.f ? kMinusInf : m + Math::log2(d);
+}
+
+}  // namespace fi

@@ -1,0 +1,18 @@
+// Stores to global memory as single PTX instructions (PTX ISA, st).
+#pragma once
+#include "fi/cuda/ptx/pdl.cuh"
+
+namespace fi {
+
+// NOTE: not left to the compiler, which writes 16 bytes as four words where its vectoriser does not see through
+// the address (CUDA 13.0: the last store of a kernel behind a condition).
+FI_DEVICE void store_global(void* p, uint4 x) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(x.x), "r"(x.y),
+               "r"(x.z), "r"(x.w)
+               : "memory");
+}
+FI_DEVICE void store_global(void* p, uint2 x) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(p)), "r"(x.x), "r"(x.y) : "memory");
+}
+
+}  // namespace fi

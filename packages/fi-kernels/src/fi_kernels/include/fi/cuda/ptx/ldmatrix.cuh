@@ -1,0 +1,23 @@
+// ldmatrix (PTX ISA 9.7.15.5): four 8x8 matrices of 16-bit elements from shared memory, one row address a lane.
+#pragma once
+#include "fi/cuda/ptx/pdl.cuh"
+
+namespace fi {
+
+// Lane l gets elements (l/4, 2(l%4)) and the next of each matrix; lanes 8m .. 8m+7 give the 16-byte rows of matrix m.
+FI_DEVICE void ldmatrix_x4(unsigned (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row)))
+               : "memory");
+}
+
+// The same of the transposed matrices.
+FI_DEVICE void ldmatrix_x4_trans(unsigned (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row)))
+               : "memory");
+}
+
+}  // namespace fi

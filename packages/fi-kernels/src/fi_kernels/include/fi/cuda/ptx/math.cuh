@@ -1,0 +1,26 @@
+// Approximate elementary functions of the special function unit (PTX ISA 9.7.3), subnormals flushed to zero.
+#pragma once
+#include "fi/cuda/ptx/pdl.cuh"
+
+namespace fi {
+
+// 2^x within 2 ulp; 0 for -inf.
+FI_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// log2(x) within 2^-22 absolute near 1, 2 ulp elsewhere.
+FI_DEVICE float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// 1/x within 1 ulp.
+FI_DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace fi

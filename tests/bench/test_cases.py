@@ -1,0 +1,149 @@
+"""Every case: its torch baseline and our implementations against its own reference, its work, its inputs."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+
+import pytest
+import torch
+
+from fi_bench import backends, case, catalog, parsing, refcheck
+from fi_bench.case import Inputs
+from fi_bench.errors import SkipError
+from fi_bench.runner import fresh
+
+SMALL = {
+    "norm": "--batch_size 3 --hidden_size 128",
+    "activation": "--batch_size 3 --hidden_size 32",
+    "rope": "--batch_size 2 --seq_len 5 --num_qo_heads 4 --num_kv_heads 2 --head_dim 16 --page_size 4",
+    "page": "--batch_size 3 --s_qo 5 --s_kv 11 --num_kv_heads 2 --head_dim 16 --page_size 4",
+    "cascade": "--batch_size 5 --num_qo_heads 4 --head_dim 16 --num_states 3",
+    "quantization": "--m 5 --k 13",
+    "attention": "--s_qo 7 --s_kv 19 --num_qo_heads 4 --num_kv_heads 2 --head_dim_qk 16",
+}
+VARIANTS = {
+    "norm": ["--input_dtype float16", "--out_dtype fp8_e5m2 --scale 0.02"],
+    "rope": ["--interleave", "--rotary_dim 8", "--input_dtype bfloat16", "--no_rope_dim 8 --kv_layout HND"],
+    "page": ["--kv_layout HND", "--kv_dtype fp8_e4m3", "--s_qo 1"],
+    "quantization": ["--bitorder little", "--k 16"],
+    "attention": [
+        "--causal",
+        "--kv_layout HND",
+        "--window_left 4",
+        "--causal --window_left 3 --s_qo 19",
+        "--head_dim_vo 8",
+    ],
+    "cascade": ["--input_dtype float16"],
+}
+CASES = [
+    found
+    for family in SMALL
+    for routine in catalog.FAMILIES[family].routines
+    if (found := case.find(routine)) is not None
+]
+
+
+def params(found: case.Case, more: str = "") -> Namespace:
+    return parsing.parse(f"--routine {found.routine} {SMALL[found.family]} {more}".split())
+
+
+def inputs_of(found: case.Case, p: Namespace) -> Inputs:
+    return found.make(p, torch.device("cpu"), torch.Generator().manual_seed(1))
+
+
+def differences(found: case.Case, p: Namespace, backend: str) -> list[refcheck.Difference]:
+    x = inputs_of(found, p)
+    runner = backends.bind(backend, found, "cpu")
+    mine = fresh(x)
+    refcheck.poison(mine, found.poison)
+    with runner.context():
+        outputs = runner.outputs(mine, runner.run(mine))
+    return refcheck.check(outputs, found.reference(fresh(x)), found.tolerance, backend == "torch")
+
+
+VARIED = [(found, more) for found in CASES for more in ("", *VARIANTS.get(found.family, ()))]
+
+
+@pytest.mark.parametrize(("found", "more"), VARIED, ids=[f"{c.routine} {m}".strip() for c, m in VARIED])
+def test_torch_agrees_with_the_reference(found: case.Case, more: str) -> None:
+    for d in differences(found, params(found, more), "torch"):
+        assert d.ok, d
+
+
+@pytest.mark.parametrize("found", CASES, ids=[c.routine for c in CASES])
+def test_our_cpu_implementation_agrees_with_the_reference(found: case.Case) -> None:
+    if not backends.exists(found):
+        with pytest.raises(SkipError, match="does not exist yet"):
+            backends.bind("cpu", found, "cpu")
+        return
+    name = "cpu" if "cpu" in backends.implementations(found) else "auto"
+    for d in differences(found, params(found), name):
+        assert d.ok, d
+
+
+@pytest.mark.parametrize("found", CASES, ids=[c.routine for c in CASES])
+def test_inputs_are_random_and_work_is_counted(found: case.Case) -> None:
+    p = params(found)
+    x = inputs_of(found, p)
+    work = found.work(p, x)
+    assert work.bytes > 0
+    assert work.flops >= 0
+    for name, value in x.items():
+        written = name in found.poison
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and not written and value.numel() > 1:
+            assert float(value.float().abs().sum()) > 0, f"{name} is zero"
+    again = inputs_of(found, p)
+    for name, value in x.items():
+        if isinstance(value, torch.Tensor) and name not in found.poison:
+            assert torch.equal(value.view(torch.uint8) if value.dtype.itemsize == 1 else value,
+                               again[name].view(torch.uint8) if value.dtype.itemsize == 1 else again[name])  # fmt: skip
+
+
+def test_every_op_of_fi_core_has_a_case_and_every_case_its_op() -> None:
+    from fi_core.launch.op import launchers
+
+    ready = [found for found in CASES if backends.exists(found)]  # this imports the families
+    covered = {found.op for found in ready}
+    assert launchers().keys() <= covered, f"ops without a benchmark: {launchers().keys() - covered}"
+    assert covered <= launchers().keys(), f"cases of unknown ops: {covered - launchers().keys()}"
+
+
+def parse(line: str) -> Namespace:
+    return parsing.parse(line.split())
+
+
+def test_known_work_of_known_shapes() -> None:
+    rms = case.find("rmsnorm")
+    assert rms is not None
+    p = parse("--routine rmsnorm --batch_size 16 --hidden_size 256")
+    assert rms.work(p, inputs_of(rms, p)).bytes == 2 * 16 * 256 * 2 + 256 * 2
+    decode = case.find("single_decode_with_kv_cache")
+    assert decode is not None
+    shape = "--s_kv 100 --num_qo_heads 8 --num_kv_heads 2 --head_dim_qk 64"
+    p = parse(f"--routine single_decode_with_kv_cache {shape}")
+    work = decode.work(p, inputs_of(decode, p))
+    assert work.flops == 4 * 100 * 8 * 64
+    assert work.bytes == 2 * (8 * 64 * 2 + 2 * 100 * 2 * 64)
+
+
+def test_llama31_frequencies_scale_only_the_slow_ones() -> None:
+    found = case.find("apply_llama31_rope_pos_ids")
+    assert found is not None
+    line = "--batch_size 1 --seq_len 2 --num_qo_heads 1 --num_kv_heads 1 --head_dim 128 --rope_theta 5e5 --rope_scale 8"
+    x = inputs_of(found, parsing.parse(f"--routine {found.routine} {line}".split()))
+    plain = 5e5 ** (-torch.arange(0, 128, 2, dtype=torch.float64) / 128)
+    ratio = x.frequencies / plain
+    assert ratio[0] == 1.0
+    assert math.isclose(float(ratio[-1]), 1 / 8)
+    assert ((ratio <= 1) & (ratio >= 1 / 8)).all()
+
+
+def test_a_row_that_sees_no_key_gives_zero_and_minus_infinity() -> None:
+    found = case.find("single_prefill_with_kv_cache_return_lse")
+    assert found is not None
+    line = "--s_qo 3 --s_kv 1 --num_qo_heads 1 --num_kv_heads 1 --head_dim_qk 8 --window_left 0"
+    p = parsing.parse(f"--routine {found.routine} {line}".split())
+    reference = found.reference(Inputs(inputs_of(found, p) | {"causal": True}))
+    assert not bool(reference["out"][0].any())
+    assert float(reference["lse"][0, 0]) == -math.inf

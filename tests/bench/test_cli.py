@@ -1,0 +1,137 @@
+"""The command's surface: help, verbs that need no torch, listings, environment, profiler commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.helpers import made, write
+from fi_bench import backends, case, catalog
+from fi_bench.cli import VERBS, main
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+RMS = ["--routine", "rmsnorm", "--batch_size", "8", "--hidden_size", "256"]
+
+
+LIGHT = """
+import sys
+from fi_bench.cli import main
+code = main({words!r})
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+
+
+def cpu_seconds(code: str) -> float:
+    """Least CPU time of three processes."""
+    spent = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(spent)
+
+
+def test_light_verbs_import_no_torch_and_start_fast(tmp_path: Path) -> None:
+    """200 ms where an empty Python process takes 10 ms; on a busy or slow machine both grow."""
+    results = write(tmp_path / "r.jsonl", [made()])
+    budget = 0.2 * max(1.0, cpu_seconds("pass") / 0.01)
+    for words in (
+        ["--help"],
+        ["--routine", "rmsnorm", "-h"],
+        ["list"],
+        ["compare", results, results],
+        ["report", results, "-o", str(tmp_path / "r.html")],
+    ):
+        spent = cpu_seconds(LIGHT.format(words=words))
+        assert spent < budget, f"{words} takes {spent:.3f} s, allowed are {budget:.3f} s"
+
+
+def test_module_and_version() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fi_bench", "--version"], env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert re.fullmatch(r"fi-bench \d+\.\d+\.\d+\S*\n", done.stdout)
+
+
+def test_help_names_verbs_flags_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-h"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {verb} " in text for verb in VERBS if not verb.startswith("_"))
+    assert "--testlist" in text
+    assert "exit codes: 0 ok" in text
+    assert main(["--routine", "rmsnorm", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--hidden_size" in text
+    assert "--s_kv" not in text
+    assert main(["--routine", "rmsnor", "-h"]) == 2
+
+
+def test_list_routines_shows_all_and_what_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "routines", "--format", "json"]) == 0
+    rows = {row["routine"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows.keys() == catalog.FAMILY_OF.keys()
+    assert rows["rmsnorm"]["status"] == "ready"
+    assert "cpu" in rows["rmsnorm"]["ours"].split()
+    assert rows["recurrent_kda_prefill"]["status"] == "no op yet"
+    for name, row in rows.items():
+        found = case.find(name)
+        assert (row["status"] == "ready") == (found is not None and backends.exists(found))
+
+
+def test_list_backends_presets_and_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "backends"]) == 0
+    out = capsys.readouterr().out
+    assert "pip install flashinfer-python" in out
+    assert main(["list", "presets"]) == 0
+    assert "llama3-8b-decode" in capsys.readouterr().out
+    assert main(["list", "cases", write(tmp_path / "r.jsonl", [made()]), "--format", "markdown"]) == 0
+    assert "| rmsnorm | batch_size=4 hidden_size=64 | cpu |" in capsys.readouterr().out
+    assert main(["list", "cases"]) == 2
+
+
+def test_env_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["cpu"]
+    assert found["packages"]["torch"]
+    assert main(["env"]) == 0
+    assert "torch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("tool", "word"), [("ncu", "--profile-from-start off"), ("nsys", "--capture-range=cudaProfilerApi")]
+)
+def test_profile_prints_a_command_that_runs_one_call(
+    tool: str, word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", "--tool", tool, "--print_only", *RMS, "--backends", "torch"]) == 0
+    command = capsys.readouterr().out
+    assert word in command
+    words = shlex.split(command)
+    inner = words[words.index("fi_bench") + 1 :]
+    assert inner[:2] == ["profile", "--once"]
+    assert main(inner) == 0
+    assert main(["profile", "--print_only", *RMS]) == 2, "no backend"
+    assert main(["profile", "--print_only", *RMS, "--backends", "torch", "--batch_size", "1,2"]) == 2, "two cases"
+
+
+def test_profile_without_the_tool_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert main(["profile", *RMS, "--backends", "torch"]) == 1
+    assert "ncu is not on PATH" in capsys.readouterr().out
+
+
+def test_deprecated_names_are_told() -> None:
+    assert backends.canonical("trtllm") == ("trtllm-gen", "Backend name 'trtllm' has been renamed to 'trtllm-gen'.")
+    assert backends.canonical("trtllm-gen-native")[0] == "trtllm-native"
+    assert backends.canonical("flashinfer:fa3") == ("flashinfer:fa3", None)

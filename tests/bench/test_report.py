@@ -1,0 +1,160 @@
+"""The report: complete, self-contained, well-formed, and drawn by a real browser in light and dark."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import struct
+import subprocess
+import xml.etree.ElementTree as ET
+import zlib
+from pathlib import Path
+
+import pytest
+
+from bench.helpers import made, write
+from fi_bench import calibrate
+from fi_bench.calibrate import Ceilings
+from fi_bench.cli import main
+from fi_bench.report import page, svg
+
+CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
+CEILINGS = {"test cpu x2": Ceilings(copy=2e9, read=2e9, matmul=1e12)}
+
+
+def records() -> list[dict[str, object]]:
+    found = []
+    for batch in (1, 4, 16, 64):
+        line = f"--routine rmsnorm --batch_size {batch} --hidden_size 64 --case_tag <b>"
+        found.append(made(line, median_ns=1000.0 * batch**0.5))
+        found.append(made(line, backend="torch", median_ns=2000.0 * batch**0.5))
+    skip = made(backend="cutlass", status="skipped", reason="no <such> thing")
+    del skip["stats"]
+    return [*found, skip]
+
+
+def text() -> str:
+    return page.html(records(), CEILINGS, "torch", "A & B")
+
+
+def test_page_is_self_contained_and_escaped() -> None:
+    html = text()
+    assert not re.search(r"(src|href)\s*=|https?://|<script|@import|url\(", html)
+    assert "<title>A &amp; B</title>" in html
+    assert "no &lt;such&gt; thing" in html
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_every_row_and_reason_is_there() -> None:
+    html = text()
+    assert html.count("<tr>") == 1 + 8 + 1
+    assert "skipped" in html
+    assert "Roofline" in html
+    assert "Speed-up over torch" in html
+    assert html.count("2.00x") == 4
+    # 1024 bytes at 2 GB/s are 512 ns: half of the measured 1000 ns
+    assert ">51<" in html
+
+
+@pytest.mark.parametrize("drawing", re.findall(r"<svg.*?</svg>", text(), re.S))
+def test_drawings_are_well_formed_and_inside_their_box(drawing: str) -> None:
+    root = ET.fromstring(drawing)
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    for node in root.iter():
+        for name, limit in (("x", width), ("cx", width), ("x1", width), ("y", height), ("cy", height), ("y1", height)):
+            if name in node.attrib:
+                assert 0 <= float(node.attrib[name]) <= limit
+        for pair in node.attrib.get("points", "").split():
+            x, y = map(float, pair.split(","))
+            assert 0 <= x <= width
+            assert 0 <= y <= height
+
+
+def test_lines_rise_with_their_values() -> None:
+    drawing = svg.lines([svg.Series("a", ((1.0, 10.0), (10.0, 100.0), (100.0, 1000.0)), 0)], "n", "us")
+    (points,) = re.findall(r'<polyline class="line c0" points="([^"]+)"', drawing)
+    spots = [tuple(map(float, pair.split(","))) for pair in points.split()]
+    assert spots[1][0] == pytest.approx((spots[0][0] + spots[2][0]) / 2, abs=0.2), "logarithmic"
+    assert spots[0][1] > spots[1][1] > spots[2][1], "upwards is more"
+
+
+@pytest.mark.parametrize("values", [[1.0], [0.001, 1e6], [3.0, 3.0], [2.1, 2.4]])
+def test_axes_have_ticks_for_any_range(values: list[float]) -> None:
+    axis = svg.Axis(values, 0, 100)
+    assert 1 <= len(axis.ticks()) <= 40
+    assert all(0 <= axis(v) <= 100 for v in values)
+
+
+def test_sweeps_hold_all_else_fixed() -> None:
+    rows = page.group_rows(records(), {})
+    found = page.axis_of(rows)
+    assert [(axis, len(members)) for axis, _, members in found] == [("batch_size", 8)]
+    assert "batch_size" not in found[0][1]
+
+
+def test_command_writes_the_file_and_refuses_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "r.jsonl", records())
+    out = tmp_path / "out.html"
+    assert main(["report", source, "-o", str(out), "--baseline", "torch"]) == 0
+    assert out.read_text().startswith("<!doctype html>")
+    assert main(["report", source, "-o", str(out), "--baseline", "nobody"]) == 2
+    assert "there are cpu, torch" in capsys.readouterr().err
+    assert main(["report", source, "-o", str(tmp_path / "no" / "out.html")]) == 2
+    assert main(["report", source, "-o", str(out), "--ceilings", str(tmp_path / "none.json")]) == 2
+
+
+def pixels(png: bytes) -> tuple[int, int, list[bytes]]:
+    """Width, height and unfiltered RGB(A) rows of an 8-bit PNG."""
+    width, height, depth, colour = struct.unpack(">IIBB", png[16:26])
+    assert depth == 8
+    channels = {2: 3, 6: 4}[colour]
+    data, at = b"", 8
+    while at < len(png):
+        (size,) = struct.unpack(">I", png[at : at + 4])
+        if png[at + 4 : at + 8] == b"IDAT":
+            data += png[at + 8 : at + 8 + size]
+        at += 12 + size
+    raw, stride, rows, above = zlib.decompress(data), width * channels, [], bytearray(width * channels)
+    for y in range(height):
+        kind, line = raw[y * (stride + 1)], bytearray(raw[y * (stride + 1) + 1 : (y + 1) * (stride + 1)])
+        for i in range(stride):
+            left = line[i - channels] if i >= channels else 0
+            corner = above[i - channels] if i >= channels else 0
+            line[i] = (line[i] + _predict(kind, left, above[i], corner)) & 255
+        rows.append(bytes(line))
+        above = line
+    return width, channels, rows
+
+
+def _predict(kind: int, left: int, up: int, corner: int) -> int:
+    if kind == 4:
+        guess = left + up - corner
+        return min((abs(guess - left), 0, left), (abs(guess - up), 1, up), (abs(guess - corner), 2, corner))[2]
+    return (0, left, up, (left + up) // 2)[kind]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize(("scheme", "background"), [("1", (255, 255, 255)), ("0", (15, 19, 24))], ids=["light", "dark"])
+def test_a_browser_draws_it(scheme: str, background: tuple[int, int, int], tmp_path: Path) -> None:
+    (tmp_path / "r.html").write_text(text())
+    shot = tmp_path / "shot.png"
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--blink-settings=preferredColorScheme={scheme}"]
+    page_uri = (tmp_path / "r.html").as_uri()
+    command = [str(CHROMIUM), *options, f"--screenshot={shot}", "--window-size=500,900", page_uri]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    width, channels, rows = pixels(shot.read_bytes())
+    seen = {tuple(row[i : i + 3]) for row in rows[::3] for i in range(0, width * channels, channels * 2)}
+    assert tuple(rows[2][:3]) == background
+    series = {"1": {(31, 111, 235), (209, 87, 10)}, "0": {(88, 166, 255), (240, 136, 62)}}[scheme]
+    assert series <= seen, "the colours of both series are on the page"
+
+
+def test_ceilings_are_measured_kept_and_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "c" / "ceilings.json"
+    assert main(["calibrate", "--device", "cpu", "--size_mb", "8", "--matmul_size", "64", "--output", str(kept)]) == 0
+    ((name, found),) = calibrate.load(kept).items()
+    assert name.endswith(" x2") or " x" in name
+    assert all(1e6 < rate < 1e16 for rate in found)
+    assert "TB/s (read + written)" in capsys.readouterr().out
+    assert Ceilings(2e9, 1e9, 1e12).seconds(flops=10**12, bytes=10**9) == 1.0
+    assert Ceilings(2e9, 1e9, 1e12).seconds(flops=10**9, bytes=10**10) == 5.0

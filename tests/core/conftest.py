@@ -1,0 +1,120 @@
+"""A process as it is just after start, for the tests of what is found, built and stored."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from core import toy
+from core.console import Cli
+from core.package import build_driver
+
+from fi_core.env import env
+
+def forget() -> None:
+    """Empties every memo of fi_core's build and resolve layers, and closes the build log."""
+    log = logging.getLogger("fi_core.jit")
+    for handler in log.handlers[:]:
+        if isinstance(handler, logging.StreamHandler):  # those of diagnose: stderr and the file
+            handler.close()
+            log.removeHandler(handler)
+    log.setLevel(logging.NOTSET)
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("fi_core.build", "fi_core.resolve", "fi_core.launch.kernel")):
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """An empty FI_CACHE_DIR, no other FI_ variable, nothing remembered; call it to forget again."""
+    for name in [*env.present(), "CXX", "CC", "MAX_JOBS"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FI_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "tmp").mkdir(mode=0o700)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+    forget()
+    yield forget
+    forget()
+
+
+@pytest.fixture
+def tree(fresh: Callable[[], None], tmp_path: Path) -> Iterator[Path]:
+    """The sources of the toy op, in a directory of the test."""
+    yield toy.plant(tmp_path / "tree")
+    toy.use(toy.KERNELS)
+
+
+class Python:
+    """Starts Python processes on a text, with this process's environment."""
+
+    def __init__(self) -> None:
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, text: str, *arguments: object, before: Sequence[str] = ()) -> subprocess.Popen[str]:
+        """A process with pipes; `before` are words before the interpreter."""
+        line = [*before, sys.executable, "-c", text, *map(str, arguments)]
+        pipe = subprocess.PIPE
+        self.started.append(subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+        return self.started[-1]
+
+    def result(self, process: subprocess.Popen[str]) -> str:
+        """What it printed, once it has ended well."""
+        out, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        return out
+
+    def run(self, text: str, *arguments: object, before: Sequence[str] = ()) -> str:
+        return self.result(self.start(text, *arguments, before=before))
+
+
+@pytest.fixture
+def unprivileged() -> tuple[str, ...]:
+    """Words before a command that take from root the right to pass over permission bits; nothing for others."""
+    return ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ()
+
+
+@pytest.fixture
+def python(fresh: Callable[[], None]) -> Iterator[Python]:
+    python = Python()
+    yield python
+    for process in python.started:
+        with process:  # closes its pipes and waits
+            process.kill()
+
+
+@pytest.fixture
+def bare(fresh: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine without a GPU and without prebuilt packages."""
+    from fi_core.build import driver
+    from fi_core.jit import core
+    from fi_core.resolve import provider
+
+    monkeypatch.setattr(driver, "LIBRARY", "libno-driver-here.so")
+    monkeypatch.setattr(provider.metadata, "entry_points", lambda **_: [])
+    monkeypatch.setattr(provider, "PACKAGES", ())
+    core.context.cache_clear()
+    yield
+    core.context.cache_clear()
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two GPUs of mock_driver.cc."""
+    from fi_core.build import driver
+
+    monkeypatch.setattr(driver, "LIBRARY", str(build_driver(tmp_path / "libmock.so")))
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)

@@ -1,0 +1,172 @@
+"""`fi-core doctor`: each thing that can be missing or broken, the command that mends it, and the exit code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import fi_core
+from core.console import Cli, artifacts
+from core.package import pack
+from fi_core.build import driver, sources, toolchain
+from fi_core.cli import doctor, machine
+from fi_core.jit import core, ops
+from fi_core.registry import ops as all_ops
+from fi_core.resolve import provider, store
+from fi_core.spec.target import CPU
+
+pytestmark = pytest.mark.usefixtures("bare")
+Fresh = Callable[[], None]
+
+
+def levels(cli: Cli, code: int = 0) -> dict[str, tuple[str, str, str]]:
+    """Level, text and remedy by what they are about."""
+    found = cli.json("doctor", code=code)
+    assert found["ok"] is (code == 0)
+    return {f["what"]: (f["level"], f["text"], f["mend"]) for f in found["findings"]}
+
+
+def test_doctor_on_a_sound_machine(cli: Cli) -> None:
+    found = levels(cli)
+    assert {what: level for what, (level, *_) in found.items() if level not in ("ok", "note")} == {}
+    assert {"fi-core", "torch", "apache-tvm-ffi", "GPU", "cache", "host modules"} <= set(found)
+    assert re.match(r"0 of \d+ are there; /.* compiles the others on first use", found["host modules"][1])
+    assert cli("doctor").endswith("\nAll is well.\n")
+    assert not store.roots()[0].parent.exists(), "it only looks"
+
+
+def test_doctor_without_a_compiler(cli: Cli, fresh: Fresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler is missing only if something needs it."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(toolchain, "nvrtc", lambda: None)
+    monkeypatch.setattr(toolchain, "nvcc", lambda: None)
+    level, text, mend = levels(cli, code=1)["host modules"]
+    assert level == "FAIL" and "there is no C++ compiler for the others" in text
+    assert mend == "apt-get install g++ (or: pip install fi-jit-cache)"
+    assert "\n      mend: apt-get install g++" in cli("doctor", code=1)
+    assert levels(cli, code=1)["CUDA compiler"][1] == "there is none, and none is needed without a GPU"
+
+    every = dict.fromkeys(
+        (a for s in ops.specs_of(all_ops().values(), [CPU]) for a in sources.artifacts(s)), b"content"
+    )
+    folder = pack(tmp_path / "prebuilt", every)
+    monkeypatch.setenv("FI_CUBIN_DIR", str(folder))
+    fresh()
+    assert levels(cli)["host modules"][:2] == ("ok", f"{len(every)} of {len(every)} are there")
+
+    monkeypatch.setenv("FI_CUDA_ARCH_LIST", "9.0")
+    core.context.cache_clear()
+    level, text, mend = levels(cli, code=1)["device binaries"]
+    assert level == "FAIL" and "there is no CUDA compiler for the others" in text
+    assert "pip install nvidia-cuda-nvrtc" in mend and "pip install fi-cubin" in mend
+
+
+def test_doctor_with_compiling_forbidden(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FI_JIT", "off")
+    level, text, mend = levels(cli)["host modules"]
+    assert (level, mend) == ("warn", "FI_JIT=on fi-core prebuild")
+    assert "FI_JIT=off forbids to compile the others" in text
+
+
+def test_doctor_on_settings(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FI_CUDA_ARCHLIST", "9.0")
+    monkeypatch.setenv("FI_PROVIDER", "efa")  # of libfabric: not ours to judge
+    assert levels(cli)["setting"] == (
+        "warn",
+        "FI_CUDA_ARCHLIST is not read; is FI_CUDA_ARCH_LIST meant?",
+        "unset FI_CUDA_ARCHLIST",
+    )
+    monkeypatch.delenv("FI_CUDA_ARCHLIST")
+    monkeypatch.setenv("MAX_JOBS", "many")
+    assert levels(cli, code=1) == {
+        "setting": ("FAIL", "MAX_JOBS: allowed are an integer >= 1; got 'many'", "unset MAX_JOBS")
+    }
+
+
+@pytest.mark.parametrize(
+    ("torch", "level", "text"),
+    [
+        (None, "FAIL", "missing; torch>=2.10 is needed"),
+        (machine.Torch("2.9.1", None), "FAIL", "2.9.1 does not fit; torch>=2.10 is needed"),
+        (machine.Torch("2.10.0+cpu", None), "ok", "2.10.0+cpu"),
+    ],
+)
+def test_doctor_on_torch(
+    torch: machine.Torch | None, level: str, text: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "torch_build", lambda: torch)
+    mend = "pip install 'torch>=2.10'" if level == "FAIL" else ""
+    assert levels(cli, code=level == "FAIL")["torch"] == (level, text, mend)
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"), [("0.1.8", False), ("0.1.9", True), ("0.1.15.post2", True), ("0.2.0", False)]
+)
+def test_doctor_on_tvm_ffi(version: str, fits: bool, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = machine.version
+    monkeypatch.setattr(machine, "version", lambda name: version if name == "apache-tvm-ffi" else versions(name))
+    level, _, mend = levels(cli, code=not fits)["apache-tvm-ffi"]
+    assert (level, mend) == (("ok", "") if fits else ("FAIL", "pip install 'apache-tvm-ffi>=0.1.9,<0.2'"))
+
+
+def test_doctor_asks_for_what_the_package_declares() -> None:
+    text = (Path(__file__).parents[2] / "packages" / "fi-core" / "pyproject.toml").read_text()
+    (declared,) = re.findall(r"^dependencies = \[(.*)\]", text, re.MULTILINE)
+    least, below = doctor.TVM_FFI
+    assert f'"apache-tvm-ffi>={least},<{below}"' in declared
+    assert f'"torch>={doctor.TORCH[0]}"' in declared
+
+
+def test_doctor_on_gpus(cli: Cli, gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "torch_build", lambda: machine.Torch("2.13.0", "13.0"))
+    found = levels(cli)
+    assert found["GPU 0"] == ("ok", "Mock Hopper, compute capability 9.0", "")
+    assert found["GPU 1"] == ("ok", "Mock Ada, compute capability 8.9", "")
+    assert found["device binaries"][0] == "ok"
+    monkeypatch.setattr(machine, "torch_build", lambda: machine.Torch("2.13.0+cpu", None))
+    assert "2.13.0+cpu is built without CUDA" in cli("doctor", code=1)
+    monkeypatch.setenv("MOCK_STATUS", "803")
+    driver.driver.cache_clear()
+    core.context.cache_clear()
+    level, text, _ = levels(cli, code=1)["NVIDIA driver"]
+    assert level == "FAIL" and "cuInit failed with 803" in text
+
+
+def test_doctor_on_packages(cli: Cli, fresh: Fresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (host,) = artifacts(CPU)
+    folder = pack(tmp_path / "prebuilt", {host: b"host"}, version="0.0.1")
+    monkeypatch.setattr(provider, "PACKAGES", ("fi_jit_cache",))
+    assert levels(cli)["fi-jit-cache"] == ("note", provider.EMPTY, "")
+
+    class Point:
+        name, dist = "fi-cubin", None
+
+        def load(self) -> Path:
+            return folder
+
+    monkeypatch.setattr(provider.metadata, "entry_points", lambda **_: [Point()])
+    fresh()
+    level, text, mend = levels(cli, code=1)["fi-cubin"]
+    assert level == "FAIL" and f"its version 0.0.1 is not that of fi-core, {fi_core.__version__}" in text
+    assert mend == f"pip install fi-cubin=={fi_core.__version__}"
+    monkeypatch.setenv("FI_CUBIN_DIR", str(tmp_path / "nowhere"))
+    fresh()
+    assert levels(cli, code=1)["FI_CUBIN_DIR"][1] == f"not used: no index.json in {tmp_path / 'nowhere'}"
+
+
+def test_doctor_on_the_cache(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next place is a warning, no place at all is a failure, unless nothing may be compiled anyway."""
+    cache = tmp_path / "cache" / "cached_ops"
+    monkeypatch.setattr(store.os, "access", lambda path, mode: not tmp_path.samefile(path))
+    text = cli("doctor")
+    assert f"warn  cache: {cache} cannot be written; kernels go to {tmp_path / 'tmp'}" in text
+    assert "mend: export FI_CACHE_DIR=DIRECTORY" in text
+    monkeypatch.setattr(store.os, "access", lambda path, mode: False)
+    level, text, mend = levels(cli, code=1)["cache"]
+    assert (level, mend) == ("FAIL", "export FI_CACHE_DIR=DIRECTORY")
+    assert text == f"no directory for compiled kernels can be written, {cache} neither"
+    monkeypatch.setenv("FI_JIT", "off")
+    assert levels(cli)["cache"][0] == "note"

@@ -1,0 +1,86 @@
+"""A kernel tree of one small op, so that tests of finding, building and storing are quick and stand on no family."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import fi_kernels
+from fi_core.spec.constraint import ON_CPU, at_least
+from fi_core.spec.op import Artifact, Axes, Entry, Impl, Op, Spec, Unit
+from fi_core.spec.target import CPU, Target
+
+KERNELS = fi_kernels.ROOT
+FILES = {
+    "csrc/toy/scale.cc": """// The host module of the toy op.
+#include "fi/toy/scale.h"
+extern "C" int scale(int x) { return fi::kScale * x; }
+""",
+    "include/fi/toy/scale.h": """// Shared by both sides.
+#pragma once
+#include "fi/toy/constant.h"
+namespace fi {
+struct ScaleParams {
+  float* x;
+};
+}  // namespace fi
+""",
+    "include/fi/toy/constant.h": """// Reached through another header.
+#pragma once
+namespace fi {
+constexpr int kScale = 2;
+}
+""",
+    "include/fi/toy/unrelated.h": "// Reached by nobody.\n#pragma once\n",
+    "include/fi/toy/scale.cuh": """// The device template.
+#pragma once
+#include "fi/toy/scale.h"
+namespace fi {
+template <int n>
+__device__ void scale(const ScaleParams& p) {
+  p.x[threadIdx.x] *= n * kScale;
+}
+}  // namespace fi
+""",
+}
+
+
+def unit(axes: Axes) -> Unit:
+    return Unit("fi/toy/scale.cuh", "ScaleParams", (Entry("scale", f"scale<{axes['n']}>", 32),))
+
+
+SCALE = Op(
+    name="scale",
+    family="toy",
+    schema="(Tensor(a!) x) -> ()",
+    axes={"n": (1, 2, 3, 4)},
+    impls=(Impl("cpu", ON_CPU), Impl("cuda", at_least(80), unit)),
+)
+
+
+def plant(root: Path) -> Path:
+    """Writes the tree below root and makes it the sources of this process."""
+    for name, text in FILES.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    shutil.copytree(KERNELS / "templates", root / "templates")
+    use(root)
+    return root
+
+
+def use(root: Path | str) -> None:
+    """Makes a tree the sources of this process."""
+    fi_kernels.ROOT = Path(root)
+
+
+def spec(n: int = 1, arch: str = "80") -> Spec:
+    return SCALE.spec(Target("cuda", arch), {"n": n})
+
+
+def artifacts(n: int = 1, arch: str = "80") -> tuple[Artifact, Artifact]:
+    """The host module and the device binary of one configuration."""
+    from fi_core.build import sources
+
+    host, image = sources.artifacts(spec(n, arch))
+    assert (host.kind, image.kind, host.target) == ("cuda", "cubin", CPU)
+    return host, image

@@ -1,0 +1,349 @@
+"""CUDA launchers without a GPU: which entry, grid, attributes and parameters they launch, against a mock of the driver."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kernels.mock_driver import CPU, INCLUDE, Call, Gpu, Tensor, build_driver, launches, parameters
+
+import fi_core
+from fi_core.build import compiler, sources
+from fi_core.errors import MissingKernelError
+from fi_core.prebuilt import targets
+from fi_core.registry import launcher, ops
+from fi_core.resolve import built
+from fi_core.spec.op import Artifact, Entry, Spec
+from fi_core.spec.target import Target, cuda_target
+
+Start = Callable[..., Gpu]
+AXES = {"dtype": "bf16", "out": "bf16", "residual": False}
+X, OUT, W, R, SCALE = 0x100000, 0x200000, 0x300000, 0x400000, 0x500000
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_driver(tmp_path_factory.mktemp("driver"))
+
+
+@pytest.fixture(scope="session")
+def start(driver: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts a machine; those that were asked for in the same words are the same."""
+    running: dict[str, Gpu] = {}
+
+    def machine(capability: int = 90, **switches: str) -> Gpu:
+        key = repr((capability, sorted(switches.items())))
+        if key not in running:
+            log = tmp_path_factory.mktemp("gpu") / "log"
+            running[key] = Gpu(driver, log, capability, **switches)
+        running[key].calls()
+        return running[key]
+
+    yield machine
+    for gpu in running.values():
+        gpu.close()
+
+
+def rmsnorm(gpu: Gpu, rows: int = 4, d: int = 4096, axes: Call = AXES, **change: Any) -> list[Call]:
+    """The driver calls of rmsnorm on contiguous bf16 tensors, but for what is changed."""
+    arguments = {
+        "out": Tensor(OUT, (rows, d), str(axes["out"])),
+        "input": Tensor(X, (rows, d), "bf16"),
+        "residual": Tensor(R, (rows, d), "bf16") if axes["residual"] else None,
+        "weight": Tensor(W, (d,), "bf16"),
+        "scale": Tensor(SCALE, (1,), "f32") if axes["out"] in ("e4m3", "e5m2") else None,
+        "eps": 1e-6,
+        "weight_bias": 0.0,
+        "enable_pdl": None,
+    }
+    options = {name: change.pop(name) for name in ("stream", "arch", "device", "shared_bytes") if name in change}
+    assert set(change) <= set(arguments)
+    return gpu.call("rmsnorm", axes, *(arguments | change).values(), **options)
+
+
+def launch(gpu: Gpu, **change: Any) -> Call:
+    (one,) = launches(rmsnorm(gpu, **change))
+    return one
+
+
+def entry(one: Call, axes: Call = AXES) -> Entry:
+    """The declaration of what was launched."""
+    unit = launcher("rmsnorm").op.spec(Target("cuda", "90a"), axes).unit()
+    assert unit
+    return next(e for e in unit.entries if e.name == one["name"])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 130])
+@pytest.mark.parametrize("d", [8, 64, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 7, 111, 4100])
+def test_the_launch_covers_every_row(start: Start, rows: int, d: int) -> None:
+    one = launch(start(), rows=rows, d=d)
+    chosen = entry(one)
+    rows_a_block, vector, count, largest = chosen.config
+    assert one["grid"] == [-(-rows // rows_a_block), 1, 1]
+    assert one["block"][1:] == [1, 1] and one["block"][0] <= chosen.threads and one["block"][0] % 32 == 0
+    assert d <= largest and d % vector == 0
+    in_one_pass = rows_a_block * largest <= chosen.threads * vector * count
+    assert not in_one_pass or one["block"][0] * vector * count >= rows_a_block * d
+    assert vector == 8 if d % 8 == 0 else vector == 1, "16 bytes a load wherever that is legal"
+    assert parameters(one, "RmsnormParams")["rows"] == rows
+    assert launch(start(), rows=1, d=d)["name"] == one["name"], "the sum of a row is taken alike in every batch"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"input": Tensor(X + 2, (4, 4096), "bf16")},
+        {"input": Tensor(X, (4, 4096), "bf16", (4097, 1))},
+        {"out": Tensor(OUT + 8, (4, 4096), "bf16")},
+        {"out": Tensor(OUT, (4, 4096), "bf16", (4100, 1))},
+        {"weight": Tensor(W + 4, (4096,), "bf16")},
+        {"residual": Tensor(R + 2, (4, 4096), "bf16")},
+        {"residual": Tensor(R, (4, 4096), "bf16", (4097, 1))},
+    ],
+)
+def test_an_unaligned_tensor_gets_no_vector_loads(start: Start, change: Call) -> None:
+    axes = AXES | {"residual": True}
+    assert entry(launch(start(), axes=axes), axes).config[1] == 8
+    one = launch(start(), axes=axes, **change)
+    vector = entry(one, axes).config[1]
+    tensor = next(iter(change.values()))
+    bytes_a_load = 2 * vector
+    assert tensor.address % bytes_a_load == 0
+    assert tensor.strides is None or tensor.strides[0] * 2 % bytes_a_load == 0
+
+
+def test_an_offset_of_one_row_keeps_vector_loads(start: Start) -> None:
+    one = launch(start(), input=Tensor(X + 2 * 4096, (4, 4096), "bf16", (8192, 1)))
+    assert entry(one).config[1] == 8
+
+
+def test_parameters(start: Start) -> None:
+    axes = {"dtype": "bf16", "out": "e4m3", "residual": True}
+    one = launch(
+        start(),
+        rows=6,
+        d=256,
+        axes=axes,
+        out=Tensor(OUT, (6, 256), "e4m3", (512, 1)),
+        input=Tensor(X, (6, 256), "bf16", (264, 1)),
+        residual=Tensor(R, (6, 256), "bf16", (300, 1)),
+        eps=0.5,
+        weight_bias=1.0,
+    )
+    p = parameters(one, "RmsnormParams")
+    assert (p["out"], p["input"], p["residual"], p["weight"], p["scale"]) == (OUT, X, R, W, SCALE)
+    assert (p["out_row"], p["input_row"], p["residual_row"]) == (512, 264, 300)
+    assert (p["rows"], p["d"], p["eps"], p["weight_bias"]) == (6, 256, 0.5, 1.0)
+
+
+def test_parameters_of_heads(start: Start) -> None:
+    """[n, heads, d]: a row of the kernel is one head."""
+    shape = (5, 3, 128)
+    one = launch(
+        start(), out=Tensor(OUT, shape, "bf16"), input=Tensor(X, shape, "bf16", (1024, 256, 1)), d=128, rows=5
+    )
+    p = parameters(one, "RmsnormParams")
+    assert (p["rows"], p["d"], p["heads"]["value"]) == (15, 128, 3)
+    assert (p["input_row"], p["input_head"], p["out_row"], p["out_head"]) == (1024, 256, 384, 128)
+    assert (p["residual"], p["scale"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "asked", "pdl"),
+    [(90, None, True), (90, True, True), (90, False, False), (80, None, False), (80, True, False)],
+)
+def test_programmatic_dependent_launch(start: Start, capability: int, asked: bool | None, pdl: bool) -> None:
+    assert launch(start(capability), enable_pdl=asked)["pdl"] is pdl
+
+
+def test_the_stream_and_the_device_of_the_tensors(start: Start) -> None:
+    gpu = start()
+    assert launch(gpu, stream=0x5EED)["stream"] == 0x5EED
+    elsewhere = {
+        "out": Tensor(OUT, (4, 4096), "bf16", device=1),
+        "input": Tensor(X, (4, 4096), "bf16", device=1),
+        "weight": Tensor(W, (4096,), "bf16", device=1),
+    }
+    one = launch(gpu, stream=0x77, **elsewhere)
+    assert (one["device"], one["stream"]) == (1, 0x77), "a kernel bound on one device serves all of its kind"
+    assert launch(gpu)["device"] == 0, "and the device is current for the launch only"
+
+
+@pytest.mark.parametrize(("rows", "d"), [(0, 4096), (4, 0)])
+def test_nothing_is_launched_for_nothing(start: Start, rows: int, d: int) -> None:
+    assert launches(rmsnorm(start(), rows=rows, d=d)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"weight": Tensor(W, (4096,), "bf16", device=1)}, ValueError, r"weight must be on .*cuda:0.*; got cuda:1"),
+        ({"out": Tensor(OUT, (4, 4096), "bf16", device_type=CPU)}, ValueError, r"out must be on .*cuda:0.*; got cpu"),
+        ({"weight": Tensor(W, (4095,), "bf16")}, ValueError, r"weight must have shape .*4096.*got \[4095\]"),
+        ({"weight": Tensor(W, (4096,), "f16")}, TypeError, r"weight must .*bfloat16; got float16"),
+        ({"input": Tensor(X, (4, 4096), "bf16", (1, 4))}, ValueError, r"input must be contiguous in its last"),
+        ({"out": None}, TypeError, "out must be a tensor"),
+        ({"eps": None}, TypeError, "eps must be a number"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_the_launch(
+    start: Start, change: Call, error: type[Exception], words: str
+) -> None:
+    gpu = start()
+    with pytest.raises(error, match=f"^rmsnorm: {words}"):
+        rmsnorm(gpu, **change)
+    assert launches(gpu.calls()) == []
+
+
+def test_a_failed_launch_names_what_was_launched(start: Start) -> None:
+    with pytest.raises(RuntimeError) as error:
+        rmsnorm(start(FI_MOCK_REFUSE="cuLaunchKernelEx"), d=128)
+    spec = "rmsnorm_dtype_bf16_out_bf16_residual_False_cuda_sm_90a"
+    for word in ("rmsnorm: launch failed: CUDA_ERROR_LAUNCH_FAILED (unspecified launch failure)", spec, "grid (", "pdl"):
+        assert word in str(error.value)
+
+
+def test_more_shared_memory_is_asked_for_once_for_each_device(start: Start) -> None:
+    gpu = start()
+
+    def attributes(device: int) -> list[Call]:
+        tensors = {name: Tensor(X, (4, 4096), "bf16", device=device) for name in ("out", "input")}
+        calls = rmsnorm(gpu, shared_bytes=100_000, weight=Tensor(W, (4096,), "bf16", device=device), **tensors)
+        (one,) = launches(calls)
+        assert one["shared_bytes"] == 100_000 and one["device"] == device
+        return [{"value": c["value"], "device": c["device"]} for c in calls if c["call"] == "attribute"]
+
+    assert attributes(0) == [{"value": 100_000, "device": 0}]
+    assert attributes(0) == []
+    assert attributes(1) == [{"value": 100_000, "device": 1}]
+    with pytest.raises(RuntimeError, match="cuKernelSetAttribute: CUDA_ERROR_INVALID_VALUE"):
+        rmsnorm(gpu, shared_bytes=300_000)
+
+
+def image_of(arch: str) -> Artifact:
+    _, image = sources.artifacts(launcher("rmsnorm").op.spec(Target("cuda", arch), AXES))
+    return image
+
+
+def provider(folder: Path, image: Artifact, content: bytes) -> Path:
+    """A prebuilt package of one device binary."""
+    folder.mkdir()
+    (folder / "one.cubin").write_bytes(content)
+    entry = {"closure": sources.closure(image), "sha256": hashlib.sha256(content).hexdigest(), "file": "one.cubin"}
+    head = {"version": fi_core.__version__, "schema": compiler.SCHEMA, "abi": compiler.FFI_ABI}
+    (folder / "index.json").write_text(json.dumps(head | {"artifacts": {image.id: entry}}))
+    return folder
+
+
+@pytest.mark.parametrize("content", ["of another architecture", "no device binary", "without the entries"])
+def test_a_prebuilt_image_that_the_driver_refuses(start: Start, tmp_path: Path, content: str) -> None:
+    """One line says so, and the next place serves."""
+    if content == "of another architecture":
+        binary, reason = built(image_of("80")).path.read_bytes(), "CUDA_ERROR_NO_BINARY_FOR_GPU"
+    elif content == "no device binary":
+        binary, reason = b"\x7fELF" + bytes(60), "CUDA_ERROR_INVALID_IMAGE"
+    else:
+        binary = built(image_of("90a")).path.read_bytes().replace(b"rmsnorm_scalar", b"rmsnorm_sculpt")
+        assert b"rmsnorm_sculpt" in binary
+        reason = "CUDA_ERROR_NOT_FOUND"
+    package = provider(tmp_path / "package", image_of("90a"), binary)
+    gpu = start(90, FI_CUBIN_DIR=str(package))
+    origin = gpu.bind("rmsnorm", AXES)["cubin"]
+    assert origin[1] in ("store", "jit")
+    (line,) = [text for text in gpu.messages() if text.startswith("FI_CUBIN_DIR skipped")]
+    assert image_of("90a").id in line and reason in line
+    assert launch(gpu)["device"] == 0
+
+
+def test_an_image_built_here_that_the_driver_refuses(start: Start) -> None:
+    with pytest.raises(RuntimeError) as error:
+        rmsnorm(start(FI_MOCK_REFUSE="cuLibraryLoadData"))
+    for word in (image_of("90a").id, "cuLibraryLoadData", "CUDA_ERROR_INVALID_IMAGE (device kernel image is invalid)"):
+        assert word in str(error.value)
+
+
+def test_a_prebuilt_image_of_an_older_target_serves(start: Start, tmp_path: Path) -> None:
+    """An sm_86 card runs what was built for sm_80, and compiles nothing: FI_JIT=off."""
+    built_before = [built(a) for a in sources.artifacts(launcher("rmsnorm").op.spec(Target("cuda", "80"), AXES))]
+    package = provider(tmp_path / "package", image_of("80"), built_before[1].path.read_bytes())
+    gpu = start(86, FI_CUBIN_DIR=str(package), FI_JIT="off")
+    assert gpu.bind("rmsnorm", AXES)["cubin"] == (package / "one.cubin", "FI_CUBIN_DIR")
+    assert launch(gpu)["pdl"] is False
+    with pytest.raises(MissingKernelError, match="rmsnorm_dtype_bf16_out_bf16_residual_False_cuda_sm_90a"):
+        start(90, FI_CUBIN_DIR=str(package), FI_JIT="off", FI_CACHE_DIR=str(tmp_path / "empty")).bind("rmsnorm", AXES)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (None, "libcuda.so.1 not found: install the NVIDIA driver, or use CPU tensors"),
+        (
+            'extern "C" { int cuInit(unsigned) { return 0; } int cuGetExportTable(...) { return 500; } }',
+            "libcuda.so.1 has no cuLibraryLoadData: the driver must be for CUDA 12.0 or later",
+        ),
+    ],
+)
+def test_no_driver_or_one_too_old(tmp_path: Path, code: str | None, words: str) -> None:
+    for artifact in sources.artifacts(launcher("rmsnorm").op.spec(Target("cuda", "90a"), AXES)):
+        built(artifact)
+    (tmp_path / "libcuda.so.1").write_bytes(b"not a library")
+    if code:
+        (tmp_path / "old.cc").write_text(code)
+        line = ["c++", "-shared", "-fPIC", str(tmp_path / "old.cc"), "-o", str(tmp_path / "libcuda.so.1")]
+        subprocess.run(line, check=True)
+    gpu = Gpu(tmp_path, tmp_path / "log")
+    with pytest.raises(RuntimeError, match=words):
+        gpu.bind("rmsnorm", AXES)
+    gpu.close()
+
+
+def specs(name: str) -> list[Spec]:
+    """One prebuilt spec of every implementation and axes of an op, for the first architecture that takes it."""
+    op, found = ops()[name], {}
+    for target in (t for t in targets() if t.kind == "cuda"):
+        for axes in op.grid():
+            for impl, why in op.explain(target, axes).items():
+                if not why:
+                    found.setdefault((impl, *axes.values()), op.spec(target, axes, impl))
+    return list(found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [spec for name in ops() for spec in specs(name)], ids=lambda spec: spec.name)
+def test_every_kernel_binds(start: Start, spec: Spec) -> None:
+    """The launcher loads, the image has every declared entry, compiled for the declared threads."""
+    assert cuda_target(*divmod(spec.target.capability, 10)) == spec.target
+    gpu = start(spec.target.capability)
+    gpu.bind(spec.op.name, dict(spec.axes), impl=spec.impl)
+    calls = gpu.calls()
+    assert [c["capability"] for c in calls if c["call"] == "load"] == [spec.target.capability]
+    unit = spec.unit()
+    assert unit
+    found = {c["name"]: c["max_threads"] for c in calls if c["call"] == "kernel"}
+    assert found == {entry.name: entry.threads for entry in unit.entries}
+
+
+@pytest.mark.slow
+def test_parameter_structs_have_one_size_on_both_sides(start: Start, tmp_path: Path) -> None:
+    """What g++ makes of each parameter struct, and what the device code reads: an odd member would shift the rest."""
+    device: dict[tuple[str, str], int] = {}
+    for name, op in ops().items():
+        spec = specs(name)[0]
+        unit = spec.unit()
+        assert unit
+        gpu = start(spec.target.capability)
+        gpu.bind(name, dict(spec.axes), impl=spec.impl, device=1)
+        (size,) = {c["parameter_bytes"] for c in gpu.calls() if c["call"] == "kernel"}
+        device[(f"fi/{op.family}/{name}.h", unit.params)] = size
+    lines = [f'#include "{header}"\n' for header, _ in device] + ["#include <cstdio>\nint main() {\n"]
+    lines += [f'  printf("%zu\\n", sizeof(fi::{params}));\n' for _, params in device]
+    unit_path, program = tmp_path / "sizes.cc", tmp_path / "sizes"
+    unit_path.write_text("".join(lines) + "}\n")
+    subprocess.run(["c++", "-std=c++17", f"-I{INCLUDE}", str(unit_path), "-o", str(program)], check=True)
+    sizes = subprocess.run([program], check=True, capture_output=True, text=True).stdout.split()
+    assert dict(zip(device, map(int, sizes))) == device

@@ -1,0 +1,184 @@
+"""The binary wheels at work where there is no compiler: with both, one or none of them, and when they do not fit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clean_site import HERE, ROOT, Site, open_folder
+
+from fi_core.spec.target import PREBUILT_ARCHS, Target
+
+pytestmark = pytest.mark.slow
+
+BOTH = ("fi_cubin", "fi_jit_cache")
+OP = "get_seq_lens"  # small: one axis-free kernel, both on the CPU and on CUDA
+HOST, DEVICE = "fi-jit-cache", "fi-cubin"
+NOWHERE = "nowhere: FI_JIT=off forbids to compile it"
+
+
+def test_every_cpu_op_runs(site: Callable[..., Site]) -> None:
+    """The tests of the ops pass on prebuilt modules alone; witness.py holds that no other module was used."""
+    done = site(*BOTH).run(
+        *(
+            "-m",
+            "pytest",
+            "-q",
+            "-m",
+            "not gpu",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "witness",
+            "-o",
+            f"pythonpath={ROOT}/tests",
+        ),
+        *(f"--basetemp={site(*BOTH).folder}/never", ROOT / "tests" / "families"),
+        PYTHONPATH=str(HERE),
+        FI_JIT="off",
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr
+    assert "witness" not in done.stdout
+
+
+@pytest.mark.parametrize("arch", PREBUILT_ARCHS)
+def test_every_kernel_binds_and_nothing_is_compiled(arch: str, site: Callable[..., Site], mock_driver: Path) -> None:
+    """Every CPU module, and every launcher with each of its device binaries, on a GPU that is only played."""
+    target = Target("cuda", arch)
+    found = site(*BOTH).probe(
+        LD_LIBRARY_PATH=str(mock_driver),
+        FI_CUDA_ARCH_LIST=f"{target.capability / 10}{arch.lstrip('0123456789')}",
+        FI_MOCK_CAPABILITY=str(target.capability),
+    )
+    assert Path(found["from"]).is_relative_to(site(*BOTH).folder)
+    expected = {"cpu": {"host": HOST}, str(target): {"host": HOST, "cubin": DEVICE}}
+    strange = {n: o for n, o in found["kernels"].items() if expected["cpu" if n.endswith("_cpu") else str(target)] != o}
+    assert strange == {}
+    assert {name.endswith("_cpu") for name in found["kernels"]} == {True, False}
+    assert found["events"] == []
+    assert found["log"] == []
+
+
+@pytest.mark.parametrize(
+    ("companions", "host", "device"),
+    [
+        ((), "", ""),
+        (("fi_cubin",), "", DEVICE),
+        (("fi_jit_cache",), HOST, ""),
+        (BOTH, HOST, DEVICE),
+    ],
+    ids=["neither", "only fi-cubin", "only fi-jit-cache", "both"],
+)
+def test_with_some_of_the_wheels(
+    companions: tuple[str, ...], host: str, device: str, site: Callable[..., Site], mock_driver: Path
+) -> None:
+    """What is there is used, what is missing is named; `fi-core why` tells the difference beforehand."""
+    here, places = site(*companions), {"LD_LIBRARY_PATH": str(mock_driver), "FI_JIT": "off"}
+    why = {target: here.why(OP, "--target", target, **places) for target in ("cpu", "sm_90a")}
+    assert why["cpu"] == {"cpu": host or NOWHERE}
+    assert why["sm_90a"] == {"cuda": host or NOWHERE, "cubin": device or NOWHERE}
+    kernels = here.probe(OP, FI_CUDA_ARCH_LIST="9.0a", **places)["kernels"]
+    for name, expected in (
+        (f"{OP}_cpu", {"host": host}),
+        (f"{OP}_cuda_sm_90a", {"host": host, "cubin": device}),
+    ):
+        if all(expected.values()):
+            assert kernels[name] == expected
+        else:
+            assert re.match(f"MissingKernelError: kernel '{OP}_c\\w+' is not prebuilt", kernels[name])
+            assert 'pip install "fi-core[prebuilt]"' in kernels[name]
+
+
+@pytest.mark.parametrize(("companions", "package"), [((), HOST), (("fi_jit_cache",), DEVICE)])
+def test_without_a_compiler_the_message_says_what_to_install(
+    companions: tuple[str, ...], package: str, site: Callable[..., Site], mock_driver: Path
+) -> None:
+    """FI_JIT=on, no compiler, not prebuilt: the error names the package that would serve."""
+    kernels = site(*companions).probe(OP, LD_LIBRARY_PATH=str(mock_driver), FI_CUDA_ARCH_LIST="9.0a")["kernels"]
+    text = kernels[f"{OP}_cuda_sm_90a" if companions else f"{OP}_cpu"]
+    assert text.startswith("CompileError") and f"pip install {package}" in text
+
+
+def forge(here: Site, package: str, artifact: str, content: bytes) -> None:
+    """Replaces a file and its digest in the index: what a broken build would ship."""
+    data = here.packages / package / "data"
+    index = json.loads((data / "index.json").read_text())
+    (key,) = (key for key in index["artifacts"] if key.endswith(f"/{artifact}"))
+    (data / index["artifacts"][key]["file"]).write_bytes(content)
+    index["artifacts"][key]["sha256"] = hashlib.sha256(content).hexdigest()
+    (data / "index.json").write_text(json.dumps(index))
+
+
+def say(here: Site, **values: Any) -> None:
+    """Changes the head of fi-jit-cache's index."""
+    path = here.packages / "fi_jit_cache" / "data" / "index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def module(here: Site) -> Path:
+    (path,) = (here.packages / "fi_jit_cache" / "data").glob(f"*/{OP}_cpu.so")
+    return path
+
+
+def edit_header(here: Site) -> None:
+    with open(here.packages / "fi_kernels" / "include" / "fi" / "host" / "tensor.h", "a") as header:
+        header.write("// changed\n")
+
+
+def flip_byte(here: Site) -> None:
+    content = bytearray(module(here).read_bytes())
+    content[len(content) // 2] ^= 1
+    module(here).write_bytes(content)
+
+
+UNFIT: dict[str, tuple[Callable[[Site], object], str]] = {
+    "sources": (edit_header, "was built from other sources"),
+    "digest": (flip_byte, "does not match its digest"),
+    "file": (lambda here: module(here).unlink(), "No such file"),
+    "format": (lambda here: forge(here, "fi_jit_cache", f"{OP}_cpu", b"not a module"), f"{OP}_cpu: "),
+    "abi": (lambda here: say(here, abi="tvm-ffi-9"), "built for tvm-ffi-9"),
+    "schema": (lambda here: say(here, schema=99), "schema 99"),
+    "version": (lambda here: say(here, version="0.0.9"), "its version 0.0.9 is not that of fi-core"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_what_does_not_fit_is_passed_over(case: str, site: Callable[..., Site]) -> None:
+    """One reason in the log; then the next place serves: here the JIT, or an error where nothing may be compiled."""
+    damage, reason = UNFIT[case]
+    with open_folder("fi-unfit-") as folder:
+        here = site("fi_jit_cache").copy(folder / "site")
+        damage(here)
+        refused = here.probe(f"{OP}_cpu", FI_JIT="off")
+        (folder / "store").mkdir()
+        (folder / "store").chmod(0o777)
+        served = here.probe(f"{OP}_cpu", PATH=os.environ["PATH"], FI_CACHE_DIR=str(folder / "store"))
+    assert refused["kernels"][f"{OP}_cpu"].startswith("MissingKernelError")
+    assert served["kernels"] == {f"{OP}_cpu": {"host": "jit"}}
+    for found in (refused, served):
+        (line,) = (line for line in found["log"] if "skipped" in line)
+        assert f"{HOST} skipped: " in line and reason in line
+
+
+def test_an_image_that_the_driver_refuses_is_passed_over(site: Callable[..., Site], mock_driver: Path) -> None:
+    with open_folder("fi-unfit-") as folder:
+        here = site(*BOTH).copy(folder / "site")
+        forge(here, "fi_cubin", f"{OP}_cuda_sm_90a", b"not an image")
+        found = here.probe(f"{OP}_cuda_sm_90a", FI_JIT="off", LD_LIBRARY_PATH=str(mock_driver))
+    assert found["kernels"][f"{OP}_cuda_sm_90a"].startswith("MissingKernelError")
+    (line,) = (line for line in found["log"] if "skipped" in line)
+    assert f"{DEVICE} skipped: " in line and "CUDA_ERROR_INVALID_IMAGE" in line
+
+
+def test_other_targets(site: Callable[..., Site], mock_driver: Path) -> None:
+    """A later minor of a major takes the image of the earlier one; an "a" image serves its own capability only."""
+    places = {"LD_LIBRARY_PATH": str(mock_driver), "FI_JIT": "off"}
+    kernels = site(*BOTH).probe(f"{OP}_cuda", FI_CUDA_ARCH_LIST="8.7", FI_MOCK_CAPABILITY="87", **places)["kernels"]
+    assert kernels == {f"{OP}_cuda_sm_87": {"host": HOST, "cubin": DEVICE}}
+    assert site(*BOTH).why(OP, "--target", "sm_103a", **places) == {"cuda": HOST, "cubin": NOWHERE}

@@ -158,10 +158,11 @@ def wheels(session: nox.Session) -> None:
     session.install(*(name for name in CORE["dependencies"] if not name.startswith(("fi-", "torch"))))
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
-    epoch = os.environ.get("SOURCE_DATE_EPOCH", "1700000000")  # the same bytes from the same sources
+    session.env.setdefault("SOURCE_DATE_EPOCH", "1700000000")  # the same bytes from the same sources
     for name in PACKAGES:
-        build = ["python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(dist), f"packages/{name}"]
-        session.run(*build, env={"SOURCE_DATE_EPOCH": epoch})
+        session.run("python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(dist), f"packages/{name}")
+    sizes = {wheel.name: wheel.stat().st_size / 1e6 for wheel in sorted(dist.glob("*.whl"))}
+    session.log("\n".join(f"{size:6.2f} MB  {name}" for name, size in {**sizes, "together": sum(sizes.values())}.items()))
     session.install("--no-deps", "--force-reinstall", *map(str, sorted(dist.glob("*.whl"))))
     session.install("--find-links", str(dist), *PACKAGES)  # what the wheels ask for and is not here yet
     session.run("python", "-m", "pip", "check")

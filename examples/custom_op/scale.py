@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from fi_core.spec.op import Entry
 HERE = Path(__file__).parent
 
 
-def make(device: str) -> torch.types.Any:
+def make(device: str) -> Callable[..., None]:
     """The function `scale(out, x, a)` for tensors on a device."""
     if device == "cpu":
         return gen_jit_spec("scale_on_cpu", [HERE / "scale.cc"]).bind()

@@ -112,6 +112,18 @@ def test_doctor_on_tvm_ffi(version: str, fits: bool, cli: Cli, monkeypatch: pyte
     assert (level, mend) == (("ok", "") if fits else ("FAIL", "pip install 'apache-tvm-ffi>=0.1.9,<0.2'"))
 
 
+@pytest.mark.parametrize("name", ["fi_kernels", "jinja2", "filelock", "ninja"])
+def test_doctor_on_what_fi_core_stands_on(name: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing package is named; what cannot be asked without it is not asked."""
+    find = doctor.importlib.util.find_spec
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda n, *rest: None if n == name else find(n, *rest))
+    found = levels(cli, code=1)
+    level, _, mend = found[name.replace("_", "-")]
+    pin = f"=={fi_core.__version__}" if name == "fi_kernels" else ""
+    assert (level, mend) == ("FAIL", f"pip install {name.replace('_', '-')}{pin}")
+    assert ("host modules" in found) == (name == "ninja")
+
+
 def test_doctor_asks_for_what_the_package_declares() -> None:
     text = (Path(__file__).parents[2] / "packages" / "fi-core" / "pyproject.toml").read_text()
     (declared,) = re.findall(r"^dependencies = \[(.*)\]", text, re.MULTILINE)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from families.harness import assert_close, assert_guards, guarded, impls, rand, strided, using
 
 import fi_core
+from families.harness import assert_close, assert_guards, guarded, impls, rand, strided, using
 from fi_core.cascade import _merge_state_in_place_reference, _merge_state_reference, _merge_states_reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

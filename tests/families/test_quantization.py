@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from families.harness import impls, using
 
 import fi_core
+from families.harness import impls, using
 from fi_core.quantization import _packbits_reference, _segment_packbits_reference
 
 SIZES = [0, 1, 7, 8, 9, 15, 16, 17, 31, 64, 1000, 16384, 70003]
@@ -96,7 +96,12 @@ def test_segments_may_start_behind_the_first_element(device: str) -> None:
 @pytest.mark.parametrize(
     ("x", "bitorder", "error", "words"),
     [
-        (torch.ones(8, dtype=torch.bool), "middle", ValueError, 'bitorder: "big" or "little" is required; got \'middle\''),
+        (
+            torch.ones(8, dtype=torch.bool),
+            "middle",
+            ValueError,
+            'bitorder: "big" or "little" is required; got \'middle\'',
+        ),
         (torch.ones(8), "big", TypeError, "x must be bool or uint8; got float32"),
         (torch.ones(8, dtype=torch.int8), "big", TypeError, "x must be bool or uint8; got int8"),
     ],

@@ -89,8 +89,7 @@ def test_rope_quantize(shape: tuple[Any, ...], is_neox: bool, fp8: torch.dtype, 
                         for n, x in parts.items()
                         if x is not None
                     }
-                    again = function(**inputs, cos_sin_cache=table, pos_ids=pos_ids, is_neox=is_neox, quantize_dtype=fp8,
-                                     quant_scale_q=1.5, quant_scale_kv=0.75, **outs, enable_pdl=True)  # fmt: skip
+                    again = function(*inputs.values(), table, pos_ids, is_neox, fp8, *scales, **outs, enable_pdl=True)
                     for name, x, y in zip(parts, got, again):
                         assert torch.equal(x.float(), y.float())
                         if f"{name}_out" in outs:
@@ -200,10 +199,10 @@ def test_append(shape: tuple[Any, ...], layout: str, device: str) -> None:
                 for t, d in zip((pages.indices, pages.indptr, pages.batch, pages.positions), (index, other) * 2)
             ]
             with using("rope_quantize", impl):
+                inputs = [x if x is None else strided(x) for x in (*parts.values(), v)]
                 q_rope, q_nope = rope.rope_quantize_fp8_append_paged_kv_cache(
-                    *(x if x is None else strided(x) for x in (*parts.values(), v)), table, pos_ids, pages.caches, *tables,
-                    is_neox, None, *scales, page_size, layout,
-                )  # fmt: skip
+                    *inputs, table, pos_ids, pages.caches, *tables, is_neox, None, *scales, page_size, layout
+                )
             want = expected(parts, table, pos_ids, is_neox, scales)
             assert_rounded(q_rope, want["q_rope"])
             assert q_nope.shape[-1] == 0 if shape[3] is None else assert_rounded(q_nope, want["q_nope"]) is None

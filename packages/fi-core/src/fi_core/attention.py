@@ -30,12 +30,9 @@ def _single_attention_unit(axes: Axes) -> Unit:
     if q.short in _MULTIPLY:
         multiply = DTYPES[_MULTIPLY[q.short]].device
         entries.append(Entry("attend_tiles", f"attend_tiles<{multiply}, {types}>", 128, (0, 512, 1, 64), _TILE_BYTES))
-    for lanes, slices in ((8, 1), (16, 1), (32, 1)):
-        largest = lanes * slices * 8
-        body = f"attend_rows<{types}, true, {lanes}, {slices}, {_ROWS}>"
-        entries.append(Entry(f"attend_rows_{largest}", body, 128, (1, largest, 1, _ROWS)))
-    body = f"attend_rows<{types}, false, 32, 2, {_ROWS}>"
-    entries.append(Entry("attend_rows_scalar", body, 128, (1, 512, 0, _ROWS)))
+    for name, aligned, slices, rows in (("attend_rows", "true", 1, _ROWS), ("attend_row", "false", 2, 1)):
+        body, config = f"attend_rows<{types}, {aligned}, {slices}, {rows}>", (1, 256 * slices, 2 - slices, rows)
+        entries.append(Entry(name, body, 128, config))
     entries.append(Entry("combine_chunks", "combine_chunks", 128, (2, 512, 0, 1)))
     return Unit("fi/attention/single_attention.cuh", "SingleAttentionParams", tuple(entries))
 

@@ -76,7 +76,7 @@ def _merge_state_reference(v_a, s_a, v_b, s_b):  # type: ignore[no-untyped-def]
     return v, top + total.squeeze(-1).log2()
 
 
-_MERGE_AXES = {"n": Var(), "num_heads": Const(abbrev="h"), "head_dim": Const(abbrev="d")}
+_MERGE_AXES: dict[str, Var | Const] = {"n": Var(), "num_heads": Const(abbrev="h"), "head_dim": Const(abbrev="d")}
 
 
 @fi_api(
@@ -104,7 +104,7 @@ def merge_state(
 
     v_a, v_b: `[n, num_heads, head_dim]` attention outputs, fp16, bf16 or fp32, any head_dim; strides are free but for
     the last dimension. s_a, s_b: `[n, num_heads]`, log-sum-exp of the scaled logits in base 2, any strides; other float
-    types than fp32 are copied to fp32. Arithmetic in fp32 (arXiv:2402.05099; FlashInfer, arXiv:2501.01005, section 2.2).
+    types than fp32 are copied to fp32. Arithmetic in fp32 (arXiv:2402.05099; arXiv:2501.01005, section 2.2).
 
     A state with s = -inf (no keys) leaves the other unchanged, whatever its v is; two of them give v = 0, s = -inf. NaN
     or +inf in s gives NaN in that row and head only.
@@ -192,8 +192,8 @@ def _merge_states_reference(v, s):  # type: ignore[no-untyped-def]
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`merge_state` of any number of states: v `[n, num_states, num_heads, head_dim]`, s `[n, num_states, num_heads]`.
 
-    Types, strides, special values and errors are those of `merge_state`. One state is copied; none give v = 0, s = -inf.
-    The order of summation depends on num_states and head_dim, not on n.
+    Types, strides, special values and errors are those of `merge_state`. One state is copied; none give v = 0 and
+    s = -inf. The order of summation depends on num_states and head_dim, not on n.
 
     Returns (v `[n, num_heads, head_dim]`, s `[n, num_heads]` fp32).
     """

@@ -230,7 +230,9 @@ class Env:
     )
 
     # Checks and choices
-    check = Variable[bool](BOOL, False, "call", "Check contents too: page indices, index pointers, ids (synchronises).")
+    check = Variable[bool](
+        BOOL, False, "import", "Check contents too: page indices, index pointers, ids (synchronises)."
+    )
     allow_experimental_auto_backends = Variable[bool](
         BOOL, False, "call", 'Let backend="auto" choose implementations marked experimental.'
     )

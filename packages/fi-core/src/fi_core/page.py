@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from fi_core.env import env
@@ -108,12 +109,18 @@ def check_append(
     batch, position, page, start = (x.cpu().long() for x in (batch_indices, positions, kv_indices, kv_indptr))
     steps = start.diff()
     if (i := _first(torch.cat((start[:1], steps)) < 0)) is not None:
-        raise ValueError(f"kv_indptr: must rise from 0 or more; got {start[i].item()} at {i} after {start[:i].tolist()[-1:]}")
+        raise ValueError(
+            f"kv_indptr: must rise from 0 or more; got {start[i].item()} at {i} after {start[:i].tolist()[-1:]}"
+        )
     if start[-1] > page.numel():
-        raise ValueError(f"kv_indices: kv_indptr ends at {start[-1].item()}, so as many are required; got {page.numel()}")
+        raise ValueError(
+            f"kv_indices: kv_indptr ends at {start[-1].item()}, so as many are required; got {page.numel()}"
+        )
     used = page[start[0] : start[-1]]
     if (i := _first((used < 0) | (used >= num_pages))) is not None:
-        raise ValueError(f"kv_indices: the cache has pages 0 to {num_pages - 1}; got {used[i].item()} at {i + int(start[0])}")
+        raise ValueError(
+            f"kv_indices: the cache has pages 0 to {num_pages - 1}; got {used[i].item()} at {i + int(start[0])}"
+        )
     live = batch >= 0
     if (i := _first(live & (batch >= steps.numel()))) is not None:
         raise ValueError(f"batch_indices: kv_indptr has {steps.numel()} requests; got {batch[i].item()} at {i}")
@@ -122,7 +129,8 @@ def check_append(
     room = steps[batch.clamp(min=0)] * page_size
     if (i := _first(live & ((position < 0) | (position >= room)))) is not None:
         raise ValueError(
-            f"positions: request {batch[i].item()} has room for {room[i].item()} tokens; got {position[i].item()} at {i}"
+            f"positions: request {batch[i].item()} has room for {room[i].item()} tokens; "
+            f"got {position[i].item()} at {i}"
         )
 
 
@@ -132,9 +140,9 @@ def _paged(layout: str, part: str, dim: str) -> Tensor:
     return Tensor(["num_pages", *tokens, dim], param="paged_kv_cache", tuple_idx=index)
 
 
-def _append_reference(
+def _append_reference(  # type: ignore[no-untyped-def]
     append_key, append_value, k_cache, v_cache, batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len
-):  # type: ignore[no-untyped-def]
+):
     for row in (batch_indices >= 0).nonzero().flatten().tolist():
         page, slot = divmod(int(positions[row]), k_cache.shape[1])
         page = kv_indices[kv_indptr[batch_indices[row]] + page]
@@ -143,9 +151,9 @@ def _append_reference(
     return k_cache, v_cache
 
 
-def _append_head_major_reference(
+def _append_head_major_reference(  # type: ignore[no-untyped-def]
     append_key, append_value, k_cache, v_cache, batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len
-):  # type: ignore[no-untyped-def]
+):
     for row in (batch_indices >= 0).nonzero().flatten().tolist():
         page, slot = divmod(int(positions[row]), k_cache.shape[2])
         page = kv_indices[kv_indptr[batch_indices[row]] + page]
@@ -161,7 +169,9 @@ _TABLE = {
     "kv_indptr": Tensor(["batch_size_plus_1"]),
     "kv_last_page_len": Tensor(["batch_size"]),
 }
-_TABLE_AXES = {"nnz": Var(), "num_pages": Var(), "num_indices": Var(), "batch_size_plus_1": Var(), "batch_size": Var()}
+_TABLE_AXES: dict[str, Var | Const] = {
+    axis: Var() for axis in ("nnz", "num_pages", "num_indices", "batch_size_plus_1", "batch_size")
+}
 
 
 def _append_template(layout: str) -> TraceTemplate:
@@ -182,8 +192,12 @@ def _append_template(layout: str) -> TraceTemplate:
             **_TABLE,
         },
         outputs={
-            "k_cache": Tensor(caches["k_cache"].dim_names, param="paged_kv_cache", tuple_idx=0, dtype_from="append_key"),
-            "v_cache": Tensor(caches["v_cache"].dim_names, param="paged_kv_cache", tuple_idx=1, dtype_from="append_value"),
+            "k_cache": Tensor(
+                caches["k_cache"].dim_names, param="paged_kv_cache", tuple_idx=0, dtype_from="append_key"
+            ),
+            "v_cache": Tensor(
+                caches["v_cache"].dim_names, param="paged_kv_cache", tuple_idx=1, dtype_from="append_value"
+            ),
         },
         reference=_append_reference if layout == "NHD" else _append_head_major_reference,
         tags=(f"kv_layout:{layout}",),
@@ -219,8 +233,8 @@ def append_paged_kv_cache(
     Row i becomes token `t = positions[i]` of request `b = batch_indices[i]`: slot `t % page_size` of page
     `kv_indices[kv_indptr[b] + t // page_size]`. Rows with `batch_indices[i] < 0` are skipped.
 
-    append_key: `[nnz, num_heads, head_dim]`; append_value: `[nnz, num_heads, v_head_dim]`. Any dtype of whole bytes, the
-    same as the cache's (the bytes are copied). Strides are free but for the last dimension.
+    append_key: `[nnz, num_heads, head_dim]`; append_value: `[nnz, num_heads, v_head_dim]`. Any dtype of whole bytes,
+    the same as the cache's (the bytes are copied). Strides are free but for the last dimension.
     batch_indices, positions: `[nnz]`, as from `get_batch_indices_positions`.
     paged_kv_cache: `[pages, 2, page_size, num_heads, head_dim]` ("NHD"), `[pages, 2, num_heads, page_size, head_dim]`
     ("HND"), or a tuple (k_cache, v_cache) without the axis of 2; without the page axis, page_size is 1.
@@ -250,9 +264,9 @@ def append_paged_kv_cache(
     )
 
 
-def _append_mla_reference(
+def _append_mla_reference(  # type: ignore[no-untyped-def]
     append_ckv, append_kpe, ckv_cache, kpe_cache, batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len
-):  # type: ignore[no-untyped-def]
+):
     for row in (batch_indices >= 0).nonzero().flatten().tolist():
         page, slot = divmod(int(positions[row]), ckv_cache.shape[1])
         page = kv_indices[kv_indptr[batch_indices[row]] + page]
@@ -296,7 +310,7 @@ def append_paged_mla_kv_cache(
     kv_indptr: torch.Tensor,
     kv_last_page_len: torch.Tensor,
 ) -> None:
-    """`append_paged_kv_cache` for MLA (DeepSeek-V2, arXiv:2405.04434): a compressed KV and a rope key a token, in place.
+    """`append_paged_kv_cache` for MLA (arXiv:2405.04434): a compressed KV and a rope key a token, in place.
 
     append_ckv: `[nnz, head_dim_ckv]`, append_kpe: `[nnz, head_dim_kpe]`; any sizes (512 and 64 in the paper).
     ckv_cache: `[pages, page_size, head_dim_ckv]`, kpe_cache: `[pages, page_size, head_dim_kpe]`, of the same dtypes.
@@ -322,7 +336,7 @@ def append_paged_mla_kv_cache(
 def _positions_reference(append_indptr, seq_lens, nnz):  # type: ignore[no-untyped-def]
     batch_indices, positions = append_indptr.new_full((nnz,), -1), append_indptr.new_zeros(nnz)
     bounds = append_indptr.tolist()
-    for b, (begin, end) in enumerate(zip(bounds, bounds[1:])):
+    for b, (begin, end) in enumerate(itertools.pairwise(bounds)):
         batch_indices[begin:end] = b
         positions[begin:end] = seq_lens[b] - append_indptr.new_tensor(range(end - begin, 0, -1))[: nnz - begin]
     return batch_indices, positions

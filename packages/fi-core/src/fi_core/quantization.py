@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from fi_core.launch.op import Launcher
@@ -80,11 +81,13 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
 def _segment_packbits_reference(x, indptr, bitorder="big"):  # type: ignore[no-untyped-def]
     order = range(7, -1, -1) if bitorder == "big" else range(8)
     y, new_indptr, bounds, values = [], [0], indptr.tolist(), x.tolist()
-    for begin, end in zip(bounds, bounds[1:]):
+    for begin, end in itertools.pairwise(bounds):
         for at in range(begin, end, 8):
             y.append(sum(bool(value) << bit for value, bit in zip(values[at : min(at + 8, end)], order)))
         new_indptr.append(len(y))
-    return x.new_tensor(y).byte() if x.is_floating_point() else indptr.new_tensor(y).byte(), indptr.new_tensor(new_indptr).int()
+    return x.new_tensor(y).byte() if x.is_floating_point() else indptr.new_tensor(y).byte(), indptr.new_tensor(
+        new_indptr
+    ).int()
 
 
 @fi_api(
@@ -100,22 +103,23 @@ def _segment_packbits_reference(x, indptr, bitorder="big"):  # type: ignore[no-u
         description="Eight elements to a byte; every segment starts at a byte of its own.",
     )
 )
-def segment_packbits(
-    x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big"
-) -> tuple[torch.Tensor, torch.Tensor]:
+def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:
     """`packbits` of each segment `x[indptr[i] : indptr[i + 1]]`, every one to whole bytes.
 
     x: bool or uint8 `[indptr[-1]]`. indptr: `[num_segments + 1]`, int32 or int64, contiguous, on the device of x.
     Waits for the device once, to learn the size of the result; not for CUDA graphs or torch.compile(fullgraph=True).
 
-    Returns (y uint8, new_indptr int32 `[num_segments + 1]`): segment i is `y[new_indptr[i] : new_indptr[i + 1]]`. Raises
-    ValueError (bitorder, shape, device, an indptr that falls or does not end at the length of x) or TypeError (dtype).
+    Returns (y uint8, new_indptr int32 `[num_segments + 1]`): segment i is `y[new_indptr[i] : new_indptr[i + 1]]`.
+    Raises ValueError (bitorder, shape, device, an indptr that falls or does not end at the length of x) or TypeError
+    (dtype).
     """
     import torch
 
     big = _is_big(bitorder)
     if indptr.ndim != 1 or indptr.numel() == 0 or indptr.is_floating_point():
-        raise ValueError(f"indptr: integers of shape [num_segments + 1] are required; got {indptr.dtype} {list(indptr.shape)}")
+        raise ValueError(
+            f"indptr: integers of shape [num_segments + 1] are required; got {indptr.dtype} {list(indptr.shape)}"
+        )
     if x.ndim != 1:
         raise ValueError(f"x: shape [indptr[-1]] is required; got {list(x.shape)}")
     lengths = indptr.diff()
@@ -124,7 +128,8 @@ def segment_packbits(
     start, end, size, falls = told
     if start < 0 or falls or end != x.numel():
         raise ValueError(
-            f"indptr: must rise from 0 or more to the length of x, {x.numel()}; got {start} to {end}, falling {falls} times"
+            f"indptr: must rise from 0 or more to the length of x, {x.numel()}; "
+            f"got {start} to {end}, falling {falls} times"
         )
     y = x.new_empty(size, dtype=torch.uint8)
     _packbits(y, x.contiguous(), indptr, new_indptr, big)

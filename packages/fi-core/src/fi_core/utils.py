@@ -261,7 +261,7 @@ def is_float8(x: torch.Tensor) -> bool:
 
 
 def int32_index(x: torch.Tensor) -> torch.Tensor:
-    """An int64 index tensor as int32, the width that kernels read; any other is returned as it is, for the op to check."""
+    """An int64 index tensor as int32, the width that kernels read; others are left for the op to check."""
     import torch
 
     return x.int() if x.dtype is torch.int64 else x

@@ -10,7 +10,7 @@ from typing import Any
 from fi_core import prebuilt
 from fi_core.build import sources
 from fi_core.jit import core
-from fi_core.registry import FAMILIES, launcher, ops
+from fi_core.registry import launcher, ops
 from fi_core.spec.dtype import short_name
 from fi_core.spec.op import Op, Spec
 from fi_core.spec.target import CPU, Target
@@ -20,7 +20,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 def words() -> tuple[str, ...]:
     """What `gen_module` takes."""
-    return (*FAMILIES, *(name for name in ops() if name not in FAMILIES))
+    return tuple(dict.fromkeys((*(op.family for op in ops().values()), *ops())))
 
 
 def default_targets() -> tuple[Target, ...]:

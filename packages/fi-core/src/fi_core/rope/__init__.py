@@ -80,8 +80,9 @@ def apply_rope(
     """Rotated copies of q and k, whose rows are segments of consecutive positions.
 
     q: `[nnz, num_qo_heads, head_dim]`, k: `[nnz, num_kv_heads, head_dim]`, fp16, bf16 or fp32.
-    indptr: `[segments + 1]`, offsets: `[segments]`, int32 or int64: row r of segment b, in indptr[b] <= r < indptr[b + 1],
-    is at position offsets[b] + r - indptr[b]. Rows of no segment are copied. rotary_dim: head_dim if None.
+    indptr: `[segments + 1]`, offsets: `[segments]`, both int32 or both int64: row r of segment b, which is
+    indptr[b] <= r < indptr[b + 1], is at position offsets[b] + r - indptr[b]. Rows of no segment are copied.
+    rotary_dim: head_dim if None.
     """
     q_rope, k_rope = q.new_empty(q.shape), k.new_empty(k.shape)
     _rope(
@@ -238,8 +239,9 @@ def apply_rope_with_cos_sin_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotated copies of query and key, by angles from a table. NOTE: is_neox is the opposite of `interleave`.
 
-    positions: `[nnz]`, int32 or int64. query: `[nnz, num_qo_heads * head_size]`, key: `[nnz, num_kv_heads * head_size]`,
-    or with heads and head_size as two dimensions; fp16, bf16 or fp32.
+    positions: `[nnz]`, int32 or int64.
+    query: `[nnz, num_qo_heads * head_size]`, key: `[nnz, num_kv_heads * head_size]`, or with heads and head_size as two
+    dimensions; fp16, bf16 or fp32.
     cos_sin_cache: `[max_position, rotary_dim]`, fp32 (else ValueError): the cosines of all pairs, then the sines.
     Rows whose position is not in the table become NaN.
     """

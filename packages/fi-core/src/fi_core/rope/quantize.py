@@ -1,4 +1,4 @@
-"""RoPE with fp8 output for attention on fp8 caches: q and k rotated, their other dimensions converted, k and v paged."""
+"""RoPE with fp8 output, for attention on fp8 caches: q and k are rotated and converted, k and v may go into pages."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def rope_quantize_fp8(
     q_rope: `[nnz, num_qo_heads, rotary_dim]`, q_nope: `[nnz, num_qo_heads, no_rope_dim]`, fp16 or bf16.
     k_rope, k_nope: the same with num_kv_heads (MHA, GQA), or `[nnz, *]` (MLA). A nope that is None has no columns.
     cos_sin_cache: `[max_position, rotary_dim]`, fp32 (else ValueError): cosines, then sines. pos_ids: `[nnz]`, int32 or
-    int64; a position outside the table gives NaN. quant_scale_q, quant_scale_kv: MULTIPLIED (1 / the scale of dequantisation).
+    int64; a position outside the table gives NaN. quant_scale_q, quant_scale_kv: MULTIPLIED (norms divide).
     Outputs: allocated where None; else they may be slices of larger tensors, with the last dimension contiguous.
     quantize_dtype: float8_e4m3fn or float8_e5m2; None means that of the first output given, else e4m3.
     backend: "cuda" or "cutile", which FlashInfer tells apart; one kernel here.
@@ -167,10 +167,11 @@ def rope_quantize_fp8_append_paged_kv_cache(
 
     Row i is token positions[i] of request b = batch_indices[i]: slot positions[i] % page_size of page
     kv_indices[kv_indptr[b] + positions[i] // page_size]. Rows with batch_indices < 0 are not appended (q is still
-    converted). The four index tensors and pos_ids are int32 or int64 each. The other arguments: see `rope_quantize_fp8`.
+    converted). Each of the five index tensors is int32 or int64. The other arguments: see `rope_quantize_fp8`.
 
-    Returns (q_rope_out, q_nope_out). KeyError for another kv_layout, ValueError or TypeError for what does not fit. With
-    FI_CHECK=1 at import, also ValueError for page ids, positions and offsets out of range, which waits for the device.
+    Returns (q_rope_out, q_nope_out). Raises KeyError for another kv_layout, ValueError or TypeError for what does not
+    fit. With FI_CHECK=1 at import, also ValueError for page ids, positions and offsets out of range, which waits for
+    the device.
     """
     if v is not None:
         k_cache, v_cache = _unpack_paged_kv_cache(paged_kv_cache, kv_layout)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from fi_core.spec.op import Entry
 
-# 128 threads with 8 vectors of 16 bytes in flight each, 4 blocks an SM; more than 4 heads at once spill.
-_THREADS, _HEADS_AT_ONCE, _MOST_HEADS, _THREADS_PER_SM = 128, 4, 10, 512
+# 4 blocks of 128 threads an SM, each thread with 2 vectors of 16 bytes of 4 heads in flight: 64 KB an SM. More would take
+# more than the 128 registers that leaves a thread.
+_THREADS, _BLOCKS_PER_SM, _HEADS_AT_ONCE, _MOST_HEADS = 128, 4, 4, 10
 
 
 def entries(function: str, types: str, vector: int) -> tuple[Entry, ...]:
@@ -15,7 +16,8 @@ def entries(function: str, types: str, vector: int) -> tuple[Entry, ...]:
             f"{function}_{order}_{vec}",
             f"{function}<{types}, {vec}, {_HEADS_AT_ONCE if vec > 1 else 1}, {'true' if interleaved else 'false'}>",
             _THREADS,
-            (vec, interleaved, _MOST_HEADS, _THREADS_PER_SM),
+            (vec, interleaved, _MOST_HEADS, _THREADS * _BLOCKS_PER_SM),
+            blocks_per_sm=_BLOCKS_PER_SM,
         )
         for vec in (vector, 1)
         for interleaved, order in enumerate(("halves", "neighbours"))

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "fi/host/divide.h"
 #include "fi/host/op.h"
 
 #if !FI_CUDA

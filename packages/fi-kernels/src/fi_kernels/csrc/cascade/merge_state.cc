@@ -1,7 +1,6 @@
 // merge_state and merge_state_in_place: two attention states become one.
 #include "fi/cascade/merge_state.h"
 
-#include "fi/host/divide.h"
 #include "fi/host/op.h"
 
 #if FI_CUDA
@@ -36,7 +35,9 @@ const char* values(const AttentionState& state, int64_t n, int64_t head, int64_t
   return static_cast<const char*>(state.v) + (n * state.v_row + head * state.v_head) * bytes;
 }
 
-float* lse(const AttentionState& state, int64_t n, int64_t head) { return state.s + n * state.s_row + head * state.s_head; }
+float* lse(const AttentionState& state, int64_t n, int64_t head) {
+  return state.s + n * state.s_row + head * state.s_head;
+}
 
 void run_cpu(const MergeStateParams& p, DType dtype) {
   const cpu::LoadRow load = cpu::row_loader(dtype);
@@ -58,9 +59,12 @@ void run_cpu(const MergeStateParams& p, DType dtype) {
 }
 #endif
 
-AttentionState state(Tensor v, Tensor s) { return {v.data(), s.data<float>(), v.stride(0), v.stride(1), s.stride(0), s.stride(1)}; }
+AttentionState state(Tensor v, Tensor s) {
+  return {v.data(), s.data<float>(), v.stride(0), v.stride(1), s.stride(0), s.stride(1)};
+}
 
-void merge(const Kernel& kernel, Tensor v, Tensor s, OptionalTensor v_a, OptionalTensor s_a, Tensor v_b, Tensor s_b, OptionalTensor mask) {
+void merge(const Kernel& kernel, Tensor v, Tensor s, OptionalTensor v_a, OptionalTensor s_a, Tensor v_b, Tensor s_b,
+           OptionalTensor mask) {
   // 1 check
   const bool in_place = !v_a;
   FI_CHECK(in_place == !s_a, TypeError, "v_a and s_a must both be given, or neither");

@@ -1,7 +1,6 @@
 // merge_states: any number of attention states become one.
 #include "fi/cascade/merge_states.h"
 
-#include "fi/host/divide.h"
 #include "fi/host/op.h"
 
 #if FI_CUDA
@@ -48,8 +47,8 @@ void run_cpu(const MergeStatesParams& p, DType dtype) {
       const float* s = p.s + n * p.s_row + head * p.s_head;
       const char* v = static_cast<const char*>(p.v) + (n * p.v_row + head * p.v_head) * bytes;
       p.out_s[index] = cpu::merge_states(
-          p.states, [&](int64_t i) { return s[i * p.s_state]; }, [&](int64_t i) { return v + i * p.v_state * bytes; }, load,
-          sum.data(), row.data(), p.d);
+          p.states, [&](int64_t i) { return s[i * p.s_state]; }, [&](int64_t i) { return v + i * p.v_state * bytes; },
+          load, sum.data(), row.data(), p.d);
       store(sum.data(), static_cast<char*>(p.out) + index * p.d * bytes, p.d);
     }
   });
@@ -64,7 +63,8 @@ void merge(const Kernel& kernel, Tensor out, Tensor out_s, Tensor v, Tensor s) {
   out.like(v).contiguous().shape(n, heads, d);
   out_s.like(s).contiguous().shape(n, heads);
   FI_CHECK(d > 0 && d <= 0x7fffffff && states <= 0x7fffffff && n * heads <= 0x7fffffff, ValueError,
-           "v must have 1 <= head_dim < 2^31, num_states < 2^31 and n * num_heads < 2^31; got %s", v.shape_str().c_str());
+           "v must have 1 <= head_dim < 2^31, num_states < 2^31 and n * num_heads < 2^31; got %s",
+           v.shape_str().c_str());
 
   // 2 shape
   MergeStatesParams p{};

@@ -1,7 +1,6 @@
 // rmsnorm and its residual-add, gemma and fp8 forms: one contract, one launch, and the CPU kernel.
 #include "fi/norm/rmsnorm.h"
 
-#include "fi/host/divide.h"
 #include "fi/norm/contract.h"
 #include "fi/norm/entry.h"
 

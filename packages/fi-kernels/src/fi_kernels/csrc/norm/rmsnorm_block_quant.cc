@@ -1,7 +1,6 @@
 // Residual-add rmsnorm with a 16-bit and a block-quantised e4m3 output: one contract, one launch, and the CPU kernel.
 #include "fi/norm/rmsnorm_block_quant.h"
 
-#include "fi/host/divide.h"
 #include "fi/host/op.h"
 #include "fi/norm/entry.h"
 

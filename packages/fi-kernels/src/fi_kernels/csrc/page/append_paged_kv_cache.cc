@@ -1,7 +1,6 @@
 // append_paged_kv_cache and its MLA form: one contract, one launch, and the CPU kernel; a raw copy of any dtype.
 #include "fi/page/append_paged_kv_cache.h"
 
-#include "fi/host/divide.h"
 #include "fi/host/op.h"
 
 #if FI_CUDA

@@ -19,7 +19,8 @@ namespace {
 // Entries in order of preference; config = {elements a thread}: 8 takes any segments and addresses, more only one
 // segment at addresses of whole vectors.
 void launch(const Kernel& kernel, const PackbitsParams& p, DLDevice device) {
-  const bool vectors = !p.indptr && reinterpret_cast<uint64_t>(p.x) % 16 == 0 && reinterpret_cast<uint64_t>(p.y) % 2 == 0;
+  const bool vectors =
+      !p.indptr && reinterpret_cast<uint64_t>(p.x) % 16 == 0 && reinterpret_cast<uint64_t>(p.y) % 2 == 0;
   for (const Entry& entry : kernel.entries) {
     const int64_t elements = entry.config[0];
     if (elements > 8 && !vectors) continue;
@@ -54,7 +55,8 @@ void run_cpu(const PackbitsParams& p) {
   cpu::parallel_for(p.bytes, 16384, [&](int64_t begin, int64_t end) {
     if (!p.indptr) return pack_segment(p.x, p.elements, p.y, begin, end, p.big);
     for (int32_t s = segment_of(p.new_indptr, p.segments, begin); begin < end; ++s) {
-      const int64_t first = p.new_indptr[s], last = std::min<int64_t>(end, p.new_indptr[s + 1]), start = element_at(p, s);
+      const int64_t first = p.new_indptr[s], last = std::min<int64_t>(end, p.new_indptr[s + 1]),
+                    start = element_at(p, s);
       if (last <= begin) continue;
       pack_segment(p.x + start, element_at(p, s + 1) - start, p.y + first, begin - first, last - first, p.big);
       begin = last;
@@ -70,8 +72,8 @@ void packbits(const Kernel& kernel, Tensor y, Tensor x, OptionalTensor indptr, O
   if (indptr) {
     Dim bounds{"num_segments + 1"};
     indptr.is({kI32, kI64}).on(x).contiguous().shape(bounds);
-    FI_CHECK(bounds > 0 && bounds <= 0x7fffffff, ValueError, "indptr must have one element more than there are segments; got %s",
-             indptr.shape_str().c_str());
+    FI_CHECK(bounds > 0 && bounds <= 0x7fffffff, ValueError,
+             "indptr must have one element more than there are segments; got %s", indptr.shape_str().c_str());
     FI_CHECK(new_indptr, TypeError, "new_indptr must be given with indptr");
     new_indptr.is({kI32}).on(x).contiguous().shape(bounds);
   } else {

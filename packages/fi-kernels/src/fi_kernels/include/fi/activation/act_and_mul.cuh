@@ -1,8 +1,7 @@
 // Gated activations on sm_80 and later: a stream of vectors, rows laid end to end so that any h fills the blocks.
 #pragma once
 #include "fi/activation/act_and_mul.h"
-#include "fi/cuda/divide.cuh"
-#include "fi/cuda/ptx/exp2.cuh"
+#include "fi/cuda/ptx/math.cuh"
 #include "fi/cuda/vec.cuh"
 
 namespace fi {

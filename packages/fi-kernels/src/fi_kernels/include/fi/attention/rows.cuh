@@ -1,5 +1,5 @@
 // A few packed query rows against a range of keys on CUDA cores, in fp32: decode, and whatever tensor cores do not take.
-// kLanes lanes share a key, each holds kSlices * 8 of its dimensions; keys are dealt out over all lane groups of the
+// `lanes` lanes share a key, each holds kSlices * 8 of its dimensions; keys are dealt out over all lane groups of the
 // block, each with its own softmax state; the states are merged once at the end.
 #pragma once
 #include "fi/attention/eight.cuh"
@@ -8,30 +8,33 @@
 
 namespace fi {
 
-template <class Q, class KV, bool kAligned, int kLanes, int kSlices, int kRows>
+template <class Q, class KV, bool kAligned, int kSlices, int kRows>
 struct RowsKernel {
-  static constexpr int kThreads = 128, kGroups = kThreads / kLanes, kDims = kSlices * 8, kWidth = kLanes * kDims;
+  static constexpr int kThreads = 128, kDims = kSlices * 8, kMostDims = 32 * kDims;
+  static constexpr int kLeastLanes = kSlices == 1 ? 8 : 32, kMostGroups = kThreads / kLeastLanes;
   static constexpr int kBytes = sizeof(KV) * kSlices;
-  static constexpr int kUnroll = kBytes < 4 ? 4 / kBytes : 1;  // keys a lane group reads before it computes
+  static constexpr int kUnroll = kBytes < 4 && kRows > 1 ? 4 / kBytes : 1;  // keys a lane group reads before it computes
   static_assert(kUnroll <= kRows, "rotated keys lie where the outputs come later");
 
   struct Shared {
-    float q[kRows][kWidth];           // rotated and scaled: a dot product is a score
-    float o[kGroups][kRows][kWidth];  // unnormalised, of each lane group
-    float m[kGroups][kRows], d[kGroups][kRows];
+    float q[kRows][kMostDims];             // rotated and scaled: a dot product is a score
+    float o[kThreads * kRows * kDims];     // [groups][kRows][width], unnormalised, of each lane group
+    float m[kMostGroups][kRows], d[kMostGroups][kRows];
     HeadScores scores[kRows];
     Row row[kRows];
-    uint64_t steps[kWidth / 2];  // rotary angles
+    uint64_t steps[kMostDims / 2];  // rotary angles
   };
 
   const AttentionProblem& p;
   Shared& shared;
-  int kv_head, first, rows;  // of the packed rows
-  int lane, group;           // place in the lane group, number of the group
+  const int kv_head, first, rows;  // of the packed rows
+  const int lanes, groups, width;  // a power of two, of the block, dimensions of a lane group
+  const int lane, group;           // place in the lane group, number of the group
 
   FI_DEVICE RowsKernel(const AttentionProblem& p, Shared& shared, int kv_head, int first)
-      : p(p), shared(shared), kv_head(kv_head), first(first), rows(min(kRows, p.rows() - first)), lane(threadIdx.x % kLanes),
-        group(threadIdx.x / kLanes) {}
+      : p(p), shared(shared), kv_head(kv_head), first(first), rows(min(kRows, p.rows() - first)),
+        lanes(lanes_for(max(p.dim_qk, p.dim_vo))), groups(kThreads / lanes), width(lanes * kDims), lane(threadIdx.x & (lanes - 1)),
+        group(threadIdx.x / lanes) {}
 
   FI_DEVICE void load_queries() {
     if (p.rotary.enabled) {
@@ -45,8 +48,8 @@ struct RowsKernel {
     }
     __syncthreads();
 #pragma unroll 1
-    for (int x = threadIdx.x; x < kRows * kWidth; x += kThreads) {
-      const int g = x / kWidth, d = x % kWidth;
+    for (int x = threadIdx.x; x < kRows * width; x += kThreads) {
+      const int g = x / width, d = x % width;
       const Row at = shared.row[g];
       const Q* q = static_cast<const Q*>(p.q) + at.i * p.q_token + at.head * p.q_head;
       const auto read = [&](int d) { return to_float(q[d]); };
@@ -72,13 +75,13 @@ struct RowsKernel {
     const KV* keys = static_cast<const KV*>(p.k) + kv_head * p.k_head;
     const KV* values = static_cast<const KV*>(p.v) + kv_head * p.v_head;
 #pragma unroll 1
-    for (int base = begin; base < end; base += kGroups * kUnroll) {
-      const int key = base + group;  // then every kGroups-th
+    for (int base = begin; base < end; base += groups * kUnroll) {
+      const int key = base + group;  // then every groups-th
       Eight<KV> k[kUnroll][kSlices], v[kUnroll][kSlices];
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) read(keys, p.k_token, p.dim_qk, key + u * kGroups, end, k[u]);
+      for (int u = 0; u < kUnroll; ++u) read(keys, p.k_token, p.dim_qk, key + u * groups, end, k[u]);
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) read(values, p.v_token, p.dim_vo, key + u * kGroups, end, v[u]);
+      for (int u = 0; u < kUnroll; ++u) read(values, p.v_token, p.dim_vo, key + u * groups, end, v[u]);
       if (p.rotary.enabled) rotate(keys, key, end);
       float s[kRows][kUnroll];
 #pragma unroll
@@ -87,7 +90,7 @@ struct RowsKernel {
         floats(k[u], x);
         if (p.rotary.enabled) {
 #pragma unroll
-          for (int i = 0; i < kDims; ++i) x[i] = shared.o[group][u][dim(i)];
+          for (int i = 0; i < kDims; ++i) x[i] = output(group, u)[dim(i)];
         }
 #pragma unroll
         for (int g = 0; g < kRows; ++g) {
@@ -96,18 +99,19 @@ struct RowsKernel {
           for (int i = 0; i < kDims; ++i) s[g][u] += q[g][i] * x[i];
         }
       }
-#pragma unroll
-      for (int offset = kLanes / 2; offset > 0; offset /= 2)
+#pragma unroll 1
+      for (int offset = lanes / 2; offset > 0; offset /= 2) {
 #pragma unroll
         for (int g = 0; g < kRows; ++g)
 #pragma unroll
           for (int u = 0; u < kUnroll; ++u) s[g][u] += __shfl_xor_sync(0xffffffffu, s[g][u], offset);
+      }
       if (p.scores.more()) finish_scores(key, s);
 #pragma unroll
       for (int g = 0; g < kRows; ++g)
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
-          const int j = key + u * kGroups;
+          const int j = key + u * groups;
           if (j < from[g] || j >= to[g]) s[g][u] = kMinusInf;
         }
       if (p.mask.custom) hide(key, end, s);
@@ -141,36 +145,42 @@ struct RowsKernel {
 #pragma unroll
     for (int g = 0; g < kRows; ++g) {
 #pragma unroll
-      for (int i = 0; i < kDims; ++i) shared.o[group][g][dim(i)] = o[g][i];
+      for (int i = 0; i < kDims; ++i) output(group, g)[dim(i)] = o[g][i];
       if (lane == 0) shared.m[group][g] = m[g], shared.d[group][g] = d[g];
     }
     __syncthreads();
   }
 
-  // The lane groups' states of row g in one, and the weight of each.
-  struct Merged {
-    float m, d, weight[kGroups];
-  };
-  FI_DEVICE Merged merge(int g) const {
-    Merged all{kMinusInf, 0.f, {}};
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) all.m = fmaxf(all.m, shared.m[i][g]);
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      all.weight[i] = softmax_weight<CudaMath>(shared.m[i][g], softmax_base(all.m));
-      all.d += all.weight[i] * shared.d[i][g];
-    }
-    return all;
+  // Of row g over all lane groups: its state, and one dimension of its unnormalised output.
+  FI_DEVICE float merged_m(int g) const {
+    float m = kMinusInf;
+#pragma unroll 1
+    for (int i = 0; i < groups; ++i) m = fmaxf(m, shared.m[i][g]);
+    return m;
   }
-  FI_DEVICE float output(const Merged& all, int g, int dim) const {
+  FI_DEVICE float weight(int i, int g, float m) const { return softmax_weight<CudaMath>(shared.m[i][g], softmax_base(m)); }
+  FI_DEVICE float merged_d(int g, float m) const {
+    float d = 0.f;
+#pragma unroll 1
+    for (int i = 0; i < groups; ++i) d += weight(i, g, m) * shared.d[i][g];
+    return d;
+  }
+  FI_DEVICE float merged_output(int g, float m, int dim) const {
     float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) sum += all.weight[i] * shared.o[i][g][dim];
+#pragma unroll 1
+    for (int i = 0; i < groups; ++i) sum += weight(i, g, m) * output(i, g)[dim];
     return sum;
   }
 
  private:
-  FI_DEVICE int dim(int x) const { return (x / 8 * kLanes + lane) * 8 + x % 8; }
+  FI_DEVICE static int lanes_for(int dims) {
+    int lanes = kLeastLanes;
+    if (lanes * kDims < dims) lanes *= 2;
+    if (lanes * kDims < dims) lanes *= 2;
+    return lanes;
+  }
+  FI_DEVICE int dim(int x) const { return (x / 8 * lanes + lane) * 8 + x % 8; }
+  FI_DEVICE float* output(int group, int g) const { return shared.o + (group * kRows + g) * width; }
   FI_DEVICE uint64_t step(int d) const { return shared.steps[rotary_pair(d, p.dim_qk)]; }
 
   FI_DEVICE void read(const KV* from, int64_t token, int dims, int j, int end, Eight<KV> (&to)[kSlices]) const {
@@ -188,13 +198,13 @@ struct RowsKernel {
   }
 
   // This lane group's keys, rotated, to where its outputs come later.
-  FI_DEVICE void rotate(const KV* keys, int key, int end) {
+  FI_DEVICE void rotate(const KV* keys, int key, int end) const {
     __syncwarp();
 #pragma unroll 1
-    for (int x = lane; x < kUnroll * kWidth; x += kLanes) {
-      const int u = x / kWidth, d = x % kWidth, j = key + u * kGroups;
+    for (int x = lane; x < kUnroll * width; x += lanes) {
+      const int u = x / width, d = x % width, j = key + u * groups;
       const auto read = [&](int d) { return to_float(keys[j * p.k_token + d]); };
-      shared.o[group][u][d] = j < end && d < p.dim_qk ? rotated(read, d, p.dim_qk, j, step(d)) : 0.f;
+      output(group, u)[d] = j < end && d < p.dim_qk ? rotated(read, d, p.dim_qk, j, step(d)) : 0.f;
     }
     __syncwarp();
   }
@@ -205,8 +215,7 @@ struct RowsKernel {
       const HeadScores scores = shared.scores[g];
       const int i = shared.row[g].i;
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u)
-        s[g][u] = scores.score<CudaMath>(s[g][u], static_cast<float>(key + u * kGroups - i));
+      for (int u = 0; u < kUnroll; ++u) s[g][u] = scores.score<CudaMath>(s[g][u], static_cast<float>(key + u * groups - i));
     }
   }
 
@@ -214,7 +223,7 @@ struct RowsKernel {
     unsigned hidden = 0;
 #pragma unroll 1
     for (int e = 0; e < kRows * kUnroll; ++e) {
-      const int j = key + e % kUnroll * kGroups;
+      const int j = key + e % kUnroll * groups;
       hidden |= static_cast<unsigned>(j < end && !p.mask.keeps(shared.row[e / kUnroll].i, j)) << e;
     }
 #pragma unroll

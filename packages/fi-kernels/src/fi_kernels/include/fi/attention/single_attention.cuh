@@ -21,38 +21,40 @@ FI_DEVICE void attend_tiles(const SingleAttentionParams& params) {
 }
 
 // Grid: (groups of kRows packed rows, kv heads, chunks).
-template <class Q, class KV, bool kAligned, int kLanes, int kSlices, int kRows>
+template <class Q, class KV, bool kAligned, int kSlices, int kRows>
 FI_DEVICE void attend_rows(const SingleAttentionParams& params) {
-  using Kernel = RowsKernel<Q, KV, kAligned, kLanes, kSlices, kRows>;
+  using Kernel = RowsKernel<Q, KV, kAligned, kSlices, kRows>;
   __shared__ typename Kernel::Shared shared;
   const AttentionProblem& p = params.problem;
   const int kv_head = blockIdx.y, first = blockIdx.x * kRows;
   Kernel kernel(p, shared, kv_head, first);
-  const int last = first + kernel.rows - 1;
   pdl_wait();
   kernel.load_queries();
-  const KeyRange all{p.mask.first_key(first / p.group), p.mask.end_key(last / p.group)};
+  const KeyRange all{p.mask.first_key(shared.row[0].i), p.mask.end_key(shared.row[kernel.rows - 1].i)};
   const KeyRange keys = chunk_of(all, blockIdx.z, params.chunks);
   kernel.attend(keys.begin, keys.end);
   pdl_launch_dependents();
 #pragma unroll 1
   for (int g = 0; g < kernel.rows; ++g) {
-    const auto merged = kernel.merge(g);
-    const Row row = p.row(kv_head, first + g);
-    if (params.chunks > 1) {
-      float* part = params.partial(blockIdx.z, row);
+    const Row row = shared.row[g];
+    const float m = kernel.merged_m(g), d = kernel.merged_d(g, m);
+    const bool part = params.chunks > 1;
+    const float factor = part ? 1.f : softmax_inverse(d) * p.value_scale(kv_head);
+    float* to = part ? params.partial(blockIdx.z, row) : nullptr;
+    const int64_t out = row.i * p.out_token + row.head * p.out_head;
 #pragma unroll 1
-      for (int d = threadIdx.x; d < p.dim_vo; d += blockDim.x) part[d] = kernel.output(merged, g, d);
-      if (threadIdx.x == 0) part[p.dim_vo] = merged.m, part[p.dim_vo + 1] = merged.d;
-    } else {
-      const float factor = softmax_inverse(merged.d) * p.value_scale(kv_head);
-      const int64_t out = row.i * p.out_token + row.head * p.out_head;
-#pragma unroll 1
-      for (int d = threadIdx.x; d < p.dim_vo; d += blockDim.x)
-        store_output(p.out, p.out_type, out + d, kernel.output(merged, g, d) * factor);
-      if (threadIdx.x == 0 && p.lse)
-        p.lse[static_cast<int64_t>(row.i) * p.qo_heads + row.head] = softmax_lse<CudaMath>(merged.m, merged.d);
+    for (int x = threadIdx.x; x < p.dim_vo; x += Kernel::kThreads) {
+      const float y = kernel.merged_output(g, m, x) * factor;
+      if (part)
+        to[x] = y;
+      else
+        store_output(p.out, p.out_type, out + x, y);
     }
+    if (threadIdx.x > 0) continue;
+    if (part)
+      to[p.dim_vo] = m, to[p.dim_vo + 1] = d;
+    else if (p.lse)
+      p.lse[static_cast<int64_t>(row.i) * p.qo_heads + row.head] = softmax_lse<CudaMath>(m, d);
   }
 }
 

@@ -1,7 +1,6 @@
 // Merges two attention states (Juravsky et al. 2024, "Hydragen", arXiv:2402.05099) in one pass.
 #pragma once
 #include "fi/cascade/merge_state.h"
-#include "fi/cuda/divide.cuh"
 #include "fi/cuda/states.cuh"
 #include "fi/cuda/vec.cuh"
 
@@ -53,9 +52,8 @@ FI_DEVICE void merge_state(const MergeStateParams& p) {
       const float top = fmaxf(s_a[i], s_b[i]);
       float weight_a = state_weight(s_a[i], top), weight_b = state_weight(s_b[i], top);
       const float total = weight_a + weight_b;
-      if (lane == 0)
-        p.out.s[n[i] * p.out.s_row + head[i] * p.out.s_head] = state_lse(top, total);
-      const float scale = total == 0.f ? 0.f : 1.f / total;
+      if (lane == 0) p.out.s[n[i] * p.out.s_row + head[i] * p.out.s_head] = state_lse(top, total);
+      const float scale = inverse_total(total);
       weight_a *= scale;
       weight_b *= scale;
       T* out = static_cast<T*>(p.out.v) + n[i] * p.out.v_row + head[i] * p.out.v_head + lane * kVec;

@@ -1,7 +1,6 @@
 // Merges any number of attention states in one pass, by running sums that are rescaled as the maximum rises.
 #pragma once
 #include "fi/cascade/merge_states.h"
-#include "fi/cuda/divide.cuh"
 #include "fi/cuda/states.cuh"
 #include "fi/cuda/vec.cuh"
 
@@ -88,7 +87,7 @@ FI_DEVICE void merge_states(const MergeStatesParams& p) {
       }
     }
     if (mine && group == 0) {
-      const float scale = sum.total == 0.f ? 0.f : 1.f / sum.total;
+      const float scale = inverse_total(sum.total);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) sum.x[i] *= scale;
       Vec<T, kVec> merged;

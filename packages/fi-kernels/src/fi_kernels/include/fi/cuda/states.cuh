@@ -14,4 +14,8 @@ FI_DEVICE float weighted(float weight, float x) { return weight == 0.f ? 0.f : w
 // The log-sum-exp of states whose weights against `top` sum to `total`.
 FI_DEVICE float state_lse(float top, float total) { return total == 0.f ? -infinity() : top + log2f(total); }
 
+// The reciprocal of a sum of weights, which is 0, NaN, or at least 1 since the largest weight is 1; exact for 1, so
+// that a lone state is copied. (A full division calls a subroutine for ranges that cannot occur.)
+FI_DEVICE float inverse_total(float total) { return total <= 1.f ? total : __fdividef(1.f, total); }
+
 }  // namespace fi

@@ -1,6 +1,5 @@
 // RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) on sm_80 and later: a row is read once and lives in registers.
 #pragma once
-#include "fi/cuda/divide.cuh"
 #include "fi/norm/rmsnorm.h"
 #include "fi/norm/row.cuh"
 

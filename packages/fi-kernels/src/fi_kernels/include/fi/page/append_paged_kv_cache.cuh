@@ -1,6 +1,5 @@
 // Copies new K and V rows into the pages of their requests: one vector a thread and row, several rows in flight.
 #pragma once
-#include "fi/cuda/divide.cuh"
 #include "fi/cuda/vec.cuh"
 #include "fi/page/append_paged_kv_cache.h"
 

@@ -5,8 +5,8 @@
 namespace fi {
 
 struct SeqLensParams {
-  void* seq_lens;                                // [rows]
-  const void *kv_indptr, *kv_last_page_len;      // [rows + 1], [rows]; all of one integer type
+  void* seq_lens;                            // [rows]
+  const void *kv_indptr, *kv_last_page_len;  // [rows + 1], [rows]; all of one integer type
   int64_t rows, page_size;
 };
 

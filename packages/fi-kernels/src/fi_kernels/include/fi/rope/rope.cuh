@@ -1,7 +1,7 @@
 // Rotary embedding (Su et al. 2021, arXiv:2104.09864) on sm_80 and later: a thread computes the angles of its pairs
 // once and walks over heads, with both members of each pair in its own registers.
 #pragma once
-#include "fi/cuda/divide.cuh"
+#include "fi/divisor.h"
 #include "fi/cuda/vec.cuh"
 #include "fi/rope/rope.h"
 

@@ -8,7 +8,7 @@
 #include "fi/rope/rope.h"
 
 #if FI_CUDA
-#include "fi/host/divide.h"
+#include "fi/divisor.h"
 #else
 #include <cmath>
 #include <cstring>

@@ -1,0 +1,242 @@
+"""Every device binary that is shipped, as the compilers make it: no spills, no complaint, 128-bit accesses, small files.
+
+All implementations and prebuilt axes of all ops are compiled by NVRTC for four architectures, with registers, stack and
+compiler output checked in each; nvcc compiles one configuration of each implementation. Machine code is read for sm_90a
+only: it costs half a second a file. Binaries go to the store (FI_CACHE_DIR), so that workers and sessions share them.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fi_core.build import compiler, nvrtc, sources, toolchain
+from fi_core.prebuilt import specs
+from fi_core.registry import ops
+from fi_core.resolve import built
+from fi_core.spec.op import Spec
+from fi_core.spec.target import Target
+
+pytestmark = pytest.mark.slow
+ARCHS = ("80", "90a", "100a", "120a")
+TUNED = "90a"
+LARGEST_FILE = 320_000  # bytes
+LARGEST_SET = 9_000_000  # of one architecture; zip makes a quarter of it
+
+# Entries that may do without 128-bit accesses: those for unaligned tensors, and ops that move only a few integers.
+NARROW = {
+    "act_and_mul": r"_[12]_\d+",
+    "append_paged_kv_cache": r"_[124]_bytes_\d+_rows",
+    "get_batch_indices_positions": r"",
+    "get_seq_lens": r"_int\d+",
+    "merge_state": r"_1_wide",
+    "merge_states": r"_1_wide",
+    "packbits": r"_bytes",
+    "rope": r"_1",
+    "rope_quantize": r"_1",
+    "single_attention": r"_scalar|combine_chunks",
+}
+# Bits of the widest store where it is not 128: outputs that are smaller than inputs, and one result for many loads.
+STORES = {"packbits": 16, "single_attention": 32}
+
+
+def of_arch(arch: str) -> list[Spec]:
+    return [spec for op in ops().values() for spec in specs(op, Target("cuda", arch))]
+
+
+def image(spec: Spec) -> Path:
+    """The binary of a spec, compiled now unless the store has it."""
+    _, artifact = sources.artifacts(spec)
+    return built(artifact).path
+
+
+@functools.cache
+def tool(name: str) -> str:
+    """cuobjdump and nvdisasm: on PATH, in a toolkit, or in the folder of the pip packages."""
+    home = toolchain.cuda_home()
+    places = [*(Path(p) / "nvidia/cu13/bin" for p in sys.path), *([home / "bin"] if home else [])]
+    found = shutil.which(name) or next((str(p / name) for p in places if (p / name).is_file()), None)
+    assert found, f"{name} is missing: pip install nvidia-cuda-{name}"
+    return found
+
+
+def run(*command: str | Path) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def complaints(binary: Path) -> list[str]:
+    """What is wrong with a binary: spilled registers, a stack, or anything that its compiler said."""
+    found = []
+    usage = run(tool("cuobjdump"), "-res-usage", binary)
+    functions = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    if not functions:
+        found.append("no function")
+    for name, registers, stack, _, local in functions:
+        if int(stack) or int(local):
+            found.append(f"{name}: {stack} bytes of stack, {local} of local memory with {registers} registers")
+    log = binary.with_suffix(".log")
+    if log.exists():
+        found.append(log.read_text())
+    return found
+
+
+def machine_code(binary: Path) -> dict[str, list[str]]:
+    """The instructions of each function, without operands: "LDG.E.128"."""
+    text = run(tool("nvdisasm"), "-c", binary)
+    found: dict[str, list[str]] = {}
+    for name, body in re.findall(r"^\.text\.(\S+):\n(.*?)(?=^//--|\Z)", text, re.MULTILINE | re.DOTALL):
+        found[name] = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ +)?([A-Z][\w.]+)", body, re.MULTILINE)
+    return found
+
+
+def width(instruction: str) -> int:
+    """Bits a thread moves by a load or store; a bulk copy moves more than any register holds."""
+    if instruction.startswith(("UTMA", "UBLKCP")):
+        return 1024
+    found = re.search(r"\.(?:[US])?(8|16|64|128|256)(?![\w])", instruction)
+    return int(found[1]) if found else 32
+
+
+def widest(code: list[str], *prefixes: str) -> int:
+    return max((width(i) for i in code if i.split(".")[0] in prefixes), default=0)
+
+
+def store_bits(spec: Spec) -> int:
+    """The widest store that vectors of 16 bytes on the input side give."""
+    axes, bits = dict(spec.axes), {"f32": 32, "f16": 16, "bf16": 16, "e4m3": 8, "e5m2": 8}
+    narrowing = bits[str(axes["dtype"])] // bits[str(axes["out"])] if {"dtype", "out"} <= set(axes) else 1
+    return STORES.get(spec.op.name, 128 // max(narrowing, 1))
+
+
+def by_name(spec: Spec) -> str:
+    return spec.name
+
+
+@pytest.mark.parametrize("spec", [spec for arch in ARCHS for spec in of_arch(arch)], ids=by_name)
+def test_registers_suffice_and_the_compiler_is_content(spec: Spec) -> None:
+    binary = image(spec)
+    assert complaints(binary) == []
+    assert binary.stat().st_size <= LARGEST_FILE
+
+
+@pytest.mark.parametrize("spec", of_arch(TUNED), ids=by_name)
+def test_memory_is_accessed_by_128_bits(spec: Spec) -> None:
+    unit = spec.unit()
+    assert unit
+    code = machine_code(image(spec))
+    assert sorted(code) == sorted(entry.name for entry in unit.entries)
+    narrow = re.compile(rf"\w*?(?:{NARROW.get(spec.op.name, '_scalar')})")
+    loads, stores = {}, {}
+    for name, instructions in code.items():
+        assert "EXIT" in instructions
+        assert [i for i in instructions if i.split(".")[0] in ("LDL", "STL")] == [], f"{name} uses local memory"
+        if not narrow.fullmatch(name):
+            loads[name] = widest(instructions, "LDG", "LDGSTS", "UTMALDG", "UBLKCP")
+            stores[name] = widest(instructions, "STG", "UTMASTG", "UBLKCP")
+    assert {name: bits for name, bits in loads.items() if bits < 128} == {}
+    assert {name: bits for name, bits in stores.items() if bits < store_bits(spec)} == {}
+
+
+def one_of_each() -> list[Spec]:
+    """The first configuration of each implementation."""
+    found: dict[tuple[str, str], Spec] = {}
+    for spec in of_arch(TUNED):
+        found.setdefault((spec.op.name, spec.impl), spec)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("spec", one_of_each(), ids=by_name)
+def test_nvcc_makes_it_too(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert toolchain.nvcc(), "nvcc is missing: pip install 'cuda-toolkit[nvcc,crt,nvvm,cccl]==13.0.*'"
+    before = image(spec)
+    monkeypatch.setenv("FI_CUDA_COMPILER", "nvcc")
+    binary = image(spec)
+    assert binary != before
+    assert complaints(binary) == []
+    assert sorted(machine_code(binary)) == sorted(machine_code(before))
+
+
+def test_all_binaries_of_an_architecture_are_small() -> None:
+    sizes = {spec.name: image(spec).stat().st_size for spec in of_arch(TUNED)}
+    largest = sorted(sizes.items(), key=lambda item: -item[1])[:10]
+    assert sum(sizes.values()) <= LARGEST_SET, f"{sum(sizes.values())} bytes; the largest are {largest}"
+
+
+def test_every_narrow_entry_exists() -> None:
+    """A row of NARROW or STORES that no entry needs would excuse a later one."""
+    names = {op: [e.name for s in specs(ops()[op], Target("cuda", TUNED)) for e in s.unit().entries] for op in ops()}  # type: ignore[union-attr]
+    for op, pattern in NARROW.items():
+        assert any(re.fullmatch(rf"\w*?(?:{pattern})", name) for name in names[op]), op
+    assert set(STORES) <= set(names)
+
+
+SPILL = """
+extern "C" __global__ void spill(const int* i, float* x) {
+  float values[64];
+  for (int k = 0; k < 64; ++k) values[k] = x[k];
+  values[i[0]] += 1.f;
+  x[0] = values[i[1]];
+}
+extern "C" __global__ void fine(float* x) { x[threadIdx.x] *= 2.f; }
+"""
+# Touches accumulators between the start of wgmma and its wait, so ptxas must serialise: note C7514 or a neighbour.
+SERIALISED = """
+extern "C" __global__ void serialised(float* out, unsigned long long a, unsigned long long b, int n) {
+  float d[4] = {};
+  for (int i = 0; i < n; ++i) {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, 1, 0;"
+        " wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, p, 1, 1, 0, 0; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a), "l"(b));
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    d[0] *= 2.f;
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  }
+  for (int k = 0; k < 4; ++k) out[threadIdx.x * 4 + k] = d[k];
+}
+"""
+
+
+def compiled(source: str, folder: Path) -> Path:
+    binary = folder / "control.cubin"
+    image, log = nvrtc.compile_cubin(source, "control", [f"-arch=sm_{TUNED}", *compiler.DEVICE_FLAGS])
+    binary.write_bytes(image)
+    if log:
+        binary.with_suffix(".log").write_text(log)
+    return binary
+
+
+def test_the_checks_notice(tmp_path: Path) -> None:
+    spills = compiled(SPILL, tmp_path)
+    (complaint,) = complaints(spills)
+    assert re.match(r"spill: \d+ bytes of stack", complaint)
+    code = machine_code(spills)
+    assert widest(code["spill"], "LDL", "STL") and not widest(code["fine"], "LDL", "STL")
+    assert widest(code["fine"], "LDG") == widest(code["fine"], "STG") == 32
+    serialised = compiled(SERIALISED, tmp_path)
+    assert any("C75" in complaint for complaint in complaints(serialised))
+
+
+@pytest.mark.parametrize(
+    ("instruction", "bits"),
+    [
+        ("LDG.E.128", 128),
+        ("LDG.E.128.CONSTANT", 128),
+        ("LDG.E.ENL2.256", 256),
+        ("STG.E.64", 64),
+        ("LDG.E", 32),
+        ("LDG.E.U16.CONSTANT", 16),
+        ("STG.E.U8", 8),
+        ("LDGSTS.E.BYPASS.128", 128),
+        ("UTMALDG.2D", 1024),
+    ],
+)
+def test_widths_of_instructions(instruction: str, bits: int) -> None:
+    assert width(instruction) == bits

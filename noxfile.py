@@ -161,16 +161,16 @@ def wheels(session: nox.Session) -> None:
     session.env.setdefault("SOURCE_DATE_EPOCH", "1700000000")  # the same bytes from the same sources
     for name in PACKAGES:
         session.run("python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(dist), f"packages/{name}")
-    sizes = {wheel.name: wheel.stat().st_size / 1e6 for wheel in sorted(dist.glob("*.whl"))}
-    session.log("\n".join(f"{size:6.2f} MB  {name}" for name, size in {**sizes, "together": sum(sizes.values())}.items()))
+    for wheel in sorted(dist.glob("*.whl")):
+        session.log(f"{wheel.stat().st_size / 1e6:6.2f} MB  {wheel.name}")
     session.install("--no-deps", "--force-reinstall", *map(str, sorted(dist.glob("*.whl"))))
     session.install("--find-links", str(dist), *PACKAGES)  # what the wheels ask for and is not here yet
     session.run("python", "-m", "pip", "check")
-    pytest(session, "-o", "pythonpath=tests tests/packaging", "tests/packaging")
+    pytest(session, "-o", "pythonpath=tests tests/packaging", "tests/packaging", workers=2)
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
     """The documentation, with warnings as errors, into docs/_build/html."""
-    develop(session, "docs")
+    install_tools(session, "docs")  # the reference is read from the tree, whose import needs no torch
     session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs)

@@ -1,7 +1,9 @@
-"""The elementwise families beside FlashInfer in one run: GPU time, host time and share of copy bandwidth, as JSON lines.
+"""The elementwise families beside FlashInfer and a plain copy, in one run: GPU and host time, as JSON lines.
 
-python benchmarks/elementwise.py [--only TEXT] [--out FILE] [--iters N]; needs a CUDA device; FlashInfer is measured where it is installed.
+python benchmarks/elementwise.py [--only TEXT] [--out FILE] [--iters N]; needs a CUDA device. FlashInfer is measured
+where it is installed. `copy` is torch.neg(a, out=b) over the bytes of the case: what moving them costs at this size.
 Time: median of CUDA-graph replays between two events, the L2 flushed by a 256 MB memset before each, sides interleaved.
+An empty kernel is the first row: its time is inside every other one.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ try:
 except ImportError:
     flashinfer = None
 
-Case = tuple[str, int, dict[str, Callable[[], object]]]  # name, bytes that must move, sides
+Sides = dict[str, Callable[[], object]]
+Case = tuple[str, int, Sides]  # name, bytes that must move, sides
 BF16 = torch.bfloat16
 
 
@@ -30,7 +33,7 @@ def rand(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
-def both(function: str, *args: object, **kwargs: object) -> dict[str, Callable[[], object]]:
+def both(function: str, *args: object, **kwargs: object) -> Sides:
     """The same call on both sides."""
     sides = {"fi_core": lambda: getattr(fi_core, function)(*args, **kwargs)}
     if flashinfer is not None:
@@ -100,7 +103,7 @@ def graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def gpu_us(sides: dict[str, Callable[[], object]], iters: int, flush: torch.Tensor) -> dict[str, list[float]]:
+def gpu_us(sides: Sides, iters: int, flush: torch.Tensor) -> dict[str, list[float]]:
     graphs = {side: graph_of(call) for side, call in sides.items()}
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {side: [] for side in sides}
     for _ in range(iters + 3):
@@ -128,43 +131,47 @@ def host_us(call: Callable[[], object]) -> float:
     return statistics.median(samples[3:])
 
 
-def copy_bandwidth(iters: int, flush: torch.Tensor) -> float:
-    """Bytes read and written per second by torch's device copy of 1 GiB: the ceiling rows are compared with."""
-    a = torch.randn(1 << 28, device="cuda")
-    b = torch.empty_like(a)
-    times = gpu_us({"copy": lambda: b.copy_(a)}, iters, flush)["copy"]
-    return 2 * a.numel() * 4 / statistics.median(times) * 1e6
+def measured(sides: Sides, iters: int, flush: torch.Tensor) -> dict[str, dict[str, float | str]]:
+    """Per side its medians, or why it does not run."""
+    found: dict[str, dict[str, float | str]] = {}
+    working: Sides = {}
+    for side, call in sides.items():
+        try:
+            call()
+            working[side] = call
+        except Exception as error:  # a peer without this kernel must not lose the row
+            found[side] = {"error": f"{type(error).__name__}: {error}"[:200]}
+    for side, samples in gpu_us(working, iters, flush).items():
+        found[side] = {"us": round(statistics.median(samples), 2), "host_us": round(host_us(working[side]), 2)}
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run cases whose name contains this")
     parser.add_argument("--out", type=Path, help="write JSON lines here too")
     parser.add_argument("--iters", type=int, default=30)
     args = parser.parse_args()
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    ceiling = copy_bandwidth(args.iters, flush)
-    rows: list[dict[str, object]] = [{"case": "copy 1 GiB", "tb_per_s": round(ceiling / 1e12, 3)}]
+    source, target = rand(1 << 29), rand(1 << 29)
+    one = torch.ones(1, device="cuda")
+    empty = statistics.median(gpu_us({"neg": lambda: torch.neg(one, out=one)}, args.iters, flush)["neg"])
+    rows: list[dict[str, object]] = [
+        {"case": "one element", "us": round(empty, 2), "gpu": torch.cuda.get_device_name()}
+    ]
     print(json.dumps(rows[0]), flush=True)
     for family in (norm_cases, activation_cases, rope_cases, page_cases, cascade_cases):
         for name, moved, sides in family():
             if args.only not in name:
                 continue
-            row: dict[str, object] = {"case": name, "bytes": moved}
-            try:
-                times = gpu_us(sides, args.iters, flush)
-                for side, samples in times.items():
-                    us = statistics.median(samples)
-                    row[side] = {
-                        "us": round(us, 2),
-                        "tb_per_s": round(moved / us / 1e6, 3),
-                        "copy_pct": round(100 * moved / us * 1e6 / ceiling, 1),
-                        "host_us": round(host_us(sides[side]), 2),
-                    }
-                if len(times) == 2:
-                    row["ratio"] = round(statistics.median(times["fi_core"]) / statistics.median(times["flashinfer"]), 3)
-            except Exception as error:  # one failing case must not lose the others of a run
-                row["error"] = f"{type(error).__name__}: {error}"[:400]
+            a, b = source[: moved // 4], target[: moved // 4]
+            found = measured({**sides, "copy": lambda a=a, b=b: torch.neg(a, out=b)}, args.iters, flush)
+            row: dict[str, object] = {"case": name, "bytes": moved, **found}
+            ours, peer, copy = (found.get(side, {}).get("us") for side in ("fi_core", "flashinfer", "copy"))
+            if isinstance(ours, float) and isinstance(copy, float):
+                row |= {"tb_per_s": round(moved / ours / 1e6, 3), "of_copy": round(copy / ours, 3)}
+            if isinstance(ours, float) and isinstance(peer, float):
+                row["ratio"] = round(ours / peer, 3)
             rows.append(row)
             print(json.dumps(row), flush=True)
     if args.out:

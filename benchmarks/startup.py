@@ -1,6 +1,7 @@
-"""Time of the first call of each op in a fresh process: with an empty store (compiles), then with a warm one. JSON lines.
+"""Time of the first call of each op in a fresh process, with an empty store and then with a warm one, as JSON lines.
 
-python benchmarks/startup.py [--device cuda|cpu] [--only TEXT] [--out FILE]. torch, the CUDA context and tvm-ffi are loaded before the clock starts.
+python benchmarks/startup.py [--device cuda|cpu] [--only TEXT] [--out FILE]. torch, the CUDA context, tvm-ffi
+and the inputs are there before the clock starts; importing fi_core is inside.
 """
 
 from __future__ import annotations
@@ -17,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 
-def calls(device: str) -> dict[str, Callable[[], Any]]:
-    """One small call per op, inputs made on use."""
+def arguments(device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
+    """The arguments of one small call per function; made before the clock starts."""
     import torch
 
-    import fi_core as fi
-
-    half, e4m3 = torch.bfloat16, torch.float8_e4m3fn
+    half, single, e4m3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
     def rand(*shape: int, dtype: torch.dtype = half) -> torch.Tensor:
         return torch.randn(*shape, device=device).to(dtype)
@@ -31,47 +30,52 @@ def calls(device: str) -> dict[str, Callable[[], Any]]:
     def ints(*values: int) -> torch.Tensor:
         return torch.tensor(values, device=device, dtype=torch.int32)
 
-    scale = torch.ones(1, device=device)
-    cache = torch.randn(64, 128, device=device)
-    kv = (rand(4, 16, 8, 128), rand(4, 16, 8, 128))
-    kv8 = tuple(x.to(e4m3) for x in kv)
-    table = (ints(0, 1, 2, 3), ints(0, 4), ints(16))
+    def fused() -> tuple[Any, ...]:
+        return rand(8, 4096), rand(8, 4096), rand(4096)
+
+    def states(*shape: int) -> tuple[Any, ...]:
+        return rand(*shape, 128), rand(*shape, dtype=single)
+
+    def table() -> tuple[Any, ...]:
+        return ints(0, 0), ints(0, 1)
+
+    def pages() -> tuple[Any, ...]:
+        return ints(0, 1, 2, 3), ints(0, 4), ints(16)
+
+    def cache(dtype: torch.dtype) -> tuple[Any, ...]:
+        return rand(4, 16, 8, 128).to(dtype), rand(4, 16, 8, 128).to(dtype)
+
     return {
-        "rmsnorm": lambda: fi.rmsnorm(rand(8, 4096), rand(4096)),
-        "fused_add_rmsnorm": lambda: fi.fused_add_rmsnorm(rand(8, 4096), rand(8, 4096), rand(4096)),
-        "rmsnorm_quant": lambda: fi.rmsnorm_quant(rand(8, 4096).to(e4m3), rand(8, 4096), rand(4096), scale),
-        "layernorm": lambda: fi.layernorm(rand(8, 4096), rand(4096, dtype=torch.float32), rand(4096, dtype=torch.float32)),
-        "silu_and_mul": lambda: fi.silu_and_mul(rand(8, 8192)),
-        "gelu_and_mul": lambda: fi.gelu_and_mul(rand(8, 8192)),
-        "apply_rope_pos_ids": lambda: fi.apply_rope_pos_ids(rand(2, 32, 128), rand(2, 8, 128), ints(0, 1)),
-        "apply_rope_with_cos_sin_cache": lambda: fi.apply_rope_with_cos_sin_cache(
-            ints(0, 1), rand(2, 4096), rand(2, 1024), 128, cache
+        "rmsnorm": lambda: (rand(8, 4096), rand(4096)),
+        "fused_add_rmsnorm": fused,
+        "rmsnorm_quant": lambda: (rand(8, 4096).to(e4m3), rand(8, 4096), rand(4096), rand(1, dtype=single)),
+        "layernorm": lambda: (rand(8, 4096), rand(4096, dtype=single), rand(4096, dtype=single)),
+        "silu_and_mul": lambda: (rand(8, 8192),),
+        "gelu_and_mul": lambda: (rand(8, 8192),),
+        "apply_rope_pos_ids": lambda: (rand(2, 32, 128), rand(2, 8, 128), ints(0, 1)),
+        "apply_rope_with_cos_sin_cache": lambda: (
+            ints(0, 1), rand(2, 4096), rand(2, 1024), 128, rand(64, 128, dtype=single)
         ),
-        "rope_quantize_fp8": lambda: fi.rope.rope_quantize_fp8(
-            rand(2, 32, 64), rand(2, 64), rand(2, 32, 512), rand(2, 512), cache[:, :64].contiguous(), ints(0, 1)
+        "rope.rope_quantize_fp8": lambda: (
+            rand(2, 32, 64), rand(2, 64), rand(2, 32, 512), rand(2, 512), rand(64, 64, dtype=single), ints(0, 1)
         ),
-        "rope_quantize_fp8_append_paged_kv_cache": lambda: fi.rope.rope_quantize_fp8_append_paged_kv_cache(
-            rand(2, 32, 128), rand(2, 8, 128), None, None, rand(2, 8, 128), cache, ints(0, 1), kv8, table[0], table[1], ints(0, 0), ints(0, 1)
+        "rope.rope_quantize_fp8_append_paged_kv_cache": lambda: (
+            rand(2, 32, 128), rand(2, 8, 128), None, None, rand(2, 8, 128), rand(64, 128, dtype=single), ints(0, 1),
+            cache(e4m3), *pages()[:2], *table(),
         ),
-        "append_paged_kv_cache": lambda: fi.append_paged_kv_cache(
-            rand(2, 8, 128), rand(2, 8, 128), ints(0, 0), ints(0, 1), kv, *table
+        "append_paged_kv_cache": lambda: (rand(2, 8, 128), rand(2, 8, 128), *table(), cache(half), *pages()),
+        "append_paged_mla_kv_cache": lambda: (
+            rand(2, 512), rand(2, 64), *table(), rand(4, 16, 512), rand(4, 16, 64), *pages()
         ),
-        "append_paged_mla_kv_cache": lambda: fi.append_paged_mla_kv_cache(
-            rand(2, 512), rand(2, 64), ints(0, 0), ints(0, 1), rand(4, 16, 512), rand(4, 16, 64), *table
-        ),
-        "get_batch_indices_positions": lambda: fi.get_batch_indices_positions(ints(0, 2), ints(5), 2),
-        "get_seq_lens": lambda: fi.get_seq_lens(table[1], table[2], 16),
-        "merge_state": lambda: fi.merge_state(
-            rand(4, 8, 128), rand(4, 8, dtype=torch.float32), rand(4, 8, 128), rand(4, 8, dtype=torch.float32)
-        ),
-        "merge_states": lambda: fi.merge_states(rand(4, 3, 8, 128), rand(4, 3, 8, dtype=torch.float32)),
-        "packbits": lambda: fi.packbits(torch.ones(77, device=device, dtype=torch.bool)),
-        "segment_packbits": lambda: fi.segment_packbits(torch.ones(77, device=device, dtype=torch.bool), ints(0, 33, 77)),
-        "single_decode_with_kv_cache": lambda: fi.single_decode_with_kv_cache(rand(32, 128), rand(99, 8, 128), rand(99, 8, 128)),
-        "single_prefill_with_kv_cache": lambda: fi.single_prefill_with_kv_cache(
-            rand(33, 32, 128), rand(99, 8, 128), rand(99, 8, 128), causal=True
-        ),
-    }
+        "get_batch_indices_positions": lambda: (ints(0, 2), ints(5), 2),
+        "get_seq_lens": lambda: (*pages()[1:], 16),
+        "merge_state": lambda: (*states(4, 8), *states(4, 8)),
+        "merge_states": lambda: states(4, 3, 8),
+        "packbits": lambda: (torch.ones(77, device=device, dtype=torch.bool),),
+        "segment_packbits": lambda: (torch.ones(77, device=device, dtype=torch.bool), ints(0, 33, 77)),
+        "single_decode_with_kv_cache": lambda: (rand(32, 128), rand(99, 8, 128), rand(99, 8, 128)),
+        "single_prefill_with_kv_cache": lambda: (rand(33, 32, 128), rand(99, 8, 128), rand(99, 8, 128)),
+    }  # fmt: skip
 
 
 def first_call(name: str, device: str) -> None:
@@ -79,11 +83,13 @@ def first_call(name: str, device: str) -> None:
     import tvm_ffi  # noqa: F401
 
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    call = calls(device)[name]
-    torch.zeros(1, device=device)
+    values = arguments(device)[name]()
     synchronize()
     start = time.perf_counter()
-    call()
+    function = __import__("fi_core")
+    for word in name.split("."):
+        function = getattr(function, word)
+    function(*values)  # type: ignore[operator]
     synchronize()
     print(time.perf_counter() - start)
 
@@ -99,14 +105,16 @@ def main() -> None:
         first_call(args.child, args.device)
         return
     rows = []
-    for name in calls("cpu"):
+    for name in arguments("cpu"):
         if args.only not in name:
             continue
         row: dict[str, object] = {"op": name, "device": args.device}
         with tempfile.TemporaryDirectory() as store:
             for state in ("cold", "warm"):
                 line = [sys.executable, __file__, "--child", name, "--device", args.device]
-                done = subprocess.run(line, env={**os.environ, "FI_CACHE_DIR": store}, capture_output=True, text=True, check=False)
+                done = subprocess.run(
+                    line, env={**os.environ, "FI_CACHE_DIR": store}, capture_output=True, text=True, check=False
+                )
                 row[f"{state}_s"] = round(float(done.stdout), 3) if not done.returncode else done.stderr.strip()[-300:]
         rows.append(row)
         print(json.dumps(row), flush=True)

@@ -14,11 +14,9 @@ project = "fi"
 author = "the fi contributors"
 release = version = (HERE.parent / "VERSION").read_text().strip()
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
-autodoc_typehints = "signature"
-autodoc_member_order = "bysource"
 nitpicky = False
 exclude_patterns = ["_build"]
 

@@ -52,9 +52,8 @@ def command_line() -> str:
     lines = [
         "# Command line",
         "",
-        "`fi-core COMMAND`, or `python -m fi_core COMMAND`. No command needs torch to print its help, and none compiles or",
-        "writes anything but `prebuild`, `export-compile-commands`, `replay` and those that clean the cache. Exit codes: 0 all",
-        "is well, 1 it failed or something is amiss, 2 it was called wrongly.",
+        "`fi-core COMMAND`, or `python -m fi_core COMMAND`. Exit codes: 0 all is well, 1 it failed or something is",
+        "amiss, 2 it was called wrongly.",
     ]
     for command in _commands(parser()):
         lines += ["", f"## {command.prog}", "", "```text", command.format_help().rstrip(), "```"]
@@ -78,13 +77,12 @@ def ops() -> str:
     lines = [
         "# Ops",
         "",
-        "An op is one kernel; a function of the API calls one. Which function calls which is seen with `FI_LOGGING_LEVEL=debug`",
-        "or in the families' modules.",
+        "An op is one kernel with its launcher; several functions may share it, as all forms of rmsnorm do.",
         "",
         "## Support matrix",
         "",
-        "The implementations that run on each target, and how many specialisations of each are built ahead. A GPU whose",
-        "architecture has no column takes the binary of an older one of its generation, or compiles its own.",
+        "The implementations that run on each target, and how many specialisations of each are built ahead. A GPU",
+        "whose architecture has no column takes the binary of an older one of its generation, or compiles its own.",
         "",
         *table(("op", "family", "CPU", *(str(target) for target in targets[1:])), matrix),
         "",
@@ -125,7 +123,7 @@ def functions() -> str:
     """Every function of the API, by family."""
     import fi_core
 
-    lines = ["# Functions", "", "By family. Those that are not `fi_core.<family>.<name>` are also `fi_core.<name>`."]
+    lines = ["# Functions", "", "By family. What is listed as `fi_core.<name>` is also `fi_core.<family>.<name>`."]
     for family, names in sorted(fi_core._MODULES.items()):
         module = importlib.import_module(f"fi_core.{family}")
         lines += ["", f"## {family}", "", inspect.getdoc(module) or ""]
@@ -145,7 +143,9 @@ def errors() -> str:
 def jit() -> str:
     import fi_core.jit as module
 
-    return _members("Building kernels", inspect.getdoc(module) or "", "fi_core.jit", sorted(module.__all__), "fi_core.jit")
+    return _members(
+        "Building kernels", inspect.getdoc(module) or "", "fi_core.jit", sorted(module.__all__), "fi_core.jit"
+    )
 
 
 def testing() -> str:

@@ -5,7 +5,8 @@
 The weights are random; the tokens are the bytes of FILE (this repository's README if none is given). It runs on the GPU
 if there is one, else on the CPU: the calls are the same. Each line of the table says which kernel computed the op and
 where it came from (jit: compiled now from the sources in fi-kernels; store: compiled by an earlier run; or the name of
-the package that brought it), what the first call and the best of ten later ones took, and the error against plain torch in float64.
+the package that brought it), what the first call and the best of ten later ones took, and the error against plain torch
+in float64, in parts of the largest value.
 """
 
 from __future__ import annotations
@@ -189,9 +190,12 @@ def plain(x: torch.Tensor, w: Weights) -> torch.Tensor:
 
 def main() -> int:
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[1] / "README.md"
-    text = path.read_bytes()[: PROMPT + 1]
+    try:
+        text = path.read_bytes()[: PROMPT + 1]
+    except OSError as error:
+        sys.exit(f"FILE: a text is required; {error}")
     if len(text) < 3:
-        sys.exit(f"{path} is too short: the demo needs 3 bytes")
+        sys.exit(f"FILE: at least 3 bytes are required; {path} has {len(text)}")
     torch.manual_seed(0)
     weights, total = Weights(), len(text)
     tokens = torch.tensor(list(text), device=DEVICE)

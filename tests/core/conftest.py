@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
 from core import toy
 from core.console import Cli
 from core.package import build_driver
-
 from fi_core.env import env
+
 
 def forget() -> None:
     """Empties every memo of fi_core's build and resolve layers, and closes the build log."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from core import toy
 
+from core import toy
 from fi_core.build import compiler, sources, toolchain
 from fi_core.registry import launcher
 from fi_core.resolve import built

@@ -1,4 +1,4 @@
-"""Where a file comes from: prebuilt packages that fit, else the store, else a compiler, and what is said when none does."""
+"""Where a file comes from: prebuilt packages that fit, else the store, else a compiler; and what is said of it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import hashlib
 import json
 import logging
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
-from core import toy
 
 import fi_core
+from core import toy
 from fi_core.build import compiler, ninja, sources, toolchain
 from fi_core.errors import CompileError, MissingKernelError
 from fi_core.resolve import Found, built, find, prebuilt, prepare, provider, store
@@ -30,12 +32,12 @@ Index = dict[str, Any]
 def no_other_packages(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prebuilt packages that may be installed here are not what is tested."""
     monkeypatch.setattr(provider, "PACKAGES", ())
-    points = provider.metadata.entry_points
+    points = metadata.entry_points
 
     def ours(**choice: str) -> list[Any]:
         return [p for p in points(**choice) if not p.module.startswith("fi_")]
 
-    monkeypatch.setattr(provider.metadata, "entry_points", ours)
+    monkeypatch.setattr(metadata, "entry_points", ours)
 
 
 @pytest.fixture
@@ -284,16 +286,23 @@ def test_a_long_compile_announces_itself(
     slow.chmod(0o755)
     monkeypatch.setenv("FI_CXX_LAUNCHER", str(slow))
     built(host)
-    assert "compiling scale_cuda ..." in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "compiling scale_cuda ..." in said
+    assert "compiling scale_n_1_cuda_sm_80" not in said, "the short one does not say it later either"
 
 
 def test_prepare_builds_all_through_one_ninja(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], packages: Callable[..., tuple[Path, Path]]
 ) -> None:
-    runs = []
+    runs: list[tuple[Any, ...]] = []
     run = ninja.run
-    monkeypatch.setattr(ninja, "run", lambda *arguments: runs.append(arguments) or run(*arguments))
-    cubins, _ = packages(image(4))
+
+    def counted(*arguments: Any) -> None:
+        runs.append(arguments)
+        run(*arguments)
+
+    monkeypatch.setattr(ninja, "run", counted)
+    packages(image(4))
     specs = [toy.spec(1), toy.spec(2, "90a"), toy.spec(3), toy.spec(4), toy.spec(1), toy.SCALE.spec(CPU, {"n": 1})]
     assert prepare(specs, progress=True) == 5  # three binaries, one launcher for all of them, one CPU module
     progress = capfd.readouterr().err.splitlines()
@@ -327,16 +336,27 @@ def test_prepare_and_a_single_build_make_the_same_file(fresh: Fresh, tmp_path: P
     assert [built(artifact).path.read_bytes() for artifact in toy.artifacts()] == together
 
 
+def test_prepare_mends_a_damaged_entry() -> None:
+    prepare([toy.spec()], progress=False)
+    found = built(image())
+    found.path.write_bytes(b"damaged")
+    assert prepare([toy.spec()], progress=False) == 1
+    assert built(image()) == found and found.path.read_bytes()[:4] == b"\x7fELF"
+
+
 @pytest.mark.parametrize(
     ("variables", "jobs"),
     [({"MAX_JOBS": "3"}, "-j3"), ({"MAX_JOBS": "3", "FI_JIT_PREBUILD_MAX_JOBS": "2"}, "-j2"), ({}, r"-j\d+")],
 )
 def test_jobs(variables: dict[str, str], jobs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    lines = []
-    popen = ninja.subprocess.Popen
-    monkeypatch.setattr(
-        ninja.subprocess, "Popen", lambda line, **options: lines.append(list(line)) or popen(line, **options)
-    )
+    lines: list[list[str]] = []
+    popen = subprocess.Popen
+
+    def listed(line: list[str], **options: Any) -> Any:
+        lines.append(list(line))
+        return popen(line, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", listed)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     prepare([toy.spec()], progress=False)
@@ -361,8 +381,19 @@ def build_batch(artifact: Artifact) -> None:
 @pytest.mark.parametrize(
     ("file", "line", "first", "hint"),
     [
-        ("csrc/toy/scale.cc", "int broken( { return 1; }", r"building scale_cuda.* failed: .*scale\.cc:4:.* error: ", None),
-        ("include/fi/toy/scale.cuh", "int broken( {", r"building scale_n_1_cuda_sm_80.* failed: .*scale\.cuh.*error: ", None),
+        (
+            "csrc/toy/scale.cc",
+            "int broken( { return 1; }",
+            r"building scale_cuda.*: .*scale\.cc:4:.* error: ",
+            None,
+        ),
+        (
+            "include/fi/toy/scale.cuh",
+            "int broken( {",
+            r"building scale_n_1_cuda_sm_80.*: .*scale\.cuh.*error: ",
+            None,
+        ),
+        ("include/fi/toy/constant.h", "int broken( {", r"building scale_.*: .*constant\.h.*error: ", None),
         ("csrc/toy/scale.cc", '#include "absent.h"', r"building .*absent\.h: No such file", "reinstall fi-kernels"),
         ("include/fi/toy/scale.cuh", '#include "absent.h"', r"building .*absent\.h", "reinstall fi-kernels"),
     ],
@@ -374,7 +405,7 @@ def test_a_compile_error(
     break_source(tree, file, line)
     host, device = toy.artifacts()
     with pytest.raises(CompileError) as error:
-        build(host if file.endswith(".cc") else device)
+        build(device if file.endswith(".cuh") else host)
     assert re.match(first, error.value.first_line), error.value.first_line
     assert str(error.value).splitlines()[0] == error.value.first_line
     assert (hint is None and error.value.hint is None) or (hint and hint in str(error.value.hint))

@@ -10,8 +10,8 @@ import re
 
 import pytest
 import torch
-from core import toy
 
+from core import toy
 from fi_core.errors import UnsupportedError
 from fi_core.registry import launcher, ops
 from fi_core.spec.constraint import ON_CPU, Constraint, at_least, exactly
@@ -146,7 +146,7 @@ def test_the_grid_is_every_combination_or_the_list() -> None:
 
 
 def test_targets() -> None:
-    assert CPU == Target("cpu", platform.machine()) and str(CPU) == platform.machine()
+    assert (CPU.kind, CPU.arch, str(CPU)) == ("cpu", platform.machine(), platform.machine())
     assert [CUDA["90a"].capability, CUDA["86"].capability, CUDA["120a"].capability, CPU.capability] == [90, 86, 120, 0]
     assert str(CUDA["100a"]) == "sm_100a"
     assert pickle.loads(pickle.dumps(CUDA["86"])) == CUDA["86"]
@@ -259,7 +259,7 @@ def test_a_declaration(op: Op) -> None:
 
 def cuda_specs(op: Op) -> list[Spec]:
     """Every CUDA implementation of every prebuilt configuration, on the first target that takes it."""
-    found = {}
+    found: dict[object, Spec] = {}
     for axes in op.grid():
         for target in CUDA.values():
             for name, why in op.explain(target, axes).items():

@@ -211,7 +211,7 @@ def test_a_killed_builder_holds_up_nobody(python: Python) -> None:
 def test_a_waiter_builds_for_itself_in_the_end(python: Python, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "LOCK_SECONDS", 0.3)
     wait_for_build(python.start(SLEEPER))
-    assert store.get_or_build(KEY, build)[1]
+    assert store.get_or_build(KEY, build) == (cache() / KEY, True)
 
 
 def test_without_file_locks_it_works_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +278,6 @@ def test_on_a_full_disk_compilers_use_the_next_root(python: Python, tree: Path) 
     assert [name for name in left.split() if not name.startswith(".lock-")] == []
 
 
-
 def test_a_read_only_root_is_passed_over(
     python: Python, tree: Path, tmp_path: Path, unprivileged: tuple[str, ...]
 ) -> None:
@@ -290,9 +289,7 @@ def test_a_read_only_root_is_passed_over(
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_sound_entry_of_a_read_only_root_is_used(
-    python: Python, tree: Path, unprivileged: tuple[str, ...]
-) -> None:
+def test_a_sound_entry_of_a_read_only_root_is_used(python: Python, tree: Path, unprivileged: tuple[str, ...]) -> None:
     origin, path = python.run(KERNEL, tree).split()
     assert origin == "jit"
     for folder in (cache(), cache().parent):

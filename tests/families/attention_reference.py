@@ -43,9 +43,7 @@ def attention(
     if kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
     qo_len, kv_len, heads, group = q.shape[0], k.shape[0], q.shape[1], q.shape[1] // k.shape[1]
-    q, k, v = (
-        x if s is None else x * s.cpu().double()[:, None] for x, s in ((q, scale_q), (k, scale_k), (v, scale_v))
-    )
+    q, k, v = (x if s is None else x * s.cpu().double()[:, None] for x, s in ((q, scale_q), (k, scale_k), (v, scale_v)))
     row, key = torch.arange(qo_len)[:, None], torch.arange(kv_len)[None]
     position = row + kv_len - qo_len
     if pos_encoding_mode == "ROPE_LLAMA":

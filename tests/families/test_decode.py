@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from families.attention_reference import attention
-from families.harness import TOLERANCE, assert_close, assert_guards, guarded, impls, rand, strided, using
 
 import fi_core
+from families.attention_reference import attention
+from families.harness import TOLERANCE, assert_close, assert_guards, guarded, impls, rand, strided, using
 from fi_core.attention import chunks_of, single_attention
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -92,7 +92,10 @@ def test_decode_options(options: dict[str, Any], dtype: torch.dtype, device: str
     assert chunks_of(1, 6, 3, 300, -1) == 3
     check(q, k, v, **options)
     if "q_scale" not in options:
-        assert max((a - b).abs().max() for a, b in zip(attention(q[None], k, v, **options), attention(q[None], k, v))) > 0.05
+        assert (
+            max((a - b).abs().max() for a, b in zip(attention(q[None], k, v, **options), attention(q[None], k, v)))
+            > 0.05
+        )
 
 
 def test_tensor_cores_are_a_hint(device: str) -> None:
@@ -146,7 +149,7 @@ def test_decode_is_prefill_of_one_row(heads: tuple[int, int], device: str) -> No
 
 @pytest.mark.parametrize("chunks", [None, 1, 2, 7, 40])
 def test_any_number_of_chunks(chunks: int | None, device: str) -> None:
-    """More chunks than keys too: the empty ones count for nothing. Results and partial results stay in their buffers."""
+    """More chunks than keys too: the empty ones count for nothing. Nothing is written outside the buffers."""
     q, k, v = make(25, (6, 2), (64, 72), torch.float32, device)
     want, want_lse = attention(q[None], k, v)
     for _ in each_impl(device):

@@ -146,7 +146,7 @@ def test_layernorm(shape: tuple[int, int], dtype: torch.dtype, device: str) -> N
                 assert_guards(out)
 
 
-@pytest.mark.parametrize("d", [128, 1024, 4096, 20480])
+@pytest.mark.parametrize("d", [128, 1000, 2880, 4096, 20480, 20481])
 def test_layernorm_far_from_zero(d: int, device: str) -> None:
     """mean(x^2) - mean^2 would lose the variance here; a constant row has none, so it comes out as beta."""
     x = rand(3, d, dtype=torch.float32, device=device) + 3000.0

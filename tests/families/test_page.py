@@ -137,7 +137,8 @@ def test_append_to_pages_of_one_token(layout: str, device: str) -> None:
     )
     both = fill(torch.empty(6, 2, 3, 16, dtype=torch.bfloat16, device=device))
     want = twin(both)
-    for row in (0, 1, 3, 4, 5):
+    t["batch_indices"][5] = -1  # with one token a page it would name the slot of row 3 again
+    for row in (0, 1, 3, 4):
         b, position = int(t["batch_indices"][row]), int(t["positions"][row])
         target = int(t["kv_indices"][int(t["kv_indptr"][b]) + position])
         want[target, 0], want[target, 1] = k[row], v[row]
@@ -248,20 +249,28 @@ def good(device: str = "cpu") -> dict[str, Any]:
     ("change", "error", "words"),
     [
         ({"kv_layout": "NDH"}, KeyError, "Invalid kv_layout 'NDH'"),
-        ({"kv_layout": "HND"}, ValueError, r"k_cache must have shape .*, num_heads, page_size, .* got \[6, 4, 2, 8\]"),
+        (
+            {"kv_layout": "HND"},
+            ValueError,
+            r"paged_kv_cache must have shape .*, num_heads, page_size, .* got .6, 2, 4, 2, 8",
+        ),
         ({"paged_kv_cache": [torch.zeros(6, 4, 2, 8)] * 2}, KeyError, "tuple .* got list"),
         ({"paged_kv_cache": torch.zeros(6, 2, 8)}, ValueError, "4 or 5 dimensions are required"),
         (
             {"paged_kv_cache": torch.zeros(6, 2, 4, 2, 8)},
             TypeError,
-            "k_cache must have the dtype of append_key",
+            "paged_kv_cache must have the dtype of append_key",
         ),
-        ({"paged_kv_cache": torch.zeros(6, 2, 4, 2, 9).half()}, ValueError, "k_cache must have shape .*head_dim = 8"),
-        ({"paged_kv_cache": torch.zeros(6, 2, 0, 2, 8).half()}, ValueError, "k_cache must have page_size > 0"),
-        ({"paged_kv_cache": torch.zeros(6, 2, 4, 8, 2).half().mT}, ValueError, "k_cache must be contiguous in"),
+        (
+            {"paged_kv_cache": torch.zeros(6, 2, 4, 2, 9).half()},
+            ValueError,
+            "paged_kv_cache must have shape .*head_dim = 8",
+        ),
+        ({"paged_kv_cache": torch.zeros(6, 2, 0, 2, 8).half()}, ValueError, "paged_kv_cache must have page_size > 0"),
+        ({"paged_kv_cache": torch.zeros(6, 2, 4, 8, 2).half().mT}, ValueError, "paged_kv_cache must be contiguous in"),
         ({"append_key": torch.ones(6, 16).half()}, ValueError, "append_key must have shape .*; got .6, 16."),
         ({"append_value": torch.ones(5, 2, 8).half()}, ValueError, "append_value must have shape .* nnz = 6"),
-        ({"append_value": torch.ones(6, 2, 8)}, TypeError, "v_cache must have the dtype of append_value"),
+        ({"append_value": torch.ones(6, 2, 8)}, TypeError, "append_value must have the dtype of append_key"),
         ({"append_key": torch.ones(6, 8, 2).half().mT}, ValueError, "append_key must be contiguous in its last"),
         ({"batch_indices": torch.zeros(6)}, TypeError, "batch_indices must be int32; got float32"),
         ({"batch_indices": torch.zeros(5, dtype=I32)}, ValueError, "batch_indices must have shape .* nnz = 6; got .5."),

@@ -1,4 +1,4 @@
-"""Runs launchers of CUDA ops without a GPU: a process of its own, in which libcuda.so.1 is tests/kernels/mock_driver.cc.
+"""Runs launchers of CUDA ops without a GPU: in a process of its own, whose libcuda.so.1 is mock_driver.cc.
 
     gpu = Gpu(folder, capability=90)
     gpu.call("rmsnorm", axes, Tensor(0x1000, (4, 128), "f16"), ...)  ->  [{"call": "launch", "grid": [4, 1, 1], ...}]
@@ -90,7 +90,10 @@ class Gpu:
         return self.calls()
 
     def bind(self, op: str, axes: Call, **options: Any) -> dict[str, tuple[Path, str]]:
-        """Where the files came from: {"host": (path, origin), "cubin": ...}. Options: impl, arch, device, shared_bytes."""
+        """Where the files came from: {"host": (path, origin), "cubin": ...}.
+
+        Options: impl, arch, device, shared_bytes.
+        """
         return self.pool.submit(_origins, op, axes, options).result()
 
     def messages(self) -> list[str]:
@@ -260,7 +263,7 @@ def parameters(launch: Call, name: str) -> Call:
     kind = struct(name)
     content = bytes.fromhex(launch["parameters"])
     assert len(content) == ctypes.sizeof(kind), f"{launch['name']} takes {len(content)} bytes, {name} has others"
-    return _values(kind.from_buffer_copy(content))
+    return dict(_values(kind.from_buffer_copy(content)))
 
 
 def _values(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Every device binary that is shipped, as the compilers make it: no spills, no complaint, 128-bit accesses, small files.
+"""Every device binary that is shipped, as compilers make it: no spills, no complaint, 128-bit accesses, small files.
 
 All implementations and prebuilt axes of all ops are compiled by NVRTC for four architectures, with registers, stack and
 compiler output checked in each; nvcc compiles one configuration of each implementation. Machine code is read for sm_90a
@@ -42,6 +42,8 @@ NARROW = {
     "rope_quantize": r"_1",
     "single_attention": r"_scalar|combine_chunks",
 }
+# Bits of the widest load where it is not 128: attention takes eight elements at a time, as head dims are multiples of 8.
+LOADS = {"single_attention": {"e4m3": 64, "e5m2": 64}}
 # Bits of the widest store where it is not 128: outputs that are smaller than inputs, and one result for many loads.
 STORES = {"packbits": 16, "single_attention": 32}
 
@@ -121,7 +123,8 @@ def by_name(spec: Spec) -> str:
 @pytest.mark.parametrize("spec", [spec for arch in ARCHS for spec in of_arch(arch)], ids=by_name)
 def test_registers_suffice_and_the_compiler_is_content(spec: Spec) -> None:
     binary = image(spec)
-    assert complaints(binary) == []
+    found = complaints(binary)
+    assert not found, "\n".join(found)
     assert binary.stat().st_size <= LARGEST_FILE
 
 
@@ -139,7 +142,8 @@ def test_memory_is_accessed_by_128_bits(spec: Spec) -> None:
         if not narrow.fullmatch(name):
             loads[name] = widest(instructions, "LDG", "LDGSTS", "UTMALDG", "UBLKCP")
             stores[name] = widest(instructions, "STG", "UTMASTG", "UBLKCP")
-    assert {name: bits for name, bits in loads.items() if bits < 128} == {}
+    least = LOADS.get(spec.op.name, {}).get(str(dict(spec.axes).get("kv")), 128)
+    assert {name: bits for name, bits in loads.items() if bits < least} == {}
     assert {name: bits for name, bits in stores.items() if bits < store_bits(spec)} == {}
 
 
@@ -158,7 +162,8 @@ def test_nvcc_makes_it_too(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FI_CUDA_COMPILER", "nvcc")
     binary = image(spec)
     assert binary != before
-    assert complaints(binary) == []
+    found = complaints(binary)
+    assert not found, "\n".join(found)
     assert sorted(machine_code(binary)) == sorted(machine_code(before))
 
 

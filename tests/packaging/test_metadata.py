@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -123,6 +124,29 @@ def test_cubin_is_reproducible(wheels: dict[str, Path], tmp_path: Path) -> None:
     assert part == {name: content for name, content in whole.items() if name.startswith("sm_90a/")}
     assert index.pop("artifacts").items() <= full.pop("artifacts").items()
     assert index == full
+
+
+@pytest.mark.parametrize("package", ["fi-cubin", "fi-jit-cache"])
+def test_an_editable_install_compiles_nothing(package: str, tmp_path: Path) -> None:
+    """There the JIT serves live sources; a folder of data in the tree would be stale with the next edit."""
+    folder = ROOT / "packages" / package
+    code = "import sys, hatchling.build as b; print(b.build_editable(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=folder, check=True, capture_output=True)
+    wheel = tmp_path / done.stdout.decode().split()[-1]
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert data_of(wheel) == {}
+    assert list(folder.glob("src/*/data")) == []
+
+
+def test_a_package_without_its_sources_says_so(tmp_path: Path) -> None:
+    """A folder copied out of the repository cannot be built; nothing is shipped empty."""
+    shutil.copytree(ROOT / "packages" / "fi-cubin", tmp_path / "fi-cubin")
+    code = "import sys, hatchling.build as b; b.build_wheel(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path / "fi-cubin", capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "build in the repository, or from an sdist" in done.stderr
+    assert list(tmp_path.glob("*.whl")) == []
 
 
 def data_of(wheel: Path) -> dict[str, bytes]:

@@ -11,6 +11,7 @@ __git_commit__ = __git_version__ = "unknown"  # FlashInfer's names; builds are i
 
 # Where each public name lives.
 _MODULES: dict[str, tuple[str, ...]] = {
+    "resolve": ("prepare",),
     "decode": ("single_decode_with_kv_cache",),
     "prefill": ("single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse"),
     "quantization": ("packbits", "segment_packbits"),

@@ -23,27 +23,27 @@ _ROWS = 4  # packed query rows a block of the rows kernel holds in registers
 
 
 def _single_attention_unit(axes: Axes) -> Unit:
-    """Entries in order of preference; config = (kind, largest head dim, needs aligned rows, packed rows a block)."""
+    """config = (kind, largest head dim, packed rows a block): tiles on tensor cores, rows on CUDA cores, combine."""
     q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
-    types = f"{q.device}, {kv.device}"
-    entries = []
+    rows = f"attend_rows<{q.device}, {kv.device}"
+    entries = [Entry("attend_rows", f"{rows}, 1, {_ROWS}>", 128, (1, 256, _ROWS))]
     if q.short in _MULTIPLY:
         multiply = DTYPES[_MULTIPLY[q.short]].device
-        entries.append(Entry("attend_tiles", f"attend_tiles<{multiply}, {types}>", 128, (0, 512, 1, 64), _TILE_BYTES))
-    for name, aligned, slices, rows in (("attend_rows", "true", 1, _ROWS), ("attend_row", "false", 2, 1)):
-        body, config = f"attend_rows<{types}, {aligned}, {slices}, {rows}>", (1, 256 * slices, 2 - slices, rows)
-        entries.append(Entry(name, body, 128, config))
-    entries.append(Entry("combine_chunks", "combine_chunks", 128, (2, 512, 0, 1)))
+        body = f"attend_tiles<{multiply}, {q.device}, {kv.device}, {_TILE_BYTES}>"
+        entries.append(Entry("attend_tiles", body, 128, (0, 512, 64), _TILE_BYTES))
+    else:
+        entries.append(Entry("attend_wide_rows", f"{rows}, 2, 1>", 128, (1, 512, 1)))
+    entries.append(Entry("combine_chunks", "combine_chunks", 128, (2, 512, 1)))
     return Unit("fi/attention/single_attention.cuh", "SingleAttentionParams", tuple(entries))
 
 
 SINGLE_ATTENTION = Op(
     name="single_attention",
     family="attention",
-    schema="(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, Tensor q, Tensor k, Tensor v, Tensor? custom_mask, "
-    "Tensor? packed_custom_mask, Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, int kv_layout, "
-    "int pos_encoding_mode, bool causal, int window_left, float logits_soft_cap, float sm_scale, float v_scale, "
-    "float rope_scale, float rope_theta) -> ()",
+    schema="(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, Tensor q, Tensor k, Tensor v, "
+    "Tensor? custom_mask, Tensor? packed_custom_mask, Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, "
+    "int kv_layout, int pos_encoding_mode, bool causal, int window_left, float logits_soft_cap, float sm_scale, "
+    "float v_scale, float rope_scale, float rope_theta) -> ()",
     axes={"q": ("f16", "bf16", "f32", "e4m3", "e5m2"), "kv": ("f16", "bf16", "f32", "e4m3", "e5m2")},
     impls=(Impl("cpu", ON_CPU), Impl("cuda", at_least(80), _single_attention_unit)),
     prebuilt=(
@@ -52,9 +52,7 @@ SINGLE_ATTENTION = Op(
     ),
 )
 
-single_attention = Launcher(
-    SINGLE_ATTENTION, lambda out, lse, workspace, q, k, *_: (q.get_device(), q.dtype, k.dtype)
-)
+single_attention = Launcher(SINGLE_ATTENTION, lambda out, lse, workspace, q, k, *_: (q.get_device(), q.dtype, k.dtype))
 
 _BLOCKS = 528  # four on each multiprocessor of an H200
 _LEAST_KEYS = 128  # of a chunk: below, merging costs more than the parallel reads save
@@ -63,8 +61,8 @@ _LEAST_KEYS = 128  # of a chunk: below, merging costs more than the parallel rea
 def chunks_of(qo_len: int, num_qo_heads: int, num_kv_heads: int, kv_len: int, window_left: int) -> int:
     """Into how many parts the keys are split so that few rows keep the device busy.
 
-    Depends on the shape alone, so results do not change from device to device; chunks * rows stays below about 2200 or
-    the number of rows, which bounds the workspace.
+    Depends on the shape alone, so results do not change from device to device; chunks times query heads stays below 2112 or
+    the number of heads, which bounds the workspace.
     """
     rows = qo_len * num_qo_heads // max(1, num_kv_heads)
     if rows == 0 or (qo_len > 1 and rows > 16):
@@ -103,7 +101,7 @@ def attend(
     scale_k: torch.Tensor | None = None,
     scale_v: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Allocates the results and calls the op: what the public forms have in common. q: `[qo_len, heads, d]` or `[heads, d]`."""
+    """Allocates the results and calls the op, for q `[qo_len, heads, d]` or `[heads, d]`: what the forms share."""
     import torch
 
     layout = _code(_LAYOUTS, kv_layout, "kv_layout")

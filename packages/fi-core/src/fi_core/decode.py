@@ -83,20 +83,22 @@ def single_decode_with_kv_cache(
     rope_theta: float | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one query token: `softmax(q k^T * sm_scale) v`, head h reads kv head `h // (num_qo_heads / num_kv_heads)`.
+    """Attention of one query token: `softmax(q k^T * sm_scale) v` for each head.
 
     q: `[num_qo_heads, head_dim]`, fp16, bf16, fp32, e4m3 or e5m2. k, v: `[kv_len, num_kv_heads, head_dim]` ("NHD") or
-    `[num_kv_heads, kv_len, head_dim]` ("HND"), of q's dtype, or e4m3 or e5m2 with a 16-bit q. v may have another head_dim.
-    Head dims are multiples of 8 up to 512; any number of query heads a kv head. Strides are free but for the last dimension.
+    `[num_kv_heads, kv_len, head_dim]` ("HND"), of q's dtype, or e4m3 or e5m2 with a 16-bit q. v may have another
+    head_dim. Head dims are multiples of 8 up to 512. Head h reads kv head `h // (num_qo_heads / num_kv_heads)`, any
+    whole ratio. Strides are free but for the last dimension.
 
-    pos_encoding_mode: "NONE"; "ROPE_LLAMA", which rotates key j by position j and q by kv_len - 1 (halves layout, all of
-    head_dim, angles `position / rope_scale * rope_theta^(-2i / head_dim)`, defaults 1 and 1e4); "ALIBI", which adds
+    pos_encoding_mode: "NONE"; "ROPE_LLAMA", which rotates key j by position j and q by kv_len - 1 (halves layout, all
+    of head_dim, angles `position / rope_scale * rope_theta^(-2i / head_dim)`, defaults 1 and 1e4); "ALIBI", which adds
     `slope * j`. use_tensor_cores: accepted; the kernel is chosen by shape. window_left: only the last window_left + 1
     keys are seen; negative: all. logits_soft_cap c > 0: scores become `c tanh(score / c)`. sm_scale: default
     `1 / sqrt(head_dim)`; q_scale and k_scale multiply it. v_scale multiplies the output.
 
-    Returns out `[num_qo_heads, head_dim]` in q's dtype; with return_lse also lse `[num_qo_heads]`, fp32: log2 of the sum
-    of `2^(score * log2 e)`. With no key, out = 0 and lse = -inf. Arithmetic is fp32. Keys outside the window are not read.
+    Returns out `[num_qo_heads, head_dim]` in q's dtype; with return_lse also lse `[num_qo_heads]`, fp32: log2 of the
+    sum of `2^(score * log2 e)`. With no key, out = 0 and lse = -inf. Arithmetic is fp32; keys outside the window are
+    not read.
 
     Raises ValueError (shape, stride, device), TypeError (dtype) or KeyError (kv_layout, pos_encoding_mode).
     """
@@ -104,6 +106,6 @@ def single_decode_with_kv_cache(
         raise ValueError(f"q must have shape [num_qo_heads, head_dim]; got {tuple(q.shape)}")
     qk_factor = q_scale if k_scale is None else k_scale if q_scale is None else q_scale * k_scale
     return attend(
-        q, k, v, 1, q.dtype, return_lse, kv_layout, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, qk_factor,
-        v_scale, rope_scale, rope_theta,
+        q, k, v, 1, q.dtype, return_lse, kv_layout, pos_encoding_mode, window_left, logits_soft_cap, sm_scale,
+        qk_factor, v_scale, rope_scale, rope_theta,
     )  # fmt: skip

@@ -36,7 +36,7 @@ APPEND_PAGED_KV_CACHE = Op(
     name="append_paged_kv_cache",
     family="page",
     schema="(Tensor append_key, Tensor append_value, Tensor batch_indices, Tensor positions, Tensor(a!) k_cache, "
-    "Tensor(b!) v_cache, Tensor kv_indices, Tensor kv_indptr, Tensor kv_last_page_len, bool head_major, bool mla) "
+    "Tensor(b!)? v_cache, Tensor kv_indices, Tensor kv_indptr, Tensor kv_last_page_len, bool head_major, bool mla) "
     "-> ()",
     axes={},
     impls=(Impl("cpu", ON_CPU), Impl("cuda", at_least(80), _append_unit)),
@@ -244,10 +244,15 @@ def append_paged_kv_cache(
     Raises ValueError (shape, stride, device), TypeError (dtype) or KeyError (kv_layout, container of the cache). With
     FI_CHECK=1 at import, also ValueError for page ids, positions and offsets out of range, which waits for the device.
     """
-    k_cache, v_cache = _unpack_paged_kv_cache(paged_kv_cache, kv_layout)
     head_major = kv_layout == "HND"
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor | None
+    if getattr(paged_kv_cache, "ndim", 0) == 5 and (head_major or kv_layout == "NHD"):
+        k_cache, v_cache = paged_kv_cache, None  # type: ignore[assignment]  # the op splits it; views cost 3 us a call
+    else:
+        k_cache, v_cache = _unpack_paged_kv_cache(paged_kv_cache, kv_layout)
     if _CHECK:
-        page_size = k_cache.shape[2 if head_major else 1]
+        page_size = k_cache.shape[-2 if head_major else -3]
         check_append(batch_indices, positions, kv_indices, kv_indptr, k_cache.shape[0], page_size)
     _append(
         append_key,

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 _BACKENDS = frozenset({"auto", "fa2", "fa3"})
 
 
-def _reference(
+def _reference(  # type: ignore[no-untyped-def]
     q, k, v, custom_mask=None, causal=False, kv_layout="NHD", sm_scale=None, window_left=-1, logits_soft_cap=None
-):  # type: ignore[no-untyped-def]
+):
     import torch
 
     if kv_layout == "NHD":
@@ -103,13 +103,14 @@ def single_prefill_with_kv_cache(
     k_scale: float | None = None,
     v_scale: float | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one request: `softmax(mask(q k^T * sm_scale)) v`; head h reads kv head `h // (num_qo_heads / num_kv_heads)`.
+    """Attention of one request: `softmax(mask(q k^T * sm_scale)) v` for each head.
 
     q: `[qo_len, num_qo_heads, head_dim_qk]`, fp16, bf16, fp32, e4m3 or e5m2. k: `[kv_len, num_kv_heads, head_dim_qk]`
     ("NHD") or `[num_kv_heads, kv_len, head_dim_qk]` ("HND"), v likewise with head_dim_vo; of q's dtype, or e4m3 or e5m2
-    with a 16-bit q. Head dims are multiples of 8 up to 512. Strides are free but for the last dimension.
-    scale_q `[num_qo_heads]`, scale_k and scale_v `[num_kv_heads]`, fp32: factors of q, k and v by head, for fp8; default
-    ones. sm_scale: default `1 / sqrt(head_dim_qk)`; k_scale multiplies it, v_scale multiplies the output.
+    with a 16-bit q. Head dims are multiples of 8 up to 512. Head h reads kv head `h // (num_qo_heads / num_kv_heads)`,
+    any whole ratio. Strides are free but for the last dimension.
+    scale_q `[num_qo_heads]`, scale_k and scale_v `[num_kv_heads]`, fp32: factors of q, k and v by head, for fp8;
+    default ones. sm_scale: default `1 / sqrt(head_dim_qk)`; k_scale multiplies it, v_scale multiplies the output.
 
     Row i stands at position `p = kv_len - qo_len + i`. causal: it sees keys j <= p, which requires kv_len >= qo_len.
     custom_mask, bool `[qo_len, kv_len]`, True = seen, takes the place of causal; so does packed_custom_mask, uint8, the
@@ -119,11 +120,13 @@ def single_prefill_with_kv_cache(
     pos_encoding_mode: "NONE"; "ROPE_LLAMA", which rotates key j by position j and row i by p (halves layout, all of the
     head, angles `position / rope_scale * rope_theta^(-2i / head_dim_qk)`, defaults 1 and 1e4); "ALIBI", which adds
     `slope * (j - i)`. logits_soft_cap c > 0: scores become `c tanh(score / c)`, before ALiBi is added.
-    use_fp16_qk_reduction: accepted; sums are fp32 either way. backend: "auto", "fa2" and "fa3" name the same kernels here.
-    kv_cache_sf (NVFP4 keys and values) is not supported.
+    use_fp16_qk_reduction: accepted; sums are fp32 either way. backend: "auto", "fa2" and "fa3" name the same kernels.
+    kv_cache_sf (NVFP4 keys and values) is not supported. On CUDA, products of 16-bit and fp8 inputs run on tensor cores
+    where there are more than 16 rows a kv head: the weights, and rotated q and k, are then rounded to 16 bits.
 
     Returns out `[qo_len, num_qo_heads, head_dim_vo]` in o_dtype (default: q's dtype); with return_lse also lse
-    `[qo_len, num_qo_heads]`, fp32: log2 of the sum of `2^(score * log2 e)`. A row that sees no key has out = 0, lse = -inf.
+    `[qo_len, num_qo_heads]`, fp32: log2 of the sum of `2^(score * log2 e)`. A row that sees no key has out = 0 and
+    lse = -inf.
 
     Raises ValueError (shape, stride, device, backend; causal with kv_len < qo_len), TypeError (dtype), KeyError
     (kv_layout, pos_encoding_mode) or NotImplementedError (kv_cache_sf).

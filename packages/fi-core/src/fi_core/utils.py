@@ -284,7 +284,7 @@ def check_shape_dtype_device(
 
 
 def _check_kv_layout(kv_layout: str) -> None:
-    if kv_layout not in TensorLayout.__members__:
+    if kv_layout not in ("NHD", "HND"):  # not the enum: torch.compile cannot trace its members
         raise KeyError(f"Invalid kv_layout {kv_layout!r}, allowed are NHD and HND")
 
 

@@ -1,4 +1,4 @@
-"""Where the kernel sources lie: `ROOT` holds include/ (headers), csrc/ (host launchers) and templates/ (Jinja units)."""
+"""Where the kernel sources lie: `ROOT` holds include/ (headers), csrc/ (host entries), templates/ (Jinja units)."""
 
 from __future__ import annotations
 

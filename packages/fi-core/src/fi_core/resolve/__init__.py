@@ -149,6 +149,7 @@ def build_all(artifacts: Sequence[Artifact], progress: bool) -> None:
             ninja.write(artifacts, scratch)
             ninja.run(scratch, progress, env.jit_prebuild_max_jobs)
             for key in map(compiler.key, artifacts):
+                store.lookup(key)  # sets a damaged entry aside
                 store.publish(root, key, lambda d, key=key: shutil.copytree(scratch / key, d, dirs_exist_ok=True))  # type: ignore[misc]
 
     store.in_first_root(build_in)

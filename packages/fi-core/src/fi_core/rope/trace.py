@@ -6,12 +6,12 @@ from typing import Any
 
 from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
 
-_HEADS = {
+_HEADS: dict[str, Var | Const] = {
     "nnz": Var("rows: tokens of all requests"),
     "num_qo_heads": Const(abbrev="h"),
     "num_kv_heads": Const(abbrev="kv"),
 }
-_SEGMENTS = {"segments_plus_1": Var(), "segments": Var()}
+_SEGMENTS: dict[str, Var | Const] = {"segments_plus_1": Var(), "segments": Var()}
 _PLAIN = {
     "rotary_dim": Scalar("int32", optional=True),
     "interleave": Scalar("bool", optional=True),
@@ -43,7 +43,7 @@ def _rope_reference(  # type: ignore[no-untyped-def]
         (slice(0, width, 2), slice(1, width, 2)) if interleave else (slice(width // 2), slice(width // 2, width))
     )
 
-    def rotate(x):
+    def rotate(x: torch.Tensor) -> torch.Tensor:
         y, a, b = x.to(torch.float64, copy=True), x[..., first].double(), x[..., second].double()
         y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
         return y
@@ -74,7 +74,7 @@ def _rope_smooth_reference(  # type: ignore[no-untyped-def]
         (slice(0, width, 2), slice(1, width, 2)) if interleave else (slice(width // 2), slice(width // 2, width))
     )
 
-    def rotate(x):
+    def rotate(x: torch.Tensor) -> torch.Tensor:
         y, a, b = x.to(torch.float64, copy=True), x[..., first].double(), x[..., second].double()
         y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
         return y
@@ -91,7 +91,7 @@ def _rope_table_reference(positions, query, key, head_size, cos_sin_cache, is_ne
         (slice(width // 2), slice(width // 2, width)) if is_neox else (slice(0, width, 2), slice(1, width, 2))
     )
 
-    def rotate(x):
+    def rotate(x: torch.Tensor) -> torch.Tensor:
         y = x.to(torch.float64, copy=True).view(x.shape[0], -1, head_size)
         a, b = y[..., first].clone(), y[..., second].clone()
         y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
@@ -112,13 +112,13 @@ def _rope_quantize_reference(  # type: ignore[no-untyped-def]
         (slice(width // 2), slice(width // 2, width)) if is_neox else (slice(0, width, 2), slice(1, width, 2))
     )
 
-    def rotate(x):
+    def rotate(x: torch.Tensor) -> torch.Tensor:
         cos, sin = cos_sin_cache[pos_ids.long()].double().view(-1, *[1] * (x.ndim - 2), width).chunk(2, -1)
         y, a, b = torch.empty_like(x, dtype=torch.float64), x[..., first].double(), x[..., second].double()
         y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
         return y
 
-    def cast(x, scale, like):
+    def cast(x: torch.Tensor | None, scale: float, like: torch.Tensor) -> torch.Tensor:
         x = like.new_empty(*like.shape[:-1], 0) if x is None else x
         return (x.double() * scale).clamp(-top, top).to(dtype)
 
@@ -142,13 +142,13 @@ def _rope_quantize_append_reference(  # type: ignore[no-untyped-def]
         (slice(width // 2), slice(width // 2, width)) if is_neox else (slice(0, width, 2), slice(1, width, 2))
     )
 
-    def rotate(x):
+    def rotate(x: torch.Tensor) -> torch.Tensor:
         cos, sin = cos_sin_cache[pos_ids.long()].double().view(-1, *[1] * (x.ndim - 2), width).chunk(2, -1)
         y, a, b = torch.empty_like(x, dtype=torch.float64), x[..., first].double(), x[..., second].double()
         y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
         return y
 
-    def cast(x, scale, like):
+    def cast(x: torch.Tensor | None, scale: float, like: torch.Tensor) -> torch.Tensor:
         x = like.new_empty(*like.shape[:-1], 0) if x is None else x
         return (x.double() * scale).clamp(-top, top).to(dtype)
 
@@ -227,7 +227,11 @@ def cached(name: str, *, inplace: bool = False) -> TraceTemplate:
     )
 
 
-_PARTS = {"rotary_dim": Const(abbrev="rd"), "no_rope_dim": Const(abbrev="nd"), "max_position": Var()}
+_PARTS: dict[str, Var | Const] = {
+    "rotary_dim": Const(abbrev="rd"),
+    "no_rope_dim": Const(abbrev="nd"),
+    "max_position": Var(),
+}
 _OPTIONS = {
     "is_neox": Scalar("bool", optional=True),
     "quantize_dtype": Scalar("dtype", optional=True),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fi_core.spec.op import Entry
 
-# 4 blocks of 128 threads an SM, each thread with 2 vectors of 16 bytes of 4 heads in flight: 64 KB an SM. More would take
-# more than the 128 registers that leaves a thread.
+# 4 blocks of 128 threads an SM, each thread with 2 vectors of 16 bytes of 4 heads in flight: 64 KB an SM. More need
+# more than 128 registers a thread.
 _THREADS, _BLOCKS_PER_SM, _HEADS_AT_ONCE, _MOST_HEADS = 128, 4, 4, 10
 
 

@@ -15,35 +15,34 @@ namespace fi {
 namespace {
 
 #if FI_CUDA
-// Entries in order of preference; config = {kind, largest head dim, needs aligned rows, packed rows a block}.
+// config = {kind, largest head dim, packed rows a block}.
 enum Kind { kTiles = 0, kRows = 1, kCombine = 2 };
 
 constexpr int64_t kTileColumns = 128;  // of the output, a block of the tiles kernel
 constexpr int64_t kFewRows = 16;       // packed rows up to which CUDA cores beat a mostly empty tile
 
-const Entry& choose(const Kernel& kernel, const SingleAttentionParams& params, bool aligned) {
-  const AttentionProblem& p = params.problem;
-  const bool few = params.chunks > 1 || p.mask.qo_len == 1 || p.rows() <= kFewRows;
-  for (const Entry& entry : kernel.entries) {
-    const int64_t kind = entry.config[0], largest = entry.config[1], vector = entry.config[2];
-    if (kind == kCombine || (kind == kTiles && few) || (vector && !aligned)) continue;
-    if (p.dim_qk <= largest && p.dim_vo <= largest) return entry;
-  }
-  raise("RuntimeError", "no entry for head dims %d and %d", p.dim_qk, p.dim_vo);
+const Entry* find(const Kernel& kernel, Kind kind, int64_t dim) {
+  for (const Entry& entry : kernel.entries)
+    if (entry.config[0] == kind && dim <= entry.config[1]) return &entry;
+  return nullptr;
 }
 
-void launch(const Kernel& kernel, const SingleAttentionParams& params, bool aligned, DLDevice device) {
+void launch(const Kernel& kernel, SingleAttentionParams params, DLDevice device) {
   const AttentionProblem& p = params.problem;
-  const Entry& entry = choose(kernel, params, aligned);
-  const int64_t rows = entry.config[3];
-  Launch config{(p.rows() + rows - 1) / rows, p.kv_heads,
-                entry.config[0] == kTiles ? (p.dim_vo + kTileColumns - 1) / kTileColumns : params.chunks};
+  const int64_t dim = std::max(p.dim_qk, p.dim_vo);
+  const Entry *tiles = find(kernel, kTiles, dim), *rows = find(kernel, kRows, dim);
+  FI_CHECK(tiles || rows, RuntimeError, "no entry for head dims %d and %d", p.dim_qk, p.dim_vo);
+  const bool few = p.mask.qo_len == 1 || p.rows() <= kFewRows;
+  const Entry& entry = rows && (few || !tiles) ? *rows : *tiles;
+  if (&entry == tiles) params.chunks = 1;
+  Launch config{(p.rows() + entry.config[2] - 1) / entry.config[2], p.kv_heads, params.chunks};
+  if (&entry == tiles) config.grid_z = (p.dim_vo + kTileColumns - 1) / kTileColumns;
   config.pdl = kernel.pdl(-1);
   kernel.launch(entry, config, device, params);
   if (params.chunks == 1) return;
   config.grid_x = static_cast<int64_t>(p.mask.qo_len) * p.qo_heads;
   config.grid_y = config.grid_z = 1;
-  kernel.launch(kernel.entries.back(), config, device, params);
+  kernel.launch(*find(kernel, kCombine, 0), config, device, params);
 }
 #else
 KeyRange keys_of(const Mask& mask, int32_t first, int32_t last) { return {mask.first_key(first), mask.end_key(last)}; }
@@ -207,8 +206,9 @@ void single_attention(const Kernel& kernel, Tensor out, OptionalTensor lse, Opti
   FI_CHECK(kv_heads > 0 && qo_heads % kv_heads == 0, ValueError,
            "q must have a multiple of k's heads: num_qo_heads = %lld, num_kv_heads = %lld",
            static_cast<long long>(qo_heads), static_cast<long long>(kv_heads));
-  FI_CHECK(qo_len * qo_heads <= 0x7fffffff && kv_len <= 0x7fffffff, ValueError,
-           "too large: q has shape %s, k has shape %s", q.shape_str().c_str(), k.shape_str().c_str());
+  constexpr int64_t largest = 0x7fff0000;  // 32-bit counters have room for a tile beyond the end
+  FI_CHECK(qo_len * qo_heads <= largest && kv_len <= largest, ValueError, "too large: q has shape %s, k has shape %s",
+           q.shape_str().c_str(), k.shape_str().c_str());
   FI_CHECK(rope_scale > 0 && rope_theta > 0, ValueError, "rope_scale and rope_theta must be positive; got %g and %g",
            rope_scale, rope_theta);
   q.inner_contiguous();
@@ -265,14 +265,13 @@ void single_attention(const Kernel& kernel, Tensor out, OptionalTensor lse, Opti
 
   // 3 launch
 #if FI_CUDA
-  const auto vector = [](const Tensor& t, int64_t token, int64_t head) {
+  const auto aligned = [](const Tensor& t, int64_t token, int64_t head) {
     const int64_t bytes =
         std::min<int64_t>(16, 8 * t.dtype().bytes());  // of one load: 8 elements, in two loads for fp32
     return t.alignment(bytes, {token, head}) == bytes;
   };
-  const bool aligned =
-      vector(q, p.q_token, p.q_head) && vector(k, p.k_token, p.k_head) && vector(v, p.v_token, p.v_head);
-  launch(kernel, params, aligned, q.device());
+  p.aligned = aligned(q, p.q_token, p.q_head) && aligned(k, p.k_token, p.k_head) && aligned(v, p.v_token, p.v_head);
+  launch(kernel, params, q.device());
 #else
   (void)kernel;
   run_cpu(params, q.dtype(), k.dtype(), out.dtype());

@@ -18,8 +18,10 @@ namespace fi {
 namespace {
 
 #if !FI_CUDA
-FI_CLONES float total(const float* x, int32_t d) {
-  return cpu::sum(d, [=](int64_t i) __attribute__((always_inline)) { return x[i]; });
+// Sums differences from the first element: they keep their digits where the row lies far from zero.
+FI_CLONES float mean_of(const float* x, float inverse_d, int32_t d) {
+  const float first = x[0];
+  return first + cpu::sum(d, [=](int64_t i) __attribute__((always_inline)) { return x[i] - first; }) * inverse_d;
 }
 
 FI_CLONES void normalize(float* x, const float* gamma, const float* beta, float mean, float r, float out_scale,
@@ -36,7 +38,7 @@ void run_cpu(const LayernormParams& p, DType in, DType out) {
     std::vector<float> x(static_cast<size_t>(p.d));
     for (int64_t row = begin; row < end; ++row) {
       load(static_cast<const char*>(p.input) + row * p.input_row * in.bytes(), x.data(), p.d);
-      const float mean = total(x.data(), p.d) * p.inverse_d;
+      const float mean = mean_of(x.data(), p.inverse_d, p.d);
       const float r = 1.f / std::sqrt(cpu::squares(x.data(), mean, p.d) * p.inverse_d + p.eps);
       normalize(x.data(), p.gamma, p.beta, mean, r, out_scale, p.d);
       store(x.data(), static_cast<char*>(p.out) + row * p.out_row * out.bytes(), p.d);

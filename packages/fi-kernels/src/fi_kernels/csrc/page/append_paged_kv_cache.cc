@@ -65,19 +65,20 @@ void run_cpu(const AppendParams& p) {
 }
 #endif
 
-// cache: [pages, page_size, heads, d], or with heads and page_size exchanged; without a head axis for MLA.
-AppendSide side(Tensor rows, Tensor cache, bool head_major, bool has_heads) {
+// cache: [pages, page_size, heads, d], or with heads and page_size exchanged; without a head axis for MLA. A fused
+// cache has an axis of two behind the pages, of which this side is `which`.
+AppendSide side(Tensor rows, Tensor cache, bool head_major, bool has_heads, bool fused, int which) {
   const int64_t bytes = rows.dtype().bytes();
   const auto step = [bytes](Tensor t, int axis) { return t.size(axis) > 1 ? t.stride(axis) * bytes : 0; };
   AppendSide s{};
   s.from = rows.data<const char>();
-  s.to = cache.data<char>();
+  s.to = cache.data<char>() + (fused ? which * cache.stride(1) * bytes : 0);
   s.from_row = step(rows, 0);
   s.to_page = step(cache, 0);
-  s.to_slot = step(cache, head_major ? 2 : 1);
+  s.to_slot = step(cache, fused + (head_major ? 2 : 1));
   if (has_heads) {
     s.from_head = step(rows, 1);
-    s.to_head = step(cache, head_major ? 1 : 2);
+    s.to_head = step(cache, fused + (head_major ? 1 : 2));
   }
   FI_CHECK(rows.size(-1) * bytes <= 0x7fffffff, ValueError, "%s is too wide: %s", rows.name(),
            rows.shape_str().c_str());
@@ -86,14 +87,18 @@ AppendSide side(Tensor rows, Tensor cache, bool head_major, bool has_heads) {
 }
 
 void append(const Kernel& kernel, Tensor append_key, Tensor append_value, Tensor batch_indices, Tensor positions,
-            Tensor k_cache, Tensor v_cache, Tensor kv_indices, Tensor kv_indptr, Tensor kv_last_page_len,
+            Tensor k_cache, OptionalTensor second_cache, Tensor kv_indices, Tensor kv_indptr, Tensor kv_last_page_len,
             int64_t head_major, int64_t mla) {
   // 1 check
   Dim nnz{"nnz"}, heads{"num_heads"}, k_dim{mla ? "head_dim_ckv" : "head_dim"},
       v_dim{mla ? "head_dim_kpe" : "v_head_dim"};
+  const bool fused = !second_cache;  // K and V in one tensor
+  Tensor v_cache = fused ? k_cache : Tensor(second_cache);
+  Dim two{"2", 2};
   Dim pages{"num_pages"}, page_size{"page_size"}, batch{"batch_size"}, indices{"num_indices"};
   if (mla) {
     append_key = append_key.as("append_ckv"), append_value = append_value.as("append_kpe");
+    FI_CHECK(!fused, TypeError, "kpe_cache must be a tensor");
     k_cache = k_cache.as("ckv_cache"), v_cache = v_cache.as("kpe_cache");
     heads.value = 1;
     append_key.shape(nnz, k_dim);
@@ -104,8 +109,14 @@ void append(const Kernel& kernel, Tensor append_key, Tensor append_value, Tensor
     append_key.shape(nnz, heads, k_dim);
     append_value.shape(nnz, heads, v_dim);
     Dim &second = head_major ? heads : page_size, &third = head_major ? page_size : heads;
-    k_cache.shape(pages, second, third, k_dim);
-    v_cache.shape(pages, second, third, v_dim);
+    if (fused) {
+      k_cache = v_cache = k_cache.as("paged_kv_cache");
+      k_cache.shape(pages, two, second, third, k_dim);
+      append_value.like(append_key).shape(nnz, heads, k_dim);
+    } else {
+      k_cache.shape(pages, second, third, k_dim);
+      v_cache.shape(pages, second, third, v_dim);
+    }
   }
   FI_CHECK(append_key.dtype().bits % 8 == 0 && append_value.dtype().bits % 8 == 0, TypeError,
            "%s must have a dtype of whole bytes; got %s", append_key.name(), append_key.dtype().str().c_str());
@@ -128,8 +139,8 @@ void append(const Kernel& kernel, Tensor append_key, Tensor append_value, Tensor
 
   // 2 shape
   AppendParams p{};
-  p.k = side(append_key, k_cache, head_major, !mla);
-  p.v = side(append_value, v_cache, head_major, !mla);
+  p.k = side(append_key, k_cache, head_major, !mla, fused, 0);
+  p.v = side(append_value, v_cache, head_major, !mla, fused, 1);
   p.batch_indices = batch_indices.data<int32_t>();
   p.positions = positions.data<int32_t>();
   p.kv_indices = kv_indices.data<int32_t>();

@@ -82,7 +82,8 @@ FI_INLINE void dots(const Product& p) {
       Lanes sum[kVecs] = {};
       for (int64_t k = 0; k < p.depth; k += kPad)
         for (int64_t l = 0; l < kPad; l += kWidth)
-          sum[(k + l) / kWidth % kVecs] += *reinterpret_cast<const Lanes*>(x + k + l) * *reinterpret_cast<const Lanes*>(y + k + l);
+          sum[(k + l) / kWidth % kVecs] +=
+              *reinterpret_cast<const Lanes*>(x + k + l) * *reinterpret_cast<const Lanes*>(y + k + l);
       float lanes[kWidth];
       *reinterpret_cast<Lanes*>(lanes) = (sum[0] + sum[1]) + (sum[2] + sum[3]);
       for (int half = kWidth / 2; half > 0; half /= 2)
@@ -111,7 +112,8 @@ FI_ANY_LEVEL inline void dots(const Product& p) { detail::dots<4>(p); }
 // One step of the online softmax for rows [begin, end) of scores s[key][row]; both are multiples of 16.
 // s becomes the weights, m and d the new state, alpha what earlier sums must be multiplied by.
 template <int kLanes>
-FI_CLONES void softmax_step(float* s, int64_t pitch, int64_t keys, int64_t begin, int64_t end, float* m, float* d, float* alpha) {
+FI_CLONES void softmax_step(float* s, int64_t pitch, int64_t keys, int64_t begin, int64_t end, float* m, float* d,
+                            float* alpha) {
   for (int64_t r = begin; r < end; r += kLanes) {
     float top[kLanes], base[kLanes], sum[kLanes] = {};
     for (int l = 0; l < kLanes; ++l) top[l] = m[r + l];
@@ -143,7 +145,8 @@ FI_CLONES void softmax_step(float* s, int64_t pitch, int64_t keys, int64_t begin
 
 // Soft cap and ALiBi on the scores of one key: rows [begin, end), whose row index in the call is position[r].
 template <int kLanes>
-FI_CLONES void finish_scores(float* s, float cap, const float* slope, const float* position, int64_t begin, int64_t end, float key) {
+FI_CLONES void finish_scores(float* s, float cap, const float* slope, const float* position, int64_t begin, int64_t end,
+                             float key) {
   if (cap > 0.f) {
 #pragma omp simd
     for (int64_t r = begin; r < end; ++r) s[r] = cap * CpuMath::tanh(s[r]);

@@ -15,10 +15,24 @@ class CpuTile {
   static constexpr int32_t kRows = 128;  // most rows of a tile
 
   CpuTile(const AttentionProblem& p, DType q, DType kv)
-      : p_(p), q_bytes_(q.bytes()), kv_bytes_(kv.bytes()), load_q_(cpu::row_loader(q)), load_kv_(cpu::row_loader(kv)),
-        qk_(cpu::padded(p.dim_qk)), vo_(cpu::padded(p.dim_vo)), q_(size(kRows * qk_)), k_(size(kBlock * qk_)),
-        v_(size(kBlock * vo_)), o_(size(kRows * vo_)), s_(size(kBlock * kRows)), m_(size(kRows)), d_(size(kRows)),
-        alpha_(size(kRows)), slope_(size(kRows)), position_(size(kRows)), line_(size(qk_)) {
+      : p_(p),
+        q_bytes_(q.bytes()),
+        kv_bytes_(kv.bytes()),
+        load_q_(cpu::row_loader(q)),
+        load_kv_(cpu::row_loader(kv)),
+        qk_(cpu::padded(p.dim_qk)),
+        vo_(cpu::padded(p.dim_vo)),
+        q_(size(kRows * qk_)),
+        k_(size(kBlock * qk_)),
+        v_(size(kBlock * vo_)),
+        o_(size(kRows * vo_)),
+        s_(size(kBlock * kRows)),
+        m_(size(kRows)),
+        d_(size(kRows)),
+        alpha_(size(kRows)),
+        slope_(size(kRows)),
+        position_(size(kRows)),
+        line_(size(qk_)) {
     if (p.rotary.enabled)
       for (int32_t k = 0; k < p.dim_qk / 2; ++k) steps_.push_back(p.rotary.step(k));
   }
@@ -50,7 +64,8 @@ class CpuTile {
     for (int32_t r = 0; r < rows_; ++r) {
       const Row row = p_.row(kv_head_, first_ + r);
       const HeadScores head = p_.head_scores<CpuMath>(row.head);
-      load_q_(static_cast<const char*>(p_.q) + (row.i * p_.q_token + row.head * p_.q_head) * q_bytes_, line_.data(), p_.dim_qk);
+      load_q_(static_cast<const char*>(p_.q) + (row.i * p_.q_token + row.head * p_.q_head) * q_bytes_, line_.data(),
+              p_.dim_qk);
       rotate(line_.data(), p_.mask.position(row.i));
       cpu::multiply_row<16>(line_.data(), head.scale, p_.dim_qk);
       for (int64_t d = 0; d < qk_; ++d) q_[size(few() ? r * qk_ + d : d * pitch_ + r)] = line_[size(d)];
@@ -74,16 +89,33 @@ class CpuTile {
     if (few())
       cpu::dots({{k_.data(), qk_, 1}, q_.data(), s_.data(), qk_, pitch_, keys, rows_, qk_, false});
     else
-      cpu::multiply({{k_.data(), qk_, 1}, q_.data() + begin, s_.data() + begin, pitch_, pitch_, keys, end - begin, p_.dim_qk, false});
+      cpu::multiply({{k_.data(), qk_, 1},
+                     q_.data() + begin,
+                     s_.data() + begin,
+                     pitch_,
+                     pitch_,
+                     keys,
+                     end - begin,
+                     p_.dim_qk,
+                     false});
     if (p_.scores.alibi || cap_ > 0.f)
       for (int32_t j = 0; j < keys; ++j)
-        cpu::finish_scores<16>(s_.data() + j * pitch_, cap_, slope_.data(), position_.data(), begin, end, static_cast<float>(key + j));
+        cpu::finish_scores<16>(s_.data() + j * pitch_, cap_, slope_.data(), position_.data(), begin, end,
+                               static_cast<float>(key + j));
     for (int32_t j = 0; j < keys; ++j) hide(key + j, s_.data() + j * pitch_, begin, end);
     cpu::softmax_step<16>(s_.data(), pitch_, keys, begin, end, m_.data(), d_.data(), alpha_.data());
     load(p_.v, p_.v_token, p_.v_head, p_.dim_vo, v_.data(), vo_, key, keys);
     for (int32_t r = row_begin; r < row_end; ++r)
       if (alpha_[size(r)] != 1.f) cpu::multiply_row<16>(o_.data() + r * vo_, alpha_[size(r)], vo_);
-    cpu::multiply({{s_.data() + row_begin, 1, pitch_}, v_.data(), output(row_begin), vo_, vo_, row_end - row_begin, vo_, keys, true});
+    cpu::multiply({{s_.data() + row_begin, 1, pitch_},
+                   v_.data(),
+                   output(row_begin),
+                   vo_,
+                   vo_,
+                   row_end - row_begin,
+                   vo_,
+                   keys,
+                   true});
   }
 
   // The place in this tile of the first packed row of query i.
@@ -91,12 +123,14 @@ class CpuTile {
     return static_cast<int32_t>(std::clamp<int64_t>(static_cast<int64_t>(i) * p_.group - first_, 0, rows_));
   }
 
-  void load(const void* from, int64_t token, int64_t head, int32_t dim, float* to, int64_t pitch, int32_t key, int32_t keys) const {
+  void load(const void* from, int64_t token, int64_t head, int32_t dim, float* to, int64_t pitch, int32_t key,
+            int32_t keys) const {
     const char* base = static_cast<const char*>(from) + kv_head_ * head * kv_bytes_;
     const int64_t row = token * kv_bytes_;
     for (int32_t j = 0; j < keys; ++j) {
       const char* line = base + (key + j) * row;
-      // Rows of one head lie far apart, where the hardware does not look ahead (measured on Zen 5, 8 heads of 128 bf16).
+      // Rows of one head lie far apart, where the hardware does not look ahead (measured on Zen 5, 8 heads of 128
+      // bf16).
       for (int64_t byte = 0; byte < dim * kv_bytes_; byte += 64) __builtin_prefetch(line + kAhead * row + byte);
       load_kv_(line, to + j * pitch, dim);
     }

@@ -15,12 +15,11 @@ struct Eight {
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(*this) / 4); ++i) words[i] = 0;
   }
-  // kAligned: p is aligned for its vector loads; else single elements are read.
-  template <bool kAligned>
-  FI_DEVICE void read(const T* p) {
+  // aligned: p is aligned for the vector loads, else single elements are read.
+  FI_DEVICE void read(const T* p, bool aligned) {
 #pragma unroll
     for (int i = 0; i < 8 / kVec; ++i) {
-      if constexpr (kAligned) {
+      if (aligned) {
         part[i] = load<T, kVec>(p + i * kVec);
       } else {
 #pragma unroll

@@ -5,7 +5,8 @@
 namespace fi {
 
 // Row i of qo_len stands at position kv_len - qo_len + i, so masks are aligned to the bottom right. Ranges are what
-// causal and window leave; inside them `keeps` asks the custom mask. A custom mask replaces causal: set causal = 0 then.
+// causal and window leave; inside them `keeps` asks the custom mask. A custom mask replaces causal: set causal = 0
+// then.
 struct Mask {
   const uint8_t* custom;  // null: none; else element e = i * custom_row + j
   int64_t custom_row;

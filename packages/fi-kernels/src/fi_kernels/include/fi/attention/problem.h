@@ -17,17 +17,18 @@ struct Row {
 
 // Strides in elements; the innermost is 1.
 struct AttentionProblem {
-  const void* q;  // [qo_len, qo_heads, dim_qk]
-  const void* k;  // [kv_len, kv_heads, dim_qk]
-  const void* v;  // [kv_len, kv_heads, dim_vo]
-  void* out;      // [qo_len, qo_heads, dim_vo]
-  float* lse;     // [qo_len, qo_heads] contiguous; null: not wanted
+  const void* q;         // [qo_len, qo_heads, dim_qk]
+  const void* k;         // [kv_len, kv_heads, dim_qk]
+  const void* v;         // [kv_len, kv_heads, dim_vo]
+  void* out;             // [qo_len, qo_heads, dim_vo]
+  float* lse;            // [qo_len, qo_heads] contiguous; null: not wanted
   const float* scale_q;  // [qo_heads]; null: ones
   const float* scale_k;  // [kv_heads]; null: ones
   const float* scale_v;  // [kv_heads]; null: ones
   int64_t q_token, q_head, k_token, k_head, v_token, v_head, out_token, out_head;
   int32_t qo_heads, kv_heads, group, dim_qk, dim_vo;
   OutType out_type;
+  int32_t aligned;  // rows of q, k and v begin at multiples of 16 bytes, or of 8 if 8 elements are no more
   float out_scale;
   Mask mask;
   Scores scores;
@@ -43,6 +44,8 @@ struct AttentionProblem {
     const float dequant = (scale_q ? scale_q[head] : 1.f) * (scale_k ? scale_k[head / group] : 1.f);
     return scores.of_head<Math>(head, qo_heads, dequant);
   }
+  // Whether single scores need more than a scale and a range of keys.
+  FI_HOST_DEVICE bool special() const { return scores.soft_cap > 0.f || scores.alibi || mask.custom; }
   FI_HOST_DEVICE float value_scale(int32_t kv_head) const { return out_scale * (scale_v ? scale_v[kv_head] : 1.f); }
 };
 

@@ -1,6 +1,6 @@
-// A few packed query rows against a range of keys on CUDA cores, in fp32: decode, and whatever tensor cores do not take.
-// `lanes` lanes share a key, each holds kSlices * 8 of its dimensions; keys are dealt out over all lane groups of the
-// block, each with its own softmax state; the states are merged once at the end.
+// A few packed query rows against a range of keys on CUDA cores, in fp32: decode, and whatever tensor cores do not
+// take. `lanes` lanes share a key, each holds kSlices * 8 of its dimensions; keys are dealt out over all lane groups of
+// the block, each with its own softmax state; the states are merged once at the end.
 #pragma once
 #include "fi/attention/eight.cuh"
 #include "fi/attention/softmax.h"
@@ -8,17 +8,18 @@
 
 namespace fi {
 
-template <class Q, class KV, bool kAligned, int kSlices, int kRows>
+template <class Q, class KV, int kSlices, int kRows>
 struct RowsKernel {
   static constexpr int kThreads = 128, kDims = kSlices * 8, kMostDims = 32 * kDims;
   static constexpr int kLeastLanes = kSlices == 1 ? 8 : 32, kMostGroups = kThreads / kLeastLanes;
   static constexpr int kBytes = sizeof(KV) * kSlices;
-  static constexpr int kUnroll = kBytes < 4 && kRows > 1 ? 4 / kBytes : 1;  // keys a lane group reads before it computes
+  static constexpr int kUnroll =
+      kBytes < 4 && kRows > 1 ? 4 / kBytes : 1;  // keys a lane group reads before it computes
   static_assert(kUnroll <= kRows, "rotated keys lie where the outputs come later");
 
   struct Shared {
-    float q[kRows][kMostDims];             // rotated and scaled: a dot product is a score
-    float o[kThreads * kRows * kDims];     // [groups][kRows][width], unnormalised, of each lane group
+    float q[kRows][kMostDims];          // rotated and scaled: a dot product is a score
+    float o[kThreads * kRows * kDims];  // [groups][kRows][width], unnormalised, of each lane group
     float m[kMostGroups][kRows], d[kMostGroups][kRows];
     HeadScores scores[kRows];
     Row row[kRows];
@@ -32,8 +33,15 @@ struct RowsKernel {
   const int lane, group;           // place in the lane group, number of the group
 
   FI_DEVICE RowsKernel(const AttentionProblem& p, Shared& shared, int kv_head, int first)
-      : p(p), shared(shared), kv_head(kv_head), first(first), rows(min(kRows, p.rows() - first)),
-        lanes(lanes_for(max(p.dim_qk, p.dim_vo))), groups(kThreads / lanes), width(lanes * kDims), lane(threadIdx.x & (lanes - 1)),
+      : p(p),
+        shared(shared),
+        kv_head(kv_head),
+        first(first),
+        rows(min(kRows, p.rows() - first)),
+        lanes(lanes_for(max(p.dim_qk, p.dim_vo))),
+        groups(kThreads / lanes),
+        width(lanes * kDims),
+        lane(threadIdx.x & (lanes - 1)),
         group(threadIdx.x / lanes) {}
 
   FI_DEVICE void load_queries() {
@@ -106,7 +114,7 @@ struct RowsKernel {
 #pragma unroll
           for (int u = 0; u < kUnroll; ++u) s[g][u] += __shfl_xor_sync(0xffffffffu, s[g][u], offset);
       }
-      if (p.scores.more()) finish_scores(key, s);
+      if (p.special()) finish(key, end, s);
 #pragma unroll
       for (int g = 0; g < kRows; ++g)
 #pragma unroll
@@ -114,7 +122,6 @@ struct RowsKernel {
           const int j = key + u * groups;
           if (j < from[g] || j >= to[g]) s[g][u] = kMinusInf;
         }
-      if (p.mask.custom) hide(key, end, s);
 #pragma unroll
       for (int g = 0; g < kRows; ++g) {
         float top = m[g];
@@ -158,7 +165,9 @@ struct RowsKernel {
     for (int i = 0; i < groups; ++i) m = fmaxf(m, shared.m[i][g]);
     return m;
   }
-  FI_DEVICE float weight(int i, int g, float m) const { return softmax_weight<CudaMath>(shared.m[i][g], softmax_base(m)); }
+  FI_DEVICE float weight(int i, int g, float m) const {
+    return softmax_weight<CudaMath>(shared.m[i][g], softmax_base(m));
+  }
   FI_DEVICE float merged_d(int g, float m) const {
     float d = 0.f;
 #pragma unroll 1
@@ -188,7 +197,7 @@ struct RowsKernel {
     for (int slice = 0; slice < kSlices; ++slice) {
       const int d = dim(slice * 8);
       to[slice].clear();
-      if (j < end && d < dims) to[slice].template read<kAligned>(from + j * token + d);
+      if (j < end && d < dims) to[slice].read(from + j * token + d, p.aligned);
     }
   }
 
@@ -209,26 +218,23 @@ struct RowsKernel {
     __syncwarp();
   }
 
-  FI_DEVICE void finish_scores(int key, float (&s)[kRows][kUnroll]) const {
+  // Soft cap, ALiBi and custom mask: rare, so a loop through memory keeps the code short. The memory is that of the
+  // rotated keys, which have been used.
+  FI_DEVICE void finish(int key, int end, float (&s)[kRows][kUnroll]) const {
+    float* slot = output(group, 0) + lane;
+    __syncwarp();
 #pragma unroll
-    for (int g = 0; g < kRows; ++g) {
-      const HeadScores scores = shared.scores[g];
-      const int i = shared.row[g].i;
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) s[g][u] = scores.score<CudaMath>(s[g][u], static_cast<float>(key + u * groups - i));
-    }
-  }
-
-  FI_DEVICE void hide(int key, int end, float (&s)[kRows][kUnroll]) const {
-    unsigned hidden = 0;
+    for (int e = 0; e < kRows * kUnroll; ++e) slot[e * lanes] = s[e / kUnroll][e % kUnroll];
 #pragma unroll 1
     for (int e = 0; e < kRows * kUnroll; ++e) {
-      const int j = key + e % kUnroll * groups;
-      hidden |= static_cast<unsigned>(j < end && !p.mask.keeps(shared.row[e / kUnroll].i, j)) << e;
+      const int g = e / kUnroll, i = shared.row[g].i, j = key + e % kUnroll * groups;
+      if (j >= end) continue;
+      const float score = shared.scores[g].template score<CudaMath>(slot[e * lanes], static_cast<float>(j - i));
+      slot[e * lanes] = p.mask.keeps(i, j) ? score : kMinusInf;
     }
 #pragma unroll
-    for (int e = 0; e < kRows * kUnroll; ++e)
-      if (hidden >> e & 1) s[e / kUnroll][e % kUnroll] = kMinusInf;
+    for (int e = 0; e < kRows * kUnroll; ++e) s[e / kUnroll][e % kUnroll] = slot[e * lanes];
+    __syncwarp();
   }
 };
 

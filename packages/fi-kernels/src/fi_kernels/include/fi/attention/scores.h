@@ -36,9 +36,6 @@ struct Scores {
   float soft_cap;  // <= 0: none
   int32_t alibi;
 
-  // Whether a scaled product is not yet the score.
-  FI_HOST_DEVICE bool more() const { return soft_cap > 0.f || alibi; }
-
   // dequant: product of the factors of q and k.
   template <class Math>
   FI_HOST_DEVICE HeadScores of_head(int32_t head, int32_t heads, float dequant) const {

@@ -8,10 +8,11 @@
 namespace fi {
 
 // Grid: (tiles of 64 packed rows, kv heads, parts of the output's columns); the longest rows of a causal mask first.
-template <class T, class Q, class KV>
+template <class T, class Q, class KV, int kSharedBytes>
 FI_DEVICE void attend_tiles(const SingleAttentionParams& params) {
   extern __shared__ uint4 bytes[];
   using Kernel = TilesKernel<T, Q, KV>;
+  static_assert(sizeof(typename Kernel::Shared) == kSharedBytes, "the family's Python says how much to ask for");
   pdl_wait();
   Kernel kernel(params.problem, *reinterpret_cast<typename Kernel::Shared*>(bytes), blockIdx.y,
                 (gridDim.x - 1 - blockIdx.x) * Kernel::kRows, blockIdx.z * Kernel::kColumns);
@@ -21,9 +22,9 @@ FI_DEVICE void attend_tiles(const SingleAttentionParams& params) {
 }
 
 // Grid: (groups of kRows packed rows, kv heads, chunks).
-template <class Q, class KV, bool kAligned, int kSlices, int kRows>
+template <class Q, class KV, int kSlices, int kRows>
 FI_DEVICE void attend_rows(const SingleAttentionParams& params) {
-  using Kernel = RowsKernel<Q, KV, kAligned, kSlices, kRows>;
+  using Kernel = RowsKernel<Q, KV, kSlices, kRows>;
   __shared__ typename Kernel::Shared shared;
   const AttentionProblem& p = params.problem;
   const int kv_head = blockIdx.y, first = blockIdx.x * kRows;
@@ -66,7 +67,6 @@ FI_DEVICE void combine_chunks(const SingleAttentionParams& params) {
   const Row row{static_cast<int32_t>(blockIdx.x) / p.qo_heads, static_cast<int32_t>(blockIdx.x) % p.qo_heads};
   const int lane = threadIdx.x % 32;
   pdl_wait();
-  pdl_launch_dependents();
   const float* part = params.partial(0, row);
   const int64_t next = params.partial(1, row) - part;
   float m = kMinusInf, d = 0.f;  // every warp finds the same
@@ -81,14 +81,16 @@ FI_DEVICE void combine_chunks(const SingleAttentionParams& params) {
     if (threadIdx.x < 32) weight[c] = w;
   }
   d = warp_sum(d);
+  pdl_launch_dependents();
   __syncthreads();
   const float factor = softmax_inverse(d) * p.value_scale(row.head / p.group);
   const int64_t out = row.i * p.out_token + row.head * p.out_head;
 #pragma unroll 1
   for (int x = threadIdx.x; x < p.dim_vo; x += blockDim.x) {
     float sum = 0.f;
+    const float* value = part + x;
 #pragma unroll 4
-    for (int c = 0; c < params.chunks; ++c) sum += weight[c] * part[c * next + x];
+    for (int c = 0; c < params.chunks; ++c, value += next) sum += weight[c] * *value;
     store_output(p.out, p.out_type, out + x, sum * factor);
   }
   if (threadIdx.x == 0 && p.lse)

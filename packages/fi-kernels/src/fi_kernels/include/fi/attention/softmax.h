@@ -1,5 +1,6 @@
 // Online softmax in base 2 (Milakov & Gimelshein 2018, arXiv:1805.02867); shared by device and CPU code.
-// The state of a row is its largest score m and d = sum 2^(s - m); with no visible key m = -inf, d = 0, and nothing is NaN.
+// The state of a row is its largest score m and d = sum 2^(s - m); with no visible key m = -inf, d = 0, and nothing is
+// NaN.
 #pragma once
 #include "fi/types.h"
 

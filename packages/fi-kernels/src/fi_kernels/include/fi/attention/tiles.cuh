@@ -1,6 +1,7 @@
-// A tile of 64 packed query rows against all its keys on tensor cores: 4 warps of 16 rows, blocks of 64 keys, online softmax.
-// T is the 16-bit type that holds q and k exactly; probabilities are rounded to it for the second product. Head dims are
-// taken 128 at a time: q and k in steps, columns of the output in separate blocks, so one kernel serves all of them.
+// A tile of 64 packed query rows against all its keys on tensor cores: 4 warps of 16 rows, blocks of 64 keys, online
+// softmax. T is the 16-bit type that holds q and k exactly; probabilities are rounded to it for the second product.
+// Head dims are taken 128 at a time: q and k in steps, columns of the output in separate blocks, so one kernel serves
+// all of them.
 #pragma once
 #include "fi/attention/eight.cuh"
 #include "fi/attention/softmax.h"
@@ -45,8 +46,14 @@ struct TilesKernel {
   float m[2] = {kMinusInf, kMinusInf}, d[2] = {};  // of rows lane / 4 and lane / 4 + 8 of the warp
 
   FI_DEVICE TilesKernel(const AttentionProblem& p, Shared& shared, int kv_head, int first, int column)
-      : p(p), shared(shared), kv_head(kv_head), first(first), rows(min(kRows, p.rows() - first)), column(column),
-        warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
+      : p(p),
+        shared(shared),
+        kv_head(kv_head),
+        first(first),
+        rows(min(kRows, p.rows() - first)),
+        column(column),
+        warp(threadIdx.x / 32),
+        lane(threadIdx.x % 32) {}
 
   FI_DEVICE void attend() {
     prepare();
@@ -69,8 +76,8 @@ struct TilesKernel {
       for (int dim = 0; dim < p.dim_qk; dim += kColumns) {
         __syncthreads();
         if (key == begin || p.dim_qk > kColumns) stage_q(dim);
-        stage<true>(shared.k, p.k, p.k_token, p.k_head, dim, p.dim_qk, key, end);
-        if (dim == 0) stage<false>(shared.v, p.v, p.v_token, p.v_head, column, p.dim_vo, key, end);
+        stage(shared.k, p.k, p.k_token, p.k_head, dim, p.dim_qk, key, end, p.rotary.enabled);
+        if (dim == 0) stage(shared.v, p.v, p.v_token, p.v_head, column, p.dim_vo, key, end, false);
         __syncthreads();
         multiply_keys(s, min(kColumns, p.dim_qk - dim));
       }
@@ -78,7 +85,7 @@ struct TilesKernel {
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
         for (int c = 0; c < 4; ++c) s[n][c] *= scale[c / 2];
-      if (p.scores.more()) finish_scores(key, i, s);
+      if (p.special()) finish(key, end, s);
       if (key < full_begin || key + kKeys > full_end) {
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n)
@@ -88,7 +95,6 @@ struct TilesKernel {
             if (j < from[c / 2] || j >= to[c / 2]) s[n][c] = kMinusInf;
           }
       }
-      if (p.mask.custom) hide(key, i, s);
       soften(s);
       multiply_values(s);
     }
@@ -105,7 +111,8 @@ struct TilesKernel {
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
-        for (int c = 0; c < 2; ++c) tile[place(half) * kOutPitch + n * 8 + lane % 4 * 2 + c] = o[n][half * 2 + c] * factor;
+        for (int c = 0; c < 2; ++c)
+          tile[place(half) * kOutPitch + n * 8 + lane % 4 * 2 + c] = o[n][half * 2 + c] * factor;
       if (p.lse && column == 0 && lane % 4 == 0 && place(half) < rows) {
         const Row at = shared.row[place(half)];
         p.lse[static_cast<int64_t>(at.i) * p.qo_heads + at.head] = softmax_lse<CudaMath>(m[half], d[half]);
@@ -151,32 +158,35 @@ struct TilesKernel {
     *reinterpret_cast<uint4*>(to) = words;
   }
 
-  // Eight elements at dim of a row, rotated.
+  // Eight elements at dim of a row, one by one: rotated, or from a row that is not aligned.
   template <class S>
-  FI_DEVICE void put_rotated(T* to, const S* row, int dim, int64_t position) const {
+  FI_DEVICE void put_each(T* to, const S* row, int dim, bool rotate, int64_t position) const {
     const auto read = [&](int d) { return to_float(row[d]); };
 #pragma unroll 1
     for (int d = dim; d < dim + 8; ++d)
-      to[d - dim] = from_float<T>(rotated(read, d, p.dim_qk, position, shared.steps[rotary_pair(d, p.dim_qk)]));
+      to[d - dim] = from_float<T>(rotate ? rotated(read, d, p.dim_qk, position, shared.steps[rotary_pair(d, p.dim_qk)])
+                                         : read(d));
   }
 
   // 64 keys from `key` on (zeros from `end` on) by 128 dimensions from `dim` on (zeros from `dims` on).
-  template <bool kRotate>
-  FI_DEVICE void stage(T* to, const void* from, int64_t token, int64_t head, int dim, int dims, int key, int end) const {
+  FI_DEVICE void stage(T* to, const void* from, int64_t token, int64_t head, int dim, int dims, int key, int end,
+                       bool rotate) const {
     const int x = threadIdx.x % 16 * 8, y = threadIdx.x / 16;  // then every 8th row
-    const KV* base = static_cast<const KV*>(from) + kv_head * head;
+    const KV* base = static_cast<const KV*>(from) + kv_head * head + dim + x;
+    const bool each = rotate || !p.aligned;
     Eight<KV> block[kKeys / 8];
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) {
       const int j = key + y + n * 8;
       block[n].clear();
-      if (j < end && dim + x < dims) block[n].template read<true>(base + j * token + dim + x);
+      if (!each && j < end && dim + x < dims) block[n].read(base + j * token, true);
     }
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) put(to + (y + n * 8) * kPitch + x, block[n]);
-    if (!kRotate || !p.rotary.enabled || dim + x >= dims) return;
+    if (!each || dim + x >= dims) return;
 #pragma unroll 1
-    for (int r = y; r < kKeys && key + r < end; r += 8) put_rotated(to + r * kPitch + x, base + (key + r) * token, dim + x, key + r);
+    for (int r = y; r < kKeys && key + r < end; r += 8)
+      put_each(to + r * kPitch + x, base + (key + r) * token - (dim + x), dim + x, rotate, key + r);
   }
 
   FI_DEVICE void stage_q(int dim) const {
@@ -187,36 +197,34 @@ struct TilesKernel {
       const bool inside = r < rows && dim + x < p.dim_qk;
       const Row at = shared.row[r];
       const Q* from = static_cast<const Q*>(p.q) + at.i * p.q_token + at.head * p.q_head;
-      Eight<Q> block;
-      block.clear();
-      if (inside) block.template read<true>(from + dim + x);
-      put(to, block);
-      if (inside && p.rotary.enabled) put_rotated(to, from, dim + x, p.mask.position(at.i));
+      if (inside && (p.rotary.enabled || !p.aligned)) {
+        put_each(to, from, dim + x, p.rotary.enabled, p.mask.position(at.i));
+      } else {
+        Eight<Q> block;
+        block.clear();
+        if (inside) block.read(from + dim + x, true);
+        put(to, block);
+      }
     }
   }
 
-  FI_DEVICE void finish_scores(int key, const int (&i)[2], float (&s)[kKeys / 8][4]) const {
+  // Soft cap, ALiBi and custom mask: rare, so a loop through memory keeps the code short. The memory is that of the
+  // keys, which have been used.
+  FI_DEVICE void finish(int key, int end, float (&s)[kKeys / 8][4]) const {
+    static_assert(sizeof(float) * kThreads * kKeys / 2 <= sizeof(shared.k), "the scores replace the keys");
+    float* slot = reinterpret_cast<float*>(shared.k) + threadIdx.x;
+    __syncthreads();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const HeadScores scores = shared.scores[place(half)];
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-        for (int c = half * 2; c < half * 2 + 2; ++c)
-          s[n][c] = scores.score<CudaMath>(s[n][c], static_cast<float>(key + n * 8 + lane % 4 * 2 + c % 2 - i[half]));
-    }
-  }
-
-  FI_DEVICE void hide(int key, const int (&i)[2], float (&s)[kKeys / 8][4]) const {
-    unsigned hidden = 0;
+    for (int e = 0; e < kKeys / 2; ++e) slot[e * kThreads] = s[e / 4][e % 4];
 #pragma unroll 1
     for (int e = 0; e < kKeys / 2; ++e) {
-      const int j = key + e / 4 * 8 + lane % 4 * 2 + e % 2;
-      hidden |= static_cast<unsigned>(j < p.mask.kv_len && !p.mask.keeps(e & 2 ? i[1] : i[0], j)) << e;
+      const int r = place(e / 2 % 2), i = shared.row[r].i, j = key + e / 4 * 8 + lane % 4 * 2 + e % 2;
+      if (j >= end) continue;
+      const float score = shared.scores[r].template score<CudaMath>(slot[e * kThreads], static_cast<float>(j - i));
+      slot[e * kThreads] = p.mask.keeps(i, j) ? score : kMinusInf;
     }
 #pragma unroll
-    for (int e = 0; e < kKeys / 2; ++e)
-      if (hidden >> e & 1) s[e / 4][e % 4] = kMinusInf;
+    for (int e = 0; e < kKeys / 2; ++e) s[e / 4][e % 4] = slot[e * kThreads];
   }
 
   // s += q k over the staged dimensions.
@@ -267,8 +275,8 @@ struct TilesKernel {
     const T* v = shared.v + lane % 16 * kPitch + lane / 16 * 8;
 #pragma unroll
     for (int n = 0; n < kKeys / 8; n += 2) {
-      const unsigned a[4] = {pack(s[n][0], s[n][1], T{}), pack(s[n][2], s[n][3], T{}), pack(s[n + 1][0], s[n + 1][1], T{}),
-                             pack(s[n + 1][2], s[n + 1][3], T{})};
+      const unsigned a[4] = {pack(s[n][0], s[n][1], T{}), pack(s[n][2], s[n][3], T{}),
+                             pack(s[n + 1][0], s[n + 1][1], T{}), pack(s[n + 1][2], s[n + 1][3], T{})};
 #pragma unroll
       for (int x = 0; x < kColumns / 8; x += 2) {
         if (x * 8 >= columns()) break;

@@ -53,6 +53,12 @@ struct LayernormRow {
   }
 };
 
+// The row's first element: sums of differences from it keep their digits where the row lies far from zero.
+template <class T>
+FI_DEVICE float pivot(const LayernormParams& p, uint32_t row) {
+  return to_float(static_cast<const T*>(p.input)[row * p.input_row]);
+}
+
 FI_DEVICE float inverse_deviation(float sum, const LayernormParams& p) { return rsqrtf(sum * p.inverse_d + p.eps); }
 
 // One block a row: kVec * kCount * blockDim.x >= d.
@@ -64,7 +70,8 @@ FI_DEVICE void layernorm_block(const LayernormParams& p) {
   pdl_wait();
   row.load(p, blockIdx.x, deal);
   const float out_scale = inverse_scale<O>(p.scale);
-  const float mean = block_sum(row.template moment<1>(deal, 0.f), partial[0]) * p.inverse_d;
+  const float first = pivot<T>(p, blockIdx.x);
+  const float mean = first + block_sum(row.template moment<1>(deal, first), partial[0]) * p.inverse_d;
   pdl_launch_dependents();
   forget_values(row.x);
   const float r = inverse_deviation(block_sum(row.template moment<2>(deal, mean), partial[1]), p);
@@ -82,7 +89,8 @@ FI_DEVICE void layernorm_warp(const LayernormParams& p) {
   LayernormRow<T, kVec, kCount> row;
   row.load(p, index, deal);
   const float out_scale = inverse_scale<O>(p.scale);
-  const float mean = warp_sum(row.template moment<1>(deal, 0.f)) * p.inverse_d;
+  const float first = pivot<T>(p, index);
+  const float mean = first + warp_sum(row.template moment<1>(deal, first)) * p.inverse_d;
   pdl_launch_dependents();
   forget_values(row.x);
   const float r = inverse_deviation(warp_sum(row.template moment<2>(deal, mean)), p);
@@ -97,13 +105,14 @@ FI_DEVICE void layernorm_loop(const LayernormParams& p) {
   LayernormRow<T, kVec, 1> row;
   pdl_wait();
   const float out_scale = inverse_scale<O>(p.scale);
+  const float first = pivot<T>(p, blockIdx.x);
   float sum = 0.f, squares = 0.f;
   for (int i = threadIdx.x; i * kVec < p.d; i += blockDim.x) {
     const Deal<kVec> deal{i, 0, p.d};
     row.load(p, blockIdx.x, deal);
-    sum += row.template moment<1>(deal, 0.f);
+    sum += row.template moment<1>(deal, first);
   }
-  const float mean = block_sum(sum, partial[0]) * p.inverse_d;
+  const float mean = first + block_sum(sum, partial[0]) * p.inverse_d;
   for (int i = threadIdx.x; i * kVec < p.d; i += blockDim.x) {
     const Deal<kVec> deal{i, 0, p.d};
     row.load(p, blockIdx.x, deal);

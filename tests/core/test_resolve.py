@@ -393,7 +393,7 @@ def build_batch(artifact: Artifact) -> None:
             r"building scale_n_1_cuda_sm_80.*: .*scale\.cuh.*error: ",
             None,
         ),
-        ("include/fi/toy/constant.h", "int broken( {", r"building scale_.*: .*constant\.h.*error: ", None),
+        ("include/fi/toy/constant.h", "int broken = undeclared;", r"building scale_.*: .*constant\.h.*error: ", None),
         ("csrc/toy/scale.cc", '#include "absent.h"', r"building .*absent\.h: No such file", "reinstall fi-kernels"),
         ("include/fi/toy/scale.cuh", '#include "absent.h"', r"building .*absent\.h", "reinstall fi-kernels"),
     ],

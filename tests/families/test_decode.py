@@ -11,7 +11,7 @@ import torch
 import fi_core
 from families.attention_reference import attention
 from families.harness import TOLERANCE, assert_close, assert_guards, guarded, impls, rand, strided, using
-from fi_core.attention import chunks_of, single_attention
+from fi_core.attention import choose, single_attention
 
 HALVES = (torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -89,7 +89,7 @@ OPTIONS: list[dict[str, Any]] = [
 def test_decode_options(options: dict[str, Any], dtype: torch.dtype, device: str) -> None:
     """Also where the keys are split: 300 keys are three chunks."""
     q, k, v = make(300, (6, 3), (72, 64), dtype, device)
-    assert chunks_of(1, 6, 3, 300, -1) == 3
+    assert choose(1, 6, 3, 300, 72, -1, dtype == torch.float32) == (True, 3)
     check(q, k, v, **options)
     if "q_scale" not in options:
         assert (
@@ -155,7 +155,7 @@ def test_any_number_of_chunks(chunks: int | None, device: str) -> None:
     for _ in each_impl(device):
         out, lse = guarded((6, 72), torch.float32, device), guarded((6,), torch.float32, device)
         workspace = None if chunks is None else guarded((chunks, 6, 74), torch.float32, device)
-        arguments = (None, None, None, None, None, 0, 0, False, -1, 0.0, 64**-0.5, 1.0, 1.0, 1e4)
+        arguments = (None, None, None, None, None, 0, 0, False, -1, 0.0, 64**-0.5, 1.0, 1.0, 1e4, True)
         single_attention(out, lse, workspace, q, k, v, *arguments)
         assert_close(out, want[0])
         assert_close(lse, want_lse[0], tolerance=LSE)
@@ -164,14 +164,31 @@ def test_any_number_of_chunks(chunks: int | None, device: str) -> None:
                 assert_guards(buffer)
 
 
-def test_chunks_are_bounded() -> None:
-    for kv_len in (0, 1, 128, 129, 4096, 10**6):
-        for heads in ((1, 1), (32, 8), (128, 1), (64, 64), (4096, 4096)):
-            chunks = chunks_of(1, *heads, kv_len, -1)
-            assert 1 <= chunks <= max(1, -(-kv_len // 128), 1)
-            assert chunks * heads[0] <= max(4 * 528 + heads[0], heads[0])
-    assert chunks_of(1, 32, 8, 10**6, 127) == 1
-    assert chunks_of(64, 32, 8, 10**6, -1) == 1
+@pytest.mark.parametrize("kv_len", [0, 1, 128, 129, 4096, 10**6])
+@pytest.mark.parametrize("heads", [(1, 1), (32, 8), (128, 1), (64, 64), (4096, 4096)])
+def test_the_workspace_is_bounded(heads: tuple[int, int], kv_len: int) -> None:
+    few, chunks = choose(1, *heads, kv_len, 128, -1, False)
+    assert few and 1 <= chunks <= max(1, -(-kv_len // 128))
+    assert chunks == 1 or chunks * heads[0] <= 4 * 528
+
+
+@pytest.mark.parametrize(
+    ("shape", "few", "split"),
+    [
+        ((1, 32, 8, 10**6, 128, -1, False), True, True),
+        ((1, 32, 8, 10**6, 128, 127, False), True, False),  # 128 keys are seen
+        ((4, 32, 8, 10**6, 128, -1, False), True, True),
+        ((5, 32, 8, 10**6, 128, -1, False), False, False),  # 20 rows a kv head
+        ((1, 128, 1, 10**6, 128, -1, False), True, True),
+        ((1, 32, 8, 10**6, 512, -1, False), False, False),
+        ((1, 32, 8, 10**6, 512, -1, True), True, True),
+        ((64, 32, 8, 10**6, 128, -1, True), True, False),  # no tensor core product in fp32
+        ((0, 32, 8, 10**6, 128, -1, False), True, True),
+    ],
+)
+def test_choice_of_kernel(shape: tuple[int, int, int, int, int, int, bool], few: bool, split: bool) -> None:
+    chosen, chunks = choose(*shape)
+    assert (chosen, chunks > 1) == (few, split)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ NARROW = {
     "packbits": r"_bytes",
     "rope": r"_1",
     "rope_quantize": r"_1",
-    "single_attention": r"_scalar|combine_chunks",
+    "single_attention": r"combine_chunks",
 }
 # Bits of the widest load where it is not 128: attention takes eight elements at a time, as head dims are multiples of 8.
 LOADS = {"single_attention": {"e4m3": 64, "e5m2": 64}}

@@ -30,6 +30,14 @@ def open_folder(prefix: str) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextmanager
+def open_store() -> Iterator[Path]:
+    """A cache directory that every user can write to."""
+    with open_folder("fi-store-") as folder:
+        folder.chmod(0o777)
+        yield folder
+
+
 @functools.cache
 def drop_rights(python: Path) -> tuple[str, ...]:
     """Words before a command that take away root's power to write: another uid, that may read what root can."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clean_site import HERE, ROOT, Site, open_folder
+from clean_site import HERE, ROOT, Site, open_folder, open_store
 
 from fi_core.spec.target import PREBUILT_ARCHS, Target
 
@@ -26,20 +26,8 @@ NOWHERE = "nowhere: FI_JIT=off forbids to compile it"
 def test_every_cpu_op_runs(site: Callable[..., Site]) -> None:
     """The tests of the ops pass on prebuilt modules alone; witness.py holds that no other module was used."""
     done = site(*BOTH).run(
-        *(
-            "-m",
-            "pytest",
-            "-q",
-            "-m",
-            "not gpu",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "witness",
-            "-o",
-            f"pythonpath={ROOT}/tests",
-        ),
-        *(f"--basetemp={site(*BOTH).folder}/never", ROOT / "tests" / "families"),
+        *("-m", "pytest", "-q", ROOT / "tests" / "families", "-m", "not gpu", "-p", "no:cacheprovider"),
+        *("-p", "witness", "-o", f"pythonpath={ROOT}/tests"),
         PYTHONPATH=str(HERE),
         FI_JIT="off",
     )
@@ -100,7 +88,9 @@ def test_without_a_compiler_the_message_says_what_to_install(
     companions: tuple[str, ...], package: str, site: Callable[..., Site], mock_driver: Path
 ) -> None:
     """FI_JIT=on, no compiler, not prebuilt: the error names the package that would serve."""
-    kernels = site(*companions).probe(OP, LD_LIBRARY_PATH=str(mock_driver), FI_CUDA_ARCH_LIST="9.0a")["kernels"]
+    places = {"LD_LIBRARY_PATH": str(mock_driver), "FI_CUDA_ARCH_LIST": "9.0a"}
+    with open_store() as store:
+        kernels = site(*companions).probe(OP, FI_CACHE_DIR=str(store), **places)["kernels"]
     text = kernels[f"{OP}_cuda_sm_90a" if companions else f"{OP}_cpu"]
     assert text.startswith("CompileError") and f"pip install {package}" in text
 
@@ -156,9 +146,8 @@ def test_what_does_not_fit_is_passed_over(case: str, site: Callable[..., Site]) 
         here = site("fi_jit_cache").copy(folder / "site")
         damage(here)
         refused = here.probe(f"{OP}_cpu", FI_JIT="off")
-        (folder / "store").mkdir()
-        (folder / "store").chmod(0o777)
-        served = here.probe(f"{OP}_cpu", PATH=os.environ["PATH"], FI_CACHE_DIR=str(folder / "store"))
+        with open_store() as store:
+            served = here.probe(f"{OP}_cpu", PATH=os.environ["PATH"], FI_CACHE_DIR=str(store))
     assert refused["kernels"][f"{OP}_cpu"].startswith("MissingKernelError")
     assert served["kernels"] == {f"{OP}_cpu": {"host": "jit"}}
     for found in (refused, served):

@@ -11,7 +11,6 @@ import pytest
 def problems() -> list[str]:
     import fi_core
     from fi_core.registry import load
-    from fi_core.resolve import store
     from fi_core.spec.target import CPU
 
     wrong = [] if Path(fi_core.__file__).is_relative_to(sys.prefix) else [f"fi_core is {fi_core.__file__}"]
@@ -23,7 +22,17 @@ def problems() -> list[str]:
         wrong += [
             f"{k.spec} is from {f.origin}" for k in kernels for f in k.origins.values() if f.origin != "fi-jit-cache"
         ]
-    return wrong + [f"{root} exists" for root in store.roots() if root.exists()]
+    return wrong + [f"{path} was written" for path in written() - BEFORE]
+
+
+def written() -> set[Path]:
+    """What lies where compiled kernels go."""
+    from fi_core.resolve import store
+
+    return {path for root in store.roots() if root.is_dir() for path in root.iterdir()}
+
+
+BEFORE = written()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _LAYOUTS = {name: layout.value for name, layout in TensorLayout.__members__.items()}
 _POS_ENCODINGS = {name: mode.value for name, mode in PosEncodingMode.__members__.items()}
 
+_TYPES = ("f16", "bf16", "f32", "e4m3", "e5m2")
 # The tiles kernel multiplies in the 16-bit type that holds q and k exactly; without one, CUDA cores compute in fp32.
 _MULTIPLY = {"f16": "f16", "bf16": "bf16", "e4m3": "f16", "e5m2": "f16"}
 _TILE_BYTES = 3 * 64 * (128 + 8) * 2 + 64 * (12 + 8) + 256 * 8  # TilesKernel::Shared
@@ -25,15 +26,15 @@ _ROWS = 4  # packed query rows a block of the rows kernel holds in registers
 def _single_attention_unit(axes: Axes) -> Unit:
     """config = (kind, largest head dim, packed rows a block): tiles on tensor cores, rows on CUDA cores, combine."""
     q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
-    rows = f"attend_rows<{q.device}, {kv.device}"
-    entries = [Entry("attend_rows", f"{rows}, 1, {_ROWS}>", 128, (1, 256, _ROWS))]
-    if q.short in _MULTIPLY:
-        multiply = DTYPES[_MULTIPLY[q.short]].device
-        body = f"attend_tiles<{multiply}, {q.device}, {kv.device}, {_TILE_BYTES}>"
-        entries.append(Entry("attend_tiles", body, 128, (0, 512, 64), _TILE_BYTES))
+    if axes["few"] or q.short not in _MULTIPLY:
+        rows = f"attend_rows<{q.device}, {kv.device}"
+        entries = [Entry("attend_rows", f"{rows}, 1, {_ROWS}>", 128, (1, 256, _ROWS))]
+        if q.short not in _MULTIPLY:
+            entries.append(Entry("attend_wide_rows", f"{rows}, 2, 1>", 128, (1, 512, 1)))
+        entries.append(Entry("combine_chunks", "combine_chunks", 128, (2, 512, 1)))
     else:
-        entries.append(Entry("attend_wide_rows", f"{rows}, 2, 1>", 128, (1, 512, 1)))
-    entries.append(Entry("combine_chunks", "combine_chunks", 128, (2, 512, 1)))
+        body = f"attend_tiles<{DTYPES[_MULTIPLY[q.short]].device}, {q.device}, {kv.device}, {_TILE_BYTES}>"
+        entries = [Entry("attend_tiles", body, 128, (0, 512, 64), _TILE_BYTES)]
     return Unit("fi/attention/single_attention.cuh", "SingleAttentionParams", tuple(entries))
 
 
@@ -43,32 +44,48 @@ SINGLE_ATTENTION = Op(
     schema="(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, Tensor q, Tensor k, Tensor v, "
     "Tensor? custom_mask, Tensor? packed_custom_mask, Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, "
     "int kv_layout, int pos_encoding_mode, bool causal, int window_left, float logits_soft_cap, float sm_scale, "
-    "float v_scale, float rope_scale, float rope_theta) -> ()",
-    axes={"q": ("f16", "bf16", "f32", "e4m3", "e5m2"), "kv": ("f16", "bf16", "f32", "e4m3", "e5m2")},
+    "float v_scale, float rope_scale, float rope_theta, bool few) -> ()",
+    axes={
+        "few": (False, True),
+        "q": ("f16", "bf16", "f32", "e4m3", "e5m2"),
+        "kv": ("f16", "bf16", "f32", "e4m3", "e5m2"),
+    },
     impls=(Impl("cpu", ON_CPU), Impl("cuda", at_least(80), _single_attention_unit)),
-    prebuilt=(
-        *({"q": dtype, "kv": dtype} for dtype in ("f16", "bf16", "f32", "e4m3", "e5m2")),
-        *({"q": q, "kv": kv} for q in ("f16", "bf16") for kv in ("e4m3", "e5m2")),
+    prebuilt=tuple(
+        {"few": few, "q": q, "kv": kv}
+        for q, kv in (
+            *zip(_TYPES, _TYPES),
+            *((q, kv) for q in ("f16", "bf16") for kv in ("e4m3", "e5m2")),
+        )
+        for few in (True, False)
+        if few or q != "f32"
     ),
 )
 
-single_attention = Launcher(SINGLE_ATTENTION, lambda out, lse, workspace, q, k, *_: (q.get_device(), q.dtype, k.dtype))
+single_attention = Launcher(
+    SINGLE_ATTENTION, lambda out, lse, workspace, q, k, *rest: (q.get_device(), rest[-1], q.dtype, k.dtype)
+)
 
+_FEW = 16  # packed rows (of the query heads that share a kv head) up to which a tile of 64 would be mostly empty
 _BLOCKS = 528  # four on each multiprocessor of an H200
 _LEAST_KEYS = 128  # of a chunk: below, merging costs more than the parallel reads save
 
 
-def chunks_of(qo_len: int, num_qo_heads: int, num_kv_heads: int, kv_len: int, window_left: int) -> int:
-    """Into how many parts the keys are split so that few rows keep the device busy.
+def choose(
+    qo_len: int, num_qo_heads: int, num_kv_heads: int, kv_len: int, head_dim: int, window_left: int, fp32: bool
+) -> tuple[bool, int]:
+    """Which kernel takes the rows (few: CUDA cores, else tensor cores), and into how many chunks it splits the keys.
 
-    Depends on the shape alone, so results do not change from device to device; chunks times query heads stays below 2112 or
-    the number of heads, which bounds the workspace.
+    CUDA cores take few rows, whose keys are then split so that they keep the device busy, and fp32. All depends on the
+    shape alone: results do not change from device to device, and chunks times query heads stays below 2112 or the
+    number of heads, which bounds the workspace.
     """
     rows = qo_len * num_qo_heads // max(1, num_kv_heads)
-    if rows == 0 or (qo_len > 1 and rows > 16):
-        return 1
+    if (qo_len > 1 and rows > _FEW) or (head_dim > 256 and not fp32):
+        return fp32, 1
     visible = kv_len if window_left < 0 else min(kv_len, window_left + qo_len)
-    return max(1, min(ceil_div(visible, _LEAST_KEYS), _BLOCKS // (num_kv_heads * ceil_div(rows, _ROWS))))
+    blocks = max(1, num_kv_heads * ceil_div(rows, _ROWS))
+    return True, max(1, min(ceil_div(visible, _LEAST_KEYS), _BLOCKS // blocks))
 
 
 def _code(codes: dict[str, int], name: str, argument: str) -> int:
@@ -113,7 +130,8 @@ def attend(
     out = q.new_empty((*rows, dim_vo), dtype=out_dtype)
     lse = q.new_empty(rows, dtype=torch.float32) if return_lse else None
     workspace = None
-    chunks = chunks_of(qo_len, rows[-1], k.shape[1 - layout], k.shape[layout], window_left)
+    fp32 = q.dtype is torch.float32
+    few, chunks = choose(qo_len, rows[-1], k.shape[1 - layout], k.shape[layout], max(dim, dim_vo), window_left, fp32)
     if chunks > 1:
         workspace = q.new_empty((chunks, qo_len * rows[-1], dim_vo + 2), dtype=torch.float32)
     if sm_scale is None:
@@ -139,5 +157,6 @@ def attend(
         1.0 if v_scale is None else v_scale,
         1.0 if rope_scale is None else rope_scale,
         1e4 if rope_theta is None else rope_theta,
+        few,
     )
     return out if lse is None else (out, lse)

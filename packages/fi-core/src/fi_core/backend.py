@@ -23,10 +23,10 @@ def cuda_index(device: torch.device | str, caller: str) -> int:
     """The index of a CUDA device, that of the current one if it has none."""
     import torch
 
-    device = torch.device(device)
-    if device.type != "cuda":
-        raise ValueError(f"{caller}: device must be a CUDA device, got {device}")
-    return torch.cuda.current_device() if device.index is None else device.index
+    found = torch.device(device)
+    if found.type != "cuda":
+        raise ValueError(f"{caller}: device must be a CUDA device, got {found}")
+    return torch.cuda.current_device() if found.index is None else found.index
 
 
 @functools.cache

@@ -52,7 +52,8 @@ class Variable(Generic[T]):
         prefixed: bool = True,
         aliases: tuple[str, ...] = (),
     ) -> None:
-        self.parser, self.default, self.when, self.doc = parser, default, when, doc
+        self.parser, self.default, self.doc = parser, default, doc
+        self.when: When = when
         self.derive, self.default_doc = derive, default_doc
         self.prefixed, self.aliases = prefixed, aliases
         self.name = ""

@@ -55,7 +55,9 @@ def run(directory: Path, progress: bool, max_jobs: int | None = None) -> None:
     """Runs the ninja file of `write`. Raises CompileError of the first unit that fails."""
     import ninja
 
-    line = [str(Path(ninja.BIN_DIR) / "ninja"), "-C", str(directory), f"-j{max_jobs or jobs()}"]
+    # pyright takes `ninja` for this file.
+    program = Path(ninja.BIN_DIR) / "ninja"  # pyright: ignore[reportAttributeAccessIssue]
+    line = [str(program), "-C", str(directory), f"-j{max_jobs or jobs()}"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         output = []

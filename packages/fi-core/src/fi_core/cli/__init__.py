@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from fi_core.cli.arguments import parser
+from fi_core.cli import arguments
 from fi_core.cli.report import Report, UsageError
 
 OK, FAILED, USAGE = 0, 1, 2
@@ -18,7 +18,7 @@ OK, FAILED, USAGE = 0, 1, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code is 0 if all is well, 1 if it failed, 2 if it was called wrongly."""
     try:
-        args = parser().parse_args(argv)
+        args = arguments.parser().parse_args(argv)
         if args.run is None:
             args.parser.print_help()
             return OK
@@ -36,7 +36,8 @@ def _answer(args: argparse.Namespace) -> int:
     try:
         report: Report = run(args)
     except UsageError as error:
-        args.parser.error(str(error))
+        parser: argparse.ArgumentParser = args.parser
+        parser.error(str(error))
     except (OSError, RuntimeError, ValueError) as error:  # FiError and what the system refuses
         report = Report({"error": str(error)}, [], ok=False)
         print(f"fi-core: {error}", file=sys.stderr)

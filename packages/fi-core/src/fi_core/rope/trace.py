@@ -26,8 +26,9 @@ _SMOOTH = {
 
 
 def _rope_reference(  # type: ignore[no-untyped-def]
-    q, k, pos_ids=None, indptr=None, offsets=None, rotary_dim=None, interleave=False, rope_scale=1.0, rope_theta=1e4
-):
+    q, k, pos_ids=None, indptr: Any = None, offsets: Any = None, rotary_dim=None, interleave=False, rope_scale=1.0,
+    rope_theta=1e4,
+):  # fmt: skip
     import torch
 
     if pos_ids is None:
@@ -52,8 +53,8 @@ def _rope_reference(  # type: ignore[no-untyped-def]
 
 
 def _rope_smooth_reference(  # type: ignore[no-untyped-def]
-    q, k, pos_ids=None, indptr=None, offsets=None, rotary_dim=None, interleave=False, rope_scale=8.0, rope_theta=5e5,
-    low_freq_factor=1.0, high_freq_factor=4.0, old_context_len=8192,
+    q, k, pos_ids=None, indptr: Any = None, offsets: Any = None, rotary_dim=None, interleave=False, rope_scale=8.0,
+    rope_theta=5e5, low_freq_factor=1.0, high_freq_factor=4.0, old_context_len=8192,
 ):  # fmt: skip
     import math
 
@@ -119,8 +120,8 @@ def _rope_quantize_reference(  # type: ignore[no-untyped-def]
         return y
 
     def cast(x: torch.Tensor | None, scale: float, like: torch.Tensor) -> torch.Tensor:
-        x = like.new_empty(*like.shape[:-1], 0) if x is None else x
-        return (x.double() * scale).clamp(-top, top).to(dtype)
+        given = like.new_empty(*like.shape[:-1], 0) if x is None else x
+        return (given.double() * scale).clamp(-top, top).to(dtype)
 
     return (
         cast(rotate(q_rope), quant_scale_q, q_rope),
@@ -149,8 +150,8 @@ def _rope_quantize_append_reference(  # type: ignore[no-untyped-def]
         return y
 
     def cast(x: torch.Tensor | None, scale: float, like: torch.Tensor) -> torch.Tensor:
-        x = like.new_empty(*like.shape[:-1], 0) if x is None else x
-        return (x.double() * scale).clamp(-top, top).to(dtype)
+        given = like.new_empty(*like.shape[:-1], 0) if x is None else x
+        return (given.double() * scale).clamp(-top, top).to(dtype)
 
     rope, nope = cast(rotate(k_rope), quant_scale_kv, k_rope), cast(k_nope, quant_scale_kv, k_rope)
     if v is None:

@@ -47,7 +47,7 @@ class Window(NamedTuple):
 
 def _load() -> Any:
     try:
-        from cupti import cupti
+        from cupti import cupti  # pyright: ignore[reportAttributeAccessIssue]  (it takes `cupti` for this file)
     except ImportError as error:
         raise CuptiUnavailableError("CUPTI is not installed. Try 'pip install -U cupti-python'.") from error
     return cupti

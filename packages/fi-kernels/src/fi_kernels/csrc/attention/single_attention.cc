@@ -15,34 +15,28 @@ namespace fi {
 namespace {
 
 #if FI_CUDA
-// config = {kind, largest head dim, packed rows a block}.
+// config = {kind, largest head dim, packed rows a block}; a unit has tiles, or rows and combine.
 enum Kind { kTiles = 0, kRows = 1, kCombine = 2 };
 
 constexpr int64_t kTileColumns = 128;  // of the output, a block of the tiles kernel
-constexpr int64_t kFewRows = 16;       // packed rows up to which CUDA cores beat a mostly empty tile
 
-const Entry* find(const Kernel& kernel, Kind kind, int64_t dim) {
-  for (const Entry& entry : kernel.entries)
-    if (entry.config[0] == kind && dim <= entry.config[1]) return &entry;
-  return nullptr;
-}
-
-void launch(const Kernel& kernel, SingleAttentionParams params, DLDevice device) {
+void launch(const Kernel& kernel, const SingleAttentionParams& params, DLDevice device) {
   const AttentionProblem& p = params.problem;
-  const int64_t dim = std::max(p.dim_qk, p.dim_vo);
-  const Entry *tiles = find(kernel, kTiles, dim), *rows = find(kernel, kRows, dim);
-  FI_CHECK(tiles || rows, RuntimeError, "no entry for head dims %d and %d", p.dim_qk, p.dim_vo);
-  const bool few = p.mask.qo_len == 1 || p.rows() <= kFewRows;
-  const Entry& entry = rows && (few || !tiles) ? *rows : *tiles;
-  if (&entry == tiles) params.chunks = 1;
-  Launch config{(p.rows() + entry.config[2] - 1) / entry.config[2], p.kv_heads, params.chunks};
-  if (&entry == tiles) config.grid_z = (p.dim_vo + kTileColumns - 1) / kTileColumns;
+  const auto fits = [&](const Entry& entry) { return std::max(p.dim_qk, p.dim_vo) <= entry.config[1]; };
+  const auto entry = std::find_if(kernel.entries.begin(), kernel.entries.end(), fits);
+  FI_CHECK(entry != kernel.entries.end() && entry->config[0] != kCombine, ValueError,
+           "few must be False for head dims %d and %d", p.dim_qk, p.dim_vo);
+  const bool tiles = entry->config[0] == kTiles;
+  FI_CHECK(!tiles || params.chunks == 1, ValueError, "workspace must be None when few is False; got %d chunks",
+           params.chunks);
+  Launch config{(p.rows() + entry->config[2] - 1) / entry->config[2], p.kv_heads,
+                tiles ? (p.dim_vo + kTileColumns - 1) / kTileColumns : params.chunks};
   config.pdl = kernel.pdl(-1);
-  kernel.launch(entry, config, device, params);
+  kernel.launch(*entry, config, device, params);
   if (params.chunks == 1) return;
   config.grid_x = static_cast<int64_t>(p.mask.qo_len) * p.qo_heads;
   config.grid_y = config.grid_z = 1;
-  kernel.launch(*find(kernel, kCombine, 0), config, device, params);
+  kernel.launch(kernel.entries.back(), config, device, params);
 }
 #else
 KeyRange keys_of(const Mask& mask, int32_t first, int32_t last) { return {mask.first_key(first), mask.end_key(last)}; }
@@ -181,7 +175,7 @@ void single_attention(const Kernel& kernel, Tensor out, OptionalTensor lse, Opti
                       Tensor k, Tensor v, OptionalTensor custom_mask, OptionalTensor packed_custom_mask,
                       OptionalTensor scale_q, OptionalTensor scale_k, OptionalTensor scale_v, int64_t kv_layout,
                       int64_t pos_encoding, int64_t causal, int64_t window_left, double logits_soft_cap,
-                      double sm_scale, double v_scale, double rope_scale, double rope_theta) {
+                      double sm_scale, double v_scale, double rope_scale, double rope_theta, int64_t few) {
   // 1 check
   Dim qo_len{"qo_len", 1}, kv_len{"kv_len"}, qo_heads{"num_qo_heads"}, kv_heads{"num_kv_heads"}, dim_qk{"head_dim_qk"},
       dim_vo{"head_dim_vo"};
@@ -264,6 +258,7 @@ void single_attention(const Kernel& kernel, Tensor out, OptionalTensor lse, Opti
   if (qo_len == 0 || qo_heads == 0) return;
 
   // 3 launch
+  (void)few;  // says which unit is bound
 #if FI_CUDA
   const auto aligned = [](const Tensor& t, int64_t token, int64_t head) {
     const int64_t bytes =
@@ -283,4 +278,4 @@ void single_attention(const Kernel& kernel, Tensor out, OptionalTensor lse, Opti
 
 FI_OP(fi::single_attention, "out", "lse", "workspace", "q", "k", "v", "custom_mask", "packed_custom_mask", "scale_q",
       "scale_k", "scale_v", "kv_layout", "pos_encoding_mode", "causal", "window_left", "logits_soft_cap", "sm_scale",
-      "v_scale", "rope_scale", "rope_theta")
+      "v_scale", "rope_scale", "rope_theta", "few")

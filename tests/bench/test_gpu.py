@@ -25,13 +25,13 @@ def median_us(found: Measurement) -> float:
     return statistics.median(found.samples_ns) / 1e3
 
 
-@pytest.mark.parametrize(("size", "tolerance"), [(4096, 0.02), (512, 0.15)], ids=["long", "short"])
+@pytest.mark.parametrize(("size", "tolerance"), [(16384, 0.02), (512, 0.15)], ids=["long", "short"])
 def test_timers_agree_or_say_that_they_may_not(size: int, tolerance: float) -> None:
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     inputs = Inputs(a=a, b=b, out=torch.empty_like(a))
     found = {}
     for timer, options in TIMERS.items():
-        m = timed(lambda x: torch.mm(x.a, x.b, out=x.out), inputs, 6 * size * size, cache="warm", **options)
+        m = timed(lambda x: torch.add(x.a, x.b, out=x.out), inputs, 6 * size * size, cache="warm", **options)
         if m.timer == timer:  # CUPTI may not be installed; the row then says which timer ran
             found[timer] = m
     assert {"graph_events", "events"} <= found.keys()

@@ -33,7 +33,7 @@ def _poison(dtype: torch.dtype) -> float:
 
 
 def guarded(shape: Sequence[int], dtype: torch.dtype, device: str, *, row_padding: int = 0) -> torch.Tensor:
-    """A poisoned buffer (NaN) of the shape inside a larger poisoned allocation; rows are `row_padding` elements apart."""
+    """A poisoned buffer (NaN) of the shape in a larger poisoned allocation; rows are `row_padding` elements apart."""
     *rows, inner = shape
     pitch = inner + row_padding
     total = math.prod(rows) * pitch + 2 * GUARD
@@ -74,13 +74,17 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, tolerance: tup
         want = torch.where(want.abs() > torch.finfo(actual.dtype).max * (1 + 2**-12), want.sign() * math.inf, want)
     for name, test in (("nan", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
         wrong = test(got) != test(want)
-        assert not wrong.any(), f"{name} differs at {wrong.nonzero()[0].tolist()} and {int(wrong.sum()) - 1} more places"
+        assert not wrong.any(), (
+            f"{name} differs at {wrong.nonzero()[0].tolist()} and {int(wrong.sum()) - 1} more places"
+        )
     finite = torch.isfinite(want)
     relative, absolute = tolerance or TOLERANCE[actual.dtype]
     excess = torch.where(finite, (got - want).abs() - (absolute + relative * want.abs()), torch.zeros_like(want))
     if excess.numel() and excess.max() > 0:
         at = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
-        raise AssertionError(f"{int((excess > 0).sum())} of {excess.numel()} differ, worst at {at}: {got[at]} for {want[at]}")
+        raise AssertionError(
+            f"{int((excess > 0).sum())} of {excess.numel()} differ, worst at {at}: {got[at]} for {want[at]}"
+        )
 
 
 @contextlib.contextmanager
@@ -96,6 +100,4 @@ def impls(op: str, device: str) -> list[str]:
 
     target = target_of(torch.device(device, 0) if device == "cuda" else torch.device(device))
     values = {"device": target.kind, "capability": target.capability}
-    return [
-        i.name for i in launcher(op).op.impls if all(c.holds(values) for c in i.constraints if c.name in values)
-    ]
+    return [i.name for i in launcher(op).op.impls if all(c.holds(values) for c in i.constraints if c.name in values)]

@@ -42,7 +42,7 @@ NARROW = {
     "rope_quantize": r"_1",
     "single_attention": r"combine_chunks",
 }
-# Bits of the widest load where it is not 128: attention takes eight elements at a time, as head dims are multiples of 8.
+# Bits of the widest load where it is not 128: attention takes eight elements at a time (head dims are such).
 LOADS = {"single_attention": {"e4m3": 64, "e5m2": 64}}
 # Bits of the widest store where it is not 128: outputs that are smaller than inputs, and one result for many loads.
 STORES = {"packbits": 16, "single_attention": 32}

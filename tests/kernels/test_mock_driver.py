@@ -79,7 +79,7 @@ def entry(one: Call, axes: Call = AXES) -> Entry:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 130])
-@pytest.mark.parametrize("d", [8, 64, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 7, 111, 4100])
+@pytest.mark.parametrize("d", [8, 64, 128, 512, 2048, 2056, 4096, 8200, 16384, 32768, 7, 111, 4100])
 def test_the_launch_covers_every_row(start: Start, rows: int, d: int) -> None:
     one = launch(start(), rows=rows, d=d)
     chosen = entry(one)
@@ -120,6 +120,12 @@ def test_an_unaligned_tensor_gets_no_vector_loads(start: Start, change: Call) ->
 def test_an_offset_of_one_row_keeps_vector_loads(start: Start) -> None:
     one = launch(start(), input=Tensor(X + 2 * 4096, (4, 4096), "bf16", (8192, 1)))
     assert entry(one).config[1] == 8
+
+
+def test_a_width_that_no_vector_divides(start: Start) -> None:
+    """All addresses and strides are aligned, but the last vector of a row would leave it."""
+    padded = {"out": Tensor(OUT, (4, 4100), "bf16", (4104, 1)), "input": Tensor(X, (4, 4100), "bf16", (4104, 1))}
+    assert 4100 % entry(launch(start(), d=4100, **padded)).config[1] == 0
 
 
 def test_parameters(start: Start) -> None:

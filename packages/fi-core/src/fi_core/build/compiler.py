@@ -55,7 +55,7 @@ def identity(artifact: Artifact) -> str:
 
 
 def device_compiler() -> str:
-    """"nvrtc" or "nvcc": as FI_CUDA_COMPILER says, else NVRTC where it is installed."""
+    """ "nvrtc" or "nvcc": as FI_CUDA_COMPILER says, else NVRTC where it is installed."""
     if env.cuda_compiler == "nvcc" or (toolchain.nvrtc() is None and toolchain.nvcc()):
         return "nvcc"
     return "nvrtc"
@@ -91,7 +91,19 @@ def command(artifact: Artifact, directory: Path) -> list[str]:
             raise CompileError("no CUDA compiler found", hint=diagnose.NO_DEVICE_COMPILER)
         ccbin = [f"-ccbin={env.cc}"] if env.cc else []
         threads = [f"--threads={env.nvcc_threads}"] if env.nvcc_threads > 1 else []
-        return [*env.nvcc_launcher, compiler, "-cubin", "-O3", *ccbin, *threads, *flags(artifact), *search, "-o", str(out), str(unit)]
+        return [
+            *env.nvcc_launcher,
+            compiler,
+            "-cubin",
+            "-O3",
+            *ccbin,
+            *threads,
+            *flags(artifact),
+            *search,
+            "-o",
+            str(out),
+            str(unit),
+        ]
     compiler = toolchain.cxx()
     if compiler is None:
         raise CompileError(f"no C++ compiler found (looked for {env.cxx[0]!r})", hint=diagnose.NO_HOST_COMPILER)
@@ -132,7 +144,9 @@ def compile_artifact(artifact: Artifact, directory: Path) -> None:
         except OSError as error:
             if error.filename != line[0]:
                 raise
-            raise CompileError(f"building {artifact.name} failed: {error}", hint=f"install {line[0]}, or unset what names it") from None
+            raise CompileError(
+                f"building {artifact.name} failed: {error}", hint=f"install {line[0]}, or unset what names it"
+            ) from None
         said = done.stdout + done.stderr
         if done.returncode:
             raise diagnose.failure(artifact.name, line, said)

@@ -20,9 +20,18 @@ NO_DEVICE_COMPILER = (
 )
 _HINTS = (
     (r"NVRTC was not found|libnvrtc", NO_DEVICE_COMPILER),
-    (r"invalid value for --gpu-architecture|Unsupported gpu architecture", "this CUDA compiler is older than the GPU: upgrade it"),
-    (r"cannot open source file|No such file or directory", "a header is missing: reinstall fi-kernels and the CUDA headers"),
-    (r"unsupported GNU version", "nvcc refuses this host compiler: set CC to an older g++, or use FI_CUDA_COMPILER=nvrtc"),
+    (
+        r"invalid value for --gpu-architecture|Unsupported gpu architecture",
+        "this CUDA compiler is older than the GPU: upgrade it",
+    ),
+    (
+        r"cannot open source file|No such file or directory",
+        "a header is missing: reinstall fi-kernels and the CUDA headers",
+    ),
+    (
+        r"unsupported GNU version",
+        "nvcc refuses this host compiler: set CC to an older g++, or use FI_CUDA_COMPILER=nvrtc",
+    ),
     (r"[Kk]illed|out of memory|cannot allocate", "the compiler ran out of memory: set MAX_JOBS=1"),
     (r"cannot find -ltvm_ffi", "apache-tvm-ffi is broken: pip install --force-reinstall 'apache-tvm-ffi>=0.1.9,<0.2'"),
 )
@@ -73,6 +82,8 @@ def failure(name: str, command: Sequence[str], output: str) -> CompileError | OS
     full = next((line for line in lines if "No space left on device" in line), None)
     if full:
         return OSError(errno.ENOSPC, full)
-    first = next((line for line in lines if _ERROR_LINE.search(line)), lines[0] if lines else "the compiler said nothing")
+    first = next(
+        (line for line in lines if _ERROR_LINE.search(line)), lines[0] if lines else "the compiler said nothing"
+    )
     hint = next((text for pattern, text in _HINTS if re.search(pattern, output)), None)
     return CompileError(f"building {name} failed: {first}", hint=hint, log_path=path)

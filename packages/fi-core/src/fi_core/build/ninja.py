@@ -82,5 +82,7 @@ def compile_commands(artifacts: Sequence[Artifact], directory: Path) -> list[dic
     for artifact in artifacts:
         place = directory / compiler.key(artifact)
         unit = compiler.unit_path(artifact, place)
-        entries.append({"directory": str(place), "command": shlex.join(compiler.command(artifact, place)), "file": str(unit)})
+        entries.append(
+            {"directory": str(place), "command": shlex.join(compiler.command(artifact, place)), "file": str(unit)}
+        )
     return entries

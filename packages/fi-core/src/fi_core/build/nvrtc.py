@@ -27,7 +27,9 @@ class Cubin(NamedTuple):
 def _library() -> ctypes.CDLL:
     found = toolchain.nvrtc()
     if found is None:
-        raise NvrtcError("NVRTC was not found: pip install nvidia-cuda-nvrtc nvidia-cuda-runtime, or a CUDA build of torch")
+        raise NvrtcError(
+            "NVRTC was not found: pip install nvidia-cuda-nvrtc nvidia-cuda-runtime, or a CUDA build of torch"
+        )
     if found.builtins:  # libnvrtc has no RUNPATH: its builtins must be in the process before it asks for them
         ctypes.CDLL(str(found.builtins), mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(found.library))

@@ -34,7 +34,9 @@ def nvrtc() -> Nvrtc | None:
     places = [(Path(p) / lib, Path(p) / inc) for p in sys.path for lib, inc in _WHEEL_LAYOUTS]
     home = cuda_home()
     if home:
-        places += [(home / lib, home / "include") for lib in ("lib64", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")]
+        places += [
+            (home / lib, home / "include") for lib in ("lib64", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
+        ]
     for lib, include in places:
         libraries = sorted(lib.glob("libnvrtc.so.1[2-9]"))
         if libraries and (include / "cuda_bf16.h").exists():

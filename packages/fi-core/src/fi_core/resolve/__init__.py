@@ -31,7 +31,9 @@ def alternatives(artifact: Artifact) -> tuple[Artifact, ...]:
         return (artifact,)
     native = str(artifact.target)
     return tuple(
-        artifact._replace(name=artifact.name.removesuffix(native) + str(t), target=t, source=artifact.source.replace(native, str(t)))
+        artifact._replace(
+            name=artifact.name.removesuffix(native) + str(t), target=t, source=artifact.source.replace(native, str(t))
+        )
         for t in artifact.target.compatible()
     )
 

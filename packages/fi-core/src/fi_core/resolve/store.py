@@ -179,7 +179,9 @@ def in_first_root(use: Callable[[Path], T]) -> T:
             return use(root)
         except OSError as error:
             last = error
-    raise RuntimeError(f"no directory for compiled kernels can be written (set FI_CACHE_DIR); last tried: {last}") from last
+    raise RuntimeError(
+        f"no directory for compiled kernels can be written (set FI_CACHE_DIR); last tried: {last}"
+    ) from last
 
 
 def destination() -> Path | None:
@@ -192,7 +194,7 @@ def destination() -> Path | None:
 
 
 def get_or_build(key: str, build: Callable[[Path], None]) -> tuple[Path, bool]:
-    """The entry of a key and whether it was built now; `build(directory)` fills a directory. Raises as in_first_root."""
+    """The entry of a key and whether it was built now; `build(directory)` fills it. Raises as in_first_root."""
 
     def find_or_build(root: Path) -> tuple[Path, bool]:
         with _lock(root, key):
@@ -214,7 +216,7 @@ def entries() -> list[Entry]:
 
 
 def prune(max_age_days: float | None = None, max_bytes: int | None = None) -> list[Path]:
-    """Removes leftovers of killed builds, entries set aside, and entries beyond the limits, least recently used first."""
+    """Removes leftovers of killed builds, entries set aside, and entries beyond the limits, least used first."""
     removed = []
     now = time.time()
     for root in _usable():

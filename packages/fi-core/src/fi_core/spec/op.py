@@ -15,7 +15,7 @@ Axes = Mapping[str, object]
 
 
 class Entry(NamedTuple):
-    """One `__global__` function of a unit: its name, the device template it instantiates, and the config it is built for.
+    """One `__global__` function of a unit: its name, the device template it instantiates, and its config.
 
     `config` are the op's own integers; the launcher receives them in this order when the kernel is bound.
     """
@@ -115,7 +115,9 @@ class Op:
 
     def _check_names(self, axes: Axes) -> None:
         if set(axes) != set(self.axes):
-            raise ValueError(f"{self.name}: axes must be {', '.join(self.axes) or 'none'}; got {', '.join(axes) or 'none'}")
+            raise ValueError(
+                f"{self.name}: axes must be {', '.join(self.axes) or 'none'}; got {', '.join(axes) or 'none'}"
+            )
 
 
 class Artifact(NamedTuple):

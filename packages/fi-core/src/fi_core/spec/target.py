@@ -51,7 +51,7 @@ def cuda_target(major: int, minor: int) -> Target:
 
 
 def parse_arch(word: str) -> tuple[int, str]:
-    """"9.0a" -> (9, "0a"); "9.0" gets the default suffix. Raises ValueError on anything else."""
+    """ "9.0a" -> (9, "0a"); "9.0" gets the default suffix. Raises ValueError on anything else."""
     match = re.fullmatch(r"(\d+)\.(\d+)([af]?)", word)
     if not match:
         raise ValueError(f"FI_CUDA_ARCH_LIST: expected major.minor[suffix] such as 9.0a; got {word!r}")

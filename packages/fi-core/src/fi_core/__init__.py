@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
-from typing import Any
 
-__version__ = (Path(__file__).parent / "VERSION").read_text().strip()
+TYPE_CHECKING = False  # as in typing, which alone would take longer to import than all of this
+if TYPE_CHECKING:
+    from typing import Any
+
+with open(__file__.rpartition("/")[0] + "/VERSION") as _file:
+    __version__ = _file.read().strip()
 __git_commit__ = __git_version__ = "unknown"  # FlashInfer's names; builds are identified by content, not by commit
 
 # Where each public name lives.
 _MODULES: dict[str, tuple[str, ...]] = {
+    "autotuner": ("autotune",),
+    "observe.trace": ("fi_trace",),
     "resolve": ("prepare",),
     "decode": ("single_decode_with_kv_cache",),
     "prefill": ("single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse"),

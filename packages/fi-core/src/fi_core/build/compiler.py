@@ -111,7 +111,7 @@ def command(artifact: Artifact, directory: Path) -> list[str]:
     prefix_maps = (f"-ffile-prefix-map={sources.root()}=fi_kernels", f"-ffile-prefix-map={ffi}=tvm_ffi")
     return [
         *env.cxx_launcher, compiler, *env.cxx[1:], *prefix_maps, *search, f"-isystem{ffi / 'include'}", "-o", str(out),
-        str(unit), *flags(artifact), f"-L{ffi / 'lib'}", "-ltvm_ffi",  # libraries among the flags follow what needs them
+        str(unit), *flags(artifact), f"-L{ffi / 'lib'}", "-ltvm_ffi",  # libraries among the flags come last
     ]  # fmt: skip
 
 

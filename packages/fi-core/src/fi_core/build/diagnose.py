@@ -40,7 +40,7 @@ _ERROR_LINE = re.compile(r"(fatal )?error\b|not found|No space|[Kk]illed", re.IG
 
 @functools.cache
 def logger() -> logging.Logger:
-    """The build log: stderr from FI_LOGGING_LEVEL on, and everything in fi_jit.log below FI_CACHE_DIR where it can be written."""
+    """The build log: stderr from FI_LOGGING_LEVEL on, and all of it in fi_jit.log below FI_CACHE_DIR."""
     log = logging.getLogger("fi_core.jit")
     level = log.level or env.logging_level.upper()  # fi_core.utils.set_log_level may have come first
     log.setLevel(logging.DEBUG)

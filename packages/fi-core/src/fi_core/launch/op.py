@@ -19,8 +19,8 @@ KeyFunction = Callable[..., tuple[Any, ...]]
 class Launcher:
     """Calls `op` with the arguments of its schema.
 
-    `key(*arguments)` returns (`tensor.get_device()`, axis values in the op's order); dtypes may be torch dtypes. It runs
-    on every call: keep it to attribute reads (`tensor.device` makes an object and takes twice the time).
+    `key(*arguments)` returns (`tensor.get_device()`, axis values in the op's order); dtypes may be torch dtypes. It
+    runs on every call: keep it to attribute reads (`tensor.device` makes an object and takes twice the time).
     """
 
     def __init__(self, op: Op, key: KeyFunction) -> None:

@@ -1,14 +1,22 @@
-"""torch.ops.fi_core.*: every op's out-variant with a fake, so that torch.compile and export keep one node per kernel."""
+"""torch.ops.fi_core.*: every op's out-variant with a fake, so that torch.compile and export see one node a kernel."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fi_core.launch.op import Launcher
 
 NAMESPACE = "fi_core"
+
+
+def _never() -> bool:
+    return False
+
+
+is_tracing: Callable[[], bool] = _never  # torch's own function from the first registration on: torch.compile knows that
 
 
 @functools.cache
@@ -24,11 +32,6 @@ def register(launcher: Launcher) -> Any:
     library.impl(name, launcher, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", _fake, lib=library)
     return library  # kept by the cache: the registration lives as long as this object
-
-
-def is_tracing() -> bool:
-    """Whether torch.compile is tracing; replaced by torch's own function when the first op is registered."""
-    return False
 
 
 def _fake(*_: Any) -> None:

@@ -117,7 +117,7 @@ def find(artifact: Artifact) -> Iterator[Found]:
 
 
 def prepare(specs: Iterable[Spec], *, progress: bool | None = None, rebuild: bool = False) -> int:
-    """Builds whatever of the specs is neither prebuilt nor in the store, through one ninja file; returns how many files.
+    """Builds what of the specs is neither prebuilt nor in the store, through one ninja file; returns how many files.
 
     `progress` None prints a line per file only on a terminal. Raises CompileError of the first unit that fails.
     """

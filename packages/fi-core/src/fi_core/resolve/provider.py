@@ -1,6 +1,7 @@
 """Prebuilt artifacts of installed packages (entry points `fi.artifacts`), each checked against today's sources.
 
-A provider is a directory with `index.json`: {"version", "schema", "abi", "artifacts": {id: {"file", "closure", "sha256"}}}.
+A provider is a directory with `index.json`: {"version", "schema", "abi", "artifacts"}, where artifacts maps ids to
+{"file", "closure", "sha256"}.
 What does not fit is a miss with one logged reason; it never raises and never breaks the import.
 """
 
@@ -90,7 +91,8 @@ def _load(name: str, directory: Path) -> Provider:
             f"pip install {name}=={_version()} (FI_DISABLE_VERSION_CHECK=1 overrides)"
         )
     elif index.get("schema") != compiler.SCHEMA or index.get("abi") != compiler.FFI_ABI:
-        refusal = f"built for {index.get('abi')} schema {index.get('schema')}, this is {compiler.FFI_ABI} schema {compiler.SCHEMA}"
+        built, this = (index.get("abi"), index.get("schema")), (compiler.FFI_ABI, compiler.SCHEMA)
+        refusal = f"built for {built[0]} schema {built[1]}, this is {this[0]} schema {this[1]}"
     return Provider(name, directory, {} if refusal else index["artifacts"], refusal)
 
 

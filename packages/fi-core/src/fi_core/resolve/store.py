@@ -120,7 +120,7 @@ def lookup(key: str) -> Path | None:
 
 @contextlib.contextmanager
 def _lock(root: Path, key: str) -> Iterator[None]:
-    """Waits for another builder of the same key; goes on without the lock where that is impossible or takes too long."""
+    """Waits for another builder of the same key; goes on without the lock where that fails or takes too long."""
     import filelock
 
     lock = filelock.FileLock(root / f".lock-{key}", timeout=LOCK_SECONDS, thread_local=False)

@@ -71,7 +71,9 @@ struct Driver {
     GetErrorString(result, &text);
     return std::string(name) + " (" + text + ")";
   }
-  void check(Result result, const char* call) const { FI_CHECK(result == kSuccess, RuntimeError, "%s: %s", call, describe(result).c_str()); }
+  void check(Result result, const char* call) const {
+    FI_CHECK(result == kSuccess, RuntimeError, "%s: %s", call, describe(result).c_str());
+  }
 
  private:
   static Driver open() {

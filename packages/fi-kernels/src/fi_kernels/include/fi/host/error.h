@@ -7,7 +7,8 @@
 
 namespace fi {
 
-// kind is the Python class raised: ValueError and TypeError for a caller's mistake, RuntimeError for ours or the driver's.
+// kind is the Python class raised: ValueError and TypeError for a caller's mistake, RuntimeError for ours or the
+// driver's.
 struct Error : std::exception {
   Error(const char* kind, const char* text) : kind(kind), message(text) {}
   const char* what() const noexcept override { return message.c_str(); }
@@ -16,7 +17,8 @@ struct Error : std::exception {
 };
 
 // Out of line, so that a check costs its call site one branch and little code (compile time is start-up time here).
-[[noreturn, gnu::noinline, gnu::cold, gnu::format(printf, 2, 3)]] inline void raise(const char* kind, const char* pattern, ...) {
+[[noreturn, gnu::noinline, gnu::cold, gnu::format(printf, 2, 3)]] inline void raise(const char* kind,
+                                                                                    const char* pattern, ...) {
   char buffer[1024];
   va_list list;
   va_start(list, pattern);
@@ -27,7 +29,7 @@ struct Error : std::exception {
 
 }  // namespace fi
 
-#define FI_CHECK(condition, Kind, ...)                        \
-  do {                                                        \
+#define FI_CHECK(condition, Kind, ...)                                      \
+  do {                                                                      \
     if (__builtin_expect(!(condition), 0)) ::fi::raise(#Kind, __VA_ARGS__); \
   } while (0)

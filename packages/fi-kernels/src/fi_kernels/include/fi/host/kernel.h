@@ -57,10 +57,12 @@ struct Kernel {
 
   static int64_t multiprocessors(DLDevice device) {
     static std::atomic<int> counts[64];
-    FI_CHECK(device.device_id >= 0 && device.device_id < 64, ValueError, "CUDA device index must be in 0..63; got %d", device.device_id);
+    FI_CHECK(device.device_id >= 0 && device.device_id < 64, ValueError, "CUDA device index must be in 0..63; got %d",
+             device.device_id);
     int n = counts[device.device_id].load(std::memory_order_relaxed);
     if (n == 0) {
-      cu::Driver::get().check(cu::Driver::get().DeviceGetAttribute(&n, cu::kMultiprocessorCount, device.device_id), "cuDeviceGetAttribute");
+      cu::Driver::get().check(cu::Driver::get().DeviceGetAttribute(&n, cu::kMultiprocessorCount, device.device_id),
+                              "cuDeviceGetAttribute");
       counts[device.device_id].store(n, std::memory_order_relaxed);
     }
     return n;
@@ -92,12 +94,20 @@ struct Kernel {
       attributes[count++].value.cluster = {launch.cluster, 1, 1};
     }
     auto stream = static_cast<cu::Stream>(TVMFFIEnvGetStream(device.device_type, device.device_id));
-    cu::LaunchConfig config{static_cast<unsigned>(launch.grid_x), static_cast<unsigned>(launch.grid_y),
-                            static_cast<unsigned>(launch.grid_z), static_cast<unsigned>(launch.threads), 1, 1,
-                            static_cast<unsigned>(launch.shared_bytes), stream, attributes, count};
+    cu::LaunchConfig config{static_cast<unsigned>(launch.grid_x),
+                            static_cast<unsigned>(launch.grid_y),
+                            static_cast<unsigned>(launch.grid_z),
+                            static_cast<unsigned>(launch.threads),
+                            1,
+                            1,
+                            static_cast<unsigned>(launch.shared_bytes),
+                            stream,
+                            attributes,
+                            count};
     void* arguments[] = {params};
     // A library kernel is a valid CUfunction in every context (CUDA driver API, "Library Management").
-    cu::Result result = driver.LaunchKernelEx(&config, reinterpret_cast<cu::Function>(entry.kernel), arguments, nullptr);
+    cu::Result result =
+        driver.LaunchKernelEx(&config, reinterpret_cast<cu::Function>(entry.kernel), arguments, nullptr);
     FI_CHECK(result == cu::kSuccess, RuntimeError, "launch failed: %s; %s", driver.describe(result).c_str(),
              describe(entry, launch).c_str());
   }
@@ -105,15 +115,18 @@ struct Kernel {
   void allow_shared(const Entry& entry, int64_t bytes, int device) const {
     if (entry.prepared[device].load(std::memory_order_acquire)) return;
     const cu::Driver& driver = cu::Driver::get();
-    driver.check(driver.KernelSetAttribute(cu::kMaxDynamicSharedBytes, static_cast<int>(bytes), entry.kernel, device), "cuKernelSetAttribute");
+    driver.check(driver.KernelSetAttribute(cu::kMaxDynamicSharedBytes, static_cast<int>(bytes), entry.kernel, device),
+                 "cuKernelSetAttribute");
     entry.prepared[device].store(true, std::memory_order_release);
   }
   [[gnu::noinline, gnu::cold]] std::string describe(const Entry& entry, const Launch& launch) const {
     char text[512];
-    snprintf(text, sizeof text, "kernel %s, spec %s, grid (%lld, %lld, %lld), %lld threads, %lld bytes of shared memory, cluster %u%s",
-             entry.name.c_str(), spec.c_str(), static_cast<long long>(launch.grid_x), static_cast<long long>(launch.grid_y),
-             static_cast<long long>(launch.grid_z), static_cast<long long>(launch.threads), static_cast<long long>(launch.shared_bytes),
-             launch.cluster, launch.pdl ? ", pdl" : "");
+    snprintf(text, sizeof text,
+             "kernel %s, spec %s, grid (%lld, %lld, %lld), %lld threads, %lld bytes of shared memory, cluster %u%s",
+             entry.name.c_str(), spec.c_str(), static_cast<long long>(launch.grid_x),
+             static_cast<long long>(launch.grid_y), static_cast<long long>(launch.grid_z),
+             static_cast<long long>(launch.threads), static_cast<long long>(launch.shared_bytes), launch.cluster,
+             launch.pdl ? ", pdl" : "");
     return text;
   }
 #endif

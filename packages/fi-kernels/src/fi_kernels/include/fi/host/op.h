@@ -1,5 +1,6 @@
-// FI_OP(name, "argument", ...): exports a host entry to Python on the plain tvm-ffi C ABI (no template headers: 0.3 s to compile).
-// A module exports one function, bind(op, spec[, image, capability, device, entries...]) -> callable, which owns the kernel.
+// FI_OP(name, "argument", ...): exports a host entry to Python on the plain tvm-ffi C ABI (no template headers: 0.3 s
+// to compile). A module exports one function, bind(op, spec[, image, capability, device, entries...]) -> callable,
+// which owns the kernel.
 #pragma once
 #include <tvm/ffi/c_api.h>
 
@@ -65,7 +66,8 @@ struct Argument<std::string> {
     if (any.type_index == kTVMFFIRawStr) return any.v_c_str;
     if (any.type_index == kTVMFFISmallStr) return {any.v_bytes, any.small_str_len};
     FI_CHECK(any.type_index == kTVMFFIStr, TypeError, "%s must be a string", name);
-    auto* bytes = reinterpret_cast<const TVMFFIByteArray*>(reinterpret_cast<const char*>(any.v_obj) + sizeof(TVMFFIObject));
+    auto* bytes =
+        reinterpret_cast<const TVMFFIByteArray*>(reinterpret_cast<const char*>(any.v_obj) + sizeof(TVMFFIObject));
     return {bytes->data, bytes->size};
   }
 };
@@ -100,8 +102,8 @@ void apply(void (*entry)(const Kernel&, A...), const Kernel& kernel, const TVMFF
 }
 
 template <class... A>
-void call(void (*entry)(const Kernel&, A...), const Kernel& kernel, const TVMFFIAny* args, int32_t count, const char* const* names,
-          size_t name_count) {
+void call(void (*entry)(const Kernel&, A...), const Kernel& kernel, const TVMFFIAny* args, int32_t count,
+          const char* const* names, size_t name_count) {
   static_assert(sizeof...(A) > 0);
   FI_CHECK(count == static_cast<int32_t>(sizeof...(A)) && name_count == sizeof...(A), TypeError,
            "expects %zu arguments (%zu named), got %d", sizeof...(A), name_count, count);
@@ -109,14 +111,16 @@ void call(void (*entry)(const Kernel&, A...), const Kernel& kernel, const TVMFFI
 }
 
 #if FI_CUDA
-// Arguments after op and spec: image, capability, device, then per entry: name, threads, shared bytes, n, n config integers.
+// Arguments after op and spec: image, capability, device, then per entry: name, threads, shared bytes, n, n config
+// integers.
 inline void load(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
   FI_CHECK(count >= 3, TypeError, "bind needs image, capability and device");
   TVMFFIByteArray image = as_bytes(args[0], "image");
   kernel.capability = Argument<int64_t>::from(args[1], "capability");
   cu::DeviceGuard guard(static_cast<int>(Argument<int64_t>::from(args[2], "device")));
   const cu::Driver& driver = cu::Driver::get();
-  driver.check(driver.LibraryLoadData(&kernel.library, image.data, nullptr, nullptr, 0, nullptr, nullptr, 0), "cuLibraryLoadData");
+  driver.check(driver.LibraryLoadData(&kernel.library, image.data, nullptr, nullptr, 0, nullptr, nullptr, 0),
+               "cuLibraryLoadData");
   std::vector<Entry> entries;
   int32_t i = 3, total = 0;
   for (int32_t j = 3; j < count; ++total) j += 4 + static_cast<int32_t>(Argument<int64_t>::from(args[j + 3], "config"));
@@ -129,7 +133,8 @@ inline void load(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
     for (int64_t c = 0; c < n; ++c) entry.config.push_back(Argument<int64_t>::from(args[i + 4 + c], "config"));
     i += 4 + static_cast<int32_t>(n);
     driver.check(driver.LibraryGetKernel(&entry.kernel, kernel.library, entry.name.c_str()), entry.name.c_str());
-    cu::Function function;  // forces the load now: an image for another architecture is refused here, not at the first launch
+    cu::Function
+        function;  // forces the load now: an image for another architecture is refused here, not at the first launch
     driver.check(driver.KernelGetFunction(&function, entry.kernel), "cuKernelGetFunction");
   }
 }
@@ -146,7 +151,8 @@ int bind(const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
     load(*kernel, args + 2, count - 2);
 #endif
     TVMFFIObjectHandle function = nullptr;
-    int failed = TVMFFIFunctionCreate(kernel.get(), Call, [](void* self) { delete static_cast<Kernel*>(self); }, &function);
+    int failed =
+        TVMFFIFunctionCreate(kernel.get(), Call, [](void* self) { delete static_cast<Kernel*>(self); }, &function);
     FI_CHECK(!failed, RuntimeError, "TVMFFIFunctionCreate failed");
     kernel.release();
     result->type_index = kTVMFFIFunction;
@@ -158,12 +164,13 @@ int bind(const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
 }  // namespace fi
 
 #define FI_EXPORT extern "C" __attribute__((visibility("default")))
-#define FI_OP(entry, ...)                                                                                   \
-  static int fi_call(void* self, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {                        \
-    static const char* const names[] = {__VA_ARGS__};                                                       \
-    auto& kernel = *static_cast<const ::fi::Kernel*>(self);                                                 \
-    return ::fi::guarded(kernel.op.c_str(), [&] { ::fi::call(&entry, kernel, args, count, names, sizeof(names) / sizeof(names[0])); }); \
-  }                                                                                                         \
-  FI_EXPORT int __tvm_ffi_bind(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {            \
-    return ::fi::bind<fi_call>(args, count, result);                                                        \
+#define FI_OP(entry, ...)                                                                                            \
+  static int fi_call(void* self, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {                                 \
+    static const char* const names[] = {__VA_ARGS__};                                                                \
+    auto& kernel = *static_cast<const ::fi::Kernel*>(self);                                                          \
+    return ::fi::guarded(kernel.op.c_str(),                                                                          \
+                         [&] { ::fi::call(&entry, kernel, args, count, names, sizeof(names) / sizeof(names[0])); }); \
+  }                                                                                                                  \
+  FI_EXPORT int __tvm_ffi_bind(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {                     \
+    return ::fi::bind<fi_call>(args, count, result);                                                                 \
   }

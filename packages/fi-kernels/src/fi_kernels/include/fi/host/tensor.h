@@ -17,14 +17,22 @@ struct DType {
   int64_t bytes() const { return bits / 8; }
   [[gnu::noinline, gnu::cold]] std::string str() const {
     switch (code) {
-      case kDLFloat: return "float" + std::to_string(bits);
-      case kDLBfloat: return "bfloat16";
-      case kDLInt: return "int" + std::to_string(bits);
-      case kDLUInt: return "uint" + std::to_string(bits);
-      case kDLBool: return "bool";
-      case kDLFloat8_e4m3fn: return "float8_e4m3fn";
-      case kDLFloat8_e5m2: return "float8_e5m2";
-      default: return "dtype code " + std::to_string(code) + " of " + std::to_string(bits) + " bits";
+      case kDLFloat:
+        return "float" + std::to_string(bits);
+      case kDLBfloat:
+        return "bfloat16";
+      case kDLInt:
+        return "int" + std::to_string(bits);
+      case kDLUInt:
+        return "uint" + std::to_string(bits);
+      case kDLBool:
+        return "bool";
+      case kDLFloat8_e4m3fn:
+        return "float8_e4m3fn";
+      case kDLFloat8_e5m2:
+        return "float8_e5m2";
+      default:
+        return "dtype code " + std::to_string(code) + " of " + std::to_string(bits) + " bits";
     }
   }
 };
@@ -87,17 +95,20 @@ class Tensor {
   }
   const Tensor& like(const Tensor& other) const {  // same dtype and device
     if (dtype() != other.dtype())
-      raise("TypeError", "%s must have the dtype of %s, %s; got %s", name_, other.name_, other.dtype().str().c_str(), dtype().str().c_str());
+      raise("TypeError", "%s must have the dtype of %s, %s; got %s", name_, other.name_, other.dtype().str().c_str(),
+            dtype().str().c_str());
     return on(other);
   }
   const Tensor& on(const Tensor& other) const {
     if (device().device_type != other.device().device_type || device().device_id != other.device().device_id)
-      raise("ValueError", "%s must be on the device of %s (%s); got %s", name_, other.name_, other.device_str().c_str(), device_str().c_str());
+      raise("ValueError", "%s must be on the device of %s (%s); got %s", name_, other.name_, other.device_str().c_str(),
+            device_str().c_str());
     return *this;
   }
   const Tensor& inner_contiguous() const {
     if (ndim() == 0 || (size(-1) > 1 && stride(-1) != 1))
-      raise("ValueError", "%s must be contiguous in its last dimension (stride 1); got stride %lld: call .contiguous() on it", name_,
+      raise("ValueError",
+            "%s must be contiguous in its last dimension (stride 1); got stride %lld: call .contiguous() on it", name_,
             static_cast<long long>(ndim() ? stride(-1) : 0));
     return *this;
   }
@@ -106,7 +117,8 @@ class Tensor {
     const bool empty = numel() == 0;
     for (int i = ndim() - 1; i >= 0; --i) {
       if (size(i) != 1 && !empty && stride(i) != step)
-        raise("ValueError", "%s must be contiguous; got shape %s with stride %lld in dimension %d: call .contiguous() on it", name_,
+        raise("ValueError",
+              "%s must be contiguous; got shape %s with stride %lld in dimension %d: call .contiguous() on it", name_,
               shape_str().c_str(), static_cast<long long>(stride(i)), i);
       step *= size(i);
     }
@@ -135,9 +147,11 @@ class Tensor {
     for (int i = 0; i < n; ++i) {
       symbols += (i ? ", " : "") + std::string(want[i]->name);
       if (want[i]->value >= 0 && !(want[i]->name[0] >= '0' && want[i]->name[0] <= '9'))
-        bound += (bound.empty() ? " with " : ", ") + std::string(want[i]->name) + " = " + std::to_string(want[i]->value);
+        bound +=
+            (bound.empty() ? " with " : ", ") + std::string(want[i]->name) + " = " + std::to_string(want[i]->value);
     }
-    raise("ValueError", "%s must have shape [%s]%s; got %s", name_, symbols.c_str(), bound.c_str(), shape_str().c_str());
+    raise("ValueError", "%s must have shape [%s]%s; got %s", name_, symbols.c_str(), bound.c_str(),
+          shape_str().c_str());
   }
   [[noreturn, gnu::noinline, gnu::cold]] void wrong_dtype(std::initializer_list<DType> allowed) const {
     std::string names;

@@ -1,8 +1,8 @@
 // Rotary embedding (Su et al. 2021, arXiv:2104.09864) on sm_80 and later: a thread computes the angles of its pairs
 // once and walks over heads, with both members of each pair in its own registers.
 #pragma once
-#include "fi/divisor.h"
 #include "fi/cuda/vec.cuh"
+#include "fi/divisor.h"
 #include "fi/rope/rope.h"
 
 namespace fi {

@@ -165,13 +165,12 @@ class CaseRun:
         import torch
 
         assert self.case is not None
-        self.device = (
-            torch.device(device_name, torch.cuda.current_device()) if device_name == "cuda" else torch.device("cpu")
-        )
+        device = torch.device(device_name, torch.cuda.current_device() if device_name == "cuda" else None)
+        self.device = device
         torch.manual_seed(self.args.random_seed)
-        generator = torch.Generator(self.device).manual_seed(self.args.random_seed)
-        self.inputs = self.case.make(self.args, self.device, generator)
-        if self.device.type == "cuda":
+        generator = torch.Generator(device).manual_seed(self.args.random_seed)
+        self.inputs = self.case.make(self.args, device, generator)
+        if device.type == "cuda":
             self.log.detail("gpu_name", repr(environment.gpu_name()))
         if self.case.lengths:
             for words, value in self.case.lengths(self.inputs).items():
@@ -310,7 +309,7 @@ def repro_command(args: Namespace) -> str:
         elif flag.kind == "off":
             words += [] if value else [f"--{flag.name}"]
         elif flag.kind == "words":
-            words += [f"--{flag.name}", *map(str, value)]
+            words += [f"--{flag.name}", *(str(word) for word in value or ())]
         else:
             words += [f"--{flag.name}", str(value)]
     return shlex.join(words)

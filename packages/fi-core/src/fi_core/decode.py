@@ -106,6 +106,6 @@ def single_decode_with_kv_cache(
         raise ValueError(f"q must have shape [num_qo_heads, head_dim]; got {tuple(q.shape)}")
     qk_factor = q_scale if k_scale is None else k_scale if q_scale is None else q_scale * k_scale
     return attend(
-        q, k, v, 1, q.dtype, return_lse, kv_layout, pos_encoding_mode, window_left, logits_soft_cap, sm_scale,
+        q, k, v, 1, None, return_lse, kv_layout, pos_encoding_mode, window_left, logits_soft_cap, sm_scale,
         qk_factor, v_scale, rope_scale, rope_theta,
     )  # fmt: skip

@@ -138,7 +138,7 @@ def single_prefill_with_kv_cache(
     if q.ndim != 3:
         raise ValueError(f"q must have shape [qo_len, num_qo_heads, head_dim_qk]; got {tuple(q.shape)}")
     return attend(
-        q, k, v, q.shape[0], o_dtype or q.dtype, return_lse, kv_layout, pos_encoding_mode, window_left, logits_soft_cap,
+        q, k, v, q.shape[0], o_dtype, return_lse, kv_layout, pos_encoding_mode, window_left, logits_soft_cap,
         sm_scale, k_scale, v_scale, rope_scale, rope_theta, causal, custom_mask, packed_custom_mask, scale_q, scale_k,
         scale_v,
     )  # fmt: skip

@@ -80,10 +80,13 @@ FI_INLINE void dots(const Product& p) {
     for (int64_t n = 0; n < p.columns; ++n) {
       const float *x = p.a.data + m * p.a.row, *y = p.b + n * p.b_pitch;
       Lanes sum[kVecs] = {};
-      for (int64_t k = 0; k < p.depth; k += kPad)
-        for (int64_t l = 0; l < kPad; l += kWidth)
-          sum[(k + l) / kWidth % kVecs] +=
-              *reinterpret_cast<const Lanes*>(x + k + l) * *reinterpret_cast<const Lanes*>(y + k + l);
+      int64_t k = 0;
+      for (; k + kVecs * kWidth <= p.depth; k += kVecs * kWidth)
+        for (int l = 0; l < kVecs; ++l)
+          sum[l] +=
+              *reinterpret_cast<const Lanes*>(x + k + l * kWidth) * *reinterpret_cast<const Lanes*>(y + k + l * kWidth);
+      for (; k < p.depth; k += kWidth)
+        sum[0] += *reinterpret_cast<const Lanes*>(x + k) * *reinterpret_cast<const Lanes*>(y + k);
       float lanes[kWidth];
       *reinterpret_cast<Lanes*>(lanes) = (sum[0] + sum[1]) + (sum[2] + sum[3]);
       for (int half = kWidth / 2; half > 0; half /= 2)

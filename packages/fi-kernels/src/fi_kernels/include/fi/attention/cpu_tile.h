@@ -55,7 +55,7 @@ class CpuTile {
  private:
   static constexpr int32_t kBlock = 64;  // keys a step
   static constexpr int32_t kAhead = 16;  // rows prefetched
-  static constexpr int32_t kFew = 2;     // up to here dot products beat a product whose lanes are mostly empty
+  static constexpr int32_t kFew = 4;     // up to here dot products beat a product whose lanes are mostly empty
 
   static size_t size(int64_t n) { return static_cast<size_t>(n); }
   bool few() const { return rows_ <= kFew; }

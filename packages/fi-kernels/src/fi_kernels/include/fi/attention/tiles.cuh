@@ -36,7 +36,7 @@ struct TilesKernel {
     uint64_t steps[256];  // rotary angles
   };
   static constexpr int kOutPitch = kColumns + 4;
-  static_assert(sizeof(float) * kRows * kOutPitch <= sizeof(Shared), "the output passes through the same memory");
+  static_assert(sizeof(float) * kRows * kOutPitch <= sizeof(T) * 3 * kRows * kPitch, "the output takes their place");
 
   const AttentionProblem& p;
   Shared& shared;

@@ -21,7 +21,7 @@ def test_the_fixture_measures_and_fails_what_is_wrong(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "fi_bench.pytest_plugin", "-p", "no:cacheprovider", str(tmp_path)],
         cwd=tmp_path,  # the plugin is named: where fi-bench is installed, its entry point would load it a second time
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr

@@ -165,7 +165,7 @@ class CaseRun:
         import torch
 
         assert self.case is not None
-        device = torch.device(device_name, torch.cuda.current_device() if device_name == "cuda" else None)
+        device = torch.device(f"cuda:{torch.cuda.current_device()}" if device_name == "cuda" else "cpu")
         self.device = device
         torch.manual_seed(self.args.random_seed)
         generator = torch.Generator(device).manual_seed(self.args.random_seed)

@@ -16,6 +16,7 @@ __git_commit__ = __git_version__ = "unknown"  # FlashInfer's names; builds are i
 _MODULES: dict[str, tuple[str, ...]] = {
     "autotuner": ("autotune",),
     "observe.trace": ("fi_trace",),
+    "registry": ("supports",),
     "resolve": ("prepare",),
     "decode": ("single_decode_with_kv_cache",),
     "prefill": ("single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse"),

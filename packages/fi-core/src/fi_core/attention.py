@@ -135,8 +135,7 @@ def attend(
     few, chunks = choose(qo_len, rows[-1], k.shape[1 - layout], k.shape[layout], max(dim, dim_vo), window_left, fp32)
     if chunks > 1:
         workspace = q.new_empty((chunks, qo_len * rows[-1], dim_vo + 2), dtype=torch.float32)
-    if sm_scale is None:
-        sm_scale = dim**-0.5 if dim else 1.0
+    scale: float = (dim**-0.5 if dim else 1.0) if sm_scale is None else sm_scale
     single_attention(
         out,
         lse,
@@ -154,7 +153,7 @@ def attend(
         causal,
         window_left,
         logits_soft_cap or 0.0,
-        sm_scale if qk_factor is None else sm_scale * qk_factor,
+        scale if qk_factor is None else scale * qk_factor,
         1.0 if v_scale is None else v_scale,
         1.0 if rope_scale is None else rope_scale,
         1e4 if rope_theta is None else rope_theta,

@@ -6,8 +6,10 @@ import difflib
 import functools
 import importlib
 
+from fi_core.errors import UnsupportedError
 from fi_core.launch.op import Launcher, launchers
 from fi_core.spec.op import Op
+from fi_core.spec.target import CPU, cuda_target
 
 FAMILIES = ("activation", "attention", "cascade", "decode", "norm", "page", "prefill", "quantization", "rope")
 
@@ -28,6 +30,20 @@ def launcher(name: str) -> Launcher:
         hint = f"did you mean {' or '.join(close)}?" if close else f"ops are {', '.join(sorted(known))}"
         raise ValueError(f"op: no op is named {name!r}; {hint}")
     return known[name]
+
+
+def supports(op: str, device: str = "cuda", capability: int = 90, **axes: object) -> tuple[bool, str]:
+    """Whether some implementation takes these axes on a target, and if none does, why: (ok, reason).
+
+    device: "cpu" or "cuda"; capability: major * 10 + minor of the CUDA device; axes as in `ops()[op].axes`, dtypes by
+    their short names. Nothing is built. Raises ValueError for an unknown op or axis.
+    """
+    target = CPU if device == "cpu" else cuda_target(capability // 10, capability % 10)
+    try:
+        launcher(op).op.spec(target, axes)
+    except UnsupportedError as error:
+        return False, str(error)
+    return True, ""
 
 
 def ops() -> dict[str, Op]:

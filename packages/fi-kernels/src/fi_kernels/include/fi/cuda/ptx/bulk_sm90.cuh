@@ -1,0 +1,37 @@
+// cp.async.bulk (PTX ISA 9.7.9.25.4): one thread copies a contiguous run; addresses and size are multiples of 16 bytes.
+#pragma once
+#include "fi/cuda/ptx/mbarrier_sm90.cuh"
+
+namespace fi {
+
+// How L2 treats lines (createpolicy encodings that the PTX ISA gives as examples of fractional policies of 1.0).
+constexpr uint64_t kEvictFirst = 0x12F0000000000000ull, kEvictLast = 0x14F0000000000000ull;
+
+// Global to this block's shared memory; the bytes complete on the barrier.
+FI_DEVICE void bulk_load(void* shared, const void* global, unsigned bytes, Barrier& barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+               "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(barrier.address())
+               : "memory");
+}
+FI_DEVICE void bulk_load(void* shared, const void* global, unsigned bytes, Barrier& barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+      "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(barrier.address()), "l"(policy)
+      : "memory");
+}
+// Shared memory to global, in this thread's current group.
+FI_DEVICE void bulk_store(void* global, const void* shared, unsigned bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(global)),
+               "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "r"(bytes)
+               : "memory");
+}
+FI_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until the sources of all but kPending of this thread's groups may be overwritten.
+template <int kPending>
+FI_DEVICE void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace fi

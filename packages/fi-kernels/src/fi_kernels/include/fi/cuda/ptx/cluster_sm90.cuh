@@ -1,0 +1,75 @@
+// Thread block clusters (PTX ISA 9.7.13.4, 9.7.9.22): rank, barrier, and shared memory of the other blocks.
+#pragma once
+#include "fi/cuda/ptx/pdl.cuh"
+#include "fi/types.h"
+
+namespace fi {
+
+FI_DEVICE unsigned cluster_rank() {
+  unsigned rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+FI_DEVICE unsigned cluster_size() {
+  unsigned size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
+// A barrier of all threads of the cluster in two halves: what was written before arrive is seen after wait.
+FI_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+FI_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+FI_DEVICE void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
+
+// The address of the same variable in the shared memory of another block, for the functions below.
+FI_DEVICE unsigned cluster_address(const void* shared, unsigned rank) {
+  unsigned remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(remote)
+               : "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "r"(rank));
+  return remote;
+}
+
+FI_DEVICE uint32_t cluster_load_u32(unsigned address) {
+  uint32_t x;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+FI_DEVICE uint64_t cluster_load_u64(unsigned address) {
+  uint64_t x;
+  asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(x) : "r"(address) : "memory");
+  return x;
+}
+FI_DEVICE float4 cluster_load_f32x4(unsigned address) {
+  float4 x;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+FI_DEVICE void cluster_store_u32(unsigned address, uint32_t x) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+FI_DEVICE void cluster_store_u64(unsigned address, uint64_t x) {
+  asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(x) : "memory");
+}
+FI_DEVICE void cluster_store_f32x4(unsigned address, float4 x) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z),
+               "f"(x.w)
+               : "memory");
+}
+FI_DEVICE void cluster_add_u32(unsigned address, uint32_t x) {
+  asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+FI_DEVICE void cluster_add_u64(unsigned address, uint64_t x) {
+  asm volatile("red.relaxed.cluster.shared::cluster.add.u64 [%0], %1;" ::"r"(address), "l"(x) : "memory");
+}
+FI_DEVICE void cluster_max_u64(unsigned address, uint64_t x) {
+  asm volatile("red.relaxed.cluster.shared::cluster.max.u64 [%0], %1;" ::"r"(address), "l"(x) : "memory");
+}
+
+}  // namespace fi

@@ -1,0 +1,22 @@
+// cp.async (PTX ISA 9.7.9.25.3): 16-byte copies from global to shared memory that bypass registers, sm_80 and later.
+#pragma once
+#include "fi/cuda/ptx/pdl.cuh"
+
+namespace fi {
+
+// Copies 16 bytes past L1, or writes zeros if `valid` is false; the source is not read then.
+FI_DEVICE void cp_async_16(void* shared, const void* global, bool valid = true) {
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+      "l"(__cvta_generic_to_global(global)), "r"(valid ? 16 : 0)
+      : "memory");
+}
+// Closes a group of this thread's copies.
+FI_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most kPending of this thread's groups are on their way.
+template <int kPending>
+FI_DEVICE void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace fi

@@ -1,0 +1,39 @@
+// cp.async.bulk.tensor (PTX ISA 9.7.9.25.5): one thread copies a box of a tensor that a tensor map describes.
+#pragma once
+#include "fi/cuda/ptx/bulk_sm90.cuh"
+
+namespace fi {
+
+// What cuTensorMapEncodeTiled fills in; a member of the kernel's __grid_constant__ parameters.
+struct alignas(64) TensorMap {
+  uint64_t words[16];
+};
+
+FI_DEVICE void prefetch_tensor_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Coordinates from the innermost dimension on. What lies outside of the tensor arrives as zeros.
+FI_DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, int x0, int x1, int x2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+          "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+      "l"(&map), "r"(barrier.address()), "r"(x0), "r"(x1), "r"(x2)
+      : "memory");
+}
+FI_DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, int x0, int x1, int x2, int x3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+      "l"(&map), "r"(barrier.address()), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+      : "memory");
+}
+FI_DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, int x0, int x1, int x2, int x3, int x4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
+      "[%2];" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+      "l"(&map), "r"(barrier.address()), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
+      : "memory");
+}
+
+}  // namespace fi

@@ -92,6 +92,15 @@ def test_list_backends_presets_and_cases(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["list", "backends"]) == 0
     out = capsys.readouterr().out
     assert "pip install flashinfer-python" in out
+    assert main(["list", "support", "gemm_fp8_nt_groupwise", "--format", "json"]) == 0
+    rows = {row["backend"]: row for row in json.loads(capsys.readouterr().out)}
+    assert [c for c in ("8.0", "9.0", "10.0") if rows["deepgemm"][c] == "yes"] == ["9.0", "10.0"]
+    assert [c for c in ("8.0", "9.0", "10.0") if rows["flashinfer:cutlass"][c] == "yes"] == ["10.0"]
+    assert main(["list", "support", "rmsnorm", "--format", "json"]) == 0
+    ours = {row["backend"]: row for row in json.loads(capsys.readouterr().out)}
+    assert (ours["cpu"]["CPU"], ours["cpu"]["9.0"]) == ("yes", "-")
+    assert [c for c in ("CPU", "7.5", "8.0", "9.0") if ours["cuda"][c] == "yes"] == ["8.0", "9.0"]
+    assert main(["list", "support", "rmsnor"]) == 2
     assert main(["list", "presets"]) == 0
     assert "llama3-8b-decode" in capsys.readouterr().out
     assert main(["list", "cases", write(tmp_path / "r.jsonl", [made()]), "--format", "markdown"]) == 0
@@ -133,5 +142,6 @@ def test_profile_without_the_tool_says_so(monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_deprecated_names_are_told() -> None:
     assert backends.canonical("trtllm") == ("trtllm-gen", "Backend name 'trtllm' has been renamed to 'trtllm-gen'.")
+    assert backends.canonical("trtllm", "gemm") == ("trtllm", None), "a backend of its own there"
     assert backends.canonical("trtllm-gen-native")[0] == "trtllm-native"
     assert backends.canonical("flashinfer:fa3") == ("flashinfer:fa3", None)

@@ -101,8 +101,9 @@ def test_auto_count_stops_when_the_median_is_known_or_time_is_over() -> None:
 
 
 def test_megahertz_between_marks() -> None:
-    marks = [(1_000, 0), (2_000, 1_980), (3_000, 3_480), (0, 0), (5_000, 9_000)]
-    assert device.megahertz(marks) == [1980.0, 1500.0, 0.0, 0.0]
+    assert device.megahertz((1_000, 0), (2_000, 1_980)) == 1980.0
+    assert device.megahertz((2_000, 1_980), (4_000, 4_980)) == 1500.0
+    assert device.megahertz((0, 0), (5_000, 9_000)) == device.megahertz((5_000, 9_000), (0, 0)) == 0.0, "missed by SM 0"
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
@@ -217,9 +218,9 @@ def test_the_timer_is_the_best_that_works_and_says_why(
     monkeypatch.setattr(gpu._Session, "_load_kernels", lambda self: None)
     monkeypatch.setattr(gpu._Session, "_by_cupti", by_cupti)
     monkeypatch.setattr(gpu._Session, "_captured_walk", lambda self: walk)
-    monkeypatch.setattr(gpu._Session, "_warm_up", lambda self, run: 5)
+    monkeypatch.setattr(gpu._Session, "_warm_up", lambda self, run, calls=1: 5)
     monkeypatch.setattr(gpu._Session, "_flush", lambda self: (None, Cache("cold")))
-    monkeypatch.setattr(gpu._Session, "_event_times", lambda self, run, n, flush, hold: [20.0] * n)
+    monkeypatch.setattr(gpu._Session, "_event_times", lambda self, run, n, flush: [20.0] * n)
     found = gpu._Session(lambda x: None, Inputs(), 0, CPU, options).measure()
     assert found.timer == timer
     assert reason in found.timer_reason

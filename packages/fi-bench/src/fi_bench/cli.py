@@ -49,9 +49,9 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _child(words: Sequence[str]) -> int:
-    from fi_bench import schedule
+    from fi_bench import worker
 
-    return schedule.child()
+    return worker.serve(words)
 
 
 def _list(words: Sequence[str]) -> int:

@@ -95,7 +95,15 @@ GENERAL = (
         "write",
         metavar="{write,read}",
     ),
-    Flag("trials", "repeat everything in this many fresh processes, for `compare`", int, 1, metavar="N"),
+    Flag(
+        "regime",
+        "GPU load between samples: burst = rests of four samples, sustained = none and a longer warm-up; "
+        "auto = sustained for calls of a millisecond and more",
+        choices("auto", "burst", "sustained"),
+        "auto",
+        metavar="{auto,burst,sustained}",
+    ),
+    Flag("trials", "repeat everything in this many processes, one after another, for `compare`", int, 1, metavar="N"),
     switch("isolate", "run each case and backend in its own process, so that a crash costs one row"),
     Flag("timeout", "seconds for one isolated case and backend; implies --isolate", float, metavar="S"),
     switch("resume", "skip what --output_path already holds"),

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from fi_core.testing.utils import count_bytes
+
 if TYPE_CHECKING:
     import torch
 
 FP8_MAX = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+nbytes = count_bytes
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, device: Any, generator: Any, scale: float = 1.0) -> torch.Tensor:
@@ -27,11 +30,6 @@ def integers(low: int, high: int, shape: tuple[int, ...], device: Any, generator
     import torch
 
     return torch.randint(low, high, shape, dtype=torch.int32, device=device, generator=generator)
-
-
-def nbytes(*tensors: torch.Tensor | None) -> int:
-    """Bytes of the elements of these tensors."""
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 def to_fp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -102,9 +102,7 @@ def kernels(device: torch.device) -> Kernels:
     return Kernels(device)
 
 
-def megahertz(marks: list[tuple[int, int]]) -> list[float]:
-    """Mean SM clock between consecutive marks; 0 where SM 0 missed one."""
-    found = []
-    for (t0, c0), (t1, c1) in itertools.pairwise(marks):
-        found.append(1e3 * (c1 - c0) / (t1 - t0) if t0 and t1 > t0 else 0.0)
-    return found
+def megahertz(begin: Sequence[int], end: Sequence[int]) -> float:
+    """Mean SM clock between two marks; 0 where SM 0 missed one."""
+    (t0, c0), (t1, c1) = begin, end
+    return 1e3 * (c1 - c0) / (t1 - t0) if t0 and t1 > t0 else 0.0

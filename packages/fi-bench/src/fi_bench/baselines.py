@@ -39,10 +39,10 @@ def _exists(module: str) -> bool:
         return False
     if not below:
         return True
-    finder = importlib.machinery.PathFinder()
-    for i, name in enumerate(below):
-        path = spec.submodule_search_locations
-        spec = finder.find_spec(".".join([top, *below[: i + 1]]), path) if path else None
+    name, finder = top, importlib.machinery.PathFinder()
+    for word in below:
+        name, path = f"{name}.{word}", spec.submodule_search_locations
+        spec = finder.find_spec(name, path) if path else None
         if spec is None:
             return False
     return True
@@ -89,7 +89,8 @@ def flash_attention3() -> Callable[..., Any]:
 
     def call(q: Any, k: Any, v: Any, *, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **options: Any) -> Any:
         found = function(
-            q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k, **options, **more
+            q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
+            **options, **more,
         )  # fmt: skip
         return found[0] if isinstance(found, tuple) else found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -36,6 +37,7 @@ class Worker:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "fi_bench", "_child", str(theirs)],
             stdin=subprocess.PIPE,
+            bufsize=0,
             pass_fds=(theirs,),
             start_new_session=True,
         )
@@ -67,19 +69,21 @@ class Worker:
 
     def close(self) -> None:
         """Let it end."""
-        if self.alive and self._process.stdin is not None:
-            self.alive = False
-            self._process.stdin.close()
-            self._process.wait()
-            os.close(self._answers)
+        if self.alive:
+            self._part()
+
+    def _part(self) -> int:
+        """Close both pipes and wait for its end, which that brings about if nothing else did."""
+        assert self._process.stdin is not None
+        self.alive = False
+        self._process.stdin.close()
+        os.close(self._answers)
+        return self._process.wait()
 
     def _send(self, task: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it is dead: reading finds that out
             self._process.stdin.write(json.dumps(task).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it is dead: reading finds that out
 
     def _receive(self, timeout: float | None) -> dict[str, Any] | None:
         """The next answer; None if the process ended."""
@@ -96,18 +100,15 @@ class Worker:
         return answer
 
     def _died(self) -> End:
-        self.alive = False
-        os.close(self._answers)
-        code = self._process.wait()
+        code = self._part()
         if code < 0:
             return End("crashed", f"killed by {signal.Signals(-code).name}")
         return End("crashed", f"ended with exit code {code} and no record")
 
     def _kill(self) -> None:
-        self.alive = False
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        os.close(self._answers)
+        if self.alive:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._part()
 
 
 def serve(words: Sequence[str]) -> int:

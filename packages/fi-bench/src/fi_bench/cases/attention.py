@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fi_bench.baselines import flash_attention3
 from fi_bench.case import Case, Inputs, Outputs, Planned, Tolerance, Work, dtype_of
 from fi_bench.cases.common import nbytes, normal
+from fi_bench.errors import SkipError
 from fi_core.testing.attention import attention_flops_with_actual_seq_lens
 
 if TYPE_CHECKING:
@@ -97,10 +98,15 @@ def _sdpa(backend: str | None = None) -> Callable[[Inputs], Any]:
         square = x.causal and qo_len == kv_len and x.window_left < 0  # torch's own causal mask is top left
         mask = None if square else _visible(x, torch.arange(qo_len, device=q.device), kv_len, qo_len)
         force = sdpa_kernel([getattr(SDPBackend, backend)]) if backend else contextlib.nullcontext()
-        with force:
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q, k.to(q.dtype), v.to(q.dtype), mask, is_causal=square, scale=x.scale, enable_gqa=True
-            )
+        try:
+            with force:
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    q, k.to(q.dtype), v.to(q.dtype), mask, is_causal=square, scale=x.scale, enable_gqa=True
+                )
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            raise SkipError(f"torch's {backend} backend does not take these inputs") from None
         out = out.squeeze(0).transpose(0, 1)
         return out[0] if x.q.ndim == 2 else out
 

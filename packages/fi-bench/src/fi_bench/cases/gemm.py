@@ -258,9 +258,7 @@ def _groupwise(routine: str, call: Callable[[Any, Inputs], Any]) -> Case:
 
 
 def _call_groupwise(f: Callable[..., Any], x: Inputs) -> Any:
-    return f(
-        x.a, x.b, x.a_scale, x.b_scale, scale_major_mode=x.mode, mma_sm=x.mma_sm, out=x.out, out_dtype=x.out_dtype
-    )
+    return f(x.a, x.b, x.a_scale, x.b_scale, scale_major_mode=x.mode, mma_sm=x.mma_sm, out=x.out, out_dtype=x.out_dtype)
 
 
 def _call_group_groupwise(f: Callable[..., Any], x: Inputs) -> Any:

@@ -41,11 +41,24 @@ def _run(words: Sequence[str]) -> int:
         return OK
     if {"-h", "--help"} & set(words) or not words:
         print(_OVERVIEW)
+        _print_routines()
         print(parsing.general_parser().format_help().partition("\n\n")[2], end="")
         return OK
     from fi_bench import schedule
 
     return schedule.run(words)
+
+
+def _print_routines() -> None:
+    import textwrap
+
+    from fi_bench.catalog import FAMILIES
+
+    print("routines:")
+    for family in FAMILIES.values():
+        first = f"  {family.name.ljust(17)}"
+        print(textwrap.fill(" ".join(family.routines), 118, initial_indent=first, subsequent_indent=" " * 19))
+    print()
 
 
 def _child(words: Sequence[str]) -> int:

@@ -44,7 +44,7 @@ _OURS = """
 record_id run_id trial timestamp device library median_us ci_low_us ci_high_us std1_us n_samples host_us
 timer timer_reason regime cache_state cache_how cache_copies sm_mhz warnings refcheck_status
 refcheck_max_abs refcheck_max_rel refcheck_mismatch_pct gpu driver cuda torch fi_core commit bitorder num_states
-window_left logits_soft_cap
+window_left logits_soft_cap case
 """.split()  # noqa: SIM905
 COLUMNS = (*_CONTRACT, *_OURS)
 

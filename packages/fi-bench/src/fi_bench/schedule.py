@@ -68,17 +68,16 @@ def run(words: Sequence[str]) -> int:
     done = record.finished(record.read(sink.jsonl)) if first.resume and sink.jsonl else set()
     jobs = list(_jobs(good, done))
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid():x}"
-    progress = Progress(len(jobs))
 
     def emit(found: Record) -> None:
         tally.records.append(found)
         sink.write(found)
 
-    with contextlib.closing(Runs(run_id, emit, tally)) as runs:
+    with contextlib.closing(Runs(run_id, emit, tally)) as runs, Progress(len(jobs)) as progress:
         for job in jobs:
-            progress.step(f"{job.args.routine} ({job.where})")
-            progress.clear()
+            progress.step(f"{job.args.routine} {' '.join(job.args.backends)} ({job.where})")
             statuses = runs.run(job)
+            progress.done()
             differed = "mismatch" in statuses and not job.args.allow_output_mismatch
             if (differed and len(lines) == 1) or (job.args.fail_fast and (differed or statuses & _BAD)):
                 break

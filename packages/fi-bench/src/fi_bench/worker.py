@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fi_bench import record
+from fi_bench.console import said_to, say
 from fi_bench.errors import OK, ContextLostError, MismatchError
 from fi_bench.runner import CaseRun
 
@@ -29,11 +30,11 @@ class End(NamedTuple):
 
 
 class Worker:
-    """A process that does tasks one after another. They go to its stdin; records and ends come back through a pipe."""
+    """A process that does tasks one after another. They go to its stdin; records, lines to
+    show and ends come back through a pipe."""
 
     def __init__(self) -> None:
         answers, theirs = os.pipe()
-        sys.stdout.flush()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "fi_bench", "_child", str(theirs)],
             stdin=subprocess.PIPE,
@@ -53,6 +54,9 @@ class Worker:
                 answer = self._receive(args.timeout)
                 if answer is None:
                     return self._died()
+                if "said" in answer:
+                    say(*answer["said"])
+                    continue
                 if "record" in answer:
                     emit(answer["record"])
                     continue
@@ -119,15 +123,15 @@ def serve(words: Sequence[str]) -> int:
             answers.write(record.dumps(found) + "\n")
             answers.flush()
 
-        for line in iter(sys.stdin.readline, ""):
-            task = json.loads(line)
-            args, end = Namespace(**task["args"]), {"end": "done"}
-            try:
-                CaseRun(args, task["run_id"], task["trial"], lambda found: answer(record=found)).run()
-            except MismatchError:
-                pass  # the record says it
-            except ContextLostError as error:
-                end = {"end": "lost", "reason": str(error)}
-            sys.stdout.flush()
-            answer(**end)
+        with said_to(lambda kind, text: answer(said=[kind, text])):
+            for line in iter(sys.stdin.readline, ""):
+                task = json.loads(line)
+                args, end = Namespace(**task["args"]), {"end": "done"}
+                try:
+                    CaseRun(args, task["run_id"], task["trial"], lambda found: answer(record=found)).run()
+                except MismatchError:
+                    pass  # the record says it
+                except ContextLostError as error:
+                    end = {"end": "lost", "reason": str(error)}
+                answer(**end)
     return OK

@@ -153,6 +153,8 @@ def _work(p: Namespace, x: Inputs) -> Work:
 
 
 def _unsupported(backend: str, p: Namespace) -> str | None:
+    if p.case:
+        return "--case is for batch routines"
     if p.batch_size != 1:
         return f"single-request attention takes --batch_size 1, got {p.batch_size}"
     if p.random_actual_seq_len:

@@ -19,6 +19,7 @@ from fi_bench import case, measure, record
 from fi_bench.case import Inputs
 from fi_bench.cli import main
 from fi_bench.measure import Measurement, Options
+from fi_bench.measure import device as measure_device
 
 pytestmark = pytest.mark.gpu
 
@@ -40,20 +41,18 @@ def need(timer: str) -> None:
         pytest.skip("cupti-python is not installed")
 
 
-@pytest.mark.parametrize("reference", ["cupti", "events"])
-@pytest.mark.parametrize(("size", "tolerance"), [(12000, 0.02), (512, 0.15)], ids=["200us", "5us"])
-def test_timers_agree_or_say_that_they_may_not(size: int, tolerance: float, reference: str) -> None:
-    need(reference)
+@pytest.mark.parametrize(("size", "tolerance"), [(12000, 0.02), (2048, 0.15)], ids=["200us", "5us"])
+def test_timers_agree_or_say_that_they_may_not(size: int, tolerance: float) -> None:
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     inputs = Inputs(a=a, b=b, out=torch.empty_like(a))
     found = {}
     for timer, options in TIMERS.items():
         m = timed(lambda x: torch.add(x.a, x.b, out=x.out), inputs, 6 * size * size, cache="warm", **options)
-        if timer != "cupti" or HAS_CUPTI:
+        if timer != "cupti" or HAS_CUPTI:  # where it is installed it must be what runs
             assert m.timer == timer, m.timer_reason
             found[timer] = m
     print({timer: median_us(m) for timer, m in found.items()})
-    truth = median_us(found[reference])
+    truth = median_us(found["cupti" if HAS_CUPTI else "graph_events"])
     for timer, m in found.items():
         assert abs(median_us(m) / truth - 1) <= tolerance or any("below 10 us" in w for w in m.warnings), timer
 
@@ -108,6 +107,15 @@ def test_the_regime_follows_the_duration_or_the_wish(timer: str) -> None:
         m = timed(lambda x: x.a.mul_(1.0), Inputs(a=x), 8 * x.numel(), cache="warm", regime=asked, num_iters=5,
                   **TIMERS[timer])  # fmt: skip
         assert m.regime == regime
+
+
+def test_memory_is_read_at_least_as_fast_as_it_is_copied() -> None:
+    x = torch.randn(1 << 28, device="cuda")
+    mark = torch.zeros(1, dtype=torch.int32, device="cuda")
+    own = measure_device.kernels(torch.device("cuda", torch.cuda.current_device()))
+    read = timed(lambda x: own.read(x.a, x.out), Inputs(a=x, out=mark), 4 << 28, cache="warm", cupti=False)
+    copy = timed(lambda x: x.b.copy_(x.a), Inputs(a=x, b=torch.empty_like(x)), 8 << 28, cache="warm", cupti=False)
+    assert median_us(read) < 0.6 * median_us(copy)
 
 
 def test_a_call_that_synchronises_is_told() -> None:
@@ -176,7 +184,7 @@ def test_an_illegal_access_costs_one_row(more: str, tmp_path: Path, environment:
     listed.write_text(
         f"--routine rmsnorm --backends torch {shape}\n"
         f"--routine gemma_rmsnorm --backends torch cuda {shape}\n"
-        f"--routine fused_add_rmsnorm --backends cuda torch {shape}\n"
+        f"--routine fused_add_rmsnorm --backends cuda {shape}\n"
     )
     command = [sys.executable, "-m", "fi_bench", "--testlist", str(listed), "--output_path", str(out), *more.split()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -187,7 +195,6 @@ def test_an_illegal_access_costs_one_row(more: str, tmp_path: Path, environment:
         ("gemma_rmsnorm", "torch", "failed"),
         ("gemma_rmsnorm", "cuda", "ok"),
         ("fused_add_rmsnorm", "cuda", "ok"),
-        ("fused_add_rmsnorm", "torch", "ok"),
     ], done.stdout + done.stderr
     assert "illegal memory access" in record.read(out)[1]["reason"]
 
@@ -218,7 +225,7 @@ def test_equal_is_same_five_percent_is_slower_and_processes_agree(
     code = main(["compare", str(a), str(b), "--format", "json", *sides, "--", "--testlist", str(listed)])
     keep = os.environ.get("FI_BENCH_KEEP")  # a folder for the rows, to look at them afterwards
     if keep:
-        for file in (a, b):
+        for file in filter(Path.exists, (a, b)):
             shutil.copy(file, keep)
     assert code == 0
     cases = json.loads(capsys.readouterr().out)["cases"]

@@ -110,8 +110,7 @@ def test_megahertz_between_marks() -> None:
 def test_device_kernels_compile(capability: tuple[int, int]) -> None:
     image = device.compile_kernels(capability)
     assert image[:4] == b"\x7fELF"
-    assert b"fi_bench_mark" in image
-    assert b"fi_bench_hold" in image
+    assert all(name.encode() in image for name in device.NAMES)
 
 
 class FakeDriver:
@@ -123,7 +122,11 @@ class FakeDriver:
 
     def cuLaunchKernel(self, function: Any, *rest: Any) -> int:
         *grid, shared, stream, pointers, extra = rest
-        kinds = {"mark": (ctypes.c_uint64,), "hold": (ctypes.c_uint64, ctypes.c_int, ctypes.c_ulonglong)}[function]
+        kinds = {
+            "mark": (ctypes.c_uint64,),
+            "hold": (ctypes.c_uint64, ctypes.c_int, ctypes.c_ulonglong),
+            "read": (ctypes.c_uint64, ctypes.c_longlong, ctypes.c_uint64),
+        }[function]
         values = [ctypes.cast(p, ctypes.POINTER(k)).contents.value for p, k in zip(pointers, kinds, strict=True)]
         self.launches.append((function, grid, shared, stream.value, values, extra))
         return self.status
@@ -134,7 +137,7 @@ def test_launches_pass_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     kernels, driver = object.__new__(device.Kernels), FakeDriver()
     kernels._cuda, kernels._blocks, kernels._ticket = driver, 264, 0  # type: ignore[assignment]
-    kernels._functions = {"fi_bench_mark": "mark", "fi_bench_hold": "hold"}  # type: ignore[dict-item]
+    kernels._functions = {f"fi_bench_{name}": name for name in ("mark", "hold", "read")}  # type: ignore[dict-item]
     kernels._released = torch.zeros(1, dtype=torch.int32)
     marks = torch.zeros(3, 2, dtype=torch.int64)
     kernels.mark(marks[2])
@@ -149,6 +152,8 @@ def test_launches_pass_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         ("hold", one, 0, 77, [address, 1, device.HOLD_LIMIT_NS], None),
         ("hold", one, 0, 77, [address, 2, device.HOLD_LIMIT_NS], None),
     ]
+    kernels.read(marks, kernels._released)
+    assert driver.launches[-1][1:] == ([528, 1, 1, 512, 1, 1], 0, 77, [marks.data_ptr(), 3, address], None)
     driver.status = 700
     with pytest.raises(device.DriverError, match="launch of fi_bench_hold failed with CUresult 700"):
         kernels.hold()

@@ -21,8 +21,8 @@ from fi_bench.report import page, svg
 
 CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
 QUIETLY = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--hide-scrollbars",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--hide-scrollbars",
 ]  # fmt: skip
 CEILINGS = {"test cpu x2": Ceilings(copy=2e9, read=2e9, matmul=1e12)}
 

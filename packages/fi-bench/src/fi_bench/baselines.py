@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -32,20 +32,13 @@ class Library:
 
 
 def _exists(module: str) -> bool:
-    """Whether the file of a module is there, judged by the folders of its top package."""
+    """Whether a module is there, judged by the folders of its top package: nothing is imported, it may be heavy."""
     top, *below = module.split(".")
     spec = importlib.util.find_spec(top)
-    if spec is None:
-        return False
-    if not below:
-        return True
-    name, finder = top, importlib.machinery.PathFinder()
-    for word in below:
-        name, path = f"{name}.{word}", spec.submodule_search_locations
-        spec = finder.find_spec(name, path) if path else None
-        if spec is None:
-            return False
-    return True
+    if spec is None or not below:
+        return spec is not None
+    places = [Path(folder).joinpath(*below) for folder in spec.submodule_search_locations or ()]
+    return any(place.is_dir() or place.with_suffix(".py").is_file() for place in places)
 
 
 _TORCH = Library(("torch",), "pip install torch")

@@ -28,14 +28,14 @@ def _alone(p: Namespace) -> tuple[int, ...]:
 
 
 def _make_bf16(batch: Callable[[Namespace], tuple[int, ...]]) -> Callable[..., Inputs]:
-    """a [.., m, k] and b [.., k, n], the latter a transposed view of weights [.., n, k]."""
+    """a [.., m, k] and b [.., k, n], a transposed view of weights [.., n, k] so small that the products are N(0, 1)."""
 
     def make(p: Namespace, device: Any, generator: Any) -> Inputs:
         import torch
 
         dims = batch(p)
         a = normal((*dims, p.m, p.k), torch.bfloat16, device, generator)
-        b = normal((*dims, p.n, p.k), torch.bfloat16, device, generator).transpose(-2, -1)
+        b = normal((*dims, p.n, p.k), torch.bfloat16, device, generator, p.k**-0.5).transpose(-2, -1)
         out_dtype = dtype_of(p.out_dtype)
         return Inputs(a=a, b=b, out=torch.empty((*dims, p.m, p.n), dtype=out_dtype, device=device), out_dtype=out_dtype)
 
@@ -69,7 +69,7 @@ def _make_groupwise(p: Namespace, device: Any, generator: Any) -> Inputs:
     grouped = p.routine.startswith("group")
     groups = p.group_size if grouped else 1
     a = normal((groups * p.m, p.k), torch.bfloat16, device, generator)
-    b = normal((groups, p.n, p.k), torch.bfloat16, device, generator)
+    b = normal((groups, p.n, p.k), torch.bfloat16, device, generator, p.k**-0.5)
     mode = p.scale_major_mode
     blocks = (p.k // _BLOCK, p.n // _BLOCK)
     a, a_scale = quantize_fp8(a, _major((a.shape[0], blocks[0]), mode), (1, _BLOCK), mode)
@@ -202,9 +202,9 @@ def _unsupported_fp8(backend: str, p: Namespace) -> str | None:
     return None
 
 
-def _sum_error(p_dtype: float) -> dict[str, Tolerance]:
-    """Outputs are sums over k of products of N(0, 1): what rounding leaves is small beside sqrt(k), not beside 0."""
-    return {"out": Tolerance(1e-2, p_dtype)}
+# Outputs are N(0, 1), sums of k terms: what rounding leaves is small beside 1, not beside an output near 0.
+_FINE = {"out": Tolerance(1e-2, 1e-2)}
+_FAST = {"out": Tolerance(1e-2, 6e-2)}  # the tensor cores' own fp8 sums: 0.025 at k = 7168 on an H200
 
 
 def _dense(routine: str, batch: Callable[[Namespace], tuple[int, ...]]) -> Case:
@@ -219,7 +219,7 @@ def _dense(routine: str, batch: Callable[[Namespace], tuple[int, ...]]) -> Case:
         torch=_torch_bf16,
         rivals={"cublas": _torch_bf16},
         poison=("out",),
-        tolerance=_sum_error(0.1),
+        tolerance=_FINE,
     )
 
 
@@ -235,7 +235,7 @@ def _fp8(routine: str, batch: Callable[[Namespace], tuple[int, ...]], call: Call
         torch=_torch_fp8,
         rivals={"cublas": _cublas_fp8},
         poison=("out",),
-        tolerance=_sum_error(0.2),
+        tolerance=_FAST,
         unsupported=_unsupported_fp8,
     )
 
@@ -252,7 +252,7 @@ def _groupwise(routine: str, call: Callable[[Any, Inputs], Any]) -> Case:
         torch=_torch_groupwise,
         rivals={"deepgemm": Planned(_plan_deep_gemm, _run_deep_gemm)},
         poison=("out",),
-        tolerance=_sum_error(0.2),
+        tolerance=_FINE,
         unsupported=_unsupported_groupwise,
     )
 

@@ -215,6 +215,8 @@ class _Session:
         """
         import torch
 
+        run()  # apart: a first call may load and allocate
+        torch.cuda.synchronize()
         started = time.perf_counter_ns()
         count = max(self.options.dry_run_iters, 1)
         for _ in range(count):

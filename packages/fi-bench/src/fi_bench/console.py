@@ -105,8 +105,14 @@ class Progress:
 
             columns = (MofNCompleteColumn(), BarColumn(24), TimeRemainingColumn(), TextColumn("{task.description}"))
             screen = Console(stderr=True, no_color=not coloured(sys.stderr))
-            still = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
-            self._bar = Bar(*columns, console=screen, transient=True, **still)
+            self._bar = Bar(
+                *columns,
+                console=screen,
+                transient=True,
+                auto_refresh=False,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
             self._task = self._bar.add_task("", total=total)
 
     def __enter__(self) -> Progress:

@@ -55,7 +55,7 @@ def _routines() -> list[dict[str, Any]]:
 
 def _backends() -> list[dict[str, Any]]:
     rows = []
-    for name, library in backends.LIBRARIES.items():
+    for name, library in LIBRARIES.items():
         there = library.module() is not None
         routines = sum(name in ("torch", "flashinfer") or name in found.rivals for found in case.every())
         rows.append(

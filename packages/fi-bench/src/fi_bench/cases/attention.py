@@ -133,7 +133,7 @@ def _plan_flash_attention3(x: Inputs) -> Callable[[Inputs], torch.Tensor]:
     return run
 
 
-_RIVALS = {
+_RIVALS: dict[str, Callable[[Inputs], Any] | Planned] = {
     "torch_math": _sdpa("MATH"),
     "torch_flash": _sdpa("FLASH_ATTENTION"),
     "torch_efficient": _sdpa("EFFICIENT_ATTENTION"),

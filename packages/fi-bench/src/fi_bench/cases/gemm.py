@@ -127,14 +127,17 @@ def _torch_bf16(x: Inputs) -> torch.Tensor:
     """torch.matmul, which is cuBLAS on a GPU."""
     import torch
 
-    return torch.matmul(x.a, x.b, out=x.out) if x.out_dtype is x.a.dtype else torch.matmul(x.a, x.b).to(x.out_dtype)
+    out = x.out if x.out_dtype is x.a.dtype else None
+    product: torch.Tensor = torch.matmul(x.a, x.b, out=out)
+    return product.to(x.out_dtype)
 
 
 def _torch_fp8(x: Inputs) -> torch.Tensor:
     """Dequantised to bf16 first, as one would without fp8 matrix units."""
     import torch
 
-    return (torch.matmul(x.a.to(torch.bfloat16), x.b.to(torch.bfloat16)) * x.scale).to(x.out_dtype)
+    product: torch.Tensor = torch.matmul(x.a.to(torch.bfloat16), x.b.to(torch.bfloat16)) * x.scale
+    return product.to(x.out_dtype)
 
 
 def _cublas_fp8(x: Inputs) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -17,6 +18,7 @@ import torch
 from bench.test_cases import CASES, SMALL
 from fi_bench import case, measure, record
 from fi_bench.case import Inputs
+from fi_bench.cases import norm
 from fi_bench.cli import main
 from fi_bench.measure import Measurement, Options
 from fi_bench.measure import device as measure_device
@@ -146,6 +148,24 @@ def test_every_backend_gives_the_right_result_or_says_why_not(
     else:
         print(row["reason"])
         assert backend != "torch"
+
+
+def test_a_wrong_result_is_found_and_not_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wrong(x: Inputs) -> torch.Tensor:
+        out = torch.nn.functional.rms_norm(x.input, x.weight.shape, x.weight, x.eps)
+        out[3, 7] += 1
+        return out
+
+    cases = tuple(dataclasses.replace(c, torch=wrong) if c.routine == "rmsnorm" else c for c in norm.CASES)
+    monkeypatch.setattr(norm, "CASES", cases)
+    line = "--routine rmsnorm --batch_size 8 --hidden_size 256 --backends torch --refcheck --device cuda"
+    assert main(line.split()) == 5
+    out = capsys.readouterr().out
+    assert "1 / 2048" in out
+    assert "worst at [3, 7]" in out
+    assert "[PERF]" not in out
 
 
 # What a process of these tests has beside fi-bench: a routine whose kernel faults, and one whose work is SLOWED.

@@ -71,9 +71,9 @@ def _make_groupwise(p: Namespace, device: Any, generator: Any) -> Inputs:
     a = normal((groups * p.m, p.k), torch.bfloat16, device, generator)
     b = normal((groups, p.n, p.k), torch.bfloat16, device, generator, p.k**-0.5)
     mode = p.scale_major_mode
-    blocks = (p.k // _BLOCK, p.n // _BLOCK)
-    a, a_scale = quantize_fp8(a, _major((a.shape[0], blocks[0]), mode), (1, _BLOCK), mode)
-    b, b_scale = quantize_fp8(b, (groups, *_major(blocks[::-1], mode)), (1, _BLOCK, _BLOCK), mode)
+    blocks = (p.n // _BLOCK, p.k // _BLOCK)
+    a, a_scale = quantize_fp8(a, _major((a.shape[0], blocks[1]), mode), (1, _BLOCK), mode)
+    b, b_scale = quantize_fp8(b, (groups, *_major(blocks, mode)), (1, _BLOCK, _BLOCK), mode)
     out_dtype = dtype_of(p.out_dtype)
     x = Inputs(a=a, b=b if grouped else b[0], a_scale=a_scale, b_scale=b_scale if grouped else b_scale[0], mode=mode,
                out=torch.empty((a.shape[0], p.n), dtype=out_dtype, device=device), out_dtype=out_dtype,
@@ -84,7 +84,7 @@ def _make_groupwise(p: Namespace, device: Any, generator: Any) -> Inputs:
 
 
 def _major(shape: tuple[int, int], mode: str) -> tuple[int, int]:
-    return shape if mode == "K" else shape[::-1]
+    return shape if mode == "K" else (shape[1], shape[0])
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -144,13 +144,15 @@ def _cublas_fp8(x: Inputs) -> torch.Tensor:
     """cuBLASLt's fp8 product with a scale per tensor; matrices of a batch one after another."""
     import torch
 
-    one = functools.partial(torch._scaled_mm, scale_a=x.a_scale, scale_b=x.b_scale, out_dtype=x.out_dtype)
+    product_of = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  (the public one has no out=)
+    one = functools.partial(product_of, scale_a=x.a_scale, scale_b=x.b_scale, out_dtype=x.out_dtype)
     if x.a.ndim == 2:
-        product: torch.Tensor = one(x.a, x.b, use_fast_accum=True, out=x.out)
-        return product
-    for a, b, out in zip(x.a, x.b, x.out, strict=True):
-        one(a, b, use_fast_accum=True, out=out)
-    return x.out
+        one(x.a, x.b, use_fast_accum=True, out=x.out)
+    else:
+        for a, b, out in zip(x.a, x.b, x.out, strict=True):
+            one(a, b, use_fast_accum=True, out=out)
+    product: torch.Tensor = x.out
+    return product
 
 
 def _plan_deep_gemm(x: Inputs) -> tuple[Any, ...]:

@@ -140,6 +140,7 @@ class _Session:
         marks = torch.zeros(n, 2, 2, dtype=torch.int64, device=self.device)
         pairs = []
         hold = self.kernels is not None
+        self.burst &= hold  # after a rest, launch gaps would be inside the times
         for begin, finish in marks:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             self._mark(begin)

@@ -31,10 +31,11 @@ class Inputs(dict[str, Any]):
 
 
 class Work(NamedTuple):
-    """What a call must do at least: operations, and bytes to and from memory."""
+    """What a call must do at least: operations, bytes to and from memory, and the ceiling that its operations have."""
 
     flops: int
     bytes: int
+    unit: str = "matmul"  # a rate of `fi-bench calibrate`: matmul (16 bit) or matmul_fp8
 
 
 class Tolerance(NamedTuple):

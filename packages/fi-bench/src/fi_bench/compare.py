@@ -34,8 +34,8 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Side:
-    """All processes of one case: their medians (ns), what is compared, cycles where the clock was watched, and what makes
-    them alike. Compared are mean values of middle halves: a median of CUPTI's 32 ns ticks moves by 2 % at 1.6 us.
+    """All processes of one case: their medians (ns), what is compared, cycles where the clock was watched, what makes
+    them alike. Compared are means of middle halves: a median of CUPTI's 32 ns ticks moves by 2 % at 1.6 us.
     """
 
     medians: tuple[float, ...]

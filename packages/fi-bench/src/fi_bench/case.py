@@ -77,7 +77,7 @@ class Case:
     routine: str
     function: str  # below fi_core, and below any call-compatible library
     make: Callable[[Namespace, Any, Any], Inputs]
-    call: Callable[[Callable[..., Any], Inputs], Any]
+    call: Callable[[Any, Inputs], Any]
     outputs: Callable[[Inputs, Any], Outputs]
     reference: Callable[[Inputs], Outputs]
     work: Callable[[Namespace, Inputs], Work]

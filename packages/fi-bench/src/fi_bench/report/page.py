@@ -93,8 +93,9 @@ _HOW_TO_READ = """<h2>How to read this</h2><div class="dim">
 <p>Times are medians over the samples of a process, and over processes where there are several; the interval is that
 of order statistics at 95 %. TFLOP/s and TB/s are analytic counts over the median. The limit is the time that the
 measured ceilings of this machine, of memory and of matrix products, allow for the work. A speed-up is the time of the
-baseline over that of the row.</p><p>Differences below 2 % within one process are no differences: <code>fi-bench compare</code> judges
-medians of several processes.</p></div>"""
+baseline over that of the row.</p>
+<p>Differences below 2 % within one process are no differences: <code>fi-bench compare</code> judges several.</p></div>
+"""
 
 
 def _machines(records: Sequence[Record]) -> str:

@@ -14,16 +14,17 @@ from fi_bench.errors import SkipError
 from fi_bench.runner import fresh
 
 SMALL = {
+    "gemm": "--m 5 --n 128 --k 256 --batch_size 2 --group_size 3",
     "norm": "--batch_size 3 --hidden_size 128",
     "activation": "--batch_size 3 --hidden_size 32",
     "rope": "--batch_size 2 --seq_len 5 --num_qo_heads 4 --num_kv_heads 2 --head_dim 16 --page_size 4",
     "page": "--batch_size 3 --s_qo 5 --s_kv 11 --num_kv_heads 2 --head_dim 16 --page_size 4",
     "cascade": "--batch_size 5 --num_qo_heads 4 --head_dim 16 --num_states 3",
     "quantization": "--m 5 --k 13",
-    "gemm": "--m 5 --n 128 --k 256 --batch_size 2 --group_size 3",
     "attention": "--s_qo 7 --s_kv 19 --num_qo_heads 4 --num_kv_heads 2 --head_dim_qk 16",
 }
 VARIANTS = {
+    "gemm": ["--scale_major_mode K", "--out_dtype float16"],
     "norm": ["--input_dtype float16", "--out_dtype fp8_e5m2 --scale 0.02"],
     "rope": ["--interleave", "--rotary_dim 8", "--input_dtype bfloat16", "--no_rope_dim 8 --kv_layout HND"],
     "page": ["--kv_layout HND", "--kv_dtype fp8_e4m3", "--s_qo 1"],
@@ -36,7 +37,6 @@ VARIANTS = {
         "--head_dim_vo 8",
     ],
     "cascade": ["--input_dtype float16"],
-    "gemm": ["--scale_major_mode K", "--out_dtype float16"],
 }
 CASES = [
     found

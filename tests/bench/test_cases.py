@@ -10,6 +10,7 @@ import torch
 
 from fi_bench import backends, case, catalog, parsing, refcheck
 from fi_bench.case import Inputs
+from fi_bench.cases import common
 from fi_bench.errors import SkipError
 from fi_bench.runner import fresh
 
@@ -149,3 +150,11 @@ def test_a_row_that_sees_no_key_gives_zero_and_minus_infinity() -> None:
     reference = found.reference(Inputs(inputs_of(found, p) | {"causal": True}))
     assert not bool(reference["out"][0].any())
     assert float(reference["lse"][0, 0]) == -math.inf
+
+
+def test_a_block_table_is_the_page_table_as_a_rectangle() -> None:
+    found = common.page_table([5, 0, 33, 16], 16, torch.device("cpu"), torch.Generator().manual_seed(3))
+    table = common.block_table(found["kv_indptr"], found["kv_indices"])
+    pages = found["kv_indices"].tolist()
+    assert table.tolist() == [[pages[0], 0, 0], [0, 0, 0], pages[1:4], [pages[4], 0, 0]]
+    assert found["kv_last_page_len"].tolist() == [5, 0, 1, 16]

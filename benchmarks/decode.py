@@ -1,8 +1,8 @@
 """Batch decode against its peers on one GPU, interleaved in one process, as JSON lines.
 
-python benchmarks/decode.py [--cases D1,D9] [--variants auto,fa2_tc,...] [--peers] [--rounds N] [--out FILE]. A time is the
-median of CUDA-graph replays, each behind a flush of L2 by a memset of 256 MB. Results are compared with fp64 first. A
-variant is an implementation, with what differs from its tuning: fa3:stages=3:whole=0.
+python benchmarks/decode.py [--cases D1,D9] [--variants auto,fa2_tc,...] [--peers] [--rounds N] [--out FILE]. A time is
+the median of CUDA-graph replays, each behind a flush of L2 by a memset of 256 MB. Results are compared with fp64 first.
+A variant is an implementation, with what differs from its tuning: fa3:stages=3:whole=0.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def measure(name: str, case: Case, variants: list[str], with_peers: bool, rounds
                 if variant == variants[0]:
                     row["plan_host_us"] = round(host_us(plan), 1)
                     graphs["plan"], rows["plan"] = captured(plan), {"case": name, "who": "plan"}
-        except Exception as error:  # noqa: BLE001  (the others go on)
+        except Exception as error:
             row["failed"] = str(error)[:300]
     if with_peers:
         try:
@@ -261,9 +261,9 @@ def measure(name: str, case: Case, variants: list[str], with_peers: bool, rounds
                     run = make()
                     run()
                     graphs[peer] = captured(run)
-                except Exception as error:  # noqa: BLE001
+                except Exception as error:
                     row["failed"] = str(error)[:300]
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             rows["peers"] = {"case": name, "who": "peers", "failed": str(error)[:300]}
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     times: dict[str, list[float]] = {who: [] for who in graphs}

@@ -1,8 +1,8 @@
 """Batch decode against its peers on one GPU, interleaved in one process, as JSON lines.
 
-python benchmarks/decode.py [--cases D1,D9] [--variants auto,fa2_tc,...] [--peers FOLDERS] [--rounds N] [--out FILE]. A time is
-the median of CUDA-graph replays, each behind a flush of L2 by a memset of 256 MB. Results are compared with fp64 first.
-A variant is an implementation, with what differs from its tuning: fa3:stages=3:whole=0.
+python benchmarks/decode.py [--cases D1,D9] [--variants auto,fa2_tc] [--peers FOLDERS] [--rounds N] [--out FILE]. A time
+is the median of CUDA-graph replays, each behind a flush of L2 by a memset of 256 MB. Results are compared with fp64
+first. A variant is an implementation, with what differs from its tuning: fa3:stages=3:whole=0.
 """
 
 from __future__ import annotations

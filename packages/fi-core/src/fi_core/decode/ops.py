@@ -7,6 +7,7 @@ A caller allocates `Buffers` once (they are private to it: kernels write them), 
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.launch.op import Launcher, target_of
@@ -134,6 +135,9 @@ BATCH_DECODE = Op(
     ),
 )
 
+# Bytes of a page that one bulk tensor copy must bring: one takes 70 cycles whatever it brings (H200, b16 kv8k, page 1:
+# 256 bytes a copy 669 us, cp.async 153).
+_LEAST_BOX = 2048
 _DIMS = frozenset({64, 80, 96, 128, 192, 256})
 
 decode_plan = Launcher(DECODE_PLAN, lambda schedule, *_: (schedule.get_device(),))
@@ -154,7 +158,7 @@ def head_dim_axis(head_dim_qk: int, head_dim_vo: int) -> int:
 @functools.cache
 def choose(
     backend: str, device: torch.device, q: torch.dtype, kv: torch.dtype, head_dim_qk: int, head_dim_vo: int,
-    pos_encoding_mode: int,
+    pos_encoding_mode: int, page_size: int = 64,
 ) -> str:  # fmt: skip
     """The implementation for `attend`: the one that `backend` names, for "auto" the best that takes the rest.
 
@@ -166,7 +170,9 @@ def choose(
     if pos_encoding_mode == PosEncodingMode.ROPE_LLAMA.value:  # keys are rotated by the kernel on CUDA cores only
         axes["head_dim"] = 0
     name = None if backend == "auto" or target.kind == "cpu" else backend
-    return BATCH_DECODE.spec(target, axes, name).impl
+    best = BATCH_DECODE.spec(target, axes, name).impl
+    small = math.gcd(page_size, ROWS) * head_dim_qk * kv.itemsize < _LEAST_BOX
+    return "fa2_tc" if best == "fa3" and name is None and small else best
 
 
 def fits(impl: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:

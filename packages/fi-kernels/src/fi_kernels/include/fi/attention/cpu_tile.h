@@ -140,7 +140,7 @@ class CpuTile {
     const int64_t from = packed(p_.mask.first_row(key)), to = packed(p_.mask.end_row(key));
     std::fill(s + begin, s + std::max(begin, from), kMinusInf);
     std::fill(s + std::min(end, to), s + end, kMinusInf);
-    if (!p_.mask.custom) return;
+    if (!p_.mask.selects()) return;
     for (int64_t r = from; r < to; ++r)
       if (!p_.mask.keeps(static_cast<int32_t>(first_ + r) / p_.group, key)) s[r] = kMinusInf;
   }

@@ -1,14 +1,11 @@
 // cp.async.bulk.tensor (PTX ISA 9.7.9.25.5): one thread copies a box of a tensor that a tensor map describes.
 #pragma once
 #include "fi/cuda/ptx/bulk_sm90.cuh"
+#include "fi/tensor_map.h"
 
 namespace fi {
 
-// What cuTensorMapEncodeTiled fills in; a member of the kernel's __grid_constant__ parameters.
-struct alignas(64) TensorMap {
-  uint64_t words[16];
-};
-
+// A map must be a member of the kernel's __grid_constant__ parameters.
 FI_DEVICE void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
@@ -33,6 +30,16 @@ FI_DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, in
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
       "[%2];" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
       "l"(&map), "r"(barrier.address()), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
+      : "memory");
+}
+
+// With a hint for L2: kEvictFirst, kEvictNormal or kEvictLast.
+FI_DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, int x0, int x1, int x2, int x3, int x4,
+                        uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, "
+      "%5, %6, %7}], [%2], %8;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+      "l"(&map), "r"(barrier.address()), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "l"(policy)
       : "memory");
 }
 

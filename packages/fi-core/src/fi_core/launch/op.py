@@ -19,7 +19,8 @@ KeyFunction = Callable[..., tuple[Any, ...]]
 class Launcher:
     """Calls `op` with the arguments of its schema.
 
-    `key(*arguments)` returns (`tensor.get_device()`, axis values in the op's order); dtypes may be torch dtypes. It
+    `key(*arguments)` returns (`tensor.get_device()`, axis values in the op's order); dtypes may be torch dtypes. An op
+    whose caller may choose the implementation adds its name as a last value, "" for the first that takes the axes. It
     runs on every call: keep it to attribute reads (`tensor.device` makes an object and takes twice the time).
     """
 
@@ -47,7 +48,8 @@ class Launcher:
         _, *values = key
         device = next(a.device for a in arguments if hasattr(a, "device"))
         axes = {n: short_name(v) if type(v).__name__ == "dtype" else v for n, v in zip(self.op.axes, values)}
-        kernel = bind(self.op.spec(target_of(device), axes, self._impl), device.index or 0)
+        named = values[len(axes)] if len(values) > len(axes) else None
+        kernel = bind(self.op.spec(target_of(device), axes, self._impl or named or None), device.index or 0)
         self.kernels[key] = kernel
         self._calls[key] = kernel.call
         return kernel.call

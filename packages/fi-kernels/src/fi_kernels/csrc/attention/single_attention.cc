@@ -2,8 +2,8 @@
 #include "fi/attention/single_attention.h"
 
 #include <algorithm>
-#include <cmath>
 
+#include "fi/attention/contract.h"
 #include "fi/host/op.h"
 
 #if !FI_CUDA
@@ -105,45 +105,6 @@ void run_cpu(const SingleAttentionParams& params, DType q, DType kv, DType out) 
                     });
 }
 #endif
-
-enum PosEncoding { kRopeOnTheFly = 1, kAlibi = 2 };
-
-Rotary rotary(int64_t dim, double scale, double theta) {
-  Rotary r{1, {}};
-  for (int i = 0; i < RopeFrequencies::kPowers; ++i)
-    r.frequencies.power[i] = std::pow(theta, -2.0 * (1 << i) / static_cast<double>(dim));
-  r.frequencies.inverse_scale = 1 / scale;
-  return r;
-}
-
-OutType out_type(DType d) {
-  if (d == kF16) return OutType::kF16;
-  if (d == kBF16) return OutType::kBF16;
-  if (d == kF32) return OutType::kF32;
-  return d == kE4M3 ? OutType::kE4M3 : OutType::kE5M2;
-}
-
-const float* factors(const OptionalTensor& scale, const Tensor& q, Dim& heads) {
-  if (!scale) return nullptr;
-  scale.is({kF32}).on(q).contiguous().shape(heads);
-  return scale.data<float>();
-}
-
-void check_head_dim(const Tensor& t, int64_t dim) {
-  FI_CHECK(dim >= 8 && dim <= 512 && dim % 8 == 0, ValueError,
-           "Unsupported head_dim: the last dimension of %s must be a multiple of 8 up to 512; got %lld", t.name(),
-           static_cast<long long>(dim));
-}
-
-void check_dtypes(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out) {
-  q.is({kF16, kBF16, kF32, kE4M3, kE5M2});
-  k.on(q);
-  const bool wide = k.dtype().bits == 8 && q.dtype().bits == 16 && k.dtype().code != kDLInt;
-  if (!wide) k.like(q);
-  k.is({kF16, kBF16, kF32, kE4M3, kE5M2});
-  v.like(k);
-  out.is({kF16, kBF16, kF32, kE4M3, kE5M2}).on(q);
-}
 
 Mask mask_of(const OptionalTensor& custom, const OptionalTensor& packed, const Tensor& q, Dim& qo_len, Dim& kv_len,
              bool causal, int64_t window_left) {

@@ -130,7 +130,7 @@ class CpuTile {
                     to = std::clamp(mask.end_key(i) - key, 0, keys);
       std::fill(s, s + from, kMinusInf);
       std::fill(s + to, s + cpu::padded(keys), kMinusInf);
-      if (mask.custom)
+      if (mask.selects())
         for (int32_t j = from; j < to; ++j)
           if (!mask.keeps(i, key + j)) s[j] = kMinusInf;
       const float alpha = cpu::softmax_row<16>(s, cpu::padded(keys), &m_[size(r)], &d_[size(r)]);
@@ -206,7 +206,7 @@ class CpuTile {
     const int64_t from = packed(mask.first_row(key)), to = packed(mask.end_row(key));
     std::fill(s + begin, s + std::max(begin, from), kMinusInf);
     std::fill(s + std::min(end, to), s + end, kMinusInf);
-    if (!mask.custom) return;
+    if (!mask.selects()) return;
     for (int64_t r = from; r < to; ++r)
       if (!mask.keeps(static_cast<int32_t>(first_ + r) / p_->group, key)) s[r] = kMinusInf;
   }

@@ -1,4 +1,4 @@
-// Which keys a query row sees: causal, sliding window, custom mask; shared by device and CPU code.
+// Which keys a query row sees: causal, sliding window, custom or draft mask; shared by device and CPU code.
 #pragma once
 #include "fi/types.h"
 
@@ -14,6 +14,8 @@ struct Mask {
   int32_t causal;
   int32_t window_left;  // row at position p sees keys >= p - window_left; negative: all
   int32_t qo_len, kv_len;
+  const uint8_t* draft;  // null: none; else bit t of row i, from byte i * draft_row on, for key kv_len - qo_len + t
+  int32_t draft_row;
 
   FI_HOST_DEVICE int64_t position(int32_t i) const { return static_cast<int64_t>(kv_len) - qo_len + i; }
 
@@ -29,7 +31,13 @@ struct Mask {
     return window_left < 0 ? qo_len : clamp(j - position(0) + window_left + 1, qo_len);
   }
 
+  // Whether `keeps` must be asked at all.
+  FI_HOST_DEVICE bool selects() const { return custom || draft; }
   FI_HOST_DEVICE bool keeps(int32_t i, int32_t j) const {
+    if (draft) {  // speculative tokens, the last qo_len keys, may form a tree; what precedes them all rows see
+      const int64_t t = j - position(0);
+      if (t >= 0 && !((draft[static_cast<int64_t>(i) * draft_row + (t >> 3)] >> (t & 7)) & 1)) return false;
+    }
     if (!custom) return true;
     const int64_t e = i * custom_row + j;
     return custom_packed ? (custom[e >> 3] >> (e & 7)) & 1 : custom[e] != 0;

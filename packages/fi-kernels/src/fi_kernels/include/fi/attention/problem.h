@@ -45,7 +45,7 @@ struct AttentionProblem {
     return scores.of_head<Math>(head, qo_heads, dequant);
   }
   // Whether single scores need more than a scale and a range of keys.
-  FI_HOST_DEVICE bool special() const { return scores.soft_cap > 0.f || scores.alibi || mask.custom; }
+  FI_HOST_DEVICE bool special() const { return scores.soft_cap > 0.f || scores.alibi || mask.selects(); }
   FI_HOST_DEVICE float value_scale(int32_t kv_head) const { return out_scale * (scale_v ? scale_v[kv_head] : 1.f); }
 };
 

@@ -1,14 +1,11 @@
 // cp.async.bulk.tensor (PTX ISA 9.7.9.25.5): one thread copies a box of a tensor that a tensor map describes.
 #pragma once
 #include "fi/cuda/ptx/bulk_sm90.cuh"
+#include "fi/tensor_map.h"
 
 namespace fi {
 
-// What cuTensorMapEncodeTiled fills in; a member of the kernel's __grid_constant__ parameters.
-struct alignas(64) TensorMap {
-  uint64_t words[16];
-};
-
+// A map must be a member of the kernel's __grid_constant__ parameters.
 FI_DEVICE void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }

@@ -1,4 +1,4 @@
-"""Decode attention: one query token against its keys."""
+"""Decode attention of a single request over contiguous keys."""
 
 from __future__ import annotations
 

@@ -1,0 +1,265 @@
+"""The ops behind batch decode: `decode_plan`, which divides the work, and `batch_decode`, which does it.
+
+A caller allocates `Buffers` once (they are private to it: kernels write them), calls `plan` when lengths change, and
+`attend` for each layer. None of them synchronises, and the second and third may be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+from fi_core.launch.op import Launcher, target_of
+from fi_core.spec.constraint import ON_CPU, at_least
+from fi_core.spec.dtype import DTYPES, short_name
+from fi_core.spec.op import Axes, Entry, Impl, Op, Unit
+from fi_core.utils import PosEncodingMode, ceil_div
+
+if TYPE_CHECKING:
+    import torch
+
+TILE = 64  # keys; kDecodeTile of schedule.h
+ROWS = 16  # packed query rows of a row tile; kDecodeRows
+CPU_BLOCKS = 64  # ranges of work on a CPU: a fixed number, so that results do not depend on the threads
+BALANCED, NEVER = 0, -1  # values of `split`
+
+
+def _plan_unit(axes: Axes) -> Unit:
+    return Unit("fi/decode/decode_plan.cuh", "DecodePlanParams", (Entry("decode_plan", "decode_plan", 1024),))
+
+
+DECODE_PLAN = Op(
+    name="decode_plan",
+    family="decode",
+    schema="(Tensor(a!) schedule, Tensor? indptr, Tensor? last_page_len, Tensor? kv_len, int page_size, "
+    "int pages_per_request, int units, int q_len, int window_left, int blocks, int split) -> ()",
+    axes={},
+    impls=(Impl("cpu", ON_CPU), Impl("cuda", at_least(80), _plan_unit)),
+)
+
+
+def _rows_unit(axes: Axes) -> Unit:
+    """CUDA cores: config = (kind 0, largest head dim, packed rows at a time)."""
+    q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
+    slices, rows = (1, 4) if axes["head_dim"] else (2, 1)
+    body = f"decode_rows<{q.device}, {kv.device}, {slices}, {rows}>"
+    return Unit(
+        "fi/decode/batch_decode.cuh",
+        "BatchDecodeParams",
+        (Entry("decode_rows", body, 128, (0, 256 if slices == 1 else 512, rows)),),
+    )
+
+
+BATCH_DECODE = Op(
+    name="batch_decode",
+    family="decode",
+    schema="(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) workspace, Tensor(d!) schedule, Tensor q, Tensor k_cache, "
+    "Tensor v_cache, Tensor page_indices, Tensor? sinks, Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, "
+    "Tensor? bmm1_scale, Tensor? bmm2_scale, Tensor? draft_mask, int kv_layout, int pos_encoding_mode, int q_len, "
+    "int blocks, int window_left, float logits_soft_cap, float sm_scale, float v_scale, float rope_scale, "
+    "float rope_theta, bool? enable_pdl, str impl) -> ()",
+    # head_dim: of the tensor-core kernels, which are compiled for it; 0 stands for any other, or two that differ.
+    axes={
+        "q": ("f16", "bf16", "f32", "e4m3", "e5m2"),
+        "kv": ("f16", "bf16", "f32", "e4m3", "e5m2"),
+        "head_dim": (64, 80, 96, 128, 192, 256, 0),
+    },
+    impls=(Impl("cpu", ON_CPU), Impl("fa2", at_least(80), _rows_unit)),
+    prebuilt=(),
+)
+
+_DIMS = frozenset({64, 80, 96, 128, 192, 256})
+
+decode_plan = Launcher(DECODE_PLAN, lambda schedule, *_: (schedule.get_device(),))
+
+
+def _key(out, lse, workspace, schedule, q, k_cache, v_cache, *rest):  # type: ignore[no-untyped-def]
+    return q.get_device(), q.dtype, k_cache.dtype, head_dim_axis(q.shape[2], v_cache.shape[3]), rest[-1]
+
+
+batch_decode = Launcher(BATCH_DECODE, _key)
+
+
+def head_dim_axis(head_dim_qk: int, head_dim_vo: int) -> int:
+    """The value of the axis head_dim."""
+    return head_dim_qk if head_dim_qk == head_dim_vo and head_dim_qk in _DIMS else 0
+
+
+@functools.cache
+def choose(
+    backend: str, device: torch.device, q: torch.dtype, kv: torch.dtype, head_dim_qk: int, head_dim_vo: int,
+    pos_encoding_mode: int,
+) -> str:  # fmt: skip
+    """The implementation for `attend`: the one that `backend` names, for "auto" the best that takes the rest.
+
+    On a CPU it is "cpu", whatever is asked. Cached: a look-up per call. Raises UnsupportedError with the reasons if the
+    named one, or none, takes the dtypes, head dims and position encoding; ValueError for another name.
+    """
+    target = target_of(device)
+    axes = {"q": short_name(q), "kv": short_name(kv), "head_dim": head_dim_axis(head_dim_qk, head_dim_vo)}
+    if pos_encoding_mode == PosEncodingMode.ROPE_LLAMA.value:  # keys are rotated by the kernel on CUDA cores only
+        axes["head_dim"] = 0
+    name = None if backend == "auto" or target.kind == "cpu" else backend
+    return BATCH_DECODE.spec(target, axes, name).impl
+
+
+def fits(impl: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+    """Whether addresses and strides are multiples of 16 bytes, as the tensor-core kernels need; "fa2" takes any."""
+    if impl in ("cpu", "fa2"):
+        return True
+    low = q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()
+    for x in (q, k_cache, v_cache):
+        a, b, *rest = x.stride()
+        low |= (a | b | (rest[0] if len(rest) == 2 else 0)) * x.element_size()
+    return low % 16 == 0
+
+
+class Buffers(NamedTuple):
+    """What one user of batch decode owns on its device. Kernels write both: two streams must not share them.
+
+    schedule: int32 `[words]`; `plan` fills it, `attend` reads it and counts in it. workspace: fp32
+    `[slots, 16, head_dim_vo + 2]`, scratch of `attend`. blocks: parts into which the work is divided.
+    """
+
+    schedule: torch.Tensor
+    workspace: torch.Tensor
+    blocks: int
+
+
+class Sizes(NamedTuple):
+    """Shapes of `Buffers`: words of the schedule, slots of the workspace, and blocks."""
+
+    words: int
+    slots: int
+    blocks: int
+
+
+@functools.cache
+def blocks_of(device: torch.device) -> int:
+    """Into how many ranges work is divided on a device: one for each multiprocessor, a fixed number on a CPU."""
+    if device.type != "cuda":
+        return CPU_BLOCKS
+    import torch
+
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def units_of(num_qo_heads: int, num_kv_heads: int, q_len: int = 1) -> int:
+    """Row tiles of all kv heads: `num_kv_heads * ceil(num_qo_heads / num_kv_heads * q_len / 16)`."""
+    return num_kv_heads * ceil_div(num_qo_heads // num_kv_heads * q_len, ROWS)
+
+
+def chunk_of(split_tokens: int) -> int:
+    """The value of `split` for chunks of at least so many tokens: whole tiles of 64."""
+    return ceil_div(max(1, split_tokens), TILE)
+
+
+def sizes(device: torch.device, batch_size: int, units: int, split: int = BALANCED, tokens: int = 0) -> Sizes:
+    """What `batch_size` requests need, whatever their lengths.
+
+    units: `units_of(...)`. split: as in `plan`. tokens: with chunks, the most tokens that the requests may have
+    together: page_size times the number of page indices, or of the entries of a block table.
+    """
+    blocks = blocks_of(device)
+    slots, counters = 2 * blocks, blocks
+    if split > 0:
+        slots = counters = max(slots, units * (tokens // (split * TILE) + 2 * batch_size))
+    return Sizes(8 + (blocks + 1) * 8 + batch_size * 4 + counters, slots, blocks)
+
+
+def allocate(device: torch.device, needs: Sizes, head_dim_vo: int) -> Buffers:
+    """New buffers; neither needs initial values (`plan` zeroes the counters)."""
+    import torch
+
+    return Buffers(
+        torch.empty(needs.words, dtype=torch.int32, device=device),
+        torch.empty((needs.slots, ROWS, head_dim_vo + 2), dtype=torch.float32, device=device),
+        needs.blocks,
+    )
+
+
+def plan(
+    buffers: Buffers,
+    indptr: torch.Tensor | None,
+    last_page_len: torch.Tensor | None,
+    kv_len: torch.Tensor | None,
+    page_size: int,
+    units: int,
+    *,
+    pages_per_request: int = 0,
+    q_len: int = 1,
+    window_left: int = -1,
+    split: int = BALANCED,
+) -> None:
+    """Divides the work of a batch, on the device and without synchronising: one kernel of one block.
+
+    All tensors lie on the device of the buffers and are contiguous. Page ids of request b are
+    `page_indices[indptr[b] : indptr[b + 1]]` (indptr: int32 `[batch_size + 1]`), or without indptr
+    `page_indices[b * pages_per_request :][:pages_per_request]`: a flat block table. Lengths are kv_len (int32, uint32
+    or int64 `[batch_size]`), or `(pages - 1) * page_size + last_page_len` (int32 `[batch_size]`). A length is limited
+    to what the request's pages hold; a request without pages has length 0.
+
+    units: `units_of(...)`. q_len: query tokens of each request. window_left: keys before the last that are seen,
+    negative: all; `attend` must get the same. split: BALANCED: ranges of equal cost, whose parts are merged; NEVER: no
+    request is cut; > 0 (`chunk_of`): each request is cut into chunks of so many tiles of 64 tokens, counted from its
+    position 0, so that its result does not depend on the batch it is in.
+
+    Raises ValueError or TypeError (shape, dtype, device). The batch must be the one that the buffers were sized for.
+    """
+    decode_plan(
+        buffers.schedule, indptr, last_page_len, kv_len, page_size, pages_per_request, units, q_len, window_left,
+        buffers.blocks, split,
+    )  # fmt: skip
+
+
+def attend(
+    buffers: Buffers,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_indices: torch.Tensor,
+    impl: str,
+    kv_layout: int,
+    pos_encoding_mode: int = 0,
+    q_len: int = 1,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    sm_scale: float = 1.0,
+    v_scale: float = 1.0,
+    rope_scale: float = 1.0,
+    rope_theta: float = 1e4,
+    enable_pdl: bool | None = None,
+    sinks: torch.Tensor | None = None,
+    scale_q: torch.Tensor | None = None,
+    scale_k: torch.Tensor | None = None,
+    scale_v: torch.Tensor | None = None,
+    bmm1_scale: torch.Tensor | None = None,
+    bmm2_scale: torch.Tensor | None = None,
+    draft_mask: torch.Tensor | None = None,
+) -> None:
+    """Attention of all requests as the last `plan` on the same buffers divided it, in one launch.
+
+    out: `[batch_size * q_len, num_qo_heads, head_dim_vo]`, fp16, bf16, fp32, e4m3 or e5m2. lse: fp32
+    `[batch_size * q_len, num_qo_heads]` contiguous, base 2, or None. q: `[batch_size * q_len, num_qo_heads,
+    head_dim_qk]`. k_cache, v_cache: `[num_pages, page_size, num_kv_heads, dim]` (kv_layout 0, NHD) or
+    `[num_pages, num_kv_heads, page_size, dim]` (1, HND), of q's dtype, or e4m3 or e5m2 with a 16-bit q. Strides are
+    free but for the last dimension; head dims are multiples of 8 up to 512. page_indices: int32, contiguous.
+
+    impl: what `choose` answers, if `fits` (else "fa2"). pos_encoding_mode: value of `PosEncodingMode`.
+    sm_scale, bmm1_scale (fp32, one element on the device), scale_q (fp32 `[num_qo_heads]`) and scale_k (fp32
+    `[num_kv_heads]`) multiply the scores; v_scale, bmm2_scale and scale_v (`[num_kv_heads]`) the output; the last are
+    not in lse. sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to the sum of the softmax, so it is in lse, and a
+    row without keys has lse = sinks[h] * log2(e). Else such a row has out = 0, lse = -inf. With q_len > 1 row i sees
+    keys up to its own position kv_len - q_len + i, or with draft_mask all keys before kv_len - q_len and of the rest
+    those whose bit is set: uint8 `[batch_size, q_len, ceil(q_len / 32) * 4]`, key kv_len - q_len + t is bit t % 8 of
+    byte t / 8.
+
+    Raises ValueError, TypeError; UnsupportedError where impl does not take the dtypes, head dims or encoding.
+    """
+    batch_decode(
+        out, lse, buffers.workspace, buffers.schedule, q, k_cache, v_cache, page_indices, sinks, scale_q, scale_k,
+        scale_v, bmm1_scale, bmm2_scale, draft_mask, kv_layout, pos_encoding_mode, q_len, buffers.blocks, window_left,
+        logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta, enable_pdl, impl,
+    )  # fmt: skip

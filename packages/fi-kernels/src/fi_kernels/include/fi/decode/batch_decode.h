@@ -1,0 +1,67 @@
+// Parameters of batch_decode, shared by launcher, device code and CPU code.
+#pragma once
+#include "fi/attention/problem.h"
+#include "fi/attention/softmax.h"
+#include "fi/decode/schedule.h"
+#include "fi/divisor.h"
+#include "fi/tensor_map.h"
+
+namespace fi {
+
+// Row i of request b is row b * q_len + i of q and out. Token j of a request lies in page
+// page_indices[first_page + j / page_size], slot j % page_size.
+struct BatchDecodeParams {
+  TensorMap k_map, v_map;    // of the Hopper kernel
+  AttentionProblem problem;  // of request 0, its keys those of page 0; mask.kv_len is another for each request
+  int64_t k_page, v_page;    // strides in elements
+  const int32_t* page_indices;
+  int32_t* schedule;
+  float* workspace;           // [slots, kDecodeRows, dim_vo + 2]
+  const float* sinks;         // [qo_heads], natural logarithms; null: none
+  const float* bmm1_scale;    // multiplies the scores; null: 1
+  const float* bmm2_scale;    // multiplies the output; null: 1
+  const uint8_t* draft_mask;  // [batch, q_len, draft_row] bytes; null: causal where q_len > 1
+  Divisor page_size;
+  int32_t batch, blocks, row_tiles, draft_row;
+
+  FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, blocks, batch}; }
+  FI_HOST_DEVICE int32_t kv_head(int32_t unit) const { return unit / row_tiles; }
+  FI_HOST_DEVICE int32_t first_row(int32_t unit) const { return unit % row_tiles * kDecodeRows; }  // packed
+
+  // A part of an item: per row of the tile dim_vo floats, unnormalised; then m and d of each row.
+  FI_HOST_DEVICE float* slot(int32_t index) const {
+    return workspace + static_cast<int64_t>(index) * kDecodeRows * (problem.dim_vo + 2);
+  }
+  FI_HOST_DEVICE float* slot_state(int32_t index) const { return slot(index) + kDecodeRows * problem.dim_vo; }
+
+  // The attention problem of one request. Its k and v have no meaning: pages are found by page_indices.
+  FI_HOST_DEVICE AttentionProblem request(int32_t b, int32_t kv_len, int64_t q_bytes, int64_t out_bytes) const {
+    AttentionProblem p = problem;
+    const int64_t row = static_cast<int64_t>(b) * p.mask.qo_len;
+    p.q = static_cast<const char*>(p.q) + row * p.q_token * q_bytes;
+    p.out = static_cast<char*>(p.out) + row * p.out_token * out_bytes;
+    if (p.lse) p.lse += row * p.qo_heads;
+    p.mask.kv_len = kv_len;
+    if (bmm1_scale) p.scores.sm_scale *= *bmm1_scale;
+    if (bmm2_scale) p.out_scale *= *bmm2_scale;
+    if (draft_mask) {
+      p.mask.draft = draft_mask + static_cast<int64_t>(b) * p.mask.qo_len * draft_row;
+      p.mask.draft_row = draft_row;
+    }
+    return p;
+  }
+};
+
+// What a head's sink adds to the sum of a row whose largest score is m (Xiao et al. 2023, arXiv:2309.17453, as a
+// learned logit): m becomes the new maximum, and d the sum against it; the weighted values must be multiplied by the
+// result.
+template <class Math>
+FI_HOST_DEVICE float add_sink(float sink, float& m, float& d) {
+  const float s = sink * kLog2e, top = s > m ? s : m, base = softmax_base(top);
+  const float factor = softmax_weight<Math>(m, base);
+  d = d * factor + softmax_weight<Math>(s, base);
+  m = top;
+  return factor;
+}
+
+}  // namespace fi

@@ -1,0 +1,143 @@
+// Parameters of decode_plan, and the arithmetic that its device and CPU forms share.
+#pragma once
+#include "fi/decode/schedule.h"
+
+namespace fi {
+
+struct DecodePlanParams {
+  int32_t* schedule;
+  const int32_t* indptr;         // [batch + 1], of page_indices; null: pages_per_request for each
+  const int32_t* last_page_len;  // [batch]; null where kv_len is given
+  const void* kv_len;            // [batch], int32 or int64; null: from indptr and last_page_len
+  int64_t pages_per_request;
+  int32_t kv_len_is_wide;
+  int32_t batch, page_size, units, q_len, window_left, blocks;
+  int32_t split;     // > 0: tiles of a chunk; 0: ranges of equal cost; < 0: no item is cut
+  int32_t counters;  // how many the buffer has
+
+  FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, blocks, batch}; }
+};
+
+// kv_len and first_page of request b. A request sees no more tokens than its pages hold, whatever its length says, so
+// nothing behind its page ids is ever read.
+FI_HOST_DEVICE DecodeRequest decode_request(const DecodePlanParams& p, int32_t b) {
+  const int64_t first = p.indptr ? p.indptr[b] : b * p.pages_per_request;
+  const int64_t pages = p.indptr ? p.indptr[b + 1] - first : p.pages_per_request, most = pages * p.page_size;
+  int64_t length = most - p.page_size;
+  if (!p.kv_len)
+    length += p.last_page_len[b];
+  else if (p.kv_len_is_wide)
+    length = static_cast<const int64_t*>(p.kv_len)[b];
+  else
+    length = static_cast<const int32_t*>(p.kv_len)[b];
+  if (length > most) length = most;
+  if (length < 0 || pages <= 0) length = 0;
+  return {static_cast<int32_t>(length), static_cast<int32_t>(first), 0, 0};
+}
+
+struct DecodeCost {
+  int32_t tiles, chunks;  // cost of one unit in tiles; its chunks
+};
+FI_HOST_DEVICE DecodeCost decode_cost(const DecodePlanParams& p, int32_t kv_len) {
+  const TileRange tiles = decode_tiles(kv_len, p.q_len, p.window_left);
+  DecodeCost cost{tiles.end - tiles.first + kItemCost, 1};
+  if (p.split > 0 && tiles.end > tiles.first) cost.chunks = (tiles.end - 1) / p.split - tiles.first / p.split + 1;
+  return cost;
+}
+
+// How the order of items is divided: into `ranges` ranges of equal cost, boundaries within `snap` tiles of the end of
+// an item moved there.
+struct DecodeDivision {
+  int64_t cost;  // of all units
+  int32_t unit_cost, ranges, snap;
+};
+FI_HOST_DEVICE DecodeDivision decode_division(const DecodePlanParams& p, int32_t unit_cost) {
+  constexpr int32_t kLeastRange = 4;    // tiles; not yet measured
+  constexpr int32_t kSnapDivisor = 32;  // of a range: an imbalance of 3 % costs less than a merge; not yet measured
+  DecodeDivision d{static_cast<int64_t>(unit_cost) * p.units, unit_cost, 1, 0};
+  if (d.cost == 0) return d;
+  // The same ranges for every unit, if that leaves no more than one block in 16 idle.
+  const int32_t each = p.blocks / p.units;
+  if (each * p.units >= p.blocks - p.blocks / 16) {
+    const int32_t most = unit_cost / kLeastRange;
+    d.ranges = (each < most ? each : most > 1 ? most : 1) * p.units;
+  } else {
+    const int64_t most = d.cost / kLeastRange;
+    d.ranges = p.blocks < most ? p.blocks : most > 1 ? static_cast<int32_t>(most) : 1;
+  }
+  const int64_t snap = d.cost / d.ranges / kSnapDivisor;
+  d.snap = p.split < 0 ? 0x7fffffff : static_cast<int32_t>(snap > 1 ? snap : 1);
+  return d;
+}
+
+// The last i < count with value(i) <= x; value(0) <= x, not decreasing.
+template <class Value, class X>
+FI_HOST_DEVICE int32_t last_not_above(int32_t count, X x, Value&& value) {
+  int32_t low = 1, high = count;  // value(i) <= x for all i < low, > x for all i >= high
+  while (low < high) {
+    const int32_t middle = (low + high) >> 1;
+    if (value(middle) <= x)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low - 1;
+}
+
+// Boundary g without leader and parts. cost(b) is the sum of the costs before request b.
+template <class Cost>
+FI_HOST_DEVICE DecodeStart decode_start(const DecodePlanParams& p, const DecodeDivision& d, int32_t g, Cost&& cost) {
+  DecodeStart start{p.units, 0, 0, g, 1, 0, 0, 0};
+  if (g >= d.ranges || d.cost == 0) return start;
+  const int64_t at = d.cost * g / d.ranges;
+  start.unit = static_cast<int32_t>(at / d.unit_cost);
+  const auto offset = static_cast<int32_t>(at - static_cast<int64_t>(start.unit) * d.unit_cost);
+  start.request = last_not_above(p.batch, offset, cost);
+  DecodeRequest r = decode_request(p, start.request);
+  TileRange tiles = decode_tiles(r.kv_len, p.q_len, p.window_left);
+  int32_t done = offset - cost(start.request) - kItemCost;  // tiles of the item before the boundary
+  if (done < 0) done = 0;
+  const int32_t rest = tiles.end - tiles.first - done;
+  if (done <= rest && done < d.snap)
+    done = 0;
+  else if (rest < d.snap)
+    done = tiles.end - tiles.first;
+  start.tile = tiles.first + done;
+  if (p.split > 0 && done > 0) {  // to the nearest boundary of a chunk
+    start.tile = (start.tile + p.split / 2) / p.split * p.split;
+    if (start.tile < tiles.first) start.tile = tiles.first;
+  }
+  if (start.tile >= tiles.end && tiles.end > tiles.first) {  // the next item
+    if (++start.request == p.batch) start.request = 0, ++start.unit;
+    if (start.unit == p.units) {
+      start.tile = 0;
+      return start;
+    }
+    r = decode_request(p, start.request);
+    start.tile = decode_tiles(r.kv_len, p.q_len, p.window_left).first;
+  }
+  start.kv_len = r.kv_len, start.first_page = r.first_page;
+  return start;
+}
+
+// Boundaries in one number, in the order of work.
+FI_HOST_DEVICE int64_t decode_key(const DecodePlanParams& p, const DecodeStart& s) {
+  return ((static_cast<int64_t>(s.unit) * p.batch + s.request) << 32) | static_cast<uint32_t>(s.tile);
+}
+
+// Fills in leader and parts, from the keys of all boundaries.
+FI_HOST_DEVICE void decode_cut(const DecodePlanParams& p, DecodeStart& s, const int64_t* keys) {
+  const TileRange tiles = decode_tiles(s.kv_len, p.q_len, p.window_left);
+  if (s.unit >= p.units || s.tile <= tiles.first) return;
+  const int64_t item = decode_key(p, s) >> 32;
+  const auto key = [&](int32_t i) { return keys[i]; };
+  s.leader = last_not_above(p.blocks + 1, item << 32 | static_cast<uint32_t>(tiles.first), key);
+  s.parts = last_not_above(p.blocks + 1, (item << 32) + 0xffffffffll, key) - s.leader + 1;
+}
+
+// The chunks by which parts are made: 0 if the buffer has too few counters for them.
+FI_HOST_DEVICE int32_t decode_chunk(const DecodePlanParams& p, int32_t chunks) {
+  return p.split > 0 && static_cast<int64_t>(chunks) * p.units <= p.counters ? p.split : 0;
+}
+
+}  // namespace fi

@@ -71,7 +71,7 @@ void run_cpu(const SingleAttentionParams& params, DType q, DType kv, DType out) 
   const double work = static_cast<double>(p.rows()) * p.kv_heads * p.mask.kv_len * (p.dim_qk + p.dim_vo);
   const int64_t grain = 1 + static_cast<int64_t>(2e5 / (work / static_cast<double>(items) + 1));
   cpu::parallel_for(items, grain, [&](int64_t begin, int64_t end) {
-    CpuTile tile(p, q, kv);
+    CpuTile tile(p, q, kv, std::min(tile_rows, p.rows()));
     for (int64_t item = begin; item < end; ++item) {
       const auto kv_head = static_cast<int32_t>(item % p.kv_heads),
                  chunk = static_cast<int32_t>(item / p.kv_heads % params.chunks);

@@ -29,24 +29,24 @@ class CpuTile {
  public:
   static constexpr int32_t kRows = 128;  // most rows of a tile
 
-  // The problem gives what is common to all calls of attend: head dims and rotary frequencies.
-  CpuTile(const AttentionProblem& p, DType q, DType kv)
+  // The problem gives what is common to all calls of attend: head dims and rotary frequencies. rows: most of any call.
+  CpuTile(const AttentionProblem& p, DType q, DType kv, int32_t rows)
       : q_bytes_(q.bytes()),
         kv_bytes_(kv.bytes()),
         load_q_(cpu::row_loader(q)),
         load_kv_(cpu::row_loader(kv)),
         qk_(cpu::padded(p.dim_qk)),
         vo_(cpu::padded(p.dim_vo)),
-        q_(size(kRows * qk_)),
+        q_(size(cpu::padded(rows) * qk_)),
         k_(size(kBlock * qk_)),
         v_(size(kBlock * vo_)),
-        o_(size(kRows * vo_)),
-        s_(size(kBlock * kRows)),
-        m_(size(kRows)),
-        d_(size(kRows)),
-        alpha_(size(kRows)),
-        slope_(size(kRows)),
-        position_(size(kRows)),
+        o_(size(cpu::padded(rows) * vo_)),
+        s_(size(kBlock * cpu::padded(rows))),
+        m_(size(cpu::padded(rows))),
+        d_(size(cpu::padded(rows))),
+        alpha_(size(cpu::padded(rows))),
+        slope_(size(cpu::padded(rows))),
+        position_(size(cpu::padded(rows))),
         line_(size(qk_)) {
     if (p.rotary.enabled)
       for (int32_t k = 0; k < p.dim_qk / 2; ++k) steps_.push_back(p.rotary.step(k));

@@ -284,6 +284,28 @@ MOCK cuLaunchKernelEx(const LaunchConfig* c, Function function, void** parameter
   return refuses("cuLaunchKernelEx") ? kLaunchFailed : kSuccess;
 }
 
+// The rules of tiled maps, as the driver's documentation of cuTensorMapEncodeTiled states them. The map itself holds the
+// address and what was asked for, so that a launch shows it.
+MOCK cuTensorMapEncodeTiled(void* map, int type, uint32_t rank, void* address, const uint64_t* sizes,
+                            const uint64_t* strides, const uint32_t* box, const uint32_t* steps, int interleave,
+                            int swizzle, int promotion, int fill) {
+  const uint64_t bytes = type == fi::cu::kTensorU8 ? 1 : 2;
+  std::string text;
+  bool legal = rank >= 3 && rank <= 5 && reinterpret_cast<uintptr_t>(address) % 16 == 0 && type <= 1 && !interleave &&
+               !fill && reinterpret_cast<uintptr_t>(map) % 64 == 0 && box[0] * bytes % 16 == 0 &&
+               (swizzle != fi::cu::kSwizzle128B || box[0] * bytes <= 128) && promotion <= 3;
+  for (uint32_t i = 0; i < rank; ++i) {
+    legal = legal && sizes[i] >= 1 && sizes[i] <= uint64_t{1} << 32 && box[i] >= 1 && box[i] <= 256 && steps[i] == 1;
+    if (i) legal = legal && strides[i - 1] % 16 == 0 && strides[i - 1] < uint64_t{1} << 40;
+    text += (i ? ", " : "") + std::string("[") + std::to_string(sizes[i]) + ", " +
+            std::to_string(i ? strides[i - 1] : bytes) + ", " + std::to_string(box[i]) + "]";
+  }
+  record(R"({"call": "tensor_map", "address": %llu, "dimensions": [%s]})",
+         static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(address)), text.c_str());
+  if (!legal || refuses("cuTensorMapEncodeTiled")) return kInvalidValue;
+  return memcpy(map, &address, sizeof address), kSuccess;
+}
+
 MOCK cuGetErrorName(int result, const char** name) {
   const auto found = kErrors.find(result);
   if (found == kErrors.end()) return kInvalidValue;

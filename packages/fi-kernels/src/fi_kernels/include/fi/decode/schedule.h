@@ -23,7 +23,8 @@ struct DecodeHeader {
   int32_t units, batch, blocks;
   int32_t chunk;   // tiles of a chunk where parts are chunks (batch-invariant mode); 0: parts are ranges of blocks
   int32_t chunks;  // of one unit
-  int32_t unused[3];
+  int32_t tiles;   // cost of all units, at most 2^31 - 1
+  int32_t unused[2];
 };
 
 // Where the range of a block begins. Of the item that begins or continues here: kv_len and first_page of its request,

@@ -127,10 +127,10 @@ std::vector<Section> sections(const char* elf) {
 
 // What .nv.info.<kernel> says: attributes {format, id, value}; format 4 has a size of its own.
 void read_attributes(const char* at, uint64_t size, Entry& entry) {
-  enum : uint8_t { kMaxThreads = 0x05, kParameterBytes = 0x19 };
+  enum : uint8_t { kMaxThreads = 0x05, kParameter = 0x17 };
   for (const char* end = at + size; at < end;) {
     const auto format = read<uint8_t>(at), id = read<uint8_t>(at + 1);
-    if (id == kParameterBytes) entry.parameter_bytes = read<uint16_t>(at + 2);
+    if (id == kParameter) entry.parameter_bytes = read<uint32_t>(at + 12) >> 18;  // each kernel has one
     if (id == kMaxThreads) entry.max_threads = read<uint32_t>(at + 4);
     at += format == 4 ? 4 + read<uint16_t>(at + 2) : 4;
   }

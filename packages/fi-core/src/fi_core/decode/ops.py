@@ -47,8 +47,8 @@ def _rows_unit(axes: Axes) -> Unit:
     """CUDA cores, for whatever the others do not take."""
     types = f"{DTYPES[str(axes['q'])].device}, {DTYPES[str(axes['kv'])].device}"
     entries = (
-        Entry("decode_rows", f"decode_rows<{types}, 1, 4>", 128, (_ROWS_KIND, 256)),
-        Entry("decode_wide_rows", f"decode_rows<{types}, 2, 1>", 128, (_ROWS_KIND, 512)),
+        Entry("decode_rows", f"decode_rows<{types}, 1, 4>", 128, (_ROWS_KIND, 256), 0, 2),
+        Entry("decode_wide_rows", f"decode_rows<{types}, 2, 1>", 128, (_ROWS_KIND, 512), 0, 2),
     )
     return Unit("fi/decode/batch_decode.cuh", "BatchDecodeParams", entries)
 
@@ -67,7 +67,7 @@ def _tiles_unit(axes: Axes) -> Unit:
     dim, stages = int(str(axes["head_dim"])), 3
     warps = 4 if dim <= 128 else 2
     ring = max(stages * 2 * 16 * line, ROWS * (dim + 8) * 4)
-    shared = warps * ring + ROWS * (dim * q_bytes + 16) + warps * ROWS * 8 + 8
+    shared = warps * ring + ROWS * (dim * q_bytes + 16) + warps * ROWS * 8 + 168 + 8
     body = f"decode_tiles<{types}, {dim}, {warps}, {stages}, {shared}>"
     entry = Entry("decode_tiles", body, warps * 32, (_TILES_KIND, dim), shared, 1)
     return Unit("fi/decode/batch_decode.cuh", "BatchDecodeParams", (entry,))

@@ -16,20 +16,37 @@ struct PagedTokens {
   FI_DEVICE int slot(int j) const { return j - static_cast<int>(divide(j, size) * size.value); }
 };
 
+// The walk of a block, in shared memory: one thread takes the steps, which saves the others thirty registers.
+struct BlockWalk {
+  DecodeWalk walk;
+  DecodeSegment segment;
+  bool more;
+
+  FI_DEVICE void begin(const BatchDecodeParams& params) {
+    walk.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
+  }
+  // By all threads of the block, the first of which has called begin. A barrier.
+  FI_DEVICE bool next() {
+    __syncthreads();
+    if (threadIdx.x == 0) more = walk.next(segment);
+    __syncthreads();
+    return more;
+  }
+};
+
 // Grid: one block a range of the schedule.
 template <class Q, class KV, int kSlices, int kRows>
 FI_DEVICE void decode_rows(const BatchDecodeParams& params) {
   using Kernel = RowsKernel<Q, KV, kSlices, kRows, PagedTokens>;
   __shared__ typename Kernel::Shared shared;
   __shared__ AttentionProblem problem;
+  __shared__ BlockWalk walk;
   __shared__ int last;
   pdl_wait();
-  const Mask& mask = params.problem.mask;
-  DecodeWalk walk(params.view(), blockIdx.x, mask.qo_len, mask.window_left);
-  DecodeSegment s;
+  if (threadIdx.x == 0) walk.begin(params);
 #pragma unroll 1
-  while (walk.next(s)) {
-    __syncthreads();
+  while (walk.next()) {
+    const DecodeSegment& s = walk.segment;
     if (threadIdx.x == 0) problem = params.request(s.request, s.kv_len, sizeof(Q), out_bytes(params.problem.out_type));
     __syncthreads();
     const Finish finish(params, s);
@@ -61,7 +78,7 @@ FI_DEVICE void decode_rows(const BatchDecodeParams& params) {
 template <class T, class Q, class KV, int kDim, int kWarps, int kStages>
 struct DecodeTiles {
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kQueryPitch = kDim + 16 / sizeof(Q), kOutputPitch = kDim + 8;
+  static constexpr int kOutputPitch = kDim + 8;
   using Lines = KeyLines<(kDim * sizeof(KV) + 127) / 128, 16, false>;
   using Tile = WarpTile<T, Q, KV, kDim, Lines>;
 
@@ -75,8 +92,9 @@ struct DecodeTiles {
   };
   struct Shared {
     Ring rings[kWarps];
-    Q queries[kDecodeRows][kQueryPitch];
+    Q queries[kDecodeRows][Tile::kPitch];
     float2 states[kWarps][kDecodeRows];
+    BlockWalk walk;
     int last;
   };
 
@@ -132,11 +150,11 @@ struct DecodeTiles {
   }
 
   FI_DEVICE void run() const {
-    DecodeWalk walk(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
-    DecodeSegment s;
+    if (threadIdx.x == 0) shared.walk.begin(params);
     Tile tile;
 #pragma unroll 1
-    while (walk.next(s)) {
+    while (shared.walk.next()) {
+      const DecodeSegment& s = shared.walk.segment;
       const Finish finish(params, s);
       AttentionProblem p = params.problem;
       p.mask.kv_len = s.kv_len;
@@ -148,7 +166,6 @@ struct DecodeTiles {
       const KV* k = static_cast<const KV*>(p.k) + finish.kv_head * p.k_head;
       const KV* v = static_cast<const KV*>(p.v) + finish.kv_head * p.v_head;
       look_up(s, at);
-      __syncthreads();  // the output of the segment before has been read
       const auto feed = [&](int stage) {
         if (at.key < at.high) load(k, v, at, stage);
         cp_async_commit();
@@ -159,7 +176,7 @@ struct DecodeTiles {
       for (int stage = 0; stage < kStages - 1; ++stage) feed(stage);
       load_queries(finish);
       __syncthreads();
-      tile.begin(p, finish.kv_head, finish.first, finish.rows, shared.queries[0], kQueryPitch);
+      tile.begin(p, finish.kv_head, finish.first, finish.rows, shared.queries[0]);
       int stage = 0;
 #pragma unroll 1
       for (int key = s.begin * kDecodeTile + warp * 16; key < at.high; key += kThreads / 2) {
@@ -167,7 +184,8 @@ struct DecodeTiles {
         cp_async_wait<kStages - 1>();
         __syncwarp();
         Ring& ring = shared.rings[warp];
-        if (key + 16 > at.low) tile.attend(p, ring.k[stage], ring.v[stage], 0, key, at.low, at.high, [] {});
+        if (key + 16 > at.low)
+          tile.attend(p, shared.queries[0], ring.k[stage], ring.v[stage], 0, key, at.low, at.high, [] {});
         __syncwarp();
         if (++stage == kStages) stage = 0;
       }
@@ -178,8 +196,10 @@ struct DecodeTiles {
 #pragma unroll 1
       for (int i = threadIdx.x; i < finish.rows * (kDim / 4); i += kThreads) {
         const int r = i / (kDim / 4), x = i % (kDim / 4) * 4;
-        finish.write_or_publish(r, x, finish.template merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
-                                                                  [&](int w) { return &shared.rings[w].output[r][x]; }));
+        finish.write_or_publish(
+            r, x,
+            finish.template merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
+                                                 [&](int w) { return &shared.rings[w].output[r][x]; }));
       }
       if (!s.whole()) finish.merge(threadIdx.x, kThreads, &shared.last);
     }

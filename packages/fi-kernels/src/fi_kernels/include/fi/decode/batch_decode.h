@@ -23,8 +23,8 @@ struct BatchDecodeParams {
   const uint8_t* draft_mask;  // [batch, q_len, draft_row] bytes; null: causal where q_len > 1
   Divisor page_size;
   int32_t batch, blocks, row_tiles, draft_row;
-  int32_t out_aligned;  // four elements of out may be stored at once
-  int32_t box_rows;     // keys that one copy of the Hopper kernel brings
+  int32_t out_aligned;   // four elements of out may be stored at once
+  int32_t box_rows;      // keys that one copy of the Hopper kernel brings
   int32_t stream_tiles;  // from so many tiles on, keys pass through L2 like other data; below, they leave it first
 
   FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, blocks, batch}; }

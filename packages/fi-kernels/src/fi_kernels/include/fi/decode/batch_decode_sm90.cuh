@@ -12,14 +12,14 @@ struct DecodeTma {
   static constexpr int kThreads = kWarps * 32;  // of the consumers
   static constexpr int kKeys = kWarps * 16;     // of a stage
   static constexpr int kLines = (kDim * sizeof(KV) + 127) / 128;
-  static constexpr int kQueryPitch = kDim + 16 / sizeof(Q), kOutputPitch = kDim + 8;
+  static constexpr int kOutputPitch = kDim + 8;
   using Lines = KeyLines<kLines, kKeys, kWhole>;
   using Tile = WarpTile<T, Q, KV, kDim, Lines>;
 
   struct Shared {
     char k[kStages][Lines::kBytes], v[kStages][Lines::kBytes];
     float output[kWarps][kDecodeRows][kOutputPitch];
-    Q queries[2][kDecodeRows][kQueryPitch];
+    Q queries[2][kDecodeRows][Tile::kPitch];
     float2 states[kWarps][kDecodeRows];
     DecodeSegment segments[2];
     Barrier full_k[kStages], full_v[kStages], empty[kStages], ready[2], free[2];
@@ -34,8 +34,7 @@ struct DecodeTma {
       : params(params), shared(shared), lane(threadIdx.x % 32) {}
 
   FI_DEVICE void init() const {
-    for (int i = 0; i < kStages; ++i)
-      shared.full_k[i].init(1), shared.full_v[i].init(1), shared.empty[i].init(kWarps);
+    for (int i = 0; i < kStages; ++i) shared.full_k[i].init(1), shared.full_v[i].init(1), shared.empty[i].init(kWarps);
     for (int i = 0; i < 2; ++i) shared.ready[i].init(1), shared.free[i].init(kWarps);
     fence_barrier_init();
     prefetch_tensor_map(params.k_map);
@@ -75,7 +74,8 @@ struct DecodeTma {
   }
 
   FI_DEVICE void produce() const {
-    DecodeWalk walk(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
+    DecodeWalk walk;
+    walk.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
     const uint64_t policy = walk.header.tiles < params.stream_tiles ? kEvictFirst : kEvictNormal;
     Boxes now, then;
     bool more = next(walk, then);
@@ -153,7 +153,8 @@ struct DecodeTma {
     } else {
 #pragma unroll
       for (int line = 0; line < kLines; ++line)
-        tma_load(to + (line * kKeys + key) * 128, map, barrier, line * 128 / static_cast<int>(sizeof(KV)), 0, slot, head, page, policy);
+        tma_load(to + (line * kKeys + key) * 128, map, barrier, line * 128 / static_cast<int>(sizeof(KV)), 0, slot,
+                 head, page, policy);
     }
   }
 
@@ -167,27 +168,25 @@ struct DecodeTma {
     for (int count = 0;; ++count) {
       const int at = count & 1;
       shared.ready[at].wait(count / 2 & 1);
-      const DecodeSegment s = shared.segments[at];
+      const DecodeSegment& s = shared.segments[at];
       if (s.unit < 0) break;
       const Finish finish(params, s);
       AttentionProblem p = params.problem;
       p.mask.kv_len = s.kv_len;
       p.scores.sm_scale *= bmm1;
       if (params.draft_mask) p.mask.draft = params.draft(s.request);
-      tile.begin(p, finish.kv_head, finish.first, finish.rows, shared.queries[at][0], kQueryPitch);
+      tile.begin(p, finish.kv_head, finish.first, finish.rows, shared.queries[at][0]);
       const int from = low(s), to = high(s);
 #pragma unroll 1
       for (int key = s.begin * kDecodeTile + warp * 16; key - warp * 16 < to; key += kKeys) {
         shared.full_k[stage].wait(round & 1);
         if (key < to && key + 16 > from)
-          tile.attend(p, shared.k[stage], shared.v[stage], warp * 16, key, from, to,
+          tile.attend(p, shared.queries[at][0], shared.k[stage], shared.v[stage], warp * 16, key, from, to,
                       [&] { shared.full_v[stage].wait(round & 1); });
         __syncwarp();
         if (lane == 0) shared.empty[stage].arrive();
         if (++stage == kStages) stage = 0, ++round;
       }
-      __syncwarp();
-      if (lane == 0) shared.free[at].arrive();
       barrier_sync(1, kThreads);  // the output of the segment before has been read
       tile.leave(finish.rows, shared.output[warp][0], kOutputPitch, shared.states[warp]);
       barrier_sync(1, kThreads);
@@ -195,11 +194,12 @@ struct DecodeTma {
       for (int i = threadIdx.x; i < finish.rows * (kDim / 4); i += kThreads) {
         const int r = i / (kDim / 4), x = i % (kDim / 4) * 4;
         finish.write_or_publish(r, x,
-                                finish.template merged_warps<kWarps>(
-                                    [&](int w) { return shared.states[w][r]; },
-                                    [&](int w) { return &shared.output[w][r][x]; }));
+                                finish.template merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
+                                                                     [&](int w) { return &shared.output[w][r][x]; }));
       }
       if (!s.whole()) finish.merge(threadIdx.x, kThreads, &shared.last);
+      __syncwarp();
+      if (lane == 0) shared.free[at].arrive();
     }
   }
 };
@@ -212,7 +212,8 @@ FI_DEVICE void decode_tma(const BatchDecodeParams& params) {
   static_assert(sizeof(typename Kernel::Shared) + 1024 == kSharedBytes, "the family's Python says how much to ask for");
   // The swizzle goes by the address: lines begin at multiples of its period.
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(bytes));
-  Kernel kernel(params, *reinterpret_cast<typename Kernel::Shared*>(reinterpret_cast<char*>(bytes) + (1024 - base % 1024) % 1024));
+  Kernel kernel(params, *reinterpret_cast<typename Kernel::Shared*>(reinterpret_cast<char*>(bytes) +
+                                                                    (1024 - base % 1024) % 1024));
   if (threadIdx.x == 0) kernel.init();
   pdl_wait();
   __syncthreads();

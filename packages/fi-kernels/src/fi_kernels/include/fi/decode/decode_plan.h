@@ -140,8 +140,12 @@ FI_HOST_DEVICE int32_t decode_chunk(const DecodePlanParams& p, int32_t chunks) {
 
 FI_HOST_DEVICE DecodeHeader decode_header(const DecodePlanParams& p, DecodeCost total) {
   const int64_t tiles = static_cast<int64_t>(total.tiles) * p.units;
-  return {p.units,      p.batch,      p.blocks,
-          decode_chunk(p, total.chunks), total.chunks, tiles < 0x7fffffff ? static_cast<int32_t>(tiles) : 0x7fffffff,
+  return {p.units,
+          p.batch,
+          p.blocks,
+          decode_chunk(p, total.chunks),
+          total.chunks,
+          tiles < 0x7fffffff ? static_cast<int32_t>(tiles) : 0x7fffffff,
           {}};
 }
 

@@ -6,6 +6,7 @@
 #include "fi/decode/batch_decode.h"
 #include "fi/host/kernel.h"
 
+#if FI_CUDA
 namespace fi {
 
 // The first number of an entry's config; the second is the head dim, of rows the largest.
@@ -22,8 +23,8 @@ inline void describe_cache(TensorMap& map, const Tensor& cache, int64_t heads, i
                             static_cast<uint64_t>(page_size), static_cast<uint64_t>(heads),
                             static_cast<uint64_t>(cache.size(0))};
   const uint64_t strides[] = {128, step(page_size, token), step(heads, head), step(cache.size(0), cache.stride(0))};
-  const uint32_t box[] = {static_cast<uint32_t>(line), static_cast<uint32_t>(lines), static_cast<uint32_t>(box_rows),
-                          1, 1};
+  const uint32_t box[] = {static_cast<uint32_t>(line), static_cast<uint32_t>(lines), static_cast<uint32_t>(box_rows), 1,
+                          1};
   const uint32_t steps[] = {1, 1, 1, 1, 1};
   const cu::Driver& driver = cu::Driver::get();
   driver.check(driver.TensorMapEncodeTiled(&map, bytes == 1 ? cu::kTensorU8 : cu::kTensorU16, 5, cache.data(), sizes,
@@ -63,3 +64,4 @@ inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params,
 }
 
 }  // namespace fi
+#endif

@@ -45,22 +45,20 @@ template <class T, class Q, class KV, int kDim, class Lines>
 struct WarpTile {
   static constexpr bool kFp8 = sizeof(KV) == 1;
   static constexpr int kSteps = kDim / 16, kPieces = kDim * sizeof(KV) / 16;
-  static constexpr bool kHeld = kDim <= 192;  // queries stay in registers; else they come from shared memory each time
+  static constexpr int kPitch = kDim + 16 / sizeof(Q);  // of rows of queries in shared memory
+  static constexpr bool kHeld = kDim <= 128;  // queries stay in registers; else they come from shared memory each time
 
   unsigned q[kHeld ? kSteps : 1][4];
   float o[kDim / 8][4], m[2], d[2];
   float scale[2], slope[2];  // of the lane's two rows
   int i[2];
   int full_begin, full_end;  // keys that all rows see
-  const Q* queries;
-  int pitch;
   const int lane;
 
   FI_DEVICE WarpTile() : lane(threadIdx.x % 32) {}
 
-  // rows: of the tile; tile: its row r at r * pitch, in shared memory, until the end of the item.
-  FI_DEVICE void begin(const AttentionProblem& p, int kv_head, int first, int rows, const Q* tile, int tile_pitch) {
-    queries = tile, pitch = tile_pitch;
+  // rows: of the tile; queries: its row r at r * kPitch, in shared memory, until the end of the item.
+  FI_DEVICE void begin(const AttentionProblem& p, int kv_head, int first, int rows, const Q* queries) {
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n)
 #pragma unroll
@@ -77,15 +75,15 @@ struct WarpTile {
     full_end = p.mask.end_key(p.row(kv_head, first).i);
     if constexpr (kHeld) {
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) load_query(step, q[step]);
+      for (int step = 0; step < kSteps; ++step) load_query(queries, step, q[step]);
     }
   }
 
   // Keys [key, key + 16), which lie at `k` and `v` as keys `place` .. of their lines; those outside of [low, high) are
   // not there, and what lies in their place may be anything.
   template <class WaitForValues>
-  FI_DEVICE void attend(const AttentionProblem& p, const char* k, char* v, int place, int key, int low, int high,
-                        WaitForValues&& wait_for_values) {
+  FI_DEVICE void attend(const AttentionProblem& p, const Q* queries, const char* k, char* v, int place, int key,
+                        int low, int high, WaitForValues&& wait_for_values) {
     float s[2][4] = {};
     const int key_lane = place + lane / 16 * 8 + lane % 8;
 #pragma unroll
@@ -94,7 +92,7 @@ struct WarpTile {
       unsigned a[kStepsOfPair][4], b[4];
 #pragma unroll
       for (int x = 0; x < kStepsOfPair; ++x)
-        if (piece + x < kPieces) query(piece * kStepsOfPair / 2 + x, a[x]);
+        if (piece + x < kPieces) query(queries, piece * kStepsOfPair / 2 + x, a[x]);
       ldmatrix_x4(b, k + Lines::offset(key_lane, piece + lane / 8 % 2));
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
@@ -170,20 +168,20 @@ struct WarpTile {
 
  private:
   // The operand of one step of 16 columns.
-  FI_DEVICE void load_query(int step, unsigned (&a)[4]) const {
+  FI_DEVICE void load_query(const Q* queries, int step, unsigned (&a)[4]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Q* at = queries + (half * 8 + lane / 4) * pitch + step * 16 + lane % 4 * (kFp8 ? 4 : 2);
+      const Q* at = queries + (half * 8 + lane / 4) * kPitch + step * 16 + lane % 4 * (kFp8 ? 4 : 2);
       a[half] = query_pair(at);
       a[half + 2] = query_pair(at + (kFp8 ? 2 : 8));
     }
   }
-  FI_DEVICE void query(int step, unsigned (&a)[4]) const {
+  FI_DEVICE void query(const Q* queries, int step, unsigned (&a)[4]) const {
     if constexpr (kHeld) {
 #pragma unroll
       for (int x = 0; x < 4; ++x) a[x] = q[step][x];
     } else {
-      load_query(step, a);
+      load_query(queries, step, a);
     }
   }
   FI_DEVICE static unsigned query_pair(const Q* at) {

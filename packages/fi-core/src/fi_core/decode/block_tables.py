@@ -71,7 +71,7 @@ def _attend(
         buffers, None, None, seq_lens.view(-1), page_size, units, pages_per_request=pitch, q_len=q_len,
         window_left=window_left,
     )  # fmt: skip
-    impl = ops.choose("auto", q.device, q.dtype, k.dtype, q.shape[2], v.shape[3], 0)
+    impl = ops.choose("auto", q.device, q.dtype, k.dtype, q.shape[2], v.shape[3], 0, page_size)
     if not ops.fits(impl, q, k, v):
         impl = "fa2"
     ops.attend(

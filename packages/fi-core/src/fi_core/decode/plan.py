@@ -358,8 +358,10 @@ def _copy(buffers: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], non_b
     for buffer, table in zip(buffers, tables):
         if table.data_ptr() == buffer.data_ptr():
             continue
+        if table.dtype is not buffer.dtype:
+            raise TypeError(f"indptr, indices and last_page_len: {buffer.dtype} as in the buffers; got {table.dtype}")
         target = buffer if table.shape == buffer.shape else buffer[: len(table)]
-        if table.device == buffer.device and table.dtype == buffer.dtype:
+        if table.device == buffer.device:
             together[0].append(target)
             together[1].append(table)
         else:

@@ -78,22 +78,26 @@ def _tiles_unit(axes: Axes) -> Unit:
 def _tma_unit(axes: Axes) -> Unit:
     """Hopper. config: kind, head dim, whether a copy brings whole rows, MB of keys up to which they leave L2 first."""
     types, q_bytes, kv_bytes, line = _types(axes)
-    dim, whole, stream = int(str(axes["head_dim"])), TMA.whole, TMA.stream
-    warps = 8 if dim * kv_bytes <= 128 else 4  # stages of 32 KB where rows are short
-    whole = whole and dim * kv_bytes % 128 == 0
-    stage = 2 * warps * 16 * line
-    rest = warps * ROWS * ((dim + 8) * 4 + 8) + 2 * ROWS * (dim * q_bytes + 16) + 2 * 40 + 6 * 8 + 8 + 1024
-    stages = min(TMA.stages, (227 * 1024 - rest) // (stage + 24))
+    dim, tune = int(str(axes["head_dim"])), TMA
+    whole = tune.whole and dim * kv_bytes % 128 == 0
+    slices = 4 if dim <= 128 else 2
+    groups = tune.groups
+    warps, keys = groups * slices, slices * 16
+    stage = 2 * keys * line
+    rest = warps * ROWS * ((dim + 8) * 4 + 8) + 2 * ROWS * (dim * q_bytes + 16) + 2 * 40 + 6 * 8 + 16 + 1024
+    stages = min(max(2, tune.ring // stage), (227 * 1024 - rest) // (stage + 24))
     shared = rest + stages * (stage + 24)
-    body = f"decode_tma<{types}, {dim}, {warps}, {stages}, {str(whole).lower()}, {shared}>"
-    entry = Entry("decode_tma", body, warps * 32 + 64, (_TMA_KIND, dim, int(whole), stream, TMA.policy), shared, 1)
+    body = f"decode_tma<{types}, {dim}, {groups}, {slices}, {stages}, {str(whole).lower()}, {shared}>"
+    config = (_TMA_KIND, dim, int(whole), tune.stream, tune.policy, keys)
+    entry = Entry("decode_tma", body, warps * 32 + 64, config, shared, 1)
     return Unit("fi/decode/batch_decode_sm90.cuh", "BatchDecodeParams", (entry,))
 
 
 class TmaConfig(NamedTuple):
     """What of the Hopper kernel is tuned. Not yet measured."""
 
-    stages: int = 3  # at most
+    ring: int = 96 * 1024  # bytes of keys in flight
+    groups: int = 2
     whole: bool = True
     stream: int = 100  # MB
     policy: int = 0

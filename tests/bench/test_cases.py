@@ -36,6 +36,7 @@ VARIANTS = {
         "--window_left 4",
         "--causal --window_left 3 --s_qo 19",
         "--head_dim_vo 8",
+        "--page_size 4 --batch_size 3 --random_actual_seq_len --s_qo 1",
     ],
     "cascade": ["--input_dtype float16"],
 }

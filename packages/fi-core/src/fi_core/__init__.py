@@ -18,7 +18,12 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "observe.trace": ("fi_trace",),
     "registry": ("supports",),
     "resolve": ("prepare",),
-    "decode": ("single_decode_with_kv_cache",),
+    "decode": (
+        "BatchDecodeWithPagedKVCacheWrapper",
+        "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+        "fast_decode_plan",
+        "single_decode_with_kv_cache",
+    ),
     "prefill": ("single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse"),
     "quantization": ("packbits", "segment_packbits"),
     "cascade": ("merge_state", "merge_state_in_place", "merge_states"),

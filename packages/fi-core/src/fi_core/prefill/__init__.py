@@ -1,0 +1,8 @@
+"""Prefill and append attention: the query tokens of requests against all their keys."""
+
+from __future__ import annotations
+
+from fi_core.prefill import ops  # declares the ops of the family
+from fi_core.prefill.single import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
+
+__all__ = ["ops", "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse"]

@@ -23,6 +23,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
         "fast_decode_plan",
         "single_decode_with_kv_cache",
+        "xqa",
     ),
     "prefill": ("single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse"),
     "quantization": ("packbits", "segment_packbits"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fi_core.decode import ops  # declares the ops of the family
+from fi_core.decode.block_tables import trtllm_batch_decode_with_kv_cache, xqa, xqa_batch_decode_with_kv_cache
 from fi_core.decode.engine import (
     _grouped_size_compiled_for_decode_kernels,
     fast_decode_plan,
@@ -21,4 +22,7 @@ __all__ = [
     "get_seq_lens",
     "ops",
     "single_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
+    "xqa",
+    "xqa_batch_decode_with_kv_cache",
 ]

@@ -18,7 +18,9 @@ class CpuBatchDecode {
       CpuTile tile(params_.problem, q_, kv_, kDecodeRows);
       walk(begin, end, [&](const DecodeSegment& s) { attend(s, tile); });
     });
-    cpu::parallel_for(params_.blocks, params_.blocks / 4, [&](int64_t begin, int64_t end) {
+    if (!cut()) return;
+    const int64_t merged = 2 * kDecodeRows * static_cast<int64_t>(params_.problem.dim_vo);  // floats, of a block
+    cpu::parallel_for(params_.blocks, 1 + 65536 / merged, [&](int64_t begin, int64_t end) {
       std::vector<float> sum(static_cast<size_t>(params_.problem.dim_vo));
       walk(begin, end, [&](const DecodeSegment& s) {
         if (!s.whole() && s.part == 0) merge(s, sum.data());
@@ -27,6 +29,13 @@ class CpuBatchDecode {
   }
 
  private:
+  bool cut() const {
+    const DecodeSchedule schedule = params_.view();
+    const DecodeStart* starts = schedule.starts();
+    return schedule.header().chunk > 0 ||
+           std::any_of(starts, starts + params_.blocks, [](const DecodeStart& s) { return s.parts > 1; });
+  }
+
   // Blocks that pay for waking a thread.
   int64_t grain() const {
     const AttentionProblem& p = params_.problem;
@@ -36,10 +45,15 @@ class CpuBatchDecode {
     return 1 + static_cast<int64_t>(2e5 / (work / params_.blocks + 1));
   }
 
+  // The segments of some blocks. Blocks at the same place in their unit follow each other: heads of a token lie side by
+  // side in memory, so this reads whole pages.
   template <class F>
   void walk(int64_t begin, int64_t end, F&& f) const {
     const Mask& mask = params_.problem.mask;
-    for (int64_t block = begin; block < end; ++block) {
+    const int64_t units = params_.view().header().units, each = std::max<int64_t>(1, params_.blocks / units);
+    const int64_t regular = each * std::min<int64_t>(units, params_.blocks);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t block = i < regular ? i % (regular / each) * each + i / (regular / each) : i;
       DecodeWalk walk(params_.view(), static_cast<int32_t>(block), mask.qo_len, mask.window_left);
       DecodeSegment segment;
       while (walk.next(segment)) f(segment);

@@ -25,7 +25,12 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "single_decode_with_kv_cache",
         "xqa",
     ),
-    "prefill": ("single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse"),
+    "prefill": (
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "BatchPrefillWithRaggedKVCacheWrapper",
+        "single_prefill_with_kv_cache",
+        "single_prefill_with_kv_cache_return_lse",
+    ),
     "quantization": ("packbits", "segment_packbits"),
     "cascade": ("merge_state", "merge_state_in_place", "merge_states"),
     "page": ("append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"),

@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from fi_core.prefill import ops  # declares the ops of the family
+from fi_core.prefill.engine import get_batch_prefill_module
+from fi_core.prefill.paged import BatchPrefillWithPagedKVCacheWrapper
+from fi_core.prefill.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from fi_core.prefill.single import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
 
-__all__ = ["ops", "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse"]
+__all__ = [
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "get_batch_prefill_module",
+    "ops",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+]

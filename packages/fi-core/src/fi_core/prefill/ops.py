@@ -144,6 +144,19 @@ def choose(
     return BATCH_PREFILL.spec(target, _axes(q, kv, 0), "fa2").impl
 
 
+def fits(impl: str, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether addresses and strides are multiples of 16 bytes, as the Hopper kernel needs; others take any."""
+    if impl != "fa3":
+        return True
+    low = out.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr()
+    strides = 0
+    for x in (out, q, k, v):
+        *outer, _ = x.stride()
+        for stride in outer:
+            strides |= stride
+    return (low | strides * q.element_size()) % 16 == 0
+
+
 def _axes(q: torch.dtype, kv: torch.dtype, head_dim: int) -> dict[str, object]:
     return {"q": short_name(q), "kv": short_name(kv), "head_dim": head_dim, "soft_cap": False}
 

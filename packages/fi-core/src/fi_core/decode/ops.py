@@ -10,7 +10,7 @@ import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.launch.op import Launcher, target_of
-from fi_core.spec.constraint import ON_CPU, at_least
+from fi_core.spec.constraint import ON_CPU, Constraint, at_least, exactly
 from fi_core.spec.dtype import DTYPES, short_name
 from fi_core.spec.op import Axes, Entry, Impl, Op, Unit
 from fi_core.utils import PosEncodingMode, ceil_div
@@ -38,16 +38,68 @@ DECODE_PLAN = Op(
 )
 
 
+_FP8 = ("e4m3", "e5m2")
+# Config of the entries of batch_decode: (kind, head dim or its largest, ...); kinds are those of launch.h.
+_ROWS_KIND, _TILES_KIND, _TMA_KIND = 0, 1, 2
+
+
 def _rows_unit(axes: Axes) -> Unit:
-    """CUDA cores: config = (kind 0, largest head dim, packed rows at a time)."""
-    q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
-    slices, rows = (1, 4) if axes["head_dim"] else (2, 1)
-    body = f"decode_rows<{q.device}, {kv.device}, {slices}, {rows}>"
-    return Unit(
-        "fi/decode/batch_decode.cuh",
-        "BatchDecodeParams",
-        (Entry("decode_rows", body, 128, (0, 256 if slices == 1 else 512, rows)),),
+    """CUDA cores, for whatever the others do not take."""
+    types = f"{DTYPES[str(axes['q'])].device}, {DTYPES[str(axes['kv'])].device}"
+    entries = (
+        Entry("decode_rows", f"decode_rows<{types}, 1, 4>", 128, (_ROWS_KIND, 256), 0, 2),
+        Entry("decode_wide_rows", f"decode_rows<{types}, 2, 1>", 128, (_ROWS_KIND, 512), 0, 2),
     )
+    return Unit("fi/decode/batch_decode.cuh", "BatchDecodeParams", entries)
+
+
+def _types(axes: Axes) -> tuple[str, int, int, int]:
+    """T, Q, KV for the device; bytes of an element of q, of the cache, and of a row of the cache in shared memory."""
+    q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
+    multiply = DTYPES["f16"] if kv.bytes == 1 else q  # halves hold every fp8 value
+    lines = ceil_div(int(str(axes["head_dim"])) * kv.bytes, 128)
+    return f"{multiply.device}, {q.device}, {kv.device}", q.bytes, kv.bytes, lines * 128
+
+
+def _tiles_unit(axes: Axes) -> Unit:
+    """Tensor cores with cp.async. 96 KB of shared memory at most: sm_86, sm_89 and sm_120 have 99."""
+    types, q_bytes, _, line = _types(axes)
+    dim, stages = int(str(axes["head_dim"])), 3
+    warps = 4 if dim <= 128 else 2
+    ring = max(stages * 2 * 16 * line, ROWS * (dim + 8) * 4)
+    shared = warps * ring + ROWS * (dim * q_bytes + 16) + warps * ROWS * 8 + 168 + 8
+    body = f"decode_tiles<{types}, {dim}, {warps}, {stages}, {shared}>"
+    entry = Entry("decode_tiles", body, warps * 32, (_TILES_KIND, dim), shared, 1)
+    return Unit("fi/decode/batch_decode.cuh", "BatchDecodeParams", (entry,))
+
+
+def _tma_unit(axes: Axes) -> Unit:
+    """Hopper. config: kind, head dim, whether a copy brings whole rows, MB of keys up to which they leave L2 first."""
+    types, q_bytes, kv_bytes, line = _types(axes)
+    dim, whole, stream = int(str(axes["head_dim"])), TMA.whole, TMA.stream
+    warps = 8 if dim * kv_bytes <= 128 else 4  # stages of 32 KB where rows are short
+    whole = whole and dim * kv_bytes % 128 == 0
+    stage = 2 * warps * 16 * line
+    rest = warps * ROWS * ((dim + 8) * 4 + 8) + 2 * ROWS * (dim * q_bytes + 16) + 2 * 40 + 4 * 8 + 8 + 1024
+    stages = min(TMA.stages, (227 * 1024 - rest) // (stage + 24))
+    shared = rest + stages * (stage + 24)
+    body = f"decode_tma<{types}, {dim}, {warps}, {stages}, {str(whole).lower()}, {shared}>"
+    entry = Entry("decode_tma", body, warps * 32 + 32, (_TMA_KIND, dim, int(whole), stream), shared, 1)
+    return Unit("fi/decode/batch_decode_sm90.cuh", "BatchDecodeParams", (entry,))
+
+
+class TmaConfig(NamedTuple):
+    """What of the Hopper kernel is tuned. Not yet measured."""
+
+    stages: int = 4  # at most
+    whole: bool = True
+    stream: int = 100  # MB
+
+
+TMA = TmaConfig()
+_HALF_Q = Constraint("q", "in", ("f16", "bf16", *_FP8))
+_NO_F32 = Constraint("kv", "in", ("f16", "bf16", *_FP8))
+_COMPILED_DIM = Constraint("head_dim", ">=", 1)
 
 
 BATCH_DECODE = Op(
@@ -64,8 +116,16 @@ BATCH_DECODE = Op(
         "kv": ("f16", "bf16", "f32", "e4m3", "e5m2"),
         "head_dim": (64, 80, 96, 128, 192, 256, 0),
     },
-    impls=(Impl("cpu", ON_CPU), Impl("fa2", at_least(80), _rows_unit)),
-    prebuilt=(),
+    impls=(
+        Impl("cpu", ON_CPU),
+        Impl("fa3", (*exactly(90), _HALF_Q, _NO_F32, _COMPILED_DIM), _tma_unit),
+        Impl("fa2_tc", (*at_least(80), _HALF_Q, _NO_F32, _COMPILED_DIM), _tiles_unit),
+        Impl("fa2", at_least(80), _rows_unit),
+    ),
+    prebuilt=(
+        *({"q": q, "kv": kv, "head_dim": dim} for q in ("f16", "bf16") for kv in (q, "e4m3") for dim in (64, 128, 256)),
+        *({"q": q, "kv": q, "head_dim": 0} for q in ("f16", "bf16", "f32")),
+    ),
 )
 
 _DIMS = frozenset({64, 80, 96, 128, 192, 256})

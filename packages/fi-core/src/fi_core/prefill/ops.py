@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from fi_core.errors import UnsupportedError
 from fi_core.launch.op import Launcher, target_of
 from fi_core.spec.constraint import ON_CPU, Constraint, at_least, exactly
 from fi_core.spec.dtype import DTYPES, short_name
 from fi_core.spec.op import Axes, Entry, Impl, Op, Unit
-from fi_core.utils import PosEncodingMode
+from fi_core.utils import PosEncodingMode, round_up
 
 if TYPE_CHECKING:
     import torch
@@ -38,25 +39,27 @@ PREFILL_PLAN = Op(
 
 # Tensor cores multiply in the 16-bit type that holds q and k exactly.
 _MULTIPLY = {"f16": "f16", "bf16": "bf16", "e4m3": "f16", "e5m2": "f16"}
+_TILE_BLOCKS = 3  # a multiprocessor; not yet measured
 _TILE_BYTES = 3 * 64 * (128 + 8) * 2 + 64 * (12 + 8) + 256 * 8  # TilesKernel::Shared
 
 
 def _tiles_unit(axes: Axes) -> Unit:
-    """mma.sync for any head dim; config = (kind 0, rows a block)."""
+    """mma.sync for any head dim; config = (kind 0, rows a block, blocks a multiprocessor)."""
     q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
     body = f"prefill_tiles<{DTYPES[_MULTIPLY[q.short]].device}, {q.device}, {kv.device}, {_TILE_BYTES}>"
-    return Unit(
-        "fi/prefill/batch_prefill.cuh", "PrefillProblem", (Entry("prefill_tiles", body, 128, (0, 64), _TILE_BYTES),)
-    )
+    entry = Entry("prefill_tiles", body, 128, (0, 64, _TILE_BLOCKS), _TILE_BYTES, _TILE_BLOCKS)
+    return Unit("fi/prefill/batch_prefill.cuh", "PrefillProblem", (entry,))
 
 
 # Of the Hopper kernel: axis head_dim -> (head_dim_qk, head_dim_vo, keys a step).
-_HOPPER = {64: (64, 64, 128), 128: (128, 128, 128), 192: (192, 128, 112), 256: (256, 256, 80)}
+_HOPPER = {64: (64, 64, 128), 128: (128, 128, 128), 192: (192, 128, 112)}
+_HOPPER_VALUES = {qk: vo for qk, vo, _ in _HOPPER.values()}
 
 
 def _hopper_bytes(qk: int, vo: int, keys: int) -> int:
-    """sizeof(PrefillKernel::Shared) + 1024, by which its start is aligned."""
-    raise NotImplementedError
+    """sizeof(PrefillKernel::Shared), and the 1024 bytes to which its start is aligned."""
+    tiles = 2 * (ROWS * (qk + vo) + 2 * keys * (qk + vo))
+    return round_up(tiles + 14 * 8 + 2 * 32, 1024) + 1024
 
 
 def _hopper_unit(axes: Axes) -> Unit:
@@ -66,11 +69,8 @@ def _hopper_unit(axes: Axes) -> Unit:
     qk, vo, keys = _HOPPER[head_dim]
     size = _hopper_bytes(qk, vo, keys)
     body = f"batch_prefill<{q.device}, {qk}, {vo}, {keys}, {'true' if axes['soft_cap'] else 'false'}, {size}>"
-    return Unit(
-        "fi/prefill/batch_prefill_sm90.cuh",
-        "BatchPrefillParams",
-        (Entry("batch_prefill", body, 384, (1, keys), size, 1),),
-    )
+    entry = Entry("batch_prefill", body, 384, (1, keys), size, 1)
+    return Unit("fi/prefill/batch_prefill_sm90.cuh", "BatchPrefillParams", (entry,))
 
 
 BATCH_PREFILL = Op(
@@ -81,27 +81,45 @@ BATCH_PREFILL = Op(
     "Tensor? scale_k, Tensor? scale_v, Tensor? bmm1_scale, Tensor? bmm2_scale, int batch_size, int tile_tokens, "
     "int kv_tokens, int kv_layout, int pos_encoding_mode, bool causal, int window_left, float logits_soft_cap, "
     "float sm_scale, float v_scale, float rope_scale, float rope_theta, bool? enable_pdl, str impl) -> ()",
-    # head_dim, soft_cap: what the Hopper kernel is compiled for; 192 is (192, 128). 0 and False elsewhere.
+    # head_dim, soft_cap: what the Hopper kernel is compiled for; 192 has values of 128. 0 and False elsewhere.
     axes={
         "q": ("f16", "bf16", "f32", "e4m3", "e5m2"),
         "kv": ("f16", "bf16", "f32", "e4m3", "e5m2"),
-        "head_dim": (64, 128, 192, 256, 0),
+        "head_dim": (64, 128, 192, 0),
         "soft_cap": (False, True),
     },
     impls=(
         Impl("cpu", ON_CPU),
+        Impl(
+            "fa3",
+            (
+                *exactly(90),
+                Constraint("q", "in", ("f16", "bf16")),
+                Constraint("kv", "in", ("f16", "bf16")),
+                Constraint("head_dim", "in", tuple(_HOPPER)),
+            ),
+            _hopper_unit,
+        ),
         Impl(
             "fa2",
             (*at_least(80), Constraint("q", "in", tuple(_MULTIPLY)), Constraint("head_dim", "==", 0)),
             _tiles_unit,
         ),
     ),
-    prebuilt=tuple(
-        {"q": q, "kv": kv, "head_dim": 0, "soft_cap": False}
-        for q, kv in (
-            *((q, q) for q in _MULTIPLY),
-            *((q, kv) for q in ("f16", "bf16") for kv in ("e4m3", "e5m2")),
-        )
+    prebuilt=(
+        *(
+            {"q": q, "kv": kv, "head_dim": 0, "soft_cap": False}
+            for q, kv in (
+                *((q, q) for q in _MULTIPLY),
+                *((q, kv) for q in ("f16", "bf16") for kv in ("e4m3", "e5m2")),
+            )
+        ),
+        *(
+            {"q": q, "kv": q, "head_dim": head_dim, "soft_cap": soft_cap}
+            for q in ("f16", "bf16")
+            for head_dim in _HOPPER
+            for soft_cap in (False, True)
+        ),
     ),
 )
 
@@ -139,9 +157,28 @@ def choose(
     look-up per call. Raises UnsupportedError with the reasons if the named one, or none, takes it.
     """
     target = target_of(device)
+    general = {"q": short_name(q), "kv": short_name(kv), "head_dim": 0, "soft_cap": False}
     if target.kind == "cpu":
-        return BATCH_PREFILL.spec(target, _axes(q, kv, 0), None).impl
-    return BATCH_PREFILL.spec(target, _axes(q, kv, 0), "fa2").impl
+        return BATCH_PREFILL.spec(target, general).impl
+    if backend == "fa2":
+        return BATCH_PREFILL.spec(target, general, "fa2").impl
+    reasons = [
+        f"requires {wanted}, got {got}"
+        for wanted, got, met in (
+            ("kv and output of q's dtype", f"{q}, {kv}, {out}", q is kv is out),
+            ("values of head_dim_qk, or 128 for 192", str(head_dim_vo), head_dim_vo == _HOPPER_VALUES.get(head_dim_qk)),
+            ("at most 128 query heads a kv head", str(group), group <= ROWS),
+            ("pos_encoding_mode NONE", PosEncodingMode(pos_encoding_mode).name, pos_encoding_mode == 0),
+            ("no mask, no scales by head or on the device", "one", plain),
+        )
+        if not met
+    ]
+    reasons += BATCH_PREFILL.explain(target, general | {"head_dim": head_dim_qk})["fa3"]
+    if not reasons:
+        return "fa3"
+    if backend == "auto":
+        return BATCH_PREFILL.spec(target, general, "fa2").impl
+    raise UnsupportedError(f"batch_prefill by {backend} is not supported on {target}:", {backend: reasons})
 
 
 def fits(impl: str, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -155,10 +192,6 @@ def fits(impl: str, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torc
         for stride in outer:
             strides |= stride
     return (low | strides * q.element_size()) % 16 == 0
-
-
-def _axes(q: torch.dtype, kv: torch.dtype, head_dim: int) -> dict[str, object]:
-    return {"q": short_name(q), "kv": short_name(kv), "head_dim": head_dim, "soft_cap": False}
 
 
 def plan(

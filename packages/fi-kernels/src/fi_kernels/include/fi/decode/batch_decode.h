@@ -23,6 +23,9 @@ struct BatchDecodeParams {
   const uint8_t* draft_mask;  // [batch, q_len, draft_row] bytes; null: causal where q_len > 1
   Divisor page_size;
   int32_t batch, blocks, row_tiles, draft_row;
+  int32_t out_aligned;   // four elements of out may be stored at once
+  int32_t box_rows;      // keys that one copy of the Hopper kernel brings
+  int32_t stream_tiles;  // from so many tiles on, keys pass through L2 like other data; below, they leave it first
 
   FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, blocks, batch}; }
   FI_HOST_DEVICE int32_t kv_head(int32_t unit) const { return unit / row_tiles; }
@@ -34,6 +37,10 @@ struct BatchDecodeParams {
   }
   FI_HOST_DEVICE float* slot_state(int32_t index) const { return slot(index) + kDecodeRows * problem.dim_vo; }
 
+  FI_HOST_DEVICE const uint8_t* draft(int32_t b) const {
+    return draft_mask + static_cast<int64_t>(b) * problem.mask.qo_len * draft_row;
+  }
+
   // The attention problem of one request. Its k and v have no meaning: pages are found by page_indices.
   FI_HOST_DEVICE AttentionProblem request(int32_t b, int32_t kv_len, int64_t q_bytes, int64_t out_bytes) const {
     AttentionProblem p = problem;
@@ -44,10 +51,7 @@ struct BatchDecodeParams {
     p.mask.kv_len = kv_len;
     if (bmm1_scale) p.scores.sm_scale *= *bmm1_scale;
     if (bmm2_scale) p.out_scale *= *bmm2_scale;
-    if (draft_mask) {
-      p.mask.draft = draft_mask + static_cast<int64_t>(b) * p.mask.qo_len * draft_row;
-      p.mask.draft_row = draft_row;
-    }
+    if (draft_mask) p.mask.draft = draft(b);
     return p;
   }
 };

@@ -23,7 +23,8 @@ struct DecodeHeader {
   int32_t units, batch, blocks;
   int32_t chunk;   // tiles of a chunk where parts are chunks (batch-invariant mode); 0: parts are ranges of blocks
   int32_t chunks;  // of one unit
-  int32_t unused[3];
+  int32_t tiles;   // cost of all units, at most 2^31 - 1
+  int32_t unused[2];
 };
 
 // Where the range of a block begins. Of the item that begins or continues here: kv_len and first_page of its request,
@@ -83,21 +84,19 @@ struct DecodeSegment {
   FI_HOST_DEVICE int32_t counter() const { return slot / step; }
 };
 
-// Walks through the segments of one block: while (walk.next(segment)) ... q_len and window_left are those of the plan.
+// Walks through the segments of one block: begin(), then next() until it is false; q_len and window_left are those of
+// the plan.
 struct DecodeWalk {
   DecodeHeader header;
   const DecodeRequest* requests;
   DecodeStart at, end;
   int32_t q_len, window_left, block;
 
-  FI_HOST_DEVICE DecodeWalk(const DecodeSchedule& schedule, int32_t block, int32_t q_len, int32_t window_left)
-      : header(schedule.header()),
-        requests(schedule.requests()),
-        at(schedule.starts()[block]),
-        end(schedule.starts()[block + 1]),
-        q_len(q_len),
-        window_left(window_left),
-        block(block) {}
+  FI_HOST_DEVICE void begin(const DecodeSchedule& schedule, int32_t index, int32_t queries, int32_t window) {
+    header = schedule.header(), requests = schedule.requests();
+    at = schedule.starts()[index], end = schedule.starts()[index + 1];
+    q_len = queries, window_left = window, block = index;
+  }
 
   FI_HOST_DEVICE bool next(DecodeSegment& s) {
     const bool last = at.unit == end.unit && at.request == end.request;  // the item that the next block continues

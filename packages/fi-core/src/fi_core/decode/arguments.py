@@ -81,11 +81,16 @@ def data_types(
     both: torch.dtype | str | None,
 ) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """(q, kv, o). data_type (`both`) fills q and kv where they are None; then q is float16, kv and o are q's."""
+    import torch
+
     if both is not None:
         q = both if q is None else q
         kv = both if kv is None else kv
     q = _dtype("float16" if q is None else q, "q_data_type")
-    return q, q if kv is None else _dtype(kv, "kv_data_type"), q if o is None else _dtype(o, "o_data_type")
+    kv = q if kv is None else _dtype(kv, "kv_data_type")
+    if kv is torch.uint8:
+        raise NotImplementedError("kv_data_type: NVFP4 keys and values (uint8) are not supported")
+    return q, kv, q if o is None else _dtype(o, "o_data_type")
 
 
 def check_shape(num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int) -> None:

@@ -21,24 +21,6 @@ struct PagedTokens {
   FI_DEVICE int slot(int j) const { return j - static_cast<int>(divide(j, size) * size.value); }
 };
 
-// The walk of a block, in shared memory: one thread takes the steps, which saves the others thirty registers.
-struct BlockWalk {
-  DecodeWalk walk;
-  DecodeSegment segment;
-  bool more;
-
-  FI_DEVICE void begin(const BatchDecodeParams& params) {
-    walk.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
-  }
-  // By all threads of the block, the first of which has called begin. A barrier.
-  FI_DEVICE bool next() {
-    __syncthreads();
-    if (threadIdx.x == 0) more = walk.next(segment);
-    __syncthreads();
-    return more;
-  }
-};
-
 // The same where the keys may also be ragged: without ids, one page.
 struct TokensOfEither : PagedTokens {
   FI_DEVICE int64_t page(int j) const { return ids ? PagedTokens::page(j) : 0; }

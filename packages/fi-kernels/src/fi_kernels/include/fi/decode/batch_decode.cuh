@@ -7,6 +7,24 @@
 
 namespace fi {
 
+// The walk of a block, in shared memory: one thread takes the steps, which saves the others thirty registers.
+struct BlockWalk {
+  DecodeWalk walk;
+  DecodeSegment segment;
+  bool more;
+
+  FI_DEVICE void begin(const BatchDecodeParams& params) {
+    walk.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
+  }
+  // By all threads of the block, the first of which has called begin. A barrier.
+  FI_DEVICE bool next() {
+    __syncthreads();
+    if (threadIdx.x == 0) more = walk.next(segment);
+    __syncthreads();
+    return more;
+  }
+};
+
 // Grid: one block a range of the schedule.
 template <class Q, class KV, int kSlices, int kRows>
 FI_DEVICE void decode_rows(const BatchDecodeParams& params) {

@@ -26,6 +26,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "xqa",
     ),
     "prefill": (
+        "BatchAttentionWithAttentionSinkWrapper",
         "BatchPrefillWithPagedKVCacheWrapper",
         "BatchPrefillWithRaggedKVCacheWrapper",
         "single_prefill_with_kv_cache",

@@ -228,6 +228,7 @@ def host_us(run: Callable[[], Any]) -> float:
 def measure(name: str, case: Case, variants: list[str], with_peers: bool, rounds: int) -> Iterator[dict[str, Any]]:
     x = Inputs(case)
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    used: list[Any] = []  # what graphs refer to: buffers, and kernels that another variant replaces
     rows: dict[str, dict[str, Any]] = {}
     checked = sorted({0, len(case.lengths) - 1})
     expected = {b: x.reference(b) for b in checked}
@@ -240,6 +241,7 @@ def measure(name: str, case: Case, variants: list[str], with_peers: bool, rounds
                 x.out.fill_(math.nan)
                 run()
                 torch.cuda.synchronize()
+                used += [plan, run, dict(ops.batch_decode.kernels)]
                 row["first_s"] = round(time.perf_counter() - start, 2)
                 row["error"] = max(
                     float((x.out[b * case.q_len : (b + 1) * case.q_len].double() - y).abs().max())
@@ -260,6 +262,7 @@ def measure(name: str, case: Case, variants: list[str], with_peers: bool, rounds
                 try:
                     run = make()
                     run()
+                    used.append(run)
                     graphs[peer] = captured(run)
                 except Exception as error:
                     row["failed"] = str(error)[:300]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,9 +51,9 @@ class Paged:
     def block_tables(self) -> torch.Tensor:
         """`[batch, most pages + 1]`, with -1 where no page is."""
         starts = self.indptr.tolist()
-        width = max((b - a for a, b in zip(starts, starts[1:])), default=0) + 1
+        width = max((b - a for a, b in itertools.pairwise(starts)), default=0) + 1
         table = torch.full((len(self.k), width), -1, dtype=torch.int32)
-        for row, (a, b) in zip(table, zip(starts, starts[1:])):
+        for row, (a, b) in zip(table, itertools.pairwise(starts)):
             row[: b - a] = self.indices[a:b]
         return table.to(self.q.device)
 
@@ -86,7 +87,9 @@ def offsets(counts: Iterable[int], device: Any) -> torch.Tensor:
     return sums.to(torch.int32).to(device)
 
 
-def _pool(pages: int, rows: tuple[int, int], dim: int, dtype: torch.dtype, device: str, form: str) -> list[torch.Tensor]:
+def _pools(
+    pages: int, rows: tuple[int, int], dim: int, dtype: torch.dtype, device: str, form: str
+) -> list[torch.Tensor]:
     """K and V pools of NaN, `[pages, rows, dim]`, as halves of one tensor or with gaps between rows and pages."""
     nan = torch.full((1,), float("nan")).to(dtype).to(device)
     if form == "fused":
@@ -117,7 +120,7 @@ def paged(
     generator = torch.Generator().manual_seed(seed + 1)
     pages = torch.randperm(total + 3, generator=generator)[:total]
     rows = (page_size, heads[1]) if kv_layout == "NHD" else (heads[1], page_size)
-    pools = _pool(total + 3, rows, dim, kv_dtype, device, form)
+    pools = _pools(total + 3, rows, dim, kv_dtype, device, form)
     k_pool, v_pool = pools[0].unbind(1) if form == "fused" else pools
     ks, vs, first = [], [], 0
     for b, (n, count) in enumerate(zip(lengths, counts)):

@@ -1,4 +1,4 @@
-"""BatchDecodeWithPagedKVCacheWrapper against fp64: lengths, heads, pages, layouts and types, on every implementation."""
+"""BatchDecodeWithPagedKVCacheWrapper against fp64, every implementation: lengths, heads, pages, layouts, types."""
 
 from __future__ import annotations
 
@@ -213,7 +213,9 @@ def test_offsets_beyond_32_bits() -> None:
     pool = torch.full((pages, 2, 16, 8, 128), float("nan"), dtype=torch.bfloat16, device="cuda")
     small = paged([300, 64], heads=(8, 8), dim=128, dtype=torch.bfloat16, form="fused", device="cuda")
     assert isinstance(small.cache, torch.Tensor)
-    where = torch.cat([torch.arange(10), torch.arange(pages - len(small.cache) + 10, pages)])[small.indices.cpu().long()]
+    where = torch.cat([torch.arange(10), torch.arange(pages - len(small.cache) + 10, pages)])[
+        small.indices.cpu().long()
+    ]
     pool[where.cuda()] = small.cache[small.indices.long()]
     far = Paged(**{**vars(small), "cache": pool, "indices": where.int().cuda()})
     check(far)

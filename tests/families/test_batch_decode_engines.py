@@ -117,7 +117,7 @@ def test_sglang_pattern(device: str) -> None:
             global_override_indptr_cpu=p.indptr.cpu(),
         )  # fmt: skip
         out = wrapper.forward(p.q, p.cache, sm_scale=0.2, logits_soft_cap=3.0, k_scale=0.9, v_scale=1.1)
-        assert_close(out, p.expected(sm_scale=0.2, logits_soft_cap=3.0 , k_scale=0.9, v_scale=1.1)[0])
+        assert_close(out, p.expected(sm_scale=0.2, logits_soft_cap=3.0, k_scale=0.9, v_scale=1.1)[0])
     with pytest.raises(ValueError, match="batch size is fixed at 3"):
         wrapper.begin_forward(p.indptr[:3], p.indices, p.last_page_len[:2], *p.plan_arguments()[3:], **types)
 
@@ -325,7 +325,16 @@ def test_nothing_synchronises(host: bool) -> None:
             fast_decode_plan(wrapper, *p.plan_arguments())
             wrapper.run(p.q, p.cache, k_scale=sinks[:1], sinks=sinks)
         decode.trtllm_batch_decode_with_kv_cache(
-            p.q, p.cache, space, tables, lengths, 500, 0.1, sinks[:1], kv_layout="NHD", sinks=sinks  # type: ignore[arg-type]
+            p.q,
+            p.cache,
+            space,
+            tables,
+            lengths,
+            500,
+            0.1,
+            sinks[:1],
+            kv_layout="NHD",
+            sinks=sinks,  # type: ignore[arg-type]
         )
 
     everything()  # compiles

@@ -167,7 +167,7 @@ def test_engine_keywords(device: str) -> None:
     p = paged(LENGTHS, kv_layout="HND", device=device)
     out = torch.empty_like(p.q)
     counters = torch.zeros(64, dtype=torch.int32, device=device)
-    nothing = {name: None for name in ("sinks", "o_sf_scale", "cum_seq_lens_q", "kv_cache_sf", "lse")}
+    nothing = dict.fromkeys(("sinks", "o_sf_scale", "cum_seq_lens_q", "kv_cache_sf", "lse"))
     trtllm_batch_decode_with_kv_cache(
         **arguments(p, window_left=-1, out=out, backend="auto", max_q_len=None, return_lse=False, out_dtype=None,
                     skip_softmax_threshold_scale_factor=None, multi_ctas_kv_counter_buffer=counters, **nothing)

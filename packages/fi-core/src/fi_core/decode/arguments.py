@@ -105,20 +105,20 @@ def check_shape(num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: 
 
 
 def lengths(
-    indptr: torch.Tensor, last_page_len: torch.Tensor, seq_lens: torch.Tensor | None, page_size: int
+    indptr: torch.Tensor, last_page_len: torch.Tensor | None, seq_lens: torch.Tensor | None, page_size: int
 ) -> list[int]:
     """Tokens of each request; waits for the device if a table lies there."""
     if seq_lens is not None:
         return [int(n) for n in seq_lens.tolist()]
+    assert last_page_len is not None
     starts, last = indptr.tolist(), last_page_len.tolist()
     return [(end - begin - 1) * page_size + n if end > begin else 0 for begin, end, n in zip(starts, starts[1:], last)]
 
 
 def check_lengths(found: Sequence[int], q_len: int) -> None:
     if short := [b for b, n in enumerate(found) if n < q_len]:
-        raise ValueError(
-            f"q_len_per_req: every request must have that many tokens, {q_len}; request {short[0]} has {found[short[0]]}"
-        )
+        b = short[0]
+        raise ValueError(f"q_len_per_req: all requests must have so many tokens, {q_len}; request {b} has {found[b]}")
 
 
 def scale_product(number: float, *scales: Any) -> tuple[float, torch.Tensor | None]:

@@ -1,4 +1,4 @@
-"""What serving engines reach for behind the batch decode wrapper: the planner that they call with positional tensors."""
+"""What serving engines reach for behind the batch decode wrapper: planners that they call by themselves."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from fi_core.decode.arguments import data_types
 if TYPE_CHECKING:
     import torch
 
+    from fi_core.decode.plan import BatchDecodePlan
     from fi_core.decode.wrapper import BatchDecodeWithPagedKVCacheWrapper
 
 # Wrappers by the address of their int workspace, which is how a planner is told whom it plans for.
-_owners: weakref.WeakValueDictionary[int, BatchDecodeWithPagedKVCacheWrapper] = weakref.WeakValueDictionary()
+_owners: weakref.WeakValueDictionary[int, BatchDecodePlan] = weakref.WeakValueDictionary()
 
 
-def register(wrapper: BatchDecodeWithPagedKVCacheWrapper) -> None:
+def register(wrapper: BatchDecodePlan) -> None:
     _owners[wrapper._int_workspace_buffer.data_ptr()] = wrapper
 
 
-def _owner(int_workspace_buffer: torch.Tensor) -> BatchDecodeWithPagedKVCacheWrapper:
+def _owner(int_workspace_buffer: torch.Tensor) -> BatchDecodePlan:
     wrapper = _owners.get(int_workspace_buffer.data_ptr())
     if wrapper is None:
         raise ValueError("int_workspace_buffer: the one of a wrapper is required (wrapper._int_workspace_buffer)")

@@ -110,6 +110,7 @@ class BatchDecodePlan:
         self._pinned: torch.Tensor | None = None
         capacity = len(self._paged_kv_indices_buf) if self._use_cuda_graph else None
         self._division = Division(int_workspace_buffer, float_workspace_buffer, capacity)
+        self._fitting: set[Any] = set()  # strides that the chosen implementation takes
         self._plan_info: list[int] | None = None
         self._cached_module: engine.PrefillPlanner | engine.DecodePlanner | None = None
         engine.register(self)
@@ -242,7 +243,7 @@ class BatchDecodePlan:
     ) -> None:
         batch_size = len(last_page_len)
         if len(indptr) != batch_size + 1:
-            raise ValueError(f"indptr: length {batch_size + 1} is required, that of last_page_len + 1; got {len(indptr)}")
+            raise ValueError(f"indptr: length {batch_size + 1} is required, last_page_len's + 1; got {len(indptr)}")
         if seq_lens is not None and len(seq_lens) != batch_size:
             raise ValueError(f"seq_lens: length {batch_size} is required, the batch size; got {len(seq_lens)}")
         if q_len != 1:
@@ -285,8 +286,8 @@ class BatchDecodePlan:
         rope_theta: float | None,
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] | None = None,
     ) -> None:
-        """What is a property of run: the same for plan, fast_decode_plan and forward, which leaves the dtypes."""
-        self._encoding = code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
+        """What run reads (and engines set): from plan, fast_decode_plan, and forward, which leaves the dtypes."""
+        code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
         self._pos_encoding_mode = pos_encoding_mode
         self._window_left = window_left
         self._logits_soft_cap = 0.0 if logits_soft_cap is None else logits_soft_cap
@@ -316,6 +317,8 @@ class BatchDecodePlan:
         self._num_qo_heads, self._num_kv_heads, self._head_dim = num_qo_heads, num_kv_heads, head_dim
         self._batch_size = len(indptr) - 1
         self._q_len_per_req, self._is_causal = q_len, q_len > 1
+        self._q_shape = self._batch_size * q_len, num_qo_heads, head_dim
+        self._page_shape = (page_size, num_kv_heads) if self._layout == 0 else (num_kv_heads, page_size)
         indptr = self._on_device("planned_indptr", indptr, non_blocking)
         if kv_lens is not None:
             kv_lens, last_page_len = self._on_device("kv_lens", kv_lens, non_blocking), None
@@ -323,15 +326,15 @@ class BatchDecodePlan:
             indptr, last_page_len, kv_lens, len(self._paged_kv_indices_buf), num_qo_heads, num_kv_heads, head_dim,
             page_size, window_left, q_len, split, whole,
         )  # fmt: skip
-        self._impl = self._choose(head_dim)
+        self._impl, self._chosen_for = self._choose(head_dim), self._pos_encoding_mode
+        self._fitting.clear()
         self._cached_module = engine.PREFILL_PLANNER if self._use_tensor_cores else engine.DECODE_PLANNER
         return self._plan_info
 
     def _choose(self, head_dim_vo: int) -> str:
         """The implementation. "fa2" with tensor cores is fa2_tc, or the CUDA cores for what that does not take."""
-        rest = (
-            self.device, self._cached_q_data_type, self._cached_kv_data_type, self._head_dim, head_dim_vo, self._encoding
-        )  # fmt: skip
+        encoding = POS_ENCODINGS[self._pos_encoding_mode]
+        rest = self.device, self._cached_q_data_type, self._cached_kv_data_type, self._head_dim, head_dim_vo, encoding
         name = BACKENDS[self._backend]
         if name == "fa2" and self._use_tensor_cores:
             try:

@@ -6,7 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from fi_core.decode import ops
-from fi_core.decode.arguments import scale_product
+from fi_core.decode.arguments import POS_ENCODINGS, scale_product
 from fi_core.decode.plan import BatchDecodePlan
 from fi_core.env import env
 from fi_core.observe.log import fi_api
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import torch
 
 _CHECK = env.check  # read once: calls pay nothing for it
+_ANY_ADDRESS = ("cpu", "fa2")  # implementations that take any alignment
+_MOST_STRIDES = 64  # kept by a wrapper; a model has few
+_NO_SCALES = (None, None, None)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
@@ -28,8 +31,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
 
     use_cuda_graph: the batch size is fixed, and `plan` copies its tables into the three buffers: indptr
     `[batch_size + 1]`, indices `[most pages]`, last_page_len `[batch_size]`, int32. A captured `run` then computes
-    whatever was planned last: all that a kernel reads about the batch lies on the device, at fixed addresses. `plan` may
-    be captured too, if what it is given lies on the device.
+    whatever was planned last: all that a kernel reads about the batch lies on the device, at fixed addresses. `plan`
+    may be captured too, if what it is given lies on the device.
 
     use_tensor_cores: required for q_len_per_req > 1, else a hint, since "auto" chooses by shape. backend: "auto"; "fa2"
     (CUDA cores, or with use_tensor_cores mma.sync), "fa2_tc" (mma.sync), "fa3" (Hopper); "trtllm-gen" and "xqa" are
@@ -92,43 +95,68 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         )
         if type(paged_kv_cache) is tuple and paged_kv_cache[0].ndim == 4 and paged_kv_cache[1].ndim == 4:
             k, v = paged_kv_cache
+        elif getattr(paged_kv_cache, "ndim", 0) == 5:
+            k, v = paged_kv_cache.unbind(1)  # type: ignore[union-attr]
         else:
             k, v = _unpack_paged_kv_cache(paged_kv_cache, self._kv_layout)
-        if kv_cache_sf is not None:
-            raise NotImplementedError("kv_cache_sf: NVFP4 keys and values are not supported")
-        self._check_inputs(q, k, v)
-        shape = (*q.shape[:2], v.shape[3])
-        if shape[2] != self._head_dim:
-            buffers = self._division.of_head_dim(shape[2])
-        out_dtype = self._cached_o_data_type
-        if out is None:
-            out = q.new_empty(shape) if out_dtype is q.dtype else q.new_empty(shape, dtype=out_dtype)
-        else:
+        if (
+            q.dtype is not self._cached_q_data_type
+            or k.dtype is not self._cached_kv_data_type
+            or v.dtype is not k.dtype
+            or q.shape != self._q_shape
+            or k.shape[1:3] != self._page_shape
+            or kv_cache_sf is not None
+        ):
+            self._refuse(q, k, v, kv_cache_sf)
+        if _CHECK:
+            check_pages(self, k.shape[0])
+        impl, dim_vo = self._impl, v.shape[3]
+        if dim_vo != self._head_dim:
+            buffers, impl = self._division.of_head_dim(dim_vo), self._choose(dim_vo)
+        elif self._pos_encoding_mode != self._chosen_for:  # forward changed it
+            impl = self._choose(dim_vo)
+        if impl not in _ANY_ADDRESS:
+            strides = q.stride(), k.stride(), v.stride()
+            if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or strides not in self._fitting:
+                impl = self._fit(impl, q, k, v, strides)
+        shape, out_dtype = (*self._q_shape[:2], dim_vo), self._cached_o_data_type
+        if out is not None:
             check_shape_dtype_device(out, shape, out_dtype, q.device, "out")
+        elif out_dtype is q.dtype and shape == self._q_shape:
+            out = torch.empty_like(q)  # half a microsecond less than the general form
+        else:
+            out = q.new_empty(shape, dtype=out_dtype)
         if lse is not None:
             check_shape_dtype_device(lse, shape[:2], torch.float32, q.device, "lse")
         elif return_lse:
             lse = q.new_empty(shape[:2], dtype=torch.float32)
-        scale = self._head_dim**-0.5 if self._sm_scale is None else self._sm_scale
-        scale, bmm1 = scale_product(scale, q_scale, k_scale)
-        out_scale, bmm2 = scale_product(1.0, v_scale)
-        heads: tuple[Any, ...] = (None, None, None)
+        score_scale, out_scale = self._sm_scale, 1.0
+        if score_scale is None:
+            score_scale = self._head_dim**-0.5
+        bmm1 = bmm2 = None
+        if q_scale is not None or k_scale is not None:
+            score_scale, bmm1 = scale_product(score_scale, q_scale, k_scale)
+        if v_scale is not None:
+            out_scale, bmm2 = scale_product(1.0, v_scale)
+        per_head: tuple[Any, Any, Any] = _NO_SCALES
         if args:
-            scale, out_scale, heads = _per_head(args, scale, out_scale)
+            score_scale, out_scale, per_head = _per_head(args, score_scale, out_scale)
         if self._window_left != self._division.window_left:  # forward changed it
             self._division.again(self._window_left)
-        impl = self._impl if shape[2] == self._head_dim else self._choose(shape[2])
-        if not ops.fits(impl, q, k, v):
-            impl = "fa2"
         ops.attend(
-            buffers, out, lse, q, k, v, self._paged_kv_indices_buf, impl, self._layout, self._encoding,
-            self._q_len_per_req, self._window_left, self._logits_soft_cap, scale, out_scale, self._rope_scale,
-            self._rope_theta, enable_pdl, sinks, *heads, bmm1, bmm2,
+            buffers, out, lse, q, k, v, self._paged_kv_indices_buf, impl, self._layout,
+            POS_ENCODINGS[self._pos_encoding_mode], self._q_len_per_req, self._window_left,
+            self._logits_soft_cap or 0.0, score_scale, out_scale, self._rope_scale or 1.0, self._rope_theta or 1e4,
+            enable_pdl, sinks, *per_head, bmm1, bmm2,
         )  # fmt: skip
         return (out, lse) if return_lse and lse is not None else out
 
     def run_return_lse(
-        self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], *args: Any, **options: Any
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        *args: Any,
+        **options: Any,
     ) -> Any:
         """`run` with return_lse: (out, lse)."""
         return self.run(q, paged_kv_cache, *args, return_lse=True, **options)
@@ -172,31 +200,36 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
     def end_forward(self) -> None:
         """Does nothing; older callers end a plan with it."""
 
-    def _check_inputs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _fit(self, impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, strides: tuple[Any, ...]) -> str:
+        """The implementation for these addresses and strides, which are remembered if they do."""
+        if not ops.fits(impl, q, k, v):
+            return "fa2"
+        if len(self._fitting) < _MOST_STRIDES:
+            self._fitting.add(strides)
+        return impl
+
+    def _refuse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache_sf: Any) -> None:
+        """Says which of the inputs is not what was planned."""
+        if kv_cache_sf is not None:
+            raise NotImplementedError("kv_cache_sf: NVFP4 keys and values are not supported")
         if q.dtype is not self._cached_q_data_type:
             raise ValueError(f"q: q_data_type {self._cached_q_data_type} was planned; got {q.dtype}")
         if k.dtype is not self._cached_kv_data_type or v.dtype is not k.dtype:
             raise ValueError(
                 f"paged_kv_cache: kv_data_type {self._cached_kv_data_type} was planned; got {k.dtype} and {v.dtype}"
             )
-        rows = self._batch_size * self._q_len_per_req
-        if q.ndim != 3 or q.shape[0] != rows or q.shape[1] != self._num_qo_heads or q.shape[2] != self._head_dim:
+        if q.shape != self._q_shape:
             raise ValueError(
-                f"q: shape ({rows}, {self._num_qo_heads}, {self._head_dim}) was planned (batch_size * q_len_per_req "
-                f"rows); got {tuple(q.shape)}"
+                f"q: shape {self._q_shape} was planned (batch_size * q_len_per_req rows); got {tuple(q.shape)}"
             )
-        page_size, kv_heads = (k.shape[1], k.shape[2]) if self._layout == 0 else (k.shape[2], k.shape[1])
-        if page_size != self._division.page_size or kv_heads != self._num_kv_heads:
-            raise ValueError(
-                f"paged_kv_cache: page_size {self._division.page_size} and {self._num_kv_heads} kv heads were planned; "
-                f"got shape {tuple(k.shape)} ({self._kv_layout})"
-            )
-        if _CHECK:
-            check_pages(self, k.shape[0])
+        raise ValueError(
+            f"paged_kv_cache: page_size {self._division.page_size} and {self._num_kv_heads} kv heads were planned; "
+            f"got shape {tuple(k.shape)} ({self._kv_layout})"
+        )
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
-    """`BatchDecodeWithPagedKVCacheWrapper` with use_cuda_graph; the batch size is the length of last_page_len_buffer."""
+    """The wrapper with use_cuda_graph; the batch size is the length of last_page_len_buffer."""
 
     def __init__(
         self,
@@ -225,14 +258,16 @@ def check_pages(wrapper: BatchDecodePlan, num_pages: int) -> None:
     used = pages[start[0] : start[-1]]
     wrong = (used < 0) | (used >= num_pages)
     if wrong.any():
-        at = int(wrong.nonzero()[0])
-        raise ValueError(f"indices: the cache has pages 0 to {num_pages - 1}; got {int(used[at])} at {at + int(start[0])}")
+        i = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"indices: the cache has pages 0 to {num_pages - 1}; got {int(used[i])} at {i + int(start[0])}"
+        )
 
 
-def _per_head(args: tuple[Any, ...], scale: float, out_scale: float) -> tuple[float, float, tuple[Any, ...]]:
+def _per_head(args: tuple[Any, ...], scale: float, out_scale: float) -> tuple[float, float, Any]:
     """scale_q, scale_k, scale_v from the positional arguments of run: tensors per head stay, numbers are multiplied."""
     if len(args) > 3:
-        raise TypeError(f"run: scale_q, scale_k and scale_v may follow the cache by position; got {len(args)} arguments")
+        raise TypeError(f"run: scale_q, scale_k, scale_v may follow the cache by position; got {len(args)} arguments")
     numbers = [1.0, 1.0, 1.0]
     tensors: list[Any] = [None, None, None]
     for i, scale_of in enumerate(args):

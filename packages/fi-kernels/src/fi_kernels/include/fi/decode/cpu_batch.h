@@ -54,7 +54,8 @@ class CpuBatchDecode {
     const int64_t regular = each * std::min<int64_t>(units, params_.blocks);
     for (int64_t i = begin; i < end; ++i) {
       const int64_t block = i < regular ? i % (regular / each) * each + i / (regular / each) : i;
-      DecodeWalk walk(params_.view(), static_cast<int32_t>(block), mask.qo_len, mask.window_left);
+      DecodeWalk walk;
+      walk.begin(params_.view(), static_cast<int32_t>(block), mask.qo_len, mask.window_left);
       DecodeSegment segment;
       while (walk.next(segment)) f(segment);
     }

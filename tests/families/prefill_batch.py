@@ -61,13 +61,17 @@ class Batch:
         for parts in (self.k, self.v):
             tokens = torch.cat(parts)
             shape = (tokens.shape[0] + 3, *tokens.shape[1:])
-            whole = guarded(shape if kv_layout == "NHD" else (shape[1], shape[0], shape[2]), tokens.dtype, str(self.q.device))
+            whole = guarded(
+                shape if kv_layout == "NHD" else (shape[1], shape[0], shape[2]), tokens.dtype, str(self.q.device)
+            )
             view = whole if kv_layout == "NHD" else whole.transpose(0, 1)
             view[: tokens.shape[0]] = tokens
             results.append(whole)
         return results[0], results[1]
 
-    def expected(self, masks: Sequence[torch.Tensor] | None = None, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def expected(
+        self, masks: Sequence[torch.Tensor] | None = None, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) in fp64; options are those of `attention`, masks the custom masks of the requests."""
         outs, lses = [], []
         for b, q in enumerate(self.q.split(list(self.qo_lens))):

@@ -76,8 +76,12 @@ def test_options(options: dict[str, Any], dims: tuple[int, int], device: str) ->
 
 def test_scales(device: str) -> None:
     b = batch([(37, 70), (5, 200)], heads=(6, 3), device=device)
-    check(b, run={"q_scale": 1.5, "k_scale": 0.5, "v_scale": 0.3}, expect={"k_scale": 0.75, "v_scale": 0.3}, causal=True)
-    scales = {name: torch.tensor([x], device=device) for name, x in (("q_scale", 1.5), ("k_scale", 2.0), ("v_scale", 0.3))}
+    check(
+        b, run={"q_scale": 1.5, "k_scale": 0.5, "v_scale": 0.3}, expect={"k_scale": 0.75, "v_scale": 0.3}, causal=True
+    )
+    scales = {
+        name: torch.tensor([x], device=device) for name, x in (("q_scale", 1.5), ("k_scale", 2.0), ("v_scale", 0.3))
+    }
     check(b, run=scales, expect={"k_scale": 3.0, "v_scale": 0.3})
 
 

@@ -349,7 +349,9 @@ def test_as_cudnn_is_called(device: str) -> None:
     out, _ = cudnn_batch_prefill_with_kv_cache(b.q, k, v, 0.1, workspace(device), causal=False, v_scale=scale, **common)
     assert_close(out, b.expected(sm_scale=0.1, v_scale=2.0)[0])
     with pytest.raises(NotImplementedError, match="return_lse"):
-        cudnn_batch_prefill_with_kv_cache(b.q, k, v, 0.1, workspace(device), causal=True, **common | {"return_lse": True})
+        cudnn_batch_prefill_with_kv_cache(
+            b.q, k, v, 0.1, workspace(device), causal=True, **common | {"return_lse": True}
+        )
 
 
 def test_errors_of_the_constructor(device: str) -> None:

@@ -32,7 +32,9 @@ def pack(mask: torch.Tensor, elements: torch.Tensor, buffer: torch.Tensor | None
     import torch
 
     if mask.ndim != 1 or mask.dtype not in (torch.bool, torch.uint8):
-        raise ValueError(f"custom_mask: a flat boolean tensor is required; got {mask.dtype} of shape {tuple(mask.shape)}")
+        raise ValueError(
+            f"custom_mask: a flat boolean tensor is required; got {mask.dtype} of shape {tuple(mask.shape)}"
+        )
     bounds = byte_bounds(elements)
     if elements.device.type == "cpu":
         if elements[-1] != mask.numel():

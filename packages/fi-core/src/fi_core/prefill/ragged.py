@@ -176,7 +176,20 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
                 f"got shape {tuple(k.shape)} ({self._kv_layout})"
             )
         return self._attend(
-            q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse, lse_base, lse_layout, enable_pdl, self._sinks
+            q,
+            k,
+            v,
+            args,
+            q_scale,
+            k_scale,
+            v_scale,
+            out,
+            lse,
+            return_lse,
+            lse_base,
+            lse_layout,
+            enable_pdl,
+            self._sinks,
         )
 
     def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Any:

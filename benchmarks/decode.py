@@ -110,10 +110,10 @@ def ours(x: Inputs, impl: str, split: int = ops.BALANCED) -> tuple[Callable[[], 
     """plan and run."""
     case, device = x.case, torch.device("cuda", 0)
     units = ops.units_of(case.qo_heads, case.kv_heads, case.q_len)
-    needs = ops.sizes(device, len(case.lengths), units, split, x.indices.numel() * case.page_size)
-    buffers = ops.allocate(device, needs, case.dim)
     indptr, last, layout = x.indptr.cuda(), x.last.cuda(), int(case.layout == "HND")
     impl = ops.choose(impl, device, BF16, case.kv, case.dim, case.dim, 0)
+    needs = ops.sizes(device, len(case.lengths), units, split, x.indices.numel() * case.page_size, impl)
+    buffers = ops.allocate(device, needs, case.dim)
 
     def plan() -> None:
         ops.plan(buffers, indptr, last, None, case.page_size, units, q_len=case.q_len, split=split)
@@ -173,6 +173,8 @@ def peers(x: Inputs) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
             kv_layout=case.layout,
         )  # fmt: skip
 
+    if case.q_len > 1:
+        return
     yield "flashinfer fa2_tc", wrapper
     yield "flashinfer xqa", xqa
     for folder in ("/tmp/peers/vl", *sys.path):
@@ -196,7 +198,7 @@ def peers(x: Inputs) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
             scheduler_metadata=data,
         )  # fmt: skip
 
-    if case.kv == BF16:
+    if case.kv == BF16 and case.layout == "NHD" and case.q_len == 1:
         yield "fa3", fa3
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TILE = 64  # keys; kDecodeTile of schedule.h
 ROWS = 16  # packed query rows of a row tile; kDecodeRows
+MOST_BLOCKS = 1023  # kDecodeMostBlocks
 CPU_BLOCKS = 64  # ranges of work on a CPU: a fixed number, so that results do not depend on the threads
 BALANCED, NEVER = 0, -1  # values of `split`
 
@@ -67,7 +68,7 @@ def _tiles_unit(axes: Axes) -> Unit:
     dim, stages = int(str(axes["head_dim"])), 3
     warps = 4 if dim <= 128 else 2
     ring = max(stages * 2 * 16 * line, ROWS * (dim + 8) * 4)
-    shared = warps * ring + ROWS * (dim * q_bytes + 16) + warps * ROWS * 8 + 168 + 8
+    shared = warps * ring + ROWS * (dim * q_bytes + 16) + warps * ROWS * 8 + 176 + 16
     body = f"decode_tiles<{types}, {dim}, {warps}, {stages}, {shared}>"
     entry = Entry("decode_tiles", body, warps * 32, (_TILES_KIND, dim), shared, 1)
     return Unit("fi/decode/batch_decode.cuh", "BatchDecodeParams", (entry,))
@@ -80,20 +81,21 @@ def _tma_unit(axes: Axes) -> Unit:
     warps = 8 if dim * kv_bytes <= 128 else 4  # stages of 32 KB where rows are short
     whole = whole and dim * kv_bytes % 128 == 0
     stage = 2 * warps * 16 * line
-    rest = warps * ROWS * ((dim + 8) * 4 + 8) + 2 * ROWS * (dim * q_bytes + 16) + 2 * 40 + 4 * 8 + 8 + 1024
+    rest = warps * ROWS * ((dim + 8) * 4 + 8) + 2 * ROWS * (dim * q_bytes + 16) + 2 * 40 + 6 * 8 + 8 + 1024
     stages = min(TMA.stages, (227 * 1024 - rest) // (stage + 24))
     shared = rest + stages * (stage + 24)
     body = f"decode_tma<{types}, {dim}, {warps}, {stages}, {str(whole).lower()}, {shared}>"
-    entry = Entry("decode_tma", body, warps * 32 + 32, (_TMA_KIND, dim, int(whole), stream), shared, 1)
+    entry = Entry("decode_tma", body, warps * 32 + 64, (_TMA_KIND, dim, int(whole), stream, TMA.policy), shared, 1)
     return Unit("fi/decode/batch_decode_sm90.cuh", "BatchDecodeParams", (entry,))
 
 
 class TmaConfig(NamedTuple):
     """What of the Hopper kernel is tuned. Not yet measured."""
 
-    stages: int = 4  # at most
+    stages: int = 3  # at most
     whole: bool = True
     stream: int = 100  # MB
+    policy: int = 0
 
 
 TMA = TmaConfig()
@@ -195,13 +197,14 @@ class Sizes(NamedTuple):
 
 
 @functools.cache
-def blocks_of(device: torch.device) -> int:
-    """Into how many ranges work is divided on a device: one for each multiprocessor, a fixed number on a CPU."""
+def blocks_of(device: torch.device, impl: str = "") -> int:
+    """Into how many ranges work is divided: as many as fit a device at once; a fixed number on a CPU."""
     if device.type != "cuda":
         return CPU_BLOCKS
     import torch
 
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    each = {"fa2_tc": 2, "fa2": 4}.get(impl, 1)  # blocks of a multiprocessor
+    return min(MOST_BLOCKS, each * torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def units_of(num_qo_heads: int, num_kv_heads: int, q_len: int = 1) -> int:
@@ -214,13 +217,15 @@ def chunk_of(split_tokens: int) -> int:
     return ceil_div(max(1, split_tokens), TILE)
 
 
-def sizes(device: torch.device, batch_size: int, units: int, split: int = BALANCED, tokens: int = 0) -> Sizes:
-    """What `batch_size` requests need, whatever their lengths.
+def sizes(
+    device: torch.device, batch_size: int, units: int, split: int = BALANCED, tokens: int = 0, impl: str = ""
+) -> Sizes:
+    """What `batch_size` requests need, whatever their lengths. impl: the one that is meant to run; another may.
 
     units: `units_of(...)`. split: as in `plan`. tokens: with chunks, the most tokens that the requests may have
     together: page_size times the number of page indices, or of the entries of a block table.
     """
-    blocks = blocks_of(device)
+    blocks = blocks_of(device, impl)
     slots, counters = 2 * blocks, blocks
     if split > 0:
         slots = counters = max(slots, units * (tokens // (split * TILE) + 2 * batch_size))

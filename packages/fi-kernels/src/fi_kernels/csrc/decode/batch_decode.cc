@@ -64,6 +64,8 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
     draft_mask.is({kU8}).on(q).contiguous().shape(requests, length, bytes);
   }
 
+  if (rows == 0 || qo_heads == 0) return;
+
   // 2 shape
   BatchDecodeParams params{};
   AttentionProblem& p = params.problem;
@@ -108,9 +110,9 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
   params.page_size = divisor(static_cast<uint32_t>(page_size));
   params.batch = static_cast<int32_t>(batch);
   params.blocks = static_cast<int32_t>(blocks);
-  params.row_tiles = static_cast<int32_t>((q_len * p.group + kDecodeRows - 1) / kDecodeRows);
+  params.group = divisor(static_cast<uint32_t>(p.group));
+  params.row_tiles = divisor(static_cast<uint32_t>((q_len * p.group + kDecodeRows - 1) / kDecodeRows));
   params.draft_row = p.mask.draft_row = static_cast<int32_t>(draft_row);
-  if (rows == 0 || qo_heads == 0) return;
 
   // 3 launch
   (void)impl;  // says which unit is bound

@@ -56,11 +56,15 @@ FI_DEVICE void decode_rows(const BatchDecodeParams& params) {
         for (int x = threadIdx.x * 4; x < problem.dim_vo; x += Kernel::kThreads * 4) {
           const float4 values = make_float4(kernel.merged_output(g, m, x), kernel.merged_output(g, m, x + 1),
                                             kernel.merged_output(g, m, x + 2), kernel.merged_output(g, m, x + 3));
-          finish.write_or_publish(row + g, x, {m, d, values});
+          if (s.whole())
+            finish.write(row + g, x, {m, d, values});
+          else
+            finish.publish(row + g, x, {m, d, values});
         }
       }
     }
-    if (!s.whole()) finish.merge(threadIdx.x, Kernel::kThreads, &last);
+    if (!s.whole() && finish.arrive(threadIdx.x, Kernel::kThreads, 1, &last))
+      finish.write_merged(threadIdx.x, Kernel::kThreads);
   }
   pdl_launch_dependents();
 }
@@ -132,7 +136,7 @@ struct DecodeTiles {
     constexpr int kEights = kDim / 8;
 #pragma unroll 1
     for (int i = threadIdx.x; i < finish.rows * kEights; i += kThreads) {
-      const Row row = p.row(finish.kv_head, finish.first + i / kEights);
+      const Row row = params.row(finish.kv_head, finish.first + i / kEights);
       const int64_t token = static_cast<int64_t>(finish.s.request) * p.mask.qo_len + row.i;
       Eight<Q> eight;
       eight.read(static_cast<const Q*>(p.q) + token * p.q_token + row.head * p.q_head + i % kEights * 8, true);
@@ -184,15 +188,10 @@ struct DecodeTiles {
       __syncwarp();
       tile.leave(finish.rows, shared.rings[warp].output[0], kOutputPitch, shared.states[warp]);
       __syncthreads();
-#pragma unroll 1
-      for (int i = threadIdx.x; i < finish.rows * (kDim / 4); i += kThreads) {
-        const int r = i / (kDim / 4), x = i % (kDim / 4) * 4;
-        finish.write_or_publish(
-            r, x,
-            finish.template merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
-                                                 [&](int w) { return &shared.rings[w].output[r][x]; }));
-      }
-      if (!s.whole()) finish.merge(threadIdx.x, kThreads, &shared.last);
+      finish.finish(threadIdx.x, kThreads, 1, &shared.last, [&](int r, int x) {
+        return Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
+                                            [&](int w) { return &shared.rings[w].output[r][x]; });
+      });
     }
     pdl_launch_dependents();
   }

@@ -21,15 +21,24 @@ struct BatchDecodeParams {
   const float* bmm1_scale;    // multiplies the scores; null: 1
   const float* bmm2_scale;    // multiplies the output; null: 1
   const uint8_t* draft_mask;  // [batch, q_len, draft_row] bytes; null: causal where q_len > 1
-  Divisor page_size;
-  int32_t batch, blocks, row_tiles, draft_row;
+  Divisor page_size, group, row_tiles;
+  int32_t batch, blocks, draft_row;
   int32_t out_aligned;   // four elements of out may be stored at once
-  int32_t box_rows;      // keys that one copy of the Hopper kernel brings
+  int32_t box_shift;    // 2^box_shift keys are what one copy of the Hopper kernel brings
   int32_t stream_tiles;  // from so many tiles on, keys pass through L2 like other data; below, they leave it first
+  int32_t policy;
 
   FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, blocks, batch}; }
-  FI_HOST_DEVICE int32_t kv_head(int32_t unit) const { return unit / row_tiles; }
-  FI_HOST_DEVICE int32_t first_row(int32_t unit) const { return unit % row_tiles * kDecodeRows; }  // packed
+  FI_HOST_DEVICE int32_t kv_head(int32_t unit) const {
+    return static_cast<int32_t>(divide(static_cast<uint32_t>(unit), row_tiles));
+  }
+  FI_HOST_DEVICE int32_t first_row(int32_t unit) const {  // packed
+    return (unit - kv_head(unit) * static_cast<int32_t>(row_tiles.value)) * kDecodeRows;
+  }
+  FI_HOST_DEVICE Row row(int32_t kv_head, int32_t r) const {
+    const auto i = static_cast<int32_t>(divide(static_cast<uint32_t>(r), group));
+    return {i, kv_head * problem.group + (r - i * problem.group)};
+  }
 
   // A part of an item: per row of the tile dim_vo floats, unnormalised; then m and d of each row.
   FI_HOST_DEVICE float* slot(int32_t index) const {

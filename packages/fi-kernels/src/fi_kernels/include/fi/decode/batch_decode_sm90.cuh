@@ -1,5 +1,5 @@
-// Batch decode on Hopper: a persistent block of one warp that feeds a ring of key tiles by TMA, and warps that each
-// attend to 16 keys of every tile on tensor cores.
+// Batch decode on Hopper: a persistent block of one warp that feeds a ring of key tiles by TMA, warps that each attend
+// to 16 keys of every tile on tensor cores, and one that finishes a segment while they go on with the next.
 #pragma once
 #include "fi/cuda/ptx/tma_sm90.cuh"
 #include "fi/decode/finish.cuh"
@@ -22,8 +22,10 @@ struct DecodeTma {
     Q queries[2][kDecodeRows][Tile::kPitch];
     float2 states[kWarps][kDecodeRows];
     DecodeSegment segments[2];
-    Barrier full_k[kStages], full_v[kStages], empty[kStages], ready[2], free[2];
-    int last;
+    Barrier full_k[kStages], full_v[kStages], empty[kStages];  // of the ring
+    Barrier ready[2], free[2];                                 // of segments and queries
+    Barrier output_full, output_free;
+    int last[2];
   };
 
   const BatchDecodeParams& params;
@@ -35,7 +37,9 @@ struct DecodeTma {
 
   FI_DEVICE void init() const {
     for (int i = 0; i < kStages; ++i) shared.full_k[i].init(1), shared.full_v[i].init(1), shared.empty[i].init(kWarps);
-    for (int i = 0; i < 2; ++i) shared.ready[i].init(1), shared.free[i].init(kWarps);
+    for (int i = 0; i < 2; ++i) shared.ready[i].init(1), shared.free[i].init(kWarps + 1);
+    shared.output_full.init(kWarps);
+    shared.output_free.init(1);
     fence_barrier_init();
     prefetch_tensor_map(params.k_map);
     prefetch_tensor_map(params.v_map);
@@ -51,47 +55,49 @@ struct DecodeTma {
     return static_cast<int>(min(static_cast<int64_t>(s.end) * kDecodeTile, static_cast<int64_t>(s.kv_len)));
   }
 
-  // The producer's view of a segment: boxes of box_rows keys, counted from its first key. Lane l holds page and slot of
-  // boxes l, 32 + l, ...; those of the next 32 are read while the present ones are used.
+  // The producer's view of a segment: boxes of 2^box_shift keys, counted from its first key. Lane l holds page and slot
+  // of boxes l, 32 + l, ...; those of the next 32 are read while the present ones are used.
   struct Boxes {
     DecodeSegment s;
     int low, high, page, slot, next_page, next_slot;
   };
   FI_DEVICE void look_up(const Boxes& b, int window, int& page, int& slot) const {
-    const int64_t key = static_cast<int64_t>(b.s.begin) * kDecodeTile + (window * 32 + lane) * params.box_rows;
+    const int64_t key = static_cast<int64_t>(b.s.begin) * kDecodeTile + ((window * 32 + lane) << params.box_shift);
     page = slot = 0;
-    if (key >= b.high || key + params.box_rows <= b.low) return;
+    if (key >= b.high || key + (1 << params.box_shift) <= b.low) return;
     const auto index = static_cast<int>(divide(static_cast<uint32_t>(key), params.page_size));
     page = params.page_indices[b.s.first_page + index];
     slot = static_cast<int>(key) - index * static_cast<int>(params.page_size.value);
   }
-  FI_DEVICE bool next(DecodeWalk& walk, Boxes& b) const {
-    if (!walk.next(b.s)) return false;
+  // After the last segment comes one of unit -1, which has no keys.
+  FI_DEVICE void next(DecodeWalk& walk, Boxes& b) const {
+    if (!walk.next(b.s)) {
+      b.s.unit = -1, b.s.begin = b.low = b.high = 0;
+      return;
+    }
     b.low = low(b.s), b.high = high(b.s);
     look_up(b, 0, b.page, b.slot);
     look_up(b, 1, b.next_page, b.next_slot);
-    return true;
   }
 
   FI_DEVICE void produce() const {
     DecodeWalk walk;
     walk.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
-    const uint64_t policy = walk.header.tiles < params.stream_tiles ? kEvictFirst : kEvictNormal;
+    const uint64_t policy = walk.header.tiles < params.stream_tiles ? kEvictFirst : stream_policy();
     Boxes now, then;
-    bool more = next(walk, then);
-    int stage = 0, count = 0;
+    next(walk, then);
+    int stage = 0;
     unsigned round = 0;
 #pragma unroll 1
-    for (; more; ++count) {
+    for (int count = 0;; ++count) {
       now = then;
-      describe(now.s, count);
-      more = next(walk, then);
-      feed(now, policy, stage, round);
+      feed(now, policy, stage, round, [&] {
+        describe(now.s, count);
+        if (now.s.unit >= 0) next(walk, then);
+      });
+      if (now.s.unit < 0) break;
     }
     pdl_launch_dependents();
-    DecodeSegment end{};
-    end.unit = -1;
-    describe(end, count);
   }
 
   // Tells the consumers of a segment, and reads its queries.
@@ -107,47 +113,52 @@ struct DecodeTma {
     __syncwarp();
     if (lane >= rows) return;
     const AttentionProblem& p = params.problem;
-    const Row row = p.row(params.kv_head(s.unit), params.first_row(s.unit) + lane);
+    const Row row = params.row(params.kv_head(s.unit), params.first_row(s.unit) + lane);
     const int64_t token = static_cast<int64_t>(s.request) * p.mask.qo_len + row.i;
     bulk_load(shared.queries[at][lane], static_cast<const Q*>(p.q) + token * p.q_token + row.head * p.q_head,
               kDim * sizeof(Q), shared.ready[at]);
   }
 
-  FI_DEVICE void feed(Boxes& b, uint64_t policy, int& stage, unsigned& round) const {
-    const int rows = params.box_rows, boxes = kKeys / rows, head = params.kv_head(b.s.unit);
-    const unsigned bytes = rows * kLines * 128;
+  // Calls `then` as soon as the first keys are on their way.
+  template <class Then>
+  FI_DEVICE void feed(Boxes& b, uint64_t policy, int& stage, unsigned& round, Then&& then) const {
+    const int shift = params.box_shift, boxes = kKeys >> shift, head = params.kv_head(b.s.unit);
+    const unsigned bytes = kLines * 128 << shift;
     int first_box = 0;  // of the stage, in the segment
 #pragma unroll 1
-    for (int key = b.s.begin * kDecodeTile; key < b.high; key += kKeys, first_box += boxes) {
-      shared.empty[stage].wait((round & 1) ^ 1);
-      const int from = max(b.low - key, 0) / rows, to = (min(b.high - key, kKeys) + rows - 1) / rows;
-      if (lane == 0) {
-        shared.full_k[stage].arrive_expect((to - from) * bytes);
-        shared.full_v[stage].arrive_expect((to - from) * bytes);
-      }
-      __syncwarp();
+    for (int key = b.s.begin * kDecodeTile; key < b.high || first_box == 0; key += kKeys, first_box += boxes) {
+      if (key < b.high) {
+        shared.empty[stage].wait((round & 1) ^ 1);
+        const int from = max(b.low - key, 0) >> shift, to = (min(b.high - key, kKeys) + (1 << shift) - 1) >> shift;
+        if (lane == 0) {
+          shared.full_k[stage].arrive_expect((to - from) * bytes);
+          shared.full_v[stage].arrive_expect((to - from) * bytes);
+        }
+        __syncwarp();
 #pragma unroll 1
-      for (int done = 0; done < boxes;) {
-        const int place = (first_box + done) % 32;  // in the window
-        const int box = done + lane - place;
-        const int these = min(boxes - done, 32 - place);
-        if (lane >= place && lane < place + these && box >= from && box < to) {
-          copy(shared.k[stage], params.k_map, shared.full_k[stage], box, b.slot, head, b.page, policy);
-          copy(shared.v[stage], params.v_map, shared.full_v[stage], box, b.slot, head, b.page, policy);
+        for (int done = 0; done < boxes;) {
+          const int place = (first_box + done) % 32;  // in the window
+          const int box = done + lane - place;
+          const int these = min(boxes - done, 32 - place);
+          if (lane >= place && lane < place + these && box >= from && box < to) {
+            copy(shared.k[stage], params.k_map, shared.full_k[stage], box, b.slot, head, b.page, policy);
+            copy(shared.v[stage], params.v_map, shared.full_v[stage], box, b.slot, head, b.page, policy);
+          }
+          done += these;
+          if (place + these == 32) {
+            b.page = b.next_page, b.slot = b.next_slot;
+            look_up(b, (first_box + done) / 32 + 1, b.next_page, b.next_slot);
+          }
         }
-        done += these;
-        if (place + these == 32) {
-          b.page = b.next_page, b.slot = b.next_slot;
-          look_up(b, (first_box + done) / 32 + 1, b.next_page, b.next_slot);
-        }
+        if (++stage == kStages) stage = 0, ++round;
       }
-      if (++stage == kStages) stage = 0, ++round;
+      if (first_box == 0) then();
     }
   }
 
   FI_DEVICE void copy(char* to, const TensorMap& map, Barrier& barrier, int box, int slot, int head, int page,
                       uint64_t policy) const {
-    const int key = box * params.box_rows;
+    const int key = box << params.box_shift;
     if constexpr (kWhole) {
       tma_load(to + key * kLines * 128, map, barrier, 0, 0, slot, head, page, policy);
     } else {
@@ -187,24 +198,66 @@ struct DecodeTma {
         if (lane == 0) shared.empty[stage].arrive();
         if (++stage == kStages) stage = 0, ++round;
       }
-      barrier_sync(1, kThreads);  // the output of the segment before has been read
+      const bool last = is_last(count);
+      if (count > 0) shared.output_free.wait((count - 1) & 1);
       tile.leave(finish.rows, shared.output[warp][0], kOutputPitch, shared.states[warp]);
-      barrier_sync(1, kThreads);
-#pragma unroll 1
-      for (int i = threadIdx.x; i < finish.rows * (kDim / 4); i += kThreads) {
-        const int r = i / (kDim / 4), x = i % (kDim / 4) * 4;
-        finish.write_or_publish(r, x,
-                                finish.template merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
-                                                                     [&](int w) { return &shared.output[w][r][x]; }));
-      }
-      if (!s.whole()) finish.merge(threadIdx.x, kThreads, &shared.last);
       __syncwarp();
-      if (lane == 0) shared.free[at].arrive();
+      if (last) {
+        barrier_sync(1, kThreads);
+        complete(finish, threadIdx.x, kThreads, 1);
+        return;
+      }
+      if (lane == 0) {
+        shared.output_full.arrive();
+        shared.free[at].arrive();
+      }
     }
+  }
+
+  // Whether segment `count` is the last: waits until the next is described.
+  FI_DEVICE bool is_last(int count) const {
+    const int next = count + 1;
+    shared.ready[next & 1].wait(next / 2 & 1);
+    return shared.segments[next & 1].unit < 0;
+  }
+
+  // All segments but the last, which the consumers finish themselves, being more.
+  FI_DEVICE void follow() const {
+#pragma unroll 1
+    for (int count = 0;; ++count) {
+      const int at = count & 1;
+      shared.ready[at].wait(count / 2 & 1);
+      const DecodeSegment& s = shared.segments[at];
+      if (s.unit < 0 || is_last(count)) return;
+      shared.output_full.wait(count & 1);
+      complete(Finish(params, s), lane, 32, 2);
+      __syncwarp();
+      if (lane == 0) {
+        shared.output_free.arrive();
+        shared.free[at].arrive();
+      }
+    }
+  }
+
+  FI_DEVICE void complete(const Finish& finish, int thread, int threads, int barrier) const {
+    finish.finish(thread, threads, barrier, &shared.last[barrier - 1], [&](int r, int x) {
+      return Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
+                                          [&](int w) { return &shared.output[w][r][x]; });
+    });
+  }
+
+  FI_DEVICE uint64_t stream_policy() const {
+    uint64_t policy = kEvictNormal;
+    if (params.policy == 1) asm volatile("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
+    if (params.policy == 2) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 0.5;" : "=l"(policy));
+    if (params.policy == 3)
+      asm volatile("createpolicy.fractional.L2::evict_first.L2::evict_unchanged.b64 %0, 0.25;" : "=l"(policy));
+    if (params.policy == 4) asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 0.1;" : "=l"(policy));
+    return policy;
   }
 };
 
-// Grid: one block a range of the schedule; threads: the consumers, then the producer.
+// Grid: one block a range of the schedule; threads: the consumers, the producer, the finisher.
 template <class T, class Q, class KV, int kDim, int kWarps, int kStages, bool kWhole, int kSharedBytes>
 FI_DEVICE void decode_tma(const BatchDecodeParams& params) {
   extern __shared__ uint4 bytes[];
@@ -217,10 +270,13 @@ FI_DEVICE void decode_tma(const BatchDecodeParams& params) {
   if (threadIdx.x == 0) kernel.init();
   pdl_wait();
   __syncthreads();
-  if (threadIdx.x >= Kernel::kThreads)
+  const int role = static_cast<int>(threadIdx.x) - Kernel::kThreads;
+  if (role < 0)
+    kernel.consume();
+  else if (role < 32)
     kernel.produce();
   else
-    kernel.consume();
+    kernel.follow();
 }
 
 }  // namespace fi

@@ -7,21 +7,31 @@
 
 namespace fi {
 
+template <class T>
+FI_DEVICE void store_elements(T* to, const Vec<T, 4>& v, bool aligned) {
+  if (aligned) return store(to, v);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) to[i] = v.v[i];
+}
+
 // Four consecutive elements. aligned: as one vector.
 FI_DEVICE void store_four(void* out, OutType type, int64_t index, float4 x, bool aligned) {
   const float f[4] = {x.x, x.y, x.z, x.w};
-  if (aligned && type == OutType::kBF16) {
-    Vec<__nv_bfloat16, 4> v;
-    from_float(f, v);
-    return store(static_cast<__nv_bfloat16*>(out) + index, v);
-  }
-  if (aligned && type == OutType::kF16) {
+  if (type == OutType::kF32) {
+    store_elements(static_cast<float*>(out) + index, *reinterpret_cast<const Vec<float, 4>*>(f), aligned);
+  } else if (type == OutType::kF16) {
     Vec<__half, 4> v;
     from_float(f, v);
-    return store(static_cast<__half*>(out) + index, v);
+    store_elements(static_cast<__half*>(out) + index, v, aligned);
+  } else if (type == OutType::kBF16) {
+    Vec<__nv_bfloat16, 4> v;
+    from_float(f, v);
+    store_elements(static_cast<__nv_bfloat16*>(out) + index, v, aligned);
+  } else {
+    Vec<__nv_fp8_e4m3, 4> v;  // or e5m2, which is as long
+    fp8_from_float(f, v, type == OutType::kE4M3 ? __NV_E4M3 : __NV_E5M2);
+    store_elements(static_cast<__nv_fp8_e4m3*>(out) + index, v, aligned);
   }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) store_output(out, type, index + i, f[i]);
 }
 
 // The softmax state of a row, and four of its values.
@@ -46,7 +56,7 @@ struct Finish {
   // Element x .. x + 3 of row r, over all keys.
   FI_DEVICE void write(int r, int x, RowPart part) const {
     const AttentionProblem& p = params.problem;
-    const Row row = p.row(kv_head, first + r);
+    const Row row = params.row(kv_head, first + r);
     const int64_t token = static_cast<int64_t>(s.request) * p.mask.qo_len + row.i;
     float factor = 1.f;
     if (params.sinks) factor = add_sink<CudaMath>(params.sinks[row.head], part.m, part.d);
@@ -58,19 +68,14 @@ struct Finish {
 
   FI_DEVICE void publish(int r, int x, const RowPart& part) const {
     const int slot = s.slot_of(s.part);
-    *reinterpret_cast<float4*>(params.slot(slot) + r * params.problem.dim_vo + x) = part.x;
+    store_global(params.slot(slot) + r * params.problem.dim_vo + x,
+                 make_uint4(__float_as_uint(part.x.x), __float_as_uint(part.x.y), __float_as_uint(part.x.z),
+                            __float_as_uint(part.x.w)));
     if (x == 0) reinterpret_cast<float2*>(params.slot_state(slot))[r] = make_float2(part.m, part.d);
   }
-  FI_DEVICE void write_or_publish(int r, int x, const RowPart& part) const {
-    if (s.whole())
-      write(r, x, part);
-    else
-      publish(r, x, part);
-  }
-
   // Four values of a row over the warps of the block: state(w) and values(w), unnormalised.
   template <int kWarps, class State, class Values>
-  FI_DEVICE RowPart merged_warps(State&& state, Values&& values) const {
+  FI_DEVICE static RowPart merged_warps(State&& state, Values&& values) {
     RowPart sum{kMinusInf, 0.f, make_float4(0.f, 0.f, 0.f, 0.f)};
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) sum.m = fmaxf(sum.m, state(w).x);
@@ -81,24 +86,48 @@ struct Finish {
     return sum;
   }
 
-  // After all rows have been published: merges the parts if they are all there. `last` is in shared memory.
-  FI_DEVICE void merge(int thread, int threads, int* last) const {
-    __threadfence();
-    barrier_sync(1, threads);
+  // Of a part that is published: whether it is the last to arrive. By all threads, which meet at `barrier`; `last` is
+  // in shared memory.
+  FI_DEVICE bool arrive(int thread, int threads, int barrier, int* last) const {
+    barrier_sync(barrier, threads);
     if (thread == 0) {
       int32_t* counter = params.view().counters() + s.counter();
+      fence_device();  // of one thread for all that it met at the barrier
       *last = atomicAdd(counter, 1) == s.parts - 1;
+      fence_device();
       if (*last) *counter = 0;  // for the next launch
     }
-    barrier_sync(1, threads);
-    if (!*last) return;
-    __threadfence();
+    barrier_sync(barrier, threads);
+    return *last;
+  }
+
+  // Everything: own(r, x) gives this part's values of a row. One place writes: the code is read from memory as data is.
+  template <class Own>
+  FI_DEVICE void finish(int thread, int threads, int barrier, int* last, Own&& own) const {
+    const int width = params.problem.dim_vo / 4;
+    bool complete = s.whole();
+#pragma unroll 1
+    while (true) {
+#pragma unroll 1
+      for (int at = thread; at < rows * width; at += threads) {
+        const int r = at / width, x = at % width * 4;
+        const RowPart part = complete && !s.whole() ? merged(r, x) : own(r, x);
+        if (complete)
+          write(r, x, part);
+        else
+          publish(r, x, part);
+      }
+      if (complete || !arrive(thread, threads, barrier, last)) return;
+      complete = true;
+    }
+  }
+
+  // The output of rows that other parts have left, by all that call.
+  FI_DEVICE void write_merged(int thread, int threads) const {
     const int width = params.problem.dim_vo / 4;
 #pragma unroll 1
-    for (int at = thread; at < rows * width; at += threads) {
-      const int r = at / width, x = at % width * 4;
-      write(r, x, merged(r, x));
-    }
+    for (int at = thread; at < rows * width; at += threads)
+      write(at / width, at % width * 4, merged(at / width, at % width * 4));
   }
 
  private:

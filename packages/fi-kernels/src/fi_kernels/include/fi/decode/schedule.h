@@ -19,7 +19,7 @@ constexpr int32_t kDecodeMostBlocks = 1023;
 constexpr int32_t kItemCost = 2;  // not yet measured
 
 // The schedule is one buffer of 32-bit words: header, starts[blocks + 1], requests[batch], counters[...].
-struct DecodeHeader {
+struct alignas(16) DecodeHeader {
   int32_t units, batch, blocks;
   int32_t chunk;   // tiles of a chunk where parts are chunks (batch-invariant mode); 0: parts are ranges of blocks
   int32_t chunks;  // of one unit
@@ -29,13 +29,13 @@ struct DecodeHeader {
 
 // Where the range of a block begins. Of the item that begins or continues here: kv_len and first_page of its request,
 // and, if it is cut by ranges of blocks, the block in which it begins and the number of its parts (else 1).
-struct DecodeStart {
+struct alignas(16) DecodeStart {
   int32_t unit, request, tile;
   int32_t leader, parts;
   int32_t kv_len, first_page, unused;
 };
 
-struct DecodeRequest {
+struct alignas(16) DecodeRequest {
   int32_t kv_len;
   int32_t first_page;  // index of its first page in page_indices
   int32_t cost;        // sum of the costs of the requests before, in tiles

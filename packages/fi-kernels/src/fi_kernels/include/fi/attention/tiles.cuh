@@ -126,12 +126,15 @@ struct TilesKernel {
       }
     }
     __syncthreads();
+    const int bytes = out_bytes(p.out_type);
 #pragma unroll 1
     for (int r = warp; r < rows; r += kThreads / 32) {
       const Row at = shared.row[r];
       const int64_t out = at.i * p.out_token + at.head * p.out_head + column;
-#pragma unroll 1
-      for (int x = lane; x < columns(); x += 32) store_output(p.out, p.out_type, out + x, tile[r * kOutPitch + x]);
+      if (lane * 4 >= columns()) continue;
+      const bool vector = ((reinterpret_cast<uint64_t>(p.out) + out * bytes) & (4 * bytes - 1)) == 0;
+      const float4 x = *reinterpret_cast<const float4*>(tile + r * kOutPitch + lane * 4);
+      store_four(p.out, p.out_type, out + lane * 4, x, vector);
     }
   }
 

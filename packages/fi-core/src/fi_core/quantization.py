@@ -79,10 +79,10 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
 
 
 def packbits_segments(y: torch.Tensor, x: torch.Tensor, indptr: torch.Tensor, new_indptr: torch.Tensor) -> None:
-    """Packs segments `x[indptr[i] : indptr[i + 1]]` little-endian into bytes `y[new_indptr[i] : new_indptr[i + 1]]`.
+    """Packs segments `x[indptr[i] : indptr[i + 1]]`, little endian, into `y[new_indptr[i] : new_indptr[i + 1]]`.
 
-    x: bool or uint8; indptr: int32 or int64; new_indptr: int32, ends at the length of y (uint8). All flat, contiguous and
-    on one device, which nothing waits for.
+    x: bool or uint8; indptr: int32 or int64; new_indptr: int32, ends at the length of y (uint8). All flat, contiguous
+    and on one device, which nothing waits for.
     """
     _packbits(y, x, indptr, new_indptr, False)
 

@@ -1,4 +1,4 @@
-"""What serving engines reach for behind the batch prefill wrappers: the planner that they call with positional tensors."""
+"""What serving engines reach for behind the batch prefill wrappers: the planner that they call by themselves."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ def pack(mask: torch.Tensor, elements: torch.Tensor, buffer: torch.Tensor | None
     if elements.device.type == "cpu":
         if elements[-1] != mask.numel():
             raise ValueError(
-                f"custom_mask: {int(elements[-1])} elements are required, the sum of qo_len * kv_len; got {mask.numel()}"
+                f"custom_mask: {int(elements[-1])} elements are required, the sum of qo_len * kv_len; "
+                f"got {mask.numel()}"
             )
         size = int(bounds[-1])
     else:

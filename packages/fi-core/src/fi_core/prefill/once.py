@@ -152,8 +152,8 @@ def trtllm_batch_context_with_kv_cache(
     contain `1 / sqrt(head_dim)`. causal: a row sees the keys up to its own. window_left: how many keys before its own
     a row sees; -1: all. sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to the sum of the softmax.
 
-    out: written if given; its dtype, or out_dtype, or query's. lse: fp32 `[qo_tokens, num_qo_heads]`, base 2, written if
-    given, returned with return_lse. backend: "trtllm-gen", "cute-dsl", "cutlass" and "auto" mean the same kernels.
+    out: written if given; its dtype, or out_dtype, or query's. lse: fp32 `[qo_tokens, num_qo_heads]`, base 2, written
+    if given, returned with return_lse. backend: "trtllm-gen", "cute-dsl", "cutlass" and "auto" mean the same kernels.
     skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: nothing is skipped or rounded, which any
     setting allows. workspace_buffer, max_q_len, max_kv_len, cum_seq_lens_kv, multi_ctas_kv_counter_buffer: not needed.
 
@@ -221,10 +221,10 @@ def trtllm_ragged_attention_deepseek(
     """Prefill attention over contiguous keys, as MLA prefill needs it: `softmax(q k^T * bmm1_scale) v * bmm2_scale`.
 
     query: `[qo_tokens, num_qo_heads, head_dim_qk]`, key: `[kv_tokens, num_kv_heads, head_dim_qk]`, value: `[kv_tokens,
-    num_kv_heads, head_dim_vo]`, (192, 128) for DeepSeek. cum_seq_lens_q, cum_seq_lens_kv: int32 `[batch_size + 1]` on the
-    device, where the requests begin. is_causal aligns to the bottom right. bmm1_scale contains `1 / sqrt(head_dim_qk)`.
-    The rest, results and errors are as in `trtllm_batch_context_with_kv_cache`; seq_lens, the `_cpu` lengths and
-    skip_all_rows_active_check are not needed.
+    num_kv_heads, head_dim_vo]`, (192, 128) for DeepSeek. cum_seq_lens_q, cum_seq_lens_kv: int32 `[batch_size + 1]` on
+    the device, where the requests begin. is_causal aligns to the bottom right. bmm1_scale contains
+    `1 / sqrt(head_dim_qk)`. The rest, results and errors are as in
+    `trtllm_batch_context_with_kv_cache`; seq_lens, the `_cpu` lengths and skip_all_rows_active_check are not needed.
     """
     if backend not in _BACKENDS:
         raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")

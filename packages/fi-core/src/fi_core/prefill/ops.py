@@ -1,7 +1,7 @@
-"""The ops behind batch prefill: `prefill_plan`, which lists the tiles of query rows, and `batch_prefill`, which computes them.
+"""The ops behind batch prefill: `prefill_plan` lists the tiles of query rows, `batch_prefill` computes them.
 
-A caller keeps one schedule (private to it: kernels count in it), calls `plan` when lengths change, and `attend` for each
-layer. Neither synchronises, and both may be captured in a CUDA graph.
+A caller keeps one schedule (private to it: kernels count in it), calls `plan` when lengths change, and `attend` for
+each layer. Neither synchronises, and both may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -277,9 +277,9 @@ def attend(
     row without keys has lse = sinks[h] * log2(e). Else such a row has out = 0, lse = -inf.
 
     Row i of a request stands at position p = kv_len - qo_len + i. causal: it sees keys j <= p; custom_mask, which takes
-    its place: those whose bit is set, uint8, each request's `[qo_len, kv_len]` flattened, element e in bit e % 8 of byte
-    e / 8, from byte mask_indptr[b] (int32 `[batch_size + 1]`) on. items, which takes the place of both: keys j <= p
-    that are before prefix_len[b] (int32 or uint32 `[batch_size]`), or from p - items[b][p - prefix_len[b]] + 1 on
+    its place: those whose bit is set, uint8, each request's `[qo_len, kv_len]` flattened, element e in bit e % 8 of
+    byte e / 8, from byte mask_indptr[b] (int32 `[batch_size + 1]`) on. items, which takes the place of both: keys j <=
+    p that are before prefix_len[b] (int32 or uint32 `[batch_size]`), or from p - items[b][p - prefix_len[b]] + 1 on
     (uint16 `[batch_size, n]`). window_left w >= 0 hides keys j < p - w whatever else is given.
 
     kv_tokens: of all requests, if known: decides how many heads share the L2 cache.

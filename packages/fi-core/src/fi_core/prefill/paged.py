@@ -51,8 +51,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        self._qo_indptr_buf, self._paged_kv_indptr_buf = qo_indptr_buf, paged_kv_indptr_buf
-        self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = paged_kv_indices_buf, paged_kv_last_page_len_buf
+        self._qo_indptr_buf: Any = qo_indptr_buf
+        self._paged_kv_indptr_buf: Any = paged_kv_indptr_buf
+        self._paged_kv_indices_buf: Any = paged_kv_indices_buf
+        self._paged_kv_last_page_len_buf: Any = paged_kv_last_page_len_buf
         self._block_tables: torch.Tensor | None = None
         buffers = {
             "qo_indptr_buf": qo_indptr_buf,
@@ -136,10 +138,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         until then. seq_lens: `[batch_size]`, lengths instead of those that the last pages give.
 
         Row i of a request stands at position p = kv_len - qo_len + i. causal: it sees keys j <= p. custom_mask, which
-        takes the place of causal: bool, the `[qo_len, kv_len]` masks of all requests flattened one after another, True =
-        seen, on any device; packed_custom_mask, which wins over it: the same as bits (uint8, little endian), each request
-        from a byte of its own on, as `segment_packbits` makes it. window_left w >= 0 hides keys j < p - w in addition.
-        prefix_len_ptr (uint32 `[batch_size]`) and token_pos_in_items_ptr (uint16 `[batch_size *
+        takes the place of causal: bool, the `[qo_len, kv_len]` masks of all requests flattened one after another, True
+        = seen, on any device; packed_custom_mask, which wins over it: the same as bits (uint8, little endian), each
+        request from a byte of its own on, as `segment_packbits` makes it. window_left w >= 0 hides keys j < p - w in
+        addition. prefix_len_ptr (uint32 `[batch_size]`) and token_pos_in_items_ptr (uint16 `[batch_size *
         token_pos_in_items_len]`), which take the place of all masks: several items behind one prefix, of which a row
         sees the prefix and its own; the second says how far into its item each token behind the prefix is, 0 at the
         delimiter before it.
@@ -150,8 +152,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         `1 / sqrt(head_dim_qk)`. kv_data_type and o_data_type default to q_data_type.
 
         Without effect: use_fp16_qk_reduction (sums are fp32), max_item_len_ptr, seq_lens_q, max_token_per_sequence,
-        max_sequence_kv, uniform_q_len (hints), fixed_split_size and disable_split_kv (no request is split). block_tables
-        is kept as `_block_tables`.
+        max_sequence_kv, uniform_q_len (hints), fixed_split_size and disable_split_kv (no request is split).
+        block_tables is kept as `_block_tables`.
 
         Raises ValueError (shapes, sizes, what a CUDA graph fixes), TypeError (dtypes), KeyError (pos_encoding_mode),
         UnsupportedError (what the backend does not take).
@@ -226,7 +228,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         allows.
 
         With return_lse also lse, fp32, the logarithm of the sum of `exp(score)`: lse_base "log2" or "ln", lse_layout
-        "NH" (`[rows, num_qo_heads]`) or "HN". A row that sees no key gives out = 0 and lse = -inf (or that of its sink).
+        "NH" (`[rows, num_qo_heads]`) or "HN". A row that sees no key gives out = 0, lse = -inf (or that of its sink).
 
         Raises ValueError (shape, dtype, device, stride, lse_base, lse_layout), KeyError (container of the cache),
         AssertionError (window_left), RuntimeError (no plan), NotImplementedError (kv_cache_sf). With FI_CHECK=1 at

@@ -55,7 +55,8 @@ class BatchPrefillPlan:
         for name, buffer in (graph_buffers or {}).items():
             if not torch.is_tensor(buffer):
                 raise ValueError(f"{name}: a tensor is required with use_cuda_graph; got {buffer!r}")
-        self._custom_mask_buf, self._mask_indptr_buf = custom_mask_buf, mask_indptr_buf
+        self._custom_mask_buf: Any = custom_mask_buf
+        self._mask_indptr_buf: Any = mask_indptr_buf
         if self._use_cuda_graph and custom_mask_buf is not None and mask_indptr_buf is None:
             raise ValueError("mask_indptr_buf: a tensor is required with custom_mask_buf; got None")
         self._graph_masks = custom_mask_buf if self._use_cuda_graph else None
@@ -143,7 +144,8 @@ class BatchPrefillPlan:
         """Shapes of the tables, and what a CUDA graph fixes."""
         if len(kv_indptr) != len(qo_indptr) or len(qo_indptr) == 0:
             raise ValueError(
-                f"kv indptr: length {len(qo_indptr)} is required, that of qo_indptr, batch_size + 1; got {len(kv_indptr)}"
+                f"kv indptr: length {len(qo_indptr)} is required, that of qo_indptr (batch_size + 1); "
+                f"got {len(kv_indptr)}"
             )
         rows = last_value(qo_indptr)
         if self._use_cuda_graph:
@@ -232,8 +234,8 @@ class BatchPrefillPlan:
             return
         if positions is None or len(positions) != len(prefix_len) * length:
             raise ValueError(
-                "token_pos_in_items_ptr: batch_size * token_pos_in_items_len elements are required with prefix_len_ptr; "
-                f"got {None if positions is None else len(positions)}"
+                "token_pos_in_items_ptr: batch_size * token_pos_in_items_len elements are required with "
+                f"prefix_len_ptr; got {None if positions is None else len(positions)}"
             )
         if positions.dtype is not torch.uint16:
             raise ValueError(f"token_pos_in_items_ptr: dtype torch.uint16 is required; got {positions.dtype}")
@@ -372,7 +374,7 @@ class BatchPrefillPlan:
         scale = self._head_dim_qk**-0.5 if self._sm_scale is None else self._sm_scale
         scale, bmm1 = scale_product(scale, q_scale, k_scale)
         out_scale, bmm2 = scale_product(1.0, v_scale)
-        by_head: Any = (None, None, None)
+        by_head: list[Any] = [None, None, None]
         if args:
             qk, vo, by_head = per_head(args)
             scale, out_scale = scale * qk, out_scale * vo
@@ -384,8 +386,8 @@ class BatchPrefillPlan:
         ops.attend(
             self._schedule, self._batch_size, self._tile, out, written, q, k, v, self._paged_kv_indices_buf, impl,
             self._layout, self._encoding, self._causal, self._window_left, self._logits_soft_cap, scale, out_scale,
-            self._rope_scale, self._rope_theta, enable_pdl, sinks, *by_head, bmm1, bmm2, custom,
-            None if custom is None else self._mask_indptr_buf, self._prefix_len_ptr, self._items, self._kv_tokens,
+            self._rope_scale, self._rope_theta, enable_pdl, sinks, by_head[0], by_head[1], by_head[2], bmm1, bmm2,
+            custom, None if custom is None else self._mask_indptr_buf, self._prefix_len_ptr, self._items, self._kv_tokens,
         )  # fmt: skip
         if written is None:
             return out

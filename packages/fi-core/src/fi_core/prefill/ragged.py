@@ -33,7 +33,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr_buf, kv_indptr_buf
+        self._qo_indptr_buf: Any = qo_indptr_buf
+        self._kv_indptr_buf: Any = kv_indptr_buf
         buffers = {"qo_indptr_buf": qo_indptr_buf, "kv_indptr_buf": kv_indptr_buf}
         super().__init__(
             float_workspace_buffer, kv_layout, buffers if use_cuda_graph else None, custom_mask_buf, mask_indptr_buf,

@@ -6,10 +6,10 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention import attend
-from fi_core.prefill import ops
-from fi_core.prefill.once import attend_once
 from fi_core.observe.log import fi_api
 from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
+from fi_core.prefill import ops
+from fi_core.prefill.once import attend_once
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +90,7 @@ def _on_hopper(
     if heads < 1 or q.shape[1] % heads or v.shape[-1] < 8 or (causal and tokens < q.shape[0]):
         return False  # an error, which the op words
     group = q.shape[1] // heads
-    if q.shape[0] * group < _LEAST_ROWS or not q.shape[2] == k.shape[2]:
+    if q.shape[0] * group < _LEAST_ROWS or q.shape[2] != k.shape[2]:
         return False
     impl = ops.choose(
         "auto", q.device, q.dtype, k.dtype, o_dtype or q.dtype, q.shape[2], v.shape[2], group, 0, v.dtype is k.dtype
@@ -167,9 +167,10 @@ def single_prefill_with_kv_cache(
         out = q.new_empty((*q.shape[:2], v.shape[2]))
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
         scale = (q.shape[2] ** -0.5 if sm_scale is None else sm_scale) * (1.0 if k_scale is None else k_scale)
+        out_scale = 1.0 if v_scale is None else v_scale
         attend_once(
             out, lse, q, k, v, layout, 1, pages_per_request=k.shape[layout], causal=causal, window_left=window_left,
-            logits_soft_cap=logits_soft_cap or 0.0, score_scale=(scale, None), out_scale=(1.0 if v_scale is None else v_scale, None),
+            logits_soft_cap=logits_soft_cap or 0.0, score_scale=(scale, None), out_scale=(out_scale, None),
         )  # fmt: skip
         return out if lse is None else (out, lse)
     return attend(

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
-    """BatchPrefillWithPagedKVCacheWrapper whose run takes a learned logit for each head (arXiv:2309.17453, as in gpt-oss).
+    """The paged wrapper with a learned logit for each head in its run (sinks, arXiv:2309.17453; gpt-oss).
 
     pos_encoding_mode, use_fp16_qk_reduction, the data types, head dims and window_left are those that plan is given;
     plan must be told the same window_left. backend: "auto", "fa2" or "fa3" (AssertionError).
@@ -70,7 +70,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             if self._plan_info is not None:
                 self._sm_scale = planned
 
-    def run_return_lse(  # type: ignore[override]
+    def run_return_lse(
         self,
         q: torch.Tensor,
         paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],

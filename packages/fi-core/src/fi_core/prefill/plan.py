@@ -364,9 +364,9 @@ class BatchPrefillPlan:
             out = q.new_empty(shape, dtype=out_dtype)
         else:  # rows of no request must not be left as they are
             out = q.new_zeros(shape, dtype=out_dtype)
-        written = lse
+        written, factor = lse, log_base(lse_base)
         if lse is not None or return_lse:
-            factor, wanted = log_base(lse_base), lse_shape(lse_layout, rows, heads)
+            wanted = lse_shape(lse_layout, rows, heads)
             if lse is not None:
                 check_shape_dtype_device(lse, wanted, torch.float32, q.device, "lse")
             if lse is None or lse_layout == "HN":
@@ -387,7 +387,7 @@ class BatchPrefillPlan:
             self._schedule, self._batch_size, self._tile, out, written, q, k, v, self._paged_kv_indices_buf, impl,
             self._layout, self._encoding, self._causal, self._window_left, self._logits_soft_cap, scale, out_scale,
             self._rope_scale, self._rope_theta, enable_pdl, sinks, by_head[0], by_head[1], by_head[2], bmm1, bmm2,
-            custom, None if custom is None else self._mask_indptr_buf, self._prefix_len_ptr, self._items, self._kv_tokens,
+            custom, self._mask_indptr_buf, self._prefix_len_ptr, self._items, self._kv_tokens,
         )  # fmt: skip
         if written is None:
             return out

@@ -21,7 +21,7 @@ LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 129, 300)
 GROUPS = [(1, 1), (4, 2), (4, 1), (5, 1), (14, 2), (8, 1), (16, 1), (34, 2)]
 
 
-def workspace(device: str, megabytes: int = 8) -> torch.Tensor:
+def workspace(device: str, megabytes: int = 16) -> torch.Tensor:
     """Its content must not matter: NaN."""
     return torch.full((megabytes << 18,), float("nan"), device=device)
 
@@ -127,6 +127,8 @@ def test_values_may_be_narrower_than_keys(device: str) -> None:
     assert isinstance(p.cache, tuple)
     want, want_lse = p.expected()
     for wrapper in wrappers(p):
+        if wrapper._backend not in ("auto", "fa2"):
+            continue  # kernels that are compiled for one head dim
         out, lse = wrapper.run(p.q, (p.cache[0], p.cache[1][..., :64]), return_lse=True)
         assert_close(out, want[..., :64])
         assert_close(lse, want_lse, tolerance=LSE)

@@ -33,6 +33,7 @@ LARGEST_SET = 9_000_000  # of one architecture; zip makes a quarter of it
 NARROW = {
     "act_and_mul": r"_[12]_\d+",
     "append_paged_kv_cache": r"_[124]_bytes_\d+_rows",
+    "decode_plan": r"",
     "get_batch_indices_positions": r"",
     "get_seq_lens": r"_int\d+",
     "merge_state": r"_1_wide",

@@ -21,6 +21,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "decode": (
         "BatchDecodeWithPagedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+        "cudnn_batch_decode_with_kv_cache",
         "fast_decode_plan",
         "single_decode_with_kv_cache",
         "xqa",

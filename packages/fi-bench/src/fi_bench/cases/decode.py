@@ -104,6 +104,10 @@ def _plan(wrapper: Callable[..., Any], x: Inputs, backend: str) -> Any:
     return planned
 
 
+def _run(planned: Any, x: Inputs) -> Any:
+    return planned.run(x.q, (x.k_cache, x.v_cache))
+
+
 def _plan_flash_attention3(x: Inputs) -> Callable[[Inputs], torch.Tensor]:
     """Its varlen form over a block table, which vLLM's build has."""
     import torch
@@ -161,7 +165,7 @@ CASES = (
         also=("decode_plan",),
         make=_make,
         plan=_plan,
-        call=lambda planned, x: planned.run(x.q, (x.k_cache, x.v_cache)),
+        call=_run,
         outputs=lambda x, returned: {"out": returned},
         reference=_reference,
         work=_work,

@@ -23,15 +23,26 @@ def carve(own: torch.Tensor, shared: torch.Tensor, needs: ops.Sizes, head_dim_vo
     schedule, partial = _bytes(needs, head_dim_vo)
     if own.nbytes < schedule:
         raise ValueError(f"int_workspace_buffer: {schedule} bytes are required; got {own.nbytes}")
-    memory = own.view(-1).view(torch.uint8)
+    words = _as(own, torch.int32)
     if schedule + partial <= own.nbytes:
-        room = memory[schedule : schedule + partial]
+        room, first = words.view(torch.float32), schedule // 4
     elif partial <= shared.nbytes:
-        room = shared.view(-1).view(torch.uint8)[:partial]
+        room, first = _as(shared, torch.float32), 0
     else:
         raise ValueError(f"float_workspace_buffer: {partial} bytes are required; got {shared.nbytes}")
-    slots = room.view(torch.float32).view(needs.slots, ops.ROWS, head_dim_vo + 2)
-    return ops.Buffers(memory[: 4 * needs.words].view(torch.int32), slots, needs.blocks)
+    shape, pitch = (needs.slots, ops.ROWS, head_dim_vo + 2), head_dim_vo + 2
+    slots = room.as_strided(shape, (ops.ROWS * pitch, pitch, 1), room.storage_offset() + first)
+    return ops.Buffers(words[: needs.words], slots, needs.blocks)
+
+
+def _as(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A flat view of the 4-byte type; a few bytes at the end may be left out."""
+    import torch
+
+    if buffer.dtype is dtype and buffer.ndim == 1:
+        return buffer
+    flat = buffer.view(torch.uint8).view(-1) if buffer.dtype is not torch.uint8 or buffer.ndim > 1 else buffer
+    return (flat if flat.numel() % 4 == 0 else flat[: flat.numel() // 4 * 4]).view(dtype)
 
 
 def _bytes(needs: ops.Sizes, head_dim_vo: int) -> tuple[int, int]:

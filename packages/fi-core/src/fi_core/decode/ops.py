@@ -26,7 +26,7 @@ BALANCED, NEVER = 0, -1  # values of `split`
 
 
 def _plan_unit(axes: Axes) -> Unit:
-    return Unit("fi/decode/decode_plan.cuh", "DecodePlanParams", (Entry("decode_plan", "decode_plan", 1024),))
+    return Unit("fi/decode/decode_plan.cuh", "DecodePlanParams", (Entry("decode_plan", "decode_plan", 1024, (), 0, 1),))
 
 
 DECODE_PLAN = Op(

@@ -345,5 +345,6 @@ class BatchDecodePlan:
 
 
 def _copy(buffer: torch.Tensor, table: torch.Tensor, non_blocking: bool) -> None:
-    if table.data_ptr() != buffer.data_ptr():
-        buffer[: len(table)].copy_(table, non_blocking=non_blocking)
+    if table.data_ptr() == buffer.data_ptr():
+        return
+    (buffer if table.shape == buffer.shape else buffer[: len(table)]).copy_(table, non_blocking=non_blocking)

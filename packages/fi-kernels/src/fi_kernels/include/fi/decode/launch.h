@@ -54,7 +54,9 @@ inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params,
   if (entry->config[0] == kDecodeTmaKind) {
     const auto page_size = static_cast<int64_t>(params.page_size.value);
     const bool whole = entry->config[2] != 0;
-    const int64_t box_rows = std::gcd(page_size, int64_t{kDecodeTile});
+    // A box stays in its page; what is beyond the end of the only page arrives as zeros.
+    const bool one_page = k_cache.size(0) == 1 && v_cache.size(0) == 1;
+    const int64_t box_rows = one_page ? kDecodeTile : std::gcd(page_size, int64_t{kDecodeTile});
     params.box_shift = __builtin_ctzll(static_cast<uint64_t>(box_rows));
     params.stream_tiles = static_cast<int32_t>((entry->config[3] << 20) /
                                                (kDecodeTile * (p.dim_qk + p.dim_vo) * k_cache.dtype().bytes()));

@@ -1,8 +1,8 @@
 """Batch decode against its peers on one GPU, interleaved in one process, as JSON lines.
 
-python benchmarks/decode.py [--cases D1,D9] [--variants auto,fa2_tc,...] [--peers] [--rounds N] [--out FILE]. A time is
-the median of CUDA-graph replays, each behind a flush of L2 by a memset of 256 MB. Results are compared with fp64 first.
-A variant is an implementation, with what differs from its tuning: fa3:stages=3:whole=0.
+python benchmarks/decode.py [--cases D1,D9] [--variants auto,fa2_tc] [--peers FOLDERS] [--rounds N] [--out FILE]. A time
+is the median of CUDA-graph replays, each behind a flush of L2 by a memset of 256 MB. Results are compared with fp64
+first. A variant is an implementation, with what differs from its tuning: fa3:stages=3:whole=0.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def peers(x: Inputs) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
         return
     yield "flashinfer fa2_tc", wrapper
     yield "flashinfer xqa", xqa
-    for folder in ("/tmp/peers/vl", *sys.path):
+    for folder in sys.path:  # of vllm only the kernels are wanted: its own __init__ stays out
         if (Path(folder) / "vllm/vllm_flash_attn").is_dir():
             for name in ("vllm", "vllm.third_party"):
                 module = types.ModuleType(name)
@@ -296,14 +296,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", default="D1,D2,D3,D4,D5,D6,D7,D8,D9")
     parser.add_argument("--variants", default="auto,fa2_tc")
-    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--peers", nargs="?", const="", help="measure them too; folders to import them from, with ':'")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
+    sys.path += filter(None, (args.peers or "").split(":"))
     lines = []
     for name in args.cases.split(","):
-        for row in measure(name, CASES[name](), args.variants.split(","), args.peers, args.rounds):
+        for row in measure(name, CASES[name](), args.variants.split(","), args.peers is not None, args.rounds):
             lines.append(json.dumps(row))
             print(lines[-1], flush=True)
             if args.out:

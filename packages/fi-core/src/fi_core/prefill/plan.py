@@ -380,8 +380,8 @@ class BatchPrefillPlan:
             scale, out_scale = scale * qk, out_scale * vo
         custom = self._custom_mask_buf if self._items is None else None
         plain = bmm1 is None and bmm2 is None and not any(x is not None for x in by_head)
-        impl = self._impl if plain else self._choose(False)
-        if not ops.fits(impl, out, q, k, v):
+        impl = self._impl
+        if impl == "fa3" and not (plain and ops.fits(impl, out, q, k, v)):
             impl = "fa2"
         ops.attend(
             self._schedule, self._batch_size, self._tile, out, written, q, k, v, self._paged_kv_indices_buf, impl,

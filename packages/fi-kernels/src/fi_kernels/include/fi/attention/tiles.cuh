@@ -7,6 +7,8 @@
 #include "fi/attention/pages.cuh"
 #include "fi/attention/softmax.h"
 #include "fi/cuda/math.cuh"
+#include "fi/cuda/ptx/cp_async.cuh"
+#include "fi/cuda/ptx/fp8.cuh"
 #include "fi/cuda/ptx/ldmatrix.cuh"
 #include "fi/cuda/ptx/mma_sm80.cuh"
 
@@ -28,6 +30,7 @@ FI_DEVICE unsigned pack(float x, float y, __nv_bfloat16) {
 template <class T, class Q, class KV, class Pages = OnePage>
 struct TilesKernel {
   static constexpr int kThreads = 128, kRows = 64, kKeys = 64, kColumns = 128;
+  static constexpr bool kHalf = IsHalf<T>::value;
   static constexpr int kPitch = kColumns + 8;  // 16 bytes more: rows of a matrix fall into different banks
 
   struct Shared {
@@ -74,23 +77,42 @@ struct TilesKernel {
     const int begin = p.mask.first_key(shared.row[0].i), end = p.mask.end_key(shared.row[rows - 1].i);
     // Keys that every row of the tile sees.
     const int full_begin = p.mask.first_key(shared.row[rows - 1].i), full_end = p.mask.end_key(shared.row[0].i);
+    const bool wide = p.dim_qk > kColumns;
+    const Source k{p.k, pages.k_page, p.k_token, p.k_head, p.dim_qk, p.rotary.enabled != 0};
+    const Source v{p.v, pages.v_page, p.v_token, p.v_head, p.dim_vo, false};
+    Ahead keys, values;
+    fetch(keys, shared.k, k, 0, begin, end);
 #pragma unroll 1
     for (int key = begin; key < end; key += kKeys) {
+      fetch(values, shared.v, v, column, key, end);
       float s[kKeys / 8][4] = {};
 #pragma unroll 1
       for (int dim = 0; dim < p.dim_qk; dim += kColumns) {
-        __syncthreads();
-        if (key == begin || p.dim_qk > kColumns) stage_q(dim);
-        stage(shared.k, p.k, pages.k_page, p.k_token, p.k_head, dim, p.dim_qk, key, end, p.rotary.enabled);
-        if (dim == 0) stage(shared.v, p.v, pages.v_page, p.v_token, p.v_head, column, p.dim_vo, key, end, false);
+        if (dim == 0)
+          cp_async_wait<1>();
+        else
+          cp_async_wait<0>();
+        land(keys, shared.k, k, dim, key, end);
+        if (key == begin || wide) stage_q(dim);
         __syncthreads();
         multiply_keys(s, min(kColumns, p.dim_qk - dim));
+        __syncthreads();
+        if (dim + kColumns < p.dim_qk) fetch(keys, shared.k, k, dim + kColumns, key, end);
       }
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
         for (int c = 0; c < 4; ++c) s[n][c] *= scale[c / 2];
-      if (p.special()) finish(key, end, s);
+      if (p.scores.alibi || p.mask.selects()) {
+        finish(key, end, s);
+      } else if (p.scores.soft_cap > 0.f) {
+        const float cap = p.scores.cap();
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) s[n][c] = cap * CudaMath::tanh(s[n][c]);
+      }
+      fetch(keys, shared.k, k, 0, key + kKeys, end);
       if (key < full_begin || key + kKeys > full_end) {
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n)
@@ -101,7 +123,11 @@ struct TilesKernel {
           }
       }
       soften(s);
+      cp_async_wait<1>();
+      land(values, shared.v, v, column, key, end);
+      __syncthreads();
       multiply_values(s);
+      __syncthreads();
     }
   }
 
@@ -160,6 +186,13 @@ struct TilesKernel {
     uint4 words;
     if constexpr (sizeof(S) == sizeof(T)) {
       memcpy(&words, &x, sizeof words);
+#if __CUDA_ARCH__ >= 890
+    } else if constexpr (sizeof(S) == 1 && kHalf) {
+      uint2 eight;
+      memcpy(&eight, &x, sizeof eight);
+      words = make_uint4(halves(eight.x, S{}), halves(eight.x >> 16, S{}), halves(eight.y, S{}),
+                         halves(eight.y >> 16, S{}));
+#endif
     } else {
       float f[8];
       x.floats(f);
@@ -178,26 +211,62 @@ struct TilesKernel {
                                          : read(d));
   }
 
-  // 64 keys from `key` on (zeros from `end` on) by 128 dimensions from `dim` on (zeros from `dims` on).
-  FI_DEVICE void stage(T* to, const void* from, int64_t page, int64_t token, int64_t head, int dim, int dims, int key,
-                       int end, bool rotate) const {
-    const int x = threadIdx.x % 16 * 8, y = threadIdx.x / 16;  // then every 8th row
-    const KV* base = static_cast<const KV*>(from) + kv_head * head + dim + x;
-    const bool each = rotate || !p.aligned;
-    Eight<KV> block[kKeys / 8];
+  // Keys or values of the request. each: element by element, rotated or from rows that are not aligned.
+  struct Source {
+    const void* data;
+    int64_t page, token, head;
+    int dims;
+    bool rotate;
+  };
+  FI_DEVICE bool each(const Source& from) const { return from.rotate || !p.aligned; }
+  FI_DEVICE const KV* row(const Source& from, int j) const {
+    return static_cast<const KV*>(from.data) + kv_head * from.head + pages.page(j) * from.page +
+           pages.slot(j) * from.token;
+  }
+
+  // 64 keys from `key` on (zeros from `end` on) by 128 dimensions from `dim` on (zeros from `dims` on) are sent on
+  // their way, in a group of copies; 16-bit ones straight to shared memory, which nothing may read then, others to
+  // registers.
+  static constexpr bool kDirect = sizeof(KV) == sizeof(T);
+  struct Ahead {
+    Eight<KV> block[kDirect ? 1 : kKeys / 8];
+  };
+  FI_DEVICE void fetch(Ahead& ahead, T* to, const Source& from, int dim, int key, int end) const {
+    if (key < end && !each(from)) {
+      const int x = threadIdx.x % 16 * 8, y = threadIdx.x / 16;  // then every 8th row
 #pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n) {
-      const int j = key + y + n * 8;
-      block[n].clear();
-      if (!each && j < end && dim + x < dims) block[n].read(base + pages.page(j) * page + pages.slot(j) * token, true);
+      for (int n = 0; n < kKeys / 8; ++n) {
+        const int j = key + y + n * 8;
+        const bool inside = j < end && dim + x < from.dims;
+        const KV* at = inside ? row(from, j) + dim + x : static_cast<const KV*>(from.data);
+        if constexpr (kDirect) {
+          cp_async_16(to + (y + n * 8) * kPitch + x, at, inside);
+        } else {
+          ahead.block[n].clear();
+          if (inside) ahead.block[n].read(at, true);
+        }
+      }
     }
+    cp_async_commit();
+  }
+
+  // They have arrived, or this thread's copies have, and go to shared memory if they are not there.
+  FI_DEVICE void land(const Ahead& ahead, T* to, const Source& from, int dim, int key, int end) const {
+    const int x = threadIdx.x % 16 * 8, y = threadIdx.x / 16;
+    if (!each(from)) {
+      if constexpr (!kDirect) {
 #pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n) put(to + (y + n * 8) * kPitch + x, block[n]);
-    if (!each || dim + x >= dims) return;
+        for (int n = 0; n < kKeys / 8; ++n) put(to + (y + n * 8) * kPitch + x, ahead.block[n]);
+      }
+      return;
+    }
 #pragma unroll 1
-    for (int r = y; r < kKeys && key + r < end; r += 8)
-      put_each(to + r * kPitch + x, base + pages.page(key + r) * page + pages.slot(key + r) * token - (dim + x), dim + x,
-               rotate, key + r);
+    for (int r = y; r < kKeys; r += 8) {
+      if (key + r < end && dim + x < from.dims)
+        put_each(to + r * kPitch + x, row(from, key + r), dim + x, from.rotate, key + r);
+      else
+        *reinterpret_cast<uint4*>(to + r * kPitch + x) = make_uint4(0, 0, 0, 0);
+    }
   }
 
   FI_DEVICE void stage_q(int dim) const {
@@ -219,12 +288,11 @@ struct TilesKernel {
     }
   }
 
-  // Soft cap, ALiBi and custom mask: rare, so a loop through memory keeps the code short. The memory is that of the
-  // keys, which have been used.
+  // ALiBi and custom masks, with a soft cap: rare, so a loop through memory keeps the code short. The memory is that of
+  // the keys, which have been used.
   FI_DEVICE void finish(int key, int end, float (&s)[kKeys / 8][4]) const {
     static_assert(sizeof(float) * kThreads * kKeys / 2 <= sizeof(shared.k), "the scores replace the keys");
     float* slot = reinterpret_cast<float*>(shared.k) + threadIdx.x;
-    __syncthreads();
 #pragma unroll
     for (int e = 0; e < kKeys / 2; ++e) slot[e * kThreads] = s[e / 4][e % 4];
 #pragma unroll 1
@@ -236,6 +304,7 @@ struct TilesKernel {
     }
 #pragma unroll
     for (int e = 0; e < kKeys / 2; ++e) s[e / 4][e % 4] = slot[e * kThreads];
+    __syncthreads();
   }
 
   // s += q k over the staged dimensions.

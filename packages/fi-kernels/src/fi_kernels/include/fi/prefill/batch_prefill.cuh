@@ -6,7 +6,7 @@
 namespace fi {
 
 // Units of work are parts of 64 rows of an item, for one kv head and 128 columns of the output: items slowest, so that
-// the longest come first. Blocks begin with that of their number and take the next from a counter.
+// the longest come first. Blocks take them from a counter.
 template <class T, class Q, class KV, int kSharedBytes>
 FI_DEVICE void prefill_tiles(const PrefillProblem& params) {
   extern __shared__ uint4 bytes[];
@@ -19,19 +19,22 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params) {
   const int item_rows = params.tile_tokens * common.group;
   const int parts = (item_rows + Kernel::kRows - 1) / Kernel::kRows;
   const int columns = (common.dim_vo + Kernel::kColumns - 1) / Kernel::kColumns;
-  const int blocks = gridDim.x, units = params.schedule.header[0] * common.kv_heads * parts * columns;
+  const int units = params.schedule.header[0] * common.kv_heads * parts * columns;
+  if (threadIdx.x == 0) next_unit = atomicAdd(params.schedule.header + 1, 1);
 #pragma unroll 1
-  for (int unit = blockIdx.x; unit < units;) {
+  while (true) {
+    __syncthreads();  // the unit before has been finished
+    const int unit = next_unit;
+    if (unit >= units) break;
+    __syncthreads();
     const int column = unit % columns, part = unit / columns % parts, at = unit / columns / parts;
     const int kv_head = at % common.kv_heads;
     const PrefillItem item = params.schedule.items[at / common.kv_heads];
-    __syncthreads();  // the unit before has been finished
     if (threadIdx.x == 0) {
       problem = params.request(item.request, sizeof(Q), sizeof(KV), out_bytes(common.out_type));
-      next_unit = atomicAdd(params.schedule.header + 1, 1) + blocks;
+      next_unit = atomicAdd(params.schedule.header + 1, 1);
     }
     __syncthreads();
-    unit = next_unit;
     const int begin = item.tile * item_rows, first = begin + part * Kernel::kRows;
     const int end = min(begin + item_rows, problem.rows());
     if (first >= end) continue;
@@ -43,7 +46,7 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params) {
     kernel.store(params.sinks);
   }
   pdl_launch_dependents();
-  if (threadIdx.x == 0 && atomicAdd(params.schedule.header + 2, 1) == blocks - 1)
+  if (threadIdx.x == 0 && atomicAdd(params.schedule.header + 2, 1) == static_cast<int>(gridDim.x) - 1)
     params.schedule.header[1] = params.schedule.header[2] = 0;
 }
 

@@ -2,6 +2,7 @@
 // (wgmma), where the softmax of a key tile runs while the products of its neighbours do.
 #pragma once
 #include "fi/attention/softmax.h"
+#include "fi/cuda/convert.cuh"
 #include "fi/cuda/math.cuh"
 #include "fi/cuda/ptx/barrier.cuh"
 #include "fi/cuda/ptx/tma_sm90.cuh"
@@ -15,15 +16,6 @@ namespace fi {
 struct Work {
   PrefillRequest request;
   int32_t kv_head, token, tokens, unused;
-};
-
-template <class T>
-struct IsHalf {
-  static constexpr bool value = false;
-};
-template <>
-struct IsHalf<__half> {
-  static constexpr bool value = true;
 };
 
 // Rows r = token * group + head of the group: a tile reads each key once for all heads that share it.

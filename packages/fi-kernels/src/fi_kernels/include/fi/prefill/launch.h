@@ -34,7 +34,7 @@ inline void describe(TensorMap& map, const void* data, const int64_t (&sizes)[4]
 
 // The parameters of the Hopper kernel; `keys` is how many it takes a step.
 inline BatchPrefillParams hopper_params(const PrefillProblem& problem, const Tensor& q, const Tensor& k,
-                                        const Tensor& v, int64_t page_size, int64_t kv_tokens, int64_t keys) {
+                                        int64_t page_size, int64_t kv_tokens, int64_t keys) {
   const AttentionProblem& p = problem.problem;
   const bool paged = problem.pages != nullptr;
   const int64_t pages = paged ? k.size(0) : 1, box = paged ? std::gcd(page_size, keys) : keys;
@@ -67,7 +67,7 @@ inline BatchPrefillParams hopper_params(const PrefillProblem& problem, const Ten
 }
 
 inline void launch_batch_prefill(const Kernel& kernel, const PrefillProblem& problem, const Tensor& q, const Tensor& k,
-                                 const Tensor& v, int64_t page_size, int64_t kv_tokens, int64_t batch, bool pdl) {
+                                 int64_t page_size, int64_t kv_tokens, int64_t batch, bool pdl) {
   const AttentionProblem& p = problem.problem;
   const Entry& entry = kernel.entries.front();
   const int64_t multiprocessors = Kernel::multiprocessors(q.device());
@@ -88,8 +88,7 @@ inline void launch_batch_prefill(const Kernel& kernel, const PrefillProblem& pro
            "impl must be fa2 for masks, position encodings, scales by head or on the device, more than 128 query heads "
            "a kv head, and tensors that are not aligned to 16 bytes");
   config.grid_x = std::min(items, multiprocessors);
-  kernel.launch(entry, config, q.device(),
-                hopper_params(problem, q, k, v, page_size, kv_tokens, entry.config[1]));
+  kernel.launch(entry, config, q.device(), hopper_params(problem, q, k, page_size, kv_tokens, entry.config[1]));
 }
 
 }  // namespace fi

@@ -10,15 +10,16 @@ namespace fi {
 struct PrefillProblem {
   AttentionProblem problem;  // q, out and lse of token 0; k and v of page 0, or of key 0; lengths are those of requests
   int64_t k_page, v_page;
-  const int32_t* pages;  // token j of a request: slot j % page_size of page pages[kv_begin + j / page_size]; null: ragged
+  const int32_t*
+      pages;  // token j of a request: slot j % page_size of page pages[kv_begin + j / page_size]; null: ragged
   PrefillSchedule schedule;
-  const uint8_t* custom_mask;    // packed, flattened [qo_len, kv_len] of each request from a byte of its own on; null
-  const int32_t* mask_indptr;    // [batch + 1], bytes
-  const int32_t* prefix_len;     // [batch]; null: no items
-  const uint16_t* items;         // [batch, items_row], as Mask::items
-  const float* sinks;            // [qo_heads], natural logarithms; null: none
-  const float* bmm1_scale;       // multiplies the scores; null: 1
-  const float* bmm2_scale;       // multiplies the output; null: 1
+  const uint8_t* custom_mask;  // packed, flattened [qo_len, kv_len] of each request from a byte of its own on; null
+  const int32_t* mask_indptr;  // [batch + 1], bytes
+  const int32_t* prefix_len;   // [batch]; null: no items
+  const uint16_t* items;       // [batch, items_row], as Mask::items
+  const float* sinks;          // [qo_heads], natural logarithms; null: none
+  const float* bmm1_scale;     // multiplies the scores; null: 1
+  const float* bmm2_scale;     // multiplies the output; null: 1
   Divisor page_size;
   int32_t tile_tokens, items_row;
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fi_core.utils import PosEncodingMode, TensorLayout, canonicalize_torch_dtype
+from fi_core.utils import PosEncodingMode, TensorLayout, _unpack_paged_kv_cache, canonicalize_torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -102,6 +102,18 @@ def check_shape(num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: 
         raise ValueError(f"Unsupported head_dim: a multiple of 8 up to 512 is required; got {head_dim}")
     if page_size < 1:
         raise ValueError(f"page_size: at least 1 is required; got {page_size}")
+
+
+def unpack(
+    cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kv_layout: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V caches with four axes; the usual forms come first, since they come with every call."""
+    if type(cache) is tuple and cache[0].ndim == 4 and cache[1].ndim == 4:
+        return cache
+    if getattr(cache, "ndim", 0) == 5:
+        k, v = cache.unbind(1)  # type: ignore[union-attr]
+        return k, v
+    return _unpack_paged_kv_cache(cache, kv_layout)
 
 
 def lengths(

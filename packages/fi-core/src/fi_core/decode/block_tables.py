@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from fi_core.decode import ops
-from fi_core.decode.arguments import LAYOUTS, code, scale_product
+from fi_core.decode.arguments import LAYOUTS, code, scale_product, unpack
 from fi_core.decode.division import carve
 from fi_core.decode.trace import tables_trace
 from fi_core.observe.log import fi_api
-from fi_core.utils import _unpack_paged_kv_cache, check_shape_dtype_device
+from fi_core.utils import check_shape_dtype_device
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _BACKENDS = ("auto", "trtllm-gen", "xqa")
 _LN2 = math.log(2)
+_MOST_CARVED = 64  # shapes that a workspace is cut for; batches have many sizes
 
 
 def _attend(
@@ -61,21 +63,15 @@ def _attend(
     page_size, kv_heads = (k.shape[1], k.shape[2]) if layout == 0 else (k.shape[2], k.shape[1])
     if kv_heads < 1 or q.shape[1] % kv_heads:
         raise ValueError(f"query: a multiple of the cache's {kv_heads} heads is required; got {q.shape[1]}")
-    if workspace.data_ptr() % 16 or not workspace.is_contiguous():
-        raise ValueError("workspace_buffer: a contiguous tensor aligned to 16 bytes is required")
     if mask is not None:
         mask = mask.view(torch.uint8).view(batch_size, q_len, -1)
     units = ops.units_of(q.shape[1], kv_heads, q_len)
-    needs = ops.sizes(workspace.device, batch_size, units)
-    try:
-        buffers = carve(workspace, workspace[:0], needs, v.shape[3])
-    except ValueError as error:
-        raise ValueError(f"workspace_buffer: too small for {batch_size} requests ({error})") from None
+    buffers = _buffers(workspace, batch_size, units, v.shape[3])
     ops.plan(
         buffers, None, None, seq_lens.view(-1), page_size, units, pages_per_request=pitch, q_len=q_len,
         window_left=window_left,
     )  # fmt: skip
-    impl = ops.choose("auto", q.device, q.dtype, k.dtype, q.shape[2], v.shape[3], 0)
+    impl = ops.choose("auto", q.device, q.dtype, k.dtype, q.shape[2], v.shape[3], 0, page_size)
     if not ops.fits(impl, q, k, v):
         impl = "fa2"
     ops.attend(
@@ -84,10 +80,40 @@ def _attend(
     )  # fmt: skip
 
 
+# Views of each workspace in use, by its id; gone with it. Making them takes as long as a launch.
+_carved: dict[int, tuple[weakref.ref[torch.Tensor], dict[Any, ops.Buffers]]] = {}
+
+
+def _buffers(workspace: torch.Tensor, batch_size: int, units: int, head_dim: int) -> ops.Buffers:
+    key, shape = id(workspace), (batch_size, units, head_dim)
+    entry = _carved.get(key)
+    if entry is None or entry[0]() is not workspace:
+        if workspace.data_ptr() % 16 or not workspace.is_contiguous():
+            raise ValueError("workspace_buffer: a contiguous tensor aligned to 16 bytes is required")
+        entry = _carved[key] = weakref.ref(workspace, lambda _: _carved.pop(key, None)), {}
+    buffers = entry[1].get(shape)
+    if buffers is None:
+        if len(entry[1]) == _MOST_CARVED:
+            entry[1].clear()
+        needs = ops.sizes(workspace.device, batch_size, units)
+        try:
+            buffers = entry[1][shape] = carve(workspace, workspace[:0], needs, head_dim)
+        except ValueError as error:
+            raise ValueError(f"workspace_buffer: too small for {batch_size} requests ({error})") from None
+    return buffers
+
+
 def _cache_pair(kv_cache: Cache, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     if not isinstance(kv_cache, tuple) and kv_cache.ndim == 5 and kv_cache.shape[1] == 1:
         return kv_cache[:, 0], kv_cache[:, 0]  # keys that are values too
-    return _unpack_paged_kv_cache(kv_cache, kv_layout)
+    return unpack(kv_cache, kv_layout)
+
+
+def _refuse(**asked: bool) -> None:
+    """Says which of the features that no kernel here has was asked for."""
+    for name, given in asked.items():
+        if given:
+            raise NotImplementedError(f"{name}: not supported")
 
 
 @fi_api(trace=tables_trace)
@@ -135,7 +161,8 @@ def trtllm_batch_decode_with_kv_cache(
     whose dim 1 is 2 (K, V) or 1 (both are the same); "HND" (`[pages, num_kv_heads, page_size, head_dim]`) or "NHD".
     block_tables: `[batch_size, max_pages]`, int32; entries beyond a request's pages are not read. seq_lens:
     `[batch_size]`, int32 or uint32 (or int64): tokens, those of the query included. max_seq_len: not needed.
-    workspace_buffer: on the device, contiguous; its content does not matter. 8 MiB do for any lengths.
+    workspace_buffer: on the device, contiguous; its content does not matter. 8 MiB do for any lengths
+    and head dims up to 256. It is scratch: calls that may overlap need one each.
 
     The scales are numbers or fp32 tensors of one element on the device; there is no other factor, so bmm1_scale has to
     contain `1 / sqrt(head_dim)`. bmm1_scale_log2 (a tensor, the scale times log2 e) takes the place of bmm1_scale.
@@ -156,18 +183,15 @@ def trtllm_batch_decode_with_kv_cache(
 
     if backend not in _BACKENDS:
         raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
-    absent = {
-        "cum_seq_lens_q (ragged queries)": cum_seq_lens_q is not None,
-        "kv_cache_sf (NVFP4 keys)": kv_cache_sf is not None,
-        "out_dtype 'nvfp4'": out_dtype == "nvfp4" or getattr(out, "dtype", None) == "nvfp4",
-        "o_sf_scale, o_sf_vec_size (NVFP4 output)": o_sf_scale is not None or o_sf_vec_size is not None,
-        "uses_shared_paged_kv_idx=False": not uses_shared_paged_kv_idx,
-        "enable_block_sparse_attention": enable_block_sparse_attention,
-        "cp_world > 1": cp_world != 1 or causal_seqlens_kv_global is not None,
-    }
-    for name, asked in absent.items():
-        if asked:
-            raise NotImplementedError(f"{name}: not supported")
+    _refuse(
+        cum_seq_lens_q=cum_seq_lens_q is not None,
+        kv_cache_sf=kv_cache_sf is not None,
+        o_sf_scale=o_sf_scale is not None or o_sf_vec_size is not None,
+        nvfp4_output=out_dtype == "nvfp4" or getattr(out, "dtype", None) == "nvfp4",
+        separate_tables_of_k_and_v=not uses_shared_paged_kv_idx,
+        enable_block_sparse_attention=enable_block_sparse_attention,
+        cp_world=cp_world != 1 or causal_seqlens_kv_global is not None,
+    )
     q_len = 1 if q_len_per_req is None else q_len_per_req
     k, v = _cache_pair(kv_cache, kv_layout)
     shape = (*query.shape[:2], v.shape[3])

@@ -7,6 +7,7 @@ A caller allocates `Buffers` once (they are private to it: kernels write them), 
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.launch.op import Launcher, target_of
@@ -130,6 +131,7 @@ BATCH_DECODE = Op(
     ),
 )
 
+_LEAST_COPY = 4  # keys
 _DIMS = frozenset({64, 80, 96, 128, 192, 256})
 
 decode_plan = Launcher(DECODE_PLAN, lambda schedule, *_: (schedule.get_device(),))
@@ -150,7 +152,7 @@ def head_dim_axis(head_dim_qk: int, head_dim_vo: int) -> int:
 @functools.cache
 def choose(
     backend: str, device: torch.device, q: torch.dtype, kv: torch.dtype, head_dim_qk: int, head_dim_vo: int,
-    pos_encoding_mode: int,
+    pos_encoding_mode: int, page_size: int = TILE,
 ) -> str:  # fmt: skip
     """The implementation for `attend`: the one that `backend` names, for "auto" the best that takes the rest.
 
@@ -162,7 +164,12 @@ def choose(
     if pos_encoding_mode == PosEncodingMode.ROPE_LLAMA.value:  # keys are rotated by the kernel on CUDA cores only
         axes["head_dim"] = 0
     name = None if backend == "auto" or target.kind == "cpu" else backend
-    return BATCH_DECODE.spec(target, axes, name).impl
+    impl = BATCH_DECODE.spec(target, axes, name).impl
+    # A bulk copy ends with its page, and one of a row or two costs as much as one of 64. H200, 16 x 8192 keys, 32/8
+    # heads, pages of 1: fa3 664 us, fa2_tc 207; pages of 16: 140 and 162. Pages of 2 to 8 are not measured.
+    if name is None and impl == "fa3" and math.gcd(page_size, TILE) < _LEAST_COPY:
+        impl = "fa2_tc"
+    return impl
 
 
 def fits(impl: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:

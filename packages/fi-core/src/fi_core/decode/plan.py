@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fi_core.decode import engine, ops
@@ -219,9 +220,11 @@ class BatchDecodePlan:
             raise NotImplementedError(f"is_causal: only q_len_per_req > 1 is supported; got {is_causal}")
         self._check_table(indptr, indices, last_page_len, seq_lens, page_size, q_len_per_req)
         if self._use_cuda_graph:
-            _copy(self._paged_kv_indptr_buf, indptr, non_blocking)
-            _copy(self._paged_kv_last_page_len_buf, last_page_len, non_blocking)
-            _copy(self._paged_kv_indices_buf, indices, non_blocking)
+            _copy(
+                (self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf, self._paged_kv_indices_buf),
+                (indptr, last_page_len, indices),
+                non_blocking,
+            )
         else:
             self._paged_kv_indptr_buf = self._on_device("indptr", indptr, non_blocking)
             self._paged_kv_indices_buf = self._on_device("indices", indices, non_blocking)
@@ -334,7 +337,10 @@ class BatchDecodePlan:
     def _choose(self, head_dim_vo: int) -> str:
         """The implementation. "fa2" with tensor cores is fa2_tc, or the CUDA cores for what that does not take."""
         encoding = POS_ENCODINGS[self._pos_encoding_mode]
-        rest = self.device, self._cached_q_data_type, self._cached_kv_data_type, self._head_dim, head_dim_vo, encoding
+        rest = (
+            self.device, self._cached_q_data_type, self._cached_kv_data_type, self._head_dim, head_dim_vo, encoding,
+            self._division.page_size,
+        )  # fmt: skip
         name = BACKENDS[self._backend]
         if name == "fa2" and self._use_tensor_cores:
             try:
@@ -344,7 +350,21 @@ class BatchDecodePlan:
         return ops.choose(name, *rest)
 
 
-def _copy(buffer: torch.Tensor, table: torch.Tensor, non_blocking: bool) -> None:
-    if table.data_ptr() == buffer.data_ptr():
-        return
-    (buffer if table.shape == buffer.shape else buffer[: len(table)]).copy_(table, non_blocking=non_blocking)
+def _copy(buffers: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], non_blocking: bool) -> None:
+    """Into the beginning of each buffer, unless it is the table itself; those on one device in one kernel."""
+    import torch
+
+    together: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for buffer, table in zip(buffers, tables):
+        if table.data_ptr() == buffer.data_ptr():
+            continue
+        if table.dtype is not buffer.dtype:
+            raise TypeError(f"indptr, indices and last_page_len: {buffer.dtype} as in the buffers; got {table.dtype}")
+        target = buffer if table.shape == buffer.shape else buffer[: len(table)]
+        if table.device == buffer.device:
+            together[0].append(target)
+            together[1].append(table)
+        else:
+            target.copy_(table, non_blocking=non_blocking)
+    if together[0]:
+        torch._foreach_copy_(*together)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention import attend
@@ -9,7 +10,7 @@ from fi_core.decode import ops
 from fi_core.decode.arguments import LAYOUTS, POS_ENCODINGS
 from fi_core.observe.log import fi_api
 from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
-from fi_core.utils import _get_range_buf, is_graph_capturing
+from fi_core.utils import is_graph_capturing
 
 if TYPE_CHECKING:
     import torch
@@ -108,11 +109,13 @@ def single_decode_with_kv_cache(
     if q.ndim != 2:
         raise ValueError(f"q must have shape [num_qo_heads, head_dim]; got {tuple(q.shape)}")
     qk_factor = q_scale if k_scale is None else k_scale if q_scale is None else q_scale * k_scale
-    impl = _batch_impl(q, k, v, kv_layout, pos_encoding_mode)
+    layout = LAYOUTS.get(kv_layout, -1)
+    usual = q.is_cuda and layout >= 0 and pos_encoding_mode in _ENCODINGS and k.ndim == 3
+    impl = _batch_impl(q, k, v, layout) if usual else None
     if impl is not None:
         scale = q.shape[1] ** -0.5 if sm_scale is None else sm_scale
         return _as_batch(
-            impl, q, k, v, LAYOUTS[kv_layout], POS_ENCODINGS[pos_encoding_mode], window_left, logits_soft_cap or 0.0,
+            impl, q, k, v, layout, POS_ENCODINGS[pos_encoding_mode], window_left, logits_soft_cap or 0.0,
             scale if qk_factor is None else scale * qk_factor, 1.0 if v_scale is None else v_scale, return_lse,
         )  # fmt: skip
     return attend(
@@ -121,28 +124,40 @@ def single_decode_with_kv_cache(
     )  # fmt: skip
 
 
-def _batch_impl(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: str, pos_encoding_mode: str
-) -> str | None:
-    """The tensor-core kernel of batch decode that takes the call, if one does: two times as fast (H200, 32/8 heads,
-    1 to 64 thousand keys). Whatever is irregular is left to the op of single requests, whose messages name q, k, v.
+_ENCODINGS = ("NONE", "ALIBI")  # which the kernels on tensor cores have
+
+
+def _batch_impl(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: int) -> str | None:
+    """The kernel of batch decode that takes the call, if one on tensor cores does: two times as fast (H200, 32/8 heads,
+    from 8 thousand keys on). What is irregular is left to the op of single requests, whose messages name q, k and v.
     """
     import torch
 
-    layout = LAYOUTS.get(kv_layout)
-    if not q.is_cuda or layout is None or pos_encoding_mode not in ("NONE", "ALIBI") or k.ndim != 3:
-        return None
     tokens, heads, dim = k.shape[layout], k.shape[1 - layout], q.shape[1]
-    halves, fp8 = (torch.float16, torch.bfloat16), (torch.float8_e4m3fn, torch.float8_e5m2)
-    same_kind = k.dtype is q.dtype or (k.dtype in fp8 and q.dtype in halves)
     if not (tokens and heads and k.shape == v.shape and k.shape[2] == dim and q.shape[0] and q.shape[0] % heads == 0):
         return None
-    if not (same_kind and v.dtype is k.dtype and k.device == q.device == v.device) or torch.compiler.is_compiling():
+    halves, fp8 = (torch.float16, torch.bfloat16), (torch.float8_e4m3fn, torch.float8_e5m2)
+    same = q.dtype is k.dtype and q.dtype in (*halves, *fp8)
+    if not (same or (q.dtype in halves and k.dtype in fp8)) or v.dtype is not k.dtype or torch.compiler.is_compiling():
         return None
-    if k.stride(2) != 1 or v.stride(2) != 1 or q.stride(1) != 1 or q.dtype not in (*halves, *fp8):
+    if not q.get_device() == k.get_device() == v.get_device():
+        return None
+    low = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    for x in (q, k, v):
+        *outer, inner = x.stride()
+        if inner != 1:
+            return None
+        for step in outer:
+            low |= step * x.itemsize
+    if low % 16:
         return None
     impl = ops.choose("auto", q.device, q.dtype, k.dtype, dim, dim, 0)
-    return impl if impl in ("fa3", "fa2_tc") and ops.fits(impl, q[None], k[None], v[None]) else None
+    return impl if impl in ("fa3", "fa2_tc") else None
+
+
+@functools.cache
+def _needs(device: torch.device, units: int) -> ops.Sizes:
+    return ops.sizes(device, 1, units)
 
 
 def _as_batch(
@@ -163,29 +178,37 @@ def _as_batch(
 
     device = q.device
     units = ops.units_of(q.shape[0], k.shape[1 - layout])
-    buffers = ops.allocate(device, ops.sizes(device, 1, units), q.shape[1])
+    buffers = ops.allocate(device, _needs(device, units), q.shape[1])
+    # The length is limited by the only page, which is all of k.
     ops.plan(
-        buffers, None, None, _endless(device), k.shape[layout], units, pages_per_request=1, window_left=window_left
+        buffers,
+        None,
+        None,
+        _constant(0x7FFFFFFF, device),
+        k.shape[layout],
+        units,
+        pages_per_request=1,
+        window_left=window_left,
     )
-    out = q.new_empty(q.shape)
-    lse = q.new_empty(q.shape[:1], dtype=torch.float32) if return_lse else None
+    out = q.new_empty((1, *q.shape))
+    lse = q.new_empty((1, q.shape[0]), dtype=torch.float32) if return_lse else None
     ops.attend(
-        buffers, out[None], None if lse is None else lse[None], q[None], k[None], v[None], _get_range_buf(1, device),
-        impl, layout, encoding, 1, window_left, soft_cap, score_scale, out_scale,
+        buffers, out, lse, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), _constant(0, device), impl, layout, encoding,
+        1, window_left, soft_cap, score_scale, out_scale,
     )  # fmt: skip
-    return out if lse is None else (out, lse)
+    return out.squeeze(0) if lse is None else (out.squeeze(0), lse.squeeze(0))
 
 
-_lengths: dict[Any, torch.Tensor] = {}
+_constants: dict[Any, torch.Tensor] = {}
 
 
-def _endless(device: torch.device) -> torch.Tensor:
-    """A length for one request that its pages limit, so that the host need not send it."""
+def _constant(value: int, device: torch.device) -> torch.Tensor:
+    """[value] as int32 on the device, so that the host need not send it."""
     import torch
 
-    found = _lengths.get(device)
+    found = _constants.get((value, device))
     if found is None:
-        found = torch.full((1,), 0x7FFFFFFF, dtype=torch.int32, device=device)
+        found = torch.full((1,), value, dtype=torch.int32, device=device)
         if not is_graph_capturing():  # else it is filled at replay only: others must not find it
-            _lengths[device] = found
+            _constants[value, device] = found
     return found

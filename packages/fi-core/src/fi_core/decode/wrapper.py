@@ -6,11 +6,11 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from fi_core.decode import ops
-from fi_core.decode.arguments import POS_ENCODINGS, scale_product
+from fi_core.decode.arguments import POS_ENCODINGS, scale_product, unpack
 from fi_core.decode.plan import BatchDecodePlan
 from fi_core.env import env
 from fi_core.observe.log import fi_api
-from fi_core.utils import _unpack_paged_kv_cache, check_shape_dtype_device, is_graph_capturing
+from fi_core.utils import check_shape_dtype_device, is_graph_capturing
 
 if TYPE_CHECKING:
     import torch
@@ -93,12 +93,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         assert window_left is None or window_left == self._window_left, (
             f"window_left: {self._window_left} was planned; got {window_left}"
         )
-        if type(paged_kv_cache) is tuple and paged_kv_cache[0].ndim == 4 and paged_kv_cache[1].ndim == 4:
-            k, v = paged_kv_cache
-        elif getattr(paged_kv_cache, "ndim", 0) == 5:
-            k, v = paged_kv_cache.unbind(1)  # type: ignore[union-attr]
-        else:
-            k, v = _unpack_paged_kv_cache(paged_kv_cache, self._kv_layout)
+        k, v = unpack(paged_kv_cache, self._kv_layout)
         if (
             q.dtype is not self._cached_q_data_type
             or k.dtype is not self._cached_kv_data_type

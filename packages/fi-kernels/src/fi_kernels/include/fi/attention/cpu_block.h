@@ -196,27 +196,24 @@ FI_CLONES float softmax_row(float* s, int64_t keys, float* m, float* d) {
   return alpha;
 }
 
-// Soft cap and ALiBi on scores of one row: keys whose distance to it is first, first + 1, ...
 template <int kLanes>
-FI_CLONES void finish_row(float* s, float cap, float slope, float first, int64_t keys) {
-  if (cap > 0.f) {
-#pragma omp simd
-    for (int64_t j = 0; j < keys; ++j) s[j] = cap * CpuMath::tanh(s[j]);
-  }
+FI_CLONES void soft_cap(float* s, float cap, int64_t n) {
 #pragma omp simd simdlen(kLanes)
-  for (int64_t j = 0; j < keys; ++j) s[j] += slope * (first + static_cast<float>(j));
+  for (int64_t i = 0; i < n; ++i) s[i] = cap * CpuMath::tanh(s[i]);
 }
 
-// Soft cap and ALiBi on the scores of one key: rows [begin, end), whose row index in the call is position[r].
+// ALiBi on the scores of one key, whose rows have their own slopes and positions in the call.
 template <int kLanes>
-FI_CLONES void finish_scores(float* s, float cap, const float* slope, const float* position, int64_t begin, int64_t end,
-                             float key) {
-  if (cap > 0.f) {
-#pragma omp simd
-    for (int64_t r = begin; r < end; ++r) s[r] = cap * CpuMath::tanh(s[r]);
-  }
+FI_CLONES void add_slopes(float* s, const float* slope, const float* position, int64_t rows, float key) {
 #pragma omp simd simdlen(kLanes)
-  for (int64_t r = begin; r < end; ++r) s[r] += slope[r] * (key - position[r]);
+  for (int64_t r = 0; r < rows; ++r) s[r] += slope[r] * (key - position[r]);
+}
+
+// ALiBi on the scores of one row, against keys at distances first, first + 1, ...
+template <int kLanes>
+FI_CLONES void add_slope(float* s, float slope, float first, int64_t keys) {
+#pragma omp simd simdlen(kLanes)
+  for (int64_t j = 0; j < keys; ++j) s[j] += slope * (first + static_cast<float>(j));
 }
 
 template <int kLanes>

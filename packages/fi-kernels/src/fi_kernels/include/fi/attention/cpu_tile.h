@@ -125,7 +125,8 @@ class CpuTile {
       float* s = s_.data() + r * pitch_;
       const int32_t i = (first_ + r) / p_->group;
       const float distance = static_cast<float>(key) - position_[size(r)];
-      if (slope_[size(r)] != 0.f || cap_ > 0.f) cpu::finish_row<16>(s, cap_, slope_[size(r)], distance, keys);
+      if (cap_ > 0.f) cpu::soft_cap<16>(s, cap_, keys);
+      if (p_->scores.alibi) cpu::add_slope<16>(s, slope_[size(r)], distance, keys);
       const int32_t from = std::clamp(mask.first_key(i) - key, 0, keys),
                     to = std::clamp(mask.end_key(i) - key, 0, keys);
       std::fill(s, s + from, kMinusInf);
@@ -158,11 +159,14 @@ class CpuTile {
                    end - begin,
                    p.dim_qk,
                    false});
-    if (p.scores.alibi || cap_ > 0.f)
-      for (int32_t j = 0; j < keys; ++j)
-        cpu::finish_scores<16>(s_.data() + j * pitch_, cap_, slope_.data(), position_.data(), begin, end,
-                               static_cast<float>(key + j));
-    for (int32_t j = 0; j < keys; ++j) hide(key + j, s_.data() + j * pitch_, begin, end);
+    for (int32_t j = 0; j < keys; ++j) {
+      float* row = s_.data() + j * pitch_;
+      if (cap_ > 0.f) cpu::soft_cap<16>(row + begin, cap_, end - begin);
+      if (p.scores.alibi)
+        cpu::add_slopes<16>(row + begin, slope_.data() + begin, position_.data() + begin, end - begin,
+                            static_cast<float>(key + j));
+      hide(key + j, row, begin, end);
+    }
     cpu::softmax_step<16>(s_.data(), pitch_, keys, begin, end, m_.data(), d_.data(), alpha_.data());
     load_values(key, keys);
     for (int32_t r = row_begin; r < row_end; ++r)

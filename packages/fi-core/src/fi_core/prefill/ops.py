@@ -39,7 +39,6 @@ PREFILL_PLAN = Op(
 
 # Tensor cores multiply in the 16-bit type that holds q and k exactly.
 _MULTIPLY = {"f16": "f16", "bf16": "bf16", "e4m3": "f16", "e5m2": "f16"}
-_TILE_BLOCKS = 3  # a multiprocessor
 _TILE_BYTES = 3 * 64 * (128 + 8) * 2 + 64 * (12 + 8) + 256 * 8  # TilesKernel::Shared
 
 
@@ -47,7 +46,8 @@ def _tiles_unit(axes: Axes) -> Unit:
     """mma.sync for any head dim; config = (kind 0, rows a block, blocks a multiprocessor)."""
     q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
     body = f"prefill_tiles<{DTYPES[_MULTIPLY[q.short]].device}, {q.device}, {kv.device}, {_TILE_BYTES}>"
-    entry = Entry("prefill_tiles", body, 128, (0, 64, _TILE_BLOCKS), _TILE_BYTES, _TILE_BLOCKS)
+    blocks = 3 if kv.bytes == 2 else 2  # with 168 registers a thread, or 255: 8-bit keys wait in some of them
+    entry = Entry("prefill_tiles", body, 128, (0, 64, blocks), _TILE_BYTES, blocks)
     return Unit("fi/prefill/batch_prefill.cuh", "PrefillProblem", (entry,))
 
 

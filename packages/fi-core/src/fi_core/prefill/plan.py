@@ -361,7 +361,7 @@ class BatchPrefillPlan:
         if out is not None:
             check_shape_dtype_device(out, shape, out_dtype, q.device, "out")
         elif self._qo_indptr_last == rows:
-            out = q.new_empty(shape, dtype=out_dtype)
+            out = q.new_empty(shape) if out_dtype is q.dtype else q.new_empty(shape, dtype=out_dtype)
         else:  # rows of no request must not be left as they are
             out = q.new_zeros(shape, dtype=out_dtype)
         written, factor = lse, log_base(lse_base)

@@ -6,12 +6,11 @@
 
 namespace fi {
 
-// Strides in elements.
+// Strides in elements. With pages, token j of a request lies in slot j % page_size of pages[kv_begin + j / page_size].
 struct PrefillProblem {
   AttentionProblem problem;  // q, out and lse of token 0; k and v of page 0, or of key 0; lengths are those of requests
   int64_t k_page, v_page;
-  const int32_t*
-      pages;  // token j of a request: slot j % page_size of page pages[kv_begin + j / page_size]; null: ragged
+  const int32_t* pages;  // null: ragged
   PrefillSchedule schedule;
   const uint8_t* custom_mask;  // packed, flattened [qo_len, kv_len] of each request from a byte of its own on; null
   const int32_t* mask_indptr;  // [batch + 1], bytes

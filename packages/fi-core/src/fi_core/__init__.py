@@ -32,6 +32,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "BatchPrefillWithRaggedKVCacheWrapper",
         "single_prefill_with_kv_cache",
         "single_prefill_with_kv_cache_return_lse",
+        "trtllm_fmha_v2_prefill",
     ),
     "quantization": ("packbits", "segment_packbits"),
     "cascade": ("merge_state", "merge_state_in_place", "merge_states"),

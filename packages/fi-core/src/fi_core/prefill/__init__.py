@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fi_core.prefill import ops  # declares the ops of the family
 from fi_core.prefill.engine import get_batch_prefill_module
+from fi_core.prefill.fmha import trtllm_fmha_v2_prefill
 from fi_core.prefill.once import (
     cudnn_batch_prefill_with_kv_cache,
     trtllm_batch_context_with_kv_cache,
@@ -24,5 +25,6 @@ __all__ = [
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
     "trtllm_batch_context_with_kv_cache",
+    "trtllm_fmha_v2_prefill",
     "trtllm_ragged_attention_deepseek",
 ]

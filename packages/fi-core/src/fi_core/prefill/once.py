@@ -74,7 +74,7 @@ def _refuse(asked: dict[str, bool]) -> None:
             raise NotImplementedError(f"{name}: not supported")
 
 
-def _results(
+def results(
     query: torch.Tensor, dim: int, out: Any, out_dtype: Any, lse: torch.Tensor | None, return_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The tensors to write."""
@@ -93,7 +93,7 @@ def _results(
     return out, lse
 
 
-def _flat(block_tables: torch.Tensor) -> tuple[torch.Tensor, int]:
+def flat_tables(block_tables: torch.Tensor) -> tuple[torch.Tensor, int]:
     """A block table as a flat list of page ids, and how far its rows are apart."""
     if block_tables.ndim != 2 or block_tables.stride(1) != 1:
         raise ValueError(
@@ -173,8 +173,8 @@ def trtllm_batch_context_with_kv_cache(
     )
     layout = code(LAYOUTS, kv_layout, "kv_layout")
     k, v = _cache_pair(kv_cache, kv_layout)
-    result, lse = _results(query, v.shape[3], out, out_dtype, lse, return_lse)
-    pages, pitch = _flat(block_tables)
+    result, lse = results(query, v.shape[3], out, out_dtype, lse, return_lse)
+    pages, pitch = flat_tables(block_tables)
     if block_tables.shape[0] != batch_size or seq_lens.numel() != batch_size:
         raise ValueError(
             f"block_tables: one row, and one of seq_lens, for each of batch_size = {batch_size} requests is required; "
@@ -229,7 +229,7 @@ def trtllm_ragged_attention_deepseek(
     if backend not in _BACKENDS:
         raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
     _refuse({"o_sf_scale (NVFP4 output)": o_sf_scale is not None and o_sf_scale not in (1.0, -1.0)})
-    result, lse = _results(query, value.shape[2], out, None, lse, return_lse)
+    result, lse = results(query, value.shape[2], out, None, lse, return_lse)
     attend_once(
         result, lse, query, key, value, 0, batch_size, qo_indptr=int32_index(cum_seq_lens_q),
         kv_indptr=int32_index(cum_seq_lens_kv), causal=is_causal, window_left=window_left,
@@ -282,14 +282,14 @@ def cudnn_batch_prefill_with_kv_cache(
     import torch
 
     _refuse({"return_lse, lse (statistics in cuDNN's layout)": return_lse or lse is not None})
-    result, _ = _results(q, v_cache.shape[-1], out, o_data_type, None, False)
+    result, _ = results(q, v_cache.shape[-1], out, o_data_type, None, False)
     lens_q, lens_kv = (
         x.reshape(-1).to(q.device, torch.int32, non_blocking=True) for x in (actual_seq_lens_q, actual_seq_lens_kv)
     )
     bounds_q = torch.nn.functional.pad(lens_q.cumsum(0, dtype=torch.int32), (1, 0))
     tables: dict[str, Any] = {}
     if block_tables is not None:
-        pages, pitch = _flat(block_tables)
+        pages, pitch = flat_tables(block_tables)
         tables = {"kv_len": lens_kv, "page_indices": pages, "pages_per_request": pitch}
     else:
         tables = {"kv_indptr": torch.nn.functional.pad(lens_kv.cumsum(0, dtype=torch.int32), (1, 0))}

@@ -78,13 +78,11 @@ struct TilesKernel {
     // Keys that every row of the tile sees.
     const int full_begin = p.mask.first_key(shared.row[rows - 1].i), full_end = p.mask.end_key(shared.row[0].i);
     const bool wide = p.dim_qk > kColumns;
-    const Source k{p.k, pages.k_page, p.k_token, p.k_head, p.dim_qk, p.rotary.enabled != 0};
-    const Source v{p.v, pages.v_page, p.v_token, p.v_head, p.dim_vo, false};
     Ahead keys, values;
-    fetch(keys, shared.k, k, 0, begin, end);
+    fetch<kK>(keys, 0, begin, end);
 #pragma unroll 1
     for (int key = begin; key < end; key += kKeys) {
-      fetch(values, shared.v, v, column, key, end);
+      fetch<kV>(values, column, key, end);
       float s[kKeys / 8][4] = {};
 #pragma unroll 1
       for (int dim = 0; dim < p.dim_qk; dim += kColumns) {
@@ -92,12 +90,12 @@ struct TilesKernel {
           cp_async_wait<1>();
         else
           cp_async_wait<0>();
-        land(keys, shared.k, k, dim, key, end);
+        land<kK>(keys, dim, key, end);
         if (key == begin || wide) stage_q(dim);
         __syncthreads();
         multiply_keys(s, min(kColumns, p.dim_qk - dim));
         __syncthreads();
-        if (dim + kColumns < p.dim_qk) fetch(keys, shared.k, k, dim + kColumns, key, end);
+        if (dim + kColumns < p.dim_qk) fetch<kK>(keys, dim + kColumns, key, end);
       }
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n)
@@ -112,7 +110,7 @@ struct TilesKernel {
 #pragma unroll
           for (int c = 0; c < 4; ++c) s[n][c] = cap * CudaMath::tanh(s[n][c]);
       }
-      fetch(keys, shared.k, k, 0, key + kKeys, end);
+      if constexpr (kDirect) fetch<kK>(keys, 0, key + kKeys, end);
       if (key < full_begin || key + kKeys > full_end) {
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n)
@@ -124,7 +122,8 @@ struct TilesKernel {
       }
       soften(s);
       cp_async_wait<1>();
-      land(values, shared.v, v, column, key, end);
+      land<kV>(values, column, key, end);
+      if constexpr (!kDirect) fetch<kK>(keys, 0, key + kKeys, end);
       __syncthreads();
       multiply_values(s);
       __syncthreads();
@@ -211,39 +210,46 @@ struct TilesKernel {
                                          : read(d));
   }
 
-  // Keys or values of the request. each: element by element, rotated or from rows that are not aligned.
-  struct Source {
-    const void* data;
-    int64_t page, token, head;
-    int dims;
-    bool rotate;
-  };
-  FI_DEVICE bool each(const Source& from) const { return from.rotate || !p.aligned; }
-  FI_DEVICE const KV* row(const Source& from, int j) const {
-    return static_cast<const KV*>(from.data) + kv_head * from.head + pages.page(j) * from.page +
-           pages.slot(j) * from.token;
+  // Keys or values; what they are is read where it is needed, since registers are scarce.
+  enum Part { kK, kV };
+  template <Part kPart>
+  FI_DEVICE T* place_of(int r) const {
+    return (kPart == kK ? shared.k : shared.v) + r * kPitch + threadIdx.x % 16 * 8;
+  }
+  template <Part kPart>
+  FI_DEVICE const KV* row(int j) const {
+    const int64_t head = kPart == kK ? p.k_head : p.v_head, token = kPart == kK ? p.k_token : p.v_token;
+    return static_cast<const KV*>(kPart == kK ? p.k : p.v) + kv_head * head +
+           pages.page(j) * (kPart == kK ? pages.k_page : pages.v_page) + pages.slot(j) * token;
+  }
+  // Whether elements are taken one by one, rotated or from rows that are not aligned.
+  template <Part kPart>
+  FI_DEVICE bool each() const {
+    return !p.aligned || (kPart == kK && p.rotary.enabled);
   }
 
-  // 64 keys from `key` on (zeros from `end` on) by 128 dimensions from `dim` on (zeros from `dims` on) are sent on
-  // their way, in a group of copies; 16-bit ones straight to shared memory, which nothing may read then, others to
+  // 64 keys from `key` on (zeros from `end` on) by 128 dimensions from `dim` on (zeros from the last on) are sent on
+  // their way, in a group of copies: 16-bit ones straight to shared memory, which nothing may read then, others to
   // registers.
   static constexpr bool kDirect = sizeof(KV) == sizeof(T);
   struct Ahead {
     Eight<KV> block[kDirect ? 1 : kKeys / 8];
   };
-  FI_DEVICE void fetch(Ahead& ahead, T* to, const Source& from, int dim, int key, int end) const {
-    if (key < end && !each(from)) {
-      const int x = threadIdx.x % 16 * 8, y = threadIdx.x / 16;  // then every 8th row
+  template <Part kPart>
+  FI_DEVICE void fetch(Ahead& ahead, int dim, int key, int end) const {
+    if (key < end && !each<kPart>()) {
+      const int x = dim + threadIdx.x % 16 * 8, y = threadIdx.x / 16;  // then every 8th row
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n) {
         const int j = key + y + n * 8;
-        const bool inside = j < end && dim + x < from.dims;
-        const KV* at = inside ? row(from, j) + dim + x : static_cast<const KV*>(from.data);
+        const bool inside = j < end && x < (kPart == kK ? p.dim_qk : p.dim_vo);
         if constexpr (kDirect) {
-          cp_async_16(to + (y + n * 8) * kPitch + x, at, inside);
+          const void* at = kPart == kK ? p.k : p.v;
+          if (inside) at = row<kPart>(j) + x;
+          cp_async_16(place_of<kPart>(y + n * 8), at, inside);
         } else {
           ahead.block[n].clear();
-          if (inside) ahead.block[n].read(at, true);
+          if (inside) ahead.block[n].read(row<kPart>(j) + x, true);
         }
       }
     }
@@ -251,21 +257,22 @@ struct TilesKernel {
   }
 
   // They have arrived, or this thread's copies have, and go to shared memory if they are not there.
-  FI_DEVICE void land(const Ahead& ahead, T* to, const Source& from, int dim, int key, int end) const {
-    const int x = threadIdx.x % 16 * 8, y = threadIdx.x / 16;
-    if (!each(from)) {
+  template <Part kPart>
+  FI_DEVICE void land(const Ahead& ahead, int dim, int key, int end) const {
+    const int x = dim + threadIdx.x % 16 * 8, y = threadIdx.x / 16;
+    if (!each<kPart>()) {
       if constexpr (!kDirect) {
 #pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) put(to + (y + n * 8) * kPitch + x, ahead.block[n]);
+        for (int n = 0; n < kKeys / 8; ++n) put(place_of<kPart>(y + n * 8), ahead.block[n]);
       }
       return;
     }
 #pragma unroll 1
     for (int r = y; r < kKeys; r += 8) {
-      if (key + r < end && dim + x < from.dims)
-        put_each(to + r * kPitch + x, row(from, key + r), dim + x, from.rotate, key + r);
+      if (key + r < end && x < (kPart == kK ? p.dim_qk : p.dim_vo))
+        put_each(place_of<kPart>(r), row<kPart>(key + r), x, kPart == kK && p.rotary.enabled, key + r);
       else
-        *reinterpret_cast<uint4*>(to + r * kPitch + x) = make_uint4(0, 0, 0, 0);
+        *reinterpret_cast<uint4*>(place_of<kPart>(r)) = make_uint4(0, 0, 0, 0);
     }
   }
 

@@ -65,6 +65,13 @@ def test_decode_example() -> None:
     assert "lengths [43, 4, 503]" in done.stdout and "largest error of the last step 0.0" in done.stdout
 
 
+def test_prefill_example() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "prefill.py"), "50"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "largest error of 382 tokens 0.0" in done.stdout
+
+
 def test_demo() -> None:
     """A decoder block on the bytes of a text, every op checked; what is no text is refused in one line."""
     command = [sys.executable, str(ROOT / "examples" / "demo.py")]

@@ -41,6 +41,7 @@ NARROW = {
     "packbits": r"_bytes",
     "rope": r"_1",
     "rope_quantize": r"_1",
+    "prefill_plan": r"prefill_plan",
     "single_attention": r"combine_chunks",
 }
 # Bits of the widest load where it is not 128: attention takes eight elements at a time (head dims are such).

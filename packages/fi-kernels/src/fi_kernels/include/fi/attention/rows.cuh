@@ -3,17 +3,11 @@
 // the block, each with its own softmax state; the states are merged once at the end.
 #pragma once
 #include "fi/attention/eight.cuh"
+#include "fi/attention/pages.cuh"
 #include "fi/attention/softmax.h"
 #include "fi/cuda/math.cuh"
 
 namespace fi {
-
-// Where keys lie that follow each other: token j in slot j of the only page.
-struct OnePage {
-  static constexpr int64_t k_page = 0, v_page = 0;
-  FI_DEVICE int64_t page(int) const { return 0; }
-  FI_DEVICE int slot(int j) const { return j; }
-};
 
 template <class Q, class KV, int kSlices, int kRows, class Pages = OnePage>
 struct RowsKernel {

@@ -4,8 +4,11 @@
 // all of them.
 #pragma once
 #include "fi/attention/eight.cuh"
+#include "fi/attention/pages.cuh"
 #include "fi/attention/softmax.h"
 #include "fi/cuda/math.cuh"
+#include "fi/cuda/ptx/cp_async.cuh"
+#include "fi/cuda/ptx/fp8.cuh"
 #include "fi/cuda/ptx/ldmatrix.cuh"
 #include "fi/cuda/ptx/mma_sm80.cuh"
 
@@ -24,9 +27,10 @@ FI_DEVICE unsigned pack(float x, float y, __nv_bfloat16) {
   return word;
 }
 
-template <class T, class Q, class KV>
+template <class T, class Q, class KV, class Pages = OnePage>
 struct TilesKernel {
   static constexpr int kThreads = 128, kRows = 64, kKeys = 64, kColumns = 128;
+  static constexpr bool kHalf = IsHalf<T>::value;
   static constexpr int kPitch = kColumns + 8;  // 16 bytes more: rows of a matrix fall into different banks
 
   struct Shared {
@@ -40,17 +44,21 @@ struct TilesKernel {
 
   const AttentionProblem& p;
   Shared& shared;
+  const Pages pages;
   int kv_head, first, rows, column;  // of the packed rows, of the output's columns
   int warp, lane;
   float o[kColumns / 8][4] = {};
   float m[2] = {kMinusInf, kMinusInf}, d[2] = {};  // of rows lane / 4 and lane / 4 + 8 of the warp
 
-  FI_DEVICE TilesKernel(const AttentionProblem& p, Shared& shared, int kv_head, int first, int column)
+  // Packed rows from first on, before end.
+  FI_DEVICE TilesKernel(const AttentionProblem& p, Shared& shared, int kv_head, int first, int end, int column,
+                        Pages pages = {})
       : p(p),
         shared(shared),
+        pages(pages),
         kv_head(kv_head),
         first(first),
-        rows(min(kRows, p.rows() - first)),
+        rows(min(kRows, end - first)),
         column(column),
         warp(threadIdx.x / 32),
         lane(threadIdx.x % 32) {}
@@ -69,23 +77,40 @@ struct TilesKernel {
     const int begin = p.mask.first_key(shared.row[0].i), end = p.mask.end_key(shared.row[rows - 1].i);
     // Keys that every row of the tile sees.
     const int full_begin = p.mask.first_key(shared.row[rows - 1].i), full_end = p.mask.end_key(shared.row[0].i);
+    const bool wide = p.dim_qk > kColumns;
+    Ahead keys, values;
+    fetch<kK>(keys, 0, begin, end);
 #pragma unroll 1
     for (int key = begin; key < end; key += kKeys) {
+      fetch<kV>(values, column, key, end);
       float s[kKeys / 8][4] = {};
 #pragma unroll 1
       for (int dim = 0; dim < p.dim_qk; dim += kColumns) {
-        __syncthreads();
-        if (key == begin || p.dim_qk > kColumns) stage_q(dim);
-        stage(shared.k, p.k, p.k_token, p.k_head, dim, p.dim_qk, key, end, p.rotary.enabled);
-        if (dim == 0) stage(shared.v, p.v, p.v_token, p.v_head, column, p.dim_vo, key, end, false);
+        if (dim == 0)
+          cp_async_wait<1>();
+        else
+          cp_async_wait<0>();
+        land<kK>(keys, dim, key, end);
+        if (key == begin || wide) stage_q(dim);
         __syncthreads();
         multiply_keys(s, min(kColumns, p.dim_qk - dim));
+        __syncthreads();
+        if (dim + kColumns < p.dim_qk) fetch<kK>(keys, dim + kColumns, key, end);
       }
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
         for (int c = 0; c < 4; ++c) s[n][c] *= scale[c / 2];
-      if (p.special()) finish(key, end, s);
+      if (p.scores.alibi || p.mask.selects()) {
+        finish(key, end, s);
+      } else if (p.scores.soft_cap > 0.f) {
+        const float cap = p.scores.cap();
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) s[n][c] = cap * CudaMath::tanh(s[n][c]);
+      }
+      if constexpr (kDirect) fetch<kK>(keys, 0, key + kKeys, end);
       if (key < full_begin || key + kKeys > full_end) {
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n)
@@ -96,18 +121,25 @@ struct TilesKernel {
           }
       }
       soften(s);
+      cp_async_wait<1>();
+      land<kV>(values, column, key, end);
+      if constexpr (!kDirect) fetch<kK>(keys, 0, key + kKeys, end);
+      __syncthreads();
       multiply_values(s);
+      __syncthreads();
     }
   }
 
-  // Normalises, and writes the rows through shared memory: whole lines, whatever the dtype.
-  FI_DEVICE void store() {
+  // Normalises, and writes the rows through shared memory: whole lines, whatever the dtype. sinks: [qo_heads], or null.
+  FI_DEVICE void store(const float* sinks = nullptr) {
     float* tile = reinterpret_cast<float*>(&shared);
     const float scale = p.value_scale(kv_head);
     __syncthreads();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float factor = softmax_inverse(d[half]) * scale;
+      float factor = scale;
+      if (sinks) factor *= add_sink<CudaMath>(sinks[shared.row[place(half)].head], m[half], d[half]);
+      factor *= softmax_inverse(d[half]);
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
@@ -119,12 +151,15 @@ struct TilesKernel {
       }
     }
     __syncthreads();
+    const int bytes = out_bytes(p.out_type);
 #pragma unroll 1
     for (int r = warp; r < rows; r += kThreads / 32) {
       const Row at = shared.row[r];
       const int64_t out = at.i * p.out_token + at.head * p.out_head + column;
-#pragma unroll 1
-      for (int x = lane; x < columns(); x += 32) store_output(p.out, p.out_type, out + x, tile[r * kOutPitch + x]);
+      if (lane * 4 >= columns()) continue;
+      const bool vector = ((reinterpret_cast<uint64_t>(p.out) + out * bytes) & (4 * bytes - 1)) == 0;
+      const float4 x = *reinterpret_cast<const float4*>(tile + r * kOutPitch + lane * 4);
+      store_four(p.out, p.out_type, out + lane * 4, x, vector);
     }
   }
 
@@ -150,6 +185,13 @@ struct TilesKernel {
     uint4 words;
     if constexpr (sizeof(S) == sizeof(T)) {
       memcpy(&words, &x, sizeof words);
+#if __CUDA_ARCH__ >= 890
+    } else if constexpr (sizeof(S) == 1 && kHalf) {
+      uint2 eight;
+      memcpy(&eight, &x, sizeof eight);
+      words = make_uint4(halves(eight.x, S{}), halves(eight.x >> 16, S{}), halves(eight.y, S{}),
+                         halves(eight.y >> 16, S{}));
+#endif
     } else {
       float f[8];
       x.floats(f);
@@ -168,25 +210,70 @@ struct TilesKernel {
                                          : read(d));
   }
 
-  // 64 keys from `key` on (zeros from `end` on) by 128 dimensions from `dim` on (zeros from `dims` on).
-  FI_DEVICE void stage(T* to, const void* from, int64_t token, int64_t head, int dim, int dims, int key, int end,
-                       bool rotate) const {
-    const int x = threadIdx.x % 16 * 8, y = threadIdx.x / 16;  // then every 8th row
-    const KV* base = static_cast<const KV*>(from) + kv_head * head + dim + x;
-    const bool each = rotate || !p.aligned;
-    Eight<KV> block[kKeys / 8];
+  // Keys or values; what they are is read where it is needed, since registers are scarce.
+  enum Part { kK, kV };
+  template <Part kPart>
+  FI_DEVICE T* place_of(int r) const {
+    return (kPart == kK ? shared.k : shared.v) + r * kPitch + threadIdx.x % 16 * 8;
+  }
+  template <Part kPart>
+  FI_DEVICE const KV* row(int j) const {
+    const int64_t head = kPart == kK ? p.k_head : p.v_head, token = kPart == kK ? p.k_token : p.v_token;
+    return static_cast<const KV*>(kPart == kK ? p.k : p.v) + kv_head * head +
+           pages.page(j) * (kPart == kK ? pages.k_page : pages.v_page) + pages.slot(j) * token;
+  }
+  // Whether elements are taken one by one, rotated or from rows that are not aligned.
+  template <Part kPart>
+  FI_DEVICE bool each() const {
+    return !p.aligned || (kPart == kK && p.rotary.enabled);
+  }
+
+  // 64 keys from `key` on (zeros from `end` on) by 128 dimensions from `dim` on (zeros from the last on) are sent on
+  // their way, in a group of copies: 16-bit ones straight to shared memory, which nothing may read then, others to
+  // registers.
+  static constexpr bool kDirect = sizeof(KV) == sizeof(T);
+  struct Ahead {
+    Eight<KV> block[kDirect ? 1 : kKeys / 8];
+  };
+  template <Part kPart>
+  FI_DEVICE void fetch(Ahead& ahead, int dim, int key, int end) const {
+    if (key < end && !each<kPart>()) {
+      const int x = dim + threadIdx.x % 16 * 8, y = threadIdx.x / 16;  // then every 8th row
 #pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n) {
-      const int j = key + y + n * 8;
-      block[n].clear();
-      if (!each && j < end && dim + x < dims) block[n].read(base + j * token, true);
+      for (int n = 0; n < kKeys / 8; ++n) {
+        const int j = key + y + n * 8;
+        const bool inside = j < end && x < (kPart == kK ? p.dim_qk : p.dim_vo);
+        if constexpr (kDirect) {
+          const void* at = kPart == kK ? p.k : p.v;
+          if (inside) at = row<kPart>(j) + x;
+          cp_async_16(place_of<kPart>(y + n * 8), at, inside);
+        } else {
+          ahead.block[n].clear();
+          if (inside) ahead.block[n].read(row<kPart>(j) + x, true);
+        }
+      }
     }
+    cp_async_commit();
+  }
+
+  // They have arrived, or this thread's copies have, and go to shared memory if they are not there.
+  template <Part kPart>
+  FI_DEVICE void land(const Ahead& ahead, int dim, int key, int end) const {
+    const int x = dim + threadIdx.x % 16 * 8, y = threadIdx.x / 16;
+    if (!each<kPart>()) {
+      if constexpr (!kDirect) {
 #pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n) put(to + (y + n * 8) * kPitch + x, block[n]);
-    if (!each || dim + x >= dims) return;
+        for (int n = 0; n < kKeys / 8; ++n) put(place_of<kPart>(y + n * 8), ahead.block[n]);
+      }
+      return;
+    }
 #pragma unroll 1
-    for (int r = y; r < kKeys && key + r < end; r += 8)
-      put_each(to + r * kPitch + x, base + (key + r) * token - (dim + x), dim + x, rotate, key + r);
+    for (int r = y; r < kKeys; r += 8) {
+      if (key + r < end && x < (kPart == kK ? p.dim_qk : p.dim_vo))
+        put_each(place_of<kPart>(r), row<kPart>(key + r), x, kPart == kK && p.rotary.enabled, key + r);
+      else
+        *reinterpret_cast<uint4*>(place_of<kPart>(r)) = make_uint4(0, 0, 0, 0);
+    }
   }
 
   FI_DEVICE void stage_q(int dim) const {
@@ -208,12 +295,11 @@ struct TilesKernel {
     }
   }
 
-  // Soft cap, ALiBi and custom mask: rare, so a loop through memory keeps the code short. The memory is that of the
-  // keys, which have been used.
+  // ALiBi and custom masks, with a soft cap: rare, so a loop through memory keeps the code short. The memory is that of
+  // the keys, which have been used.
   FI_DEVICE void finish(int key, int end, float (&s)[kKeys / 8][4]) const {
     static_assert(sizeof(float) * kThreads * kKeys / 2 <= sizeof(shared.k), "the scores replace the keys");
     float* slot = reinterpret_cast<float*>(shared.k) + threadIdx.x;
-    __syncthreads();
 #pragma unroll
     for (int e = 0; e < kKeys / 2; ++e) slot[e * kThreads] = s[e / 4][e % 4];
 #pragma unroll 1
@@ -225,6 +311,7 @@ struct TilesKernel {
     }
 #pragma unroll
     for (int e = 0; e < kKeys / 2; ++e) s[e / 4][e % 4] = slot[e * kThreads];
+    __syncthreads();
   }
 
   // s += q k over the staged dimensions.

@@ -9,6 +9,15 @@
 
 namespace fi {
 
+template <class T>
+struct IsHalf {
+  static constexpr bool value = false;
+};
+template <>
+struct IsHalf<__half> {
+  static constexpr bool value = true;
+};
+
 FI_DEVICE float to_float(float x) { return x; }
 FI_DEVICE float to_float(__half x) { return __half2float(x); }
 FI_DEVICE float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }

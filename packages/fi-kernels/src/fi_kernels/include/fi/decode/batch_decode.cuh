@@ -7,15 +7,6 @@
 
 namespace fi {
 
-// Token j of a request lies in slot j % size of page ids[j / size].
-struct PagedTokens {
-  const int32_t* ids;
-  Divisor size;
-  int64_t k_page, v_page;
-  FI_DEVICE int64_t page(int j) const { return ids[divide(j, size)]; }
-  FI_DEVICE int slot(int j) const { return j - static_cast<int>(divide(j, size) * size.value); }
-};
-
 // The walk of a block, in shared memory: one thread takes the steps, which saves the others thirty registers.
 struct BlockWalk {
   DecodeWalk walk;

@@ -71,16 +71,4 @@ struct BatchDecodeParams {
   }
 };
 
-// What a head's sink adds to the sum of a row whose largest score is m (Xiao et al. 2023, arXiv:2309.17453, as a
-// learned logit): m becomes the new maximum, and d the sum against it; the weighted values must be multiplied by the
-// result.
-template <class Math>
-FI_HOST_DEVICE float add_sink(float sink, float& m, float& d) {
-  const float s = sink * kLog2e, top = s > m ? s : m, base = softmax_base(top);
-  const float factor = softmax_weight<Math>(m, base);
-  d = d * factor + softmax_weight<Math>(s, base);
-  m = top;
-  return factor;
-}
-
 }  // namespace fi

@@ -1,0 +1,100 @@
+"""Batch prefill by the arguments of TensorRT-LLM's FMHA v2: five layouts of q, k and v in one call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fi_core.decode.arguments import scale_product
+from fi_core.observe.log import fi_api
+from fi_core.prefill.once import attend_once, flat_tables, results
+from fi_core.utils import _unpack_paged_kv_cache, int32_index
+
+if TYPE_CHECKING:
+    import torch
+
+    Scale = float | torch.Tensor
+
+_CAUSAL = {"causal": True, "sliding_window": True, "padding": False}
+
+
+def _split(qkv: Any, input_layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """q, k, v and the code of the layout of k and v."""
+    if input_layout == "PACKED_QKV":
+        q, k, v = qkv.unbind(1)
+        return q, k, v, 0
+    if input_layout == "CONTIGUOUS_Q_KV":
+        q, kv = qkv
+        return q, kv[:, 0], kv[:, 1], 0
+    if input_layout == "SEPARATE_Q_K_V":
+        q, k, v = qkv
+        return q, k, v, 0
+    if input_layout in ("Q_PAGED_KV_NHD", "Q_PAGED_KV_HND"):
+        q, cache = qkv
+        k, v = _unpack_paged_kv_cache(cache, input_layout[-3:])
+        return q, k, v, int(input_layout.endswith("HND"))
+    raise ValueError(
+        "input_layout: allowed are PACKED_QKV, CONTIGUOUS_Q_KV, Q_PAGED_KV_NHD, Q_PAGED_KV_HND, SEPARATE_Q_K_V; "
+        f"got {input_layout!r}"
+    )
+
+
+@fi_api
+def trtllm_fmha_v2_prefill(
+    qkv: Any,
+    input_layout: str,
+    workspace_buffer: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: Scale,
+    bmm2_scale: Scale,
+    batch_size: int,
+    cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor,
+    block_tables: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    sinks: torch.Tensor | None = None,
+    pos_encoding_mode: str | None = None,
+    logits_soft_cap_scale: float | None = None,
+    mask_mode: str = "causal",
+    window_left: int = -1,
+    chunked_attention_size: int = 0,
+    save_softmax_stats: bool = False,
+    skip_softmax_threshold_scale_factor: float | None = 0,
+) -> torch.Tensor:
+    """Prefill attention without a plan: `softmax(q k^T * bmm1_scale) v * bmm2_scale`.
+
+    qkv by input_layout: "PACKED_QKV": `[tokens, 3, num_heads, head_dim]`; "CONTIGUOUS_Q_KV": (q `[qo_tokens,
+    num_qo_heads, head_dim]`, kv `[kv_tokens, 2, num_kv_heads, head_dim]`); "SEPARATE_Q_K_V": (q, k, v);
+    "Q_PAGED_KV_NHD" and "Q_PAGED_KV_HND": (q, paged cache), the cache a tensor `[pages, 2, ...]` or a tuple, with
+    block_tables int32 `[batch_size, max_pages]` and seq_lens int32 `[batch_size]`, tokens of each request.
+    cum_seq_lens_q, cum_seq_lens_kv: int32 `[batch_size + 1]`, where the requests begin; all on the device.
+
+    mask_mode: "causal" (aligned to the bottom right), "sliding_window" (that, and window_left keys before a row's own)
+    or "padding" (all keys of the request). The scales are numbers or fp32 tensors of one element; bmm1_scale contains
+    `1 / sqrt(head_dim)`. logits_soft_cap_scale c > 0: scores become `c tanh(score / c)`. sinks: fp32 `[num_qo_heads]`.
+    workspace_buffer, max_q_len, max_kv_len, skip_softmax_threshold_scale_factor: not needed; nothing is skipped.
+
+    Returns out `[qo_tokens, num_qo_heads, head_dim]`, the given one, or in out_dtype, default q's. Raises ValueError
+    (layout, shape, dtype, device; mask_mode "chunked", save_softmax_stats and position encodings are not supported).
+    """
+    if mask_mode not in _CAUSAL or chunked_attention_size:
+        raise ValueError(f"mask_mode: causal, sliding_window and padding are supported; got {mask_mode!r}")
+    if save_softmax_stats or pos_encoding_mode not in (None, "NONE"):
+        raise ValueError("save_softmax_stats, pos_encoding_mode: not supported; leave them out")
+    q, k, v, layout = _split(qkv, input_layout)
+    paged = k.ndim == 4
+    if paged == (block_tables is None):
+        raise ValueError(f"block_tables: for paged layouts, and no others; got {input_layout} with {block_tables!r}")
+    result, _ = results(q, v.shape[-1], out, out_dtype, None, False)
+    tables: dict[str, Any] = {"kv_indptr": int32_index(cum_seq_lens_kv)}
+    if block_tables is not None:
+        pages, pitch = flat_tables(block_tables)
+        tables = {"kv_len": int32_index(seq_lens.view(-1)), "page_indices": pages, "pages_per_request": pitch}
+    attend_once(
+        result, None, q, k, v, layout, batch_size, qo_indptr=int32_index(cum_seq_lens_q), causal=_CAUSAL[mask_mode],
+        window_left=window_left, logits_soft_cap=logits_soft_cap_scale or 0.0,
+        score_scale=scale_product(1.0, bmm1_scale), out_scale=scale_product(1.0, bmm2_scale), sinks=sinks, **tables,
+    )  # fmt: skip
+    return result

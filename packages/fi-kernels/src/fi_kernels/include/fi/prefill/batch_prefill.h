@@ -1,0 +1,30 @@
+// Parameters of batch prefill attention on Hopper, shared by launcher and device code.
+#pragma once
+#include "fi/divisor.h"
+#include "fi/prefill/schedule.h"
+#include "fi/tensor_map.h"
+
+namespace fi {
+
+// q, k and v come through tensor maps: q [64 columns of a row, head of the group, kv head, token], k and v
+// [64 columns, token of a page, head, page]; ragged keys are one long page. Strides in elements.
+struct BatchPrefillParams {
+  TensorMap q, k, v;
+  void* out;             // [tokens, qo_heads, dim_vo]
+  float* lse;            // [tokens, qo_heads]; null: not wanted
+  const float* sinks;    // [qo_heads]; null: none
+  const int32_t* pages;  // null: ragged
+  PrefillSchedule schedule;
+  int64_t out_token, out_head;
+  Divisor group, page_size;
+  int32_t qo_heads, kv_heads;
+  int32_t section;      // kv heads whose keys stay in L2 together: tiles are handed out section by section
+  int32_t tile_tokens;  // query tokens of a tile: its rows are these times the group
+  int32_t box;          // keys of one copy
+  int32_t causal, window_left;
+  float scale;  // of scores, times log2(e); with a soft cap, divided by it
+  float cap;    // times log2(e); 0: none
+  float out_scale;
+};
+
+}  // namespace fi

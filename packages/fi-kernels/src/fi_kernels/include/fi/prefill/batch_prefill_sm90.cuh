@@ -1,0 +1,399 @@
+// Batch prefill on Hopper: persistent blocks of a scheduler warp, a producer warp (TMA) and two consumer warpgroups
+// (wgmma), where the softmax of a key tile runs while the products of its neighbours do.
+#pragma once
+#include "fi/attention/softmax.h"
+#include "fi/cuda/convert.cuh"
+#include "fi/cuda/math.cuh"
+#include "fi/cuda/ptx/barrier.cuh"
+#include "fi/cuda/ptx/tma_sm90.cuh"
+#include "fi/cuda/ptx/warpgroup_sm90.cuh"
+#include "fi/cuda/ptx/wgmma_sm90.cuh"
+#include "fi/prefill/batch_prefill.h"
+
+namespace fi {
+
+// A tile of query rows: tokens [token, token + tokens) of a request, for one kv head; no tokens: there is no more.
+struct Work {
+  PrefillRequest request;
+  int32_t kv_head, token, tokens, unused;
+};
+
+// Rows r = token * group + head of the group: a tile reads each key once for all heads that share it.
+template <class T, int kDimQK, int kDimVO, int kKeys, bool kCapped>
+struct PrefillKernel {
+  static constexpr int kRows = 128, kStages = 2, kConsumers = 2, kThreads = 384;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+
+  struct Shared {
+    alignas(1024) T q[kRows * kDimQK];  // all tiles: [dim / 64][rows][64], 128-byte swizzle
+    alignas(1024) T k[kStages][kKeys * kDimQK];
+    alignas(1024) T v[kStages][kKeys * kDimVO];
+    alignas(1024) T out[kRows * kDimVO];  // [rows][dim], 16-byte pieces permuted within a row
+    Barrier q_full, q_empty, k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+    Barrier work_full[2], work_empty[2];
+    Work work[2];
+  };
+
+  // What both roles derive from a unit of work.
+  struct Tile : Work {
+    Mask mask;
+    int begin, count;  // of the key tiles
+
+    FI_DEVICE Tile(const BatchPrefillParams& p, const Work& work) : Work(work) {
+      mask = Mask{nullptr, 0, 0, p.causal, p.window_left, request.qo_len, request.kv_len};
+      begin = mask.first_key(token) / kKeys;
+      count = (mask.end_key(token + tokens - 1) + kKeys - 1) / kKeys - begin;
+    }
+  };
+
+  const BatchPrefillParams& p;
+  Shared& shared;
+
+  FI_DEVICE PrefillKernel(const BatchPrefillParams& params, Shared& s) : p(params), shared(s) {}
+
+  FI_DEVICE void run() {
+    if (threadIdx.x == 0) {
+      shared.q_full.init(1);
+      shared.q_empty.init(kConsumers);
+      for (int i = 0; i < 2; ++i) {
+        shared.work_full[i].init(1);
+        shared.work_empty[i].init(kConsumers + 1);
+      }
+      for (int s = 0; s < kStages; ++s) {
+        shared.k_full[s].init(1);
+        shared.v_full[s].init(1);
+        shared.k_empty[s].init(kConsumers);
+        shared.v_empty[s].init(kConsumers);
+      }
+      fence_barrier_init();
+      prefetch_tensor_map(p.q);
+      prefetch_tensor_map(p.k);
+      prefetch_tensor_map(p.v);
+    }
+    __syncthreads();
+    pdl_wait();
+    if (threadIdx.x < 128) {
+      give_registers<kProducerRegisters>();
+      if (threadIdx.x < 32) produce();
+      if (threadIdx.x == 32) schedule();
+    } else {
+      take_registers<kConsumerRegisters>();
+      consume(threadIdx.x / 128 - 1);
+    }
+  }
+
+ private:
+  // The unit of work number `index`.
+  FI_DEVICE Work work(int index, int items) const {
+    if (index >= items * p.kv_heads) return {{0, 0, 0, 0}, 0, 0, 0, 0};
+    const int section = index / (items * p.section), rest = index - section * items * p.section;
+    const int heads = min(p.section, p.kv_heads - section * p.section), item = rest / heads;
+    const PrefillItem found = p.schedule.items[item];
+    const PrefillRequest request = p.schedule.requests[found.request];
+    const int token = found.tile * p.tile_tokens;
+    return {request, section * p.section + rest - item * heads, token, min(p.tile_tokens, request.qo_len - token), 0};
+  }
+
+  // Hands out units of work, one ahead of their use.
+  FI_DEVICE void schedule() {
+    const int items = p.schedule.header[0], blocks = gridDim.x;
+    int index = blockIdx.x;
+    for (int use = 0;; ++use) {
+      const Work now = work(index, items);
+      shared.work_empty[use % 2].wait(use / 2 % 2 ^ 1);
+      shared.work[use % 2] = now;
+      shared.work_full[use % 2].arrive();
+      if (now.tokens == 0) break;
+      index = atomicAdd(p.schedule.header + 1, 1) + blocks;
+    }
+    if (atomicAdd(p.schedule.header + 2, 1) == blocks - 1) {
+      p.schedule.header[1] = 0;
+      p.schedule.header[2] = 0;
+    }
+  }
+
+  FI_DEVICE void produce() {
+    int stage = 0, parity = 1;
+    for (int use = 0;; ++use) {
+      shared.work_full[use % 2].wait(use / 2 % 2);
+      const Tile tile(p, shared.work[use % 2]);
+      if (tile.tokens == 0) break;
+      __syncwarp();
+      shared.q_empty.wait(use % 2 ^ 1);
+      if (threadIdx.x == 0) {
+        shared.work_empty[use % 2].arrive();
+        shared.q_full.arrive_expect(p.tile_tokens * p.group.value * kDimQK * sizeof(T));
+        for (int block = 0; block < kDimQK / 64; ++block)
+          tma_load(shared.q + block * kRows * 64, p.q, shared.q_full, block * 64, 0, tile.kv_head,
+                   tile.request.qo_begin + tile.token);
+      }
+      // Values follow their keys by one tile, as the consumers take them.
+      int v_stage = 0, v_parity = 0;
+      for (int j = tile.begin + tile.count - 1, step = 0; step < tile.count; ++step, --j) {
+        load<kDimQK>(p.k, shared.k[stage], shared.k_full[stage], shared.k_empty[stage], parity, tile, j);
+        if (step > 0)
+          load<kDimVO>(p.v, shared.v[v_stage], shared.v_full[v_stage], shared.v_empty[v_stage], v_parity, tile, j + 1);
+        v_stage = stage, v_parity = parity;
+        if (++stage == kStages) stage = 0, parity ^= 1;
+      }
+      if (tile.count > 0)
+        load<kDimVO>(p.v, shared.v[v_stage], shared.v_full[v_stage], shared.v_empty[v_stage], v_parity, tile,
+                     tile.begin);
+    }
+  }
+
+  // Copies of key tile j, box by box: each lane finds the pages of its own.
+  template <int kDim>
+  FI_DEVICE void load(const TensorMap& from, T* to, Barrier& full, Barrier& empty, int parity, const Tile& tile,
+                      int j) {
+    const int boxes = kKeys / p.box, lane = threadIdx.x;
+    const int last = tile.request.kv_len - 1;
+    constexpr int kBlocks = kDim / 64;
+    for (int b = lane; b < boxes * kBlocks; b += 32) {
+      const int block = b / boxes, key = (b - block * boxes) * p.box;
+      int token = j * kKeys + key, page = 0;
+      if (p.pages) {
+        const int entry = divide(min(token, last), p.page_size);
+        page = p.pages[tile.request.kv_begin + entry];
+        token = token > last ? 0 : token - entry * p.page_size.value;  // beyond the end: any page will do
+      } else {
+        token += tile.request.kv_begin;
+      }
+      if (b == lane) empty.wait(parity);
+      if (b == 0) full.arrive_expect(kKeys * kDim * sizeof(T));
+      tma_load(to + (block * kKeys + key) * 64, from, full, block * 64, token, tile.kv_head, page);
+    }
+  }
+
+  FI_DEVICE void consume(int group) {
+    const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    float o[kDimVO / 2], s[kKeys / 2];
+    unsigned weights[kKeys / 16][4];
+    int stage = 0, parity = 0;
+    if (group == 1) barrier_arrive(1, 256);  // the first turn is the first group's
+    for (int use = 0;; ++use) {
+      shared.work_full[use % 2].wait(use / 2 % 2);
+      const Tile tile(p, shared.work[use % 2]);
+      if (tile.tokens == 0) break;
+      barrier_sync(3 + group, 128);
+      if (thread == 0) shared.work_empty[use % 2].arrive();
+      shared.q_full.wait(use % 2);
+      const int row = group * 64 + warp * 16 + lane / 4;  // and row + 8
+      int token[2], first_key[2], end_key[2];
+      for (int h = 0; h < 2; ++h) {
+        token[h] = tile.token + static_cast<int>(divide(row + 8 * h, p.group));
+        first_key[h] = tile.mask.first_key(token[h]);
+        end_key[h] = tile.mask.end_key(token[h]);
+      }
+      // Tiles all of whose keys every row sees: below the first row's end, at or above the last row's beginning.
+      const int clear_end = tile.mask.end_key(tile.token) / kKeys;
+      const int clear_begin = (tile.mask.first_key(tile.token + tile.tokens - 1) + kKeys - 1) / kKeys;
+      float m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f}, alpha[2];
+      const auto weigh = [&](int j) {
+        if (kCapped) {
+#pragma unroll
+          for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * p.scale);
+        }
+        if (j >= clear_end || j < clear_begin) hide(s, j * kKeys + lane % 4 * 2, first_key, end_key);
+        softmax(s, m, d, alpha);
+      };
+      const int count = __shfl_sync(0xffffffffu, tile.count, 0);  // known to be uniform: wgmma need not be serialised
+      if (count > 0) {
+        int j = tile.begin + count - 1;
+        shared.k_full[stage].wait(parity);
+        barrier_sync(1 + group, 256);
+        multiply_keys(s, shared.q + group * 64 * 64, shared.k[stage]);
+        barrier_arrive(2 - group, 256);
+        wgmma_wait<0>();
+        wgmma_keep(s);
+        if (thread == 0) shared.k_empty[stage].arrive();
+        weigh(j);
+        pack(s, weights);
+        if (tile.request.kv_len < (j + 1) * kKeys) {
+          shared.v_full[stage].wait(parity);
+          clear(shared.v[stage], tile.request.kv_len - j * kKeys, 3 + group);
+        }
+#pragma unroll
+        for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
+        // Products of the keys of tile j and of the values of tile j + 1 run during the softmax of their neighbours.
+        for (int step = 1; step < count; ++step) {
+          const int v_stage = stage, v_parity = parity;
+          if (++stage == kStages) stage = 0, parity ^= 1;
+          --j;
+          shared.k_full[stage].wait(parity);
+          barrier_sync(1 + group, 256);
+          multiply_keys(s, shared.q + group * 64 * 64, shared.k[stage]);
+          shared.v_full[v_stage].wait(v_parity);
+          multiply_values(o, weights, shared.v[v_stage]);
+          barrier_arrive(2 - group, 256);
+          wgmma_wait<1>();
+          wgmma_keep(s);
+          if (thread == 0) shared.k_empty[stage].arrive();
+          weigh(j);
+          wgmma_wait<0>();
+          wgmma_keep(o);
+          if (thread == 0) shared.v_empty[v_stage].arrive();
+#pragma unroll
+          for (int i = 0; i < kDimVO / 2; ++i) o[i] *= alpha[i / 2 % 2];
+          pack(s, weights);
+        }
+        if (thread == 0) shared.q_empty.arrive();
+        shared.v_full[stage].wait(parity);
+        multiply_values(o, weights, shared.v[stage]);
+        wgmma_wait<0>();
+        wgmma_keep(o);
+        if (thread == 0) shared.v_empty[stage].arrive();
+        if (++stage == kStages) stage = 0, parity ^= 1;
+      } else {
+        if (thread == 0) shared.q_empty.arrive();
+#pragma unroll
+        for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
+      }
+      store(tile, o, m, d, token, group, warp, lane);
+    }
+  }
+
+  FI_DEVICE void multiply_keys(float (&s)[kKeys / 2], const T* q, const T* k) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kDimQK / 16; ++step) {
+      const int block = step / 4, within = step % 4 * 16;
+      wgmma_m64k16(s, wgmma_operand(q + block * kRows * 64 + within, 1024),
+                   wgmma_operand(k + block * kKeys * 64 + within, 1024), step > 0, T());
+    }
+    wgmma_commit();
+  }
+
+  FI_DEVICE void multiply_values(float (&o)[kDimVO / 2], const unsigned (&weights)[kKeys / 16][4], const T* v) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step)
+      wgmma_m64k16(o, weights[step], wgmma_operand(v + step * 16 * 64, 1024, kKeys * 128), true, T());
+    wgmma_commit();
+  }
+
+  FI_DEVICE static void hide(float (&s)[kKeys / 2], int column, const int (&first)[2], const int (&end)[2]) {
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) {
+      const int key = column + i / 4 * 8 + i % 2, h = i / 2 % 2;
+      if (key < first[h] || key >= end[h]) s[i] = kMinusInf;
+    }
+  }
+
+  // Scores become weights, relative to the new maxima m; alpha is what earlier sums must be multiplied by. d holds this
+  // thread's part of the sum.
+  FI_DEVICE void softmax(float (&s)[kKeys / 2], float (&m)[2], float (&d)[2], float (&alpha)[2]) const {
+    const float scale = kCapped ? p.cap : p.scale;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float top = m[h], other = kMinusInf;
+#pragma unroll
+      for (int i = 0; i < kKeys / 8; ++i) {
+        top = fmaxf(top, s[4 * i + 2 * h]);
+        other = fmaxf(other, s[4 * i + 2 * h + 1]);
+      }
+      top = fmaxf(top, other);
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+      const float base = softmax_base(top) * scale;
+      alpha[h] = exp2_approx(fmaf(m[h], scale, -base));
+      m[h] = top;
+      float sum = 0.f, sum1 = 0.f;
+#pragma unroll
+      for (int i = 0; i < kKeys / 8; ++i) {
+        float& x = s[4 * i + 2 * h];
+        float& y = s[4 * i + 2 * h + 1];
+        x = exp2_approx(fmaf(x, scale, -base));
+        y = exp2_approx(fmaf(y, scale, -base));
+        sum += x;
+        sum1 += y;
+      }
+      d[h] = d[h] * alpha[h] + (sum + sum1);
+    }
+  }
+
+  FI_DEVICE static void pack(const float (&s)[kKeys / 2], unsigned (&weights)[kKeys / 16][4]) {
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) weights[k][i] = pack(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+  }
+  FI_DEVICE static unsigned pack(float low, float high) {
+    if constexpr (sizeof(T) == 2 && kIsHalf) {
+      const __half2 x = __floats2half2_rn(low, high);
+      return reinterpret_cast<const unsigned&>(x);
+    } else {
+      const __nv_bfloat162 x = __floats2bfloat162_rn(low, high);
+      return reinterpret_cast<const unsigned&>(x);
+    }
+  }
+
+  // Zeros value rows from `first` on: what lies beyond the last key may be NaN. Both groups do it, for themselves.
+  FI_DEVICE static void clear(T* v, int first, int barrier) {
+    constexpr int kPieces = kDimVO / 8;
+    for (int i = first * kPieces + threadIdx.x % 128; i < kKeys * kPieces; i += 128) {
+      const int key = i / kPieces, piece = i % kPieces;
+      reinterpret_cast<uint4*>(v)[(piece / 8 * kKeys + key) * 8 + piece % 8] = uint4{0, 0, 0, 0};
+    }
+    fence_async_shared();
+    barrier_sync(barrier, 128);
+  }
+
+  FI_DEVICE void store(const Tile& tile, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], const int (&token)[2],
+                       int group, int warp, int lane) {
+    const float scale = kCapped ? p.cap : p.scale;
+    float factor[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      d[h] += __shfl_xor_sync(0xffffffffu, d[h], 1);
+      d[h] += __shfl_xor_sync(0xffffffffu, d[h], 2);
+      const int row = group * 64 + warp * 16 + lane / 4 + 8 * h;
+      const int head = tile.kv_head * p.group.value + row - (token[h] - tile.token) * p.group.value;
+      float top = m[h] * scale;
+      if (p.sinks && token[h] < tile.token + tile.tokens) {
+        const float sink = p.sinks[head] * 1.4426950408889634f, most = fmaxf(top, sink);
+        d[h] = d[h] * exp2_approx(top - most) + exp2_approx(sink - most);
+        factor[h] = softmax_inverse(d[h]) * p.out_scale * exp2_approx(top - most);
+        top = most;
+      } else {
+        factor[h] = softmax_inverse(d[h]) * p.out_scale;
+      }
+      if (p.lse && lane % 4 == 0 && token[h] < tile.token + tile.tokens)
+        p.lse[static_cast<int64_t>(tile.request.qo_begin + token[h]) * p.qo_heads + head] =
+            softmax_lse<CudaMath>(top, d[h]);
+    }
+    // A warp's 16 rows go through shared memory, so that whole rows are written.
+    constexpr int kPieces = kDimVO / 8;
+    uint4* area = reinterpret_cast<uint4*>(shared.out) + (group * 4 + warp) * 16 * kPieces;
+#pragma unroll
+    for (int i = 0; i < kDimVO / 2; i += 2) {
+      const int h = i / 2 % 2, row = lane / 4 + 8 * h, piece = i / 4;
+      reinterpret_cast<unsigned*>(area + row * kPieces + (piece ^ (row % 8)))[lane % 4] =
+          pack(o[i] * factor[h], o[i + 1] * factor[h]);
+    }
+    __syncwarp();
+    const int first = group * 64 + warp * 16, rows = tile.tokens * static_cast<int>(p.group.value);
+#pragma unroll
+    for (int i = 0; i < 16 * kPieces; i += 32) {
+      const int at = i + lane, row = at / kPieces, piece = at % kPieces;
+      if (first + row >= rows) continue;
+      const int t = divide(first + row, p.group), head = tile.kv_head * p.group.value + first + row - t * p.group.value;
+      T* out = static_cast<T*>(p.out) + (tile.request.qo_begin + tile.token + t) * p.out_token + head * p.out_head;
+      reinterpret_cast<uint4*>(out)[piece] = area[row * kPieces + (piece ^ (row % 8))];
+    }
+    __syncwarp();
+  }
+
+  static constexpr bool kIsHalf = IsHalf<T>::value;
+};
+
+template <class T, int kDimQK, int kDimVO, int kKeys, bool kCapped, int kSharedBytes>
+FI_DEVICE void batch_prefill(const BatchPrefillParams& params) {
+  extern __shared__ uint4 bytes[];
+  using Kernel = PrefillKernel<T, kDimQK, kDimVO, kKeys, kCapped>;
+  static_assert(sizeof(typename Kernel::Shared) + 1024 <= kSharedBytes, "the family's Python says how much to ask for");
+  const uint64_t address = (reinterpret_cast<uint64_t>(bytes) + 1023) & ~uint64_t{1023};
+  Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(address)).run();
+}
+
+}  // namespace fi

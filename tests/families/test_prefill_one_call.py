@@ -1,0 +1,131 @@
+"""Batch prefill in one call, without a plan: block tables, contiguous keys, and the forms of cuDNN and FMHA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fi_core
+from families.harness import assert_close, rand
+from families.prefill_batch import batch, workspace
+from families.test_batch_prefill import with_sinks
+from fi_core.prefill import (
+    cudnn_batch_prefill_with_kv_cache,
+    trtllm_batch_context_with_kv_cache,
+    trtllm_ragged_attention_deepseek,
+)
+
+LSE = (2e-4, 2e-4)
+LENS = [(17, 90), (0, 9), (3, 0), (70, 70), (1, 130)]
+
+
+@pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
+def test_block_tables(kv_layout: str, device: str) -> None:
+    b = batch(LENS, dims=(128, 128), kv_layout=kv_layout, form="fused", dtype=torch.bfloat16, device=device)
+    sinks = rand(4, dtype=torch.float32, device=device)
+    common: dict[str, Any] = {
+        "query": b.q, "kv_cache": b.cache, "workspace_buffer": workspace(device), "block_tables": b.pool.block_tables(),
+        "seq_lens": b.pool.seq_lens(), "max_q_len": 70, "max_kv_len": 130, "batch_size": 5, "kv_layout": kv_layout,
+        "cum_seq_lens_q": b.qo_indptr, "cum_seq_lens_kv": b.kv_indptr,
+    }  # fmt: skip
+    out = trtllm_batch_context_with_kv_cache(bmm1_scale=0.05, bmm2_scale=0.7, **common)
+    assert_close(out, b.expected(causal=True, sm_scale=0.05, v_scale=0.7)[0])
+    one, two = (torch.tensor([x], device=device) for x in (0.05, 0.7))
+    lse = torch.empty(b.q.shape[:2], device=device)
+    result = torch.empty_like(b.q)
+    got = trtllm_batch_context_with_kv_cache(
+        bmm1_scale=one, bmm2_scale=two, causal=False, window_left=30, out=result, lse=lse, return_lse=True, **common
+    )
+    assert got[0] is result and got[1] is lse
+    want, want_lse = b.expected(sm_scale=0.05, v_scale=0.7, window_left=30)
+    assert_close(result, want)
+    assert_close(lse, want_lse, tolerance=LSE)
+    out = trtllm_batch_context_with_kv_cache(bmm1_scale=0.05, bmm2_scale=1.0, sinks=sinks, **common)
+    assert_close(out, with_sinks(b, sinks, causal=True, sm_scale=0.05)[0])
+    wide = torch.nn.functional.pad(b.pool.block_tables(), (0, 5), value=-7)
+    out = trtllm_batch_context_with_kv_cache(bmm1_scale=0.05, bmm2_scale=1.0, **common | {"block_tables": wide[:, :-5]})
+    assert_close(out, b.expected(causal=True, sm_scale=0.05)[0])
+    for change, error, words in (
+        ({"kv_cache_sf": one}, NotImplementedError, "NVFP4"),
+        ({"backend": "other"}, KeyError, "backend"),
+        ({"batch_size": 4}, ValueError, "batch_size = 4"),
+        ({"out": torch.empty(3, device=device)}, ValueError, "out: shape"),
+    ):
+        with pytest.raises(error, match=words):
+            trtllm_batch_context_with_kv_cache(bmm1_scale=1.0, bmm2_scale=1.0, **common | change)
+
+
+def test_contiguous_keys_in_one_call(device: str) -> None:
+    b = batch(LENS, heads=(4, 4), dims=(192, 128), dtype=torch.bfloat16, device=device)
+    k, v = b.ragged()
+    out, lse = trtllm_ragged_attention_deepseek(
+        query=b.q, key=k, value=v, workspace_buffer=workspace(device), seq_lens=b.pool.seq_lens(), max_q_len=70,
+        max_kv_len=130, bmm1_scale=0.1, bmm2_scale=1.0, o_sf_scale=1.0, batch_size=5, window_left=-1,
+        cum_seq_lens_q=b.qo_indptr, cum_seq_lens_kv=b.kv_indptr, enable_pdl=False, is_causal=True, return_lse=True,
+    )  # fmt: skip
+    want, want_lse = b.expected(causal=True, sm_scale=0.1)
+    assert_close(out, want)
+    assert_close(lse, want_lse, tolerance=LSE)
+
+
+@pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
+def test_layouts_of_fmha(kv_layout: str, device: str) -> None:
+    b = batch([(17, 17), (0, 0), (70, 70)], heads=(4, 4), dims=(64, 64), kv_layout=kv_layout, device=device)
+    k, v = b.ragged()
+    k, v = k[: b.q.shape[0]], v[: b.q.shape[0]]  # without the rows of no request
+    paged = f"Q_PAGED_KV_{kv_layout}"
+    forms = {
+        "PACKED_QKV": torch.stack([b.q, k, v], 1),
+        "CONTIGUOUS_Q_KV": (b.q, torch.stack([k, v], 1)),
+        "SEPARATE_Q_K_V": (b.q, k, v),
+        paged: (b.q, b.cache),
+    }
+    for layout, qkv in forms.items():
+        common: dict[str, Any] = {
+            "input_layout": layout, "workspace_buffer": workspace(device), "seq_lens": b.pool.seq_lens(),
+            "max_q_len": 70, "max_kv_len": 70, "bmm1_scale": 0.1, "bmm2_scale": 0.5, "batch_size": 3,
+            "cum_seq_lens_q": b.qo_indptr, "cum_seq_lens_kv": b.kv_indptr,
+            "block_tables": b.pool.block_tables() if layout == paged else None,
+        }  # fmt: skip
+        for mode, options in (
+            ("causal", {"causal": True}),
+            ("padding", {}),
+            ("sliding_window", {"causal": True, "window_left": 9}),
+        ):
+            window = options.get("window_left", -1)
+            out = fi_core.trtllm_fmha_v2_prefill(qkv, mask_mode=mode, window_left=window, **common)
+            assert_close(out, b.expected(sm_scale=0.1, v_scale=0.5, **options)[0])
+        capped = fi_core.trtllm_fmha_v2_prefill(qkv, logits_soft_cap_scale=2.0, **common)
+        assert_close(capped, b.expected(sm_scale=0.1, v_scale=0.5, causal=True, logits_soft_cap=2.0)[0])
+        for change, words in (
+            ({"mask_mode": "chunked"}, "mask_mode"),
+            ({"save_softmax_stats": True}, "save_softmax_stats"),
+            ({"input_layout": "QKV"}, "input_layout"),
+            ({"block_tables": None if layout == paged else b.pool.block_tables()}, "block_tables"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                fi_core.trtllm_fmha_v2_prefill(qkv, **common | change)
+
+
+def test_as_cudnn_is_called(device: str) -> None:
+    b = batch(LENS, kv_layout="HND", device=device)
+    lens_q = torch.tensor(b.qo_lens, dtype=torch.int32).view(-1, 1, 1, 1)
+    lens_kv = b.pool.seq_lens().view(-1, 1, 1, 1)
+    common: dict[str, Any] = {"max_token_per_sequence": 70, "max_sequence_kv": 130, "actual_seq_lens_q": lens_q,
+                              "actual_seq_lens_kv": lens_kv, "return_lse": False}  # fmt: skip
+    assert isinstance(b.cache, tuple)
+    out, none = cudnn_batch_prefill_with_kv_cache(
+        b.q, *b.cache, 0.1, workspace(device), causal=True, block_tables=b.pool.block_tables(), **common
+    )
+    assert none is None
+    assert_close(out, b.expected(causal=True, sm_scale=0.1)[0])
+    k, v = b.ragged()
+    scale = torch.tensor([2.0], device=device)
+    out, _ = cudnn_batch_prefill_with_kv_cache(b.q, k, v, 0.1, workspace(device), causal=False, v_scale=scale, **common)
+    assert_close(out, b.expected(sm_scale=0.1, v_scale=2.0)[0])
+    with pytest.raises(NotImplementedError, match="return_lse"):
+        cudnn_batch_prefill_with_kv_cache(
+            b.q, k, v, 0.1, workspace(device), causal=True, **common | {"return_lse": True}
+        )

@@ -74,7 +74,15 @@ def arguments(device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
         "packbits": lambda: (torch.ones(77, device=device, dtype=torch.bool),),
         "segment_packbits": lambda: (torch.ones(77, device=device, dtype=torch.bool), ints(0, 33, 77)),
         "single_decode_with_kv_cache": lambda: (rand(32, 128), rand(99, 8, 128), rand(99, 8, 128)),
+        "decode.trtllm_batch_decode_with_kv_cache": lambda: (
+            rand(2, 32, 128), (rand(4, 8, 16, 128), rand(4, 8, 16, 128)),
+            torch.empty(8 << 20, device=device, dtype=torch.uint8), ints(0, 1, 2, 3).view(2, 2), ints(20, 32), 32, 0.1,
+        ),
         "single_prefill_with_kv_cache": lambda: (rand(33, 32, 128), rand(99, 8, 128), rand(99, 8, 128)),
+        "prefill.trtllm_batch_context_with_kv_cache": lambda: (
+            rand(33, 32, 128), (rand(8, 8, 16, 128), rand(8, 8, 16, 128)), rand(1), ints(0, 3, 1, 5, 6, 2).view(2, 3),
+            ints(40, 20), 20, 40, 0.1, 1.0, 2, ints(0, 20, 33), ints(0, 40, 60),
+        ),
     }  # fmt: skip
 
 

@@ -105,10 +105,25 @@ def _entry(name: str, value: Any) -> list[str]:
     kind = "py:exception" if inspect.isclass(value) and issubclass(value, BaseException) else None
     kind = kind or ("py:class" if inspect.isclass(value) else "py:function" if callable(value) else "py:data")
     try:
-        signature = str(inspect.signature(value)).replace("'", "") if kind == "py:function" else ""
+        signature = str(inspect.signature(value)).replace("'", "") if kind in ("py:function", "py:class") else ""
     except ValueError:
         signature = ""
-    return ["", f"````{{{kind}}} {name}{signature}", inspect.getdoc(inner) or "", "````"]
+    lines = ["", f"````{{{kind}}} {name}{signature}", inspect.getdoc(inner) or "", "````"]
+    return lines + (_methods(name, value) if kind == "py:class" else [])
+
+
+def _methods(owner: str, value: type) -> list[str]:
+    """The public methods and properties of a class, aliases left out."""
+    lines: list[str] = []
+    for name, member in inspect.getmembers(value, lambda m: inspect.isfunction(m) or isinstance(m, property)):
+        own = any(name in vars(base) and base.__module__.startswith("fi_core.") for base in value.__mro__)
+        if name.startswith("_") or not own or getattr(member, "__name__", name) != name:
+            continue
+        kind, signature = "py:property", ""
+        if inspect.isfunction(member):
+            kind, signature = "py:method", str(inspect.signature(member)).replace("'", "").replace("(self, ", "(")
+        lines += ["", f"````{{{kind}}} {owner}.{name}{signature}", inspect.getdoc(member) or "", "````"]
+    return lines
 
 
 def _members(title: str, text: str, module: str, names: Iterable[str], prefix: str) -> str:

@@ -46,6 +46,7 @@ def made(
         },
         "status": "ok",
         "timer": "wall",
+        "regime": "sustained",
         "cache": {"asked": "warm", "how": "none", "copies": 1},
         "cache_state": "warm",
         "clocks": {},

@@ -20,6 +20,7 @@ SMALL = {
     "page": "--batch_size 3 --s_qo 5 --s_kv 11 --num_kv_heads 2 --head_dim 16 --page_size 4",
     "cascade": "--batch_size 5 --num_qo_heads 4 --head_dim 16 --num_states 3",
     "quantization": "--m 5 --k 13",
+    "gemm": "--m 5 --n 128 --k 256 --batch_size 2 --group_size 3",
     "attention": "--s_qo 7 --s_kv 19 --num_qo_heads 4 --num_kv_heads 2 --head_dim_qk 16",
 }
 VARIANTS = {
@@ -33,8 +34,10 @@ VARIANTS = {
         "--window_left 4",
         "--causal --window_left 3 --s_qo 19",
         "--head_dim_vo 8",
+        "--page_size 4 --batch_size 3 --random_actual_seq_len --s_qo 1",
     ],
     "cascade": ["--input_dtype float16"],
+    "gemm": ["--scale_major_mode K", "--out_dtype float16"],
 }
 CASES = [
     found
@@ -58,7 +61,7 @@ def differences(found: case.Case, p: Namespace, backend: str) -> list[refcheck.D
     mine = fresh(x)
     refcheck.poison(mine, found.poison)
     with runner.context():
-        outputs = runner.outputs(mine, runner.run(mine))
+        outputs = runner.outputs(mine, runner.prepare(mine)(mine))
     return refcheck.check(outputs, found.reference(fresh(x)), found.tolerance, backend == "torch")
 
 
@@ -104,7 +107,7 @@ def test_every_op_of_fi_core_has_a_case_and_every_case_its_op() -> None:
     from fi_core.launch.op import launchers
 
     ready = [found for found in CASES if backends.exists(found)]  # this imports the families
-    covered = {found.op for found in ready}
+    covered = {op for found in ready for op in (found.op, *found.also)}
     assert launchers().keys() <= covered, f"ops without a benchmark: {launchers().keys() - covered}"
     assert covered <= launchers().keys(), f"cases of unknown ops: {covered - launchers().keys()}"
 

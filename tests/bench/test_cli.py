@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.helpers import made, write
+from bench.helpers import made, trials, write
 from fi_bench import backends, case, catalog
 from fi_bench.cli import VERBS, main
 
@@ -56,6 +57,55 @@ def test_light_verbs_import_no_torch_and_start_fast(tmp_path: Path) -> None:
         assert spent < budget, f"{words} takes {spent:.3f} s, allowed are {budget:.3f} s"
 
 
+TERMINAL = """
+import os, sys
+from fi_bench.cli import main
+sys.stdout = os.fdopen(os.dup(2), "w") if {shared} else sys.stdout
+sys.exit(main({words!r}))
+"""
+
+
+def on_a_terminal(words: list[str], shared: bool, **variables: str) -> tuple[str, str]:
+    """What a command shows on a terminal (stderr; stdout too if shared), and what it writes to a pipe."""
+    terminal, theirs = os.openpty()
+    shown = b""
+    environment = {k: v for k, v in ENVIRONMENT.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {"TERM": "xterm"}
+    with subprocess.Popen([sys.executable, "-c", TERMINAL.format(words=words, shared=shared)], stderr=theirs,
+                          stdout=subprocess.PIPE, env=environment | variables, text=True) as process:  # fmt: skip
+        os.close(theirs)
+        with contextlib.suppress(OSError):  # a terminal nobody writes to any more
+            while more := os.read(terminal, 1 << 16):
+                shown += more
+        assert process.stdout is not None
+        written = process.stdout.read()
+    os.close(terminal)
+    assert process.returncode == 0, shown
+    return shown.decode(), written
+
+
+def test_progress_is_for_terminals_and_results_are_plain() -> None:
+    words = [*RMS, "--backends", "torch", "--batch_size", "2,4", "--num_iters", "2"]
+    shown, written = on_a_terminal(words, shared=False)
+    assert "1/2" in shown
+    assert "rmsnorm torch" in shown
+    assert re.search(r"\d:\d\d:\d\d", shown), "the time left"
+    assert "[PERF]" not in shown
+    assert written.count("[PERF] torch") == 2
+    assert "\x1b" not in written
+    shown, _ = on_a_terminal(words, shared=True)
+    assert shown.count("[PERF]\x1b[0m torch") == 2
+    shown, _ = on_a_terminal(words, shared=True, NO_COLOR="1")
+    assert shown.count("[PERF] torch") == 2
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", shown), "no colour"
+
+
+def test_tables_on_a_terminal_are_coloured_and_complete(tmp_path: Path) -> None:
+    results = write(tmp_path / "r.jsonl", trials([1000.0 + i for i in range(5)]))
+    shown, _ = on_a_terminal(["compare", results, results], shared=True, COLUMNS="200")
+    assert re.search(r"\x1b\[\d+mSAME|SAME", shown)
+    assert "batch_size=4 hidden_size=64" in shown
+
+
 def test_module_and_version() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "fi_bench", "--version"], env=ENVIRONMENT, capture_output=True, text=True
@@ -92,6 +142,15 @@ def test_list_backends_presets_and_cases(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["list", "backends"]) == 0
     out = capsys.readouterr().out
     assert "pip install flashinfer-python" in out
+    assert main(["list", "support", "gemm_fp8_nt_groupwise", "--format", "json"]) == 0
+    rows = {row["backend"]: row for row in json.loads(capsys.readouterr().out)}
+    assert [c for c in ("8.0", "9.0", "10.0") if rows["deepgemm"][c] == "yes"] == ["9.0", "10.0"]
+    assert [c for c in ("8.0", "9.0", "10.0") if rows["flashinfer:cutlass"][c] == "yes"] == ["10.0"]
+    assert main(["list", "support", "rmsnorm", "--format", "json"]) == 0
+    ours = {row["backend"]: row for row in json.loads(capsys.readouterr().out)}
+    assert (ours["cpu"]["CPU"], ours["cpu"]["9.0"]) == ("yes", "-")
+    assert [c for c in ("CPU", "7.5", "8.0", "9.0") if ours["cuda"][c] == "yes"] == ["8.0", "9.0"]
+    assert main(["list", "support", "rmsnor"]) == 2
     assert main(["list", "presets"]) == 0
     assert "llama3-8b-decode" in capsys.readouterr().out
     assert main(["list", "cases", write(tmp_path / "r.jsonl", [made()]), "--format", "markdown"]) == 0
@@ -133,5 +192,6 @@ def test_profile_without_the_tool_says_so(monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_deprecated_names_are_told() -> None:
     assert backends.canonical("trtllm") == ("trtllm-gen", "Backend name 'trtllm' has been renamed to 'trtllm-gen'.")
+    assert backends.canonical("trtllm", "gemm") == ("trtllm", None), "a backend of its own there"
     assert backends.canonical("trtllm-gen-native")[0] == "trtllm-native"
     assert backends.canonical("flashinfer:fa3") == ("flashinfer:fa3", None)

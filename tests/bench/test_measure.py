@@ -101,16 +101,16 @@ def test_auto_count_stops_when_the_median_is_known_or_time_is_over() -> None:
 
 
 def test_megahertz_between_marks() -> None:
-    marks = [(1_000, 0), (2_000, 1_980), (3_000, 3_480), (0, 0), (5_000, 9_000)]
-    assert device.megahertz(marks) == [1980.0, 1500.0, 0.0, 0.0]
+    assert device.megahertz((1_000, 0), (2_000, 1_980)) == 1980.0
+    assert device.megahertz((2_000, 1_980), (4_000, 4_980)) == 1500.0
+    assert device.megahertz((0, 0), (5_000, 9_000)) == device.megahertz((5_000, 9_000), (0, 0)) == 0.0, "missed by SM 0"
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_device_kernels_compile(capability: tuple[int, int]) -> None:
     image = device.compile_kernels(capability)
     assert image[:4] == b"\x7fELF"
-    assert b"fi_bench_mark" in image
-    assert b"fi_bench_hold" in image
+    assert all(name.encode() in image for name in device.NAMES)
 
 
 class FakeDriver:
@@ -122,7 +122,11 @@ class FakeDriver:
 
     def cuLaunchKernel(self, function: Any, *rest: Any) -> int:
         *grid, shared, stream, pointers, extra = rest
-        kinds = {"mark": (ctypes.c_uint64,), "hold": (ctypes.c_uint64, ctypes.c_int, ctypes.c_ulonglong)}[function]
+        kinds = {
+            "mark": (ctypes.c_uint64,),
+            "hold": (ctypes.c_uint64, ctypes.c_int, ctypes.c_ulonglong),
+            "read": (ctypes.c_uint64, ctypes.c_longlong, ctypes.c_uint64),
+        }[function]
         values = [ctypes.cast(p, ctypes.POINTER(k)).contents.value for p, k in zip(pointers, kinds, strict=True)]
         self.launches.append((function, grid, shared, stream.value, values, extra))
         return self.status
@@ -133,7 +137,7 @@ def test_launches_pass_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     kernels, driver = object.__new__(device.Kernels), FakeDriver()
     kernels._cuda, kernels._blocks, kernels._ticket = driver, 264, 0  # type: ignore[assignment]
-    kernels._functions = {"fi_bench_mark": "mark", "fi_bench_hold": "hold"}  # type: ignore[dict-item]
+    kernels._functions = {f"fi_bench_{name}": name for name in ("mark", "hold", "read")}  # type: ignore[dict-item]
     kernels._released = torch.zeros(1, dtype=torch.int32)
     marks = torch.zeros(3, 2, dtype=torch.int64)
     kernels.mark(marks[2])
@@ -148,6 +152,8 @@ def test_launches_pass_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         ("hold", one, 0, 77, [address, 1, device.HOLD_LIMIT_NS], None),
         ("hold", one, 0, 77, [address, 2, device.HOLD_LIMIT_NS], None),
     ]
+    kernels.read(marks, kernels._released)
+    assert driver.launches[-1][1:] == ([528, 1, 1, 512, 1, 1], 0, 77, [marks.data_ptr(), 3, address], None)
     driver.status = 700
     with pytest.raises(device.DriverError, match="launch of fi_bench_hold failed with CUresult 700"):
         kernels.hold()
@@ -217,9 +223,9 @@ def test_the_timer_is_the_best_that_works_and_says_why(
     monkeypatch.setattr(gpu._Session, "_load_kernels", lambda self: None)
     monkeypatch.setattr(gpu._Session, "_by_cupti", by_cupti)
     monkeypatch.setattr(gpu._Session, "_captured_walk", lambda self: walk)
-    monkeypatch.setattr(gpu._Session, "_warm_up", lambda self, run: 5)
+    monkeypatch.setattr(gpu._Session, "_warm_up", lambda self, run, calls=1: 5)
     monkeypatch.setattr(gpu._Session, "_flush", lambda self: (None, Cache("cold")))
-    monkeypatch.setattr(gpu._Session, "_event_times", lambda self, run, n, flush, hold: [20.0] * n)
+    monkeypatch.setattr(gpu._Session, "_event_times", lambda self, run, n, flush: [20.0] * n)
     found = gpu._Session(lambda x: None, Inputs(), 0, CPU, options).measure()
     assert found.timer == timer
     assert reason in found.timer_reason

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from pathlib import Path
 
 import pytest
 
 from fi_bench import catalog, parsing, shapes, sweep
+from fi_bench.cases.common import requests
 from fi_bench.errors import UsageError
 from fi_bench.runner import repro_command
 
 NORM = "--routine rmsnorm --batch_size 4 --hidden_size 64"
-SEED_LINES = [
-    "--routine BatchDecodeWithPagedKVCacheWrapper --backends fa2 fa2_tc cudnn --page_size 16 --batch_size 32 --s_qo 1 "
-    "--s_kv 2048 --num_qo_heads 32 --num_kv_heads 8 --head_dim_qk 128 --head_dim_vo 128 --q_dtype bfloat16 "
-    "--kv_dtype bfloat16 --num_iters 30 --dry_run_iters 5 --refcheck -vv",
-    "--routine bmm_fp8 --backends cudnn cublas cutlass --batch_size 256 --m 1 --n 1024 --k 7168 --input_dtype fp8_e4m3 "
-    "--mat2_dtype fp8_e4m3 --out_dtype bfloat16 --refcheck -vv --generate_repro_command",
-    "--routine BatchPrefillWithRaggedKVCacheWrapper --backends fa2 fa3 cudnn cutlass --batch_size 16 --s_qo 1024 "
-    "--s_kv 1024 --num_qo_heads 128 --num_kv_heads 128 --head_dim_qk 192 --head_dim_vo 128 --causal "
-    "--random_actual_seq_len --q_dtype bfloat16 --kv_dtype bfloat16 --refcheck -vv",
-    "--routine trtllm_fp8_block_scale_moe --backends trtllm --num_tokens 1024 --hidden_size 5120 "
-    "--intermediate_size 13824 --num_experts 256 --top_k 8 --n_group 8 --topk_group 1 --routing_method deepseek_v3 "
-    "--routed_scaling_factor 2.5 --use_routing_bias -vv",
-    "--routine group_gemm_fp8_nt_groupwise --m 8192 --n 4096 --k 16384 --mma_sm 2 --group_size 2 --no_cuda_graph "
-    "--scale_major_mode K --refcheck -vv",
-    "--routine BatchMLAPagedAttentionWrapper --backends fa2 fa3 --page_size 32 --batch_size 16 --s_qo 1 --s_kv 1024 "
-    "--num_qo_heads 128 --num_kv_heads 128 --head_dim_ckv 512 --head_dim_kpe 64 --refcheck",
-]
+COMMANDS = [line for line in Path(__file__).with_name("commands.txt").read_text().splitlines() if line[0] != "#"]
+SEED_LINES = [line for line in COMMANDS if line.startswith("--routine")]
+LISTS = [line for line in COMMANDS if not line.startswith("--routine")]
 
 
 @pytest.mark.parametrize("line", SEED_LINES)
@@ -37,9 +25,78 @@ def test_the_seeds_lines_parse(line: str) -> None:
     said = shlex.split(line)
     assert args.routine == said[1]
     for i, word in enumerate(said):
-        if word.startswith("--") and word != "--backends" and i + 1 < len(said) and not said[i + 1].startswith("-"):
-            assert str(getattr(args, word[2:])) == said[i + 1]
-    assert args.verbose == (2 if "-vv" in said else 0)
+        if not word.startswith("--"):
+            continue
+        given = list(itertools.takewhile(lambda w: not w.startswith("-"), said[i + 1 :]))
+        value = getattr(args, word[2:])
+        if word == "--backends":
+            assert value == given
+        elif word == "--verbose":
+            assert value == 1
+        else:
+            assert str(value) == (given[0] if given else "True")
+    assert args.verbose == (2 if "-vv" in said else int("--verbose" in said))
+
+
+@pytest.mark.parametrize("line", LISTS)
+def test_the_seeds_test_lists_parse(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(line)
+    listed = Path(words[1])
+    listed.parent.mkdir(exist_ok=True)
+    listed.write_text("\n".join(["# all of them", "", *SEED_LINES]))
+    lines = parsing.read_lines(words)
+    assert [found.error for found in lines] == [None] * len(SEED_LINES)
+    assert {point.output_path for found in lines for point in found.points} == {words[words.index("--output_path") + 1]}
+
+
+# Flags of FlashInfer's benchmark by a routine of each family.
+CONTRACT = {
+    "BatchPrefillWithPagedKVCacheWrapper": "backends page_size batch_size s_qo s_kv num_qo_heads num_kv_heads "
+    "head_dim_qk head_dim_vo head_dim_ckv head_dim_kpe q_dtype kv_dtype out_dtype causal spec_dec_mask "
+    "random_actual_seq_len autotune mla_is_var_seq mla_cute_dsl_impl",
+    "bmm_fp8": "m n k batch_size group_size tile_size scale_major_mode input_dtype mat2_dtype out_dtype mma_sm "
+    "use_128x4_sf_layout use_nvfp4 autotune bias",
+    "cutlass_fused_moe": "num_tokens hidden_size intermediate_size num_experts top_k input_dtype weight_dtype n_group "
+    "topk_group routed_scaling_factor local_expert_offset local_num_experts routing_method use_shuffled_weight "
+    "weight_layout use_routing_bias use_routing_scales_on_input activation-type fp4_mode cutlass_variant "
+    "quantized_input tp_size tp_rank ep_size ep_rank autotune use_functional_api b12x_quant_mode rank num_loras "
+    "num_slices",
+    "rmsnorm": "batch_size hidden_size num_heads input_dtype eps scale out_dtype use_global_scale "
+    "is_sf_swizzled_layout output_both_sf_layouts dit_mode ppf pph ppw",
+    "nvfp4_quantize": "m k input_dtype is_sf_swizzled_layout no_sf_swizzled_layout alignment batch_size global_scale "
+    "sf_layout do_shuffle sf_vec_size per_token_activation",
+    "top_k_top_p_sampling_from_probs": "batch_size vocab_size input_dtype top_k top_p min_p temperature "
+    "filter_apply_order num_speculate_tokens max_len num_rows",
+    "apply_rope": "batch_size seq_len num_qo_heads num_kv_heads head_dim rotary_dim no_rope_dim input_dtype "
+    "quant_dtype rope_scale rope_theta interleave page_size kv_layout low_freq_factor high_freq_factor old_context_len",
+    "gated_delta_rule_mtp": "batch_size num_q_heads num_k_heads num_v_heads head_size input_dtype state_dtype "
+    "state_layout pool_mode seq_len s_qo update_state cache_intermediate_states no_qk_l2norm",
+    "selective_state_update": "batch_size nheads dim dstate ngroups cache_steps state_dtype weight_dtype has_z "
+    "dt_softplus varlen algorithm",
+    "allreduce_fusion": "num_tokens hidden_size input_dtype ar_backend pattern validate",
+    "moe_a2a_dispatch_combine": "num_tokens num_experts top_k quant_dtype real_math intermediate_size max_num_tokens "
+    "validate nvtx per_phase_timing use_lora",
+    "recurrent_kda_prefill": "batch_size s_qo num_q_heads head_size input_dtype state_dtype packed offsets_dtype "
+    "has_initial_state lower_bound",
+    "MSAPipeline": "batch_size s_qo s_kv num_qo_heads num_kv_heads head_dim topk max_k_tiles causal no-causal q_dtype "
+    "kv_dtype kv_layout",
+    "mixed_comm": "local_bs_list hidden_size dtype local_tp_size local_dp_size inter_tp_size inter_dp_size node_id "
+    "dist_init_method",
+    "top_k_varlen": "batch_size max_seq_len top_k",
+}
+EVERYWHERE = (
+    "routine num_iters dry_run_iters no_cuda_graph use_cuda_events use_cupti refcheck allow_output_mismatch "
+    "random_seed verbose output_path testlist case_tag generate_repro_command repro_command autotune_cache enable_pdl"
+)
+
+
+@pytest.mark.parametrize("routine", CONTRACT)
+def test_every_flag_of_the_contract_is_there(routine: str) -> None:
+    known = parsing.family_parser(catalog.family_of(routine), routine)._option_string_actions
+    asked = f"{CONTRACT[routine]} {EVERYWHERE}".replace("-", "_").split()
+    assert [name for name in asked if f"--{name}" not in known] == []
+    assert {"-R", "-n", "-d", "-v"} <= known.keys()
 
 
 def test_defaults_are_those_of_the_seeds() -> None:
@@ -72,6 +129,43 @@ def test_bad_sweeps_are_refused(text: str) -> None:
         parsing.parse(["--routine", "rmsnorm", "--batch_size", text, "--hidden_size", "64"])
 
 
+ATTENTION = "--routine BatchPrefillWithPagedKVCacheWrapper --num_qo_heads 8 --num_kv_heads 2"
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths"),
+    [
+        ("mix=8192,32*1@8192", [(8192, 8192)] + [(1, 8192)] * 32),
+        ("2*3@2^4,5", [(3, 16), (3, 16), (5, 5)]),
+        ("7@7", [(7, 7)]),
+    ],
+)
+def test_a_batch_of_unlike_requests(text: str, lengths: list[tuple[int, int]]) -> None:
+    args = parsing.parse([*ATTENTION.split(), "--case", text])
+    assert requests(args) == lengths
+    again = parsing.parse(shlex.split(repro_command(args))[1:])
+    assert vars(again) == vars(args)
+
+
+def test_several_batches_are_a_sweep() -> None:
+    args = parsing.parse([*ATTENTION.split(), "--case", "a=4,4", "b=16*1@64", "--page_size", "16,32"])
+    found = [(p.case, p.page_size) for p in sweep.points(args)]
+    assert sorted(found) == [("a=4,4", 16), ("a=4,4", 32), ("b=16*1@64", 16), ("b=16*1@64", 32)]
+
+
+def test_lengths_without_a_case() -> None:
+    args = parsing.parse(f"{ATTENTION} --batch_size 3 --s_qo 4 --s_kv 9".split())
+    assert requests(args) == [(4, 9)] * 3
+    args.random_actual_seq_len, args.batch_size = True, 500
+    found = requests(args)
+    assert found == requests(args), "the seed decides"
+    assert {r.qo_len for r in found} == set(range(1, 5))
+    assert all(r.qo_len <= r.kv_len <= 9 for r in found)
+    assert {r.kv_len for r in found} == set(range(1, 10))
+    args.s_kv = 4
+    assert all(r.qo_len == r.kv_len for r in requests(args))
+
+
 def test_points_are_the_product_or_in_step() -> None:
     line = "--routine rmsnorm --batch_size 1,2,3 --hidden_size 64,128,256 --input_dtype float16,bfloat16"
     assert len(list(sweep.points(parsing.parse(line.split())))) == 18
@@ -92,6 +186,11 @@ def test_points_are_the_product_or_in_step() -> None:
         (f"{NORM} stray", "unknown argument 'stray'"),
         ("--routine rmsnorm --batch_size 1", "required: --hidden_size"),
         (f"{NORM} --input_dtype bf16", "'bf16' is not one of bfloat16"),
+        (ATTENTION, "required: --s_kv (or --case)"),
+        (f"{ATTENTION} --case 8@4", "no batch such as mix=8192,32*1@8192"),
+        (f"{ATTENTION} --case 0*1@4", "no batch such as"),
+        (f"{ATTENTION} --case a=", "no batch such as"),
+        (f"{ATTENTION} --case 4 --s_kv 4 --batch_size 2", "leave out --batch_size, --s_kv"),
         (f"{NORM} --num_iters 0", "--num_iters must be `auto` or at least 1, got 0"),
         (f"{NORM} --num_iters many", "--num_iters"),
         (f"{NORM} --trials 0", "--trials must be at least 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import struct
@@ -19,6 +20,10 @@ from fi_bench.cli import main
 from fi_bench.report import page, svg
 
 CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
+QUIETLY = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--hide-scrollbars",
+]  # fmt: skip
 CEILINGS = {"test cpu x2": Ceilings(copy=2e9, read=2e9, matmul=1e12)}
 
 
@@ -47,13 +52,17 @@ def test_page_is_self_contained_and_escaped() -> None:
 
 def test_every_row_and_reason_is_there() -> None:
     html = text()
-    assert html.count("<tr>") == 1 + 8 + 1
+    assert html.count("</tr>") == (1 + 8) + (1 + 1)
     assert "skipped" in html
+    assert html.count("rmsnorm <span") == 1, "one heading per routine"
+    assert 'class="shared">hidden_size=64<' in html
     assert "Roofline" in html
     assert "Speed-up over torch" in html
-    assert html.count("2.00x") == 4
+    assert html.count('<td class="n">2.00x</td>') == 4
     # 1024 bytes at 2 GB/s are 512 ns: half of the measured 1000 ns
-    assert ">51<" in html
+    assert "</i></span>51<" in html
+    assert "2.00x</b><span>cpu over torch, worst 2.00x" in html
+    assert ">1</b><span>rows not measured" in html
 
 
 @pytest.mark.parametrize("drawing", re.findall(r"<svg.*?</svg>", text(), re.S))
@@ -71,11 +80,42 @@ def test_drawings_are_well_formed_and_inside_their_box(drawing: str) -> None:
 
 
 def test_lines_rise_with_their_values() -> None:
-    drawing = svg.lines([svg.Series("a", ((1.0, 10.0), (10.0, 100.0), (100.0, 1000.0)), 0)], "n", "us")
+    points = tuple(svg.Point(x, 10 * x, 9 * x, 11 * x) for x in (1.0, 10.0, 100.0))
+    drawing = svg.lines([svg.Series("a", points, 0)], "n", "us")
     (points,) = re.findall(r'<polyline class="line c0" points="([^"]+)"', drawing)
     spots = [tuple(map(float, pair.split(","))) for pair in points.split()]
     assert spots[1][0] == pytest.approx((spots[0][0] + spots[2][0]) / 2, abs=0.2), "logarithmic"
     assert spots[0][1] > spots[1][1] > spots[2][1], "upwards is more"
+    assert drawing.count('class="whisker c0"') == 3, "intervals"
+
+
+def test_the_roof_bends_where_memory_meets_arithmetic() -> None:
+    drawing = svg.roofline([svg.Series("a", (svg.Point(1.0, 1.0),), 0, line=False)], svg.Roof(4.0, 800.0))
+    (points,) = re.findall(r'<polyline class="roof" points="([^"]+)"', drawing)
+    (_, y0), (x1, y1), (x2, y2) = (tuple(map(float, pair.split(","))) for pair in points.split())
+    assert y0 > y1 == y2
+    assert x1 < x2
+    assert "4 TB/s" in drawing
+    assert "800 TFLOP/s" in drawing
+
+
+def test_bars_leave_the_line_at_one_to_both_sides() -> None:
+    group = [svg.Bar("case", 2.0, 0, "fast"), svg.Bar("case", 0.5, 1, "slow")]
+    drawing = svg.bars([("rmsnorm", group)], "times as fast")
+    (one,) = re.findall(r'<line class="one" x1="([\d.]+)"', drawing)
+    boxes = [
+        tuple(map(float, m)) for m in re.findall(r'class="bar c\d" x="([\d.]+)" y="[\d.]+" width="([\d.]+)"', drawing)
+    ]
+    assert boxes[0][0] == pytest.approx(float(one), abs=0.1)
+    assert boxes[1][0] + boxes[1][1] == pytest.approx(float(one), abs=0.1)
+    assert boxes[0][1] == pytest.approx(boxes[1][1], abs=0.2), "twice and half as fast are as long"
+
+
+@pytest.mark.parametrize("wanted", [[10.0, 11.0, 12.0], [95.0, 96.0, 99.0], [50.0], [3.0, 90.0]])
+def test_labels_do_not_overlap(wanted: list[float]) -> None:
+    found = svg._apart(wanted, 0, 100)
+    assert all(b - a >= svg._LINE - 1e-6 for a, b in itertools.pairwise(sorted(found)))
+    assert all(0 <= v <= 100 for v in found)
 
 
 @pytest.mark.parametrize("values", [[1.0], [0.001, 1e6], [3.0, 3.0], [2.1, 2.4]])
@@ -90,6 +130,12 @@ def test_sweeps_hold_all_else_fixed() -> None:
     found = page.axis_of(rows)
     assert [(axis, len(members)) for axis, _, members in found] == [("batch_size", 8)]
     assert "batch_size" not in found[0][1]
+
+
+def test_numbers_that_move_together_are_one_axis() -> None:
+    line = "--routine single_prefill_with_kv_cache --num_qo_heads 4 --num_kv_heads 4 --s_qo {0} --s_kv {0}"
+    rows = page.group_rows([made(line.format(n)) for n in (16, 64)], {})
+    assert [axis for axis, _, _ in page.axis_of(rows)] == ["s_kv = s_qo"]
 
 
 def test_command_writes_the_file_and_refuses_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,18 +180,18 @@ def _predict(kind: int, left: int, up: int, corner: int) -> int:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-@pytest.mark.parametrize(("scheme", "background"), [("1", (255, 255, 255)), ("0", (15, 19, 24))], ids=["light", "dark"])
+@pytest.mark.parametrize(("scheme", "background"), [("1", (251, 251, 250)), ("0", (14, 17, 22))], ids=["light", "dark"])
 def test_a_browser_draws_it(scheme: str, background: tuple[int, int, int], tmp_path: Path) -> None:
     (tmp_path / "r.html").write_text(text())
     shot = tmp_path / "shot.png"
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--blink-settings=preferredColorScheme={scheme}"]
     page_uri = (tmp_path / "r.html").as_uri()
-    command = [str(CHROMIUM), *options, f"--screenshot={shot}", "--window-size=500,900", page_uri]
+    options = [*QUIETLY, f"--user-data-dir={tmp_path / 'profile'}", f"--blink-settings=preferredColorScheme={scheme}"]
+    command = [str(CHROMIUM), *options, f"--screenshot={shot}", "--window-size=700,1400", page_uri]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     width, channels, rows = pixels(shot.read_bytes())
     seen = {tuple(row[i : i + 3]) for row in rows[::3] for i in range(0, width * channels, channels * 2)}
     assert tuple(rows[2][:3]) == background
-    series = {"1": {(31, 111, 235), (209, 87, 10)}, "0": {(88, 166, 255), (240, 136, 62)}}[scheme]
+    series = {"1": {(29, 99, 216), (217, 102, 11)}, "0": {(98, 168, 255), (245, 146, 63)}}[scheme]
     assert series <= seen, "the colours of both series are on the page"
 
 

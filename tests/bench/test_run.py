@@ -16,9 +16,12 @@ import torch
 from fi_bench import backends, case, parsing, record, schedule
 from fi_bench.cases import norm
 from fi_bench.cli import main
+from fi_bench.runner import CaseRun
+from fi_core.testing import l2
 
 RMS = ["--routine", "rmsnorm", "--batch_size", "8", "--hidden_size", "256", "--num_iters", "6", "--dry_run_iters", "1"]
 DECODE = ["--routine", "single_decode_with_kv_cache", "--s_kv", "64", "--num_qo_heads", "4", "--num_kv_heads", "2"]
+GEMM = ["--routine", "gemm_fp8_nt_groupwise", "--m", "4", "--n", "128", "--k", "128", "--num_iters", "3"]
 PERF = re.compile(
     r"^\[PERF\] (\S+) *:: median time \d+\.\d{3} ms; std \d+\.\d{3} ms; achieved tflops \d+\.\d{3} TFLOPs/sec; "
     r"achieved tb_per_sec \d+\.\d{3} TB/sec$",
@@ -102,7 +105,10 @@ def test_malformed_lines_are_told_and_the_rest_runs(tmp_path: Path, capsys: pyte
         ([*DECODE, "--backends", "torch", "--random_actual_seq_len"], 1, "is for batch routines"),
         ([*DECODE, "--backends", "torch", "--batch_size", "2"], 1, "takes --batch_size 1, got 2"),
         ([*DECODE, "--backends", "cudnn"], 1, "cudnn has kernels for GPUs only"),
-        ([*RMS, "--backends", "deepgemm"], 1, "pip install git+https://github.com/deepseek-ai/DeepGEMM.git"),
+        ([*GEMM, "--backends", "deepgemm"], 1, "pip install git+https://github.com/deepseek-ai/DeepGEMM.git"),
+        ([*GEMM, "--backends", "cutlass"], 1, "cutlass is a backend of FlashInfer; flashinfer is not installed: pip"),
+        ([*GEMM, "--backends", "auto"], 1, "fi_core.gemm.gemm_fp8_nt_groupwise does not exist yet"),
+        ([*RMS, "--backends", "deepgemm"], 1, "deepgemm has no rmsnorm"),
     ],
 )
 def test_what_cannot_run_says_so(words: list[str], code: int, word: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,10 +225,45 @@ def test_trials_are_processes_in_alternating_order() -> None:
         (1, ["cpu", "torch"]),
         (2, ["torch", "cpu"]),
     ]
-    assert all(schedule._isolated(job.args) for job in jobs)
 
 
-def test_a_record_says_everything(tmp_path: Path) -> None:
+def test_a_trial_is_one_process(tmp_path: Path) -> None:
+    out = tmp_path / "r.jsonl"
+    line = [*RMS, "--backends", "torch", "cpu", "--trials", "2", "--output_path", str(out)]
+    line[line.index("--batch_size") + 1] = "4,8"
+    assert main(line) == 0
+    rows = record.read(out)
+    assert [r["trial"] for r in rows] == [0] * 4 + [1] * 4
+    pids = [{r["pid"] for r in rows if r["trial"] == trial} for trial in (0, 1)]
+    assert len(pids[0]) == len(pids[1]) == 1
+    assert pids[0] | pids[1] != pids[0]
+    assert os.getpid() not in pids[0] | pids[1]
+
+
+def test_a_lost_context_costs_one_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A row fails, and from then on nothing runs in this process: the rest is measured in another one."""
+    out = tmp_path / "r.jsonl"
+
+    def broken(x: case.Inputs) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    replace_case(monkeypatch, "rmsnorm", torch=broken)  # in this process only
+    monkeypatch.setattr(CaseRun, "_context_is_lost", lambda self: True)
+    line = [*RMS, "--backends", "torch", "cpu", "--output_path", str(out)]
+    line[line.index("--batch_size") + 1] = "4,8"
+    assert main(line) == 1
+    rows = record.read(out)
+    assert [(r["params"]["batch_size"], r["backend"], r["status"]) for r in rows] == [
+        (4, "torch", "failed"), (4, "cpu", "ok"), (8, "torch", "ok"), (8, "cpu", "ok"),
+    ]  # fmt: skip
+    assert len({r["pid"] for r in rows[1:]}) == 1 != os.getpid()
+    assert "the CUDA context of this process is lost" in capfd.readouterr().out
+
+
+def test_a_record_says_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(l2, "get_l2_cache_size", lambda where=None: 100_000)
     out = tmp_path / "r.jsonl"
     main([*RMS, "--backends", "cpu", "--refcheck", "--cache", "cold", "--output_path", str(out)])
     (r,) = record.read(out)

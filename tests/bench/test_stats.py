@@ -46,6 +46,15 @@ def test_summary_of_known_samples() -> None:
     assert stats.summary([float(x) for x in range(1, 202)])["p99"] == pytest.approx(199)
 
 
+def test_the_middle_half_is_robust_and_finer_than_the_ticks_of_a_timer() -> None:
+    assert stats.midmean([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 1000.0]) == 4.5
+    assert stats.midmean([3.0]) == 3.0
+    rng = random.Random(2)
+    ticks = [32 * round(rng.gauss(1674, 60) / 32) for _ in range(400)]
+    assert statistics.median(ticks) % 32 == 0
+    assert stats.midmean(ticks) == pytest.approx(1674, rel=0.005)
+
+
 def test_outliers_are_counted_and_kept() -> None:
     samples = [10.0 + 0.01 * i for i in range(30)] + [10.55, 30.0]
     s = stats.summary(samples)

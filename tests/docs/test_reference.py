@@ -31,8 +31,11 @@ def test_functions(generate: ModuleType) -> None:
     """Every public function has a docstring, and a directive with its signature."""
     page = generate.functions()
     names = [name for name in fi_core.__all__ if not name.startswith("__")]
-    assert [name for name in names if f"{{py:function}} fi_core.{name}(" not in page] == []
-    empty = re.findall(r"````\{py:function\} (\S+?)\(.*\n(?:\n)*````", page)
+    found = re.findall(r"````\{py:(?:function|class)\} fi_core\.(\w+)\(", page)
+    assert sorted(set(names) - set(found)) == []
+    assert "````{py:method} fi_core.BatchDecodeWithPagedKVCacheWrapper.run(q: torch.Tensor, " in page
+    assert "````{py:property} fi_core.BatchDecodeWithPagedKVCacheWrapper.resolved_backend\n" in page
+    empty = re.findall(r"````\{py:\w+\} (\S+?)\(.*\n(?:\n)*````", page)
     assert empty == []
 
 
@@ -53,6 +56,20 @@ def test_command_line(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> 
 def test_environment(generate: ModuleType) -> None:
     page = generate.environment()
     assert [row.name for row in env.table() if f"`{row.name}`" not in page] == []
+
+
+def test_decode_example() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "decode.py"), "3"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "lengths [43, 4, 503]" in done.stdout and "largest error of the last step 0.0" in done.stdout
+
+
+def test_prefill_example() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "prefill.py"), "50"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "largest error of 382 tokens 0.0" in done.stdout
 
 
 def test_demo() -> None:

@@ -37,6 +37,7 @@ def attention(
     scale_v: torch.Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out `[qo_len, heads, d]`, lse in base 2 `[qo_len, heads]`) on the CPU, for q `[qo_len, heads, d]`."""
     q, k, v = (x.detach().cpu().double() for x in (q, k, v))
@@ -63,6 +64,9 @@ def attention(
     if window_left >= 0:
         seen = seen & (key + qo_len + window_left >= kv_len + row)
     s = s.masked_fill(~seen[:, None], -math.inf)
+    if sinks is not None:  # one more key, whose value is zero
+        s = torch.cat([s, sinks.cpu().double()[None, :, None].expand(qo_len, -1, -1)], -1)
+        return torch.einsum("ihj,jhd->ihd", s.softmax(-1)[..., :kv_len], v) * v_scale, s.logsumexp(-1) / math.log(2)
     lse = s.logsumexp(-1) if kv_len else torch.full((qo_len, heads), -math.inf, dtype=torch.float64)
     weight = torch.where(seen.any(-1)[:, None, None], s.softmax(-1), 0.0) if kv_len else s
     return torch.einsum("ihj,jhd->ihd", weight, v) * v_scale, lse / math.log(2)

@@ -127,10 +127,10 @@ std::vector<Section> sections(const char* elf) {
 
 // What .nv.info.<kernel> says: attributes {format, id, value}; format 4 has a size of its own.
 void read_attributes(const char* at, uint64_t size, Entry& entry) {
-  enum : uint8_t { kMaxThreads = 0x05, kParameterBytes = 0x19 };
+  enum : uint8_t { kMaxThreads = 0x05, kParameter = 0x17 };
   for (const char* end = at + size; at < end;) {
     const auto format = read<uint8_t>(at), id = read<uint8_t>(at + 1);
-    if (id == kParameterBytes) entry.parameter_bytes = read<uint16_t>(at + 2);
+    if (id == kParameter) entry.parameter_bytes = read<uint32_t>(at + 12) >> 18;  // each kernel has one
     if (id == kMaxThreads) entry.max_threads = read<uint32_t>(at + 4);
     at += format == 4 ? 4 + read<uint16_t>(at + 2) : 4;
   }
@@ -282,6 +282,28 @@ MOCK cuLaunchKernelEx(const LaunchConfig* c, Function function, void** parameter
   if (contexts.empty()) return kInvalidContext;
   if (extra || !cluster[0] || !cluster[1] || !cluster[2] || !legal(*c, entry, cluster, pdl)) return kInvalidValue;
   return refuses("cuLaunchKernelEx") ? kLaunchFailed : kSuccess;
+}
+
+// The rules of tiled maps, as the driver's documentation of cuTensorMapEncodeTiled states them. The map itself holds the
+// address and what was asked for, so that a launch shows it.
+MOCK cuTensorMapEncodeTiled(void* map, int type, uint32_t rank, void* address, const uint64_t* sizes,
+                            const uint64_t* strides, const uint32_t* box, const uint32_t* steps, int interleave,
+                            int swizzle, int promotion, int fill) {
+  const uint64_t bytes = type == fi::cu::kTensorU8 ? 1 : 2;
+  std::string text;
+  bool legal = rank >= 3 && rank <= 5 && reinterpret_cast<uintptr_t>(address) % 16 == 0 && type <= 1 && !interleave &&
+               !fill && reinterpret_cast<uintptr_t>(map) % 64 == 0 && box[0] * bytes % 16 == 0 &&
+               (swizzle != fi::cu::kSwizzle128B || box[0] * bytes <= 128) && promotion <= 3;
+  for (uint32_t i = 0; i < rank; ++i) {
+    legal = legal && sizes[i] >= 1 && sizes[i] <= uint64_t{1} << 32 && box[i] >= 1 && box[i] <= 256 && steps[i] == 1;
+    if (i) legal = legal && strides[i - 1] % 16 == 0 && strides[i - 1] < uint64_t{1} << 40;
+    text += (i ? ", " : "") + std::string("[") + std::to_string(sizes[i]) + ", " +
+            std::to_string(i ? strides[i - 1] : bytes) + ", " + std::to_string(box[i]) + "]";
+  }
+  record(R"({"call": "tensor_map", "address": %llu, "dimensions": [%s]})",
+         static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(address)), text.c_str());
+  if (!legal || refuses("cuTensorMapEncodeTiled")) return kInvalidValue;
+  return memcpy(map, &address, sizeof address), kSuccess;
 }
 
 MOCK cuGetErrorName(int result, const char** name) {

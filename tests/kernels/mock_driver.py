@@ -17,7 +17,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -236,26 +235,33 @@ _SCALARS: dict[str, Any] = {
     "double": ctypes.c_double,
     **{f"{u}int{bits}_t": getattr(ctypes, f"c_{u}int{bits}") for u in ("", "u") for bits in (8, 16, 32, 64)},
 }
-_FIELD = re.compile(r"^  (?:const )?(\w+)(\*?) ([\w\[\], ]+)(?: = [^;]+)?;", re.MULTILINE)
+_FIELD = re.compile(r"^  (?!static )(?:const )?(\w+)(\*?) ([\w\[\], ]+)(?: = [^;]+)?;", re.MULTILINE)
 
 
-def _definitions(name: str) -> Iterator[str]:
-    for path in sorted(INCLUDE.rglob("*.h")):
-        found = re.search(rf"^struct {name} {{\n(.*?)^}};", path.read_text(), re.MULTILINE | re.DOTALL)
-        if found:
-            yield found[1]
+def _headers(pattern: str) -> list[re.Match[str]]:
+    texts = (path.read_text() for path in sorted(INCLUDE.rglob("*.h")))
+    return [found for text in texts if (found := re.search(pattern, text, re.MULTILINE | re.DOTALL))]
 
 
 def struct(name: str) -> type[ctypes.Structure]:
-    """The ctypes twin of a parameter struct."""
-    (body,) = _definitions(name)
-    fields = []
-    for kind, pointer, names in _FIELD.findall(body):
+    """The ctypes twin of a parameter struct. Of more than 8 bytes may be aligned what comes first in it."""
+    (found,) = _headers(rf"^struct (?:alignas\((\d+)\) )?{name} {{\n(.*?)^}};")
+    constants = dict(re.findall(r"^  static constexpr \w+ (\w+) = (\d+);", found[2], re.MULTILINE))
+    alignment, fields = int(found[1] or 8), []
+    for kind, pointer, names in _FIELD.findall(found[2]):
         for field in names.split(", "):
             word, _, count = field.rstrip("]").partition("[")
-            one = ctypes.c_void_p if pointer else _SCALARS.get(kind) or struct(kind)
-            fields.append((word, one * int(count) if count else one))
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
+            one: Any = ctypes.c_void_p if pointer else _SCALARS.get(kind)
+            if one is None and (base := _headers(rf"^enum class {kind} : (\w+) {{")):
+                one = _SCALARS[base[0][1]]
+            if one is None:
+                one = struct(kind)
+                alignment = max(alignment, one.alignment)
+            fields.append((word, one * int(constants.get(count, count)) if count else one))
+    bare = type(name, (ctypes.Structure,), {"_fields_": fields})
+    rest = -ctypes.sizeof(bare) % alignment if alignment > 8 else 0
+    padding = [("padding", ctypes.c_char * rest)] if rest else []
+    return type(name, (ctypes.Structure,), {"_fields_": [*fields, *padding], "alignment": alignment})
 
 
 def parameters(launch: Call, name: str) -> Call:

@@ -33,6 +33,7 @@ LARGEST_SET = 9_000_000  # of one architecture; zip makes a quarter of it
 NARROW = {
     "act_and_mul": r"_[12]_\d+",
     "append_paged_kv_cache": r"_[124]_bytes_\d+_rows",
+    "decode_plan": r"",
     "get_batch_indices_positions": r"",
     "get_seq_lens": r"_int\d+",
     "merge_state": r"_1_wide",
@@ -40,6 +41,7 @@ NARROW = {
     "packbits": r"_bytes",
     "rope": r"_1",
     "rope_quantize": r"_1",
+    "prefill_plan": r"prefill_plan",
     "single_attention": r"combine_chunks",
 }
 # Bits of the widest load where it is not 128: attention takes eight elements at a time (head dims are such).

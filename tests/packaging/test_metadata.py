@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VERSION = (ROOT / "VERSION").read_text().strip()
 LIMIT = 15_000_000  # bytes of the five wheels together
 REQUIRES = {
-    "fi_bench": {f"fi-core=={VERSION}", "rich-argparse", "nvidia-ml-py", "tomli; python_version < '3.11'"},
+    "fi_bench": {f"fi-core=={VERSION}", "rich", "rich-argparse", "nvidia-ml-py", "tomli; python_version < '3.11'"},
     "fi_core": {
         f"fi-kernels=={VERSION}", "apache-tvm-ffi<0.2,>=0.1.9", "ninja", "jinja2", "filelock", "torch>=2.10",
     },

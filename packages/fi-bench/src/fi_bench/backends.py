@@ -1,20 +1,26 @@
-"""What a backend name means: one of our implementations, eager torch, or a rival library imported on use."""
+"""What a backend name means: one of our implementations, eager torch, or another library, imported on use."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
-import importlib.util
+import inspect
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fi_bench.case import Case, Inputs
+from fi_bench import support
+from fi_bench.baselines import FLASHINFER, LIBRARIES
+from fi_bench.case import Case, Inputs, Planned
 from fi_bench.errors import SkipError, UsageError, did_you_mean
 
-# Names of FlashInfer's and cuDNN's kernels that the seeds allow; fi-core has no implementation of that name.
+if TYPE_CHECKING:
+    from fi_core.spec.op import Impl
+
+# Backends of FlashInfer that the seeds name without saying so: `cutlass` is `flashinfer:cutlass`.
 _FOREIGN = (
     "cudnn-native", "cutlass", "trtllm", "trtllm-gen", "trtllm-native", "trtllm-fmha-v2", "cute-dsl", "prims-ts",
     "triton", "fla", "cudsl", "tgv", "cublaslt", "b12x", "tinygemm", "cutile", "trtllm_low_latency",
@@ -24,42 +30,15 @@ _RENAMED = {"trtllm-gen-native": "trtllm-native", "prims_ts": "prims-ts", "trtll
 _OURS = ("auto", "cpu", "cuda", "sm80", "sm90", "sm100", "fa2", "fa2_tc", "fa3")
 
 
-@dataclass(frozen=True)
-class Rival:
-    """A library to compare with: the module that shows whether it is there, the command that installs it, and the
-    compute capabilities (major) that it has kernels for; None is any of them and the CPU.
-    """
-
-    module: str
-    install: str
-    majors: tuple[int, ...] | None = None
+NAMES = (*_OURS, *LIBRARIES, *_FOREIGN)
 
 
-RIVALS = {
-    "torch": Rival("torch", "pip install torch"),
-    "torch_math": Rival("torch", "pip install torch"),
-    "torch_flash": Rival("torch", "pip install torch"),
-    "torch_efficient": Rival("torch", "pip install torch", (8, 9, 10, 11, 12)),
-    "cublas": Rival("torch", "pip install torch", (8, 9, 10, 11, 12)),
-    "cudnn": Rival("torch", "pip install torch", (8, 9, 10, 11, 12)),
-    "flashinfer": Rival("flashinfer", "pip install flashinfer-python", (8, 9, 10, 11, 12)),
-    "flash_attention3": Rival(
-        "flash_attn_interface",
-        'pip install "git+https://github.com/Dao-AILab/flash-attention.git#subdirectory=hopper"',
-        (9,),
-    ),
-    "flashmla": Rival("flash_mla", "pip install git+https://github.com/deepseek-ai/FlashMLA.git", (9, 10)),
-    "deepgemm": Rival("deep_gemm", "pip install git+https://github.com/deepseek-ai/DeepGEMM.git", (9, 10)),
-}
-NAMES = (*_OURS, *RIVALS, *_FOREIGN)
-
-
-def canonical(name: str) -> tuple[str, str | None]:
-    """The name in use today, and a warning if another was typed."""
-    if name in _RENAMED:
+def canonical(name: str, family: str = "attention") -> tuple[str, str | None]:
+    """The name in use today, and a warning if another was typed; `trtllm` is old for attention only."""
+    if name in _RENAMED and (name != "trtllm" or family == "attention"):
         return _RENAMED[name], f"Backend name '{name}' has been renamed to '{_RENAMED[name]}'."
     if name not in NAMES and not name.startswith("flashinfer:"):
-        known = ", ".join((*_OURS, *RIVALS))
+        known = ", ".join((*_OURS, *LIBRARIES))
         raise UsageError(f"unknown backend {name!r}{did_you_mean(name, NAMES) or f'; known are {known}'}")
     return name, None
 
@@ -70,12 +49,16 @@ def is_ours(name: str, case: Case) -> bool:
 
 @dataclass(frozen=True)
 class Runner:
-    """A backend bound to a case: `run(inputs)` does the call, `outputs(inputs, returned)` finds the results."""
+    """A backend bound to a case.
+
+    `prepare(inputs)` does what is not timed and gives the call; `call(inputs)` is the timed part; `outputs(inputs,
+    returned)` finds the results.
+    """
 
     name: str
     library: str
     resolved: str
-    run: Callable[[Inputs], Any]
+    prepare: Callable[[Inputs], Callable[[Inputs], Any]]
     outputs: Callable[[Inputs, Any], Any]
     context: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
@@ -86,19 +69,37 @@ def bind(name: str, case: Case, device: str) -> Runner:
         return _ours(name, case, device)
     if name == "fa3":
         name = "flash_attention3"
-    rival = RIVALS.get(name.partition(":")[0])
-    if rival is None:
-        raise SkipError(f"{name} is a backend of other libraries; fi-core has no implementation of that name")
-    if importlib.util.find_spec(rival.module) is None:
-        raise SkipError(f"{rival.module} is not installed: {rival.install}")
-    if rival.majors is not None:
-        _check_major(name, rival.majors, device)
-    if name.startswith("flashinfer"):
-        return _flashinfer(name, case)
+    base, _, own = name.partition(":")
+    if base in _FOREIGN:
+        return _flashinfer(name, base, case, device)
+    library = LIBRARIES[base]
+    if library is FLASHINFER:
+        return _flashinfer(name, own, case, device)
     run = case.torch if name == "torch" else case.rivals.get(name)
+    if run is None and name in support.FLASHINFER.get(case.routine, ()):
+        return _flashinfer(name, name, case, device)  # the seeds mean FlashInfer's use of cuBLAS and cuDNN
     if run is None:
         raise SkipError(f"{name} has no {case.routine}")
-    return Runner(name, rival.module, name, run, case.torch_outputs or case.outputs)
+    module = library.module()
+    if module is None:
+        raise SkipError(f"{library.modules[0]} is not installed: {library.install}")
+    if library.majors is not None:
+        _check_major(name, library.majors, device)
+    return Runner(name, module.partition(".")[0], name, _prepared(run), case.torch_outputs or case.outputs)
+
+
+def _prepared(run: Callable[[Inputs], Any] | Planned) -> Callable[[Inputs], Callable[[Inputs], Any]]:
+    if isinstance(run, Planned):
+        return lambda x: functools.partial(run.call, run.plan(x))
+    return lambda x: run
+
+
+def _of_function(case: Case, function: Callable[..., Any], backend: str) -> Callable[[Inputs], Callable[[Inputs], Any]]:
+    """`case.call` on the function, or on what `case.plan` makes of it."""
+    if case.plan is None:
+        return lambda x: functools.partial(case.call, function)
+    plan = case.plan
+    return lambda x: functools.partial(case.call, plan(function, x, backend))
 
 
 def _check_major(name: str, majors: tuple[int, ...], device: str) -> None:
@@ -110,14 +111,25 @@ def _check_major(name: str, majors: tuple[int, ...], device: str) -> None:
         raise SkipError(f"{name} has kernels for compute capability {', '.join(f'{m}.x' for m in majors)}")
 
 
-def _flashinfer(name: str, case: Case) -> Runner:
-    """FlashInfer has our signatures; `flashinfer:fa2` passes its own backend name."""
+def _flashinfer(name: str, own: str, case: Case, device: str) -> Runner:
+    """FlashInfer has our signatures; `own` is its own backend name, empty for its default."""
+    if FLASHINFER.module() is None:
+        whose = "" if name.startswith("flashinfer") else f"{own} is a backend of FlashInfer; "
+        raise SkipError(f"{whose}flashinfer is not installed: {FLASHINFER.install}")
+    _check_major(name, FLASHINFER.majors or (), device)
+    import torch
+
+    why = support.refusal(case.routine, own, "{}.{}".format(*torch.cuda.get_device_capability())) if own else None
+    if why:
+        raise SkipError(why)
     function = _function(case, "flashinfer")
     if function is None:
         raise SkipError(f"this version of flashinfer has no {case.function}")
-    own = name.partition(":")[2]
-    call = _with_keyword(function, backend=own) if own else function
-    return Runner(name, "flashinfer", name, lambda x: case.call(call, x), case.outputs)
+    if case.plan is None and own:
+        if "backend" not in inspect.signature(function).parameters:
+            raise SkipError(f"flashinfer.{case.function} has one backend: use --backends flashinfer")
+        function = _with_keyword(function, backend=own)
+    return Runner(name, "flashinfer", name, _of_function(case, function, own or "auto"), case.outputs)
 
 
 def _with_keyword(function: Callable[..., Any], **more: Any) -> Callable[..., Any]:
@@ -155,6 +167,22 @@ def implementations(case: Case) -> tuple[str, ...]:
     return tuple(impl.name for impl in found.op.impls) if found else ()
 
 
+def capabilities(case: Case) -> dict[str, tuple[str, ...]]:
+    """Where each implementation of a case runs, as its constraints say: "CPU" and compute capabilities."""
+    from fi_core.launch.op import launchers
+
+    implementations(case)  # declares the op
+    found = launchers().get(case.op)
+    places = [("CPU", {"device": "cpu", "capability": 0})]
+    places += [(c, {"device": "cuda", "capability": int(c.replace(".", ""))}) for c in support.CAPABILITIES]
+
+    def runs(impl: Impl, values: dict[str, object]) -> bool:
+        return all(rule.holds(values) for rule in impl.constraints if rule.name in values)
+
+    impls = found.op.impls if found else ()
+    return {impl.name: tuple(place for place, values in places if runs(impl, values)) for impl in impls}
+
+
 def _has(case: Case, impl: str) -> bool:
     return impl in implementations(case)
 
@@ -167,7 +195,7 @@ def _ours(name: str, case: Case, device: str) -> Runner:
     if name == "auto" or not impls:
         if name not in ("auto", device):
             raise SkipError(f"{case.routine} is plain torch on every device: use --backends auto")
-        return Runner(name, "fi_core", _first(case, device), lambda x: case.call(function, x), case.outputs)
+        return Runner(name, "fi_core", _first(case, device), _of_function(case, function, name), case.outputs)
     if name not in impls:
         raise SkipError(f"fi-core's {case.op} has no implementation {name!r}; it has {', '.join(impls)}")
     if (name == "cpu") != (device == "cpu"):
@@ -180,7 +208,7 @@ def _ours(name: str, case: Case, device: str) -> Runner:
         with launchers()[case.op].using(name):
             yield
 
-    return Runner(name, "fi_core", name, lambda x: case.call(function, x), case.outputs, using)
+    return Runner(name, "fi_core", name, _of_function(case, function, name), case.outputs, using)
 
 
 def _first(case: Case, device: str) -> str:

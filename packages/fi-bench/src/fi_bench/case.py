@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import pkgutil
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fi_bench import cases
 from fi_bench.catalog import FAMILY_OF
 
 if TYPE_CHECKING:
@@ -38,6 +42,13 @@ class Tolerance(NamedTuple):
     atol: float
 
 
+class Planned(NamedTuple):
+    """A baseline that prepares itself: `plan(inputs)` once and untimed, then `call(what it returned, inputs)`."""
+
+    plan: Callable[[Inputs], Any]
+    call: Callable[[Any, Inputs], Any]
+
+
 @dataclass(frozen=True)
 class Case:
     """One routine. Every field but the names is a function; torch is imported inside them.
@@ -48,6 +59,18 @@ class Case:
     reference (inputs before the call) -> the same tensors in fp64, or exact
     work      (params, inputs) -> Work
     torch     (inputs) -> the same outputs from plain torch, for the backend `torch`
+
+    `function` is fi_core's, and FlashInfer's for the backend `flashinfer`. Where it is a wrapper class, `plan` makes
+    and plans one, once per measurement and outside of what is timed, and `call` runs it:
+
+        function="decode.BatchDecodeWithPagedKVCacheWrapper",
+        plan=lambda wrapper, x, backend: planned(wrapper(x.workspace, backend=backend), x),
+        call=lambda planned, x: planned.run(x.q, (x.k_cache, x.v_cache)),
+
+    `plan` is told the backend's name as typed: an implementation (`fa2`, `fa2_tc`, `fa3`, `cpu` ...), `auto`, or what
+    follows the colon of `flashinfer:fa3`. It sees the inputs that the first call gets; a cold cache is made by calls on
+    copies of those, so what a plan keeps of them must not depend on their addresses. A baseline with a plan of its own
+    is a `Planned` in `rivals`. An implementation name is forced on the launcher of `op` while the backend runs.
     """
 
     routine: str
@@ -58,9 +81,11 @@ class Case:
     reference: Callable[[Inputs], Outputs]
     work: Callable[[Namespace, Inputs], Work]
     torch: Callable[[Inputs], Any]
-    op: str = ""  # name in fi_core's registry, where it is not the routine's
+    op: str = ""  # name in fi_core's registry; its implementations are the backends
+    also: tuple[str, ...] = ()  # other ops that the routine launches
+    plan: Callable[[Callable[..., Any], Inputs, str], Any] | None = None
     poison: tuple[str, ...] = ()  # inputs that are pure outputs: filled with NaN before the check
-    rivals: Mapping[str, Callable[[Inputs], Any]] = field(default_factory=dict)  # more baselines by backend name
+    rivals: Mapping[str, Callable[[Inputs], Any] | Planned] = field(default_factory=dict)  # more baselines by backend
     tolerance: Mapping[str, Tolerance] = field(default_factory=dict)  # per output, where the dtype's does not do
     torch_outputs: Callable[[Inputs, Any], Outputs] | None = None  # where rivals return other things than the call
     pdl: bool = False
@@ -72,15 +97,21 @@ class Case:
         return FAMILY_OF[self.routine]
 
 
+@functools.cache
+def _modules() -> tuple[ModuleType, ...]:
+    found = pkgutil.iter_modules(cases.__path__, f"{cases.__name__}.")
+    modules = (importlib.import_module(info.name) for info in found)
+    return tuple(module for module in modules if hasattr(module, "CASES"))
+
+
+def every() -> list[Case]:
+    """The cases of all modules in `cases/`."""
+    return [found for module in _modules() for found in module.CASES]
+
+
 def find(routine: str) -> Case | None:
-    """The case of a routine; None if its family has none for it."""
-    try:
-        module = importlib.import_module(f"fi_bench.cases.{FAMILY_OF[routine]}")
-    except ModuleNotFoundError as error:
-        if error.name != f"fi_bench.cases.{FAMILY_OF[routine]}":
-            raise
-        return None
-    return next((case for case in module.CASES if case.routine == routine), None)
+    """The case of a routine; None if there is none yet."""
+    return next((found for found in every() if found.routine == routine), None)
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -41,6 +41,7 @@ def _run(words: Sequence[str]) -> int:
         return OK
     if {"-h", "--help"} & set(words) or not words:
         print(_OVERVIEW)
+        _print_routines()
         print(parsing.general_parser().format_help().partition("\n\n")[2], end="")
         return OK
     from fi_bench import schedule
@@ -48,10 +49,22 @@ def _run(words: Sequence[str]) -> int:
     return schedule.run(words)
 
 
-def _child(words: Sequence[str]) -> int:
-    from fi_bench import schedule
+def _print_routines() -> None:
+    import textwrap
 
-    return schedule.child()
+    from fi_bench.catalog import FAMILIES
+
+    print("routines:")
+    for family in FAMILIES.values():
+        first = f"  {family.name.ljust(17)}"
+        print(textwrap.fill(" ".join(family.routines), 118, initial_indent=first, subsequent_indent=" " * 19))
+    print()
+
+
+def _child(words: Sequence[str]) -> int:
+    from fi_bench import worker
+
+    return worker.serve(words)
 
 
 def _list(words: Sequence[str]) -> int:

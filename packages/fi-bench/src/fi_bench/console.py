@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from fi_core.env import env
 
 _COLOURS = {"PERF": "32", "WARNING": "33", "ERROR": "31"}
+_STYLES = {
+    "FASTER": "green", "SLOWER": "bold red", "AMBIGUOUS": "yellow", "ok": "green", "mismatch": "bold red",
+    "failed": "bold red", "crashed": "bold red", "timeout": "bold red", "skipped": "dim", "-": "dim", "ready": "green",
+}  # fmt: skip
 
 
 def coloured(stream: TextIO) -> bool:
@@ -20,12 +24,30 @@ def coloured(stream: TextIO) -> bool:
     return env.force_color or stream.isatty()
 
 
+Say = Callable[[str, str], None]
+_elsewhere: list[Say] = []  # a worker's lines go to the process that shows them
+
+
 def say(kind: str, text: str) -> None:
     """`[KIND] text` on stdout."""
+    if _elsewhere:
+        _elsewhere[-1](kind, text)
+        return
     tag = f"[{kind}]"
     if kind in _COLOURS and coloured(sys.stdout):
         tag = f"\x1b[{_COLOURS[kind]}m{tag}\x1b[0m"
-    print(f"{tag} {text}", flush=True)
+    with Progress.hidden():
+        print(f"{tag} {text}", flush=True)
+
+
+@contextlib.contextmanager
+def said_to(listener: Say) -> Iterator[None]:
+    """Inside the block, lines go to the listener."""
+    _elsewhere.append(listener)
+    try:
+        yield
+    finally:
+        _elsewhere.pop()
 
 
 def complain(text: str) -> None:
@@ -67,25 +89,62 @@ def human_time(ns: float) -> str:
     return f"{ns:.4g} ns"
 
 
-@dataclass
 class Progress:
-    """`[3/192] rmsnorm cpu, 41 s left` on stderr: rewritten in place on a terminal, absent elsewhere."""
+    """A bar with the time left on stderr if that is a terminal, nothing elsewhere. It is drawn at steps only: a thread
+    that redraws it would be timed with the cases.
+    """
 
-    total: int
-    done: int = 0
-    started: float = field(default_factory=time.monotonic)
-    live: bool = field(default_factory=lambda: sys.stderr.isatty() and env.term != "dumb")
+    shown: Any = None  # the rich.progress.Progress on screen, if any
+
+    def __init__(self, total: int) -> None:
+        self._bar: Any = None
+        if total > 1 and sys.stderr.isatty() and env.term != "dumb":
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            columns = (MofNCompleteColumn(), BarColumn(24), TimeRemainingColumn(), TextColumn("{task.description}"))
+            screen = Console(stderr=True, no_color=not coloured(sys.stderr))
+            self._bar = Bar(
+                *columns,
+                console=screen,
+                transient=True,
+                auto_refresh=False,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+            Progress.shown = self._bar
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            Progress.shown = None
+            self._bar.stop()
 
     def step(self, what: str) -> None:
-        if self.live and self.total > 1:
-            left = (time.monotonic() - self.started) / self.done * (self.total - self.done) if self.done else None
-            eta = f", {left:.0f} s left" if left is not None else ""
-            print(f"\r\x1b[K[{self.done + 1}/{self.total}] {what}{eta}", end="", file=sys.stderr, flush=True)
-        self.done += 1
+        """`what` begins."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=what, refresh=True)
 
-    def clear(self) -> None:
-        if self.live and self.total > 1:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    def done(self) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._task)
+
+    @classmethod
+    @contextlib.contextmanager
+    def hidden(cls) -> Iterator[None]:
+        """Inside the block the screen is free for a line."""
+        if cls.shown is None or not sys.stdout.isatty():
+            yield
+            return
+        cls.shown.live.stop()
+        yield
+        cls.shown.live.start(refresh=True)
 
 
 def table(rows: list[dict[str, Any]], format: str, write: Callable[[str], object] = print) -> None:
@@ -99,6 +158,25 @@ def table(rows: list[dict[str, Any]], format: str, write: Callable[[str], object
         for line in cells:
             write("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |")
         return
+    if sys.stdout.isatty() and write is print:
+        _rich_table(names, cells)
+        return
     widths = [max(len(name), *(len(line[i]) for line in cells)) for i, name in enumerate(names)]
     for line in [names, ["-" * w for w in widths], *cells]:
         write("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip())
+
+
+def _rich_table(names: list[str], cells: list[list[str]]) -> None:
+    """On a terminal: columns that shrink to its width, figures to the right, verdicts in colour."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for i, name in enumerate(names):
+        figures = all(line[i][:1].isdigit() or line[i] in ("-", "") for line in cells)
+        shown.add_column(name, justify="right" if figures else "left", overflow="fold")
+    for line in cells:
+        shown.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in line))
+    Console(no_color=not coloured(sys.stdout), highlight=False).print(shown)

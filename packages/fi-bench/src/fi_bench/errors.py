@@ -20,6 +20,10 @@ class MismatchError(Exception):
     """A result differs from its reference and that was not allowed."""
 
 
+class ContextLostError(Exception):
+    """A kernel broke the CUDA context of this process: what is left must run in another one."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the nearest known word, or nothing."""
     folded = {k.lower(): k for k in known}

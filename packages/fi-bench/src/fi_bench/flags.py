@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fi_bench.sweep import choices, integers
+from fi_bench.sweep import batch, choices, integers
 
 DTYPES = ("bfloat16", "float16", "float32", "float64", "fp8_e4m3", "fp8_e5m2", "nvfp4")
 
@@ -20,7 +20,7 @@ class Flag:
     type: Callable[[str], Any] | None = None
     default: Any = None
     required: bool = False
-    kind: str = "value"  # value | switch | off (stores False under `dest`) | words | count
+    kind: str = "value"  # value | switch | off (stores False under `dest`) | words | axis (words that sweep) | count
     short: str | None = None
     metavar: str | None = None
     dest: str | None = None
@@ -95,7 +95,15 @@ GENERAL = (
         "write",
         metavar="{write,read}",
     ),
-    Flag("trials", "repeat everything in this many fresh processes, for `compare`", int, 1, metavar="N"),
+    Flag(
+        "regime",
+        "GPU load between samples: burst = rests of four samples, sustained = none and a longer warm-up; "
+        "auto = sustained for calls of a millisecond and more",
+        choices("auto", "burst", "sustained"),
+        "auto",
+        metavar="{auto,burst,sustained}",
+    ),
+    Flag("trials", "repeat everything in this many processes, one after another, for `compare`", int, 1, metavar="N"),
     switch("isolate", "run each case and backend in its own process, so that a crash costs one row"),
     Flag("timeout", "seconds for one isolated case and backend; implies --isolate", float, metavar="S"),
     switch("resume", "skip what --output_path already holds"),
@@ -121,7 +129,15 @@ ATTENTION = (
     number("page_size", 0, "tokens per page, for paged routines"),
     number("batch_size", 1, "requests"),
     number("s_qo", 1, "query length"),
-    number("s_kv", None, "key and value length", required=True),
+    number("s_kv", None, "key and value length; required unless --case is given"),
+    Flag(
+        "case",
+        "batches of unlike requests instead of the three above: mix=8192,32*1@8192 is a prefill of 8192 tokens and "
+        "32 decodes at 8192; several are a sweep",
+        batch,
+        kind="axis",
+        metavar="BATCH",
+    ),
     *HEADS,
     number("head_dim_qk", None, "head dimension of q and k; 128 if left out"),
     number("head_dim_vo", None, "head dimension of v and the output; that of q if left out"),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fi_bench import backends, case, record, shapes, summary
-from fi_bench.catalog import FAMILIES, FAMILY_OF
+from fi_bench import backends, case, record, shapes, summary, support
+from fi_bench.baselines import LIBRARIES
+from fi_bench.catalog import FAMILY_OF, family_of
 from fi_bench.console import table
 from fi_bench.errors import OK, UsageError
 from fi_bench.parsing import Parser, underscored
@@ -18,14 +18,17 @@ from fi_bench.parsing import Parser, underscored
 
 def main(words: Sequence[str]) -> int:
     parser = Parser(prog="fi-bench list", description="What fi-bench knows, and what of it works here.")
-    parser.add_argument("what", nargs="?", default="routines", choices=("routines", "backends", "presets", "cases"))
-    parser.add_argument("file", nargs="?", help="for `cases`: a result file")
+    whats = ("routines", "backends", "support", "presets", "cases")
+    parser.add_argument("what", nargs="?", default="routines", choices=whats)
+    parser.add_argument("name", nargs="?", help="for `support`: one routine; for `cases`: a result file")
     parser.add_argument("--format", choices=("table", "markdown", "json"), default="table")
     args = parser.parse_args(underscored(words))
     if args.what == "cases":
-        if args.file is None:
+        if args.name is None:
             raise UsageError("list cases needs a result file")
-        found = summary.rows(record.read(args.file))
+        found = summary.rows(record.read(args.name))
+    elif args.what == "support":
+        found = _support(args.name)
     else:
         found = {"routines": _routines, "backends": _backends, "presets": _presets}[args.what]()
     if args.format == "json":
@@ -52,23 +55,40 @@ def _routines() -> list[dict[str, Any]]:
 
 def _backends() -> list[dict[str, Any]]:
     rows = []
-    for name, rival in backends.RIVALS.items():
-        there = importlib.util.find_spec(rival.module) is not None
-        cases = [c.routine for f in FAMILIES for c in _cases(f) if name in ("torch", "flashinfer") or name in c.rivals]
+    for name, library in LIBRARIES.items():
+        there = library.module() is not None
+        routines = sum(name in ("torch", "flashinfer") or name in found.rivals for found in case.every())
         rows.append(
             {
                 "backend": name,
                 "installed": "yes" if there else "no",
-                "routines": len(cases),
-                "install": "" if there else rival.install,
+                "routines": routines,
+                "install": "" if there else library.install,
             }
         )
     return rows
 
 
-def _cases(family: str) -> list[case.Case]:
-    found = (case.find(routine) for routine in FAMILIES[family].routines)
-    return [c for c in found if c is not None]
+def _support(routine: str | None) -> list[dict[str, Any]]:
+    """Per routine and backend, where it runs; a routine that nobody is known to have is a row too."""
+    wanted = FAMILY_OF if routine is None else [routine] if family_of(routine) else []
+    rows = []
+    for name in wanted:
+        found = case.find(name)
+        known = backends.capabilities(found) if found else {}
+        known |= {rival: _capabilities(rival) for rival in (found.rivals if found else ())}
+        known |= {f"flashinfer:{backend}": on for backend, on in support.FLASHINFER.get(name, {}).items()}
+        for backend, on in known.items() or [("-", ())]:
+            places = ("CPU", *support.CAPABILITIES)
+            rows.append({"routine": name, "backend": backend} | {p: "yes" if p in on else "-" for p in places})
+    return rows
+
+
+def _capabilities(library: str) -> tuple[str, ...]:
+    majors = LIBRARIES[library].majors
+    if majors is None:
+        return ("CPU", *support.CAPABILITIES)
+    return tuple(c for c in support.CAPABILITIES if int(c.partition(".")[0]) in majors)
 
 
 def _presets() -> list[dict[str, Any]]:

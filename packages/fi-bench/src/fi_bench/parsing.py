@@ -61,7 +61,7 @@ def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup, flags: 
                 default=flag.default,
                 required=flag.required,
                 metavar=flag.metavar,
-                nargs="+" if flag.kind == "words" else None,
+                nargs="+" if flag.kind in ("words", "axis") else None,
                 help=flag.help + (f" (default: {flag.default})" if flag.default not in (None, "", False) else ""),
             )
 
@@ -101,7 +101,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     args, unknown = family_parser(family, known.routine).parse_known_args(list(words))
     if unknown:
         raise UsageError(_unknown(unknown[0], family, known.routine))
+    for flag in family.flags:
+        if flag.kind == "axis" and getattr(args, flag.name) is not None:
+            setattr(args, flag.name, sweep.one_or_axis(getattr(args, flag.name)))
     _check(args)
+    if family.name == "attention":
+        _check_lengths(args)
     return args
 
 
@@ -116,6 +121,18 @@ def _check(args: argparse.Namespace) -> None:
         backends.canonical(name)
     if args.resume and not args.output_path:
         raise UsageError("--resume needs --output_path, the file that holds what is done")
+
+
+def _check_lengths(args: argparse.Namespace) -> None:
+    """Attention takes --s_kv (with --batch_size and --s_qo), or --case."""
+    if args.case is None:
+        if args.s_kv is None:
+            raise UsageError("the following arguments are required: --s_kv (or --case)")
+        return
+    usual = {"batch_size": 1, "s_qo": 1, "s_kv": None, "random_actual_seq_len": False}
+    also = [f"--{name}" for name, default in usual.items() if getattr(args, name) != default]
+    if also:
+        raise UsageError(f"--case gives all lengths of the batch: leave out {', '.join(also)}")
 
 
 def _pre_parser() -> Parser:

@@ -52,26 +52,28 @@ def _once(args: Namespace) -> int:
 
     from fi_bench import backends, case
     from fi_bench.errors import SkipError
-    from fi_bench.runner import device_of
+    from fi_bench.runner import device_of, marked
 
     found = case.find(args.routine)
     if found is None:
         raise UsageError(f"fi-core has no {args.routine} yet")
     try:
         device = device_of(args, args.backends)
-        runner = backends.bind(backends.canonical(args.backends[0])[0], found, device)
+        runner = backends.bind(backends.canonical(args.backends[0], found.family)[0], found, device)
     except SkipError as skip:
         raise UsageError(str(skip)) from None
     generator = torch.Generator(device).manual_seed(args.random_seed)
     inputs = found.make(args, torch.device(device), generator)
     on_gpu = device == "cuda"
     with runner.context():
+        call = runner.prepare(inputs)
         for _ in range(3):
-            runner.run(inputs)
+            call(inputs)
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.profiler.start()
-        runner.run(inputs)
+        with marked(f"{args.routine} {runner.name}", on_gpu):
+            call(inputs)
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()

@@ -42,9 +42,9 @@ generate_repro_command repro_command
 """.split()  # noqa: SIM905
 _OURS = """
 record_id run_id trial timestamp device library median_us ci_low_us ci_high_us std1_us n_samples host_us
-timer timer_reason cache_state cache_how cache_copies sm_mhz warnings refcheck_status refcheck_max_abs refcheck_max_rel
-refcheck_mismatch_pct gpu driver cuda torch fi_core commit bitorder num_states
-window_left logits_soft_cap
+timer timer_reason regime cache_state cache_how cache_copies sm_mhz warnings refcheck_status
+refcheck_max_abs refcheck_max_rel refcheck_mismatch_pct gpu driver cuda torch fi_core commit bitorder num_states
+window_left logits_soft_cap case
 """.split()  # noqa: SIM905
 COLUMNS = (*_CONTRACT, *_OURS)
 
@@ -150,7 +150,7 @@ def flat(record: Record) -> dict[str, Any]:
         **record.get("params", {}),
         **record.get("lengths", {}),
         **{name: record.get(name) for name in ("routine", "backend", "resolved_backend", "record_id", "run_id", "trial",
-           "timestamp", "device", "library", "timer", "timer_reason")},
+           "timestamp", "device", "library", "timer", "timer_reason", "regime")},
         "refcheck": bool(record.get("args", {}).get("refcheck")),
         "use_cupti": not record.get("args", {}).get("use_cuda_events"),
         "repro_command": record.get("repro", "") if record.get("args", {}).get("generate_repro_command") else "",

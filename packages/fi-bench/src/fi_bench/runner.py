@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from fi_bench import backends, case, environment, record, refcheck, stats
 from fi_bench.case import Case, Inputs, Outputs
 from fi_bench.catalog import family_of
 from fi_bench.console import Log, human_time, perf, say
-from fi_bench.errors import MismatchError, SkipError
+from fi_bench.errors import ContextLostError, MismatchError, SkipError
 from fi_bench.measure import Measurement, Options, measure
 from fi_core.errors import UnsupportedError
 
@@ -64,7 +66,9 @@ class CaseRun:
         self.reference: Outputs | None = None
 
     def run(self) -> list[Record]:
-        """One record per backend. MismatchError leaves at the first mismatch that is not allowed."""
+        """One record per backend. MismatchError leaves at the first mismatch that is not allowed, ContextLostError when
+        nothing runs on the GPU any more in this process.
+        """
         self.log.info(f"args = {self.args}")
         self.log.info(f"Running test{self.args.routine}")
         self.log.info(f"FlashInfer version: {environment.fi_core_version()} (call-compatible fi-core)")
@@ -77,14 +81,28 @@ class CaseRun:
             self.emit(found)
             if found["status"] == "mismatch" and not self.args.allow_output_mismatch:
                 raise MismatchError(f"[ERROR] Backend {name} output mismatch")
+            if found["status"] == "failed" and self._context_is_lost():
+                raise ContextLostError(found["reason"])
         if not any(r["status"] in ("ok", "mismatch") for r in records):
             say("ERROR", "No backends to test. Exiting.")
         return records
 
+    def _context_is_lost(self) -> bool:
+        """After an illegal access every CUDA call of the process fails."""
+        if self.device is None or self.device.type != "cuda":
+            return False
+        import torch
+
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            return True
+        return False
+
     def _one(self, typed: str) -> Record:
         found = self.blank(typed)
         try:
-            name, renamed = backends.canonical(typed)
+            name, renamed = backends.canonical(typed, family_of(self.args.routine).name)
             if renamed:
                 say("WARNING", renamed)
             self._fill(name, found)
@@ -111,6 +129,7 @@ class CaseRun:
             "record_id": record.record_id(self.run_id, self.key, name, self.trial),
             "run_id": self.run_id,
             "trial": self.trial,
+            "pid": os.getpid(),
             "timestamp": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "case_key": self.key,
             "routine": self.args.routine,
@@ -145,14 +164,16 @@ class CaseRun:
             "resolved_backend": runner.resolved,
         }
         label = f"auto({runner.resolved})" if name == "auto" else name
-        with runner.context():
+        on_gpu = device_name == "cuda"
+        with runner.context(), marked(f"{self.args.routine} {name}", on_gpu):
             if self.args.refcheck:
                 found["refcheck"] = self._check(runner)
                 found["status"] = found["refcheck"]["status"]
                 if found["status"] == "mismatch" and not self.args.allow_output_mismatch:
                     return
             work = self.case.work(self.args, self.inputs)
-            measured = measure(runner.run, fresh(self.inputs), work.bytes, self.device, self._options())
+            inputs = fresh(self.inputs)
+            measured = measure(runner.prepare(inputs), inputs, work.bytes, self.device, self._options())
         found |= _measured(measured, work)
         found.setdefault("status", "ok")
         if self.case.lengths:
@@ -176,8 +197,12 @@ class CaseRun:
             for words, value in self.case.lengths(self.inputs).items():
                 self.log.lengths(f"Average actual {words.replace('avg_actual_', '').replace('_', ' ')}: {int(value)}")
         for name, value in self.inputs.items():
-            if isinstance(value, torch.Tensor):
-                self.log.detail(f"{name}.shape", value.shape)
+            if not isinstance(value, torch.Tensor):
+                self.log.detail(name, value)
+                continue
+            self.log.detail(f"{name}.shape", value.shape)
+            if not value.is_contiguous():
+                self.log.detail(f"{name}.stride()", value.stride())
 
     def _check(self, runner: backends.Runner) -> dict[str, Any]:
         """Run once on poisoned outputs and compare with the fp64 reference; a mismatch ends the case unless allowed."""
@@ -187,7 +212,7 @@ class CaseRun:
             self.reference = self.case.reference(fresh(self.inputs))
         inputs = fresh(self.inputs)
         refcheck.poison(inputs, self.case.poison)
-        outputs = runner.outputs(inputs, runner.run(inputs))
+        outputs = runner.outputs(inputs, runner.prepare(inputs)(inputs))
         differences = refcheck.check(outputs, self.reference, self.case.tolerance, runner.library != "fi_core")
         wrong = [d for d in differences if not d.ok]
         for d in differences:
@@ -221,6 +246,7 @@ class CaseRun:
             dry_run_iters=a.dry_run_iters,
             cache=("cold" if cold_by_default else "warm") if a.cache == "auto" else a.cache,
             flush=a.flush,
+            regime=a.regime,
             graph=not a.no_cuda_graph,
             cupti=not a.use_cuda_events,
         )
@@ -232,10 +258,22 @@ class CaseRun:
         check = f", refcheck {found['refcheck']['status']}" if "refcheck" in found else ""
         self.log.lengths(
             f"{label}: {human_time(s['median'])} [{human_time(s['ci_low'])}, {human_time(s['ci_high'])}] by "
-            f"{found['timer']}, cache {found['cache_state']} ({found['cache']['how']}){clock}{check}"
+            f"{found['timer']}, {found['regime']}, cache {found['cache_state']} ({found['cache']['how']}){clock}{check}"
         )
         for warning in found["warnings"]:
             say("WARNING", f"{label}: {warning}")
+
+
+@contextlib.contextmanager
+def marked(name: str, on_gpu: bool) -> Iterator[None]:
+    """An NVTX range, by which nsys and ncu find the calls of a case: `fi-bench: rmsnorm cuda`."""
+    if not on_gpu:
+        yield
+        return
+    import torch
+
+    with torch.cuda.nvtx.range(f"fi-bench: {name}"):
+        yield
 
 
 def fresh(inputs: Inputs) -> Inputs:
@@ -259,6 +297,7 @@ def _measured(m: Measurement, work: case.Work) -> Record:
         "sm_mhz": m.sm_mhz,
         "timer": m.timer,
         "timer_reason": m.timer_reason,
+        "regime": m.regime,
         "cache": vars(m.cache),
         "cache_state": m.cache.state,
         "warmup_n": m.warmup,
@@ -297,8 +336,9 @@ def repro_command(args: Namespace) -> str:
 
     family = family_of(args.routine)
     words = ["fi-bench", "--routine", args.routine]
-    kept = {"backends", "num_iters", "dry_run_iters", "random_seed", "device", "cache", "flush", "no_cuda_graph",
-            "use_cuda_events", "refcheck", "allow_output_mismatch", "case_tag", "enable_pdl"}  # fmt: skip
+    kept = {"backends", "num_iters", "dry_run_iters", "random_seed", "device", "cache", "flush", "regime",
+            "no_cuda_graph", "use_cuda_events", "refcheck", "allow_output_mismatch", "case_tag",
+            "enable_pdl"}  # fmt: skip
     for flag in (*family.flags, *(f for f in GENERAL if f.name in kept)):
         name = flag.dest or flag.name
         value = getattr(args, name)

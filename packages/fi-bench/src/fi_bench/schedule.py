@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from fi_bench import parsing, record, summary
 from fi_bench.console import Progress, complain, say, table
-from fi_bench.errors import FAILED, MISMATCH, OK, USAGE, MismatchError
+from fi_bench.errors import FAILED, MISMATCH, OK, USAGE, ContextLostError, MismatchError
 from fi_bench.runner import CaseRun, asked_backends
+from fi_bench.worker import Worker
 
 Record = record.Record
 _BAD = {"failed", "crashed", "timeout"}
@@ -71,19 +68,19 @@ def run(words: Sequence[str]) -> int:
     done = record.finished(record.read(sink.jsonl)) if first.resume and sink.jsonl else set()
     jobs = list(_jobs(good, done))
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid():x}"
-    progress = Progress(len(jobs))
 
     def emit(found: Record) -> None:
         tally.records.append(found)
         sink.write(found)
 
-    for job in jobs:
-        progress.step(f"{job.args.routine} ({job.where})")
-        progress.clear()
-        statuses = _run(job, run_id, emit, tally)
-        differed = "mismatch" in statuses and not job.args.allow_output_mismatch
-        if (differed and len(lines) == 1) or (job.args.fail_fast and (differed or statuses & _BAD)):
-            break
+    with contextlib.closing(Runs(run_id, emit, tally)) as runs, Progress(len(jobs)) as progress:
+        for job in jobs:
+            progress.step(f"{job.args.routine} {' '.join(job.args.backends)} ({job.where})")
+            statuses = runs.run(job)
+            progress.done()
+            differed = "mismatch" in statuses and not job.args.allow_output_mismatch
+            if (differed and len(lines) == 1) or (job.args.fail_fast and (differed or statuses & _BAD)):
+                break
     _summary(tally.records, first.format)
     return tally.exit_code()
 
@@ -102,87 +99,82 @@ def _jobs(lines: Sequence[parsing.Line], done: set[tuple[str, str, int]]) -> Ite
                 if trial >= point.trials:
                     continue
                 key = record.case_key(point.routine, point)
-                names = asked_backends(point) if done or point.trials > 1 or _isolated(point) else point.backends
-                if names is not None:
-                    left = [name for name in names if (key, name, trial) not in done]
-                    if not left:
-                        continue
-                    names = left[::-1] if trial % 2 else left
-                yield Job(Namespace(**{**vars(point), "backends": names}), trial, line.where)
+                names = asked_backends(point)
+                left = [name for name in names if (key, name, trial) not in done]
+                if left:
+                    named = Namespace(**{**vars(point), "backends": left[::-1] if trial % 2 else left})
+                    yield Job(named, trial, line.where)
 
 
 def _isolated(args: Namespace) -> bool:
-    return bool(args.isolate or args.timeout or args.trials > 1)
+    return bool(args.isolate or args.timeout)
 
 
-def _run(job: Job, run_id: str, emit: Callable[[Record], None], tally: Tally) -> set[str]:
-    """Does the job; the statuses of its records, and `failed` if there was trouble outside of any backend."""
-    before = len(tally.records)
-    broken = set()
-    if _isolated(job.args):
-        for name in job.args.backends:
-            for found in _in_child(job, name, run_id):
-                emit(found)
-    else:
+class Runs:
+    """Where jobs run: here; each backend in a process of its own; or all of one trial in a process of its own."""
+
+    def __init__(self, run_id: str, emit: Callable[[Record], None], tally: Tally) -> None:
+        self.run_id, self.emit, self.tally = run_id, emit, tally
+        self._worker: Worker | None = None
+        self._trial = 0
+        self._lost = False  # a kernel broke the CUDA context of this process
+
+    def run(self, job: Job) -> set[str]:
+        """Does the job; the statuses of its records, and `failed` if there was trouble outside of any backend."""
+        before, broken = len(self.tally.records), self.tally.broken
+        if self._lost or _isolated(job.args) or job.args.trials > 1:
+            self._elsewhere(job, job.args.backends)
+        else:
+            self._here(job)
+        trouble = {"failed"} if self.tally.broken > broken else set()
+        return trouble | {r["status"] for r in self.tally.records[before:]}
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def _here(self, job: Job) -> None:
+        before = len(self.tally.records)
         try:
-            CaseRun(job.args, run_id, job.trial, emit).run()
+            CaseRun(job.args, self.run_id, job.trial, self.emit).run()
         except MismatchError as error:
             say("ERROR", str(error).removeprefix("[ERROR] "))
+        except ContextLostError:
+            self._lost = True
+            say("WARNING", "the CUDA context of this process is lost; what is left runs in another one")
+            names = asked_backends(job.args)[len(self.tally.records) - before :]
+            self._elsewhere(job, names)
         except Exception as error:
-            tally.broken += 1
-            broken.add("failed")
+            self.tally.broken += 1
             say("ERROR", f"Error running test: {job.where}: {job.args.routine}")
             say("ERROR", f"Error: {type(error).__name__}: {error}")
-    return broken | {r["status"] for r in tally.records[before:]}
 
+    def _elsewhere(self, job: Job, names: Sequence[str]) -> None:
+        """The backends in processes; what one could not say itself, its end says."""
+        left = list(names)
+        while left:
+            batch = left[:1] if _isolated(job.args) else left
+            point = Namespace(**{**vars(job.args), "backends": batch})
+            before = len(self.tally.records)
+            end = self._worker_for(job).do(point, self.run_id, job.trial, self.emit)
+            answered = len(self.tally.records) - before
+            if end.kind in ("crashed", "timeout") and answered < len(batch):
+                say("ERROR", f"{left[answered]} for routine {point.routine}: {end.reason}")
+                blank = CaseRun(point, self.run_id, job.trial, lambda found: None).blank(left[answered])
+                self.emit(blank | {"status": end.kind, "reason": end.reason})
+                answered += 1
+            elif end.kind == "done":
+                answered = len(batch)  # fewer records: a mismatch ended the case
+            left = left[answered:]
 
-def _in_child(job: Job, name: str, run_id: str) -> list[Record]:
-    """One backend in a process of its own; what it could not say itself, its end says."""
-    point = Namespace(**{**vars(job.args), "backends": [name]})
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "records.jsonl"
-        task = {"args": vars(point), "run_id": run_id, "trial": job.trial, "out": str(out)}
-        sys.stdout.flush()
-        child = subprocess.Popen(
-            [sys.executable, "-m", "fi_bench", "_child"],
-            stdin=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            child.communicate(json.dumps(task), timeout=job.args.timeout)
-            end = _end(child.returncode)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            end = ("timeout", f"not done after {job.args.timeout:g} s")
-        except BaseException:
-            os.killpg(child.pid, signal.SIGKILL)
-            raise
-        records = record.read(out) if out.exists() else []
-    if records:
-        return records
-    status, reason = end
-    say("ERROR", f"{name} for routine {point.routine}: {reason}")
-    blank = CaseRun(point, run_id, job.trial, lambda found: None).blank(name)
-    return [blank | {"status": status, "reason": reason}]
-
-
-def _end(code: int) -> tuple[str, str]:
-    if code < 0:
-        return "crashed", f"killed by {signal.Signals(-code).name}"
-    return "crashed", f"ended with exit code {code} and no record"
-
-
-def child() -> int:
-    """The process of one backend: its task comes on stdin."""
-    task = json.load(sys.stdin)
-    sink = record.Sink(task["out"])
-    try:
-        CaseRun(Namespace(**task["args"]), task["run_id"], task["trial"], sink.write).run()
-    except MismatchError:
-        return MISMATCH
-    return OK
+    def _worker_for(self, job: Job) -> Worker:
+        worker = self._worker
+        if worker is None or not worker.alive or _isolated(job.args) or self._trial != job.trial:
+            self.close()
+            worker = self._worker = Worker()
+            self._trial = job.trial
+        return worker
 
 
 def _summary(records: Sequence[Record], format: str) -> None:

@@ -40,6 +40,12 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float]:
     return q1, q3
 
 
+def midmean(samples: Sequence[float]) -> float:
+    """Mean of the middle half: as blind to outliers as a median, and finer than the ticks of a timer."""
+    ordered, cut = sorted(samples), len(samples) // 4
+    return statistics.fmean(ordered[cut : len(ordered) - cut])
+
+
 def mad(samples: Sequence[float]) -> float:
     """Median absolute deviation from the median."""
     middle = statistics.median(samples)

@@ -42,7 +42,7 @@ def _range(text: str) -> list[int]:
     raise ValueError
 
 
-def _one_or_axis(values: list[T]) -> T | Axis:
+def one_or_axis(values: list[T]) -> T | Axis:
     return values[0] if len(values) == 1 else Axis(values)
 
 
@@ -54,7 +54,35 @@ def integers(text: str) -> int | Axis:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no integer, list 1,8,64 or range 1:128:*2, 256:1024:256, 2^4:2^12"
         ) from None
-    return _one_or_axis(values)
+    return one_or_axis(values)
+
+
+def requests(text: str) -> list[tuple[int, int]]:
+    """(query, key/value) lengths of `[NAME=]ITEM,ITEM...`, where an ITEM is `[COUNT*]QO[@KV]` and KV counts the query.
+
+    `mix=8192,32*1@8192` is a prefill of 8192 tokens and 32 decodes at 8192 tokens, their new one included.
+    """
+    found = []
+    for item in text.rpartition("=")[2].split(","):
+        count, star, lengths = item.rpartition("*")
+        qo, at, kv = lengths.partition("@")
+        number, query = _number(count) if star else 1, _number(qo)
+        total = _number(kv) if at else query
+        if number < 1 or not 1 <= query <= total:
+            raise ValueError
+        found += [(query, total)] * number
+    return found
+
+
+def batch(text: str) -> str:
+    """argparse type of --case: the text, if it can be read."""
+    try:
+        requests(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no batch such as mix=8192,32*1@8192 (each [COUNT*]QO[@KV], with QO <= KV)"
+        ) from None
+    return text
 
 
 def choices(*allowed: str, renamed: dict[str, str] | None = None) -> Callable[[str], Any]:
@@ -67,7 +95,7 @@ def choices(*allowed: str, renamed: dict[str, str] | None = None) -> Callable[[s
             if word.lower() not in by_fold:
                 raise argparse.ArgumentTypeError(f"{word!r} is not one of {', '.join(allowed)}")
             values.append(by_fold[word.lower()])
-        return _one_or_axis(values)
+        return one_or_axis(values)
 
     return parse
 

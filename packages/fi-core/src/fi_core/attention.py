@@ -1,8 +1,8 @@
-"""The op behind single-request attention; decode.py and prefill.py hold its public forms."""
+"""The op behind single-request attention, whose public forms are in decode/ and prefill/."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fi_core.launch.op import Launcher
 from fi_core.spec.constraint import ON_CPU, at_least
@@ -160,3 +160,12 @@ def attend(
         few,
     )
     return out if lse is None else (out, lse)
+
+
+def __getattr__(name: str) -> Any:
+    """Callers look here for the wrapper with sinks, which lives in the family that this module is a part of."""
+    if name == "BatchAttentionWithAttentionSinkWrapper":
+        from fi_core.prefill import BatchAttentionWithAttentionSinkWrapper
+
+        return BatchAttentionWithAttentionSinkWrapper
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -78,6 +78,15 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     return y
 
 
+def packbits_segments(y: torch.Tensor, x: torch.Tensor, indptr: torch.Tensor, new_indptr: torch.Tensor) -> None:
+    """Packs segments `x[indptr[i] : indptr[i + 1]]`, little endian, into `y[new_indptr[i] : new_indptr[i + 1]]`.
+
+    x: bool or uint8; indptr: int32 or int64; new_indptr: int32, ends at the length of y (uint8). All flat, contiguous
+    and on one device, which nothing waits for.
+    """
+    _packbits(y, x, indptr, new_indptr, False)
+
+
 def _segment_packbits_reference(x, indptr, bitorder="big"):  # type: ignore[no-untyped-def]
     order = range(7, -1, -1) if bitorder == "big" else range(8)
     y, new_indptr, bounds, values = [], [0], indptr.tolist(), x.tolist()

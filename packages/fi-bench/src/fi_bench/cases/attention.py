@@ -6,8 +6,11 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fi_bench.case import Case, Inputs, Outputs, Tolerance, Work, dtype_of
+from fi_bench.baselines import flash_attention3
+from fi_bench.case import Case, Inputs, Outputs, Planned, Tolerance, Work, dtype_of
 from fi_bench.cases.common import nbytes, normal
+from fi_bench.errors import SkipError
+from fi_core.testing.attention import attention_flops_with_actual_seq_lens
 
 if TYPE_CHECKING:
     import torch
@@ -95,34 +98,47 @@ def _sdpa(backend: str | None = None) -> Callable[[Inputs], Any]:
         square = x.causal and qo_len == kv_len and x.window_left < 0  # torch's own causal mask is top left
         mask = None if square else _visible(x, torch.arange(qo_len, device=q.device), kv_len, qo_len)
         force = sdpa_kernel([getattr(SDPBackend, backend)]) if backend else contextlib.nullcontext()
-        with force:
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q, k.to(q.dtype), v.to(q.dtype), mask, is_causal=square, scale=x.scale, enable_gqa=True
-            )
+        try:
+            with force:
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    q, k.to(q.dtype), v.to(q.dtype), mask, is_causal=square, scale=x.scale, enable_gqa=True
+                )
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            raise SkipError(f"torch's {backend} backend does not take these inputs") from None
         out = out.squeeze(0).transpose(0, 1)
         return out[0] if x.q.ndim == 2 else out
 
     return run
 
 
-def _flash_attention3(x: Inputs) -> torch.Tensor:
-    from flash_attn_interface import flash_attn_func
+def _plan_flash_attention3(x: Inputs) -> Callable[[Inputs], torch.Tensor]:
+    """Its varlen form with one request, which all its builds have."""
+    import torch
 
-    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in _heads_first(x))
-    window = (x.window_left, -1) if x.window_left >= 0 else (-1, -1)
-    out = flash_attn_func(
-        q, k, v, softmax_scale=x.scale, causal=x.causal, window_size=window, softcap=x.soft_cap or 0.0
-    )
-    result: torch.Tensor = (out[0] if isinstance(out, tuple) else out).squeeze(0)
-    return result[0] if x.q.ndim == 2 else result
+    function = flash_attention3()
+    q, k, _ = _heads_first(x)
+    lengths = [(torch.tensor([0, t.shape[1]], dtype=torch.int32, device=t.device), t.shape[1]) for t in (q, k)]
+    (cu_q, max_q), (cu_k, max_k) = lengths
+    options = {"softmax_scale": x.scale, "causal": x.causal, "softcap": x.soft_cap or 0.0}
+    if x.window_left >= 0:
+        options["window_size"] = [x.window_left, -1]
+
+    def run(x: Inputs) -> torch.Tensor:
+        q, k, v = (t.transpose(0, 1) for t in _heads_first(x))
+        out: torch.Tensor = function(q, k, v, cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k, **options)
+        return out[0] if x.q.ndim == 2 else out
+
+    return run
 
 
-_RIVALS = {
+_RIVALS: dict[str, Callable[[Inputs], Any] | Planned] = {
     "torch_math": _sdpa("MATH"),
     "torch_flash": _sdpa("FLASH_ATTENTION"),
     "torch_efficient": _sdpa("EFFICIENT_ATTENTION"),
     "cudnn": _sdpa("CUDNN_ATTENTION"),
-    "flash_attention3": _flash_attention3,
+    "flash_attention3": Planned(_plan_flash_attention3, lambda run, x: run(x)),
 }
 
 
@@ -131,12 +147,14 @@ def _work(p: Namespace, x: Inputs) -> Work:
     q, k, v = _heads_first(x)
     heads, qo_len, dim_qk = q.shape
     kv_len, dim_vo = k.shape[1], v.shape[2]
-    pairs = qo_len * (2 * kv_len - qo_len if x.causal else 2 * kv_len)
+    flops = attention_flops_with_actual_seq_lens([qo_len], [kv_len], dim_qk, dim_vo, heads, x.causal)
     out_bytes = qo_len * heads * dim_vo * x.out_dtype.itemsize
-    return Work(pairs * heads * (dim_qk + dim_vo), nbytes(x.q, x.k, x.v) + out_bytes)
+    return Work(flops, nbytes(x.q, x.k, x.v) + out_bytes)
 
 
 def _unsupported(backend: str, p: Namespace) -> str | None:
+    if p.case:
+        return "--case is for batch routines"
     if p.batch_size != 1:
         return f"single-request attention takes --batch_size 1, got {p.batch_size}"
     if p.random_actual_seq_len:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+import random
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fi_bench import sweep
+from fi_core.testing.utils import count_bytes
 
 if TYPE_CHECKING:
     import torch
 
 FP8_MAX = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+nbytes = count_bytes
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, device: Any, generator: Any, scale: float = 1.0) -> torch.Tensor:
@@ -29,15 +35,34 @@ def integers(low: int, high: int, shape: tuple[int, ...], device: Any, generator
     return torch.randint(low, high, shape, dtype=torch.int32, device=device, generator=generator)
 
 
-def nbytes(*tensors: torch.Tensor | None) -> int:
-    """Bytes of the elements of these tensors."""
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
-
-
 def to_fp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Saturating cast of fp64 values; torch's own cast gives NaN beyond the range."""
     bound = FP8_MAX[str(dtype).removeprefix("torch.")]
     return x.clamp(-bound, bound).float().to(dtype)
+
+
+class Request(NamedTuple):
+    """Lengths of one request of a batch; kv_len counts the new tokens too."""
+
+    qo_len: int
+    kv_len: int
+
+
+def requests(p: Namespace) -> list[Request]:
+    """The batch that attention flags ask for: --case, or --batch_size of --s_qo and --s_kv; with
+    --random_actual_seq_len each uniform in [1, max], equal where the maxima are, and kv_len >= qo_len.
+    """
+    if p.case:
+        return [Request(*lengths) for lengths in sweep.requests(p.case)]
+    if not p.random_actual_seq_len:
+        return [Request(p.s_qo, p.s_kv)] * p.batch_size
+    rng = random.Random(p.random_seed)
+    found = []
+    for _ in range(p.batch_size):
+        qo_len = rng.randint(1, p.s_qo)
+        kv_len = qo_len if p.s_qo == p.s_kv else max(rng.randint(1, p.s_kv), qo_len)
+        found.append(Request(qo_len, kv_len))
+    return found
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -27,6 +27,7 @@ class Options:
     dry_run_iters: int = 5
     cache: str = "cold"  # cold | warm
     flush: str = "write"
+    regime: str = "auto"  # auto | burst | sustained
     graph: bool = True
     cupti: bool = True
 
@@ -56,6 +57,7 @@ class Measurement:
     timer: str  # cupti | graph_events | events | wall
     cache: Cache
     timer_reason: str = ""  # why not the timer before it
+    regime: str = "sustained"  # burst: the device rested between samples
     warmup: int = 0
     discarded: int = 0
     sum_ns: list[float] = field(default_factory=list)  # cupti: busy time without gaps
@@ -87,6 +89,10 @@ def rotation(inputs: Inputs, work_bytes: int, device: torch.device) -> tuple[lis
     call writes one row does not make the next call cold.
     """
     cache_bytes = l2.get_l2_cache_size(device)
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()  # what earlier cases left in torch's pool is free memory
     size = max(l2.touched_bytes(inputs), 1)
     per_call = max(min(work_bytes, size), 1)
     wanted = max(2, math.ceil(COLD_FACTOR * cache_bytes / per_call) + 1)

@@ -1,15 +1,18 @@
-"""Two tiny device kernels: one notes the time and the clock of SM 0, one holds the stream until the host lets go."""
+"""Tiny device kernels: one notes the time and the clock of SM 0, one holds the stream until the host lets go, and one
+reads memory as fast as it can.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
+NAMES = ("fi_bench_mark", "fi_bench_hold", "fi_bench_read")
 HOLD_LIMIT_NS = 200_000_000  # a held stream goes on by itself after this long
 
 SOURCE = r"""
@@ -31,7 +34,19 @@ extern "C" __global__ void fi_bench_hold(const volatile int* released, int ticke
   while (*released < ticket && fi_now() - start < limit) {
   }
 }
+extern "C" __global__ void __launch_bounds__(512) fi_bench_read(const uint4* data, long long n, unsigned* out) {
+  const long long step = (long long)gridDim.x * blockDim.x;
+  long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  unsigned found = 0;
+  for (; i + 3 * step < n; i += 4 * step) {  // four loads under way per thread
+    const uint4 a = data[i], b = data[i + step], c = data[i + 2 * step], d = data[i + 3 * step];
+    found |= (a.x & b.y & c.z & d.w) ^ (a.w & b.x & c.y & d.z) ^ (a.y & b.z & c.w & d.x) ^ (a.z & b.w & c.x & d.y);
+  }
+  for (; i < n; i += step) found |= data[i].x & data[i].y & data[i].z & data[i].w;
+  if (found == 0xffffffffu) out[0] = 1;  // may be, and does not matter: the loads must not be left out
+}
 """
+_READ_THREADS = 512
 
 
 class DriverError(RuntimeError):
@@ -51,7 +66,7 @@ def compile_kernels(capability: tuple[int, int]) -> bytes:
 
 
 class Kernels:
-    """Both kernels, loaded into the current context of a device."""
+    """The kernels, loaded into the current context of a device."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
@@ -61,7 +76,7 @@ class Kernels:
         self._cuda = ctypes.CDLL("libcuda.so.1")
         module = ctypes.c_void_p()
         _check(self._cuda.cuModuleLoadData(ctypes.byref(module), self._image), "cuModuleLoadData")
-        self._functions = {name: self._function(module, name) for name in ("fi_bench_mark", "fi_bench_hold")}
+        self._functions = {name: self._function(module, name) for name in NAMES}
         self._blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
         self._released = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._ticket = 0
@@ -71,14 +86,16 @@ class Kernels:
         _check(self._cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name)
         return function
 
-    def _launch(self, name: str, blocks: int, *arguments: Any) -> None:
+    def _launch(self, name: str, blocks: int, *arguments: Any, threads: int = 1) -> None:
         import torch
 
         pointers = (ctypes.c_void_p * len(arguments))(
             *(ctypes.cast(ctypes.pointer(a), ctypes.c_void_p) for a in arguments)
         )
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        status = self._cuda.cuLaunchKernel(self._functions[name], blocks, 1, 1, 1, 1, 1, 0, stream, pointers, None)
+        status = self._cuda.cuLaunchKernel(
+            self._functions[name], blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None
+        )
         _check(status, f"launch of {name}")
 
     def mark(self, slot: torch.Tensor) -> None:
@@ -93,6 +110,15 @@ class Kernels:
             ctypes.c_ulonglong(HOLD_LIMIT_NS),
         )  # fmt: skip
 
+    def read(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        """Read all of `data`, whose size is a multiple of 16 bytes; `out` is some int32 on the device."""
+        arguments = (data.data_ptr(), data.nbytes // 16, out.data_ptr())
+        kinds = (ctypes.c_void_p, ctypes.c_longlong, ctypes.c_void_p)
+        self._launch(
+            "fi_bench_read", 2 * self._blocks, *(kind(a) for kind, a in zip(kinds, arguments, strict=True)),
+            threads=_READ_THREADS,
+        )  # fmt: skip
+
     def release(self) -> None:
         self._released[0] = self._ticket
 
@@ -102,9 +128,7 @@ def kernels(device: torch.device) -> Kernels:
     return Kernels(device)
 
 
-def megahertz(marks: list[tuple[int, int]]) -> list[float]:
-    """Mean SM clock between consecutive marks; 0 where SM 0 missed one."""
-    found = []
-    for (t0, c0), (t1, c1) in itertools.pairwise(marks):
-        found.append(1e3 * (c1 - c0) / (t1 - t0) if t0 and t1 > t0 else 0.0)
-    return found
+def megahertz(begin: Sequence[int], end: Sequence[int]) -> float:
+    """Mean SM clock between two marks; 0 where SM 0 missed one."""
+    (t0, c0), (t1, c1) = begin, end
+    return 1e3 * (c1 - c0) / (t1 - t0) if t0 and t1 > t0 else 0.0

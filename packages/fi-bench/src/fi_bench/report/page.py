@@ -8,40 +8,17 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fi_bench import calibrate, record
+from fi_bench import calibrate, record, stats
 from fi_bench.calibrate import Ceilings
 from fi_bench.console import human_time, say
 from fi_bench.errors import OK, UsageError
 from fi_bench.parsing import Parser, underscored
 from fi_bench.report import svg
+from fi_bench.report.style import COLOURS, css
 from fi_bench.summary import describe
 
 Record = record.Record
-_COLOURS = 8
-
-_STYLE = """
-:root { color-scheme: light dark; --bg: #ffffff; --fg: #1b1f24; --dim: #59636e; --grid: #d8dee4; --head: #f3f5f7;
-  --c0: #1f6feb; --c1: #d1570a; --c2: #1a7f37; --c3: #8250df; --c4: #bf3989; --c5: #0a7ea4; --c6: #9a6700;
-  --c7: #57606a;
-  --bad: #c21f2d; --ok: #1a7f37; }
-@media (prefers-color-scheme: dark) { :root { --bg: #0f1318; --fg: #e6eaef; --dim: #9aa4af; --grid: #2c343d;
-  --head: #1a2027; --c0: #58a6ff; --c1: #f0883e; --c2: #56d364; --c3: #bc8cff; --c4: #f778ba; --c5: #56c8d8;
-  --c6: #e3b341; --c7: #adb6c0; --bad: #ff7b72; --ok: #56d364; } }
-body { background: var(--bg); color: var(--fg); font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto;
-  max-width: 90rem; padding: 0 1rem; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; } h3 { font-size: 1rem; margin: .4rem 0; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .86rem; }
-th, td { padding: .28rem .6rem; border-bottom: 1px solid var(--grid); text-align: left; white-space: nowrap; }
-th { background: var(--head); } td.n { text-align: right; } td.case { white-space: normal; min-width: 14rem; }
-.scroll { overflow-x: auto; } .bad { color: var(--bad); } .ok { color: var(--ok); } .dim { color: var(--dim); }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(30rem, 1fr)); gap: 1.2rem; }
-figure { margin: 0; } svg { width: 100%; max-width: 46rem; height: auto; font: 12px system-ui, sans-serif; }
-svg text { fill: var(--fg); }
-svg .name { fill: var(--dim); } .grid { stroke: var(--grid); } .line { fill: none; stroke-width: 2; }
-.roof { fill: none; stroke: var(--dim); stroke-dasharray: 6 4; stroke-width: 2; } .one { stroke: var(--fg); }
-""" + "".join(
-    f".line.c{i} {{ stroke: var(--c{i}) }} .dot.c{i}, .bar.c{i} {{ fill: var(--c{i}) }}\n" for i in range(_COLOURS)
-)
+Colours = dict[str, int]
 
 
 class Row:
@@ -51,10 +28,12 @@ class Row:
         self.first = first = group[0]
         self.routine, self.backend, self.params = first["routine"], first["backend"], first["params"]
         self.case, self.case_key = describe(first), first["case_key"]
+        self.short = self.case  # without what all cases of the routine share
         self.ns = statistics.median(r["stats"]["median"] for r in group)
         self.low = min(r["stats"]["ci_low"] for r in group)
         self.high = max(r["stats"]["ci_high"] for r in group)
         self.processes = len(group)
+        self.warnings = list(dict.fromkeys(w for r in group for w in r["warnings"]))
         work = first["work"]
         self.flops, self.bytes = work["flops"], work["bytes"]
         self.ceiling = ceilings.get(calibrate.machine(first["env"], first["device"]))
@@ -73,18 +52,46 @@ def group_rows(records: Iterable[Record], ceilings: dict[str, Ceilings]) -> list
 def html(records: Sequence[Record], ceilings: dict[str, Ceilings], baseline: str | None, title: str) -> str:
     """The whole page."""
     rows = group_rows(records, ceilings)
-    colours = {name: i % _COLOURS for i, name in enumerate(dict.fromkeys(row.backend for row in rows))}
-    parts = [f"<h1>{escape(title)}</h1>", _machines(records), "<h2>Results</h2>", _table(rows)]
-    parts.append(_left_out(records))
+    shared = {routine: _shorten([row for row in rows if row.routine == routine]) for routine in _routines(rows)}
+    colours = {name: i % COLOURS for i, name in enumerate(dict.fromkeys(row.backend for row in rows))}
+    base = _baseline(rows, baseline) if baseline else {}
+    parts = [f"<h1>{escape(title)}</h1>", _machines(records), _figures(rows, records, base, baseline)]
+    if baseline:
+        parts += _speedups(rows, colours, base, baseline, shared)
     parts += _roofline(rows, colours)
-    parts += _sweeps(rows, colours)
-    if baseline is not None:
-        parts += _speedups(rows, colours, baseline)
+    for routine, words in shared.items():
+        mine = [row for row in rows if row.routine == routine]
+        parts.append(f'<h2>{escape(routine)} <span class="shared">{escape(words)}</span></h2>')
+        parts += [_table(mine, colours, base, baseline), *_sweeps(mine, colours)]
+    parts += [_left_out(records), _HOW_TO_READ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+        f"<title>{escape(title)}</title><style>{css()}</style></head><body><main>{''.join(parts)}</main></body></html>\n"
     )
+
+
+def _routines(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row.routine for row in rows))
+
+
+def _shorten(rows: Sequence[Row]) -> str:
+    """The words that all cases of a routine share; they leave the rows."""
+    cases = [row.case.split() for row in rows]
+    shared = [word for word in cases[0] if all(word in words for words in cases)]
+    if len({row.case_key for row in rows}) > 1:
+        for row in rows:
+            row.short = " ".join(word for word in row.case.split() if word not in shared) or "defaults"
+        return " ".join(shared)
+    return ""
+
+
+_HOW_TO_READ = """<h2>How to read this</h2><div class="dim">
+<p>Times are medians over the samples of a process, and over processes where there are several; the interval is that
+of order statistics at 95 %. TFLOP/s and TB/s are analytic counts over the median. The limit is the time that the
+measured copy and matmul ceilings of this machine allow for the work. A speed-up is the time of the baseline over the
+time of the row.</p><p>Differences below 2 % within one process are no differences: <code>fi-bench compare</code> judges
+medians of several processes.</p></div>"""
 
 
 def _machines(records: Sequence[Record]) -> str:
@@ -92,45 +99,102 @@ def _machines(records: Sequence[Record]) -> str:
     for r in records:
         e = r.get("env")
         if e:
-            versions = f"fi-core {e['fi_core']}, torch {e['packages'].get('torch')}, CUDA {e['cuda'] or '-'}"
+            versions = f"fi-core {e['fi_core']} · torch {e['packages'].get('torch')} · CUDA {e['cuda'] or '-'}"
             where = (
-                f"{e['gpu']}, driver {e['driver']}" if r["device"] == "cuda" else f"{e['cpu']}, {e['threads']} threads"
+                f"{e['gpu']} · driver {e['driver']}" if r["device"] == "cuda" else f"{e['cpu']}, {e['threads']} threads"
             )
-            seen[f"{where}; {versions}; commit {e['commit'] or '-'}"] = None
+            commit = f" · commit {e['commit']}" if e["commit"] else ""
+            seen[f"{where} · {versions}{commit} · {r['timestamp'][:10]}"] = None
     return "".join(f'<p class="dim">{escape(line)}</p>' for line in seen)
+
+
+def _figures(rows: Sequence[Row], records: Sequence[Record], base: dict[str, Row], baseline: str | None) -> str:
+    """What one wants to know at first sight."""
+    cases = len({(row.routine, row.case_key) for row in rows})
+    found = [(str(cases), f"cases of {len({row.routine for row in rows})} routines", "")]
+    for backend in dict.fromkeys(row.backend for row in rows if row.backend != baseline):
+        ratios = [base[row.case_key].ns / row.ns for row in rows if row.backend == backend and row.case_key in base]
+        if ratios:
+            mean = stats.geomean(ratios)
+            words = f"{backend} over {baseline}, worst {min(ratios):.2f}x"
+            found.append((f"{mean:.2f}x", words, "good" if mean > 1 else "bad"))
+    checked = [r for r in records if r.get("refcheck")]
+    wrong = sum(r["refcheck"]["status"] == "mismatch" for r in checked)
+    if checked:
+        found.append(
+            (f"{len(checked) - wrong} / {len(checked)}", "results checked against fp64", "bad" if wrong else "")
+        )
+    slow = sum(r["status"] not in ("ok", "mismatch") for r in records)
+    if slow:
+        found.append((str(slow), "rows not measured", "warn"))
+    return '<div class="figures">{}</div>'.format(
+        "".join(
+            f'<div><b class="{kind}">{escape(value)}</b><span>{escape(words)}</span></div>'
+            for value, words, kind in found
+        )
+    )
 
 
 def _cell(value: str, kind: str = "") -> str:
     return f'<td class="{kind}">{escape(value)}</td>' if kind else f"<td>{escape(value)}</td>"
 
 
-def _table(rows: Sequence[Row]) -> str:
-    names = ("routine", "case", "backend", "median", "95% interval", "TB/s", "TFLOP/s", "% of limit", "processes",
-             "timer", "cache", "SM MHz", "check")  # fmt: skip
+def _table(rows: Sequence[Row], colours: Colours, base: dict[str, Row], baseline: str | None) -> str:
+    """The cases of one routine, the backends of a case together, the fastest one in bold."""
+    names = ["case", "backend", "*median", "*95% interval", "*TB/s", "*TFLOP/s", "% of limit", "*SM MHz", "check"]
+    how = [_how(row) for row in rows]
+    if len(set(how)) > 1:
+        names.append("measured")
+    if baseline:
+        names.insert(4, f"*over {baseline}")
+    if any(row.processes > 1 for row in rows):
+        names.append("*processes")
     lines = []
-    for row in rows:
-        r = row.first
-        status = r.get("refcheck", {}).get("status", "-")
-        rate = 1e9 / row.ns / 1e12
-        clock = r["clocks"].get("sm_mhz_mean")
-        cells = [
-            _cell(row.routine),
-            _cell(row.case, "case"),
-            _cell(row.backend),
-            _cell(human_time(row.ns), "n"),
-            _cell(f"{human_time(row.low)} .. {human_time(row.high)}", "n"),
-            _cell(f"{row.bytes * rate:.3f}", "n"),
-            _cell(f"{row.flops * rate:.3f}", "n"),
-            _cell(f"{row.of_limit:.0f}" if row.of_limit else "-", "n"),
-            _cell(str(row.processes), "n"),
-            _cell(r["timer"]),
-            _cell(f"{r['cache_state']} ({r['cache']['how']})"),
-            _cell(f"{clock:.0f}" if clock else "-", "n"),
-            _cell(status, {"ok": "ok", "mismatch": "bad"}.get(status, "dim")),
-        ]
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    head = "".join(f"<th>{name}</th>" for name in names)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    for case_key in dict.fromkeys(row.case_key for row in rows):
+        same = [row for row in rows if row.case_key == case_key]
+        fastest = min(row.ns for row in same)
+        for i, row in enumerate(same):
+            cells = _cells(row, len(same) > 1 and row.ns == fastest, colours, base)
+            cells["case"] = f'<td class="case" rowspan="{len(same)}">{escape(row.short)}</td>' if i == 0 else ""
+            kept = [cells[name.lstrip("*").partition(" ")[0]] for name in names]
+            lines.append(f"<tr{' class=first' if i == 0 else ''}>{''.join(kept)}</tr>")
+    head = "".join(f"<th{' class=n' if name[0] == '*' else ''}>{escape(name.lstrip('*'))}</th>" for name in names)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    said = "" if "measured" in names else f'<p class="dim">{escape(how[0])}</p>'
+    return f'{said}<div class="scroll">{table}</div>'
+
+
+def _how(row: Row) -> str:
+    """Timer, regime and cache state."""
+    r = row.first
+    regime = f", {r['regime']}" if r["device"] == "cuda" else ""
+    return f"{r['timer']}{regime}, cache {r['cache_state']} ({r['cache']['how']})"
+
+
+def _cells(row: Row, best: bool, colours: Colours, base: dict[str, Row]) -> dict[str, str]:
+    """The cells of a row, by the first word of their heading."""
+    r = row.first
+    status = r.get("refcheck", {}).get("status", "-")
+    clock = r["clocks"].get("sm_mhz_mean")
+    against = base.get(row.case_key)
+    meter = "-"
+    if row.of_limit:
+        meter = f'<span class="meter"><i style="width:{min(row.of_limit, 100):.0f}%"></i></span>{row.of_limit:.0f}'
+    key = f'<span class="key c{colours[row.backend]}"></span>'
+    doubt = f' title="{escape("; ".join(row.warnings), quote=True)}"' if row.warnings else ""
+    return {
+        "backend": f"<td>{key}{escape(row.backend)}</td>",
+        "median": f'<td class="n{" best" if best else ""}"{doubt}>{doubt and "&#9888; "}{human_time(row.ns)}</td>',
+        "95%": _cell(f"{human_time(row.low)} … {human_time(row.high)}", "n dim"),
+        "over": _cell(f"{against.ns / row.ns:.2f}x" if against else "-", "n"),
+        "TB/s": _cell(f"{row.bytes / row.ns / 1e3:.3f}", "n"),
+        "TFLOP/s": _cell(f"{row.flops / row.ns / 1e3:.3g}" if row.flops else "-", "n"),
+        "%": f"<td>{meter}</td>",
+        "processes": _cell(str(row.processes), "n"),
+        "measured": _cell(_how(row), "dim"),
+        "SM": _cell(f"{clock:.0f}" if clock else "-", "n dim"),
+        "check": _cell(status, {"ok": "good", "mismatch": "bad"}.get(status, "dim")),
+    }
 
 
 def _left_out(records: Sequence[Record]) -> str:
@@ -142,15 +206,19 @@ def _left_out(records: Sequence[Record]) -> str:
     }
     if not rows:
         return ""
-    lines = "".join(f"<tr>{''.join(_cell(str(cell)) for cell in row)}</tr>" for row in rows)
-    return f'<h2>Not measured</h2><div class="scroll"><table><tbody>{lines}</tbody></table></div>'
+    kinds = ("", "case", "", "warn", "reason")
+    lines = "".join(f"<tr>{''.join(_cell(str(c), k) for c, k in zip(row, kinds, strict=True))}</tr>" for row in rows)
+    head = "".join(f"<th>{name}</th>" for name in ("routine", "case", "backend", "status", "reason"))
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+    return f'<h2>Not measured</h2><div class="scroll">{table}</div>'
 
 
-def _figure(title: str, drawing: str) -> str:
-    return f"<figure><h3>{escape(title)}</h3>{drawing}</figure>"
+def _figure(title: str, drawing: str, kind: str = "") -> str:
+    heading = f"<h3>{escape(title)}</h3>" if title else ""
+    return f'<figure class="card {kind}">{heading}{drawing}</figure>'
 
 
-def _roofline(rows: Sequence[Row], colours: dict[str, int]) -> Iterator[str]:
+def _roofline(rows: Sequence[Row], colours: Colours) -> Iterator[str]:
     with_work = [row for row in rows if row.flops and row.bytes]
     if not with_work:
         return
@@ -159,70 +227,94 @@ def _roofline(rows: Sequence[Row], colours: dict[str, int]) -> Iterator[str]:
     if not ceilings:
         yield '<p class="dim">No ceilings of this machine are known: <code>fi-bench calibrate</code> measures them.</p>'
     top = ceilings.pop() if len(ceilings) == 1 else None
-    series = [
-        svg.Series(
-            name,
-            tuple((row.flops / row.bytes, row.flops / row.ns / 1e3) for row in with_work if row.backend == name),
-            colour,
-            line=False,
-            titles=tuple(f"{row.routine} {row.case}: {human_time(row.ns)}" for row in with_work if row.backend == name),
-        )
-        for name, colour in colours.items()
-        if any(row.backend == name for row in with_work)
-    ]
-    roof = (lambda x: min(top.copy * x, top.matmul) / 1e12) if top else None
+    series = []
+    for name, colour in colours.items():
+        points = tuple(
+            svg.Point(row.flops / row.bytes, row.flops / row.ns / 1e3,
+                      title=f"{name}: {row.routine} {row.case}: {human_time(row.ns)}")
+            for row in with_work
+            if row.backend == name
+        )  # fmt: skip
+        if points:
+            series.append(svg.Series(name, points, colour, line=False))
+    roof = svg.Roof(top.copy / 1e12, top.matmul / 1e12) if top else None
     title = "achieved, against the measured ceilings" if top else "achieved"
-    yield f'<div class="charts">{_figure(title, svg.roofline(series, roof))}</div>'
+    yield _figure(title, svg.roofline(series, roof), "wide")
 
 
 def axis_of(rows: Sequence[Row]) -> list[tuple[str, str, list[Row]]]:
-    """(axis, what is fixed, rows) wherever one number varies over at least two values and all else stays."""
+    """(axis, what is fixed, rows) of one routine, wherever a number varies over at least two values and all else stays.
+
+    Numbers that are always equal, as lengths of a square prefill, are one axis: `s_kv = s_qo`.
+    """
+    together: dict[tuple[int, ...], list[str]] = {}
+    for name in sorted(rows[0].params):
+        values = tuple(row.params[name] for row in rows)
+        if name != "random_seed" and all(type(v) is int for v in values) and len(set(values)) > 1:
+            together.setdefault(values, []).append(name)
     found = []
-    numbers = sorted(
-        {name for row in rows for name, v in row.params.items() if type(v) is int and name != "random_seed"}
-    )
-    for axis in numbers:
+    for names in together.values():
         families: dict[str, list[Row]] = {}
         for row in rows:
-            if axis not in row.params:
-                continue
-            rest = {name: v for name, v in row.params.items() if name != axis}
-            families.setdefault(f"{row.routine} {sorted(rest.items(), key=str)}", []).append(row)
+            rest = {name: v for name, v in row.params.items() if name not in names}
+            families.setdefault(str(sorted(rest.items(), key=str)), []).append(row)
         for members in families.values():
-            if len({row.params[axis] for row in members}) > 1:
-                fixed = " ".join(w for w in members[0].case.split() if not w.startswith(f"{axis}="))
-                found.append((axis, f"{members[0].routine} {fixed}", members))
+            if len({row.params[names[0]] for row in members}) > 1:
+                fixed = " ".join(w for w in members[0].short.split() if w.partition("=")[0] not in names)
+                found.append((" = ".join(names), fixed, members))
     return found
 
 
-def _sweeps(rows: Sequence[Row], colours: dict[str, int]) -> Iterator[str]:
+def _along(members: Sequence[Row], axis: str, colours: Colours, of_limit: bool) -> list[svg.Series]:
+    series = []
+    for backend, colour in colours.items():
+        points = []
+        for row in members:
+            if row.backend != backend or (of_limit and not row.of_limit):
+                continue
+            value = row.params[axis.partition(" ")[0]]
+            x, title = float(value), f"{backend}, {axis} = {value}: {human_time(row.ns)}"
+            if of_limit:
+                points.append(svg.Point(x, float(row.of_limit or 0), title=title))
+            else:
+                points.append(svg.Point(x, row.ns / 1e3, row.low / 1e3, row.high / 1e3, title))
+        if points:
+            series.append(svg.Series(backend, tuple(sorted(points)), colour))
+    return series
+
+
+def _sweeps(rows: Sequence[Row], colours: Colours) -> Iterator[str]:
     charts = []
     for axis, fixed, members in axis_of(rows):
-        for name, value in (("time, us", lambda row: row.ns / 1e3), ("% of limit", lambda row: row.of_limit)):
-            series = []
-            for backend, colour in colours.items():
-                mine = [row for row in members if row.backend == backend and value(row)]
-                points = sorted((float(row.params[axis]), float(value(row))) for row in mine)
-                if points:
-                    series.append(svg.Series(backend, tuple(points), colour))
+        for name, of_limit in (("time, us", False), ("% of limit", True)):
+            series = _along(members, axis, colours, of_limit)
             if series:
-                charts.append(_figure(fixed, svg.lines(series, axis, name, zero=name.startswith("%"))))
+                charts.append(_figure(f"{name} {fixed}".rstrip(), svg.lines(series, axis, name, zero=of_limit)))
     if charts:
-        yield f'<h2>Along an axis</h2><div class="charts">{"".join(charts)}</div>'
+        yield f'<div class="charts">{"".join(charts)}</div>'
 
 
-def _speedups(rows: Sequence[Row], colours: dict[str, int], baseline: str) -> Iterator[str]:
-    base = {row.case_key: row.ns for row in rows if row.backend == baseline}
+def _baseline(rows: Sequence[Row], baseline: str) -> dict[str, Row]:
+    base = {row.case_key: row for row in rows if row.backend == baseline}
     if not base:
-        raise UsageError(f"--baseline {baseline}: no row has this backend; there are {', '.join(colours)}")
-    found = [
-        (f"{row.routine} {row.case} · {row.backend}", base[row.case_key] / row.ns, colours[row.backend])
-        for row in rows
-        if row.backend != baseline and row.case_key in base
-    ]
-    if found:
+        has = ", ".join(dict.fromkeys(row.backend for row in rows))
+        raise UsageError(f"--baseline {baseline}: no row has this backend; there are {has}")
+    return base
+
+
+def _speedups(
+    rows: Sequence[Row], colours: Colours, base: dict[str, Row], baseline: str, shared: dict[str, str]
+) -> Iterator[str]:
+    groups: dict[str, list[svg.Bar]] = {}
+    for row in rows:
+        if row.backend != baseline and row.case_key in base:
+            ratio = base[row.case_key].ns / row.ns
+            title = f"{row.routine}  {shared[row.routine]}"
+            groups.setdefault(title, []).append(svg.Bar(row.short, ratio, colours[row.backend], row.backend))
+    if groups:
         yield f"<h2>Speed-up over {escape(baseline)}</h2>"
-        yield svg.bars(found, f"times as fast as {baseline}; right of the line is faster")
+        drawing = svg.bars(list(groups.items()), f"times as fast as {baseline}; right of the line is faster")
+        yield _figure("", drawing, "wide")
 
 
 def main(words: Sequence[str]) -> int:

@@ -3,6 +3,28 @@
 from __future__ import annotations
 
 from fi_core.decode import ops  # declares the ops of the family
+from fi_core.decode.block_tables import trtllm_batch_decode_with_kv_cache, xqa, xqa_batch_decode_with_kv_cache
+from fi_core.decode.cudnn_frontend import cudnn_batch_decode_with_kv_cache
+from fi_core.decode.engine import (
+    _grouped_size_compiled_for_decode_kernels,
+    fast_decode_plan,
+    get_batch_decode_module,
+)
 from fi_core.decode.single import single_decode_with_kv_cache
+from fi_core.decode.wrapper import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper
+from fi_core.page import get_seq_lens
 
-__all__ = ["ops", "single_decode_with_kv_cache"]
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "_grouped_size_compiled_for_decode_kernels",
+    "cudnn_batch_decode_with_kv_cache",
+    "fast_decode_plan",
+    "get_batch_decode_module",
+    "get_seq_lens",
+    "ops",
+    "single_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
+    "xqa",
+    "xqa_batch_decode_with_kv_cache",
+]

@@ -10,7 +10,7 @@ import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.launch.op import Launcher, target_of
-from fi_core.spec.constraint import ON_CPU, at_least
+from fi_core.spec.constraint import ON_CPU, Constraint, at_least, exactly
 from fi_core.spec.dtype import DTYPES, short_name
 from fi_core.spec.op import Axes, Entry, Impl, Op, Unit
 from fi_core.utils import PosEncodingMode, ceil_div
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 TILE = 64  # keys; kDecodeTile of schedule.h
 ROWS = 16  # packed query rows of a row tile; kDecodeRows
+MOST_BLOCKS = 1023  # kDecodeMostBlocks
 CPU_BLOCKS = 64  # ranges of work on a CPU: a fixed number, so that results do not depend on the threads
 BALANCED, NEVER = 0, -1  # values of `split`
 
 
 def _plan_unit(axes: Axes) -> Unit:
-    return Unit("fi/decode/decode_plan.cuh", "DecodePlanParams", (Entry("decode_plan", "decode_plan", 1024),))
+    return Unit("fi/decode/decode_plan.cuh", "DecodePlanParams", (Entry("decode_plan", "decode_plan", 1024, (), 0, 1),))
 
 
 DECODE_PLAN = Op(
@@ -38,16 +39,69 @@ DECODE_PLAN = Op(
 )
 
 
+_FP8 = ("e4m3", "e5m2")
+# Config of the entries of batch_decode: (kind, head dim or its largest, ...); kinds are those of launch.h.
+_ROWS_KIND, _TILES_KIND, _TMA_KIND = 0, 1, 2
+
+
 def _rows_unit(axes: Axes) -> Unit:
-    """CUDA cores: config = (kind 0, largest head dim, packed rows at a time)."""
-    q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
-    slices, rows = (1, 4) if axes["head_dim"] else (2, 1)
-    body = f"decode_rows<{q.device}, {kv.device}, {slices}, {rows}>"
-    return Unit(
-        "fi/decode/batch_decode.cuh",
-        "BatchDecodeParams",
-        (Entry("decode_rows", body, 128, (0, 256 if slices == 1 else 512, rows)),),
+    """CUDA cores, for whatever the others do not take."""
+    types = f"{DTYPES[str(axes['q'])].device}, {DTYPES[str(axes['kv'])].device}"
+    entries = (
+        Entry("decode_rows", f"decode_rows<{types}, 1, 4>", 128, (_ROWS_KIND, 256), 0, 2),
+        Entry("decode_wide_rows", f"decode_rows<{types}, 2, 1>", 128, (_ROWS_KIND, 512), 0, 2),
     )
+    return Unit("fi/decode/batch_decode.cuh", "BatchDecodeParams", entries)
+
+
+def _types(axes: Axes) -> tuple[str, int, int, int]:
+    """T, Q, KV for the device; bytes of an element of q, of the cache, and of a row of the cache in shared memory."""
+    q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
+    multiply = DTYPES["f16"] if kv.bytes == 1 else q  # halves hold every fp8 value
+    lines = ceil_div(int(str(axes["head_dim"])) * kv.bytes, 128)
+    return f"{multiply.device}, {q.device}, {kv.device}", q.bytes, kv.bytes, lines * 128
+
+
+def _tiles_unit(axes: Axes) -> Unit:
+    """Tensor cores with cp.async. 96 KB of shared memory at most: sm_86, sm_89 and sm_120 have 99."""
+    types, q_bytes, _, line = _types(axes)
+    dim, stages = int(str(axes["head_dim"])), 3
+    warps = 4 if dim <= 128 else 2
+    ring = max(stages * 2 * 16 * line, ROWS * (dim + 8) * 4)
+    shared = warps * ring + ROWS * (dim * q_bytes + 16) + warps * ROWS * 8 + 176 + 16
+    body = f"decode_tiles<{types}, {dim}, {warps}, {stages}, {shared}>"
+    entry = Entry("decode_tiles", body, warps * 32, (_TILES_KIND, dim), shared, 1)
+    return Unit("fi/decode/batch_decode.cuh", "BatchDecodeParams", (entry,))
+
+
+def _tma_unit(axes: Axes) -> Unit:
+    """Hopper. config: kind, head dim, whether a copy brings whole rows, MB of keys up to which they leave L2 first."""
+    types, q_bytes, kv_bytes, line = _types(axes)
+    dim, whole, stream = int(str(axes["head_dim"])), TMA.whole, TMA.stream
+    warps = 8 if dim * kv_bytes <= 128 else 4  # stages of 32 KB where rows are short
+    whole = whole and dim * kv_bytes % 128 == 0
+    stage = 2 * warps * 16 * line
+    rest = warps * ROWS * ((dim + 8) * 4 + 8) + 2 * ROWS * (dim * q_bytes + 16) + 2 * 40 + 6 * 8 + 8 + 1024
+    stages = min(TMA.stages, (227 * 1024 - rest) // (stage + 24))
+    shared = rest + stages * (stage + 24)
+    body = f"decode_tma<{types}, {dim}, {warps}, {stages}, {str(whole).lower()}, {shared}>"
+    entry = Entry("decode_tma", body, warps * 32 + 64, (_TMA_KIND, dim, int(whole), stream, TMA.policy), shared, 1)
+    return Unit("fi/decode/batch_decode_sm90.cuh", "BatchDecodeParams", (entry,))
+
+
+class TmaConfig(NamedTuple):
+    """What of the Hopper kernel is tuned. Not yet measured."""
+
+    stages: int = 3  # at most
+    whole: bool = True
+    stream: int = 100  # MB
+    policy: int = 0
+
+
+TMA = TmaConfig()
+_HALF_Q = Constraint("q", "in", ("f16", "bf16", *_FP8))
+_NO_F32 = Constraint("kv", "in", ("f16", "bf16", *_FP8))
+_COMPILED_DIM = Constraint("head_dim", ">=", 1)
 
 
 BATCH_DECODE = Op(
@@ -64,8 +118,16 @@ BATCH_DECODE = Op(
         "kv": ("f16", "bf16", "f32", "e4m3", "e5m2"),
         "head_dim": (64, 80, 96, 128, 192, 256, 0),
     },
-    impls=(Impl("cpu", ON_CPU), Impl("fa2", at_least(80), _rows_unit)),
-    prebuilt=(),
+    impls=(
+        Impl("cpu", ON_CPU),
+        Impl("fa3", (*exactly(90), _HALF_Q, _NO_F32, _COMPILED_DIM), _tma_unit),
+        Impl("fa2_tc", (*at_least(80), _HALF_Q, _NO_F32, _COMPILED_DIM), _tiles_unit),
+        Impl("fa2", at_least(80), _rows_unit),
+    ),
+    prebuilt=(
+        *({"q": q, "kv": kv, "head_dim": dim} for q in ("f16", "bf16") for kv in (q, "e4m3") for dim in (64, 128, 256)),
+        *({"q": q, "kv": q, "head_dim": 0} for q in ("f16", "bf16", "f32")),
+    ),
 )
 
 _DIMS = frozenset({64, 80, 96, 128, 192, 256})
@@ -135,13 +197,14 @@ class Sizes(NamedTuple):
 
 
 @functools.cache
-def blocks_of(device: torch.device) -> int:
-    """Into how many ranges work is divided on a device: one for each multiprocessor, a fixed number on a CPU."""
+def blocks_of(device: torch.device, impl: str = "") -> int:
+    """Into how many ranges work is divided: as many as fit a device at once; a fixed number on a CPU."""
     if device.type != "cuda":
         return CPU_BLOCKS
     import torch
 
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    each = {"fa2_tc": 2, "fa2": 4}.get(impl, 1)  # blocks of a multiprocessor
+    return min(MOST_BLOCKS, each * torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def units_of(num_qo_heads: int, num_kv_heads: int, q_len: int = 1) -> int:
@@ -154,13 +217,15 @@ def chunk_of(split_tokens: int) -> int:
     return ceil_div(max(1, split_tokens), TILE)
 
 
-def sizes(device: torch.device, batch_size: int, units: int, split: int = BALANCED, tokens: int = 0) -> Sizes:
-    """What `batch_size` requests need, whatever their lengths.
+def sizes(
+    device: torch.device, batch_size: int, units: int, split: int = BALANCED, tokens: int = 0, impl: str = ""
+) -> Sizes:
+    """What `batch_size` requests need, whatever their lengths. impl: the one that is meant to run; another may.
 
     units: `units_of(...)`. split: as in `plan`. tokens: with chunks, the most tokens that the requests may have
     together: page_size times the number of page indices, or of the entries of a block table.
     """
-    blocks = blocks_of(device)
+    blocks = blocks_of(device, impl)
     slots, counters = 2 * blocks, blocks
     if split > 0:
         slots = counters = max(slots, units * (tokens // (split * TILE) + 2 * batch_size))

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention import attend
+from fi_core.decode import ops
+from fi_core.decode.arguments import LAYOUTS, POS_ENCODINGS
 from fi_core.observe.log import fi_api
 from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
+from fi_core.utils import _get_range_buf, is_graph_capturing
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +108,84 @@ def single_decode_with_kv_cache(
     if q.ndim != 2:
         raise ValueError(f"q must have shape [num_qo_heads, head_dim]; got {tuple(q.shape)}")
     qk_factor = q_scale if k_scale is None else k_scale if q_scale is None else q_scale * k_scale
+    impl = _batch_impl(q, k, v, kv_layout, pos_encoding_mode)
+    if impl is not None:
+        scale = q.shape[1] ** -0.5 if sm_scale is None else sm_scale
+        return _as_batch(
+            impl, q, k, v, LAYOUTS[kv_layout], POS_ENCODINGS[pos_encoding_mode], window_left, logits_soft_cap or 0.0,
+            scale if qk_factor is None else scale * qk_factor, 1.0 if v_scale is None else v_scale, return_lse,
+        )  # fmt: skip
     return attend(
         q, k, v, 1, None, return_lse, kv_layout, pos_encoding_mode, window_left, logits_soft_cap, sm_scale,
         qk_factor, v_scale, rope_scale, rope_theta,
     )  # fmt: skip
+
+
+def _batch_impl(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: str, pos_encoding_mode: str
+) -> str | None:
+    """The tensor-core kernel of batch decode that takes the call, if one does: two times as fast (H200, 32/8 heads,
+    1 to 64 thousand keys). Whatever is irregular is left to the op of single requests, whose messages name q, k, v.
+    """
+    import torch
+
+    layout = LAYOUTS.get(kv_layout)
+    if not q.is_cuda or layout is None or pos_encoding_mode not in ("NONE", "ALIBI") or k.ndim != 3:
+        return None
+    tokens, heads, dim = k.shape[layout], k.shape[1 - layout], q.shape[1]
+    halves, fp8 = (torch.float16, torch.bfloat16), (torch.float8_e4m3fn, torch.float8_e5m2)
+    same_kind = k.dtype is q.dtype or (k.dtype in fp8 and q.dtype in halves)
+    if not (tokens and heads and k.shape == v.shape and k.shape[2] == dim and q.shape[0] and q.shape[0] % heads == 0):
+        return None
+    if not (same_kind and v.dtype is k.dtype and k.device == q.device == v.device) or torch.compiler.is_compiling():
+        return None
+    if k.stride(2) != 1 or v.stride(2) != 1 or q.stride(1) != 1 or q.dtype not in (*halves, *fp8):
+        return None
+    impl = ops.choose("auto", q.device, q.dtype, k.dtype, dim, dim, 0)
+    return impl if impl in ("fa3", "fa2_tc") and ops.fits(impl, q[None], k[None], v[None]) else None
+
+
+def _as_batch(
+    impl: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: int,
+    encoding: int,
+    window_left: int,
+    soft_cap: float,
+    score_scale: float,
+    out_scale: float,
+    return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """A batch of one request, whose keys are the only page."""
+    import torch
+
+    device = q.device
+    units = ops.units_of(q.shape[0], k.shape[1 - layout])
+    buffers = ops.allocate(device, ops.sizes(device, 1, units), q.shape[1])
+    ops.plan(
+        buffers, None, None, _endless(device), k.shape[layout], units, pages_per_request=1, window_left=window_left
+    )
+    out = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:1], dtype=torch.float32) if return_lse else None
+    ops.attend(
+        buffers, out[None], None if lse is None else lse[None], q[None], k[None], v[None], _get_range_buf(1, device),
+        impl, layout, encoding, 1, window_left, soft_cap, score_scale, out_scale,
+    )  # fmt: skip
+    return out if lse is None else (out, lse)
+
+
+_lengths: dict[Any, torch.Tensor] = {}
+
+
+def _endless(device: torch.device) -> torch.Tensor:
+    """A length for one request that its pages limit, so that the host need not send it."""
+    import torch
+
+    found = _lengths.get(device)
+    if found is None:
+        found = torch.full((1,), 0x7FFFFFFF, dtype=torch.int32, device=device)
+        if not is_graph_capturing():  # else it is filled at replay only: others must not find it
+            _lengths[device] = found
+    return found

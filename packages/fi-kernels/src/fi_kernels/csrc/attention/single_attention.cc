@@ -71,17 +71,17 @@ void run_cpu(const SingleAttentionParams& params, DType q, DType kv, DType out) 
   const double work = static_cast<double>(p.rows()) * p.kv_heads * p.mask.kv_len * (p.dim_qk + p.dim_vo);
   const int64_t grain = 1 + static_cast<int64_t>(2e5 / (work / static_cast<double>(items) + 1));
   cpu::parallel_for(items, grain, [&](int64_t begin, int64_t end) {
-    CpuTile tile(p, q, kv);
+    CpuTile tile(p, q, kv, std::min(tile_rows, p.rows()));
     for (int64_t item = begin; item < end; ++item) {
-      const auto chunk = static_cast<int32_t>(item % params.chunks),
-                 t = static_cast<int32_t>(item / params.chunks % tiles);
-      const auto kv_head = static_cast<int32_t>(item / params.chunks / tiles);
+      const auto kv_head = static_cast<int32_t>(item % p.kv_heads),
+                 chunk = static_cast<int32_t>(item / p.kv_heads % params.chunks);
+      const auto t = static_cast<int32_t>(item / p.kv_heads / params.chunks);
       // First, last, second, ...: under a causal mask each thread's share then costs about the same.
       const int32_t first = (t % 2 ? tiles - 1 - t / 2 : t / 2) * tile_rows,
                     rows = std::min(tile_rows, p.rows() - first);
       const KeyRange all = keys_of(p.mask, first / p.group, (first + rows - 1) / p.group);
       const KeyRange keys = chunk_of(all, chunk, params.chunks);
-      tile.attend(kv_head, first, rows, keys.begin, keys.end);
+      tile.attend(p, TokenPages::one(), kv_head, first, rows, keys.begin, keys.end);
       for (int32_t r = 0; r < rows; ++r) {
         const Row row = p.row(kv_head, first + r);
         if (params.chunks == 1) {

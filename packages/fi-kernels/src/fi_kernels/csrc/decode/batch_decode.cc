@@ -64,6 +64,8 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
     draft_mask.is({kU8}).on(q).contiguous().shape(requests, length, bytes);
   }
 
+  if (rows == 0 || qo_heads == 0) return;
+
   // 2 shape
   BatchDecodeParams params{};
   AttentionProblem& p = params.problem;
@@ -108,9 +110,9 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
   params.page_size = divisor(static_cast<uint32_t>(page_size));
   params.batch = static_cast<int32_t>(batch);
   params.blocks = static_cast<int32_t>(blocks);
-  params.row_tiles = static_cast<int32_t>((q_len * p.group + kDecodeRows - 1) / kDecodeRows);
-  params.draft_row = static_cast<int32_t>(draft_row);
-  if (rows == 0 || qo_heads == 0) return;
+  params.group = divisor(static_cast<uint32_t>(p.group));
+  params.row_tiles = divisor(static_cast<uint32_t>((q_len * p.group + kDecodeRows - 1) / kDecodeRows));
+  params.draft_row = p.mask.draft_row = static_cast<int32_t>(draft_row);
 
   // 3 launch
   (void)impl;  // says which unit is bound
@@ -119,6 +121,8 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
   p.aligned = q.alignment(bytes(q), {p.q_token, p.q_head}) == bytes(q) &&
               k_cache.alignment(bytes(k_cache), {params.k_page, p.k_token, p.k_head}) == bytes(k_cache) &&
               v_cache.alignment(bytes(v_cache), {params.v_page, p.v_token, p.v_head}) == bytes(v_cache);
+  const int64_t four = 4 * out.dtype().bytes();
+  params.out_aligned = out.alignment(four, {p.out_token, p.out_head}) == four;
   launch_batch_decode(kernel, params, k_cache, v_cache, kernel.pdl(enable_pdl));
 #else
   (void)kernel, (void)enable_pdl;

@@ -20,12 +20,12 @@ void run_cpu(const DecodePlanParams& p) {
     const DecodeCost one = decode_cost(p, requests[b].kv_len);
     cost += one.tiles, chunks += one.chunks;
   }
-  schedule.header() = {p.units, p.batch, p.blocks, decode_chunk(p, chunks), chunks, {}};
+  schedule.header() = decode_header(p, {cost, chunks});
   const DecodeDivision division = decode_division(p, cost);
   DecodeStart* starts = schedule.starts();
   std::vector<int64_t> keys;
   for (int32_t g = 0; g <= p.blocks; ++g) {
-    starts[g] = decode_start(p, division, g, [&](int32_t b) { return requests[b].cost; });
+    starts[g] = decode_start(p, division, g, requests);
     keys.push_back(decode_key(p, starts[g]));
   }
   for (int32_t g = 0; g < p.blocks; ++g) decode_cut(p, starts[g], keys.data());

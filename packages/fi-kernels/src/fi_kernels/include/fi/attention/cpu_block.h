@@ -20,7 +20,7 @@ struct Strided {
 };
 
 // c = a b, or c += a b: a [rows, depth], b [depth, columns], c [rows, columns]; columns is a multiple of kPad.
-// Of dots: b [columns, depth], depth is a multiple of kPad.
+// Of dots: c = a b^T with b [columns, depth]; any number of columns, depth is a multiple of kPad.
 struct Product {
   Strided a;
   const float* b;
@@ -71,28 +71,52 @@ FI_INLINE void multiply(const Product& p) {
   if constexpr (kVecs * kWidth > kPad) multiply_columns<kWidth, kPad / kWidth>(p, n);
 }
 
-// c[m][n] = dot(a_m, b_n) along rows, for few n: neither operand is transposed.
+template <int kWidth>
+struct LaneSum {
+  typedef float Lanes __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
+  typedef float Half __attribute__((vector_size(kWidth * 2), aligned(4), may_alias));
+  FI_INLINE static float of(const Lanes& x) {
+    const Half* halves = reinterpret_cast<const Half*>(&x);
+    return LaneSum<kWidth / 2>::of(halves[0] + halves[1]);
+  }
+};
+template <>
+struct LaneSum<2> {
+  typedef float Lanes __attribute__((vector_size(8), aligned(4), may_alias));
+  FI_INLINE static float of(const Lanes& x) { return x[0] + x[1]; }
+};
+
+// kRows x kColumns of c[m][n] = dot(a_m, b_n): enough independent sums to hide the latency of an FMA.
+template <int kWidth, int kRows, int kColumns>
+FI_INLINE void dots_tile(const Product& p, int64_t m0, int64_t n0) {
+  typedef typename LaneSum<kWidth>::Lanes Lanes;
+  const float *a = p.a.data + m0 * p.a.row, *b = p.b + n0 * p.b_pitch;
+  Lanes sum[kRows][kColumns] = {};
+  for (int64_t k = 0; k < p.depth; k += kWidth)
+    for (int n = 0; n < kColumns; ++n) {
+      const Lanes right = *reinterpret_cast<const Lanes*>(b + n * p.b_pitch + k);
+      for (int m = 0; m < kRows; ++m) sum[m][n] += *reinterpret_cast<const Lanes*>(a + m * p.a.row + k) * right;
+    }
+  for (int m = 0; m < kRows; ++m)
+    for (int n = 0; n < kColumns; ++n) p.c[(m0 + m) * p.c_pitch + n0 + n] = LaneSum<kWidth>::of(sum[m][n]);
+}
+
+template <int kWidth, int kRows>
+FI_INLINE void dots_rows(const Product& p, int64_t& m) {
+  constexpr int kColumns = 8 / kRows < 1 ? 1 : 8 / kRows;
+  for (; m + kRows <= p.rows; m += kRows) {
+    int64_t n = 0;
+    for (; n + kColumns <= p.columns; n += kColumns) dots_tile<kWidth, kRows, kColumns>(p, m, n);
+    for (; n < p.columns; ++n) dots_tile<kWidth, kRows, 1>(p, m, n);
+  }
+}
+
+// c[m][n] = dot(a_m, b_n) along rows: neither operand is transposed.
 template <int kWidth>
 FI_INLINE void dots(const Product& p) {
-  typedef float Lanes __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
-  constexpr int kVecs = 4;
-  for (int64_t m = 0; m < p.rows; ++m)
-    for (int64_t n = 0; n < p.columns; ++n) {
-      const float *x = p.a.data + m * p.a.row, *y = p.b + n * p.b_pitch;
-      Lanes sum[kVecs] = {};
-      int64_t k = 0;
-      for (; k + kVecs * kWidth <= p.depth; k += kVecs * kWidth)
-        for (int l = 0; l < kVecs; ++l)
-          sum[l] +=
-              *reinterpret_cast<const Lanes*>(x + k + l * kWidth) * *reinterpret_cast<const Lanes*>(y + k + l * kWidth);
-      for (; k < p.depth; k += kWidth)
-        sum[0] += *reinterpret_cast<const Lanes*>(x + k) * *reinterpret_cast<const Lanes*>(y + k);
-      float lanes[kWidth];
-      *reinterpret_cast<Lanes*>(lanes) = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-      for (int half = kWidth / 2; half > 0; half /= 2)
-        for (int l = 0; l < half; ++l) lanes[l] += lanes[l + half];
-      p.c[m * p.c_pitch + n] = lanes[0];
-    }
+  int64_t m = 0;
+  dots_rows<kWidth, 4>(p, m);
+  dots_rows<kWidth, 1>(p, m);
 }
 
 }  // namespace detail
@@ -144,6 +168,43 @@ FI_CLONES void softmax_step(float* s, int64_t pitch, int64_t keys, int64_t begin
       m[r + l] = top[l];
     }
   }
+}
+
+// The same step for one row of scores s[key]; keys is a multiple of 16. Returns what earlier sums must be multiplied
+// by.
+template <int kLanes>
+FI_CLONES float softmax_row(float* s, int64_t keys, float* m, float* d) {
+  float top[kLanes], sum[kLanes] = {};
+  for (int l = 0; l < kLanes; ++l) top[l] = *m;
+  for (int64_t j = 0; j < keys; j += kLanes)
+#pragma omp simd
+    for (int l = 0; l < kLanes; ++l) top[l] = select(s[j + l] > top[l], s[j + l], top[l]);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int l = 0; l < half; ++l) top[l] = select(top[l + half] > top[l], top[l + half], top[l]);
+  const float base = softmax_base(top[0]);
+  for (int64_t j = 0; j < keys; j += kLanes)
+#pragma omp simd
+    for (int l = 0; l < kLanes; ++l) {
+      s[j + l] = CpuMath::exp2(s[j + l] - base);
+      sum[l] += s[j + l];
+    }
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int l = 0; l < half; ++l) sum[l] += sum[l + half];
+  const float alpha = CpuMath::exp2(*m - base);
+  *d = *d * alpha + sum[0];
+  *m = top[0];
+  return alpha;
+}
+
+// Soft cap and ALiBi on scores of one row: keys whose distance to it is first, first + 1, ...
+template <int kLanes>
+FI_CLONES void finish_row(float* s, float cap, float slope, float first, int64_t keys) {
+  if (cap > 0.f) {
+#pragma omp simd
+    for (int64_t j = 0; j < keys; ++j) s[j] = cap * CpuMath::tanh(s[j]);
+  }
+#pragma omp simd simdlen(kLanes)
+  for (int64_t j = 0; j < keys; ++j) s[j] += slope * (first + static_cast<float>(j));
 }
 
 // Soft cap and ALiBi on the scores of one key: rows [begin, end), whose row index in the call is position[r].

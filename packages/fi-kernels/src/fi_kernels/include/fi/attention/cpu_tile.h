@@ -1,7 +1,7 @@
 // A tile of packed query rows of one kv head against a range of keys, on the CPU: blocks of keys, online softmax, fp32.
-// Scores are kept transposed, [key][row]: rows are the vector lanes, so neither K nor the softmax needs a transpose.
 #pragma once
 #include <algorithm>
+#include <limits>
 #include <vector>
 
 #include "fi/attention/cpu_block.h"
@@ -10,64 +10,88 @@
 
 namespace fi {
 
+// Where the tokens of a request lie: token j is slot j % page_size of page pages[j / page_size], and pages begin at
+// multiples of k_page and v_page elements. Keys that are not paged are one page of any length.
+struct TokenPages {
+  const int32_t* pages;
+  int32_t page_size;
+  int64_t k_page, v_page;
+
+  static TokenPages one() {
+    static constexpr int32_t zero = 0;
+    return {&zero, std::numeric_limits<int32_t>::max(), 0, 0};
+  }
+};
+
+// Vector lanes are rows, over scores [key][row], or with few rows keys, over scores [row][key]. Neither order needs a
+// transpose of K, nor one in the softmax.
 class CpuTile {
  public:
   static constexpr int32_t kRows = 128;  // most rows of a tile
 
-  CpuTile(const AttentionProblem& p, DType q, DType kv)
-      : p_(p),
-        q_bytes_(q.bytes()),
+  // The problem gives what is common to all calls of attend: head dims and rotary frequencies. rows: most of any call.
+  CpuTile(const AttentionProblem& p, DType q, DType kv, int32_t rows)
+      : q_bytes_(q.bytes()),
         kv_bytes_(kv.bytes()),
         load_q_(cpu::row_loader(q)),
         load_kv_(cpu::row_loader(kv)),
         qk_(cpu::padded(p.dim_qk)),
         vo_(cpu::padded(p.dim_vo)),
-        q_(size(kRows * qk_)),
+        q_(size(cpu::padded(rows) * qk_)),
         k_(size(kBlock * qk_)),
         v_(size(kBlock * vo_)),
-        o_(size(kRows * vo_)),
-        s_(size(kBlock * kRows)),
-        m_(size(kRows)),
-        d_(size(kRows)),
-        alpha_(size(kRows)),
-        slope_(size(kRows)),
-        position_(size(kRows)),
+        o_(size(cpu::padded(rows) * vo_)),
+        s_(size(kBlock * cpu::padded(rows))),
+        m_(size(cpu::padded(rows))),
+        d_(size(cpu::padded(rows))),
+        alpha_(size(cpu::padded(rows))),
+        slope_(size(cpu::padded(rows))),
+        position_(size(cpu::padded(rows))),
         line_(size(qk_)) {
     if (p.rotary.enabled)
       for (int32_t k = 0; k < p.dim_qk / 2; ++k) steps_.push_back(p.rotary.step(k));
   }
 
   // Rows [first, first + rows) of kv_head against keys [begin, end); rows <= kRows.
-  void attend(int32_t kv_head, int32_t first, int32_t rows, int32_t begin, int32_t end) {
-    kv_head_ = kv_head, first_ = first, rows_ = rows;
-    pitch_ = cpu::padded(rows);
-    std::fill(m_.begin(), m_.end(), kMinusInf);
-    std::fill(d_.begin(), d_.end(), 0.f);
-    std::fill(o_.begin(), o_.begin() + rows * vo_, 0.f);
+  void attend(const AttentionProblem& p, const TokenPages& pages, int32_t kv_head, int32_t first, int32_t rows,
+              int32_t begin, int32_t end) {
+    p_ = &p, pages_ = pages, kv_head_ = kv_head, first_ = first, rows_ = rows, end_ = end;
+    pitch_ = few() ? kBlock : cpu::padded(rows);
+    std::fill_n(m_.begin(), rows, kMinusInf);
+    std::fill_n(d_.begin(), rows, 0.f);
+    std::fill_n(o_.begin(), rows * vo_, 0.f);
     load_queries();
-    for (int32_t key = begin; key < end; key += kBlock) step(key, std::min(kBlock, end - key));
+    for (int32_t key = begin; key < end; key += kBlock) {
+      const int32_t keys = std::min(kBlock, end - key);
+      if (few())
+        step_few(key, keys);
+      else
+        step(key, keys);
+    }
   }
 
-  float m(int32_t r) const { return m_[static_cast<size_t>(r)]; }
-  float d(int32_t r) const { return d_[static_cast<size_t>(r)]; }
+  float m(int32_t r) const { return m_[size(r)]; }
+  float d(int32_t r) const { return d_[size(r)]; }
   float* output(int32_t r) { return o_.data() + r * vo_; }  // unnormalised, [dim_vo]
 
  private:
   static constexpr int32_t kBlock = 64;  // keys a step
+  static constexpr int32_t kPart = 8;    // of few rows, keys converted at once: they stay in L1
   static constexpr int32_t kAhead = 16;  // rows prefetched
-  static constexpr int32_t kFew = 4;     // up to here dot products beat a product whose lanes are mostly empty
+  static constexpr int32_t kFew = 8;     // up to here lanes that are rows would be mostly empty
 
   static size_t size(int64_t n) { return static_cast<size_t>(n); }
   bool few() const { return rows_ <= kFew; }
 
   void load_queries() {
+    const AttentionProblem& p = *p_;
     for (int32_t r = 0; r < rows_; ++r) {
-      const Row row = p_.row(kv_head_, first_ + r);
-      const HeadScores head = p_.head_scores<CpuMath>(row.head);
-      load_q_(static_cast<const char*>(p_.q) + (row.i * p_.q_token + row.head * p_.q_head) * q_bytes_, line_.data(),
-              p_.dim_qk);
-      rotate(line_.data(), p_.mask.position(row.i));
-      cpu::multiply_row<16>(line_.data(), head.scale, p_.dim_qk);
+      const Row row = p.row(kv_head_, first_ + r);
+      const HeadScores head = p.head_scores<CpuMath>(row.head);
+      load_q_(static_cast<const char*>(p.q) + (row.i * p.q_token + row.head * p.q_head) * q_bytes_, line_.data(),
+              p.dim_qk);
+      rotate(line_.data(), p.mask.position(row.i));
+      cpu::multiply_row<16>(line_.data(), head.scale, p.dim_qk);
       for (int64_t d = 0; d < qk_; ++d) q_[size(few() ? r * qk_ + d : d * pitch_ + r)] = line_[size(d)];
       cap_ = head.cap;
       slope_[size(r)] = head.slope;
@@ -76,37 +100,73 @@ class CpuTile {
   }
 
   void rotate(float* row, int64_t position) const {
-    if (p_.rotary.enabled) cpu::rotate_row<8>(row, steps_.data(), p_.dim_qk / 2, position);
+    if (p_->rotary.enabled) cpu::rotate_row<8>(row, steps_.data(), p_->dim_qk / 2, position);
+  }
+
+  void load_keys(int32_t key, int32_t keys) {
+    load(p_->k, p_->k_token, p_->k_head, pages_.k_page, p_->dim_qk, k_.data(), qk_, key, keys);
+    if (p_->rotary.enabled)
+      for (int32_t j = 0; j < keys; ++j) rotate(k_.data() + j * qk_, key + j);
+  }
+
+  void load_values(int32_t key, int32_t keys) {
+    load(p_->v, p_->v_token, p_->v_head, pages_.v_page, p_->dim_vo, v_.data(), vo_, key, keys);
+  }
+
+  void step_few(int32_t key, int32_t keys) {
+    const Mask& mask = p_->mask;
+    if (mask.first_row(key) >= mask.end_row(key + keys - 1)) return;
+    for (int32_t j = 0; j < keys; j += kPart) {
+      const int32_t part = std::min(kPart, keys - j);
+      load_keys(key + j, part);
+      cpu::dots({{q_.data(), qk_, 1}, k_.data(), s_.data() + j, qk_, pitch_, rows_, part, qk_, false});
+    }
+    for (int32_t r = 0; r < rows_; ++r) {
+      float* s = s_.data() + r * pitch_;
+      const int32_t i = (first_ + r) / p_->group;
+      const float distance = static_cast<float>(key) - position_[size(r)];
+      if (slope_[size(r)] != 0.f || cap_ > 0.f) cpu::finish_row<16>(s, cap_, slope_[size(r)], distance, keys);
+      const int32_t from = std::clamp(mask.first_key(i) - key, 0, keys),
+                    to = std::clamp(mask.end_key(i) - key, 0, keys);
+      std::fill(s, s + from, kMinusInf);
+      std::fill(s + to, s + cpu::padded(keys), kMinusInf);
+      if (mask.selects())
+        for (int32_t j = from; j < to; ++j)
+          if (!mask.keeps(i, key + j)) s[j] = kMinusInf;
+      const float alpha = cpu::softmax_row<16>(s, cpu::padded(keys), &m_[size(r)], &d_[size(r)]);
+      if (alpha != 1.f) cpu::multiply_row<16>(output(r), alpha, vo_);
+    }
+    for (int32_t j = 0; j < keys; j += kPart) {
+      const int32_t part = std::min(kPart, keys - j);
+      load_values(key + j, part);
+      cpu::multiply({{s_.data() + j, pitch_, 1}, v_.data(), o_.data(), vo_, vo_, rows_, vo_, part, true});
+    }
   }
 
   void step(int32_t key, int32_t keys) {
-    const int32_t row_begin = packed(p_.mask.first_row(key)), row_end = packed(p_.mask.end_row(key + keys - 1));
+    const AttentionProblem& p = *p_;
+    const int32_t row_begin = packed(p.mask.first_row(key)), row_end = packed(p.mask.end_row(key + keys - 1));
     if (row_begin >= row_end) return;
     const int64_t begin = row_begin / 16 * 16, end = cpu::padded(row_end);
-    load(p_.k, p_.k_token, p_.k_head, p_.dim_qk, k_.data(), qk_, key, keys);
-    if (p_.rotary.enabled)
-      for (int32_t j = 0; j < keys; ++j) rotate(k_.data() + j * qk_, key + j);
-    if (few())
-      cpu::dots({{k_.data(), qk_, 1}, q_.data(), s_.data(), qk_, pitch_, keys, rows_, qk_, false});
-    else
-      cpu::multiply({{k_.data(), qk_, 1},
-                     q_.data() + begin,
-                     s_.data() + begin,
-                     pitch_,
-                     pitch_,
-                     keys,
-                     end - begin,
-                     p_.dim_qk,
-                     false});
-    if (p_.scores.alibi || cap_ > 0.f)
+    load_keys(key, keys);
+    cpu::multiply({{k_.data(), qk_, 1},
+                   q_.data() + begin,
+                   s_.data() + begin,
+                   pitch_,
+                   pitch_,
+                   keys,
+                   end - begin,
+                   p.dim_qk,
+                   false});
+    if (p.scores.alibi || cap_ > 0.f)
       for (int32_t j = 0; j < keys; ++j)
         cpu::finish_scores<16>(s_.data() + j * pitch_, cap_, slope_.data(), position_.data(), begin, end,
                                static_cast<float>(key + j));
     for (int32_t j = 0; j < keys; ++j) hide(key + j, s_.data() + j * pitch_, begin, end);
     cpu::softmax_step<16>(s_.data(), pitch_, keys, begin, end, m_.data(), d_.data(), alpha_.data());
-    load(p_.v, p_.v_token, p_.v_head, p_.dim_vo, v_.data(), vo_, key, keys);
+    load_values(key, keys);
     for (int32_t r = row_begin; r < row_end; ++r)
-      if (alpha_[size(r)] != 1.f) cpu::multiply_row<16>(o_.data() + r * vo_, alpha_[size(r)], vo_);
+      if (alpha_[size(r)] != 1.f) cpu::multiply_row<16>(output(r), alpha_[size(r)], vo_);
     cpu::multiply({{s_.data() + row_begin, 1, pitch_},
                    v_.data(),
                    output(row_begin),
@@ -120,36 +180,50 @@ class CpuTile {
 
   // The place in this tile of the first packed row of query i.
   int32_t packed(int32_t i) const {
-    return static_cast<int32_t>(std::clamp<int64_t>(static_cast<int64_t>(i) * p_.group - first_, 0, rows_));
+    return static_cast<int32_t>(std::clamp<int64_t>(static_cast<int64_t>(i) * p_->group - first_, 0, rows_));
   }
 
-  void load(const void* from, int64_t token, int64_t head, int32_t dim, float* to, int64_t pitch, int32_t key,
-            int32_t keys) const {
+  // Calls f with the address of each row of [key, key + keys) of one head: a run of slots of a page after another.
+  template <class F>
+  void each_row(const void* from, int64_t token, int64_t head, int64_t page, int32_t key, int32_t keys, F&& f) const {
     const char* base = static_cast<const char*>(from) + kv_head_ * head * kv_bytes_;
-    const int64_t row = token * kv_bytes_;
-    for (int32_t j = 0; j < keys; ++j) {
-      const char* line = base + (key + j) * row;
-      // Rows of one head lie far apart, where the hardware does not look ahead (measured on Zen 5, 8 heads of 128
-      // bf16).
-      for (int64_t byte = 0; byte < dim * kv_bytes_; byte += 64) __builtin_prefetch(line + kAhead * row + byte);
-      load_kv_(line, to + j * pitch, dim);
+    while (keys > 0) {
+      const int32_t slot = key % pages_.page_size, run = std::min(keys, pages_.page_size - slot);
+      const char* line = base + (pages_.pages[key / pages_.page_size] * page + slot * token) * kv_bytes_;
+      for (int32_t j = 0; j < run; ++j, line += token * kv_bytes_) f(line);
+      key += run, keys -= run;
     }
   }
 
-  void hide(int32_t key, float* s, int64_t begin, int64_t end) const {
-    const int64_t from = packed(p_.mask.first_row(key)), to = packed(p_.mask.end_row(key));
-    std::fill(s + begin, s + std::max(begin, from), kMinusInf);
-    std::fill(s + std::min(end, to), s + end, kMinusInf);
-    if (!p_.mask.selects()) return;
-    for (int64_t r = from; r < to; ++r)
-      if (!p_.mask.keeps(static_cast<int32_t>(first_ + r) / p_.group, key)) s[r] = kMinusInf;
+  void load(const void* from, int64_t token, int64_t head, int64_t page, int32_t dim, float* to, int64_t pitch,
+            int32_t key, int32_t keys) const {
+    // Rows of one head lie far apart, in pages that are anywhere: the hardware does not look ahead (8 heads of 128,
+    // bf16, pages of 16, one core of a Xeon: 15.5 GB/s, without 10).
+    each_row(from, token, head, page, key + kAhead, std::min(keys, end_ - key - kAhead), [&](const char* line) {
+      for (int64_t byte = 0; byte < dim * kv_bytes_; byte += 64) __builtin_prefetch(line + byte);
+    });
+    each_row(from, token, head, page, key, keys, [&](const char* line) {
+      load_kv_(line, to, dim);
+      to += pitch;
+    });
   }
 
-  const AttentionProblem& p_;
+  void hide(int32_t key, float* s, int64_t begin, int64_t end) const {
+    const Mask& mask = p_->mask;
+    const int64_t from = packed(mask.first_row(key)), to = packed(mask.end_row(key));
+    std::fill(s + begin, s + std::max(begin, from), kMinusInf);
+    std::fill(s + std::min(end, to), s + end, kMinusInf);
+    if (!mask.selects()) return;
+    for (int64_t r = from; r < to; ++r)
+      if (!mask.keeps(static_cast<int32_t>(first_ + r) / p_->group, key)) s[r] = kMinusInf;
+  }
+
+  const AttentionProblem* p_ = nullptr;
+  TokenPages pages_{};
   int64_t q_bytes_, kv_bytes_;
   cpu::LoadRow load_q_, load_kv_;
   int64_t qk_, vo_, pitch_ = 0;  // row lengths in floats: of q and k, of v and o, of s
-  int32_t kv_head_ = 0, first_ = 0, rows_ = 0;
+  int32_t kv_head_ = 0, first_ = 0, rows_ = 0, end_ = 0;
   float cap_ = 0.f;
   std::vector<float> q_, k_, v_, o_, s_, m_, d_, alpha_, slope_, position_, line_;
   std::vector<uint64_t> steps_;

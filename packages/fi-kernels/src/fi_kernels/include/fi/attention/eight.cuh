@@ -58,4 +58,31 @@ FI_DEVICE void store_output(void* out, OutType type, int64_t index, float x) {
   }
 }
 
+template <class T>
+FI_DEVICE void store_elements(T* to, const Vec<T, 4>& v, bool aligned) {
+  if (aligned) return store(to, v);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) to[i] = v.v[i];
+}
+
+// Four consecutive elements. aligned: as one vector.
+FI_DEVICE void store_four(void* out, OutType type, int64_t index, float4 x, bool aligned) {
+  const float f[4] = {x.x, x.y, x.z, x.w};
+  if (type == OutType::kF32) {
+    store_elements(static_cast<float*>(out) + index, *reinterpret_cast<const Vec<float, 4>*>(f), aligned);
+  } else if (type == OutType::kF16) {
+    Vec<__half, 4> v;
+    from_float(f, v);
+    store_elements(static_cast<__half*>(out) + index, v, aligned);
+  } else if (type == OutType::kBF16) {
+    Vec<__nv_bfloat16, 4> v;
+    from_float(f, v);
+    store_elements(static_cast<__nv_bfloat16*>(out) + index, v, aligned);
+  } else {
+    Vec<__nv_fp8_e4m3, 4> v;  // or e5m2, which is as long
+    fp8_from_float(f, v, type == OutType::kE4M3 ? __NV_E4M3 : __NV_E5M2);
+    store_elements(static_cast<__nv_fp8_e4m3*>(out) + index, v, aligned);
+  }
+}
+
 }  // namespace fi

@@ -1,4 +1,4 @@
-// Which keys a query row sees: causal, sliding window, custom or draft mask; shared by device and CPU code.
+// Which keys a query row sees: causal, sliding window, custom, draft or items mask; shared by device and CPU code.
 #pragma once
 #include "fi/types.h"
 
@@ -16,6 +16,10 @@ struct Mask {
   int32_t qo_len, kv_len;
   const uint8_t* draft;  // null: none; else bit t of row i, from byte i * draft_row on, for key kv_len - qo_len + t
   int32_t draft_row;
+  // Several items behind a prefix, scored in one pass (needs causal): null, or for positions from prefix_len on how far
+  // into its item a row stands, 0 at the delimiter before it. A row sees the prefix and its own item.
+  const uint16_t* items;
+  int32_t prefix_len;
 
   FI_HOST_DEVICE int64_t position(int32_t i) const { return static_cast<int64_t>(kv_len) - qo_len + i; }
 
@@ -32,11 +36,15 @@ struct Mask {
   }
 
   // Whether `keeps` must be asked at all.
-  FI_HOST_DEVICE bool selects() const { return custom || draft; }
+  FI_HOST_DEVICE bool selects() const { return custom || draft || items; }
   FI_HOST_DEVICE bool keeps(int32_t i, int32_t j) const {
     if (draft) {  // speculative tokens, the last qo_len keys, may form a tree; what precedes them all rows see
       const int64_t t = j - position(0);
       if (t >= 0 && !((draft[static_cast<int64_t>(i) * draft_row + (t >> 3)] >> (t & 7)) & 1)) return false;
+    }
+    if (items) {
+      const int64_t p = position(i);
+      if (p >= prefix_len && j >= prefix_len && j <= p - items[p - prefix_len]) return false;
     }
     if (!custom) return true;
     const int64_t e = i * custom_row + j;

@@ -8,6 +8,9 @@
 namespace fi {
 
 enum class OutType : int32_t { kF16, kBF16, kF32, kE4M3, kE5M2 };
+FI_HOST_DEVICE int32_t out_bytes(OutType type) {
+  return type == OutType::kF32 ? 4 : type == OutType::kF16 || type == OutType::kBF16 ? 2 : 1;
+}
 
 // A query row of one head. Rows of the heads that share a kv head are packed, r = i * group + g, so that a tile of them
 // reads each key once and, in a causal mask, sees a growing range of keys.

@@ -3,12 +3,13 @@
 // the block, each with its own softmax state; the states are merged once at the end.
 #pragma once
 #include "fi/attention/eight.cuh"
+#include "fi/attention/pages.cuh"
 #include "fi/attention/softmax.h"
 #include "fi/cuda/math.cuh"
 
 namespace fi {
 
-template <class Q, class KV, int kSlices, int kRows>
+template <class Q, class KV, int kSlices, int kRows, class Pages = OnePage>
 struct RowsKernel {
   static constexpr int kThreads = 128, kDims = kSlices * 8, kMostDims = 32 * kDims;
   static constexpr int kLeastLanes = kSlices == 1 ? 8 : 32, kMostGroups = kThreads / kLeastLanes;
@@ -28,13 +29,15 @@ struct RowsKernel {
 
   const AttentionProblem& p;
   Shared& shared;
+  const Pages pages;
   const int kv_head, first, rows;  // of the packed rows
   const int lanes, groups, width;  // a power of two, of the block, dimensions of a lane group
   const int lane, group;           // place in the lane group, number of the group
 
-  FI_DEVICE RowsKernel(const AttentionProblem& p, Shared& shared, int kv_head, int first)
+  FI_DEVICE RowsKernel(const AttentionProblem& p, Shared& shared, int kv_head, int first, Pages pages = {})
       : p(p),
         shared(shared),
+        pages(pages),
         kv_head(kv_head),
         first(first),
         rows(min(kRows, p.rows() - first)),
@@ -87,9 +90,13 @@ struct RowsKernel {
       const int key = base + group;  // then every groups-th
       Eight<KV> k[kUnroll][kSlices], v[kUnroll][kSlices];
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) read(keys, p.k_token, p.dim_qk, key + u * groups, end, k[u]);
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) read(values, p.v_token, p.dim_vo, key + u * groups, end, v[u]);
+      for (int u = 0; u < kUnroll; ++u) {
+        const int j = key + u * groups;
+        const bool inside = j < end;
+        const int64_t page = inside ? pages.page(j) : 0, slot = inside ? pages.slot(j) : 0;
+        read(keys + page * pages.k_page + slot * p.k_token, p.dim_qk, inside, k[u]);
+        read(values + page * pages.v_page + slot * p.v_token, p.dim_vo, inside, v[u]);
+      }
       if (p.rotary.enabled) rotate(keys, key, end);
       float s[kRows][kUnroll];
 #pragma unroll
@@ -192,12 +199,12 @@ struct RowsKernel {
   FI_DEVICE float* output(int group, int g) const { return shared.o + (group * kRows + g) * width; }
   FI_DEVICE uint64_t step(int d) const { return shared.steps[rotary_pair(d, p.dim_qk)]; }
 
-  FI_DEVICE void read(const KV* from, int64_t token, int dims, int j, int end, Eight<KV> (&to)[kSlices]) const {
+  FI_DEVICE void read(const KV* from, int dims, bool inside, Eight<KV> (&to)[kSlices]) const {
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
       const int d = dim(slice * 8);
       to[slice].clear();
-      if (j < end && d < dims) to[slice].read(from + j * token + d, p.aligned);
+      if (inside && d < dims) to[slice].read(from + d, p.aligned);
     }
   }
 
@@ -212,8 +219,10 @@ struct RowsKernel {
 #pragma unroll 1
     for (int x = lane; x < kUnroll * width; x += lanes) {
       const int u = x / width, d = x % width, j = key + u * groups;
-      const auto read = [&](int d) { return to_float(keys[j * p.k_token + d]); };
-      output(group, u)[d] = j < end && d < p.dim_qk ? rotated(read, d, p.dim_qk, j, step(d)) : 0.f;
+      const bool inside = j < end && d < p.dim_qk;
+      const KV* from = keys + (inside ? pages.page(j) * pages.k_page + pages.slot(j) * p.k_token : 0);
+      const auto read = [&](int d) { return to_float(from[d]); };
+      output(group, u)[d] = inside ? rotated(read, d, p.dim_qk, j, step(d)) : 0.f;
     }
     __syncwarp();
   }

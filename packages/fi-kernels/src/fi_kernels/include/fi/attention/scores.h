@@ -36,12 +36,14 @@ struct Scores {
   float soft_cap;  // <= 0: none
   int32_t alibi;
 
+  FI_HOST_DEVICE float cap() const { return soft_cap > 0.f ? soft_cap * kLog2e : 0.f; }  // of HeadScores
+
   // dequant: product of the factors of q and k.
   template <class Math>
   FI_HOST_DEVICE HeadScores of_head(int32_t head, int32_t heads, float dequant) const {
     HeadScores h;
     h.scale = sm_scale * dequant * (soft_cap > 0.f ? 1.f / soft_cap : kLog2e);
-    h.cap = soft_cap > 0.f ? soft_cap * kLog2e : 0.f;
+    h.cap = cap();
     h.slope = alibi ? alibi_slope<Math>(head, heads) * kLog2e : 0.f;
     return h;
   }

@@ -15,7 +15,7 @@ FI_DEVICE void attend_tiles(const SingleAttentionParams& params) {
   static_assert(sizeof(typename Kernel::Shared) == kSharedBytes, "the family's Python says how much to ask for");
   pdl_wait();
   Kernel kernel(params.problem, *reinterpret_cast<typename Kernel::Shared*>(bytes), blockIdx.y,
-                (gridDim.x - 1 - blockIdx.x) * Kernel::kRows, blockIdx.z * Kernel::kColumns);
+                (gridDim.x - 1 - blockIdx.x) * Kernel::kRows, params.problem.rows(), blockIdx.z * Kernel::kColumns);
   kernel.attend();
   pdl_launch_dependents();
   kernel.store();

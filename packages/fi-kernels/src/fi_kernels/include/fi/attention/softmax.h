@@ -2,7 +2,7 @@
 // The state of a row is its largest score m and d = sum 2^(s - m); with no visible key m = -inf, d = 0, and nothing is
 // NaN.
 #pragma once
-#include "fi/types.h"
+#include "fi/attention/scores.h"
 
 namespace fi {
 
@@ -28,6 +28,18 @@ FI_HOST_DEVICE float softmax_inverse(float d) { return d == 0.f ? 0.f : 1.f / d;
 template <class Math>
 FI_HOST_DEVICE float softmax_lse(float m, float d) {
   return d == 0.f ? kMinusInf : m + Math::log2(d);
+}
+
+// What a head's sink adds to the sum of a row whose largest score is m (Xiao et al. 2023, arXiv:2309.17453, as a
+// learned logit): m becomes the new maximum, and d the sum against it; the weighted values must be multiplied by the
+// result.
+template <class Math>
+FI_HOST_DEVICE float add_sink(float sink, float& m, float& d) {
+  const float s = sink * kLog2e, top = s > m ? s : m, base = softmax_base(top);
+  const float factor = softmax_weight<Math>(m, base);
+  d = d * factor + softmax_weight<Math>(s, base);
+  m = top;
+  return factor;
 }
 
 }  // namespace fi

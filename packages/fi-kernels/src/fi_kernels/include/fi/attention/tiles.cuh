@@ -4,6 +4,7 @@
 // all of them.
 #pragma once
 #include "fi/attention/eight.cuh"
+#include "fi/attention/pages.cuh"
 #include "fi/attention/softmax.h"
 #include "fi/cuda/math.cuh"
 #include "fi/cuda/ptx/ldmatrix.cuh"
@@ -24,7 +25,7 @@ FI_DEVICE unsigned pack(float x, float y, __nv_bfloat16) {
   return word;
 }
 
-template <class T, class Q, class KV>
+template <class T, class Q, class KV, class Pages = OnePage>
 struct TilesKernel {
   static constexpr int kThreads = 128, kRows = 64, kKeys = 64, kColumns = 128;
   static constexpr int kPitch = kColumns + 8;  // 16 bytes more: rows of a matrix fall into different banks
@@ -40,17 +41,21 @@ struct TilesKernel {
 
   const AttentionProblem& p;
   Shared& shared;
+  const Pages pages;
   int kv_head, first, rows, column;  // of the packed rows, of the output's columns
   int warp, lane;
   float o[kColumns / 8][4] = {};
   float m[2] = {kMinusInf, kMinusInf}, d[2] = {};  // of rows lane / 4 and lane / 4 + 8 of the warp
 
-  FI_DEVICE TilesKernel(const AttentionProblem& p, Shared& shared, int kv_head, int first, int column)
+  // Packed rows from first on, before end.
+  FI_DEVICE TilesKernel(const AttentionProblem& p, Shared& shared, int kv_head, int first, int end, int column,
+                        Pages pages = {})
       : p(p),
         shared(shared),
+        pages(pages),
         kv_head(kv_head),
         first(first),
-        rows(min(kRows, p.rows() - first)),
+        rows(min(kRows, end - first)),
         column(column),
         warp(threadIdx.x / 32),
         lane(threadIdx.x % 32) {}
@@ -76,8 +81,8 @@ struct TilesKernel {
       for (int dim = 0; dim < p.dim_qk; dim += kColumns) {
         __syncthreads();
         if (key == begin || p.dim_qk > kColumns) stage_q(dim);
-        stage(shared.k, p.k, p.k_token, p.k_head, dim, p.dim_qk, key, end, p.rotary.enabled);
-        if (dim == 0) stage(shared.v, p.v, p.v_token, p.v_head, column, p.dim_vo, key, end, false);
+        stage(shared.k, p.k, pages.k_page, p.k_token, p.k_head, dim, p.dim_qk, key, end, p.rotary.enabled);
+        if (dim == 0) stage(shared.v, p.v, pages.v_page, p.v_token, p.v_head, column, p.dim_vo, key, end, false);
         __syncthreads();
         multiply_keys(s, min(kColumns, p.dim_qk - dim));
       }
@@ -100,14 +105,16 @@ struct TilesKernel {
     }
   }
 
-  // Normalises, and writes the rows through shared memory: whole lines, whatever the dtype.
-  FI_DEVICE void store() {
+  // Normalises, and writes the rows through shared memory: whole lines, whatever the dtype. sinks: [qo_heads], or null.
+  FI_DEVICE void store(const float* sinks = nullptr) {
     float* tile = reinterpret_cast<float*>(&shared);
     const float scale = p.value_scale(kv_head);
     __syncthreads();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float factor = softmax_inverse(d[half]) * scale;
+      float factor = scale;
+      if (sinks) factor *= add_sink<CudaMath>(sinks[shared.row[place(half)].head], m[half], d[half]);
+      factor *= softmax_inverse(d[half]);
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
@@ -119,12 +126,15 @@ struct TilesKernel {
       }
     }
     __syncthreads();
+    const int bytes = out_bytes(p.out_type);
 #pragma unroll 1
     for (int r = warp; r < rows; r += kThreads / 32) {
       const Row at = shared.row[r];
       const int64_t out = at.i * p.out_token + at.head * p.out_head + column;
-#pragma unroll 1
-      for (int x = lane; x < columns(); x += 32) store_output(p.out, p.out_type, out + x, tile[r * kOutPitch + x]);
+      if (lane * 4 >= columns()) continue;
+      const bool vector = ((reinterpret_cast<uint64_t>(p.out) + out * bytes) & (4 * bytes - 1)) == 0;
+      const float4 x = *reinterpret_cast<const float4*>(tile + r * kOutPitch + lane * 4);
+      store_four(p.out, p.out_type, out + lane * 4, x, vector);
     }
   }
 
@@ -169,8 +179,8 @@ struct TilesKernel {
   }
 
   // 64 keys from `key` on (zeros from `end` on) by 128 dimensions from `dim` on (zeros from `dims` on).
-  FI_DEVICE void stage(T* to, const void* from, int64_t token, int64_t head, int dim, int dims, int key, int end,
-                       bool rotate) const {
+  FI_DEVICE void stage(T* to, const void* from, int64_t page, int64_t token, int64_t head, int dim, int dims, int key,
+                       int end, bool rotate) const {
     const int x = threadIdx.x % 16 * 8, y = threadIdx.x / 16;  // then every 8th row
     const KV* base = static_cast<const KV*>(from) + kv_head * head + dim + x;
     const bool each = rotate || !p.aligned;
@@ -179,14 +189,15 @@ struct TilesKernel {
     for (int n = 0; n < kKeys / 8; ++n) {
       const int j = key + y + n * 8;
       block[n].clear();
-      if (!each && j < end && dim + x < dims) block[n].read(base + j * token, true);
+      if (!each && j < end && dim + x < dims) block[n].read(base + pages.page(j) * page + pages.slot(j) * token, true);
     }
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) put(to + (y + n * 8) * kPitch + x, block[n]);
     if (!each || dim + x >= dims) return;
 #pragma unroll 1
     for (int r = y; r < kKeys && key + r < end; r += 8)
-      put_each(to + r * kPitch + x, base + (key + r) * token - (dim + x), dim + x, rotate, key + r);
+      put_each(to + r * kPitch + x, base + pages.page(key + r) * page + pages.slot(key + r) * token - (dim + x), dim + x,
+               rotate, key + r);
   }
 
   FI_DEVICE void stage_q(int dim) const {

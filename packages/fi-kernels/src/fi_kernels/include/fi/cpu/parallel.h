@@ -16,7 +16,7 @@ namespace fi::cpu {
 // about `grain` items or more, so grain is the amount of work that pays for waking a thread (some microseconds).
 // Runs inline when n <= grain, inside another parallel region, or with one thread. f must not throw.
 template <class F>
-void parallel_for(int64_t n, int64_t grain, F&& f) {
+void parallel_for(int64_t n, [[maybe_unused]] int64_t grain, F&& f) {
   if (n <= 0) return;
 #ifdef _OPENMP
   if (n > grain && omp_get_max_threads() > 1 && !omp_in_parallel()) {

@@ -21,18 +21,34 @@ struct BatchDecodeParams {
   const float* bmm1_scale;    // multiplies the scores; null: 1
   const float* bmm2_scale;    // multiplies the output; null: 1
   const uint8_t* draft_mask;  // [batch, q_len, draft_row] bytes; null: causal where q_len > 1
-  Divisor page_size;
-  int32_t batch, blocks, row_tiles, draft_row;
+  Divisor page_size, group, row_tiles;
+  int32_t batch, blocks, draft_row;
+  int32_t out_aligned;   // four elements of out may be stored at once
+  int32_t box_shift;    // 2^box_shift keys are what one copy of the Hopper kernel brings
+  int32_t stream_tiles;  // from so many tiles on, keys pass through L2 like other data; below, they leave it first
+  int32_t policy;
 
   FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, blocks, batch}; }
-  FI_HOST_DEVICE int32_t kv_head(int32_t unit) const { return unit / row_tiles; }
-  FI_HOST_DEVICE int32_t first_row(int32_t unit) const { return unit % row_tiles * kDecodeRows; }  // packed
+  FI_HOST_DEVICE int32_t kv_head(int32_t unit) const {
+    return static_cast<int32_t>(divide(static_cast<uint32_t>(unit), row_tiles));
+  }
+  FI_HOST_DEVICE int32_t first_row(int32_t unit) const {  // packed
+    return (unit - kv_head(unit) * static_cast<int32_t>(row_tiles.value)) * kDecodeRows;
+  }
+  FI_HOST_DEVICE Row row(int32_t kv_head, int32_t r) const {
+    const auto i = static_cast<int32_t>(divide(static_cast<uint32_t>(r), group));
+    return {i, kv_head * problem.group + (r - i * problem.group)};
+  }
 
   // A part of an item: per row of the tile dim_vo floats, unnormalised; then m and d of each row.
   FI_HOST_DEVICE float* slot(int32_t index) const {
     return workspace + static_cast<int64_t>(index) * kDecodeRows * (problem.dim_vo + 2);
   }
   FI_HOST_DEVICE float* slot_state(int32_t index) const { return slot(index) + kDecodeRows * problem.dim_vo; }
+
+  FI_HOST_DEVICE const uint8_t* draft(int32_t b) const {
+    return draft_mask + static_cast<int64_t>(b) * problem.mask.qo_len * draft_row;
+  }
 
   // The attention problem of one request. Its k and v have no meaning: pages are found by page_indices.
   FI_HOST_DEVICE AttentionProblem request(int32_t b, int32_t kv_len, int64_t q_bytes, int64_t out_bytes) const {
@@ -44,24 +60,9 @@ struct BatchDecodeParams {
     p.mask.kv_len = kv_len;
     if (bmm1_scale) p.scores.sm_scale *= *bmm1_scale;
     if (bmm2_scale) p.out_scale *= *bmm2_scale;
-    if (draft_mask) {
-      p.mask.draft = draft_mask + static_cast<int64_t>(b) * p.mask.qo_len * draft_row;
-      p.mask.draft_row = draft_row;
-    }
+    if (draft_mask) p.mask.draft = draft(b);
     return p;
   }
 };
-
-// What a head's sink adds to the sum of a row whose largest score is m (Xiao et al. 2023, arXiv:2309.17453, as a
-// learned logit): m becomes the new maximum, and d the sum against it; the weighted values must be multiplied by the
-// result.
-template <class Math>
-FI_HOST_DEVICE float add_sink(float sink, float& m, float& d) {
-  const float s = sink * kLog2e, top = s > m ? s : m, base = softmax_base(top);
-  const float factor = softmax_weight<Math>(m, base);
-  d = d * factor + softmax_weight<Math>(s, base);
-  m = top;
-  return factor;
-}
 
 }  // namespace fi

@@ -1,58 +1,122 @@
-// batch_decode on the CPU: one query row after another over the paged keys, fp32.
+// batch_decode on the CPU: threads walk through the ranges of the schedule, then merge what those cut, fp32.
 #pragma once
 #include <vector>
 
-#include "fi/attention/cpu_block.h"
-#include "fi/cpu/rows.h"
+#include "fi/attention/cpu_tile.h"
+#include "fi/cpu/parallel.h"
 #include "fi/decode/batch_decode.h"
-#include "fi/host/tensor.h"
 
 namespace fi {
 
-// kv_len and first page of each request come from the schedule; how it divides the work is of no interest here.
-inline void batch_decode_cpu(const BatchDecodeParams& params, DType q, DType kv, DType out) {
-  const cpu::LoadRow load_q = cpu::row_loader(q), load_kv = cpu::row_loader(kv);
-  const cpu::StoreRow store = cpu::row_storer(out);
-  const DecodeRequest* requests = params.view().requests();
-  std::vector<uint64_t> steps;
-  for (int32_t k = 0; params.problem.rotary.enabled && k < params.problem.dim_qk / 2; ++k)
-    steps.push_back(params.problem.rotary.step(k));
-  std::vector<float> query(static_cast<size_t>(params.problem.dim_qk)), key(query.size()),
-      value(static_cast<size_t>(params.problem.dim_vo)), sum(value.size());
-  for (int32_t b = 0; b < params.batch; ++b) {
-    const AttentionProblem p = params.request(b, requests[b].kv_len, q.bytes(), out.bytes());
-    const int32_t* pages = params.page_indices + requests[b].first_page;
-    const auto token = [&](const void* cache, int64_t page, int64_t slot, int64_t head, int32_t j) {
-      const auto place = static_cast<int32_t>(params.page_size.value);
-      return static_cast<const char*>(cache) + (pages[j / place] * page + j % place * slot + head) * kv.bytes();
-    };
-    for (int32_t i = 0; i < p.mask.qo_len; ++i)
-      for (int32_t head = 0; head < p.qo_heads; ++head) {
-        const int32_t kv_head = head / p.group;
-        const HeadScores scores = p.head_scores<CpuMath>(head);
-        load_q(static_cast<const char*>(p.q) + (i * p.q_token + head * p.q_head) * q.bytes(), query.data(), p.dim_qk);
-        if (p.rotary.enabled) cpu::rotate_row<8>(query.data(), steps.data(), p.dim_qk / 2, p.mask.position(i));
-        float m = kMinusInf, d = 0.f;
-        std::fill(sum.begin(), sum.end(), 0.f);
-        for (int32_t j = p.mask.first_key(i); j < p.mask.end_key(i); ++j) {
-          if (!p.mask.keeps(i, j)) continue;
-          load_kv(token(p.k, params.k_page, p.k_token, kv_head * p.k_head, j), key.data(), p.dim_qk);
-          if (p.rotary.enabled) cpu::rotate_row<8>(key.data(), steps.data(), p.dim_qk / 2, j);
-          float dot = 0.f;
-          for (size_t x = 0; x < query.size(); ++x) dot += query[x] * key[x];
-          const float s = scores.score<CpuMath>(dot * scores.scale, static_cast<float>(j - i));
-          const float top = std::max(m, s), base = softmax_base(top);
-          const float factor = softmax_weight<CpuMath>(m, base), weight = softmax_weight<CpuMath>(s, base);
-          m = top, d = d * factor + weight;
-          load_kv(token(p.v, params.v_page, p.v_token, kv_head * p.v_head, j), value.data(), p.dim_vo);
-          for (size_t x = 0; x < sum.size(); ++x) sum[x] = sum[x] * factor + weight * value[x];
-        }
-        const float factor = params.sinks ? add_sink<CpuMath>(params.sinks[head], m, d) : 1.f;
-        cpu::multiply_row<16>(sum.data(), factor * softmax_inverse(d) * p.value_scale(kv_head), p.dim_vo);
-        store(sum.data(), static_cast<char*>(p.out) + (i * p.out_token + head * p.out_head) * out.bytes(), p.dim_vo);
-        if (p.lse) p.lse[static_cast<int64_t>(i) * p.qo_heads + head] = softmax_lse<CpuMath>(m, d);
-      }
+class CpuBatchDecode {
+ public:
+  CpuBatchDecode(const BatchDecodeParams& params, DType q, DType kv, DType out)
+      : params_(params), q_(q), kv_(kv), out_(out), store_(cpu::row_storer(out)) {}
+
+  void run() const {
+    cpu::parallel_for(params_.blocks, grain(), [&](int64_t begin, int64_t end) {
+      CpuTile tile(params_.problem, q_, kv_, kDecodeRows);
+      walk(begin, end, [&](const DecodeSegment& s) { attend(s, tile); });
+    });
+    if (!cut()) return;
+    const int64_t merged = 2 * kDecodeRows * static_cast<int64_t>(params_.problem.dim_vo);  // floats, of a block
+    cpu::parallel_for(params_.blocks, 1 + 65536 / merged, [&](int64_t begin, int64_t end) {
+      std::vector<float> sum(static_cast<size_t>(params_.problem.dim_vo));
+      walk(begin, end, [&](const DecodeSegment& s) {
+        if (!s.whole() && s.part == 0) merge(s, sum.data());
+      });
+    });
   }
+
+ private:
+  bool cut() const {
+    const DecodeSchedule schedule = params_.view();
+    const DecodeStart* starts = schedule.starts();
+    return schedule.header().chunk > 0 ||
+           std::any_of(starts, starts + params_.blocks, [](const DecodeStart& s) { return s.parts > 1; });
+  }
+
+  // Blocks that pay for waking a thread.
+  int64_t grain() const {
+    const AttentionProblem& p = params_.problem;
+    int64_t tokens = 0;
+    for (int32_t b = 0; b < params_.batch; ++b) tokens += params_.view().requests()[b].kv_len;
+    const double work = static_cast<double>(tokens) * p.rows() * p.kv_heads * (p.dim_qk + p.dim_vo);
+    return 1 + static_cast<int64_t>(2e5 / (work / params_.blocks + 1));
+  }
+
+  // The segments of some blocks. Blocks at the same place in their unit follow each other: heads of a token lie side by
+  // side in memory, so this reads whole pages.
+  template <class F>
+  void walk(int64_t begin, int64_t end, F&& f) const {
+    const Mask& mask = params_.problem.mask;
+    const int64_t units = params_.view().header().units, each = std::max<int64_t>(1, params_.blocks / units);
+    const int64_t regular = each * std::min<int64_t>(units, params_.blocks);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t block = i < regular ? i % (regular / each) * each + i / (regular / each) : i;
+      DecodeWalk walk;
+      walk.begin(params_.view(), static_cast<int32_t>(block), mask.qo_len, mask.window_left);
+      DecodeSegment segment;
+      while (walk.next(segment)) f(segment);
+    }
+  }
+
+  AttentionProblem problem(const DecodeSegment& s) const {
+    return params_.request(s.request, s.kv_len, q_.bytes(), out_.bytes());
+  }
+  int32_t rows(int32_t unit) const { return std::min(kDecodeRows, params_.problem.rows() - params_.first_row(unit)); }
+
+  void attend(const DecodeSegment& s, CpuTile& tile) const {
+    const AttentionProblem p = problem(s);
+    const TokenPages pages{params_.page_indices + s.first_page, static_cast<int32_t>(params_.page_size.value),
+                           params_.k_page, params_.v_page};
+    const int32_t count = rows(s.unit);
+    const int64_t end = std::min<int64_t>(static_cast<int64_t>(s.end) * kDecodeTile, s.kv_len);
+    tile.attend(p, pages, params_.kv_head(s.unit), params_.first_row(s.unit), count, s.begin * kDecodeTile,
+                static_cast<int32_t>(end));
+    for (int32_t r = 0; r < count; ++r) {
+      if (s.whole()) {
+        finish(p, s.unit, r, tile.m(r), tile.d(r), tile.output(r));
+      } else {
+        const int32_t slot = s.slot_of(s.part);
+        std::copy_n(tile.output(r), p.dim_vo, params_.slot(slot) + r * p.dim_vo);
+        params_.slot_state(slot)[2 * r] = tile.m(r), params_.slot_state(slot)[2 * r + 1] = tile.d(r);
+      }
+    }
+  }
+
+  // The parts of an item, in order of position.
+  void merge(const DecodeSegment& s, float* sum) const {
+    const AttentionProblem p = problem(s);
+    for (int32_t r = 0; r < rows(s.unit); ++r) {
+      const auto state = [&](int32_t part) { return params_.slot_state(s.slot_of(part)) + 2 * r; };
+      float m = kMinusInf, d = 0.f;
+      for (int32_t part = 0; part < s.parts; ++part) m = std::max(m, state(part)[0]);
+      std::fill_n(sum, p.dim_vo, 0.f);
+      for (int32_t part = 0; part < s.parts; ++part) {
+        const float weight = softmax_weight<CpuMath>(state(part)[0], softmax_base(m));
+        d += weight * state(part)[1];
+        cpu::add_scaled<16>(sum, params_.slot(s.slot_of(part)) + r * p.dim_vo, weight, p.dim_vo);
+      }
+      finish(p, s.unit, r, m, d, sum);
+    }
+  }
+
+  void finish(const AttentionProblem& p, int32_t unit, int32_t r, float m, float d, float* sum) const {
+    const Row row = p.row(params_.kv_head(unit), params_.first_row(unit) + r);
+    const float factor = params_.sinks ? add_sink<CpuMath>(params_.sinks[row.head], m, d) : 1.f;
+    cpu::multiply_row<16>(sum, factor * softmax_inverse(d) * p.value_scale(params_.kv_head(unit)), p.dim_vo);
+    store_(sum, static_cast<char*>(p.out) + (row.i * p.out_token + row.head * p.out_head) * out_.bytes(), p.dim_vo);
+    if (p.lse) p.lse[static_cast<int64_t>(row.i) * p.qo_heads + row.head] = softmax_lse<CpuMath>(m, d);
+  }
+
+  const BatchDecodeParams& params_;
+  DType q_, kv_, out_;
+  cpu::StoreRow store_;
+};
+
+inline void batch_decode_cpu(const BatchDecodeParams& params, DType q, DType kv, DType out) {
+  CpuBatchDecode(params, q, kv, out).run();
 }
 
 }  // namespace fi

@@ -84,18 +84,18 @@ FI_HOST_DEVICE int32_t last_not_above(int32_t count, X x, Value&& value) {
   return low - 1;
 }
 
-// Boundary g without leader and parts. cost(b) is the sum of the costs before request b.
-template <class Cost>
-FI_HOST_DEVICE DecodeStart decode_start(const DecodePlanParams& p, const DecodeDivision& d, int32_t g, Cost&& cost) {
+// Boundary g without leader and parts.
+FI_HOST_DEVICE DecodeStart decode_start(const DecodePlanParams& p, const DecodeDivision& d, int32_t g,
+                                        const DecodeRequest* requests) {
   DecodeStart start{p.units, 0, 0, g, 1, 0, 0, 0};
   if (g >= d.ranges || d.cost == 0) return start;
   const int64_t at = d.cost * g / d.ranges;
   start.unit = static_cast<int32_t>(at / d.unit_cost);
   const auto offset = static_cast<int32_t>(at - static_cast<int64_t>(start.unit) * d.unit_cost);
-  start.request = last_not_above(p.batch, offset, cost);
-  DecodeRequest r = decode_request(p, start.request);
+  start.request = last_not_above(p.batch, offset, [&](int32_t b) { return requests[b].cost; });
+  DecodeRequest r = requests[start.request];
   TileRange tiles = decode_tiles(r.kv_len, p.q_len, p.window_left);
-  int32_t done = offset - cost(start.request) - kItemCost;  // tiles of the item before the boundary
+  int32_t done = offset - r.cost - kItemCost;  // tiles of the item before the boundary
   if (done < 0) done = 0;
   const int32_t rest = tiles.end - tiles.first - done;
   if (done <= rest && done < d.snap)
@@ -108,12 +108,10 @@ FI_HOST_DEVICE DecodeStart decode_start(const DecodePlanParams& p, const DecodeD
     if (start.tile < tiles.first) start.tile = tiles.first;
   }
   if (start.tile >= tiles.end && tiles.end > tiles.first) {  // the next item
+    start.tile = 0;
     if (++start.request == p.batch) start.request = 0, ++start.unit;
-    if (start.unit == p.units) {
-      start.tile = 0;
-      return start;
-    }
-    r = decode_request(p, start.request);
+    if (start.unit == p.units) return start;
+    r = requests[start.request];
     start.tile = decode_tiles(r.kv_len, p.q_len, p.window_left).first;
   }
   start.kv_len = r.kv_len, start.first_page = r.first_page;
@@ -138,6 +136,17 @@ FI_HOST_DEVICE void decode_cut(const DecodePlanParams& p, DecodeStart& s, const 
 // The chunks by which parts are made: 0 if the buffer has too few counters for them.
 FI_HOST_DEVICE int32_t decode_chunk(const DecodePlanParams& p, int32_t chunks) {
   return p.split > 0 && static_cast<int64_t>(chunks) * p.units <= p.counters ? p.split : 0;
+}
+
+FI_HOST_DEVICE DecodeHeader decode_header(const DecodePlanParams& p, DecodeCost total) {
+  const int64_t tiles = static_cast<int64_t>(total.tiles) * p.units;
+  return {p.units,
+          p.batch,
+          p.blocks,
+          decode_chunk(p, total.chunks),
+          total.chunks,
+          tiles < 0x7fffffff ? static_cast<int32_t>(tiles) : 0x7fffffff,
+          {}};
 }
 
 }  // namespace fi

@@ -19,22 +19,23 @@ constexpr int32_t kDecodeMostBlocks = 1023;
 constexpr int32_t kItemCost = 2;  // not yet measured
 
 // The schedule is one buffer of 32-bit words: header, starts[blocks + 1], requests[batch], counters[...].
-struct DecodeHeader {
+struct alignas(16) DecodeHeader {
   int32_t units, batch, blocks;
   int32_t chunk;   // tiles of a chunk where parts are chunks (batch-invariant mode); 0: parts are ranges of blocks
   int32_t chunks;  // of one unit
-  int32_t unused[3];
+  int32_t tiles;   // cost of all units, at most 2^31 - 1
+  int32_t unused[2];
 };
 
 // Where the range of a block begins. Of the item that begins or continues here: kv_len and first_page of its request,
 // and, if it is cut by ranges of blocks, the block in which it begins and the number of its parts (else 1).
-struct DecodeStart {
+struct alignas(16) DecodeStart {
   int32_t unit, request, tile;
   int32_t leader, parts;
   int32_t kv_len, first_page, unused;
 };
 
-struct DecodeRequest {
+struct alignas(16) DecodeRequest {
   int32_t kv_len;
   int32_t first_page;  // index of its first page in page_indices
   int32_t cost;        // sum of the costs of the requests before, in tiles
@@ -83,21 +84,19 @@ struct DecodeSegment {
   FI_HOST_DEVICE int32_t counter() const { return slot / step; }
 };
 
-// Walks through the segments of one block: while (walk.next(segment)) ... q_len and window_left are those of the plan.
+// Walks through the segments of one block: begin(), then next() until it is false; q_len and window_left are those of
+// the plan.
 struct DecodeWalk {
   DecodeHeader header;
   const DecodeRequest* requests;
   DecodeStart at, end;
   int32_t q_len, window_left, block;
 
-  FI_HOST_DEVICE DecodeWalk(const DecodeSchedule& schedule, int32_t block, int32_t q_len, int32_t window_left)
-      : header(schedule.header()),
-        requests(schedule.requests()),
-        at(schedule.starts()[block]),
-        end(schedule.starts()[block + 1]),
-        q_len(q_len),
-        window_left(window_left),
-        block(block) {}
+  FI_HOST_DEVICE void begin(const DecodeSchedule& schedule, int32_t index, int32_t queries, int32_t window) {
+    header = schedule.header(), requests = schedule.requests();
+    at = schedule.starts()[index], end = schedule.starts()[index + 1];
+    q_len = queries, window_left = window, block = index;
+  }
 
   FI_HOST_DEVICE bool next(DecodeSegment& s) {
     const bool last = at.unit == end.unit && at.request == end.request;  // the item that the next block continues

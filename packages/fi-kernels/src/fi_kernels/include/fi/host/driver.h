@@ -25,6 +25,7 @@ enum : Result { kSuccess = 0, kInvalidContext = 201 };
 enum LaunchAttributeId : int { kClusterDimension = 4, kProgrammaticStreamSerialization = 6 };
 enum FunctionAttribute : int { kMaxDynamicSharedBytes = 8, kNonPortableClusterSize = 14 };
 enum DeviceAttribute : int { kMultiprocessorCount = 16, kMajor = 75, kMinor = 76 };
+enum TensorMapValue : int { kTensorU8 = 0, kTensorU16 = 1, kSwizzle128B = 3, kPromoteL2To128B = 2 };
 
 union alignas(8) LaunchAttributeValue {
   char pad[64];
@@ -53,6 +54,9 @@ struct Driver {
   Result (*KernelGetFunction)(Function*, Kernel);
   Result (*KernelSetAttribute)(int, int, Kernel, Device);
   Result (*LaunchKernelEx)(const LaunchConfig*, Function, void**, void**);
+  // map, element type, rank, address, sizes, strides, box, element strides, interleave, swizzle, promotion, fill
+  Result (*TensorMapEncodeTiled)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*,
+                                 const uint32_t*, int, int, int, int);
   Result (*CtxGetDevice)(Device*);
   Result (*CtxPushCurrent)(Context);
   Result (*CtxPopCurrent)(Context*);
@@ -91,6 +95,7 @@ struct Driver {
         {&d.KernelGetFunction, "cuKernelGetFunction"},
         {&d.KernelSetAttribute, "cuKernelSetAttribute"},
         {&d.LaunchKernelEx, "cuLaunchKernelEx"},
+        {&d.TensorMapEncodeTiled, "cuTensorMapEncodeTiled"},
         {&d.CtxGetDevice, "cuCtxGetDevice"},
         {&d.CtxPushCurrent, "cuCtxPushCurrent_v2"},
         {&d.CtxPopCurrent, "cuCtxPopCurrent_v2"},

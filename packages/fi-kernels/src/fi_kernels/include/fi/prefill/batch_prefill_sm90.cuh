@@ -17,6 +17,15 @@ struct Work {
   int32_t kv_head, token, tokens, unused;
 };
 
+template <class T>
+struct IsHalf {
+  static constexpr bool value = false;
+};
+template <>
+struct IsHalf<__half> {
+  static constexpr bool value = true;
+};
+
 // Rows r = token * group + head of the group: a tile reads each key once for all heads that share it.
 template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped>
 struct PrefillKernel {
@@ -431,7 +440,7 @@ struct PrefillKernel {
     __syncwarp();
   }
 
-  static constexpr bool kIsHalf = __is_same(T, __half);
+  static constexpr bool kIsHalf = IsHalf<T>::value;
 };
 
 template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped, int kSharedBytes>
@@ -439,7 +448,7 @@ FI_DEVICE void batch_prefill(const BatchPrefillParams& params) {
   extern __shared__ uint4 bytes[];
   using Kernel = PrefillKernel<T, kDimQK, kDimVO, kKeys, kWholeRows, kCapped>;
   static_assert(sizeof(typename Kernel::Shared) + 1024 <= kSharedBytes, "the family's Python says how much to ask for");
-  const uintptr_t address = (reinterpret_cast<uintptr_t>(bytes) + 1023) & ~uintptr_t{1023};
+  const uint64_t address = (reinterpret_cast<uint64_t>(bytes) + 1023) & ~uint64_t{1023};
   Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(address)).run();
 }
 

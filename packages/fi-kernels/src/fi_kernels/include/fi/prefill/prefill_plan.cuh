@@ -47,11 +47,13 @@ FI_DEVICE void prefill_plan(const PrefillPlanParams& p) {
   __syncthreads();
   for (int b = warp; b < p.batch; b += warps) {
     const PrefillRequest r = p.request(b);
-    for (int t = lane; t < p.tiles(r); t += 32)
-      p.schedule.items[atomicAdd(&place[kLevels - 1 - (p.work(r, t) >> shift)], 1)] = {b, t};
+    for (int t = lane; t < p.tiles(r); t += 32) {
+      const int at = atomicAdd(&place[kLevels - 1 - (p.work(r, t) >> shift)], 1);
+      if (at < p.capacity) p.schedule.items[at] = {b, t};
+    }
   }
   if (threadIdx.x == 0) {
-    p.schedule.header[0] = total;
+    p.schedule.header[0] = min(total, p.capacity);
     p.schedule.header[1] = 0;
     p.schedule.header[2] = 0;
   }

@@ -22,8 +22,8 @@ struct PrefillSchedule {
   PrefillRequest* requests;
   PrefillItem* items;
 
-  static int64_t words(int64_t batch, int64_t items) { return kHeader + 4 * batch + 2 * items; }
-  static PrefillSchedule at(int32_t* words, int64_t batch) {
+  FI_HOST_DEVICE static int64_t words(int64_t batch, int64_t items) { return kHeader + 4 * batch + 2 * items; }
+  FI_HOST_DEVICE static PrefillSchedule at(int32_t* words, int64_t batch) {
     return {words, reinterpret_cast<PrefillRequest*>(words + kHeader),
             reinterpret_cast<PrefillItem*>(words + kHeader + 4 * batch)};
   }

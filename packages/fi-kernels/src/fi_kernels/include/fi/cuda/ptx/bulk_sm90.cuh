@@ -5,7 +5,8 @@
 namespace fi {
 
 // How L2 treats lines (createpolicy encodings that the PTX ISA gives as examples of fractional policies of 1.0).
-constexpr uint64_t kEvictFirst = 0x12F0000000000000ull, kEvictLast = 0x14F0000000000000ull;
+constexpr uint64_t kEvictFirst = 0x12F0000000000000ull, kEvictNormal = 0x1000000000000000ull,
+                   kEvictLast = 0x14F0000000000000ull;
 
 // Global to this block's shared memory; the bytes complete on the barrier.
 FI_DEVICE void bulk_load(void* shared, const void* global, unsigned bytes, Barrier& barrier) {

@@ -1,4 +1,4 @@
-// Stores to global memory as single PTX instructions (PTX ISA, st).
+// Stores to global memory as single PTX instructions (PTX ISA, st), and the fence of the device (membar).
 #pragma once
 #include "fi/cuda/ptx/pdl.cuh"
 
@@ -14,5 +14,9 @@ FI_DEVICE void store_global(void* p, uint4 x) {
 FI_DEVICE void store_global(void* p, uint2 x) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(p)), "r"(x.x), "r"(x.y) : "memory");
 }
+
+// Orders this thread's accesses, and those it has seen by way of a barrier, for all threads of the device. Cheaper than
+// __threadfence(), which is sequentially consistent.
+FI_DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 }  // namespace fi

@@ -33,4 +33,14 @@ FI_DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, in
       : "memory");
 }
 
+// With a hint for L2: kEvictFirst, kEvictNormal or kEvictLast.
+FI_DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, int x0, int x1, int x2, int x3, int x4,
+                        uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, "
+      "%5, %6, %7}], [%2], %8;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+      "l"(&map), "r"(barrier.address()), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "l"(policy)
+      : "memory");
+}
+
 }  // namespace fi

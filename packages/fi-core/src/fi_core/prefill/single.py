@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 from fi_core.attention import attend
 from fi_core.observe.log import fi_api
 from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
+from fi_core.prefill import ops
+from fi_core.prefill.once import attend_once
 
 if TYPE_CHECKING:
     import torch
 
 _BACKENDS = frozenset({"auto", "fa2", "fa3"})
+_LEAST_ROWS = 128  # of query tokens and heads of a kv head, for the Hopper kernel: a whole tile; not yet measured
 
 
 def _reference(  # type: ignore[no-untyped-def]
@@ -77,6 +80,24 @@ def _trace(save_dir: Any = None, name: str | None = None, **arguments: Any) -> T
 _trace.templates = tuple(_TEMPLATES.values())  # type: ignore[attr-defined]
 
 
+def _on_hopper(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o_dtype: Any, kv_layout: str, backend: str, causal: bool
+) -> bool:
+    """Whether the batch kernel for Hopper takes this request, and is worth the launch that lists its tiles."""
+    if backend == "fa2" or kv_layout not in ("NHD", "HND") or k.ndim != 3 or v.ndim != 3:
+        return False
+    tokens, heads = (k.shape[0], k.shape[1]) if kv_layout == "NHD" else (k.shape[1], k.shape[0])
+    if heads < 1 or q.shape[1] % heads or v.shape[-1] < 8 or (causal and tokens < q.shape[0]):
+        return False  # an error, which the op words
+    group = q.shape[1] // heads
+    if q.shape[0] * group < _LEAST_ROWS or q.shape[2] != k.shape[2]:
+        return False
+    impl = ops.choose(
+        "auto", q.device, q.dtype, k.dtype, o_dtype or q.dtype, q.shape[2], v.shape[2], group, 0, v.dtype is k.dtype
+    )
+    return impl == "fa3" and ops.fits(impl, q, q, k, v)
+
+
 @fi_api(trace=_trace)
 def single_prefill_with_kv_cache(
     q: torch.Tensor,
@@ -120,7 +141,8 @@ def single_prefill_with_kv_cache(
     pos_encoding_mode: "NONE"; "ROPE_LLAMA", which rotates key j by position j and row i by p (halves layout, all of the
     head, angles `position / rope_scale * rope_theta^(-2i / head_dim_qk)`, defaults 1 and 1e4); "ALIBI", which adds
     `slope * (j - i)`. logits_soft_cap c > 0: scores become `c tanh(score / c)`, before ALiBi is added.
-    use_fp16_qk_reduction: accepted; sums are fp32 either way. backend: "auto", "fa2" and "fa3" name the same kernels.
+    use_fp16_qk_reduction: accepted; sums are fp32 either way. backend: "fa2" keeps off the kernel for Hopper, which
+    "auto" and "fa3" mean where it takes the request: 16 bits, no mask or encoding, enough rows, usual head dims.
     kv_cache_sf (NVFP4 keys and values) is not supported. On CUDA, products of 16-bit and fp8 inputs run on tensor cores
     where there are more than 16 rows a kv head: the weights, and rotated q and k, are then rounded to 16 bits.
 
@@ -131,12 +153,26 @@ def single_prefill_with_kv_cache(
     Raises ValueError (shape, stride, device, backend; causal with kv_len < qo_len), TypeError (dtype), KeyError
     (kv_layout, pos_encoding_mode) or NotImplementedError (kv_cache_sf).
     """
+    import torch
+
     if backend not in _BACKENDS:
         raise ValueError(f"backend: allowed are {', '.join(sorted(_BACKENDS))}; got {backend!r}")
     if kv_cache_sf is not None:
         raise NotImplementedError("kv_cache_sf: NVFP4 keys and values are not supported; pass fp16, bf16 or fp8 ones")
     if q.ndim != 3:
         raise ValueError(f"q must have shape [qo_len, num_qo_heads, head_dim_qk]; got {tuple(q.shape)}")
+    plain = custom_mask is packed_custom_mask is scale_q is scale_k is scale_v is None
+    if q.is_cuda and plain and pos_encoding_mode == "NONE" and _on_hopper(q, k, v, o_dtype, kv_layout, backend, causal):
+        layout = int(kv_layout == "HND")
+        out = q.new_empty((*q.shape[:2], v.shape[2]))
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+        scale = (q.shape[2] ** -0.5 if sm_scale is None else sm_scale) * (1.0 if k_scale is None else k_scale)
+        out_scale = 1.0 if v_scale is None else v_scale
+        attend_once(
+            out, lse, q, k, v, layout, 1, pages_per_request=k.shape[layout], causal=causal, window_left=window_left,
+            logits_soft_cap=logits_soft_cap or 0.0, score_scale=(scale, None), out_scale=(out_scale, None),
+        )  # fmt: skip
+        return out if lse is None else (out, lse)
     return attend(
         q, k, v, q.shape[0], o_dtype, return_lse, kv_layout, pos_encoding_mode, window_left, logits_soft_cap,
         sm_scale, k_scale, v_scale, rope_scale, rope_theta, causal, custom_mask, packed_custom_mask, scale_q, scale_k,

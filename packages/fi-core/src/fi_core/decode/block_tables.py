@@ -1,0 +1,278 @@
+"""Batch decode over block tables, in one call without a plan: the forms of TensorRT-LLM and of its XQA kernels."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from fi_core.decode import ops
+from fi_core.decode.arguments import LAYOUTS, code, scale_product
+from fi_core.decode.division import carve
+from fi_core.decode.trace import tables_trace
+from fi_core.observe.log import fi_api
+from fi_core.utils import _unpack_paged_kv_cache, check_shape_dtype_device
+
+if TYPE_CHECKING:
+    import torch
+
+    Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    Scale = float | torch.Tensor
+
+_BACKENDS = ("auto", "trtllm-gen", "xqa")
+_LN2 = math.log(2)
+
+
+def _attend(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    kv_layout: str,
+    workspace: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    q_len: int,
+    score_scale: tuple[float, Any],
+    out_scale: tuple[float, Any],
+    window_left: int,
+    sinks: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    enable_pdl: bool | None,
+) -> None:
+    """Divides the work and does it, on the rows `[batch_size * q_len, num_qo_heads, head_dim]` of q."""
+    import torch
+
+    k, v = cache
+    layout = code(LAYOUTS, kv_layout, "kv_layout")
+    if block_tables.ndim != 2 or block_tables.stride(1) != 1:
+        raise ValueError(
+            "block_tables: [batch_size, max_pages], contiguous in the last dimension, is required; got shape "
+            f"{tuple(block_tables.shape)} with strides {block_tables.stride()}"
+        )
+    batch_size, most = block_tables.shape
+    pitch = block_tables.stride(0) if batch_size > 1 else most
+    if not block_tables.is_contiguous():  # columns of a wider table
+        block_tables = block_tables.as_strided(((batch_size - 1) * pitch + most,), (1,))
+    if q.shape[0] != batch_size * q_len or seq_lens.numel() != batch_size:
+        raise ValueError(
+            f"query: batch_size * q_len_per_req rows are required, with one row of block_tables ({batch_size}) and one "
+            f"of seq_lens ({seq_lens.numel()}) for each request; got {q.shape[0]} rows for q_len_per_req = {q_len}"
+        )
+    page_size, kv_heads = (k.shape[1], k.shape[2]) if layout == 0 else (k.shape[2], k.shape[1])
+    if kv_heads < 1 or q.shape[1] % kv_heads:
+        raise ValueError(f"query: a multiple of the cache's {kv_heads} heads is required; got {q.shape[1]}")
+    if workspace.data_ptr() % 16 or not workspace.is_contiguous():
+        raise ValueError("workspace_buffer: a contiguous tensor aligned to 16 bytes is required")
+    if mask is not None:
+        mask = mask.view(torch.uint8).view(batch_size, q_len, -1)
+    units = ops.units_of(q.shape[1], kv_heads, q_len)
+    needs = ops.sizes(workspace.device, batch_size, units)
+    try:
+        buffers = carve(workspace, workspace[:0], needs, v.shape[3])
+    except ValueError as error:
+        raise ValueError(f"workspace_buffer: too small for {batch_size} requests ({error})") from None
+    ops.plan(
+        buffers, None, None, seq_lens.view(-1), page_size, units, pages_per_request=pitch, q_len=q_len,
+        window_left=window_left,
+    )  # fmt: skip
+    impl = ops.choose("auto", q.device, q.dtype, k.dtype, q.shape[2], v.shape[3], 0)
+    if not ops.fits(impl, q, k, v):
+        impl = "fa2"
+    ops.attend(
+        buffers, out, lse, q, k, v, block_tables, impl, layout, 0, q_len, window_left, 0.0, score_scale[0],
+        out_scale[0], 1.0, 1e4, enable_pdl, sinks, None, None, None, score_scale[1], out_scale[1], mask,
+    )  # fmt: skip
+
+
+def _cache_pair(kv_cache: Cache, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(kv_cache, tuple) and kv_cache.ndim == 5 and kv_cache.shape[1] == 1:
+        return kv_cache[:, 0], kv_cache[:, 0]  # keys that are values too
+    return _unpack_paged_kv_cache(kv_cache, kv_layout)
+
+
+@fi_api(trace=tables_trace)
+def trtllm_batch_decode_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: Cache,
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    bmm1_scale: Scale = 1.0,
+    bmm2_scale: Scale = 1.0,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    cum_seq_lens_q: torch.Tensor | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    kv_cache_sf: Any = None,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    bmm1_scale_log2: torch.Tensor | None = None,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    enable_block_sparse_attention: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: torch.Tensor | None = None,
+    bf16q_fp8kv_transform_mode: Any = None,
+    request_order: torch.Tensor | None = None,
+    request_order_plan: Any = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Decode attention over a block table: `softmax(q k^T * bmm1_scale) v * bmm2_scale`, without a plan.
+
+    query: `[batch_size * q_len_per_req, num_qo_heads, head_dim]`. kv_cache: a tuple (k_cache, v_cache), or one tensor
+    whose dim 1 is 2 (K, V) or 1 (both are the same); "HND" (`[pages, num_kv_heads, page_size, head_dim]`) or "NHD".
+    block_tables: `[batch_size, max_pages]`, int32; entries beyond a request's pages are not read. seq_lens:
+    `[batch_size]`, int32 or uint32 (or int64): tokens, those of the query included. max_seq_len: not needed.
+    workspace_buffer: on the device, contiguous; its content does not matter. 8 MiB do for any lengths.
+
+    The scales are numbers or fp32 tensors of one element on the device; there is no other factor, so bmm1_scale has to
+    contain `1 / sqrt(head_dim)`. bmm1_scale_log2 (a tensor, the scale times log2 e) takes the place of bmm1_scale.
+    window_left: how many keys before its own a query sees; -1: all. sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is
+    added to the sum of the softmax. With q_len_per_req > 1 the query tokens are the last of their request, and each
+    sees the keys up to its own; or with mask, uint16 `[batch_size, q_len_per_req, ceil(q_len_per_req / 32) * 2]`, bit t
+    of row r says whether it sees query token t (speculative trees).
+
+    out: written if given; its dtype, or out_dtype, or query's: that of query, fp16 or bf16. lse: fp32
+    `[rows, num_qo_heads]`, base 2, written if given, returned with return_lse. backend: "auto", "trtllm-gen" and "xqa"
+    mean the same kernels. skip_softmax_threshold_scale_factor: nothing is skipped, which any threshold allows. o_scale,
+    max_q_len, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode, request_order: kernels here need them not.
+
+    Returns out or (out, lse). Raises KeyError (backend, kv_layout), ValueError (shape, dtype, device), and
+    NotImplementedError for cum_seq_lens_q, NVFP4, separate tables of K and V, sparse blocks and context parallelism.
+    """
+    import torch
+
+    if backend not in _BACKENDS:
+        raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
+    absent = {
+        "cum_seq_lens_q (ragged queries)": cum_seq_lens_q is not None,
+        "kv_cache_sf (NVFP4 keys)": kv_cache_sf is not None,
+        "out_dtype 'nvfp4'": out_dtype == "nvfp4" or getattr(out, "dtype", None) == "nvfp4",
+        "o_sf_scale, o_sf_vec_size (NVFP4 output)": o_sf_scale is not None or o_sf_vec_size is not None,
+        "uses_shared_paged_kv_idx=False": not uses_shared_paged_kv_idx,
+        "enable_block_sparse_attention": enable_block_sparse_attention,
+        "cp_world > 1": cp_world != 1 or causal_seqlens_kv_global is not None,
+    }
+    for name, asked in absent.items():
+        if asked:
+            raise NotImplementedError(f"{name}: not supported")
+    q_len = 1 if q_len_per_req is None else q_len_per_req
+    k, v = _cache_pair(kv_cache, kv_layout)
+    shape = (*query.shape[:2], v.shape[3])
+    dtype = query.dtype
+    if out is not None:
+        dtype = out.dtype
+        check_shape_dtype_device(out, shape, None, query.device, "out")
+    elif out_dtype is not None:
+        dtype = getattr(torch, out_dtype) if isinstance(out_dtype, str) else out_dtype
+    if dtype not in (query.dtype, torch.float16, torch.bfloat16):
+        raise ValueError(f"out_dtype: the query's ({query.dtype}), float16 or bfloat16 is required; got {dtype}")
+    result = query.new_empty(shape, dtype=dtype) if out is None else out
+    if lse is not None:
+        check_shape_dtype_device(lse, shape[:2], torch.float32, query.device, "lse")
+    elif return_lse:
+        lse = query.new_empty(shape[:2], dtype=torch.float32)
+    score_scale = scale_product(1.0, bmm1_scale) if bmm1_scale_log2 is None else (_LN2, bmm1_scale_log2)
+    _attend(
+        result, lse, query, (k, v), kv_layout, workspace_buffer, block_tables, seq_lens, q_len, score_scale,
+        scale_product(1.0, bmm2_scale), window_left, sinks, mask, enable_pdl,
+    )  # fmt: skip
+    return (result, lse) if return_lse and lse is not None else result
+
+
+@fi_api
+def xqa_batch_decode_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: Cache,
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    bmm1_scale: Scale = 1.0,
+    bmm2_scale: Scale = 1.0,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_layout: str = "NHD",
+    enable_pdl: bool | None = None,
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: torch.Tensor | None = None,
+    kv_cache_sf: Any = None,
+    q_cu_seq_lens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`trtllm_batch_decode_with_kv_cache` with "NHD" as the default layout; the output has out's or query's dtype."""
+    result: torch.Tensor = trtllm_batch_decode_with_kv_cache(  # type: ignore[assignment]
+        query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
+        out, sinks=sinks, kv_layout=kv_layout, enable_pdl=enable_pdl, q_len_per_req=q_len_per_req, o_scale=o_scale,
+        mask=mask, kv_cache_sf=kv_cache_sf, cum_seq_lens_q=q_cu_seq_lens,
+    )  # fmt: skip
+    return result
+
+
+@fi_api
+def xqa(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    output: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    semaphores: torch.Tensor | None,
+    num_kv_heads: int,
+    page_size: int,
+    sinks: torch.Tensor | None = None,
+    q_scale: Scale = 1.0,
+    kv_scale: Scale = 1.0,
+    sliding_win_size: int = 0,
+    kv_layout: str = "NHD",
+    sm_count: int | None = None,
+    enable_pdl: bool | None = None,
+    rcp_out_scale: float = 1.0,
+    q_seq_len: int = 1,
+    mask: torch.Tensor | None = None,
+    *,
+    q_cu_seq_lens: torch.Tensor | None = None,
+    k_sf_cache: torch.Tensor | None = None,
+    v_sf_cache: torch.Tensor | None = None,
+) -> None:
+    """Decode attention over a page table, into `output`: scores are `q k^T * q_scale * kv_scale / sqrt(head_dim)`.
+
+    q, output: `[batch_size, 1, num_qo_heads, head_dim]`, or `[batch_size, 1, q_seq_len, num_qo_heads, head_dim]`.
+    k_cache, v_cache: pages of page_size tokens (any from 1) of num_kv_heads heads. page_table: int32
+    `[batch_size, max_pages]`. seq_lens: `[batch_size, 1]`, uint32. The output is multiplied by
+    `kv_scale * rcp_out_scale`; the scales are numbers or fp32 tensors of one element. sinks: fp32
+    `[num_kv_heads, group]`. sliding_win_size: how many keys the last query token sees; 0: all. mask: as in
+    `trtllm_batch_decode_with_kv_cache`. semaphores, sm_count: kernels here need them not.
+
+    Raises ValueError (shape, dtype, device), KeyError (kv_layout), NotImplementedError (q_cu_seq_lens, NVFP4 caches).
+    """
+    if q_cu_seq_lens is not None or k_sf_cache is not None or v_sf_cache is not None:
+        raise NotImplementedError("q_cu_seq_lens, k_sf_cache, v_sf_cache: ragged queries and NVFP4 are not supported")
+    tokens, heads = (1, 2) if kv_layout == "NHD" else (2, 1)
+    if k_cache.ndim != 4 or (k_cache.shape[tokens], k_cache.shape[heads]) != (page_size, num_kv_heads):
+        raise ValueError(
+            f"k_cache: pages of page_size = {page_size} tokens and num_kv_heads = {num_kv_heads} ({kv_layout}) are "
+            f"required; got shape {tuple(k_cache.shape)}"
+        )
+    rows = (q.shape[0] * q_seq_len, *q.shape[-2:])
+    check_shape_dtype_device(output, (*q.shape[:-1], v_cache.shape[3]), None, q.device, "output")
+    _attend(
+        output.view(*rows[:2], v_cache.shape[3]), None, q.view(rows), (k_cache, v_cache), kv_layout, workspace_buffer,
+        page_table, seq_lens, q_seq_len, scale_product(rows[2] ** -0.5, q_scale, kv_scale),
+        scale_product(rcp_out_scale, kv_scale), sliding_win_size - 1 if sliding_win_size > 0 else -1,
+        None if sinks is None else sinks.view(-1), mask, enable_pdl,
+    )  # fmt: skip

@@ -1,0 +1,301 @@
+"""Batch prefill in one call, without a plan: the forms of TensorRT-LLM and cuDNN."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fi_core.decode.arguments import LAYOUTS, code, scale_product
+from fi_core.decode.block_tables import _cache_pair
+from fi_core.observe.log import fi_api
+from fi_core.prefill import ops
+from fi_core.utils import canonicalize_torch_dtype, check_shape_dtype_device, int32_index
+
+if TYPE_CHECKING:
+    import torch
+
+    Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    Scale = float | torch.Tensor
+
+_BACKENDS = ("auto", "trtllm-gen", "cute-dsl", "cutlass")
+
+
+def attend_once(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: int,
+    batch_size: int,
+    *,
+    qo_indptr: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_len: torch.Tensor | None = None,
+    page_indices: torch.Tensor | None = None,
+    pages_per_request: int = 0,
+    causal: bool = False,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    score_scale: tuple[float, Any] = (1.0, None),
+    out_scale: tuple[float, Any] = (1.0, None),
+    sinks: torch.Tensor | None = None,
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+) -> None:
+    """Lists the tiles into a new schedule and computes them; arguments are those of `ops.plan` and `ops.attend`."""
+    import torch
+
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[-2 - layout]
+    page_size = 1 if page_indices is None else k.shape[1 + layout]
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"query: a multiple of the {kv_heads} heads of the keys is required; got {heads}")
+    tokens = ops.tile_tokens(heads, kv_heads)
+    schedule = q.new_empty(ops.words(batch_size, rows, tokens), dtype=torch.int32)
+    ops.plan(
+        schedule, batch_size, tokens, qo_indptr, kv_indptr, None, kv_len, page_size=page_size,
+        qo_len=0 if qo_indptr is not None else rows, pages_per_request=pages_per_request, causal=causal,
+        window_left=window_left,
+    )  # fmt: skip
+    plain = score_scale[1] is None and out_scale[1] is None
+    impl = ops.choose(backend, q.device, q.dtype, k.dtype, out.dtype, dim, v.shape[-1], heads // kv_heads, 0, plain)
+    if not ops.fits(impl, out, q, k, v):
+        impl = "fa2"
+    ops.attend(
+        schedule, batch_size, tokens, out, lse, q, k, v, page_indices, impl, layout, 0, causal, window_left,
+        logits_soft_cap, score_scale[0], out_scale[0], 1.0, 1e4, enable_pdl, sinks, None, None, None, score_scale[1],
+        out_scale[1],
+    )  # fmt: skip
+
+
+def _refuse(asked: dict[str, bool]) -> None:
+    for name, wanted in asked.items():
+        if wanted:
+            raise NotImplementedError(f"{name}: not supported")
+
+
+def _results(
+    query: torch.Tensor, dim: int, out: Any, out_dtype: Any, lse: torch.Tensor | None, return_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The tensors to write."""
+    import torch
+
+    shape = (*query.shape[:2], dim)
+    if out is None:
+        out = query.new_empty(shape, dtype=query.dtype if out_dtype is None else canonicalize_torch_dtype(out_dtype))
+    else:
+        wanted = None if out_dtype is None else canonicalize_torch_dtype(out_dtype)
+        check_shape_dtype_device(out, shape, wanted, query.device, "out")
+    if lse is not None:
+        check_shape_dtype_device(lse, shape[:2], torch.float32, query.device, "lse")
+    elif return_lse:
+        lse = query.new_empty(shape[:2], dtype=torch.float32)
+    return out, lse
+
+
+def _flat(block_tables: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A block table as a flat list of page ids, and how far its rows are apart."""
+    if block_tables.ndim != 2 or block_tables.stride(1) != 1:
+        raise ValueError(
+            "block_tables: [batch_size, max_pages], contiguous in the last dimension, is required; got shape "
+            f"{tuple(block_tables.shape)} with strides {block_tables.stride()}"
+        )
+    batch_size, most = block_tables.shape
+    if block_tables.is_contiguous():
+        return block_tables, most
+    pitch = block_tables.stride(0)  # columns of a wider table
+    return block_tables.as_strided(((batch_size - 1) * pitch + most,), (1,)), pitch
+
+
+@fi_api
+def trtllm_batch_context_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: Cache,
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: Scale,
+    bmm2_scale: Scale,
+    batch_size: int,
+    cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_cache_sf: Any = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    uses_shared_paged_kv_idx: bool = True,
+    causal: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
+    backend: str = "trtllm-gen",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Prefill attention over a block table: `softmax(q k^T * bmm1_scale) v * bmm2_scale`, without a plan.
+
+    query: `[qo_tokens, num_qo_heads, head_dim]`; request b has rows `cum_seq_lens_q[b] : cum_seq_lens_q[b + 1]` (int32
+    `[batch_size + 1]`, on the device), its last tokens. kv_cache: a tuple (k_cache, v_cache), or one tensor whose dim 1
+    is 2 (K, V) or 1 (both are the same); "HND" (`[pages, num_kv_heads, page_size, head_dim]`) or "NHD". block_tables:
+    `[batch_size, max_pages]`, int32; entries beyond a request's pages are not read. seq_lens: `[batch_size]`, int32 or
+    uint32 (int64 is converted): tokens, those of the query included.
+
+    The scales are numbers or fp32 tensors of one element on the device; there is no other factor, so bmm1_scale has to
+    contain `1 / sqrt(head_dim)`. causal: a row sees the keys up to its own. window_left: how many keys before its own
+    a row sees; -1: all. sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to the sum of the softmax.
+
+    out: written if given; its dtype, or out_dtype, or query's. lse: fp32 `[qo_tokens, num_qo_heads]`, base 2, written
+    if given, returned with return_lse. backend: "trtllm-gen", "cute-dsl", "cutlass" and "auto" mean the same kernels.
+    skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: nothing is skipped or rounded, which any
+    setting allows. workspace_buffer, max_q_len, max_kv_len, cum_seq_lens_kv, multi_ctas_kv_counter_buffer: not needed.
+
+    Returns out or (out, lse). Raises KeyError (backend, kv_layout), ValueError (shape, dtype, device), and
+    NotImplementedError for NVFP4 and separate tables of K and V.
+    """
+    if backend not in _BACKENDS:
+        raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
+    _refuse(
+        {
+            "kv_cache_sf (NVFP4 keys)": kv_cache_sf is not None,
+            "out_dtype 'nvfp4'": out_dtype == "nvfp4" or getattr(out, "dtype", None) == "nvfp4",
+            "o_sf_vec_size (NVFP4 output)": o_sf_vec_size is not None,
+            "o_sf_scale (NVFP4 output)": o_sf_scale is not None and o_sf_scale != 1.0,
+            "uses_shared_paged_kv_idx=False": not uses_shared_paged_kv_idx,
+        }
+    )
+    layout = code(LAYOUTS, kv_layout, "kv_layout")
+    k, v = _cache_pair(kv_cache, kv_layout)
+    result, lse = _results(query, v.shape[3], out, out_dtype, lse, return_lse)
+    pages, pitch = _flat(block_tables)
+    if block_tables.shape[0] != batch_size or seq_lens.numel() != batch_size:
+        raise ValueError(
+            f"block_tables: one row, and one of seq_lens, for each of batch_size = {batch_size} requests is required; "
+            f"got {block_tables.shape[0]} and {seq_lens.numel()}"
+        )
+    attend_once(
+        result, lse, query, k, v, layout, batch_size, qo_indptr=int32_index(cum_seq_lens_q),
+        kv_len=int32_index(seq_lens.view(-1)), page_indices=pages, pages_per_request=pitch, causal=causal,
+        window_left=window_left, score_scale=scale_product(1.0, bmm1_scale), out_scale=scale_product(1.0, bmm2_scale),
+        sinks=sinks, enable_pdl=enable_pdl,
+    )  # fmt: skip
+    return (result, lse) if return_lse and lse is not None else result
+
+
+@fi_api
+def trtllm_ragged_attention_deepseek(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: Scale,
+    bmm2_scale: Scale,
+    o_sf_scale: float | None,
+    batch_size: int,
+    window_left: int,
+    cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor,
+    enable_pdl: bool | None,
+    is_causal: bool,
+    return_lse: bool,
+    attention_sinks: torch.Tensor | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    *,
+    backend: str = "trtllm-gen",
+    q_seq_lens_cpu: torch.Tensor | None = None,
+    kv_seq_lens_cpu: torch.Tensor | None = None,
+    skip_all_rows_active_check: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Prefill attention over contiguous keys, as MLA prefill needs it: `softmax(q k^T * bmm1_scale) v * bmm2_scale`.
+
+    query: `[qo_tokens, num_qo_heads, head_dim_qk]`, key: `[kv_tokens, num_kv_heads, head_dim_qk]`, value: `[kv_tokens,
+    num_kv_heads, head_dim_vo]`, (192, 128) for DeepSeek. cum_seq_lens_q, cum_seq_lens_kv: int32 `[batch_size + 1]` on
+    the device, where the requests begin. is_causal aligns to the bottom right. bmm1_scale contains
+    `1 / sqrt(head_dim_qk)`. The rest, results and errors are as in
+    `trtllm_batch_context_with_kv_cache`; seq_lens, the `_cpu` lengths and skip_all_rows_active_check are not needed.
+    """
+    if backend not in _BACKENDS:
+        raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
+    _refuse({"o_sf_scale (NVFP4 output)": o_sf_scale is not None and o_sf_scale not in (1.0, -1.0)})
+    result, lse = _results(query, value.shape[2], out, None, lse, return_lse)
+    attend_once(
+        result, lse, query, key, value, 0, batch_size, qo_indptr=int32_index(cum_seq_lens_q),
+        kv_indptr=int32_index(cum_seq_lens_kv), causal=is_causal, window_left=window_left,
+        score_scale=scale_product(1.0, bmm1_scale), out_scale=scale_product(1.0, bmm2_scale), sinks=attention_sinks,
+        enable_pdl=enable_pdl,
+    )  # fmt: skip
+    return (result, lse) if return_lse and lse is not None else result
+
+
+@fi_api
+def cudnn_batch_prefill_with_kv_cache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scale: float,
+    workspace_buffer: torch.Tensor,
+    *,
+    max_token_per_sequence: int,
+    max_sequence_kv: int,
+    actual_seq_lens_q: torch.Tensor,
+    actual_seq_lens_kv: torch.Tensor,
+    block_tables: torch.Tensor | None = None,
+    causal: bool,
+    return_lse: bool,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    batch_offsets_q: torch.Tensor | None = None,
+    batch_offsets_o: torch.Tensor | None = None,
+    batch_offsets_k: torch.Tensor | None = None,
+    batch_offsets_v: torch.Tensor | None = None,
+    batch_offsets_stats: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    is_cuda_graph_compatible: bool = False,
+    backend: str | None = None,
+    o_data_type: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Prefill attention by the arguments that callers of cuDNN have; the kernels are those of this library.
+
+    q: `[qo_tokens, num_qo_heads, head_dim_qk]`, requests one after another. k_cache, v_cache: `[pages, num_kv_heads,
+    page_size, head_dim]` with block_tables (int32 `[batch_size, max_pages]`), else `[kv_tokens, num_kv_heads,
+    head_dim]`. actual_seq_lens_q, actual_seq_lens_kv: integers, `[batch_size]` or `[batch_size, 1, 1, 1]`, on the host
+    or the device. scale multiplies the scores, as do q_scale and k_scale, and v_scale the output. batch_offsets_*,
+    max_*, workspace_buffer, is_cuda_graph_compatible, backend: not needed, as requests follow each other without gaps.
+
+    Returns (out `[qo_tokens, num_qo_heads, head_dim_vo]` in o_data_type, default q's, None). Raises ValueError (shape,
+    dtype, device), NotImplementedError (return_lse, lse).
+    """
+    import torch
+
+    _refuse({"return_lse, lse (statistics in cuDNN's layout)": return_lse or lse is not None})
+    result, _ = _results(q, v_cache.shape[-1], out, o_data_type, None, False)
+    lens_q, lens_kv = (
+        x.reshape(-1).to(q.device, torch.int32, non_blocking=True) for x in (actual_seq_lens_q, actual_seq_lens_kv)
+    )
+    bounds_q = torch.nn.functional.pad(lens_q.cumsum(0, dtype=torch.int32), (1, 0))
+    tables: dict[str, Any] = {}
+    if block_tables is not None:
+        pages, pitch = _flat(block_tables)
+        tables = {"kv_len": lens_kv, "page_indices": pages, "pages_per_request": pitch}
+    else:
+        tables = {"kv_indptr": torch.nn.functional.pad(lens_kv.cumsum(0, dtype=torch.int32), (1, 0))}
+    attend_once(
+        result, None, q, k_cache, v_cache, 0 if block_tables is None else 1, len(lens_q), qo_indptr=bounds_q,
+        causal=causal, score_scale=scale_product(scale, q_scale, k_scale), out_scale=scale_product(1.0, v_scale),
+        **tables,
+    )  # fmt: skip
+    return result, None

@@ -1,0 +1,293 @@
+"""The ops behind batch prefill: `prefill_plan` lists the tiles of query rows, `batch_prefill` computes them.
+
+A caller keeps one schedule (private to it: kernels count in it), calls `plan` when lengths change, and `attend` for
+each layer. Neither synchronises, and both may be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from fi_core.errors import UnsupportedError
+from fi_core.launch.op import Launcher, target_of
+from fi_core.spec.constraint import ON_CPU, Constraint, at_least, exactly
+from fi_core.spec.dtype import DTYPES, short_name
+from fi_core.spec.op import Axes, Entry, Impl, Op, Unit
+from fi_core.utils import PosEncodingMode, round_up
+
+if TYPE_CHECKING:
+    import torch
+
+ROWS = 128  # packed query rows of a tile
+_HEADER = 8  # words; PrefillSchedule::kHeader
+
+
+def _plan_unit(axes: Axes) -> Unit:
+    return Unit("fi/prefill/prefill_plan.cuh", "PrefillPlanParams", (Entry("prefill_plan", "prefill_plan", 1024),))
+
+
+PREFILL_PLAN = Op(
+    name="prefill_plan",
+    family="prefill",
+    schema="(Tensor(a!) schedule, Tensor? qo_indptr, Tensor? kv_indptr, Tensor? last_page_len, Tensor? kv_len, "
+    "int batch_size, int qo_len, int page_size, int pages_per_request, int tile_tokens, bool causal, int window_left) "
+    "-> ()",
+    axes={},
+    impls=(Impl("cpu", ON_CPU), Impl("cuda", at_least(80), _plan_unit)),
+)
+
+# Tensor cores multiply in the 16-bit type that holds q and k exactly.
+_MULTIPLY = {"f16": "f16", "bf16": "bf16", "e4m3": "f16", "e5m2": "f16"}
+_TILE_BLOCKS = 2  # a multiprocessor; not yet measured
+_TILE_BYTES = 3 * 64 * (128 + 8) * 2 + 64 * (12 + 8) + 256 * 8  # TilesKernel::Shared
+
+
+def _tiles_unit(axes: Axes) -> Unit:
+    """mma.sync for any head dim; config = (kind 0, rows a block, blocks a multiprocessor)."""
+    q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
+    body = f"prefill_tiles<{DTYPES[_MULTIPLY[q.short]].device}, {q.device}, {kv.device}, {_TILE_BYTES}>"
+    entry = Entry("prefill_tiles", body, 128, (0, 64, _TILE_BLOCKS), _TILE_BYTES, _TILE_BLOCKS)
+    return Unit("fi/prefill/batch_prefill.cuh", "PrefillProblem", (entry,))
+
+
+# Of the Hopper kernel: axis head_dim -> (head_dim_qk, head_dim_vo, keys a step).
+_HOPPER = {64: (64, 64, 128), 128: (128, 128, 128), 192: (192, 128, 112)}
+_HOPPER_VALUES = {qk: vo for qk, vo, _ in _HOPPER.values()}
+
+
+def _hopper_bytes(qk: int, vo: int, keys: int) -> int:
+    """sizeof(PrefillKernel::Shared), and the 1024 bytes to which its start is aligned."""
+    tiles = 2 * (ROWS * (qk + vo) + 2 * keys * (qk + vo))
+    return round_up(tiles + 14 * 8 + 2 * 32, 1024) + 1024
+
+
+def _hopper_unit(axes: Axes) -> Unit:
+    """wgmma and TMA; config = (kind 1, keys a step)."""
+    q, head_dim = DTYPES[str(axes["q"])], axes["head_dim"]
+    assert isinstance(head_dim, int)
+    qk, vo, keys = _HOPPER[head_dim]
+    size = _hopper_bytes(qk, vo, keys)
+    body = f"batch_prefill<{q.device}, {qk}, {vo}, {keys}, {'true' if axes['soft_cap'] else 'false'}, {size}>"
+    entry = Entry("batch_prefill", body, 384, (1, keys), size, 1)
+    return Unit("fi/prefill/batch_prefill_sm90.cuh", "BatchPrefillParams", (entry,))
+
+
+BATCH_PREFILL = Op(
+    name="batch_prefill",
+    family="prefill",
+    schema="(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) schedule, Tensor q, Tensor k, Tensor v, Tensor? page_indices, "
+    "Tensor? custom_mask, Tensor? mask_indptr, Tensor? prefix_len, Tensor? items, Tensor? sinks, Tensor? scale_q, "
+    "Tensor? scale_k, Tensor? scale_v, Tensor? bmm1_scale, Tensor? bmm2_scale, int batch_size, int tile_tokens, "
+    "int kv_tokens, int kv_layout, int pos_encoding_mode, bool causal, int window_left, float logits_soft_cap, "
+    "float sm_scale, float v_scale, float rope_scale, float rope_theta, bool? enable_pdl, str impl) -> ()",
+    # head_dim, soft_cap: what the Hopper kernel is compiled for; 192 has values of 128. 0 and False elsewhere.
+    axes={
+        "q": ("f16", "bf16", "f32", "e4m3", "e5m2"),
+        "kv": ("f16", "bf16", "f32", "e4m3", "e5m2"),
+        "head_dim": (64, 128, 192, 0),
+        "soft_cap": (False, True),
+    },
+    impls=(
+        Impl("cpu", ON_CPU),
+        Impl(
+            "fa3",
+            (
+                *exactly(90),
+                Constraint("q", "in", ("f16", "bf16")),
+                Constraint("kv", "in", ("f16", "bf16")),
+                Constraint("head_dim", "in", tuple(_HOPPER)),
+            ),
+            _hopper_unit,
+        ),
+        Impl(
+            "fa2",
+            (*at_least(80), Constraint("q", "in", tuple(_MULTIPLY)), Constraint("head_dim", "==", 0)),
+            _tiles_unit,
+        ),
+    ),
+    prebuilt=(
+        *(
+            {"q": q, "kv": kv, "head_dim": 0, "soft_cap": False}
+            for q, kv in (
+                *((q, q) for q in _MULTIPLY),
+                *((q, kv) for q in ("f16", "bf16") for kv in ("e4m3", "e5m2")),
+            )
+        ),
+        *(
+            {"q": q, "kv": q, "head_dim": head_dim, "soft_cap": soft_cap}
+            for q in ("f16", "bf16")
+            for head_dim in _HOPPER
+            for soft_cap in (False, True)
+        ),
+    ),
+)
+
+prefill_plan = Launcher(PREFILL_PLAN, lambda schedule, *_: (schedule.get_device(),))
+
+
+def _key(out, lse, schedule, q, k, v, *rest):  # type: ignore[no-untyped-def]
+    impl = rest[-1]
+    if impl != "fa3":
+        return q.get_device(), q.dtype, k.dtype, 0, False, impl
+    return q.get_device(), q.dtype, k.dtype, q.shape[2], rest[-7] > 0.0, impl
+
+
+batch_prefill = Launcher(BATCH_PREFILL, _key)
+
+
+def tile_tokens(num_qo_heads: int, num_kv_heads: int) -> int:
+    """Query tokens of a tile: as many as fill 128 packed rows. It depends on the heads alone, so results do too."""
+    return max(1, ROWS * num_kv_heads // max(1, num_qo_heads))
+
+
+def words(batch_size: int, rows: int, tokens: int) -> int:
+    """Length of the schedule of a batch with so many query tokens, in tiles of `tokens`."""
+    return _HEADER + 4 * batch_size + 2 * (rows // tokens + batch_size)
+
+
+@functools.cache
+def choose(
+    backend: str, device: torch.device, q: torch.dtype, kv: torch.dtype, out: torch.dtype, head_dim_qk: int,
+    head_dim_vo: int, group: int, pos_encoding_mode: int, plain: bool,
+) -> str:  # fmt: skip
+    """The implementation for `attend`: the one that `backend` names ("fa2", "fa3"), for "auto" the best that fits.
+
+    plain: neither custom mask nor items, nor per-head scales nor scales on the device. On a CPU it is "cpu". Cached: a
+    look-up per call. Raises UnsupportedError with the reasons if the named one, or none, takes it.
+    """
+    target = target_of(device)
+    general = {"q": short_name(q), "kv": short_name(kv), "head_dim": 0, "soft_cap": False}
+    if target.kind == "cpu":
+        return BATCH_PREFILL.spec(target, general).impl
+    if backend == "fa2":
+        return BATCH_PREFILL.spec(target, general, "fa2").impl
+    reasons = [
+        f"requires {wanted}, got {got}"
+        for wanted, got, met in (
+            ("kv and output of q's dtype", f"{q}, {kv}, {out}", q is kv is out),
+            ("values of head_dim_qk, or 128 for 192", str(head_dim_vo), head_dim_vo == _HOPPER_VALUES.get(head_dim_qk)),
+            ("at most 128 query heads a kv head", str(group), group <= ROWS),
+            ("pos_encoding_mode NONE", PosEncodingMode(pos_encoding_mode).name, pos_encoding_mode == 0),
+            ("no mask, no scales by head or on the device", "one", plain),
+        )
+        if not met
+    ]
+    reasons += BATCH_PREFILL.explain(target, general | {"head_dim": head_dim_qk})["fa3"]
+    if not reasons:
+        return "fa3"
+    if backend == "auto":
+        return BATCH_PREFILL.spec(target, general, "fa2").impl
+    raise UnsupportedError(f"batch_prefill by {backend} is not supported on {target}:", {backend: reasons})
+
+
+def fits(impl: str, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether addresses and strides are multiples of 16 bytes, as the Hopper kernel needs; others take any."""
+    if impl != "fa3":
+        return True
+    low = out.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr()
+    strides = 0
+    for x in (out, q, k, v):
+        *outer, _ = x.stride()
+        for stride in outer:
+            strides |= stride
+    return (low | strides * q.element_size()) % 16 == 0
+
+
+def plan(
+    schedule: torch.Tensor,
+    batch_size: int,
+    tokens: int,
+    qo_indptr: torch.Tensor | None,
+    kv_indptr: torch.Tensor | None,
+    last_page_len: torch.Tensor | None = None,
+    kv_len: torch.Tensor | None = None,
+    *,
+    page_size: int = 1,
+    qo_len: int = 0,
+    pages_per_request: int = 0,
+    causal: bool = False,
+    window_left: int = -1,
+) -> None:
+    """Lists the tiles of a batch, on the device and without synchronising: one kernel of one block.
+
+    schedule: int32, `words(...)` or longer, aligned to 16 bytes; needs no initial values. tokens: `tile_tokens(...)`.
+    All tensors lie on its device and are contiguous. qo_indptr: int32 `[batch_size + 1]`, query tokens; None: qo_len
+    each. Page ids of request b are `page_indices[kv_indptr[b] : kv_indptr[b + 1]]` (int32 `[batch_size + 1]`), or
+    without kv_indptr `page_indices[b * pages_per_request :][:pages_per_request]`: a flat block table. Ragged keys have
+    page_size 1 and kv_indptr in tokens. Lengths are kv_len (int32 or uint32 `[batch_size]`), limited to what the pages
+    hold, or `(pages - 1) * page_size + last_page_len`, or all that the pages hold.
+
+    causal and window_left say in which order tiles are best taken; `attend` may be given others.
+
+    Raises ValueError or TypeError (shape, dtype, device).
+    """
+    prefill_plan(
+        schedule, qo_indptr, kv_indptr, last_page_len, kv_len, batch_size, qo_len, page_size, pages_per_request, tokens,
+        causal, window_left,
+    )  # fmt: skip
+
+
+def attend(
+    schedule: torch.Tensor,
+    batch_size: int,
+    tokens: int,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    page_indices: torch.Tensor | None,
+    impl: str,
+    kv_layout: int,
+    pos_encoding_mode: int = 0,
+    causal: bool = False,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    sm_scale: float = 1.0,
+    v_scale: float = 1.0,
+    rope_scale: float = 1.0,
+    rope_theta: float = 1e4,
+    enable_pdl: bool | None = None,
+    sinks: torch.Tensor | None = None,
+    scale_q: torch.Tensor | None = None,
+    scale_k: torch.Tensor | None = None,
+    scale_v: torch.Tensor | None = None,
+    bmm1_scale: torch.Tensor | None = None,
+    bmm2_scale: torch.Tensor | None = None,
+    custom_mask: torch.Tensor | None = None,
+    mask_indptr: torch.Tensor | None = None,
+    prefix_len: torch.Tensor | None = None,
+    items: torch.Tensor | None = None,
+    kv_tokens: int = 0,
+) -> None:
+    """Attention of all requests that the last `plan` on this schedule listed, in one launch.
+
+    out: `[qo_tokens, num_qo_heads, head_dim_vo]`, fp16, bf16, fp32, e4m3 or e5m2. lse: fp32 `[qo_tokens, num_qo_heads]`
+    contiguous, base 2, or None. q: `[qo_tokens, num_qo_heads, head_dim_qk]`. k, v with page_indices (int32,
+    contiguous): `[num_pages, page_size, num_kv_heads, dim]` (kv_layout 0, NHD) or `[num_pages, num_kv_heads, page_size,
+    dim]` (1, HND); without: `[kv_tokens, num_kv_heads, dim]` or `[num_kv_heads, kv_tokens, dim]`; of q's dtype, or e4m3
+    or e5m2 with a 16-bit q. Strides are free but for the last dimension; head dims are multiples of 8 up to 512. Rows
+    of no request are not written.
+
+    impl: what `choose` answers, if `fits` (else "fa2"). pos_encoding_mode: value of `PosEncodingMode`.
+    sm_scale, bmm1_scale (fp32, one element on the device), scale_q (fp32 `[num_qo_heads]`) and scale_k (fp32
+    `[num_kv_heads]`) multiply the scores; v_scale, bmm2_scale and scale_v (`[num_kv_heads]`) the output; the last are
+    not in lse. sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to the sum of the softmax, so it is in lse, and a
+    row without keys has lse = sinks[h] * log2(e). Else such a row has out = 0, lse = -inf.
+
+    Row i of a request stands at position p = kv_len - qo_len + i. causal: it sees keys j <= p; custom_mask, which takes
+    its place: those whose bit is set, uint8, each request's `[qo_len, kv_len]` flattened, element e in bit e % 8 of
+    byte e / 8, from byte mask_indptr[b] (int32 `[batch_size + 1]`) on. items, which takes the place of both: keys j <=
+    p that are before prefix_len[b] (int32 or uint32 `[batch_size]`), or from p - items[b][p - prefix_len[b]] + 1 on
+    (uint16 `[batch_size, n]`). window_left w >= 0 hides keys j < p - w whatever else is given.
+
+    kv_tokens: of all requests, if known: decides how many heads share the L2 cache.
+
+    Raises ValueError, TypeError; UnsupportedError where impl does not take the dtypes, head dims or options.
+    """
+    batch_prefill(
+        out, lse, schedule, q, k, v, page_indices, custom_mask, mask_indptr, prefix_len, items, sinks, scale_q, scale_k,
+        scale_v, bmm1_scale, bmm2_scale, batch_size, tokens, kv_tokens, kv_layout, pos_encoding_mode, causal,
+        window_left, logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta, enable_pdl, impl,
+    )  # fmt: skip

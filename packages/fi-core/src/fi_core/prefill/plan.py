@@ -1,0 +1,398 @@
+"""What the batch prefill wrappers share: workspaces, tables, masks and options of a plan, and how a run launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fi_core.decode.arguments import LAYOUTS, POS_ENCODINGS, code, data_types, scale_product
+from fi_core.env import env
+from fi_core.prefill import engine, mask, ops
+from fi_core.prefill.arguments import (
+    BACKENDS,
+    check_backend,
+    check_shape,
+    last_value,
+    log_base,
+    lse_shape,
+    per_head,
+)
+from fi_core.utils import check_shape_dtype_device, int32_index
+
+if TYPE_CHECKING:
+    import torch
+
+CHECK = env.check  # read once: calls pay nothing for it
+_INT_WORKSPACE = 8 << 20  # bytes: room for a million tiles of query rows
+
+
+class BatchPrefillPlan:
+    """The planning half of BatchPrefillWithPagedKVCacheWrapper and BatchPrefillWithRaggedKVCacheWrapper."""
+
+    _paged_kv_indices_buf: Any = None  # of pages
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str,
+        graph_buffers: dict[str, Any] | None,
+        custom_mask_buf: torch.Tensor | None,
+        mask_indptr_buf: torch.Tensor | None,
+        backend: str,
+        jit_args: Any,
+        variant_owns_mask: bool,
+    ) -> None:
+        import torch
+
+        self._layout = code(LAYOUTS, kv_layout, "kv_layout")
+        if variant_owns_mask and (backend != "fa2" or jit_args is None):
+            raise ValueError('variant_owns_mask: requires backend "fa2" and jit_args')
+        check_backend(backend)
+        if jit_args is not None:
+            raise NotImplementedError("jit_args: customised attention variants are not supported; pass None")
+        self._kv_layout, self._backend = kv_layout, backend
+        self._use_cuda_graph = graph_buffers is not None
+        for name, buffer in (graph_buffers or {}).items():
+            if not torch.is_tensor(buffer):
+                raise ValueError(f"{name}: a tensor is required with use_cuda_graph; got {buffer!r}")
+        self._custom_mask_buf: Any = custom_mask_buf
+        self._mask_indptr_buf: Any = mask_indptr_buf
+        if self._use_cuda_graph and custom_mask_buf is not None and mask_indptr_buf is None:
+            raise ValueError("mask_indptr_buf: a tensor is required with custom_mask_buf; got None")
+        self._graph_masks = custom_mask_buf if self._use_cuda_graph else None
+        self._fixed_batch_size = 0
+        self._max_total_num_rows: int | None = None
+        self._copies: dict[str, torch.Tensor] = {}  # device copies of host tables, written again while shapes repeat
+        self._qo_indptr_last: int | None = None  # None: only the device knows
+        self._kv_indptr_last: int | None = None
+        self._batch_size = 0
+        self._prefix_len_ptr: torch.Tensor | None = None
+        self._items: torch.Tensor | None = None
+        self._sinks: torch.Tensor | None = None
+        self.device = float_workspace_buffer.device
+        own = torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=self.device)
+        self.reset_workspace_buffer(float_workspace_buffer, own)
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._use_cuda_graph
+
+    @property
+    def resolved_backend(self) -> str:
+        """The kernels that run uses ("fa2", "fa3" or "cpu"); before the first plan what was asked for."""
+        return self._impl if self._plan_info else self._backend
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        """Replaces both workspaces; plan must be called before the next run.
+
+        int_workspace_buffer: contiguous, of any type, private to the wrapper: from plan to the last run the schedule
+        lies there. float_workspace_buffer is not written: prefill has no partial results.
+        """
+        import torch
+
+        for name, buffer in (
+            ("float_workspace_buffer", float_workspace_buffer),
+            ("int_workspace_buffer", int_workspace_buffer),
+        ):
+            if buffer.data_ptr() % 16:
+                raise ValueError(f"{name}: alignment to 16 bytes is required; got address {buffer.data_ptr():#x}")
+        if not int_workspace_buffer.is_contiguous():
+            strides = int_workspace_buffer.stride()
+            raise ValueError(f"int_workspace_buffer: a contiguous tensor is required; got strides {strides}")
+        self._float_workspace_buffer, self._int_workspace_buffer = float_workspace_buffer, int_workspace_buffer
+        memory = int_workspace_buffer.view(-1).view(torch.uint8)
+        self._schedule = memory[: len(memory) // 4 * 4].view(torch.int32)
+        self._pinned: torch.Tensor | None = None
+        self._plan_info: list[int] | None = None
+        self._cached_module: engine.PrefillPlanner | None = None
+        engine.register(self)
+
+    @property
+    def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
+        """A pinned mirror of the int workspace, which engines pass around; plan needs none, so it is made when read."""
+        import torch
+
+        if self._pinned is None:
+            own = self._int_workspace_buffer
+            self._pinned = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
+        return self._pinned
+
+    def _requests(self) -> torch.Tensor:
+        """`[batch_size, 4]`: first row, rows, first page or key, tokens of each request, as the schedule has them."""
+        return self._schedule[8 : 8 + 4 * self._batch_size].view(-1, 4)
+
+    @property
+    def _kv_lens_buffer(self) -> torch.Tensor:
+        """Tokens of each request of the last plan, int32 on the device."""
+        return self._requests()[:, 3]
+
+    @property
+    def _max_q_len(self) -> int:
+        """Of the last plan; waits for the device."""
+        return int(self._requests()[:, 1].max()) if self._batch_size else 0
+
+    @property
+    def _max_kv_len(self) -> int:
+        """Of the last plan; waits for the device."""
+        return int(self._requests()[:, 3].max()) if self._batch_size else 0
+
+    def _size(self, qo_indptr: torch.Tensor, num_qo_heads: int, num_kv_heads: int) -> tuple[int, int]:
+        tokens = ops.tile_tokens(num_qo_heads, num_kv_heads)
+        return 0, 4 * ops.words(len(qo_indptr) - 1, int(qo_indptr[-1]), tokens)
+
+    def _check_batch(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor) -> None:
+        """Shapes of the tables, and what a CUDA graph fixes."""
+        if len(kv_indptr) != len(qo_indptr) or len(qo_indptr) == 0:
+            raise ValueError(
+                f"kv indptr: length {len(qo_indptr)} is required, that of qo_indptr (batch_size + 1); "
+                f"got {len(kv_indptr)}"
+            )
+        rows = last_value(qo_indptr)
+        if self._use_cuda_graph:
+            if len(qo_indptr) - 1 != self._fixed_batch_size:
+                raise ValueError(
+                    f"qo_indptr: the batch size is fixed at {self._fixed_batch_size} by use_cuda_graph; "
+                    f"got {len(qo_indptr) - 1}"
+                )
+            if self._max_total_num_rows is None:
+                self._max_total_num_rows = rows
+            elif rows is not None and rows > self._max_total_num_rows:
+                raise ValueError(
+                    f"qo_indptr: at most {self._max_total_num_rows} rows, those of the first plan, are allowed with "
+                    f"use_cuda_graph; got {rows}"
+                )
+        self._qo_indptr_last, self._kv_indptr_last = rows, last_value(kv_indptr)
+
+    def _on_device(self, name: str, table: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+        table = int32_index(table)
+        if table.device == self.device:
+            return table
+        kept = self._copies.get(name)
+        if kept is not None and kept.shape == table.shape and kept.dtype == table.dtype:
+            return kept.copy_(table, non_blocking=non_blocking)
+        kept = self._copies[name] = table.to(self.device, non_blocking=non_blocking)
+        return kept
+
+    def _place(self, name: str, table: torch.Tensor, non_blocking: bool) -> None:
+        """A table becomes the attribute `_<name>_buf`: a device copy, or the contents of a buffer of the graph."""
+        attribute = f"_{name}_buf"
+        if not self._use_cuda_graph:
+            setattr(self, attribute, self._on_device(name, table, non_blocking))
+            return
+        buffer = getattr(self, attribute)
+        if len(table) > len(buffer):
+            raise ValueError(f"{name}: {name}_buf has room for {len(buffer)}; got {len(table)}")
+        if table.data_ptr() != buffer.data_ptr():
+            buffer[: len(table)].copy_(table, non_blocking=non_blocking)
+
+    def _place_mask(
+        self,
+        custom_mask: torch.Tensor | None,
+        packed_custom_mask: torch.Tensor | None,
+        indptrs: tuple[torch.Tensor, torch.Tensor],
+        lengths: Callable[[torch.device], torch.Tensor],
+        non_blocking: bool,
+    ) -> None:
+        """Packs a boolean mask. indptrs: of queries and keys; lengths: the kv_len that it was made for, on a device."""
+        if custom_mask is None and packed_custom_mask is None:
+            if not self._use_cuda_graph:
+                self._custom_mask_buf = self._mask_indptr_buf = None
+            return
+        if self._use_cuda_graph and self._graph_masks is None:
+            raise ValueError(
+                "custom_mask: with use_cuda_graph the wrapper needs custom_mask_buf and mask_indptr_buf; got None"
+            )
+        on_host = all(indptr.device.type == "cpu" for indptr in indptrs)
+        where = indptrs[0].device if on_host else self.device
+        elements = mask.element_bounds(indptrs[0].to(where), lengths(where))
+        if packed_custom_mask is not None:
+            packed, bounds = packed_custom_mask.to(self.device, non_blocking=non_blocking), mask.byte_bounds(elements)
+            if self._graph_masks is not None:
+                if len(packed) > len(self._graph_masks):
+                    raise ValueError(
+                        f"packed_custom_mask: custom_mask_buf has room for {len(self._graph_masks)}; got {len(packed)}"
+                    )
+                self._graph_masks[: len(packed)].copy_(packed, non_blocking=non_blocking)
+        else:
+            assert custom_mask is not None
+            flat = custom_mask.to(self.device, non_blocking=non_blocking)
+            packed, bounds = mask.pack(flat, elements, self._graph_masks)
+        if self._graph_masks is not None:
+            self._mask_indptr_buf.copy_(bounds, non_blocking=non_blocking)
+        else:
+            self._custom_mask_buf = packed
+            self._mask_indptr_buf = bounds.to(self.device, non_blocking=non_blocking)
+
+    def _place_items(self, prefix_len: Any, positions: Any, length: int, longest: Any, non_blocking: bool) -> None:
+        """Multi-item scoring: prefix lengths, and how far into its item each token is."""
+        import torch
+
+        self._prefix_len_ptr, self._token_pos_in_items_ptr = prefix_len, positions
+        self._token_pos_in_items_len, self._max_item_len_ptr = length, longest
+        self._items = None
+        if prefix_len is None:
+            return
+        if positions is None or len(positions) != len(prefix_len) * length:
+            raise ValueError(
+                "token_pos_in_items_ptr: batch_size * token_pos_in_items_len elements are required with "
+                f"prefix_len_ptr; got {None if positions is None else len(positions)}"
+            )
+        if positions.dtype is not torch.uint16:
+            raise ValueError(f"token_pos_in_items_ptr: dtype torch.uint16 is required; got {positions.dtype}")
+        self._prefix_len_ptr = self._on_device("prefix_len", prefix_len, non_blocking)
+        self._items = self._on_device("items", positions, non_blocking).view(-1, length)
+
+    def _set_options(
+        self,
+        causal: bool,
+        pos_encoding_mode: str,
+        use_fp16_qk_reduction: bool,
+        window_left: int,
+        logits_soft_cap: float | None,
+        sm_scale: float | None,
+        rope_scale: float | None,
+        rope_theta: float | None,
+    ) -> None:
+        """What is a property of run: the same for plan and forward."""
+        self._encoding = code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
+        self._pos_encoding_mode = pos_encoding_mode
+        self._causal, self._window_left = causal, window_left
+        self._use_fp16_qk_reduction = use_fp16_qk_reduction
+        self._logits_soft_cap = 0.0 if logits_soft_cap is None else logits_soft_cap
+        self._sm_scale = sm_scale
+        self._rope_scale = 1.0 if rope_scale is None else rope_scale
+        self._rope_theta = 1e4 if rope_theta is None else rope_theta
+
+    def _set_types(self, q: Any, kv: Any, o: Any) -> None:
+        types = data_types(q, kv, o, None)
+        self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type = types
+
+    def _replan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        last_page_len: torch.Tensor | None,
+        kv_lens: torch.Tensor | None,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        page_size: int,
+        causal: bool,
+        window_left: int,
+        non_blocking: bool = True,
+    ) -> list[int]:
+        """Lists the tiles, on the device, and remembers what they are of. kv_lens win over last_page_len."""
+        check_shape(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size)
+        self._num_qo_heads, self._num_kv_heads, self._page_size = num_qo_heads, num_kv_heads, page_size
+        self._head_dim_qk, self._head_dim_vo = head_dim_qk, head_dim_vo
+        self._batch_size = batch = len(qo_indptr) - 1
+        self._tile = ops.tile_tokens(num_qo_heads, num_kv_heads)
+        rows = self._qo_indptr_last or 0
+        if ops.words(batch, rows, self._tile) > len(self._schedule):
+            needed = 4 * ops.words(batch, rows, self._tile)
+            raise ValueError(f"int_workspace_buffer: {needed} bytes are required; got {4 * len(self._schedule)}")
+        self._kv_tokens = (self._kv_indptr_last or 0) * page_size
+        qo_indptr = self._on_device("planned_qo_indptr", qo_indptr, non_blocking)
+        kv_indptr = self._on_device("planned_kv_indptr", kv_indptr, non_blocking)
+        if kv_lens is not None:
+            kv_lens, last_page_len = self._on_device("kv_lens", kv_lens, non_blocking), None
+        ops.plan(
+            self._schedule, batch, self._tile, qo_indptr, kv_indptr, last_page_len, kv_lens, page_size=page_size,
+            causal=causal, window_left=window_left,
+        )  # fmt: skip
+        self._impl = self._choose(self._custom_mask_buf is None and self._items is None)
+        self._cached_module = engine.PLANNER
+        self._plan_info = [batch, self._tile, rows, page_size, int(causal), window_left]
+        return self._plan_info
+
+    def _choose(self, plain: bool) -> str:
+        return ops.choose(
+            BACKENDS[self._backend], self.device, self._cached_q_data_type, self._cached_kv_data_type,
+            self._out_dtype(), self._head_dim_qk, self._head_dim_vo, self._num_qo_heads // self._num_kv_heads,
+            self._encoding, plain,
+        )  # fmt: skip
+
+    def _out_dtype(self) -> torch.dtype:
+        return self._cached_o_data_type
+
+    def _check_query(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        if self._plan_info is None:
+            raise RuntimeError("run: call plan first")
+        if q.dtype is not self._cached_q_data_type:
+            raise ValueError(f"q: q_data_type {self._cached_q_data_type} was planned; got {q.dtype}")
+        if k.dtype is not self._cached_kv_data_type or v.dtype is not k.dtype:
+            raise ValueError(
+                f"k and v: kv_data_type {self._cached_kv_data_type} was planned; got {k.dtype} and {v.dtype}"
+            )
+        rows = self._qo_indptr_last
+        fits = rows is None or q.shape[0] == rows or (self._use_cuda_graph and q.shape[0] > rows)
+        if q.ndim != 3 or not fits or q.shape[1] != self._num_qo_heads or q.shape[2] != self._head_dim_qk:
+            first = "any" if rows is None else rows
+            raise ValueError(
+                f"q: shape ({first}, {self._num_qo_heads}, {self._head_dim_qk}) was planned (qo_indptr[-1] rows); "
+                f"got {tuple(q.shape)}"
+            )
+        if v.shape[-1] != self._head_dim_vo:
+            raise ValueError(f"v: head_dim_vo {self._head_dim_vo} was planned; got shape {tuple(v.shape)}")
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        args: tuple[Any, ...],
+        q_scale: Any,
+        k_scale: Any,
+        v_scale: Any,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        return_lse: bool,
+        lse_base: str,
+        lse_layout: str,
+        enable_pdl: bool | None,
+        sinks: torch.Tensor | None,
+    ) -> Any:
+        """Allocates the results that are not given, and launches."""
+        import torch
+
+        rows, heads = q.shape[:2]
+        shape, out_dtype = (rows, heads, self._head_dim_vo), self._out_dtype()
+        if out is not None:
+            check_shape_dtype_device(out, shape, out_dtype, q.device, "out")
+        elif self._qo_indptr_last == rows:
+            out = q.new_empty(shape, dtype=out_dtype)
+        else:  # rows of no request must not be left as they are
+            out = q.new_zeros(shape, dtype=out_dtype)
+        written, factor = lse, log_base(lse_base)
+        if lse is not None or return_lse:
+            wanted = lse_shape(lse_layout, rows, heads)
+            if lse is not None:
+                check_shape_dtype_device(lse, wanted, torch.float32, q.device, "lse")
+            if lse is None or lse_layout == "HN":
+                written = q.new_empty((rows, heads), dtype=torch.float32)
+        scale = self._head_dim_qk**-0.5 if self._sm_scale is None else self._sm_scale
+        scale, bmm1 = scale_product(scale, q_scale, k_scale)
+        out_scale, bmm2 = scale_product(1.0, v_scale)
+        by_head: list[Any] = [None, None, None]
+        if args:
+            qk, vo, by_head = per_head(args)
+            scale, out_scale = scale * qk, out_scale * vo
+        custom = self._custom_mask_buf if self._items is None else None
+        plain = bmm1 is None and bmm2 is None and not any(x is not None for x in by_head)
+        impl = self._impl if plain else self._choose(False)
+        if not ops.fits(impl, out, q, k, v):
+            impl = "fa2"
+        ops.attend(
+            self._schedule, self._batch_size, self._tile, out, written, q, k, v, self._paged_kv_indices_buf, impl,
+            self._layout, self._encoding, self._causal, self._window_left, self._logits_soft_cap, scale, out_scale,
+            self._rope_scale, self._rope_theta, enable_pdl, sinks, by_head[0], by_head[1], by_head[2], bmm1, bmm2,
+            custom, self._mask_indptr_buf, self._prefix_len_ptr, self._items, self._kv_tokens,
+        )  # fmt: skip
+        if written is None:
+            return out
+        if factor != 1.0:
+            written.mul_(factor)
+        if lse_layout == "HN":
+            written = written.t().contiguous() if lse is None else lse.copy_(written.t())
+        return (out, written) if return_lse else out

@@ -1,0 +1,243 @@
+"""Batch prefill over contiguous keys of each request: plan once a step, run once a layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fi_core.observe.log import fi_api
+from fi_core.prefill.plan import BatchPrefillPlan
+
+if TYPE_CHECKING:
+    import torch
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
+    """Prefill attention of a batch whose keys and values stand one request after another: `plan` once, `run` a layer.
+
+    float_workspace_buffer, use_cuda_graph, custom_mask_buf, mask_indptr_buf, backend and errors are those of
+    BatchPrefillWithPagedKVCacheWrapper; the buffers of a graph are qo_indptr_buf and kv_indptr_buf. kv_layout: "NHD",
+    `[kv_tokens, num_kv_heads, head_dim]`, or "HND", `[num_kv_heads, kv_tokens, head_dim]`.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        kv_indptr_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+        variant_owns_mask: bool = False,
+    ) -> None:
+        self._qo_indptr_buf: Any = qo_indptr_buf
+        self._kv_indptr_buf: Any = kv_indptr_buf
+        buffers = {"qo_indptr_buf": qo_indptr_buf, "kv_indptr_buf": kv_indptr_buf}
+        super().__init__(
+            float_workspace_buffer, kv_layout, buffers if use_cuda_graph else None, custom_mask_buf, mask_indptr_buf,
+            backend, jit_args, variant_owns_mask,
+        )  # fmt: skip
+        if use_cuda_graph:
+            self._fixed_batch_size = len(qo_indptr_buf) - 1  # type: ignore[arg-type]
+            if len(kv_indptr_buf) != len(qo_indptr_buf):  # type: ignore[arg-type]
+                raise ValueError(
+                    f"kv_indptr_buf: length {len(qo_indptr_buf)} is required, that of qo_indptr_buf; "  # type: ignore[arg-type]
+                    f"got {len(kv_indptr_buf)}"  # type: ignore[arg-type]
+                )
+
+    def workspace_size(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        *args: Any,
+        **options: Any,
+    ) -> tuple[int, int]:
+        """Bytes of the float and of the int workspace that plan takes with these arguments; changes nothing."""
+        return self._size(qo_indptr, num_qo_heads, num_kv_heads)
+
+    @fi_api
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: torch.dtype | str = "float16",
+        kv_data_type: torch.dtype | str | None = None,
+        o_data_type: torch.dtype | str | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        v_indptr: torch.Tensor | None = None,
+        o_indptr: torch.Tensor | None = None,
+        uniform_q_len: int | None = None,
+    ) -> None:
+        """Says what the next runs are about. Nothing waits for the device, where the work is also listed.
+
+        qo_indptr, kv_indptr: `[batch_size + 1]`, int32, on the host or on the device: request b has the rows
+        `q[qo_indptr[b] : qo_indptr[b + 1]]` and the tokens kv_indptr[b] to kv_indptr[b + 1] of k and v. The other
+        arguments and the errors are those of `BatchPrefillWithPagedKVCacheWrapper.plan`, but note their order. Without
+        effect beyond those named there: seq_lens (kv_indptr says it). v_indptr and o_indptr, for layouts of cuDNN, must
+        be None (NotImplementedError).
+        """
+        if v_indptr is not None or o_indptr is not None:
+            raise NotImplementedError("v_indptr, o_indptr: v and out stand as k and q do; pass None")
+        self._check_batch(qo_indptr, kv_indptr)
+        self._set_options(
+            causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
+            rope_theta,
+        )  # fmt: skip
+        self._set_types(q_data_type, kv_data_type, o_data_type)
+        self._place("qo_indptr", qo_indptr, non_blocking)
+        self._place("kv_indptr", kv_indptr, non_blocking)
+        self._place_mask(
+            custom_mask, packed_custom_mask, (qo_indptr, kv_indptr), lambda device: kv_indptr.to(device).diff(),
+            non_blocking,
+        )  # fmt: skip
+        self._place_items(
+            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, non_blocking
+        )
+        self._replan(
+            self._qo_indptr_buf, self._kv_indptr_buf, None, None, num_qo_heads, num_kv_heads, head_dim_qk,
+            head_dim_vo or head_dim_qk, 1, causal, window_left, non_blocking,
+        )  # fmt: skip
+
+    begin_forward = plan
+
+    def _out_dtype(self) -> torch.dtype:
+        """The planned one; bf16 where that would be an fp8 type only because q is."""
+        import torch
+
+        planned = self._cached_o_data_type
+        return planned if planned.itemsize > 1 else torch.bfloat16
+
+    @fi_api
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *args: Any,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        o_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        enable_pdl: bool | None = None,
+        kv_cache_sf: Any = None,
+    ) -> Any:
+        """Attention of the planned batch: out `[qo_indptr[-1], num_qo_heads, head_dim_vo]`.
+
+        q: `[qo_indptr[-1], num_qo_heads, head_dim_qk]`; k, v: `[kv_indptr[-1], num_kv_heads, head_dim]` ("NHD") or
+        `[num_kv_heads, kv_indptr[-1], head_dim]` ("HND"), or longer. Strides are free but for the last dimension. out
+        has the planned type, or bf16 if that is an fp8 type. o_scale must be None or 1 (NotImplementedError). The
+        attribute `_sinks` of the wrapper, if set, are sinks (fp32 `[num_qo_heads]`). Otherwise arguments, result and
+        errors are those of `BatchPrefillWithPagedKVCacheWrapper.run`.
+        """
+        if kv_cache_sf is not None:
+            raise NotImplementedError("kv_cache_sf: NVFP4 keys and values are not supported")
+        if o_scale is not None and o_scale != 1.0:
+            raise NotImplementedError(f"o_scale: only 1 is supported, multiply v_scale by it; got {o_scale}")
+        if k.ndim != 3 or v.ndim != 3:
+            raise ValueError(f"k and v must have 3 dimensions; got shapes {tuple(k.shape)} and {tuple(v.shape)}")
+        self._check_query(q, k, v)
+        tokens, heads = (k.shape[0], k.shape[1]) if self._layout == 0 else (k.shape[1], k.shape[0])
+        if heads != self._num_kv_heads or tokens < self._kv_tokens:
+            raise ValueError(
+                f"k: {self._num_kv_heads} heads and {self._kv_tokens} tokens were planned (kv_indptr[-1]); "
+                f"got shape {tuple(k.shape)} ({self._kv_layout})"
+            )
+        return self._attend(
+            q,
+            k,
+            v,
+            args,
+            q_scale,
+            k_scale,
+            v_scale,
+            out,
+            lse,
+            return_lse,
+            lse_base,
+            lse_layout,
+            enable_pdl,
+            self._sinks,
+        )
+
+    def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Any:
+        """`run` with return_lse: (out, lse)."""
+        return self.run(q, k, v, *args, return_lse=True, **options)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Any:
+        """The older form of `run`: its options replace those of the plan, also where they are left out."""
+        self._set_options(
+            causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
+            rope_theta,
+        )  # fmt: skip
+        return self.run(q, k, v)
+
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Any:
+        """`forward`, with the log-sum-exp."""
+        self._set_options(
+            causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
+            rope_theta,
+        )  # fmt: skip
+        return self.run(q, k, v, return_lse=True)
+
+    def end_forward(self) -> None:
+        """Does nothing; older callers end a plan with it."""

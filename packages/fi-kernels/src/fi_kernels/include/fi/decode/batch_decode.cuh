@@ -1,0 +1,210 @@
+// Batch decode on sm_80 and later: on CUDA cores, for all types and head dims, and on tensor cores with cp.async.
+#pragma once
+#include "fi/attention/rows.cuh"
+#include "fi/cuda/ptx/cp_async.cuh"
+#include "fi/decode/finish.cuh"
+#include "fi/decode/warp_tile.cuh"
+
+namespace fi {
+
+// The walk of a block, in shared memory: one thread takes the steps, which saves the others thirty registers.
+struct BlockWalk {
+  DecodeWalk walk;
+  DecodeSegment segment;
+  bool more;
+
+  FI_DEVICE void begin(const BatchDecodeParams& params) {
+    walk.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
+  }
+  // By all threads of the block, the first of which has called begin. A barrier.
+  FI_DEVICE bool next() {
+    __syncthreads();
+    if (threadIdx.x == 0) more = walk.next(segment);
+    __syncthreads();
+    return more;
+  }
+};
+
+// Grid: one block a range of the schedule.
+template <class Q, class KV, int kSlices, int kRows>
+FI_DEVICE void decode_rows(const BatchDecodeParams& params) {
+  using Kernel = RowsKernel<Q, KV, kSlices, kRows, PagedTokens>;
+  __shared__ typename Kernel::Shared shared;
+  __shared__ AttentionProblem problem;
+  __shared__ BlockWalk walk;
+  __shared__ int last;
+  pdl_wait();
+  if (threadIdx.x == 0) walk.begin(params);
+#pragma unroll 1
+  while (walk.next()) {
+    const DecodeSegment& s = walk.segment;
+    if (threadIdx.x == 0) problem = params.request(s.request, s.kv_len, sizeof(Q), out_bytes(params.problem.out_type));
+    __syncthreads();
+    const Finish finish(params, s);
+    const PagedTokens pages{params.page_indices + s.first_page, params.page_size, params.k_page, params.v_page};
+    const int begin = max(s.begin * kDecodeTile, problem.mask.first_key(0));
+    const int end = static_cast<int>(min(static_cast<int64_t>(s.end) * kDecodeTile, static_cast<int64_t>(s.kv_len)));
+#pragma unroll 1
+    for (int row = 0; row < finish.rows; row += kRows) {
+      Kernel kernel(problem, shared, finish.kv_head, finish.first + row, pages);
+      kernel.load_queries();
+      kernel.attend(begin, end);
+#pragma unroll 1
+      for (int g = 0; g < min(kRows, finish.rows - row); ++g) {
+        const float m = kernel.merged_m(g), d = kernel.merged_d(g, m);
+#pragma unroll 1
+        for (int x = threadIdx.x * 4; x < problem.dim_vo; x += Kernel::kThreads * 4) {
+          const float4 values = make_float4(kernel.merged_output(g, m, x), kernel.merged_output(g, m, x + 1),
+                                            kernel.merged_output(g, m, x + 2), kernel.merged_output(g, m, x + 3));
+          if (s.whole())
+            finish.write(row + g, x, {m, d, values});
+          else
+            finish.publish(row + g, x, {m, d, values});
+        }
+      }
+    }
+    if (!s.whole() && finish.arrive(threadIdx.x, Kernel::kThreads, 1, &last))
+      finish.write_merged(threadIdx.x, Kernel::kThreads);
+  }
+  pdl_launch_dependents();
+}
+
+// Each warp takes every kWarps-th slice of 16 keys of a segment, through a ring of its own.
+template <class T, class Q, class KV, int kDim, int kWarps, int kStages>
+struct DecodeTiles {
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kOutputPitch = kDim + 8;
+  using Lines = KeyLines<(kDim * sizeof(KV) + 127) / 128, 16, false>;
+  using Tile = WarpTile<T, Q, KV, kDim, Lines>;
+
+  struct Ring {
+    union {
+      struct {
+        char k[kStages][Lines::kBytes], v[kStages][Lines::kBytes];
+      };
+      float output[kDecodeRows][kOutputPitch];
+    };
+  };
+  struct Shared {
+    Ring rings[kWarps];
+    Q queries[kDecodeRows][Tile::kPitch];
+    float2 states[kWarps][kDecodeRows];
+    BlockWalk walk;
+    int last;
+  };
+
+  const BatchDecodeParams& params;
+  Shared& shared;
+  const int lane, warp;
+
+  FI_DEVICE DecodeTiles(const BatchDecodeParams& params, Shared& shared)
+      : params(params), shared(shared), lane(threadIdx.x % 32), warp(threadIdx.x / 32) {}
+
+  // The keys of a segment that are read, and where lane l finds key l % 16 of the slice that is loaded next.
+  struct Slices {
+    int low, high, key;
+    int64_t k_offset, v_offset;
+  };
+  FI_DEVICE void look_up(const DecodeSegment& s, Slices& at) const {
+    const int j = at.key + lane % 16;
+    int64_t page = 0, slot = 0;
+    if (j >= at.low && j < at.high) {
+      const PagedTokens tokens{params.page_indices + s.first_page, params.page_size, 0, 0};
+      page = tokens.page(j), slot = tokens.slot(j);
+    }
+    at.k_offset = page * params.k_page + slot * params.problem.k_token;
+    at.v_offset = page * params.v_page + slot * params.problem.v_token;
+  }
+
+  FI_DEVICE void load(const KV* k, const KV* v, const Slices& at, int stage) const {
+    Ring& ring = shared.rings[warp];
+#pragma unroll
+    for (int i = 0; i < (Tile::kPieces + 1) / 2; ++i) {
+      const int place = min(i * 32 + lane, 16 * Tile::kPieces - 1);
+      const int key = place / Tile::kPieces, piece = place % Tile::kPieces;
+      const int64_t k_offset = __shfl_sync(0xffffffffu, at.k_offset, key);
+      const int64_t v_offset = __shfl_sync(0xffffffffu, at.v_offset, key);
+      const bool inside = at.key + key >= at.low && at.key + key < at.high;
+      const int element = piece * 16 / static_cast<int>(sizeof(KV));
+      cp_async_16(ring.k[stage] + Lines::offset(key, piece), inside ? k + k_offset + element : k, inside);
+      cp_async_16(ring.v[stage] + Lines::offset(key, piece), inside ? v + v_offset + element : v, inside);
+    }
+  }
+
+  FI_DEVICE void load_queries(const Finish& finish) const {
+    const AttentionProblem& p = params.problem;
+    constexpr int kEights = kDim / 8;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < finish.rows * kEights; i += kThreads) {
+      const Row row = params.row(finish.kv_head, finish.first + i / kEights);
+      const int64_t token = static_cast<int64_t>(finish.s.request) * p.mask.qo_len + row.i;
+      Eight<Q> eight;
+      eight.read(static_cast<const Q*>(p.q) + token * p.q_token + row.head * p.q_head + i % kEights * 8, true);
+      memcpy(&shared.queries[i / kEights][i % kEights * 8], &eight, sizeof eight);
+    }
+  }
+
+  FI_DEVICE void run() const {
+    if (threadIdx.x == 0) shared.walk.begin(params);
+    Tile tile;
+#pragma unroll 1
+    while (shared.walk.next()) {
+      const DecodeSegment& s = shared.walk.segment;
+      const Finish finish(params, s);
+      AttentionProblem p = params.problem;
+      p.mask.kv_len = s.kv_len;
+      if (params.bmm1_scale) p.scores.sm_scale *= *params.bmm1_scale;
+      if (params.draft_mask) p.mask.draft = params.draft(s.request);
+      Slices at{max(s.begin * kDecodeTile, p.mask.first_key(0)),
+                static_cast<int>(min(static_cast<int64_t>(s.end) * kDecodeTile, static_cast<int64_t>(s.kv_len))),
+                s.begin * kDecodeTile + warp * 16, 0, 0};
+      const KV* k = static_cast<const KV*>(p.k) + finish.kv_head * p.k_head;
+      const KV* v = static_cast<const KV*>(p.v) + finish.kv_head * p.v_head;
+      look_up(s, at);
+      const auto feed = [&](int stage) {
+        if (at.key < at.high) load(k, v, at, stage);
+        cp_async_commit();
+        at.key += kThreads / 2;
+        look_up(s, at);
+      };
+#pragma unroll 1
+      for (int stage = 0; stage < kStages - 1; ++stage) feed(stage);
+      load_queries(finish);
+      __syncthreads();
+      tile.begin(p, finish.kv_head, finish.first, finish.rows, shared.queries[0]);
+      int stage = 0;
+#pragma unroll 1
+      for (int key = s.begin * kDecodeTile + warp * 16; key < at.high; key += kThreads / 2) {
+        feed(stage == 0 ? kStages - 1 : stage - 1);
+        cp_async_wait<kStages - 1>();
+        __syncwarp();
+        Ring& ring = shared.rings[warp];
+        if (key + 16 > at.low)
+          tile.attend(p, shared.queries[0], ring.k[stage], ring.v[stage], 0, key, at.low, at.high, [] {});
+        __syncwarp();
+        if (++stage == kStages) stage = 0;
+      }
+      cp_async_wait<0>();
+      __syncwarp();
+      tile.leave(finish.rows, shared.rings[warp].output[0], kOutputPitch, shared.states[warp]);
+      __syncthreads();
+      finish.finish(threadIdx.x, kThreads, 1, &shared.last, [&](int r, int x) {
+        return Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
+                                            [&](int w) { return &shared.rings[w].output[r][x]; });
+      });
+    }
+    pdl_launch_dependents();
+  }
+};
+
+// Grid: one block a range of the schedule.
+template <class T, class Q, class KV, int kDim, int kWarps, int kStages, int kSharedBytes>
+FI_DEVICE void decode_tiles(const BatchDecodeParams& params) {
+  extern __shared__ uint4 bytes[];
+  using Kernel = DecodeTiles<T, Q, KV, kDim, kWarps, kStages>;
+  static_assert(sizeof(typename Kernel::Shared) == kSharedBytes, "the family's Python says how much to ask for");
+  pdl_wait();
+  Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(bytes)).run();
+}
+
+}  // namespace fi

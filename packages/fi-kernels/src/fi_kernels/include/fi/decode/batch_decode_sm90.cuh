@@ -1,0 +1,282 @@
+// Batch decode on Hopper: a persistent block of one warp that feeds a ring of key tiles by TMA, warps that each attend
+// to 16 keys of every tile on tensor cores, and one that finishes a segment while they go on with the next.
+#pragma once
+#include "fi/cuda/ptx/tma_sm90.cuh"
+#include "fi/decode/finish.cuh"
+#include "fi/decode/warp_tile.cuh"
+
+namespace fi {
+
+template <class T, class Q, class KV, int kDim, int kWarps, int kStages, bool kWhole>
+struct DecodeTma {
+  static constexpr int kThreads = kWarps * 32;  // of the consumers
+  static constexpr int kKeys = kWarps * 16;     // of a stage
+  static constexpr int kLines = (kDim * sizeof(KV) + 127) / 128;
+  static constexpr int kOutputPitch = kDim + 8;
+  using Lines = KeyLines<kLines, kKeys, kWhole>;
+  using Tile = WarpTile<T, Q, KV, kDim, Lines>;
+
+  struct Shared {
+    char k[kStages][Lines::kBytes], v[kStages][Lines::kBytes];
+    float output[kWarps][kDecodeRows][kOutputPitch];
+    Q queries[2][kDecodeRows][Tile::kPitch];
+    float2 states[kWarps][kDecodeRows];
+    DecodeSegment segments[2];
+    Barrier full_k[kStages], full_v[kStages], empty[kStages];  // of the ring
+    Barrier ready[2], free[2];                                 // of segments and queries
+    Barrier output_full, output_free;
+    int last[2];
+  };
+
+  const BatchDecodeParams& params;
+  Shared& shared;
+  const int lane;
+
+  FI_DEVICE DecodeTma(const BatchDecodeParams& params, Shared& shared)
+      : params(params), shared(shared), lane(threadIdx.x % 32) {}
+
+  FI_DEVICE void init() const {
+    for (int i = 0; i < kStages; ++i) shared.full_k[i].init(1), shared.full_v[i].init(1), shared.empty[i].init(kWarps);
+    for (int i = 0; i < 2; ++i) shared.ready[i].init(1), shared.free[i].init(kWarps + 1);
+    shared.output_full.init(kWarps);
+    shared.output_free.init(1);
+    fence_barrier_init();
+    prefetch_tensor_map(params.k_map);
+    prefetch_tensor_map(params.v_map);
+  }
+
+  // Keys [low, high) of a segment are read.
+  FI_DEVICE int low(const DecodeSegment& s) const {
+    Mask mask = params.problem.mask;
+    mask.kv_len = s.kv_len;
+    return max(s.begin * kDecodeTile, mask.first_key(0));
+  }
+  FI_DEVICE int high(const DecodeSegment& s) const {
+    return static_cast<int>(min(static_cast<int64_t>(s.end) * kDecodeTile, static_cast<int64_t>(s.kv_len)));
+  }
+
+  // The producer's view of a segment: boxes of 2^box_shift keys, counted from its first key. Lane l holds page and slot
+  // of boxes l, 32 + l, ...; those of the next 32 are read while the present ones are used.
+  struct Boxes {
+    DecodeSegment s;
+    int low, high, page, slot, next_page, next_slot;
+  };
+  FI_DEVICE void look_up(const Boxes& b, int window, int& page, int& slot) const {
+    const int64_t key = static_cast<int64_t>(b.s.begin) * kDecodeTile + ((window * 32 + lane) << params.box_shift);
+    page = slot = 0;
+    if (key >= b.high || key + (1 << params.box_shift) <= b.low) return;
+    const auto index = static_cast<int>(divide(static_cast<uint32_t>(key), params.page_size));
+    page = params.page_indices[b.s.first_page + index];
+    slot = static_cast<int>(key) - index * static_cast<int>(params.page_size.value);
+  }
+  // After the last segment comes one of unit -1, which has no keys.
+  FI_DEVICE void next(DecodeWalk& walk, Boxes& b) const {
+    if (!walk.next(b.s)) {
+      b.s.unit = -1, b.s.begin = b.low = b.high = 0;
+      return;
+    }
+    b.low = low(b.s), b.high = high(b.s);
+    look_up(b, 0, b.page, b.slot);
+    look_up(b, 1, b.next_page, b.next_slot);
+  }
+
+  FI_DEVICE void produce() const {
+    DecodeWalk walk;
+    walk.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
+    const uint64_t policy = walk.header.tiles < params.stream_tiles ? kEvictFirst : stream_policy();
+    Boxes now, then;
+    next(walk, then);
+    int stage = 0;
+    unsigned round = 0;
+#pragma unroll 1
+    for (int count = 0;; ++count) {
+      now = then;
+      feed(now, policy, stage, round, [&] {
+        describe(now.s, count);
+        if (now.s.unit >= 0) next(walk, then);
+      });
+      if (now.s.unit < 0) break;
+    }
+    pdl_launch_dependents();
+  }
+
+  // Tells the consumers of a segment, and reads its queries.
+  FI_DEVICE void describe(const DecodeSegment& s, int count) const {
+    const int at = count & 1;
+    if (count >= 2) shared.free[at].wait((count / 2 - 1) & 1);
+    int rows = 0;
+    if (s.unit >= 0) rows = Finish(params, s).rows;
+    if (lane == 0) {
+      shared.segments[at] = s;
+      shared.ready[at].arrive_expect(rows * kDim * sizeof(Q));
+    }
+    __syncwarp();
+    if (lane >= rows) return;
+    const AttentionProblem& p = params.problem;
+    const Row row = params.row(params.kv_head(s.unit), params.first_row(s.unit) + lane);
+    const int64_t token = static_cast<int64_t>(s.request) * p.mask.qo_len + row.i;
+    bulk_load(shared.queries[at][lane], static_cast<const Q*>(p.q) + token * p.q_token + row.head * p.q_head,
+              kDim * sizeof(Q), shared.ready[at]);
+  }
+
+  // Calls `then` as soon as the first keys are on their way.
+  template <class Then>
+  FI_DEVICE void feed(Boxes& b, uint64_t policy, int& stage, unsigned& round, Then&& then) const {
+    const int shift = params.box_shift, boxes = kKeys >> shift, head = params.kv_head(b.s.unit);
+    const unsigned bytes = kLines * 128 << shift;
+    int first_box = 0;  // of the stage, in the segment
+#pragma unroll 1
+    for (int key = b.s.begin * kDecodeTile; key < b.high || first_box == 0; key += kKeys, first_box += boxes) {
+      if (key < b.high) {
+        shared.empty[stage].wait((round & 1) ^ 1);
+        const int from = max(b.low - key, 0) >> shift, to = (min(b.high - key, kKeys) + (1 << shift) - 1) >> shift;
+        if (lane == 0) {
+          shared.full_k[stage].arrive_expect((to - from) * bytes);
+          shared.full_v[stage].arrive_expect((to - from) * bytes);
+        }
+        __syncwarp();
+#pragma unroll 1
+        for (int done = 0; done < boxes;) {
+          const int place = (first_box + done) % 32;  // in the window
+          const int box = done + lane - place;
+          const int these = min(boxes - done, 32 - place);
+          if (lane >= place && lane < place + these && box >= from && box < to) {
+            copy(shared.k[stage], params.k_map, shared.full_k[stage], box, b.slot, head, b.page, policy);
+            copy(shared.v[stage], params.v_map, shared.full_v[stage], box, b.slot, head, b.page, policy);
+          }
+          done += these;
+          if (place + these == 32) {
+            b.page = b.next_page, b.slot = b.next_slot;
+            look_up(b, (first_box + done) / 32 + 1, b.next_page, b.next_slot);
+          }
+        }
+        if (++stage == kStages) stage = 0, ++round;
+      }
+      if (first_box == 0) then();
+    }
+  }
+
+  FI_DEVICE void copy(char* to, const TensorMap& map, Barrier& barrier, int box, int slot, int head, int page,
+                      uint64_t policy) const {
+    const int key = box << params.box_shift;
+    if constexpr (kWhole) {
+      tma_load(to + key * kLines * 128, map, barrier, 0, 0, slot, head, page, policy);
+    } else {
+#pragma unroll
+      for (int line = 0; line < kLines; ++line)
+        tma_load(to + (line * kKeys + key) * 128, map, barrier, line * 128 / static_cast<int>(sizeof(KV)), 0, slot,
+                 head, page, policy);
+    }
+  }
+
+  FI_DEVICE void consume() const {
+    const int warp = threadIdx.x / 32;
+    const float bmm1 = params.bmm1_scale ? *params.bmm1_scale : 1.f;
+    Tile tile;
+    int stage = 0;
+    unsigned round = 0;
+#pragma unroll 1
+    for (int count = 0;; ++count) {
+      const int at = count & 1;
+      shared.ready[at].wait(count / 2 & 1);
+      const DecodeSegment& s = shared.segments[at];
+      if (s.unit < 0) break;
+      const Finish finish(params, s);
+      AttentionProblem p = params.problem;
+      p.mask.kv_len = s.kv_len;
+      p.scores.sm_scale *= bmm1;
+      if (params.draft_mask) p.mask.draft = params.draft(s.request);
+      tile.begin(p, finish.kv_head, finish.first, finish.rows, shared.queries[at][0]);
+      const int from = low(s), to = high(s);
+#pragma unroll 1
+      for (int key = s.begin * kDecodeTile + warp * 16; key - warp * 16 < to; key += kKeys) {
+        shared.full_k[stage].wait(round & 1);
+        if (key < to && key + 16 > from)
+          tile.attend(p, shared.queries[at][0], shared.k[stage], shared.v[stage], warp * 16, key, from, to,
+                      [&] { shared.full_v[stage].wait(round & 1); });
+        __syncwarp();
+        if (lane == 0) shared.empty[stage].arrive();
+        if (++stage == kStages) stage = 0, ++round;
+      }
+      const bool last = is_last(count);
+      if (count > 0) shared.output_free.wait((count - 1) & 1);
+      tile.leave(finish.rows, shared.output[warp][0], kOutputPitch, shared.states[warp]);
+      __syncwarp();
+      if (last) {
+        barrier_sync(1, kThreads);
+        complete(finish, threadIdx.x, kThreads, 1);
+        return;
+      }
+      if (lane == 0) {
+        shared.output_full.arrive();
+        shared.free[at].arrive();
+      }
+    }
+  }
+
+  // Whether segment `count` is the last: waits until the next is described.
+  FI_DEVICE bool is_last(int count) const {
+    const int next = count + 1;
+    shared.ready[next & 1].wait(next / 2 & 1);
+    return shared.segments[next & 1].unit < 0;
+  }
+
+  // All segments but the last, which the consumers finish themselves, being more.
+  FI_DEVICE void follow() const {
+#pragma unroll 1
+    for (int count = 0;; ++count) {
+      const int at = count & 1;
+      shared.ready[at].wait(count / 2 & 1);
+      const DecodeSegment& s = shared.segments[at];
+      if (s.unit < 0 || is_last(count)) return;
+      shared.output_full.wait(count & 1);
+      complete(Finish(params, s), lane, 32, 2);
+      __syncwarp();
+      if (lane == 0) {
+        shared.output_free.arrive();
+        shared.free[at].arrive();
+      }
+    }
+  }
+
+  FI_DEVICE void complete(const Finish& finish, int thread, int threads, int barrier) const {
+    finish.finish(thread, threads, barrier, &shared.last[barrier - 1], [&](int r, int x) {
+      return Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
+                                          [&](int w) { return &shared.output[w][r][x]; });
+    });
+  }
+
+  FI_DEVICE uint64_t stream_policy() const {
+    uint64_t policy = kEvictNormal;
+    if (params.policy == 1) asm volatile("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
+    if (params.policy == 2) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 0.5;" : "=l"(policy));
+    if (params.policy == 3)
+      asm volatile("createpolicy.fractional.L2::evict_first.L2::evict_unchanged.b64 %0, 0.25;" : "=l"(policy));
+    if (params.policy == 4) asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 0.1;" : "=l"(policy));
+    return policy;
+  }
+};
+
+// Grid: one block a range of the schedule; threads: the consumers, the producer, the finisher.
+template <class T, class Q, class KV, int kDim, int kWarps, int kStages, bool kWhole, int kSharedBytes>
+FI_DEVICE void decode_tma(const BatchDecodeParams& params) {
+  extern __shared__ uint4 bytes[];
+  using Kernel = DecodeTma<T, Q, KV, kDim, kWarps, kStages, kWhole>;
+  static_assert(sizeof(typename Kernel::Shared) + 1024 == kSharedBytes, "the family's Python says how much to ask for");
+  // The swizzle goes by the address: lines begin at multiples of its period.
+  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(bytes));
+  Kernel kernel(params, *reinterpret_cast<typename Kernel::Shared*>(reinterpret_cast<char*>(bytes) +
+                                                                    (1024 - base % 1024) % 1024));
+  if (threadIdx.x == 0) kernel.init();
+  pdl_wait();
+  __syncthreads();
+  const int role = static_cast<int>(threadIdx.x) - Kernel::kThreads;
+  if (role < 0)
+    kernel.consume();
+  else if (role < 32)
+    kernel.produce();
+  else
+    kernel.follow();
+}
+
+}  // namespace fi

@@ -1,0 +1,71 @@
+// Launches batch_decode on CUDA: which entry, and for Hopper the description of the caches for bulk tensor copies.
+#pragma once
+#include <algorithm>
+#include <numeric>
+
+#include "fi/decode/batch_decode.h"
+#include "fi/host/kernel.h"
+
+#if FI_CUDA
+namespace fi {
+
+// The first number of an entry's config; the second is the head dim, of rows the largest.
+enum DecodeKind { kDecodeRowsKind = 0, kDecodeTilesKind = 1, kDecodeTmaKind = 2 };
+
+// A cache as [pages, heads, tokens of a page, lines, elements of a line], a line being 128 bytes; `whole`: one copy
+// brings all lines of a token, else each line takes one, and lines are offsets in a row.
+inline void describe_cache(TensorMap& map, const Tensor& cache, int64_t heads, int64_t page_size, int64_t head,
+                           int64_t token, int64_t box_rows, bool whole) {
+  const int64_t bytes = cache.dtype().bytes(), dim = cache.size(-1), line = 128 / bytes;
+  const int64_t lines = whole ? (dim + line - 1) / line : 1;
+  const auto step = [&](int64_t n, int64_t stride) { return static_cast<uint64_t>(n > 1 ? stride * bytes : 128); };
+  const uint64_t sizes[] = {static_cast<uint64_t>(whole ? std::min(dim, line) : dim), static_cast<uint64_t>(lines),
+                            static_cast<uint64_t>(page_size), static_cast<uint64_t>(heads),
+                            static_cast<uint64_t>(cache.size(0))};
+  const uint64_t strides[] = {128, step(page_size, token), step(heads, head), step(cache.size(0), cache.stride(0))};
+  const uint32_t box[] = {static_cast<uint32_t>(line), static_cast<uint32_t>(lines), static_cast<uint32_t>(box_rows), 1,
+                          1};
+  const uint32_t steps[] = {1, 1, 1, 1, 1};
+  const cu::Driver& driver = cu::Driver::get();
+  driver.check(driver.TensorMapEncodeTiled(&map, bytes == 1 ? cu::kTensorU8 : cu::kTensorU16, 5, cache.data(), sizes,
+                                           strides, box, steps, 0, cu::kSwizzle128B, cu::kPromoteL2To128B, 0),
+               "cuTensorMapEncodeTiled");
+}
+
+inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params, const Tensor& k_cache,
+                                const Tensor& v_cache, bool pdl) {
+  AttentionProblem& p = params.problem;
+  const Entry* entry = nullptr;
+  for (const Entry& e : kernel.entries) {
+    const bool rows = e.config[0] == kDecodeRowsKind;
+    if (rows ? std::max(p.dim_qk, p.dim_vo) <= e.config[1] : p.dim_qk == e.config[1] && p.dim_vo == e.config[1]) {
+      entry = &e;
+      break;
+    }
+  }
+  FI_CHECK(entry, ValueError, "impl must be fa2 for head dims %d and %d", p.dim_qk, p.dim_vo);
+  Launch config{params.blocks};
+  config.pdl = pdl;
+  if (entry->config[0] != kDecodeRowsKind) {
+    FI_CHECK(p.aligned, ValueError,
+             "addresses and strides of q, k_cache and v_cache must be multiples of 16 bytes for tensor cores; use fa2");
+    FI_CHECK(!p.rotary.enabled, ValueError, "impl must be fa2 for ROPE_LLAMA, which rotates keys on the fly");
+  }
+  if (entry->config[0] == kDecodeTmaKind) {
+    const auto page_size = static_cast<int64_t>(params.page_size.value);
+    const bool whole = entry->config[2] != 0;
+    // A box stays in its page; what is beyond the end of the only page arrives as zeros.
+    const bool one_page = k_cache.size(0) == 1 && v_cache.size(0) == 1;
+    const int64_t box_rows = one_page ? kDecodeTile : std::gcd(page_size, int64_t{kDecodeTile});
+    params.box_shift = __builtin_ctzll(static_cast<uint64_t>(box_rows));
+    params.stream_tiles = static_cast<int32_t>((entry->config[3] << 20) /
+                                               (kDecodeTile * (p.dim_qk + p.dim_vo) * k_cache.dtype().bytes()));
+    params.policy = static_cast<int32_t>(entry->config[4]);
+    describe_cache(params.k_map, k_cache, p.kv_heads, page_size, p.k_head, p.k_token, box_rows, whole);
+    describe_cache(params.v_map, v_cache, p.kv_heads, page_size, p.v_head, p.v_token, box_rows, whole);
+  }
+  kernel.launch(*entry, config, k_cache.device(), params);
+}
+
+}  // namespace fi
+#endif

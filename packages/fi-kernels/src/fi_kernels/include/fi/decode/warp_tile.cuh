@@ -1,0 +1,257 @@
+// One warp's share of decode attention on tensor cores: up to 16 packed query rows against 16 keys at a time, which no
+// other warp reads; softmax state and output in registers. sm_80 and later.
+#pragma once
+#include "fi/attention/eight.cuh"
+#include "fi/cuda/math.cuh"
+#include "fi/cuda/ptx/fp8.cuh"
+#include "fi/cuda/ptx/ldmatrix.cuh"
+#include "fi/cuda/ptx/mma_sm80.cuh"
+#include "fi/decode/batch_decode.h"
+
+namespace fi {
+
+FI_DEVICE unsigned pack_pair(float low, float high, __half) {
+  const __half2 x = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const unsigned*>(&x);
+}
+FI_DEVICE unsigned pack_pair(float low, float high, __nv_bfloat16) {
+  const __nv_bfloat162 x = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const unsigned*>(&x);
+}
+
+// How keys lie in shared memory: lines of 128 bytes, whose 16-byte pieces are permuted by the lowest bits of the line's
+// number (the pattern of TMA's 128-byte swizzle), so that ldmatrix meets no conflict in lines that follow each other.
+// Either the lines of one key follow each other (kWhole), or one line of kKeys keys, then the next.
+template <int kLines, int kKeys, bool kWhole>
+struct KeyLines {
+  static constexpr int kBytes = kLines * kKeys * 128;
+  FI_DEVICE static unsigned offset(int key, int piece) {
+    const int line = kWhole ? key * kLines + piece / 8 : piece / 8 * kKeys + key;
+    return line * 128 + ((piece % 8 ^ line % 8) << 4);
+  }
+};
+
+// Plain stores to shared memory come before a later bulk copy to the same place.
+FI_DEVICE void fence_before_async() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// T: what tensor cores multiply. fp8 keys become halves in registers. ldmatrix gives a lane four neighbours of a row of
+// fp8 where the operand wants two here and two eight columns on, so the columns of a step of 16 are taken in another
+// order: 4c, 4c + 1 in the place of 2c, 2c + 1, and 4c + 2, 4c + 3 in that of 2c + 8, 2c + 9. q follows the same order.
+template <class T, class Q, class KV, int kDim, class Lines>
+struct WarpTile {
+  static constexpr bool kFp8 = sizeof(KV) == 1;
+  static constexpr int kSteps = kDim / 16, kPieces = kDim * sizeof(KV) / 16;
+  static constexpr int kPitch = kDim + 16 / sizeof(Q);  // of rows of queries in shared memory
+  static constexpr bool kHeld = kDim <= 128;  // queries stay in registers; else they come from shared memory each time
+
+  unsigned q[kHeld ? kSteps : 1][4];
+  float o[kDim / 8][4], m[2], d[2];
+  float scale[2], slope[2];  // of the lane's two rows
+  int i[2];
+  int full_begin, full_end;  // keys that all rows see
+  const int lane;
+
+  FI_DEVICE WarpTile() : lane(threadIdx.x % 32) {}
+
+  // rows: of the tile; queries: its row r at r * kPitch, in shared memory, until the end of the item.
+  FI_DEVICE void begin(const AttentionProblem& p, int kv_head, int first, int rows, const Q* queries) {
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) o[n][c] = 0.f;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = half * 8 + lane / 4;
+      const Row row = p.row(kv_head, first + min(r, rows - 1));
+      const HeadScores head = p.head_scores<CudaMath>(row.head);
+      scale[half] = head.scale, slope[half] = head.slope, i[half] = row.i;
+      m[half] = kMinusInf, d[half] = 0.f;
+    }
+    full_begin = p.mask.first_key(p.row(kv_head, first + rows - 1).i);
+    full_end = p.mask.end_key(p.row(kv_head, first).i);
+    if constexpr (kHeld) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) load_query(queries, step, q[step]);
+    }
+  }
+
+  // Keys [key, key + 16), which lie at `k` and `v` as keys `place` .. of their lines; those outside of [low, high) are
+  // not there, and what lies in their place may be anything.
+  template <class WaitForValues>
+  FI_DEVICE void attend(const AttentionProblem& p, const Q* queries, const char* k, char* v, int place, int key,
+                        int low, int high, WaitForValues&& wait_for_values) {
+    float s[2][4] = {};
+    const int key_lane = place + lane / 16 * 8 + lane % 8;
+#pragma unroll
+    for (int piece = 0; piece < kPieces; piece += 2) {
+      constexpr int kStepsOfPair = kFp8 ? 2 : 1;
+      unsigned a[kStepsOfPair][4], b[4];
+#pragma unroll
+      for (int x = 0; x < kStepsOfPair; ++x)
+        if (piece + x < kPieces) query(queries, piece * kStepsOfPair / 2 + x, a[x]);
+      ldmatrix_x4(b, k + Lines::offset(key_lane, piece + lane / 8 % 2));
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        if constexpr (kFp8) {
+#pragma unroll
+          for (int x = 0; x < 2 && piece + x < kPieces; ++x)
+            mma_m16n8k16(s[n], a[x], halves(b[2 * n + x], KV{}), halves(b[2 * n + x] >> 16, KV{}), T{});
+        } else {
+          mma_m16n8k16(s[n], a[0], b[2 * n], b[2 * n + 1], T{});
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) s[n][c] *= scale[c / 2];
+    if (p.special()) finish(p, key, s);
+    if (key < max(full_begin, low) || key + 16 > min(full_end, high)) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int j = key + n * 8 + lane % 4 * 2 + c % 2;
+          if (j < max(p.mask.first_key(i[c / 2]), low) || j >= min(p.mask.end_key(i[c / 2]), high)) s[n][c] = kMinusInf;
+        }
+    }
+    soften(s);
+    const unsigned a[4] = {pack_pair(s[0][0], s[0][1], T{}), pack_pair(s[0][2], s[0][3], T{}),
+                           pack_pair(s[1][0], s[1][1], T{}), pack_pair(s[1][2], s[1][3], T{})};
+    wait_for_values();
+    if (key < low || key + 16 > high) clear(v, place, low - key, high - key);
+#pragma unroll
+    for (int piece = 0; piece < kPieces; piece += 2) {
+      unsigned b[4];
+      ldmatrix_x4_trans(b, v + Lines::offset(place + lane % 16, piece + lane / 16));
+      if constexpr (kFp8) {
+#pragma unroll
+        for (int x = 0; x < 2 && piece + x < kPieces; ++x) {  // 16 columns: the even ones, the odd ones
+          const unsigned low_keys = __byte_perm(b[2 * x], 0, 0x3120), high_keys = __byte_perm(b[2 * x + 1], 0, 0x3120);
+          mma_m16n8k16(o[2 * (piece + x)], a, halves(low_keys, KV{}), halves(high_keys, KV{}), T{});
+          mma_m16n8k16(o[2 * (piece + x) + 1], a, halves(low_keys >> 16, KV{}), halves(high_keys >> 16, KV{}), T{});
+        }
+      } else {
+        mma_m16n8k16(o[piece], a, b[0], b[1], T{});
+        mma_m16n8k16(o[piece + 1], a, b[2], b[3], T{});
+      }
+    }
+  }
+
+  // Leaves rows of unnormalised output, `pitch` floats apart, and their states (m, d).
+  FI_DEVICE void leave(int rows, float* to, int pitch, float2* states) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = half * 8 + lane / 4;
+      float sum = d[half];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      if (r >= rows) continue;
+      if (lane % 4 == 0) states[r] = make_float2(m[half], sum);
+      float* row = to + r * pitch;
+#pragma unroll
+      for (int n = 0; n < kDim / 8; n += 2) {
+        const float *x = &o[n][half * 2], *y = &o[n + 1][half * 2];
+        if constexpr (kFp8) {
+          *reinterpret_cast<float4*>(row + n * 8 + lane % 4 * 4) = make_float4(x[0], y[0], x[1], y[1]);
+        } else {
+          *reinterpret_cast<float2*>(row + n * 8 + lane % 4 * 2) = make_float2(x[0], x[1]);
+          *reinterpret_cast<float2*>(row + n * 8 + 8 + lane % 4 * 2) = make_float2(y[0], y[1]);
+        }
+      }
+    }
+  }
+
+ private:
+  // The operand of one step of 16 columns.
+  FI_DEVICE void load_query(const Q* queries, int step, unsigned (&a)[4]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Q* at = queries + (half * 8 + lane / 4) * kPitch + step * 16 + lane % 4 * (kFp8 ? 4 : 2);
+      a[half] = query_pair(at);
+      a[half + 2] = query_pair(at + (kFp8 ? 2 : 8));
+    }
+  }
+  FI_DEVICE void query(const Q* queries, int step, unsigned (&a)[4]) const {
+    if constexpr (kHeld) {
+#pragma unroll
+      for (int x = 0; x < 4; ++x) a[x] = q[step][x];
+    } else {
+      load_query(queries, step, a);
+    }
+  }
+  FI_DEVICE static unsigned query_pair(const Q* at) {
+    if constexpr (sizeof(Q) == 1) {
+      return halves(*reinterpret_cast<const unsigned short*>(at), Q{});
+    } else if constexpr (kFp8) {
+      return pack_pair(to_float(at[0]), to_float(at[1]), T{});
+    } else {
+      return *reinterpret_cast<const unsigned*>(at);
+    }
+  }
+
+  // Soft cap, ALiBi and draft mask.
+  FI_DEVICE void finish(const AttentionProblem& p, int key, float (&s)[2][4]) const {
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int j = key + n * 8 + lane % 4 * 2 + c % 2, row = i[c / 2];
+        const HeadScores head{scale[c / 2], p.scores.cap(), slope[c / 2]};
+        s[n][c] = head.template score<CudaMath>(s[n][c], static_cast<float>(j - row));
+        if (p.mask.draft && j < p.mask.kv_len && !p.mask.keeps(row, j)) s[n][c] = kMinusInf;
+      }
+  }
+
+  // Scores become weights; m, d and o take the new maximum. Four lanes share a row.
+  FI_DEVICE void soften(float (&s)[2][4]) {
+    float top[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      top[half] = m[half];
+#pragma unroll
+      for (int n = 0; n < 2; ++n) top[half] = fmaxf(top[half], fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
+      top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], 1));
+      top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], 2));
+    }
+    if (__any_sync(0xffffffffu, top[0] > m[0] || top[1] > m[1])) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float factor = softmax_weight<CudaMath>(m[half], softmax_base(top[half]));
+        m[half] = top[half];
+        d[half] *= factor;
+#pragma unroll
+        for (int n = 0; n < kDim / 8; ++n) o[n][half * 2] *= factor, o[n][half * 2 + 1] *= factor;
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float base = softmax_base(m[half]);
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int c = half * 2; c < half * 2 + 2; ++c) {
+          s[n][c] = softmax_weight<CudaMath>(s[n][c], base);
+          d[half] += s[n][c];
+        }
+    }
+  }
+
+  // Values outside of keys [begin, end) of the 16: a weight of 0 does not hide a NaN.
+  FI_DEVICE void clear(char* v, int place, int begin, int end) const {
+#pragma unroll 1
+    for (int at = lane; at < 16 * kPieces; at += 32) {
+      const int key = at / kPieces, piece = at % kPieces;
+      if (key < begin || key >= end)
+        *reinterpret_cast<uint4*>(v + Lines::offset(place + key, piece)) = make_uint4(0, 0, 0, 0);
+    }
+    fence_before_async();
+    __syncwarp();
+  }
+};
+
+}  // namespace fi

@@ -1,0 +1,50 @@
+// Batch prefill on sm_80 and later: persistent blocks take tiles of 64 packed query rows from the schedule.
+#pragma once
+#include "fi/attention/tiles.cuh"
+#include "fi/prefill/prefill_problem.h"
+
+namespace fi {
+
+// Units of work are parts of 64 rows of an item, for one kv head and 128 columns of the output: items slowest, so that
+// the longest come first. Blocks begin with that of their number and take the next from a counter.
+template <class T, class Q, class KV, int kSharedBytes>
+FI_DEVICE void prefill_tiles(const PrefillProblem& params) {
+  extern __shared__ uint4 bytes[];
+  using Kernel = TilesKernel<T, Q, KV, TokensOfEither>;
+  static_assert(sizeof(typename Kernel::Shared) == kSharedBytes, "the family's Python says how much to ask for");
+  __shared__ AttentionProblem problem;
+  __shared__ int next_unit;
+  pdl_wait();
+  const AttentionProblem& common = params.problem;
+  const int item_rows = params.tile_tokens * common.group;
+  const int parts = (item_rows + Kernel::kRows - 1) / Kernel::kRows;
+  const int columns = (common.dim_vo + Kernel::kColumns - 1) / Kernel::kColumns;
+  const int blocks = gridDim.x, units = params.schedule.header[0] * common.kv_heads * parts * columns;
+#pragma unroll 1
+  for (int unit = blockIdx.x; unit < units;) {
+    const int column = unit % columns, part = unit / columns % parts, at = unit / columns / parts;
+    const int kv_head = at % common.kv_heads;
+    const PrefillItem item = params.schedule.items[at / common.kv_heads];
+    __syncthreads();  // the unit before has been finished
+    if (threadIdx.x == 0) {
+      problem = params.request(item.request, sizeof(Q), sizeof(KV), out_bytes(common.out_type));
+      next_unit = atomicAdd(params.schedule.header + 1, 1) + blocks;
+    }
+    __syncthreads();
+    unit = next_unit;
+    const int begin = item.tile * item_rows, first = begin + part * Kernel::kRows;
+    const int end = min(begin + item_rows, problem.rows());
+    if (first >= end) continue;
+    const int32_t* ids = params.pages ? params.pages + params.schedule.requests[item.request].kv_begin : nullptr;
+    const TokensOfEither pages{{ids, params.page_size, params.k_page, params.v_page}};
+    Kernel kernel(problem, *reinterpret_cast<typename Kernel::Shared*>(bytes), kv_head, first, end,
+                  column * Kernel::kColumns, pages);
+    kernel.attend();
+    kernel.store(params.sinks);
+  }
+  pdl_launch_dependents();
+  if (threadIdx.x == 0 && atomicAdd(params.schedule.header + 2, 1) == blocks - 1)
+    params.schedule.header[1] = params.schedule.header[2] = 0;
+}
+
+}  // namespace fi

@@ -1,0 +1,67 @@
+// batch_prefill on the CPU: threads take tiles of query rows in the order of the schedule, longest first; fp32.
+#pragma once
+#include <atomic>
+
+#include "fi/attention/cpu_tile.h"
+#include "fi/cpu/parallel.h"
+#include "fi/prefill/prefill_problem.h"
+
+namespace fi {
+
+class CpuBatchPrefill {
+ public:
+  CpuBatchPrefill(const PrefillProblem& params, DType q, DType kv, DType out)
+      : params_(params), q_(q), kv_(kv), out_(out), store_(cpu::row_storer(out)) {}
+
+  void run() const {
+    const AttentionProblem& p = params_.problem;
+    const int64_t units = static_cast<int64_t>(params_.schedule.header[0]) * p.kv_heads;
+    std::atomic<int64_t> next{0};
+    cpu::parallel_for(units, grain(units), [&](int64_t, int64_t) {
+      CpuTile tile(p, q_, kv_, std::min(CpuTile::kRows, params_.tile_tokens * p.group));
+      for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < units;)
+        attend(params_.schedule.items[unit / p.kv_heads], static_cast<int32_t>(unit % p.kv_heads), tile);
+    });
+  }
+
+ private:
+  // Units that pay for waking a thread.
+  int64_t grain(int64_t units) const {
+    const AttentionProblem& p = params_.problem;
+    double work = 0;
+    for (int32_t i = 0; i < params_.schedule.header[0]; ++i)
+      work += params_.schedule.requests[params_.schedule.items[i].request].kv_len;
+    work *= static_cast<double>(params_.tile_tokens) * p.qo_heads * (p.dim_qk + p.dim_vo);
+    return 1 + static_cast<int64_t>(2e5 / (work / static_cast<double>(units) + 1));
+  }
+
+  void attend(const PrefillItem& item, int32_t kv_head, CpuTile& tile) const {
+    const AttentionProblem p = params_.request(item.request, static_cast<int32_t>(q_.bytes()),
+                                               static_cast<int32_t>(kv_.bytes()), static_cast<int32_t>(out_.bytes()));
+    TokenPages pages = TokenPages::one();
+    if (params_.pages)
+      pages = {params_.pages + params_.schedule.requests[item.request].kv_begin,
+               static_cast<int32_t>(params_.page_size.value), params_.k_page, params_.v_page};
+    const int32_t begin = item.tile * params_.tile_tokens * p.group,
+                  end = std::min(begin + params_.tile_tokens * p.group, p.rows());
+    for (int32_t first = begin; first < end; first += CpuTile::kRows) {
+      const int32_t rows = std::min(CpuTile::kRows, end - first);
+      tile.attend(p, pages, kv_head, first, rows, p.mask.first_key(first / p.group),
+                  p.mask.end_key((first + rows - 1) / p.group));
+      for (int32_t r = 0; r < rows; ++r) finish(p, p.row(kv_head, first + r), tile.m(r), tile.d(r), tile.output(r));
+    }
+  }
+
+  void finish(const AttentionProblem& p, Row row, float m, float d, float* sum) const {
+    const float factor = params_.sinks ? add_sink<CpuMath>(params_.sinks[row.head], m, d) : 1.f;
+    cpu::multiply_row<16>(sum, factor * softmax_inverse(d) * p.value_scale(row.head / p.group), p.dim_vo);
+    store_(sum, static_cast<char*>(p.out) + (row.i * p.out_token + row.head * p.out_head) * out_.bytes(), p.dim_vo);
+    if (p.lse) p.lse[static_cast<int64_t>(row.i) * p.qo_heads + row.head] = softmax_lse<CpuMath>(m, d);
+  }
+
+  const PrefillProblem& params_;
+  DType q_, kv_, out_;
+  cpu::StoreRow store_;
+};
+
+}  // namespace fi

@@ -1,0 +1,157 @@
+"""What backend names lead to: planned calls, FlashInfer's own backends, builds of libraries inside other packages."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+import types
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from fi_bench import backends, case, parsing
+from fi_bench.baselines import FLASHINFER, Library
+from fi_bench.case import Inputs, Planned
+from fi_bench.errors import SkipError
+from fi_bench.measure import Options, measure
+from fi_bench.runner import CaseRun
+
+CPU = torch.device("cpu")
+
+
+class Wrapper:
+    """A call-compatible wrapper that notes what is done to it."""
+
+    made: ClassVar[list[tuple[str, ...]]] = []
+
+    def __init__(self, backend: str) -> None:
+        self.backend, self.plans, self.runs = backend, 0, 0
+        Wrapper.made.append(("wrapper", backend))
+
+    def plan(self, x: Inputs) -> Wrapper:
+        self.plans += 1
+        return self
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.plans == 1
+        self.runs += 1
+        return x.clone()
+
+
+def wrapped(name: str, **more: Any) -> case.Case:
+    """A case whose function is a wrapper class."""
+    plain = case.find("rmsnorm")
+    assert plain is not None
+    return dataclasses.replace(
+        plain, routine=name, function="norm.Wrapper", op="none", poison=(),
+        plan=lambda wrapper, x, backend: wrapper(backend).plan(x),
+        call=lambda planned, x: planned.run(x.input), outputs=lambda x, returned: {"out": returned},
+        reference=lambda x: {"out": x.input.double()}, **more,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> type[Wrapper]:
+    import fi_core.norm
+
+    Wrapper.made = []
+    monkeypatch.setattr(fi_core.norm, "Wrapper", Wrapper, raising=False)
+    return Wrapper
+
+
+def test_a_wrapper_is_planned_once_outside_of_what_is_timed(ours: type[Wrapper]) -> None:
+    runner = backends.bind("auto", wrapped("rmsnorm"), "cpu")
+    x = Inputs(input=torch.ones(4))
+    call = runner.prepare(x)
+    assert ours.made == [("wrapper", "auto")]
+    found = measure(call, x, 16, CPU, Options(num_iters=5, cache="warm"))
+    assert len(found.samples_ns) == 5
+    assert len(ours.made) == 1, "nothing is made or planned while it is timed"
+    assert call.args[0].runs > 5  # type: ignore[attr-defined]
+
+
+def test_a_planned_case_runs_end_to_end(ours: type[Wrapper], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = wrapped("rmsnorm", rivals={"torch_math": Planned(lambda x: [0], lambda state, x: x.input * (state[0] + 1))})
+    monkeypatch.setattr(case, "find", lambda routine: found)
+    line = "--routine rmsnorm --batch_size 2 --hidden_size 8 --refcheck --num_iters 3 --backends auto torch_math"
+    args = parsing.parse(line.split())
+    args.device = "cpu"
+    records = CaseRun(args, "r", 0, lambda record: None).run()
+    assert [r["status"] for r in records] == ["ok", "ok"], [r.get("reason") for r in records]
+    assert len(ours.made) == 2, "one for the check, one for the time"
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A stand-in for FlashInfer on a Hopper."""
+    top, norm = types.ModuleType("flashinfer"), types.ModuleType("flashinfer.norm")
+    top.__spec__ = importlib.machinery.ModuleSpec("flashinfer", None)  # type: ignore[attr-defined]
+    norm.Wrapper = Wrapper  # type: ignore[attr-defined]
+    norm.rmsnorm = lambda input, weight, eps, out, enable_pdl: "plain"  # type: ignore[attr-defined]
+    norm.chooses = lambda *args, backend="x", **kwargs: backend  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", top)
+    monkeypatch.setitem(sys.modules, "flashinfer.norm", norm)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    Wrapper.made = []
+    return norm
+
+
+def rmsnorm(**changes: Any) -> case.Case:
+    found = case.find("rmsnorm")
+    assert found is not None
+    return dataclasses.replace(found, **changes)
+
+
+def test_flashinfer_by_its_own_backend_names(flashinfer: types.ModuleType) -> None:
+    x = Inputs(input=torch.ones(2), weight=None, eps=0, out=None, pdl=None)
+    assert backends.bind("flashinfer", rmsnorm(), "cuda").prepare(x)(x) == "plain"
+    choosing = rmsnorm(function="norm.chooses")
+    for name, chosen in (("flashinfer", "x"), ("flashinfer:cute-dsl", "cute-dsl"), ("cute-dsl", "cute-dsl")):
+        runner = backends.bind(name, choosing, "cuda")
+        assert (runner.name, runner.library) == (name, "flashinfer")
+        assert runner.prepare(x)(x) == chosen
+    for name in ("flashinfer", "flashinfer:fa3"):
+        backends.bind(name, wrapped("no table"), "cuda").prepare(x)
+    assert Wrapper.made == [("wrapper", "auto"), ("wrapper", "fa3")]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("cutlass", {}, "FlashInfer has no backend 'cutlass' for rmsnorm; it has cute-dsl"),
+        ("flashinfer:cute-dsl", {}, "flashinfer.norm.rmsnorm has one backend: use --backends flashinfer"),
+        ("flashinfer", {"function": "norm.nothing"}, "this version of flashinfer has no norm.nothing"),
+        ("cutlass", {"routine": "bmm_fp8"}, "FlashInfer has cutlass for compute capability 10.0, 10.3, 10.7, 12.0"),
+        ("cudnn", {"routine": "bmm_bf16"}, "cudnn has no bmm_bf16"),
+    ],
+)
+def test_what_flashinfer_has_not_is_said(
+    flashinfer: types.ModuleType, name: str, changes: dict[str, str], words: str
+) -> None:
+    with pytest.raises(SkipError) as caught:
+        backends.bind(name, rmsnorm(**changes), "cuda")
+    assert words in str(caught.value)
+
+
+def test_names_of_the_guide_mean_flashinfers_use_of_a_library(flashinfer: types.ModuleType) -> None:
+    runner = backends.bind("cudnn", rmsnorm(routine="bmm_fp8", function="norm.chooses"), "cuda")
+    x = Inputs(input=torch.ones(2), weight=None, eps=0, out=None, pdl=None)
+    assert (runner.library, runner.prepare(x)(x)) == ("flashinfer", "cudnn")
+
+
+def test_a_build_inside_another_package_is_found_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "outer_package" / "inner").mkdir(parents=True)
+    (tmp_path / "outer_package" / "inner" / "kernels.py").write_text("import nothing_of_this_name")
+    monkeypatch.syspath_prepend(tmp_path)
+    library = Library(("no_such_package", "outer_package.inner.kernels"), "pip install it")
+    assert library.module() == "outer_package.inner.kernels"
+    assert "outer_package" not in sys.modules
+    assert Library(("outer_package.inner.other",), "").module() is None
+    with pytest.raises(ModuleNotFoundError, match="pip install it"):
+        Library(("no_such_package",), "pip install it").load()
+    assert FLASHINFER.module() is None

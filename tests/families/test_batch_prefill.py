@@ -1,0 +1,237 @@
+"""Batch prefill against fp64: shapes, layouts, types, masks and options, on every device and backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from families.attention_reference import attention
+from families.harness import FP8, TOLERANCE, assert_close, rand
+from families.prefill_batch import HALVES, batch, check, planned
+
+# (qo_len, kv_len): self attention, append, no queries, no keys, more queries than keys, one row, more than a tile
+MIX = [(5, 5), (0, 9), (17, 90), (3, 0), (12, 4), (1, 130), (70, 70)]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("heads", "dims"),
+    [
+        ((4, 2), (64, 64)),
+        ((8, 1), (128, 128)),
+        ((3, 3), (192, 128)),
+        ((2, 2), (256, 256)),
+        ((14, 2), (80, 80)),  # a group that does not divide the rows of a tile
+        ((5, 1), (96, 72)),
+        ((160, 1), (64, 64)),  # more heads a group than a tile has rows
+        ((2, 1), (264, 512)),
+    ],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_shapes(heads: tuple[int, int], dims: tuple[int, int], causal: bool, dtype: torch.dtype, device: str) -> None:
+    check(batch(MIX, heads=heads, dims=dims, dtype=dtype, device=device), causal=causal)
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16, 64, 128])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("form", ["tuple", "fused", "strided"])
+def test_pages(page_size: int, kv_layout: str, form: str, device: str) -> None:
+    """NaN in every slot and page without a token: nothing else is read."""
+    b = batch([(40, 300), (9, 64), (2, 0), (130, 131)], dims=(128, 128), page_size=page_size, kv_layout=kv_layout,
+              form=form, device=device)  # fmt: skip
+    check(b, causal=True)
+
+
+@pytest.mark.parametrize("lens", [(127, 127), (128, 128), (129, 129), (128, 1000), (1000, 1000), (300, 17), (1, 1)])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)])
+def test_lengths_around_tiles(lens: tuple[int, int], dims: tuple[int, int], device: str) -> None:
+    check(batch([lens], heads=(2, 1), dims=dims, dtype=torch.bfloat16, device=device), causal=True)
+    check(batch([lens], heads=(2, 2), dims=dims, dtype=torch.bfloat16, device=device), window_left=100)
+
+
+# Each option, with the values that must make a difference.
+OPTIONS: list[dict[str, Any]] = [
+    {"sm_scale": 0.3},
+    {"logits_soft_cap": 1.5},
+    {"logits_soft_cap": 3.0, "causal": True, "window_left": 40},
+    {"window_left": 0},
+    {"window_left": 13, "causal": True},
+    {"pos_encoding_mode": "ALIBI", "causal": True},
+    {"pos_encoding_mode": "ROPE_LLAMA"},
+    {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 4.0, "rope_theta": 500.0, "causal": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(f"{k}={v}" for k, v in o.items()))
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+def test_options(options: dict[str, Any], dims: tuple[int, int], device: str) -> None:
+    b = batch([(37, 70), (5, 200), (1, 30)], heads=(6, 3), dims=dims, device=device)
+    rope = options.get("pos_encoding_mode") == "ROPE_LLAMA"
+    check(b, lse_tolerance=(2e-2, 2e-2) if rope else (2e-4, 2e-4), **options)
+    differences = [(x - y).nan_to_num(0.0).abs().max() for x, y in zip(b.expected(**options), b.expected())]
+    assert max(differences) > 0.1, "the option would not be missed"
+
+
+def test_scales(device: str) -> None:
+    b = batch([(37, 70), (5, 200)], heads=(6, 3), device=device)
+    check(
+        b, run={"q_scale": 1.5, "k_scale": 0.5, "v_scale": 0.3}, expect={"k_scale": 0.75, "v_scale": 0.3}, causal=True
+    )
+    scales = {
+        name: torch.tensor([x], device=device) for name, x in (("q_scale", 1.5), ("k_scale", 2.0), ("v_scale", 0.3))
+    }
+    check(b, run=scales, expect={"k_scale": 3.0, "v_scale": 0.3})
+
+
+def masks_of(lens: list[tuple[int, int]], device: str) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    masks = [torch.rand(qo, kv, generator=generator) < 0.4 for qo, kv in lens]
+    for mask in masks:
+        mask[len(mask) // 2 :][:1] = False  # a row that sees nothing
+    return [mask.to(device) for mask in masks]
+
+
+@pytest.mark.parametrize("lens", [MIX, [(130, 257), (1, 3), (7, 5)]])
+def test_custom_masks(lens: list[tuple[int, int]], device: str) -> None:
+    """They take the place of causal; the window still holds."""
+    b = batch(lens, device=device)
+    masks = masks_of(lens, device)
+    check(b, masks=masks)
+    check(b, masks=masks, window_left=9)
+    want, want_lse = b.expected(masks)
+    bits = [torch.nn.functional.pad(m.flatten(), (0, -m.numel() % 8)).view(-1, 8) for m in masks]
+    packed = torch.cat([(x.int() << torch.arange(8, device=device)).sum(-1).to(torch.uint8) for x in bits])
+    flat = torch.cat([m.flatten() for m in masks])
+    for w in planned(b, custom_mask=~flat, packed_custom_mask=packed, causal=True):  # packed wins
+        out, lse = w.run_return_lse(b.q, b.cache)
+        assert_close(out, want)
+        assert_close(lse, want_lse, tolerance=(1e-4, 1e-4))
+        w.plan(*b.paged_plan(), **b.types())
+        assert w._custom_mask_buf is None, "a plan without a mask forgets it"
+        assert_close(w.run(b.q, b.cache), b.expected()[0])
+
+
+@pytest.mark.parametrize("lens", [[(20, 29), (13, 13)]])
+def test_items(lens: list[tuple[int, int]], device: str) -> None:
+    """Several items behind one prefix: prefixes of 12 and 2, items of 3, 4, 5 and 7, 1 tokens."""
+    b = batch(lens, device=device)
+    positions = [[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 0]]
+    prefixes, width = [12, 2], 20
+    table = torch.tensor([p + [0] * (width - len(p)) for p in positions], dtype=torch.uint16, device=device).flatten()
+    masks = []
+    for (qo, kv), prefix, where in zip(lens, prefixes, positions):
+        mask = torch.zeros(qo, kv, dtype=torch.bool)
+        for i in range(qo):
+            p = kv - qo + i
+            for j in range(p + 1):
+                mask[i, j] = p < prefix or j < prefix or p < j + where[p - prefix]
+        masks.append(mask)
+    for window in (-1, 6):
+        want, want_lse = b.expected(masks, window_left=window)
+        for w in planned(
+            b, window_left=window, prefix_len_ptr=torch.tensor(prefixes, dtype=torch.uint32, device=device),
+            token_pos_in_items_ptr=table, token_pos_in_items_len=width,
+        ):  # fmt: skip
+            out, lse = w.run_return_lse(b.q, b.cache)
+            assert_close(out, want)
+            assert_close(lse, want_lse, tolerance=(1e-4, 1e-4))
+
+
+@pytest.mark.parametrize("kv_dtype", FP8)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_fp8_keys(dtype: torch.dtype, kv_dtype: torch.dtype, device: str) -> None:
+    b = batch([(20, 70), (3, 9)], dims=(128, 128), dtype=dtype, kv_dtype=kv_dtype, device=device)
+    check(b, causal=True, run={"k_scale": 1.3, "v_scale": 0.7}, expect={"k_scale": 1.3, "v_scale": 0.7})
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_fp8(dtype: torch.dtype, device: str) -> None:
+    b = batch([(20, 70), (3, 9)], heads=(4, 2), dims=(64, 64), dtype=dtype, device=device)
+    scales = {
+        name: rand(n, dtype=torch.float32, device=device, seed=i).abs() + 0.5
+        for i, (name, n) in enumerate((("scale_q", 4), ("scale_k", 2), ("scale_v", 2)))
+    }
+    want, want_lse = b.expected(causal=True, **scales)
+    for w in planned(b, causal=True, o_data_type=torch.bfloat16):
+        out, lse = w.run(b.q, b.cache, *scales.values(), return_lse=True)
+        assert_close(out, want)
+        assert_close(lse, want_lse, tolerance=(1e-3, 1e-3))
+        numbers = w.run(b.q, b.cache, 0.5, 1.5, 2.0)
+        assert_close(numbers, b.expected(causal=True, k_scale=0.75, v_scale=2.0)[0])
+
+
+@pytest.mark.parametrize("o_dtype", [torch.float16, torch.bfloat16, torch.float32, *FP8])
+def test_output_dtype(o_dtype: torch.dtype, device: str) -> None:
+    b = batch([(30, 50)], device=device)
+    want, _ = b.expected(causal=True)
+    for w in planned(b, causal=True, o_data_type=o_dtype):
+        tolerance = TOLERANCE[torch.float16 if o_dtype is torch.float32 else o_dtype]
+        assert_close(w.run(b.q, b.cache), want, tolerance=tolerance)
+
+
+def with_sinks(b: Any, sinks: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference: a sink is one more key of score sinks[h], whose value is zero."""
+    out, lse = b.expected(**options)
+    natural = lse * 0.6931471805599453
+    total = torch.logaddexp(natural, sinks.cpu().double())
+    return out * (natural - total).exp()[..., None], total * 1.4426950408889634
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 80)])
+def test_sinks(dims: tuple[int, int], device: str) -> None:
+    b = batch(MIX, heads=(6, 2), dims=dims, dtype=torch.bfloat16, device=device)
+    sinks = rand(6, dtype=torch.float32, device=device) * 3
+    for options in ({}, {"causal": True, "window_left": 30}, {"causal": True, "logits_soft_cap": 5.0}):
+        want, want_lse = with_sinks(b, sinks, **options)
+        for w in planned(b, **options):
+            out, lse = w.run(b.q, b.cache, sinks=sinks, return_lse=True)
+            assert_close(out, want)
+            assert_close(lse, want_lse, tolerance=(2e-4, 2e-4))
+
+
+def test_bad_rows_spoil_themselves_only(device: str) -> None:
+    b = batch([(40, 60), (5, 5)], dtype=torch.bfloat16, device=device)
+    b.q[3, 1, 5] = float("nan")
+    want, _ = b.expected(causal=True)
+    assert want.isnan().any(-1).sum() == 1
+    for w in planned(b, causal=True):
+        assert_close(w.run(b.q, b.cache), want)
+
+
+def test_large_scores(device: str) -> None:
+    """Scores of +-1e4: the softmax is one-hot, and no exponential overflows."""
+    b = batch([(60, 90)], heads=(2, 1), dims=(128, 128), dtype=torch.bfloat16, device=device)
+    b.q.mul_(64)
+    check(b, causal=True, sm_scale=10.0)
+
+
+@pytest.mark.parametrize("lens", [[], [(0, 0)], [(0, 7), (0, 0)]])
+def test_nothing(lens: list[tuple[int, int]], device: str) -> None:
+    b = batch(lens or [(0, 0)], device=device)
+    if not lens:
+        b = b.only([0])
+    for w in planned(b, causal=True):
+        out, lse = w.run_return_lse(b.q, b.cache)
+        assert out.shape == (0, 4, 64) and lse.shape == (0, 4)
+
+
+def test_a_request_does_not_depend_on_its_batch(device: str) -> None:
+    """Bit for bit: tiles are chosen by the heads alone, and no request is split."""
+    b = batch([(300, 900), (1, 77), (70, 70), (128, 2000)], heads=(8, 2), dims=(128, 128), device=device)
+    rows = list(b.qo_lens)
+    for w in planned(b, causal=True):
+        whole = w.run(b.q, b.cache).split(rows)
+        for requests in ([3], [2, 0], [1, 2, 3, 0, 1]):
+            part = b.only(requests)
+            w.plan(*part.paged_plan(), causal=True, **part.types())
+            for got, request in zip(w.run(part.q, part.cache).split(list(part.qo_lens)), requests):
+                assert torch.equal(got, whole[request])
+
+
+def test_agrees_with_single_prefill(device: str) -> None:
+    b = batch([(50, 80)], dims=(128, 128), device=device)
+    want, _ = attention(b.q, b.k[0], b.v[0], causal=True)
+    for w in planned(b, causal=True):
+        assert_close(w.run(b.q, b.cache), want)

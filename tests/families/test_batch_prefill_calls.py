@@ -1,0 +1,490 @@
+"""How callers use batch prefill: buffers, older forms, what engines read, one-call forms, CUDA graphs, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fi_core
+from families.harness import assert_close, assert_guards, guarded, rand
+from families.prefill_batch import Batch, batch, check, planned, workspace
+from families.test_batch_prefill import masks_of, with_sinks
+from fi_core.errors import UnsupportedError
+from fi_core.prefill import (
+    BatchAttentionWithAttentionSinkWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    cudnn_batch_prefill_with_kv_cache,
+    get_batch_prefill_module,
+    ops,
+    trtllm_batch_context_with_kv_cache,
+    trtllm_ragged_attention_deepseek,
+)
+
+LSE = (2e-4, 2e-4)
+LENS = [(17, 90), (0, 9), (3, 0), (70, 70), (1, 130)]
+LN2 = 0.6931471805599453
+
+
+def test_outputs_of_the_caller(device: str) -> None:
+    b = batch(LENS, dims=(128, 128), device=device)
+    want, want_lse = b.expected(causal=True)
+    for w in planned(b, causal=True):
+        out, lse = guarded(b.q.shape, b.q.dtype, device, row_padding=8), guarded(b.q.shape[:2], torch.float32, device)
+        result = w.run(b.q, b.cache, out=out, lse=lse, return_lse=True)
+        assert result[0] is out and result[1] is lse
+        assert_close(out, want)
+        assert_close(lse, want_lse, tolerance=LSE)
+        assert_guards(out)
+        assert_guards(lse)
+        assert torch.equal(w.run(b.q, b.cache), out)
+        narrow = guarded(b.q.shape, b.q.dtype, device, row_padding=1)  # rows that no vector store takes
+        assert w.run(b.q, b.cache, out=narrow) is narrow
+        assert_close(narrow, want)
+        assert_guards(narrow)
+
+
+def test_bases_and_layouts_of_the_lse(device: str) -> None:
+    b = batch(LENS, device=device)
+    _, want = b.expected()
+    for w in planned(b):
+        _, natural = w.run(b.q, b.cache, return_lse=True, lse_base="ln")
+        assert_close(natural, want * LN2, tolerance=LSE)
+        _, turned = w.run(b.q, b.cache, return_lse=True, lse_layout="HN", lse_base="ln")
+        assert turned.is_contiguous()
+        assert_close(turned, want.t() * LN2, tolerance=LSE)
+        given = torch.empty(want.t().shape, dtype=torch.float32, device=device)
+        assert w.run(b.q, b.cache, lse=given, lse_layout="HN", return_lse=True)[1] is given
+        assert_close(given, want.t(), tolerance=LSE)
+        for wrong in ({"lse_base": "e"}, {"lse_layout": "heads"}):
+            with pytest.raises(ValueError, match=next(iter(wrong))):
+                w.run(b.q, b.cache, return_lse=True, **wrong)
+
+
+@pytest.mark.parametrize("tables", ["host", "device"])
+@pytest.mark.parametrize("wide", [False, True])
+def test_tables_on_either_side(tables: str, wide: bool, device: str) -> None:
+    """int64 tables are converted; page ids may be more than the batch uses."""
+    b = batch(LENS, device=device)
+    masks = masks_of(LENS, device)
+    where = "cpu" if tables == "host" else device
+    qo, indptr, indices, last, *rest = b.paged_plan()
+    more = torch.cat([indices, indices.new_full((256,), -1)])
+    own = [x.to(where, torch.int64 if wide else torch.int32) for x in (qo, indptr, more, last)]
+    w = BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    for _ in range(2):
+        w.plan(*own, *rest, causal=True, **b.types())
+        assert_close(w.run(b.q, b.cache), b.expected(causal=True)[0])
+    w.plan(*own, *rest, custom_mask=torch.cat([m.flatten() for m in masks]), **b.types())
+    assert_close(w.run(b.q, b.cache), b.expected(masks)[0])
+    seq_lens = torch.tensor([60, 5, 0, 70, 100], dtype=own[0].dtype, device=where)
+    w.plan(*own, *rest, causal=True, seq_lens=seq_lens, **b.types())
+    shorter = Batch(b.q, b.qo_lens, b.pool, b.cache, [k[:n] for k, n in zip(b.k, seq_lens.tolist())],
+                    [v[:n] for v, n in zip(b.v, seq_lens.tolist())])  # fmt: skip
+    assert_close(w.run(b.q, b.cache), shorter.expected(causal=True)[0])
+
+
+def test_rows_of_no_request_are_zero(device: str) -> None:
+    """Where only the device knows how many rows there are, q may have more."""
+    b = batch([(5, 20), (9, 9)], device=device)
+    w = BatchPrefillWithPagedKVCacheWrapper(workspace(device), use_cuda_graph=True, **graph_buffers(b, device))
+    w.plan(*(x.to(device) if torch.is_tensor(x) else x for x in b.paged_plan()), causal=True, **b.types())
+    q = torch.cat([b.q, torch.full((3, *b.q.shape[1:]), float("nan"), dtype=b.q.dtype, device=device)])
+    out = w.run(q, b.cache)
+    assert_close(out[:14], b.expected(causal=True)[0])
+    assert out[14:].eq(0).all()
+
+
+def graph_buffers(b: Batch, device: str, masks: bool = False) -> dict[str, torch.Tensor]:
+    n = len(b.qo_lens)
+    buffers = {
+        "qo_indptr_buf": torch.zeros(n + 1, dtype=torch.int32, device=device),
+        "paged_kv_indptr_buf": torch.zeros(n + 1, dtype=torch.int32, device=device),
+        "paged_kv_indices_buf": torch.zeros(300, dtype=torch.int32, device=device),
+        "paged_kv_last_page_len_buf": torch.zeros(n, dtype=torch.int32, device=device),
+    }
+    if masks:
+        buffers["custom_mask_buf"] = torch.zeros(1 << 16, dtype=torch.uint8, device=device)
+        buffers["mask_indptr_buf"] = torch.zeros(n + 1, dtype=torch.int32, device=device)
+    return buffers
+
+
+def steps(device: str) -> list[Batch]:
+    """Batches of three requests with as many rows in all, over caches of one shape and address."""
+    lens = [[(20, 90), (5, 5), (15, 200)], [(0, 0), (39, 300), (1, 1)], [(13, 13), (14, 14), (13, 400)]]
+    batches = [batch(x, dims=(128, 128), device=device, seed=i) for i, x in enumerate(lens)]
+    pages = max(b.cache[0].shape[0] for b in batches)
+    shared = [torch.full((pages, *batches[0].cache[0].shape[1:]), float("nan"), dtype=torch.float16, device=device)
+              for _ in range(2)]  # fmt: skip
+    return [Batch(b.q, b.qo_lens, b.pool, (shared[0], shared[1]), b.k, b.v) for b in batches]
+
+
+def fill(b: Batch) -> None:
+    for shared, own in zip(b.cache, b.pool.cache):
+        shared.fill_(float("nan"))
+        shared[: own.shape[0]] = own
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_graph_buffers_hold_each_plan(masked: bool, device: str) -> None:
+    """One wrapper, one address of everything; on a GPU captured once and replayed with other contents."""
+    batches = steps(device)
+    for backend in ("auto",) if device == "cpu" else ("fa2", "fa3"):
+        if masked and backend == "fa3":
+            continue
+        buffers = graph_buffers(batches[0], device, masked)
+        w = BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", True, backend=backend, **buffers)
+        q, out = torch.empty_like(batches[0].q), torch.empty_like(batches[0].q)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device)
+        graph: Any = None
+        for b in batches:
+            masks = masks_of([(n, len(k)) for n, k in zip(b.qo_lens, b.k)], device) if masked else None
+            options = {"custom_mask": torch.cat([m.flatten() for m in masks])} if masks else {"causal": True}
+            w.plan(*(x.cpu() if torch.is_tensor(x) else x for x in b.paged_plan()), **options, **b.types())
+            assert w._qo_indptr_buf is buffers["qo_indptr_buf"]
+            fill(b)
+            q.copy_(b.q)
+            if device == "cpu":
+                w.run(q, b.cache, out=out, lse=lse)
+            else:
+                if graph is None:
+                    w.run(q, b.cache, out=out, lse=lse)
+                    torch.cuda.synchronize()
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        w.run(q, b.cache, out=out, lse=lse)
+                out.fill_(float("nan"))
+                graph.replay()
+                graph.replay()
+            want, want_lse = b.expected(masks) if masks else b.expected(causal=True)
+            assert_close(out, want)
+            assert_close(lse, want_lse, tolerance=LSE)
+
+
+def test_what_a_graph_fixes(device: str) -> None:
+    b = steps(device)[0]
+    for change, words in (
+        ({"paged_kv_indices_buf": None}, "paged_kv_indices_buf: a tensor is required"),
+        ({"paged_kv_last_page_len_buf": torch.zeros(2, dtype=torch.int32)}, "paged_kv_last_page_len_buf: length 3"),
+    ):
+        buffers: dict[str, Any] = graph_buffers(b, device) | change  # type: ignore[operator]
+        with pytest.raises(ValueError, match=words):
+            BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", True, **buffers)
+    w = BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", True, **graph_buffers(b, device))
+    assert w.is_cuda_graph_enabled and w._fixed_batch_size == 3
+
+    def host(b: Batch) -> list[Any]:
+        return [x.cpu() if torch.is_tensor(x) else x for x in b.paged_plan()]
+
+    w.plan(*host(b), **b.types())
+    with pytest.raises(ValueError, match="batch size is fixed at 3"):
+        w.plan(*host(b.only([0, 1])), **b.types())
+    with pytest.raises(ValueError, match="at most 40 rows"):
+        w.plan(*host(b.only([0, 0, 2])), **b.types())
+    with pytest.raises(ValueError, match="custom_mask: with use_cuda_graph"):
+        w.plan(*host(b), custom_mask=torch.ones(3, dtype=torch.bool), **b.types())
+    qo, indptr, _, *rest = host(b)
+    with pytest.raises(ValueError, match="paged_kv_indices_buf has room for 300"):
+        w.plan(qo, indptr, torch.zeros(301, dtype=torch.int32), *rest, **b.types())
+
+
+def test_older_forms(device: str) -> None:
+    """forward takes the options itself: causal, window and cap are properties of the run, not of the plan."""
+    b = batch(LENS, device=device)
+    keys = b.ragged()
+    for w in planned(b):
+        assert_close(w.forward(b.q, b.cache, causal=True), b.expected(causal=True)[0])
+        assert w._causal is True
+        out, lse = w.forward_return_lse(b.q, b.cache, window_left=20, logits_soft_cap=3.0, sm_scale=0.2)
+        want, want_lse = b.expected(window_left=20, logits_soft_cap=3.0, sm_scale=0.2)
+        assert_close(out, want)
+        assert_close(lse, want_lse, tolerance=LSE)
+        assert_close(w.run(b.q, b.cache, window_left=20), want)
+        with pytest.raises(AssertionError, match="window_left: 20 was planned; got 3"):
+            w.run(b.q, b.cache, window_left=3)
+        w.begin_forward(*b.paged_plan(), **b.types())
+        w.end_forward()
+    for w in planned(b, BatchPrefillWithRaggedKVCacheWrapper):
+        w.begin_forward(*b.ragged_plan(), **b.types())
+        assert_close(w.forward(b.q, *keys, causal=True, window_left=7), b.expected(causal=True, window_left=7)[0])
+        out, lse = w.forward_return_lse(b.q, *keys, causal=False, logits_soft_cap=2.0)
+        want, want_lse = b.expected(logits_soft_cap=2.0)
+        assert_close(out, want)
+        assert_close(lse, want_lse, tolerance=LSE)
+
+
+def test_a_chunk_and_its_prefix_merge(device: str) -> None:
+    """As SGLang does: new tokens by the ragged wrapper, cached ones by the paged one, merged by their LSE."""
+    both = batch([(30, 100), (7, 7 + 50)], device=device)
+    new = Batch(both.q, both.qo_lens, both.pool, both.cache, [k[-n:] for k, n in zip(both.k, both.qo_lens)],
+                [v[-n:] for v, n in zip(both.v, both.qo_lens)])  # fmt: skip
+    old_lens = torch.tensor([70, 50], dtype=torch.int32, device=device)
+    for ragged, paged in zip(planned(new, BatchPrefillWithRaggedKVCacheWrapper), planned(both, seq_lens=old_lens)):
+        a = ragged.forward_return_lse(both.q, *new.ragged(), causal=True)
+        b = paged.forward_return_lse(both.q, both.cache, causal=False)
+        out, lse = fi_core.merge_state(*a, *b)
+        want, want_lse = both.expected(causal=True)
+        assert_close(out, want, tolerance=(3e-3, 2e-3))
+        assert_close(lse, want_lse, tolerance=LSE)
+
+
+def test_what_engines_read(device: str) -> None:
+    b = batch(LENS, dims=(128, 128), device=device)
+    w = BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", backend="auto")
+    w.plan(
+        qo_indptr=b.qo_indptr.cpu(), paged_kv_indptr=b.pool.indptr.cpu(), paged_kv_indices=b.pool.indices,
+        paged_kv_last_page_len=b.pool.last_page_len.cpu(), num_qo_heads=4, num_kv_heads=2, head_dim_qk=128,
+        page_size=16, causal=True, sm_scale=0.1, window_left=-1, logits_soft_cap=None, q_data_type="float16",
+        kv_data_type=torch.float16, fixed_split_size=-1, disable_split_kv=False,
+    )  # fmt: skip
+    assert (w._causal, w._window_left, w._logits_soft_cap, w._sm_scale) == (True, -1, 0.0, 0.1)
+    assert (w._batch_size, w._num_qo_heads, w._num_kv_heads) == (5, 4, 2)
+    assert w._kv_lens_buffer.tolist() == [90, 9, 0, 70, 130]
+    assert (w._max_q_len, w._max_kv_len, w._qo_indptr_last) == (70, 130, 91)
+    assert w._custom_mask_buf is None and w._block_tables is None
+    assert w._cached_q_data_type == w._cached_kv_data_type == w._cached_o_data_type == torch.float16
+    assert w.resolved_backend in ("cpu", "fa2", "fa3")
+    assert w.workspace_size(*b.paged_plan())[0] == 0 < w.workspace_size(*b.paged_plan())[1]
+    w.prewarm_paged_kv_stride_variant()
+    want = b.expected(causal=True, sm_scale=0.1)[0]
+    assert_close(w.run(b.q, b.cache), want)
+    info = w._cached_module.plan(
+        w._float_workspace_buffer, w._int_workspace_buffer, w._pin_memory_int_workspace_buffer, b.qo_indptr.cpu(),
+        b.pool.indptr.cpu(), torch.tensor([90, 9, 0, 70, 130], dtype=torch.int32), 91, 5, 4, 2, 16, False, 128, 128,
+        True, -1, -1, False, 0, 0,
+    )  # fmt: skip
+    assert all(isinstance(x, int) for x in info) and w._plan_info == info
+    assert_close(w.run(b.q, b.cache), want)
+    assert get_batch_prefill_module("fa2", torch.float16) is w._cached_module
+    w.reset_workspace_buffer(workspace(device), torch.empty(1 << 16, dtype=torch.uint8, device=device))
+    with pytest.raises(RuntimeError, match="call plan first"):
+        w.run(b.q, b.cache)
+    w.plan(*b.paged_plan(), **b.types())
+    assert_close(w.run(b.q, b.cache), b.expected()[0])
+
+
+def test_sink_wrapper(device: str) -> None:
+    b = batch(LENS, dims=(64, 64), dtype=torch.bfloat16, device=device)
+    sink = rand(4, dtype=torch.float32, device=device)
+    w = BatchAttentionWithAttentionSinkWrapper(
+        workspace(device), "NHD", backend="auto", q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
+        head_dim_qk=64, head_dim_vo=64, window_left=20,
+    )  # fmt: skip
+    w.plan(*b.paged_plan(), causal=True, window_left=20, **b.types())
+    want, want_lse = with_sinks(b, sink, causal=True, window_left=20, sm_scale=0.2)
+    out, lse = w.run_return_lse(b.q, b.cache, sink, 0.2)
+    assert_close(out, want)
+    assert_close(lse, want_lse, tolerance=LSE)
+    w.plan(*b.paged_plan(), causal=True, **b.types())
+    with pytest.raises(ValueError, match="window_left: the wrapper was made for 20; got -1"):
+        w.run(b.q, b.cache, sink, 0.2)
+    with pytest.raises(AssertionError, match="backend"):
+        BatchAttentionWithAttentionSinkWrapper(workspace(device), backend="cudnn")
+    assert fi_core.attention.BatchAttentionWithAttentionSinkWrapper is BatchAttentionWithAttentionSinkWrapper
+
+
+@pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
+def test_block_tables(kv_layout: str, device: str) -> None:
+    b = batch(LENS, dims=(128, 128), kv_layout=kv_layout, form="fused", dtype=torch.bfloat16, device=device)
+    sinks = rand(4, dtype=torch.float32, device=device)
+    common: dict[str, Any] = {
+        "query": b.q, "kv_cache": b.cache, "workspace_buffer": workspace(device), "block_tables": b.pool.block_tables(),
+        "seq_lens": b.pool.seq_lens(), "max_q_len": 70, "max_kv_len": 130, "batch_size": 5, "kv_layout": kv_layout,
+        "cum_seq_lens_q": b.qo_indptr, "cum_seq_lens_kv": b.kv_indptr,
+    }  # fmt: skip
+    out = trtllm_batch_context_with_kv_cache(bmm1_scale=0.05, bmm2_scale=0.7, **common)
+    assert_close(out, b.expected(causal=True, sm_scale=0.05, v_scale=0.7)[0])
+    one, two = (torch.tensor([x], device=device) for x in (0.05, 0.7))
+    lse = torch.empty(b.q.shape[:2], device=device)
+    result = torch.empty_like(b.q)
+    got = trtllm_batch_context_with_kv_cache(
+        bmm1_scale=one, bmm2_scale=two, causal=False, window_left=30, out=result, lse=lse, return_lse=True, **common
+    )
+    assert got[0] is result and got[1] is lse
+    want, want_lse = b.expected(sm_scale=0.05, v_scale=0.7, window_left=30)
+    assert_close(result, want)
+    assert_close(lse, want_lse, tolerance=LSE)
+    out = trtllm_batch_context_with_kv_cache(bmm1_scale=0.05, bmm2_scale=1.0, sinks=sinks, **common)
+    assert_close(out, with_sinks(b, sinks, causal=True, sm_scale=0.05)[0])
+    wide = torch.nn.functional.pad(b.pool.block_tables(), (0, 5), value=-7)
+    out = trtllm_batch_context_with_kv_cache(bmm1_scale=0.05, bmm2_scale=1.0, **common | {"block_tables": wide[:, :-5]})
+    assert_close(out, b.expected(causal=True, sm_scale=0.05)[0])
+    for change, error, words in (
+        ({"kv_cache_sf": one}, NotImplementedError, "NVFP4"),
+        ({"backend": "other"}, KeyError, "backend"),
+        ({"batch_size": 4}, ValueError, "batch_size = 4"),
+        ({"out": torch.empty(3, device=device)}, ValueError, "out: shape"),
+    ):
+        with pytest.raises(error, match=words):
+            trtllm_batch_context_with_kv_cache(bmm1_scale=1.0, bmm2_scale=1.0, **common | change)
+
+
+def test_contiguous_keys_in_one_call(device: str) -> None:
+    b = batch(LENS, heads=(4, 4), dims=(192, 128), dtype=torch.bfloat16, device=device)
+    k, v = b.ragged()
+    out, lse = trtllm_ragged_attention_deepseek(
+        query=b.q, key=k, value=v, workspace_buffer=workspace(device), seq_lens=b.pool.seq_lens(), max_q_len=70,
+        max_kv_len=130, bmm1_scale=0.1, bmm2_scale=1.0, o_sf_scale=1.0, batch_size=5, window_left=-1,
+        cum_seq_lens_q=b.qo_indptr, cum_seq_lens_kv=b.kv_indptr, enable_pdl=False, is_causal=True, return_lse=True,
+    )  # fmt: skip
+    want, want_lse = b.expected(causal=True, sm_scale=0.1)
+    assert_close(out, want)
+    assert_close(lse, want_lse, tolerance=LSE)
+
+
+def test_as_cudnn_is_called(device: str) -> None:
+    b = batch(LENS, kv_layout="HND", device=device)
+    lens_q = torch.tensor(b.qo_lens, dtype=torch.int32).view(-1, 1, 1, 1)
+    lens_kv = b.pool.seq_lens().view(-1, 1, 1, 1)
+    common: dict[str, Any] = {"max_token_per_sequence": 70, "max_sequence_kv": 130, "actual_seq_lens_q": lens_q,
+                              "actual_seq_lens_kv": lens_kv, "return_lse": False}  # fmt: skip
+    assert isinstance(b.cache, tuple)
+    out, none = cudnn_batch_prefill_with_kv_cache(
+        b.q, *b.cache, 0.1, workspace(device), causal=True, block_tables=b.pool.block_tables(), **common
+    )
+    assert none is None
+    assert_close(out, b.expected(causal=True, sm_scale=0.1)[0])
+    k, v = b.ragged()
+    scale = torch.tensor([2.0], device=device)
+    out, _ = cudnn_batch_prefill_with_kv_cache(b.q, k, v, 0.1, workspace(device), causal=False, v_scale=scale, **common)
+    assert_close(out, b.expected(sm_scale=0.1, v_scale=2.0)[0])
+    with pytest.raises(NotImplementedError, match="return_lse"):
+        cudnn_batch_prefill_with_kv_cache(
+            b.q, k, v, 0.1, workspace(device), causal=True, **common | {"return_lse": True}
+        )
+
+
+def test_errors_of_the_constructor(device: str) -> None:
+    w = workspace(device)
+    for wrapper in (BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper):
+        for options, error, words in (
+            ({"kv_layout": "HDN"}, KeyError, "kv_layout"),
+            ({"backend": "fa4"}, ValueError, "backend: allowed are auto, fa2, fa3"),
+            ({"backend": "cute-dsl"}, NotImplementedError, "names kernels of another library"),
+            ({"jit_args": ["x"]}, NotImplementedError, "jit_args"),
+            ({"variant_owns_mask": True}, ValueError, "variant_owns_mask"),
+            ({"use_cuda_graph": True}, ValueError, "qo_indptr_buf: a tensor is required"),
+        ):
+            with pytest.raises(error, match=words):
+                wrapper(w, **options)
+        with pytest.raises(ValueError, match="float_workspace_buffer: alignment to 16 bytes"):
+            wrapper(w[1:])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"pos_encoding_mode": "ROPE"}, KeyError, "pos_encoding_mode: allowed are NONE"),
+        ({"q_data_type": 16}, TypeError, "q_data_type"),
+        ({"num_qo_heads": 5}, ValueError, r"num_qo_heads: a positive multiple of num_kv_heads \(2\)"),
+        ({"head_dim_qk": 65}, ValueError, "Unsupported head_dim"),
+        ({"page_size": 0}, ValueError, "page_size: at least 1"),
+        ({"paged_kv_indptr": torch.zeros(3, dtype=torch.int32)}, ValueError, "kv indptr: length 6"),
+        ({"paged_kv_last_page_len": torch.zeros(4, dtype=torch.int32)}, ValueError, "paged_kv_last_page_len: length 5"),
+        ({"seq_lens": torch.zeros(4, dtype=torch.int32)}, ValueError, "seq_lens: length 5"),
+        ({"custom_mask": torch.ones(7)}, ValueError, "custom_mask: a flat boolean tensor"),
+        ({"custom_mask": torch.ones(7, dtype=torch.bool)}, ValueError, "custom_mask: 6560 elements are required"),
+        ({"prefix_len_ptr": torch.zeros(5, dtype=torch.int32)}, ValueError, "token_pos_in_items_ptr"),
+        ({"qo_indptr": torch.zeros(6)}, TypeError, "qo_indptr must be int32"),
+    ],
+)
+def test_errors_of_plan(change: dict[str, Any], error: type[Exception], words: str, device: str) -> None:
+    b = batch(LENS, device=device)
+    names = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "num_qo_heads",
+             "num_kv_heads", "head_dim_qk", "page_size")  # fmt: skip
+    arguments = {n: x.cpu() if torch.is_tensor(x) else x for n, x in zip(names, b.paged_plan())}
+    w = BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    with pytest.raises(error, match=words):
+        w.plan(**arguments | b.types() | change)
+
+
+def test_errors_of_run(device: str) -> None:
+    b = batch(LENS, device=device)
+    w = BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    with pytest.raises(RuntimeError, match="call plan first"):
+        w.run(b.q, b.cache)
+    qo, *rest = b.paged_plan()
+    w.plan(qo.cpu(), *rest, **b.types())
+    k, v = b.cache
+    for q, cache, options, error, words in (
+        (b.q[:-1], b.cache, {}, ValueError, r"q: shape \(91, 4, 64\) was planned"),
+        (b.q.bfloat16(), b.cache, {}, ValueError, "q: q_data_type torch.float16 was planned"),
+        (b.q, (k.bfloat16(), v.bfloat16()), {}, ValueError, "kv_data_type torch.float16 was planned"),
+        (b.q, [k, v], {}, KeyError, "tuple"),
+        (b.q, (k[:, :8], v[:, :8]), {}, ValueError, "page_size 16 and 2 kv heads were planned"),
+        (b.q, (k, v[..., :32]), {}, ValueError, "v: head_dim_vo 64 was planned"),
+        (b.q, b.cache, {"out": torch.empty_like(b.q[1:])}, ValueError, "out: shape"),
+        (b.q, b.cache, {"out": torch.empty_like(b.q, dtype=torch.float32)}, ValueError, "out: dtype"),
+        (b.q, b.cache, {"lse": torch.empty(3, device=device)}, ValueError, "lse: shape"),
+        (b.q, b.cache, {"kv_cache_sf": 1}, NotImplementedError, "NVFP4"),
+        (b.q, b.cache, {"sinks": torch.zeros(3, device=device)}, ValueError, r"sinks must have shape .*got \[3\]"),
+    ):
+        with pytest.raises(error, match=words):
+            w.run(q, cache, **options)
+    with pytest.raises(TypeError, match="scale_q, scale_k and scale_v"):
+        w.run(b.q, b.cache, 1, 1, 1, 1)
+    r = BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+    qo, kv, *rest = b.ragged_plan()
+    r.plan(qo.cpu(), kv.cpu(), *rest, **b.types())
+    keys = b.ragged()
+    with pytest.raises(ValueError, match="k: 2 heads and 299 tokens were planned"):
+        r.run(b.q, keys[0][:200], keys[1][:200])
+    with pytest.raises(NotImplementedError, match="o_scale"):
+        r.run(b.q, *keys, o_scale=2.0)
+    with pytest.raises(NotImplementedError, match="v_indptr"):
+        r.plan(qo, kv, *rest, v_indptr=kv)
+
+
+def test_schedule_too_small(device: str) -> None:
+    b = batch([(500, 500)], heads=(8, 1), device=device)
+    w = BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    w.reset_workspace_buffer(workspace(device), torch.empty(64, dtype=torch.uint8, device=device))
+    qo, *rest = b.paged_plan()
+    with pytest.raises(ValueError, match=r"int_workspace_buffer: \d+ bytes are required; got 64"):
+        w.plan(qo.cpu(), *rest, **b.types())
+
+
+@pytest.mark.gpu
+def test_fa3_says_why_not() -> None:
+    b = batch(LENS, dims=(80, 80), device="cuda")
+    w = BatchPrefillWithPagedKVCacheWrapper(workspace("cuda"), backend="fa3")
+    with pytest.raises(UnsupportedError, match="head_dim"):
+        w.plan(*b.paged_plan(), **b.types())
+    device = torch.device("cuda", 0)
+    half = torch.float16
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert ops.choose("auto", device, half, half, half, 128, 128, 4, 0, True) == "fa3"
+    assert ops.choose("auto", device, half, half, half, 128, 128, 4, 0, False) == "fa2"
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device() -> None:
+    b = batch(LENS, dims=(128, 128), device="cuda")
+    masks = torch.cat([m.flatten() for m in masks_of(LENS, "cuda")])
+    for tables in ("cpu", "cuda"):
+        w = BatchPrefillWithPagedKVCacheWrapper(workspace("cuda"))
+        arguments = [x.to(tables) if torch.is_tensor(x) else x for x in b.paged_plan()]
+        for options in ({"causal": True}, {"custom_mask": masks}):
+            w.plan(*arguments, **options, **b.types())
+            w.run(b.q, b.cache, return_lse=True)
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                w.plan(*arguments, **options, **b.types())
+                w.run(b.q, b.cache, return_lse=True)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def test_ragged_sinks(device: str) -> None:
+    b = batch(LENS, device=device)
+    sinks = rand(4, dtype=torch.float32, device=device)
+    for w in planned(b, BatchPrefillWithRaggedKVCacheWrapper, causal=True):
+        w._sinks = sinks
+        assert_close(w.run(b.q, *b.ragged()), with_sinks(b, sinks, causal=True)[0])
+
+
+def test_head_major_ragged_keys(device: str) -> None:
+    check(batch(LENS, dims=(64, 64), kv_layout="HND", device=device), causal=True)

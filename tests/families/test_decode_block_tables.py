@@ -1,0 +1,285 @@
+"""Decode over block tables: trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache and xqa against fp64."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import fi_core
+from families.attention_reference import attention
+from families.harness import assert_close, assert_guards, guarded, rand
+from families.paged import Paged, paged
+from fi_core.decode import trtllm_batch_decode_with_kv_cache, xqa, xqa_batch_decode_with_kv_cache
+from fi_core.errors import LibraryError
+
+LENGTHS = (300, 1, 0, 65, 1000, 16)
+FUNCTIONS = [trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache]
+
+
+def workspace(device: str, megabytes: int = 8) -> torch.Tensor:
+    return torch.full((megabytes << 20,), 0xFF, dtype=torch.uint8, device=device)
+
+
+def scale_of(p: Paged) -> float:
+    return float(p.q.shape[2] ** -0.5)
+
+
+def arguments(p: Paged, **more: Any) -> dict[str, Any]:
+    return {
+        "query": p.q, "kv_cache": p.cache, "workspace_buffer": workspace(str(p.q.device)),
+        "block_tables": p.block_tables(), "seq_lens": p.seq_lens(), "max_seq_len": 1 << 20, "bmm1_scale": scale_of(p),
+        "kv_layout": p.kv_layout, "q_len_per_req": p.q_len,
+    } | more  # fmt: skip
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("form", ["tuple", "fused"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_plain(function: Any, kv_layout: str, form: str, page_size: int, device: str) -> None:
+    p = paged(LENGTHS, heads=(6, 2), kv_layout=kv_layout, form=form, page_size=page_size, device=device)
+    assert_close(function(**arguments(p)), p.expected()[0])
+
+
+def test_default_layouts_differ(device: str) -> None:
+    for function, layout in zip(FUNCTIONS, ("HND", "NHD")):
+        p = paged(LENGTHS, kv_layout=layout, page_size=4, device=device)
+        given = arguments(p)
+        del given["kv_layout"]
+        assert_close(function(**given), p.expected()[0])
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_scales_are_all_there_is(tensor: bool, device: str) -> None:
+    """No 1 / sqrt(head_dim) by default; numbers or tensors on the device."""
+    p = paged(LENGTHS, dim=64, kv_dtype=torch.float8_e4m3fn, device=device)
+    assert_close(trtllm_batch_decode_with_kv_cache(**arguments(p, bmm1_scale=1.0)), p.expected(sm_scale=1.0)[0])
+    one, two = (torch.tensor([x], device=device) if tensor else x for x in (0.07, 1.9))
+    want, want_lse = p.expected(sm_scale=0.07, v_scale=1.9)
+    out, lse = trtllm_batch_decode_with_kv_cache(**arguments(p, bmm1_scale=one, bmm2_scale=two, return_lse=True))
+    assert_close(out, want)
+    assert_close(lse, want_lse, tolerance=(1e-4, 1e-4))
+    if isinstance(one, torch.Tensor):
+        log2 = one * math.log2(math.e)
+        other = trtllm_batch_decode_with_kv_cache(**arguments(p, bmm1_scale=9.0, bmm1_scale_log2=log2, bmm2_scale=two))
+        assert_close(other, want)
+    assert torch.equal(xqa_batch_decode_with_kv_cache(**arguments(p, bmm1_scale=one, bmm2_scale=two)), out)
+
+
+@pytest.mark.parametrize("window_left", [0, 40])
+def test_window_and_sinks(window_left: int, device: str) -> None:
+    p = paged(LENGTHS, heads=(6, 2), device=device)
+    sinks = rand(6, dtype=torch.float32, device=device, scale=3.0)
+    want, _ = p.expected(window_left=window_left, sinks=sinks)
+    for function in FUNCTIONS:
+        assert_close(function(**arguments(p, window_left=window_left, sinks=sinks)), want)
+
+
+@pytest.mark.parametrize("q_len", [2, 4, 33])
+def test_several_query_tokens_are_causal(q_len: int, device: str) -> None:
+    p = paged([q_len, 64, 65, 300], heads=(8, 2), q_len=q_len, device=device)
+    for function in FUNCTIONS:
+        assert_close(function(**arguments(p)), p.expected()[0])
+
+
+def tree(batch_size: int, q_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random draft trees: each token sees itself and some before. As booleans, and packed into uint16."""
+    generator = torch.Generator().manual_seed(q_len)
+    seen = torch.rand(batch_size, q_len, q_len, generator=generator) < 0.5
+    seen = seen.tril() | torch.eye(q_len, dtype=torch.bool)
+    words = -(-q_len // 32) * 2
+    bits = torch.zeros(batch_size, q_len, words * 16, dtype=torch.int64)
+    bits[..., :q_len] = seen.long()
+    packed = (bits.view(batch_size, q_len, words, 16) << torch.arange(16)).sum(-1)
+    return seen, packed.to(torch.int32).to(torch.uint16)
+
+
+@pytest.mark.parametrize("q_len", [3, 16, 40])
+def test_draft_trees(q_len: int, device: str) -> None:
+    p = paged([q_len, 64, 65, 300], heads=(8, 2), q_len=q_len, device=device)
+    seen, packed = tree(4, q_len)
+    want = []
+    for b, (k, v) in enumerate(zip(p.k, p.v)):
+        mask = torch.ones(q_len, len(k), dtype=torch.bool)
+        mask[:, len(k) - q_len :] = seen[b]
+        want.append(attention(p.q[b * q_len : (b + 1) * q_len], k, v, custom_mask=mask)[0])
+    assert (torch.cat(want) - p.expected()[0]).abs().max() > 0.05
+    for function in FUNCTIONS:
+        assert_close(function(**arguments(p, mask=packed.to(device))), torch.cat(want))
+
+
+@pytest.mark.parametrize("q_len", [1, 5])
+@pytest.mark.parametrize("tensor", [False, True])
+def test_xqa(q_len: int, tensor: bool, device: str) -> None:
+    p = paged([64, 7, 300], heads=(8, 2), dim=128, q_len=q_len, kv_dtype=torch.float8_e4m3fn, device=device)
+    sinks = rand(2, 4, dtype=torch.float32, device=device, scale=2.0)
+    shape = (3, 1, 8, 128) if q_len == 1 else (3, 1, q_len, 8, 128)
+    output = guarded(shape, torch.float16, device)
+    q_scale, kv_scale = (torch.tensor([x], device=device) if tensor else x for x in (0.5, 1.3))
+    assert isinstance(p.cache, tuple)
+    result = xqa(
+        p.q.view(shape), *p.cache, p.block_tables(), p.seq_lens().view(3, 1).to(torch.uint32), output,
+        workspace(device), None, 2, 16, sinks, q_scale, kv_scale, 50, rcp_out_scale=0.5, q_seq_len=q_len,
+    )  # fmt: skip
+    assert result is None
+    want, _ = p.expected(k_scale=0.5 * 1.3, v_scale=1.3 * 0.5, window_left=49, sinks=sinks.view(-1))
+    assert_close(output.view(-1, 8, 128), want)
+    assert_guards(output)
+    assert fi_core.xqa is xqa
+
+
+def test_keys_that_are_values_too(device: str) -> None:
+    p = paged([70, 16], kv_layout="HND", form="fused", device=device)
+    assert isinstance(p.cache, torch.Tensor)
+    same = Paged(**{**vars(p), "v": p.k, "cache": p.cache[:, :1]})
+    assert_close(trtllm_batch_decode_with_kv_cache(**arguments(same)), same.expected()[0])
+
+
+def test_tables_and_lengths_as_engines_have_them(device: str) -> None:
+    """A block table that is a slice of a wider one, whose other entries are no pages; lengths of any integer type."""
+    p = paged(LENGTHS, device=device)
+    table = p.block_tables()
+    wide = torch.full((len(LENGTHS), 300), 1 << 30, dtype=torch.int32, device=device)
+    wide[:, : table.shape[1]] = table
+    want = p.expected()[0]
+    for dtype in (torch.int32, torch.uint32, torch.int64):
+        given = arguments(p, block_tables=wide[:, : table.shape[1]], seq_lens=p.seq_lens().to(dtype))
+        assert_close(trtllm_batch_decode_with_kv_cache(**given), want)
+
+
+def test_outputs(device: str) -> None:
+    p = paged(LENGTHS, device=device)
+    want, want_lse = p.expected()
+    out, lse = guarded(p.q.shape, torch.bfloat16, device), guarded(p.q.shape[:2], torch.float32, device)
+    given = trtllm_batch_decode_with_kv_cache(**arguments(p, out=out, lse=lse, return_lse=True))
+    assert given[0] is out and given[1] is lse
+    assert_close(out, want)
+    assert_close(lse, want_lse, tolerance=(1e-4, 1e-4))
+    assert_guards(out)
+    for dtype in (torch.bfloat16, "bfloat16"):
+        assert trtllm_batch_decode_with_kv_cache(**arguments(p, out_dtype=dtype)).dtype == torch.bfloat16  # type: ignore[union-attr]
+
+
+def test_engine_keywords(device: str) -> None:
+    """The keywords that vLLM and SGLang pass."""
+    p = paged(LENGTHS, kv_layout="HND", device=device)
+    out = torch.empty_like(p.q)
+    counters = torch.zeros(64, dtype=torch.int32, device=device)
+    nothing = dict.fromkeys(("sinks", "o_sf_scale", "cum_seq_lens_q", "kv_cache_sf", "lse"))
+    trtllm_batch_decode_with_kv_cache(
+        **arguments(p, window_left=-1, out=out, backend="auto", max_q_len=None, return_lse=False, out_dtype=None,
+                    skip_softmax_threshold_scale_factor=None, multi_ctas_kv_counter_buffer=counters, **nothing)
+    )  # fmt: skip
+    assert_close(out, p.expected()[0])
+    out.zero_()
+    xqa_batch_decode_with_kv_cache(**arguments(p, window_left=-1, out=out, sinks=None, mask=None, q_cu_seq_lens=None))
+    assert_close(out, p.expected()[0])
+
+
+def test_a_small_workspace_does_for_any_length(device: str) -> None:
+    p = paged([5000], heads=(8, 1), dim=128, device=device)
+    given = arguments(p, workspace_buffer=workspace(device, 5))
+    assert_close(trtllm_batch_decode_with_kv_cache(**given), p.expected()[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"backend": "fa2"}, KeyError, "backend: allowed are auto, trtllm-gen, xqa; got 'fa2'"),
+        ({"kv_layout": "DHN"}, KeyError, "kv_layout"),
+        ({"out_dtype": torch.float32}, ValueError, "out_dtype: the query's .* got torch.float32"),
+        ({"out_dtype": "nvfp4"}, NotImplementedError, "out_dtype 'nvfp4': not supported"),
+        ({"o_sf_scale": 1.0}, NotImplementedError, "o_sf_scale"),
+        ({"cum_seq_lens_q": torch.zeros(3)}, NotImplementedError, "cum_seq_lens_q"),
+        ({"uses_shared_paged_kv_idx": False}, NotImplementedError, "uses_shared_paged_kv_idx"),
+        ({"enable_block_sparse_attention": True}, NotImplementedError, "enable_block_sparse_attention"),
+        ({"cp_world": 2}, NotImplementedError, "cp_world"),
+        ({"kv_cache_sf": torch.zeros(3)}, NotImplementedError, "kv_cache_sf"),
+        ({"out": torch.zeros(2, 4, 64)}, ValueError, "out_dtype"),
+        ({"out": torch.zeros(2, 4, 32).half()}, ValueError, "out: shape must be"),
+        ({"lse": torch.zeros(2, 3)}, ValueError, "lse: shape must be"),
+        ({"block_tables": torch.zeros(2, dtype=torch.int32)}, ValueError, "block_tables: .batch_size, max_pages."),
+        ({"block_tables": torch.zeros(2, 3, dtype=torch.int64)}, TypeError, "page_indices must be int32"),
+        ({"block_tables": torch.zeros(3, 3, dtype=torch.int32)}, ValueError, "query: batch_size . q_len_per_req rows"),
+        ({"seq_lens": torch.zeros(2)}, TypeError, "kv_len must be int32 or uint32 or int64"),
+        ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, ValueError, "one of seq_lens .3."),
+        ({"q_len_per_req": 2}, ValueError, "got 2 rows for q_len_per_req = 2"),
+        ({"workspace_buffer": torch.zeros(100, dtype=torch.uint8)}, ValueError, "workspace_buffer: too small for 2"),
+        ({"query": torch.zeros(2, 5, 64).half()}, ValueError, "query: a multiple of the cache's 2 heads"),
+        ({"sinks": torch.zeros(2)}, ValueError, "sinks must have shape"),
+        ({"mask": torch.zeros(2, 1, 4, dtype=torch.uint16)}, ValueError, "draft_mask must have shape"),
+    ],
+)  # fmt: skip
+def test_refusals(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        trtllm_batch_decode_with_kv_cache(**arguments(paged([20, 9]), **change))
+
+
+def test_xqa_refusals() -> None:
+    p = paged([20, 9])
+    assert isinstance(p.cache, tuple)
+    q, out = p.q.view(2, 1, 4, 64), torch.empty(2, 1, 4, 64).half()
+
+    def call(**change: Any) -> None:
+        given: dict[str, Any] = {"num_kv_heads": 2, "page_size": 16, "output": out} | change
+        xqa(q, *p.cache, p.block_tables(), p.seq_lens(), workspace_buffer=workspace("cpu"), semaphores=None, **given)
+
+    call()
+    assert_close(out.view(2, 4, 64), p.expected()[0])
+    with pytest.raises(ValueError, match="k_cache: pages of page_size = 32"):
+        call(page_size=32)
+    with pytest.raises(ValueError, match="output: shape must be"):
+        call(output=out[:1])
+    with pytest.raises(NotImplementedError, match="q_cu_seq_lens"):
+        call(q_cu_seq_lens=torch.zeros(3))
+
+
+def test_trace() -> None:
+    p = paged([20, 9], kv_layout="HND")
+    given = arguments(p)
+    definition = trtllm_batch_decode_with_kv_cache.fi_trace(**given)  # type: ignore[attr-defined]
+    assert definition["name"] == "gqa_paged_decode_tables_h4_kv2_d64_ps16"
+    space: dict[str, Any] = {}
+    exec(definition["reference"], space)
+    got = trtllm_batch_decode_with_kv_cache(**given, window_left=5, bmm2_scale=2.0)
+    assert isinstance(p.cache, tuple) and isinstance(got, torch.Tensor)
+    clean = tuple(x.nan_to_num(0) for x in p.cache)
+    want = space["_reference"](p.q, *clean, given["block_tables"], given["seq_lens"], scale_of(p), 2.0, 5)
+    assert_close(got, want)
+
+
+def cudnn_arguments(p: Paged, **more: Any) -> dict[str, Any]:
+    assert isinstance(p.cache, tuple)
+    return {
+        "q": p.q, "k_cache": p.cache[0], "v_cache": p.cache[1], "scale": scale_of(p), "max_sequence_kv": 512,
+        "workspace_buffer": workspace(str(p.q.device), 64), "block_tables": p.block_tables().clamp(min=0),
+        "actual_seq_lens_kv": p.seq_lens().view(-1, 1, 1, 1), "q_len_per_req": p.q_len,
+    } | more  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_cudnn(q_len: int) -> None:
+    pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
+    p = paged([300, 16, 65], heads=(8, 2), dim=128, q_len=q_len, dtype=torch.bfloat16, kv_layout="HND", device="cuda")
+    out, lse = fi_core.cudnn_batch_decode_with_kv_cache(**cudnn_arguments(p, return_lse=True))
+    want, want_lse = p.expected()
+    assert_close(out, want)
+    assert_close(lse, want_lse, tolerance=(1e-3, 1e-3))
+    windowed = fi_core.cudnn_batch_decode_with_kv_cache(**cudnn_arguments(p, window_left=20))
+    assert_close(windowed, p.expected(window_left=20)[0])
+
+
+def test_cudnn_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = cudnn_arguments(paged([20, 9], kv_layout="HND"))
+    with pytest.raises(NotImplementedError, match="batch_offsets_q: requests must lie one after another"):
+        fi_core.cudnn_batch_decode_with_kv_cache(**given, batch_offsets_q=torch.zeros(3))
+    with pytest.raises(ValueError, match="block_tables and actual_seq_lens_kv: both are required"):
+        fi_core.cudnn_batch_decode_with_kv_cache(**(given | {"block_tables": None}))
+    monkeypatch.setitem(sys.modules, "cudnn", None)  # as if it were not installed
+    with pytest.raises(LibraryError, match="pip install nvidia-cudnn-frontend"):
+        fi_core.cudnn_batch_decode_with_kv_cache(**given)

@@ -1,0 +1,153 @@
+"""The launcher of batch prefill without a GPU: grids, tensor maps and parameters, seen by the mock driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fi_core.prefill import ops
+from kernels.mock_driver import Call, Gpu, Tensor, build_driver, launches, parameters
+
+OUT, LSE, SCHEDULE, Q, K, V, PAGES, SINKS, MASK, BOUNDS = (0x100000 * (i + 1) for i in range(10))
+BATCH, ROWS, HEADS, KV_HEADS, NUM_PAGES, PAGE = 4, 1000, 32, 8, 300, 16
+TILE = ops.tile_tokens(HEADS, KV_HEADS)
+Prefill = Callable[..., list[Call]]
+
+
+@pytest.fixture(scope="module")
+def prefill(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Calls the op on bf16 tensors, paged NHD, but for what is changed; the driver calls."""
+    folder = tmp_path_factory.mktemp("prefill")
+    gpu = Gpu(build_driver(folder), Path(folder) / "log", 90)
+
+    def call(impl: str = "fa3", dims: tuple[int, int] = (128, 128), **change: Any) -> list[Call]:
+        pool = (NUM_PAGES, PAGE, KV_HEADS)
+        arguments = dict.fromkeys(
+            ("out", "lse", "schedule", "q", "k", "v", "page_indices", "custom_mask", "mask_indptr", "prefix_len",
+             "items", "sinks", "scale_q", "scale_k", "scale_v", "bmm1_scale", "bmm2_scale")
+        ) | {
+            "out": Tensor(OUT, (ROWS, HEADS, dims[1]), "bf16"),
+            "lse": Tensor(LSE, (ROWS, HEADS), "f32"),
+            "schedule": Tensor(SCHEDULE, (ops.words(BATCH, ROWS, TILE),), "i32"),
+            "q": Tensor(Q, (ROWS, HEADS, dims[0]), "bf16"),
+            "k": Tensor(K, (*pool, dims[0]), "bf16"),
+            "v": Tensor(V, (*pool, dims[1]), "bf16"),
+            "page_indices": Tensor(PAGES, (256,), "i32"),
+            "batch_size": BATCH, "tile_tokens": TILE, "kv_tokens": 0, "kv_layout": 0, "pos_encoding_mode": 0,
+            "causal": True, "window_left": -1, "logits_soft_cap": 0.0, "sm_scale": 0.1, "v_scale": 1.0,
+            "rope_scale": 1.0, "rope_theta": 1e4, "enable_pdl": None, "impl": impl,
+        }  # fmt: skip
+        assert set(change) <= set(arguments)
+        arguments |= change
+        capped = impl == "fa3" and float(arguments["logits_soft_cap"]) > 0  # type: ignore[arg-type]
+        axes = {"q": "bf16", "kv": "bf16", "head_dim": dims[0] if impl == "fa3" else 0, "soft_cap": capped}
+        return gpu.call("batch_prefill", axes, *arguments.values(), impl=impl)
+
+    yield call
+    gpu.close()
+
+
+def one(calls: list[Call]) -> Call:
+    (launch,) = launches(calls)
+    return launch
+
+
+def maps(calls: list[Call]) -> dict[int, list[list[int]]]:
+    """By address: [size, stride in bytes, box] of each dimension."""
+    return {c["address"]: c["dimensions"] for c in calls if c["call"] == "tensor_map"}
+
+
+def test_hopper_launch(prefill: Prefill) -> None:
+    calls = prefill()
+    launch = one(calls)
+    assert launch["grid"] == [132, 1, 1] and launch["block"] == [384, 1, 1] and launch["pdl"]
+    assert launch["shared_bytes"] == ops._hopper_bytes(128, 128, 128)
+    p = parameters(launch, "BatchPrefillParams")
+    assert (p["out"], p["lse"], p["pages"], p["sinks"]) == (OUT, LSE, PAGES, None)
+    assert (p["qo_heads"], p["kv_heads"], p["group"]["value"], p["tile_tokens"]) == (HEADS, KV_HEADS, 4, TILE)
+    assert (p["box"], p["page_size"]["value"], p["causal"], p["window_left"]) == (16, PAGE, 1, -1)
+    assert p["scale"] == pytest.approx(0.1 * 1.4426950408889634) and p["cap"] == 0
+    assert p["section"] == 8, "256 pages of keys and values of all heads fit into L2"
+    row = HEADS * 128 * 2
+    assert maps(calls)[Q] == [[128, 2, 64], [4, 256, 4], [KV_HEADS, 1024, 1], [ROWS, row, TILE]]
+    token = KV_HEADS * 256
+    pool = [[128, 2, 64], [PAGE, token, 16], [KV_HEADS, 256, 1], [NUM_PAGES, PAGE * token, 1]]
+    assert maps(calls)[K] == maps(calls)[V] == pool
+
+
+def test_sections_follow_the_keys(prefill: Prefill) -> None:
+    """Heads are handed out so many at a time that their keys and values stay in L2."""
+    for tokens, section in ((16384, 4), (65536, 1), (10_000_000, 1), (100, 8)):
+        assert parameters(one(prefill(kv_tokens=tokens)), "BatchPrefillParams")["section"] == section
+
+
+def test_hopper_ragged(prefill: Prefill) -> None:
+    keys = {"k": Tensor(K, (5000, KV_HEADS, 192), "bf16"), "v": Tensor(V, (5000, KV_HEADS, 128), "bf16")}
+    calls = prefill(dims=(192, 128), page_indices=None, **keys)
+    p = parameters(one(calls), "BatchPrefillParams")
+    assert p["pages"] is None and p["box"] == 112
+    assert maps(calls)[K] == [[192, 2, 64], [5000, KV_HEADS * 384, 112], [KV_HEADS, 384, 1], [1, 128, 1]]
+    assert maps(calls)[V][0] == [128, 2, 64]
+
+
+def test_hopper_soft_cap(prefill: Prefill) -> None:
+    p = parameters(one(prefill(logits_soft_cap=30.0, window_left=7)), "BatchPrefillParams")
+    assert p["scale"] == pytest.approx(0.1 / 30) and p["cap"] == pytest.approx(30 * 1.4426950408889634)
+    assert p["window_left"] == 7
+
+
+def test_head_major_pages(prefill: Prefill) -> None:
+    pool = (NUM_PAGES, KV_HEADS, 48, 64)
+    calls = prefill(dims=(64, 64), kv_layout=1, k=Tensor(K, pool, "bf16"), v=Tensor(V, pool, "bf16"))
+    assert parameters(one(calls), "BatchPrefillParams")["box"] == 16, "what divides the page and the tile of keys"
+    assert maps(calls)[K] == [[64, 2, 64], [48, 128, 16], [KV_HEADS, 48 * 128, 1], [NUM_PAGES, KV_HEADS * 48 * 128, 1]]
+
+
+def test_little_work_takes_few_blocks(prefill: Prefill) -> None:
+    few = {"out": Tensor(OUT, (3, HEADS, 128), "bf16"), "lse": None, "q": Tensor(Q, (3, HEADS, 128), "bf16")}
+    schedule = Tensor(SCHEDULE, (ops.words(1, 3, TILE),), "i32")
+    assert one(prefill(**few, batch_size=1, schedule=schedule))["grid"] == [KV_HEADS, 1, 1]
+    assert one(prefill("fa2", **few, batch_size=1, schedule=schedule))["grid"] == [2 * KV_HEADS, 1, 1]
+
+
+def test_tiles_launch(prefill: Prefill) -> None:
+    launch = one(prefill("fa2", sinks=Tensor(SINKS, (HEADS,), "f32"), logits_soft_cap=5.0))
+    assert launch["grid"] == [132 * 2, 1, 1] and launch["block"] == [128, 1, 1]
+    p = parameters(launch, "PrefillProblem")
+    assert (p["pages"], p["sinks"], p["tile_tokens"]) == (PAGES, SINKS, TILE)
+    assert p["k_page"] == PAGE * KV_HEADS * 128 and p["problem"]["aligned"] == 1
+    assert (p["problem"]["mask"]["causal"], p["problem"]["mask"]["window_left"]) == (1, -1)
+    narrow = Tensor(K + 2, (NUM_PAGES, PAGE, KV_HEADS, 128), "bf16")
+    assert parameters(one(prefill("fa2", k=narrow)), "PrefillProblem")["problem"]["aligned"] == 0
+
+
+def test_a_mask_takes_the_place_of_causal(prefill: Prefill) -> None:
+    masked = {"custom_mask": Tensor(MASK, (999,), "u8"), "mask_indptr": Tensor(BOUNDS, (BATCH + 1,), "i32")}
+    p = parameters(one(prefill("fa2", **masked)), "PrefillProblem")
+    assert (p["custom_mask"], p["mask_indptr"], p["problem"]["mask"]["causal"]) == (MASK, BOUNDS, 0)
+    with pytest.raises(ValueError, match="impl must be fa2 for masks"):
+        prefill(**masked)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"schedule": Tensor(SCHEDULE, (ops.words(BATCH, ROWS, TILE) - 1,), "i32")}, "schedule must have"),
+        ({"k": Tensor(K + 2, (NUM_PAGES, PAGE, KV_HEADS, 128), "bf16")}, "not aligned to 16 bytes"),
+        ({"bmm1_scale": Tensor(SINKS, (1,), "f32")}, "scales by head or on the device"),
+        ({"v": Tensor(V, (NUM_PAGES, PAGE, 4, 128), "bf16")}, "v must have shape"),
+        ({"custom_mask": Tensor(MASK, (9,), "u8")}, "mask_indptr must be given"),
+        ({"sinks": Tensor(SINKS, (7,), "f32")}, "sinks must have shape"),
+    ],
+)
+def test_refusals(prefill: Prefill, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        prefill(**change)
+
+
+def test_nothing_to_do(prefill: Prefill) -> None:
+    nothing = {"out": Tensor(OUT, (0, HEADS, 128), "bf16"), "lse": None, "q": Tensor(Q, (0, HEADS, 128), "bf16")}
+    assert launches(prefill(**nothing)) == []

@@ -4,6 +4,7 @@
 #include "fi/attention/softmax.h"
 #include "fi/cuda/math.cuh"
 #include "fi/cuda/ptx/barrier.cuh"
+#include "fi/cuda/ptx/global.cuh"
 #include "fi/cuda/ptx/tma_sm90.cuh"
 #include "fi/cuda/ptx/warpgroup_sm90.cuh"
 #include "fi/cuda/ptx/wgmma_sm90.cuh"
@@ -57,7 +58,7 @@ struct PrefillKernel {
     int begin, count;  // of the key tiles
 
     FI_DEVICE Tile(const BatchPrefillParams& p, const Work& work) : Work(work) {
-      mask = Mask{nullptr, 0, 0, p.causal, p.window_left, request.qo_len, request.kv_len};
+      mask = Mask::of_range(p.causal, p.window_left, request.qo_len, request.kv_len);
       begin = mask.first_key(token) / kKeys;
       count = (mask.end_key(token + tokens - 1) + kKeys - 1) / kKeys - begin;
     }
@@ -176,13 +177,13 @@ struct PrefillKernel {
             const int token = __shfl_sync(0xffffffffu, now.x, b), page = __shfl_sync(0xffffffffu, now.y, b);
             if (lane > 0) continue;
             if constexpr (kWholeRows) {
-              tma_load(line, from, full[stage], 0, 0, tile.kv_head * p.head_blocks,
+              tma_load(line, from, full[stage], 0, 0, p.heads_in_blocks ? tile.kv_head * (kDim / 64) : 0,
                        token / 8 + tile.kv_head * p.head_groups, page);
-              continue;
-            }
+            } else {
 #pragma unroll
-            for (int block = 0; block < kDim / 64; ++block)
-              tma_load(line + block * kKeys * 64, from, full[stage], block * 64, token, tile.kv_head, page);
+              for (int block = 0; block < kDim / 64; ++block)
+                tma_load(line + block * kKeys * 64, from, full[stage], block * 64, token, tile.kv_head, page);
+            }
           }
         }
         if (++stage == kStages) stage = 0, parity ^= 1;
@@ -210,17 +211,15 @@ struct PrefillKernel {
       shared.work_full[use % 2].wait(use / 2 % 2);
       const Tile tile(p, shared.work[use % 2]);
       if (tile.tokens == 0) break;
-      barrier_sync(3 + group, 128);
-      if (thread == 0) shared.work_empty[use % 2].arrive();
       const int q_stage = use % kQueryStages;
       shared.q_full[q_stage].wait(use / kQueryStages % 2);
       const uint64_t q = wgmma_uniform(wgmma_operand(shared.q[q_stage] + group * 64 * 64, 1024));
       const int row = group * 64 + warp * 16 + lane / 4;  // and row + 8
-      int token[2], first_key[2], end_key[2];
+      int first_key[2], end_key[2];
       for (int h = 0; h < 2; ++h) {
-        token[h] = tile.token + static_cast<int>(divide(row + 8 * h, p.group));
-        first_key[h] = tile.mask.first_key(token[h]);
-        end_key[h] = tile.mask.end_key(token[h]);
+        const int token = tile.token + static_cast<int>(divide(row + 8 * h, p.group));
+        first_key[h] = tile.mask.first_key(token);
+        end_key[h] = tile.mask.end_key(token);
       }
       // Tiles all of whose keys every row sees: below the first row's end, at or above the last row's beginning.
       const int clear_end = tile.mask.end_key(tile.token) / kKeys;
@@ -275,11 +274,8 @@ struct PrefillKernel {
           wgmma_wait<0>();
           wgmma_keep(o);
           if (thread == 0) shared.v_empty[v_stage].arrive();
-#ifdef FI_LAZY
-          if (__any_sync(0xffffffffu, alpha[0] != 1.f || alpha[1] != 1.f))
-#endif
 #pragma unroll
-            for (int i = 0; i < kDimVO / 2; ++i) o[i] *= alpha[i / 2 % 2];
+          for (int i = 0; i < kDimVO / 2; ++i) o[i] *= alpha[i / 2 % 2];
           pack(s, weights);
         };
         while (j > tile.begin && j > clear_end) advance(true);
@@ -296,7 +292,9 @@ struct PrefillKernel {
 #pragma unroll
         for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
       }
-      store(tile, o, m, d, token, group, warp, lane);
+      store(shared.work[use % 2], o, m, d, group, warp, lane);
+      barrier_sync(3 + group, 128);
+      if (thread == 0) shared.work_empty[use % 2].arrive();
     }
   }
 
@@ -346,10 +344,6 @@ struct PrefillKernel {
       top = fmaxf(top, other);
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-#ifdef FI_LAZY
-      const bool grow = (top - m[h]) * scale > 8.f;
-      if (!grow) top = m[h];
-#endif
       const float base = softmax_base(top) * scale;
       alpha[h] = exp2_approx(fmaf(m[h], scale, -base));
       m[h] = top;
@@ -395,18 +389,18 @@ struct PrefillKernel {
     barrier_sync(barrier, 128);
   }
 
-  FI_DEVICE void store(const Tile& tile, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], const int (&token)[2],
-                       int group, int warp, int lane) {
+  FI_DEVICE void store(const Work& work, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int group, int warp,
+                       int lane) {
     const float scale = kCapped ? p.cap : p.scale;
     float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       d[h] += __shfl_xor_sync(0xffffffffu, d[h], 1);
       d[h] += __shfl_xor_sync(0xffffffffu, d[h], 2);
-      const int row = group * 64 + warp * 16 + lane / 4 + 8 * h;
-      const int head = tile.kv_head * p.group.value + row - (token[h] - tile.token) * p.group.value;
+      const int row = group * 64 + warp * 16 + lane / 4 + 8 * h, token = divide(row, p.group);
+      const int head = work.kv_head * p.group.value + row - token * p.group.value;
       float top = m[h] * scale;
-      if (p.sinks && token[h] < tile.token + tile.tokens) {
+      if (p.sinks && token < work.tokens) {
         const float sink = p.sinks[head] * 1.4426950408889634f, most = fmaxf(top, sink);
         d[h] = d[h] * exp2_approx(top - most) + exp2_approx(sink - most);
         factor[h] = softmax_inverse(d[h]) * p.out_scale * exp2_approx(top - most);
@@ -414,8 +408,8 @@ struct PrefillKernel {
       } else {
         factor[h] = softmax_inverse(d[h]) * p.out_scale;
       }
-      if (p.lse && lane % 4 == 0 && token[h] < tile.token + tile.tokens)
-        p.lse[static_cast<int64_t>(tile.request.qo_begin + token[h]) * p.qo_heads + head] =
+      if (p.lse && lane % 4 == 0 && token < work.tokens)
+        p.lse[static_cast<int64_t>(work.request.qo_begin + work.token + token) * p.qo_heads + head] =
             softmax_lse<CudaMath>(top, d[h]);
     }
     // A warp's 16 rows go through shared memory, so that whole rows are written.
@@ -428,14 +422,14 @@ struct PrefillKernel {
           pack(o[i] * factor[h], o[i + 1] * factor[h]);
     }
     __syncwarp();
-    const int first = group * 64 + warp * 16, rows = tile.tokens * static_cast<int>(p.group.value);
+    const int first = group * 64 + warp * 16, rows = work.tokens * static_cast<int>(p.group.value);
 #pragma unroll
     for (int i = 0; i < 16 * kPieces; i += 32) {
       const int at = i + lane, row = at / kPieces, piece = at % kPieces;
       if (first + row >= rows) continue;
-      const int t = divide(first + row, p.group), head = tile.kv_head * p.group.value + first + row - t * p.group.value;
-      T* out = static_cast<T*>(p.out) + (tile.request.qo_begin + tile.token + t) * p.out_token + head * p.out_head;
-      reinterpret_cast<uint4*>(out)[piece] = area[row * kPieces + (piece ^ (row % 8))];
+      const int t = divide(first + row, p.group), head = work.kv_head * p.group.value + first + row - t * p.group.value;
+      T* out = static_cast<T*>(p.out) + (work.request.qo_begin + work.token + t) * p.out_token + head * p.out_head;
+      store_global(out + piece * 8, area[row * kPieces + (piece ^ (row % 8))]);
     }
     __syncwarp();
   }

@@ -21,6 +21,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "decode": ("single_decode_with_kv_cache",),
     "prefill": ("single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse"),
     "quantization": ("packbits", "segment_packbits"),
+    "topk": ("TopKTieBreak", "top_k", "top_k_page_table_transform", "top_k_ragged_transform"),
     "cascade": ("merge_state", "merge_state_in_place", "merge_states"),
     "page": ("append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
     "norm": (

@@ -1,4 +1,4 @@
-// Approximate elementary functions of the special function unit (PTX ISA 9.7.3), subnormals flushed to zero.
+// Elementary functions: approximate ones of the special function unit (PTX ISA 9.7.3), subnormals flushed to zero.
 #pragma once
 #include "fi/cuda/ptx/pdl.cuh"
 
@@ -20,6 +20,12 @@ FI_DEVICE float log2_approx(float x) {
 FI_DEVICE float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// x + 0 (PTX ISA 9.7.3.3): -0 becomes +0, and every NaN the canonical one, 0x7fffffff; the rest stays, subnormals too.
+FI_DEVICE float canonical(float x) {
+  float y;
+  asm("add.rn.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -1,0 +1,50 @@
+// Parameters of the top_k kernels, shared by launcher and device code: the k largest of a segment of each row.
+#pragma once
+#include "fi/ordered.h"
+
+namespace fi {
+
+// Row i selects from x in [0, length): input[i, start + x], start = row_starts[i], length = lengths[i] cut to the row.
+// NaN of either sign is the largest value, -0 equals +0. Results are in the order of x, or, if sorted, from the largest
+// value down, equal values in the order of x; slots beyond the length get index -1.
+struct TopKParams {
+  const void* input;           // [rows, width], rows input_row elements apart
+  void* values;                // [rows, k] of the input's type, with `indices`; else null
+  int64_t* indices;            // [rows, k] x; else null
+  int32_t* mapped;             // [rows, k] x through the page table or by the offset; else null
+  int32_t* raw;                // [rows, k] x, or null; with `mapped`
+  const int32_t* lengths;      // [rows], or null: the width
+  const int32_t* row_starts;   // [rows], or null: 0
+  const int32_t* page_table;   // [batch, pages], or null; x is in slot x % page_size of page x / page_size
+  const int32_t* table_rows;   // [rows] row of the page table, or null: row i
+  const int32_t* table_starts; // [rows] column of page 0, or null: row_starts
+  const int32_t* offsets;      // [rows] added to x, or null: 0
+  int64_t input_row, page_table_row;
+  int32_t rows, width, k, page_size;
+  int32_t prefer_last;  // of equal values at the boundary the last in the row are taken, not the first
+  int32_t sorted;
+  // The launch: vectors of 16 bytes of a slice (what one block of the row's cluster works on) that it holds in shared
+  // memory, the others being read again; where the parts of dynamic shared memory lie, in bytes.
+  int32_t held;
+  int32_t bitmap_at, sort_at, fixed_at;
+};
+
+constexpr int kTopKBins = 2048;      // a digit of 11 bits
+constexpr int kTopKList = 2048;      // keys among which the k-th largest is sought without reading the row again
+constexpr int kTopKSortable = 4096;  // largest k that is sorted in shared memory
+constexpr int kTopKChunks = 8;       // parts in which a slice arrives
+constexpr int kTopKLargestCluster = 16;
+
+// The part of shared memory that does not depend on the shape.
+struct TopKShared {
+  alignas(16) uint32_t histogram[kTopKBins];  // of this block's slice
+  alignas(16) uint32_t total[kTopKBins];      // of the row
+  uint32_t list[kTopKList];
+  uint64_t barriers[kTopKChunks];
+  uint64_t block_counts[kTopKLargestCluster];
+  uint64_t warp_counts[32];
+  uint32_t warp_sums[32];
+  uint32_t bin, above, in_bin, cursor;
+};
+
+}  // namespace fi

@@ -2,18 +2,19 @@
 
 python benchmarks/topk.py [--only TEXT] [--out FILE] [--iters N]; needs a CUDA device. `read` is torch.amax over all
 elements: what reading them once costs here. Time: median of CUDA-graph replays between two events, the L2 flushed by a
-256 MB memset before each, sides interleaved; an empty kernel costs about 4 us that way.
+256 MB memset before each, sides interleaved; an empty kernel costs about 4 us that way. Host time: of the first shape.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from elementwise import Case, measured
+from elementwise import Case, gpu_us, host_us
 
 import fi_core
 
@@ -46,10 +47,15 @@ def main() -> None:
     parser.add_argument("--iters", type=int, default=15)
     args = parser.parse_args()
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    first = True
     for name, moved, sides in cases():
         if args.only not in name:
             continue
-        row: dict[str, object] = {"case": name, "bytes": moved, **measured(sides, args.iters, flush)}
+        row: dict[str, object] = {"case": name, "bytes": moved}
+        row |= {side: round(statistics.median(us), 2) for side, us in gpu_us(sides, args.iters, flush).items()}
+        if first:
+            row["host_us"] = {side: round(host_us(call), 2) for side, call in sides.items()}
+            first = False
         line = json.dumps(row)
         print(line, flush=True)
         if args.out:

@@ -143,10 +143,8 @@ def top_k(
     values = input.new_empty((rows, k))
     indices = input.new_empty((rows, k), dtype=torch.int64)
     in_kernel = sorted and (k <= _SORTABLE or not input.is_cuda)
-    none = None
-    _top_k(
-        input, k, values, indices, none, none, none, none, none, none, none, none, 1, _prefers_last(tie_break), in_kernel
-    )  # fmt: skip
+    prefer_last = _prefers_last(tie_break)
+    _top_k(input, k, values, indices, None, None, None, None, None, None, None, None, 1, prefer_last, in_kernel)
     if sorted and not in_kernel:
         values, order = values.sort(dim=1, descending=True, stable=True)
         indices = indices.gather(1, order)

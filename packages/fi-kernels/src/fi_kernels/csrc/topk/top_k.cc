@@ -29,15 +29,17 @@ struct Plan {
       for (sort = 16; sort < p.k * 8; sort *= 2) {
       }
     const int64_t fixed = static_cast<int64_t>(sizeof(TopKShared)) + bitmap + sort;
-    held = std::min(slice, std::max<int64_t>(limit - fixed, 0) / 16);
+    held = std::min(slice, std::max<int64_t>(limit - fixed, 0) / 512 * 32);
     bytes = fixed + held * 16;
   }
   bool whole() const { return held == slice; }
 };
 
 // Entries in order of preference; config = {largest cluster, blocks an SM is to have, cluster to use or 0: choose}.
-Plan choose(const Entry& entry, const TopKParams& p, int64_t element_bytes, DLDevice device) {
-  const int64_t most = entry.config[0], wanted = entry.config[2];
+Plan choose(const Kernel& kernel, const TopKParams& p, int64_t element_bytes, DLDevice device) {
+  const Entry& entry = kernel.entries[0];
+  // Clusters of 16 are not portable, and untried beyond the data centre parts.
+  const int64_t most = std::min<int64_t>(entry.config[0], kernel.capability < 120 ? 16 : 8), wanted = entry.config[2];
   const int64_t limit = Kernel::shared_limit(device), processors = Kernel::multiprocessors(device);
   // A block costs 1 KB that its program does not see.
   const int64_t share = (limit + 1024) / entry.config[1] - 1024;
@@ -50,8 +52,7 @@ Plan choose(const Entry& entry, const TopKParams& p, int64_t element_bytes, DLDe
 }
 
 void launch(const Kernel& kernel, TopKParams& p, int64_t element_bytes, DLDevice device) {
-  const Entry& entry = kernel.entries[0];
-  const Plan plan = choose(entry, p, element_bytes, device);
+  const Plan plan = choose(kernel, p, element_bytes, device);
   FI_CHECK(plan.bytes <= Kernel::shared_limit(device), ValueError,
            "input: rows of %d elements need %lld bytes of shared memory a block, the device has %lld", p.width,
            static_cast<long long>(plan.bytes), static_cast<long long>(Kernel::shared_limit(device)));
@@ -63,7 +64,7 @@ void launch(const Kernel& kernel, TopKParams& p, int64_t element_bytes, DLDevice
   config.shared_bytes = plan.bytes;
   config.cluster = static_cast<unsigned>(plan.cluster);
   config.pdl = kernel.pdl(-1);
-  kernel.launch(entry, config, device, p);
+  kernel.launch(kernel.entries[0], config, device, p);
 }
 #else
 void run_cpu(const TopKParams& p, DType dtype) {

@@ -56,7 +56,9 @@ FI_CLONES inline int64_t places_from(const uint32_t* keys, int64_t n, uint32_t b
 class TopKRow {
  public:
   explicit TopKRow(int64_t width)
-      : values_(static_cast<size_t>(width)), keys_(values_.size()), scratch_(values_.size()),
+      : values_(static_cast<size_t>(width)),
+        keys_(values_.size()),
+        scratch_(values_.size()),
         found_(values_.size() + 16) {}
 
   // The places of the k largest of the n elements at x, in order, or sorted by value; 0 < k < n unless sorted.

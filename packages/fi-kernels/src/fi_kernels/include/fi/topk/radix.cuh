@@ -19,9 +19,7 @@ struct KeyRange {
 
   FI_DEVICE bool contains(uint32_t key) const { return shift == 32 || (key ^ lower) >> shift == 0; }
   FI_DEVICE int next_shift() const { return shift > 11 ? shift - 11 : 0; }
-  FI_DEVICE uint32_t digit(uint32_t key) const {
-    return (key >> next_shift()) & ((1u << (shift - next_shift())) - 1);
-  }
+  FI_DEVICE uint32_t digit(uint32_t key) const { return (key >> next_shift()) & ((1u << (shift - next_shift())) - 1); }
   // The range of the next digit.
   FI_DEVICE KeyRange narrowed(const TopKShared& shared) const {
     return {lower | shared.bin << next_shift(), next_shift(), rank - shared.above};

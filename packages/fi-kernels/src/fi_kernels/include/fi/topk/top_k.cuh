@@ -36,19 +36,20 @@ struct Slice {
   int vectors, held, begin, end, origin;
 
   FI_DEVICE bool valid(int e) const { return begin <= e && e < end; }
-  FI_DEVICE bool whole(int v) const { return begin <= v * kVec && (v + 1) * kVec <= end; }
+  // The vectors that lie in the segment altogether: all but perhaps the first and the last.
+  FI_DEVICE int whole_begin() const { return begin > 0 ? 1 : 0; }
+  FI_DEVICE int whole_end() const { return max(end / kVec, whole_begin()); }
+  FI_DEVICE bool whole(int v) const { return whole_begin() <= v && v < whole_end(); }
+  FI_DEVICE Vector read_whole(int v) const { return load<T, kVec>(from + static_cast<int64_t>(v) * kVec); }
   FI_DEVICE Vector read(int v) const {
-    if (whole(v)) return load<T, kVec>(from + static_cast<int64_t>(v) * kVec);
+    if (whole(v)) return read_whole(v);
     Vector x{};
 #pragma unroll
     for (int j = 0; j < kVec; ++j)
       if (valid(v * kVec + j)) x.v[j] = from[static_cast<int64_t>(v) * kVec + j];
     return x;
   }
-  FI_DEVICE Vector at(int v) const { return v < held ? shared[v] : read(v); }
-  FI_DEVICE T element(int e) const {
-    return e < held * kVec ? reinterpret_cast<const T*>(shared)[e] : from[e];
-  }
+  FI_DEVICE T element(int e) const { return e < held * kVec ? reinterpret_cast<const T*>(shared)[e] : from[e]; }
 };
 
 template <class T, class Group, int kThreads>
@@ -65,9 +66,12 @@ struct TopK {
   Slice<T> slice;
 
   FI_DEVICE TopK(const TopKParams& p, char* memory)
-      : p(p), shared(*reinterpret_cast<TopKShared*>(memory + p.fixed_at)),
-        bitmap(reinterpret_cast<uint32_t*>(memory + p.bitmap_at)), items(reinterpret_cast<uint64_t*>(memory + p.sort_at)),
-        rank(Group::rank()), blocks(Group::size()) {
+      : p(p),
+        shared(*reinterpret_cast<TopKShared*>(memory + p.fixed_at)),
+        bitmap(reinterpret_cast<uint32_t*>(memory + p.bitmap_at)),
+        items(reinterpret_cast<uint64_t*>(memory + p.sort_at)),
+        rank(Group::rank()),
+        blocks(Group::size()) {
     slice.shared = reinterpret_cast<Vector*>(memory);
     row = blockIdx.x / blocks;
   }
@@ -91,14 +95,14 @@ struct TopK {
     slice.end = min(slice.vectors * kVec, length - slice.origin);
   }
 
+  template <bool kWhole>
   FI_DEVICE void count(const Vector& x, int v, const KeyRange& range) {
     float f[kVec];
     to_float(x, f);
-    const bool whole = slice.whole(v);
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
       const uint32_t key = key_of(f[j]);
-      if ((whole || slice.valid(v * kVec + j)) && range.contains(key))
+      if ((kWhole || slice.valid(v * kVec + j)) && range.contains(key))
         atomicAdd(&shared.histogram[range.digit(key)], 1u);
     }
   }
@@ -117,24 +121,46 @@ struct TopK {
     }
   }
 
+  // The first and the last vector of the slice if they are partial, by one thread each: f(vector, index).
+  template <class F>
+  FI_DEVICE void for_partial(F f) {
+    const int v = threadIdx.x == 0 ? 0 : slice.vectors - 1;
+    if (threadIdx.x < min(2, slice.vectors) && !slice.whole(v)) f(slice.read(v), v);
+  }
+
   // Reads the slice into shared memory, as far as it is held there, and counts the first digit.
   FI_DEVICE void take_in(const KeyRange& range) {
-    const auto keep = [&](const Vector& x, int v) {
-      if (v < slice.held && !(Group::kBulk && slice.whole(v))) slice.shared[v] = x;
-      count(x, v, range);
-    };
+    const int held_end = min(slice.held, slice.whole_end());
+    const auto read = [&](int v) { return slice.read_whole(v); };
+    for_partial([&](const Vector& x, int v) {
+      if (v < slice.held) slice.shared[v] = x;
+      count<false>(x, v, range);
+    });
     if constexpr (Group::kBulk) {
       const int chunk = Group::chunk(slice.held);
       for (int c = 0; c * chunk < slice.held; ++c) {
         Group::await(shared, c);
         for_vectors<1>(
-            c * chunk, min((c + 1) * chunk, slice.held),
-            [&](int v) { return slice.whole(v) ? slice.shared[v] : slice.read(v); }, keep);
+            max(c * chunk, slice.whole_begin()), min((c + 1) * chunk, held_end), [&](int v) { return slice.shared[v]; },
+            [&](const Vector& x, int v) { count<true>(x, v, range); });
       }
-      for_vectors<kInFlight>(slice.held, slice.vectors, [&](int v) { return slice.read(v); }, keep);
     } else {
-      for_vectors<kInFlight>(0, slice.vectors, [&](int v) { return slice.read(v); }, keep);
+      for_vectors<kInFlight>(slice.whole_begin(), held_end, read, [&](const Vector& x, int v) {
+        slice.shared[v] = x;
+        count<true>(x, v, range);
+      });
     }
+    for_vectors<kInFlight>(max(slice.held, slice.whole_begin()), slice.whole_end(), read,
+                           [&](const Vector& x, int v) { count<true>(x, v, range); });
+  }
+
+  // Counts the next digit.
+  FI_DEVICE void count_again(const KeyRange& range) {
+    for_partial([&](const Vector& x, int v) { count<false>(x, v, range); });
+    for_vectors<1>(
+        slice.whole_begin(), slice.whole_end(),
+        [&](int v) { return v < slice.held ? slice.shared[v] : slice.read_whole(v); },
+        [&](const Vector& x, int v) { count<true>(x, v, range); });
   }
 
   // The histograms of the group, added up, in every block.
@@ -157,16 +183,18 @@ struct TopK {
   // Marks the elements from `lower` on; where that is no number, all of them. Invalid ones may be marked.
   FI_DEVICE void mark(uint32_t lower) {
     const float edge = value_of(lower);
+    const int held_groups = (slice.held + 31) / 32;  // `held` is a multiple of 32 unless it is all
+    mark_groups<32 / kVec>(0, held_groups, edge, [&](int v) { return slice.shared[min(v, slice.held - 1)]; });
+    mark_groups<2>(held_groups, groups(), edge, [&](int v) { return slice.read(min(v, slice.vectors - 1)); });
+  }
+  template <int kAtOnce, class Read>
+  FI_DEVICE void mark_groups(int from, int to, float edge, Read read) {
     const int lane = threadIdx.x % 32;
-    constexpr int kAtOnce = 2, kWarps = kThreads / 32;
-    for (int g = threadIdx.x / 32; g < groups(); g += kAtOnce * kWarps) {
+    constexpr int kWarps = kThreads / 32;
+    for (int g = from + threadIdx.x / 32; g < to; g += kAtOnce * kWarps) {
       Vector x[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        x[i] = Vector{};
-        const int v = (g + i * kWarps) * 32 + lane;
-        if (v < slice.vectors) x[i] = slice.at(v);
-      }
+      for (int i = 0; i < kAtOnce; ++i) x[i] = read((g + i * kWarps) * 32 + lane);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         float f[kVec];
@@ -177,7 +205,7 @@ struct TopK {
           const uint32_t marks = __ballot_sync(0xffffffffu, !(f[j] < edge));
           if (lane == j) word = marks;
         }
-        if (lane < kVec && g + i * kWarps < groups()) bitmap[(g + i * kWarps) * kVec + lane] = word;
+        if (lane < kVec && g + i * kWarps < to) bitmap[(g + i * kWarps) * kVec + lane] = word;
       }
     }
   }
@@ -258,9 +286,7 @@ struct TopK {
   // The elements above the key in order, with the first (or last) `equal` of those equal to it between them.
   FI_DEVICE void put_selected(uint32_t key, uint32_t equal) {
     uint64_t mine = 0;  // elements above in the lower half, equal ones in the upper
-    for_marked([&](int, uint32_t other) {
-      mine += other > key ? 1 : other == key ? uint64_t{1} << 32 : 0;
-    });
+    for_marked([&](int, uint32_t other) { mine += other > key ? 1 : other == key ? uint64_t{1} << 32 : 0; });
     const BlockSum sum = block_scan<kThreads>(mine, shared);
     uint64_t before = sum.before, all = sum.all;
     if (blocks > 1) {
@@ -299,8 +325,7 @@ struct TopK {
       __syncthreads();
       clear<kThreads>(shared.histogram);
       __syncthreads();
-      for_vectors<1>(
-          0, slice.vectors, [&](int v) { return slice.at(v); }, [&](const Vector& x, int v) { count(x, v, range); });
+      count_again(range);
       merge();
       find_bin<kThreads>(shared.total, range.rank, shared);
       in_range = shared.in_bin;

@@ -8,17 +8,17 @@ namespace fi {
 // NaN of either sign is the largest value, -0 equals +0. Results are in the order of x, or, if sorted, from the largest
 // value down, equal values in the order of x; slots beyond the length get index -1.
 struct TopKParams {
-  const void* input;           // [rows, width], rows input_row elements apart
-  void* values;                // [rows, k] of the input's type, with `indices`; else null
-  int64_t* indices;            // [rows, k] x; else null
-  int32_t* mapped;             // [rows, k] x through the page table or by the offset; else null
-  int32_t* raw;                // [rows, k] x, or null; with `mapped`
-  const int32_t* lengths;      // [rows], or null: the width
-  const int32_t* row_starts;   // [rows], or null: 0
-  const int32_t* page_table;   // [batch, pages], or null; x is in slot x % page_size of page x / page_size
-  const int32_t* table_rows;   // [rows] row of the page table, or null: row i
-  const int32_t* table_starts; // [rows] column of page 0, or null: row_starts
-  const int32_t* offsets;      // [rows] added to x, or null: 0
+  const void* input;            // [rows, width], rows input_row elements apart
+  void* values;                 // [rows, k] of the input's type, with `indices`; else null
+  int64_t* indices;             // [rows, k] x; else null
+  int32_t* mapped;              // [rows, k] x through the page table or by the offset; else null
+  int32_t* raw;                 // [rows, k] x, or null; with `mapped`
+  const int32_t* lengths;       // [rows], or null: the width
+  const int32_t* row_starts;    // [rows], or null: 0
+  const int32_t* page_table;    // [batch, pages], or null; x is in slot x % page_size of page x / page_size
+  const int32_t* table_rows;    // [rows] row of the page table, or null: row i
+  const int32_t* table_starts;  // [rows] column of page 0, or null: row_starts
+  const int32_t* offsets;       // [rows] added to x, or null: 0
   int64_t input_row, page_table_row;
   int32_t rows, width, k, page_size;
   int32_t prefer_last;  // of equal values at the boundary the last in the row are taken, not the first

@@ -43,15 +43,14 @@ struct ClusterOfBlocks {
       fence_barrier_init();
     }
   }
-  // Asks for all whole vectors that are held; the first and the last of a row may be partial, and are read by threads.
+  // Asks for all whole vectors that are held; partial ones are read by threads.
   template <class T>
   FI_DEVICE static void fetch(const Slice<T>& slice, TopKShared& shared) {
     if (threadIdx.x != 0) return;
     const int each = chunk(slice.held);
     for (int c = 0; c * each < slice.held; ++c) {
-      int first = c * each, last = min(first + each, slice.held);
-      if (first < last && !slice.whole(first)) ++first;
-      if (first < last && !slice.whole(last - 1)) --last;
+      const int first = max(c * each, slice.whole_begin());
+      const int last = max(min((c + 1) * each, min(slice.held, slice.whole_end())), first);
       const unsigned bytes = (last - first) * 16;
       barrier(shared, c).arrive_expect(bytes);
       if (bytes)

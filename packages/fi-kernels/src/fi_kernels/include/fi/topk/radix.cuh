@@ -1,7 +1,7 @@
 // Radix selection by one block or cluster: order-preserving keys, and the digit in which the wanted rank falls.
 #pragma once
-#include "fi/cuda/convert.cuh"
 #include "fi/cuda/ptx/math.cuh"
+#include "fi/cuda/vec.cuh"
 #include "fi/topk/top_k.h"
 
 namespace fi {
@@ -18,7 +18,7 @@ struct KeyRange {
   uint32_t rank;
 
   FI_DEVICE bool contains(uint32_t key) const { return shift == 32 || (key ^ lower) >> shift == 0; }
-  FI_DEVICE int next_shift() const { return shift > 11 ? shift - 11 : 0; }
+  FI_DEVICE int next_shift() const { return shift == 32 ? 20 : shift - 10; }
   FI_DEVICE uint32_t digit(uint32_t key) const { return (key >> next_shift()) & ((1u << (shift - next_shift())) - 1); }
   // The range of the next digit.
   FI_DEVICE KeyRange narrowed(const TopKShared& shared) const {
@@ -26,20 +26,25 @@ struct KeyRange {
   }
 };
 
-template <int kThreads>
-FI_DEVICE void clear(uint32_t (&bins)[kTopKBins]) {
-  for (int i = threadIdx.x * 4; i < kTopKBins; i += kThreads * 4) *reinterpret_cast<uint4*>(bins + i) = uint4{};
+template <int kThreads, int kBins>
+FI_DEVICE void clear(uint32_t* bins) {
+  for (int i = threadIdx.x * 4; i < kBins; i += kThreads * 4) *reinterpret_cast<uint4*>(bins + i) = uint4{};
 }
 
 // The bin that holds element number `rank` from the top, how many lie in higher bins, and in it: shared.bin, above and
 // in_bin. Two barriers, one of them last.
-template <int kThreads>
-FI_DEVICE void find_bin(const uint32_t (&bins)[kTopKBins], uint32_t rank, TopKShared& shared) {
-  constexpr int kEach = kTopKBins / kThreads;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = kTopKBins - kEach * (threadIdx.x + 1);
-  uint32_t count[kEach], sum = 0;
+template <int kThreads, int kBins>
+FI_DEVICE void find_bin(const uint32_t* bins, uint32_t rank, TopKShared& shared) {
+  constexpr int kEach = kBins / kThreads;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = kBins - kEach * (threadIdx.x + 1);
+  constexpr int kWide = kEach < 4 ? kEach : 4;  // words a load
+  Vec<uint32_t, kWide> count[kEach / kWide];
+  uint32_t sum = 0;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) sum += count[i] = bins[first + i];
+  for (int i = 0; i < kEach; ++i) {
+    if (i % kWide == 0) count[i / kWide] = load<uint32_t, kWide>(bins + first + i);
+    sum += count[i / kWide].v[i % kWide];
+  }
   uint32_t up_to = sum;  // this thread's bins and those above
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -54,29 +59,30 @@ FI_DEVICE void find_bin(const uint32_t (&bins)[kTopKBins], uint32_t rank, TopKSh
   if (above < rank && rank <= above + sum) {
 #pragma unroll
     for (int i = kEach - 1; i >= 0; --i) {
-      if (above < rank && rank <= above + count[i]) {
+      const uint32_t here = count[i / kWide].v[i % kWide];
+      if (above < rank && rank <= above + here) {
         shared.bin = first + i;
         shared.above = above;
-        shared.in_bin = count[i];
+        shared.in_bin = here;
       }
-      above += count[i];
+      above += here;
     }
   }
   __syncthreads();
 }
 
-// The exact key of rank range.rank among the n keys of the list: range.shift is 0 afterwards.
+// The exact key of rank range.rank among the n keys of the list: range.shift is 0 afterwards. Overwrites shared.total.
 template <int kThreads>
 FI_DEVICE KeyRange select_in_list(KeyRange range, uint32_t n, TopKShared& shared) {
   while (range.shift > 0) {
-    clear<kThreads>(shared.histogram);
+    clear<kThreads, kTopKBins>(shared.total);
     __syncthreads();
     for (uint32_t i = threadIdx.x; i < n; i += kThreads) {
       const uint32_t key = shared.list[i];
-      if (range.contains(key)) atomicAdd(&shared.histogram[range.digit(key)], 1u);
+      if (range.contains(key)) atomicAdd(&shared.total[range.digit(key)], 1u);
     }
     __syncthreads();
-    find_bin<kThreads>(shared.histogram, range.rank, shared);
+    find_bin<kThreads, kTopKBins>(shared.total, range.rank, shared);
     range = range.narrowed(shared);
   }
   return range;

@@ -3,7 +3,7 @@
 #include "fi/cuda/vec.cuh"
 #include "fi/topk/radix.cuh"
 
-// A row is read once from global memory; while it arrives, the first 11 bits of its keys are counted. Further digits
+// A row is read once from global memory; while it arrives, the first 12 bits of its keys are counted. Further digits
 // are counted from shared memory until those in question fit into a list, which is then searched without the row. A
 // bitmap of the keys that may be wanted makes the last step short, and keeps the order of the row: results do not
 // depend on the number of blocks or on timing. (Radix selection: Alabi et al., "Fast k-selection algorithms for
@@ -164,10 +164,11 @@ struct TopK {
   }
 
   // The histograms of the group, added up, in every block.
+  template <int kBins>
   FI_DEVICE void merge() {
     Group::arrive();
     Group::wait();
-    const unsigned share = kTopKBins / blocks, first = rank * share;
+    const unsigned share = kBins / blocks, first = rank * share;
     for (unsigned i = threadIdx.x * 4; i < share; i += kThreads * 4) {
       uint4 sum{};
       for (unsigned r = 0; r < blocks; ++r) {
@@ -241,8 +242,9 @@ struct TopK {
       for (int step = 16; step > 0; step /= 2) mine += __shfl_xor_sync(0xffffffffu, mine, step);
       if (threadIdx.x == 0) shared.cursor = mine;
     }
+    Group::arrive();
     mark(range.lower);
-    __syncthreads();
+    Group::wait();  // the list takes the place of the histogram
     for_marked([&](int, uint32_t key) {
       if (!range.contains(key)) return;
       const uint32_t place = atomicAdd(&shared.cursor, 1u);
@@ -317,17 +319,17 @@ struct TopK {
     KeyRange range{0, 32, static_cast<uint32_t>(p.k)};
     take_in(range);
     pdl_launch_dependents();
-    merge();
-    find_bin<kThreads>(shared.total, range.rank, shared);
+    merge<kTopKFirstBins>();
+    find_bin<kThreads, kTopKFirstBins>(shared.total, range.rank, shared);
     uint32_t in_range = shared.in_bin;
     range = range.narrowed(shared);
     while (in_range > kTopKList && in_range != range.rank && range.shift > 0) {
       __syncthreads();
-      clear<kThreads>(shared.histogram);
+      clear<kThreads, kTopKBins>(shared.histogram);
       __syncthreads();
       count_again(range);
-      merge();
-      find_bin<kThreads>(shared.total, range.rank, shared);
+      merge<kTopKBins>();
+      find_bin<kThreads, kTopKBins>(shared.total, range.rank, shared);
       in_range = shared.in_bin;
       range = range.narrowed(shared);
     }
@@ -377,7 +379,7 @@ struct TopK {
   }
 
   FI_DEVICE void run() {
-    clear<kThreads>(shared.histogram);
+    clear<kThreads, kTopKFirstBins>(shared.histogram);
     if constexpr (Group::kBulk) Group::start(shared);
     __syncthreads();
     pdl_wait();

@@ -29,17 +29,20 @@ struct TopKParams {
   int32_t bitmap_at, sort_at, fixed_at;
 };
 
-constexpr int kTopKBins = 2048;      // a digit of 11 bits
-constexpr int kTopKList = 2048;      // keys among which the k-th largest is sought without reading the row again
+constexpr int kTopKFirstBins = 4096;  // the first digit has 12 bits, the others 10
+constexpr int kTopKBins = 1024;
+constexpr int kTopKList = 4096;      // keys among which the k-th largest is sought without reading the row again
 constexpr int kTopKSortable = 4096;  // largest k that is sorted in shared memory
 constexpr int kTopKChunks = 8;       // parts in which a slice arrives
 constexpr int kTopKLargestCluster = 16;
 
 // The part of shared memory that does not depend on the shape.
 struct TopKShared {
-  alignas(16) uint32_t histogram[kTopKBins];  // of this block's slice
-  alignas(16) uint32_t total[kTopKBins];      // of the row
-  uint32_t list[kTopKList];
+  union {
+    alignas(16) uint32_t histogram[kTopKFirstBins];  // of this block's slice
+    uint32_t list[kTopKList];
+  };
+  alignas(16) uint32_t total[kTopKFirstBins];  // of the row
   uint64_t barriers[kTopKChunks];
   uint64_t block_counts[kTopKLargestCluster];
   uint64_t warp_counts[32];

@@ -244,7 +244,8 @@ struct TopK {
     }
     Group::arrive();
     mark(range.lower);
-    Group::wait();  // the list takes the place of the histogram
+    __syncthreads();  // of the bitmap: the wait orders only what came before the arrival
+    Group::wait();    // the list takes the place of the histogram
     for_marked([&](int, uint32_t key) {
       if (!range.contains(key)) return;
       const uint32_t place = atomicAdd(&shared.cursor, 1u);

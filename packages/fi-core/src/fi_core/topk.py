@@ -59,13 +59,16 @@ _top_k = Launcher(TOP_K, lambda input, *_: (input.get_device(), input.dtype))
 
 
 def can_implement_filtered_topk() -> bool:
-    """Whether the device of the current CUDA context has the shared memory (128 KB a block) that FlashInfer's filtered
-    top-k asks for; False without a device. Nothing here depends on it: every function runs on every device."""
+    """Whether the current CUDA device has the shared memory (128 KB a block) that FlashInfer's filtered top-k asks for.
+
+    False without a device. Nothing here depends on it: every function of this module runs on every device.
+    """
     import torch
 
     if not torch.cuda.is_available():
         return False
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin >= 128 * 1024
+    capability = torch.cuda.get_device_capability()
+    return capability in ((8, 0), (8, 7)) or capability[0] in (9, 10, 11)
 
 
 def _prefers_last(tie_break: int) -> bool:
@@ -166,7 +169,7 @@ def _page_table_reference(  # type: ignore[no-untyped-def]
     return out
 
 
-_SEGMENT = {
+_SEGMENT: dict[str, Tensor | Scalar] = {
     "lengths": Tensor(["num_rows"]),
     "k": Scalar("int32"),
     "tie_break": _TIE_BREAK,

@@ -35,10 +35,11 @@ def _inside(x: Inputs) -> torch.Tensor:
     """The scores, with -inf behind the length of each row."""
     import torch
 
-    if "lengths" not in x:
-        return x.input
-    behind = torch.arange(x.input.shape[1], device=x.input.device) >= x.lengths.unsqueeze(1)
-    return x.input.masked_fill(behind, float("-inf"))
+    scores: torch.Tensor = x.input
+    if "lengths" in x:
+        behind = torch.arange(scores.shape[1], device=scores.device) >= x.lengths.unsqueeze(1)
+        scores = scores.masked_fill(behind, float("-inf"))
+    return scores
 
 
 def _best(x: Inputs, scores: torch.Tensor) -> torch.Tensor:

@@ -108,11 +108,11 @@ def _call_page_table(f: Any, x: Inputs) -> Any:
 
 
 CASES = (
-    Case("top_k", "top_k", _rows, lambda f, x: f(x.input, x.k, sorted=x.sorted), _returned, _reference, _work,
+    Case("top_k", "topk.top_k", _rows, lambda f, x: f(x.input, x.k, sorted=x.sorted), _returned, _reference, _work,
          lambda x: x.input.topk(x.k, dim=1, sorted=x.sorted), op="top_k"),
-    Case("top_k_page_table_transform", "top_k_page_table_transform", _transform, _call_page_table, _from_slots,
+    Case("top_k_page_table_transform", "topk.top_k_page_table_transform", _transform, _call_page_table, _from_slots,
          _reference, _work, _torch_slots, op="top_k"),
-    Case("top_k_ragged_transform", "top_k_ragged_transform", _transform,
+    Case("top_k_ragged_transform", "topk.top_k_ragged_transform", _transform,
          lambda f, x: f(x.input, x.offsets, x.lengths, x.k), _from_places, _reference, _work, _torch_ragged,
          op="top_k"),
 )  # fmt: skip

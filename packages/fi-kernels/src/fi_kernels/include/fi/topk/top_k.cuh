@@ -110,6 +110,7 @@ struct TopK {
   // Calls f(vector, index) for each of [from, to), kBatch loads before their uses.
   template <int kBatch, class Read, class F>
   FI_DEVICE void for_vectors(int from, int to, Read read, F f) {
+#pragma unroll 1
     for (int v = from + threadIdx.x; v < to; v += kBatch * kThreads) {
       Vector x[kBatch];
 #pragma unroll
@@ -140,7 +141,7 @@ struct TopK {
       const int chunk = Group::chunk(slice.held);
       for (int c = 0; c * chunk < slice.held; ++c) {
         Group::await(shared, c);
-        for_vectors<1>(
+        for_vectors<2>(
             max(c * chunk, slice.whole_begin()), min((c + 1) * chunk, held_end), [&](int v) { return slice.shared[v]; },
             [&](const Vector& x, int v) { count<true>(x, v, range); });
       }
@@ -223,29 +224,31 @@ struct TopK {
         words[j] = four.x, words[j + 1] = four.y, words[j + 2] = four.z, words[j + 3] = four.w;
         any |= four.x | four.y | four.z | four.w;
       }
+#pragma unroll 1
       for (; any; any &= any - 1) {
         const int i = __ffs(any) - 1;
+        uint32_t marks = 0;  // of vector i
 #pragma unroll
-        for (int j = 0; j < kVec; ++j) {
-          const int e = (g * 32 + i) * kVec + j;
-          if ((words[j] >> i & 1) && slice.valid(e)) f(e, key_of(to_float(slice.element(e))));
+        for (int j = 0; j < kVec; ++j) marks |= (words[j] >> i & 1) << j;
+#pragma unroll 1
+        for (; marks; marks &= marks - 1) {
+          const int e = (g * 32 + i) * kVec + __ffs(marks) - 1;
+          if (slice.valid(e)) f(e, key_of(to_float(slice.element(e))));
         }
       }
     }
   }
 
-  // The keys in `range` of the whole row, in the list of every block; their number is shared.in_bin.
-  FI_DEVICE void gather_list(const KeyRange& range) {
-    if (threadIdx.x < 32) {  // as many places as the blocks before have keys
-      uint32_t mine = threadIdx.x < rank ? Group::load(shared.histogram + shared.bin, threadIdx.x) : 0;
+  // Where this block's keys in the range belong in the list: behind those of the blocks before it.
+  FI_DEVICE void start_list() {
+    if (threadIdx.x >= 32) return;
+    uint32_t before = threadIdx.x < rank ? Group::load(shared.histogram + shared.bin, threadIdx.x) : 0;
 #pragma unroll
-      for (int step = 16; step > 0; step /= 2) mine += __shfl_xor_sync(0xffffffffu, mine, step);
-      if (threadIdx.x == 0) shared.cursor = mine;
-    }
-    Group::arrive();
-    mark(range.lower);
-    __syncthreads();  // of the bitmap: the wait orders only what came before the arrival
-    Group::wait();    // the list takes the place of the histogram
+    for (int step = 16; step > 0; step /= 2) before += __shfl_xor_sync(0xffffffffu, before, step);
+    if (threadIdx.x == 0) shared.cursor = before;
+  }
+  // The keys in the range of the whole row, in the list of every block.
+  FI_DEVICE void fill_list(const KeyRange& range) {
     for_marked([&](int, uint32_t key) {
       if (!range.contains(key)) return;
       const uint32_t place = atomicAdd(&shared.cursor, 1u);
@@ -305,14 +308,11 @@ struct TopK {
     uint32_t above = static_cast<uint32_t>(before), ties = before >> 32;
     const uint32_t first_tie = p.prefer_last ? static_cast<uint32_t>(all >> 32) - equal : 0;
     for_marked([&](int e, uint32_t other) {
-      const uint32_t taken = ties > first_tie ? min(ties - first_tie, equal) : 0;  // ties before this element
-      if (other > key) {
-        put(above + taken, e, other);
-        ++above;
-      } else if (other == key) {
-        if (ties >= first_tie && ties < first_tie + equal) put(above + taken, e, other);
-        ++ties;
-      }
+      const uint32_t ties_taken = ties > first_tie ? min(ties - first_tie, equal) : 0;
+      const bool tie = other == key, wanted = tie && ties >= first_tie && ties < first_tie + equal;
+      if (other > key || wanted) put(above + ties_taken, e, other);
+      above += other > key;
+      ties += tie;
     });
   }
 
@@ -334,31 +334,24 @@ struct TopK {
       in_range = shared.in_bin;
       range = range.narrowed(shared);
     }
-    if (in_range == range.rank) {  // all of them
-      mark(range.lower);
-      __syncthreads();
-      return put_selected(range.lower - 1, 0);
-    }
-    if (range.shift > 0) {
-      gather_list(range);
+    const bool all = in_range == range.rank, search = !all && range.shift > 0;
+    if (search) start_list();
+    Group::arrive();
+    mark(range.lower);
+    __syncthreads();  // of the bitmap: the wait orders only what came before the arrival
+    Group::wait();    // the list takes the place of the histogram
+    if (search) {
+      fill_list(range);
       range = select_in_list<kThreads>(range, in_range, shared);
-    } else {
-      mark(range.lower);
-      __syncthreads();
     }
-    put_selected(range.lower, range.rank);
+    put_selected(range.lower - all, all ? 0 : range.rank);
   }
 
   // No more elements than places.
   FI_DEVICE void take_all() {
-    for (int e = slice.begin + threadIdx.x; e < slice.end; e += kThreads) {
-      const T value = slice.from[e];
-      const int x = slice.origin + e;
-      if (p.sorted)
-        Group::store(items + x, 0, static_cast<uint64_t>(key_of(to_float(value))) << 32 | ~static_cast<uint32_t>(x));
-      else
-        write(x, x, value);
-    }
+    slice.held = 0;  // nothing was fetched
+    for (int e = slice.begin + threadIdx.x; e < slice.end; e += kThreads)
+      put(slice.origin + e, e, key_of(to_float(slice.from[e])));
     for (int place = length + rank * kThreads + threadIdx.x; place < p.k; place += blocks * kThreads) {
       const int64_t at = static_cast<int64_t>(row) * p.k + place;
       if (p.mapped) p.mapped[at] = -1;

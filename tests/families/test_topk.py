@@ -137,10 +137,6 @@ def test_long_rows(dtype: torch.dtype, device: str) -> None:
     """Rows that no cluster's shared memory holds."""
     x = (rand(1, 3_000_001, dtype=torch.float32, device=device) * 100).to(dtype)
     for impl in impls("top_k", device):
-        if impl == "cuda":
-            with using("top_k", impl), pytest.raises(ValueError, match="rows of 3000001 elements need"):
-                fi_core.top_k(x, 5)
-            continue
         with using("top_k", impl):
             for k in (5, 2048, 100_000):
                 check(x, k)

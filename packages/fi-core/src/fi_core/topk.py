@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -136,7 +137,8 @@ def top_k(
     NaN is the largest value, as in `torch.topk`, whatever its sign; all NaN are equal, and so are -0 and +0.
 
     Returns (values `[rows, k]` of input's dtype, indices `[rows, k]` int64). Raises ValueError (shape, stride, k,
-    tie_break; rows that one device cannot hold a bitmap of, a million elements and more on some) or TypeError (dtype).
+    tie_break; rows too long for the shared memory of the device, from 1.9 million elements on where that is
+    99 KB a block) or TypeError (dtype).
     """
     import torch
 
@@ -149,8 +151,10 @@ def top_k(
     prefer_last = _prefers_last(tie_break)
     _top_k(input, k, values, indices, None, None, None, None, None, None, None, None, 1, prefer_last, in_kernel)
     if sorted and not in_kernel:
-        values, order = values.sort(dim=1, descending=True, stable=True)
-        indices = indices.gather(1, order)
+        # NaN as the one largest value: torch sorts those of negative sign elsewhere.
+        keys = values.double().nan_to_num(nan=math.inf, posinf=1.7e308, neginf=-math.inf)
+        order = keys.argsort(dim=1, descending=True, stable=True)
+        values, indices = values.gather(1, order), indices.gather(1, order)
     return values, indices
 
 

@@ -23,10 +23,10 @@ struct Plan {
   Plan(const TopKParams& p, int64_t element_bytes, int64_t cluster, int64_t limit) : cluster(cluster) {
     const int64_t per_vector = 16 / element_bytes, all = ceil_div(p.width, per_vector) + 1;  // 1: rows not aligned
     slice = ceil_div(ceil_div(all, cluster), 32) * 32;
-    bitmap = slice / 32 * per_vector * 4;
+    bitmap = ceil_div(slice / 32, 4) * 16;
     sort = 0;
     if (p.sorted)
-      for (sort = 16; sort < p.k * 8; sort *= 2) {
+      for (sort = 32; sort < p.k * 8; sort *= 2) {
       }
     const int64_t fixed = static_cast<int64_t>(sizeof(TopKShared)) + bitmap + sort;
     held = std::min(slice, std::max<int64_t>(limit - fixed, 0) / 512 * 32);

@@ -71,18 +71,18 @@ FI_DEVICE void find_bin(const uint32_t* bins, uint32_t rank, TopKShared& shared)
   __syncthreads();
 }
 
-// The exact key of rank range.rank among the n keys of the list: range.shift is 0 afterwards. Overwrites shared.total.
-template <int kThreads>
-FI_DEVICE KeyRange select_in_list(KeyRange range, uint32_t n, TopKShared& shared) {
+// The exact key of rank range.rank among key(0) to key(n - 1): range.shift is 0 afterwards.
+template <int kThreads, class Key>
+FI_DEVICE KeyRange select_key(KeyRange range, int n, Key key, TopKShared& shared) {
+#pragma unroll 1
   while (range.shift > 0) {
-    clear<kThreads, kTopKBins>(shared.total);
+    clear<kThreads, kTopKBins>(shared.digits);
     __syncthreads();
-    for (uint32_t i = threadIdx.x; i < n; i += kThreads) {
-      const uint32_t key = shared.list[i];
-      if (range.contains(key)) atomicAdd(&shared.total[range.digit(key)], 1u);
-    }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < n; i += kThreads)
+      if (range.contains(key(i))) atomicAdd(&shared.digits[range.digit(key(i))], 1u);
     __syncthreads();
-    find_bin<kThreads, kTopKBins>(shared.total, range.rank, shared);
+    find_bin<kThreads, kTopKBins>(shared.digits, range.rank, shared);
     range = range.narrowed(shared);
   }
   return range;
@@ -112,24 +112,43 @@ FI_DEVICE BlockSum block_scan(uint64_t x, TopKShared& shared) {
   return sum;
 }
 
-// Sorts m items (a power of two) in shared memory from the largest down: Batcher's bitonic network, whose short strides
-// stay within a warp.
+// Sorts m items (a power of two, 4 or more) in shared memory from the largest down: Batcher's bitonic network, two
+// strides at a time, so that four items take one way through registers. Short strides stay within a warp.
+FI_DEVICE void order(uint64_t& a, uint64_t& b, bool descending) {
+  const bool swap = (a < b) == descending;
+  const uint64_t low = swap ? b : a;
+  b = swap ? a : b;
+  a = low;
+}
 template <int kThreads>
 FI_DEVICE void sort_descending(uint64_t* items, int m) {
-  const int pairs = max(m / 2 / (kThreads / 32), 1);  // of a warp; 2 * pairs items are its own
-  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * pairs;
+  const int quads = max(m / 4 / (kThreads / 32), 1);  // of a warp; 4 * quads items are its own
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * quads, last = min(first + quads, m / 4);
+#pragma unroll 1
   for (int size = 2; size <= m; size *= 2) {
-    for (int stride = size / 2; stride > 0; stride /= 2) {
-      for (int i = first + lane; i < min(first + pairs, m / 2); i += 32) {
-        const int low = 2 * i - (i & (stride - 1)), high = low + stride;
-        const uint64_t a = items[low], b = items[high];
-        if ((a < b) == ((low & size) == 0)) {
-          items[low] = b;
-          items[high] = a;
+#pragma unroll 1
+    for (int stride = size / 2; stride > 0;) {
+      // Strides `stride` and half of it; the last one alone if their number is odd, with items of two pairs.
+      const bool both = stride > 1;
+      const int near = both ? stride / 2 : 1, far = both ? stride : 2;
+#pragma unroll 1
+      for (int i = first + lane; i < last; i += 32) {
+        const int at = (i & ~(near - 1)) * 4 + (i & (near - 1));
+        uint64_t x[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[j] = items[at + j * near];
+        if (both) {
+          order(x[0], x[2], (at & size) == 0);
+          order(x[1], x[3], (at & size) == 0);
         }
+        order(x[0], x[1], (at & size) == 0);
+        order(x[2], x[3], ((at + 2 * near) & size) == 0);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) items[at + j * near] = x[j];
       }
-      const int next = stride > 1 ? stride / 2 : size;
-      if (max(stride, next) > pairs)
+      stride = both ? stride / 4 : 0;
+      const int next = stride > 0 ? stride : size;
+      if (max(far, next) > quads * 2)
         __syncthreads();
       else
         __syncwarp();

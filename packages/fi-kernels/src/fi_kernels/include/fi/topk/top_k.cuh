@@ -1,13 +1,14 @@
 // The k largest of a row segment: one radix selection by a group of blocks, each of which holds a slice of the row.
 #pragma once
-#include "fi/cuda/vec.cuh"
 #include "fi/topk/radix.cuh"
+#include "fi/topk/slice.cuh"
 
-// A row is read once from global memory; while it arrives, the first 12 bits of its keys are counted. Further digits
-// are counted from shared memory until those in question fit into a list, which is then searched without the row. A
-// bitmap of the keys that may be wanted makes the last step short, and keeps the order of the row: results do not
-// depend on the number of blocks or on timing. (Radix selection: Alabi et al., "Fast k-selection algorithms for
-// graphics processing units", ACM JEA 17, 2012.)
+// A row is read once from global memory; while it arrives, the first 12 bits of its keys are counted. That leaves few
+// elements in question: they are marked, and gathered in order by the first block, which finds the k-th largest among
+// them. Where too many are left (large k, narrow values, ties), further digits are counted from shared memory, and each
+// block writes the results of its slice. Order and ties follow the place in the row, so nothing depends on the number
+// of blocks or on timing. (Radix selection: Alabi et al., "Fast k-selection algorithms for graphics processing units",
+// ACM JEA 17, 2012.)
 namespace fi {
 
 // The blocks that share a row: here one. top_k_sm90.cuh has clusters.
@@ -15,41 +16,10 @@ struct LoneBlock {
   static constexpr bool kBulk = false;
   FI_DEVICE static unsigned rank() { return 0; }
   FI_DEVICE static unsigned size() { return 1; }
-  FI_DEVICE static void arrive() {}
-  FI_DEVICE static void wait() { __syncthreads(); }
-  FI_DEVICE static uint32_t load(const uint32_t* p, unsigned) { return *p; }
+  FI_DEVICE static void sync() { __syncthreads(); }
   FI_DEVICE static uint4 load4(const uint32_t* p, unsigned) { return *reinterpret_cast<const uint4*>(p); }
-  FI_DEVICE static void store(uint32_t* p, unsigned, uint32_t x) { *p = x; }
-  FI_DEVICE static void store(uint64_t* p, unsigned, uint64_t x) { *p = x; }
   FI_DEVICE static void store4(uint32_t* p, unsigned, uint4 x) { *reinterpret_cast<uint4*>(p) = x; }
-};
-
-// The part of a row that a block works on, in vectors of 16 bytes that are aligned in global memory. Element e of the
-// slice is x = origin + e of the segment; those outside of [begin, end) belong to no segment and are never read.
-template <class T>
-struct Slice {
-  static constexpr int kVec = 16 / sizeof(T);
-  using Vector = Vec<T, kVec>;
-
-  const T* from;   // element 0
-  Vector* shared;  // the first `held` vectors
-  int vectors, held, begin, end, origin;
-
-  FI_DEVICE bool valid(int e) const { return begin <= e && e < end; }
-  // The vectors that lie in the segment altogether: all but perhaps the first and the last.
-  FI_DEVICE int whole_begin() const { return begin > 0 ? 1 : 0; }
-  FI_DEVICE int whole_end() const { return max(end / kVec, whole_begin()); }
-  FI_DEVICE bool whole(int v) const { return whole_begin() <= v && v < whole_end(); }
-  FI_DEVICE Vector read_whole(int v) const { return load<T, kVec>(from + static_cast<int64_t>(v) * kVec); }
-  FI_DEVICE Vector read(int v) const {
-    if (whole(v)) return read_whole(v);
-    Vector x{};
-#pragma unroll
-    for (int j = 0; j < kVec; ++j)
-      if (valid(v * kVec + j)) x.v[j] = from[static_cast<int64_t>(v) * kVec + j];
-    return x;
-  }
-  FI_DEVICE T element(int e) const { return e < held * kVec ? reinterpret_cast<const T*>(shared)[e] : from[e]; }
+  FI_DEVICE static void store(uint64_t* p, unsigned, uint64_t x) { *p = x; }
 };
 
 template <class T, class Group, int kThreads>
@@ -59,10 +29,10 @@ struct TopK {
 
   const TopKParams& p;
   TopKShared& shared;
-  uint32_t* bitmap;  // kVec words for 32 vectors: bit i of word j is element j of vector i
+  uint32_t* bitmap;  // a bit for each vector that has a marked element
   uint64_t* items;   // room for sorting
   unsigned row, rank, blocks;
-  int start, length;
+  int length;
   Slice<T> slice;
 
   FI_DEVICE TopK(const TopKParams& p, char* memory)
@@ -76,33 +46,22 @@ struct TopK {
     row = blockIdx.x / blocks;
   }
 
-  FI_DEVICE int groups() const { return (slice.vectors + 31) / 32; }
-
   // The segment of this row, cut to the row, and this block's part of it.
   FI_DEVICE void locate() {
-    start = p.row_starts ? min(max(p.row_starts[row], 0), p.width) : 0;
+    const int start = p.row_starts ? min(max(p.row_starts[row], 0), p.width) : 0;
     length = p.lengths ? max(p.lengths[row], 0) : p.width;
     length = min(length, p.width - start);
-    const T* first = static_cast<const T*>(p.input) + row * p.input_row + start;
-    const int skew = static_cast<int>(reinterpret_cast<uint64_t>(first) % 16 / sizeof(T));
-    const int all = (skew + length + kVec - 1) / kVec, each = ((all + blocks - 1) / blocks + 31) / 32 * 32;
-    const int before = min(static_cast<int>(rank) * each, all);
-    slice.vectors = min(each, all - before);
-    slice.held = min(p.held, slice.vectors);
-    slice.origin = before * kVec - skew;
-    slice.from = first + slice.origin;
-    slice.begin = max(-slice.origin, 0);
-    slice.end = min(slice.vectors * kVec, length - slice.origin);
+    slice.place(static_cast<const T*>(p.input) + row * p.input_row + start, length, rank, blocks, p.held);
   }
 
   template <bool kWhole>
-  FI_DEVICE void count(const Vector& x, int v, const KeyRange& range) {
+  FI_DEVICE void count(const Vector& x, int v, const KeyRange& range, uint32_t least) {
     float f[kVec];
     to_float(x, f);
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
       const uint32_t key = key_of(f[j]);
-      if ((kWhole || slice.valid(v * kVec + j)) && range.contains(key))
+      if ((kWhole || slice.valid(v * kVec + j)) && key >= least && range.contains(key))
         atomicAdd(&shared.histogram[range.digit(key)], 1u);
     }
   }
@@ -135,130 +94,143 @@ struct TopK {
     const auto read = [&](int v) { return slice.read_whole(v); };
     for_partial([&](const Vector& x, int v) {
       if (v < slice.held) slice.shared[v] = x;
-      count<false>(x, v, range);
+      count<false>(x, v, range, 0);
     });
+    // What is not held comes first: meanwhile the bulk copies arrive.
+    for_vectors<kInFlight>(max(slice.held, slice.whole_begin()), slice.whole_end(), read,
+                           [&](const Vector& x, int v) { count<true>(x, v, range, 0); });
     if constexpr (Group::kBulk) {
       const int chunk = Group::chunk(slice.held);
+      uint32_t least = 0;  // the k-th largest of the row is not below: smaller ones need no count
+#pragma unroll 1
       for (int c = 0; c * chunk < slice.held; ++c) {
         Group::await(shared, c);
         for_vectors<2>(
             max(c * chunk, slice.whole_begin()), min((c + 1) * chunk, held_end), [&](int v) { return slice.shared[v]; },
-            [&](const Vector& x, int v) { count<true>(x, v, range); });
+            [&](const Vector& x, int v) { count<true>(x, v, range, least); });
+        if (c == 0 && slice.held > 2 * chunk && (chunk - 1) * kVec >= p.k) {
+          __syncthreads();
+          find_bin<kThreads, kTopKFirstBins>(shared.histogram, range.rank, shared);
+          least = range.narrowed(shared).lower;
+        }
       }
     } else {
       for_vectors<kInFlight>(slice.whole_begin(), held_end, read, [&](const Vector& x, int v) {
         slice.shared[v] = x;
-        count<true>(x, v, range);
+        count<true>(x, v, range, 0);
       });
     }
-    for_vectors<kInFlight>(max(slice.held, slice.whole_begin()), slice.whole_end(), read,
-                           [&](const Vector& x, int v) { count<true>(x, v, range); });
   }
 
-  // Counts the next digit.
-  FI_DEVICE void count_again(const KeyRange& range) {
-    for_partial([&](const Vector& x, int v) { count<false>(x, v, range); });
+  // Finds the next digit of the k-th largest by the histograms of the group, added up in every block.
+  template <int kBins>
+  FI_DEVICE KeyRange find_digit(const KeyRange& range) {
+    Group::sync();
+    const uint32_t* counts = shared.histogram;
+    if constexpr (Group::kBulk) {
+      // Each block adds up an equal part of the bins: as many loads as a histogram has words, all at once.
+      constexpr int kQuads = kBins / 4, kEach = (kQuads + kThreads - 1) / kThreads;
+      const unsigned share = kQuads / blocks;
+      uint4 x[kEach];
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const unsigned n = threadIdx.x + i * kThreads;
+        if (n < kQuads) x[i] = Group::load4(shared.histogram + (rank * share + n % share) * 4, n / share);
+      }
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const unsigned n = threadIdx.x + i * kThreads;
+        uint32_t* sum = shared.total + (rank * share + n % share) * 4;
+        if (n < kQuads) {
+          if (x[i].x) atomicAdd(sum, x[i].x);
+          if (x[i].y) atomicAdd(sum + 1, x[i].y);
+          if (x[i].z) atomicAdd(sum + 2, x[i].z);
+          if (x[i].w) atomicAdd(sum + 3, x[i].w);
+        }
+      }
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const unsigned n = threadIdx.x + i * kThreads, to = n / share;
+        uint32_t* sum = shared.total + (rank * share + n % share) * 4;
+        if (n < kQuads && to != rank) Group::store4(sum, to, *reinterpret_cast<const uint4*>(sum));
+      }
+      Group::sync();
+      counts = shared.total;
+    }
+    find_bin<kThreads, kBins>(counts, range.rank, shared);
+    return range.narrowed(shared);
+  }
+
+  // Counts the next digit of the elements in the range.
+  FI_DEVICE KeyRange count_again(const KeyRange& range) {
+    __syncthreads();
+    clear<kThreads, kTopKBins>(shared.histogram);
+    clear<kThreads, kTopKBins>(shared.total);
+    __syncthreads();
+    for_partial([&](const Vector& x, int v) { count<false>(x, v, range, 0); });
     for_vectors<1>(
         slice.whole_begin(), slice.whole_end(),
         [&](int v) { return v < slice.held ? slice.shared[v] : slice.read_whole(v); },
-        [&](const Vector& x, int v) { count<true>(x, v, range); });
+        [&](const Vector& x, int v) { count<true>(x, v, range, 0); });
+    return find_digit<kTopKBins>(range);
   }
 
-  // The histograms of the group, added up, in every block.
-  template <int kBins>
-  FI_DEVICE void merge() {
-    Group::arrive();
-    Group::wait();
-    const unsigned share = kBins / blocks, first = rank * share;
-    for (unsigned i = threadIdx.x * 4; i < share; i += kThreads * 4) {
-      uint4 sum{};
-      for (unsigned r = 0; r < blocks; ++r) {
-        const uint4 x = Group::load4(shared.histogram + first + i, (rank + r) % blocks);
-        sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
-      }
-      for (unsigned r = 0; r < blocks; ++r) Group::store4(shared.total + first + i, (rank + r) % blocks, sum);
-    }
-    Group::arrive();
-    Group::wait();
-  }
-
-  // Marks the elements from `lower` on; where that is no number, all of them. Invalid ones may be marked.
+  // Marks vectors with an element from `lower` on; where that is no number, all. Invalid elements may cause a mark.
   FI_DEVICE void mark(uint32_t lower) {
     const float edge = value_of(lower);
-    const int held_groups = (slice.held + 31) / 32;  // `held` is a multiple of 32 unless it is all
-    mark_groups<32 / kVec>(0, held_groups, edge, [&](int v) { return slice.shared[min(v, slice.held - 1)]; });
-    mark_groups<2>(held_groups, groups(), edge, [&](int v) { return slice.read(min(v, slice.vectors - 1)); });
+    const int held_words = (slice.held + 31) / 32;  // `held` is a multiple of 32 unless it is all
+    mark_words<4>(0, held_words, edge, [&](int v) { return slice.shared[min(v, slice.held - 1)]; });
+    mark_words<2>(held_words, slice.words(), edge, [&](int v) { return slice.read(min(v, slice.vectors - 1)); });
+    __syncthreads();
   }
   template <int kAtOnce, class Read>
-  FI_DEVICE void mark_groups(int from, int to, float edge, Read read) {
+  FI_DEVICE void mark_words(int from, int to, float edge, Read read) {
     const int lane = threadIdx.x % 32;
-    constexpr int kWarps = kThreads / 32;
-    for (int g = from + threadIdx.x / 32; g < to; g += kAtOnce * kWarps) {
+#pragma unroll 1
+    for (int word = from + threadIdx.x / 32 * kAtOnce; word < to; word += kThreads / 32 * kAtOnce) {
       Vector x[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) x[i] = read((g + i * kWarps) * 32 + lane);
+      for (int i = 0; i < kAtOnce; ++i) x[i] = read((word + i) * 32 + lane);
+      uint32_t mine = 0;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        float f[kVec];
-        to_float(x[i], f);
-        uint32_t word = 0;
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) {
-          const uint32_t marks = __ballot_sync(0xffffffffu, !(f[j] < edge));
-          if (lane == j) word = marks;
-        }
-        if (lane < kVec && g + i * kWarps < to) bitmap[(g + i * kWarps) * kVec + lane] = word;
+        const uint32_t marks = __ballot_sync(0xffffffffu, !(largest(x[i]) < edge));
+        if (lane == i) mine = marks;
       }
+      if (lane < kAtOnce && word + lane < to) bitmap[word + lane] = mine;
     }
   }
 
-  // Calls f(element, key) for the marked elements of this thread, a run of the slice, in order.
+  // Calls f(element, value, key) for the valid elements from `lower` on in the marked vectors of this thread, a run of
+  // the slice, in order.
   template <class F>
-  FI_DEVICE void for_marked(F f) {
-    const int each = (groups() + kThreads - 1) / kThreads, first = threadIdx.x * each;
-    for (int g = first; g < min(first + each, groups()); ++g) {
-      uint32_t words[kVec], any = 0;
-#pragma unroll
-      for (int j = 0; j < kVec; j += 4) {
-        const uint4 four = *reinterpret_cast<const uint4*>(bitmap + g * kVec + j);
-        words[j] = four.x, words[j + 1] = four.y, words[j + 2] = four.z, words[j + 3] = four.w;
-        any |= four.x | four.y | four.z | four.w;
-      }
+  FI_DEVICE void for_marked(uint32_t lower, F f) {
+    const float edge = value_of(lower);
+    const int each = (slice.words() + kThreads - 1) / kThreads, first = threadIdx.x * each;
 #pragma unroll 1
-      for (; any; any &= any - 1) {
-        const int i = __ffs(any) - 1;
-        uint32_t marks = 0;  // of vector i
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) marks |= (words[j] >> i & 1) << j;
+    for (int word = first; word < min(first + each, slice.words()); ++word) {
 #pragma unroll 1
-        for (; marks; marks &= marks - 1) {
-          const int e = (g * 32 + i) * kVec + __ffs(marks) - 1;
-          if (slice.valid(e)) f(e, key_of(to_float(slice.element(e))));
+      for (uint32_t marks = bitmap[word]; marks; marks &= marks - 1) {
+        const int v = word * 32 + __ffs(marks) - 1;
+        if (v >= slice.vectors) break;
+        float x[kVec];
+        to_float(v < slice.held ? slice.shared[v] : slice.read(v), x);
+        uint32_t found = 0;
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) found |= static_cast<uint32_t>(!(x[j] < edge)) << j;
+#pragma unroll 1
+        for (; found; found &= found - 1) {
+          const int e = v * kVec + __ffs(found) - 1;
+          if (!slice.valid(e)) continue;
+          const T value = slice.element(e);
+          f(e, value, key_of(to_float(value)));
         }
       }
     }
   }
 
-  // Where this block's keys in the range belong in the list: behind those of the blocks before it.
-  FI_DEVICE void start_list() {
-    if (threadIdx.x >= 32) return;
-    uint32_t before = threadIdx.x < rank ? Group::load(shared.histogram + shared.bin, threadIdx.x) : 0;
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) before += __shfl_xor_sync(0xffffffffu, before, step);
-    if (threadIdx.x == 0) shared.cursor = before;
-  }
-  // The keys in the range of the whole row, in the list of every block.
-  FI_DEVICE void fill_list(const KeyRange& range) {
-    for_marked([&](int, uint32_t key) {
-      if (!range.contains(key)) return;
-      const uint32_t place = atomicAdd(&shared.cursor, 1u);
-      for (unsigned r = 0; r < blocks; ++r) Group::store(shared.list + place, r, key);
-    });
-    Group::arrive();
-    Group::wait();
-  }
-
-  // Where x comes to stand among the results of its row, and what is written there.
+  // Writes x as result number `place` of the row.
   FI_DEVICE void write(int place, int x, T value) {
     const int64_t at = static_cast<int64_t>(row) * p.k + place;
     if (p.indices) {
@@ -279,79 +251,86 @@ struct TopK {
     p.mapped[at] = found;
     if (p.raw) p.raw[at] = x;
   }
-  FI_DEVICE void put(int place, int e, uint32_t key) {
-    const int x = slice.origin + e;
-    if (p.sorted) {
-      const uint64_t item = static_cast<uint64_t>(key) << 32 | ~static_cast<uint32_t>(x);
-      Group::store(items + place, 0, item);
-    } else {
-      write(place, x, slice.element(e));
-    }
+  // The same, or in the room for sorting of the first block.
+  FI_DEVICE void deliver(int place, int x, T value, uint32_t key) {
+    if (p.sorted)
+      Group::store(items + place, 0, static_cast<uint64_t>(key) << 32 | ~static_cast<uint32_t>(x));
+    else
+      write(place, x, value);
   }
 
-  // The elements above the key in order, with the first (or last) `equal` of those equal to it between them.
-  FI_DEVICE void put_selected(uint32_t key, uint32_t equal) {
+  // Delivers the marked elements above the key in order, with the first (or last) `equal` of those equal to it between
+  // them; or gives them to the first block as entries.
+  FI_DEVICE void put_selected(uint32_t lower, uint32_t key, uint32_t equal, bool as_entries) {
     uint64_t mine = 0;  // elements above in the lower half, equal ones in the upper
-    for_marked([&](int, uint32_t other) { mine += other > key ? 1 : other == key ? uint64_t{1} << 32 : 0; });
+    for_marked(lower, [&](int, T, uint32_t other) { mine += other > key ? 1 : other == key ? uint64_t{1} << 32 : 0; });
     const BlockSum sum = block_scan<kThreads>(mine, shared);
     uint64_t before = sum.before, all = sum.all;
     if (blocks > 1) {
       if (threadIdx.x < blocks) Group::store(shared.block_counts + rank, threadIdx.x, sum.all);
-      Group::arrive();
-      Group::wait();
+      Group::sync();
       all = 0;
       for (unsigned r = 0; r < blocks; ++r) {
         if (r < rank) before += shared.block_counts[r];
         all += shared.block_counts[r];
       }
     }
-    uint32_t above = static_cast<uint32_t>(before), ties = before >> 32;
-    const uint32_t first_tie = p.prefer_last ? static_cast<uint32_t>(all >> 32) - equal : 0;
-    for_marked([&](int e, uint32_t other) {
-      const uint32_t ties_taken = ties > first_tie ? min(ties - first_tie, equal) : 0;
-      const bool tie = other == key, wanted = tie && ties >= first_tie && ties < first_tie + equal;
-      if (other > key || wanted) put(above + ties_taken, e, other);
-      above += other > key;
-      ties += tie;
+    Ties ties(before, all, equal, p.prefer_last);
+    for_marked(lower, [&](int e, T value, uint32_t other) {
+      if (!ties.take(other > key, other == key)) return;
+      if (as_entries)
+        Group::store(shared.entries + ties.place, 0, entry_of(value, slice.origin + e));
+      else
+        deliver(ties.place, slice.origin + e, value, other);
     });
+  }
+
+  // Delivers the elements of rank range.rank in the range and above, by the first block alone; n entries.
+  FI_DEVICE void finish(KeyRange range, int n, bool all) {
+    const auto key = [&](int i) { return key_of(to_float(value_in<T>(shared.entries[i]))); };
+    if (!all) range = select_key<kThreads>(range, n, key, shared);
+    const uint32_t least = range.lower - all, equal = all ? 0 : range.rank;
+    const int each = (n + kThreads - 1) / kThreads, first = threadIdx.x * each, last = min(first + each, n);
+    uint64_t mine = 0;
+#pragma unroll 1
+    for (int i = first; i < last; ++i) mine += key(i) > least ? 1 : key(i) == least ? uint64_t{1} << 32 : 0;
+    const BlockSum sum = block_scan<kThreads>(mine, shared);
+    Ties ties(sum.before, sum.all, equal, p.prefer_last);
+#pragma unroll 1
+    for (int i = first; i < last; ++i) {
+      const uint64_t entry = shared.entries[i];
+      const T value = value_in<T>(entry);
+      if (ties.take(key(i) > least, key(i) == least)) deliver(ties.place, static_cast<int>(entry), value, key(i));
+    }
   }
 
   FI_DEVICE void select() {
     KeyRange range{0, 32, static_cast<uint32_t>(p.k)};
     take_in(range);
     pdl_launch_dependents();
-    merge<kTopKFirstBins>();
-    find_bin<kThreads, kTopKFirstBins>(shared.total, range.rank, shared);
-    uint32_t in_range = shared.in_bin;
-    range = range.narrowed(shared);
-    while (in_range > kTopKList && in_range != range.rank && range.shift > 0) {
-      __syncthreads();
-      clear<kThreads, kTopKBins>(shared.histogram);
-      __syncthreads();
-      count_again(range);
-      merge<kTopKBins>();
-      find_bin<kThreads, kTopKBins>(shared.total, range.rank, shared);
+    range = find_digit<kTopKFirstBins>(range);
+    // Elements in the range, and those with the ones above it.
+    uint32_t in_range = shared.in_bin, marked = p.k - range.rank + in_range;
+#pragma unroll 1
+    while (marked > kTopKEntries && in_range != range.rank && range.shift > 0) {
+      range = count_again(range);
       in_range = shared.in_bin;
-      range = range.narrowed(shared);
+      marked = p.k - range.rank + in_range;
     }
-    const bool all = in_range == range.rank, search = !all && range.shift > 0;
-    if (search) start_list();
-    Group::arrive();
+    const bool all = in_range == range.rank, gather = marked <= kTopKEntries;
     mark(range.lower);
-    __syncthreads();  // of the bitmap: the wait orders only what came before the arrival
-    Group::wait();    // the list takes the place of the histogram
-    if (search) {
-      fill_list(range);
-      range = select_in_list<kThreads>(range, in_range, shared);
+    const bool from_lower = gather || all;
+    put_selected(range.lower, range.lower - from_lower, from_lower ? 0 : range.rank, gather);
+    if (gather) {
+      Group::sync();
+      if (rank == 0) finish(range, static_cast<int>(marked), all);
     }
-    put_selected(range.lower - all, all ? 0 : range.rank);
   }
 
   // No more elements than places.
   FI_DEVICE void take_all() {
-    slice.held = 0;  // nothing was fetched
     for (int e = slice.begin + threadIdx.x; e < slice.end; e += kThreads)
-      put(slice.origin + e, e, key_of(to_float(slice.from[e])));
+      deliver(slice.origin + e, slice.origin + e, slice.from[e], key_of(to_float(slice.from[e])));
     for (int place = length + rank * kThreads + threadIdx.x; place < p.k; place += blocks * kThreads) {
       const int64_t at = static_cast<int64_t>(row) * p.k + place;
       if (p.mapped) p.mapped[at] = -1;
@@ -359,13 +338,13 @@ struct TopK {
     }
   }
 
-  FI_DEVICE void put_sorted() {
-    int m = 2;
+  FI_DEVICE void write_sorted() {
+    int m = 4;
     while (m < p.k) m *= 2;
     for (int i = p.k + threadIdx.x; i < m; i += kThreads) items[i] = 0;
     __syncthreads();
     sort_descending<kThreads>(items, m);
-    const T* from = slice.from - slice.origin;  // the leader's: x counts from its first element
+    const T* from = slice.from - slice.origin;  // the first block's: x counts from its first element
     for (int place = threadIdx.x; place < p.k; place += kThreads) {
       const int x = static_cast<int>(~static_cast<uint32_t>(items[place]));
       write(place, x, from[x]);
@@ -374,24 +353,21 @@ struct TopK {
 
   FI_DEVICE void run() {
     clear<kThreads, kTopKFirstBins>(shared.histogram);
+    clear<kThreads, kTopKFirstBins>(shared.total);
     if constexpr (Group::kBulk) Group::start(shared);
     __syncthreads();
     pdl_wait();
     locate();
     if (length <= p.k) {
-      if (p.sorted) {  // every block of the group runs
-        Group::arrive();
-        Group::wait();
-      }
+      if (p.sorted) Group::sync();  // every block of the group runs: the first one receives
       take_all();
     } else {
       if constexpr (Group::kBulk) Group::fetch(slice, shared);
       select();
     }
     if (p.sorted) {
-      Group::arrive();
-      Group::wait();
-      if (rank == 0) put_sorted();
+      Group::sync();
+      if (rank == 0) write_sorted();
     }
   }
 };

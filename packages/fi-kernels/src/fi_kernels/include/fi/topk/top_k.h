@@ -31,7 +31,7 @@ struct TopKParams {
 
 constexpr int kTopKFirstBins = 4096;  // the first digit has 12 bits, the others 10
 constexpr int kTopKBins = 1024;
-constexpr int kTopKList = 4096;      // keys among which the k-th largest is sought without reading the row again
+constexpr int kTopKEntries = 4096;   // elements that one block can search at once for the k-th largest
 constexpr int kTopKSortable = 4096;  // largest k that is sorted in shared memory
 constexpr int kTopKChunks = 8;       // parts in which a slice arrives
 constexpr int kTopKLargestCluster = 16;
@@ -39,15 +39,18 @@ constexpr int kTopKLargestCluster = 16;
 // The part of shared memory that does not depend on the shape.
 struct TopKShared {
   union {
-    alignas(16) uint32_t histogram[kTopKFirstBins];  // of this block's slice
-    uint32_t list[kTopKList];
+    struct {
+      uint32_t histogram[kTopKFirstBins];  // of this block's slice
+      uint32_t total[kTopKFirstBins];      // of the row
+    };
+    uint64_t entries[kTopKEntries];  // later, in the first block: bits of the value in the upper half, x in the lower
   };
-  alignas(16) uint32_t total[kTopKFirstBins];  // of the row
+  uint32_t digits[kTopKBins];
   uint64_t barriers[kTopKChunks];
   uint64_t block_counts[kTopKLargestCluster];
   uint64_t warp_counts[32];
   uint32_t warp_sums[32];
-  uint32_t bin, above, in_bin, cursor;
+  uint32_t bin, above, in_bin, unused;
 };
 
 }  // namespace fi

@@ -10,25 +10,18 @@ struct ClusterOfBlocks {
   static constexpr bool kBulk = true;
   FI_DEVICE static unsigned rank() { return cluster_rank(); }
   FI_DEVICE static unsigned size() { return cluster_size(); }
-  FI_DEVICE static void arrive() {
-    __syncwarp();  // the instruction wants the warp together
-    cluster_arrive();
-  }
-  FI_DEVICE static void wait() { cluster_wait(); }
-  FI_DEVICE static uint32_t load(const uint32_t* p, unsigned rank) {
-    return cluster_load_u32(cluster_address(p, rank));
+  FI_DEVICE static void sync() {
+    __syncwarp();  // the instructions want the warp together
+    cluster_sync();
   }
   FI_DEVICE static uint4 load4(const uint32_t* p, unsigned rank) {
     return cluster_load_u32x4(cluster_address(p, rank));
   }
-  FI_DEVICE static void store(uint32_t* p, unsigned rank, uint32_t x) {
-    cluster_store_u32(cluster_address(p, rank), x);
+  FI_DEVICE static void store4(uint32_t* p, unsigned rank, uint4 x) {
+    cluster_store_u32x4(cluster_address(p, rank), x);
   }
   FI_DEVICE static void store(uint64_t* p, unsigned rank, uint64_t x) {
     cluster_store_u64(cluster_address(p, rank), x);
-  }
-  FI_DEVICE static void store4(uint32_t* p, unsigned rank, uint4 x) {
-    cluster_store_u32x4(cluster_address(p, rank), x);
   }
 
   // Vectors of a part that arrives on its own barrier.

@@ -29,4 +29,11 @@ FI_DEVICE float canonical(float x) {
   return y;
 }
 
+// The larger of two; NaN if one is (PTX ISA 9.7.3.12).
+FI_DEVICE float max_nan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
 }  // namespace fi

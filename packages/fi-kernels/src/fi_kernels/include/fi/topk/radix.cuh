@@ -11,19 +11,24 @@ FI_DEVICE uint32_t key_of(float x) { return ordered(__float_as_uint(canonical(x)
 FI_DEVICE float value_of(uint32_t key) { return __uint_as_float(unordered(key)); }
 
 // Where the k-th largest key is known to lie: its bits from `shift` on are those of `lower`, and it is number `rank`
-// from the top among the keys that share them.
+// from the top among the `count` keys that share them.
 struct KeyRange {
   uint32_t lower;
   int shift;  // 32: nothing is known
-  uint32_t rank;
+  uint32_t rank, count;
 
   FI_DEVICE bool contains(uint32_t key) const { return shift == 32 || (key ^ lower) >> shift == 0; }
   FI_DEVICE int next_shift() const { return shift == 32 ? 20 : shift - 10; }
   FI_DEVICE uint32_t digit(uint32_t key) const { return (key >> next_shift()) & ((1u << (shift - next_shift())) - 1); }
-  // The range of the next digit.
+  // The range of the next digit, as find_bin has found it.
   FI_DEVICE KeyRange narrowed(const TopKShared& shared) const {
-    return {lower | shared.bin << next_shift(), next_shift(), rank - shared.above};
+    return {lower | shared.bin << next_shift(), next_shift(), rank - shared.above, shared.in_bin};
   }
+  // What is selected once the range is narrow enough: all keys above `bound()`, and `ties()` of those equal to it.
+  FI_DEVICE bool all() const { return rank == count; }
+  FI_DEVICE bool settled() const { return all() || shift == 0; }
+  FI_DEVICE uint32_t bound() const { return all() ? lower - 1 : lower; }
+  FI_DEVICE uint32_t ties() const { return all() ? 0 : rank; }
 };
 
 template <int kThreads, int kBins>
@@ -71,11 +76,11 @@ FI_DEVICE void find_bin(const uint32_t* bins, uint32_t rank, TopKShared& shared)
   __syncthreads();
 }
 
-// The exact key of rank range.rank among key(0) to key(n - 1): range.shift is 0 afterwards.
+// The range settled among key(0) to key(n - 1).
 template <int kThreads, class Key>
 FI_DEVICE KeyRange select_key(KeyRange range, int n, Key key, TopKShared& shared) {
 #pragma unroll 1
-  while (range.shift > 0) {
+  while (!range.settled()) {
     clear<kThreads, kTopKBins>(shared.digits);
     __syncthreads();
 #pragma unroll 1

@@ -286,44 +286,38 @@ struct TopK {
   }
 
   // Delivers the elements of rank range.rank in the range and above, by the first block alone; n entries.
-  FI_DEVICE void finish(KeyRange range, int n, bool all) {
+  FI_DEVICE void finish(KeyRange range, int n) {
     const auto key = [&](int i) { return key_of(to_float(value_in<T>(shared.entries[i]))); };
-    if (!all) range = select_key<kThreads>(range, n, key, shared);
-    const uint32_t least = range.lower - all, equal = all ? 0 : range.rank;
+    range = select_key<kThreads>(range, n, key, shared);
+    const uint32_t bound = range.bound();
     const int each = (n + kThreads - 1) / kThreads, first = threadIdx.x * each, last = min(first + each, n);
     uint64_t mine = 0;
 #pragma unroll 1
-    for (int i = first; i < last; ++i) mine += key(i) > least ? 1 : key(i) == least ? uint64_t{1} << 32 : 0;
+    for (int i = first; i < last; ++i) mine += key(i) > bound ? 1 : key(i) == bound ? uint64_t{1} << 32 : 0;
     const BlockSum sum = block_scan<kThreads>(mine, shared);
-    Ties ties(sum.before, sum.all, equal, p.prefer_last);
+    Ties ties(sum.before, sum.all, range.ties(), p.prefer_last);
 #pragma unroll 1
     for (int i = first; i < last; ++i) {
       const uint64_t entry = shared.entries[i];
       const T value = value_in<T>(entry);
-      if (ties.take(key(i) > least, key(i) == least)) deliver(ties.place, static_cast<int>(entry), value, key(i));
+      if (ties.take(key(i) > bound, key(i) == bound)) deliver(ties.place, static_cast<int>(entry), value, key(i));
     }
   }
 
   FI_DEVICE void select() {
-    KeyRange range{0, 32, static_cast<uint32_t>(p.k)};
+    KeyRange range{0, 32, static_cast<uint32_t>(p.k), static_cast<uint32_t>(length)};
     take_in(range);
     pdl_launch_dependents();
     range = find_digit<kTopKFirstBins>(range);
-    // Elements in the range, and those with the ones above it.
-    uint32_t in_range = shared.in_bin, marked = p.k - range.rank + in_range;
+    const auto marked = [&] { return p.k - range.rank + range.count; };  // elements in the range and above
 #pragma unroll 1
-    while (marked > kTopKEntries && in_range != range.rank && range.shift > 0) {
-      range = count_again(range);
-      in_range = shared.in_bin;
-      marked = p.k - range.rank + in_range;
-    }
-    const bool all = in_range == range.rank, gather = marked <= kTopKEntries;
+    while (marked() > kTopKEntries && !range.settled()) range = count_again(range);
     mark(range.lower);
-    const bool from_lower = gather || all;
-    put_selected(range.lower, range.lower - from_lower, from_lower ? 0 : range.rank, gather);
+    const bool gather = marked() <= kTopKEntries;
+    put_selected(range.lower, gather ? range.lower - 1 : range.bound(), gather ? 0 : range.ties(), gather);
     if (gather) {
       Group::sync();
-      if (rank == 0) finish(range, static_cast<int>(marked), all);
+      if (rank == 0) finish(range, static_cast<int>(marked()));
     }
   }
 

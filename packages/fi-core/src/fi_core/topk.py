@@ -29,17 +29,17 @@ class TopKTieBreak(IntEnum):
 
 
 def _cluster_unit(axes: Axes) -> Unit:
-    """config = (largest cluster, blocks an SM is to have, cluster to use or 0: choose)."""
+    """config = (largest cluster, blocks an SM is to have or 0: choose, cluster to use or 0: choose)."""
     body = f"top_k_cluster<{DTYPES[str(axes['dtype'])].device}, 512>"
     return Unit(
-        "fi/topk/top_k_sm90.cuh", "TopKParams", (Entry("top_k_cluster", body, 512, (16, 2, 0), blocks_per_sm=2),)
+        "fi/topk/top_k_sm90.cuh", "TopKParams", (Entry("top_k_cluster", body, 512, (16, 0, 0), blocks_per_sm=2),)
     )
 
 
 def _unit(axes: Axes) -> Unit:
     """config as for clusters; a row has one block."""
     body = f"top_k<{DTYPES[str(axes['dtype'])].device}, 512>"
-    return Unit("fi/topk/top_k.cuh", "TopKParams", (Entry("top_k", body, 512, (1, 1, 0), blocks_per_sm=2),))
+    return Unit("fi/topk/top_k.cuh", "TopKParams", (Entry("top_k", body, 512, (1, 0, 0), blocks_per_sm=2),))
 
 
 TOP_K = Op(

@@ -32,22 +32,25 @@ struct Plan {
     held = std::min(slice, std::max<int64_t>(limit - fixed, 0) / 512 * 32);
     bytes = fixed + held * 16;
   }
-  bool whole() const { return held == slice; }
 };
 
-// Entries in order of preference; config = {largest cluster, blocks an SM is to have, cluster to use or 0: choose}.
+// config = {largest cluster, blocks an SM is to have or 0: choose, cluster to use or 0: choose}.
 Plan choose(const Kernel& kernel, const TopKParams& p, int64_t element_bytes, DLDevice device) {
   const Entry& entry = kernel.entries[0];
-  // Clusters of 16 are not portable, and untried beyond the data centre parts.
-  const int64_t most = std::min<int64_t>(entry.config[0], kernel.capability < 120 ? 16 : 8), wanted = entry.config[2];
   const int64_t limit = Kernel::shared_limit(device), processors = Kernel::multiprocessors(device);
+  // Clusters of 16 are not portable, and untried beyond the data centre parts.
+  const int64_t most = std::min<int64_t>(entry.config[0], kernel.capability < 120 ? 16 : 8);
+  // One block an SM as long as there are few rows. Large clusters do not find place on all SMs at once.
+  const auto fits = [&](int64_t cluster) {
+    return p.rows * cluster <= (cluster > 4 ? processors / 2 : processors) && p.width / cluster >= 2048;
+  };
+  int64_t cluster = 1, blocks = entry.config[1];
+  while (cluster < most && fits(cluster * 2)) cluster *= 2;
+  if (entry.config[2]) cluster = entry.config[2];
+  if (!blocks) blocks = p.rows * cluster <= processors ? 1 : 2;
   // A block costs 1 KB that its program does not see.
-  const int64_t share = (limit + 1024) / entry.config[1] - 1024;
-  if (wanted) return {p, element_bytes, wanted, share};
-  int64_t cluster = 1;
-  while (cluster < most && p.rows * cluster * 2 <= processors && p.width / cluster > 4096) cluster *= 2;
-  Plan plan(p, element_bytes, cluster, share);
-  while (plan.cluster < most && !plan.whole()) plan = Plan(p, element_bytes, plan.cluster * 2, share);
+  Plan plan(p, element_bytes, cluster, (limit + 1024) / blocks - 1024);
+  while (plan.cluster < most && plan.bytes > limit) plan = Plan(p, element_bytes, plan.cluster * 2, limit);
   return plan;
 }
 

@@ -93,19 +93,23 @@ FI_DEVICE KeyRange select_key(KeyRange range, int n, Key key, TopKShared& shared
   return range;
 }
 
-// Sums of x over the threads before this one, and over the block. One barrier; the next call needs one in between.
+// Sums of x over the threads before this one, and over the block. Two barriers, one of them first.
 struct BlockSum {
   uint64_t before, all;
 };
+FI_DEVICE uint64_t warp_scan(uint64_t x) {  // over the lanes up to this one
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const uint64_t other = __shfl_up_sync(0xffffffffu, x, step);
+    if (threadIdx.x % 32 >= step) x += other;
+  }
+  return x;
+}
 template <int kThreads>
 FI_DEVICE BlockSum block_scan(uint64_t x, TopKShared& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  uint64_t up_to = x;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const uint64_t other = __shfl_up_sync(0xffffffffu, up_to, step);
-    if (lane >= step) up_to += other;
-  }
+  const uint64_t up_to = warp_scan(x);
+  __syncthreads();
   if (lane == 31) shared.warp_counts[warp] = up_to;
   __syncthreads();
   BlockSum sum{up_to - x, 0};
@@ -117,8 +121,42 @@ FI_DEVICE BlockSum block_scan(uint64_t x, TopKShared& shared) {
   return sum;
 }
 
+// Items 0 to n - 1 in order, a run of them for each warp: first their counts are added up, then each is visited with
+// the sum of those before it.
+template <int kThreads>
+struct InOrder {
+  int first, last;
+
+  FI_DEVICE explicit InOrder(int n) {
+    const int run = (n + kThreads - 1) / kThreads * 32;
+    first = min(static_cast<int>(threadIdx.x) / 32 * run, n);
+    last = min(first + run, n);
+  }
+  template <class Count>
+  FI_DEVICE BlockSum sum(Count count, TopKShared& shared) const {
+    uint64_t mine = 0;
+#pragma unroll 1
+    for (int i = first + static_cast<int>(threadIdx.x) % 32; i < last; i += 32) mine += count(i);
+    BlockSum sum = block_scan<kThreads>(mine, shared);
+    sum.before = __shfl_sync(0xffffffffu, sum.before, 0);  // of the warp's run
+    return sum;
+  }
+  template <class Count, class Visit>
+  FI_DEVICE void visit(uint64_t before, Count count, Visit visit) const {
+#pragma unroll 1
+    for (int i = first; i < last; i += 32) {
+      const int mine = i + static_cast<int>(threadIdx.x) % 32;
+      const uint64_t n = mine < last ? count(mine) : 0, up_to = warp_scan(n);
+      if (n) visit(mine, before + up_to - n);
+      before += __shfl_sync(0xffffffffu, up_to, 31);
+    }
+  }
+};
+
 // Sorts m items (a power of two, 4 or more) in shared memory from the largest down: Batcher's bitonic network, two
 // strides at a time, so that four items take one way through registers. Short strides stay within a warp.
+// Item i lies in slot sort_slot(i), else close strides would meet in few banks.
+FI_DEVICE int sort_slot(int i) { return i ^ ((i >> 4) & 15); }
 FI_DEVICE void order(uint64_t& a, uint64_t& b, bool descending) {
   const bool swap = (a < b) == descending;
   const uint64_t low = swap ? b : a;
@@ -141,7 +179,7 @@ FI_DEVICE void sort_descending(uint64_t* items, int m) {
         const int at = (i & ~(near - 1)) * 4 + (i & (near - 1));
         uint64_t x[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) x[j] = items[at + j * near];
+        for (int j = 0; j < 4; ++j) x[j] = items[sort_slot(at + j * near)];
         if (both) {
           order(x[0], x[2], (at & size) == 0);
           order(x[1], x[3], (at & size) == 0);
@@ -149,7 +187,7 @@ FI_DEVICE void sort_descending(uint64_t* items, int m) {
         order(x[0], x[1], (at & size) == 0);
         order(x[2], x[3], ((at + 2 * near) & size) == 0);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) items[at + j * near] = x[j];
+        for (int j = 0; j < 4; ++j) items[sort_slot(at + j * near)] = x[j];
       }
       stride = both ? stride / 4 : 0;
       const int next = stride > 0 ? stride : size;

@@ -44,6 +44,7 @@ struct Slice {
       if (valid(v * kVec + j)) x.v[j] = from[static_cast<int64_t>(v) * kVec + j];
     return x;
   }
+  FI_DEVICE Vector at(int v) const { return v < held ? shared[v] : read(v); }
   FI_DEVICE T element(int e) const { return e < held * kVec ? reinterpret_cast<const T*>(shared)[e] : from[e]; }
 };
 
@@ -90,24 +91,22 @@ FI_DEVICE T value_in(uint64_t entry) {
   return value;
 }
 
-// The places of selected elements, visited in order: those above the k-th largest, and `equal` of those equal to it.
-struct Ties {
-  uint32_t above, seen;  // elements before the next one: above, equal
-  uint32_t first, equal;
-  uint32_t place;  // of the element that was last taken
+// Counts of elements above the k-th largest (in the lower half) and of those equal to it.
+FI_DEVICE uint64_t count_of(uint32_t key, uint32_t bound) {
+  return key > bound ? 1 : key == bound ? uint64_t{1} << 32 : 0;
+}
 
-  // Counts before this thread's first element and of all: above in the lower half, equal in the upper.
-  FI_DEVICE Ties(uint64_t before, uint64_t all, uint32_t equal, bool last)
-      : above(static_cast<uint32_t>(before)),
-        seen(static_cast<uint32_t>(before >> 32)),
-        first(last ? static_cast<uint32_t>(all >> 32) - equal : 0),
-        equal(equal) {}
-  FI_DEVICE bool take(bool is_above, bool is_equal) {
-    place = above + (seen > first ? min(seen - first, equal) : 0);
-    const bool taken = is_above || (is_equal && seen >= first && seen - first < equal);
-    above += is_above;
-    seen += is_equal;
-    return taken;
+// Of the equal ones, numbers `first` to `first + equal - 1` are selected.
+struct Ties {
+  uint32_t first, equal;
+
+  FI_DEVICE Ties(uint64_t all, uint32_t equal, bool last)
+      : first(last ? static_cast<uint32_t>(all >> 32) - equal : 0), equal(equal) {}
+  // The place among the selected of an element, or -1; `before`: counts of those before it.
+  FI_DEVICE int place(uint64_t before, uint32_t key, uint32_t bound) const {
+    const uint32_t above = static_cast<uint32_t>(before), seen = static_cast<uint32_t>(before >> 32);
+    const bool taken = key > bound || (key == bound && seen >= first && seen - first < equal);
+    return taken ? static_cast<int>(above + (seen > first ? min(seen - first, equal) : 0)) : -1;
   }
 };
 

@@ -96,12 +96,9 @@ struct TopK {
       if (v < slice.held) slice.shared[v] = x;
       count<false>(x, v, range, 0);
     });
-    // What is not held comes first: meanwhile the bulk copies arrive.
-    for_vectors<kInFlight>(max(slice.held, slice.whole_begin()), slice.whole_end(), read,
-                           [&](const Vector& x, int v) { count<true>(x, v, range, 0); });
+    uint32_t least = 0;  // the k-th largest of the row is not below: smaller ones need no count
     if constexpr (Group::kBulk) {
       const int chunk = Group::chunk(slice.held);
-      uint32_t least = 0;  // the k-th largest of the row is not below: smaller ones need no count
 #pragma unroll 1
       for (int c = 0; c * chunk < slice.held; ++c) {
         Group::await(shared, c);
@@ -120,6 +117,8 @@ struct TopK {
         count<true>(x, v, range, 0);
       });
     }
+    for_vectors<kInFlight>(max(slice.held, slice.whole_begin()), slice.whole_end(), read,
+                           [&](const Vector& x, int v) { count<true>(x, v, range, least); });
   }
 
   // Finds the next digit of the k-th largest by the histograms of the group, added up in every block.
@@ -176,16 +175,19 @@ struct TopK {
     return find_digit<kTopKBins>(range);
   }
 
-  // Marks vectors with an element from `lower` on; where that is no number, all. Invalid elements may cause a mark.
+  // Marks vectors with an element from `lower` on. Invalid elements may cause a mark.
   FI_DEVICE void mark(uint32_t lower) {
+    constexpr uint32_t infinity = 0xff800000u;  // its key
     const float edge = value_of(lower);
+    const bool only_nan = lower > infinity;
     const int held_words = (slice.held + 31) / 32;  // `held` is a multiple of 32 unless it is all
-    mark_words<4>(0, held_words, edge, [&](int v) { return slice.shared[min(v, slice.held - 1)]; });
-    mark_words<2>(held_words, slice.words(), edge, [&](int v) { return slice.read(min(v, slice.vectors - 1)); });
+    mark_words<4>(0, held_words, edge, only_nan, [&](int v) { return slice.shared[min(v, slice.held - 1)]; });
+    mark_words<2>(held_words, slice.words(), edge, only_nan,
+                  [&](int v) { return slice.read(min(v, slice.vectors - 1)); });
     __syncthreads();
   }
   template <int kAtOnce, class Read>
-  FI_DEVICE void mark_words(int from, int to, float edge, Read read) {
+  FI_DEVICE void mark_words(int from, int to, float edge, bool only_nan, Read read) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int word = from + threadIdx.x / 32 * kAtOnce; word < to; word += kThreads / 32 * kAtOnce) {
@@ -195,39 +197,39 @@ struct TopK {
       uint32_t mine = 0;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const uint32_t marks = __ballot_sync(0xffffffffu, !(largest(x[i]) < edge));
+        const float best = largest(x[i]);
+        const bool marked = !(best < edge) && (best != best || !only_nan) && (word + i) * 32 + lane < slice.vectors;
+        const uint32_t marks = __ballot_sync(0xffffffffu, marked);
         if (lane == i) mine = marks;
       }
       if (lane < kAtOnce && word + lane < to) bitmap[word + lane] = mine;
     }
   }
 
-  // Calls f(element, value, key) for the valid elements from `lower` on in the marked vectors of this thread, a run of
-  // the slice, in order.
-  template <class F>
-  FI_DEVICE void for_marked(uint32_t lower, F f) {
-    const float edge = value_of(lower);
-    const int each = (slice.words() + kThreads - 1) / kThreads, first = threadIdx.x * each;
+  // Lists the marked vectors of words [from, to), numbered from the first on; how many.
+  FI_DEVICE int list_vectors(int from, int to) {
+    const int each = (to - from + kThreads - 1) / kThreads, first = from + threadIdx.x * each;
+    uint32_t mine = 0;
+    for (int word = first; word < min(first + each, to); ++word) mine += __popc(bitmap[word]);
+    const BlockSum sum = block_scan<kThreads>(mine, shared);
+    int at = static_cast<int>(sum.before);
 #pragma unroll 1
-    for (int word = first; word < min(first + each, slice.words()); ++word) {
+    for (int word = first; word < min(first + each, to); ++word)
 #pragma unroll 1
-      for (uint32_t marks = bitmap[word]; marks; marks &= marks - 1) {
-        const int v = word * 32 + __ffs(marks) - 1;
-        if (v >= slice.vectors) break;
-        float x[kVec];
-        to_float(v < slice.held ? slice.shared[v] : slice.read(v), x);
-        uint32_t found = 0;
+      for (uint32_t marks = bitmap[word]; marks; marks &= marks - 1)
+        shared.vectors[at++] = static_cast<uint16_t>((word - from) * 32 + __ffs(marks) - 1);
+    __syncthreads();
+    return static_cast<int>(sum.all);
+  }
+  // Counts of a vector.
+  FI_DEVICE uint64_t count_vector(int v, uint32_t bound) const {
+    float f[kVec];
+    to_float(slice.at(v), f);
+    uint64_t n = 0;
 #pragma unroll
-        for (int j = 0; j < kVec; ++j) found |= static_cast<uint32_t>(!(x[j] < edge)) << j;
-#pragma unroll 1
-        for (; found; found &= found - 1) {
-          const int e = v * kVec + __ffs(found) - 1;
-          if (!slice.valid(e)) continue;
-          const T value = slice.element(e);
-          f(e, value, key_of(to_float(value)));
-        }
-      }
-    }
+    for (int j = 0; j < kVec; ++j)
+      if (slice.valid(v * kVec + j)) n += count_of(key_of(f[j]), bound);
+    return n;
   }
 
   // Writes x as result number `place` of the row.
@@ -254,20 +256,30 @@ struct TopK {
   // The same, or in the room for sorting of the first block.
   FI_DEVICE void deliver(int place, int x, T value, uint32_t key) {
     if (p.sorted)
-      Group::store(items + place, 0, static_cast<uint64_t>(key) << 32 | ~static_cast<uint32_t>(x));
+      Group::store(items + sort_slot(place), 0, static_cast<uint64_t>(key) << 32 | ~static_cast<uint32_t>(x));
     else
       write(place, x, value);
   }
 
-  // Delivers the marked elements above the key in order, with the first (or last) `equal` of those equal to it between
-  // them; or gives them to the first block as entries.
-  FI_DEVICE void put_selected(uint32_t lower, uint32_t key, uint32_t equal, bool as_entries) {
-    uint64_t mine = 0;  // elements above in the lower half, equal ones in the upper
-    for_marked(lower, [&](int, T, uint32_t other) { mine += other > key ? 1 : other == key ? uint64_t{1} << 32 : 0; });
-    const BlockSum sum = block_scan<kThreads>(mine, shared);
-    uint64_t before = sum.before, all = sum.all;
+  // Delivers the marked elements above `bound` in order, with `equal` of those equal to it between them; or gives them
+  // to the first block as entries.
+  FI_DEVICE void put_selected(uint32_t bound, uint32_t equal, bool as_entries) {
+    const int words = slice.words(), window = as_entries ? kTopKWindow : kTopKEntries / 32;
+    int listed = 0;
+    BlockSum sum{};  // of a window
+    uint64_t before = 0, all = 0;
+    const auto list = [&](int from) {
+      listed = list_vectors(from, min(from + window, words));
+      sum = InOrder<kThreads>(listed).sum([&](int i) { return count_vector(from * 32 + shared.vectors[i], bound); },
+                                          shared);
+    };
+#pragma unroll 1
+    for (int from = 0; from < words; from += window) {
+      list(from);
+      all += sum.all;
+    }
     if (blocks > 1) {
-      if (threadIdx.x < blocks) Group::store(shared.block_counts + rank, threadIdx.x, sum.all);
+      if (threadIdx.x < blocks) Group::store(shared.block_counts + rank, threadIdx.x, all);
       Group::sync();
       all = 0;
       for (unsigned r = 0; r < blocks; ++r) {
@@ -275,33 +287,53 @@ struct TopK {
         all += shared.block_counts[r];
       }
     }
-    Ties ties(before, all, equal, p.prefer_last);
-    for_marked(lower, [&](int e, T value, uint32_t other) {
-      if (!ties.take(other > key, other == key)) return;
+    const Ties ties(all, equal, p.prefer_last);
+#pragma unroll 1
+    for (int from = 0; from < words; from += window) {
+      if (words > window) list(from);
+      InOrder<kThreads>(listed).visit(
+          before + sum.before, [&](int i) { return count_vector(from * 32 + shared.vectors[i], bound); },
+          [&](int i, uint64_t seen) { put_vector(from * 32 + shared.vectors[i], seen, ties, bound, as_entries); });
+      before += sum.all;
+    }
+  }
+  // `seen`: counts of the elements before the vector.
+  FI_DEVICE void put_vector(int v, uint64_t seen, const Ties& ties, uint32_t bound, bool as_entries) {
+    float f[kVec];
+    to_float(slice.at(v), f);
+    uint32_t found = 0;
+#pragma unroll
+    for (int j = 0; j < kVec; ++j)
+      found |= static_cast<uint32_t>(slice.valid(v * kVec + j) && key_of(f[j]) >= bound) << j;
+#pragma unroll 1
+    for (; found; found &= found - 1) {
+      const int e = v * kVec + __ffs(found) - 1;
+      const T value = slice.element(e);
+      const uint32_t key = key_of(to_float(value));
+      const int place = ties.place(seen, key, bound);
+      seen += count_of(key, bound);
+      if (place < 0) continue;
       if (as_entries)
-        Group::store(shared.entries + ties.place, 0, entry_of(value, slice.origin + e));
+        Group::store(shared.entries + place, 0, entry_of(value, slice.origin + e));
       else
-        deliver(ties.place, slice.origin + e, value, other);
-    });
+        deliver(place, slice.origin + e, value, key);
+    }
   }
 
-  // Delivers the elements of rank range.rank in the range and above, by the first block alone; n entries.
+  // Delivers what the range, once settled, selects of n entries; by the first block alone.
   FI_DEVICE void finish(KeyRange range, int n) {
     const auto key = [&](int i) { return key_of(to_float(value_in<T>(shared.entries[i]))); };
     range = select_key<kThreads>(range, n, key, shared);
     const uint32_t bound = range.bound();
-    const int each = (n + kThreads - 1) / kThreads, first = threadIdx.x * each, last = min(first + each, n);
-    uint64_t mine = 0;
-#pragma unroll 1
-    for (int i = first; i < last; ++i) mine += key(i) > bound ? 1 : key(i) == bound ? uint64_t{1} << 32 : 0;
-    const BlockSum sum = block_scan<kThreads>(mine, shared);
-    Ties ties(sum.before, sum.all, range.ties(), p.prefer_last);
-#pragma unroll 1
-    for (int i = first; i < last; ++i) {
+    const auto count = [&](int i) { return count_of(key(i), bound); };
+    const InOrder<kThreads> order(n);
+    const BlockSum sum = order.sum(count, shared);
+    const Ties ties(sum.all, range.ties(), p.prefer_last);
+    order.visit(sum.before, count, [&](int i, uint64_t seen) {
+      const int place = ties.place(seen, key(i), bound);
       const uint64_t entry = shared.entries[i];
-      const T value = value_in<T>(entry);
-      if (ties.take(key(i) > bound, key(i) == bound)) deliver(ties.place, static_cast<int>(entry), value, key(i));
-    }
+      if (place >= 0) deliver(place, static_cast<int>(entry), value_in<T>(entry), key(i));
+    });
   }
 
   FI_DEVICE void select() {
@@ -314,7 +346,7 @@ struct TopK {
     while (marked() > kTopKEntries && !range.settled()) range = count_again(range);
     mark(range.lower);
     const bool gather = marked() <= kTopKEntries;
-    put_selected(range.lower, gather ? range.lower - 1 : range.bound(), gather ? 0 : range.ties(), gather);
+    put_selected(gather ? range.lower - 1 : range.bound(), gather ? 0 : range.ties(), gather);
     if (gather) {
       Group::sync();
       if (rank == 0) finish(range, static_cast<int>(marked()));
@@ -335,12 +367,12 @@ struct TopK {
   FI_DEVICE void write_sorted() {
     int m = 4;
     while (m < p.k) m *= 2;
-    for (int i = p.k + threadIdx.x; i < m; i += kThreads) items[i] = 0;
+    for (int i = p.k + threadIdx.x; i < m; i += kThreads) items[sort_slot(i)] = 0;
     __syncthreads();
     sort_descending<kThreads>(items, m);
     const T* from = slice.from - slice.origin;  // the first block's: x counts from its first element
     for (int place = threadIdx.x; place < p.k; place += kThreads) {
-      const int x = static_cast<int>(~static_cast<uint32_t>(items[place]));
+      const int x = static_cast<int>(~static_cast<uint32_t>(items[sort_slot(place)]));
       write(place, x, from[x]);
     }
   }

@@ -31,7 +31,10 @@ struct TopKParams {
 
 constexpr int kTopKFirstBins = 4096;  // the first digit has 12 bits, the others 10
 constexpr int kTopKBins = 1024;
-constexpr int kTopKEntries = 4096;   // elements that one block can search at once for the k-th largest
+constexpr int kTopKEntries = 4096;  // elements that one block can search at once for the k-th largest
+constexpr int kTopKWindow = 2048;   // words of the bitmap whose vectors have 16-bit numbers
+// Vectors that have a marked element, and two that are partial, whose invalid elements may be.
+constexpr int kTopKListed = kTopKEntries + 8;
 constexpr int kTopKSortable = 4096;  // largest k that is sorted in shared memory
 constexpr int kTopKChunks = 8;       // parts in which a slice arrives
 constexpr int kTopKLargestCluster = 16;
@@ -46,6 +49,7 @@ struct TopKShared {
     uint64_t entries[kTopKEntries];  // later, in the first block: bits of the value in the upper half, x in the lower
   };
   uint32_t digits[kTopKBins];
+  uint16_t vectors[kTopKListed];  // marked ones, counted from the first of a window
   uint64_t barriers[kTopKChunks];
   uint64_t block_counts[kTopKLargestCluster];
   uint64_t warp_counts[32];

@@ -50,6 +50,10 @@ struct ClusterOfBlocks {
         bulk_load(slice.shared + first, slice.from + static_cast<int64_t>(first) * Slice<T>::kVec, bytes,
                   barrier(shared, c));
     }
+    const int rest = slice.whole_end() - max(slice.held, slice.whole_begin());
+    if (rest > 0)
+      bulk_prefetch(slice.from + static_cast<int64_t>(max(slice.held, slice.whole_begin())) * Slice<T>::kVec,
+                    rest * 16);
   }
 };
 

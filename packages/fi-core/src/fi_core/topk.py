@@ -137,8 +137,8 @@ def top_k(
     NaN is the largest value, as in `torch.topk`, whatever its sign; all NaN are equal, and so are -0 and +0.
 
     Returns (values `[rows, k]` of input's dtype, indices `[rows, k]` int64). Raises ValueError (shape, stride, k,
-    tie_break; rows too long for the shared memory of the device, from 1.9 million elements on where that is
-    99 KB a block) or TypeError (dtype).
+    tie_break; rows too long for the shared memory of the device, above 700 000 elements where a block has
+    99 KB) or TypeError (dtype).
     """
     import torch
 

@@ -71,6 +71,11 @@ def arguments(device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
         "get_seq_lens": lambda: (*pages()[1:], 16),
         "merge_state": lambda: (*states(4, 8), *states(4, 8)),
         "merge_states": lambda: states(4, 3, 8),
+        "top_k": lambda: (rand(2, 5000), 50, True),
+        "top_k_page_table_transform": lambda: (
+            rand(2, 5000, dtype=single), ints(*range(10000)).view(2, 5000), ints(5000, 9), 64
+        ),
+        "top_k_ragged_transform": lambda: (rand(2, 40000, dtype=single), ints(0, 7), ints(40000, 30000), 64),
         "packbits": lambda: (torch.ones(77, device=device, dtype=torch.bool),),
         "segment_packbits": lambda: (torch.ones(77, device=device, dtype=torch.bool), ints(0, 33, 77)),
         "single_decode_with_kv_cache": lambda: (rand(32, 128), rand(99, 8, 128), rand(99, 8, 128)),

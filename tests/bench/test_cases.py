@@ -22,6 +22,7 @@ SMALL = {
     "page": "--batch_size 3 --s_qo 5 --s_kv 11 --num_kv_heads 2 --head_dim 16 --page_size 4",
     "cascade": "--batch_size 5 --num_qo_heads 4 --head_dim 16 --num_states 3",
     "quantization": "--m 5 --k 13",
+    "topk": "--batch_size 3 --vocab_size 300 --max_len 200 --top_k 70",
     "attention": "--s_qo 7 --s_kv 19 --num_qo_heads 4 --num_kv_heads 2 --head_dim_qk 16",
 }
 VARIANTS = {
@@ -39,6 +40,7 @@ VARIANTS = {
         "--page_size 4 --batch_size 3 --random_actual_seq_len --s_qo 1",
     ],
     "cascade": ["--input_dtype float16"],
+    "topk": ["--input_dtype bfloat16 --sorted", "--num_rows 7 --page_size 8"],
 }
 CASES = [
     found

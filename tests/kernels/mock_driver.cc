@@ -151,7 +151,10 @@ Image* open_image(const char* elf) {
       entry.name = name;
       for (const Section& s : all) {
         if (s.name == ".nv.info." + entry.name) read_attributes(elf + s.offset, s.size, entry);
-        if (s.name == ".nv.shared." + entry.name) entry.static_shared = static_cast<unsigned>(s.size);
+        // From sm_90 on the section begins with the 1 KB that the system keeps and no limit counts.
+        const uint64_t kept = image->capability >= 90 ? 1024 : 0;
+        if (s.name == ".nv.shared." + entry.name && s.size > kept)
+          entry.static_shared = static_cast<unsigned>(s.size - kept);
       }
     }
   }
@@ -198,6 +201,8 @@ MOCK cuDeviceGetAttribute(int* value, int attribute, Device of) {
       return *value = capability() / 10, kSuccess;
     case fi::cu::kMinor:
       return *value = capability() % 10, kSuccess;
+    case fi::cu::kSharedBytesOfBlock:
+      return *value = static_cast<int>(shared_limit()), kSuccess;
     default:
       return kInvalidValue;
   }

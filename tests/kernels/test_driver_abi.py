@@ -29,6 +29,7 @@ NUMBERS = {
     "kTensorU16": "CU_TENSOR_MAP_DATA_TYPE_UINT16",
     "kSwizzle128B": "CU_TENSOR_MAP_SWIZZLE_128B",
     "kPromoteL2To128B": "CU_TENSOR_MAP_L2_PROMOTION_L2_128B",
+    "kSharedBytesOfBlock": "CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
 }
 # Structs, and members of unions, by path.
 LAYOUTS = {

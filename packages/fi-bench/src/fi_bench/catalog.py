@@ -122,11 +122,9 @@ FAMILIES = {
                 "top_p_renorm_probs",
                 "top_k_mask_logits",
                 "chain_speculative_sampling",
-                "top_k",
-                "top_k_page_table_transform",
-                "top_k_ragged_transform",
             ),
         ),
+        Family("topk", flags.TOPK, ("top_k", "top_k_page_table_transform", "top_k_ragged_transform")),
         Family(
             "rope",
             flags.ROPE,

@@ -273,7 +273,7 @@ QUANTIZATION = (
 )
 SAMPLING = (
     number("batch_size", None, "rows", True),
-    number("vocab_size", None, "length of a row; not for the top_k transforms"),
+    number("vocab_size", None, "length of a row"),
     dtype("input_dtype", "float32"),
     number("top_k", 50, "k"),
     real("top_p", 0.9, "p"),
@@ -281,8 +281,16 @@ SAMPLING = (
     real("temperature", 1.0, "temperature"),
     choice("filter_apply_order", ("top_k_first", "joint"), "top_k_first", "order of the filters"),
     number("num_speculate_tokens", 5, "draft tokens"),
-    number("max_len", 4096, "top_k transforms: longest row"),
-    number("num_rows", None, "top_k transforms: rows; the batch if left out"),
+)
+TOPK = (
+    number("batch_size", None, "rows; of the page table, for the transforms", True),
+    number("vocab_size", None, "top_k: length of a row"),
+    dtype("input_dtype", "float32"),
+    number("top_k", 50, "k"),
+    switch("sorted", "top_k: from the largest down"),
+    number("max_len", 4096, "transforms: longest row"),
+    number("num_rows", None, "transforms: rows of scores; the batch if left out"),
+    number("page_size", 1, "top_k_page_table_transform: tokens per page"),
 )
 TOPK_VARLEN = (
     number("batch_size", None, "rows", True),

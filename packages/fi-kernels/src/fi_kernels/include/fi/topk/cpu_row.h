@@ -1,0 +1,120 @@
+// The k largest of a row segment on the CPU: a lower bound from maxima, then a selection among the few above it.
+#pragma once
+#include <algorithm>
+#include <functional>
+#include <vector>
+
+#include "fi/cpu/rows.h"
+#include "fi/topk/top_k.h"
+
+namespace fi::cpu {
+namespace detail {
+
+// Keys as in radix.cuh, in place of the floats' bits.
+FI_CLONES inline void keys_of(const float* x, uint32_t* keys, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = float_bits(x[i]), magnitude = bits & 0x7fffffffu;
+    const uint32_t number = select(magnitude == 0, 0u, bits);
+    const uint32_t key = number ^ (0x80000000u | (0u - (number >> 31)));
+    keys[i] = select(magnitude > 0x7f800000u, 0xffffffffu, key);
+  }
+}
+
+// maxima[j] = the largest of keys j, j + m, j + 2 m, ...
+FI_CLONES inline void fold_maxima(const uint32_t* keys, int64_t n, uint32_t* maxima, int64_t m) {
+  std::fill_n(maxima, m, 0u);
+  for (int64_t from = 0; from < n; from += m) {
+    const int64_t width = std::min(m, n - from);
+#pragma omp simd
+    for (int64_t j = 0; j < width; ++j) maxima[j] = std::max(maxima[j], keys[from + j]);
+  }
+}
+
+// The places of the keys that are at least `bound`, in order; their number. `found` has room for n + 16.
+FI_CLONES inline int64_t places_from(const uint32_t* keys, int64_t n, uint32_t bound, int32_t* found) {
+  int64_t count = 0, i = 0;
+  for (; i + 16 <= n; i += 16) {
+    uint32_t any = 0;
+    for (int j = 0; j < 16; ++j) any |= uint32_t{keys[i + j] >= bound};
+    if (!any) continue;
+    for (int j = 0; j < 16; ++j) {
+      found[count] = static_cast<int32_t>(i + j);
+      count += keys[i + j] >= bound;
+    }
+  }
+  for (; i < n; ++i) {
+    found[count] = static_cast<int32_t>(i);
+    count += keys[i] >= bound;
+  }
+  return count;
+}
+
+}  // namespace detail
+
+// Buffers of a thread, for rows of up to `width` elements.
+class TopKRow {
+ public:
+  explicit TopKRow(int64_t width)
+      : values_(static_cast<size_t>(width)),
+        keys_(values_.size()),
+        scratch_(values_.size()),
+        found_(values_.size() + 16) {}
+
+  // The places of the k largest of the n elements at x, in order, or sorted by value; 0 < k < n unless sorted.
+  const std::vector<int32_t>& select(const void* x, int64_t n, int64_t k, const TopKParams& p, LoadRow load) {
+    load(x, values_.data(), n);
+    detail::keys_of(values_.data(), keys_.data(), n);
+    uint32_t key = 0;
+    int64_t equal = 0, count = n;
+    if (k < n) {
+      // Of m maxima over disjoint parts of the row the k-th is no larger than the k-th of the row.
+      int64_t m = 1024;
+      while (m < 4 * k) m *= 2;
+      uint32_t bound = 0;
+      if (m <= n / 4) {
+        detail::fold_maxima(keys_.data(), n, scratch_.data(), m);
+        bound = largest(m, k);
+      }
+      count = detail::places_from(keys_.data(), n, bound, found_.data());
+      for (int64_t i = 0; i < count; ++i) scratch_[i] = keys_[found_[i]];
+      key = largest(count, k);
+      equal = k;
+      for (int64_t i = 0; i < count; ++i) equal -= keys_[found_[i]] > key;
+    } else {
+      for (int64_t i = 0; i < n; ++i) found_[i] = static_cast<int32_t>(i);
+      equal = n;
+    }
+    int64_t ties = 0;  // of which `equal` are taken, the first or the last
+    for (int64_t i = 0; i < count; ++i) ties += keys_[found_[i]] == key;
+    const int64_t first = p.prefer_last ? ties - equal : 0;
+    taken_.clear();
+    ties = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t other = keys_[found_[i]];
+      if (other > key || (other == key && ties >= first && ties < first + equal)) taken_.push_back(found_[i]);
+      ties += other == key;
+    }
+    if (p.sorted) sort();
+    return taken_;
+  }
+
+ private:
+  uint32_t largest(int64_t n, int64_t k) {  // number k of the first n of scratch
+    std::nth_element(scratch_.begin(), scratch_.begin() + (k - 1), scratch_.begin() + n, std::greater<>());
+    return scratch_[k - 1];
+  }
+  void sort() {
+    items_.clear();
+    for (int32_t place : taken_) items_.push_back(uint64_t{~keys_[place]} << 32 | static_cast<uint32_t>(place));
+    std::sort(items_.begin(), items_.end());
+    for (size_t i = 0; i < items_.size(); ++i) taken_[i] = static_cast<int32_t>(items_[i]);
+  }
+
+  std::vector<float> values_;
+  std::vector<uint32_t> keys_, scratch_;
+  std::vector<int32_t> found_, taken_;
+  std::vector<uint64_t> items_;
+};
+
+}  // namespace fi::cpu

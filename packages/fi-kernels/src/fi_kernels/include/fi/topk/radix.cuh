@@ -1,0 +1,202 @@
+// Radix selection by one block or cluster: order-preserving keys, and the digit in which the wanted rank falls.
+#pragma once
+#include "fi/cuda/ptx/math.cuh"
+#include "fi/cuda/vec.cuh"
+#include "fi/topk/top_k.h"
+
+namespace fi {
+
+// Keys of the order that top_k.h states: all NaN have the largest, both zeros the same. Exact for 16-bit types too.
+FI_DEVICE uint32_t key_of(float x) { return ordered(__float_as_uint(canonical(x))); }
+FI_DEVICE float value_of(uint32_t key) { return __uint_as_float(unordered(key)); }
+
+// Where the k-th largest key is known to lie: its bits from `shift` on are those of `lower`, and it is number `rank`
+// from the top among the `count` keys that share them.
+struct KeyRange {
+  uint32_t lower;
+  int shift;  // 32: nothing is known
+  uint32_t rank, count;
+
+  FI_DEVICE bool contains(uint32_t key) const { return shift == 32 || (key ^ lower) >> shift == 0; }
+  FI_DEVICE int next_shift() const { return shift == 32 ? 20 : shift - 10; }
+  FI_DEVICE uint32_t digit(uint32_t key) const { return (key >> next_shift()) & ((1u << (shift - next_shift())) - 1); }
+  // The range of the next digit, as find_bin has found it.
+  FI_DEVICE KeyRange narrowed(const TopKShared& shared) const {
+    return {lower | shared.bin << next_shift(), next_shift(), rank - shared.above, shared.in_bin};
+  }
+  // What is selected once the range is narrow enough: all keys above `bound()`, and `ties()` of those equal to it.
+  FI_DEVICE bool all() const { return rank == count; }
+  FI_DEVICE bool settled() const { return all() || shift == 0; }
+  FI_DEVICE uint32_t bound() const { return all() ? lower - 1 : lower; }
+  FI_DEVICE uint32_t ties() const { return all() ? 0 : rank; }
+};
+
+template <int kThreads, int kBins>
+FI_DEVICE void clear(uint32_t* bins) {
+  for (int i = threadIdx.x * 4; i < kBins; i += kThreads * 4) *reinterpret_cast<uint4*>(bins + i) = uint4{};
+}
+
+// The bin that holds element number `rank` from the top, how many lie in higher bins, and in it: shared.bin, above and
+// in_bin. Two barriers, one of them last.
+template <int kThreads, int kBins>
+FI_DEVICE void find_bin(const uint32_t* bins, uint32_t rank, TopKShared& shared) {
+  constexpr int kEach = kBins / kThreads;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = kBins - kEach * (threadIdx.x + 1);
+  constexpr int kWide = kEach < 4 ? kEach : 4;  // words a load
+  Vec<uint32_t, kWide> count[kEach / kWide];
+  uint32_t sum = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    if (i % kWide == 0) count[i / kWide] = load<uint32_t, kWide>(bins + first + i);
+    sum += count[i / kWide].v[i % kWide];
+  }
+  uint32_t up_to = sum;  // this thread's bins and those above
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const uint32_t other = __shfl_up_sync(0xffffffffu, up_to, step);
+    if (lane >= step) up_to += other;
+  }
+  if (lane == 31) shared.warp_sums[warp] = up_to;
+  __syncthreads();
+  uint32_t above = up_to - sum;
+#pragma unroll 8
+  for (int i = 0; i < warp; ++i) above += shared.warp_sums[i];
+  if (above < rank && rank <= above + sum) {
+#pragma unroll
+    for (int i = kEach - 1; i >= 0; --i) {
+      const uint32_t here = count[i / kWide].v[i % kWide];
+      if (above < rank && rank <= above + here) {
+        shared.bin = first + i;
+        shared.above = above;
+        shared.in_bin = here;
+      }
+      above += here;
+    }
+  }
+  __syncthreads();
+}
+
+// The range settled among key(0) to key(n - 1).
+template <int kThreads, class Key>
+FI_DEVICE KeyRange select_key(KeyRange range, int n, Key key, TopKShared& shared) {
+#pragma unroll 1
+  while (!range.settled()) {
+    clear<kThreads, kTopKBins>(shared.digits);
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < n; i += kThreads)
+      if (range.contains(key(i))) atomicAdd(&shared.digits[range.digit(key(i))], 1u);
+    __syncthreads();
+    find_bin<kThreads, kTopKBins>(shared.digits, range.rank, shared);
+    range = range.narrowed(shared);
+  }
+  return range;
+}
+
+// Sums of x over the threads before this one, and over the block. Two barriers, one of them first.
+struct BlockSum {
+  uint64_t before, all;
+};
+FI_DEVICE uint64_t warp_scan(uint64_t x) {  // over the lanes up to this one
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const uint64_t other = __shfl_up_sync(0xffffffffu, x, step);
+    if (threadIdx.x % 32 >= step) x += other;
+  }
+  return x;
+}
+template <int kThreads>
+FI_DEVICE BlockSum block_scan(uint64_t x, TopKShared& shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const uint64_t up_to = warp_scan(x);
+  __syncthreads();
+  if (lane == 31) shared.warp_counts[warp] = up_to;
+  __syncthreads();
+  BlockSum sum{up_to - x, 0};
+#pragma unroll 8
+  for (int i = 0; i < kThreads / 32; ++i) {
+    if (i < warp) sum.before += shared.warp_counts[i];
+    sum.all += shared.warp_counts[i];
+  }
+  return sum;
+}
+
+// Items 0 to n - 1 in order, a run of them for each warp: first their counts are added up, then each is visited with
+// the sum of those before it.
+template <int kThreads>
+struct InOrder {
+  int first, last;
+
+  FI_DEVICE explicit InOrder(int n) {
+    const int run = (n + kThreads - 1) / kThreads * 32;
+    first = min(static_cast<int>(threadIdx.x) / 32 * run, n);
+    last = min(first + run, n);
+  }
+  template <class Count>
+  FI_DEVICE BlockSum sum(Count count, TopKShared& shared) const {
+    uint64_t mine = 0;
+#pragma unroll 1
+    for (int i = first + static_cast<int>(threadIdx.x) % 32; i < last; i += 32) mine += count(i);
+    BlockSum sum = block_scan<kThreads>(mine, shared);
+    sum.before = __shfl_sync(0xffffffffu, sum.before, 0);  // of the warp's run
+    return sum;
+  }
+  template <class Count, class Visit>
+  FI_DEVICE void visit(uint64_t before, Count count, Visit visit) const {
+#pragma unroll 1
+    for (int i = first; i < last; i += 32) {
+      const int mine = i + static_cast<int>(threadIdx.x) % 32;
+      const uint64_t n = mine < last ? count(mine) : 0, up_to = warp_scan(n);
+      if (n) visit(mine, before + up_to - n);
+      before += __shfl_sync(0xffffffffu, up_to, 31);
+    }
+  }
+};
+
+// Sorts m items (a power of two, 4 or more) in shared memory from the largest down: Batcher's bitonic network, two
+// strides at a time, so that four items take one way through registers. Short strides stay within a warp.
+// Item i lies in slot sort_slot(i), else close strides would meet in few banks.
+FI_DEVICE int sort_slot(int i) { return i ^ ((i >> 4) & 15); }
+FI_DEVICE void order(uint64_t& a, uint64_t& b, bool descending) {
+  const bool swap = (a < b) == descending;
+  const uint64_t low = swap ? b : a;
+  b = swap ? a : b;
+  a = low;
+}
+template <int kThreads>
+FI_DEVICE void sort_descending(uint64_t* items, int m) {
+  const int quads = max(m / 4 / (kThreads / 32), 1);  // of a warp; 4 * quads items are its own
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * quads, last = min(first + quads, m / 4);
+#pragma unroll 1
+  for (int size = 2; size <= m; size *= 2) {
+#pragma unroll 1
+    for (int stride = size / 2; stride > 0;) {
+      // Strides `stride` and half of it; the last one alone if their number is odd, with items of two pairs.
+      const bool both = stride > 1;
+      const int near = both ? stride / 2 : 1, far = both ? stride : 2;
+#pragma unroll 1
+      for (int i = first + lane; i < last; i += 32) {
+        const int at = (i & ~(near - 1)) * 4 + (i & (near - 1));
+        uint64_t x[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[j] = items[sort_slot(at + j * near)];
+        if (both) {
+          order(x[0], x[2], (at & size) == 0);
+          order(x[1], x[3], (at & size) == 0);
+        }
+        order(x[0], x[1], (at & size) == 0);
+        order(x[2], x[3], ((at + 2 * near) & size) == 0);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) items[sort_slot(at + j * near)] = x[j];
+      }
+      stride = both ? stride / 4 : 0;
+      const int next = stride > 0 ? stride : size;
+      if (max(far, next) > quads * 2)
+        __syncthreads();
+      else
+        __syncwarp();
+    }
+  }
+}
+
+}  // namespace fi

@@ -1,5 +1,6 @@
 // What a spec is bound to: on CUDA the loaded entry points of its device binary with the config they were built for.
 #pragma once
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -27,6 +28,7 @@ struct Entry {
   int64_t threads = 0, shared_bytes = 0;
   std::vector<int64_t> config;
   mutable std::array<std::atomic<bool>, 64> prepared{};  // per device: opt-in shared memory has been asked for
+  mutable std::array<std::atomic<bool>, 64> wide{};      // per device: and clusters of more than 8 blocks
 };
 
 struct Launch {
@@ -82,7 +84,10 @@ struct Kernel {
              "too large for one launch: %s", describe(entry, launch).c_str());
     cu::DeviceGuard guard(device.device_id);
     const cu::Driver& driver = cu::Driver::get();
-    if (launch.shared_bytes > 48 * 1024) allow_shared(entry, launch.shared_bytes, device.device_id);
+    // Asked for once, so the most that an entry declares.
+    if (launch.shared_bytes > 48 * 1024)
+      allow_shared(entry, std::max(launch.shared_bytes, entry.shared_bytes), device.device_id);
+    if (launch.cluster > 8) allow_wide_clusters(entry, device.device_id);
     cu::LaunchAttribute attributes[2];
     unsigned count = 0;
     if (launch.pdl) {
@@ -118,6 +123,13 @@ struct Kernel {
     driver.check(driver.KernelSetAttribute(cu::kMaxDynamicSharedBytes, static_cast<int>(bytes), entry.kernel, device),
                  "cuKernelSetAttribute");
     entry.prepared[device].store(true, std::memory_order_release);
+  }
+  void allow_wide_clusters(const Entry& entry, int device) const {
+    if (entry.wide[device].load(std::memory_order_acquire)) return;
+    const cu::Driver& driver = cu::Driver::get();
+    driver.check(driver.KernelSetAttribute(cu::kNonPortableClusterSize, 1, entry.kernel, device),
+                 "cuKernelSetAttribute");
+    entry.wide[device].store(true, std::memory_order_release);
   }
   [[gnu::noinline, gnu::cold]] std::string describe(const Entry& entry, const Launch& launch) const {
     char text[512];

@@ -1,0 +1,168 @@
+// One row on the CPU: the loops over its elements, and the search for the smallest element that may be drawn.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "fi/cpu/reduce.h"
+#include "fi/cpu/target.h"
+#include "fi/ordered.h"
+#include "fi/sampling/sample.h"
+
+namespace fi::sampling {
+namespace detail {
+
+FI_CLONES inline float largest(const float* x, int64_t n) {
+  return cpu::maximum(n, [=](int64_t i) __attribute__((always_inline)) { return x[i]; });
+}
+FI_CLONES inline void weigh_logits(const float* x, uint32_t* w, int64_t n, Scale s) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) w[i] = cpu::select(x[i] >= s.lowest, logit_weight(x[i], s), 0u);
+}
+FI_CLONES inline void weigh_probs(const float* x, uint32_t* w, int64_t n, Scale s) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) w[i] = cpu::select(x[i] >= s.lowest, prob_weight(x[i], s), 0u);
+}
+FI_CLONES inline uint64_t sum_from(const float* x, const uint32_t* w, int64_t n, float lowest) {
+  uint64_t sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += cpu::select(x[i] >= lowest, w[i], 0u);
+  return sum;
+}
+FI_CLONES inline void renormalise_logits(const float* x, float* y, int64_t n, Scale s, float lowest, float inverse) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) {
+    const float distance = s.top - x[i];
+    const Power p = power(cpu::select(distance > 0.0f, distance, 0.0f), s.factor);
+    const float value = p.y * of_bits(cpu::select(p.shift < 127, (127 - p.shift) << 23, 0u)) * inverse;
+    y[i] = cpu::select(x[i] >= lowest, cpu::select(value > 1.0f, 1.0f, value), cpu::select(x[i] != x[i], x[i], 0.0f));
+  }
+}
+FI_CLONES inline void renormalise_probs(const float* x, float* y, int64_t n, Scale s, float lowest, float inverse) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) {
+    const float value = cpu::select(x[i] < s.top, x[i], s.top) * s.factor * inverse;
+    y[i] = cpu::select(x[i] >= lowest, cpu::select(value > 1.0f, 1.0f, value), cpu::select(x[i] != x[i], x[i], 0.0f));
+  }
+}
+FI_CLONES inline void mask(const float* x, float* y, int64_t n, float lowest) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i)
+    y[i] = cpu::select(x[i] >= lowest, x[i], cpu::select(x[i] != x[i], x[i], -HUGE_VALF));
+}
+FI_CLONES inline void group_maxima(const float* x, float* top, int64_t groups, int64_t each) {
+  for (int64_t g = 0; g < groups; ++g) {
+    float best = -HUGE_VALF;
+#pragma omp simd reduction(max : best)
+    for (int64_t i = 0; i < each; ++i) {
+      const float value = x[g * each + i];
+      best = value > best ? value : best;
+    }
+    top[g] = best;
+  }
+}
+
+}  // namespace detail
+
+struct CpuRow {
+  int64_t n;
+  bool logits;
+  Scale scale;
+  std::vector<float> x, y;   // elements, results
+  std::vector<uint32_t> w;   // weights of the elements from scale.lowest on
+  std::vector<std::pair<float, uint32_t>> chosen;
+  std::vector<float> some;
+
+  CpuRow(int64_t n, bool logits) : n(n), logits(logits), x(static_cast<size_t>(n)), y(x.size()), w(x.size()) {}
+
+  bool prepare(float temperature) {
+    const float top = detail::largest(x.data(), n);
+    if (!(top >= (logits ? -of_bits(kLargest) : of_bits(kSmallest)))) return false;
+    scale = logits ? logits_scale(top, temperature) : probs_scale(top);
+    (logits ? detail::weigh_logits : detail::weigh_probs)(x.data(), w.data(), n, scale);
+    return true;
+  }
+
+  // The k-th largest element, or `lowest` if there are fewer. First bounded by the k-th largest of the groups' maxima.
+  float kth(int64_t k, float lowest) {
+    constexpr int64_t each = 64;
+    const int64_t groups = n / each;
+    float bound = lowest;
+    if (k <= groups / 2) {
+      some.resize(static_cast<size_t>(groups));
+      detail::group_maxima(x.data(), some.data(), groups, each);
+      std::nth_element(some.begin(), some.begin() + (k - 1), some.end(), std::greater<float>());
+      bound = std::max(bound, some[static_cast<size_t>(k - 1)]);
+    }
+    some.clear();
+    for (int64_t i = 0; i < n; ++i)
+      if (x[static_cast<size_t>(i)] >= bound) some.push_back(x[static_cast<size_t>(i)]);
+    if (static_cast<int64_t>(some.size()) < k) return lowest;
+    std::nth_element(some.begin(), some.begin() + (k - 1), some.end(), std::greater<float>());
+    return some[static_cast<size_t>(k - 1)];
+  }
+
+  // The smallest element that is needed to reach a share of the weight of all from `lowest` on.
+  float share(float p, float lowest) {
+    constexpr int shift = 20;  // buckets of an eighth of a power of two
+    std::vector<uint64_t> sums(size_t{1} << (32 - shift));
+    uint64_t total = 0;
+    for (size_t i = 0; i < x.size(); ++i)
+      if (x[i] >= lowest) {
+        sums[bucket(x[i]) >> shift] += w[i];
+        total += w[i];
+      }
+    const uint64_t target = share_of(total, p);
+    uint64_t above = 0;
+    size_t crossing = sums.size();
+    while (crossing > 0 && above + sums[crossing - 1] < target) above += sums[--crossing];
+    if (crossing == 0) return lowest;
+    --crossing;
+    chosen.clear();
+    for (size_t i = 0; i < x.size(); ++i)
+      if (x[i] >= lowest && bucket(x[i]) >> shift == crossing) chosen.emplace_back(x[i], w[i]);
+    std::sort(chosen.begin(), chosen.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+    for (const auto& [value, weight] : chosen) {
+      above += weight;
+      if (above >= target) return value;
+    }
+    return lowest;
+  }
+
+  float threshold(int64_t k, float top_p, float min_p, bool joint) {
+    float lowest = scale.lowest;
+    if (k > 0 && k < n) lowest = kth(k, lowest);
+    if (!(top_p >= 1.0f)) lowest = std::max(lowest, share(top_p, joint ? scale.lowest : lowest));
+    return std::max(lowest, min_p_bound(scale, min_p, logits));
+  }
+
+  // The first element at which the weights from `lowest` on, summed in order, pass target < their total.
+  int64_t locate(float lowest, uint64_t target) const {
+    constexpr int64_t chunk = 4096;
+    uint64_t passed = 0;
+    for (int64_t i = 0; i < n; i += chunk) {
+      const int64_t size = std::min(chunk, n - i);
+      const uint64_t part = detail::sum_from(x.data() + i, w.data() + i, size, lowest);
+      if (passed + part > target)
+        for (int64_t j = i;; ++j) {
+          if (x[static_cast<size_t>(j)] >= lowest) passed += w[static_cast<size_t>(j)];
+          if (passed > target) return j;
+        }
+      passed += part;
+    }
+    return n - 1;
+  }
+  uint64_t total(float lowest) const { return detail::sum_from(x.data(), w.data(), n, lowest); }
+
+  void renormalise(float lowest, uint64_t total) {
+    const float inverse = total ? 0x1p31f / static_cast<float>(total) : 0.0f;
+    (logits ? detail::renormalise_logits : detail::renormalise_probs)(x.data(), y.data(), n, scale, lowest, inverse);
+  }
+
+ private:
+  static uint32_t bucket(float value) { return ordered(bits_of(value + 0.0f)); }
+};
+
+}  // namespace fi::sampling

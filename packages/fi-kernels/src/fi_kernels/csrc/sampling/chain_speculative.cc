@@ -33,6 +33,7 @@ void run_row(const ChainParams& p, sampling::CpuRow& s, int64_t row) {
     std::copy_n(target, p.vocab, s.x.begin());
     valid = s.prepare(1.f);
   }
+  if (valid) s.weigh();
   int32_t* tokens = p.tokens + row * (p.drafts + 1);
   for (int64_t i = 0; i <= p.drafts; ++i) tokens[i] = i < position ? p.draft_tokens[row * p.drafts + i] : -1;
   const uint64_t total = valid ? s.total(s.scale.lowest) : 0;
@@ -57,8 +58,8 @@ void chain(const Kernel& kernel, Tensor tokens, Tensor accepted, Tensor emitted,
   tokens.is({kI32}).on(draft_probs).contiguous().shape(batch, places);
   accepted.is({kI32}).on(draft_probs).contiguous().shape(batch);
   emitted.is({kI32}).on(draft_probs).contiguous().shape(batch);
-  FI_CHECK(vocab >= 1 && vocab <= 0x7ffffff0 && batch <= 0x7fffffff && drafts < 0x7fffffff, ValueError,
-           "draft_probs must have 1 <= vocab < 2^31 - 16, batch and num_speculative_tokens < 2^31; got %s",
+  FI_CHECK(vocab >= 1 && vocab <= 1 << 24 && batch <= 0x7fffffff && drafts < 0x7fffffff, ValueError,
+           "draft_probs must have 1 <= vocab <= 2^24, batch and num_speculative_tokens < 2^31; got %s",
            draft_probs.shape_str().c_str());
 
   // 2 shape

@@ -67,16 +67,17 @@ void run_row(const SampleParams& p, sampling::CpuRow& s, DType in, DType out, in
     temperature = sampling::at(p.temperature, row);
     valid = s.prepare(temperature);
   }
+  const bool greedy = sampling::is_greedy(p, temperature);
+  const float top_p = there ? sampling::at(p.top_p, row) : 1.f;
   float lowest = HUGE_VALF;
+  if (valid && (p.output == kDrawToken || !(top_p >= 1.f))) s.weigh();
   if (valid)
-    lowest = s.threshold(sampling::at(p.top_k, row), sampling::at(p.top_p, row), sampling::at(p.min_p, row), p.joint);
-  const uint64_t total = valid && p.output != kMaskOut ? s.total(lowest) : 0;
+    lowest = greedy ? s.top : s.threshold(sampling::at(p.top_k, row), top_p, sampling::at(p.min_p, row), p.joint);
   if (p.output == kDrawToken) {
+    const uint64_t total = valid ? s.total(lowest) : 0;
     int64_t token = 0;
-    if (total > 0) {  // a temperature of zero takes the first of the largest
-      const bool greedy = p.logits && temperature == 0.f;
+    if (total > 0)
       token = s.locate(lowest, greedy ? 0 : sampling::uniform_below(total, sampling::row_random(p, output)));
-    }
     if (p.wide_tokens)
       static_cast<int64_t*>(p.out)[output] = token;
     else
@@ -87,7 +88,7 @@ void run_row(const SampleParams& p, sampling::CpuRow& s, DType in, DType out, in
   if (p.output == kMaskOut)
     sampling::detail::mask(s.x.data(), s.y.data(), p.vocab, lowest);
   else
-    s.renormalise(lowest, total);
+    s.renormalise(valid, lowest);
   cpu::row_storer(out)(s.y.data(), static_cast<char*>(p.out) + output * p.out_row * out.bytes(), p.vocab);
 }
 
@@ -148,8 +149,8 @@ void sample(const Kernel& kernel, Tensor out, OptionalTensor valid, OptionalTens
   // 1 check
   Dim rows{"rows"}, vocab{"vocab"}, batch{"batch"};
   input.is({kF32, kF16, kBF16}).inner_contiguous().shape(rows, vocab);
-  FI_CHECK(vocab >= 1 && vocab <= 0x7ffffff0 && rows <= 0x7fffffff, ValueError,
-           "%s must have 1 <= vocab < 2^31 - 16 and rows < 2^31; got %s", input.name(), input.shape_str().c_str());
+  FI_CHECK(vocab >= 1 && vocab <= 1 << 24 && rows <= 0x7fffffff, ValueError,
+           "%s must have 1 <= vocab <= 2^24 and rows < 2^31; got %s", input.name(), input.shape_str().c_str());
   if (indices)
     indices.is({kI32, kI64}).on(input).contiguous().shape(batch);
   else

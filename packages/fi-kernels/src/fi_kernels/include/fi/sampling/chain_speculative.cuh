@@ -59,7 +59,7 @@ FI_DEVICE void chain_speculative(const ChainParams& p) {
     valid = s.prepare(1.f, groups);
   }
   uint64_t before = 0, own = 0, total = 0;
-  if (valid) total = s.total_weight(s.scale.lowest, before, own);
+  if (valid) total = s.template total_weight<false>(s.scale.lowest, before, own);
   pdl_launch_dependents();
   int32_t* tokens = p.tokens + row * (p.drafts + 1);
   for (int i = threadIdx.x; i <= p.drafts; i += kThreads)

@@ -19,11 +19,11 @@ FI_CLONES inline float largest(const float* x, int64_t n) {
 }
 FI_CLONES inline void weigh_logits(const float* x, uint32_t* w, int64_t n, Scale s) {
 #pragma omp simd
-  for (int64_t i = 0; i < n; ++i) w[i] = cpu::select(x[i] >= s.lowest, logit_weight(x[i], s), 0u);
+  for (int64_t i = 0; i < n; ++i) w[i] = cpu::select(x[i] >= s.lowest, coarse(logit_weight(x[i], s)), 0u);
 }
 FI_CLONES inline void weigh_probs(const float* x, uint32_t* w, int64_t n, Scale s) {
 #pragma omp simd
-  for (int64_t i = 0; i < n; ++i) w[i] = cpu::select(x[i] >= s.lowest, prob_weight(x[i], s), 0u);
+  for (int64_t i = 0; i < n; ++i) w[i] = cpu::select(x[i] >= s.lowest, coarse(prob_weight(x[i], s)), 0u);
 }
 FI_CLONES inline uint64_t sum_from(const float* x, const uint32_t* w, int64_t n, float lowest) {
   uint64_t sum = 0;
@@ -31,20 +31,32 @@ FI_CLONES inline uint64_t sum_from(const float* x, const uint32_t* w, int64_t n,
   for (int64_t i = 0; i < n; ++i) sum += cpu::select(x[i] >= lowest, w[i], 0u);
   return sum;
 }
-FI_CLONES inline void renormalise_logits(const float* x, float* y, int64_t n, Scale s, float lowest, float inverse) {
-#pragma omp simd
+// y: first the ratio of each element from `lowest` on to the largest, 0 of the others; returns the sum, in fine weights.
+FI_CLONES inline uint64_t ratios_of_logits(const float* x, float* y, int64_t n, Scale s, float lowest) {
+  uint64_t sum = 0;
+#pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < n; ++i) {
-    const float distance = s.top - x[i];
-    const Power p = power(cpu::select(distance > 0.0f, distance, 0.0f), s.factor);
-    const float value = p.y * of_bits(cpu::select(p.shift < 127, (127 - p.shift) << 23, 0u)) * inverse;
-    y[i] = cpu::select(x[i] >= lowest, cpu::select(value > 1.0f, 1.0f, value), cpu::select(x[i] != x[i], x[i], 0.0f));
+    const uint64_t keep = 0 - uint64_t(x[i] >= lowest);
+    y[i] = cpu::select(x[i] >= lowest, logit_ratio(x[i], s), 0.0f);
+    sum += fine(logit_weight(x[i], s)) & keep;
   }
+  return sum;
 }
-FI_CLONES inline void renormalise_probs(const float* x, float* y, int64_t n, Scale s, float lowest, float inverse) {
+FI_CLONES inline uint64_t ratios_of_probs(const float* x, float* y, int64_t n, Scale s, float lowest) {
+  uint64_t sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) {
+    const uint64_t keep = 0 - uint64_t(x[i] >= lowest);
+    y[i] = cpu::select(x[i] >= lowest, prob_ratio(x[i], s), 0.0f);
+    sum += fine(prob_weight(x[i], s)) & keep;
+  }
+  return sum;
+}
+FI_CLONES inline void normalise(const float* x, float* y, int64_t n, float inverse) {
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
-    const float value = cpu::select(x[i] < s.top, x[i], s.top) * s.factor * inverse;
-    y[i] = cpu::select(x[i] >= lowest, cpu::select(value > 1.0f, 1.0f, value), cpu::select(x[i] != x[i], x[i], 0.0f));
+    const float value = y[i] * inverse;
+    y[i] = cpu::select(x[i] != x[i], x[i], cpu::select(value > 1.0f, 1.0f, value));
   }
 }
 FI_CLONES inline void mask(const float* x, float* y, int64_t n, float lowest) {
@@ -69,7 +81,8 @@ FI_CLONES inline void group_maxima(const float* x, float* top, int64_t groups, i
 struct CpuRow {
   int64_t n;
   bool logits;
-  Scale scale;
+  float top = 0.0f;
+  Scale scale{};
   std::vector<float> x, y;   // elements, results
   std::vector<uint32_t> w;   // weights of the elements from scale.lowest on
   std::vector<std::pair<float, uint32_t>> chosen;
@@ -77,13 +90,14 @@ struct CpuRow {
 
   CpuRow(int64_t n, bool logits) : n(n), logits(logits), x(static_cast<size_t>(n)), y(x.size()), w(x.size()) {}
 
+  // Finds the scale; false if no element may be drawn.
   bool prepare(float temperature) {
-    const float top = detail::largest(x.data(), n);
+    top = detail::largest(x.data(), n);
     if (!(top >= (logits ? -of_bits(kLargest) : of_bits(kSmallest)))) return false;
     scale = logits ? logits_scale(top, temperature) : probs_scale(top);
-    (logits ? detail::weigh_logits : detail::weigh_probs)(x.data(), w.data(), n, scale);
     return true;
   }
+  void weigh() { (logits ? detail::weigh_logits : detail::weigh_probs)(x.data(), w.data(), n, scale); }
 
   // The k-th largest element, or `lowest` if there are fewer. First bounded by the k-th largest of the groups' maxima.
   float kth(int64_t k, float lowest) {
@@ -156,9 +170,13 @@ struct CpuRow {
   }
   uint64_t total(float lowest) const { return detail::sum_from(x.data(), w.data(), n, lowest); }
 
-  void renormalise(float lowest, uint64_t total) {
-    const float inverse = total ? 0x1p31f / static_cast<float>(total) : 0.0f;
-    (logits ? detail::renormalise_logits : detail::renormalise_probs)(x.data(), y.data(), n, scale, lowest, inverse);
+  void renormalise(bool valid, float lowest) {
+    uint64_t total = 0;
+    if (valid)
+      total = (logits ? detail::ratios_of_logits : detail::ratios_of_probs)(x.data(), y.data(), n, scale, lowest);
+    else
+      std::fill(y.begin(), y.end(), 0.0f);
+    detail::normalise(x.data(), y.data(), n, total ? kFineOne / static_cast<float>(total) : 0.0f);
   }
 
  private:

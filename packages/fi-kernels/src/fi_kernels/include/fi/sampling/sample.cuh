@@ -93,14 +93,15 @@ struct RowSampler {
       f(x, slot);
     }
   }
-  FI_DEVICE uint32_t weight(float x) const { return logits ? logit_weight(x, scale) : prob_weight(x, scale); }
+  FI_DEVICE Weight weight_of(float x) const { return logits ? logit_weight(x, scale) : prob_weight(x, scale); }
+  FI_DEVICE uint32_t weight(float x) const { return coarse(weight_of(x)); }
   FI_DEVICE void weigh(const float (&x)[kVec], uint32_t (&w)[kVec]) const {
     if (logits) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) w[i] = logit_weight(x[i], scale);
+      for (int i = 0; i < kVec; ++i) w[i] = coarse(logit_weight(x[i], scale));
     } else {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) w[i] = prob_weight(x[i], scale);
+      for (int i = 0; i < kVec; ++i) w[i] = coarse(prob_weight(x[i], scale));
     }
   }
 
@@ -328,7 +329,8 @@ struct RowSampler {
     return max(lowest, key_of(min_p_bound(scale, min_p, logits)));
   }
 
-  // The weight of this warp's elements from `lowest` on, and of all that come before this warp in the row.
+  // The weight of all elements from `lowest` on, of this warp's own, and of those that come before them in the row.
+  template <bool kFine>
   FI_DEVICE uint64_t total_weight(float lowest, uint64_t& before, uint64_t& own) {
     uint64_t sum = 0;
     each([&](const float(&x)[kVec], int) {
@@ -336,10 +338,15 @@ struct RowSampler {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) any |= x[i] >= lowest;
       if (any) {
-        uint32_t w[kVec];
-        weigh(x, w);
+        if constexpr (kFine) {
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) sum += x[i] >= lowest ? w[i] : 0u;
+          for (int i = 0; i < kVec; ++i) sum += x[i] >= lowest ? fine(weight_of(x[i])) : 0;
+        } else {
+          uint32_t w[kVec];
+          weigh(x, w);
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) sum += x[i] >= lowest ? w[i] : 0u;
+        }
       }
     });
     own = warp_sum_u64(sum);
@@ -418,16 +425,10 @@ struct RowSampler {
   }
   template <class O>
   FI_DEVICE void write_renormalised(O* out, int first, int last, float lowest, uint64_t total) const {
-    const float inverse = total ? __fdiv_rn(0x1p31f, static_cast<float>(total)) : 0.f;
+    const float inverse = total ? __fdiv_rn(kFineOne, static_cast<float>(total)) : 0.f;
     write(out, first, last, [&](float x) {
-      float y = 0.f;
-      if (logits) {
-        const Power power2 = power(fmaxf(scale.top - x, 0.f), scale.factor);
-        y = power2.y * __uint_as_float(power2.shift < 127 ? (127 - power2.shift) << 23 : 0u);
-      } else {
-        y = fminf(x, scale.top) * scale.factor;
-      }
-      return x >= lowest ? fminf(y * inverse, 1.f) : x != x ? x : 0.f;
+      const float y = logits ? logit_ratio(x, scale) : prob_ratio(x, scale);
+      return x >= lowest ? fminf(times(y, inverse), 1.f) : x != x ? x : 0.f;
     });
   }
 };
@@ -439,21 +440,23 @@ FI_DEVICE void run_row(const SampleParams& p, Scratch<kWarps>& shared, const Sou
                        int first, int last, int64_t output, int64_t row) {
   RowSampler<Team, Source, kWarps> s{shared, source, begin, end, p.logits};
   const float temperature = at(p.temperature, row);
+  const bool greedy = is_greedy(p, temperature);
   const Random random = row_random(p, output);
   Range groups;
   const bool valid = s.prepare(temperature, groups);
   float lowest = __int_as_float(0x7f800000);
   uint64_t before = 0, own = 0, total = 0;
   if (valid) {
-    lowest = value_of(
-        s.threshold(groups, p.vocab, at(p.top_k, row), at(p.top_p, row), at(p.min_p, row), p.joint));
-    if (p.output != kMaskOut) total = s.total_weight(lowest, before, own);
+    lowest = greedy ? value_of(s.top)
+                    : value_of(s.threshold(groups, p.vocab, at(p.top_k, row), at(p.top_p, row), at(p.min_p, row),
+                                           p.joint));
+    if (p.output == kDrawToken) total = s.template total_weight<false>(lowest, before, own);
+    if (p.output == kRenormalise) total = s.template total_weight<true>(lowest, before, own);
   }
   pdl_launch_dependents();
   if (p.output == kDrawToken) {
     const bool drawn = total > 0;
-    // A temperature of zero takes the first of the largest.
-    const uint64_t target = p.logits && temperature == 0.f ? 0 : uniform_below(total, random);
+    const uint64_t target = greedy ? 0 : uniform_below(total, random);
     int64_t token = 0;
     bool mine = !drawn && Team::rank() == 0 && threadIdx.x < 32;
     if (drawn && target >= before && target < before + own) {

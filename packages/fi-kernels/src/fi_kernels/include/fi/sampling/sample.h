@@ -59,11 +59,17 @@ FI_EXACT Random row_random(const SampleParams& p, int64_t row) {
   return philox(at(p.seed, row), at(p.offset, row), p.per_row_random ? 0 : static_cast<uint64_t>(row));
 }
 
+// A temperature of zero takes the first of the largest.
+FI_EXACT bool is_greedy(const SampleParams& p, float temperature) {
+  return p.logits && p.output == kDrawToken && temperature == 0.0f;
+}
+
 // Elements at or above it pass min-p: m times the largest probability.
 FI_EXACT float min_p_bound(const Scale& s, float m, bool logits) {
   if (!(m > 0.0f)) return s.lowest;
   if (!logits) {
-    const float bound = times(s.top, m);
+    float bound = times(s.top, m);
+    if (fused(s.top, m, -bound) > 0.0f) bound = of_bits(bits_of(bound) + 1);  // rounded down: up instead
     return bound > s.lowest ? bound : s.lowest;
   }
   if (s.factor == 0.0f) return s.lowest;

@@ -89,7 +89,7 @@ FI_EXACT float log2_of(float x) {
 }
 
 // How a row weighs its elements. The weight is floor(2^31 p / p') with p the probability of an element and p' that of
-// the largest (for probabilities: the power of two at or below it), so sums of up to 2^32 elements are exact.
+// the largest (for probabilities: the power of two at or below it), so sums of up to 2^24 elements are exact.
 struct Scale {
   float top, factor;  // largest, if finite; log2(e) / temperature for logits, a power of two for probabilities
   float lowest;       // elements below it have no probability; above every element if there is none with probability
@@ -113,16 +113,32 @@ FI_EXACT Scale probs_scale(float top) {
   return s;
 }
 
-// Of elements >= lowest alone; 0 for what is more than 31 powers of two below the top.
-FI_EXACT uint32_t logit_weight(float x, const Scale& s) {
+// mantissa * 2^-shift is 2^31 p / p'. Of elements >= lowest alone.
+struct Weight {
+  uint32_t mantissa, shift;
+};
+FI_EXACT Weight logit_weight(float x, const Scale& s) {
   const float distance = plus(s.top, -x);
   const Power p = power(distance > 0.0f ? distance : 0.0f, s.factor);  // x = +inf
-  return shifted(bits_of(p.y) << 8, p.shift);  // bits of [1, 2) shifted left by 8 are 2^31 y
+  return {bits_of(p.y) << 8, p.shift};  // bits of [1, 2) shifted left by 8 are 2^31 y
 }
-FI_EXACT uint32_t prob_weight(float x, const Scale& s) {
+FI_EXACT Weight prob_weight(float x, const Scale& s) {
   const uint32_t z = bits_of(times(x < s.top ? x : s.top, s.factor));
-  return shifted(z << 8 | 0x80000000u, 127 - (z >> 23));
+  return {z << 8 | 0x80000000u, 127 - (z >> 23)};
 }
+// The weight of a draw; 0 for what is more than 31 powers of two below the top.
+FI_EXACT uint32_t coarse(Weight w) { return shifted(w.mantissa, w.shift); }
+// 2^8 times as fine: sums of up to 2^24 elements are exact, and right to one rounding of fp32 as a divisor.
+FI_EXACT uint64_t fine(Weight w) { return w.shift < 40 ? (uint64_t{w.mantissa} << 8) >> w.shift : 0; }
+constexpr float kFineOne = 0x1p39f;  // of an element as large as the scale
+
+// The probability over that of the largest, as a float; 0 below 2^-126.
+FI_EXACT float logit_ratio(float x, const Scale& s) {
+  const float distance = plus(s.top, -x);
+  const Power p = power(distance > 0.0f ? distance : 0.0f, s.factor);
+  return p.shift < 127 ? times(p.y, of_bits((127 - p.shift) << 23)) : 0.0f;
+}
+FI_EXACT float prob_ratio(float x, const Scale& s) { return times(x < s.top ? x : s.top, s.factor); }
 
 // Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): 128 random bits of a counter.
 struct Random {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -80,7 +79,7 @@ def _choice(row: torch.Tensor, logits: bool) -> set[int]:
     """Which tokens of a row have a probability of 2^-31 of the largest at least."""
     x = row.where(~row.isnan(), -INF)
     top = x.max()
-    if top == (-INF if logits else 0.0) or top < 0 and not logits:
+    if top == (-INF if logits else 0.0) or (top < 0 and not logits):
         return set()
     near = x == top if top == INF else (x >= top - 21.4) & (x > -INF) if logits else (x > 0) & (x >= top * 2.0**-31)
     return set(near.nonzero()[:, 0].tolist())

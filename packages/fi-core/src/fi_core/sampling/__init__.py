@@ -342,8 +342,6 @@ def sample_from_logits(
 
     Returns (tokens int32 `[batch]`, valid bool `[batch]`): False, and token 0, where no token was allowed.
     """
-    import torch
-
     logits = native(logits, "logits")
     adjusted = None
     if bias is not None or bitmask is not None or seen_token_ids is not None:

@@ -13,18 +13,17 @@ _SHARED_BYTES = 212 * 1024  # of a row's slots in a block: what an SM has, less 
 
 
 def _block_entry(axes: Axes) -> Entry:
-    return Entry("sample_block_1024", f"sample_block<{DTYPES[str(axes['dtype'])].device}, 1024>", 1024)
+    dtype = DTYPES[str(axes["dtype"])]
+    threads = 256 * dtype.bytes  # eight elements of a vector take the registers of twice as many threads
+    return Entry(f"sample_block_{threads}", f"sample_block<{dtype.device}, {threads}>", threads, blocks_per_sm=1)
 
 
 def _cluster_unit(axes: Axes) -> Unit:
     """Entries in order of preference; config = (most blocks a row, bytes of a row a block should hold, can hold)."""
     device = DTYPES[str(axes["dtype"])].device
     body = f"sample_cluster<{device}, 256>"
-    clusters = tuple(
-        Entry(f"sample_cluster_{blocks}", body, 256, (blocks, 66 * 1024, _SHARED_BYTES), _SHARED_BYTES, 3)
-        for blocks in (8,)
-    )
-    return Unit("fi/sampling/sample_sm90.cuh", "SampleParams", (*clusters, _block_entry(axes)))
+    cluster = Entry("sample_cluster_256", body, 256, (8, 66 * 1024, _SHARED_BYTES), _SHARED_BYTES, 3)
+    return Unit("fi/sampling/sample_sm90.cuh", "SampleParams", (cluster, _block_entry(axes)))
 
 
 def _block_unit(axes: Axes) -> Unit:

@@ -9,8 +9,8 @@ first row: its time is inside every other one.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
+import functools
 import json
 import statistics
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from elementwise import Sides, gpu_us, host_us
 import fi_core
 from fi_core.launch.kernel import bind
 from fi_core.sampling import ops
-from fi_core.spec.op import Axes, Entry, Impl, Unit
+from fi_core.spec.op import Axes, Entry, Impl, Op, Unit
 from fi_core.spec.target import cuda_target
 
 try:
@@ -41,9 +41,9 @@ VARIANTS = {
 }
 
 
-@contextlib.contextmanager
-def variant(threads: int, blocks_per_sm: int, most: int, wanted: int) -> Iterator[None]:
-    """Inside, `sample` launches the cluster kernel as built and cut like this."""
+@functools.cache
+def variant(threads: int, blocks_per_sm: int, most: int, wanted: int) -> dict[tuple[object, ...], Callable[..., None]]:
+    """What `sample` calls where the cluster kernel is built and cut like this; kept, as graphs refer to it."""
 
     def unit(axes: Axes) -> Unit:
         base = ops._cluster_unit(axes)
@@ -52,17 +52,32 @@ def variant(threads: int, blocks_per_sm: int, most: int, wanted: int) -> Iterato
         entry = Entry("sample_variant", body, threads, (most, wanted, room), room, blocks_per_sm)
         return Unit(base.header, base.params, (entry,))
 
-    impl = next(i for i in ops.SAMPLE.impls if i.name == "cluster")
-    op = dataclasses.replace(ops.SAMPLE, impls=(Impl("cluster", impl.constraints, unit),))
-    calls = ops.sample._calls
-    ops.sample._calls = {
-        (0, dtype): bind(op.spec(cuda_target(9, 0), {"dtype": short})).call
-        for dtype, short in ((torch.float32, "f32"), (torch.bfloat16, "bf16"))
-    }
-    try:
-        yield
-    finally:
-        ops.sample._calls = calls
+    impl = ops.SAMPLE.impl("cluster")
+    return bound(dataclasses.replace(ops.SAMPLE, impls=(Impl("cluster", impl.constraints, unit),)), "cluster")
+
+
+@functools.cache
+def implementation(name: str) -> dict[tuple[object, ...], Callable[..., None]]:
+    return bound(ops.SAMPLE, name)
+
+
+def bound(op: Op, impl: str) -> dict[tuple[object, ...], Callable[..., None]]:
+    dtypes = {torch.float32: "f32", torch.bfloat16: "bf16"}
+    target = cuda_target(*torch.cuda.get_device_capability())
+    return {(0, dtype): bind(op.spec(target, {"dtype": short}, impl)).call for dtype, short in dtypes.items()}
+
+
+def within(call: Callable[[], object], calls: dict[tuple[object, ...], Callable[..., None]]) -> Callable[[], object]:
+    """The call, by these kernels."""
+
+    def run() -> object:
+        before, ops.sample._calls = ops.sample._calls, calls
+        try:
+            return call()
+        finally:
+            ops.sample._calls = before
+
+    return run
 
 
 def functions(logits: torch.Tensor, probs: torch.Tensor) -> dict[str, Callable[[object], Callable[[], object]]]:
@@ -108,16 +123,6 @@ def measured(sides: Sides, iters: int, flush: torch.Tensor) -> dict[str, object]
     return found
 
 
-def within(call: Callable[[], object], choice: tuple[int, int, int, int] | str) -> Callable[[], object]:
-    """The call, under a variant or an implementation."""
-
-    def run() -> object:
-        with ops.sample.using(choice) if isinstance(choice, str) else variant(*choice):
-            return call()
-
-    return run
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run cases whose name contains this")
@@ -140,8 +145,8 @@ def main() -> None:
         if flashinfer is not None:
             sides["flashinfer"] = call(flashinfer.sampling)
         if args.variants:
-            sides |= {v: within(sides["fi_core"], choice) for v, choice in VARIANTS.items()}
-            sides["cuda"] = within(sides["fi_core"], "cuda")
+            sides |= {v: within(sides["fi_core"], variant(*choice)) for v, choice in VARIANTS.items()}
+            sides["cuda"] = within(sides["fi_core"], implementation("cuda"))
         row: dict[str, object] = {"case": name, **measured(sides, args.iters, flush)}
         row["host_us"] = round(host_us(sides["fi_core"]), 2)
         ours, peer = row.get("fi_core"), row.get("flashinfer")

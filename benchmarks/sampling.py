@@ -49,7 +49,7 @@ def variant(threads: int, blocks_per_sm: int, most: int, wanted: int) -> dict[tu
         base = ops._cluster_unit(axes)
         body = base.entries[0].body.replace(" 256>", f" {threads}>")
         room = base.entries[0].config[2]
-        entry = Entry("sample_variant", body, threads, (most, wanted, room), room, blocks_per_sm)
+        entry = Entry("sample_variant", body, threads, (most, wanted, room), 0, blocks_per_sm)
         return Unit(base.header, base.params, (entry,))
 
     impl = ops.SAMPLE.impl("cluster")

@@ -21,6 +21,7 @@ SMALL = {
     "cascade": "--batch_size 5 --num_qo_heads 4 --head_dim 16 --num_states 3",
     "quantization": "--m 5 --k 13",
     "attention": "--s_qo 7 --s_kv 19 --num_qo_heads 4 --num_kv_heads 2 --head_dim_qk 16",
+    "sampling": "--batch_size 3 --vocab_size 301 --top_k 7",
 }
 VARIANTS = {
     "norm": ["--input_dtype float16", "--out_dtype fp8_e5m2 --scale 0.02"],
@@ -35,6 +36,7 @@ VARIANTS = {
         "--head_dim_vo 8",
     ],
     "cascade": ["--input_dtype float16"],
+    "sampling": ["--temperature 0.5 --filter_apply_order joint", "--input_dtype bfloat16", "--num_speculate_tokens 2"],
 }
 CASES = [
     found

@@ -198,6 +198,8 @@ MOCK cuDeviceGetAttribute(int* value, int attribute, Device of) {
       return *value = capability() / 10, kSuccess;
     case fi::cu::kMinor:
       return *value = capability() % 10, kSuccess;
+    case fi::cu::kSharedBytesOfBlock:
+      return *value = static_cast<int>(shared_limit()), kSuccess;
     default:
       return kInvalidValue;
   }

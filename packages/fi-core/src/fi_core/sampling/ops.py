@@ -22,7 +22,7 @@ def _cluster_unit(axes: Axes) -> Unit:
     """Entries in order of preference; config = (most blocks a row, bytes of a row a block should hold, can hold)."""
     device = DTYPES[str(axes["dtype"])].device
     body = f"sample_cluster<{device}, 256>"
-    cluster = Entry("sample_cluster_256", body, 256, (8, 66 * 1024, _SHARED_BYTES), _SHARED_BYTES, 3)
+    cluster = Entry("sample_cluster_256", body, 256, (8, 66 * 1024, _SHARED_BYTES), 0, 3)
     return Unit("fi/sampling/sample_sm90.cuh", "SampleParams", (cluster, _block_entry(axes)))
 
 

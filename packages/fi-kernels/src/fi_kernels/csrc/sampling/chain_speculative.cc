@@ -23,14 +23,15 @@ void run_row(const ChainParams& p, sampling::CpuRow& s, int64_t row) {
       position = i;
   }
   const float* target = p.target + (row * (p.drafts + 1) + position) * p.vocab;
-  std::copy_n(target, p.vocab, s.x.begin());
+  s.x = target;
   if (position < p.drafts) {
     const float* draft = p.draft + (row * p.drafts + position) * p.vocab;
-    for (int64_t t = 0; t < p.vocab; ++t) s.x[static_cast<size_t>(t)] -= draft[t];
+    float* rest = s.own();
+    for (int64_t t = 0; t < p.vocab; ++t) rest[t] = target[t] - draft[t];
   }
   bool valid = s.prepare(1.f);
   if (!valid) {  // nothing is left over: both are the same
-    std::copy_n(target, p.vocab, s.x.begin());
+    s.x = target;
     valid = s.prepare(1.f);
   }
   if (valid) s.weigh();

@@ -62,8 +62,11 @@ void run_row(const SampleParams& p, sampling::CpuRow& s, DType in, DType out, in
   float temperature = 1.f;
   bool valid = false;
   if (there) {
-    cpu::row_loader(in)(static_cast<const char*>(p.input) + row * p.input_row * in.bytes(), s.x.data(), p.vocab);
-    adjust(p, s.x.data(), output, row);
+    const char* input = static_cast<const char*>(p.input) + row * p.input_row * in.bytes();
+    const bool adjusted = p.bias || p.bitmask || p.seen;
+    s.x = reinterpret_cast<const float*>(input);
+    if (in != kF32 || adjusted) cpu::row_loader(in)(input, s.own(), p.vocab);
+    if (adjusted) adjust(p, s.buffer.data(), output, row);
     temperature = sampling::at(p.temperature, row);
     valid = s.prepare(temperature);
   }
@@ -85,11 +88,14 @@ void run_row(const SampleParams& p, sampling::CpuRow& s, DType in, DType out, in
     if (p.valid) p.valid[output] = total > 0;
     return;
   }
+  char* to = static_cast<char*>(p.out) + output * p.out_row * out.bytes();
+  if (out != kF32) s.results.resize(static_cast<size_t>(p.vocab));
+  float* y = out == kF32 ? reinterpret_cast<float*>(to) : s.results.data();
   if (p.output == kMaskOut)
-    sampling::detail::mask(s.x.data(), s.y.data(), p.vocab, lowest);
+    s.mask(lowest, y);
   else
-    s.renormalise(valid, lowest);
-  cpu::row_storer(out)(s.y.data(), static_cast<char*>(p.out) + output * p.out_row * out.bytes(), p.vocab);
+    s.renormalise(valid, lowest, y);
+  if (out != kF32) cpu::row_storer(out)(y, to, p.vocab);
 }
 
 void run_cpu(const SampleParams& p, DType in, DType out) {

@@ -24,7 +24,7 @@ using Stream = struct StreamHandle*;
 enum : Result { kSuccess = 0, kInvalidContext = 201 };
 enum LaunchAttributeId : int { kClusterDimension = 4, kProgrammaticStreamSerialization = 6 };
 enum FunctionAttribute : int { kMaxDynamicSharedBytes = 8, kNonPortableClusterSize = 14 };
-enum DeviceAttribute : int { kMultiprocessorCount = 16, kMajor = 75, kMinor = 76 };
+enum DeviceAttribute : int { kMultiprocessorCount = 16, kMajor = 75, kMinor = 76, kSharedBytesOfBlock = 97 };
 
 union alignas(8) LaunchAttributeValue {
   char pad[64];

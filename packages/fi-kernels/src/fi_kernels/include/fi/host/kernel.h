@@ -1,6 +1,5 @@
 // What a spec is bound to: on CUDA the loaded entry points of its device binary with the config they were built for.
 #pragma once
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -27,8 +26,9 @@ struct Entry {
   std::string name;
   int64_t threads = 0, shared_bytes = 0;
   std::vector<int64_t> config;
-  mutable std::array<std::atomic<bool>, 64> prepared{};  // per device: opt-in shared memory has been asked for
-  mutable std::array<std::atomic<bool>, 64> wide{};      // per device: and clusters of more than 8 blocks
+  // Per device, what has been asked for: bytes of opt-in shared memory, and clusters of more than 8 blocks.
+  mutable std::array<std::atomic<int64_t>, 64> shared_allowed{};
+  mutable std::array<std::atomic<bool>, 64> large_clusters{};
 };
 
 struct Launch {
@@ -57,18 +57,9 @@ struct Kernel {
   // None means the target's default: on wherever the hardware has it.
   bool pdl(int64_t asked) const { return asked < 0 ? capability >= 90 : asked != 0 && capability >= 90; }
 
-  static int64_t multiprocessors(DLDevice device) {
-    static std::atomic<int> counts[64];
-    FI_CHECK(device.device_id >= 0 && device.device_id < 64, ValueError, "CUDA device index must be in 0..63; got %d",
-             device.device_id);
-    int n = counts[device.device_id].load(std::memory_order_relaxed);
-    if (n == 0) {
-      cu::Driver::get().check(cu::Driver::get().DeviceGetAttribute(&n, cu::kMultiprocessorCount, device.device_id),
-                              "cuDeviceGetAttribute");
-      counts[device.device_id].store(n, std::memory_order_relaxed);
-    }
-    return n;
-  }
+  static int64_t multiprocessors(DLDevice device) { return attribute<cu::kMultiprocessorCount>(device); }
+  // The most dynamic shared memory that a block can ask for.
+  static int64_t shared_limit(DLDevice device) { return attribute<cu::kSharedBytesOfBlock>(device); }
 
   template <class Params>
   void launch(const Entry& entry, const Launch& launch, DLDevice device, const Params& params) const {
@@ -76,6 +67,20 @@ struct Kernel {
   }
 
  private:
+  template <cu::DeviceAttribute kAttribute>
+  static int64_t attribute(DLDevice device) {
+    static std::atomic<int> values[64];
+    FI_CHECK(device.device_id >= 0 && device.device_id < 64, ValueError, "CUDA device index must be in 0..63; got %d",
+             device.device_id);
+    int value = values[device.device_id].load(std::memory_order_relaxed);
+    if (value == 0) {
+      cu::Driver::get().check(cu::Driver::get().DeviceGetAttribute(&value, kAttribute, device.device_id),
+                              "cuDeviceGetAttribute");
+      values[device.device_id].store(value, std::memory_order_relaxed);
+    }
+    return value;
+  }
+
   [[gnu::noinline]] void start(const Entry& entry, Launch launch, DLDevice device, void* params) const {
     if (launch.grid_x == 0 || launch.grid_y == 0 || launch.grid_z == 0) return;
     if (launch.threads == 0) launch.threads = entry.threads;
@@ -84,10 +89,8 @@ struct Kernel {
              "too large for one launch: %s", describe(entry, launch).c_str());
     cu::DeviceGuard guard(device.device_id);
     const cu::Driver& driver = cu::Driver::get();
-    // Asked for once, so the most that an entry declares.
-    if (launch.shared_bytes > 48 * 1024)
-      allow_shared(entry, std::max(launch.shared_bytes, entry.shared_bytes), device.device_id);
-    if (launch.cluster > 8) allow_wide_clusters(entry, device.device_id);
+    if (launch.shared_bytes > 48 * 1024) allow_shared(entry, launch.shared_bytes, device.device_id);
+    if (launch.cluster > 8) allow_large_clusters(entry, device.device_id);
     cu::LaunchAttribute attributes[2];
     unsigned count = 0;
     if (launch.pdl) {
@@ -118,18 +121,18 @@ struct Kernel {
   }
 
   void allow_shared(const Entry& entry, int64_t bytes, int device) const {
-    if (entry.prepared[device].load(std::memory_order_acquire)) return;
+    if (entry.shared_allowed[device].load(std::memory_order_acquire) >= bytes) return;
     const cu::Driver& driver = cu::Driver::get();
     driver.check(driver.KernelSetAttribute(cu::kMaxDynamicSharedBytes, static_cast<int>(bytes), entry.kernel, device),
                  "cuKernelSetAttribute");
-    entry.prepared[device].store(true, std::memory_order_release);
+    entry.shared_allowed[device].store(bytes, std::memory_order_release);
   }
-  void allow_wide_clusters(const Entry& entry, int device) const {
-    if (entry.wide[device].load(std::memory_order_acquire)) return;
+  void allow_large_clusters(const Entry& entry, int device) const {
+    if (entry.large_clusters[device].load(std::memory_order_acquire)) return;
     const cu::Driver& driver = cu::Driver::get();
     driver.check(driver.KernelSetAttribute(cu::kNonPortableClusterSize, 1, entry.kernel, device),
                  "cuKernelSetAttribute");
-    entry.wide[device].store(true, std::memory_order_release);
+    entry.large_clusters[device].store(true, std::memory_order_release);
   }
   [[gnu::noinline, gnu::cold]] std::string describe(const Entry& entry, const Launch& launch) const {
     char text[512];

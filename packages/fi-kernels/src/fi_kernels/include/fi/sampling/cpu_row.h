@@ -81,23 +81,33 @@ FI_CLONES inline void group_maxima(const float* x, float* top, int64_t groups, i
 struct CpuRow {
   int64_t n;
   bool logits;
+  const float* x;  // the elements: buffer, or the row itself
   float top = 0.0f;
   Scale scale{};
-  std::vector<float> x, y;   // elements, results
-  std::vector<uint32_t> w;   // weights of the elements from scale.lowest on
+  std::vector<float> buffer, results;
+  std::vector<uint32_t> w;  // weights of the elements from scale.lowest on
   std::vector<std::pair<float, uint32_t>> chosen;
   std::vector<float> some;
 
-  CpuRow(int64_t n, bool logits) : n(n), logits(logits), x(static_cast<size_t>(n)), y(x.size()), w(x.size()) {}
+  CpuRow(int64_t n, bool logits) : n(n), logits(logits), x(nullptr) {}
 
+  // Room for elements that have to be converted or changed.
+  float* own() {
+    buffer.resize(static_cast<size_t>(n));
+    x = buffer.data();
+    return buffer.data();
+  }
   // Finds the scale; false if no element may be drawn.
   bool prepare(float temperature) {
-    top = detail::largest(x.data(), n);
+    top = detail::largest(x, n);
     if (!(top >= (logits ? -of_bits(kLargest) : of_bits(kSmallest)))) return false;
     scale = logits ? logits_scale(top, temperature) : probs_scale(top);
     return true;
   }
-  void weigh() { (logits ? detail::weigh_logits : detail::weigh_probs)(x.data(), w.data(), n, scale); }
+  void weigh() {
+    w.resize(static_cast<size_t>(n));
+    (logits ? detail::weigh_logits : detail::weigh_probs)(x, w.data(), n, scale);
+  }
 
   // The k-th largest element, or `lowest` if there are fewer. First bounded by the k-th largest of the groups' maxima.
   float kth(int64_t k, float lowest) {
@@ -106,13 +116,13 @@ struct CpuRow {
     float bound = lowest;
     if (k <= groups / 2) {
       some.resize(static_cast<size_t>(groups));
-      detail::group_maxima(x.data(), some.data(), groups, each);
+      detail::group_maxima(x, some.data(), groups, each);
       std::nth_element(some.begin(), some.begin() + (k - 1), some.end(), std::greater<float>());
       bound = std::max(bound, some[static_cast<size_t>(k - 1)]);
     }
     some.clear();
     for (int64_t i = 0; i < n; ++i)
-      if (x[static_cast<size_t>(i)] >= bound) some.push_back(x[static_cast<size_t>(i)]);
+      if (x[i] >= bound) some.push_back(x[i]);
     if (static_cast<int64_t>(some.size()) < k) return lowest;
     std::nth_element(some.begin(), some.begin() + (k - 1), some.end(), std::greater<float>());
     return some[static_cast<size_t>(k - 1)];
@@ -123,10 +133,10 @@ struct CpuRow {
     constexpr int shift = 20;  // buckets of an eighth of a power of two
     std::vector<uint64_t> sums(size_t{1} << (32 - shift));
     uint64_t total = 0;
-    for (size_t i = 0; i < x.size(); ++i)
+    for (int64_t i = 0; i < n; ++i)
       if (x[i] >= lowest) {
-        sums[bucket(x[i]) >> shift] += w[i];
-        total += w[i];
+        sums[bucket(x[i]) >> shift] += weight(i);
+        total += weight(i);
       }
     const uint64_t target = share_of(total, p);
     uint64_t above = 0;
@@ -135,11 +145,11 @@ struct CpuRow {
     if (crossing == 0) return lowest;
     --crossing;
     chosen.clear();
-    for (size_t i = 0; i < x.size(); ++i)
-      if (x[i] >= lowest && bucket(x[i]) >> shift == crossing) chosen.emplace_back(x[i], w[i]);
+    for (int64_t i = 0; i < n; ++i)
+      if (x[i] >= lowest && bucket(x[i]) >> shift == crossing) chosen.emplace_back(x[i], weight(i));
     std::sort(chosen.begin(), chosen.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
-    for (const auto& [value, weight] : chosen) {
-      above += weight;
+    for (const auto& [value, part] : chosen) {
+      above += part;
       if (above >= target) return value;
     }
     return lowest;
@@ -158,28 +168,30 @@ struct CpuRow {
     uint64_t passed = 0;
     for (int64_t i = 0; i < n; i += chunk) {
       const int64_t size = std::min(chunk, n - i);
-      const uint64_t part = detail::sum_from(x.data() + i, w.data() + i, size, lowest);
+      const uint64_t part = detail::sum_from(x + i, w.data() + i, size, lowest);
       if (passed + part > target)
         for (int64_t j = i;; ++j) {
-          if (x[static_cast<size_t>(j)] >= lowest) passed += w[static_cast<size_t>(j)];
+          if (x[j] >= lowest) passed += weight(j);
           if (passed > target) return j;
         }
       passed += part;
     }
     return n - 1;
   }
-  uint64_t total(float lowest) const { return detail::sum_from(x.data(), w.data(), n, lowest); }
+  uint64_t total(float lowest) const { return detail::sum_from(x, w.data(), n, lowest); }
 
-  void renormalise(bool valid, float lowest) {
+  void renormalise(bool valid, float lowest, float* y) const {
     uint64_t total = 0;
     if (valid)
-      total = (logits ? detail::ratios_of_logits : detail::ratios_of_probs)(x.data(), y.data(), n, scale, lowest);
+      total = (logits ? detail::ratios_of_logits : detail::ratios_of_probs)(x, y, n, scale, lowest);
     else
-      std::fill(y.begin(), y.end(), 0.0f);
-    detail::normalise(x.data(), y.data(), n, total ? kFineOne / static_cast<float>(total) : 0.0f);
+      std::fill_n(y, n, 0.0f);
+    detail::normalise(x, y, n, total ? kFineOne / static_cast<float>(total) : 0.0f);
   }
+  void mask(float lowest, float* y) const { detail::mask(x, y, n, lowest); }
 
  private:
+  uint32_t weight(int64_t i) const { return w[static_cast<size_t>(i)]; }
   static uint32_t bucket(float value) { return ordered(bits_of(value + 0.0f)); }
 };
 

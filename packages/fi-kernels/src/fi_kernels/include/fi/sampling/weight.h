@@ -31,6 +31,8 @@ FI_EXACT uint32_t shifted(uint32_t x, uint32_t by) {
   return y;
 }
 FI_EXACT uint64_t high_product(uint64_t a, uint64_t b) { return __umul64hi(a, b); }
+FI_EXACT float lesser(float a, float b) { return fminf(a, b); }  // b where a is NaN
+FI_EXACT float greater(float a, float b) { return fmaxf(a, b); }
 #else
 FI_EXACT float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 FI_EXACT float times(float a, float b) { return a * b; }
@@ -47,6 +49,8 @@ FI_EXACT float of_bits(uint32_t x) {
   return y;
 }
 FI_EXACT uint32_t shifted(uint32_t x, uint32_t by) { return (x >> (by & 31u)) & (0u - uint32_t(by < 32u)); }
+FI_EXACT float lesser(float a, float b) { return a < b ? a : b; }
+FI_EXACT float greater(float a, float b) { return a > b ? a : b; }
 FI_EXACT uint64_t high_product(uint64_t a, uint64_t b) {
   return static_cast<uint64_t>((static_cast<unsigned __int128>(a) * b) >> 64);
 }
@@ -119,11 +123,11 @@ struct Weight {
 };
 FI_EXACT Weight logit_weight(float x, const Scale& s) {
   const float distance = plus(s.top, -x);
-  const Power p = power(distance > 0.0f ? distance : 0.0f, s.factor);  // x = +inf
+  const Power p = power(greater(distance, 0.0f), s.factor);  // x = +inf
   return {bits_of(p.y) << 8, p.shift};  // bits of [1, 2) shifted left by 8 are 2^31 y
 }
 FI_EXACT Weight prob_weight(float x, const Scale& s) {
-  const uint32_t z = bits_of(times(x < s.top ? x : s.top, s.factor));
+  const uint32_t z = bits_of(times(lesser(x, s.top), s.factor));
   return {z << 8 | 0x80000000u, 127 - (z >> 23)};
 }
 // The weight of a draw; 0 for what is more than 31 powers of two below the top.
@@ -135,10 +139,12 @@ constexpr float kFineOne = 0x1p39f;  // of an element as large as the scale
 // The probability over that of the largest, as a float; 0 below 2^-126.
 FI_EXACT float logit_ratio(float x, const Scale& s) {
   const float distance = plus(s.top, -x);
-  const Power p = power(distance > 0.0f ? distance : 0.0f, s.factor);
-  return p.shift < 127 ? times(p.y, of_bits((127 - p.shift) << 23)) : 0.0f;
+  const Power p = power(greater(distance, 0.0f), s.factor);
+  const bool normal = p.shift < 127;
+  const float ratio = times(p.y, of_bits(normal ? (127 - p.shift) << 23 : 0u));
+  return normal ? ratio : 0.0f;  // y is NaN where the distance overflows
 }
-FI_EXACT float prob_ratio(float x, const Scale& s) { return times(x < s.top ? x : s.top, s.factor); }
+FI_EXACT float prob_ratio(float x, const Scale& s) { return times(lesser(x, s.top), s.factor); }
 
 // Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): 128 random bits of a counter.
 struct Random {

@@ -125,8 +125,8 @@ void check_adjustments(SampleParams& p, const Tensor& input, Dim& batch, Dim& vo
   if (bias) {
     bias.is({kF32}).on(input).inner_contiguous();
     FI_CHECK(bias.ndim() <= 2 && bias.size(-1) == vocab && (bias.ndim() == 1 || bias.size(0) == batch), ValueError,
-             "bias must have shape [vocab] or [batch, vocab] with vocab = %lld; got %s",
-             static_cast<long long>(vocab), bias.shape_str().c_str());
+             "bias must have shape [vocab] or [batch, vocab] with vocab = %lld; got %s", static_cast<long long>(vocab),
+             bias.shape_str().c_str());
     p.bias = bias.data<const float>();
     p.bias_row = bias.ndim() == 2 ? bias.stride(0) : 0;
   }

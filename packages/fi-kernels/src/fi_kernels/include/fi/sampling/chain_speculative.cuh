@@ -1,4 +1,5 @@
-// chain_speculative on sm_80 and later: one block a request; acceptance needs single elements, the draw one or two rows.
+// chain_speculative on sm_80 and later: one block a request; acceptance needs single elements, the draw one or two
+// rows.
 #pragma once
 #include "fi/sampling/chain_speculative.h"
 #include "fi/sampling/sample.cuh"
@@ -45,8 +46,7 @@ FI_DEVICE void chain_speculative(const ChainParams& p) {
   }
   const float* target = p.target + (row * (p.drafts + 1) + position) * p.vocab;
   ResidualRow source{Slots<float>(target, p.vocab), nullptr};
-  if (position < p.drafts)
-    source.draft = p.draft + (row * p.drafts + position) * p.vocab - source.target.first;
+  if (position < p.drafts) source.draft = p.draft + (row * p.drafts + position) * p.vocab - source.target.first;
   const int share = warp_share(source.target.last, kWarps, 32 * ResidualRow::kVec);
   const int begin = min(static_cast<int>(threadIdx.x / 32) * share, source.target.last);
   const int end = min(begin + share, source.target.last);

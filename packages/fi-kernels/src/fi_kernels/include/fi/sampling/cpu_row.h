@@ -31,7 +31,8 @@ FI_CLONES inline uint64_t sum_from(const float* x, const uint32_t* w, int64_t n,
   for (int64_t i = 0; i < n; ++i) sum += cpu::select(x[i] >= lowest, w[i], 0u);
   return sum;
 }
-// y: first the ratio of each element from `lowest` on to the largest, 0 of the others; returns the sum, in fine weights.
+// y: first the ratio of each element from `lowest` on to the largest, 0 of the others; returns the sum, in fine
+// weights.
 FI_CLONES inline uint64_t ratios_of_logits(const float* x, float* y, int64_t n, Scale s, float lowest) {
   uint64_t sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -61,8 +62,7 @@ FI_CLONES inline void normalise(const float* x, float* y, int64_t n, float inver
 }
 FI_CLONES inline void mask(const float* x, float* y, int64_t n, float lowest) {
 #pragma omp simd
-  for (int64_t i = 0; i < n; ++i)
-    y[i] = cpu::select(x[i] >= lowest, x[i], cpu::select(x[i] != x[i], x[i], -HUGE_VALF));
+  for (int64_t i = 0; i < n; ++i) y[i] = cpu::select(x[i] >= lowest, x[i], cpu::select(x[i] != x[i], x[i], -HUGE_VALF));
 }
 FI_CLONES inline void group_maxima(const float* x, float* top, int64_t groups, int64_t each) {
   for (int64_t g = 0; g < groups; ++g) {

@@ -10,7 +10,7 @@ namespace fi::sampling {
 template <class T>
 struct Slots {
   static constexpr int kVec = 16 / sizeof(T);
-  const T* base;  // of slot 0
+  const T* base;    // of slot 0
   int first, last;  // slots [first, last) are the row
 
   FI_DEVICE Slots(const T* row, int vocab) {

@@ -27,11 +27,11 @@ struct SampleParams {
   void* out;  // tokens [rows], or rows of values
   uint8_t* valid;
   const void* indices;
-  const float* bias;         // added to logits
-  const uint32_t* bitmask;   // bit t % 32 of word t / 32: whether token t may be drawn
-  const int32_t* seen;       // tokens that were there before, each once, -1 where there is none
-  const int32_t* seen_count; // how often each of them was generated
-  float* adjusted;           // where logits go that were changed, if they are not kept on chip
+  const float* bias;          // added to logits
+  const uint32_t* bitmask;    // bit t % 32 of word t / 32: whether token t may be drawn
+  const int32_t* seen;        // tokens that were there before, each once, -1 where there is none
+  const int32_t* seen_count;  // how often each of them was generated
+  float* adjusted;            // where logits go that were changed, if they are not kept on chip
   PerRowFloat temperature, top_p, min_p, repetition, presence, frequency;
   PerRowInt top_k;
   PerRowSeed seed, offset;
@@ -54,7 +54,8 @@ FI_EXACT int64_t source_row(const SampleParams& p, int64_t row) {
   return p.wide_indices ? static_cast<const int64_t*>(p.indices)[row] : static_cast<const int32_t*>(p.indices)[row];
 }
 
-// 128 bits of the row of the output: the row counts itself into the sequence unless it has a seed and offset of its own.
+// 128 bits of the row of the output: the row counts itself into the sequence unless it has a seed and offset of its
+// own.
 FI_EXACT Random row_random(const SampleParams& p, int64_t row) {
   return philox(at(p.seed, row), at(p.offset, row), p.per_row_random ? 0 : static_cast<uint64_t>(row));
 }

@@ -11,8 +11,12 @@ struct Cluster {
   FI_DEVICE static unsigned rank() { return cluster_rank(); }
   FI_DEVICE static unsigned size() { return cluster_size(); }
   FI_DEVICE static void sync() { cluster_sync(); }
-  FI_DEVICE static uint32_t read(const uint32_t* p, unsigned rank) { return cluster_load_u32(cluster_address(p, rank)); }
-  FI_DEVICE static uint64_t read(const uint64_t* p, unsigned rank) { return cluster_load_u64(cluster_address(p, rank)); }
+  FI_DEVICE static uint32_t read(const uint32_t* p, unsigned rank) {
+    return cluster_load_u32(cluster_address(p, rank));
+  }
+  FI_DEVICE static uint64_t read(const uint64_t* p, unsigned rank) {
+    return cluster_load_u64(cluster_address(p, rank));
+  }
 };
 
 // This block's slots, in shared memory.
@@ -40,7 +44,8 @@ FI_DEVICE void load_slots(T* to, const Slots<T>& row, int skipped, int begin, in
   }
   const auto by_hand = [&](int low, int high) {
     for (int slot = low + lane; slot < high; slot += 32)
-      to[slot] = skipped + slot >= row.first && skipped + slot < row.last ? row.base[skipped + slot] : not_a_number<T>();
+      to[slot] =
+          skipped + slot >= row.first && skipped + slot < row.last ? row.base[skipped + slot] : not_a_number<T>();
   };
   by_hand(begin, min(end, from - skipped));
   by_hand(max(begin, until - skipped), end);

@@ -2,11 +2,6 @@
 #pragma once
 #include "fi/types.h"
 
-#if !defined(__CUDA_ARCH__)
-#include <math.h>
-#include <string.h>
-#endif
-
 // Inlined into each clone of a CPU worker (see fi/cpu/target.h) as into kernels.
 #if defined(__CUDACC__)
 #define FI_EXACT __host__ __device__ __forceinline__
@@ -40,12 +35,12 @@ FI_EXACT float plus(float a, float b) { return a + b; }
 FI_EXACT double times(double a, double b) { return a * b; }
 FI_EXACT uint32_t bits_of(float x) {
   uint32_t y;
-  memcpy(&y, &x, sizeof y);
+  __builtin_memcpy(&y, &x, sizeof y);
   return y;
 }
 FI_EXACT float of_bits(uint32_t x) {
   float y;
-  memcpy(&y, &x, sizeof y);
+  __builtin_memcpy(&y, &x, sizeof y);
   return y;
 }
 FI_EXACT uint32_t shifted(uint32_t x, uint32_t by) { return (x >> (by & 31u)) & (0u - uint32_t(by < 32u)); }
@@ -124,7 +119,7 @@ struct Weight {
 FI_EXACT Weight logit_weight(float x, const Scale& s) {
   const float distance = plus(s.top, -x);
   const Power p = power(greater(distance, 0.0f), s.factor);  // x = +inf
-  return {bits_of(p.y) << 8, p.shift};  // bits of [1, 2) shifted left by 8 are 2^31 y
+  return {bits_of(p.y) << 8, p.shift};                       // bits of [1, 2) shifted left by 8 are 2^31 y
 }
 FI_EXACT Weight prob_weight(float x, const Scale& s) {
   const uint32_t z = bits_of(times(lesser(x, s.top), s.factor));

@@ -1,0 +1,435 @@
+// One row in the hands of a team of blocks: exact thresholds by bucketed search, sums, a draw, and what is written.
+#pragma once
+#include "fi/ordered.h"
+#include "fi/sampling/row.cuh"
+
+namespace fi {
+namespace sampling {
+
+constexpr int kBuckets = 256;
+constexpr int kAbove = kBuckets, kBelow = kBuckets + 1, kCounters = kBuckets + 2;
+
+// Numbers of elements and sums of weights by bucket of a range of keys; the last two are for what lies outside of it.
+struct Counters {
+  uint32_t count[kCounters], low[kCounters], high[kCounters];
+
+  FI_DEVICE void clear() {
+    for (int i = threadIdx.x; i < kCounters; i += blockDim.x) count[i] = low[i] = high[i] = 0;
+  }
+  FI_DEVICE void add(int bucket, uint32_t weight) {
+    atomicAdd(&count[bucket], 1u);
+    if (weight) add_wide(bucket, weight, 0);
+  }
+  FI_DEVICE void add_wide(int bucket, uint32_t weight, uint32_t upper) {  // no 64-bit adder in shared memory
+    const uint32_t before = atomicAdd(&low[bucket], weight);
+    upper += weight > ~before;
+    if (upper) atomicAdd(&high[bucket], upper);
+  }
+};
+
+template <int kWarps>
+struct Scratch {
+  Counters counters[2];
+  uint64_t sum[kCounters];  // over the team
+  uint32_t count[kCounters];
+  uint32_t top[kWarps], low[kWarps];
+  uint64_t drawn[kWarps];
+};
+
+// A block alone. A team reads the shared memory of its blocks; what is read after sync was written before.
+struct OneBlock {
+  FI_DEVICE static unsigned rank() { return 0; }
+  FI_DEVICE static unsigned size() { return 1; }
+  FI_DEVICE static void sync() { __syncthreads(); }
+  FI_DEVICE static uint32_t read(const uint32_t* p, unsigned) { return *p; }
+  FI_DEVICE static uint64_t read(const uint64_t* p, unsigned) { return *p; }
+};
+
+FI_DEVICE uint32_t key_of(float x) { return ordered(__float_as_uint(x + 0.f)); }  // -0 becomes +0
+FI_DEVICE float value_of(uint32_t key) { return __uint_as_float(unordered(key)); }
+
+FI_DEVICE uint64_t warp_sum_u64(uint64_t x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+FI_DEVICE uint64_t warp_scan_u64(uint64_t x) {  // inclusive
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const uint64_t other = __shfl_up_sync(0xffffffffu, x, offset);
+    if (static_cast<int>(threadIdx.x % 32) >= offset) x += other;
+  }
+  return x;
+}
+
+struct Range {
+  uint32_t low, high;  // keys, both inside
+};
+
+// One row in the hands of a team. Source: load(slot) gives kVec elements of this block; each warp owns [begin, end).
+template <class Team, class Source, int kWarps>
+struct RowSampler {
+  static constexpr int kVec = Source::kVec;
+  Scratch<kWarps>& shared;
+  const Source& source;
+  int begin, end;  // slots of this warp
+  bool logits;
+  Scale scale;
+  uint32_t top, limit;     // keys of the largest and of the smallest element that may be drawn
+  uint32_t mine, sampled;  // keys of this thread's largest element, and of its first: for guesses
+  int turn = 0;            // which counters the next round uses
+
+  FI_DEVICE static int lane() { return threadIdx.x % 32; }
+  FI_DEVICE static int warp() { return threadIdx.x / 32; }
+
+  template <class F>
+  FI_DEVICE void each(F&& f) const {
+#pragma unroll(kVec > 4 ? 1 : 2)
+    for (int slot = begin + lane() * kVec; slot < end; slot += 32 * kVec) {
+      float x[kVec];
+      to_float(source.load(slot), x);
+      f(x, slot);
+    }
+  }
+  FI_DEVICE Weight weight_of(float x) const { return logits ? logit_weight(x, scale) : prob_weight(x, scale); }
+  FI_DEVICE uint32_t weight(float x) const { return coarse(weight_of(x)); }
+  FI_DEVICE void weigh(const float (&x)[kVec], uint32_t (&w)[kVec]) const {
+    if (logits) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) w[i] = coarse(logit_weight(x[i], scale));
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) w[i] = coarse(prob_weight(x[i], scale));
+    }
+  }
+
+  // The largest element of the row, and of each thread's share. Returns false if no element may be drawn.
+  FI_DEVICE bool prepare(float temperature, Range& groups) {
+    float largest = __int_as_float(0xff800000), first = largest;
+    each([&](const float (&x)[kVec], int slot) {
+      if (slot < begin + 32 * kVec) first = x[0];
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) largest = fmaxf(largest, x[i]);
+    });
+    const float least = logits ? -__uint_as_float(kLargest) : __uint_as_float(kSmallest);
+    mine = largest >= least ? key_of(largest) : 0;
+    sampled = first >= least ? key_of(first) : 0;
+    const uint32_t high = __reduce_max_sync(0xffffffffu, mine);
+    const uint32_t low = __reduce_min_sync(0xffffffffu, mine ? mine : ~0u);
+    if (lane() == 0) shared.top[warp()] = high, shared.low[warp()] = low;
+    Team::sync();
+    groups = {~0u, 0};
+    for (unsigned i = lane(); i < Team::size() * kWarps; i += 32) {
+      groups.high = max(groups.high, Team::read(&shared.top[i % kWarps], i / kWarps));
+      groups.low = min(groups.low, Team::read(&shared.low[i % kWarps], i / kWarps));
+    }
+    groups = {__reduce_min_sync(0xffffffffu, groups.low), __reduce_max_sync(0xffffffffu, groups.high)};
+    top = groups.high;
+    if (top == 0) return false;
+    scale = logits ? logits_scale(value_of(top), temperature) : probs_scale(value_of(top));
+    limit = key_of(scale.lowest);
+    return true;
+  }
+
+  // Adds up the counters of the team. Every thread of the block must come, after its last addition.
+  FI_DEVICE void collect() {
+    Team::sync();
+    shared.counters[turn ^ 1].clear();  // all have read them by now
+    const Counters& counters = shared.counters[turn];
+    for (int b = threadIdx.x; b < kCounters; b += blockDim.x) {
+      uint32_t count = 0;
+      uint64_t sum = 0;
+      for (unsigned r = 0; r < Team::size(); ++r) {
+        count += Team::read(&counters.count[b], r);
+        sum += uint64_t{Team::read(&counters.high[b], r)} << 32 | Team::read(&counters.low[b], r);
+      }
+      shared.count[b] = count;
+      shared.sum[b] = sum;
+    }
+    turn ^= 1;
+    __syncthreads();
+  }
+
+  // The bucket, from the top, with which `above` and the buckets so far first reach the target.
+  struct Crossing {
+    int bucket;  // -1: above them all, kBuckets: not reached
+    uint32_t count;
+    uint64_t above;  // the bucket
+  };
+  template <bool kWeights>
+  FI_DEVICE Crossing crossing(uint64_t above, uint64_t target) const {
+    constexpr int kEach = kBuckets / 32;
+    if (above >= target) return {-1, 0, above};
+    uint64_t part = 0;
+    const int highest = kBuckets - 1 - lane() * kEach;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) part += kWeights ? shared.sum[highest - i] : shared.count[highest - i];
+    const uint64_t through = above + warp_scan_u64(part);
+    const unsigned reached = __ballot_sync(0xffffffffu, through >= target);
+    if (reached == 0) return {kBuckets, 0, __shfl_sync(0xffffffffu, through, 31)};
+    const int owner = __ffs(reached) - 1;
+    Crossing found{highest, 0, through - part};
+#pragma unroll
+    for (int i = 0; i < kEach - 1; ++i) {
+      const uint64_t next = found.above + (kWeights ? shared.sum[found.bucket] : shared.count[found.bucket]);
+      if (next < target) found.above = next, --found.bucket;
+    }
+    found.bucket = __shfl_sync(0xffffffffu, found.bucket, owner);
+    found.above = __shfl_sync(0xffffffffu, found.above, owner);
+    found.count = shared.count[found.bucket];
+    return found;
+  }
+
+  FI_DEVICE static int bucket_shift(Range range) {
+    const uint32_t width = range.high - range.low;
+    return width < kBuckets ? 0 : 24 - __clz(width);  // width >> shift is below 256
+  }
+
+  // Counts or weighs the elements by their bucket of the range; with `whole`, also those above it and those below.
+  template <bool kWeights>
+  FI_DEVICE void tally(Range range, bool whole) {
+    const float low = value_of(range.low), high = value_of(range.high), lowest = value_of(limit);
+    const int shift = bucket_shift(range);
+    uint64_t above = 0, below = 0;
+    Counters& counters = shared.counters[turn];
+    each([&](const float (&x)[kVec], int) {
+      uint32_t w[kVec];
+      if (kWeights && whole) weigh(x, w);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (whole) {
+          if (x[i] > high) above += kWeights ? w[i] : 1u;
+          if (x[i] < low && x[i] >= lowest) below += kWeights ? w[i] : 1u;
+        }
+        if (x[i] >= low && x[i] <= high) {
+          const uint32_t place = key_of(x[i]) - range.low;
+          counters.add(static_cast<int>(min(place >> shift, kBuckets - 1u)),
+                       kWeights ? (whole ? w[i] : weight(x[i])) : 0u);
+        }
+      }
+    });
+    if (whole) {
+      above = warp_sum_u64(above);
+      below = warp_sum_u64(below);
+      if (lane() == 0) {
+        counters.add_wide(kAbove, static_cast<uint32_t>(above), static_cast<uint32_t>(above >> 32));
+        counters.add_wide(kBelow, static_cast<uint32_t>(below), static_cast<uint32_t>(below >> 32));
+      }
+    }
+    collect();
+  }
+
+  // The smallest element that is needed so that it and all above it reach the target: a number of elements, or, with
+  // weights, a share of the weight of all from `limit` on. Exact: `guess` decides how long it takes.
+  template <bool kWeights>
+  FI_DEVICE uint32_t search(Range guess, uint64_t target, float share) {
+    Range range = guess;
+    uint64_t above = 0;
+    bool whole = kWeights || range.high != top;
+    for (;;) {
+      tally<kWeights>(range, whole);
+      if (whole) {
+        above = shared.sum[kAbove];
+        if (kWeights) {
+          uint64_t total = above + shared.sum[kBelow];
+          uint64_t part = 0;
+#pragma unroll
+          for (int i = 0; i < kBuckets / 32; ++i) part += shared.sum[lane() + 32 * i];
+          total += warp_sum_u64(part);
+          target = share_of(total, share);
+        }
+        whole = false;
+      }
+      const Crossing found = crossing<kWeights>(above, target);
+      if (found.bucket < 0) {  // the guess was too low
+        range = {range.high + 1, top};
+        above = 0;
+      } else if (found.bucket == kBuckets) {
+        if (range.low <= limit) return limit;
+        range = {limit, range.low - 1};
+        above = found.above;
+      } else {
+        const int shift = bucket_shift(range);
+        const uint32_t low = range.low + (static_cast<uint32_t>(found.bucket) << shift);
+        if (shift == 0 || found.count == 1) return low;
+        range = {low, found.bucket == kBuckets - 1 ? range.high : low + (1u << shift) - 1};
+        range.high = min(range.high, top);
+        above = found.above;
+      }
+    }
+  }
+
+  // Guesses where the share lies from a sample, one element a thread; buckets are eighths of a power of two in
+  // probability. A share is of elements, or of their weight.
+  template <bool kWeights>
+  FI_DEVICE Range guess_share(float share) {
+    Counters& counters = shared.counters[turn];
+    const float at = value_of(sampled);
+    const float per_bucket = 8.f * scale.factor;
+    if (sampled >= limit && sampled) {
+      const float distance = logits ? (scale.top - at) * per_bucket : static_cast<float>((top - sampled) >> 20);
+      counters.add(kBuckets - 1 - static_cast<int>(fminf(distance, kBuckets - 1.f)), kWeights ? weight(at) : 0u);
+    }
+    collect();
+    uint64_t part = 0;
+#pragma unroll
+    for (int i = 0; i < kBuckets / 32; ++i)
+      part += kWeights ? shared.sum[lane() + 32 * i] : shared.count[lane() + 32 * i];
+    const float total = static_cast<float>(warp_sum_u64(part));
+    constexpr float margin = 0.02f;
+    const auto place = [&](float wanted) {
+      return crossing<kWeights>(0, static_cast<uint64_t>(fmaxf(wanted, 0.f) * total) + 1).bucket;
+    };
+    const int high = place(share - margin), low = place(share + margin);
+    const auto key_at = [&](int steps) {  // below the top
+      if (logits) return key_of(scale.top - static_cast<float>(steps) / per_bucket);
+      const uint32_t down = static_cast<uint32_t>(steps) << 20;
+      return top - min(down, top);
+    };
+    Range range;
+    range.high = share <= margin || high >= kBuckets - 1 ? top : key_at(kBuckets - 1 - high);
+    range.low = low >= kBuckets || low <= 0 ? limit : key_at(kBuckets - low);
+    range.low = max(range.low, limit);
+    range.high = max(range.high, range.low);
+    return range;
+  }
+
+  // From the largest elements of the threads: k of them are at or above the lower end, so the k-th of all is, too.
+  FI_DEVICE bool guess_count(Range groups, uint64_t k, Range& range) {
+    const int shift = bucket_shift(groups);
+    if (mine) shared.counters[turn].add(static_cast<int>((mine - groups.low) >> shift), 0u);
+    collect();
+    const Crossing found = crossing<false>(0, k);
+    range = {groups.low + (static_cast<uint32_t>(found.bucket) << shift), top};
+    return found.bucket < kBuckets;
+  }
+
+  // The smallest key that may be drawn.
+  FI_DEVICE uint32_t threshold(Range groups, int vocab, int32_t k, float top_p, float min_p, bool joint) {
+    const bool by_count = k > 0 && k < vocab, by_weight = !(top_p >= 1.f);
+    const bool few = vocab <= 4096;
+    uint32_t kth = limit;
+    if (by_count) {
+      Range range;
+      if (!guess_count(groups, static_cast<uint64_t>(k), range))
+        range = few ? Range{limit, top} : guess_share<false>(static_cast<float>(k) / static_cast<float>(vocab));
+      kth = search<false>(range, static_cast<uint64_t>(k), 0.f);
+    }
+    uint32_t lowest = kth;
+    if (by_weight) {
+      const uint32_t before = limit;
+      const bool after_k = by_count && !joint;
+      if (after_k) limit = kth;
+      const bool all = few || (after_k && k <= 4096);
+      lowest = max(kth, search<true>(all ? Range{limit, top} : guess_share<true>(top_p), 0, top_p));
+      limit = before;
+    }
+    return max(lowest, key_of(min_p_bound(scale, min_p, logits)));
+  }
+
+  // The weight of all elements from `lowest` on, of this warp's own, and of those that come before them in the row.
+  template <bool kFine>
+  FI_DEVICE uint64_t total_weight(float lowest, uint64_t& before, uint64_t& own) {
+    uint64_t sum = 0;
+    each([&](const float (&x)[kVec], int) {
+      bool any = false;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) any |= x[i] >= lowest;
+      if (any) {
+        if constexpr (kFine) {
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) sum += x[i] >= lowest ? fine(weight_of(x[i])) : 0;
+        } else {
+          uint32_t w[kVec];
+          weigh(x, w);
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) sum += x[i] >= lowest ? w[i] : 0u;
+        }
+      }
+    });
+    own = warp_sum_u64(sum);
+    if (lane() == 0) shared.drawn[warp()] = own;
+    Team::sync();
+    uint64_t total = 0;
+    before = 0;
+    const unsigned me = Team::rank() * kWarps + warp();
+    for (unsigned i = lane(); i < Team::size() * kWarps; i += 32) {
+      const uint64_t part = Team::read(&shared.drawn[i % kWarps], i / kWarps);
+      total += part;
+      if (i < me) before += part;
+    }
+    before = warp_sum_u64(before);
+    return warp_sum_u64(total);
+  }
+
+  // The slot at which the weights from `lowest` on, summed in order from this warp's first, pass `target`.
+  FI_DEVICE int locate(float lowest, uint64_t target) const {
+    uint64_t passed = 0;
+    for (int base = begin; base < end; base += 32 * kVec) {
+      const int slot = base + lane() * kVec;
+      uint32_t w[kVec] = {};
+      uint64_t part = 0;
+      if (slot < end) {
+        float x[kVec];
+        to_float(source.load(slot), x);
+        weigh(x, w);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) part += w[i] = x[i] >= lowest ? w[i] : 0u;
+      }
+      const uint64_t through = passed + warp_scan_u64(part);
+      const unsigned reached = __ballot_sync(0xffffffffu, through > target);
+      if (reached) {
+        int found = slot;
+        uint64_t sum = through - part;
+        bool open = true;
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          sum += w[i];
+          if (open && sum > target) found = slot + i, open = false;
+        }
+        return __shfl_sync(0xffffffffu, found, __ffs(reached) - 1);
+      }
+      passed = __shfl_sync(0xffffffffu, through, 31);
+    }
+    return end - 1;  // cannot be: the caller's target is below this warp's weight
+  }
+
+  // Writes each element as f(x): a renormalised probability, or the element itself where it is kept.
+  template <class O, class F>
+  FI_DEVICE void write(O* out, int first, int last, F&& f) const {
+    const bool aligned = reinterpret_cast<uint64_t>(out - first) % 16 == 0;
+    each([&](const float (&x)[kVec], int slot) {
+      float y[kVec];
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) y[i] = f(x[i]);
+      O* to = out - first + slot;
+      if (aligned && slot >= first && slot + kVec <= last) {
+        constexpr int kAtOnce = kVec * sizeof(O) > 16 ? 16 / sizeof(O) : kVec;
+#pragma unroll
+        for (int i = 0; i < kVec; i += kAtOnce) {
+          float z[kAtOnce];
+#pragma unroll
+          for (int j = 0; j < kAtOnce; ++j) z[j] = y[i + j];
+          Vec<O, kAtOnce> rounded;
+          from_float(z, rounded);
+          store(to + i, rounded);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i)
+          if (slot + i >= first && slot + i < last) to[i] = from_float<O>(y[i]);
+      }
+    });
+  }
+  template <class O>
+  FI_DEVICE void write_renormalised(O* out, int first, int last, float lowest, uint64_t total) const {
+    const float inverse = total ? __fdiv_rn(kFineOne, static_cast<float>(total)) : 0.f;
+    write(out, first, last, [&](float x) {
+      const float y = logits ? logit_ratio(x, scale) : prob_ratio(x, scale);
+      return x >= lowest ? fminf(times(y, inverse), 1.f) : x != x ? x : 0.f;
+    });
+  }
+};
+
+}  // namespace sampling
+}  // namespace fi

@@ -31,25 +31,27 @@ except ImportError:
     flashinfer = None
 
 RANDOM = {"seed": 1, "offset": 2}
-# Threads, blocks on an SM, most blocks a row, bytes of a row a block should hold.
+# Threads, blocks on an SM, blocks a row for room and to fill the device, bytes of a row a block should hold.
 VARIANTS = {
-    "512x2": (512, 2, 8, 66 << 10),
-    "384x3": (384, 3, 8, 66 << 10),
-    "256x3c16": (256, 3, 16, 66 << 10),
-    "256x4c16": (256, 4, 16, 34 << 10),
-    "1024x1c4": (1024, 1, 4, 132 << 10),
+    "512x1": (512, 1, 8, 16, 66 << 10),
+    "256x3c8": (256, 3, 8, 8, 66 << 10),
+    "256x2": (256, 2, 8, 16, 66 << 10),
+    "128x6": (128, 6, 16, 16, 34 << 10),
+    "512x1c4": (512, 1, 4, 16, 132 << 10),
 }
 
 
 @functools.cache
-def variant(threads: int, blocks_per_sm: int, most: int, wanted: int) -> dict[tuple[object, ...], Callable[..., None]]:
+def variant(
+    threads: int, blocks_per_sm: int, most: int, spread: int, wanted: int
+) -> dict[tuple[object, ...], Callable[..., None]]:
     """What `sample` calls where the cluster kernel is built and cut like this; kept, as graphs refer to it."""
 
     def unit(axes: Axes) -> Unit:
         base = ops._cluster_unit(axes)
         body = base.entries[0].body.replace(" 256>", f" {threads}>")
-        room = base.entries[0].config[2]
-        entry = Entry("sample_variant", body, threads, (most, wanted, room), 0, blocks_per_sm)
+        room = base.entries[0].config[3]
+        entry = Entry("sample_variant", body, threads, (most, spread, wanted, room), 0, blocks_per_sm)
         return Unit(base.header, base.params, (entry,))
 
     impl = ops.SAMPLE.impl("cluster")

@@ -12,28 +12,27 @@ DRAW_TOKEN, RENORMALISE, MASK_OUT = range(3)  # what sample makes of a filtered 
 _SHARED_BYTES = 212 * 1024  # of a row's slots in a block: what an SM has, less the sums
 
 
-def _block_entry(axes: Axes) -> Entry:
-    dtype = DTYPES[str(axes["dtype"])]
-    threads = 256 * dtype.bytes  # eight elements of a vector take the registers of twice as many threads
-    return Entry(f"sample_block_{threads}", f"sample_block<{dtype.device}, {threads}>", threads, blocks_per_sm=1)
-
-
 def _cluster_unit(axes: Axes) -> Unit:
-    """Entries in order of preference; config = (most blocks a row, bytes of a row a block should hold, can hold)."""
-    device = DTYPES[str(axes["dtype"])].device
-    body = f"sample_cluster<{device}, 256>"
-    cluster = Entry("sample_cluster_256", body, 256, (8, 66 * 1024, _SHARED_BYTES), 0, 3)
-    return Unit("fi/sampling/sample_sm90.cuh", "SampleParams", (cluster, _block_entry(axes)))
+    """One entry; config = (blocks a row for room, and to fill the device, bytes of it a block should hold, can hold).
+
+    Three blocks on an SM: while one row is on its way, others are worked on.
+    """
+    config = (8, 16, 66 * 1024, _SHARED_BYTES)
+    body = f"sample_cluster<{DTYPES[str(axes['dtype'])].device}, 256>"
+    entry = Entry("sample_cluster_256", body, 256, config, blocks_per_sm=3)
+    return Unit("fi/sampling/sample_sm90.cuh", "SampleParams", (entry,))
 
 
 def _block_unit(axes: Axes) -> Unit:
     """One entry, with no config."""
-    return Unit("fi/sampling/sample.cuh", "SampleParams", (_block_entry(axes),))
+    body = f"sample_block<{DTYPES[str(axes['dtype'])].device}, 512>"
+    entry = Entry("sample_block_512", body, 512, blocks_per_sm=1)
+    return Unit("fi/sampling/sample.cuh", "SampleParams", (entry,))
 
 
 def _chain_unit(axes: Axes) -> Unit:
     """One entry, with no config."""
-    entry = Entry("chain_speculative_1024", "chain_speculative<1024>", 1024)
+    entry = Entry("chain_speculative_512", "chain_speculative<512>", 512, blocks_per_sm=1)
     return Unit("fi/sampling/chain_speculative.cuh", "ChainParams", (entry,))
 
 

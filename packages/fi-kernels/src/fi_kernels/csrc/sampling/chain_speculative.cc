@@ -39,7 +39,8 @@ void run_row(const ChainParams& p, sampling::CpuRow& s, int64_t row) {
   for (int64_t i = 0; i <= p.drafts; ++i) tokens[i] = i < position ? p.draft_tokens[row * p.drafts + i] : -1;
   const uint64_t total = valid ? s.total(s.scale.lowest) : 0;
   if (total) {
-    const uint64_t wanted = sampling::uniform_below(total, sampling::chain_random(p, row, p.drafts));
+    const uint64_t wanted =
+        sampling::uniform_below(total, sampling::random_of(sampling::chain_random(p, row, p.drafts)));
     tokens[position] = static_cast<int32_t>(s.locate(s.scale.lowest, wanted));
   }
   p.emitted[row] += static_cast<int32_t>(position);
@@ -59,8 +60,8 @@ void chain(const Kernel& kernel, Tensor tokens, Tensor accepted, Tensor emitted,
   tokens.is({kI32}).on(draft_probs).contiguous().shape(batch, places);
   accepted.is({kI32}).on(draft_probs).contiguous().shape(batch);
   emitted.is({kI32}).on(draft_probs).contiguous().shape(batch);
-  FI_CHECK(vocab >= 1 && vocab <= 1 << 24 && batch <= 0x7fffffff && drafts < 0x7fffffff, ValueError,
-           "draft_probs must have 1 <= vocab <= 2^24, batch and num_speculative_tokens < 2^31; got %s",
+  FI_CHECK(vocab >= 1 && vocab <= 1 << 19 && batch <= 0x7fffffff && drafts < 0x7fffffff, ValueError,
+           "draft_probs must have 1 <= vocab <= 2^19, batch and num_speculative_tokens < 2^31; got %s",
            draft_probs.shape_str().c_str());
 
   // 2 shape

@@ -16,28 +16,27 @@ namespace fi {
 namespace {
 
 #if FI_CUDA
-// Entries in order of preference; config = {blocks a row at most, slots' bytes a block should hold, bytes it can hold},
-// none for the entry that reads rows from global memory. A small batch takes more blocks a row, to fill the device.
+// config = {blocks a row for the sake of room, and to fill the device with a small batch, bytes of a row that a block
+// should hold, and can hold}; none where rows are read from global memory by one block each.
 void launch(const Kernel& kernel, SampleParams& p, int64_t bytes, DLDevice device) {
-  for (const Entry& entry : kernel.entries) {
-    Launch config{p.rows};
-    config.pdl = kernel.pdl(-1);
-    if (entry.config.empty()) return kernel.launch(entry, config, device, p);
-    const int64_t vector = 16 / bytes, slots = p.vocab + vector - 1;  // wherever the row begins
-    const int64_t most = entry.config[0], wanted = entry.config[1], possible = entry.config[2];
-    const auto slice = [&](int64_t blocks) { return ((slots + blocks - 1) / blocks + vector - 1) / vector * vector; };
+  const Entry& entry = kernel.entries[0];
+  Launch config{p.rows};
+  config.pdl = kernel.pdl(-1);
+  if (!entry.config.empty()) {
+    const int64_t most = entry.config[0], spread = entry.config[1], wanted = entry.config[2], room = entry.config[3];
+    const int64_t slots = p.vocab + 16 / bytes - 1;  // wherever the row begins
+    const auto slice = [&](int64_t blocks) { return ((slots + blocks - 1) / blocks + kPiece - 1) / kPiece * kPiece; };
     int64_t blocks = 1;
     while (blocks < most && slice(blocks) * bytes > wanted) blocks *= 2;
+    while (blocks < spread && slice(blocks) * bytes > room) blocks *= 2;
     const int64_t processors = Kernel::multiprocessors(device);
-    while (blocks < most && p.rows * blocks * 2 <= processors && slice(blocks) * bytes > 8192) blocks *= 2;
-    if (slice(blocks) * bytes > possible) continue;
+    while (blocks < spread && p.rows * blocks * 2 <= processors && slice(blocks) >= 4096) blocks *= 2;
     p.slice = static_cast<int32_t>(slice(blocks));
     config.grid_x = p.rows * blocks;
     config.cluster = static_cast<unsigned>(blocks);
     config.shared_bytes = p.slice * bytes;
-    return kernel.launch(entry, config, device, p);
   }
-  raise("RuntimeError", "no entry for vocab = %d", p.vocab);
+  kernel.launch(entry, config, device, p);
 }
 #else
 void adjust(const SampleParams& p, float* x, int64_t output, int64_t row) {
@@ -80,7 +79,8 @@ void run_row(const SampleParams& p, sampling::CpuRow& s, DType in, DType out, in
     const uint64_t total = valid ? s.total(lowest) : 0;
     int64_t token = 0;
     if (total > 0)
-      token = s.locate(lowest, greedy ? 0 : sampling::uniform_below(total, sampling::row_random(p, output)));
+      token = s.locate(
+          lowest, greedy ? 0 : sampling::uniform_below(total, sampling::random_of(sampling::row_random(p, output))));
     if (p.wide_tokens)
       static_cast<int64_t*>(p.out)[output] = token;
     else
@@ -155,8 +155,8 @@ void sample(const Kernel& kernel, Tensor out, OptionalTensor valid, OptionalTens
   // 1 check
   Dim rows{"rows"}, vocab{"vocab"}, batch{"batch"};
   input.is({kF32, kF16, kBF16}).inner_contiguous().shape(rows, vocab);
-  FI_CHECK(vocab >= 1 && vocab <= 1 << 24 && rows <= 0x7fffffff, ValueError,
-           "%s must have 1 <= vocab <= 2^24 and rows < 2^31; got %s", input.name(), input.shape_str().c_str());
+  FI_CHECK(vocab >= 1 && vocab <= 1 << 19 && rows <= 0x7fffffff, ValueError,
+           "%s must have 1 <= vocab <= 2^19 and rows < 2^31; got %s", input.name(), input.shape_str().c_str());
   if (indices)
     indices.is({kI32, kI64}).on(input).contiguous().shape(batch);
   else

@@ -47,9 +47,8 @@ FI_DEVICE void chain_speculative(const ChainParams& p) {
   const float* target = p.target + (row * (p.drafts + 1) + position) * p.vocab;
   ResidualRow source{Slots<float>(target, p.vocab), nullptr};
   if (position < p.drafts) source.draft = p.draft + (row * p.drafts + position) * p.vocab - source.target.first;
-  const int share = warp_share(source.target.last, kWarps, 32 * ResidualRow::kVec);
-  const int begin = min(static_cast<int>(threadIdx.x / 32) * share, source.target.last);
-  const int end = min(begin + share, source.target.last);
+  const int share = warp_share(source.target.last, kWarps), all = warp_share(source.target.last, 1);
+  const int begin = min(static_cast<int>(threadIdx.x / 32) * share, all), end = min(begin + share, all);
   RowSampler<OneBlock, ResidualRow, kWarps> s{shared, source, begin, end, false};
   Range groups;
   bool valid = s.prepare(1.f, groups);
@@ -64,7 +63,7 @@ FI_DEVICE void chain_speculative(const ChainParams& p) {
   int32_t* tokens = p.tokens + row * (p.drafts + 1);
   for (int i = threadIdx.x; i <= p.drafts; i += kThreads)
     if (i != position || !total) tokens[i] = i < position ? p.draft_tokens[row * p.drafts + i] : -1;
-  const uint64_t wanted = uniform_below(total, chain_random(p, row, p.drafts));
+  const uint64_t wanted = uniform_below(total, random_of(chain_random(p, row, p.drafts)));
   if (total && wanted >= before && wanted < before + own) {
     const int slot = s.locate(s.scale.lowest, wanted - before);
     if (threadIdx.x % 32 == 0) tokens[position] = slot - source.target.first;

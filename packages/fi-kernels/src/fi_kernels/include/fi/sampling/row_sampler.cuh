@@ -6,6 +6,7 @@
 namespace fi {
 namespace sampling {
 
+constexpr int kPeaks = 16;
 constexpr int kBuckets = 256;
 constexpr int kAbove = kBuckets, kBelow = kBuckets + 1, kCounters = kBuckets + 2;
 
@@ -32,7 +33,8 @@ struct Scratch {
   Counters counters[2];
   uint64_t sum[kCounters];  // over the team
   uint32_t count[kCounters];
-  uint32_t top[kWarps], low[kWarps];
+  uint32_t peak[kWarps][kPeaks];  // keys of the largest elements of a warp's pieces
+  uint64_t ends[kWarps];          // key of the largest element of a warp, ~key of the least of its threads' largest
   uint64_t drawn[kWarps];
 };
 
@@ -41,8 +43,8 @@ struct OneBlock {
   FI_DEVICE static unsigned rank() { return 0; }
   FI_DEVICE static unsigned size() { return 1; }
   FI_DEVICE static void sync() { __syncthreads(); }
-  FI_DEVICE static uint32_t read(const uint32_t* p, unsigned) { return *p; }
-  FI_DEVICE static uint64_t read(const uint64_t* p, unsigned) { return *p; }
+  FI_DEVICE static uint32_t read(const uint32_t& x, unsigned) { return x; }
+  FI_DEVICE static uint64_t read(const uint64_t& x, unsigned) { return x; }
 };
 
 FI_DEVICE uint32_t key_of(float x) { return ordered(__float_as_uint(x + 0.f)); }  // -0 becomes +0
@@ -66,13 +68,16 @@ struct Range {
   uint32_t low, high;  // keys, both inside
 };
 
-// One row in the hands of a team. Source: load(slot) gives kVec elements of this block; each warp owns [begin, end).
+// One row in the hands of a team. Source: load(slot) gives kVec elements of this block, NaN where there are none; each
+// warp owns the pieces [begin, end).
 template <class Team, class Source, int kWarps>
 struct RowSampler {
-  static constexpr int kVec = Source::kVec;
+  static constexpr int kVec = Source::kVec, kRows = kPiece / (32 * kVec);
+  using Piece = float[kRows][kVec];
+  using Weights = uint32_t[kRows][kVec];
   Scratch<kWarps>& shared;
   const Source& source;
-  int begin, end;  // slots of this warp
+  int begin, end;  // slots of this warp, whole pieces
   bool logits;
   Scale scale;
   uint32_t top, limit;     // keys of the largest and of the smallest element that may be drawn
@@ -82,48 +87,82 @@ struct RowSampler {
   FI_DEVICE static int lane() { return threadIdx.x % 32; }
   FI_DEVICE static int warp() { return threadIdx.x / 32; }
 
+  // Of a piece, row j of lane l is slots base + (32 j + l) kVec and on.
+  FI_DEVICE void load(int base, Piece& x) const {
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) to_float(source.load(base + (32 * j + lane()) * kVec), x[j]);
+  }
+  FI_DEVICE int peak_of(int base) const {
+    const int pieces = (end - begin) / kPiece, piece = (base - begin) / kPiece;
+    return pieces <= kPeaks ? piece : static_cast<int>(static_cast<int64_t>(piece) * kPeaks / pieces);
+  }
+  // f(x, base) for each piece that has an element at or above a key.
   template <class F>
-  FI_DEVICE void each(F&& f) const {
-#pragma unroll(kVec > 4 ? 1 : 2)
-    for (int slot = begin + lane() * kVec; slot < end; slot += 32 * kVec) {
-      float x[kVec];
-      to_float(source.load(slot), x);
-      f(x, slot);
+  FI_DEVICE void each(uint32_t least, F&& f) const {
+#pragma unroll 1
+    for (int base = begin; base < end; base += kPiece) {
+      if (shared.peak[warp()][peak_of(base)] < least) continue;
+      Piece x;
+      load(base, x);
+      f(x, base);
     }
   }
   FI_DEVICE Weight weight_of(float x) const { return logits ? logit_weight(x, scale) : prob_weight(x, scale); }
   FI_DEVICE uint32_t weight(float x) const { return coarse(weight_of(x)); }
-  FI_DEVICE void weigh(const float (&x)[kVec], uint32_t (&w)[kVec]) const {
+  // 0 for elements below `lowest`.
+  FI_DEVICE void weigh(const Piece& x, float lowest, Weights& w) const {
     if (logits) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) w[i] = coarse(logit_weight(x[i], scale));
+      for (int j = 0; j < kRows; ++j)
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) w[j][i] = x[j][i] >= lowest ? coarse(logit_weight(x[j][i], scale)) : 0u;
     } else {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) w[i] = coarse(prob_weight(x[i], scale));
+      for (int j = 0; j < kRows; ++j)
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) w[j][i] = x[j][i] >= lowest ? coarse(prob_weight(x[j][i], scale)) : 0u;
     }
   }
 
   // The largest element of the row, and of each thread's share. Returns false if no element may be drawn.
   FI_DEVICE bool prepare(float temperature, Range& groups) {
-    float largest = __int_as_float(0xff800000), first = largest;
-    each([&](const float (&x)[kVec], int slot) {
-      if (slot < begin + 32 * kVec) first = x[0];
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) largest = fmaxf(largest, x[i]);
-    });
     const float least = logits ? -__uint_as_float(kLargest) : __uint_as_float(kSmallest);
-    mine = largest >= least ? key_of(largest) : 0;
-    sampled = first >= least ? key_of(first) : 0;
-    const uint32_t high = __reduce_max_sync(0xffffffffu, mine);
-    const uint32_t low = __reduce_min_sync(0xffffffffu, mine ? mine : ~0u);
-    if (lane() == 0) shared.top[warp()] = high, shared.low[warp()] = low;
-    Team::sync();
-    groups = {~0u, 0};
-    for (unsigned i = lane(); i < Team::size() * kWarps; i += 32) {
-      groups.high = max(groups.high, Team::read(&shared.top[i % kWarps], i / kWarps));
-      groups.low = min(groups.low, Team::read(&shared.low[i % kWarps], i / kWarps));
+    const auto key_from = [&](float x) { return x >= least ? key_of(x) : 0u; };
+    if (lane() < kPeaks) shared.peak[warp()][lane()] = 0;
+    __syncwarp();
+    uint32_t high = 0;
+    mine = sampled = 0;
+#pragma unroll 1
+    for (int base = begin; base < end; base += kPiece) {
+      Piece x;
+      load(base, x);
+      float largest[kRows];
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) {
+        largest[j] = x[j][0];
+#pragma unroll
+        for (int i = 1; i < kVec; ++i) largest[j] = fmaxf(largest[j], x[j][i]);
+      }
+#pragma unroll
+      for (int j = 1; j < kRows; ++j) largest[0] = fmaxf(largest[0], largest[j]);
+      if (base == begin) sampled = key_from(x[0][0]);
+      const uint32_t key = key_from(largest[0]), peak = __reduce_max_sync(0xffffffffu, key);
+      mine = max(mine, key);
+      high = max(high, peak);
+      if (lane() == 0) {
+        uint32_t& place = shared.peak[warp()][peak_of(base)];
+        place = max(place, peak);
+      }
     }
-    groups = {__reduce_min_sync(0xffffffffu, groups.low), __reduce_max_sync(0xffffffffu, groups.high)};
+    const uint32_t low = __reduce_max_sync(0xffffffffu, mine ? ~mine : 0u);
+    if (lane() == 0) shared.ends[warp()] = uint64_t{high} << 32 | low;
+    Team::sync();
+    groups = {0, 0};
+    over_warps(shared.ends, [&](uint64_t ends, unsigned) {
+      groups.high = max(groups.high, static_cast<uint32_t>(ends >> 32));
+      groups.low = max(groups.low, static_cast<uint32_t>(ends));
+    });
+    groups = {~__reduce_max_sync(0xffffffffu, groups.low), __reduce_max_sync(0xffffffffu, groups.high)};
     top = groups.high;
     if (top == 0) return false;
     scale = logits ? logits_scale(value_of(top), temperature) : probs_scale(value_of(top));
@@ -131,17 +170,50 @@ struct RowSampler {
     return true;
   }
 
+  // f(value, warp of the team), the team's warps dealt over the lanes.
+  template <class F>
+  FI_DEVICE static void over_warps(const uint64_t (&values)[kWarps], F&& f) {
+    constexpr int kAtOnce = 4;  // loads from other blocks in flight
+    const unsigned count = Team::size() * kWarps;
+#pragma unroll 1
+    for (unsigned first = 0; first < count; first += 32 * kAtOnce) {
+      uint64_t part[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const unsigned at = first + 32 * i + lane();
+        part[i] = at < count ? Team::read(values[at % kWarps], at / kWarps) : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) f(part[i], first + 32 * i + lane());
+    }
+  }
+
   // Adds up the counters of the team. Every thread of the block must come, after its last addition.
   FI_DEVICE void collect() {
+    constexpr int kAtOnce = 4;
     Team::sync();
     shared.counters[turn ^ 1].clear();  // all have read them by now
     const Counters& counters = shared.counters[turn];
+    const unsigned size = Team::size();
     for (int b = threadIdx.x; b < kCounters; b += blockDim.x) {
       uint32_t count = 0;
       uint64_t sum = 0;
-      for (unsigned r = 0; r < Team::size(); ++r) {
-        count += Team::read(&counters.count[b], r);
-        sum += uint64_t{Team::read(&counters.high[b], r)} << 32 | Team::read(&counters.low[b], r);
+#pragma unroll 1
+      for (unsigned r = 0; r < size; r += kAtOnce) {
+        uint32_t c[kAtOnce], l[kAtOnce], h[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const unsigned rank = r + i < size ? r + i : r;
+          c[i] = Team::read(counters.count[b], rank);
+          l[i] = Team::read(counters.low[b], rank);
+          h[i] = Team::read(counters.high[b], rank);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+          if (r + i < size) {
+            count += c[i];
+            sum += uint64_t{h[i]} << 32 | l[i];
+          }
       }
       shared.count[b] = count;
       shared.sum[b] = sum;
@@ -192,19 +264,29 @@ struct RowSampler {
     const int shift = bucket_shift(range);
     uint64_t above = 0, below = 0;
     Counters& counters = shared.counters[turn];
-    each([&](const float (&x)[kVec], int) {
-      uint32_t w[kVec];
-      if (kWeights && whole) weigh(x, w);
+    each(whole ? limit : range.low, [&](const Piece& x, int) {
+      Weights w;
+      if (kWeights && whole) weigh(x, lowest, w);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        if (whole) {
-          if (x[i] > high) above += kWeights ? w[i] : 1u;
-          if (x[i] < low && x[i] >= lowest) below += kWeights ? w[i] : 1u;
+      for (int j = 0; j < kRows; ++j) {
+        bool any = false;
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          if (whole) {
+            const uint32_t part = kWeights ? w[j][i] : x[j][i] >= lowest;
+            above += x[j][i] > high ? part : 0;
+            below += x[j][i] < low ? part : 0;
+          }
+          any |= x[j][i] >= low && x[j][i] <= high;
         }
-        if (x[i] >= low && x[i] <= high) {
-          const uint32_t place = key_of(x[i]) - range.low;
-          counters.add(static_cast<int>(min(place >> shift, kBuckets - 1u)),
-                       kWeights ? (whole ? w[i] : weight(x[i])) : 0u);
+        if (any) {
+#pragma unroll
+          for (int i = 0; i < kVec; ++i)
+            if (x[j][i] >= low && x[j][i] <= high) {
+              const uint32_t place = key_of(x[j][i]) - range.low;
+              counters.add(static_cast<int>(min(place >> shift, kBuckets - 1u)),
+                           kWeights ? (whole ? w[j][i] : weight(x[j][i])) : 0u);
+            }
         }
       }
     });
@@ -252,8 +334,7 @@ struct RowSampler {
         const int shift = bucket_shift(range);
         const uint32_t low = range.low + (static_cast<uint32_t>(found.bucket) << shift);
         if (shift == 0 || found.count == 1) return low;
-        range = {low, found.bucket == kBuckets - 1 ? range.high : low + (1u << shift) - 1};
-        range.high = min(range.high, top);
+        range = {low, low + min(range.high - low, (1u << shift) - 1)};
         above = found.above;
       }
     }
@@ -331,20 +412,19 @@ struct RowSampler {
   template <bool kFine>
   FI_DEVICE uint64_t total_weight(float lowest, uint64_t& before, uint64_t& own) {
     uint64_t sum = 0;
-    each([&](const float (&x)[kVec], int) {
-      bool any = false;
+    each(key_of(lowest), [&](const Piece& x, int) {
+      if constexpr (kFine) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) any |= x[i] >= lowest;
-      if (any) {
-        if constexpr (kFine) {
+        for (int j = 0; j < kRows; ++j)
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) sum += x[i] >= lowest ? fine(weight_of(x[i])) : 0;
-        } else {
-          uint32_t w[kVec];
-          weigh(x, w);
+          for (int i = 0; i < kVec; ++i) sum += x[j][i] >= lowest ? fine(weight_of(x[j][i])) : 0;
+      } else {
+        Weights w;
+        weigh(x, lowest, w);
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) sum += x[i] >= lowest ? w[i] : 0u;
-        }
+        for (int j = 0; j < kRows; ++j)
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) sum += w[j][i];
       }
     });
     own = warp_sum_u64(sum);
@@ -353,11 +433,10 @@ struct RowSampler {
     uint64_t total = 0;
     before = 0;
     const unsigned me = Team::rank() * kWarps + warp();
-    for (unsigned i = lane(); i < Team::size() * kWarps; i += 32) {
-      const uint64_t part = Team::read(&shared.drawn[i % kWarps], i / kWarps);
+    over_warps(shared.drawn, [&](uint64_t part, unsigned of) {
       total += part;
-      if (i < me) before += part;
-    }
+      if (of < me) before += part;
+    });
     before = warp_sum_u64(before);
     return warp_sum_u64(total);
   }
@@ -365,59 +444,69 @@ struct RowSampler {
   // The slot at which the weights from `lowest` on, summed in order from this warp's first, pass `target`.
   FI_DEVICE int locate(float lowest, uint64_t target) const {
     uint64_t passed = 0;
-    for (int base = begin; base < end; base += 32 * kVec) {
-      const int slot = base + lane() * kVec;
-      uint32_t w[kVec] = {};
-      uint64_t part = 0;
-      if (slot < end) {
-        float x[kVec];
-        to_float(source.load(slot), x);
-        weigh(x, w);
+    int found = -1;
+    each(key_of(lowest), [&](const Piece& x, int base) {
+      if (found >= 0) return;
+      Weights w;
+      weigh(x, lowest, w);
+      uint64_t part[kRows], through[kRows];
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) part += w[i] = x[i] >= lowest ? w[i] : 0u;
+      for (int j = 0; j < kRows; ++j) {
+        part[j] = 0;
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) part[j] += w[j][i];
+        through[j] = warp_scan_u64(part[j]);
       }
-      const uint64_t through = passed + warp_scan_u64(part);
-      const unsigned reached = __ballot_sync(0xffffffffu, through > target);
-      if (reached) {
-        int found = slot;
-        uint64_t sum = through - part;
-        bool open = true;
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) {
-          sum += w[i];
-          if (open && sum > target) found = slot + i, open = false;
+      for (int j = 0; j < kRows; ++j) {
+        const uint64_t mine = passed + through[j];
+        const unsigned reached = __ballot_sync(0xffffffffu, mine > target);
+        if (reached && found < 0) {
+          uint64_t sum = mine - part[j];
+          int at = 0;
+#pragma unroll
+          for (int i = 0; i < kVec - 1; ++i) {
+            sum += w[j][i];
+            at += sum <= target;
+          }
+          found = base + (32 * j + lane()) * kVec + at;
+          found = __shfl_sync(0xffffffffu, found, __ffs(reached) - 1);
         }
-        return __shfl_sync(0xffffffffu, found, __ffs(reached) - 1);
+        passed = __shfl_sync(0xffffffffu, mine, 31);
       }
-      passed = __shfl_sync(0xffffffffu, through, 31);
-    }
-    return end - 1;  // cannot be: the caller's target is below this warp's weight
+    });
+    return found;
   }
 
   // Writes each element as f(x): a renormalised probability, or the element itself where it is kept.
   template <class O, class F>
   FI_DEVICE void write(O* out, int first, int last, F&& f) const {
     const bool aligned = reinterpret_cast<uint64_t>(out - first) % 16 == 0;
-    each([&](const float (&x)[kVec], int slot) {
-      float y[kVec];
+    const int from = max(begin, first), until = min(end, last);
+    each(0, [&](const Piece& x, int base) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) y[i] = f(x[i]);
-      O* to = out - first + slot;
-      if (aligned && slot >= first && slot + kVec <= last) {
-        constexpr int kAtOnce = kVec * sizeof(O) > 16 ? 16 / sizeof(O) : kVec;
+      for (int j = 0; j < kRows; ++j) {
+        const int slot = base + (32 * j + lane()) * kVec;
+        float y[kVec];
 #pragma unroll
-        for (int i = 0; i < kVec; i += kAtOnce) {
-          float z[kAtOnce];
+        for (int i = 0; i < kVec; ++i) y[i] = f(x[j][i]);
+        O* to = out - first + slot;
+        if (aligned && slot >= from && slot + kVec <= until) {
+          constexpr int kAtOnce = kVec * sizeof(O) > 16 ? 16 / sizeof(O) : kVec;
 #pragma unroll
-          for (int j = 0; j < kAtOnce; ++j) z[j] = y[i + j];
-          Vec<O, kAtOnce> rounded;
-          from_float(z, rounded);
-          store(to + i, rounded);
+          for (int i = 0; i < kVec; i += kAtOnce) {
+            float z[kAtOnce];
+#pragma unroll
+            for (int k = 0; k < kAtOnce; ++k) z[k] = y[i + k];
+            Vec<O, kAtOnce> rounded;
+            from_float(z, rounded);
+            store(to + i, rounded);
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < kVec; ++i)
+            if (slot + i >= from && slot + i < until) to[i] = from_float<O>(y[i]);
         }
-      } else {
-#pragma unroll
-        for (int i = 0; i < kVec; ++i)
-          if (slot + i >= first && slot + i < last) to[i] = from_float<O>(y[i]);
       }
     });
   }

@@ -10,11 +10,10 @@ namespace sampling {
 // slot 0 of this block is slot `base` of the row.
 template <class T, class Team, class Source, int kWarps>
 FI_DEVICE void run_row(const SampleParams& p, Scratch<kWarps>& shared, const Source& source, int begin, int end,
-                       int first, int last, int64_t output, int64_t row) {
+                       int first, int last, int64_t output, int64_t row, uint64_t random) {
   RowSampler<Team, Source, kWarps> s{shared, source, begin, end, p.logits};
   const float temperature = at(p.temperature, row);
   const bool greedy = is_greedy(p, temperature);
-  const Random random = row_random(p, output);
   Range groups;
   const bool valid = s.prepare(temperature, groups);
   float lowest = __int_as_float(0x7f800000);
@@ -67,10 +66,10 @@ FI_DEVICE bool missing(const SampleParams& p, int64_t output, int64_t row) {
   return true;
 }
 
-// Slots for each of the warps of a block, whole passes of a warp but for the last.
-FI_DEVICE int warp_share(int slots, int warps, int pass) {
+// Whole pieces for each of the warps of a block.
+FI_DEVICE int warp_share(int slots, int warps) {
   const int each = (slots + warps - 1) / warps;
-  return (each + pass - 1) / pass * pass;
+  return (each + kPiece - 1) / kPiece * kPiece;
 }
 
 }  // namespace sampling
@@ -79,7 +78,7 @@ FI_DEVICE int warp_share(int slots, int warps, int pass) {
 template <class T, int kThreads>
 FI_DEVICE void sample_block(const SampleParams& p) {
   using namespace sampling;
-  constexpr int kWarps = kThreads / 32, kVec = Slots<T>::kVec;
+  constexpr int kWarps = kThreads / 32;
   __shared__ Scratch<kWarps> shared;
   const int warp = threadIdx.x / 32;
   shared.counters[0].clear();
@@ -94,9 +93,10 @@ FI_DEVICE void sample_block(const SampleParams& p) {
     }
   }
   const GlobalRow<T> source{slots};
-  const int share = warp_share(slots.last, kWarps, 32 * kVec);
-  const int begin = min(warp * share, slots.last), end = min(begin + share, slots.last);
-  run_row<T, OneBlock, GlobalRow<T>, kWarps>(p, shared, source, begin, end, slots.first, slots.last, output, row);
+  const int share = warp_share(slots.last, kWarps), all = warp_share(slots.last, 1);
+  const int begin = min(warp * share, all), end = min(begin + share, all);
+  run_row<T, OneBlock, GlobalRow<T>, kWarps>(p, shared, source, begin, end, slots.first, slots.last, output, row,
+                                             random_of(row_random(p, output)));
 }
 
 }  // namespace fi

@@ -20,6 +20,9 @@ struct PerRowSeed {
   int64_t step;  // 0: one element for all rows
 };
 
+// Slots that a warp takes at once: enough loads in flight, and one decision to skip them.
+constexpr int kPiece = 512;
+
 enum SampleOutput : int32_t { kDrawToken = 0, kRenormalise = 1, kMaskOut = 2 };
 
 struct SampleParams {
@@ -37,7 +40,7 @@ struct SampleParams {
   PerRowSeed seed, offset;
   int64_t input_row, out_row, bias_row, bitmask_row, seen_row, adjusted_row;
   int64_t input_rows;
-  int32_t rows, vocab, slice, seen_slots;  // slice: slots of a block, see row.cuh
+  int32_t rows, vocab, slice, seen_slots;  // slice: slots of a block, whole pieces
   int32_t output;
   bool logits, joint, wide_indices, wide_tokens, wide_out, per_row_random;
 };

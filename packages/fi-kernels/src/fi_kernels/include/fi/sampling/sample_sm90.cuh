@@ -11,11 +11,11 @@ struct Cluster {
   FI_DEVICE static unsigned rank() { return cluster_rank(); }
   FI_DEVICE static unsigned size() { return cluster_size(); }
   FI_DEVICE static void sync() { cluster_sync(); }
-  FI_DEVICE static uint32_t read(const uint32_t* p, unsigned rank) {
-    return cluster_load_u32(cluster_address(p, rank));
+  FI_DEVICE static uint32_t read(const uint32_t& x, unsigned rank) {
+    return cluster_load_u32(cluster_address(&x, rank));
   }
-  FI_DEVICE static uint64_t read(const uint64_t* p, unsigned rank) {
-    return cluster_load_u64(cluster_address(p, rank));
+  FI_DEVICE static uint64_t read(const uint64_t& x, unsigned rank) {
+    return cluster_load_u64(cluster_address(&x, rank));
   }
 };
 
@@ -27,8 +27,8 @@ struct SharedRow {
   FI_DEVICE Vec<T, kVec> load(int slot) const { return fi::load<T, kVec>(slots + slot); }
 };
 
-// Fills the slots [begin, end) of this warp from those of the row, which are `skipped` further on. What the row does
-// not fill to 16 bytes at its ends is copied by hand, so nothing outside of it is read.
+// Starts to fill the slots [begin, end) of this warp from those of the row, which are `skipped` further on. What the
+// row does not fill to 16 bytes at its ends is copied by hand, so nothing outside of it is read.
 template <class T>
 FI_DEVICE void load_slots(T* to, const Slots<T>& row, int skipped, int begin, int end, Barrier& barrier) {
   constexpr int kVec = Slots<T>::kVec;
@@ -50,7 +50,6 @@ FI_DEVICE void load_slots(T* to, const Slots<T>& row, int skipped, int begin, in
   by_hand(begin, min(end, from - skipped));
   by_hand(max(begin, until - skipped), end);
   __syncwarp();
-  barrier.wait(0);
 }
 
 }  // namespace sampling
@@ -59,7 +58,7 @@ FI_DEVICE void load_slots(T* to, const Slots<T>& row, int skipped, int begin, in
 template <class T, int kThreads>
 FI_DEVICE void sample_cluster(const SampleParams& p) {
   using namespace sampling;
-  constexpr int kWarps = kThreads / 32, kVec = Slots<T>::kVec;
+  constexpr int kWarps = kThreads / 32;
   extern __shared__ uint4 dynamic[];
   __shared__ Scratch<kWarps> shared;
   __shared__ Barrier barriers[kWarps];
@@ -71,10 +70,12 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   if (missing(p, output, row)) return;  // all blocks of the cluster
   const Slots<T> whole(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
   const int skipped = cluster_rank() * p.slice;
-  const int used = max(0, min(p.slice, (whole.last + kVec - 1) / kVec * kVec - skipped));
-  const int share = warp_share(p.slice, kWarps, 32 * kVec);
+  const int used = max(0, min(p.slice, warp_share(whole.last, 1) - skipped));  // whole pieces
+  const int share = warp_share(p.slice, kWarps);
   const int begin = min(warp * share, used), end = min(begin + share, used);
   load_slots(slots, whole, skipped, begin, end, barriers[warp]);
+  const uint64_t random = random_of(row_random(p, output));  // while the row is on its way
+  barriers[warp].wait(0);
   if constexpr (sizeof(T) == 4) {
     if (is_adjusted(p)) {
       __syncthreads();
@@ -88,7 +89,7 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   }
   const SharedRow<T> source{slots};
   run_row<T, Cluster, SharedRow<T>, kWarps>(p, shared, source, begin, end, whole.first - skipped, whole.last - skipped,
-                                            output, row);
+                                            output, row, random);
   cluster_sync();  // others may still read this block's sums
 }
 

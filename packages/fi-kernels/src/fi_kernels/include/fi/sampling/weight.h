@@ -160,10 +160,9 @@ FI_EXACT Random philox(uint64_t seed, uint64_t offset, uint64_t subsequence) {
   }
   return {{c0, c1, c2, c3}};
 }
-// Uniform over 0 ... total - 1 (bias below total / 2^64).
-FI_EXACT uint64_t uniform_below(uint64_t total, const Random& r) {
-  return high_product(uint64_t{r.x[1]} << 32 | r.x[0], total);
-}
+FI_EXACT uint64_t random_of(const Random& r) { return uint64_t{r.x[1]} << 32 | r.x[0]; }
+// Uniform over 0 ... total - 1, from 64 random bits (bias below total / 2^64).
+FI_EXACT uint64_t uniform_below(uint64_t total, uint64_t random) { return high_product(random, total); }
 
 // The least weight that reaches a share of the total: allowed are elements with less than it above them.
 FI_EXACT uint64_t share_of(uint64_t total, float p) {

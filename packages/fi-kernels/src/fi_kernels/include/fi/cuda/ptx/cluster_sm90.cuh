@@ -51,6 +51,14 @@ FI_DEVICE float4 cluster_load_f32x4(unsigned address) {
                : "memory");
   return x;
 }
+FI_DEVICE uint4 cluster_load_u32x4(unsigned address) {
+  uint4 x;
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
 FI_DEVICE void cluster_store_u32(unsigned address, uint32_t x) {
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
@@ -60,6 +68,11 @@ FI_DEVICE void cluster_store_u64(unsigned address, uint64_t x) {
 FI_DEVICE void cluster_store_f32x4(unsigned address, float4 x) {
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z),
                "f"(x.w)
+               : "memory");
+}
+FI_DEVICE void cluster_store_u32x4(unsigned address, uint4 x) {
+  asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z),
+               "r"(x.w)
                : "memory");
 }
 FI_DEVICE void cluster_add_u32(unsigned address, uint32_t x) {

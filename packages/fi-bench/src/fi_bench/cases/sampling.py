@@ -108,7 +108,8 @@ def _softmax(x: Inputs, wide: bool = True) -> torch.Tensor:
 def _renormalised(filters: Filters, wide: bool = True) -> Callable[[Inputs], torch.Tensor]:
     def rows(x: Inputs) -> torch.Tensor:
         p = (x.rows.double() if wide else x.rows.float()).where(_kept(x, filters, wide), 0.0)
-        return p / p.sum(-1, keepdim=True)
+        result: torch.Tensor = p / p.sum(-1, keepdim=True)
+        return result
 
     return rows
 

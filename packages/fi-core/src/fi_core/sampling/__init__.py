@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from fi_core.observe.log import fi_api
 from fi_core.sampling import ops, trace
-from fi_core.sampling.arguments import get_seed_and_offset, native, per_row, randomness, require_no_nan
+from fi_core.sampling.arguments import count_per_row, get_seed_and_offset, native, per_row, randomness, require_no_nan
 from fi_core.sampling.speculative import chain_speculative_sampling
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ __all__ = [
     "top_p_sampling_from_probs",
 ]
 
-_NO_K = 0
+_ZERO, _ONE, _NO_K = (None, 0.0), (None, 1.0), (None, 0)
 _RETRIES = 32  # FlashInfer's share of random numbers for a row of the filters: generators move on alike
 
 
@@ -71,32 +71,26 @@ def _run(
     presence_penalty: torch.Tensor | float | None = None,
     joint: bool = False,
 ) -> None:
-    import torch
-
     if input.ndim != 2:
         raise ValueError(f"{name}: shape [rows, vocab] is required; got {list(input.shape)}")
-    k = per_row(top_k, "top_k", input, torch.int32, _NO_K, -1)
-    if k[0] is None and k[1] != int(k[1]):
-        raise ValueError(f"top_k: an integer is required; got {k[1]}")
     ops.sample(
         out,
         valid,
         adjusted,
         input,
         indices,
-        *per_row(temperature, "temperature", input, torch.float32, 1.0, 0.0),
-        k[0],
-        int(k[1]),
-        *per_row(top_p, "top_p", input, torch.float32, 1.0, 0.0, 1.0),
-        *per_row(min_p, "min_p", input, torch.float32, 0.0, 0.0, 1.0),
+        *(_ONE if temperature is None else per_row(temperature, "temperature", input, 1.0, 0.0)),
+        *(_NO_K if top_k is None else count_per_row(top_k, "top_k", input)),
+        *(_ONE if top_p is None else per_row(top_p, "top_p", input, 1.0, 0.0, 1.0)),
+        *(_ZERO if min_p is None else per_row(min_p, "min_p", input, 0.0, 0.0, 1.0)),
         *random,
         bias,
         bitmask,
         seen,
         seen_count,
-        *per_row(repetition_penalty, "repetition_penalty", input, torch.float32, 1.0),
-        *per_row(frequency_penalty, "frequency_penalty", input, torch.float32, 0.0),
-        *per_row(presence_penalty, "presence_penalty", input, torch.float32, 0.0),
+        *(_ONE if repetition_penalty is None else per_row(repetition_penalty, "repetition_penalty", input, 1.0)),
+        *(_ZERO if frequency_penalty is None else per_row(frequency_penalty, "frequency_penalty", input, 0.0)),
+        *(_ZERO if presence_penalty is None else per_row(presence_penalty, "presence_penalty", input, 0.0)),
         output,
         name == "logits",
         joint,

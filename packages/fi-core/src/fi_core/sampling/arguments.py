@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import TYPE_CHECKING
 
 from fi_core.utils import get_default_generators
@@ -10,28 +9,41 @@ from fi_core.utils import get_default_generators
 if TYPE_CHECKING:
     import torch
 
+_NATIVE = ("torch.float32", "torch.bfloat16", "torch.float16")
 PerRow = tuple["torch.Tensor | None", float]  # by row, else the number
 
 
 def per_row(
-    value: torch.Tensor | float | None,
+    value: torch.Tensor | float,
     name: str,
     input: torch.Tensor,
-    dtype: torch.dtype,
     default: float,
     low: float = float("-inf"),
     high: float = float("inf"),
 ) -> PerRow:
-    """A parameter for the op: (tensor, default) or (None, number). None is `default`, which changes nothing.
+    """A parameter for the op: (fp32 tensor, default) or (None, number).
 
-    A tensor has one element a row of `input`; another number type is copied to `dtype`.
+    A tensor has one element a row of `input`; another number type is copied to fp32.
     """
-    if value is None:
-        return None, default
-    if isinstance(value, numbers.Real):
+    if isinstance(value, (int, float)):
         if not low <= value <= high:
             raise ValueError(f"{name}: a number from {low:g} to {high:g} is required; got {value}")
-        return None, value  # type: ignore[return-value]
+        return None, value
+    _check_rows(value, name, input)
+    return (value if str(value.dtype) == "torch.float32" else value.float()).contiguous(), default
+
+
+def count_per_row(value: torch.Tensor | int, name: str, input: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+    """As `per_row`, for integers; -1 and 0 are no limit."""
+    if isinstance(value, (int, float)):
+        if value != int(value) or value < -1:
+            raise ValueError(f"{name}: an integer from -1 on is required; got {value}")
+        return None, int(value)
+    _check_rows(value, name, input)
+    return (value if str(value.dtype) == "torch.int32" else value.int()).contiguous(), 0
+
+
+def _check_rows(value: torch.Tensor, name: str, input: torch.Tensor) -> None:
     if not hasattr(value, "ndim"):
         raise TypeError(f"{name}: a number or a 1D tensor is required; got {type(value).__name__}")
     if value.ndim == 0:
@@ -46,16 +58,11 @@ def per_row(
             f"Sampling parameter tensor batch size mismatch: {name} must have one element for each of the "
             f"{input.shape[0]} rows; got {value.shape[0]}"
         )
-    if value.device != input.device:
-        raise ValueError(f"{name} must be on {input.device}, as the rows are; got {value.device}")
-    return (value if value.dtype == dtype and value.is_contiguous() else value.to(dtype).contiguous()), default
 
 
 def native(x: torch.Tensor, name: str) -> torch.Tensor:
     """Rows of a float type that kernels read; other float types are copied to fp32."""
-    import torch
-
-    if x.dtype in (torch.float32, torch.bfloat16, torch.float16):
+    if str(x.dtype) in _NATIVE:
         return x
     if not x.is_floating_point():
         raise TypeError(f"{name}: a float dtype is required; got {x.dtype}")
@@ -83,8 +90,8 @@ def get_seed_and_offset(
         import torch
 
         return int(torch.empty((), dtype=torch.int64).random_(generator=generator)), 0
-    offset = generator.get_offset()  # type: ignore[attr-defined]
-    generator.set_offset(offset + (increment + 3) // 4 * 4)  # type: ignore[attr-defined]
+    offset = generator.get_offset()
+    generator.set_offset(offset + (increment + 3) // 4 * 4)
     return generator.initial_seed(), offset
 
 

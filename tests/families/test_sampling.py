@@ -331,7 +331,7 @@ def test_check_nan(device: str) -> None:
         ({"top_p": -0.1}, ValueError, "top_p"),
         ({"min_p": 2}, ValueError, "min_p"),
         ({"top_k": -2}, ValueError, "top_k"),
-        ({"top_k": 2.5}, ValueError, "top_k: an integer is required"),
+        ({"top_k": 2.5}, ValueError, "top_k: an integer from -1 on is required"),
         ({"top_k": "3"}, TypeError, "top_k: a number or a 1D tensor is required; got str"),
         ({"temperature": -1.0}, ValueError, "temperature"),
         ({"seed": 1}, ValueError, "seed and offset: give both or neither"),

@@ -73,10 +73,20 @@ def test_small_batches_spread_rows(start: Start) -> None:  # noqa: F811
     assert launch(gpu, 1, 32000)[0]["cluster"][0] > launch(gpu, 1000, 32000)[0]["cluster"][0]
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-def test_rows_that_no_cluster_holds_are_read_from_memory(start: Start, capability: int) -> None:  # noqa: F811
-    one, _ = launch(start(capability), 2, 3_000_000)
+@pytest.mark.parametrize("capability", [80, 100, 120])
+def test_a_block_a_row_where_there_is_no_tuned_cluster(start: Start, capability: int) -> None:  # noqa: F811
+    one, _ = launch(start(capability), 2, 524288)
     assert one["name"].startswith("sample_block") and one["grid"] == [2, 1, 1]
+
+
+def test_the_longest_rows(start: Start) -> None:  # noqa: F811
+    for dtype in BYTES:
+        one, p = launch(start(90), 1000, 524288, dtype)
+        assert p["slice"] * one["cluster"][0] >= 524288 + 7
+        assert p["slice"] <= 65536, "sums of half weights in 32 bits"
+        assert one["shared_bytes"] <= 212 * 1024
+    with pytest.raises(ValueError, match=r"1 <= vocab <= 2\^19"):
+        launch(start(90), 1, 524289)
 
 
 def test_no_rows_no_launch(start: Start) -> None:  # noqa: F811

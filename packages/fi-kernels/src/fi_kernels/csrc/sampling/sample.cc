@@ -28,7 +28,7 @@ void launch(const Kernel& kernel, SampleParams& p, int64_t bytes, DLDevice devic
     const auto slice = [&](int64_t blocks) { return ((slots + blocks - 1) / blocks + kPiece - 1) / kPiece * kPiece; };
     int64_t blocks = 1;
     while (blocks < most && slice(blocks) * bytes > wanted) blocks *= 2;
-    while (blocks < spread && slice(blocks) * bytes > room) blocks *= 2;
+    while (blocks < spread && (slice(blocks) * bytes > room || slice(blocks) > 65536)) blocks *= 2;
     const int64_t processors = Kernel::multiprocessors(device);
     while (blocks < spread && p.rows * blocks * 2 <= processors && slice(blocks) >= 4096) blocks *= 2;
     p.slice = static_cast<int32_t>(slice(blocks));

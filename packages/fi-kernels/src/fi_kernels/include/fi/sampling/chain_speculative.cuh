@@ -30,9 +30,9 @@ template <int kThreads>
 FI_DEVICE void chain_speculative(const ChainParams& p) {
   using namespace sampling;
   constexpr int kWarps = kThreads / 32;
-  __shared__ Scratch<kWarps> shared;
+  __shared__ Scratch<OneBlock, kWarps> shared;
   const int64_t row = blockIdx.x;
-  shared.counters[0].clear();
+  clear(shared);
   pdl_wait();
   // Every warp finds the same: 32 positions at a time.
   int position = p.drafts, accepted = 0;

@@ -1,72 +1,10 @@
 // One row in the hands of a team of blocks: exact thresholds by bucketed search, sums, a draw, and what is written.
 #pragma once
-#include "fi/ordered.h"
 #include "fi/sampling/row.cuh"
+#include "fi/sampling/team.cuh"
 
 namespace fi {
 namespace sampling {
-
-constexpr int kPeaks = 16;
-constexpr int kBuckets = 256;
-constexpr int kAbove = kBuckets, kBelow = kBuckets + 1, kCounters = kBuckets + 2;
-
-// Numbers of elements and sums of weights by bucket of a range of keys; the last two are for what lies outside of it.
-struct Counters {
-  uint32_t count[kCounters], low[kCounters], high[kCounters];
-
-  FI_DEVICE void clear() {
-    for (int i = threadIdx.x; i < kCounters; i += blockDim.x) count[i] = low[i] = high[i] = 0;
-  }
-  FI_DEVICE void add(int bucket, uint32_t weight) {
-    atomicAdd(&count[bucket], 1u);
-    if (weight) add_wide(bucket, weight, 0);
-  }
-  FI_DEVICE void add_wide(int bucket, uint32_t weight, uint32_t upper) {  // no 64-bit adder in shared memory
-    const uint32_t before = atomicAdd(&low[bucket], weight);
-    upper += weight > ~before;
-    if (upper) atomicAdd(&high[bucket], upper);
-  }
-};
-
-template <int kWarps>
-struct Scratch {
-  Counters counters[2];
-  uint64_t sum[kCounters];  // over the team
-  uint32_t count[kCounters];
-  uint32_t peak[kWarps][kPeaks];  // keys of the largest elements of a warp's pieces
-  uint64_t ends[kWarps];          // key of the largest element of a warp, ~key of the least of its threads' largest
-  uint64_t drawn[kWarps];
-};
-
-// A block alone. A team reads the shared memory of its blocks; what is read after sync was written before.
-struct OneBlock {
-  FI_DEVICE static unsigned rank() { return 0; }
-  FI_DEVICE static unsigned size() { return 1; }
-  FI_DEVICE static void sync() { __syncthreads(); }
-  FI_DEVICE static uint32_t read(const uint32_t& x, unsigned) { return x; }
-  FI_DEVICE static uint64_t read(const uint64_t& x, unsigned) { return x; }
-};
-
-FI_DEVICE uint32_t key_of(float x) { return ordered(__float_as_uint(x + 0.f)); }  // -0 becomes +0
-FI_DEVICE float value_of(uint32_t key) { return __uint_as_float(unordered(key)); }
-
-FI_DEVICE uint64_t warp_sum_u64(uint64_t x) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
-  return x;
-}
-FI_DEVICE uint64_t warp_scan_u64(uint64_t x) {  // inclusive
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const uint64_t other = __shfl_up_sync(0xffffffffu, x, offset);
-    if (static_cast<int>(threadIdx.x % 32) >= offset) x += other;
-  }
-  return x;
-}
-
-struct Range {
-  uint32_t low, high;  // keys, both inside
-};
 
 // One row in the hands of a team. Source: load(slot) gives kVec elements of this block, NaN where there are none; each
 // warp owns the pieces [begin, end).
@@ -74,15 +12,13 @@ template <class Team, class Source, int kWarps>
 struct RowSampler {
   static constexpr int kVec = Source::kVec, kRows = kPiece / (32 * kVec);
   using Piece = float[kRows][kVec];
-  using Weights = uint32_t[kRows][kVec];
-  Scratch<kWarps>& shared;
+  Scratch<Team, kWarps>& shared;
   const Source& source;
   int begin, end;  // slots of this warp, whole pieces
   bool logits;
   Scale scale;
-  uint32_t top, limit;     // keys of the largest and of the smallest element that may be drawn
-  uint32_t mine, sampled;  // keys of this thread's largest element, and of its first: for guesses
-  int turn = 0;            // which counters the next round uses
+  uint32_t top, limit;  // keys of the largest and of the smallest element that may be drawn
+  uint32_t mine;        // key of this thread's largest element
 
   FI_DEVICE static int lane() { return threadIdx.x % 32; }
   FI_DEVICE static int warp() { return threadIdx.x / 32; }
@@ -109,18 +45,14 @@ struct RowSampler {
   }
   FI_DEVICE Weight weight_of(float x) const { return logits ? logit_weight(x, scale) : prob_weight(x, scale); }
   FI_DEVICE uint32_t weight(float x) const { return coarse(weight_of(x)); }
-  // 0 for elements below `lowest`.
-  FI_DEVICE void weigh(const Piece& x, float lowest, Weights& w) const {
+  // Of a row of a piece; 0 for elements below `lowest`.
+  FI_DEVICE void weigh(const float (&x)[kVec], float lowest, uint32_t (&w)[kVec]) const {
     if (logits) {
 #pragma unroll
-      for (int j = 0; j < kRows; ++j)
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) w[j][i] = x[j][i] >= lowest ? coarse(logit_weight(x[j][i], scale)) : 0u;
+      for (int i = 0; i < kVec; ++i) w[i] = x[i] >= lowest ? coarse(logit_weight(x[i], scale)) : 0u;
     } else {
 #pragma unroll
-      for (int j = 0; j < kRows; ++j)
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) w[j][i] = x[j][i] >= lowest ? coarse(prob_weight(x[j][i], scale)) : 0u;
+      for (int i = 0; i < kVec; ++i) w[i] = x[i] >= lowest ? coarse(prob_weight(x[i], scale)) : 0u;
     }
   }
 
@@ -128,10 +60,10 @@ struct RowSampler {
   FI_DEVICE bool prepare(float temperature, Range& groups) {
     const float least = logits ? -__uint_as_float(kLargest) : __uint_as_float(kSmallest);
     const auto key_from = [&](float x) { return x >= least ? key_of(x) : 0u; };
-    if (lane() < kPeaks) shared.peak[warp()][lane()] = 0;
+    if (lane() < kPeaks) shared.peak[warp()][lane()] = 0, shared.sums[warp()][lane()] = 0;
     __syncwarp();
     uint32_t high = 0;
-    mine = sampled = 0;
+    mine = 0;
 #pragma unroll 1
     for (int base = begin; base < end; base += kPiece) {
       Piece x;
@@ -145,7 +77,6 @@ struct RowSampler {
       }
 #pragma unroll
       for (int j = 1; j < kRows; ++j) largest[0] = fmaxf(largest[0], largest[j]);
-      if (base == begin) sampled = key_from(x[0][0]);
       const uint32_t key = key_from(largest[0]), peak = __reduce_max_sync(0xffffffffu, key);
       mine = max(mine, key);
       high = max(high, peak);
@@ -155,8 +86,7 @@ struct RowSampler {
       }
     }
     const uint32_t low = __reduce_max_sync(0xffffffffu, mine ? ~mine : 0u);
-    if (lane() == 0) shared.ends[warp()] = uint64_t{high} << 32 | low;
-    Team::sync();
+    publish(shared.ends, uint64_t{high} << 32 | low);
     groups = {0, 0};
     over_warps(shared.ends, [&](uint64_t ends, unsigned) {
       groups.high = max(groups.high, static_cast<uint32_t>(ends >> 32));
@@ -170,56 +100,56 @@ struct RowSampler {
     return true;
   }
 
-  // f(value, warp of the team), the team's warps dealt over the lanes.
+  // Gives a warp's value to the blocks of the team, and waits for those of the others.
+  using Values = uint64_t[Team::kLargest][kWarps];
+  FI_DEVICE static void publish(Values& values, uint64_t mine) {
+    if (lane() < static_cast<int>(Team::size())) Team::write(values[Team::rank()][warp()], lane(), mine);
+    Team::sync();
+  }
+  // f(value, warp of the team), dealt over the lanes.
   template <class F>
-  FI_DEVICE static void over_warps(const uint64_t (&values)[kWarps], F&& f) {
-    constexpr int kAtOnce = 4;  // loads from other blocks in flight
-    const unsigned count = Team::size() * kWarps;
-#pragma unroll 1
-    for (unsigned first = 0; first < count; first += 32 * kAtOnce) {
-      uint64_t part[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const unsigned at = first + 32 * i + lane();
-        part[i] = at < count ? Team::read(values[at % kWarps], at / kWarps) : 0;
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) f(part[i], first + 32 * i + lane());
-    }
+  FI_DEVICE static void over_warps(const Values& values, F&& f) {
+    for (unsigned i = lane(); i < Team::size() * kWarps; i += 32) f(values[i / kWarps][i % kWarps], i);
   }
 
-  // Adds up the counters of the team. Every thread of the block must come, after its last addition.
+  // Adds up the counters of the team, each block some of them for all. Every thread must come, after its last addition.
   FI_DEVICE void collect() {
-    constexpr int kAtOnce = 4;
+    constexpr unsigned kAtOnce = 4;  // loads from other blocks in flight
     Team::sync();
-    shared.counters[turn ^ 1].clear();  // all have read them by now
-    const Counters& counters = shared.counters[turn];
-    const unsigned size = Team::size();
-    for (int b = threadIdx.x; b < kCounters; b += blockDim.x) {
+    const unsigned size = Team::size(), each = (kCounters + size - 1) / size, first = Team::rank() * each;
+    for (unsigned b = first + threadIdx.x; b < min(first + each, static_cast<unsigned>(kCounters)); b += blockDim.x) {
       uint32_t count = 0;
       uint64_t sum = 0;
 #pragma unroll 1
       for (unsigned r = 0; r < size; r += kAtOnce) {
-        uint32_t c[kAtOnce], l[kAtOnce], h[kAtOnce];
+        uint4 part[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const unsigned rank = r + i < size ? r + i : r;
-          c[i] = Team::read(counters.count[b], rank);
-          l[i] = Team::read(counters.low[b], rank);
-          h[i] = Team::read(counters.high[b], rank);
+        for (unsigned i = 0; i < kAtOnce; ++i)
+          part[i] = r + i < size ? Team::read(shared.counters[b], r + i) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (unsigned i = 0; i < kAtOnce; ++i) {
+          count += part[i].x;
+          sum += (uint64_t{part[i].z} << Team::kHighAt) + part[i].y;
         }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i)
-          if (r + i < size) {
-            count += c[i];
-            sum += uint64_t{h[i]} << 32 | l[i];
-          }
       }
-      shared.count[b] = count;
-      shared.sum[b] = sum;
+      const uint4 total = make_uint4(static_cast<uint32_t>(sum), static_cast<uint32_t>(sum >> 32), count, 0);
+      for (unsigned r = 0; r < size; ++r) Team::write(shared.totals[b], r, total);
     }
-    turn ^= 1;
+    Team::sync();
+    for (int b = threadIdx.x; b < kCounters; b += blockDim.x) shared.counters[b] = {};
     __syncthreads();
+  }
+
+  template <bool kWeights>
+  FI_DEVICE uint64_t part_of(int bucket) const {
+    return kWeights ? shared.totals[bucket].sum : shared.totals[bucket].count;
+  }
+  template <bool kWeights>
+  FI_DEVICE uint64_t all_buckets() const {
+    uint64_t part = 0;
+#pragma unroll
+    for (int i = 0; i < kBuckets / 32; ++i) part += part_of<kWeights>(lane() + 32 * i);
+    return warp_sum_u64(part);
   }
 
   // The bucket, from the top, with which `above` and the buckets so far first reach the target.
@@ -235,7 +165,7 @@ struct RowSampler {
     uint64_t part = 0;
     const int highest = kBuckets - 1 - lane() * kEach;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) part += kWeights ? shared.sum[highest - i] : shared.count[highest - i];
+    for (int i = 0; i < kEach; ++i) part += part_of<kWeights>(highest - i);
     const uint64_t through = above + warp_scan_u64(part);
     const unsigned reached = __ballot_sync(0xffffffffu, through >= target);
     if (reached == 0) return {kBuckets, 0, __shfl_sync(0xffffffffu, through, 31)};
@@ -243,12 +173,12 @@ struct RowSampler {
     Crossing found{highest, 0, through - part};
 #pragma unroll
     for (int i = 0; i < kEach - 1; ++i) {
-      const uint64_t next = found.above + (kWeights ? shared.sum[found.bucket] : shared.count[found.bucket]);
+      const uint64_t next = found.above + part_of<kWeights>(found.bucket);
       if (next < target) found.above = next, --found.bucket;
     }
     found.bucket = __shfl_sync(0xffffffffu, found.bucket, owner);
     found.above = __shfl_sync(0xffffffffu, found.above, owner);
-    found.count = shared.count[found.bucket];
+    found.count = shared.totals[found.bucket].count;
     return found;
   }
 
@@ -257,23 +187,31 @@ struct RowSampler {
     return width < kBuckets ? 0 : 24 - __clz(width);  // width >> shift is below 256
   }
 
+  // A sum of below 2^48, in parts that one adder each takes from all warps of a block.
+  FI_DEVICE static void add_outside(Counter& to, uint64_t sum) {
+    constexpr uint64_t part = (uint64_t{1} << Team::kHighAt) - 1;
+    if (lane() != 0) return;
+    const uint32_t low = static_cast<uint32_t>(sum & part), before = atomicAdd(&to.low, low);
+    const uint32_t carry = Team::kHighAt == 32 && before > ~low;
+    atomicAdd(&to.high, static_cast<uint32_t>(sum >> Team::kHighAt) + carry);
+  }
+
   // Counts or weighs the elements by their bucket of the range; with `whole`, also those above it and those below.
   template <bool kWeights>
   FI_DEVICE void tally(Range range, bool whole) {
     const float low = value_of(range.low), high = value_of(range.high), lowest = value_of(limit);
     const int shift = bucket_shift(range);
     uint64_t above = 0, below = 0;
-    Counters& counters = shared.counters[turn];
     each(whole ? limit : range.low, [&](const Piece& x, int) {
-      Weights w;
-      if (kWeights && whole) weigh(x, lowest, w);
 #pragma unroll
       for (int j = 0; j < kRows; ++j) {
+        uint32_t w[kVec];
+        if (kWeights && whole) weigh(x[j], lowest, w);
         bool any = false;
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
           if (whole) {
-            const uint32_t part = kWeights ? w[j][i] : x[j][i] >= lowest;
+            const uint32_t part = kWeights ? w[i] : x[j][i] >= lowest;
             above += x[j][i] > high ? part : 0;
             below += x[j][i] < low ? part : 0;
           }
@@ -284,19 +222,15 @@ struct RowSampler {
           for (int i = 0; i < kVec; ++i)
             if (x[j][i] >= low && x[j][i] <= high) {
               const uint32_t place = key_of(x[j][i]) - range.low;
-              counters.add(static_cast<int>(min(place >> shift, kBuckets - 1u)),
-                           kWeights ? (whole ? w[j][i] : weight(x[j][i])) : 0u);
+              Team::add(shared.counters[min(place >> shift, kBuckets - 1u)],
+                        kWeights ? (whole ? w[i] : weight(x[j][i])) : 0u);
             }
         }
       }
     });
     if (whole) {
-      above = warp_sum_u64(above);
-      below = warp_sum_u64(below);
-      if (lane() == 0) {
-        counters.add_wide(kAbove, static_cast<uint32_t>(above), static_cast<uint32_t>(above >> 32));
-        counters.add_wide(kBelow, static_cast<uint32_t>(below), static_cast<uint32_t>(below >> 32));
-      }
+      add_outside(shared.counters[kAbove], warp_sum_u64(above));
+      add_outside(shared.counters[kBelow], warp_sum_u64(below));
     }
     collect();
   }
@@ -311,14 +245,9 @@ struct RowSampler {
     for (;;) {
       tally<kWeights>(range, whole);
       if (whole) {
-        above = shared.sum[kAbove];
+        above = shared.totals[kAbove].sum;
         if (kWeights) {
-          uint64_t total = above + shared.sum[kBelow];
-          uint64_t part = 0;
-#pragma unroll
-          for (int i = 0; i < kBuckets / 32; ++i) part += shared.sum[lane() + 32 * i];
-          total += warp_sum_u64(part);
-          target = share_of(total, share);
+          target = share_of(above + shared.totals[kBelow].sum + all_buckets<true>(), share);
         }
         whole = false;
       }
@@ -340,24 +269,26 @@ struct RowSampler {
     }
   }
 
-  // Guesses where the share lies from a sample, one element a thread; buckets are eighths of a power of two in
+  // Guesses where the share lies from a sample, some elements a thread; buckets are eighths of a power of two in
   // probability. A share is of elements, or of their weight.
   template <bool kWeights>
   FI_DEVICE Range guess_share(float share) {
-    Counters& counters = shared.counters[turn];
-    const float at = value_of(sampled);
-    const float per_bucket = 8.f * scale.factor;
-    if (sampled >= limit && sampled) {
-      const float distance = logits ? (scale.top - at) * per_bucket : static_cast<float>((top - sampled) >> 20);
-      counters.add(kBuckets - 1 - static_cast<int>(fminf(distance, kBuckets - 1.f)), kWeights ? weight(at) : 0u);
+    const float per_bucket = 8.f * scale.factor, lowest = value_of(limit);
+    if (begin < end) {
+      Piece x;
+      load(begin, x);
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) {
+        const float at = x[j][0];
+        if (!(at >= lowest)) continue;
+        const float steps = logits ? (scale.top - at) * per_bucket : static_cast<float>((top - key_of(at)) >> 20);
+        Team::add(shared.counters[kBuckets - 1 - static_cast<int>(fminf(steps, kBuckets - 1.f))],
+                  kWeights ? weight(at) : 0u);
+      }
     }
     collect();
-    uint64_t part = 0;
-#pragma unroll
-    for (int i = 0; i < kBuckets / 32; ++i)
-      part += kWeights ? shared.sum[lane() + 32 * i] : shared.count[lane() + 32 * i];
-    const float total = static_cast<float>(warp_sum_u64(part));
-    constexpr float margin = 0.02f;
+    const float total = static_cast<float>(all_buckets<kWeights>());
+    constexpr float margin = 0.01f;
     const auto place = [&](float wanted) {
       return crossing<kWeights>(0, static_cast<uint64_t>(fmaxf(wanted, 0.f) * total) + 1).bucket;
     };
@@ -378,7 +309,7 @@ struct RowSampler {
   // From the largest elements of the threads: k of them are at or above the lower end, so the k-th of all is, too.
   FI_DEVICE bool guess_count(Range groups, uint64_t k, Range& range) {
     const int shift = bucket_shift(groups);
-    if (mine) shared.counters[turn].add(static_cast<int>((mine - groups.low) >> shift), 0u);
+    if (mine) Team::add(shared.counters[(mine - groups.low) >> shift], 0u);
     collect();
     const Crossing found = crossing<false>(0, k);
     range = {groups.low + (static_cast<uint32_t>(found.bucket) << shift), top};
@@ -411,29 +342,32 @@ struct RowSampler {
   // The weight of all elements from `lowest` on, of this warp's own, and of those that come before them in the row.
   template <bool kFine>
   FI_DEVICE uint64_t total_weight(float lowest, uint64_t& before, uint64_t& own) {
-    uint64_t sum = 0;
-    each(key_of(lowest), [&](const Piece& x, int) {
+    own = 0;
+    each(key_of(lowest), [&](const Piece& x, int base) {
+      uint64_t sum = 0;
       if constexpr (kFine) {
 #pragma unroll
         for (int j = 0; j < kRows; ++j)
 #pragma unroll
           for (int i = 0; i < kVec; ++i) sum += x[j][i] >= lowest ? fine(weight_of(x[j][i])) : 0;
       } else {
-        Weights w;
-        weigh(x, lowest, w);
 #pragma unroll
-        for (int j = 0; j < kRows; ++j)
+        for (int j = 0; j < kRows; ++j) {
+          uint32_t w[kVec];
+          weigh(x[j], lowest, w);
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) sum += w[j][i];
+          for (int i = 0; i < kVec; ++i) sum += w[i];
+        }
       }
+      sum = warp_sum_u64(sum);
+      if (lane() == 0) shared.sums[warp()][peak_of(base)] += sum;
+      own += sum;
     });
-    own = warp_sum_u64(sum);
-    if (lane() == 0) shared.drawn[warp()] = own;
-    Team::sync();
+    publish(shared.weights, own);
     uint64_t total = 0;
     before = 0;
     const unsigned me = Team::rank() * kWarps + warp();
-    over_warps(shared.drawn, [&](uint64_t part, unsigned of) {
+    over_warps(shared.weights, [&](uint64_t part, unsigned of) {
       total += part;
       if (of < me) before += part;
     });
@@ -443,15 +377,17 @@ struct RowSampler {
 
   // The slot at which the weights from `lowest` on, summed in order from this warp's first, pass `target`.
   FI_DEVICE int locate(float lowest, uint64_t target) const {
-    uint64_t passed = 0;
+    const uint64_t sum = lane() < kPeaks ? shared.sums[warp()][lane()] : 0, up_to = warp_scan_u64(sum);
+    const int place = __ffs(__ballot_sync(0xffffffffu, up_to > target)) - 1;
+    uint64_t passed = __shfl_sync(0xffffffffu, up_to - sum, max(place, 0));
     int found = -1;
     each(key_of(lowest), [&](const Piece& x, int base) {
-      if (found >= 0) return;
-      Weights w;
-      weigh(x, lowest, w);
+      if (found >= 0 || peak_of(base) != place) return;
+      uint32_t w[kRows][kVec];
       uint64_t part[kRows], through[kRows];
 #pragma unroll
       for (int j = 0; j < kRows; ++j) {
+        weigh(x[j], lowest, w[j]);
         part[j] = 0;
 #pragma unroll
         for (int i = 0; i < kVec; ++i) part[j] += w[j][i];

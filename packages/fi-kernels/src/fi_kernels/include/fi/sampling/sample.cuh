@@ -9,7 +9,7 @@ namespace sampling {
 // One output of `row`, whose slot `first` is the first of the vocabulary; slots [first, last) lie in the team, and
 // slot 0 of this block is slot `base` of the row.
 template <class T, class Team, class Source, int kWarps>
-FI_DEVICE void run_row(const SampleParams& p, Scratch<kWarps>& shared, const Source& source, int begin, int end,
+FI_DEVICE void run_row(const SampleParams& p, Scratch<Team, kWarps>& shared, const Source& source, int begin, int end,
                        int first, int last, int64_t output, int64_t row, uint64_t random) {
   RowSampler<Team, Source, kWarps> s{shared, source, begin, end, p.logits};
   const float temperature = at(p.temperature, row);
@@ -79,9 +79,9 @@ template <class T, int kThreads>
 FI_DEVICE void sample_block(const SampleParams& p) {
   using namespace sampling;
   constexpr int kWarps = kThreads / 32;
-  __shared__ Scratch<kWarps> shared;
+  __shared__ Scratch<OneBlock, kWarps> shared;
   const int warp = threadIdx.x / 32;
-  shared.counters[0].clear();
+  clear(shared);
   pdl_wait();
   const int64_t output = blockIdx.x, row = source_row(p, output);
   if (missing(p, output, row)) return;

@@ -8,14 +8,21 @@ namespace fi {
 namespace sampling {
 
 struct Cluster {
+  static constexpr unsigned kLargest = 16;
   FI_DEVICE static unsigned rank() { return cluster_rank(); }
   FI_DEVICE static unsigned size() { return cluster_size(); }
   FI_DEVICE static void sync() { cluster_sync(); }
-  FI_DEVICE static uint32_t read(const uint32_t& x, unsigned rank) {
-    return cluster_load_u32(cluster_address(&x, rank));
+  FI_DEVICE static uint4 read(const Counter& x, unsigned rank) { return cluster_load_u32x4(cluster_address(&x, rank)); }
+  FI_DEVICE static void write(Total& to, unsigned rank, uint4 x) { cluster_store_u32x4(cluster_address(&to, rank), x); }
+  FI_DEVICE static void write(uint64_t& to, unsigned rank, uint64_t x) {
+    cluster_store_u64(cluster_address(&to, rank), x);
   }
-  FI_DEVICE static uint64_t read(const uint64_t& x, unsigned rank) {
-    return cluster_load_u64(cluster_address(&x, rank));
+  // A block holds at most 2^16 elements, so halves of their weights add up in a word, and nothing waits for an answer.
+  static constexpr int kHighAt = 16;
+  FI_DEVICE static void add(Counter& to, uint32_t weight) {
+    atomicAdd(&to.count, 1u);
+    if (weight & 0xffff) atomicAdd(&to.low, weight & 0xffff);
+    if (weight >> 16) atomicAdd(&to.high, weight >> 16);
   }
 };
 
@@ -60,14 +67,15 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   using namespace sampling;
   constexpr int kWarps = kThreads / 32;
   extern __shared__ uint4 dynamic[];
-  __shared__ Scratch<kWarps> shared;
+  __shared__ Scratch<Cluster, kWarps> shared;
   __shared__ Barrier barriers[kWarps];
   T* slots = reinterpret_cast<T*>(dynamic);
   const int warp = threadIdx.x / 32;
-  shared.counters[0].clear();
+  clear(shared);
   pdl_wait();
   const int64_t output = blockIdx.x / cluster_size(), row = source_row(p, output);
   if (missing(p, output, row)) return;  // all blocks of the cluster
+  cluster_arrive();
   const Slots<T> whole(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
   const int skipped = cluster_rank() * p.slice;
   const int used = max(0, min(p.slice, warp_share(whole.last, 1) - skipped));  // whole pieces
@@ -75,6 +83,7 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   const int begin = min(warp * share, used), end = min(begin + share, used);
   load_slots(slots, whole, skipped, begin, end, barriers[warp]);
   const uint64_t random = random_of(row_random(p, output));  // while the row is on its way
+  cluster_wait();                                            // now all blocks are there
   barriers[warp].wait(0);
   if constexpr (sizeof(T) == 4) {
     if (is_adjusted(p)) {

@@ -2,8 +2,8 @@
 
 python benchmarks/sampling.py [--only TEXT] [--out FILE] [--iters N] [--variants]; needs a CUDA device. FlashInfer is
 measured where it is installed. Time: median of CUDA-graph replays between two events, the L2 flushed by a 256 MB memset
-before each, sides interleaved. `copy` is torch.neg over as many bytes as the case must move. An empty kernel is the first
-row: its time is inside every other one.
+before each, sides interleaved. `copy` is torch.neg over as many bytes as the case must move. An empty kernel is the
+first row: its time is inside every other one.
 """
 
 from __future__ import annotations

@@ -39,6 +39,9 @@ def arguments(device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
     def table() -> tuple[Any, ...]:
         return ints(0, 0), ints(0, 1)
 
+    def probs() -> torch.Tensor:
+        return rand(3, 5000, dtype=single).softmax(-1)
+
     def pages() -> tuple[Any, ...]:
         return ints(0, 1, 2, 3), ints(0, 4), ints(16)
 
@@ -87,6 +90,22 @@ def arguments(device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
         "prefill.trtllm_batch_context_with_kv_cache": lambda: (
             rand(33, 32, 128), (rand(8, 8, 16, 128), rand(8, 8, 16, 128)), rand(1), ints(0, 3, 1, 5, 6, 2).view(2, 3),
             ints(40, 20), 20, 40, 0.1, 1.0, 2, ints(0, 20, 33), ints(0, 40, 60),
+        ),
+        "softmax": lambda: (rand(3, 5000, dtype=single),),
+        "sampling_from_logits": lambda: (rand(3, 5000),),
+        "sampling_from_probs": lambda: (probs(),),
+        "top_k_sampling_from_probs": lambda: (probs(), 50),
+        "top_p_sampling_from_probs": lambda: (probs(), 0.9),
+        "min_p_sampling_from_probs": lambda: (probs(), 0.1),
+        "top_k_top_p_sampling_from_probs": lambda: (probs(), ints(1, 50, 5000), rand(3, dtype=single).sigmoid()),
+        "top_k_top_p_sampling_from_logits": lambda: (rand(3, 5000), 50, 0.9),
+        "top_k_renorm_probs": lambda: (probs(), 50),
+        "top_p_renorm_probs": lambda: (probs(), 0.9),
+        "top_k_mask_logits": lambda: (rand(3, 5000), 50),
+        "sample_from_logits": lambda: (rand(3, 5000),),
+        "chain_speculative_sampling": lambda: (
+            rand(2, 3, 5000, dtype=single).softmax(-1), ints(1, 2, 3, 4, 5, 6).view(2, 3),
+            rand(2, 4, 5000, dtype=single).softmax(-1),
         ),
     }  # fmt: skip
 

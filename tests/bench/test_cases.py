@@ -24,6 +24,7 @@ SMALL = {
     "quantization": "--m 5 --k 13",
     "topk": "--batch_size 3 --vocab_size 300 --max_len 200 --top_k 70",
     "attention": "--s_qo 7 --s_kv 19 --num_qo_heads 4 --num_kv_heads 2 --head_dim_qk 16",
+    "sampling": "--batch_size 3 --vocab_size 301 --top_k 7",
 }
 VARIANTS = {
     "gemm": ["--scale_major_mode K", "--out_dtype float16"],
@@ -41,6 +42,7 @@ VARIANTS = {
     ],
     "cascade": ["--input_dtype float16"],
     "topk": ["--input_dtype bfloat16 --sorted", "--num_rows 7 --page_size 8"],
+    "sampling": ["--temperature 0.5 --filter_apply_order joint", "--input_dtype bfloat16", "--num_speculate_tokens 2"],
 }
 CASES = [
     found

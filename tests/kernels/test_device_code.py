@@ -47,7 +47,7 @@ NARROW = {
 # Bits of the widest load where it is not 128: attention takes eight elements at a time (head dims are such).
 LOADS = {"single_attention": {"e4m3": 64, "e5m2": 64}}
 # Bits of the widest store where it is not 128: outputs that are smaller than inputs, and one result for many loads.
-STORES = {"packbits": 16, "single_attention": 32, "top_k": 64}
+STORES = {"chain_speculative": 32, "packbits": 16, "single_attention": 32, "top_k": 64}
 
 
 def of_arch(arch: str) -> list[Spec]:

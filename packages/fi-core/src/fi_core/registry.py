@@ -11,7 +11,19 @@ from fi_core.launch.op import Launcher, launchers
 from fi_core.spec.op import Op
 from fi_core.spec.target import CPU, cuda_target
 
-FAMILIES = ("activation", "attention", "cascade", "decode", "norm", "page", "prefill", "quantization", "rope", "topk")
+FAMILIES = (
+    "activation",
+    "attention",
+    "cascade",
+    "decode",
+    "norm",
+    "page",
+    "prefill",
+    "quantization",
+    "rope",
+    "sampling",
+    "topk",
+)
 
 
 @functools.cache

@@ -1,0 +1,200 @@
+"""Cases of sampling: rows that are rewritten are compared, tokens that are drawn must be allowed."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fi_bench.case import Case, Inputs, Outputs, Tolerance, Work, dtype_of
+from fi_bench.cases.common import nbytes, normal
+
+if TYPE_CHECKING:
+    import torch
+
+Filters = tuple[str, ...]  # which of top_k, top_p, min_p a routine applies
+
+
+def _logits(p: Namespace, device: Any, generator: Any) -> Inputs:
+    logits = normal((p.batch_size, p.vocab_size), dtype_of(p.input_dtype), device, generator)
+    return Inputs(rows=logits, is_logits=True, **_parameters(p))
+
+
+def _probs(p: Namespace, device: Any, generator: Any) -> Inputs:
+    logits = normal((p.batch_size, p.vocab_size), dtype_of(p.input_dtype), device, generator)
+    return Inputs(rows=logits.float().softmax(-1).to(logits.dtype), is_logits=False, **_parameters(p))
+
+
+def _parameters(p: Namespace) -> dict[str, Any]:
+    return {
+        "top_k": min(p.top_k, p.vocab_size),
+        "top_p": p.top_p,
+        "min_p": p.min_p,
+        "temperature": p.temperature,
+        "order": p.filter_apply_order,
+    }
+
+
+def _chain(p: Namespace, device: Any, generator: Any) -> Inputs:
+    import torch
+
+    batch, n, vocab = p.batch_size, p.num_speculate_tokens, p.vocab_size
+    target = normal((batch, n + 1, vocab), torch.float32, device, generator).softmax(-1)
+    draft = (target[:, :n].log() + normal((batch, n, vocab), torch.float32, device, generator, 0.5)).softmax(-1)
+    ids = torch.multinomial(draft.reshape(-1, vocab), 1, generator=generator).view(batch, n).int()
+    return Inputs(draft_probs=draft.contiguous(), ids=ids, target_probs=target)
+
+
+def _kept(x: Inputs, filters: Filters, wide: bool = True) -> torch.Tensor:
+    """Which elements pass the filters, in fp64 or in the rows' own precision."""
+    rows = x.rows.double() if wide else x.rows.float()
+    p: torch.Tensor = rows.softmax(-1) if x.is_logits else rows
+    ordered = p.sort(-1, descending=True).values
+    kept = p > 0
+    if "top_k" in filters:
+        kept &= p >= ordered[:, x.top_k - 1 : x.top_k]
+    if "top_p" in filters:
+        base = p if x.order == "joint" else p.where(kept, 0.0)
+        ordered = base.sort(-1, descending=True).values
+        cumulative = ordered.cumsum(-1)
+        margin = 1e-5 if wide else 0.0  # sums near the threshold may fall on either side
+        last = (cumulative < (x.top_p + margin) * cumulative[:, -1:]).sum(-1, keepdim=True).clamp(max=p.shape[1] - 1)
+        kept &= p >= ordered.gather(1, last)
+    if "min_p" in filters:
+        kept &= p >= x.min_p * p.amax(-1, keepdim=True)
+    return kept
+
+
+def _drawn(*filters: str) -> Callable[[Inputs, Any], Outputs]:
+    def outputs(x: Inputs, tokens: Any) -> Outputs:
+        return {"allowed": _kept(x, filters).gather(1, tokens.long().view(-1, 1)).double()}
+
+    return outputs
+
+
+def _all_allowed(x: Inputs) -> Outputs:
+    return {"allowed": x.rows.new_ones((x.rows.shape[0], 1)).double()}
+
+
+def _multinomial(*filters: str) -> Callable[[Inputs], Any]:
+    def draw(x: Inputs) -> Any:
+        import torch
+
+        p = x.rows.float().softmax(-1) if x.is_logits else x.rows.float()
+        return torch.multinomial(p.where(_kept(x, filters, wide=False), 0.0) if filters else p, 1)
+
+    return draw
+
+
+def _reading(p: Namespace, x: Inputs) -> Work:
+    """Each row is read once; tokens are written."""
+    return Work(x.rows.numel(), nbytes(x.rows) + 4 * x.rows.shape[0])
+
+
+def _rewriting(wide: bool) -> Callable[[Namespace, Inputs], Work]:
+    def work(p: Namespace, x: Inputs) -> Work:
+        written = 4 if wide else x.rows.element_size()
+        return Work(x.rows.numel(), nbytes(x.rows) + written * x.rows.numel())
+
+    return work
+
+
+def _softmax(x: Inputs, wide: bool = True) -> torch.Tensor:
+    rows = x.rows.double() if wide else x.rows.float()
+    result: torch.Tensor = (rows / x.temperature).softmax(-1)
+    return result
+
+
+def _renormalised(filters: Filters, wide: bool = True) -> Callable[[Inputs], torch.Tensor]:
+    def rows(x: Inputs) -> torch.Tensor:
+        p = (x.rows.double() if wide else x.rows.float()).where(_kept(x, filters, wide), 0.0)
+        result: torch.Tensor = p / p.sum(-1, keepdim=True)
+        return result
+
+    return rows
+
+
+def _masked(x: Inputs) -> torch.Tensor:
+    kth = x.rows.topk(x.top_k, -1).values[:, -1:]
+    result: torch.Tensor = x.rows.where(x.rows >= kth, float("-inf"))
+    return result
+
+
+def _rows(x: Inputs, returned: Any) -> Outputs:
+    return {"rows": returned}
+
+
+def _sums(x: Inputs, returned: Any) -> Outputs:
+    """Of top-p sets an element at the threshold may differ: the kept share is compared, and that rows sum to one."""
+    kept = x.rows.double().where(returned > 0, 0.0).sum(-1)
+    return {"share": kept / x.rows.double().sum(-1), "sum": returned.double().sum(-1)}
+
+
+def _chain_outputs(x: Inputs, returned: Any) -> Outputs:
+    """One row a request: draft tokens as far as emitted, then one token with more target than draft, then -1."""
+    import torch
+
+    tokens, _, emitted = returned
+    n = x.ids.shape[1]
+    place = torch.arange(n + 1, device=tokens.device)
+    last = emitted.view(-1, 1).long()
+    drafts = torch.nn.functional.pad(x.ids, (0, 1), value=-1)
+    right = ((tokens == drafts) | (place >= last)).all(1) & ((tokens == -1) | (place <= last)).all(1)
+    token = tokens.gather(1, last).long()
+    target = x.target_probs[torch.arange(len(tokens)), last[:, 0]].gather(1, token.clamp(min=0))
+    draft = torch.nn.functional.pad(x.draft_probs, (0, 0, 0, 1))[torch.arange(len(tokens)), last[:, 0]].gather(
+        1, token.clamp(min=0)
+    )
+    return {"consistent": (right & (token >= 0)[:, 0] & (target > draft)[:, 0]).double()}
+
+
+def _chain_torch(x: Inputs) -> Any:
+    """Acceptance and residual draw in plain torch."""
+    import torch
+
+    batch, n = x.ids.shape
+    index = x.ids.long().unsqueeze(-1)
+    target, draft = x.target_probs[:, :n].gather(2, index)[..., 0], x.draft_probs.gather(2, index)[..., 0]
+    yes = torch.rand_like(draft) * draft < target
+    emitted = yes.int().cumprod(1).sum(1)
+    residual = (x.target_probs - torch.nn.functional.pad(x.draft_probs, (0, 0, 0, 1))).clamp(min=0)
+    drawn = torch.multinomial(residual[torch.arange(batch), emitted], 1).int()
+    place = torch.arange(n + 1, device=x.ids.device)
+    tokens = torch.nn.functional.pad(x.ids, (0, 1), value=-1).where(place < emitted.view(-1, 1), -1)
+    return tokens.scatter(1, emitted.view(-1, 1).long(), drawn), yes.sum(1).int(), emitted.int()
+
+
+_P = {"share": Tolerance(2e-4, 2e-4), "sum": Tolerance(1e-4, 1e-4)}
+
+
+def _draw_case(routine: str, make: Any, call: Any, *filters: str) -> Case:
+    return Case(routine, f"sampling.{routine}", make, call, _drawn(*filters), _all_allowed, _reading,
+                _multinomial(*filters), op="sample")  # fmt: skip
+
+
+CASES = (
+    Case("softmax", "sampling.softmax", _logits, lambda f, x: f(x.rows, x.temperature), _rows,
+         lambda x: {"rows": _softmax(x)}, _rewriting(True), lambda x: _softmax(x, False), op="sample"),
+    _draw_case("sampling_from_probs", _probs, lambda f, x: f(x.rows)),
+    _draw_case("sampling_from_logits", _logits, lambda f, x: f(x.rows)),
+    _draw_case("top_k_sampling_from_probs", _probs, lambda f, x: f(x.rows, x.top_k), "top_k"),
+    _draw_case("top_p_sampling_from_probs", _probs, lambda f, x: f(x.rows, x.top_p), "top_p"),
+    _draw_case("top_k_top_p_sampling_from_probs", _probs,
+               lambda f, x: f(x.rows, x.top_k, x.top_p, filter_apply_order=x.order), "top_k", "top_p"),
+    _draw_case("top_k_top_p_sampling_from_logits", _logits,
+               lambda f, x: f(x.rows, x.top_k, x.top_p, filter_apply_order=x.order), "top_k", "top_p"),
+    _draw_case("min_p_sampling_from_probs", _probs, lambda f, x: f(x.rows, x.min_p), "min_p"),
+    Case("top_k_renorm_probs", "sampling.top_k_renorm_probs", _probs, lambda f, x: f(x.rows, x.top_k), _rows,
+         lambda x: {"rows": _renormalised(("top_k",))(x)}, _rewriting(False),
+         lambda x: _renormalised(("top_k",), False)(x).to(x.rows.dtype), op="sample"),
+    Case("top_p_renorm_probs", "sampling.top_p_renorm_probs", _probs, lambda f, x: f(x.rows, x.top_p), _sums,
+         lambda x: _sums(x, _renormalised(("top_p",))(x)), _rewriting(True), _renormalised(("top_p",), False),
+         op="sample", tolerance=_P),
+    Case("top_k_mask_logits", "sampling.top_k_mask_logits", _logits, lambda f, x: f(x.rows, x.top_k), _rows,
+         lambda x: {"rows": _masked(x).double()}, _rewriting(False), _masked, op="sample"),
+    Case("chain_speculative_sampling", "sampling.chain_speculative_sampling", _chain,
+         lambda f, x: f(x.draft_probs, x.ids, x.target_probs), _chain_outputs,
+         lambda x: {"consistent": x.draft_probs.new_ones(x.draft_probs.shape[0]).double()},
+         lambda p, x: Work(2 * p.batch_size * p.vocab_size, 2 * 4 * p.batch_size * p.vocab_size), _chain_torch,
+         op="chain_speculative"),
+)  # fmt: skip

@@ -1,0 +1,80 @@
+// Blocks that work on a row together: what they share, and how they add it up.
+#pragma once
+#include "fi/cuda/ptx/pdl.cuh"
+#include "fi/ordered.h"
+#include "fi/sampling/sample.h"
+
+namespace fi {
+namespace sampling {
+
+constexpr int kPeaks = 8;
+constexpr int kBuckets = 256;
+constexpr int kAbove = kBuckets, kBelow = kBuckets + 1, kCounters = kBuckets + 2;
+
+// Number of elements and sum of weights of a bucket, in parts: there is no 64-bit adder in shared memory. The sum is
+// low + high * 2^kHighAt.
+struct alignas(16) Counter {
+  uint32_t count, low, high, unused;
+};
+struct alignas(16) Total {
+  uint64_t sum;
+  uint32_t count, unused;
+};
+
+template <class Team, int kWarps>
+struct Scratch {
+  Counter counters[kCounters];            // by bucket of a range of keys; the last two are for what lies outside of it
+  Total totals[kCounters];                // over the team
+  uint32_t peak[kWarps][kPeaks];          // keys of the largest elements of a warp's pieces
+  uint64_t sums[kWarps][kPeaks];          // their weights
+  uint64_t ends[Team::kLargest][kWarps];  // of each warp of the team: key of the largest element, ~least thread's
+  uint64_t weights[Team::kLargest][kWarps];  // of each warp of the team
+};
+
+// A block alone. A team writes to and reads from the shared memory of its blocks, in order of its syncs.
+struct OneBlock {
+  static constexpr unsigned kLargest = 1;
+  FI_DEVICE static unsigned rank() { return 0; }
+  FI_DEVICE static unsigned size() { return 1; }
+  FI_DEVICE static void sync() { __syncthreads(); }
+  FI_DEVICE static uint4 read(const Counter& x, unsigned) { return *reinterpret_cast<const uint4*>(&x); }
+  FI_DEVICE static void write(Total& to, unsigned, uint4 x) { *reinterpret_cast<uint4*>(&to) = x; }
+  FI_DEVICE static void write(uint64_t& to, unsigned, uint64_t x) { to = x; }
+  // Any number of elements in a bucket: the carry of the lower word goes to the upper.
+  static constexpr int kHighAt = 32;
+  FI_DEVICE static void add(Counter& to, uint32_t weight) {
+    atomicAdd(&to.count, 1u);
+    if (weight && atomicAdd(&to.low, weight) > ~weight) atomicAdd(&to.high, 1u);
+  }
+};
+
+// Before the team's first sync.
+template <class Team, int kWarps>
+FI_DEVICE void clear(Scratch<Team, kWarps>& shared) {
+  for (int b = threadIdx.x; b < kCounters; b += blockDim.x) shared.counters[b] = {};
+}
+
+FI_DEVICE uint32_t key_of(float x) { return ordered(__float_as_uint(x + 0.f)); }  // -0 becomes +0
+FI_DEVICE float value_of(uint32_t key) { return __uint_as_float(unordered(key)); }
+
+// Of numbers below 2^54.
+FI_DEVICE uint64_t warp_sum_u64(uint64_t x) {
+  constexpr uint32_t part = (1u << 27) - 1;
+  const uint32_t low = __reduce_add_sync(0xffffffffu, static_cast<uint32_t>(x) & part);
+  return (uint64_t{__reduce_add_sync(0xffffffffu, static_cast<uint32_t>(x >> 27))} << 27) + low;
+}
+FI_DEVICE uint64_t warp_scan_u64(uint64_t x) {  // inclusive
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const uint64_t other = __shfl_up_sync(0xffffffffu, x, offset);
+    if (static_cast<int>(threadIdx.x % 32) >= offset) x += other;
+  }
+  return x;
+}
+
+struct Range {
+  uint32_t low, high;  // keys, both inside
+};
+
+}  // namespace sampling
+}  // namespace fi

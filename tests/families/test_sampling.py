@@ -1,0 +1,399 @@
+"""Tokens drawn by every function: exact sets, distribution, any row content, the same draw everywhere, errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fi_core
+from families.harness import impls, using
+from families.sampling_reference import (
+    INF,
+    NAN,
+    adversarial,
+    allowed,
+    assert_distribution,
+    dyadic,
+    normal_logits,
+)
+from fi_core.sampling import get_seed_and_offset, sample_from_logits
+
+DRAWS = 1 << 20
+VOCABS = [1, 31, 129, 4097, 32000, 50257]
+LARGE = [128256, 151936, 262144]
+Draw = Callable[..., Any]
+
+
+def rows_for(vocab: int) -> int:
+    return 64 if vocab < 5000 else 3
+
+
+def inside(samples: torch.Tensor, kept: torch.Tensor) -> bool:
+    return bool(kept.gather(1, samples.long().unsqueeze(1)).all())
+
+
+def uneven(n: int, device: str, low: float, high: float) -> torch.Tensor:
+    return torch.linspace(low, high, n, device=device)
+
+
+@pytest.mark.parametrize("vocab", [*VOCABS, *LARGE])
+@pytest.mark.parametrize("batch", [0, 1, 3, 64])
+def test_drawn_tokens_are_allowed(vocab: int, batch: int, device: str) -> None:
+    """The set of each filter, against a sort in fp64; numbers and tensors as parameters."""
+    if batch > rows_for(vocab) and device == "cpu":
+        batch = 2
+    probs = dyadic(batch, vocab, device)
+    k = torch.randint(1, vocab + 2, (batch,), generator=torch.Generator().manual_seed(1)).to(device)
+    p, m = uneven(batch, device, 0.05, 1.0), uneven(batch, device, 0.0, 1.0)
+    for impl in impls("sample", device):
+        with using("sample", impl):
+            for seed in range(3):
+                at = {"seed": seed, "offset": 0, "return_valid": True}
+                for args, draw, filters in (
+                    ((), fi_core.sampling_from_probs, {}),
+                    ((p,), fi_core.top_p_sampling_from_probs, {"top_p": p}),
+                    ((0.5,), fi_core.top_p_sampling_from_probs, {"top_p": 0.5}),
+                    ((k.int(),), fi_core.top_k_sampling_from_probs, {"top_k": k}),
+                    ((7,), fi_core.top_k_sampling_from_probs, {"top_k": 7}),
+                    ((m,), fi_core.min_p_sampling_from_probs, {"min_p": m}),
+                    ((k.int(), p), fi_core.top_k_top_p_sampling_from_probs, {"top_k": k, "top_p": p}),
+                ):
+                    samples, valid = draw(probs, *args, **at)
+                    assert samples.shape == (batch,) and samples.dtype == torch.int32 and bool(valid.all())
+                    assert inside(samples, allowed(probs, **filters)), (impl, draw.__name__, seed)
+                samples = fi_core.top_k_top_p_sampling_from_probs(
+                    probs, k.int(), p, filter_apply_order="joint", seed=seed, offset=0
+                )
+                assert inside(samples, allowed(probs, top_k=k, top_p=p, joint=True))
+
+
+def test_many_rows(device: str) -> None:
+    probs = dyadic(1000, 513, device)
+    for impl in impls("sample", device):
+        with using("sample", impl):
+            samples = fi_core.top_k_top_p_sampling_from_probs(probs, 20, 0.7, seed=3, offset=4)
+            assert inside(samples, allowed(probs, top_k=20, top_p=0.7))
+
+
+def chi_square_entries() -> dict[str, tuple[Draw, dict[str, Any]]]:
+    """Draws from rows of logarithms, and the filters they apply."""
+    return {
+        "logits": (lambda x, i, **r: fi_core.sampling_from_logits(x, i, **r), {}),
+        "probs": (lambda x, i, **r: fi_core.sampling_from_probs(x.softmax(-1), i, **r), {}),
+        "top_k": (lambda x, i, **r: fi_core.top_k_sampling_from_probs(x.softmax(-1), 9, i, **r), {"top_k": 9}),
+        "top_p": (lambda x, i, **r: fi_core.top_p_sampling_from_probs(x.softmax(-1), 0.7, i, **r), {"top_p": 0.7}),
+        "min_p": (lambda x, i, **r: fi_core.min_p_sampling_from_probs(x.softmax(-1), 0.2, i, **r), {"min_p": 0.2}),
+        "top_k_top_p": (
+            lambda x, i, **r: fi_core.top_k_top_p_sampling_from_probs(x.softmax(-1), 12, 0.8, i, **r),
+            {"top_k": 12, "top_p": 0.8},
+        ),
+        "joint": (
+            lambda x, i, **r: fi_core.top_k_top_p_sampling_from_probs(x.softmax(-1), 12, 0.8, i, "joint", **r),
+            {"top_k": 12, "top_p": 0.8, "joint": True},
+        ),
+        "top_k_top_p_logits": (
+            lambda x, i, **r: fi_core.top_k_top_p_sampling_from_logits(x, 12, 0.8, i, **r),
+            {"top_k": 12, "top_p": 0.8},
+        ),
+    }
+
+
+@pytest.mark.parametrize("vocab", [2, 31, 300])
+@pytest.mark.parametrize("entry", sorted(chi_square_entries()))
+def test_distribution(entry: str, vocab: int, device: str) -> None:
+    draw, filters = chi_square_entries()[entry]
+    x = normal_logits(2, vocab, device, scale=1.5)
+    indices = torch.zeros(DRAWS // 2 if vocab == 300 else DRAWS, dtype=torch.int32, device=device)
+    want = x[1].double().softmax(-1)
+    kept = want.where(allowed(want.unsqueeze(0).float(), **filters)[0], 0.0)
+    for impl in impls("sample", device):
+        with using("sample", impl):
+            assert_distribution(draw(x, indices + 1, seed=11, offset=5), kept)
+
+
+@pytest.mark.parametrize("vocab", [31, 128256])
+def test_one_row_by_its_seeds(vocab: int, device: str) -> None:
+    """Per-row seeds and offsets give independent draws: the counts of one long row follow it."""
+    n = 1 << 14 if device == "cuda" else 1 << 10
+    probs = dyadic(1, vocab, device)
+    indices = torch.zeros(n, dtype=torch.int64, device=device)
+    seeds, offsets = torch.arange(n, device=device) * 977, torch.arange(n, device=device) // 3
+    samples = fi_core.sampling_from_probs(probs, indices, seed=seeds, offset=offsets)
+    assert samples.dtype == torch.int64
+    buckets = 16
+    edges = (torch.arange(vocab, device=device) * buckets) // vocab
+    share = torch.zeros(buckets, dtype=torch.float64, device=device).index_add_(0, edges, probs[0].double())
+    assert_distribution(edges[samples], share)
+
+
+@pytest.mark.parametrize("logits", [False, True])
+@pytest.mark.parametrize("vocab", [2, 33, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_any_row_content(vocab: int, logits: bool, dtype: torch.dtype, device: str) -> None:
+    rows, sets = adversarial(vocab, device, logits, dtype)
+    n = rows.shape[0]
+    clean = torch.full((1, vocab), 0.5, dtype=dtype, device=device)
+    for impl in impls("sample", device):
+        with using("sample", impl):
+            for seed in range(4):
+                for filters in ({}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 2, "top_p": 0.5}):
+                    samples, valid = _any(rows, logits, filters, seed, torch.zeros(n, device=device).long())
+                    for i, choice in enumerate(sets):
+                        token = int(samples[i])
+                        assert 0 <= token < vocab
+                        assert bool(valid[i]) == bool(choice), (impl, filters, i)
+                        assert not choice or token in choice, (impl, filters, i, token)
+                    # Beside bad rows a good one draws as if alone.
+                    mixed = torch.cat([rows, clean, rows])
+                    lone = _any(clean, logits, filters, seed, torch.tensor([seed], device=device))[0]
+                    seeds = torch.full((2 * n + 1,), seed, device=device)
+                    assert _any(mixed, logits, filters, seed, seeds)[0][n] == lone[0]
+
+
+def _any(
+    x: torch.Tensor, logits: bool, filters: dict[str, Any], seed: int, offsets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    seeds = torch.full_like(offsets, seed)
+    if logits:
+        return sample_from_logits(x, seed=seeds, offset=offsets, **filters)
+    at: dict[str, Any] = {"seed": seeds, "offset": offsets, "return_valid": True}
+    if "min_p" in filters:
+        return fi_core.min_p_sampling_from_probs(x, filters["min_p"], **at)  # type: ignore[return-value]
+    k, p = filters.get("top_k", 0), filters.get("top_p", 1.0)
+    return fi_core.top_k_top_p_sampling_from_probs(x, k, p, **at)  # type: ignore[return-value]
+
+
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 50},
+    {"top_k": 5000},
+    {"top_p": 0.9},
+    {"top_p": 0.2, "min_p": 0.01},
+    {"top_k": 900, "top_p": 0.95},
+    {"top_k": 60, "top_p": 0.8, "filter_apply_order": "joint"},
+]
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+@pytest.mark.parametrize("vocab", [31, 5003, 128256])
+def test_the_draw_depends_on_the_row_alone(vocab: int, scale: float, device: str) -> None:
+    """With a seed for each row: any position, batch, address and implementation, the CPU's too."""
+    n = 6
+    x = normal_logits(n, vocab, "cpu", scale=scale)
+    seeds, offsets = torch.arange(n) + 100, torch.arange(n) * 4
+    canvas = torch.zeros(n, vocab + 3, device=device)
+    shuffled = torch.tensor([4, 0, 5, 2, 1, 3])
+    for filters in FILTERS:
+        want, _ = sample_from_logits(x, seed=seeds, offset=offsets, **filters)
+        for impl in impls("sample", device):
+            with using("sample", impl):
+                y, s, o = x.to(device), seeds.to(device), offsets.to(device)
+                got, _ = sample_from_logits(y, seed=s, offset=o, **filters)
+                assert torch.equal(got.cpu(), want), (impl, filters)
+                order = shuffled.to(device)
+                got, _ = sample_from_logits(y[order], seed=s[order], offset=o[order], **filters)
+                assert torch.equal(got.cpu(), want[shuffled]), (impl, filters)
+                one, _ = sample_from_logits(y[3:4], seed=s[3:4], offset=o[3:4], **filters)
+                assert int(one) == int(want[3])
+                for shift in (1, 2, 3):  # rows that begin anywhere
+                    rows = canvas[:, shift:]
+                    rows.copy_(y[:, : vocab + 3 - shift] if shift == 3 else torch.nn.functional.pad(y, (0, 3 - shift)))
+                    part = canvas[:, shift : shift + vocab]
+                    got, _ = sample_from_logits(part, seed=s, offset=o, **filters)
+                    assert torch.equal(got.cpu(), want), (impl, filters, shift)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_draw_as_their_fp32_copies(dtype: torch.dtype, device: str) -> None:
+    for vocab in (33, 4099, 32000):
+        x = normal_logits(5, vocab, device, scale=3.0).to(dtype)
+        for impl in impls("sample", device):
+            with using("sample", impl):
+                for filters in FILTERS:
+                    half, _ = sample_from_logits(x, seed=5, offset=6, **filters)
+                    single, _ = sample_from_logits(x.float(), seed=5, offset=6, **filters)
+                    assert torch.equal(half, single)
+
+
+def test_randomness(device: str) -> None:
+    """The same seed and offset repeat; either of them changes the draw; rows differ; tensors say what numbers say."""
+    x = normal_logits(1, 5000, device).softmax(-1).expand(64, -1).contiguous()
+
+    def draw(seed: Any, offset: Any) -> torch.Tensor:
+        return fi_core.sampling_from_probs(x, seed=seed, offset=offset)  # type: ignore[return-value]
+
+    first = draw(1, 2)
+    assert torch.equal(first, draw(1, 2)) and first.unique().numel() > 40
+    for other in (draw(2, 2), draw(1, 3), draw(1 << 63, 2), draw(1, (1 << 40) + 2)):
+        assert int((other == first).sum()) < 8
+    one = torch.tensor([1], device=device)
+    assert torch.equal(first, draw(one, one + 1))
+    each = torch.ones(64, dtype=torch.int64, device=device)
+    same = draw(each, each + 1)
+    assert same.unique().numel() == 1 and same[0] == first[0], "with seeds of their own rows do not count themselves in"
+    assert torch.equal(draw(one.to(torch.uint64), one.to(torch.uint64)), draw(1, 1))
+    assert draw(-1 % (1 << 64), 0).shape == (64,)
+
+
+INCREMENTS: dict[str, tuple[Draw, int]] = {
+    "logits": (lambda x, **r: fi_core.sampling_from_logits(x, **r), 3 * 33),
+    "probs": (lambda x, **r: fi_core.sampling_from_probs(x.softmax(-1), **r), 3),
+    "min_p": (lambda x, **r: fi_core.min_p_sampling_from_probs(x.softmax(-1), 0.1, **r), 3),
+    "top_p": (lambda x, **r: fi_core.top_p_sampling_from_probs(x.softmax(-1), 0.1, **r), 96),
+    "top_k": (lambda x, **r: fi_core.top_k_sampling_from_probs(x.softmax(-1), 4, **r), 96),
+    "both": (lambda x, **r: fi_core.top_k_top_p_sampling_from_probs(x.softmax(-1), 4, 0.5, **r), 96),
+    "both_logits": (lambda x, **r: fi_core.top_k_top_p_sampling_from_logits(x, 4, 0.5, **r), 96),
+}
+
+
+@pytest.mark.parametrize("name", sorted(INCREMENTS))
+def test_generators_move_on(name: str, device: str) -> None:
+    draw, increment = INCREMENTS[name]
+    x = normal_logits(3, 33, device)
+    generator = torch.Generator(device=device).manual_seed(7)
+    state = generator.get_state()
+    first, second = draw(x, generator=generator), draw(x, generator=generator)
+    if device == "cuda":
+        assert generator.get_offset() == 2 * math.ceil(increment / 4) * 4  # type: ignore[attr-defined]
+        assert torch.equal(draw(x, seed=7, offset=0), first)
+        assert torch.equal(draw(x, seed=7, offset=math.ceil(increment / 4) * 4), second)
+    generator.set_state(state)
+    assert torch.equal(draw(x, generator=generator), first)
+    after = generator.get_state()
+    draw(x, seed=1, offset=0)
+    assert torch.equal(generator.get_state(), after)
+    torch.manual_seed(3)
+    default = draw(x)
+    torch.manual_seed(3)
+    assert torch.equal(draw(x), default)
+
+
+def test_seed_and_offset() -> None:
+    generator = torch.Generator().manual_seed(5)
+    seed, offset = get_seed_and_offset(5, generator)
+    assert offset == 0 and (seed, 0) != get_seed_and_offset(5, generator)
+    with pytest.raises(ValueError, match="device"):
+        get_seed_and_offset(5)
+
+
+def test_disabled_filters_drop_nothing(device: str) -> None:
+    x = normal_logits(4, 3000, device, scale=2.0)
+    plain = fi_core.sampling_from_logits(x, seed=1, offset=1)
+    for k in (0, -1, 3000, 1 << 30, torch.tensor([0, -1, 3000, 1 << 30], dtype=torch.int32, device=device)):
+        assert torch.equal(fi_core.top_k_top_p_sampling_from_logits(x, k, 1.0, seed=1, offset=1), plain)
+    assert torch.equal(sample_from_logits(x, min_p=0.0, seed=1, offset=1)[0], plain)
+    ones = torch.ones(4, device=device)
+    assert torch.equal(sample_from_logits(x, top_p=ones, temperature=ones, seed=1, offset=1)[0], plain)
+    assert torch.equal(sample_from_logits(x, top_p=0.0, seed=1, offset=1)[0].long(), x.argmax(-1))
+
+
+def test_indices(device: str) -> None:
+    probs = dyadic(4, 700, device)
+    k = torch.tensor([1, 5, 50, 0], dtype=torch.int32, device=device)
+    for dtype in (torch.int32, torch.int64):
+        indices = torch.tensor([3, 1, 1, 0, 2, 3, 9, -1], dtype=dtype, device=device)
+        for impl in impls("sample", device):
+            with using("sample", impl):
+                samples, valid = fi_core.top_k_sampling_from_probs(
+                    probs, k, indices, seed=3, offset=1, return_valid=True
+                )
+                assert samples.dtype == dtype and samples.shape == (8,)
+                assert valid.tolist() == [True] * 6 + [False] * 2, "rows that are not there"
+                assert inside(samples[:6], allowed(probs, top_k=k)[indices[:6].long()])
+                assert not samples[6:].any()
+
+
+def test_check_nan(device: str) -> None:
+    x = torch.ones(2, 8, device=device)
+    x[1, 3] = NAN
+    assert fi_core.sampling_from_probs(x, seed=0, offset=0).shape == (2,)
+    with pytest.raises(ValueError, match=r"Input probs contains NaN\."):
+        fi_core.top_k_sampling_from_probs(x, 2, check_nan=True)
+    with pytest.raises(ValueError, match=r"Input logits contains NaN\."):
+        fi_core.sampling_from_logits(x, check_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"top_p": torch.ones(2, 1)}, ValueError, r"Expected a 1D tensor or scalar for top_p, got a 2D tensor"),
+        (
+            {"top_k": torch.tensor(3)},
+            ValueError,
+            r"Expected a 1D tensor of shape \(batch_size,\) or scalar for top_k, got a 0-dimensional tensor",
+        ),
+        ({"top_k": torch.ones(1).int()}, ValueError, "Sampling parameter tensor batch size mismatch: top_k"),
+        ({"top_p": 1.5}, ValueError, "top_p: a number from 0 to 1 is required; got 1.5"),
+        ({"top_p": -0.1}, ValueError, "top_p"),
+        ({"min_p": 2}, ValueError, "min_p"),
+        ({"top_k": -2}, ValueError, "top_k"),
+        ({"top_k": 2.5}, ValueError, "top_k: an integer from -1 on is required"),
+        ({"top_k": "3"}, TypeError, "top_k: a number or a 1D tensor is required; got str"),
+        ({"temperature": -1.0}, ValueError, "temperature"),
+        ({"seed": 1}, ValueError, "seed and offset: give both or neither"),
+        ({"seed": 1, "offset": torch.zeros(2).long()}, ValueError, "seed and offset: both integers or both tensors"),
+        ({"seed": torch.zeros(3).long(), "offset": torch.zeros(2).long()}, ValueError, "seed: a 1D tensor of length 1"),
+        ({"seed": torch.zeros(2), "offset": torch.zeros(2)}, ValueError, "seed: int64 or uint64"),
+        ({"filter_apply_order": "both"}, ValueError, "Invalid filter_apply_order: 'both'"),
+        ({"presence_penalty": 1.0}, ValueError, "seen_token_ids: required"),
+        (
+            {"seen_token_ids": torch.zeros(2, 1).int(), "frequency_penalty": 1.0},
+            ValueError,
+            "seen_token_counts: required",
+        ),
+        ({"bias": torch.ones(3)}, ValueError, r"bias must have shape \[vocab\] or \[batch, vocab\]"),
+        ({"bitmask": torch.ones(2, 3).int()}, ValueError, r"bitmask must have shape"),
+    ],
+)
+def test_errors_name_the_argument(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        sample_from_logits(torch.zeros(2, 8), **arguments)
+
+
+def test_wrong_rows() -> None:
+    with pytest.raises(TypeError, match="probs: a float dtype is required"):
+        fi_core.sampling_from_probs(torch.ones(2, 8).int())
+    with pytest.raises(ValueError, match=r"probs: shape \[rows, vocab\] is required; got \[8\]"):
+        fi_core.sampling_from_probs(torch.ones(8), seed=0, offset=0)
+    with pytest.raises(ValueError, match="contiguous in its last dimension"):
+        fi_core.sampling_from_probs(torch.ones(8, 4).T, seed=0, offset=0)
+    with pytest.raises(TypeError, match="indices must be int32 or int64"):
+        fi_core.sampling_from_probs(torch.ones(2, 8), torch.zeros(2))
+    with pytest.raises(ValueError, match="vocab"):
+        fi_core.sampling_from_probs(torch.ones(2, 0), seed=0, offset=0)
+    double = torch.ones(2, 8).double()
+    assert fi_core.sampling_from_probs(double, seed=0, offset=0).dtype == torch.int32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["cluster", "cuda"])
+def test_graphs_take_seeds_from_the_device(impl: str) -> None:
+    if impl not in impls("sample", "cuda"):
+        pytest.skip(f"{impl} does not run on this device")
+    x = normal_logits(5, 128256, "cuda", scale=2.0)
+    seed, offset = torch.zeros(5, dtype=torch.int64, device="cuda"), torch.zeros(5, dtype=torch.int64, device="cuda")
+    p = torch.full((5,), 0.9, device="cuda")
+    with using("sample", impl):
+        sample_from_logits(x, seed=seed, offset=offset, top_p=p)
+        stream = torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            tokens, valid = sample_from_logits(x, seed=seed, offset=offset, top_p=p)
+        for step in range(4):
+            seed.fill_(step)
+            offset.copy_(torch.arange(5) * step)
+            p.fill_(0.5 + 0.1 * step)
+            graph.replay()
+            want, _ = sample_from_logits(x, seed=seed.clone(), offset=offset.clone(), top_p=p.clone())
+            assert torch.equal(tokens, want) and bool(valid.all())
+
+
+def test_masked_rows_beside_good_ones(device: str) -> None:
+    x = torch.full((3, 64), -INF, device=device)
+    x[1, 5] = 0.0
+    tokens, valid = sample_from_logits(x, seed=1, offset=2)
+    assert valid.tolist() == [False, True, False] and tokens.tolist() == [0, 5, 0]

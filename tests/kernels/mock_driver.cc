@@ -289,8 +289,8 @@ MOCK cuLaunchKernelEx(const LaunchConfig* c, Function function, void** parameter
   return refuses("cuLaunchKernelEx") ? kLaunchFailed : kSuccess;
 }
 
-// The rules of tiled maps, as the driver's documentation of cuTensorMapEncodeTiled states them. The map itself holds the
-// address and what was asked for, so that a launch shows it.
+// The rules of tiled maps, as the driver's documentation of cuTensorMapEncodeTiled states them. The map itself holds
+// the address and what was asked for, so that a launch shows it.
 MOCK cuTensorMapEncodeTiled(void* map, int type, uint32_t rank, void* address, const uint64_t* sizes,
                             const uint64_t* strides, const uint32_t* box, const uint32_t* steps, int interleave,
                             int swizzle, int promotion, int fill) {

@@ -1,5 +1,5 @@
-// Named barriers of a block (PTX ISA 9.7.13.1): bar.sync waits, bar.arrive does not; `threads`, a multiple of 32, is how
-// many do either. Barrier 0 is that of __syncthreads.
+// Named barriers of a block (PTX ISA 9.7.13.1): bar.sync waits, bar.arrive does not; `threads`, a multiple of 32, is
+// how many do either. Barrier 0 is that of __syncthreads.
 #pragma once
 #include "fi/cuda/ptx/pdl.cuh"
 

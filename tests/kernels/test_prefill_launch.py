@@ -64,7 +64,7 @@ def test_hopper_launch(prefill: Prefill) -> None:
     calls = prefill()
     launch = one(calls)
     assert launch["grid"] == [132, 1, 1] and launch["block"] == [384, 1, 1] and launch["pdl"]
-    assert launch["shared_bytes"] == ops._hopper_bytes(128, 128, 128)
+    assert launch["shared_bytes"] == ops._hopper_bytes(128, 128, 160)
     p = parameters(launch, "BatchPrefillParams")
     assert (p["out"], p["lse"], p["pages"], p["sinks"]) == (OUT, LSE, PAGES, None)
     assert (p["qo_heads"], p["kv_heads"], p["group"]["value"], p["tile_tokens"]) == (HEADS, KV_HEADS, 4, TILE)
@@ -74,8 +74,21 @@ def test_hopper_launch(prefill: Prefill) -> None:
     row = HEADS * 128 * 2
     assert maps(calls)[Q] == [[128, 2, 64], [4, 256, 4], [KV_HEADS, 1024, 1], [ROWS, row, TILE]]
     token = KV_HEADS * 256
-    pool = [[128, 2, 64], [PAGE, token, 16], [KV_HEADS, 256, 1], [NUM_PAGES, PAGE * token, 1]]
-    assert maps(calls)[K] == maps(calls)[V] == pool
+    pages = [NUM_PAGES, PAGE * token, 1]
+    assert launch["name"] == "batch_prefill_rows", "a copy brings whole rows: heads count in blocks of 64 columns"
+    assert (p["heads_in_blocks"], p["head_groups"]) == (1, 0)
+    assert maps(calls)[K] == maps(calls)[V] == [
+        [64, 2, 64], [8, token, 8], [2 * KV_HEADS, 128, 2], [PAGE // 8, 8 * token, 2], pages
+    ]  # fmt: skip
+
+
+def test_small_pages_come_by_columns(prefill: Prefill) -> None:
+    """Pages that are no multiple of 8 tokens have no whole rows to copy."""
+    pool = (NUM_PAGES, 5, KV_HEADS, 128)
+    calls = prefill(k=Tensor(K, pool, "bf16"), v=Tensor(V, pool, "bf16"))
+    assert one(calls)["name"] == "batch_prefill" and parameters(one(calls), "BatchPrefillParams")["box"] == 5
+    token = KV_HEADS * 256
+    assert maps(calls)[K] == [[128, 2, 64], [5, token, 5], [KV_HEADS, 256, 1], [NUM_PAGES, 5 * token, 1]]
 
 
 def test_sections_follow_the_keys(prefill: Prefill) -> None:
@@ -103,7 +116,10 @@ def test_head_major_pages(prefill: Prefill) -> None:
     pool = (NUM_PAGES, KV_HEADS, 48, 64)
     calls = prefill(dims=(64, 64), kv_layout=1, k=Tensor(K, pool, "bf16"), v=Tensor(V, pool, "bf16"))
     assert parameters(one(calls), "BatchPrefillParams")["box"] == 16, "what divides the page and the tile of keys"
-    assert maps(calls)[K] == [[64, 2, 64], [48, 128, 16], [KV_HEADS, 48 * 128, 1], [NUM_PAGES, KV_HEADS * 48 * 128, 1]]
+    p = parameters(one(calls), "BatchPrefillParams")
+    assert (p["heads_in_blocks"], p["head_groups"]) == (0, 6), "heads count in groups of 8 tokens"
+    page = [NUM_PAGES, KV_HEADS * 48 * 128, 1]
+    assert maps(calls)[K] == [[64, 2, 64], [8, 128, 8], [1, 128, 1], [6 * KV_HEADS, 1024, 2], page]
 
 
 def test_little_work_takes_few_blocks(prefill: Prefill) -> None:

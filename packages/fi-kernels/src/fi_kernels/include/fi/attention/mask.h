@@ -21,6 +21,13 @@ struct Mask {
   const uint16_t* items;
   int32_t prefix_len;
 
+  // Causal or not, with a window, and nothing else.
+  FI_HOST_DEVICE static Mask of_range(int32_t causal, int32_t window_left, int32_t qo_len, int32_t kv_len) {
+    Mask mask{};
+    mask.causal = causal, mask.window_left = window_left, mask.qo_len = qo_len, mask.kv_len = kv_len;
+    return mask;
+  }
+
   FI_HOST_DEVICE int64_t position(int32_t i) const { return static_cast<int64_t>(kv_len) - qo_len + i; }
 
   // Row i may see keys [first_key, end_key).

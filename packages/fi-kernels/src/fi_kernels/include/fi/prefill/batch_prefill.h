@@ -6,8 +6,11 @@
 
 namespace fi {
 
-// q, k and v come through tensor maps: q [64 columns of a row, head of the group, kv head, token], k and v
-// [64 columns, token of a page, head, page]; ragged keys are one long page. Strides in elements.
+// q, k and v come through tensor maps: q [columns of a row, head of the group, kv head, token], k and v either
+// [columns, token of a page, kv head, page], of which a copy brings 64 columns of `box` keys; ragged keys are one long
+// page. Or, by whole rows, [64 columns, 8 tokens, blocks of 64 columns, groups of 8 tokens, page] with the kv head
+// counted in along with the third or the fourth: a copy brings whole rows of `box` keys, which takes fewer copies of
+// small pages. Strides in elements.
 struct BatchPrefillParams {
   TensorMap q, k, v;
   void* out;             // [tokens, qo_heads, dim_vo]
@@ -21,6 +24,7 @@ struct BatchPrefillParams {
   int32_t section;      // kv heads whose keys stay in L2 together: tiles are handed out section by section
   int32_t tile_tokens;  // query tokens of a tile: its rows are these times the group
   int32_t box;          // keys of one copy
+  int32_t heads_in_blocks, head_groups;  // by whole rows: heads count in the third, or these groups each in the fourth
   int32_t causal, window_left;
   float scale;  // of scores, times log2(e); with a soft cap, divided by it
   float cap;    // times log2(e); 0: none

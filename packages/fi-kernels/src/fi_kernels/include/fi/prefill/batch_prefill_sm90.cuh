@@ -1,10 +1,11 @@
-// Batch prefill on Hopper: persistent blocks of a scheduler warp, a producer warp (TMA) and two consumer warpgroups
-// (wgmma), where the softmax of a key tile runs while the products of its neighbours do.
+// Batch prefill on Hopper: persistent blocks of a scheduler warp, producer warps for q, k and v (TMA), and two consumer
+// warpgroups (wgmma), where the softmax of a key tile runs while the products of its neighbours do.
 #pragma once
 #include "fi/attention/softmax.h"
 #include "fi/cuda/convert.cuh"
 #include "fi/cuda/math.cuh"
 #include "fi/cuda/ptx/barrier.cuh"
+#include "fi/cuda/ptx/global.cuh"
 #include "fi/cuda/ptx/tma_sm90.cuh"
 #include "fi/cuda/ptx/warpgroup_sm90.cuh"
 #include "fi/cuda/ptx/wgmma_sm90.cuh"
@@ -19,17 +20,26 @@ struct Work {
 };
 
 // Rows r = token * group + head of the group: a tile reads each key once for all heads that share it.
-template <class T, int kDimQK, int kDimVO, int kKeys, bool kCapped>
+template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped>
 struct PrefillKernel {
   static constexpr int kRows = 128, kStages = 2, kConsumers = 2, kThreads = 384;
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+  // A block begins with 168 registers a thread; more would wait for ever.
+  static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168, "registers");
 
+  // Two tiles of queries where they fit: one group then begins its next tile while the other ends the last.
+  static constexpr int kTileBytes = (kRows * (kDimQK + kDimVO) + kStages * kKeys * (kDimQK + kDimVO)) * sizeof(T);
+  static constexpr int kQueryStages = kTileBytes + kRows * kDimQK * sizeof(T) <= 226 * 1024 ? 2 : 1;
+
+  // Tiles in the 128-byte swizzle: [dim / 64][rows][64], or keys and values [rows / 8][dim / 64][8][64] where copies
+  // bring whole rows.
   struct Shared {
-    alignas(1024) T q[kRows * kDimQK];  // all tiles: [dim / 64][rows][64], 128-byte swizzle
+    alignas(1024) T q[kQueryStages][kRows * kDimQK];
     alignas(1024) T k[kStages][kKeys * kDimQK];
     alignas(1024) T v[kStages][kKeys * kDimVO];
     alignas(1024) T out[kRows * kDimVO];  // [rows][dim], 16-byte pieces permuted within a row
-    Barrier q_full, q_empty, k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+    Barrier q_full[kQueryStages], q_empty[kQueryStages], k_full[kStages], k_empty[kStages], v_full[kStages],
+        v_empty[kStages];
     Barrier work_full[2], work_empty[2];
     Work work[2];
   };
@@ -40,7 +50,7 @@ struct PrefillKernel {
     int begin, count;  // of the key tiles
 
     FI_DEVICE Tile(const BatchPrefillParams& p, const Work& work) : Work(work) {
-      mask = Mask{nullptr, 0, 0, p.causal, p.window_left, request.qo_len, request.kv_len};
+      mask = Mask::of_range(p.causal, p.window_left, request.qo_len, request.kv_len);
       begin = mask.first_key(token) / kKeys;
       count = (mask.end_key(token + tokens - 1) + kKeys - 1) / kKeys - begin;
     }
@@ -53,11 +63,13 @@ struct PrefillKernel {
 
   FI_DEVICE void run() {
     if (threadIdx.x == 0) {
-      shared.q_full.init(1);
-      shared.q_empty.init(kConsumers);
+      for (int i = 0; i < kQueryStages; ++i) {
+        shared.q_full[i].init(1);
+        shared.q_empty[i].init(kConsumers);
+      }
       for (int i = 0; i < 2; ++i) {
         shared.work_full[i].init(1);
-        shared.work_empty[i].init(kConsumers + 1);
+        shared.work_empty[i].init(kConsumers + 3);
       }
       for (int s = 0; s < kStages; ++s) {
         shared.k_full[s].init(1);
@@ -74,8 +86,11 @@ struct PrefillKernel {
     pdl_wait();
     if (threadIdx.x < 128) {
       give_registers<kProducerRegisters>();
-      if (threadIdx.x < 32) produce();
-      if (threadIdx.x == 32) schedule();
+      const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+      if (warp == 0) produce<kDimQK>(p.k, shared.k[0], shared.k_full, shared.k_empty);
+      if (warp == 1) produce<kDimVO>(p.v, shared.v[0], shared.v_full, shared.v_empty);
+      if (warp == 2 && threadIdx.x % 32 == 0) produce_queries();
+      if (warp == 3 && threadIdx.x % 32 == 0) schedule();
     } else {
       take_registers<kConsumerRegisters>();
       consume(threadIdx.x / 128 - 1);
@@ -112,89 +127,102 @@ struct PrefillKernel {
     }
   }
 
-  FI_DEVICE void produce() {
+  // Copies the queries of every tile.
+  FI_DEVICE void produce_queries() {
+    for (int use = 0;; ++use) {
+      shared.work_full[use % 2].wait(use / 2 % 2);
+      const Work work = shared.work[use % 2];
+      if (work.tokens == 0) break;
+      shared.work_empty[use % 2].arrive();
+      const int stage = use % kQueryStages;
+      shared.q_empty[stage].wait(use / kQueryStages % 2 ^ 1);
+      shared.q_full[stage].arrive_expect(p.tile_tokens * p.group.value * kDimQK * sizeof(T));
+      for (int block = 0; block < kDimQK / 64; ++block)
+        tma_load(shared.q[stage] + block * kRows * 64, p.q, shared.q_full[stage], block * 64, 0, work.kv_head,
+                 work.request.qo_begin + work.token);
+    }
+  }
+
+  // Copies the keys or the values of every tile, last key tile first.
+  template <int kDim>
+  FI_DEVICE void produce(const TensorMap& from, T* to, Barrier* full, Barrier* empty) {
+    const int boxes = kKeys / p.box, lane = threadIdx.x % 32;
     int stage = 0, parity = 1;
     for (int use = 0;; ++use) {
       shared.work_full[use % 2].wait(use / 2 % 2);
       const Tile tile(p, shared.work[use % 2]);
       if (tile.tokens == 0) break;
       __syncwarp();
-      shared.q_empty.wait(use % 2 ^ 1);
-      if (threadIdx.x == 0) {
-        shared.work_empty[use % 2].arrive();
-        shared.q_full.arrive_expect(p.tile_tokens * p.group.value * kDimQK * sizeof(T));
-        for (int block = 0; block < kDimQK / 64; ++block)
-          tma_load(shared.q + block * kRows * 64, p.q, shared.q_full, block * 64, 0, tile.kv_head,
-                   tile.request.qo_begin + tile.token);
-      }
-      // Values follow their keys by one tile, as the consumers take them.
-      int v_stage = 0, v_parity = 0;
-      for (int j = tile.begin + tile.count - 1, step = 0; step < tile.count; ++step, --j) {
-        load<kDimQK>(p.k, shared.k[stage], shared.k_full[stage], shared.k_empty[stage], parity, tile, j);
-        if (step > 0)
-          load<kDimVO>(p.v, shared.v[v_stage], shared.v_full[v_stage], shared.v_empty[v_stage], v_parity, tile, j + 1);
-        v_stage = stage, v_parity = parity;
+      if (lane == 0) shared.work_empty[use % 2].arrive();
+      if (tile.count == 0) continue;
+      int2 next = place(tile, (tile.begin + tile.count - 1) * kKeys + lane * p.box);
+      for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j) {
+        int2 now = next;
+        if (j > tile.begin) next = place(tile, (j - 1) * kKeys + lane * p.box);  // arrives during the wait
+        empty[stage].wait(parity);
+        if (lane == 0) full[stage].arrive_expect(kKeys * kDim * sizeof(T));
+        T* line = to + stage * kKeys * kDim;
+        for (int first = 0; first < boxes; first += 32) {
+          if (first > 0) now = place(tile, j * kKeys + (first + lane) * p.box);
+          const int count = min(32, boxes - first);
+          for (int b = 0; b < count; ++b, line += p.box * (kWholeRows ? kDim : 64)) {
+            const int token = __shfl_sync(0xffffffffu, now.x, b), page = __shfl_sync(0xffffffffu, now.y, b);
+            if (lane > 0) continue;
+            if constexpr (kWholeRows) {
+              tma_load(line, from, full[stage], 0, 0, p.heads_in_blocks ? tile.kv_head * (kDim / 64) : 0,
+                       token / 8 + tile.kv_head * p.head_groups, page);
+            } else {
+#pragma unroll
+              for (int block = 0; block < kDim / 64; ++block)
+                tma_load(line + block * kKeys * 64, from, full[stage], block * 64, token, tile.kv_head, page);
+            }
+          }
+        }
         if (++stage == kStages) stage = 0, parity ^= 1;
       }
-      if (tile.count > 0)
-        load<kDimVO>(p.v, shared.v[v_stage], shared.v_full[v_stage], shared.v_empty[v_stage], v_parity, tile,
-                     tile.begin);
     }
   }
 
-  // Copies of key tile j, box by box: each lane finds the pages of its own.
-  template <int kDim>
-  FI_DEVICE void load(const TensorMap& from, T* to, Barrier& full, Barrier& empty, int parity, const Tile& tile,
-                      int j) {
-    const int boxes = kKeys / p.box, lane = threadIdx.x;
-    const int last = tile.request.kv_len - 1;
-    constexpr int kBlocks = kDim / 64;
-    for (int b = lane; b < boxes * kBlocks; b += 32) {
-      const int block = b / boxes, key = (b - block * boxes) * p.box;
-      int token = j * kKeys + key, page = 0;
-      if (p.pages) {
-        const int entry = divide(min(token, last), p.page_size);
-        page = p.pages[tile.request.kv_begin + entry];
-        token = token > last ? 0 : token - entry * p.page_size.value;  // beyond the end: any page will do
-      } else {
-        token += tile.request.kv_begin;
-      }
-      if (b == lane) empty.wait(parity);
-      if (b == 0) full.arrive_expect(kKeys * kDim * sizeof(T));
-      tma_load(to + (block * kKeys + key) * 64, from, full, block * 64, token, tile.kv_head, page);
-    }
+  // Where a key lies: token of a page, page. Beyond the last key it may be any that exists.
+  FI_DEVICE int2 place(const Tile& tile, int key) const {
+    if (!p.pages) return {tile.request.kv_begin + key, 0};
+    const int known = min(key, tile.request.kv_len - 1), entry = divide(known, p.page_size);
+    const int token = key == known ? key - entry * static_cast<int>(p.page_size.value) : 0;
+    return {token, p.pages[tile.request.kv_begin + entry]};
   }
 
   FI_DEVICE void consume(int group) {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     float o[kDimVO / 2], s[kKeys / 2];
     unsigned weights[kKeys / 16][4];
+    const uint64_t k = wgmma_operand(shared.k, kKeyGroup);
+    const uint64_t v = wgmma_operand(shared.v, kValueGroup, kBlockBytes);
     int stage = 0, parity = 0;
     if (group == 1) barrier_arrive(1, 256);  // the first turn is the first group's
     for (int use = 0;; ++use) {
       shared.work_full[use % 2].wait(use / 2 % 2);
       const Tile tile(p, shared.work[use % 2]);
       if (tile.tokens == 0) break;
-      barrier_sync(3 + group, 128);
-      if (thread == 0) shared.work_empty[use % 2].arrive();
-      shared.q_full.wait(use % 2);
+      const int q_stage = use % kQueryStages;
+      shared.q_full[q_stage].wait(use / kQueryStages % 2);
+      const uint64_t q = wgmma_uniform(wgmma_operand(shared.q[q_stage] + group * 64 * 64, 1024));
       const int row = group * 64 + warp * 16 + lane / 4;  // and row + 8
-      int token[2], first_key[2], end_key[2];
+      int first_key[2], end_key[2];
       for (int h = 0; h < 2; ++h) {
-        token[h] = tile.token + static_cast<int>(divide(row + 8 * h, p.group));
-        first_key[h] = tile.mask.first_key(token[h]);
-        end_key[h] = tile.mask.end_key(token[h]);
+        const int token = tile.token + static_cast<int>(divide(row + 8 * h, p.group));
+        first_key[h] = tile.mask.first_key(token);
+        end_key[h] = tile.mask.end_key(token);
       }
       // Tiles all of whose keys every row sees: below the first row's end, at or above the last row's beginning.
       const int clear_end = tile.mask.end_key(tile.token) / kKeys;
       const int clear_begin = (tile.mask.first_key(tile.token + tile.tokens - 1) + kKeys - 1) / kKeys;
       float m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f}, alpha[2];
-      const auto weigh = [&](int j) {
+      const auto weigh = [&](int j, bool hidden) {
         if (kCapped) {
 #pragma unroll
           for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * p.scale);
         }
-        if (j >= clear_end || j < clear_begin) hide(s, j * kKeys + lane % 4 * 2, first_key, end_key);
+        if (hidden) hide(s, j * kKeys + lane % 4 * 2, first_key, end_key);
         softmax(s, m, d, alpha);
       };
       const int count = __shfl_sync(0xffffffffu, tile.count, 0);  // known to be uniform: wgmma need not be serialised
@@ -202,73 +230,86 @@ struct PrefillKernel {
         int j = tile.begin + count - 1;
         shared.k_full[stage].wait(parity);
         barrier_sync(1 + group, 256);
-        multiply_keys(s, shared.q + group * 64 * 64, shared.k[stage]);
+        multiply_keys(s, q, wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0]))));
         barrier_arrive(2 - group, 256);
         wgmma_wait<0>();
         wgmma_keep(s);
         if (thread == 0) shared.k_empty[stage].arrive();
-        weigh(j);
+        weigh(j, true);
         pack(s, weights);
+        shared.v_full[stage].wait(parity);
         if (tile.request.kv_len < (j + 1) * kKeys) {
-          shared.v_full[stage].wait(parity);
           clear(shared.v[stage], tile.request.kv_len - j * kKeys, 3 + group);
         }
 #pragma unroll
         for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
         // Products of the keys of tile j and of the values of tile j + 1 run during the softmax of their neighbours.
-        for (int step = 1; step < count; ++step) {
-          const int v_stage = stage, v_parity = parity;
+        // NOTE: no branch in between, else the compiler waits for both products at once; hence a loop of its own for
+        // tiles that need no mask.
+        const auto advance = [&](bool hidden) {
+          const int v_stage = stage;
           if (++stage == kStages) stage = 0, parity ^= 1;
           --j;
           shared.k_full[stage].wait(parity);
           barrier_sync(1 + group, 256);
-          multiply_keys(s, shared.q + group * 64 * 64, shared.k[stage]);
-          shared.v_full[v_stage].wait(v_parity);
-          multiply_values(o, weights, shared.v[v_stage]);
+          const uint64_t keys = wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0])));
+          const uint64_t values = wgmma_uniform(wgmma_further(v, v_stage * sizeof(shared.v[0])));
+          multiply_keys(s, q, keys);
+          multiply_values(o, weights, values);
           barrier_arrive(2 - group, 256);
           wgmma_wait<1>();
           wgmma_keep(s);
           if (thread == 0) shared.k_empty[stage].arrive();
-          weigh(j);
+          weigh(j, hidden);
+          wgmma_keep(s);
+          shared.v_full[stage].wait(parity);  // NOTE: here, since this loop keeps the softmax above the wait
           wgmma_wait<0>();
           wgmma_keep(o);
           if (thread == 0) shared.v_empty[v_stage].arrive();
 #pragma unroll
           for (int i = 0; i < kDimVO / 2; ++i) o[i] *= alpha[i / 2 % 2];
           pack(s, weights);
-        }
-        if (thread == 0) shared.q_empty.arrive();
-        shared.v_full[stage].wait(parity);
-        multiply_values(o, weights, shared.v[stage]);
+        };
+        while (j > tile.begin && j > clear_end) advance(true);
+        while (j > tile.begin && j > clear_begin) advance(false);
+        while (j > tile.begin) advance(true);
+        if (thread == 0) shared.q_empty[q_stage].arrive();
+        multiply_values(o, weights, wgmma_uniform(wgmma_further(v, stage * sizeof(shared.v[0]))));
         wgmma_wait<0>();
         wgmma_keep(o);
         if (thread == 0) shared.v_empty[stage].arrive();
         if (++stage == kStages) stage = 0, parity ^= 1;
       } else {
-        if (thread == 0) shared.q_empty.arrive();
+        if (thread == 0) shared.q_empty[q_stage].arrive();
 #pragma unroll
         for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
       }
-      store(tile, o, m, d, token, group, warp, lane);
+      store(shared.work[use % 2], o, m, d, group, warp, lane);
+      barrier_sync(3 + group, 128);
+      if (thread == 0) shared.work_empty[use % 2].arrive();
     }
   }
 
-  FI_DEVICE void multiply_keys(float (&s)[kKeys / 2], const T* q, const T* k) {
+  // Bytes between groups of 8 rows, and between blocks of 64 columns, of keys and values.
+  static constexpr unsigned kKeyGroup = kWholeRows ? kDimQK * 16 : 1024, kValueGroup = kWholeRows ? kDimVO * 16 : 1024;
+  static constexpr unsigned kBlockBytes = kWholeRows ? 1024 : kKeys * 128;
+
+  FI_DEVICE static void multiply_keys(float (&s)[kKeys / 2], uint64_t q, uint64_t k) {
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kDimQK / 16; ++step) {
-      const int block = step / 4, within = step % 4 * 16;
-      wgmma_m64k16(s, wgmma_operand(q + block * kRows * 64 + within, 1024),
-                   wgmma_operand(k + block * kKeys * 64 + within, 1024), step > 0, T());
-    }
+    for (int block = 0; block < kDimQK / 64; ++block)
+#pragma unroll
+      for (int step = 0; step < 4; ++step)
+        wgmma_m64k16(s, wgmma_further(q, block * kRows * 128 + step * 32),
+                     wgmma_further(k, block * kBlockBytes + step * 32), block + step > 0, T());
     wgmma_commit();
   }
 
-  FI_DEVICE void multiply_values(float (&o)[kDimVO / 2], const unsigned (&weights)[kKeys / 16][4], const T* v) {
+  FI_DEVICE static void multiply_values(float (&o)[kDimVO / 2], const unsigned (&weights)[kKeys / 16][4], uint64_t v) {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step)
-      wgmma_m64k16(o, weights[step], wgmma_operand(v + step * 16 * 64, 1024, kKeys * 128), true, T());
+      wgmma_m64k16(o, weights[step], wgmma_further(v, step * 2 * kValueGroup), true, T());
     wgmma_commit();
   }
 
@@ -333,24 +374,25 @@ struct PrefillKernel {
     constexpr int kPieces = kDimVO / 8;
     for (int i = first * kPieces + threadIdx.x % 128; i < kKeys * kPieces; i += 128) {
       const int key = i / kPieces, piece = i % kPieces;
-      reinterpret_cast<uint4*>(v)[(piece / 8 * kKeys + key) * 8 + piece % 8] = uint4{0, 0, 0, 0};
+      char* row = reinterpret_cast<char*>(v) + key / 8 * kValueGroup + key % 8 * 128;
+      *reinterpret_cast<uint4*>(row + piece / 8 * kBlockBytes + piece % 8 * 16) = uint4{0, 0, 0, 0};
     }
     fence_async_shared();
     barrier_sync(barrier, 128);
   }
 
-  FI_DEVICE void store(const Tile& tile, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], const int (&token)[2],
-                       int group, int warp, int lane) {
+  FI_DEVICE void store(const Work& work, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int group, int warp,
+                       int lane) {
     const float scale = kCapped ? p.cap : p.scale;
     float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       d[h] += __shfl_xor_sync(0xffffffffu, d[h], 1);
       d[h] += __shfl_xor_sync(0xffffffffu, d[h], 2);
-      const int row = group * 64 + warp * 16 + lane / 4 + 8 * h;
-      const int head = tile.kv_head * p.group.value + row - (token[h] - tile.token) * p.group.value;
+      const int row = group * 64 + warp * 16 + lane / 4 + 8 * h, token = divide(row, p.group);
+      const int head = work.kv_head * p.group.value + row - token * p.group.value;
       float top = m[h] * scale;
-      if (p.sinks && token[h] < tile.token + tile.tokens) {
+      if (p.sinks && token < work.tokens) {
         const float sink = p.sinks[head] * 1.4426950408889634f, most = fmaxf(top, sink);
         d[h] = d[h] * exp2_approx(top - most) + exp2_approx(sink - most);
         factor[h] = softmax_inverse(d[h]) * p.out_scale * exp2_approx(top - most);
@@ -358,8 +400,8 @@ struct PrefillKernel {
       } else {
         factor[h] = softmax_inverse(d[h]) * p.out_scale;
       }
-      if (p.lse && lane % 4 == 0 && token[h] < tile.token + tile.tokens)
-        p.lse[static_cast<int64_t>(tile.request.qo_begin + token[h]) * p.qo_heads + head] =
+      if (p.lse && lane % 4 == 0 && token < work.tokens)
+        p.lse[static_cast<int64_t>(work.request.qo_begin + work.token + token) * p.qo_heads + head] =
             softmax_lse<CudaMath>(top, d[h]);
     }
     // A warp's 16 rows go through shared memory, so that whole rows are written.
@@ -372,14 +414,14 @@ struct PrefillKernel {
           pack(o[i] * factor[h], o[i + 1] * factor[h]);
     }
     __syncwarp();
-    const int first = group * 64 + warp * 16, rows = tile.tokens * static_cast<int>(p.group.value);
+    const int first = group * 64 + warp * 16, rows = work.tokens * static_cast<int>(p.group.value);
 #pragma unroll
     for (int i = 0; i < 16 * kPieces; i += 32) {
       const int at = i + lane, row = at / kPieces, piece = at % kPieces;
       if (first + row >= rows) continue;
-      const int t = divide(first + row, p.group), head = tile.kv_head * p.group.value + first + row - t * p.group.value;
-      T* out = static_cast<T*>(p.out) + (tile.request.qo_begin + tile.token + t) * p.out_token + head * p.out_head;
-      reinterpret_cast<uint4*>(out)[piece] = area[row * kPieces + (piece ^ (row % 8))];
+      const int t = divide(first + row, p.group), head = work.kv_head * p.group.value + first + row - t * p.group.value;
+      T* out = static_cast<T*>(p.out) + (work.request.qo_begin + work.token + t) * p.out_token + head * p.out_head;
+      store_global(out + piece * 8, area[row * kPieces + (piece ^ (row % 8))]);
     }
     __syncwarp();
   }
@@ -387,10 +429,10 @@ struct PrefillKernel {
   static constexpr bool kIsHalf = IsHalf<T>::value;
 };
 
-template <class T, int kDimQK, int kDimVO, int kKeys, bool kCapped, int kSharedBytes>
+template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped, int kSharedBytes>
 FI_DEVICE void batch_prefill(const BatchPrefillParams& params) {
   extern __shared__ uint4 bytes[];
-  using Kernel = PrefillKernel<T, kDimQK, kDimVO, kKeys, kCapped>;
+  using Kernel = PrefillKernel<T, kDimQK, kDimVO, kKeys, kWholeRows, kCapped>;
   static_assert(sizeof(typename Kernel::Shared) + 1024 <= kSharedBytes, "the family's Python says how much to ask for");
   const uint64_t address = (reinterpret_cast<uint64_t>(bytes) + 1023) & ~uint64_t{1023};
   Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(address)).run();

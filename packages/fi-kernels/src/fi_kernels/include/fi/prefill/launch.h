@@ -1,6 +1,7 @@
 // Launches batch_prefill on CUDA: the generic kernel with the problem as it is, the Hopper kernel with tensor maps.
 #pragma once
 #include <algorithm>
+#include <initializer_list>
 #include <numeric>
 
 #include "fi/host/kernel.h"
@@ -15,34 +16,59 @@ enum PrefillKind { kPrefillTilesKind = 0, kPrefillHopperKind = 1 };
 
 constexpr int64_t kPrefillCachedBytes = 32 << 20;  // of keys and values in L2 at a time; H200: 50 MB
 
-// A 16-bit tensor of four dimensions, the innermost contiguous, for copies of boxes of 64 columns.
-inline void describe(TensorMap& map, const void* data, const int64_t (&sizes)[4], const int64_t (&strides)[3],
-                     const int64_t (&box)[3]) {
-  uint64_t size[4], step[3];
-  uint32_t part[4] = {64};
-  const uint32_t ones[] = {1, 1, 1, 1};
-  for (int i = 0; i < 4; ++i) size[i] = static_cast<uint64_t>(std::max<int64_t>(sizes[i], 1));
-  for (int i = 0; i < 3; ++i) {
-    step[i] = static_cast<uint64_t>(sizes[i + 1] > 1 ? strides[i] * 2 : 128);  // where it is never taken, any will do
-    part[i + 1] = static_cast<uint32_t>(box[i]);
+using Extents = std::initializer_list<int64_t>;
+
+// A 16-bit tensor, the innermost dimension contiguous, for copies of boxes of it; strides in elements.
+inline void describe(TensorMap& map, const void* data, Extents sizes, Extents strides, Extents box) {
+  uint64_t size[5], step[4];
+  uint32_t part[5];
+  const uint32_t ones[] = {1, 1, 1, 1, 1};
+  const auto rank = static_cast<uint32_t>(sizes.size());
+  for (uint32_t i = 0; i < rank; ++i) {
+    size[i] = static_cast<uint64_t>(std::max<int64_t>(sizes.begin()[i], 1));
+    part[i] = static_cast<uint32_t>(box.begin()[i]);
   }
+  for (uint32_t i = 0; i + 1 < rank; ++i)  // a stride that is never taken may be anything
+    step[i] = size[i + 1] > 1 ? static_cast<uint64_t>(strides.begin()[i]) * 2 : 128;
   const cu::Driver& driver = cu::Driver::get();
-  driver.check(driver.TensorMapEncodeTiled(&map, cu::kTensorU16, 4, const_cast<void*>(data), size, step, part, ones, 0,
-                                           cu::kSwizzle128B, cu::kPromoteL2To128B, 0),
+  driver.check(driver.TensorMapEncodeTiled(&map, cu::kTensorU16, rank, const_cast<void*>(data), size, step, part, ones,
+                                           0, cu::kSwizzle128B, cu::kPromoteL2To128B, 0),
                "cuTensorMapEncodeTiled");
+}
+
+// How keys and values are copied: whole rows of a page at once, where the head can be counted in with another
+// dimension (a tensor map has five), else 64 columns at a time.
+enum class KeyRows { kColumns, kWholeNHD, kWholeHND };
+
+inline KeyRows key_rows(const PrefillProblem& problem, int64_t page_size, int64_t box) {
+  const AttentionProblem& p = problem.problem;
+  if (!problem.pages || box % 8) return KeyRows::kColumns;
+  if (p.k_head == p.dim_qk && p.v_head == p.dim_vo) return KeyRows::kWholeNHD;
+  if (p.k_head == page_size * p.k_token && p.v_head == page_size * p.v_token) return KeyRows::kWholeHND;
+  return KeyRows::kColumns;
+}
+
+inline void describe_keys(TensorMap& map, const void* data, KeyRows rows, int64_t dim, int64_t token, int64_t head,
+                          int64_t page, int64_t heads, int64_t page_size, int64_t pages, int64_t box) {
+  if (rows == KeyRows::kColumns) {
+    describe(map, data, {dim, page_size, heads, pages}, {token, head, page}, {64, box, 1, 1});
+    return;
+  }
+  const bool nhd = rows == KeyRows::kWholeNHD;
+  describe(map, data, {64, 8, dim / 64 * (nhd ? heads : 1), page_size / 8 * (nhd ? 1 : heads), pages},
+           {token, 64, 8 * token, page}, {64, 8, dim / 64, box / 8, 1});
 }
 
 // The parameters of the Hopper kernel; `keys` is how many it takes a step.
 inline BatchPrefillParams hopper_params(const PrefillProblem& problem, const Tensor& q, const Tensor& k,
-                                        int64_t page_size, int64_t kv_tokens, int64_t keys) {
+                                        int64_t page_size, int64_t kv_tokens, int64_t box, KeyRows rows) {
   const AttentionProblem& p = problem.problem;
-  const bool paged = problem.pages != nullptr;
-  const int64_t pages = paged ? k.size(0) : 1, box = paged ? std::gcd(page_size, keys) : keys;
+  const int64_t pages = problem.pages ? k.size(0) : 1;
   BatchPrefillParams h{};
   describe(h.q, p.q, {p.dim_qk, p.group, p.kv_heads, q.size(0)}, {p.q_head, p.q_head * p.group, p.q_token},
-           {p.group, 1, problem.tile_tokens});
-  describe(h.k, p.k, {p.dim_qk, page_size, p.kv_heads, pages}, {p.k_token, p.k_head, problem.k_page}, {box, 1, 1});
-  describe(h.v, p.v, {p.dim_vo, page_size, p.kv_heads, pages}, {p.v_token, p.v_head, problem.v_page}, {box, 1, 1});
+           {64, p.group, 1, problem.tile_tokens});
+  describe_keys(h.k, p.k, rows, p.dim_qk, p.k_token, p.k_head, problem.k_page, p.kv_heads, page_size, pages, box);
+  describe_keys(h.v, p.v, rows, p.dim_vo, p.v_token, p.v_head, problem.v_page, p.kv_heads, page_size, pages, box);
   h.out = p.out;
   h.lse = p.lse;
   h.sinks = problem.sinks;
@@ -58,6 +84,8 @@ inline BatchPrefillParams hopper_params(const PrefillProblem& problem, const Ten
   h.section = static_cast<int32_t>(std::clamp<int64_t>(kPrefillCachedBytes / bytes_per_head, 1, p.kv_heads));
   h.tile_tokens = problem.tile_tokens;
   h.box = static_cast<int32_t>(box);
+  h.heads_in_blocks = rows == KeyRows::kWholeNHD;
+  h.head_groups = rows == KeyRows::kWholeHND ? static_cast<int32_t>(page_size / 8) : 0;
   h.causal = p.mask.causal;
   h.window_left = p.mask.window_left;
   h.scale = p.scores.sm_scale * (p.scores.soft_cap > 0 ? 1 / p.scores.soft_cap : kLog2e);
@@ -88,7 +116,10 @@ inline void launch_batch_prefill(const Kernel& kernel, const PrefillProblem& pro
            "impl must be fa2 for masks, position encodings, scales by head or on the device, more than 128 query heads "
            "a kv head, and tensors that are not aligned to 16 bytes");
   config.grid_x = std::min(items, multiprocessors);
-  kernel.launch(entry, config, q.device(), hopper_params(problem, q, k, page_size, kv_tokens, entry.config[1]));
+  const int64_t keys = entry.config[1], box = problem.pages ? std::gcd(page_size, keys) : keys;
+  const KeyRows rows = key_rows(problem, page_size, box);
+  const Entry& chosen = kernel.entries[rows == KeyRows::kColumns ? 0 : 1];
+  kernel.launch(chosen, config, q.device(), hopper_params(problem, q, k, page_size, kv_tokens, box, rows));
 }
 
 }  // namespace fi

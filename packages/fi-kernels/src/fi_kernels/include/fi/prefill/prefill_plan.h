@@ -32,9 +32,7 @@ struct PrefillPlanParams {
   FI_HOST_DEVICE int32_t tiles(const PrefillRequest& r) const { return (r.qo_len + tile_tokens - 1) / tile_tokens; }
   // Key tiles that a tile of query rows reads.
   FI_HOST_DEVICE int32_t work(const PrefillRequest& r, int32_t tile) const {
-    Mask mask{};
-    mask.causal = causal, mask.window_left = window_left;
-    mask.qo_len = r.qo_len, mask.kv_len = r.kv_len;
+    const Mask mask = Mask::of_range(causal, window_left, r.qo_len, r.kv_len);
     const int32_t first = tile * tile_tokens, after = first + tile_tokens;
     const int32_t last = (after < r.qo_len ? after : r.qo_len) - 1;
     return (mask.end_key(last) + key_tile - 1) / key_tile - mask.first_key(first) / key_tile;

@@ -31,6 +31,15 @@ FI_DEVICE uint64_t wgmma_operand(const void* shared, unsigned group, unsigned le
   const uint64_t address = (static_cast<unsigned>(__cvta_generic_to_shared(shared)) & 0x3ffff) >> 4;
   return address | static_cast<uint64_t>(leading >> 4) << 16 | static_cast<uint64_t>(group >> 4) << 32 | 1ull << 62;
 }
+// The same operand so many bytes further: one addition, where building it anew takes five instructions in a chain.
+FI_DEVICE uint64_t wgmma_further(uint64_t operand, unsigned bytes) {
+  return (operand & 0xffffffff00000000ull) | (static_cast<uint32_t>(operand) + (bytes >> 4));
+}
+
+// The same operand, known to be the same in all lanes: steps from it are then computed once a warp.
+FI_DEVICE uint64_t wgmma_uniform(uint64_t operand) {
+  return (operand & 0xffffffff00000000ull) | __shfl_sync(0xffffffffu, static_cast<uint32_t>(operand), 0);
+}
 
 // Text and constraints of 8 accumulators from number i on, and of n of them.
 #define FI_NAMES_0 "%0, %1, %2, %3, %4, %5, %6, %7"

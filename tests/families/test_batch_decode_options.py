@@ -236,7 +236,7 @@ def test_graph_mode_refuses_other_batches() -> None:
         wrapper.plan(*p.only([0]).plan_arguments())
     with pytest.raises(ValueError, match="indices: paged_kv_indices_buffer has room for 3; got 5"):
         wrapper.plan(*paged([40, 20]).plan_arguments())
-    with pytest.raises(TypeError, match="torch.int32 as in the buffers; got torch.int64"):
+    with pytest.raises(TypeError, match=r"torch.int32 as in the buffers; got torch.int64"):
         wrapper.plan(p.indptr.long(), *p.plan_arguments()[1:])
     with pytest.raises(ValueError, match="q_len_per_req: fixed at 1 by the first plan"):
         wrapper.plan(*p.plan_arguments(), q_len_per_req=2)
@@ -260,7 +260,7 @@ def test_a_workspace_that_is_too_small_says_how_much_is_needed() -> None:
 
 
 def test_page_ids_are_checked_on_request(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr("fi_core.decode.wrapper._CHECK", True)
+    monkeypatch.setattr("fi_core.decode.wrapper.CHECK", True)
     p = paged([40, 9], device=device)
     for wrapper in wrappers(p):
         wrapper.run(p.q, p.cache)
@@ -271,6 +271,14 @@ def test_page_ids_are_checked_on_request(monkeypatch: pytest.MonkeyPatch, device
         with pytest.raises(ValueError, match="got -1 at 1"):
             wrapper.run(p.q, p.cache)
         wrapper._paged_kv_indices_buf[1] = 0
+
+
+def test_dependent_launch_changes_nothing(device: str) -> None:
+    p = batch(device)
+    for wrapper in wrappers(p):
+        want = wrapper.run(p.q, p.cache)
+        for pdl in (True, False):
+            assert torch.equal(wrapper.run(p.q, p.cache, enable_pdl=pdl), want)
 
 
 def test_positional_options_warn() -> None:

@@ -219,6 +219,16 @@ def test_refusals(change: dict[str, Any], error: type[Exception], words: str) ->
         trtllm_batch_decode_with_kv_cache(**arguments(paged([20, 9]), **change))
 
 
+def test_page_ids_are_checked_on_request(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr("fi_core.decode.block_tables.CHECK", True)
+    p = paged([40, 9], device=device)
+    table = p.block_tables()
+    trtllm_batch_decode_with_kv_cache(**arguments(p, block_tables=table))  # unused entries are -1
+    table[1, 0] = 7
+    with pytest.raises(ValueError, match="block_tables: the cache has pages 0 to 6; got 7 at 3"):
+        trtllm_batch_decode_with_kv_cache(**arguments(p, block_tables=table))
+
+
 def test_xqa_refusals() -> None:
     p = paged([20, 9])
     assert isinstance(p.cache, tuple)

@@ -7,13 +7,21 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fi_core.utils import PosEncodingMode, TensorLayout, _unpack_paged_kv_cache, canonicalize_torch_dtype
+from fi_core.env import env
+from fi_core.utils import (
+    PosEncodingMode,
+    TensorLayout,
+    _unpack_paged_kv_cache,
+    canonicalize_torch_dtype,
+    is_graph_capturing,
+)
 
 if TYPE_CHECKING:
     import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+CHECK = env.check  # read once: calls pay nothing for it
 LAYOUTS = {name: layout.value for name, layout in TensorLayout.__members__.items()}
 POS_ENCODINGS = {name: mode.value for name, mode in PosEncodingMode.__members__.items()}
 # Backends of the wrappers. Names of other libraries' kernels whose semantics ours have mean the best of ours.
@@ -131,6 +139,36 @@ def check_lengths(found: Sequence[int], q_len: int) -> None:
     if short := [b for b, n in enumerate(found) if n < q_len]:
         b = short[0]
         raise ValueError(f"q_len_per_req: all requests must have so many tokens, {q_len}; request {b} has {found[b]}")
+
+
+def check_pages(num_pages: int, indices: torch.Tensor, name: str, indptr: torch.Tensor) -> None:
+    """Raise ValueError unless all pages that indptr `[batch_size + 1]` names are in the cache (with FI_CHECK=1).
+
+    Reads the tables on the host, so it waits for the device; does nothing while a CUDA graph is captured.
+    """
+    import torch
+
+    if torch.compiler.is_compiling() or is_graph_capturing():
+        return
+    start, pages = indptr.cpu().long(), indices.cpu()
+    if (start.diff() < 0).any() or start[0] < 0 or start[-1] > len(pages):
+        raise ValueError(f"indptr: must rise from 0 or more to at most {len(pages)}, the indices; got {start.tolist()}")
+    used = pages[start[0] : start[-1]]
+    wrong = (used < 0) | (used >= num_pages)
+    if wrong.any():
+        i = int(wrong.nonzero()[0])
+        raise ValueError(f"{name}: the cache has pages 0 to {num_pages - 1}; got {int(used[i])} at {i + int(start[0])}")
+
+
+def check_tables(num_pages: int, block_tables: torch.Tensor, seq_lens: torch.Tensor, page_size: int) -> None:
+    """`check_pages` of a block table: the entries that the lengths reach."""
+    import torch
+
+    if torch.compiler.is_compiling() or is_graph_capturing():
+        return
+    counts = ((seq_lens.cpu().long() + page_size - 1) // page_size).clamp(max=block_tables.shape[1])
+    used = [row[:count] for row, count in zip(block_tables.cpu(), counts.tolist())]
+    check_pages(num_pages, torch.cat(used), "block_tables", torch.tensor([0, int(counts.sum())]))
 
 
 def scale_product(number: float, *scales: Any) -> tuple[float, torch.Tensor | None]:

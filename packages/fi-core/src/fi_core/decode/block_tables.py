@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from fi_core.decode import ops
-from fi_core.decode.arguments import LAYOUTS, code, scale_product, unpack
+from fi_core.decode.arguments import CHECK, LAYOUTS, check_tables, code, scale_product, unpack
 from fi_core.decode.division import carve
 from fi_core.decode.trace import tables_trace
 from fi_core.observe.log import fi_api
@@ -52,9 +52,6 @@ def _attend(
             f"{tuple(block_tables.shape)} with strides {block_tables.stride()}"
         )
     batch_size, most = block_tables.shape
-    pitch = block_tables.stride(0) if batch_size > 1 else most
-    if not block_tables.is_contiguous():  # columns of a wider table
-        block_tables = block_tables.as_strided(((batch_size - 1) * pitch + most,), (1,))
     if q.shape[0] != batch_size * q_len or seq_lens.numel() != batch_size:
         raise ValueError(
             f"query: batch_size * q_len_per_req rows are required, with one row of block_tables ({batch_size}) and one "
@@ -63,6 +60,11 @@ def _attend(
     page_size, kv_heads = (k.shape[1], k.shape[2]) if layout == 0 else (k.shape[2], k.shape[1])
     if kv_heads < 1 or q.shape[1] % kv_heads:
         raise ValueError(f"query: a multiple of the cache's {kv_heads} heads is required; got {q.shape[1]}")
+    if CHECK:
+        check_tables(k.shape[0], block_tables, seq_lens.view(-1), page_size)
+    pitch = block_tables.stride(0) if batch_size > 1 else most
+    if not block_tables.is_contiguous():  # columns of a wider table
+        block_tables = block_tables.as_strided(((batch_size - 1) * pitch + most,), (1,))
     if mask is not None:
         mask = mask.view(torch.uint8).view(batch_size, q_len, -1)
     units = ops.units_of(q.shape[1], kv_heads, q_len)

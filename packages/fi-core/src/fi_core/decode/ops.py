@@ -78,22 +78,26 @@ def _tiles_unit(axes: Axes) -> Unit:
 def _tma_unit(axes: Axes) -> Unit:
     """Hopper. config: kind, head dim, whether a copy brings whole rows, MB of keys up to which they leave L2 first."""
     types, q_bytes, kv_bytes, line = _types(axes)
-    dim, whole, stream = int(str(axes["head_dim"])), TMA.whole, TMA.stream
-    warps = 8 if dim * kv_bytes <= 128 else 4  # stages of 32 KB where rows are short
-    whole = whole and dim * kv_bytes % 128 == 0
-    stage = 2 * warps * 16 * line
-    rest = warps * ROWS * ((dim + 8) * 4 + 8) + 2 * ROWS * (dim * q_bytes + 16) + 2 * 40 + 6 * 8 + 8 + 1024
-    stages = min(TMA.stages, (227 * 1024 - rest) // (stage + 24))
+    dim, tune = int(str(axes["head_dim"])), TMA
+    whole = tune.whole and dim * kv_bytes % 128 == 0
+    slices = 4 if dim <= 128 else 2
+    groups = tune.groups
+    warps, keys = groups * slices, slices * 16
+    stage = 2 * keys * line
+    rest = warps * ROWS * ((dim + 8) * 4 + 8) + 2 * ROWS * (dim * q_bytes + 16) + 2 * 40 + 6 * 8 + 16 + 1024
+    stages = min(max(2, tune.ring // stage), (227 * 1024 - rest) // (stage + 24))
     shared = rest + stages * (stage + 24)
-    body = f"decode_tma<{types}, {dim}, {warps}, {stages}, {str(whole).lower()}, {shared}>"
-    entry = Entry("decode_tma", body, warps * 32 + 64, (_TMA_KIND, dim, int(whole), stream, TMA.policy), shared, 1)
+    body = f"decode_tma<{types}, {dim}, {groups}, {slices}, {stages}, {str(whole).lower()}, {shared}>"
+    config = (_TMA_KIND, dim, int(whole), tune.stream, tune.policy, keys)
+    entry = Entry("decode_tma", body, warps * 32 + 64, config, shared, 1)
     return Unit("fi/decode/batch_decode_sm90.cuh", "BatchDecodeParams", (entry,))
 
 
 class TmaConfig(NamedTuple):
     """What of the Hopper kernel is tuned. Not yet measured."""
 
-    stages: int = 3  # at most
+    ring: int = 96 * 1024  # bytes of keys in flight
+    groups: int = 2
     whole: bool = True
     stream: int = 100  # MB
     policy: int = 0
@@ -131,7 +135,7 @@ BATCH_DECODE = Op(
     ),
 )
 
-_LEAST_COPY = 4  # keys
+_LEAST_COPY = 8  # keys
 _DIMS = frozenset({64, 80, 96, 128, 192, 256})
 
 decode_plan = Launcher(DECODE_PLAN, lambda schedule, *_: (schedule.get_device(),))
@@ -165,8 +169,9 @@ def choose(
         axes["head_dim"] = 0
     name = None if backend == "auto" or target.kind == "cpu" else backend
     impl = BATCH_DECODE.spec(target, axes, name).impl
-    # A bulk copy ends with its page, and one of a row or two costs as much as one of 64. H200, 16 x 8192 keys, 32/8
-    # heads, pages of 1: fa3 664 us, fa2_tc 207; pages of 16: 140 and 162. Pages of 2 to 8 are not measured.
+    # A bulk copy ends with its page, and one of a few rows costs as much as one of 64. fa3 and fa2_tc, in us, H200,
+    # 16 x 8192 keys, 32/8 heads, bf16: pages of 1 671 and 208, 2 345 and 207, 4 200 and 192, 100 (copies of 4) 189 and
+    # 144, 8 139 and 177, 24 137 and 155. With a fourth of the keys or less, pages of 4 are 15 % faster with fa3.
     if name is None and impl == "fa3" and math.gcd(page_size, TILE) < _LEAST_COPY:
         impl = "fa2_tc"
     return impl

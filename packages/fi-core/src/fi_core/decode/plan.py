@@ -367,4 +367,4 @@ def _copy(buffers: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], non_b
         else:
             target.copy_(table, non_blocking=non_blocking)
     if together[0]:
-        torch._foreach_copy_(*together)
+        torch._foreach_copy_(*together)  # pyright: ignore[reportPrivateImportUsage]

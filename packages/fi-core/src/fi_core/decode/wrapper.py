@@ -6,16 +6,14 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from fi_core.decode import ops
-from fi_core.decode.arguments import POS_ENCODINGS, scale_product, unpack
+from fi_core.decode.arguments import CHECK, POS_ENCODINGS, check_pages, scale_product, unpack
 from fi_core.decode.plan import BatchDecodePlan
-from fi_core.env import env
 from fi_core.observe.log import fi_api
-from fi_core.utils import check_shape_dtype_device, is_graph_capturing
+from fi_core.utils import check_shape_dtype_device
 
 if TYPE_CHECKING:
     import torch
 
-_CHECK = env.check  # read once: calls pay nothing for it
 _ANY_ADDRESS = ("cpu", "fa2")  # implementations that take any alignment
 _MOST_STRIDES = 64  # kept by a wrapper; a model has few
 _NO_SCALES = (None, None, None)
@@ -103,8 +101,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             or kv_cache_sf is not None
         ):
             self._refuse(q, k, v, kv_cache_sf)
-        if _CHECK:
-            check_pages(self, k.shape[0])
+        if CHECK:
+            indptr, *_ = self._division.tables
+            check_pages(k.shape[0], self._paged_kv_indices_buf, "indices", indptr)
         impl, dim_vo = self._impl, v.shape[3]
         if dim_vo != self._head_dim:
             buffers, impl = self._division.of_head_dim(dim_vo), self._choose(dim_vo)
@@ -237,25 +236,6 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
     ) -> None:
         super().__init__(
             workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer, last_page_len_buffer
-        )
-
-
-def check_pages(wrapper: BatchDecodePlan, num_pages: int) -> None:
-    """Raise ValueError unless all page ids of the batch are in the cache (what FI_CHECK=1 adds to a run)."""
-    import torch
-
-    if torch.compiler.is_compiling() or is_graph_capturing():
-        return
-    indptr, *_ = wrapper._division.tables
-    start, pages = indptr.cpu().long(), wrapper._paged_kv_indices_buf.cpu()
-    if (start.diff() < 0).any() or start[0] < 0 or start[-1] > len(pages):
-        raise ValueError(f"indptr: must rise from 0 or more to at most {len(pages)}, the indices; got {start.tolist()}")
-    used = pages[start[0] : start[-1]]
-    wrong = (used < 0) | (used >= num_pages)
-    if wrong.any():
-        i = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"indices: the cache has pages 0 to {num_pages - 1}; got {int(used[i])} at {i + int(start[0])}"
         )
 
 

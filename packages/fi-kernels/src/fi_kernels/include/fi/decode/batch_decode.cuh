@@ -12,8 +12,10 @@ struct BlockWalk {
   DecodeWalk walk;
   DecodeSegment segment;
   bool more;
+  float bmm1;
 
   FI_DEVICE void begin(const BatchDecodeParams& params) {
+    bmm1 = params.bmm1_scale ? *params.bmm1_scale : 1.f;
     walk.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
   }
   // By all threads of the block, the first of which has called begin. A barrier.
@@ -118,8 +120,10 @@ struct DecodeTiles {
 
   FI_DEVICE void load(const KV* k, const KV* v, const Slices& at, int stage) const {
     Ring& ring = shared.rings[warp];
-#pragma unroll
-    for (int i = 0; i < (Tile::kPieces + 1) / 2; ++i) {
+    // Where a row is no power of two pieces, every round has places of its own, which must not all lie in registers.
+    constexpr int kRounds = (Tile::kPieces + 1) / 2, kAtOnce = Tile::kPieces & (Tile::kPieces - 1) ? 2 : kRounds;
+#pragma unroll kAtOnce
+    for (int i = 0; i < kRounds; ++i) {
       const int place = min(i * 32 + lane, 16 * Tile::kPieces - 1);
       const int key = place / Tile::kPieces, piece = place % Tile::kPieces;
       const int64_t k_offset = __shfl_sync(0xffffffffu, at.k_offset, key);
@@ -151,11 +155,9 @@ struct DecodeTiles {
     while (shared.walk.next()) {
       const DecodeSegment& s = shared.walk.segment;
       const Finish finish(params, s);
-      AttentionProblem p = params.problem;
-      p.mask.kv_len = s.kv_len;
-      if (params.bmm1_scale) p.scores.sm_scale *= *params.bmm1_scale;
-      if (params.draft_mask) p.mask.draft = params.draft(s.request);
-      Slices at{max(s.begin * kDecodeTile, p.mask.first_key(0)),
+      const AttentionProblem& p = params.problem;
+      const auto problem = [&] { return params.keys_of(s.request, s.kv_len, shared.walk.bmm1); };
+      Slices at{max(s.begin * kDecodeTile, problem().mask.first_key(0)),
                 static_cast<int>(min(static_cast<int64_t>(s.end) * kDecodeTile, static_cast<int64_t>(s.kv_len))),
                 s.begin * kDecodeTile + warp * 16, 0, 0};
       const KV* k = static_cast<const KV*>(p.k) + finish.kv_head * p.k_head;
@@ -171,7 +173,7 @@ struct DecodeTiles {
       for (int stage = 0; stage < kStages - 1; ++stage) feed(stage);
       load_queries(finish);
       __syncthreads();
-      tile.begin(p, finish.kv_head, finish.first, finish.rows, shared.queries[0]);
+      tile.begin(params, problem(), finish.kv_head, finish.first, finish.rows, shared.queries[0]);
       int stage = 0;
 #pragma unroll 1
       for (int key = s.begin * kDecodeTile + warp * 16; key < at.high; key += kThreads / 2) {
@@ -180,7 +182,7 @@ struct DecodeTiles {
         __syncwarp();
         Ring& ring = shared.rings[warp];
         if (key + 16 > at.low)
-          tile.attend(p, shared.queries[0], ring.k[stage], ring.v[stage], 0, key, at.low, at.high, [] {});
+          tile.attend(problem, shared.queries[0], ring.k[stage], ring.v[stage], 0, key, at.low, at.high, [] {});
         __syncwarp();
         if (++stage == kStages) stage = 0;
       }

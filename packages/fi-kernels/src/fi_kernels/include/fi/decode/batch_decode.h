@@ -50,17 +50,23 @@ struct BatchDecodeParams {
     return draft_mask + static_cast<int64_t>(b) * problem.mask.qo_len * draft_row;
   }
 
+  // What scores and masks of one request ask for. bmm1: the value of bmm1_scale.
+  FI_HOST_DEVICE AttentionProblem keys_of(int32_t b, int32_t kv_len, float bmm1) const {
+    AttentionProblem p = problem;
+    p.mask.kv_len = kv_len;
+    p.scores.sm_scale *= bmm1;
+    if (draft_mask) p.mask.draft = draft(b);
+    return p;
+  }
+
   // The attention problem of one request. Its k and v have no meaning: pages are found by page_indices.
   FI_HOST_DEVICE AttentionProblem request(int32_t b, int32_t kv_len, int64_t q_bytes, int64_t out_bytes) const {
-    AttentionProblem p = problem;
+    AttentionProblem p = keys_of(b, kv_len, bmm1_scale ? *bmm1_scale : 1.f);
     const int64_t row = static_cast<int64_t>(b) * p.mask.qo_len;
     p.q = static_cast<const char*>(p.q) + row * p.q_token * q_bytes;
     p.out = static_cast<char*>(p.out) + row * p.out_token * out_bytes;
     if (p.lse) p.lse += row * p.qo_heads;
-    p.mask.kv_len = kv_len;
-    if (bmm1_scale) p.scores.sm_scale *= *bmm1_scale;
     if (bmm2_scale) p.out_scale *= *bmm2_scale;
-    if (draft_mask) p.mask.draft = draft(b);
     return p;
   }
 };

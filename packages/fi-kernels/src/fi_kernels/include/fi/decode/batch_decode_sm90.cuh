@@ -1,5 +1,6 @@
-// Batch decode on Hopper: a persistent block of one warp that feeds a ring of key tiles by TMA, warps that each attend
-// to 16 keys of every tile on tensor cores, and one that finishes a segment while they go on with the next.
+// Batch decode on Hopper: a persistent block of one warp that feeds a ring of key tiles by TMA, groups of warps that
+// take tiles in turn, 16 keys a warp, on tensor cores, and a warp that finishes a segment while they go on with the
+// next.
 #pragma once
 #include "fi/cuda/ptx/tma_sm90.cuh"
 #include "fi/decode/finish.cuh"
@@ -7,10 +8,11 @@
 
 namespace fi {
 
-template <class T, class Q, class KV, int kDim, int kWarps, int kStages, bool kWhole>
+template <class T, class Q, class KV, int kDim, int kGroups, int kSlices, int kStages, bool kWhole>
 struct DecodeTma {
-  static constexpr int kThreads = kWarps * 32;  // of the consumers
-  static constexpr int kKeys = kWarps * 16;     // of a stage
+  static constexpr int kWarps = kGroups * kSlices;  // of the consumers
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kKeys = kSlices * 16;  // of a stage
   static constexpr int kLines = (kDim * sizeof(KV) + 127) / 128;
   static constexpr int kOutputPitch = kDim + 8;
   using Lines = KeyLines<kLines, kKeys, kWhole>;
@@ -26,6 +28,7 @@ struct DecodeTma {
     Barrier ready[2], free[2];                                 // of segments and queries
     Barrier output_full, output_free;
     int last[2];
+    float bmm1;
   };
 
   const BatchDecodeParams& params;
@@ -36,7 +39,7 @@ struct DecodeTma {
       : params(params), shared(shared), lane(threadIdx.x % 32) {}
 
   FI_DEVICE void init() const {
-    for (int i = 0; i < kStages; ++i) shared.full_k[i].init(1), shared.full_v[i].init(1), shared.empty[i].init(kWarps);
+    for (int i = 0; i < kStages; ++i) shared.full_k[i].init(1), shared.full_v[i].init(1), shared.empty[i].init(kSlices);
     for (int i = 0; i < 2; ++i) shared.ready[i].init(1), shared.free[i].init(kWarps + 1);
     shared.output_full.init(kWarps);
     shared.output_free.init(1);
@@ -91,11 +94,9 @@ struct DecodeTma {
 #pragma unroll 1
     for (int count = 0;; ++count) {
       now = then;
-      feed(now, policy, stage, round, [&] {
-        describe(now.s, count);
-        if (now.s.unit >= 0) next(walk, then);
-      });
+      describe(now.s, count);  // first: queries would arrive behind all keys that are asked for before them
       if (now.s.unit < 0) break;
+      feed(now, policy, stage, round, [&] { next(walk, then); });
     }
     pdl_launch_dependents();
   }
@@ -119,7 +120,7 @@ struct DecodeTma {
               kDim * sizeof(Q), shared.ready[at]);
   }
 
-  // Calls `then` as soon as the first keys are on their way.
+  // Calls `then` when the first keys are on their way.
   template <class Then>
   FI_DEVICE void feed(Boxes& b, uint64_t policy, int& stage, unsigned& round, Then&& then) const {
     const int shift = params.box_shift, boxes = kKeys >> shift, head = params.kv_head(b.s.unit);
@@ -170,10 +171,9 @@ struct DecodeTma {
   }
 
   FI_DEVICE void consume() const {
-    const int warp = threadIdx.x / 32;
-    const float bmm1 = params.bmm1_scale ? *params.bmm1_scale : 1.f;
+    const int warp = threadIdx.x / 32, group = warp / kSlices, slice = warp % kSlices * 16;
     Tile tile;
-    int stage = 0;
+    int stage = 0, turn = 0;
     unsigned round = 0;
 #pragma unroll 1
     for (int count = 0;; ++count) {
@@ -181,23 +181,27 @@ struct DecodeTma {
       shared.ready[at].wait(count / 2 & 1);
       const DecodeSegment& s = shared.segments[at];
       if (s.unit < 0) break;
-      const Finish finish(params, s);
-      AttentionProblem p = params.problem;
-      p.mask.kv_len = s.kv_len;
-      p.scores.sm_scale *= bmm1;
-      if (params.draft_mask) p.mask.draft = params.draft(s.request);
-      tile.begin(p, finish.kv_head, finish.first, finish.rows, shared.queries[at][0]);
+      const auto problem = [&] { return params.keys_of(s.request, s.kv_len, shared.bmm1); };
+      {
+        const Finish tile_of(params, s);
+        tile.begin(params, problem(), tile_of.kv_head, tile_of.first, tile_of.rows, shared.queries[at][0]);
+      }
       const int from = low(s), to = high(s);
 #pragma unroll 1
-      for (int key = s.begin * kDecodeTile + warp * 16; key - warp * 16 < to; key += kKeys) {
-        shared.full_k[stage].wait(round & 1);
-        if (key < to && key + 16 > from)
-          tile.attend(p, shared.queries[at][0], shared.k[stage], shared.v[stage], warp * 16, key, from, to,
-                      [&] { shared.full_v[stage].wait(round & 1); });
-        __syncwarp();
-        if (lane == 0) shared.empty[stage].arrive();
+      for (int tile_key = s.begin * kDecodeTile; tile_key < to; tile_key += kKeys) {
+        if (turn == group) {
+          const int key = tile_key + slice;
+          shared.full_k[stage].wait(round & 1);
+          if (key < to && key + 16 > from)
+            tile.attend(problem, shared.queries[at][0], shared.k[stage], shared.v[stage], slice, key, from, to,
+                        [&] { shared.full_v[stage].wait(round & 1); });
+          __syncwarp();
+          if (lane == 0) shared.empty[stage].arrive();
+        }
+        if (++turn == kGroups) turn = 0;
         if (++stage == kStages) stage = 0, ++round;
       }
+      const Finish finish(params, s);
       const bool last = is_last(count);
       if (count > 0) shared.output_free.wait((count - 1) & 1);
       tile.leave(finish.rows, shared.output[warp][0], kOutputPitch, shared.states[warp]);
@@ -258,10 +262,10 @@ struct DecodeTma {
 };
 
 // Grid: one block a range of the schedule; threads: the consumers, the producer, the finisher.
-template <class T, class Q, class KV, int kDim, int kWarps, int kStages, bool kWhole, int kSharedBytes>
+template <class T, class Q, class KV, int kDim, int kGroups, int kSlices, int kStages, bool kWhole, int kSharedBytes>
 FI_DEVICE void decode_tma(const BatchDecodeParams& params) {
   extern __shared__ uint4 bytes[];
-  using Kernel = DecodeTma<T, Q, KV, kDim, kWarps, kStages, kWhole>;
+  using Kernel = DecodeTma<T, Q, KV, kDim, kGroups, kSlices, kStages, kWhole>;
   static_assert(sizeof(typename Kernel::Shared) + 1024 == kSharedBytes, "the family's Python says how much to ask for");
   // The swizzle goes by the address: lines begin at multiples of its period.
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(bytes));
@@ -269,6 +273,7 @@ FI_DEVICE void decode_tma(const BatchDecodeParams& params) {
                                                                     (1024 - base % 1024) % 1024));
   if (threadIdx.x == 0) kernel.init();
   pdl_wait();
+  if (threadIdx.x == 0) kernel.shared.bmm1 = params.bmm1_scale ? *params.bmm1_scale : 1.f;
   __syncthreads();
   const int role = static_cast<int>(threadIdx.x) - Kernel::kThreads;
   if (role < 0)

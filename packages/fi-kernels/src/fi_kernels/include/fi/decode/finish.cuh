@@ -105,7 +105,7 @@ struct Finish {
 
  private:
   FI_DEVICE RowPart merged(int r, int x) const {
-    constexpr int kAtOnce = 8;
+    constexpr int kAtOnce = 6;
     RowPart sum{kMinusInf, 0.f, make_float4(0.f, 0.f, 0.f, 0.f)};
 #pragma unroll 1
     for (int first = 0; first < s.parts; first += kAtOnce) {

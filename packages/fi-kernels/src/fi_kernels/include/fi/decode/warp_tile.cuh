@@ -58,7 +58,8 @@ struct WarpTile {
   FI_DEVICE WarpTile() : lane(threadIdx.x % 32) {}
 
   // rows: of the tile; queries: its row r at r * kPitch, in shared memory, until the end of the item.
-  FI_DEVICE void begin(const AttentionProblem& p, int kv_head, int first, int rows, const Q* queries) {
+  FI_DEVICE void begin(const BatchDecodeParams& params, const AttentionProblem& p, int kv_head, int first, int rows,
+                       const Q* queries) {
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n)
 #pragma unroll
@@ -66,13 +67,13 @@ struct WarpTile {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = half * 8 + lane / 4;
-      const Row row = p.row(kv_head, first + min(r, rows - 1));
+      const Row row = params.row(kv_head, first + min(r, rows - 1));
       const HeadScores head = p.head_scores<CudaMath>(row.head);
       scale[half] = head.scale, slope[half] = head.slope, i[half] = row.i;
       m[half] = kMinusInf, d[half] = 0.f;
     }
-    full_begin = p.mask.first_key(p.row(kv_head, first + rows - 1).i);
-    full_end = p.mask.end_key(p.row(kv_head, first).i);
+    full_begin = p.mask.first_key(params.row(kv_head, first + rows - 1).i);
+    full_end = p.mask.end_key(params.row(kv_head, first).i);
     if constexpr (kHeld) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) load_query(queries, step, q[step]);
@@ -81,10 +82,11 @@ struct WarpTile {
 
   // Keys [key, key + 16), which lie at `k` and `v` as keys `place` .. of their lines; those outside of [low, high) are
   // not there, and what lies in their place may be anything.
-  template <class WaitForValues>
-  FI_DEVICE void attend(const AttentionProblem& p, const Q* queries, const char* k, char* v, int place, int key,
-                        int low, int high, WaitForValues&& wait_for_values) {
-    float s[2][4] = {};
+  // problem() gives the attention problem of the request: where it is rarely asked for, it must not lie in registers.
+  template <class Problem, class WaitForValues>
+  FI_DEVICE void attend(Problem&& problem, const Q* queries, const char* k, char* v, int place, int key, int low,
+                        int high, WaitForValues&& wait_for_values) {
+    float s[2][4] = {}, odd[2][4] = {};  // two sums each: half the latency of a chain of products
     const int key_lane = place + lane / 16 * 8 + lane % 8;
 #pragma unroll
     for (int piece = 0; piece < kPieces; piece += 2) {
@@ -99,24 +101,25 @@ struct WarpTile {
         if constexpr (kFp8) {
 #pragma unroll
           for (int x = 0; x < 2 && piece + x < kPieces; ++x)
-            mma_m16n8k16(s[n], a[x], halves(b[2 * n + x], KV{}), halves(b[2 * n + x] >> 16, KV{}), T{});
+            mma_m16n8k16(x ? odd[n] : s[n], a[x], halves(b[2 * n + x], KV{}), halves(b[2 * n + x] >> 16, KV{}), T{});
         } else {
-          mma_m16n8k16(s[n], a[0], b[2 * n], b[2 * n + 1], T{});
+          mma_m16n8k16(piece % 4 ? odd[n] : s[n], a[0], b[2 * n], b[2 * n + 1], T{});
         }
       }
     }
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
-      for (int c = 0; c < 4; ++c) s[n][c] *= scale[c / 2];
-    if (p.special()) finish(p, key, s);
+      for (int c = 0; c < 4; ++c) s[n][c] = (s[n][c] + odd[n][c]) * scale[c / 2];
+    if (problem().special()) finish(problem(), key, s);
     if (key < max(full_begin, low) || key + 16 > min(full_end, high)) {
+      const Mask mask = problem().mask;
 #pragma unroll
       for (int n = 0; n < 2; ++n)
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const int j = key + n * 8 + lane % 4 * 2 + c % 2;
-          if (j < max(p.mask.first_key(i[c / 2]), low) || j >= min(p.mask.end_key(i[c / 2]), high)) s[n][c] = kMinusInf;
+          if (j < max(mask.first_key(i[c / 2]), low) || j >= min(mask.end_key(i[c / 2]), high)) s[n][c] = kMinusInf;
         }
     }
     soften(s);

@@ -58,7 +58,10 @@ def attend_once(
         window_left=window_left,
     )  # fmt: skip
     plain = score_scale[1] is None and out_scale[1] is None
-    impl = ops.choose(backend, q.device, q.dtype, k.dtype, out.dtype, dim, v.shape[-1], heads // kv_heads, 0, plain)
+    impl = ops.choose(
+        backend, q.device, q.dtype, k.dtype, out.dtype, dim, v.shape[-1], heads // kv_heads, 0, plain,
+        0 if page_indices is None else page_size,
+    )  # fmt: skip
     if not ops.fits(impl, out, q, k, v):
         impl = "fa2"
     ops.attend(

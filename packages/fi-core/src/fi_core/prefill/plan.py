@@ -310,7 +310,7 @@ class BatchPrefillPlan:
         return ops.choose(
             BACKENDS[self._backend], self.device, self._cached_q_data_type, self._cached_kv_data_type,
             self._out_dtype(), self._head_dim_qk, self._head_dim_vo, self._num_qo_heads // self._num_kv_heads,
-            self._encoding, plain,
+            self._encoding, plain, 0 if self._paged_kv_indices_buf is None else self._page_size,
         )  # fmt: skip
 
     def _out_dtype(self) -> torch.dtype:

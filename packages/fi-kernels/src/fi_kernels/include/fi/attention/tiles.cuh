@@ -65,15 +65,6 @@ struct TilesKernel {
 
   FI_DEVICE void attend() {
     prepare();
-    int i[2], from[2], to[2];  // keys of each of this lane's rows
-    float scale[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      i[half] = shared.row[place(half)].i;
-      from[half] = p.mask.first_key(i[half]);
-      to[half] = p.mask.end_key(i[half]);
-      scale[half] = shared.scores[place(half)].scale;
-    }
     const int begin = p.mask.first_key(shared.row[0].i), end = p.mask.end_key(shared.row[rows - 1].i);
     // Keys that every row of the tile sees.
     const int full_begin = p.mask.first_key(shared.row[rows - 1].i), full_end = p.mask.end_key(shared.row[0].i);
@@ -97,6 +88,7 @@ struct TilesKernel {
         __syncthreads();
         if (dim + kColumns < p.dim_qk) fetch<kK>(keys, dim + kColumns, key, end);
       }
+      const float scale[2] = {shared.scores[place(0)].scale, shared.scores[place(1)].scale};
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
@@ -111,15 +103,7 @@ struct TilesKernel {
           for (int c = 0; c < 4; ++c) s[n][c] = cap * CudaMath::tanh(s[n][c]);
       }
       if constexpr (kDirect) fetch<kK>(keys, 0, key + kKeys, end);
-      if (key < full_begin || key + kKeys > full_end) {
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            const int j = key + n * 8 + lane % 4 * 2 + c % 2;
-            if (j < from[c / 2] || j >= to[c / 2]) s[n][c] = kMinusInf;
-          }
-      }
+      if (key < full_begin || key + kKeys > full_end) hide(key, s);
       soften(s);
       cp_async_wait<1>();
       land<kV>(values, column, key, end);
@@ -239,17 +223,21 @@ struct TilesKernel {
   FI_DEVICE void fetch(Ahead& ahead, int dim, int key, int end) const {
     if (key < end && !each<kPart>()) {
       const int x = dim + threadIdx.x % 16 * 8, y = threadIdx.x / 16;  // then every 8th row
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-        const int j = key + y + n * 8;
-        const bool inside = j < end && x < (kPart == kK ? p.dim_qk : p.dim_vo);
-        if constexpr (kDirect) {
+      const bool within = x < (kPart == kK ? p.dim_qk : p.dim_vo);
+      if constexpr (kDirect) {
+#pragma unroll 4
+        for (int r = y; r < kKeys; r += 8) {
+          const bool inside = within && key + r < end;
           const void* at = kPart == kK ? p.k : p.v;
-          if (inside) at = row<kPart>(j) + x;
-          cp_async_16(place_of<kPart>(y + n * 8), at, inside);
-        } else {
+          if (inside) at = row<kPart>(key + r) + x;
+          cp_async_16(place_of<kPart>(r), at, inside);
+        }
+      } else {
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+          const int j = key + y + n * 8;
           ahead.block[n].clear();
-          if (inside) ahead.block[n].read(row<kPart>(j) + x, true);
+          if (within && j < end) ahead.block[n].read(row<kPart>(j) + x, true);
         }
       }
     }
@@ -292,6 +280,21 @@ struct TilesKernel {
         if (inside) block.read(from + dim + x, true);
         put(to, block);
       }
+    }
+  }
+
+  // Keys outside of what causal and window leave to each of this lane's rows.
+  FI_DEVICE void hide(int key, float (&s)[kKeys / 8][4]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = shared.row[place(half)].i, from = p.mask.first_key(i), to = p.mask.end_key(i);
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int j = key + n * 8 + lane % 4 * 2 + c;
+          if (j < from || j >= to) s[n][half * 2 + c] = kMinusInf;
+        }
     }
   }
 

@@ -31,6 +31,16 @@ struct KeyRange {
   FI_DEVICE uint32_t ties() const { return all() ? 0 : rank; }
 };
 
+template <class N>
+FI_DEVICE N warp_scan(N x) {  // over the lanes up to this one
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const N other = __shfl_up_sync(0xffffffffu, x, step);
+    if (threadIdx.x % 32 >= step) x += other;
+  }
+  return x;
+}
+
 template <int kThreads, int kBins>
 FI_DEVICE void clear(uint32_t* bins) {
   for (int i = threadIdx.x * 4; i < kBins; i += kThreads * 4) *reinterpret_cast<uint4*>(bins + i) = uint4{};
@@ -50,17 +60,12 @@ FI_DEVICE void find_bin(const uint32_t* bins, uint32_t rank, TopKShared& shared)
     if (i % kWide == 0) count[i / kWide] = load<uint32_t, kWide>(bins + first + i);
     sum += count[i / kWide].v[i % kWide];
   }
-  uint32_t up_to = sum;  // this thread's bins and those above
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const uint32_t other = __shfl_up_sync(0xffffffffu, up_to, step);
-    if (lane >= step) up_to += other;
-  }
+  const uint32_t up_to = warp_scan(sum);  // this thread's bins and those above, in the warp
   if (lane == 31) shared.warp_sums[warp] = up_to;
   __syncthreads();
-  uint32_t above = up_to - sum;
-#pragma unroll 8
-  for (int i = 0; i < warp; ++i) above += shared.warp_sums[i];
+  const uint32_t warps = warp_scan(lane < kThreads / 32 ? shared.warp_sums[lane] : 0);
+  const uint32_t warps_above = __shfl_sync(0xffffffffu, warps, max(warp - 1, 0));
+  uint32_t above = (warp > 0 ? warps_above : 0) + up_to - sum;
   if (above < rank && rank <= above + sum) {
 #pragma unroll
     for (int i = kEach - 1; i >= 0; --i) {
@@ -97,14 +102,6 @@ FI_DEVICE KeyRange select_key(KeyRange range, int n, Key key, TopKShared& shared
 struct BlockSum {
   uint64_t before, all;
 };
-FI_DEVICE uint64_t warp_scan(uint64_t x) {  // over the lanes up to this one
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const uint64_t other = __shfl_up_sync(0xffffffffu, x, step);
-    if (threadIdx.x % 32 >= step) x += other;
-  }
-  return x;
-}
 template <int kThreads>
 FI_DEVICE BlockSum block_scan(uint64_t x, TopKShared& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -112,13 +109,9 @@ FI_DEVICE BlockSum block_scan(uint64_t x, TopKShared& shared) {
   __syncthreads();
   if (lane == 31) shared.warp_counts[warp] = up_to;
   __syncthreads();
-  BlockSum sum{up_to - x, 0};
-#pragma unroll 8
-  for (int i = 0; i < kThreads / 32; ++i) {
-    if (i < warp) sum.before += shared.warp_counts[i];
-    sum.all += shared.warp_counts[i];
-  }
-  return sum;
+  const uint64_t warps = warp_scan(lane < kThreads / 32 ? shared.warp_counts[lane] : 0);
+  const uint64_t before = __shfl_sync(0xffffffffu, warps, max(warp - 1, 0));
+  return {(warp > 0 ? before : 0) + up_to - x, __shfl_sync(0xffffffffu, warps, 31)};
 }
 
 // Items 0 to n - 1 in order, a run of them for each warp: first their counts are added up, then each is visited with
@@ -146,10 +139,15 @@ struct InOrder {
 #pragma unroll 1
     for (int i = first; i < last; i += 32) {
       const int mine = i + static_cast<int>(threadIdx.x) % 32;
-      const uint64_t n = mine < last ? count(mine) : 0, up_to = warp_scan(n);
-      if (n) visit(mine, before + up_to - n);
-      before += __shfl_sync(0xffffffffu, up_to, 31);
+      // Within a warp either half of a count fits into 16 bits.
+      const uint64_t n = mine < last ? count(mine) : 0;
+      const uint32_t packed = static_cast<uint32_t>(n | n >> 16), up_to = warp_scan(packed);
+      if (n) visit(mine, before + spread(up_to - packed));
+      before += spread(__shfl_sync(0xffffffffu, up_to, 31));
     }
+  }
+  FI_DEVICE static uint64_t spread(uint32_t packed) {
+    return static_cast<uint64_t>(packed >> 16) << 32 | (packed & 0xffff);
   }
 };
 

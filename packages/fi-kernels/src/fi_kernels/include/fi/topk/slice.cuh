@@ -100,6 +100,7 @@ FI_DEVICE uint64_t count_of(uint32_t key, uint32_t bound) {
 struct Ties {
   uint32_t first, equal;
 
+  Ties() = default;
   FI_DEVICE Ties(uint64_t all, uint32_t equal, bool last)
       : first(last ? static_cast<uint32_t>(all >> 32) - equal : 0), equal(equal) {}
   // The place among the selected of an element, or -1; `before`: counts of those before it.

@@ -268,33 +268,37 @@ struct TopK {
     int listed = 0;
     BlockSum sum{};  // of a window
     uint64_t before = 0, all = 0;
-    const auto list = [&](int from) {
-      listed = list_vectors(from, min(from + window, words));
-      sum = InOrder<kThreads>(listed).sum([&](int i) { return count_vector(from * 32 + shared.vectors[i], bound); },
-                                          shared);
-    };
+    Ties ties{};
 #pragma unroll 1
-    for (int from = 0; from < words; from += window) {
-      list(from);
-      all += sum.all;
-    }
-    if (blocks > 1) {
-      if (threadIdx.x < blocks) Group::store(shared.block_counts + rank, threadIdx.x, all);
-      Group::sync();
-      all = 0;
-      for (unsigned r = 0; r < blocks; ++r) {
-        if (r < rank) before += shared.block_counts[r];
-        all += shared.block_counts[r];
+    for (int pass = 0; pass < 2; ++pass) {  // counts, then puts
+#pragma unroll 1
+      for (int from = 0; from < words; from += window) {
+        const auto count = [&](int i) { return count_vector(from * 32 + shared.vectors[i], bound); };
+        if (pass == 0 || words > window) {
+          listed = list_vectors(from, min(from + window, words));
+          sum = InOrder<kThreads>(listed).sum(count, shared);
+        }
+        if (pass == 0) {
+          all += sum.all;
+        } else {
+          InOrder<kThreads>(listed).visit(before + sum.before, count, [&](int i, uint64_t seen) {
+            put_vector(from * 32 + shared.vectors[i], seen, ties, bound, as_entries);
+          });
+          before += sum.all;
+        }
       }
-    }
-    const Ties ties(all, equal, p.prefer_last);
-#pragma unroll 1
-    for (int from = 0; from < words; from += window) {
-      if (words > window) list(from);
-      InOrder<kThreads>(listed).visit(
-          before + sum.before, [&](int i) { return count_vector(from * 32 + shared.vectors[i], bound); },
-          [&](int i, uint64_t seen) { put_vector(from * 32 + shared.vectors[i], seen, ties, bound, as_entries); });
-      before += sum.all;
+      if (pass == 0) {
+        if (blocks > 1) {
+          if (threadIdx.x < blocks) Group::store(shared.block_counts + rank, threadIdx.x, all);
+          Group::sync();
+          all = 0;
+          for (unsigned r = 0; r < blocks; ++r) {
+            if (r < rank) before += shared.block_counts[r];
+            all += shared.block_counts[r];
+          }
+        }
+        ties = Ties(all, equal, p.prefer_last);
+      }
     }
   }
   // `seen`: counts of the elements before the vector.

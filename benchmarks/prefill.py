@@ -140,6 +140,7 @@ def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 def measure(name: str, case: Case, backends: list[str], with_peers: bool, rounds: int) -> Iterator[dict[str, Any]]:
     x, rows, graphs = Inputs(case), {}, {}
+    used = []  # what graphs refer to
     want = wrapper(fi_core, x, "fa2")().float()
     for who, make in contenders(x, backends, with_peers):
         row: dict[str, Any] = {"case": name, "who": who}
@@ -152,6 +153,7 @@ def measure(name: str, case: Case, backends: list[str], with_peers: bool, rounds
             row["first_s"] = round(time.perf_counter() - start, 2)
             out = (out[0] if isinstance(out, tuple) else out).float().view_as(want)
             row["error"] = float((out - want).abs().max())
+            used.append(run)
             graphs[who] = captured(run)
         except Exception as error:
             row["failed"] = f"{type(error).__name__}: {error}"[:300]

@@ -90,7 +90,7 @@ def _on_hopper(
     if heads < 1 or q.shape[1] % heads or v.shape[-1] < 8 or (causal and tokens < q.shape[0]):
         return False  # an error, which the op words
     group = q.shape[1] // heads
-    if q.shape[0] * group < _LEAST_ROWS or q.shape[2] != k.shape[2]:
+    if q.shape[0] * group < _LEAST_ROWS or q.shape[2] != k.shape[2] or q.dtype.itemsize != 2:
         return False
     impl = ops.choose(
         "auto", q.device, q.dtype, k.dtype, o_dtype or q.dtype, q.shape[2], v.shape[2], group, 0, v.dtype is k.dtype

@@ -188,9 +188,10 @@ def test_what_a_graph_fixes(device: str) -> None:
         w.plan(qo, indptr, torch.zeros(301, dtype=torch.int32), *rest, **b.types())
 
 
-def test_older_forms(device: str) -> None:
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+def test_older_forms(dims: tuple[int, int], device: str) -> None:
     """forward takes the options itself: causal, window and cap are properties of the run, not of the plan."""
-    b = batch(LENS, device=device)
+    b = batch(LENS, dims=dims, device=device)
     keys = b.ragged()
     for w in planned(b):
         assert_close(w.forward(b.q, b.cache, causal=True), b.expected(causal=True)[0])
@@ -202,6 +203,8 @@ def test_older_forms(device: str) -> None:
         assert_close(w.run(b.q, b.cache, window_left=20), want)
         with pytest.raises(AssertionError, match="window_left: 20 was planned; got 3"):
             w.run(b.q, b.cache, window_left=3)
+        alibi = {"causal": True, "pos_encoding_mode": "ALIBI"}
+        assert_close(w.forward(b.q, b.cache, **alibi), b.expected(**alibi)[0])
         w.begin_forward(*b.paged_plan(), **b.types())
         w.end_forward()
     for w in planned(b, BatchPrefillWithRaggedKVCacheWrapper):

@@ -129,3 +129,20 @@ def test_as_cudnn_is_called(device: str) -> None:
         cudnn_batch_prefill_with_kv_cache(
             b.q, k, v, 0.1, workspace(device), causal=True, **common | {"return_lse": True}
         )
+
+
+def test_trace() -> None:
+    b = batch([(17, 40), (9, 9)], kv_layout="HND")
+    given: dict[str, Any] = {
+        "query": b.q, "kv_cache": b.cache, "workspace_buffer": workspace("cpu"), "batch_size": 2, "bmm1_scale": 0.1,
+        "block_tables": b.pool.block_tables(), "seq_lens": b.pool.seq_lens(), "max_q_len": 17, "max_kv_len": 40,
+        "bmm2_scale": 2.0, "cum_seq_lens_q": b.qo_indptr, "cum_seq_lens_kv": b.kv_indptr, "window_left": 5,
+    }  # fmt: skip
+    definition = trtllm_batch_context_with_kv_cache.fi_trace(**given)  # type: ignore[attr-defined]
+    assert definition["name"] == "gqa_paged_prefill_tables_h4_kv2_d64_ps16"
+    space: dict[str, Any] = {}
+    exec(definition["reference"], space)
+    clean = tuple(x.nan_to_num(0) for x in b.cache)
+    tables = (given["block_tables"], given["seq_lens"], b.qo_indptr)
+    want = space["_reference"](b.q, *clean, *tables, 0.1, 2.0, 5)
+    assert_close(trtllm_batch_context_with_kv_cache(**given), want)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from fi_core.decode.arguments import LAYOUTS, code, scale_product
 from fi_core.decode.block_tables import _cache_pair
 from fi_core.observe.log import fi_api
 from fi_core.prefill import ops
+from fi_core.prefill.trace import tables_trace
 from fi_core.utils import canonicalize_torch_dtype, check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def flat_tables(block_tables: torch.Tensor) -> tuple[torch.Tensor, int]:
     return block_tables.as_strided(((batch_size - 1) * pitch + most,), (1,)), pitch
 
 
-@fi_api
+@fi_api(trace=tables_trace)
 def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor,
     kv_cache: Cache,

@@ -52,6 +52,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "D8": lambda: Case([131072] * 2, 32, 8),
     "D9": lambda: Case([8192] * 64, 32, 8, E4M3),
     "page1": lambda: Case([8192] * 16, 32, 8, page_size=1),
+    "page4": lambda: Case([8192] * 16, 32, 8, page_size=4),
+    "page8": lambda: Case([8192] * 16, 32, 8, page_size=8),
     "page64": lambda: Case([8192] * 16, 32, 8, page_size=64),
     "hnd": lambda: Case([8192] * 16, 32, 8, layout="HND"),
     "b4": lambda: Case([4096] * 4, 32, 8),
@@ -111,7 +113,7 @@ def ours(x: Inputs, impl: str, split: int = ops.BALANCED) -> tuple[Callable[[], 
     case, device = x.case, torch.device("cuda", 0)
     units = ops.units_of(case.qo_heads, case.kv_heads, case.q_len)
     indptr, last, layout = x.indptr.cuda(), x.last.cuda(), int(case.layout == "HND")
-    impl = ops.choose(impl, device, BF16, case.kv, case.dim, case.dim, 0)
+    impl = ops.choose(impl, device, BF16, case.kv, case.dim, case.dim, 0, case.page_size)
     needs = ops.sizes(device, len(case.lengths), units, split, x.indices.numel() * case.page_size, impl)
     buffers = ops.allocate(device, needs, case.dim)
 

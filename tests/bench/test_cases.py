@@ -10,20 +10,22 @@ import torch
 
 from fi_bench import backends, case, catalog, parsing, refcheck
 from fi_bench.case import Inputs
+from fi_bench.cases import common
 from fi_bench.errors import SkipError
 from fi_bench.runner import fresh
 
 SMALL = {
+    "gemm": "--m 5 --n 128 --k 256 --batch_size 2 --group_size 3",
     "norm": "--batch_size 3 --hidden_size 128",
     "activation": "--batch_size 3 --hidden_size 32",
     "rope": "--batch_size 2 --seq_len 5 --num_qo_heads 4 --num_kv_heads 2 --head_dim 16 --page_size 4",
     "page": "--batch_size 3 --s_qo 5 --s_kv 11 --num_kv_heads 2 --head_dim 16 --page_size 4",
     "cascade": "--batch_size 5 --num_qo_heads 4 --head_dim 16 --num_states 3",
     "quantization": "--m 5 --k 13",
-    "gemm": "--m 5 --n 128 --k 256 --batch_size 2 --group_size 3",
     "attention": "--s_qo 7 --s_kv 19 --num_qo_heads 4 --num_kv_heads 2 --head_dim_qk 16",
 }
 VARIANTS = {
+    "gemm": ["--scale_major_mode K", "--out_dtype float16"],
     "norm": ["--input_dtype float16", "--out_dtype fp8_e5m2 --scale 0.02"],
     "rope": ["--interleave", "--rotary_dim 8", "--input_dtype bfloat16", "--no_rope_dim 8 --kv_layout HND"],
     "page": ["--kv_layout HND", "--kv_dtype fp8_e4m3", "--s_qo 1"],
@@ -37,7 +39,6 @@ VARIANTS = {
         "--page_size 4 --batch_size 3 --random_actual_seq_len --s_qo 1",
     ],
     "cascade": ["--input_dtype float16"],
-    "gemm": ["--scale_major_mode K", "--out_dtype float16"],
 }
 CASES = [
     found
@@ -150,3 +151,11 @@ def test_a_row_that_sees_no_key_gives_zero_and_minus_infinity() -> None:
     reference = found.reference(Inputs(inputs_of(found, p) | {"causal": True}))
     assert not bool(reference["out"][0].any())
     assert float(reference["lse"][0, 0]) == -math.inf
+
+
+def test_a_block_table_is_the_page_table_as_a_rectangle() -> None:
+    found = common.page_table([5, 0, 33, 16], 16, torch.device("cpu"), torch.Generator().manual_seed(3))
+    table = common.block_table(found["kv_indptr"], found["kv_indices"])
+    pages = found["kv_indices"].tolist()
+    assert table.tolist() == [[pages[0], 0, 0], [0, 0, 0], pages[1:4], [pages[4], 0, 0]]
+    assert found["kv_last_page_len"].tolist() == [5, 0, 1, 16]

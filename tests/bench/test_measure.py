@@ -196,6 +196,18 @@ def test_what_stays_slow_is_kept_and_told(session: gpu._Session) -> None:
     assert "3 samples ran below 75% of the best SM clock" in session.warnings[0]
 
 
+def test_bursts_rest_four_times_as_long_as_they_worked(session: gpu._Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    session._rest(1e6)
+    assert slept == []
+    session.burst = True
+    session._rest(1e6)
+    session._rest(1e9)
+    assert slept == [pytest.approx(0.004), pytest.approx(0.02)], "but never longer than 20 ms"
+    assert session._found([1.0], "events", Cache("cold"), 1).regime == "burst"
+
+
 def test_without_clocks_nothing_is_discarded(session: gpu._Session) -> None:
     assert len(session._collect(lambda n: [1.0] * n)) == 4
     assert session.discarded == 0

@@ -67,7 +67,8 @@ CONTRACT = {
     "nvfp4_quantize": "m k input_dtype is_sf_swizzled_layout no_sf_swizzled_layout alignment batch_size global_scale "
     "sf_layout do_shuffle sf_vec_size per_token_activation",
     "top_k_top_p_sampling_from_probs": "batch_size vocab_size input_dtype top_k top_p min_p temperature "
-    "filter_apply_order num_speculate_tokens max_len num_rows",
+    "filter_apply_order num_speculate_tokens",
+    "top_k_page_table_transform": "batch_size input_dtype top_k max_len num_rows",
     "apply_rope": "batch_size seq_len num_qo_heads num_kv_heads head_dim rotary_dim no_rope_dim input_dtype "
     "quant_dtype rope_scale rope_theta interleave page_size kv_layout low_freq_factor high_freq_factor old_context_len",
     "gated_delta_rule_mtp": "batch_size num_q_heads num_k_heads num_v_heads head_size input_dtype state_dtype "

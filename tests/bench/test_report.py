@@ -24,7 +24,7 @@ QUIETLY = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--hide-scrollbars",
 ]  # fmt: skip
-CEILINGS = {"test cpu x2": Ceilings(copy=2e9, read=2e9, matmul=1e12)}
+CEILINGS = {"test cpu x2": Ceilings(copy=2e9, read=2e9, matmul=1e12, matmul_fp8=2e12)}
 
 
 def records() -> list[dict[str, object]]:
@@ -90,13 +90,16 @@ def test_lines_rise_with_their_values() -> None:
 
 
 def test_the_roof_bends_where_memory_meets_arithmetic() -> None:
-    drawing = svg.roofline([svg.Series("a", (svg.Point(1.0, 1.0),), 0, line=False)], svg.Roof(4.0, 800.0))
-    (points,) = re.findall(r'<polyline class="roof" points="([^"]+)"', drawing)
+    roofs = [svg.Roof(4.0, 800.0), svg.Roof(4.0, 1400.0)]
+    drawing = svg.roofline([svg.Series("a", (svg.Point(1.0, 1.0),), 0, line=False)], roofs)
+    points, higher = re.findall(r'<polyline class="roof" points="([^"]+)"', drawing)
     (_, y0), (x1, y1), (x2, y2) = (tuple(map(float, pair.split(","))) for pair in points.split())
     assert y0 > y1 == y2
     assert x1 < x2
     assert "4 TB/s" in drawing
     assert "800 TFLOP/s" in drawing
+    assert float(higher.split()[2].split(",")[1]) < y2
+    assert "1400 TFLOP/s" in drawing
 
 
 def test_bars_leave_the_line_at_one_to_both_sides() -> None:
@@ -202,5 +205,8 @@ def test_ceilings_are_measured_kept_and_found(tmp_path: Path, capsys: pytest.Cap
     assert name.endswith(" x2") or " x" in name
     assert all(1e6 < rate < 1e16 for rate in found)
     assert "TB/s (read + written)" in capsys.readouterr().out
-    assert Ceilings(2e9, 1e9, 1e12).seconds(flops=10**12, bytes=10**9) == 1.0
-    assert Ceilings(2e9, 1e9, 1e12).seconds(flops=10**9, bytes=10**10) == 5.0
+    rates = Ceilings(2e9, 1e9, 1e12, 2e12)
+    assert rates.seconds(flops=10**12, bytes=10**9) == 1.0
+    assert rates.seconds(flops=10**12, bytes=10**8, unit="matmul_fp8") == 0.5
+    assert rates.seconds(flops=10**9, bytes=10**10) == 5.0
+    assert rates._replace(read=4e9).seconds(flops=10**9, bytes=10**10) == 2.5, "what is only read may be faster"

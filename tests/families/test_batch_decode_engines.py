@@ -63,6 +63,8 @@ def test_attributes_after_plan(tensor_cores: bool, device: str) -> None:
     assert torch.equal(wrapper._block_tables, p.block_tables())  # type: ignore[arg-type]
     wrapper.plan(*p.plan_arguments())
     assert (wrapper._window_left, wrapper._sm_scale, wrapper._block_tables) == (-1, None, None)
+    wrapper._qo_indptr_buf = wrapper._max_kv_len = 7  # as engines with planners of their own do
+    assert (wrapper._qo_indptr_buf, wrapper._max_kv_len) == (7, 7)
     assert wrapper.end_forward() is None  # type: ignore[func-returns-value]
 
 

@@ -19,15 +19,21 @@ if TYPE_CHECKING:
 
 
 class Ceilings(NamedTuple):
-    """Measured rates: bytes/s of a copy (read + written) and of a read, FLOP/s of the fastest 16-bit matmul."""
+    """Measured rates: bytes/s of a copy (read + written) and of a read, FLOP/s of a 16-bit and of an fp8 matmul."""
 
     copy: float
     read: float
     matmul: float
+    matmul_fp8: float
 
-    def seconds(self, flops: int, bytes: int) -> float:
-        """The least time in which work can be done here; what is mostly read may be faster than a copy."""
-        return max(bytes / max(self.copy, self.read), flops / self.matmul)
+    @property
+    def memory(self) -> float:
+        """What is mostly read may be faster than a copy."""
+        return max(self.copy, self.read)
+
+    def seconds(self, flops: int, bytes: int, unit: str = "matmul") -> float:
+        """The least time in which work can be done here."""
+        return float(max(bytes / self.memory, flops / getattr(self, unit)))
 
 
 def store() -> Path:
@@ -78,7 +84,17 @@ def measure_ceilings(device_name: str, size_mb: int, matmul_size: int) -> Ceilin
     copy = rate(lambda x: x.out.copy_(x.source), Inputs(source=source, out=torch.empty_like(source)), 8 * n)
     read = rate(_read(device), Inputs(source=source, out=torch.zeros(1, dtype=torch.int32, device=device)), 4 * n)
     matmul = rate(lambda x: x.a @ x.b, Inputs(a=square[0], b=square[1]), 2 * matmul_size**3)
-    return Ceilings(copy, read, matmul)
+    fp8 = matmul
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+        a, b = (s.to(torch.float8_e4m3fn) for s in square)
+        one = torch.ones((), device=device)
+        product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+
+        def scaled(x: Inputs) -> Any:
+            return product(x.a, x.b, x.one, x.one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+        fp8 = rate(scaled, Inputs(a=a, b=b.t(), one=one), 2 * matmul_size**3)
+    return Ceilings(copy, read, matmul, fp8)
 
 
 def _read(device: torch.device) -> Callable[[Inputs], Any]:
@@ -115,5 +131,7 @@ def main(words: Sequence[str]) -> int:
     print(f"copy    {found.copy / 1e12:.3f} TB/s (read + written)")
     print(f"read    {found.read / 1e12:.3f} TB/s")
     print(f"matmul  {found.matmul / 1e12:.3f} TFLOP/s ({'bf16' if device == 'cuda' else 'fp32'})")
+    if found.matmul_fp8 != found.matmul:
+        print(f"        {found.matmul_fp8 / 1e12:.3f} TFLOP/s (fp8)")
     say("INFO", f"kept for {name} in {file}")
     return OK

@@ -31,10 +31,11 @@ class Inputs(dict[str, Any]):
 
 
 class Work(NamedTuple):
-    """What a call must do at least: operations, and bytes to and from memory."""
+    """What a call must do at least: operations, bytes to and from memory, and the ceiling that its operations have."""
 
     flops: int
     bytes: int
+    unit: str = "matmul"  # a rate of `fi-bench calibrate`: matmul (16 bit) or matmul_fp8
 
 
 class Tolerance(NamedTuple):
@@ -76,7 +77,7 @@ class Case:
     routine: str
     function: str  # below fi_core, and below any call-compatible library
     make: Callable[[Namespace, Any, Any], Inputs]
-    call: Callable[[Callable[..., Any], Inputs], Any]
+    call: Callable[[Any, Inputs], Any]
     outputs: Callable[[Inputs, Any], Outputs]
     reference: Callable[[Inputs], Outputs]
     work: Callable[[Namespace, Inputs], Work]

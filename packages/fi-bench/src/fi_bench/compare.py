@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fi_bench import record, stats
-from fi_bench.console import human_time, say, table
+from fi_bench.console import Progress, human_time, say, table
 from fi_bench.errors import AMBIGUOUS, OK, UsageError
 from fi_bench.parsing import Parser, underscored
 from fi_bench.summary import describe
@@ -34,8 +34,8 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Side:
-    """All processes of one case: their medians (ns), what is compared, cycles where the clock was watched, and what makes
-    them alike. Compared are mean values of middle halves: a median of CUPTI's 32 ns ticks moves by 2 % at 1.6 us.
+    """All processes of one case: their medians (ns), what is compared, cycles where the clock was watched, what makes
+    them alike. Compared are means of middle halves: a median of CUPTI's 32 ns ticks moves by 2 % at 1.6 us.
     """
 
     medians: tuple[float, ...]
@@ -198,12 +198,15 @@ def _measure_in_turns(args: Namespace, flags: Sequence[str]) -> None:
         raise UsageError("to measure both sides now give --python_a, --python_b, and after -- the flags of a run")
     if {"@"} & {*args.a, *args.b} or args.a == args.b:
         raise UsageError("to measure both sides now name two files without @BACKEND")
-    sides = [(args.python_a, args.a), (args.python_b, args.b)]
-    for trial in range(args.trials):
-        for python, file in sides if trial % 2 == 0 else sides[::-1]:
-            command = [*shlex.split(python), "-m", "fi_bench", "run", *flags, "--output_path", file]
-            if subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode:
-                raise UsageError(f"this command failed, run it to see why: {shlex.join(command)}")
+    sides = [("A", args.python_a, args.a), ("B", args.python_b, args.b)]
+    with Progress(2 * args.trials) as progress:
+        for trial in range(args.trials):
+            for name, python, file in sides if trial % 2 == 0 else sides[::-1]:
+                progress.step(f"{name}, process {trial + 1}")
+                command = [*shlex.split(python), "-m", "fi_bench", "run", *flags, "--output_path", file]
+                if subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode:
+                    raise UsageError(f"this command failed, run it to see why: {shlex.join(command)}")
+                progress.done()
 
 
 def _show(found: dict[Key, tuple[Side, Side, Verdict]], args: Namespace) -> None:

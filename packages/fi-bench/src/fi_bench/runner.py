@@ -307,7 +307,7 @@ def _measured(m: Measurement, work: case.Work) -> Record:
         "clocks": clocks,
         "warnings": [*m.warnings, *stats.doubts(m.samples_ns)],
         "stats": summary,
-        "work": {"flops": work.flops, "bytes": work.bytes, "source": "analytic"},
+        "work": {**work._asdict(), "source": "analytic"},
         "derived": {"tflops": work.flops / seconds / 1e12, "tb_per_sec": work.bytes / seconds / 1e12},
     }
 

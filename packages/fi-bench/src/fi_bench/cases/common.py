@@ -83,3 +83,14 @@ def page_table(lengths: list[int], page_size: int, device: Any, generator: Any) 
         "kv_last_page_len": torch.tensor(last, dtype=torch.int32, device=device),
         "num_pages": total,
     }
+
+
+def block_table(kv_indptr: torch.Tensor, kv_indices: torch.Tensor) -> torch.Tensor:
+    """The pages of all requests as a rectangle [requests, most pages], int32, zero where a request has fewer."""
+    import torch
+
+    pages = kv_indptr.diff().tolist()
+    table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device=kv_indices.device)
+    for row, own in zip(table, kv_indices.split(pages), strict=True):
+        row[: len(own)] = own
+    return table

@@ -179,7 +179,8 @@ def _run_deep_gemm(planned: tuple[Any, ...], x: Inputs) -> torch.Tensor:
 
 def _work(p: Namespace, x: Inputs) -> Work:
     rows = x.out.numel() // p.n
-    return Work(2 * rows * p.n * p.k, nbytes(x.a, x.b, x.out, x.get("a_scale"), x.get("b_scale")))
+    unit = "matmul_fp8" if x.a.element_size() == 1 else "matmul"
+    return Work(2 * rows * p.n * p.k, nbytes(x.a, x.b, x.out, x.get("a_scale"), x.get("b_scale")), unit)
 
 
 def _outputs(x: Inputs, returned: Any) -> Outputs:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fi_bench.baselines import FLASH_MLA
 from fi_bench.case import Case, Inputs, Outputs, Planned, Work, dtype_of
-from fi_bench.cases.common import nbytes, normal, page_table, requests
+from fi_bench.cases.common import block_table, nbytes, normal, page_table, requests
 
 if TYPE_CHECKING:
     import torch
@@ -99,10 +99,7 @@ def _plan_flash_mla(x: Inputs) -> Callable[[Inputs], torch.Tensor]:
 
     library = FLASH_MLA.load()
     q = torch.cat([x.q_nope, x.q_pe], -1).unflatten(0, (len(x.batch), -1))
-    pages = x.kv_indptr.diff().tolist()
-    table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device=q.device)
-    for row, own in zip(table, x.kv_indices.split(pages), strict=True):
-        row[: len(own)] = own
+    table = block_table(x.kv_indptr, x.kv_indices)
     metadata = library.get_mla_metadata()[0]
     width = x.ckv.shape[-1]
 

@@ -37,7 +37,8 @@ class Row:
         work = first["work"]
         self.flops, self.bytes = work["flops"], work["bytes"]
         self.ceiling = ceilings.get(calibrate.machine(first["env"], first["device"]))
-        limit = self.ceiling.seconds(self.flops, self.bytes) if self.ceiling else None
+        self.unit = work.get("unit", "matmul")
+        limit = self.ceiling.seconds(self.flops, self.bytes, self.unit) if self.ceiling else None
         self.of_limit = 100 * limit / (self.ns / 1e9) if limit else None
 
 
@@ -76,22 +77,25 @@ def _routines(rows: Sequence[Row]) -> list[str]:
 
 
 def _shorten(rows: Sequence[Row]) -> str:
-    """The words that all cases of a routine share; they leave the rows."""
-    cases = [row.case.split() for row in rows]
-    shared = [word for word in cases[0] if all(word in words for words in cases)]
-    if len({row.case_key for row in rows}) > 1:
-        for row in rows:
-            row.short = " ".join(word for word in row.case.split() if word not in shared) or "defaults"
-        return " ".join(shared)
-    return ""
+    """Leaves each row of a routine the words in which its cases differ, none for one case, and returns the others."""
+    differ = [
+        name
+        for name in rows[0].params
+        if name != "random_seed" and len({str(row.params.get(name)) for row in rows}) > 1
+    ]
+    for row in rows:
+        values = ((name, row.params.get(name)) for name in differ)
+        row.short = " ".join(name if value is True else f"{name}={value}" for name, value in values)
+    return " ".join(word for word in rows[0].case.split() if word.partition("=")[0] not in differ)
 
 
 _HOW_TO_READ = """<h2>How to read this</h2><div class="dim">
 <p>Times are medians over the samples of a process, and over processes where there are several; the interval is that
 of order statistics at 95 %. TFLOP/s and TB/s are analytic counts over the median. The limit is the time that the
-measured copy and matmul ceilings of this machine allow for the work. A speed-up is the time of the baseline over the
-time of the row.</p><p>Differences below 2 % within one process are no differences: <code>fi-bench compare</code> judges
-medians of several processes.</p></div>"""
+measured ceilings of this machine, of memory and of matrix products, allow for the work. A speed-up is the time of the
+baseline over that of the row.</p>
+<p>Differences below 2 % within one process are no differences: <code>fi-bench compare</code> judges several.</p></div>
+"""
 
 
 def _machines(records: Sequence[Record]) -> str:
@@ -141,12 +145,14 @@ def _cell(value: str, kind: str = "") -> str:
 
 def _table(rows: Sequence[Row], colours: Colours, base: dict[str, Row], baseline: str | None) -> str:
     """The cases of one routine, the backends of a case together, the fastest one in bold."""
-    names = ["case", "backend", "*median", "*95% interval", "*TB/s", "*TFLOP/s", "% of limit", "*SM MHz", "check"]
+    names = ["backend", "*median", "*95% interval", "*TB/s", "*TFLOP/s", "% of limit", "*SM MHz", "check"]
     how = [_how(row) for row in rows]
-    if len(set(how)) > 1:
-        names.append("measured")
+    alike = {name: len({h[name] for h in how}) == 1 for name in how[0]}
+    names += [name for name in how[0] if not alike[name]]
     if baseline:
-        names.insert(4, f"*over {baseline}")
+        names.insert(3, f"*over {baseline}")
+    if any(row.short for row in rows):
+        names.insert(0, "case")
     if any(row.processes > 1 for row in rows):
         names.append("*processes")
     lines = []
@@ -160,15 +166,15 @@ def _table(rows: Sequence[Row], colours: Colours, base: dict[str, Row], baseline
             lines.append(f"<tr{' class=first' if i == 0 else ''}>{''.join(kept)}</tr>")
     head = "".join(f"<th{' class=n' if name[0] == '*' else ''}>{escape(name.lstrip('*'))}</th>" for name in names)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-    said = "" if "measured" in names else f'<p class="dim">{escape(how[0])}</p>'
-    return f'{said}<div class="scroll">{table}</div>'
+    said = ", ".join(f"{name} {how[0][name]}" for name in how[0] if alike[name])
+    return f'<p class="dim">{escape(said)}</p><div class="scroll">{table}</div>'
 
 
-def _how(row: Row) -> str:
-    """Timer, regime and cache state."""
+def _how(row: Row) -> dict[str, str]:
+    """How the row was measured."""
     r = row.first
-    regime = f", {r['regime']}" if r["device"] == "cuda" else ""
-    return f"{r['timer']}{regime}, cache {r['cache_state']} ({r['cache']['how']})"
+    load = {"load": r["regime"]} if r["device"] == "cuda" else {}
+    return {"timer": r["timer"], **load, "cache": f"{r['cache_state']} ({r['cache']['how']})"}
 
 
 def _cells(row: Row, best: bool, colours: Colours, base: dict[str, Row]) -> dict[str, str]:
@@ -191,7 +197,7 @@ def _cells(row: Row, best: bool, colours: Colours, base: dict[str, Row]) -> dict
         "TFLOP/s": _cell(f"{row.flops / row.ns / 1e3:.3g}" if row.flops else "-", "n"),
         "%": f"<td>{meter}</td>",
         "processes": _cell(str(row.processes), "n"),
-        "measured": _cell(_how(row), "dim"),
+        **{name: _cell(value, "dim") for name, value in _how(row).items()},
         "SM": _cell(f"{clock:.0f}" if clock else "-", "n dim"),
         "check": _cell(status, {"ok": "good", "mismatch": "bad"}.get(status, "dim")),
     }
@@ -237,9 +243,10 @@ def _roofline(rows: Sequence[Row], colours: Colours) -> Iterator[str]:
         )  # fmt: skip
         if points:
             series.append(svg.Series(name, points, colour, line=False))
-    roof = svg.Roof(top.copy / 1e12, top.matmul / 1e12) if top else None
+    units = sorted({row.unit for row in with_work})
+    roofs = [svg.Roof(top.memory / 1e12, getattr(top, unit) / 1e12) for unit in units] if top else []
     title = "achieved, against the measured ceilings" if top else "achieved"
-    yield _figure(title, svg.roofline(series, roof), "wide")
+    yield _figure(title, svg.roofline(series, roofs), "wide")
 
 
 def axis_of(rows: Sequence[Row]) -> list[tuple[str, str, list[Row]]]:

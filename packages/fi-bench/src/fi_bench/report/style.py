@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-COLOURS = 8  # series beyond these repeat them; their marks differ too
+COLOURS = 12  # series beyond these repeat them; their marks differ too
 
 # Contrast of each series with its background is at least 3:1; neighbours differ in lightness as well as in hue.
 _LIGHT = {
     "bg": "#fbfbfa", "card": "#ffffff", "fg": "#1c2127", "dim": "#5c6670", "line": "#e3e6e9", "grid": "#eceef0",
     "head": "#f4f5f6", "bad": "#c0262d", "good": "#15803d", "warn": "#9a5b00", "track": "#e9ecef",
     "c0": "#1d63d8", "c1": "#d9660b", "c2": "#14804a", "c3": "#8b46c9", "c4": "#c92a6b", "c5": "#0b7f95",
-    "c6": "#8f6a00", "c7": "#5b6570",
+    "c6": "#8f6a00", "c7": "#5b6570", "c8": "#a14b1f", "c9": "#4a4fc4", "c10": "#5d8a00", "c11": "#b5179e",
 }  # fmt: skip
 _DARK = {
     "bg": "#0e1116", "card": "#151a21", "fg": "#e8ebee", "dim": "#9aa5b1", "line": "#2a323b", "grid": "#232a32",
     "head": "#1b2129", "bad": "#ff7b72", "good": "#56d364", "warn": "#e3b341", "track": "#2a323b",
     "c0": "#62a8ff", "c1": "#f5923f", "c2": "#4fce7b", "c3": "#c297ff", "c4": "#ff80b5", "c5": "#52cfe0",
-    "c6": "#e0b62f", "c7": "#aab4be",
+    "c6": "#e0b62f", "c7": "#aab4be", "c8": "#e39a6d", "c9": "#9aa0ff", "c10": "#a8d43f", "c11": "#f38be8",
 }  # fmt: skip
 
 

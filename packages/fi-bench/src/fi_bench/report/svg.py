@@ -167,11 +167,11 @@ def _labels(series: Sequence[Series], x: Axis, y: Axis) -> list[str]:
     return parts
 
 
-def _legend(series: Sequence[Series], at: float) -> list[str]:
+def _legend(series: Sequence[Series], at: float, top: float) -> list[str]:
     parts = []
     for i, s in enumerate(series):
-        parts.append(_mark(s.colour, at, TOP + 8 + 20 * i, s.name))
-        parts.append(_text(at + 12, TOP + 12 + 20 * i, s.name, "start"))
+        parts.append(_mark(s.colour, at, top + 20 * i, s.name))
+        parts.append(_text(at + 12, top + 4 + 20 * i, s.name, "start"))
     return parts
 
 
@@ -186,26 +186,28 @@ def lines(series: Sequence[Series], x_name: str, y_name: str, zero: bool = False
     return _svg(f"{y_name} over {x_name}", parts, NARROW)
 
 
-def roofline(series: Sequence[Series], roof: Roof | None) -> str:
-    """Achieved TFLOP/s over FLOP per byte; the roof is that of the measured ceilings, if they are known."""
+def roofline(series: Sequence[Series], roofs: Sequence[Roof]) -> str:
+    """Achieved TFLOP/s over FLOP per byte under the measured ceilings, if they are known; they share their memory."""
     xs = [p.x for s in series for p in s.points]
-    small, large = min(xs) / 2, max(xs) * 2
-    if roof:
-        ridge = roof.arithmetic / roof.memory
-        small, large = min(small, ridge / 4), max(large, ridge * 4)
-    ys = [p.y for s in series for p in s.points] + ([roof(small), roof(large)] if roof else [])
+    ridges = [roof.arithmetic / roof.memory for roof in roofs]
+    small, large = min([*xs, *(r / 2 for r in ridges)]) / 2, max([*xs, *(2 * r for r in ridges)]) * 2
+    ys = [p.y for s in series for p in s.points] + [roof(v) for roof in roofs for v in (small, large)]
     x, y = Axis([small, large], LEFT, WIDE - RIGHT), Axis(ys, HEIGHT - BOTTOM, TOP)
     parts = _frame(x, y, "FLOP per byte", "TFLOP/s")
-    if roof:
-        ridge = roof.arithmetic / roof.memory
+    for roof, ridge in zip(roofs, ridges, strict=True):
         path = " ".join(f"{x(v):.1f},{y(roof(v)):.1f}" for v in (small, ridge, large))
         parts.append(f'<polyline class="roof" points="{path}"/>')
-        parts.append(_text(x(large), y(roof.arithmetic) - 7, f"{roof.arithmetic:.4g} TFLOP/s", "end", 'class="tick"'))
+        parts.append(
+            _text(x(large) + 6, y(roof.arithmetic) + 4, f"{roof.arithmetic:.4g} TFLOP/s", "start", 'class="tick"')
+        )
+    if roofs:
+        roof, ridge = roofs[0], ridges[0]
         steep = math.degrees(math.atan2(y(roof(ridge)) - y(roof(small)), x(ridge) - x(small)))
-        a, b = x((small * ridge) ** 0.5), y(roof((small * ridge) ** 0.5)) - 8
+        middle = (small * ridge) ** 0.5
+        a, b = x(middle), y(roof(middle)) - 8
         turn = f'class="tick" transform="rotate({steep:.1f} {a:.1f} {b:.1f})"'
         parts.append(_text(a, b, f"{roof.memory:.3g} TB/s", extra=turn))
-    return _svg("roofline", [*parts, *_draw(series, x, y), *_legend(series, x.high + 16)], WIDE)
+    return _svg("roofline", [*parts, *_draw(series, x, y), *_legend(series, x.high + 20, TOP + 60)], WIDE)
 
 
 class Bar(NamedTuple):

@@ -135,7 +135,9 @@ BATCH_DECODE = Op(
     ),
 )
 
-_LEAST_COPY = 8  # keys
+# Bytes of a page that one bulk tensor copy must bring: one takes 70 cycles whatever it brings (H200, b16 kv8k, page 1:
+# 256 bytes a copy 669 us, cp.async 153).
+_LEAST_BOX = 2048
 _DIMS = frozenset({64, 80, 96, 128, 192, 256})
 
 decode_plan = Launcher(DECODE_PLAN, lambda schedule, *_: (schedule.get_device(),))
@@ -156,7 +158,7 @@ def head_dim_axis(head_dim_qk: int, head_dim_vo: int) -> int:
 @functools.cache
 def choose(
     backend: str, device: torch.device, q: torch.dtype, kv: torch.dtype, head_dim_qk: int, head_dim_vo: int,
-    pos_encoding_mode: int, page_size: int = TILE,
+    pos_encoding_mode: int, page_size: int = 64,
 ) -> str:  # fmt: skip
     """The implementation for `attend`: the one that `backend` names, for "auto" the best that takes the rest.
 
@@ -168,13 +170,9 @@ def choose(
     if pos_encoding_mode == PosEncodingMode.ROPE_LLAMA.value:  # keys are rotated by the kernel on CUDA cores only
         axes["head_dim"] = 0
     name = None if backend == "auto" or target.kind == "cpu" else backend
-    impl = BATCH_DECODE.spec(target, axes, name).impl
-    # A bulk copy ends with its page, and one of a few rows costs as much as one of 64. fa3 and fa2_tc, in us, H200,
-    # 16 x 8192 keys, 32/8 heads, bf16: pages of 1 671 and 208, 2 345 and 207, 4 200 and 192, 100 (copies of 4) 189 and
-    # 144, 8 139 and 177, 24 137 and 155. With a fourth of the keys or less, pages of 4 are 15 % faster with fa3.
-    if name is None and impl == "fa3" and math.gcd(page_size, TILE) < _LEAST_COPY:
-        impl = "fa2_tc"
-    return impl
+    best = BATCH_DECODE.spec(target, axes, name).impl
+    small = math.gcd(page_size, ROWS) * head_dim_qk * kv.itemsize < _LEAST_BOX
+    return "fa2_tc" if best == "fa3" and name is None and small else best
 
 
 def fits(impl: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:

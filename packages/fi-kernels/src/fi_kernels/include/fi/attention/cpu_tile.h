@@ -6,6 +6,7 @@
 
 #include "fi/attention/cpu_block.h"
 #include "fi/attention/problem.h"
+#include "fi/cpu/aligned.h"
 #include "fi/cpu/rows.h"
 
 namespace fi {
@@ -37,17 +38,17 @@ class CpuTile {
         load_kv_(cpu::row_loader(kv)),
         qk_(cpu::padded(p.dim_qk)),
         vo_(cpu::padded(p.dim_vo)),
-        q_(size(cpu::padded(rows) * qk_)),
-        k_(size(kBlock * qk_)),
-        v_(size(kBlock * vo_)),
-        o_(size(cpu::padded(rows) * vo_)),
-        s_(size(kBlock * cpu::padded(rows))),
-        m_(size(cpu::padded(rows))),
-        d_(size(cpu::padded(rows))),
-        alpha_(size(cpu::padded(rows))),
-        slope_(size(cpu::padded(rows))),
-        position_(size(cpu::padded(rows))),
-        line_(size(qk_)) {
+        q_(cpu::padded(rows) * qk_),
+        k_(kBlock * qk_),
+        v_(kBlock * vo_),
+        o_(cpu::padded(rows) * vo_),
+        s_(kBlock * cpu::padded(rows)),
+        m_(cpu::padded(rows)),
+        d_(cpu::padded(rows)),
+        alpha_(cpu::padded(rows)),
+        slope_(cpu::padded(rows)),
+        position_(cpu::padded(rows)),
+        line_(qk_) {
     if (p.rotary.enabled)
       for (int32_t k = 0; k < p.dim_qk / 2; ++k) steps_.push_back(p.rotary.step(k));
   }
@@ -57,9 +58,9 @@ class CpuTile {
               int32_t begin, int32_t end) {
     p_ = &p, pages_ = pages, kv_head_ = kv_head, first_ = first, rows_ = rows, end_ = end;
     pitch_ = few() ? kBlock : cpu::padded(rows);
-    std::fill_n(m_.begin(), rows, kMinusInf);
-    std::fill_n(d_.begin(), rows, 0.f);
-    std::fill_n(o_.begin(), rows * vo_, 0.f);
+    std::fill_n(m_.data(), rows, kMinusInf);
+    std::fill_n(d_.data(), rows, 0.f);
+    std::fill_n(o_.data(), rows * vo_, 0.f);
     load_queries();
     for (int32_t key = begin; key < end; key += kBlock) {
       const int32_t keys = std::min(kBlock, end - key);
@@ -70,17 +71,16 @@ class CpuTile {
     }
   }
 
-  float m(int32_t r) const { return m_[size(r)]; }
-  float d(int32_t r) const { return d_[size(r)]; }
+  float m(int32_t r) const { return m_[r]; }
+  float d(int32_t r) const { return d_[r]; }
   float* output(int32_t r) { return o_.data() + r * vo_; }  // unnormalised, [dim_vo]
 
  private:
   static constexpr int32_t kBlock = 64;  // keys a step
-  static constexpr int32_t kPart = 8;    // of few rows, keys converted at once: they stay in L1
+  static constexpr int32_t kPart = 16;   // of few rows, keys converted at once: they stay in L1
   static constexpr int32_t kAhead = 16;  // rows prefetched
   static constexpr int32_t kFew = 8;     // up to here lanes that are rows would be mostly empty
 
-  static size_t size(int64_t n) { return static_cast<size_t>(n); }
   bool few() const { return rows_ <= kFew; }
 
   void load_queries() {
@@ -92,10 +92,10 @@ class CpuTile {
               p.dim_qk);
       rotate(line_.data(), p.mask.position(row.i));
       cpu::multiply_row<16>(line_.data(), head.scale, p.dim_qk);
-      for (int64_t d = 0; d < qk_; ++d) q_[size(few() ? r * qk_ + d : d * pitch_ + r)] = line_[size(d)];
+      for (int64_t d = 0; d < qk_; ++d) q_[few() ? r * qk_ + d : d * pitch_ + r] = line_[d];
       cap_ = head.cap;
-      slope_[size(r)] = head.slope;
-      position_[size(r)] = static_cast<float>(row.i);
+      slope_[r] = head.slope;
+      position_[r] = static_cast<float>(row.i);
     }
   }
 
@@ -124,9 +124,9 @@ class CpuTile {
     for (int32_t r = 0; r < rows_; ++r) {
       float* s = s_.data() + r * pitch_;
       const int32_t i = (first_ + r) / p_->group;
-      const float distance = static_cast<float>(key) - position_[size(r)];
+      const float distance = static_cast<float>(key) - position_[r];
       if (cap_ > 0.f) cpu::soft_cap<16>(s, cap_, keys);
-      if (p_->scores.alibi) cpu::add_slope<16>(s, slope_[size(r)], distance, keys);
+      if (p_->scores.alibi) cpu::add_slope<16>(s, slope_[r], distance, keys);
       const int32_t from = std::clamp(mask.first_key(i) - key, 0, keys),
                     to = std::clamp(mask.end_key(i) - key, 0, keys);
       std::fill(s, s + from, kMinusInf);
@@ -134,7 +134,7 @@ class CpuTile {
       if (mask.selects())
         for (int32_t j = from; j < to; ++j)
           if (!mask.keeps(i, key + j)) s[j] = kMinusInf;
-      const float alpha = cpu::softmax_row<16>(s, cpu::padded(keys), &m_[size(r)], &d_[size(r)]);
+      const float alpha = cpu::softmax_row<16>(s, cpu::padded(keys), &m_[r], &d_[r]);
       if (alpha != 1.f) cpu::multiply_row<16>(output(r), alpha, vo_);
     }
     for (int32_t j = 0; j < keys; j += kPart) {
@@ -170,7 +170,7 @@ class CpuTile {
     cpu::softmax_step<16>(s_.data(), pitch_, keys, begin, end, m_.data(), d_.data(), alpha_.data());
     load_values(key, keys);
     for (int32_t r = row_begin; r < row_end; ++r)
-      if (alpha_[size(r)] != 1.f) cpu::multiply_row<16>(output(r), alpha_[size(r)], vo_);
+      if (alpha_[r] != 1.f) cpu::multiply_row<16>(output(r), alpha_[r], vo_);
     cpu::multiply({{s_.data() + row_begin, 1, pitch_},
                    v_.data(),
                    output(row_begin),
@@ -229,7 +229,7 @@ class CpuTile {
   int64_t qk_, vo_, pitch_ = 0;  // row lengths in floats: of q and k, of v and o, of s
   int32_t kv_head_ = 0, first_ = 0, rows_ = 0, end_ = 0;
   float cap_ = 0.f;
-  std::vector<float> q_, k_, v_, o_, s_, m_, d_, alpha_, slope_, position_, line_;
+  cpu::AlignedFloats q_, k_, v_, o_, s_, m_, d_, alpha_, slope_, position_, line_;
   std::vector<uint64_t> steps_;
 };
 

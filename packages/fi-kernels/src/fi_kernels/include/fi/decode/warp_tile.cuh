@@ -111,8 +111,8 @@ struct WarpTile {
     for (int n = 0; n < 2; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) s[n][c] = (s[n][c] + odd[n][c]) * scale[c / 2];
-    if (problem().special()) finish(problem(), key, s);
-    if (key < max(full_begin, low) || key + 16 > min(full_end, high)) {
+    if (__builtin_expect(problem().special(), false)) finish(problem(), key, s);
+    if (__builtin_expect(key < max(full_begin, low) || key + 16 > min(full_end, high), false)) {
       const Mask mask = problem().mask;
 #pragma unroll
       for (int n = 0; n < 2; ++n)
@@ -126,7 +126,7 @@ struct WarpTile {
     const unsigned a[4] = {pack_pair(s[0][0], s[0][1], T{}), pack_pair(s[0][2], s[0][3], T{}),
                            pack_pair(s[1][0], s[1][1], T{}), pack_pair(s[1][2], s[1][3], T{})};
     wait_for_values();
-    if (key < low || key + 16 > high) clear(v, place, low - key, high - key);
+    if (__builtin_expect(key < low || key + 16 > high, false)) clear(v, place, low - key, high - key);
 #pragma unroll
     for (int piece = 0; piece < kPieces; piece += 2) {
       unsigned b[4];

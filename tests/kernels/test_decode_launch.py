@@ -1,0 +1,98 @@
+"""Launches of batch decode without a GPU: grid, tensor maps and parameters, seen by the mock driver."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+
+from fi_core.decode import ops
+from kernels.mock_driver import Call, Tensor, launches
+from kernels.test_mock_driver import Start, driver, start  # noqa: F401  (fixtures)
+
+BATCH, BLOCKS, Q_HEADS, KV_HEADS, PAGES, PAGE = 3, 132, 32, 8, 100, 16
+K, V, Q = 0x1000000, 0x2000000, 0x3000000
+
+
+def call(start: Start, impl: str, dim: int = 128, kv: str = "bf16", **change: Any) -> list[Call]:  # noqa: F811
+    shape = (PAGES, PAGE, KV_HEADS, dim)
+    words, slots, _ = ops.Sizes(8 + (BLOCKS + 1) * 8 + BATCH * 4 + BLOCKS, 2 * BLOCKS, BLOCKS)
+    arguments: dict[str, Any] = {
+        "out": Tensor(0x4000000, (BATCH, Q_HEADS, dim), "bf16"),
+        "lse": None,
+        "workspace": Tensor(0x5000000, (slots, 16, dim + 2), "f32"),
+        "schedule": Tensor(0x6000000, (words,), "i32"),
+        "q": Tensor(Q, (BATCH, Q_HEADS, dim), "bf16"),
+        "k_cache": Tensor(K, shape, kv),
+        "v_cache": Tensor(V, shape, kv),
+        "page_indices": Tensor(0x7000000, (PAGES,), "i32"),
+        **dict.fromkeys(("sinks", "scale_q", "scale_k", "scale_v", "bmm1_scale", "bmm2_scale", "draft_mask")),
+        "kv_layout": 0,
+        "pos_encoding_mode": 0,
+        "q_len": 1,
+        "blocks": BLOCKS,
+        "window_left": -1,
+        "logits_soft_cap": 0.0,
+        "sm_scale": 0.1,
+        "v_scale": 1.0,
+        "rope_scale": 1.0,
+        "rope_theta": 1e4,
+        "enable_pdl": None,
+        "impl": impl,
+    }
+    assert set(change) <= set(arguments)
+    axes = {"q": "bf16", "kv": kv, "head_dim": dim if impl != "fa2" else 0}
+    return start().call("batch_decode", axes, *(arguments | change).values(), impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["fa3", "fa2_tc", "fa2"])
+def test_one_launch_of_a_block_a_range(start: Start, impl: str) -> None:  # noqa: F811
+    (one,) = launches(call(start, impl))
+    assert one["grid"] == [BLOCKS, 1, 1] and one["pdl"]
+    behind_the_maps = bytes.fromhex(one["parameters"])[2 * 128 :]
+    assert struct.unpack_from("QQQ", behind_the_maps) == (Q, K, V)
+
+
+@pytest.mark.parametrize(
+    ("page", "dim", "kv", "rows"),
+    [(16, 128, "bf16", 16), (1, 128, "bf16", 1), (48, 128, "bf16", 16), (256, 128, "bf16", 64), (64, 64, "e4m3", 64)],
+)
+def test_a_copy_brings_whole_rows_of_one_page(start: Start, page: int, dim: int, kv: str, rows: int) -> None:  # noqa: F811
+    shape = (PAGES, page, KV_HEADS, dim)
+    maps = [c for c in call(start, "fa3", dim, kv, k_cache=Tensor(K, shape, kv), v_cache=Tensor(V, shape, kv))
+            if c["call"] == "tensor_map"]  # fmt: skip
+    assert [m["address"] for m in maps] == [K, V]
+    bytes_ = 1 if kv == "e4m3" else 2
+    for one in maps:
+        sizes, strides, box = zip(*one["dimensions"])
+        assert sizes[0] * sizes[1] == dim and sizes[2:] == (page, KV_HEADS, PAGES)
+        assert strides[2:] == (
+            KV_HEADS * dim * bytes_ if page > 1 else 128,
+            dim * bytes_,
+            page * KV_HEADS * dim * bytes_,
+        )
+        assert box[0] * bytes_ == 128 and box[2:] == (rows, 1, 1)
+
+
+def test_head_major_pages(start: Start) -> None:  # noqa: F811
+    shape = (PAGES, KV_HEADS, PAGE, 128)
+    calls = call(start, "fa3", kv_layout=1, k_cache=Tensor(K, shape, "bf16"), v_cache=Tensor(V, shape, "bf16"))
+    for one in (c for c in calls if c["call"] == "tensor_map"):
+        assert [d[1] for d in one["dimensions"]][2:] == [256, PAGE * 256, KV_HEADS * PAGE * 256]
+
+
+@pytest.mark.parametrize(
+    ("impl", "change", "words"),
+    [
+        ("fa3", {"k_cache": Tensor(K + 2, (PAGES, PAGE, KV_HEADS, 128), "bf16")}, "must be multiples of 16 bytes"),
+        ("fa2_tc", {"q": Tensor(Q, (BATCH, Q_HEADS, 128), "bf16", (4100, 129, 1))}, "must be multiples of 16 bytes"),
+        ("fa3", {"pos_encoding_mode": 1}, "impl must be fa2 for ROPE_LLAMA"),
+        ("fa3", {"workspace": Tensor(0x5000000, (10, 16, 130), "f32")}, "workspace must have 2 slots"),
+        ("fa3", {"schedule": Tensor(0x6000000, (100,), "i32")}, "schedule must have 1216 words"),
+        ("fa3", {"q_len": 2}, "q must have a multiple of q_len = 2 rows"),
+    ],
+)
+def test_refusals(start: Start, impl: str, change: Call, words: str) -> None:  # noqa: F811
+    with pytest.raises(ValueError, match=words):
+        call(start, impl, **change)

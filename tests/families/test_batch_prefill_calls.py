@@ -259,6 +259,8 @@ def test_what_engines_read(device: str) -> None:
     assert all(isinstance(x, int) for x in info) and w._plan_info == info
     assert_close(w.run(b.q, b.cache), want)
     assert get_batch_prefill_module("fa2", torch.float16) is w._cached_module
+    w._max_kv_len = 77  # engines that plan by themselves assign what plan used to
+    assert w._max_kv_len == 77
     w.reset_workspace_buffer(workspace(device), torch.empty(1 << 16, dtype=torch.uint8, device=device))
     with pytest.raises(RuntimeError, match="call plan first"):
         w.run(b.q, b.cache)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fi_core.decode.arguments import LAYOUTS, POS_ENCODINGS, code, data_types, scale_product
+from fi_core.decode.arguments import LAYOUTS, POS_ENCODINGS, code, computed, data_types, scale_product
 from fi_core.env import env
 from fi_core.prefill import engine, mask, ops
 from fi_core.prefill.arguments import (
@@ -107,7 +107,7 @@ class BatchPrefillPlan:
         self._cached_module: engine.PrefillPlanner | None = None
         engine.register(self)
 
-    @property
+    @computed
     def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
         """A pinned mirror of the int workspace, which engines pass around; plan needs none, so it is made when read."""
         import torch
@@ -121,17 +121,17 @@ class BatchPrefillPlan:
         """`[batch_size, 4]`: first row, rows, first page or key, tokens of each request, as the schedule has them."""
         return self._schedule[8 : 8 + 4 * self._batch_size].view(-1, 4)
 
-    @property
+    @computed
     def _kv_lens_buffer(self) -> torch.Tensor:
         """Tokens of each request of the last plan, int32 on the device."""
         return self._requests()[:, 3]
 
-    @property
+    @computed
     def _max_q_len(self) -> int:
         """Of the last plan; waits for the device."""
         return int(self._requests()[:, 1].max()) if self._batch_size else 0
 
-    @property
+    @computed
     def _max_kv_len(self) -> int:
         """Of the last plan; waits for the device."""
         return int(self._requests()[:, 3].max()) if self._batch_size else 0

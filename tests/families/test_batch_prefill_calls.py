@@ -369,6 +369,17 @@ def test_errors_of_run(device: str) -> None:
         r.plan(qo, kv, *rest, v_indptr=kv)
 
 
+def test_page_ids_are_checked_if_asked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    b = batch(LENS, device=device)
+    w = BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    w.plan(*b.paged_plan(), **b.types())
+    monkeypatch.setattr("fi_core.prefill.paged.CHECK", True)
+    assert_close(w.run(b.q, b.cache), b.expected()[0])
+    w._paged_kv_indices_buf[1] = 1000
+    with pytest.raises(ValueError, match=r"paged_kv_indices: the cache has pages 0 to \d+; got 1000 at 1"):
+        w.run(b.q, b.cache)
+
+
 def test_schedule_too_small(device: str) -> None:
     b = batch([(500, 500)], heads=(8, 1), device=device)
     w = BatchPrefillWithPagedKVCacheWrapper(workspace(device))

@@ -57,6 +57,22 @@ def test_block_tables(kv_layout: str, device: str) -> None:
             trtllm_batch_context_with_kv_cache(bmm1_scale=1.0, bmm2_scale=1.0, **common | change)
 
 
+def test_block_tables_are_checked_if_asked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    b = batch(LENS, kv_layout="HND", device=device)
+    monkeypatch.setattr("fi_core.prefill.once.CHECK", True)
+    tables = b.pool.block_tables()
+
+    def call() -> Any:
+        return trtllm_batch_context_with_kv_cache(
+            b.q, b.cache, workspace(device), tables, b.pool.seq_lens(), 70, 130, 0.1, 1.0, 5, b.qo_indptr, b.kv_indptr
+        )
+
+    assert_close(call(), b.expected(causal=True, sm_scale=0.1)[0])
+    tables[0, 2] = 1000
+    with pytest.raises(ValueError, match="block_tables: the cache has pages 0 to"):
+        call()
+
+
 def test_contiguous_keys_in_one_call(device: str) -> None:
     b = batch(LENS, heads=(4, 4), dims=(192, 128), dtype=torch.bfloat16, device=device)
     k, v = b.ragged()

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fi_core.decode.arguments import LAYOUTS, POS_ENCODINGS, code, computed, data_types, scale_product
-from fi_core.env import env
 from fi_core.prefill import engine, mask, ops
 from fi_core.prefill.arguments import (
     BACKENDS,
@@ -22,7 +21,6 @@ from fi_core.utils import check_shape_dtype_device, int32_index
 if TYPE_CHECKING:
     import torch
 
-CHECK = env.check  # read once: calls pay nothing for it
 _INT_WORKSPACE = 8 << 20  # bytes: room for a million tiles of query rows
 
 

@@ -188,9 +188,10 @@ def test_what_a_graph_fixes(device: str) -> None:
         w.plan(qo, indptr, torch.zeros(301, dtype=torch.int32), *rest, **b.types())
 
 
-def test_older_forms(device: str) -> None:
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+def test_older_forms(dims: tuple[int, int], device: str) -> None:
     """forward takes the options itself: causal, window and cap are properties of the run, not of the plan."""
-    b = batch(LENS, device=device)
+    b = batch(LENS, dims=dims, device=device)
     keys = b.ragged()
     for w in planned(b):
         assert_close(w.forward(b.q, b.cache, causal=True), b.expected(causal=True)[0])
@@ -202,6 +203,8 @@ def test_older_forms(device: str) -> None:
         assert_close(w.run(b.q, b.cache, window_left=20), want)
         with pytest.raises(AssertionError, match="window_left: 20 was planned; got 3"):
             w.run(b.q, b.cache, window_left=3)
+        alibi = {"causal": True, "pos_encoding_mode": "ALIBI"}
+        assert_close(w.forward(b.q, b.cache, **alibi), b.expected(**alibi)[0])
         w.begin_forward(*b.paged_plan(), **b.types())
         w.end_forward()
     for w in planned(b, BatchPrefillWithRaggedKVCacheWrapper):
@@ -256,6 +259,8 @@ def test_what_engines_read(device: str) -> None:
     assert all(isinstance(x, int) for x in info) and w._plan_info == info
     assert_close(w.run(b.q, b.cache), want)
     assert get_batch_prefill_module("fa2", torch.float16) is w._cached_module
+    w._max_kv_len = 77  # engines that plan by themselves assign what plan used to
+    assert w._max_kv_len == 77
     w.reset_workspace_buffer(workspace(device), torch.empty(1 << 16, dtype=torch.uint8, device=device))
     with pytest.raises(RuntimeError, match="call plan first"):
         w.run(b.q, b.cache)
@@ -362,6 +367,17 @@ def test_errors_of_run(device: str) -> None:
         r.run(b.q, *keys, o_scale=2.0)
     with pytest.raises(NotImplementedError, match="v_indptr"):
         r.plan(qo, kv, *rest, v_indptr=kv)
+
+
+def test_page_ids_are_checked_if_asked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    b = batch(LENS, device=device)
+    w = BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    w.plan(*b.paged_plan(), **b.types())
+    monkeypatch.setattr("fi_core.prefill.paged.CHECK", True)
+    assert_close(w.run(b.q, b.cache), b.expected()[0])
+    w._paged_kv_indices_buf[1] = 1000
+    with pytest.raises(ValueError, match=r"paged_kv_indices: the cache has pages 0 to \d+; got 1000 at 1"):
+        w.run(b.q, b.cache)
 
 
 def test_schedule_too_small(device: str) -> None:

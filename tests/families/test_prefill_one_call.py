@@ -57,6 +57,22 @@ def test_block_tables(kv_layout: str, device: str) -> None:
             trtllm_batch_context_with_kv_cache(bmm1_scale=1.0, bmm2_scale=1.0, **common | change)
 
 
+def test_block_tables_are_checked_if_asked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    b = batch(LENS, kv_layout="HND", device=device)
+    monkeypatch.setattr("fi_core.prefill.once.CHECK", True)
+    tables = b.pool.block_tables()
+
+    def call() -> Any:
+        return trtllm_batch_context_with_kv_cache(
+            b.q, b.cache, workspace(device), tables, b.pool.seq_lens(), 70, 130, 0.1, 1.0, 5, b.qo_indptr, b.kv_indptr
+        )
+
+    assert_close(call(), b.expected(causal=True, sm_scale=0.1)[0])
+    tables[0, 2] = 1000
+    with pytest.raises(ValueError, match="block_tables: the cache has pages 0 to"):
+        call()
+
+
 def test_contiguous_keys_in_one_call(device: str) -> None:
     b = batch(LENS, heads=(4, 4), dims=(192, 128), dtype=torch.bfloat16, device=device)
     k, v = b.ragged()
@@ -129,3 +145,20 @@ def test_as_cudnn_is_called(device: str) -> None:
         cudnn_batch_prefill_with_kv_cache(
             b.q, k, v, 0.1, workspace(device), causal=True, **common | {"return_lse": True}
         )
+
+
+def test_trace() -> None:
+    b = batch([(17, 40), (9, 9)], kv_layout="HND")
+    given: dict[str, Any] = {
+        "query": b.q, "kv_cache": b.cache, "workspace_buffer": workspace("cpu"), "batch_size": 2, "bmm1_scale": 0.1,
+        "block_tables": b.pool.block_tables(), "seq_lens": b.pool.seq_lens(), "max_q_len": 17, "max_kv_len": 40,
+        "bmm2_scale": 2.0, "cum_seq_lens_q": b.qo_indptr, "cum_seq_lens_kv": b.kv_indptr, "window_left": 5,
+    }  # fmt: skip
+    definition = trtllm_batch_context_with_kv_cache.fi_trace(**given)  # type: ignore[attr-defined]
+    assert definition["name"] == "gqa_paged_prefill_tables_h4_kv2_d64_ps16"
+    space: dict[str, Any] = {}
+    exec(definition["reference"], space)
+    clean = tuple(x.nan_to_num(0) for x in b.cache)
+    tables = (given["block_tables"], given["seq_lens"], b.qo_indptr)
+    want = space["_reference"](b.q, *clean, *tables, 0.1, 2.0, 5)
+    assert_close(trtllm_batch_context_with_kv_cache(**given), want)  # type: ignore[arg-type]

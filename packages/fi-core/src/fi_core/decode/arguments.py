@@ -182,3 +182,13 @@ def scale_product(number: float, *scales: Any) -> tuple[float, torch.Tensor | No
         else:
             tensor = scale if tensor is None else tensor * scale
     return number, tensor
+
+
+class computed:
+    """A property that gives way to an assignment, since engines that plan by themselves assign what plan used to."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function, self.__doc__ = function, function.__doc__
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return self if instance is None else self.function(instance)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fi_core.decode import engine, ops
@@ -14,6 +14,7 @@ from fi_core.decode.arguments import (
     check_lengths,
     check_shape,
     code,
+    computed,
     data_types,
     deprecated_positional,
     lengths,
@@ -27,16 +28,6 @@ if TYPE_CHECKING:
     import torch
 
 _INT_WORKSPACE = 8 << 20  # bytes: the partial results of 132 blocks of head_dim 256 take 4.2 MiB
-
-
-class _computed:
-    """A property that gives way to an assignment, since engines that plan by themselves assign what plan used to."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        self.function, self.__doc__ = function, function.__doc__
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        return self if instance is None else self.function(instance)
 
 
 class BatchDecodePlan:
@@ -126,7 +117,7 @@ class BatchDecodePlan:
         self._cached_module: engine.PrefillPlanner | engine.DecodePlanner | None = None
         engine.register(self)
 
-    @_computed
+    @computed
     def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
         """A pinned mirror of the int workspace, which engines pass around; plan needs none, so it is made when read."""
         import torch
@@ -136,13 +127,13 @@ class BatchDecodePlan:
             self._pinned = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
         return self._pinned
 
-    @_computed
+    @computed
     def _qo_indptr_buf(self) -> torch.Tensor:
         """[0, 1, ..., batch_size] * q_len_per_req."""
         rows = _get_range_buf((self._fixed_batch_size or self._batch_size) + 1, self.device)
         return rows if self._q_len_per_req == 1 else rows * self._q_len_per_req
 
-    @_computed
+    @computed
     def _max_kv_len(self) -> int:
         """Length of the longest request of the last plan; waits for the device."""
         return max(lengths(*self._division.tables, self._division.page_size), default=0)

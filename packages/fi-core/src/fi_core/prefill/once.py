@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fi_core.decode.arguments import LAYOUTS, code, scale_product
+from fi_core.decode.arguments import CHECK, LAYOUTS, check_tables, code, scale_product
 from fi_core.decode.block_tables import _cache_pair
 from fi_core.observe.log import fi_api
 from fi_core.prefill import ops
+from fi_core.prefill.trace import tables_trace
 from fi_core.utils import canonicalize_torch_dtype, check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def flat_tables(block_tables: torch.Tensor) -> tuple[torch.Tensor, int]:
     return block_tables.as_strided(((batch_size - 1) * pitch + most,), (1,)), pitch
 
 
-@fi_api
+@fi_api(trace=tables_trace)
 def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor,
     kv_cache: Cache,
@@ -161,7 +162,8 @@ def trtllm_batch_context_with_kv_cache(
     setting allows. workspace_buffer, max_q_len, max_kv_len, cum_seq_lens_kv, multi_ctas_kv_counter_buffer: not needed.
 
     Returns out or (out, lse). Raises KeyError (backend, kv_layout), ValueError (shape, dtype, device), and
-    NotImplementedError for NVFP4 and separate tables of K and V.
+    NotImplementedError for NVFP4 and separate tables of K and V. With FI_CHECK=1 at import, also ValueError for page
+    ids out of range, which waits for the device.
     """
     if backend not in _BACKENDS:
         raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
@@ -183,6 +185,8 @@ def trtllm_batch_context_with_kv_cache(
             f"block_tables: one row, and one of seq_lens, for each of batch_size = {batch_size} requests is required; "
             f"got {block_tables.shape[0]} and {seq_lens.numel()}"
         )
+    if CHECK:
+        check_tables(k.shape[0], block_tables, seq_lens.view(-1), k.shape[1 + layout])
     attend_once(
         result, lse, query, k, v, layout, batch_size, qo_indptr=int32_index(cum_seq_lens_q),
         kv_len=int32_index(seq_lens.view(-1)), page_indices=pages, pages_per_request=pitch, causal=causal,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fi_core.decode.arguments import CHECK, check_pages, unpack
 from fi_core.observe.log import fi_api
-from fi_core.prefill.plan import CHECK, BatchPrefillPlan
-from fi_core.utils import _unpack_paged_kv_cache, is_graph_capturing
+from fi_core.prefill.plan import BatchPrefillPlan
 
 if TYPE_CHECKING:
     import torch
@@ -239,10 +239,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         )
         if kv_cache_sf is not None:
             raise NotImplementedError("kv_cache_sf: NVFP4 keys and values are not supported")
-        if type(paged_kv_cache) is tuple and paged_kv_cache[0].ndim == 4 and paged_kv_cache[1].ndim == 4:
-            k, v = paged_kv_cache
-        else:
-            k, v = _unpack_paged_kv_cache(paged_kv_cache, self._kv_layout)
+        k, v = unpack(paged_kv_cache, self._kv_layout)
         self._check_query(q, k, v)
         page_size, kv_heads = (k.shape[1], k.shape[2]) if self._layout == 0 else (k.shape[2], k.shape[1])
         if page_size != self._page_size or kv_heads != self._num_kv_heads:
@@ -251,7 +248,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
                 f"got shape {tuple(k.shape)} ({self._kv_layout})"
             )
         if CHECK:
-            check_pages(self._paged_kv_indptr_buf, self._paged_kv_indices_buf, k.shape[0])
+            check_pages(k.shape[0], self._paged_kv_indices_buf, "paged_kv_indices", self._paged_kv_indptr_buf)
         return self._attend(
             q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse, lse_base, lse_layout, enable_pdl, sinks
         )
@@ -316,23 +313,3 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             raise ValueError(f'variant: "independent" is required; got {variant!r}')
         if self._plan_info is None:
             raise RuntimeError("prewarm_paged_kv_stride_variant: call plan first")
-
-
-def check_pages(indptr: torch.Tensor, indices: torch.Tensor, num_pages: int) -> None:
-    """Raise ValueError unless all page ids of the batch are in the cache (what FI_CHECK=1 adds to a run)."""
-    import torch
-
-    if torch.compiler.is_compiling() or is_graph_capturing():
-        return
-    start, pages = indptr.cpu().long(), indices.cpu()
-    if (start.diff() < 0).any() or start[0] < 0 or start[-1] > len(pages):
-        raise ValueError(
-            f"paged_kv_indptr: must rise from 0 or more to at most {len(pages)}, the indices; got {start.tolist()}"
-        )
-    used = pages[start[0] : start[-1]]
-    wrong = (used < 0) | (used >= num_pages)
-    if wrong.any():
-        at = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"paged_kv_indices: the cache has pages 0 to {num_pages - 1}; got {int(used[at])} at {at + int(start[0])}"
-        )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fi_core.decode.arguments import LAYOUTS, POS_ENCODINGS, code, data_types, scale_product
-from fi_core.env import env
+from fi_core.decode.arguments import LAYOUTS, POS_ENCODINGS, code, computed, data_types, scale_product
 from fi_core.prefill import engine, mask, ops
 from fi_core.prefill.arguments import (
     BACKENDS,
@@ -22,7 +21,6 @@ from fi_core.utils import check_shape_dtype_device, int32_index
 if TYPE_CHECKING:
     import torch
 
-CHECK = env.check  # read once: calls pay nothing for it
 _INT_WORKSPACE = 8 << 20  # bytes: room for a million tiles of query rows
 
 
@@ -107,7 +105,7 @@ class BatchPrefillPlan:
         self._cached_module: engine.PrefillPlanner | None = None
         engine.register(self)
 
-    @property
+    @computed
     def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
         """A pinned mirror of the int workspace, which engines pass around; plan needs none, so it is made when read."""
         import torch
@@ -121,17 +119,17 @@ class BatchPrefillPlan:
         """`[batch_size, 4]`: first row, rows, first page or key, tokens of each request, as the schedule has them."""
         return self._schedule[8 : 8 + 4 * self._batch_size].view(-1, 4)
 
-    @property
+    @computed
     def _kv_lens_buffer(self) -> torch.Tensor:
         """Tokens of each request of the last plan, int32 on the device."""
         return self._requests()[:, 3]
 
-    @property
+    @computed
     def _max_q_len(self) -> int:
         """Of the last plan; waits for the device."""
         return int(self._requests()[:, 1].max()) if self._batch_size else 0
 
-    @property
+    @computed
     def _max_kv_len(self) -> int:
         """Of the last plan; waits for the device."""
         return int(self._requests()[:, 3].max()) if self._batch_size else 0
@@ -381,8 +379,8 @@ class BatchPrefillPlan:
         custom = self._custom_mask_buf if self._items is None else None
         plain = bmm1 is None and bmm2 is None and not any(x is not None for x in by_head)
         impl = self._impl
-        if impl == "fa3" and not (plain and ops.fits(impl, out, q, k, v)):
-            impl = "fa2"
+        if impl == "fa3" and not (plain and self._encoding == 0 and ops.fits(impl, out, q, k, v)):
+            impl = "fa2"  # which takes everything
         ops.attend(
             self._schedule, self._batch_size, self._tile, out, written, q, k, v, self._paged_kv_indices_buf, impl,
             self._layout, self._encoding, self._causal, self._window_left, self._logits_soft_cap, scale, out_scale,

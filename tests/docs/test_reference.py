@@ -28,10 +28,12 @@ def generate() -> ModuleType:
 
 
 def test_functions(generate: ModuleType) -> None:
-    """Every public function has a docstring, and a directive with its signature."""
+    """Every public function has a docstring, and a directive with its signature; every class one without."""
     page = generate.functions()
     names = [name for name in fi_core.__all__ if not name.startswith("__")]
-    assert [name for name in names if f"{{py:function}} fi_core.{name}(" not in page] == []
+    kinds = {name: "class" if isinstance(getattr(fi_core, name), type) else "function" for name in names}
+    ends = {"class": "\n", "function": "("}
+    assert [n for n, kind in kinds.items() if f"{{py:{kind}}} fi_core.{n}{ends[kind]}" not in page] == []
     empty = re.findall(r"````\{py:function\} (\S+?)\(.*\n(?:\n)*````", page)
     assert empty == []
 

@@ -17,6 +17,14 @@ from fi_core.utils import int32_index
 if TYPE_CHECKING:
     import torch
 
+__all__ = [
+    "TopKTieBreak",
+    "can_implement_filtered_topk",
+    "top_k",
+    "top_k_page_table_transform",
+    "top_k_ragged_transform",
+]
+
 _SORTABLE = 4096  # kTopKSortable of top_k.h: a larger k is sorted by torch
 
 

@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "fi/cpu/rows.h"
@@ -56,29 +57,31 @@ FI_CLONES inline int64_t places_from(const uint32_t* keys, int64_t n, uint32_t b
 class TopKRow {
  public:
   explicit TopKRow(int64_t width)
-      : values_(static_cast<size_t>(width)),
-        keys_(values_.size()),
-        scratch_(values_.size()),
-        found_(values_.size() + 16) {}
+      : values_(new float[width]),
+        keys_(new uint32_t[width]),
+        scratch_(new uint32_t[width]),
+        found_(new int32_t[width + 16]) {}
 
   // The places of the k largest of the n elements at x, in order, or sorted by value; 0 < k < n unless sorted.
   const std::vector<int32_t>& select(const void* x, int64_t n, int64_t k, const TopKParams& p, LoadRow load) {
-    load(x, values_.data(), n);
-    detail::keys_of(values_.data(), keys_.data(), n);
+    load(x, values_.get(), n);
+    detail::keys_of(values_.get(), keys_.get(), n);
     uint32_t key = 0;
     int64_t equal = 0, count = n;
     if (k < n) {
       // Of m maxima over disjoint parts of the row the k-th is no larger than the k-th of the row.
-      int64_t m = 1024;
+      int64_t m = 64;
       while (m < 4 * k) m *= 2;
-      uint32_t bound = 0;
       if (m <= n / 4) {
-        detail::fold_maxima(keys_.data(), n, scratch_.data(), m);
-        bound = largest(m, k);
+        detail::fold_maxima(keys_.get(), n, scratch_.get(), m);
+        count = detail::places_from(keys_.get(), n, largest(m, k), found_.get());
+        for (int64_t i = 0; i < count; ++i) scratch_[i] = keys_[found_[i]];
+        key = largest(count, k);
+      } else {
+        std::copy_n(keys_.get(), n, scratch_.get());
+        key = largest(n, k);
+        count = detail::places_from(keys_.get(), n, key, found_.get());
       }
-      count = detail::places_from(keys_.data(), n, bound, found_.data());
-      for (int64_t i = 0; i < count; ++i) scratch_[i] = keys_[found_[i]];
-      key = largest(count, k);
       equal = k;
       for (int64_t i = 0; i < count; ++i) equal -= keys_[found_[i]] > key;
     } else {
@@ -101,7 +104,7 @@ class TopKRow {
 
  private:
   uint32_t largest(int64_t n, int64_t k) {  // number k of the first n of scratch
-    std::nth_element(scratch_.begin(), scratch_.begin() + (k - 1), scratch_.begin() + n, std::greater<>());
+    std::nth_element(scratch_.get(), scratch_.get() + (k - 1), scratch_.get() + n, std::greater<>());
     return scratch_[k - 1];
   }
   void sort() {
@@ -111,9 +114,10 @@ class TopKRow {
     for (size_t i = 0; i < items_.size(); ++i) taken_[i] = static_cast<int32_t>(items_[i]);
   }
 
-  std::vector<float> values_;
-  std::vector<uint32_t> keys_, scratch_;
-  std::vector<int32_t> found_, taken_;
+  std::unique_ptr<float[]> values_;  // arrays are not cleared: that would take as long as a small k
+  std::unique_ptr<uint32_t[]> keys_, scratch_;
+  std::unique_ptr<int32_t[]> found_;
+  std::vector<int32_t> taken_;
   std::vector<uint64_t> items_;
 };
 

@@ -171,10 +171,10 @@ struct DecodeTma {
   }
 
   FI_DEVICE void consume() const {
-    const int warp = threadIdx.x / 32, group = warp / kSlices, slice = warp % kSlices * 16;
+    const unsigned group = threadIdx.x / (kSlices * 32);
+    const int warp = threadIdx.x / 32, slice = warp % kSlices * 16;
     Tile tile;
-    int stage = 0, turn = 0;
-    unsigned round = 0;
+    unsigned step = 0;  // of the ring
 #pragma unroll 1
     for (int count = 0;; ++count) {
       const int at = count & 1;
@@ -189,8 +189,9 @@ struct DecodeTma {
       const int from = low(s), to = high(s);
 #pragma unroll 1
       for (int tile_key = s.begin * kDecodeTile; tile_key < to; tile_key += kKeys) {
-        if (turn == group) {
+        if (step % kGroups == group) {
           const int key = tile_key + slice;
+          const unsigned stage = step % kStages, round = step / kStages;
           shared.full_k[stage].wait(round & 1);
           if (key < to && key + 16 > from)
             tile.attend(problem, shared.queries[at][0], shared.k[stage], shared.v[stage], slice, key, from, to,
@@ -198,8 +199,7 @@ struct DecodeTma {
           __syncwarp();
           if (lane == 0) shared.empty[stage].arrive();
         }
-        if (++turn == kGroups) turn = 0;
-        if (++stage == kStages) stage = 0, ++round;
+        ++step;
       }
       const Finish finish(params, s);
       const bool last = is_last(count);
@@ -232,7 +232,8 @@ struct DecodeTma {
     prefetch(params.problem.q, params.query_bytes);
   }
   FI_DEVICE void prefetch(const void* from, int64_t bytes) const {
-    const int64_t lines = (bytes + 127) / 128, share = (lines + params.blocks - 1) / params.blocks, first = blockIdx.x * share;
+    const int64_t lines = (bytes + 127) / 128, share = (lines + params.blocks - 1) / params.blocks,
+                  first = blockIdx.x * share;
     if (share <= 32 && lane < share && first + lane < lines)
       prefetch_l2(static_cast<const char*>(from) + (first + lane) * 128);
   }

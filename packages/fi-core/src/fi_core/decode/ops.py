@@ -86,6 +86,7 @@ def _tma_unit(axes: Axes) -> Unit:
     stage = 2 * keys * line
     rest = warps * ROWS * ((dim + 8) * 4 + 8) + 2 * ROWS * (dim * q_bytes + 16) + 2 * 40 + 6 * 8 + 16 + 1024
     stages = min(max(2, tune.ring // stage), (227 * 1024 - rest) // (stage + 24))
+    stages -= stages % groups  # each stage belongs to one group, which so sees every phase of its barriers
     shared = rest + stages * (stage + 24)
     body = f"decode_tma<{types}, {dim}, {groups}, {slices}, {stages}, {str(whole).lower()}, {shared}>"
     config = (_TMA_KIND, dim, int(whole), tune.stream, tune.policy, keys)
@@ -96,7 +97,7 @@ def _tma_unit(axes: Axes) -> Unit:
 class TmaConfig(NamedTuple):
     """What of the Hopper kernel is tuned. Not yet measured."""
 
-    ring: int = 96 * 1024  # bytes of keys in flight
+    ring: int = 128 * 1024  # bytes of keys in flight
     groups: int = 2
     whole: bool = True
     stream: int = 100  # MB

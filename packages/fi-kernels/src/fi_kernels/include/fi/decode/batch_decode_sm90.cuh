@@ -10,6 +10,7 @@ namespace fi {
 
 template <class T, class Q, class KV, int kDim, int kGroups, int kSlices, int kStages, bool kWhole>
 struct DecodeTma {
+  static_assert(kStages % kGroups == 0, "a group that skips a phase of a barrier would take the next for it");
   static constexpr int kWarps = kGroups * kSlices;  // of the consumers
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kKeys = kSlices * 16;  // of a stage

@@ -87,7 +87,7 @@ struct DecodeTma {
   FI_DEVICE void produce() const {
     DecodeWalk walk;
     walk.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
-    const uint64_t policy = walk.header.tiles < params.stream_tiles ? kEvictFirst : stream_policy();
+    const uint64_t policy = walk.header.tiles < params.stream_tiles ? kEvictFirst : kEvictNormal;
     Boxes now, then;
     next(walk, then);
     int stage = 0;
@@ -262,16 +262,6 @@ struct DecodeTma {
       return Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
                                           [&](int w) { return &shared.output[w][r][x]; });
     });
-  }
-
-  FI_DEVICE uint64_t stream_policy() const {
-    uint64_t policy = kEvictNormal;
-    if (params.policy == 1) asm volatile("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
-    if (params.policy == 2) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 0.5;" : "=l"(policy));
-    if (params.policy == 3)
-      asm volatile("createpolicy.fractional.L2::evict_first.L2::evict_unchanged.b64 %0, 0.25;" : "=l"(policy));
-    if (params.policy == 4) asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 0.1;" : "=l"(policy));
-    return policy;
   }
 };
 

@@ -31,19 +31,18 @@ except ImportError:
     flashinfer = None
 
 RANDOM = {"seed": 1, "offset": 2}
-# Threads, blocks on an SM, blocks a row for room and to fill the device, bytes of it for a block, pieces a warp keeps.
+# Threads, blocks on an SM, blocks a row for room and to fill the device, bytes of a row a block should hold.
 VARIANTS = {
-    "keep2": (256, 4, 8, 16, 66 << 10, 2),
-    "keep1": (256, 4, 8, 16, 66 << 10, 1),
-    "keep3": (256, 4, 8, 16, 66 << 10, 3),
-    "clusters of 8": (256, 4, 8, 8, 66 << 10, 0),
-    "128 threads": (128, 8, 16, 16, 34 << 10, 2),
+    "256x4": (256, 4, 8, 16, 66 << 10),
+    "clusters of 8": (256, 3, 8, 8, 66 << 10),
+    "512x2": (512, 2, 8, 16, 66 << 10),
+    "128x8": (128, 8, 16, 16, 34 << 10),
 }
 
 
 @functools.cache
 def variant(
-    threads: int, blocks_per_sm: int, most: int, spread: int, wanted: int, kept: int
+    threads: int, blocks_per_sm: int, most: int, spread: int, wanted: int
 ) -> dict[tuple[object, ...], Callable[..., None]]:
     """What `sample` calls where the cluster kernel is built and cut like this; kept, as graphs refer to it."""
 
@@ -51,7 +50,7 @@ def variant(
         base = ops._cluster_unit(axes)
         body = base.entries[0].body.replace(" 256>", f" {threads}>")
         room = base.entries[0].config[3]
-        entry = Entry("sample_variant", body, threads, (most, spread, wanted, room, kept), 0, blocks_per_sm)
+        entry = Entry("sample_variant", body, threads, (most, spread, wanted, room), 0, blocks_per_sm)
         return Unit(base.header, base.params, (entry,))
 
     impl = ops.SAMPLE.impl("cluster")

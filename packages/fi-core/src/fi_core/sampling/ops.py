@@ -13,14 +13,13 @@ _SHARED_BYTES = 212 * 1024  # of a row's slots in a block: what an SM has, less 
 
 
 def _cluster_unit(axes: Axes) -> Unit:
-    """One entry; config = (blocks a row for room, and to fill the device, bytes of it a block should hold, can hold,
-    pieces of 512 elements that a warp keeps in shared memory, 0 for all).
+    """One entry; config = (blocks a row for room, and to fill the device, bytes of it a block should hold, can hold).
 
     Three blocks on an SM: while one row is on its way, others are worked on.
     """
-    config = (8, 16, 66 * 1024, _SHARED_BYTES, 0)
+    config = (8, 16, 66 * 1024, _SHARED_BYTES)
     body = f"sample_cluster<{DTYPES[str(axes['dtype'])].device}, 256>"
-    entry = Entry("sample_cluster_256", body, 256, config, blocks_per_sm=4)
+    entry = Entry("sample_cluster_256", body, 256, config, blocks_per_sm=3)
     return Unit("fi/sampling/sample_sm90.cuh", "SampleParams", (entry,))
 
 

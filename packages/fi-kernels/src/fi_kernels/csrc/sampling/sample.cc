@@ -17,8 +17,7 @@ namespace {
 
 #if FI_CUDA
 // config = {blocks a row for the sake of room, and to fill the device with a small batch, bytes of a row that a block
-// should hold, and can hold, pieces that a warp keeps in shared memory (0: all)}; none where rows are read from global
-// memory by one block each.
+// should hold, and can hold}; none where rows are read from global memory by one block each.
 void launch(const Kernel& kernel, SampleParams& p, int64_t bytes, DLDevice device) {
   const Entry& entry = kernel.entries[0];
   Launch config{p.rows};
@@ -35,10 +34,7 @@ void launch(const Kernel& kernel, SampleParams& p, int64_t bytes, DLDevice devic
     p.slice = static_cast<int32_t>(slice(blocks));
     config.grid_x = p.rows * blocks;
     config.cluster = static_cast<unsigned>(blocks);
-    const int64_t warps = entry.threads / 32, share = ((p.slice + warps - 1) / warps + kPiece - 1) / kPiece * kPiece;
-    const bool all = entry.config[4] == 0 || p.adjusted || entry.config[4] * kPiece >= share;
-    p.kept = static_cast<int32_t>(all ? share : entry.config[4] * kPiece);
-    config.shared_bytes = std::min<int64_t>(p.slice, p.kept * warps) * bytes;
+    config.shared_bytes = p.slice * bytes;
   }
   kernel.launch(entry, config, device, p);
 }

@@ -26,47 +26,38 @@ struct Cluster {
   }
 };
 
-// The slots of a warp: those before `kept` in shared memory, others in global memory, or L2 rather.
+// This block's slots, in shared memory.
 template <class T>
-struct KeptRow {
+struct SharedRow {
   static constexpr int kVec = Slots<T>::kVec;
-  const T* shared;  // of slot 0
-  int kept;
-  GlobalRow<T> rest;
-  FI_DEVICE Vec<T, kVec> load(int slot) const {
-    return slot < kept ? fi::load<T, kVec>(shared + slot) : rest.load(slot);
-  }
+  const T* slots;
+  FI_DEVICE Vec<T, kVec> load(int slot) const { return fi::load<T, kVec>(slots + slot); }
 };
 
-// Starts to fill the slots [begin, end) of this warp. What the row does not fill to 16 bytes at its ends is copied by
-// hand, so nothing outside of it is read.
+// Starts to fill the slots [begin, end) of this warp from those of the row, which are `skipped` further on. What the
+// row does not fill to 16 bytes at its ends is copied by hand, so nothing outside of it is read.
 template <class T>
-FI_DEVICE void load_slots(T* to, const Slots<T>& row, int begin, int end, Barrier& barrier) {
+FI_DEVICE void load_slots(T* to, const Slots<T>& row, int skipped, int begin, int end, Barrier& barrier) {
   constexpr int kVec = Slots<T>::kVec;
   const int lane = threadIdx.x % 32;
-  const int from = max(begin, (row.first + kVec - 1) & -kVec), until = max(from, min(end, row.last & -kVec));
+  const int from = max(skipped + begin, (row.first + kVec - 1) / kVec * kVec);
+  const int until = max(from, min(skipped + end, row.last / kVec * kVec));
   if (lane == 0) {
     barrier.init(1);
     fence_barrier_init();
     const unsigned bytes = (until - from) * sizeof(T);
     barrier.arrive_expect(bytes);
-    if (bytes) bulk_load(to + from, row.base + from, bytes, barrier, kEvictFirst);
+    if (bytes) bulk_load(to + (from - skipped), row.base + from, bytes, barrier, kEvictFirst);
   }
   const auto by_hand = [&](int low, int high) {
+#pragma unroll 1
     for (int slot = low + lane; slot < high; slot += 32)
-      to[slot] = slot >= row.first && slot < row.last ? row.base[slot] : not_a_number<T>();
+      to[slot] =
+          skipped + slot >= row.first && skipped + slot < row.last ? row.base[skipped + slot] : not_a_number<T>();
   };
-  by_hand(begin, min(end, from));
-  by_hand(max(begin, until), end);
+  by_hand(begin, min(end, from - skipped));
+  by_hand(max(begin, until - skipped), end);
   __syncwarp();
-}
-
-// Brings the slots [begin, end) of the row into L2.
-template <class T>
-FI_DEVICE void prefetch_slots(const Slots<T>& row, int begin, int end) {
-  constexpr int kVec = Slots<T>::kVec;
-  const int from = max(begin, (row.first + kVec - 1) & -kVec), until = min(end, row.last & -kVec);
-  if (threadIdx.x % 32 == 0 && from < until) bulk_prefetch(row.base + from, (until - from) * sizeof(T));
 }
 
 }  // namespace sampling
@@ -86,31 +77,30 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   const int64_t output = blockIdx.x / cluster_size(), row = source_row(p, output);
   if (missing(p, output, row)) return;  // all blocks of the cluster
   cluster_arrive();
-  Slots<T> here(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
+  const Slots<T> whole(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
   const int skipped = cluster_rank() * p.slice;
-  const int used = max(0, min(p.slice, warp_share(here.last, 1) - skipped));  // whole pieces
-  here.base += skipped, here.first -= skipped, here.last -= skipped;
-  const int share = warp_share(p.slice, kWarps), kept = min(p.kept, share);
-  const int begin = min(warp * share, used), end = min(begin + share, used), until = min(begin + kept, end);
-  T* mine = slots + warp * (kept - share);  // of slot 0 of the block
-  load_slots(mine, here, begin, until, barriers[warp]);
-  prefetch_slots(here, until, end);
+  const int used = max(0, min(p.slice, warp_share(whole.last, 1) - skipped));  // whole pieces
+  const int share = warp_share(p.slice, kWarps);
+  const int begin = min(warp * share, used), end = min(begin + share, used);
+  load_slots(slots, whole, skipped, begin, end, barriers[warp]);
   const uint64_t random = random_of(row_random(p, output));  // while the row is on its way
   cluster_wait();                                            // now all blocks are there
   barriers[warp].wait(0);
   if constexpr (sizeof(T) == 4) {
     if (is_adjusted(p)) {
       __syncthreads();
-      const int low = -here.first;  // the token of slot 0; all slots are kept
+      const int low = skipped - whole.first;  // the token of slot 0
       penalise(p, slots - min(low, 0), max(low, 0), min(low + used, p.vocab), output, row);
       __syncthreads();
+#pragma unroll 1
       for (int slot = begin + threadIdx.x % 32; slot < end; slot += 32)
         if (low + slot >= 0 && low + slot < p.vocab) slots[slot] = biased(p, slots[slot], low + slot, output);
       __syncwarp();
     }
   }
-  const KeptRow<T> source{mine, until, {here}};
-  run_row<T, Cluster, KeptRow<T>, kWarps>(p, shared, source, begin, end, here.first, here.last, output, row, random);
+  const SharedRow<T> source{slots};
+  run_row<T, Cluster, SharedRow<T>, kWarps>(p, shared, source, begin, end, whole.first - skipped, whole.last - skipped,
+                                            output, row, random);
   cluster_sync();  // others may still read this block's sums
 }
 

@@ -21,11 +21,6 @@ FI_DEVICE void bulk_load(void* shared, const void* global, unsigned bytes, Barri
       "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(barrier.address()), "l"(policy)
       : "memory");
 }
-// Global to L2 alone.
-FI_DEVICE void bulk_prefetch(const void* global, unsigned bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(global)), "r"(bytes)
-               : "memory");
-}
 // Shared memory to global, in this thread's current group.
 FI_DEVICE void bulk_store(void* global, const void* shared, unsigned bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(global)),

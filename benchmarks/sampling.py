@@ -33,11 +33,10 @@ except ImportError:
 RANDOM = {"seed": 1, "offset": 2}
 # Threads, blocks on an SM, blocks a row for room and to fill the device, bytes of a row a block should hold.
 VARIANTS = {
-    "512x1": (512, 1, 8, 16, 66 << 10),
-    "256x3c8": (256, 3, 8, 8, 66 << 10),
-    "256x2": (256, 2, 8, 16, 66 << 10),
-    "128x6": (128, 6, 16, 16, 34 << 10),
-    "512x1c4": (512, 1, 4, 16, 132 << 10),
+    "256x4": (256, 4, 8, 16, 66 << 10),
+    "clusters of 8": (256, 3, 8, 8, 66 << 10),
+    "512x2": (512, 2, 8, 16, 66 << 10),
+    "128x8": (128, 8, 16, 16, 34 << 10),
 }
 
 

@@ -11,6 +11,7 @@ FI_DEVICE bool is_adjusted(const SampleParams& p) { return p.bias || p.bitmask |
 FI_DEVICE void penalise(const SampleParams& p, float* logits, int low, int high, int64_t output, int64_t row) {
   if (!p.seen) return;
   const float repetition = at(p.repetition, row), frequency = at(p.frequency, row), presence = at(p.presence, row);
+#pragma unroll 1
   for (int i = threadIdx.x; i < p.seen_slots; i += blockDim.x) {
     const int token = p.seen[output * p.seen_row + i];
     if (token < low || token >= high) continue;
@@ -29,10 +30,12 @@ FI_DEVICE float biased(const SampleParams& p, float x, int token, int64_t output
 // From the row to p.adjusted, which one block owns.
 FI_DEVICE void adjust_in_global(const SampleParams& p, const float* from, int64_t output, int64_t row) {
   float* to = p.adjusted + output * p.adjusted_row;
+#pragma unroll 4
   for (int token = threadIdx.x; token < p.vocab; token += blockDim.x) to[token] = from[token];
   __syncthreads();
   penalise(p, to, 0, p.vocab, output, row);
   __syncthreads();
+#pragma unroll 4
   for (int token = threadIdx.x; token < p.vocab; token += blockDim.x) to[token] = biased(p, to[token], token, output);
   __syncthreads();
 }

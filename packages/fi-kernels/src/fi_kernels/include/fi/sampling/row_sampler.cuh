@@ -43,6 +43,20 @@ struct RowSampler {
       f(x, base);
     }
   }
+  // f(x, slot) for the vectors of such pieces: short code, for what is not done with every element.
+  template <class F>
+  FI_DEVICE void each_vector(uint32_t least, F&& f) const {
+#pragma unroll 1
+    for (int base = begin; base < end; base += kPiece) {
+      if (shared.peak[warp()][peak_of(base)] < least) continue;
+#pragma unroll 1
+      for (int slot = base + lane() * kVec; slot < base + kPiece; slot += 32 * kVec) {
+        float x[kVec];
+        to_float(source.load(slot), x);
+        f(x, slot);
+      }
+    }
+  }
   FI_DEVICE Weight weight_of(float x) const { return logits ? logit_weight(x, scale) : prob_weight(x, scale); }
   FI_DEVICE uint32_t weight(float x) const { return coarse(weight_of(x)); }
   // Of a row of a piece; 0 for elements below `lowest`.
@@ -140,15 +154,13 @@ struct RowSampler {
     __syncthreads();
   }
 
-  template <bool kWeights>
-  FI_DEVICE uint64_t part_of(int bucket) const {
-    return kWeights ? shared.totals[bucket].sum : shared.totals[bucket].count;
+  FI_DEVICE uint64_t part_of(bool weights, int bucket) const {
+    return weights ? shared.totals[bucket].sum : shared.totals[bucket].count;
   }
-  template <bool kWeights>
-  FI_DEVICE uint64_t all_buckets() const {
+  FI_DEVICE uint64_t all_buckets(bool weights) const {
     uint64_t part = 0;
-#pragma unroll
-    for (int i = 0; i < kBuckets / 32; ++i) part += part_of<kWeights>(lane() + 32 * i);
+#pragma unroll 1
+    for (int i = lane(); i < kBuckets; i += 32) part += part_of(weights, i);
     return warp_sum_u64(part);
   }
 
@@ -158,28 +170,19 @@ struct RowSampler {
     uint32_t count;
     uint64_t above;  // the bucket
   };
-  template <bool kWeights>
-  FI_DEVICE Crossing crossing(uint64_t above, uint64_t target) const {
-    constexpr int kEach = kBuckets / 32;
+  FI_DEVICE Crossing crossing(bool weights, uint64_t above, uint64_t target) const {
     if (above >= target) return {-1, 0, above};
-    uint64_t part = 0;
-    const int highest = kBuckets - 1 - lane() * kEach;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) part += part_of<kWeights>(highest - i);
-    const uint64_t through = above + warp_scan_u64(part);
-    const unsigned reached = __ballot_sync(0xffffffffu, through >= target);
-    if (reached == 0) return {kBuckets, 0, __shfl_sync(0xffffffffu, through, 31)};
-    const int owner = __ffs(reached) - 1;
-    Crossing found{highest, 0, through - part};
-#pragma unroll
-    for (int i = 0; i < kEach - 1; ++i) {
-      const uint64_t next = found.above + part_of<kWeights>(found.bucket);
-      if (next < target) found.above = next, --found.bucket;
+#pragma unroll 1
+    for (int first = kBuckets - 1; first >= 0; first -= 32) {
+      const uint64_t part = part_of(weights, first - lane()), sum = warp_sum_u64(part);
+      if (above + sum >= target) {
+        const uint64_t through = above + warp_scan_u64(part);
+        const int owner = __ffs(__ballot_sync(0xffffffffu, through >= target)) - 1, bucket = first - owner;
+        return {bucket, shared.totals[bucket].count, __shfl_sync(0xffffffffu, through - part, owner)};
+      }
+      above += sum;
     }
-    found.bucket = __shfl_sync(0xffffffffu, found.bucket, owner);
-    found.above = __shfl_sync(0xffffffffu, found.above, owner);
-    found.count = shared.totals[found.bucket].count;
-    return found;
+    return {kBuckets, 0, above};
   }
 
   FI_DEVICE static int bucket_shift(Range range) {
@@ -197,62 +200,105 @@ struct RowSampler {
   }
 
   // Counts or weighs the elements by their bucket of the range; with `whole`, also those above it and those below.
-  template <bool kWeights>
-  FI_DEVICE void tally(Range range, bool whole) {
+  FI_DEVICE void tally(bool weights, Range range, bool whole) const {
     const float low = value_of(range.low), high = value_of(range.high), lowest = value_of(limit);
     const int shift = bucket_shift(range);
     uint64_t above = 0, below = 0;
-    each(whole ? limit : range.low, [&](const Piece& x, int) {
+    each_vector(whole ? limit : range.low, [&](const float (&x)[kVec], int) {
+      uint32_t w[kVec] = {};
+      bool any = false;
 #pragma unroll
-      for (int j = 0; j < kRows; ++j) {
-        uint32_t w[kVec];
-        if (kWeights && whole) weigh(x[j], lowest, w);
-        bool any = false;
+      for (int i = 0; i < kVec; ++i) any |= x[i] >= low && x[i] <= high;
+      if (weights && (whole || any)) weigh(x, lowest, w);
+      if (whole) {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
-          if (whole) {
-            const uint32_t part = kWeights ? w[i] : x[j][i] >= lowest;
-            above += x[j][i] > high ? part : 0;
-            below += x[j][i] < low ? part : 0;
-          }
-          any |= x[j][i] >= low && x[j][i] <= high;
+          const uint32_t part = weights ? w[i] : x[i] >= lowest;
+          above += x[i] > high ? part : 0;
+          below += x[i] < low ? part : 0;
         }
-        if (any) {
+      }
+      if (any) {
 #pragma unroll
-          for (int i = 0; i < kVec; ++i)
-            if (x[j][i] >= low && x[j][i] <= high) {
-              const uint32_t place = key_of(x[j][i]) - range.low;
-              Team::add(shared.counters[min(place >> shift, kBuckets - 1u)],
-                        kWeights ? (whole ? w[i] : weight(x[j][i])) : 0u);
-            }
-        }
+        for (int i = 0; i < kVec; ++i)
+          if (x[i] >= low && x[i] <= high)
+            Team::add(shared.counters[min((key_of(x[i]) - range.low) >> shift, kBuckets - 1u)], w[i]);
       }
     });
     if (whole) {
       add_outside(shared.counters[kAbove], warp_sum_u64(above));
       add_outside(shared.counters[kBelow], warp_sum_u64(below));
     }
-    collect();
   }
 
-  // The smallest element that is needed so that it and all above it reach the target: a number of elements, or, with
-  // weights, a share of the weight of all from `limit` on. Exact: `guess` decides how long it takes.
-  template <bool kWeights>
-  FI_DEVICE uint32_t search(Range guess, uint64_t target, float share) {
-    Range range = guess;
-    uint64_t above = 0;
-    bool whole = kWeights || range.high != top;
+  // Some elements of each thread by their bucket of an eighth of a power of two in probability.
+  FI_DEVICE void tally_sample(bool weights) const {
+    const float per_bucket = 8.f * scale.factor, lowest = value_of(limit);
+#pragma unroll 1
+    for (int j = 0; j < kRows && begin < end; ++j) {
+      float x[kVec];
+      to_float(source.load(begin + (32 * j + lane()) * kVec), x);
+      if (!(x[0] >= lowest)) continue;
+      const float steps = logits ? (scale.top - x[0]) * per_bucket : static_cast<float>((top - key_of(x[0])) >> 20);
+      Team::add(shared.counters[kBuckets - 1 - static_cast<int>(fminf(steps, kBuckets - 1.f))],
+                weights ? weight(x[0]) : 0u);
+    }
+  }
+  // The key so many buckets of a sample below the top.
+  FI_DEVICE uint32_t key_down(int buckets) const {
+    if (logits) return key_of(scale.top - static_cast<float>(buckets) / (8.f * scale.factor));
+    return top - min(static_cast<uint32_t>(buckets) << 20, top);
+  }
+
+  // The smallest element that is needed so that it and all above it reach the target: k elements, or, with weights, a
+  // share of the weight of all from `limit` on. What is known or guessed before decides how long it takes, not what is
+  // found: k of the threads' largest elements are at or above the k-th of them, so the k-th of all is, too; a sample
+  // says where a share lies.
+  FI_DEVICE uint32_t search(bool weights, uint64_t k, float share, Range groups, bool few) {
+    enum Pass { kThreads, kSample, kAll };
+    Pass pass = !weights ? kThreads : few ? kAll : kSample;
+    Range range = weights ? Range{limit, top} : groups;
+    uint64_t above = 0, target = k;
+    bool whole = weights;
+#pragma unroll 1
     for (;;) {
-      tally<kWeights>(range, whole);
-      if (whole) {
+      if (pass == kAll)
+        tally(weights, range, whole);
+      else if (pass == kSample)
+        tally_sample(weights);
+      else if (mine)
+        Team::add(shared.counters[(mine - groups.low) >> bucket_shift(groups)], 0u);
+      collect();
+      float total = 0.f;
+      if (pass == kSample) total = static_cast<float>(all_buckets(weights));
+      if (pass == kAll && whole) {
         above = shared.totals[kAbove].sum;
-        if (kWeights) {
-          target = share_of(above + shared.totals[kBelow].sum + all_buckets<true>(), share);
-        }
+        if (weights) target = share_of(above + shared.totals[kBelow].sum + all_buckets(true), share);
         whole = false;
       }
-      const Crossing found = crossing<kWeights>(above, target);
-      if (found.bucket < 0) {  // the guess was too low
+      Crossing found;
+      int guessed = kBuckets;  // the bucket in which the upper end of the range is
+#pragma unroll 1
+      for (int end = pass == kSample; end >= 0; --end) {
+        constexpr float margin = 0.01f;
+        const float wanted = end ? share - margin : share + margin;
+        found =
+            crossing(weights, above, pass == kSample ? static_cast<uint64_t>(fmaxf(wanted, 0.f) * total) + 1 : target);
+        if (end) guessed = found.bucket;
+      }
+      if (pass == kSample) {
+        range = {limit, top};
+        if (share > 0.01f && guessed < kBuckets - 1) range.high = max(limit, key_down(kBuckets - 1 - guessed));
+        if (found.bucket > 0 && found.bucket < kBuckets) range.low = max(limit, key_down(kBuckets - found.bucket));
+        range.low = min(range.low, range.high);
+        pass = kAll;
+        whole = weights || range.high != top;
+      } else if (pass == kThreads) {
+        range = {limit, top};
+        if (found.bucket < kBuckets)
+          range.low = groups.low + (static_cast<uint32_t>(found.bucket) << bucket_shift(groups));
+        pass = found.bucket < kBuckets || few ? kAll : kSample;
+      } else if (found.bucket < 0) {  // the guess was too low
         range = {range.high + 1, top};
         above = 0;
       } else if (found.bucket == kBuckets) {
@@ -269,72 +315,19 @@ struct RowSampler {
     }
   }
 
-  // Guesses where the share lies from a sample, some elements a thread; buckets are eighths of a power of two in
-  // probability. A share is of elements, or of their weight.
-  template <bool kWeights>
-  FI_DEVICE Range guess_share(float share) {
-    const float per_bucket = 8.f * scale.factor, lowest = value_of(limit);
-    if (begin < end) {
-      Piece x;
-      load(begin, x);
-#pragma unroll
-      for (int j = 0; j < kRows; ++j) {
-        const float at = x[j][0];
-        if (!(at >= lowest)) continue;
-        const float steps = logits ? (scale.top - at) * per_bucket : static_cast<float>((top - key_of(at)) >> 20);
-        Team::add(shared.counters[kBuckets - 1 - static_cast<int>(fminf(steps, kBuckets - 1.f))],
-                  kWeights ? weight(at) : 0u);
-      }
-    }
-    collect();
-    const float total = static_cast<float>(all_buckets<kWeights>());
-    constexpr float margin = 0.01f;
-    const auto place = [&](float wanted) {
-      return crossing<kWeights>(0, static_cast<uint64_t>(fmaxf(wanted, 0.f) * total) + 1).bucket;
-    };
-    const int high = place(share - margin), low = place(share + margin);
-    const auto key_at = [&](int steps) {  // below the top
-      if (logits) return key_of(scale.top - static_cast<float>(steps) / per_bucket);
-      const uint32_t down = static_cast<uint32_t>(steps) << 20;
-      return top - min(down, top);
-    };
-    Range range;
-    range.high = share <= margin || high >= kBuckets - 1 ? top : key_at(kBuckets - 1 - high);
-    range.low = low >= kBuckets || low <= 0 ? limit : key_at(kBuckets - low);
-    range.low = max(range.low, limit);
-    range.high = max(range.high, range.low);
-    return range;
-  }
-
-  // From the largest elements of the threads: k of them are at or above the lower end, so the k-th of all is, too.
-  FI_DEVICE bool guess_count(Range groups, uint64_t k, Range& range) {
-    const int shift = bucket_shift(groups);
-    if (mine) Team::add(shared.counters[(mine - groups.low) >> shift], 0u);
-    collect();
-    const Crossing found = crossing<false>(0, k);
-    range = {groups.low + (static_cast<uint32_t>(found.bucket) << shift), top};
-    return found.bucket < kBuckets;
-  }
-
   // The smallest key that may be drawn.
   FI_DEVICE uint32_t threshold(Range groups, int vocab, int32_t k, float top_p, float min_p, bool joint) {
-    const bool by_count = k > 0 && k < vocab, by_weight = !(top_p >= 1.f);
-    const bool few = vocab <= 4096;
-    uint32_t kth = limit;
-    if (by_count) {
-      Range range;
-      if (!guess_count(groups, static_cast<uint64_t>(k), range))
-        range = few ? Range{limit, top} : guess_share<false>(static_cast<float>(k) / static_cast<float>(vocab));
-      kth = search<false>(range, static_cast<uint64_t>(k), 0.f);
-    }
-    uint32_t lowest = kth;
-    if (by_weight) {
-      const uint32_t before = limit;
-      const bool after_k = by_count && !joint;
-      if (after_k) limit = kth;
-      const bool all = few || (after_k && k <= 4096);
-      lowest = max(kth, search<true>(all ? Range{limit, top} : guess_share<true>(top_p), 0, top_p));
-      limit = before;
+    const bool by_count = k > 0 && k < vocab, by_weight = !(top_p >= 1.f), few = vocab <= 4096;
+    const uint32_t all = limit;
+    uint32_t lowest = limit;
+#pragma unroll 1
+    for (int stage = 0; stage < 2; ++stage) {
+      const bool weights = stage == 1, after_k = weights && by_count && !joint;
+      if (!(weights ? by_weight : by_count)) continue;
+      if (after_k) limit = lowest;
+      const float share = weights ? top_p : static_cast<float>(k) / static_cast<float>(vocab);
+      lowest = max(lowest, search(weights, static_cast<uint64_t>(k), share, groups, few || (after_k && k <= 4096)));
+      limit = all;
     }
     return max(lowest, key_of(min_p_bound(scale, min_p, logits)));
   }
@@ -343,14 +336,23 @@ struct RowSampler {
   template <bool kFine>
   FI_DEVICE uint64_t total_weight(float lowest, uint64_t& before, uint64_t& own) {
     own = 0;
-    each(key_of(lowest), [&](const Piece& x, int base) {
-      uint64_t sum = 0;
-      if constexpr (kFine) {
+    const uint32_t least = key_of(lowest);
+    const auto add = [&](uint64_t sum, int base) {
+      sum = warp_sum_u64(sum);
+      if (lane() == 0) shared.sums[warp()][peak_of(base)] += sum;
+      own += sum;
+    };
+    if constexpr (kFine) {
+      each_vector(least, [&](const float (&x)[kVec], int slot) {
+        uint64_t sum = 0;
 #pragma unroll
-        for (int j = 0; j < kRows; ++j)
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) sum += x[j][i] >= lowest ? fine(weight_of(x[j][i])) : 0;
-      } else {
+        for (int i = 0; i < kVec; ++i) sum += x[i] >= lowest ? fine(weight_of(x[i])) : 0;
+        own += sum;
+      });
+      own = warp_sum_u64(own);
+    } else {
+      each(least, [&](const Piece& x, int base) {
+        uint64_t sum = 0;
 #pragma unroll
         for (int j = 0; j < kRows; ++j) {
           uint32_t w[kVec];
@@ -358,11 +360,9 @@ struct RowSampler {
 #pragma unroll
           for (int i = 0; i < kVec; ++i) sum += w[i];
         }
-      }
-      sum = warp_sum_u64(sum);
-      if (lane() == 0) shared.sums[warp()][peak_of(base)] += sum;
-      own += sum;
-    });
+        add(sum, base);
+      });
+    }
     publish(shared.weights, own);
     uint64_t total = 0;
     before = 0;
@@ -381,35 +381,26 @@ struct RowSampler {
     const int place = __ffs(__ballot_sync(0xffffffffu, up_to > target)) - 1;
     uint64_t passed = __shfl_sync(0xffffffffu, up_to - sum, max(place, 0));
     int found = -1;
-    each(key_of(lowest), [&](const Piece& x, int base) {
-      if (found >= 0 || peak_of(base) != place) return;
-      uint32_t w[kRows][kVec];
-      uint64_t part[kRows], through[kRows];
+    each_vector(key_of(lowest), [&](const float (&x)[kVec], int slot) {
+      if (found >= 0 || peak_of(begin + (slot - begin) / kPiece * kPiece) != place) return;
+      uint32_t w[kVec];
+      weigh(x, lowest, w);
+      uint64_t part = 0;
 #pragma unroll
-      for (int j = 0; j < kRows; ++j) {
-        weigh(x[j], lowest, w[j]);
-        part[j] = 0;
+      for (int i = 0; i < kVec; ++i) part += w[i];
+      const uint64_t through = passed + warp_scan_u64(part);
+      const unsigned reached = __ballot_sync(0xffffffffu, through > target);
+      if (reached) {
+        uint64_t sum = through - part;
+        int at = 0;
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) part[j] += w[j][i];
-        through[j] = warp_scan_u64(part[j]);
-      }
-#pragma unroll
-      for (int j = 0; j < kRows; ++j) {
-        const uint64_t mine = passed + through[j];
-        const unsigned reached = __ballot_sync(0xffffffffu, mine > target);
-        if (reached && found < 0) {
-          uint64_t sum = mine - part[j];
-          int at = 0;
-#pragma unroll
-          for (int i = 0; i < kVec - 1; ++i) {
-            sum += w[j][i];
-            at += sum <= target;
-          }
-          found = base + (32 * j + lane()) * kVec + at;
-          found = __shfl_sync(0xffffffffu, found, __ffs(reached) - 1);
+        for (int i = 0; i < kVec - 1; ++i) {
+          sum += w[i];
+          at += sum <= target;
         }
-        passed = __shfl_sync(0xffffffffu, mine, 31);
+        found = __shfl_sync(0xffffffffu, slot + at, __ffs(reached) - 1);
       }
+      passed = __shfl_sync(0xffffffffu, through, 31);
     });
     return found;
   }
@@ -419,30 +410,26 @@ struct RowSampler {
   FI_DEVICE void write(O* out, int first, int last, F&& f) const {
     const bool aligned = reinterpret_cast<uint64_t>(out - first) % 16 == 0;
     const int from = max(begin, first), until = min(end, last);
-    each(0, [&](const Piece& x, int base) {
+    each_vector(0, [&](const float (&x)[kVec], int slot) {
+      float y[kVec];
 #pragma unroll
-      for (int j = 0; j < kRows; ++j) {
-        const int slot = base + (32 * j + lane()) * kVec;
-        float y[kVec];
+      for (int i = 0; i < kVec; ++i) y[i] = f(x[i]);
+      O* to = out - first + slot;
+      if (aligned && slot >= from && slot + kVec <= until) {
+        constexpr int kAtOnce = kVec * sizeof(O) > 16 ? 16 / sizeof(O) : kVec;
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) y[i] = f(x[j][i]);
-        O* to = out - first + slot;
-        if (aligned && slot >= from && slot + kVec <= until) {
-          constexpr int kAtOnce = kVec * sizeof(O) > 16 ? 16 / sizeof(O) : kVec;
+        for (int i = 0; i < kVec; i += kAtOnce) {
+          float z[kAtOnce];
 #pragma unroll
-          for (int i = 0; i < kVec; i += kAtOnce) {
-            float z[kAtOnce];
-#pragma unroll
-            for (int k = 0; k < kAtOnce; ++k) z[k] = y[i + k];
-            Vec<O, kAtOnce> rounded;
-            from_float(z, rounded);
-            store(to + i, rounded);
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < kVec; ++i)
-            if (slot + i >= from && slot + i < until) to[i] = from_float<O>(y[i]);
+          for (int k = 0; k < kAtOnce; ++k) z[k] = y[i + k];
+          Vec<O, kAtOnce> rounded;
+          from_float(z, rounded);
+          store(to + i, rounded);
         }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i)
+          if (slot + i >= from && slot + i < until) to[i] = from_float<O>(y[i]);
       }
     });
   }

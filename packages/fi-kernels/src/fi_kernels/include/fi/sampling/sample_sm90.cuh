@@ -50,6 +50,7 @@ FI_DEVICE void load_slots(T* to, const Slots<T>& row, int skipped, int begin, in
     if (bytes) bulk_load(to + (from - skipped), row.base + from, bytes, barrier, kEvictFirst);
   }
   const auto by_hand = [&](int low, int high) {
+#pragma unroll 1
     for (int slot = low + lane; slot < high; slot += 32)
       to[slot] =
           skipped + slot >= row.first && skipped + slot < row.last ? row.base[skipped + slot] : not_a_number<T>();
@@ -91,6 +92,7 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
       const int low = skipped - whole.first;  // the token of slot 0
       penalise(p, slots - min(low, 0), max(low, 0), min(low + used, p.vocab), output, row);
       __syncthreads();
+#pragma unroll 1
       for (int slot = begin + threadIdx.x % 32; slot < end; slot += 32)
         if (low + slot >= 0 && low + slot < p.vocab) slots[slot] = biased(p, slots[slot], low + slot, output);
       __syncwarp();

@@ -76,7 +76,8 @@ def _tiles_unit(axes: Axes) -> Unit:
 
 
 def _tma_unit(axes: Axes) -> Unit:
-    """Hopper. config: kind, head dim, whether a copy brings whole rows, MB of keys up to which they leave L2 first."""
+    """Hopper. config: kind, head dim, whether a copy brings whole rows, MB of keys up to which they leave L2 first,
+    keys of a stage."""
     types, q_bytes, kv_bytes, line = _types(axes)
     dim, tune = int(str(axes["head_dim"])), TMA
     whole = tune.whole and dim * kv_bytes % 128 == 0
@@ -86,9 +87,10 @@ def _tma_unit(axes: Axes) -> Unit:
     stage = 2 * keys * line
     rest = warps * ROWS * ((dim + 8) * 4 + 8) + 2 * ROWS * (dim * q_bytes + 16) + 2 * 40 + 6 * 8 + 16 + 1024
     stages = min(max(2, tune.ring // stage), (227 * 1024 - rest) // (stage + 24))
+    stages -= stages % groups  # each stage belongs to one group, which so sees every phase of its barriers
     shared = rest + stages * (stage + 24)
     body = f"decode_tma<{types}, {dim}, {groups}, {slices}, {stages}, {str(whole).lower()}, {shared}>"
-    config = (_TMA_KIND, dim, int(whole), tune.stream, tune.policy, keys)
+    config = (_TMA_KIND, dim, int(whole), tune.stream, keys)
     entry = Entry("decode_tma", body, warps * 32 + 64, config, shared, 1)
     return Unit("fi/decode/batch_decode_sm90.cuh", "BatchDecodeParams", (entry,))
 
@@ -96,11 +98,10 @@ def _tma_unit(axes: Axes) -> Unit:
 class TmaConfig(NamedTuple):
     """What of the Hopper kernel is tuned. Not yet measured."""
 
-    ring: int = 96 * 1024  # bytes of keys in flight
+    ring: int = 128 * 1024  # bytes of keys in flight
     groups: int = 2
     whole: bool = True
     stream: int = 100  # MB
-    policy: int = 0
 
 
 TMA = TmaConfig()

@@ -107,6 +107,8 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
   params.bmm1_scale = scalar(bmm1_scale, q);
   params.bmm2_scale = scalar(bmm2_scale, q);
   params.draft_mask = draft_mask ? draft_mask.data<const uint8_t>() : nullptr;
+  params.index_bytes = page_indices.numel() * 4;
+  params.query_bytes = q.stride(0) * rows * q.dtype().bytes();
   params.page_size = divisor(static_cast<uint32_t>(page_size));
   params.batch = static_cast<int32_t>(batch);
   params.blocks = static_cast<int32_t>(blocks);

@@ -26,7 +26,7 @@ struct BatchDecodeParams {
   int32_t out_aligned;   // four elements of out may be stored at once
   int32_t box_shift;     // 2^box_shift keys are what one copy of the Hopper kernel brings
   int32_t stream_tiles;  // from so many tiles on, keys pass through L2 like other data; below, they leave it first
-  int32_t policy;
+  int64_t index_bytes, query_bytes;  // from the first to the last element of page_indices and q
 
   FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, blocks, batch}; }
   FI_HOST_DEVICE int32_t kv_head(int32_t unit) const {

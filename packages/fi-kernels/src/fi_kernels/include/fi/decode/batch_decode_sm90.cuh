@@ -10,6 +10,7 @@ namespace fi {
 
 template <class T, class Q, class KV, int kDim, int kGroups, int kSlices, int kStages, bool kWhole>
 struct DecodeTma {
+  static_assert(kStages % kGroups == 0, "a group that skips a phase of a barrier would take the next for it");
   static constexpr int kWarps = kGroups * kSlices;  // of the consumers
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kKeys = kSlices * 16;  // of a stage
@@ -86,7 +87,7 @@ struct DecodeTma {
   FI_DEVICE void produce() const {
     DecodeWalk walk;
     walk.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
-    const uint64_t policy = walk.header.tiles < params.stream_tiles ? kEvictFirst : stream_policy();
+    const uint64_t policy = walk.header.tiles < params.stream_tiles ? kEvictFirst : kEvictNormal;
     Boxes now, then;
     next(walk, then);
     int stage = 0;
@@ -171,10 +172,10 @@ struct DecodeTma {
   }
 
   FI_DEVICE void consume() const {
-    const int warp = threadIdx.x / 32, group = warp / kSlices, slice = warp % kSlices * 16;
+    const unsigned group = threadIdx.x / (kSlices * 32);
+    const int warp = threadIdx.x / 32, slice = warp % kSlices * 16;
     Tile tile;
-    int stage = 0, turn = 0;
-    unsigned round = 0;
+    unsigned step = 0;  // of the ring
 #pragma unroll 1
     for (int count = 0;; ++count) {
       const int at = count & 1;
@@ -189,8 +190,9 @@ struct DecodeTma {
       const int from = low(s), to = high(s);
 #pragma unroll 1
       for (int tile_key = s.begin * kDecodeTile; tile_key < to; tile_key += kKeys) {
-        if (turn == group) {
+        if (step % kGroups == group) {
           const int key = tile_key + slice;
+          const unsigned stage = step % kStages, round = step / kStages;
           shared.full_k[stage].wait(round & 1);
           if (key < to && key + 16 > from)
             tile.attend(problem, shared.queries[at][0], shared.k[stage], shared.v[stage], slice, key, from, to,
@@ -198,8 +200,7 @@ struct DecodeTma {
           __syncwarp();
           if (lane == 0) shared.empty[stage].arrive();
         }
-        if (++turn == kGroups) turn = 0;
-        if (++stage == kStages) stage = 0, ++round;
+        ++step;
       }
       const Finish finish(params, s);
       const bool last = is_last(count);
@@ -223,6 +224,19 @@ struct DecodeTma {
     const int next = count + 1;
     shared.ready[next & 1].wait(next / 2 & 1);
     return shared.segments[next & 1].unit < 0;
+  }
+
+  // Page ids and queries are read one after the other, each by way of what was read before. All blocks together bring
+  // them into L2 meanwhile.
+  FI_DEVICE void prefetch() const {
+    prefetch(params.page_indices, params.index_bytes);
+    prefetch(params.problem.q, params.query_bytes);
+  }
+  FI_DEVICE void prefetch(const void* from, int64_t bytes) const {
+    const int64_t lines = (bytes + 127) / 128, share = (lines + params.blocks - 1) / params.blocks,
+                  first = blockIdx.x * share;
+    if (share <= 32 && lane < share && first + lane < lines)
+      prefetch_l2(static_cast<const char*>(from) + (first + lane) * 128);
   }
 
   // All segments but the last, which the consumers finish themselves, being more.
@@ -249,16 +263,6 @@ struct DecodeTma {
                                           [&](int w) { return &shared.output[w][r][x]; });
     });
   }
-
-  FI_DEVICE uint64_t stream_policy() const {
-    uint64_t policy = kEvictNormal;
-    if (params.policy == 1) asm volatile("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
-    if (params.policy == 2) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 0.5;" : "=l"(policy));
-    if (params.policy == 3)
-      asm volatile("createpolicy.fractional.L2::evict_first.L2::evict_unchanged.b64 %0, 0.25;" : "=l"(policy));
-    if (params.policy == 4) asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 0.1;" : "=l"(policy));
-    return policy;
-  }
 };
 
 // Grid: one block a range of the schedule; threads: the consumers, the producer, the finisher.
@@ -273,6 +277,7 @@ FI_DEVICE void decode_tma(const BatchDecodeParams& params) {
                                                                     (1024 - base % 1024) % 1024));
   if (threadIdx.x == 0) kernel.init();
   pdl_wait();
+  if (threadIdx.x >= Kernel::kThreads + 32) kernel.prefetch();
   if (threadIdx.x == 0) kernel.shared.bmm1 = params.bmm1_scale ? *params.bmm1_scale : 1.f;
   __syncthreads();
   const int role = static_cast<int>(threadIdx.x) - Kernel::kThreads;

@@ -56,11 +56,10 @@ inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params,
     const bool whole = entry->config[2] != 0;
     // A box stays in its page; what is beyond the end of the only page arrives as zeros.
     const bool one_page = k_cache.size(0) == 1 && v_cache.size(0) == 1;
-    const int64_t box_rows = one_page ? entry->config[5] : std::gcd(page_size, entry->config[5]);
+    const int64_t box_rows = one_page ? entry->config[4] : std::gcd(page_size, entry->config[4]);
     params.box_shift = __builtin_ctzll(static_cast<uint64_t>(box_rows));
     params.stream_tiles = static_cast<int32_t>((entry->config[3] << 20) /
                                                (kDecodeTile * (p.dim_qk + p.dim_vo) * k_cache.dtype().bytes()));
-    params.policy = static_cast<int32_t>(entry->config[4]);
     describe_cache(params.k_map, k_cache, p.kv_heads, page_size, p.k_head, p.k_token, box_rows, whole);
     describe_cache(params.v_map, v_cache, p.kv_heads, page_size, p.v_head, p.v_token, box_rows, whole);
   }

@@ -1,4 +1,5 @@
-// Stores to global memory as single PTX instructions (PTX ISA, st), and the fence of the device (membar).
+// Stores to global memory as single PTX instructions (PTX ISA, st), prefetch into L2, and the fence of the device
+// (membar).
 #pragma once
 #include "fi/cuda/ptx/pdl.cuh"
 
@@ -13,6 +14,11 @@ FI_DEVICE void store_global(void* p, uint4 x) {
 }
 FI_DEVICE void store_global(void* p, uint2 x) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(p)), "r"(x.x), "r"(x.y) : "memory");
+}
+
+// The line at p on its way into L2; L2 is where all writes meet, so it is never stale.
+FI_DEVICE void prefetch_l2(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p)));
 }
 
 // Orders this thread's accesses, and those it has seen by way of a barrier, for all threads of the device. Cheaper than

@@ -76,8 +76,8 @@ def _tiles_unit(axes: Axes) -> Unit:
 
 
 def _tma_unit(axes: Axes) -> Unit:
-    """Hopper. config: kind, head dim, whether a copy brings whole rows, MB of keys up to which they leave L2 first,
-    keys of a stage."""
+    """Hopper. config: kind, head dim, whether a copy brings whole rows, MB of keys up to which they leave L2 first, and
+    the keys of a stage."""
     types, q_bytes, kv_bytes, line = _types(axes)
     dim, tune = int(str(axes["head_dim"])), TMA
     whole = tune.whole and dim * kv_bytes % 128 == 0

@@ -108,7 +108,7 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
   params.bmm2_scale = scalar(bmm2_scale, q);
   params.draft_mask = draft_mask ? draft_mask.data<const uint8_t>() : nullptr;
   params.index_bytes = page_indices.numel() * 4;
-  params.query_bytes = q.stride(0) * rows * q.dtype().bytes();
+  params.query_bytes = ((rows - 1) * p.q_token + (qo_heads - 1) * p.q_head + dim_qk) * q.dtype().bytes();
   params.page_size = divisor(static_cast<uint32_t>(page_size));
   params.batch = static_cast<int32_t>(batch);
   params.blocks = static_cast<int32_t>(blocks);

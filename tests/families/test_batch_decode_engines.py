@@ -200,6 +200,23 @@ def test_wrappers_may_share_a_float_workspace(device: str) -> None:
         assert_close(wrapper.run(p.q, p.cache), p.expected()[0])
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_runs_compile_to_one_graph(device: str) -> None:
+    p = paged([300, 70], device=device)
+    wrapper, space = Wrapper(workspace(device)), torch.empty(8 << 20, dtype=torch.uint8, device=device)
+    wrapper.plan(*p.plan_arguments())
+    tables, lengths = p.block_tables(), p.seq_lens()
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out, lse = wrapper.run(q, (k, v), return_lse=True)
+        other = decode.trtllm_batch_decode_with_kv_cache(q, (k, v), space, tables, lengths, 300, 0.125, kv_layout="NHD")
+        assert isinstance(other, torch.Tensor)
+        return out * lse[..., None] + other
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(p.q, *p.cache), step(p.q, *p.cache).double())
+
+
 def test_threads_have_their_own_wrappers(device: str) -> None:
     p = paged([300, 70], device=device)
     want, failures = p.expected()[0], []

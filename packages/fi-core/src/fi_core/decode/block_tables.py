@@ -68,14 +68,14 @@ def _attend(
     if mask is not None:
         mask = mask.view(torch.uint8).view(batch_size, q_len, -1)
     units = ops.units_of(q.shape[1], kv_heads, q_len)
-    buffers = _buffers(workspace, batch_size, units, v.shape[3])
+    impl = ops.choose("auto", q.device, q.dtype, k.dtype, q.shape[2], v.shape[3], 0, page_size)
+    if not torch.compiler.is_compiling() and not ops.fits(impl, q, k, v):
+        impl = "fa2"
+    buffers = _buffers(workspace, batch_size, units, v.shape[3], impl)
     ops.plan(
         buffers, None, None, seq_lens.view(-1), page_size, units, pages_per_request=pitch, q_len=q_len,
         window_left=window_left,
     )  # fmt: skip
-    impl = ops.choose("auto", q.device, q.dtype, k.dtype, q.shape[2], v.shape[3], 0, page_size)
-    if not ops.fits(impl, q, k, v):
-        impl = "fa2"
     ops.attend(
         buffers, out, lse, q, k, v, block_tables, impl, layout, 0, q_len, window_left, 0.0, score_scale[0],
         out_scale[0], 1.0, 1e4, enable_pdl, sinks, None, None, None, score_scale[1], out_scale[1], mask,
@@ -86,8 +86,13 @@ def _attend(
 _carved: dict[int, tuple[weakref.ref[torch.Tensor], dict[Any, ops.Buffers]]] = {}
 
 
-def _buffers(workspace: torch.Tensor, batch_size: int, units: int, head_dim: int) -> ops.Buffers:
-    key, shape = id(workspace), (batch_size, units, head_dim)
+def _buffers(workspace: torch.Tensor, batch_size: int, units: int, head_dim: int, impl: str) -> ops.Buffers:
+    import torch
+
+    fewer = ops.sizes(workspace.device, batch_size, units)
+    if torch.compiler.is_compiling():  # which knows no addresses
+        return carve(workspace, workspace[:0], head_dim, fewer, fewer)
+    key, shape = id(workspace), (batch_size, units, head_dim, impl)
     entry = _carved.get(key)
     if entry is None or entry[0]() is not workspace:
         if workspace.data_ptr() % 16 or not workspace.is_contiguous():
@@ -97,9 +102,9 @@ def _buffers(workspace: torch.Tensor, batch_size: int, units: int, head_dim: int
     if buffers is None:
         if len(entry[1]) == _MOST_CARVED:
             entry[1].clear()
-        needs = ops.sizes(workspace.device, batch_size, units)
+        needs = ops.sizes(workspace.device, batch_size, units, impl=impl)
         try:
-            buffers = entry[1][shape] = carve(workspace, workspace[:0], needs, head_dim)
+            buffers = entry[1][shape] = carve(workspace, workspace[:0], head_dim, needs, fewer)
         except ValueError as error:
             raise ValueError(f"workspace_buffer: too small for {batch_size} requests ({error})") from None
     return buffers

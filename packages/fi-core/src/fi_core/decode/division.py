@@ -13,14 +13,19 @@ if TYPE_CHECKING:
 _MOST_CARVED = 64  # kept; more are made by batches of many sizes
 
 
-def carve(own: torch.Tensor, shared: torch.Tensor, needs: ops.Sizes, head_dim_vo: int) -> ops.Buffers:
+def carve(
+    own: torch.Tensor, shared: torch.Tensor, head_dim_vo: int, needs: ops.Sizes, else_needs: ops.Sizes
+) -> ops.Buffers:
     """The schedule in `own`, and partial results behind it if they fit, else in `shared`; both contiguous.
 
-    Raises ValueError naming the workspace that is too small.
+    else_needs: sizes where there is no room for the first. Raises ValueError naming the workspace that is too small.
     """
     import torch
 
     schedule, partial = _bytes(needs, head_dim_vo)
+    if partial > max(own.nbytes - schedule, shared.nbytes):
+        needs = else_needs
+        schedule, partial = _bytes(needs, head_dim_vo)
     if own.nbytes < schedule:
         raise ValueError(f"int_workspace_buffer: {schedule} bytes are required; got {own.nbytes}")
     words = _as(own, torch.int32)
@@ -30,8 +35,7 @@ def carve(own: torch.Tensor, shared: torch.Tensor, needs: ops.Sizes, head_dim_vo
         room, first = _as(shared, torch.float32), 0
     else:
         raise ValueError(f"float_workspace_buffer: {partial} bytes are required; got {shared.nbytes}")
-    shape, pitch = (needs.slots, ops.ROWS, head_dim_vo + 2), head_dim_vo + 2
-    slots = room.as_strided(shape, (ops.ROWS * pitch, pitch, 1), room.storage_offset() + first)
+    slots = room[first : first + partial // 4].view(needs.slots, ops.ROWS, head_dim_vo + 2)
     return ops.Buffers(words[: needs.words], slots, needs.blocks)
 
 
@@ -62,17 +66,24 @@ class Division:
         self._carved: dict[Any, ops.Buffers] = {}
 
     def _sizes(
-        self, batch_size: int, indices: int, heads: int, kv_heads: int, page_size: int, q_len: int, split: int | None
+        self,
+        batch_size: int,
+        indices: int,
+        heads: int,
+        kv_heads: int,
+        page_size: int,
+        q_len: int,
+        split: int | None,
+        impl: str = "",
     ) -> ops.Sizes:
-        units = ops.units_of(heads, kv_heads, q_len)
+        units, device = ops.units_of(heads, kv_heads, q_len), self.own.device
         if split is None:
-            return ops.sizes(self.own.device, batch_size, units)
-        return ops.sizes(
-            self.own.device, batch_size, units, ops.chunk_of(split * page_size), (self.capacity or indices) * page_size
-        )
+            return ops.sizes(device, batch_size, units, impl=impl)
+        tokens = (self.capacity or indices) * page_size
+        return ops.sizes(device, batch_size, units, ops.chunk_of(split * page_size), tokens, impl)
 
     def bytes(self, head_dim: int, *shape: Any) -> tuple[int, int]:
-        """Of the shared and of the own workspace that a batch takes; arguments as those of `_sizes`."""
+        """Of the shared and of the own workspace that a batch needs; arguments as those of `_sizes`."""
         schedule, partial = _bytes(self._sizes(*shape), head_dim)
         return (0, schedule + partial) if schedule + partial <= self.own.nbytes else (partial, schedule)
 
@@ -90,14 +101,16 @@ class Division:
         q_len: int,
         split: int | None,
         whole: bool,
+        impl: str,
     ) -> list[int]:
         """Divides the work on the device. Returns what describes it, as a list of integers.
 
-        indices: how many page indices there are. split: pages of a chunk or None; whole: no request is cut.
+        indices: how many page indices there are. split: pages of a chunk or None; whole: no request is cut. impl: the
+        kernel that is meant to run.
         """
         self.batch_size, self.page_size, self.q_len = len(indptr) - 1, page_size, q_len
         self.tables = indptr, last_page_len, kv_len
-        self._shape = self.batch_size, indices if split else 0, heads, kv_heads, page_size, q_len, split
+        self._shape = self.batch_size, indices if split else 0, heads, kv_heads, page_size, q_len, split, impl
         self._units = ops.units_of(heads, kv_heads, q_len)
         self._split = ops.NEVER if whole else ops.BALANCED if split is None else ops.chunk_of(split * page_size)
         self.buffers = self.of_head_dim(head_dim)
@@ -119,5 +132,6 @@ class Division:
         if key not in self._carved:
             if len(self._carved) == _MOST_CARVED:
                 self._carved.clear()
-            self._carved[key] = carve(self.own, self.shared, self._sizes(*self._shape), head_dim_vo)
+            needs, fewer = self._sizes(*self._shape), self._sizes(*self._shape[:-1])
+            self._carved[key] = carve(self.own, self.shared, head_dim_vo, needs, fewer)
         return self._carved[key]

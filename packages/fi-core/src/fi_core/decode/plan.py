@@ -136,7 +136,7 @@ class BatchDecodePlan:
     @computed
     def _max_kv_len(self) -> int:
         """Length of the longest request of the last plan; waits for the device."""
-        return max(lengths(*self._division.tables, self._division.page_size), default=0)
+        return max(lengths(*self._division.tables, self._page_size), default=0)
 
     def workspace_size(
         self,
@@ -323,14 +323,15 @@ class BatchDecodePlan:
         self._q_len_per_req, self._is_causal = q_len, q_len > 1
         self._q_shape = self._batch_size * q_len, num_qo_heads, head_dim
         self._page_shape = (page_size, num_kv_heads) if self._layout == 0 else (num_kv_heads, page_size)
+        self._page_size = page_size
+        self._impl, self._chosen_for = self._choose(head_dim), self._pos_encoding_mode
         indptr = self._on_device("planned_indptr", indptr, non_blocking)
         if kv_lens is not None:
             kv_lens, last_page_len = self._on_device("kv_lens", kv_lens, non_blocking), None
         self._plan_info = self._division.divide(
             indptr, last_page_len, kv_lens, len(self._paged_kv_indices_buf), num_qo_heads, num_kv_heads, head_dim,
-            page_size, window_left, q_len, split, whole,
+            page_size, window_left, q_len, split, whole, self._impl,
         )  # fmt: skip
-        self._impl, self._chosen_for = self._choose(head_dim), self._pos_encoding_mode
         self._fitting.clear()
         self._cached_module = engine.PREFILL_PLANNER if self._use_tensor_cores else engine.DECODE_PLANNER
         return self._plan_info
@@ -340,7 +341,7 @@ class BatchDecodePlan:
         encoding = POS_ENCODINGS[self._pos_encoding_mode]
         rest = (
             self.device, self._cached_q_data_type, self._cached_kv_data_type, self._head_dim, head_dim_vo, encoding,
-            self._division.page_size,
+            self._page_size,
         )  # fmt: skip
         name = BACKENDS[self._backend]
         if name == "fa2" and self._use_tensor_cores:

@@ -156,8 +156,8 @@ def _batch_impl(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: int) 
 
 
 @functools.cache
-def _needs(device: torch.device, units: int) -> ops.Sizes:
-    return ops.sizes(device, 1, units)
+def _needs(device: torch.device, units: int, impl: str) -> ops.Sizes:
+    return ops.sizes(device, 1, units, impl=impl)
 
 
 def _as_batch(
@@ -178,7 +178,7 @@ def _as_batch(
 
     device = q.device
     units = ops.units_of(q.shape[0], k.shape[1 - layout])
-    buffers = ops.allocate(device, _needs(device, units), q.shape[1])
+    buffers = ops.allocate(device, _needs(device, units, impl), q.shape[1])
     # The length is limited by the only page, which is all of k.
     ops.plan(
         buffers,

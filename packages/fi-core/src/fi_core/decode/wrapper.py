@@ -23,8 +23,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
     """Decode attention of a batch whose keys and values lie in pages: `plan` once a step, then `run` once a layer.
 
     float_workspace_buffer: a contiguous tensor on the device of the cache, aligned to 16 bytes. Partial results go
-    there only if they do not fit into the wrapper's own buffer of 8 MiB, that is with fixed_split_size or very wide
-    heads (`workspace_size` says); otherwise wrappers that share one may even run at the same time.
+    there only if they do not fit into the wrapper's own buffer of 8 MiB, which happens with fixed_split_size, wide
+    heads or the kernels on CUDA cores; otherwise wrappers that share one may even run at the same time.
     kv_layout: "NHD" or "HND", the order of tokens and heads in a page.
 
     use_cuda_graph: the batch size is fixed, and `plan` copies its tables into the three buffers: indptr
@@ -109,7 +109,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             buffers, impl = self._division.of_head_dim(dim_vo), self._choose(dim_vo)
         elif self._pos_encoding_mode != self._chosen_for:  # forward changed it
             impl = self._choose(dim_vo)
-        if impl not in _ANY_ADDRESS:
+        if impl not in _ANY_ADDRESS and not torch.compiler.is_compiling():  # which knows no addresses
             strides = q.stride(), k.stride(), v.stride()
             if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or strides not in self._fitting:
                 impl = self._fit(impl, q, k, v, strides)
@@ -217,7 +217,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
                 f"q: shape {self._q_shape} was planned (batch_size * q_len_per_req rows); got {tuple(q.shape)}"
             )
         raise ValueError(
-            f"paged_kv_cache: page_size {self._division.page_size} and {self._num_kv_heads} kv heads were planned; "
+            f"paged_kv_cache: page_size {self._page_size} and {self._num_kv_heads} kv heads were planned; "
             f"got shape {tuple(k.shape)} ({self._kv_layout})"
         )
 

@@ -99,7 +99,7 @@ class TmaConfig(NamedTuple):
     """What of the Hopper kernel is tuned. Not yet measured."""
 
     ring: int = 128 * 1024  # bytes of keys in flight
-    groups: int = 2
+    groups: int = 1
     whole: bool = True
     stream: int = 100  # MB
 

@@ -144,7 +144,7 @@ def headers(session: nox.Session) -> None:
 
 @nox.session
 def kernels(session: nox.Session) -> None:
-    """All device code for every target, by both compilers; registers, spills and machine code asserted."""
+    """Device code, by both compilers; registers, spills and machine code asserted."""
     develop(session, "test", "device")
     install_nvcc(session)
     chosen = ["-m", "slow and not gpu", "tests/kernels", "--ignore=tests/kernels/test_headers.py"]

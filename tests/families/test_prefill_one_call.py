@@ -16,6 +16,7 @@ from fi_core.prefill import (
     trtllm_batch_context_with_kv_cache,
     trtllm_ragged_attention_deepseek,
 )
+from fi_core.prefill.once import attend_once
 
 LSE = (2e-4, 2e-4)
 LENS = [(17, 90), (0, 9), (3, 0), (70, 70), (1, 130)]
@@ -145,6 +146,25 @@ def test_as_cudnn_is_called(device: str) -> None:
         cudnn_batch_prefill_with_kv_cache(
             b.q, k, v, 0.1, workspace(device), causal=True, **common | {"return_lse": True}
         )
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_left": 50, "logits_soft_cap": 5.0}])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)])
+def test_one_request_needs_no_tables(
+    dims: tuple[int, int], options: dict[str, Any], kv_layout: str, device: str
+) -> None:
+    """As single_prefill_with_kv_cache is computed on Hopper from some number of rows on."""
+    b = batch([(300, 333)], heads=(8, 2), dims=dims, device=device)
+    k, v = (x if kv_layout == "NHD" else x.transpose(0, 1).contiguous() for x in (b.k[0], b.v[0]))
+    want, want_lse = b.expected(**options)
+    single = fi_core.single_prefill_with_kv_cache_return_lse(b.q, k, v, kv_layout=kv_layout, **options)
+    out, lse = torch.empty_like(single[0]), torch.empty_like(single[1])
+    scale = (dims[0] ** -0.5, None)
+    attend_once(out, lse, b.q, k, v, int(kv_layout == "HND"), 1, pages_per_request=333, score_scale=scale, **options)
+    for got, got_lse in (single, (out, lse)):
+        assert_close(got, want)
+        assert_close(got_lse, want_lse, tolerance=LSE)
 
 
 def test_trace() -> None:

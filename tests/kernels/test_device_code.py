@@ -2,8 +2,8 @@
 
 All implementations and prebuilt axes of all ops are compiled by NVRTC for sm_80 and sm_90a, and one configuration of
 each implementation for sm_100a and sm_120a, with registers, stack and compiler output checked; nvcc compiles one
-configuration of each implementation. Machine code is read for sm_90a only: it costs half a second a file. Binaries go to
-the store (FI_CACHE_DIR), so that workers and sessions share them.
+configuration of each implementation. Machine code is read for sm_90a only: it costs half a second a file. Binaries go
+to the store (FI_CACHE_DIR), so that workers and sessions share them.
 """
 
 from __future__ import annotations

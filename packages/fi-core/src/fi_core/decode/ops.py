@@ -7,7 +7,6 @@ A caller allocates `Buffers` once (they are private to it: kernels write them), 
 from __future__ import annotations
 
 import functools
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.launch.op import Launcher, target_of
@@ -96,12 +95,16 @@ def _tma_unit(axes: Axes) -> Unit:
 
 
 class TmaConfig(NamedTuple):
-    """What of the Hopper kernel is tuned. Not yet measured."""
+    """What of the Hopper kernel is tuned; microseconds on an H200.
 
-    ring: int = 128 * 1024  # bytes of keys in flight
-    groups: int = 1
-    whole: bool = True
-    stream: int = 100  # MB
+    The producer takes about 600 cycles a stage and 100 a copy (from the times of stages of 8 and 16 copies), which is
+    what limits keys of one byte and, with a copy a line, those of two.
+    """
+
+    ring: int = 96 * 1024  # bytes of keys in flight; b128 kv8k: 64 KB 1049, 96 KB 984, 128 KB 996
+    groups: int = 1  # of warps, which take stages in turn; b64 kv1k: 1 80.5, 2 81.0; b1 kv1k: 16.0 and 17.2
+    whole: bool = True  # whole rows a copy; b128 kv8k: 977, a copy a line of 128 bytes 1012
+    stream: int = 100  # MB of keys; b1 kv8k: 24.0 without the hint, 22.1 with; b128 kv8k: 998 and 1017
 
 
 TMA = TmaConfig()
@@ -136,9 +139,9 @@ BATCH_DECODE = Op(
     ),
 )
 
-# Bytes of a page that one bulk tensor copy must bring: one takes 70 cycles whatever it brings (H200, b16 kv8k, page 1:
-# 256 bytes a copy 669 us, cp.async 153).
-_LEAST_BOX = 2048
+# Keys of a page that one bulk tensor copy must bring to be worth its 70 cycles (H200, b16 kv8k, page 1: a copy a key
+# 669 us, cp.async 153; page 16: 139 and 145).
+_LEAST_BOX = 16
 _DIMS = frozenset({64, 80, 96, 128, 192, 256})
 
 decode_plan = Launcher(DECODE_PLAN, lambda schedule, *_: (schedule.get_device(),))
@@ -172,8 +175,7 @@ def choose(
         axes["head_dim"] = 0
     name = None if backend == "auto" or target.kind == "cpu" else backend
     best = BATCH_DECODE.spec(target, axes, name).impl
-    small = math.gcd(page_size, ROWS) * head_dim_qk * kv.itemsize < _LEAST_BOX
-    return "fa2_tc" if best == "fa3" and name is None and small else best
+    return "fa2_tc" if best == "fa3" and name is None and page_size % _LEAST_BOX else best
 
 
 def fits(impl: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:

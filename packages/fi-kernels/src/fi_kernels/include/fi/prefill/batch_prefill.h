@@ -1,7 +1,8 @@
-// Parameters of batch prefill attention on Hopper, shared by launcher and device code.
+// Parameters of batch_prefill, shared by launcher and device code: of the Hopper kernel; those of the others are the
+// problem as it is.
 #pragma once
 #include "fi/divisor.h"
-#include "fi/prefill/schedule.h"
+#include "fi/prefill/prefill_problem.h"
 #include "fi/tensor_map.h"
 
 namespace fi {

@@ -1,5 +1,4 @@
-// Parameters of batch_prefill, shared by launcher and device code: of the Hopper kernel; those of the others are the
-// problem as it is.
+// Parameters of batch_prefill on Hopper, shared by launcher and device code; other forms take the problem as it is.
 #pragma once
 #include "fi/divisor.h"
 #include "fi/prefill/prefill_problem.h"

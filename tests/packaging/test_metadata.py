@@ -117,11 +117,11 @@ def test_jit_cache_is_reproducible(wheels: dict[str, Path], tmp_path: Path) -> N
 
 def test_cubin_is_reproducible(wheels: dict[str, Path], tmp_path: Path) -> None:
     """As above, for one architecture: its files are those of the whole wheel."""
-    _, narrow = build("fi-cubin", tmp_path, FI_CUDA_ARCH_LIST="9.0a")
+    _, narrow = build("fi-cubin", tmp_path, FI_CUDA_ARCH_LIST="8.0")
     assert narrow.name == wheels["fi_cubin"].name
     part, whole = data_of(narrow), data_of(wheels["fi_cubin"])
     index, full = json.loads(part.pop("index.json")), json.loads(whole.pop("index.json"))
-    assert part == {name: content for name, content in whole.items() if name.startswith("sm_90a/")}
+    assert part == {name: content for name, content in whole.items() if name.startswith("sm_80/")}
     assert index.pop("artifacts").items() <= full.pop("artifacts").items()
     assert index == full
 

@@ -134,7 +134,8 @@ BATCH_DECODE = Op(
         Impl("fa2", at_least(80), _rows_unit),
     ),
     prebuilt=(
-        *({"q": q, "kv": kv, "head_dim": dim} for q in ("f16", "bf16") for kv in (q, "e4m3") for dim in (64, 128, 256)),
+        *({"q": q, "kv": q, "head_dim": dim} for q in ("f16", "bf16") for dim in (64, 128, 256)),
+        *({"q": q, "kv": "e4m3", "head_dim": 128} for q in ("f16", "bf16")),
         *({"q": q, "kv": q, "head_dim": 0} for q in ("f16", "bf16", "f32")),
     ),
 )

@@ -118,7 +118,7 @@ def check(
     assert (buffers.schedule[offset:] == 0).all()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, database=None)
 @given(
     lengths=st.lists(st.one_of(st.integers(0, 400), st.integers(0, 40_000)), min_size=1, max_size=40),
     units=st.sampled_from([1, 2, 3, 5, 8, 32, 63, 64, 65, 200]),

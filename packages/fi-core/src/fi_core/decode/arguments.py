@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fi_core.env import env
@@ -182,6 +182,13 @@ def scale_product(number: float, *scales: Any) -> tuple[float, torch.Tensor | No
         else:
             tensor = scale if tensor is None else tensor * scale
     return number, tensor
+
+
+def refuse(asked: Mapping[str, bool]) -> None:
+    """Raises NotImplementedError for the first feature that is asked for and that no kernel here has."""
+    for name, given in asked.items():
+        if given:
+            raise NotImplementedError(f"{name}: not supported; leave it out")
 
 
 class computed:

@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from fi_core.decode import ops
-from fi_core.decode.arguments import CHECK, LAYOUTS, check_tables, code, scale_product, unpack
+from fi_core.decode.arguments import CHECK, LAYOUTS, check_tables, code, refuse, scale_product, unpack
 from fi_core.decode.division import carve
 from fi_core.decode.trace import tables_trace
 from fi_core.observe.log import fi_api
@@ -116,13 +116,6 @@ def _cache_pair(kv_cache: Cache, kv_layout: str) -> tuple[torch.Tensor, torch.Te
     return unpack(kv_cache, kv_layout)
 
 
-def _refuse(**asked: bool) -> None:
-    """Says which of the features that no kernel here has was asked for."""
-    for name, given in asked.items():
-        if given:
-            raise NotImplementedError(f"{name}: not supported")
-
-
 @fi_api(trace=tables_trace)
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
@@ -190,14 +183,16 @@ def trtllm_batch_decode_with_kv_cache(
 
     if backend not in _BACKENDS:
         raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
-    _refuse(
-        cum_seq_lens_q=cum_seq_lens_q is not None,
-        kv_cache_sf=kv_cache_sf is not None,
-        o_sf_scale=o_sf_scale is not None or o_sf_vec_size is not None,
-        nvfp4_output=out_dtype == "nvfp4" or getattr(out, "dtype", None) == "nvfp4",
-        separate_tables_of_k_and_v=not uses_shared_paged_kv_idx,
-        enable_block_sparse_attention=enable_block_sparse_attention,
-        cp_world=cp_world != 1 or causal_seqlens_kv_global is not None,
+    refuse(
+        {
+            "cum_seq_lens_q": cum_seq_lens_q is not None,
+            "kv_cache_sf": kv_cache_sf is not None,
+            "o_sf_scale": o_sf_scale is not None or o_sf_vec_size is not None,
+            "out_dtype 'nvfp4'": out_dtype == "nvfp4" or getattr(out, "dtype", None) == "nvfp4",
+            "uses_shared_paged_kv_idx=False": not uses_shared_paged_kv_idx,
+            "enable_block_sparse_attention": enable_block_sparse_attention,
+            "cp_world, causal_seqlens_kv_global": cp_world != 1 or causal_seqlens_kv_global is not None,
+        }
     )
     q_len = 1 if q_len_per_req is None else q_len_per_req
     k, v = _cache_pair(kv_cache, kv_layout)

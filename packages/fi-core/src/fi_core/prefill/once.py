@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fi_core.decode.arguments import CHECK, LAYOUTS, check_tables, code, scale_product
+from fi_core.decode.arguments import CHECK, LAYOUTS, check_tables, code, refuse, scale_product
 from fi_core.decode.block_tables import _cache_pair
 from fi_core.observe.log import fi_api
 from fi_core.prefill import ops
@@ -70,12 +70,6 @@ def attend_once(
         logits_soft_cap, score_scale[0], out_scale[0], 1.0, 1e4, enable_pdl, sinks, None, None, None, score_scale[1],
         out_scale[1],
     )  # fmt: skip
-
-
-def _refuse(asked: dict[str, bool]) -> None:
-    for name, wanted in asked.items():
-        if wanted:
-            raise NotImplementedError(f"{name}: not supported")
 
 
 def results(
@@ -167,7 +161,7 @@ def trtllm_batch_context_with_kv_cache(
     """
     if backend not in _BACKENDS:
         raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
-    _refuse(
+    refuse(
         {
             "kv_cache_sf (NVFP4 keys)": kv_cache_sf is not None,
             "out_dtype 'nvfp4'": out_dtype == "nvfp4" or getattr(out, "dtype", None) == "nvfp4",
@@ -235,7 +229,7 @@ def trtllm_ragged_attention_deepseek(
     """
     if backend not in _BACKENDS:
         raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
-    _refuse({"o_sf_scale (NVFP4 output)": o_sf_scale is not None and o_sf_scale not in (1.0, -1.0)})
+    refuse({"o_sf_scale (NVFP4 output)": o_sf_scale is not None and o_sf_scale not in (1.0, -1.0)})
     result, lse = results(query, value.shape[2], out, None, lse, return_lse)
     attend_once(
         result, lse, query, key, value, 0, batch_size, qo_indptr=int32_index(cum_seq_lens_q),
@@ -288,7 +282,7 @@ def cudnn_batch_prefill_with_kv_cache(
     """
     import torch
 
-    _refuse({"return_lse, lse (statistics in cuDNN's layout)": return_lse or lse is not None})
+    refuse({"return_lse, lse (statistics in cuDNN's layout)": return_lse or lse is not None})
     result, _ = results(q, v_cache.shape[-1], out, o_data_type, None, False)
     lens_q, lens_kv = (
         x.reshape(-1).to(q.device, torch.int32, non_blocking=True) for x in (actual_seq_lens_q, actual_seq_lens_kv)

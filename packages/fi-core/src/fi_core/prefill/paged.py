@@ -28,7 +28,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
     are needed for masks, and with them every run takes the mask that was planned last.
 
     backend: "auto"; "fa2" (mma.sync, every option), "fa3" (Hopper: 16-bit q, k, v and output of one type, head dims 64,
-    128, 256 or 192 with values of 128, no custom mask, no position encoding); "trtllm-gen" and "cutlass" are taken as
+    128, or 192 with values of 128, no custom mask, no position encoding); "trtllm-gen" and "cutlass" are taken as
     "auto". A result does not depend on the batch that a request is in.
 
     Raises KeyError (kv_layout), ValueError (backend, buffers), NotImplementedError (jit_args, backends of other

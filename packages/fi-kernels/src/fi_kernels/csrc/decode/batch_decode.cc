@@ -12,13 +12,6 @@
 namespace fi {
 namespace {
 
-const float* scalar(const OptionalTensor& x, const Tensor& q) {
-  if (!x) return nullptr;
-  FI_CHECK(x.is({kF32}).on(q).numel() == 1, ValueError, "%s must have one element; got %s", x.name(),
-           x.shape_str().c_str());
-  return x.data<const float>();
-}
-
 void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor workspace, Tensor schedule, Tensor q,
                   Tensor k_cache, Tensor v_cache, Tensor page_indices, OptionalTensor sinks, OptionalTensor scale_q,
                   OptionalTensor scale_k, OptionalTensor scale_v, OptionalTensor bmm1_scale, OptionalTensor bmm2_scale,

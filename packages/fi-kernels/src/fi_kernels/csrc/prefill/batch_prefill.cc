@@ -13,13 +13,6 @@
 namespace fi {
 namespace {
 
-const float* scalar(const OptionalTensor& x, const Tensor& q) {
-  if (!x) return nullptr;
-  FI_CHECK(x.is({kF32}).on(q).numel() == 1, ValueError, "%s must have one element; got %s", x.name(),
-           x.shape_str().c_str());
-  return x.data<const float>();
-}
-
 void batch_prefill(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor schedule, Tensor q, Tensor k, Tensor v,
                    OptionalTensor page_indices, OptionalTensor custom_mask, OptionalTensor mask_indptr,
                    OptionalTensor prefix_len, OptionalTensor items, OptionalTensor sinks, OptionalTensor scale_q,

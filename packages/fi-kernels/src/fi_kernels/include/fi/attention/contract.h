@@ -31,6 +31,13 @@ inline const float* factors(const OptionalTensor& scale, const Tensor& q, Dim& h
   return scale.data<float>();
 }
 
+inline const float* scalar(const OptionalTensor& x, const Tensor& q) {
+  if (!x) return nullptr;
+  FI_CHECK(x.is({kF32}).on(q).numel() == 1, ValueError, "%s must have one element; got %s", x.name(),
+           x.shape_str().c_str());
+  return x.data<const float>();
+}
+
 inline void check_head_dim(const Tensor& t, int64_t dim) {
   FI_CHECK(dim >= 8 && dim <= 512 && dim % 8 == 0, ValueError,
            "Unsupported head_dim: the last dimension of %s must be a multiple of 8 up to 512; got %lld", t.name(),

@@ -9,11 +9,11 @@ which is what there is to copy, is in `serving.py`.
 
 What is checked, for greedy requests:
 - The tokens are those of transformers' generate() with eager attention, one request at a time. A request may leave them
-  only at a tie: where the logits of the two tokens are no farther apart, in float64, than the sum of the errors that
-  both sides have there.
-- Logits at every generated position are off by at most twice what those of transformers' eager forward in the same
-  dtype are off by. What is right is the same model in float64 on the same tokens (its norms and softmax are float32,
-  as in transformers they always are).
+  only at a tie, which rounding decides: where the logits of the two tokens are no farther apart than three times the
+  error of transformers' own logits.
+- Logits at every generated position are off by at most twice that error, which is the largest that eager attention in
+  the same dtype makes on the same tokens. What is right is the model in float64 (but for its norms and softmax, which
+  transformers always computes in float32).
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     cuda = torch.cuda.is_available()
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 on a CPU, else bfloat16")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 on a CPU, else float16")
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0: draw tokens, and compare nothing")
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--max-new-tokens", type=int, default=32, help="of the longest answer")
     parser.add_argument("--token-budget", type=int, default=128, help="most tokens of a step")
     parser.add_argument("--max-running", type=int, default=6, help="most requests at a time")
-    parser.add_argument("--pages", type=int, default=100, help=f"of {PAGE_SIZE} tokens, in the cache")
+    parser.add_argument("--pages", type=int, default=60, help=f"of {PAGE_SIZE} tokens, in the cache")
     parser.add_argument("--no-cuda-graph", action="store_true", help="on a GPU: do not replay steps that only generate")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     if options.dtype is None:
-        options.dtype = "float32" if options.device == "cpu" else "bfloat16"
+        options.dtype = "float32" if options.device == "cpu" else "float16"
     if options.device == "cuda" and options.dtype == "float32":
         parser.error("--dtype: float16 or bfloat16 is required with --device cuda, which prefills on tensor cores")
     return options
@@ -116,21 +116,20 @@ class Check(NamedTuple):
 
     tokens: int
     equal: int  # how many are those of generate()
-    ties: int  # requests that leave its tokens, at a tie
-    wrong: int  # requests that leave them elsewhere
-    error: float  # of logits, against float64
+    leave: int  # requests that leave them
+    distance: float  # between the logits of the two tokens where one does, at most
+    error: float  # of logits, at most
     eager_error: float  # the same of transformers in this dtype
 
     @property
     def passed(self) -> bool:
-        return self.wrong == 0 and self.error <= 2 * self.eager_error
+        return self.error <= 2 * self.eager_error and self.distance <= 3 * self.eager_error
 
 
 @torch.inference_mode()
 def compare(model: Any, requests: list[Request]) -> Check:
     """Tokens and logits of the requests against transformers. Leaves the model in float64."""
-    eager: list[list[int]] = []
-    outputs: list[torch.Tensor] = []
+    wanted, eager = [], []
     for r in requests:
         prompt = torch.tensor([r.prompt], device=model.device)
         ids = model.generate(
@@ -140,31 +139,21 @@ def compare(model: Any, requests: list[Request]) -> Check:
             do_sample=False,
             pad_token_id=0,
         )
-        eager.append(ids[0, len(r.prompt) :].tolist())
-        outputs.append(forward(model, r))
+        wanted.append(ids[0, len(r.prompt) :].tolist())
+        eager.append(forward(model, r))
     model.double()
-    found = Check(0, 0, 0, 0, 0.0, 0.0)
-    for r, want, eager_logits in zip(requests, eager, outputs):
-        assert r.logits is not None
+    equal, distances, errors, eager_errors = 0, [], [], []
+    for r, want, eager_logits in zip(requests, wanted, eager):
         exact = forward(model, r)
-        errors = (torch.stack(r.logits).double() - exact).abs().amax(1)
-        eager_errors = (eager_logits.double() - exact).abs().amax(1)
-        same = [a == b for a, b in zip(r.generated, want)]
-        tie = wrong = 0
-        if not all(same):
+        errors.append(float((torch.stack(r.logits) - exact).abs().max()))
+        eager_errors.append(float((eager_logits - exact).abs().max()))
+        same = [ours == theirs for ours, theirs in zip(r.generated, want)]
+        equal += sum(same)
+        if not all(same):  # from there on, they answer different texts
             at = same.index(False)
-            distance = (exact[at, r.generated[at]] - exact[at, want[at]]).abs()
-            tie = int(distance <= errors[at] + eager_errors[at])
-            wrong = 1 - tie
-        found = Check(
-            found.tokens + len(want),
-            found.equal + sum(same),
-            found.ties + tie,
-            found.wrong + wrong,
-            max(found.error, float(errors.max())),
-            max(found.eager_error, float(eager_errors.max())),
-        )
-    return found
+            distances.append(float((exact[at, r.generated[at]] - exact[at, want[at]]).abs()))
+    tokens = sum(len(want) for want in wanted)
+    return Check(tokens, equal, len(distances), max(distances, default=0.0), max(errors), max(eager_errors))
 
 
 def forward(model: Any, request: Request) -> torch.Tensor:
@@ -190,11 +179,12 @@ def rates(engine: Engine) -> dict[str, Any]:
 
 def report(result: dict[str, Any], requests: list[Request]) -> None:
     for r in requests:
-        prompt, answer = (bytes(tokens).decode(errors="replace") for tokens in (r.prompt[:40], r.generated[:24]))
-        print(f"{len(r.prompt):5} tokens at step {r.arrival:2}: {prompt!r} -> {answer!r}")
-    print(f"\n{'kernel':44} from")
+        prompt, answer = bytes(r.prompt[:40]).decode(errors="replace"), ", ".join(map(str, r.generated[:5]))
+        print(f"step {r.arrival:2}: {len(r.prompt):3} tokens {prompt!r:46} -> {len(r.generated)} tokens {answer}, ...")
+    width = max(map(len, result["kernels"]))
+    print(f"\n{'kernel':{width}} from")
     for kernel, origin in result["kernels"].items():
-        print(f"{kernel:44} {origin}")
+        print(f"{kernel:{width}} {origin}")
     print(
         f"\n{result['device']}, {result['dtype']}: {result['steps']} steps in {result['seconds']:.3f} s, "
         f"{result['preemptions']} preemptions\n"
@@ -206,9 +196,9 @@ def report(result: dict[str, Any], requests: list[Request]) -> None:
     if check := result.get("check"):
         print(
             f"{check['equal']} of {check['tokens']} tokens are those of transformers' eager generate(); "
-            f"{check['ties']} requests leave them at a tie, {check['wrong']} elsewhere\n"
-            f"largest error of a logit, against float64: {check['error']:.1e}; transformers' eager: "
-            f"{check['eager_error']:.1e}\n{'passed' if check['passed'] else 'WRONG'}"
+            f"{check['leave']} requests leave them, at logits {check['distance']:.1e} apart\n"
+            f"largest error of a logit {check['error']:.1e}, of transformers' own {check['eager_error']:.1e}\n"
+            f"{'passed' if check['passed'] else 'WRONG'}"
         )
 
 
@@ -230,6 +220,7 @@ def main() -> int:
     result = {
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
         "dtype": options.dtype,
+        "token_budget": options.token_budget,
         "backends": {"prefill": engine.prefill.resolved_backend, "decode": engine.decode.resolved_backend},
         **rates(engine),
         "repeatable": served[0] == served[1],

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ class Batch(NamedTuple):
 
 
 class Llama:
-    """The weights of transformers' LlamaForCausalLM, and its forward pass: torch multiplies matrices, fi does the rest."""
+    """Weights of transformers' LlamaForCausalLM, and its forward pass: torch multiplies matrices, fi does the rest."""
 
     def __init__(self, model: Any, max_positions: int) -> None:
         c, body = model.config, model.model
@@ -157,10 +158,12 @@ class Scheduler:
         while queue and left:
             request = queue.popleft()
             length = min(left, len(request.tokens) - request.cached)
-            # Where pages run out, the one that is served last gives up its own.
-            while not self._grow(request, length) and request.pages:
-                self._preempt(queue.pop() if queue else request)
-            if request.pages:
+            while not self._grow(request, length):  # where pages run out, the one that is served last gives up its own
+                last = queue.pop() if queue else request
+                self._preempt(last)
+                if last is request:
+                    break
+            else:
                 chunks.append(Chunk(request, length))
                 left -= length
         while left and self._may_admit(step):
@@ -257,20 +260,23 @@ class Engine:
         self.times.append(StepTime(prompt_tokens, len(tokens), time.perf_counter() - start))
 
     def batch(self, chunks: list[Chunk]) -> Batch:
+        """The tensors of a step; what the host knows goes to the device in one copy."""
         requests = [chunk.request for chunk in chunks]
         lengths = [chunk.request.cached + chunk.length for chunk in chunks]
-        rows = self.ints([0, *(chunk.length for chunk in chunks)]).cumsum(0, dtype=torch.int32)
+        rows = list(accumulate((chunk.length for chunk in chunks), initial=0))
         page_size = self.scheduler.page_size
-        owners, positions = fi_core.get_batch_indices_positions(rows, self.ints(lengths), sum(c.length for c in chunks))
-        return Batch(
-            self.ints([token for r, end in zip(requests, lengths) for token in r.tokens[r.cached : end]]),
-            positions,
-            owners,
-            rows[1:] - 1,
-            self.ints([page for r in requests for page in r.pages]),
-            self.ints([0, *(len(r.pages) for r in requests)]).cumsum(0, dtype=torch.int32),
-            self.ints([(length - 1) % page_size + 1 for length in lengths]),
+        lists = (
+            [token for r, length in zip(requests, lengths) for token in r.tokens[r.cached : length]],
+            rows,
+            lengths,
+            [page for r in requests for page in r.pages],
+            list(accumulate((len(r.pages) for r in requests), initial=0)),
+            [(length - 1) % page_size + 1 for length in lengths],
         )
+        packed = torch.tensor(list(chain(*lists)), dtype=torch.int32).to(self.model.device)
+        tokens, row_indptr, kv_lens, indices, indptr, last_page_len = packed.split([len(values) for values in lists])
+        owners, positions = fi_core.get_batch_indices_positions(row_indptr, kv_lens, len(tokens))
+        return Batch(tokens, positions, owners, row_indptr[1:] - 1, indices, indptr, last_page_len)
 
     def plan(self, batch: Batch, chunks: list[Chunk], alone: int) -> Attention:
         """Attention of this step: the first `alone` requests have one row, the others a chunk of a prompt."""
@@ -302,13 +308,9 @@ class Engine:
             logits = logits[rows]
         # A request draws by its own seed and position, so what it says does not depend on who else is served.
         seeds, offsets = torch.tensor([[r.seed for r in requests], [len(r.tokens) for r in requests]]).to(logits.device)
-        temperature = torch.tensor([r.temperature for r in requests]).to(logits.device)
-        top_p = torch.tensor([r.top_p for r in requests]).to(logits.device)
-        tokens, _ = fi_core.sample_from_logits(logits, temperature=temperature, top_p=top_p, seed=seeds, offset=offsets)
+        ways = torch.tensor([[r.temperature for r in requests], [r.top_p for r in requests]]).to(logits.device)
+        tokens, _ = fi_core.sample_from_logits(logits, temperature=ways[0], top_p=ways[1], seed=seeds, offset=offsets)
         return tokens.tolist()
-
-    def ints(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32).to(self.model.device)
 
 
 class DecodeGraph:

@@ -64,10 +64,10 @@ def ops() -> dict[str, Op]:
 
 
 def loaded_kernels() -> dict[str, str]:
-    """Every kernel that calls of this process have bound, and where its files came from, in the order of their binding.
+    """Every kernel that calls of this process have bound, by name, and where its files came from.
 
-    Names are those of specs, such as "rmsnorm-cuda-bf16-sm_90a". A place is the package that brought a prebuilt file,
-    "store" (compiled by an earlier process) or "jit" (compiled by this one); "store + jit" if the launcher and the
+    A place is the package that brought a prebuilt file,
+    "store" (compiled by an earlier process) or "jit" (compiled by this one); "store + jit" where launcher and
     device binary differ. A kernel that was bound again keeps its first place.
     """
     found: dict[str, str] = {}

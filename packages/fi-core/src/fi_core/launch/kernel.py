@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -31,9 +31,9 @@ def load_module(found: Found) -> Any:
     return _modules[found.path]
 
 
-def _first(artifact: Artifact, use: Callable[[Found], Any]) -> tuple[Any, Found]:
+def _first(artifact: Artifact, places: Iterator[Found], use: Callable[[Found], Any]) -> tuple[Any, Found]:
     """The first place whose file can be used; a prebuilt file that is refused is a miss with one logged reason."""
-    for found in find(artifact):
+    for found in places:
         try:
             return use(found), found
         except (RuntimeError, OSError) as error:
@@ -60,20 +60,20 @@ def bind_artifacts(
     """Binds a host module, the first artifact, with the device binary and its entries if a second one follows."""
     host, *images = artifacts
     if not images:
-        call, found = _first(host, lambda f: load_module(f)["bind"](op, name))
+        call, found = _first(host, find(host), lambda f: load_module(f)["bind"](op, name))
         return call, {"host": found}
     (image,) = images
+    hosts, images_found = find(host), find(image)
     if next(prebuilt(host), None) is None and next(prebuilt(image), None) is None:
         with ThreadPoolExecutor(1) as pool:  # both compilers at once: a cold first call costs the slower one
             other = pool.submit(built, host)
-            built(image)
-            other.result()
-    module, host_found = _first(host, load_module)
+            images_found, hosts = iter([built(image)]), iter([other.result()])
+    module, host_found = _first(host, hosts, load_module)
     words = [w for e in entries for w in (e.name, e.threads, e.shared_bytes, len(e.config), *e.config)]
 
     def use(found: Found) -> Callable[..., None]:
         content = found.path.read_bytes()
         return module["bind"](op, name, content, image.target.capability, device, *words)  # type: ignore[no-any-return]
 
-    call, image_found = _first(image, use)
+    call, image_found = _first(image, images_found, use)
     return call, {"host": host_found, "cubin": image_found}

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from elementwise import Sides, gpu_us, host_us
+from sides import Sides, gpu_us, host_us
 
 import fi_core
 from fi_core.launch.kernel import bind
@@ -109,7 +109,7 @@ def cases() -> Iterator[tuple[str, Callable[[object], Callable[[], object]], tor
                 yield f"{name} {rows}x{vocab} s{spread:g}", call, logits
 
 
-def measured(sides: Sides, iters: int, flush: torch.Tensor) -> dict[str, object]:
+def measured(sides: Sides, iters: int) -> dict[str, object]:
     found: dict[str, object] = {}
     working: Sides = {}
     for side, call in sides.items():
@@ -119,7 +119,7 @@ def measured(sides: Sides, iters: int, flush: torch.Tensor) -> dict[str, object]
             working[side] = call
         except Exception as error:  # a peer without this kernel must not lose the row
             found[side] = f"{type(error).__name__}: {error}"[:200]
-    for side, samples in gpu_us(working, iters, flush).items():
+    for side, samples in gpu_us(working, iters).items():
         found[side] = round(statistics.median(samples), 2)
     return found
 
@@ -131,10 +131,9 @@ def main() -> None:
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--variants", action="store_true", help="other shapes of the kernel beside the chosen one")
     args = parser.parse_args()
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     source, target = (torch.randn(256 * 128256, device="cuda") for _ in range(2))
     one = torch.ones(1, device="cuda")
-    empty = statistics.median(gpu_us({"neg": lambda: torch.neg(one, out=one)}, args.iters, flush)["neg"])
+    empty = statistics.median(gpu_us({"neg": lambda: torch.neg(one, out=one)}, args.iters)["neg"])
     rows: list[dict[str, object]] = [
         {"case": "one element", "us": round(empty, 2), "gpu": torch.cuda.get_device_name()}
     ]
@@ -150,7 +149,7 @@ def main() -> None:
         if args.variants:
             sides |= {v: within(sides["fi_core"], variant(*choice)) for v, choice in VARIANTS.items()}
             sides["cuda"] = within(sides["fi_core"], implementation("cuda"))
-        row: dict[str, object] = {"case": name, **measured(sides, args.iters, flush)}
+        row: dict[str, object] = {"case": name, **measured(sides, args.iters)}
         row["host_us"] = round(host_us(sides["fi_core"]), 2)
         ours, peer = row.get("fi_core"), row.get("flashinfer")
         if isinstance(ours, float) and isinstance(peer, float):

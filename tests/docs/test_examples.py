@@ -56,6 +56,15 @@ def test_generate(device: str) -> None:
         assert any(name.startswith(op) for name in said["kernels"]), op
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_generate_by_chance(device: str) -> None:
+    """Drawn tokens are those of the seeds: a second run says the same; and all requests say something else."""
+    pytest.importorskip("transformers", reason="needs transformers, which `nox -s tests` installs")
+    said = json.loads(run("generate.py", "--device", device, "--temperature", "0.8", "--top-p", "0.9", "--json"))
+    assert said["repeatable"] and "check" not in said
+    assert len({tuple(r["generated"]) for r in said["requests"]}) == len(said["requests"])
+
+
 @pytest.mark.gpu
 def test_generate_in_bfloat16() -> None:
     """With 8 bits rounding decides a few tokens: where it does, transformers' logits are as close as it errs."""

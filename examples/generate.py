@@ -80,22 +80,24 @@ def model_of(device: str, dtype: torch.dtype) -> Any:
         eos_token_id=None,
         attn_implementation="eager",
     )
-    torch.manual_seed(0)
+    # Of 800 seeds the one whose texts stay farthest from ties: the two largest logits differ by 0.013 or more, and
+    # rounding to float16 changes that difference by 0.006 (standard deviation, on a CPU).
+    torch.manual_seed(82)
     return LlamaForCausalLM(config).eval().to(device, dtype)
 
 
 def requests_of(options: argparse.Namespace) -> list[Request]:
-    """Questions and documents, by turns; a new one every second step."""
-    documents = [(ROOT / name).read_text() for name in ("README.md", "LICENSE", "CONTRIBUTING.md")]
+    """Questions, and parts of a document that take several steps; a new one every second step."""
+    document = (ROOT / "LICENSE").read_text()
     texts = [
         "What is a paged KV cache?",
-        documents[0][:700],
+        document[1000:1700],
         "The attention of a token reads the keys and values of all tokens before it, so",
-        documents[1][:450],
+        document[:450],
         "Once upon a time there was a kernel that",
-        documents[2][:90],
+        "A scheduler has two tasks. The first is to keep the device busy; the second",
         "?",
-        documents[1][1000:1300],
+        document[3000:3300],
     ]
     longest = options.max_new_tokens
     return [
@@ -145,15 +147,18 @@ def compare(model: Any, requests: list[Request]) -> Check:
     equal, distances, errors, eager_errors = 0, [], [], []
     for r, want, eager_logits in zip(requests, wanted, eager):
         exact = forward(model, r)
-        errors.append(float((torch.stack(r.logits) - exact).abs().max()))
-        eager_errors.append(float((eager_logits - exact).abs().max()))
+        errors.append((torch.stack(r.logits) - exact).abs().max())
+        eager_errors.append((eager_logits - exact).abs().max())
         same = [ours == theirs for ours, theirs in zip(r.generated, want)]
         equal += sum(same)
         if not all(same):  # from there on, they answer different texts
             at = same.index(False)
-            distances.append(float((exact[at, r.generated[at]] - exact[at, want[at]]).abs()))
+            distances.append((exact[at, r.generated[at]] - exact[at, want[at]]).abs())
     tokens = sum(len(want) for want in wanted)
-    return Check(tokens, equal, len(distances), max(distances, default=0.0), max(errors), max(eager_errors))
+    distance, error, eager_error = (  # torch's maximum is NaN where one is
+        float(torch.stack(values).max()) if values else 0.0 for values in (distances, errors, eager_errors)
+    )
+    return Check(tokens, equal, len(distances), distance, error, eager_error)
 
 
 def forward(model: Any, request: Request) -> torch.Tensor:

@@ -43,12 +43,17 @@ def test_decoder_block() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_generate(device: str) -> None:
-    """Requests come and go, prompts in chunks, pages run out: every token is that of transformers' eager generate()."""
+    """Requests come and go, prompts in chunks, pages run out: every token is that of transformers' eager generate().
+
+    On the GPU, in float16, one request may leave them: at a tie within the rounding of transformers' own logits.
+    """
     pytest.importorskip("transformers", reason="needs transformers, which `nox -s tests` installs")
     said = json.loads(run("generate.py", "--device", device, "--json"))
     check = said["check"]
     assert check["passed"] and said["repeatable"]
-    assert check["equal"] == check["tokens"] == sum(len(r["generated"]) for r in said["requests"]) > 200
+    assert check["tokens"] == sum(len(r["generated"]) for r in said["requests"]) > 200
+    assert check["leave"] <= (1 if device == "cuda" else 0)
+    assert check["leave"] or check["equal"] == check["tokens"]
     assert said["preemptions"] > 0 and said["steps"] > 50
     assert max(len(r["prompt"]) for r in said["requests"]) > 2 * said["token_budget"]
     assert len({tuple(r["generated"]) for r in said["requests"]}) == len(said["requests"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from families.attention_reference import attention
 from families.harness import assert_close, assert_guards, guarded, rand
 from families.paged import Paged, paged
 from fi_core.decode import trtllm_batch_decode_with_kv_cache, xqa, xqa_batch_decode_with_kv_cache
-from fi_core.errors import LibraryError
 
 LENGTHS = (300, 1, 0, 65, 1000, 16)
 FUNCTIONS = [trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache]
@@ -260,36 +258,3 @@ def test_trace() -> None:
     clean = tuple(x.nan_to_num(0) for x in p.cache)
     want = space["_reference"](p.q, *clean, given["block_tables"], given["seq_lens"], scale_of(p), 2.0, 5)
     assert_close(got, want)
-
-
-def cudnn_arguments(p: Paged, **more: Any) -> dict[str, Any]:
-    assert isinstance(p.cache, tuple)
-    return {
-        "q": p.q, "k_cache": p.cache[0], "v_cache": p.cache[1], "scale": scale_of(p), "max_sequence_kv": 512,
-        "workspace_buffer": workspace(str(p.q.device), 64), "block_tables": p.block_tables().clamp(min=0),
-        "actual_seq_lens_kv": p.seq_lens().view(-1, 1, 1, 1), "q_len_per_req": p.q_len,
-    } | more  # fmt: skip
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("q_len", [1, 3])
-def test_cudnn(q_len: int) -> None:
-    pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
-    p = paged([300, 16, 65], heads=(8, 2), dim=128, q_len=q_len, dtype=torch.bfloat16, kv_layout="HND", device="cuda")
-    out, lse = fi_core.cudnn_batch_decode_with_kv_cache(**cudnn_arguments(p, return_lse=True))
-    want, want_lse = p.expected()
-    assert_close(out, want)
-    assert_close(lse, want_lse, tolerance=(1e-3, 1e-3))
-    windowed = fi_core.cudnn_batch_decode_with_kv_cache(**cudnn_arguments(p, window_left=20))
-    assert_close(windowed, p.expected(window_left=20)[0])
-
-
-def test_cudnn_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = cudnn_arguments(paged([20, 9], kv_layout="HND"))
-    with pytest.raises(NotImplementedError, match="batch_offsets_q: requests must lie one after another"):
-        fi_core.cudnn_batch_decode_with_kv_cache(**given, batch_offsets_q=torch.zeros(3))
-    with pytest.raises(ValueError, match="block_tables and actual_seq_lens_kv: both are required"):
-        fi_core.cudnn_batch_decode_with_kv_cache(**(given | {"block_tables": None}))
-    monkeypatch.setitem(sys.modules, "cudnn", None)  # as if it were not installed
-    with pytest.raises(LibraryError, match="pip install nvidia-cudnn-frontend"):
-        fi_core.cudnn_batch_decode_with_kv_cache(**given)

@@ -1,0 +1,239 @@
+"""Attention by cuDNN: against fp64 where its Python frontend is installed, else that each function says what to do."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fi_core
+from families.harness import assert_close, assert_guards, guarded, strided
+from families.paged import Paged, offsets, paged
+from families.prefill_batch import Batch, batch
+from fi_core.cudnn import cudnn_batch_prefill_with_kv_cache
+from fi_core.errors import LibraryError, UnsupportedError
+
+LSE = (1e-3, 1e-3)
+
+
+def _installed() -> bool:
+    try:
+        importlib.import_module("cudnn")
+    except ImportError:
+        return False
+    return True
+
+
+INSTALLED = _installed()
+
+
+def result(call: Callable[..., Any], device: str, *args: Any, **given: Any) -> Any:
+    """What the call returns; None where it is refused as it must be: without the frontend, or without a GPU."""
+    if INSTALLED and device == "cuda":
+        return call(*args, **given)
+    if INSTALLED:
+        with pytest.raises(ValueError, match="q: a CUDA device is required by cuDNN; got cpu"):
+            call(*args, **given)
+    else:
+        with pytest.raises(LibraryError, match="pip install nvidia-cudnn-frontend"):
+            call(*args, **given)
+    return None
+
+
+def room(device: str) -> torch.Tensor:
+    return torch.empty(64 << 20 if device == "cuda" else 16, dtype=torch.uint8, device=device)
+
+
+def clean(cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pools with 0 where no token lies, as cuDNN needs it."""
+    k, v = (torch.where(x.isnan(), torch.zeros_like(x), x) for x in cache)
+    return k, v
+
+
+def decode_arguments(p: Paged, **more: Any) -> dict[str, Any]:
+    k, v = clean(p.cache)
+    return {
+        "q": p.q, "k_cache": k, "v_cache": v, "scale": p.q.shape[2] ** -0.5, "max_sequence_kv": 512,
+        "workspace_buffer": room(str(p.q.device.type)), "block_tables": p.block_tables().clamp(min=0),
+        "actual_seq_lens_kv": p.seq_lens().view(-1, 1, 1, 1), "q_len_per_req": p.q_len,
+    } | more  # fmt: skip
+
+
+LENGTHS = [300, 16, 65, 1, 512]
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4), (7, 1)])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_decode(page_size: int, heads: tuple[int, int], dim: int, dtype: torch.dtype, device: str) -> None:
+    p = paged(LENGTHS, heads=heads, dim=dim, dtype=dtype, kv_layout="HND", page_size=page_size, device=device)
+    got = result(fi_core.cudnn_batch_decode_with_kv_cache, device, **decode_arguments(p, return_lse=True))
+    if got is not None:
+        want, want_lse = p.expected()
+        assert_close(got[0], want)
+        assert_close(got[1], want_lse, tolerance=LSE)
+
+
+@pytest.mark.parametrize("form", ["tuple", "strided"])
+@pytest.mark.parametrize("options", [{}, {"window_left": 20}, {"window_left": 0}])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_decode_options(q_len: int, options: dict[str, Any], form: str, device: str) -> None:
+    p = paged([300, 16, 65], heads=(8, 2), dim=128, q_len=q_len, form=form, kv_layout="HND", device=device)
+    got = result(fi_core.cudnn_batch_decode_with_kv_cache, device, **decode_arguments(p, **options))
+    if got is not None:
+        assert_close(got, p.expected(**options)[0])
+
+
+def test_decode_takes_other_tokens_of_other_batches(device: str) -> None:
+    """A graph is kept: what it computes must come from the arguments of each call."""
+    for seed in range(3):
+        p = paged([300 - seed, 16, 65 + seed], dim=128, kv_layout="HND", seed=seed, device=device)
+        given = decode_arguments(p, scale=0.05 * (seed + 1), block_tables=torch.zeros(3, 32, dtype=torch.int32))
+        given["block_tables"] = given["block_tables"].to(device)
+        table = p.block_tables().clamp(min=0)
+        given["block_tables"][:, : table.shape[1]] = table
+        got = result(fi_core.cudnn_batch_decode_with_kv_cache, device, **given)
+        if got is not None:
+            assert_close(got, p.expected(sm_scale=0.05 * (seed + 1))[0])
+
+
+def test_decode_writes_where_it_is_told(device: str) -> None:
+    p = paged([40, 9], heads=(8, 2), dim=128, kv_layout="HND", device=device)
+    out = guarded(p.q.shape, p.q.dtype, device)
+    lse = guarded(p.q.shape[:2], torch.float32, device)
+    q = strided(p.q)
+    starts = offsets([q.stride(0)] * 2, device)
+    given = decode_arguments(p, q=q, out=out, lse=lse, return_lse=True, batch_offsets_q=starts)
+    given["batch_offsets_o"] = offsets([out.stride(0)] * 2, device)
+    got = result(fi_core.cudnn_batch_decode_with_kv_cache, device, **given)
+    if got is not None:
+        assert got[0] is out and got[1] is lse
+        assert_close(out, p.expected()[0])
+        assert_close(lse, p.expected()[1], tolerance=LSE)
+        assert_guards(out)
+        assert_guards(lse)
+
+
+def test_decode_in_a_graph(device: str) -> None:
+    p = paged(LENGTHS, heads=(8, 2), dim=128, kv_layout="HND", device=device)
+    given = decode_arguments(p, is_cuda_graph_compatible=True)
+    out = result(fi_core.cudnn_batch_decode_with_kv_cache, device, **given)
+    if out is None:
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fi_core.cudnn_batch_decode_with_kv_cache(**given, out=out)
+    p.q.mul_(-0.5)
+    given["actual_seq_lens_kv"].fill_(10)
+    graph.replay()
+    short = [x[:10] for x in p.k], [x[:10] for x in p.v]
+    for b in (0, 1, 2, 4):
+        q = p.q[b : b + 1].double().cpu()
+        k, v = (x[b].double().cpu().repeat_interleave(4, 1) for x in short)
+        s = (torch.einsum("qhd,khd->hk", q, k) * 128**-0.5).softmax(-1)
+        assert_close(out[b], torch.einsum("hk,khd->hd", s, v))
+
+
+LENS = [(70, 70), (1, 130), (17, 40), (64, 64)]
+
+
+def prefill_arguments(b: Batch, **more: Any) -> dict[str, Any]:
+    lens_q = torch.tensor(b.qo_lens, dtype=torch.int32, device=b.q.device).view(-1, 1, 1, 1)
+    return {
+        "workspace_buffer": room(str(b.q.device.type)), "scale": 0.1, "max_token_per_sequence": max(b.qo_lens),
+        "max_sequence_kv": 256, "actual_seq_lens_q": lens_q, "return_lse": False, "causal": True,
+        "actual_seq_lens_kv": b.pool.seq_lens().view(-1, 1, 1, 1),
+    } | more  # fmt: skip
+
+
+def unpad(lse: torch.Tensor, lens: Any) -> torch.Tensor:
+    return torch.cat([x[:n] for x, n in zip(lse, lens)])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("keys", ["pages of 1", "pages of 16", "pages of 64", "ragged"])
+def test_prefill(keys: str, dims: tuple[int, int], causal: bool, device: str) -> None:
+    pages = {"page_size": int(keys.rpartition(" ")[2])} if keys != "ragged" else {}
+    b = batch(LENS, heads=(8, 2), dims=dims, dtype=torch.bfloat16, kv_layout="HND", device=device, **pages)
+    given = prefill_arguments(b, causal=causal, return_lse=True, v_scale=0.5)
+    if keys == "ragged":
+        k, v = clean(b.ragged())
+    else:
+        (k, v), given["block_tables"] = clean(b.cache), b.pool.block_tables().clamp(min=0)
+    got = result(cudnn_batch_prefill_with_kv_cache, device, b.q, k, v, **given)
+    if got is not None:
+        want, want_lse = b.expected(causal=causal, sm_scale=0.1, v_scale=0.5)
+        assert_close(got[0], want)
+        assert_close(unpad(got[1], b.qo_lens), want_lse, tolerance=LSE)
+
+
+def test_prefill_of_a_fused_qkv(device: str) -> None:
+    """As the vision encoders of engines call it: offsets in elements, no mask, rows between the requests."""
+    lens, heads, dim = [40, 25], 4, 64
+    b = batch([(n, n) for n in lens], heads=(heads, heads), dims=(dim, dim), dtype=torch.bfloat16, device=device)
+    tokens, first = 80, [0, 45]
+    fused = torch.zeros(tokens, 3, heads, dim, dtype=torch.bfloat16, device=device)
+    for n, at, q, k, v in zip(lens, first, b.q.split(lens), b.k, b.v):
+        fused[at : at + n] = torch.stack((q, k, v), 1)
+    q, k, v = fused.unbind(1)
+    out = torch.zeros(tokens, heads, dim, dtype=torch.bfloat16, device=device)
+    starts = torch.tensor([*first, 70], dtype=torch.int32, device=device)
+    given = prefill_arguments(b, causal=False, scale=dim**-0.5, out=out, q_scale=None, o_data_type=torch.bfloat16)
+    given |= {f"batch_offsets_{name}": starts * q.stride(0) for name in "qkv"}
+    given["batch_offsets_o"] = starts * out.stride(0)
+    got = result(cudnn_batch_prefill_with_kv_cache, device, q, k, v, **given)
+    if got is not None:
+        assert got[0] is out and got[1] is None
+        want = b.expected()[0].split(lens)
+        for n, at, expected in zip(lens, first, want):
+            assert_close(out[at : at + n], expected)
+        assert not out[40:45].any() and not out[70:].any(), "rows of no request are not written"
+
+
+@pytest.mark.parametrize("lens", [[(5, 9), (0, 7), (3, 3)], [(5, 9), (2, 0), (3, 3)], [(9, 4), (6, 6)]])
+def test_prefill_of_empty_requests(lens: list[tuple[int, int]], device: str) -> None:
+    """No rows, no keys, or more rows than keys: a row that sees no key gives 0."""
+    b = batch(lens, heads=(8, 2), dims=(128, 128), kv_layout="HND", device=device)
+    given = prefill_arguments(b, block_tables=b.pool.block_tables().clamp(min=0))
+    got = result(cudnn_batch_prefill_with_kv_cache, device, b.q, *clean(b.cache), **given)
+    if got is not None:
+        assert_close(got[0], b.expected(causal=True, sm_scale=0.1)[0])
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = paged([20, 9], kv_layout="HND")
+    given = decode_arguments(p)
+    b = batch([(3, 20), (2, 9)], kv_layout="HND")
+    k, v = b.ragged()
+    decode, prefill = fi_core.cudnn_batch_decode_with_kv_cache, cudnn_batch_prefill_with_kv_cache
+    with pytest.raises(NotImplementedError, match="batch_offsets_k, batch_offsets_v: block_tables says"):
+        decode(**given, batch_offsets_k=torch.zeros(3))
+    with pytest.raises(ValueError, match="block_tables and actual_seq_lens_kv: both are required"):
+        decode(**given | {"block_tables": None})
+    with pytest.raises(NotImplementedError, match="batch_offsets_stats"):
+        prefill(b.q, k, v, **prefill_arguments(b), batch_offsets_stats=torch.zeros(3))
+    with pytest.raises(ValueError, match='backend: None or "cudnn" is required'):
+        prefill(b.q, k, v, **prefill_arguments(b), backend="fa2")
+    monkeypatch.setitem(sys.modules, "cudnn", None)  # as if it were not installed
+    fi_core.cudnn.graph.frontend.cache_clear()
+    for call in (lambda: decode(**given), lambda: prefill(b.q, k, v, **prefill_arguments(b))):
+        with pytest.raises(LibraryError, match="pip install nvidia-cudnn-frontend"):
+            call()
+    fi_core.cudnn.graph.frontend.cache_clear()
+
+
+def test_what_cudnn_does_not_take_is_said(device: str) -> None:
+    p = paged([20, 9], kv_layout="HND", device=device)
+    given = decode_arguments(p)
+    given |= {name: given[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+    if INSTALLED and device == "cuda":
+        with pytest.raises(UnsupportedError, match="k: float16 or bfloat16 is required; got .*float8_e4m3fn"):
+            fi_core.cudnn_batch_decode_with_kv_cache(**given)
+    else:
+        result(fi_core.cudnn_batch_decode_with_kv_cache, device, **given)

@@ -233,7 +233,7 @@ def test_what_cudnn_does_not_take_is_said(device: str) -> None:
     given = decode_arguments(p)
     given |= {name: given[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
     if INSTALLED and device == "cuda":
-        with pytest.raises(UnsupportedError, match="k: float16 or bfloat16 is required; got .*float8_e4m3fn"):
+        with pytest.raises(UnsupportedError, match=r"k: float16 or bfloat16 is required; got .*float8_e4m3fn"):
             fi_core.cudnn_batch_decode_with_kv_cache(**given)
     else:
         result(fi_core.cudnn_batch_decode_with_kv_cache, device, **given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 import fi_core
+from families.cudnn_frontend import INSTALLED, finite
 from families.harness import assert_close, assert_guards, guarded, strided
 from families.paged import Paged, offsets, paged
 from families.prefill_batch import Batch, batch
@@ -18,17 +18,6 @@ from fi_core.cudnn import cudnn_batch_prefill_with_kv_cache
 from fi_core.errors import LibraryError, UnsupportedError
 
 LSE = (1e-3, 1e-3)
-
-
-def _installed() -> bool:
-    try:
-        importlib.import_module("cudnn")
-    except ImportError:
-        return False
-    return True
-
-
-INSTALLED = _installed()
 
 
 def result(call: Callable[..., Any], device: str, *args: Any, **given: Any) -> Any:
@@ -48,14 +37,8 @@ def room(device: str) -> torch.Tensor:
     return torch.empty(64 << 20 if device == "cuda" else 16, dtype=torch.uint8, device=device)
 
 
-def clean(cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pools with 0 where no token lies, as cuDNN needs it."""
-    k, v = (torch.where(x.isnan(), torch.zeros_like(x), x) for x in cache)
-    return k, v
-
-
 def decode_arguments(p: Paged, **more: Any) -> dict[str, Any]:
-    k, v = clean(p.cache)
+    k, v = finite(p.cache)
     return {
         "q": p.q, "k_cache": k, "v_cache": v, "scale": p.q.shape[2] ** -0.5, "max_sequence_kv": 512,
         "workspace_buffer": room(str(p.q.device.type)), "block_tables": p.block_tables().clamp(min=0),
@@ -163,9 +146,9 @@ def test_prefill(keys: str, dims: tuple[int, int], causal: bool, device: str) ->
     b = batch(LENS, heads=(8, 2), dims=dims, dtype=torch.bfloat16, kv_layout="HND", device=device, **pages)
     given = prefill_arguments(b, causal=causal, return_lse=True, v_scale=0.5)
     if keys == "ragged":
-        k, v = clean(b.ragged())
+        k, v = finite(b.ragged())
     else:
-        (k, v), given["block_tables"] = clean(b.cache), b.pool.block_tables().clamp(min=0)
+        (k, v), given["block_tables"] = finite(b.cache), b.pool.block_tables().clamp(min=0)
     got = result(cudnn_batch_prefill_with_kv_cache, device, b.q, k, v, **given)
     if got is not None:
         want, want_lse = b.expected(causal=causal, sm_scale=0.1, v_scale=0.5)
@@ -201,9 +184,117 @@ def test_prefill_of_empty_requests(lens: list[tuple[int, int]], device: str) -> 
     """No rows, no keys, or more rows than keys: a row that sees no key gives 0."""
     b = batch(lens, heads=(8, 2), dims=(128, 128), kv_layout="HND", device=device)
     given = prefill_arguments(b, block_tables=b.pool.block_tables().clamp(min=0))
-    got = result(cudnn_batch_prefill_with_kv_cache, device, b.q, *clean(b.cache), **given)
+    got = result(cudnn_batch_prefill_with_kv_cache, device, b.q, *finite(b.cache), **given)
     if got is not None:
         assert_close(got[0], b.expected(causal=True, sm_scale=0.1)[0])
+
+
+DECODE, PAGED, RAGGED = (
+    fi_core.BatchDecodeWithPagedKVCacheWrapper,
+    fi_core.BatchPrefillWithPagedKVCacheWrapper,
+    fi_core.BatchPrefillWithRaggedKVCacheWrapper,
+)
+
+
+def wrapper(kind: Any, device: str, kv_layout: str = "NHD", **options: Any) -> Any:
+    """The wrapper with backend "cudnn"; None where it is refused as it must be."""
+    if INSTALLED and device == "cuda":
+        return kind(room(device), kv_layout, backend="cudnn", **options)
+    error: type[Exception] = ValueError if INSTALLED else LibraryError
+    with pytest.raises(error, match="requires a CUDA device" if INSTALLED else "pip install nvidia-cudnn-frontend"):
+        kind(room(device), kv_layout, backend="cudnn", **options)
+    return None
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("options", [{}, {"window_left": 20}, {"sm_scale": 0.3}])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_decode_wrapper(q_len: int, options: dict[str, Any], kv_layout: str, device: str) -> None:
+    w = wrapper(DECODE, device, kv_layout)
+    for seed, lengths in enumerate(([300, 16, 65], [17, 400, 3])):
+        p = paged(lengths, heads=(8, 2), dim=128, q_len=q_len, kv_layout=kv_layout, seed=seed, device=device)
+        if w is None:
+            continue
+        w.plan(*p.plan_arguments(), **p.dtypes, q_len_per_req=q_len, **options)
+        assert w.resolved_backend == "cudnn"
+        want, want_lse = p.expected(**options)
+        out, lse = w.run(p.q, finite(p.cache), return_lse=True)
+        assert_close(out, want)
+        assert_close(lse, want_lse, tolerance=LSE)
+        scaled = w.run(p.q, finite(p.cache), k_scale=2.0, v_scale=torch.tensor([0.5], device=device))
+        assert_close(scaled, p.expected(**options, k_scale=2.0, v_scale=0.5)[0])
+
+
+@pytest.mark.parametrize("kind", [PAGED, RAGGED])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("options", [{"causal": True}, {}, {"causal": True, "window_left": 20}])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)])
+def test_prefill_wrappers(
+    dims: tuple[int, int], options: dict[str, Any], kv_layout: str, kind: Any, device: str
+) -> None:
+    w = wrapper(kind, device, kv_layout)
+    for seed, lens in enumerate(([(70, 70), (1, 130), (17, 40)], [(5, 90), (64, 64), (33, 250)])):
+        b = batch(lens, heads=(8, 2), dims=dims, dtype=torch.bfloat16, kv_layout=kv_layout, seed=seed, device=device)
+        if w is None:
+            continue
+        w.plan(*(b.paged_plan() if kind is PAGED else b.ragged_plan()), **b.types(), **options)
+        assert w.resolved_backend == "cudnn"
+        keys = finite((b.cache,) if kind is PAGED else b.ragged(kv_layout))
+        want, want_lse = b.expected(**options)
+        out, lse = w.run(b.q, *keys, return_lse=True)
+        assert_close(out, want)
+        assert_close(lse, want_lse, tolerance=LSE)
+
+
+def test_wrapper_in_a_graph(device: str) -> None:
+    """Plans with other lengths change what a captured run computes."""
+    lens, others = [(70, 70), (1, 130), (17, 40)], [(5, 90), (64, 64), (19, 120)]
+    b, c = (batch(x, heads=(8, 2), dims=(128, 128), seed=seed, device=device) for seed, x in enumerate((lens, others)))
+    buffers: dict[str, Any] = {
+        "qo_indptr_buf": b.qo_indptr.clone(), "paged_kv_indptr_buf": b.pool.indptr.clone(),
+        "paged_kv_indices_buf": torch.zeros(99, dtype=torch.int32, device=device),
+        "paged_kv_last_page_len_buf": b.pool.last_page_len.clone(),
+    }  # fmt: skip
+    w = wrapper(PAGED, device, use_cuda_graph=True, **buffers)
+    if w is None:
+        return
+    most = {"max_token_per_sequence": 70, "max_sequence_kv": 130, "causal": True}
+    k, v = (torch.zeros(64, *x.shape[1:], dtype=x.dtype, device=device) for x in b.cache)
+    q = torch.zeros(88, 8, 128, dtype=torch.float16, device=device)
+
+    def fill(x: Batch) -> None:
+        w.plan(*x.paged_plan(), **x.types(), **most)
+        for pool, cache in zip((k, v), finite(x.cache)):
+            pool[: len(cache)] = cache
+        q[: len(x.q)] = x.q
+
+    fill(b)
+    assert_close(w.run(q, (k, v)), b.expected(causal=True)[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = w.run(q, (k, v))
+    for x in (b, c, b):
+        fill(x)
+        graph.replay()
+        assert_close(out[: len(x.q)], x.expected(causal=True)[0])
+    with pytest.raises(ValueError, match="max_sequence_kv: fixed at"):
+        w.plan(*b.paged_plan(), **b.types(), **most | {"max_sequence_kv": 9999})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"logits_soft_cap": 3.0}, {"pos_encoding_mode": "ALIBI"}, {"o_data_type": torch.float32}],
+    ids=["soft cap", "alibi", "fp32 output"],
+)
+def test_wrappers_say_what_cudnn_does_not_take(options: dict[str, Any], device: str) -> None:
+    b = batch([(3, 20), (2, 9)], heads=(8, 2), dims=(128, 128), device=device)
+    p = paged([20, 9], heads=(8, 2), dim=128, device=device)
+    for kind in (DECODE, PAGED, RAGGED):
+        w = wrapper(kind, device)
+        if w is not None:
+            arguments = p.plan_arguments() if kind is DECODE else b.paged_plan() if kind is PAGED else b.ragged_plan()
+            with pytest.raises(UnsupportedError, match="cudnn: requires"):
+                w.plan(*arguments, q_data_type=torch.float16, **options)
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:

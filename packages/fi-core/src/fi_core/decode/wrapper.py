@@ -14,7 +14,7 @@ from fi_core.utils import check_shape_dtype_device
 if TYPE_CHECKING:
     import torch
 
-_ANY_ADDRESS = ("cpu", "fa2")  # implementations that take any alignment
+_ANY_ADDRESS = ("cpu", "fa2", "cudnn")  # implementations that take any alignment
 _MOST_STRIDES = 64  # kept by a wrapper; a model has few
 _NO_SCALES = (None, None, None)
 
@@ -34,10 +34,12 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
 
     use_tensor_cores: required for q_len_per_req > 1, else a hint, since "auto" chooses by shape. backend: "auto"; "fa2"
     (CUDA cores, or with use_tensor_cores mma.sync), "fa2_tc" (mma.sync), "fa3" (Hopper); "trtllm-gen" and "xqa" are
-    taken as "auto".
+    taken as "auto". "cudnn": the kernels of cuDNN, for which nvidia-cudnn-frontend must be installed: 16-bit tensors of
+    one type, no position encoding, no soft cap; float_workspace_buffer is theirs, and what lies behind the tokens of a
+    request in its last page must be finite.
 
     Raises KeyError (kv_layout), ValueError (backend, buffers), NotImplementedError (jit_args, backends of other
-    libraries).
+    libraries), LibraryError ("cudnn" without its frontend).
     """
 
     @fi_api
@@ -137,6 +139,15 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             score_scale, out_scale, per_head = _per_head(args, score_scale, out_scale)
         if self._window_left != self._division.window_left:  # forward changed it
             self._division.again(self._window_left)
+        if self._cudnn is not None:
+            self._check_cudnn(bmm1 is None and per_head == _NO_SCALES)
+            self._cudnn.attend(
+                out, lse, q, k, v, self._layout, self._float_workspace_buffer, score_scale, self._q_len_per_req > 1,
+                self._window_left, sinks,
+            )  # fmt: skip
+            if out_scale != 1.0 or bmm2 is not None:
+                out.mul_(out_scale if bmm2 is None else bmm2 * out_scale)
+            return (out, lse) if return_lse and lse is not None else out
         ops.attend(
             buffers, out, lse, q, k, v, self._paged_kv_indices_buf, impl, self._layout,
             POS_ENCODINGS[self._pos_encoding_mode], self._q_len_per_req, self._window_left,

@@ -122,6 +122,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         self._place_items(
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, non_blocking
         )
+        self._most = max_token_per_sequence, max_sequence_kv
         self._replan(
             self._qo_indptr_buf, self._kv_indptr_buf, None, None, num_qo_heads, num_kv_heads, head_dim_qk,
             head_dim_vo or head_dim_qk, 1, causal, window_left, non_blocking,

@@ -117,12 +117,9 @@ def _on_hopper(
     )  # fmt: skip
     fits = impl == "fa3" and ops.fits(impl, q, q, k, v)
     if named and not fits:
-        raise UnsupportedError(
-            "single prefill by fa3 is not supported:",
-            {
-                "fa3": f"requires addresses and strides in multiples of 16 bytes, got {q.stride()}, {k.stride()}, {v.stride()}"
-            },
-        )
+        strides = f"{q.stride()}, {k.stride()}, {v.stride()}"
+        reason = f"requires addresses and strides in multiples of 16 bytes, got strides {strides}"
+        raise UnsupportedError("single prefill by fa3 is not supported:", {"fa3": reason})
     return fits
 
 

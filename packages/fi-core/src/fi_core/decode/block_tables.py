@@ -11,7 +11,7 @@ from fi_core.decode.arguments import CHECK, LAYOUTS, check_tables, code, refuse,
 from fi_core.decode.division import carve
 from fi_core.decode.trace import tables_trace
 from fi_core.observe.log import fi_api
-from fi_core.utils import check_shape_dtype_device
+from fi_core.utils import canonicalize_torch_dtype, check_shape_dtype_device
 
 if TYPE_CHECKING:
     import torch
@@ -206,7 +206,7 @@ def trtllm_batch_decode_with_kv_cache(
         dtype = out.dtype
         check_shape_dtype_device(out, shape, None, query.device, "out")
     elif out_dtype is not None:
-        dtype = getattr(torch, out_dtype) if isinstance(out_dtype, str) else out_dtype
+        dtype = canonicalize_torch_dtype(out_dtype)
     if dtype not in (query.dtype, torch.float16, torch.bfloat16):
         raise ValueError(f"out_dtype: the query's ({query.dtype}), float16 or bfloat16 is required; got {dtype}")
     if cum_seq_lens_q is not None:

@@ -269,7 +269,7 @@ def test_what_engines_read(device: str) -> None:
 
 
 def test_the_planner_that_an_engine_brings(device: str) -> None:
-    """With use_cuda_graph an engine writes the tables itself and assigns what plan would, an output type of None too."""
+    """With use_cuda_graph an engine writes the tables and assigns what plan would, also None as type of the output."""
     first, then = (
         batch(x, heads=(8, 2), dims=(64, 64), seed=i, device=device) for i, x in enumerate((LENS, LENS[::-1]))
     )

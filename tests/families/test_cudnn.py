@@ -49,11 +49,17 @@ def decode_arguments(p: Paged, **more: Any) -> dict[str, Any]:
 LENGTHS = [300, 16, 65, 1, 512]
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("heads", [(8, 2), (4, 4), (7, 1)])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_decode(page_size: int, heads: tuple[int, int], dim: int, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(
+    ("heads", "dim", "page_size", "dtype"),
+    [
+        ((8, 2), 128, 16, torch.bfloat16),
+        ((8, 2), 128, 16, torch.float16),
+        ((4, 4), 64, 64, torch.float16),
+        ((7, 1), 256, 16, torch.bfloat16),
+        ((8, 1), 128, 1, torch.bfloat16),
+    ],
+)
+def test_decode(heads: tuple[int, int], dim: int, page_size: int, dtype: torch.dtype, device: str) -> None:
     p = paged(LENGTHS, heads=heads, dim=dim, dtype=dtype, kv_layout="HND", page_size=page_size, device=device)
     got = result(fi_core.cudnn_batch_decode_with_kv_cache, device, **decode_arguments(p, return_lse=True))
     if got is not None:
@@ -62,10 +68,11 @@ def test_decode(page_size: int, heads: tuple[int, int], dim: int, dtype: torch.d
         assert_close(got[1], want_lse, tolerance=LSE)
 
 
-@pytest.mark.parametrize("form", ["tuple", "strided"])
-@pytest.mark.parametrize("options", [{}, {"window_left": 20}, {"window_left": 0}])
-@pytest.mark.parametrize("q_len", [1, 3])
-def test_decode_options(q_len: int, options: dict[str, Any], form: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("q_len", "form", "options"),
+    [(1, "strided", {}), (1, "tuple", {"window_left": 20}), (3, "tuple", {}), (3, "strided", {"window_left": 20})],
+)
+def test_decode_options(q_len: int, form: str, options: dict[str, Any], device: str) -> None:
     p = paged([300, 16, 65], heads=(8, 2), dim=128, q_len=q_len, form=form, kv_layout="HND", device=device)
     got = result(fi_core.cudnn_batch_decode_with_kv_cache, device, **decode_arguments(p, **options))
     if got is not None:
@@ -138,9 +145,18 @@ def unpad(lse: torch.Tensor, lens: Any) -> torch.Tensor:
     return torch.cat([x[:n] for x, n in zip(lse, lens)])
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
-@pytest.mark.parametrize("keys", ["pages of 1", "pages of 16", "pages of 64", "ragged"])
+@pytest.mark.parametrize(
+    ("keys", "dims", "causal"),
+    [
+        ("pages of 16", (128, 128), True),
+        ("pages of 16", (64, 64), False),
+        ("pages of 64", (256, 256), True),
+        ("pages of 1", (128, 128), True),
+        ("ragged", (128, 128), True),
+        ("ragged", (192, 128), True),
+        ("ragged", (64, 64), False),
+    ],
+)
 def test_prefill(keys: str, dims: tuple[int, int], causal: bool, device: str) -> None:
     pages = {"page_size": int(keys.rpartition(" ")[2])} if keys != "ragged" else {}
     b = batch(LENS, heads=(8, 2), dims=dims, dtype=torch.bfloat16, kv_layout="HND", device=device, **pages)
@@ -206,10 +222,10 @@ def wrapper(kind: Any, device: str, kv_layout: str = "NHD", **options: Any) -> A
     return None
 
 
-@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-@pytest.mark.parametrize("options", [{}, {"window_left": 20}, {"sm_scale": 0.3}])
-@pytest.mark.parametrize("q_len", [1, 3])
-def test_decode_wrapper(q_len: int, options: dict[str, Any], kv_layout: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("q_len", "kv_layout", "options"), [(1, "NHD", {"sm_scale": 0.3}), (1, "HND", {"window_left": 20}), (3, "NHD", {})]
+)
+def test_decode_wrapper(q_len: int, kv_layout: str, options: dict[str, Any], device: str) -> None:
     w = wrapper(DECODE, device, kv_layout)
     for seed, lengths in enumerate(([300, 16, 65], [17, 400, 3])):
         p = paged(lengths, heads=(8, 2), dim=128, q_len=q_len, kv_layout=kv_layout, seed=seed, device=device)
@@ -226,11 +242,17 @@ def test_decode_wrapper(q_len: int, options: dict[str, Any], kv_layout: str, dev
 
 
 @pytest.mark.parametrize("kind", [PAGED, RAGGED])
-@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-@pytest.mark.parametrize("options", [{"causal": True}, {}, {"causal": True, "window_left": 20}])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize(
+    ("kv_layout", "dims", "options"),
+    [
+        ("NHD", (128, 128), {"causal": True}),
+        ("HND", (128, 128), {"causal": True, "window_left": 20}),
+        ("NHD", (64, 64), {"window_left": 20}),
+        ("HND", (192, 128), {"causal": True}),
+    ],
+)
 def test_prefill_wrappers(
-    dims: tuple[int, int], options: dict[str, Any], kv_layout: str, kind: Any, device: str
+    kv_layout: str, dims: tuple[int, int], options: dict[str, Any], kind: Any, device: str
 ) -> None:
     w = wrapper(kind, device, kv_layout)
     for seed, lens in enumerate(([(70, 70), (1, 130), (17, 40)], [(5, 90), (64, 64), (33, 250)])):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fi_core.cudnn.graph import Operand, attend, dense, frontend, packed, page_table, per_request
 from fi_core.observe.log import fi_api
-from fi_core.utils import check_shape_dtype_device, constants
+from fi_core.utils import ceil_div, check_shape_dtype_device, constants
 
 if TYPE_CHECKING:
     import torch
@@ -43,10 +43,11 @@ def cudnn_batch_decode_with_kv_cache(
     required. max_sequence_kv: the longest request there may be. batch_offsets_q, batch_offsets_o: `[batch_size + 1]`,
     int32 or int64, where the rows of each request begin in q and in out, in elements; default one after another. With
     q_len_per_req > 1 each query token sees the keys up to its own; window_left: how many before it, -1 all. sinks: fp32
-    `[num_qo_heads]`.
+    `[num_qo_heads]` (cuDNN 9.19 takes them with q_len_per_req > 1 only).
 
-    For each new set of shapes, scale and options a graph is built, on the host. is_cuda_graph_compatible: makes no
-    difference; a call may be captured once its graph is built, that is after one call of the same shapes.
+    For each new set of shapes, scale and options a graph is built, which takes the host 40 ms, or 0.7 s with
+    q_len_per_req > 1 (cuDNN 9.19). is_cuda_graph_compatible: makes no difference; a call may be captured once its graph
+    is built, that is after one call of the same shapes.
 
     Returns out, or (out, lse) with lse `[rows, num_qo_heads]`, fp32, base 2. Raises LibraryError without cuDNN's Python
     frontend, ValueError (shapes, devices, workspace), NotImplementedError (batch_offsets_k, batch_offsets_v), and
@@ -76,7 +77,7 @@ def cudnn_batch_decode_with_kv_cache(
             return packed(x, q_len_per_req, offsets)
         return dense(x.unflatten(0, (batch_size, q_len_per_req)).transpose(1, 2))
 
-    table = page_table(block_tables)
+    table = page_table(block_tables, ceil_div(max_sequence_kv, k_cache.shape[2]))
     operands = {
         "q": rows_of(q, batch_offsets_q),
         "k": dense(k_cache),
@@ -92,5 +93,5 @@ def cudnn_batch_decode_with_kv_cache(
     if sinks is not None:
         operands["sink_token"] = dense(sinks.view(1, heads, 1, 1))
     causal = q_len_per_req > 1
-    attend(operands, workspace_buffer, float(scale), causal, window_left, max_sequence_kv)
+    attend(operands, workspace_buffer, float(scale), causal, window_left)
     return (out, lse) if return_lse and lse is not None else out

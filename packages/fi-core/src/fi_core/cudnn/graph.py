@@ -65,10 +65,10 @@ def per_request(x: torch.Tensor) -> Operand:
     return Operand(x, (x.numel(), 1, 1, 1), (1, 1, 1, 1))
 
 
-def page_table(x: torch.Tensor) -> Operand:
-    """`[batch, pages]` page ids, contiguous in the last dimension."""
+def page_table(x: torch.Tensor, pages: int) -> Operand:
+    """`[batch, most]` page ids, contiguous in the last dimension, of which at most so many pages of each are needed."""
     pitch = x.stride(0) if x.shape[0] > 1 else x.shape[1]
-    return Operand(x, (x.shape[0], 1, x.shape[1], 1), (pitch, pitch, 1, 1))
+    return Operand(x, (x.shape[0], 1, min(pages, x.shape[1]), 1), (pitch, pitch, 1, 1))
 
 
 # Variables of a graph are numbered: those of the operands in this order, from 1, and behind all of them their offsets.
@@ -143,12 +143,11 @@ def _options(cudnn: Any, options: dict[str, Any]) -> dict[str, Any]:
 _graphs: dict[Any, _Graph] = {}
 
 
-def attend(operands: dict[str, Operand], workspace: torch.Tensor, scale: float, causal: bool, window_left: int,
-           most_keys: int) -> None:  # fmt: skip
+def attend(operands: dict[str, Operand], workspace: torch.Tensor, scale: float, causal: bool, window_left: int) -> None:
     """`softmax(q k^T * scale) v` of each request into operands["out"], and into operands["stats"] the LSE in base 2.
 
     operands: q, k, v, seq_len_q, seq_len_kv (int32), out, and where they are wanted stats (fp32), sink_token,
-    paged_attention_k_table and paged_attention_v_table (int32). most_keys: the longest request there may be.
+    paged_attention_k_table and paged_attention_v_table (int32).
 
     Raises LibraryError without the frontend, UnsupportedError with cuDNN's words for what it does not take, and
     ValueError (device, dtype, workspace).
@@ -161,7 +160,7 @@ def attend(operands: dict[str, Operand], workspace: torch.Tensor, scale: float, 
     device = q.device.index
     handle = _handle(device)
     cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
-    key: list[Any] = [device, scale, causal, window_left, most_keys]
+    key: list[Any] = [device, scale, causal, window_left]
     bind: dict[int, torch.Tensor] = {}
     for name, (x, shape, stride, offsets) in operands.items():
         uid = _UIDS[name]
@@ -176,8 +175,9 @@ def attend(operands: dict[str, Operand], workspace: torch.Tensor, scale: float, 
             if operands[name].data.dtype not in (torch.float16, torch.bfloat16):
                 raise UnsupportedError(f"{name}: float16 or bfloat16 is required; got {operands[name].data.dtype}")
         options: dict[str, Any] = {"attn_scale": scale, "causal": causal, "window_left": window_left}
-        if "paged_attention_k_table" in operands:
-            options["paged_attention_max_seq_len_kv"] = most_keys
+        table = operands.get("paged_attention_k_table")
+        if table is not None:  # cuDNN wants it to have just the pages that so many keys take
+            options["paged_attention_max_seq_len_kv"] = table.shape[2] * operands["k"].shape[2]
         if len(_graphs) == _MOST_GRAPHS:
             del _graphs[next(iter(_graphs))]
         graph = _graphs[frozen] = _Graph(operands, options, handle)

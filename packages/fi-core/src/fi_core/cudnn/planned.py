@@ -136,7 +136,7 @@ class PlannedBatch:
         }
         if "table" in self._kept:
             operands["k"], operands["v"] = (dense(x if layout else x.transpose(1, 2)) for x in (k, v))
-            table = page_table(self._kept["table"])
+            table = page_table(self._kept["table"], self._kept["table"].shape[1])
             operands["paged_attention_k_table"] = operands["paged_attention_v_table"] = table
         else:
             operands["k"], operands["v"] = (self._packed(x, "keys", layout) for x in (k, v))
@@ -144,4 +144,4 @@ class PlannedBatch:
             operands["stats"] = self._rows(lse.unsqueeze(2))
         if sinks is not None:
             operands["sink_token"] = dense(sinks.view(1, -1, 1, 1))
-        attend(operands, workspace, scale, causal, window_left, self._most[1])
+        attend(operands, workspace, scale, causal, window_left)

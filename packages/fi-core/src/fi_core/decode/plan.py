@@ -350,6 +350,7 @@ class BatchDecodePlan:
 
         assert self._cudnn is not None
         if kv_lens is None:
+            assert last_page_len is not None
             pages = indptr.diff()
             kv_lens = ((pages - 1) * self._page_size + last_page_len) * (pages > 0)
         table = self._block_tables

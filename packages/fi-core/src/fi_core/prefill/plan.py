@@ -416,8 +416,8 @@ class BatchPrefillPlan:
             ops.attend(
                 self._schedule, self._batch_size, self._tile, out, written, q, k, v, self._paged_kv_indices_buf, impl,
                 self._layout, self._encoding, self._causal, self._window_left, self._logits_soft_cap, scale, out_scale,
-                self._rope_scale, self._rope_theta, enable_pdl, sinks, *by_head, bmm1, bmm2, custom,
-                self._mask_indptr_buf, self._prefix_len_ptr, self._items, self._kv_tokens,
+                self._rope_scale, self._rope_theta, enable_pdl, sinks, by_head[0], by_head[1], by_head[2], bmm1, bmm2,
+                custom, self._mask_indptr_buf, self._prefix_len_ptr, self._items, self._kv_tokens,
             )  # fmt: skip
         if written is None:
             return out

@@ -119,7 +119,7 @@ class BatchDecodePlan:
         self._fitting: set[Any] = set()  # strides that the chosen implementation takes
         self._plan_info: list[int] | None = None
         self._cached_module: engine.PrefillPlanner | engine.DecodePlanner | None = None
-        engine.register(self)
+        engine.owners.add(self)
 
     @computed
     def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:

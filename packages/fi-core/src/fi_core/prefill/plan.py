@@ -108,7 +108,7 @@ class BatchPrefillPlan:
         self._pinned: torch.Tensor | None = None
         self._plan_info: list[int] | None = None
         self._cached_module: engine.PrefillPlanner | None = None
-        engine.register(self)
+        engine.owners.add(self)
 
     @computed
     def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:

@@ -276,35 +276,19 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
     ) -> Any:
         """The older form of `run`: its options replace those of the plan, also where they are left out."""
         self._set_options(
             causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
             rope_theta,
         )  # fmt: skip
-        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
-    def forward_return_lse(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: Cache,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Any:
+    def forward_return_lse(self, *args: Any, **options: Any) -> Any:
         """`forward`, with the log-sum-exp."""
-        self._set_options(
-            causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
-            rope_theta,
-        )  # fmt: skip
-        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True)
+        return self.forward(*args, **options, return_lse=True)
 
     def end_forward(self) -> None:
         """Does nothing; older callers end a plan with it."""

@@ -38,7 +38,8 @@ def cudnn_batch_decode_with_kv_cache(
     """Decode attention over a block table by cuDNN: `softmax(q k^T * scale) v`.
 
     q: `[batch_size * q_len_per_req, num_qo_heads, head_dim]`, fp16 or bf16. k_cache, v_cache:
-    `[pages, num_kv_heads, page_size, head_dim]`; what lies in a page behind the tokens of a request must be finite.
+    `[pages, num_kv_heads, page_size, head_dim]`, page_size a power of 2; with q_len_per_req > 1, what lies in a page
+    behind the tokens of a request must be finite.
     block_tables: `[batch_size, max_pages]`, actual_seq_lens_kv: `[batch_size, 1, 1, 1]`, both int32, on the device and
     required. max_sequence_kv: the longest request there may be. batch_offsets_q, batch_offsets_o: `[batch_size + 1]`,
     int32 or int64, where the rows of each request begin in q and in out, in elements; default one after another. With

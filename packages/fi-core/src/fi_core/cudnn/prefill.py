@@ -51,8 +51,8 @@ def cudnn_batch_prefill_with_kv_cache(
     """Prefill attention by cuDNN: `softmax(q k^T * scale) v` of each request.
 
     q: `[qo_tokens, num_qo_heads, head_dim_qk]`, fp16 or bf16. k_cache, v_cache: `[pages, num_kv_heads, page_size,
-    head_dim]` with block_tables (int32 `[batch_size, max_pages]`), where what lies in a page behind the tokens of a
-    request must be finite; else `[kv_tokens, num_kv_heads, head_dim]`. actual_seq_lens_q, actual_seq_lens_kv: integers,
+    head_dim]` with block_tables (int32 `[batch_size, max_pages]`), page_size a power of 2, where what lies in a page
+    behind the tokens of a request must be finite; else `[kv_tokens, num_kv_heads, head_dim]`. actual_seq_lens_q, actual_seq_lens_kv: integers,
     `[batch_size]` or `[batch_size, 1, 1, 1]`, on the host or the device; max_token_per_sequence and max_sequence_kv are
     the most there may be. causal: aligned to the bottom right.
 

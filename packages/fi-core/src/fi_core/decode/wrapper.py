@@ -35,8 +35,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
     use_tensor_cores: required for q_len_per_req > 1, else a hint, since "auto" chooses by shape. backend: "auto"; "fa2"
     (CUDA cores, or with use_tensor_cores mma.sync), "fa2_tc" (mma.sync), "fa3" (Hopper); "trtllm-gen" and "xqa" are
     taken as "auto". "cudnn": the kernels of cuDNN, for which nvidia-cudnn-frontend must be installed: 16-bit tensors of
-    one type, no position encoding, no soft cap; float_workspace_buffer is theirs, and what lies behind the tokens of a
-    request in its last page must be finite.
+    one type, no position encoding, no soft cap, pages of a power of 2; float_workspace_buffer is theirs, and with
+    q_len_per_req > 1 what lies behind the tokens of a request in its last page must be finite.
 
     Raises KeyError (kv_layout), ValueError (backend, buffers), NotImplementedError (jit_args, backends of other
     libraries), LibraryError ("cudnn" without its frontend).

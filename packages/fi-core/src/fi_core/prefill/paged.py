@@ -31,8 +31,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
     128, or 192 with values of 128, no custom mask, no position encoding); "trtllm-gen" and "cutlass" are taken as
     "auto". A result does not depend on the batch that a request is in. "cudnn": the kernels of cuDNN, for which
     nvidia-cudnn-frontend must be installed: 16-bit tensors of one type, no mask but causal and window_left, no position
-    encoding, no soft cap; float_workspace_buffer is theirs, and what lies behind the tokens of a request in its last
-    page must be finite.
+    encoding, no soft cap, pages of a power of 2; float_workspace_buffer is theirs, and what lies behind the tokens of a
+    request in its last page must be finite.
 
     Raises KeyError (kv_layout), ValueError (backend, buffers), NotImplementedError (jit_args, backends of other
     libraries), LibraryError ("cudnn" without its frontend).

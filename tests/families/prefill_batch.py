@@ -116,8 +116,8 @@ def batch(
     return Batch(q, rows, pool, cache, pool.k, v)
 
 
-def workspace(device: str) -> torch.Tensor:
-    return torch.empty(1024, dtype=torch.uint8, device=device)
+def workspace(device: str, size: int = 1024) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def backends(device: str) -> tuple[str, ...]:
@@ -137,7 +137,8 @@ def planned(
     device, count = str(b.q.device.type), 0
     is_paged = wrapper is BatchPrefillWithPagedKVCacheWrapper
     for backend in (*backends(device), *more):
-        w = wrapper(workspace(device), b.pool.kv_layout, backend=backend, **(graph or {}))
+        room = workspace(device, 64 << 20 if backend == "cudnn" else 1024)
+        w = wrapper(room, b.pool.kv_layout, backend=backend, **(graph or {}))
         try:
             w.plan(*(b.paged_plan() if is_paged else b.ragged_plan()), **(b.types() | options))
         except UnsupportedError:

@@ -52,9 +52,9 @@ def cudnn_batch_prefill_with_kv_cache(
 
     q: `[qo_tokens, num_qo_heads, head_dim_qk]`, fp16 or bf16. k_cache, v_cache: `[pages, num_kv_heads, page_size,
     head_dim]` with block_tables (int32 `[batch_size, max_pages]`), page_size a power of 2, where what lies in a page
-    behind the tokens of a request must be finite; else `[kv_tokens, num_kv_heads, head_dim]`. actual_seq_lens_q, actual_seq_lens_kv: integers,
-    `[batch_size]` or `[batch_size, 1, 1, 1]`, on the host or the device; max_token_per_sequence and max_sequence_kv are
-    the most there may be. causal: aligned to the bottom right.
+    behind the tokens of a request must be finite; else `[kv_tokens, num_kv_heads, head_dim]`. actual_seq_lens_q,
+    actual_seq_lens_kv: integers, `[batch_size]` or `[batch_size, 1, 1, 1]`, on the host or the device;
+    max_token_per_sequence and max_sequence_kv are the most there may be. causal: aligned to the bottom right.
 
     batch_offsets_q, _o, _k, _v: int32 or int64 `[batch_size + 1]`, on the device, where the requests begin in q, out,
     k_cache and v_cache, in elements; default: one after another. q_scale and k_scale (numbers, or tensors of one

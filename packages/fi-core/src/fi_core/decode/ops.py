@@ -131,11 +131,11 @@ BATCH_DECODE = Op(
         Impl("cpu", ON_CPU),
         Impl("fa3", (*exactly(90), _HALF_Q, _NO_F32, _COMPILED_DIM), _tma_unit),
         Impl("fa2_tc", (*at_least(80), _HALF_Q, _NO_F32, _COMPILED_DIM), _tiles_unit),
-        Impl("fa2", at_least(80), _rows_unit),
+        Impl("fa2", (*at_least(80), Constraint("head_dim", "==", 0)), _rows_unit),
     ),
     prebuilt=(
         *({"q": q, "kv": q, "head_dim": dim} for q in ("f16", "bf16") for dim in (64, 128, 256)),
-        *({"q": q, "kv": "e4m3", "head_dim": 128} for q in ("f16", "bf16")),
+        *({"q": q, "kv": "e4m3", "head_dim": dim} for q in ("f16", "bf16") for dim in (128, 0)),
         *({"q": q, "kv": q, "head_dim": 0} for q in ("f16", "bf16", "f32")),
     ),
 )
@@ -149,7 +149,9 @@ decode_plan = Launcher(DECODE_PLAN, lambda schedule, *_: (schedule.get_device(),
 
 
 def _key(out, lse, workspace, schedule, q, k_cache, v_cache, *rest):  # type: ignore[no-untyped-def]
-    return q.get_device(), q.dtype, k_cache.dtype, head_dim_axis(q.shape[2], v_cache.shape[3]), rest[-1]
+    impl = rest[-1]
+    head_dim = 0 if impl == "fa2" else head_dim_axis(q.shape[2], v_cache.shape[3])
+    return q.get_device(), q.dtype, k_cache.dtype, head_dim, impl
 
 
 batch_decode = Launcher(BATCH_DECODE, _key)
@@ -172,9 +174,12 @@ def choose(
     """
     target = target_of(device)
     axes = {"q": short_name(q), "kv": short_name(kv), "head_dim": head_dim_axis(head_dim_qk, head_dim_vo)}
-    if pos_encoding_mode == PosEncodingMode.ROPE_LLAMA.value:  # keys are rotated by the kernel on CUDA cores only
-        axes["head_dim"] = 0
     name = None if backend == "auto" or target.kind == "cpu" else backend
+    # The kernel on CUDA cores takes any head dim and all types, and it alone rotates keys.
+    if name == "fa2" or pos_encoding_mode == PosEncodingMode.ROPE_LLAMA.value:
+        axes["head_dim"] = 0
+    elif name is None and BATCH_DECODE.explain(target, axes)["fa2_tc"]:
+        axes["head_dim"] = 0
     best = BATCH_DECODE.spec(target, axes, name).impl
     return "fa2_tc" if best == "fa3" and name is None and page_size % _LEAST_BOX else best
 

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 _ANY_ADDRESS = ("cpu", "fa2")  # implementations that take any alignment
 _MOST_STRIDES = 64  # kept by a wrapper; a model has few
 _NO_SCALES = (None, None, None)
+# What a variant that is also meant for prefill may declare, and decode has not.
+_NO_MASK = dict.fromkeys(
+    ("maybe_custom_mask", "maybe_mask_indptr", "maybe_prefix_len_ptr", "maybe_token_pos_in_items_ptr",
+     "maybe_max_item_len_ptr", "maybe_k_cache_sf", "maybe_v_cache_sf")
+)  # fmt: skip
 
 
 class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
@@ -133,15 +138,18 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         if v_scale is not None:
             out_scale, bmm2 = scale_product(1.0, v_scale)
         per_head: tuple[Any, Any, Any] = _NO_SCALES
-        if args:
+        encoding, variant = POS_ENCODINGS[self._pos_encoding_mode], None
+        if self._variant is not None:
+            encoding, variant = self._variant.launch(self, q, args, _NO_MASK, q_scale, k_scale, sinks)
+        elif args:
             score_scale, out_scale, per_head = _per_head(args, score_scale, out_scale)
         if self._window_left != self._division.window_left:  # forward changed it
             self._division.again(self._window_left)
         ops.attend(
             buffers, out, lse, q, k, v, self._paged_kv_indices_buf, impl, self._layout,
-            POS_ENCODINGS[self._pos_encoding_mode], self._q_len_per_req, self._window_left,
+            encoding, self._q_len_per_req, self._window_left,
             self._logits_soft_cap or 0.0, score_scale, out_scale, self._rope_scale or 1.0, self._rope_theta or 1e4,
-            enable_pdl, sinks, *per_head, bmm1, bmm2,
+            enable_pdl, sinks, *per_head, bmm1, bmm2, variant=variant,
         )  # fmt: skip
         return (out, lse) if return_lse and lse is not None else out
 

@@ -64,7 +64,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         }
         super().__init__(
             float_workspace_buffer, kv_layout, buffers if use_cuda_graph else None, custom_mask_buf, mask_indptr_buf,
-            backend, jit_args, variant_owns_mask,
+            backend, jit_args, jit_kwargs, variant_owns_mask,
         )  # fmt: skip
         if use_cuda_graph:
             self._fixed_batch_size = batch = len(qo_indptr_buf) - 1  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         buffers = {"qo_indptr_buf": qo_indptr_buf, "kv_indptr_buf": kv_indptr_buf}
         super().__init__(
             float_workspace_buffer, kv_layout, buffers if use_cuda_graph else None, custom_mask_buf, mask_indptr_buf,
-            backend, jit_args, variant_owns_mask,
+            backend, jit_args, jit_kwargs, variant_owns_mask,
         )  # fmt: skip
         if use_cuda_graph:
             self._fixed_batch_size = len(qo_indptr_buf) - 1  # type: ignore[arg-type]

@@ -5,6 +5,7 @@
 #include "fi/attention/eight.cuh"
 #include "fi/attention/pages.cuh"
 #include "fi/attention/softmax.h"
+#include "fi/attention/variant.h"
 #include "fi/cuda/math.cuh"
 
 namespace fi {
@@ -66,19 +67,19 @@ struct RowsKernel {
       const auto read = [&](int d) { return to_float(q[d]); };
       float value = 0.f;
       if (d < p.dim_qk) value = p.rotary.enabled ? rotated(read, d, p.dim_qk, p.mask.position(at.i), step(d)) : read(d);
-      shared.q[g][d] = value * shared.scores[g].scale;
+      shared.q[g][d] = Variant::kCustom ? value : value * shared.scores[g].scale;
     }
     __syncthreads();
   }
 
   // Keys [begin, end).
-  FI_DEVICE void attend(int begin, int end) {
+  FI_DEVICE void attend(int begin, int end, Variant& variant) {
     float q[kRows][kDims], o[kRows][kDims] = {}, m[kRows], d[kRows];
     int from[kRows], to[kRows];
 #pragma unroll
     for (int g = 0; g < kRows; ++g) {
       const int i = shared.row[g].i;
-      m[g] = kMinusInf, d[g] = 0.f;
+      m[g] = Variant::kSoftmax ? kMinusInf : 0.f, d[g] = 0.f;
       from[g] = p.mask.first_key(i), to[g] = min(end, p.mask.end_key(i));
 #pragma unroll
       for (int x = 0; x < kDims; ++x) q[g][x] = shared.q[g][dim(x)];
@@ -121,30 +122,18 @@ struct RowsKernel {
 #pragma unroll
           for (int u = 0; u < kUnroll; ++u) s[g][u] += __shfl_xor_sync(0xffffffffu, s[g][u], offset);
       }
-      if (p.special()) finish(key, end, s);
+      if constexpr (Variant::kCustom)
+        transform(key, from, to, s, variant);
+      else if (p.special())
+        finish(key, end, s);
 #pragma unroll
       for (int g = 0; g < kRows; ++g)
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
           const int j = key + u * groups;
-          if (j < from[g] || j >= to[g]) s[g][u] = kMinusInf;
+          if (j < from[g] || j >= to[g]) s[g][u] = Variant::kHidden;
         }
-#pragma unroll
-      for (int g = 0; g < kRows; ++g) {
-        float top = m[g];
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) top = fmaxf(top, s[g][u]);
-        const float reference = softmax_base(top), factor = softmax_weight<CudaMath>(m[g], reference);
-        m[g] = top;
-        d[g] *= factor;
-#pragma unroll
-        for (int i = 0; i < kDims; ++i) o[g][i] *= factor;
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-          s[g][u] = softmax_weight<CudaMath>(s[g][u], reference);
-          d[g] += s[g][u];
-        }
-      }
+      if constexpr (Variant::kSoftmax) soften(s, m, d, o);
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         float x[kDims];
@@ -225,6 +214,49 @@ struct RowsKernel {
       output(group, u)[d] = inside ? rotated(read, d, p.dim_qk, j, step(d)) : 0.f;
     }
     __syncwarp();
+  }
+
+  // Scores become weights; m, d and o take the new maximum.
+  FI_DEVICE static void soften(float (&s)[kRows][kUnroll], float (&m)[kRows], float (&d)[kRows],
+                               float (&o)[kRows][kDims]) {
+#pragma unroll
+    for (int g = 0; g < kRows; ++g) {
+      float top = m[g];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) top = fmaxf(top, s[g][u]);
+      const float reference = softmax_base(top), factor = softmax_weight<CudaMath>(m[g], reference);
+      m[g] = top;
+      d[g] *= factor;
+#pragma unroll
+      for (int i = 0; i < kDims; ++i) o[g][i] *= factor;
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        s[g][u] = softmax_weight<CudaMath>(s[g][u], reference);
+        d[g] += s[g][u];
+      }
+    }
+  }
+
+  // The scores of a variant, for the keys that each row sees.
+  FI_DEVICE void transform(int key, const int (&from)[kRows], const int (&to)[kRows], float (&s)[kRows][kUnroll],
+                           Variant& variant) const {
+    unsigned kept = 0xffffffffu;
+    if (p.mask.selects()) {
+      kept = 0;
+#pragma unroll 1
+      for (int e = 0; e < kRows * kUnroll; ++e) {
+        const int i = shared.row[e / kUnroll].i, j = key + e % kUnroll * groups;
+        if (j < p.mask.kv_len) kept |= static_cast<unsigned>(p.mask.keeps(i, j)) << e;
+      }
+    }
+#pragma unroll
+    for (int g = 0; g < kRows; ++g)
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int j = key + u * groups;
+        const bool seen = g < rows && j >= from[g] && j < to[g] && (kept >> (g * kUnroll + u) & 1);
+        s[g][u] = seen ? variant.score(s[g][u], shared.row[g], kv_head, j) : Variant::kHidden;
+      }
   }
 
   // Soft cap, ALiBi and custom mask: rare, so a loop through memory keeps the code short. The memory is that of the

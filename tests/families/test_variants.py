@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,7 +198,7 @@ def test_what_scales_the_output_comes_after_the_variant(device: str) -> None:
     wrapper.plan(*p.plan_arguments(), **p.dtypes, sm_scale=SM_SCALE)
     plain, twice = wrapper.run(p.q, p.cache, *tensors), wrapper.run(p.q, p.cache, *tensors, v_scale=2.0)
     assert torch.equal(plain * 2, twice)
-    with pytest.raises(NotImplementedError, match="^k_scale: declare it"):
+    with pytest.raises(NotImplementedError, match=r"^k_scale: declare it"):
         wrapper.run(p.q, p.cache, *tensors, k_scale=0.5)
 
 
@@ -208,7 +211,11 @@ def test_arguments_are_checked(device: str) -> None:
         ((bits, begin), ValueError, r"^sm_scale: the scalar \(double\) is missing; .*mask_bits, mask_begin, sm_scale"),
         ((bits, SM_SCALE), ValueError, r"^mask_begin: the tensor \(int32_t\*\) is missing"),
         ((None, begin, SM_SCALE), ValueError, r"^mask_bits: the tensor \(uint8_t\*\) is missing"),
-        ((bits, begin.float(), SM_SCALE), TypeError, "^mask_begin: declared int32_t.*int32 is required; got torch.float32"),
+        (
+            (bits, begin.float(), SM_SCALE),
+            TypeError,
+            "^mask_begin: declared int32_t.*int32 is required; got torch.float32",
+        ),
         ((bits, begin.repeat(2)[::2], SM_SCALE), ValueError, "^mask_begin: .*contiguous"),
         ((bits, begin, "0.1"), TypeError, "^sm_scale: declared double, so a number is required; got str"),
         ((bits, begin, SM_SCALE, 1), TypeError, "mask_bits, mask_begin, sm_scale are taken; got 4"),
@@ -216,18 +223,18 @@ def test_arguments_are_checked(device: str) -> None:
         with pytest.raises(error, match=says):
             call(*extra)
     if device == "cuda":
-        with pytest.raises(ValueError, match="^mask_bits: a tensor on cuda:0.*got cpu"):
+        with pytest.raises(ValueError, match=r"^mask_bits: a tensor on cuda:0.*got cpu"):
             call(bits.cpu(), begin, SM_SCALE)
-    with pytest.raises(ValueError, match="^dtype_q: masked was made for torch.float16; got torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"^dtype_q: masked was made for torch.float16; got torch.bfloat16"):
         single_decode_with_kv_cache_with_jit_module(single(MASKED, "decode"), q.bfloat16(), k, k, bits, begin, 1.0)
-    with pytest.raises(TypeError, match="^jit_module: what build_and_load"):
+    with pytest.raises(TypeError, match=r"^jit_module: what build_and_load"):
         single_decode_with_kv_cache_with_jit_module("no module", q, k, k)
 
 
 def test_a_plan_must_fit_the_declaration() -> None:
     p = paged((5,), heads=HEADS, dim=DIM)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), jit_args=jit_args(SINK))
-    with pytest.raises(ValueError, match="^dtype_o: sink was made for torch.float16; got torch.float32"):
+    with pytest.raises(ValueError, match=r"^dtype_o: sink was made for torch.float16; got torch.float32"):
         wrapper.plan(*p.plan_arguments(), **p.dtypes, o_data_type=torch.float32)
 
 
@@ -240,7 +247,7 @@ def test_a_plan_must_fit_the_declaration() -> None:
         ({8: ["vec3"]}, ValueError, "^additional_tensor_dtypes: sink must be one of float, .*got 'vec3'"),
         ({9: ["sink"]}, ValueError, "sink is declared twice"),
         ({9: ["kv_len"]}, ValueError, "^additional_scalar_names: .*got 'kv_len'"),
-        ({12: "struct Sink { MainloopParams p; };"}, NotImplementedError, '^variant_decl: MainloopParams .*backend="fa2"'),
+        ({12: "struct Sink { MainloopParams p; };"}, NotImplementedError, "^variant_decl: MainloopParams .*fa2"),
     ],
 )  # fmt: skip
 def test_declarations_are_checked(change: dict[int, Any], error: type[Exception], says: str) -> None:
@@ -252,16 +259,16 @@ def test_declarations_are_checked(change: dict[int, Any], error: type[Exception]
 
 
 def test_what_is_not_customised_says_what_to_do() -> None:
-    with pytest.raises(NotImplementedError, match='^backend: .*pass backend="fa2"'):
+    with pytest.raises(NotImplementedError, match=r'^backend: .*pass backend="fa2"'):
         gen_customize_batch_prefill_module("fa3", *jit_args(SINK))
-    with pytest.raises(NotImplementedError, match="^fp8_enabled: "):
+    with pytest.raises(NotImplementedError, match=r"^fp8_enabled: "):
         gen_customize_batch_prefill_module("fa2", *jit_args(SINK), fp8_enabled=True)
     for generate in (gen_customize_batch_attention_module, gen_customize_pod_module):
-        with pytest.raises(NotImplementedError, match="batch decode wrapper with jit_args"):
+        with pytest.raises(NotImplementedError, match=r"batch decode wrapper with jit_args"):
             generate()
-    with pytest.raises(TypeError, match="^jit_args: 13 are required, uri, dtype_q, .*got 2"):
+    with pytest.raises(TypeError, match=r"^jit_args: 13 are required, uri, dtype_q, .*got 2"):
         BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"), jit_args=["sink", F16])
-    with pytest.raises(TypeError, match="^jit_args, jit_kwargs: .*use_window"):
+    with pytest.raises(TypeError, match=r"^jit_args, jit_kwargs: .*use_window"):
         BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"), jit_args=jit_args(SINK), jit_kwargs={"use_window": 1})
 
 
@@ -271,3 +278,11 @@ def test_errors_of_a_compiler_are_those_of_the_users_text(device: str) -> None:
     module = gen_customize_single_decode_module("wrong", F16, F16, F16, 64, 64, [], [], [], [], "Wrong", wrong)
     with pytest.raises(CompileError, match=r"failed: variant_decl[(:]3\b.*floot"):
         module.made.custom.bind(torch.device(device, 0) if device == "cuda" else torch.device(device))
+
+
+def test_the_example(device: str) -> None:
+    example = Path(__file__).parents[2] / "examples" / "custom_attention.py"
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if device == "cuda" or not torch.cuda.is_available():
+        assert f"on {device}: largest error of 54 tokens 0.00" in done.stdout

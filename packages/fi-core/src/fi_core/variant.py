@@ -76,7 +76,7 @@ class Variant:
         if found := _HOPPER_WORDS.search(declaration):
             raise NotImplementedError(
                 f"variant_decl: {found[0]} belongs to structs written for backend fa3, which are not supported; write "
-                'the struct on AttentionVariantBase, with its constructor (params, batch_idx, smem_ptr), and pass '
+                "the struct on AttentionVariantBase, with its constructor (params, batch_idx, smem_ptr), and pass "
                 'backend="fa2"'
             )
         return cls(name, declaration, tensors, scalars)
@@ -119,7 +119,9 @@ class Variant:
                 value = None
             found.append(self._tensor(name, kind, value, device))
         if len(rest) > len(self.scalars):
-            raise TypeError(f"{self.name}: after q, k and v {self._expected(known)} are taken; got {len(given)} arguments")
+            raise TypeError(
+                f"{self.name}: after q, k and v {self._expected(known)} are taken; got {len(given)} arguments"
+            )
         for at, (name, kind) in enumerate(self.scalars):
             if at < len(rest):
                 found.append(_scalar(name, kind, rest[at]))
@@ -146,13 +148,13 @@ class Variant:
         if value.device != device:
             raise ValueError(f"{name}: a tensor on {device}, as q is, is required; got {value.device}")
         if not value.is_contiguous():
-            raise ValueError(f"{name}: the variant gets its address alone, so it must be contiguous; call .contiguous()")
+            raise ValueError(
+                f"{name}: the variant gets its address alone, so it must be contiguous; call .contiguous()"
+            )
         return value
 
 
-def _pair(
-    what: str, names: Sequence[str], types: Sequence[str], allowed: Sequence[str]
-) -> tuple[tuple[str, str], ...]:
+def _pair(what: str, names: Sequence[str], types: Sequence[str], allowed: Sequence[str]) -> tuple[tuple[str, str], ...]:
     if len(names) != len(types):
         raise ValueError(
             f"{what}_dtypes: one for each of {what}_names is required, {len(names)}; got {len(types)}: {list(types)}"

@@ -346,7 +346,11 @@ class BatchDecodePlan:
         encoding = POS_ENCODINGS[self._pos_encoding_mode]
         if self._variant is not None:
             self._variant.check(
-                self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type, self._head_dim, head_dim_vo
+                self._cached_q_data_type,
+                self._cached_kv_data_type,
+                self._cached_o_data_type,
+                self._head_dim,
+                head_dim_vo,
             )
             return "cpu" if self.device.type == "cpu" else "fa2"
         rest = (

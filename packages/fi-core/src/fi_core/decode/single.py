@@ -168,9 +168,9 @@ def single_decode_with_kv_cache_with_jit_module(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of one query token by a user's variant: `gen_customize_single_decode_module(...).build_and_load()`.
 
-    args: the variant's tensors, then its scalars, in the order of declaration; None for a tensor named maybe_... . Other
-    arguments and the result are those of single_decode_with_kv_cache, with the types that the module was made for.
-    window_left always counts, whatever the variant masks. Without a softmax lse is 0.
+    args: the variant's tensors, then its scalars, in the order of declaration; a tensor named maybe_... may be None.
+    Other arguments and the result are those of single_decode_with_kv_cache, with the types that the module was made
+    for. window_left always counts, whatever the variant masks. Without a softmax lse is 0.
 
     Raises TypeError or ValueError, which name what is missing or does not fit.
     """

@@ -18,7 +18,7 @@ _ANY_ADDRESS = ("cpu", "fa2")  # implementations that take any alignment
 _MOST_STRIDES = 64  # kept by a wrapper; a model has few
 _NO_SCALES = (None, None, None)
 # What a variant that is also meant for prefill may declare, and decode has not.
-_NO_MASK = dict.fromkeys(
+_NO_MASK: dict[str, Any] = dict.fromkeys(
     ("maybe_custom_mask", "maybe_mask_indptr", "maybe_prefix_len_ptr", "maybe_token_pos_in_items_ptr",
      "maybe_max_item_len_ptr", "maybe_k_cache_sf", "maybe_v_cache_sf")
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Attention with a user's variant: what FlashInfer calls customised modules, and how wrappers and functions run them."""
+"""Attention with a user's variant: modules that FlashInfer calls customised, and how they are run."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class CustomAttention:
 
 @dataclass(frozen=True)
 class VariantModule(core.JitSpec):
-    """The files of one attention op with a variant; loaded, a CustomAttention, which compiles for other targets later."""
+    """The files of one attention op with a variant; loaded, a CustomAttention, which compiles for more targets later."""
 
     made: CustomAttention
 
@@ -171,8 +171,8 @@ def _made(
 def _check_backend(backend: str) -> None:
     if backend not in ("auto", "fa2"):
         raise NotImplementedError(
-            f'backend: variants run on the kernels for sm_80 and later; got {backend!r}, pass backend="fa2" and a struct '
-            "on AttentionVariantBase"
+            f"backend: variants run on the kernels for sm_80 and later; got {backend!r}, pass "
+            'backend="fa2" and a struct on AttentionVariantBase'
         )
 
 
@@ -211,9 +211,7 @@ def gen_customize_single_decode_module(
         variant_name, variant_decl,
     )  # fmt: skip
     dtypes = (dtype_q, dtype_kv, dtype_o)
-    return _made(
-        "single_attention", uri, dtypes, (head_dim_qk, head_dim_vo), declared, pos_encoding_mode, few=True
-    )
+    return _made("single_attention", uri, dtypes, (head_dim_qk, head_dim_vo), declared, pos_encoding_mode, few=True)
 
 
 def gen_customize_single_prefill_module(

@@ -199,12 +199,12 @@ def single_prefill_with_kv_cache_with_jit_module(
     window_left: int = -1,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one request's tokens by a user's variant: `gen_customize_single_prefill_module(...).build_and_load()`.
+    """Attention of a request's tokens by a user's variant: `gen_customize_single_prefill_module(...).build_and_load()`.
 
-    mask_mode: a value of MaskMode: CAUSAL hides later keys; with NON_CAUSAL and CUSTOM the variant's mask decides alone.
+    mask_mode: a value of MaskMode. CAUSAL hides later keys; with NON_CAUSAL or CUSTOM the variant's mask is alone.
     args and the rest as in single_decode_with_kv_cache_with_jit_module, results as in single_prefill_with_kv_cache.
 
-    Raises TypeError or ValueError, which name what is missing or does not fit; NotImplementedError (mask_mode of items).
+    Raises TypeError or ValueError, which name what is missing or does not fit; NotImplementedError (mask of items).
     """
     from fi_core.jit.attention import custom_attention
 

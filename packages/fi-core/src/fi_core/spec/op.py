@@ -128,8 +128,8 @@ class Op:
 class Artifact(NamedTuple):
     """One file to find or build. `source` is a path below the fi-kernels root (host) or a rendered unit (device).
 
-    A module of a user has an absolute path, or is a rendered unit too, which is many lines; and it has compiler flags of
-    its own, and folders in which its headers lie.
+    A module of a user has an absolute path, or is a rendered unit too, which has many lines; and it has compiler flags
+    of its own, and folders in which its headers lie.
     """
 
     name: str

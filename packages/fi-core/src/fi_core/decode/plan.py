@@ -27,6 +27,8 @@ from fi_core.utils import _get_range_buf
 if TYPE_CHECKING:
     import torch
 
+    from fi_core.jit.attention import CustomAttention
+
 _JIT_ARGS = 16  # of gen_customize_batch_decode_module
 _INT_WORKSPACE = 8 << 20  # bytes: the partial results of 132 blocks of head_dim 256 take 4.2 MiB
 
@@ -49,13 +51,15 @@ class BatchDecodePlan:
     ) -> None:
         import torch
 
-        from fi_core.jit.attention import customised
-
         self._layout = code(LAYOUTS, kv_layout, "kv_layout")
         check_backend(backend)
-        # With tensor cores arguments may follow that belong to prefill, and mean nothing here.
-        given = jit_args[:_JIT_ARGS] if jit_args is not None and use_tensor_cores else jit_args
-        self._variant = customised("decode", backend, float_workspace_buffer.device, given, jit_kwargs)
+        self._variant: CustomAttention | None = None
+        if jit_args is not None or jit_kwargs:
+            from fi_core.jit.attention import customised
+
+            # With tensor cores arguments may follow that belong to prefill, and mean nothing here.
+            given = jit_args[:_JIT_ARGS] if jit_args is not None and use_tensor_cores else jit_args
+            self._variant = customised("decode", backend, float_workspace_buffer.device, given, jit_kwargs)
         self._kv_layout, self._backend = kv_layout, backend
         self._use_tensor_cores = use_tensor_cores or backend == "trtllm-gen"
         self._use_cuda_graph = use_cuda_graph

@@ -41,8 +41,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
     (CUDA cores, or with use_tensor_cores mma.sync), "fa2_tc" (mma.sync), "fa3" (Hopper); "trtllm-gen" and "xqa" are
     taken as "auto".
 
-    Raises KeyError (kv_layout), ValueError (backend, buffers), NotImplementedError (jit_args, backends of other
-    libraries).
+    jit_args, jit_kwargs: an attention variant of the user, the arguments of gen_customize_batch_decode_module, for
+    backend "auto" or "fa2"; it is compiled here. What it declares then follows the cache in `run`.
+
+    Raises KeyError (kv_layout), ValueError (backend, buffers), NotImplementedError (backends of other libraries), and
+    for jit_args what the generator raises, or CompileError.
     """
 
     @fi_api
@@ -72,9 +75,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         of the planned types.
 
         q_scale, k_scale multiply the scores and v_scale the output; one-element fp32 tensors on the device work too.
-        args: for fp8 tensors scale_q `[num_qo_heads]`, scale_k, scale_v `[num_kv_heads]`, fp32, or numbers. sinks
-        `[num_qo_heads]`, fp32: `exp(sinks[h])` is added to the sum of the softmax. out, lse: written and returned if
-        given. window_left: None or what was planned. skip_softmax_threshold_scale_factor: nothing is skipped, which
+        args: for fp8 tensors scale_q `[num_qo_heads]`, scale_k, scale_v `[num_kv_heads]`, fp32, or numbers; with
+        jit_args the tensors and then the scalars that the variant declares. sinks `[num_qo_heads]`, fp32:
+        `exp(sinks[h])` is added to the sum of the softmax. out, lse: written and returned if given. window_left: None or what was planned. skip_softmax_threshold_scale_factor: nothing is skipped, which
         any threshold allows.
 
         With return_lse also lse `[rows, num_qo_heads]`, fp32: log2 of the sum of `2^(score * log2 e)`. A request of

@@ -114,7 +114,7 @@ class CustomAttention:
 
 @dataclass(frozen=True)
 class VariantModule(core.JitSpec):
-    """The files of one attention op with a variant; loaded, a CustomAttention, which compiles for more targets later."""
+    """The files of one attention op with a variant; loaded, a CustomAttention, which compiles for others later."""
 
     made: CustomAttention
 
@@ -357,16 +357,14 @@ def customised(
     device: torch.device,
     jit_args: Sequence[Any] | None,
     jit_kwargs: Mapping[str, Any] | None,
-) -> CustomAttention | None:
-    """What a wrapper runs in place of the built-in attention, compiled for its device; None without jit_args.
+) -> CustomAttention:
+    """What a wrapper runs in place of the built-in attention, compiled for its device.
 
-    kind: "decode" or "prefill". Raises TypeError (number of jit_args, names in jit_kwargs) and what the generators and
-    compilers raise.
+    kind: "decode" or "prefill". Raises TypeError (number of jit_args, names in jit_kwargs), ValueError (no jit_args)
+    and what the generators and compilers raise.
     """
     if jit_args is None:
-        if jit_kwargs:
-            raise ValueError(f"jit_kwargs: jit_args are required beside them; got {', '.join(jit_kwargs)} alone")
-        return None
+        raise ValueError(f"jit_kwargs: jit_args are required beside them; got {', '.join(jit_kwargs or ())} alone")
     _check_backend(backend)
     names = (
         "uri, dtype_q, dtype_kv, dtype_o, idtype, head_dim_qk, head_dim_vo, additional_tensor_names, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fi_core.decode.arguments import CHECK, check_pages, unpack
@@ -31,8 +32,12 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
     128, or 192 with values of 128, no custom mask, no position encoding); "trtllm-gen" and "cutlass" are taken as
     "auto". A result does not depend on the batch that a request is in.
 
-    Raises KeyError (kv_layout), ValueError (backend, buffers), NotImplementedError (jit_args, backends of other
-    libraries).
+    jit_args, jit_kwargs: an attention variant of the user, the arguments of gen_customize_batch_prefill_module less
+    backend, for "auto" or "fa2"; it is compiled here. What it declares then follows the cache in `run`. A planned mask
+    counts beside the variant's, unless it declares maybe_custom_mask; with variant_owns_mask the variant's is alone.
+
+    Raises KeyError (kv_layout), ValueError (backend, buffers), NotImplementedError (backends of other libraries), and
+    for jit_args what the generator raises, or CompileError.
     """
 
     def __init__(
@@ -47,7 +52,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         custom_mask_buf: torch.Tensor | None = None,
         mask_indptr_buf: torch.Tensor | None = None,
         backend: str = "auto",
-        jit_args: list[Any] | None = None,
+        jit_args: Sequence[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
@@ -222,9 +227,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         types.
 
         q_scale, k_scale multiply the scores and v_scale the output; one-element fp32 tensors on the device work too.
-        args: for fp8 tensors scale_q `[num_qo_heads]`, scale_k, scale_v `[num_kv_heads]`, fp32, or numbers. sinks
-        `[num_qo_heads]`, fp32: `exp(sinks[h])` is added to the sum of the softmax. out, lse: written and returned if
-        given. window_left: None or what was planned. The last three: nothing is skipped or rounded, which any setting
+        args: for fp8 tensors scale_q `[num_qo_heads]`, scale_k, scale_v `[num_kv_heads]`, fp32, or numbers; with
+        jit_args the tensors and then the scalars that the variant declares. sinks `[num_qo_heads]`, fp32:
+        `exp(sinks[h])` is added to the sum of the softmax. out, lse: written and returned if given. window_left: None or what was planned. The last three: nothing is skipped or rounded, which any setting
         allows.
 
         With return_lse also lse, fp32, the logarithm of the sum of `exp(score)`: lse_base "log2" or "ln", lse_layout

@@ -21,6 +21,8 @@ from fi_core.utils import check_shape_dtype_device, int32_index
 if TYPE_CHECKING:
     import torch
 
+    from fi_core.jit.attention import CustomAttention
+
 _INT_WORKSPACE = 8 << 20  # bytes: room for a million tiles of query rows
 
 
@@ -43,13 +45,15 @@ class BatchPrefillPlan:
     ) -> None:
         import torch
 
-        from fi_core.jit.attention import customised
-
         self._layout = code(LAYOUTS, kv_layout, "kv_layout")
         if variant_owns_mask and (backend != "fa2" or jit_args is None):
             raise ValueError('variant_owns_mask: requires backend "fa2" and jit_args')
         check_backend(backend)
-        self._variant = customised("prefill", backend, float_workspace_buffer.device, jit_args, jit_kwargs)
+        self._variant: CustomAttention | None = None
+        if jit_args is not None or jit_kwargs:
+            from fi_core.jit.attention import customised
+
+            self._variant = customised("prefill", backend, float_workspace_buffer.device, jit_args, jit_kwargs)
         self._variant_owns_mask = variant_owns_mask
         self._kv_layout, self._backend = kv_layout, backend
         self._use_cuda_graph = graph_buffers is not None

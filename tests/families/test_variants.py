@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from families.attention_reference import rotate
 from families.harness import TOLERANCE, assert_close, rand
 from families.paged import paged
 from families.prefill_batch import Batch, batch, workspace
@@ -109,6 +110,70 @@ def test_batch_decode(example: Example, device: str) -> None:
     results = wrapper.run(p.q, p.cache, *tensors, *example.values, return_lse=True)
     check(example, results, list(p.q.split(1)), (p.k, p.v), tensors, lens)
     assert wrapper.resolved_backend == ("cpu" if device == "cpu" else "fa2")
+
+
+@pytest.mark.parametrize(
+    ("q_type", "kv_type", "dims"),
+    [
+        (torch.float32, torch.float32, (96, 96)),
+        (torch.float32, torch.float32, (264, 64)),
+        (torch.bfloat16, torch.float8_e4m3fn, (128, 64)),
+        (torch.float16, torch.float16, (320, 136)),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 20])
+def test_types_and_head_dims(q_type: Any, kv_type: Any, dims: tuple[int, int], rows: int, device: str) -> None:
+    lens = [(rows, 90)]
+    q = rand(rows, 4, dims[0], dtype=q_type, device=device, scale=0.5)
+    k, v = (rand(90, 2, dim, dtype=kv_type, device=device, seed=dim) for dim in dims)
+    tensors = SINK.make(lens, 4, device)
+    declared = ("sink", q_type, kv_type, torch.float32, *dims, *SINK.declared())
+    if rows == 1:
+        made = gen_customize_single_decode_module(*declared).build_and_load()
+        out = single_decode_with_kv_cache_with_jit_module(made, q[0], k, v, *tensors, SM_SCALE, window_left=50)[None]
+    else:
+        made = gen_customize_single_prefill_module("auto", *declared).build_and_load()
+        out = single_prefill_with_kv_cache_with_jit_module(made, q, k, v, *tensors, SM_SCALE, window_left=50)
+    assert isinstance(out, torch.Tensor)
+    expected, _ = SINK.attention(q, k, v, tensors, lens, 0, window_left=50)
+    assert_close(out, expected, tolerance=(1e-2, 1e-2) if q_type is not torch.float32 else (2e-5, 2e-5))
+
+
+def test_rotated_keys(device: str) -> None:
+    """pos_encoding_mode 1 rotates q and k before the variant sees their product."""
+    uri, q_type, kv, o, _, *rest = jit_args(SINK)
+    made = gen_customize_single_decode_module(uri, q_type, kv, o, *rest, pos_encoding_mode=1).build_and_load()
+    q, k, v = (rand(n, h, DIM, dtype=F16, device=device, seed=h) for n, h in ((1, 4), (60, 2), (61, 2)))
+    tensors = SINK.make([(1, 60)], 4, device)
+    out = single_decode_with_kv_cache_with_jit_module(made, q[0], k, v[:60], *tensors, SM_SCALE)
+    assert isinstance(out, torch.Tensor)
+    turned = (
+        rotate(q.cpu().double(), torch.tensor([59]), 1.0, 1e4),
+        rotate(k.cpu().double(), torch.arange(60), 1.0, 1e4),
+    )
+    expected, _ = SINK.attention(*turned, v[:60], tensors, [(1, 60)], 0)
+    assert_close(out[None], expected)
+
+
+def test_several_query_tokens(device: str) -> None:
+    """Speculative tokens: each sees the keys up to its own; of a graph's wrapper, whose tables lie in buffers."""
+    p = paged((200, 20), heads=HEADS, dim=DIM, q_len=3, device=device)
+    lens = [(3, 200), (3, 20)]
+    tensors = SINK.make(lens, 4, device)
+    buffers = {f"paged_kv_{name}_buffer": torch.zeros(n, dtype=torch.int32, device=device)
+               for name, n in (("indptr", 3), ("indices", 40), ("last_page_len", 2))}  # fmt: skip
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        workspace(device), "NHD", True, True, **buffers, jit_args=(*jit_args(SINK), 0, False, False, False, False)
+    )
+    wrapper.plan(*p.plan_arguments(), **p.dtypes, q_len_per_req=3)
+    results = wrapper.run(p.q, p.cache, *tensors, SM_SCALE, return_lse=True)
+    check(SINK, results, list(p.q.split(3)), (p.k, p.v), tensors, lens, causal=True)
+    if device == "cuda":
+        graph, out = torch.cuda.CUDAGraph(), torch.empty_like(results[0])
+        with torch.cuda.graph(graph):
+            wrapper.run(p.q, p.cache, *tensors, SM_SCALE, out=out)
+        graph.replay()
+        assert torch.equal(out, results[0])
 
 
 LENS = [(70, 130), (1, 65), (3, 0), (33, 33)]

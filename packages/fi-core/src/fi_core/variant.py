@@ -205,12 +205,11 @@ class CustomOp:
         return f"{self.op.name}_{self.uri}"
 
     def unit(self) -> Unit:
-        """The unit of the op with the variant, whose registers come on top: no entry is held to more than two blocks a
-        multiprocessor."""
+        """The unit of the op with the variant."""
         unit = self.op.impl(self.impl).unit
         assert unit is not None
         made = unit(dict(self.axes))
-        kept = (_roomy(entry) for entry in made.entries if entry.name in (self.entry, "combine_chunks"))
+        kept = (entry for entry in made.entries if entry.name in (self.entry, "combine_chunks"))
         return made._replace(entries=tuple(kept), variant=self.variant.text())
 
     def artifacts(self, target: Target) -> tuple[Artifact, ...]:
@@ -237,10 +236,3 @@ class CustomOp:
         target = target_of(device)
         artifacts = self.artifacts(target)
         return bind_artifacts(self.op.name, self.name, artifacts, self.entries(target), device.index or 0)[0]
-
-
-def _roomy(entry: Entry) -> Entry:
-    if entry.blocks_per_sm <= 2:
-        return entry
-    kind, rows, _ = entry.config
-    return entry._replace(blocks_per_sm=2, config=(kind, rows, 2))

@@ -77,8 +77,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         q_scale, k_scale multiply the scores and v_scale the output; one-element fp32 tensors on the device work too.
         args: for fp8 tensors scale_q `[num_qo_heads]`, scale_k, scale_v `[num_kv_heads]`, fp32, or numbers; with
         jit_args the tensors and then the scalars that the variant declares. sinks `[num_qo_heads]`, fp32:
-        `exp(sinks[h])` is added to the sum of the softmax. out, lse: written and returned if given. window_left: None or what was planned. skip_softmax_threshold_scale_factor: nothing is skipped, which
-        any threshold allows.
+        `exp(sinks[h])` is added to the sum of the softmax. out, lse: written and returned if given.
+        window_left: None or what was planned. skip_softmax_threshold_scale_factor: nothing is skipped, which any
+        threshold allows.
 
         With return_lse also lse `[rows, num_qo_heads]`, fp32: log2 of the sum of `2^(score * log2 e)`. A request of
         length 0 gives out = 0 and lse = -inf (or that of its sink).

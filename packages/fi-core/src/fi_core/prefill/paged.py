@@ -229,8 +229,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         q_scale, k_scale multiply the scores and v_scale the output; one-element fp32 tensors on the device work too.
         args: for fp8 tensors scale_q `[num_qo_heads]`, scale_k, scale_v `[num_kv_heads]`, fp32, or numbers; with
         jit_args the tensors and then the scalars that the variant declares. sinks `[num_qo_heads]`, fp32:
-        `exp(sinks[h])` is added to the sum of the softmax. out, lse: written and returned if given. window_left: None or what was planned. The last three: nothing is skipped or rounded, which any setting
-        allows.
+        `exp(sinks[h])` is added to the sum of the softmax. out, lse: written and returned if given.
+        window_left: None or what was planned. The last three: nothing is skipped or rounded, which any setting allows.
 
         With return_lse also lse, fp32, the logarithm of the sum of `exp(score)`: lse_base "log2" or "ln", lse_layout
         "NH" (`[rows, num_qo_heads]`) or "HN". A row that sees no key gives out = 0, lse = -inf (or that of its sink).

@@ -122,10 +122,8 @@ struct RowsKernel {
 #pragma unroll
           for (int u = 0; u < kUnroll; ++u) s[g][u] += __shfl_xor_sync(0xffffffffu, s[g][u], offset);
       }
-      if constexpr (Variant::kCustom)
-        transform(key, from, to, s, variant);
-      else if (p.special())
-        finish(key, end, s);
+      if constexpr (Variant::kCustom) transform(key, from, to, s, variant);
+      if (Variant::kCustom ? p.mask.selects() : p.special()) finish(key, end, s);
 #pragma unroll
       for (int g = 0; g < kRows; ++g)
 #pragma unroll
@@ -240,21 +238,12 @@ struct RowsKernel {
   // The scores of a variant, for the keys that each row sees.
   FI_DEVICE void transform(int key, const int (&from)[kRows], const int (&to)[kRows], float (&s)[kRows][kUnroll],
                            Variant& variant) const {
-    unsigned kept = 0xffffffffu;
-    if (p.mask.selects()) {
-      kept = 0;
-#pragma unroll 1
-      for (int e = 0; e < kRows * kUnroll; ++e) {
-        const int i = shared.row[e / kUnroll].i, j = key + e % kUnroll * groups;
-        if (j < p.mask.kv_len) kept |= static_cast<unsigned>(p.mask.keeps(i, j)) << e;
-      }
-    }
 #pragma unroll
     for (int g = 0; g < kRows; ++g)
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         const int j = key + u * groups;
-        const bool seen = g < rows && j >= from[g] && j < to[g] && (kept >> (g * kUnroll + u) & 1);
+        const bool seen = g < rows && j >= from[g] && j < to[g];
         s[g][u] = seen ? variant.score(s[g][u], shared.row[g], kv_head, j) : Variant::kHidden;
       }
   }
@@ -270,8 +259,10 @@ struct RowsKernel {
     for (int e = 0; e < kRows * kUnroll; ++e) {
       const int g = e / kUnroll, i = shared.row[g].i, j = key + e % kUnroll * groups;
       if (j >= end) continue;
-      const float score = shared.scores[g].template score<CudaMath>(slot[e * lanes], static_cast<float>(j - i));
-      slot[e * lanes] = p.mask.keeps(i, j) ? score : kMinusInf;
+      float score = slot[e * lanes];
+      if constexpr (!Variant::kCustom)
+        score = shared.scores[g].template score<CudaMath>(score, static_cast<float>(j - i));
+      slot[e * lanes] = p.mask.keeps(i, j) ? score : Variant::kHidden;
     }
 #pragma unroll
     for (int e = 0; e < kRows * kUnroll; ++e) s[e / kUnroll][e % kUnroll] = slot[e * lanes];

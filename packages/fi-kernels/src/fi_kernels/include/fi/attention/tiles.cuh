@@ -294,15 +294,6 @@ struct TilesKernel {
 
   // Products become the scores of a variant, for the keys that each row sees.
   FI_DEVICE void transform(int key, int end, float (&s)[kKeys / 8][4], Variant& variant) const {
-    unsigned kept = 0xffffffffu;  // of element e = n * 4 + c
-    if (p.mask.selects()) {
-      kept = 0;
-#pragma unroll 1
-      for (int e = 0; e < kKeys / 2; ++e) {
-        const int i = shared.row[place(e / 2 % 2)].i, j = key + e / 4 * 8 + lane % 4 * 2 + e % 2;
-        if (j < end) kept |= static_cast<unsigned>(p.mask.keeps(i, j)) << e;
-      }
-    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Row row = shared.row[place(half)];
@@ -312,10 +303,10 @@ struct TilesKernel {
 #pragma unroll
         for (int c = half * 2; c < half * 2 + 2; ++c) {
           const int j = key + n * 8 + lane % 4 * 2 + c % 2;
-          const bool seen = j >= from && j < to && (kept >> (n * 4 + c) & 1);
-          s[n][c] = seen ? variant.score(s[n][c], row, kv_head, j) : Variant::kHidden;
+          s[n][c] = j >= from && j < to ? variant.score(s[n][c], row, kv_head, j) : Variant::kHidden;
         }
     }
+    if (p.mask.selects()) finish(key, end, s);
   }
 
   // Keys outside of what causal and window leave to each of this lane's rows.
@@ -344,8 +335,10 @@ struct TilesKernel {
     for (int e = 0; e < kKeys / 2; ++e) {
       const int r = place(e / 2 % 2), i = shared.row[r].i, j = key + e / 4 * 8 + lane % 4 * 2 + e % 2;
       if (j >= end) continue;
-      const float score = shared.scores[r].template score<CudaMath>(slot[e * kThreads], static_cast<float>(j - i));
-      slot[e * kThreads] = p.mask.keeps(i, j) ? score : kMinusInf;
+      float score = slot[e * kThreads];
+      if constexpr (!Variant::kCustom)
+        score = shared.scores[r].template score<CudaMath>(score, static_cast<float>(j - i));
+      slot[e * kThreads] = p.mask.keeps(i, j) ? score : Variant::kHidden;
     }
 #pragma unroll
     for (int e = 0; e < kKeys / 2; ++e) s[e / 4][e % 4] = slot[e * kThreads];

@@ -71,8 +71,7 @@ FI_DEVICE void decode_rows(const BatchDecodeParams& params, const Variant::Argum
         }
       }
     }
-    if (!s.whole() && finish.arrive(threadIdx.x, Kernel::kThreads, 1, &last))
-      finish.write_merged(threadIdx.x, Kernel::kThreads);
+    if (!s.whole()) finish.complete(threadIdx.x, Kernel::kThreads, 1, &last);
   }
   pdl_launch_dependents();
 }

@@ -323,15 +323,25 @@ def gen_customize_batch_prefill_module(
     )  # fmt: skip
 
 
-def _not_customised(what: str, *args: Any, **options: Any) -> VariantModule:
-    raise NotImplementedError(
+def _no_variant(what: str) -> NotImplementedError:
+    return NotImplementedError(
         f"{what} takes no variant: use the batch prefill and the batch decode wrapper with jit_args side by side"
     )
 
 
-gen_customize_batch_attention_module = functools.partial(_not_customised, "BatchAttention")
-gen_customize_pod_module = functools.partial(_not_customised, "POD attention")
-gen_customize_batch_pod_module = functools.partial(_not_customised, "POD attention")
+def gen_customize_batch_attention_module(*args: Any, **options: Any) -> VariantModule:
+    """Not supported (NotImplementedError): prefill and decode wrappers take variants, BatchAttention does not."""
+    raise _no_variant("BatchAttention")
+
+
+def gen_customize_pod_module(*args: Any, **options: Any) -> VariantModule:
+    """Not supported (NotImplementedError): prefill and decode wrappers take variants, POD attention does not."""
+    raise _no_variant("POD attention")
+
+
+def gen_customize_batch_pod_module(*args: Any, **options: Any) -> VariantModule:
+    """Not supported (NotImplementedError): prefill and decode wrappers take variants, POD attention does not."""
+    raise _no_variant("POD attention")
 
 
 def custom_attention(jit_module: Any) -> CustomAttention:

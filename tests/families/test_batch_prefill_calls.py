@@ -327,7 +327,7 @@ def test_errors_of_the_constructor(device: str) -> None:
             ({"kv_layout": "HDN"}, KeyError, "kv_layout"),
             ({"backend": "fa4"}, ValueError, "backend: allowed are auto, fa2, fa3"),
             ({"backend": "cute-dsl"}, NotImplementedError, "names kernels of another library"),
-            ({"jit_args": ["x"]}, NotImplementedError, "jit_args"),
+            ({"jit_args": ["x"]}, TypeError, "jit_args: 13 are required"),
             ({"variant_owns_mask": True}, ValueError, "variant_owns_mask"),
             ({"use_cuda_graph": True}, ValueError, "qo_indptr_buf: a tensor is required"),
         ):

@@ -10,7 +10,7 @@ from fi_core.decode.engine import (
     fast_decode_plan,
     get_batch_decode_module,
 )
-from fi_core.decode.single import single_decode_with_kv_cache
+from fi_core.decode.single import single_decode_with_kv_cache, single_decode_with_kv_cache_with_jit_module
 from fi_core.decode.wrapper import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper
 from fi_core.page import get_seq_lens
 
@@ -24,6 +24,7 @@ __all__ = [
     "get_seq_lens",
     "ops",
     "single_decode_with_kv_cache",
+    "single_decode_with_kv_cache_with_jit_module",
     "trtllm_batch_decode_with_kv_cache",
     "xqa",
     "xqa_batch_decode_with_kv_cache",

@@ -16,7 +16,12 @@ from fi_core.spec.op import Axes, Entry, Impl, Op, Unit
 from fi_core.utils import PosEncodingMode, ceil_div
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
     import torch
+
+    Launch = tuple[Callable[..., None], Sequence[Any]]
 
 TILE = 64  # keys; kDecodeTile of schedule.h
 ROWS = 16  # packed query rows of a row tile; kDecodeRows
@@ -322,6 +327,7 @@ def attend(
     bmm1_scale: torch.Tensor | None = None,
     bmm2_scale: torch.Tensor | None = None,
     draft_mask: torch.Tensor | None = None,
+    variant: Launch | None = None,
 ) -> None:
     """Attention of all requests as the last `plan` on the same buffers divided it, in one launch.
 
@@ -340,10 +346,13 @@ def attend(
     those whose bit is set: uint8 `[batch_size, q_len, ceil(q_len / 32) * 4]`, key kv_len - q_len + t is bit t % 8 of
     byte t / 8.
 
+    variant: the op with a user's variant, and what it takes more; scales of scores and the soft cap are then its own.
+
     Raises ValueError, TypeError; UnsupportedError where impl does not take the dtypes, head dims or encoding.
     """
-    batch_decode(
+    launch, extras = (batch_decode, ()) if variant is None else variant
+    launch(
         out, lse, buffers.workspace, buffers.schedule, q, k_cache, v_cache, page_indices, sinks, scale_q, scale_k,
         scale_v, bmm1_scale, bmm2_scale, draft_mask, kv_layout, pos_encoding_mode, q_len, buffers.blocks, window_left,
-        logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta, enable_pdl, impl,
+        logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta, enable_pdl, impl, *extras,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fi_core.cudnn import planned as cudnn
@@ -28,6 +28,9 @@ from fi_core.utils import _get_range_buf, constants
 if TYPE_CHECKING:
     import torch
 
+    from fi_core.jit.attention import CustomAttention
+
+_JIT_ARGS = 16  # of gen_customize_batch_decode_module
 _INT_WORKSPACE = 8 << 20  # bytes: the partial results of 132 blocks of head_dim 256 take 4.2 MiB
 
 
@@ -44,14 +47,20 @@ class BatchDecodePlan:
         paged_kv_indices_buffer: torch.Tensor | None = None,
         paged_kv_last_page_len_buffer: torch.Tensor | None = None,
         backend: str = "auto",
-        jit_args: list[Any] | None = None,
+        jit_args: Sequence[Any] | None = None,
+        jit_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         import torch
 
         self._layout = code(LAYOUTS, kv_layout, "kv_layout")
         check_backend(backend)
-        if jit_args is not None:
-            raise NotImplementedError("jit_args: customised attention variants are not supported; pass None")
+        self._variant: CustomAttention | None = None
+        if jit_args is not None or jit_kwargs:
+            from fi_core.jit.attention import customised
+
+            # With tensor cores arguments may follow that belong to prefill, and mean nothing here.
+            given = jit_args[:_JIT_ARGS] if jit_args is not None and use_tensor_cores else jit_args
+            self._variant = customised("decode", backend, float_workspace_buffer.device, given, jit_kwargs)
         self._kv_layout, self._backend = kv_layout, backend
         self._use_tensor_cores = use_tensor_cores or backend in ("trtllm-gen", "cudnn")
         self._use_cuda_graph = use_cuda_graph
@@ -372,6 +381,15 @@ class BatchDecodePlan:
         if self._cudnn is not None:
             return self._check_cudnn(True)
         encoding = POS_ENCODINGS[self._pos_encoding_mode]
+        if self._variant is not None:
+            self._variant.check(
+                self._cached_q_data_type,
+                self._cached_kv_data_type,
+                self._cached_o_data_type,
+                self._head_dim,
+                head_dim_vo,
+            )
+            return "cpu" if self.device.type == "cpu" else "fa2"
         rest = (
             self.device, self._cached_q_data_type, self._cached_kv_data_type, self._head_dim, head_dim_vo, encoding,
             self._page_size,

@@ -155,6 +155,30 @@ def _batch_impl(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: int) 
     return impl if impl in ("fa3", "fa2_tc") else None
 
 
+@fi_api
+def single_decode_with_kv_cache_with_jit_module(
+    jit_module: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *args: Any,
+    kv_layout: str = "NHD",
+    window_left: int = -1,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one query token by a user's variant: `gen_customize_single_decode_module(...).build_and_load()`.
+
+    args: the variant's tensors, then its scalars, in the order of declaration; a tensor named maybe_... may be None.
+    Other arguments and the result are those of single_decode_with_kv_cache, with the types that the module was made
+    for. window_left always counts, whatever the variant masks. Without a softmax lse is 0.
+
+    Raises TypeError or ValueError, which name what is missing or does not fit.
+    """
+    from fi_core.jit.attention import custom_attention
+
+    return custom_attention(jit_module).attend(q, k, v, args, kv_layout, False, window_left, return_lse)
+
+
 @functools.cache
 def _needs(device: torch.device, units: int, impl: str) -> ops.Sizes:
     return ops.sizes(device, 1, units, impl=impl)

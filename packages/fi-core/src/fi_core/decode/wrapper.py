@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 _ANY_ADDRESS = ("cpu", "fa2", "cudnn")  # implementations that take any alignment
 _MOST_STRIDES = 64  # kept by a wrapper; a model has few
 _NO_SCALES = (None, None, None)
+# What a variant that is also meant for prefill may declare, and decode has not.
+_NO_MASK: dict[str, Any] = dict.fromkeys(
+    ("maybe_custom_mask", "maybe_mask_indptr", "maybe_prefix_len_ptr", "maybe_token_pos_in_items_ptr",
+     "maybe_max_item_len_ptr", "maybe_k_cache_sf", "maybe_v_cache_sf")
+)  # fmt: skip
 
 
 class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
@@ -38,8 +43,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
     one type, no position encoding, no soft cap, pages of a power of 2; float_workspace_buffer is theirs, and with
     q_len_per_req > 1 what lies behind the tokens of a request in its last page must be finite.
 
-    Raises KeyError (kv_layout), ValueError (backend, buffers), NotImplementedError (jit_args, backends of other
-    libraries), LibraryError ("cudnn" without its frontend).
+    jit_args, jit_kwargs: an attention variant of the user, the arguments of gen_customize_batch_decode_module, for
+    backend "auto" or "fa2"; it is compiled here. What it declares then follows the cache in `run`.
+
+    Raises KeyError (kv_layout), ValueError (backend, buffers), NotImplementedError (backends of other libraries),
+    LibraryError ("cudnn" without its frontend), and for jit_args what the generator raises, or CompileError.
     """
 
     @fi_api
@@ -69,10 +77,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         of the planned types.
 
         q_scale, k_scale multiply the scores and v_scale the output; one-element fp32 tensors on the device work too.
-        args: for fp8 tensors scale_q `[num_qo_heads]`, scale_k, scale_v `[num_kv_heads]`, fp32, or numbers. sinks
-        `[num_qo_heads]`, fp32: `exp(sinks[h])` is added to the sum of the softmax. out, lse: written and returned if
-        given. window_left: None or what was planned. skip_softmax_threshold_scale_factor: nothing is skipped, which
-        any threshold allows.
+        args: for fp8 tensors scale_q `[num_qo_heads]`, scale_k, scale_v `[num_kv_heads]`, fp32, or numbers; with
+        jit_args the tensors and then the scalars that the variant declares. sinks `[num_qo_heads]`, fp32:
+        `exp(sinks[h])` is added to the sum of the softmax. out, lse: written and returned if given.
+        window_left: None or what was planned. skip_softmax_threshold_scale_factor: nothing is skipped, which any
+        threshold allows.
 
         With return_lse also lse `[rows, num_qo_heads]`, fp32: log2 of the sum of `2^(score * log2 e)`. A request of
         length 0 gives out = 0 and lse = -inf (or that of its sink).
@@ -135,7 +144,10 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         if v_scale is not None:
             out_scale, bmm2 = scale_product(1.0, v_scale)
         per_head: tuple[Any, Any, Any] = _NO_SCALES
-        if args:
+        encoding, variant = POS_ENCODINGS[self._pos_encoding_mode], None
+        if self._variant is not None:
+            encoding, variant = self._variant.launch(self, q, args, _NO_MASK, q_scale, k_scale, sinks)
+        elif args:
             score_scale, out_scale, per_head = _per_head(args, score_scale, out_scale)
         if self._window_left != self._division.window_left:  # forward changed it
             self._division.again(self._window_left)
@@ -150,9 +162,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             return (out, lse) if return_lse and lse is not None else out
         ops.attend(
             buffers, out, lse, q, k, v, self._paged_kv_indices_buf, impl, self._layout,
-            POS_ENCODINGS[self._pos_encoding_mode], self._q_len_per_req, self._window_left,
+            encoding, self._q_len_per_req, self._window_left,
             self._logits_soft_cap or 0.0, score_scale, out_scale, self._rope_scale or 1.0, self._rope_theta or 1e4,
-            enable_pdl, sinks, *per_head, bmm1, bmm2,
+            enable_pdl, sinks, *per_head, bmm1, bmm2, variant=variant,
         )  # fmt: skip
         return (out, lse) if return_lse and lse is not None else out
 

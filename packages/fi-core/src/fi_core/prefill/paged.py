@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fi_core.decode.arguments import CHECK, check_pages, unpack
@@ -34,8 +35,12 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
     encoding, no soft cap, pages of a power of 2; float_workspace_buffer is theirs, and what lies behind the tokens of a
     request in its last page must be finite.
 
-    Raises KeyError (kv_layout), ValueError (backend, buffers), NotImplementedError (jit_args, backends of other
-    libraries), LibraryError ("cudnn" without its frontend).
+    jit_args, jit_kwargs: an attention variant of the user, the arguments of gen_customize_batch_prefill_module less
+    backend, for "auto" or "fa2"; it is compiled here. What it declares then follows the cache in `run`. A planned mask
+    counts beside the variant's, unless it declares maybe_custom_mask; with variant_owns_mask the variant's is alone.
+
+    Raises KeyError (kv_layout), ValueError (backend, buffers), NotImplementedError (backends of other libraries),
+    LibraryError ("cudnn" without its frontend), and for jit_args what the generator raises, or CompileError.
     """
 
     def __init__(
@@ -50,7 +55,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         custom_mask_buf: torch.Tensor | None = None,
         mask_indptr_buf: torch.Tensor | None = None,
         backend: str = "auto",
-        jit_args: list[Any] | None = None,
+        jit_args: Sequence[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
@@ -67,7 +72,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         }
         super().__init__(
             float_workspace_buffer, kv_layout, buffers if use_cuda_graph else None, custom_mask_buf, mask_indptr_buf,
-            backend, jit_args, variant_owns_mask,
+            backend, jit_args, jit_kwargs, variant_owns_mask,
         )  # fmt: skip
         if use_cuda_graph:
             self._fixed_batch_size = batch = len(qo_indptr_buf) - 1  # type: ignore[arg-type]
@@ -227,10 +232,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         types.
 
         q_scale, k_scale multiply the scores and v_scale the output; one-element fp32 tensors on the device work too.
-        args: for fp8 tensors scale_q `[num_qo_heads]`, scale_k, scale_v `[num_kv_heads]`, fp32, or numbers. sinks
-        `[num_qo_heads]`, fp32: `exp(sinks[h])` is added to the sum of the softmax. out, lse: written and returned if
-        given. window_left: None or what was planned. The last three: nothing is skipped or rounded, which any setting
-        allows.
+        args: for fp8 tensors scale_q `[num_qo_heads]`, scale_k, scale_v `[num_kv_heads]`, fp32, or numbers; with
+        jit_args the tensors and then the scalars that the variant declares. sinks `[num_qo_heads]`, fp32:
+        `exp(sinks[h])` is added to the sum of the softmax. out, lse: written and returned if given.
+        window_left: None or what was planned. The last three: nothing is skipped or rounded, which any setting allows.
 
         With return_lse also lse, fp32, the logarithm of the sum of `exp(score)`: lse_base "log2" or "ln", lse_layout
         "NH" (`[rows, num_qo_heads]`) or "HN". A row that sees no key gives out = 0, lse = -inf (or that of its sink).

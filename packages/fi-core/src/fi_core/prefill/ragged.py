@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fi_core.observe.log import fi_api
@@ -29,7 +30,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         custom_mask_buf: torch.Tensor | None = None,
         mask_indptr_buf: torch.Tensor | None = None,
         backend: str = "auto",
-        jit_args: list[Any] | None = None,
+        jit_args: Sequence[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
@@ -38,7 +39,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         buffers = {"qo_indptr_buf": qo_indptr_buf, "kv_indptr_buf": kv_indptr_buf}
         super().__init__(
             float_workspace_buffer, kv_layout, buffers if use_cuda_graph else None, custom_mask_buf, mask_indptr_buf,
-            backend, jit_args, variant_owns_mask,
+            backend, jit_args, jit_kwargs, variant_owns_mask,
         )  # fmt: skip
         if use_cuda_graph:
             self._fixed_batch_size = len(qo_indptr_buf) - 1  # type: ignore[arg-type]

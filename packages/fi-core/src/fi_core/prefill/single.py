@@ -12,6 +12,7 @@ from fi_core.observe.log import fi_api
 from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
 from fi_core.prefill import ops
 from fi_core.prefill.once import attend_once
+from fi_core.utils import MaskMode
 
 if TYPE_CHECKING:
     import torch
@@ -208,3 +209,31 @@ def single_prefill_with_kv_cache(
 
 
 single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_kv_cache, return_lse=True)
+
+
+@fi_api
+def single_prefill_with_kv_cache_with_jit_module(
+    jit_module: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *args: Any,
+    kv_layout: str = "NHD",
+    mask_mode: int = MaskMode.NON_CAUSAL.value,
+    window_left: int = -1,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a request's tokens by a user's variant: `gen_customize_single_prefill_module(...).build_and_load()`.
+
+    mask_mode: a value of MaskMode. CAUSAL hides later keys; with NON_CAUSAL or CUSTOM the variant's mask is alone.
+    args and the rest as in single_decode_with_kv_cache_with_jit_module, results as in single_prefill_with_kv_cache.
+
+    Raises TypeError or ValueError, which name what is missing or does not fit; NotImplementedError (mask of items).
+    """
+    from fi_core.jit.attention import custom_attention
+
+    if mask_mode == MaskMode.MULTIITEMSCORING.value:
+        raise NotImplementedError("mask_mode: items are supported by the batch wrappers only")
+    MaskMode(mask_mode)  # ValueError
+    causal = mask_mode == MaskMode.CAUSAL.value
+    return custom_attention(jit_module).attend(q, k, v, args, kv_layout, causal, window_left, return_lse)

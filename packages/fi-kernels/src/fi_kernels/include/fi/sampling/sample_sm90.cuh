@@ -26,37 +26,42 @@ struct Cluster {
   }
 };
 
-// This block's slots, in shared memory.
+// The slots of a warp: the first of them in shared memory, the rest in global memory (after the first read, in L2).
 template <class T>
-struct SharedRow {
+struct ClusterRow {
   static constexpr int kVec = Slots<T>::kVec;
-  const T* slots;
-  FI_DEVICE Vec<T, kVec> load(int slot) const { return fi::load<T, kVec>(slots + slot); }
+  const T* shared;  // of slot 0, if it were held
+  int held;         // slots before it are
+  GlobalRow<T> global;
+
+  FI_DEVICE Vec<T, kVec> load(int slot) const {
+    return slot < held ? fi::load<T, kVec>(shared + slot) : global.load(slot);
+  }
 };
 
-// Starts to fill the slots [begin, end) of this warp from those of the row, which are `skipped` further on. What the
-// row does not fill to 16 bytes at its ends is copied by hand, so nothing outside of it is read.
+// Starts to fill the slots [begin, end) of this warp. What the row does not fill to 16 bytes at its ends is copied by
+// hand, so nothing outside of it is read.
 template <class T>
-FI_DEVICE void load_slots(T* to, const Slots<T>& row, int skipped, int begin, int end, Barrier& barrier) {
+FI_DEVICE void load_slots(T* to, const Slots<T>& row, int begin, int held, int end, Barrier& barrier) {
   constexpr int kVec = Slots<T>::kVec;
-  const int lane = threadIdx.x % 32;
-  const int from = max(skipped + begin, (row.first + kVec - 1) / kVec * kVec);
-  const int until = max(from, min(skipped + end, row.last / kVec * kVec));
+  const int lane = threadIdx.x % 32, low = (row.first + kVec - 1) / kVec * kVec, high = row.last / kVec * kVec;
+  const int from = max(begin, low), until = max(from, min(held, high));
   if (lane == 0) {
     barrier.init(1);
     fence_barrier_init();
     const unsigned bytes = (until - from) * sizeof(T);
     barrier.arrive_expect(bytes);
-    if (bytes) bulk_load(to + (from - skipped), row.base + from, bytes, barrier, kEvictFirst);
+    if (bytes) bulk_load(to + from, row.base + from, bytes, barrier, kEvictFirst);
+    const int rest = max(held, low), rest_end = min(end, high);
+    if (rest < rest_end) bulk_prefetch(row.base + rest, (rest_end - rest) * sizeof(T));
   }
   const auto by_hand = [&](int low, int high) {
 #pragma unroll 1
     for (int slot = low + lane; slot < high; slot += 32)
-      to[slot] =
-          skipped + slot >= row.first && skipped + slot < row.last ? row.base[skipped + slot] : not_a_number<T>();
+      to[slot] = slot >= row.first && slot < row.last ? row.base[slot] : not_a_number<T>();
   };
-  by_hand(begin, min(end, from - skipped));
-  by_hand(max(begin, until - skipped), end);
+  by_hand(begin, min(held, from));
+  by_hand(max(begin, until), held);
   __syncwarp();
 }
 
@@ -77,19 +82,21 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   const int64_t output = blockIdx.x / cluster_size(), row = source_row(p, output);
   if (missing(p, output, row)) return;  // all blocks of the cluster
   cluster_arrive();
-  const Slots<T> whole(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
+  Slots<T> whole(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
   const int skipped = cluster_rank() * p.slice;
-  const int used = max(0, min(p.slice, warp_share(whole.last, 1) - skipped));  // whole pieces
+  whole.base += skipped, whole.first -= skipped, whole.last -= skipped;
+  const int used = max(0, min(p.slice, warp_share(whole.last, 1)));  // whole pieces
   const int share = warp_share(p.slice, kWarps);
-  const int begin = min(warp * share, used), end = min(begin + share, used);
-  load_slots(slots, whole, skipped, begin, end, barriers[warp]);
+  const int begin = min(warp * share, used), end = min(begin + share, used), held = min(begin + p.held, end);
+  slots += warp * (p.held - share);
+  load_slots(slots, whole, begin, held, end, barriers[warp]);
   const uint64_t random = random_of(row_random(p, output));  // while the row is on its way
   cluster_wait();                                            // now all blocks are there
   barriers[warp].wait(0);
   if constexpr (sizeof(T) == 4) {
     if (is_adjusted(p)) {
       __syncthreads();
-      const int low = skipped - whole.first;  // the token of slot 0
+      const int low = -whole.first;  // the token of slot 0
       penalise(p, slots - min(low, 0), max(low, 0), min(low + used, p.vocab), output, row);
       __syncthreads();
 #pragma unroll 1
@@ -98,9 +105,9 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
       __syncwarp();
     }
   }
-  const SharedRow<T> source{slots};
-  run_row<T, Cluster, SharedRow<T>, kWarps>(p, shared, source, begin, end, whole.first - skipped, whole.last - skipped,
-                                            output, row, random);
+  const ClusterRow<T> source{slots, held, {whole}};
+  run_row<T, Cluster, ClusterRow<T>, kWarps>(p, shared, source, begin, end, whole.first, whole.last, output, row,
+                                             random);
   cluster_sync();  // others may still read this block's sums
 }
 

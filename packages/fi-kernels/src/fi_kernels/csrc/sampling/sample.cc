@@ -20,24 +20,25 @@ namespace {
 // one block each.
 void launch(const Kernel& kernel, SampleParams& p, int64_t bytes, DLDevice device) {
   const Entry& entry = kernel.entries[0];
-  Launch config{p.rows};
-  config.pdl = kernel.pdl(-1);
+  const auto pieces = [](int64_t n) { return (n + kPiece - 1) / kPiece * kPiece; };
+  const int64_t slots = p.vocab + 16 / bytes - 1, warps = entry.threads / 32;  // wherever the row begins
+  const auto slice = [&](int64_t blocks) { return pieces((slots + blocks - 1) / blocks); };
+  int64_t blocks = 1, room = 0;
+  const bool all = p.bias || p.bitmask || p.seen;  // is changed where it lies
   if (!entry.config.empty()) {
-    const int64_t resident = entry.config[0] * Kernel::multiprocessors(device), room = entry.config[1];
-    const int64_t slots = p.vocab + 16 / bytes - 1, warps = entry.threads / 32;  // wherever the row begins
-    const auto pieces = [&](int64_t n) { return (n + kPiece - 1) / kPiece * kPiece; };
-    const auto slice = [&](int64_t blocks) { return pieces((slots + blocks - 1) / blocks); };
-    const bool all = p.bias || p.bitmask || p.seen;  // is changed where it lies
-    int64_t blocks = 1;
+    const int64_t resident = entry.config[0] * Kernel::multiprocessors(device);
+    room = entry.config[1];
     while (blocks < 16 && (slice(blocks) * bytes * (all ? 4 : 3) > room * 4 || slice(blocks) > 65536)) blocks *= 2;
     while (blocks < 16 && p.rows * blocks * 2 <= resident && slice(blocks) >= 4096) blocks *= 2;
-    p.slice = static_cast<int32_t>(slice(blocks));
-    const int64_t share = pieces((p.slice + warps - 1) / warps);
-    p.held = static_cast<int32_t>(all ? share : std::min(share, room / bytes / warps / kPiece * kPiece));
-    config.grid_x = p.rows * blocks;
-    config.cluster = static_cast<unsigned>(blocks);
-    config.shared_bytes = p.held * warps * bytes;
   }
+  p.slice = static_cast<int32_t>(slice(blocks));
+  p.share = static_cast<int32_t>(pieces((p.slice + warps - 1) / warps));
+  p.held = static_cast<int32_t>(room && all ? p.share : std::min<int64_t>(p.share, room / bytes / warps / kPiece * kPiece));
+  const int64_t marks = (p.share + 4 * kPiece - 1) / (4 * kPiece) * 256;
+  Launch config{p.rows * blocks};
+  config.pdl = kernel.pdl(-1);
+  config.cluster = static_cast<unsigned>(blocks);
+  config.shared_bytes = warps * (marks + p.held * bytes);
   kernel.launch(entry, config, device, p);
 }
 #else

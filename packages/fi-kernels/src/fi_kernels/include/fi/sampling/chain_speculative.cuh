@@ -2,7 +2,7 @@
 // rows.
 #pragma once
 #include "fi/sampling/chain_speculative.h"
-#include "fi/sampling/sample.cuh"
+#include "fi/sampling/row_sampler.cuh"
 
 namespace fi {
 namespace sampling {
@@ -21,6 +21,10 @@ struct ResidualRow {
         if (slot + i >= target.first && slot + i < target.last) x.v[i] -= draft[slot + i];
     }
     return x;
+  }
+  FI_DEVICE float at(int slot) const {
+    const float x = GlobalRow<float>{target}.at(slot);
+    return draft && slot >= target.first && slot < target.last ? x - draft[slot] : x;
   }
 };
 
@@ -49,16 +53,16 @@ FI_DEVICE void chain_speculative(const ChainParams& p) {
   if (position < p.drafts) source.draft = p.draft + (row * p.drafts + position) * p.vocab - source.target.first;
   const int share = warp_share(source.target.last, kWarps), all = warp_share(source.target.last, 1);
   const int begin = min(static_cast<int>(threadIdx.x / 32) * share, all), end = min(begin + share, all);
-  RowSampler<OneBlock, ResidualRow, kWarps> s{shared, source, begin, end, false};
-  Range groups;
-  bool valid = s.prepare(1.f, groups);
+  RowSampler<OneBlock, ResidualRow, kWarps> s{shared, source, nullptr, begin, end, false};
+  uint32_t bound;
+  bool valid = s.prepare(1.f, 0, 0, bound);
   if (!valid && source.draft) {  // nothing is left over: both are the same
     __syncthreads();
     source.draft = nullptr;
-    valid = s.prepare(1.f, groups);
+    valid = s.prepare(1.f, 0, 0, bound);
   }
   uint64_t before = 0, own = 0, total = 0;
-  if (valid) total = s.template total_weight<false>(s.scale.lowest, before, own);
+  if (valid) total = s.total_weight(s.scale.lowest, before, own);
   pdl_launch_dependents();
   int32_t* tokens = p.tokens + row * (p.drafts + 1);
   for (int i = threadIdx.x; i <= p.drafts; i += kThreads)

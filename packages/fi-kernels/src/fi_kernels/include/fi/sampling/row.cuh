@@ -27,6 +27,12 @@ FI_DEVICE T not_a_number() {
   return from_float<T>(__int_as_float(0x7fffffff));
 }
 
+// Whole pieces for each of the warps of a block.
+FI_DEVICE int warp_share(int slots, int warps) {
+  const int each = (slots + warps - 1) / warps;
+  return (each + kPiece - 1) / kPiece * kPiece;
+}
+
 // The slots [begin, end) of a warp, read from global memory each time.
 template <class T>
 struct GlobalRow {
@@ -40,6 +46,9 @@ struct GlobalRow {
     for (int i = 0; i < kVec; ++i)
       x.v[i] = slot + i >= slots.first && slot + i < slots.last ? slots.base[slot + i] : not_a_number<T>();
     return x;
+  }
+  FI_DEVICE float at(int slot) const {
+    return to_float(slot >= slots.first && slot < slots.last ? slots.base[slot] : not_a_number<T>());
   }
 };
 

@@ -1,4 +1,4 @@
-// One row in the hands of a team of blocks: exact thresholds by bucketed search, sums, a draw, and what is written.
+// One row in the hands of a team of blocks: passes over it, the sum of what may be drawn, a draw, and what is written.
 #pragma once
 #include "fi/sampling/row.cuh"
 #include "fi/sampling/team.cuh"
@@ -6,19 +6,23 @@
 namespace fi {
 namespace sampling {
 
-// One row in the hands of a team. Source: load(slot) gives kVec elements of this block, NaN where there are none; each
-// warp owns the pieces [begin, end).
+// Source: load(slot) gives kVec elements of this block, at(slot) one, NaN where there are none; each warp owns the
+// pieces [begin, end).
 template <class Team, class Source, int kWarps>
 struct RowSampler {
   static constexpr int kVec = Source::kVec, kRows = kPiece / (32 * kVec);
+  static_assert(kRows * kVec == 16, "marks of a thread in a piece");
   using Piece = float[kRows][kVec];
   Scratch<Team, kWarps>& shared;
   const Source& source;
-  int begin, end;  // slots of this warp, whole pieces
+  uint64_t* marks;  // of this warp: a bit for each element, four pieces of a thread in a word
+  int begin, end;   // slots of this warp, whole pieces
   bool logits;
   Scale scale;
   uint32_t top, limit;  // keys of the largest and of the smallest element that may be drawn
   uint32_t mine;        // key of this thread's largest element
+  Range marked;         // what is marked, and that sums are of what is above it
+  bool summed;
 
   FI_DEVICE static int lane() { return threadIdx.x % 32; }
   FI_DEVICE static int warp() { return threadIdx.x / 32; }
@@ -32,23 +36,14 @@ struct RowSampler {
     const int pieces = (end - begin) / kPiece, piece = (base - begin) / kPiece;
     return pieces <= kPeaks ? piece : static_cast<int>(static_cast<int64_t>(piece) * kPeaks / pieces);
   }
-  // f(x, base) for each piece that has an element at or above a key.
-  template <class F>
-  FI_DEVICE void each(uint32_t least, F&& f) const {
-#pragma unroll 1
-    for (int base = begin; base < end; base += kPiece) {
-      if (shared.peak[warp()][peak_of(base)] < least) continue;
-      Piece x;
-      load(base, x);
-      f(x, base);
-    }
-  }
-  // f(x, slot) for the vectors of such pieces: short code, for what is not done with every element.
+  FI_DEVICE uint32_t peak(int base) const { return shared.peak[warp()][peak_of(base)]; }
+  // f(x, slot) for the vectors of each piece that has an element at or above a key: short code, for what is not done
+  // with every element.
   template <class F>
   FI_DEVICE void each_vector(uint32_t least, F&& f) const {
 #pragma unroll 1
     for (int base = begin; base < end; base += kPiece) {
-      if (shared.peak[warp()][peak_of(base)] < least) continue;
+      if (peak(base) < least) continue;
 #pragma unroll 1
       for (int slot = base + lane() * kVec; slot < base + kPiece; slot += 32 * kVec) {
         float x[kVec];
@@ -70,14 +65,17 @@ struct RowSampler {
     }
   }
 
-  // The largest element of the row, and of each thread's share. Returns false if no element may be drawn.
-  FI_DEVICE bool prepare(float temperature, Range& groups) {
+  // The largest element of the row and of each thread's share. `bound`: the quantile-th largest, over the warps of the
+  // team, of the rank-th largest of the threads' largest elements in a warp; 0 if there is none, or rank is 0. Returns
+  // false if no element may be drawn.
+  FI_DEVICE bool prepare(float temperature, int rank, int quantile, uint32_t& bound) {
     const float least = logits ? -__uint_as_float(kLargest) : __uint_as_float(kSmallest);
     const auto key_from = [&](float x) { return x >= least ? key_of(x) : 0u; };
-    if (lane() < kPeaks) shared.peak[warp()][lane()] = 0, shared.sums[warp()][lane()] = 0;
+    if (lane() < kPeaks) shared.peak[warp()][lane()] = 0;
     __syncwarp();
     uint32_t high = 0;
     mine = 0;
+    summed = false;
 #pragma unroll 1
     for (int base = begin; base < end; base += kPiece) {
       Piece x;
@@ -99,16 +97,35 @@ struct RowSampler {
         place = max(place, peak);
       }
     }
-    const uint32_t low = __reduce_max_sync(0xffffffffu, mine ? ~mine : 0u);
-    publish(shared.ends, uint64_t{high} << 32 | low);
-    groups = {0, 0};
-    over_warps(shared.ends, [&](uint64_t ends, unsigned) {
-      groups.high = max(groups.high, static_cast<uint32_t>(ends >> 32));
-      groups.low = max(groups.low, static_cast<uint32_t>(ends));
-    });
-    groups = {~__reduce_max_sync(0xffffffffu, groups.low), __reduce_max_sync(0xffffffffu, groups.high)};
-    top = groups.high;
+    uint32_t ranked = 0, rest = mine;
+#pragma unroll 1
+    for (int i = 0; i < rank; ++i) {
+      ranked = __reduce_max_sync(0xffffffffu, rest);
+      if (lane() == __ffs(__ballot_sync(0xffffffffu, rest == ranked)) - 1) rest = 0;
+    }
+    publish(shared.ends, uint64_t{high} << 32 | ranked);
+    constexpr int kEach = (Team::kLargest * kWarps + 31) / 32;
+    uint32_t keys[kEach] = {};
+    top = 0;
+    over_warps(shared.ends, [&](uint64_t ends, unsigned) { top = max(top, static_cast<uint32_t>(ends >> 32)); });
+    top = __reduce_max_sync(0xffffffffu, top);
+    bound = 0;
     if (top == 0) return false;
+    if (rank) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const unsigned at = 32 * i + lane();
+        if (at < Team::size() * kWarps) keys[i] = static_cast<uint32_t>(shared.ends[at / kWarps][at % kWarps]);
+      }
+#pragma unroll 1
+      for (int bit = 31; bit >= 12; --bit) {  // the bits below would leave out few elements more
+        const uint32_t trial = bound | 1u << bit;
+        uint32_t count = 0;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) count += keys[i] >= trial;
+        if (static_cast<int>(__reduce_add_sync(0xffffffffu, count)) >= quantile) bound = trial;
+      }
+    }
     scale = logits ? logits_scale(value_of(top), temperature) : probs_scale(value_of(top));
     limit = key_of(scale.lowest);
     return true;
@@ -126,243 +143,122 @@ struct RowSampler {
     for (unsigned i = lane(); i < Team::size() * kWarps; i += 32) f(values[i / kWarps][i % kWarps], i);
   }
 
-  // Adds up the counters of the team, each block some of them for all. Every thread must come, after its last addition.
-  FI_DEVICE void collect() {
-    constexpr unsigned kAtOnce = 4;  // loads from other blocks in flight
-    Team::sync();
-    const unsigned size = Team::size(), each = (kCounters + size - 1) / size, first = Team::rank() * each;
-    for (unsigned b = first + threadIdx.x; b < min(first + each, static_cast<unsigned>(kCounters)); b += blockDim.x) {
-      uint32_t count = 0;
-      uint64_t sum = 0;
+  // Marks the elements of the range. With `rest`, also adds up, in all and by piece, the parts of those above it, and in
+  // all those from `limit` on: one each, or their weights.
+  FI_DEVICE void mark(Range range, bool weights, bool rest, uint64_t& above, uint64_t& all) {
+    const uint32_t edge_key = range.high + 1;
+    const float low = value_of(range.low), edge = value_of(edge_key), lowest = value_of(limit);
+    const bool marking = range.low <= range.high, some = edge_key > limit;
+    above = all = 0;
+    marked = range;
+    summed = rest && weights;
+    __syncwarp();
+    if (lane() < kPeaks) shared.sums[warp()][lane()] = 0;
+    __syncwarp();
+    uint64_t marks_of_four = 0;
+    int piece = 0;
 #pragma unroll 1
-      for (unsigned r = 0; r < size; r += kAtOnce) {
-        uint4 part[kAtOnce];
+    for (int base = begin; base < end; base += kPiece, ++piece) {
+      const uint32_t largest = peak(base);
+      if (largest >= (rest ? limit : range.low)) {
+        Piece x;
+        load(base, x);
+        if (marking && largest >= range.low) {
+          uint32_t bits = 0;
 #pragma unroll
-        for (unsigned i = 0; i < kAtOnce; ++i)
-          part[i] = r + i < size ? Team::read(shared.counters[b], r + i) : make_uint4(0, 0, 0, 0);
+          for (int j = 0; j < kRows; ++j)
 #pragma unroll
-        for (unsigned i = 0; i < kAtOnce; ++i) {
-          count += part[i].x;
-          sum += (uint64_t{part[i].z} << Team::kHighAt) + part[i].y;
+            for (int i = 0; i < kVec; ++i)
+              bits |= static_cast<uint32_t>(x[j][i] >= low && !(x[j][i] >= edge)) << (j * kVec + i);
+          marks_of_four |= uint64_t{bits} << piece % 4 * 16;
         }
+        if (rest) add_up(x, weights, some, lowest, edge, base, above, all);
       }
-      const uint4 total = make_uint4(static_cast<uint32_t>(sum), static_cast<uint32_t>(sum >> 32), count, 0);
-      for (unsigned r = 0; r < size; ++r) Team::write(shared.totals[b], r, total);
-    }
-    Team::sync();
-    for (int b = threadIdx.x; b < kCounters; b += blockDim.x) shared.counters[b] = {};
-    __syncthreads();
-  }
-
-  FI_DEVICE uint64_t part_of(bool weights, int bucket) const {
-    return weights ? shared.totals[bucket].sum : shared.totals[bucket].count;
-  }
-  FI_DEVICE uint64_t all_buckets(bool weights) const {
-    uint64_t part = 0;
-#pragma unroll 1
-    for (int i = lane(); i < kBuckets; i += 32) part += part_of(weights, i);
-    return warp_sum_u64(part);
-  }
-
-  // The bucket, from the top, with which `above` and the buckets so far first reach the target.
-  struct Crossing {
-    int bucket;  // -1: above them all, kBuckets: not reached
-    uint32_t count;
-    uint64_t above;  // the bucket
-  };
-  FI_DEVICE Crossing crossing(bool weights, uint64_t above, uint64_t target) const {
-    if (above >= target) return {-1, 0, above};
-#pragma unroll 1
-    for (int first = kBuckets - 1; first >= 0; first -= 32) {
-      const uint64_t part = part_of(weights, first - lane()), sum = warp_sum_u64(part);
-      if (above + sum >= target) {
-        const uint64_t through = above + warp_scan_u64(part);
-        const int owner = __ffs(__ballot_sync(0xffffffffu, through >= target)) - 1, bucket = first - owner;
-        return {bucket, shared.totals[bucket].count, __shfl_sync(0xffffffffu, through - part, owner)};
+      if (marking && (piece % 4 == 3 || base + kPiece == end)) {
+        marks[piece / 4 * 32 + lane()] = marks_of_four;
+        marks_of_four = 0;
       }
-      above += sum;
     }
-    return {kBuckets, 0, above};
   }
-
-  FI_DEVICE static int bucket_shift(Range range) {
-    const uint32_t width = range.high - range.low;
-    return width < kBuckets ? 0 : 24 - __clz(width);  // width >> shift is below 256
-  }
-
-  // A sum of below 2^48, in parts that one adder each takes from all warps of a block.
-  FI_DEVICE static void add_outside(Counter& to, uint64_t sum) {
-    constexpr uint64_t part = (uint64_t{1} << Team::kHighAt) - 1;
-    if (lane() != 0) return;
-    const uint32_t low = static_cast<uint32_t>(sum & part), before = atomicAdd(&to.low, low);
-    const uint32_t carry = Team::kHighAt == 32 && before > ~low;
-    atomicAdd(&to.high, static_cast<uint32_t>(sum >> Team::kHighAt) + carry);
-  }
-
-  // Counts or weighs the elements by their bucket of the range; with `whole`, also those above it and those below.
-  FI_DEVICE void tally(bool weights, Range range, bool whole) const {
-    const float low = value_of(range.low), high = value_of(range.high), lowest = value_of(limit);
-    const int shift = bucket_shift(range);
-    uint64_t above = 0, below = 0;
-    each_vector(whole ? limit : range.low, [&](const float (&x)[kVec], int) {
-      uint32_t w[kVec] = {};
-      bool any = false;
+  FI_DEVICE void add_up(const Piece& x, bool weights, bool some, float lowest, float edge, int base, uint64_t& above,
+                        uint64_t& all) const {
+    uint64_t part = 0, part_above = 0;
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) any |= x[i] >= low && x[i] <= high;
-      if (weights && (whole || any)) weigh(x, lowest, w);
-      if (whole) {
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) {
-          const uint32_t part = weights ? w[i] : x[i] >= lowest;
-          above += x[i] > high ? part : 0;
-          below += x[i] < low ? part : 0;
-        }
-      }
-      if (any) {
-#pragma unroll
-        for (int i = 0; i < kVec; ++i)
-          if (x[i] >= low && x[i] <= high)
-            Team::add(shared.counters[min((key_of(x[i]) - range.low) >> shift, kBuckets - 1u)], w[i]);
-      }
-    });
-    if (whole) {
-      add_outside(shared.counters[kAbove], warp_sum_u64(above));
-      add_outside(shared.counters[kBelow], warp_sum_u64(below));
-    }
-  }
-
-  // Some elements of each thread by their bucket of an eighth of a power of two in probability.
-  FI_DEVICE void tally_sample(bool weights) const {
-    const float per_bucket = 8.f * scale.factor, lowest = value_of(limit);
-#pragma unroll 1
-    for (int j = 0; j < kRows && begin < end; ++j) {
-      float x[kVec];
-      to_float(source.load(begin + (32 * j + lane()) * kVec), x);
-      if (!(x[0] >= lowest)) continue;
-      const float steps = logits ? (scale.top - x[0]) * per_bucket : static_cast<float>((top - key_of(x[0])) >> 20);
-      Team::add(shared.counters[kBuckets - 1 - static_cast<int>(fminf(steps, kBuckets - 1.f))],
-                weights ? weight(x[0]) : 0u);
-    }
-  }
-  // The key so many buckets of a sample below the top.
-  FI_DEVICE uint32_t key_down(int buckets) const {
-    if (logits) return key_of(scale.top - static_cast<float>(buckets) / (8.f * scale.factor));
-    return top - min(static_cast<uint32_t>(buckets) << 20, top);
-  }
-
-  // The smallest element that is needed so that it and all above it reach the target: k elements, or, with weights, a
-  // share of the weight of all from `limit` on. What is known or guessed before decides how long it takes, not what is
-  // found: k of the threads' largest elements are at or above the k-th of them, so the k-th of all is, too; a sample
-  // says where a share lies.
-  FI_DEVICE uint32_t search(bool weights, uint64_t k, float share, Range groups, bool few) {
-    enum Pass { kThreads, kSample, kAll };
-    Pass pass = !weights ? kThreads : few ? kAll : kSample;
-    Range range = weights ? Range{limit, top} : groups;
-    uint64_t above = 0, target = k;
-    bool whole = weights;
-#pragma unroll 1
-    for (;;) {
-      if (pass == kAll)
-        tally(weights, range, whole);
-      else if (pass == kSample)
-        tally_sample(weights);
-      else if (mine)
-        Team::add(shared.counters[(mine - groups.low) >> bucket_shift(groups)], 0u);
-      collect();
-      float total = 0.f;
-      if (pass == kSample) total = static_cast<float>(all_buckets(weights));
-      if (pass == kAll && whole) {
-        above = shared.totals[kAbove].sum;
-        if (weights) target = share_of(above + shared.totals[kBelow].sum + all_buckets(true), share);
-        whole = false;
-      }
-      Crossing found;
-      int guessed = kBuckets;  // the bucket in which the upper end of the range is
-#pragma unroll 1
-      for (int end = pass == kSample; end >= 0; --end) {
-        constexpr float margin = 0.01f;
-        const float wanted = end ? share - margin : share + margin;
-        found =
-            crossing(weights, above, pass == kSample ? static_cast<uint64_t>(fmaxf(wanted, 0.f) * total) + 1 : target);
-        if (end) guessed = found.bucket;
-      }
-      if (pass == kSample) {
-        range = {limit, top};
-        if (share > 0.01f && guessed < kBuckets - 1) range.high = max(limit, key_down(kBuckets - 1 - guessed));
-        if (found.bucket > 0 && found.bucket < kBuckets) range.low = max(limit, key_down(kBuckets - found.bucket));
-        range.low = min(range.low, range.high);
-        pass = kAll;
-        whole = weights || range.high != top;
-      } else if (pass == kThreads) {
-        range = {limit, top};
-        if (found.bucket < kBuckets)
-          range.low = groups.low + (static_cast<uint32_t>(found.bucket) << bucket_shift(groups));
-        pass = found.bucket < kBuckets || few ? kAll : kSample;
-      } else if (found.bucket < 0) {  // the guess was too low
-        range = {range.high + 1, top};
-        above = 0;
-      } else if (found.bucket == kBuckets) {
-        if (range.low <= limit) return limit;
-        range = {limit, range.low - 1};
-        above = found.above;
+    for (int j = 0; j < kRows; ++j) {
+      uint32_t w[kVec];
+      if (weights) {
+        weigh(x[j], lowest, w);
       } else {
-        const int shift = bucket_shift(range);
-        const uint32_t low = range.low + (static_cast<uint32_t>(found.bucket) << shift);
-        if (shift == 0 || found.count == 1) return low;
-        range = {low, low + min(range.high - low, (1u << shift) - 1)};
-        above = found.above;
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) w[i] = x[j][i] >= lowest;
+      }
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) part += w[i];
+      if (some) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) part_above += x[j][i] >= edge ? w[i] : 0;
       }
     }
+    if (!some) part_above = part;
+    above += part_above;
+    all += part;
+    add_to_piece(base, part_above);
   }
-
-  // The smallest key that may be drawn.
-  FI_DEVICE uint32_t threshold(Range groups, int vocab, int32_t k, float top_p, float min_p, bool joint) {
-    const bool by_count = k > 0 && k < vocab, by_weight = !(top_p >= 1.f), few = vocab <= 4096;
-    const uint32_t all = limit;
-    uint32_t lowest = limit;
+  FI_DEVICE void add_to_piece(int base, uint64_t part) const {
+    const uint64_t sum = warp_sum_u64(part);
+    if (lane() == 0) shared.sums[warp()][peak_of(base)] += sum;
+  }
+  // The slot of a marked element: bit `bit` of a word of marks.
+  FI_DEVICE int slot_of(int word, int bit) const {
+    return begin + (word * 4 + bit / 16) * kPiece + (32 * (bit % 16 / kVec) + lane()) * kVec + bit % kVec;
+  }
+  FI_DEVICE int words() const { return (end - begin + 4 * kPiece - 1) / (4 * kPiece); }
+  // f(x, slot) for this thread's marked elements.
+  template <class F>
+  FI_DEVICE void each_marked(F&& f) const {
 #pragma unroll 1
-    for (int stage = 0; stage < 2; ++stage) {
-      const bool weights = stage == 1, after_k = weights && by_count && !joint;
-      if (!(weights ? by_weight : by_count)) continue;
-      if (after_k) limit = lowest;
-      const float share = weights ? top_p : static_cast<float>(k) / static_cast<float>(vocab);
-      lowest = max(lowest, search(weights, static_cast<uint64_t>(k), share, groups, few || (after_k && k <= 4096)));
-      limit = all;
+    for (int word = 0; word < words(); ++word) {
+#pragma unroll 1
+      for (uint64_t bits = marks[word * 32 + lane()]; bits; bits &= bits - 1) {
+        const int slot = slot_of(word, __ffsll(static_cast<int64_t>(bits)) - 1);
+        f(source.at(slot), slot);
+      }
     }
-    return max(lowest, key_of(min_p_bound(scale, min_p, logits)));
   }
 
   // The weight of all elements from `lowest` on, of this warp's own, and of those that come before them in the row.
-  template <bool kFine>
   FI_DEVICE uint64_t total_weight(float lowest, uint64_t& before, uint64_t& own) {
-    own = 0;
-    const uint32_t least = key_of(lowest);
-    const auto add = [&](uint64_t sum, int base) {
-      sum = warp_sum_u64(sum);
-      if (lane() == 0) shared.sums[warp()][peak_of(base)] += sum;
-      own += sum;
-    };
-    if constexpr (kFine) {
-      each_vector(least, [&](const float (&x)[kVec], int slot) {
-        uint64_t sum = 0;
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) sum += x[i] >= lowest ? fine(weight_of(x[i])) : 0;
-        own += sum;
-      });
-      own = warp_sum_u64(own);
-    } else {
-      each(least, [&](const Piece& x, int base) {
-        uint64_t sum = 0;
-#pragma unroll
-        for (int j = 0; j < kRows; ++j) {
-          uint32_t w[kVec];
-          weigh(x[j], lowest, w);
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) sum += w[i];
+    const uint32_t key = key_of(lowest);
+    if (summed && key >= marked.low && key <= marked.high + 1) {  // what is above is there, marked ones are not
+#pragma unroll 1
+      for (int base = begin, piece = 0; base < end; base += kPiece, ++piece) {
+        uint64_t part = 0;
+#pragma unroll 1
+        for (uint32_t bits = marks[piece / 4 * 32 + lane()] >> piece % 4 * 16 & 0xffff; bits; bits &= bits - 1) {
+          const float x = source.at(slot_of(piece / 4, piece % 4 * 16 + __ffs(static_cast<int>(bits)) - 1));
+          if (x >= lowest) part += weight(x);
         }
-        add(sum, base);
-      });
+        add_to_piece(base, part);
+      }
+    } else {
+      uint64_t above, all;
+      limit = key;
+      mark({key, key - 1}, true, true, above, all);
     }
+    __syncwarp();
+    own = warp_sum_u64(lane() < kPeaks ? shared.sums[warp()][lane()] : 0);
+    return collect(before, own);
+  }
+  // The same in finer weights, for division.
+  FI_DEVICE uint64_t total_fine(float lowest) {
+    uint64_t own = 0, before;
+    each_vector(key_of(lowest), [&](const float (&x)[kVec], int) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) own += x[i] >= lowest ? fine(weight_of(x[i])) : 0;
+    });
+    return collect(before, warp_sum_u64(own));
+  }
+  FI_DEVICE uint64_t collect(uint64_t& before, uint64_t own) {
     publish(shared.weights, own);
     uint64_t total = 0;
     before = 0;
@@ -377,7 +273,7 @@ struct RowSampler {
 
   // The slot at which the weights from `lowest` on, summed in order from this warp's first, pass `target`.
   FI_DEVICE int locate(float lowest, uint64_t target) const {
-    const uint64_t sum = lane() < kPeaks ? shared.sums[warp()][lane()] : 0, up_to = warp_scan_u64(sum);
+    const uint64_t sum = lane() < kPeaks ? shared.sums[warp()][lane()] : 0, up_to = warp_scan(sum);
     const int place = __ffs(__ballot_sync(0xffffffffu, up_to > target)) - 1;
     uint64_t passed = __shfl_sync(0xffffffffu, up_to - sum, max(place, 0));
     int found = -1;
@@ -388,7 +284,7 @@ struct RowSampler {
       uint64_t part = 0;
 #pragma unroll
       for (int i = 0; i < kVec; ++i) part += w[i];
-      const uint64_t through = passed + warp_scan_u64(part);
+      const uint64_t through = passed + warp_scan(part);
       const unsigned reached = __ballot_sync(0xffffffffu, through > target);
       if (reached) {
         uint64_t sum = through - part;

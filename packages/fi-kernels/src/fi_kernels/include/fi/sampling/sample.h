@@ -41,7 +41,7 @@ struct SampleParams {
   int64_t input_row, out_row, bias_row, bitmask_row, seen_row, adjusted_row;
   int64_t input_rows;
   int32_t rows, vocab, seen_slots;
-  int32_t slice, held;  // slots of a block, whole pieces; of them, in shared memory for each warp
+  int32_t slice, share, held;  // slots of a block, of a warp, and of these in shared memory; whole pieces
   int32_t output;
   bool logits, joint, wide_indices, wide_tokens, wide_out, per_row_random;
 };

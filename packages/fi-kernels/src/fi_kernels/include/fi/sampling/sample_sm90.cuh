@@ -13,7 +13,12 @@ struct Cluster {
   FI_DEVICE static unsigned size() { return cluster_size(); }
   FI_DEVICE static void sync() { cluster_sync(); }
   FI_DEVICE static uint4 read(const Counter& x, unsigned rank) { return cluster_load_u32x4(cluster_address(&x, rank)); }
-  FI_DEVICE static void write(Total& to, unsigned rank, uint4 x) { cluster_store_u32x4(cluster_address(&to, rank), x); }
+  FI_DEVICE static uint32_t read(const uint32_t& x, unsigned rank) {
+    return cluster_load_u32(cluster_address(&x, rank));
+  }
+  FI_DEVICE static void write(uint32_t& to, unsigned rank, uint32_t x) {
+    cluster_store_u32(cluster_address(&to, rank), x);
+  }
   FI_DEVICE static void write(uint64_t& to, unsigned rank, uint64_t x) {
     cluster_store_u64(cluster_address(&to, rank), x);
   }
@@ -37,6 +42,7 @@ struct ClusterRow {
   FI_DEVICE Vec<T, kVec> load(int slot) const {
     return slot < held ? fi::load<T, kVec>(shared + slot) : global.load(slot);
   }
+  FI_DEVICE float at(int slot) const { return slot < held ? to_float(shared[slot]) : global.at(slot); }
 };
 
 // Starts to fill the slots [begin, end) of this warp. What the row does not fill to 16 bytes at its ends is copied by
@@ -72,11 +78,11 @@ template <class T, int kThreads>
 FI_DEVICE void sample_cluster(const SampleParams& p) {
   using namespace sampling;
   constexpr int kWarps = kThreads / 32;
-  extern __shared__ uint4 dynamic[];
   __shared__ Scratch<Cluster, kWarps> shared;
   __shared__ Barrier barriers[kWarps];
-  T* slots = reinterpret_cast<T*>(dynamic);
   const int warp = threadIdx.x / 32;
+  uint64_t* marks = marks_of(p, warp);
+  T* slots = reinterpret_cast<T*>(marks_of(p, kWarps));
   clear(shared);
   pdl_wait();
   const int64_t output = blockIdx.x / cluster_size(), row = source_row(p, output);
@@ -86,9 +92,8 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   const int skipped = cluster_rank() * p.slice;
   whole.base += skipped, whole.first -= skipped, whole.last -= skipped;
   const int used = max(0, min(p.slice, warp_share(whole.last, 1)));  // whole pieces
-  const int share = warp_share(p.slice, kWarps);
-  const int begin = min(warp * share, used), end = min(begin + share, used), held = min(begin + p.held, end);
-  slots += warp * (p.held - share);
+  const int begin = min(warp * p.share, used), end = min(begin + p.share, used), held = min(begin + p.held, end);
+  slots += warp * (p.held - p.share);
   load_slots(slots, whole, begin, held, end, barriers[warp]);
   const uint64_t random = random_of(row_random(p, output));  // while the row is on its way
   cluster_wait();                                            // now all blocks are there
@@ -106,7 +111,7 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
     }
   }
   const ClusterRow<T> source{slots, held, {whole}};
-  run_row<T, Cluster, ClusterRow<T>, kWarps>(p, shared, source, begin, end, whole.first, whole.last, output, row,
+  run_row<T, Cluster, ClusterRow<T>, kWarps>(p, shared, source, marks, begin, end, whole.first, whole.last, output, row,
                                              random);
   cluster_sync();  // others may still read this block's sums
 }

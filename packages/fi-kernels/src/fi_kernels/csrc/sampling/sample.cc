@@ -38,7 +38,7 @@ void launch(const Kernel& kernel, SampleParams& p, int64_t bytes, DLDevice devic
   Launch config{p.rows * blocks};
   config.pdl = kernel.pdl(-1);
   config.cluster = static_cast<unsigned>(blocks);
-  config.shared_bytes = warps * (marks + p.held * bytes);
+  config.shared_bytes = warps * marks + (room ? warps * p.held : 2 * kPiece) * bytes;  // lone blocks hold the ends
   kernel.launch(entry, config, device, p);
 }
 #else

@@ -13,18 +13,25 @@ struct ResidualRow {
   Slots<float> target;
   const float* draft;  // of slot 0
 
-  FI_DEVICE Vec<float, kVec> load(int slot) const {
-    Vec<float, kVec> x = GlobalRow<float>{target}.load(slot);
-    if (draft) {
+  FI_DEVICE float at(int slot) const {
+    if (slot < target.first || slot >= target.last) return __int_as_float(0x7fffffff);
+    return draft ? target.base[slot] - draft[slot] : target.base[slot];
+  }
+  FI_DEVICE int place(int slot) const { return slot; }
+  FI_DEVICE Vec<float, kVec> load(int place, int further) const {
+    const int slot = place + further;
+    Vec<float, kVec> x;
+    if (target.inside(slot)) {
+      x = fi::load<float, kVec>(target.base + slot);
+      if (draft) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i)
-        if (slot + i >= target.first && slot + i < target.last) x.v[i] -= draft[slot + i];
+        for (int i = 0; i < kVec; ++i) x.v[i] -= draft[slot + i];
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) x.v[i] = at(slot + i);
     }
     return x;
-  }
-  FI_DEVICE float at(int slot) const {
-    const float x = GlobalRow<float>{target}.at(slot);
-    return draft && slot >= target.first && slot < target.last ? x - draft[slot] : x;
   }
 };
 
@@ -62,7 +69,11 @@ FI_DEVICE void chain_speculative(const ChainParams& p) {
     valid = s.prepare(1.f, 0, 0, bound);
   }
   uint64_t before = 0, own = 0, total = 0;
-  if (valid) total = s.total_weight(s.scale.lowest, before, own);
+  if (valid) {
+    uint64_t above, all;
+    s.mark({s.limit, s.limit - 1}, true, true, above, all);
+    total = s.total_weight(before, own);
+  }
   pdl_launch_dependents();
   int32_t* tokens = p.tokens + row * (p.drafts + 1);
   for (int i = threadIdx.x; i <= p.drafts; i += kThreads)

@@ -6,8 +6,8 @@
 namespace fi {
 namespace sampling {
 
-// Source: load(slot) gives kVec elements of this block, at(slot) one, NaN where there are none; each warp owns the
-// pieces [begin, end).
+// Source: place(base) says where a piece is, load(place, further) gives kVec of its elements, at(slot) one, NaN where the
+// row is not; each warp owns the pieces [begin, end).
 template <class Team, class Source, int kWarps>
 struct RowSampler {
   static constexpr int kVec = Source::kVec, kRows = kPiece / (32 * kVec);
@@ -29,8 +29,9 @@ struct RowSampler {
 
   // Of a piece, row j of lane l is slots base + (32 j + l) kVec and on.
   FI_DEVICE void load(int base, Piece& x) const {
+    const auto place = source.place(base);
 #pragma unroll
-    for (int j = 0; j < kRows; ++j) to_float(source.load(base + (32 * j + lane()) * kVec), x[j]);
+    for (int j = 0; j < kRows; ++j) to_float(source.load(place, (32 * j + lane()) * kVec), x[j]);
   }
   FI_DEVICE int peak_of(int base) const {
     const int pieces = (end - begin) / kPiece, piece = (base - begin) / kPiece;
@@ -44,25 +45,28 @@ struct RowSampler {
 #pragma unroll 1
     for (int base = begin; base < end; base += kPiece) {
       if (peak(base) < least) continue;
+      const auto place = source.place(base);
 #pragma unroll 1
-      for (int slot = base + lane() * kVec; slot < base + kPiece; slot += 32 * kVec) {
+      for (int further = lane() * kVec; further < kPiece; further += 32 * kVec) {
         float x[kVec];
-        to_float(source.load(slot), x);
-        f(x, slot);
+        to_float(source.load(place, further), x);
+        f(x, base + further);
       }
     }
   }
   FI_DEVICE Weight weight_of(float x) const { return logits ? logit_weight(x, scale) : prob_weight(x, scale); }
   FI_DEVICE uint32_t weight(float x) const { return coarse(weight_of(x)); }
-  // Of a row of a piece; 0 for elements below `lowest`.
+  // Of a row of a piece; 0 for elements below `lowest`, chosen last: a branch for each element would cost more.
   FI_DEVICE void weigh(const float (&x)[kVec], float lowest, uint32_t (&w)[kVec]) const {
     if (logits) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) w[i] = x[i] >= lowest ? coarse(logit_weight(x[i], scale)) : 0u;
+      for (int i = 0; i < kVec; ++i) w[i] = coarse(logit_weight(x[i], scale));
     } else {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) w[i] = x[i] >= lowest ? coarse(prob_weight(x[i], scale)) : 0u;
+      for (int i = 0; i < kVec; ++i) w[i] = coarse(prob_weight(x[i], scale));
     }
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) w[i] = x[i] >= lowest ? w[i] : 0u;
   }
 
   // The largest element of the row and of each thread's share. `bound`: the quantile-th largest, over the warps of the
@@ -226,39 +230,72 @@ struct RowSampler {
     }
   }
 
-  // The weight of all elements from `lowest` on, of this warp's own, and of those that come before them in the row.
-  FI_DEVICE uint64_t total_weight(float lowest, uint64_t& before, uint64_t& own) {
-    const uint32_t key = key_of(lowest);
-    if (summed && key >= marked.low && key <= marked.high + 1) {  // what is above is there, marked ones are not
+  // Whether the sums by piece and the marks together tell the weights from a key on.
+  FI_DEVICE bool knows(uint32_t key) const { return summed && key >= marked.low && key <= marked.high + 1; }
+  // Adds the weights of the marked elements from a key on to the sums by piece.
+  FI_DEVICE void add_marked(uint32_t key) const {
 #pragma unroll 1
-      for (int base = begin, piece = 0; base < end; base += kPiece, ++piece) {
-        uint64_t part = 0;
+    for (int base = begin, piece = 0; base < end; base += kPiece, ++piece) {
+      uint64_t part = 0;
 #pragma unroll 1
-        for (uint32_t bits = marks[piece / 4 * 32 + lane()] >> piece % 4 * 16 & 0xffff; bits; bits &= bits - 1) {
-          const float x = source.at(slot_of(piece / 4, piece % 4 * 16 + __ffs(static_cast<int>(bits)) - 1));
-          if (x >= lowest) part += weight(x);
-        }
-        add_to_piece(base, part);
+      for (uint32_t bits = marks[piece / 4 * 32 + lane()] >> piece % 4 * 16 & 0xffff; bits; bits &= bits - 1) {
+        const float x = source.at(slot_of(piece / 4, piece % 4 * 16 + __ffs(static_cast<int>(bits)) - 1));
+        if (key_of(x) >= key) part += weight(x);
       }
-    } else {
-      uint64_t above, all;
-      limit = key;
-      mark({key, key - 1}, true, true, above, all);
+      add_to_piece(base, part);
     }
+  }
+  // The sums by piece: of all, of this warp, and of what comes before it in the row.
+  FI_DEVICE uint64_t total_weight(uint64_t& before, uint64_t& own) {
     __syncwarp();
     own = warp_sum_u64(lane() < kPeaks ? shared.sums[warp()][lane()] : 0);
     return collect(before, own);
   }
-  // The same in finer weights, for division.
-  FI_DEVICE uint64_t total_fine(float lowest) {
-    uint64_t own = 0, before;
-    each_vector(key_of(lowest), [&](const float (&x)[kVec], int) {
+  // The probabilities over that of the largest; 0 below `lowest`, NaN stays. Of some elements of a piece.
+  FI_DEVICE void ratios(const float (&x)[kVec], float lowest, float (&y)[kVec]) const {
+    if (logits) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) own += x[i] >= lowest ? fine(weight_of(x[i])) : 0;
-    });
+      for (int i = 0; i < kVec; ++i) y[i] = logit_ratio(x[i], scale);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) y[i] = prob_ratio(x[i], scale);
+    }
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) y[i] = x[i] >= lowest ? y[i] : 0.f;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) y[i] = x[i] != x[i] ? x[i] : y[i];
+  }
+  // The weight of all elements from `lowest` on, finer, for division. Ratios take the place of elements that are held.
+  FI_DEVICE uint64_t total_fine(float lowest) const {
+    const uint32_t least = key_of(lowest);
+    uint64_t own = 0, before;
+#pragma unroll 1
+    for (int base = begin; base < end; base += kPiece) {
+      if (peak(base) < least) continue;
+      Piece x;
+      load(base, x);
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) {
+        uint64_t w[kVec];
+        if (logits) {
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) w[i] = fine(logit_weight(x[j][i], scale));
+        } else {
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) w[i] = fine(prob_weight(x[j][i], scale));
+        }
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) own += x[j][i] >= lowest ? w[i] : 0;
+        if (source.keeps(base)) {
+          float y[kVec];
+          ratios(x[j], lowest, y);
+          source.keep(base + (32 * j + lane()) * kVec, y);
+        }
+      }
+    }
     return collect(before, warp_sum_u64(own));
   }
-  FI_DEVICE uint64_t collect(uint64_t& before, uint64_t own) {
+  FI_DEVICE uint64_t collect(uint64_t& before, uint64_t own) const {
     publish(shared.weights, own);
     uint64_t total = 0;
     before = 0;
@@ -301,40 +338,71 @@ struct RowSampler {
     return found;
   }
 
-  // Writes each element as f(x): a renormalised probability, or the element itself where it is kept.
+  // Writes vectors of each piece as f makes them of x, base of the piece and y.
   template <class O, class F>
   FI_DEVICE void write(O* out, int first, int last, F&& f) const {
-    const bool aligned = reinterpret_cast<uint64_t>(out - first) % 16 == 0;
-    const int from = max(begin, first), until = min(end, last);
-    each_vector(0, [&](const float (&x)[kVec], int slot) {
-      float y[kVec];
+    constexpr int kAtOnce = kVec * sizeof(O) > 16 ? 16 / sizeof(O) : kVec;
+    out -= first;  // of slot 0
+    const bool aligned = reinterpret_cast<uint64_t>(out) % 16 == 0;
+#pragma unroll 1
+    for (int base = begin; base < end; base += kPiece) {
+      if (aligned && base >= first && base + kPiece <= last) {
+        Piece x;
+        load(base, x);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) y[i] = f(x[i]);
-      O* to = out - first + slot;
-      if (aligned && slot >= from && slot + kVec <= until) {
-        constexpr int kAtOnce = kVec * sizeof(O) > 16 ? 16 / sizeof(O) : kVec;
+        for (int j = 0; j < kRows; ++j) {
+          float y[kVec];
+          f(x[j], base, y);
 #pragma unroll
-        for (int i = 0; i < kVec; i += kAtOnce) {
-          float z[kAtOnce];
+          for (int i = 0; i < kVec; i += kAtOnce) {
+            float part[kAtOnce];
 #pragma unroll
-          for (int k = 0; k < kAtOnce; ++k) z[k] = y[i + k];
-          Vec<O, kAtOnce> rounded;
-          from_float(z, rounded);
-          store(to + i, rounded);
+            for (int k = 0; k < kAtOnce; ++k) part[k] = y[i + k];
+            Vec<O, kAtOnce> rounded;
+            from_float(part, rounded);
+            store(out + base + (32 * j + lane()) * kVec + i, rounded);
+          }
         }
       } else {
+        const auto place = source.place(base);
+#pragma unroll 1
+        for (int further = lane() * kVec; further < kPiece; further += 32 * kVec) {
+          float x[kVec], y[kVec];
+          to_float(source.load(place, further), x);
+          f(x, base, y);
 #pragma unroll
-        for (int i = 0; i < kVec; ++i)
-          if (slot + i >= from && slot + i < until) to[i] = from_float<O>(y[i]);
+          for (int i = 0; i < kVec; ++i) {
+            const int slot = base + further + i;
+            if (slot >= first && slot < last) out[slot] = from_float<O>(y[i]);
+          }
+        }
       }
-    });
+    }
   }
   template <class O>
   FI_DEVICE void write_renormalised(O* out, int first, int last, float lowest, uint64_t total) const {
     const float inverse = total ? __fdiv_rn(kFineOne, static_cast<float>(total)) : 0.f;
-    write(out, first, last, [&](float x) {
-      const float y = logits ? logit_ratio(x, scale) : prob_ratio(x, scale);
-      return x >= lowest ? fminf(times(y, inverse), 1.f) : x != x ? x : 0.f;
+    const uint32_t least = key_of(lowest);
+    write(out, first, last, [&](const float (&x)[kVec], int base, float (&y)[kVec]) {
+      if (source.keeps(base) && peak(base) >= least) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) y[i] = x[i];
+      } else {
+        ratios(x, lowest, y);
+      }
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const float product = times(y[i], inverse);
+        y[i] = product > 1.f ? 1.f : product;
+      }
+    });
+  }
+  // The elements from `lowest` on, and NaN; the others become -inf.
+  template <class O>
+  FI_DEVICE void write_masked(O* out, int first, int last, float lowest) const {
+    write(out, first, last, [&](const float (&x)[kVec], int, float (&y)[kVec]) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) y[i] = x[i] < lowest ? __int_as_float(0xff800000) : x[i];
     });
   }
 };

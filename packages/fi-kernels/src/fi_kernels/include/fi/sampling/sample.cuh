@@ -17,54 +17,42 @@ FI_DEVICE void put_token(const SampleParams& p, int64_t output, int64_t token, b
 // One output of `row`; slots [first, last) of this block are the row, as far as they lie in the block.
 template <class T, class Team, class Source, int kWarps>
 FI_DEVICE void run_row(const SampleParams& p, Scratch<Team, kWarps>& shared, const Source& source, uint64_t* marks,
-                       int begin, int end, int first, int last, int64_t output, int64_t row, uint64_t random) {
+                       int begin, int end, int first, int last, int output, int row) {
   using Row = RowSampler<Team, Source, kWarps>;
   Row s{shared, source, marks, begin, end, p.logits};
   const float temperature = at(p.temperature, row), top_p = at(p.top_p, row);
   const int32_t k = at(p.top_k, row);
-  const bool greedy = is_greedy(p, temperature), filtered = (k > 0 && k < p.vocab) || top_p < 1.f;
-  const bool draws = p.output == kDrawToken;
+  const bool greedy = is_greedy(p, temperature), draws = p.output == kDrawToken;
   // Largest elements that each warp contributes to a bound of the k-th largest: most warps have as many above it.
   const int warps = Team::size() * kWarps;
-  int rank = k > 0 && k < p.vocab ? (4 * min(k, 1 << 20) + 3 * warps - 1) / (3 * warps) : 0;
+  int rank = k > 0 && k < p.vocab && !greedy ? (4 * min(k, 1 << 20) + 3 * warps - 1) / (3 * warps) : 0;
   if (rank > 8) rank = 0;
   uint32_t bound = 0;
   const bool valid = s.prepare(temperature, rank, rank ? (k + rank - 1) / rank : 0, bound);
-  if (!valid) {
-    if (draws && Team::rank() == 0 && threadIdx.x == 0) put_token(p, output, 0, false);
-  }
   float lowest = __int_as_float(0x7f800000);
   uint64_t before = 0, own = 0, total = 0;
-  bool drawn = false;
-  if (valid && greedy) lowest = value_of(s.top);
-  if (valid && !greedy) {
-    const uint32_t least = key_of(min_p_bound(s.scale, at(p.min_p, row), s.logits));
-    uint32_t key = s.limit;
-    if (filtered) {
-      Threshold<Team, Source, kWarps> t(s);
-      const int n = bound > s.limit && !(p.joint && top_p < 1.f) ? t.send_all(bound, first) : -1;
-      if (n >= 0) {
-        if (threadIdx.x == 0) shared.found = bound;
-        __syncthreads();
-        key = t.settle(n, 0, k);
-        if (top_p < 1.f) key = max(key, t.settle(n, 0, share_of(t.weigh_listed(n, key), top_p)));
-        key = max(key, least);
-        if (draws) {
-          drawn = true;
-          const int token = t.draw_listed(n, uniform_below(t.weigh_listed(n, key), random));
-          if (token >= 0 && Team::rank() == 0) put_token(p, output, token, true);
-        }
-      } else {
-        key = t.find(p.vocab, k, top_p, p.joint, bound);
+  int listed = -1;
+  if (valid) {
+    const uint32_t least = greedy ? s.top : key_of(min_p_bound(s.scale, at(p.min_p, row), s.logits));
+    Threshold<Team, Source, kWarps> t(s);
+    uint32_t key = least;
+    if (draws || k > 0 || top_p < 1.f)
+      key = t.find({p.vocab, greedy ? 0 : k, greedy ? 1.f : top_p, p.joint, draws, bound, least}, first, listed);
+    if (listed >= 0) {
+      key = max(least, t.choose(listed, k, top_p));
+      if (draws) {
+        const int token = t.draw_listed(listed, uniform_below(t.weigh_listed(listed, key), shared.random));
+        if (token >= 0 && Team::rank() == 0) put_token(p, output, token, true);
       }
     }
-    lowest = value_of(max(key, least));
+    lowest = value_of(key);
   }
   pdl_launch_dependents();
   if (draws) {
-    if (valid && !drawn) {
-      total = s.total_weight(lowest, before, own);
-      const uint64_t target = greedy ? 0 : uniform_below(total, random);
+    if (!valid && Team::rank() == 0 && threadIdx.x == 0) put_token(p, output, 0, false);
+    if (valid && listed < 0) {
+      total = s.total_weight(before, own);
+      const uint64_t target = greedy ? 0 : uniform_below(total, shared.random);
       if (target >= before && target < before + own) {
         const int token = s.locate(lowest, target - before) - first;
         if (s.lane() == 0) put_token(p, output, token, true);
@@ -74,13 +62,12 @@ FI_DEVICE void run_row(const SampleParams& p, Scratch<Team, kWarps>& shared, con
   }
   if (p.output == kRenormalise) {
     if (valid) total = s.total_fine(lowest);
-    if (p.wide_out)
-      s.write_renormalised(static_cast<float*>(p.out) + output * p.out_row, first, last, lowest, total);
+    if (sizeof(T) < 4 && p.wide_out)
+      s.write_renormalised(static_cast<float*>(p.out) + int64_t{output} * p.out_row, first, last, lowest, total);
     else
-      s.write_renormalised(static_cast<T*>(p.out) + output * p.out_row, first, last, lowest, total);
+      s.write_renormalised(static_cast<T*>(p.out) + int64_t{output} * p.out_row, first, last, lowest, total);
   } else {
-    s.write(static_cast<T*>(p.out) + output * p.out_row, first, last,
-            [&](float x) { return x >= lowest || x != x ? x : __int_as_float(0xff800000); });
+    s.write_masked(static_cast<T*>(p.out) + int64_t{output} * p.out_row, first, last, lowest);
   }
 }
 
@@ -108,7 +95,8 @@ FI_DEVICE void sample_block(const SampleParams& p) {
   const int warp = threadIdx.x / 32;
   clear(shared);
   pdl_wait();
-  const int64_t output = blockIdx.x, row = source_row(p, output);
+  const int output = blockIdx.x;
+  const int64_t row = source_row(p, output);
   if (missing(p, output, row)) return;
   Slots<T> slots(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
   if constexpr (sizeof(T) == 4) {
@@ -117,10 +105,16 @@ FI_DEVICE void sample_block(const SampleParams& p) {
       slots = Slots<T>(p.adjusted + output * p.adjusted_row, p.vocab);
     }
   }
-  const GlobalRow<T> source{slots};
   const int all = warp_share(slots.last, 1), begin = min(warp * p.share, all), end = min(begin + p.share, all);
-  run_row<T, OneBlock, GlobalRow<T>, kWarps>(p, shared, source, marks_of(p, warp), begin, end, slots.first, slots.last,
-                                             output, row, random_of(row_random(p, output)));
+  // The first and the last piece of the row are held: they may not be whole.
+  const int gap_begin = begin == 0 ? kPiece : begin, gap_end = max(gap_begin, end == all ? end - kPiece : end);
+  const PlacedRow<T> source{reinterpret_cast<T*>(marks_of(p, kWarps)) + kPiece - gap_begin, gap_begin, gap_end, slots};
+  source.fill(begin, min(gap_begin, end));
+  source.fill(gap_end, end);
+  __syncwarp();
+  if (threadIdx.x == 0) shared.random = random_of(row_random(p, output));
+  run_row<T, OneBlock, PlacedRow<T>, kWarps>(p, shared, source, marks_of(p, warp), begin, end, slots.first, slots.last,
+                                             output, static_cast<int>(row));
 }
 
 }  // namespace fi

@@ -31,43 +31,31 @@ struct Cluster {
   }
 };
 
-// The slots of a warp: the first of them in shared memory, the rest in global memory (after the first read, in L2).
+// Starts to fill what is held of the slots [begin, end) of this warp. What the row does not fill to 16 bytes at its ends
+// is copied by hand, so nothing outside of it is read.
 template <class T>
-struct ClusterRow {
-  static constexpr int kVec = Slots<T>::kVec;
-  const T* shared;  // of slot 0, if it were held
-  int held;         // slots before it are
-  GlobalRow<T> global;
-
-  FI_DEVICE Vec<T, kVec> load(int slot) const {
-    return slot < held ? fi::load<T, kVec>(shared + slot) : global.load(slot);
-  }
-  FI_DEVICE float at(int slot) const { return slot < held ? to_float(shared[slot]) : global.at(slot); }
-};
-
-// Starts to fill the slots [begin, end) of this warp. What the row does not fill to 16 bytes at its ends is copied by
-// hand, so nothing outside of it is read.
-template <class T>
-FI_DEVICE void load_slots(T* to, const Slots<T>& row, int begin, int held, int end, Barrier& barrier) {
+FI_DEVICE void load_slots(const PlacedRow<T>& to, int begin, int end, Barrier& barrier) {
   constexpr int kVec = Slots<T>::kVec;
-  const int lane = threadIdx.x % 32, low = (row.first + kVec - 1) / kVec * kVec, high = row.last / kVec * kVec;
-  const int from = max(begin, low), until = max(from, min(held, high));
-  if (lane == 0) {
+  const Slots<T>& row = to.slots;
+  const bool first = threadIdx.x % 32 == 0;
+  const auto whole = [&](int slot, int low, int high) {
+    return max(low, min(slot, min(high, row.last / kVec * kVec)));  // at most, and no whole vector further on
+  };
+  const int low = (row.first + kVec - 1) / kVec * kVec;
+  const int from = whole(max(begin, low), begin, to.gap_begin), until = max(from, whole(to.gap_begin, begin, to.gap_begin));
+  const int after = whole(max(to.gap_end, low), to.gap_end, end), over = max(after, whole(end, to.gap_end, end));
+  if (first) {
     barrier.init(1);
     fence_barrier_init();
-    const unsigned bytes = (until - from) * sizeof(T);
-    barrier.arrive_expect(bytes);
-    if (bytes) bulk_load(to + from, row.base + from, bytes, barrier, kEvictFirst);
-    const int rest = max(held, low), rest_end = min(end, high);
-    if (rest < rest_end) bulk_prefetch(row.base + rest, (rest_end - rest) * sizeof(T));
+    barrier.arrive_expect((until - from + over - after) * sizeof(T));
+    if (until > from) bulk_load(to.held(from), row.base + from, (until - from) * sizeof(T), barrier, kEvictFirst);
+    if (over > after) bulk_load(to.held(after), row.base + after, (over - after) * sizeof(T), barrier, kEvictFirst);
+    if (to.gap_end > to.gap_begin) bulk_prefetch(row.base + to.gap_begin, (to.gap_end - to.gap_begin) * sizeof(T));
   }
-  const auto by_hand = [&](int low, int high) {
-#pragma unroll 1
-    for (int slot = low + lane; slot < high; slot += 32)
-      to[slot] = slot >= row.first && slot < row.last ? row.base[slot] : not_a_number<T>();
-  };
-  by_hand(begin, min(held, from));
-  by_hand(max(begin, until), held);
+  to.fill(begin, from);
+  to.fill(until, to.gap_begin);
+  to.fill(to.gap_end, after);
+  to.fill(over, end);
   __syncwarp();
 }
 
@@ -85,17 +73,20 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   T* slots = reinterpret_cast<T*>(marks_of(p, kWarps));
   clear(shared);
   pdl_wait();
-  const int64_t output = blockIdx.x / cluster_size(), row = source_row(p, output);
+  const int output = blockIdx.x / cluster_size();
+  const int64_t row = source_row(p, output);
   if (missing(p, output, row)) return;  // all blocks of the cluster
-  cluster_arrive();
   Slots<T> whole(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
   const int skipped = cluster_rank() * p.slice;
   whole.base += skipped, whole.first -= skipped, whole.last -= skipped;
   const int used = max(0, min(p.slice, warp_share(whole.last, 1)));  // whole pieces
-  const int begin = min(warp * p.share, used), end = min(begin + p.share, used), held = min(begin + p.held, end);
+  const int begin = min(warp * p.share, used), end = min(begin + p.share, used);
   slots += warp * (p.held - p.share);
-  load_slots(slots, whole, begin, held, end, barriers[warp]);
-  const uint64_t random = random_of(row_random(p, output));  // while the row is on its way
+  PlacedRow<T> source{slots, end, end, whole};
+  if (end - begin > p.held) source.gap_begin = begin + kPiece, source.gap_end = end - p.held + kPiece;
+  load_slots(source, begin, end, barriers[warp]);
+  cluster_arrive();
+  if (threadIdx.x == 0) shared.random = random_of(row_random(p, output));  // while the row is on its way
   cluster_wait();                                            // now all blocks are there
   barriers[warp].wait(0);
   if constexpr (sizeof(T) == 4) {
@@ -110,9 +101,8 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
       __syncwarp();
     }
   }
-  const ClusterRow<T> source{slots, held, {whole}};
-  run_row<T, Cluster, ClusterRow<T>, kWarps>(p, shared, source, marks, begin, end, whole.first, whole.last, output, row,
-                                             random);
+  run_row<T, Cluster, PlacedRow<T>, kWarps>(p, shared, source, marks, begin, end, whole.first, whole.last, output,
+                                            static_cast<int>(row));
   cluster_sync();  // others may still read this block's sums
 }
 

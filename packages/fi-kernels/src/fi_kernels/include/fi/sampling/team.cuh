@@ -44,6 +44,7 @@ struct Scratch {
     };
     uint32_t sampled[kSteps];  // over the team
   };
+  uint64_t random;
   uint32_t found, mine;
 };
 

@@ -1,5 +1,6 @@
 // The smallest element of a row that may be drawn: by rank, by share of the weight, by probability.
 #pragma once
+#include "fi/cuda/ptx/math.cuh"
 #include "fi/cuda/reduce.cuh"
 #include "fi/sampling/row_sampler.cuh"
 
@@ -120,7 +121,7 @@ struct Threshold {
   }
   // The key so many steps below the top.
   FI_DEVICE uint32_t key_down(int steps) const {
-    if (row.logits) return max(row.limit, key_of(row.scale.top - static_cast<float>(steps) / (16.f * row.scale.factor)));
+    if (row.logits) return max(row.limit, key_of(row.scale.top - __fdividef(steps, 16.f * row.scale.factor)));
     return max(row.limit, row.top - min(static_cast<uint32_t>(steps) << 19, row.top));
   }
   // Where the target probably lies: by an eighth of the elements, and for the largest, of which a sample says little,
@@ -147,38 +148,47 @@ struct Threshold {
       shared.sampled[b] = sum;
     }
     __syncthreads();
-    float count[kEach], part[kEach];  // of steps 32 i + lane and all before
-    float threads = 0.f, counted = 0.f, parts = 0.f;
+    // Of step kEach * lane + i and all before: elements, and what they add to the target.
+    float count[kEach], part[kEach], counted = 0.f, parts = 0.f;
+    const uint32_t* sampled = shared.sampled + kEach * row.lane();
+    uint32_t largest = 0;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) threads += static_cast<float>(shared.sampled[32 * i + row.lane()] >> 16);
-    threads = warp_sum(threads);
-    float seen = 0.f;
+    for (int i = 0; i < kEach; ++i) largest += sampled[i] >> 16;
+    uint32_t seen = warp_scan(largest);
+    const uint32_t threads = __shfl_sync(0xffffffffu, seen, 31);
+    seen -= largest;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const int step = 32 * i + row.lane();
-      const float own = static_cast<float>(shared.sampled[step] >> 16), through = seen + warp_scan(own);
-      // Two of the largest may be one thread's.
-      const float n = through * 4.f <= threads ? own / (1.f - through / threads)
-                                               : 8.f * static_cast<float>(shared.sampled[step] & 0xffff);
-      count[i] = counted + warp_scan(n);
-      part[i] = parts + warp_scan(weights ? n * exp2f(static_cast<float>(step) * (-1.f / 16.f)) : n);
-      seen = __shfl_sync(0xffffffffu, through, 31);
-      counted = __shfl_sync(0xffffffffu, count[i], 31);
-      parts = __shfl_sync(0xffffffffu, part[i], 31);
+      const uint32_t own = sampled[i] >> 16;
+      seen += own;
+      // Where few threads have one of them, all are seen, but that two may be one thread's.
+      const float n = seen * 4 <= threads ? __fdividef(own * threads, threads - seen) : 8.f * (sampled[i] & 0xffff);
+      count[i] = counted += n;
+      part[i] = parts += weights ? n * exp2_approx((kEach * row.lane() + i) * (-1.f / 16.f)) : n;
     }
-    const float target = weights ? share * parts : static_cast<float>(k);
-    const float room = 0.5f * fmaxf(1024.f, static_cast<float>(vocab) / 16.f);
+    counted = warp_scan(counted) - counted;
+    parts = warp_scan(parts) - parts;
+    const float total = __shfl_sync(0xffffffffu, parts + part[kEach - 1], 31);
+    const float target = weights ? share * total : static_cast<float>(k);
+    const float room = fmaxf(512.f, static_cast<float>(vocab) / 32.f);
     float until = 0.f;  // elements before the target is reached
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) until = fmaxf(until, part[i] < target ? count[i] : 0.f);
+    for (int i = 0; i < kEach; ++i) {
+      count[i] += counted;
+      part[i] += parts;
+      until = part[i] < target ? count[i] : until;
+    }
     until = warp_max(until);
     int crossed = 0, first = 0, last = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      crossed += __popc(__ballot_sync(0xffffffffu, part[i] < target));
-      first += __popc(__ballot_sync(0xffffffffu, count[i] < until - room));
-      last += __popc(__ballot_sync(0xffffffffu, count[i] <= until + room));
+      crossed += part[i] < target;
+      first += count[i] < until - room;
+      last += count[i] <= until + room;
     }
+    crossed = __reduce_add_sync(0xffffffffu, crossed);
+    first = __reduce_add_sync(0xffffffffu, first);
+    last = __reduce_add_sync(0xffffffffu, last);
     first = min(first, max(crossed - 1, 0));
     last = max(last, crossed + 2);
     Range range{last >= kSteps ? row.limit : key_down(last), first == 0 ? row.top : key_down(first)};
@@ -186,41 +196,20 @@ struct Threshold {
     return range;
   }
 
-  // The smallest element that is needed so that it and all above it reach the target: k elements, or, with weights, a
-  // share of the weight of all from `limit` on.
-  FI_DEVICE uint32_t search(bool weights, uint64_t k, float share, Range range) {
-    uint64_t above, all, target = k;
+  // The smallest element of the range, which is marked and tallied, that is needed so that it and all above it reach the
+  // target; `bucket` is where.
+  FI_DEVICE uint32_t narrow(bool weights, Range range, int bucket, uint64_t above, uint64_t target) {
 #pragma unroll 1
     for (;;) {
-      row.mark(range, weights, weights || range.high != row.top, above, all);
-      add(kAbove, above);
-      add(kAll, all);
+      const int shift = bucket_shift(range);
+      const uint32_t low = range.low + (static_cast<uint32_t>(bucket) << shift);
+      const Total found = shared.totals[bucket];
+      if (shift == 0 || found.count == 1) return low;
+      range = {low, low + min(range.high - low, (1u << shift) - 1)};
+      if (found.count <= kFew) return send(weights, range, found, above, target);
       tally(weights, range);
       exchange();
-      above = shared.totals[kAbove].sum;
-      if (weights) target = share_of(shared.totals[kAll].sum, share);
-      if (above >= target) {  // the guess was too low
-        range = {range.high + 1, row.top};
-        continue;
-      }
-      int bucket = crossing(weights, above, target);
-      if (bucket < 0) {
-        if (range.low <= row.limit) return row.limit;
-        range = {row.limit, range.low - 1};
-        continue;
-      }
-#pragma unroll 1
-      for (;;) {
-        const int shift = bucket_shift(range);
-        const uint32_t low = range.low + (static_cast<uint32_t>(bucket) << shift);
-        const Total found = shared.totals[bucket];
-        if (shift == 0 || found.count == 1) return low;
-        range = {low, low + min(range.high - low, (1u << shift) - 1)};
-        if (found.count <= kFew) return send(weights, range, found, above, target);
-        tally(weights, range);
-        exchange();
-        bucket = crossing(weights, above, target);
-      }
+      bucket = crossing(weights, above, target);
     }
   }
 
@@ -243,12 +232,10 @@ struct Threshold {
     return settle(n, above, target);
   }
 
-  // Gives all blocks the elements from `bound` on, with their tokens (slots less `first`). Returns their number, and -1
-  // if there are too many.
-  FI_DEVICE int send_all(uint32_t bound, int first) {
+  // Gives all blocks the marked elements, with their tokens (slots less `first`). Returns their number, and -1 if there
+  // are too many.
+  FI_DEVICE int send_all(int first) {
     const unsigned room = kFew / Team::size();
-    uint64_t above, all;
-    row.mark({bound, row.top}, false, false, above, all);
     row.each_marked([&](float x, int slot) {
       const unsigned at = atomicAdd(&shared.mine, 1u);
       if (at >= room) return;
@@ -278,8 +265,7 @@ struct Threshold {
     return n;
   }
 
-  // Of n listed elements, which are all that may be drawn and perhaps more: those from `lowest` on get their weights, the
-  // others none. Returns the sum.
+  // Of n listed elements: those from `lowest` on get their weights, the others none. Returns the sum.
   FI_DEVICE uint64_t weigh_listed(int n, uint32_t lowest) {
     if (static_cast<int>(threadIdx.x) < n) {
       Listed& own = shared.listed[threadIdx.x];
@@ -289,6 +275,13 @@ struct Threshold {
     uint64_t sum = 0;
     for (int i = row.lane(); i < n; i += 32) sum += shared.listed[i].part;
     return warp_sum_u64(sum);
+  }
+  // The smallest key among n listed elements, which are all that may be drawn and perhaps more, that passes both filters.
+  FI_DEVICE uint32_t choose(int n, int32_t k, float top_p) {
+    if (threadIdx.x == 0) shared.found = 0;
+    __syncthreads();
+    const uint32_t key = settle(n, 0, k);
+    return top_p < 1.f ? settle(n, 0, share_of(weigh_listed(n, key), top_p)) : key;
   }
   // The token at which the weights, summed in the order of tokens, pass target; the one thread that finds it returns it.
   FI_DEVICE int draw_listed(int n, uint64_t target) {
@@ -300,20 +293,73 @@ struct Threshold {
     return before <= target && target < before + shared.listed[threadIdx.x].part ? token : -1;
   }
 
-  // The smallest key that may be drawn, without regard to min-p.
-  FI_DEVICE uint32_t find(int vocab, int32_t k, float top_p, bool joint, uint32_t bound) {
-    const bool by_count = k > 0 && k < vocab;
+  struct Wanted {
+    int vocab;
+    int32_t k;
+    float top_p;
+    bool joint, sums;  // sums: by piece, of what may be drawn
+    uint32_t bound;    // of the k-th largest, from below; 0 if there is none
+    uint32_t least;    // the smallest key that other conditions allow
+  };
+  // The smallest key that may be drawn. Where all that may be drawn are few, `listed` is their number, else -1.
+  FI_DEVICE uint32_t find(const Wanted& wanted, int first, int& listed) {
+    enum Stage { kBound, kCount, kWeight, kSums };
+    const bool by_count = wanted.k > 0 && wanted.k < wanted.vocab, by_weight = wanted.top_p < 1.f;
     const uint32_t all = row.limit;
-    uint32_t lowest = all;
-    if (by_count) {
-      const Range range = bound > all ? Range{bound, row.top} : guess(false, k, 0.f, vocab);
-      lowest = search(false, static_cast<uint64_t>(k), 0.f, range);
+    uint32_t lowest = wanted.least;
+    Stage stage = by_count ? wanted.bound > all && !(wanted.joint && by_weight) ? kBound : kCount : by_weight ? kWeight : kSums;
+    Range range{};
+    bool fresh = true;  // the stage is
+    listed = -1;
+    if (stage == kSums && !wanted.sums) return lowest;
+#pragma unroll 1
+    for (;;) {
+      const bool weights = stage >= kWeight;
+      if (fresh) {
+        if (stage == kBound) range = {wanted.bound, row.top};
+        if (stage == kCount || stage == kWeight) range = guess(weights, wanted.k, wanted.top_p, wanted.vocab);
+        if (stage == kSums) range = {lowest, lowest - 1}, row.limit = lowest;
+      }
+      uint64_t above, total, target = wanted.k;
+      row.mark(range, weights, weights || (stage == kCount && range.high != row.top), above, total);
+      if (stage == kSums) return lowest;
+      if (stage == kBound) {
+        listed = send_all(first);
+        if (listed >= 0) return wanted.bound;
+        stage = kCount;
+        continue;
+      }
+      add(kAbove, above);
+      add(kAll, total);
+      tally(weights, range);
+      exchange();
+      above = shared.totals[kAbove].sum;
+      if (weights) target = share_of(shared.totals[kAll].sum, wanted.top_p);
+      fresh = false;
+      if (above >= target) {  // the guess was too low
+        range = {range.high + 1, row.top};
+        continue;
+      }
+      const int bucket = crossing(weights, above, target);
+      if (bucket < 0 && range.low > row.limit) {  // too high
+        range = {row.limit, range.low - 1};
+        continue;
+      }
+      const uint32_t key = bucket < 0 ? row.limit : narrow(weights, range, bucket, above, target);
+      lowest = max(lowest, key);
+      if (stage == kCount && by_weight) {
+        if (!wanted.joint) row.limit = key;
+        stage = kWeight, fresh = true;
+        continue;
+      }
+      row.limit = all;
+      if (!wanted.sums) return lowest;
+      if (row.knows(lowest)) {
+        row.add_marked(lowest);
+        return lowest;
+      }
+      stage = kSums, fresh = true;
     }
-    if (top_p >= 1.f) return lowest;
-    if (!joint) row.limit = lowest;
-    const uint32_t by_weight = search(true, 0, top_p, guess(true, 0, top_p, vocab));
-    row.limit = all;
-    return max(lowest, by_weight);
   }
 };
 

@@ -12,9 +12,9 @@ DRAW_TOKEN, RENORMALISE, MASK_OUT = range(3)  # what sample makes of a filtered 
 
 def _cluster_unit(axes: Axes) -> Unit:
     """One entry; config = (blocks on an SM, bytes of a row that a block should hold)."""
-    config = (2, 100 * 1024)
+    config = (1, 200 * 1024)
     body = f"sample_cluster<{DTYPES[str(axes['dtype'])].device}, 512>"
-    entry = Entry("sample_cluster_512", body, 512, config, blocks_per_sm=2)
+    entry = Entry("sample_cluster_512", body, 512, config, blocks_per_sm=1)
     return Unit("fi/sampling/sample_sm90.cuh", "SampleParams", (entry,))
 
 

@@ -12,7 +12,6 @@ template <class Team, class Source, int kWarps>
 struct RowSampler {
   static constexpr int kVec = Source::kVec, kRows = kPiece / (32 * kVec);
   static_assert(kRows * kVec == 16, "marks of a thread in a piece");
-  using Piece = float[kRows][kVec];
   Scratch<Team, kWarps>& shared;
   const Source& source;
   uint64_t* marks;  // of this warp: a bit for each element, four pieces of a thread in a word
@@ -27,33 +26,23 @@ struct RowSampler {
   FI_DEVICE static int lane() { return threadIdx.x % 32; }
   FI_DEVICE static int warp() { return threadIdx.x / 32; }
 
-  // Of a piece, row j of lane l is slots base + (32 j + l) kVec and on.
-  FI_DEVICE void load(int base, Piece& x) const {
-    const auto place = source.place(base);
-#pragma unroll
-    for (int j = 0; j < kRows; ++j) to_float(source.load(place, (32 * j + lane()) * kVec), x[j]);
-  }
-  FI_DEVICE int peak_of(int base) const {
-    const int pieces = (end - begin) / kPiece, piece = (base - begin) / kPiece;
-    return pieces <= kPeaks ? piece : static_cast<int>(static_cast<int64_t>(piece) * kPeaks / pieces);
-  }
-  FI_DEVICE uint32_t peak(int base) const { return shared.peak[warp()][peak_of(base)]; }
-  // f(x, slot) for the vectors of each piece that has an element at or above a key: short code, for what is not done
-  // with every element.
+  // f(x, j) for the vectors of a piece: row j of lane l is slots base + (32 j + l) kVec and on. A loop, since code comes
+  // from memory, too; the other warps hide what one waits for.
   template <class F>
-  FI_DEVICE void each_vector(uint32_t least, F&& f) const {
+  FI_DEVICE void rows(int base, F&& f) const {
+    const auto place = source.place(base);
 #pragma unroll 1
-    for (int base = begin; base < end; base += kPiece) {
-      if (peak(base) < least) continue;
-      const auto place = source.place(base);
-#pragma unroll 1
-      for (int further = lane() * kVec; further < kPiece; further += 32 * kVec) {
-        float x[kVec];
-        to_float(source.load(place, further), x);
-        f(x, base + further);
-      }
+    for (int j = 0; j < kRows; ++j) {
+      float x[kVec];
+      to_float(source.load(place, (32 * j + lane()) * kVec), x);
+      f(x, j);
     }
   }
+  FI_DEVICE int peak_of(int base) const {
+    const int shift = max(29 - __clz((end - begin) / kPiece - 1), 0);  // more than kPeaks pieces share
+    return (base - begin) / kPiece >> shift;
+  }
+  FI_DEVICE uint32_t peak(int base) const { return shared.peak[warp()][peak_of(base)]; }
   FI_DEVICE Weight weight_of(float x) const { return logits ? logit_weight(x, scale) : prob_weight(x, scale); }
   FI_DEVICE uint32_t weight(float x) const { return coarse(weight_of(x)); }
   // Of a row of a piece; 0 for elements below `lowest`, chosen last: a branch for each element would cost more.
@@ -82,18 +71,12 @@ struct RowSampler {
     summed = false;
 #pragma unroll 1
     for (int base = begin; base < end; base += kPiece) {
-      Piece x;
-      load(base, x);
-      float largest[kRows];
+      float largest = __int_as_float(0x7fffffff);  // NaN
+      rows(base, [&](const float (&x)[kVec], int) {
 #pragma unroll
-      for (int j = 0; j < kRows; ++j) {
-        largest[j] = x[j][0];
-#pragma unroll
-        for (int i = 1; i < kVec; ++i) largest[j] = fmaxf(largest[j], x[j][i]);
-      }
-#pragma unroll
-      for (int j = 1; j < kRows; ++j) largest[0] = fmaxf(largest[0], largest[j]);
-      const uint32_t key = key_from(largest[0]), peak = __reduce_max_sync(0xffffffffu, key);
+        for (int i = 0; i < kVec; ++i) largest = fmaxf(largest, x[i]);
+      });
+      const uint32_t key = key_from(largest), peak = __reduce_max_sync(0xffffffffu, key);
       mine = max(mine, key);
       high = max(high, peak);
       if (lane() == 0) {
@@ -101,6 +84,7 @@ struct RowSampler {
         place = max(place, peak);
       }
     }
+    bound = 0;
     uint32_t ranked = 0, rest = mine;
 #pragma unroll 1
     for (int i = 0; i < rank; ++i) {
@@ -108,31 +92,42 @@ struct RowSampler {
       if (lane() == __ffs(__ballot_sync(0xffffffffu, rest == ranked)) - 1) rest = 0;
     }
     publish(shared.ends, uint64_t{high} << 32 | ranked);
-    constexpr int kEach = (Team::kLargest * kWarps + 31) / 32;
-    uint32_t keys[kEach] = {};
     top = 0;
     over_warps(shared.ends, [&](uint64_t ends, unsigned) { top = max(top, static_cast<uint32_t>(ends >> 32)); });
     top = __reduce_max_sync(0xffffffffu, top);
-    bound = 0;
     if (top == 0) return false;
     if (rank) {
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        const unsigned at = 32 * i + lane();
-        if (at < Team::size() * kWarps) keys[i] = static_cast<uint32_t>(shared.ends[at / kWarps][at % kWarps]);
+      if (warp() == 0) {
+        const uint32_t found = quantile_of_ranked(quantile);
+        if (lane() == 0) shared.found = found;
       }
-#pragma unroll 1
-      for (int bit = 31; bit >= 12; --bit) {  // the bits below would leave out few elements more
-        const uint32_t trial = bound | 1u << bit;
-        uint32_t count = 0;
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) count += keys[i] >= trial;
-        if (static_cast<int>(__reduce_add_sync(0xffffffffu, count)) >= quantile) bound = trial;
-      }
+      __syncthreads();
+      bound = shared.found;
     }
     scale = logits ? logits_scale(value_of(top), temperature) : probs_scale(value_of(top));
     limit = key_of(scale.lowest);
     return true;
+  }
+
+  // Of what prepare's warps published, by one warp: at or a little below the quantile-th largest.
+  FI_DEVICE uint32_t quantile_of_ranked(int quantile) const {
+    uint32_t high = 0, low = ~0u;
+    over_warps(shared.ends, [&](uint64_t ends, unsigned) {
+      high = max(high, static_cast<uint32_t>(ends));
+      low = min(low, static_cast<uint32_t>(ends));
+    });
+    high = __reduce_max_sync(0xffffffffu, high);
+    low = __reduce_min_sync(0xffffffffu, low);
+    int bit = 31 - __clz(static_cast<int>(high ^ low));  // the highest in which they differ
+    uint32_t found = bit < 0 ? high : high >> bit >> 1 << bit << 1;
+#pragma unroll 1
+    for (const int last = max(bit - 9, 0); bit >= last; --bit) {  // finer would leave out few elements more
+      const uint32_t trial = found | 1u << bit;
+      uint32_t count = 0;
+      over_warps(shared.ends, [&](uint64_t ends, unsigned) { count += static_cast<uint32_t>(ends) >= trial; });
+      if (static_cast<int>(__reduce_add_sync(0xffffffffu, count)) >= quantile) found = trial;
+    }
+    return found;
   }
 
   // Gives a warp's value to the blocks of the team, and waits for those of the others.
@@ -165,18 +160,22 @@ struct RowSampler {
     for (int base = begin; base < end; base += kPiece, ++piece) {
       const uint32_t largest = peak(base);
       if (largest >= (rest ? limit : range.low)) {
-        Piece x;
-        load(base, x);
-        if (marking && largest >= range.low) {
-          uint32_t bits = 0;
+        uint32_t bits = 0;
+        uint64_t part = 0, part_above = 0;
+        rows(base, [&](const float (&x)[kVec], int j) {
+          if (marking) {
+            uint32_t in = 0;
 #pragma unroll
-          for (int j = 0; j < kRows; ++j)
-#pragma unroll
-            for (int i = 0; i < kVec; ++i)
-              bits |= static_cast<uint32_t>(x[j][i] >= low && !(x[j][i] >= edge)) << (j * kVec + i);
-          marks_of_four |= uint64_t{bits} << piece % 4 * 16;
-        }
-        if (rest) add_up(x, weights, some, lowest, edge, base, above, all);
+            for (int i = 0; i < kVec; ++i) in |= static_cast<uint32_t>(x[i] >= low && !(x[i] >= edge)) << i;
+            bits |= in << j * kVec;
+          }
+          if (rest) add_up(x, weights, some, lowest, edge, part_above, part);
+        });
+        marks_of_four |= uint64_t{bits} << piece % 4 * 16;
+        if (!some) part_above = part;
+        above += part_above;
+        all += part;
+        if (rest) add_to_piece(base, part_above);
       }
       if (marking && (piece % 4 == 3 || base + kPiece == end)) {
         marks[piece / 4 * 32 + lane()] = marks_of_four;
@@ -184,29 +183,21 @@ struct RowSampler {
       }
     }
   }
-  FI_DEVICE void add_up(const Piece& x, bool weights, bool some, float lowest, float edge, int base, uint64_t& above,
+  FI_DEVICE void add_up(const float (&x)[kVec], bool weights, bool some, float lowest, float edge, uint64_t& above,
                         uint64_t& all) const {
-    uint64_t part = 0, part_above = 0;
+    uint32_t w[kVec];
+    if (weights) {
+      weigh(x, lowest, w);
+    } else {
 #pragma unroll
-    for (int j = 0; j < kRows; ++j) {
-      uint32_t w[kVec];
-      if (weights) {
-        weigh(x[j], lowest, w);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) w[i] = x[j][i] >= lowest;
-      }
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) part += w[i];
-      if (some) {
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) part_above += x[j][i] >= edge ? w[i] : 0;
-      }
+      for (int i = 0; i < kVec; ++i) w[i] = x[i] >= lowest;
     }
-    if (!some) part_above = part;
-    above += part_above;
-    all += part;
-    add_to_piece(base, part_above);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) all += w[i];
+    if (some) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) above += x[i] >= edge ? w[i] : 0;
+    }
   }
   FI_DEVICE void add_to_piece(int base, uint64_t part) const {
     const uint64_t sum = warp_sum_u64(part);
@@ -272,26 +263,24 @@ struct RowSampler {
 #pragma unroll 1
     for (int base = begin; base < end; base += kPiece) {
       if (peak(base) < least) continue;
-      Piece x;
-      load(base, x);
-#pragma unroll
-      for (int j = 0; j < kRows; ++j) {
+      const bool keeps = source.keeps(base);
+      rows(base, [&](const float (&x)[kVec], int j) {
         uint64_t w[kVec];
         if (logits) {
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) w[i] = fine(logit_weight(x[j][i], scale));
+          for (int i = 0; i < kVec; ++i) w[i] = fine(logit_weight(x[i], scale));
         } else {
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) w[i] = fine(prob_weight(x[j][i], scale));
+          for (int i = 0; i < kVec; ++i) w[i] = fine(prob_weight(x[i], scale));
         }
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) own += x[j][i] >= lowest ? w[i] : 0;
-        if (source.keeps(base)) {
+        for (int i = 0; i < kVec; ++i) own += x[i] >= lowest ? w[i] : 0;
+        if (keeps) {
           float y[kVec];
-          ratios(x[j], lowest, y);
+          ratios(x, lowest, y);
           source.keep(base + (32 * j + lane()) * kVec, y);
         }
-      }
+      });
     }
     return collect(before, warp_sum_u64(own));
   }
@@ -314,27 +303,31 @@ struct RowSampler {
     const int place = __ffs(__ballot_sync(0xffffffffu, up_to > target)) - 1;
     uint64_t passed = __shfl_sync(0xffffffffu, up_to - sum, max(place, 0));
     int found = -1;
-    each_vector(key_of(lowest), [&](const float (&x)[kVec], int slot) {
-      if (found >= 0 || peak_of(begin + (slot - begin) / kPiece * kPiece) != place) return;
-      uint32_t w[kVec];
-      weigh(x, lowest, w);
-      uint64_t part = 0;
+#pragma unroll 1
+    for (int base = begin; base < end; base += kPiece) {
+      if (peak_of(base) != place || peak(base) < key_of(lowest)) continue;
+      rows(base, [&](const float (&x)[kVec], int j) {
+        if (found >= 0) return;
+        uint32_t w[kVec];
+        weigh(x, lowest, w);
+        uint64_t part = 0;
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) part += w[i];
-      const uint64_t through = passed + warp_scan(part);
-      const unsigned reached = __ballot_sync(0xffffffffu, through > target);
-      if (reached) {
-        uint64_t sum = through - part;
-        int at = 0;
+        for (int i = 0; i < kVec; ++i) part += w[i];
+        const uint64_t through = passed + warp_scan(part);
+        const unsigned reached = __ballot_sync(0xffffffffu, through > target);
+        if (reached) {
+          uint64_t sum = through - part;
+          int at = base + (32 * j + lane()) * kVec;
 #pragma unroll
-        for (int i = 0; i < kVec - 1; ++i) {
-          sum += w[i];
-          at += sum <= target;
+          for (int i = 0; i < kVec - 1; ++i) {
+            sum += w[i];
+            at += sum <= target;
+          }
+          found = __shfl_sync(0xffffffffu, at, __ffs(static_cast<int>(reached)) - 1);
         }
-        found = __shfl_sync(0xffffffffu, slot + at, __ffs(reached) - 1);
-      }
-      passed = __shfl_sync(0xffffffffu, through, 31);
-    });
+        passed = __shfl_sync(0xffffffffu, through, 31);
+      });
+    }
     return found;
   }
 
@@ -346,13 +339,12 @@ struct RowSampler {
     const bool aligned = reinterpret_cast<uint64_t>(out) % 16 == 0;
 #pragma unroll 1
     for (int base = begin; base < end; base += kPiece) {
-      if (aligned && base >= first && base + kPiece <= last) {
-        Piece x;
-        load(base, x);
-#pragma unroll
-        for (int j = 0; j < kRows; ++j) {
-          float y[kVec];
-          f(x[j], base, y);
+      const bool whole = aligned && base >= first && base + kPiece <= last;
+      rows(base, [&](const float (&x)[kVec], int j) {
+        float y[kVec];
+        f(x, base, y);
+        const int slot = base + (32 * j + lane()) * kVec;
+        if (whole) {
 #pragma unroll
           for (int i = 0; i < kVec; i += kAtOnce) {
             float part[kAtOnce];
@@ -360,23 +352,14 @@ struct RowSampler {
             for (int k = 0; k < kAtOnce; ++k) part[k] = y[i + k];
             Vec<O, kAtOnce> rounded;
             from_float(part, rounded);
-            store(out + base + (32 * j + lane()) * kVec + i, rounded);
+            store(out + slot + i, rounded);
           }
-        }
-      } else {
-        const auto place = source.place(base);
-#pragma unroll 1
-        for (int further = lane() * kVec; further < kPiece; further += 32 * kVec) {
-          float x[kVec], y[kVec];
-          to_float(source.load(place, further), x);
-          f(x, base, y);
+        } else {
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) {
-            const int slot = base + further + i;
-            if (slot >= first && slot < last) out[slot] = from_float<O>(y[i]);
-          }
+          for (int i = 0; i < kVec; ++i)
+            if (slot + i >= first && slot + i < last) out[slot + i] = from_float<O>(y[i]);
         }
-      }
+      });
     }
   }
   template <class O>

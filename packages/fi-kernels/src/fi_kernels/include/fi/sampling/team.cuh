@@ -8,7 +8,7 @@ namespace fi {
 namespace sampling {
 
 constexpr int kPeaks = 8;
-constexpr int kBuckets = 64;
+constexpr int kBuckets = 128;
 constexpr int kAbove = kBuckets, kAll = kBuckets + 1, kCounters = kBuckets + 2;
 constexpr int kSteps = 256;  // sixteenths of a power of two by which a sample is sorted
 constexpr int kFew = 192;    // elements among which each is compared with all others

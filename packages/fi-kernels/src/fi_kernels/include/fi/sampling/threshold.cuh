@@ -23,7 +23,7 @@ struct Threshold {
 
   // Adds up the counters of the team, in every block. Every thread must come, after its last addition.
   FI_DEVICE void exchange() {
-    constexpr unsigned kAtOnce = 4;  // loads from other blocks in flight
+    constexpr unsigned kAtOnce = 8;  // loads from other blocks in flight
     Team::sync();
     for (unsigned b = threadIdx.x; b < kCounters; b += blockDim.x) {
       uint32_t count = 0, before = 0;
@@ -62,7 +62,7 @@ struct Threshold {
 
   FI_DEVICE static int bucket_shift(Range range) {
     const uint32_t width = range.high - range.low;
-    return width < kBuckets ? 0 : 26 - __clz(width);  // width >> shift is below 64
+    return width < kBuckets ? 0 : 25 - __clz(width);  // width >> shift is below 128
   }
   // Counts or weighs the marked elements by their bucket of the range.
   FI_DEVICE void tally(bool weights, Range range) {
@@ -94,18 +94,21 @@ struct Threshold {
     return -1;
   }
 
-  // Of n elements that are listed: the key with which `above` and the parts from the largest on reach the target.
+  // Of n elements that are listed: the key with which `above` and the parts from the largest on reach the target. Each
+  // is compared with all, by a warp.
   FI_DEVICE uint32_t settle(int n, uint64_t above, uint64_t target) {
-    if (static_cast<int>(threadIdx.x) < n) {
-      const uint32_t key = shared.listed[threadIdx.x].key;
-      uint64_t greater = above, equal = 0;
-#pragma unroll 4
-      for (int i = 0; i < n; ++i) {
+#pragma unroll 1
+    for (int own = row.warp(); own < n; own += kWarps) {
+      const uint32_t key = shared.listed[own].key;
+      uint64_t greater = 0, equal = 0;
+#pragma unroll 1
+      for (int i = row.lane(); i < n; i += 32) {
         const Listed other = shared.listed[i];
         greater += other.key > key ? other.part : 0;
         equal += other.key == key ? other.part : 0;
       }
-      if (greater < target && greater + equal >= target) shared.found = key;
+      greater = above + warp_sum_u64(greater);
+      if (greater < target && greater + warp_sum_u64(equal) >= target) shared.found = key;
     }
     __syncthreads();
     const uint32_t found = shared.found;
@@ -191,6 +194,7 @@ struct Threshold {
     last = __reduce_add_sync(0xffffffffu, last);
     first = min(first, max(crossed - 1, 0));
     last = max(last, crossed + 2);
+    if (crossed + 1 < kSteps) last = min(last, kSteps - 1);  // the last step has all that is smaller
     Range range{last >= kSteps ? row.limit : key_down(last), first == 0 ? row.top : key_down(first)};
     range.low = min(range.low, range.high);
     return range;
@@ -273,6 +277,7 @@ struct Threshold {
     }
     __syncthreads();
     uint64_t sum = 0;
+#pragma unroll 1
     for (int i = row.lane(); i < n; i += 32) sum += shared.listed[i].part;
     return warp_sum_u64(sum);
   }
@@ -283,14 +288,19 @@ struct Threshold {
     const uint32_t key = settle(n, 0, k);
     return top_p < 1.f ? settle(n, 0, share_of(weigh_listed(n, key), top_p)) : key;
   }
-  // The token at which the weights, summed in the order of tokens, pass target; the one thread that finds it returns it.
-  FI_DEVICE int draw_listed(int n, uint64_t target) {
-    if (static_cast<int>(threadIdx.x) >= n) return -1;
-    const int token = shared.tokens[threadIdx.x];
-    uint64_t before = 0;
-#pragma unroll 4
-    for (int i = 0; i < n; ++i) before += shared.tokens[i] < token ? shared.listed[i].part : 0;
-    return before <= target && target < before + shared.listed[threadIdx.x].part ? token : -1;
+  // The token at which the weights, summed in the order of tokens, pass target: the one warp that finds it returns it.
+  FI_DEVICE int draw_listed(int n, uint64_t target) const {
+    int found = -1;
+#pragma unroll 1
+    for (int own = row.warp(); own < n; own += kWarps) {
+      const int token = shared.tokens[own];
+      uint64_t before = 0;
+#pragma unroll 1
+      for (int i = row.lane(); i < n; i += 32) before += shared.tokens[i] < token ? shared.listed[i].part : 0;
+      before = warp_sum_u64(before);
+      if (before <= target && target < before + shared.listed[own].part) found = token;
+    }
+    return found;
   }
 
   struct Wanted {

@@ -70,8 +70,7 @@ FI_DEVICE void chain_speculative(const ChainParams& p) {
   }
   uint64_t before = 0, own = 0, total = 0;
   if (valid) {
-    uint64_t above, all;
-    s.mark({s.limit, s.limit - 1}, true, true, above, all);
+    s.sum_from(s.limit);
     total = s.total_weight(before, own);
   }
   pdl_launch_dependents();

@@ -28,10 +28,10 @@ struct RowSampler {
 
   // f(x, j) for the vectors of a piece: row j of lane l is slots base + (32 j + l) kVec and on. A loop, since code comes
   // from memory, too; the other warps hide what one waits for.
-  template <class F>
+  template <int kAtOnce = 1, class F>
   FI_DEVICE void rows(int base, F&& f) const {
     const auto place = source.place(base);
-#pragma unroll 1
+#pragma unroll kAtOnce
     for (int j = 0; j < kRows; ++j) {
       float x[kVec];
       to_float(source.load(place, (32 * j + lane()) * kVec), x);
@@ -142,48 +142,69 @@ struct RowSampler {
     for (unsigned i = lane(); i < Team::size() * kWarps; i += 32) f(values[i / kWarps][i % kWarps], i);
   }
 
-  // Marks the elements of the range. With `rest`, also adds up, in all and by piece, the parts of those above it, and in
-  // all those from `limit` on: one each, or their weights.
-  FI_DEVICE void mark(Range range, bool weights, bool rest, uint64_t& above, uint64_t& all) {
-    const uint32_t edge_key = range.high + 1;
-    const float low = value_of(range.low), edge = value_of(edge_key), lowest = value_of(limit);
-    const bool marking = range.low <= range.high, some = edge_key > limit;
-    above = all = 0;
-    marked = range;
-    summed = rest && weights;
+  // Adds up by piece the weights of the elements from a key on.
+  FI_DEVICE void sum_from(uint32_t key) {
+    const float lowest = value_of(key);
+    const bool finite = top < 0xff800000u, everything = logits && finite && key <= 0x00800000u;  // keys of +inf, -max
+    clear_sums();
+    summed = true;
+    marked = {key, key - 1};
+#pragma unroll 1
+    for (int base = begin; base < end; base += kPiece) {
+      if (peak(base) < key) continue;
+      uint64_t part = 0;
+      rows<2>(base, [&](const float (&x)[kVec], int) {
+        uint32_t w[kVec];
+        if (everything) {
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) w[i] = coarse(finite_weight(x[i], scale));
+        } else {
+          weigh(x, lowest, w);
+        }
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) part += w[i];
+      });
+      add_to_piece(base, part);
+    }
+  }
+  FI_DEVICE void clear_sums() const {
     __syncwarp();
     if (lane() < kPeaks) shared.sums[warp()][lane()] = 0;
     __syncwarp();
+  }
+  // Marks the elements of the range. With `rest`, also adds up, in all and by piece, the parts of those above it, and in
+  // all those from `limit` on: one each, or their weights.
+  FI_DEVICE void mark(Range range, bool weights, bool rest, uint64_t& above, uint64_t& all) {
+    const float low = value_of(range.low), edge = value_of(range.high + 1), lowest = value_of(limit);
+    above = all = 0;
+    marked = range;
+    summed = rest && weights;
+    clear_sums();
     uint64_t marks_of_four = 0;
     int piece = 0;
 #pragma unroll 1
     for (int base = begin; base < end; base += kPiece, ++piece) {
-      const uint32_t largest = peak(base);
-      if (largest >= (rest ? limit : range.low)) {
+      if (peak(base) >= (rest ? limit : range.low)) {
         uint32_t bits = 0;
-        uint64_t part = 0, part_above = 0;
-        rows(base, [&](const float (&x)[kVec], int j) {
-          if (marking) {
-            uint32_t in = 0;
+        uint64_t part = 0;
+        rows<1>(base, [&](const float (&x)[kVec], int j) {
+          uint32_t in = 0;
 #pragma unroll
-            for (int i = 0; i < kVec; ++i) in |= static_cast<uint32_t>(x[i] >= low && !(x[i] >= edge)) << i;
-            bits |= in << j * kVec;
-          }
-          if (rest) add_up(x, weights, some, lowest, edge, part_above, part);
+          for (int i = 0; i < kVec; ++i) in |= static_cast<uint32_t>(x[i] >= low && !(x[i] >= edge)) << i;
+          bits |= in << j * kVec;
+          if (rest) add_up(x, weights, lowest, edge, part, all);
         });
         marks_of_four |= uint64_t{bits} << piece % 4 * 16;
-        if (!some) part_above = part;
-        above += part_above;
-        all += part;
-        if (rest) add_to_piece(base, part_above);
+        above += part;
+        if (rest) add_to_piece(base, part);
       }
-      if (marking && (piece % 4 == 3 || base + kPiece == end)) {
+      if (piece % 4 == 3 || base + kPiece == end) {
         marks[piece / 4 * 32 + lane()] = marks_of_four;
         marks_of_four = 0;
       }
     }
   }
-  FI_DEVICE void add_up(const float (&x)[kVec], bool weights, bool some, float lowest, float edge, uint64_t& above,
+  FI_DEVICE void add_up(const float (&x)[kVec], bool weights, float lowest, float edge, uint64_t& above,
                         uint64_t& all) const {
     uint32_t w[kVec];
     if (weights) {
@@ -193,10 +214,9 @@ struct RowSampler {
       for (int i = 0; i < kVec; ++i) w[i] = x[i] >= lowest;
     }
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) all += w[i];
-    if (some) {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) above += x[i] >= edge ? w[i] : 0;
+    for (int i = 0; i < kVec; ++i) {
+      all += w[i];
+      above += x[i] >= edge ? w[i] : 0;
     }
   }
   FI_DEVICE void add_to_piece(int base, uint64_t part) const {

@@ -321,18 +321,19 @@ struct Threshold {
     Range range{};
     bool fresh = true;  // the stage is
     listed = -1;
-    if (stage == kSums && !wanted.sums) return lowest;
 #pragma unroll 1
     for (;;) {
       const bool weights = stage >= kWeight;
       if (fresh) {
         if (stage == kBound) range = {wanted.bound, row.top};
         if (stage == kCount || stage == kWeight) range = guess(weights, wanted.k, wanted.top_p, wanted.vocab);
-        if (stage == kSums) range = {lowest, lowest - 1}, row.limit = lowest;
+        if (stage == kSums) {
+          if (wanted.sums) row.sum_from(lowest);
+          return lowest;
+        }
       }
       uint64_t above, total, target = wanted.k;
       row.mark(range, weights, weights || (stage == kCount && range.high != row.top), above, total);
-      if (stage == kSums) return lowest;
       if (stage == kBound) {
         listed = send_all(first);
         if (listed >= 0) return wanted.bound;

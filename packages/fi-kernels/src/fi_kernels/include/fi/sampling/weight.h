@@ -127,6 +127,11 @@ FI_EXACT Weight logit_weight(float x, const Scale& s) {
   const Power p = power(greater(distance, 0.0f), s.factor);  // x = +inf
   return {bits_of(p.y) << 8, p.shift};                       // bits of [1, 2) shifted left by 8 are 2^31 y
 }
+// The same for any x that is not +inf, and none for what is not a number or -inf.
+FI_EXACT Weight finite_weight(float x, const Scale& s) {
+  const Power p = power(plus(s.top, -x), s.factor);
+  return {bits_of(p.y) << 8, p.shift};
+}
 FI_EXACT Weight prob_weight(float x, const Scale& s) {
   const uint32_t z = bits_of(times(lesser(x, s.top), s.factor));
   return {z << 8 | 0x80000000u, 127 - (z >> 23)};

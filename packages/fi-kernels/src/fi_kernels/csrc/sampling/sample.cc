@@ -30,6 +30,7 @@ void launch(const Kernel& kernel, SampleParams& p, int64_t bytes, DLDevice devic
     room = entry.config[1];
     while (blocks < 16 && (slice(blocks) * bytes * (all ? 4 : 3) > room * 4 || slice(blocks) > 65536)) blocks *= 2;
     while (blocks < 16 && p.rows * blocks * 2 <= resident && slice(blocks) >= 4096) blocks *= 2;
+    p.ahead = p.rows * blocks > resident ? static_cast<int32_t>(resident / blocks) : 0;
   }
   p.slice = static_cast<int32_t>(slice(blocks));
   p.share = static_cast<int32_t>(pieces((p.slice + warps - 1) / warps));

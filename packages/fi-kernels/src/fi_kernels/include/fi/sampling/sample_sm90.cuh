@@ -59,6 +59,19 @@ FI_DEVICE void load_slots(const PlacedRow<T>& to, int begin, int end, Barrier& b
   __syncwarp();
 }
 
+// Brings this warp's slots of a row that a later cluster will work on to L2, while this one computes.
+template <class T>
+FI_DEVICE void prefetch_slots(const SampleParams& p, int64_t output, int skipped, int begin, int end) {
+  if (output >= p.rows || threadIdx.x % 32 != 0) return;
+  const int64_t row = source_row(p, output);
+  if (row < 0 || row >= p.input_rows) return;
+  const Slots<T> slots(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
+  constexpr int kVec = Slots<T>::kVec;
+  const int from = max(skipped + begin, (slots.first + kVec - 1) / kVec * kVec);
+  const int until = min(skipped + end, slots.last / kVec * kVec);
+  if (from < until) bulk_prefetch(slots.base + from, (until - from) * sizeof(T));
+}
+
 }  // namespace sampling
 
 // One cluster a row: block r holds slots [r * p.slice, (r + 1) * p.slice).
@@ -89,6 +102,7 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   if (threadIdx.x == 0) shared.random = random_of(row_random(p, output));  // while the row is on its way
   cluster_wait();                                            // now all blocks are there
   barriers[warp].wait(0);
+  if (p.ahead) prefetch_slots<T>(p, int64_t{output} + p.ahead, skipped, begin, end);
   if constexpr (sizeof(T) == 4) {
     if (is_adjusted(p)) {
       __syncthreads();

@@ -32,7 +32,7 @@ except ImportError:
 
 RANDOM = {"seed": 1, "offset": 2}
 # Threads, blocks on an SM, bytes of a row a block should hold.
-VARIANTS = {"1024x1": (1024, 1, 200 << 10), "768x1": (768, 1, 200 << 10), "512x2": (512, 2, 70 << 10)}
+VARIANTS = {"1024x1": (1024, 1, 200 << 10)}
 
 
 @functools.cache

@@ -18,6 +18,7 @@ struct ResidualRow {
     return draft ? target.base[slot] - draft[slot] : target.base[slot];
   }
   FI_DEVICE int place(int slot) const { return slot; }
+  FI_DEVICE float at(int place, int further) const { return at(place + further); }
   FI_DEVICE Vec<float, kVec> load(int place, int further) const {
     const int slot = place + further;
     Vec<float, kVec> x;

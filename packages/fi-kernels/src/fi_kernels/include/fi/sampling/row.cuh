@@ -47,7 +47,7 @@ struct PlacedRow {
   FI_DEVICE const T* place(int slot) const { return holds(slot) ? held(slot) : slots.base + slot; }
   // Of a place in a piece, so many slots further on.
   FI_DEVICE static Vec<T, kVec> load(const T* place, int further) { return fi::load<T, kVec>(place + further); }
-  FI_DEVICE float at(int slot) const { return to_float(*place(slot)); }
+  FI_DEVICE static float at(const T* place, int further) { return to_float(place[further]); }
 
   // Whether what is held takes the place of elements; of 16 bits it would not be exact.
   FI_DEVICE bool keeps(int slot) const { return sizeof(T) == 4 && holds(slot); }

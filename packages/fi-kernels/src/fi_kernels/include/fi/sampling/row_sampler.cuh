@@ -28,14 +28,27 @@ struct RowSampler {
 
   // f(x, j) for the vectors of a piece: row j of lane l is slots base + (32 j + l) kVec and on. A loop, since code comes
   // from memory, too; the other warps hide what one waits for.
-  template <int kAtOnce = 1, class F>
+  template <int kAtOnce, class F>
   FI_DEVICE void rows(int base, F&& f) const {
     const auto place = source.place(base);
-#pragma unroll kAtOnce
-    for (int j = 0; j < kRows; ++j) {
-      float x[kVec];
-      to_float(source.load(place, (32 * j + lane()) * kVec), x);
-      f(x, j);
+#pragma unroll 1
+    for (int j = 0; j < kRows; j += kAtOnce) {
+      float x[kAtOnce][kVec];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) to_float(source.load(place, (32 * (j + i) + lane()) * kVec), x[i]);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) f(x[i], j + i);
+    }
+  }
+  // f(base, piece) for all pieces. Half of the warps begin in the middle: not all wait for global memory at once.
+  template <class F>
+  FI_DEVICE void pieces(F&& f) const {
+    const int n = (end - begin) / kPiece;
+    int piece = warp() & 4 ? n / 8 * 4 : 0;
+#pragma unroll 1
+    for (int i = 0; i < n; ++i) {
+      f(begin + piece * kPiece, piece);
+      if (++piece == n) piece = 0;
     }
   }
   FI_DEVICE int peak_of(int base) const {
@@ -72,7 +85,7 @@ struct RowSampler {
 #pragma unroll 1
     for (int base = begin; base < end; base += kPiece) {
       float largest = __int_as_float(0x7fffffff);  // NaN
-      rows(base, [&](const float (&x)[kVec], int) {
+      rows<2>(base, [&](const float (&x)[kVec], int) {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) largest = fmaxf(largest, x[i]);
       });
@@ -91,6 +104,7 @@ struct RowSampler {
       ranked = __reduce_max_sync(0xffffffffu, rest);
       if (lane() == __ffs(__ballot_sync(0xffffffffu, rest == ranked)) - 1) rest = 0;
     }
+    Team::meet();
     publish(shared.ends, uint64_t{high} << 32 | ranked);
     top = 0;
     over_warps(shared.ends, [&](uint64_t ends, unsigned) { top = max(top, static_cast<uint32_t>(ends >> 32)); });
@@ -111,13 +125,16 @@ struct RowSampler {
 
   // Of what prepare's warps published, by one warp: at or a little below the quantile-th largest.
   FI_DEVICE uint32_t quantile_of_ranked(int quantile) const {
-    uint32_t high = 0, low = ~0u;
+    uint32_t high = 0, low = ~0u, there = 0;  // of those that are not zero
     over_warps(shared.ends, [&](uint64_t ends, unsigned) {
-      high = max(high, static_cast<uint32_t>(ends));
-      low = min(low, static_cast<uint32_t>(ends));
+      const uint32_t key = static_cast<uint32_t>(ends);
+      high = max(high, key);
+      low = min(low, key - 1);
+      there += key != 0;
     });
+    if (static_cast<int>(__reduce_add_sync(0xffffffffu, there)) < quantile) return 0;
     high = __reduce_max_sync(0xffffffffu, high);
-    low = __reduce_min_sync(0xffffffffu, low);
+    low = __reduce_min_sync(0xffffffffu, low) + 1;
     int bit = 31 - __clz(static_cast<int>(high ^ low));  // the highest in which they differ
     uint32_t found = bit < 0 ? high : high >> bit >> 1 << bit << 1;
 #pragma unroll 1
@@ -149,9 +166,8 @@ struct RowSampler {
     clear_sums();
     summed = true;
     marked = {key, key - 1};
-#pragma unroll 1
-    for (int base = begin; base < end; base += kPiece) {
-      if (peak(base) < key) continue;
+    pieces([&](int base, int) {
+      if (peak(base) < key) return;
       uint64_t part = 0;
       rows<2>(base, [&](const float (&x)[kVec], int) {
         uint32_t w[kVec];
@@ -165,7 +181,7 @@ struct RowSampler {
         for (int i = 0; i < kVec; ++i) part += w[i];
       });
       add_to_piece(base, part);
-    }
+    });
   }
   FI_DEVICE void clear_sums() const {
     __syncwarp();
@@ -181,13 +197,11 @@ struct RowSampler {
     summed = rest && weights;
     clear_sums();
     uint64_t marks_of_four = 0;
-    int piece = 0;
-#pragma unroll 1
-    for (int base = begin; base < end; base += kPiece, ++piece) {
+    pieces([&](int base, int piece) {
       if (peak(base) >= (rest ? limit : range.low)) {
         uint32_t bits = 0;
         uint64_t part = 0;
-        rows<1>(base, [&](const float (&x)[kVec], int j) {
+        rows<2>(base, [&](const float (&x)[kVec], int j) {
           uint32_t in = 0;
 #pragma unroll
           for (int i = 0; i < kVec; ++i) in |= static_cast<uint32_t>(x[i] >= low && !(x[i] >= edge)) << i;
@@ -202,7 +216,7 @@ struct RowSampler {
         marks[piece / 4 * 32 + lane()] = marks_of_four;
         marks_of_four = 0;
       }
-    }
+    });
   }
   FI_DEVICE void add_up(const float (&x)[kVec], bool weights, float lowest, float edge, uint64_t& above,
                         uint64_t& all) const {
@@ -223,38 +237,46 @@ struct RowSampler {
     const uint64_t sum = warp_sum_u64(part);
     if (lane() == 0) shared.sums[warp()][peak_of(base)] += sum;
   }
-  // The slot of a marked element: bit `bit` of a word of marks.
-  FI_DEVICE int slot_of(int word, int bit) const {
-    return begin + (word * 4 + bit / 16) * kPiece + (32 * (bit % 16 / kVec) + lane()) * kVec + bit % kVec;
-  }
-  FI_DEVICE int words() const { return (end - begin + 4 * kPiece - 1) / (4 * kPiece); }
-  // f(x, slot) for this thread's marked elements.
+  // f(x, slot) for this thread's marked elements of a piece; some loads before their uses, since they may be global.
   template <class F>
-  FI_DEVICE void each_marked(F&& f) const {
+  FI_DEVICE void marked_in(int base, int piece, F&& f) const {
+    constexpr int kAtOnce = 4;
+    uint32_t bits = static_cast<uint32_t>(marks[piece / 4 * 32 + lane()] >> piece % 4 * 16) & 0xffff;
+    const auto place = source.place(base);
 #pragma unroll 1
-    for (int word = 0; word < words(); ++word) {
+    while (bits) {
+      float x[kAtOnce];
+      int slot[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int bit = __ffs(static_cast<int>(bits)) - 1, further = (bit / kVec * 32 + lane()) * kVec + bit % kVec;
+        slot[i] = bits ? base + further : -1;
+        x[i] = bits ? source.at(place, further) : 0.f;
+        bits &= bits - 1;
+      }
 #pragma unroll 1
-      for (uint64_t bits = marks[word * 32 + lane()]; bits; bits &= bits - 1) {
-        const int slot = slot_of(word, __ffsll(static_cast<int64_t>(bits)) - 1);
-        f(source.at(slot), slot);
+      for (int i = 0; i < kAtOnce && slot[0] >= 0; ++i) {
+        f(x[0], slot[0]);
+#pragma unroll
+        for (int k = 0; k < kAtOnce - 1; ++k) x[k] = x[k + 1], slot[k] = slot[k + 1];
+        slot[kAtOnce - 1] = -1;
       }
     }
+  }
+  template <class F>
+  FI_DEVICE void each_marked(F&& f) const {
+    pieces([&](int base, int piece) { marked_in(base, piece, f); });
   }
 
   // Whether the sums by piece and the marks together tell the weights from a key on.
   FI_DEVICE bool knows(uint32_t key) const { return summed && key >= marked.low && key <= marked.high + 1; }
   // Adds the weights of the marked elements from a key on to the sums by piece.
   FI_DEVICE void add_marked(uint32_t key) const {
-#pragma unroll 1
-    for (int base = begin, piece = 0; base < end; base += kPiece, ++piece) {
+    pieces([&](int base, int piece) {
       uint64_t part = 0;
-#pragma unroll 1
-      for (uint32_t bits = marks[piece / 4 * 32 + lane()] >> piece % 4 * 16 & 0xffff; bits; bits &= bits - 1) {
-        const float x = source.at(slot_of(piece / 4, piece % 4 * 16 + __ffs(static_cast<int>(bits)) - 1));
-        if (key_of(x) >= key) part += weight(x);
-      }
+      marked_in(base, piece, [&](float x, int) { part += key_of(x) >= key ? weight(x) : 0; });
       add_to_piece(base, part);
-    }
+    });
   }
   // The sums by piece: of all, of this warp, and of what comes before it in the row.
   FI_DEVICE uint64_t total_weight(uint64_t& before, uint64_t& own) {
@@ -280,28 +302,35 @@ struct RowSampler {
   FI_DEVICE uint64_t total_fine(float lowest) const {
     const uint32_t least = key_of(lowest);
     uint64_t own = 0, before;
-#pragma unroll 1
-    for (int base = begin; base < end; base += kPiece) {
-      if (peak(base) < least) continue;
+    const bool everything = logits && top < 0xff800000u && least <= 0x00800000u;  // keys of +inf, -max
+    pieces([&](int base, int) {
+      if (peak(base) < least) return;
       const bool keeps = source.keeps(base);
-      rows(base, [&](const float (&x)[kVec], int j) {
+      rows<1>(base, [&](const float (&x)[kVec], int j) {
         uint64_t w[kVec];
-        if (logits) {
+        float y[kVec];
+        if (everything) {
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) w[i] = fine(logit_weight(x[i], scale));
+          for (int i = 0; i < kVec; ++i) {
+            const Power p = power(plus(scale.top, -x[i]), scale.factor);
+            w[i] = fine({bits_of(p.y) << 8, p.shift});
+            y[i] = ratio_of(p);
+          }
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) y[i] = x[i] != x[i] ? x[i] : y[i];
         } else {
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) w[i] = fine(prob_weight(x[i], scale));
-        }
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) own += x[i] >= lowest ? w[i] : 0;
-        if (keeps) {
-          float y[kVec];
           ratios(x, lowest, y);
-          source.keep(base + (32 * j + lane()) * kVec, y);
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) {
+            w[i] = fine(weight_of(x[i]));
+            w[i] = x[i] >= lowest ? w[i] : 0;
+          }
         }
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) own += w[i];
+        if (keeps) source.keep(base + (32 * j + lane()) * kVec, y);
       });
-    }
+    });
     return collect(before, warp_sum_u64(own));
   }
   FI_DEVICE uint64_t collect(uint64_t& before, uint64_t own) const {
@@ -326,7 +355,7 @@ struct RowSampler {
 #pragma unroll 1
     for (int base = begin; base < end; base += kPiece) {
       if (peak_of(base) != place || peak(base) < key_of(lowest)) continue;
-      rows(base, [&](const float (&x)[kVec], int j) {
+      rows<1>(base, [&](const float (&x)[kVec], int j) {
         if (found >= 0) return;
         uint32_t w[kVec];
         weigh(x, lowest, w);
@@ -360,7 +389,7 @@ struct RowSampler {
 #pragma unroll 1
     for (int base = begin; base < end; base += kPiece) {
       const bool whole = aligned && base >= first && base + kPiece <= last;
-      rows(base, [&](const float (&x)[kVec], int j) {
+      rows<1>(base, [&](const float (&x)[kVec], int j) {
         float y[kVec];
         f(x, base, y);
         const int slot = base + (32 * j + lane()) * kVec;

@@ -42,7 +42,7 @@ FI_DEVICE void run_row(const SampleParams& p, Scratch<Team, kWarps>& shared, con
       key = max(least, t.choose(listed, k, top_p));
       if (draws) {
         const int token = t.draw_listed(listed, uniform_below(t.weigh_listed(listed, key), shared.random));
-        if (token >= 0 && Team::rank() == 0 && s.lane() == 0) put_token(p, output, token, true);
+        if (token >= 0 && Team::rank() == 0) put_token(p, output, token, true);  // some threads, all the same
       }
     }
     lowest = value_of(key);

@@ -11,7 +11,15 @@ struct Cluster {
   static constexpr unsigned kLargest = 16;
   FI_DEVICE static unsigned rank() { return cluster_rank(); }
   FI_DEVICE static unsigned size() { return cluster_size(); }
-  FI_DEVICE static void sync() { cluster_sync(); }
+  // The instructions want the warp together. The blocks arrived when their copies were on the way.
+  FI_DEVICE static void meet() {
+    __syncwarp();
+    cluster_wait();
+  }
+  FI_DEVICE static void sync() {
+    __syncwarp();
+    cluster_sync();
+  }
   FI_DEVICE static uint4 read(const Counter& x, unsigned rank) { return cluster_load_u32x4(cluster_address(&x, rank)); }
   FI_DEVICE static uint32_t read(const uint32_t& x, unsigned rank) {
     return cluster_load_u32(cluster_address(&x, rank));
@@ -100,7 +108,6 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   load_slots(source, begin, end, barriers[warp]);
   cluster_arrive();
   if (threadIdx.x == 0) shared.random = random_of(row_random(p, output));  // while the row is on its way
-  cluster_wait();                                            // now all blocks are there
   barriers[warp].wait(0);
   if (p.ahead) prefetch_slots<T>(p, int64_t{output} + p.ahead, skipped, begin, end);
   if constexpr (sizeof(T) == 4) {
@@ -117,7 +124,7 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   }
   run_row<T, Cluster, PlacedRow<T>, kWarps>(p, shared, source, marks, begin, end, whole.first, whole.last, output,
                                             static_cast<int>(row));
-  cluster_sync();  // others may still read this block's sums
+  Cluster::sync();  // others may still read this block's sums
 }
 
 }  // namespace fi

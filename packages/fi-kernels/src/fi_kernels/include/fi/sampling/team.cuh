@@ -30,7 +30,7 @@ template <class Team, int kWarps>
 struct Scratch {
   Counter counters[2][kCounters];  // by bucket of a range of keys, above it, and of all; used in turns
   Total totals[kCounters];         // over the team
-  uint32_t sample[kSteps];         // by size: elements of a sample, and largest elements of threads in the upper half
+  uint32_t sample[kSteps + 1];  // by size: elements of a sample, and largest of threads in the upper half; weight of the rest
   uint32_t peak[kWarps][kPeaks];   // keys of the largest elements of a warp's pieces
   uint64_t sums[kWarps][kPeaks];   // their weights
   uint64_t ends[Team::kLargest][kWarps];     // of each warp of the team: key of the largest, and of a thread's largest
@@ -53,6 +53,7 @@ struct OneBlock {
   static constexpr unsigned kLargest = 1;
   FI_DEVICE static unsigned rank() { return 0; }
   FI_DEVICE static unsigned size() { return 1; }
+  FI_DEVICE static void meet() {}
   FI_DEVICE static void sync() { __syncthreads(); }
   FI_DEVICE static uint4 read(const Counter& x, unsigned) { return *reinterpret_cast<const uint4*>(&x); }
   FI_DEVICE static uint32_t read(const uint32_t& x, unsigned) { return x; }

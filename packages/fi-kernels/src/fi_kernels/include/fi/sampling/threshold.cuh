@@ -95,25 +95,30 @@ struct Threshold {
   }
 
   // Of n elements that are listed: the key with which `above` and the parts from the largest on reach the target. Each
-  // is compared with all, by a warp.
+  // is compared with all, by four threads.
   FI_DEVICE uint32_t settle(int n, uint64_t above, uint64_t target) {
 #pragma unroll 1
-    for (int own = row.warp(); own < n; own += kWarps) {
-      const uint32_t key = shared.listed[own].key;
+    for (int own = threadIdx.x / 4; own < (n + 7) / 8 * 8; own += kWarps * 8) {  // whole warps
+      const uint32_t key = shared.listed[min(own, n - 1)].key;
       uint64_t greater = 0, equal = 0;
-#pragma unroll 1
-      for (int i = row.lane(); i < n; i += 32) {
+#pragma unroll 2
+      for (int i = threadIdx.x % 4; i < n; i += 4) {
         const Listed other = shared.listed[i];
         greater += other.key > key ? other.part : 0;
         equal += other.key == key ? other.part : 0;
       }
-      greater = above + warp_sum_u64(greater);
-      if (greater < target && greater + warp_sum_u64(equal) >= target) shared.found = key;
+      greater = above + sum_of_four(greater);
+      equal = sum_of_four(equal);
+      if (greater < target && greater + equal >= target) shared.found = key;
     }
     __syncthreads();
     const uint32_t found = shared.found;
     __syncthreads();
     return found;
+  }
+  FI_DEVICE static uint64_t sum_of_four(uint64_t x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
   }
 
   // The bucket of a sample in which an element lies: sixteenths of a power of two in probability below the top.
@@ -131,18 +136,25 @@ struct Threshold {
   // by the largest of each thread. As wide as a share of the elements allows.
   FI_DEVICE Range guess(bool weights, uint64_t k, float share, int vocab) {
     constexpr int kEach = kSteps / 32;
-    for (int b = threadIdx.x; b < kSteps; b += blockDim.x) shared.sample[b] = 0;
+    for (int b = threadIdx.x; b <= kSteps; b += blockDim.x) shared.sample[b] = 0;
     __syncthreads();
     if (row.mine >= row.limit) atomicAdd(&shared.sample[step_of(value_of(row.mine))], 1u << 16);
     const float lowest = value_of(row.limit);
+    uint32_t rest = 0;  // weight of what is in the last step, all smaller elements
 #pragma unroll 1
     for (int base = row.begin; base < row.end; base += kPiece) {
+      const auto place = row.source.place(base);
 #pragma unroll
       for (int j = 0; j < Row::kRows; j += Row::kRows / 2) {
-        const float x = row.source.at(base + (32 * j + row.lane()) * Row::kVec);
-        if (x >= lowest) atomicAdd(&shared.sample[step_of(x)], 1u);
+        const float x = row.source.at(place, (32 * j + row.lane()) * Row::kVec);
+        if (!(x >= lowest)) continue;
+        const int step = step_of(x);
+        if (step < kSteps - 1) atomicAdd(&shared.sample[step], 1u);
+        else rest += row.weight(x);
       }
     }
+    rest = __reduce_add_sync(0xffffffffu, rest);  // 2^16 of at most 2^15
+    if (row.lane() == 0) atomicAdd(&shared.sample[kSteps], rest);
     Team::sync();
     for (int b = threadIdx.x; b < kSteps; b += blockDim.x) {
       uint32_t sum = 0;  // at most 2^16 threads, and of 2^19 elements one in eight: carries cannot occur but in ties
@@ -150,6 +162,9 @@ struct Threshold {
       for (unsigned r = 0; r < Team::size(); ++r) sum += Team::read(shared.sample[b], r);
       shared.sampled[b] = sum;
     }
+    float smaller = 0.f;
+    for (unsigned r = 0; r < Team::size(); ++r) smaller += static_cast<float>(Team::read(shared.sample[kSteps], r));
+    smaller *= 8.f / static_cast<float>(row.weight(value_of(row.top)));
     __syncthreads();
     // Of step kEach * lane + i and all before: elements, and what they add to the target.
     float count[kEach], part[kEach], counted = 0.f, parts = 0.f;
@@ -169,6 +184,7 @@ struct Threshold {
       count[i] = counted += n;
       part[i] = parts += weights ? n * exp2_approx((kEach * row.lane() + i) * (-1.f / 16.f)) : n;
     }
+    if (row.lane() == 31) part[kEach - 1] = parts += weights ? smaller : vocab;  // more than there can be
     counted = warp_scan(counted) - counted;
     parts = warp_scan(parts) - parts;
     const float total = __shfl_sync(0xffffffffu, parts + part[kEach - 1], 31);
@@ -288,17 +304,17 @@ struct Threshold {
     const uint32_t key = settle(n, 0, k);
     return top_p < 1.f ? settle(n, 0, share_of(weigh_listed(n, key), top_p)) : key;
   }
-  // The token at which the weights, summed in the order of tokens, pass target: the one warp that finds it returns it.
+  // The token at which the weights, summed in the order of tokens, pass target: the threads that find it return it.
   FI_DEVICE int draw_listed(int n, uint64_t target) const {
     int found = -1;
 #pragma unroll 1
-    for (int own = row.warp(); own < n; own += kWarps) {
-      const int token = shared.tokens[own];
+    for (int own = threadIdx.x / 4; own < (n + 7) / 8 * 8; own += kWarps * 8) {
+      const int token = shared.tokens[min(own, n - 1)];
       uint64_t before = 0;
-#pragma unroll 1
-      for (int i = row.lane(); i < n; i += 32) before += shared.tokens[i] < token ? shared.listed[i].part : 0;
-      before = warp_sum_u64(before);
-      if (before <= target && target < before + shared.listed[own].part) found = token;
+#pragma unroll 2
+      for (int i = threadIdx.x % 4; i < n; i += 4) before += shared.tokens[i] < token ? shared.listed[i].part : 0;
+      before = sum_of_four(before);
+      if (before <= target && target < before + shared.listed[min(own, n - 1)].part) found = token;
     }
     return found;
   }

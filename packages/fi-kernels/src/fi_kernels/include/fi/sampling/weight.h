@@ -143,12 +143,14 @@ FI_EXACT uint64_t fine(Weight w) { return shifted(uint64_t{w.mantissa} << 8, w.s
 constexpr float kFineOne = 0x1p39f;  // of an element as large as the scale
 
 // The probability over that of the largest, as a float; 0 below 2^-126.
-FI_EXACT float logit_ratio(float x, const Scale& s) {
-  const float distance = plus(s.top, -x);
-  const Power p = power(greater(distance, 0.0f), s.factor);
+FI_EXACT float ratio_of(const Power& p) {
   const bool normal = p.shift < 127;
   const float ratio = times(p.y, of_bits(normal ? (127 - p.shift) << 23 : 0u));
   return normal ? ratio : 0.0f;  // y is NaN where the distance overflows
+}
+FI_EXACT float logit_ratio(float x, const Scale& s) {
+  const float distance = plus(s.top, -x);
+  return ratio_of(power(greater(distance, 0.0f), s.factor));
 }
 FI_EXACT float prob_ratio(float x, const Scale& s) { return times(lesser(x, s.top), s.factor); }
 

@@ -34,7 +34,8 @@ void launch(const Kernel& kernel, SampleParams& p, int64_t bytes, DLDevice devic
   }
   p.slice = static_cast<int32_t>(slice(blocks));
   p.share = static_cast<int32_t>(pieces((p.slice + warps - 1) / warps));
-  p.held = static_cast<int32_t>(room && all ? p.share : std::min<int64_t>(p.share, room / bytes / warps / kPiece * kPiece));
+  p.held =
+      static_cast<int32_t>(room && all ? p.share : std::min<int64_t>(p.share, room / bytes / warps / kPiece * kPiece));
   const int64_t marks = (p.share + 4 * kPiece - 1) / (4 * kPiece) * 256;
   Launch config{p.rows * blocks};
   config.pdl = kernel.pdl(-1);

@@ -6,8 +6,8 @@
 namespace fi {
 namespace sampling {
 
-// Source: place(base) says where a piece is, load(place, further) gives kVec of its elements, at(slot) one, NaN where the
-// row is not; each warp owns the pieces [begin, end).
+// Source: place(base) says where a piece is, load(place, further) gives kVec of its elements, at(slot) one, NaN where
+// the row is not; each warp owns the pieces [begin, end).
 template <class Team, class Source, int kWarps>
 struct RowSampler {
   static constexpr int kVec = Source::kVec, kRows = kPiece / (32 * kVec);
@@ -26,8 +26,8 @@ struct RowSampler {
   FI_DEVICE static int lane() { return threadIdx.x % 32; }
   FI_DEVICE static int warp() { return threadIdx.x / 32; }
 
-  // f(x, j) for the vectors of a piece: row j of lane l is slots base + (32 j + l) kVec and on. A loop, since code comes
-  // from memory, too; the other warps hide what one waits for.
+  // f(x, j) for the vectors of a piece: row j of lane l is slots base + (32 j + l) kVec and on. A loop, since code
+  // comes from memory, too; the other warps hide what one waits for.
   template <int kAtOnce, class F>
   FI_DEVICE void rows(int base, F&& f) const {
     const auto place = source.place(base);
@@ -188,8 +188,8 @@ struct RowSampler {
     if (lane() < kPeaks) shared.sums[warp()][lane()] = 0;
     __syncwarp();
   }
-  // Marks the elements of the range. With `rest`, also adds up, in all and by piece, the parts of those above it, and in
-  // all those from `limit` on: one each, or their weights.
+  // Marks the elements of the range. With `rest`, also adds up, in all and by piece, the parts of those above it, and
+  // in all those from `limit` on: one each, or their weights.
   FI_DEVICE void mark(Range range, bool weights, bool rest, uint64_t& above, uint64_t& all) {
     const float low = value_of(range.low), edge = value_of(range.high + 1), lowest = value_of(limit);
     above = all = 0;

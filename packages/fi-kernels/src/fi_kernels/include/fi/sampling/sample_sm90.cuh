@@ -39,8 +39,8 @@ struct Cluster {
   }
 };
 
-// Starts to fill what is held of the slots [begin, end) of this warp. What the row does not fill to 16 bytes at its ends
-// is copied by hand, so nothing outside of it is read.
+// Starts to fill what is held of the slots [begin, end) of this warp. What the row does not fill to 16 bytes at its
+// ends is copied by hand, so nothing outside of it is read.
 template <class T>
 FI_DEVICE void load_slots(const PlacedRow<T>& to, int begin, int end, Barrier& barrier) {
   constexpr int kVec = Slots<T>::kVec;
@@ -50,7 +50,8 @@ FI_DEVICE void load_slots(const PlacedRow<T>& to, int begin, int end, Barrier& b
     return max(low, min(slot, min(high, row.last / kVec * kVec)));  // at most, and no whole vector further on
   };
   const int low = (row.first + kVec - 1) / kVec * kVec;
-  const int from = whole(max(begin, low), begin, to.gap_begin), until = max(from, whole(to.gap_begin, begin, to.gap_begin));
+  const int from = whole(max(begin, low), begin, to.gap_begin),
+            until = max(from, whole(to.gap_begin, begin, to.gap_begin));
   const int after = whole(max(to.gap_end, low), to.gap_end, end), over = max(after, whole(end, to.gap_end, end));
   if (first) {
     barrier.init(1);

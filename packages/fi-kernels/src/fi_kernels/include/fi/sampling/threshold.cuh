@@ -77,8 +77,8 @@ struct Threshold {
     return weights ? shared.totals[bucket].sum : shared.totals[bucket].count;
   }
 
-  // The bucket, from the top, with which `above` and the buckets so far first reach the target; -1 if none does. `above`
-  // becomes what is above the bucket.
+  // The bucket, from the top, with which `above` and the buckets so far first reach the target; -1 if none does.
+  // `above` becomes what is above the bucket.
   FI_DEVICE int crossing(bool weights, uint64_t& above, uint64_t target) const {
 #pragma unroll 1
     for (int first = kBuckets - 1; first >= 0; first -= 32) {
@@ -123,8 +123,8 @@ struct Threshold {
 
   // The bucket of a sample in which an element lies: sixteenths of a power of two in probability below the top.
   FI_DEVICE int step_of(float x) const {
-    const float steps = row.logits ? (row.scale.top - x) * (16.f * row.scale.factor)
-                                   : static_cast<float>((row.top - key_of(x)) >> 19);
+    const float steps =
+        row.logits ? (row.scale.top - x) * (16.f * row.scale.factor) : static_cast<float>((row.top - key_of(x)) >> 19);
     return static_cast<int>(fminf(steps, kSteps - 1.f));
   }
   // The key so many steps below the top.
@@ -149,8 +149,10 @@ struct Threshold {
         const float x = row.source.at(place, (32 * j + row.lane()) * Row::kVec);
         if (!(x >= lowest)) continue;
         const int step = step_of(x);
-        if (step < kSteps - 1) atomicAdd(&shared.sample[step], 1u);
-        else rest += row.weight(x);
+        if (step < kSteps - 1)
+          atomicAdd(&shared.sample[step], 1u);
+        else
+          rest += row.weight(x);
       }
     }
     rest = __reduce_add_sync(0xffffffffu, rest);  // 2^16 of at most 2^15
@@ -216,8 +218,8 @@ struct Threshold {
     return range;
   }
 
-  // The smallest element of the range, which is marked and tallied, that is needed so that it and all above it reach the
-  // target; `bucket` is where.
+  // The smallest element of the range, which is marked and tallied, that is needed so that it and all above it reach
+  // the target; `bucket` is where.
   FI_DEVICE uint32_t narrow(bool weights, Range range, int bucket, uint64_t above, uint64_t target) {
 #pragma unroll 1
     for (;;) {
@@ -297,7 +299,8 @@ struct Threshold {
     for (int i = row.lane(); i < n; i += 32) sum += shared.listed[i].part;
     return warp_sum_u64(sum);
   }
-  // The smallest key among n listed elements, which are all that may be drawn and perhaps more, that passes both filters.
+  // The smallest key among n listed elements, which are all that may be drawn and perhaps more, that passes both
+  // filters.
   FI_DEVICE uint32_t choose(int n, int32_t k, float top_p) {
     if (threadIdx.x == 0) shared.found = 0;
     __syncthreads();
@@ -333,7 +336,9 @@ struct Threshold {
     const bool by_count = wanted.k > 0 && wanted.k < wanted.vocab, by_weight = wanted.top_p < 1.f;
     const uint32_t all = row.limit;
     uint32_t lowest = wanted.least;
-    Stage stage = by_count ? wanted.bound > all && !(wanted.joint && by_weight) ? kBound : kCount : by_weight ? kWeight : kSums;
+    Stage stage = by_count    ? wanted.bound > all && !(wanted.joint && by_weight) ? kBound : kCount
+                  : by_weight ? kWeight
+                              : kSums;
     Range range{};
     bool fresh = true;  // the stage is
     listed = -1;

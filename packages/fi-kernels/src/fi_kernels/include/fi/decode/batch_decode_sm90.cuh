@@ -27,7 +27,6 @@ struct DecodeTma {
     Barrier full_k[kStages], full_v[kStages], empty[kStages];  // of the ring
     Barrier ready[2], free[2];                                 // of segments and queries
     Barrier output_full, output_free;
-    int last[2];
     float bmm1;
   };
 
@@ -274,7 +273,7 @@ struct DecodeTma {
   }
 
   FI_DEVICE void complete(const Finish& finish, int thread, int threads, int barrier) const {
-    finish.finish(thread, threads, barrier, &shared.last[barrier - 1], [&](int r, int x) {
+    finish.finish(thread, threads, barrier, [&](int r, int x) {
       return Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
                                           [&](int w) { return &shared.output[w][r][x]; });
     });

@@ -15,7 +15,7 @@ struct DecodeTma {
   static constexpr int kKeys = kWarps * kWarpKeys;  // of a stage
   static constexpr int kLines = (kDim * sizeof(KV) + 127) / 128;
   static constexpr int kOutputPitch = kDim + 8;
-  using Lines = KeyLines<kLines, kKeys, kWhole>;
+  using Lines = KeyLines<kLines, kKeys>;
   using Tile = WarpTile<T, Q, KV, kDim, Lines, kWarpKeys>;
 
   struct Shared {
@@ -179,19 +179,16 @@ struct DecodeTma {
   // By one lane: key is the first one's place in the stage.
   FI_DEVICE void copy(char* to, const TensorMap& map, Barrier& barrier, int key, int slot, int head, int page,
                       uint64_t policy) const {
-    if constexpr (kWhole) {
-      tma_load(to + key * kLines * 128, map, barrier, 0, 0, slot, head, page, policy);
-    } else {
+    constexpr int kCopies = kWhole ? 1 : kLines;
 #pragma unroll
-      for (int line = 0; line < kLines; ++line)
-        tma_load(to + (line * kKeys + key) * 128, map, barrier, line * 128 / static_cast<int>(sizeof(KV)), 0, slot,
-                 head, page, policy);
-    }
+    for (int line = 0; line < kCopies; ++line)
+      tma_load(to + (key * kLines + (line << params.box_shift)) * 128, map, barrier,
+               line * 128 / static_cast<int>(sizeof(KV)), slot, 0, head, page, policy);
   }
 
   FI_DEVICE void consume() const {
     const int warp = threadIdx.x / 32, slice = warp * kWarpKeys;
-    Tile tile;
+    Tile tile({params.box_shift});
     int stage = 0;
     unsigned round = 0;
 #pragma unroll 1

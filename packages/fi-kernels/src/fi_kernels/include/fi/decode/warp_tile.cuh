@@ -21,12 +21,17 @@ FI_DEVICE unsigned pack_pair(float low, float high, __nv_bfloat16) {
 
 // How keys lie in shared memory: lines of 128 bytes, whose 16-byte pieces are permuted by the lowest bits of the line's
 // number (the pattern of TMA's 128-byte swizzle), so that ldmatrix meets no conflict in lines that follow each other.
-// Either the lines of one key follow each other (kWhole), or one line of kKeys keys, then the next.
-template <int kLines, int kKeys, bool kWhole>
+// Keys come in boxes of 2^shift: of each the first line of all its keys, then the second.
+template <int kLines, int kKeys>
 struct KeyLines {
   static constexpr int kBytes = kLines * kKeys * 128;
-  FI_DEVICE static unsigned offset(int key, int piece) {
-    const int line = kWhole ? key * kLines + piece / 8 : piece / 8 * kKeys + key;
+  int shift;
+  FI_DEVICE unsigned offset(int key, int piece) const {
+    int line = key;
+    if constexpr (kLines > 1) {
+      const int box = key >> shift;
+      line = ((box * kLines + piece / 8) << shift) + (key - (box << shift));
+    }
     return line * 128 + ((piece % 8 ^ line % 8) << 4);
   }
 };
@@ -55,9 +60,11 @@ struct WarpTile {
   float scale[2], slope[2];  // of the lane's two rows
   int i[2];
   int full_begin, full_end;  // keys that all rows see
+  bool special;              // see AttentionProblem
+  const Lines lines;
   const int lane;
 
-  FI_DEVICE WarpTile() : lane(threadIdx.x % 32) {}
+  FI_DEVICE explicit WarpTile(Lines lines) : lines(lines), lane(threadIdx.x % 32) {}
 
   // rows: of the tile; queries: its row r at r * kPitch, in shared memory, until the end of the item.
   FI_DEVICE void begin(const BatchDecodeParams& params, const AttentionProblem& p, int kv_head, int first, int rows,
@@ -74,6 +81,7 @@ struct WarpTile {
       scale[half] = head.scale, slope[half] = head.slope, i[half] = row.i;
       m[half] = kMinusInf, d[half] = 0.f;
     }
+    special = p.special();
     full_begin = p.mask.first_key(params.row(kv_head, first + rows - 1).i);
     full_end = p.mask.end_key(params.row(kv_head, first).i);
     if constexpr (kHeld) {
@@ -100,7 +108,7 @@ struct WarpTile {
 #pragma unroll
       for (int sixteen = 0; sixteen < kSixteens; ++sixteen) {
         unsigned b[4];
-        ldmatrix_x4(b, k + Lines::offset(key_lane + sixteen * 16, piece + lane / 8 % 2));
+        ldmatrix_x4(b, k + lines.offset(key_lane + sixteen * 16, piece + lane / 8 % 2));
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int n = sixteen * 2 + half;
@@ -119,7 +127,7 @@ struct WarpTile {
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) s[n][c] = (s[n][c] + odd[n][c]) * scale[c / 2];
-    if (__builtin_expect(problem().special(), false)) finish(problem(), key, s);
+    if (__builtin_expect(special, false)) finish(problem(), key, s);
     if (__builtin_expect(key < max(full_begin, low) || key + kKeys > min(full_end, high), false)) {
       const Mask mask = problem().mask;
 #pragma unroll
@@ -141,7 +149,7 @@ struct WarpTile {
 #pragma unroll
       for (int piece = 0; piece < kPieces; piece += 2) {
         unsigned b[4];
-        ldmatrix_x4_trans(b, v + Lines::offset(place + sixteen * 16 + lane % 16, piece + lane / 16));
+        ldmatrix_x4_trans(b, v + lines.offset(place + sixteen * 16 + lane % 16, piece + lane / 16));
         if constexpr (kFp8) {
 #pragma unroll
           for (int x = 0; x < 2 && piece + x < kPieces; ++x) {  // 16 columns: the even ones, the odd ones
@@ -263,7 +271,7 @@ struct WarpTile {
     for (int at = lane; at < kKeys * kPieces; at += 32) {
       const int key = at / kPieces, piece = at % kPieces;
       if (key < begin || key >= end)
-        *reinterpret_cast<uint4*>(v + Lines::offset(place + key, piece)) = make_uint4(0, 0, 0, 0);
+        *reinterpret_cast<uint4*>(v + lines.offset(place + key, piece)) = make_uint4(0, 0, 0, 0);
     }
     fence_before_async();
     __syncwarp();

@@ -23,7 +23,7 @@ struct DecodeTma {
     float output[kWarps][kDecodeRows][kOutputPitch];
     Q queries[2][kDecodeRows][Tile::kPitch];
     float2 states[kWarps][kDecodeRows];
-    DecodeSegment segments[2];
+    DecodeSegment segments[3];  // the last: of the rehearsal
     Barrier full_k[kStages], full_v[kStages], empty[kStages];  // of the ring
     Barrier ready[2], free[2];                                 // of segments and queries
     Barrier output_full, output_free;
@@ -40,6 +40,8 @@ struct DecodeTma {
   FI_DEVICE void init() const {
     for (int i = 0; i < kStages; ++i) shared.full_k[i].init(1), shared.full_v[i].init(1), shared.empty[i].init(kWarps);
     for (int i = 0; i < 2; ++i) shared.ready[i].init(1), shared.free[i].init(kWarps + 1);
+    shared.segments[2] = {};
+    shared.segments[2].kv_len = kKeys, shared.segments[2].end = kKeys / kDecodeTile + 1;
     shared.output_full.init(kWarps);
     shared.output_free.init(1);
     fence_barrier_init();
@@ -186,34 +188,44 @@ struct DecodeTma {
                line * 128 / static_cast<int>(sizeof(KV)), slot, 0, head, page, policy);
   }
 
+#ifdef FI_REHEARSE
+  static constexpr int kFirst = -1;
+#else
+  static constexpr int kFirst = 0;
+#endif
   FI_DEVICE void consume() const {
     const int warp = threadIdx.x / 32, slice = warp * kWarpKeys;
     Tile tile({params.box_shift});
     int stage = 0;
     unsigned round = 0;
 #pragma unroll 1
-    for (int count = 0;; ++count) {
-      const int at = count & 1;
-      shared.ready[at].wait(count / 2 & 1);
+    for (int count = kFirst;; ++count) {
+      const bool rehearsal = count < 0;
+      const int at = rehearsal ? 2 : count & 1;
+      if (!rehearsal) shared.ready[at].wait(count / 2 & 1);
       const DecodeSegment& s = shared.segments[at];
       if (s.unit < 0) break;
       const auto problem = [&] { return params.keys_of(s.request, s.kv_len, shared.bmm1); };
       {
         const Finish tile_of(params, s);
-        tile.begin(params, problem(), tile_of.kv_head, tile_of.first, tile_of.rows, shared.queries[at][0]);
+        tile.begin(params, problem(), tile_of.kv_head, tile_of.first, tile_of.rows, shared.queries[at & 1][0]);
       }
-      const int from = low(s), to = high(s);
+      const int from = rehearsal ? 0 : low(s), to = high(s);
 #pragma unroll 1
       for (int tile_key = s.begin * kDecodeTile; tile_key < to; tile_key += kKeys) {
         const int key = tile_key + slice;
-        shared.full_k[stage].wait(round & 1);
+        if (!rehearsal) shared.full_k[stage].wait(round & 1);
         if (key < to && key + kWarpKeys > from)
-          tile.attend(problem, shared.queries[at][0], shared.k[stage], shared.v[stage], slice, key, from, to,
-                      [&] { shared.full_v[stage].wait(round & 1); });
+          tile.attend(problem, shared.queries[at & 1][0], shared.k[stage], shared.v[stage], slice, key, from, to,
+                      [&] {
+                        if (!rehearsal) shared.full_v[stage].wait(round & 1);
+                      });
+        if (rehearsal) break;
         __syncwarp();
         if (lane == 0) shared.empty[stage].arrive();
         if (++stage == kStages) stage = 0, ++round;
       }
+      if (rehearsal) continue;
       const Finish finish(params, s);
       const bool last = is_last(count);
       if (count > 0) shared.output_free.wait((count - 1) & 1);

@@ -115,7 +115,7 @@ struct WarpTile {
           if constexpr (kFp8) {
 #pragma unroll
             for (int x = 0; x < 2 && piece + x < kPieces; ++x)
-              mma_m16n8k16(x ? odd[n] : s[n], a[x], halves(b[2 * half + x], KV{}), halves(b[2 * half + x] >> 16, KV{}),
+              mma_m16n8k16(x ? odd[n] : s[n], a[x], halves(b[2 * half + x], KV{}), upper_halves(b[2 * half + x], KV{}),
                            T{});
           } else {
             mma_m16n8k16(piece % 4 ? odd[n] : s[n], a[0], b[2 * half], b[2 * half + 1], T{});
@@ -156,7 +156,7 @@ struct WarpTile {
             const unsigned low_keys = __byte_perm(b[2 * x], 0, 0x3120);
             const unsigned high_keys = __byte_perm(b[2 * x + 1], 0, 0x3120);
             mma_m16n8k16(o[2 * (piece + x)], a, halves(low_keys, KV{}), halves(high_keys, KV{}), T{});
-            mma_m16n8k16(o[2 * (piece + x) + 1], a, halves(low_keys >> 16, KV{}), halves(high_keys >> 16, KV{}), T{});
+            mma_m16n8k16(o[2 * (piece + x) + 1], a, upper_halves(low_keys, KV{}), upper_halves(high_keys, KV{}), T{});
           }
         } else {
           mma_m16n8k16(o[piece], a, b[0], b[1], T{});

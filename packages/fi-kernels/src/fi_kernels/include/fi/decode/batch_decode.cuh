@@ -34,6 +34,7 @@ FI_DEVICE void decode_rows(const BatchDecodeParams& params) {
   __shared__ typename Kernel::Shared shared;
   __shared__ AttentionProblem problem;
   __shared__ BlockWalk walk;
+  __shared__ int last;
   pdl_wait();
   if (threadIdx.x == 0) walk.begin(params);
 #pragma unroll 1
@@ -64,7 +65,8 @@ FI_DEVICE void decode_rows(const BatchDecodeParams& params) {
         }
       }
     }
-    if (!s.whole()) finish.settle(threadIdx.x, Kernel::kThreads, 1);
+    if (!s.whole() && finish.arrive(threadIdx.x, Kernel::kThreads, 1, &last))
+      finish.write_merged(threadIdx.x, Kernel::kThreads);
   }
   pdl_launch_dependents();
 }
@@ -90,6 +92,7 @@ struct DecodeTiles {
     Q queries[kDecodeRows][Tile::kPitch];
     float2 states[kWarps][kDecodeRows];
     BlockWalk walk;
+    int last;
   };
 
   const BatchDecodeParams& params;
@@ -187,7 +190,7 @@ struct DecodeTiles {
       __syncwarp();
       tile.leave(finish.rows, shared.rings[warp].output[0], kOutputPitch, shared.states[warp]);
       __syncthreads();
-      finish.finish(threadIdx.x, kThreads, 1, [&](int r, int x) {
+      finish.finish(threadIdx.x, kThreads, 1, &shared.last, [&](int r, int x) {
         return Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
                                             [&](int w) { return &shared.rings[w].output[r][x]; });
       });

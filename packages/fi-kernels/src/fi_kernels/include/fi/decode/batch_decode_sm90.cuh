@@ -23,10 +23,11 @@ struct DecodeTma {
     float output[kWarps][kDecodeRows][kOutputPitch];
     Q queries[2][kDecodeRows][Tile::kPitch];
     float2 states[kWarps][kDecodeRows];
-    DecodeSegment segments[3];  // the last: of the rehearsal
+    DecodeSegment segments[2];
     Barrier full_k[kStages], full_v[kStages], empty[kStages];  // of the ring
     Barrier ready[2], free[2];                                 // of segments and queries
     Barrier output_full, output_free;
+    int last[2];
     float bmm1;
   };
 
@@ -39,11 +40,9 @@ struct DecodeTma {
 
   FI_DEVICE void init() const {
     for (int i = 0; i < kStages; ++i) shared.full_k[i].init(1), shared.full_v[i].init(1), shared.empty[i].init(kWarps);
-    for (int i = 0; i < 2; ++i) shared.ready[i].init(1), shared.free[i].init(kWarps + 1);
-    shared.segments[2] = {};
-    shared.segments[2].kv_len = kKeys, shared.segments[2].end = kKeys / kDecodeTile + 1;
-    shared.output_full.init(kWarps);
-    shared.output_free.init(1);
+    for (int i = 0; i < 2; ++i) shared.ready[i].init(1), shared.free[i].init(kThreads + 32);
+    shared.output_full.init(kThreads);
+    shared.output_free.init(32);
     fence_barrier_init();
     prefetch_tensor_map(params.k_map);
     prefetch_tensor_map(params.v_map);
@@ -122,7 +121,6 @@ struct DecodeTma {
               kDim * sizeof(Q), shared.ready[at]);
   }
 
-  static constexpr int kAtOnce = 4;  // copies in a row by one lane
   // Calls `then` when the first keys are on their way.
   template <class Then>
   FI_DEVICE void feed(Boxes& b, bool values, uint64_t policy, int& stage, unsigned& round, Then&& then) const {
@@ -138,26 +136,6 @@ struct DecodeTma {
         const int from = max(b.low - key, 0) >> shift, to = (min(b.high - key, kKeys) + (1 << shift) - 1) >> shift;
         if (lane == 0) full[stage].arrive_expect((to - from) * (kLines * 128 << shift));
         __syncwarp();
-#ifndef FI_LANES
-#pragma unroll 1
-        for (int box = 0; box < boxes; box += kAtOnce) {
-          const int place = (first_box + box) % 32, these = min(boxes, kAtOnce);  // in the window
-          int page[kAtOnce], slot[kAtOnce];
-#pragma unroll
-          for (int i = 0; i < kAtOnce; ++i)
-            page[i] = __shfl_sync(0xffffffffu, b.page, place + i), slot[i] = __shfl_sync(0xffffffffu, b.slot, place + i);
-          if (elect_one()) {
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i)
-              if (i < these && box + i >= from && box + i < to)
-                copy(ring + stage * Lines::kBytes, map, full[stage], (box + i) << shift, slot[i], head, page[i], policy);
-          }
-          if (place + these == 32) {
-            b.page = b.next_page, b.slot = b.next_slot;
-            look_up(b, (first_box + box + these) / 32 + 1, b.next_page, b.next_slot);
-          }
-        }
-#else
 #pragma unroll 1
         for (int done = 0; done < boxes;) {
           const int place = (first_box + done) % 32;  // in the window
@@ -171,7 +149,6 @@ struct DecodeTma {
             look_up(b, (first_box + done) / 32 + 1, b.next_page, b.next_slot);
           }
         }
-#endif
         if (++stage == kStages) stage = 0, ++round;
       }
       if (first_box == 0) then();
@@ -188,58 +165,45 @@ struct DecodeTma {
                line * 128 / static_cast<int>(sizeof(KV)), slot, 0, head, page, policy);
   }
 
-#ifdef FI_REHEARSE
-  static constexpr int kFirst = -1;
-#else
-  static constexpr int kFirst = 0;
-#endif
   FI_DEVICE void consume() const {
     const int warp = threadIdx.x / 32, slice = warp * kWarpKeys;
     Tile tile({params.box_shift});
     int stage = 0;
     unsigned round = 0;
 #pragma unroll 1
-    for (int count = kFirst;; ++count) {
-      const bool rehearsal = count < 0;
-      const int at = rehearsal ? 2 : count & 1;
-      if (!rehearsal) shared.ready[at].wait(count / 2 & 1);
+    for (int count = 0;; ++count) {
+      const int at = count & 1;
+      shared.ready[at].wait(count / 2 & 1);
       const DecodeSegment& s = shared.segments[at];
       if (s.unit < 0) break;
       const auto problem = [&] { return params.keys_of(s.request, s.kv_len, shared.bmm1); };
       {
         const Finish tile_of(params, s);
-        tile.begin(params, problem(), tile_of.kv_head, tile_of.first, tile_of.rows, shared.queries[at & 1][0]);
+        tile.begin(params, problem(), tile_of.kv_head, tile_of.first, tile_of.rows, shared.queries[at][0]);
       }
-      const int from = rehearsal ? 0 : low(s), to = high(s);
+      const int from = low(s), to = high(s);
 #pragma unroll 1
       for (int tile_key = s.begin * kDecodeTile; tile_key < to; tile_key += kKeys) {
         const int key = tile_key + slice;
-        if (!rehearsal) shared.full_k[stage].wait(round & 1);
+        shared.full_k[stage].wait(round & 1);
         if (key < to && key + kWarpKeys > from)
-          tile.attend(problem, shared.queries[at & 1][0], shared.k[stage], shared.v[stage], slice, key, from, to,
-                      [&] {
-                        if (!rehearsal) shared.full_v[stage].wait(round & 1);
-                      });
-        if (rehearsal) break;
+          tile.attend(problem, shared.queries[at][0], shared.k[stage], shared.v[stage], slice, key, from, to,
+                      [&] { shared.full_v[stage].wait(round & 1); });
         __syncwarp();
         if (lane == 0) shared.empty[stage].arrive();
         if (++stage == kStages) stage = 0, ++round;
       }
-      if (rehearsal) continue;
       const Finish finish(params, s);
       const bool last = is_last(count);
       if (count > 0) shared.output_free.wait((count - 1) & 1);
       tile.leave(finish.rows, shared.output[warp][0], kOutputPitch, shared.states[warp]);
-      __syncwarp();
       if (last) {
         barrier_sync(1, kThreads);
         complete(finish, threadIdx.x, kThreads, 1);
         return;
       }
-      if (lane == 0) {
-        shared.output_full.arrive();
-        shared.free[at].arrive();
-      }
+      shared.output_full.arrive();
+      shared.free[at].arrive();
     }
   }
 
@@ -273,16 +237,13 @@ struct DecodeTma {
       if (s.unit < 0 || is_last(count)) return;
       shared.output_full.wait(count & 1);
       complete(Finish(params, s), lane, 32, 2);
-      __syncwarp();
-      if (lane == 0) {
-        shared.output_free.arrive();
-        shared.free[at].arrive();
-      }
+      shared.output_free.arrive();
+      shared.free[at].arrive();
     }
   }
 
   FI_DEVICE void complete(const Finish& finish, int thread, int threads, int barrier) const {
-    finish.finish(thread, threads, barrier, [&](int r, int x) {
+    finish.finish(thread, threads, barrier, &shared.last[barrier - 1], [&](int r, int x) {
       return Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
                                           [&](int w) { return &shared.output[w][r][x]; });
     });

@@ -1,4 +1,4 @@
-// The end of a part of an item: written out if it is whole, else left in its slot, or merged with the others.
+// The end of a part of an item: written out if it is whole, else left in its slot, and merged by the last to arrive.
 #pragma once
 #include "fi/attention/eight.cuh"
 #include "fi/cuda/math.cuh"
@@ -59,57 +59,51 @@ struct Finish {
     return sum;
   }
 
-  // Everything, by all threads that call, which meet at `barrier`: own(r, x) gives this part's values of a row.
-  template <class Own>
-  FI_DEVICE void finish(int thread, int threads, int barrier, Own&& own) const {
-    const int width = params.problem.dim_vo / 4;
-    const bool merges = s.merges();
-    if (merges) meet(thread, threads, barrier);
-#pragma unroll 1
-    for (int at = thread; at < rows * width; at += threads) {
-      const int r = at / width, x = at % width * 4;
-      RowPart part = own(r, x);
-      if (merges) part = merged(r, x, &part);
-      if (merges || s.whole())
-        write(r, x, part);
-      else
-        publish(r, x, part);
+  // Of a part that is published: whether it is the last to arrive. By all threads, which meet at `barrier`; `last` is
+  // in shared memory.
+  FI_DEVICE bool arrive(int thread, int threads, int barrier, int* last) const {
+    barrier_sync(barrier, threads);
+    if (thread == 0) {
+      int32_t* counter = params.view().counters() + s.counter();
+      *last = count_device(counter) == s.parts - 1;  // by one thread for all that it met at the barrier
+      if (*last) *counter = 0;  // for the next launch
     }
-    if (!s.leads) announce(thread, threads, barrier);
+    barrier_sync(barrier, threads);
+    return *last;
   }
 
-  // What comes after all rows of a part were published, by all threads.
-  FI_DEVICE void settle(int thread, int threads, int barrier) const {
+  // Everything: own(r, x) gives this part's values of a row. One place writes: the code is read from memory as data is.
+  template <class Own>
+  FI_DEVICE void finish(int thread, int threads, int barrier, int* last, Own&& own) const {
     const int width = params.problem.dim_vo / 4;
-    if (!s.leads) announce(thread, threads, barrier);
-    if (!s.merges()) return;
-    meet(thread, threads, barrier);
+    bool complete = s.whole();
+#pragma unroll 1
+    while (true) {
+#pragma unroll 1
+      for (int at = thread; at < rows * width; at += threads) {
+        const int r = at / width, x = at % width * 4;
+        const RowPart part = complete && !s.whole() ? merged(r, x) : own(r, x);
+        if (complete)
+          write(r, x, part);
+        else
+          publish(r, x, part);
+      }
+      if (complete || !arrive(thread, threads, barrier, last)) return;
+      complete = true;
+    }
+  }
+
+  // The output of rows that other parts have left, by all that call.
+  FI_DEVICE void write_merged(int thread, int threads) const {
+    const int width = params.problem.dim_vo / 4;
 #pragma unroll 1
     for (int at = thread; at < rows * width; at += threads)
-      write(at / width, at % width * 4, merged(at / width, at % width * 4, nullptr));
+      write(at / width, at % width * 4, merged(at / width, at % width * 4));
   }
 
  private:
-  FI_DEVICE int32_t* counter() const { return params.view().counters() + s.counter(); }
-  // One thread fences for all that it met at the barrier.
-  FI_DEVICE void announce(int thread, int threads, int barrier) const {
-    barrier_sync(barrier, threads);
-    if (thread == 0) add_release(counter(), 1);
-  }
-  // Until all parts are there.
-  FI_DEVICE void meet(int thread, int threads, int barrier) const {
-    if (thread == 0) {
-      const int others = s.parts - 1 - s.part;
-      while (load_acquire(counter()) != others) {
-      }
-      *counter() = 0;  // for the next launch
-    }
-    barrier_sync(barrier, threads);
-  }
-
-  // The values of all parts; own: of this one, if it was not published. Sixteen are asked for at once: a second round
-  // trip to L2 would double the time.
-  FI_DEVICE RowPart merged(int r, int x, const RowPart* own) const {
+  // The values of all parts. Sixteen are asked for at once: a second round trip to L2 would double the time.
+  FI_DEVICE RowPart merged(int r, int x) const {
     constexpr int kAtOnce = 16;
     const int dim = params.problem.dim_vo;
     const int64_t slot = static_cast<int64_t>(kDecodeRows) * (dim + 2), step = s.step * slot;  // floats
@@ -131,7 +125,6 @@ struct Finish {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (first + i >= s.parts) state[i].x = kMinusInf;
-        if (own && first + i == s.part) state[i] = make_float2(own->m, own->d), value[i] = own->x;
         top = fmaxf(top, state[i].x);
       }
       const float base = softmax_base(top);

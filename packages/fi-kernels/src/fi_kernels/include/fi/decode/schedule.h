@@ -6,9 +6,7 @@
 // about the same time. Blocks take consecutive ranges of that order: range g is [starts[g], starts[g + 1]).
 //
 // An item that no boundary cuts is finished by its block. The parts of another leave their softmax state and
-// unnormalised output in slots of a workspace. The block that begins an item merges them in order of position, after its
-// own last part of it, once blocks that follow it have counted theirs. It waits for blocks of higher numbers only: as
-// blocks start in order, and those between it and one that has not started are not waiting, they make room for it.
+// unnormalised output in slots of a workspace, and the part that arrives last merges them in order of position.
 #pragma once
 #include "fi/types.h"
 
@@ -80,11 +78,8 @@ struct DecodeSegment {
   int32_t begin, end;  // tiles
   int32_t part, parts;
   int32_t slot, step;  // slots of the item's parts begin here and are so far apart
-  int32_t leads;       // part 0 is this block's too
-  int32_t ends;        // no later part is this block's
 
   FI_HOST_DEVICE bool whole() const { return parts == 1; }
-  FI_HOST_DEVICE bool merges() const { return leads && ends && parts > 1; }
   FI_HOST_DEVICE int32_t slot_of(int32_t i) const { return i ? slot + step * i : slot + step - 1; }
   FI_HOST_DEVICE int32_t counter() const { return slot / step; }
 };
@@ -96,12 +91,11 @@ struct DecodeWalk {
   const DecodeRequest* requests;
   DecodeStart at, end;
   int32_t q_len, window_left, block;
-  int32_t leads;  // see DecodeSegment
 
   FI_HOST_DEVICE void begin(const DecodeSchedule& schedule, int32_t index, int32_t queries, int32_t window) {
     header = schedule.header(), requests = schedule.requests();
     at = schedule.starts()[index], end = schedule.starts()[index + 1];
-    q_len = queries, window_left = window, block = index, leads = 0;
+    q_len = queries, window_left = window, block = index;
   }
 
   FI_HOST_DEVICE bool next(DecodeSegment& s) {
@@ -112,8 +106,6 @@ struct DecodeWalk {
     const int32_t limit = last ? end.tile : tiles.end;
     s.unit = at.unit, s.request = at.request, s.kv_len = at.kv_len, s.first_page = at.first_page;
     s.begin = at.tile, s.end = limit;
-    if (at.tile == tiles.first) leads = 1;
-    s.leads = leads;
     if (header.chunk > 0) {
       const int32_t first = tiles.first / header.chunk, chunk = at.tile / header.chunk;
       const int64_t stop = static_cast<int64_t>(chunk + 1) * header.chunk;
@@ -130,7 +122,6 @@ struct DecodeWalk {
       s.slot = 2 * leader;
       s.step = 2;
     }
-    s.ends = s.end == limit;
     advance(s.end, tiles.end);
     return true;
   }

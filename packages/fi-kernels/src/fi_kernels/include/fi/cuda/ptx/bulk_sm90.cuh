@@ -8,20 +8,6 @@ namespace fi {
 constexpr uint64_t kEvictFirst = 0x12F0000000000000ull, kEvictNormal = 0x1000000000000000ull,
                    kEvictLast = 0x14F0000000000000ull;
 
-// True for one lane of a warp, all of which must call (PTX ISA 9.7.13.14, elect.sync). Unlike `lane == 0` it tells the
-// compiler that one lane is left: a copy takes uniform registers, else it stands in a loop over lanes.
-FI_DEVICE bool elect_one() {
-  unsigned elected;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "elect.sync _|p, 0xffffffff;\n"
-      "selp.u32 %0, 1, 0, p;\n"
-      "}"
-      : "=r"(elected)::"memory");
-  return elected != 0;
-}
-
 // Global to this block's shared memory; the bytes complete on the barrier.
 FI_DEVICE void bulk_load(void* shared, const void* global, unsigned bytes, Barrier& barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(

@@ -182,7 +182,8 @@ struct DecodeTiles {
         __syncwarp();
         Ring& ring = shared.rings[warp];
         if (key + 16 > at.low)
-          tile.attend(problem, shared.queries[0], ring.k[stage], ring.v[stage], 0, key, at.low, at.high, [] {});
+          tile.template attend<false>(problem, shared.queries[0], ring.k[stage], ring.v[stage], 0, key, at.low, at.high,
+                                      [] {});
         __syncwarp();
         if (++stage == kStages) stage = 0;
       }

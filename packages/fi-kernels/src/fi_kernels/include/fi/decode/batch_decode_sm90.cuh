@@ -11,7 +11,7 @@ namespace fi {
 // kWarps consume; each takes kWarpKeys of a stage.
 template <class T, class Q, class KV, int kDim, int kWarps, int kWarpKeys, int kStages, bool kWhole>
 struct DecodeTma {
-  static constexpr int kThreads = kWarps * 32;  // of the consumers
+  static constexpr int kThreads = kWarps * 32;      // of the consumers
   static constexpr int kKeys = kWarps * kWarpKeys;  // of a stage
   static constexpr int kLines = (kDim * sizeof(KV) + 127) / 128;
   static constexpr int kOutputPitch = kDim + 8;
@@ -83,10 +83,8 @@ struct DecodeTma {
     look_up(b, 1, b.next_page, b.next_slot);
   }
 
-  // By one warp for the keys and one for the values.
-  FI_DEVICE void produce(bool values) const {
-    DecodeWalk walk;
-    walk.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
+  // By one warp for the keys and one for the values and the queries.
+  FI_DEVICE void produce(bool values, DecodeWalk& walk) const {
     const uint64_t policy = walk.header.tiles < params.stream_tiles ? kEvictFirst : kEvictNormal;
     Boxes now, then;
     next(walk, then);
@@ -95,7 +93,7 @@ struct DecodeTma {
 #pragma unroll 1
     for (int count = 0;; ++count) {
       now = then;
-      if (!values) describe(now.s, count);  // first: queries would arrive behind all keys that are asked for before them
+      if (values) describe(now.s, count);  // first: queries would arrive behind all that is asked for before them
       if (now.s.unit < 0) break;
       feed(now, values, policy, stage, round, [&] { next(walk, then); });
     }
@@ -186,9 +184,13 @@ struct DecodeTma {
       for (int tile_key = s.begin * kDecodeTile; tile_key < to; tile_key += kKeys) {
         const int key = tile_key + slice;
         shared.full_k[stage].wait(round & 1);
-        if (key < to && key + kWarpKeys > from)
-          tile.attend(problem, shared.queries[at][0], shared.k[stage], shared.v[stage], slice, key, from, to,
-                      [&] { shared.full_v[stage].wait(round & 1); });
+        const auto values = [&] { shared.full_v[stage].wait(round & 1); };
+        if (tile.plain(key, from, to))
+          tile.template attend<true>(problem, shared.queries[at][0], shared.k[stage], shared.v[stage], slice, key, from,
+                                     to, values);
+        else if (key < to && key + kWarpKeys > from)
+          tile.template attend<false>(problem, shared.queries[at][0], shared.k[stage], shared.v[stage], slice, key,
+                                      from, to, values);
         __syncwarp();
         if (lane == 0) shared.empty[stage].arrive();
         if (++stage == kStages) stage = 0, ++round;
@@ -264,12 +266,15 @@ FI_DEVICE void decode_tma(const BatchDecodeParams& params) {
   pdl_wait();
   if (threadIdx.x >= Kernel::kThreads + 64) kernel.prefetch();
   if (threadIdx.x == 0) kernel.shared.bmm1 = params.bmm1_scale ? *params.bmm1_scale : 1.f;
-  __syncthreads();
   const int role = static_cast<int>(threadIdx.x) - Kernel::kThreads;
+  DecodeWalk walk;
+  if (role >= 0 && role < 64)
+    walk.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
+  __syncthreads();
   if (role < 0)
     kernel.consume();
   else if (role < 64)
-    kernel.produce(role >= 32);
+    kernel.produce(role >= 32, walk);
   else
     kernel.follow();
 }

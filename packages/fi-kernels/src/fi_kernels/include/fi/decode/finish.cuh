@@ -66,7 +66,7 @@ struct Finish {
     if (thread == 0) {
       int32_t* counter = params.view().counters() + s.counter();
       *last = count_device(counter) == s.parts - 1;  // by one thread for all that it met at the barrier
-      if (*last) *counter = 0;  // for the next launch
+      if (*last) *counter = 0;                       // for the next launch
     }
     barrier_sync(barrier, threads);
     return *last;

@@ -20,8 +20,8 @@ inline void describe_cache(TensorMap& map, const Tensor& cache, int64_t heads, i
   const int64_t bytes = cache.dtype().bytes(), dim = cache.size(-1), line = 128 / bytes;
   const int64_t lines = whole ? (dim + line - 1) / line : 1;
   const auto step = [&](int64_t n, int64_t stride) { return static_cast<uint64_t>(n > 1 ? stride * bytes : 128); };
-  const uint64_t sizes[] = {static_cast<uint64_t>(whole ? std::min(dim, line) : dim),
-                            static_cast<uint64_t>(page_size), static_cast<uint64_t>(lines), static_cast<uint64_t>(heads),
+  const uint64_t sizes[] = {static_cast<uint64_t>(whole ? std::min(dim, line) : dim), static_cast<uint64_t>(page_size),
+                            static_cast<uint64_t>(lines), static_cast<uint64_t>(heads),
                             static_cast<uint64_t>(cache.size(0))};
   const uint64_t strides[] = {step(page_size, token), 128, step(heads, head), step(cache.size(0), cache.stride(0))};
   const uint32_t box[] = {static_cast<uint32_t>(line), static_cast<uint32_t>(box_rows), static_cast<uint32_t>(lines), 1,

@@ -90,10 +90,16 @@ struct WarpTile {
     }
   }
 
-  // Keys [key, key + kKeys), which lie at `k` and `v` as keys `place` .. of their lines; those outside of [low, high) are
-  // not there, and what lies in their place may be anything.
-  // problem() gives the attention problem of the request: where it is rarely asked for, it must not lie in registers.
-  template <class Problem, class WaitForValues>
+  // Whether scores of keys [key, key + kKeys) need no more than a scale, and all rows see all of them.
+  FI_DEVICE bool plain(int key, int low, int high) const {
+    return !special && key >= max(full_begin, low) && key + kKeys <= min(full_end, high);
+  }
+
+  // Keys [key, key + kKeys), which lie at `k` and `v` as keys `place` .. of their lines; those outside of [low, high)
+  // are not there, and what lies in their place may be anything. problem() gives the attention problem of the request:
+  // where it is rarely asked for, it must not lie in registers. kPlain: they are keys of `plain`, for which the code
+  // lies in one piece, without jumps over what is rarely needed.
+  template <bool kPlain, class Problem, class WaitForValues>
   FI_DEVICE void attend(Problem&& problem, const Q* queries, const char* k, char* v, int place, int key, int low,
                         int high, WaitForValues&& wait_for_values) {
     float s[kEights][4] = {}, odd[kEights][4] = {};  // two sums each: half the latency of a chain of products
@@ -127,8 +133,8 @@ struct WarpTile {
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) s[n][c] = (s[n][c] + odd[n][c]) * scale[c / 2];
-    if (__builtin_expect(special, false)) finish(problem(), key, s);
-    if (__builtin_expect(key < max(full_begin, low) || key + kKeys > min(full_end, high), false)) {
+    if (!kPlain && special) finish(problem(), key, s);
+    if (!kPlain && (key < max(full_begin, low) || key + kKeys > min(full_end, high))) {
       const Mask mask = problem().mask;
 #pragma unroll
       for (int n = 0; n < kEights; ++n)
@@ -140,10 +146,10 @@ struct WarpTile {
     }
     soften(s);
     wait_for_values();
-    if (__builtin_expect(key < low || key + kKeys > high, false)) clear(v, place, low - key, high - key);
+    if (!kPlain && (key < low || key + kKeys > high)) clear(v, place, low - key, high - key);
 #pragma unroll
     for (int sixteen = 0; sixteen < kSixteens; ++sixteen) {
-      const float(&left)[4] = s[sixteen * 2], (&right)[4] = s[sixteen * 2 + 1];
+      const float (&left)[4] = s[sixteen * 2], (&right)[4] = s[sixteen * 2 + 1];
       const unsigned a[4] = {pack_pair(left[0], left[1], T{}), pack_pair(left[2], left[3], T{}),
                              pack_pair(right[0], right[1], T{}), pack_pair(right[2], right[3], T{})};
 #pragma unroll

@@ -85,17 +85,15 @@ def _tma_unit(axes: Axes) -> Unit:
     types, q_bytes, kv_bytes, line = _types(axes)
     dim, tune = int(str(axes["head_dim"])), TMA
     whole = tune.whole and dim * kv_bytes % 128 == 0
-    slices = 4 if dim <= 128 else 2
-    groups = tune.groups
-    warps, keys = groups * slices, slices * 16
+    warps, warp_keys = (4 if dim <= 128 else 2), (32 if kv_bytes == 1 or line <= 128 else 16)
+    keys = warps * warp_keys
     stage = 2 * keys * line
     rest = warps * ROWS * ((dim + 8) * 4 + 8) + 2 * ROWS * (dim * q_bytes + 16) + 2 * 40 + 6 * 8 + 16 + 1024
     stages = min(max(2, tune.ring // stage), (227 * 1024 - rest) // (stage + 24))
-    stages -= stages % groups  # each stage belongs to one group, which so sees every phase of its barriers
     shared = rest + stages * (stage + 24)
-    body = f"decode_tma<{types}, {dim}, {groups}, {slices}, {stages}, {str(whole).lower()}, {shared}>"
-    config = (_TMA_KIND, dim, int(whole), tune.stream, keys)
-    entry = Entry("decode_tma", body, warps * 32 + 64, config, shared, 1)
+    body = f"decode_tma<{types}, {dim}, {warps}, {warp_keys}, {stages}, {str(whole).lower()}, {shared}>"
+    config = (_TMA_KIND, dim, int(whole), tune.stream, min(keys, TILE))
+    entry = Entry("decode_tma", body, warps * 32 + 96, config, shared, 1)
     return Unit("fi/decode/batch_decode_sm90.cuh", "BatchDecodeParams", (entry,))
 
 

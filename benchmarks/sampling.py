@@ -31,26 +31,18 @@ except ImportError:
     flashinfer = None
 
 RANDOM = {"seed": 1, "offset": 2}
-# Threads, blocks on an SM, blocks a row for room and to fill the device, bytes of a row a block should hold.
-VARIANTS = {
-    "256x4": (256, 4, 8, 16, 66 << 10),
-    "clusters of 8": (256, 3, 8, 8, 66 << 10),
-    "512x2": (512, 2, 8, 16, 66 << 10),
-    "128x8": (128, 8, 16, 16, 34 << 10),
-}
+# Threads, blocks on an SM, bytes of a row a block should hold.
+VARIANTS = {"1024x1": (1024, 1, 200 << 10)}
 
 
 @functools.cache
-def variant(
-    threads: int, blocks_per_sm: int, most: int, spread: int, wanted: int
-) -> dict[tuple[object, ...], Callable[..., None]]:
+def variant(threads: int, blocks_per_sm: int, room: int) -> dict[tuple[object, ...], Callable[..., None]]:
     """What `sample` calls where the cluster kernel is built and cut like this; kept, as graphs refer to it."""
 
     def unit(axes: Axes) -> Unit:
         base = ops._cluster_unit(axes)
-        body = base.entries[0].body.replace(" 256>", f" {threads}>")
-        room = base.entries[0].config[3]
-        entry = Entry("sample_variant", body, threads, (most, spread, wanted, room), 0, blocks_per_sm)
+        body = base.entries[0].body.replace(" 512>", f" {threads}>")
+        entry = Entry("sample_variant", body, threads, (blocks_per_sm, room), 0, blocks_per_sm)
         return Unit(base.header, base.params, (entry,))
 
     impl = ops.SAMPLE.impl("cluster")

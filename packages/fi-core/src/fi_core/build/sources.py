@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fi_core.spec.op import Artifact, Spec
+from fi_core.spec.op import Artifact, Spec, Unit
 from fi_core.spec.target import CPU
 
 if TYPE_CHECKING:
@@ -53,16 +53,20 @@ def artifacts(spec: Spec) -> tuple[Artifact, ...]:
         return (Artifact(f"{spec.op.name}_cpu", "cpu", CPU, spec.op.source),)
     unit = spec.unit()
     assert unit is not None, f"{spec}: a CUDA implementation has a unit"
-    text = _template().render(spec=str(spec), unit=unit)
     return (
         Artifact(f"{spec.op.name}_cuda", "cuda", CPU, spec.op.source),
-        Artifact(spec.name, "cubin", spec.target, text),
+        Artifact(spec.name, "cubin", spec.target, render(str(spec), unit)),
     )
+
+
+def render(title: str, unit: Unit) -> str:
+    """The text of a device unit."""
+    return _template().render(spec=title, unit=unit)
 
 
 def text(artifact: Artifact) -> str:
     """The translation unit."""
-    return artifact.source if artifact.kind == "cubin" else (root() / artifact.source).read_text()
+    return artifact.source if artifact.rendered else (root() / artifact.source).read_text()
 
 
 def _includes(content: bytes) -> tuple[str, ...]:

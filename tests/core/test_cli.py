@@ -386,7 +386,7 @@ def test_show_config(cli: Cli, monkeypatch: pytest.MonkeyPatch, gpus: None) -> N
         assert f"{line}\n" in text
     assert "CUDA targets: sm_89, sm_90a\n" in text
     assert f"FI_CACHE_DIR: {os.environ['FI_CACHE_DIR']}\n" in text
-    assert "GPU 0: Mock Hopper (compute capability 9.0)\n" in text
+    assert "GPU 0: Mock GPU (compute capability 9.0)\n" in text
     data = cli.json("show-config")
     assert data["Module Status"]["Total modules"] == data["Module Status"]["Not compiled"] > 0
     monkeypatch.setattr(machine, "version", lambda name: None)

@@ -197,7 +197,6 @@ def test_plan_and_run_refuse(change: dict[str, Any], error: type[Exception], wor
         ({"kv_layout": "HDN"}, KeyError, "kv_layout: allowed are NHD, HND; got 'HDN'"),
         ({"backend": "fa4"}, ValueError, "backend: allowed are auto, fa2, .* got 'fa4'"),
         ({"backend": "prims-ts"}, NotImplementedError, "backend: 'prims-ts' names kernels of another library"),
-        ({"backend": "cudnn"}, NotImplementedError, "cudnn_batch_decode_with_kv_cache"),
         ({"jit_args": ["uri"]}, TypeError, "jit_args: 13 are required"),
         ({"float_workspace_buffer": torch.empty(99, dtype=torch.uint8)[1:]}, ValueError, "float_workspace_buffer: ali"),
         ({"float_workspace_buffer": torch.empty(64, 64).t()}, ValueError, "float_workspace_buffer: a contiguous"),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from fi_core.cudnn import cudnn_batch_decode_with_kv_cache
 from fi_core.decode import ops  # declares the ops of the family
 from fi_core.decode.block_tables import trtllm_batch_decode_with_kv_cache, xqa, xqa_batch_decode_with_kv_cache
-from fi_core.decode.cudnn_frontend import cudnn_batch_decode_with_kv_cache
 from fi_core.decode.engine import (
     _grouped_size_compiled_for_decode_kernels,
     fast_decode_plan,

@@ -25,8 +25,8 @@ CHECK = env.check  # read once: calls pay nothing for it
 LAYOUTS = {name: layout.value for name, layout in TensorLayout.__members__.items()}
 POS_ENCODINGS = {name: mode.value for name, mode in PosEncodingMode.__members__.items()}
 # Backends of the wrappers. Names of other libraries' kernels whose semantics ours have mean the best of ours.
-BACKENDS = {name: name for name in ("auto", "fa2", "fa2_tc", "fa3")} | {"trtllm-gen": "auto", "xqa": "auto"}
-FOREIGN = ("cudnn", "cute-dsl", "cutile", "prims-ts")
+BACKENDS = {name: name for name in ("auto", "fa2", "fa2_tc", "fa3", "cudnn")} | {"trtllm-gen": "auto", "xqa": "auto"}
+FOREIGN = ("cute-dsl", "cutile", "prims-ts")
 
 # Of plan, after page_size, in the order in which callers once passed them.
 _POSITIONAL = (
@@ -69,7 +69,6 @@ def check_backend(backend: str) -> None:
     if backend in FOREIGN:
         raise NotImplementedError(
             f"backend: {backend!r} names kernels of another library; here are {', '.join(BACKENDS)}"
-            + ("; cuDNN is behind cudnn_batch_decode_with_kv_cache" if backend == "cudnn" else "")
         )
     if backend not in BACKENDS:
         raise ValueError(f"backend: allowed are {', '.join(BACKENDS)}; got {backend!r}")

@@ -10,7 +10,7 @@ from fi_core.decode import ops
 from fi_core.decode.arguments import LAYOUTS, POS_ENCODINGS
 from fi_core.observe.log import fi_api
 from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
-from fi_core.utils import is_graph_capturing
+from fi_core.utils import constants
 
 if TYPE_CHECKING:
     import torch
@@ -203,36 +203,13 @@ def _as_batch(
     device = q.device
     units = ops.units_of(q.shape[0], k.shape[1 - layout])
     buffers = ops.allocate(device, _needs(device, units, impl), q.shape[1])
+    whole, first = constants(0x7FFFFFFF, 1, device), constants(0, 1, device)
     # The length is limited by the only page, which is all of k.
-    ops.plan(
-        buffers,
-        None,
-        None,
-        _constant(0x7FFFFFFF, device),
-        k.shape[layout],
-        units,
-        pages_per_request=1,
-        window_left=window_left,
-    )
+    ops.plan(buffers, None, None, whole, k.shape[layout], units, pages_per_request=1, window_left=window_left)
     out = q.new_empty((1, *q.shape))
     lse = q.new_empty((1, q.shape[0]), dtype=torch.float32) if return_lse else None
     ops.attend(
-        buffers, out, lse, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), _constant(0, device), impl, layout, encoding,
+        buffers, out, lse, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), first, impl, layout, encoding,
         1, window_left, soft_cap, score_scale, out_scale,
     )  # fmt: skip
     return out.squeeze(0) if lse is None else (out.squeeze(0), lse.squeeze(0))
-
-
-_constants: dict[Any, torch.Tensor] = {}
-
-
-def _constant(value: int, device: torch.device) -> torch.Tensor:
-    """[value] as int32 on the device, so that the host need not send it."""
-    import torch
-
-    found = _constants.get((value, device))
-    if found is None:
-        found = torch.full((1,), value, dtype=torch.int32, device=device)
-        if not is_graph_capturing():  # else it is filled at replay only: others must not find it
-            _constants[value, device] = found
-    return found

@@ -14,7 +14,7 @@ from fi_core.utils import check_shape_dtype_device
 if TYPE_CHECKING:
     import torch
 
-_ANY_ADDRESS = ("cpu", "fa2")  # implementations that take any alignment
+_ANY_ADDRESS = ("cpu", "fa2", "cudnn")  # implementations that take any alignment
 _MOST_STRIDES = 64  # kept by a wrapper; a model has few
 _NO_SCALES = (None, None, None)
 # What a variant that is also meant for prefill may declare, and decode has not.
@@ -39,13 +39,15 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
 
     use_tensor_cores: required for q_len_per_req > 1, else a hint, since "auto" chooses by shape. backend: "auto"; "fa2"
     (CUDA cores, or with use_tensor_cores mma.sync), "fa2_tc" (mma.sync), "fa3" (Hopper); "trtllm-gen" and "xqa" are
-    taken as "auto".
+    taken as "auto". "cudnn": the kernels of cuDNN, for which nvidia-cudnn-frontend must be installed: 16-bit tensors of
+    one type, no position encoding, no soft cap, pages of a power of 2; float_workspace_buffer is theirs, and with
+    q_len_per_req > 1 what lies behind the tokens of a request in its last page must be finite.
 
     jit_args, jit_kwargs: an attention variant of the user, the arguments of gen_customize_batch_decode_module, for
     backend "auto" or "fa2"; it is compiled here. What it declares then follows the cache in `run`.
 
-    Raises KeyError (kv_layout), ValueError (backend, buffers), NotImplementedError (backends of other libraries), and
-    for jit_args what the generator raises, or CompileError.
+    Raises KeyError (kv_layout), ValueError (backend, buffers), NotImplementedError (backends of other libraries),
+    LibraryError ("cudnn" without its frontend), and for jit_args what the generator raises, or CompileError.
     """
 
     @fi_api
@@ -149,6 +151,15 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             score_scale, out_scale, per_head = _per_head(args, score_scale, out_scale)
         if self._window_left != self._division.window_left:  # forward changed it
             self._division.again(self._window_left)
+        if self._cudnn is not None:
+            self._check_cudnn(bmm1 is None and per_head == _NO_SCALES)
+            self._cudnn.attend(
+                out, lse, q, k, v, self._layout, self._float_workspace_buffer, score_scale, self._q_len_per_req > 1,
+                self._window_left, sinks,
+            )  # fmt: skip
+            if out_scale != 1.0 or bmm2 is not None:
+                out.mul_(out_scale if bmm2 is None else bmm2 * out_scale)
+            return (out, lse) if return_lse and lse is not None else out
         ops.attend(
             buffers, out, lse, q, k, v, self._paged_kv_indices_buf, impl, self._layout,
             encoding, self._q_len_per_req, self._window_left,
@@ -180,28 +191,16 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
     ) -> Any:
         """The older form of `run`: its options replace those of the plan, also where they are left out."""
         self._set_options(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
-    def forward_return_lse(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        pos_encoding_mode: str = "NONE",
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Any:
+    def forward_return_lse(self, *args: Any, **options: Any) -> Any:
         """`forward`, with the log-sum-exp."""
-        self._set_options(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=True)
+        return self.forward(*args, **options, return_lse=True)
 
     def end_forward(self) -> None:
         """Does nothing; older callers end a plan with it."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from fi_core.cudnn import cudnn_batch_prefill_with_kv_cache
 from fi_core.prefill import ops  # declares the ops of the family
 from fi_core.prefill.engine import get_batch_prefill_module
 from fi_core.prefill.fmha import trtllm_fmha_v2_prefill
-from fi_core.prefill.once import (
-    cudnn_batch_prefill_with_kv_cache,
-    trtllm_batch_context_with_kv_cache,
-    trtllm_ragged_attention_deepseek,
-)
+from fi_core.prefill.once import trtllm_batch_context_with_kv_cache, trtllm_ragged_attention_deepseek
 from fi_core.prefill.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.prefill.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from fi_core.prefill.single import (

@@ -8,15 +8,14 @@ if TYPE_CHECKING:
     import torch
 
 # Names of other libraries' kernels whose semantics ours have mean the best of ours.
-BACKENDS = {name: name for name in ("auto", "fa2", "fa3")} | {"trtllm-gen": "auto", "cutlass": "auto"}
-FOREIGN = ("cudnn", "cute-dsl", "cute-dsl-prims")
+BACKENDS = {name: name for name in ("auto", "fa2", "fa3", "cudnn")} | {"trtllm-gen": "auto", "cutlass": "auto"}
+FOREIGN = ("cute-dsl", "cute-dsl-prims")
 
 
 def check_backend(backend: str) -> None:
     if backend in FOREIGN:
         raise NotImplementedError(
             f"backend: {backend!r} names kernels of another library; here are {', '.join(BACKENDS)}"
-            + ("; cuDNN is behind cudnn_batch_prefill_with_kv_cache" if backend == "cudnn" else "")
         )
     if backend not in BACKENDS:
         raise ValueError(f"backend: allowed are {', '.join(BACKENDS)}; got {backend!r}")

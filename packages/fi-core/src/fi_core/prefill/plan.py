@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fi_core.cudnn import planned as cudnn
 from fi_core.decode.arguments import LAYOUTS, POS_ENCODINGS, code, computed, data_types, scale_product
 from fi_core.prefill import engine, mask, ops
 from fi_core.prefill.arguments import (
@@ -76,6 +77,10 @@ class BatchPrefillPlan:
         self._max_item_len_ptr: torch.Tensor | None = None
         self._sinks: torch.Tensor | None = None
         self.device = float_workspace_buffer.device
+        self._cudnn = cudnn.PlannedBatch(self._use_cuda_graph) if backend == "cudnn" else None
+        if self._cudnn is not None:
+            cudnn.require(self.device)
+        self._most: tuple[int | None, int | None] = None, None  # rows and keys of a request, if plan was told
         own = torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=self.device)
         self.reset_workspace_buffer(float_workspace_buffer, own)
 
@@ -111,7 +116,7 @@ class BatchPrefillPlan:
         self._pinned: torch.Tensor | None = None
         self._plan_info: list[int] | None = None
         self._cached_module: engine.PrefillPlanner | None = None
-        engine.register(self)
+        engine.owners.add(self)
 
     @computed
     def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
@@ -308,11 +313,21 @@ class BatchPrefillPlan:
             causal=causal, window_left=window_left,
         )  # fmt: skip
         self._impl = self._choose(self._custom_mask_buf is None and self._items is None)
+        if self._cudnn is not None:
+            most_q, most_kv = self._most
+            requests = self._requests()
+            self._cudnn.plan(
+                requests[:, 1].contiguous(), requests[:, 3].contiguous(),
+                (self._max_q_len if most_q is None else most_q, self._max_kv_len if most_kv is None else most_kv),
+                kv_indptr, self._paged_kv_indices_buf, page_size, qo_indptr,
+            )  # fmt: skip
         self._cached_module = engine.PLANNER
         self._plan_info = [batch, self._tile, rows, page_size, int(causal), window_left]
         return self._plan_info
 
     def _choose(self, plain: bool) -> str:
+        if self._cudnn is not None:
+            return self._check_cudnn(plain)
         if self._variant is not None:
             self._variant.check(
                 self._cached_q_data_type, self._cached_kv_data_type, self._out_dtype(), self._head_dim_qk,
@@ -323,6 +338,13 @@ class BatchPrefillPlan:
             BACKENDS[self._backend], self.device, self._cached_q_data_type, self._cached_kv_data_type,
             self._out_dtype(), self._head_dim_qk, self._head_dim_vo, self._num_qo_heads // self._num_kv_heads,
             self._encoding, plain, 0 if self._paged_kv_indices_buf is None else self._page_size,
+        )  # fmt: skip
+
+    def _check_cudnn(self, plain: bool) -> str:
+        """Whether cuDNN takes the options, which forward may have set: its name, or UnsupportedError."""
+        return cudnn.check(
+            self._cached_q_data_type, self._cached_kv_data_type, self._out_dtype(), self._pos_encoding_mode,
+            self._logits_soft_cap, plain,
         )  # fmt: skip
 
     def _out_dtype(self) -> torch.dtype:
@@ -406,16 +428,27 @@ class BatchPrefillPlan:
         elif args:
             qk, vo, by_head = per_head(args)
             scale, out_scale = scale * qk, out_scale * vo
-        plain = bmm1 is None and bmm2 is None and not any(x is not None for x in by_head)
-        impl = self._impl
-        if impl == "fa3" and not (plain and self._encoding == 0 and ops.fits(impl, out, q, k, v)):
-            impl = "fa2"  # which takes everything
-        ops.attend(
-            self._schedule, self._batch_size, self._tile, out, written, q, k, v, self._paged_kv_indices_buf, impl,
-            self._layout, encoding, causal, self._window_left, self._logits_soft_cap, scale, out_scale,
-            self._rope_scale, self._rope_theta, enable_pdl, sinks, by_head[0], by_head[1], by_head[2], bmm1, bmm2,
-            custom, self._mask_indptr_buf, self._prefix_len_ptr, self._items, self._kv_tokens, variant,
-        )  # fmt: skip
+        any_by_head = any(x is not None for x in by_head)
+        plain = bmm1 is None and bmm2 is None and not any_by_head
+        if self._cudnn is not None:
+            self._check_cudnn(custom is None and self._items is None and bmm1 is None and not any_by_head)
+            self._cudnn.attend(
+                out, written, q, k, v, self._layout, self._float_workspace_buffer, scale, self._causal,
+                self._window_left, sinks,
+            )  # fmt: skip
+            if out_scale != 1.0 or bmm2 is not None:
+                out.mul_(out_scale if bmm2 is None else bmm2 * out_scale)
+        else:
+            impl = self._impl
+            if impl == "fa3" and not (plain and self._encoding == 0 and ops.fits(impl, out, q, k, v)):
+                impl = "fa2"  # which takes everything
+            ops.attend(
+                self._schedule, self._batch_size, self._tile, out, written, q, k, v, self._paged_kv_indices_buf, impl,
+                self._layout, encoding, causal, self._window_left, self._logits_soft_cap, scale, out_scale,
+                self._rope_scale, self._rope_theta, enable_pdl, sinks, by_head[0], by_head[1], by_head[2], bmm1, bmm2,
+                custom, self._mask_indptr_buf, self._prefix_len_ptr, self._items, self._kv_tokens,
+                variant,
+            )  # fmt: skip
         if written is None:
             return out
         if factor != 1.0:

@@ -81,7 +81,7 @@ template <class T, class Q, class KV, int kDim, int kWarps, int kStages>
 struct DecodeTiles {
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kOutputPitch = kDim + 8;
-  using Lines = KeyLines<(kDim * sizeof(KV) + 127) / 128, 16, false>;
+  using Lines = KeyLines<(kDim * sizeof(KV) + 127) / 128, 16>;
   using Tile = WarpTile<T, Q, KV, kDim, Lines>;
 
   struct Ring {
@@ -135,8 +135,8 @@ struct DecodeTiles {
       const int64_t v_offset = __shfl_sync(0xffffffffu, at.v_offset, key);
       const bool inside = at.key + key >= at.low && at.key + key < at.high;
       const int element = piece * 16 / static_cast<int>(sizeof(KV));
-      cp_async_16(ring.k[stage] + Lines::offset(key, piece), inside ? k + k_offset + element : k, inside);
-      cp_async_16(ring.v[stage] + Lines::offset(key, piece), inside ? v + v_offset + element : v, inside);
+      cp_async_16(ring.k[stage] + Lines{4}.offset(key, piece), inside ? k + k_offset + element : k, inside);
+      cp_async_16(ring.v[stage] + Lines{4}.offset(key, piece), inside ? v + v_offset + element : v, inside);
     }
   }
 
@@ -155,7 +155,7 @@ struct DecodeTiles {
 
   FI_DEVICE void run() const {
     if (threadIdx.x == 0) shared.walk.begin(params);
-    Tile tile;
+    Tile tile({4});
 #pragma unroll 1
     while (shared.walk.next()) {
       const DecodeSegment& s = shared.walk.segment;
@@ -187,7 +187,8 @@ struct DecodeTiles {
         __syncwarp();
         Ring& ring = shared.rings[warp];
         if (key + 16 > at.low)
-          tile.attend(problem, shared.queries[0], ring.k[stage], ring.v[stage], 0, key, at.low, at.high, [] {});
+          tile.template attend<false>(problem, shared.queries[0], ring.k[stage], ring.v[stage], 0, key, at.low, at.high,
+                                      [] {});
         __syncwarp();
         if (++stage == kStages) stage = 0;
       }

@@ -28,21 +28,12 @@ struct RowsFinish : Finish {
   }
 
   // What comes after all rows of a part were published, by all threads, which meet at `barrier`; `last` is in shared
-  // memory. Of a variant the part that arrives last merges.
+  // memory.
   FI_DEVICE void complete(int thread, int threads, int barrier, int* last) const {
+    if (!arrive(thread, threads, barrier, last)) return;
     if constexpr (!Variant::kCustom) {
-      if (arrive(thread, threads, barrier, last)) write_merged(thread, threads);
+      write_merged(thread, threads);
     } else {
-      barrier_sync(barrier, threads);
-      if (thread == 0) {
-        int32_t* counter = params.view().counters() + s.counter();
-        fence_device();  // of one thread for all that it met at the barrier
-        *last = atomicAdd(counter, 1) == s.parts - 1;
-        fence_device();
-        if (*last) *counter = 0;  // for the next launch
-      }
-      barrier_sync(barrier, threads);
-      if (!*last) return;
       const int width = params.problem.dim_vo / 4;
 #pragma unroll 1
       for (int at = thread; at < rows * width; at += threads)

@@ -165,7 +165,7 @@ struct DecodeTma {
 
   FI_DEVICE void consume() const {
     const int warp = threadIdx.x / 32, slice = warp * kWarpKeys;
-    Tile tile({params.box_shift});
+    Tile tile({params.box_shift}, slice);
     int stage = 0;
     unsigned round = 0;
 #pragma unroll 1
@@ -186,11 +186,11 @@ struct DecodeTma {
         shared.full_k[stage].wait(round & 1);
         const auto values = [&] { shared.full_v[stage].wait(round & 1); };
         if (tile.plain(key, from, to))
-          tile.template attend<true>(problem, shared.queries[at][0], shared.k[stage], shared.v[stage], slice, key, from,
-                                     to, values);
+          tile.template attend<true>(problem, shared.queries[at][0], shared.k[stage], shared.v[stage], key, from, to,
+                                     values);
         else if (key < to && key + kWarpKeys > from)
-          tile.template attend<false>(problem, shared.queries[at][0], shared.k[stage], shared.v[stage], slice, key,
-                                      from, to, values);
+          tile.template attend<false>(problem, shared.queries[at][0], shared.k[stage], shared.v[stage], key, from, to,
+                                      values);
         __syncwarp();
         if (lane == 0) shared.empty[stage].arrive();
         if (++stage == kStages) stage = 0, ++round;

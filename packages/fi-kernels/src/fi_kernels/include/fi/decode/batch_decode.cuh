@@ -181,7 +181,10 @@ struct DecodeTiles {
         cp_async_wait<kStages - 1>();
         __syncwarp();
         Ring& ring = shared.rings[warp];
-        if (key + 16 > at.low)
+        if (tile.plain(key, at.low, at.high))
+          tile.template attend<true>(problem, shared.queries[0], ring.k[stage], ring.v[stage], key, at.low, at.high,
+                                     [] {});
+        else if (key + 16 > at.low)
           tile.template attend<false>(problem, shared.queries[0], ring.k[stage], ring.v[stage], key, at.low, at.high,
                                       [] {});
         __syncwarp();

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from sides import captured, host_us, replay_us
 
 from fi_core.decode import ops
 
@@ -251,31 +252,6 @@ def peers(x: Inputs) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
         yield "fa3", fa3
 
 
-def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
-def host_us(run: Callable[[], Any]) -> float:
-    """Microseconds until a call returns, the least mean of 5 times 20."""
-    best = math.inf
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(20):
-            run()
-        best = min(best, (time.perf_counter() - start) / 20)
-    torch.cuda.synchronize()
-    return best * 1e6
-
-
 def measure(
     name: str, case: Case, variants: list[str], with_peers: bool, rounds: int, pool: torch.Tensor | None = None
 ) -> Iterator[dict[str, Any]]:
@@ -322,20 +298,7 @@ def measure(
                     row["failed"] = str(error)[:300]
         except Exception as error:
             rows["peers"] = {"case": name, "who": "peers", "failed": str(error)[:300]}
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    times: dict[str, list[float]] = {who: [] for who in graphs}
-    pairs = []
-    for _ in range(rounds + 2):
-        for who, graph in graphs.items():
-            flush.zero_()
-            a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            a.record()
-            graph.replay()
-            b.record()
-            pairs.append((who, a, b))
-    torch.cuda.synchronize()
-    for who, a, b in pairs[2 * len(graphs) :]:
-        times[who].append(a.elapsed_time(b) * 1e3)
+    times = replay_us(graphs, rounds)
     for who, row in rows.items():
         if times.get(who):
             us = sorted(times[who])

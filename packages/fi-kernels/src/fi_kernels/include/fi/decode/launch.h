@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "fi/decode/batch_decode.h"
-#include "fi/host/kernel.h"
+#include "fi/host/op.h"
 
 #if FI_CUDA
 namespace fi {
@@ -33,8 +33,8 @@ inline void describe_cache(TensorMap& map, const Tensor& cache, int64_t heads, i
                "cuTensorMapEncodeTiled");
 }
 
-inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params, const Tensor& k_cache,
-                                const Tensor& v_cache, bool pdl) {
+inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params, const Extras& extras,
+                                const Tensor& k_cache, const Tensor& v_cache, bool pdl) {
   AttentionProblem& p = params.problem;
   const Entry* entry = nullptr;
   for (const Entry& e : kernel.entries) {
@@ -64,7 +64,7 @@ inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params,
     describe_cache(params.k_map, k_cache, p.kv_heads, page_size, p.k_head, p.k_token, box_rows, whole);
     describe_cache(params.v_map, v_cache, p.kv_heads, page_size, p.v_head, p.v_token, box_rows, whole);
   }
-  kernel.launch(*entry, config, k_cache.device(), params);
+  kernel.launch(*entry, config, k_cache.device(), params, extras.data());
 }
 
 }  // namespace fi

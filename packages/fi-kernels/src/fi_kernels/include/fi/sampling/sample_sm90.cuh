@@ -91,8 +91,7 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   __shared__ Scratch<Cluster, kWarps> shared;
   __shared__ Barrier barriers[kWarps];
   const int warp = threadIdx.x / 32;
-  uint64_t* marks = marks_of(p, warp);
-  T* slots = reinterpret_cast<T*>(marks_of(p, kWarps));
+  T* slots = reinterpret_cast<T*>(list_of(kWarps));
   clear(shared);
   pdl_wait();
   const int output = blockIdx.x / cluster_size();
@@ -123,7 +122,7 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
       __syncwarp();
     }
   }
-  run_row<T, Cluster, PlacedRow<T>, kWarps>(p, shared, source, marks, begin, end, whole.first, whole.last, output,
+  run_row<T, Cluster, PlacedRow<T>, kWarps>(p, shared, source, list_of(warp), begin, end, whole.first, whole.last, output,
                                             static_cast<int>(row));
   Cluster::sync();  // others may still read this block's sums
 }

@@ -14,14 +14,14 @@ struct RowSampler {
   Scratch<Team, kWarps>& shared;
   const Source& source;
   float* list;     // room of this warp for kListed marked elements
-  int begin, end;   // slots of this warp, whole pieces
+  int begin, end;  // slots of this warp, whole pieces
   bool logits;
   Scale scale;
   uint32_t top, limit;  // keys of the largest and of the smallest element that may be drawn
   uint32_t mine;        // key of this thread's largest element
   Range marked;         // what is marked, and that sums are of what is above it
   bool summed;
-  int listed, ends;     // marked elements; of lane i, at the end of the i-th piece in the order of `pieces`
+  int listed, ends;  // marked elements; of lane i, at the end of the i-th piece in the order of `pieces`
 
   FI_DEVICE static int lane() { return threadIdx.x % 32; }
   FI_DEVICE static int warp() { return threadIdx.x / 32; }
@@ -188,8 +188,8 @@ struct RowSampler {
     if (lane() < kPeaks) shared.sums[warp()][lane()] = 0;
     __syncwarp();
   }
-  // Lists the elements of the range, as far as there is room. With `rest`, also adds up, in all and by piece, the parts of
-  // those above it, and in all those from `limit` on: one each, or their weights.
+  // Lists the elements of the range, as far as there is room. With `rest`, also adds up, in all and by piece, the parts
+  // of those above it, and in all those from `limit` on: one each, or their weights.
   FI_DEVICE void mark(Range range, bool weights, bool rest, uint64_t& above, uint64_t& all) {
     const float low = value_of(range.low), edge = value_of(range.high + 1), lowest = value_of(limit);
     const unsigned before = (1u << lane()) - 1;

@@ -122,8 +122,8 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
       __syncwarp();
     }
   }
-  run_row<T, Cluster, PlacedRow<T>, kWarps>(p, shared, source, list_of(warp), begin, end, whole.first, whole.last, output,
-                                            static_cast<int>(row));
+  run_row<T, Cluster, PlacedRow<T>, kWarps>(p, shared, source, list_of(warp), begin, end, whole.first, whole.last,
+                                            output, static_cast<int>(row));
   Cluster::sync();  // others may still read this block's sums
 }
 

@@ -82,8 +82,13 @@ struct RowSampler {
     uint32_t high = 0;
     mine = 0;
     summed = false;
+    const int n = (end - begin) / kPiece, in_gap = source.pieces_in_gap();
+    int piece = in_gap ? source.first_in_gap(begin) : 0;  // those that are not on their way to shared memory come first
 #pragma unroll 1
-    for (int base = begin; base < end; base += kPiece) {
+    for (int i = 0; i < n; ++i) {
+      if (i == in_gap) source.await();
+      const int base = begin + piece * kPiece;
+      if (++piece == n) piece = 0;
       float largest = __int_as_float(0x7fffffff);  // NaN
       rows<2>(base, [&](const float (&x)[kVec], int) {
 #pragma unroll
@@ -169,7 +174,7 @@ struct RowSampler {
     pieces([&](int base) {
       if (peak(base) < key) return;
       uint64_t part = 0;
-      rows<2>(base, [&](const float (&x)[kVec], int) {
+      rows<kRows>(base, [&](const float (&x)[kVec], int) {
         uint32_t w[kVec];
         if (everything) {
 #pragma unroll

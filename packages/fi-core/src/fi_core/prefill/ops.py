@@ -56,7 +56,10 @@ def _tiles_unit(axes: Axes) -> Unit:
 # Of the Hopper kernel: axis head_dim -> (head_dim_qk, head_dim_vo, keys a step). On an H200, 160 keys against 128 at
 # head_dim 128: one sequence of 16k, page 16, 591 against 533 TFLOP/s; 512 tokens 22 against 20 us. Others unmeasured.
 _HOPPER = {64: (64, 64, 128), 128: (128, 128, 160), 192: (192, 128, 112)}
+_OUTPUTS = ("f16", "bf16")  # of e4m3
 _HOPPER_VALUES = {qk: vo for qk, vo, _ in _HOPPER.values()}
+# Of the kernel for e4m3: keys a step; head dims are 128. Not yet measured.
+_FP8_KEYS, _FP8_DIM = 192, 128
 
 
 def _hopper_bytes(qk: int, vo: int, keys: int) -> int:
@@ -71,6 +74,8 @@ def _hopper_unit(axes: Axes) -> Unit:
     """wgmma and TMA; config = (kind 1, keys a step), of copies of 64 columns and of whole rows."""
     q, head_dim = DTYPES[str(axes["q"])], axes["head_dim"]
     assert isinstance(head_dim, int)
+    if q.bytes == 1:
+        return _fp8_unit(axes)
     qk, vo, keys = _HOPPER[head_dim]
     if axes["soft_cap"]:
         keys = min(keys, 128)  # the cap takes the registers of more
@@ -82,6 +87,20 @@ def _hopper_unit(axes: Axes) -> Unit:
 
     entries = (entry("batch_prefill", "false"), entry("batch_prefill_rows", "true"))
     return Unit("fi/prefill/batch_prefill_sm90.cuh", "BatchPrefillParams", entries)
+
+
+def _fp8_bytes(keys: int) -> int:
+    """sizeof(PrefillFp8Kernel::Shared), and the 1024 bytes to which its start is aligned."""
+    return round_up(2 * _FP8_DIM * (ROWS + 3 * keys) + 24 * 8 + 2 * 32, 1024) + 1024
+
+
+def _fp8_unit(axes: Axes) -> Unit:
+    """wgmma on e4m3, which multiplies and weighs; config = (kind 2, keys a step)."""
+    assert axes["head_dim"] == _FP8_DIM and axes["kv"] == "e4m3"
+    keys = 160 if axes["soft_cap"] else _FP8_KEYS
+    size, capped = _fp8_bytes(keys), "true" if axes["soft_cap"] else "false"
+    entry = Entry("batch_prefill_fp8", f"batch_prefill_fp8<{keys}, {capped}, {size}>", 512, (2, keys), size, 1)
+    return Unit("fi/prefill/batch_prefill_fp8_sm90.cuh", "BatchPrefillParams", (entry,))
 
 
 BATCH_PREFILL = Op(
@@ -105,8 +124,8 @@ BATCH_PREFILL = Op(
             "fa3",
             (
                 *exactly(90),
-                Constraint("q", "in", ("f16", "bf16")),
-                Constraint("kv", "in", ("f16", "bf16")),
+                Constraint("q", "in", ("f16", "bf16", "e4m3")),
+                Constraint("kv", "in", ("f16", "bf16", "e4m3")),
                 Constraint("head_dim", "in", tuple(_HOPPER)),
             ),
             _hopper_unit,
@@ -131,6 +150,7 @@ BATCH_PREFILL = Op(
             for head_dim in _HOPPER
             for soft_cap in ((False, True) if head_dim == 128 else (False,))
         ),
+        {"q": "e4m3", "kv": "e4m3", "head_dim": 128, "soft_cap": False},
     ),
 )
 
@@ -160,12 +180,12 @@ def words(batch_size: int, rows: int, tokens: int) -> int:
 @functools.cache
 def choose(
     backend: str, device: torch.device, q: torch.dtype, kv: torch.dtype, out: torch.dtype, head_dim_qk: int,
-    head_dim_vo: int, group: int, pos_encoding_mode: int, plain: bool, page_size: int = 0,
+    head_dim_vo: int, group: int, pos_encoding_mode: int, plain: bool, page_size: int = 0, scaled: bool = False,
 ) -> str:  # fmt: skip
     """The implementation for `attend`: the one that `backend` names ("fa2", "fa3"), for "auto" the best that fits.
 
-    plain: neither custom mask nor items, nor per-head scales nor scales on the device. page_size: 0 for ragged keys. On
-    a CPU it is "cpu". Cached: a look-up per call. Raises UnsupportedError with the reasons if the named one, or none,
+    plain: neither custom mask nor items. scaled: scales by head or on the device. page_size: 0 for ragged keys. On a
+    CPU it is "cpu". Cached: a look-up per call. Raises UnsupportedError with the reasons if the named one, or none,
     takes it.
     """
     target = target_of(device)
@@ -174,14 +194,23 @@ def choose(
         return BATCH_PREFILL.spec(target, general).impl
     if backend == "fa2":
         return BATCH_PREFILL.spec(target, general, "fa2").impl
+    eight = q.itemsize == 1
+    values = head_dim_qk if eight else _HOPPER_VALUES.get(head_dim_qk)
     reasons = [
         f"requires {wanted}, got {got}"
         for wanted, got, met in (
-            ("kv and output of q's dtype", f"{q}, {kv}, {out}", q is kv is out),
-            ("values of head_dim_qk, or 128 for 192", str(head_dim_vo), head_dim_vo == _HOPPER_VALUES.get(head_dim_qk)),
+            ("kv of q's dtype", f"{q}, {kv}", q is kv),
+            (
+                "output of q's dtype, or of 16 bits for e4m3",
+                str(out),
+                short_name(out) in _OUTPUTS if eight else q is out,
+            ),
+            ("head_dim_qk 128 for e4m3", str(head_dim_qk), not eight or head_dim_qk == _FP8_DIM),
+            ("values of head_dim_qk, or 128 for 192", str(head_dim_vo), head_dim_vo == values),
             ("at most 128 query heads a kv head", str(group), group <= ROWS),
             ("pos_encoding_mode NONE", PosEncodingMode(pos_encoding_mode).name, pos_encoding_mode == 0),
-            ("no mask, no scales by head or on the device", "one", plain),
+            ("no mask", "one", plain),
+            ("no scales by head or on the device, or e4m3", "scales", eight or not scaled),
         )
         if not met
     ]
@@ -201,8 +230,8 @@ def fits(impl: str, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torc
     if impl != "fa3":
         return True
     o, x, y, z = out.stride(), q.stride(), k.stride(), v.stride()
-    elements = o[0] | o[1] | x[0] | x[1] | y[0] | y[1] | y[-2] | z[0] | z[1] | z[-2]
-    return (out.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | elements * 2) % 16 == 0  # 2 bytes each
+    bits = out.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | (o[0] | o[1]) * 2  # out has 2 bytes each
+    return (bits | (x[0] | x[1] | y[0] | y[1] | y[-2] | z[0] | z[1] | z[-2]) * q.itemsize) % 16 == 0
 
 
 def plan(

@@ -377,10 +377,11 @@ class BatchPrefillPlan:
             qk, vo, by_head = per_head(args)
             scale, out_scale = scale * qk, out_scale * vo
         custom = self._custom_mask_buf if self._items is None else None
-        plain = bmm1 is None and bmm2 is None and not any(x is not None for x in by_head)
         impl = self._impl
-        if impl == "fa3" and not (plain and self._encoding == 0 and ops.fits(impl, out, q, k, v)):
-            impl = "fa2"  # which takes everything
+        if impl == "fa3":
+            scaled = q.itemsize > 1 and any(x is not None for x in (bmm1, bmm2, *by_head))
+            if scaled or self._encoding != 0 or not ops.fits(impl, out, q, k, v):
+                impl = "fa2"  # which takes everything
         ops.attend(
             self._schedule, self._batch_size, self._tile, out, written, q, k, v, self._paged_kv_indices_buf, impl,
             self._layout, self._encoding, self._causal, self._window_left, self._logits_soft_cap, scale, out_scale,

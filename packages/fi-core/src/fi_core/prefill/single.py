@@ -84,8 +84,9 @@ _trace.templates = tuple(_TEMPLATES.values())  # type: ignore[attr-defined]
 
 
 def _on_hopper(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o_dtype: Any, kv_layout: str, backend: str, causal: bool
-) -> bool:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o_dtype: Any, kv_layout: str, backend: str, causal: bool,
+    scaled: bool,
+) -> bool:  # fmt: skip
     """Whether the batch kernel for Hopper takes this request, and is worth the launch that lists its tiles."""
     if backend == "fa2" or kv_layout not in ("NHD", "HND") or k.ndim != 3 or v.ndim != 3:
         return False
@@ -93,11 +94,12 @@ def _on_hopper(
     if heads < 1 or q.shape[1] % heads or v.shape[-1] < 8 or (causal and tokens < q.shape[0]):
         return False  # an error, which the op words
     group = q.shape[1] // heads
-    if q.shape[0] * group < _LEAST_ROWS or q.shape[2] != k.shape[2] or q.dtype.itemsize != 2:
+    if q.shape[0] * group < _LEAST_ROWS or q.shape[2] != k.shape[2] or q.dtype.itemsize > 2:
         return False
     impl = ops.choose(
-        "auto", q.device, q.dtype, k.dtype, o_dtype or q.dtype, q.shape[2], v.shape[2], group, 0, v.dtype is k.dtype
-    )
+        "auto", q.device, q.dtype, k.dtype, o_dtype or q.dtype, q.shape[2], v.shape[2], group, 0, v.dtype is k.dtype, 0,
+        scaled,
+    )  # fmt: skip
     return impl == "fa3" and ops.fits(impl, q, q, k, v)
 
 
@@ -145,7 +147,8 @@ def single_prefill_with_kv_cache(
     head, angles `position / rope_scale * rope_theta^(-2i / head_dim_qk)`, defaults 1 and 1e4); "ALIBI", which adds
     `slope * (j - i)`. logits_soft_cap c > 0: scores become `c tanh(score / c)`, before ALiBi is added.
     use_fp16_qk_reduction: accepted; sums are fp32 either way. backend: "fa2" keeps off the kernel for Hopper, which
-    "auto" and "fa3" mean where it takes the request: 16 bits, no mask or encoding, enough rows, usual head dims.
+    "auto" and "fa3" mean where it takes the request: no mask or encoding, enough rows, 16 bits with usual head dims, or
+    e4m3 (with an o_dtype of 16 bits, head dims of 128), whose weights are then rounded to e4m3 as well.
     kv_cache_sf (NVFP4 keys and values) is not supported. On CUDA, products of 16-bit and fp8 inputs run on tensor cores
     where there are more than 16 rows a kv head: the weights, and rotated q and k, are then rounded to 16 bits.
 
@@ -164,16 +167,19 @@ def single_prefill_with_kv_cache(
         raise NotImplementedError("kv_cache_sf: NVFP4 keys and values are not supported; pass fp16, bf16 or fp8 ones")
     if q.ndim != 3:
         raise ValueError(f"q must have shape [qo_len, num_qo_heads, head_dim_qk]; got {tuple(q.shape)}")
-    plain = custom_mask is packed_custom_mask is scale_q is scale_k is scale_v is None
-    if q.is_cuda and plain and pos_encoding_mode == "NONE" and _on_hopper(q, k, v, o_dtype, kv_layout, backend, causal):
+    by_head = (scale_q, scale_k, scale_v)
+    plain = custom_mask is packed_custom_mask is None and pos_encoding_mode == "NONE"
+    scaled = any(x is not None for x in by_head)
+    if q.is_cuda and plain and _on_hopper(q, k, v, o_dtype, kv_layout, backend, causal, scaled):
         layout = int(kv_layout == "HND")
-        out = q.new_empty((*q.shape[:2], v.shape[2]))
+        out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=o_dtype or q.dtype)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
         scale = (q.shape[2] ** -0.5 if sm_scale is None else sm_scale) * (1.0 if k_scale is None else k_scale)
         out_scale = 1.0 if v_scale is None else v_scale
         attend_once(
             out, lse, q, k, v, layout, 1, pages_per_request=k.shape[layout], causal=causal, window_left=window_left,
             logits_soft_cap=logits_soft_cap or 0.0, score_scale=(scale, None), out_scale=(out_scale, None),
+            by_head=by_head,
         )  # fmt: skip
         return out if lse is None else (out, lse)
     return attend(

@@ -1,4 +1,5 @@
-// Pairs of fp8 to pairs of half (PTX ISA 9.7.9.21, cvt): one instruction from sm_89 on, a few integer ones before.
+// Pairs of fp8 to pairs of half (PTX ISA 9.7.9.21, cvt): one instruction from sm_89 on, a few integer ones before; and
+// floats to e4m3.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -20,5 +21,15 @@ FI_DEVICE unsigned halves(unsigned pair, __nv_fp8_e4m3) {
   return y;
 }
 FI_DEVICE unsigned halves(unsigned pair, __nv_fp8_e5m2) { return __byte_perm(pair, 0, 0x1404); }
+
+// Four floats, the first in the lowest byte; beyond 448 they become 448, NaN stays NaN. sm_89 and later.
+FI_DEVICE unsigned e4m3_quad(float x0, float x1, float x2, float x3) {
+  unsigned y;
+  asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n}"
+      : "=r"(y)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return y;
+}
 
 }  // namespace fi

@@ -1,0 +1,389 @@
+// Batch prefill of e4m3 queries, keys and values on Hopper: as the 16-bit kernel, and a warpgroup that transposes
+// values, of which wgmma takes 8-bit ones by columns only (Shah et al. 2024, arXiv:2407.08608, section 3.3).
+#pragma once
+#include "fi/attention/softmax.h"
+#include "fi/cuda/convert.cuh"
+#include "fi/cuda/math.cuh"
+#include "fi/cuda/ptx/barrier.cuh"
+#include "fi/cuda/ptx/fp8.cuh"
+#include "fi/cuda/ptx/global.cuh"
+#include "fi/cuda/ptx/ldmatrix.cuh"
+#include "fi/cuda/ptx/warpgroup_sm90.cuh"
+#include "fi/cuda/ptx/wgmma_sm90.cuh"
+#include "fi/prefill/producers_sm90.cuh"
+
+namespace fi {
+
+// Weights are rounded to e4m3 as well, times 256 so that the small ones are not lost; their sum takes them unrounded.
+template <int kKeys, bool kCapped>
+struct PrefillFp8Kernel {
+  using T = __nv_fp8_e4m3;
+  static constexpr int kDim = 128, kRows = 128, kStages = 2, kConsumers = 2, kThreads = 512;
+  static constexpr int kProducerRegisters = 40, kTransposerRegisters = 40, kConsumerRegisters = 216;
+  // A block begins with 128 registers a thread; more would wait for ever.
+  static_assert(kProducerRegisters + kTransposerRegisters + 2 * kConsumerRegisters <= 4 * 128, "registers");
+  static constexpr float kOffset = 8.f;  // log2 of what weights are multiplied by; e4m3 ends at 448
+
+  // Tiles in the 128-byte swizzle, [rows][128]. Transposed values in the 32-byte swizzle, [keys / 32][columns][32],
+  // with keys and columns in the order that `transpose` says.
+  struct Shared {
+    alignas(1024) T q[2][kRows * kDim];
+    alignas(1024) T k[kStages][kKeys * kDim];
+    alignas(1024) T v[kStages][kKeys * kDim];
+    alignas(1024) T columns[kStages][kKeys * kDim];
+    Barrier q_full[2], q_empty[2], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages],
+        columns_full[kStages], columns_empty[kStages];
+    Barrier work_full[2], work_empty[2];
+    Work work[2];
+  };
+
+  using Producers = PrefillProducers<Shared, T, kDim, kKeys, false>;
+  using Tile = typename Producers::Tile;
+
+  const BatchPrefillParams& p;
+  Shared& shared;
+
+  FI_DEVICE PrefillFp8Kernel(const BatchPrefillParams& params, Shared& s) : p(params), shared(s) {}
+
+  FI_DEVICE void run() {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < 2; ++i) {
+        shared.q_full[i].init(1);
+        shared.q_empty[i].init(kConsumers);
+        shared.work_full[i].init(1);
+        shared.work_empty[i].init(kConsumers + 3 + 4);  // producers and the warps that transpose
+      }
+      for (int s = 0; s < kStages; ++s) {
+        shared.k_full[s].init(1);
+        shared.v_full[s].init(1);
+        shared.columns_full[s].init(4);
+        shared.k_empty[s].init(kConsumers);
+        shared.v_empty[s].init(4);
+        shared.columns_empty[s].init(kConsumers);
+      }
+      fence_barrier_init();
+      prefetch_tensor_map(p.q);
+      prefetch_tensor_map(p.k);
+      prefetch_tensor_map(p.v);
+    }
+    __syncthreads();
+    pdl_wait();
+    const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    if (group == 0) {
+      give_registers<kProducerRegisters>();
+      const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+      const Producers producers{p, shared};
+      if (warp == 0)
+        producers.template produce<kDim>(p.k, shared.k, shared.k_full, shared.k_empty);
+      else if (warp == 1)
+        producers.template produce<kDim>(p.v, shared.v, shared.v_full, shared.v_empty);
+      else if (warp == 2 && threadIdx.x % 32 == 0)
+        producers.produce_queries();
+      else if (warp == 3 && threadIdx.x % 32 == 0)
+        producers.schedule();
+    } else if (group == 1) {
+      give_registers<kTransposerRegisters>();
+      transpose_all();
+    } else {
+      take_registers<kConsumerRegisters>();
+      consume(group - 2);
+    }
+  }
+
+ private:
+  FI_DEVICE void transpose_all() {
+    const int lane = threadIdx.x % 32;
+    int stage = 0, parity = 0;
+    for (int use = 0;; ++use) {
+      shared.work_full[use % 2].wait(use / 2 % 2);
+      const Tile tile(p, shared.work[use % 2]);
+      if (tile.tokens == 0) break;
+      __syncwarp();
+      if (lane == 0) shared.work_empty[use % 2].arrive();
+      for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j) {
+        shared.v_full[stage].wait(parity);
+        shared.columns_empty[stage].wait(parity ^ 1);
+        const int keys = tile.request.kv_len - j * kKeys;
+        if (keys < kKeys)
+          transpose<true>(stage, keys);
+        else
+          transpose<false>(stage, keys);
+        fence_async_shared();
+        __syncwarp();
+        if (lane == 0) {
+          shared.v_empty[stage].arrive();
+          shared.columns_full[stage].arrive();
+        }
+        if (++stage == kStages) stage = 0, parity ^= 1;
+      }
+    }
+  }
+
+  // Each warp takes 32 columns. Of 16 keys, number 2 t + 8 a + b (t < 4, a < 2, b < 2) becomes number 4 t + 2 a + b:
+  // the four that a thread has of a row of scores are then neighbours, as the product with weights in registers wants
+  // them. Of 16 columns the even ones come first. Zeros values from `keys` on: what lies beyond the last key may be
+  // NaN.
+  template <bool kEnds>
+  FI_DEVICE void transpose(int stage, int keys) const {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = lane % 8, matrix = lane / 8;
+    const char* from = reinterpret_cast<const char*>(shared.v[stage]) + lane * 128;
+    char* to =
+        reinterpret_cast<char*>(shared.columns[stage]) + matrix % 2 * 256 + row * 32 + ((matrix / 2) ^ (row / 4)) * 16;
+#pragma unroll 2  // more takes more registers than there are
+    for (int step = 0; step < kKeys / 32; ++step) {
+      unsigned seen[2];
+      if (kEnds) {
+        seen[0] = bytes_before(keys - step * 32 - lane % 4 * 2);
+        seen[1] = bytes_before(keys - step * 32 - lane % 4 * 2 - 16);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int block = warp * 2 + half;  // of 16 columns
+        unsigned x[4], y[4];                // in x two keys of columns 2 i and 2 i + 1, in y four of one column
+        ldmatrix_x4_trans(x, from + step * 32 * 128 + ((block ^ row) * 16));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          y[2 * i] = __byte_perm(x[2 * i], x[2 * i + 1], 0x6420);
+          y[2 * i + 1] = __byte_perm(x[2 * i], x[2 * i + 1], 0x7531);
+          if (kEnds) {
+            y[2 * i] &= seen[i];
+            y[2 * i + 1] &= seen[i];
+          }
+        }
+        stmatrix_x4(to + step * 32 * kDim + block * 512, y);
+      }
+    }
+  }
+  // Of keys 0, 1, 8 and 9, those before `count`.
+  FI_DEVICE static unsigned bytes_before(int count) {
+    return (count > 0 ? 0xffu : 0u) | (count > 1 ? 0xff00u : 0u) | (count > 8 ? 0xff0000u : 0u) |
+           (count > 9 ? 0xff000000u : 0u);
+  }
+
+  FI_DEVICE void consume(int group) {
+    const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    float o[kDim / 2], s[kKeys / 2];
+    unsigned weights[kKeys / 32][4];
+    const uint64_t k = wgmma_operand(shared.k, 1024), v = wgmma_operand(shared.columns, 256, 16, kWgmma32Bytes);
+    int stage = 0, parity = 0;
+    if (group == 1) barrier_arrive(1, 256);  // the first turn is the first group's
+    for (int use = 0;; ++use) {
+      shared.work_full[use % 2].wait(use / 2 % 2);
+      const Tile tile(p, shared.work[use % 2]);
+      if (tile.tokens == 0) break;
+      const int q_stage = use % 2;
+      shared.q_full[q_stage].wait(use / 2 % 2);
+      const uint64_t q = wgmma_uniform(wgmma_operand(shared.q[q_stage] + group * 64 * kDim, 1024));
+      const int row = group * 64 + warp * 16 + lane / 4;  // and row + 8
+      int first_key[2], end_key[2];
+      float scale[2];
+      for (int h = 0; h < 2; ++h) {
+        const int token = divide(row + 8 * h, p.group);
+        first_key[h] = tile.mask.first_key(tile.token + token);
+        end_key[h] = tile.mask.end_key(tile.token + token);
+        scale[h] = score_scale(tile.kv_head, row + 8 * h - token * static_cast<int>(p.group.value));
+      }
+      // Tiles all of whose keys every row sees: below the first row's end, at or above the last row's beginning.
+      const int clear_end = tile.mask.end_key(tile.token) / kKeys;
+      const int clear_begin = (tile.mask.first_key(tile.token + tile.tokens - 1) + kKeys - 1) / kKeys;
+      float m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f}, alpha[2];
+      const auto weigh = [&](int j, bool hidden) {
+        if (kCapped) {
+#pragma unroll
+          for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * scale[i / 2 % 2]);
+        }
+        if (hidden) hide(s, j * kKeys + lane % 4 * 2, first_key, end_key);
+        softmax(s, scale, m, d, alpha);
+      };
+      const int count = __shfl_sync(0xffffffffu, tile.count, 0);  // known to be uniform: wgmma need not be serialised
+#pragma unroll
+      for (int i = 0; i < kDim / 2; ++i) o[i] = 0.f;
+      if (count > 0) {
+        int j = tile.begin + count - 1;
+        shared.k_full[stage].wait(parity);
+        barrier_sync(1 + group, 256);
+        multiply_keys(s, q, wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0]))));
+        barrier_arrive(2 - group, 256);
+        wgmma_wait<0>();
+        wgmma_keep(s);
+        if (thread == 0) shared.k_empty[stage].arrive();
+        weigh(j, true);
+        pack(s, weights);
+        shared.columns_full[stage].wait(parity);
+        // As in the 16-bit kernel: products of the keys of tile j and of the values of tile j + 1 run during the
+        // softmax of their neighbours, and no branch stands in between.
+        const auto advance = [&](bool hidden) {
+          const int v_stage = stage;
+          if (++stage == kStages) stage = 0, parity ^= 1;
+          --j;
+          shared.k_full[stage].wait(parity);
+          barrier_sync(1 + group, 256);
+          const uint64_t keys = wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0])));
+          const uint64_t values = wgmma_uniform(wgmma_further(v, v_stage * sizeof(shared.columns[0])));
+          multiply_keys(s, q, keys);
+          multiply_values(o, weights, values);
+          barrier_arrive(2 - group, 256);
+          wgmma_wait<1>();
+          wgmma_keep(s);
+          if (thread == 0) shared.k_empty[stage].arrive();
+          weigh(j, hidden);
+          wgmma_keep(s);
+          shared.columns_full[stage].wait(parity);  // NOTE: here, since this loop keeps the softmax above the wait
+          wgmma_wait<0>();
+          wgmma_keep(o);
+          if (thread == 0) shared.columns_empty[v_stage].arrive();
+#pragma unroll
+          for (int i = 0; i < kDim / 2; ++i) o[i] *= alpha[i / 2 % 2];
+          pack(s, weights);
+        };
+        while (j > tile.begin && j > clear_end) advance(true);
+        while (j > tile.begin && j > clear_begin) advance(false);
+        while (j > tile.begin) advance(true);
+        if (thread == 0) shared.q_empty[q_stage].arrive();
+        multiply_values(o, weights, wgmma_uniform(wgmma_further(v, stage * sizeof(shared.columns[0]))));
+        wgmma_wait<0>();
+        wgmma_keep(o);
+        if (thread == 0) shared.columns_empty[stage].arrive();
+        if (++stage == kStages) stage = 0, parity ^= 1;
+      } else if (thread == 0) {
+        shared.q_empty[q_stage].arrive();
+      }
+      store(shared.work[use % 2], o, scale, m, d, row, lane);
+      barrier_sync(3 + group, 128);
+      if (thread == 0) shared.work_empty[use % 2].arrive();
+    }
+  }
+
+  // Of the rows of one query head.
+  FI_DEVICE float score_scale(int kv_head, int head) const {
+    float scale = p.scale;
+    if (p.scale_q) scale *= p.scale_q[kv_head * static_cast<int>(p.group.value) + head];
+    if (p.scale_k) scale *= p.scale_k[kv_head];
+    if (p.bmm1_scale) scale *= *p.bmm1_scale;
+    return scale;
+  }
+
+  FI_DEVICE static void multiply_keys(float (&s)[kKeys / 2], uint64_t q, uint64_t k) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kDim / 32; ++step)
+      wgmma_m64k32(s, wgmma_further(q, step * 32), wgmma_further(k, step * 32), step > 0, T());
+    wgmma_commit();
+  }
+
+  FI_DEVICE static void multiply_values(float (&o)[kDim / 2], const unsigned (&weights)[kKeys / 32][4], uint64_t v) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kKeys / 32; ++step)
+      wgmma_m64k32(o, weights[step], wgmma_further(v, step * 32 * kDim), true, T());
+    wgmma_commit();
+  }
+
+  FI_DEVICE static void hide(float (&s)[kKeys / 2], int column, const int (&first)[2], const int (&end)[2]) {
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) {
+      const int key = column + i / 4 * 8 + i % 2, h = i / 2 % 2;
+      if (key < first[h] || key >= end[h]) s[i] = kMinusInf;
+    }
+  }
+
+  // Scores become weights, relative to the new maxima m; alpha is what earlier sums must be multiplied by. d holds this
+  // thread's part of the sum.
+  FI_DEVICE void softmax(float (&s)[kKeys / 2], const float (&scales)[2], float (&m)[2], float (&d)[2],
+                         float (&alpha)[2]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float scale = kCapped ? p.cap : scales[h];
+      float top = m[h], other = kMinusInf;
+#pragma unroll
+      for (int i = 0; i < kKeys / 8; ++i) {
+        top = fmaxf(top, s[4 * i + 2 * h]);
+        other = fmaxf(other, s[4 * i + 2 * h + 1]);
+      }
+      top = fmaxf(top, other);
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+      const float base = softmax_base(top) * scale;
+      alpha[h] = exp2_approx(fmaf(m[h], scale, -base));
+      m[h] = top;
+      const float less = base - kOffset;
+      float sum = 0.f, sum1 = 0.f;
+#pragma unroll
+      for (int i = 0; i < kKeys / 8; ++i) {
+        float& x = s[4 * i + 2 * h];
+        float& y = s[4 * i + 2 * h + 1];
+        x = exp2_approx(fmaf(x, scale, -less));
+        y = exp2_approx(fmaf(y, scale, -less));
+        sum += x;
+        sum1 += y;
+      }
+      d[h] = d[h] * alpha[h] + (sum + sum1);
+    }
+  }
+
+  FI_DEVICE static void pack(const float (&s)[kKeys / 2], unsigned (&weights)[kKeys / 32][4]) {
+#pragma unroll
+    for (int k = 0; k < kKeys / 32; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* x = s + 16 * k + i / 2 * 8 + i % 2 * 2;
+        weights[k][i] = e4m3_quad(x[0], x[1], x[4], x[5]);
+      }
+  }
+
+  // A thread has columns 4 t to 4 t + 3 of each 16 (t = lane % 4); two threads exchange halves for 16 bytes each.
+  FI_DEVICE void store(const Work& work, const float (&o)[kDim / 2], const float (&scales)[2], const float (&m)[2],
+                       float (&d)[2], int first, int lane) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      d[h] += __shfl_xor_sync(0xffffffffu, d[h], 1);
+      d[h] += __shfl_xor_sync(0xffffffffu, d[h], 2);
+      const int row = first + 8 * h, token = divide(row, p.group);
+      const int head = work.kv_head * static_cast<int>(p.group.value) + row - token * static_cast<int>(p.group.value);
+      const bool kept = token < work.tokens;
+      float top = m[h] * (kCapped ? p.cap : scales[h]), factor = p.out_scale;
+      if (p.scale_v) factor *= p.scale_v[work.kv_head];
+      if (p.bmm2_scale) factor *= *p.bmm2_scale;
+      if (p.sinks && kept) {
+        const float sink = p.sinks[head] * kLog2e, most = fmaxf(top, sink);
+        d[h] = d[h] * exp2_approx(top - most) + exp2_approx(sink - most + kOffset);
+        factor *= exp2_approx(top - most);
+        top = most;
+      }
+      factor *= softmax_inverse(d[h]);
+      const int64_t at = work.request.qo_begin + work.token + token;
+      if (p.lse && lane % 4 == 0 && kept) p.lse[at * p.qo_heads + head] = softmax_lse<CudaMath>(top - kOffset, d[h]);
+      unsigned short* out = static_cast<unsigned short*>(p.out) + at * p.out_token + head * p.out_head;
+#pragma unroll
+      for (int block = 0; block < kDim / 16; block += 2) {
+        const float *x = o + block * 8 + 2 * h, *y = x + 8;
+        const unsigned x0 = pair(x[0] * factor, x[4] * factor), x1 = pair(x[1] * factor, x[5] * factor);
+        const unsigned y0 = pair(y[0] * factor, y[4] * factor), y1 = pair(y[1] * factor, y[5] * factor);
+        const bool odd = lane % 2;
+        const unsigned other0 = __shfl_xor_sync(0xffffffffu, odd ? x0 : y0, 1);
+        const unsigned other1 = __shfl_xor_sync(0xffffffffu, odd ? x1 : y1, 1);
+        const uint4 piece = odd ? uint4{other0, other1, y0, y1} : uint4{x0, x1, other0, other1};
+        if (kept) store_global(out + (block + lane % 2) * 16 + lane % 4 / 2 * 8, piece);
+      }
+    }
+  }
+  FI_DEVICE unsigned pair(float low, float high) const {
+    if (p.out_half) {
+      const __half2 x = __floats2half2_rn(low, high);
+      return reinterpret_cast<const unsigned&>(x);
+    }
+    const __nv_bfloat162 x = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const unsigned&>(x);
+  }
+};
+
+template <int kKeys, bool kCapped, int kSharedBytes>
+FI_DEVICE void batch_prefill_fp8(const BatchPrefillParams& params) {
+  extern __shared__ uint4 bytes[];
+  using Kernel = PrefillFp8Kernel<kKeys, kCapped>;
+  static_assert(sizeof(typename Kernel::Shared) + 1024 <= kSharedBytes, "the family's Python says how much to ask for");
+  const uint64_t address = (reinterpret_cast<uint64_t>(bytes) + 1023) & ~uint64_t{1023};
+  Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(address)).run();
+}
+
+}  // namespace fi

@@ -52,6 +52,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "R1": lambda: Case([(16384, 16384)], 32, 8, page_size=0),
     "R2": lambda: Case([(4096, 4096)] * 4, 128, 128, 192, 128, page_size=0),
     "short": lambda: Case(short(), 32, 8, page_size=0),
+    "H1": lambda: Case([(8192, 8192)], 16, 8, 256, 256),
+    "H2": lambda: Case([(8192, 8192)], 16, 8, 256, 256, page_size=0),
     "F1": lambda: Case([(8192, 8192)], 32, 8, dtype=E4M3),
     "F2": lambda: Case([(16384, 16384)], 32, 8, dtype=E4M3),
     "F3": lambda: Case([(16384, 16384)], 32, 8, page_size=0, dtype=E4M3),

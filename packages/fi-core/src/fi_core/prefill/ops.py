@@ -55,7 +55,7 @@ def _tiles_unit(axes: Axes) -> Unit:
 
 # Of the Hopper kernel: axis head_dim -> (head_dim_qk, head_dim_vo, keys a step). On an H200, 160 keys against 128 at
 # head_dim 128: one sequence of 16k, page 16, 591 against 533 TFLOP/s; 512 tokens 22 against 20 us. Others unmeasured.
-_HOPPER = {64: (64, 64, 128), 128: (128, 128, 160), 192: (192, 128, 112)}
+_HOPPER = {64: (64, 64, 128), 128: (128, 128, 160), 192: (192, 128, 128), 256: (256, 256, 80)}
 _OUTPUTS = ("f16", "bf16")  # of e4m3
 _HOPPER_VALUES = {qk: vo for qk, vo, _ in _HOPPER.values()}
 # Of the kernel for e4m3: keys a step; head dims are 128. Not yet measured.
@@ -64,7 +64,7 @@ _FP8_KEYS, _FP8_DIM = 192, 128
 
 def _hopper_bytes(qk: int, vo: int, keys: int) -> int:
     """sizeof(PrefillKernel::Shared), and the 1024 bytes to which its start is aligned."""
-    tiles = 2 * (ROWS * (qk + vo) + 2 * keys * (qk + vo))
+    tiles = 2 * (ROWS * qk + 2 * keys * (qk + vo))
     more = 2 * ROWS * qk  # a second tile of queries, where it fits
     query_stages = 2 if tiles + more <= 226 * 1024 else 1
     return round_up(tiles + more * (query_stages - 1) + (12 + 2 * query_stages) * 8 + 2 * 32, 1024) + 1024
@@ -78,7 +78,7 @@ def _hopper_unit(axes: Axes) -> Unit:
         return _fp8_unit(axes)
     qk, vo, keys = _HOPPER[head_dim]
     if axes["soft_cap"]:
-        keys = min(keys, 128)  # the cap takes the registers of more
+        keys = min(keys, 64 if vo > 128 else 128)  # the cap takes the registers of more
     size, capped = _hopper_bytes(qk, vo, keys), "true" if axes["soft_cap"] else "false"
 
     def entry(name: str, whole_rows: str) -> Entry:
@@ -115,7 +115,7 @@ BATCH_PREFILL = Op(
     axes={
         "q": ("f16", "bf16", "f32", "e4m3", "e5m2"),
         "kv": ("f16", "bf16", "f32", "e4m3", "e5m2"),
-        "head_dim": (64, 128, 192, 0),
+        "head_dim": (64, 128, 192, 256, 0),
         "soft_cap": (False, True),
     },
     impls=(

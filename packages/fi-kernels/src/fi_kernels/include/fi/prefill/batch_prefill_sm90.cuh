@@ -3,6 +3,7 @@
 #pragma once
 #include "fi/attention/softmax.h"
 #include "fi/cuda/convert.cuh"
+#include "fi/cuda/exchange.cuh"
 #include "fi/cuda/math.cuh"
 #include "fi/cuda/ptx/barrier.cuh"
 #include "fi/cuda/ptx/global.cuh"
@@ -16,12 +17,12 @@ namespace fi {
 template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped>
 struct PrefillKernel {
   static constexpr int kRows = 128, kStages = 2, kConsumers = 2, kThreads = 384;
-  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+  static constexpr int kProducerRegisters = kDimVO > 128 ? 40 : 56, kConsumerRegisters = kDimVO > 128 ? 232 : 224;
   // A block begins with 168 registers a thread; more would wait for ever.
   static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168, "registers");
 
   // Two tiles of queries where they fit: one group then begins its next tile while the other ends the last.
-  static constexpr int kTileBytes = (kRows * (kDimQK + kDimVO) + kStages * kKeys * (kDimQK + kDimVO)) * sizeof(T);
+  static constexpr int kTileBytes = (kRows * kDimQK + kStages * kKeys * (kDimQK + kDimVO)) * sizeof(T);
   static constexpr int kQueryStages = kTileBytes + kRows * kDimQK * sizeof(T) <= 226 * 1024 ? 2 : 1;
 
   // Tiles in the 128-byte swizzle: [dim / 64][rows][64], or keys and values [rows / 8][dim / 64][8][64] where copies
@@ -30,7 +31,6 @@ struct PrefillKernel {
     alignas(1024) T q[kQueryStages][kRows * kDimQK];
     alignas(1024) T k[kStages][kKeys * kDimQK];
     alignas(1024) T v[kStages][kKeys * kDimVO];
-    alignas(1024) T out[kRows * kDimVO];  // [rows][dim], 16-byte pieces permuted within a row
     Barrier q_full[kQueryStages], q_empty[kQueryStages], k_full[kStages], k_empty[kStages], v_full[kStages],
         v_empty[kStages];
     Barrier work_full[2], work_empty[2];
@@ -72,10 +72,14 @@ struct PrefillKernel {
       give_registers<kProducerRegisters>();
       const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
       const Producers producers{p, shared};
-      if (warp == 0) producers.template produce<kDimQK>(p.k, shared.k, shared.k_full, shared.k_empty);
-      if (warp == 1) producers.template produce<kDimVO>(p.v, shared.v, shared.v_full, shared.v_empty);
-      if (warp == 2 && threadIdx.x % 32 == 0) producers.produce_queries();
-      if (warp == 3 && threadIdx.x % 32 == 0) producers.schedule();
+      if (warp == 0)
+        producers.template produce<kDimQK>(p.k, shared.k, shared.k_full, shared.k_empty);
+      else if (warp == 1)
+        producers.template produce<kDimVO>(p.v, shared.v, shared.v_full, shared.v_empty);
+      else if (warp == 2 && threadIdx.x % 32 == 0)
+        producers.produce_queries();
+      else if (warp == 3 && threadIdx.x % 32 == 0)
+        producers.schedule();
     } else {
       take_registers<kConsumerRegisters>();
       consume(threadIdx.x / 128 - 1);
@@ -176,7 +180,7 @@ struct PrefillKernel {
 #pragma unroll
         for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
       }
-      store(shared.work[use % 2], o, m, d, group, warp, lane);
+      store(shared.work[use % 2], o, m, d, row, lane);
       barrier_sync(3 + group, 128);
       if (thread == 0) shared.work_empty[use % 2].arrive();
     }
@@ -273,49 +277,38 @@ struct PrefillKernel {
     barrier_sync(barrier, 128);
   }
 
-  FI_DEVICE void store(const Work& work, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int group, int warp,
-                       int lane) {
+  FI_DEVICE void store(const Work& work, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int first, int lane) {
     const float scale = kCapped ? p.cap : p.scale;
-    float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       d[h] += __shfl_xor_sync(0xffffffffu, d[h], 1);
       d[h] += __shfl_xor_sync(0xffffffffu, d[h], 2);
-      const int row = group * 64 + warp * 16 + lane / 4 + 8 * h, token = divide(row, p.group);
+      const int row = first + 8 * h, token = divide(row, p.group);
       const int head = work.kv_head * p.group.value + row - token * p.group.value;
-      float top = m[h] * scale;
-      if (p.sinks && token < work.tokens) {
-        const float sink = p.sinks[head] * 1.4426950408889634f, most = fmaxf(top, sink);
+      const bool kept = token < work.tokens;
+      float top = m[h] * scale, factor = p.out_scale;
+      if (p.sinks && kept) {
+        const float sink = p.sinks[head] * kLog2e, most = fmaxf(top, sink);
         d[h] = d[h] * exp2_approx(top - most) + exp2_approx(sink - most);
-        factor[h] = softmax_inverse(d[h]) * p.out_scale * exp2_approx(top - most);
+        factor *= exp2_approx(top - most);
         top = most;
-      } else {
-        factor[h] = softmax_inverse(d[h]) * p.out_scale;
       }
-      if (p.lse && lane % 4 == 0 && token < work.tokens)
-        p.lse[static_cast<int64_t>(work.request.qo_begin + work.token + token) * p.qo_heads + head] =
-            softmax_lse<CudaMath>(top, d[h]);
-    }
-    // A warp's 16 rows go through shared memory, so that whole rows are written.
-    constexpr int kPieces = kDimVO / 8;
-    uint4* area = reinterpret_cast<uint4*>(shared.out) + (group * 4 + warp) * 16 * kPieces;
+      factor *= softmax_inverse(d[h]);
+      const int64_t at = work.request.qo_begin + work.token + token;
+      if (p.lse && lane % 4 == 0 && kept) p.lse[at * p.qo_heads + head] = softmax_lse<CudaMath>(top, d[h]);
+      T* out = static_cast<T*>(p.out) + at * p.out_token + head * p.out_head + lane % 4 * 8;
 #pragma unroll
-    for (int i = 0; i < kDimVO / 2; i += 2) {
-      const int h = i / 2 % 2, row = lane / 4 + 8 * h, piece = i / 4;
-      reinterpret_cast<unsigned*>(area + row * kPieces + (piece ^ (row % 8)))[lane % 4] =
-          pack(o[i] * factor[h], o[i + 1] * factor[h]);
-    }
-    __syncwarp();
-    const int first = group * 64 + warp * 16, rows = work.tokens * static_cast<int>(p.group.value);
+      for (int block = 0; block < kDimVO / 8; block += 4) {
+        unsigned x[4];
 #pragma unroll
-    for (int i = 0; i < 16 * kPieces; i += 32) {
-      const int at = i + lane, row = at / kPieces, piece = at % kPieces;
-      if (first + row >= rows) continue;
-      const int t = divide(first + row, p.group), head = work.kv_head * p.group.value + first + row - t * p.group.value;
-      T* out = static_cast<T*>(p.out) + (work.request.qo_begin + work.token + t) * p.out_token + head * p.out_head;
-      store_global(out + piece * 8, area[row * kPieces + (piece ^ (row % 8))]);
+        for (int i = 0; i < 4; ++i) {
+          const float* pair = o + (block + i) * 4 + 2 * h;
+          x[i] = pack(pair[0] * factor, pair[1] * factor);
+        }
+        const uint4 piece = transpose_of_four(x);
+        if (kept) store_global(out + block * 8, piece);
+      }
     }
-    __syncwarp();
   }
 
   static constexpr bool kIsHalf = IsHalf<T>::value;

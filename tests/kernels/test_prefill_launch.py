@@ -101,8 +101,8 @@ def test_hopper_ragged(prefill: Prefill) -> None:
     keys = {"k": Tensor(K, (5000, KV_HEADS, 192), "bf16"), "v": Tensor(V, (5000, KV_HEADS, 128), "bf16")}
     calls = prefill(dims=(192, 128), page_indices=None, **keys)
     p = parameters(one(calls), "BatchPrefillParams")
-    assert p["pages"] is None and p["box"] == 112
-    assert maps(calls)[K] == [[192, 2, 64], [5000, KV_HEADS * 384, 112], [KV_HEADS, 384, 1], [1, 128, 1]]
+    assert p["pages"] is None and p["box"] == 128
+    assert maps(calls)[K] == [[192, 2, 64], [5000, KV_HEADS * 384, 128], [KV_HEADS, 384, 1], [1, 128, 1]]
     assert maps(calls)[V][0] == [128, 2, 64]
 
 

@@ -58,8 +58,8 @@ def _tiles_unit(axes: Axes) -> Unit:
 _HOPPER = {64: (64, 64, 128), 128: (128, 128, 160), 192: (192, 128, 128), 256: (256, 256, 80)}
 _OUTPUTS = ("f16", "bf16")  # of e4m3
 _HOPPER_VALUES = {qk: vo for qk, vo, _ in _HOPPER.values()}
-# Of the kernel for e4m3: keys a step; head dims are 128. Not yet measured.
-_FP8_KEYS, _FP8_DIM = 192, 128
+# Of the kernels for e4m3, and for 16-bit q over fp8: keys a step; head dims are 128. Not yet measured.
+_FP8_KEYS, _MIXED_KEYS, _FP8_DIM = 192, 128, 128
 
 
 def _hopper_bytes(qk: int, vo: int, keys: int) -> int:
@@ -76,6 +76,8 @@ def _hopper_unit(axes: Axes) -> Unit:
     assert isinstance(head_dim, int)
     if q.bytes == 1:
         return _fp8_unit(axes)
+    if DTYPES[str(axes["kv"])].bytes == 1:
+        return _mixed_unit(axes)
     qk, vo, keys = _HOPPER[head_dim]
     if axes["soft_cap"]:
         keys = min(keys, 64 if vo > 128 else 128)  # the cap takes the registers of more
@@ -97,10 +99,25 @@ def _fp8_bytes(keys: int) -> int:
 def _fp8_unit(axes: Axes) -> Unit:
     """wgmma on e4m3, which multiplies and weighs; config = (kind 2, keys a step)."""
     assert axes["head_dim"] == _FP8_DIM and axes["kv"] == "e4m3"
-    keys = 160 if axes["soft_cap"] else _FP8_KEYS
+    keys = 128 if axes["soft_cap"] else _FP8_KEYS
     size, capped = _fp8_bytes(keys), "true" if axes["soft_cap"] else "false"
     entry = Entry("batch_prefill_fp8", f"batch_prefill_fp8<{keys}, {capped}, {size}>", 512, (2, keys), size, 1)
     return Unit("fi/prefill/batch_prefill_fp8_sm90.cuh", "BatchPrefillParams", (entry,))
+
+
+def _mixed_unit(axes: Axes) -> Unit:
+    """The 16-bit kernel, whose keys and values a warpgroup converts; config = (kind 1, keys a step)."""
+    assert axes["head_dim"] == _FP8_DIM
+    q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
+    keys = 112 if axes["soft_cap"] else _MIXED_KEYS
+    size = 2 * _FP8_DIM * (ROWS + 6 * keys) + 3 * 1024  # barriers of either kernel, and the alignment
+    capped = "true" if axes["soft_cap"] else "false"
+    body = f"batch_prefill_mixed<{q.device}, {kv.device}, {keys}, {capped}, {size}>"
+    return Unit(
+        "fi/prefill/batch_prefill_mixed_sm90.cuh",
+        "BatchPrefillParams",
+        (Entry("batch_prefill_mixed", body, 512, (1, keys), size, 1),),
+    )
 
 
 BATCH_PREFILL = Op(
@@ -125,7 +142,7 @@ BATCH_PREFILL = Op(
             (
                 *exactly(90),
                 Constraint("q", "in", ("f16", "bf16", "e4m3")),
-                Constraint("kv", "in", ("f16", "bf16", "e4m3")),
+                Constraint("kv", "in", ("f16", "bf16", "e4m3", "e5m2")),
                 Constraint("head_dim", "in", tuple(_HOPPER)),
             ),
             _hopper_unit,
@@ -194,23 +211,23 @@ def choose(
         return BATCH_PREFILL.spec(target, general).impl
     if backend == "fa2":
         return BATCH_PREFILL.spec(target, general, "fa2").impl
-    eight = q.itemsize == 1
-    values = head_dim_qk if eight else _HOPPER_VALUES.get(head_dim_qk)
+    e4m3, kv_fp8 = short_name(q) == "e4m3", kv.itemsize == 1
+    values = head_dim_qk if kv_fp8 else _HOPPER_VALUES.get(head_dim_qk)
     reasons = [
         f"requires {wanted}, got {got}"
         for wanted, got, met in (
-            ("kv of q's dtype", f"{q}, {kv}", q is kv),
+            ("kv of q's dtype, or fp8 with a 16-bit q", f"{q}, {kv}", q is kv or (kv_fp8 and q.itemsize == 2)),
             (
                 "output of q's dtype, or of 16 bits for e4m3",
                 str(out),
-                short_name(out) in _OUTPUTS if eight else q is out,
+                short_name(out) in _OUTPUTS if e4m3 else q is out,
             ),
-            ("head_dim_qk 128 for e4m3", str(head_dim_qk), not eight or head_dim_qk == _FP8_DIM),
+            ("head_dim_qk 128 for fp8", str(head_dim_qk), not kv_fp8 or head_dim_qk == _FP8_DIM),
             ("values of head_dim_qk, or 128 for 192", str(head_dim_vo), head_dim_vo == values),
             ("at most 128 query heads a kv head", str(group), group <= ROWS),
             ("pos_encoding_mode NONE", PosEncodingMode(pos_encoding_mode).name, pos_encoding_mode == 0),
             ("no mask", "one", plain),
-            ("no scales by head or on the device, or e4m3", "scales", eight or not scaled),
+            ("no scales by head or on the device, or e4m3", "scales", e4m3 or not scaled),
         )
         if not met
     ]
@@ -231,7 +248,8 @@ def fits(impl: str, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torc
         return True
     o, x, y, z = out.stride(), q.stride(), k.stride(), v.stride()
     bits = out.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | (o[0] | o[1]) * 2  # out has 2 bytes each
-    return (bits | (x[0] | x[1] | y[0] | y[1] | y[-2] | z[0] | z[1] | z[-2]) * q.itemsize) % 16 == 0
+    bits |= (x[0] | x[1]) * q.itemsize | (y[0] | y[1] | y[-2] | z[0] | z[1] | z[-2]) * k.itemsize
+    return bits % 16 == 0
 
 
 def plan(

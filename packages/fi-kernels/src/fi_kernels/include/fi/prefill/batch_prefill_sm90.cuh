@@ -14,7 +14,8 @@
 namespace fi {
 
 // Rows r = token * group + head of the group: a tile reads each key once for all heads that share it.
-template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped>
+// kBytes: of shared memory for tiles.
+template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped, int kBytes = 226 * 1024>
 struct PrefillKernel {
   static constexpr int kRows = 128, kStages = 2, kConsumers = 2, kThreads = 384;
   static constexpr int kProducerRegisters = kDimVO > 128 ? 40 : 56, kConsumerRegisters = kDimVO > 128 ? 232 : 224;
@@ -23,7 +24,7 @@ struct PrefillKernel {
 
   // Two tiles of queries where they fit: one group then begins its next tile while the other ends the last.
   static constexpr int kTileBytes = (kRows * kDimQK + kStages * kKeys * (kDimQK + kDimVO)) * sizeof(T);
-  static constexpr int kQueryStages = kTileBytes + kRows * kDimQK * sizeof(T) <= 226 * 1024 ? 2 : 1;
+  static constexpr int kQueryStages = kTileBytes + kRows * kDimQK * sizeof(T) <= kBytes ? 2 : 1;
 
   // Tiles in the 128-byte swizzle: [dim / 64][rows][64], or keys and values [rows / 8][dim / 64][8][64] where copies
   // bring whole rows.
@@ -45,27 +46,8 @@ struct PrefillKernel {
 
   FI_DEVICE PrefillKernel(const BatchPrefillParams& params, Shared& s) : p(params), shared(s) {}
 
-  FI_DEVICE void run() {
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < kQueryStages; ++i) {
-        shared.q_full[i].init(1);
-        shared.q_empty[i].init(kConsumers);
-      }
-      for (int i = 0; i < 2; ++i) {
-        shared.work_full[i].init(1);
-        shared.work_empty[i].init(kConsumers + 3);
-      }
-      for (int s = 0; s < kStages; ++s) {
-        shared.k_full[s].init(1);
-        shared.v_full[s].init(1);
-        shared.k_empty[s].init(kConsumers);
-        shared.v_empty[s].init(kConsumers);
-      }
-      fence_barrier_init();
-      prefetch_tensor_map(p.q);
-      prefetch_tensor_map(p.k);
-      prefetch_tensor_map(p.v);
-    }
+  FI_DEVICE void run() const {
+    if (threadIdx.x == 0) init(3, 1);
     __syncthreads();
     pdl_wait();
     if (threadIdx.x < 128) {
@@ -86,8 +68,29 @@ struct PrefillKernel {
     }
   }
 
- private:
-  FI_DEVICE void consume(int group) {
+  // By one thread. readers: of units of work, besides consumers; writers: how many arrivals fill a stage.
+  FI_DEVICE void init(int readers, int writers) const {
+    for (int i = 0; i < kQueryStages; ++i) {
+      shared.q_full[i].init(1);
+      shared.q_empty[i].init(kConsumers);
+    }
+    for (int i = 0; i < 2; ++i) {
+      shared.work_full[i].init(1);
+      shared.work_empty[i].init(kConsumers + readers);
+    }
+    for (int s = 0; s < kStages; ++s) {
+      shared.k_full[s].init(writers);
+      shared.v_full[s].init(writers);
+      shared.k_empty[s].init(kConsumers);
+      shared.v_empty[s].init(kConsumers);
+    }
+    fence_barrier_init();
+    prefetch_tensor_map(p.q);
+    prefetch_tensor_map(p.k);
+    prefetch_tensor_map(p.v);
+  }
+
+  FI_DEVICE void consume(int group) const {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     float o[kDimVO / 2], s[kKeys / 2];
     unsigned weights[kKeys / 16][4];
@@ -186,6 +189,7 @@ struct PrefillKernel {
     }
   }
 
+ private:
   // Bytes between groups of 8 rows, and between blocks of 64 columns, of keys and values.
   static constexpr unsigned kKeyGroup = kWholeRows ? kDimQK * 16 : 1024, kValueGroup = kWholeRows ? kDimVO * 16 : 1024;
   static constexpr unsigned kBlockBytes = kWholeRows ? 1024 : kKeys * 128;
@@ -277,7 +281,8 @@ struct PrefillKernel {
     barrier_sync(barrier, 128);
   }
 
-  FI_DEVICE void store(const Work& work, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int first, int lane) {
+  FI_DEVICE void store(const Work& work, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int first,
+                       int lane) const {
     const float scale = kCapped ? p.cap : p.scale;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

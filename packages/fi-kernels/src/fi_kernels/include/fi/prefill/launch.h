@@ -65,10 +65,10 @@ inline void describe_keys(TensorMap& map, const void* data, int64_t bytes, KeyRo
 inline BatchPrefillParams hopper_params(const PrefillProblem& problem, const Tensor& q, const Tensor& k,
                                         int64_t page_size, int64_t kv_tokens, int64_t box, KeyRows rows) {
   const AttentionProblem& p = problem.problem;
-  const int64_t pages = problem.pages ? k.size(0) : 1, bytes = k.dtype().bytes();
+  const int64_t pages = problem.pages ? k.size(0) : 1, q_bytes = q.dtype().bytes(), bytes = k.dtype().bytes();
   BatchPrefillParams h{};
-  describe(h.q, p.q, bytes, {p.dim_qk, p.group, p.kv_heads, q.size(0)}, {p.q_head, p.q_head * p.group, p.q_token},
-           {128 / bytes, p.group, 1, problem.tile_tokens});
+  describe(h.q, p.q, q_bytes, {p.dim_qk, p.group, p.kv_heads, q.size(0)}, {p.q_head, p.q_head * p.group, p.q_token},
+           {128 / q_bytes, p.group, 1, problem.tile_tokens});
   describe_keys(h.k, p.k, bytes, rows, p.dim_qk, p.k_token, p.k_head, problem.k_page, p.kv_heads, page_size, pages,
                 box);
   describe_keys(h.v, p.v, bytes, rows, p.dim_vo, p.v_token, p.v_head, problem.v_page, p.kv_heads, page_size, pages,

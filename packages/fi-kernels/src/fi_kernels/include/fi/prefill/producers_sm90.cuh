@@ -17,7 +17,7 @@ struct Work {
 // or keys and values [rows / 8][dim / kColumns][8][kColumns] where copies bring whole rows.
 template <class Shared, class T, int kDimQK, int kKeys, bool kWholeRows>
 struct PrefillProducers {
-  static constexpr int kRows = 128, kColumns = 128 / sizeof(T);
+  static constexpr int kRows = 128;
 
   // What all roles derive from a unit of work.
   struct Tile : Work {
@@ -65,7 +65,7 @@ struct PrefillProducers {
 
   // Copies the queries of every tile.
   FI_DEVICE void produce_queries() const {
-    constexpr int kStages = sizeof(shared.q) / sizeof(shared.q[0]);
+    constexpr int kStages = sizeof(shared.q) / sizeof(shared.q[0]), kColumns = 128 / sizeof(T);
     for (int use = 0;; ++use) {
       shared.work_full[use % 2].wait(use / 2 % 2);
       const Work work = shared.work[use % 2];
@@ -81,9 +81,10 @@ struct PrefillProducers {
   }
 
   // Copies the keys or the values of every tile, last key tile first.
-  template <int kDim, int kStages>
-  FI_DEVICE void produce(const TensorMap& from, T (&to)[kStages][kKeys * kDim], Barrier (&full)[kStages],
+  template <int kDim, int kStages, class KV>
+  FI_DEVICE void produce(const TensorMap& from, KV (&to)[kStages][kKeys * kDim], Barrier (&full)[kStages],
                          Barrier (&empty)[kStages]) const {
+    constexpr int kColumns = 128 / sizeof(KV);
     const int boxes = kKeys / p.box, lane = threadIdx.x % 32;
     int stage = 0, parity = 1;
     for (int use = 0;; ++use) {
@@ -98,8 +99,8 @@ struct PrefillProducers {
         int2 now = next;
         if (j > tile.begin) next = place(tile, (j - 1) * kKeys + lane * p.box);  // arrives during the wait
         empty[stage].wait(parity);
-        if (lane == 0) full[stage].arrive_expect(kKeys * kDim * sizeof(T));
-        T* line = to[stage];
+        if (lane == 0) full[stage].arrive_expect(kKeys * kDim * sizeof(KV));
+        KV* line = to[stage];
         for (int first = 0; first < boxes; first += 32) {
           if (first > 0) now = place(tile, j * kKeys + (first + lane) * p.box);
           const int count = min(32, boxes - first);

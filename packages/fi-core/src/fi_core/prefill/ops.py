@@ -167,7 +167,7 @@ BATCH_PREFILL = Op(
             for head_dim in _HOPPER
             for soft_cap in ((False, True) if head_dim == 128 else (False,))
         ),
-        {"q": "e4m3", "kv": "e4m3", "head_dim": 128, "soft_cap": False},
+        *({"q": q, "kv": "e4m3", "head_dim": 128, "soft_cap": False} for q in ("e4m3", "f16", "bf16")),
     ),
 )
 

@@ -30,6 +30,7 @@ class Case(NamedTuple):
     dim_vo: int = 128
     page_size: int = 16  # 0: ragged
     dtype: torch.dtype = BF16  # of q, k and v
+    kv_dtype: torch.dtype | None = None  # of k and v, if another
 
     @property
     def flops(self) -> float:
@@ -57,6 +58,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "F1": lambda: Case([(8192, 8192)], 32, 8, dtype=E4M3),
     "F2": lambda: Case([(16384, 16384)], 32, 8, dtype=E4M3),
     "F3": lambda: Case([(16384, 16384)], 32, 8, page_size=0, dtype=E4M3),
+    "M1": lambda: Case([(16384, 16384)], 32, 8, kv_dtype=E4M3),
     "F4": lambda: Case([(1024, 1024)] * 16, 32, 8, dtype=E4M3),
 }
 
@@ -68,12 +70,12 @@ class Inputs:
         def sums(values: list[int]) -> torch.Tensor:
             return torch.tensor([0, *values]).cumsum(0).int()
 
-        def rand(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, device="cuda", dtype=BF16).to(case.dtype)
+        def rand(*shape: int, dtype: torch.dtype = case.kv_dtype or case.dtype) -> torch.Tensor:
+            return torch.randn(*shape, device="cuda", dtype=BF16).to(dtype)
 
         self.case = case
         self.qo_indptr = sums([n for n, _ in case.lengths])
-        self.q = rand(int(self.qo_indptr[-1]), case.qo_heads, case.dim_qk)
+        self.q = rand(int(self.qo_indptr[-1]), case.qo_heads, case.dim_qk, dtype=case.dtype)
         kv = [n for _, n in case.lengths]
         if case.page_size:
             pages = [-(-n // case.page_size) for n in kv]
@@ -93,7 +95,12 @@ class Inputs:
 def wrapper(library: Any, x: Inputs, backend: str) -> Callable[[], torch.Tensor]:
     """run() of a planned wrapper; the libraries are call-compatible."""
     case, workspace = x.case, torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    types_ = {"causal": True, "q_data_type": case.dtype, "kv_data_type": case.dtype, "o_data_type": BF16}
+    types_ = {
+        "causal": True,
+        "q_data_type": case.dtype,
+        "kv_data_type": case.kv_dtype or case.dtype,
+        "o_data_type": BF16,
+    }
     if case.page_size:
         paged = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
         tables = (x.qo_indptr.cuda(), x.kv_indptr.cuda(), x.indices, x.last.cuda())

@@ -93,7 +93,7 @@ def _hopper_unit(axes: Axes) -> Unit:
 
 def _fp8_bytes(keys: int) -> int:
     """sizeof(PrefillFp8Kernel::Shared), and the 1024 bytes to which its start is aligned."""
-    return round_up(2 * _FP8_DIM * (ROWS + 3 * keys) + 24 * 8 + 2 * 32, 1024) + 1024
+    return round_up(_FP8_DIM * (ROWS + 6 * keys) + ROWS * (_FP8_DIM + 1) * 4 + 24 * 8 + 2 * 32, 1024) + 1024
 
 
 def _fp8_unit(axes: Axes) -> Unit:

@@ -22,16 +22,21 @@ struct PrefillFp8Kernel {
   static constexpr int kProducerRegisters = 40, kTransposerRegisters = 40, kConsumerRegisters = 216;
   // A block begins with 128 registers a thread; more would wait for ever.
   static_assert(kProducerRegisters + kTransposerRegisters + 2 * kConsumerRegisters <= 4 * 128, "registers");
+  // The tensor cores add with some 14 bits: a long sum would lose most of every new product, so after so many key tiles
+  // it is added to one in shared memory. With equal weights and values, 16384 keys came out 24 % too small in one sum.
+  static constexpr int kSumTiles = 4;
   static constexpr float kOffset = 8.f;  // log2 of what weights are multiplied by; e4m3 ends at 448
 
   // Tiles in the 128-byte swizzle, [rows][128]. Transposed values in the 32-byte swizzle, [keys / 32][columns][32],
   // with keys and columns in the order that `transpose` says.
   struct Shared {
-    alignas(1024) T q[2][kRows * kDim];
+    alignas(1024) T q[1][kRows * kDim];
     alignas(1024) T k[kStages][kKeys * kDim];
     alignas(1024) T v[kStages][kKeys * kDim];
     alignas(1024) T columns[kStages][kKeys * kDim];
-    Barrier q_full[2], q_empty[2], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages],
+    float4 sum[kDim / 8][kConsumers * 128];  // of a thread, in the order of its registers
+    float sum_m[kRows];                      // the maxima that it is relative to
+    Barrier q_full[1], q_empty[1], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages],
         columns_full[kStages], columns_empty[kStages];
     Barrier work_full[2], work_empty[2];
     Work work[2];
@@ -47,9 +52,9 @@ struct PrefillFp8Kernel {
 
   FI_DEVICE void run() {
     if (threadIdx.x == 0) {
+      shared.q_full[0].init(1);
+      shared.q_empty[0].init(kConsumers);
       for (int i = 0; i < 2; ++i) {
-        shared.q_full[i].init(1);
-        shared.q_empty[i].init(kConsumers);
         shared.work_full[i].init(1);
         shared.work_empty[i].init(kConsumers + 3 + 4);  // producers and the warps that transpose
       }
@@ -165,15 +170,16 @@ struct PrefillFp8Kernel {
     float o[kDim / 2], s[kKeys / 2];
     unsigned weights[kKeys / 32][4];
     const uint64_t k = wgmma_operand(shared.k, 1024), v = wgmma_operand(shared.columns, 256, 16, kWgmma32Bytes);
-    int stage = 0, parity = 0;
+    unsigned step = 0;  // of all tiles; its stage, and the parity to wait for
+    const auto stage = [&] { return step % kStages; };
+    const auto parity = [&] { return step / kStages % 2; };
     if (group == 1) barrier_arrive(1, 256);  // the first turn is the first group's
     for (int use = 0;; ++use) {
       shared.work_full[use % 2].wait(use / 2 % 2);
       const Tile tile(p, shared.work[use % 2]);
       if (tile.tokens == 0) break;
-      const int q_stage = use % 2;
-      shared.q_full[q_stage].wait(use / 2 % 2);
-      const uint64_t q = wgmma_uniform(wgmma_operand(shared.q[q_stage] + group * 64 * kDim, 1024));
+      shared.q_full[0].wait(use % 2);
+      const uint64_t q = wgmma_uniform(wgmma_operand(shared.q[0] + group * 64 * kDim, 1024));
       const int row = group * 64 + warp * 16 + lane / 4;  // and row + 8
       int first_key[2], end_key[2];
       float scale[2];
@@ -196,57 +202,64 @@ struct PrefillFp8Kernel {
         softmax(s, scale, m, d, alpha);
       };
       const int count = __shfl_sync(0xffffffffu, tile.count, 0);  // known to be uniform: wgmma need not be serialised
-#pragma unroll
-      for (int i = 0; i < kDim / 2; ++i) o[i] = 0.f;
       if (count > 0) {
-        int j = tile.begin + count - 1;
-        shared.k_full[stage].wait(parity);
+        const int last = tile.begin + count - 1;
+        int j = last;
+        shared.k_full[stage()].wait(parity());
         barrier_sync(1 + group, 256);
-        multiply_keys(s, q, wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0]))));
+        multiply_keys(s, q, wgmma_uniform(wgmma_further(k, stage() * sizeof(shared.k[0]))));
         barrier_arrive(2 - group, 256);
         wgmma_wait<0>();
         wgmma_keep(s);
-        if (thread == 0) shared.k_empty[stage].arrive();
+        if (thread == 0) shared.k_empty[stage()].arrive();
         weigh(j, true);
         pack(s, weights);
-        shared.columns_full[stage].wait(parity);
+        shared.columns_full[stage()].wait(parity());
         // As in the 16-bit kernel: products of the keys of tile j and of the values of tile j + 1 run during the
         // softmax of their neighbours, and no branch stands in between.
         const auto advance = [&](bool hidden) {
-          const int v_stage = stage;
-          if (++stage == kStages) stage = 0, parity ^= 1;
+          const unsigned v_stage = stage();
+          ++step;
           --j;
-          shared.k_full[stage].wait(parity);
+          shared.k_full[stage()].wait(parity());
           barrier_sync(1 + group, 256);
-          const uint64_t keys = wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0])));
+          const uint64_t keys = wgmma_uniform(wgmma_further(k, stage() * sizeof(shared.k[0])));
           const uint64_t values = wgmma_uniform(wgmma_further(v, v_stage * sizeof(shared.columns[0])));
           multiply_keys(s, q, keys);
-          multiply_values(o, weights, values);
+          multiply_values(o, weights, values, (last - j - 1) % kSumTiles > 0);
           barrier_arrive(2 - group, 256);
           wgmma_wait<1>();
           wgmma_keep(s);
-          if (thread == 0) shared.k_empty[stage].arrive();
+          if (thread == 0) shared.k_empty[stage()].arrive();
           weigh(j, hidden);
           wgmma_keep(s);
-          shared.columns_full[stage].wait(parity);  // NOTE: here, since this loop keeps the softmax above the wait
+          shared.columns_full[stage()].wait(parity());  // NOTE: here, since this loop keeps the softmax above the wait
           wgmma_wait<0>();
           wgmma_keep(o);
           if (thread == 0) shared.columns_empty[v_stage].arrive();
 #pragma unroll
           for (int i = 0; i < kDim / 2; ++i) o[i] *= alpha[i / 2 % 2];
           pack(s, weights);
+          if ((last - j) % kSumTiles == 0) {
+            if (last - j > kSumTiles) add_sum(o, m, scale, row);
+            store_sum(o, m, row);
+          }
         };
         while (j > tile.begin && j > clear_end) advance(true);
         while (j > tile.begin && j > clear_begin) advance(false);
         while (j > tile.begin) advance(true);
-        if (thread == 0) shared.q_empty[q_stage].arrive();
-        multiply_values(o, weights, wgmma_uniform(wgmma_further(v, stage * sizeof(shared.columns[0]))));
+        if (thread == 0) shared.q_empty[0].arrive();
+        multiply_values(o, weights, wgmma_uniform(wgmma_further(v, stage() * sizeof(shared.columns[0]))),
+                        (last - j) % kSumTiles > 0);
         wgmma_wait<0>();
         wgmma_keep(o);
-        if (thread == 0) shared.columns_empty[stage].arrive();
-        if (++stage == kStages) stage = 0, parity ^= 1;
-      } else if (thread == 0) {
-        shared.q_empty[q_stage].arrive();
+        if (thread == 0) shared.columns_empty[stage()].arrive();
+        ++step;
+        if (last - j >= kSumTiles) add_sum(o, m, scale, row);
+      } else {
+        if (thread == 0) shared.q_empty[0].arrive();
+#pragma unroll
+        for (int i = 0; i < kDim / 2; ++i) o[i] = 0.f;
       }
       store(shared.work[use % 2], o, scale, m, d, row, lane);
       barrier_sync(3 + group, 128);
@@ -271,12 +284,34 @@ struct PrefillFp8Kernel {
     wgmma_commit();
   }
 
-  FI_DEVICE static void multiply_values(float (&o)[kDim / 2], const unsigned (&weights)[kKeys / 32][4], uint64_t v) {
+  FI_DEVICE static void multiply_values(float (&o)[kDim / 2], const unsigned (&weights)[kKeys / 32][4], uint64_t v,
+                                        bool add) {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kKeys / 32; ++step)
-      wgmma_m64k32(o, weights[step], wgmma_further(v, step * 32 * kDim), true, T());
+      wgmma_m64k32(o, weights[step], wgmma_further(v, step * 32 * kDim), step > 0 || add, T());
     wgmma_commit();
+  }
+
+  FI_DEVICE void add_sum(float (&o)[kDim / 2], const float (&m)[2], const float (&scales)[2], int row) const {
+    float factor[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      factor[h] = exp2_approx((shared.sum_m[row + 8 * h] - softmax_base(m[h])) * (kCapped ? p.cap : scales[h]));
+#pragma unroll
+    for (int i = 0; i < kDim / 8; ++i) {
+      const float4 x = shared.sum[i][threadIdx.x % 256];
+      o[4 * i] = fmaf(x.x, factor[0], o[4 * i]);
+      o[4 * i + 1] = fmaf(x.y, factor[0], o[4 * i + 1]);
+      o[4 * i + 2] = fmaf(x.z, factor[1], o[4 * i + 2]);
+      o[4 * i + 3] = fmaf(x.w, factor[1], o[4 * i + 3]);
+    }
+  }
+  FI_DEVICE void store_sum(const float (&o)[kDim / 2], const float (&m)[2], int row) const {
+#pragma unroll
+    for (int i = 0; i < kDim / 8; ++i)
+      shared.sum[i][threadIdx.x % 256] = {o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]};
+    for (int h = 0; h < 2; ++h) shared.sum_m[row + 8 * h] = m[h];
   }
 
   FI_DEVICE static void hide(float (&s)[kKeys / 2], int column, const int (&first)[2], const int (&end)[2]) {

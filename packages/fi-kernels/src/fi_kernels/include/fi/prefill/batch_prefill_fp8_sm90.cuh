@@ -18,7 +18,8 @@ namespace fi {
 template <int kKeys, bool kCapped>
 struct PrefillFp8Kernel {
   using T = __nv_fp8_e4m3;
-  static constexpr int kDim = 128, kRows = 128, kStages = 2, kConsumers = 2, kThreads = 512;
+  static constexpr int kDim = 128, kRows = 128, kConsumers = 2;
+  static constexpr int kKeyStages = 2, kValueStages = 2, kColumnStages = 2;
   static constexpr int kProducerRegisters = 40, kTransposerRegisters = 40, kConsumerRegisters = 216;
   // A block begins with 128 registers a thread; more would wait for ever.
   static_assert(kProducerRegisters + kTransposerRegisters + 2 * kConsumerRegisters <= 4 * 128, "registers");
@@ -31,13 +32,13 @@ struct PrefillFp8Kernel {
   // with keys and columns in the order that `transpose` says.
   struct Shared {
     alignas(1024) T q[1][kRows * kDim];
-    alignas(1024) T k[kStages][kKeys * kDim];
-    alignas(1024) T v[kStages][kKeys * kDim];
-    alignas(1024) T columns[kStages][kKeys * kDim];
+    alignas(1024) T k[kKeyStages][kKeys * kDim];
+    alignas(1024) T v[kValueStages][kKeys * kDim];
+    alignas(1024) T columns[kColumnStages][kKeys * kDim];
     float4 sum[kDim / 8][kConsumers * 128];  // of a thread, in the order of its registers
     float sum_m[kRows];                      // the maxima that it is relative to
-    Barrier q_full[1], q_empty[1], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages],
-        columns_full[kStages], columns_empty[kStages];
+    Barrier q_full[1], q_empty[1], k_full[kKeyStages], k_empty[kKeyStages], v_full[kValueStages], v_empty[kValueStages],
+        columns_full[kColumnStages], columns_empty[kColumnStages];
     Barrier work_full[2], work_empty[2];
     Work work[2];
   };
@@ -58,12 +59,16 @@ struct PrefillFp8Kernel {
         shared.work_full[i].init(1);
         shared.work_empty[i].init(kConsumers + 3 + 4);  // producers and the warps that transpose
       }
-      for (int s = 0; s < kStages; ++s) {
+      for (int s = 0; s < kKeyStages; ++s) {
         shared.k_full[s].init(1);
-        shared.v_full[s].init(1);
-        shared.columns_full[s].init(4);
         shared.k_empty[s].init(kConsumers);
+      }
+      for (int s = 0; s < kValueStages; ++s) {
+        shared.v_full[s].init(1);
         shared.v_empty[s].init(4);
+      }
+      for (int s = 0; s < kColumnStages; ++s) {
+        shared.columns_full[s].init(4);
         shared.columns_empty[s].init(kConsumers);
       }
       fence_barrier_init();
@@ -98,28 +103,28 @@ struct PrefillFp8Kernel {
  private:
   FI_DEVICE void transpose_all() {
     const int lane = threadIdx.x % 32;
-    int stage = 0, parity = 0;
+    unsigned step = 0;  // of all tiles
     for (int use = 0;; ++use) {
       shared.work_full[use % 2].wait(use / 2 % 2);
       const Tile tile(p, shared.work[use % 2]);
       if (tile.tokens == 0) break;
       __syncwarp();
       if (lane == 0) shared.work_empty[use % 2].arrive();
-      for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j) {
-        shared.v_full[stage].wait(parity);
-        shared.columns_empty[stage].wait(parity ^ 1);
+      for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j, ++step) {
+        const unsigned from = step % kValueStages, to = step % kColumnStages;
+        shared.v_full[from].wait(step / kValueStages % 2);
+        shared.columns_empty[to].wait(step / kColumnStages % 2 ^ 1);
         const int keys = tile.request.kv_len - j * kKeys;
         if (keys < kKeys)
-          transpose<true>(stage, keys);
+          transpose<true>(shared.v[from], shared.columns[to], keys);
         else
-          transpose<false>(stage, keys);
+          transpose<false>(shared.v[from], shared.columns[to], keys);
         fence_async_shared();
         __syncwarp();
         if (lane == 0) {
-          shared.v_empty[stage].arrive();
-          shared.columns_full[stage].arrive();
+          shared.v_empty[from].arrive();
+          shared.columns_full[to].arrive();
         }
-        if (++stage == kStages) stage = 0, parity ^= 1;
       }
     }
   }
@@ -129,11 +134,10 @@ struct PrefillFp8Kernel {
   // them. Of 16 columns the even ones come first. Zeros values from `keys` on: what lies beyond the last key may be
   // NaN.
   template <bool kEnds>
-  FI_DEVICE void transpose(int stage, int keys) const {
+  FI_DEVICE static void transpose(const T* values, T* columns, int keys) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = lane % 8, matrix = lane / 8;
-    const char* from = reinterpret_cast<const char*>(shared.v[stage]) + lane * 128;
-    char* to =
-        reinterpret_cast<char*>(shared.columns[stage]) + matrix % 2 * 256 + row * 32 + ((matrix / 2) ^ (row / 4)) * 16;
+    const char* from = reinterpret_cast<const char*>(values) + lane * 128;
+    char* to = reinterpret_cast<char*>(columns) + matrix % 2 * 256 + row * 32 + ((matrix / 2) ^ (row / 4)) * 16;
 #pragma unroll 2  // more takes more registers than there are
     for (int step = 0; step < kKeys / 32; ++step) {
       unsigned seen[2];
@@ -170,9 +174,9 @@ struct PrefillFp8Kernel {
     float o[kDim / 2], s[kKeys / 2];
     unsigned weights[kKeys / 32][4];
     const uint64_t k = wgmma_operand(shared.k, 1024), v = wgmma_operand(shared.columns, 256, 16, kWgmma32Bytes);
-    unsigned step = 0;  // of all tiles; its stage, and the parity to wait for
-    const auto stage = [&] { return step % kStages; };
-    const auto parity = [&] { return step / kStages % 2; };
+    unsigned step = 0;  // of all tiles
+    const auto wait_keys = [&] { shared.k_full[step % kKeyStages].wait(step / kKeyStages % 2); };
+    const auto wait_columns = [&] { shared.columns_full[step % kColumnStages].wait(step / kColumnStages % 2); };
     if (group == 1) barrier_arrive(1, 256);  // the first turn is the first group's
     for (int use = 0;; ++use) {
       shared.work_full[use % 2].wait(use / 2 % 2);
@@ -205,35 +209,35 @@ struct PrefillFp8Kernel {
       if (count > 0) {
         const int last = tile.begin + count - 1;
         int j = last;
-        shared.k_full[stage()].wait(parity());
+        wait_keys();
         barrier_sync(1 + group, 256);
-        multiply_keys(s, q, wgmma_uniform(wgmma_further(k, stage() * sizeof(shared.k[0]))));
+        multiply_keys(s, q, wgmma_uniform(wgmma_further(k, step % kKeyStages * sizeof(shared.k[0]))));
         barrier_arrive(2 - group, 256);
         wgmma_wait<0>();
         wgmma_keep(s);
-        if (thread == 0) shared.k_empty[stage()].arrive();
+        if (thread == 0) shared.k_empty[step % kKeyStages].arrive();
         weigh(j, true);
         pack(s, weights);
-        shared.columns_full[stage()].wait(parity());
+        wait_columns();
         // As in the 16-bit kernel: products of the keys of tile j and of the values of tile j + 1 run during the
         // softmax of their neighbours, and no branch stands in between.
         const auto advance = [&](bool hidden) {
-          const unsigned v_stage = stage();
+          const unsigned v_stage = step % kColumnStages;
           ++step;
           --j;
-          shared.k_full[stage()].wait(parity());
+          wait_keys();
           barrier_sync(1 + group, 256);
-          const uint64_t keys = wgmma_uniform(wgmma_further(k, stage() * sizeof(shared.k[0])));
+          const uint64_t keys = wgmma_uniform(wgmma_further(k, step % kKeyStages * sizeof(shared.k[0])));
           const uint64_t values = wgmma_uniform(wgmma_further(v, v_stage * sizeof(shared.columns[0])));
           multiply_keys(s, q, keys);
           multiply_values(o, weights, values, (last - j - 1) % kSumTiles > 0);
           barrier_arrive(2 - group, 256);
           wgmma_wait<1>();
           wgmma_keep(s);
-          if (thread == 0) shared.k_empty[stage()].arrive();
+          if (thread == 0) shared.k_empty[step % kKeyStages].arrive();
           weigh(j, hidden);
           wgmma_keep(s);
-          shared.columns_full[stage()].wait(parity());  // NOTE: here, since this loop keeps the softmax above the wait
+          wait_columns();  // NOTE: here, since this loop keeps the softmax above the wait
           wgmma_wait<0>();
           wgmma_keep(o);
           if (thread == 0) shared.columns_empty[v_stage].arrive();
@@ -249,11 +253,11 @@ struct PrefillFp8Kernel {
         while (j > tile.begin && j > clear_begin) advance(false);
         while (j > tile.begin) advance(true);
         if (thread == 0) shared.q_empty[0].arrive();
-        multiply_values(o, weights, wgmma_uniform(wgmma_further(v, stage() * sizeof(shared.columns[0]))),
+        multiply_values(o, weights, wgmma_uniform(wgmma_further(v, step % kColumnStages * sizeof(shared.columns[0]))),
                         (last - j) % kSumTiles > 0);
         wgmma_wait<0>();
         wgmma_keep(o);
-        if (thread == 0) shared.columns_empty[stage()].arrive();
+        if (thread == 0) shared.columns_empty[step % kColumnStages].arrive();
         ++step;
         if (last - j >= kSumTiles) add_sum(o, m, scale, row);
       } else {

@@ -138,7 +138,8 @@ def contenders(x: Inputs, backends: list[str], with_peers: bool) -> Iterator[tup
     if with_peers:
         import flashinfer
 
-        yield "flashinfer fa3", lambda: wrapper(flashinfer, x, "fa3")
+        for backend in backends:
+            yield f"flashinfer {backend}", lambda backend=backend: wrapper(flashinfer, x, backend)
         yield "flash_attention_3", lambda: flash_attention_3(x)
 
 

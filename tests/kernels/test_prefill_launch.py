@@ -85,11 +85,11 @@ def test_hopper_launch(prefill: Prefill) -> None:
 
 def test_small_pages_come_by_columns(prefill: Prefill) -> None:
     """Pages that are no multiple of 8 tokens have no whole rows to copy."""
-    pool = (NUM_PAGES, 5, KV_HEADS, 128)
+    pool = (NUM_PAGES, 12, KV_HEADS, 128)
     calls = prefill(k=Tensor(K, pool, "bf16"), v=Tensor(V, pool, "bf16"))
-    assert one(calls)["name"] == "batch_prefill" and parameters(one(calls), "BatchPrefillParams")["box"] == 5
+    assert one(calls)["name"] == "batch_prefill" and parameters(one(calls), "BatchPrefillParams")["box"] == 12
     token = KV_HEADS * 256
-    assert maps(calls)[K] == [[128, 2, 64], [5, token, 5], [KV_HEADS, 256, 1], [NUM_PAGES, 5 * token, 1]]
+    assert maps(calls)[K] == [[128, 2, 64], [12, token, 12], [KV_HEADS, 256, 1], [NUM_PAGES, 12 * token, 1]]
 
 
 def test_sections_follow_the_keys(prefill: Prefill) -> None:
@@ -103,7 +103,7 @@ def test_hopper_ragged(prefill: Prefill) -> None:
     calls = prefill(dims=(192, 128), page_indices=None, **keys)
     p = parameters(one(calls), "BatchPrefillParams")
     assert p["pages"] is None and p["box"] == 96
-    assert maps(calls)[K] == [[192, 2, 64], [5000, KV_HEADS * 384, 128], [KV_HEADS, 384, 1], [1, 96, 1]]
+    assert maps(calls)[K] == [[192, 2, 64], [5000, KV_HEADS * 384, 96], [KV_HEADS, 384, 1], [1, 128, 1]]
     assert maps(calls)[V][0] == [128, 2, 64]
 
 

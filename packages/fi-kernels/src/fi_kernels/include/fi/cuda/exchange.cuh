@@ -1,5 +1,6 @@
 // Threads of a warp that exchange registers, so that each has contiguous data to store.
 #pragma once
+#include "fi/cuda/ptx/pdl.cuh"
 #include "fi/types.h"
 
 namespace fi {

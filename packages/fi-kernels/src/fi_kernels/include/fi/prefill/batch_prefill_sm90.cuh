@@ -53,6 +53,10 @@ struct PrefillKernel {
     if (threadIdx.x == 0) init(3, 1);
     __syncthreads();
     pdl_wait();
+    // What the first unit of work is found by, one after the other: one wait for memory instead of three.
+    if (threadIdx.x == 32) prefetch_l2(p.schedule.requests);
+    if (threadIdx.x == 64) prefetch_l2(p.schedule.items + blockIdx.x / p.kv_heads);
+    if (threadIdx.x == 96 && p.pages) prefetch_l2(p.pages);
     if (threadIdx.x < 128) {
       give_registers<kProducerRegisters>();
       const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);

@@ -64,8 +64,8 @@ def maps(calls: list[Call]) -> dict[int, list[list[int]]]:
 def test_hopper_launch(prefill: Prefill) -> None:
     calls = prefill()
     launch = one(calls)
-    assert launch["grid"] == [132, 1, 1] and launch["block"] == [384, 1, 1] and launch["pdl"]
-    assert launch["shared_bytes"] == ops._hopper_bytes(128, 128, 160)
+    assert launch["grid"] == [132, 1, 1] and launch["block"] == [512, 1, 1] and launch["pdl"]
+    assert launch["shared_bytes"] == ops._hopper_bytes(128, 128, 96, 3)
     p = parameters(launch, "BatchPrefillParams")
     assert (p["out"], p["lse"], p["pages"], p["sinks"]) == (OUT, LSE, PAGES, None)
     assert (p["qo_heads"], p["kv_heads"], p["group"]["value"], p["tile_tokens"]) == (HEADS, KV_HEADS, 4, TILE)
@@ -102,8 +102,8 @@ def test_hopper_ragged(prefill: Prefill) -> None:
     keys = {"k": Tensor(K, (5000, KV_HEADS, 192), "bf16"), "v": Tensor(V, (5000, KV_HEADS, 128), "bf16")}
     calls = prefill(dims=(192, 128), page_indices=None, **keys)
     p = parameters(one(calls), "BatchPrefillParams")
-    assert p["pages"] is None and p["box"] == 128
-    assert maps(calls)[K] == [[192, 2, 64], [5000, KV_HEADS * 384, 128], [KV_HEADS, 384, 1], [1, 128, 1]]
+    assert p["pages"] is None and p["box"] == 96
+    assert maps(calls)[K] == [[192, 2, 64], [5000, KV_HEADS * 384, 128], [KV_HEADS, 384, 1], [1, 96, 1]]
     assert maps(calls)[V][0] == [128, 2, 64]
 
 

@@ -56,13 +56,6 @@ def attend_once(
     page_size = 1 if page_indices is None else k.shape[1 + layout]
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"query: a multiple of the {kv_heads} heads of the keys is required; got {heads}")
-    tokens = ops.tile_tokens(heads, kv_heads)
-    schedule = q.new_empty(ops.words(batch_size, rows, tokens), dtype=torch.int32)
-    ops.plan(
-        schedule, batch_size, tokens, qo_indptr, kv_indptr, None, kv_len, page_size=page_size,
-        qo_len=0 if qo_indptr is not None else rows, pages_per_request=pages_per_request, causal=causal,
-        window_left=window_left,
-    )  # fmt: skip
     scaled = any(x is not None for x in (score_scale[1], out_scale[1], *by_head))
     impl = ops.choose(
         backend, q.device, q.dtype, k.dtype, out.dtype, dim, v.shape[-1], heads // kv_heads, 0, True,
@@ -70,6 +63,13 @@ def attend_once(
     )  # fmt: skip
     if not ops.fits(impl, out, q, k, v):
         impl = "fa2"
+    tokens = ops.tile_tokens(heads, kv_heads, ops.rows_of(impl, q.dtype, k.dtype, dim))
+    schedule = q.new_empty(ops.words(batch_size, rows, tokens), dtype=torch.int32)
+    ops.plan(
+        schedule, batch_size, tokens, qo_indptr, kv_indptr, None, kv_len, page_size=page_size,
+        qo_len=0 if qo_indptr is not None else rows, pages_per_request=pages_per_request, causal=causal,
+        window_left=window_left,
+    )  # fmt: skip
     ops.attend(
         schedule, batch_size, tokens, out, lse, q, k, v, page_indices, impl, layout, 0, causal, window_left,
         logits_soft_cap, score_scale[0], out_scale[0], 1.0, 1e4, enable_pdl, sinks, by_head[0], by_head[1], by_head[2],

@@ -53,19 +53,18 @@ def _tiles_unit(axes: Axes) -> Unit:
     return Unit("fi/prefill/batch_prefill.cuh", "PrefillProblem", (entry,))
 
 
-# Of the Hopper kernel: axis head_dim -> (head_dim_qk, head_dim_vo, keys a step). On an H200, 160 keys against 128 at
-# head_dim 128: one sequence of 16k, page 16, 591 against 533 TFLOP/s; 512 tokens 22 against 20 us. Others unmeasured.
-_HOPPER = {64: (64, 64, 128), 128: (128, 128, 160), 192: (192, 128, 128), 256: (256, 256, 80)}
+# Of the Hopper kernel: axis head_dim -> (head_dim_qk, head_dim_vo, keys a step, consumer groups of 64 rows).
+_HOPPER = {64: (64, 64, 128, 3), 128: (128, 128, 96, 3), 192: (192, 128, 96, 3), 256: (256, 256, 80, 2)}
 _OUTPUTS = ("f16", "bf16")  # of e4m3
-_HOPPER_VALUES = {qk: vo for qk, vo, _ in _HOPPER.values()}
+_HOPPER_VALUES = {qk: vo for qk, vo, *_ in _HOPPER.values()}
 # Of the kernels for e4m3, and for 16-bit q over fp8: keys a step; head dims are 128. Not yet measured.
 _FP8_KEYS, _MIXED_KEYS, _FP8_DIM = 192, 128, 128
 
 
-def _hopper_bytes(qk: int, vo: int, keys: int) -> int:
+def _hopper_bytes(qk: int, vo: int, keys: int, groups: int) -> int:
     """sizeof(PrefillKernel::Shared), and the 1024 bytes to which its start is aligned."""
-    tiles = 2 * (ROWS * qk + 2 * keys * (qk + vo))
-    more = 2 * ROWS * qk  # a second tile of queries, where it fits
+    more = 2 * 64 * groups * qk  # of queries; a second tile of them, where it fits
+    tiles = more + 2 * 2 * keys * (qk + vo)
     query_stages = 2 if tiles + more <= 226 * 1024 else 1
     return round_up(tiles + more * (query_stages - 1) + (12 + 2 * query_stages) * 8 + 2 * 32, 1024) + 1024
 
@@ -78,14 +77,14 @@ def _hopper_unit(axes: Axes) -> Unit:
         return _fp8_unit(axes)
     if DTYPES[str(axes["kv"])].bytes == 1:
         return _mixed_unit(axes)
-    qk, vo, keys = _HOPPER[head_dim]
+    qk, vo, keys, groups = _HOPPER[head_dim]
     if axes["soft_cap"]:
         keys = min(keys, 64 if vo > 128 else 128)  # the cap takes the registers of more
-    size, capped = _hopper_bytes(qk, vo, keys), "true" if axes["soft_cap"] else "false"
+    size, capped = _hopper_bytes(qk, vo, keys, groups), "true" if axes["soft_cap"] else "false"
 
     def entry(name: str, whole_rows: str) -> Entry:
-        body = f"batch_prefill<{q.device}, {qk}, {vo}, {keys}, {whole_rows}, {capped}, {size}>"
-        return Entry(name, body, 384, (1, keys), size, 1)
+        body = f"batch_prefill<{q.device}, {qk}, {vo}, {keys}, {whole_rows}, {capped}, {groups}, {size}>"
+        return Entry(name, body, 128 * (groups + 1), (1, keys), size, 1)
 
     entries = (entry("batch_prefill", "false"), entry("batch_prefill_rows", "true"))
     return Unit("fi/prefill/batch_prefill_sm90.cuh", "BatchPrefillParams", entries)
@@ -184,9 +183,17 @@ def _key(out, lse, schedule, q, k, v, *rest):  # type: ignore[no-untyped-def]
 batch_prefill = Launcher(BATCH_PREFILL, _key)
 
 
-def tile_tokens(num_qo_heads: int, num_kv_heads: int) -> int:
-    """Query tokens of a tile: as many as fill 128 packed rows. It depends on the heads alone, so results do too."""
-    return max(1, ROWS * num_kv_heads // max(1, num_qo_heads))
+def tile_tokens(num_qo_heads: int, num_kv_heads: int, rows: int = ROWS) -> int:
+    """Query tokens of a tile: as many as fill `rows` packed rows. It depends on no lengths, so results do not."""
+    return max(1, rows * num_kv_heads // max(1, num_qo_heads))
+
+
+@functools.cache
+def rows_of(impl: str, q: torch.dtype, kv: torch.dtype, head_dim_qk: int) -> int:
+    """Packed query rows of a tile of an implementation; kernels for fewer rows than a tile of 192 do not take it."""
+    if impl != "fa3" or q.itemsize + kv.itemsize < 4:
+        return ROWS
+    return 64 * _HOPPER[head_dim_qk][3]
 
 
 def words(batch_size: int, rows: int, tokens: int) -> int:
@@ -269,8 +276,8 @@ def plan(
 ) -> None:
     """Lists the tiles of a batch, on the device and without synchronising: one kernel of one block.
 
-    schedule: int32, `words(...)` or longer, aligned to 16 bytes; needs no initial values. tokens: `tile_tokens(...)`.
-    All tensors lie on its device and are contiguous. qo_indptr: int32 `[batch_size + 1]`, query tokens; None: qo_len
+    schedule: int32, `words(...)` or longer, aligned to 16 bytes; needs no initial values. tokens: `tile_tokens(...)`
+    of the `rows_of(...)` what `choose` answers. All tensors lie on its device and are contiguous. qo_indptr: int32 `[batch_size + 1]`, query tokens; None: qo_len
     each. Page ids of request b are `page_indices[kv_indptr[b] : kv_indptr[b + 1]]` (int32 `[batch_size + 1]`), or
     without kv_indptr `page_indices[b * pages_per_request :][:pages_per_request]`: a flat block table. Ragged keys have
     page_size 1 and kv_indptr in tokens. Lengths are kv_len (int32 or uint32 `[batch_size]`), limited to what the pages

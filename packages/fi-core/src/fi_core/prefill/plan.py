@@ -285,7 +285,9 @@ class BatchPrefillPlan:
         self._num_qo_heads, self._num_kv_heads, self._page_size = num_qo_heads, num_kv_heads, page_size
         self._head_dim_qk, self._head_dim_vo = head_dim_qk, head_dim_vo
         self._batch_size = batch = len(qo_indptr) - 1
-        self._tile = ops.tile_tokens(num_qo_heads, num_kv_heads)
+        self._impl = self._choose(self._custom_mask_buf is None and self._items is None)
+        tile_rows = ops.rows_of(self._impl, self._cached_q_data_type, self._cached_kv_data_type, head_dim_qk)
+        self._tile = ops.tile_tokens(num_qo_heads, num_kv_heads, tile_rows)
         rows = self._qo_indptr_last or 0
         if ops.words(batch, rows, self._tile) > len(self._schedule):
             needed = 4 * ops.words(batch, rows, self._tile)
@@ -299,7 +301,6 @@ class BatchPrefillPlan:
             self._schedule, batch, self._tile, qo_indptr, kv_indptr, last_page_len, kv_lens, page_size=page_size,
             causal=causal, window_left=window_left,
         )  # fmt: skip
-        self._impl = self._choose(self._custom_mask_buf is None and self._items is None)
         self._cached_module = engine.PLANNER
         self._plan_info = [batch, self._tile, rows, page_size, int(causal), window_left]
         return self._plan_info

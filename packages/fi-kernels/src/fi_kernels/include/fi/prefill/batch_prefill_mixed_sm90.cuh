@@ -13,7 +13,7 @@ struct PrefillMixedKernel {
   // A block begins with 128 registers a thread; more would wait for ever.
   static_assert(kProducerRegisters + kConverterRegisters + 2 * kConsumerRegisters <= 4 * 128, "registers");
 
-  using Wide = PrefillKernel<T, kDim, kDim, kKeys, false, kCapped, 226 * 1024 - 2 * kStages * kKeys * kDim>;
+  using Wide = PrefillKernel<T, kDim, kDim, kKeys, false, kCapped, 2, 226 * 1024 - 2 * kStages * kKeys * kDim>;
   static_assert(Wide::kStages == kStages, "a stage is converted into the same");
 
   // Tiles as they come, [keys][128] in the 128-byte swizzle.

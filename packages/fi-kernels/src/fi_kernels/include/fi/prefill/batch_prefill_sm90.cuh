@@ -1,5 +1,5 @@
-// Batch prefill on Hopper: persistent blocks of a scheduler warp, producer warps for q, k and v (TMA), and two consumer
-// warpgroups (wgmma), where the softmax of a key tile runs while the products of its neighbours do.
+// Batch prefill on Hopper: persistent blocks of a scheduler warp, producer warps for q, k and v (TMA), and consumer
+// warpgroups of 64 rows each (wgmma), where the softmax of one group runs while the products of the others do.
 #pragma once
 #include "fi/attention/softmax.h"
 #include "fi/cuda/convert.cuh"
@@ -14,15 +14,18 @@
 namespace fi {
 
 // Rows r = token * group + head of the group: a tile reads each key once for all heads that share it.
-// kBytes: of shared memory for tiles.
-template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped, int kBytes = 226 * 1024>
+// kConsumers: groups of 64 rows. kBytes: of shared memory for tiles.
+template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped, int kConsumers,
+          int kBytes = 226 * 1024>
 struct PrefillKernel {
-  static constexpr int kRows = 128, kStages = 2, kConsumers = 2, kThreads = 384;
-  static constexpr int kProducerRegisters = kDimVO > 128 ? 40 : 56, kConsumerRegisters = kDimVO > 128 ? 232 : 224;
-  // A block begins with 168 registers a thread; more would wait for ever.
-  static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168, "registers");
+  static constexpr int kRows = 64 * kConsumers, kStages = 2;
+  static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kDimVO > 128 ? 40 : 56;
+  static constexpr int kConsumerRegisters = kConsumers > 2 ? 160 : kDimVO > 128 ? 232 : 224;
+  // A block begins with 65536 registers shared out evenly, by eights; more would wait for ever.
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512 / (kConsumers + 1) / 8 * 8 * (kConsumers + 1),
+                "registers");
 
-  // Two tiles of queries where they fit: one group then begins its next tile while the other ends the last.
+  // Two tiles of queries where they fit: one group then begins its next tile while others end the last.
   static constexpr int kTileBytes = (kRows * kDimQK + kStages * kKeys * (kDimQK + kDimVO)) * sizeof(T);
   static constexpr int kQueryStages = kTileBytes + kRows * kDimQK * sizeof(T) <= kBytes ? 2 : 1;
 
@@ -90,106 +93,71 @@ struct PrefillKernel {
     prefetch_tensor_map(p.v);
   }
 
+  // A warpgroup issues products of registers no faster than they are computed, so that its own softmax gains nothing from
+  // waiting for fewer of them; it is the other groups that fill its time.
   FI_DEVICE void consume(int group) const {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    float o[kDimVO / 2], s[kKeys / 2];
-    unsigned weights[kKeys / 16][4];
+    const int row = group * 64 + warp * 16 + lane / 4;  // and row + 8
     const uint64_t k = wgmma_operand(shared.k, kKeyGroup);
     const uint64_t v = wgmma_operand(shared.v, kValueGroup, kBlockBytes);
+    float o[kDimVO / 2];
     int stage = 0, parity = 0;
-    if (group == 1) barrier_arrive(1, 256);  // the first turn is the first group's
     for (int use = 0;; ++use) {
       shared.work_full[use % 2].wait(use / 2 % 2);
       const Tile tile(p, shared.work[use % 2]);
-      if (tile.tokens == 0) break;
+      if (uniform(tile.tokens) == 0) break;
       const int q_stage = use % kQueryStages;
-      shared.q_full[q_stage].wait(use / kQueryStages % 2);
       const uint64_t q = wgmma_uniform(wgmma_operand(shared.q[q_stage] + group * 64 * 64, 1024));
-      const int row = group * 64 + warp * 16 + lane / 4;  // and row + 8
-      int first_key[2], end_key[2];
-      for (int h = 0; h < 2; ++h) {
-        const int token = tile.token + static_cast<int>(divide(row + 8 * h, p.group));
-        first_key[h] = tile.mask.first_key(token);
-        end_key[h] = tile.mask.end_key(token);
-      }
       // Tiles all of whose keys every row sees: below the first row's end, at or above the last row's beginning.
-      const int clear_end = tile.mask.end_key(tile.token) / kKeys;
-      const int clear_begin = (tile.mask.first_key(tile.token + tile.tokens - 1) + kKeys - 1) / kKeys;
+      const int clear_end = uniform(tile.mask.end_key(tile.token) / kKeys);
+      const int clear_begin = uniform((tile.mask.first_key(tile.token + tile.tokens - 1) + kKeys - 1) / kKeys);
+      const int begin = uniform(tile.begin), end = begin + uniform(tile.count);
       float m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f}, alpha[2];
-      const auto weigh = [&](int j, bool hidden) {
+#pragma unroll
+      for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
+      shared.q_full[q_stage].wait(use / kQueryStages % 2);
+      for (int j = end - 1; j >= begin; --j) {
+        float s[kKeys / 2];
+        unsigned weights[kKeys / 16][4];
+        shared.k_full[stage].wait(parity);
+        multiply_keys(s, q, wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0]))));
+        wgmma_wait<0>();
+        wgmma_keep(s);
+        if (thread == 0) {
+          shared.k_empty[stage].arrive();
+          if (j == begin) shared.q_empty[q_stage].arrive();
+        }
         if (kCapped) {
 #pragma unroll
           for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * p.scale);
         }
-        if (hidden) hide(s, j * kKeys + lane % 4 * 2, first_key, end_key);
+        if (j < clear_begin || j >= clear_end) hide(s, shared.work[use % 2], row, j * kKeys + lane % 4 * 2);
         softmax(s, m, d, alpha);
-      };
-      const int count = __shfl_sync(0xffffffffu, tile.count, 0);  // known to be uniform: wgmma need not be serialised
-      if (count > 0) {
-        int j = tile.begin + count - 1;
-        shared.k_full[stage].wait(parity);
-        barrier_sync(1 + group, 256);
-        multiply_keys(s, q, wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0]))));
-        barrier_arrive(2 - group, 256);
-        wgmma_wait<0>();
-        wgmma_keep(s);
-        if (thread == 0) shared.k_empty[stage].arrive();
-        weigh(j, true);
-        pack(s, weights);
-        shared.v_full[stage].wait(parity);
-        if (tile.request.kv_len < (j + 1) * kKeys) {
-          clear(shared.v[stage], tile.request.kv_len - j * kKeys, 3 + group);
-        }
-#pragma unroll
-        for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
-        // Products of the keys of tile j and of the values of tile j + 1 run during the softmax of their neighbours.
-        // NOTE: no branch in between, else the compiler waits for both products at once; hence a loop of its own for
-        // tiles that need no mask.
-        const auto advance = [&](bool hidden) {
-          const int v_stage = stage;
-          if (++stage == kStages) stage = 0, parity ^= 1;
-          --j;
-          shared.k_full[stage].wait(parity);
-          barrier_sync(1 + group, 256);
-          const uint64_t keys = wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0])));
-          const uint64_t values = wgmma_uniform(wgmma_further(v, v_stage * sizeof(shared.v[0])));
-          multiply_keys(s, q, keys);
-          multiply_values(o, weights, values);
-          barrier_arrive(2 - group, 256);
-          wgmma_wait<1>();
-          wgmma_keep(s);
-          if (thread == 0) shared.k_empty[stage].arrive();
-          weigh(j, hidden);
-          wgmma_keep(s);
-          shared.v_full[stage].wait(parity);  // NOTE: here, since this loop keeps the softmax above the wait
-          wgmma_wait<0>();
-          wgmma_keep(o);
-          if (thread == 0) shared.v_empty[v_stage].arrive();
+        if (__any_sync(0xffffffffu, alpha[0] != 1.f || alpha[1] != 1.f)) {  // mostly not: maxima come early
 #pragma unroll
           for (int i = 0; i < kDimVO / 2; ++i) o[i] *= alpha[i / 2 % 2];
-          pack(s, weights);
-        };
-        while (j > tile.begin && j > clear_end) advance(true);
-        while (j > tile.begin && j > clear_begin) advance(false);
-        while (j > tile.begin) advance(true);
-        if (thread == 0) shared.q_empty[q_stage].arrive();
+        }
+        pack(s, weights);
+        shared.v_full[stage].wait(parity);
+        const int keys = tile.request.kv_len - j * kKeys;
+        if (uniform(keys) < kKeys) clear(shared.v[stage], keys, 1 + group);
         multiply_values(o, weights, wgmma_uniform(wgmma_further(v, stage * sizeof(shared.v[0]))));
         wgmma_wait<0>();
         wgmma_keep(o);
         if (thread == 0) shared.v_empty[stage].arrive();
         if (++stage == kStages) stage = 0, parity ^= 1;
-      } else {
-        if (thread == 0) shared.q_empty[q_stage].arrive();
-#pragma unroll
-        for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
       }
+      if (begin == end && thread == 0) shared.q_empty[q_stage].arrive();
       store(shared.work[use % 2], o, m, d, row, lane);
-      barrier_sync(3 + group, 128);
+      barrier_sync(1 + group, 128);
       if (thread == 0) shared.work_empty[use % 2].arrive();
     }
   }
 
  private:
+  // The same in all lanes, and known to be: wgmma behind a branch on it need not be serialised.
+  FI_DEVICE static int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
   // Bytes between groups of 8 rows, and between blocks of 64 columns, of keys and values.
   static constexpr unsigned kKeyGroup = kWholeRows ? kDimQK * 16 : 1024, kValueGroup = kWholeRows ? kDimVO * 16 : 1024;
   static constexpr unsigned kBlockBytes = kWholeRows ? 1024 : kKeys * 128;
@@ -213,10 +181,19 @@ struct PrefillKernel {
     wgmma_commit();
   }
 
-  FI_DEVICE static void hide(float (&s)[kKeys / 2], int column, const int (&first)[2], const int (&end)[2]) {
+  // Scores of rows `row` and row + 8 with keys from `column` on.
+  FI_DEVICE void hide(float (&s)[kKeys / 2], const Work& work, int row, int column) const {
+    const Mask mask = Mask::of_range(p.causal, p.window_left, work.request.qo_len, work.request.kv_len);
+    int first[2], end[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int token = work.token + static_cast<int>(divide(row + 8 * h, p.group));
+      first[h] = mask.first_key(token) - column;
+      end[h] = mask.end_key(token) - column;
+    }
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) {
-      const int key = column + i / 4 * 8 + i % 2, h = i / 2 % 2;
+      const int key = i / 4 * 8 + i % 2, h = i / 2 % 2;
       if (key < first[h] || key >= end[h]) s[i] = kMinusInf;
     }
   }
@@ -227,13 +204,13 @@ struct PrefillKernel {
     const float scale = kCapped ? p.cap : p.scale;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float top = m[h], other = kMinusInf;
+      float most[4] = {m[h], kMinusInf, kMinusInf, kMinusInf};  // chains that need not wait for each other
 #pragma unroll
       for (int i = 0; i < kKeys / 8; ++i) {
-        top = fmaxf(top, s[4 * i + 2 * h]);
-        other = fmaxf(other, s[4 * i + 2 * h + 1]);
+        most[i % 2] = fmaxf(most[i % 2], s[4 * i + 2 * h]);
+        most[2 + i % 2] = fmaxf(most[2 + i % 2], s[4 * i + 2 * h + 1]);
       }
-      top = fmaxf(top, other);
+      float top = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
       const float base = softmax_base(top) * scale;
@@ -319,13 +296,14 @@ struct PrefillKernel {
   static constexpr bool kIsHalf = IsHalf<T>::value;
 };
 
-template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped, int kSharedBytes>
+template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped, int kConsumers, int kSharedBytes>
 FI_DEVICE void batch_prefill(const BatchPrefillParams& params) {
   extern __shared__ uint4 bytes[];
-  using Kernel = PrefillKernel<T, kDimQK, kDimVO, kKeys, kWholeRows, kCapped>;
+  using Kernel = PrefillKernel<T, kDimQK, kDimVO, kKeys, kWholeRows, kCapped, kConsumers>;
   static_assert(sizeof(typename Kernel::Shared) + 1024 <= kSharedBytes, "the family's Python says how much to ask for");
-  const uint64_t address = (reinterpret_cast<uint64_t>(bytes) + 1023) & ~uint64_t{1023};
-  Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(address)).run();
+  // NOTE: an offset; of a pointer made of an integer the compiler does not know that it points to shared memory.
+  const unsigned offset = -static_cast<unsigned>(__cvta_generic_to_shared(bytes)) % 1024;
+  Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(reinterpret_cast<char*>(bytes) + offset)).run();
 }
 
 }  // namespace fi

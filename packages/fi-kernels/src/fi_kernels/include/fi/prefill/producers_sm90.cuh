@@ -17,7 +17,7 @@ struct Work {
 // or keys and values [rows / 8][dim / kColumns][8][kColumns] where copies bring whole rows.
 template <class Shared, class T, int kDimQK, int kKeys, bool kWholeRows>
 struct PrefillProducers {
-  static constexpr int kRows = 128;
+  static constexpr int kRows = sizeof(Shared::q[0]) / (kDimQK * sizeof(T));
 
   // What all roles derive from a unit of work.
   struct Tile : Work {

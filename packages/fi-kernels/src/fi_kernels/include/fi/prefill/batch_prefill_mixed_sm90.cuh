@@ -52,7 +52,7 @@ struct PrefillMixedKernel {
       else if (warp == 2 && threadIdx.x % 32 == 0)
         producers.produce_queries();
       else if (warp == 3 && threadIdx.x % 32 == 0)
-        producers.schedule();
+        producers.template schedule<false>();
     } else if (group == 1) {
       give_registers<kConverterRegisters>();
       convert_all();

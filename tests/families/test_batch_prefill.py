@@ -197,6 +197,14 @@ def test_fp8_tiles(
             assert torch.equal(w.run(b.q, *keys), out), "the same with and without the LSE"
 
 
+def test_long_fp8_sums_do_not_drift(device: str) -> None:
+    """Tensor cores add products of fp8 with few bits: of 8192 equal values, the mean is that value."""
+    b = batch([(8, 8192)], heads=(2, 1), dims=(128, 128), dtype=torch.float8_e4m3fn, page_size=64, device=device)
+    b.cache[1].fill_(1.5)
+    for w in planned(b, o_data_type=torch.bfloat16):
+        assert (w.run(b.q, b.cache).float() - 1.5).abs().max() < 0.02
+
+
 @pytest.mark.parametrize("o_dtype", [torch.float16, torch.bfloat16, torch.float32, *FP8])
 def test_output_dtype(o_dtype: torch.dtype, device: str) -> None:
     b = batch([(30, 50)], device=device)

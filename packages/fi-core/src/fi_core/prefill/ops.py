@@ -58,7 +58,7 @@ _HOPPER = {64: (64, 64, 128, 3), 128: (128, 128, 96, 3), 192: (192, 128, 96, 3),
 _OUTPUTS = ("f16", "bf16")  # of e4m3
 _HOPPER_VALUES = {qk: vo for qk, vo, *_ in _HOPPER.values()}
 # Of the kernels for e4m3, and for 16-bit q over fp8: keys a step; head dims are 128. Not yet measured.
-_FP8_KEYS, _MIXED_KEYS, _FP8_DIM = 192, 128, 128
+_FP8_KEYS, _FP8_ROWS, _MIXED_KEYS, _FP8_DIM = 128, 192, 128, 128
 
 
 def _hopper_bytes(qk: int, vo: int, keys: int, groups: int) -> int:
@@ -92,13 +92,13 @@ def _hopper_unit(axes: Axes) -> Unit:
 
 def _fp8_bytes(keys: int) -> int:
     """sizeof(PrefillFp8Kernel::Shared), and the 1024 bytes to which its start is aligned."""
-    return round_up(_FP8_DIM * (ROWS + 6 * keys) + ROWS * (_FP8_DIM + 1) * 4 + 24 * 8 + 2 * 32, 1024) + 1024
+    return round_up(_FP8_DIM * (2 * _FP8_ROWS + 8 * keys) + 24 * 8 + 2 * 32, 1024) + 1024
 
 
 def _fp8_unit(axes: Axes) -> Unit:
     """wgmma on e4m3, which multiplies and weighs; config = (kind 2, keys a step)."""
     assert axes["head_dim"] == _FP8_DIM and axes["kv"] == "e4m3"
-    keys = 128 if axes["soft_cap"] else _FP8_KEYS
+    keys = 96 if axes["soft_cap"] else _FP8_KEYS
     size, capped = _fp8_bytes(keys), "true" if axes["soft_cap"] else "false"
     entry = Entry("batch_prefill_fp8", f"batch_prefill_fp8<{keys}, {capped}, {size}>", 512, (2, keys), size, 1)
     return Unit("fi/prefill/batch_prefill_fp8_sm90.cuh", "BatchPrefillParams", (entry,))
@@ -191,8 +191,10 @@ def tile_tokens(num_qo_heads: int, num_kv_heads: int, rows: int = ROWS) -> int:
 @functools.cache
 def rows_of(impl: str, q: torch.dtype, kv: torch.dtype, head_dim_qk: int) -> int:
     """Packed query rows of a tile of an implementation; kernels for fewer rows than a tile of 192 do not take it."""
-    if impl != "fa3" or q.itemsize + kv.itemsize < 4:
+    if impl != "fa3" or q.itemsize != kv.itemsize:
         return ROWS
+    if q.itemsize == 1:
+        return _FP8_ROWS
     return 64 * _HOPPER[head_dim_qk][3]
 
 

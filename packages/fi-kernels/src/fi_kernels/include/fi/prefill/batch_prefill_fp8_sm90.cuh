@@ -1,5 +1,5 @@
-// Batch prefill of e4m3 queries, keys and values on Hopper: as the 16-bit kernel, and a warpgroup that transposes
-// values, of which wgmma takes 8-bit ones by columns only (Shah et al. 2024, arXiv:2407.08608, section 3.3).
+// Batch prefill of e4m3 queries, keys and values on Hopper: as the 16-bit kernel, and a warp that transposes values, of
+// which wgmma takes 8-bit ones by columns only (Shah et al. 2024, arXiv:2407.08608, section 3.3).
 #pragma once
 #include "fi/attention/softmax.h"
 #include "fi/cuda/convert.cuh"
@@ -15,29 +15,26 @@
 namespace fi {
 
 // Weights are rounded to e4m3 as well, times 256 so that the small ones are not lost; their sum takes them unrounded.
+// The tensor cores add with some 14 bits, so that a long sum would lose most of each new product (with equal weights
+// and values, 16384 keys came out 24 % too small): the products of a key tile are summed by themselves.
 template <int kKeys, bool kCapped>
 struct PrefillFp8Kernel {
   using T = __nv_fp8_e4m3;
-  static constexpr int kDim = 128, kRows = 128, kConsumers = 2;
-  static constexpr int kKeyStages = 2, kValueStages = 2, kColumnStages = 2;
-  static constexpr int kProducerRegisters = 40, kTransposerRegisters = 40, kConsumerRegisters = 216;
+  static constexpr int kDim = 128, kConsumers = 3, kRows = 64 * kConsumers;
+  static constexpr int kKeyStages = 3, kValueStages = 2, kColumnStages = 3;
+  static constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
   // A block begins with 128 registers a thread; more would wait for ever.
-  static_assert(kProducerRegisters + kTransposerRegisters + 2 * kConsumerRegisters <= 4 * 128, "registers");
-  // The tensor cores add with some 14 bits: a long sum would lose most of every new product, so after so many key tiles
-  // it is added to one in shared memory. With equal weights and values, 16384 keys came out 24 % too small in one sum.
-  static constexpr int kSumTiles = 4;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 4 * 128, "registers");
   static constexpr float kOffset = 8.f;  // log2 of what weights are multiplied by; e4m3 ends at 448
 
   // Tiles in the 128-byte swizzle, [rows][128]. Transposed values in the 32-byte swizzle, [keys / 32][columns][32],
   // with keys and columns in the order that `transpose` says.
   struct Shared {
-    alignas(1024) T q[1][kRows * kDim];
+    alignas(1024) T q[2][kRows * kDim];
     alignas(1024) T k[kKeyStages][kKeys * kDim];
     alignas(1024) T v[kValueStages][kKeys * kDim];
     alignas(1024) T columns[kColumnStages][kKeys * kDim];
-    float4 sum[kDim / 8][kConsumers * 128];  // of a thread, in the order of its registers
-    float sum_m[kRows];                      // the maxima that it is relative to
-    Barrier q_full[1], q_empty[1], k_full[kKeyStages], k_empty[kKeyStages], v_full[kValueStages], v_empty[kValueStages],
+    Barrier q_full[2], q_empty[2], k_full[kKeyStages], k_empty[kKeyStages], v_full[kValueStages], v_empty[kValueStages],
         columns_full[kColumnStages], columns_empty[kColumnStages];
     Barrier work_full[2], work_empty[2];
     Work work[2];
@@ -53,11 +50,11 @@ struct PrefillFp8Kernel {
 
   FI_DEVICE void run() {
     if (threadIdx.x == 0) {
-      shared.q_full[0].init(1);
-      shared.q_empty[0].init(kConsumers);
       for (int i = 0; i < 2; ++i) {
+        shared.q_full[i].init(1);
+        shared.q_empty[i].init(kConsumers);
         shared.work_full[i].init(1);
-        shared.work_empty[i].init(kConsumers + 3 + 4);  // producers and the warps that transpose
+        shared.work_empty[i].init(kConsumers + 3);
       }
       for (int s = 0; s < kKeyStages; ++s) {
         shared.k_full[s].init(1);
@@ -65,10 +62,10 @@ struct PrefillFp8Kernel {
       }
       for (int s = 0; s < kValueStages; ++s) {
         shared.v_full[s].init(1);
-        shared.v_empty[s].init(4);
+        shared.v_empty[s].init(1);
       }
       for (int s = 0; s < kColumnStages; ++s) {
-        shared.columns_full[s].init(4);
+        shared.columns_full[s].init(1);
         shared.columns_empty[s].init(kConsumers);
       }
       fence_barrier_init();
@@ -87,21 +84,18 @@ struct PrefillFp8Kernel {
         producers.template produce<kDim>(p.k, shared.k, shared.k_full, shared.k_empty);
       else if (warp == 1)
         producers.template produce<kDim>(p.v, shared.v, shared.v_full, shared.v_empty);
-      else if (warp == 2 && threadIdx.x % 32 == 0)
-        producers.produce_queries();
-      else if (warp == 3 && threadIdx.x % 32 == 0)
-        producers.schedule();
-    } else if (group == 1) {
-      give_registers<kTransposerRegisters>();
-      transpose_all();
+      else if (warp == 2)
+        transpose_all();
+      else if (threadIdx.x % 32 == 0)
+        producers.template schedule<true>();
     } else {
       take_registers<kConsumerRegisters>();
-      consume(group - 2);
+      consume(group - 1);
     }
   }
 
  private:
-  FI_DEVICE void transpose_all() {
+  FI_DEVICE void transpose_all() const {
     const int lane = threadIdx.x % 32;
     unsigned step = 0;  // of all tiles
     for (int use = 0;; ++use) {
@@ -129,26 +123,25 @@ struct PrefillFp8Kernel {
     }
   }
 
-  // Each warp takes 32 columns. Of 16 keys, number 2 t + 8 a + b (t < 4, a < 2, b < 2) becomes number 4 t + 2 a + b:
+  // Of 16 keys, number 2 t + 8 a + b (t < 4, a < 2, b < 2) becomes number 4 t + 2 a + b:
   // the four that a thread has of a row of scores are then neighbours, as the product with weights in registers wants
   // them. Of 16 columns the even ones come first. Zeros values from `keys` on: what lies beyond the last key may be
   // NaN.
   template <bool kEnds>
   FI_DEVICE static void transpose(const T* values, T* columns, int keys) {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = lane % 8, matrix = lane / 8;
+    const int lane = threadIdx.x % 32, row = lane % 8, matrix = lane / 8;
     const char* from = reinterpret_cast<const char*>(values) + lane * 128;
     char* to = reinterpret_cast<char*>(columns) + matrix % 2 * 256 + row * 32 + ((matrix / 2) ^ (row / 4)) * 16;
-#pragma unroll 2  // more takes more registers than there are
+#pragma unroll 1
     for (int step = 0; step < kKeys / 32; ++step) {
       unsigned seen[2];
       if (kEnds) {
         seen[0] = bytes_before(keys - step * 32 - lane % 4 * 2);
         seen[1] = bytes_before(keys - step * 32 - lane % 4 * 2 - 16);
       }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int block = warp * 2 + half;  // of 16 columns
-        unsigned x[4], y[4];                // in x two keys of columns 2 i and 2 i + 1, in y four of one column
+#pragma unroll 4
+      for (int block = 0; block < kDim / 16; ++block) {
+        unsigned x[4], y[4];  // in x two keys of columns 2 i and 2 i + 1, in y four of one column
         ldmatrix_x4_trans(x, from + step * 32 * 128 + ((block ^ row) * 16));
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -169,112 +162,69 @@ struct PrefillFp8Kernel {
            (count > 9 ? 0xff000000u : 0u);
   }
 
-  FI_DEVICE void consume(int group) {
-    const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    float o[kDim / 2], s[kKeys / 2];
-    unsigned weights[kKeys / 32][4];
+  // As in the 16-bit kernel: the softmax of one group runs while the products of the others do.
+  FI_DEVICE void consume(int group) const {
+    const int thread = threadIdx.x % 128, lane = thread % 32;
+    const int row = group * 64 + thread / 32 * 16 + lane / 4;  // and row + 8
     const uint64_t k = wgmma_operand(shared.k, 1024), v = wgmma_operand(shared.columns, 256, 16, kWgmma32Bytes);
+    float o[kDim / 2];
     unsigned step = 0;  // of all tiles
-    const auto wait_keys = [&] { shared.k_full[step % kKeyStages].wait(step / kKeyStages % 2); };
-    const auto wait_columns = [&] { shared.columns_full[step % kColumnStages].wait(step / kColumnStages % 2); };
-    if (group == 1) barrier_arrive(1, 256);  // the first turn is the first group's
     for (int use = 0;; ++use) {
       shared.work_full[use % 2].wait(use / 2 % 2);
       const Tile tile(p, shared.work[use % 2]);
-      if (tile.tokens == 0) break;
-      shared.q_full[0].wait(use % 2);
-      const uint64_t q = wgmma_uniform(wgmma_operand(shared.q[0] + group * 64 * kDim, 1024));
-      const int row = group * 64 + warp * 16 + lane / 4;  // and row + 8
-      int first_key[2], end_key[2];
-      float scale[2];
-      for (int h = 0; h < 2; ++h) {
-        const int token = divide(row + 8 * h, p.group);
-        first_key[h] = tile.mask.first_key(tile.token + token);
-        end_key[h] = tile.mask.end_key(tile.token + token);
-        scale[h] = score_scale(tile.kv_head, row + 8 * h - token * static_cast<int>(p.group.value));
-      }
+      if (uniform(tile.tokens) == 0) break;
+      const uint64_t q = wgmma_uniform(wgmma_operand(shared.q[use % 2] + group * 64 * kDim, 1024));
       // Tiles all of whose keys every row sees: below the first row's end, at or above the last row's beginning.
-      const int clear_end = tile.mask.end_key(tile.token) / kKeys;
-      const int clear_begin = (tile.mask.first_key(tile.token + tile.tokens - 1) + kKeys - 1) / kKeys;
-      float m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f}, alpha[2];
-      const auto weigh = [&](int j, bool hidden) {
+      const int clear_end = uniform(tile.mask.end_key(tile.token) / kKeys);
+      const int clear_begin = uniform((tile.mask.first_key(tile.token + tile.tokens - 1) + kKeys - 1) / kKeys);
+      const int begin = uniform(tile.begin), end = begin + uniform(tile.count);
+      float scale[2], m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f}, alpha[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) scale[h] = score_scale(tile.kv_head, row + 8 * h);
+#pragma unroll
+      for (int i = 0; i < kDim / 2; ++i) o[i] = 0.f;
+      shared.q_full[use % 2].wait(use / 2 % 2);
+      for (int j = end - 1; j >= begin; --j, ++step) {
+        const unsigned key_stage = step % kKeyStages, stage = step % kColumnStages;
+        float s[kKeys / 2], part[kDim / 2];
+        unsigned weights[kKeys / 32][4];
+        shared.k_full[key_stage].wait(step / kKeyStages % 2);
+        multiply_keys(s, q, wgmma_uniform(wgmma_further(k, key_stage * sizeof(shared.k[0]))));
+        wgmma_wait<0>();
+        wgmma_keep(s);
+        if (thread == 0) {
+          shared.k_empty[key_stage].arrive();
+          if (j == begin) shared.q_empty[use % 2].arrive();
+        }
         if (kCapped) {
 #pragma unroll
           for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * scale[i / 2 % 2]);
         }
-        if (hidden) hide(s, j * kKeys + lane % 4 * 2, first_key, end_key);
+        if (j < clear_begin || j >= clear_end) hide(s, shared.work[use % 2], row, j * kKeys + lane % 4 * 2);
         softmax(s, scale, m, d, alpha);
-      };
-      const int count = __shfl_sync(0xffffffffu, tile.count, 0);  // known to be uniform: wgmma need not be serialised
-      if (count > 0) {
-        const int last = tile.begin + count - 1;
-        int j = last;
-        wait_keys();
-        barrier_sync(1 + group, 256);
-        multiply_keys(s, q, wgmma_uniform(wgmma_further(k, step % kKeyStages * sizeof(shared.k[0]))));
-        barrier_arrive(2 - group, 256);
-        wgmma_wait<0>();
-        wgmma_keep(s);
-        if (thread == 0) shared.k_empty[step % kKeyStages].arrive();
-        weigh(j, true);
         pack(s, weights);
-        wait_columns();
-        // As in the 16-bit kernel: products of the keys of tile j and of the values of tile j + 1 run during the
-        // softmax of their neighbours, and no branch stands in between.
-        const auto advance = [&](bool hidden) {
-          const unsigned v_stage = step % kColumnStages;
-          ++step;
-          --j;
-          wait_keys();
-          barrier_sync(1 + group, 256);
-          const uint64_t keys = wgmma_uniform(wgmma_further(k, step % kKeyStages * sizeof(shared.k[0])));
-          const uint64_t values = wgmma_uniform(wgmma_further(v, v_stage * sizeof(shared.columns[0])));
-          multiply_keys(s, q, keys);
-          multiply_values(o, weights, values, (last - j - 1) % kSumTiles > 0);
-          barrier_arrive(2 - group, 256);
-          wgmma_wait<1>();
-          wgmma_keep(s);
-          if (thread == 0) shared.k_empty[step % kKeyStages].arrive();
-          weigh(j, hidden);
-          wgmma_keep(s);
-          wait_columns();  // NOTE: here, since this loop keeps the softmax above the wait
-          wgmma_wait<0>();
-          wgmma_keep(o);
-          if (thread == 0) shared.columns_empty[v_stage].arrive();
-#pragma unroll
-          for (int i = 0; i < kDim / 2; ++i) o[i] *= alpha[i / 2 % 2];
-          pack(s, weights);
-          if ((last - j) % kSumTiles == 0) {
-            if (last - j > kSumTiles) add_sum(o, m, scale, row);
-            store_sum(o, m, row);
-          }
-        };
-        while (j > tile.begin && j > clear_end) advance(true);
-        while (j > tile.begin && j > clear_begin) advance(false);
-        while (j > tile.begin) advance(true);
-        if (thread == 0) shared.q_empty[0].arrive();
-        multiply_values(o, weights, wgmma_uniform(wgmma_further(v, step % kColumnStages * sizeof(shared.columns[0]))),
-                        (last - j) % kSumTiles > 0);
+        shared.columns_full[stage].wait(step / kColumnStages % 2);
+        multiply_values(part, weights, wgmma_uniform(wgmma_further(v, stage * sizeof(shared.columns[0]))));
         wgmma_wait<0>();
-        wgmma_keep(o);
-        if (thread == 0) shared.columns_empty[step % kColumnStages].arrive();
-        ++step;
-        if (last - j >= kSumTiles) add_sum(o, m, scale, row);
-      } else {
-        if (thread == 0) shared.q_empty[0].arrive();
+        wgmma_keep(part);
+        if (thread == 0) shared.columns_empty[stage].arrive();
 #pragma unroll
-        for (int i = 0; i < kDim / 2; ++i) o[i] = 0.f;
+        for (int i = 0; i < kDim / 2; ++i) o[i] = fmaf(o[i], alpha[i / 2 % 2], part[i]);
       }
+      if (begin == end && thread == 0) shared.q_empty[use % 2].arrive();
       store(shared.work[use % 2], o, scale, m, d, row, lane);
-      barrier_sync(3 + group, 128);
+      barrier_sync(1 + group, 128);
       if (thread == 0) shared.work_empty[use % 2].arrive();
     }
   }
 
-  // Of the rows of one query head.
-  FI_DEVICE float score_scale(int kv_head, int head) const {
+  // The same in all lanes, and known to be: wgmma behind a branch on it need not be serialised.
+  FI_DEVICE static int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+  FI_DEVICE float score_scale(int kv_head, int row) const {
     float scale = p.scale;
-    if (p.scale_q) scale *= p.scale_q[kv_head * static_cast<int>(p.group.value) + head];
+    const int group = p.group.value, head = kv_head * group + row - static_cast<int>(divide(row, p.group)) * group;
+    if (p.scale_q) scale *= p.scale_q[head];
     if (p.scale_k) scale *= p.scale_k[kv_head];
     if (p.bmm1_scale) scale *= *p.bmm1_scale;
     return scale;
@@ -288,40 +238,27 @@ struct PrefillFp8Kernel {
     wgmma_commit();
   }
 
-  FI_DEVICE static void multiply_values(float (&o)[kDim / 2], const unsigned (&weights)[kKeys / 32][4], uint64_t v,
-                                        bool add) {
+  FI_DEVICE static void multiply_values(float (&o)[kDim / 2], const unsigned (&weights)[kKeys / 32][4], uint64_t v) {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kKeys / 32; ++step)
-      wgmma_m64k32(o, weights[step], wgmma_further(v, step * 32 * kDim), step > 0 || add, T());
+      wgmma_m64k32(o, weights[step], wgmma_further(v, step * 32 * kDim), step > 0, T());
     wgmma_commit();
   }
 
-  FI_DEVICE void add_sum(float (&o)[kDim / 2], const float (&m)[2], const float (&scales)[2], int row) const {
-    float factor[2];
+  // Scores of rows `row` and row + 8 with keys from `column` on.
+  FI_DEVICE void hide(float (&s)[kKeys / 2], const Work& work, int row, int column) const {
+    const Mask mask = Mask::of_range(p.causal, p.window_left, work.request.qo_len, work.request.kv_len);
+    int first[2], end[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      factor[h] = exp2_approx((shared.sum_m[row + 8 * h] - softmax_base(m[h])) * (kCapped ? p.cap : scales[h]));
-#pragma unroll
-    for (int i = 0; i < kDim / 8; ++i) {
-      const float4 x = shared.sum[i][threadIdx.x % 256];
-      o[4 * i] = fmaf(x.x, factor[0], o[4 * i]);
-      o[4 * i + 1] = fmaf(x.y, factor[0], o[4 * i + 1]);
-      o[4 * i + 2] = fmaf(x.z, factor[1], o[4 * i + 2]);
-      o[4 * i + 3] = fmaf(x.w, factor[1], o[4 * i + 3]);
+    for (int h = 0; h < 2; ++h) {
+      const int token = work.token + static_cast<int>(divide(row + 8 * h, p.group));
+      first[h] = mask.first_key(token) - column;
+      end[h] = mask.end_key(token) - column;
     }
-  }
-  FI_DEVICE void store_sum(const float (&o)[kDim / 2], const float (&m)[2], int row) const {
-#pragma unroll
-    for (int i = 0; i < kDim / 8; ++i)
-      shared.sum[i][threadIdx.x % 256] = {o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]};
-    for (int h = 0; h < 2; ++h) shared.sum_m[row + 8 * h] = m[h];
-  }
-
-  FI_DEVICE static void hide(float (&s)[kKeys / 2], int column, const int (&first)[2], const int (&end)[2]) {
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) {
-      const int key = column + i / 4 * 8 + i % 2, h = i / 2 % 2;
+      const int key = i / 4 * 8 + i % 2, h = i / 2 % 2;
       if (key < first[h] || key >= end[h]) s[i] = kMinusInf;
     }
   }
@@ -421,8 +358,9 @@ FI_DEVICE void batch_prefill_fp8(const BatchPrefillParams& params) {
   extern __shared__ uint4 bytes[];
   using Kernel = PrefillFp8Kernel<kKeys, kCapped>;
   static_assert(sizeof(typename Kernel::Shared) + 1024 <= kSharedBytes, "the family's Python says how much to ask for");
-  const uint64_t address = (reinterpret_cast<uint64_t>(bytes) + 1023) & ~uint64_t{1023};
-  Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(address)).run();
+  // NOTE: an offset; of a pointer made of an integer the compiler does not know that it points to shared memory.
+  const unsigned offset = -static_cast<unsigned>(__cvta_generic_to_shared(bytes)) % 1024;
+  Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(reinterpret_cast<char*>(bytes) + offset)).run();
 }
 
 }  // namespace fi

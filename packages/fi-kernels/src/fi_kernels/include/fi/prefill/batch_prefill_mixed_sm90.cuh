@@ -52,7 +52,7 @@ struct PrefillMixedKernel {
       else if (warp == 2 && threadIdx.x % 32 == 0)
         producers.produce_queries();
       else if (warp == 3 && threadIdx.x % 32 == 0)
-        producers.schedule();
+        producers.template schedule<false>();
     } else if (group == 1) {
       give_registers<kConverterRegisters>();
       convert_all();
@@ -112,8 +112,9 @@ FI_DEVICE void batch_prefill_mixed(const BatchPrefillParams& params) {
   extern __shared__ uint4 bytes[];
   using Kernel = PrefillMixedKernel<T, KV, kKeys, kCapped>;
   static_assert(sizeof(typename Kernel::Shared) + 1024 <= kSharedBytes, "the family's Python says how much to ask for");
-  const uint64_t address = (reinterpret_cast<uint64_t>(bytes) + 1023) & ~uint64_t{1023};
-  Kernel{params, *reinterpret_cast<typename Kernel::Shared*>(address)}.run();
+  // NOTE: an offset; of a pointer made of an integer the compiler does not know that it points to shared memory.
+  const unsigned offset = -static_cast<unsigned>(__cvta_generic_to_shared(bytes)) % 1024;
+  Kernel{params, *reinterpret_cast<typename Kernel::Shared*>(reinterpret_cast<char*>(bytes) + offset)}.run();
 }
 
 }  // namespace fi

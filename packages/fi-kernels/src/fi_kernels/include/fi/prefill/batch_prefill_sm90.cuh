@@ -22,7 +22,8 @@ struct PrefillKernel {
   static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kDimVO > 128 ? 40 : 56;
   static constexpr int kConsumerRegisters = kConsumers > 2 ? 160 : kDimVO > 128 ? 232 : 224;
   // A block begins with 65536 registers shared out evenly, by eights; more would wait for ever.
-  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512 / (kConsumers + 1) / 8 * 8 * (kConsumers + 1),
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                    512 / (kConsumers + 1) / 8 * 8 * (kConsumers + 1),
                 "registers");
 
   // Two tiles of queries where they fit: one group then begins its next tile while others end the last.
@@ -68,7 +69,7 @@ struct PrefillKernel {
       else if (warp == 2 && threadIdx.x % 32 == 0)
         producers.produce_queries();
       else if (warp == 3 && threadIdx.x % 32 == 0)
-        producers.schedule();
+        producers.template schedule<false>();
     } else {
       take_registers<kConsumerRegisters>();
       consume(threadIdx.x / 128 - 1);
@@ -97,8 +98,8 @@ struct PrefillKernel {
     prefetch_tensor_map(p.v);
   }
 
-  // A warpgroup issues products of registers no faster than they are computed, so that its own softmax gains nothing from
-  // waiting for fewer of them; it is the other groups that fill its time.
+  // A warpgroup issues products of registers no faster than they are computed, so that its own softmax gains nothing
+  // from waiting for fewer of them; it is the other groups that fill its time.
   FI_DEVICE void consume(int group) const {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const int row = group * 64 + warp * 16 + lane / 4;  // and row + 8

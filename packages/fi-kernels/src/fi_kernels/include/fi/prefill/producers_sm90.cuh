@@ -45,7 +45,8 @@ struct PrefillProducers {
     return {request, section * p.section + rest - item * heads, token, min(p.tile_tokens, request.qo_len - token), 0};
   }
 
-  // Hands out units of work, one ahead of their use.
+  // Hands out units of work, one ahead of their use, and with kQueries copies the queries of each.
+  template <bool kQueries>
   FI_DEVICE void schedule() const {
     const int items = p.schedule.header[0], blocks = gridDim.x;
     int index = blockIdx.x;
@@ -55,6 +56,7 @@ struct PrefillProducers {
       shared.work[use % 2] = now;
       shared.work_full[use % 2].arrive();
       if (now.tokens == 0) break;
+      if (kQueries) copy_queries(now, use);
       index = atomicAdd(p.schedule.header + 1, 1) + blocks;
     }
     if (atomicAdd(p.schedule.header + 2, 1) == blocks - 1) {
@@ -65,19 +67,22 @@ struct PrefillProducers {
 
   // Copies the queries of every tile.
   FI_DEVICE void produce_queries() const {
-    constexpr int kStages = sizeof(shared.q) / sizeof(shared.q[0]), kColumns = 128 / sizeof(T);
     for (int use = 0;; ++use) {
       shared.work_full[use % 2].wait(use / 2 % 2);
       const Work work = shared.work[use % 2];
       if (work.tokens == 0) break;
       shared.work_empty[use % 2].arrive();
-      const int stage = use % kStages;
-      shared.q_empty[stage].wait(use / kStages % 2 ^ 1);
-      shared.q_full[stage].arrive_expect(p.tile_tokens * p.group.value * kDimQK * sizeof(T));
-      for (int block = 0; block < kDimQK / kColumns; ++block)
-        tma_load(shared.q[stage] + block * kRows * kColumns, p.q, shared.q_full[stage], block * kColumns, 0,
-                 work.kv_head, work.request.qo_begin + work.token);
+      copy_queries(work, use);
     }
+  }
+  FI_DEVICE void copy_queries(const Work& work, int use) const {
+    constexpr int kStages = sizeof(shared.q) / sizeof(shared.q[0]), kColumns = 128 / sizeof(T);
+    const int stage = use % kStages;
+    shared.q_empty[stage].wait(use / kStages % 2 ^ 1);
+    shared.q_full[stage].arrive_expect(p.tile_tokens * p.group.value * kDimQK * sizeof(T));
+    for (int block = 0; block < kDimQK / kColumns; ++block)
+      tma_load(shared.q[stage] + block * kRows * kColumns, p.q, shared.q_full[stage], block * kColumns, 0, work.kv_head,
+               work.request.qo_begin + work.token);
   }
 
   // Copies the keys or the values of every tile, last key tile first.

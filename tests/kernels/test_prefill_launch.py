@@ -65,7 +65,7 @@ def test_hopper_launch(prefill: Prefill) -> None:
     calls = prefill()
     launch = one(calls)
     assert launch["grid"] == [132, 1, 1] and launch["block"] == [512, 1, 1] and launch["pdl"]
-    assert launch["shared_bytes"] == ops._hopper_bytes(128, 128, 96, 3)
+    assert launch["shared_bytes"] == ops._hopper_bytes(128, 128, 128, 3)
     p = parameters(launch, "BatchPrefillParams")
     assert (p["out"], p["lse"], p["pages"], p["sinks"]) == (OUT, LSE, PAGES, None)
     assert (p["qo_heads"], p["kv_heads"], p["group"]["value"], p["tile_tokens"]) == (HEADS, KV_HEADS, 4, TILE)
@@ -85,11 +85,11 @@ def test_hopper_launch(prefill: Prefill) -> None:
 
 def test_small_pages_come_by_columns(prefill: Prefill) -> None:
     """Pages that are no multiple of 8 tokens have no whole rows to copy."""
-    pool = (NUM_PAGES, 12, KV_HEADS, 128)
+    pool = (NUM_PAGES, 4, KV_HEADS, 128)
     calls = prefill(k=Tensor(K, pool, "bf16"), v=Tensor(V, pool, "bf16"))
-    assert one(calls)["name"] == "batch_prefill" and parameters(one(calls), "BatchPrefillParams")["box"] == 12
+    assert one(calls)["name"] == "batch_prefill" and parameters(one(calls), "BatchPrefillParams")["box"] == 4
     token = KV_HEADS * 256
-    assert maps(calls)[K] == [[128, 2, 64], [12, token, 12], [KV_HEADS, 256, 1], [NUM_PAGES, 12 * token, 1]]
+    assert maps(calls)[K] == [[128, 2, 64], [4, token, 4], [KV_HEADS, 256, 1], [NUM_PAGES, 4 * token, 1]]
 
 
 def test_sections_follow_the_keys(prefill: Prefill) -> None:
@@ -102,8 +102,8 @@ def test_hopper_ragged(prefill: Prefill) -> None:
     keys = {"k": Tensor(K, (5000, KV_HEADS, 192), "bf16"), "v": Tensor(V, (5000, KV_HEADS, 128), "bf16")}
     calls = prefill(dims=(192, 128), page_indices=None, **keys)
     p = parameters(one(calls), "BatchPrefillParams")
-    assert p["pages"] is None and p["box"] == 96
-    assert maps(calls)[K] == [[192, 2, 64], [5000, KV_HEADS * 384, 96], [KV_HEADS, 384, 1], [1, 128, 1]]
+    assert p["pages"] is None and p["box"] == 128
+    assert maps(calls)[K] == [[192, 2, 64], [5000, KV_HEADS * 384, 128], [KV_HEADS, 384, 1], [1, 128, 1]]
     assert maps(calls)[V][0] == [128, 2, 64]
 
 

@@ -53,8 +53,10 @@ def _tiles_unit(axes: Axes) -> Unit:
     return Unit("fi/prefill/batch_prefill.cuh", "PrefillProblem", (entry,))
 
 
-# Of the Hopper kernel: axis head_dim -> (head_dim_qk, head_dim_vo, keys a step, consumer groups of 64 rows).
-_HOPPER = {64: (64, 64, 128, 3), 128: (128, 128, 96, 3), 192: (192, 128, 96, 3), 256: (256, 256, 80, 2)}
+# Of the Hopper kernel: axis head_dim -> (head_dim_qk, head_dim_vo, keys a step, consumer groups of 64 rows). H200,
+# head_dim 128: 128 keys against 96, one sequence of 16k, page 16, 717 against 666 TFLOP/s; 128 random lengths to 1k 432
+# against 440. head_dim 192, 4 of 4k: 2 groups and 128 keys 630, 3 and 112 619. Others unmeasured.
+_HOPPER = {64: (64, 64, 128, 3), 128: (128, 128, 128, 3), 192: (192, 128, 128, 2), 256: (256, 256, 80, 2)}
 _OUTPUTS = ("f16", "bf16")  # of e4m3
 _HOPPER_VALUES = {qk: vo for qk, vo, *_ in _HOPPER.values()}
 # Of the kernels for e4m3, and for 16-bit q over fp8: keys a step; head dims are 128. Not yet measured.
@@ -79,7 +81,7 @@ def _hopper_unit(axes: Axes) -> Unit:
         return _mixed_unit(axes)
     qk, vo, keys, groups = _HOPPER[head_dim]
     if axes["soft_cap"]:
-        keys = min(keys, 64 if vo > 128 else 128)  # the cap takes the registers of more
+        keys = min(keys, 64 if vo > 128 else 96 if vo > 64 else 128)  # the cap takes the registers of more
     size, capped = _hopper_bytes(qk, vo, keys, groups), "true" if axes["soft_cap"] else "false"
 
     def entry(name: str, whole_rows: str) -> Entry:
@@ -279,11 +281,12 @@ def plan(
     """Lists the tiles of a batch, on the device and without synchronising: one kernel of one block.
 
     schedule: int32, `words(...)` or longer, aligned to 16 bytes; needs no initial values. tokens: `tile_tokens(...)`
-    of the `rows_of(...)` what `choose` answers. All tensors lie on its device and are contiguous. qo_indptr: int32 `[batch_size + 1]`, query tokens; None: qo_len
-    each. Page ids of request b are `page_indices[kv_indptr[b] : kv_indptr[b + 1]]` (int32 `[batch_size + 1]`), or
-    without kv_indptr `page_indices[b * pages_per_request :][:pages_per_request]`: a flat block table. Ragged keys have
-    page_size 1 and kv_indptr in tokens. Lengths are kv_len (int32 or uint32 `[batch_size]`), limited to what the pages
-    hold, or `(pages - 1) * page_size + last_page_len`, or all that the pages hold.
+    with the `rows_of(...)` what `choose` answers. All tensors lie on its device and are contiguous. qo_indptr: int32
+    `[batch_size + 1]`, query tokens; None: qo_len each. Page ids of request b are `page_indices[kv_indptr[b] :
+    kv_indptr[b + 1]]` (int32 `[batch_size + 1]`), or without kv_indptr `page_indices[b * pages_per_request
+    :][:pages_per_request]`: a flat block table. Ragged keys have page_size 1 and kv_indptr in tokens. Lengths are
+    kv_len (int32 or uint32 `[batch_size]`), limited to what the pages hold, or `(pages - 1) * page_size +
+    last_page_len`, or all that the pages hold.
 
     causal and window_left say in which order tiles are best taken; `attend` may be given others.
 

@@ -138,14 +138,16 @@ struct PrefillKernel {
         }
         if (j < clear_begin || j >= clear_end) hide(s, shared.work[use % 2], row, j * kKeys + lane % 4 * 2);
         softmax(s, m, d, alpha);
-        if (__any_sync(0xffffffffu, alpha[0] != 1.f || alpha[1] != 1.f)) {  // mostly not: maxima come early
+        pack(s, weights);
+        // Mostly not: maxima come early. NOTE: sums are not negative; asking for them keeps the compiler from putting
+        // their additions off until all exponentials are through.
+        if (__any_sync(0xffffffffu, alpha[0] != 1.f || alpha[1] != 1.f || d[0] + d[1] < 0.f)) {
 #pragma unroll
           for (int i = 0; i < kDimVO / 2; ++i) o[i] *= alpha[i / 2 % 2];
         }
-        pack(s, weights);
         shared.v_full[stage].wait(parity);
         const int keys = tile.request.kv_len - j * kKeys;
-        if (uniform(keys) < kKeys) clear(shared.v[stage], keys, 1 + group);
+        if (j == end - 1 && uniform(keys) < kKeys) clear(shared.v[stage], keys, 1 + group);
         multiply_values(o, weights, wgmma_uniform(wgmma_further(v, stage * sizeof(shared.v[0]))));
         wgmma_wait<0>();
         wgmma_keep(o);

@@ -26,6 +26,9 @@ struct PrefillKernel {
                     512 / (kConsumers + 1) / 8 * 8 * (kConsumers + 1),
                 "registers");
 
+  // Whether products of values may end while the next ones of keys run, which takes registers for both.
+  static constexpr bool kAhead = kConsumers == 2;
+
   // Two tiles of queries where they fit: one group then begins its next tile while others end the last.
   static constexpr int kTileBytes = (kRows * kDimQK + kStages * kKeys * (kDimQK + kDimVO)) * sizeof(T);
   static constexpr int kQueryStages = kTileBytes + kRows * kDimQK * sizeof(T) <= kBytes ? 2 : 1;
@@ -106,6 +109,7 @@ struct PrefillKernel {
     const uint64_t k = wgmma_operand(shared.k, kKeyGroup);
     const uint64_t v = wgmma_operand(shared.v, kValueGroup, kBlockBytes);
     float o[kDimVO / 2];
+    unsigned weights[kKeys / 16][4];
     int stage = 0, parity = 0;
     for (int use = 0;; ++use) {
       shared.work_full[use % 2].wait(use / 2 % 2);
@@ -123,12 +127,13 @@ struct PrefillKernel {
       shared.q_full[q_stage].wait(use / kQueryStages % 2);
       for (int j = end - 1; j >= begin; --j) {
         float s[kKeys / 2];
-        unsigned weights[kKeys / 16][4];
         shared.k_full[stage].wait(parity);
         multiply_keys(s, q, wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0]))));
         wgmma_wait<0>();
         wgmma_keep(s);
+        if (kAhead) wgmma_keep(o);
         if (thread == 0) {
+          if (kAhead && j < end - 1) shared.v_empty[before(stage)].arrive();
           shared.k_empty[stage].arrive();
           if (j == begin) shared.q_empty[q_stage].arrive();
         }
@@ -149,10 +154,17 @@ struct PrefillKernel {
         const int keys = tile.request.kv_len - j * kKeys;
         if (j == end - 1 && uniform(keys) < kKeys) clear(shared.v[stage], keys, 1 + group);
         multiply_values(o, weights, wgmma_uniform(wgmma_further(v, stage * sizeof(shared.v[0]))));
+        if (!kAhead) {
+          wgmma_wait<0>();
+          wgmma_keep(o);
+          if (thread == 0) shared.v_empty[stage].arrive();
+        }
+        if (++stage == kStages) stage = 0, parity ^= 1;
+      }
+      if (kAhead) {
         wgmma_wait<0>();
         wgmma_keep(o);
-        if (thread == 0) shared.v_empty[stage].arrive();
-        if (++stage == kStages) stage = 0, parity ^= 1;
+        if (begin < end && thread == 0) shared.v_empty[before(stage)].arrive();
       }
       if (begin == end && thread == 0) shared.q_empty[q_stage].arrive();
       store(shared.work[use % 2], o, m, d, row, lane);
@@ -162,6 +174,8 @@ struct PrefillKernel {
   }
 
  private:
+  FI_DEVICE static int before(int stage) { return stage == 0 ? kStages - 1 : stage - 1; }
+
   // The same in all lanes, and known to be: wgmma behind a branch on it need not be serialised.
   FI_DEVICE static int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 

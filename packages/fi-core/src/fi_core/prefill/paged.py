@@ -28,9 +28,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
     are needed for masks, and with them every run takes the mask that was planned last.
 
     backend: "auto"; "fa2" (mma.sync, every option), "fa3" (Hopper: 16-bit q, k, v and output of one type, head dims 64,
-    128, 256, or 192 with values of 128; with head dims of 128 also fp8 k and v, and all of e4m3 with 16-bit output,
-    where weights are rounded to e4m3 as well; no custom mask, no position encoding); "trtllm-gen" and "cutlass" are
-    taken as "auto". A result does not depend on the batch that a request is in.
+    128, 256, or 192 with values of 128; with head dims of 128 also fp8 k and v, and e4m3 ones with an e4m3 q, where the
+    output has 16 bits and weights are rounded to e4m3 as well; no custom mask, no position encoding); "trtllm-gen" and "cutlass" are taken as
+    "auto". A result does not depend on the batch that a request is in.
 
     Raises KeyError (kv_layout), ValueError (backend, buffers), NotImplementedError (jit_args, backends of other
     libraries).

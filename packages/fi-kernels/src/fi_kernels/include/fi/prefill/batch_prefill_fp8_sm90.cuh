@@ -1,4 +1,4 @@
-// Batch prefill of e4m3 queries, keys and values on Hopper: as the 16-bit kernel, and a warp that transposes values, of
+// Batch prefill of e4m3 queries, keys and values on Hopper: as the 16-bit kernel, and warps that transpose values, of
 // which wgmma takes 8-bit ones by columns only (Shah et al. 2024, arXiv:2407.08608, section 3.3).
 #pragma once
 #include "fi/attention/softmax.h"
@@ -20,7 +20,7 @@ namespace fi {
 template <int kKeys, bool kCapped>
 struct PrefillFp8Kernel {
   using T = __nv_fp8_e4m3;
-  static constexpr int kDim = 128, kConsumers = 3, kRows = 64 * kConsumers;
+  static constexpr int kDim = 128, kConsumers = 3, kRows = 64 * kConsumers, kTransposers = 2;
   static constexpr int kKeyStages = 3, kValueStages = 2, kColumnStages = 3;
   static constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
   // A block begins with 128 registers a thread; more would wait for ever.
@@ -54,7 +54,7 @@ struct PrefillFp8Kernel {
         shared.q_full[i].init(1);
         shared.q_empty[i].init(kConsumers);
         shared.work_full[i].init(1);
-        shared.work_empty[i].init(kConsumers + 3);
+        shared.work_empty[i].init(kConsumers + 1 + kTransposers);
       }
       for (int s = 0; s < kKeyStages; ++s) {
         shared.k_full[s].init(1);
@@ -62,10 +62,10 @@ struct PrefillFp8Kernel {
       }
       for (int s = 0; s < kValueStages; ++s) {
         shared.v_full[s].init(1);
-        shared.v_empty[s].init(1);
+        shared.v_empty[s].init(kTransposers);
       }
       for (int s = 0; s < kColumnStages; ++s) {
-        shared.columns_full[s].init(1);
+        shared.columns_full[s].init(kTransposers);
         shared.columns_empty[s].init(kConsumers);
       }
       fence_barrier_init();
@@ -81,13 +81,11 @@ struct PrefillFp8Kernel {
       const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
       const Producers producers{p, shared};
       if (warp == 0)
-        producers.template produce<kDim>(p.k, shared.k, shared.k_full, shared.k_empty);
-      else if (warp == 1)
-        producers.template produce<kDim>(p.v, shared.v, shared.v_full, shared.v_empty);
-      else if (warp == 2)
-        transpose_all();
-      else if (threadIdx.x % 32 == 0)
+        produce(producers);
+      else if (warp == 3 && threadIdx.x % 32 == 0)
         producers.template schedule<true>();
+      else if (warp != 3)
+        transpose_all(warp - 1);
     } else {
       take_registers<kConsumerRegisters>();
       consume(group - 1);
@@ -95,7 +93,43 @@ struct PrefillFp8Kernel {
   }
 
  private:
-  FI_DEVICE void transpose_all() const {
+  // Copies keys and values of every tile, last key tile first.
+  FI_DEVICE void produce(const Producers& producers) const {
+    const int lane = threadIdx.x % 32;
+    unsigned step = 0;  // of all tiles
+    for (int use = 0;; ++use) {
+      shared.work_full[use % 2].wait(use / 2 % 2);
+      const Tile tile(p, shared.work[use % 2]);
+      if (tile.tokens == 0) break;
+      __syncwarp();
+      if (lane == 0) shared.work_empty[use % 2].arrive();
+      if (tile.count == 0) continue;
+      int2 next = producers.place(tile, (tile.begin + tile.count - 1) * kKeys + lane * p.box);
+      for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j, ++step) {
+        const int2 now = next;
+        if (j > tile.begin) next = producers.place(tile, (j - 1) * kKeys + lane * p.box);  // arrives during the waits
+        const unsigned k = step % kKeyStages, v = step % kValueStages;
+        shared.k_empty[k].wait(step / kKeyStages % 2 ^ 1);
+        copy(producers, tile, p.k, shared.k[k], shared.k_full[k], j, now);
+        shared.v_empty[v].wait(step / kValueStages % 2 ^ 1);
+        copy(producers, tile, p.v, shared.v[v], shared.v_full[v], j, now);
+      }
+    }
+  }
+  // Each lane its own boxes: the compiler makes a short loop of that, without shuffles.
+  FI_DEVICE void copy(const Producers& producers, const Tile& tile, const TensorMap& from, T* to, Barrier& full, int j,
+                      int2 now) const {
+    const int lane = threadIdx.x % 32, boxes = kKeys / p.box;
+    if (lane == 0) full.arrive_expect(kKeys * kDim);
+    __syncwarp();
+    for (int b = lane; b < boxes; b += 32) {
+      if (b >= 32) now = producers.place(tile, j * kKeys + b * p.box);
+      tma_load(to + b * p.box * kDim, from, full, 0, now.x, tile.kv_head, now.y);
+    }
+    __syncwarp();
+  }
+
+  FI_DEVICE void transpose_all(int part) const {
     const int lane = threadIdx.x % 32;
     unsigned step = 0;  // of all tiles
     for (int use = 0;; ++use) {
@@ -110,9 +144,9 @@ struct PrefillFp8Kernel {
         shared.columns_empty[to].wait(step / kColumnStages % 2 ^ 1);
         const int keys = tile.request.kv_len - j * kKeys;
         if (keys < kKeys)
-          transpose<true>(shared.v[from], shared.columns[to], keys);
+          transpose<true>(shared.v[from], shared.columns[to], keys, part);
         else
-          transpose<false>(shared.v[from], shared.columns[to], keys);
+          transpose<false>(shared.v[from], shared.columns[to], keys, part);
         fence_async_shared();
         __syncwarp();
         if (lane == 0) {
@@ -123,12 +157,12 @@ struct PrefillFp8Kernel {
     }
   }
 
-  // Of 16 keys, number 2 t + 8 a + b (t < 4, a < 2, b < 2) becomes number 4 t + 2 a + b:
-  // the four that a thread has of a row of scores are then neighbours, as the product with weights in registers wants
-  // them. Of 16 columns the even ones come first. Zeros values from `keys` on: what lies beyond the last key may be
-  // NaN.
+  // A warp transposes its part of the columns. Of 16 keys, number 2 t + 8 a + b (t < 4, a < 2, b < 2) becomes number 4
+  // t + 2 a + b: the four that a thread has of a row of scores are then neighbours, as the product with weights in
+  // registers wants them. Of 16 columns the even ones come first. Zeros values from `keys` on: what lies beyond the
+  // last key may be NaN.
   template <bool kEnds>
-  FI_DEVICE static void transpose(const T* values, T* columns, int keys) {
+  FI_DEVICE static void transpose(const T* values, T* columns, int keys, int part) {
     const int lane = threadIdx.x % 32, row = lane % 8, matrix = lane / 8;
     const char* from = reinterpret_cast<const char*>(values) + lane * 128;
     char* to = reinterpret_cast<char*>(columns) + matrix % 2 * 256 + row * 32 + ((matrix / 2) ^ (row / 4)) * 16;
@@ -139,17 +173,18 @@ struct PrefillFp8Kernel {
         seen[0] = bytes_before(keys - step * 32 - lane % 4 * 2);
         seen[1] = bytes_before(keys - step * 32 - lane % 4 * 2 - 16);
       }
-#pragma unroll 4
-      for (int block = 0; block < kDim / 16; ++block) {
+#pragma unroll
+      for (int i = 0; i < kDim / 16 / kTransposers; ++i) {
+        const int block = part * (kDim / 16 / kTransposers) + i;  // of 16 columns
         unsigned x[4], y[4];  // in x two keys of columns 2 i and 2 i + 1, in y four of one column
         ldmatrix_x4_trans(x, from + step * 32 * 128 + ((block ^ row) * 16));
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          y[2 * i] = __byte_perm(x[2 * i], x[2 * i + 1], 0x6420);
-          y[2 * i + 1] = __byte_perm(x[2 * i], x[2 * i + 1], 0x7531);
+        for (int h = 0; h < 2; ++h) {
+          y[2 * h] = __byte_perm(x[2 * h], x[2 * h + 1], 0x6420);
+          y[2 * h + 1] = __byte_perm(x[2 * h], x[2 * h + 1], 0x7531);
           if (kEnds) {
-            y[2 * i] &= seen[i];
-            y[2 * i + 1] &= seen[i];
+            y[2 * h] &= seen[h];
+            y[2 * h + 1] &= seen[h];
           }
         }
         stmatrix_x4(to + step * 32 * kDim + block * 512, y);
@@ -270,13 +305,13 @@ struct PrefillFp8Kernel {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float scale = kCapped ? p.cap : scales[h];
-      float top = m[h], other = kMinusInf;
+      float most[4] = {m[h], kMinusInf, kMinusInf, kMinusInf};  // chains that need not wait for each other
 #pragma unroll
       for (int i = 0; i < kKeys / 8; ++i) {
-        top = fmaxf(top, s[4 * i + 2 * h]);
-        other = fmaxf(other, s[4 * i + 2 * h + 1]);
+        most[i % 2] = fmaxf(most[i % 2], s[4 * i + 2 * h]);
+        most[2 + i % 2] = fmaxf(most[2 + i % 2], s[4 * i + 2 * h + 1]);
       }
-      top = fmaxf(top, other);
+      float top = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
       const float base = softmax_base(top) * scale;

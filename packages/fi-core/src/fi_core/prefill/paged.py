@@ -29,8 +29,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
 
     backend: "auto"; "fa2" (mma.sync, every option), "fa3" (Hopper: 16-bit q, k, v and output of one type, head dims 64,
     128, 256, or 192 with values of 128; with head dims of 128 also fp8 k and v, and e4m3 ones with an e4m3 q, where the
-    output has 16 bits and weights are rounded to e4m3 as well; no custom mask, no position encoding); "trtllm-gen" and "cutlass" are taken as
-    "auto". A result does not depend on the batch that a request is in.
+    output has 16 bits and weights are rounded to e4m3 as well; no custom mask, no position encoding); "trtllm-gen" and
+    "cutlass" are taken as "auto". A result does not depend on the batch that a request is in.
 
     Raises KeyError (kv_layout), ValueError (backend, buffers), NotImplementedError (jit_args, backends of other
     libraries).

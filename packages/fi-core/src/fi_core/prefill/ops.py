@@ -280,26 +280,17 @@ def plan(
 ) -> None:
     """Lists the tiles of a batch, on the device and without synchronising: one kernel of one block.
 
-        schedule: int32, `words(...)` or longer, aligned to 16 bytes; needs no initial values. tokens: `tile_tokens(...)`
-    <<<<<<< HEAD
-        with the `rows_of(...)` what `choose` answers. All tensors lie on its device and are contiguous. qo_indptr: int32
-        `[batch_size + 1]`, query tokens; None: qo_len each. Page ids of request b are `page_indices[kv_indptr[b] :
-        kv_indptr[b + 1]]` (int32 `[batch_size + 1]`), or without kv_indptr `page_indices[b * pages_per_request
-        :][:pages_per_request]`: a flat block table. Ragged keys have page_size 1 and kv_indptr in tokens. Lengths are
-        kv_len (int32 or uint32 `[batch_size]`), limited to what the pages hold, or `(pages - 1) * page_size +
-        last_page_len`, or all that the pages hold.
-    =======
-        of the `rows_of(...)` what `choose` answers. All tensors lie on its device and are contiguous. qo_indptr: int32
-        `[batch_size + 1]`, query tokens; None: qo_len each. Page ids of request b are
-        `page_indices[kv_indptr[b] : kv_indptr[b + 1]]` (int32 `[batch_size + 1]`), or without kv_indptr
-        `page_indices[b * pages_per_request :][:pages_per_request]`: a flat block table. Ragged keys have page_size 1 and
-        kv_indptr in tokens. Lengths are kv_len (int32 or uint32 `[batch_size]`), limited to what the pages hold, or
-        `(pages - 1) * page_size + last_page_len`, or all that the pages hold.
-    >>>>>>> wide
+    schedule: int32, `words(...)` or longer, aligned to 16 bytes; needs no initial values. tokens: `tile_tokens(...)`
+    with the `rows_of(...)` what `choose` answers. All tensors lie on its device and are contiguous. qo_indptr: int32
+    `[batch_size + 1]`, query tokens; None: qo_len each. Page ids of request b are `page_indices[kv_indptr[b] :
+    kv_indptr[b + 1]]` (int32 `[batch_size + 1]`), or without kv_indptr `page_indices[b * pages_per_request
+    :][:pages_per_request]`: a flat block table. Ragged keys have page_size 1 and kv_indptr in tokens. Lengths are
+    kv_len (int32 or uint32 `[batch_size]`), limited to what the pages hold, or `(pages - 1) * page_size +
+    last_page_len`, or all that the pages hold.
 
-        causal and window_left say in which order tiles are best taken; `attend` may be given others.
+    causal and window_left say in which order tiles are best taken; `attend` may be given others.
 
-        Raises ValueError or TypeError (shape, dtype, device).
+    Raises ValueError or TypeError (shape, dtype, device).
     """
     prefill_plan(
         schedule, qo_indptr, kv_indptr, last_page_len, kv_len, batch_size, qo_len, page_size, pages_per_request, tokens,

@@ -94,23 +94,22 @@ def pytest(session: nox.Session, *arguments: str, workers: int = 0) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Run attention and the elementwise ops on real input: on the GPU if there is one, else on the CPU."""
-    develop(session, *(["device"] if HAS_GPU else []), gpu=True)
-    quiet = {"PYTHONWARNINGS": "ignore:Failed to initialize NumPy"}  # fi does not use it
-    session.run(python(session), "examples/demo.py", *session.posargs, env=quiet)
+    """Serve texts with a Llama model and compare its tokens with transformers: on the GPU if there is one."""
+    develop(session, "demo", *(["device"] if HAS_GPU else []), gpu=True)
+    session.run(python(session), "examples/generate.py", *session.posargs)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """All tests that need neither a GPU nor a build of the whole library."""
-    develop(session, "test", "device")
+    develop(session, "test", "device", "demo")
     pytest(session, "-m", "not gpu and not slow", workers=2)
 
 
 @nox.session
 def gpu(session: nox.Session) -> None:
     """The tests that need a GPU; an error where torch sees none."""
-    develop(session, "test", "device", gpu=True)
+    develop(session, "test", "device", "demo", gpu=True)
     session.run(python(session), "-c", "import torch; torch.cuda.init(); print(torch.cuda.get_device_name())")
     pytest(session, "-m", "gpu")
 

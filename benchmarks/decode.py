@@ -1,16 +1,21 @@
 """Batch decode against its peers on one GPU, interleaved in one process, as JSON lines.
 
-python benchmarks/decode.py [--cases D1,D9] [--variants auto,fa2_tc] [--peers FOLDERS] [--rounds N] [--out FILE]. A time
-is the median of CUDA-graph replays, each behind a flush of L2 by a memset of 256 MB. Results are compared with fp64
-first. A variant is an implementation, with what differs from its tuning: fa3:stages=3:whole=0.
+python benchmarks/decode.py [--cases D1,D9] [--grid GB] [--variants auto,fa2_tc] [--peers FOLDERS] [--rounds N]
+[--seconds N] [--out FILE]. A time is the median of CUDA-graph replays, each behind a flush of L2 by a memset of 256 MB.
+Results are compared with fp64 first. A variant is an implementation, with what differs from its tuning: fa3:ring=65536.
+--grid: every batch, length, heads, type and page size of GRID whose caches take no more than so many GB, all in one
+buffer, in an order that spreads over the grid, until the seconds are over.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import itertools
 import json
 import math
+import random
 import sys
 import time
 import types
@@ -19,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from sides import captured, host_us, replay_us
 
 from fi_core.decode import ops
 
@@ -68,16 +74,58 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
+GRID = {
+    "batch": (1, 4, 16, 64, 128, 256),
+    "kv_len": (512, 1024, 4096, 8192, 32768, 131072),
+    "heads": ((32, 8), (64, 8), (32, 32), (28, 4), (8, 1)),
+    "kv": (BF16, E4M3),
+    "page": (1, 16, 64),
+}
+
+
+def cache_bytes(case: Case) -> int:
+    pages = sum(-(-n // case.page_size) for n in case.lengths)
+    return pages * 2 * case.page_size * case.kv_heads * case.dim * case.kv.itemsize
+
+
+def grid(most_bytes: float) -> dict[str, Callable[[], Case]]:
+    found: dict[str, Callable[[], Case]] = {}
+    for batch, kv_len, (heads, kv_heads), kv, page in itertools.product(*GRID.values()):
+        case = Case([kv_len] * batch, heads, kv_heads, kv, page)
+        if cache_bytes(case) <= most_bytes:
+            name = f"b{batch} kv{kv_len} {heads}/{kv_heads} {'fp8' if kv is E4M3 else 'bf16'} page {page}"
+            found[name] = functools.partial(Case, case.lengths, heads, kv_heads, kv, page)
+    names = list(found)
+    random.Random(0).shuffle(names)
+    return {name: found[name] for name in names}
+
+
+@functools.cache
+def pools(most_bytes: int) -> dict[torch.dtype, torch.Tensor]:
+    """For each type a buffer of random values that holds every cache of the grid."""
+    halves = torch.empty(most_bytes // 2, dtype=BF16, device="cuda")
+    for part in halves.split(1 << 28):
+        part.normal_()
+    bytes_ = torch.empty(2, halves.numel(), dtype=E4M3, device="cuda")
+    for narrow, part in zip(bytes_.split(1 << 28, 1), halves.split(1 << 28)):
+        narrow.copy_(part.to(E4M3))
+    return {BF16: halves, E4M3: bytes_.view(-1)}
+
+
 class Inputs:
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, pool: torch.Tensor | None = None) -> None:
         self.case, device = case, "cuda"
         counts = [-(-n // case.page_size) for n in case.lengths]
         total, batch = sum(counts), len(case.lengths)
         inner = [case.page_size, case.kv_heads] if case.layout == "NHD" else [case.kv_heads, case.page_size]
-        self.kv = torch.empty(total, 2, *inner, case.dim, device=device, dtype=case.kv)
-        for i in range(0, total, 65536):  # without a copy of the whole cache in fp32
-            part = self.kv[i : i + 65536]
-            part.copy_(torch.randn(part.shape, device=device, dtype=BF16).to(case.kv))
+        shape = (total, 2, *inner, case.dim)
+        if pool is not None:
+            self.kv = pool[: math.prod(shape)].view(shape)
+        else:
+            self.kv = torch.empty(shape, device=device, dtype=case.kv)
+            for i in range(0, total, 65536):  # without a copy of the whole cache in fp32
+                part = self.kv[i : i + 65536]
+                part.copy_(torch.randn(part.shape, device=device, dtype=BF16).to(case.kv))
         self.k, self.v = self.kv[:, 0], self.kv[:, 1]
         self.indices = torch.randperm(total, device=device).to(torch.int32)
         self.indptr = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
@@ -204,37 +252,14 @@ def peers(x: Inputs) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
         yield "fa3", fa3
 
 
-def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
-def host_us(run: Callable[[], Any]) -> float:
-    """Microseconds until a call returns, the least mean of 5 times 20."""
-    best = math.inf
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(20):
-            run()
-        best = min(best, (time.perf_counter() - start) / 20)
-    torch.cuda.synchronize()
-    return best * 1e6
-
-
-def measure(name: str, case: Case, variants: list[str], with_peers: bool, rounds: int) -> Iterator[dict[str, Any]]:
-    x = Inputs(case)
+def measure(
+    name: str, case: Case, variants: list[str], with_peers: bool, rounds: int, pool: torch.Tensor | None = None
+) -> Iterator[dict[str, Any]]:
+    x = Inputs(case, pool)
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     used: list[Any] = []  # what graphs refer to: buffers, and kernels that another variant replaces
     rows: dict[str, dict[str, Any]] = {}
-    checked = sorted({0, len(case.lengths) - 1})
+    checked = sorted({0, len(case.lengths) - 1} if pool is None else {0})
     expected = {b: x.reference(b) for b in checked}
     for variant in variants:
         row = rows[variant] = {"case": name, "who": variant}
@@ -252,9 +277,10 @@ def measure(name: str, case: Case, variants: list[str], with_peers: bool, rounds
                     for b, y in expected.items()
                 )
                 row["nan"] = bool(x.out.isnan().any())
-                row["host_us"] = round(host_us(run), 1)
                 graphs[variant] = captured(run)
-                if variant == variants[0]:
+                if pool is None:
+                    row["host_us"] = round(host_us(run), 1)
+                if pool is None and variant == variants[0]:
                     row["plan_host_us"] = round(host_us(plan), 1)
                     graphs["plan"], rows["plan"] = captured(plan), {"case": name, "who": "plan"}
         except Exception as error:
@@ -272,20 +298,7 @@ def measure(name: str, case: Case, variants: list[str], with_peers: bool, rounds
                     row["failed"] = str(error)[:300]
         except Exception as error:
             rows["peers"] = {"case": name, "who": "peers", "failed": str(error)[:300]}
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    times: dict[str, list[float]] = {who: [] for who in graphs}
-    pairs = []
-    for _ in range(rounds + 2):
-        for who, graph in graphs.items():
-            flush.zero_()
-            a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            a.record()
-            graph.replay()
-            b.record()
-            pairs.append((who, a, b))
-    torch.cuda.synchronize()
-    for who, a, b in pairs[2 * len(graphs) :]:
-        times[who].append(a.elapsed_time(b) * 1e3)
+    times = replay_us(graphs, rounds)
     for who, row in rows.items():
         if times.get(who):
             us = sorted(times[who])
@@ -299,19 +312,27 @@ def main() -> None:
     parser.add_argument("--cases", default="D1,D2,D3,D4,D5,D6,D7,D8,D9")
     parser.add_argument("--variants", default="auto,fa2_tc")
     parser.add_argument("--peers", nargs="?", const="", help="measure them too; folders to import them from, with ':'")
+    parser.add_argument("--grid", type=float, help="GB of the largest cache")
+    parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
     sys.path += filter(None, (args.peers or "").split(":"))
-    lines = []
-    for name in args.cases.split(","):
-        for row in measure(name, CASES[name](), args.variants.split(","), args.peers is not None, args.rounds):
+    lines, start, most = [], time.perf_counter(), (args.grid or 0) * 1e9
+    cases = grid(most) if args.grid else {name: CASES[name] for name in args.cases.split(",")}
+    for name, make in cases.items():
+        if time.perf_counter() - start > args.seconds:
+            break
+        case = make()
+        pool = pools(int(most))[case.kv] if args.grid else None
+        for row in measure(name, case, args.variants.split(","), args.peers is not None, args.rounds, pool):
             lines.append(json.dumps(row))
             print(lines[-1], flush=True)
             if args.out:
                 args.out.write_text("\n".join(lines) + "\n")
-        torch.cuda.empty_cache()
+        if not args.grid:
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from sides import Sides, gpu_us, host_us
 
 import fi_core
 
@@ -24,7 +24,6 @@ try:
 except ImportError:
     flashinfer = None
 
-Sides = dict[str, Callable[[], object]]
 Case = tuple[str, int, Sides]  # name, bytes that must move, sides
 BF16 = torch.bfloat16
 
@@ -89,49 +88,7 @@ def cascade_cases() -> Iterator[Case]:
     yield "merge_state 16384x32x128", 6 * va.numel() + 12 * sa.numel(), both("merge_state", va, sa, vb, sb)
 
 
-def graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    call()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
-def gpu_us(sides: Sides, iters: int, flush: torch.Tensor) -> dict[str, list[float]]:
-    graphs = {side: graph_of(call) for side, call in sides.items()}
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {side: [] for side in sides}
-    for _ in range(iters + 3):
-        for side, graph in graphs.items():
-            flush.zero_()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            events[side].append((begin, end))
-    torch.cuda.synchronize()
-    return {side: [b.elapsed_time(e) * 1e3 for b, e in pairs[3:]] for side, pairs in events.items()}
-
-
-def host_us(call: Callable[[], object]) -> float:
-    """Time until the call returns, the GPU's work not awaited: median of batches of 20."""
-    samples = []
-    for _ in range(15):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(20):
-            call()
-        samples.append((time.perf_counter() - start) / 20 * 1e6)
-    torch.cuda.synchronize()
-    return statistics.median(samples[3:])
-
-
-def measured(sides: Sides, iters: int, flush: torch.Tensor) -> dict[str, dict[str, float | str]]:
+def measured(sides: Sides, iters: int) -> dict[str, dict[str, float | str]]:
     """Per side its medians, or why it does not run."""
     found: dict[str, dict[str, float | str]] = {}
     working: Sides = {}
@@ -141,7 +98,7 @@ def measured(sides: Sides, iters: int, flush: torch.Tensor) -> dict[str, dict[st
             working[side] = call
         except Exception as error:  # a peer without this kernel must not lose the row
             found[side] = {"error": f"{type(error).__name__}: {error}"[:200]}
-    for side, samples in gpu_us(working, iters, flush).items():
+    for side, samples in gpu_us(working, iters).items():
         found[side] = {"us": round(statistics.median(samples), 2), "host_us": round(host_us(working[side]), 2)}
     return found
 
@@ -152,10 +109,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write JSON lines here too")
     parser.add_argument("--iters", type=int, default=30)
     args = parser.parse_args()
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     source, target = rand(1 << 29), rand(1 << 29)
     one = torch.ones(1, device="cuda")
-    empty = statistics.median(gpu_us({"neg": lambda: torch.neg(one, out=one)}, args.iters, flush)["neg"])
+    empty = statistics.median(gpu_us({"neg": lambda: torch.neg(one, out=one)}, args.iters)["neg"])
     rows: list[dict[str, object]] = [
         {"case": "one element", "us": round(empty, 2), "gpu": torch.cuda.get_device_name()}
     ]
@@ -165,7 +121,7 @@ def main() -> None:
             if args.only not in name:
                 continue
             a, b = source[: moved // 4], target[: moved // 4]
-            found = measured({**sides, "copy": lambda a=a, b=b: torch.neg(a, out=b)}, args.iters, flush)
+            found = measured({**sides, "copy": lambda a=a, b=b: torch.neg(a, out=b)}, args.iters)
             row: dict[str, object] = {"case": name, "bytes": moved, **found}
             ours, peer, copy = (found.get(side, {}).get("us") for side in ("fi_core", "flashinfer", "copy"))
             if isinstance(ours, float) and isinstance(copy, float):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from sides import captured, replay_us
 
 import fi_core
 
@@ -143,16 +144,6 @@ def contenders(x: Inputs, backends: list[str], with_peers: bool) -> Iterator[tup
         yield "flash_attention_3", lambda: flash_attention_3(x)
 
 
-def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
 def measure(name: str, case: Case, backends: list[str], with_peers: bool, rounds: int) -> Iterator[dict[str, Any]]:
     x, rows, graphs = Inputs(case), {}, {}
     used = []  # what graphs refer to
@@ -172,17 +163,7 @@ def measure(name: str, case: Case, backends: list[str], with_peers: bool, rounds
             graphs[who] = captured(run)
         except Exception as error:
             row["failed"] = f"{type(error).__name__}: {error}"[:300]
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    times: dict[str, list[float]] = {who: [] for who in graphs}
-    for _ in range(rounds):
-        for who, graph in graphs.items():
-            start_event, end_event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            flush.zero_()
-            start_event.record()
-            graph.replay()
-            end_event.record()
-            torch.cuda.synchronize()
-            times[who].append(start_event.elapsed_time(end_event) * 1e3)
+    times = replay_us(graphs, rounds, wait=True)
     for who, row in rows.items():
         if who in times:
             us = sorted(times[who])[rounds // 2]

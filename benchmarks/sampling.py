@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from elementwise import Sides, gpu_us, host_us
+from sides import Sides, gpu_us, host_us
 
 import fi_core
 from fi_core.launch.kernel import bind
@@ -31,26 +31,18 @@ except ImportError:
     flashinfer = None
 
 RANDOM = {"seed": 1, "offset": 2}
-# Threads, blocks on an SM, blocks a row for room and to fill the device, bytes of a row a block should hold.
-VARIANTS = {
-    "256x4": (256, 4, 8, 16, 66 << 10),
-    "clusters of 8": (256, 3, 8, 8, 66 << 10),
-    "512x2": (512, 2, 8, 16, 66 << 10),
-    "128x8": (128, 8, 16, 16, 34 << 10),
-}
+# Threads, blocks on an SM, bytes of a row a block should hold.
+VARIANTS = {"1024x1": (1024, 1, 200 << 10)}
 
 
 @functools.cache
-def variant(
-    threads: int, blocks_per_sm: int, most: int, spread: int, wanted: int
-) -> dict[tuple[object, ...], Callable[..., None]]:
+def variant(threads: int, blocks_per_sm: int, room: int) -> dict[tuple[object, ...], Callable[..., None]]:
     """What `sample` calls where the cluster kernel is built and cut like this; kept, as graphs refer to it."""
 
     def unit(axes: Axes) -> Unit:
         base = ops._cluster_unit(axes)
-        body = base.entries[0].body.replace(" 256>", f" {threads}>")
-        room = base.entries[0].config[3]
-        entry = Entry("sample_variant", body, threads, (most, spread, wanted, room), 0, blocks_per_sm)
+        body = base.entries[0].body.replace(" 512>", f" {threads}>")
+        entry = Entry("sample_variant", body, threads, (blocks_per_sm, room), 0, blocks_per_sm)
         return Unit(base.header, base.params, (entry,))
 
     impl = ops.SAMPLE.impl("cluster")
@@ -109,7 +101,7 @@ def cases() -> Iterator[tuple[str, Callable[[object], Callable[[], object]], tor
                 yield f"{name} {rows}x{vocab} s{spread:g}", call, logits
 
 
-def measured(sides: Sides, iters: int, flush: torch.Tensor) -> dict[str, object]:
+def measured(sides: Sides, iters: int) -> dict[str, object]:
     found: dict[str, object] = {}
     working: Sides = {}
     for side, call in sides.items():
@@ -119,7 +111,7 @@ def measured(sides: Sides, iters: int, flush: torch.Tensor) -> dict[str, object]
             working[side] = call
         except Exception as error:  # a peer without this kernel must not lose the row
             found[side] = f"{type(error).__name__}: {error}"[:200]
-    for side, samples in gpu_us(working, iters, flush).items():
+    for side, samples in gpu_us(working, iters).items():
         found[side] = round(statistics.median(samples), 2)
     return found
 
@@ -131,10 +123,9 @@ def main() -> None:
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--variants", action="store_true", help="other shapes of the kernel beside the chosen one")
     args = parser.parse_args()
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     source, target = (torch.randn(256 * 128256, device="cuda") for _ in range(2))
     one = torch.ones(1, device="cuda")
-    empty = statistics.median(gpu_us({"neg": lambda: torch.neg(one, out=one)}, args.iters, flush)["neg"])
+    empty = statistics.median(gpu_us({"neg": lambda: torch.neg(one, out=one)}, args.iters)["neg"])
     rows: list[dict[str, object]] = [
         {"case": "one element", "us": round(empty, 2), "gpu": torch.cuda.get_device_name()}
     ]
@@ -150,7 +141,7 @@ def main() -> None:
         if args.variants:
             sides |= {v: within(sides["fi_core"], variant(*choice)) for v, choice in VARIANTS.items()}
             sides["cuda"] = within(sides["fi_core"], implementation("cuda"))
-        row: dict[str, object] = {"case": name, **measured(sides, args.iters, flush)}
+        row: dict[str, object] = {"case": name, **measured(sides, args.iters)}
         row["host_us"] = round(host_us(sides["fi_core"]), 2)
         ours, peer = row.get("fi_core"), row.get("flashinfer")
         if isinstance(ours, float) and isinstance(peer, float):

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from elementwise import Case, gpu_us, host_us
+from elementwise import Case
+from sides import gpu_us, host_us
 
 import fi_core
 
@@ -46,13 +47,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write JSON lines here too")
     parser.add_argument("--iters", type=int, default=15)
     args = parser.parse_args()
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     first = True
     for name, moved, sides in cases():
         if args.only not in name:
             continue
         row: dict[str, object] = {"case": name, "bytes": moved}
-        row |= {side: round(statistics.median(us), 2) for side, us in gpu_us(sides, args.iters, flush).items()}
+        row |= {side: round(statistics.median(us), 2) for side, us in gpu_us(sides, args.iters).items()}
         if first:
             row["host_us"] = {side: round(host_us(call), 2) for side, call in sides.items()}
             first = False

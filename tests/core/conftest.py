@@ -14,8 +14,8 @@ import pytest
 
 from core import toy
 from core.console import Cli
-from core.package import build_driver
 from fi_core.env import env
+from kernels.mock_driver import LIBRARY, build_driver
 
 
 def forget() -> None:
@@ -108,12 +108,19 @@ def bare(fresh: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Iterator
     core.context.cache_clear()
 
 
+@pytest.fixture(scope="session")
+def mock_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a libcuda.so.1 that computes nothing."""
+    return build_driver(tmp_path_factory.mktemp("driver"))
+
+
 @pytest.fixture
-def gpus(tmp_path: Path, bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two GPUs of mock_driver.cc."""
+def gpus(mock_driver: Path, bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU of compute capability 9.0 and one of 8.9."""
     from fi_core.build import driver
 
-    monkeypatch.setattr(driver, "LIBRARY", str(build_driver(tmp_path / "libmock.so")))
+    monkeypatch.setattr(driver, "LIBRARY", str(mock_driver / LIBRARY))
+    monkeypatch.setenv("FI_MOCK_CAPABILITY", "90,89")
 
 
 @pytest.fixture

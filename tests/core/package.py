@@ -1,10 +1,9 @@
-"""Prebuilt packages and a mock driver for tests: folders that FI_CUBIN_DIR and LD_LIBRARY_PATH name."""
+"""Prebuilt packages for tests: folders that FI_CUBIN_DIR names."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,10 +26,3 @@ def pack(directory: Path, files: Mapping[Artifact, bytes], **head: object) -> Pa
     index = {"version": fi_core.__version__, "schema": compiler.SCHEMA, "abi": compiler.FFI_ABI, "artifacts": listed}
     (directory / "index.json").write_text(json.dumps(index | head))
     return directory
-
-
-def build_driver(library: Path) -> Path:
-    """Compiles the mock of libcuda."""
-    source = Path(__file__).with_name("mock_driver.cc")
-    subprocess.run(["c++", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
-    return library

@@ -8,26 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from core.package import build_driver
 from fi_core.build import driver
 from fi_core.compilation_context import CompilationContext, parse_target
 from fi_core.spec.target import CPU, Target, cuda_target
 
 pytestmark = pytest.mark.usefixtures("fresh")
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_driver(tmp_path_factory.mktemp("driver") / "libmock.so")
-
-
-@pytest.fixture
-def gpus(fresh: object, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine with the GPUs of mock_driver.cc."""
-    monkeypatch.setattr(driver, "LIBRARY", str(library))
-    driver.driver.cache_clear()
-    yield
-    driver.driver.cache_clear()
 
 
 @pytest.fixture
@@ -88,9 +73,7 @@ def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_visible_gpus(gpus: None) -> None:
     found = driver.driver()
-    assert found == driver.Driver(
-        (13, 0), (driver.Gpu(0, "Mock Hopper", (9, 0)), driver.Gpu(1, "Mock Ada", (8, 9))), None
-    )
+    assert found == driver.Driver((13, 0), (driver.Gpu(0, "Mock GPU", (9, 0)), driver.Gpu(1, "Mock GPU", (8, 9))), None)
     context = CompilationContext()
     assert {(9, "0a"), (8, "9")} == context.TARGET_CUDA_ARCHS
     assert context.targets() == (Target("cuda", "89"), Target("cuda", "90a"))
@@ -113,13 +96,15 @@ def test_without_a_driver(no_driver: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "problem"), [("100", None), ("803", "cuInit failed with 803: the mock refuses")], ids=["none", "broken"]
+    ("status", "problem"),
+    [("100", None), ("803", "cuInit failed with 803: system has unsupported display driver / cuda driver combination")],
+    ids=["none", "broken"],
 )
 def test_a_driver_that_shows_nothing(
     status: str, problem: str | None, gpus: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """No device is an answer; a failure is logged, and leaves the set empty too."""
-    monkeypatch.setenv("MOCK_STATUS", status)
+    monkeypatch.setenv("FI_MOCK_STATUS", status)
     found = driver.driver()
     assert found is not None
     assert (found.version, found.gpus, found.problem) == ((13, 0), (), problem)

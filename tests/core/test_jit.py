@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fi_core
-from core.package import build_driver, pack
+from core.package import pack
 from fi_core import jit
 from fi_core.build import ninja
 from fi_core.errors import CompileError, MissingKernelError
@@ -51,7 +51,7 @@ def run(text: str, **environment: str) -> str:
 
 
 def test_names_are_lazy(tmp_path: Path) -> None:
-    heavy = '{"torch", "numpy", "tvm_ffi", "jinja2", "fi_core.jit.core"} & sys.modules.keys()'
+    heavy = '{"torch", "numpy", "tvm_ffi", "fi_core.jit.core"} & sys.modules.keys()'
     assert run(f"import sys, fi_core.jit; print({heavy})") == "set()\n"
     assert not (tmp_path / "cache").exists()
     for name in jit.__all__:
@@ -291,8 +291,8 @@ def test_the_example_as_it_is_run() -> None:
     assert "out must have shape [n] with n = 8; got [4]" in done.stdout
 
 
-def test_device_code_of_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One launcher, one binary for each target; bound on a GPU of the second, against a driver that only says yes."""
+def test_device_code_of_the_example(tmp_path: Path, mock_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launcher, one binary for each target; bound on a GPU of the second."""
     sources = [EXAMPLE / "scale.cc", EXAMPLE / "scale.cu"]
     with pytest.raises(
         RuntimeError, match="device code needs a target from sm_80 on, found no GPU: set FI_CUDA_ARCH_LIST"
@@ -313,8 +313,6 @@ def test_device_code_of_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match="device: the index of one of 0 visible GPUs is required; got 0"):
         spec.bind()
 
-    (tmp_path / "driver").mkdir()
-    build_driver(tmp_path / "driver" / "libcuda.so.1")
     text = f"""
 import pathlib
 from fi_core.jit import gen_jit_spec
@@ -327,7 +325,7 @@ try:
 except ValueError as error:
     print(error)
 """
-    said = run(text, LD_LIBRARY_PATH=str(tmp_path / "driver"), FI_CUDA_ARCH_LIST="9.0", FI_JIT="off").splitlines()
+    said = run(text, LD_LIBRARY_PATH=str(mock_driver), FI_CUDA_ARCH_LIST="9.0", FI_JIT="off").splitlines()
     assert said[0] == "['scale_cuda.so', 'scale_sm_90a.cubin'] True True"
     assert said[1] == "device: the index of one of 2 visible GPUs is required; got 2"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from families import cudnn_frontend
 from families.attention_reference import attention
 from families.harness import TOLERANCE, assert_close, guarded, rand
 from families.paged import Cache, Paged, offsets, paged
@@ -115,8 +116,8 @@ def batch(
     return Batch(q, rows, pool, cache, pool.k, v)
 
 
-def workspace(device: str) -> torch.Tensor:
-    return torch.empty(1024, dtype=torch.uint8, device=device)
+def workspace(device: str, size: int = 1024) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def backends(device: str) -> tuple[str, ...]:
@@ -125,21 +126,40 @@ def backends(device: str) -> tuple[str, ...]:
 
 
 def planned(
-    b: Batch, wrapper: type = BatchPrefillWithPagedKVCacheWrapper, *, graph: Any = None, **options: Any
+    b: Batch,
+    wrapper: type = BatchPrefillWithPagedKVCacheWrapper,
+    *,
+    graph: Any = None,
+    more: tuple[str, ...] = (),
+    **options: Any,
 ) -> Iterator[Any]:
-    """A planned wrapper for each backend that takes the options; at least one must."""
+    """A planned wrapper for each backend, and each of `more`, that takes the options; at least one must."""
     device, count = str(b.q.device.type), 0
     is_paged = wrapper is BatchPrefillWithPagedKVCacheWrapper
-    for backend in backends(device):
-        w = wrapper(workspace(device), b.pool.kv_layout, backend=backend, **(graph or {}))
+    for backend in (*backends(device), *more):
+        room = workspace(device, 64 << 20 if backend == "cudnn" else 1024)
+        w = wrapper(room, b.pool.kv_layout, backend=backend, **(graph or {}))
         try:
             w.plan(*(b.paged_plan() if is_paged else b.ragged_plan()), **(b.types() | options))
         except UnsupportedError:
-            assert backend == "fa3", "the others take everything"
+            assert backend in ("fa3", "cudnn"), "the others take everything"
             continue
         count += 1
         yield w
     assert count
+
+
+def _check_cudnn(
+    w: Any, q: torch.Tensor, keys: Any, run: dict[str, Any], want: torch.Tensor, want_lse: torch.Tensor
+) -> None:
+    """As below, where cuDNN takes the shapes and options; test_cudnn.py has those that it must take."""
+    try:
+        out, lse = w.run(q, *keys, return_lse=True, **run)
+    except UnsupportedError:
+        return
+    assert_close(out, want)
+    assert_close(lse, want_lse, tolerance=(1e-3, 1e-3))
+    assert_close(w.run(q, *keys, **run), want)
 
 
 def check(
@@ -155,7 +175,10 @@ def check(
     for wrapper in (BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper):
         is_paged = wrapper is BatchPrefillWithPagedKVCacheWrapper
         keys = (b.cache,) if is_paged else b.ragged(b.pool.kv_layout)
-        for w in planned(b, wrapper, **options):
+        for w in planned(b, wrapper, more=cudnn_frontend.backends(str(b.q.device.type)), **options):
+            if w.resolved_backend == "cudnn":
+                _check_cudnn(w, b.q, cudnn_frontend.finite(keys), run, want, want_lse)
+                continue
             out, lse = w.run(b.q, *keys, return_lse=True, **run)
             assert out.dtype == options.get("o_data_type", b.q.dtype) and lse.dtype == torch.float32
             assert_close(out, want, tolerance=tolerance or TOLERANCE[out.dtype])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fi_core
+from families import cudnn_frontend
 from families.harness import TOLERANCE, assert_close, assert_guards, guarded, impls, rand
 from families.paged import FORMS, Paged, paged
 from fi_core.decode import BatchDecodeWithPagedKVCacheWrapper as Wrapper
@@ -30,12 +31,12 @@ def backends(device: str) -> list[str]:
     return ["auto", *(impls("batch_decode", device) if device == "cuda" else [])]
 
 
-def wrappers(p: Paged, **options: Any) -> Iterator[Wrapper]:
-    """The batch planned by each backend that takes it: `auto` always does."""
+def wrappers(p: Paged, more: Sequence[str] = (), **options: Any) -> Iterator[Wrapper]:
+    """The batch planned by each backend, and each of `more`, that takes it: `auto` always does."""
     options = p.dtypes | options
     if p.q_len > 1:
         options["q_len_per_req"] = p.q_len
-    for backend in backends(p.q.device.type):
+    for backend in (*backends(p.q.device.type), *more):
         wrapper = Wrapper(workspace(str(p.q.device)), p.kv_layout, use_tensor_cores=p.q_len > 1, backend=backend)
         try:
             wrapper.plan(*p.plan_arguments(), **options)
@@ -46,9 +47,22 @@ def wrappers(p: Paged, **options: Any) -> Iterator[Wrapper]:
         yield wrapper
 
 
+def _check_cudnn(w: Wrapper, q: torch.Tensor, cache: Any, want: torch.Tensor, want_lse: torch.Tensor) -> None:
+    """As below, where cuDNN takes the shapes; test_cudnn.py has those that it must take."""
+    try:
+        out, lse = w.run(q, cache, return_lse=True)
+    except UnsupportedError:
+        return
+    assert_close(out, want)
+    assert_close(lse, want_lse, tolerance=(1e-3, 1e-3))
+
+
 def check(p: Paged, *, tolerance: tuple[float, float] | None = None, **options: Any) -> None:
     want, want_lse = p.expected(**options)
-    for wrapper in wrappers(p, **options):
+    for wrapper in wrappers(p, cudnn_frontend.backends(p.q.device.type), **options):
+        if wrapper.resolved_backend == "cudnn":
+            _check_cudnn(wrapper, p.q, cudnn_frontend.finite(p.cache), want, want_lse)
+            continue
         out, lse = wrapper.run(p.q, p.cache, return_lse=True)
         assert out.dtype == p.q.dtype and lse.dtype == torch.float32
         assert_close(out, want, tolerance=tolerance or TOLERANCE[out.dtype])

@@ -268,6 +268,38 @@ def test_what_engines_read(device: str) -> None:
     assert_close(w.run(b.q, b.cache), b.expected()[0])
 
 
+def test_the_planner_that_an_engine_brings(device: str) -> None:
+    """With use_cuda_graph an engine writes the tables and assigns what plan would, also None as type of the output."""
+    first, then = (
+        batch(x, heads=(8, 2), dims=(64, 64), seed=i, device=device) for i, x in enumerate((LENS, LENS[::-1]))
+    )
+    tables = (first.qo_indptr, first.pool.indptr, torch.zeros(99, dtype=torch.int32), first.pool.last_page_len)
+    names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
+    buffers: dict[str, Any] = {name: x.clone().to(device) for name, x in zip(names, tables)}
+    w = BatchPrefillWithPagedKVCacheWrapper(workspace(device), use_cuda_graph=True, backend="fa2", **buffers)
+    w.plan(*first.paged_plan(), **first.types(), causal=True)
+    rows = sum(then.qo_lens)
+    for name, value in (("_qo_indptr_last", rows), ("_max_q_len", 70), ("_max_kv_len", 130), ("_batch_size", 5),
+                        ("_cached_q_data_type", torch.float16), ("_cached_kv_data_type", torch.float16),
+                        ("_cached_o_data_type", None), ("_block_tables", None), ("_prefix_len_ptr", None)):  # fmt: skip
+        setattr(w, name, value)
+    for name, table in zip(names, (then.qo_indptr, then.pool.indptr, then.pool.indices, then.pool.last_page_len)):
+        buffers[name][: len(table)].copy_(table)
+    kv_lens = torch.tensor(then.pool.lengths, dtype=torch.int32)
+    w._plan_info = w._cached_module.plan(  # type: ignore[union-attr]
+        w._float_workspace_buffer, w._int_workspace_buffer, w._pin_memory_int_workspace_buffer, then.qo_indptr.cpu(),
+        then.pool.indptr.cpu(), kv_lens, w._max_total_num_rows, 5, 8, 2, 16, True, 64, 64, True, -1, -1, False, 0,
+    )  # fmt: skip
+    out, lse = w.run(then.q, then.cache, return_lse=True)
+    want, want_lse = then.expected(causal=True)
+    assert out.dtype == torch.float16
+    assert_close(out, want)
+    assert_close(lse, want_lse, tolerance=LSE)
+    given = torch.empty_like(out)
+    assert w.run(then.q, then.cache, out=given) is given
+    assert_close(given, want)
+
+
 def test_sink_wrapper(device: str) -> None:
     b = batch(LENS, dims=(64, 64), dtype=torch.bfloat16, device=device)
     sink = rand(4, dtype=torch.float32, device=device)
@@ -295,7 +327,7 @@ def test_errors_of_the_constructor(device: str) -> None:
             ({"kv_layout": "HDN"}, KeyError, "kv_layout"),
             ({"backend": "fa4"}, ValueError, "backend: allowed are auto, fa2, fa3"),
             ({"backend": "cute-dsl"}, NotImplementedError, "names kernels of another library"),
-            ({"jit_args": ["x"]}, NotImplementedError, "jit_args"),
+            ({"jit_args": ["x"]}, TypeError, "jit_args: 13 are required"),
             ({"variant_owns_mask": True}, ValueError, "variant_owns_mask"),
             ({"use_cuda_graph": True}, ValueError, "qo_indptr_buf: a tensor is required"),
         ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ import fi_core
 from families.attention_reference import attention
 from families.harness import assert_close, assert_guards, guarded, rand
 from families.paged import Paged, paged
+from families.prefill_batch import batch
 from fi_core.decode import trtllm_batch_decode_with_kv_cache, xqa, xqa_batch_decode_with_kv_cache
-from fi_core.errors import LibraryError
 
 LENGTHS = (300, 1, 0, 65, 1000, 16)
 FUNCTIONS = [trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache]
@@ -151,6 +150,34 @@ def test_tables_and_lengths_as_engines_have_them(device: str) -> None:
         assert_close(trtllm_batch_decode_with_kv_cache(**given), want)
 
 
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float8_e4m3fn)])
+def test_requests_may_differ_in_query_tokens(
+    dtypes: tuple[torch.dtype, torch.dtype], kv_layout: str, device: str
+) -> None:
+    """As engines verify drafts of several lengths: every token sees the keys up to its own."""
+    lens = [(3, 300), (1, 64), (0, 17), (5, 5), (2, 130)]
+    b = batch(lens, heads=(8, 2), dims=(128, 128), dtype=dtypes[0], kv_dtype=dtypes[1], kv_layout=kv_layout,
+              device=device)  # fmt: skip
+    given: dict[str, Any] = {
+        "query": b.q, "kv_cache": b.cache, "workspace_buffer": workspace(device), "seq_lens": b.pool.seq_lens(),
+        "block_tables": b.pool.block_tables(), "max_seq_len": 300, "kv_layout": kv_layout, "q_len_per_req": None,
+        "bmm1_scale": 0.1, "bmm2_scale": 0.5,
+    }  # fmt: skip
+    want, want_lse = b.expected(causal=True, sm_scale=0.1, v_scale=0.5)
+    out, lse = trtllm_batch_decode_with_kv_cache(**given, cum_seq_lens_q=b.qo_indptr, max_q_len=5, return_lse=True)
+    assert_close(out, want)
+    assert_close(lse, want_lse, tolerance=(3e-4, 3e-4))
+    scale = torch.tensor([0.1 / math.log(2)], device=device)
+    more: dict[str, Any] = {"window_left": 20, "sinks": rand(8, dtype=torch.float32, device=device)}
+    got = trtllm_batch_decode_with_kv_cache(**given, cum_seq_lens_q=b.qo_indptr, bmm1_scale_log2=scale, **more)
+    assert isinstance(got, torch.Tensor)
+    assert_close(got, b.expected(causal=True, sm_scale=0.1, v_scale=0.5, **more)[0])
+    buffer = torch.empty_like(b.q)
+    assert xqa_batch_decode_with_kv_cache(**given, q_cu_seq_lens=b.qo_indptr, out=buffer) is buffer
+    assert_close(buffer, want)
+
+
 def test_outputs(device: str) -> None:
     p = paged(LENGTHS, device=device)
     want, want_lse = p.expected()
@@ -194,7 +221,7 @@ def test_a_small_workspace_does_for_any_length(device: str) -> None:
         ({"out_dtype": torch.float32}, ValueError, "out_dtype: the query's .* got torch.float32"),
         ({"out_dtype": "nvfp4"}, NotImplementedError, "out_dtype 'nvfp4': not supported"),
         ({"o_sf_scale": 1.0}, NotImplementedError, "o_sf_scale"),
-        ({"cum_seq_lens_q": torch.zeros(3)}, NotImplementedError, "cum_seq_lens_q"),
+        ({"cum_seq_lens_q": torch.zeros(3), "mask": torch.zeros(2, 1, 2)}, NotImplementedError, "mask with cum_seq"),
         ({"uses_shared_paged_kv_idx": False}, NotImplementedError, "uses_shared_paged_kv_idx"),
         ({"enable_block_sparse_attention": True}, NotImplementedError, "enable_block_sparse_attention"),
         ({"cp_world": 2}, NotImplementedError, "cp_world"),
@@ -260,36 +287,3 @@ def test_trace() -> None:
     clean = tuple(x.nan_to_num(0) for x in p.cache)
     want = space["_reference"](p.q, *clean, given["block_tables"], given["seq_lens"], scale_of(p), 2.0, 5)
     assert_close(got, want)
-
-
-def cudnn_arguments(p: Paged, **more: Any) -> dict[str, Any]:
-    assert isinstance(p.cache, tuple)
-    return {
-        "q": p.q, "k_cache": p.cache[0], "v_cache": p.cache[1], "scale": scale_of(p), "max_sequence_kv": 512,
-        "workspace_buffer": workspace(str(p.q.device), 64), "block_tables": p.block_tables().clamp(min=0),
-        "actual_seq_lens_kv": p.seq_lens().view(-1, 1, 1, 1), "q_len_per_req": p.q_len,
-    } | more  # fmt: skip
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("q_len", [1, 3])
-def test_cudnn(q_len: int) -> None:
-    pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
-    p = paged([300, 16, 65], heads=(8, 2), dim=128, q_len=q_len, dtype=torch.bfloat16, kv_layout="HND", device="cuda")
-    out, lse = fi_core.cudnn_batch_decode_with_kv_cache(**cudnn_arguments(p, return_lse=True))
-    want, want_lse = p.expected()
-    assert_close(out, want)
-    assert_close(lse, want_lse, tolerance=(1e-3, 1e-3))
-    windowed = fi_core.cudnn_batch_decode_with_kv_cache(**cudnn_arguments(p, window_left=20))
-    assert_close(windowed, p.expected(window_left=20)[0])
-
-
-def test_cudnn_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = cudnn_arguments(paged([20, 9], kv_layout="HND"))
-    with pytest.raises(NotImplementedError, match="batch_offsets_q: requests must lie one after another"):
-        fi_core.cudnn_batch_decode_with_kv_cache(**given, batch_offsets_q=torch.zeros(3))
-    with pytest.raises(ValueError, match="block_tables and actual_seq_lens_kv: both are required"):
-        fi_core.cudnn_batch_decode_with_kv_cache(**(given | {"block_tables": None}))
-    monkeypatch.setitem(sys.modules, "cudnn", None)  # as if it were not installed
-    with pytest.raises(LibraryError, match="pip install nvidia-cudnn-frontend"):
-        fi_core.cudnn_batch_decode_with_kv_cache(**given)

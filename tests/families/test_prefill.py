@@ -12,6 +12,7 @@ import fi_core
 from families.attention_reference import attention
 from families.harness import TOLERANCE, assert_close, assert_guards, guarded, impls, rand, strided, using
 from fi_core.attention import single_attention
+from fi_core.errors import UnsupportedError
 
 HALVES = (torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -232,7 +233,26 @@ def test_either_kernel_stays_inside(few: bool, device: str) -> None:
 @pytest.mark.parametrize("backend", ["auto", "fa2", "fa3"])
 def test_backends_are_accepted(backend: str, device: str) -> None:
     q, k, v = make(3, 4, (2, 1), (64, 64), torch.float16, device)
+    if backend == "fa3" and device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        with pytest.raises(UnsupportedError, match="fa3: requires capability"):
+            fi_core.single_prefill_with_kv_cache(q, k, v, backend=backend)
+        return
     check(q, k, v, backend=backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [{"pos_encoding_mode": "ALIBI"}, {"custom_mask": torch.ones(3, 4, dtype=torch.bool)}, {"o_dtype": torch.float32}],
+    ids=["alibi", "mask", "fp32 output"],
+)
+def test_a_backend_that_is_named_runs_or_raises(options: dict[str, Any]) -> None:
+    q, k, v = make(3, 4, (2, 1), (64, 64), torch.float16, "cuda")
+    with pytest.raises(UnsupportedError, match="fa3: requires"):
+        fi_core.single_prefill_with_kv_cache(q, k, v, backend="fa3", **options)
+    odd = torch.empty(3 * 2 * 64 + 1, dtype=torch.float16, device="cuda")[1:].view(3, 2, 64)
+    with pytest.raises(UnsupportedError, match="fa3: requires"):
+        fi_core.single_prefill_with_kv_cache(odd, k, v, backend="fa3")
 
 
 HALF = torch.float16

@@ -1,4 +1,4 @@
-"""Batch prefill in one call, without a plan: block tables, contiguous keys, and the forms of cuDNN and FMHA."""
+"""Batch prefill in one call, without a plan: block tables, contiguous keys, and the forms of FMHA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from families.harness import assert_close, rand
 from families.prefill_batch import batch, workspace
 from families.test_batch_prefill import with_sinks
 from fi_core.prefill import (
-    cudnn_batch_prefill_with_kv_cache,
     trtllm_batch_context_with_kv_cache,
     trtllm_ragged_attention_deepseek,
 )
@@ -124,28 +123,6 @@ def test_layouts_of_fmha(kv_layout: str, device: str) -> None:
         ):
             with pytest.raises(ValueError, match=words):
                 fi_core.trtllm_fmha_v2_prefill(qkv, **common | change)
-
-
-def test_as_cudnn_is_called(device: str) -> None:
-    b = batch(LENS, kv_layout="HND", device=device)
-    lens_q = torch.tensor(b.qo_lens, dtype=torch.int32).view(-1, 1, 1, 1)
-    lens_kv = b.pool.seq_lens().view(-1, 1, 1, 1)
-    common: dict[str, Any] = {"max_token_per_sequence": 70, "max_sequence_kv": 130, "actual_seq_lens_q": lens_q,
-                              "actual_seq_lens_kv": lens_kv, "return_lse": False}  # fmt: skip
-    assert isinstance(b.cache, tuple)
-    out, none = cudnn_batch_prefill_with_kv_cache(
-        b.q, *b.cache, 0.1, workspace(device), causal=True, block_tables=b.pool.block_tables(), **common
-    )
-    assert none is None
-    assert_close(out, b.expected(causal=True, sm_scale=0.1)[0])
-    k, v = b.ragged()
-    scale = torch.tensor([2.0], device=device)
-    out, _ = cudnn_batch_prefill_with_kv_cache(b.q, k, v, 0.1, workspace(device), causal=False, v_scale=scale, **common)
-    assert_close(out, b.expected(sm_scale=0.1, v_scale=2.0)[0])
-    with pytest.raises(NotImplementedError, match="return_lse"):
-        cudnn_batch_prefill_with_kv_cache(
-            b.q, k, v, 0.1, workspace(device), causal=True, **common | {"return_lse": True}
-        )
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])

@@ -1,6 +1,7 @@
 // A libcuda.so.1 for tests: it keeps the rules of the driver that launchers rely on, and writes down what they ask for.
-// One JSON object a line goes to the file FI_MOCK_LOG. FI_MOCK_CAPABILITY (90) and FI_MOCK_DEVICES (2) describe the
-// machine; FI_MOCK_REFUSE names calls that fail, such as "cuLaunchKernelEx".
+// One JSON object a line goes to the file FI_MOCK_LOG. FI_MOCK_DEVICES (2) and FI_MOCK_CAPABILITY (90: of all, 90,89:
+// of the first and of the others) describe the machine; FI_MOCK_STATUS is what cuInit returns, FI_MOCK_REFUSE names
+// calls that fail, such as "cuLaunchKernelEx".
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -34,6 +35,7 @@ enum : int {
   kNoBinaryForGpu = 209,
   kNotFound = 500,
   kLaunchFailed = 719,
+  kMismatch = 803,
 };
 const std::map<int, std::pair<const char*, const char*>> kErrors = {
     {kInvalidValue, {"CUDA_ERROR_INVALID_VALUE", "invalid argument"}},
@@ -44,6 +46,8 @@ const std::map<int, std::pair<const char*, const char*>> kErrors = {
     {kNoBinaryForGpu, {"CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available for execution on the device"}},
     {kNotFound, {"CUDA_ERROR_NOT_FOUND", "named symbol not found"}},
     {kLaunchFailed, {"CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"}},
+    {kMismatch,
+     {"CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "system has unsupported display driver / cuda driver combination"}},
 };
 constexpr int kMultiprocessors = 132;
 
@@ -63,17 +67,21 @@ long setting(const char* name, long otherwise) {
   const char* text = getenv(name);
   return text ? atol(text) : otherwise;
 }
-int capability() { return static_cast<int>(setting("FI_MOCK_CAPABILITY", 90)); }
 bool exists(Device device) { return device >= 0 && device < setting("FI_MOCK_DEVICES", 2); }
 bool refuses(const char* call) {
   const char* calls = getenv("FI_MOCK_REFUSE");
   return calls && strstr(calls, call);
 }
 int device() { return contexts.empty() ? -1 : contexts.back(); }
+int capability(Device of = device()) {
+  const char* text = getenv("FI_MOCK_CAPABILITY");
+  const char* others = text && of > 0 ? strchr(text, ',') : nullptr;
+  return text ? atoi(others ? others + 1 : text) : 90;
+}
 
 // Opt-in shared memory of one block, in bytes.
-unsigned shared_limit() {
-  switch (capability()) {
+unsigned shared_limit(Device of = device()) {
+  switch (capability(of)) {
     case 80:
       return 163 * 1024;
     case 90:
@@ -185,7 +193,7 @@ std::string hex(const void* bytes, unsigned count) {
 
 }  // namespace
 
-MOCK cuInit(unsigned) { return exists(0) ? kSuccess : kNoDevice; }
+MOCK cuInit(unsigned) { return exists(0) ? static_cast<int>(setting("FI_MOCK_STATUS", kSuccess)) : kNoDevice; }
 MOCK cuDriverGetVersion(int* version) { return *version = 13000, kSuccess; }
 MOCK cuGetExportTable(const void**, const void*) { return kNotFound; }  // NVRTC asks, and crashes where it is absent
 MOCK cuDeviceGetCount(int* count) { return *count = static_cast<int>(setting("FI_MOCK_DEVICES", 2)), kSuccess; }
@@ -198,11 +206,11 @@ MOCK cuDeviceGetAttribute(int* value, int attribute, Device of) {
     case fi::cu::kMultiprocessorCount:
       return *value = kMultiprocessors, kSuccess;
     case fi::cu::kMajor:
-      return *value = capability() / 10, kSuccess;
+      return *value = capability(of) / 10, kSuccess;
     case fi::cu::kMinor:
-      return *value = capability() % 10, kSuccess;
+      return *value = capability(of) % 10, kSuccess;
     case fi::cu::kSharedBytesOfBlock:
-      return *value = static_cast<int>(shared_limit()), kSuccess;
+      return *value = static_cast<int>(shared_limit(of)), kSuccess;
     default:
       return kInvalidValue;
   }
@@ -258,7 +266,7 @@ MOCK cuKernelSetAttribute(int attribute, int value, Kernel kernel, Device of) {
          value, of);
   if (attribute == fi::cu::kNonPortableClusterSize) return entry->large_clusters = value != 0, kSuccess;
   const unsigned bytes = static_cast<unsigned>(value);
-  if (attribute != fi::cu::kMaxDynamicSharedBytes || bytes + entry->static_shared > shared_limit())
+  if (attribute != fi::cu::kMaxDynamicSharedBytes || bytes + entry->static_shared > shared_limit(of))
     return kInvalidValue;
   return entry->dynamic_shared = bytes, kSuccess;
 }

@@ -153,7 +153,7 @@ def test_memory_is_accessed_by_128_bits(spec: Spec) -> None:
         assert "EXIT" in instructions
         assert [i for i in instructions if i.split(".")[0] in ("LDL", "STL")] == [], f"{name} uses local memory"
         if not narrow.fullmatch(name):
-            loads[name] = widest(instructions, "LDG", "LDGSTS", "UTMALDG", "UBLKCP")
+            loads[name] = widest(instructions, "LDG", "LD", "LDGSTS", "UTMALDG", "UBLKCP")
             stores[name] = widest(instructions, "STG", "UTMASTG", "UBLKCP")
     least = LOADS.get(spec.op.name, {}).get(str(dict(spec.axes).get("kv")), 128)
     assert {name: bits for name, bits in loads.items() if bits < least} == {}

@@ -283,6 +283,12 @@ def test_a_prebuilt_image_of_an_older_target_serves(start: Start, tmp_path: Path
         start(90, FI_CUBIN_DIR=str(package), FI_JIT="off", FI_CACHE_DIR=str(tmp_path / "empty")).bind("rmsnorm", AXES)
 
 
+def test_origins_say_who_compiled(start: Start, tmp_path: Path) -> None:
+    for expected, devices in (("jit", "2"), ("store", "1")):  # another process
+        origins = start(90, FI_CACHE_DIR=str(tmp_path), FI_MOCK_DEVICES=devices).bind("get_seq_lens", {})
+        assert {file: origin for file, (_, origin) in origins.items()} == {"host": expected, "cubin": expected}
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [

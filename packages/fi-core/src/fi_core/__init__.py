@@ -16,7 +16,7 @@ __git_commit__ = __git_version__ = "unknown"  # FlashInfer's names; builds are i
 _MODULES: dict[str, tuple[str, ...]] = {
     "autotuner": ("autotune",),
     "observe.trace": ("fi_trace",),
-    "registry": ("supports",),
+    "registry": ("loaded_kernels", "supports"),
     "resolve": ("prepare",),
     "decode": (
         "BatchDecodeWithPagedKVCacheWrapper",

@@ -46,10 +46,17 @@ MissingJITCacheError = MissingKernelError  # the name FlashInfer callers catch
 class CompileError(FiError, RuntimeError):
     """Raised by the JIT when a compiler refuses a unit: the first line that matters, a hint, and the whole log."""
 
-    def __init__(self, first_line: str, *, hint: str | None = None, log_path: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        first_line: str,
+        *,
+        hint: str | None = None,
+        log_path: str | Path | None = None,
+        more: Sequence[str] = (),
+    ) -> None:
         self.first_line, self.hint = first_line, hint
         self.log_path = Path(log_path) if log_path is not None else None
-        parts = [first_line]
+        parts = [first_line, *more]
         if hint:
             parts.append(f"hint: {hint}")
         if self.log_path:

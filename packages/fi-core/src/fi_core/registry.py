@@ -61,3 +61,17 @@ def supports(op: str, device: str = "cuda", capability: int = 90, **axes: object
 def ops() -> dict[str, Op]:
     """Every op by name."""
     return {name: launcher.op for name, launcher in load().items()}
+
+
+def loaded_kernels() -> dict[str, str]:
+    """Every kernel that calls of this process have bound, by name, and where its files came from.
+
+    A place is the package that brought a prebuilt file,
+    "store" (compiled by an earlier process) or "jit" (compiled by this one); "store + jit" where launcher and
+    device binary differ. A kernel that was bound again keeps its first place.
+    """
+    found: dict[str, str] = {}
+    for kernel in (kernel for launcher in launchers().values() for kernel in launcher.kernels.values()):
+        places = dict.fromkeys(file.origin for file in kernel.origins.values())
+        found.setdefault(kernel.spec.name, " + ".join(places))
+    return found

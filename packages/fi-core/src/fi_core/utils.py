@@ -344,6 +344,22 @@ def _get_range_buf(seq_len: int, device: torch.device) -> torch.Tensor:
     return _cached_range(max(1024, next_positive_power_of_2(seq_len)), device)[:seq_len]
 
 
+_constants: dict[Any, torch.Tensor] = {}
+
+
+def constants(value: int, count: int, device: torch.device) -> torch.Tensor:
+    """[value] * count as int32 on the device, read-only: a slice of a cached tensor, which the host need not send."""
+    import torch
+
+    size = next_positive_power_of_2(count)
+    found = _constants.get((value, size, device))
+    if found is None:
+        found = torch.full((size,), value, dtype=torch.int32, device=device)
+        if not is_graph_capturing():  # else it is filled at replay only: others must not find it
+            _constants[value, size, device] = found
+    return found if size == count else found[:count]
+
+
 # Attention
 
 

@@ -76,8 +76,10 @@ def key(artifact: Artifact) -> str:
 
 
 def unit_path(artifact: Artifact, directory: Path) -> Path:
-    """Where the translation unit is read from: the tree for host modules, `directory` for rendered units."""
-    return directory / f"{artifact.name}.cu" if artifact.kind == "cubin" else sources.root() / artifact.source
+    """Where the translation unit is read from: `directory` for rendered units, the tree for others."""
+    if not artifact.rendered:
+        return sources.root() / artifact.source
+    return directory / f"{artifact.name}.{'cu' if artifact.kind == 'cubin' else 'cc'}"
 
 
 def command(artifact: Artifact, directory: Path) -> list[str]:
@@ -117,7 +119,7 @@ def command(artifact: Artifact, directory: Path) -> list[str]:
 
 def write_unit(artifact: Artifact, directory: Path) -> None:
     """Writes a rendered unit, only if its content differs (ninja looks at modification times)."""
-    if artifact.kind == "cubin":
+    if artifact.rendered:
         path = unit_path(artifact, directory)
         if not path.exists() or path.read_text() != artifact.source:
             path.write_text(artifact.source)

@@ -13,6 +13,7 @@ from fi_core.env import env
 from fi_core.errors import CompileError
 
 LOG_FILE = "fi_jit.log"
+USER_TEXT = "variant_decl"  # what compilers are told that the text of a user's attention variant is called
 NO_HOST_COMPILER = "install a C++ compiler (g++), or the prebuilt modules: pip install fi-jit-cache"
 NO_DEVICE_COMPILER = (
     "install NVRTC (pip install nvidia-cuda-nvrtc nvidia-cuda-runtime, part of CUDA builds of torch), "
@@ -35,6 +36,7 @@ _HINTS = (
     (r"[Kk]illed|out of memory|cannot allocate", "the compiler ran out of memory: set MAX_JOBS=1"),
     (r"cannot find -ltvm_ffi", "apache-tvm-ffi is broken: pip install --force-reinstall 'apache-tvm-ffi>=0.1.9,<0.2'"),
 )
+_MORE = 5  # lines about the text of a user
 _ERROR_LINE = re.compile(r"(fatal )?error\b|not found|No space|[Kk]illed", re.IGNORECASE)
 
 
@@ -82,8 +84,8 @@ def failure(name: str, command: Sequence[str], output: str) -> CompileError | OS
     full = next((line for line in lines if "No space left on device" in line), None)
     if full:
         return OSError(errno.ENOSPC, full)
-    first = next(
-        (line for line in lines if _ERROR_LINE.search(line)), lines[0] if lines else "the compiler said nothing"
-    )
+    errors = [line for line in lines if _ERROR_LINE.search(line)]
+    of_user = [line for line in dict.fromkeys(errors) if line.startswith(USER_TEXT)]
+    first = next(iter(of_user or errors or lines), "the compiler said nothing")
     hint = next((text for pattern, text in _HINTS if re.search(pattern, output)), None)
-    return CompileError(f"building {name} failed: {first}", hint=hint, log_path=path)
+    return CompileError(f"building {name} failed: {first}", hint=hint, log_path=path, more=of_user[1:_MORE])

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from fi_core.cudnn import cudnn_batch_decode_with_kv_cache
 from fi_core.decode import ops  # declares the ops of the family
 from fi_core.decode.block_tables import trtllm_batch_decode_with_kv_cache, xqa, xqa_batch_decode_with_kv_cache
-from fi_core.decode.cudnn_frontend import cudnn_batch_decode_with_kv_cache
 from fi_core.decode.engine import (
     _grouped_size_compiled_for_decode_kernels,
     fast_decode_plan,
     get_batch_decode_module,
 )
-from fi_core.decode.single import single_decode_with_kv_cache
+from fi_core.decode.single import single_decode_with_kv_cache, single_decode_with_kv_cache_with_jit_module
 from fi_core.decode.wrapper import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper
 from fi_core.page import get_seq_lens
 
@@ -24,6 +24,7 @@ __all__ = [
     "get_seq_lens",
     "ops",
     "single_decode_with_kv_cache",
+    "single_decode_with_kv_cache_with_jit_module",
     "trtllm_batch_decode_with_kv_cache",
     "xqa",
     "xqa_batch_decode_with_kv_cache",

@@ -6,12 +6,12 @@ import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from fi_core.attention.arguments import CHECK, LAYOUTS, cache_pair, check_tables, code, refuse, scale_product
 from fi_core.decode import ops
-from fi_core.decode.arguments import CHECK, LAYOUTS, check_tables, code, refuse, scale_product, unpack
 from fi_core.decode.division import carve
 from fi_core.decode.trace import tables_trace
 from fi_core.observe.log import fi_api
-from fi_core.utils import check_shape_dtype_device
+from fi_core.utils import canonicalize_torch_dtype, check_shape_dtype_device
 
 if TYPE_CHECKING:
     import torch
@@ -110,12 +110,6 @@ def _buffers(workspace: torch.Tensor, batch_size: int, units: int, head_dim: int
     return buffers
 
 
-def _cache_pair(kv_cache: Cache, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    if not isinstance(kv_cache, tuple) and kv_cache.ndim == 5 and kv_cache.shape[1] == 1:
-        return kv_cache[:, 0], kv_cache[:, 0]  # keys that are values too
-    return unpack(kv_cache, kv_layout)
-
-
 @fi_api(trace=tables_trace)
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
@@ -169,7 +163,10 @@ def trtllm_batch_decode_with_kv_cache(
     window_left: how many keys before its own a query sees; -1: all. sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is
     added to the sum of the softmax. With q_len_per_req > 1 the query tokens are the last of their request, and each
     sees the keys up to its own; or with mask, uint16 `[batch_size, q_len_per_req, ceil(q_len_per_req / 32) * 2]`, bit t
-    of row r says whether it sees query token t (speculative trees).
+    of row r says whether it sees query token t (speculative trees). cum_seq_lens_q (int32 `[batch_size + 1]`, on the
+    device) takes the place of q_len_per_req where requests differ: query is `[tokens, num_qo_heads, head_dim]`, and
+    request b has the rows `cum_seq_lens_q[b] : cum_seq_lens_q[b + 1]`; the kernels are then those of prefill, which do
+    not split the keys of a request.
 
     out: written if given; its dtype, or out_dtype, or query's: that of query, fp16 or bf16. lse: fp32
     `[rows, num_qo_heads]`, base 2, written if given, returned with return_lse. backend: "auto", "trtllm-gen" and "xqa"
@@ -177,7 +174,8 @@ def trtllm_batch_decode_with_kv_cache(
     max_q_len, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode, request_order: kernels here need them not.
 
     Returns out or (out, lse). Raises KeyError (backend, kv_layout), ValueError (shape, dtype, device), and
-    NotImplementedError for cum_seq_lens_q, NVFP4, separate tables of K and V, sparse blocks and context parallelism.
+    NotImplementedError for mask with cum_seq_lens_q, NVFP4, separate tables of K and V, sparse blocks and context
+    parallelism.
     """
     import torch
 
@@ -185,7 +183,7 @@ def trtllm_batch_decode_with_kv_cache(
         raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
     refuse(
         {
-            "cum_seq_lens_q": cum_seq_lens_q is not None,
+            "mask with cum_seq_lens_q": cum_seq_lens_q is not None and mask is not None,
             "kv_cache_sf": kv_cache_sf is not None,
             "o_sf_scale": o_sf_scale is not None or o_sf_vec_size is not None,
             "out_dtype 'nvfp4'": out_dtype == "nvfp4" or getattr(out, "dtype", None) == "nvfp4",
@@ -195,16 +193,26 @@ def trtllm_batch_decode_with_kv_cache(
         }
     )
     q_len = 1 if q_len_per_req is None else q_len_per_req
-    k, v = _cache_pair(kv_cache, kv_layout)
+    k, v = cache_pair(kv_cache, kv_layout)
     shape = (*query.shape[:2], v.shape[3])
     dtype = query.dtype
     if out is not None:
         dtype = out.dtype
         check_shape_dtype_device(out, shape, None, query.device, "out")
     elif out_dtype is not None:
-        dtype = getattr(torch, out_dtype) if isinstance(out_dtype, str) else out_dtype
+        dtype = canonicalize_torch_dtype(out_dtype)
     if dtype not in (query.dtype, torch.float16, torch.bfloat16):
         raise ValueError(f"out_dtype: the query's ({query.dtype}), float16 or bfloat16 is required; got {dtype}")
+    if cum_seq_lens_q is not None:
+        # Rows that differ in number are those of a prefill. Its kernels do not split the keys of a request.
+        from fi_core.prefill.once import trtllm_batch_context_with_kv_cache  # loaded where it is needed
+
+        scale = bmm1_scale if bmm1_scale_log2 is None else bmm1_scale_log2 * _LN2
+        return trtllm_batch_context_with_kv_cache(
+            query, kv_cache, workspace_buffer, block_tables, seq_lens, 0, max_seq_len, scale, bmm2_scale,
+            block_tables.shape[0], cum_seq_lens_q, cum_seq_lens_q, window_left, out, dtype, kv_layout=kv_layout,
+            enable_pdl=enable_pdl, sinks=sinks, lse=lse, return_lse=return_lse,
+        )  # fmt: skip
     result = query.new_empty(shape, dtype=dtype) if out is None else out
     if lse is not None:
         check_shape_dtype_device(lse, shape[:2], torch.float32, query.device, "lse")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
-from fi_core.decode.arguments import data_types
+from fi_core.attention.arguments import data_types
+from fi_core.attention.planners import Owners
 
 if TYPE_CHECKING:
     import torch
@@ -13,19 +13,7 @@ if TYPE_CHECKING:
     from fi_core.decode.plan import BatchDecodePlan
     from fi_core.decode.wrapper import BatchDecodeWithPagedKVCacheWrapper
 
-# Wrappers by the address of their int workspace, which is how a planner is told whom it plans for.
-_owners: weakref.WeakValueDictionary[int, BatchDecodePlan] = weakref.WeakValueDictionary()
-
-
-def register(wrapper: BatchDecodePlan) -> None:
-    _owners[wrapper._int_workspace_buffer.data_ptr()] = wrapper
-
-
-def _owner(int_workspace_buffer: torch.Tensor) -> BatchDecodePlan:
-    wrapper = _owners.get(int_workspace_buffer.data_ptr())
-    if wrapper is None:
-        raise ValueError("int_workspace_buffer: the one of a wrapper is required (wrapper._int_workspace_buffer)")
-    return wrapper
+owners: Owners[BatchDecodePlan] = Owners()
 
 
 class PrefillPlanner:
@@ -59,7 +47,7 @@ class PrefillPlanner:
         kv_indptr `[batch_size + 1]` (pages), kv_len_arr `[batch_size]` (tokens), int32, on the host or the device.
         Rows of the requests are equally many. Returns the plan info. Options of plan that are no parameters here stay.
         """
-        return _owner(int_workspace_buffer)._replan(
+        return owners.of(int_workspace_buffer)._replan(
             kv_indptr, None, kv_len_arr, num_qo_heads, num_kv_heads, head_dim_qk, page_size, window_left,
             total_num_rows // batch_size if batch_size else 1, None if fixed_split_size < 0 else fixed_split_size,
             disable_split_kv,
@@ -96,7 +84,7 @@ class DecodePlanner:
 
         indptr `[batch_size + 1]` (pages), int32, on the host or the device. Returns the plan info.
         """
-        wrapper = _owner(int_workspace_buffer)
+        wrapper = owners.of(int_workspace_buffer)
         wrapper._logits_soft_cap = logits_soft_cap
         return wrapper._replan(
             indptr, wrapper._paged_kv_last_page_len_buf, None, num_qo_heads, num_kv_heads, head_dim_qk, page_size,

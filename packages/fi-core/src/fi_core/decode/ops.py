@@ -16,7 +16,12 @@ from fi_core.spec.op import Axes, Entry, Impl, Op, Unit
 from fi_core.utils import PosEncodingMode, ceil_div
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
     import torch
+
+    Launch = tuple[Callable[..., None], Sequence[Any]]
 
 TILE = 64  # keys; kDecodeTile of schedule.h
 ROWS = 16  # packed query rows of a row tile; kDecodeRows
@@ -80,17 +85,15 @@ def _tma_unit(axes: Axes) -> Unit:
     types, q_bytes, kv_bytes, line = _types(axes)
     dim, tune = int(str(axes["head_dim"])), TMA
     whole = tune.whole and dim * kv_bytes % 128 == 0
-    slices = 4 if dim <= 128 else 2
-    groups = tune.groups
-    warps, keys = groups * slices, slices * 16
+    warps, warp_keys = (4 if dim <= 128 else 2), (32 if kv_bytes == 1 or line <= 128 else 16)
+    keys = warps * warp_keys
     stage = 2 * keys * line
     rest = warps * ROWS * ((dim + 8) * 4 + 8) + 2 * ROWS * (dim * q_bytes + 16) + 2 * 40 + 6 * 8 + 16 + 1024
     stages = min(max(2, tune.ring // stage), (227 * 1024 - rest) // (stage + 24))
-    stages -= stages % groups  # each stage belongs to one group, which so sees every phase of its barriers
     shared = rest + stages * (stage + 24)
-    body = f"decode_tma<{types}, {dim}, {groups}, {slices}, {stages}, {str(whole).lower()}, {shared}>"
-    config = (_TMA_KIND, dim, int(whole), tune.stream, keys)
-    entry = Entry("decode_tma", body, warps * 32 + 64, config, shared, 1)
+    body = f"decode_tma<{types}, {dim}, {warps}, {warp_keys}, {stages}, {str(whole).lower()}, {shared}>"
+    config = (_TMA_KIND, dim, int(whole), tune.stream, min(keys, TILE))
+    entry = Entry("decode_tma", body, warps * 32 + 96, config, shared, 1)
     return Unit("fi/decode/batch_decode_sm90.cuh", "BatchDecodeParams", (entry,))
 
 
@@ -131,11 +134,11 @@ BATCH_DECODE = Op(
         Impl("cpu", ON_CPU),
         Impl("fa3", (*exactly(90), _HALF_Q, _NO_F32, _COMPILED_DIM), _tma_unit),
         Impl("fa2_tc", (*at_least(80), _HALF_Q, _NO_F32, _COMPILED_DIM), _tiles_unit),
-        Impl("fa2", at_least(80), _rows_unit),
+        Impl("fa2", (*at_least(80), Constraint("head_dim", "==", 0)), _rows_unit),
     ),
     prebuilt=(
         *({"q": q, "kv": q, "head_dim": dim} for q in ("f16", "bf16") for dim in (64, 128, 256)),
-        *({"q": q, "kv": "e4m3", "head_dim": 128} for q in ("f16", "bf16")),
+        *({"q": q, "kv": "e4m3", "head_dim": dim} for q in ("f16", "bf16") for dim in (128, 0)),
         *({"q": q, "kv": q, "head_dim": 0} for q in ("f16", "bf16", "f32")),
     ),
 )
@@ -149,7 +152,9 @@ decode_plan = Launcher(DECODE_PLAN, lambda schedule, *_: (schedule.get_device(),
 
 
 def _key(out, lse, workspace, schedule, q, k_cache, v_cache, *rest):  # type: ignore[no-untyped-def]
-    return q.get_device(), q.dtype, k_cache.dtype, head_dim_axis(q.shape[2], v_cache.shape[3]), rest[-1]
+    impl = rest[-1]
+    head_dim = 0 if impl == "fa2" else head_dim_axis(q.shape[2], v_cache.shape[3])
+    return q.get_device(), q.dtype, k_cache.dtype, head_dim, impl
 
 
 batch_decode = Launcher(BATCH_DECODE, _key)
@@ -172,9 +177,12 @@ def choose(
     """
     target = target_of(device)
     axes = {"q": short_name(q), "kv": short_name(kv), "head_dim": head_dim_axis(head_dim_qk, head_dim_vo)}
-    if pos_encoding_mode == PosEncodingMode.ROPE_LLAMA.value:  # keys are rotated by the kernel on CUDA cores only
-        axes["head_dim"] = 0
     name = None if backend == "auto" or target.kind == "cpu" else backend
+    # The kernel on CUDA cores takes any head dim and all types, and it alone rotates keys.
+    if name == "fa2" or pos_encoding_mode == PosEncodingMode.ROPE_LLAMA.value:
+        axes["head_dim"] = 0
+    elif name is None and BATCH_DECODE.explain(target, axes)["fa2_tc"]:
+        axes["head_dim"] = 0
     best = BATCH_DECODE.spec(target, axes, name).impl
     return "fa2_tc" if best == "fa3" and name is None and page_size % _LEAST_BOX else best
 
@@ -317,6 +325,7 @@ def attend(
     bmm1_scale: torch.Tensor | None = None,
     bmm2_scale: torch.Tensor | None = None,
     draft_mask: torch.Tensor | None = None,
+    variant: Launch | None = None,
 ) -> None:
     """Attention of all requests as the last `plan` on the same buffers divided it, in one launch.
 
@@ -335,10 +344,13 @@ def attend(
     those whose bit is set: uint8 `[batch_size, q_len, ceil(q_len / 32) * 4]`, key kv_len - q_len + t is bit t % 8 of
     byte t / 8.
 
+    variant: the op with a user's variant, and what it takes more; scales of scores and the soft cap are then its own.
+
     Raises ValueError, TypeError; UnsupportedError where impl does not take the dtypes, head dims or encoding.
     """
-    batch_decode(
+    launch, extras = (batch_decode, ()) if variant is None else variant
+    launch(
         out, lse, buffers.workspace, buffers.schedule, q, k_cache, v_cache, page_indices, sinks, scale_q, scale_k,
         scale_v, bmm1_scale, bmm2_scale, draft_mask, kv_layout, pos_encoding_mode, q_len, buffers.blocks, window_left,
-        logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta, enable_pdl, impl,
+        logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta, enable_pdl, impl, *extras,
     )  # fmt: skip

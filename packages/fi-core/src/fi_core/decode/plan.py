@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.decode import engine, ops
-from fi_core.decode.arguments import (
-    BACKENDS,
+from fi_core.attention.arguments import (
     LAYOUTS,
     POS_ENCODINGS,
     check_backend,
-    check_lengths,
     check_shape,
     code,
     computed,
     data_types,
-    deprecated_positional,
-    lengths,
 )
+from fi_core.cudnn import planned as cudnn
+from fi_core.decode import engine, ops
+from fi_core.decode.arguments import BACKENDS, FOREIGN, check_lengths, deprecated_positional, lengths
 from fi_core.decode.division import Division
 from fi_core.errors import UnsupportedError
 from fi_core.observe.log import fi_api
-from fi_core.utils import _get_range_buf
+from fi_core.utils import _get_range_buf, constants
 
 if TYPE_CHECKING:
     import torch
 
+    from fi_core.jit.attention import CustomAttention
+
+_JIT_ARGS = 16  # of gen_customize_batch_decode_module
 _INT_WORKSPACE = 8 << 20  # bytes: the partial results of 132 blocks of head_dim 256 take 4.2 MiB
 
 
@@ -43,16 +44,22 @@ class BatchDecodePlan:
         paged_kv_indices_buffer: torch.Tensor | None = None,
         paged_kv_last_page_len_buffer: torch.Tensor | None = None,
         backend: str = "auto",
-        jit_args: list[Any] | None = None,
+        jit_args: Sequence[Any] | None = None,
+        jit_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         import torch
 
         self._layout = code(LAYOUTS, kv_layout, "kv_layout")
-        check_backend(backend)
-        if jit_args is not None:
-            raise NotImplementedError("jit_args: customised attention variants are not supported; pass None")
+        check_backend(backend, BACKENDS, FOREIGN)
+        self._variant: CustomAttention | None = None
+        if jit_args is not None or jit_kwargs:
+            from fi_core.jit.attention import customised
+
+            # With tensor cores arguments may follow that belong to prefill, and mean nothing here.
+            given = jit_args[:_JIT_ARGS] if jit_args is not None and use_tensor_cores else jit_args
+            self._variant = customised("decode", backend, float_workspace_buffer.device, given, jit_kwargs)
         self._kv_layout, self._backend = kv_layout, backend
-        self._use_tensor_cores = use_tensor_cores or backend == "trtllm-gen"
+        self._use_tensor_cores = use_tensor_cores or backend in ("trtllm-gen", "cudnn")
         self._use_cuda_graph = use_cuda_graph
         self._paged_kv_indptr_buf: Any = paged_kv_indptr_buffer
         self._paged_kv_indices_buf: Any = paged_kv_indices_buffer
@@ -62,6 +69,9 @@ class BatchDecodePlan:
         self._copies: dict[str, torch.Tensor] = {}  # device copies of host tables, written again while shapes repeat
         self._q_len_per_req, self._is_causal, self._batch_size = 1, False, 0
         self.device = float_workspace_buffer.device
+        self._cudnn = cudnn.PlannedBatch(use_cuda_graph) if backend == "cudnn" else None
+        if self._cudnn is not None:
+            cudnn.require(self.device)
         own = torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=self.device)
         self.reset_workspace_buffer(float_workspace_buffer, own)
 
@@ -115,7 +125,7 @@ class BatchDecodePlan:
         self._fitting: set[Any] = set()  # strides that the chosen implementation takes
         self._plan_info: list[int] | None = None
         self._cached_module: engine.PrefillPlanner | engine.DecodePlanner | None = None
-        engine.register(self)
+        engine.owners.add(self)
 
     @computed
     def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
@@ -199,7 +209,8 @@ class BatchDecodePlan:
         has the pages `indices[indptr[b] : indptr[b + 1]]`, the last of which holds last_page_len[b] tokens; without
         pages its length is 0. Each may lie on the host or on the device. What lies on the host is copied in the order
         of the current stream, so pinned tensors must keep their values until then. seq_lens: `[batch_size]`, int32,
-        uint32 or int64; lengths instead of those that last_page_len gives. block_tables: kept as `_block_tables`.
+        uint32 or int64; lengths instead of those that last_page_len gives. block_tables: kept as `_block_tables`; with
+        backend "cudnn" its width bounds the lengths, without it plan waits for the device to know them.
 
         Head h reads kv head `h // (num_qo_heads / num_kv_heads)`, any whole ratio. head_dim: a multiple of 8 up to 512.
         pos_encoding_mode: "NONE", "ROPE_LLAMA" (keys rotated by their position, queries by theirs), "ALIBI".
@@ -317,7 +328,7 @@ class BatchDecodePlan:
         non_blocking: bool = True,
     ) -> list[int]:
         """Divides the work, on the device, and remembers what it is. kv_lens win over last_page_len."""
-        check_shape(num_qo_heads, num_kv_heads, head_dim, page_size)
+        check_shape(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim)
         self._num_qo_heads, self._num_kv_heads, self._head_dim = num_qo_heads, num_kv_heads, head_dim
         self._batch_size = len(indptr) - 1
         self._q_len_per_req, self._is_causal = q_len, q_len > 1
@@ -332,13 +343,50 @@ class BatchDecodePlan:
             indptr, last_page_len, kv_lens, len(self._paged_kv_indices_buf), num_qo_heads, num_kv_heads, head_dim,
             page_size, window_left, q_len, split, whole, self._impl,
         )  # fmt: skip
+        if self._cudnn is not None:
+            self._plan_cudnn(indptr, last_page_len, kv_lens)
         self._fitting.clear()
         self._cached_module = engine.PREFILL_PLANNER if self._use_tensor_cores else engine.DECODE_PLANNER
         return self._plan_info
 
+    def _plan_cudnn(
+        self, indptr: torch.Tensor, last_page_len: torch.Tensor | None, kv_lens: torch.Tensor | None
+    ) -> None:
+        import torch
+
+        assert self._cudnn is not None
+        if kv_lens is None:
+            assert last_page_len is not None
+            pages = indptr.diff()
+            kv_lens = ((pages - 1) * self._page_size + last_page_len) * (pages > 0)
+        table = self._block_tables
+        most = self._max_kv_len if table is None else table.shape[1] * self._page_size
+        self._cudnn.plan(
+            constants(self._q_len_per_req, self._batch_size, self.device), kv_lens.to(torch.int32),
+            (self._q_len_per_req, most), indptr, self._paged_kv_indices_buf, self._page_size, None,
+        )  # fmt: skip
+
+    def _check_cudnn(self, plain: bool) -> str:
+        """Whether cuDNN takes the options, which forward may have set: its name, or UnsupportedError."""
+        return cudnn.check(
+            self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type, self._pos_encoding_mode,
+            self._logits_soft_cap, plain,
+        )  # fmt: skip
+
     def _choose(self, head_dim_vo: int) -> str:
         """The implementation. "fa2" with tensor cores is fa2_tc, or the CUDA cores for what that does not take."""
+        if self._cudnn is not None:
+            return self._check_cudnn(True)
         encoding = POS_ENCODINGS[self._pos_encoding_mode]
+        if self._variant is not None:
+            self._variant.check(
+                self._cached_q_data_type,
+                self._cached_kv_data_type,
+                self._cached_o_data_type,
+                self._head_dim,
+                head_dim_vo,
+            )
+            return "cpu" if self.device.type == "cpu" else "fa2"
         rest = (
             self.device, self._cached_q_data_type, self._cached_kv_data_type, self._head_dim, head_dim_vo, encoding,
             self._page_size,

@@ -6,11 +6,11 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention import attend
+from fi_core.attention.arguments import LAYOUTS, POS_ENCODINGS
 from fi_core.decode import ops
-from fi_core.decode.arguments import LAYOUTS, POS_ENCODINGS
 from fi_core.observe.log import fi_api
 from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
-from fi_core.utils import is_graph_capturing
+from fi_core.utils import constants
 
 if TYPE_CHECKING:
     import torch
@@ -155,6 +155,30 @@ def _batch_impl(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: int) 
     return impl if impl in ("fa3", "fa2_tc") else None
 
 
+@fi_api
+def single_decode_with_kv_cache_with_jit_module(
+    jit_module: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *args: Any,
+    kv_layout: str = "NHD",
+    window_left: int = -1,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one query token by a user's variant: `gen_customize_single_decode_module(...).build_and_load()`.
+
+    args: the variant's tensors, then its scalars, in the order of declaration; a tensor named maybe_... may be None.
+    Other arguments and the result are those of single_decode_with_kv_cache, with the types that the module was made
+    for. window_left always counts, whatever the variant masks. Without a softmax lse is 0.
+
+    Raises TypeError or ValueError, which name what is missing or does not fit.
+    """
+    from fi_core.jit.attention import custom_attention
+
+    return custom_attention(jit_module).attend(q, k, v, args, kv_layout, False, window_left, return_lse)
+
+
 @functools.cache
 def _needs(device: torch.device, units: int, impl: str) -> ops.Sizes:
     return ops.sizes(device, 1, units, impl=impl)
@@ -179,36 +203,13 @@ def _as_batch(
     device = q.device
     units = ops.units_of(q.shape[0], k.shape[1 - layout])
     buffers = ops.allocate(device, _needs(device, units, impl), q.shape[1])
+    whole, first = constants(0x7FFFFFFF, 1, device), constants(0, 1, device)
     # The length is limited by the only page, which is all of k.
-    ops.plan(
-        buffers,
-        None,
-        None,
-        _constant(0x7FFFFFFF, device),
-        k.shape[layout],
-        units,
-        pages_per_request=1,
-        window_left=window_left,
-    )
+    ops.plan(buffers, None, None, whole, k.shape[layout], units, pages_per_request=1, window_left=window_left)
     out = q.new_empty((1, *q.shape))
     lse = q.new_empty((1, q.shape[0]), dtype=torch.float32) if return_lse else None
     ops.attend(
-        buffers, out, lse, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), _constant(0, device), impl, layout, encoding,
+        buffers, out, lse, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), first, impl, layout, encoding,
         1, window_left, soft_cap, score_scale, out_scale,
     )  # fmt: skip
     return out.squeeze(0) if lse is None else (out.squeeze(0), lse.squeeze(0))
-
-
-_constants: dict[Any, torch.Tensor] = {}
-
-
-def _constant(value: int, device: torch.device) -> torch.Tensor:
-    """[value] as int32 on the device, so that the host need not send it."""
-    import torch
-
-    found = _constants.get((value, device))
-    if found is None:
-        found = torch.full((1,), value, dtype=torch.int32, device=device)
-        if not is_graph_capturing():  # else it is filled at replay only: others must not find it
-            _constants[value, device] = found
-    return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from fi_core.attention.arguments import CHECK, POS_ENCODINGS, check_pages, per_head, scale_product, unpack
 from fi_core.decode import ops
-from fi_core.decode.arguments import CHECK, POS_ENCODINGS, check_pages, scale_product, unpack
 from fi_core.decode.plan import BatchDecodePlan
 from fi_core.observe.log import fi_api
 from fi_core.utils import check_shape_dtype_device
@@ -14,9 +14,14 @@ from fi_core.utils import check_shape_dtype_device
 if TYPE_CHECKING:
     import torch
 
-_ANY_ADDRESS = ("cpu", "fa2")  # implementations that take any alignment
+_ANY_ADDRESS = ("cpu", "fa2", "cudnn")  # implementations that take any alignment
 _MOST_STRIDES = 64  # kept by a wrapper; a model has few
 _NO_SCALES = (None, None, None)
+# What a variant that is also meant for prefill may declare, and decode has not.
+_NO_MASK: dict[str, Any] = dict.fromkeys(
+    ("maybe_custom_mask", "maybe_mask_indptr", "maybe_prefix_len_ptr", "maybe_token_pos_in_items_ptr",
+     "maybe_max_item_len_ptr", "maybe_k_cache_sf", "maybe_v_cache_sf")
+)  # fmt: skip
 
 
 class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
@@ -34,10 +39,15 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
 
     use_tensor_cores: required for q_len_per_req > 1, else a hint, since "auto" chooses by shape. backend: "auto"; "fa2"
     (CUDA cores, or with use_tensor_cores mma.sync), "fa2_tc" (mma.sync), "fa3" (Hopper); "trtllm-gen" and "xqa" are
-    taken as "auto".
+    taken as "auto". "cudnn": the kernels of cuDNN, for which nvidia-cudnn-frontend must be installed: 16-bit tensors of
+    one type, no position encoding, no soft cap, pages of a power of 2; float_workspace_buffer is theirs, and with
+    q_len_per_req > 1 what lies behind the tokens of a request in its last page must be finite.
 
-    Raises KeyError (kv_layout), ValueError (backend, buffers), NotImplementedError (jit_args, backends of other
-    libraries).
+    jit_args, jit_kwargs: an attention variant of the user, the arguments of gen_customize_batch_decode_module, for
+    backend "auto" or "fa2"; it is compiled here. What it declares then follows the cache in `run`.
+
+    Raises KeyError (kv_layout), ValueError (backend, buffers), NotImplementedError (backends of other libraries),
+    LibraryError ("cudnn" without its frontend), and for jit_args what the generator raises, or CompileError.
     """
 
     @fi_api
@@ -67,10 +77,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         of the planned types.
 
         q_scale, k_scale multiply the scores and v_scale the output; one-element fp32 tensors on the device work too.
-        args: for fp8 tensors scale_q `[num_qo_heads]`, scale_k, scale_v `[num_kv_heads]`, fp32, or numbers. sinks
-        `[num_qo_heads]`, fp32: `exp(sinks[h])` is added to the sum of the softmax. out, lse: written and returned if
-        given. window_left: None or what was planned. skip_softmax_threshold_scale_factor: nothing is skipped, which
-        any threshold allows.
+        args: for fp8 tensors scale_q `[num_qo_heads]`, scale_k, scale_v `[num_kv_heads]`, fp32, or numbers; with
+        jit_args the tensors and then the scalars that the variant declares. sinks `[num_qo_heads]`, fp32:
+        `exp(sinks[h])` is added to the sum of the softmax. out, lse: written and returned if given.
+        window_left: None or what was planned. skip_softmax_threshold_scale_factor: nothing is skipped, which any
+        threshold allows.
 
         With return_lse also lse `[rows, num_qo_heads]`, fp32: log2 of the sum of `2^(score * log2 e)`. A request of
         length 0 gives out = 0 and lse = -inf (or that of its sink).
@@ -132,16 +143,29 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             score_scale, bmm1 = scale_product(score_scale, q_scale, k_scale)
         if v_scale is not None:
             out_scale, bmm2 = scale_product(1.0, v_scale)
-        per_head: tuple[Any, Any, Any] = _NO_SCALES
-        if args:
-            score_scale, out_scale, per_head = _per_head(args, score_scale, out_scale)
+        scales: tuple[Any, Any, Any] = _NO_SCALES
+        encoding, variant = POS_ENCODINGS[self._pos_encoding_mode], None
+        if self._variant is not None:
+            encoding, variant = self._variant.launch(self, q, args, _NO_MASK, q_scale, k_scale, sinks)
+        elif args:
+            scale_qk, scale_vo, scales = per_head(args)
+            score_scale, out_scale = score_scale * scale_qk, out_scale * scale_vo
         if self._window_left != self._division.window_left:  # forward changed it
             self._division.again(self._window_left)
+        if self._cudnn is not None:
+            self._check_cudnn(bmm1 is None and scales == _NO_SCALES)
+            self._cudnn.attend(
+                out, lse, q, k, v, self._layout, self._float_workspace_buffer, score_scale, self._q_len_per_req > 1,
+                self._window_left, sinks,
+            )  # fmt: skip
+            if out_scale != 1.0 or bmm2 is not None:
+                out.mul_(out_scale if bmm2 is None else bmm2 * out_scale)
+            return (out, lse) if return_lse and lse is not None else out
         ops.attend(
             buffers, out, lse, q, k, v, self._paged_kv_indices_buf, impl, self._layout,
-            POS_ENCODINGS[self._pos_encoding_mode], self._q_len_per_req, self._window_left,
+            encoding, self._q_len_per_req, self._window_left,
             self._logits_soft_cap or 0.0, score_scale, out_scale, self._rope_scale or 1.0, self._rope_theta or 1e4,
-            enable_pdl, sinks, *per_head, bmm1, bmm2,
+            enable_pdl, sinks, *scales, bmm1, bmm2, variant=variant,
         )  # fmt: skip
         return (out, lse) if return_lse and lse is not None else out
 
@@ -168,28 +192,16 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
     ) -> Any:
         """The older form of `run`: its options replace those of the plan, also where they are left out."""
         self._set_options(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
-    def forward_return_lse(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        pos_encoding_mode: str = "NONE",
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Any:
+    def forward_return_lse(self, *args: Any, **options: Any) -> Any:
         """`forward`, with the log-sum-exp."""
-        self._set_options(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=True)
+        return self.forward(*args, **options, return_lse=True)
 
     def end_forward(self) -> None:
         """Does nothing; older callers end a plan with it."""
@@ -237,17 +249,3 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         super().__init__(
             workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer, last_page_len_buffer
         )
-
-
-def _per_head(args: tuple[Any, ...], scale: float, out_scale: float) -> tuple[float, float, Any]:
-    """scale_q, scale_k, scale_v from the positional arguments of run: tensors per head stay, numbers are multiplied."""
-    if len(args) > 3:
-        raise TypeError(f"run: scale_q, scale_k, scale_v may follow the cache by position; got {len(args)} arguments")
-    numbers = [1.0, 1.0, 1.0]
-    tensors: list[Any] = [None, None, None]
-    for i, scale_of in enumerate(args):
-        if isinstance(scale_of, (int, float)):
-            numbers[i] = scale_of
-        else:
-            tensors[i] = scale_of
-    return scale * numbers[0] * numbers[1], out_scale * numbers[2], tuple(tensors)

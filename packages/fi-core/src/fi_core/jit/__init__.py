@@ -17,6 +17,15 @@ _HOMES = {
         "clear_cache_dir",
         "jit_spec_registry",
     ),
+    "fi_core.jit.attention": (
+        "gen_customize_batch_attention_module",
+        "gen_customize_batch_decode_module",
+        "gen_customize_batch_pod_module",
+        "gen_customize_batch_prefill_module",
+        "gen_customize_pod_module",
+        "gen_customize_single_decode_module",
+        "gen_customize_single_prefill_module",
+    ),
     "fi_core.jit.custom": ("gen_jit_spec",),
     "fi_core.jit.ops": ("gen_act_and_mul_module", "gen_module"),
     "fi_core.compilation_context": ("CompilationContext",),
@@ -28,7 +37,7 @@ __all__ = ["current_compilation_context", *_HOME]
 
 def __getattr__(name: str) -> Any:
     """The public names, the modules, and `gen_<word>_module` for every family and every op."""
-    if name in ("core", "custom", "env", "ops"):
+    if name in ("attention", "core", "custom", "env", "ops"):
         return importlib.import_module(f"fi_core.jit.{name}")
     if name == "current_compilation_context":
         return importlib.import_module("fi_core.jit.core").current_compilation_context

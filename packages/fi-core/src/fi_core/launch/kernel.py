@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from fi_core.build import sources
@@ -31,9 +32,15 @@ def load_module(found: Found) -> Any:
     return _modules[found.path]
 
 
-def _first(artifact: Artifact, use: Callable[[Found], Any]) -> tuple[Any, Found]:
+def _peek(places: Iterator[Found]) -> tuple[bool, Iterable[Found]]:
+    """Whether there is any, and all of them: each further one costs reading a file."""
+    head = list(islice(places, 1))
+    return bool(head), chain(head, places)
+
+
+def _first(artifact: Artifact, known: Iterable[Found], use: Callable[[Found], Any]) -> tuple[Any, Found]:
     """The first place whose file can be used; a prebuilt file that is refused is a miss with one logged reason."""
-    for found in find(artifact):
+    for found in find(artifact, known):
         try:
             return use(found), found
         except (RuntimeError, OSError) as error:
@@ -59,21 +66,22 @@ def bind_artifacts(
 ) -> tuple[Callable[..., None], dict[str, Found]]:
     """Binds a host module, the first artifact, with the device binary and its entries if a second one follows."""
     host, *images = artifacts
+    has_host, hosts = _peek(prebuilt(host))
     if not images:
-        call, found = _first(host, lambda f: load_module(f)["bind"](op, name))
+        call, found = _first(host, hosts, lambda f: load_module(f)["bind"](op, name))
         return call, {"host": found}
     (image,) = images
-    if next(prebuilt(host), None) is None and next(prebuilt(image), None) is None:
+    has_cubin, cubins = _peek(prebuilt(image))
+    if not has_host and not has_cubin:
         with ThreadPoolExecutor(1) as pool:  # both compilers at once: a cold first call costs the slower one
             other = pool.submit(built, host)
-            built(image)
-            other.result()
-    module, host_found = _first(host, load_module)
+            cubins, hosts = [built(image)], [other.result()]
+    module, host_found = _first(host, hosts, load_module)
     words = [w for e in entries for w in (e.name, e.threads, e.shared_bytes, len(e.config), *e.config)]
 
     def use(found: Found) -> Callable[..., None]:
         content = found.path.read_bytes()
         return module["bind"](op, name, content, image.target.capability, device, *words)  # type: ignore[no-any-return]
 
-    call, image_found = _first(image, use)
+    call, image_found = _first(image, cubins, use)
     return call, {"host": host_found, "cubin": image_found}

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
+
+from fi_core.attention.planners import Owners
 
 if TYPE_CHECKING:
     import torch
 
     from fi_core.prefill.plan import BatchPrefillPlan
 
-# Wrappers by the address of their int workspace, which is how a planner is told whom it plans for.
-_owners: weakref.WeakValueDictionary[int, BatchPrefillPlan] = weakref.WeakValueDictionary()
-
-
-def register(wrapper: BatchPrefillPlan) -> None:
-    _owners[wrapper._int_workspace_buffer.data_ptr()] = wrapper
+owners: Owners[BatchPrefillPlan] = Owners()
 
 
 class PrefillPlanner:
@@ -47,9 +43,7 @@ class PrefillPlanner:
         kv_len_arr `[batch_size]` (tokens), int32, on the host or the device. Returns the plan info. Further arguments
         concern split keys, of which there are none. Options of plan that are no parameters here stay.
         """
-        wrapper = _owners.get(int_workspace_buffer.data_ptr())
-        if wrapper is None:
-            raise ValueError("int_workspace_buffer: the one of a wrapper is required (wrapper._int_workspace_buffer)")
+        wrapper = owners.of(int_workspace_buffer)
         wrapper._check_batch(qo_indptr, kv_indptr)
         return wrapper._replan(
             qo_indptr, kv_indptr, None, kv_len_arr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size,

@@ -1,12 +1,11 @@
-"""Batch prefill in one call, without a plan: the forms of TensorRT-LLM and cuDNN."""
+"""Batch prefill in one call, without a plan: the forms of TensorRT-LLM."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.decode.arguments import CHECK, LAYOUTS, check_tables, code, refuse, scale_product
-from fi_core.decode.block_tables import _cache_pair
+from fi_core.attention.arguments import CHECK, LAYOUTS, cache_pair, check_tables, code, refuse, scale_product
 from fi_core.observe.log import fi_api
 from fi_core.prefill import ops
 from fi_core.prefill.trace import tables_trace
@@ -176,7 +175,7 @@ def trtllm_batch_context_with_kv_cache(
         }
     )
     layout = code(LAYOUTS, kv_layout, "kv_layout")
-    k, v = _cache_pair(kv_cache, kv_layout)
+    k, v = cache_pair(kv_cache, kv_layout)
     result, lse = results(query, v.shape[3], out, out_dtype, lse, return_lse)
     pages, pitch = flat_tables(block_tables)
     if block_tables.shape[0] != batch_size or seq_lens.numel() != batch_size:
@@ -243,65 +242,3 @@ def trtllm_ragged_attention_deepseek(
         enable_pdl=enable_pdl,
     )  # fmt: skip
     return (result, lse) if return_lse and lse is not None else result
-
-
-@fi_api
-def cudnn_batch_prefill_with_kv_cache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    scale: float,
-    workspace_buffer: torch.Tensor,
-    *,
-    max_token_per_sequence: int,
-    max_sequence_kv: int,
-    actual_seq_lens_q: torch.Tensor,
-    actual_seq_lens_kv: torch.Tensor,
-    block_tables: torch.Tensor | None = None,
-    causal: bool,
-    return_lse: bool,
-    q_scale: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    batch_offsets_q: torch.Tensor | None = None,
-    batch_offsets_o: torch.Tensor | None = None,
-    batch_offsets_k: torch.Tensor | None = None,
-    batch_offsets_v: torch.Tensor | None = None,
-    batch_offsets_stats: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    is_cuda_graph_compatible: bool = False,
-    backend: str | None = None,
-    o_data_type: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Prefill attention by the arguments that callers of cuDNN have; the kernels are those of this library.
-
-    q: `[qo_tokens, num_qo_heads, head_dim_qk]`, requests one after another. k_cache, v_cache: `[pages, num_kv_heads,
-    page_size, head_dim]` with block_tables (int32 `[batch_size, max_pages]`), else `[kv_tokens, num_kv_heads,
-    head_dim]`. actual_seq_lens_q, actual_seq_lens_kv: integers, `[batch_size]` or `[batch_size, 1, 1, 1]`, on the host
-    or the device. scale multiplies the scores, as do q_scale and k_scale, and v_scale the output. batch_offsets_*,
-    max_*, workspace_buffer, is_cuda_graph_compatible, backend: not needed, as requests follow each other without gaps.
-
-    Returns (out `[qo_tokens, num_qo_heads, head_dim_vo]` in o_data_type, default q's, None). Raises ValueError (shape,
-    dtype, device), NotImplementedError (return_lse, lse).
-    """
-    import torch
-
-    refuse({"return_lse, lse (statistics in cuDNN's layout)": return_lse or lse is not None})
-    result, _ = results(q, v_cache.shape[-1], out, o_data_type, None, False)
-    lens_q, lens_kv = (
-        x.reshape(-1).to(q.device, torch.int32, non_blocking=True) for x in (actual_seq_lens_q, actual_seq_lens_kv)
-    )
-    bounds_q = torch.nn.functional.pad(lens_q.cumsum(0, dtype=torch.int32), (1, 0))
-    tables: dict[str, Any] = {}
-    if block_tables is not None:
-        pages, pitch = flat_tables(block_tables)
-        tables = {"kv_len": lens_kv, "page_indices": pages, "pages_per_request": pitch}
-    else:
-        tables = {"kv_indptr": torch.nn.functional.pad(lens_kv.cumsum(0, dtype=torch.int32), (1, 0))}
-    attend_once(
-        result, None, q, k_cache, v_cache, 0 if block_tables is None else 1, len(lens_q), qo_indptr=bounds_q,
-        causal=causal, score_scale=scale_product(scale, q_scale, k_scale), out_scale=scale_product(1.0, v_scale),
-        **tables,
-    )  # fmt: skip
-    return result, None

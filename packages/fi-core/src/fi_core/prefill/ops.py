@@ -20,6 +20,8 @@ from fi_core.utils import PosEncodingMode, round_up
 if TYPE_CHECKING:
     import torch
 
+    from fi_core.decode.ops import Launch
+
 ROWS = 128  # packed query rows of a tile
 _LEAST_COPY = 8  # keys that a bulk copy must bring
 _HEADER = 8  # words; PrefillSchedule::kHeader
@@ -330,6 +332,7 @@ def attend(
     prefix_len: torch.Tensor | None = None,
     items: torch.Tensor | None = None,
     kv_tokens: int = 0,
+    variant: Launch | None = None,
 ) -> None:
     """Attention of all requests that the last `plan` on this schedule listed, in one launch.
 
@@ -352,12 +355,14 @@ def attend(
     p that are before prefix_len[b] (int32 or uint32 `[batch_size]`), or from p - items[b][p - prefix_len[b]] + 1 on
     (uint16 `[batch_size, n]`). window_left w >= 0 hides keys j < p - w whatever else is given.
 
-    kv_tokens: of all requests, if known: decides how many heads share the L2 cache.
+    kv_tokens: of all requests, if known: decides how many heads share the L2 cache. variant: the op with a user's
+    variant, and what it takes more; scales of scores and the soft cap are then its own.
 
     Raises ValueError, TypeError; UnsupportedError where impl does not take the dtypes, head dims or options.
     """
-    batch_prefill(
+    launch, extras = (batch_prefill, ()) if variant is None else variant
+    launch(
         out, lse, schedule, q, k, v, page_indices, custom_mask, mask_indptr, prefix_len, items, sinks, scale_q, scale_k,
         scale_v, bmm1_scale, bmm2_scale, batch_size, tokens, kv_tokens, kv_layout, pos_encoding_mode, causal,
-        window_left, logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta, enable_pdl, impl,
+        window_left, logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta, enable_pdl, impl, *extras,
     )  # fmt: skip

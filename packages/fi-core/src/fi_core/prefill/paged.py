@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.decode.arguments import CHECK, check_pages, unpack
+from fi_core.attention.arguments import CHECK, check_pages, unpack
 from fi_core.observe.log import fi_api
 from fi_core.prefill.plan import BatchPrefillPlan
 
@@ -30,10 +31,17 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
     backend: "auto"; "fa2" (mma.sync, every option), "fa3" (Hopper: 16-bit q, k, v and output of one type, head dims 64,
     128, 256, or 192 with values of 128; with head dims of 128 also fp8 k and v, and e4m3 ones with an e4m3 q, where the
     output has 16 bits and weights are rounded to e4m3 as well; no custom mask, no position encoding); "trtllm-gen" and
-    "cutlass" are taken as "auto". A result does not depend on the batch that a request is in.
+    "cutlass" are taken as "auto". A result does not depend on the batch that a request is in. "cudnn": the kernels of
+    cuDNN, for which nvidia-cudnn-frontend must be installed: 16-bit tensors of one type, no mask but causal and
+    window_left, no position encoding, no soft cap, pages of a power of 2; float_workspace_buffer is theirs, and what
+    lies behind the tokens of a request in its last page must be finite.
 
-    Raises KeyError (kv_layout), ValueError (backend, buffers), NotImplementedError (jit_args, backends of other
-    libraries).
+    jit_args, jit_kwargs: an attention variant of the user, the arguments of gen_customize_batch_prefill_module less
+    backend, for "auto" or "fa2"; it is compiled here. What it declares then follows the cache in `run`. A planned mask
+    counts beside the variant's, unless it declares maybe_custom_mask; with variant_owns_mask the variant's is alone.
+
+    Raises KeyError (kv_layout), ValueError (backend, buffers), NotImplementedError (backends of other libraries),
+    LibraryError ("cudnn" without its frontend), and for jit_args what the generator raises, or CompileError.
     """
 
     def __init__(
@@ -48,7 +56,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         custom_mask_buf: torch.Tensor | None = None,
         mask_indptr_buf: torch.Tensor | None = None,
         backend: str = "auto",
-        jit_args: list[Any] | None = None,
+        jit_args: Sequence[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
@@ -65,7 +73,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         }
         super().__init__(
             float_workspace_buffer, kv_layout, buffers if use_cuda_graph else None, custom_mask_buf, mask_indptr_buf,
-            backend, jit_args, variant_owns_mask,
+            backend, jit_args, jit_kwargs, variant_owns_mask,
         )  # fmt: skip
         if use_cuda_graph:
             self._fixed_batch_size = batch = len(qo_indptr_buf) - 1  # type: ignore[arg-type]
@@ -152,9 +160,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         rows by theirs), "ALIBI". logits_soft_cap c > 0: scores become `c tanh(score / c)`. sm_scale: default
         `1 / sqrt(head_dim_qk)`. kv_data_type and o_data_type default to q_data_type.
 
-        Without effect: use_fp16_qk_reduction (sums are fp32), max_item_len_ptr, seq_lens_q, max_token_per_sequence,
-        max_sequence_kv, uniform_q_len (hints), fixed_split_size and disable_split_kv (no request is split).
-        block_tables is kept as `_block_tables`.
+        Without effect: use_fp16_qk_reduction (sums are fp32), max_item_len_ptr, seq_lens_q, uniform_q_len (hints),
+        fixed_split_size and disable_split_kv (no request is split). block_tables is kept as `_block_tables`.
+        max_token_per_sequence and max_sequence_kv: rows and keys that no request exceeds, for backend "cudnn" alone,
+        which without them waits for the device; with use_cuda_graph those of the first plan hold.
 
         Raises ValueError (shapes, sizes, what a CUDA graph fixes), TypeError (dtypes), KeyError (pos_encoding_mode),
         UnsupportedError (what the backend does not take).
@@ -186,6 +195,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         self._place_items(
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, non_blocking
         )
+        self._most = max_token_per_sequence, max_sequence_kv
         self._replan(
             self._qo_indptr_buf, self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf, seq_lens, num_qo_heads,
             num_kv_heads, head_dim_qk, head_dim_vo or head_dim_qk, page_size, causal, window_left, non_blocking,
@@ -223,10 +233,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         types.
 
         q_scale, k_scale multiply the scores and v_scale the output; one-element fp32 tensors on the device work too.
-        args: for fp8 tensors scale_q `[num_qo_heads]`, scale_k, scale_v `[num_kv_heads]`, fp32, or numbers. sinks
-        `[num_qo_heads]`, fp32: `exp(sinks[h])` is added to the sum of the softmax. out, lse: written and returned if
-        given. window_left: None or what was planned. The last three: nothing is skipped or rounded, which any setting
-        allows.
+        args: for fp8 tensors scale_q `[num_qo_heads]`, scale_k, scale_v `[num_kv_heads]`, fp32, or numbers; with
+        jit_args the tensors and then the scalars that the variant declares. sinks `[num_qo_heads]`, fp32:
+        `exp(sinks[h])` is added to the sum of the softmax. out, lse: written and returned if given.
+        window_left: None or what was planned. The last three: nothing is skipped or rounded, which any setting allows.
 
         With return_lse also lse, fp32, the logarithm of the sum of `exp(score)`: lse_base "log2" or "ln", lse_layout
         "NH" (`[rows, num_qo_heads]`) or "HN". A row that sees no key gives out = 0, lse = -inf (or that of its sink).
@@ -272,35 +282,19 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
     ) -> Any:
         """The older form of `run`: its options replace those of the plan, also where they are left out."""
         self._set_options(
             causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
             rope_theta,
         )  # fmt: skip
-        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
-    def forward_return_lse(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: Cache,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Any:
+    def forward_return_lse(self, *args: Any, **options: Any) -> Any:
         """`forward`, with the log-sum-exp."""
-        self._set_options(
-            causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
-            rope_theta,
-        )  # fmt: skip
-        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True)
+        return self.forward(*args, **options, return_lse=True)
 
     def end_forward(self) -> None:
         """Does nothing; older callers end a plan with it."""

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.decode.arguments import LAYOUTS, POS_ENCODINGS, code, computed, data_types, scale_product
-from fi_core.prefill import engine, mask, ops
-from fi_core.prefill.arguments import (
-    BACKENDS,
+from fi_core.attention.arguments import (
+    LAYOUTS,
+    POS_ENCODINGS,
     check_backend,
     check_shape,
-    last_value,
-    log_base,
-    lse_shape,
+    code,
+    computed,
+    data_types,
     per_head,
+    scale_product,
 )
+from fi_core.cudnn import planned as cudnn
+from fi_core.prefill import engine, mask, ops
+from fi_core.prefill.arguments import BACKENDS, FOREIGN, last_value, log_base, lse_shape
 from fi_core.utils import check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:
     import torch
+
+    from fi_core.jit.attention import CustomAttention
 
 _INT_WORKSPACE = 8 << 20  # bytes: room for a million tiles of query rows
 
@@ -37,7 +42,8 @@ class BatchPrefillPlan:
         custom_mask_buf: torch.Tensor | None,
         mask_indptr_buf: torch.Tensor | None,
         backend: str,
-        jit_args: Any,
+        jit_args: Sequence[Any] | None,
+        jit_kwargs: Mapping[str, Any] | None,
         variant_owns_mask: bool,
     ) -> None:
         import torch
@@ -45,9 +51,13 @@ class BatchPrefillPlan:
         self._layout = code(LAYOUTS, kv_layout, "kv_layout")
         if variant_owns_mask and (backend != "fa2" or jit_args is None):
             raise ValueError('variant_owns_mask: requires backend "fa2" and jit_args')
-        check_backend(backend)
-        if jit_args is not None:
-            raise NotImplementedError("jit_args: customised attention variants are not supported; pass None")
+        check_backend(backend, BACKENDS, FOREIGN)
+        self._variant: CustomAttention | None = None
+        if jit_args is not None or jit_kwargs:
+            from fi_core.jit.attention import customised
+
+            self._variant = customised("prefill", backend, float_workspace_buffer.device, jit_args, jit_kwargs)
+        self._variant_owns_mask = variant_owns_mask
         self._kv_layout, self._backend = kv_layout, backend
         self._use_cuda_graph = graph_buffers is not None
         for name, buffer in (graph_buffers or {}).items():
@@ -66,8 +76,13 @@ class BatchPrefillPlan:
         self._batch_size = 0
         self._prefix_len_ptr: torch.Tensor | None = None
         self._items: torch.Tensor | None = None
+        self._max_item_len_ptr: torch.Tensor | None = None
         self._sinks: torch.Tensor | None = None
         self.device = float_workspace_buffer.device
+        self._cudnn = cudnn.PlannedBatch(self._use_cuda_graph) if backend == "cudnn" else None
+        if self._cudnn is not None:
+            cudnn.require(self.device)
+        self._most: tuple[int | None, int | None] = None, None  # rows and keys of a request, if plan was told
         own = torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=self.device)
         self.reset_workspace_buffer(float_workspace_buffer, own)
 
@@ -103,7 +118,7 @@ class BatchPrefillPlan:
         self._pinned: torch.Tensor | None = None
         self._plan_info: list[int] | None = None
         self._cached_module: engine.PrefillPlanner | None = None
-        engine.register(self)
+        engine.owners.add(self)
 
     @computed
     def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
@@ -281,7 +296,7 @@ class BatchPrefillPlan:
         non_blocking: bool = True,
     ) -> list[int]:
         """Lists the tiles, on the device, and remembers what they are of. kv_lens win over last_page_len."""
-        check_shape(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size)
+        check_shape(num_qo_heads, num_kv_heads, page_size, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
         self._num_qo_heads, self._num_kv_heads, self._page_size = num_qo_heads, num_kv_heads, page_size
         self._head_dim_qk, self._head_dim_vo = head_dim_qk, head_dim_vo
         self._batch_size = batch = len(qo_indptr) - 1
@@ -301,15 +316,38 @@ class BatchPrefillPlan:
             self._schedule, batch, self._tile, qo_indptr, kv_indptr, last_page_len, kv_lens, page_size=page_size,
             causal=causal, window_left=window_left,
         )  # fmt: skip
+        if self._cudnn is not None:
+            most_q, most_kv = self._most
+            requests = self._requests()
+            self._cudnn.plan(
+                requests[:, 1].contiguous(), requests[:, 3].contiguous(),
+                (self._max_q_len if most_q is None else most_q, self._max_kv_len if most_kv is None else most_kv),
+                kv_indptr, self._paged_kv_indices_buf, page_size, qo_indptr,
+            )  # fmt: skip
         self._cached_module = engine.PLANNER
         self._plan_info = [batch, self._tile, rows, page_size, int(causal), window_left]
         return self._plan_info
 
     def _choose(self, plain: bool) -> str:
+        if self._cudnn is not None:
+            return self._check_cudnn(plain)
+        if self._variant is not None:
+            self._variant.check(
+                self._cached_q_data_type, self._cached_kv_data_type, self._out_dtype(), self._head_dim_qk,
+                self._head_dim_vo,
+            )  # fmt: skip
+            return "cpu" if self.device.type == "cpu" else "fa2"
         return ops.choose(
             BACKENDS[self._backend], self.device, self._cached_q_data_type, self._cached_kv_data_type,
             self._out_dtype(), self._head_dim_qk, self._head_dim_vo, self._num_qo_heads // self._num_kv_heads,
             self._encoding, plain, 0 if self._paged_kv_indices_buf is None else self._page_size,
+        )  # fmt: skip
+
+    def _check_cudnn(self, plain: bool) -> str:
+        """Whether cuDNN takes the options, which forward may have set: its name, or UnsupportedError."""
+        return cudnn.check(
+            self._cached_q_data_type, self._cached_kv_data_type, self._out_dtype(), self._pos_encoding_mode,
+            self._logits_soft_cap, plain,
         )  # fmt: skip
 
     def _out_dtype(self) -> torch.dtype:
@@ -373,22 +411,48 @@ class BatchPrefillPlan:
         scale = self._head_dim_qk**-0.5 if self._sm_scale is None else self._sm_scale
         scale, bmm1 = scale_product(scale, q_scale, k_scale)
         out_scale, bmm2 = scale_product(1.0, v_scale)
-        by_head: list[Any] = [None, None, None]
-        if args:
+        by_head: tuple[Any, Any, Any] = (None, None, None)
+        custom = self._custom_mask_buf if self._items is None else None
+        encoding, causal, variant = self._encoding, self._causal, None
+        if self._variant is not None:
+            known = {
+                "maybe_custom_mask": custom,
+                "maybe_mask_indptr": None if custom is None else self._mask_indptr_buf,
+                "maybe_prefix_len_ptr": self._prefix_len_ptr,
+                "maybe_token_pos_in_items_ptr": None if self._items is None else self._items.view(-1),
+                "maybe_max_item_len_ptr": self._max_item_len_ptr,
+                "maybe_k_cache_sf": None,
+                "maybe_v_cache_sf": None,
+            }
+            encoding, variant = self._variant.launch(self, q, args, known, q_scale, k_scale, sinks)
+            if self._variant_owns_mask or self._variant.declares("maybe_custom_mask"):  # the kernel adds no mask then
+                causal = causal and custom is None and not self._variant_owns_mask
+                custom = None
+        elif args:
             qk, vo, by_head = per_head(args)
             scale, out_scale = scale * qk, out_scale * vo
-        custom = self._custom_mask_buf if self._items is None else None
-        impl = self._impl
-        if impl == "fa3":
-            scaled = q.itemsize > 1 and any(x is not None for x in (bmm1, bmm2, *by_head))
-            if scaled or self._encoding != 0 or not ops.fits(impl, out, q, k, v):
-                impl = "fa2"  # which takes everything
-        ops.attend(
-            self._schedule, self._batch_size, self._tile, out, written, q, k, v, self._paged_kv_indices_buf, impl,
-            self._layout, self._encoding, self._causal, self._window_left, self._logits_soft_cap, scale, out_scale,
-            self._rope_scale, self._rope_theta, enable_pdl, sinks, by_head[0], by_head[1], by_head[2], bmm1, bmm2,
-            custom, self._mask_indptr_buf, self._prefix_len_ptr, self._items, self._kv_tokens,
-        )  # fmt: skip
+        any_by_head = any(x is not None for x in by_head)
+        if self._cudnn is not None:
+            self._check_cudnn(custom is None and self._items is None and bmm1 is None and not any_by_head)
+            self._cudnn.attend(
+                out, written, q, k, v, self._layout, self._float_workspace_buffer, scale, self._causal,
+                self._window_left, sinks,
+            )  # fmt: skip
+            if out_scale != 1.0 or bmm2 is not None:
+                out.mul_(out_scale if bmm2 is None else bmm2 * out_scale)
+        else:
+            impl = self._impl
+            if impl == "fa3":
+                scaled = q.itemsize > 1 and (bmm1 is not None or bmm2 is not None or any_by_head)
+                if scaled or self._encoding != 0 or not ops.fits(impl, out, q, k, v):
+                    impl = "fa2"  # which takes everything
+            ops.attend(
+                self._schedule, self._batch_size, self._tile, out, written, q, k, v, self._paged_kv_indices_buf, impl,
+                self._layout, encoding, causal, self._window_left, self._logits_soft_cap, scale, out_scale,
+                self._rope_scale, self._rope_theta, enable_pdl, sinks, *by_head, bmm1, bmm2,
+                custom, self._mask_indptr_buf, self._prefix_len_ptr, self._items, self._kv_tokens,
+                variant,
+            )  # fmt: skip
         if written is None:
             return out
         if factor != 1.0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fi_core.observe.log import fi_api
@@ -29,7 +30,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         custom_mask_buf: torch.Tensor | None = None,
         mask_indptr_buf: torch.Tensor | None = None,
         backend: str = "auto",
-        jit_args: list[Any] | None = None,
+        jit_args: Sequence[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
@@ -38,7 +39,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         buffers = {"qo_indptr_buf": qo_indptr_buf, "kv_indptr_buf": kv_indptr_buf}
         super().__init__(
             float_workspace_buffer, kv_layout, buffers if use_cuda_graph else None, custom_mask_buf, mask_indptr_buf,
-            backend, jit_args, variant_owns_mask,
+            backend, jit_args, jit_kwargs, variant_owns_mask,
         )  # fmt: skip
         if use_cuda_graph:
             self._fixed_batch_size = len(qo_indptr_buf) - 1  # type: ignore[arg-type]
@@ -122,6 +123,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         self._place_items(
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, non_blocking
         )
+        self._most = max_token_per_sequence, max_sequence_kv
         self._replan(
             self._qo_indptr_buf, self._kv_indptr_buf, None, None, num_qo_heads, num_kv_heads, head_dim_qk,
             head_dim_vo or head_dim_qk, 1, causal, window_left, non_blocking,
@@ -210,34 +212,19 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
     ) -> Any:
         """The older form of `run`: its options replace those of the plan, also where they are left out."""
         self._set_options(
             causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
             rope_theta,
         )  # fmt: skip
-        return self.run(q, k, v)
+        return self.run(q, k, v, return_lse=return_lse)
 
-    def forward_return_lse(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Any:
+    def forward_return_lse(self, *args: Any, **options: Any) -> Any:
         """`forward`, with the log-sum-exp."""
-        self._set_options(
-            causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
-            rope_theta,
-        )  # fmt: skip
-        return self.run(q, k, v, return_lse=True)
+        return self.forward(*args, **options, return_lse=True)
 
     def end_forward(self) -> None:
         """Does nothing; older callers end a plan with it."""

@@ -6,10 +6,13 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention import attend
+from fi_core.attention.arguments import POS_ENCODINGS, code
+from fi_core.errors import UnsupportedError
 from fi_core.observe.log import fi_api
 from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
 from fi_core.prefill import ops
 from fi_core.prefill.once import attend_once
+from fi_core.utils import MaskMode
 
 if TYPE_CHECKING:
     import torch
@@ -84,23 +87,42 @@ _trace.templates = tuple(_TEMPLATES.values())  # type: ignore[attr-defined]
 
 
 def _on_hopper(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o_dtype: Any, kv_layout: str, backend: str, causal: bool,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o_dtype: Any,
+    kv_layout: str,
+    backend: str,
+    causal: bool,
+    encoding: int,
+    plain: bool,
     scaled: bool,
-) -> bool:  # fmt: skip
-    """Whether the batch kernel for Hopper takes this request, and is worth the launch that lists its tiles."""
+) -> bool:
+    """Whether the batch kernel for Hopper takes this request, and is worth the launch that lists its tiles.
+
+    With backend "fa3" it is, or UnsupportedError is raised; but what is an error of every kernel is left to the op.
+    """
+    named = backend == "fa3"
     if backend == "fa2" or kv_layout not in ("NHD", "HND") or k.ndim != 3 or v.ndim != 3:
         return False
     tokens, heads = (k.shape[0], k.shape[1]) if kv_layout == "NHD" else (k.shape[1], k.shape[0])
     if heads < 1 or q.shape[1] % heads or v.shape[-1] < 8 or (causal and tokens < q.shape[0]):
         return False  # an error, which the op words
     group = q.shape[1] // heads
-    if q.shape[0] * group < _LEAST_ROWS or q.shape[2] != k.shape[2] or q.dtype.itemsize > 2:
+    if q.shape[2] != k.shape[2]:
+        return False
+    if not named and (q.shape[0] * group < _LEAST_ROWS or q.dtype.itemsize > 2 or encoding or not plain):
         return False
     impl = ops.choose(
-        "auto", q.device, q.dtype, k.dtype, o_dtype or q.dtype, q.shape[2], v.shape[2], group, 0, v.dtype is k.dtype, 0,
-        scaled,
+        "fa3" if named else "auto", q.device, q.dtype, k.dtype, o_dtype or q.dtype, q.shape[2], v.shape[2], group,
+        encoding, plain and v.dtype is k.dtype, 0, scaled,
     )  # fmt: skip
-    return impl == "fa3" and ops.fits(impl, q, q, k, v)
+    fits = impl == "fa3" and ops.fits(impl, q, q, k, v)
+    if named and not fits:
+        strides = f"{q.stride()}, {k.stride()}, {v.stride()}"
+        reason = f"requires addresses and strides in multiples of 16 bytes, got strides {strides}"
+        raise UnsupportedError("single prefill by fa3 is not supported:", {"fa3": reason})
+    return fits
 
 
 @fi_api(trace=_trace)
@@ -147,8 +169,9 @@ def single_prefill_with_kv_cache(
     head, angles `position / rope_scale * rope_theta^(-2i / head_dim_qk)`, defaults 1 and 1e4); "ALIBI", which adds
     `slope * (j - i)`. logits_soft_cap c > 0: scores become `c tanh(score / c)`, before ALiBi is added.
     use_fp16_qk_reduction: accepted; sums are fp32 either way. backend: "fa2" keeps off the kernel for Hopper, which
-    "auto" and "fa3" mean where it takes the request: no mask or encoding, enough rows, 16 bits with usual head dims, or
-    e4m3 (with an o_dtype of 16 bits, head dims of 128), whose weights are then rounded to e4m3 as well.
+    "auto" means where it takes the request and there are enough rows: no mask or encoding, 16 bits with usual head
+    dims, or e4m3 (with an o_dtype of 16 bits, head dims of 128), whose weights are then rounded to e4m3 as well; "fa3"
+    names it. On a CPU all are the same.
     kv_cache_sf (NVFP4 keys and values) is not supported. On CUDA, products of 16-bit and fp8 inputs run on tensor cores
     where there are more than 16 rows a kv head: the weights, and rotated q and k, are then rounded to 16 bits.
 
@@ -157,7 +180,7 @@ def single_prefill_with_kv_cache(
     lse = -inf.
 
     Raises ValueError (shape, stride, device, backend; causal with kv_len < qo_len), TypeError (dtype), KeyError
-    (kv_layout, pos_encoding_mode) or NotImplementedError (kv_cache_sf).
+    (kv_layout, pos_encoding_mode), NotImplementedError (kv_cache_sf) or UnsupportedError (what "fa3" does not take).
     """
     import torch
 
@@ -168,9 +191,9 @@ def single_prefill_with_kv_cache(
     if q.ndim != 3:
         raise ValueError(f"q must have shape [qo_len, num_qo_heads, head_dim_qk]; got {tuple(q.shape)}")
     by_head = (scale_q, scale_k, scale_v)
-    plain = custom_mask is packed_custom_mask is None and pos_encoding_mode == "NONE"
-    scaled = any(x is not None for x in by_head)
-    if q.is_cuda and plain and _on_hopper(q, k, v, o_dtype, kv_layout, backend, causal, scaled):
+    plain, scaled = custom_mask is packed_custom_mask is None, any(x is not None for x in by_head)
+    encoding = code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
+    if q.is_cuda and _on_hopper(q, k, v, o_dtype, kv_layout, backend, causal, encoding, plain, scaled):
         layout = int(kv_layout == "HND")
         out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=o_dtype or q.dtype)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
@@ -190,3 +213,31 @@ def single_prefill_with_kv_cache(
 
 
 single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_kv_cache, return_lse=True)
+
+
+@fi_api
+def single_prefill_with_kv_cache_with_jit_module(
+    jit_module: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *args: Any,
+    kv_layout: str = "NHD",
+    mask_mode: int = MaskMode.NON_CAUSAL.value,
+    window_left: int = -1,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a request's tokens by a user's variant: `gen_customize_single_prefill_module(...).build_and_load()`.
+
+    mask_mode: a value of MaskMode. CAUSAL hides later keys; with NON_CAUSAL or CUSTOM the variant's mask is alone.
+    args and the rest as in single_decode_with_kv_cache_with_jit_module, results as in single_prefill_with_kv_cache.
+
+    Raises TypeError or ValueError, which name what is missing or does not fit; NotImplementedError (mask of items).
+    """
+    from fi_core.jit.attention import custom_attention
+
+    if mask_mode == MaskMode.MULTIITEMSCORING.value:
+        raise NotImplementedError("mask_mode: items are supported by the batch wrappers only")
+    MaskMode(mask_mode)  # ValueError
+    causal = mask_mode == MaskMode.CAUSAL.value
+    return custom_attention(jit_module).attend(q, k, v, args, kv_layout, causal, window_left, return_lse)

@@ -110,9 +110,12 @@ def built(artifact: Artifact) -> Found:
     return Found(directory / artifact.file, "jit" if now else "store")
 
 
-def find(artifact: Artifact) -> Iterator[Found]:
-    """Every place that has the artifact, in order of preference; the last one compiles it if it must."""
-    yield from prebuilt(artifact)
+def find(artifact: Artifact, known: Iterable[Found] | None = None) -> Iterator[Found]:
+    """Every place that has the artifact, in order of preference; the last one compiles it if it must.
+
+    known: what `prebuilt` says, for a caller who has asked already.
+    """
+    yield from prebuilt(artifact) if known is None else known
     yield built(artifact)
 
 

@@ -9,17 +9,12 @@ from fi_core.spec.op import Axes, Entry, Impl, Op, Unit
 
 DRAW_TOKEN, RENORMALISE, MASK_OUT = range(3)  # what sample makes of a filtered row
 
-_SHARED_BYTES = 212 * 1024  # of a row's slots in a block: what an SM has, less the sums
-
 
 def _cluster_unit(axes: Axes) -> Unit:
-    """One entry; config = (blocks a row for room, and to fill the device, bytes of it a block should hold, can hold).
-
-    Three blocks on an SM: while one row is on its way, others are worked on.
-    """
-    config = (8, 16, 66 * 1024, _SHARED_BYTES)
-    body = f"sample_cluster<{DTYPES[str(axes['dtype'])].device}, 256>"
-    entry = Entry("sample_cluster_256", body, 256, config, blocks_per_sm=3)
+    """One entry; config = (blocks on an SM, bytes of a row that a block should hold)."""
+    config = (1, 200 * 1024)
+    body = f"sample_cluster<{DTYPES[str(axes['dtype'])].device}, 512>"
+    entry = Entry("sample_cluster_512", body, 512, config, blocks_per_sm=1)
     return Unit("fi/sampling/sample_sm90.cuh", "SampleParams", (entry,))
 
 

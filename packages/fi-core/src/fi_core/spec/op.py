@@ -29,11 +29,16 @@ class Entry(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A device translation unit: which header, which parameter struct, which entries."""
+    """A device translation unit: which header, which parameter struct, which entries.
+
+    variant: the text of a user's attention variant, which then stands before the header, and whose arguments entries
+    take as a second parameter.
+    """
 
     header: str
     params: str
     entries: tuple[Entry, ...]
+    variant: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,8 @@ class Op:
 class Artifact(NamedTuple):
     """One file to find or build. `source` is a path below the fi-kernels root (host) or a rendered unit (device).
 
-    A module of a user has an absolute path, compiler flags of its own, and folders in which its headers lie.
+    A module of a user has an absolute path, or is a rendered unit too, which has many lines; and it has compiler flags
+    of its own, and folders in which its headers lie.
     """
 
     name: str
@@ -136,6 +142,11 @@ class Artifact(NamedTuple):
     @property
     def file(self) -> str:
         return f"{self.name}.cubin" if self.kind == "cubin" else f"{self.name}.so"
+
+    @property
+    def rendered(self) -> bool:
+        """Whether `source` is the translation unit itself."""
+        return self.kind == "cubin" or "\n" in self.source
 
     @property
     def id(self) -> str:

@@ -7,6 +7,7 @@
 #include "fi/host/op.h"
 
 #if !FI_CUDA
+#include "fi/attention/cpu_finish.h"
 #include "fi/attention/cpu_tile.h"
 #include "fi/cpu/parallel.h"
 #endif
@@ -20,7 +21,7 @@ enum Kind { kTiles = 0, kRows = 1, kCombine = 2 };
 
 constexpr int64_t kTileColumns = 128;  // of the output, a block of the tiles kernel
 
-void launch(const Kernel& kernel, const SingleAttentionParams& params, DLDevice device) {
+void launch(const Kernel& kernel, const SingleAttentionParams& params, const Extras& extras, DLDevice device) {
   const AttentionProblem& p = params.problem;
   const auto fits = [&](const Entry& entry) { return std::max(p.dim_qk, p.dim_vo) <= entry.config[1]; };
   const auto entry = std::find_if(kernel.entries.begin(), kernel.entries.end(), fits);
@@ -32,24 +33,17 @@ void launch(const Kernel& kernel, const SingleAttentionParams& params, DLDevice 
   Launch config{(p.rows() + entry->config[2] - 1) / entry->config[2], p.kv_heads,
                 tiles ? (p.dim_vo + kTileColumns - 1) / kTileColumns : params.chunks};
   config.pdl = kernel.pdl(-1);
-  kernel.launch(*entry, config, device, params);
+  kernel.launch(*entry, config, device, params, extras.data());
   if (params.chunks == 1) return;
   config.grid_x = static_cast<int64_t>(p.mask.qo_len) * p.qo_heads;
   config.grid_y = config.grid_z = 1;
-  kernel.launch(kernel.entries.back(), config, device, params);
+  kernel.launch(kernel.entries.back(), config, device, params, extras.data());
 }
 #else
 KeyRange keys_of(const Mask& mask, int32_t first, int32_t last) { return {mask.first_key(first), mask.end_key(last)}; }
 
-void finish(const AttentionProblem& p, Row row, float m, float d, float* o, cpu::StoreRow store, int64_t out_bytes) {
-  cpu::multiply_row<16>(o, softmax_inverse(d) * p.value_scale(row.head / p.group), p.dim_vo);
-  store(o, static_cast<char*>(p.out) + (row.i * p.out_token + row.head * p.out_head) * out_bytes, p.dim_vo);
-  if (p.lse) p.lse[static_cast<int64_t>(row.i) * p.qo_heads + row.head] = softmax_lse<CpuMath>(m, d);
-}
-
 // Merges the parts that the chunks of a row left.
-void combine(const SingleAttentionParams& params, Row row, std::vector<float>& o, cpu::StoreRow store,
-             int64_t out_bytes) {
+void combine(const SingleAttentionParams& params, Variant& variant, Row row, std::vector<float>& o, DType out) {
   const AttentionProblem& p = params.problem;
   float m = kMinusInf, d = 0.f;
   std::fill(o.begin(), o.end(), 0.f);
@@ -60,18 +54,20 @@ void combine(const SingleAttentionParams& params, Row row, std::vector<float>& o
     d += weight * part[p.dim_vo + 1];
     cpu::add_scaled<16>(o.data(), part, weight, p.dim_vo);
   }
-  finish(p, row, m, d, o.data(), store, out_bytes);
+  finish_row(p, variant, nullptr, row, m, d, o.data(), out);
 }
 
-void run_cpu(const SingleAttentionParams& params, DType q, DType kv, DType out) {
+void run_cpu(const SingleAttentionParams& params, const Variant::Arguments& arguments, DType q, DType kv, DType out) {
   const AttentionProblem& p = params.problem;
-  const cpu::StoreRow store = cpu::row_storer(out);
+  Variant::Params variant_params;
+  variant_params.set(arguments, p);
   const int32_t tile_rows = CpuTile::kRows, tiles = (p.rows() + tile_rows - 1) / tile_rows;
   const int64_t items = static_cast<int64_t>(p.kv_heads) * tiles * params.chunks;
   const double work = static_cast<double>(p.rows()) * p.kv_heads * p.mask.kv_len * (p.dim_qk + p.dim_vo);
   const int64_t grain = 1 + static_cast<int64_t>(2e5 / (work / static_cast<double>(items) + 1));
   cpu::parallel_for(items, grain, [&](int64_t begin, int64_t end) {
     CpuTile tile(p, q, kv, std::min(tile_rows, p.rows()));
+    Variant variant(variant_params, 0);
     for (int64_t item = begin; item < end; ++item) {
       const auto kv_head = static_cast<int32_t>(item % p.kv_heads),
                  chunk = static_cast<int32_t>(item / p.kv_heads % params.chunks);
@@ -81,11 +77,11 @@ void run_cpu(const SingleAttentionParams& params, DType q, DType kv, DType out) 
                     rows = std::min(tile_rows, p.rows() - first);
       const KeyRange all = keys_of(p.mask, first / p.group, (first + rows - 1) / p.group);
       const KeyRange keys = chunk_of(all, chunk, params.chunks);
-      tile.attend(p, TokenPages::one(), kv_head, first, rows, keys.begin, keys.end);
+      tile.attend(p, TokenPages::one(), variant, kv_head, first, rows, keys.begin, keys.end);
       for (int32_t r = 0; r < rows; ++r) {
         const Row row = p.row(kv_head, first + r);
         if (params.chunks == 1) {
-          finish(p, row, tile.m(r), tile.d(r), tile.output(r), store, out.bytes());
+          finish_row(p, variant, nullptr, row, tile.m(r), tile.d(r), tile.output(r), out);
         } else {
           float* part = params.partial(chunk, row);
           std::copy_n(tile.output(r), p.dim_vo, part);
@@ -98,10 +94,11 @@ void run_cpu(const SingleAttentionParams& params, DType q, DType kv, DType out) 
   const int64_t rows = static_cast<int64_t>(p.mask.qo_len) * p.qo_heads;
   cpu::parallel_for(rows, 1 + 65536 / (static_cast<int64_t>(params.chunks) * p.dim_vo),
                     [&](int64_t begin, int64_t end) {
+                      Variant variant(variant_params, 0);
                       std::vector<float> o(static_cast<size_t>(p.dim_vo));
                       for (int64_t r = begin; r < end; ++r)
-                        combine(params, {static_cast<int32_t>(r / p.qo_heads), static_cast<int32_t>(r % p.qo_heads)}, o,
-                                store, out.bytes());
+                        combine(params, variant,
+                                {static_cast<int32_t>(r / p.qo_heads), static_cast<int32_t>(r % p.qo_heads)}, o, out);
                     });
 }
 #endif
@@ -136,7 +133,8 @@ void single_attention(const Kernel& kernel, Tensor out, OptionalTensor lse, Opti
                       Tensor k, Tensor v, OptionalTensor custom_mask, OptionalTensor packed_custom_mask,
                       OptionalTensor scale_q, OptionalTensor scale_k, OptionalTensor scale_v, int64_t kv_layout,
                       int64_t pos_encoding, int64_t causal, int64_t window_left, double logits_soft_cap,
-                      double sm_scale, double v_scale, double rope_scale, double rope_theta, int64_t few) {
+                      double sm_scale, double v_scale, double rope_scale, double rope_theta, int64_t few,
+                      Extras extras) {
   // 1 check
   Dim qo_len{"qo_len", 1}, kv_len{"kv_len"}, qo_heads{"num_qo_heads"}, kv_heads{"num_kv_heads"}, dim_qk{"head_dim_qk"},
       dim_vo{"head_dim_vo"};
@@ -227,10 +225,10 @@ void single_attention(const Kernel& kernel, Tensor out, OptionalTensor lse, Opti
     return t.alignment(bytes, {token, head}) == bytes;
   };
   p.aligned = aligned(q, p.q_token, p.q_head) && aligned(k, p.k_token, p.k_head) && aligned(v, p.v_token, p.v_head);
-  launch(kernel, params, q.device());
+  launch(kernel, params, extras, q.device());
 #else
   (void)kernel;
-  run_cpu(params, q.dtype(), k.dtype(), out.dtype());
+  run_cpu(params, variant_arguments(extras), q.dtype(), k.dtype(), out.dtype());
 #endif
 }
 

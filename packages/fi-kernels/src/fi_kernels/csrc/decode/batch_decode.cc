@@ -17,7 +17,7 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
                   OptionalTensor scale_k, OptionalTensor scale_v, OptionalTensor bmm1_scale, OptionalTensor bmm2_scale,
                   OptionalTensor draft_mask, int64_t kv_layout, int64_t pos_encoding, int64_t q_len, int64_t blocks,
                   int64_t window_left, double logits_soft_cap, double sm_scale, double v_scale, double rope_scale,
-                  double rope_theta, int64_t enable_pdl, std::string impl) {
+                  double rope_theta, int64_t enable_pdl, std::string impl, Extras extras) {
   // 1 check
   Dim rows{"batch_size * q_len"}, pages{"num_pages"}, page_size{"page_size"}, qo_heads{"num_qo_heads"},
       kv_heads{"num_kv_heads"}, dim_qk{"head_dim_qk"}, dim_vo{"head_dim_vo"}, words{"words"};
@@ -118,10 +118,10 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
               v_cache.alignment(bytes(v_cache), {params.v_page, p.v_token, p.v_head}) == bytes(v_cache);
   const int64_t four = 4 * out.dtype().bytes();
   params.out_aligned = out.alignment(four, {p.out_token, p.out_head}) == four;
-  launch_batch_decode(kernel, params, k_cache, v_cache, kernel.pdl(enable_pdl));
+  launch_batch_decode(kernel, params, extras, k_cache, v_cache, kernel.pdl(enable_pdl));
 #else
   (void)kernel, (void)enable_pdl;
-  batch_decode_cpu(params, q.dtype(), k_cache.dtype(), out.dtype());
+  CpuBatchDecode(params, variant_arguments(extras), q.dtype(), k_cache.dtype(), out.dtype()).run();
 #endif
 }
 

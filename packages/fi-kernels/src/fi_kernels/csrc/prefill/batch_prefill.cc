@@ -19,7 +19,7 @@ void batch_prefill(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor 
                    OptionalTensor scale_k, OptionalTensor scale_v, OptionalTensor bmm1_scale, OptionalTensor bmm2_scale,
                    int64_t batch_size, int64_t tile_tokens, int64_t kv_tokens, int64_t kv_layout, int64_t pos_encoding,
                    int64_t causal, int64_t window_left, double logits_soft_cap, double sm_scale, double v_scale,
-                   double rope_scale, double rope_theta, int64_t enable_pdl, std::string impl) {
+                   double rope_scale, double rope_theta, int64_t enable_pdl, std::string impl, Extras extras) {
   // 1 check
   Dim rows{"qo_tokens"}, pages{"num_pages", 1}, page_size{"page_size"}, qo_heads{"num_qo_heads"},
       kv_heads{"num_kv_heads"}, dim_qk{"head_dim_qk"}, dim_vo{"head_dim_vo"}, words{"words"};
@@ -126,10 +126,10 @@ void batch_prefill(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor 
               k.alignment(load(k), {params.k_page, p.k_token, p.k_head}) == load(k) &&
               v.alignment(load(v), {params.v_page, p.v_token, p.v_head}) == load(v);
   if (paged && kv_tokens <= 0) kv_tokens = page_indices.numel() * page_size;
-  launch_batch_prefill(kernel, params, q, k, page_size, kv_tokens, batch_size, kernel.pdl(enable_pdl));
+  launch_batch_prefill(kernel, params, extras, q, k, page_size, kv_tokens, batch_size, kernel.pdl(enable_pdl));
 #else
   (void)kernel, (void)enable_pdl, (void)kv_tokens;
-  CpuBatchPrefill(params, q.dtype(), k.dtype(), out.dtype()).run();
+  CpuBatchPrefill(params, variant_arguments(extras), q.dtype(), k.dtype(), out.dtype()).run();
 #endif
 }
 

@@ -16,26 +16,31 @@ namespace fi {
 namespace {
 
 #if FI_CUDA
-// config = {blocks a row for the sake of room, and to fill the device with a small batch, bytes of a row that a block
-// should hold, and can hold}; none where rows are read from global memory by one block each.
+// config = {blocks on an SM, bytes of a row that a block should hold}; none where rows are read from global memory by
+// one block each.
 void launch(const Kernel& kernel, SampleParams& p, int64_t bytes, DLDevice device) {
   const Entry& entry = kernel.entries[0];
-  Launch config{p.rows};
-  config.pdl = kernel.pdl(-1);
+  const auto pieces = [](int64_t n) { return (n + kPiece - 1) / kPiece * kPiece; };
+  const int64_t slots = p.vocab + 16 / bytes - 1, warps = entry.threads / 32;  // wherever the row begins
+  const auto slice = [&](int64_t blocks) { return pieces((slots + blocks - 1) / blocks); };
+  int64_t blocks = 1, room = 0;
+  const bool all = p.bias || p.bitmask || p.seen;  // is changed where it lies
   if (!entry.config.empty()) {
-    const int64_t most = entry.config[0], spread = entry.config[1], wanted = entry.config[2], room = entry.config[3];
-    const int64_t slots = p.vocab + 16 / bytes - 1;  // wherever the row begins
-    const auto slice = [&](int64_t blocks) { return ((slots + blocks - 1) / blocks + kPiece - 1) / kPiece * kPiece; };
-    int64_t blocks = 1;
-    while (blocks < most && slice(blocks) * bytes > wanted) blocks *= 2;
-    while (blocks < spread && (slice(blocks) * bytes > room || slice(blocks) > 65536)) blocks *= 2;
-    const int64_t processors = Kernel::multiprocessors(device);
-    while (blocks < spread && p.rows * blocks * 2 <= processors && slice(blocks) >= 4096) blocks *= 2;
-    p.slice = static_cast<int32_t>(slice(blocks));
-    config.grid_x = p.rows * blocks;
-    config.cluster = static_cast<unsigned>(blocks);
-    config.shared_bytes = p.slice * bytes;
+    const int64_t resident = entry.config[0] * Kernel::multiprocessors(device);
+    room = entry.config[1];
+    while (blocks < 16 && (slice(blocks) * bytes * (all ? 4 : 3) > room * 4 || slice(blocks) > 65536)) blocks *= 2;
+    while (blocks < 16 && p.rows * blocks * 2 <= resident && slice(blocks) >= 4096) blocks *= 2;
+    p.ahead = p.rows * blocks > resident ? static_cast<int32_t>(resident / blocks) : 0;
   }
+  p.slice = static_cast<int32_t>(slice(blocks));
+  p.share = static_cast<int32_t>(pieces((p.slice + warps - 1) / warps));
+  p.held =
+      static_cast<int32_t>(room && all ? p.share : std::min<int64_t>(p.share, room / bytes / warps / kPiece * kPiece));
+  const int64_t marks = (p.share + 4 * kPiece - 1) / (4 * kPiece) * 256;
+  Launch config{p.rows * blocks};
+  config.pdl = kernel.pdl(-1);
+  config.cluster = static_cast<unsigned>(blocks);
+  config.shared_bytes = warps * marks + (room ? warps * p.held : 2 * kPiece) * bytes;  // lone blocks hold the ends
   kernel.launch(entry, config, device, p);
 }
 #else

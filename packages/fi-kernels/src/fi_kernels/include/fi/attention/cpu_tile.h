@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "fi/attention/cpu_block.h"
-#include "fi/attention/problem.h"
+#include "fi/attention/variant.h"
 #include "fi/cpu/aligned.h"
 #include "fi/cpu/rows.h"
 
@@ -54,11 +54,11 @@ class CpuTile {
   }
 
   // Rows [first, first + rows) of kv_head against keys [begin, end); rows <= kRows.
-  void attend(const AttentionProblem& p, const TokenPages& pages, int32_t kv_head, int32_t first, int32_t rows,
-              int32_t begin, int32_t end) {
-    p_ = &p, pages_ = pages, kv_head_ = kv_head, first_ = first, rows_ = rows, end_ = end;
+  void attend(const AttentionProblem& p, const TokenPages& pages, Variant& variant, int32_t kv_head, int32_t first,
+              int32_t rows, int32_t begin, int32_t end) {
+    p_ = &p, variant_ = &variant, pages_ = pages, kv_head_ = kv_head, first_ = first, rows_ = rows, end_ = end;
     pitch_ = few() ? kBlock : cpu::padded(rows);
-    std::fill_n(m_.data(), rows, kMinusInf);
+    std::fill_n(m_.data(), rows, Variant::kSoftmax ? kMinusInf : 0.f);
     std::fill_n(d_.data(), rows, 0.f);
     std::fill_n(o_.data(), rows * vo_, 0.f);
     load_queries();
@@ -81,7 +81,7 @@ class CpuTile {
   static constexpr int32_t kAhead = 16;  // rows prefetched
   static constexpr int32_t kFew = 8;     // up to here lanes that are rows would be mostly empty
 
-  bool few() const { return rows_ <= kFew; }
+  bool few() const { return Variant::kCustom || rows_ <= kFew; }  // scores of a variant are made row by row
 
   void load_queries() {
     const AttentionProblem& p = *p_;
@@ -91,7 +91,7 @@ class CpuTile {
       load_q_(static_cast<const char*>(p.q) + (row.i * p.q_token + row.head * p.q_head) * q_bytes_, line_.data(),
               p.dim_qk);
       rotate(line_.data(), p.mask.position(row.i));
-      cpu::multiply_row<16>(line_.data(), head.scale, p.dim_qk);
+      if constexpr (!Variant::kCustom) cpu::multiply_row<16>(line_.data(), head.scale, p.dim_qk);
       for (int64_t d = 0; d < qk_; ++d) q_[few() ? r * qk_ + d : d * pitch_ + r] = line_[d];
       cap_ = head.cap;
       slope_[r] = head.slope;
@@ -124,16 +124,22 @@ class CpuTile {
     for (int32_t r = 0; r < rows_; ++r) {
       float* s = s_.data() + r * pitch_;
       const int32_t i = (first_ + r) / p_->group;
-      const float distance = static_cast<float>(key) - position_[r];
-      if (cap_ > 0.f) cpu::soft_cap<16>(s, cap_, keys);
-      if (p_->scores.alibi) cpu::add_slope<16>(s, slope_[r], distance, keys);
       const int32_t from = std::clamp(mask.first_key(i) - key, 0, keys),
                     to = std::clamp(mask.end_key(i) - key, 0, keys);
-      std::fill(s, s + from, kMinusInf);
-      std::fill(s + to, s + cpu::padded(keys), kMinusInf);
-      if (mask.selects())
+      if constexpr (Variant::kCustom) {
         for (int32_t j = from; j < to; ++j)
-          if (!mask.keeps(i, key + j)) s[j] = kMinusInf;
+          s[j] = mask.keeps(i, key + j) ? variant_->score(s[j], p_->row(kv_head_, first_ + r), kv_head_, key + j)
+                                        : Variant::kHidden;
+      } else {
+        if (cap_ > 0.f) cpu::soft_cap<16>(s, cap_, keys);
+        if (p_->scores.alibi) cpu::add_slope<16>(s, slope_[r], static_cast<float>(key) - position_[r], keys);
+        if (mask.selects())
+          for (int32_t j = from; j < to; ++j)
+            if (!mask.keeps(i, key + j)) s[j] = kMinusInf;
+      }
+      std::fill(s, s + from, Variant::kHidden);
+      std::fill(s + to, s + cpu::padded(keys), Variant::kHidden);
+      if constexpr (!Variant::kSoftmax) continue;
       const float alpha = cpu::softmax_row<16>(s, cpu::padded(keys), &m_[r], &d_[r]);
       if (alpha != 1.f) cpu::multiply_row<16>(output(r), alpha, vo_);
     }
@@ -223,6 +229,7 @@ class CpuTile {
   }
 
   const AttentionProblem* p_ = nullptr;
+  Variant* variant_ = nullptr;
   TokenPages pages_{};
   int64_t q_bytes_, kv_bytes_;
   cpu::LoadRow load_q_, load_kv_;

@@ -5,6 +5,7 @@
 #include "fi/attention/eight.cuh"
 #include "fi/attention/pages.cuh"
 #include "fi/attention/softmax.h"
+#include "fi/attention/variant.h"
 #include "fi/cuda/math.cuh"
 
 namespace fi {
@@ -66,19 +67,19 @@ struct RowsKernel {
       const auto read = [&](int d) { return to_float(q[d]); };
       float value = 0.f;
       if (d < p.dim_qk) value = p.rotary.enabled ? rotated(read, d, p.dim_qk, p.mask.position(at.i), step(d)) : read(d);
-      shared.q[g][d] = value * shared.scores[g].scale;
+      shared.q[g][d] = Variant::kCustom ? value : value * shared.scores[g].scale;
     }
     __syncthreads();
   }
 
   // Keys [begin, end).
-  FI_DEVICE void attend(int begin, int end) {
+  FI_DEVICE void attend(int begin, int end, Variant& variant) {
     float q[kRows][kDims], o[kRows][kDims] = {}, m[kRows], d[kRows];
     int from[kRows], to[kRows];
 #pragma unroll
     for (int g = 0; g < kRows; ++g) {
       const int i = shared.row[g].i;
-      m[g] = kMinusInf, d[g] = 0.f;
+      m[g] = Variant::kSoftmax ? kMinusInf : 0.f, d[g] = 0.f;
       from[g] = p.mask.first_key(i), to[g] = min(end, p.mask.end_key(i));
 #pragma unroll
       for (int x = 0; x < kDims; ++x) q[g][x] = shared.q[g][dim(x)];
@@ -121,30 +122,16 @@ struct RowsKernel {
 #pragma unroll
           for (int u = 0; u < kUnroll; ++u) s[g][u] += __shfl_xor_sync(0xffffffffu, s[g][u], offset);
       }
-      if (p.special()) finish(key, end, s);
+      if constexpr (Variant::kCustom) transform(key, from, to, s, variant);
+      if (Variant::kCustom ? p.mask.selects() : p.special()) finish(key, end, s);
 #pragma unroll
       for (int g = 0; g < kRows; ++g)
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
           const int j = key + u * groups;
-          if (j < from[g] || j >= to[g]) s[g][u] = kMinusInf;
+          if (j < from[g] || j >= to[g]) s[g][u] = Variant::kHidden;
         }
-#pragma unroll
-      for (int g = 0; g < kRows; ++g) {
-        float top = m[g];
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) top = fmaxf(top, s[g][u]);
-        const float reference = softmax_base(top), factor = softmax_weight<CudaMath>(m[g], reference);
-        m[g] = top;
-        d[g] *= factor;
-#pragma unroll
-        for (int i = 0; i < kDims; ++i) o[g][i] *= factor;
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-          s[g][u] = softmax_weight<CudaMath>(s[g][u], reference);
-          d[g] += s[g][u];
-        }
-      }
+      if constexpr (Variant::kSoftmax) soften(s, m, d, o);
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         float x[kDims];
@@ -227,6 +214,40 @@ struct RowsKernel {
     __syncwarp();
   }
 
+  // Scores become weights; m, d and o take the new maximum.
+  FI_DEVICE static void soften(float (&s)[kRows][kUnroll], float (&m)[kRows], float (&d)[kRows],
+                               float (&o)[kRows][kDims]) {
+#pragma unroll
+    for (int g = 0; g < kRows; ++g) {
+      float top = m[g];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) top = fmaxf(top, s[g][u]);
+      const float reference = softmax_base(top), factor = softmax_weight<CudaMath>(m[g], reference);
+      m[g] = top;
+      d[g] *= factor;
+#pragma unroll
+      for (int i = 0; i < kDims; ++i) o[g][i] *= factor;
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        s[g][u] = softmax_weight<CudaMath>(s[g][u], reference);
+        d[g] += s[g][u];
+      }
+    }
+  }
+
+  // The scores of a variant, for the keys that each row sees.
+  FI_DEVICE void transform(int key, const int (&from)[kRows], const int (&to)[kRows], float (&s)[kRows][kUnroll],
+                           Variant& variant) const {
+#pragma unroll
+    for (int g = 0; g < kRows; ++g)
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int j = key + u * groups;
+        const bool seen = g < rows && j >= from[g] && j < to[g];
+        s[g][u] = seen ? variant.score(s[g][u], shared.row[g], kv_head, j) : Variant::kHidden;
+      }
+  }
+
   // Soft cap, ALiBi and custom mask: rare, so a loop through memory keeps the code short. The memory is that of the
   // rotated keys, which have been used.
   FI_DEVICE void finish(int key, int end, float (&s)[kRows][kUnroll]) const {
@@ -238,8 +259,10 @@ struct RowsKernel {
     for (int e = 0; e < kRows * kUnroll; ++e) {
       const int g = e / kUnroll, i = shared.row[g].i, j = key + e % kUnroll * groups;
       if (j >= end) continue;
-      const float score = shared.scores[g].template score<CudaMath>(slot[e * lanes], static_cast<float>(j - i));
-      slot[e * lanes] = p.mask.keeps(i, j) ? score : kMinusInf;
+      float score = slot[e * lanes];
+      if constexpr (!Variant::kCustom)
+        score = shared.scores[g].template score<CudaMath>(score, static_cast<float>(j - i));
+      slot[e * lanes] = p.mask.keeps(i, j) ? score : Variant::kHidden;
     }
 #pragma unroll
     for (int e = 0; e < kRows * kUnroll; ++e) s[e / kUnroll][e % kUnroll] = slot[e * lanes];

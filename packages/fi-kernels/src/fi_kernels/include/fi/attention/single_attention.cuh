@@ -7,66 +7,83 @@
 
 namespace fi {
 
+// By all threads of a block. `shared`: in shared memory.
+FI_DEVICE Variant begin_variant(Variant::Params& shared, const Variant::Arguments& arguments,
+                                const AttentionProblem& p) {
+  if constexpr (Variant::kCustom) {
+    if (threadIdx.x == 0) shared.set(arguments, p);
+    __syncthreads();
+  }
+  return {shared, 0};
+}
+
 // Grid: (tiles of 64 packed rows, kv heads, parts of the output's columns); the longest rows of a causal mask first.
 template <class T, class Q, class KV, int kSharedBytes>
-FI_DEVICE void attend_tiles(const SingleAttentionParams& params) {
+FI_DEVICE void attend_tiles(const SingleAttentionParams& params, const Variant::Arguments& arguments = {}) {
   extern __shared__ uint4 bytes[];
   using Kernel = TilesKernel<T, Q, KV>;
   static_assert(sizeof(typename Kernel::Shared) == kSharedBytes, "the family's Python says how much to ask for");
   pdl_wait();
+  __shared__ Variant::Params variant_params;
+  Variant variant = begin_variant(variant_params, arguments, params.problem);
   Kernel kernel(params.problem, *reinterpret_cast<typename Kernel::Shared*>(bytes), blockIdx.y,
                 (gridDim.x - 1 - blockIdx.x) * Kernel::kRows, params.problem.rows(), blockIdx.z * Kernel::kColumns);
-  kernel.attend();
+  kernel.attend(variant);
   pdl_launch_dependents();
-  kernel.store();
+  kernel.store(variant);
 }
 
 // Grid: (groups of kRows packed rows, kv heads, chunks).
 template <class Q, class KV, int kSlices, int kRows>
-FI_DEVICE void attend_rows(const SingleAttentionParams& params) {
+FI_DEVICE void attend_rows(const SingleAttentionParams& params, const Variant::Arguments& arguments = {}) {
   using Kernel = RowsKernel<Q, KV, kSlices, kRows>;
   __shared__ typename Kernel::Shared shared;
   const AttentionProblem& p = params.problem;
   const int kv_head = blockIdx.y, first = blockIdx.x * kRows;
   Kernel kernel(p, shared, kv_head, first);
   pdl_wait();
+  __shared__ Variant::Params variant_params;
+  Variant variant = begin_variant(variant_params, arguments, p);
   kernel.load_queries();
   const KeyRange all{p.mask.first_key(shared.row[0].i), p.mask.end_key(shared.row[kernel.rows - 1].i)};
   const KeyRange keys = chunk_of(all, blockIdx.z, params.chunks);
-  kernel.attend(keys.begin, keys.end);
+  kernel.attend(keys.begin, keys.end, variant);
   pdl_launch_dependents();
 #pragma unroll 1
   for (int g = 0; g < kernel.rows; ++g) {
     const Row row = shared.row[g];
-    const float m = kernel.merged_m(g), d = kernel.merged_d(g, m);
+    const float top = kernel.merged_m(g), sum = kernel.merged_d(g, top);
     const bool part = params.chunks > 1;
-    const float factor = part ? 1.f : softmax_inverse(d) * p.value_scale(kv_head);
+    float m = top, d = sum;
+    const auto output = variant.end(row, m, d, p.value_scale(kv_head));
     float* to = part ? params.partial(blockIdx.z, row) : nullptr;
     const int64_t out = row.i * p.out_token + row.head * p.out_head;
 #pragma unroll 1
     for (int x = threadIdx.x; x < p.dim_vo; x += Kernel::kThreads) {
-      const float y = kernel.merged_output(g, m, x) * factor;
+      const float y = kernel.merged_output(g, top, x);
       if (part)
         to[x] = y;
       else
-        store_output(p.out, p.out_type, out + x, y);
+        store_output(p.out, p.out_type, out + x, output(y));
     }
     if (threadIdx.x > 0) continue;
     if (part)
-      to[p.dim_vo] = m, to[p.dim_vo + 1] = d;
+      to[p.dim_vo] = top, to[p.dim_vo + 1] = sum;
     else if (p.lse)
       p.lse[static_cast<int64_t>(row.i) * p.qo_heads + row.head] = softmax_lse<CudaMath>(m, d);
   }
 }
 
 // Grid: one block a row (i, head): merges what its chunks left.
-FI_DEVICE void combine_chunks(const SingleAttentionParams& params) {
+FI_DEVICE void combine_chunks(const SingleAttentionParams& params, const Variant::Arguments& arguments = {}) {
   constexpr int kMostChunks = 1024;
   __shared__ float weight[kMostChunks];
   const AttentionProblem& p = params.problem;
   const Row row{static_cast<int32_t>(blockIdx.x) / p.qo_heads, static_cast<int32_t>(blockIdx.x) % p.qo_heads};
   const int lane = threadIdx.x % 32;
   pdl_wait();
+  __shared__ Variant::Params variant_params;
+  Variant variant = begin_variant(variant_params, arguments, p);
   const float* part = params.partial(0, row);
   const int64_t next = params.partial(1, row) - part;
   float m = kMinusInf, d = 0.f;  // every warp finds the same
@@ -83,7 +100,7 @@ FI_DEVICE void combine_chunks(const SingleAttentionParams& params) {
   d = warp_sum(d);
   pdl_launch_dependents();
   __syncthreads();
-  const float factor = softmax_inverse(d) * p.value_scale(row.head / p.group);
+  const auto output = variant.end(row, m, d, p.value_scale(row.head / p.group));
   const int64_t out = row.i * p.out_token + row.head * p.out_head;
 #pragma unroll 1
   for (int x = threadIdx.x; x < p.dim_vo; x += blockDim.x) {
@@ -91,7 +108,7 @@ FI_DEVICE void combine_chunks(const SingleAttentionParams& params) {
     const float* value = part + x;
 #pragma unroll 4
     for (int c = 0; c < params.chunks; ++c, value += next) sum += weight[c] * *value;
-    store_output(p.out, p.out_type, out + x, sum * factor);
+    store_output(p.out, p.out_type, out + x, output(sum));
   }
   if (threadIdx.x == 0 && p.lse)
     p.lse[static_cast<int64_t>(row.i) * p.qo_heads + row.head] = softmax_lse<CudaMath>(m, d);

@@ -6,6 +6,7 @@
 #include "fi/attention/eight.cuh"
 #include "fi/attention/pages.cuh"
 #include "fi/attention/softmax.h"
+#include "fi/attention/variant.h"
 #include "fi/cuda/math.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/ptx/fp8.cuh"
@@ -63,7 +64,7 @@ struct TilesKernel {
         warp(threadIdx.x / 32),
         lane(threadIdx.x % 32) {}
 
-  FI_DEVICE void attend() {
+  FI_DEVICE void attend(Variant& variant) {
     prepare();
     const int begin = p.mask.first_key(shared.row[0].i), end = p.mask.end_key(shared.row[rows - 1].i);
     // Keys that every row of the tile sees.
@@ -88,23 +89,14 @@ struct TilesKernel {
         __syncthreads();
         if (dim + kColumns < p.dim_qk) fetch<kK>(keys, dim + kColumns, key, end);
       }
-      const float scale[2] = {shared.scores[place(0)].scale, shared.scores[place(1)].scale};
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) s[n][c] *= scale[c / 2];
-      if (p.scores.alibi || p.mask.selects()) {
-        finish(key, end, s);
-      } else if (p.scores.soft_cap > 0.f) {
-        const float cap = p.scores.cap();
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) s[n][c] = cap * CudaMath::tanh(s[n][c]);
-      }
+      if constexpr (Variant::kCustom)
+        transform(key, end, s, variant);
+      else
+        score(key, end, s);
       if constexpr (kDirect) fetch<kK>(keys, 0, key + kKeys, end);
-      if (key < full_begin || key + kKeys > full_end) hide(key, s);
-      soften(s);
+      if constexpr (!Variant::kCustom)
+        if (key < full_begin || key + kKeys > full_end) hide(key, s);
+      if constexpr (Variant::kSoftmax) soften(s);
       cp_async_wait<1>();
       land<kV>(values, column, key, end);
       if constexpr (!kDirect) fetch<kK>(keys, 0, key + kKeys, end);
@@ -115,24 +107,23 @@ struct TilesKernel {
   }
 
   // Normalises, and writes the rows through shared memory: whole lines, whatever the dtype. sinks: [qo_heads], or null.
-  FI_DEVICE void store(const float* sinks = nullptr) {
+  FI_DEVICE void store(Variant& variant, const float* sinks = nullptr) {
     float* tile = reinterpret_cast<float*>(&shared);
     const float scale = p.value_scale(kv_head);
     __syncthreads();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      const Row at = shared.row[place(half)];
       float factor = scale;
-      if (sinks) factor *= add_sink<CudaMath>(sinks[shared.row[place(half)].head], m[half], d[half]);
-      factor *= softmax_inverse(d[half]);
+      if (sinks) factor *= add_sink<CudaMath>(sinks[at.head], m[half], d[half]);
+      const auto output = variant.end(at, m[half], d[half], factor);
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
         for (int c = 0; c < 2; ++c)
-          tile[place(half) * kOutPitch + n * 8 + lane % 4 * 2 + c] = o[n][half * 2 + c] * factor;
-      if (p.lse && column == 0 && lane % 4 == 0 && place(half) < rows) {
-        const Row at = shared.row[place(half)];
+          tile[place(half) * kOutPitch + n * 8 + lane % 4 * 2 + c] = output(o[n][half * 2 + c]);
+      if (p.lse && column == 0 && lane % 4 == 0 && place(half) < rows)
         p.lse[static_cast<int64_t>(at.i) * p.qo_heads + at.head] = softmax_lse<CudaMath>(m[half], d[half]);
-      }
     }
     __syncthreads();
     const int bytes = out_bytes(p.out_type);
@@ -283,6 +274,41 @@ struct TilesKernel {
     }
   }
 
+  // Products become scores.
+  FI_DEVICE void score(int key, int end, float (&s)[kKeys / 8][4]) const {
+    const float scale[2] = {shared.scores[place(0)].scale, shared.scores[place(1)].scale};
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) s[n][c] *= scale[c / 2];
+    if (p.scores.alibi || p.mask.selects()) {
+      finish(key, end, s);
+    } else if (p.scores.soft_cap > 0.f) {
+      const float cap = p.scores.cap();
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) s[n][c] = cap * CudaMath::tanh(s[n][c]);
+    }
+  }
+
+  // Products become the scores of a variant, for the keys that each row sees.
+  FI_DEVICE void transform(int key, int end, float (&s)[kKeys / 8][4], Variant& variant) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Row row = shared.row[place(half)];
+      const int from = p.mask.first_key(row.i), to = place(half) < rows ? min(end, p.mask.end_key(row.i)) : 0;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int c = half * 2; c < half * 2 + 2; ++c) {
+          const int j = key + n * 8 + lane % 4 * 2 + c % 2;
+          s[n][c] = j >= from && j < to ? variant.score(s[n][c], row, kv_head, j) : Variant::kHidden;
+        }
+    }
+    if (p.mask.selects()) finish(key, end, s);
+  }
+
   // Keys outside of what causal and window leave to each of this lane's rows.
   FI_DEVICE void hide(int key, float (&s)[kKeys / 8][4]) const {
 #pragma unroll
@@ -309,8 +335,10 @@ struct TilesKernel {
     for (int e = 0; e < kKeys / 2; ++e) {
       const int r = place(e / 2 % 2), i = shared.row[r].i, j = key + e / 4 * 8 + lane % 4 * 2 + e % 2;
       if (j >= end) continue;
-      const float score = shared.scores[r].template score<CudaMath>(slot[e * kThreads], static_cast<float>(j - i));
-      slot[e * kThreads] = p.mask.keeps(i, j) ? score : kMinusInf;
+      float score = slot[e * kThreads];
+      if constexpr (!Variant::kCustom)
+        score = shared.scores[r].template score<CudaMath>(score, static_cast<float>(j - i));
+      slot[e * kThreads] = p.mask.keeps(i, j) ? score : Variant::kHidden;
     }
 #pragma unroll
     for (int e = 0; e < kKeys / 2; ++e) s[e / 4][e % 4] = slot[e * kThreads];

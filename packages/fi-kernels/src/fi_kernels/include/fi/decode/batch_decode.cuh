@@ -3,6 +3,7 @@
 #include "fi/attention/rows.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/decode/finish.cuh"
+#include "fi/decode/rows_finish.cuh"
 #include "fi/decode/warp_tile.cuh"
 
 namespace fi {
@@ -29,20 +30,25 @@ struct BlockWalk {
 
 // Grid: one block a range of the schedule.
 template <class Q, class KV, int kSlices, int kRows>
-FI_DEVICE void decode_rows(const BatchDecodeParams& params) {
+FI_DEVICE void decode_rows(const BatchDecodeParams& params, const Variant::Arguments& arguments = {}) {
   using Kernel = RowsKernel<Q, KV, kSlices, kRows, PagedTokens>;
   __shared__ typename Kernel::Shared shared;
   __shared__ AttentionProblem problem;
   __shared__ BlockWalk walk;
+  __shared__ Variant::Params variant_params;
   __shared__ int last;
   pdl_wait();
   if (threadIdx.x == 0) walk.begin(params);
 #pragma unroll 1
   while (walk.next()) {
     const DecodeSegment& s = walk.segment;
-    if (threadIdx.x == 0) problem = params.request(s.request, s.kv_len, sizeof(Q), out_bytes(params.problem.out_type));
+    if (threadIdx.x == 0) {
+      problem = params.request(s.request, s.kv_len, sizeof(Q), out_bytes(params.problem.out_type));
+      variant_params.set(arguments, problem);
+    }
     __syncthreads();
-    const Finish finish(params, s);
+    Variant variant(variant_params, s.request);
+    const RowsFinish finish(params, s, variant);
     const PagedTokens pages{params.page_indices + s.first_page, params.page_size, params.k_page, params.v_page};
     const int begin = max(s.begin * kDecodeTile, problem.mask.first_key(0));
     const int end = static_cast<int>(min(static_cast<int64_t>(s.end) * kDecodeTile, static_cast<int64_t>(s.kv_len)));
@@ -50,7 +56,7 @@ FI_DEVICE void decode_rows(const BatchDecodeParams& params) {
     for (int row = 0; row < finish.rows; row += kRows) {
       Kernel kernel(problem, shared, finish.kv_head, finish.first + row, pages);
       kernel.load_queries();
-      kernel.attend(begin, end);
+      kernel.attend(begin, end, variant);
 #pragma unroll 1
       for (int g = 0; g < min(kRows, finish.rows - row); ++g) {
         const float m = kernel.merged_m(g), d = kernel.merged_d(g, m);
@@ -65,8 +71,7 @@ FI_DEVICE void decode_rows(const BatchDecodeParams& params) {
         }
       }
     }
-    if (!s.whole() && finish.arrive(threadIdx.x, Kernel::kThreads, 1, &last))
-      finish.write_merged(threadIdx.x, Kernel::kThreads);
+    if (!s.whole()) finish.complete(threadIdx.x, Kernel::kThreads, 1, &last);
   }
   pdl_launch_dependents();
 }
@@ -76,7 +81,7 @@ template <class T, class Q, class KV, int kDim, int kWarps, int kStages>
 struct DecodeTiles {
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kOutputPitch = kDim + 8;
-  using Lines = KeyLines<(kDim * sizeof(KV) + 127) / 128, 16, false>;
+  using Lines = KeyLines<(kDim * sizeof(KV) + 127) / 128, 16>;
   using Tile = WarpTile<T, Q, KV, kDim, Lines>;
 
   struct Ring {
@@ -130,8 +135,8 @@ struct DecodeTiles {
       const int64_t v_offset = __shfl_sync(0xffffffffu, at.v_offset, key);
       const bool inside = at.key + key >= at.low && at.key + key < at.high;
       const int element = piece * 16 / static_cast<int>(sizeof(KV));
-      cp_async_16(ring.k[stage] + Lines::offset(key, piece), inside ? k + k_offset + element : k, inside);
-      cp_async_16(ring.v[stage] + Lines::offset(key, piece), inside ? v + v_offset + element : v, inside);
+      cp_async_16(ring.k[stage] + Lines{4}.offset(key, piece), inside ? k + k_offset + element : k, inside);
+      cp_async_16(ring.v[stage] + Lines{4}.offset(key, piece), inside ? v + v_offset + element : v, inside);
     }
   }
 
@@ -150,7 +155,7 @@ struct DecodeTiles {
 
   FI_DEVICE void run() const {
     if (threadIdx.x == 0) shared.walk.begin(params);
-    Tile tile;
+    Tile tile({4});
 #pragma unroll 1
     while (shared.walk.next()) {
       const DecodeSegment& s = shared.walk.segment;
@@ -182,7 +187,8 @@ struct DecodeTiles {
         __syncwarp();
         Ring& ring = shared.rings[warp];
         if (key + 16 > at.low)
-          tile.attend(problem, shared.queries[0], ring.k[stage], ring.v[stage], 0, key, at.low, at.high, [] {});
+          tile.template attend<false>(problem, shared.queries[0], ring.k[stage], ring.v[stage], 0, key, at.low, at.high,
+                                      [] {});
         __syncwarp();
         if (++stage == kStages) stage = 0;
       }

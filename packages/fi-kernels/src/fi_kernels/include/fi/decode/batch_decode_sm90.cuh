@@ -1,5 +1,5 @@
-// Batch decode on Hopper: a persistent block of one warp that feeds a ring of key tiles by TMA, groups of warps that
-// take tiles in turn, 16 keys a warp, on tensor cores, and a warp that finishes a segment while they go on with the
+// Batch decode on Hopper: a persistent block of two warps that feed a ring of tiles of keys and values by TMA, warps
+// that take 16 or 32 keys of each tile on tensor cores, and a warp that finishes a segment while they go on with the
 // next.
 #pragma once
 #include "fi/cuda/ptx/tma_sm90.cuh"
@@ -8,16 +8,15 @@
 
 namespace fi {
 
-template <class T, class Q, class KV, int kDim, int kGroups, int kSlices, int kStages, bool kWhole>
+// kWarps consume; each takes kWarpKeys of a stage.
+template <class T, class Q, class KV, int kDim, int kWarps, int kWarpKeys, int kStages, bool kWhole>
 struct DecodeTma {
-  static_assert(kStages % kGroups == 0, "a group that skips a phase of a barrier would take the next for it");
-  static constexpr int kWarps = kGroups * kSlices;  // of the consumers
-  static constexpr int kThreads = kWarps * 32;
-  static constexpr int kKeys = kSlices * 16;  // of a stage
+  static constexpr int kThreads = kWarps * 32;      // of the consumers
+  static constexpr int kKeys = kWarps * kWarpKeys;  // of a stage
   static constexpr int kLines = (kDim * sizeof(KV) + 127) / 128;
   static constexpr int kOutputPitch = kDim + 8;
-  using Lines = KeyLines<kLines, kKeys, kWhole>;
-  using Tile = WarpTile<T, Q, KV, kDim, Lines>;
+  using Lines = KeyLines<kLines, kKeys>;
+  using Tile = WarpTile<T, Q, KV, kDim, Lines, kWarpKeys>;
 
   struct Shared {
     char k[kStages][Lines::kBytes], v[kStages][Lines::kBytes];
@@ -40,10 +39,10 @@ struct DecodeTma {
       : params(params), shared(shared), lane(threadIdx.x % 32) {}
 
   FI_DEVICE void init() const {
-    for (int i = 0; i < kStages; ++i) shared.full_k[i].init(1), shared.full_v[i].init(1), shared.empty[i].init(kSlices);
-    for (int i = 0; i < 2; ++i) shared.ready[i].init(1), shared.free[i].init(kWarps + 1);
-    shared.output_full.init(kWarps);
-    shared.output_free.init(1);
+    for (int i = 0; i < kStages; ++i) shared.full_k[i].init(1), shared.full_v[i].init(1), shared.empty[i].init(kWarps);
+    for (int i = 0; i < 2; ++i) shared.ready[i].init(1), shared.free[i].init(kThreads + 32);
+    shared.output_full.init(kThreads);
+    shared.output_free.init(32);
     fence_barrier_init();
     prefetch_tensor_map(params.k_map);
     prefetch_tensor_map(params.v_map);
@@ -84,9 +83,8 @@ struct DecodeTma {
     look_up(b, 1, b.next_page, b.next_slot);
   }
 
-  FI_DEVICE void produce() const {
-    DecodeWalk walk;
-    walk.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
+  // By one warp for the keys and one for the values and the queries.
+  FI_DEVICE void produce(bool values, DecodeWalk& walk) const {
     const uint64_t policy = walk.header.tiles < params.stream_tiles ? kEvictFirst : kEvictNormal;
     Boxes now, then;
     next(walk, then);
@@ -95,9 +93,9 @@ struct DecodeTma {
 #pragma unroll 1
     for (int count = 0;; ++count) {
       now = then;
-      describe(now.s, count);  // first: queries would arrive behind all keys that are asked for before them
+      if (values) describe(now.s, count);  // first: queries would arrive behind all that is asked for before them
       if (now.s.unit < 0) break;
-      feed(now, policy, stage, round, [&] { next(walk, then); });
+      feed(now, values, policy, stage, round, [&] { next(walk, then); });
     }
     pdl_launch_dependents();
   }
@@ -123,29 +121,26 @@ struct DecodeTma {
 
   // Calls `then` when the first keys are on their way.
   template <class Then>
-  FI_DEVICE void feed(Boxes& b, uint64_t policy, int& stage, unsigned& round, Then&& then) const {
+  FI_DEVICE void feed(Boxes& b, bool values, uint64_t policy, int& stage, unsigned& round, Then&& then) const {
     const int shift = params.box_shift, boxes = kKeys >> shift, head = params.kv_head(b.s.unit);
-    const unsigned bytes = kLines * 128 << shift;
+    const TensorMap& map = values ? params.v_map : params.k_map;
+    char* const ring = values ? shared.v[0] : shared.k[0];
+    Barrier* const full = values ? shared.full_v : shared.full_k;
     int first_box = 0;  // of the stage, in the segment
 #pragma unroll 1
     for (int key = b.s.begin * kDecodeTile; key < b.high || first_box == 0; key += kKeys, first_box += boxes) {
       if (key < b.high) {
         shared.empty[stage].wait((round & 1) ^ 1);
         const int from = max(b.low - key, 0) >> shift, to = (min(b.high - key, kKeys) + (1 << shift) - 1) >> shift;
-        if (lane == 0) {
-          shared.full_k[stage].arrive_expect((to - from) * bytes);
-          shared.full_v[stage].arrive_expect((to - from) * bytes);
-        }
+        if (lane == 0) full[stage].arrive_expect((to - from) * (kLines * 128 << shift));
         __syncwarp();
 #pragma unroll 1
         for (int done = 0; done < boxes;) {
           const int place = (first_box + done) % 32;  // in the window
           const int box = done + lane - place;
           const int these = min(boxes - done, 32 - place);
-          if (lane >= place && lane < place + these && box >= from && box < to) {
-            copy(shared.k[stage], params.k_map, shared.full_k[stage], box, b.slot, head, b.page, policy);
-            copy(shared.v[stage], params.v_map, shared.full_v[stage], box, b.slot, head, b.page, policy);
-          }
+          if (lane >= place && lane < place + these && box >= from && box < to)
+            copy(ring + stage * Lines::kBytes, map, full[stage], box << shift, b.slot, head, b.page, policy);
           done += these;
           if (place + these == 32) {
             b.page = b.next_page, b.slot = b.next_slot;
@@ -158,24 +153,21 @@ struct DecodeTma {
     }
   }
 
-  FI_DEVICE void copy(char* to, const TensorMap& map, Barrier& barrier, int box, int slot, int head, int page,
+  // By one lane: key is the first one's place in the stage.
+  FI_DEVICE void copy(char* to, const TensorMap& map, Barrier& barrier, int key, int slot, int head, int page,
                       uint64_t policy) const {
-    const int key = box << params.box_shift;
-    if constexpr (kWhole) {
-      tma_load(to + key * kLines * 128, map, barrier, 0, 0, slot, head, page, policy);
-    } else {
+    constexpr int kCopies = kWhole ? 1 : kLines;
 #pragma unroll
-      for (int line = 0; line < kLines; ++line)
-        tma_load(to + (line * kKeys + key) * 128, map, barrier, line * 128 / static_cast<int>(sizeof(KV)), 0, slot,
-                 head, page, policy);
-    }
+    for (int line = 0; line < kCopies; ++line)
+      tma_load(to + (key * kLines + (line << params.box_shift)) * 128, map, barrier,
+               line * 128 / static_cast<int>(sizeof(KV)), slot, 0, head, page, policy);
   }
 
   FI_DEVICE void consume() const {
-    const unsigned group = threadIdx.x / (kSlices * 32);
-    const int warp = threadIdx.x / 32, slice = warp % kSlices * 16;
-    Tile tile;
-    unsigned step = 0;  // of the ring
+    const int warp = threadIdx.x / 32, slice = warp * kWarpKeys;
+    Tile tile({params.box_shift});
+    int stage = 0;
+    unsigned round = 0;
 #pragma unroll 1
     for (int count = 0;; ++count) {
       const int at = count & 1;
@@ -190,32 +182,30 @@ struct DecodeTma {
       const int from = low(s), to = high(s);
 #pragma unroll 1
       for (int tile_key = s.begin * kDecodeTile; tile_key < to; tile_key += kKeys) {
-        if (step % kGroups == group) {
-          const int key = tile_key + slice;
-          const unsigned stage = step % kStages, round = step / kStages;
-          shared.full_k[stage].wait(round & 1);
-          if (key < to && key + 16 > from)
-            tile.attend(problem, shared.queries[at][0], shared.k[stage], shared.v[stage], slice, key, from, to,
-                        [&] { shared.full_v[stage].wait(round & 1); });
-          __syncwarp();
-          if (lane == 0) shared.empty[stage].arrive();
-        }
-        ++step;
+        const int key = tile_key + slice;
+        shared.full_k[stage].wait(round & 1);
+        const auto values = [&] { shared.full_v[stage].wait(round & 1); };
+        if (tile.plain(key, from, to))
+          tile.template attend<true>(problem, shared.queries[at][0], shared.k[stage], shared.v[stage], slice, key, from,
+                                     to, values);
+        else if (key < to && key + kWarpKeys > from)
+          tile.template attend<false>(problem, shared.queries[at][0], shared.k[stage], shared.v[stage], slice, key,
+                                      from, to, values);
+        __syncwarp();
+        if (lane == 0) shared.empty[stage].arrive();
+        if (++stage == kStages) stage = 0, ++round;
       }
       const Finish finish(params, s);
       const bool last = is_last(count);
       if (count > 0) shared.output_free.wait((count - 1) & 1);
       tile.leave(finish.rows, shared.output[warp][0], kOutputPitch, shared.states[warp]);
-      __syncwarp();
       if (last) {
         barrier_sync(1, kThreads);
         complete(finish, threadIdx.x, kThreads, 1);
         return;
       }
-      if (lane == 0) {
-        shared.output_full.arrive();
-        shared.free[at].arrive();
-      }
+      shared.output_full.arrive();
+      shared.free[at].arrive();
     }
   }
 
@@ -249,11 +239,8 @@ struct DecodeTma {
       if (s.unit < 0 || is_last(count)) return;
       shared.output_full.wait(count & 1);
       complete(Finish(params, s), lane, 32, 2);
-      __syncwarp();
-      if (lane == 0) {
-        shared.output_free.arrive();
-        shared.free[at].arrive();
-      }
+      shared.output_free.arrive();
+      shared.free[at].arrive();
     }
   }
 
@@ -265,11 +252,11 @@ struct DecodeTma {
   }
 };
 
-// Grid: one block a range of the schedule; threads: the consumers, the producer, the finisher.
-template <class T, class Q, class KV, int kDim, int kGroups, int kSlices, int kStages, bool kWhole, int kSharedBytes>
+// Grid: one block a range of the schedule; threads: the consumers, the two producers, the finisher.
+template <class T, class Q, class KV, int kDim, int kWarps, int kWarpKeys, int kStages, bool kWhole, int kSharedBytes>
 FI_DEVICE void decode_tma(const BatchDecodeParams& params) {
   extern __shared__ uint4 bytes[];
-  using Kernel = DecodeTma<T, Q, KV, kDim, kGroups, kSlices, kStages, kWhole>;
+  using Kernel = DecodeTma<T, Q, KV, kDim, kWarps, kWarpKeys, kStages, kWhole>;
   static_assert(sizeof(typename Kernel::Shared) + 1024 == kSharedBytes, "the family's Python says how much to ask for");
   // The swizzle goes by the address: lines begin at multiples of its period.
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(bytes));
@@ -277,14 +264,17 @@ FI_DEVICE void decode_tma(const BatchDecodeParams& params) {
                                                                     (1024 - base % 1024) % 1024));
   if (threadIdx.x == 0) kernel.init();
   pdl_wait();
-  if (threadIdx.x >= Kernel::kThreads + 32) kernel.prefetch();
+  if (threadIdx.x >= Kernel::kThreads + 64) kernel.prefetch();
   if (threadIdx.x == 0) kernel.shared.bmm1 = params.bmm1_scale ? *params.bmm1_scale : 1.f;
-  __syncthreads();
   const int role = static_cast<int>(threadIdx.x) - Kernel::kThreads;
+  DecodeWalk walk;
+  if (role >= 0 && role < 64)
+    walk.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
+  __syncthreads();
   if (role < 0)
     kernel.consume();
-  else if (role < 32)
-    kernel.produce();
+  else if (role < 64)
+    kernel.produce(role >= 32, walk);
   else
     kernel.follow();
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include <vector>
 
+#include "fi/attention/cpu_finish.h"
 #include "fi/attention/cpu_tile.h"
 #include "fi/cpu/parallel.h"
 #include "fi/decode/batch_decode.h"
@@ -10,8 +11,8 @@ namespace fi {
 
 class CpuBatchDecode {
  public:
-  CpuBatchDecode(const BatchDecodeParams& params, DType q, DType kv, DType out)
-      : params_(params), q_(q), kv_(kv), out_(out), store_(cpu::row_storer(out)) {}
+  CpuBatchDecode(const BatchDecodeParams& params, const Variant::Arguments& arguments, DType q, DType kv, DType out)
+      : params_(params), arguments_(arguments), q_(q), kv_(kv), out_(out) {}
 
   void run() const {
     cpu::parallel_for(params_.blocks, grain(), [&](int64_t begin, int64_t end) {
@@ -68,15 +69,18 @@ class CpuBatchDecode {
 
   void attend(const DecodeSegment& s, CpuTile& tile) const {
     const AttentionProblem p = problem(s);
+    Variant::Params variant_params;
+    variant_params.set(arguments_, p);
+    Variant variant(variant_params, s.request);
     const TokenPages pages{params_.page_indices + s.first_page, static_cast<int32_t>(params_.page_size.value),
                            params_.k_page, params_.v_page};
     const int32_t count = rows(s.unit);
     const int64_t end = std::min<int64_t>(static_cast<int64_t>(s.end) * kDecodeTile, s.kv_len);
-    tile.attend(p, pages, params_.kv_head(s.unit), params_.first_row(s.unit), count, s.begin * kDecodeTile,
+    tile.attend(p, pages, variant, params_.kv_head(s.unit), params_.first_row(s.unit), count, s.begin * kDecodeTile,
                 static_cast<int32_t>(end));
     for (int32_t r = 0; r < count; ++r) {
       if (s.whole()) {
-        finish(p, s.unit, r, tile.m(r), tile.d(r), tile.output(r));
+        finish(p, variant, s.unit, r, tile.m(r), tile.d(r), tile.output(r));
       } else {
         const int32_t slot = s.slot_of(s.part);
         std::copy_n(tile.output(r), p.dim_vo, params_.slot(slot) + r * p.dim_vo);
@@ -88,6 +92,9 @@ class CpuBatchDecode {
   // The parts of an item, in order of position.
   void merge(const DecodeSegment& s, float* sum) const {
     const AttentionProblem p = problem(s);
+    Variant::Params variant_params;
+    variant_params.set(arguments_, p);
+    Variant variant(variant_params, s.request);
     for (int32_t r = 0; r < rows(s.unit); ++r) {
       const auto state = [&](int32_t part) { return params_.slot_state(s.slot_of(part)) + 2 * r; };
       float m = kMinusInf, d = 0.f;
@@ -98,25 +105,18 @@ class CpuBatchDecode {
         d += weight * state(part)[1];
         cpu::add_scaled<16>(sum, params_.slot(s.slot_of(part)) + r * p.dim_vo, weight, p.dim_vo);
       }
-      finish(p, s.unit, r, m, d, sum);
+      finish(p, variant, s.unit, r, m, d, sum);
     }
   }
 
-  void finish(const AttentionProblem& p, int32_t unit, int32_t r, float m, float d, float* sum) const {
-    const Row row = p.row(params_.kv_head(unit), params_.first_row(unit) + r);
-    const float factor = params_.sinks ? add_sink<CpuMath>(params_.sinks[row.head], m, d) : 1.f;
-    cpu::multiply_row<16>(sum, factor * softmax_inverse(d) * p.value_scale(params_.kv_head(unit)), p.dim_vo);
-    store_(sum, static_cast<char*>(p.out) + (row.i * p.out_token + row.head * p.out_head) * out_.bytes(), p.dim_vo);
-    if (p.lse) p.lse[static_cast<int64_t>(row.i) * p.qo_heads + row.head] = softmax_lse<CpuMath>(m, d);
+  void finish(const AttentionProblem& p, Variant& variant, int32_t unit, int32_t r, float m, float d,
+              float* sum) const {
+    finish_row(p, variant, params_.sinks, p.row(params_.kv_head(unit), params_.first_row(unit) + r), m, d, sum, out_);
   }
 
   const BatchDecodeParams& params_;
+  const Variant::Arguments& arguments_;
   DType q_, kv_, out_;
-  cpu::StoreRow store_;
 };
-
-inline void batch_decode_cpu(const BatchDecodeParams& params, DType q, DType kv, DType out) {
-  CpuBatchDecode(params, q, kv, out).run();
-}
 
 }  // namespace fi

@@ -65,10 +65,8 @@ struct Finish {
     barrier_sync(barrier, threads);
     if (thread == 0) {
       int32_t* counter = params.view().counters() + s.counter();
-      fence_device();  // of one thread for all that it met at the barrier
-      *last = atomicAdd(counter, 1) == s.parts - 1;
-      fence_device();
-      if (*last) *counter = 0;  // for the next launch
+      *last = count_device(counter) == s.parts - 1;  // by one thread for all that it met at the barrier
+      if (*last) *counter = 0;                       // for the next launch
     }
     barrier_sync(barrier, threads);
     return *last;

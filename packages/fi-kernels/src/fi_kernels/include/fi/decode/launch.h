@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "fi/decode/batch_decode.h"
-#include "fi/host/kernel.h"
+#include "fi/host/op.h"
 
 #if FI_CUDA
 namespace fi {
@@ -12,18 +12,19 @@ namespace fi {
 // The first number of an entry's config; the second is the head dim, of rows the largest.
 enum DecodeKind { kDecodeRowsKind = 0, kDecodeTilesKind = 1, kDecodeTmaKind = 2 };
 
-// A cache as [pages, heads, tokens of a page, lines, elements of a line], a line being 128 bytes; `whole`: one copy
-// brings all lines of a token, else each line takes one, and lines are offsets in a row.
+// A cache as [pages, heads, lines, tokens of a page, elements of a line], a line being 128 bytes, so that a copy leaves
+// the first line of all its tokens, then the second. `whole`: it brings all lines, else each line takes one, and lines
+// are offsets in a row.
 inline void describe_cache(TensorMap& map, const Tensor& cache, int64_t heads, int64_t page_size, int64_t head,
                            int64_t token, int64_t box_rows, bool whole) {
   const int64_t bytes = cache.dtype().bytes(), dim = cache.size(-1), line = 128 / bytes;
   const int64_t lines = whole ? (dim + line - 1) / line : 1;
   const auto step = [&](int64_t n, int64_t stride) { return static_cast<uint64_t>(n > 1 ? stride * bytes : 128); };
-  const uint64_t sizes[] = {static_cast<uint64_t>(whole ? std::min(dim, line) : dim), static_cast<uint64_t>(lines),
-                            static_cast<uint64_t>(page_size), static_cast<uint64_t>(heads),
+  const uint64_t sizes[] = {static_cast<uint64_t>(whole ? std::min(dim, line) : dim), static_cast<uint64_t>(page_size),
+                            static_cast<uint64_t>(lines), static_cast<uint64_t>(heads),
                             static_cast<uint64_t>(cache.size(0))};
-  const uint64_t strides[] = {128, step(page_size, token), step(heads, head), step(cache.size(0), cache.stride(0))};
-  const uint32_t box[] = {static_cast<uint32_t>(line), static_cast<uint32_t>(lines), static_cast<uint32_t>(box_rows), 1,
+  const uint64_t strides[] = {step(page_size, token), 128, step(heads, head), step(cache.size(0), cache.stride(0))};
+  const uint32_t box[] = {static_cast<uint32_t>(line), static_cast<uint32_t>(box_rows), static_cast<uint32_t>(lines), 1,
                           1};
   const uint32_t steps[] = {1, 1, 1, 1, 1};
   const cu::Driver& driver = cu::Driver::get();
@@ -32,8 +33,8 @@ inline void describe_cache(TensorMap& map, const Tensor& cache, int64_t heads, i
                "cuTensorMapEncodeTiled");
 }
 
-inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params, const Tensor& k_cache,
-                                const Tensor& v_cache, bool pdl) {
+inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params, const Extras& extras,
+                                const Tensor& k_cache, const Tensor& v_cache, bool pdl) {
   AttentionProblem& p = params.problem;
   const Entry* entry = nullptr;
   for (const Entry& e : kernel.entries) {
@@ -63,7 +64,7 @@ inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params,
     describe_cache(params.k_map, k_cache, p.kv_heads, page_size, p.k_head, p.k_token, box_rows, whole);
     describe_cache(params.v_map, v_cache, p.kv_heads, page_size, p.v_head, p.v_token, box_rows, whole);
   }
-  kernel.launch(*entry, config, k_cache.device(), params);
+  kernel.launch(*entry, config, k_cache.device(), params, extras.data());
 }
 
 }  // namespace fi

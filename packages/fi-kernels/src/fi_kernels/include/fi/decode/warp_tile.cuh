@@ -1,5 +1,5 @@
-// One warp's share of decode attention on tensor cores: up to 16 packed query rows against 16 keys at a time, which no
-// other warp reads; softmax state and output in registers. sm_80 and later.
+// One warp's share of decode attention on tensor cores: up to 16 packed query rows against 16 or 32 keys at a time,
+// which no other warp reads; softmax state and output in registers. sm_80 and later.
 #pragma once
 #include "fi/attention/eight.cuh"
 #include "fi/cuda/math.cuh"
@@ -21,12 +21,17 @@ FI_DEVICE unsigned pack_pair(float low, float high, __nv_bfloat16) {
 
 // How keys lie in shared memory: lines of 128 bytes, whose 16-byte pieces are permuted by the lowest bits of the line's
 // number (the pattern of TMA's 128-byte swizzle), so that ldmatrix meets no conflict in lines that follow each other.
-// Either the lines of one key follow each other (kWhole), or one line of kKeys keys, then the next.
-template <int kLines, int kKeys, bool kWhole>
+// Keys come in boxes of 2^shift: of each the first line of all its keys, then the second.
+template <int kLines, int kKeys>
 struct KeyLines {
   static constexpr int kBytes = kLines * kKeys * 128;
-  FI_DEVICE static unsigned offset(int key, int piece) {
-    const int line = kWhole ? key * kLines + piece / 8 : piece / 8 * kKeys + key;
+  int shift;
+  FI_DEVICE unsigned offset(int key, int piece) const {
+    int line = key;
+    if constexpr (kLines > 1) {
+      const int box = key >> shift;
+      line = ((box * kLines + piece / 8) << shift) + (key - (box << shift));
+    }
     return line * 128 + ((piece % 8 ^ line % 8) << 4);
   }
 };
@@ -41,9 +46,11 @@ FI_DEVICE void fence_before_async() {
 // T: what tensor cores multiply. fp8 keys become halves in registers. ldmatrix gives a lane four neighbours of a row of
 // fp8 where the operand wants two here and two eight columns on, so the columns of a step of 16 are taken in another
 // order: 4c, 4c + 1 in the place of 2c, 2c + 1, and 4c + 2, 4c + 3 in that of 2c + 8, 2c + 9. q follows the same order.
-template <class T, class Q, class KV, int kDim, class Lines>
+// kKeys: 16, or 32, which shares the latency of a step between twice the keys.
+template <class T, class Q, class KV, int kDim, class Lines, int kKeys = 16>
 struct WarpTile {
   static constexpr bool kFp8 = sizeof(KV) == 1;
+  static constexpr int kSixteens = kKeys / 16, kEights = kKeys / 8;
   static constexpr int kSteps = kDim / 16, kPieces = kDim * sizeof(KV) / 16;
   static constexpr int kPitch = kDim + 16 / sizeof(Q);  // of rows of queries in shared memory
   static constexpr bool kHeld = kDim <= 128;  // queries stay in registers; else they come from shared memory each time
@@ -53,9 +60,11 @@ struct WarpTile {
   float scale[2], slope[2];  // of the lane's two rows
   int i[2];
   int full_begin, full_end;  // keys that all rows see
+  bool special;              // see AttentionProblem
+  const Lines lines;
   const int lane;
 
-  FI_DEVICE WarpTile() : lane(threadIdx.x % 32) {}
+  FI_DEVICE explicit WarpTile(Lines lines) : lines(lines), lane(threadIdx.x % 32) {}
 
   // rows: of the tile; queries: its row r at r * kPitch, in shared memory, until the end of the item.
   FI_DEVICE void begin(const BatchDecodeParams& params, const AttentionProblem& p, int kv_head, int first, int rows,
@@ -72,6 +81,7 @@ struct WarpTile {
       scale[half] = head.scale, slope[half] = head.slope, i[half] = row.i;
       m[half] = kMinusInf, d[half] = 0.f;
     }
+    special = p.special();
     full_begin = p.mask.first_key(params.row(kv_head, first + rows - 1).i);
     full_end = p.mask.end_key(params.row(kv_head, first).i);
     if constexpr (kHeld) {
@@ -80,42 +90,54 @@ struct WarpTile {
     }
   }
 
-  // Keys [key, key + 16), which lie at `k` and `v` as keys `place` .. of their lines; those outside of [low, high) are
-  // not there, and what lies in their place may be anything.
-  // problem() gives the attention problem of the request: where it is rarely asked for, it must not lie in registers.
-  template <class Problem, class WaitForValues>
+  // Whether scores of keys [key, key + kKeys) need no more than a scale, and all rows see all of them.
+  FI_DEVICE bool plain(int key, int low, int high) const {
+    return !special && key >= max(full_begin, low) && key + kKeys <= min(full_end, high);
+  }
+
+  // Keys [key, key + kKeys), which lie at `k` and `v` as keys `place` .. of their lines; those outside of [low, high)
+  // are not there, and what lies in their place may be anything. problem() gives the attention problem of the request:
+  // where it is rarely asked for, it must not lie in registers. kPlain: they are keys of `plain`, for which the code
+  // lies in one piece, without jumps over what is rarely needed.
+  template <bool kPlain, class Problem, class WaitForValues>
   FI_DEVICE void attend(Problem&& problem, const Q* queries, const char* k, char* v, int place, int key, int low,
                         int high, WaitForValues&& wait_for_values) {
-    float s[2][4] = {}, odd[2][4] = {};  // two sums each: half the latency of a chain of products
+    float s[kEights][4] = {}, odd[kEights][4] = {};  // two sums each: half the latency of a chain of products
     const int key_lane = place + lane / 16 * 8 + lane % 8;
 #pragma unroll
     for (int piece = 0; piece < kPieces; piece += 2) {
       constexpr int kStepsOfPair = kFp8 ? 2 : 1;
-      unsigned a[kStepsOfPair][4], b[4];
+      unsigned a[kStepsOfPair][4];
 #pragma unroll
       for (int x = 0; x < kStepsOfPair; ++x)
         if (piece + x < kPieces) query(queries, piece * kStepsOfPair / 2 + x, a[x]);
-      ldmatrix_x4(b, k + Lines::offset(key_lane, piece + lane / 8 % 2));
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        if constexpr (kFp8) {
+      for (int sixteen = 0; sixteen < kSixteens; ++sixteen) {
+        unsigned b[4];
+        ldmatrix_x4(b, k + lines.offset(key_lane + sixteen * 16, piece + lane / 8 % 2));
 #pragma unroll
-          for (int x = 0; x < 2 && piece + x < kPieces; ++x)
-            mma_m16n8k16(x ? odd[n] : s[n], a[x], halves(b[2 * n + x], KV{}), halves(b[2 * n + x] >> 16, KV{}), T{});
-        } else {
-          mma_m16n8k16(piece % 4 ? odd[n] : s[n], a[0], b[2 * n], b[2 * n + 1], T{});
+        for (int half = 0; half < 2; ++half) {
+          const int n = sixteen * 2 + half;
+          if constexpr (kFp8) {
+#pragma unroll
+            for (int x = 0; x < 2 && piece + x < kPieces; ++x)
+              mma_m16n8k16(x ? odd[n] : s[n], a[x], halves(b[2 * half + x], KV{}), upper_halves(b[2 * half + x], KV{}),
+                           T{});
+          } else {
+            mma_m16n8k16(piece % 4 ? odd[n] : s[n], a[0], b[2 * half], b[2 * half + 1], T{});
+          }
         }
       }
     }
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
+    for (int n = 0; n < kEights; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) s[n][c] = (s[n][c] + odd[n][c]) * scale[c / 2];
-    if (__builtin_expect(problem().special(), false)) finish(problem(), key, s);
-    if (__builtin_expect(key < max(full_begin, low) || key + 16 > min(full_end, high), false)) {
+    if (!kPlain && special) finish(problem(), key, s);
+    if (!kPlain && (key < max(full_begin, low) || key + kKeys > min(full_end, high))) {
       const Mask mask = problem().mask;
 #pragma unroll
-      for (int n = 0; n < 2; ++n)
+      for (int n = 0; n < kEights; ++n)
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const int j = key + n * 8 + lane % 4 * 2 + c % 2;
@@ -123,24 +145,29 @@ struct WarpTile {
         }
     }
     soften(s);
-    const unsigned a[4] = {pack_pair(s[0][0], s[0][1], T{}), pack_pair(s[0][2], s[0][3], T{}),
-                           pack_pair(s[1][0], s[1][1], T{}), pack_pair(s[1][2], s[1][3], T{})};
     wait_for_values();
-    if (__builtin_expect(key < low || key + 16 > high, false)) clear(v, place, low - key, high - key);
+    if (!kPlain && (key < low || key + kKeys > high)) clear(v, place, low - key, high - key);
 #pragma unroll
-    for (int piece = 0; piece < kPieces; piece += 2) {
-      unsigned b[4];
-      ldmatrix_x4_trans(b, v + Lines::offset(place + lane % 16, piece + lane / 16));
-      if constexpr (kFp8) {
+    for (int sixteen = 0; sixteen < kSixteens; ++sixteen) {
+      const float (&left)[4] = s[sixteen * 2], (&right)[4] = s[sixteen * 2 + 1];
+      const unsigned a[4] = {pack_pair(left[0], left[1], T{}), pack_pair(left[2], left[3], T{}),
+                             pack_pair(right[0], right[1], T{}), pack_pair(right[2], right[3], T{})};
 #pragma unroll
-        for (int x = 0; x < 2 && piece + x < kPieces; ++x) {  // 16 columns: the even ones, the odd ones
-          const unsigned low_keys = __byte_perm(b[2 * x], 0, 0x3120), high_keys = __byte_perm(b[2 * x + 1], 0, 0x3120);
-          mma_m16n8k16(o[2 * (piece + x)], a, halves(low_keys, KV{}), halves(high_keys, KV{}), T{});
-          mma_m16n8k16(o[2 * (piece + x) + 1], a, halves(low_keys >> 16, KV{}), halves(high_keys >> 16, KV{}), T{});
+      for (int piece = 0; piece < kPieces; piece += 2) {
+        unsigned b[4];
+        ldmatrix_x4_trans(b, v + lines.offset(place + sixteen * 16 + lane % 16, piece + lane / 16));
+        if constexpr (kFp8) {
+#pragma unroll
+          for (int x = 0; x < 2 && piece + x < kPieces; ++x) {  // 16 columns: the even ones, the odd ones
+            const unsigned low_keys = __byte_perm(b[2 * x], 0, 0x3120);
+            const unsigned high_keys = __byte_perm(b[2 * x + 1], 0, 0x3120);
+            mma_m16n8k16(o[2 * (piece + x)], a, halves(low_keys, KV{}), halves(high_keys, KV{}), T{});
+            mma_m16n8k16(o[2 * (piece + x) + 1], a, upper_halves(low_keys, KV{}), upper_halves(high_keys, KV{}), T{});
+          }
+        } else {
+          mma_m16n8k16(o[piece], a, b[0], b[1], T{});
+          mma_m16n8k16(o[piece + 1], a, b[2], b[3], T{});
         }
-      } else {
-        mma_m16n8k16(o[piece], a, b[0], b[1], T{});
-        mma_m16n8k16(o[piece + 1], a, b[2], b[3], T{});
       }
     }
   }
@@ -198,9 +225,9 @@ struct WarpTile {
   }
 
   // Soft cap, ALiBi and draft mask.
-  FI_DEVICE void finish(const AttentionProblem& p, int key, float (&s)[2][4]) const {
+  FI_DEVICE void finish(const AttentionProblem& p, int key, float (&s)[kEights][4]) const {
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
+    for (int n = 0; n < kEights; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const int j = key + n * 8 + lane % 4 * 2 + c % 2, row = i[c / 2];
@@ -211,13 +238,13 @@ struct WarpTile {
   }
 
   // Scores become weights; m, d and o take the new maximum. Four lanes share a row.
-  FI_DEVICE void soften(float (&s)[2][4]) {
+  FI_DEVICE void soften(float (&s)[kEights][4]) {
     float top[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       top[half] = m[half];
 #pragma unroll
-      for (int n = 0; n < 2; ++n) top[half] = fmaxf(top[half], fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
+      for (int n = 0; n < kEights; ++n) top[half] = fmaxf(top[half], fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
       top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], 1));
       top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], 2));
     }
@@ -235,7 +262,7 @@ struct WarpTile {
     for (int half = 0; half < 2; ++half) {
       const float base = softmax_base(m[half]);
 #pragma unroll
-      for (int n = 0; n < 2; ++n)
+      for (int n = 0; n < kEights; ++n)
 #pragma unroll
         for (int c = half * 2; c < half * 2 + 2; ++c) {
           s[n][c] = softmax_weight<CudaMath>(s[n][c], base);
@@ -244,13 +271,13 @@ struct WarpTile {
     }
   }
 
-  // Values outside of keys [begin, end) of the 16: a weight of 0 does not hide a NaN.
+  // Values outside of keys [begin, end) of those at `place`: a weight of 0 does not hide a NaN.
   FI_DEVICE void clear(char* v, int place, int begin, int end) const {
 #pragma unroll 1
-    for (int at = lane; at < 16 * kPieces; at += 32) {
+    for (int at = lane; at < kKeys * kPieces; at += 32) {
       const int key = at / kPieces, piece = at % kPieces;
       if (key < begin || key >= end)
-        *reinterpret_cast<uint4*>(v + Lines::offset(place + key, piece)) = make_uint4(0, 0, 0, 0);
+        *reinterpret_cast<uint4*>(v + lines.offset(place + key, piece)) = make_uint4(0, 0, 0, 0);
     }
     fence_before_async();
     __syncwarp();

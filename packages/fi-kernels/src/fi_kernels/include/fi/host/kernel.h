@@ -62,9 +62,11 @@ struct Kernel {
   // The most dynamic shared memory that a block can ask for.
   static int64_t shared_limit(DLDevice device) { return attribute<cu::kSharedBytesOfBlock>(device); }
 
+  // extras: what the entry takes as a second parameter, if it does.
   template <class Params>
-  void launch(const Entry& entry, const Launch& launch, DLDevice device, const Params& params) const {
-    start(entry, launch, device, const_cast<Params*>(&params));
+  void launch(const Entry& entry, const Launch& launch, DLDevice device, const Params& params,
+              const void* extras = nullptr) const {
+    start(entry, launch, device, const_cast<Params*>(&params), const_cast<void*>(extras));
   }
 
  private:
@@ -82,7 +84,7 @@ struct Kernel {
     return value;
   }
 
-  [[gnu::noinline]] void start(const Entry& entry, Launch launch, DLDevice device, void* params) const {
+  [[gnu::noinline]] void start(const Entry& entry, Launch launch, DLDevice device, void* params, void* extras) const {
     if (launch.grid_x == 0 || launch.grid_y == 0 || launch.grid_z == 0) return;
     if (launch.threads == 0) launch.threads = entry.threads;
     if (launch.shared_bytes < 0) launch.shared_bytes = entry.shared_bytes;
@@ -115,7 +117,7 @@ struct Kernel {
                             stream,
                             attributes,
                             count};
-    void* arguments[] = {params};
+    void* arguments[] = {params, extras};  // the driver reads as many as the entry has
     // A library kernel is a valid CUfunction in every context (CUDA driver API, "Library Management").
     cu::Result result =
         driver.LaunchKernelEx(&config, reinterpret_cast<cu::Function>(entry.kernel), arguments, nullptr);

@@ -4,7 +4,9 @@
 #pragma once
 #include <tvm/ffi/c_api.h>
 
+#include <array>
 #include <memory>
+#include <type_traits>
 #include <utility>
 
 #include "fi/host/kernel.h"
@@ -95,19 +97,58 @@ int guarded(const char* label, F&& body) noexcept {
   }
 }
 
+// What a caller passes beyond the named arguments, packed as device code of a user takes it: 8 bytes each, of a tensor
+// its address (None: 0). Whoever compiled that code has checked them.
+class Extras {
+ public:
+  Extras(const TVMFFIAny* args, int32_t count) : count_(static_cast<size_t>(count)) {
+    FI_CHECK(count <= static_cast<int32_t>(words_.size()), TypeError, "takes at most %zu additional arguments; got %d",
+             words_.size(), count);
+    for (int32_t i = 0; i < count; ++i) {
+      if (args[i].type_index == kTVMFFINone) {
+        words_[static_cast<size_t>(i)] = 0;
+      } else if (const DLTensor* t = as_dltensor(args[i])) {
+        words_[static_cast<size_t>(i)] = reinterpret_cast<uint64_t>(Tensor(t, "").data());
+      } else {
+        FI_CHECK(
+            args[i].type_index == kTVMFFIFloat || args[i].type_index == kTVMFFIInt || args[i].type_index == kTVMFFIBool,
+            TypeError, "additional argument %d must be a tensor, a number or None", i);
+        words_[static_cast<size_t>(i)] = args[i].v_uint64;
+      }
+    }
+  }
+  size_t bytes() const { return count_ * sizeof(uint64_t); }
+  const void* data() const { return words_.data(); }
+
+ private:
+  std::array<uint64_t, 64> words_;
+  size_t count_;
+};
+
+// Argument I; Extras, only as the last, takes all from there on.
+template <class T>
+T argument(const TVMFFIAny* args, int32_t count, const char* const* names, size_t i) {
+  if constexpr (std::is_same_v<T, Extras>)
+    return {args + i, count - static_cast<int32_t>(i)};
+  else
+    return Argument<T>::from(args[i], names[i]);
+}
+
 template <class... A, size_t... I>
-void apply(void (*entry)(const Kernel&, A...), const Kernel& kernel, const TVMFFIAny* args, const char* const* names,
-           std::index_sequence<I...>) {
-  entry(kernel, Argument<A>::from(args[I], names[I])...);
+void apply(void (*entry)(const Kernel&, A...), const Kernel& kernel, const TVMFFIAny* args, int32_t count,
+           const char* const* names, std::index_sequence<I...>) {
+  entry(kernel, argument<A>(args, count, names, I)...);
 }
 
 template <class... A>
 void call(void (*entry)(const Kernel&, A...), const Kernel& kernel, const TVMFFIAny* args, int32_t count,
           const char* const* names, size_t name_count) {
-  static_assert(sizeof...(A) > 0);
-  FI_CHECK(count == static_cast<int32_t>(sizeof...(A)) && name_count == sizeof...(A), TypeError,
-           "expects %zu arguments (%zu named), got %d", sizeof...(A), name_count, count);
-  apply(entry, kernel, args, names, std::index_sequence_for<A...>{});
+  constexpr bool open = (std::is_same_v<A, Extras> || ...);
+  constexpr size_t named = sizeof...(A) - open;
+  static_assert(named > 0);
+  FI_CHECK((open ? count >= static_cast<int32_t>(named) : count == static_cast<int32_t>(named)) && name_count == named,
+           TypeError, "expects %zu arguments (%zu named), got %d", named, name_count, count);
+  apply(entry, kernel, args, count, names, std::index_sequence_for<A...>{});
 }
 
 #if FI_CUDA

@@ -8,11 +8,12 @@ namespace fi {
 // Units of work are parts of 64 rows of an item, for one kv head and 128 columns of the output: items slowest, so that
 // the longest come first. Blocks take them from a counter.
 template <class T, class Q, class KV, int kSharedBytes>
-FI_DEVICE void prefill_tiles(const PrefillProblem& params) {
+FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Arguments& arguments = {}) {
   extern __shared__ uint4 bytes[];
   using Kernel = TilesKernel<T, Q, KV, TokensOfEither>;
   static_assert(sizeof(typename Kernel::Shared) == kSharedBytes, "the family's Python says how much to ask for");
   __shared__ AttentionProblem problem;
+  __shared__ Variant::Params variant_params;
   __shared__ int next_unit;
   pdl_wait();
   const AttentionProblem& common = params.problem;
@@ -32,6 +33,7 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params) {
     const PrefillItem item = params.schedule.items[at / common.kv_heads];
     if (threadIdx.x == 0) {
       problem = params.request(item.request, sizeof(Q), sizeof(KV), out_bytes(common.out_type));
+      variant_params.set(arguments, problem);
       next_unit = atomicAdd(params.schedule.header + 1, 1);
     }
     __syncthreads();
@@ -42,8 +44,9 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params) {
     const TokensOfEither pages{{ids, params.page_size, params.k_page, params.v_page}};
     Kernel kernel(problem, *reinterpret_cast<typename Kernel::Shared*>(bytes), kv_head, first, end,
                   column * Kernel::kColumns, pages);
-    kernel.attend();
-    kernel.store(params.sinks);
+    Variant variant(variant_params, item.request);
+    kernel.attend(variant);
+    kernel.store(variant, params.sinks);
   }
   pdl_launch_dependents();
   if (threadIdx.x == 0 && atomicAdd(params.schedule.header + 2, 1) == static_cast<int>(gridDim.x) - 1)

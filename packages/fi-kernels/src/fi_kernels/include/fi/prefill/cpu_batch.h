@@ -2,6 +2,7 @@
 #pragma once
 #include <atomic>
 
+#include "fi/attention/cpu_finish.h"
 #include "fi/attention/cpu_tile.h"
 #include "fi/cpu/parallel.h"
 #include "fi/prefill/prefill_problem.h"
@@ -10,8 +11,8 @@ namespace fi {
 
 class CpuBatchPrefill {
  public:
-  CpuBatchPrefill(const PrefillProblem& params, DType q, DType kv, DType out)
-      : params_(params), q_(q), kv_(kv), out_(out), store_(cpu::row_storer(out)) {}
+  CpuBatchPrefill(const PrefillProblem& params, const Variant::Arguments& arguments, DType q, DType kv, DType out)
+      : params_(params), arguments_(arguments), q_(q), kv_(kv), out_(out) {}
 
   void run() const {
     const AttentionProblem& p = params_.problem;
@@ -38,6 +39,9 @@ class CpuBatchPrefill {
   void attend(const PrefillItem& item, int32_t kv_head, CpuTile& tile) const {
     const AttentionProblem p = params_.request(item.request, static_cast<int32_t>(q_.bytes()),
                                                static_cast<int32_t>(kv_.bytes()), static_cast<int32_t>(out_.bytes()));
+    Variant::Params variant_params;
+    variant_params.set(arguments_, p);
+    Variant variant(variant_params, item.request);
     TokenPages pages = TokenPages::one();
     if (params_.pages)
       pages = {params_.pages + params_.schedule.requests[item.request].kv_begin,
@@ -46,22 +50,16 @@ class CpuBatchPrefill {
                   end = std::min(begin + params_.tile_tokens * p.group, p.rows());
     for (int32_t first = begin; first < end; first += CpuTile::kRows) {
       const int32_t rows = std::min(CpuTile::kRows, end - first);
-      tile.attend(p, pages, kv_head, first, rows, p.mask.first_key(first / p.group),
+      tile.attend(p, pages, variant, kv_head, first, rows, p.mask.first_key(first / p.group),
                   p.mask.end_key((first + rows - 1) / p.group));
-      for (int32_t r = 0; r < rows; ++r) finish(p, p.row(kv_head, first + r), tile.m(r), tile.d(r), tile.output(r));
+      for (int32_t r = 0; r < rows; ++r)
+        finish_row(p, variant, params_.sinks, p.row(kv_head, first + r), tile.m(r), tile.d(r), tile.output(r), out_);
     }
   }
 
-  void finish(const AttentionProblem& p, Row row, float m, float d, float* sum) const {
-    const float factor = params_.sinks ? add_sink<CpuMath>(params_.sinks[row.head], m, d) : 1.f;
-    cpu::multiply_row<16>(sum, factor * softmax_inverse(d) * p.value_scale(row.head / p.group), p.dim_vo);
-    store_(sum, static_cast<char*>(p.out) + (row.i * p.out_token + row.head * p.out_head) * out_.bytes(), p.dim_vo);
-    if (p.lse) p.lse[static_cast<int64_t>(row.i) * p.qo_heads + row.head] = softmax_lse<CpuMath>(m, d);
-  }
-
   const PrefillProblem& params_;
+  const Variant::Arguments& arguments_;
   DType q_, kv_, out_;
-  cpu::StoreRow store_;
 };
 
 }  // namespace fi

@@ -4,7 +4,7 @@
 #include <initializer_list>
 #include <numeric>
 
-#include "fi/host/kernel.h"
+#include "fi/host/op.h"
 #include "fi/prefill/batch_prefill.h"
 #include "fi/prefill/prefill_problem.h"
 
@@ -104,8 +104,9 @@ inline BatchPrefillParams hopper_params(const PrefillProblem& problem, const Ten
   return h;
 }
 
-inline void launch_batch_prefill(const Kernel& kernel, const PrefillProblem& problem, const Tensor& q, const Tensor& k,
-                                 int64_t page_size, int64_t kv_tokens, int64_t batch, bool pdl) {
+inline void launch_batch_prefill(const Kernel& kernel, const PrefillProblem& problem, const Extras& extras,
+                                 const Tensor& q, const Tensor& k, int64_t page_size, int64_t kv_tokens, int64_t batch,
+                                 bool pdl) {
   const AttentionProblem& p = problem.problem;
   const Entry& entry = kernel.entries.front();
   const int64_t multiprocessors = Kernel::multiprocessors(q.device());
@@ -117,7 +118,7 @@ inline void launch_batch_prefill(const Kernel& kernel, const PrefillProblem& pro
     const int64_t units = items * parts * ((p.dim_vo + 127) / 128);
     FI_CHECK(units <= 0x7fffffff, ValueError, "q is too large: %s", q.shape_str().c_str());
     config.grid_x = std::min(units, multiprocessors * entry.config[2]);
-    kernel.launch(entry, config, q.device(), problem);
+    kernel.launch(entry, config, q.device(), problem, extras.data());
     return;
   }
   const bool scaled = p.scale_q || p.scale_k || p.scale_v || problem.bmm1_scale || problem.bmm2_scale;

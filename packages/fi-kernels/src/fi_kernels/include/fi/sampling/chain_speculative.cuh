@@ -2,7 +2,7 @@
 // rows.
 #pragma once
 #include "fi/sampling/chain_speculative.h"
-#include "fi/sampling/sample.cuh"
+#include "fi/sampling/row_sampler.cuh"
 
 namespace fi {
 namespace sampling {
@@ -13,12 +13,24 @@ struct ResidualRow {
   Slots<float> target;
   const float* draft;  // of slot 0
 
-  FI_DEVICE Vec<float, kVec> load(int slot) const {
-    Vec<float, kVec> x = GlobalRow<float>{target}.load(slot);
-    if (draft) {
+  FI_DEVICE float at(int slot) const {
+    if (slot < target.first || slot >= target.last) return __int_as_float(0x7fffffff);
+    return draft ? target.base[slot] - draft[slot] : target.base[slot];
+  }
+  FI_DEVICE int place(int slot) const { return slot; }
+  FI_DEVICE float at(int place, int further) const { return at(place + further); }
+  FI_DEVICE Vec<float, kVec> load(int place, int further) const {
+    const int slot = place + further;
+    Vec<float, kVec> x;
+    if (target.inside(slot)) {
+      x = fi::load<float, kVec>(target.base + slot);
+      if (draft) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i)
-        if (slot + i >= target.first && slot + i < target.last) x.v[i] -= draft[slot + i];
+        for (int i = 0; i < kVec; ++i) x.v[i] -= draft[slot + i];
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) x.v[i] = at(slot + i);
     }
     return x;
   }
@@ -49,16 +61,19 @@ FI_DEVICE void chain_speculative(const ChainParams& p) {
   if (position < p.drafts) source.draft = p.draft + (row * p.drafts + position) * p.vocab - source.target.first;
   const int share = warp_share(source.target.last, kWarps), all = warp_share(source.target.last, 1);
   const int begin = min(static_cast<int>(threadIdx.x / 32) * share, all), end = min(begin + share, all);
-  RowSampler<OneBlock, ResidualRow, kWarps> s{shared, source, begin, end, false};
-  Range groups;
-  bool valid = s.prepare(1.f, groups);
+  RowSampler<OneBlock, ResidualRow, kWarps> s{shared, source, nullptr, begin, end, false};
+  uint32_t bound;
+  bool valid = s.prepare(1.f, 0, 0, bound);
   if (!valid && source.draft) {  // nothing is left over: both are the same
     __syncthreads();
     source.draft = nullptr;
-    valid = s.prepare(1.f, groups);
+    valid = s.prepare(1.f, 0, 0, bound);
   }
   uint64_t before = 0, own = 0, total = 0;
-  if (valid) total = s.template total_weight<false>(s.scale.lowest, before, own);
+  if (valid) {
+    s.sum_from(s.limit);
+    total = s.total_weight(before, own);
+  }
   pdl_launch_dependents();
   int32_t* tokens = p.tokens + row * (p.drafts + 1);
   for (int i = threadIdx.x; i <= p.drafts; i += kThreads)

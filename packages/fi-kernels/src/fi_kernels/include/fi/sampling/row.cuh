@@ -27,19 +27,41 @@ FI_DEVICE T not_a_number() {
   return from_float<T>(__int_as_float(0x7fffffff));
 }
 
-// The slots [begin, end) of a warp, read from global memory each time.
+// Whole pieces for each of the warps of a block.
+FI_DEVICE int warp_share(int slots, int warps) {
+  const int each = (slots + warps - 1) / warps;
+  return (each + kPiece - 1) / kPiece * kPiece;
+}
+
+// The pieces of a warp: those before and after a gap in shared memory, those in the gap in global memory (mostly L2).
+// Pieces that are not wholly in the row are never in the gap.
 template <class T>
-struct GlobalRow {
+struct PlacedRow {
   static constexpr int kVec = Slots<T>::kVec;
+  T* shared;  // of slot 0, if there were no gap
+  int gap_begin, gap_end;
   Slots<T> slots;
 
-  FI_DEVICE Vec<T, kVec> load(int slot) const {
-    if (slots.inside(slot)) return fi::load<T, kVec>(slots.base + slot);
+  FI_DEVICE T* held(int slot) const { return shared + (slot < gap_begin ? slot : slot - (gap_end - gap_begin)); }
+  FI_DEVICE bool holds(int slot) const { return slot < gap_begin || slot >= gap_end; }
+  FI_DEVICE const T* place(int slot) const { return holds(slot) ? held(slot) : slots.base + slot; }
+  // Of a place in a piece, so many slots further on.
+  FI_DEVICE static Vec<T, kVec> load(const T* place, int further) { return fi::load<T, kVec>(place + further); }
+  FI_DEVICE static float at(const T* place, int further) { return to_float(place[further]); }
+
+  // Whether what is held takes the place of elements; of 16 bits it would not be exact.
+  FI_DEVICE bool keeps(int slot) const { return sizeof(T) == 4 && holds(slot); }
+  FI_DEVICE void keep(int slot, const float (&y)[kVec]) const {
     Vec<T, kVec> x;
-#pragma unroll
-    for (int i = 0; i < kVec; ++i)
-      x.v[i] = slot + i >= slots.first && slot + i < slots.last ? slots.base[slot + i] : not_a_number<T>();
-    return x;
+    from_float(y, x);
+    *reinterpret_cast<Vec<T, kVec>*>(held(slot)) = x;
+  }
+
+  // Copies held slots by hand, by the warp, NaN where the row is not.
+  FI_DEVICE void fill(int low, int high) const {
+#pragma unroll 1
+    for (int slot = low + static_cast<int>(threadIdx.x) % 32; slot < high; slot += 32)
+      *held(slot) = slot >= slots.first && slot < slots.last ? slots.base[slot] : not_a_number<T>();
   }
 };
 

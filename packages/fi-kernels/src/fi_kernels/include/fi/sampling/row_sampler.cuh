@@ -1,4 +1,4 @@
-// One row in the hands of a team of blocks: exact thresholds by bucketed search, sums, a draw, and what is written.
+// One row in the hands of a team of blocks: passes over it, the sum of what may be drawn, a draw, and what is written.
 #pragma once
 #include "fi/sampling/row.cuh"
 #include "fi/sampling/team.cuh"
@@ -6,92 +6,90 @@
 namespace fi {
 namespace sampling {
 
-// One row in the hands of a team. Source: load(slot) gives kVec elements of this block, NaN where there are none; each
-// warp owns the pieces [begin, end).
+// Source: place(base) says where a piece is, load(place, further) gives kVec of its elements, at(slot) one, NaN where
+// the row is not; each warp owns the pieces [begin, end).
 template <class Team, class Source, int kWarps>
 struct RowSampler {
   static constexpr int kVec = Source::kVec, kRows = kPiece / (32 * kVec);
-  using Piece = float[kRows][kVec];
+  static_assert(kRows * kVec == 16, "marks of a thread in a piece");
   Scratch<Team, kWarps>& shared;
   const Source& source;
-  int begin, end;  // slots of this warp, whole pieces
+  uint64_t* marks;  // of this warp: a bit for each element, four pieces of a thread in a word
+  int begin, end;   // slots of this warp, whole pieces
   bool logits;
   Scale scale;
   uint32_t top, limit;  // keys of the largest and of the smallest element that may be drawn
   uint32_t mine;        // key of this thread's largest element
+  Range marked;         // what is marked, and that sums are of what is above it
+  bool summed;
 
   FI_DEVICE static int lane() { return threadIdx.x % 32; }
   FI_DEVICE static int warp() { return threadIdx.x / 32; }
 
-  // Of a piece, row j of lane l is slots base + (32 j + l) kVec and on.
-  FI_DEVICE void load(int base, Piece& x) const {
+  // f(x, j) for the vectors of a piece: row j of lane l is slots base + (32 j + l) kVec and on. A loop, since code
+  // comes from memory, too; the other warps hide what one waits for.
+  template <int kAtOnce, class F>
+  FI_DEVICE void rows(int base, F&& f) const {
+    const auto place = source.place(base);
+#pragma unroll 1
+    for (int j = 0; j < kRows; j += kAtOnce) {
+      float x[kAtOnce][kVec];
 #pragma unroll
-    for (int j = 0; j < kRows; ++j) to_float(source.load(base + (32 * j + lane()) * kVec), x[j]);
+      for (int i = 0; i < kAtOnce; ++i) to_float(source.load(place, (32 * (j + i) + lane()) * kVec), x[i]);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) f(x[i], j + i);
+    }
+  }
+  // f(base, piece) for all pieces. Half of the warps begin in the middle: not all wait for global memory at once.
+  template <class F>
+  FI_DEVICE void pieces(F&& f) const {
+    const int n = (end - begin) / kPiece;
+    int piece = warp() & 4 ? n / 8 * 4 : 0;
+#pragma unroll 1
+    for (int i = 0; i < n; ++i) {
+      f(begin + piece * kPiece, piece);
+      if (++piece == n) piece = 0;
+    }
   }
   FI_DEVICE int peak_of(int base) const {
-    const int pieces = (end - begin) / kPiece, piece = (base - begin) / kPiece;
-    return pieces <= kPeaks ? piece : static_cast<int>(static_cast<int64_t>(piece) * kPeaks / pieces);
+    const int shift = max(29 - __clz((end - begin) / kPiece - 1), 0);  // more than kPeaks pieces share
+    return (base - begin) / kPiece >> shift;
   }
-  // f(x, base) for each piece that has an element at or above a key.
-  template <class F>
-  FI_DEVICE void each(uint32_t least, F&& f) const {
-#pragma unroll 1
-    for (int base = begin; base < end; base += kPiece) {
-      if (shared.peak[warp()][peak_of(base)] < least) continue;
-      Piece x;
-      load(base, x);
-      f(x, base);
-    }
-  }
-  // f(x, slot) for the vectors of such pieces: short code, for what is not done with every element.
-  template <class F>
-  FI_DEVICE void each_vector(uint32_t least, F&& f) const {
-#pragma unroll 1
-    for (int base = begin; base < end; base += kPiece) {
-      if (shared.peak[warp()][peak_of(base)] < least) continue;
-#pragma unroll 1
-      for (int slot = base + lane() * kVec; slot < base + kPiece; slot += 32 * kVec) {
-        float x[kVec];
-        to_float(source.load(slot), x);
-        f(x, slot);
-      }
-    }
-  }
+  FI_DEVICE uint32_t peak(int base) const { return shared.peak[warp()][peak_of(base)]; }
   FI_DEVICE Weight weight_of(float x) const { return logits ? logit_weight(x, scale) : prob_weight(x, scale); }
   FI_DEVICE uint32_t weight(float x) const { return coarse(weight_of(x)); }
-  // Of a row of a piece; 0 for elements below `lowest`.
+  // Of a row of a piece; 0 for elements below `lowest`, chosen last: a branch for each element would cost more.
   FI_DEVICE void weigh(const float (&x)[kVec], float lowest, uint32_t (&w)[kVec]) const {
     if (logits) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) w[i] = x[i] >= lowest ? coarse(logit_weight(x[i], scale)) : 0u;
+      for (int i = 0; i < kVec; ++i) w[i] = coarse(logit_weight(x[i], scale));
     } else {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) w[i] = x[i] >= lowest ? coarse(prob_weight(x[i], scale)) : 0u;
+      for (int i = 0; i < kVec; ++i) w[i] = coarse(prob_weight(x[i], scale));
     }
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) w[i] = x[i] >= lowest ? w[i] : 0u;
   }
 
-  // The largest element of the row, and of each thread's share. Returns false if no element may be drawn.
-  FI_DEVICE bool prepare(float temperature, Range& groups) {
+  // The largest element of the row and of each thread's share. `bound`: the quantile-th largest, over the warps of the
+  // team, of the rank-th largest of the threads' largest elements in a warp; 0 if there is none, or rank is 0. Returns
+  // false if no element may be drawn.
+  FI_DEVICE bool prepare(float temperature, int rank, int quantile, uint32_t& bound) {
     const float least = logits ? -__uint_as_float(kLargest) : __uint_as_float(kSmallest);
     const auto key_from = [&](float x) { return x >= least ? key_of(x) : 0u; };
-    if (lane() < kPeaks) shared.peak[warp()][lane()] = 0, shared.sums[warp()][lane()] = 0;
+    if (lane() < kPeaks) shared.peak[warp()][lane()] = 0;
     __syncwarp();
     uint32_t high = 0;
     mine = 0;
+    summed = false;
 #pragma unroll 1
     for (int base = begin; base < end; base += kPiece) {
-      Piece x;
-      load(base, x);
-      float largest[kRows];
+      float largest = __int_as_float(0x7fffffff);  // NaN
+      rows<2>(base, [&](const float (&x)[kVec], int) {
 #pragma unroll
-      for (int j = 0; j < kRows; ++j) {
-        largest[j] = x[j][0];
-#pragma unroll
-        for (int i = 1; i < kVec; ++i) largest[j] = fmaxf(largest[j], x[j][i]);
-      }
-#pragma unroll
-      for (int j = 1; j < kRows; ++j) largest[0] = fmaxf(largest[0], largest[j]);
-      const uint32_t key = key_from(largest[0]), peak = __reduce_max_sync(0xffffffffu, key);
+        for (int i = 0; i < kVec; ++i) largest = fmaxf(largest, x[i]);
+      });
+      const uint32_t key = key_from(largest), peak = __reduce_max_sync(0xffffffffu, key);
       mine = max(mine, key);
       high = max(high, peak);
       if (lane() == 0) {
@@ -99,19 +97,54 @@ struct RowSampler {
         place = max(place, peak);
       }
     }
-    const uint32_t low = __reduce_max_sync(0xffffffffu, mine ? ~mine : 0u);
-    publish(shared.ends, uint64_t{high} << 32 | low);
-    groups = {0, 0};
-    over_warps(shared.ends, [&](uint64_t ends, unsigned) {
-      groups.high = max(groups.high, static_cast<uint32_t>(ends >> 32));
-      groups.low = max(groups.low, static_cast<uint32_t>(ends));
-    });
-    groups = {~__reduce_max_sync(0xffffffffu, groups.low), __reduce_max_sync(0xffffffffu, groups.high)};
-    top = groups.high;
+    bound = 0;
+    uint32_t ranked = 0, rest = mine;
+#pragma unroll 1
+    for (int i = 0; i < rank; ++i) {
+      ranked = __reduce_max_sync(0xffffffffu, rest);
+      if (lane() == __ffs(__ballot_sync(0xffffffffu, rest == ranked)) - 1) rest = 0;
+    }
+    Team::meet();
+    publish(shared.ends, uint64_t{high} << 32 | ranked);
+    top = 0;
+    over_warps(shared.ends, [&](uint64_t ends, unsigned) { top = max(top, static_cast<uint32_t>(ends >> 32)); });
+    top = __reduce_max_sync(0xffffffffu, top);
     if (top == 0) return false;
+    if (rank) {
+      if (warp() == 0) {
+        const uint32_t found = quantile_of_ranked(quantile);
+        if (lane() == 0) shared.found = found;
+      }
+      __syncthreads();
+      bound = shared.found;
+    }
     scale = logits ? logits_scale(value_of(top), temperature) : probs_scale(value_of(top));
     limit = key_of(scale.lowest);
     return true;
+  }
+
+  // Of what prepare's warps published, by one warp: at or a little below the quantile-th largest.
+  FI_DEVICE uint32_t quantile_of_ranked(int quantile) const {
+    uint32_t high = 0, low = ~0u, there = 0;  // of those that are not zero
+    over_warps(shared.ends, [&](uint64_t ends, unsigned) {
+      const uint32_t key = static_cast<uint32_t>(ends);
+      high = max(high, key);
+      low = min(low, key - 1);
+      there += key != 0;
+    });
+    if (static_cast<int>(__reduce_add_sync(0xffffffffu, there)) < quantile) return 0;
+    high = __reduce_max_sync(0xffffffffu, high);
+    low = __reduce_min_sync(0xffffffffu, low) + 1;
+    int bit = 31 - __clz(static_cast<int>(high ^ low));  // the highest in which they differ
+    uint32_t found = bit < 0 ? high : high >> bit >> 1 << bit << 1;
+#pragma unroll 1
+    for (const int last = max(bit - 9, 0); bit >= last; --bit) {  // finer would leave out few elements more
+      const uint32_t trial = found | 1u << bit;
+      uint32_t count = 0;
+      over_warps(shared.ends, [&](uint64_t ends, unsigned) { count += static_cast<uint32_t>(ends) >= trial; });
+      if (static_cast<int>(__reduce_add_sync(0xffffffffu, count)) >= quantile) found = trial;
+    }
+    return found;
   }
 
   // Gives a warp's value to the blocks of the team, and waits for those of the others.
@@ -126,243 +159,181 @@ struct RowSampler {
     for (unsigned i = lane(); i < Team::size() * kWarps; i += 32) f(values[i / kWarps][i % kWarps], i);
   }
 
-  // Adds up the counters of the team, each block some of them for all. Every thread must come, after its last addition.
-  FI_DEVICE void collect() {
-    constexpr unsigned kAtOnce = 4;  // loads from other blocks in flight
-    Team::sync();
-    const unsigned size = Team::size(), each = (kCounters + size - 1) / size, first = Team::rank() * each;
-    for (unsigned b = first + threadIdx.x; b < min(first + each, static_cast<unsigned>(kCounters)); b += blockDim.x) {
-      uint32_t count = 0;
-      uint64_t sum = 0;
-#pragma unroll 1
-      for (unsigned r = 0; r < size; r += kAtOnce) {
-        uint4 part[kAtOnce];
+  // Adds up by piece the weights of the elements from a key on.
+  FI_DEVICE void sum_from(uint32_t key) {
+    const float lowest = value_of(key);
+    const bool finite = top < 0xff800000u, everything = logits && finite && key <= 0x00800000u;  // keys of +inf, -max
+    clear_sums();
+    summed = true;
+    marked = {key, key - 1};
+    pieces([&](int base, int) {
+      if (peak(base) < key) return;
+      uint64_t part = 0;
+      rows<2>(base, [&](const float (&x)[kVec], int) {
+        uint32_t w[kVec];
+        if (everything) {
 #pragma unroll
-        for (unsigned i = 0; i < kAtOnce; ++i)
-          part[i] = r + i < size ? Team::read(shared.counters[b], r + i) : make_uint4(0, 0, 0, 0);
-#pragma unroll
-        for (unsigned i = 0; i < kAtOnce; ++i) {
-          count += part[i].x;
-          sum += (uint64_t{part[i].z} << Team::kHighAt) + part[i].y;
+          for (int i = 0; i < kVec; ++i) w[i] = coarse(finite_weight(x[i], scale));
+        } else {
+          weigh(x, lowest, w);
         }
-      }
-      const uint4 total = make_uint4(static_cast<uint32_t>(sum), static_cast<uint32_t>(sum >> 32), count, 0);
-      for (unsigned r = 0; r < size; ++r) Team::write(shared.totals[b], r, total);
-    }
-    Team::sync();
-    for (int b = threadIdx.x; b < kCounters; b += blockDim.x) shared.counters[b] = {};
-    __syncthreads();
-  }
-
-  FI_DEVICE uint64_t part_of(bool weights, int bucket) const {
-    return weights ? shared.totals[bucket].sum : shared.totals[bucket].count;
-  }
-  FI_DEVICE uint64_t all_buckets(bool weights) const {
-    uint64_t part = 0;
-#pragma unroll 1
-    for (int i = lane(); i < kBuckets; i += 32) part += part_of(weights, i);
-    return warp_sum_u64(part);
-  }
-
-  // The bucket, from the top, with which `above` and the buckets so far first reach the target.
-  struct Crossing {
-    int bucket;  // -1: above them all, kBuckets: not reached
-    uint32_t count;
-    uint64_t above;  // the bucket
-  };
-  FI_DEVICE Crossing crossing(bool weights, uint64_t above, uint64_t target) const {
-    if (above >= target) return {-1, 0, above};
-#pragma unroll 1
-    for (int first = kBuckets - 1; first >= 0; first -= 32) {
-      const uint64_t part = part_of(weights, first - lane()), sum = warp_sum_u64(part);
-      if (above + sum >= target) {
-        const uint64_t through = above + warp_scan_u64(part);
-        const int owner = __ffs(__ballot_sync(0xffffffffu, through >= target)) - 1, bucket = first - owner;
-        return {bucket, shared.totals[bucket].count, __shfl_sync(0xffffffffu, through - part, owner)};
-      }
-      above += sum;
-    }
-    return {kBuckets, 0, above};
-  }
-
-  FI_DEVICE static int bucket_shift(Range range) {
-    const uint32_t width = range.high - range.low;
-    return width < kBuckets ? 0 : 24 - __clz(width);  // width >> shift is below 256
-  }
-
-  // A sum of below 2^48, in parts that one adder each takes from all warps of a block.
-  FI_DEVICE static void add_outside(Counter& to, uint64_t sum) {
-    constexpr uint64_t part = (uint64_t{1} << Team::kHighAt) - 1;
-    if (lane() != 0) return;
-    const uint32_t low = static_cast<uint32_t>(sum & part), before = atomicAdd(&to.low, low);
-    const uint32_t carry = Team::kHighAt == 32 && before > ~low;
-    atomicAdd(&to.high, static_cast<uint32_t>(sum >> Team::kHighAt) + carry);
-  }
-
-  // Counts or weighs the elements by their bucket of the range; with `whole`, also those above it and those below.
-  FI_DEVICE void tally(bool weights, Range range, bool whole) const {
-    const float low = value_of(range.low), high = value_of(range.high), lowest = value_of(limit);
-    const int shift = bucket_shift(range);
-    uint64_t above = 0, below = 0;
-    each_vector(whole ? limit : range.low, [&](const float (&x)[kVec], int) {
-      uint32_t w[kVec] = {};
-      bool any = false;
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) any |= x[i] >= low && x[i] <= high;
-      if (weights && (whole || any)) weigh(x, lowest, w);
-      if (whole) {
+        for (int i = 0; i < kVec; ++i) part += w[i];
+      });
+      add_to_piece(base, part);
+    });
+  }
+  FI_DEVICE void clear_sums() const {
+    __syncwarp();
+    if (lane() < kPeaks) shared.sums[warp()][lane()] = 0;
+    __syncwarp();
+  }
+  // Marks the elements of the range. With `rest`, also adds up, in all and by piece, the parts of those above it, and
+  // in all those from `limit` on: one each, or their weights.
+  FI_DEVICE void mark(Range range, bool weights, bool rest, uint64_t& above, uint64_t& all) {
+    const float low = value_of(range.low), edge = value_of(range.high + 1), lowest = value_of(limit);
+    above = all = 0;
+    marked = range;
+    summed = rest && weights;
+    clear_sums();
+    uint64_t marks_of_four = 0;
+    pieces([&](int base, int piece) {
+      if (peak(base) >= (rest ? limit : range.low)) {
+        uint32_t bits = 0;
+        uint64_t part = 0;
+        rows<2>(base, [&](const float (&x)[kVec], int j) {
+          uint32_t in = 0;
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) {
-          const uint32_t part = weights ? w[i] : x[i] >= lowest;
-          above += x[i] > high ? part : 0;
-          below += x[i] < low ? part : 0;
-        }
+          for (int i = 0; i < kVec; ++i) in |= static_cast<uint32_t>(x[i] >= low && !(x[i] >= edge)) << i;
+          bits |= in << j * kVec;
+          if (rest) add_up(x, weights, lowest, edge, part, all);
+        });
+        marks_of_four |= uint64_t{bits} << piece % 4 * 16;
+        above += part;
+        if (rest) add_to_piece(base, part);
       }
-      if (any) {
-#pragma unroll
-        for (int i = 0; i < kVec; ++i)
-          if (x[i] >= low && x[i] <= high)
-            Team::add(shared.counters[min((key_of(x[i]) - range.low) >> shift, kBuckets - 1u)], w[i]);
+      if (piece % 4 == 3 || base + kPiece == end) {
+        marks[piece / 4 * 32 + lane()] = marks_of_four;
+        marks_of_four = 0;
       }
     });
-    if (whole) {
-      add_outside(shared.counters[kAbove], warp_sum_u64(above));
-      add_outside(shared.counters[kBelow], warp_sum_u64(below));
-    }
   }
-
-  // Some elements of each thread by their bucket of an eighth of a power of two in probability.
-  FI_DEVICE void tally_sample(bool weights) const {
-    const float per_bucket = 8.f * scale.factor, lowest = value_of(limit);
-#pragma unroll 1
-    for (int j = 0; j < kRows && begin < end; ++j) {
-      float x[kVec];
-      to_float(source.load(begin + (32 * j + lane()) * kVec), x);
-      if (!(x[0] >= lowest)) continue;
-      const float steps = logits ? (scale.top - x[0]) * per_bucket : static_cast<float>((top - key_of(x[0])) >> 20);
-      Team::add(shared.counters[kBuckets - 1 - static_cast<int>(fminf(steps, kBuckets - 1.f))],
-                weights ? weight(x[0]) : 0u);
-    }
-  }
-  // The key so many buckets of a sample below the top.
-  FI_DEVICE uint32_t key_down(int buckets) const {
-    if (logits) return key_of(scale.top - static_cast<float>(buckets) / (8.f * scale.factor));
-    return top - min(static_cast<uint32_t>(buckets) << 20, top);
-  }
-
-  // The smallest element that is needed so that it and all above it reach the target: k elements, or, with weights, a
-  // share of the weight of all from `limit` on. What is known or guessed before decides how long it takes, not what is
-  // found: k of the threads' largest elements are at or above the k-th of them, so the k-th of all is, too; a sample
-  // says where a share lies.
-  FI_DEVICE uint32_t search(bool weights, uint64_t k, float share, Range groups, bool few) {
-    enum Pass { kThreads, kSample, kAll };
-    Pass pass = !weights ? kThreads : few ? kAll : kSample;
-    Range range = weights ? Range{limit, top} : groups;
-    uint64_t above = 0, target = k;
-    bool whole = weights;
-#pragma unroll 1
-    for (;;) {
-      if (pass == kAll)
-        tally(weights, range, whole);
-      else if (pass == kSample)
-        tally_sample(weights);
-      else if (mine)
-        Team::add(shared.counters[(mine - groups.low) >> bucket_shift(groups)], 0u);
-      collect();
-      float total = 0.f;
-      if (pass == kSample) total = static_cast<float>(all_buckets(weights));
-      if (pass == kAll && whole) {
-        above = shared.totals[kAbove].sum;
-        if (weights) target = share_of(above + shared.totals[kBelow].sum + all_buckets(true), share);
-        whole = false;
-      }
-      Crossing found;
-      int guessed = kBuckets;  // the bucket in which the upper end of the range is
-#pragma unroll 1
-      for (int end = pass == kSample; end >= 0; --end) {
-        constexpr float margin = 0.01f;
-        const float wanted = end ? share - margin : share + margin;
-        found =
-            crossing(weights, above, pass == kSample ? static_cast<uint64_t>(fmaxf(wanted, 0.f) * total) + 1 : target);
-        if (end) guessed = found.bucket;
-      }
-      if (pass == kSample) {
-        range = {limit, top};
-        if (share > 0.01f && guessed < kBuckets - 1) range.high = max(limit, key_down(kBuckets - 1 - guessed));
-        if (found.bucket > 0 && found.bucket < kBuckets) range.low = max(limit, key_down(kBuckets - found.bucket));
-        range.low = min(range.low, range.high);
-        pass = kAll;
-        whole = weights || range.high != top;
-      } else if (pass == kThreads) {
-        range = {limit, top};
-        if (found.bucket < kBuckets)
-          range.low = groups.low + (static_cast<uint32_t>(found.bucket) << bucket_shift(groups));
-        pass = found.bucket < kBuckets || few ? kAll : kSample;
-      } else if (found.bucket < 0) {  // the guess was too low
-        range = {range.high + 1, top};
-        above = 0;
-      } else if (found.bucket == kBuckets) {
-        if (range.low <= limit) return limit;
-        range = {limit, range.low - 1};
-        above = found.above;
-      } else {
-        const int shift = bucket_shift(range);
-        const uint32_t low = range.low + (static_cast<uint32_t>(found.bucket) << shift);
-        if (shift == 0 || found.count == 1) return low;
-        range = {low, low + min(range.high - low, (1u << shift) - 1)};
-        above = found.above;
-      }
-    }
-  }
-
-  // The smallest key that may be drawn.
-  FI_DEVICE uint32_t threshold(Range groups, int vocab, int32_t k, float top_p, float min_p, bool joint) {
-    const bool by_count = k > 0 && k < vocab, by_weight = !(top_p >= 1.f), few = vocab <= 4096;
-    const uint32_t all = limit;
-    uint32_t lowest = limit;
-#pragma unroll 1
-    for (int stage = 0; stage < 2; ++stage) {
-      const bool weights = stage == 1, after_k = weights && by_count && !joint;
-      if (!(weights ? by_weight : by_count)) continue;
-      if (after_k) limit = lowest;
-      const float share = weights ? top_p : static_cast<float>(k) / static_cast<float>(vocab);
-      lowest = max(lowest, search(weights, static_cast<uint64_t>(k), share, groups, few || (after_k && k <= 4096)));
-      limit = all;
-    }
-    return max(lowest, key_of(min_p_bound(scale, min_p, logits)));
-  }
-
-  // The weight of all elements from `lowest` on, of this warp's own, and of those that come before them in the row.
-  template <bool kFine>
-  FI_DEVICE uint64_t total_weight(float lowest, uint64_t& before, uint64_t& own) {
-    own = 0;
-    const uint32_t least = key_of(lowest);
-    const auto add = [&](uint64_t sum, int base) {
-      sum = warp_sum_u64(sum);
-      if (lane() == 0) shared.sums[warp()][peak_of(base)] += sum;
-      own += sum;
-    };
-    if constexpr (kFine) {
-      each_vector(least, [&](const float (&x)[kVec], int slot) {
-        uint64_t sum = 0;
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) sum += x[i] >= lowest ? fine(weight_of(x[i])) : 0;
-        own += sum;
-      });
-      own = warp_sum_u64(own);
+  FI_DEVICE void add_up(const float (&x)[kVec], bool weights, float lowest, float edge, uint64_t& above,
+                        uint64_t& all) const {
+    uint32_t w[kVec];
+    if (weights) {
+      weigh(x, lowest, w);
     } else {
-      each(least, [&](const Piece& x, int base) {
-        uint64_t sum = 0;
 #pragma unroll
-        for (int j = 0; j < kRows; ++j) {
-          uint32_t w[kVec];
-          weigh(x[j], lowest, w);
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) sum += w[i];
-        }
-        add(sum, base);
-      });
+      for (int i = 0; i < kVec; ++i) w[i] = x[i] >= lowest;
     }
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      all += w[i];
+      above += x[i] >= edge ? w[i] : 0;
+    }
+  }
+  FI_DEVICE void add_to_piece(int base, uint64_t part) const {
+    const uint64_t sum = warp_sum_u64(part);
+    if (lane() == 0) shared.sums[warp()][peak_of(base)] += sum;
+  }
+  // f(x, slot) for this thread's marked elements of a piece; some loads before their uses, since they may be global.
+  template <class F>
+  FI_DEVICE void marked_in(int base, int piece, F&& f) const {
+    constexpr int kAtOnce = 4;
+    uint32_t bits = static_cast<uint32_t>(marks[piece / 4 * 32 + lane()] >> piece % 4 * 16) & 0xffff;
+    const auto place = source.place(base);
+#pragma unroll 1
+    while (bits) {
+      float x[kAtOnce];
+      int slot[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int bit = __ffs(static_cast<int>(bits)) - 1, further = (bit / kVec * 32 + lane()) * kVec + bit % kVec;
+        slot[i] = bits ? base + further : -1;
+        x[i] = bits ? source.at(place, further) : 0.f;
+        bits &= bits - 1;
+      }
+#pragma unroll 1
+      for (int i = 0; i < kAtOnce && slot[0] >= 0; ++i) {
+        f(x[0], slot[0]);
+#pragma unroll
+        for (int k = 0; k < kAtOnce - 1; ++k) x[k] = x[k + 1], slot[k] = slot[k + 1];
+        slot[kAtOnce - 1] = -1;
+      }
+    }
+  }
+  template <class F>
+  FI_DEVICE void each_marked(F&& f) const {
+    pieces([&](int base, int piece) { marked_in(base, piece, f); });
+  }
+
+  // Whether the sums by piece and the marks together tell the weights from a key on.
+  FI_DEVICE bool knows(uint32_t key) const { return summed && key >= marked.low && key <= marked.high + 1; }
+  // Adds the weights of the marked elements from a key on to the sums by piece.
+  FI_DEVICE void add_marked(uint32_t key) const {
+    pieces([&](int base, int piece) {
+      uint64_t part = 0;
+      marked_in(base, piece, [&](float x, int) { part += key_of(x) >= key ? weight(x) : 0; });
+      add_to_piece(base, part);
+    });
+  }
+  // The sums by piece: of all, of this warp, and of what comes before it in the row.
+  FI_DEVICE uint64_t total_weight(uint64_t& before, uint64_t& own) {
+    __syncwarp();
+    own = warp_sum_u64(lane() < kPeaks ? shared.sums[warp()][lane()] : 0);
+    return collect(before, own);
+  }
+  // The probabilities over that of the largest; 0 below `lowest`, NaN stays. Of some elements of a piece.
+  FI_DEVICE void ratios(const float (&x)[kVec], float lowest, float (&y)[kVec]) const {
+    if (logits) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) y[i] = logit_ratio(x[i], scale);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) y[i] = prob_ratio(x[i], scale);
+    }
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) y[i] = x[i] >= lowest ? y[i] : 0.f;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) y[i] = x[i] != x[i] ? x[i] : y[i];
+  }
+  // The weight of all elements from `lowest` on, finer, for division. Ratios take the place of elements that are held.
+  FI_DEVICE uint64_t total_fine(float lowest) const {
+    const uint32_t least = key_of(lowest);
+    uint64_t own = 0, before;
+    const bool everything = logits && top < 0xff800000u && least <= 0x00800000u;  // keys of +inf, -max
+    pieces([&](int base, int) {
+      if (peak(base) < least) return;
+      const bool keeps = source.keeps(base);
+      rows<1>(base, [&](const float (&x)[kVec], int j) {
+        uint64_t w[kVec];
+        float y[kVec];
+        if (everything) {
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) {
+            const Power p = power(plus(scale.top, -x[i]), scale.factor);
+            w[i] = fine({bits_of(p.y) << 8, p.shift});
+            y[i] = ratio_of(p);
+          }
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) y[i] = x[i] != x[i] ? x[i] : y[i];
+        } else {
+          ratios(x, lowest, y);
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) {
+            w[i] = fine(weight_of(x[i]));
+            w[i] = x[i] >= lowest ? w[i] : 0;
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) own += w[i];
+        if (keeps) source.keep(base + (32 * j + lane()) * kVec, y);
+      });
+    });
+    return collect(before, warp_sum_u64(own));
+  }
+  FI_DEVICE uint64_t collect(uint64_t& before, uint64_t own) const {
     publish(shared.weights, own);
     uint64_t total = 0;
     before = 0;
@@ -377,68 +348,93 @@ struct RowSampler {
 
   // The slot at which the weights from `lowest` on, summed in order from this warp's first, pass `target`.
   FI_DEVICE int locate(float lowest, uint64_t target) const {
-    const uint64_t sum = lane() < kPeaks ? shared.sums[warp()][lane()] : 0, up_to = warp_scan_u64(sum);
+    const uint64_t sum = lane() < kPeaks ? shared.sums[warp()][lane()] : 0, up_to = warp_scan(sum);
     const int place = __ffs(__ballot_sync(0xffffffffu, up_to > target)) - 1;
     uint64_t passed = __shfl_sync(0xffffffffu, up_to - sum, max(place, 0));
     int found = -1;
-    each_vector(key_of(lowest), [&](const float (&x)[kVec], int slot) {
-      if (found >= 0 || peak_of(begin + (slot - begin) / kPiece * kPiece) != place) return;
-      uint32_t w[kVec];
-      weigh(x, lowest, w);
-      uint64_t part = 0;
+#pragma unroll 1
+    for (int base = begin; base < end; base += kPiece) {
+      if (peak_of(base) != place || peak(base) < key_of(lowest)) continue;
+      rows<1>(base, [&](const float (&x)[kVec], int j) {
+        if (found >= 0) return;
+        uint32_t w[kVec];
+        weigh(x, lowest, w);
+        uint64_t part = 0;
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) part += w[i];
-      const uint64_t through = passed + warp_scan_u64(part);
-      const unsigned reached = __ballot_sync(0xffffffffu, through > target);
-      if (reached) {
-        uint64_t sum = through - part;
-        int at = 0;
+        for (int i = 0; i < kVec; ++i) part += w[i];
+        const uint64_t through = passed + warp_scan(part);
+        const unsigned reached = __ballot_sync(0xffffffffu, through > target);
+        if (reached) {
+          uint64_t sum = through - part;
+          int at = base + (32 * j + lane()) * kVec;
 #pragma unroll
-        for (int i = 0; i < kVec - 1; ++i) {
-          sum += w[i];
-          at += sum <= target;
+          for (int i = 0; i < kVec - 1; ++i) {
+            sum += w[i];
+            at += sum <= target;
+          }
+          found = __shfl_sync(0xffffffffu, at, __ffs(static_cast<int>(reached)) - 1);
         }
-        found = __shfl_sync(0xffffffffu, slot + at, __ffs(reached) - 1);
-      }
-      passed = __shfl_sync(0xffffffffu, through, 31);
-    });
+        passed = __shfl_sync(0xffffffffu, through, 31);
+      });
+    }
     return found;
   }
 
-  // Writes each element as f(x): a renormalised probability, or the element itself where it is kept.
+  // Writes vectors of each piece as f makes them of x, base of the piece and y.
   template <class O, class F>
   FI_DEVICE void write(O* out, int first, int last, F&& f) const {
-    const bool aligned = reinterpret_cast<uint64_t>(out - first) % 16 == 0;
-    const int from = max(begin, first), until = min(end, last);
-    each_vector(0, [&](const float (&x)[kVec], int slot) {
-      float y[kVec];
+    constexpr int kAtOnce = kVec * sizeof(O) > 16 ? 16 / sizeof(O) : kVec;
+    out -= first;  // of slot 0
+    const bool aligned = reinterpret_cast<uint64_t>(out) % 16 == 0;
+#pragma unroll 1
+    for (int base = begin; base < end; base += kPiece) {
+      const bool whole = aligned && base >= first && base + kPiece <= last;
+      rows<1>(base, [&](const float (&x)[kVec], int j) {
+        float y[kVec];
+        f(x, base, y);
+        const int slot = base + (32 * j + lane()) * kVec;
+        if (whole) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) y[i] = f(x[i]);
-      O* to = out - first + slot;
-      if (aligned && slot >= from && slot + kVec <= until) {
-        constexpr int kAtOnce = kVec * sizeof(O) > 16 ? 16 / sizeof(O) : kVec;
+          for (int i = 0; i < kVec; i += kAtOnce) {
+            float part[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < kVec; i += kAtOnce) {
-          float z[kAtOnce];
+            for (int k = 0; k < kAtOnce; ++k) part[k] = y[i + k];
+            Vec<O, kAtOnce> rounded;
+            from_float(part, rounded);
+            store(out + slot + i, rounded);
+          }
+        } else {
 #pragma unroll
-          for (int k = 0; k < kAtOnce; ++k) z[k] = y[i + k];
-          Vec<O, kAtOnce> rounded;
-          from_float(z, rounded);
-          store(to + i, rounded);
+          for (int i = 0; i < kVec; ++i)
+            if (slot + i >= first && slot + i < last) out[slot + i] = from_float<O>(y[i]);
         }
-      } else {
-#pragma unroll
-        for (int i = 0; i < kVec; ++i)
-          if (slot + i >= from && slot + i < until) to[i] = from_float<O>(y[i]);
-      }
-    });
+      });
+    }
   }
   template <class O>
   FI_DEVICE void write_renormalised(O* out, int first, int last, float lowest, uint64_t total) const {
     const float inverse = total ? __fdiv_rn(kFineOne, static_cast<float>(total)) : 0.f;
-    write(out, first, last, [&](float x) {
-      const float y = logits ? logit_ratio(x, scale) : prob_ratio(x, scale);
-      return x >= lowest ? fminf(times(y, inverse), 1.f) : x != x ? x : 0.f;
+    const uint32_t least = key_of(lowest);
+    write(out, first, last, [&](const float (&x)[kVec], int base, float (&y)[kVec]) {
+      if (source.keeps(base) && peak(base) >= least) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) y[i] = x[i];
+      } else {
+        ratios(x, lowest, y);
+      }
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const float product = times(y[i], inverse);
+        y[i] = product > 1.f ? 1.f : product;
+      }
+    });
+  }
+  // The elements from `lowest` on, and NaN; the others become -inf.
+  template <class O>
+  FI_DEVICE void write_masked(O* out, int first, int last, float lowest) const {
+    write(out, first, last, [&](const float (&x)[kVec], int, float (&y)[kVec]) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) y[i] = x[i] < lowest ? __int_as_float(0xff800000) : x[i];
     });
   }
 };

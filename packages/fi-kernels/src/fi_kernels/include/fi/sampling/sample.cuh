@@ -1,75 +1,87 @@
 // sample on sm_80 and later: filter, then draw with one random number a row; here in the form of one block a row.
 #pragma once
 #include "fi/sampling/adjust.cuh"
-#include "fi/sampling/row_sampler.cuh"
+#include "fi/sampling/threshold.cuh"
 
 namespace fi {
 namespace sampling {
 
-// One output of `row`, whose slot `first` is the first of the vocabulary; slots [first, last) lie in the team, and
-// slot 0 of this block is slot `base` of the row.
+FI_DEVICE void put_token(const SampleParams& p, int64_t output, int64_t token, bool valid) {
+  if (p.wide_tokens)
+    static_cast<int64_t*>(p.out)[output] = token;
+  else
+    static_cast<int32_t*>(p.out)[output] = static_cast<int32_t>(token);
+  if (p.valid) p.valid[output] = valid;
+}
+
+// One output of `row`; slots [first, last) of this block are the row, as far as they lie in the block.
 template <class T, class Team, class Source, int kWarps>
-FI_DEVICE void run_row(const SampleParams& p, Scratch<Team, kWarps>& shared, const Source& source, int begin, int end,
-                       int first, int last, int64_t output, int64_t row, uint64_t random) {
-  RowSampler<Team, Source, kWarps> s{shared, source, begin, end, p.logits};
-  const float temperature = at(p.temperature, row);
-  const bool greedy = is_greedy(p, temperature);
-  Range groups;
-  const bool valid = s.prepare(temperature, groups);
+FI_DEVICE void run_row(const SampleParams& p, Scratch<Team, kWarps>& shared, const Source& source, uint64_t* marks,
+                       int begin, int end, int first, int last, int output, int row) {
+  using Row = RowSampler<Team, Source, kWarps>;
+  Row s{shared, source, marks, begin, end, p.logits};
+  const float temperature = at(p.temperature, row), top_p = at(p.top_p, row);
+  const int32_t k = at(p.top_k, row);
+  const bool greedy = is_greedy(p, temperature), draws = p.output == kDrawToken;
+  // Largest elements that each warp contributes to a bound of the k-th largest: most warps have as many above it.
+  const int warps = Team::size() * kWarps;
+  int rank = k > 0 && k < p.vocab && !greedy ? (4 * min(k, 1 << 20) + 3 * warps - 1) / (3 * warps) : 0;
+  if (rank > 8) rank = 0;
+  uint32_t bound = 0;
+  const bool valid = s.prepare(temperature, rank, rank ? (k + rank - 1) / rank : 0, bound);
   float lowest = __int_as_float(0x7f800000);
   uint64_t before = 0, own = 0, total = 0;
+  int listed = -1;
   if (valid) {
-    lowest =
-        greedy ? value_of(s.top)
-               : value_of(s.threshold(groups, p.vocab, at(p.top_k, row), at(p.top_p, row), at(p.min_p, row), p.joint));
-    if (p.output == kDrawToken) total = s.template total_weight<false>(lowest, before, own);
-    if (p.output == kRenormalise) total = s.template total_weight<true>(lowest, before, own);
+    const uint32_t least = greedy ? s.top : key_of(min_p_bound(s.scale, at(p.min_p, row), s.logits));
+    Threshold<Team, Source, kWarps> t(s);
+    uint32_t key = least;
+    if (draws || k > 0 || top_p < 1.f)
+      key = t.find({p.vocab, greedy ? 0 : k, greedy ? 1.f : top_p, p.joint, draws, bound, least}, first, listed);
+    if (listed >= 0) {
+      key = max(least, t.choose(listed, k, top_p));
+      if (draws) {
+        const int token = t.draw_listed(listed, uniform_below(t.weigh_listed(listed, key), shared.random));
+        if (token >= 0 && Team::rank() == 0) put_token(p, output, token, true);  // some threads, all the same
+      }
+    }
+    lowest = value_of(key);
   }
   pdl_launch_dependents();
-  if (p.output == kDrawToken) {
-    const bool drawn = total > 0;
-    const uint64_t target = greedy ? 0 : uniform_below(total, random);
-    int64_t token = 0;
-    bool mine = !drawn && Team::rank() == 0 && threadIdx.x < 32;
-    if (drawn && target >= before && target < before + own) {
-      token = s.locate(lowest, target - before) - first;
-      mine = true;
+  if (draws) {
+    if (!valid && Team::rank() == 0 && threadIdx.x == 0) put_token(p, output, 0, false);
+    if (valid && listed < 0) {
+      total = s.total_weight(before, own);
+      const uint64_t target = greedy ? 0 : uniform_below(total, shared.random);
+      if (target >= before && target < before + own) {
+        const int token = s.locate(lowest, target - before) - first;
+        if (s.lane() == 0) put_token(p, output, token, true);
+      }
     }
-    if (mine && threadIdx.x % 32 == 0) {
-      if (p.wide_tokens)
-        static_cast<int64_t*>(p.out)[output] = token;
-      else
-        static_cast<int32_t*>(p.out)[output] = static_cast<int32_t>(token);
-      if (p.valid) p.valid[output] = drawn;
-    }
-  } else if (p.output == kRenormalise) {
-    if (p.wide_out)
-      s.write_renormalised(static_cast<float*>(p.out) + output * p.out_row, first, last, lowest, total);
+    return;
+  }
+  if (p.output == kRenormalise) {
+    if (valid) total = s.total_fine(lowest);
+    if (sizeof(T) < 4 && p.wide_out)
+      s.write_renormalised(static_cast<float*>(p.out) + int64_t{output} * p.out_row, first, last, lowest, total);
     else
-      s.write_renormalised(static_cast<T*>(p.out) + output * p.out_row, first, last, lowest, total);
+      s.write_renormalised(static_cast<T*>(p.out) + int64_t{output} * p.out_row, first, last, lowest, total);
   } else {
-    s.write(static_cast<T*>(p.out) + output * p.out_row, first, last,
-            [&](float x) { return x >= lowest || x != x ? x : __int_as_float(0xff800000); });
+    s.write_masked(static_cast<T*>(p.out) + int64_t{output} * p.out_row, first, last, lowest);
   }
 }
 
 // What an output of a row that is not there gets: no token.
 FI_DEVICE bool missing(const SampleParams& p, int64_t output, int64_t row) {
   if (row >= 0 && row < p.input_rows) return false;
-  if (threadIdx.x == 0) {
-    if (p.wide_tokens)
-      static_cast<int64_t*>(p.out)[output] = 0;
-    else
-      static_cast<int32_t*>(p.out)[output] = 0;
-    if (p.valid) p.valid[output] = 0;
-  }
+  if (threadIdx.x == 0) put_token(p, output, 0, false);
   return true;
 }
 
-// Whole pieces for each of the warps of a block.
-FI_DEVICE int warp_share(int slots, int warps) {
-  const int each = (slots + warps - 1) / warps;
-  return (each + kPiece - 1) / kPiece * kPiece;
+// Of a warp, at the beginning of the dynamic shared memory: a bit for each slot.
+FI_DEVICE uint64_t* marks_of(const SampleParams& p, int warp) {
+  extern __shared__ uint4 dynamic[];
+  return reinterpret_cast<uint64_t*>(dynamic) + warp * ((p.share + 4 * kPiece - 1) / (4 * kPiece) * 32);
 }
 
 }  // namespace sampling
@@ -83,7 +95,8 @@ FI_DEVICE void sample_block(const SampleParams& p) {
   const int warp = threadIdx.x / 32;
   clear(shared);
   pdl_wait();
-  const int64_t output = blockIdx.x, row = source_row(p, output);
+  const int output = blockIdx.x;
+  const int64_t row = source_row(p, output);
   if (missing(p, output, row)) return;
   Slots<T> slots(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
   if constexpr (sizeof(T) == 4) {
@@ -92,11 +105,16 @@ FI_DEVICE void sample_block(const SampleParams& p) {
       slots = Slots<T>(p.adjusted + output * p.adjusted_row, p.vocab);
     }
   }
-  const GlobalRow<T> source{slots};
-  const int share = warp_share(slots.last, kWarps), all = warp_share(slots.last, 1);
-  const int begin = min(warp * share, all), end = min(begin + share, all);
-  run_row<T, OneBlock, GlobalRow<T>, kWarps>(p, shared, source, begin, end, slots.first, slots.last, output, row,
-                                             random_of(row_random(p, output)));
+  const int all = warp_share(slots.last, 1), begin = min(warp * p.share, all), end = min(begin + p.share, all);
+  // The first and the last piece of the row are held: they may not be whole.
+  const int gap_begin = begin == 0 ? kPiece : begin, gap_end = max(gap_begin, end == all ? end - kPiece : end);
+  const PlacedRow<T> source{reinterpret_cast<T*>(marks_of(p, kWarps)) + kPiece - gap_begin, gap_begin, gap_end, slots};
+  source.fill(begin, min(gap_begin, end));
+  source.fill(gap_end, end);
+  __syncwarp();
+  if (threadIdx.x == 0) shared.random = random_of(row_random(p, output));
+  run_row<T, OneBlock, PlacedRow<T>, kWarps>(p, shared, source, marks_of(p, warp), begin, end, slots.first, slots.last,
+                                             output, static_cast<int>(row));
 }
 
 }  // namespace fi

@@ -40,7 +40,9 @@ struct SampleParams {
   PerRowSeed seed, offset;
   int64_t input_row, out_row, bias_row, bitmask_row, seen_row, adjusted_row;
   int64_t input_rows;
-  int32_t rows, vocab, slice, seen_slots;  // slice: slots of a block, whole pieces
+  int32_t rows, vocab, seen_slots;
+  int32_t slice, share, held;  // slots of a block, of a warp, and of these in shared memory; whole pieces
+  int32_t ahead;               // how many rows further on lies the one to prefetch; 0: none
   int32_t output;
   bool logits, joint, wide_indices, wide_tokens, wide_out, per_row_random;
 };

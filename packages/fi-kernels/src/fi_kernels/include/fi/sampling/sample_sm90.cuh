@@ -11,9 +11,22 @@ struct Cluster {
   static constexpr unsigned kLargest = 16;
   FI_DEVICE static unsigned rank() { return cluster_rank(); }
   FI_DEVICE static unsigned size() { return cluster_size(); }
-  FI_DEVICE static void sync() { cluster_sync(); }
+  // The instructions want the warp together. The blocks arrived when their copies were on the way.
+  FI_DEVICE static void meet() {
+    __syncwarp();
+    cluster_wait();
+  }
+  FI_DEVICE static void sync() {
+    __syncwarp();
+    cluster_sync();
+  }
   FI_DEVICE static uint4 read(const Counter& x, unsigned rank) { return cluster_load_u32x4(cluster_address(&x, rank)); }
-  FI_DEVICE static void write(Total& to, unsigned rank, uint4 x) { cluster_store_u32x4(cluster_address(&to, rank), x); }
+  FI_DEVICE static uint32_t read(const uint32_t& x, unsigned rank) {
+    return cluster_load_u32(cluster_address(&x, rank));
+  }
+  FI_DEVICE static void write(uint32_t& to, unsigned rank, uint32_t x) {
+    cluster_store_u32(cluster_address(&to, rank), x);
+  }
   FI_DEVICE static void write(uint64_t& to, unsigned rank, uint64_t x) {
     cluster_store_u64(cluster_address(&to, rank), x);
   }
@@ -26,38 +39,46 @@ struct Cluster {
   }
 };
 
-// This block's slots, in shared memory.
+// Starts to fill what is held of the slots [begin, end) of this warp. What the row does not fill to 16 bytes at its
+// ends is copied by hand, so nothing outside of it is read.
 template <class T>
-struct SharedRow {
-  static constexpr int kVec = Slots<T>::kVec;
-  const T* slots;
-  FI_DEVICE Vec<T, kVec> load(int slot) const { return fi::load<T, kVec>(slots + slot); }
-};
-
-// Starts to fill the slots [begin, end) of this warp from those of the row, which are `skipped` further on. What the
-// row does not fill to 16 bytes at its ends is copied by hand, so nothing outside of it is read.
-template <class T>
-FI_DEVICE void load_slots(T* to, const Slots<T>& row, int skipped, int begin, int end, Barrier& barrier) {
+FI_DEVICE void load_slots(const PlacedRow<T>& to, int begin, int end, Barrier& barrier) {
   constexpr int kVec = Slots<T>::kVec;
-  const int lane = threadIdx.x % 32;
-  const int from = max(skipped + begin, (row.first + kVec - 1) / kVec * kVec);
-  const int until = max(from, min(skipped + end, row.last / kVec * kVec));
-  if (lane == 0) {
+  const Slots<T>& row = to.slots;
+  const bool first = threadIdx.x % 32 == 0;
+  const auto whole = [&](int slot, int low, int high) {
+    return max(low, min(slot, min(high, row.last / kVec * kVec)));  // at most, and no whole vector further on
+  };
+  const int low = (row.first + kVec - 1) / kVec * kVec;
+  const int from = whole(max(begin, low), begin, to.gap_begin),
+            until = max(from, whole(to.gap_begin, begin, to.gap_begin));
+  const int after = whole(max(to.gap_end, low), to.gap_end, end), over = max(after, whole(end, to.gap_end, end));
+  if (first) {
     barrier.init(1);
     fence_barrier_init();
-    const unsigned bytes = (until - from) * sizeof(T);
-    barrier.arrive_expect(bytes);
-    if (bytes) bulk_load(to + (from - skipped), row.base + from, bytes, barrier, kEvictFirst);
+    barrier.arrive_expect((until - from + over - after) * sizeof(T));
+    if (until > from) bulk_load(to.held(from), row.base + from, (until - from) * sizeof(T), barrier, kEvictFirst);
+    if (over > after) bulk_load(to.held(after), row.base + after, (over - after) * sizeof(T), barrier, kEvictFirst);
+    if (to.gap_end > to.gap_begin) bulk_prefetch(row.base + to.gap_begin, (to.gap_end - to.gap_begin) * sizeof(T));
   }
-  const auto by_hand = [&](int low, int high) {
-#pragma unroll 1
-    for (int slot = low + lane; slot < high; slot += 32)
-      to[slot] =
-          skipped + slot >= row.first && skipped + slot < row.last ? row.base[skipped + slot] : not_a_number<T>();
-  };
-  by_hand(begin, min(end, from - skipped));
-  by_hand(max(begin, until - skipped), end);
+  to.fill(begin, from);
+  to.fill(until, to.gap_begin);
+  to.fill(to.gap_end, after);
+  to.fill(over, end);
   __syncwarp();
+}
+
+// Brings this warp's slots of a row that a later cluster will work on to L2, while this one computes.
+template <class T>
+FI_DEVICE void prefetch_slots(const SampleParams& p, int64_t output, int skipped, int begin, int end) {
+  if (output >= p.rows || threadIdx.x % 32 != 0) return;
+  const int64_t row = source_row(p, output);
+  if (row < 0 || row >= p.input_rows) return;
+  const Slots<T> slots(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
+  constexpr int kVec = Slots<T>::kVec;
+  const int from = max(skipped + begin, (slots.first + kVec - 1) / kVec * kVec);
+  const int until = min(skipped + end, slots.last / kVec * kVec);
+  if (from < until) bulk_prefetch(slots.base + from, (until - from) * sizeof(T));
 }
 
 }  // namespace sampling
@@ -67,29 +88,33 @@ template <class T, int kThreads>
 FI_DEVICE void sample_cluster(const SampleParams& p) {
   using namespace sampling;
   constexpr int kWarps = kThreads / 32;
-  extern __shared__ uint4 dynamic[];
   __shared__ Scratch<Cluster, kWarps> shared;
   __shared__ Barrier barriers[kWarps];
-  T* slots = reinterpret_cast<T*>(dynamic);
   const int warp = threadIdx.x / 32;
+  uint64_t* marks = marks_of(p, warp);
+  T* slots = reinterpret_cast<T*>(marks_of(p, kWarps));
   clear(shared);
   pdl_wait();
-  const int64_t output = blockIdx.x / cluster_size(), row = source_row(p, output);
+  const int output = blockIdx.x / cluster_size();
+  const int64_t row = source_row(p, output);
   if (missing(p, output, row)) return;  // all blocks of the cluster
-  cluster_arrive();
-  const Slots<T> whole(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
+  Slots<T> whole(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
   const int skipped = cluster_rank() * p.slice;
-  const int used = max(0, min(p.slice, warp_share(whole.last, 1) - skipped));  // whole pieces
-  const int share = warp_share(p.slice, kWarps);
-  const int begin = min(warp * share, used), end = min(begin + share, used);
-  load_slots(slots, whole, skipped, begin, end, barriers[warp]);
-  const uint64_t random = random_of(row_random(p, output));  // while the row is on its way
-  cluster_wait();                                            // now all blocks are there
+  whole.base += skipped, whole.first -= skipped, whole.last -= skipped;
+  const int used = max(0, min(p.slice, warp_share(whole.last, 1)));  // whole pieces
+  const int begin = min(warp * p.share, used), end = min(begin + p.share, used);
+  slots += warp * (p.held - p.share);
+  PlacedRow<T> source{slots, end, end, whole};
+  if (end - begin > p.held) source.gap_begin = begin + kPiece, source.gap_end = end - p.held + kPiece;
+  load_slots(source, begin, end, barriers[warp]);
+  cluster_arrive();
+  if (threadIdx.x == 0) shared.random = random_of(row_random(p, output));  // while the row is on its way
   barriers[warp].wait(0);
+  if (p.ahead) prefetch_slots<T>(p, int64_t{output} + p.ahead, skipped, begin, end);
   if constexpr (sizeof(T) == 4) {
     if (is_adjusted(p)) {
       __syncthreads();
-      const int low = skipped - whole.first;  // the token of slot 0
+      const int low = -whole.first;  // the token of slot 0
       penalise(p, slots - min(low, 0), max(low, 0), min(low + used, p.vocab), output, row);
       __syncthreads();
 #pragma unroll 1
@@ -98,10 +123,9 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
       __syncwarp();
     }
   }
-  const SharedRow<T> source{slots};
-  run_row<T, Cluster, SharedRow<T>, kWarps>(p, shared, source, begin, end, whole.first - skipped, whole.last - skipped,
-                                            output, row, random);
-  cluster_sync();  // others may still read this block's sums
+  run_row<T, Cluster, PlacedRow<T>, kWarps>(p, shared, source, marks, begin, end, whole.first, whole.last, output,
+                                            static_cast<int>(row));
+  Cluster::sync();  // others may still read this block's sums
 }
 
 }  // namespace fi

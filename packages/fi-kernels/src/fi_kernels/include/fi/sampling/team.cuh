@@ -8,8 +8,10 @@ namespace fi {
 namespace sampling {
 
 constexpr int kPeaks = 8;
-constexpr int kBuckets = 256;
-constexpr int kAbove = kBuckets, kBelow = kBuckets + 1, kCounters = kBuckets + 2;
+constexpr int kBuckets = 128;
+constexpr int kAbove = kBuckets, kAll = kBuckets + 1, kCounters = kBuckets + 2;
+constexpr int kSteps = 256;  // sixteenths of a power of two by which a sample is sorted
+constexpr int kFew = 192;    // elements among which each is compared with all others
 
 // Number of elements and sum of weights of a bucket, in parts: there is no 64-bit adder in shared memory. The sum is
 // low + high * 2^kHighAt.
@@ -18,17 +20,33 @@ struct alignas(16) Counter {
 };
 struct alignas(16) Total {
   uint64_t sum;
-  uint32_t count, unused;
+  uint32_t count, before;  // elements in all blocks, in those before this one
+};
+struct alignas(8) Listed {
+  uint32_t key, part;  // part: one, or the weight
 };
 
 template <class Team, int kWarps>
 struct Scratch {
-  Counter counters[kCounters];            // by bucket of a range of keys; the last two are for what lies outside of it
-  Total totals[kCounters];                // over the team
-  uint32_t peak[kWarps][kPeaks];          // keys of the largest elements of a warp's pieces
-  uint64_t sums[kWarps][kPeaks];          // their weights
-  uint64_t ends[Team::kLargest][kWarps];  // of each warp of the team: key of the largest element, ~least thread's
+  Counter counters[2][kCounters];  // by bucket of a range of keys, above it, and of all; used in turns
+  Total totals[kCounters];         // over the team
+  uint32_t sample[kSteps +
+                  1];  // by size: elements of a sample, and largest of threads in the upper half; weight of the rest
+  uint32_t peak[kWarps][kPeaks];             // keys of the largest elements of a warp's pieces
+  uint64_t sums[kWarps][kPeaks];             // their weights
+  uint64_t ends[Team::kLargest][kWarps];     // of each warp of the team: key of the largest, and of a thread's largest
   uint64_t weights[Team::kLargest][kWarps];  // of each warp of the team
+  uint64_t entries[kFew];                    // elements that other blocks sent: key, token
+  uint32_t sent[Team::kLargest];             // how many
+  union {
+    struct {
+      Listed listed[kFew];
+      int32_t tokens[kFew];
+    };
+    uint32_t sampled[kSteps];  // over the team
+  };
+  uint64_t random;
+  uint32_t found, mine;
 };
 
 // A block alone. A team writes to and reads from the shared memory of its blocks, in order of its syncs.
@@ -36,9 +54,11 @@ struct OneBlock {
   static constexpr unsigned kLargest = 1;
   FI_DEVICE static unsigned rank() { return 0; }
   FI_DEVICE static unsigned size() { return 1; }
+  FI_DEVICE static void meet() {}
   FI_DEVICE static void sync() { __syncthreads(); }
   FI_DEVICE static uint4 read(const Counter& x, unsigned) { return *reinterpret_cast<const uint4*>(&x); }
-  FI_DEVICE static void write(Total& to, unsigned, uint4 x) { *reinterpret_cast<uint4*>(&to) = x; }
+  FI_DEVICE static uint32_t read(const uint32_t& x, unsigned) { return x; }
+  FI_DEVICE static void write(uint32_t& to, unsigned, uint32_t x) { to = x; }
   FI_DEVICE static void write(uint64_t& to, unsigned, uint64_t x) { to = x; }
   // Any number of elements in a bucket: the carry of the lower word goes to the upper.
   static constexpr int kHighAt = 32;
@@ -51,7 +71,8 @@ struct OneBlock {
 // Before the team's first sync.
 template <class Team, int kWarps>
 FI_DEVICE void clear(Scratch<Team, kWarps>& shared) {
-  for (int b = threadIdx.x; b < kCounters; b += blockDim.x) shared.counters[b] = {};
+  for (int b = threadIdx.x; b < 2 * kCounters; b += blockDim.x) shared.counters[0][b] = {};
+  if (threadIdx.x == 0) shared.mine = 0;
 }
 
 FI_DEVICE uint32_t key_of(float x) { return ordered(__float_as_uint(x + 0.f)); }  // -0 becomes +0
@@ -63,17 +84,19 @@ FI_DEVICE uint64_t warp_sum_u64(uint64_t x) {
   const uint32_t low = __reduce_add_sync(0xffffffffu, static_cast<uint32_t>(x) & part);
   return (uint64_t{__reduce_add_sync(0xffffffffu, static_cast<uint32_t>(x >> 27))} << 27) + low;
 }
-FI_DEVICE uint64_t warp_scan_u64(uint64_t x) {  // inclusive
+template <class T>
+FI_DEVICE T warp_scan(T x) {  // inclusive
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
-    const uint64_t other = __shfl_up_sync(0xffffffffu, x, offset);
+    const T other = __shfl_up_sync(0xffffffffu, x, offset);
     if (static_cast<int>(threadIdx.x % 32) >= offset) x += other;
   }
   return x;
 }
 
+// Keys, both inside; none if low > high.
 struct Range {
-  uint32_t low, high;  // keys, both inside
+  uint32_t low, high;
 };
 
 }  // namespace sampling

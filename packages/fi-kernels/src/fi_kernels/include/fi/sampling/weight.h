@@ -19,10 +19,15 @@ FI_EXACT float plus(float a, float b) { return __fadd_rn(a, b); }
 FI_EXACT double times(double a, double b) { return __dmul_rn(a, b); }
 FI_EXACT uint32_t bits_of(float x) { return __float_as_uint(x); }
 FI_EXACT float of_bits(uint32_t x) { return __uint_as_float(x); }
-// x >> by, and 0 for by >= 32: what the hardware does.
+// x >> by, and 0 where that is all bits or more: what the hardware does.
 FI_EXACT uint32_t shifted(uint32_t x, uint32_t by) {
   uint32_t y;
   asm("shr.u32 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(by));
+  return y;
+}
+FI_EXACT uint64_t shifted(uint64_t x, uint32_t by) {
+  uint64_t y;
+  asm("shr.u64 %0, %1, %2;" : "=l"(y) : "l"(x), "r"(by));
   return y;
 }
 FI_EXACT uint64_t high_product(uint64_t a, uint64_t b) { return __umul64hi(a, b); }
@@ -44,6 +49,7 @@ FI_EXACT float of_bits(uint32_t x) {
   return y;
 }
 FI_EXACT uint32_t shifted(uint32_t x, uint32_t by) { return (x >> (by & 31u)) & (0u - uint32_t(by < 32u)); }
+FI_EXACT uint64_t shifted(uint64_t x, uint32_t by) { return by < 64 ? x >> by : 0; }
 FI_EXACT float lesser(float a, float b) { return a < b ? a : b; }
 FI_EXACT float greater(float a, float b) { return a > b ? a : b; }
 FI_EXACT uint64_t high_product(uint64_t a, uint64_t b) {
@@ -121,6 +127,11 @@ FI_EXACT Weight logit_weight(float x, const Scale& s) {
   const Power p = power(greater(distance, 0.0f), s.factor);  // x = +inf
   return {bits_of(p.y) << 8, p.shift};                       // bits of [1, 2) shifted left by 8 are 2^31 y
 }
+// The same for any x that is not +inf, and none for what is not a number or -inf.
+FI_EXACT Weight finite_weight(float x, const Scale& s) {
+  const Power p = power(plus(s.top, -x), s.factor);
+  return {bits_of(p.y) << 8, p.shift};
+}
 FI_EXACT Weight prob_weight(float x, const Scale& s) {
   const uint32_t z = bits_of(times(lesser(x, s.top), s.factor));
   return {z << 8 | 0x80000000u, 127 - (z >> 23)};
@@ -128,16 +139,18 @@ FI_EXACT Weight prob_weight(float x, const Scale& s) {
 // The weight of a draw; 0 for what is more than 31 powers of two below the top.
 FI_EXACT uint32_t coarse(Weight w) { return shifted(w.mantissa, w.shift); }
 // 2^8 times as fine: sums of up to 2^24 elements are exact, and right to one rounding of fp32 as a divisor.
-FI_EXACT uint64_t fine(Weight w) { return w.shift < 40 ? (uint64_t{w.mantissa} << 8) >> w.shift : 0; }
+FI_EXACT uint64_t fine(Weight w) { return shifted(uint64_t{w.mantissa} << 8, w.shift); }
 constexpr float kFineOne = 0x1p39f;  // of an element as large as the scale
 
 // The probability over that of the largest, as a float; 0 below 2^-126.
-FI_EXACT float logit_ratio(float x, const Scale& s) {
-  const float distance = plus(s.top, -x);
-  const Power p = power(greater(distance, 0.0f), s.factor);
+FI_EXACT float ratio_of(const Power& p) {
   const bool normal = p.shift < 127;
   const float ratio = times(p.y, of_bits(normal ? (127 - p.shift) << 23 : 0u));
   return normal ? ratio : 0.0f;  // y is NaN where the distance overflows
+}
+FI_EXACT float logit_ratio(float x, const Scale& s) {
+  const float distance = plus(s.top, -x);
+  return ratio_of(power(greater(distance, 0.0f), s.factor));
 }
 FI_EXACT float prob_ratio(float x, const Scale& s) { return times(lesser(x, s.top), s.factor); }
 

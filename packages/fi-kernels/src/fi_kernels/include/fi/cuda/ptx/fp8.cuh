@@ -47,4 +47,22 @@ FI_DEVICE unsigned e4m3_quad(float x0, float x1, float x2, float x3) {
   return y;
 }
 
+// The upper two bytes of `quad`, without a shift.
+FI_DEVICE unsigned upper_halves(unsigned quad, __nv_fp8_e4m3) {
+#if __CUDA_ARCH__ >= 890
+  unsigned y;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %1;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, high;\n"
+      "}"
+      : "=r"(y)
+      : "r"(quad));
+  return y;
+#else
+  return halves(quad >> 16, __nv_fp8_e4m3{});
+#endif
+}
+FI_DEVICE unsigned upper_halves(unsigned quad, __nv_fp8_e5m2) { return __byte_perm(quad, 0, 0x3424); }
+
 }  // namespace fi

@@ -21,8 +21,15 @@ FI_DEVICE void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p)));
 }
 
-// Orders this thread's accesses, and those it has seen by way of a barrier, for all threads of the device. Cheaper than
-// __threadfence(), which is sequentially consistent.
-FI_DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// Adds 1 to a counter of the device and returns what it was. Orders this thread's accesses, and those it has seen by
+// way of a barrier: who finds a larger value sees what was written before.
+FI_DEVICE int count_device(int* counter) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(__cvta_generic_to_global(counter))
+               : "memory");
+  return before;
+}
 
 }  // namespace fi

@@ -1,6 +1,6 @@
 """One decoder block of Llama 3.2 1B's shape over the bytes of a text, computed by fi's kernels and checked op by op.
 
-    python examples/demo.py [FILE]
+    python examples/decoder_block.py [FILE]
 
 The weights are random; the tokens are the bytes of FILE (this repository's README if none is given). It runs on the GPU
 if there is one, else on the CPU: the calls are the same. Each line of the table says which kernel computed the op and
@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 import fi_core
-from fi_core.registry import load
 from fi_core.resolve import store
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 2048, 32, 8, 64, 8192
@@ -49,15 +48,6 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def kernels() -> dict[str, str]:
-    """Every kernel bound so far, and where its files first came from."""
-    found: dict[str, str] = {}
-    for kernel in (kernel for launcher in load().values() for kernel in launcher.kernels.values()):
-        origins = dict.fromkeys(file.origin for file in kernel.origins.values())
-        found.setdefault(kernel.spec.name, " + ".join(origins))
-    return found
-
-
 def distance(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> float:
     """The largest difference, in parts of the largest value."""
     parts = [(g.double() - w.to(g.device)).abs().max() / w.abs().max().clamp(min=1e-30) for g, w in zip(got, want)]
@@ -73,13 +63,13 @@ def run(name: str, arguments: tuple[Any, ...], want: Any, written: tuple[int, ..
     if sys.stdout.isatty():
         print(ROW.format(name, "...", "", "", ""), end="\r", flush=True)
     copies = [tuple(a.clone() if i in written else a for i, a in enumerate(arguments)) for _ in range(REPEATS)]
-    before, results = kernels(), []
+    before, results = fi_core.loaded_kernels(), []
     first = seconds(lambda: results.append(op(*arguments, **options)))
     later = min(seconds(functools.partial(op, *copy, **options)) for copy in copies)
     returned = results[0] if isinstance(results[0], tuple) else (results[0],)
     got = tuple(arguments[i] for i in written) or returned
     errors.append(distance(got, want if isinstance(want, tuple) else (want,)))
-    fresh = [f"{origin}: {kernel}" for kernel, origin in kernels().items() if kernel not in before]
+    fresh = [f"{origin}: {kernel}" for kernel, origin in fi_core.loaded_kernels().items() if kernel not in before]
     origin = ", ".join(fresh) or "kernel of a line above"
     print(ROW.format(name, f"{first * 1e3:.1f} ms", f"{later * 1e6:.0f} us", f"{errors[-1]:.0e}", origin), flush=True)
     return got if len(got) > 1 else got[0]
@@ -212,7 +202,7 @@ def main() -> int:
     want = plain(embedded, weights)
     error = distance([torch.cat([prompt, last])], [want])
     print(f"\nThe whole block, against torch in float64 from the text on: error {error:.1e} of the largest value.")
-    origins = list(kernels().values())
+    origins = list(fi_core.loaded_kernels().values())
     counts = ", ".join(f"{origins.count(origin)} from {origin}" for origin in dict.fromkeys(origins))
     print(f"{len(origins)} kernels: {counts}. What is compiled here is kept in {store.roots()[0]}.")
     wrong = sum(not e <= TOLERANCE for e in [*errors, error])

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fi_core.attention.arguments import LAYOUTS, POS_ENCODINGS, code
 from fi_core.launch.op import Launcher
 from fi_core.spec.constraint import ON_CPU, at_least
 from fi_core.spec.dtype import DTYPES
 from fi_core.spec.op import Axes, Entry, Impl, Op, Unit
-from fi_core.utils import PosEncodingMode, TensorLayout, ceil_div
+from fi_core.utils import ceil_div
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import torch
 
-_LAYOUTS = {name: layout.value for name, layout in TensorLayout.__members__.items()}
-_POS_ENCODINGS = {name: mode.value for name, mode in PosEncodingMode.__members__.items()}
+    Variant = tuple[Callable[..., None], bool, Sequence[Any]]
 
 _TYPES = ("f16", "bf16", "f32", "e4m3", "e5m2")
 # The tiles kernel multiplies in the 16-bit type that holds q and k exactly; without one, CUDA cores compute in fp32.
@@ -88,13 +90,6 @@ def choose(
     return True, max(1, min(ceil_div(visible, _LEAST_KEYS), _BLOCKS // blocks))
 
 
-def _code(codes: dict[str, int], name: str, argument: str) -> int:
-    code = codes.get(name)
-    if code is None:
-        raise KeyError(f"{argument}: allowed are {', '.join(codes)}; got {name!r}")
-    return code
-
-
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -117,12 +112,16 @@ def attend(
     scale_q: torch.Tensor | None = None,
     scale_k: torch.Tensor | None = None,
     scale_v: torch.Tensor | None = None,
+    variant: Variant | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Allocates the results and calls the op, for q `[qo_len, heads, d]` or `[heads, d]`: what the forms share."""
+    """Allocates the results and calls the op, for q `[qo_len, heads, d]` or `[heads, d]`: what the forms share.
+
+    variant: the op with a user's variant, whether it was compiled for few rows, and what it takes more.
+    """
     import torch
 
-    layout = _code(_LAYOUTS, kv_layout, "kv_layout")
-    encoding = _code(_POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
+    layout = code(LAYOUTS, kv_layout, "kv_layout")
+    encoding = code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
     if k.ndim != 3 or v.ndim != 3:
         raise ValueError(f"k and v must have 3 dimensions; got shapes {tuple(k.shape)} and {tuple(v.shape)}")
     *rows, dim = q.shape
@@ -133,10 +132,15 @@ def attend(
     workspace = None
     fp32 = q.dtype is torch.float32
     few, chunks = choose(qo_len, rows[-1], k.shape[1 - layout], k.shape[layout], max(dim, dim_vo), window_left, fp32)
+    launch: Callable[..., None] = single_attention
+    extras: Sequence[Any] = ()
+    if variant is not None:
+        launch, compiled_few, extras = variant
+        few, chunks = compiled_few, chunks if compiled_few else 1
     if chunks > 1:
         workspace = q.new_empty((chunks, qo_len * rows[-1], dim_vo + 2), dtype=torch.float32)
     scale: float = (dim**-0.5 if dim else 1.0) if sm_scale is None else sm_scale
-    single_attention(
+    launch(
         out,
         lse,
         workspace,
@@ -158,6 +162,7 @@ def attend(
         1.0 if rope_scale is None else rope_scale,
         1e4 if rope_theta is None else rope_theta,
         few,
+        *extras,
     )
     return out if lse is None else (out, lse)
 

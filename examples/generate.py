@@ -1,0 +1,246 @@
+"""Serves texts with a Llama model on fi_core, by continuous batching, and compares every token with transformers.
+
+    python examples/generate.py [--device cpu|cuda] [--dtype float32|bfloat16|float16] [--temperature T] [--json] ...
+
+The model is transformers' own LlamaForCausalLM with the rotary embedding of Llama 3.1, small and with random weights,
+so nothing is downloaded. Its alphabet is the 256 bytes: prompts are real text, what it answers is not. Requests of
+different lengths come at different times and share one pool of pages that is too small for all of them. The engine,
+which is what there is to copy, is in `serving.py`.
+
+What is checked, for greedy requests:
+- The tokens are those of transformers' generate() with eager attention, one request at a time. A request may leave them
+  only at a tie, which rounding decides: where the logits of the two tokens are no farther apart than three times the
+  error of transformers' own logits.
+- Logits at every generated position are off by at most twice that error, which is the largest that eager attention in
+  the same dtype makes on the same tokens. What is right is the model in float64 (but for its norms and softmax, which
+  transformers always computes in float32).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from serving import Engine, Llama, Request, Scheduler
+
+import fi_core
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE_SIZE = 16
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 on a CPU, else float16")
+    parser.add_argument("--temperature", type=float, default=0.0, help="above 0: draw tokens, and compare nothing")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--max-new-tokens", type=int, default=32, help="of the longest answer")
+    parser.add_argument("--token-budget", type=int, default=128, help="most tokens of a step")
+    parser.add_argument("--max-running", type=int, default=6, help="most requests at a time")
+    parser.add_argument("--pages", type=int, default=60, help=f"of {PAGE_SIZE} tokens, in the cache")
+    parser.add_argument("--no-cuda-graph", action="store_true", help="on a GPU: do not replay steps that only generate")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    if options.dtype is None:
+        options.dtype = "float32" if options.device == "cpu" else "float16"
+    if options.device == "cuda" and options.dtype == "float32":
+        parser.error("--dtype: float16 or bfloat16 is required with --device cuda, which prefills on tensor cores")
+    return options
+
+
+def model_of(device: str, dtype: torch.dtype) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+        initializer_range=0.08,  # so that what is said depends on all that was said before
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 512,
+        },
+        bos_token_id=None,
+        eos_token_id=None,
+        attn_implementation="eager",
+    )
+    # Of 800 seeds the one whose texts stay farthest from ties: the two largest logits differ by 0.013 or more, and
+    # rounding to float16 changes that difference by 0.006 (standard deviation, on a CPU).
+    torch.manual_seed(82)
+    return LlamaForCausalLM(config).eval().to(device, dtype)
+
+
+def requests_of(options: argparse.Namespace) -> list[Request]:
+    """Questions, and parts of a document that take several steps; a new one every second step."""
+    document = (ROOT / "LICENSE").read_text()
+    texts = [
+        "What is a paged KV cache?",
+        document[1000:1700],
+        "The attention of a token reads the keys and values of all tokens before it, so",
+        document[:450],
+        "Once upon a time there was a kernel that",
+        "A scheduler has two tasks. The first is to keep the device busy; the second",
+        "?",
+        document[3000:3300],
+    ]
+    longest = options.max_new_tokens
+    return [
+        Request(
+            list(text.encode()),
+            max_new_tokens=max(1, longest - 3 * (i % 4)),
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=i,
+            arrival=2 * i,
+        )
+        for i, text in enumerate(texts)
+    ]
+
+
+class Check(NamedTuple):
+    """What the comparison of greedy requests with transformers found."""
+
+    tokens: int
+    equal: int  # how many are those of generate()
+    leave: int  # requests that leave them
+    distance: float  # between the logits of the two tokens where one does, at most
+    error: float  # of logits, at most
+    eager_error: float  # the same of transformers in this dtype
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= 2 * self.eager_error and self.distance <= 3 * self.eager_error
+
+
+@torch.inference_mode()
+def compare(model: Any, requests: list[Request]) -> Check:
+    """Tokens and logits of the requests against transformers. Leaves the model in float64."""
+    wanted, eager = [], []
+    for r in requests:
+        prompt = torch.tensor([r.prompt], device=model.device)
+        ids = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=r.max_new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        wanted.append(ids[0, len(r.prompt) :].tolist())
+        eager.append(forward(model, r))
+    model.double()
+    equal, distances, errors, eager_errors = 0, [], [], []
+    for r, want, eager_logits in zip(requests, wanted, eager):
+        exact = forward(model, r)
+        errors.append((torch.stack(r.logits) - exact).abs().max())
+        eager_errors.append((eager_logits - exact).abs().max())
+        same = [ours == theirs for ours, theirs in zip(r.generated, want)]
+        equal += sum(same)
+        if not all(same):  # from there on, they answer different texts
+            at = same.index(False)
+            distances.append((exact[at, r.generated[at]] - exact[at, want[at]]).abs())
+    tokens = sum(len(want) for want in wanted)
+    distance, error, eager_error = (  # torch's maximum is NaN where one is
+        float(torch.stack(values).max()) if values else 0.0 for values in (distances, errors, eager_errors)
+    )
+    return Check(tokens, equal, len(distances), distance, error, eager_error)
+
+
+def forward(model: Any, request: Request) -> torch.Tensor:
+    """transformers' logits at the positions that gave each generated token."""
+    ids = torch.tensor([request.tokens[:-1]], device=model.device)
+    return model(ids, use_cache=False).logits[0, len(request.prompt) - 1 :]
+
+
+def rates(engine: Engine) -> dict[str, Any]:
+    """Tokens a second, in steps with a part of a prompt, and in those that only generate."""
+    mixed = [t for t in engine.times if t.prompt_tokens]
+    alone = [t for t in engine.times if not t.prompt_tokens]
+    total = sum(t.seconds for t in engine.times)
+    return {
+        "steps": len(engine.times),
+        "prompt_tokens_per_s": sum(t.prompt_tokens for t in mixed) / sum(t.seconds for t in mixed),
+        "generated_tokens_per_s": sum(t.generated_tokens for t in alone) / max(1e-9, sum(t.seconds for t in alone)),
+        "tokens_per_s": sum(t.prompt_tokens + t.generated_tokens for t in engine.times) / total,
+        "seconds": total,
+        "preemptions": engine.scheduler.preemptions,
+    }
+
+
+def report(result: dict[str, Any], requests: list[Request]) -> None:
+    for r in requests:
+        prompt, answer = bytes(r.prompt[:40]).decode(errors="replace"), ", ".join(map(str, r.generated[:5]))
+        print(f"step {r.arrival:2}: {len(r.prompt):3} tokens {prompt!r:46} -> {len(r.generated)} tokens {answer}, ...")
+    width = max(map(len, result["kernels"]))
+    print(f"\n{'kernel':{width}} from")
+    for kernel, origin in result["kernels"].items():
+        print(f"{kernel:{width}} {origin}")
+    print(
+        f"\n{result['device']}, {result['dtype']}: {result['steps']} steps in {result['seconds']:.3f} s, "
+        f"{result['preemptions']} preemptions\n"
+        f"steps with prompts {result['prompt_tokens_per_s']:.0f} prompt tokens/s, "
+        f"steps without {result['generated_tokens_per_s']:.0f} tokens/s, in all {result['tokens_per_s']:.0f} tokens/s"
+    )
+    if not result["repeatable"]:
+        print("WRONG: a second run gave other tokens")
+    if check := result.get("check"):
+        print(
+            f"{check['equal']} of {check['tokens']} tokens are those of transformers' eager generate(); "
+            f"{check['leave']} requests leave them, at logits {check['distance']:.1e} apart\n"
+            f"largest error of a logit {check['error']:.1e}, of transformers' own {check['eager_error']:.1e}\n"
+            f"{'passed' if check['passed'] else 'WRONG'}"
+        )
+
+
+def main() -> int:
+    options = parse()
+    reference = model_of(options.device, DTYPES[options.dtype])
+    model = Llama(reference, max_positions=2048)
+    graph = options.device == "cuda" and not options.no_cuda_graph
+    served: list[list[int]] = []
+    for _ in range(2):  # the first time loads kernels, the second is measured
+        requests = requests_of(options)
+        for request in requests:
+            request.logits = []
+        engine = Engine(
+            model, Scheduler(options.pages, PAGE_SIZE, options.token_budget, options.max_running), cuda_graph=graph
+        )
+        engine.serve(requests)
+        served.append([token for request in requests for token in request.generated])
+    result = {
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
+        "dtype": options.dtype,
+        "token_budget": options.token_budget,
+        "backends": {"prefill": engine.prefill.resolved_backend, "decode": engine.decode.resolved_backend},
+        **rates(engine),
+        "repeatable": served[0] == served[1],
+        "kernels": fi_core.loaded_kernels(),
+    }
+    check = compare(reference, requests) if options.temperature == 0 else None
+    if check:
+        result["check"] = check._asdict() | {"passed": check.passed}
+    if options.json:
+        result["requests"] = [{"prompt": r.prompt, "generated": r.generated} for r in requests]
+        print(json.dumps(result))
+    else:
+        report(result, requests)
+    return 0 if result["repeatable"] and (check is None or check.passed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,364 @@
+"""A serving engine in one file: continuous batching of a Llama model over one paged KV cache, on fi_core.
+
+Three parts, each of which knows nothing of the next: `Llama`, the forward pass over the rows of a step; `Scheduler`,
+which says what the rows of a step are and who owns which page; `Engine`, which turns the one into the other, step after
+step. `examples/generate.py` runs it against transformers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import embedding, linear
+
+import fi_core
+
+Attention = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # queries and the cache of a layer -> outputs
+
+
+class Layer(NamedTuple):
+    """Weights of a decoder layer. What reads the same input is one matrix; the norm is that of the layer's output."""
+
+    qkv: torch.Tensor
+    o: torch.Tensor
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    next_norm: torch.Tensor
+
+
+class Batch(NamedTuple):
+    """A step: a row a token, the rows of a request side by side. All are int32, on the device."""
+
+    tokens: torch.Tensor  # [rows]
+    positions: torch.Tensor  # [rows], in its request
+    owners: torch.Tensor  # [rows], index of its request; -1: the row is padding
+    last_rows: torch.Tensor  # [requests], the last row of each request
+    indices: torch.Tensor  # page ids of all requests
+    indptr: torch.Tensor  # [requests + 1], where those of each begin
+    last_page_len: torch.Tensor  # [requests], tokens in its last page
+
+
+class Llama:
+    """Weights of transformers' LlamaForCausalLM, and its forward pass: torch multiplies matrices, fi does the rest."""
+
+    def __init__(self, model: Any, max_positions: int) -> None:
+        c, body = model.config, model.model
+        if c.attention_bias or c.mlp_bias or c.hidden_act != "silu":
+            raise ValueError(
+                f"model: projections without bias and silu are required; got attention_bias={c.attention_bias}, "
+                f"mlp_bias={c.mlp_bias}, hidden_act={c.hidden_act!r}"
+            )
+        self.heads, self.kv_heads, self.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        self.eps, self.dtype, self.device = c.rms_norm_eps, model.dtype, model.device
+        self.embedding, self.lm_head = body.embed_tokens.weight.detach(), model.lm_head.weight.detach()
+        self.first_norm = body.layers[0].input_layernorm.weight.detach()
+        norms = [layer.input_layernorm for layer in body.layers[1:]] + [body.norm]
+        self.layers = [
+            Layer(
+                torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]).detach(),
+                a.o_proj.weight.detach(),
+                layer.post_attention_layernorm.weight.detach(),
+                torch.cat([m.gate_proj.weight, m.up_proj.weight]).detach(),
+                m.down_proj.weight.detach(),
+                norm.weight.detach(),
+            )
+            for layer, norm in zip(body.layers, norms)
+            for a, m in [(layer.self_attn, layer.mlp)]
+        ]
+        # The model says what its angles are (plain, Llama 3.1, YaRN, ...): cosines and sines of all positions, in fp32.
+        every = torch.arange(max_positions, device=self.device)[None]
+        tables = body.rotary_emb(torch.empty(0, device=self.device), every)
+        self.cos_sin = torch.cat([table[0, :, : table.shape[2] // 2] for table in tables], 1)
+
+    def __call__(self, batch: Batch, caches: list[torch.Tensor], attend: Attention) -> torch.Tensor:
+        """Logits `[requests, vocab]` of the token after the last row of each request; caches gain all rows."""
+        residual = embedding(batch.tokens, self.embedding)
+        x = fi_core.rmsnorm(residual, self.first_norm, self.eps)
+        for layer, cache in zip(self.layers, caches):
+            qkv = linear(x, layer.qkv).unflatten(1, (-1, self.head_dim))
+            q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 1)
+            fi_core.apply_rope_with_cos_sin_cache_inplace(batch.positions, q, k, self.head_dim, self.cos_sin)
+            fi_core.append_paged_kv_cache(
+                k, v, batch.owners, batch.positions, cache, batch.indices, batch.indptr, batch.last_page_len
+            )
+            x = linear(attend(q, cache).flatten(1), layer.o)
+            fi_core.fused_add_rmsnorm(x, residual, layer.mlp_norm, self.eps)
+            x = linear(fi_core.silu_and_mul(linear(x, layer.gate_up)), layer.down)
+            fi_core.fused_add_rmsnorm(x, residual, layer.next_norm, self.eps)
+        return linear(x[batch.last_rows], self.lm_head)
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt, how to continue it, and how far that has come. `temperature` 0 takes the most likely token."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    arrival: int = 0  # the step before which it does not exist
+    tokens: list[int] = field(default_factory=list)  # the prompt, then what was generated
+    cached: int = 0  # how many of them have their keys and values in the cache
+    pages: list[int] = field(default_factory=list)  # where those lie
+    logits: list[torch.Tensor] | None = None  # a list gets those of every generated token
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+
+class Chunk(NamedTuple):
+    """What a step computes of a request: its next `length` tokens."""
+
+    request: Request
+    length: int
+
+
+class Scheduler:
+    """Admits requests, shares out pages, and fills each step with at most `token_budget` tokens.
+
+    Generation goes first, a token a request, so that nobody who reads along waits for the prompt of another. What is
+    left of the budget goes to prompts, first come, first served; the last one is cut where the budget ends.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, token_budget: int, max_running: int) -> None:
+        if token_budget < max_running:
+            raise ValueError(f"token_budget: at least max_running, {max_running}, is required; got {token_budget}")
+        self.num_pages, self.page_size = num_pages, page_size
+        self.token_budget, self.max_running = token_budget, max_running
+        self.free = list(range(num_pages))
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.preemptions = 0
+
+    def add(self, request: Request) -> None:
+        needs = self.pages_of(len(request.prompt) + request.max_new_tokens)
+        if not request.prompt or needs > self.num_pages:
+            raise ValueError(f"request: from 1 token to {self.num_pages} pages are required; got {needs} pages")
+        self.waiting.append(request)
+
+    def pages_of(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def schedule(self, step: int) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        left = self.token_budget
+        queue = deque(sorted(self.running, key=lambda r: len(r.tokens) - r.cached > 1))
+        while queue and left:
+            request = queue.popleft()
+            length = min(left, len(request.tokens) - request.cached)
+            while not self._grow(request, length):  # where pages run out, the one that is served last gives up its own
+                last = queue.pop() if queue else request
+                self._preempt(last)
+                if last is request:
+                    break
+            else:
+                chunks.append(Chunk(request, length))
+                left -= length
+        while left and self._may_admit(step):
+            request = self.waiting.popleft()
+            self.running.append(request)
+            length = min(left, len(request.tokens))
+            self._grow(request, length)
+            chunks.append(Chunk(request, length))
+            left -= length
+        return chunks
+
+    def finish(self, request: Request) -> None:
+        self.running.remove(request)
+        self.free += request.pages
+        request.pages = []
+
+    def _may_admit(self, step: int) -> bool:
+        """A request starts when all its tokens find room, and the next one: so nobody is preempted at once."""
+        if not self.waiting or self.waiting[0].arrival > step or len(self.running) == self.max_running:
+            return False
+        return len(self.free) >= self.pages_of(len(self.waiting[0].tokens) + 1)
+
+    def _grow(self, request: Request, length: int) -> bool:
+        """Gives it pages for so many more tokens, if there are enough."""
+        missing = self.pages_of(request.cached + length) - len(request.pages)
+        if missing > len(self.free):
+            return False
+        request.pages += [self.free.pop() for _ in range(missing)]
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Takes its pages; it starts over later, with what it has generated as part of its prompt."""
+        self.finish(request)
+        request.cached = 0
+        self.waiting.appendleft(request)
+        self.preemptions += 1
+
+
+class StepTime(NamedTuple):
+    """What a step computed, and the seconds from its schedule to its tokens on the host."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    seconds: float
+
+
+class Engine:
+    """Serves requests. cuda_graph: steps that only generate are replayed, padded to max_running requests."""
+
+    def __init__(self, model: Llama, scheduler: Scheduler, cuda_graph: bool = False) -> None:
+        self.model, self.scheduler = model, scheduler
+        shape = scheduler.num_pages, 2, scheduler.page_size, model.kv_heads, model.head_dim
+        # Whatever a page holds beyond its tokens is never read: NaN would show it.
+        self.caches = [torch.full(shape, torch.nan, dtype=model.dtype, device=model.device) for _ in model.layers]
+        self.workspace = torch.empty(16 << 20, dtype=torch.uint8, device=model.device)
+        self.prefill = fi_core.BatchPrefillWithPagedKVCacheWrapper(self.workspace)
+        self.decode = fi_core.BatchDecodeWithPagedKVCacheWrapper(self.workspace)
+        self.graph = DecodeGraph(self) if cuda_graph else None
+        self.times: list[StepTime] = []
+
+    @torch.inference_mode()
+    def serve(self, requests: list[Request]) -> None:
+        """Runs all to their end; the tokens are in the requests."""
+        for request in sorted(requests, key=lambda r: r.arrival):
+            self.scheduler.add(request)
+        step = 0
+        while self.scheduler.waiting or self.scheduler.running:
+            self.step(step)
+            step += 1
+
+    def step(self, number: int) -> None:
+        start = time.perf_counter()
+        chunks = self.scheduler.schedule(number)
+        if not chunks:
+            return
+        chunks.sort(key=lambda chunk: chunk.length > 1)  # single tokens are for decode, the rest for prefill
+        batch, alone = self.batch(chunks), sum(chunk.length == 1 for chunk in chunks)
+        if self.graph and alone == len(chunks):
+            logits = self.graph.run(batch)
+        else:
+            logits = self.model(batch, self.caches, self.plan(batch, chunks, alone))
+        rows = [i for i, c in enumerate(chunks) if c.request.cached + c.length == len(c.request.tokens)]
+        tokens = self.sample(logits, rows, [chunks[i].request for i in rows])
+        prompt_tokens = sum(min(c.length, max(0, len(c.request.prompt) - c.request.cached)) for c in chunks)
+        for request, length in chunks:
+            request.cached += length
+        for i, token in zip(rows, tokens):
+            request = chunks[i].request
+            request.tokens.append(token)
+            if request.logits is not None:
+                request.logits.append(logits[i].clone())
+            if len(request.generated) == request.max_new_tokens:
+                self.scheduler.finish(request)
+        self.times.append(StepTime(prompt_tokens, len(tokens), time.perf_counter() - start))
+
+    def batch(self, chunks: list[Chunk]) -> Batch:
+        """The tensors of a step; what the host knows goes to the device in one copy."""
+        requests = [chunk.request for chunk in chunks]
+        lengths = [chunk.request.cached + chunk.length for chunk in chunks]
+        rows = list(accumulate((chunk.length for chunk in chunks), initial=0))
+        page_size = self.scheduler.page_size
+        lists = (
+            [token for r, length in zip(requests, lengths) for token in r.tokens[r.cached : length]],
+            rows,
+            lengths,
+            [page for r in requests for page in r.pages],
+            list(accumulate((len(r.pages) for r in requests), initial=0)),
+            [(length - 1) % page_size + 1 for length in lengths],
+        )
+        packed = torch.tensor(list(chain(*lists)), dtype=torch.int32).to(self.model.device)
+        tokens, row_indptr, kv_lens, indices, indptr, last_page_len = packed.split([len(values) for values in lists])
+        owners, positions = fi_core.get_batch_indices_positions(row_indptr, kv_lens, len(tokens))
+        return Batch(tokens, positions, owners, row_indptr[1:] - 1, indices, indptr, last_page_len)
+
+    def plan(self, batch: Batch, chunks: list[Chunk], alone: int) -> Attention:
+        """Attention of this step: the first `alone` requests have one row, the others a chunk of a prompt."""
+        m = self.model
+        shape = m.heads, m.kv_heads, m.head_dim, self.scheduler.page_size
+        if alone:
+            tables = batch.indptr[: alone + 1], batch.indices, batch.last_page_len[:alone]
+            self.decode.plan(*tables, *shape, q_data_type=m.dtype)
+        if alone < len(chunks):
+            rows = torch.cat([batch.last_rows.new_zeros(1), batch.last_rows[alone:] + (1 - alone)])
+            tables = rows, batch.indptr[alone:], batch.indices, batch.last_page_len[alone:]
+            self.prefill.plan(*tables, *shape, causal=True, q_data_type=m.dtype)
+
+        def attend(q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+            out = q.new_empty(q.shape)
+            if alone:
+                self.decode.run(q[:alone], cache, out=out[:alone])
+            if alone < len(chunks):
+                self.prefill.run(q[alone:], cache, out=out[alone:])
+            return out
+
+        return attend
+
+    def sample(self, logits: torch.Tensor, rows: list[int], requests: list[Request]) -> list[int]:
+        """The next token of each request, whose logits are these rows. Here the host waits for the device."""
+        if not rows:
+            return []
+        if len(rows) < len(logits):
+            logits = logits[rows]
+        # A request draws by its own seed and position, so what it says does not depend on who else is served.
+        seeds, offsets = torch.tensor([[r.seed for r in requests], [len(r.tokens) for r in requests]]).to(logits.device)
+        ways = torch.tensor([[r.temperature for r in requests], [r.top_p for r in requests]]).to(logits.device)
+        tokens, _ = fi_core.sample_from_logits(logits, temperature=ways[0], top_p=ways[1], seed=seeds, offset=offsets)
+        return tokens.tolist()
+
+
+class DecodeGraph:
+    """The forward pass of one token a request, captured once for the largest batch."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, m, requests = engine, engine.model, engine.scheduler.max_running
+
+        def zeros(length: int) -> torch.Tensor:
+            return torch.zeros(length, dtype=torch.int32, device=m.device)
+
+        last_rows = torch.arange(requests, dtype=torch.int32, device=m.device)
+        pages = engine.scheduler.num_pages
+        tables = zeros(pages), zeros(requests + 1), zeros(requests)
+        self.batch = Batch(zeros(requests), zeros(requests), zeros(requests) - 1, last_rows, *tables)
+        self.decode = fi_core.BatchDecodeWithPagedKVCacheWrapper(
+            engine.workspace,
+            use_cuda_graph=True,
+            paged_kv_indptr_buffer=self.batch.indptr,
+            paged_kv_indices_buffer=self.batch.indices,
+            paged_kv_last_page_len_buffer=self.batch.last_page_len,
+        )
+        self.plan(self.batch)
+        with torch.inference_mode():
+            self.forward()  # compiles or loads what is not there yet
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.logits = self.forward()
+
+    def forward(self) -> torch.Tensor:
+        return self.engine.model(self.batch, self.engine.caches, self.decode.run)
+
+    def plan(self, batch: Batch) -> None:
+        m = self.engine.model
+        shape = m.heads, m.kv_heads, m.head_dim, self.engine.scheduler.page_size
+        self.decode.plan(batch.indptr, batch.indices, batch.last_page_len, *shape, q_data_type=m.dtype)
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Logits of a batch of single rows; the requests that are missing have no pages, and their rows no owner."""
+        count = len(batch.tokens)
+        self.batch.owners.fill_(-1)
+        for name in ("tokens", "positions", "owners"):
+            getattr(self.batch, name)[:count] = getattr(batch, name)
+        missing = len(self.batch.tokens) - count
+        if missing:
+            indptr = torch.cat([batch.indptr, batch.indptr[-1:].expand(missing)])
+            last_page_len = torch.cat([batch.last_page_len, batch.last_page_len.new_zeros(missing)])
+            batch = batch._replace(indptr=indptr, last_page_len=last_page_len)
+        self.plan(batch)
+        self.graph.replay()
+        return self.logits[:count]

@@ -1,0 +1,147 @@
+"""A planned batch as cuDNN needs it: what the wrappers run with backend="cudnn"."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fi_core.cudnn.graph import Operand, attend, dense, frontend, packed, page_table, per_request
+from fi_core.errors import UnsupportedError
+from fi_core.utils import _get_range_buf, ceil_div, next_positive_power_of_2
+
+if TYPE_CHECKING:
+    import torch
+
+
+def require(device: torch.device) -> None:
+    """Raises LibraryError without cuDNN's frontend, ValueError for a CPU."""
+    frontend()
+    if device.type != "cuda":
+        raise ValueError(f'backend: "cudnn" requires a CUDA device; float_workspace_buffer is on {device}')
+
+
+def check(q: torch.dtype, kv: torch.dtype, out: torch.dtype, encoding: str, soft_cap: float, plain: bool) -> str:
+    """ "cudnn", or UnsupportedError with what of a batch is not for it. plain: as in `ops.choose` of prefill."""
+    import torch
+
+    reasons = [
+        f"requires {wanted}, got {got}"
+        for wanted, got, met in (
+            ("float16 or bfloat16", str(q), q in (torch.float16, torch.bfloat16)),
+            ("kv and output of q's dtype", f"{q}, {kv}, {out}", q is kv is out),
+            ("pos_encoding_mode NONE", encoding, encoding == "NONE"),
+            ("no logits_soft_cap", str(soft_cap), not soft_cap or soft_cap <= 0.0),
+            ("no mask, no scales by head or of the scores on the device", "one", plain),
+        )
+        if not met
+    ]
+    if reasons:
+        raise UnsupportedError("attention by cudnn is not supported:", {"cudnn": reasons})
+    return "cudnn"
+
+
+class PlannedBatch:
+    """Lengths, page table and offsets of a batch on the device, and the sizes that a graph is built for.
+
+    With fixed (a wrapper with use_cuda_graph) all stays where the first plan put it, and nothing may grow.
+    """
+
+    def __init__(self, fixed: bool) -> None:
+        self._fixed = fixed
+        self._kept: dict[str, torch.Tensor] = {}
+        self._begins: dict[tuple[str, int], torch.Tensor] = {}
+        self._most = 0, 0
+
+    def plan(
+        self,
+        lens_q: torch.Tensor,
+        lens_kv: torch.Tensor,
+        most: tuple[int, int],
+        indptr: torch.Tensor,
+        page_indices: torch.Tensor | None,
+        page_size: int,
+        rows: torch.Tensor | None,
+    ) -> None:
+        """lens_q, lens_kv: int32 `[batch]`. most: rows and keys of a request. indptr: of pages, or without page_indices
+        of keys. rows: where the rows of requests begin; None: all have as many.
+        """
+        # So that few graphs are built: what a request has no tokens for is not computed.
+        rounded = next_positive_power_of_2(most[0]), max(64, next_positive_power_of_2(most[1]))
+        if self._fixed and self._kept:
+            if rounded[0] > self._most[0] or rounded[1] > self._most[1]:
+                raise ValueError(
+                    f"max_token_per_sequence, max_sequence_kv: fixed at {self._most} by the first plan with "
+                    f"use_cuda_graph; got {most}"
+                )
+        else:
+            self._most = rounded
+        self._begins.clear()
+        self._keep("lens_q", lens_q)
+        self._keep("lens_kv", lens_kv)
+        if rows is not None:
+            self._keep("rows", rows.long())
+        if page_indices is None:
+            self._keep("keys", indptr.long())
+        else:
+            self._keep("table", self._table(indptr, page_indices, ceil_div(self._most[1], page_size)))
+
+    def _keep(self, name: str, x: torch.Tensor) -> None:
+        if self._fixed and name in self._kept:
+            self._kept[name].copy_(x)
+        else:
+            self._kept[name] = x
+
+    @staticmethod
+    def _table(indptr: torch.Tensor, page_indices: torch.Tensor, pages: int) -> torch.Tensor:
+        """`[batch, pages]`; behind the pages of a request are others', which are not read."""
+        if not len(page_indices):
+            return page_indices.new_zeros(len(indptr) - 1, pages)
+        at = indptr[:-1, None] + _get_range_buf(pages, indptr.device)
+        return page_indices[at.clamp_(max=len(page_indices) - 1).long()]
+
+    def _packed(self, x: torch.Tensor, name: str, layout: int = 0) -> Operand:
+        """x with the offsets `name` ("rows" or "keys") in elements of it."""
+        step = x.stride(layout)
+        begin = self._begins.get((name, step))
+        if begin is None:
+            begin = self._kept[name] * step
+            if not self._fixed:  # else the next plan changes it: it is computed in the captured graph
+                self._begins[name, step] = begin
+        return packed(x, self._most[name == "keys"], begin, layout)
+
+    def _rows(self, x: torch.Tensor) -> Operand:
+        if "rows" in self._kept:
+            return self._packed(x, "rows")
+        return dense(x.unflatten(0, (len(self._kept["lens_q"]), -1)).transpose(1, 2))
+
+    def attend(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: int,
+        workspace: torch.Tensor,
+        scale: float,
+        causal: bool,
+        window_left: int,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """Attention as `ops.attend` of prefill computes it; k and v are the caches, or all keys and values."""
+        operands = {
+            "q": self._rows(q),
+            "seq_len_q": per_request(self._kept["lens_q"]),
+            "seq_len_kv": per_request(self._kept["lens_kv"]),
+            "out": self._rows(out),
+        }
+        if "table" in self._kept:
+            operands["k"], operands["v"] = (dense(x if layout else x.transpose(1, 2)) for x in (k, v))
+            table = page_table(self._kept["table"], self._kept["table"].shape[1])
+            operands["paged_attention_k_table"] = operands["paged_attention_v_table"] = table
+        else:
+            operands["k"], operands["v"] = (self._packed(x, "keys", layout) for x in (k, v))
+        if lse is not None:
+            operands["stats"] = self._rows(lse.unsqueeze(2))
+        if sinks is not None:
+            operands["sink_token"] = dense(sinks.view(1, -1, 1, 1))
+        attend(operands, workspace, scale, causal, window_left)

@@ -1,0 +1,124 @@
+"""Batch prefill by cuDNN, over a block table or contiguous keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fi_core.cudnn.graph import Operand, attend, dense, frontend, packed, page_table, per_request
+from fi_core.observe.log import fi_api
+from fi_core.utils import ceil_div, check_shape_dtype_device
+
+if TYPE_CHECKING:
+    import torch
+
+
+def starts(lens: torch.Tensor, step: int) -> torch.Tensor:
+    """Where requests of these lengths begin, one after another, in elements: int64 `[batch + 1]`."""
+    import torch
+
+    return torch.nn.functional.pad(lens.cumsum(0), (1, 0)) * step
+
+
+@fi_api
+def cudnn_batch_prefill_with_kv_cache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scale: float,
+    workspace_buffer: torch.Tensor,
+    *,
+    max_token_per_sequence: int,
+    max_sequence_kv: int,
+    actual_seq_lens_q: torch.Tensor,
+    actual_seq_lens_kv: torch.Tensor,
+    block_tables: torch.Tensor | None = None,
+    causal: bool,
+    return_lse: bool,
+    q_scale: float | torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    batch_offsets_q: torch.Tensor | None = None,
+    batch_offsets_o: torch.Tensor | None = None,
+    batch_offsets_k: torch.Tensor | None = None,
+    batch_offsets_v: torch.Tensor | None = None,
+    batch_offsets_stats: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    is_cuda_graph_compatible: bool = False,
+    backend: str | None = None,
+    o_data_type: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Prefill attention by cuDNN: `softmax(q k^T * scale) v` of each request.
+
+    q: `[qo_tokens, num_qo_heads, head_dim_qk]`, fp16 or bf16. k_cache, v_cache: `[pages, num_kv_heads, page_size,
+    head_dim]` with block_tables (int32 `[batch_size, max_pages]`), page_size a power of 2, where what lies in a page
+    behind the tokens of a request must be finite; else `[kv_tokens, num_kv_heads, head_dim]`. actual_seq_lens_q,
+    actual_seq_lens_kv: integers, `[batch_size]` or `[batch_size, 1, 1, 1]`, on the host or the device;
+    max_token_per_sequence and max_sequence_kv are the most there may be. causal: aligned to the bottom right.
+
+    batch_offsets_q, _o, _k, _v: int32 or int64 `[batch_size + 1]`, on the device, where the requests begin in q, out,
+    k_cache and v_cache, in elements; default: one after another. q_scale and k_scale (numbers, or tensors of one
+    element on the host) multiply the scores, v_scale (any) the output. out: written if given; o_data_type: q's dtype.
+    batch_offsets_stats: not supported. backend: None or "cudnn".
+
+    For each new set of shapes, scale and options a graph is built, which takes the host 0.7 s (cuDNN 9.19).
+    is_cuda_graph_compatible: makes no difference; a call may be captured once its graph is built, that is after one
+    call of the same shapes.
+
+    Returns (out `[qo_tokens, num_qo_heads, head_dim_vo]`, None), or with return_lse (out, lse): fp32 `[batch_size,
+    max_token_per_sequence, num_qo_heads]`, base 2, of which rows behind those of a request mean nothing. Raises
+    LibraryError without cuDNN's Python frontend, ValueError (shape, dtype, device, workspace, backend),
+    NotImplementedError (scales on the device, batch_offsets_stats), and UnsupportedError with the words of cuDNN for
+    what that does not take.
+    """
+    import torch
+
+    if batch_offsets_stats is not None:
+        raise NotImplementedError("batch_offsets_stats: lse is [batch_size, max_token_per_sequence, num_qo_heads]")
+    if backend not in (None, "cudnn"):
+        raise ValueError(f'backend: None or "cudnn" is required; got {backend!r}')
+    frontend()
+    for name, factor in (("q_scale", q_scale), ("k_scale", k_scale)):
+        if factor is not None:
+            if getattr(factor, "is_cuda", False):
+                raise NotImplementedError(f"{name}: a number, or a tensor on the host, is required; multiply q by it")
+            scale = scale * float(factor)
+    most, batch_size = max_token_per_sequence, actual_seq_lens_q.numel()
+    lens_q, lens_kv = (
+        x.reshape(-1).to(q.device, torch.int32, non_blocking=True) for x in (actual_seq_lens_q, actual_seq_lens_kv)
+    )
+    shape = (*q.shape[:2], v_cache.shape[-1])
+    if o_data_type is not None and o_data_type != q.dtype:
+        raise ValueError(f"o_data_type: the dtype of q, {q.dtype}, is required; got {o_data_type}")
+    if out is None:
+        out = q.new_empty(shape)
+    check_shape_dtype_device(out, shape, q.dtype, q.device, "out")
+    lse_shape = (batch_size, most, q.shape[1])
+    if lse is not None:
+        check_shape_dtype_device(lse, lse_shape, torch.float32, q.device, "lse")
+    elif return_lse:
+        lse = q.new_empty(lse_shape, dtype=torch.float32)
+
+    def ragged(x: torch.Tensor, longest: int, lens: torch.Tensor, offsets: torch.Tensor | None) -> Operand:
+        return packed(x, longest, starts(lens, x.stride(0)) if offsets is None else offsets)
+
+    operands = {
+        "q": ragged(q, most, lens_q, batch_offsets_q),
+        "seq_len_q": per_request(lens_q),
+        "seq_len_kv": per_request(lens_kv),
+        "out": ragged(out, most, lens_q, batch_offsets_o),
+    }
+    if block_tables is None:
+        operands["k"] = ragged(k_cache, max_sequence_kv, lens_kv, batch_offsets_k)
+        operands["v"] = ragged(v_cache, max_sequence_kv, lens_kv, batch_offsets_v)
+    else:
+        operands["k"], operands["v"] = dense(k_cache), dense(v_cache)
+        operands["paged_attention_k_table"] = operands["paged_attention_v_table"] = page_table(
+            block_tables, ceil_div(max_sequence_kv, k_cache.shape[2])
+        )
+    if lse is not None:
+        operands["stats"] = dense(lse.transpose(1, 2).unsqueeze(3))
+    attend(operands, workspace_buffer, float(scale), causal, -1)
+    if v_scale is not None:
+        out.mul_(v_scale)
+    return out, lse if return_lse else None

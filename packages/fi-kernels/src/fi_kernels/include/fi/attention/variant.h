@@ -1,0 +1,37 @@
+// Where a user's attention variant joins the kernels: scores, weights and outputs; shared by device and CPU code.
+// A unit for a variant defines FI_VARIANT, a CustomVariant, before it includes a kernel; nothing else differs.
+#pragma once
+#include "fi/attention/problem.h"
+#include "fi/attention/softmax.h"
+
+namespace fi {
+
+// The attention of the library itself. Kernels compute its scores in place; only the end of a row is spelled here.
+class BuiltInVariant {
+ public:
+  static constexpr bool kCustom = false, kSoftmax = true;
+  static constexpr float kHidden = kMinusInf;  // the score of a key that is not seen
+
+  struct Arguments {};
+  struct Params {
+    FI_HOST_DEVICE void set(const Arguments&, const AttentionProblem&) {}
+  };
+  // From the weighted sum of values to the output.
+  struct End {
+    float factor;
+    FI_HOST_DEVICE float operator()(float sum) const { return sum * factor; }
+  };
+
+  FI_HOST_DEVICE BuiltInVariant(const Params&, int32_t) {}
+  FI_HOST_DEVICE float score(float product, Row, int32_t, int32_t) { return product; }
+  // Of a row whose keys have all been seen; m and d become those of its log-sum-exp. scale multiplies the output.
+  FI_HOST_DEVICE End end(Row, float&, float& d, float scale) { return {softmax_inverse(d) * scale}; }
+};
+
+#if defined(FI_VARIANT)
+using Variant = FI_VARIANT;
+#else
+using Variant = BuiltInVariant;
+#endif
+
+}  // namespace fi

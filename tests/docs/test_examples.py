@@ -1,0 +1,78 @@
+"""The examples do what they claim; the serving engine gives the tokens of transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def run(name: str, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_decode() -> None:
+    said = run("decode.py", "3")
+    assert "lengths [43, 4, 503]" in said and "largest error of the last step 0.0" in said
+
+
+def test_prefill() -> None:
+    assert "largest error of 382 tokens 0.0" in run("prefill.py", "50")
+
+
+def test_decoder_block() -> None:
+    """A decoder block on the bytes of a text, every op checked; what is no text is refused in one line."""
+    command = [sys.executable, str(EXAMPLES / "decoder_block.py"), str(ROOT / "missing")]
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert re.fullmatch(r"FILE: a text is required; .*No such file.*\n", refused.stderr)
+    said = run("decoder_block.py", str(ROOT / "LICENSE"))
+    assert "17 calls checked; all are right." in said
+    for op in ("rmsnorm", "single_prefill_with_kv_cache", "single_decode_with_kv_cache", "merge_state", "silu_and_mul"):
+        assert re.search(rf"^{op} .* ms .* us .*(jit|store|fi-\w+|kernel of a line above)", said, re.MULTILINE)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_generate(device: str) -> None:
+    """Requests come and go, prompts in chunks, pages run out: every token is that of transformers' eager generate().
+
+    On the GPU, in float16, one request may leave them: at a tie within the rounding of transformers' own logits.
+    """
+    pytest.importorskip("transformers", reason="needs transformers, which `nox -s tests` installs")
+    said = json.loads(run("generate.py", "--device", device, "--json"))
+    check = said["check"]
+    assert check["passed"] and said["repeatable"]
+    assert check["tokens"] == sum(len(r["generated"]) for r in said["requests"]) > 200
+    assert check["leave"] <= (1 if device == "cuda" else 0)
+    assert check["leave"] or check["equal"] == check["tokens"]
+    assert said["preemptions"] > 0 and said["steps"] > 50
+    assert max(len(r["prompt"]) for r in said["requests"]) > 2 * said["token_budget"]
+    assert len({tuple(r["generated"]) for r in said["requests"]}) == len(said["requests"])
+    for op in ("batch_prefill", "batch_decode", "append_paged_kv_cache", "rmsnorm", "rope", "act_and_mul", "sample"):
+        assert any(name.startswith(op) for name in said["kernels"]), op
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_generate_by_chance(device: str) -> None:
+    """Drawn tokens are those of the seeds: a second run says the same; and all requests say something else."""
+    pytest.importorskip("transformers", reason="needs transformers, which `nox -s tests` installs")
+    said = json.loads(run("generate.py", "--device", device, "--temperature", "0.8", "--top-p", "0.9", "--json"))
+    assert said["repeatable"] and "check" not in said
+    assert len({tuple(r["generated"]) for r in said["requests"]}) == len(said["requests"])
+
+
+@pytest.mark.gpu
+def test_generate_in_bfloat16() -> None:
+    """With 8 bits rounding decides a few tokens: where it does, transformers' logits are as close as it errs."""
+    pytest.importorskip("transformers", reason="needs transformers, which `nox -s gpu` installs")
+    said = json.loads(run("generate.py", "--device", "cuda", "--dtype", "bfloat16", "--no-cuda-graph", "--json"))
+    assert said["check"]["passed"] and said["check"]["equal"] > said["check"]["tokens"] / 2

@@ -1,0 +1,353 @@
+"""Attention variants of users: five of them through every form of attention against fp64, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from families.attention_reference import rotate
+from families.harness import TOLERANCE, assert_close, rand
+from families.paged import paged
+from families.prefill_batch import Batch, batch, workspace
+from families.variants import EXAMPLES, LOG2E, SM_SCALE, Example, Lens
+from fi_core.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache_with_jit_module
+from fi_core.errors import CompileError
+from fi_core.jit.attention import (
+    CustomAttention,
+    gen_customize_batch_attention_module,
+    gen_customize_batch_decode_module,
+    gen_customize_batch_prefill_module,
+    gen_customize_pod_module,
+    gen_customize_single_decode_module,
+    gen_customize_single_prefill_module,
+)
+from fi_core.prefill import (
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    single_prefill_with_kv_cache_with_jit_module,
+)
+from fi_core.utils import MaskMode
+
+F16, HEADS, DIM = torch.float16, (4, 2), 64
+LSE = (1e-4, 1e-4)
+SIGMOID, MASKED, ALIBI, DUMP, SINK = EXAMPLES
+by_name = pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.name)
+
+
+def jit_args(example: Example, dtype: torch.dtype = F16) -> tuple[Any, ...]:
+    return (example.name.lower(), dtype, dtype, dtype, torch.int32, DIM, DIM, *example.declared())
+
+
+@functools.cache
+def single(example: Example, kind: str) -> CustomAttention:
+    uri, q, kv, o, _, *rest = jit_args(example)
+    if kind == "decode":
+        return gen_customize_single_decode_module(uri, q, kv, o, *rest).build_and_load()
+    return gen_customize_single_prefill_module("fa2", uri, q, kv, o, *rest).build_and_load()
+
+
+def check(
+    example: Example, results: Any, rows: list[torch.Tensor], keys: Any, tensors: list[torch.Tensor], lens: Lens,
+    **masks: Any,
+) -> None:  # fmt: skip
+    """(out, lse) of all requests against fp64, and what the variant wrote."""
+    out, lse = results
+    expected = [example.attention(q, k, v, tensors, lens, b, **masks) for b, (q, k, v) in enumerate(zip(rows, *keys))]
+    want = torch.cat([o for o, _ in expected])
+    relative, absolute = TOLERANCE[F16]
+    size = 1.0 if example.softmax else float(want.abs().max())  # of sums that are not means
+    assert_close(out.reshape(want.shape), want, tolerance=(relative, absolute * max(1.0, size)))
+    if example.softmax:
+        wanted = torch.cat([x for _, x in expected if x is not None])
+        assert_close(lse.reshape(wanted.shape), wanted, tolerance=LSE)
+    if example is DUMP:
+        products = [torch.einsum("ihd,jhd->hij", q.cpu().double(), k.cpu().double().repeat_interleave(2, 1))
+                    for q, k in zip(rows, keys[0])]  # fmt: skip
+        assert_close(tensors[0], torch.cat([x.flatten() for x in products]), tolerance=(1e-4, 1e-4))
+
+
+@by_name
+def test_single_decode(example: Example, device: str) -> None:
+    """Keys are split, in chunks that see the variant each."""
+    lens = [(1, 700)]
+    q, k, v = (rand(n, h, DIM, dtype=F16, device=device, seed=h) for n, h in ((1, 4), (700, 2), (700, 2)))
+    tensors = example.make(lens, HEADS[0], device)
+    results = single_decode_with_kv_cache_with_jit_module(
+        single(example, "decode"), q[0], k, v, *tensors, *example.values, return_lse=True
+    )
+    check(example, results, [q], ([k], [v]), tensors, lens)
+
+
+@by_name
+def test_single_prefill(example: Example, device: str) -> None:
+    """More rows than a tile, fewer than two; causal for all but the one that wants to see everything."""
+    lens, causal = [(45, 130)], example is not DUMP
+    q, k, v = (rand(n, h, DIM, dtype=F16, device=device, seed=n) for n, h in ((45, 4), (130, 2), (131, 2)))
+    tensors = example.make(lens, HEADS[0], device)
+    mode = MaskMode.CAUSAL if causal else MaskMode.NON_CAUSAL
+    results = single_prefill_with_kv_cache_with_jit_module(
+        single(example, "prefill"), q, k.transpose(0, 1).contiguous(), v[:130].transpose(0, 1), *tensors,
+        *example.values, kv_layout="HND", mask_mode=mode.value, return_lse=True,
+    )  # fmt: skip
+    check(example, results, [q], ([k], [v[:130]]), tensors, lens, causal=causal)
+
+
+@by_name
+def test_batch_decode(example: Example, device: str) -> None:
+    """Long and short requests, one without keys; the long one is divided among blocks and merged."""
+    lengths = (700, 1, 0, 65)
+    p = paged(lengths, heads=HEADS, dim=DIM, device=device)
+    lens = [(1, n) for n in lengths]
+    tensors = example.make(lens, HEADS[0], device)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(device), jit_args=jit_args(example))
+    wrapper.plan(*p.plan_arguments(), **p.dtypes)
+    results = wrapper.run(p.q, p.cache, *tensors, *example.values, return_lse=True)
+    check(example, results, list(p.q.split(1)), (p.k, p.v), tensors, lens)
+    assert wrapper.resolved_backend == ("cpu" if device == "cpu" else "fa2")
+
+
+@pytest.mark.parametrize(
+    ("q_type", "kv_type", "dims"),
+    [
+        (torch.float32, torch.float32, (96, 96)),
+        (torch.float32, torch.float32, (264, 64)),
+        (torch.bfloat16, torch.float8_e4m3fn, (128, 64)),
+        (torch.float16, torch.float16, (320, 136)),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 20])
+def test_types_and_head_dims(q_type: Any, kv_type: Any, dims: tuple[int, int], rows: int, device: str) -> None:
+    lens = [(rows, 90)]
+    q = rand(rows, 4, dims[0], dtype=q_type, device=device, scale=0.5)
+    k, v = (rand(90, 2, dim, dtype=kv_type, device=device, seed=dim) for dim in dims)
+    tensors = SINK.make(lens, 4, device)
+    declared = ("sink", q_type, kv_type, torch.float32, *dims, *SINK.declared())
+    if rows == 1:
+        made = gen_customize_single_decode_module(*declared).build_and_load()
+        out = single_decode_with_kv_cache_with_jit_module(made, q[0], k, v, *tensors, SM_SCALE, window_left=50)[None]
+    else:
+        made = gen_customize_single_prefill_module("auto", *declared).build_and_load()
+        out = single_prefill_with_kv_cache_with_jit_module(made, q, k, v, *tensors, SM_SCALE, window_left=50)
+    assert isinstance(out, torch.Tensor)
+    expected, _ = SINK.attention(q, k, v, tensors, lens, 0, window_left=50)
+    assert_close(out, expected, tolerance=(1e-2, 1e-2) if q_type is not torch.float32 else (2e-5, 2e-5))
+
+
+def test_rotated_keys(device: str) -> None:
+    """pos_encoding_mode 1 rotates q and k before the variant sees their product."""
+    uri, q_type, kv, o, _, *rest = jit_args(SINK)
+    made = gen_customize_single_decode_module(uri, q_type, kv, o, *rest, pos_encoding_mode=1).build_and_load()
+    q, k, v = (rand(n, h, DIM, dtype=F16, device=device, seed=h) for n, h in ((1, 4), (60, 2), (61, 2)))
+    tensors = SINK.make([(1, 60)], 4, device)
+    out = single_decode_with_kv_cache_with_jit_module(made, q[0], k, v[:60], *tensors, SM_SCALE)
+    assert isinstance(out, torch.Tensor)
+    turned = (
+        rotate(q.cpu().double(), torch.tensor([59]), 1.0, 1e4),
+        rotate(k.cpu().double(), torch.arange(60), 1.0, 1e4),
+    )
+    expected, _ = SINK.attention(*turned, v[:60], tensors, [(1, 60)], 0)
+    assert_close(out[None], expected)
+
+
+def test_several_query_tokens(device: str) -> None:
+    """Speculative tokens: each sees the keys up to its own; of a graph's wrapper, whose tables lie in buffers."""
+    p = paged((200, 20), heads=HEADS, dim=DIM, q_len=3, device=device)
+    lens = [(3, 200), (3, 20)]
+    tensors = SINK.make(lens, 4, device)
+    buffers = {f"paged_kv_{name}_buffer": torch.zeros(n, dtype=torch.int32, device=device)
+               for name, n in (("indptr", 3), ("indices", 40), ("last_page_len", 2))}  # fmt: skip
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        workspace(device), "NHD", True, True, **buffers, jit_args=(*jit_args(SINK), 0, False, False, False, False)
+    )
+    wrapper.plan(*p.plan_arguments(), **p.dtypes, q_len_per_req=3)
+    results = wrapper.run(p.q, p.cache, *tensors, SM_SCALE, return_lse=True)
+    check(SINK, results, list(p.q.split(3)), (p.k, p.v), tensors, lens, causal=True)
+    if device == "cuda":
+        graph, out = torch.cuda.CUDAGraph(), torch.empty_like(results[0])
+        with torch.cuda.graph(graph):
+            wrapper.run(p.q, p.cache, *tensors, SM_SCALE, out=out)
+        graph.replay()
+        assert torch.equal(out, results[0])
+
+
+LENS = [(70, 130), (1, 65), (3, 0), (33, 33)]
+
+
+def prefill(b: Batch, wrapper: type, *extra: Any, plan: dict[str, Any], **options: Any) -> Any:
+    device, is_paged = str(b.q.device.type), wrapper is BatchPrefillWithPagedKVCacheWrapper
+    w = wrapper(workspace(device), backend="fa2", **options)
+    w.plan(*(b.paged_plan() if is_paged else b.ragged_plan()), **b.types(), **plan)
+    keys = (b.cache,) if is_paged else b.ragged()
+    return w.run(b.q, *keys, *extra, return_lse=True)
+
+
+@pytest.mark.parametrize("wrapper", [BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper],
+                         ids=["paged", "ragged"])  # fmt: skip
+@by_name
+def test_batch_prefill(example: Example, wrapper: type, device: str) -> None:
+    b = batch(LENS, heads=HEADS, device=device)
+    tensors = example.make(LENS, HEADS[0], device)
+    masks = {} if example is DUMP else {"causal": False, "window_left": 20} if example is ALIBI else {"causal": True}
+    if example is not DUMP:  # rows without keys, more rows than keys
+        assert any(qo > kv for qo, kv in LENS)
+    results = prefill(b, wrapper, *tensors, *example.values, plan=masks, jit_args=jit_args(example))
+    check(example, results, list(b.q.split(list(b.qo_lens))), (b.k, b.v), tensors, LENS, **masks)
+
+
+OWNS_MASK = Example(
+    "OwnsMask",
+    """
+  REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
+    const uint32_t bit = qo_idx * kv_len + kv_idx;
+    const uint8_t* bits = params.maybe_custom_mask + params.maybe_mask_indptr[batch_idx];
+    return !((bits[bit / 8] >> (bit % 8)) & 1);
+  })
+  REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
+    return logits + params.maybe_alibi_slopes[qo_head_idx] * float(kv_idx) * math::ptx_rcp(float(params.sm_scale));
+  })
+};
+""",
+    {"maybe_custom_mask": "uint8_t", "maybe_mask_indptr": "int32_t", "maybe_alibi_slopes": "float"},
+    {"sm_scale": "double"},
+    (),
+    lambda lens, heads, device: [],
+    lambda x, t, b: x,
+)
+
+
+def test_the_wrapper_fills_what_it_knows(device: str) -> None:
+    """The planned mask and ALiBi's slopes are not passed, and a scalar of the plan may be left out; the mask is the
+    variant's alone, which turns it around here."""
+    b = batch([(9, 40), (30, 33)], heads=HEADS, device=device)
+    masks = [rand(q, k, dtype=torch.float32, device="cpu", seed=q) > 0 for q, k in ((9, 40), (30, 33))]
+    flat = torch.cat([m.flatten() for m in masks]).to(device)
+    out, _ = prefill(
+        b, BatchPrefillWithPagedKVCacheWrapper, plan={"custom_mask": flat, "sm_scale": SM_SCALE},
+        jit_args=jit_args(OWNS_MASK), variant_owns_mask=True,
+    )  # fmt: skip
+    from fi_core.utils import get_alibi_slopes
+
+    for rows, k, v, mask, got in zip(b.q.split([9, 30]), b.k, b.v, masks, out.split([9, 30])):
+        q, k, v = rows.cpu().double(), *(x.cpu().double().repeat_interleave(2, 1) for x in (k, v))
+        s = torch.einsum("ihd,jhd->hij", q, k) * SM_SCALE
+        s = s + get_alibi_slopes(4).double()[:, None, None] * torch.arange(k.shape[0])
+        assert_close(got, torch.einsum("hij,jhd->ihd", s.masked_fill(mask, -torch.inf).softmax(-1), v))
+
+
+def test_a_planned_mask_counts_beside_a_variant(device: str) -> None:
+    """One that does not declare it: the kernel applies both."""
+    b = batch([(9, 40)], heads=HEADS, device=device)
+    mask = rand(9, 40, dtype=torch.float32, device="cpu") > 0
+    tensors = SINK.make([(9, 40)], HEADS[0], device)
+    out, lse = prefill(
+        b, BatchPrefillWithRaggedKVCacheWrapper, *tensors, SM_SCALE, plan={"custom_mask": mask.flatten()},
+        jit_args=jit_args(SINK),
+    )  # fmt: skip
+    q, k, v = b.q.cpu().double(), *(x.cpu().double().repeat_interleave(2, 1) for x in (b.k[0], b.v[0]))
+    s = (torch.einsum("ihd,jhd->hij", q, k) * SM_SCALE).masked_fill(~mask, -torch.inf)
+    s = torch.cat([s, tensors[0].cpu().double()[:, None, None].expand(-1, 9, 1)], -1)
+    assert_close(out, torch.einsum("hij,jhd->ihd", s.softmax(-1)[..., :40], v))
+    assert_close(lse, s.logsumexp(-1).t() * LOG2E, tolerance=LSE)
+
+
+def test_what_scales_the_output_comes_after_the_variant(device: str) -> None:
+    p = paged((30,), heads=HEADS, dim=DIM, device=device)
+    tensors = SINK.make([(1, 30)], HEADS[0], device)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(device), jit_args=jit_args(SINK), use_tensor_cores=True)
+    wrapper.plan(*p.plan_arguments(), **p.dtypes, sm_scale=SM_SCALE)
+    plain, twice = wrapper.run(p.q, p.cache, *tensors), wrapper.run(p.q, p.cache, *tensors, v_scale=2.0)
+    assert torch.equal(plain * 2, twice)
+    with pytest.raises(NotImplementedError, match=r"^k_scale: declare it"):
+        wrapper.run(p.q, p.cache, *tensors, k_scale=0.5)
+
+
+def test_arguments_are_checked(device: str) -> None:
+    lens = [(1, 40)]
+    q, k = rand(4, DIM, dtype=F16, device=device), rand(40, 2, DIM, dtype=F16, device=device)
+    bits, begin = MASKED.make(lens, 4, device)
+    call = functools.partial(single_decode_with_kv_cache_with_jit_module, single(MASKED, "decode"), q, k, k)
+    for extra, error, says in (
+        ((bits, begin), ValueError, r"^sm_scale: the scalar \(double\) is missing; .*mask_bits, mask_begin, sm_scale"),
+        ((bits, SM_SCALE), ValueError, r"^mask_begin: the tensor \(int32_t\*\) is missing"),
+        ((None, begin, SM_SCALE), ValueError, r"^mask_bits: the tensor \(uint8_t\*\) is missing"),
+        (
+            (bits, begin.float(), SM_SCALE),
+            TypeError,
+            "^mask_begin: declared int32_t.*int32 is required; got torch.float32",
+        ),
+        ((bits, begin.repeat(2)[::2], SM_SCALE), ValueError, "^mask_begin: .*contiguous"),
+        ((bits, begin, "0.1"), TypeError, "^sm_scale: declared double, so a number is required; got str"),
+        ((bits, begin, SM_SCALE, 1), TypeError, "mask_bits, mask_begin, sm_scale are taken; got 4"),
+    ):
+        with pytest.raises(error, match=says):
+            call(*extra)
+    if device == "cuda":
+        with pytest.raises(ValueError, match=r"^mask_bits: a tensor on cuda:0.*got cpu"):
+            call(bits.cpu(), begin, SM_SCALE)
+    with pytest.raises(ValueError, match=r"^dtype_q: masked was made for torch.float16; got torch.bfloat16"):
+        single_decode_with_kv_cache_with_jit_module(single(MASKED, "decode"), q.bfloat16(), k, k, bits, begin, 1.0)
+    with pytest.raises(TypeError, match=r"^jit_module: what build_and_load"):
+        single_decode_with_kv_cache_with_jit_module("no module", q, k, k)
+
+
+def test_a_plan_must_fit_the_declaration() -> None:
+    p = paged((5,), heads=HEADS, dim=DIM)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), jit_args=jit_args(SINK))
+    with pytest.raises(ValueError, match=r"^dtype_o: sink was made for torch.float16; got torch.float32"):
+        wrapper.plan(*p.plan_arguments(), **p.dtypes, o_data_type=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({0: "a/b"}, ValueError, "^uri: "),
+        ({4: torch.int64}, ValueError, "^idtype: torch.int32"),
+        ({7: ["sink", "more"]}, ValueError, "^additional_tensor_dtypes: one for each of additional_tensor_names"),
+        ({8: ["vec3"]}, ValueError, "^additional_tensor_dtypes: sink must be one of float, .*got 'vec3'"),
+        ({9: ["sink"]}, ValueError, "sink is declared twice"),
+        ({9: ["kv_len"]}, ValueError, "^additional_scalar_names: .*got 'kv_len'"),
+        ({12: "struct Sink { MainloopParams p; };"}, NotImplementedError, "^variant_decl: MainloopParams .*fa2"),
+    ],
+)  # fmt: skip
+def test_declarations_are_checked(change: dict[int, Any], error: type[Exception], says: str) -> None:
+    arguments = list(jit_args(SINK))
+    for at, value in change.items():
+        arguments[at] = value
+    with pytest.raises(error, match=says):
+        gen_customize_batch_decode_module(*arguments)
+
+
+def test_what_is_not_customised_says_what_to_do() -> None:
+    with pytest.raises(NotImplementedError, match=r'^backend: .*pass backend="fa2"'):
+        gen_customize_batch_prefill_module("fa3", *jit_args(SINK))
+    with pytest.raises(NotImplementedError, match=r"^fp8_enabled: "):
+        gen_customize_batch_prefill_module("fa2", *jit_args(SINK), fp8_enabled=True)
+    for generate in (gen_customize_batch_attention_module, gen_customize_pod_module):
+        with pytest.raises(NotImplementedError, match=r"batch decode wrapper with jit_args"):
+            generate()
+    with pytest.raises(TypeError, match=r"^jit_args: 13 are required, uri, dtype_q, .*got 2"):
+        BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"), jit_args=["sink", F16])
+    with pytest.raises(TypeError, match=r"^jit_args, jit_kwargs: .*use_window"):
+        BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"), jit_args=jit_args(SINK), jit_kwargs={"use_window": 1})
+
+
+def test_errors_of_a_compiler_are_those_of_the_users_text(device: str) -> None:
+    """The file is called variant_decl, and its lines are counted from the beginning of the text."""
+    wrong = "struct Wrong : AttentionVariantBase {\n  static constexpr bool use_softmax = false;\n  floot scale;\n};\n"
+    module = gen_customize_single_decode_module("wrong", F16, F16, F16, 64, 64, [], [], [], [], "Wrong", wrong)
+    with pytest.raises(CompileError, match=r"failed: variant_decl[(:]3\b.*floot"):
+        module.made.custom.bind(torch.device(device, 0) if device == "cuda" else torch.device(device))
+
+
+def test_the_example(device: str) -> None:
+    example = Path(__file__).parents[2] / "examples" / "custom_attention.py"
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if device == "cuda" or not torch.cuda.is_available():
+        assert f"on {device}: largest error of 54 tokens 0.00" in done.stdout

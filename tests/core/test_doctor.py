@@ -112,7 +112,7 @@ def test_doctor_on_tvm_ffi(version: str, fits: bool, cli: Cli, monkeypatch: pyte
     assert (level, mend) == (("ok", "") if fits else ("FAIL", "pip install 'apache-tvm-ffi>=0.1.9,<0.2'"))
 
 
-@pytest.mark.parametrize("name", ["fi_kernels", "jinja2", "filelock", "ninja"])
+@pytest.mark.parametrize("name", ["fi_kernels", "filelock", "ninja"])
 def test_doctor_on_what_fi_core_stands_on(name: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing package is named; what cannot be asked without it is not asked."""
     find = doctor.importlib.util.find_spec

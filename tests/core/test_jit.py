@@ -51,7 +51,7 @@ def run(text: str, **environment: str) -> str:
 
 
 def test_names_are_lazy(tmp_path: Path) -> None:
-    heavy = '{"torch", "numpy", "tvm_ffi", "jinja2", "fi_core.jit.core"} & sys.modules.keys()'
+    heavy = '{"torch", "numpy", "tvm_ffi", "fi_core.jit.core"} & sys.modules.keys()'
     assert run(f"import sys, fi_core.jit; print({heavy})") == "set()\n"
     assert not (tmp_path / "cache").exists()
     for name in jit.__all__:

@@ -46,7 +46,6 @@ HOST, DEVICE, ALL = {"cpu", "cuda"}, {"cubin"}, {"cpu", "cuda", "cubin"}
         ("include/fi/toy/scale.h", ALL),
         ("include/fi/toy/scale.cuh", DEVICE),
         ("csrc/toy/scale.cc", HOST),
-        ("templates/unit.cu.jinja", DEVICE),
         ("include/fi/toy/unrelated.h", set()),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import fi_kernels
@@ -63,7 +62,6 @@ def plant(root: Path) -> Path:
     for name, text in FILES.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    shutil.copytree(KERNELS / "templates", root / "templates")
     use(root)
     return root
 

@@ -15,7 +15,7 @@ import sys, time
 start = time.perf_counter()
 import fi_core
 seconds = time.perf_counter() - start
-heavy = sorted({"torch", "numpy", "tvm_ffi", "jinja2", "fi_bench"} & sys.modules.keys())
+heavy = sorted({"torch", "numpy", "tvm_ffi", "fi_bench"} & sys.modules.keys())
 print(f"{seconds} {','.join(heavy)}")
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from house.tree import CORE, KERNELS, files_of, relative
 
 INCLUDE = KERNELS / "include"
-NATIVE = files_of(KERNELS, ".h", ".cuh", ".cc", ".cu", ".jinja")
+NATIVE = files_of(KERNELS, ".h", ".cuh", ".cc", ".cu")
 # NVRTC brings no standard library, and torch's wheels bring no cccl: a unit for the device may use only these.
 DEVICE_SYSTEM_HEADERS = {"cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h"}
 TYPES = INCLUDE / "fi" / "types.h"  # names the fixed-width types for both sides, so it alone asks which compiler it is
@@ -29,7 +29,6 @@ def test_own_headers_exist() -> None:
     wrong = [
         f"{relative(path)}: {name}"
         for path in NATIVE
-        if path.suffix != ".jinja"
         for name in includes(path)
         if name.startswith("fi/") and not (INCLUDE / name).is_file()
     ]

@@ -29,7 +29,7 @@ LIMIT = 15_000_000  # bytes of the five wheels together
 REQUIRES = {
     "fi_bench": {f"fi-core=={VERSION}", "rich", "rich-argparse", "nvidia-ml-py", "tomli; python_version < '3.11'"},
     "fi_core": {
-        f"fi-kernels=={VERSION}", "apache-tvm-ffi<0.2,>=0.1.9", "ninja", "jinja2", "filelock", "torch>=2.10",
+        f"fi-kernels=={VERSION}", "apache-tvm-ffi<0.2,>=0.1.9", "ninja", "filelock", "torch>=2.10",
     },
     "fi_cubin": set(),
     "fi_jit_cache": set(),

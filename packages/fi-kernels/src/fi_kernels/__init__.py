@@ -1,4 +1,4 @@
-"""Where the kernel sources lie: `ROOT` holds include/ (headers), csrc/ (host entries), templates/ (Jinja units)."""
+"""Where the kernel sources lie: `ROOT` holds include/ (headers) and csrc/ (host entries)."""
 
 from __future__ import annotations
 

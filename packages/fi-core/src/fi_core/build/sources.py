@@ -8,13 +8,9 @@ import posixpath
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fi_core.spec.op import Artifact, Spec, Unit
 from fi_core.spec.target import CPU
-
-if TYPE_CHECKING:
-    import jinja2
 
 _INCLUDE = re.compile(rb'^\s*#\s*include\s*["<]([^">]+)[">]', re.MULTILINE)
 
@@ -36,17 +32,6 @@ def include_dirs(artifact: Artifact) -> tuple[Path, ...]:
     return (include_dir(), *map(Path, artifact.includes))
 
 
-@functools.cache
-def _template() -> jinja2.Template:
-    import jinja2
-
-    loader = jinja2.FileSystemLoader(root() / "templates")
-    rules = jinja2.Environment(
-        loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True
-    )
-    return rules.get_template("unit.cu.jinja")
-
-
 def artifacts(spec: Spec) -> tuple[Artifact, ...]:
     """The files a spec needs: its host module and, on CUDA, its device binary."""
     if spec.target.kind == "cpu":
@@ -60,8 +45,20 @@ def artifacts(spec: Spec) -> tuple[Artifact, ...]:
 
 
 def render(title: str, unit: Unit) -> str:
-    """The text of a device unit."""
-    return _template().render(spec=title, unit=unit)
+    """The text of a device unit: for each entry a `__global__` function that calls the template it instantiates."""
+    variant = f"{unit.variant}\n" if unit.variant else ""
+    more = ", const __grid_constant__ fi::Variant::Arguments arguments" if unit.variant else ""
+    arguments = ", arguments" if unit.variant else ""
+    text = f'// {title}\n{variant}#include "{unit.header}"\n'
+    for entry in unit.entries:
+        bounds = f"{entry.threads}, {entry.blocks_per_sm}" if entry.blocks_per_sm else f"{entry.threads}"
+        text += f"""
+extern "C" __global__ void __launch_bounds__({bounds})
+{entry.name}(const __grid_constant__ fi::{unit.params} params{more}) {{
+  fi::{entry.body}(params{arguments});
+}}
+"""
+    return text
 
 
 def text(artifact: Artifact) -> str:

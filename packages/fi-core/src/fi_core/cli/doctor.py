@@ -83,7 +83,7 @@ def _packages() -> Iterator[Finding]:
     torch = machine.torch_build()
     yield _version("torch", torch.version if torch else None, *TORCH)
     yield _version("apache-tvm-ffi", machine.version("apache-tvm-ffi"), *TVM_FFI)
-    for name in ("ninja", "jinja2", "filelock"):
+    for name in ("ninja", "filelock"):
         if importlib.util.find_spec(name) is None:
             yield Finding("FAIL", name, "missing", f"pip install {name}")
 
@@ -204,5 +204,5 @@ CHECKS: dict[Callable[[], Iterator[Finding]], tuple[str, ...]] = {
     _gpus: ("setting",),
     _store: ("setting",),
     _providers: ("setting",),
-    _kernels: ("setting", "fi-kernels", "jinja2", "filelock"),
+    _kernels: ("setting", "fi-kernels", "filelock"),
 }

@@ -27,7 +27,6 @@ SIBLINGS = ("fi-kernels", "fi-jit-cache", "fi-cubin", "fi-bench")
 OTHERS = (
     "apache-tvm-ffi",
     "ninja",
-    "jinja2",
     "filelock",
     "nvidia-cuda-nvrtc",
     "nvidia-cuda-runtime",

@@ -6,8 +6,8 @@ import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from fi_core.attention.arguments import CHECK, LAYOUTS, cache_pair, check_tables, code, refuse, scale_product
 from fi_core.decode import ops
-from fi_core.decode.arguments import CHECK, LAYOUTS, check_tables, code, refuse, scale_product, unpack
 from fi_core.decode.division import carve
 from fi_core.decode.trace import tables_trace
 from fi_core.observe.log import fi_api
@@ -110,12 +110,6 @@ def _buffers(workspace: torch.Tensor, batch_size: int, units: int, head_dim: int
     return buffers
 
 
-def _cache_pair(kv_cache: Cache, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    if not isinstance(kv_cache, tuple) and kv_cache.ndim == 5 and kv_cache.shape[1] == 1:
-        return kv_cache[:, 0], kv_cache[:, 0]  # keys that are values too
-    return unpack(kv_cache, kv_layout)
-
-
 @fi_api(trace=tables_trace)
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
@@ -199,7 +193,7 @@ def trtllm_batch_decode_with_kv_cache(
         }
     )
     q_len = 1 if q_len_per_req is None else q_len_per_req
-    k, v = _cache_pair(kv_cache, kv_layout)
+    k, v = cache_pair(kv_cache, kv_layout)
     shape = (*query.shape[:2], v.shape[3])
     dtype = query.dtype
     if out is not None:
@@ -211,7 +205,7 @@ def trtllm_batch_decode_with_kv_cache(
         raise ValueError(f"out_dtype: the query's ({query.dtype}), float16 or bfloat16 is required; got {dtype}")
     if cum_seq_lens_q is not None:
         # Rows that differ in number are those of a prefill. Its kernels do not split the keys of a request.
-        from fi_core.prefill.once import trtllm_batch_context_with_kv_cache  # of a family that is built on this one
+        from fi_core.prefill.once import trtllm_batch_context_with_kv_cache  # loaded where it is needed
 
         scale = bmm1_scale if bmm1_scale_log2 is None else bmm1_scale_log2 * _LN2
         return trtllm_batch_context_with_kv_cache(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fi_core.decode.arguments import data_types
-from fi_core.planners import Owners
+from fi_core.attention.arguments import data_types
+from fi_core.attention.planners import Owners
 
 if TYPE_CHECKING:
     import torch

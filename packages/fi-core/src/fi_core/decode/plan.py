@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.cudnn import planned as cudnn
-from fi_core.decode import engine, ops
-from fi_core.decode.arguments import (
-    BACKENDS,
+from fi_core.attention.arguments import (
     LAYOUTS,
     POS_ENCODINGS,
     check_backend,
-    check_lengths,
     check_shape,
     code,
     computed,
     data_types,
-    deprecated_positional,
-    lengths,
 )
+from fi_core.cudnn import planned as cudnn
+from fi_core.decode import engine, ops
+from fi_core.decode.arguments import BACKENDS, FOREIGN, check_lengths, deprecated_positional, lengths
 from fi_core.decode.division import Division
 from fi_core.errors import UnsupportedError
 from fi_core.observe.log import fi_api
@@ -53,7 +50,7 @@ class BatchDecodePlan:
         import torch
 
         self._layout = code(LAYOUTS, kv_layout, "kv_layout")
-        check_backend(backend)
+        check_backend(backend, BACKENDS, FOREIGN)
         self._variant: CustomAttention | None = None
         if jit_args is not None or jit_kwargs:
             from fi_core.jit.attention import customised
@@ -331,7 +328,7 @@ class BatchDecodePlan:
         non_blocking: bool = True,
     ) -> list[int]:
         """Divides the work, on the device, and remembers what it is. kv_lens win over last_page_len."""
-        check_shape(num_qo_heads, num_kv_heads, head_dim, page_size)
+        check_shape(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim)
         self._num_qo_heads, self._num_kv_heads, self._head_dim = num_qo_heads, num_kv_heads, head_dim
         self._batch_size = len(indptr) - 1
         self._q_len_per_req, self._is_causal = q_len, q_len > 1

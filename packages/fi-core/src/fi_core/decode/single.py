@@ -6,8 +6,8 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention import attend
+from fi_core.attention.arguments import LAYOUTS, POS_ENCODINGS
 from fi_core.decode import ops
-from fi_core.decode.arguments import LAYOUTS, POS_ENCODINGS
 from fi_core.observe.log import fi_api
 from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
 from fi_core.utils import constants

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from fi_core.attention.arguments import CHECK, POS_ENCODINGS, check_pages, per_head, scale_product, unpack
 from fi_core.decode import ops
-from fi_core.decode.arguments import CHECK, POS_ENCODINGS, check_pages, scale_product, unpack
 from fi_core.decode.plan import BatchDecodePlan
 from fi_core.observe.log import fi_api
 from fi_core.utils import check_shape_dtype_device
@@ -143,16 +143,17 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             score_scale, bmm1 = scale_product(score_scale, q_scale, k_scale)
         if v_scale is not None:
             out_scale, bmm2 = scale_product(1.0, v_scale)
-        per_head: tuple[Any, Any, Any] = _NO_SCALES
+        scales: tuple[Any, Any, Any] = _NO_SCALES
         encoding, variant = POS_ENCODINGS[self._pos_encoding_mode], None
         if self._variant is not None:
             encoding, variant = self._variant.launch(self, q, args, _NO_MASK, q_scale, k_scale, sinks)
         elif args:
-            score_scale, out_scale, per_head = _per_head(args, score_scale, out_scale)
+            scale_qk, scale_vo, scales = per_head(args)
+            score_scale, out_scale = score_scale * scale_qk, out_scale * scale_vo
         if self._window_left != self._division.window_left:  # forward changed it
             self._division.again(self._window_left)
         if self._cudnn is not None:
-            self._check_cudnn(bmm1 is None and per_head == _NO_SCALES)
+            self._check_cudnn(bmm1 is None and scales == _NO_SCALES)
             self._cudnn.attend(
                 out, lse, q, k, v, self._layout, self._float_workspace_buffer, score_scale, self._q_len_per_req > 1,
                 self._window_left, sinks,
@@ -164,7 +165,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             buffers, out, lse, q, k, v, self._paged_kv_indices_buf, impl, self._layout,
             encoding, self._q_len_per_req, self._window_left,
             self._logits_soft_cap or 0.0, score_scale, out_scale, self._rope_scale or 1.0, self._rope_theta or 1e4,
-            enable_pdl, sinks, *per_head, bmm1, bmm2, variant=variant,
+            enable_pdl, sinks, *scales, bmm1, bmm2, variant=variant,
         )  # fmt: skip
         return (out, lse) if return_lse and lse is not None else out
 
@@ -248,17 +249,3 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         super().__init__(
             workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer, last_page_len_buffer
         )
-
-
-def _per_head(args: tuple[Any, ...], scale: float, out_scale: float) -> tuple[float, float, Any]:
-    """scale_q, scale_k, scale_v from the positional arguments of run: tensors per head stay, numbers are multiplied."""
-    if len(args) > 3:
-        raise TypeError(f"run: scale_q, scale_k, scale_v may follow the cache by position; got {len(args)} arguments")
-    numbers = [1.0, 1.0, 1.0]
-    tensors: list[Any] = [None, None, None]
-    for i, scale_of in enumerate(args):
-        if isinstance(scale_of, (int, float)):
-            numbers[i] = scale_of
-        else:
-            tensors[i] = scale_of
-    return scale * numbers[0] * numbers[1], out_scale * numbers[2], tuple(tensors)

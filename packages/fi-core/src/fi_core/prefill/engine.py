@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fi_core.planners import Owners
+from fi_core.attention.planners import Owners
 
 if TYPE_CHECKING:
     import torch

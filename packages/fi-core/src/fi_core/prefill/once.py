@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fi_core.decode.arguments import CHECK, LAYOUTS, check_tables, code, refuse, scale_product
-from fi_core.decode.block_tables import _cache_pair
+from fi_core.attention.arguments import CHECK, LAYOUTS, cache_pair, check_tables, code, refuse, scale_product
 from fi_core.observe.log import fi_api
 from fi_core.prefill import ops
 from fi_core.prefill.trace import tables_trace
@@ -171,7 +170,7 @@ def trtllm_batch_context_with_kv_cache(
         }
     )
     layout = code(LAYOUTS, kv_layout, "kv_layout")
-    k, v = _cache_pair(kv_cache, kv_layout)
+    k, v = cache_pair(kv_cache, kv_layout)
     result, lse = results(query, v.shape[3], out, out_dtype, lse, return_lse)
     pages, pitch = flat_tables(block_tables)
     if block_tables.shape[0] != batch_size or seq_lens.numel() != batch_size:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.decode.arguments import CHECK, check_pages, unpack
+from fi_core.attention.arguments import CHECK, check_pages, unpack
 from fi_core.observe.log import fi_api
 from fi_core.prefill.plan import BatchPrefillPlan
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.cudnn import planned as cudnn
-from fi_core.decode.arguments import LAYOUTS, POS_ENCODINGS, code, computed, data_types, scale_product
-from fi_core.prefill import engine, mask, ops
-from fi_core.prefill.arguments import (
-    BACKENDS,
+from fi_core.attention.arguments import (
+    LAYOUTS,
+    POS_ENCODINGS,
     check_backend,
     check_shape,
-    last_value,
-    log_base,
-    lse_shape,
+    code,
+    computed,
+    data_types,
     per_head,
+    scale_product,
 )
+from fi_core.cudnn import planned as cudnn
+from fi_core.prefill import engine, mask, ops
+from fi_core.prefill.arguments import BACKENDS, FOREIGN, last_value, log_base, lse_shape
 from fi_core.utils import check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ class BatchPrefillPlan:
         self._layout = code(LAYOUTS, kv_layout, "kv_layout")
         if variant_owns_mask and (backend != "fa2" or jit_args is None):
             raise ValueError('variant_owns_mask: requires backend "fa2" and jit_args')
-        check_backend(backend)
+        check_backend(backend, BACKENDS, FOREIGN)
         self._variant: CustomAttention | None = None
         if jit_args is not None or jit_kwargs:
             from fi_core.jit.attention import customised
@@ -294,7 +296,7 @@ class BatchPrefillPlan:
         non_blocking: bool = True,
     ) -> list[int]:
         """Lists the tiles, on the device, and remembers what they are of. kv_lens win over last_page_len."""
-        check_shape(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size)
+        check_shape(num_qo_heads, num_kv_heads, page_size, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
         self._num_qo_heads, self._num_kv_heads, self._page_size = num_qo_heads, num_kv_heads, page_size
         self._head_dim_qk, self._head_dim_vo = head_dim_qk, head_dim_vo
         self._batch_size = batch = len(qo_indptr) - 1
@@ -408,7 +410,7 @@ class BatchPrefillPlan:
         scale = self._head_dim_qk**-0.5 if self._sm_scale is None else self._sm_scale
         scale, bmm1 = scale_product(scale, q_scale, k_scale)
         out_scale, bmm2 = scale_product(1.0, v_scale)
-        by_head: list[Any] = [None, None, None]
+        by_head: tuple[Any, Any, Any] = (None, None, None)
         custom = self._custom_mask_buf if self._items is None else None
         encoding, causal, variant = self._encoding, self._causal, None
         if self._variant is not None:
@@ -445,7 +447,7 @@ class BatchPrefillPlan:
             ops.attend(
                 self._schedule, self._batch_size, self._tile, out, written, q, k, v, self._paged_kv_indices_buf, impl,
                 self._layout, encoding, causal, self._window_left, self._logits_soft_cap, scale, out_scale,
-                self._rope_scale, self._rope_theta, enable_pdl, sinks, by_head[0], by_head[1], by_head[2], bmm1, bmm2,
+                self._rope_scale, self._rope_theta, enable_pdl, sinks, *by_head, bmm1, bmm2,
                 custom, self._mask_indptr_buf, self._prefix_len_ptr, self._items, self._kv_tokens,
                 variant,
             )  # fmt: skip

@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention import attend
-from fi_core.decode.arguments import POS_ENCODINGS, code
+from fi_core.attention.arguments import POS_ENCODINGS, code
 from fi_core.errors import UnsupportedError
 from fi_core.observe.log import fi_api
 from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var

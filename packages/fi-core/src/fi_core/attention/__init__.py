@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fi_core.attention.arguments import LAYOUTS, POS_ENCODINGS, code
 from fi_core.launch.op import Launcher
 from fi_core.spec.constraint import ON_CPU, at_least
 from fi_core.spec.dtype import DTYPES
 from fi_core.spec.op import Axes, Entry, Impl, Op, Unit
-from fi_core.utils import PosEncodingMode, TensorLayout, ceil_div
+from fi_core.utils import ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     Variant = tuple[Callable[..., None], bool, Sequence[Any]]
-
-_LAYOUTS = {name: layout.value for name, layout in TensorLayout.__members__.items()}
-_POS_ENCODINGS = {name: mode.value for name, mode in PosEncodingMode.__members__.items()}
 
 _TYPES = ("f16", "bf16", "f32", "e4m3", "e5m2")
 # The tiles kernel multiplies in the 16-bit type that holds q and k exactly; without one, CUDA cores compute in fp32.
@@ -92,13 +90,6 @@ def choose(
     return True, max(1, min(ceil_div(visible, _LEAST_KEYS), _BLOCKS // blocks))
 
 
-def _code(codes: dict[str, int], name: str, argument: str) -> int:
-    code = codes.get(name)
-    if code is None:
-        raise KeyError(f"{argument}: allowed are {', '.join(codes)}; got {name!r}")
-    return code
-
-
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -129,8 +120,8 @@ def attend(
     """
     import torch
 
-    layout = _code(_LAYOUTS, kv_layout, "kv_layout")
-    encoding = _code(_POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
+    layout = code(LAYOUTS, kv_layout, "kv_layout")
+    encoding = code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
     if k.ndim != 3 or v.ndim != 3:
         raise ValueError(f"k and v must have 3 dimensions; got shapes {tuple(k.shape)} and {tuple(v.shape)}")
     *rows, dim = q.shape

@@ -1,0 +1,169 @@
+"""What callers of attention pass, whatever the family: layouts, data types, scales, paged caches and their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fi_core.env import env
+from fi_core.utils import (
+    PosEncodingMode,
+    TensorLayout,
+    _unpack_paged_kv_cache,
+    canonicalize_torch_dtype,
+    is_graph_capturing,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+CHECK = env.check  # read once: calls pay nothing for it
+LAYOUTS = {name: layout.value for name, layout in TensorLayout.__members__.items()}
+POS_ENCODINGS = {name: mode.value for name, mode in PosEncodingMode.__members__.items()}
+
+
+def code(codes: dict[str, int], name: str, argument: str) -> int:
+    found = codes.get(name)
+    if found is None:
+        raise KeyError(f"{argument}: allowed are {', '.join(codes)}; got {name!r}")
+    return found
+
+
+def check_backend(backend: str, known: Collection[str], foreign: Collection[str]) -> None:
+    if backend in foreign:
+        raise NotImplementedError(f"backend: {backend!r} names kernels of another library; here are {', '.join(known)}")
+    if backend not in known:
+        raise ValueError(f"backend: allowed are {', '.join(known)}; got {backend!r}")
+
+
+def check_shape(num_qo_heads: int, num_kv_heads: int, page_size: int, **head_dims: int) -> None:
+    if num_kv_heads < 1 or num_qo_heads < 1 or num_qo_heads % num_kv_heads:
+        raise ValueError(
+            f"num_qo_heads: a positive multiple of num_kv_heads ({num_kv_heads}) is required; got {num_qo_heads}"
+        )
+    for name, head_dim in head_dims.items():
+        if head_dim < 8 or head_dim > 512 or head_dim % 8:
+            raise ValueError(f"Unsupported head_dim: {name} must be a multiple of 8 up to 512; got {head_dim}")
+    if page_size < 1:
+        raise ValueError(f"page_size: at least 1 is required; got {page_size}")
+
+
+def _dtype(dtype: torch.dtype | str, argument: str) -> torch.dtype:
+    try:
+        return canonicalize_torch_dtype(dtype)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{argument}: {str(error).partition(': ')[2]}") from None
+
+
+def data_types(
+    q: torch.dtype | str | None,
+    kv: torch.dtype | str | None,
+    o: torch.dtype | str | None,
+    both: torch.dtype | str | None,
+) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """(q, kv, o). data_type (`both`) fills q and kv where they are None; then q is float16, kv and o are q's."""
+    import torch
+
+    if both is not None:
+        q = both if q is None else q
+        kv = both if kv is None else kv
+    q = _dtype("float16" if q is None else q, "q_data_type")
+    kv = q if kv is None else _dtype(kv, "kv_data_type")
+    if kv is torch.uint8:
+        raise NotImplementedError("kv_data_type: NVFP4 keys and values (uint8) are not supported")
+    return q, kv, q if o is None else _dtype(o, "o_data_type")
+
+
+def unpack(
+    cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kv_layout: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V caches with four axes; the usual forms come first, since they come with every call."""
+    if type(cache) is tuple and cache[0].ndim == 4 and cache[1].ndim == 4:
+        return cache
+    if getattr(cache, "ndim", 0) == 5:
+        k, v = cache.unbind(1)  # type: ignore[union-attr]
+        return k, v
+    return _unpack_paged_kv_cache(cache, kv_layout)
+
+
+def cache_pair(
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kv_layout: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`unpack`, where dim 1 of a single tensor may also be 1: keys that are values too."""
+    if not isinstance(kv_cache, tuple) and kv_cache.ndim == 5 and kv_cache.shape[1] == 1:
+        return kv_cache[:, 0], kv_cache[:, 0]
+    return unpack(kv_cache, kv_layout)
+
+
+def per_head(args: tuple[Any, ...]) -> tuple[float, float, tuple[Any, Any, Any]]:
+    """scale_q, scale_k, scale_v from the positional arguments of run: (number for scores, for the output, tensors)."""
+    if len(args) > 3:
+        raise TypeError(f"run: scale_q, scale_k and scale_v may follow by position; got {len(args)} arguments")
+    numbers = [1.0, 1.0, 1.0]
+    tensors: list[Any] = [None, None, None]
+    for i, scale in enumerate(args):
+        if isinstance(scale, (int, float)):
+            numbers[i] = scale
+        else:
+            tensors[i] = scale
+    return numbers[0] * numbers[1], numbers[2], (tensors[0], tensors[1], tensors[2])
+
+
+def check_pages(num_pages: int, indices: torch.Tensor, name: str, indptr: torch.Tensor) -> None:
+    """Raise ValueError unless all pages that indptr `[batch_size + 1]` names are in the cache (with FI_CHECK=1).
+
+    Reads the tables on the host, so it waits for the device; does nothing while a CUDA graph is captured.
+    """
+    import torch
+
+    if torch.compiler.is_compiling() or is_graph_capturing():
+        return
+    start, pages = indptr.cpu().long(), indices.cpu()
+    if (start.diff() < 0).any() or start[0] < 0 or start[-1] > len(pages):
+        raise ValueError(f"indptr: must rise from 0 or more to at most {len(pages)}, the indices; got {start.tolist()}")
+    used = pages[start[0] : start[-1]]
+    wrong = (used < 0) | (used >= num_pages)
+    if wrong.any():
+        i = int(wrong.nonzero()[0])
+        raise ValueError(f"{name}: the cache has pages 0 to {num_pages - 1}; got {int(used[i])} at {i + int(start[0])}")
+
+
+def check_tables(num_pages: int, block_tables: torch.Tensor, seq_lens: torch.Tensor, page_size: int) -> None:
+    """`check_pages` of a block table: the entries that the lengths reach."""
+    import torch
+
+    if torch.compiler.is_compiling() or is_graph_capturing():
+        return
+    counts = ((seq_lens.cpu().long() + page_size - 1) // page_size).clamp(max=block_tables.shape[1])
+    used = [row[:count] for row, count in zip(block_tables.cpu(), counts.tolist())]
+    check_pages(num_pages, torch.cat(used), "block_tables", torch.tensor([0, int(counts.sum())]))
+
+
+def scale_product(number: float, *scales: Any) -> tuple[float, torch.Tensor | None]:
+    """The product of numbers and of one-element tensors: (the numbers', the tensors' or None)."""
+    tensor: Any = None
+    for scale in scales:
+        if scale is None:
+            continue
+        if isinstance(scale, (int, float)):
+            number *= scale
+        else:
+            tensor = scale if tensor is None else tensor * scale
+    return number, tensor
+
+
+def refuse(asked: Mapping[str, bool]) -> None:
+    """Raises NotImplementedError for the first feature that is asked for and that no kernel here has."""
+    for name, given in asked.items():
+        if given:
+            raise NotImplementedError(f"{name}: not supported; leave it out")
+
+
+class computed:
+    """A property that gives way to an assignment, since engines that plan by themselves assign what plan used to."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function, self.__doc__ = function, function.__doc__
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return self if instance is None else self.function(instance)

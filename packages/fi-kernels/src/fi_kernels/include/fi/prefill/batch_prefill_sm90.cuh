@@ -27,7 +27,7 @@ struct PrefillKernel {
                 "registers");
 
   // Whether products of values may end while the next ones of keys run, which takes registers for both.
-  static constexpr bool kAhead = kConsumers == 2;
+  static constexpr bool kAhead = kConsumers == 2 && kDimVO <= 128;
 
   // Two tiles of queries where they fit: one group then begins its next tile while others end the last.
   static constexpr int kTileBytes = (kRows * kDimQK + kStages * kKeys * (kDimQK + kDimVO)) * sizeof(T);

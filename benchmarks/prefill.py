@@ -1,8 +1,8 @@
 """Batch prefill against its peers on one GPU, interleaved in one process, as JSON lines.
 
 python benchmarks/prefill.py [--cases P1,R1] [--backends fa3,fa2] [--peers FOLDERS] [--rounds N] [--out FILE]. A time is
-the median of CUDA-graph replays of run(), each behind a flush of L2 by a memset of 256 MB; causal, bf16. Outputs are
-compared with those of backend fa2, which its tests compare with fp64.
+the median of CUDA-graph replays of run(), each behind a flush of L2 by a memset of 256 MB; causal, bf16, or e4m3 with
+bf16 outputs. Outputs are compared with those of backend fa2, which its tests compare with fp64.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sides import captured, replay_us
 
 import fi_core
 
-BF16 = torch.bfloat16
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
 class Case(NamedTuple):
@@ -30,6 +30,8 @@ class Case(NamedTuple):
     dim_qk: int = 128
     dim_vo: int = 128
     page_size: int = 16  # 0: ragged
+    dtype: torch.dtype = BF16  # of q, k and v
+    kv_dtype: torch.dtype | None = None  # of k and v, if another
 
     @property
     def flops(self) -> float:
@@ -52,6 +54,13 @@ CASES: dict[str, Callable[[], Case]] = {
     "R1": lambda: Case([(16384, 16384)], 32, 8, page_size=0),
     "R2": lambda: Case([(4096, 4096)] * 4, 128, 128, 192, 128, page_size=0),
     "short": lambda: Case(short(), 32, 8, page_size=0),
+    "H1": lambda: Case([(8192, 8192)], 16, 8, 256, 256),
+    "H2": lambda: Case([(8192, 8192)], 16, 8, 256, 256, page_size=0),
+    "F1": lambda: Case([(8192, 8192)], 32, 8, dtype=E4M3),
+    "F2": lambda: Case([(16384, 16384)], 32, 8, dtype=E4M3),
+    "F3": lambda: Case([(16384, 16384)], 32, 8, page_size=0, dtype=E4M3),
+    "M1": lambda: Case([(16384, 16384)], 32, 8, kv_dtype=E4M3),
+    "F4": lambda: Case([(1024, 1024)] * 16, 32, 8, dtype=E4M3),
 }
 
 
@@ -62,12 +71,12 @@ class Inputs:
         def sums(values: list[int]) -> torch.Tensor:
             return torch.tensor([0, *values]).cumsum(0).int()
 
-        def rand(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, device="cuda", dtype=BF16)
+        def rand(*shape: int, dtype: torch.dtype = case.kv_dtype or case.dtype) -> torch.Tensor:
+            return torch.randn(*shape, device="cuda", dtype=BF16).to(dtype)
 
         self.case = case
         self.qo_indptr = sums([n for n, _ in case.lengths])
-        self.q = rand(int(self.qo_indptr[-1]), case.qo_heads, case.dim_qk)
+        self.q = rand(int(self.qo_indptr[-1]), case.qo_heads, case.dim_qk, dtype=case.dtype)
         kv = [n for _, n in case.lengths]
         if case.page_size:
             pages = [-(-n // case.page_size) for n in kv]
@@ -87,7 +96,12 @@ class Inputs:
 def wrapper(library: Any, x: Inputs, backend: str) -> Callable[[], torch.Tensor]:
     """run() of a planned wrapper; the libraries are call-compatible."""
     case, workspace = x.case, torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    types_ = {"causal": True, "q_data_type": BF16, "kv_data_type": BF16}
+    types_ = {
+        "causal": True,
+        "q_data_type": case.dtype,
+        "kv_data_type": case.kv_dtype or case.dtype,
+        "o_data_type": BF16,
+    }
     if case.page_size:
         paged = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
         tables = (x.qo_indptr.cuda(), x.kv_indptr.cuda(), x.indices, x.last.cuda())
@@ -125,7 +139,8 @@ def contenders(x: Inputs, backends: list[str], with_peers: bool) -> Iterator[tup
     if with_peers:
         import flashinfer
 
-        yield "flashinfer fa3", lambda: wrapper(flashinfer, x, "fa3")
+        for backend in backends:
+            yield f"flashinfer {backend}", lambda backend=backend: wrapper(flashinfer, x, backend)
         yield "flash_attention_3", lambda: flash_attention_3(x)
 
 

@@ -43,7 +43,8 @@ def prefill(tmp_path_factory: pytest.TempPathFactory) -> Any:
         assert set(change) <= set(arguments)
         arguments |= change
         capped = impl == "fa3" and float(arguments["logits_soft_cap"]) > 0  # type: ignore[arg-type]
-        axes = {"q": "bf16", "kv": "bf16", "head_dim": dims[0] if impl == "fa3" else 0, "soft_cap": capped}
+        kind = arguments["q"].dtype
+        axes = {"q": kind, "kv": kind, "head_dim": dims[0] if impl == "fa3" else 0, "soft_cap": capped}
         return gpu.call("batch_prefill", axes, *arguments.values(), impl=impl)
 
     yield call
@@ -63,8 +64,8 @@ def maps(calls: list[Call]) -> dict[int, list[list[int]]]:
 def test_hopper_launch(prefill: Prefill) -> None:
     calls = prefill()
     launch = one(calls)
-    assert launch["grid"] == [132, 1, 1] and launch["block"] == [384, 1, 1] and launch["pdl"]
-    assert launch["shared_bytes"] == ops._hopper_bytes(128, 128, 160)
+    assert launch["grid"] == [132, 1, 1] and launch["block"] == [512, 1, 1] and launch["pdl"]
+    assert launch["shared_bytes"] == ops._hopper_bytes(128, 128, 128, 3)
     p = parameters(launch, "BatchPrefillParams")
     assert (p["out"], p["lse"], p["pages"], p["sinks"]) == (OUT, LSE, PAGES, None)
     assert (p["qo_heads"], p["kv_heads"], p["group"]["value"], p["tile_tokens"]) == (HEADS, KV_HEADS, 4, TILE)
@@ -84,11 +85,11 @@ def test_hopper_launch(prefill: Prefill) -> None:
 
 def test_small_pages_come_by_columns(prefill: Prefill) -> None:
     """Pages that are no multiple of 8 tokens have no whole rows to copy."""
-    pool = (NUM_PAGES, 5, KV_HEADS, 128)
+    pool = (NUM_PAGES, 4, KV_HEADS, 128)
     calls = prefill(k=Tensor(K, pool, "bf16"), v=Tensor(V, pool, "bf16"))
-    assert one(calls)["name"] == "batch_prefill" and parameters(one(calls), "BatchPrefillParams")["box"] == 5
+    assert one(calls)["name"] == "batch_prefill" and parameters(one(calls), "BatchPrefillParams")["box"] == 4
     token = KV_HEADS * 256
-    assert maps(calls)[K] == [[128, 2, 64], [5, token, 5], [KV_HEADS, 256, 1], [NUM_PAGES, 5 * token, 1]]
+    assert maps(calls)[K] == [[128, 2, 64], [4, token, 4], [KV_HEADS, 256, 1], [NUM_PAGES, 4 * token, 1]]
 
 
 def test_sections_follow_the_keys(prefill: Prefill) -> None:
@@ -101,8 +102,8 @@ def test_hopper_ragged(prefill: Prefill) -> None:
     keys = {"k": Tensor(K, (5000, KV_HEADS, 192), "bf16"), "v": Tensor(V, (5000, KV_HEADS, 128), "bf16")}
     calls = prefill(dims=(192, 128), page_indices=None, **keys)
     p = parameters(one(calls), "BatchPrefillParams")
-    assert p["pages"] is None and p["box"] == 112
-    assert maps(calls)[K] == [[192, 2, 64], [5000, KV_HEADS * 384, 112], [KV_HEADS, 384, 1], [1, 128, 1]]
+    assert p["pages"] is None and p["box"] == 128
+    assert maps(calls)[K] == [[192, 2, 64], [5000, KV_HEADS * 384, 128], [KV_HEADS, 384, 1], [1, 128, 1]]
     assert maps(calls)[V][0] == [128, 2, 64]
 
 
@@ -110,6 +111,30 @@ def test_hopper_soft_cap(prefill: Prefill) -> None:
     p = parameters(one(prefill(logits_soft_cap=30.0, window_left=7)), "BatchPrefillParams")
     assert p["scale"] == pytest.approx(0.1 / 30) and p["cap"] == pytest.approx(30 * 1.4426950408889634)
     assert p["window_left"] == 7
+
+
+def fp8(**change: Any) -> dict[str, Any]:
+    pool = (NUM_PAGES, PAGE, KV_HEADS, 128)
+    return {
+        "q": Tensor(Q, (ROWS, HEADS, 128), "e4m3"),
+        "k": Tensor(K, pool, "e4m3"),
+        "v": Tensor(V, pool, "e4m3"),
+    } | change
+
+
+def test_fp8_launch(prefill: Prefill) -> None:
+    calls = prefill(**fp8(scale_q=Tensor(SINKS, (HEADS,), "f32"), bmm2_scale=Tensor(MASK, (1,), "f32")))
+    launch = one(calls)
+    assert launch["name"] == "batch_prefill_fp8" and launch["grid"] == [132, 1, 1] and launch["block"] == [512, 1, 1]
+    assert launch["shared_bytes"] == ops._fp8_bytes(ops._FP8_KEYS)
+    p = parameters(launch, "BatchPrefillParams")
+    assert (p["scale_q"], p["scale_k"], p["bmm1_scale"], p["bmm2_scale"], p["out_half"]) == (SINKS, None, None, MASK, 0)
+    assert p["box"] == 16, "rows of 128 bytes come whole"
+    token = KV_HEADS * 128
+    assert maps(calls)[Q] == [[128, 1, 128], [4, 128, 4], [KV_HEADS, 512, 1], [ROWS, HEADS * 128, TILE]]
+    assert maps(calls)[K] == [[128, 1, 128], [PAGE, token, PAGE], [KV_HEADS, 128, 1], [NUM_PAGES, PAGE * token, 1]]
+    half = parameters(one(prefill(**fp8(out=Tensor(OUT, (ROWS, HEADS, 128), "f16")))), "BatchPrefillParams")
+    assert half["out_half"] == 1
 
 
 def test_head_major_pages(prefill: Prefill) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.arguments import CHECK, LAYOUTS, cache_pair, check_tables, code, refuse, scale_product
@@ -38,11 +39,15 @@ def attend_once(
     logits_soft_cap: float = 0.0,
     score_scale: tuple[float, Any] = (1.0, None),
     out_scale: tuple[float, Any] = (1.0, None),
+    by_head: Sequence[torch.Tensor | None] = (None, None, None),
     sinks: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
     backend: str = "auto",
 ) -> None:
-    """Lists the tiles into a new schedule and computes them; arguments are those of `ops.plan` and `ops.attend`."""
+    """Lists the tiles into a new schedule and computes them; arguments are those of `ops.plan` and `ops.attend`.
+
+    by_head: scale_q, scale_k and scale_v.
+    """
     import torch
 
     rows, heads, dim = q.shape
@@ -50,24 +55,24 @@ def attend_once(
     page_size = 1 if page_indices is None else k.shape[1 + layout]
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"query: a multiple of the {kv_heads} heads of the keys is required; got {heads}")
-    tokens = ops.tile_tokens(heads, kv_heads)
+    scaled = any(x is not None for x in (score_scale[1], out_scale[1], *by_head))
+    impl = ops.choose(
+        backend, q.device, q.dtype, k.dtype, out.dtype, dim, v.shape[-1], heads // kv_heads, 0, True,
+        0 if page_indices is None else page_size, scaled,
+    )  # fmt: skip
+    if not ops.fits(impl, out, q, k, v):
+        impl = "fa2"
+    tokens = ops.tile_tokens(heads, kv_heads, ops.rows_of(impl, q.dtype, k.dtype, dim))
     schedule = q.new_empty(ops.words(batch_size, rows, tokens), dtype=torch.int32)
     ops.plan(
         schedule, batch_size, tokens, qo_indptr, kv_indptr, None, kv_len, page_size=page_size,
         qo_len=0 if qo_indptr is not None else rows, pages_per_request=pages_per_request, causal=causal,
         window_left=window_left,
     )  # fmt: skip
-    plain = score_scale[1] is None and out_scale[1] is None
-    impl = ops.choose(
-        backend, q.device, q.dtype, k.dtype, out.dtype, dim, v.shape[-1], heads // kv_heads, 0, plain,
-        0 if page_indices is None else page_size,
-    )  # fmt: skip
-    if not ops.fits(impl, out, q, k, v):
-        impl = "fa2"
     ops.attend(
         schedule, batch_size, tokens, out, lse, q, k, v, page_indices, impl, layout, 0, causal, window_left,
-        logits_soft_cap, score_scale[0], out_scale[0], 1.0, 1e4, enable_pdl, sinks, None, None, None, score_scale[1],
-        out_scale[1],
+        logits_soft_cap, score_scale[0], out_scale[0], 1.0, 1e4, enable_pdl, sinks, by_head[0], by_head[1], by_head[2],
+        score_scale[1], out_scale[1],
     )  # fmt: skip
 
 

@@ -55,16 +55,20 @@ def _tiles_unit(axes: Axes) -> Unit:
     return Unit("fi/prefill/batch_prefill.cuh", "PrefillProblem", (entry,))
 
 
-# Of the Hopper kernel: axis head_dim -> (head_dim_qk, head_dim_vo, keys a step). On an H200, 160 keys against 128 at
-# head_dim 128: one sequence of 16k, page 16, 591 against 533 TFLOP/s; 512 tokens 22 against 20 us. Others unmeasured.
-_HOPPER = {64: (64, 64, 128), 128: (128, 128, 160), 192: (192, 128, 112)}
-_HOPPER_VALUES = {qk: vo for qk, vo, _ in _HOPPER.values()}
+# Of the Hopper kernel: axis head_dim -> (head_dim_qk, head_dim_vo, keys a step, consumer groups of 64 rows). H200,
+# head_dim 128: 128 keys against 96, one sequence of 16k, page 16, 717 against 666 TFLOP/s; 128 random lengths to 1k 432
+# against 440. head_dim 192, 4 of 4k: 2 groups and 128 keys 630, 3 and 112 619. Others unmeasured.
+_HOPPER = {64: (64, 64, 128, 3), 128: (128, 128, 128, 3), 192: (192, 128, 128, 2), 256: (256, 256, 80, 2)}
+_OUTPUTS = ("f16", "bf16")  # of e4m3
+_HOPPER_VALUES = {qk: vo for qk, vo, *_ in _HOPPER.values()}
+# Of the kernels for e4m3, and for 16-bit q over fp8: keys a step; head dims are 128. Not yet measured.
+_FP8_KEYS, _FP8_ROWS, _MIXED_KEYS, _FP8_DIM = 128, 192, 128, 128
 
 
-def _hopper_bytes(qk: int, vo: int, keys: int) -> int:
+def _hopper_bytes(qk: int, vo: int, keys: int, groups: int) -> int:
     """sizeof(PrefillKernel::Shared), and the 1024 bytes to which its start is aligned."""
-    tiles = 2 * (ROWS * (qk + vo) + 2 * keys * (qk + vo))
-    more = 2 * ROWS * qk  # a second tile of queries, where it fits
+    more = 2 * 64 * groups * qk  # of queries; a second tile of them, where it fits
+    tiles = more + 2 * 2 * keys * (qk + vo)
     query_stages = 2 if tiles + more <= 226 * 1024 else 1
     return round_up(tiles + more * (query_stages - 1) + (12 + 2 * query_stages) * 8 + 2 * 32, 1024) + 1024
 
@@ -73,17 +77,50 @@ def _hopper_unit(axes: Axes) -> Unit:
     """wgmma and TMA; config = (kind 1, keys a step), of copies of 64 columns and of whole rows."""
     q, head_dim = DTYPES[str(axes["q"])], axes["head_dim"]
     assert isinstance(head_dim, int)
-    qk, vo, keys = _HOPPER[head_dim]
+    if q.bytes == 1:
+        return _fp8_unit(axes)
+    if DTYPES[str(axes["kv"])].bytes == 1:
+        return _mixed_unit(axes)
+    qk, vo, keys, groups = _HOPPER[head_dim]
     if axes["soft_cap"]:
-        keys = min(keys, 128)  # the cap takes the registers of more
-    size, capped = _hopper_bytes(qk, vo, keys), "true" if axes["soft_cap"] else "false"
+        keys = min(keys, 64 if vo > 128 else 96 if vo > 64 else 128)  # the cap takes the registers of more
+    size, capped = _hopper_bytes(qk, vo, keys, groups), "true" if axes["soft_cap"] else "false"
 
     def entry(name: str, whole_rows: str) -> Entry:
-        body = f"batch_prefill<{q.device}, {qk}, {vo}, {keys}, {whole_rows}, {capped}, {size}>"
-        return Entry(name, body, 384, (1, keys), size, 1)
+        body = f"batch_prefill<{q.device}, {qk}, {vo}, {keys}, {whole_rows}, {capped}, {groups}, {size}>"
+        return Entry(name, body, 128 * (groups + 1), (1, keys), size, 1)
 
     entries = (entry("batch_prefill", "false"), entry("batch_prefill_rows", "true"))
     return Unit("fi/prefill/batch_prefill_sm90.cuh", "BatchPrefillParams", entries)
+
+
+def _fp8_bytes(keys: int) -> int:
+    """sizeof(PrefillFp8Kernel::Shared), and the 1024 bytes to which its start is aligned."""
+    return round_up(_FP8_DIM * (2 * _FP8_ROWS + 8 * keys) + 24 * 8 + 2 * 32, 1024) + 1024
+
+
+def _fp8_unit(axes: Axes) -> Unit:
+    """wgmma on e4m3, which multiplies and weighs; config = (kind 2, keys a step)."""
+    assert axes["head_dim"] == _FP8_DIM and axes["kv"] == "e4m3"
+    keys = 96 if axes["soft_cap"] else _FP8_KEYS
+    size, capped = _fp8_bytes(keys), "true" if axes["soft_cap"] else "false"
+    entry = Entry("batch_prefill_fp8", f"batch_prefill_fp8<{keys}, {capped}, {size}>", 512, (2, keys), size, 1)
+    return Unit("fi/prefill/batch_prefill_fp8_sm90.cuh", "BatchPrefillParams", (entry,))
+
+
+def _mixed_unit(axes: Axes) -> Unit:
+    """The 16-bit kernel, whose keys and values a warpgroup converts; config = (kind 1, keys a step)."""
+    assert axes["head_dim"] == _FP8_DIM
+    q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
+    keys = 112 if axes["soft_cap"] else _MIXED_KEYS
+    size = 2 * _FP8_DIM * (ROWS + 6 * keys) + 3 * 1024  # barriers of either kernel, and the alignment
+    capped = "true" if axes["soft_cap"] else "false"
+    body = f"batch_prefill_mixed<{q.device}, {kv.device}, {keys}, {capped}, {size}>"
+    return Unit(
+        "fi/prefill/batch_prefill_mixed_sm90.cuh",
+        "BatchPrefillParams",
+        (Entry("batch_prefill_mixed", body, 512, (1, keys), size, 1),),
+    )
 
 
 BATCH_PREFILL = Op(
@@ -98,7 +135,7 @@ BATCH_PREFILL = Op(
     axes={
         "q": ("f16", "bf16", "f32", "e4m3", "e5m2"),
         "kv": ("f16", "bf16", "f32", "e4m3", "e5m2"),
-        "head_dim": (64, 128, 192, 0),
+        "head_dim": (64, 128, 192, 256, 0),
         "soft_cap": (False, True),
     },
     impls=(
@@ -107,8 +144,8 @@ BATCH_PREFILL = Op(
             "fa3",
             (
                 *exactly(90),
-                Constraint("q", "in", ("f16", "bf16")),
-                Constraint("kv", "in", ("f16", "bf16")),
+                Constraint("q", "in", ("f16", "bf16", "e4m3")),
+                Constraint("kv", "in", ("f16", "bf16", "e4m3", "e5m2")),
                 Constraint("head_dim", "in", tuple(_HOPPER)),
             ),
             _hopper_unit,
@@ -133,6 +170,7 @@ BATCH_PREFILL = Op(
             for head_dim in _HOPPER
             for soft_cap in ((False, True) if head_dim == 128 else (False,))
         ),
+        *({"q": q, "kv": "e4m3", "head_dim": 128, "soft_cap": False} for q in ("e4m3", "f16", "bf16")),
     ),
 )
 
@@ -149,9 +187,19 @@ def _key(out, lse, schedule, q, k, v, *rest):  # type: ignore[no-untyped-def]
 batch_prefill = Launcher(BATCH_PREFILL, _key)
 
 
-def tile_tokens(num_qo_heads: int, num_kv_heads: int) -> int:
-    """Query tokens of a tile: as many as fill 128 packed rows. It depends on the heads alone, so results do too."""
-    return max(1, ROWS * num_kv_heads // max(1, num_qo_heads))
+def tile_tokens(num_qo_heads: int, num_kv_heads: int, rows: int = ROWS) -> int:
+    """Query tokens of a tile: as many as fill `rows` packed rows. It depends on no lengths, so results do not."""
+    return max(1, rows * num_kv_heads // max(1, num_qo_heads))
+
+
+@functools.cache
+def rows_of(impl: str, q: torch.dtype, kv: torch.dtype, head_dim_qk: int) -> int:
+    """Packed query rows of a tile of an implementation; kernels for fewer rows than a tile of 192 do not take it."""
+    if impl != "fa3" or q.itemsize != kv.itemsize:
+        return ROWS
+    if q.itemsize == 1:
+        return _FP8_ROWS
+    return 64 * _HOPPER[head_dim_qk][3]
 
 
 def words(batch_size: int, rows: int, tokens: int) -> int:
@@ -162,12 +210,12 @@ def words(batch_size: int, rows: int, tokens: int) -> int:
 @functools.cache
 def choose(
     backend: str, device: torch.device, q: torch.dtype, kv: torch.dtype, out: torch.dtype, head_dim_qk: int,
-    head_dim_vo: int, group: int, pos_encoding_mode: int, plain: bool, page_size: int = 0,
+    head_dim_vo: int, group: int, pos_encoding_mode: int, plain: bool, page_size: int = 0, scaled: bool = False,
 ) -> str:  # fmt: skip
     """The implementation for `attend`: the one that `backend` names ("fa2", "fa3"), for "auto" the best that fits.
 
-    plain: neither custom mask nor items, nor per-head scales nor scales on the device. page_size: 0 for ragged keys. On
-    a CPU it is "cpu". Cached: a look-up per call. Raises UnsupportedError with the reasons if the named one, or none,
+    plain: neither custom mask nor items. scaled: scales by head or on the device. page_size: 0 for ragged keys. On a
+    CPU it is "cpu". Cached: a look-up per call. Raises UnsupportedError with the reasons if the named one, or none,
     takes it.
     """
     target = target_of(device)
@@ -176,14 +224,23 @@ def choose(
         return BATCH_PREFILL.spec(target, general).impl
     if backend == "fa2":
         return BATCH_PREFILL.spec(target, general, "fa2").impl
+    e4m3, kv_fp8 = short_name(q) == "e4m3", kv.itemsize == 1
+    values = head_dim_qk if kv_fp8 else _HOPPER_VALUES.get(head_dim_qk)
     reasons = [
         f"requires {wanted}, got {got}"
         for wanted, got, met in (
-            ("kv and output of q's dtype", f"{q}, {kv}, {out}", q is kv is out),
-            ("values of head_dim_qk, or 128 for 192", str(head_dim_vo), head_dim_vo == _HOPPER_VALUES.get(head_dim_qk)),
+            ("kv of q's dtype, or fp8 with a 16-bit q", f"{q}, {kv}", q is kv or (kv_fp8 and q.itemsize == 2)),
+            (
+                "output of q's dtype, or of 16 bits for e4m3",
+                str(out),
+                short_name(out) in _OUTPUTS if e4m3 else q is out,
+            ),
+            ("head_dim_qk 128 for fp8", str(head_dim_qk), not kv_fp8 or head_dim_qk == _FP8_DIM),
+            ("values of head_dim_qk, or 128 for 192", str(head_dim_vo), head_dim_vo == values),
             ("at most 128 query heads a kv head", str(group), group <= ROWS),
             ("pos_encoding_mode NONE", PosEncodingMode(pos_encoding_mode).name, pos_encoding_mode == 0),
-            ("no mask, no scales by head or on the device", "one", plain),
+            ("no mask", "one", plain),
+            ("no scales by head or on the device, or e4m3", "scales", e4m3 or not scaled),
         )
         if not met
     ]
@@ -203,8 +260,9 @@ def fits(impl: str, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torc
     if impl != "fa3":
         return True
     o, x, y, z = out.stride(), q.stride(), k.stride(), v.stride()
-    elements = o[0] | o[1] | x[0] | x[1] | y[0] | y[1] | y[-2] | z[0] | z[1] | z[-2]
-    return (out.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | elements * 2) % 16 == 0  # 2 bytes each
+    bits = out.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | (o[0] | o[1]) * 2  # out has 2 bytes each
+    bits |= (x[0] | x[1]) * q.itemsize | (y[0] | y[1] | y[-2] | z[0] | z[1] | z[-2]) * k.itemsize
+    return bits % 16 == 0
 
 
 def plan(
@@ -224,12 +282,13 @@ def plan(
 ) -> None:
     """Lists the tiles of a batch, on the device and without synchronising: one kernel of one block.
 
-    schedule: int32, `words(...)` or longer, aligned to 16 bytes; needs no initial values. tokens: `tile_tokens(...)`.
-    All tensors lie on its device and are contiguous. qo_indptr: int32 `[batch_size + 1]`, query tokens; None: qo_len
-    each. Page ids of request b are `page_indices[kv_indptr[b] : kv_indptr[b + 1]]` (int32 `[batch_size + 1]`), or
-    without kv_indptr `page_indices[b * pages_per_request :][:pages_per_request]`: a flat block table. Ragged keys have
-    page_size 1 and kv_indptr in tokens. Lengths are kv_len (int32 or uint32 `[batch_size]`), limited to what the pages
-    hold, or `(pages - 1) * page_size + last_page_len`, or all that the pages hold.
+    schedule: int32, `words(...)` or longer, aligned to 16 bytes; needs no initial values. tokens: `tile_tokens(...)`
+    with the `rows_of(...)` what `choose` answers. All tensors lie on its device and are contiguous. qo_indptr: int32
+    `[batch_size + 1]`, query tokens; None: qo_len each. Page ids of request b are `page_indices[kv_indptr[b] :
+    kv_indptr[b + 1]]` (int32 `[batch_size + 1]`), or without kv_indptr `page_indices[b * pages_per_request
+    :][:pages_per_request]`: a flat block table. Ragged keys have page_size 1 and kv_indptr in tokens. Lengths are
+    kv_len (int32 or uint32 `[batch_size]`), limited to what the pages hold, or `(pages - 1) * page_size +
+    last_page_len`, or all that the pages hold.
 
     causal and window_left say in which order tiles are best taken; `attend` may be given others.
 

@@ -29,11 +29,12 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
     are needed for masks, and with them every run takes the mask that was planned last.
 
     backend: "auto"; "fa2" (mma.sync, every option), "fa3" (Hopper: 16-bit q, k, v and output of one type, head dims 64,
-    128, or 192 with values of 128, no custom mask, no position encoding); "trtllm-gen" and "cutlass" are taken as
-    "auto". A result does not depend on the batch that a request is in. "cudnn": the kernels of cuDNN, for which
-    nvidia-cudnn-frontend must be installed: 16-bit tensors of one type, no mask but causal and window_left, no position
-    encoding, no soft cap, pages of a power of 2; float_workspace_buffer is theirs, and what lies behind the tokens of a
-    request in its last page must be finite.
+    128, 256, or 192 with values of 128; with head dims of 128 also fp8 k and v, and e4m3 ones with an e4m3 q, where the
+    output has 16 bits and weights are rounded to e4m3 as well; no custom mask, no position encoding); "trtllm-gen" and
+    "cutlass" are taken as "auto". A result does not depend on the batch that a request is in. "cudnn": the kernels of
+    cuDNN, for which nvidia-cudnn-frontend must be installed: 16-bit tensors of one type, no mask but causal and
+    window_left, no position encoding, no soft cap, pages of a power of 2; float_workspace_buffer is theirs, and what
+    lies behind the tokens of a request in its last page must be finite.
 
     jit_args, jit_kwargs: an attention variant of the user, the arguments of gen_customize_batch_prefill_module less
     backend, for "auto" or "fa2"; it is compiled here. What it declares then follows the cache in `run`. A planned mask

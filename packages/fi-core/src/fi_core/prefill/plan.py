@@ -300,7 +300,9 @@ class BatchPrefillPlan:
         self._num_qo_heads, self._num_kv_heads, self._page_size = num_qo_heads, num_kv_heads, page_size
         self._head_dim_qk, self._head_dim_vo = head_dim_qk, head_dim_vo
         self._batch_size = batch = len(qo_indptr) - 1
-        self._tile = ops.tile_tokens(num_qo_heads, num_kv_heads)
+        self._impl = self._choose(self._custom_mask_buf is None and self._items is None)
+        tile_rows = ops.rows_of(self._impl, self._cached_q_data_type, self._cached_kv_data_type, head_dim_qk)
+        self._tile = ops.tile_tokens(num_qo_heads, num_kv_heads, tile_rows)
         rows = self._qo_indptr_last or 0
         if ops.words(batch, rows, self._tile) > len(self._schedule):
             needed = 4 * ops.words(batch, rows, self._tile)
@@ -314,7 +316,6 @@ class BatchPrefillPlan:
             self._schedule, batch, self._tile, qo_indptr, kv_indptr, last_page_len, kv_lens, page_size=page_size,
             causal=causal, window_left=window_left,
         )  # fmt: skip
-        self._impl = self._choose(self._custom_mask_buf is None and self._items is None)
         if self._cudnn is not None:
             most_q, most_kv = self._most
             requests = self._requests()
@@ -431,7 +432,6 @@ class BatchPrefillPlan:
             qk, vo, by_head = per_head(args)
             scale, out_scale = scale * qk, out_scale * vo
         any_by_head = any(x is not None for x in by_head)
-        plain = bmm1 is None and bmm2 is None and not any_by_head
         if self._cudnn is not None:
             self._check_cudnn(custom is None and self._items is None and bmm1 is None and not any_by_head)
             self._cudnn.attend(
@@ -442,8 +442,10 @@ class BatchPrefillPlan:
                 out.mul_(out_scale if bmm2 is None else bmm2 * out_scale)
         else:
             impl = self._impl
-            if impl == "fa3" and not (plain and self._encoding == 0 and ops.fits(impl, out, q, k, v)):
-                impl = "fa2"  # which takes everything
+            if impl == "fa3":
+                scaled = q.itemsize > 1 and (bmm1 is not None or bmm2 is not None or any_by_head)
+                if scaled or self._encoding != 0 or not ops.fits(impl, out, q, k, v):
+                    impl = "fa2"  # which takes everything
             ops.attend(
                 self._schedule, self._batch_size, self._tile, out, written, q, k, v, self._paged_kv_indices_buf, impl,
                 self._layout, encoding, causal, self._window_left, self._logits_soft_cap, scale, out_scale,

@@ -96,6 +96,7 @@ def _on_hopper(
     causal: bool,
     encoding: int,
     plain: bool,
+    scaled: bool,
 ) -> bool:
     """Whether the batch kernel for Hopper takes this request, and is worth the launch that lists its tiles.
 
@@ -110,11 +111,11 @@ def _on_hopper(
     group = q.shape[1] // heads
     if q.shape[2] != k.shape[2]:
         return False
-    if not named and (q.shape[0] * group < _LEAST_ROWS or q.dtype.itemsize != 2 or encoding or not plain):
+    if not named and (q.shape[0] * group < _LEAST_ROWS or q.dtype.itemsize > 2 or encoding or not plain):
         return False
     impl = ops.choose(
         "fa3" if named else "auto", q.device, q.dtype, k.dtype, o_dtype or q.dtype, q.shape[2], v.shape[2], group,
-        encoding, plain and v.dtype is k.dtype,
+        encoding, plain and v.dtype is k.dtype, 0, scaled,
     )  # fmt: skip
     fits = impl == "fa3" and ops.fits(impl, q, q, k, v)
     if named and not fits:
@@ -168,8 +169,9 @@ def single_prefill_with_kv_cache(
     head, angles `position / rope_scale * rope_theta^(-2i / head_dim_qk)`, defaults 1 and 1e4); "ALIBI", which adds
     `slope * (j - i)`. logits_soft_cap c > 0: scores become `c tanh(score / c)`, before ALiBi is added.
     use_fp16_qk_reduction: accepted; sums are fp32 either way. backend: "fa2" keeps off the kernel for Hopper, which
-    "auto" means where it takes the request (16 bits, no mask or encoding, usual head dims) and there are enough rows;
-    "fa3" names it. On a CPU all are the same.
+    "auto" means where it takes the request and there are enough rows: no mask or encoding, 16 bits with usual head
+    dims, or e4m3 (with an o_dtype of 16 bits, head dims of 128), whose weights are then rounded to e4m3 as well; "fa3"
+    names it. On a CPU all are the same.
     kv_cache_sf (NVFP4 keys and values) is not supported. On CUDA, products of 16-bit and fp8 inputs run on tensor cores
     where there are more than 16 rows a kv head: the weights, and rotated q and k, are then rounded to 16 bits.
 
@@ -188,17 +190,19 @@ def single_prefill_with_kv_cache(
         raise NotImplementedError("kv_cache_sf: NVFP4 keys and values are not supported; pass fp16, bf16 or fp8 ones")
     if q.ndim != 3:
         raise ValueError(f"q must have shape [qo_len, num_qo_heads, head_dim_qk]; got {tuple(q.shape)}")
-    plain = custom_mask is packed_custom_mask is scale_q is scale_k is scale_v is None
+    by_head = (scale_q, scale_k, scale_v)
+    plain, scaled = custom_mask is packed_custom_mask is None, any(x is not None for x in by_head)
     encoding = code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
-    if q.is_cuda and _on_hopper(q, k, v, o_dtype, kv_layout, backend, causal, encoding, plain):
+    if q.is_cuda and _on_hopper(q, k, v, o_dtype, kv_layout, backend, causal, encoding, plain, scaled):
         layout = int(kv_layout == "HND")
-        out = q.new_empty((*q.shape[:2], v.shape[2]))
+        out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=o_dtype or q.dtype)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
         scale = (q.shape[2] ** -0.5 if sm_scale is None else sm_scale) * (1.0 if k_scale is None else k_scale)
         out_scale = 1.0 if v_scale is None else v_scale
         attend_once(
             out, lse, q, k, v, layout, 1, pages_per_request=k.shape[layout], causal=causal, window_left=window_left,
             logits_soft_cap=logits_soft_cap or 0.0, score_scale=(scale, None), out_scale=(out_scale, None),
+            by_head=by_head,
         )  # fmt: skip
         return out if lse is None else (out, lse)
     return attend(

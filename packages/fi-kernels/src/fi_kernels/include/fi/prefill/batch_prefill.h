@@ -10,13 +10,19 @@ namespace fi {
 // [columns, token of a page, kv head, page], of which a copy brings 64 columns of `box` keys; ragged keys are one long
 // page. Or, by whole rows, [64 columns, 8 tokens, blocks of 64 columns, groups of 8 tokens, page] with the kv head
 // counted in along with the third or the fourth: a copy brings whole rows of `box` keys, which takes fewer copies of
-// small pages. Strides in elements.
+// small pages. fp8 rows of 128 columns are whole at once, 128 columns a copy. Strides in elements.
 struct BatchPrefillParams {
   TensorMap q, k, v;
   void* out;             // [tokens, qo_heads, dim_vo]
   float* lse;            // [tokens, qo_heads]; null: not wanted
   const float* sinks;    // [qo_heads]; null: none
   const int32_t* pages;  // null: ragged
+  // Of fp8 alone, as in PrefillProblem; null: ones.
+  const float* scale_q;
+  const float* scale_k;
+  const float* scale_v;
+  const float* bmm1_scale;
+  const float* bmm2_scale;
   PrefillSchedule schedule;
   int64_t out_token, out_head;
   Divisor group, page_size;
@@ -26,8 +32,9 @@ struct BatchPrefillParams {
   int32_t box;          // keys of one copy
   int32_t heads_in_blocks, head_groups;  // by whole rows: heads count in the third, or these groups each in the fourth
   int32_t causal, window_left;
-  float scale;  // of scores, times log2(e); with a soft cap, divided by it
-  float cap;    // times log2(e); 0: none
+  int32_t out_half;  // of fp8: fp16, else bf16
+  float scale;       // of scores, times log2(e); with a soft cap, divided by it
+  float cap;         // times log2(e); 0: none
   float out_scale;
 };
 

@@ -1,35 +1,37 @@
-// Batch prefill on Hopper: persistent blocks of a scheduler warp, producer warps for q, k and v (TMA), and two consumer
-// warpgroups (wgmma), where the softmax of a key tile runs while the products of its neighbours do.
+// Batch prefill on Hopper: persistent blocks of a scheduler warp, producer warps for q, k and v (TMA), and consumer
+// warpgroups of 64 rows each (wgmma), where the softmax of one group runs while the products of the others do.
 #pragma once
 #include "fi/attention/softmax.h"
 #include "fi/cuda/convert.cuh"
+#include "fi/cuda/exchange.cuh"
 #include "fi/cuda/math.cuh"
 #include "fi/cuda/ptx/barrier.cuh"
 #include "fi/cuda/ptx/global.cuh"
-#include "fi/cuda/ptx/tma_sm90.cuh"
 #include "fi/cuda/ptx/warpgroup_sm90.cuh"
 #include "fi/cuda/ptx/wgmma_sm90.cuh"
-#include "fi/prefill/batch_prefill.h"
+#include "fi/prefill/producers_sm90.cuh"
 
 namespace fi {
 
-// A tile of query rows: tokens [token, token + tokens) of a request, for one kv head; no tokens: there is no more.
-struct Work {
-  PrefillRequest request;
-  int32_t kv_head, token, tokens, unused;
-};
-
 // Rows r = token * group + head of the group: a tile reads each key once for all heads that share it.
-template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped>
+// kConsumers: groups of 64 rows. kBytes: of shared memory for tiles.
+template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped, int kConsumers,
+          int kBytes = 226 * 1024>
 struct PrefillKernel {
-  static constexpr int kRows = 128, kStages = 2, kConsumers = 2, kThreads = 384;
-  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
-  // A block begins with 168 registers a thread; more would wait for ever.
-  static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168, "registers");
+  static constexpr int kRows = 64 * kConsumers, kStages = 2;
+  static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kDimVO > 128 ? 40 : 56;
+  static constexpr int kConsumerRegisters = kConsumers > 2 ? 160 : kDimVO > 128 ? 232 : 224;
+  // A block begins with 65536 registers shared out evenly, by eights; more would wait for ever.
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                    512 / (kConsumers + 1) / 8 * 8 * (kConsumers + 1),
+                "registers");
 
-  // Two tiles of queries where they fit: one group then begins its next tile while the other ends the last.
-  static constexpr int kTileBytes = (kRows * (kDimQK + kDimVO) + kStages * kKeys * (kDimQK + kDimVO)) * sizeof(T);
-  static constexpr int kQueryStages = kTileBytes + kRows * kDimQK * sizeof(T) <= 226 * 1024 ? 2 : 1;
+  // Whether products of values may end while the next ones of keys run, which takes registers for both.
+  static constexpr bool kAhead = kConsumers == 2;
+
+  // Two tiles of queries where they fit: one group then begins its next tile while others end the last.
+  static constexpr int kTileBytes = (kRows * kDimQK + kStages * kKeys * (kDimQK + kDimVO)) * sizeof(T);
+  static constexpr int kQueryStages = kTileBytes + kRows * kDimQK * sizeof(T) <= kBytes ? 2 : 1;
 
   // Tiles in the 128-byte swizzle: [dim / 64][rows][64], or keys and values [rows / 8][dim / 64][8][64] where copies
   // bring whole rows.
@@ -37,258 +39,145 @@ struct PrefillKernel {
     alignas(1024) T q[kQueryStages][kRows * kDimQK];
     alignas(1024) T k[kStages][kKeys * kDimQK];
     alignas(1024) T v[kStages][kKeys * kDimVO];
-    alignas(1024) T out[kRows * kDimVO];  // [rows][dim], 16-byte pieces permuted within a row
     Barrier q_full[kQueryStages], q_empty[kQueryStages], k_full[kStages], k_empty[kStages], v_full[kStages],
         v_empty[kStages];
     Barrier work_full[2], work_empty[2];
     Work work[2];
   };
 
-  // What both roles derive from a unit of work.
-  struct Tile : Work {
-    Mask mask;
-    int begin, count;  // of the key tiles
-
-    FI_DEVICE Tile(const BatchPrefillParams& p, const Work& work) : Work(work) {
-      mask = Mask::of_range(p.causal, p.window_left, request.qo_len, request.kv_len);
-      begin = mask.first_key(token) / kKeys;
-      count = (mask.end_key(token + tokens - 1) + kKeys - 1) / kKeys - begin;
-    }
-  };
+  using Producers = PrefillProducers<Shared, T, kDimQK, kKeys, kWholeRows>;
+  using Tile = typename Producers::Tile;
 
   const BatchPrefillParams& p;
   Shared& shared;
 
   FI_DEVICE PrefillKernel(const BatchPrefillParams& params, Shared& s) : p(params), shared(s) {}
 
-  FI_DEVICE void run() {
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < kQueryStages; ++i) {
-        shared.q_full[i].init(1);
-        shared.q_empty[i].init(kConsumers);
-      }
-      for (int i = 0; i < 2; ++i) {
-        shared.work_full[i].init(1);
-        shared.work_empty[i].init(kConsumers + 3);
-      }
-      for (int s = 0; s < kStages; ++s) {
-        shared.k_full[s].init(1);
-        shared.v_full[s].init(1);
-        shared.k_empty[s].init(kConsumers);
-        shared.v_empty[s].init(kConsumers);
-      }
-      fence_barrier_init();
-      prefetch_tensor_map(p.q);
-      prefetch_tensor_map(p.k);
-      prefetch_tensor_map(p.v);
-    }
+  FI_DEVICE void run() const {
+    if (threadIdx.x == 0) init(3, 1);
     __syncthreads();
     pdl_wait();
+    // What the first unit of work is found by, one after the other: one wait for memory instead of three.
+    if (threadIdx.x == 32) prefetch_l2(p.schedule.requests);
+    if (threadIdx.x == 64) prefetch_l2(p.schedule.items + blockIdx.x / p.kv_heads);
+    if (threadIdx.x == 96 && p.pages) prefetch_l2(p.pages);
     if (threadIdx.x < 128) {
       give_registers<kProducerRegisters>();
       const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-      if (warp == 0) produce<kDimQK>(p.k, shared.k[0], shared.k_full, shared.k_empty);
-      if (warp == 1) produce<kDimVO>(p.v, shared.v[0], shared.v_full, shared.v_empty);
-      if (warp == 2 && threadIdx.x % 32 == 0) produce_queries();
-      if (warp == 3 && threadIdx.x % 32 == 0) schedule();
+      const Producers producers{p, shared};
+      if (warp == 0)
+        producers.template produce<kDimQK>(p.k, shared.k, shared.k_full, shared.k_empty);
+      else if (warp == 1)
+        producers.template produce<kDimVO>(p.v, shared.v, shared.v_full, shared.v_empty);
+      else if (warp == 2 && threadIdx.x % 32 == 0)
+        producers.produce_queries();
+      else if (warp == 3 && threadIdx.x % 32 == 0)
+        producers.template schedule<false>();
     } else {
       take_registers<kConsumerRegisters>();
       consume(threadIdx.x / 128 - 1);
     }
   }
 
- private:
-  // The unit of work number `index`.
-  FI_DEVICE Work work(int index, int items) const {
-    if (index >= items * p.kv_heads) return {{0, 0, 0, 0}, 0, 0, 0, 0};
-    const int section = index / (items * p.section), rest = index - section * items * p.section;
-    const int heads = min(p.section, p.kv_heads - section * p.section), item = rest / heads;
-    const PrefillItem found = p.schedule.items[item];
-    const PrefillRequest request = p.schedule.requests[found.request];
-    const int token = found.tile * p.tile_tokens;
-    return {request, section * p.section + rest - item * heads, token, min(p.tile_tokens, request.qo_len - token), 0};
-  }
-
-  // Hands out units of work, one ahead of their use.
-  FI_DEVICE void schedule() {
-    const int items = p.schedule.header[0], blocks = gridDim.x;
-    int index = blockIdx.x;
-    for (int use = 0;; ++use) {
-      const Work now = work(index, items);
-      shared.work_empty[use % 2].wait(use / 2 % 2 ^ 1);
-      shared.work[use % 2] = now;
-      shared.work_full[use % 2].arrive();
-      if (now.tokens == 0) break;
-      index = atomicAdd(p.schedule.header + 1, 1) + blocks;
+  // By one thread. readers: of units of work, besides consumers; writers: how many arrivals fill a stage.
+  FI_DEVICE void init(int readers, int writers) const {
+    for (int i = 0; i < kQueryStages; ++i) {
+      shared.q_full[i].init(1);
+      shared.q_empty[i].init(kConsumers);
     }
-    if (atomicAdd(p.schedule.header + 2, 1) == blocks - 1) {
-      p.schedule.header[1] = 0;
-      p.schedule.header[2] = 0;
+    for (int i = 0; i < 2; ++i) {
+      shared.work_full[i].init(1);
+      shared.work_empty[i].init(kConsumers + readers);
     }
-  }
-
-  // Copies the queries of every tile.
-  FI_DEVICE void produce_queries() {
-    for (int use = 0;; ++use) {
-      shared.work_full[use % 2].wait(use / 2 % 2);
-      const Work work = shared.work[use % 2];
-      if (work.tokens == 0) break;
-      shared.work_empty[use % 2].arrive();
-      const int stage = use % kQueryStages;
-      shared.q_empty[stage].wait(use / kQueryStages % 2 ^ 1);
-      shared.q_full[stage].arrive_expect(p.tile_tokens * p.group.value * kDimQK * sizeof(T));
-      for (int block = 0; block < kDimQK / 64; ++block)
-        tma_load(shared.q[stage] + block * kRows * 64, p.q, shared.q_full[stage], block * 64, 0, work.kv_head,
-                 work.request.qo_begin + work.token);
+    for (int s = 0; s < kStages; ++s) {
+      shared.k_full[s].init(writers);
+      shared.v_full[s].init(writers);
+      shared.k_empty[s].init(kConsumers);
+      shared.v_empty[s].init(kConsumers);
     }
+    fence_barrier_init();
+    prefetch_tensor_map(p.q);
+    prefetch_tensor_map(p.k);
+    prefetch_tensor_map(p.v);
   }
 
-  // Copies the keys or the values of every tile, last key tile first.
-  template <int kDim>
-  FI_DEVICE void produce(const TensorMap& from, T* to, Barrier* full, Barrier* empty) {
-    const int boxes = kKeys / p.box, lane = threadIdx.x % 32;
-    int stage = 0, parity = 1;
-    for (int use = 0;; ++use) {
-      shared.work_full[use % 2].wait(use / 2 % 2);
-      const Tile tile(p, shared.work[use % 2]);
-      if (tile.tokens == 0) break;
-      __syncwarp();
-      if (lane == 0) shared.work_empty[use % 2].arrive();
-      if (tile.count == 0) continue;
-      int2 next = place(tile, (tile.begin + tile.count - 1) * kKeys + lane * p.box);
-      for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j) {
-        int2 now = next;
-        if (j > tile.begin) next = place(tile, (j - 1) * kKeys + lane * p.box);  // arrives during the wait
-        empty[stage].wait(parity);
-        if (lane == 0) full[stage].arrive_expect(kKeys * kDim * sizeof(T));
-        T* line = to + stage * kKeys * kDim;
-        for (int first = 0; first < boxes; first += 32) {
-          if (first > 0) now = place(tile, j * kKeys + (first + lane) * p.box);
-          const int count = min(32, boxes - first);
-          for (int b = 0; b < count; ++b, line += p.box * (kWholeRows ? kDim : 64)) {
-            const int token = __shfl_sync(0xffffffffu, now.x, b), page = __shfl_sync(0xffffffffu, now.y, b);
-            if (lane > 0) continue;
-            if constexpr (kWholeRows) {
-              tma_load(line, from, full[stage], 0, 0, p.heads_in_blocks ? tile.kv_head * (kDim / 64) : 0,
-                       token / 8 + tile.kv_head * p.head_groups, page);
-            } else {
-#pragma unroll
-              for (int block = 0; block < kDim / 64; ++block)
-                tma_load(line + block * kKeys * 64, from, full[stage], block * 64, token, tile.kv_head, page);
-            }
-          }
-        }
-        if (++stage == kStages) stage = 0, parity ^= 1;
-      }
-    }
-  }
-
-  // Where a key lies: token of a page, page. Beyond the last key it may be any that exists.
-  FI_DEVICE int2 place(const Tile& tile, int key) const {
-    if (!p.pages) return {tile.request.kv_begin + key, 0};
-    const int known = min(key, tile.request.kv_len - 1), entry = divide(known, p.page_size);
-    const int token = key == known ? key - entry * static_cast<int>(p.page_size.value) : 0;
-    return {token, p.pages[tile.request.kv_begin + entry]};
-  }
-
-  FI_DEVICE void consume(int group) {
+  // A warpgroup issues products of registers no faster than they are computed, so that its own softmax gains nothing
+  // from waiting for fewer of them; it is the other groups that fill its time.
+  FI_DEVICE void consume(int group) const {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    float o[kDimVO / 2], s[kKeys / 2];
-    unsigned weights[kKeys / 16][4];
+    const int row = group * 64 + warp * 16 + lane / 4;  // and row + 8
     const uint64_t k = wgmma_operand(shared.k, kKeyGroup);
     const uint64_t v = wgmma_operand(shared.v, kValueGroup, kBlockBytes);
+    float o[kDimVO / 2];
+    unsigned weights[kKeys / 16][4];
     int stage = 0, parity = 0;
-    if (group == 1) barrier_arrive(1, 256);  // the first turn is the first group's
     for (int use = 0;; ++use) {
       shared.work_full[use % 2].wait(use / 2 % 2);
       const Tile tile(p, shared.work[use % 2]);
-      if (tile.tokens == 0) break;
+      if (uniform(tile.tokens) == 0) break;
       const int q_stage = use % kQueryStages;
-      shared.q_full[q_stage].wait(use / kQueryStages % 2);
       const uint64_t q = wgmma_uniform(wgmma_operand(shared.q[q_stage] + group * 64 * 64, 1024));
-      const int row = group * 64 + warp * 16 + lane / 4;  // and row + 8
-      int first_key[2], end_key[2];
-      for (int h = 0; h < 2; ++h) {
-        const int token = tile.token + static_cast<int>(divide(row + 8 * h, p.group));
-        first_key[h] = tile.mask.first_key(token);
-        end_key[h] = tile.mask.end_key(token);
-      }
       // Tiles all of whose keys every row sees: below the first row's end, at or above the last row's beginning.
-      const int clear_end = tile.mask.end_key(tile.token) / kKeys;
-      const int clear_begin = (tile.mask.first_key(tile.token + tile.tokens - 1) + kKeys - 1) / kKeys;
+      const int clear_end = uniform(tile.mask.end_key(tile.token) / kKeys);
+      const int clear_begin = uniform((tile.mask.first_key(tile.token + tile.tokens - 1) + kKeys - 1) / kKeys);
+      const int begin = uniform(tile.begin), end = begin + uniform(tile.count);
       float m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f}, alpha[2];
-      const auto weigh = [&](int j, bool hidden) {
+#pragma unroll
+      for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
+      shared.q_full[q_stage].wait(use / kQueryStages % 2);
+      for (int j = end - 1; j >= begin; --j) {
+        float s[kKeys / 2];
+        shared.k_full[stage].wait(parity);
+        multiply_keys(s, q, wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0]))));
+        wgmma_wait<0>();
+        wgmma_keep(s);
+        if (kAhead) wgmma_keep(o);
+        if (thread == 0) {
+          if (kAhead && j < end - 1) shared.v_empty[before(stage)].arrive();
+          shared.k_empty[stage].arrive();
+          if (j == begin) shared.q_empty[q_stage].arrive();
+        }
         if (kCapped) {
 #pragma unroll
           for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * p.scale);
         }
-        if (hidden) hide(s, j * kKeys + lane % 4 * 2, first_key, end_key);
+        if (j < clear_begin || j >= clear_end) hide(s, shared.work[use % 2], row, j * kKeys + lane % 4 * 2);
         softmax(s, m, d, alpha);
-      };
-      const int count = __shfl_sync(0xffffffffu, tile.count, 0);  // known to be uniform: wgmma need not be serialised
-      if (count > 0) {
-        int j = tile.begin + count - 1;
-        shared.k_full[stage].wait(parity);
-        barrier_sync(1 + group, 256);
-        multiply_keys(s, q, wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0]))));
-        barrier_arrive(2 - group, 256);
-        wgmma_wait<0>();
-        wgmma_keep(s);
-        if (thread == 0) shared.k_empty[stage].arrive();
-        weigh(j, true);
         pack(s, weights);
-        shared.v_full[stage].wait(parity);
-        if (tile.request.kv_len < (j + 1) * kKeys) {
-          clear(shared.v[stage], tile.request.kv_len - j * kKeys, 3 + group);
-        }
-#pragma unroll
-        for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
-        // Products of the keys of tile j and of the values of tile j + 1 run during the softmax of their neighbours.
-        // NOTE: no branch in between, else the compiler waits for both products at once; hence a loop of its own for
-        // tiles that need no mask.
-        const auto advance = [&](bool hidden) {
-          const int v_stage = stage;
-          if (++stage == kStages) stage = 0, parity ^= 1;
-          --j;
-          shared.k_full[stage].wait(parity);
-          barrier_sync(1 + group, 256);
-          const uint64_t keys = wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0])));
-          const uint64_t values = wgmma_uniform(wgmma_further(v, v_stage * sizeof(shared.v[0])));
-          multiply_keys(s, q, keys);
-          multiply_values(o, weights, values);
-          barrier_arrive(2 - group, 256);
-          wgmma_wait<1>();
-          wgmma_keep(s);
-          if (thread == 0) shared.k_empty[stage].arrive();
-          weigh(j, hidden);
-          wgmma_keep(s);
-          shared.v_full[stage].wait(parity);  // NOTE: here, since this loop keeps the softmax above the wait
-          wgmma_wait<0>();
-          wgmma_keep(o);
-          if (thread == 0) shared.v_empty[v_stage].arrive();
+        // Mostly not: maxima come early. NOTE: sums are not negative; asking for them keeps the compiler from putting
+        // their additions off until all exponentials are through.
+        if (__any_sync(0xffffffffu, alpha[0] != 1.f || alpha[1] != 1.f || d[0] + d[1] < 0.f)) {
 #pragma unroll
           for (int i = 0; i < kDimVO / 2; ++i) o[i] *= alpha[i / 2 % 2];
-          pack(s, weights);
-        };
-        while (j > tile.begin && j > clear_end) advance(true);
-        while (j > tile.begin && j > clear_begin) advance(false);
-        while (j > tile.begin) advance(true);
-        if (thread == 0) shared.q_empty[q_stage].arrive();
+        }
+        shared.v_full[stage].wait(parity);
+        const int keys = tile.request.kv_len - j * kKeys;
+        if (j == end - 1 && uniform(keys) < kKeys) clear(shared.v[stage], keys, 1 + group);
         multiply_values(o, weights, wgmma_uniform(wgmma_further(v, stage * sizeof(shared.v[0]))));
+        if (!kAhead) {
+          wgmma_wait<0>();
+          wgmma_keep(o);
+          if (thread == 0) shared.v_empty[stage].arrive();
+        }
+        if (++stage == kStages) stage = 0, parity ^= 1;
+      }
+      if (kAhead) {
         wgmma_wait<0>();
         wgmma_keep(o);
-        if (thread == 0) shared.v_empty[stage].arrive();
-        if (++stage == kStages) stage = 0, parity ^= 1;
-      } else {
-        if (thread == 0) shared.q_empty[q_stage].arrive();
-#pragma unroll
-        for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
+        if (begin < end && thread == 0) shared.v_empty[before(stage)].arrive();
       }
-      store(shared.work[use % 2], o, m, d, group, warp, lane);
-      barrier_sync(3 + group, 128);
+      if (begin == end && thread == 0) shared.q_empty[q_stage].arrive();
+      store(shared.work[use % 2], o, m, d, row, lane);
+      barrier_sync(1 + group, 128);
       if (thread == 0) shared.work_empty[use % 2].arrive();
     }
   }
+
+ private:
+  FI_DEVICE static int before(int stage) { return stage == 0 ? kStages - 1 : stage - 1; }
+
+  // The same in all lanes, and known to be: wgmma behind a branch on it need not be serialised.
+  FI_DEVICE static int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
   // Bytes between groups of 8 rows, and between blocks of 64 columns, of keys and values.
   static constexpr unsigned kKeyGroup = kWholeRows ? kDimQK * 16 : 1024, kValueGroup = kWholeRows ? kDimVO * 16 : 1024;
@@ -313,10 +202,19 @@ struct PrefillKernel {
     wgmma_commit();
   }
 
-  FI_DEVICE static void hide(float (&s)[kKeys / 2], int column, const int (&first)[2], const int (&end)[2]) {
+  // Scores of rows `row` and row + 8 with keys from `column` on.
+  FI_DEVICE void hide(float (&s)[kKeys / 2], const Work& work, int row, int column) const {
+    const Mask mask = Mask::of_range(p.causal, p.window_left, work.request.qo_len, work.request.kv_len);
+    int first[2], end[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int token = work.token + static_cast<int>(divide(row + 8 * h, p.group));
+      first[h] = mask.first_key(token) - column;
+      end[h] = mask.end_key(token) - column;
+    }
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) {
-      const int key = column + i / 4 * 8 + i % 2, h = i / 2 % 2;
+      const int key = i / 4 * 8 + i % 2, h = i / 2 % 2;
       if (key < first[h] || key >= end[h]) s[i] = kMinusInf;
     }
   }
@@ -327,13 +225,13 @@ struct PrefillKernel {
     const float scale = kCapped ? p.cap : p.scale;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float top = m[h], other = kMinusInf;
+      float most[4] = {m[h], kMinusInf, kMinusInf, kMinusInf};  // chains that need not wait for each other
 #pragma unroll
       for (int i = 0; i < kKeys / 8; ++i) {
-        top = fmaxf(top, s[4 * i + 2 * h]);
-        other = fmaxf(other, s[4 * i + 2 * h + 1]);
+        most[i % 2] = fmaxf(most[i % 2], s[4 * i + 2 * h]);
+        most[2 + i % 2] = fmaxf(most[2 + i % 2], s[4 * i + 2 * h + 1]);
       }
-      top = fmaxf(top, other);
+      float top = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
       const float base = softmax_base(top) * scale;
@@ -381,61 +279,52 @@ struct PrefillKernel {
     barrier_sync(barrier, 128);
   }
 
-  FI_DEVICE void store(const Work& work, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int group, int warp,
-                       int lane) {
+  FI_DEVICE void store(const Work& work, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int first,
+                       int lane) const {
     const float scale = kCapped ? p.cap : p.scale;
-    float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       d[h] += __shfl_xor_sync(0xffffffffu, d[h], 1);
       d[h] += __shfl_xor_sync(0xffffffffu, d[h], 2);
-      const int row = group * 64 + warp * 16 + lane / 4 + 8 * h, token = divide(row, p.group);
+      const int row = first + 8 * h, token = divide(row, p.group);
       const int head = work.kv_head * p.group.value + row - token * p.group.value;
-      float top = m[h] * scale;
-      if (p.sinks && token < work.tokens) {
-        const float sink = p.sinks[head] * 1.4426950408889634f, most = fmaxf(top, sink);
+      const bool kept = token < work.tokens;
+      float top = m[h] * scale, factor = p.out_scale;
+      if (p.sinks && kept) {
+        const float sink = p.sinks[head] * kLog2e, most = fmaxf(top, sink);
         d[h] = d[h] * exp2_approx(top - most) + exp2_approx(sink - most);
-        factor[h] = softmax_inverse(d[h]) * p.out_scale * exp2_approx(top - most);
+        factor *= exp2_approx(top - most);
         top = most;
-      } else {
-        factor[h] = softmax_inverse(d[h]) * p.out_scale;
       }
-      if (p.lse && lane % 4 == 0 && token < work.tokens)
-        p.lse[static_cast<int64_t>(work.request.qo_begin + work.token + token) * p.qo_heads + head] =
-            softmax_lse<CudaMath>(top, d[h]);
-    }
-    // A warp's 16 rows go through shared memory, so that whole rows are written.
-    constexpr int kPieces = kDimVO / 8;
-    uint4* area = reinterpret_cast<uint4*>(shared.out) + (group * 4 + warp) * 16 * kPieces;
+      factor *= softmax_inverse(d[h]);
+      const int64_t at = work.request.qo_begin + work.token + token;
+      if (p.lse && lane % 4 == 0 && kept) p.lse[at * p.qo_heads + head] = softmax_lse<CudaMath>(top, d[h]);
+      T* out = static_cast<T*>(p.out) + at * p.out_token + head * p.out_head + lane % 4 * 8;
 #pragma unroll
-    for (int i = 0; i < kDimVO / 2; i += 2) {
-      const int h = i / 2 % 2, row = lane / 4 + 8 * h, piece = i / 4;
-      reinterpret_cast<unsigned*>(area + row * kPieces + (piece ^ (row % 8)))[lane % 4] =
-          pack(o[i] * factor[h], o[i + 1] * factor[h]);
-    }
-    __syncwarp();
-    const int first = group * 64 + warp * 16, rows = work.tokens * static_cast<int>(p.group.value);
+      for (int block = 0; block < kDimVO / 8; block += 4) {
+        unsigned x[4];
 #pragma unroll
-    for (int i = 0; i < 16 * kPieces; i += 32) {
-      const int at = i + lane, row = at / kPieces, piece = at % kPieces;
-      if (first + row >= rows) continue;
-      const int t = divide(first + row, p.group), head = work.kv_head * p.group.value + first + row - t * p.group.value;
-      T* out = static_cast<T*>(p.out) + (work.request.qo_begin + work.token + t) * p.out_token + head * p.out_head;
-      store_global(out + piece * 8, area[row * kPieces + (piece ^ (row % 8))]);
+        for (int i = 0; i < 4; ++i) {
+          const float* pair = o + (block + i) * 4 + 2 * h;
+          x[i] = pack(pair[0] * factor, pair[1] * factor);
+        }
+        const uint4 piece = transpose_of_four(x);
+        if (kept) store_global(out + block * 8, piece);
+      }
     }
-    __syncwarp();
   }
 
   static constexpr bool kIsHalf = IsHalf<T>::value;
 };
 
-template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped, int kSharedBytes>
+template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped, int kConsumers, int kSharedBytes>
 FI_DEVICE void batch_prefill(const BatchPrefillParams& params) {
   extern __shared__ uint4 bytes[];
-  using Kernel = PrefillKernel<T, kDimQK, kDimVO, kKeys, kWholeRows, kCapped>;
+  using Kernel = PrefillKernel<T, kDimQK, kDimVO, kKeys, kWholeRows, kCapped, kConsumers>;
   static_assert(sizeof(typename Kernel::Shared) + 1024 <= kSharedBytes, "the family's Python says how much to ask for");
-  const uint64_t address = (reinterpret_cast<uint64_t>(bytes) + 1023) & ~uint64_t{1023};
-  Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(address)).run();
+  // NOTE: an offset; of a pointer made of an integer the compiler does not know that it points to shared memory.
+  const unsigned offset = -static_cast<unsigned>(__cvta_generic_to_shared(bytes)) % 1024;
+  Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(reinterpret_cast<char*>(bytes) + offset)).run();
 }
 
 }  // namespace fi

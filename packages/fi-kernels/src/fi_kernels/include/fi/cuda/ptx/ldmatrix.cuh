@@ -1,4 +1,5 @@
-// ldmatrix (PTX ISA 9.7.15.5): four 8x8 matrices of 16-bit elements from shared memory, one row address a lane.
+// ldmatrix (PTX ISA 9.7.15.5) and stmatrix (9.7.15.6): four 8x8 matrices of 16-bit elements from or to shared memory,
+// one row address a lane.
 #pragma once
 #include "fi/cuda/ptx/pdl.cuh"
 
@@ -17,6 +18,14 @@ FI_DEVICE void ldmatrix_x4_trans(unsigned (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row)))
+               : "memory");
+}
+
+// What ldmatrix_x4 reads; sm_90 and later.
+FI_DEVICE void stmatrix_x4(void* row, const unsigned (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   static_cast<unsigned>(__cvta_generic_to_shared(row))),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
 

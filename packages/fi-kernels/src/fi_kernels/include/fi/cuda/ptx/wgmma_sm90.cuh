@@ -1,8 +1,10 @@
-// wgmma (PTX ISA 9.7.15): 64 x N x 16 products of a warpgroup on 16-bit operands, fp32 accumulators in registers.
+// wgmma (PTX ISA 9.7.15): 64 x N x 16 products of a warpgroup on 16-bit operands, and 64 x N x 32 on e4m3, fp32
+// accumulators in registers.
 // Lane l of warp w holds d[4 j + i] at row 16 w + l / 4 + 8 (i / 2), column 8 j + 2 (l % 4) + i % 2.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include "fi/cuda/ptx/pdl.cuh"
 #include "fi/types.h"
@@ -24,12 +26,17 @@ FI_DEVICE void wgmma_keep(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+enum WgmmaSwizzle : unsigned { kWgmma128Bytes = 1, kWgmma32Bytes = 3 };
+
 // An operand in shared memory in the 128-byte swizzle, 1024-byte aligned but for steps within a row (PTX
 // ISA 9.7.15.5.1). K-major (rows of 64 elements along k): groups of 8 rows are `group` bytes apart. MN-major (rows of
-// 64 elements along m or n): groups of 8 k are `group` bytes apart, and blocks of 64 columns `leading` bytes.
-FI_DEVICE uint64_t wgmma_operand(const void* shared, unsigned group, unsigned leading = 16) {
+// 64 elements along m or n): groups of 8 k are `group` bytes apart, and blocks of 64 columns `leading` bytes. In the
+// 32-byte swizzle rows are as long, and operands are aligned to 256 bytes.
+FI_DEVICE uint64_t wgmma_operand(const void* shared, unsigned group, unsigned leading = 16,
+                                 WgmmaSwizzle swizzle = kWgmma128Bytes) {
   const uint64_t address = (static_cast<unsigned>(__cvta_generic_to_shared(shared)) & 0x3ffff) >> 4;
-  return address | static_cast<uint64_t>(leading >> 4) << 16 | static_cast<uint64_t>(group >> 4) << 32 | 1ull << 62;
+  return address | static_cast<uint64_t>(leading >> 4) << 16 | static_cast<uint64_t>(group >> 4) << 32 |
+         static_cast<uint64_t>(swizzle) << 62;
 }
 // The same operand so many bytes further: one addition, where building it anew takes five instructions in a chain.
 FI_DEVICE uint64_t wgmma_further(uint64_t operand, unsigned bytes) {
@@ -63,6 +70,8 @@ FI_DEVICE uint64_t wgmma_uniform(uint64_t operand) {
       "+f"(d[i + 7])
 #define FI_NAMES_UP_TO_32 FI_NAMES_0 ", " FI_NAMES_8 ", " FI_NAMES_16 ", " FI_NAMES_24
 #define FI_REGISTERS_UP_TO_32 FI_REGISTERS(0), FI_REGISTERS(8), FI_REGISTERS(16), FI_REGISTERS(24)
+#define FI_NAMES_UP_TO_40 FI_NAMES_UP_TO_32 ", " FI_NAMES_32
+#define FI_REGISTERS_UP_TO_40 FI_REGISTERS_UP_TO_32, FI_REGISTERS(32)
 #define FI_NAMES_UP_TO_48 FI_NAMES_0 ", " FI_NAMES_8 ", " FI_NAMES_16 ", " FI_NAMES_24 ", " FI_NAMES_32 ", " FI_NAMES_40
 #define FI_REGISTERS_UP_TO_48 \
   FI_REGISTERS(0), FI_REGISTERS(8), FI_REGISTERS(16), FI_REGISTERS(24), FI_REGISTERS(32), FI_REGISTERS(40)
@@ -95,31 +104,37 @@ FI_DEVICE uint64_t wgmma_uniform(uint64_t operand) {
       FI_REGISTERS(96), FI_REGISTERS(104), FI_REGISTERS(112), FI_REGISTERS(120)
 
 // d = a b, or d += a b. First a and b in shared memory, both K-major; then a in registers, as four packed pairs of
-// mma.m16n8k16, and b MN-major. The operands after the `count` accumulators have the numbers x0, x1, ...
-#define FI_WGMMA(n, count, x0, x1, x2, x3, x4, x5, name, type)                                                         \
-  FI_DEVICE void wgmma_m64k16(float (&d)[count], uint64_t a, uint64_t b, bool add, type) {                             \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #x2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." name \
-                 "." name " {" FI_NAMES_UP_TO_##count "}, %" #x0 ", %" #x1 ", p, 1, 1, 0, 0;\n}"                       \
+// mma.m16n8k16, or four quadruples of mma.m16n8k32, and b MN-major if it has 16 bits, K-major if 8. The operands after
+// the `count` accumulators have the numbers x0, x1, ...
+#define FI_WGMMA(n, count, x0, x1, x2, x3, x4, x5, k, name, orders, order, type)                                       \
+  FI_DEVICE void wgmma_m64##k(float (&d)[count], uint64_t a, uint64_t b, bool add, type) {                             \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #x2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n #k ".f32." name \
+                 "." name " {" FI_NAMES_UP_TO_##count "}, %" #x0 ", %" #x1 ", p, 1, 1" orders ";\n}"                   \
                  : FI_REGISTERS_UP_TO_##count                                                                          \
                  : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                                        \
   }                                                                                                                    \
-  FI_DEVICE void wgmma_m64k16(float (&d)[count], const unsigned (&a)[4], uint64_t b, bool add, type) {                 \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #x5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." name \
+  FI_DEVICE void wgmma_m64##k(float (&d)[count], const unsigned (&a)[4], uint64_t b, bool add, type) {                 \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #x5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n #k ".f32." name \
                  "." name " {" FI_NAMES_UP_TO_##count "}, {%" #x0 ", %" #x1 ", %" #x2 ", %" #x3 "}, %" #x4             \
-                                                      ", p, 1, 1, 1;\n}"                                               \
+                                                      ", p, 1, 1" order ";\n}"                                         \
                  : FI_REGISTERS_UP_TO_##count                                                                          \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));                    \
   }
-#define FI_WGMMA_16(n, count, x0, x1, x2, x3, x4, x5)       \
-  FI_WGMMA(n, count, x0, x1, x2, x3, x4, x5, "f16", __half) \
-  FI_WGMMA(n, count, x0, x1, x2, x3, x4, x5, "bf16", __nv_bfloat16)
+#define FI_WGMMA_16(n, count, x0, x1, x2, x3, x4, x5)                             \
+  FI_WGMMA(n, count, x0, x1, x2, x3, x4, x5, k16, "f16", ", 0, 0", ", 1", __half) \
+  FI_WGMMA(n, count, x0, x1, x2, x3, x4, x5, k16, "bf16", ", 0, 0", ", 1", __nv_bfloat16)
+#define FI_WGMMA_8(n, count, x0, x1, x2, x3, x4, x5) \
+  FI_WGMMA(n, count, x0, x1, x2, x3, x4, x5, k32, "e4m3", "", "", __nv_fp8_e4m3)
 FI_WGMMA_16(64, 32, 32, 33, 34, 35, 36, 37)
+FI_WGMMA_16(80, 40, 40, 41, 42, 43, 44, 45)
 FI_WGMMA_16(96, 48, 48, 49, 50, 51, 52, 53)
 FI_WGMMA_16(112, 56, 56, 57, 58, 59, 60, 61)
 FI_WGMMA_16(128, 64, 64, 65, 66, 67, 68, 69)
 FI_WGMMA_16(160, 80, 80, 81, 82, 83, 84, 85)
 FI_WGMMA_16(192, 96, 96, 97, 98, 99, 100, 101)
 FI_WGMMA_16(256, 128, 128, 129, 130, 131, 132, 133)
+FI_WGMMA_8(96, 48, 48, 49, 50, 51, 52, 53)
+FI_WGMMA_8(128, 64, 64, 65, 66, 67, 68, 69)
 
 #undef FI_NAMES_0
 #undef FI_NAMES_8
@@ -140,6 +155,8 @@ FI_WGMMA_16(256, 128, 128, 129, 130, 131, 132, 133)
 #undef FI_REGISTERS
 #undef FI_NAMES_UP_TO_32
 #undef FI_REGISTERS_UP_TO_32
+#undef FI_NAMES_UP_TO_40
+#undef FI_REGISTERS_UP_TO_40
 #undef FI_NAMES_UP_TO_48
 #undef FI_REGISTERS_UP_TO_48
 #undef FI_NAMES_UP_TO_56
@@ -154,5 +171,6 @@ FI_WGMMA_16(256, 128, 128, 129, 130, 131, 132, 133)
 #undef FI_REGISTERS_UP_TO_128
 #undef FI_WGMMA
 #undef FI_WGMMA_16
+#undef FI_WGMMA_8
 
 }  // namespace fi

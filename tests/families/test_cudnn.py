@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,8 @@ from families.harness import assert_close, assert_guards, guarded, strided
 from families.paged import Paged, offsets, paged
 from families.prefill_batch import Batch, batch
 from fi_core.cudnn import cudnn_batch_prefill_with_kv_cache
+from fi_core.cudnn.graph import finish_lse
+from fi_core.cudnn.planned import PlannedBatch
 from fi_core.errors import LibraryError, UnsupportedError
 
 LSE = (1e-3, 1e-3)
@@ -199,10 +202,12 @@ def test_prefill_of_a_fused_qkv(device: str) -> None:
 def test_prefill_of_empty_requests(lens: list[tuple[int, int]], device: str) -> None:
     """No rows, no keys, or more rows than keys: a row that sees no key gives 0."""
     b = batch(lens, heads=(8, 2), dims=(128, 128), kv_layout="HND", device=device)
-    given = prefill_arguments(b, block_tables=b.pool.block_tables().clamp(min=0))
+    given = prefill_arguments(b, block_tables=b.pool.block_tables().clamp(min=0), return_lse=True)
     got = result(cudnn_batch_prefill_with_kv_cache, device, b.q, *finite(b.cache), **given)
     if got is not None:
-        assert_close(got[0], b.expected(causal=True, sm_scale=0.1)[0])
+        want, want_lse = b.expected(causal=True, sm_scale=0.1)
+        assert_close(got[0], want)
+        assert_close(unpad(got[1], b.qo_lens), want_lse, tolerance=LSE)
 
 
 DECODE, PAGED, RAGGED = (
@@ -317,6 +322,23 @@ def test_wrappers_say_what_cudnn_does_not_take(options: dict[str, Any], device: 
             arguments = p.plan_arguments() if kind is DECODE else b.paged_plan() if kind is PAGED else b.ragged_plan()
             with pytest.raises(UnsupportedError, match="cudnn: requires"):
                 w.plan(*arguments, q_data_type=torch.float16, **options)
+
+
+def test_the_lse_of_requests_without_keys(device: str) -> None:
+    """cuDNN's own is not -inf there, so it is set: rows of a request by the planned bounds, some of no rows."""
+    b = PlannedBatch(False)
+    lens_q, lens_kv = ([2, 0, 3, 1, 0], [5, 0, 0, 4, 0])
+    rows = offsets(lens_q, device)
+    q, kv = (torch.tensor(x, dtype=torch.int32, device=device) for x in (lens_q, lens_kv))
+    b.plan(q, kv, (3, 5), offsets(lens_kv, device), None, 1, rows)
+    empty = b.without_keys(8)  # two more rows than requests have
+    assert empty[:6].tolist() == [False, False, True, True, True, False]
+    for sinks in (None, torch.tensor([0.5, -1.0, 2.0], device=device)):
+        lse = torch.full((6, 3), 7.0, device=device)
+        finish_lse(lse, empty[:6], sinks)
+        alone = [-math.inf] * 3 if sinks is None else (sinks / math.log(2)).tolist()
+        assert lse[[0, 1, 5]].eq(7.0).all()
+        torch.testing.assert_close(lse[2:5].cpu(), torch.tensor([alone] * 3))
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:

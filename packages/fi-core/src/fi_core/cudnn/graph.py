@@ -140,6 +140,17 @@ def _options(cudnn: Any, options: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def finish_lse(lse: torch.Tensor, empty: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
+    """Rows of requests without keys, of whose LSE cuDNN 9.19 makes something else: -inf, or what the sinks alone give.
+
+    lse: `[..., num_qo_heads]`, empty: bool, of its shape but for the heads.
+    """
+    if sinks is None:
+        lse.masked_fill_(empty.unsqueeze(-1), -math.inf)
+    else:
+        lse.copy_((sinks * _LOG2E).where(empty.unsqueeze(-1), lse))
+
+
 _graphs: dict[Any, _Graph] = {}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fi_core.cudnn.graph import Operand, attend, dense, frontend, packed, page_table, per_request
+from fi_core.cudnn.graph import Operand, attend, dense, finish_lse, frontend, packed, page_table, per_request
 from fi_core.errors import UnsupportedError
 from fi_core.utils import _get_range_buf, ceil_div, next_positive_power_of_2
 
@@ -113,6 +113,14 @@ class PlannedBatch:
             return self._packed(x, "rows")
         return dense(x.unflatten(0, (len(self._kept["lens_q"]), -1)).transpose(1, 2))
 
+    def without_keys(self, rows: int) -> torch.Tensor:
+        """Of so many rows, which belong to a request without keys: bool `[rows]`."""
+        import torch
+
+        ends = self._kept["rows"][1:]
+        request = torch.searchsorted(ends, _get_range_buf(rows, ends.device).long(), right=True)
+        return (self._kept["lens_kv"] == 0)[request.clamp_(max=len(ends) - 1)]
+
     def attend(
         self,
         out: torch.Tensor,
@@ -145,3 +153,5 @@ class PlannedBatch:
         if sinks is not None:
             operands["sink_token"] = dense(sinks.view(1, -1, 1, 1))
         attend(operands, workspace, scale, causal, window_left)
+        if lse is not None and "rows" in self._kept:
+            finish_lse(lse, self.without_keys(lse.shape[0]), sinks)

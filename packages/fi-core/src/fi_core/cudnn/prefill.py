@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fi_core.cudnn.graph import Operand, attend, dense, frontend, packed, page_table, per_request
+from fi_core.cudnn.graph import Operand, attend, dense, finish_lse, frontend, packed, page_table, per_request
 from fi_core.observe.log import fi_api
 from fi_core.utils import ceil_div, check_shape_dtype_device
 
@@ -119,6 +119,8 @@ def cudnn_batch_prefill_with_kv_cache(
     if lse is not None:
         operands["stats"] = dense(lse.transpose(1, 2).unsqueeze(3))
     attend(operands, workspace_buffer, float(scale), causal, -1)
+    if lse is not None:
+        finish_lse(lse, (lens_kv == 0).view(-1, 1).expand(-1, most))
     if v_scale is not None:
         out.mul_(v_scale)
     return out, lse if return_lse else None

@@ -85,10 +85,11 @@ def _tma_unit(axes: Axes) -> Unit:
     types, q_bytes, kv_bytes, line = _types(axes)
     dim, tune = int(str(axes["head_dim"])), TMA
     whole = tune.whole and dim * kv_bytes % 128 == 0
+    # Stages of 32 KB; of fp8 keys a warp takes 32, b64 kv8k: 287 us, with 16 of 64-key stages 364, of 8 warps 297.
     warps, warp_keys = (4 if dim <= 128 else 2), (32 if kv_bytes == 1 or line <= 128 else 16)
     keys = warps * warp_keys
     stage = 2 * keys * line
-    rest = warps * ROWS * ((dim + 8) * 4 + 8) + 2 * ROWS * (dim * q_bytes + 16) + 2 * 40 + 6 * 8 + 16 + 1024
+    rest = warps * ROWS * ((dim + 8) * 4 + 8) + 4 * (ROWS * (dim * q_bytes + 16) + 40 + 16) + 2 * 8 + 16 + 1024
     stages = min(max(2, tune.ring // stage), (227 * 1024 - rest) // (stage + 24))
     shared = rest + stages * (stage + 24)
     body = f"decode_tma<{types}, {dim}, {warps}, {warp_keys}, {stages}, {str(whole).lower()}, {shared}>"
@@ -98,14 +99,9 @@ def _tma_unit(axes: Axes) -> Unit:
 
 
 class TmaConfig(NamedTuple):
-    """What of the Hopper kernel is tuned; microseconds on an H200.
+    """What of the Hopper kernel is tuned; microseconds on an H200."""
 
-    The producer takes about 600 cycles a stage and 100 a copy (from the times of stages of 8 and 16 copies), which is
-    what limits keys of one byte and, with a copy a line, those of two.
-    """
-
-    ring: int = 96 * 1024  # bytes of keys in flight; b128 kv8k: 64 KB 1049, 96 KB 984, 128 KB 996
-    groups: int = 1  # of warps, which take stages in turn; b64 kv1k: 1 80.5, 2 81.0; b1 kv1k: 16.0 and 17.2
+    ring: int = 96 * 1024  # bytes of keys in flight; b128 kv8k: 64 KB 1085, 96 KB 964, 128 KB 971
     whole: bool = True  # whole rows a copy; b128 kv8k: 977, a copy a line of 128 bytes 1012
     stream: int = 100  # MB of keys; b1 kv8k: 24.0 without the hint, 22.1 with; b128 kv8k: 998 and 1017
 

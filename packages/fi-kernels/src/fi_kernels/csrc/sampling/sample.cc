@@ -28,7 +28,11 @@ void launch(const Kernel& kernel, SampleParams& p, int64_t bytes, DLDevice devic
   if (!entry.config.empty()) {
     const int64_t resident = entry.config[0] * Kernel::multiprocessors(device);
     room = entry.config[1];
-    while (blocks < 16 && (slice(blocks) * bytes * (all ? 4 : 3) > room * 4 || slice(blocks) > 65536)) blocks *= 2;
+    const auto fits = [&](int64_t n) {
+      const int64_t whole = pieces((slice(n) + warps - 1) / warps) * warps * bytes;
+      return slice(n) <= 65536 && (all ? whole <= room : slice(n) * bytes * 3 <= room * 4);
+    };
+    while (blocks < 16 && !fits(blocks)) blocks *= 2;
     while (blocks < 16 && p.rows * blocks * 2 <= resident && slice(blocks) >= 4096) blocks *= 2;
     p.ahead = p.rows * blocks > resident ? static_cast<int32_t>(resident / blocks) : 0;
   }
@@ -36,11 +40,10 @@ void launch(const Kernel& kernel, SampleParams& p, int64_t bytes, DLDevice devic
   p.share = static_cast<int32_t>(pieces((p.slice + warps - 1) / warps));
   p.held =
       static_cast<int32_t>(room && all ? p.share : std::min<int64_t>(p.share, room / bytes / warps / kPiece * kPiece));
-  const int64_t marks = (p.share + 4 * kPiece - 1) / (4 * kPiece) * 256;
   Launch config{p.rows * blocks};
   config.pdl = kernel.pdl(-1);
   config.cluster = static_cast<unsigned>(blocks);
-  config.shared_bytes = warps * marks + (room ? warps * p.held : 2 * kPiece) * bytes;  // lone blocks hold the ends
+  config.shared_bytes = warps * kListRoom + (room ? warps * p.held : 2 * kPiece) * bytes;  // lone blocks hold the ends
   kernel.launch(entry, config, device, p);
 }
 #else

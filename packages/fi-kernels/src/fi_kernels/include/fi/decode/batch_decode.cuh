@@ -155,7 +155,7 @@ struct DecodeTiles {
 
   FI_DEVICE void run() const {
     if (threadIdx.x == 0) shared.walk.begin(params);
-    Tile tile({4});
+    Tile tile({4}, 0);
 #pragma unroll 1
     while (shared.walk.next()) {
       const DecodeSegment& s = shared.walk.segment;
@@ -186,8 +186,11 @@ struct DecodeTiles {
         cp_async_wait<kStages - 1>();
         __syncwarp();
         Ring& ring = shared.rings[warp];
-        if (key + 16 > at.low)
-          tile.template attend<false>(problem, shared.queries[0], ring.k[stage], ring.v[stage], 0, key, at.low, at.high,
+        if (tile.plain(key, at.low, at.high))
+          tile.template attend<true>(problem, shared.queries[0], ring.k[stage], ring.v[stage], key, at.low, at.high,
+                                     [] {});
+        else if (key + 16 > at.low)
+          tile.template attend<false>(problem, shared.queries[0], ring.k[stage], ring.v[stage], key, at.low, at.high,
                                       [] {});
         __syncwarp();
         if (++stage == kStages) stage = 0;

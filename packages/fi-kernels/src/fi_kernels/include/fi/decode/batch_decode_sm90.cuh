@@ -15,17 +15,18 @@ struct DecodeTma {
   static constexpr int kKeys = kWarps * kWarpKeys;  // of a stage
   static constexpr int kLines = (kDim * sizeof(KV) + 127) / 128;
   static constexpr int kOutputPitch = kDim + 8;
+  static constexpr int kSegments = 4;  // that are described at a time
   using Lines = KeyLines<kLines, kKeys>;
   using Tile = WarpTile<T, Q, KV, kDim, Lines, kWarpKeys>;
 
   struct Shared {
     char k[kStages][Lines::kBytes], v[kStages][Lines::kBytes];
     float output[kWarps][kDecodeRows][kOutputPitch];
-    Q queries[2][kDecodeRows][Tile::kPitch];
+    Q queries[kSegments][kDecodeRows][Tile::kPitch];
     float2 states[kWarps][kDecodeRows];
-    DecodeSegment segments[2];
+    DecodeSegment segments[kSegments];
     Barrier full_k[kStages], full_v[kStages], empty[kStages];  // of the ring
-    Barrier ready[2], free[2];                                 // of segments and queries
+    Barrier ready[kSegments], free[kSegments];                 // of segments and queries
     Barrier output_full, output_free;
     int last[2];
     float bmm1;
@@ -40,7 +41,7 @@ struct DecodeTma {
 
   FI_DEVICE void init() const {
     for (int i = 0; i < kStages; ++i) shared.full_k[i].init(1), shared.full_v[i].init(1), shared.empty[i].init(kWarps);
-    for (int i = 0; i < 2; ++i) shared.ready[i].init(1), shared.free[i].init(kThreads + 32);
+    for (int i = 0; i < kSegments; ++i) shared.ready[i].init(1), shared.free[i].init(kThreads + 32);
     shared.output_full.init(kThreads);
     shared.output_free.init(32);
     fence_barrier_init();
@@ -88,22 +89,25 @@ struct DecodeTma {
     const uint64_t policy = walk.header.tiles < params.stream_tiles ? kEvictFirst : kEvictNormal;
     Boxes now, then;
     next(walk, then);
+    if (values) describe(then.s, 0);  // long before its keys: queries arrive behind all that was asked for before them
     int stage = 0;
     unsigned round = 0;
 #pragma unroll 1
     for (int count = 0;; ++count) {
       now = then;
-      if (values) describe(now.s, count);  // first: queries would arrive behind all that is asked for before them
       if (now.s.unit < 0) break;
-      feed(now, values, policy, stage, round, [&] { next(walk, then); });
+      feed(now, values, policy, stage, round, [&] {
+        next(walk, then);
+        if (values) describe(then.s, count + 1);
+      });
     }
     pdl_launch_dependents();
   }
 
   // Tells the consumers of a segment, and reads its queries.
   FI_DEVICE void describe(const DecodeSegment& s, int count) const {
-    const int at = count & 1;
-    if (count >= 2) shared.free[at].wait((count / 2 - 1) & 1);
+    const int at = count % kSegments;
+    if (count >= kSegments) shared.free[at].wait((count / kSegments - 1) & 1);
     int rows = 0;
     if (s.unit >= 0) rows = Finish(params, s).rows;
     if (lane == 0) {
@@ -165,13 +169,13 @@ struct DecodeTma {
 
   FI_DEVICE void consume() const {
     const int warp = threadIdx.x / 32, slice = warp * kWarpKeys;
-    Tile tile({params.box_shift});
+    Tile tile({params.box_shift}, slice);
     int stage = 0;
     unsigned round = 0;
 #pragma unroll 1
     for (int count = 0;; ++count) {
-      const int at = count & 1;
-      shared.ready[at].wait(count / 2 & 1);
+      const int at = count % kSegments;
+      shared.ready[at].wait(count / kSegments & 1);
       const DecodeSegment& s = shared.segments[at];
       if (s.unit < 0) break;
       const auto problem = [&] { return params.keys_of(s.request, s.kv_len, shared.bmm1); };
@@ -186,11 +190,11 @@ struct DecodeTma {
         shared.full_k[stage].wait(round & 1);
         const auto values = [&] { shared.full_v[stage].wait(round & 1); };
         if (tile.plain(key, from, to))
-          tile.template attend<true>(problem, shared.queries[at][0], shared.k[stage], shared.v[stage], slice, key, from,
-                                     to, values);
+          tile.template attend<true>(problem, shared.queries[at][0], shared.k[stage], shared.v[stage], key, from, to,
+                                     values);
         else if (key < to && key + kWarpKeys > from)
-          tile.template attend<false>(problem, shared.queries[at][0], shared.k[stage], shared.v[stage], slice, key,
-                                      from, to, values);
+          tile.template attend<false>(problem, shared.queries[at][0], shared.k[stage], shared.v[stage], key, from, to,
+                                      values);
         __syncwarp();
         if (lane == 0) shared.empty[stage].arrive();
         if (++stage == kStages) stage = 0, ++round;
@@ -212,8 +216,8 @@ struct DecodeTma {
   // Whether segment `count` is the last: waits until the next is described.
   FI_DEVICE bool is_last(int count) const {
     const int next = count + 1;
-    shared.ready[next & 1].wait(next / 2 & 1);
-    return shared.segments[next & 1].unit < 0;
+    shared.ready[next % kSegments].wait(next / kSegments & 1);
+    return shared.segments[next % kSegments].unit < 0;
   }
 
   // Page ids and queries are read one after the other, each by way of what was read before. All blocks together bring
@@ -233,8 +237,8 @@ struct DecodeTma {
   FI_DEVICE void follow() const {
 #pragma unroll 1
     for (int count = 0;; ++count) {
-      const int at = count & 1;
-      shared.ready[at].wait(count / 2 & 1);
+      const int at = count % kSegments;
+      shared.ready[at].wait(count / kSegments & 1);
       const DecodeSegment& s = shared.segments[at];
       if (s.unit < 0 || is_last(count)) return;
       shared.output_full.wait(count & 1);

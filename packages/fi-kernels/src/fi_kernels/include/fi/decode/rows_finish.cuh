@@ -42,32 +42,19 @@ struct RowsFinish : Finish {
   }
 
  private:
-  // In order of position; so many are asked for at once.
   FI_DEVICE RowPart merged(int r, int x) const {
-    constexpr int kAtOnce = 16;
     RowPart sum{Variant::kHidden, 0.f, make_float4(0.f, 0.f, 0.f, 0.f)};
-#pragma unroll 1
-    for (int first = 0; first < s.parts; first += kAtOnce) {
-      float2 state[kAtOnce];
-      float4 value[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int slot = s.slot_of(min(first + i, s.parts - 1));
-        state[i] = __ldcg(reinterpret_cast<const float2*>(params.slot_state(slot)) + r);
-        value[i] = __ldcg(reinterpret_cast<const float4*>(params.slot(slot) + r * params.problem.dim_vo + x));
-      }
-      float top = sum.m;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) top = fmaxf(top, state[i].x);
-      const float base = softmax_base(top), old = softmax_weight<CudaMath>(sum.m, base);
-      sum = {top, sum.d * old, make_float4(sum.x.x * old, sum.x.y * old, sum.x.z * old, sum.x.w * old)};
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const float weight = first + i < s.parts ? softmax_weight<CudaMath>(state[i].x, base) : 0.f;
-        sum.d += weight * state[i].y;
-        sum.x.x += weight * value[i].x, sum.x.y += weight * value[i].y;
-        sum.x.z += weight * value[i].z, sum.x.w += weight * value[i].w;
-      }
+#pragma unroll 4
+    for (int part = 0; part < s.parts; ++part) {
+      const int slot = s.slot_of(part);
+      const float2 state = __ldcg(reinterpret_cast<const float2*>(params.slot_state(slot)) + r);
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(params.slot(slot) + r * params.problem.dim_vo + x));
+      const float top = fmaxf(sum.m, state.x), base = softmax_base(top);
+      const float old = softmax_weight<CudaMath>(sum.m, base), weight = softmax_weight<CudaMath>(state.x, base);
+      sum.m = top;
+      sum.d = sum.d * old + weight * state.y;
+      sum.x = make_float4(sum.x.x * old + weight * v.x, sum.x.y * old + weight * v.y, sum.x.z * old + weight * v.z,
+                          sum.x.w * old + weight * v.w);
     }
     return sum;
   }

@@ -51,7 +51,7 @@ template <class T, class Q, class KV, int kDim, class Lines, int kKeys = 16>
 struct WarpTile {
   static constexpr bool kFp8 = sizeof(KV) == 1;
   static constexpr int kSixteens = kKeys / 16, kEights = kKeys / 8;
-  static constexpr int kSteps = kDim / 16, kPieces = kDim * sizeof(KV) / 16;
+  static constexpr int kSteps = kDim / 16, kPieces = kDim * sizeof(KV) / 16, kLines = (kPieces + 7) / 8;
   static constexpr int kPitch = kDim + 16 / sizeof(Q);  // of rows of queries in shared memory
   static constexpr bool kHeld = kDim <= 128;  // queries stay in registers; else they come from shared memory each time
 
@@ -62,9 +62,19 @@ struct WarpTile {
   int full_begin, full_end;  // keys that all rows see
   bool special;              // see AttentionProblem
   const Lines lines;
-  const int lane;
+  const int lane, place;  // of the first key in what lines hold
+  // Where the lane's row of an even piece begins, for each line and sixteen keys; the others differ in three bits.
+  unsigned k_row[kSixteens][kLines], v_row[kSixteens][kLines];
 
-  FI_DEVICE explicit WarpTile(Lines lines) : lines(lines), lane(threadIdx.x % 32) {}
+  FI_DEVICE WarpTile(Lines lines, int place) : lines(lines), lane(threadIdx.x % 32), place(place) {
+#pragma unroll
+    for (int i = 0; i < kSixteens; ++i)
+#pragma unroll
+      for (int line = 0; line < kLines; ++line) {
+        k_row[i][line] = lines.offset(place + i * 16 + lane / 16 * 8 + lane % 8, line * 8 + lane / 8 % 2);
+        v_row[i][line] = lines.offset(place + i * 16 + lane % 16, line * 8 + lane / 16);
+      }
+  }
 
   // rows: of the tile; queries: its row r at r * kPitch, in shared memory, until the end of the item.
   FI_DEVICE void begin(const BatchDecodeParams& params, const AttentionProblem& p, int kv_head, int first, int rows,
@@ -95,15 +105,14 @@ struct WarpTile {
     return !special && key >= max(full_begin, low) && key + kKeys <= min(full_end, high);
   }
 
-  // Keys [key, key + kKeys), which lie at `k` and `v` as keys `place` .. of their lines; those outside of [low, high)
+  // Keys [key, key + kKeys), which lie at `k` and `v` from `place` on; those outside of [low, high)
   // are not there, and what lies in their place may be anything. problem() gives the attention problem of the request:
   // where it is rarely asked for, it must not lie in registers. kPlain: they are keys of `plain`, for which the code
   // lies in one piece, without jumps over what is rarely needed.
   template <bool kPlain, class Problem, class WaitForValues>
-  FI_DEVICE void attend(Problem&& problem, const Q* queries, const char* k, char* v, int place, int key, int low,
-                        int high, WaitForValues&& wait_for_values) {
+  FI_DEVICE void attend(Problem&& problem, const Q* queries, const char* k, char* v, int key, int low, int high,
+                        WaitForValues&& wait_for_values) {
     float s[kEights][4] = {}, odd[kEights][4] = {};  // two sums each: half the latency of a chain of products
-    const int key_lane = place + lane / 16 * 8 + lane % 8;
 #pragma unroll
     for (int piece = 0; piece < kPieces; piece += 2) {
       constexpr int kStepsOfPair = kFp8 ? 2 : 1;
@@ -114,7 +123,7 @@ struct WarpTile {
 #pragma unroll
       for (int sixteen = 0; sixteen < kSixteens; ++sixteen) {
         unsigned b[4];
-        ldmatrix_x4(b, k + lines.offset(key_lane + sixteen * 16, piece + lane / 8 % 2));
+        ldmatrix_x4(b, k + (k_row[sixteen][piece / 8] ^ piece % 8 << 4));
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int n = sixteen * 2 + half;
@@ -146,7 +155,7 @@ struct WarpTile {
     }
     soften(s);
     wait_for_values();
-    if (!kPlain && (key < low || key + kKeys > high)) clear(v, place, low - key, high - key);
+    if (!kPlain && (key < low || key + kKeys > high)) clear(v, low - key, high - key);
 #pragma unroll
     for (int sixteen = 0; sixteen < kSixteens; ++sixteen) {
       const float (&left)[4] = s[sixteen * 2], (&right)[4] = s[sixteen * 2 + 1];
@@ -155,7 +164,7 @@ struct WarpTile {
 #pragma unroll
       for (int piece = 0; piece < kPieces; piece += 2) {
         unsigned b[4];
-        ldmatrix_x4_trans(b, v + lines.offset(place + sixteen * 16 + lane % 16, piece + lane / 16));
+        ldmatrix_x4_trans(b, v + (v_row[sixteen][piece / 8] ^ piece % 8 << 4));
         if constexpr (kFp8) {
 #pragma unroll
           for (int x = 0; x < 2 && piece + x < kPieces; ++x) {  // 16 columns: the even ones, the odd ones
@@ -272,7 +281,7 @@ struct WarpTile {
   }
 
   // Values outside of keys [begin, end) of those at `place`: a weight of 0 does not hide a NaN.
-  FI_DEVICE void clear(char* v, int place, int begin, int end) const {
+  FI_DEVICE void clear(char* v, int begin, int end) const {
 #pragma unroll 1
     for (int at = lane; at < kKeys * kPieces; at += 32) {
       const int key = at / kPieces, piece = at % kPieces;

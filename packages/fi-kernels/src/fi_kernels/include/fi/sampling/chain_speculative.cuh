@@ -17,6 +17,9 @@ struct ResidualRow {
     if (slot < target.first || slot >= target.last) return __int_as_float(0x7fffffff);
     return draft ? target.base[slot] - draft[slot] : target.base[slot];
   }
+  FI_DEVICE int pieces_in_gap() const { return 0; }
+  FI_DEVICE int first_in_gap(int) const { return 0; }
+  FI_DEVICE void await() const {}
   FI_DEVICE int place(int slot) const { return slot; }
   FI_DEVICE float at(int place, int further) const { return at(place + further); }
   FI_DEVICE Vec<float, kVec> load(int place, int further) const {

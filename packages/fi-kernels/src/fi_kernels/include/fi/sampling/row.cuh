@@ -42,6 +42,10 @@ struct PlacedRow {
   int gap_begin, gap_end;
   Slots<T> slots;
 
+  FI_DEVICE int pieces_in_gap() const { return (gap_end - gap_begin) / kPiece; }
+  FI_DEVICE int first_in_gap(int begin) const { return (gap_begin - begin) / kPiece; }
+  FI_DEVICE void await() const {}  // until what is held is there
+
   FI_DEVICE T* held(int slot) const { return shared + (slot < gap_begin ? slot : slot - (gap_end - gap_begin)); }
   FI_DEVICE bool holds(int slot) const { return slot < gap_begin || slot >= gap_end; }
   FI_DEVICE const T* place(int slot) const { return holds(slot) ? held(slot) : slots.base + slot; }

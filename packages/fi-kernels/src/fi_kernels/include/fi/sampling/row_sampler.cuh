@@ -11,17 +11,17 @@ namespace sampling {
 template <class Team, class Source, int kWarps>
 struct RowSampler {
   static constexpr int kVec = Source::kVec, kRows = kPiece / (32 * kVec);
-  static_assert(kRows * kVec == 16, "marks of a thread in a piece");
   Scratch<Team, kWarps>& shared;
   const Source& source;
-  uint64_t* marks;  // of this warp: a bit for each element, four pieces of a thread in a word
-  int begin, end;   // slots of this warp, whole pieces
+  float* list;     // room of this warp for kListed marked elements
+  int begin, end;  // slots of this warp, whole pieces
   bool logits;
   Scale scale;
   uint32_t top, limit;  // keys of the largest and of the smallest element that may be drawn
   uint32_t mine;        // key of this thread's largest element
   Range marked;         // what is marked, and that sums are of what is above it
   bool summed;
+  int listed, ends;  // marked elements; of lane i, at the end of the i-th piece in the order of `pieces`
 
   FI_DEVICE static int lane() { return threadIdx.x % 32; }
   FI_DEVICE static int warp() { return threadIdx.x / 32; }
@@ -40,14 +40,14 @@ struct RowSampler {
       for (int i = 0; i < kAtOnce; ++i) f(x[i], j + i);
     }
   }
-  // f(base, piece) for all pieces. Half of the warps begin in the middle: not all wait for global memory at once.
+  // f(base) for all pieces. Half of the warps begin in the middle: not all wait for global memory at once.
   template <class F>
   FI_DEVICE void pieces(F&& f) const {
     const int n = (end - begin) / kPiece;
-    int piece = warp() & 4 ? n / 8 * 4 : 0;
+    int piece = warp() & 4 ? n / 2 : 0;
 #pragma unroll 1
     for (int i = 0; i < n; ++i) {
-      f(begin + piece * kPiece, piece);
+      f(begin + piece * kPiece);
       if (++piece == n) piece = 0;
     }
   }
@@ -82,8 +82,13 @@ struct RowSampler {
     uint32_t high = 0;
     mine = 0;
     summed = false;
+    const int n = (end - begin) / kPiece, in_gap = source.pieces_in_gap();
+    int piece = in_gap ? source.first_in_gap(begin) : 0;  // those that are not on their way to shared memory come first
 #pragma unroll 1
-    for (int base = begin; base < end; base += kPiece) {
+    for (int i = 0; i < n; ++i) {
+      if (i == in_gap) source.await();
+      const int base = begin + piece * kPiece;
+      if (++piece == n) piece = 0;
       float largest = __int_as_float(0x7fffffff);  // NaN
       rows<2>(base, [&](const float (&x)[kVec], int) {
 #pragma unroll
@@ -166,10 +171,10 @@ struct RowSampler {
     clear_sums();
     summed = true;
     marked = {key, key - 1};
-    pieces([&](int base, int) {
+    pieces([&](int base) {
       if (peak(base) < key) return;
       uint64_t part = 0;
-      rows<2>(base, [&](const float (&x)[kVec], int) {
+      rows<kRows>(base, [&](const float (&x)[kVec], int) {
         uint32_t w[kVec];
         if (everything) {
 #pragma unroll
@@ -188,36 +193,40 @@ struct RowSampler {
     if (lane() < kPeaks) shared.sums[warp()][lane()] = 0;
     __syncwarp();
   }
-  // Marks the elements of the range. With `rest`, also adds up, in all and by piece, the parts of those above it, and
-  // in all those from `limit` on: one each, or their weights.
+  // Lists the elements of the range, as far as there is room. With `rest`, also adds up, in all and by piece, the parts
+  // of those above it, and in all those from `limit` on: one each, or their weights.
   FI_DEVICE void mark(Range range, bool weights, bool rest, uint64_t& above, uint64_t& all) {
     const float low = value_of(range.low), edge = value_of(range.high + 1), lowest = value_of(limit);
+    const unsigned before = (1u << lane()) - 1;
     above = all = 0;
     marked = range;
     summed = rest && weights;
+    listed = ends = 0;
     clear_sums();
-    uint64_t marks_of_four = 0;
-    pieces([&](int base, int piece) {
+    int order = 0;
+    pieces([&](int base) {
       if (peak(base) >= (rest ? limit : range.low)) {
-        uint32_t bits = 0;
         uint64_t part = 0;
-        rows<2>(base, [&](const float (&x)[kVec], int j) {
-          uint32_t in = 0;
+        rows<2>(base, [&](const float (&x)[kVec], int) {
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) in |= static_cast<uint32_t>(x[i] >= low && !(x[i] >= edge)) << i;
-          bits |= in << j * kVec;
+          for (int i = 0; i < kVec; ++i) {
+            const bool in = x[i] >= low && !(x[i] >= edge);
+            const unsigned all_in = __ballot_sync(0xffffffffu, in);
+            const int at = listed + __popc(all_in & before);
+            if (in && at < kListed) list[at] = x[i];
+            listed += __popc(all_in);
+          }
           if (rest) add_up(x, weights, lowest, edge, part, all);
         });
-        marks_of_four |= uint64_t{bits} << piece % 4 * 16;
         above += part;
         if (rest) add_to_piece(base, part);
       }
-      if (piece % 4 == 3 || base + kPiece == end) {
-        marks[piece / 4 * 32 + lane()] = marks_of_four;
-        marks_of_four = 0;
-      }
+      if (lane() == order++) ends = listed;
     });
+    __syncwarp();
   }
+  // Whether the marked elements are in the list; else they are found again in the row.
+  FI_DEVICE bool in_list() const { return listed <= kListed && end - begin <= 32 * kPiece; }
   FI_DEVICE void add_up(const float (&x)[kVec], bool weights, float lowest, float edge, uint64_t& above,
                         uint64_t& all) const {
     uint32_t w[kVec];
@@ -237,44 +246,38 @@ struct RowSampler {
     const uint64_t sum = warp_sum_u64(part);
     if (lane() == 0) shared.sums[warp()][peak_of(base)] += sum;
   }
-  // f(x, slot) for this thread's marked elements of a piece; some loads before their uses, since they may be global.
-  template <class F>
-  FI_DEVICE void marked_in(int base, int piece, F&& f) const {
-    constexpr int kAtOnce = 4;
-    uint32_t bits = static_cast<uint32_t>(marks[piece / 4 * 32 + lane()] >> piece % 4 * 16) & 0xffff;
-    const auto place = source.place(base);
-#pragma unroll 1
-    while (bits) {
-      float x[kAtOnce];
-      int slot[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int bit = __ffs(static_cast<int>(bits)) - 1, further = (bit / kVec * 32 + lane()) * kVec + bit % kVec;
-        slot[i] = bits ? base + further : -1;
-        x[i] = bits ? source.at(place, further) : 0.f;
-        bits &= bits - 1;
-      }
-#pragma unroll 1
-      for (int i = 0; i < kAtOnce && slot[0] >= 0; ++i) {
-        f(x[0], slot[0]);
-#pragma unroll
-        for (int k = 0; k < kAtOnce - 1; ++k) x[k] = x[k + 1], slot[k] = slot[k + 1];
-        slot[kAtOnce - 1] = -1;
-      }
-    }
-  }
+  // f(x) for the marked elements, dealt over the lanes.
   template <class F>
   FI_DEVICE void each_marked(F&& f) const {
-    pieces([&](int base, int piece) { marked_in(base, piece, f); });
+    const bool from_list = in_list();
+    const float low = value_of(marked.low), edge = value_of(marked.high + 1);
+    const int n = from_list ? listed : end - begin;
+    int base = begin;
+#pragma unroll 1
+    for (int i = lane(); i < n; i += 32) {
+      if (!from_list) base = begin + i / kPiece * kPiece;
+      const float x = from_list ? list[i] : source.at(source.place(base), begin + i - base);
+      if (x >= low && !(x >= edge)) f(x);
+    }
   }
 
   // Whether the sums by piece and the marks together tell the weights from a key on.
   FI_DEVICE bool knows(uint32_t key) const { return summed && key >= marked.low && key <= marked.high + 1; }
   // Adds the weights of the marked elements from a key on to the sums by piece.
   FI_DEVICE void add_marked(uint32_t key) const {
-    pieces([&](int base, int piece) {
+    const float low = value_of(key), edge = value_of(marked.high + 1);
+    const bool from_list = in_list();
+    int order = 0, from = 0;
+    pieces([&](int base) {
+      const int to = from_list ? __shfl_sync(0xffffffffu, ends, order++) : kPiece;
+      const auto place = source.place(base);
       uint64_t part = 0;
-      marked_in(base, piece, [&](float x, int) { part += key_of(x) >= key ? weight(x) : 0; });
+#pragma unroll 1
+      for (int i = from + lane(); i < to; i += 32) {
+        const float x = from_list ? list[i] : source.at(place, i);
+        if (x >= low && !(x >= edge)) part += weight(x);
+      }
+      if (from_list) from = to;
       add_to_piece(base, part);
     });
   }
@@ -303,7 +306,7 @@ struct RowSampler {
     const uint32_t least = key_of(lowest);
     uint64_t own = 0, before;
     const bool everything = logits && top < 0xff800000u && least <= 0x00800000u;  // keys of +inf, -max
-    pieces([&](int base, int) {
+    pieces([&](int base) {
       if (peak(base) < least) return;
       const bool keeps = source.keeps(base);
       rows<1>(base, [&](const float (&x)[kVec], int j) {

@@ -16,10 +16,10 @@ FI_DEVICE void put_token(const SampleParams& p, int64_t output, int64_t token, b
 
 // One output of `row`; slots [first, last) of this block are the row, as far as they lie in the block.
 template <class T, class Team, class Source, int kWarps>
-FI_DEVICE void run_row(const SampleParams& p, Scratch<Team, kWarps>& shared, const Source& source, uint64_t* marks,
+FI_DEVICE void run_row(const SampleParams& p, Scratch<Team, kWarps>& shared, const Source& source, float* list,
                        int begin, int end, int first, int last, int output, int row) {
   using Row = RowSampler<Team, Source, kWarps>;
-  Row s{shared, source, marks, begin, end, p.logits};
+  Row s{shared, source, list, begin, end, p.logits};
   const float temperature = at(p.temperature, row), top_p = at(p.top_p, row);
   const int32_t k = at(p.top_k, row);
   const bool greedy = is_greedy(p, temperature), draws = p.output == kDrawToken;
@@ -78,10 +78,10 @@ FI_DEVICE bool missing(const SampleParams& p, int64_t output, int64_t row) {
   return true;
 }
 
-// Of a warp, at the beginning of the dynamic shared memory: a bit for each slot.
-FI_DEVICE uint64_t* marks_of(const SampleParams& p, int warp) {
+// Of a warp, at the beginning of the dynamic shared memory: room for what it lists.
+FI_DEVICE float* list_of(int warp) {
   extern __shared__ uint4 dynamic[];
-  return reinterpret_cast<uint64_t*>(dynamic) + warp * ((p.share + 4 * kPiece - 1) / (4 * kPiece) * 32);
+  return reinterpret_cast<float*>(dynamic) + warp * kListed;
 }
 
 }  // namespace sampling
@@ -108,12 +108,12 @@ FI_DEVICE void sample_block(const SampleParams& p) {
   const int all = warp_share(slots.last, 1), begin = min(warp * p.share, all), end = min(begin + p.share, all);
   // The first and the last piece of the row are held: they may not be whole.
   const int gap_begin = begin == 0 ? kPiece : begin, gap_end = max(gap_begin, end == all ? end - kPiece : end);
-  const PlacedRow<T> source{reinterpret_cast<T*>(marks_of(p, kWarps)) + kPiece - gap_begin, gap_begin, gap_end, slots};
+  const PlacedRow<T> source{reinterpret_cast<T*>(list_of(kWarps)) + kPiece - gap_begin, gap_begin, gap_end, slots};
   source.fill(begin, min(gap_begin, end));
   source.fill(gap_end, end);
   __syncwarp();
   if (threadIdx.x == 0) shared.random = random_of(row_random(p, output));
-  run_row<T, OneBlock, PlacedRow<T>, kWarps>(p, shared, source, marks_of(p, warp), begin, end, slots.first, slots.last,
+  run_row<T, OneBlock, PlacedRow<T>, kWarps>(p, shared, source, list_of(warp), begin, end, slots.first, slots.last,
                                              output, static_cast<int>(row));
 }
 

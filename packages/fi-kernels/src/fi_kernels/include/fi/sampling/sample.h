@@ -22,6 +22,8 @@ struct PerRowSeed {
 
 // Slots that a warp takes at once: enough loads in flight, and one decision to skip them.
 constexpr int kPiece = 512;
+// Bytes of shared memory for each warp beside its slots: of elements that a threshold may be among.
+constexpr int kListRoom = 288 * 4;
 
 enum SampleOutput : int32_t { kDrawToken = 0, kRenormalise = 1, kMaskOut = 2 };
 

@@ -39,6 +39,12 @@ struct Cluster {
   }
 };
 
+template <class T>
+struct CopiedRow : PlacedRow<T> {
+  Barrier& copied;
+  FI_DEVICE void await() const { copied.wait(0); }
+};
+
 // Starts to fill what is held of the slots [begin, end) of this warp. What the row does not fill to 16 bytes at its
 // ends is copied by hand, so nothing outside of it is read.
 template <class T>
@@ -91,8 +97,7 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   __shared__ Scratch<Cluster, kWarps> shared;
   __shared__ Barrier barriers[kWarps];
   const int warp = threadIdx.x / 32;
-  uint64_t* marks = marks_of(p, warp);
-  T* slots = reinterpret_cast<T*>(marks_of(p, kWarps));
+  T* slots = reinterpret_cast<T*>(list_of(kWarps));
   clear(shared);
   pdl_wait();
   const int output = blockIdx.x / cluster_size();
@@ -104,15 +109,18 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   const int used = max(0, min(p.slice, warp_share(whole.last, 1)));  // whole pieces
   const int begin = min(warp * p.share, used), end = min(begin + p.share, used);
   slots += warp * (p.held - p.share);
-  PlacedRow<T> source{slots, end, end, whole};
+  CopiedRow<T> source{{slots, end, end, whole}, barriers[warp]};
   if (end - begin > p.held) source.gap_begin = begin + kPiece, source.gap_end = end - p.held + kPiece;
-  load_slots(source, begin, end, barriers[warp]);
+  load_slots<T>(source, begin, end, barriers[warp]);
   cluster_arrive();
   if (threadIdx.x == 0) shared.random = random_of(row_random(p, output));  // while the row is on its way
-  barriers[warp].wait(0);
-  if (p.ahead) prefetch_slots<T>(p, int64_t{output} + p.ahead, skipped, begin, end);
+  if (p.ahead) {
+    source.await();
+    prefetch_slots<T>(p, int64_t{output} + p.ahead, skipped, begin, end);
+  }
   if constexpr (sizeof(T) == 4) {
     if (is_adjusted(p)) {
+      source.await();
       __syncthreads();
       const int low = -whole.first;  // the token of slot 0
       penalise(p, slots - min(low, 0), max(low, 0), min(low + used, p.vocab), output, row);
@@ -123,8 +131,8 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
       __syncwarp();
     }
   }
-  run_row<T, Cluster, PlacedRow<T>, kWarps>(p, shared, source, marks, begin, end, whole.first, whole.last, output,
-                                            static_cast<int>(row));
+  run_row<T, Cluster, CopiedRow<T>, kWarps>(p, shared, source, list_of(warp), begin, end, whole.first, whole.last,
+                                            output, static_cast<int>(row));
   Cluster::sync();  // others may still read this block's sums
 }
 

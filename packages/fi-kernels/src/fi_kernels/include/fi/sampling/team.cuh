@@ -10,8 +10,9 @@ namespace sampling {
 constexpr int kPeaks = 8;
 constexpr int kBuckets = 128;
 constexpr int kAbove = kBuckets, kAll = kBuckets + 1, kCounters = kBuckets + 2;
-constexpr int kSteps = 256;  // sixteenths of a power of two by which a sample is sorted
-constexpr int kFew = 192;    // elements among which each is compared with all others
+constexpr int kSteps = 256;             // sixteenths of a power of two by which a sample is sorted
+constexpr int kListed = kListRoom / 4;  // marked elements that a warp has room for
+constexpr int kFew = 192;               // elements among which each is compared with all others
 
 // Number of elements and sum of weights of a bucket, in parts: there is no 64-bit adder in shared memory. The sum is
 // low + high * 2^kHighAt.

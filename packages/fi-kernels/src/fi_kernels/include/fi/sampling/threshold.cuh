@@ -67,7 +67,7 @@ struct Threshold {
   // Counts or weighs the marked elements by their bucket of the range.
   FI_DEVICE void tally(bool weights, Range range) {
     const int shift = bucket_shift(range);
-    row.each_marked([&](float x, int) {
+    row.each_marked([&](float x) {
       const uint32_t key = key_of(x);
       if (key >= range.low && key <= range.high)
         Team::add(shared.counters[turn][(key - range.low) >> shift], weights ? row.weight(x) : 0u);
@@ -191,7 +191,7 @@ struct Threshold {
     parts = warp_scan(parts) - parts;
     const float total = __shfl_sync(0xffffffffu, parts + part[kEach - 1], 31);
     const float target = weights ? share * total : static_cast<float>(k);
-    const float room = fmaxf(512.f, static_cast<float>(vocab) / 32.f);
+    const float room = fmaxf(512.f, static_cast<float>(vocab) / 50.f);
     float until = 0.f;  // elements before the target is reached
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -237,7 +237,7 @@ struct Threshold {
 
   // Gives the marked elements of the range to all blocks, each of which settles it.
   FI_DEVICE uint32_t send(bool weights, Range range, Total found, uint64_t above, uint64_t target) {
-    row.each_marked([&](float x, int) {
+    row.each_marked([&](float x) {
       const uint32_t key = key_of(x);
       if (key < range.low || key > range.high) return;
       const unsigned at = found.before + atomicAdd(&shared.mine, 1u);
@@ -254,15 +254,27 @@ struct Threshold {
     return settle(n, above, target);
   }
 
-  // Gives all blocks the marked elements, with their tokens (slots less `first`). Returns their number, and -1 if there
-  // are too many.
-  FI_DEVICE int send_all(int first) {
+  // Gives all blocks the elements from `bound` on, with their tokens (slots less `first`). Returns their number, and -1
+  // if there are too many.
+  FI_DEVICE int send_all(uint32_t bound, int first) {
     const unsigned room = kFew / Team::size();
-    row.each_marked([&](float x, int slot) {
-      const unsigned at = atomicAdd(&shared.mine, 1u);
-      if (at >= room) return;
-      const uint64_t entry = uint64_t{key_of(x)} << 32 | static_cast<uint32_t>(slot - first);
-      for (unsigned r = 0; r < Team::size(); ++r) Team::write(shared.entries[Team::rank() * room + at], r, entry);
+    const float least = value_of(bound);
+    row.pieces([&](int base) {
+      if (row.peak(base) < bound) return;
+      row.template rows<2>(base, [&](const float (&x)[Row::kVec], int j) {
+        uint32_t bits = 0;
+#pragma unroll
+        for (int i = 0; i < Row::kVec; ++i) bits |= static_cast<uint32_t>(x[i] >= least) << i;
+#pragma unroll 1
+        for (; bits; bits &= bits - 1) {
+          const int further = (32 * j + row.lane()) * Row::kVec + __ffs(static_cast<int>(bits)) - 1;
+          const unsigned at = atomicAdd(&shared.mine, 1u);
+          if (at >= room) break;
+          const uint32_t key = key_of(row.source.at(row.source.place(base), further));
+          const uint64_t entry = uint64_t{key} << 32 | static_cast<uint32_t>(base + further - first);
+          for (unsigned r = 0; r < Team::size(); ++r) Team::write(shared.entries[Team::rank() * room + at], r, entry);
+        }
+      });
     });
     __syncthreads();
     if (threadIdx.x < Team::size()) Team::write(shared.sent[Team::rank()], threadIdx.x, shared.mine);
@@ -345,8 +357,12 @@ struct Threshold {
 #pragma unroll 1
     for (;;) {
       const bool weights = stage >= kWeight;
+      if (stage == kBound) {
+        listed = send_all(wanted.bound, first);
+        if (listed >= 0) return wanted.bound;
+        stage = kCount;
+      }
       if (fresh) {
-        if (stage == kBound) range = {wanted.bound, row.top};
         if (stage == kCount || stage == kWeight) range = guess(weights, wanted.k, wanted.top_p, wanted.vocab);
         if (stage == kSums) {
           if (wanted.sums) row.sum_from(lowest);
@@ -355,12 +371,6 @@ struct Threshold {
       }
       uint64_t above, total, target = wanted.k;
       row.mark(range, weights, weights || (stage == kCount && range.high != row.top), above, total);
-      if (stage == kBound) {
-        listed = send_all(first);
-        if (listed >= 0) return wanted.bound;
-        stage = kCount;
-        continue;
-      }
       add(kAbove, above);
       add(kAll, total);
       tally(weights, range);

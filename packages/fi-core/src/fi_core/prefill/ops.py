@@ -61,7 +61,8 @@ def _tiles_unit(axes: Axes) -> Unit:
 _HOPPER = {64: (64, 64, 128, 3), 128: (128, 128, 128, 3), 192: (192, 128, 128, 2), 256: (256, 256, 80, 2)}
 _OUTPUTS = ("f16", "bf16")  # of e4m3
 _HOPPER_VALUES = {qk: vo for qk, vo, *_ in _HOPPER.values()}
-# Of the kernels for e4m3, and for 16-bit q over fp8: keys a step; head dims are 128. Not yet measured.
+# Of the kernels for e4m3, and for 16-bit q over fp8: keys a step; head dims are 128. On an H200, one sequence of 16k,
+# page 16: e4m3 909 TFLOP/s with 128 keys, 861 with 96. Of 16-bit q only 128 keys are measured, 433.
 _FP8_KEYS, _FP8_ROWS, _MIXED_KEYS, _FP8_DIM = 128, 192, 128, 128
 
 

@@ -102,11 +102,10 @@ struct Finish {
   }
 
  private:
-  // The values of all parts. Eight are asked for at once: more would save round trips to L2, but their code comes from
-  // DRAM (H200, b1 kv1k, 4 parts: 16 at once 16.8 us, 8 14.6, 4 13.7; b1 kv8k, 16 parts: 22.6, 21.3, 21.8; with 132
-  // parts 4 are too few, b1 kv32k 8/1: 40).
+  // The values of all parts. Four are asked for at once: more would save round trips to L2, but their code comes from
+  // DRAM (H200, b1 kv1k, 4 parts: 16 at once 16.8 us, 8 14.6, 4 13.7; b1 kv8k, 16 parts: 22.6, 21.3, 21.8).
   FI_DEVICE RowPart merged(int r, int x) const {
-    constexpr int kAtOnce = 8;
+    constexpr int kAtOnce = 4;
     const int dim = params.problem.dim_vo;
     const int64_t slot = static_cast<int64_t>(kDecodeRows) * (dim + 2), step = s.step * slot;  // floats
     const float* parts = params.slot(s.slot);

@@ -148,7 +148,7 @@ def adjusted_reference(x: torch.Tensor, a: dict[str, Any]) -> torch.Tensor:
 @pytest.mark.parametrize("per_row_bias", [False, True])
 def test_changed_logits(per_row_bias: bool, device: str) -> None:
     """Penalties, bias, mask and temperature, each with an effect, by the distribution of the draws."""
-    rows, vocab, n = 2, 40, 1 << 17
+    rows, vocab, n = 2, 40, 1 << 20
     generator = torch.Generator().manual_seed(3)
     a: dict[str, Any] = {
         "seen_token_ids": torch.tensor([[3, 7, 11, -1], [0, 39, -1, 20]], dtype=torch.int32),

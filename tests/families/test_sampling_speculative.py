@@ -52,7 +52,7 @@ def outcomes(draft: torch.Tensor, tokens: torch.Tensor, target: torch.Tensor) ->
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_all_outcomes(n: int, device: str) -> None:
-    draws, vocab = 1 << 17, 5
+    draws, vocab = 1 << 20, 5
     draft, tokens, target = rows(1, n, vocab, device, seed=n)
     want = outcomes(draft[0].cpu(), tokens[0], target[0].cpu())
     places = {outcome: i for i, outcome in enumerate(want)}

@@ -34,6 +34,8 @@ from fi_core.prefill import (
 )
 from fi_core.utils import MaskMode
 
+pytestmark = pytest.mark.jit
+
 F16, HEADS, DIM = torch.float16, (4, 2), 64
 LSE = (1e-4, 1e-4)
 SIGMOID, MASKED, ALIBI, DUMP, SINK = EXAMPLES

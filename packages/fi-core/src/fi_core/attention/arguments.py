@@ -70,7 +70,7 @@ def data_types(
     q = _dtype("float16" if q is None else q, "q_data_type")
     kv = q if kv is None else _dtype(kv, "kv_data_type")
     if kv is torch.uint8:
-        raise NotImplementedError("kv_data_type: NVFP4 keys and values (uint8) are not supported")
+        raise no_nvfp4("kv_data_type (uint8)")
     return q, kv, q if o is None else _dtype(o, "o_data_type")
 
 
@@ -150,6 +150,10 @@ def scale_product(number: float, *scales: Any) -> tuple[float, torch.Tensor | No
         else:
             tensor = scale if tensor is None else tensor * scale
     return number, tensor
+
+
+def no_nvfp4(name: str) -> NotImplementedError:
+    return NotImplementedError(f"{name}: NVFP4 keys and values are not supported; pass fp16, bf16 or fp8 ones")
 
 
 def refuse(asked: Mapping[str, bool]) -> None:

@@ -6,7 +6,7 @@ import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.arguments import CHECK, LAYOUTS, cache_pair, check_tables, code, refuse, scale_product
+from fi_core.attention.arguments import CHECK, LAYOUTS, cache_pair, check_tables, code, no_nvfp4, refuse, scale_product
 from fi_core.decode import ops
 from fi_core.decode.division import carve
 from fi_core.decode.trace import tables_trace
@@ -294,8 +294,13 @@ def xqa(
 
     Raises ValueError (shape, dtype, device), KeyError (kv_layout), NotImplementedError (q_cu_seq_lens, NVFP4 caches).
     """
-    if q_cu_seq_lens is not None or k_sf_cache is not None or v_sf_cache is not None:
-        raise NotImplementedError("q_cu_seq_lens, k_sf_cache, v_sf_cache: ragged queries and NVFP4 are not supported")
+    if q_cu_seq_lens is not None:
+        raise NotImplementedError(
+            "q_cu_seq_lens: ragged queries are not supported here; trtllm_batch_decode_with_kv_cache takes them as "
+            "cum_seq_lens_q"
+        )
+    if k_sf_cache is not None or v_sf_cache is not None:
+        raise no_nvfp4("k_sf_cache, v_sf_cache")
     tokens, heads = (1, 2) if kv_layout == "NHD" else (2, 1)
     if k_cache.ndim != 4 or (k_cache.shape[tokens], k_cache.shape[heads]) != (page_size, num_kv_heads):
         raise ValueError(

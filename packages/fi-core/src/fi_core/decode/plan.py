@@ -227,9 +227,13 @@ class BatchDecodePlan:
         `q_len_per_req > 1`, NVFP4 keys).
         """
         if window_right != 0:
-            raise NotImplementedError(f"window_right: only 0 is supported; got {window_right}")
+            raise NotImplementedError(
+                f"window_right: only 0 is supported, decode sees no later keys; got {window_right}"
+            )
         if is_causal is not None and bool(is_causal) != (q_len_per_req > 1):
-            raise NotImplementedError(f"is_causal: only q_len_per_req > 1 is supported; got {is_causal}")
+            raise NotImplementedError(
+                f"is_causal: leave it out, or pass what q_len_per_req > 1 is ({q_len_per_req > 1}); got {is_causal}"
+            )
         self._check_table(indptr, indices, last_page_len, seq_lens, page_size, q_len_per_req)
         if self._use_cuda_graph:
             _copy(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.arguments import CHECK, POS_ENCODINGS, check_pages, per_head, scale_product, unpack
+from fi_core.attention.arguments import CHECK, POS_ENCODINGS, check_pages, no_nvfp4, per_head, scale_product, unpack
 from fi_core.decode import ops
 from fi_core.decode.plan import BatchDecodePlan
 from fi_core.observe.log import fi_api
@@ -217,7 +217,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
     def _refuse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache_sf: Any) -> None:
         """Says which of the inputs is not what was planned."""
         if kv_cache_sf is not None:
-            raise NotImplementedError("kv_cache_sf: NVFP4 keys and values are not supported")
+            raise no_nvfp4("kv_cache_sf")
         if q.dtype is not self._cached_q_data_type:
             raise ValueError(f"q: q_data_type {self._cached_q_data_type} was planned; got {q.dtype}")
         if k.dtype is not self._cached_kv_data_type or v.dtype is not k.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.arguments import CHECK, check_pages, unpack
+from fi_core.attention.arguments import CHECK, check_pages, no_nvfp4, unpack
 from fi_core.observe.log import fi_api
 from fi_core.prefill.plan import BatchPrefillPlan
 
@@ -249,7 +249,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             f"window_left: {self._window_left} was planned; got {window_left}"
         )
         if kv_cache_sf is not None:
-            raise NotImplementedError("kv_cache_sf: NVFP4 keys and values are not supported")
+            raise no_nvfp4("kv_cache_sf")
         k, v = unpack(paged_kv_cache, self._kv_layout)
         self._check_query(q, k, v)
         page_size, kv_heads = (k.shape[1], k.shape[2]) if self._layout == 0 else (k.shape[2], k.shape[1])

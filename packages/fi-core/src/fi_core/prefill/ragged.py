@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from fi_core.attention.arguments import no_nvfp4
 from fi_core.observe.log import fi_api
 from fi_core.prefill.plan import BatchPrefillPlan
 
@@ -166,7 +167,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         errors are those of `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
         if kv_cache_sf is not None:
-            raise NotImplementedError("kv_cache_sf: NVFP4 keys and values are not supported")
+            raise no_nvfp4("kv_cache_sf")
         if o_scale is not None and o_scale != 1.0:
             raise NotImplementedError(f"o_scale: only 1 is supported, multiply v_scale by it; got {o_scale}")
         if k.ndim != 3 or v.ndim != 3:

@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention import attend
-from fi_core.attention.arguments import POS_ENCODINGS, code
+from fi_core.attention.arguments import POS_ENCODINGS, code, no_nvfp4
 from fi_core.errors import UnsupportedError
 from fi_core.observe.log import fi_api
 from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
@@ -187,7 +187,7 @@ def single_prefill_with_kv_cache(
     if backend not in _BACKENDS:
         raise ValueError(f"backend: allowed are {', '.join(sorted(_BACKENDS))}; got {backend!r}")
     if kv_cache_sf is not None:
-        raise NotImplementedError("kv_cache_sf: NVFP4 keys and values are not supported; pass fp16, bf16 or fp8 ones")
+        raise no_nvfp4("kv_cache_sf")
     if q.ndim != 3:
         raise ValueError(f"q must have shape [qo_len, num_qo_heads, head_dim_qk]; got {tuple(q.shape)}")
     by_head = (scale_q, scale_k, scale_v)

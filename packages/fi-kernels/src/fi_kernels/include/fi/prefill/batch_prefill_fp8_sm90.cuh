@@ -11,6 +11,7 @@
 #include "fi/cuda/ptx/warpgroup_sm90.cuh"
 #include "fi/cuda/ptx/wgmma_sm90.cuh"
 #include "fi/prefill/producers_sm90.cuh"
+#include "fi/prefill/tile_softmax_sm90.cuh"
 
 namespace fi {
 
@@ -235,8 +236,8 @@ struct PrefillFp8Kernel {
 #pragma unroll
           for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * scale[i / 2 % 2]);
         }
-        if (j < clear_begin || j >= clear_end) hide(s, shared.work[use % 2], row, j * kKeys + lane % 4 * 2);
-        softmax(s, scale, m, d, alpha);
+        if (j < clear_begin || j >= clear_end) hide_keys(p, s, shared.work[use % 2], row, j * kKeys + lane % 4 * 2);
+        tile_softmax(s, {kCapped ? p.cap : scale[0], kCapped ? p.cap : scale[1]}, kOffset, m, d, alpha);
         pack(s, weights);
         shared.columns_full[stage].wait(step / kColumnStages % 2);
         multiply_values(part, weights, wgmma_uniform(wgmma_further(v, stage * sizeof(shared.columns[0]))));
@@ -252,9 +253,6 @@ struct PrefillFp8Kernel {
       if (thread == 0) shared.work_empty[use % 2].arrive();
     }
   }
-
-  // The same in all lanes, and known to be: wgmma behind a branch on it need not be serialised.
-  FI_DEVICE static int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
   FI_DEVICE float score_scale(int kv_head, int row) const {
     float scale = p.scale;
@@ -279,57 +277,6 @@ struct PrefillFp8Kernel {
     for (int step = 0; step < kKeys / 32; ++step)
       wgmma_m64k32(o, weights[step], wgmma_further(v, step * 32 * kDim), step > 0, T());
     wgmma_commit();
-  }
-
-  // Scores of rows `row` and row + 8 with keys from `column` on.
-  FI_DEVICE void hide(float (&s)[kKeys / 2], const Work& work, int row, int column) const {
-    const Mask mask = Mask::of_range(p.causal, p.window_left, work.request.qo_len, work.request.kv_len);
-    int first[2], end[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int token = work.token + static_cast<int>(divide(row + 8 * h, p.group));
-      first[h] = mask.first_key(token) - column;
-      end[h] = mask.end_key(token) - column;
-    }
-#pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i) {
-      const int key = i / 4 * 8 + i % 2, h = i / 2 % 2;
-      if (key < first[h] || key >= end[h]) s[i] = kMinusInf;
-    }
-  }
-
-  // Scores become weights, relative to the new maxima m; alpha is what earlier sums must be multiplied by. d holds this
-  // thread's part of the sum.
-  FI_DEVICE void softmax(float (&s)[kKeys / 2], const float (&scales)[2], float (&m)[2], float (&d)[2],
-                         float (&alpha)[2]) const {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float scale = kCapped ? p.cap : scales[h];
-      float most[4] = {m[h], kMinusInf, kMinusInf, kMinusInf};  // chains that need not wait for each other
-#pragma unroll
-      for (int i = 0; i < kKeys / 8; ++i) {
-        most[i % 2] = fmaxf(most[i % 2], s[4 * i + 2 * h]);
-        most[2 + i % 2] = fmaxf(most[2 + i % 2], s[4 * i + 2 * h + 1]);
-      }
-      float top = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-      const float base = softmax_base(top) * scale;
-      alpha[h] = exp2_approx(fmaf(m[h], scale, -base));
-      m[h] = top;
-      const float less = base - kOffset;
-      float sum = 0.f, sum1 = 0.f;
-#pragma unroll
-      for (int i = 0; i < kKeys / 8; ++i) {
-        float& x = s[4 * i + 2 * h];
-        float& y = s[4 * i + 2 * h + 1];
-        x = exp2_approx(fmaf(x, scale, -less));
-        y = exp2_approx(fmaf(y, scale, -less));
-        sum += x;
-        sum1 += y;
-      }
-      d[h] = d[h] * alpha[h] + (sum + sum1);
-    }
   }
 
   FI_DEVICE static void pack(const float (&s)[kKeys / 2], unsigned (&weights)[kKeys / 32][4]) {
@@ -390,12 +337,7 @@ struct PrefillFp8Kernel {
 
 template <int kKeys, bool kCapped, int kSharedBytes>
 FI_DEVICE void batch_prefill_fp8(const BatchPrefillParams& params) {
-  extern __shared__ uint4 bytes[];
-  using Kernel = PrefillFp8Kernel<kKeys, kCapped>;
-  static_assert(sizeof(typename Kernel::Shared) + 1024 <= kSharedBytes, "the family's Python says how much to ask for");
-  // NOTE: an offset; of a pointer made of an integer the compiler does not know that it points to shared memory.
-  const unsigned offset = -static_cast<unsigned>(__cvta_generic_to_shared(bytes)) % 1024;
-  Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(reinterpret_cast<char*>(bytes) + offset)).run();
+  run_aligned<PrefillFp8Kernel<kKeys, kCapped>, kSharedBytes>(params);
 }
 
 }  // namespace fi

@@ -109,12 +109,7 @@ struct PrefillMixedKernel {
 
 template <class T, class KV, int kKeys, bool kCapped, int kSharedBytes>
 FI_DEVICE void batch_prefill_mixed(const BatchPrefillParams& params) {
-  extern __shared__ uint4 bytes[];
-  using Kernel = PrefillMixedKernel<T, KV, kKeys, kCapped>;
-  static_assert(sizeof(typename Kernel::Shared) + 1024 <= kSharedBytes, "the family's Python says how much to ask for");
-  // NOTE: an offset; of a pointer made of an integer the compiler does not know that it points to shared memory.
-  const unsigned offset = -static_cast<unsigned>(__cvta_generic_to_shared(bytes)) % 1024;
-  Kernel{params, *reinterpret_cast<typename Kernel::Shared*>(reinterpret_cast<char*>(bytes) + offset)}.run();
+  run_aligned<PrefillMixedKernel<T, KV, kKeys, kCapped>, kSharedBytes>(params);
 }
 
 }  // namespace fi

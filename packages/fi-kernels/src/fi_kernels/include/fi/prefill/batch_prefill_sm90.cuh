@@ -10,6 +10,7 @@
 #include "fi/cuda/ptx/warpgroup_sm90.cuh"
 #include "fi/cuda/ptx/wgmma_sm90.cuh"
 #include "fi/prefill/producers_sm90.cuh"
+#include "fi/prefill/tile_softmax_sm90.cuh"
 
 namespace fi {
 
@@ -121,6 +122,7 @@ struct PrefillKernel {
       const int clear_end = uniform(tile.mask.end_key(tile.token) / kKeys);
       const int clear_begin = uniform((tile.mask.first_key(tile.token + tile.tokens - 1) + kKeys - 1) / kKeys);
       const int begin = uniform(tile.begin), end = begin + uniform(tile.count);
+      const float scale = kCapped ? p.cap : p.scale;
       float m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f}, alpha[2];
 #pragma unroll
       for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
@@ -141,8 +143,8 @@ struct PrefillKernel {
 #pragma unroll
           for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * p.scale);
         }
-        if (j < clear_begin || j >= clear_end) hide(s, shared.work[use % 2], row, j * kKeys + lane % 4 * 2);
-        softmax(s, m, d, alpha);
+        if (j < clear_begin || j >= clear_end) hide_keys(p, s, shared.work[use % 2], row, j * kKeys + lane % 4 * 2);
+        tile_softmax(s, {scale, scale}, 0.f, m, d, alpha);
         pack(s, weights);
         // Mostly not: maxima come early. NOTE: sums are not negative; asking for them keeps the compiler from putting
         // their additions off until all exponentials are through.
@@ -176,9 +178,6 @@ struct PrefillKernel {
  private:
   FI_DEVICE static int before(int stage) { return stage == 0 ? kStages - 1 : stage - 1; }
 
-  // The same in all lanes, and known to be: wgmma behind a branch on it need not be serialised.
-  FI_DEVICE static int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
-
   // Bytes between groups of 8 rows, and between blocks of 64 columns, of keys and values.
   static constexpr unsigned kKeyGroup = kWholeRows ? kDimQK * 16 : 1024, kValueGroup = kWholeRows ? kDimVO * 16 : 1024;
   static constexpr unsigned kBlockBytes = kWholeRows ? 1024 : kKeys * 128;
@@ -200,55 +199,6 @@ struct PrefillKernel {
     for (int step = 0; step < kKeys / 16; ++step)
       wgmma_m64k16(o, weights[step], wgmma_further(v, step * 2 * kValueGroup), true, T());
     wgmma_commit();
-  }
-
-  // Scores of rows `row` and row + 8 with keys from `column` on.
-  FI_DEVICE void hide(float (&s)[kKeys / 2], const Work& work, int row, int column) const {
-    const Mask mask = Mask::of_range(p.causal, p.window_left, work.request.qo_len, work.request.kv_len);
-    int first[2], end[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int token = work.token + static_cast<int>(divide(row + 8 * h, p.group));
-      first[h] = mask.first_key(token) - column;
-      end[h] = mask.end_key(token) - column;
-    }
-#pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i) {
-      const int key = i / 4 * 8 + i % 2, h = i / 2 % 2;
-      if (key < first[h] || key >= end[h]) s[i] = kMinusInf;
-    }
-  }
-
-  // Scores become weights, relative to the new maxima m; alpha is what earlier sums must be multiplied by. d holds this
-  // thread's part of the sum.
-  FI_DEVICE void softmax(float (&s)[kKeys / 2], float (&m)[2], float (&d)[2], float (&alpha)[2]) const {
-    const float scale = kCapped ? p.cap : p.scale;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float most[4] = {m[h], kMinusInf, kMinusInf, kMinusInf};  // chains that need not wait for each other
-#pragma unroll
-      for (int i = 0; i < kKeys / 8; ++i) {
-        most[i % 2] = fmaxf(most[i % 2], s[4 * i + 2 * h]);
-        most[2 + i % 2] = fmaxf(most[2 + i % 2], s[4 * i + 2 * h + 1]);
-      }
-      float top = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-      const float base = softmax_base(top) * scale;
-      alpha[h] = exp2_approx(fmaf(m[h], scale, -base));
-      m[h] = top;
-      float sum = 0.f, sum1 = 0.f;
-#pragma unroll
-      for (int i = 0; i < kKeys / 8; ++i) {
-        float& x = s[4 * i + 2 * h];
-        float& y = s[4 * i + 2 * h + 1];
-        x = exp2_approx(fmaf(x, scale, -base));
-        y = exp2_approx(fmaf(y, scale, -base));
-        sum += x;
-        sum1 += y;
-      }
-      d[h] = d[h] * alpha[h] + (sum + sum1);
-    }
   }
 
   FI_DEVICE static void pack(const float (&s)[kKeys / 2], unsigned (&weights)[kKeys / 16][4]) {
@@ -319,12 +269,8 @@ struct PrefillKernel {
 
 template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped, int kConsumers, int kSharedBytes>
 FI_DEVICE void batch_prefill(const BatchPrefillParams& params) {
-  extern __shared__ uint4 bytes[];
   using Kernel = PrefillKernel<T, kDimQK, kDimVO, kKeys, kWholeRows, kCapped, kConsumers>;
-  static_assert(sizeof(typename Kernel::Shared) + 1024 <= kSharedBytes, "the family's Python says how much to ask for");
-  // NOTE: an offset; of a pointer made of an integer the compiler does not know that it points to shared memory.
-  const unsigned offset = -static_cast<unsigned>(__cvta_generic_to_shared(bytes)) % 1024;
-  Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(reinterpret_cast<char*>(bytes) + offset)).run();
+  run_aligned<Kernel, kSharedBytes>(params);
 }
 
 }  // namespace fi

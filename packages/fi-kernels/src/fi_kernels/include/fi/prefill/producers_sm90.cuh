@@ -1,5 +1,5 @@
-// What prefill kernels for Hopper have in common: a warp that hands out tiles, and warps that copy queries, keys,
-// values.
+// What prefill kernels for Hopper have in common: their entry, a warp that hands out tiles, and warps that copy
+// queries, keys, values.
 #pragma once
 #include "fi/cuda/ptx/tma_sm90.cuh"
 #include "fi/prefill/batch_prefill.h"
@@ -136,5 +136,18 @@ struct PrefillProducers {
     return {token, p.pages[tile.request.kv_begin + entry]};
   }
 };
+
+// The same in all lanes, and known to be: wgmma behind a branch on it need not be serialised.
+FI_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+// A kernel with its shared memory, which begins at a multiple of 1024 bytes.
+template <class Kernel, int kSharedBytes>
+FI_DEVICE void run_aligned(const BatchPrefillParams& params) {
+  extern __shared__ uint4 bytes[];
+  static_assert(sizeof(typename Kernel::Shared) + 1024 <= kSharedBytes, "the family's Python says how much to ask for");
+  // NOTE: an offset; of a pointer made of an integer the compiler does not know that it points to shared memory.
+  const unsigned offset = -static_cast<unsigned>(__cvta_generic_to_shared(bytes)) % 1024;
+  Kernel{params, *reinterpret_cast<typename Kernel::Shared*>(reinterpret_cast<char*>(bytes) + offset)}.run();
+}
 
 }  // namespace fi

@@ -70,7 +70,7 @@ def data_types(
     q = _dtype("float16" if q is None else q, "q_data_type")
     kv = q if kv is None else _dtype(kv, "kv_data_type")
     if kv is torch.uint8:
-        raise no_nvfp4("kv_data_type (uint8)")
+        raise no_nvfp4("kv_data_type")
     return q, kv, q if o is None else _dtype(o, "o_data_type")
 
 

@@ -250,6 +250,15 @@ def test_large_scores(device: str) -> None:
     check(b, causal=True, sm_scale=10.0)
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("factor", [2, 8])
+def test_maxima_that_grow(factor: int, dtype: torch.dtype, device: str) -> None:
+    """By less than what leaves the output as it is, and by more, from one key tile to the next."""
+    b = batch([(60, 1500)], dims=(128, 128), dtype=dtype, device=device)
+    b.q.mul_(factor)
+    check(b, causal=True)
+
+
 @pytest.mark.parametrize("lens", [[], [(0, 0)], [(0, 7), (0, 0)]])
 def test_nothing(lens: list[tuple[int, int]], device: str) -> None:
     b = batch(lens or [(0, 0)], device=device)

@@ -36,9 +36,9 @@ def prefill(tmp_path_factory: pytest.TempPathFactory) -> Any:
             "k": Tensor(K, (*pool, dims[0]), "bf16"),
             "v": Tensor(V, (*pool, dims[1]), "bf16"),
             "page_indices": Tensor(PAGES, (256,), "i32"),
-            "batch_size": BATCH, "tile_tokens": TILE, "kv_tokens": 0, "kv_layout": 0, "pos_encoding_mode": 0,
-            "causal": True, "window_left": -1, "logits_soft_cap": 0.0, "sm_scale": 0.1, "v_scale": 1.0,
-            "rope_scale": 1.0, "rope_theta": 1e4, "enable_pdl": None, "impl": impl,
+            "batch_size": BATCH, "tile_tokens": TILE, "kv_tokens": 0, "clear_rest": False, "kv_layout": 0,
+            "pos_encoding_mode": 0, "causal": True, "window_left": -1, "logits_soft_cap": 0.0, "sm_scale": 0.1,
+            "v_scale": 1.0, "rope_scale": 1.0, "rope_theta": 1e4, "enable_pdl": None, "impl": impl,
         }  # fmt: skip
         assert set(change) <= set(arguments)
         arguments |= change

@@ -130,8 +130,9 @@ BATCH_PREFILL = Op(
     schema="(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) schedule, Tensor q, Tensor k, Tensor v, Tensor? page_indices, "
     "Tensor? custom_mask, Tensor? mask_indptr, Tensor? prefix_len, Tensor? items, Tensor? sinks, Tensor? scale_q, "
     "Tensor? scale_k, Tensor? scale_v, Tensor? bmm1_scale, Tensor? bmm2_scale, int batch_size, int tile_tokens, "
-    "int kv_tokens, int kv_layout, int pos_encoding_mode, bool causal, int window_left, float logits_soft_cap, "
-    "float sm_scale, float v_scale, float rope_scale, float rope_theta, bool? enable_pdl, str impl) -> ()",
+    "int kv_tokens, bool clear_rest, int kv_layout, int pos_encoding_mode, bool causal, int window_left, "
+    "float logits_soft_cap, float sm_scale, float v_scale, float rope_scale, float rope_theta, bool? enable_pdl, "
+    "str impl) -> ()",
     # head_dim, soft_cap: what the Hopper kernel is compiled for; 192 has values of 128. 0 and False elsewhere.
     axes={
         "q": ("f16", "bf16", "f32", "e4m3", "e5m2"),
@@ -333,6 +334,7 @@ def attend(
     prefix_len: torch.Tensor | None = None,
     items: torch.Tensor | None = None,
     kv_tokens: int = 0,
+    clear_rest: bool = False,
     variant: Launch | None = None,
 ) -> None:
     """Attention of all requests that the last `plan` on this schedule listed, in one launch.
@@ -342,7 +344,7 @@ def attend(
     contiguous): `[num_pages, page_size, num_kv_heads, dim]` (kv_layout 0, NHD) or `[num_pages, num_kv_heads, page_size,
     dim]` (1, HND); without: `[kv_tokens, num_kv_heads, dim]` or `[num_kv_heads, kv_tokens, dim]`; of q's dtype, or e4m3
     or e5m2 with a 16-bit q. Strides are free but for the last dimension; head dims are multiples of 8 up to 512. Rows
-    of no request are not written.
+    of no request become zero in out with clear_rest, else they are not written.
 
     impl: what `choose` answers, if `fits` (else "fa2"). pos_encoding_mode: value of `PosEncodingMode`.
     sm_scale, bmm1_scale (fp32, one element on the device), scale_q (fp32 `[num_qo_heads]`) and scale_k (fp32
@@ -364,6 +366,6 @@ def attend(
     launch, extras = (batch_prefill, ()) if variant is None else variant
     launch(
         out, lse, schedule, q, k, v, page_indices, custom_mask, mask_indptr, prefix_len, items, sinks, scale_q, scale_k,
-        scale_v, bmm1_scale, bmm2_scale, batch_size, tokens, kv_tokens, kv_layout, pos_encoding_mode, causal,
-        window_left, logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta, enable_pdl, impl, *extras,
+        scale_v, bmm1_scale, bmm2_scale, batch_size, tokens, kv_tokens, clear_rest, kv_layout, pos_encoding_mode,
+        causal, window_left, logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta, enable_pdl, impl, *extras,
     )  # fmt: skip

@@ -395,12 +395,15 @@ class BatchPrefillPlan:
 
         rows, heads = q.shape[:2]
         shape, out_dtype = (rows, heads, self._head_dim_vo), self._out_dtype()
+        clear = False
         if out is not None:
             check_shape_dtype_device(out, shape, out_dtype, q.device, "out")
-        elif self._qo_indptr_last == rows:
-            out = q.new_empty(shape) if out_dtype is q.dtype else q.new_empty(shape, dtype=out_dtype)
-        else:  # rows of no request must not be left as they are
-            out = q.new_zeros(shape, dtype=out_dtype)
+        else:
+            clear = self._qo_indptr_last != rows  # rows of no request must not be left as they are
+            if clear and self._cudnn is not None:
+                out = q.new_zeros(shape, dtype=out_dtype)
+            else:
+                out = q.new_empty(shape) if out_dtype is q.dtype else q.new_empty(shape, dtype=out_dtype)
         written, factor = lse, log_base(lse_base)
         if lse is not None or return_lse:
             wanted = lse_shape(lse_layout, rows, heads)
@@ -451,7 +454,7 @@ class BatchPrefillPlan:
                 self._layout, encoding, causal, self._window_left, self._logits_soft_cap, scale, out_scale,
                 self._rope_scale, self._rope_theta, enable_pdl, sinks, *by_head, bmm1, bmm2,
                 custom, self._mask_indptr_buf, self._prefix_len_ptr, self._items, self._kv_tokens,
-                variant,
+                clear, variant,
             )  # fmt: skip
         if written is None:
             return out

@@ -5,6 +5,16 @@
 
 namespace fi {
 
+// Element `at` of 1, 2 or 4 bytes becomes zero.
+FI_DEVICE void zero(void* data, int64_t at, int bytes) {
+  if (bytes == 1)
+    static_cast<uint8_t*>(data)[at] = 0;
+  else if (bytes == 2)
+    static_cast<uint16_t*>(data)[at] = 0;
+  else
+    static_cast<uint32_t*>(data)[at] = 0;
+}
+
 // Units of work are parts of 64 rows of an item, for one kv head and 128 columns of the output: items slowest, so that
 // the longest come first. Blocks take them from a counter.
 template <class T, class Q, class KV, int kSharedBytes>
@@ -48,6 +58,12 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Argume
     kernel.attend(variant);
     kernel.store(variant, params.sinks);
   }
+  const PrefillRest rest = PrefillRest::of(params.rest_rows, params.batch, params.schedule.requests);
+  for (int i = blockIdx.x; i < rest.count(); i += gridDim.x)
+    for (int j = threadIdx.x; j < common.qo_heads * common.dim_vo; j += blockDim.x) {
+      const int64_t at = rest.row(i) * common.out_token + j / common.dim_vo * common.out_head + j % common.dim_vo;
+      zero(common.out, at, out_bytes(common.out_type));
+    }
   pdl_launch_dependents();
   if (threadIdx.x == 0 && atomicAdd(params.schedule.header + 2, 1) == static_cast<int>(gridDim.x) - 1)
     params.schedule.header[1] = params.schedule.header[2] = 0;

@@ -27,9 +27,10 @@ struct BatchPrefillParams {
   int64_t out_token, out_head;
   Divisor group, page_size;
   int32_t qo_heads, kv_heads;
-  int32_t section;      // kv heads whose keys stay in L2 together: tiles are handed out section by section
-  int32_t tile_tokens;  // query tokens of a tile: its rows are these times the group
-  int32_t box;          // keys of one copy
+  int32_t section;                   // kv heads whose keys stay in L2 together: tiles are handed out section by section
+  int32_t tile_tokens;               // query tokens of a tile: its rows are these times the group
+  int32_t box;                       // keys of one copy
+  int32_t dim_vo, rest_rows, batch;  // as PrefillProblem
   int32_t heads_in_blocks, head_groups;  // by whole rows: heads count in the third, or these groups each in the fourth
   int32_t causal, window_left;
   int32_t out_half;  // of fp8: fp16, else bf16

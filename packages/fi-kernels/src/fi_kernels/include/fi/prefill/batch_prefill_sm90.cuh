@@ -30,6 +30,10 @@ struct PrefillKernel {
   // Whether products of values may end while the next ones of keys run, which takes registers for both.
   static constexpr bool kAhead = kConsumers == 2 && kDimVO <= 128;
 
+  // Weights are up to 2^8, which both types hold as exactly as weights up to 1, and outputs are rescaled when a maximum
+  // grows by more. H200, random scores: one sequence of 16k 3225 -> 3146 us, 16 of 1k 338 -> 332.
+  static constexpr float kSlack = 8.f;
+
   // Two tiles of queries where they fit: one group then begins its next tile while others end the last.
   static constexpr int kTileBytes = (kRows * kDimQK + kStages * kKeys * (kDimQK + kDimVO)) * sizeof(T);
   static constexpr int kQueryStages = kTileBytes + kRows * kDimQK * sizeof(T) <= kBytes ? 2 : 1;
@@ -72,7 +76,7 @@ struct PrefillKernel {
         producers.template produce<kDimVO>(p.v, shared.v, shared.v_full, shared.v_empty);
       else if (warp == 2 && threadIdx.x % 32 == 0)
         producers.produce_queries();
-      else if (warp == 3 && threadIdx.x % 32 == 0)
+      else if (warp == 3)
         producers.template schedule<false>();
     } else {
       take_registers<kConsumerRegisters>();
@@ -144,9 +148,9 @@ struct PrefillKernel {
           for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * p.scale);
         }
         if (j < clear_begin || j >= clear_end) hide_keys(p, s, shared.work[use % 2], row, j * kKeys + lane % 4 * 2);
-        tile_softmax(s, {scale, scale}, 0.f, m, d, alpha);
+        tile_softmax(s, {scale, scale}, 0.f, kSlack, m, d, alpha);
         pack(s, weights);
-        // Mostly not: maxima come early. NOTE: sums are not negative; asking for them keeps the compiler from putting
+        // Seldom, thanks to the slack. NOTE: sums are not negative; asking for them keeps the compiler from putting
         // their additions off until all exponentials are through.
         if (__any_sync(0xffffffffu, alpha[0] != 1.f || alpha[1] != 1.f || d[0] + d[1] < 0.f)) {
 #pragma unroll

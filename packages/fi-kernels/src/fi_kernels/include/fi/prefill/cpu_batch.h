@@ -1,6 +1,7 @@
 // batch_prefill on the CPU: threads take tiles of query rows in the order of the schedule, longest first; fp32.
 #pragma once
 #include <atomic>
+#include <cstring>
 
 #include "fi/attention/cpu_finish.h"
 #include "fi/attention/cpu_tile.h"
@@ -23,6 +24,12 @@ class CpuBatchPrefill {
       for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < units;)
         attend(params_.schedule.items[unit / p.kv_heads], static_cast<int32_t>(unit % p.kv_heads), tile);
     });
+    const PrefillRest rest = PrefillRest::of(params_.rest_rows, params_.batch, params_.schedule.requests);
+    const int64_t bytes = out_.bytes();
+    for (int32_t i = 0; i < rest.count(); ++i)
+      for (int32_t head = 0; head < p.qo_heads; ++head)
+        std::memset(static_cast<char*>(p.out) + (rest.row(i) * p.out_token + head * p.out_head) * bytes, 0,
+                    static_cast<size_t>(p.dim_vo * bytes));
   }
 
  private:

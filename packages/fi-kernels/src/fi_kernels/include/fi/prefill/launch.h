@@ -93,6 +93,9 @@ inline BatchPrefillParams hopper_params(const PrefillProblem& problem, const Ten
   h.section = static_cast<int32_t>(std::clamp<int64_t>(kPrefillCachedBytes / bytes_per_head, 1, p.kv_heads));
   h.tile_tokens = problem.tile_tokens;
   h.box = static_cast<int32_t>(box);
+  h.dim_vo = p.dim_vo;
+  h.rest_rows = problem.rest_rows;
+  h.batch = problem.batch;
   h.heads_in_blocks = rows == KeyRows::kWholeNHD;
   h.head_groups = rows == KeyRows::kWholeHND ? static_cast<int32_t>(page_size / 8) : 0;
   h.causal = p.mask.causal;
@@ -110,7 +113,7 @@ inline void launch_batch_prefill(const Kernel& kernel, const PrefillProblem& pro
   const AttentionProblem& p = problem.problem;
   const Entry& entry = kernel.entries.front();
   const int64_t multiprocessors = Kernel::multiprocessors(q.device());
-  const int64_t items = (q.size(0) / problem.tile_tokens + batch) * p.kv_heads;  // or a few less
+  const int64_t items = std::max<int64_t>((q.size(0) / problem.tile_tokens + batch) * p.kv_heads, 1);  // or a few less
   Launch config{0};
   config.pdl = pdl;
   if (entry.config[0] == kPrefillTilesKind) {

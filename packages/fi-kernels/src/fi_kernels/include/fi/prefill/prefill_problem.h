@@ -21,6 +21,7 @@ struct PrefillProblem {
   const float* bmm2_scale;     // multiplies the output; null: 1
   Divisor page_size;
   int32_t tile_tokens, items_row;
+  int32_t rest_rows, batch;  // rows of the output, those of no request to be zero; 0: they stay as they are
 
   // The attention problem of one request, whose paged keys begin at pages + kv_begin.
   FI_HOST_DEVICE AttentionProblem request(int32_t b, int32_t q_bytes, int32_t kv_bytes, int32_t out_bytes) const {

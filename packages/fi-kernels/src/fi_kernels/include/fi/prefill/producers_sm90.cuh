@@ -1,6 +1,7 @@
 // What prefill kernels for Hopper have in common: their entry, a warp that hands out tiles, and warps that copy
 // queries, keys, values.
 #pragma once
+#include "fi/cuda/ptx/global.cuh"
 #include "fi/cuda/ptx/tma_sm90.cuh"
 #include "fi/prefill/batch_prefill.h"
 
@@ -45,19 +46,32 @@ struct PrefillProducers {
     return {request, section * p.section + rest - item * heads, token, min(p.tile_tokens, request.qo_len - token), 0};
   }
 
-  // Hands out units of work, one ahead of their use, and with kQueries copies the queries of each.
+  // By a warp: hands out units of work, and with kQueries copies the queries of each; then zeros rows of no request.
   template <bool kQueries>
   FI_DEVICE void schedule() const {
+    if (threadIdx.x % 32 == 0) hand_out<kQueries>();
+    __syncwarp();
+    const PrefillRest rest = PrefillRest::of(p.rest_rows, p.batch, p.schedule.requests);
+    const int pieces = p.dim_vo / 8;
+    for (int i = blockIdx.x; i < rest.count(); i += gridDim.x) {
+      uint16_t* row = static_cast<uint16_t*>(p.out) + rest.row(i) * p.out_token;
+      for (int j = threadIdx.x % 32; j < p.qo_heads * pieces; j += 32)
+        store_global(row + j / pieces * p.out_head + j % pieces * 8, uint4{0, 0, 0, 0});
+    }
+  }
+  // One ahead of its use, and no more: who holds many when few are left has others wait for him. H200: one sequence of
+  // 16k 3147 -> 3102 us, four of 4k and 128 heads of 192 4344 -> 4279.
+  template <bool kQueries>
+  FI_DEVICE void hand_out() const {
     const int items = p.schedule.header[0], blocks = gridDim.x;
-    int index = blockIdx.x;
     for (int use = 0;; ++use) {
-      const Work now = work(index, items);
       shared.work_empty[use % 2].wait(use / 2 % 2 ^ 1);
+      const int index = use == 0 ? static_cast<int>(blockIdx.x) : atomicAdd(p.schedule.header + 1, 1) + blocks;
+      const Work now = work(index, items);
       shared.work[use % 2] = now;
       shared.work_full[use % 2].arrive();
       if (now.tokens == 0) break;
       if (kQueries) copy_queries(now, use);
-      index = atomicAdd(p.schedule.header + 1, 1) + blocks;
     }
     if (atomicAdd(p.schedule.header + 2, 1) == blocks - 1) {
       p.schedule.header[1] = 0;

@@ -15,6 +15,23 @@ struct alignas(8) PrefillItem {
   int32_t request, tile;
 };
 
+// Rows of the output that belong to no request, before the first one's and behind the last one's.
+struct PrefillRest {
+  int32_t rows, batch;  // of the output, and of the schedule; rows 0: what belongs to no request stays as it is
+  int32_t first, last;  // of the requests
+
+  FI_HOST_DEVICE static PrefillRest of(int32_t rows, int32_t batch, const PrefillRequest* requests) {
+    PrefillRest rest{rows, batch, 0, 0};
+    if (rows > 0 && batch > 0) {
+      rest.first = requests[0].qo_begin < rows ? requests[0].qo_begin : rows;
+      rest.last = requests[batch - 1].qo_begin + requests[batch - 1].qo_len;
+    }
+    return rest;
+  }
+  FI_HOST_DEVICE int32_t count() const { return rows == 0 ? 0 : first + (last < rows ? rows - last : 0); }
+  FI_HOST_DEVICE int32_t row(int32_t i) const { return i < first ? i : i - first + last; }
+};
+
 // A buffer of 32-bit integers: header, requests, then the items in the order of their work, longest first.
 struct PrefillSchedule {
   static constexpr int32_t kHeader = 8;

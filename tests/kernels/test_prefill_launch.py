@@ -96,6 +96,9 @@ def test_sections_follow_the_keys(prefill: Prefill) -> None:
     """Heads are handed out so many at a time that their keys and values stay in L2."""
     for tokens, section in ((16384, 4), (65536, 1), (10_000_000, 1), (100, 8)):
         assert parameters(one(prefill(kv_tokens=tokens)), "BatchPrefillParams")["section"] == section
+    ragged = {"k": Tensor(K, (16384, KV_HEADS, 128), "bf16"), "v": Tensor(V, (16384, KV_HEADS, 128), "bf16")}
+    p = parameters(one(prefill(page_indices=None, **ragged)), "BatchPrefillParams")
+    assert p["section"] == 4, "of ragged keys the tensor says how many there are"
 
 
 def test_hopper_ragged(prefill: Prefill) -> None:

@@ -125,7 +125,7 @@ void batch_prefill(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor 
   p.aligned = q.alignment(load(q), {p.q_token, p.q_head}) == load(q) &&
               k.alignment(load(k), {params.k_page, p.k_token, p.k_head}) == load(k) &&
               v.alignment(load(v), {params.v_page, p.v_token, p.v_head}) == load(v);
-  if (paged && kv_tokens <= 0) kv_tokens = page_indices.numel() * page_size;
+  if (kv_tokens <= 0) kv_tokens = paged ? page_indices.numel() * page_size : page_size.value;
   launch_batch_prefill(kernel, params, extras, q, k, page_size, kv_tokens, batch_size, kernel.pdl(enable_pdl));
 #else
   (void)kernel, (void)enable_pdl, (void)kv_tokens;

@@ -26,8 +26,8 @@ def prefill(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def call(impl: str = "fa3", dims: tuple[int, int] = (128, 128), **change: Any) -> list[Call]:
         pool = (NUM_PAGES, PAGE, KV_HEADS)
         arguments = dict.fromkeys(
-            ("out", "lse", "schedule", "q", "k", "v", "page_indices", "custom_mask", "mask_indptr", "prefix_len",
-             "items", "sinks", "scale_q", "scale_k", "scale_v", "bmm1_scale", "bmm2_scale")
+            ("out", "lse", "schedule", "workspace", "q", "k", "v", "page_indices", "custom_mask", "mask_indptr",
+             "prefix_len", "items", "sinks", "scale_q", "scale_k", "scale_v", "bmm1_scale", "bmm2_scale")
         ) | {
             "out": Tensor(OUT, (ROWS, HEADS, dims[1]), "bf16"),
             "lse": Tensor(LSE, (ROWS, HEADS), "f32"),

@@ -17,11 +17,11 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Argume
   __shared__ int next_unit;
   pdl_wait();
   const AttentionProblem& common = params.problem;
-  const int item_rows = params.tile_tokens * common.group;
+  const int item_rows = params.schedule.header->tile_tokens * common.group;
   const int parts = (item_rows + Kernel::kRows - 1) / Kernel::kRows;
   const int columns = (common.dim_vo + Kernel::kColumns - 1) / Kernel::kColumns;
-  const int units = params.schedule.header[0] * common.kv_heads * parts * columns;
-  if (threadIdx.x == 0) next_unit = atomicAdd(params.schedule.header + 1, 1);
+  const int units = params.schedule.header->items * common.kv_heads * parts * columns;
+  if (threadIdx.x == 0) next_unit = atomicAdd(&params.schedule.header->next, 1);
 #pragma unroll 1
   while (true) {
     __syncthreads();  // the unit before has been finished
@@ -34,7 +34,7 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Argume
     if (threadIdx.x == 0) {
       problem = params.request(item.request, sizeof(Q), sizeof(KV), out_bytes(common.out_type));
       variant_params.set(arguments, problem);
-      next_unit = atomicAdd(params.schedule.header + 1, 1);
+      next_unit = atomicAdd(&params.schedule.header->next, 1);
     }
     __syncthreads();
     const int begin = item.tile * item_rows, first = begin + part * Kernel::kRows;
@@ -49,8 +49,8 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Argume
     kernel.store(variant, params.sinks);
   }
   pdl_launch_dependents();
-  if (threadIdx.x == 0 && atomicAdd(params.schedule.header + 2, 1) == static_cast<int>(gridDim.x) - 1)
-    params.schedule.header[1] = params.schedule.header[2] = 0;
+  if (threadIdx.x == 0 && atomicAdd(&params.schedule.header->done, 1) == static_cast<int>(gridDim.x) - 1)
+    params.schedule.header->next = params.schedule.header->done = 0;
 }
 
 }  // namespace fi

@@ -13,6 +13,7 @@ namespace fi {
 // small pages. fp8 rows of 128 columns are whole at once, 128 columns a copy. Strides in elements.
 struct BatchPrefillParams {
   TensorMap q, k, v;
+  TensorMap o;           // as q, boxes of the tokens of 64 rows
   void* out;             // [tokens, qo_heads, dim_vo]
   float* lse;            // [tokens, qo_heads]; null: not wanted
   const float* sinks;    // [qo_heads]; null: none
@@ -24,6 +25,7 @@ struct BatchPrefillParams {
   const float* bmm1_scale;
   const float* bmm2_scale;
   PrefillSchedule schedule;
+  float* parts;  // [split units][most parts of one][PrefillKernel::kPartFloats]
   int64_t out_token, out_head;
   Divisor group, page_size;
   int32_t qo_heads, kv_heads;
@@ -32,6 +34,7 @@ struct BatchPrefillParams {
   int32_t box;          // keys of one copy
   int32_t heads_in_blocks, head_groups;  // by whole rows: heads count in the third, or these groups each in the fourth
   int32_t causal, window_left;
+  int32_t o_boxes;   // whether 64 rows are whole tokens, so that o holds
   int32_t out_half;  // of fp8: fp16, else bf16
   float scale;       // of scores, times log2(e); with a soft cap, divided by it
   float cap;         // times log2(e); 0: none

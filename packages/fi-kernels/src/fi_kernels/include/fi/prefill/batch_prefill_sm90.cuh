@@ -7,6 +7,7 @@
 #include "fi/cuda/math.cuh"
 #include "fi/cuda/ptx/barrier.cuh"
 #include "fi/cuda/ptx/global.cuh"
+#include "fi/cuda/ptx/ldmatrix.cuh"
 #include "fi/cuda/ptx/warpgroup_sm90.cuh"
 #include "fi/cuda/ptx/wgmma_sm90.cuh"
 #include "fi/prefill/producers_sm90.cuh"
@@ -17,7 +18,7 @@ namespace fi {
 // Rows r = token * group + head of the group: a tile reads each key once for all heads that share it.
 // kConsumers: groups of 64 rows. kBytes: of shared memory for tiles.
 template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped, int kConsumers,
-          int kBytes = 226 * 1024>
+          int kBytes = 226 * 1024, int kShort = 64>
 struct PrefillKernel {
   static constexpr int kRows = 64 * kConsumers, kStages = 2;
   static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kDimVO > 128 ? 40 : 56;
@@ -27,8 +28,14 @@ struct PrefillKernel {
                     512 / (kConsumers + 1) / 8 * 8 * (kConsumers + 1),
                 "registers");
 
+  // Of a group's part of a unit: 16 bytes each.
+  static constexpr int kPart = 128 * (kDimVO / 8 + 1);
+
   // Whether products of values may end while the next ones of keys run, which takes registers for both.
   static constexpr bool kAhead = kConsumers == 2 && kDimVO <= 128;
+
+  // Keys of a shorter step, which the tiles that end a row's keys may take; 0: none.
+  static constexpr int kHalf = kKeys == 128 ? kShort : 0;
 
   // Two tiles of queries where they fit: one group then begins its next tile while others end the last.
   static constexpr int kTileBytes = (kRows * kDimQK + kStages * kKeys * (kDimQK + kDimVO)) * sizeof(T);
@@ -110,79 +117,170 @@ struct PrefillKernel {
     const uint64_t k = wgmma_operand(shared.k, kKeyGroup);
     const uint64_t v = wgmma_operand(shared.v, kValueGroup, kBlockBytes);
     float o[kDimVO / 2];
-    unsigned weights[kKeys / 16][4];
-    int stage = 0, parity = 0;
+    int stage = 0, parity = 0, leaving = -1;  // stage of the queries from which an output is being copied
     for (int use = 0;; ++use) {
       shared.work_full[use % 2].wait(use / 2 % 2);
       const Tile tile(p, shared.work[use % 2]);
       if (uniform(tile.tokens) == 0) break;
       const int q_stage = use % kQueryStages;
       const uint64_t q = wgmma_uniform(wgmma_operand(shared.q[q_stage] + group * 64 * 64, 1024));
-      // Tiles all of whose keys every row sees: below the first row's end, at or above the last row's beginning.
-      const int clear_end = uniform(tile.mask.end_key(tile.token) / kKeys);
-      const int clear_begin = uniform((tile.mask.first_key(tile.token + tile.tokens - 1) + kKeys - 1) / kKeys);
       const int begin = uniform(tile.begin), end = begin + uniform(tile.count);
-      const float scale = kCapped ? p.cap : p.scale;
-      float m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f}, alpha[2];
+      // Of this group's rows: key tiles that some row sees, those all of whose keys every row sees, and how many keys
+      // of the last one some row sees.
+      const int first_token = divide(group * 64, p.group);
+      const bool any = first_token < tile.tokens;
+      const int last_token = min(static_cast<int>(divide(group * 64 + 63, p.group)), tile.tokens - 1);
+      const int end_key = any ? tile.mask.end_key(tile.token + last_token) : 0;
+      const int seen_end = uniform((end_key + kKeys - 1) / kKeys);
+      const int seen_begin = uniform(tile.mask.first_key(tile.token + first_token) / kKeys);
+      const int clear_end = uniform(tile.mask.end_key(tile.token + first_token) / kKeys);
+      const int clear_begin = uniform((tile.mask.first_key(tile.token + last_token) + kKeys - 1) / kKeys);
+      const bool half = uniform(end_key - (seen_end - 1) * kKeys) <= kHalf;
+      const bool boxed = kQueryStages > 1 && p.o_boxes && tile.parts == 1 && any &&
+                         (last_token + 1 - first_token) * static_cast<int>(p.group.value) == 64;
+      float m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f};
+      bool ahead = false;  // whether products of values run
 #pragma unroll
       for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
       shared.q_full[q_stage].wait(use / kQueryStages % 2);
       for (int j = end - 1; j >= begin; --j) {
-        float s[kKeys / 2];
-        shared.k_full[stage].wait(parity);
-        multiply_keys(s, q, wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0]))));
-        wgmma_wait<0>();
-        wgmma_keep(s);
-        if (kAhead) wgmma_keep(o);
-        if (thread == 0) {
-          if (kAhead && j < end - 1) shared.v_empty[before(stage)].arrive();
-          shared.k_empty[stage].arrive();
-          if (j == begin) shared.q_empty[q_stage].arrive();
+        const Step step{q,
+                        wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0]))),
+                        wgmma_uniform(wgmma_further(v, stage * sizeof(shared.v[0]))),
+                        use % 2,
+                        j,
+                        stage,
+                        parity,
+                        group,
+                        row,
+                        j < clear_begin || j >= clear_end,
+                        ahead,
+                        j == begin && !boxed ? q_stage : -1,
+                        leaving};
+        if (j >= seen_end || j < seen_begin) {
+          pass(step);
+          ahead = false;
+        } else if (kHalf > 0 && j == seen_end - 1 && half) {
+          take<kHalf ? kHalf : kKeys>(step, o, m, d, tile.request.kv_len - j * kKeys);
+          ahead = kAhead;
+        } else {
+          take<kKeys>(step, o, m, d, tile.request.kv_len - j * kKeys);
+          ahead = kAhead;
         }
-        if (kCapped) {
-#pragma unroll
-          for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * p.scale);
-        }
-        if (j < clear_begin || j >= clear_end) hide_keys(p, s, shared.work[use % 2], row, j * kKeys + lane % 4 * 2);
-        tile_softmax(s, {scale, scale}, 0.f, m, d, alpha);
-        pack(s, weights);
-        // Mostly not: maxima come early. NOTE: sums are not negative; asking for them keeps the compiler from putting
-        // their additions off until all exponentials are through.
-        if (__any_sync(0xffffffffu, alpha[0] != 1.f || alpha[1] != 1.f || d[0] + d[1] < 0.f)) {
-#pragma unroll
-          for (int i = 0; i < kDimVO / 2; ++i) o[i] *= alpha[i / 2 % 2];
-        }
-        shared.v_full[stage].wait(parity);
-        const int keys = tile.request.kv_len - j * kKeys;
-        if (j == end - 1 && uniform(keys) < kKeys) clear(shared.v[stage], keys, 1 + group);
-        multiply_values(o, weights, wgmma_uniform(wgmma_further(v, stage * sizeof(shared.v[0]))));
-        if (!kAhead) {
-          wgmma_wait<0>();
-          wgmma_keep(o);
-          if (thread == 0) shared.v_empty[stage].arrive();
-        }
+        leaving = -1;
         if (++stage == kStages) stage = 0, parity ^= 1;
       }
       if (kAhead) {
         wgmma_wait<0>();
         wgmma_keep(o);
-        if (begin < end && thread == 0) shared.v_empty[before(stage)].arrive();
+        if (ahead && thread == 0) shared.v_empty[before(stage)].arrive();
       }
-      if (begin == end && thread == 0) shared.q_empty[q_stage].arrive();
-      store(shared.work[use % 2], o, m, d, row, lane);
+      if (begin == end) {
+        if (thread == 0) release(leaving);
+        if (thread == 0 && !boxed) shared.q_empty[q_stage].arrive();
+      }
+      if (boxed) {
+        stage_output(shared.work[use % 2], o, m, d, row, lane, shared.q[q_stage]);
+        fence_async_shared();
+        leaving = q_stage;
+      } else if (any) {
+        int all = 1;
+        if (tile.parts > 1) all = merge(shared.work[use % 2], o, m, d, group);
+        if (all) store(shared.work[use % 2], o, m, d, row, lane);
+      }
       barrier_sync(1 + group, 128);
+      if (thread == 0 && boxed) {
+        for (int block = 0; block < kDimVO / 64; ++block)
+          tma_store(p.o, shared.q[q_stage] + (block * kRows + group * 64) * 64, block * 64, 0, tile.kv_head,
+                    tile.request.qo_begin + tile.token + first_token);
+        bulk_commit();
+      }
       if (thread == 0) shared.work_empty[use % 2].arrive();
     }
+    if (thread == 0) bulk_wait_read<0>();
   }
 
  private:
   FI_DEVICE static int before(int stage) { return stage == 0 ? kStages - 1 : stage - 1; }
 
+  // By the thread that copies outputs: hands back queries whose place one took, once it has left.
+  FI_DEVICE void release(int leaving) const {
+    if (leaving < 0) return;
+    bulk_wait_read<0>();
+    shared.q_empty[leaving].arrive();
+  }
+
+  // A key tile of a tile of queries, as one group takes it.
+  struct Step {
+    uint64_t q, k, v;
+    int work, tile, stage, parity, group, row;
+    bool masked, ahead;
+    // Stages of queries, or -1: of those that nothing needs after this, and of those that an output is leaving.
+    int last_of, leaving;
+  };
+
+  // No row of the group sees a key of the tile.
+  FI_DEVICE void pass(const Step& step) const {
+    shared.k_full[step.stage].wait(step.parity);
+    shared.v_full[step.stage].wait(step.parity);
+    if (kAhead && step.ahead) wgmma_wait<0>();
+    barrier_sync(1 + step.group, 128);  // no warp may be left behind by two stages, whose parities are alike
+    if (threadIdx.x % 128 == 0) {
+      if (kAhead && step.ahead) shared.v_empty[before(step.stage)].arrive();
+      shared.k_empty[step.stage].arrive();
+      shared.v_empty[step.stage].arrive();
+      if (step.last_of >= 0) shared.q_empty[step.last_of].arrive();
+      release(step.leaving);
+    }
+  }
+
+  // keys: how many there are from the tile's first on. Rows see none but the first kCount of the tile.
+  template <int kCount>
+  FI_DEVICE void take(const Step& step, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int keys) const {
+    const float scale = kCapped ? p.cap : p.scale;
+    float s[kCount / 2], alpha[2];
+    unsigned weights[kCount / 16][4];
+    shared.k_full[step.stage].wait(step.parity);
+    multiply_keys(s, step.q, step.k);
+    wgmma_wait<0>();
+    wgmma_keep(s);
+    if (kAhead) wgmma_keep(o);
+    if (threadIdx.x % 128 == 0) {
+      if (kAhead && step.ahead) shared.v_empty[before(step.stage)].arrive();
+      shared.k_empty[step.stage].arrive();
+      if (step.last_of >= 0) shared.q_empty[step.last_of].arrive();
+      release(step.leaving);
+    }
+    if (kCapped) {
+#pragma unroll
+      for (int i = 0; i < kCount / 2; ++i) s[i] = CudaMath::tanh(s[i] * p.scale);
+    }
+    if (step.masked)
+      hide_keys(p, s, shared.work[step.work], step.row, step.tile * kKeys + static_cast<int>(threadIdx.x) % 4 * 2);
+    tile_softmax(s, {scale, scale}, 0.f, m, d, alpha);
+    pack(s, weights);
+    // Mostly not: maxima come early. NOTE: sums are not negative; asking for them keeps the compiler from putting
+    // their additions off until all exponentials are through.
+    if (__any_sync(0xffffffffu, alpha[0] != 1.f || alpha[1] != 1.f || d[0] + d[1] < 0.f)) {
+#pragma unroll
+      for (int i = 0; i < kDimVO / 2; ++i) o[i] *= alpha[i / 2 % 2];
+    }
+    shared.v_full[step.stage].wait(step.parity);
+    if (step.masked && uniform(keys) < kCount) clear(shared.v[step.stage], keys, kCount, 1 + step.group);
+    multiply_values(o, weights, step.v);
+    if (!kAhead) {
+      wgmma_wait<0>();
+      wgmma_keep(o);
+      if (threadIdx.x % 128 == 0) shared.v_empty[step.stage].arrive();
+    }
+  }
+
   // Bytes between groups of 8 rows, and between blocks of 64 columns, of keys and values.
   static constexpr unsigned kKeyGroup = kWholeRows ? kDimQK * 16 : 1024, kValueGroup = kWholeRows ? kDimVO * 16 : 1024;
   static constexpr unsigned kBlockBytes = kWholeRows ? 1024 : kKeys * 128;
 
-  FI_DEVICE static void multiply_keys(float (&s)[kKeys / 2], uint64_t q, uint64_t k) {
+  template <int kScores>
+  FI_DEVICE static void multiply_keys(float (&s)[kScores], uint64_t q, uint64_t k) {
     wgmma_fence();
 #pragma unroll
     for (int block = 0; block < kDimQK / 64; ++block)
@@ -193,17 +291,19 @@ struct PrefillKernel {
     wgmma_commit();
   }
 
-  FI_DEVICE static void multiply_values(float (&o)[kDimVO / 2], const unsigned (&weights)[kKeys / 16][4], uint64_t v) {
+  template <int kSteps>
+  FI_DEVICE static void multiply_values(float (&o)[kDimVO / 2], const unsigned (&weights)[kSteps][4], uint64_t v) {
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kKeys / 16; ++step)
+    for (int step = 0; step < kSteps; ++step)
       wgmma_m64k16(o, weights[step], wgmma_further(v, step * 2 * kValueGroup), true, T());
     wgmma_commit();
   }
 
-  FI_DEVICE static void pack(const float (&s)[kKeys / 2], unsigned (&weights)[kKeys / 16][4]) {
+  template <int kScores, int kSteps>
+  FI_DEVICE static void pack(const float (&s)[kScores], unsigned (&weights)[kSteps][4]) {
 #pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k)
+    for (int k = 0; k < kSteps; ++k)
 #pragma unroll
       for (int i = 0; i < 4; ++i) weights[k][i] = pack(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
   }
@@ -217,10 +317,10 @@ struct PrefillKernel {
     }
   }
 
-  // Zeros value rows from `first` on: what lies beyond the last key may be NaN. Both groups do it, for themselves.
-  FI_DEVICE static void clear(T* v, int first, int barrier) {
+  // Zeros value rows [first, end): what lies beyond the last key may be NaN. Each group does it, for itself.
+  FI_DEVICE static void clear(T* v, int first, int end, int barrier) {
     constexpr int kPieces = kDimVO / 8;
-    for (int i = first * kPieces + threadIdx.x % 128; i < kKeys * kPieces; i += 128) {
+    for (int i = first * kPieces + threadIdx.x % 128; i < end * kPieces; i += 128) {
       const int key = i / kPieces, piece = i % kPieces;
       char* row = reinterpret_cast<char*>(v) + key / 8 * kValueGroup + key % 8 * 128;
       *reinterpret_cast<uint4*>(row + piece / 8 * kBlockBytes + piece % 8 * 16) = uint4{0, 0, 0, 0};
@@ -229,26 +329,78 @@ struct PrefillKernel {
     barrier_sync(barrier, 128);
   }
 
-  FI_DEVICE void store(const Work& work, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int first,
-                       int lane) const {
+  // Leaves what a part of a unit has come to where the others can read it. True for the last warp to come, in which o,
+  // m and d become those of all parts, added up in their order.
+  FI_DEVICE bool merge(const Work& work, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int group) const {
+    const int thread = threadIdx.x % 128, lane = thread % 32;
+    float4* all = reinterpret_cast<float4*>(p.parts) +
+                  (static_cast<int64_t>(work.slot) * p.schedule.header->parts * kConsumers + group) * kPart + thread;
+    float4* own = all + static_cast<int64_t>(work.part) * kConsumers * kPart;
+#pragma unroll
+    for (int i = 0; i < kDimVO / 8; ++i) own[i * 128] = {o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]};
+    own[kDimVO / 8 * 128] = {m[0], m[1], d[0], d[1]};
+    __syncwarp();
+    int32_t* counter = p.schedule.counters + work.slot * PrefillSchedule::kWarps + group * 4 + thread / 32;
+    const int before = __shfl_sync(0xffffffffu, lane == 0 ? count_device(counter) : 0, 0);
+    if (before < work.parts - 1) return false;
+    if (lane == 0) *counter = 0;
     const float scale = kCapped ? p.cap : p.scale;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      d[h] += __shfl_xor_sync(0xffffffffu, d[h], 1);
-      d[h] += __shfl_xor_sync(0xffffffffu, d[h], 2);
-      const int row = first + 8 * h, token = divide(row, p.group);
-      const int head = work.kv_head * p.group.value + row - token * p.group.value;
-      const bool kept = token < work.tokens;
-      float top = m[h] * scale, factor = p.out_scale;
-      if (p.sinks && kept) {
-        const float sink = p.sinks[head] * kLog2e, most = fmaxf(top, sink);
-        d[h] = d[h] * exp2_approx(top - most) + exp2_approx(sink - most);
-        factor *= exp2_approx(top - most);
-        top = most;
+    for (int h = 0; h < 2; ++h) m[h] = kMinusInf, d[h] = 0.f;
+#pragma unroll
+    for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
+#pragma unroll 1
+    for (int part = 0; part < work.parts; ++part, all += kConsumers * kPart) {
+      const float4 state = __ldcg(all + kDimVO / 8 * 128);
+      const float tops[2] = {state.x, state.y}, sums[2] = {state.z, state.w};
+      float old[2], more[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float top = fmaxf(m[h], tops[h]), base = softmax_base(top) * scale;
+        old[h] = exp2_approx(fmaf(m[h], scale, -base));
+        more[h] = exp2_approx(fmaf(tops[h], scale, -base));
+        m[h] = top;
+        d[h] = d[h] * old[h] + sums[h] * more[h];
       }
-      factor *= softmax_inverse(d[h]);
+#pragma unroll
+      for (int i = 0; i < kDimVO / 8; ++i) {
+        const float4 x = __ldcg(all + i * 128);
+        o[4 * i] = o[4 * i] * old[0] + x.x * more[0];
+        o[4 * i + 1] = o[4 * i + 1] * old[0] + x.y * more[0];
+        o[4 * i + 2] = o[4 * i + 2] * old[1] + x.z * more[1];
+        o[4 * i + 3] = o[4 * i + 3] * old[1] + x.w * more[1];
+      }
+    }
+    return true;
+  }
+
+  // What a row (h = 0: `row`, 1: row + 8) is multiplied by at last; writes its LSE.
+  FI_DEVICE float finish(const Work& work, float m, float d, int row, int token, int lane) const {
+    d += __shfl_xor_sync(0xffffffffu, d, 1);
+    d += __shfl_xor_sync(0xffffffffu, d, 2);
+    const int head = work.kv_head * p.group.value + row - token * p.group.value;
+    const bool kept = token < work.tokens;
+    float top = m * (kCapped ? p.cap : p.scale), factor = p.out_scale;
+    if (p.sinks && kept) {
+      const float sink = p.sinks[head] * kLog2e, most = fmaxf(top, sink);
+      d = d * exp2_approx(top - most) + exp2_approx(sink - most);
+      factor *= exp2_approx(top - most);
+      top = most;
+    }
+    if (p.lse && lane % 4 == 0 && kept)
+      p.lse[static_cast<int64_t>(work.request.qo_begin + work.token + token) * p.qo_heads + head] =
+          softmax_lse<CudaMath>(top, d);
+    return factor * softmax_inverse(d);
+  }
+
+  FI_DEVICE void store(const Work& work, const float (&o)[kDimVO / 2], const float (&m)[2], const float (&d)[2],
+                       int first, int lane) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = first + 8 * h, token = divide(row, p.group);
+      const float factor = finish(work, m[h], d[h], row, token, lane);
+      const int head = work.kv_head * p.group.value + row - token * p.group.value;
       const int64_t at = work.request.qo_begin + work.token + token;
-      if (p.lse && lane % 4 == 0 && kept) p.lse[at * p.qo_heads + head] = softmax_lse<CudaMath>(top, d[h]);
       T* out = static_cast<T*>(p.out) + at * p.out_token + head * p.out_head + lane % 4 * 8;
 #pragma unroll
       for (int block = 0; block < kDimVO / 8; block += 4) {
@@ -259,17 +411,38 @@ struct PrefillKernel {
           x[i] = pack(pair[0] * factor, pair[1] * factor);
         }
         const uint4 piece = transpose_of_four(x);
-        if (kept) store_global(out + block * 8, piece);
+        if (token < work.tokens) store_global(out + block * 8, piece);
       }
+    }
+  }
+
+  // Into a tile of queries that are no longer needed, in its layout, for a copy of boxes.
+  FI_DEVICE void stage_output(const Work& work, const float (&o)[kDimVO / 2], const float (&m)[2], const float (&d)[2],
+                              int first, int lane, T* tile) const {
+    float factor[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      factor[h] = finish(work, m[h], d[h], first + 8 * h, divide(first + 8 * h, p.group), lane);
+    const int row = first - lane / 4 + lane % 16, column = lane / 16;  // of the 16 bytes that this lane has stored
+#pragma unroll
+    for (int i = 0; i < kDimVO / 8; i += 2) {
+      unsigned x[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float* pair = o + i * 4 + 2 * k;
+        x[k] = pack(pair[0] * factor[k % 2], pair[1] * factor[k % 2]);
+      }
+      stmatrix_x4(tile + (i / 8 * kRows + row) * 64 + ((i % 8 + column) ^ (row % 8)) * 8, x);
     }
   }
 
   static constexpr bool kIsHalf = IsHalf<T>::value;
 };
 
-template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped, int kConsumers, int kSharedBytes>
+template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped, int kConsumers, int kSharedBytes,
+          int kShort = 64>
 FI_DEVICE void batch_prefill(const BatchPrefillParams& params) {
-  using Kernel = PrefillKernel<T, kDimQK, kDimVO, kKeys, kWholeRows, kCapped, kConsumers>;
+  using Kernel = PrefillKernel<T, kDimQK, kDimVO, kKeys, kWholeRows, kCapped, kConsumers, 226 * 1024, kShort>;
   run_aligned<Kernel, kSharedBytes>(params);
 }
 

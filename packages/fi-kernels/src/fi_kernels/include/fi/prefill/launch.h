@@ -73,6 +73,10 @@ inline BatchPrefillParams hopper_params(const PrefillProblem& problem, const Ten
                 box);
   describe_keys(h.v, p.v, bytes, rows, p.dim_vo, p.v_token, p.v_head, problem.v_page, p.kv_heads, page_size, pages,
                 box);
+  h.o_boxes = q_bytes == 2 && 64 % p.group == 0;
+  if (h.o_boxes)
+    describe(h.o, p.out, 2, {p.dim_vo, p.group, p.kv_heads, q.size(0)}, {p.out_head, p.out_head * p.group, p.out_token},
+             {64, p.group, 1, 64 / p.group});
   h.out = p.out;
   h.lse = p.lse;
   h.sinks = problem.sinks;
@@ -83,6 +87,7 @@ inline BatchPrefillParams hopper_params(const PrefillProblem& problem, const Ten
   h.bmm1_scale = problem.bmm1_scale;
   h.bmm2_scale = problem.bmm2_scale;
   h.schedule = problem.schedule;
+  h.parts = problem.parts;
   h.out_token = p.out_token;
   h.out_head = p.out_head;
   h.group = divisor(static_cast<uint32_t>(p.group));
@@ -110,14 +115,14 @@ inline void launch_batch_prefill(const Kernel& kernel, const PrefillProblem& pro
   const AttentionProblem& p = problem.problem;
   const Entry& entry = kernel.entries.front();
   const int64_t multiprocessors = Kernel::multiprocessors(q.device());
-  const int64_t items = (q.size(0) / problem.tile_tokens + batch) * p.kv_heads;  // or a few less
+  const auto units = [&](int64_t tokens) { return (q.size(0) / tokens + batch) * p.kv_heads; };  // or a few less
   Launch config{0};
   config.pdl = pdl;
   if (entry.config[0] == kPrefillTilesKind) {
     const int64_t rows = entry.config[1], parts = (int64_t{problem.tile_tokens} * p.group + rows - 1) / rows;
-    const int64_t units = items * parts * ((p.dim_vo + 127) / 128);
-    FI_CHECK(units <= 0x7fffffff, ValueError, "q is too large: %s", q.shape_str().c_str());
-    config.grid_x = std::min(units, multiprocessors * entry.config[2]);
+    const int64_t blocks = units(problem.tile_tokens) * parts * ((p.dim_vo + 127) / 128);
+    FI_CHECK(blocks <= 0x7fffffff, ValueError, "q is too large: %s", q.shape_str().c_str());
+    config.grid_x = std::min(blocks, multiprocessors * entry.config[2]);
     kernel.launch(entry, config, q.device(), problem, extras.data());
     return;
   }
@@ -128,7 +133,9 @@ inline void launch_batch_prefill(const Kernel& kernel, const PrefillProblem& pro
       ValueError,
       "impl must be fa2 for masks, position encodings, 16-bit q with scales by head or on the device, more than 128 "
       "query heads a kv head, and tensors that are not aligned to 16 bytes");
-  config.grid_x = std::min(items, multiprocessors);
+  // Tiles may be of two thirds of the rows, and split.
+  const int64_t least = std::max<int64_t>(1, problem.tile_tokens * 2 / 3);
+  config.grid_x = problem.parts ? multiprocessors : std::min(units(least), multiprocessors);
   const int64_t keys = entry.config[1], box = problem.pages ? std::gcd(page_size, keys) : keys;
   const KeyRows rows = key_rows(problem, k.dtype().bytes(), page_size, box);
   const Entry& chosen = kernel.entries[rows == KeyRows::kColumns ? 0 : 1];

@@ -12,6 +12,7 @@ struct PrefillProblem {
   int64_t k_page, v_page;
   const int32_t* pages;  // null: ragged
   PrefillSchedule schedule;
+  float* parts;                // room for parts of split units, of the Hopper kernel; null: none is split
   const uint8_t* custom_mask;  // packed, flattened [qo_len, kv_len] of each request from a byte of its own on; null
   const int32_t* mask_indptr;  // [batch + 1], bytes
   const int32_t* prefix_len;   // [batch]; null: no items

@@ -27,12 +27,16 @@ PrefillTiles tiles_of(const PrefillPlanParams& p, int32_t tokens) {
 // As on the device.
 void run_cpu(const PrefillPlanParams& p) {
   const PrefillSchedule& s = p.schedule;
-  const bool splits = p.slots > 0;
+  const auto least = [](const PrefillSplit& split) {
+    uint32_t best = PrefillSplit::kNever;
+    for (int32_t parts = 1; parts <= kMostParts; ++parts) best = std::min(best, split.cost(parts));
+    return best;
+  };
   PrefillTiles tiles = tiles_of(p, p.tile_tokens);
   int32_t tokens = p.tile_tokens, items = 0;
   if (p.short_tokens > 0 && int64_t{tiles.items} * p.kv_heads <= int64_t{4} * p.blocks) {
     const PrefillTiles low = tiles_of(p, p.short_tokens);
-    if (low.items <= p.capacity && prefers_short(tiles, low, p.kv_heads, p.blocks, splits)) {
+    if (low.items <= p.capacity && prefers_short(tiles, low, p.kv_heads, p.blocks, p.slots, least)) {
       tiles = low;
       tokens = p.short_tokens;
     }
@@ -44,15 +48,12 @@ void run_cpu(const PrefillPlanParams& p) {
   const auto work = [&](const PrefillItem& x) { return p.work(s.requests[x.request], x.tile, tokens); };
   std::stable_sort(s.items, s.items + items,
                    [&](const PrefillItem& x, const PrefillItem& y) { return work(x) > work(y); });
-  const int32_t units = items * p.kv_heads, first = splits ? first_split(tiles, p.kv_heads, p.blocks) : units;
-  const int32_t longest = first < units ? work(s.items[first / p.kv_heads]) : 0;
-  const PrefillSplit split{units - first, first == 0 ? tiles.full_units(p.kv_heads) : units - first, longest, p.blocks,
-                           p.slots};
-  uint32_t least = PrefillSplit::kNever;
-  for (int32_t parts = 1; parts <= kMostParts; ++parts) least = std::min(least, split.cost(parts));
-  const int32_t best = PrefillSplit::parts(least);
-  *s.header = {items, 0, 0, tokens, best > 1 ? first : units, best, (longest + best - 1) / best, 0};
-  if (splits) std::fill_n(s.counters, PrefillSchedule::kCounters, 0);
+  PrefillSplit split = PrefillSplit::of(tiles, p.kv_heads, p.blocks, p.slots);
+  const int32_t units = items * p.kv_heads;
+  if (split.first < units) split.work = work(s.items[split.first / p.kv_heads]);
+  const int32_t parts = PrefillSplit::parts(least(split));
+  *s.header = {items, 0, 0, tokens, parts > 1 ? split.first : units, parts, (split.work + parts - 1) / parts, 0};
+  if (p.slots > 0) std::fill_n(s.counters, PrefillSchedule::kCounters, 0);
 }
 #endif
 

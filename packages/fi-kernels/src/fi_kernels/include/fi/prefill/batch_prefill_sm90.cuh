@@ -13,6 +13,18 @@
 #include "fi/prefill/producers_sm90.cuh"
 #include "fi/prefill/tile_softmax_sm90.cuh"
 
+#ifndef FI_BOXED
+#define FI_BOXED 1
+#endif
+#ifndef FI_REHEARSE
+#define FI_REHEARSE 1
+#endif
+#ifndef FI_MERGE
+#define FI_MERGE 1
+#endif
+#ifndef FI_SHORT
+#define FI_SHORT 64
+#endif
 namespace fi {
 
 // Rows r = token * group + head of the group: a tile reads each key once for all heads that share it.
@@ -35,7 +47,7 @@ struct PrefillKernel {
   static constexpr bool kAhead = kConsumers == 2 && kDimVO <= 128;
 
   // Keys of a shorter step, which the tiles that end a row's keys may take; 0: none.
-  static constexpr int kHalf = kKeys == 128 ? kShort : 0;
+  static constexpr int kHalf = kKeys == 128 && FI_SHORT ? kShort : 0;
 
   // Two tiles of queries where they fit: one group then begins its next tile while others end the last.
   static constexpr int kTileBytes = (kRows * kDimQK + kStages * kKeys * (kDimQK + kDimVO)) * sizeof(T);
@@ -107,22 +119,30 @@ struct PrefillKernel {
     prefetch_tensor_map(p.q);
     prefetch_tensor_map(p.k);
     prefetch_tensor_map(p.v);
+    if (FI_BOXED && p.o_boxes) prefetch_tensor_map(p.o);
   }
 
   // A warpgroup issues products of registers no faster than they are computed, so that its own softmax gains nothing
   // from waiting for fewer of them; it is the other groups that fill its time.
   FI_DEVICE void consume(int group) const {
-    const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    const int row = group * 64 + warp * 16 + lane / 4;  // and row + 8
+    const int thread = threadIdx.x % 128, lane = thread % 32;
+    const int row = group * 64 + thread / 32 * 16 + lane / 4;  // and row + 8
     const uint64_t k = wgmma_operand(shared.k, kKeyGroup);
     const uint64_t v = wgmma_operand(shared.v, kValueGroup, kBlockBytes);
     float o[kDimVO / 2];
-    int stage = 0, parity = 0, leaving = -1;  // stage of the queries from which an output is being copied
-    for (int use = 0;; ++use) {
-      shared.work_full[use % 2].wait(use / 2 % 2);
-      const Tile tile(p, shared.work[use % 2]);
+    int stage = 0, parity = -FI_REHEARSE, leaving = -1;  // stage of the queries from which an output is being copied
+    // Before the first tile comes a rehearsal on whatever lies in shared memory: while queries and keys are on their
+    // way from memory, so are the instructions.
+    for (int use = -FI_REHEARSE;; ++use) {
+      const bool real = use >= 0;
+      Work work{{0, kKeys, 0, kKeys}, 0, kKeys - 1 - kKeys / 4, 2 * kKeys, 0, 1, 0};
+      if (real) {
+        shared.work_full[use % 2].wait(use / 2 % 2);
+        work = shared.work[use % 2];
+      }
+      const Tile tile(p, work);
       if (uniform(tile.tokens) == 0) break;
-      const int q_stage = use % kQueryStages;
+      const int q_stage = real ? use % kQueryStages : 0;
       const uint64_t q = wgmma_uniform(wgmma_operand(shared.q[q_stage] + group * 64 * 64, 1024));
       const int begin = uniform(tile.begin), end = begin + uniform(tile.count);
       // Of this group's rows: key tiles that some row sees, those all of whose keys every row sees, and how many keys
@@ -136,13 +156,13 @@ struct PrefillKernel {
       const int clear_end = uniform(tile.mask.end_key(tile.token + first_token) / kKeys);
       const int clear_begin = uniform((tile.mask.first_key(tile.token + last_token) + kKeys - 1) / kKeys);
       const bool half = uniform(end_key - (seen_end - 1) * kKeys) <= kHalf;
-      const bool boxed = kQueryStages > 1 && p.o_boxes && tile.parts == 1 && any &&
+      const bool boxed = FI_BOXED && kQueryStages > 1 && real && p.o_boxes && tile.parts == 1 && any &&
                          (last_token + 1 - first_token) * static_cast<int>(p.group.value) == 64;
       float m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f};
       bool ahead = false;  // whether products of values run
 #pragma unroll
       for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
-      shared.q_full[q_stage].wait(use / kQueryStages % 2);
+      if (real) shared.q_full[q_stage].wait(use / kQueryStages % 2);
       for (int j = end - 1; j >= begin; --j) {
         const Step step{q,
                         wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0]))),
@@ -155,6 +175,7 @@ struct PrefillKernel {
                         row,
                         j < clear_begin || j >= clear_end,
                         ahead,
+                        use >= 0 && threadIdx.x % 128 == 0,
                         j == begin && !boxed ? q_stage : -1,
                         leaving};
         if (j >= seen_end || j < seen_begin) {
@@ -173,7 +194,11 @@ struct PrefillKernel {
       if (kAhead) {
         wgmma_wait<0>();
         wgmma_keep(o);
-        if (ahead && thread == 0) shared.v_empty[before(stage)].arrive();
+        if (ahead && use >= 0 && threadIdx.x % 128 == 0) shared.v_empty[before(stage)].arrive();
+      }
+      if (!real) {
+        stage = parity = 0;
+        continue;
       }
       if (begin == end) {
         if (thread == 0) release(leaving);
@@ -185,7 +210,7 @@ struct PrefillKernel {
         leaving = q_stage;
       } else if (any) {
         int all = 1;
-        if (tile.parts > 1) all = merge(shared.work[use % 2], o, m, d, group);
+        if (FI_MERGE && tile.parts > 1) all = merge(shared.work[use % 2], o, m, d, group);
         if (all) store(shared.work[use % 2], o, m, d, row, lane);
       }
       barrier_sync(1 + group, 128);
@@ -214,18 +239,20 @@ struct PrefillKernel {
   struct Step {
     uint64_t q, k, v;
     int work, tile, stage, parity, group, row;
-    bool masked, ahead;
+    bool masked, ahead, leader;
     // Stages of queries, or -1: of those that nothing needs after this, and of those that an output is leaving.
     int last_of, leaving;
   };
 
   // No row of the group sees a key of the tile.
   FI_DEVICE void pass(const Step& step) const {
-    shared.k_full[step.stage].wait(step.parity);
-    shared.v_full[step.stage].wait(step.parity);
+    if (step.parity >= 0) {
+      shared.k_full[step.stage].wait(step.parity);
+      shared.v_full[step.stage].wait(step.parity);
+    }
     if (kAhead && step.ahead) wgmma_wait<0>();
     barrier_sync(1 + step.group, 128);  // no warp may be left behind by two stages, whose parities are alike
-    if (threadIdx.x % 128 == 0) {
+    if (step.leader) {
       if (kAhead && step.ahead) shared.v_empty[before(step.stage)].arrive();
       shared.k_empty[step.stage].arrive();
       shared.v_empty[step.stage].arrive();
@@ -240,12 +267,12 @@ struct PrefillKernel {
     const float scale = kCapped ? p.cap : p.scale;
     float s[kCount / 2], alpha[2];
     unsigned weights[kCount / 16][4];
-    shared.k_full[step.stage].wait(step.parity);
+    if (step.parity >= 0) shared.k_full[step.stage].wait(step.parity);
     multiply_keys(s, step.q, step.k);
     wgmma_wait<0>();
     wgmma_keep(s);
     if (kAhead) wgmma_keep(o);
-    if (threadIdx.x % 128 == 0) {
+    if (step.leader) {
       if (kAhead && step.ahead) shared.v_empty[before(step.stage)].arrive();
       shared.k_empty[step.stage].arrive();
       if (step.last_of >= 0) shared.q_empty[step.last_of].arrive();
@@ -265,13 +292,13 @@ struct PrefillKernel {
 #pragma unroll
       for (int i = 0; i < kDimVO / 2; ++i) o[i] *= alpha[i / 2 % 2];
     }
-    shared.v_full[step.stage].wait(step.parity);
+    if (step.parity >= 0) shared.v_full[step.stage].wait(step.parity);
     if (step.masked && uniform(keys) < kCount) clear(shared.v[step.stage], keys, kCount, 1 + step.group);
     multiply_values(o, weights, step.v);
     if (!kAhead) {
       wgmma_wait<0>();
       wgmma_keep(o);
-      if (threadIdx.x % 128 == 0) shared.v_empty[step.stage].arrive();
+      if (step.leader) shared.v_empty[step.stage].arrive();
     }
   }
 

@@ -7,9 +7,10 @@
 namespace fi {
 
 struct PrefillPlanner {
-  static constexpr int kLevels = 1024;
+  static constexpr int kLevels = 1024, kNear = 512;
   struct Shared {
     int32_t place[kLevels];
+    PrefillRequest requests[kNear];  // the first ones: reading a table takes longer than all else
     unsigned long long work[2];
     int32_t items[2], longest[2], total;
   };
@@ -23,6 +24,11 @@ struct PrefillPlanner {
     for (int i = threadIdx.x; i < kLevels; i += threads) shared.place[i] = 0;
     if (threadIdx.x < 2) shared.work[threadIdx.x] = 0, shared.items[threadIdx.x] = shared.longest[threadIdx.x] = 0;
     pdl_wait();
+    for (int b = threadIdx.x; b < p.batch; b += threads) {
+      const PrefillRequest r = p.request(b);
+      p.schedule.requests[b] = r;
+      if (b < kNear) shared.requests[b] = r;
+    }
     if (p.slots > 0)
       for (int i = threadIdx.x; i < PrefillSchedule::kCounters; i += threads) p.schedule.counters[i] = 0;
     __syncthreads();
@@ -30,13 +36,12 @@ struct PrefillPlanner {
     __syncthreads();
     PrefillTiles tiles = measured(0);
     int tokens = p.tile_tokens;
-    const bool splits = p.slots > 0;
     // With many rounds of tiles their height matters to none but the last.
     if (p.short_tokens > 0 && static_cast<int64_t>(tiles.items) * p.kv_heads <= 4 * p.blocks) {
       measure(1, p.short_tokens);
       __syncthreads();
       const PrefillTiles low = measured(1);
-      if (low.items <= p.capacity && prefers_short(tiles, low, p.kv_heads, p.blocks, splits)) {
+      if (low.items <= p.capacity && prefers_short(tiles, low, p.kv_heads, p.blocks, p.slots, least)) {
         tiles = low;
         tokens = p.short_tokens;
       }
@@ -52,17 +57,18 @@ struct PrefillPlanner {
       if (at < p.capacity) p.schedule.items[at] = {b, t};
     });
     __syncthreads();
-    if (threadIdx.x < 32) finish(tiles, tokens, splits && shared.total <= p.capacity);
+    if (threadIdx.x < 32) finish(tiles, tokens);
   }
 
  private:
-  // Calls take(request, tile, work) for every tile, and writes the requests.
+  FI_DEVICE PrefillRequest request(int b) const { return b < kNear ? shared.requests[b] : p.schedule.requests[b]; }
+
+  // Calls take(request, tile, work) for every tile.
   template <class Take>
   FI_DEVICE void each_tile(int tokens, Take take) const {
     const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
     for (int b = threadIdx.x / 32; b < p.batch; b += warps) {
-      const PrefillRequest r = p.request(b);
-      if (lane == 0) p.schedule.requests[b] = r;
+      const PrefillRequest r = request(b);
       for (int t = lane; t < PrefillPlanParams::tiles(r, tokens); t += 32) take(b, t, p.work(r, t, tokens));
     }
   }
@@ -103,20 +109,23 @@ struct PrefillPlanner {
     if (lane == 0) shared.total = before;
   }
 
-  // By one warp, whose lanes try a number of parts each.
-  FI_DEVICE void finish(const PrefillTiles& tiles, int tokens, bool splits) const {
-    const int lane = threadIdx.x, items = min(shared.total, p.capacity), units = items * p.kv_heads;
-    const int first = splits ? first_split(tiles, p.kv_heads, p.blocks) : units;
-    int work = 0;
-    if (first < units) {
-      const PrefillItem item = p.schedule.items[first / p.kv_heads];
-      work = p.work(p.request(item.request), item.tile, tokens);
+  // The least cost of a split: each lane tries a number of parts.
+  FI_DEVICE static unsigned least(const PrefillSplit& split) {
+    return __reduce_min_sync(0xffffffffu, split.cost(threadIdx.x % 32 + 1));
+  }
+
+  // By one warp.
+  FI_DEVICE void finish(const PrefillTiles& tiles, int tokens) const {
+    const int items = min(shared.total, p.capacity), units = items * p.kv_heads;
+    PrefillSplit split = PrefillSplit::of(tiles, p.kv_heads, p.blocks, p.slots);
+    if (split.first < units) {
+      const PrefillItem item = p.schedule.items[split.first / p.kv_heads];
+      split.work = p.work(request(item.request), item.tile, tokens);
     }
-    const int full = first == 0 ? tiles.full_units(p.kv_heads) : units - first;
-    const PrefillSplit split{units - first, full, work, p.blocks, p.slots};
-    const int best = PrefillSplit::parts(__reduce_min_sync(0xffffffffu, split.cost(lane + 1)));
-    if (lane == 0)
-      *p.schedule.header = {items, 0, 0, tokens, best > 1 ? first : units, best, (work + best - 1) / best, 0};
+    const int parts = PrefillSplit::parts(least(split));
+    if (threadIdx.x == 0)
+      *p.schedule.header = {
+          items, 0, 0, tokens, parts > 1 ? split.first : units, parts, (split.work + parts - 1) / parts, 0};
   }
 };
 

@@ -53,49 +53,31 @@ constexpr float kPartCost = 2.f;
 struct PrefillTiles {
   int64_t work;
   int32_t items, longest;
-
-  // Units of the longest that would take as long as all.
-  FI_HOST_DEVICE int32_t full_units(int32_t kv_heads) const {
-    return longest > 0 ? static_cast<int32_t>((work * kv_heads + longest - 1) / longest) : 0;
-  }
-  // Until all units are done.
-  FI_HOST_DEVICE float time(int32_t kv_heads, int32_t blocks, bool splits) const {
-    const int64_t units = static_cast<int64_t>(items) * kv_heads;
-    const float most = static_cast<float>(longest),
-                each = static_cast<float>(work) * static_cast<float>(kv_heads) / static_cast<float>(blocks);
-    if (splits && longest >= kLeastSplit) return each + kPartCost;
-    if (units <= blocks) return most;
-    const float uneven =
-        each + static_cast<float>(work) / static_cast<float>(items) / 2;  // half a unit is where blocks end, on average
-    return uneven > most ? uneven : most;
-  }
 };
 
-// Whether short tiles, of two thirds of the rows, are done sooner. For a key tile they take 0.78 of the time (H200,
-// estimated from the steps of a block with three groups and of a group by itself, 4074 and 3150 cycles).
-FI_HOST_DEVICE bool prefers_short(const PrefillTiles& tall, const PrefillTiles& low, int32_t kv_heads, int32_t blocks,
-                                  bool splits) {
-  return 0.78f * low.time(kv_heads, blocks, splits) < tall.time(kv_heads, blocks, splits);
-}
-
-// The units from which on all are split: those of the last round, which would leave blocks idle, or all where the
-// longest alone takes longer than blocks need on average.
-FI_HOST_DEVICE int32_t first_split(const PrefillTiles& tiles, int32_t kv_heads, int32_t blocks) {
-  const int64_t units = static_cast<int64_t>(tiles.items) * kv_heads;
-  if (units <= blocks) return 0;
-  if (units <= PrefillSchedule::kSplitUnits && tiles.longest > tiles.work * kv_heads / blocks) return 0;
-  return static_cast<int32_t>(units - units % blocks);
-}
-
-// What it costs to split so many units in so many parts, for comparison; the least has the number of parts in its low
-// bits. `work` are the key tiles of the first of them, `units` all of them, and `full` those of that length that would
-// be as much work.
+// Units of work that are split alike: so many, of which the longest reads `work` key tiles; `full` of that length would
+// be as much work. Blocks take them after what comes before, which ends at about the same time for all blocks.
 struct PrefillSplit {
-  int32_t units, full, work, blocks, slots;
+  int32_t first, units, full, work, blocks, slots;
 
   static constexpr uint32_t kNever = 0xffffffffu;
 
-  FI_HOST_DEVICE static int32_t parts(uint32_t cost) { return static_cast<int32_t>(cost % 32); }
+  // Those of the last round, which would leave blocks idle; or all, where the longest alone takes longer than blocks
+  // need on average.
+  FI_HOST_DEVICE static PrefillSplit of(const PrefillTiles& tiles, int32_t kv_heads, int32_t blocks, int32_t slots) {
+    const int32_t units = tiles.items * kv_heads;
+    const int64_t work = tiles.work * kv_heads;
+    PrefillSplit split{units - units % blocks, units % blocks, units % blocks, 0, blocks, slots};
+    if (units <= blocks || (units <= PrefillSchedule::kSplitUnits && tiles.longest > work / blocks)) {
+      const int32_t full = tiles.longest > 0 ? static_cast<int32_t>((work + tiles.longest - 1) / tiles.longest) : 0;
+      split = {0, units, full, tiles.longest, blocks, slots};
+    } else {
+      split.work = static_cast<int32_t>((tiles.work + tiles.items - 1) / tiles.items);
+    }
+    return split;
+  }
+
+  // Time of units in so many parts, in quarters of a key tile, for comparison; the number of parts is in the low bits.
   FI_HOST_DEVICE uint32_t cost(int32_t parts) const {
     if (parts > 1 &&
         (units > PrefillSchedule::kSplitUnits || work < kLeastSplit || parts > kMostParts || units * parts > slots))
@@ -105,6 +87,33 @@ struct PrefillSplit {
                        (static_cast<float>(keys) + (parts > 1 ? kPartCost + 0.25f * static_cast<float>(parts) : 0.f));
     return static_cast<uint32_t>((time < 1e7f ? time : 1e7f) * 4) * 32 + static_cast<uint32_t>(parts);
   }
+  FI_HOST_DEVICE static int32_t parts(uint32_t cost) { return static_cast<int32_t>(cost % 32); }
+  FI_HOST_DEVICE static float time(uint32_t cost) { return 0.25f * static_cast<float>(cost / 32); }
 };
+
+// Until all units are done, in key tiles. least: of the costs of a split.
+template <class Least>
+FI_HOST_DEVICE float prefill_time(const PrefillTiles& tiles, const PrefillSplit& split, int32_t kv_heads,
+                                  const Least& least) {
+  const float longest = static_cast<float>(tiles.longest), blocks = static_cast<float>(split.blocks);
+  const float mean = static_cast<float>(tiles.work) / static_cast<float>(tiles.items ? tiles.items : 1);
+  if (split.slots > 0 && tiles.longest >= kLeastSplit)
+    return mean * static_cast<float>(split.first) / blocks + PrefillSplit::time(least(split));
+  if (split.first + split.units <= split.blocks) return longest;
+  // Half a unit is where blocks end, on average.
+  const float uneven = static_cast<float>(tiles.work) * static_cast<float>(kv_heads) / blocks + mean / 2;
+  return uneven > longest ? uneven : longest;
+}
+
+// Whether tiles of two thirds of the rows are done sooner. For a key tile they take 0.78 of the time (H200, one
+// sequence of 128 queries and 32768 keys, a unit a block: 1.88 us, against 2.4 in rounds of tall ones).
+template <class Least>
+FI_HOST_DEVICE bool prefers_short(const PrefillTiles& tall, const PrefillTiles& low, int32_t kv_heads, int32_t blocks,
+                                  int32_t slots, const Least& least) {
+  const auto time = [&](const PrefillTiles& tiles) {
+    return prefill_time(tiles, PrefillSplit::of(tiles, kv_heads, blocks, slots), kv_heads, least);
+  };
+  return 0.78f * time(low) < time(tall);
+}
 
 }  // namespace fi

@@ -85,10 +85,8 @@ struct PrefillKernel {
       give_registers<kProducerRegisters>();
       const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
       const Producers producers{p, shared};
-      if (warp == 0)
-        producers.template produce<kDimQK>(p.k, shared.k, shared.k_full, shared.k_empty);
-      else if (warp == 1)
-        producers.template produce<kDimVO>(p.v, shared.v, shared.v_full, shared.v_empty);
+      if (warp < 2)
+        produce(producers, warp == 0);
       else if (warp == 2 && threadIdx.x % 32 == 0)
         producers.produce_queries();
       else if (warp == 3 && threadIdx.x % 32 == 0)
@@ -96,6 +94,18 @@ struct PrefillKernel {
     } else {
       take_registers<kConsumerRegisters>();
       consume(threadIdx.x / 128 - 1);
+    }
+  }
+
+  // By a warp. Of one dim, keys and values have one code: there is less to fetch before the first copy.
+  FI_DEVICE void produce(const Producers& producers, bool keys) const {
+    if constexpr (kDimQK == kDimVO) {
+      producers.template produce<kDimQK>(keys ? p.k : p.v, keys ? shared.k : shared.v,
+                                         keys ? shared.k_full : shared.v_full, keys ? shared.k_empty : shared.v_empty);
+    } else if (keys) {
+      producers.template produce<kDimQK>(p.k, shared.k, shared.k_full, shared.k_empty);
+    } else {
+      producers.template produce<kDimVO>(p.v, shared.v, shared.v_full, shared.v_empty);
     }
   }
 
@@ -210,7 +220,7 @@ struct PrefillKernel {
         leaving = q_stage;
       } else if (any) {
         int all = 1;
-        if (FI_MERGE && tile.parts > 1) all = merge(shared.work[use % 2], o, m, d, group);
+        if (FI_MERGE && __builtin_expect(tile.parts > 1, 0)) all = merge(shared.work[use % 2], o, m, d, group);
         if (all) store(shared.work[use % 2], o, m, d, row, lane);
       }
       barrier_sync(1 + group, 128);

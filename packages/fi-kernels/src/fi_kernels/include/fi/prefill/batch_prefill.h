@@ -13,7 +13,6 @@ namespace fi {
 // small pages. fp8 rows of 128 columns are whole at once, 128 columns a copy. Strides in elements.
 struct BatchPrefillParams {
   TensorMap q, k, v;
-  TensorMap o;           // as q, boxes of the tokens of 64 rows
   void* out;             // [tokens, qo_heads, dim_vo]
   float* lse;            // [tokens, qo_heads]; null: not wanted
   const float* sinks;    // [qo_heads]; null: none
@@ -34,7 +33,6 @@ struct BatchPrefillParams {
   int32_t box;          // keys of one copy
   int32_t heads_in_blocks, head_groups;  // by whole rows: heads count in the third, or these groups each in the fourth
   int32_t causal, window_left;
-  int32_t o_boxes;   // whether 64 rows are whole tokens, so that o holds
   int32_t out_half;  // of fp8: fp16, else bf16
   float scale;       // of scores, times log2(e); with a soft cap, divided by it
   float cap;         // times log2(e); 0: none

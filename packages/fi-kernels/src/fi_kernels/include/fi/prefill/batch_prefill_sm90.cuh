@@ -7,30 +7,17 @@
 #include "fi/cuda/math.cuh"
 #include "fi/cuda/ptx/barrier.cuh"
 #include "fi/cuda/ptx/global.cuh"
-#include "fi/cuda/ptx/ldmatrix.cuh"
 #include "fi/cuda/ptx/warpgroup_sm90.cuh"
 #include "fi/cuda/ptx/wgmma_sm90.cuh"
 #include "fi/prefill/producers_sm90.cuh"
 #include "fi/prefill/tile_softmax_sm90.cuh"
 
-#ifndef FI_BOXED
-#define FI_BOXED 1
-#endif
-#ifndef FI_REHEARSE
-#define FI_REHEARSE 1
-#endif
-#ifndef FI_MERGE
-#define FI_MERGE 1
-#endif
-#ifndef FI_SHORT
-#define FI_SHORT 64
-#endif
 namespace fi {
 
 // Rows r = token * group + head of the group: a tile reads each key once for all heads that share it.
 // kConsumers: groups of 64 rows. kBytes: of shared memory for tiles.
 template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped, int kConsumers,
-          int kBytes = 226 * 1024, int kShort = 64>
+          int kBytes = 226 * 1024>
 struct PrefillKernel {
   static constexpr int kRows = 64 * kConsumers, kStages = 2;
   static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kDimVO > 128 ? 40 : 56;
@@ -47,7 +34,7 @@ struct PrefillKernel {
   static constexpr bool kAhead = kConsumers == 2 && kDimVO <= 128;
 
   // Keys of a shorter step, which the tiles that end a row's keys may take; 0: none.
-  static constexpr int kHalf = kKeys == 128 && FI_SHORT ? kShort : 0;
+  static constexpr int kHalf = kKeys == 128 ? 64 : 0;
 
   // Two tiles of queries where they fit: one group then begins its next tile while others end the last.
   static constexpr int kTileBytes = (kRows * kDimQK + kStages * kKeys * (kDimQK + kDimVO)) * sizeof(T);
@@ -129,7 +116,6 @@ struct PrefillKernel {
     prefetch_tensor_map(p.q);
     prefetch_tensor_map(p.k);
     prefetch_tensor_map(p.v);
-    if (FI_BOXED && p.o_boxes) prefetch_tensor_map(p.o);
   }
 
   // A warpgroup issues products of registers no faster than they are computed, so that its own softmax gains nothing
@@ -140,19 +126,12 @@ struct PrefillKernel {
     const uint64_t k = wgmma_operand(shared.k, kKeyGroup);
     const uint64_t v = wgmma_operand(shared.v, kValueGroup, kBlockBytes);
     float o[kDimVO / 2];
-    int stage = 0, parity = -FI_REHEARSE, leaving = -1;  // stage of the queries from which an output is being copied
-    // Before the first tile comes a rehearsal on whatever lies in shared memory: while queries and keys are on their
-    // way from memory, so are the instructions.
-    for (int use = -FI_REHEARSE;; ++use) {
-      const bool real = use >= 0;
-      Work work{{0, kKeys, 0, kKeys}, 0, kKeys - 1 - kKeys / 4, 2 * kKeys, 0, 1, 0};
-      if (real) {
-        shared.work_full[use % 2].wait(use / 2 % 2);
-        work = shared.work[use % 2];
-      }
-      const Tile tile(p, work);
+    int stage = 0, parity = 0;
+    for (int use = 0;; ++use) {
+      shared.work_full[use % 2].wait(use / 2 % 2);
+      const Tile tile(p, shared.work[use % 2]);
       if (uniform(tile.tokens) == 0) break;
-      const int q_stage = real ? use % kQueryStages : 0;
+      const int q_stage = use % kQueryStages;
       const uint64_t q = wgmma_uniform(wgmma_operand(shared.q[q_stage] + group * 64 * 64, 1024));
       const int begin = uniform(tile.begin), end = begin + uniform(tile.count);
       // Of this group's rows: key tiles that some row sees, those all of whose keys every row sees, and how many keys
@@ -166,13 +145,11 @@ struct PrefillKernel {
       const int clear_end = uniform(tile.mask.end_key(tile.token + first_token) / kKeys);
       const int clear_begin = uniform((tile.mask.first_key(tile.token + last_token) + kKeys - 1) / kKeys);
       const bool half = uniform(end_key - (seen_end - 1) * kKeys) <= kHalf;
-      const bool boxed = FI_BOXED && kQueryStages > 1 && real && p.o_boxes && tile.parts == 1 && any &&
-                         (last_token + 1 - first_token) * static_cast<int>(p.group.value) == 64;
       float m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f};
       bool ahead = false;  // whether products of values run
 #pragma unroll
       for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
-      if (real) shared.q_full[q_stage].wait(use / kQueryStages % 2);
+      shared.q_full[q_stage].wait(use / kQueryStages % 2);
       for (int j = end - 1; j >= begin; --j) {
         const Step step{q,
                         wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0]))),
@@ -185,9 +162,7 @@ struct PrefillKernel {
                         row,
                         j < clear_begin || j >= clear_end,
                         ahead,
-                        use >= 0 && threadIdx.x % 128 == 0,
-                        j == begin && !boxed ? q_stage : -1,
-                        leaving};
+                        j == begin ? q_stage : -1};
         if (j >= seen_end || j < seen_begin) {
           pass(step);
           ahead = false;
@@ -198,76 +173,46 @@ struct PrefillKernel {
           take<kKeys>(step, o, m, d, tile.request.kv_len - j * kKeys);
           ahead = kAhead;
         }
-        leaving = -1;
         if (++stage == kStages) stage = 0, parity ^= 1;
       }
       if (kAhead) {
         wgmma_wait<0>();
         wgmma_keep(o);
-        if (ahead && use >= 0 && threadIdx.x % 128 == 0) shared.v_empty[before(stage)].arrive();
+        if (ahead && thread == 0) shared.v_empty[before(stage)].arrive();
       }
-      if (!real) {
-        stage = parity = 0;
-        continue;
-      }
-      if (begin == end) {
-        if (thread == 0) release(leaving);
-        if (thread == 0 && !boxed) shared.q_empty[q_stage].arrive();
-      }
-      if (boxed) {
-        stage_output(shared.work[use % 2], o, m, d, row, lane, shared.q[q_stage]);
-        fence_async_shared();
-        leaving = q_stage;
-      } else if (any) {
-        int all = 1;
-        if (FI_MERGE && __builtin_expect(tile.parts > 1, 0)) all = merge(shared.work[use % 2], o, m, d, group);
+      if (begin == end && thread == 0) shared.q_empty[q_stage].arrive();
+      if (any) {
+        bool all = true;
+        if (__builtin_expect(tile.parts > 1, 0)) all = merge(shared.work[use % 2], o, m, d, group);
         if (all) store(shared.work[use % 2], o, m, d, row, lane);
       }
       barrier_sync(1 + group, 128);
-      if (thread == 0 && boxed) {
-        for (int block = 0; block < kDimVO / 64; ++block)
-          tma_store(p.o, shared.q[q_stage] + (block * kRows + group * 64) * 64, block * 64, 0, tile.kv_head,
-                    tile.request.qo_begin + tile.token + first_token);
-        bulk_commit();
-      }
       if (thread == 0) shared.work_empty[use % 2].arrive();
     }
-    if (thread == 0) bulk_wait_read<0>();
   }
 
  private:
   FI_DEVICE static int before(int stage) { return stage == 0 ? kStages - 1 : stage - 1; }
 
-  // By the thread that copies outputs: hands back queries whose place one took, once it has left.
-  FI_DEVICE void release(int leaving) const {
-    if (leaving < 0) return;
-    bulk_wait_read<0>();
-    shared.q_empty[leaving].arrive();
-  }
-
   // A key tile of a tile of queries, as one group takes it.
   struct Step {
     uint64_t q, k, v;
     int work, tile, stage, parity, group, row;
-    bool masked, ahead, leader;
-    // Stages of queries, or -1: of those that nothing needs after this, and of those that an output is leaving.
-    int last_of, leaving;
+    bool masked, ahead;
+    int last_of;  // stage of the queries, if this is the last that needs them, else -1
   };
 
   // No row of the group sees a key of the tile.
   FI_DEVICE void pass(const Step& step) const {
-    if (step.parity >= 0) {
-      shared.k_full[step.stage].wait(step.parity);
-      shared.v_full[step.stage].wait(step.parity);
-    }
+    shared.k_full[step.stage].wait(step.parity);
+    shared.v_full[step.stage].wait(step.parity);
     if (kAhead && step.ahead) wgmma_wait<0>();
     barrier_sync(1 + step.group, 128);  // no warp may be left behind by two stages, whose parities are alike
-    if (step.leader) {
+    if (threadIdx.x % 128 == 0) {
       if (kAhead && step.ahead) shared.v_empty[before(step.stage)].arrive();
       shared.k_empty[step.stage].arrive();
       shared.v_empty[step.stage].arrive();
       if (step.last_of >= 0) shared.q_empty[step.last_of].arrive();
-      release(step.leaving);
     }
   }
 
@@ -277,16 +222,15 @@ struct PrefillKernel {
     const float scale = kCapped ? p.cap : p.scale;
     float s[kCount / 2], alpha[2];
     unsigned weights[kCount / 16][4];
-    if (step.parity >= 0) shared.k_full[step.stage].wait(step.parity);
+    shared.k_full[step.stage].wait(step.parity);
     multiply_keys(s, step.q, step.k);
     wgmma_wait<0>();
     wgmma_keep(s);
     if (kAhead) wgmma_keep(o);
-    if (step.leader) {
+    if (threadIdx.x % 128 == 0) {
       if (kAhead && step.ahead) shared.v_empty[before(step.stage)].arrive();
       shared.k_empty[step.stage].arrive();
       if (step.last_of >= 0) shared.q_empty[step.last_of].arrive();
-      release(step.leaving);
     }
     if (kCapped) {
 #pragma unroll
@@ -302,13 +246,13 @@ struct PrefillKernel {
 #pragma unroll
       for (int i = 0; i < kDimVO / 2; ++i) o[i] *= alpha[i / 2 % 2];
     }
-    if (step.parity >= 0) shared.v_full[step.stage].wait(step.parity);
+    shared.v_full[step.stage].wait(step.parity);
     if (step.masked && uniform(keys) < kCount) clear(shared.v[step.stage], keys, kCount, 1 + step.group);
     multiply_values(o, weights, step.v);
     if (!kAhead) {
       wgmma_wait<0>();
       wgmma_keep(o);
-      if (step.leader) shared.v_empty[step.stage].arrive();
+      if (threadIdx.x % 128 == 0) shared.v_empty[step.stage].arrive();
     }
   }
 
@@ -411,33 +355,26 @@ struct PrefillKernel {
     return true;
   }
 
-  // What a row (h = 0: `row`, 1: row + 8) is multiplied by at last; writes its LSE.
-  FI_DEVICE float finish(const Work& work, float m, float d, int row, int token, int lane) const {
-    d += __shfl_xor_sync(0xffffffffu, d, 1);
-    d += __shfl_xor_sync(0xffffffffu, d, 2);
-    const int head = work.kv_head * p.group.value + row - token * p.group.value;
-    const bool kept = token < work.tokens;
-    float top = m * (kCapped ? p.cap : p.scale), factor = p.out_scale;
-    if (p.sinks && kept) {
-      const float sink = p.sinks[head] * kLog2e, most = fmaxf(top, sink);
-      d = d * exp2_approx(top - most) + exp2_approx(sink - most);
-      factor *= exp2_approx(top - most);
-      top = most;
-    }
-    if (p.lse && lane % 4 == 0 && kept)
-      p.lse[static_cast<int64_t>(work.request.qo_begin + work.token + token) * p.qo_heads + head] =
-          softmax_lse<CudaMath>(top, d);
-    return factor * softmax_inverse(d);
-  }
-
-  FI_DEVICE void store(const Work& work, const float (&o)[kDimVO / 2], const float (&m)[2], const float (&d)[2],
-                       int first, int lane) const {
+  FI_DEVICE void store(const Work& work, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int first,
+                       int lane) const {
+    const float scale = kCapped ? p.cap : p.scale;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      d[h] += __shfl_xor_sync(0xffffffffu, d[h], 1);
+      d[h] += __shfl_xor_sync(0xffffffffu, d[h], 2);
       const int row = first + 8 * h, token = divide(row, p.group);
-      const float factor = finish(work, m[h], d[h], row, token, lane);
       const int head = work.kv_head * p.group.value + row - token * p.group.value;
+      const bool kept = token < work.tokens;
+      float top = m[h] * scale, factor = p.out_scale;
+      if (p.sinks && kept) {
+        const float sink = p.sinks[head] * kLog2e, most = fmaxf(top, sink);
+        d[h] = d[h] * exp2_approx(top - most) + exp2_approx(sink - most);
+        factor *= exp2_approx(top - most);
+        top = most;
+      }
+      factor *= softmax_inverse(d[h]);
       const int64_t at = work.request.qo_begin + work.token + token;
+      if (p.lse && lane % 4 == 0 && kept) p.lse[at * p.qo_heads + head] = softmax_lse<CudaMath>(top, d[h]);
       T* out = static_cast<T*>(p.out) + at * p.out_token + head * p.out_head + lane % 4 * 8;
 #pragma unroll
       for (int block = 0; block < kDimVO / 8; block += 4) {
@@ -448,38 +385,17 @@ struct PrefillKernel {
           x[i] = pack(pair[0] * factor, pair[1] * factor);
         }
         const uint4 piece = transpose_of_four(x);
-        if (token < work.tokens) store_global(out + block * 8, piece);
+        if (kept) store_global(out + block * 8, piece);
       }
-    }
-  }
-
-  // Into a tile of queries that are no longer needed, in its layout, for a copy of boxes.
-  FI_DEVICE void stage_output(const Work& work, const float (&o)[kDimVO / 2], const float (&m)[2], const float (&d)[2],
-                              int first, int lane, T* tile) const {
-    float factor[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      factor[h] = finish(work, m[h], d[h], first + 8 * h, divide(first + 8 * h, p.group), lane);
-    const int row = first - lane / 4 + lane % 16, column = lane / 16;  // of the 16 bytes that this lane has stored
-#pragma unroll
-    for (int i = 0; i < kDimVO / 8; i += 2) {
-      unsigned x[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float* pair = o + i * 4 + 2 * k;
-        x[k] = pack(pair[0] * factor[k % 2], pair[1] * factor[k % 2]);
-      }
-      stmatrix_x4(tile + (i / 8 * kRows + row) * 64 + ((i % 8 + column) ^ (row % 8)) * 8, x);
     }
   }
 
   static constexpr bool kIsHalf = IsHalf<T>::value;
 };
 
-template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped, int kConsumers, int kSharedBytes,
-          int kShort = 64>
+template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped, int kConsumers, int kSharedBytes>
 FI_DEVICE void batch_prefill(const BatchPrefillParams& params) {
-  using Kernel = PrefillKernel<T, kDimQK, kDimVO, kKeys, kWholeRows, kCapped, kConsumers, 226 * 1024, kShort>;
+  using Kernel = PrefillKernel<T, kDimQK, kDimVO, kKeys, kWholeRows, kCapped, kConsumers>;
   run_aligned<Kernel, kSharedBytes>(params);
 }
 

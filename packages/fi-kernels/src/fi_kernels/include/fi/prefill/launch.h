@@ -73,10 +73,6 @@ inline BatchPrefillParams hopper_params(const PrefillProblem& problem, const Ten
                 box);
   describe_keys(h.v, p.v, bytes, rows, p.dim_vo, p.v_token, p.v_head, problem.v_page, p.kv_heads, page_size, pages,
                 box);
-  h.o_boxes = q_bytes == 2 && 64 % p.group == 0;
-  if (h.o_boxes)
-    describe(h.o, p.out, 2, {p.dim_vo, p.group, p.kv_heads, q.size(0)}, {p.out_head, p.out_head * p.group, p.out_token},
-             {64, p.group, 1, 64 / p.group});
   h.out = p.out;
   h.lse = p.lse;
   h.sinks = problem.sinks;

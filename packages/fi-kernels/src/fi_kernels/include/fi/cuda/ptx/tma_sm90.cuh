@@ -43,11 +43,4 @@ FI_DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, in
       : "memory");
 }
 
-// From shared memory, in this thread's current bulk group. What lies outside of the tensor is not written.
-FI_DEVICE void tma_store(const TensorMap& map, const void* shared, int x0, int x1, int x2, int x3) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
-               "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
-               : "memory");
-}
-
 }  // namespace fi

@@ -11,11 +11,14 @@ DRAW_TOKEN, RENORMALISE, MASK_OUT = range(3)  # what sample makes of a filtered 
 
 
 def _cluster_unit(axes: Axes) -> Unit:
-    """One entry; config = (blocks on an SM, bytes of a row that a block should hold)."""
-    config = (1, 200 * 1024)
-    body = f"sample_cluster<{DTYPES[str(axes['dtype'])].device}, 512>"
-    entry = Entry("sample_cluster_512", body, 512, config, blocks_per_sm=1)
-    return Unit("fi/sampling/sample_sm90.cuh", "SampleParams", (entry,))
+    """Two entries; config = (blocks on an SM, bytes of a row that a block should hold), and for calls without filters
+    (blocks on an SM)."""
+    dtype = DTYPES[str(axes["dtype"])].device
+    entries = (
+        Entry("sample_cluster_512", f"sample_cluster<{dtype}, 512>", 512, (1, 200 * 1024), blocks_per_sm=1),
+        Entry("sample_stream_512", f"sample_stream<{dtype}, 512>", 512, (3,), blocks_per_sm=3),
+    )
+    return Unit("fi/sampling/sample_sm90.cuh", "SampleParams", entries)
 
 
 def _block_unit(axes: Axes) -> Unit:

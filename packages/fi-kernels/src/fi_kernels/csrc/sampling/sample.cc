@@ -16,11 +16,28 @@ namespace fi {
 namespace {
 
 #if FI_CUDA
+int64_t pieces_of(int64_t n) { return (n + kPiece - 1) / kPiece; }
+
+// Rows that are drawn from without a filter, in blocks that hold nothing. config = {blocks on an SM}.
+void launch_stream(const Kernel& kernel, const Entry& entry, SampleParams& p, DLDevice device) {
+  const int64_t resident = entry.config[0] * Kernel::multiprocessors(device), pieces = pieces_of(p.vocab);
+  int64_t blocks = 1;
+  while (blocks < 16 && p.rows * blocks * 2 <= resident && blocks * entry.threads / 32 < pieces) blocks *= 2;
+  Launch config{p.rows * blocks};
+  config.pdl = kernel.pdl(-1);
+  config.cluster = static_cast<unsigned>(blocks);
+  config.shared_bytes = pieces * kPieceRoom;
+  kernel.launch(entry, config, device, p);
+}
+
 // config = {blocks on an SM, bytes of a row that a block should hold}; none where rows are read from global memory by
 // one block each.
 void launch(const Kernel& kernel, SampleParams& p, int64_t bytes, DLDevice device) {
+  const bool plain = p.output == kDrawToken && !p.top_k.rows && (p.top_k.value <= 0 || p.top_k.value >= p.vocab) && !p.top_p.rows &&
+                     p.top_p.value >= 1.f && !p.min_p.rows && !(p.min_p.value > 0.f);
+  if (plain && kernel.entries.size() > 1) return launch_stream(kernel, kernel.entries[1], p, device);
   const Entry& entry = kernel.entries[0];
-  const auto pieces = [](int64_t n) { return (n + kPiece - 1) / kPiece * kPiece; };
+  const auto pieces = [](int64_t n) { return pieces_of(n) * kPiece; };
   const int64_t slots = p.vocab + 16 / bytes - 1, warps = entry.threads / 32;  // wherever the row begins
   const auto slice = [&](int64_t blocks) { return pieces((slots + blocks - 1) / blocks); };
   int64_t blocks = 1, room = 0;
@@ -68,6 +85,14 @@ void run_row(const SampleParams& p, sampling::CpuRow& s, DType in, DType out, in
   const bool there = row >= 0 && row < p.input_rows;
   float temperature = 1.f;
   bool valid = false;
+  const auto put = [&](int64_t token, bool drawn) {
+    if (p.wide_tokens)
+      static_cast<int64_t*>(p.out)[output] = token;
+    else
+      static_cast<int32_t*>(p.out)[output] = static_cast<int32_t>(token);
+    if (p.valid) p.valid[output] = drawn;
+  };
+  const auto random = [&] { return sampling::random_of(sampling::row_random(p, output)); };
   if (there) {
     const char* input = static_cast<const char*>(p.input) + row * p.input_row * in.bytes();
     const bool adjusted = p.bias || p.bitmask || p.seen;
@@ -75,6 +100,10 @@ void run_row(const SampleParams& p, sampling::CpuRow& s, DType in, DType out, in
     if (in != kF32 || adjusted) cpu::row_loader(in)(input, s.own(), p.vocab);
     if (adjusted) adjust(p, s.buffer.data(), output, row);
     temperature = sampling::at(p.temperature, row);
+    if (sampling::is_plain(p, row)) {
+      const int64_t token = s.draw_plain(temperature, sampling::is_greedy(p, temperature), random());
+      return put(std::max<int64_t>(token, 0), token >= 0);
+    }
     valid = s.prepare(temperature);
   }
   const bool greedy = sampling::is_greedy(p, temperature);
@@ -86,15 +115,8 @@ void run_row(const SampleParams& p, sampling::CpuRow& s, DType in, DType out, in
   if (p.output == kDrawToken) {
     const uint64_t total = valid ? s.total(lowest) : 0;
     int64_t token = 0;
-    if (total > 0)
-      token = s.locate(
-          lowest, greedy ? 0 : sampling::uniform_below(total, sampling::random_of(sampling::row_random(p, output))));
-    if (p.wide_tokens)
-      static_cast<int64_t*>(p.out)[output] = token;
-    else
-      static_cast<int32_t*>(p.out)[output] = static_cast<int32_t>(token);
-    if (p.valid) p.valid[output] = total > 0;
-    return;
+    if (total > 0) token = s.locate(lowest, greedy ? 0 : sampling::uniform_below(total, random()));
+    return put(token, total > 0);
   }
   char* to = static_cast<char*>(p.out) + output * p.out_row * out.bytes();
   if (out != kF32) s.results.resize(static_cast<size_t>(p.vocab));

@@ -24,6 +24,8 @@ struct PerRowSeed {
 constexpr int kPiece = 512;
 // Bytes of shared memory for each warp beside its slots: of elements that a threshold may be among.
 constexpr int kListRoom = 288 * 4;
+// And for what is known of a piece of a row that is not held.
+constexpr int kPieceRoom = 16;
 
 enum SampleOutput : int32_t { kDrawToken = 0, kRenormalise = 1, kMaskOut = 2 };
 

@@ -11,6 +11,7 @@ struct Cluster {
   static constexpr unsigned kLargest = 16;
   FI_DEVICE static unsigned rank() { return cluster_rank(); }
   FI_DEVICE static unsigned size() { return cluster_size(); }
+  FI_DEVICE static void arrive() { cluster_arrive(); }
   // The instructions want the warp together. The blocks arrived when their copies were on the way.
   FI_DEVICE static void meet() {
     __syncwarp();
@@ -29,6 +30,17 @@ struct Cluster {
   }
   FI_DEVICE static void write(uint64_t& to, unsigned rank, uint64_t x) {
     cluster_store_u64(cluster_address(&to, rank), x);
+  }
+  FI_DEVICE static void give(PieceSum& to, const PieceSum& x) {
+    cluster_store_u32x4(cluster_address(&to, 0), make_uint4(static_cast<uint32_t>(x.sum),
+                                                            static_cast<uint32_t>(x.sum >> 32), x.key, 0));
+  }
+  FI_DEVICE static bool gathered() {
+    __syncwarp();
+    cluster_arrive();
+    if (rank() != 0) return false;
+    cluster_wait();
+    return true;
   }
   // A block holds at most 2^16 elements, so halves of their weights add up in a word, and nothing waits for an answer.
   static constexpr int kHighAt = 16;
@@ -103,6 +115,7 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   const int output = blockIdx.x / cluster_size();
   const int64_t row = source_row(p, output);
   if (missing(p, output, row)) return;  // all blocks of the cluster
+  if (is_plain(p, row)) return stream_row<T, Cluster, kWarps>(p, pieces_of<T>(), output, row);
   Slots<T> whole(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
   const int skipped = cluster_rank() * p.slice;
   whole.base += skipped, whole.first -= skipped, whole.last -= skipped;
@@ -134,6 +147,16 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   run_row<T, Cluster, CopiedRow<T>, kWarps>(p, shared, source, list_of(warp), begin, end, whole.first, whole.last,
                                             output, static_cast<int>(row));
   Cluster::sync();  // others may still read this block's sums
+}
+
+// The same for calls without filters, in blocks that hold nothing.
+template <class T, int kThreads>
+FI_DEVICE void sample_stream(const SampleParams& p) {
+  using namespace sampling;
+  pdl_wait();
+  const int output = blockIdx.x / cluster_size();
+  const int64_t row = source_row(p, output);
+  if (!missing(p, output, row)) stream_row<T, Cluster, kThreads / 32>(p, pieces_of<T>(), output, row);
 }
 
 }  // namespace fi

@@ -1,8 +1,7 @@
 // Blocks that work on a row together: what they share, and how they add it up.
 #pragma once
 #include "fi/cuda/ptx/pdl.cuh"
-#include "fi/ordered.h"
-#include "fi/sampling/sample.h"
+#include "fi/sampling/piece.h"
 
 namespace fi {
 namespace sampling {
@@ -55,12 +54,19 @@ struct OneBlock {
   static constexpr unsigned kLargest = 1;
   FI_DEVICE static unsigned rank() { return 0; }
   FI_DEVICE static unsigned size() { return 1; }
+  FI_DEVICE static void arrive() {}
   FI_DEVICE static void meet() {}
   FI_DEVICE static void sync() { __syncthreads(); }
   FI_DEVICE static uint4 read(const Counter& x, unsigned) { return *reinterpret_cast<const uint4*>(&x); }
   FI_DEVICE static uint32_t read(const uint32_t& x, unsigned) { return x; }
   FI_DEVICE static void write(uint32_t& to, unsigned, uint32_t x) { to = x; }
   FI_DEVICE static void write(uint64_t& to, unsigned, uint64_t x) { to = x; }
+  // To the first block, which alone goes on when all have given.
+  FI_DEVICE static void give(PieceSum& to, const PieceSum& x) { to = x; }
+  FI_DEVICE static bool gathered() {
+    __syncthreads();
+    return true;
+  }
   // Any number of elements in a bucket: the carry of the lower word goes to the upper.
   static constexpr int kHighAt = 32;
   FI_DEVICE static void add(Counter& to, uint32_t weight) {

@@ -11,12 +11,12 @@ DRAW_TOKEN, RENORMALISE, MASK_OUT = range(3)  # what sample makes of a filtered 
 
 
 def _cluster_unit(axes: Axes) -> Unit:
-    """Two entries; config = (blocks on an SM, bytes of a row that a block should hold), and for calls without filters
-    (blocks on an SM)."""
+    """Two entries; config = (blocks on an SM, bytes of a row that a block should hold), and for draws in one read
+    (blocks for a row of many)."""
     dtype = DTYPES[str(axes["dtype"])].device
     entries = (
         Entry("sample_cluster_512", f"sample_cluster<{dtype}, 512>", 512, (1, 200 * 1024), blocks_per_sm=1),
-        Entry("sample_stream_512", f"sample_stream<{dtype}, 512>", 512, (3,), blocks_per_sm=3),
+        Entry("sample_stream_512", f"sample_stream<{dtype}, 512>", 512, (4,), blocks_per_sm=3),
     )
     return Unit("fi/sampling/sample_sm90.cuh", "SampleParams", entries)
 

@@ -18,11 +18,21 @@ namespace {
 #if FI_CUDA
 int64_t pieces_of(int64_t n) { return (n + kPiece - 1) / kPiece; }
 
-// Rows that are drawn from without a filter, in blocks that hold nothing. config = {blocks on an SM}.
+// Draws that read a row once: without filters, or with a k so small that the k largest elements are probably in fewer
+// pieces than half of them.
+bool streams(const SampleParams& p) {
+  if (p.output != kDrawToken || p.top_k.rows) return false;
+  const bool all = p.top_k.value <= 0 || p.top_k.value >= p.vocab, any_p = !p.top_p.rows && p.top_p.value >= 1.f;
+  if (all) return any_p && !p.min_p.rows && !(p.min_p.value > 0.f);
+  return p.top_k.value * 2 <= pieces_of(p.vocab) && p.top_k.value <= 128 && (any_p || !p.joint);
+}
+
+// config = {blocks for a row of many}.
 void launch_stream(const Kernel& kernel, const Entry& entry, SampleParams& p, DLDevice device) {
-  const int64_t resident = entry.config[0] * Kernel::multiprocessors(device), pieces = pieces_of(p.vocab);
+  const int64_t pieces = pieces_of(p.vocab), resident = Kernel::multiprocessors(device), warps = entry.threads / 32;
   int64_t blocks = 1;
-  while (blocks < 16 && p.rows * blocks * 2 <= resident && blocks * entry.threads / 32 < pieces) blocks *= 2;
+  while (blocks < 16 && (blocks < entry.config[0] || p.rows * blocks * 2 <= resident) && blocks * warps < pieces)
+    blocks *= 2;
   Launch config{p.rows * blocks};
   config.pdl = kernel.pdl(-1);
   config.cluster = static_cast<unsigned>(blocks);
@@ -33,9 +43,7 @@ void launch_stream(const Kernel& kernel, const Entry& entry, SampleParams& p, DL
 // config = {blocks on an SM, bytes of a row that a block should hold}; none where rows are read from global memory by
 // one block each.
 void launch(const Kernel& kernel, SampleParams& p, int64_t bytes, DLDevice device) {
-  const bool plain = p.output == kDrawToken && !p.top_k.rows && (p.top_k.value <= 0 || p.top_k.value >= p.vocab) && !p.top_p.rows &&
-                     p.top_p.value >= 1.f && !p.min_p.rows && !(p.min_p.value > 0.f);
-  if (plain && kernel.entries.size() > 1) return launch_stream(kernel, kernel.entries[1], p, device);
+  if (kernel.entries.size() > 1 && streams(p)) return launch_stream(kernel, kernel.entries[1], p, device);
   const Entry& entry = kernel.entries[0];
   const auto pieces = [](int64_t n) { return pieces_of(n) * kPiece; };
   const int64_t slots = p.vocab + 16 / bytes - 1, warps = entry.threads / 32;  // wherever the row begins

@@ -5,8 +5,8 @@
 
 namespace fi::sampling {
 
-// Each piece weighs its elements by its own largest, so that it is summed as soon as it is read, and the pieces are then
-// weighed by the largest of the row. They begin with the row, wherever it lies.
+// Each piece weighs its elements by its own largest, so that it is summed as soon as it is read, and the pieces are
+// then weighed by the largest of the row. They begin with the row, wherever it lies.
 struct alignas(16) PieceSum {
   uint64_t sum;  // of weights, 2^27 for the scale of the piece: below 2^37
   uint32_t key;  // of the largest element, ordered; 0 where none has probability

@@ -1,7 +1,7 @@
 // One row in the hands of a team of blocks: passes over it, the sum of what may be drawn, a draw, and what is written.
 #pragma once
 #include "fi/sampling/row.cuh"
-#include "fi/sampling/team.cuh"
+#include "fi/sampling/scratch.cuh"
 
 namespace fi {
 namespace sampling {
@@ -117,39 +117,17 @@ struct RowSampler {
     if (top == 0) return false;
     if (rank) {
       if (warp() == 0) {
-        const uint32_t found = quantile_of_ranked(quantile);
-        if (lane() == 0) shared.found = found;
+        const uint32_t found = quantile_of(quantile, Team::size() * kWarps, [&](int i) {
+          return static_cast<uint32_t>(shared.ends[i / kWarps][i % kWarps]);
+        });
+        if (lane() == 0) shared.few.found = found;
       }
       __syncthreads();
-      bound = shared.found;
+      bound = shared.few.found;
     }
     scale = logits ? logits_scale(value_of(top), temperature) : probs_scale(value_of(top));
     limit = key_of(scale.lowest);
     return true;
-  }
-
-  // Of what prepare's warps published, by one warp: at or a little below the quantile-th largest.
-  FI_DEVICE uint32_t quantile_of_ranked(int quantile) const {
-    uint32_t high = 0, low = ~0u, there = 0;  // of those that are not zero
-    over_warps(shared.ends, [&](uint64_t ends, unsigned) {
-      const uint32_t key = static_cast<uint32_t>(ends);
-      high = max(high, key);
-      low = min(low, key - 1);
-      there += key != 0;
-    });
-    if (static_cast<int>(__reduce_add_sync(0xffffffffu, there)) < quantile) return 0;
-    high = __reduce_max_sync(0xffffffffu, high);
-    low = __reduce_min_sync(0xffffffffu, low) + 1;
-    int bit = 31 - __clz(static_cast<int>(high ^ low));  // the highest in which they differ
-    uint32_t found = bit < 0 ? high : high >> bit >> 1 << bit << 1;
-#pragma unroll 1
-    for (const int last = max(bit - 9, 0); bit >= last; --bit) {  // finer would leave out few elements more
-      const uint32_t trial = found | 1u << bit;
-      uint32_t count = 0;
-      over_warps(shared.ends, [&](uint64_t ends, unsigned) { count += static_cast<uint32_t>(ends) >= trial; });
-      if (static_cast<int>(__reduce_add_sync(0xffffffffu, count)) >= quantile) found = trial;
-    }
-    return found;
   }
 
   // Gives a warp's value to the blocks of the team, and waits for those of the others.

@@ -31,9 +31,10 @@ FI_DEVICE void run_row(const SampleParams& p, Scratch<Team, kWarps>& shared, con
     if (draws || k > 0 || top_p < 1.f)
       key = t.find({p.vocab, greedy ? 0 : k, greedy ? 1.f : top_p, p.joint, draws, bound, least}, first, listed);
     if (listed >= 0) {
-      key = max(least, t.choose(listed, k, top_p));
+      const auto weight = [&](float x) { return s.weight(x); };
+      key = max(least, shared.few.choose(listed, k, top_p, weight));
       if (draws) {
-        const int token = t.draw_listed(listed, uniform_below(t.weigh_listed(listed, key), shared.random));
+        const int token = shared.few.draw(listed, uniform_below(shared.few.weigh(listed, key, weight), shared.random));
         if (token >= 0 && Team::rank() == 0) put_token(p, output, token, true);  // some threads, all the same
       }
     }
@@ -96,7 +97,7 @@ FI_DEVICE void sample_block(const SampleParams& p) {
   const int output = blockIdx.x;
   const int64_t row = source_row(p, output);
   if (missing(p, output, row)) return;
-  if (is_plain(p, row)) return stream_row<T, OneBlock, kWarps>(p, pieces_of<T>(), output, row);
+  if (is_plain(p, row)) return stream_row<T, OneBlock, kWarps>(p, pieces_of<T>(), output, row, NoneFiltered());
   Slots<T> slots(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
   if constexpr (sizeof(T) == 4) {
     if (p.adjusted) {

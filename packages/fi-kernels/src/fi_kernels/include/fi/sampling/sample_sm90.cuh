@@ -3,6 +3,7 @@
 #include "fi/cuda/ptx/bulk_sm90.cuh"
 #include "fi/cuda/ptx/cluster_sm90.cuh"
 #include "fi/sampling/sample.cuh"
+#include "fi/sampling/stream_few.cuh"
 
 namespace fi {
 namespace sampling {
@@ -32,8 +33,8 @@ struct Cluster {
     cluster_store_u64(cluster_address(&to, rank), x);
   }
   FI_DEVICE static void give(PieceSum& to, const PieceSum& x) {
-    cluster_store_u32x4(cluster_address(&to, 0), make_uint4(static_cast<uint32_t>(x.sum),
-                                                            static_cast<uint32_t>(x.sum >> 32), x.key, 0));
+    cluster_store_u32x4(cluster_address(&to, 0),
+                        make_uint4(static_cast<uint32_t>(x.sum), static_cast<uint32_t>(x.sum >> 32), x.key, 0));
   }
   FI_DEVICE static bool gathered() {
     __syncwarp();
@@ -115,7 +116,7 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   const int output = blockIdx.x / cluster_size();
   const int64_t row = source_row(p, output);
   if (missing(p, output, row)) return;  // all blocks of the cluster
-  if (is_plain(p, row)) return stream_row<T, Cluster, kWarps>(p, pieces_of<T>(), output, row);
+  if (is_plain(p, row)) return stream_row<T, Cluster, kWarps>(p, pieces_of<T>(), output, row, NoneFiltered());
   Slots<T> whole(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
   const int skipped = cluster_rank() * p.slice;
   whole.base += skipped, whole.first -= skipped, whole.last -= skipped;
@@ -149,14 +150,23 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   Cluster::sync();  // others may still read this block's sums
 }
 
-// The same for calls without filters, in blocks that hold nothing.
+// The same in blocks that hold nothing, for calls without filters or with a k of few.
 template <class T, int kThreads>
 FI_DEVICE void sample_stream(const SampleParams& p) {
   using namespace sampling;
+  constexpr int kWarps = kThreads / 32;
+  __shared__ FewScratch<kWarps> shared;
+  if (threadIdx.x == 0) shared.count = 0;
   pdl_wait();
   const int output = blockIdx.x / cluster_size();
   const int64_t row = source_row(p, output);
-  if (!missing(p, output, row)) stream_row<T, Cluster, kThreads / 32>(p, pieces_of<T>(), output, row);
+  if (missing(p, output, row)) return;
+  extern __shared__ uint4 dynamic[];
+  stream_row<T, Cluster, kWarps>(
+      p, reinterpret_cast<PieceSum*>(dynamic), output, row,
+      [&](const StreamedRow<T>& streamed, PieceSum* pieces, int n, uint32_t top, const Scale& scale) {
+        return FewOfRow<T, kWarps>{p, streamed, pieces, n, scale, shared}.draw(top, output, row);
+      });
 }
 
 }  // namespace fi

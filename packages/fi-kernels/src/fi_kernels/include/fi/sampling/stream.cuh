@@ -16,6 +16,21 @@ FI_DEVICE void put_token(const SampleParams& p, int64_t output, int64_t token, b
   if (p.valid) p.valid[output] = valid;
 }
 
+constexpr uint32_t kInfinityKey = 0xff800000u;  // key_of(+inf)
+
+// Weights by the scale of a row, or (finer = 4) of a piece; 0 below `lowest`, and of no number.
+struct Weigher {
+  Scale scale;
+  float lowest;
+  uint32_t finer;
+  bool logits;
+
+  FI_DEVICE uint32_t of(float x) const {
+    const Weight w = logits ? logit_weight(x, scale) : prob_weight(x, scale);
+    return x >= lowest ? shifted(w.mantissa, w.shift + finer) : 0u;
+  }
+};
+
 // A row in global memory.
 template <class T>
 struct StreamedRow {
@@ -31,119 +46,113 @@ struct StreamedRow {
   // All elements of a piece, in any order.
   FI_DEVICE void load(int begin, float (&x)[kEach]) const {
     if (begin + kPiece <= vocab && reinterpret_cast<uint64_t>(row) % 16 == 0) {
+      uint4 words[kEach / kVec];
+#pragma unroll
+      for (int i = 0; i < kEach / kVec; ++i) words[i] = load_once(row + begin + (32 * i + lane()) * kVec);
 #pragma unroll
       for (int i = 0; i < kEach; i += kVec) {
-        float some[kVec];
-        to_float(fi::load<T, kVec>(row + begin + 32 * i + lane() * kVec), some);
+        Vec<T, kVec> some;
+        float wide[kVec];
+        memcpy(&some, &words[i / kVec], sizeof some);
+        to_float(some, wide);
 #pragma unroll
-        for (int j = 0; j < kVec; ++j) x[i + j] = some[j];
+        for (int j = 0; j < kVec; ++j) x[i + j] = wide[j];
       }
     } else {
 #pragma unroll
       for (int i = 0; i < kEach; ++i) x[i] = at(begin + 32 * i + lane());
     }
   }
-  FI_DEVICE float least() const { return logits ? -__uint_as_float(kLargest) : __uint_as_float(kSmallest); }
   FI_DEVICE uint32_t largest(const float (&x)[kEach]) const {
+    const float least = logits ? -__uint_as_float(kLargest) : __uint_as_float(kSmallest);
     float largest = x[0];
 #pragma unroll
     for (int i = 1; i < kEach; ++i) largest = fmaxf(largest, x[i]);
-    return __reduce_max_sync(0xffffffffu, largest >= least() ? key_of(largest) : 0u);
+    return __reduce_max_sync(0xffffffffu, largest >= least ? key_of(largest) : 0u);
   }
-  // The weight of an element of a piece that has no infinite ones, by its scale; of no number, 0.
-  FI_DEVICE static uint32_t logit_part(float x, const Scale& s) { return piece_weight(finite_weight(x, s)); }
-  FI_DEVICE static uint32_t prob_part(float x, const Scale& s) {
-    const uint32_t z = bits_of(times(x, s.factor));
-    return piece_weight({z << 8 | 0x80000000u, 127 - (z >> 23)});
+  // key: of the largest of the piece; only: no others count.
+  FI_DEVICE Weigher weigher(uint32_t key, float factor, bool only) const {
+    const Scale s = piece_scale(value_of(key), factor, logits);
+    return {s, only ? value_of(key) : s.lowest, 4, logits};
   }
-  // What each lane's part of n elements of a piece adds up to; `only`: the largest alone count.
-  template <int kN>
-  FI_DEVICE uint32_t weigh(const float (&x)[kN], uint32_t key, float factor, bool only) const {
-    const float largest = value_of(key);
+  // A lane's part of the sum of a piece.
+  FI_DEVICE uint32_t weigh(const float (&x)[kEach], uint32_t key, float factor, bool only) const {
+    const Weigher weigher = this->weigher(key, factor, only);
     uint32_t sum = 0;
-    if (only || key == 0xff800000u) {  // of +inf
+    if (only || key == kInfinityKey) {
+      const uint32_t one = weigher.of(value_of(key));
 #pragma unroll
-      for (int i = 0; i < kN; ++i) sum += x[i] == largest ? 1u << 27 : 0u;
-      return sum;
-    }
-    const Scale s = piece_scale(largest, factor, logits);
-    if (logits) {
+      for (int i = 0; i < kEach; ++i) sum += x[i] == value_of(key) ? one : 0u;
+    } else if (logits) {  // -inf and NaN weigh nothing
 #pragma unroll
-      for (int i = 0; i < kN; ++i) sum += logit_part(x[i], s);
+      for (int i = 0; i < kEach; ++i) sum += piece_weight(finite_weight(x[i], weigher.scale));
     } else {
 #pragma unroll
-      for (int i = 0; i < kN; ++i) sum += prob_part(x[i], s);
+      for (int i = 0; i < kEach; ++i) sum += piece_weight(positive_weight(x[i], weigher.scale));
     }
     return sum;
   }
-  // The token of a piece with which the sum in their order, as a portion of the row, passes `rest`.
-  FI_DEVICE int locate(int begin, uint32_t key, float factor, bool only, Portion portion, uint64_t rest) const {
-    float x[kEach];
+  // The token of a piece with which the weights of its elements, summed in order, pass `rest` as a portion.
+  FI_DEVICE int locate(int begin, const Weigher& weigher, Portion portion, uint64_t rest) const {
+    uint64_t sum = 0;
+#pragma unroll 1
+    for (int i = 0; i < kEach; i += kEach / 2) {
+      float x[kEach / 2];
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) x[i] = at(begin + kEach * lane() + i);
-    const uint64_t sum = weigh(x, key, factor, only), through = warp_scan(sum);
-    const int owner = __ffs(__ballot_sync(0xffffffffu, portion.of(through) > rest)) - 1;
-    const uint64_t before = __shfl_sync(0xffffffffu, through - sum, max(owner, 0));
-    const int first = begin + kEach * max(owner, 0);
-    const float one[1] = {at(first + min(lane(), kEach - 1))};
-    const uint64_t up_to = before + warp_scan(uint64_t{lane() < kEach ? weigh(one, key, factor, only) : 0u});
+      for (int j = 0; j < kEach / 2; ++j) x[j] = at(begin + kEach * lane() + i + j);
+#pragma unroll
+      for (int j = 0; j < kEach / 2; ++j) sum += weigher.of(x[j]);
+    }
+    const uint64_t through = warp_scan(sum);
+    const int owner = max(__ffs(__ballot_sync(0xffffffffu, portion.of(through) > rest)) - 1, 0);
+    const uint64_t before = __shfl_sync(0xffffffffu, through - sum, owner);
+    const int first = begin + kEach * owner;
+    const uint64_t one = lane() < kEach ? weigher.of(at(first + lane())) : 0, up_to = before + warp_scan(one);
     return first + __ffs(__ballot_sync(0xffffffffu, portion.of(up_to) > rest)) - 1;
   }
 };
 
-// By one warp, of what the team found: the token of a row without filters.
-template <class T>
-FI_DEVICE void draw_piece(const SampleParams& p, const StreamedRow<T>& row, PieceSum* pieces, int n, float temperature,
-                          bool greedy, int output) {
-  const uint64_t random = random_of(row_random(p, output));
-  const int lane = threadIdx.x % 32, each = (n + 31) / 32 | 1, from = min(lane * each, n), to = min(from + each, n);
-  uint32_t top = 0;
-#pragma unroll 1
-  for (int j = from; j < to; ++j) top = max(top, pieces[j].key);
-  top = __reduce_max_sync(0xffffffffu, top);
-  if (top == 0) {
-    if (lane == 0) put_token(p, output, 0, false);
-    return;
-  }
-  const Scale scale = row.logits ? logits_scale(value_of(top), temperature) : probs_scale(value_of(top));
-  const auto portion = [&](uint32_t key) {
-    if (greedy) return Portion{key == top ? 1u << 23 : 0u, 17};
-    return portion_of(value_of(key), scale, top == 0xff800000u, row.logits);
-  };
+// The piece in which sums over the n pieces pass a random share of them, and what is left of it there; by one warp,
+// whose lanes own pieces in a row. f(piece) is what a piece counts, and takes the place of its sum.
+template <class F>
+FI_DEVICE int choose_piece(PieceSum* pieces, int n, bool first, uint64_t random, uint64_t& rest, F&& f) {
+  const int each = (n + 31) / 32 | 1;  // odd: other banks for other lanes
+  const int from = min(static_cast<int>(threadIdx.x % 32) * each, n), to = min(from + each, n);
   uint64_t own = 0;
 #pragma unroll 1
-  for (int j = from; j < to; ++j) {
-    PieceSum& piece = pieces[j];
-    piece.sum = piece.key ? portion(piece.key).of(piece.sum) : 0;
-    own += piece.sum;
-  }
+  for (int j = from; j < to; ++j) own += pieces[j].sum = f(pieces[j]);
   const uint64_t through = warp_scan(own), total = __shfl_sync(0xffffffffu, through, 31);
-  const uint64_t target = greedy ? 0 : uniform_below(total, random);
-  const int owner = __ffs(__ballot_sync(0xffffffffu, through > target)) - 1;
-  uint64_t rest = target - (through - own);
+  const uint64_t target = first ? 0 : uniform_below(total, random);
+  const int owner = max(__ffs(__ballot_sync(0xffffffffu, through > target)) - 1, 0);
+  rest = target - (through - own);
   int found = from;
-  if (lane == owner)
+  if (static_cast<int>(threadIdx.x % 32) == owner)
     while (pieces[found].sum <= rest) rest -= pieces[found++].sum;
-  found = __shfl_sync(0xffffffffu, found, owner);
   rest = __shfl_sync(0xffffffffu, rest, owner);
-  const uint32_t key = pieces[found].key;
-  const int token = row.locate(found * kPiece, key, scale.factor, greedy, portion(key), rest);
-  if (lane == 0) put_token(p, output, token, true);
+  return __shfl_sync(0xffffffffu, found, owner);
 }
 
-// One output of a row without filters. `pieces`: room in this block's shared memory for those of the row.
-template <class T, class Team, int kWarps>
-FI_DEVICE void stream_row(const SampleParams& p, PieceSum* pieces, int output, int64_t source) {
+FI_DEVICE uint32_t largest_of(const PieceSum* pieces, int n) {
+  uint32_t top = 0;
+#pragma unroll 1
+  for (int j = threadIdx.x % 32; j < n; j += 32) top = max(top, pieces[j].key);
+  return __reduce_max_sync(0xffffffffu, top);
+}
+
+// One output: of a row without filters, or of one that filtered(row, pieces, n, top, scale) draws from: it returns 0,
+// or the smallest key that may be drawn, and has given the pieces their weights. `pieces`: room in this block's shared
+// memory for those of the row.
+template <class T, class Team, int kWarps, class Filtered>
+FI_DEVICE void stream_row(const SampleParams& p, PieceSum* pieces, int output, int64_t source, Filtered&& filtered) {
   Team::arrive();
   StreamedRow<T> row{static_cast<const T*>(p.input) + source * p.input_row, p.vocab, p.logits};
   const int n = (p.vocab + kPiece - 1) / kPiece, share = (n + Team::size() - 1) / Team::size();
   const int first = Team::rank() * share, last = min(first + share, n), warp = threadIdx.x / 32;
-  const float temperature = at(p.temperature, source);
-  const bool greedy = is_greedy(p, temperature);
+  const bool greedy = is_greedy(p, at(p.temperature, source)), plain = greedy || is_plain(p, source);
   if constexpr (sizeof(T) == 4) {
     if (is_adjusted(p)) row.row = adjust_in_global(p, row.row, first * kPiece, last * kPiece, output, source);
   }
-  const float factor = row.logits ? logits_scale(0.f, temperature).factor : 1.f;
+  const float factor = row.logits ? logits_scale(0.f, at(p.temperature, source)).factor : 1.f;
   float x[StreamedRow<T>::kEach];
   int j = first + warp;
   if (j < last) row.load(j * kPiece, x);
@@ -151,15 +160,41 @@ FI_DEVICE void stream_row(const SampleParams& p, PieceSum* pieces, int output, i
 #pragma unroll 1
   while (j < last) {
     const uint32_t key = row.largest(x);
-    const uint64_t sum = key ? warp_sum_u64(row.weigh(x, key, factor, greedy)) : 0;
+    const uint64_t sum = key && plain ? warp_sum_u64(row.weigh(x, key, factor, greedy)) : 0;
     if (threadIdx.x % 32 == 0) Team::give(pieces[j], {sum, key, 0});
     j += kWarps;
     if (j < last) row.load(j * kPiece, x);
   }
   if (!Team::gathered()) return;
   pdl_launch_dependents();
-  if (warp == 0) draw_piece(p, row, pieces, n, temperature, greedy, output);
+  const uint32_t top = largest_of(pieces, n);
+  if (top == 0) {
+    if (threadIdx.x == 0) put_token(p, output, 0, false);
+    return;
+  }
+  const Scale scale = row.logits ? logits_scale(value_of(top), at(p.temperature, source)) : probs_scale(value_of(top));
+  uint32_t lowest = 0;
+  if (!plain) lowest = filtered(row, pieces, n, top, scale);
+  if (warp != 0 || (!plain && lowest == 0)) return;
+  const auto portion = [&](uint32_t key) {
+    if (!plain || greedy) return Portion{key >= (greedy ? top : lowest), 0};
+    return portion_of(value_of(key), scale, top == kInfinityKey, row.logits);
+  };
+  uint64_t rest;
+  const int found = choose_piece(pieces, n, greedy, random_of(row_random(p, output)), rest, [&](const PieceSum& piece) {
+    return piece.key ? portion(piece.key).of(piece.sum) : 0;
+  });
+  const uint32_t key = pieces[found].key;
+  const Weigher weigher = plain ? row.weigher(key, factor, greedy) : Weigher{scale, value_of(lowest), 0, row.logits};
+  const int token = row.locate(found * kPiece, weigher, portion(key), rest);
+  if (threadIdx.x == 0) put_token(p, output, token, true);
 }
+struct NoneFiltered {
+  template <class... A>
+  FI_DEVICE uint32_t operator()(A&&...) const {
+    return 0;
+  }
+};
 
 }  // namespace sampling
 }  // namespace fi

@@ -22,32 +22,6 @@ struct alignas(16) Total {
   uint64_t sum;
   uint32_t count, before;  // elements in all blocks, in those before this one
 };
-struct alignas(8) Listed {
-  uint32_t key, part;  // part: one, or the weight
-};
-
-template <class Team, int kWarps>
-struct Scratch {
-  Counter counters[2][kCounters];  // by bucket of a range of keys, above it, and of all; used in turns
-  Total totals[kCounters];         // over the team
-  uint32_t sample[kSteps +
-                  1];  // by size: elements of a sample, and largest of threads in the upper half; weight of the rest
-  uint32_t peak[kWarps][kPeaks];             // keys of the largest elements of a warp's pieces
-  uint64_t sums[kWarps][kPeaks];             // their weights
-  uint64_t ends[Team::kLargest][kWarps];     // of each warp of the team: key of the largest, and of a thread's largest
-  uint64_t weights[Team::kLargest][kWarps];  // of each warp of the team
-  uint64_t entries[kFew];                    // elements that other blocks sent: key, token
-  uint32_t sent[Team::kLargest];             // how many
-  union {
-    struct {
-      Listed listed[kFew];
-      int32_t tokens[kFew];
-    };
-    uint32_t sampled[kSteps];  // over the team
-  };
-  uint64_t random;
-  uint32_t found, mine;
-};
 
 // A block alone. A team writes to and reads from the shared memory of its blocks, in order of its syncs.
 struct OneBlock {
@@ -75,13 +49,6 @@ struct OneBlock {
   }
 };
 
-// Before the team's first sync.
-template <class Team, int kWarps>
-FI_DEVICE void clear(Scratch<Team, kWarps>& shared) {
-  for (int b = threadIdx.x; b < 2 * kCounters; b += blockDim.x) shared.counters[0][b] = {};
-  if (threadIdx.x == 0) shared.mine = 0;
-}
-
 FI_DEVICE uint32_t key_of(float x) { return ordered(__float_as_uint(x + 0.f)); }  // -0 becomes +0
 FI_DEVICE float value_of(uint32_t key) { return __uint_as_float(unordered(key)); }
 
@@ -99,6 +66,31 @@ FI_DEVICE T warp_scan(T x) {  // inclusive
     if (static_cast<int>(threadIdx.x % 32) >= offset) x += other;
   }
   return x;
+}
+
+// By one warp: the quantile-th largest of n keys or a little less, 0 if fewer are not 0; key(i) is the i-th.
+template <class Key>
+FI_DEVICE uint32_t quantile_of(int quantile, int n, Key&& key) {
+  uint32_t high = 0, low = ~0u, there = 0;  // of those that are not zero
+  for (int i = threadIdx.x % 32; i < n; i += 32) {
+    const uint32_t own = key(i);
+    high = max(high, own);
+    low = min(low, own - 1);
+    there += own != 0;
+  }
+  if (static_cast<int>(__reduce_add_sync(0xffffffffu, there)) < quantile) return 0;
+  high = __reduce_max_sync(0xffffffffu, high);
+  low = __reduce_min_sync(0xffffffffu, low) + 1;
+  int bit = 31 - __clz(static_cast<int>(high ^ low));  // the highest in which they differ
+  uint32_t found = bit < 0 ? high : high >> bit >> 1 << bit << 1;
+#pragma unroll 1
+  for (const int last = max(bit - 9, 0); bit >= last; --bit) {  // finer would leave out few elements more
+    const uint32_t trial = found | 1u << bit;
+    uint32_t count = 0;
+    for (int i = threadIdx.x % 32; i < n; i += 32) count += key(i) >= trial;
+    if (static_cast<int>(__reduce_add_sync(0xffffffffu, count)) >= quantile) found = trial;
+  }
+  return found;
 }
 
 // Keys, both inside; none if low > high.

@@ -207,6 +207,40 @@ def test_the_draw_depends_on_the_row_alone(vocab: int, scale: float, device: str
                     assert torch.equal(got.cpu(), want), (impl, filters, shift)
 
 
+@pytest.mark.parametrize("vocab", [32000, 128257])
+def test_the_largest_with_ties(vocab: int, device: str) -> None:
+    """A small k of rows where many elements tie with the k-th, or few are there at all: the CPU's tokens."""
+    x = normal_logits(9, vocab, "cpu", scale=2.0)
+    x[0] = 0.5
+    x[1] = (x[1] * 2).round() / 2
+    x[2, 2000:] = -INF
+    x[2] = (x[2] * 4).round()
+    x[3, 30:] = NAN
+    x[4, 100:500] = INF
+    x[5, 5000:] = -INF
+    x[6, 7] = 1e30
+    x[7] = (x[7] > 6) * 20.0
+    seeds = torch.arange(9)
+    for filters in ({}, {"top_k": 1}, {"top_k": 30}, {"top_k": 31, "top_p": 0.7}, {"top_k": 20, "min_p": 0.1}):
+        for y, draw in ((x, sample_from_logits), (x.softmax(-1) * 3, _from_probs)):
+            want, valid = draw(y, seed=seeds, offset=seeds, **filters)
+            for impl in impls("sample", device):
+                with using("sample", impl):
+                    at = seeds.to(device)
+                    got, there = draw(y.to(device), seed=at, offset=at, **filters)
+                    assert torch.equal(got.cpu(), want) and torch.equal(there.cpu(), valid), (impl, filters)
+
+
+def _from_probs(x: torch.Tensor, **at: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _any_probs(x, at.pop("top_k", 0), at.pop("top_p", 1.0), at.pop("min_p", 0.0), **at)
+
+
+def _any_probs(x: torch.Tensor, k: int, p: float, m: float, **at: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if m:
+        return fi_core.min_p_sampling_from_probs(x, m, return_valid=True, **at)  # type: ignore[return-value]
+    return fi_core.top_k_top_p_sampling_from_probs(x, k, p, return_valid=True, **at)  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types_draw_as_their_fp32_copies(dtype: torch.dtype, device: str) -> None:
     for vocab in (33, 4099, 32000):

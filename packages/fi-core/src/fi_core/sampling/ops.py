@@ -11,12 +11,13 @@ DRAW_TOKEN, RENORMALISE, MASK_OUT = range(3)  # what sample makes of a filtered 
 
 
 def _cluster_unit(axes: Axes) -> Unit:
-    """Two entries; config = (blocks on an SM, bytes of a row that a block should hold), and for draws in one read
-    (blocks for a row of many)."""
+    """Entries for rows that are held, for draws in one read, and for softmax. config: (blocks on an SM, bytes of a row
+    that a block should hold), (blocks for a row of many), (blocks for a row of many, pieces that a warp holds)."""
     dtype = DTYPES[str(axes["dtype"])].device
     entries = (
         Entry("sample_cluster_512", f"sample_cluster<{dtype}, 512>", 512, (1, 200 * 1024), blocks_per_sm=1),
         Entry("sample_stream_512", f"sample_stream<{dtype}, 512>", 512, (4,), blocks_per_sm=3),
+        Entry("softmax_cluster_512", f"softmax_cluster<{dtype}, 512>", 512, (4, 3), blocks_per_sm=2),
     )
     return Unit("fi/sampling/sample_sm90.cuh", "SampleParams", entries)
 

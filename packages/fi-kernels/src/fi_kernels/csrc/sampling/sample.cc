@@ -27,23 +27,34 @@ bool streams(const SampleParams& p) {
   return p.top_k.value * 2 <= pieces_of(p.vocab) && p.top_k.value <= 128 && (any_p || !p.joint);
 }
 
-// config = {blocks for a row of many}.
+// softmax, but of rows that are changed first.
+bool is_softmax(const SampleParams& p) {
+  return p.output == kRenormalise && p.logits && p.wide_out && !p.top_k.rows && p.top_k.value <= 0 && !p.top_p.rows &&
+         p.top_p.value >= 1.f && !p.min_p.rows && !(p.min_p.value > 0.f) && !p.bias && !p.bitmask && !p.seen;
+}
+
+// config = {blocks for a row of many, pieces that a warp holds}.
 void launch_stream(const Kernel& kernel, const Entry& entry, SampleParams& p, DLDevice device) {
   const int64_t pieces = pieces_of(p.vocab), resident = Kernel::multiprocessors(device), warps = entry.threads / 32;
   int64_t blocks = 1;
   while (blocks < 16 && (blocks < entry.config[0] || p.rows * blocks * 2 <= resident) && blocks * warps < pieces)
     blocks *= 2;
+  const int64_t each = (pieces + blocks * warps - 1) / (blocks * warps);
+  if (entry.config.size() > 1) p.held = static_cast<int32_t>(std::min(entry.config[1], each - 1));
   Launch config{p.rows * blocks};
   config.pdl = kernel.pdl(-1);
   config.cluster = static_cast<unsigned>(blocks);
-  config.shared_bytes = pieces * kPieceRoom;
+  config.shared_bytes = pieces * kPieceRoom + warps * p.held * kPiece * int64_t{sizeof(float)};
   kernel.launch(entry, config, device, p);
 }
 
 // config = {blocks on an SM, bytes of a row that a block should hold}; none where rows are read from global memory by
 // one block each.
 void launch(const Kernel& kernel, SampleParams& p, int64_t bytes, DLDevice device) {
-  if (kernel.entries.size() > 1 && streams(p)) return launch_stream(kernel, kernel.entries[1], p, device);
+  if (kernel.entries.size() > 1) {
+    if (streams(p)) return launch_stream(kernel, kernel.entries[1], p, device);
+    if (is_softmax(p)) return launch_stream(kernel, kernel.entries[2], p, device);
+  }
   const Entry& entry = kernel.entries[0];
   const auto pieces = [](int64_t n) { return pieces_of(n) * kPiece; };
   const int64_t slots = p.vocab + 16 / bytes - 1, warps = entry.threads / 32;  // wherever the row begins

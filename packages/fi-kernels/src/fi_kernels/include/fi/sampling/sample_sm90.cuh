@@ -1,56 +1,12 @@
 // sample on sm_90: a row lies in the shared memory of a cluster of blocks, and is read from global memory once.
 #pragma once
 #include "fi/cuda/ptx/bulk_sm90.cuh"
-#include "fi/cuda/ptx/cluster_sm90.cuh"
 #include "fi/sampling/sample.cuh"
-#include "fi/sampling/stream_few.cuh"
+#include "fi/sampling/softmax_sm90.cuh"
+#include "fi/sampling/stream_sm90.cuh"
 
 namespace fi {
 namespace sampling {
-
-struct Cluster {
-  static constexpr unsigned kLargest = 16;
-  FI_DEVICE static unsigned rank() { return cluster_rank(); }
-  FI_DEVICE static unsigned size() { return cluster_size(); }
-  FI_DEVICE static void arrive() { cluster_arrive(); }
-  // The instructions want the warp together. The blocks arrived when their copies were on the way.
-  FI_DEVICE static void meet() {
-    __syncwarp();
-    cluster_wait();
-  }
-  FI_DEVICE static void sync() {
-    __syncwarp();
-    cluster_sync();
-  }
-  FI_DEVICE static uint4 read(const Counter& x, unsigned rank) { return cluster_load_u32x4(cluster_address(&x, rank)); }
-  FI_DEVICE static uint32_t read(const uint32_t& x, unsigned rank) {
-    return cluster_load_u32(cluster_address(&x, rank));
-  }
-  FI_DEVICE static void write(uint32_t& to, unsigned rank, uint32_t x) {
-    cluster_store_u32(cluster_address(&to, rank), x);
-  }
-  FI_DEVICE static void write(uint64_t& to, unsigned rank, uint64_t x) {
-    cluster_store_u64(cluster_address(&to, rank), x);
-  }
-  FI_DEVICE static void give(PieceSum& to, const PieceSum& x) {
-    cluster_store_u32x4(cluster_address(&to, 0),
-                        make_uint4(static_cast<uint32_t>(x.sum), static_cast<uint32_t>(x.sum >> 32), x.key, 0));
-  }
-  FI_DEVICE static bool gathered() {
-    __syncwarp();
-    cluster_arrive();
-    if (rank() != 0) return false;
-    cluster_wait();
-    return true;
-  }
-  // A block holds at most 2^16 elements, so halves of their weights add up in a word, and nothing waits for an answer.
-  static constexpr int kHighAt = 16;
-  FI_DEVICE static void add(Counter& to, uint32_t weight) {
-    atomicAdd(&to.count, 1u);
-    if (weight & 0xffff) atomicAdd(&to.low, weight & 0xffff);
-    if (weight >> 16) atomicAdd(&to.high, weight >> 16);
-  }
-};
 
 template <class T>
 struct CopiedRow : PlacedRow<T> {
@@ -148,25 +104,6 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   run_row<T, Cluster, CopiedRow<T>, kWarps>(p, shared, source, list_of(warp), begin, end, whole.first, whole.last,
                                             output, static_cast<int>(row));
   Cluster::sync();  // others may still read this block's sums
-}
-
-// The same in blocks that hold nothing, for calls without filters or with a k of few.
-template <class T, int kThreads>
-FI_DEVICE void sample_stream(const SampleParams& p) {
-  using namespace sampling;
-  constexpr int kWarps = kThreads / 32;
-  __shared__ FewScratch<kWarps> shared;
-  if (threadIdx.x == 0) shared.count = 0;
-  pdl_wait();
-  const int output = blockIdx.x / cluster_size();
-  const int64_t row = source_row(p, output);
-  if (missing(p, output, row)) return;
-  extern __shared__ uint4 dynamic[];
-  stream_row<T, Cluster, kWarps>(
-      p, reinterpret_cast<PieceSum*>(dynamic), output, row,
-      [&](const StreamedRow<T>& streamed, PieceSum* pieces, int n, uint32_t top, const Scale& scale) {
-        return FewOfRow<T, kWarps>{p, streamed, pieces, n, scale, shared}.draw(top, output, row);
-      });
 }
 
 }  // namespace fi

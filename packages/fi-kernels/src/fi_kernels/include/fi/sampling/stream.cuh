@@ -43,9 +43,11 @@ struct StreamedRow {
   FI_DEVICE float at(int token) const {
     return token < vocab ? to_float(row[token]) : __int_as_float(0x7fffffff);  // NaN
   }
+  // Whether a piece is loaded by vectors.
+  FI_DEVICE bool whole(int begin) const { return begin + kPiece <= vocab && reinterpret_cast<uint64_t>(row) % 16 == 0; }
   // All elements of a piece, in any order.
   FI_DEVICE void load(int begin, float (&x)[kEach]) const {
-    if (begin + kPiece <= vocab && reinterpret_cast<uint64_t>(row) % 16 == 0) {
+    if (whole(begin)) {
       uint4 words[kEach / kVec];
 #pragma unroll
       for (int i = 0; i < kEach / kVec; ++i) words[i] = load_once(row + begin + (32 * i + lane()) * kVec);

@@ -3,6 +3,7 @@
 
 #include "fi/host/op.h"
 #include "fi/sampling/contract.h"
+#include "fi/sampling/piece.h"
 
 #if FI_CUDA
 #include <algorithm>
@@ -18,13 +19,18 @@ namespace {
 #if FI_CUDA
 int64_t pieces_of(int64_t n) { return (n + kPiece - 1) / kPiece; }
 
-// Draws that read a row once: without filters, or with a k so small that the k largest elements are probably in fewer
-// pieces than half of them.
-bool streams(const SampleParams& p) {
-  if (p.output != kDrawToken || p.top_k.rows) return false;
-  const bool all = p.top_k.value <= 0 || p.top_k.value >= p.vocab, any_p = !p.top_p.rows && p.top_p.value >= 1.f;
-  if (all) return any_p && !p.min_p.rows && !(p.min_p.value > 0.f);
-  return p.top_k.value * 2 <= pieces_of(p.vocab) && p.top_k.value <= 128 && (any_p || !p.joint);
+// Whether some rows may be streamed, and whether others may not: a tensor has any value.
+void count_streamed(const SampleParams& p, bool& some, bool& others) {
+  some = false, others = p.output != kDrawToken;
+  if (others) return;
+  const auto streamed = [&](int32_t k, float top_p, float min_p) {
+    return sampling::is_streamed(p.top_k.rows ? k : p.top_k.value, p.top_p.rows ? top_p : p.top_p.value,
+                                 p.min_p.rows ? min_p : p.min_p.value, p.vocab, p.joint);
+  };
+  for (const int32_t k : {0, 1, p.vocab - 1}) {
+    some |= streamed(k, 1.f, 0.f);
+    others |= !streamed(k, 0.f, 1.f);
+  }
 }
 
 // softmax, but of rows that are changed first.
@@ -52,8 +58,11 @@ void launch_stream(const Kernel& kernel, const Entry& entry, SampleParams& p, DL
 // one block each.
 void launch(const Kernel& kernel, SampleParams& p, int64_t bytes, DLDevice device) {
   if (kernel.entries.size() > 1) {
-    if (streams(p)) return launch_stream(kernel, kernel.entries[1], p, device);
     if (is_softmax(p)) return launch_stream(kernel, kernel.entries[2], p, device);
+    bool others;
+    count_streamed(p, p.streamed, others);
+    if (p.streamed) launch_stream(kernel, kernel.entries[1], p, device);
+    if (!others) return;
   }
   const Entry& entry = kernel.entries[0];
   const auto pieces = [](int64_t n) { return pieces_of(n) * kPiece; };

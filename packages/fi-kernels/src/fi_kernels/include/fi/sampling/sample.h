@@ -48,6 +48,7 @@ struct SampleParams {
   int32_t slice, share, held;  // slots of a block, of a warp, and of these in shared memory; whole pieces
   int32_t ahead;               // how many rows further on lies the one to prefetch; 0: none
   int32_t output;
+  bool streamed;  // another launch takes the rows that is_streamed names
   bool logits, joint, wide_indices, wide_tokens, wide_out, per_row_random;
 };
 

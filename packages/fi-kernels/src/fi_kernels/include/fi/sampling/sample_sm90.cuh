@@ -48,7 +48,7 @@ template <class T>
 FI_DEVICE void prefetch_slots(const SampleParams& p, int64_t output, int skipped, int begin, int end) {
   if (output >= p.rows || threadIdx.x % 32 != 0) return;
   const int64_t row = source_row(p, output);
-  if (row < 0 || row >= p.input_rows) return;
+  if (row < 0 || row >= p.input_rows || (p.streamed && is_streamed(p, row))) return;
   const Slots<T> slots(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
   constexpr int kVec = Slots<T>::kVec;
   const int from = max(skipped + begin, (slots.first + kVec - 1) / kVec * kVec);
@@ -58,7 +58,7 @@ FI_DEVICE void prefetch_slots(const SampleParams& p, int64_t output, int skipped
 
 }  // namespace sampling
 
-// One cluster a row: block r holds slots [r * p.slice, (r + 1) * p.slice).
+// One cluster a row, but for rows that are streamed: block r holds slots [r * p.slice, (r + 1) * p.slice).
 template <class T, int kThreads>
 FI_DEVICE void sample_cluster(const SampleParams& p) {
   using namespace sampling;
@@ -72,7 +72,7 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   const int output = blockIdx.x / cluster_size();
   const int64_t row = source_row(p, output);
   if (missing(p, output, row)) return;  // all blocks of the cluster
-  if (is_plain(p, row)) return stream_row<T, Cluster, kWarps>(p, pieces_of<T>(), output, row, NoneFiltered());
+  if (p.streamed && is_streamed(p, row)) return;
   Slots<T> whole(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
   const int skipped = cluster_rank() * p.slice;
   whole.base += skipped, whole.first -= skipped, whole.last -= skipped;

@@ -11,13 +11,13 @@ DRAW_TOKEN, RENORMALISE, MASK_OUT = range(3)  # what sample makes of a filtered 
 
 
 def _cluster_unit(axes: Axes) -> Unit:
-    """Entries for rows that are held, for draws in one read, and for softmax. config: (blocks on an SM, bytes of a row
-    that a block should hold), (blocks for a row of many), (blocks for a row of many, pieces that a warp holds)."""
+    """Entries for rows that are held, for rows that are streamed, and for softmax. config: (blocks on an SM, bytes of a
+    row that a block should hold), (blocks on an SM), (blocks on an SM, pieces that a warp holds)."""
     dtype = DTYPES[str(axes["dtype"])].device
     entries = (
         Entry("sample_cluster_512", f"sample_cluster<{dtype}, 512>", 512, (1, 200 * 1024), blocks_per_sm=1),
-        Entry("sample_stream_512", f"sample_stream<{dtype}, 512>", 512, (4,), blocks_per_sm=3),
-        Entry("softmax_cluster_512", f"softmax_cluster<{dtype}, 512>", 512, (4, 3), blocks_per_sm=2),
+        Entry("sample_stream_256", f"sample_stream<{dtype}, 256>", 256, (6,), blocks_per_sm=6),
+        Entry("softmax_cluster_256", f"softmax_cluster<{dtype}, 256>", 256, (4, 3), blocks_per_sm=4),
     )
     return Unit("fi/sampling/sample_sm90.cuh", "SampleParams", entries)
 

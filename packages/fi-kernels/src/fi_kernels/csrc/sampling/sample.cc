@@ -39,12 +39,12 @@ bool is_softmax(const SampleParams& p) {
          p.top_p.value >= 1.f && !p.min_p.rows && !(p.min_p.value > 0.f) && !p.bias && !p.bitmask && !p.seen;
 }
 
-// config = {blocks for a row of many, pieces that a warp holds}.
+// config = {blocks on an SM, pieces that a warp holds}.
 void launch_stream(const Kernel& kernel, const Entry& entry, SampleParams& p, DLDevice device) {
-  const int64_t pieces = pieces_of(p.vocab), resident = Kernel::multiprocessors(device), warps = entry.threads / 32;
+  const int64_t pieces = pieces_of(p.vocab), resident = entry.config[0] * Kernel::multiprocessors(device);
+  const int64_t warps = entry.threads / 32;
   int64_t blocks = 1;
-  while (blocks < 16 && (blocks < entry.config[0] || p.rows * blocks * 2 <= resident) && blocks * warps < pieces)
-    blocks *= 2;
+  while (blocks < 16 && p.rows * blocks * 2 <= resident && blocks * warps < pieces) blocks *= 2;
   const int64_t each = (pieces + blocks * warps - 1) / (blocks * warps);
   if (entry.config.size() > 1) p.held = static_cast<int32_t>(std::min(entry.config[1], each - 1));
   Launch config{p.rows * blocks};

@@ -12,6 +12,10 @@ struct alignas(16) PieceSum {
   uint32_t key;  // of the largest element, ordered; 0 where none has probability
   uint32_t unused;
 };
+// Where a row is drawn from its largest elements: the keys of the largest of each quarter instead.
+struct alignas(16) PieceKeys {
+  uint32_t of[4];
+};
 static_assert(sizeof(PieceSum) == kPieceRoom, "as the launcher counts");
 
 // factor: that of the row, for logits.
@@ -47,11 +51,11 @@ FI_EXACT bool is_plain(const SampleParams& p, int64_t row) {
   const int32_t k = at(p.top_k, row);
   return p.output == kDrawToken && (k <= 0 || k >= p.vocab) && at(p.top_p, row) >= 1.0f && !(at(p.min_p, row) > 0.0f);
 }
-// Rows whose sums and largest elements by piece tell enough to draw: those without a filter, and those with a k so
-// small that the k largest elements are probably in fewer than half of the pieces.
+// Rows whose sums or largest elements by piece tell enough to draw: those without a filter, and those with a k so small
+// that the k largest elements are probably in fewer than half of the quarters of pieces.
 FI_EXACT bool is_streamed(int32_t k, float top_p, float min_p, int32_t vocab, bool joint) {
   if (k <= 0 || k >= vocab) return top_p >= 1.0f && !(min_p > 0.0f);
-  return k <= 128 && k * 2 * kPiece <= vocab && (top_p >= 1.0f || !joint);
+  return k <= 128 && k * (kPiece / 2) <= vocab && (top_p >= 1.0f || !joint);
 }
 FI_EXACT bool is_streamed(const SampleParams& p, int64_t row) {
   return is_greedy(p, at(p.temperature, row)) ||

@@ -65,12 +65,25 @@ struct StreamedRow {
       for (int i = 0; i < kEach; ++i) x[i] = at(begin + 32 * i + lane());
     }
   }
+  // Of a piece, or of a quarter of it: those elements of each lane.
+  template <int kBegin, int kEnd>
   FI_DEVICE uint32_t largest(const float (&x)[kEach]) const {
     const float least = logits ? -__uint_as_float(kLargest) : __uint_as_float(kSmallest);
-    float largest = x[0];
+    float largest = x[kBegin];
 #pragma unroll
-    for (int i = 1; i < kEach; ++i) largest = fmaxf(largest, x[i]);
+    for (int i = kBegin + 1; i < kEnd; ++i) largest = fmaxf(largest, x[i]);
     return __reduce_max_sync(0xffffffffu, largest >= least ? key_of(largest) : 0u);
+  }
+  FI_DEVICE uint32_t largest(const float (&x)[kEach]) const { return largest<0, kEach>(x); }
+  // The token of the first of a lane's elements of a quarter, and how far apart they are.
+  FI_DEVICE int quarter(int piece, int quarter, int& step) const {
+    const int begin = piece * kPiece, each = kEach / 4;
+    step = whole(begin) ? 1 : 32;
+    return step == 1 ? begin + (quarter * each / kVec * 32 + lane()) * kVec + quarter * each % kVec
+                     : begin + quarter * each * 32 + lane();
+  }
+  FI_DEVICE Scale scale(uint32_t top, float temperature) const {
+    return logits ? logits_scale(value_of(top), temperature) : probs_scale(value_of(top));
   }
   // key: of the largest of the piece; only: no others count.
   FI_DEVICE Weigher weigher(uint32_t key, float factor, bool only) const {
@@ -141,9 +154,9 @@ FI_DEVICE uint32_t largest_of(const PieceSum* pieces, int n) {
   return __reduce_max_sync(0xffffffffu, top);
 }
 
-// One output: of a row without filters, or of one that filtered(row, pieces, n, top, scale) draws from: it returns 0,
-// or the smallest key that may be drawn, and has given the pieces their weights. `pieces`: room in this block's shared
-// memory for those of the row.
+// One output: of a row without filters, or of one that filtered(row, pieces, n, lowest) draws from, given the keys of
+// its quarters. Or it returns true, `lowest` is the smallest key that may be drawn, and the pieces have their weights.
+// `pieces`: room in this block's shared memory for those of the row.
 template <class T, class Team, int kWarps, class Filtered>
 FI_DEVICE void stream_row(const SampleParams& p, PieceSum* pieces, int output, int64_t source, Filtered&& filtered) {
   Team::arrive();
@@ -161,23 +174,30 @@ FI_DEVICE void stream_row(const SampleParams& p, PieceSum* pieces, int output, i
   Team::meet();
 #pragma unroll 1
   while (j < last) {
-    const uint32_t key = row.largest(x);
-    const uint64_t sum = key && plain ? warp_sum_u64(row.weigh(x, key, factor, greedy)) : 0;
-    if (threadIdx.x % 32 == 0) Team::give(pieces[j], {sum, key, 0});
+    uint4 known;
+    if (plain) {
+      const uint32_t key = row.largest(x);
+      const uint64_t sum = key ? warp_sum_u64(row.weigh(x, key, factor, greedy)) : 0;
+      known = make_uint4(static_cast<uint32_t>(sum), static_cast<uint32_t>(sum >> 32), key, 0);
+    } else {
+      known = make_uint4(row.template largest<0, 4>(x), row.template largest<4, 8>(x), row.template largest<8, 12>(x),
+                         row.template largest<12, 16>(x));
+    }
+    if (threadIdx.x % 32 == 0) Team::give(pieces[j], known);
     j += kWarps;
     if (j < last) row.load(j * kPiece, x);
   }
   if (!Team::gathered()) return;
   pdl_launch_dependents();
+  uint32_t lowest = 0;
+  if (!plain && !filtered(row, pieces, n, lowest)) return;
+  if (warp != 0) return;
   const uint32_t top = largest_of(pieces, n);
   if (top == 0) {
     if (threadIdx.x == 0) put_token(p, output, 0, false);
     return;
   }
-  const Scale scale = row.logits ? logits_scale(value_of(top), at(p.temperature, source)) : probs_scale(value_of(top));
-  uint32_t lowest = 0;
-  if (!plain) lowest = filtered(row, pieces, n, top, scale);
-  if (warp != 0 || (!plain && lowest == 0)) return;
+  const Scale scale = row.scale(top, at(p.temperature, source));
   const auto portion = [&](uint32_t key) {
     if (!plain || greedy) return Portion{key >= (greedy ? top : lowest), 0};
     return portion_of(value_of(key), scale, top == kInfinityKey, row.logits);
@@ -193,8 +213,8 @@ FI_DEVICE void stream_row(const SampleParams& p, PieceSum* pieces, int output, i
 }
 struct NoneFiltered {
   template <class... A>
-  FI_DEVICE uint32_t operator()(A&&...) const {
-    return 0;
+  FI_DEVICE bool operator()(A&&...) const {
+    return false;
   }
 };
 

@@ -36,7 +36,7 @@ struct OneBlock {
   FI_DEVICE static void write(uint32_t& to, unsigned, uint32_t x) { to = x; }
   FI_DEVICE static void write(uint64_t& to, unsigned, uint64_t x) { to = x; }
   // To the first block, which alone goes on when all have given.
-  FI_DEVICE static void give(PieceSum& to, const PieceSum& x) { to = x; }
+  FI_DEVICE static void give(PieceSum& to, uint4 x) { *reinterpret_cast<uint4*>(&to) = x; }
   FI_DEVICE static bool gathered() {
     __syncthreads();
     return true;

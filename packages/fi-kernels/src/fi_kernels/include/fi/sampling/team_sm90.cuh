@@ -30,10 +30,7 @@ struct Cluster {
   FI_DEVICE static void write(uint64_t& to, unsigned rank, uint64_t x) {
     cluster_store_u64(cluster_address(&to, rank), x);
   }
-  FI_DEVICE static void give(PieceSum& to, const PieceSum& x) {
-    cluster_store_u32x4(cluster_address(&to, 0),
-                        make_uint4(static_cast<uint32_t>(x.sum), static_cast<uint32_t>(x.sum >> 32), x.key, 0));
-  }
+  FI_DEVICE static void give(PieceSum& to, uint4 x) { cluster_store_u32x4(cluster_address(&to, 0), x); }
   FI_DEVICE static bool gathered() {
     __syncwarp();
     cluster_arrive();

@@ -43,10 +43,12 @@ bool is_softmax(const SampleParams& p) {
 void launch_stream(const Kernel& kernel, const Entry& entry, SampleParams& p, DLDevice device) {
   const int64_t pieces = pieces_of(p.vocab), resident = entry.config[0] * Kernel::multiprocessors(device);
   const int64_t warps = entry.threads / 32;
+  const int64_t kept = entry.config.size() > 1 ? entry.config[1] + 1 : pieces;  // by a warp, one in registers
   int64_t blocks = 1;
-  while (blocks < 16 && p.rows * blocks * 2 <= resident && blocks * warps < pieces) blocks *= 2;
-  const int64_t each = (pieces + blocks * warps - 1) / (blocks * warps);
-  if (entry.config.size() > 1) p.held = static_cast<int32_t>(std::min(entry.config[1], each - 1));
+  while (blocks < 16 && blocks * warps < pieces && (p.rows * blocks * 2 <= resident || blocks * warps * kept < pieces))
+    blocks *= 2;
+  if (entry.config.size() > 1)
+    p.held = static_cast<int32_t>(std::min(kept, (pieces + blocks * warps - 1) / (blocks * warps)) - 1);
   Launch config{p.rows * blocks};
   config.pdl = kernel.pdl(-1);
   config.cluster = static_cast<unsigned>(blocks);

@@ -110,13 +110,10 @@ struct StreamedRow {
   // The token of a piece with which the weights of its elements, summed in order, pass `rest` as a portion.
   FI_DEVICE int locate(int begin, const Weigher& weigher, Portion portion, uint64_t rest) const {
     uint64_t sum = 0;
-#pragma unroll 1
-    for (int i = 0; i < kEach; i += kEach / 2) {
-      float x[kEach / 2];
-#pragma unroll
-      for (int j = 0; j < kEach / 2; ++j) x[j] = at(begin + kEach * lane() + i + j);
-#pragma unroll
-      for (int j = 0; j < kEach / 2; ++j) sum += weigher.of(x[j]);
+#pragma unroll 2
+    for (int i = 0; i < kEach / 2; ++i) {  // the first two wait for memory, the others find their lines in L1
+      const int token = begin + kEach * lane() + i;
+      sum += uint64_t{weigher.of(at(token))} + weigher.of(at(token + kEach / 2));
     }
     const uint64_t through = warp_scan(sum);
     const int owner = max(__ffs(__ballot_sync(0xffffffffu, portion.of(through) > rest)) - 1, 0);
@@ -128,14 +125,13 @@ struct StreamedRow {
 };
 
 // The piece in which sums over the n pieces pass a random share of them, and what is left of it there; by one warp,
-// whose lanes own pieces in a row. f(piece) is what a piece counts, and takes the place of its sum.
-template <class F>
-FI_DEVICE int choose_piece(PieceSum* pieces, int n, bool first, uint64_t random, uint64_t& rest, F&& f) {
+// whose lanes own pieces in a row.
+FI_DEVICE int choose_piece(const PieceSum* pieces, int n, bool first, uint64_t random, uint64_t& rest) {
   const int each = (n + 31) / 32 | 1;  // odd: other banks for other lanes
   const int from = min(static_cast<int>(threadIdx.x % 32) * each, n), to = min(from + each, n);
   uint64_t own = 0;
-#pragma unroll 1
-  for (int j = from; j < to; ++j) own += pieces[j].sum = f(pieces[j]);
+#pragma unroll 4
+  for (int j = from; j < to; ++j) own += pieces[j].sum;
   const uint64_t through = warp_scan(own), total = __shfl_sync(0xffffffffu, through, 31);
   const uint64_t target = first ? 0 : uniform_below(total, random);
   const int owner = max(__ffs(__ballot_sync(0xffffffffu, through > target)) - 1, 0);
@@ -191,7 +187,6 @@ FI_DEVICE void stream_row(const SampleParams& p, PieceSum* pieces, int output, i
   pdl_launch_dependents();
   uint32_t lowest = 0;
   if (!plain && !filtered(row, pieces, n, lowest)) return;
-  if (warp != 0) return;
   const uint32_t top = largest_of(pieces, n);
   if (top == 0) {
     if (threadIdx.x == 0) put_token(p, output, 0, false);
@@ -202,10 +197,14 @@ FI_DEVICE void stream_row(const SampleParams& p, PieceSum* pieces, int output, i
     if (!plain || greedy) return Portion{key >= (greedy ? top : lowest), 0};
     return portion_of(value_of(key), scale, top == kInfinityKey, row.logits);
   };
+  for (int j = threadIdx.x; j < n; j += kWarps * 32) {
+    PieceSum& piece = pieces[j];
+    piece.sum = piece.key ? portion(piece.key).of(piece.sum) : 0;
+  }
+  __syncthreads();
+  if (warp != 0) return;
   uint64_t rest;
-  const int found = choose_piece(pieces, n, greedy, random_of(row_random(p, output)), rest, [&](const PieceSum& piece) {
-    return piece.key ? portion(piece.key).of(piece.sum) : 0;
-  });
+  const int found = choose_piece(pieces, n, greedy, random_of(row_random(p, output)), rest);
   const uint32_t key = pieces[found].key;
   const Weigher weigher = plain ? row.weigher(key, factor, greedy) : Weigher{scale, value_of(lowest), 0, row.logits};
   const int token = row.locate(found * kPiece, weigher, portion(key), rest);

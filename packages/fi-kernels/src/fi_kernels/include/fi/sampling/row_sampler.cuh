@@ -145,7 +145,6 @@ struct RowSampler {
   // Adds up by piece the weights of the elements from a key on.
   FI_DEVICE void sum_from(uint32_t key) {
     const float lowest = value_of(key);
-    const bool finite = top < 0xff800000u, everything = logits && finite && key <= 0x00800000u;  // keys of +inf, -max
     clear_sums();
     summed = true;
     marked = {key, key - 1};
@@ -154,12 +153,7 @@ struct RowSampler {
       uint64_t part = 0;
       rows<kRows>(base, [&](const float (&x)[kVec], int) {
         uint32_t w[kVec];
-        if (everything) {
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) w[i] = coarse(finite_weight(x[i], scale));
-        } else {
-          weigh(x, lowest, w);
-        }
+        weigh(x, lowest, w);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) part += w[i];
       });
@@ -283,29 +277,17 @@ struct RowSampler {
   FI_DEVICE uint64_t total_fine(float lowest) const {
     const uint32_t least = key_of(lowest);
     uint64_t own = 0, before;
-    const bool everything = logits && top < 0xff800000u && least <= 0x00800000u;  // keys of +inf, -max
     pieces([&](int base) {
       if (peak(base) < least) return;
       const bool keeps = source.keeps(base);
       rows<1>(base, [&](const float (&x)[kVec], int j) {
         uint64_t w[kVec];
         float y[kVec];
-        if (everything) {
+        ratios(x, lowest, y);
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) {
-            const Power p = power(plus(scale.top, -x[i]), scale.factor);
-            w[i] = fine({bits_of(p.y) << 8, p.shift});
-            y[i] = ratio_of(p);
-          }
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) y[i] = x[i] != x[i] ? x[i] : y[i];
-        } else {
-          ratios(x, lowest, y);
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) {
-            w[i] = fine(weight_of(x[i]));
-            w[i] = x[i] >= lowest ? w[i] : 0;
-          }
+        for (int i = 0; i < kVec; ++i) {
+          w[i] = fine(weight_of(x[i]));
+          w[i] = x[i] >= lowest ? w[i] : 0;
         }
 #pragma unroll
         for (int i = 0; i < kVec; ++i) own += w[i];

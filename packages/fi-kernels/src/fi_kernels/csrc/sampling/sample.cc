@@ -41,8 +41,9 @@ bool is_softmax(const SampleParams& p) {
 
 // config = {blocks on an SM, pieces that a warp holds}.
 void launch_stream(const Kernel& kernel, const Entry& entry, SampleParams& p, DLDevice device) {
-  const int64_t pieces = pieces_of(p.vocab), resident = entry.config[0] * Kernel::multiprocessors(device);
-  const int64_t warps = entry.threads / 32;
+  const int64_t pieces = pieces_of(p.vocab), warps = entry.threads / 32;
+  // Of the blocks that are there at once; clusters do not fill the device to the last.
+  const int64_t resident = entry.config[0] * Kernel::multiprocessors(device) * 15 / 16;
   const int64_t kept = entry.config.size() > 1 ? entry.config[1] + 1 : pieces;  // by a warp, one in registers
   int64_t blocks = 1;
   while (blocks < 16 && blocks * warps < pieces && (p.rows * blocks * 2 <= resident || blocks * warps * kept < pieces))

@@ -117,9 +117,7 @@ struct RowSampler {
     if (top == 0) return false;
     if (rank) {
       if (warp() == 0) {
-        const uint32_t found = quantile_of(quantile, Team::size() * kWarps, [&](int i) {
-          return static_cast<uint32_t>(shared.ends[i / kWarps][i % kWarps]);
-        });
+        const uint32_t found = quantile_of_ranked(quantile);
         if (lane() == 0) shared.few.found = found;
       }
       __syncthreads();
@@ -128,6 +126,25 @@ struct RowSampler {
     scale = logits ? logits_scale(value_of(top), temperature) : probs_scale(value_of(top));
     limit = key_of(scale.lowest);
     return true;
+  }
+
+  // Of what prepare's warps published, by one warp: at or a little below the quantile-th largest, 0 if there is none.
+  FI_DEVICE uint32_t quantile_of_ranked(int quantile) const {
+    uint32_t high = 0, low = ~0u, there = 0;  // of those that are not zero
+    over_warps(shared.ends, [&](uint64_t ends, unsigned) {
+      const uint32_t key = static_cast<uint32_t>(ends);
+      high = max(high, key);
+      low = min(low, key - 1);
+      there += key != 0;
+    });
+    if (static_cast<int>(__reduce_add_sync(0xffffffffu, there)) < quantile) return 0;
+    high = __reduce_max_sync(0xffffffffu, high);
+    low = __reduce_min_sync(0xffffffffu, low) + 1;
+    return quantile_of(quantile, low, high, [&](uint32_t key) {
+      uint32_t count = 0;
+      over_warps(shared.ends, [&](uint64_t ends, unsigned) { count += static_cast<uint32_t>(ends) >= key; });
+      return static_cast<int>(__reduce_add_sync(0xffffffffu, count));
+    });
   }
 
   // Gives a warp's value to the blocks of the team, and waits for those of the others.
@@ -169,7 +186,6 @@ struct RowSampler {
   // of those above it, and in all those from `limit` on: one each, or their weights.
   FI_DEVICE void mark(Range range, bool weights, bool rest, uint64_t& above, uint64_t& all) {
     const float low = value_of(range.low), edge = value_of(range.high + 1), lowest = value_of(limit);
-    const unsigned before = (1u << lane()) - 1;
     above = all = 0;
     marked = range;
     summed = rest && weights;
@@ -179,17 +195,22 @@ struct RowSampler {
     pieces([&](int base) {
       if (peak(base) >= (rest ? limit : range.low)) {
         uint64_t part = 0;
-        rows<2>(base, [&](const float (&x)[kVec], int) {
+        uint32_t bits = 0;  // which of this lane's elements are in the range
+        rows<2>(base, [&](const float (&x)[kVec], int j) {
+          uint32_t in = 0;
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) {
-            const bool in = x[i] >= low && !(x[i] >= edge);
-            const unsigned all_in = __ballot_sync(0xffffffffu, in);
-            const int at = listed + __popc(all_in & before);
-            if (in && at < kListed) list[at] = x[i];
-            listed += __popc(all_in);
-          }
+          for (int i = 0; i < kVec; ++i) in |= static_cast<uint32_t>(x[i] >= low && !(x[i] >= edge)) << i;
+          bits |= in << (j * kVec);
           if (rest) add_up(x, weights, lowest, edge, part, all);
         });
+        const int own = __popc(bits), through = warp_scan(own);
+        int at = listed + through - own;
+        listed += __shfl_sync(0xffffffffu, through, 31);
+#pragma unroll 1
+        for (; bits && at < kListed; bits &= bits - 1) {
+          const int i = __ffs(static_cast<int>(bits)) - 1;
+          list[at++] = source.at(source.place(base), (32 * (i / kVec) + lane()) * kVec + i % kVec);
+        }
         above += part;
         if (rest) add_to_piece(base, part);
       }
@@ -209,9 +230,9 @@ struct RowSampler {
       for (int i = 0; i < kVec; ++i) w[i] = x[i] >= lowest;
     }
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      all += w[i];
-      above += x[i] >= edge ? w[i] : 0;
+    for (int i = 0; i < kVec; i += 2) {  // two are added by one instruction for each half
+      all += uint64_t{w[i]} + w[i + 1];
+      above += uint64_t{x[i] >= edge ? w[i] : 0u} + (x[i + 1] >= edge ? w[i + 1] : 0u);
     }
   }
   FI_DEVICE void add_to_piece(int base, uint64_t part) const {

@@ -43,7 +43,7 @@ struct FewOfRow {
     }
   }
   FI_DEVICE uint32_t key_of_quarter(int i) const { return reinterpret_cast<const uint32_t*>(pieces)[i]; }
-  // The k-th largest of the quarters' keys or a little less, 0 if fewer are not 0; and the largest.
+  // The k-th largest of the quarters' keys or a little less, 0 if fewer are not 0; and the largest of all.
   FI_DEVICE uint32_t bound_of(int k, uint32_t& top) const {
     uint32_t high = 0, low = ~0u;
     for (int i = threadIdx.x; i < 4 * n; i += kWarps * 32) {
@@ -58,13 +58,8 @@ struct FewOfRow {
     const uint64_t ends = lane() < kWarps ? shared.parts[lane()] : 0xffffffffu;
     top = high = __reduce_max_sync(0xffffffffu, static_cast<uint32_t>(ends >> 32));
     low = __reduce_min_sync(0xffffffffu, static_cast<uint32_t>(ends)) + 1;  // of those that are not 0
-    int bit = 31 - __clz(static_cast<int>(high ^ low));                     // the highest in which they differ
-    uint32_t found = bit < 0 ? high : high >> bit >> 1 << bit << 1;
-    if (count_from(max(found, 1u)) < k) return 0;
-#pragma unroll 1
-    for (const int last = max(bit - 9, 0); bit >= last; --bit)  // finer would leave out few elements more
-      if (count_from(found | 1u << bit) >= k) found |= 1u << bit;
-    return found;
+    if (top == 0 || count_from(low) < k) return 0;
+    return quantile_of(k, low, high, [&](uint32_t key) { return count_from(key); });
   }
   FI_DEVICE int count_from(uint32_t key) const {
     int count = 0;

@@ -68,29 +68,22 @@ FI_DEVICE T warp_scan(T x) {  // inclusive
   return x;
 }
 
-// By one warp: the quantile-th largest of n keys or a little less, 0 if fewer are not 0; key(i) is the i-th.
-template <class Key>
-FI_DEVICE uint32_t quantile_of(int quantile, int n, Key&& key) {
-  uint32_t high = 0, low = ~0u, there = 0;  // of those that are not zero
-  for (int i = threadIdx.x % 32; i < n; i += 32) {
-    const uint32_t own = key(i);
-    high = max(high, own);
-    low = min(low, own - 1);
-    there += own != 0;
-  }
-  if (static_cast<int>(__reduce_add_sync(0xffffffffu, there)) < quantile) return 0;
-  high = __reduce_max_sync(0xffffffffu, high);
-  low = __reduce_min_sync(0xffffffffu, low) + 1;
-  int bit = 31 - __clz(static_cast<int>(high ^ low));  // the highest in which they differ
-  uint32_t found = bit < 0 ? high : high >> bit >> 1 << bit << 1;
+// The smallest key that is near enough below the quantile-th largest, by bisection: there are as many and few more from
+// it on. count(key) is how many there are from a key on, at least `quantile` from `low`.
+template <class Count>
+FI_DEVICE uint32_t quantile_of(int quantile, uint32_t low, uint32_t high, Count&& count) {
+  const uint32_t width = max((high - low) >> 14, 1u);  // of keys, below which there are few
 #pragma unroll 1
-  for (const int last = max(bit - 9, 0); bit >= last; --bit) {  // finer would leave out few elements more
-    const uint32_t trial = found | 1u << bit;
-    uint32_t count = 0;
-    for (int i = threadIdx.x % 32; i < n; i += 32) count += key(i) >= trial;
-    if (static_cast<int>(__reduce_add_sync(0xffffffffu, count)) >= quantile) found = trial;
+  while (high - low >= width) {
+    const uint32_t middle = low + (high - low + 1) / 2;
+    const int found = count(middle);
+    if (found < quantile)
+      high = middle - 1;
+    else
+      low = middle;
+    if (found >= quantile && found <= quantile + quantile / 8) break;
   }
-  return found;
+  return low;
 }
 
 // Keys, both inside; none if low > high.

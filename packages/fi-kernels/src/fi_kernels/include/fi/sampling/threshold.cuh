@@ -133,12 +133,14 @@ struct Threshold {
     Team::sync();
     for (int b = threadIdx.x; b < kSteps; b += blockDim.x) {
       uint32_t sum = 0;  // at most 2^16 threads, and of 2^19 elements one in eight: carries cannot occur but in ties
-#pragma unroll 4
-      for (unsigned r = 0; r < Team::size(); ++r) sum += Team::read(shared.sample[b], r);
+#pragma unroll 8
+      for (unsigned r = 0; r < Team::kLargest; ++r)
+        if (r < Team::size()) sum += Team::read(shared.sample[b], r);
       shared.sampled[b] = sum;
     }
-    float smaller = 0.f;
-    for (unsigned r = 0; r < Team::size(); ++r) smaller += static_cast<float>(Team::read(shared.sample[kSteps], r));
+    const unsigned of = row.lane();
+    float smaller = static_cast<float>(
+        warp_sum_u64(of < Team::size() ? Team::read(shared.sample[kSteps], min(of, Team::size() - 1)) : 0u));
     smaller *= 8.f / static_cast<float>(row.weight(value_of(row.top)));
     __syncthreads();
     // Of step kEach * lane + i and all before: elements, and what they add to the target.

@@ -46,8 +46,8 @@ NARROW = {
 }
 # Bits of the widest load where it is not 128: attention takes eight elements at a time (head dims are such).
 LOADS = {"single_attention": {"e4m3": 64, "e5m2": 64}}
-# Bits of the widest store of an op or entry where it is not 128: outputs that are smaller than inputs, and one result for
-# many loads.
+# Bits of the widest store of an op or an entry where it is not 128: outputs that are smaller than inputs, and one
+# result for many loads.
 STORES = {"chain_speculative": 32, "packbits": 16, "sample_stream_512": 64, "single_attention": 32, "top_k": 64}
 
 

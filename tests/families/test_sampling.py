@@ -220,25 +220,17 @@ def test_the_largest_with_ties(vocab: int, device: str) -> None:
     x[5, 5000:] = -INF
     x[6, 7] = 1e30
     x[7] = (x[7] > 6) * 20.0
-    seeds = torch.arange(9)
-    for filters in ({}, {"top_k": 1}, {"top_k": 30}, {"top_k": 31, "top_p": 0.7}, {"top_k": 20, "min_p": 0.1}):
-        for y, draw in ((x, sample_from_logits), (x.softmax(-1) * 3, _from_probs)):
-            want, valid = draw(y, seed=seeds, offset=seeds, **filters)
+    seeds, k = torch.arange(9), torch.tensor([1, 5, 0, 30, 40, 50, 2000, vocab, 60], dtype=torch.int32)
+    by_row = {"top_k": k, "top_p": torch.tensor([0.5, 1.0, 1.0, 0.8, 0.9, 1.0, 0.9, 0.3, 0.0])}
+    for filters in ({}, {"top_k": 1}, {"top_k": 30}, {"top_k": 31, "top_p": 0.7}, {"top_k": 20, "min_p": 0.1}, by_row):
+        there: dict[str, Any] = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in filters.items()}
+        for logits in (True, False):
+            y = x if logits else x.clamp(max=20.0).exp()
+            want, valid = _any(y, logits, filters, 0, seeds)
             for impl in impls("sample", device):
                 with using("sample", impl):
-                    at = seeds.to(device)
-                    got, there = draw(y.to(device), seed=at, offset=at, **filters)
-                    assert torch.equal(got.cpu(), want) and torch.equal(there.cpu(), valid), (impl, filters)
-
-
-def _from_probs(x: torch.Tensor, **at: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _any_probs(x, at.pop("top_k", 0), at.pop("top_p", 1.0), at.pop("min_p", 0.0), **at)
-
-
-def _any_probs(x: torch.Tensor, k: int, p: float, m: float, **at: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    if m:
-        return fi_core.min_p_sampling_from_probs(x, m, return_valid=True, **at)  # type: ignore[return-value]
-    return fi_core.top_k_top_p_sampling_from_probs(x, k, p, return_valid=True, **at)  # type: ignore[return-value]
+                    got, drawn = _any(y.to(device), logits, there, 0, seeds.to(device))
+                    assert torch.equal(got.cpu(), want) and torch.equal(drawn.cpu(), valid), (impl, filters)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

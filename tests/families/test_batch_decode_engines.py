@@ -183,10 +183,13 @@ def test_planners_that_engines_call_themselves(tensor_cores: bool, older: bool, 
 
 def test_names_that_engines_import() -> None:
     from fi_core.decode import _grouped_size_compiled_for_decode_kernels, get_seq_lens
-    from fi_core.utils import FP4Tensor, _get_range_buf
+    from fi_core.utils import FP4Tensor, _get_range_buf, get_trtllm_gen_multi_ctas_kv_counter_bytes
 
     assert _grouped_size_compiled_for_decode_kernels(28, 4) and not _grouped_size_compiled_for_decode_kernels(28, 8)
-    assert get_seq_lens is fi_core.get_seq_lens and FP4Tensor and _get_range_buf
+    assert get_seq_lens is fi_core.get_seq_lens is fi_core.prefill.get_seq_lens and FP4Tensor and _get_range_buf
+    assert get_trtllm_gen_multi_ctas_kv_counter_bytes(256, 32, 132) == 0
+    assert fi_core.top_k_renorm_prob is fi_core.top_k_renorm_probs
+    assert fi_core.top_p_renorm_prob is fi_core.top_p_renorm_probs
 
 
 def test_wrappers_may_share_a_float_workspace(device: str) -> None:

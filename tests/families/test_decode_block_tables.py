@@ -176,6 +176,15 @@ def test_requests_may_differ_in_query_tokens(
     buffer = torch.empty_like(b.q)
     assert xqa_batch_decode_with_kv_cache(**given, q_cu_seq_lens=b.qo_indptr, out=buffer) is buffer
     assert_close(buffer, want)
+    for shape in (b.q.shape, (1, 1, *b.q.shape)):
+        output = guarded(shape, b.q.dtype, device)
+        xqa(
+            b.q.view(shape), *b.cache, b.pool.block_tables(), b.pool.seq_lens().view(-1, 1), output, workspace(device),
+            None, 2, 16, more["sinks"].view(2, 4), 0.1 * 128**0.5 / 0.5, 0.5, 21, kv_layout,
+            q_cu_seq_lens=b.qo_indptr,
+        )  # fmt: skip
+        assert_close(output.view(b.q.shape), b.expected(causal=True, sm_scale=0.1, v_scale=0.5, **more)[0])
+        assert_guards(output)
 
 
 def test_outputs(device: str) -> None:
@@ -271,8 +280,10 @@ def test_xqa_refusals() -> None:
         call(page_size=32)
     with pytest.raises(ValueError, match="output: shape must be"):
         call(output=out[:1])
-    with pytest.raises(NotImplementedError, match="q_cu_seq_lens"):
-        call(q_cu_seq_lens=torch.zeros(3))
+    with pytest.raises(NotImplementedError, match="mask with q_cu_seq_lens"):
+        call(q_cu_seq_lens=torch.zeros(3, dtype=torch.int32), mask=torch.zeros(2, 1, 2, dtype=torch.uint16))
+    with pytest.raises(ValueError, match="block_tables: one row, and one of seq_lens, for each of the 3 requests"):
+        call(q_cu_seq_lens=torch.zeros(4, dtype=torch.int32))
 
 
 def test_trace() -> None:

@@ -363,6 +363,11 @@ def constants(value: int, count: int, device: torch.device) -> torch.Tensor:
 # Attention
 
 
+def get_trtllm_gen_multi_ctas_kv_counter_bytes(*sizes: int) -> int:
+    """Bytes of `multi_ctas_kv_counter_buffer`, which engines allocate: none, as kernels here need no counters."""
+    return 0
+
+
 def get_alibi_slopes(n_heads: int) -> torch.Tensor:
     """ALiBi slope of each head, fp32: a geometric series, and every second term of the finer one for the rest."""
     import torch

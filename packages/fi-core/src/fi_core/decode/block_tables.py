@@ -82,6 +82,13 @@ def _attend(
     )  # fmt: skip
 
 
+def _attend_ragged(*args: Any, **options: Any) -> None:
+    """Rows that differ in number are those of a prefill, whose kernels do not split the keys of a request."""
+    from fi_core.prefill.once import attend_tables  # loaded where it is needed
+
+    attend_tables(*args, causal=True, **options)
+
+
 # Views of each workspace in use, by its id; gone with it. Making them takes as long as a launch.
 _carved: dict[int, tuple[weakref.ref[torch.Tensor], dict[Any, ops.Buffers]]] = {}
 
@@ -203,22 +210,18 @@ def trtllm_batch_decode_with_kv_cache(
         dtype = canonicalize_torch_dtype(out_dtype)
     if dtype not in (query.dtype, torch.float16, torch.bfloat16):
         raise ValueError(f"out_dtype: the query's ({query.dtype}), float16 or bfloat16 is required; got {dtype}")
-    if cum_seq_lens_q is not None:
-        # Rows that differ in number are those of a prefill. Its kernels do not split the keys of a request.
-        from fi_core.prefill.once import trtllm_batch_context_with_kv_cache  # loaded where it is needed
-
-        scale = bmm1_scale if bmm1_scale_log2 is None else bmm1_scale_log2 * _LN2
-        return trtllm_batch_context_with_kv_cache(
-            query, kv_cache, workspace_buffer, block_tables, seq_lens, 0, max_seq_len, scale, bmm2_scale,
-            block_tables.shape[0], cum_seq_lens_q, cum_seq_lens_q, window_left, out, dtype, kv_layout=kv_layout,
-            enable_pdl=enable_pdl, sinks=sinks, lse=lse, return_lse=return_lse,
-        )  # fmt: skip
     result = query.new_empty(shape, dtype=dtype) if out is None else out
     if lse is not None:
         check_shape_dtype_device(lse, shape[:2], torch.float32, query.device, "lse")
     elif return_lse:
         lse = query.new_empty(shape[:2], dtype=torch.float32)
     score_scale = scale_product(1.0, bmm1_scale) if bmm1_scale_log2 is None else (_LN2, bmm1_scale_log2)
+    if cum_seq_lens_q is not None:
+        _attend_ragged(
+            result, lse, query, (k, v), kv_layout, block_tables, seq_lens, cum_seq_lens_q, score_scale=score_scale,
+            out_scale=scale_product(1.0, bmm2_scale), window_left=window_left, sinks=sinks, enable_pdl=enable_pdl,
+        )  # fmt: skip
+        return (result, lse) if return_lse and lse is not None else result
     _attend(
         result, lse, query, (k, v), kv_layout, workspace_buffer, block_tables, seq_lens, q_len, score_scale,
         scale_product(1.0, bmm2_scale), window_left, sinks, mask, enable_pdl,
@@ -285,20 +288,18 @@ def xqa(
 ) -> None:
     """Decode attention over a page table, into `output`: scores are `q k^T * q_scale * kv_scale / sqrt(head_dim)`.
 
-    q, output: `[batch_size, 1, num_qo_heads, head_dim]`, or `[batch_size, 1, q_seq_len, num_qo_heads, head_dim]`.
+    q, output: `[batch_size, 1, num_qo_heads, head_dim]`, or `[batch_size, 1, q_seq_len, num_qo_heads, head_dim]`, or
+    with q_cu_seq_lens (int32 `[batch_size + 1]`, on the device), where requests differ in query tokens and q_seq_len is
+    not needed, `[tokens, num_qo_heads, head_dim]`, perhaps behind axes of 1.
     k_cache, v_cache: pages of page_size tokens (any from 1) of num_kv_heads heads. page_table: int32
     `[batch_size, max_pages]`. seq_lens: `[batch_size, 1]`, uint32. The output is multiplied by
     `kv_scale * rcp_out_scale`; the scales are numbers or fp32 tensors of one element. sinks: fp32
     `[num_kv_heads, group]`. sliding_win_size: how many keys the last query token sees; 0: all. mask: as in
     `trtllm_batch_decode_with_kv_cache`. semaphores, sm_count: kernels here need them not.
 
-    Raises ValueError (shape, dtype, device), KeyError (kv_layout), NotImplementedError (q_cu_seq_lens, NVFP4 caches).
+    Raises ValueError (shape, dtype, device), KeyError (kv_layout), NotImplementedError (mask with q_cu_seq_lens, NVFP4
+    caches).
     """
-    if q_cu_seq_lens is not None:
-        raise NotImplementedError(
-            "q_cu_seq_lens: ragged queries are not supported here; trtllm_batch_decode_with_kv_cache takes them as "
-            "cum_seq_lens_q"
-        )
     if k_sf_cache is not None or v_sf_cache is not None:
         raise no_nvfp4("k_sf_cache, v_sf_cache")
     tokens, heads = (1, 2) if kv_layout == "NHD" else (2, 1)
@@ -307,11 +308,22 @@ def xqa(
             f"k_cache: pages of page_size = {page_size} tokens and num_kv_heads = {num_kv_heads} ({kv_layout}) are "
             f"required; got shape {tuple(k_cache.shape)}"
         )
-    rows = (q.shape[0] * q_seq_len, *q.shape[-2:])
     check_shape_dtype_device(output, (*q.shape[:-1], v_cache.shape[3]), None, q.device, "output")
-    _attend(
-        output.view(*rows[:2], v_cache.shape[3]), None, q.view(rows), (k_cache, v_cache), kv_layout, workspace_buffer,
-        page_table, seq_lens, q_seq_len, scale_product(rows[2] ** -0.5, q_scale, kv_scale),
-        scale_product(rcp_out_scale, kv_scale), sliding_win_size - 1 if sliding_win_size > 0 else -1,
-        None if sinks is None else sinks.view(-1), mask, enable_pdl,
+    out, query = output.view(-1, q.shape[-2], v_cache.shape[3]), q.view(-1, *q.shape[-2:])
+    score_scale, out_scale = (
+        scale_product(q.shape[-1] ** -0.5, q_scale, kv_scale),
+        scale_product(rcp_out_scale, kv_scale),
+    )
+    window_left = sliding_win_size - 1 if sliding_win_size > 0 else -1
+    sinks = None if sinks is None else sinks.view(-1)
+    if q_cu_seq_lens is None:
+        _attend(
+            out, None, query, (k_cache, v_cache), kv_layout, workspace_buffer, page_table, seq_lens, q_seq_len,
+            score_scale, out_scale, window_left, sinks, mask, enable_pdl,
+        )  # fmt: skip
+        return
+    refuse({"mask with q_cu_seq_lens": mask is not None})
+    _attend_ragged(
+        out, None, query, (k_cache, v_cache), kv_layout, page_table, seq_lens, q_cu_seq_lens, score_scale=score_scale,
+        out_scale=out_scale, window_left=window_left, sinks=sinks, enable_pdl=enable_pdl,
     )  # fmt: skip

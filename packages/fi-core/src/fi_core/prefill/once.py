@@ -109,6 +109,34 @@ def flat_tables(block_tables: torch.Tensor) -> tuple[torch.Tensor, int]:
     return block_tables.as_strided(((batch_size - 1) * pitch + most,), (1,)), pitch
 
 
+def attend_tables(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    query: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    kv_layout: str,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    **options: Any,
+) -> None:
+    """`attend_once` over a block table."""
+    layout, (k, v) = code(LAYOUTS, kv_layout, "kv_layout"), cache
+    pages, pitch = flat_tables(block_tables)
+    batch_size = block_tables.shape[0]
+    if seq_lens.numel() != batch_size or len(qo_indptr) != batch_size + 1:
+        raise ValueError(
+            f"block_tables: one row, and one of seq_lens, for each of the {len(qo_indptr) - 1} requests is required; "
+            f"got {batch_size} and {seq_lens.numel()}"
+        )
+    if CHECK:
+        check_tables(k.shape[0], block_tables, seq_lens.view(-1), k.shape[1 + layout])
+    attend_once(
+        out, lse, query, k, v, layout, batch_size, qo_indptr=int32_index(qo_indptr),
+        kv_len=int32_index(seq_lens.view(-1)), page_indices=pages, pages_per_request=pitch, **options,
+    )  # fmt: skip
+
+
 @fi_api(trace=tables_trace)
 def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor,
@@ -174,20 +202,14 @@ def trtllm_batch_context_with_kv_cache(
             "uses_shared_paged_kv_idx=False": not uses_shared_paged_kv_idx,
         }
     )
-    layout = code(LAYOUTS, kv_layout, "kv_layout")
-    k, v = cache_pair(kv_cache, kv_layout)
-    result, lse = results(query, v.shape[3], out, out_dtype, lse, return_lse)
-    pages, pitch = flat_tables(block_tables)
-    if block_tables.shape[0] != batch_size or seq_lens.numel() != batch_size:
+    cache = cache_pair(kv_cache, kv_layout)
+    result, lse = results(query, cache[1].shape[3], out, out_dtype, lse, return_lse)
+    if len(cum_seq_lens_q) != batch_size + 1:
         raise ValueError(
-            f"block_tables: one row, and one of seq_lens, for each of batch_size = {batch_size} requests is required; "
-            f"got {block_tables.shape[0]} and {seq_lens.numel()}"
+            f"cum_seq_lens_q: batch_size + 1 = {batch_size + 1} elements are required; got {len(cum_seq_lens_q)}"
         )
-    if CHECK:
-        check_tables(k.shape[0], block_tables, seq_lens.view(-1), k.shape[1 + layout])
-    attend_once(
-        result, lse, query, k, v, layout, batch_size, qo_indptr=int32_index(cum_seq_lens_q),
-        kv_len=int32_index(seq_lens.view(-1)), page_indices=pages, pages_per_request=pitch, causal=causal,
+    attend_tables(
+        result, lse, query, cache, kv_layout, block_tables, seq_lens, cum_seq_lens_q, causal=causal,
         window_left=window_left, score_scale=scale_product(1.0, bmm1_scale), out_scale=scale_product(1.0, bmm2_scale),
         sinks=sinks, enable_pdl=enable_pdl,
     )  # fmt: skip

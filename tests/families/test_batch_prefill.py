@@ -149,7 +149,7 @@ def test_fp8_keys(dtype: torch.dtype, kv_dtype: torch.dtype, device: str) -> Non
 
 
 def assert_fp8(w: Any, b: Any, out: torch.Tensor, lse: torch.Tensor, **options: Any) -> None:
-    """Like assert_close; the Hopper kernel rounds each weight to e4m3, by up to 1 / 16 of it; outputs may be e4m3 too."""
+    """Like assert_close; the Hopper kernel rounds each weight to e4m3, by 1 / 16 at most; outputs may be e4m3 too."""
     want, want_lse = b.expected(**options)
     assert_close(lse, want_lse, tolerance=(1e-3, 1e-3))
     if w.resolved_backend != "fa3":

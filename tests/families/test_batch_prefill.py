@@ -264,17 +264,43 @@ def test_nothing(lens: list[tuple[int, int]], device: str) -> None:
         assert out.shape == (0, 4, 64) and lse.shape == (0, 4)
 
 
-def test_a_request_does_not_depend_on_its_batch(device: str) -> None:
-    """Bit for bit: tiles are chosen by the heads alone, and no request is split."""
-    b = batch([(300, 900), (1, 77), (70, 70), (128, 2000)], heads=(8, 2), dims=(128, 128), device=device)
-    rows = list(b.qo_lens)
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_offsets_beyond_32_bits(kv_layout: str, dtype: torch.dtype) -> None:
+    """Pools of 5 GiB, of K and of V, whose used pages lie at both ends."""
+    b = batch([(40, 300), (9, 64)], heads=(8, 8), dims=(128, 128), dtype=dtype, kv_layout=kv_layout, device="cuda")
+    own = b.pool.indices.long()
+    pages = (5 << 30) // (16 * 8 * 128 * dtype.itemsize)
+    where = torch.cat([torch.arange(10), torch.arange(pages - len(b.cache[0]) + 10, pages)]).cuda()[own]
+    pools = []
+    for part in b.cache:
+        pool = torch.full((pages, *part.shape[1:]), 0x7F, dtype=torch.uint8, device="cuda")  # NaN
+        if dtype.itemsize == 2:
+            pool = torch.full((pages, *part.shape[1:]), 0x7FFF, dtype=torch.int16, device="cuda")
+        pool[where] = part.view(pool.dtype)[own]
+        pools.append(pool.view(dtype))
+    far = replace(b, cache=(pools[0], pools[1]), pool=replace(b.pool, indices=where.int()))
+    for w in planned(far, causal=True, o_data_type=torch.bfloat16):
+        out, lse = w.run(far.q, far.cache, return_lse=True)
+        if dtype is torch.bfloat16:
+            assert_close(out, b.expected(causal=True)[0])
+        else:
+            assert_fp8(w, b, out, lse, causal=True)
+
+
+@pytest.mark.gpu
+def test_long_sequences() -> None:
+    """Rows at the beginning, in the middle and at the end of 8192, and few rows over as many keys."""
+    check(batch([(17, 8192), (1000, 8192)], heads=(2, 1), dims=(128, 128), device="cuda"), causal=True)
+    b = batch([(8192, 8192)], heads=(2, 1), dims=(128, 128), dtype=torch.bfloat16, device="cuda")
     for w in planned(b, causal=True):
-        whole = w.run(b.q, b.cache).split(rows)
-        for requests in ([3], [2, 0], [1, 2, 3, 0, 1]):
-            part = b.only(requests)
-            w.plan(*part.paged_plan(), causal=True, **part.types())
-            for got, request in zip(w.run(part.q, part.cache).split(list(part.qo_lens)), requests):
-                assert torch.equal(got, whole[request])
+        out, lse = w.run(b.q, b.cache, return_lse=True)
+        for first in (0, 4000, 8192 - 64):
+            rows = slice(first, first + 64)
+            want, want_lse = attention(b.q[rows], b.k[0][: first + 64], b.v[0][: first + 64], causal=True)
+            assert_close(out[rows], want)
+            assert_close(lse[rows], want_lse, tolerance=(1e-4, 1e-4))
 
 
 def test_agrees_with_single_prefill(device: str) -> None:

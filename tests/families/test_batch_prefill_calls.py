@@ -395,12 +395,14 @@ def test_errors_of_run(device: str) -> None:
     keys = b.ragged()
     with pytest.raises(ValueError, match="k: 2 heads and 299 tokens were planned"):
         r.run(b.q, keys[0][:200], keys[1][:200])
-    with pytest.raises(NotImplementedError, match="o_scale"):
+    with pytest.raises(NotImplementedError, match=r"o_scale: .* multiply v_scale .* got 2\.0"):
         r.run(b.q, *keys, o_scale=2.0)
     r.plan(qo, kv, *rest, v_indptr=kv, o_indptr=qo, **b.types())
     r.plan(qo.cpu(), kv.cpu(), *rest, v_indptr=kv.cpu().clone(), **b.types())
     for name, offsets in (("v_indptr", kv + 1), ("o_indptr", kv), ("v_indptr", kv[1:])):
-        with pytest.raises(NotImplementedError, match=f"{name}: None or {'kv' if name[0] == 'v' else 'qo'}_indptr is"):
+        with pytest.raises(
+            NotImplementedError, match=f"{name}: .* pass None or {'kv' if name[0] == 'v' else 'qo'}_indptr"
+        ):
             r.plan(qo, kv, *rest, **{name: offsets})
 
 

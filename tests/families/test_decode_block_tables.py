@@ -228,13 +228,15 @@ def test_a_small_workspace_does_for_any_length(device: str) -> None:
         ({"backend": "fa2"}, KeyError, "backend: allowed are auto, trtllm-gen, xqa; got 'fa2'"),
         ({"kv_layout": "DHN"}, KeyError, "kv_layout"),
         ({"out_dtype": torch.float32}, ValueError, "out_dtype: the query's .* got torch.float32"),
-        ({"out_dtype": "nvfp4"}, NotImplementedError, "out_dtype 'nvfp4': not supported"),
         ({"o_sf_scale": 1.0}, NotImplementedError, "o_sf_scale"),
-        ({"cum_seq_lens_q": torch.zeros(3), "mask": torch.zeros(2, 1, 2)}, NotImplementedError, "mask with cum_seq"),
-        ({"uses_shared_paged_kv_idx": False}, NotImplementedError, "uses_shared_paged_kv_idx"),
-        ({"enable_block_sparse_attention": True}, NotImplementedError, "enable_block_sparse_attention"),
-        ({"cp_world": 2}, NotImplementedError, "cp_world"),
-        ({"kv_cache_sf": torch.zeros(3)}, NotImplementedError, "kv_cache_sf"),
+        ({"cum_seq_lens_q": torch.zeros(3), "mask": torch.zeros(2, 1, 2)}, NotImplementedError, "mask: not supported"),
+        ({"uses_shared_paged_kv_idx": False}, NotImplementedError, "uses_shared_paged_kv_idx: .* one block table"),
+        ({"enable_block_sparse_attention": True}, NotImplementedError, "enable_block_sparse_attention: .*; got True"),
+        ({"cp_world": 2}, NotImplementedError, "cp_world: .* merge by merge_state; got 2"),
+        ({"causal_seqlens_kv_global": torch.zeros(2)}, NotImplementedError, r"causal_seqlens_kv_global: .* \(2,\)"),
+        ({"kv_cache_sf": torch.zeros(3)}, NotImplementedError, "kv_cache_sf: NVFP4"),
+        ({"out_dtype": "nvfp4"}, NotImplementedError, "out_dtype: not supported, NVFP4 output .*; got 'nvfp4'"),
+        ({"o_sf_vec_size": 16}, NotImplementedError, "o_sf_vec_size: .* 16-bit out_dtype; got 16"),
         ({"out": torch.zeros(2, 4, 64)}, ValueError, "out_dtype"),
         ({"out": torch.zeros(2, 4, 32).half()}, ValueError, "out: shape must be"),
         ({"lse": torch.zeros(2, 3)}, ValueError, "lse: shape must be"),
@@ -280,7 +282,9 @@ def test_xqa_refusals() -> None:
         call(page_size=32)
     with pytest.raises(ValueError, match="output: shape must be"):
         call(output=out[:1])
-    with pytest.raises(NotImplementedError, match="mask with q_cu_seq_lens"):
+    with pytest.raises(
+        NotImplementedError, match=r"mask: .* pad requests to one q_len_per_req; got torch.uint16 of shape"
+    ):
         call(q_cu_seq_lens=torch.zeros(3, dtype=torch.int32), mask=torch.zeros(2, 1, 2, dtype=torch.uint16))
     with pytest.raises(ValueError, match="block_tables: one row, and one of seq_lens, for each of the 3 requests"):
         call(q_cu_seq_lens=torch.zeros(4, dtype=torch.int32))

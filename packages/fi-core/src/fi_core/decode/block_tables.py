@@ -6,7 +6,18 @@ import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.arguments import CHECK, LAYOUTS, cache_pair, check_tables, code, no_nvfp4, refuse, scale_product
+from fi_core.attention.arguments import (
+    CHECK,
+    LAYOUTS,
+    cache_pair,
+    check_tables,
+    code,
+    no_nvfp4,
+    refuse_nvfp4,
+    refuse_split_tables,
+    scale_product,
+    unsupported,
+)
 from fi_core.decode import ops
 from fi_core.decode.division import carve
 from fi_core.decode.trace import tables_trace
@@ -80,6 +91,11 @@ def _attend(
         buffers, out, lse, q, k, v, block_tables, impl, layout, 0, q_len, window_left, 0.0, score_scale[0],
         out_scale[0], 1.0, 1e4, enable_pdl, sinks, None, None, None, score_scale[1], out_scale[1], mask,
     )  # fmt: skip
+
+
+def _refuse_ragged_mask(mask: Any) -> None:
+    if mask is not None:
+        raise unsupported("mask", mask, "rows that differ in number are causal: pad requests to one q_len_per_req")
 
 
 def _attend_ragged(*args: Any, **options: Any) -> None:
@@ -188,17 +204,18 @@ def trtllm_batch_decode_with_kv_cache(
 
     if backend not in _BACKENDS:
         raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
-    refuse(
-        {
-            "mask with cum_seq_lens_q": cum_seq_lens_q is not None and mask is not None,
-            "kv_cache_sf": kv_cache_sf is not None,
-            "o_sf_scale": o_sf_scale is not None or o_sf_vec_size is not None,
-            "out_dtype 'nvfp4'": out_dtype == "nvfp4" or getattr(out, "dtype", None) == "nvfp4",
-            "uses_shared_paged_kv_idx=False": not uses_shared_paged_kv_idx,
-            "enable_block_sparse_attention": enable_block_sparse_attention,
-            "cp_world, causal_seqlens_kv_global": cp_world != 1 or causal_seqlens_kv_global is not None,
-        }
-    )
+    refuse_nvfp4(kv_cache_sf, out, out_dtype, o_sf_scale, o_sf_vec_size)
+    refuse_split_tables(uses_shared_paged_kv_idx)
+    if enable_block_sparse_attention:
+        raise unsupported("enable_block_sparse_attention", True, "list the pages that are wanted in block_tables")
+    if cp_world != 1:
+        raise unsupported(
+            "cp_world", cp_world, "run each rank on its own keys with return_lse, and merge by merge_state"
+        )
+    if causal_seqlens_kv_global is not None:
+        raise unsupported("causal_seqlens_kv_global", causal_seqlens_kv_global, "it belongs to cp_world > 1")
+    if cum_seq_lens_q is not None:
+        _refuse_ragged_mask(mask)
     q_len = 1 if q_len_per_req is None else q_len_per_req
     k, v = cache_pair(kv_cache, kv_layout)
     shape = (*query.shape[:2], v.shape[3])
@@ -322,7 +339,7 @@ def xqa(
             score_scale, out_scale, window_left, sinks, mask, enable_pdl,
         )  # fmt: skip
         return
-    refuse({"mask with q_cu_seq_lens": mask is not None})
+    _refuse_ragged_mask(mask)
     _attend_ragged(
         out, None, query, (k_cache, v_cache), kv_layout, page_table, seq_lens, q_cu_seq_lens, score_scale=score_scale,
         out_scale=out_scale, window_left=window_left, sinks=sinks, enable_pdl=enable_pdl,

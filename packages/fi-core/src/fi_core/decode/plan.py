@@ -13,6 +13,7 @@ from fi_core.attention.arguments import (
     code,
     computed,
     data_types,
+    unsupported,
 )
 from fi_core.cudnn import planned as cudnn
 from fi_core.decode import engine, ops
@@ -227,9 +228,7 @@ class BatchDecodePlan:
         `q_len_per_req > 1`, NVFP4 keys).
         """
         if window_right != 0:
-            raise NotImplementedError(
-                f"window_right: only 0 is supported, decode sees no later keys; got {window_right}"
-            )
+            raise unsupported("window_right", window_right, "there are no keys behind a decoded token: pass 0")
         if is_causal is not None and bool(is_causal) != (q_len_per_req > 1):
             raise NotImplementedError(
                 f"is_causal: leave it out, or pass what q_len_per_req > 1 is ({q_len_per_req > 1}); got {is_causal}"

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.arguments import CHECK, LAYOUTS, cache_pair, check_tables, code, refuse, scale_product
+from fi_core.attention.arguments import (
+    CHECK,
+    LAYOUTS,
+    cache_pair,
+    check_tables,
+    code,
+    refuse_nvfp4,
+    refuse_split_tables,
+    scale_product,
+)
 from fi_core.observe.log import fi_api
 from fi_core.prefill import ops
 from fi_core.prefill.trace import tables_trace
@@ -193,15 +202,8 @@ def trtllm_batch_context_with_kv_cache(
     """
     if backend not in _BACKENDS:
         raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
-    refuse(
-        {
-            "kv_cache_sf (NVFP4 keys)": kv_cache_sf is not None,
-            "out_dtype 'nvfp4'": out_dtype == "nvfp4" or getattr(out, "dtype", None) == "nvfp4",
-            "o_sf_vec_size (NVFP4 output)": o_sf_vec_size is not None,
-            "o_sf_scale (NVFP4 output)": o_sf_scale is not None and o_sf_scale != 1.0,
-            "uses_shared_paged_kv_idx=False": not uses_shared_paged_kv_idx,
-        }
-    )
+    refuse_nvfp4(kv_cache_sf, out, out_dtype, None if o_sf_scale == 1.0 else o_sf_scale, o_sf_vec_size)
+    refuse_split_tables(uses_shared_paged_kv_idx)
     cache = cache_pair(kv_cache, kv_layout)
     result, lse = results(query, cache[1].shape[3], out, out_dtype, lse, return_lse)
     if len(cum_seq_lens_q) != batch_size + 1:
@@ -255,7 +257,7 @@ def trtllm_ragged_attention_deepseek(
     """
     if backend not in _BACKENDS:
         raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
-    refuse({"o_sf_scale (NVFP4 output)": o_sf_scale is not None and o_sf_scale not in (1.0, -1.0)})
+    refuse_nvfp4(None, out, None, None if o_sf_scale in (1.0, -1.0) else o_sf_scale, None)
     result, lse = results(query, value.shape[2], out, None, lse, return_lse)
     attend_once(
         result, lse, query, key, value, 0, batch_size, qo_indptr=int32_index(cum_seq_lens_q),

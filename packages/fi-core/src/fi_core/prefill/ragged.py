@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.arguments import no_nvfp4
+from fi_core.attention.arguments import no_nvfp4, unsupported
 from fi_core.observe.log import fi_api
 from fi_core.prefill.plan import BatchPrefillPlan
 
@@ -172,7 +172,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         if kv_cache_sf is not None:
             raise no_nvfp4("kv_cache_sf")
         if o_scale is not None and o_scale != 1.0:
-            raise NotImplementedError(f"o_scale: only 1 is supported, multiply v_scale by it; got {o_scale}")
+            raise unsupported("o_scale", o_scale, "multiply v_scale by what the output is to be scaled by")
         if k.ndim != 3 or v.ndim != 3:
             raise ValueError(f"k and v must have 3 dimensions; got shapes {tuple(k.shape)} and {tuple(v.shape)}")
         self._check_query(q, k, v)
@@ -245,4 +245,4 @@ def _require_same(name: str, given: torch.Tensor | None, of: str, own: torch.Ten
     else:
         same = given.data_ptr() == own.data_ptr()
     if not same:
-        raise NotImplementedError(f"{name}: None or {of} is required, as no offsets of their own are supported")
+        raise unsupported(name, given, f"v and out stand as k and q do: pass None or {of}")

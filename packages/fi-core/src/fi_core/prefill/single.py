@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention import attend
-from fi_core.attention.arguments import POS_ENCODINGS, code, no_nvfp4
+from fi_core.attention.arguments import POS_ENCODINGS, code, no_nvfp4, unsupported
 from fi_core.errors import UnsupportedError
 from fi_core.observe.log import fi_api
 from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
@@ -237,7 +237,7 @@ def single_prefill_with_kv_cache_with_jit_module(
     from fi_core.jit.attention import custom_attention
 
     if mask_mode == MaskMode.MULTIITEMSCORING.value:
-        raise NotImplementedError("mask_mode: items are supported by the batch wrappers only")
+        raise unsupported("mask_mode", mask_mode, "items (3) are an option of plan of the batch wrappers")
     MaskMode(mask_mode)  # ValueError
     causal = mask_mode == MaskMode.CAUSAL.value
     return custom_attention(jit_module).attend(q, k, v, args, kv_layout, causal, window_left, return_lse)

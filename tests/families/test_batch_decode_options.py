@@ -178,6 +178,7 @@ CALL = (
         ({"last_page_len": torch.ones(2, dtype=torch.int64)}, TypeError, "last_page_len must be int32"),
         ({"indices": torch.ones(9, dtype=torch.int64)}, TypeError, "page_indices must be int32; got int64"),
         ({"seq_lens": torch.ones(3, dtype=torch.int32)}, ValueError, "seq_lens: length 2 is required"),
+        ({"fixed_split_size": 0}, ValueError, "fixed_split_size: pages of a chunk, or None or -1 .* got 0"),
         ({"q_len_per_req": 2}, ValueError, "q_len_per_req: .* without use_tensor_cores"),
         ({"q_len_per_req": 0, "use_tensor_cores": True}, ValueError, "q_len_per_req: at least 1"),
         ({"q_len_per_req": 10, "use_tensor_cores": True}, ValueError, "q_len_per_req: all requests .* request 1 has 9"),

@@ -219,8 +219,9 @@ class BatchDecodePlan:
         `c tanh(score / c)`. sm_scale: default `1 / sqrt(head_dim)`. kv_data_type and o_data_type default to
         q_data_type; data_type fills q_data_type and kv_data_type where they are None.
 
-        fixed_split_size (in pages): requests are cut into chunks of so many tokens, rounded up to 64; disable_split_kv:
-        they are not cut. With either, the result of a request is bit for bit the same alone and in any batch.
+        fixed_split_size (in pages; None or -1: none): requests are cut into chunks of so many tokens, rounded up to 64;
+        disable_split_kv: they are not cut. With either, the result of a request is bit for bit the same alone and in
+        any batch.
         q_len_per_req: query tokens of each request, its last ones, each of which sees the keys up to its own.
 
         Raises ValueError (shapes, sizes; lengths below q_len_per_req, if all tables lie on the host), TypeError

@@ -181,7 +181,7 @@ def test_a_mask_takes_the_place_of_causal(prefill: Prefill) -> None:
         ({"k": Tensor(K + 2, (NUM_PAGES, PAGE, KV_HEADS, 128), "bf16")}, "not aligned to 16 bytes"),
         ({"bmm1_scale": Tensor(SINKS, (1,), "f32")}, "scales by head or on the device"),
         ({"v": Tensor(V, (NUM_PAGES, PAGE, 4, 128), "bf16")}, "v must have shape"),
-        ({"custom_mask": Tensor(MASK, (9,), "u8")}, "mask_indptr must be given"),
+        ({"custom_mask": Tensor(MASK, (9,), "u8")}, "custom_mask must have shape"),
         ({"sinks": Tensor(SINKS, (7,), "f32")}, "sinks must have shape"),
     ],
 )

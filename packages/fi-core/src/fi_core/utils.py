@@ -261,10 +261,10 @@ def is_float8(x: torch.Tensor) -> bool:
 
 
 def int32_index(x: torch.Tensor) -> torch.Tensor:
-    """An int64 index tensor as int32, the width that kernels read; others are left for the op to check."""
+    """An int64 or uint32 index tensor as int32, which kernels read; others are left for the op to check."""
     import torch
 
-    return x.int() if x.dtype is torch.int64 else x
+    return x.int() if x.dtype is torch.int64 else x.view(torch.int32) if x.dtype is torch.uint32 else x
 
 
 def check_shape_dtype_device(

@@ -22,7 +22,7 @@ from fi_core.decode import ops
 from fi_core.decode.division import carve
 from fi_core.decode.trace import tables_trace
 from fi_core.observe.log import fi_api
-from fi_core.utils import canonicalize_torch_dtype, check_shape_dtype_device
+from fi_core.utils import canonicalize_torch_dtype, ceil_div, check_shape_dtype_device
 
 if TYPE_CHECKING:
     import torch
@@ -93,16 +93,29 @@ def _attend(
     )  # fmt: skip
 
 
-def _refuse_ragged_mask(mask: Any) -> None:
-    if mask is not None:
-        raise unsupported("mask", mask, "rows that differ in number are causal: pad requests to one q_len_per_req")
+def _attend_ragged(
+    out: torch.Tensor, lse: torch.Tensor | None, query: torch.Tensor, *args: Any, mask: torch.Tensor | None,
+    most: int | None, name: str, **options: Any,
+) -> None:  # fmt: skip
+    """Rows that differ in number are those of a prefill, whose kernels do not split the keys of a request.
 
+    most: what no request exceeds, the argument `name`.
+    """
+    import torch
 
-def _attend_ragged(*args: Any, **options: Any) -> None:
-    """Rows that differ in number are those of a prefill, whose kernels do not split the keys of a request."""
     from fi_core.prefill.once import attend_tables  # loaded where it is needed
 
-    attend_tables(*args, causal=True, **options)
+    if mask is not None:
+        if most is None:
+            raise ValueError(f"{name}: the most query tokens of a request are required with a mask; got None")
+        mask = mask.view(torch.uint8)
+        wanted = (query.shape[0], ceil_div(most, 32) * 4)
+        if mask.shape != wanted:
+            raise ValueError(
+                f"mask: uint16 [tokens, ceil({name} / 32) * 2] is required where requests differ in query tokens, "
+                f"{wanted} in bytes; got {tuple(mask.shape)}"
+            )
+    attend_tables(out, lse, query, *args, causal=True, draft_mask=mask, **options)
 
 
 # Views of each workspace in use, by its id; gone with it. Making them takes as long as a launch.
@@ -188,8 +201,8 @@ def trtllm_batch_decode_with_kv_cache(
     sees the keys up to its own; or with mask, uint16 `[batch_size, q_len_per_req, ceil(q_len_per_req / 32) * 2]`, bit t
     of row r says whether it sees query token t (speculative trees). cum_seq_lens_q (int32 `[batch_size + 1]`, on the
     device) takes the place of q_len_per_req where requests differ: query is `[tokens, num_qo_heads, head_dim]`, and
-    request b has the rows `cum_seq_lens_q[b] : cum_seq_lens_q[b + 1]`; the kernels are then those of prefill, which do
-    not split the keys of a request.
+    request b has the rows `cum_seq_lens_q[b] : cum_seq_lens_q[b + 1]`, of mask too, which then is uint16 `[tokens,
+    ceil(max_q_len / 32) * 2]`; the kernels are those of prefill, which do not split the keys of a request.
 
     out: written if given; its dtype, or out_dtype, or query's: that of query, fp16 or bf16. lse: fp32
     `[rows, num_qo_heads]`, base 2, written if given, returned with return_lse. backend: "auto", "trtllm-gen" and "xqa"
@@ -197,7 +210,7 @@ def trtllm_batch_decode_with_kv_cache(
     max_q_len, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode, request_order: kernels here need them not.
 
     Returns out or (out, lse). Raises KeyError (backend, kv_layout), ValueError (shape, dtype, device), and
-    NotImplementedError for mask with cum_seq_lens_q, NVFP4, separate tables of K and V, sparse blocks and context
+    NotImplementedError for NVFP4, separate tables of K and V, sparse blocks and context
     parallelism.
     """
     import torch
@@ -214,8 +227,6 @@ def trtllm_batch_decode_with_kv_cache(
         )
     if causal_seqlens_kv_global is not None:
         raise unsupported("causal_seqlens_kv_global", causal_seqlens_kv_global, "it belongs to cp_world > 1")
-    if cum_seq_lens_q is not None:
-        _refuse_ragged_mask(mask)
     q_len = 1 if q_len_per_req is None else q_len_per_req
     k, v = cache_pair(kv_cache, kv_layout)
     shape = (*query.shape[:2], v.shape[3])
@@ -237,6 +248,7 @@ def trtllm_batch_decode_with_kv_cache(
         _attend_ragged(
             result, lse, query, (k, v), kv_layout, block_tables, seq_lens, cum_seq_lens_q, score_scale=score_scale,
             out_scale=scale_product(1.0, bmm2_scale), window_left=window_left, sinks=sinks, enable_pdl=enable_pdl,
+            mask=mask, most=max_q_len, name="max_q_len",
         )  # fmt: skip
         return (result, lse) if return_lse and lse is not None else result
     _attend(
@@ -271,7 +283,7 @@ def xqa_batch_decode_with_kv_cache(
     result: torch.Tensor = trtllm_batch_decode_with_kv_cache(  # type: ignore[assignment]
         query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
         out, sinks=sinks, kv_layout=kv_layout, enable_pdl=enable_pdl, q_len_per_req=q_len_per_req, o_scale=o_scale,
-        mask=mask, kv_cache_sf=kv_cache_sf, cum_seq_lens_q=q_cu_seq_lens,
+        mask=mask, max_q_len=q_len_per_req, kv_cache_sf=kv_cache_sf, cum_seq_lens_q=q_cu_seq_lens,
     )  # fmt: skip
     return result
 
@@ -307,15 +319,14 @@ def xqa(
 
     q, output: `[batch_size, 1, num_qo_heads, head_dim]`, or `[batch_size, 1, q_seq_len, num_qo_heads, head_dim]`, or
     with q_cu_seq_lens (int32 `[batch_size + 1]`, on the device), where requests differ in query tokens and q_seq_len is
-    not needed, `[tokens, num_qo_heads, head_dim]`, perhaps behind axes of 1.
+    the most of one, `[tokens, num_qo_heads, head_dim]`, perhaps behind axes of 1.
     k_cache, v_cache: pages of page_size tokens (any from 1) of num_kv_heads heads. page_table: int32
     `[batch_size, max_pages]`. seq_lens: `[batch_size, 1]`, uint32. The output is multiplied by
     `kv_scale * rcp_out_scale`; the scales are numbers or fp32 tensors of one element. sinks: fp32
     `[num_kv_heads, group]`. sliding_win_size: how many keys the last query token sees; 0: all. mask: as in
     `trtllm_batch_decode_with_kv_cache`. semaphores, sm_count: kernels here need them not.
 
-    Raises ValueError (shape, dtype, device), KeyError (kv_layout), NotImplementedError (mask with q_cu_seq_lens, NVFP4
-    caches).
+    Raises ValueError (shape, dtype, device), KeyError (kv_layout), NotImplementedError (NVFP4 caches).
     """
     if k_sf_cache is not None or v_sf_cache is not None:
         raise no_nvfp4("k_sf_cache, v_sf_cache")
@@ -339,8 +350,8 @@ def xqa(
             score_scale, out_scale, window_left, sinks, mask, enable_pdl,
         )  # fmt: skip
         return
-    _refuse_ragged_mask(mask)
     _attend_ragged(
         out, None, query, (k_cache, v_cache), kv_layout, page_table, seq_lens, q_cu_seq_lens, score_scale=score_scale,
-        out_scale=out_scale, window_left=window_left, sinks=sinks, enable_pdl=enable_pdl,
+        out_scale=out_scale, window_left=window_left, sinks=sinks, enable_pdl=enable_pdl, mask=mask, most=q_seq_len,
+        name="q_seq_len",
     )  # fmt: skip

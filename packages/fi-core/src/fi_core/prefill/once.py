@@ -49,13 +49,14 @@ def attend_once(
     score_scale: tuple[float, Any] = (1.0, None),
     out_scale: tuple[float, Any] = (1.0, None),
     by_head: Sequence[torch.Tensor | None] = (None, None, None),
+    draft_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
     backend: str = "auto",
 ) -> None:
     """Lists the tiles into a new schedule and computes them; arguments are those of `ops.plan` and `ops.attend`.
 
-    by_head: scale_q, scale_k and scale_v.
+    by_head: scale_q, scale_k and scale_v. draft_mask: custom_mask without mask_indptr.
     """
     import torch
 
@@ -66,7 +67,7 @@ def attend_once(
         raise ValueError(f"query: a multiple of the {kv_heads} heads of the keys is required; got {heads}")
     scaled = any(x is not None for x in (score_scale[1], out_scale[1], *by_head))
     impl = ops.choose(
-        backend, q.device, q.dtype, k.dtype, out.dtype, dim, v.shape[-1], heads // kv_heads, 0, True,
+        backend, q.device, q.dtype, k.dtype, out.dtype, dim, v.shape[-1], heads // kv_heads, 0, draft_mask is None,
         0 if page_indices is None else page_size, scaled,
     )  # fmt: skip
     if not ops.fits(impl, out, q, k, v):
@@ -81,7 +82,7 @@ def attend_once(
     ops.attend(
         schedule, batch_size, tokens, out, lse, q, k, v, page_indices, impl, layout, 0, causal, window_left,
         logits_soft_cap, score_scale[0], out_scale[0], 1.0, 1e4, enable_pdl, sinks, by_head[0], by_head[1], by_head[2],
-        score_scale[1], out_scale[1],
+        score_scale[1], out_scale[1], draft_mask,
     )  # fmt: skip
 
 

@@ -347,7 +347,9 @@ def attend(
 
     Row i of a request stands at position p = kv_len - qo_len + i. causal: it sees keys j <= p; custom_mask, which takes
     its place: those whose bit is set, uint8, each request's `[qo_len, kv_len]` flattened, element e in bit e % 8 of
-    byte e / 8, from byte mask_indptr[b] (int32 `[batch_size + 1]`) on. items, which takes the place of both: keys j <=
+    byte e / 8, from byte mask_indptr[b] (int32 `[batch_size + 1]`) on; or without mask_indptr, `[qo_tokens, n]`: keys
+    before the query tokens, and of these, the last keys, token t if bit t % 8 of byte t / 8 of the row is set; no
+    request may have more than 8 n rows. items, which takes the place of both: keys j <=
     p that are before prefix_len[b] (int32 or uint32 `[batch_size]`), or from p - items[b][p - prefix_len[b]] + 1 on
     (uint16 `[batch_size, n]`). window_left w >= 0 hides keys j < p - w whatever else is given.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.arguments import unsupported
 from fi_core.cascade.merge import merge_state_in_place
@@ -43,7 +43,7 @@ class MultiLevelCascadeAttentionWrapper:
         if num_levels < 1:
             raise ValueError(f"num_levels: at least 1 is required; got {num_levels}")
         given = (qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr)
-        buffers: list[dict[str, torch.Tensor]] = [{} for _ in range(num_levels)]
+        buffers: list[dict[str, Any]] = [{} for _ in range(num_levels)]
         for name, arrays in zip(_BUFFERS, given):
             if not use_cuda_graph:
                 continue
@@ -114,12 +114,13 @@ class MultiLevelCascadeAttentionWrapper:
                     raise unsupported(
                         name, value, f"a level does not know the positions of its keys in a request: pass {plain!r}"
                     )
-        for wrapper, *tables in zip(
+        for wrapper, qo_indptr, indptr, indices, last_page_len in zip(
             self._batch_prefill_wrappers, qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr,
             paged_kv_last_page_len,
         ):  # fmt: skip
             wrapper.plan(
-                *tables, num_qo_heads, num_kv_heads, head_dim, page_size, causal=causal and wrapper is last,
+                qo_indptr, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+                causal=causal and wrapper is last,
                 pos_encoding_mode=pos_encoding_mode, use_fp16_qk_reduction=use_fp16_qk_reduction, sm_scale=sm_scale,
                 window_left=window_left, logits_soft_cap=logits_soft_cap, rope_scale=rope_scale, rope_theta=rope_theta,
                 q_data_type=q_data_type, kv_data_type=kv_data_type,

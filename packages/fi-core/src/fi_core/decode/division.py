@@ -84,9 +84,8 @@ class Division:
         return ops.sizes(device, batch_size, units, ops.chunk_of(split * page_size), tokens, impl)
 
     def bytes(self, head_dim: int, *shape: Any) -> tuple[int, int]:
-        """Of the shared and of the own workspace that a batch needs; arguments as of `_sizes`, split as planned."""
-        *others, split = shape
-        schedule, partial = _bytes(self._sizes(*others, pages_of_chunk(split)), head_dim)
+        """Of the shared and of the own workspace that a batch needs; arguments as those of `_sizes`."""
+        schedule, partial = _bytes(self._sizes(*shape), head_dim)
         return (0, schedule + partial) if schedule + partial <= self.own.nbytes else (partial, schedule)
 
     def divide(

@@ -17,7 +17,7 @@ from fi_core.attention.arguments import (
 )
 from fi_core.cudnn import planned as cudnn
 from fi_core.decode import engine, ops
-from fi_core.decode.arguments import BACKENDS, FOREIGN, check_lengths, deprecated_positional, lengths
+from fi_core.decode.arguments import BACKENDS, FOREIGN, check_lengths, deprecated_positional, lengths, pages_of_chunk
 from fi_core.decode.division import Division
 from fi_core.errors import UnsupportedError
 from fi_core.observe.log import fi_api
@@ -170,7 +170,7 @@ class BatchDecodePlan:
         """
         return self._division.bytes(
             head_dim, len(indptr) - 1, len(indices), num_qo_heads, num_kv_heads, page_size, q_len_per_req,
-            fixed_split_size,
+            pages_of_chunk(fixed_split_size),
         )  # fmt: skip
 
     @fi_api

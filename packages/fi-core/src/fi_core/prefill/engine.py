@@ -69,4 +69,5 @@ def get_customize_batch_prefill_module(backend: str, *args: Any, **options: Any)
     """`gen_customize_batch_prefill_module` with these arguments, built and loaded."""
     from fi_core.jit.attention import gen_customize_batch_prefill_module
 
-    return gen_customize_batch_prefill_module(backend, *args, **options).build_and_load()
+    made: CustomAttention = gen_customize_batch_prefill_module(backend, *args, **options).build_and_load()
+    return made

@@ -139,29 +139,28 @@ def trtllm_fmha_v2_prefill(
         raise ValueError(f"block_tables: for paged layouts, and no others; got {input_layout} with {block_tables!r}")
     result, _ = results(q, v.shape[-1], out, out_dtype, None, False)
     qo_indptr, kv_indptr = int32_index(cum_seq_lens_q), int32_index(cum_seq_lens_kv)
-    tables: dict[str, Any] = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
-    page_size, kv_len = 1, None
+    tables: dict[str, Any] = {"kv_indptr": kv_indptr}
+    page_size = 1
     if block_tables is not None:
         pages, pitch = flat_tables(block_tables)
-        page_size, kv_len = k.shape[1 + layout], seq_lens.view(-1)
-        tables = {"qo_indptr": qo_indptr, "kv_len": int32_index(kv_len)}
-        tables |= {"page_indices": pages, "pages_per_request": pitch}
+        tables = {"kv_len": int32_index(seq_lens.view(-1)), "page_indices": pages, "pages_per_request": pitch}
+        page_size = k.shape[1 + layout]
     if mask_mode == "chunked":
         if chunked_attention_size % page_size:
             raise ValueError(
                 f"chunked_attention_size: a multiple of the page size ({page_size}) is required; got "
                 f"{chunked_attention_size}"
             )
-        if kv_len is None or block_tables is None:
-            kv_len = kv_indptr.diff()
+        if block_tables is None:
+            begins, kv_len = kv_indptr, kv_indptr.diff()
         else:
-            kv_indptr = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device) * pitch
-            kv_len = kv_len.int().clamp(max=block_tables.shape[1] * page_size)
-        batch_size, pieces = _chunked(chunked_attention_size, max_q_len, page_size, qo_indptr, kv_len, kv_indptr)
-        tables |= pieces
+            begins = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device) * tables["pages_per_request"]
+            kv_len = tables["kv_len"].clamp(max=block_tables.shape[1] * page_size)
+        batch_size, pieces = _chunked(chunked_attention_size, max_q_len, page_size, qo_indptr, kv_len, begins)
+        qo_indptr, tables = pieces.pop("qo_indptr"), tables | pieces
     attend_once(
-        result, None, q, k, v, layout, batch_size, causal=_CAUSAL[mask_mode], window_left=window_left,
-        logits_soft_cap=logits_soft_cap_scale or 0.0, score_scale=scale_product(1.0, bmm1_scale),
-        out_scale=scale_product(1.0, bmm2_scale), sinks=sinks, **tables,
+        result, None, q, k, v, layout, batch_size, qo_indptr=qo_indptr, causal=_CAUSAL[mask_mode],
+        window_left=window_left, logits_soft_cap=logits_soft_cap_scale or 0.0,
+        score_scale=scale_product(1.0, bmm1_scale), out_scale=scale_product(1.0, bmm2_scale), sinks=sinks, **tables,
     )  # fmt: skip
     return result

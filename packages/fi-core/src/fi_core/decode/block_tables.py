@@ -99,21 +99,19 @@ def _attend_ragged(
 ) -> None:  # fmt: skip
     """Rows that differ in number are those of a prefill, whose kernels do not split the keys of a request.
 
-    most: what no request exceeds, the argument `name`.
+    most: what no request exceeds, the argument `name`; None: not known, and more than the mask has bits see nothing.
     """
     import torch
 
     from fi_core.prefill.once import attend_tables  # loaded where it is needed
 
     if mask is not None:
-        if most is None:
-            raise ValueError(f"{name}: the most query tokens of a request are required with a mask; got None")
         mask = mask.view(torch.uint8)
-        wanted = (query.shape[0], ceil_div(most, 32) * 4)
-        if mask.shape != wanted:
+        words = "n" if most is None else f"ceil({name} / 32) * 2"
+        if mask.ndim != 2 or len(mask) != len(query) or (most is not None and mask.shape[1] != ceil_div(most, 32) * 4):
             raise ValueError(
-                f"mask: uint16 [tokens, ceil({name} / 32) * 2] is required where requests differ in query tokens, "
-                f"{wanted} in bytes; got {tuple(mask.shape)}"
+                f"mask: uint16 [tokens, {words}] is required where requests differ in query tokens, for {len(query)} "
+                f"tokens and {name} = {most}; got {mask.numel() // 2} elements in {tuple(mask.shape)} bytes"
             )
     attend_tables(out, lse, query, *args, causal=True, draft_mask=mask, **options)
 
@@ -201,8 +199,9 @@ def trtllm_batch_decode_with_kv_cache(
     sees the keys up to its own; or with mask, uint16 `[batch_size, q_len_per_req, ceil(q_len_per_req / 32) * 2]`, bit t
     of row r says whether it sees query token t (speculative trees). cum_seq_lens_q (int32 `[batch_size + 1]`, on the
     device) takes the place of q_len_per_req where requests differ: query is `[tokens, num_qo_heads, head_dim]`, and
-    request b has the rows `cum_seq_lens_q[b] : cum_seq_lens_q[b + 1]`, of mask too, which then is uint16 `[tokens,
-    ceil(max_q_len / 32) * 2]`; the kernels are those of prefill, which do not split the keys of a request.
+    request b has the rows `cum_seq_lens_q[b] : cum_seq_lens_q[b + 1]`, also of mask, which then is uint16 `[tokens,
+    ceil(max_q_len / 32) * 2]`, or of another width without max_q_len; the kernels are those of prefill, which do not
+    split the keys of a request.
 
     out: written if given; its dtype, or out_dtype, or query's: that of query, fp16 or bf16. lse: fp32
     `[rows, num_qo_heads]`, base 2, written if given, returned with return_lse. backend: "auto", "trtllm-gen" and "xqa"

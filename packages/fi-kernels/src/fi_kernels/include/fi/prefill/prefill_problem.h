@@ -38,6 +38,7 @@ struct PrefillProblem {
     if (custom_mask && !mask_indptr) {
       p.mask.draft = custom_mask + static_cast<int64_t>(r.qo_begin) * draft_row;
       p.mask.draft_row = draft_row;
+      if (r.qo_len > 8 * draft_row) p.mask.kv_len = 0;  // more rows than the mask has bits for: they see nothing
     } else if (custom_mask) {
       p.mask.custom = custom_mask + mask_indptr[b];
       p.mask.custom_row = r.kv_len;

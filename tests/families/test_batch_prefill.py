@@ -265,6 +265,26 @@ def test_nothing(lens: list[tuple[int, int]], device: str) -> None:
         assert out.shape == (0, 4, 64) and lse.shape == (0, 4)
 
 
+def test_a_request_does_not_depend_on_its_batch(device: str) -> None:
+    """Bit for bit: tiles are chosen by the heads alone, and no request is split."""
+    b = batch([(300, 900), (1, 77), (70, 70), (128, 2000)], heads=(8, 2), dims=(128, 128), device=device)
+    rows = list(b.qo_lens)
+    for w in planned(b, causal=True):
+        whole = w.run(b.q, b.cache).split(rows)
+        for requests in ([3], [2, 0], [1, 2, 3, 0, 1]):
+            part = b.only(requests)
+            w.plan(*part.paged_plan(), causal=True, **part.types())
+            for got, request in zip(w.run(part.q, part.cache).split(list(part.qo_lens)), requests):
+                assert torch.equal(got, whole[request])
+
+
+def test_agrees_with_single_prefill(device: str) -> None:
+    b = batch([(50, 80)], dims=(128, 128), device=device)
+    want, _ = attention(b.q, b.k[0], b.v[0], causal=True)
+    for w in planned(b, causal=True):
+        assert_close(w.run(b.q, b.cache), want)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
@@ -302,10 +322,3 @@ def test_long_sequences() -> None:
             want, want_lse = attention(b.q[rows], b.k[0][: first + 64], b.v[0][: first + 64], causal=True)
             assert_close(out[rows], want)
             assert_close(lse[rows], want_lse, tolerance=(1e-4, 1e-4))
-
-
-def test_agrees_with_single_prefill(device: str) -> None:
-    b = batch([(50, 80)], dims=(128, 128), device=device)
-    want, _ = attention(b.q, b.k[0], b.v[0], causal=True)
-    for w in planned(b, causal=True):
-        assert_close(w.run(b.q, b.cache), want)

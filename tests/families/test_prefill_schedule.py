@@ -15,6 +15,9 @@ REQUESTS = st.lists(
 )
 
 
+HEADER = ops.words(0, 0, 1)
+
+
 def int32(values: list[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
@@ -50,9 +53,9 @@ def test_every_tile_is_listed_once_and_long_ones_first(
         causal=causal, window_left=window_left,
     )  # fmt: skip
     words = schedule.tolist()
-    found = [tuple(words[8 + 4 * b : 12 + 4 * b]) for b in range(batch)]
+    found = [tuple(words[HEADER + 4 * b : HEADER + 4 * b + 4]) for b in range(batch)]
     assert found == [(rows[b], qo, begins[b], kv) for b, (qo, kv) in enumerate(requests)]
-    at = 8 + 4 * batch
+    at = HEADER + 4 * batch
     items = [tuple(words[i : i + 2]) for i in range(at, at + 2 * words[0], 2)]
     assert sorted(items) == [(b, t) for b, (qo, _) in enumerate(requests) for t in range(-(-qo // tokens))]
     assert words[1:3] == [0, 0] and set(words[at + 2 * words[0] :]) <= {-1}, "nothing behind the items is written"
@@ -70,7 +73,7 @@ def test_every_tile_is_listed_once_and_long_ones_first(
 def test_a_length_is_limited_to_the_pages() -> None:
     schedule = torch.zeros(ops.words(3, 9, 128), dtype=torch.int32)
     ops.plan(schedule, 3, 128, int32([0, 3, 6, 9]), int32([0, 2, 2, 5]), None, int32([33, 5, -4]), page_size=16)
-    assert schedule[8:20].view(3, 4)[:, 3].tolist() == [32, 0, 0]
+    assert schedule[HEADER : HEADER + 12].view(3, 4)[:, 3].tolist() == [32, 0, 0]
 
 
 def test_a_schedule_that_is_too_short_is_not_overrun() -> None:

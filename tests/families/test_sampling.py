@@ -71,12 +71,28 @@ def test_drawn_tokens_are_allowed(vocab: int, batch: int, device: str) -> None:
                 assert inside(samples, allowed(probs, top_k=k, top_p=p, joint=True))
 
 
-def test_many_rows(device: str) -> None:
-    probs = dyadic(1000, 513, device)
+@pytest.mark.parametrize(
+    ("device", "vocab"),
+    [
+        *(("cpu", v) for v in (1, 31, 513)),
+        *(pytest.param("cuda", v, marks=pytest.mark.gpu) for v in (1, 31, 513, 32000, 50257, *LARGE)),
+    ],
+)
+def test_many_rows(vocab: int, device: str) -> None:
+    """A thousand, eight of which differ."""
+    few = dyadic(8, vocab, device)
+    probs = few.repeat(125, 1)
+    at: dict[str, Any] = {"seed": 3, "offset": 4}
     for impl in impls("sample", device):
         with using("sample", impl):
-            samples = fi_core.top_k_top_p_sampling_from_probs(probs, 20, 0.7, seed=3, offset=4)
-            assert inside(samples, allowed(probs, top_k=20, top_p=0.7))
+            for samples, filters in (
+                (fi_core.sampling_from_probs(probs, **at), {}),
+                (fi_core.top_p_sampling_from_probs(probs, 0.7, **at), {"top_p": 0.7}),
+                (fi_core.top_k_sampling_from_probs(probs, 20, **at), {"top_k": 20}),
+                (fi_core.min_p_sampling_from_probs(probs, 0.3, **at), {"min_p": 0.3}),
+                (fi_core.top_k_top_p_sampling_from_probs(probs, 20, 0.7, **at), {"top_k": 20, "top_p": 0.7}),
+            ):
+                assert inside(samples, allowed(few, **filters).repeat(125, 1)), (impl, filters)
 
 
 def chi_square_entries() -> dict[str, tuple[Draw, dict[str, Any]]]:

@@ -43,8 +43,8 @@ class PrefillPlanner:
         """Lists the tiles of the wrapper whose int workspace is given; its page table must be in place.
 
         qo_indptr `[batch_size + 1]` (tokens), kv_indptr `[batch_size + 1]` (pages, or tokens of ragged keys),
-        kv_len_arr `[batch_size]` (tokens), int32, on the host or the device. Returns the plan info. Keys are not split with
-        disable_split_kv or a fixed_split_size. Options of plan that are no parameters here stay.
+        kv_len_arr `[batch_size]` (tokens), int32, on the host or the device. Returns the plan info. Keys are not
+        split with disable_split_kv or a fixed_split_size. Options of plan that are no parameters here stay.
         """
         wrapper = owners.of(int_workspace_buffer)
         wrapper._check_batch(qo_indptr, kv_indptr)

@@ -125,8 +125,8 @@ BATCH_PREFILL = Op(
     family="prefill",
     schema="(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) schedule, Tensor(d!)? workspace, Tensor q, Tensor k, Tensor v, "
     "Tensor? page_indices, Tensor? custom_mask, Tensor? mask_indptr, Tensor? prefix_len, Tensor? items, Tensor? sinks, "
-    "Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, Tensor? bmm1_scale, Tensor? bmm2_scale, int batch_size, int tile_tokens, "
-    "int kv_tokens, int kv_layout, int pos_encoding_mode, bool causal, int window_left, float logits_soft_cap, "
+    "Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, Tensor? bmm1_scale, Tensor? bmm2_scale, int batch_size, "
+    "int tile_tokens, int kv_tokens, int kv_layout, int pos_encoding_mode, bool causal, int window_left, float logits_soft_cap, "
     "float sm_scale, float v_scale, float rope_scale, float rope_theta, bool? enable_pdl, str impl) -> ()",
     # head_dim, soft_cap: what the Hopper kernel is compiled for; 192 has values of 128. 0 and False elsewhere.
     axes={
@@ -199,10 +199,12 @@ def rows_of(impl: str, q: torch.dtype, kv: torch.dtype, head_dim_qk: int) -> int
     return 64 * _HOPPER[head_dim_qk][3]
 
 
-@functools.cache
-def short_rows(impl: str, q: torch.dtype, kv: torch.dtype, head_dim_qk: int) -> int:
-    """Rows of the lower tiles that an implementation may be planned for instead, where they come out sooner; 0: none."""
-    return ROWS if rows_of(impl, q, kv, head_dim_qk) > ROWS and q.itemsize == 2 else 0
+def short_tokens(
+    num_qo_heads: int, num_kv_heads: int, impl: str, q: torch.dtype, kv: torch.dtype, head_dim_qk: int
+) -> int:
+    """Query tokens of the lower tiles that an implementation takes as well, for `plan` to choose; 0: none."""
+    low = rows_of(impl, q, kv, head_dim_qk) > ROWS and q.itemsize == 2
+    return tile_tokens(num_qo_heads, num_kv_heads) if low else 0
 
 
 def slots(workspace_bytes: int, impl: str, q: torch.dtype, kv: torch.dtype, head_dim: tuple[int, int]) -> int:
@@ -307,7 +309,7 @@ def plan(
     last_page_len`, or all that the pages hold.
 
     causal and window_left say in which order tiles are best taken; `attend` may be given others. short_tokens:
-    `tile_tokens(...)` with `short_rows(...)`, which the plan may choose instead (results are the same bits), or 0. With
+    `short_tokens(...)`, of tiles that the plan may choose instead (results are the same bits), or 0. With
     slots (`slots(...)` of the workspace that `attend` then gets) keys of the last tiles, or of all if they are few,
     may be split among blocks, by the number of multiprocessors and by what else is in the batch; implementations that
     cannot merge parts take tiles whole. kv_heads: each tile is one of every kv head. blocks: how many take tiles at a
@@ -388,7 +390,7 @@ def attend(
     """
     launch, extras = (batch_prefill, ()) if variant is None else variant
     launch(
-        out, lse, schedule, workspace, q, k, v, page_indices, custom_mask, mask_indptr, prefix_len, items, sinks, scale_q, scale_k,
-        scale_v, bmm1_scale, bmm2_scale, batch_size, tokens, kv_tokens, kv_layout, pos_encoding_mode, causal,
+        out, lse, schedule, workspace, q, k, v, page_indices, custom_mask, mask_indptr, prefix_len, items, sinks,
+        scale_q, scale_k, scale_v, bmm1_scale, bmm2_scale, batch_size, tokens, kv_tokens, kv_layout, pos_encoding_mode, causal,
         window_left, logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta, enable_pdl, impl, *extras,
     )  # fmt: skip

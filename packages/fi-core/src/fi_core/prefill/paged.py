@@ -163,7 +163,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
 
         disable_split_kv: the keys of no request are split, so that results are the same bits in whatever batch a
         request is. Else, on Hopper with 16-bit caches, those of the last tiles may be, by how many multiprocessors
-        would be idle. fixed_split_size means the same as disable_split_kv: no chunk depends on the batch.
+        would be idle. A positive fixed_split_size means the same as disable_split_kv: no chunk
+        depends on the batch.
 
         Without effect: use_fp16_qk_reduction (sums are fp32), max_item_len_ptr, seq_lens_q, uniform_q_len (hints).
         block_tables is kept as `_block_tables`.
@@ -204,7 +205,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         self._replan(
             self._qo_indptr_buf, self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf, seq_lens, num_qo_heads,
             num_kv_heads, head_dim_qk, head_dim_vo or head_dim_qk, page_size, causal, window_left, non_blocking,
-            disable_split_kv or fixed_split_size is not None,
+            disable_split_kv or (fixed_split_size or 0) > 0,
         )  # fmt: skip
 
     begin_forward = plan

@@ -311,7 +311,6 @@ class BatchPrefillPlan:
         self._impl = self._choose(self._custom_mask_buf is None and self._items is None)
         kind = self._impl, self._cached_q_data_type, self._cached_kv_data_type
         self._tile = ops.tile_tokens(num_qo_heads, num_kv_heads, ops.rows_of(*kind, head_dim_qk))
-        short = ops.short_rows(*kind, head_dim_qk)
         room = 0 if whole or self._parts is None else ops.slots(len(self._parts), *kind, (head_dim_qk, head_dim_vo))
         self._splits = room > 0
         rows = self._qo_indptr_last or 0
@@ -326,7 +325,7 @@ class BatchPrefillPlan:
         ops.plan(
             self._schedule, batch, self._tile, qo_indptr, kv_indptr, last_page_len, kv_lens, page_size=page_size,
             causal=causal, window_left=window_left, kv_heads=num_kv_heads,
-            short_tokens=ops.tile_tokens(num_qo_heads, num_kv_heads, short) if short else 0, slots=room,
+            short_tokens=ops.short_tokens(num_qo_heads, num_kv_heads, *kind, head_dim_qk), slots=room,
         )  # fmt: skip
         if self._cudnn is not None:
             most_q, most_kv = self._most

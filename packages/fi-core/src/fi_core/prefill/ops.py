@@ -123,11 +123,12 @@ def _mixed_unit(axes: Axes) -> Unit:
 BATCH_PREFILL = Op(
     name="batch_prefill",
     family="prefill",
-    schema="(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) schedule, Tensor(d!)? workspace, Tensor q, Tensor k, Tensor v, "
-    "Tensor? page_indices, Tensor? custom_mask, Tensor? mask_indptr, Tensor? prefix_len, Tensor? items, Tensor? sinks, "
-    "Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, Tensor? bmm1_scale, Tensor? bmm2_scale, int batch_size, "
-    "int tile_tokens, int kv_tokens, int kv_layout, int pos_encoding_mode, bool causal, int window_left, float logits_soft_cap, "
-    "float sm_scale, float v_scale, float rope_scale, float rope_theta, bool? enable_pdl, str impl) -> ()",
+    schema="(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) schedule, Tensor(d!)? workspace, Tensor q, Tensor k, "
+    "Tensor v, Tensor? page_indices, Tensor? custom_mask, Tensor? mask_indptr, Tensor? prefix_len, Tensor? items, "
+    "Tensor? sinks, Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, Tensor? bmm1_scale, Tensor? bmm2_scale, "
+    "int batch_size, int tile_tokens, int kv_tokens, int kv_layout, int pos_encoding_mode, bool causal, "
+    "int window_left, float logits_soft_cap, float sm_scale, float v_scale, float rope_scale, float rope_theta, "
+    "bool? enable_pdl, str impl) -> ()",
     # head_dim, soft_cap: what the Hopper kernel is compiled for; 192 has values of 128. 0 and False elsewhere.
     axes={
         "q": ("f16", "bf16", "f32", "e4m3", "e5m2"),
@@ -391,6 +392,7 @@ def attend(
     launch, extras = (batch_prefill, ()) if variant is None else variant
     launch(
         out, lse, schedule, workspace, q, k, v, page_indices, custom_mask, mask_indptr, prefix_len, items, sinks,
-        scale_q, scale_k, scale_v, bmm1_scale, bmm2_scale, batch_size, tokens, kv_tokens, kv_layout, pos_encoding_mode, causal,
-        window_left, logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta, enable_pdl, impl, *extras,
+        scale_q, scale_k, scale_v, bmm1_scale, bmm2_scale, batch_size, tokens, kv_tokens, kv_layout,
+        pos_encoding_mode, causal, window_left, logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta, enable_pdl,
+        impl, *extras,
     )  # fmt: skip

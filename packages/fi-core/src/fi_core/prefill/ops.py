@@ -10,6 +10,7 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
+from fi_core.attention.tiles import MULTIPLY, TILE
 from fi_core.errors import UnsupportedError
 from fi_core.launch.op import Launcher, target_of
 from fi_core.spec.constraint import ON_CPU, Constraint, at_least, exactly
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 ROWS = 128  # packed query rows of a tile
 _LEAST_COPY = 8  # keys that a bulk copy must bring
-_HEADER = 8  # words; PrefillSchedule::kHeader
+_HEADER, _COUNTERS = 8, 256 * 12  # words; PrefillSchedule::kHeader, kCounters
+_WORK = 48  # bytes; sizeof(Work)
 
 
 def _plan_unit(axes: Axes) -> Unit:
@@ -35,23 +37,18 @@ PREFILL_PLAN = Op(
     name="prefill_plan",
     family="prefill",
     schema="(Tensor(a!) schedule, Tensor? qo_indptr, Tensor? kv_indptr, Tensor? last_page_len, Tensor? kv_len, "
-    "int batch_size, int qo_len, int page_size, int pages_per_request, int tile_tokens, bool causal, int window_left) "
-    "-> ()",
+    "int batch_size, int qo_len, int page_size, int pages_per_request, int tile_tokens, bool causal, int window_left, "
+    "int kv_heads, int short_tokens, int slots, int blocks) -> ()",
     axes={},
     impls=(Impl("cpu", ON_CPU), Impl("cuda", at_least(80), _plan_unit)),
 )
-
-# Tensor cores multiply in the 16-bit type that holds q and k exactly.
-_MULTIPLY = {"f16": "f16", "bf16": "bf16", "e4m3": "f16", "e5m2": "f16"}
-_TILE_BYTES = 3 * 64 * (128 + 8) * 2 + 64 * (12 + 8) + 256 * 8  # TilesKernel::Shared
 
 
 def _tiles_unit(axes: Axes) -> Unit:
     """mma.sync for any head dim; config = (kind 0, rows a block, blocks a multiprocessor)."""
     q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
-    body = f"prefill_tiles<{DTYPES[_MULTIPLY[q.short]].device}, {q.device}, {kv.device}, {_TILE_BYTES}>"
-    blocks = 3 if kv.bytes == 2 else 2  # with 168 registers a thread, or 255: 8-bit keys wait in some of them
-    entry = Entry("prefill_tiles", body, 128, (0, 64, blocks), _TILE_BYTES, blocks)
+    size, body = TILE.shared_bytes(kv.bytes), TILE.body("prefill_tiles", q.short, kv.short)
+    entry = Entry("prefill_tiles", body, TILE.threads, (0, TILE.rows, TILE.blocks), size, TILE.blocks)
     return Unit("fi/prefill/batch_prefill.cuh", "PrefillProblem", (entry,))
 
 
@@ -59,7 +56,6 @@ def _tiles_unit(axes: Axes) -> Unit:
 # head_dim 128: 128 keys against 96, one sequence of 16k, page 16, 717 against 666 TFLOP/s; 128 random lengths to 1k 432
 # against 440. head_dim 192, 4 of 4k: 2 groups and 128 keys 630, 3 and 112 619. Others unmeasured.
 _HOPPER = {64: (64, 64, 128, 3), 128: (128, 128, 128, 3), 192: (192, 128, 128, 2), 256: (256, 256, 80, 2)}
-_OUTPUTS = ("f16", "bf16")  # of e4m3
 _HOPPER_VALUES = {qk: vo for qk, vo, *_ in _HOPPER.values()}
 # Of the kernels for e4m3, and for 16-bit q over fp8: keys a step; head dims are 128. On an H200, one sequence of 16k,
 # page 16: e4m3 909 TFLOP/s with 128 keys, 861 with 96. Of 16-bit q only 128 keys are measured, 433.
@@ -71,7 +67,7 @@ def _hopper_bytes(qk: int, vo: int, keys: int, groups: int) -> int:
     more = 2 * 64 * groups * qk  # of queries; a second tile of them, where it fits
     tiles = more + 2 * 2 * keys * (qk + vo)
     query_stages = 2 if tiles + more <= 226 * 1024 else 1
-    return round_up(tiles + more * (query_stages - 1) + (12 + 2 * query_stages) * 8 + 2 * 32, 1024) + 1024
+    return round_up(tiles + more * (query_stages - 1) + (12 + 2 * query_stages) * 8 + 2 * _WORK, 1024) + 1024
 
 
 def _hopper_unit(axes: Axes) -> Unit:
@@ -97,7 +93,7 @@ def _hopper_unit(axes: Axes) -> Unit:
 
 def _fp8_bytes(keys: int) -> int:
     """sizeof(PrefillFp8Kernel::Shared), and the 1024 bytes to which its start is aligned."""
-    return round_up(_FP8_DIM * (2 * _FP8_ROWS + 8 * keys) + 24 * 8 + 2 * 32, 1024) + 1024
+    return round_up(_FP8_DIM * (2 * _FP8_ROWS + 8 * keys) + 24 * 8 + 2 * _WORK, 1024) + 1024
 
 
 def _fp8_unit(axes: Axes) -> Unit:
@@ -127,12 +123,12 @@ def _mixed_unit(axes: Axes) -> Unit:
 BATCH_PREFILL = Op(
     name="batch_prefill",
     family="prefill",
-    schema="(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) schedule, Tensor q, Tensor k, Tensor v, Tensor? page_indices, "
-    "Tensor? custom_mask, Tensor? mask_indptr, Tensor? prefix_len, Tensor? items, Tensor? sinks, Tensor? scale_q, "
-    "Tensor? scale_k, Tensor? scale_v, Tensor? bmm1_scale, Tensor? bmm2_scale, int batch_size, int tile_tokens, "
-    "int kv_tokens, bool clear_rest, int kv_layout, int pos_encoding_mode, bool causal, int window_left, "
-    "float logits_soft_cap, float sm_scale, float v_scale, float rope_scale, float rope_theta, bool? enable_pdl, "
-    "str impl) -> ()",
+    schema="(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) schedule, Tensor(d!)? workspace, Tensor q, Tensor k, "
+    "Tensor v, Tensor? page_indices, Tensor? custom_mask, Tensor? mask_indptr, Tensor? prefix_len, Tensor? items, "
+    "Tensor? sinks, Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, Tensor? bmm1_scale, Tensor? bmm2_scale, "
+    "int batch_size, int tile_tokens, int kv_tokens, bool clear_rest, int kv_layout, int pos_encoding_mode, "
+    "bool causal, int window_left, float logits_soft_cap, float sm_scale, float v_scale, float rope_scale, "
+    "float rope_theta, bool? enable_pdl, str impl) -> ()",
     # head_dim, soft_cap: what the Hopper kernel is compiled for; 192 has values of 128. 0 and False elsewhere.
     axes={
         "q": ("f16", "bf16", "f32", "e4m3", "e5m2"),
@@ -154,7 +150,7 @@ BATCH_PREFILL = Op(
         ),
         Impl(
             "fa2",
-            (*at_least(80), Constraint("q", "in", tuple(_MULTIPLY)), Constraint("head_dim", "==", 0)),
+            (*at_least(80), Constraint("q", "in", tuple(MULTIPLY)), Constraint("head_dim", "==", 0)),
             _tiles_unit,
         ),
     ),
@@ -162,7 +158,7 @@ BATCH_PREFILL = Op(
         *(
             {"q": q, "kv": kv, "head_dim": 0, "soft_cap": False}
             for q, kv in (
-                *((q, q) for q in _MULTIPLY),
+                *((q, q) for q in MULTIPLY),
                 *((q, kv) for q in ("f16", "bf16") for kv in ("e4m3", "e5m2")),
             )
         ),
@@ -179,7 +175,7 @@ BATCH_PREFILL = Op(
 prefill_plan = Launcher(PREFILL_PLAN, lambda schedule, *_: (schedule.get_device(),))
 
 
-def _key(out, lse, schedule, q, k, v, *rest):  # type: ignore[no-untyped-def]
+def _key(out, lse, schedule, workspace, q, k, v, *rest):  # type: ignore[no-untyped-def]
     impl = rest[-1]
     if impl != "fa3":
         return q.get_device(), q.dtype, k.dtype, 0, False, impl
@@ -204,9 +200,30 @@ def rows_of(impl: str, q: torch.dtype, kv: torch.dtype, head_dim_qk: int) -> int
     return 64 * _HOPPER[head_dim_qk][3]
 
 
+def short_tokens(
+    num_qo_heads: int, num_kv_heads: int, impl: str, q: torch.dtype, kv: torch.dtype, head_dim_qk: int
+) -> int:
+    """Query tokens of the lower tiles that an implementation takes as well, for `plan` to choose; 0: none."""
+    low = rows_of(impl, q, kv, head_dim_qk) > ROWS and q.itemsize == 2
+    return tile_tokens(num_qo_heads, num_kv_heads) if low else 0
+
+
+def slots(workspace_bytes: int, impl: str, q: torch.dtype, kv: torch.dtype, head_dim: tuple[int, int]) -> int:
+    """Parts of tiles that a workspace of so many bytes has room for; 0 if the implementation splits none."""
+    if impl != "fa3" or q.itemsize != 2 or kv.itemsize != 2:
+        return 0
+    return workspace_bytes // (rows_of(impl, q, kv, head_dim[0]) // 64 * 128 * 4 * (head_dim[1] // 2 + 4))
+
+
+def requests(schedule: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """`[batch_size, 4]`: first row, rows, first page or key, tokens of each request of the last `plan`."""
+    begin = _HEADER + _COUNTERS
+    return schedule[begin : begin + 4 * batch_size].view(-1, 4)
+
+
 def words(batch_size: int, rows: int, tokens: int) -> int:
     """Length of the schedule of a batch with so many query tokens, in tiles of `tokens`."""
-    return _HEADER + 4 * batch_size + 2 * (rows // tokens + batch_size)
+    return _HEADER + _COUNTERS + 4 * batch_size + 2 * (rows // tokens + batch_size)
 
 
 @functools.cache
@@ -232,11 +249,7 @@ def choose(
         f"requires {wanted}, got {got}"
         for wanted, got, met in (
             ("kv of q's dtype, or fp8 with a 16-bit q", f"{q}, {kv}", q is kv or (kv_fp8 and q.itemsize == 2)),
-            (
-                "output of q's dtype, or of 16 bits for e4m3",
-                str(out),
-                short_name(out) in _OUTPUTS if e4m3 else q is out,
-            ),
+            ("output of q's dtype, or of 16 bits for e4m3", str(out), q is out or (e4m3 and out.itemsize == 2)),
             ("head_dim_qk 128 for fp8", str(head_dim_qk), not kv_fp8 or head_dim_qk == _FP8_DIM),
             ("values of head_dim_qk, or 128 for 192", str(head_dim_vo), head_dim_vo == values),
             ("at most 128 query heads a kv head", str(group), group <= ROWS),
@@ -262,7 +275,7 @@ def fits(impl: str, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torc
     if impl != "fa3":
         return True
     o, x, y, z = out.stride(), q.stride(), k.stride(), v.stride()
-    bits = out.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | (o[0] | o[1]) * 2  # out has 2 bytes each
+    bits = out.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | (o[0] | o[1]) * out.itemsize
     bits |= (x[0] | x[1]) * q.itemsize | (y[0] | y[1] | y[-2] | z[0] | z[1] | z[-2]) * k.itemsize
     return bits % 16 == 0
 
@@ -281,6 +294,10 @@ def plan(
     pages_per_request: int = 0,
     causal: bool = False,
     window_left: int = -1,
+    kv_heads: int = 1,
+    short_tokens: int = 0,
+    slots: int = 0,
+    blocks: int = 0,
 ) -> None:
     """Lists the tiles of a batch, on the device and without synchronising: one kernel of one block.
 
@@ -292,13 +309,18 @@ def plan(
     kv_len (int32 or uint32 `[batch_size]`), limited to what the pages hold, or `(pages - 1) * page_size +
     last_page_len`, or all that the pages hold.
 
-    causal and window_left say in which order tiles are best taken; `attend` may be given others.
+    causal and window_left say in which order tiles are best taken; `attend` may be given others. short_tokens:
+    `short_tokens(...)`, of tiles that the plan may choose instead (results are the same bits), or 0. With
+    slots (`slots(...)` of the workspace that `attend` then gets) keys of the last tiles, or of all if they are few,
+    may be split among blocks, by the number of multiprocessors and by what else is in the batch; implementations that
+    cannot merge parts take tiles whole. kv_heads: each tile is one of every kv head. blocks: how many take tiles at a
+    time; 0: one a multiprocessor.
 
     Raises ValueError or TypeError (shape, dtype, device).
     """
     prefill_plan(
         schedule, qo_indptr, kv_indptr, last_page_len, kv_len, batch_size, qo_len, page_size, pages_per_request, tokens,
-        causal, window_left,
+        causal, window_left, kv_heads, short_tokens, slots, blocks,
     )  # fmt: skip
 
 
@@ -336,6 +358,7 @@ def attend(
     kv_tokens: int = 0,
     clear_rest: bool = False,
     variant: Launch | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> None:
     """Attention of all requests that the last `plan` on this schedule listed, in one launch.
 
@@ -354,9 +377,13 @@ def attend(
 
     Row i of a request stands at position p = kv_len - qo_len + i. causal: it sees keys j <= p; custom_mask, which takes
     its place: those whose bit is set, uint8, each request's `[qo_len, kv_len]` flattened, element e in bit e % 8 of
-    byte e / 8, from byte mask_indptr[b] (int32 `[batch_size + 1]`) on. items, which takes the place of both: keys j <=
+    byte e / 8, from byte mask_indptr[b] (int32 `[batch_size + 1]`) on; or without mask_indptr, `[qo_tokens, n]`: keys
+    before the query tokens, and of these, the last keys, token t if bit t % 8 of byte t / 8 of the row is set; no
+    request may have more than 8 n rows. items, which takes the place of both: keys j <=
     p that are before prefix_len[b] (int32 or uint32 `[batch_size]`), or from p - items[b][p - prefix_len[b]] + 1 on
     (uint16 `[batch_size, n]`). window_left w >= 0 hides keys j < p - w whatever else is given.
+
+    workspace: uint8, aligned to 16 bytes, private while the kernel runs; needed if `plan` was given slots.
 
     kv_tokens: of all requests, if known: decides how many heads share the L2 cache. variant: the op with a user's
     variant, and what it takes more; scales of scores and the soft cap are then its own.
@@ -365,7 +392,8 @@ def attend(
     """
     launch, extras = (batch_prefill, ()) if variant is None else variant
     launch(
-        out, lse, schedule, q, k, v, page_indices, custom_mask, mask_indptr, prefix_len, items, sinks, scale_q, scale_k,
-        scale_v, bmm1_scale, bmm2_scale, batch_size, tokens, kv_tokens, clear_rest, kv_layout, pos_encoding_mode,
-        causal, window_left, logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta, enable_pdl, impl, *extras,
+        out, lse, schedule, workspace, q, k, v, page_indices, custom_mask, mask_indptr, prefix_len, items, sinks,
+        scale_q, scale_k, scale_v, bmm1_scale, bmm2_scale, batch_size, tokens, kv_tokens, clear_rest,
+        kv_layout, pos_encoding_mode, causal, window_left, logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta,
+        enable_pdl, impl, *extras,
     )  # fmt: skip

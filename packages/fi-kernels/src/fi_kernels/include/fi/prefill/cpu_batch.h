@@ -17,7 +17,7 @@ class CpuBatchPrefill {
 
   void run() const {
     const AttentionProblem& p = params_.problem;
-    const int64_t units = static_cast<int64_t>(params_.schedule.header[0]) * p.kv_heads;
+    const int64_t units = static_cast<int64_t>(params_.schedule.header->items) * p.kv_heads;
     std::atomic<int64_t> next{0};
     cpu::parallel_for(units, grain(units), [&](int64_t, int64_t) {
       CpuTile tile(p, q_, kv_, std::min(CpuTile::kRows, params_.tile_tokens * p.group));
@@ -37,7 +37,7 @@ class CpuBatchPrefill {
   int64_t grain(int64_t units) const {
     const AttentionProblem& p = params_.problem;
     double work = 0;
-    for (int32_t i = 0; i < params_.schedule.header[0]; ++i)
+    for (int32_t i = 0; i < params_.schedule.header->items; ++i)
       work += params_.schedule.requests[params_.schedule.items[i].request].kv_len;
     work *= static_cast<double>(params_.tile_tokens) * p.qo_heads * (p.dim_qk + p.dim_vo);
     return 1 + static_cast<int64_t>(2e5 / (work / static_cast<double>(units) + 1));

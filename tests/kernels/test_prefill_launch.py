@@ -152,12 +152,12 @@ def test_little_work_takes_few_blocks(prefill: Prefill) -> None:
     few = {"out": Tensor(OUT, (3, HEADS, 128), "bf16"), "lse": None, "q": Tensor(Q, (3, HEADS, 128), "bf16")}
     schedule = Tensor(SCHEDULE, (ops.words(1, 3, TILE),), "i32")
     assert one(prefill(**few, batch_size=1, schedule=schedule))["grid"] == [KV_HEADS, 1, 1]
-    assert one(prefill("fa2", **few, batch_size=1, schedule=schedule))["grid"] == [2 * KV_HEADS, 1, 1]
+    assert one(prefill("fa2", **few, batch_size=1, schedule=schedule))["grid"] == [KV_HEADS, 1, 1]
 
 
 def test_tiles_launch(prefill: Prefill) -> None:
     launch = one(prefill("fa2", sinks=Tensor(SINKS, (HEADS,), "f32"), logits_soft_cap=5.0))
-    assert launch["grid"] == [132 * 3, 1, 1] and launch["block"] == [128, 1, 1]
+    assert launch["grid"] == [132 * 2, 1, 1] and launch["block"] == [128, 1, 1]
     p = parameters(launch, "PrefillProblem")
     assert (p["pages"], p["sinks"], p["tile_tokens"]) == (PAGES, SINKS, TILE)
     assert p["k_page"] == PAGE * KV_HEADS * 128 and p["problem"]["aligned"] == 1

@@ -10,6 +10,7 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
+from fi_core.attention.tiles import MULTIPLY, TILE
 from fi_core.errors import UnsupportedError
 from fi_core.launch.op import Launcher, target_of
 from fi_core.spec.constraint import ON_CPU, Constraint, at_least, exactly
@@ -41,17 +42,12 @@ PREFILL_PLAN = Op(
     impls=(Impl("cpu", ON_CPU), Impl("cuda", at_least(80), _plan_unit)),
 )
 
-# Tensor cores multiply in the 16-bit type that holds q and k exactly.
-_MULTIPLY = {"f16": "f16", "bf16": "bf16", "e4m3": "f16", "e5m2": "f16"}
-_TILE_BYTES = 3 * 64 * (128 + 8) * 2 + 64 * (12 + 8) + 256 * 8  # TilesKernel::Shared
-
 
 def _tiles_unit(axes: Axes) -> Unit:
     """mma.sync for any head dim; config = (kind 0, rows a block, blocks a multiprocessor)."""
     q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
-    body = f"prefill_tiles<{DTYPES[_MULTIPLY[q.short]].device}, {q.device}, {kv.device}, {_TILE_BYTES}>"
-    blocks = 3 if kv.bytes == 2 else 2  # with 168 registers a thread, or 255: 8-bit keys wait in some of them
-    entry = Entry("prefill_tiles", body, 128, (0, 64, blocks), _TILE_BYTES, blocks)
+    size, body = TILE.shared_bytes(kv.bytes), TILE.body("prefill_tiles", q.short, kv.short)
+    entry = Entry("prefill_tiles", body, TILE.threads, (0, TILE.rows, TILE.blocks), size, TILE.blocks)
     return Unit("fi/prefill/batch_prefill.cuh", "PrefillProblem", (entry,))
 
 
@@ -152,7 +148,7 @@ BATCH_PREFILL = Op(
         ),
         Impl(
             "fa2",
-            (*at_least(80), Constraint("q", "in", tuple(_MULTIPLY)), Constraint("head_dim", "==", 0)),
+            (*at_least(80), Constraint("q", "in", tuple(MULTIPLY)), Constraint("head_dim", "==", 0)),
             _tiles_unit,
         ),
     ),
@@ -160,7 +156,7 @@ BATCH_PREFILL = Op(
         *(
             {"q": q, "kv": kv, "head_dim": 0, "soft_cap": False}
             for q, kv in (
-                *((q, q) for q in _MULTIPLY),
+                *((q, q) for q in MULTIPLY),
                 *((q, kv) for q in ("f16", "bf16") for kv in ("e4m3", "e5m2")),
             )
         ),

@@ -1,4 +1,4 @@
-// Draws in one read of a row: its pieces are summed as they come, and the last block of a team looks at one again.
+// Draws in one read of a row: its pieces are summed as they come, and the first block of a team looks at one again.
 #pragma once
 #include "fi/cuda/vec.cuh"
 #include "fi/sampling/adjust.cuh"

@@ -89,7 +89,7 @@ def _tma_unit(axes: Axes) -> Unit:
     warps, warp_keys = (4 if dim <= 128 else 2), (32 if kv_bytes == 1 or line <= 128 else 16)
     keys = warps * warp_keys
     stage = 2 * keys * line
-    rest = warps * ROWS * ((dim + 8) * 4 + 8) + 4 * (ROWS * (dim * q_bytes + 16) + 40 + 16) + 2 * 8 + 16 + 1024
+    rest = warps * ROWS * ((dim + 8) * 4 + 8) + 4 * (ROWS * (dim * q_bytes + 16) + 40 + 16) + 2 * 8 + 16 + 8192 + 1024
     stages = min(max(2, tune.ring // stage), (227 * 1024 - rest) // (stage + 24))
     shared = rest + stages * (stage + 24)
     body = f"decode_tma<{types}, {dim}, {warps}, {warp_keys}, {stages}, {str(whole).lower()}, {shared}>"
@@ -244,10 +244,10 @@ def sizes(
     together: page_size times the number of page indices, or of the entries of a block table.
     """
     blocks = blocks_of(device, impl)
-    slots, counters = 2 * blocks, blocks
+    slots = 2 * blocks
     if split > 0:
-        slots = counters = max(slots, units * (tokens // (split * TILE) + 2 * batch_size))
-    return Sizes(8 + (blocks + 1) * 8 + batch_size * 4 + counters, slots, blocks)
+        slots = max(slots, units * (tokens // (split * TILE) + 2 * batch_size))
+    return Sizes(8 + (blocks + 1) * 8 + batch_size * 4 + slots, slots, blocks)  # a counter for each slot
 
 
 def allocate(device: torch.device, needs: Sizes, head_dim_vo: int) -> Buffers:

@@ -16,6 +16,7 @@ struct DecodeTma {
   static constexpr int kLines = (kDim * sizeof(KV) + 127) / 128;
   static constexpr int kOutputPitch = kDim + 8;
   static constexpr int kSegments = 4;  // that are described at a time
+  static constexpr int kFollowed = 8;  // parts that the finisher asks for at once
   using Lines = KeyLines<kLines, kKeys>;
   using Tile = WarpTile<T, Q, KV, kDim, Lines, kWarpKeys>;
 
@@ -24,6 +25,7 @@ struct DecodeTma {
     float output[kWarps][kDecodeRows][kOutputPitch];
     Q queries[kSegments][kDecodeRows][Tile::kPitch];
     float2 states[kWarps][kDecodeRows];
+    char room[kFollowed * 32 * FinishTeam::kPart];  // for what the finisher merges; consumers have the ring
     DecodeSegment segments[kSegments];
     Barrier full_k[kStages], full_v[kStages], empty[kStages];  // of the ring
     Barrier ready[kSegments], free[kSegments];                 // of segments and queries
@@ -205,7 +207,8 @@ struct DecodeTma {
       tile.leave(finish.rows, shared.output[warp][0], kOutputPitch, shared.states[warp]);
       if (last) {
         barrier_sync(1, kThreads);
-        complete(finish, threadIdx.x, kThreads, 1);
+        complete(
+            finish, FinishTeam::of(threadIdx.x, kThreads, 1, &shared.last[0], shared.k, 2 * sizeof shared.k), [] {});
         return;
       }
       shared.output_full.arrive();
@@ -242,17 +245,21 @@ struct DecodeTma {
       const DecodeSegment& s = shared.segments[at];
       if (s.unit < 0 || is_last(count)) return;
       shared.output_full.wait(count & 1);
-      complete(Finish(params, s), lane, 32, 2);
-      shared.output_free.arrive();
+      complete(Finish(params, s), FinishTeam::of(lane, 32, 2, &shared.last[1], shared.room, sizeof shared.room),
+               [&] { shared.output_free.arrive(); });
       shared.free[at].arrive();
     }
   }
 
-  FI_DEVICE void complete(const Finish& finish, int thread, int threads, int barrier) const {
-    finish.finish(thread, threads, barrier, &shared.last[barrier - 1], [&](int r, int x) {
-      return Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
-                                          [&](int w) { return &shared.output[w][r][x]; });
-    });
+  template <class Released>
+  FI_DEVICE void complete(const Finish& finish, const FinishTeam& team, Released&& released) const {
+    finish.template finish<false>(
+        team,
+        [&](int r, int x) {
+          return Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
+                                              [&](int w) { return &shared.output[w][r][x]; });
+        },
+        released, [&](int r, int x, const RowPart& values) { finish.write(r, x, values); });
   }
 };
 

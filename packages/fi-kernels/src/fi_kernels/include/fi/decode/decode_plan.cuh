@@ -39,10 +39,13 @@ FI_DEVICE void decode_plan(const DecodePlanParams& p) {
   pdl_wait();
   pdl_launch_dependents();
   DecodeCost cost{0, 0}, total;
+  const int32_t tiles = p.batch ? decode_cost(p, decode_request(p, 0).kv_len).tiles : 0;
+  bool uniform = true;
 #pragma unroll 1
   for (int b = first; b < end; ++b) {
     const DecodeCost one = decode_cost(p, decode_request(p, b).kv_len);
     cost.tiles += one.tiles, cost.chunks += one.chunks;
+    uniform = uniform && one.tiles == tiles;
   }
   cost = sum_before(cost, warps, total);
 #pragma unroll 1
@@ -57,13 +60,13 @@ FI_DEVICE void decode_plan(const DecodePlanParams& p) {
   if (threadIdx.x == 0) schedule.header() = decode_header(p, total);
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.counters; i += kThreads) schedule.counters()[i] = 0;
-  __syncthreads();
+  uniform = __syncthreads_and(uniform);
   const int g = threadIdx.x;
   DecodeStart start;
   if (g <= p.blocks) {
     const DecodeRequest* table = requests;
     if (p.batch <= kNear) table = near;
-    start = decode_start(p, decode_division(p, total.tiles), g, table);
+    start = decode_start(p, decode_division(p, total.tiles, uniform), g, table);
     keys[g] = decode_key(p, start);
   }
   __syncthreads();

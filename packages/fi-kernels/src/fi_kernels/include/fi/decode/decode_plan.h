@@ -45,20 +45,34 @@ FI_HOST_DEVICE DecodeCost decode_cost(const DecodePlanParams& p, int32_t kv_len)
   return cost;
 }
 
-// How the order of items is divided: into `ranges` ranges of equal cost, boundaries within `snap` tiles of the end of
-// an item moved there.
+// How the order of items is divided: each item into `parts` ranges of as many tiles, or (parts 0) all together into
+// `ranges` of equal cost, boundaries within `snap` tiles of the end of an item moved there.
 struct DecodeDivision {
   int64_t cost;  // of all units
-  int32_t unit_cost, ranges, snap;
+  int32_t unit_cost, ranges, snap, parts;
 };
-FI_HOST_DEVICE DecodeDivision decode_division(const DecodePlanParams& p, int32_t unit_cost) {
+// uniform: all requests cost the same.
+FI_HOST_DEVICE DecodeDivision decode_division(const DecodePlanParams& p, int32_t unit_cost, bool uniform) {
   constexpr int32_t kLeastRange = 4;    // tiles; H200, b1 kv1k: 4 16.8 us, 2 16.8, 1 16.0; b64 kv8k 8/1: 90 all
   constexpr int32_t kSnapDivisor = 32;  // of a range; H200, b64 of varied lengths: 8 267.6 us, 32 261.8, 999 262.3
-  DecodeDivision d{static_cast<int64_t>(unit_cost) * p.units, unit_cost, 1, 0};
+  DecodeDivision d{static_cast<int64_t>(unit_cost) * p.units, unit_cost, 1, 0, 0};
   if (d.cost == 0) return d;
-  // The same ranges for every unit, if that leaves no more than one block in 16 idle.
+  const int32_t enough = p.blocks - p.blocks / 16;  // blocks: where ranges are alike, a few may be idle
+  const int64_t items = static_cast<int64_t>(p.units) * p.batch;
+  if (uniform && items <= p.blocks && p.split >= 0) {
+    // Else many blocks would end one item and begin another, and pay for both.
+    const auto each = static_cast<int32_t>(p.blocks / items);
+    const int32_t tiles = unit_cost / p.batch - kItemCost, most = tiles / kLeastRange;
+    const int64_t longest = (tiles + each - 1) / each;
+    if (each * items >= enough || longest * p.blocks <= (tiles + kItemCost) * items) {
+      d.parts = each < most ? each : most > 1 ? most : 1;
+      d.ranges = static_cast<int32_t>(d.parts * items);
+      return d;
+    }
+  }
+  // The same ranges for every unit, if that leaves few blocks idle.
   const int32_t each = p.blocks / p.units;
-  if (each * p.units >= p.blocks - p.blocks / 16) {
+  if (each * p.units >= enough) {
     const int32_t most = unit_cost / kLeastRange;
     d.ranges = (each < most ? each : most > 1 ? most : 1) * p.units;
   } else {
@@ -89,19 +103,30 @@ FI_HOST_DEVICE DecodeStart decode_start(const DecodePlanParams& p, const DecodeD
                                         const DecodeRequest* requests) {
   DecodeStart start{p.units, 0, 0, g, 1, 0, 0, 0};
   if (g >= d.ranges || d.cost == 0) return start;
-  const int64_t at = d.cost * g / d.ranges;
-  start.unit = static_cast<int32_t>(at / d.unit_cost);
-  const auto offset = static_cast<int32_t>(at - static_cast<int64_t>(start.unit) * d.unit_cost);
-  start.request = last_not_above(p.batch, offset, [&](int32_t b) { return requests[b].cost; });
-  DecodeRequest r = requests[start.request];
-  TileRange tiles = decode_tiles(r.kv_len, p.q_len, p.window_left);
-  int32_t done = offset - r.cost - kItemCost;  // tiles of the item before the boundary
-  if (done < 0) done = 0;
-  const int32_t rest = tiles.end - tiles.first - done;
-  if (done <= rest && done < d.snap)
-    done = 0;
-  else if (rest < d.snap)
-    done = tiles.end - tiles.first;
+  DecodeRequest r;
+  TileRange tiles;
+  int32_t done;  // tiles of the item before the boundary
+  if (d.parts > 0) {
+    const int32_t item = g / d.parts;
+    start.unit = item / p.batch, start.request = item % p.batch;
+    r = requests[start.request];
+    tiles = decode_tiles(r.kv_len, p.q_len, p.window_left);
+    done = static_cast<int32_t>(static_cast<int64_t>(tiles.end - tiles.first) * (g % d.parts) / d.parts);
+  } else {
+    const int64_t at = d.cost * g / d.ranges;
+    start.unit = static_cast<int32_t>(at / d.unit_cost);
+    const auto offset = static_cast<int32_t>(at - static_cast<int64_t>(start.unit) * d.unit_cost);
+    start.request = last_not_above(p.batch, offset, [&](int32_t b) { return requests[b].cost; });
+    r = requests[start.request];
+    tiles = decode_tiles(r.kv_len, p.q_len, p.window_left);
+    done = offset - r.cost - kItemCost;
+    if (done < 0) done = 0;
+    const int32_t rest = tiles.end - tiles.first - done;
+    if (done <= rest && done < d.snap)
+      done = 0;
+    else if (rest < d.snap)
+      done = tiles.end - tiles.first;
+  }
   start.tile = tiles.first + done;
   if (p.split > 0 && done > 0) {  // to the nearest boundary of a chunk
     start.tile = (start.tile + p.split / 2) / p.split * p.split;

@@ -19,7 +19,7 @@ constexpr int32_t kDecodeMostBlocks = 1023;
 // 1 86.3 us, 2 86.5, 4 80.9; b64 of varied lengths: 262.4, 261.8, 263.1; b1 kv8k, b1 kv1k, b256 kv512: no difference.
 constexpr int32_t kItemCost = 4;
 
-// The schedule is one buffer of 32-bit words: header, starts[blocks + 1], requests[batch], counters[...].
+// The schedule is one buffer of 32-bit words: header, starts[blocks + 1], requests[batch], counters[...], one of each slot.
 struct alignas(16) DecodeHeader {
   int32_t units, batch, blocks;
   int32_t chunk;   // tiles of a chunk where parts are chunks (batch-invariant mode); 0: parts are ranges of blocks
@@ -82,7 +82,6 @@ struct DecodeSegment {
 
   FI_HOST_DEVICE bool whole() const { return parts == 1; }
   FI_HOST_DEVICE int32_t slot_of(int32_t i) const { return i ? slot + step * i : slot + step - 1; }
-  FI_HOST_DEVICE int32_t counter() const { return slot / step; }
 };
 
 // Walks through the segments of one block: begin(), then next() until it is false; q_len and window_left are those of

@@ -160,7 +160,7 @@ struct DecodeTiles {
 #pragma unroll 1
     while (shared.walk.next()) {
       const DecodeSegment& s = shared.walk.segment;
-      const Finish finish(params, s);
+      const Finish finish(params, s, kDim);
       const AttentionProblem& p = params.problem;
       const auto problem = [&] { return params.keys_of(s.request, s.kv_len, shared.walk.bmm1); };
       Slices at{max(s.begin * kDecodeTile, problem().mask.first_key(0)),

@@ -111,7 +111,7 @@ struct DecodeTma {
     const int at = count % kSegments;
     if (count >= kSegments) shared.free[at].wait((count / kSegments - 1) & 1);
     int rows = 0;
-    if (s.unit >= 0) rows = Finish(params, s).rows;
+    if (s.unit >= 0) rows = Finish(params, s, kDim).rows;
     if (lane == 0) {
       shared.segments[at] = s;
       shared.ready[at].arrive_expect(rows * kDim * sizeof(Q));
@@ -182,7 +182,7 @@ struct DecodeTma {
       if (s.unit < 0) break;
       const auto problem = [&] { return params.keys_of(s.request, s.kv_len, shared.bmm1); };
       {
-        const Finish tile_of(params, s);
+        const Finish tile_of(params, s, kDim);
         tile.begin(params, problem(), tile_of.kv_head, tile_of.first, tile_of.rows, shared.queries[at][0]);
       }
       const int from = low(s), to = high(s);
@@ -201,7 +201,7 @@ struct DecodeTma {
         if (lane == 0) shared.empty[stage].arrive();
         if (++stage == kStages) stage = 0, ++round;
       }
-      const Finish finish(params, s);
+      const Finish finish(params, s, kDim);
       const bool last = is_last(count);
       if (count > 0) shared.output_free.wait((count - 1) & 1);
       tile.leave(finish.rows, shared.output[warp][0], kOutputPitch, shared.states[warp]);
@@ -245,7 +245,7 @@ struct DecodeTma {
       const DecodeSegment& s = shared.segments[at];
       if (s.unit < 0 || is_last(count)) return;
       shared.output_full.wait(count & 1);
-      complete(Finish(params, s), FinishTeam::of(lane, 32, 2, &shared.last[1], shared.room, sizeof shared.room),
+      complete(Finish(params, s, kDim), FinishTeam::of(lane, 32, 2, &shared.last[1], shared.room, sizeof shared.room),
                [&] { shared.output_free.arrive(); });
       shared.free[at].arrive();
     }

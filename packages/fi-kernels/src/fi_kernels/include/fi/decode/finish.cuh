@@ -31,11 +31,13 @@ struct FinishTeam {
 struct Finish {
   const BatchDecodeParams& params;
   const DecodeSegment& s;
+  const int dim;             // of values: where the caller knows it, a constant saves many instructions
   int kv_head, first, rows;  // packed rows of the tile
 
-  FI_DEVICE Finish(const BatchDecodeParams& params, const DecodeSegment& s)
+  FI_DEVICE Finish(const BatchDecodeParams& params, const DecodeSegment& s, int dim)
       : params(params),
         s(s),
+        dim(dim),
         kv_head(params.kv_head(s.unit)),
         first(params.first_row(s.unit)),
         rows(min(kDecodeRows, params.problem.rows() - first)) {}
@@ -54,11 +56,10 @@ struct Finish {
   }
 
   FI_DEVICE void publish(int part, int r, int x, const RowPart& values) const {
-    const int slot = s.slot_of(part);
-    store_global(params.slot(slot) + r * params.problem.dim_vo + x,
-                 make_uint4(__float_as_uint(values.x.x), __float_as_uint(values.x.y), __float_as_uint(values.x.z),
-                            __float_as_uint(values.x.w)));
-    if (x == 0) reinterpret_cast<float2*>(params.slot_state(slot))[r] = make_float2(values.m, values.d);
+    float* const to = slot(part);
+    store_global(to + r * dim + x, make_uint4(__float_as_uint(values.x.x), __float_as_uint(values.x.y),
+                                              __float_as_uint(values.x.z), __float_as_uint(values.x.w)));
+    if (x == 0) reinterpret_cast<float2*>(to + kDecodeRows * dim)[r] = make_float2(values.m, values.d);
   }
   // Four values of a row over the warps of the block: state(w) and values(w), unnormalised.
   template <int kWarps, class State, class Values>
@@ -80,7 +81,7 @@ struct Finish {
   // the first, and the last group to be done merges the sums: one multiprocessor would take long to read them all.
   template <bool kPublished, class Own, class Released, class Write>
   FI_DEVICE void finish(const FinishTeam& team, Own&& own, Released&& released, Write&& write) const {
-    const int width = params.problem.dim_vo / 4, size = rows * width;
+    const int width = dim / 4, size = rows * width;
     const int group = s.parts <= kDirect ? s.parts : kGroup;
     Parts from{s.part, 0, 1};  // count 0: own
     bool complete = s.whole();
@@ -122,11 +123,15 @@ struct Finish {
 #define FI_DIRECT 40
 #define FI_GROUP 16
 #endif
-  static constexpr int kDirect = FI_DIRECT, kGroup = FI_GROUP;
+  static constexpr int kDirect = FI_DIRECT, kGroup = FI_GROUP, kAtOnce = 4;
 
   struct Parts {
     int first, count, step;
   };
+
+  // Part i of the item: see BatchDecodeParams::slot.
+  FI_DEVICE int64_t slot_size() const { return static_cast<int64_t>(kDecodeRows) * (dim + 2); }
+  FI_DEVICE float* slot(int i) const { return params.workspace + s.slot_of(i) * slot_size(); }
 
   // Whether this is the last of so many to arrive, whose parts or sums are published. By all threads of the team.
   FI_DEVICE bool arrive(const FinishTeam& team, int32_t* counter, int count) const {
@@ -141,32 +146,41 @@ struct Finish {
 
   // The values of parts. A thread asks for as many as have room before it waits for the first; only it reads them.
   FI_DEVICE RowPart merged(const FinishTeam& team, const Parts& from, int r, int x) const {
-    const int dim = params.problem.dim_vo, pitch = team.threads * FinishTeam::kPart;
+    const int pitch = team.threads * FinishTeam::kPart;
     char* const values = team.room + team.thread * 16;
     char* const states = values + team.threads * 16;  // of two rows each
-    const auto state = [&](int i) { return *reinterpret_cast<const float2*>(states + i * pitch + r % 2 * 8); };
+    const float* part = slot(from.first ? from.first : from.step);
+    const int64_t step = from.step * s.step * slot_size();
+    if (from.first == 0) part -= step;  // the slot of part 0 lies elsewhere
     RowPart sum{kMinusInf, 0.f, make_float4(0.f, 0.f, 0.f, 0.f)};
 #pragma unroll 1
     for (int begin = 0; begin < from.count; begin += team.parts) {
       const int count = min(team.parts, from.count - begin);
 #pragma unroll 1
-      for (int i = 0; i < count; ++i) {
-        const float* part = params.slot(s.slot_of(from.first + (begin + i) * from.step));
-        cp_async_16(values + i * pitch, part + r * dim + x);
-        cp_async_16(states + i * pitch, part + kDecodeRows * dim + r / 2 * 4);
+      for (int i = 0; i < count; ++i, part += step) {
+        const float* here = from.first + begin + i ? part : slot(0);
+        cp_async_16(values + i * pitch, here + r * dim + x);
+        cp_async_16(states + i * pitch, here + kDecodeRows * dim + r / 2 * 4);
       }
       cp_async_commit();
       cp_async_wait<0>();
+      const auto state = [&](int i) {
+        return i < count ? *reinterpret_cast<const float2*>(states + i * pitch + r % 2 * 8) : make_float2(kMinusInf, 0.f);
+      };
       float top = sum.m;
-#pragma unroll 2
-      for (int i = 0; i < count; ++i) top = fmaxf(top, state(i).x);
+#pragma unroll 1
+      for (int i = 0; i < count; i += kAtOnce)
+#pragma unroll
+        for (int j = i; j < i + kAtOnce; ++j) top = fmaxf(top, state(j).x);
       const float base = softmax_base(top);
       scale(sum, softmax_weight<CudaMath>(sum.m, base));
       sum.m = top;
-#pragma unroll 2
-      for (int i = 0; i < count; ++i)
-        add(sum, softmax_weight<CudaMath>(state(i).x, base), state(i).y,
-            *reinterpret_cast<const float4*>(values + i * pitch));
+#pragma unroll 1
+      for (int i = 0; i < count; i += kAtOnce)
+#pragma unroll
+        for (int j = i; j < i + kAtOnce; ++j)
+          add(sum, softmax_weight<CudaMath>(state(j).x, base), state(j).y,
+              *reinterpret_cast<const float4*>(values + min(j, count - 1) * pitch));
     }
     return sum;
   }

@@ -9,7 +9,7 @@ struct RowsFinish : Finish {
   Variant& variant;
 
   FI_DEVICE RowsFinish(const BatchDecodeParams& params, const DecodeSegment& s, Variant& variant)
-      : Finish(params, s), variant(variant) {}
+      : Finish(params, s, params.problem.dim_vo), variant(variant) {}
 
   // Element x .. x + 3 of row r, over all keys.
   FI_DEVICE void write(int r, int x, RowPart part) const {

@@ -3,9 +3,12 @@
 // next.
 #pragma once
 #include "fi/cuda/ptx/tma_sm90.cuh"
-#include "fi/decode/finish.cuh"
+#include "fi/decode/merge_sm90.cuh"
 #include "fi/decode/warp_tile.cuh"
 
+#ifndef FI_DIRECT
+#define FI_DIRECT 40
+#endif
 namespace fi {
 
 // kWarps consume; each takes kWarpKeys of a stage.
@@ -16,7 +19,7 @@ struct DecodeTma {
   static constexpr int kLines = (kDim * sizeof(KV) + 127) / 128;
   static constexpr int kOutputPitch = kDim + 8;
   static constexpr int kSegments = 4;  // that are described at a time
-  static constexpr int kFollowed = 8;  // parts that the finisher asks for at once
+  static constexpr int kDirect = FI_DIRECT;  // parts that one block reads
   using Lines = KeyLines<kLines, kKeys>;
   using Tile = WarpTile<T, Q, KV, kDim, Lines, kWarpKeys>;
 
@@ -25,11 +28,10 @@ struct DecodeTma {
     float output[kWarps][kDecodeRows][kOutputPitch];
     Q queries[kSegments][kDecodeRows][Tile::kPitch];
     float2 states[kWarps][kDecodeRows];
-    char room[kFollowed * 32 * FinishTeam::kPart];  // for what the finisher merges; consumers have the ring
     DecodeSegment segments[kSegments];
     Barrier full_k[kStages], full_v[kStages], empty[kStages];  // of the ring
     Barrier ready[kSegments], free[kSegments];                 // of segments and queries
-    Barrier output_full, output_free;
+    Barrier output_full, output_free, parts_full;
     int last[2];
     float bmm1;
   };
@@ -46,6 +48,7 @@ struct DecodeTma {
     for (int i = 0; i < kSegments; ++i) shared.ready[i].init(1), shared.free[i].init(kThreads + 32);
     shared.output_full.init(kThreads);
     shared.output_free.init(32);
+    shared.parts_full.init(1);
     fence_barrier_init();
     prefetch_tensor_map(params.k_map);
     prefetch_tensor_map(params.v_map);
@@ -207,8 +210,9 @@ struct DecodeTma {
       tile.leave(finish.rows, shared.output[warp][0], kOutputPitch, shared.states[warp]);
       if (last) {
         barrier_sync(1, kThreads);
-        complete(
-            finish, FinishTeam::of(threadIdx.x, kThreads, 1, &shared.last[0], shared.k, 2 * sizeof shared.k), [] {});
+        BulkTeam<kDirect, kThreads> team(threadIdx.x, 1, &shared.last[0], shared.parts_full, shared.states[0],
+                                         shared.k[0], sizeof shared.k + sizeof shared.v);  // the ring is free
+        complete(finish, team, [] {});
         return;
       }
       shared.output_full.arrive();
@@ -245,14 +249,14 @@ struct DecodeTma {
       const DecodeSegment& s = shared.segments[at];
       if (s.unit < 0 || is_last(count)) return;
       shared.output_full.wait(count & 1);
-      complete(Finish(params, s, kDim), FinishTeam::of(lane, 32, 2, &shared.last[1], shared.room, sizeof shared.room),
-               [&] { shared.output_free.arrive(); });
+      FinishTeam<kDirect> team{lane, 32, 2, &shared.last[1]};
+      complete(Finish(params, s, kDim), team, [&] { shared.output_free.arrive(); });
       shared.free[at].arrive();
     }
   }
 
-  template <class Released>
-  FI_DEVICE void complete(const Finish& finish, const FinishTeam& team, Released&& released) const {
+  template <class Team, class Released>
+  FI_DEVICE void complete(const Finish& finish, Team& team, Released&& released) const {
     finish.template finish<false>(
         team,
         [&](int r, int x) {

@@ -90,9 +90,10 @@ def _tma_unit(axes: Axes) -> Unit:
     keys = warps * warp_keys
     stage = 2 * keys * line
     rest = warps * ROWS * ((dim + 8) * 4 + 8) + 4 * (ROWS * (dim * q_bytes + 16) + 40 + 16) + 3 * 8 + 16 + 1024
-    stages = min(max(2, tune.ring // stage), (227 * 1024 - rest) // (stage + 24))
+    stages = (227 * 1024 - rest) // (stage + 24)
+    long = min(max(2, tune.ring // stage), stages)
     shared = rest + stages * (stage + 24)
-    body = f"decode_tma<{types}, {dim}, {warps}, {warp_keys}, {stages}, {str(whole).lower()}, {shared}>"
+    body = f"decode_tma<{types}, {dim}, {warps}, {warp_keys}, {stages}, {long}, {str(whole).lower()}, {shared}>"
     config = (_TMA_KIND, dim, int(whole), tune.stream, min(keys, TILE))
     entry = Entry("decode_tma", body, warps * 32 + 96, config, shared, 1)
     return Unit("fi/decode/batch_decode_sm90.cuh", "BatchDecodeParams", (entry,))

@@ -9,10 +9,13 @@
 #ifndef FI_DIRECT
 #define FI_DIRECT 40
 #endif
+#ifndef FI_SHORT
+#define FI_SHORT 12
+#endif
 namespace fi {
 
-// kWarps consume; each takes kWarpKeys of a stage.
-template <class T, class Q, class KV, int kDim, int kWarps, int kWarpKeys, int kStages, bool kWhole>
+// kWarps consume; each takes kWarpKeys of a stage. Of kStages in the ring kLong are used where ranges are long.
+template <class T, class Q, class KV, int kDim, int kWarps, int kWarpKeys, int kStages, int kLong, bool kWhole>
 struct DecodeTma {
   static constexpr int kThreads = kWarps * 32;      // of the consumers
   static constexpr int kKeys = kWarps * kWarpKeys;  // of a stage
@@ -20,6 +23,7 @@ struct DecodeTma {
   static constexpr int kOutputPitch = kDim + 8;
   static constexpr int kSegments = 4;  // that are described at a time
   static constexpr int kDirect = FI_DIRECT;  // parts that one block reads
+  static constexpr int kShort = FI_SHORT;  // tiles of a range for which all of the ring is used
   using Lines = KeyLines<kLines, kKeys>;
   using Tile = WarpTile<T, Q, KV, kDim, Lines, kWarpKeys>;
 
@@ -32,7 +36,7 @@ struct DecodeTma {
     Barrier full_k[kStages], full_v[kStages], empty[kStages];  // of the ring
     Barrier ready[kSegments], free[kSegments];                 // of segments and queries
     Barrier output_full, output_free, parts_full;
-    int last[2];
+    int last[2], stages;
     float bmm1;
   };
 
@@ -93,17 +97,18 @@ struct DecodeTma {
   FI_DEVICE void produce(bool values, DecodeWalk& walk) const {
     const uint64_t policy = walk.header.tiles < params.stream_tiles ? kEvictFirst : kEvictNormal;
     Boxes now, then;
-    next(walk, then);
-    if (values) describe(then.s, 0);  // long before its keys: queries arrive behind all that was asked for before them
-    int stage = 0;
+    then.s.unit = then.s.begin = then.low = then.high = 0;  // a segment without keys, before the first: code that is
+    int stage = 0;                                          // read once instead of twice
+    const int stages = walk.header.tiles < params.blocks * kShort ? kStages : kLong;
+    if (lane == 0 && values) shared.stages = stages;
     unsigned round = 0;
 #pragma unroll 1
-    for (int count = 0;; ++count) {
+    for (int count = -1;; ++count) {
       now = then;
       if (now.s.unit < 0) break;
-      feed(now, values, policy, stage, round, [&] {
+      feed(now, values, policy, stages, stage, round, [&] {
         next(walk, then);
-        if (values) describe(then.s, count + 1);
+        if (values) describe(then.s, count + 1);  // long before its keys: queries arrive behind all that was asked for
       });
     }
     pdl_launch_dependents();
@@ -130,7 +135,8 @@ struct DecodeTma {
 
   // Calls `then` when the first keys are on their way.
   template <class Then>
-  FI_DEVICE void feed(Boxes& b, bool values, uint64_t policy, int& stage, unsigned& round, Then&& then) const {
+  FI_DEVICE void feed(Boxes& b, bool values, uint64_t policy, int stages, int& stage, unsigned& round,
+                      Then&& then) const {
     const int shift = params.box_shift, boxes = kKeys >> shift, head = params.kv_head(b.s.unit);
     const TensorMap& map = values ? params.v_map : params.k_map;
     char* const ring = values ? shared.v[0] : shared.k[0];
@@ -156,7 +162,7 @@ struct DecodeTma {
             look_up(b, (first_box + done) / 32 + 1, b.next_page, b.next_slot);
           }
         }
-        if (++stage == kStages) stage = 0, ++round;
+        if (++stage == stages) stage = 0, ++round;
       }
       if (first_box == 0) then();
     }
@@ -202,7 +208,7 @@ struct DecodeTma {
                                       values);
         __syncwarp();
         if (lane == 0) shared.empty[stage].arrive();
-        if (++stage == kStages) stage = 0, ++round;
+        if (++stage == shared.stages) stage = 0, ++round;
       }
       const Finish finish(params, s, kDim);
       const bool last = is_last(count);
@@ -234,10 +240,8 @@ struct DecodeTma {
     prefetch(params.problem.q, params.query_bytes);
   }
   FI_DEVICE void prefetch(const void* from, int64_t bytes) const {
-    const int64_t lines = (bytes + 127) / 128, share = (lines + params.blocks - 1) / params.blocks,
-                  first = blockIdx.x * share;
-    if (share <= 32 && lane < share && first + lane < lines)
-      prefetch_l2(static_cast<const char*>(from) + (first + lane) * 128);
+    const int64_t line = blockIdx.x + static_cast<int64_t>(lane) * params.blocks;
+    if (bytes <= params.blocks * 32 * 128 && line * 128 < bytes) prefetch_l2(static_cast<const char*>(from) + line * 128);
   }
 
   // All segments but the last, which the consumers finish themselves, being more.
@@ -268,10 +272,11 @@ struct DecodeTma {
 };
 
 // Grid: one block a range of the schedule; threads: the consumers, the two producers, the finisher.
-template <class T, class Q, class KV, int kDim, int kWarps, int kWarpKeys, int kStages, bool kWhole, int kSharedBytes>
+template <class T, class Q, class KV, int kDim, int kWarps, int kWarpKeys, int kStages, int kLong, bool kWhole,
+          int kSharedBytes>
 FI_DEVICE void decode_tma(const BatchDecodeParams& params) {
   extern __shared__ uint4 bytes[];
-  using Kernel = DecodeTma<T, Q, KV, kDim, kWarps, kWarpKeys, kStages, kWhole>;
+  using Kernel = DecodeTma<T, Q, KV, kDim, kWarps, kWarpKeys, kStages, kLong, kWhole>;
   static_assert(sizeof(typename Kernel::Shared) + 1024 == kSharedBytes, "the family's Python says how much to ask for");
   // The swizzle goes by the address: lines begin at multiples of its period.
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(bytes));

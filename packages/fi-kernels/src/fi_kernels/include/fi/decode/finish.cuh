@@ -80,9 +80,12 @@ struct Finish {
     const int width = dim / 4;
     PartRange from{s.part, 0, 1};  // count 0: own
     bool complete = s.whole();
-    int groups = 1;
-    if (s.parts > Team::kDirect) groups = (s.parts + kGroup - 1) / kGroup;
-    const int group = (s.parts + groups - 1) / groups;
+    const bool direct = s.parts <= Team::kDirect;
+    int group = s.parts, part = 0;  // of its group
+    if (!direct) {
+      const int groups = (s.parts + kGroup - 1) / kGroup;
+      group = (s.parts + groups - 1) / groups, part = s.part % group;
+    }
 #pragma unroll 1
     while (true) {
       const bool merges = kPublished || from.count;
@@ -96,7 +99,7 @@ struct Finish {
           for (int base = 0; base < size; base += team.threads) {
             const int at = base + team.thread, r = row + at / width, x = at % width * 4;
             RowPart values;
-            if (at < size) values = merges ? team.merged(*this, from, r, row, x) : own(r, x);
+            if (at < size) values = merges ? team.merged(*this, from, r, x) : own(r, x);
             if (merges && !complete) team.meet();  // the slot was one of those read
             if (at >= size) continue;
             if (complete)
@@ -111,9 +114,11 @@ struct Finish {
       const bool sums = from.count > 0;
       if (sums)
         from = {0, (s.parts + group - 1) / group, group};
+      else if (direct)
+        from = {0, s.parts, 1};
       else
-        from = {s.part / group * group, min(group, s.parts - s.part / group * group), 1};
-      complete = sums || group >= s.parts;
+        from = {s.part - part, min(group, s.parts - s.part + part), 1};
+      complete = sums || direct;
       // Each slot has a counter: a group's is that of its first, that of the sums is the second slot's.
       if (!arrive(team, params.view().counters() + s.slot_of(sums ? 1 : from.first), from.count)) return;
     }
@@ -191,7 +196,7 @@ struct FinishTeam {
   FI_DEVICE void meet() const { barrier_sync(barrier, threads); }
   FI_DEVICE int rows_at_once(const Finish& finish, const PartRange&) const { return finish.rows; }
   FI_DEVICE void bring(const Finish&, const PartRange&, int, int) const {}
-  FI_DEVICE RowPart merged(const Finish& finish, const PartRange& from, int r, int, int x) const {
+  FI_DEVICE RowPart merged(const Finish& finish, const PartRange& from, int r, int x) const {
     return finish.merged(from, r, x);
   }
 };

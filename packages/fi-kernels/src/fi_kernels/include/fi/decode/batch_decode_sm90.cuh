@@ -2,6 +2,7 @@
 // that take 16 or 32 keys of each tile on tensor cores, and a warp that finishes a segment while they go on with the
 // next.
 #pragma once
+#include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/ptx/tma_sm90.cuh"
 #include "fi/decode/merge_sm90.cuh"
 #include "fi/decode/warp_tile.cuh"
@@ -49,7 +50,7 @@ struct DecodeTma {
 
   FI_DEVICE void init() const {
     for (int i = 0; i < kStages; ++i) shared.full_k[i].init(1), shared.full_v[i].init(1), shared.empty[i].init(kWarps);
-    for (int i = 0; i < kSegments; ++i) shared.ready[i].init(1), shared.free[i].init(kThreads + 32);
+    for (int i = 0; i < kSegments; ++i) shared.ready[i].init(33), shared.free[i].init(kThreads + 32);
     shared.output_full.init(kThreads);
     shared.output_free.init(32);
     shared.parts_full.init(1);
@@ -118,19 +119,21 @@ struct DecodeTma {
   FI_DEVICE void describe(const DecodeSegment& s, int count) const {
     const int at = count % kSegments;
     if (count >= kSegments) shared.free[at].wait((count / kSegments - 1) & 1);
-    int rows = 0;
-    if (s.unit >= 0) rows = Finish(params, s, kDim).rows;
-    if (lane == 0) {
-      shared.segments[at] = s;
-      shared.ready[at].arrive_expect(rows * kDim * sizeof(Q));
+    if (s.unit >= 0) {
+      constexpr int kPieces = kDim * sizeof(Q) / 16;
+      const AttentionProblem& p = params.problem;
+      const Finish tile(params, s, kDim);
+#pragma unroll 1
+      for (int i = lane; i < tile.rows * kPieces; i += 32) {  // a bulk copy a row would take a hundred cycles each
+        const int r = i / kPieces, piece = i % kPieces * 16;
+        const Row row = params.row(tile.kv_head, tile.first + r);
+        const int64_t token = static_cast<int64_t>(s.request) * p.mask.qo_len + row.i;
+        const Q* from = static_cast<const Q*>(p.q) + token * p.q_token + row.head * p.q_head;
+        cp_async_16(reinterpret_cast<char*>(shared.queries[at][r]) + piece, reinterpret_cast<const char*>(from) + piece);
+      }
     }
-    __syncwarp();
-    if (lane >= rows) return;
-    const AttentionProblem& p = params.problem;
-    const Row row = params.row(params.kv_head(s.unit), params.first_row(s.unit) + lane);
-    const int64_t token = static_cast<int64_t>(s.request) * p.mask.qo_len + row.i;
-    bulk_load(shared.queries[at][lane], static_cast<const Q*>(p.q) + token * p.q_token + row.head * p.q_head,
-              kDim * sizeof(Q), shared.ready[at]);
+    shared.ready[at].arrive_copies();
+    if (lane == 0) shared.segments[at] = s, shared.ready[at].arrive();
   }
 
   // Calls `then` when the first keys are on their way.

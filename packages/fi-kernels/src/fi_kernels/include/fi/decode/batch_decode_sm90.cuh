@@ -22,9 +22,9 @@ struct DecodeTma {
   static constexpr int kKeys = kWarps * kWarpKeys;  // of a stage
   static constexpr int kLines = (kDim * sizeof(KV) + 127) / 128;
   static constexpr int kOutputPitch = kDim + 8;
-  static constexpr int kSegments = 4;  // that are described at a time
+  static constexpr int kSegments = 4;        // that are described at a time
   static constexpr int kDirect = FI_DIRECT;  // parts that one block reads
-  static constexpr int kShort = FI_SHORT;  // tiles of a range for which all of the ring is used
+  static constexpr int kShort = FI_SHORT;    // tiles of a range for which all of the ring is used
   using Lines = KeyLines<kLines, kKeys>;
   using Tile = WarpTile<T, Q, KV, kDim, Lines, kWarpKeys>;
 
@@ -129,7 +129,8 @@ struct DecodeTma {
         const Row row = params.row(tile.kv_head, tile.first + r);
         const int64_t token = static_cast<int64_t>(s.request) * p.mask.qo_len + row.i;
         const Q* from = static_cast<const Q*>(p.q) + token * p.q_token + row.head * p.q_head;
-        cp_async_16(reinterpret_cast<char*>(shared.queries[at][r]) + piece, reinterpret_cast<const char*>(from) + piece);
+        cp_async_16(reinterpret_cast<char*>(shared.queries[at][r]) + piece,
+                    reinterpret_cast<const char*>(from) + piece);
       }
     }
     shared.ready[at].arrive_copies();
@@ -244,7 +245,8 @@ struct DecodeTma {
   }
   FI_DEVICE void prefetch(const void* from, int64_t bytes) const {
     const int64_t line = blockIdx.x + static_cast<int64_t>(lane) * params.blocks;
-    if (bytes <= params.blocks * 32 * 128 && line * 128 < bytes) prefetch_l2(static_cast<const char*>(from) + line * 128);
+    if (bytes <= params.blocks * 32 * 128 && line * 128 < bytes)
+      prefetch_l2(static_cast<const char*>(from) + line * 128);
   }
 
   // All segments but the last, which the consumers finish themselves, being more.

@@ -202,7 +202,7 @@ struct DecodeTiles {
       tile.leave(finish.rows, shared.rings[warp].output[0], kOutputPitch, shared.states[warp]);
       __syncthreads();
       Team team{static_cast<int>(threadIdx.x), kThreads, 1, &shared.last};
-      finish.template finish<false>(
+      finish.finish(
           team,
           [&](int r, int x) {
             return Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },

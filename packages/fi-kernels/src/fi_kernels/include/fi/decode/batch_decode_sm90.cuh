@@ -266,7 +266,7 @@ struct DecodeTma {
 
   template <class Team, class Released>
   FI_DEVICE void complete(const Finish& finish, Team& team, Released&& released) const {
-    finish.template finish<false>(
+    finish.finish(
         team,
         [&](int r, int x) {
           return Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },

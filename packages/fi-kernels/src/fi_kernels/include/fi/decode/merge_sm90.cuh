@@ -26,27 +26,36 @@ struct BulkTeam : FinishTeam<kMostDirect> {
         room(room),
         room_bytes(room_bytes) {}
 
-  FI_DEVICE int rows_at_once(const Finish& finish, const PartRange& from) const {
-    if (from.count <= kFew) return finish.rows;
-    return min(finish.rows, (room_bytes / from.count - kStates) / (finish.dim * 4));
+  template <class Take>
+  FI_DEVICE void merge(const Finish& finish, const PartRange& from, Take&& take) {
+    if (from.count <= kFew) return FinishTeam<kMostDirect>::merge(finish, from, take);
+    const int at_once = min(finish.rows, (room_bytes / from.count - kStates) / (finish.dim * 4));
+    pitch = kStates + at_once * finish.dim * 4;
+#pragma unroll 1
+    for (int row = 0; row < finish.rows; row += at_once) {
+      const int count = min(at_once, finish.rows - row);
+      bring(finish, from, row, count);
+      finish.each(*this, row, count, [&](int r, int x) { take(r, x, merged(finish, from, r, row, x)); });
+      this->meet();
+    }
   }
+
+ private:
+  static constexpr int kWarps = kThreads / 32;
+  int pitch;
+
+  FI_DEVICE float2* states(int part) const { return reinterpret_cast<float2*>(room + part * pitch); }
 
   // Rows [row, row + rows) of all parts, one behind the other; row 0 comes with the states of all rows, and what each
   // part weighs takes the place of its m.
   FI_DEVICE void bring(const Finish& finish, const PartRange& from, int row, int rows) {
-    if (from.count <= kFew) return;
     const int lane = this->thread % 32, warp = this->thread / 32;
-    if (row == 0)
-      pitch = kStates + rows * finish.dim * 4;
-    else
-      this->meet();
     const int states = row == 0 ? kStates : 0, bytes = states + rows * finish.dim * 4;
     if (this->thread == 0) full.arrive_expect(from.count * bytes);
-    // A copy takes the warp that asks for it a hundred cycles.
-    const int i = lane * kWarps + warp;
+    // A copy takes the warp that asks for it a hundred cycles, so all warps do.
     fence_async_global();
 #pragma unroll 1
-    for (int part = i; part < from.count; part += kThreads) {
+    for (int part = lane * kWarps + warp; part < from.count; part += kThreads) {
       const char* at = reinterpret_cast<const char*>(finish.slot_states(from.first + part * from.step));
       const int skip = kStates - states + row * finish.dim * 4;
       bulk_load(room + part * pitch + kStates - states, at + skip, bytes, full);
@@ -54,13 +63,11 @@ struct BulkTeam : FinishTeam<kMostDirect> {
     full.wait(phase);
     phase ^= 1;
     if (row == 0) weigh(finish, from, lane, warp);
-    first = row;
   }
 
-  FI_DEVICE RowPart merged(const Finish& finish, const PartRange& from, int r, int x) const {
-    if (from.count <= kFew) return finish.merged(from, r, x);
+  FI_DEVICE RowPart merged(const Finish& finish, const PartRange& from, int r, int row, int x) const {
     constexpr int kAtOnce = 4;
-    const char* at = room + kStates + ((r - first) * finish.dim + x) * 4;
+    const char* at = room + kStates + ((r - row) * finish.dim + x) * 4;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
     for (int part = 0; part < from.count; part += kAtOnce) {
@@ -74,12 +81,6 @@ struct BulkTeam : FinishTeam<kMostDirect> {
     }
     return {totals[r].x, totals[r].y, sum};
   }
-
- private:
-  static constexpr int kWarps = kThreads / 32;
-  int pitch, first;
-
-  FI_DEVICE float2* states(int part) const { return reinterpret_cast<float2*>(room + part * pitch); }
 
   // A row a warp, a part a lane.
   FI_DEVICE void weigh(const Finish& finish, const PartRange& from, int lane, int warp) const {

@@ -30,9 +30,7 @@ struct RowsFinish : Finish {
   // What comes after all rows of a part were published.
   template <class Team>
   FI_DEVICE void complete(Team team) const {
-    finish<true>(
-        team, [](int, int) { return RowPart{}; }, [] {},
-        [&](int r, int x, const RowPart& values) { write(r, x, values); });
+    merge(team, [&](int r, int x, const RowPart& values) { write(r, x, values); });
   }
 };
 

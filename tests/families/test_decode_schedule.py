@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from fi_core.decode import ops
 
 CPU = torch.device("cpu")
-TILE, WORDS = ops.TILE, 8
+TILE, HEADER, WORDS = ops.TILE, 12, 8  # words of the header, and of a range
 
 
 class Segment(NamedTuple):
-    block: int
+    block: int  # that begins with its range; -1: its range is one of those which are taken later
     unit: int
     request: int
     begin: int
@@ -35,18 +35,26 @@ def tiles_of(kv_len: int, q_len: int, window_left: int) -> tuple[int, int]:
     return min(first, end), end
 
 
+def ranges_of(blocks: int) -> int:
+    return min(ops.MOST_RANGES, 4 * blocks)
+
+
 def walk(schedule: torch.Tensor, blocks: int, batch: int, q_len: int, window_left: int) -> list[Segment]:
     """What a kernel makes of the buffer, by the rules of schedule.h."""
     words = schedule.tolist()
-    units, batch_size, grid, chunk, chunks = words[:5]
-    assert (batch_size, grid) == (batch, blocks)
-    starts = [words[WORDS + i * WORDS : WORDS + (i + 1) * WORDS] for i in range(blocks + 1)]
-    at = WORDS + (blocks + 1) * WORDS
+    units, batch_size, chunk, chunks, _, groups, first_ranges, later, taken = words[:9]
+    assert (batch_size, taken) == (batch, 0)
+    of_group, ranges = first_ranges + later, ranges_of(blocks)
+    assert groups * first_ranges <= blocks and groups * of_group <= ranges
+    starts = [words[HEADER + i * WORDS : HEADER + (i + 1) * WORDS] for i in range(ranges + 1)]
+    at = HEADER + (ranges + 1) * WORDS
     requests = [words[at + 4 * b : at + 4 * b + 4] for b in range(batch)]
     found = []
-    for block in range(blocks):
-        unit, request, tile, leader, parts, kv_len, first_page, _ = starts[block]
-        last_unit, last_request, last_tile, _, last_parts, *_ = starts[block + 1]
+    for index in range(ranges):
+        i = index % of_group
+        block = index // of_group * first_ranges + i if i < first_ranges else -1
+        unit, request, tile, leader, parts, kv_len, first_page, _ = starts[index]
+        last_unit, last_request, last_tile, _, last_parts, *_ = starts[index + 1]
         while (unit, request, tile) < (last_unit, last_request, last_tile) or (
             (unit, request) < (last_unit, last_request)
         ):
@@ -62,8 +70,8 @@ def walk(schedule: torch.Tensor, blocks: int, batch: int, q_len: int, window_lef
                 slot, counter = base + part, base
             else:
                 begins = tile == first
-                here = block if begins else leader
-                part, count = block - here, parts if not begins else last_parts if last else 1
+                here = index if begins else leader
+                part, count = index - here, parts if not begins else last_parts if last else 1
                 slot, counter = 2 * here + 2 * part if part else 2 * here + 1, here
             found.append(Segment(block, unit, request, tile, stop, part, count, slot, counter))
             tile = stop
@@ -113,7 +121,7 @@ def check(
             assert counter not in counters
             counters[counter] = parts
     assert len(set(slots)) == len(slots) and all(0 <= s < buffers.workspace.shape[0] for s in slots)
-    offset = WORDS + (buffers.blocks + 1) * WORDS + 4 * len(lengths)
+    offset = HEADER + (ranges_of(buffers.blocks) + 1) * WORDS + 4 * len(lengths)
     assert all(0 <= c < buffers.schedule.numel() - offset for c in counters)
     assert (buffers.schedule[offset:] == 0).all()
 

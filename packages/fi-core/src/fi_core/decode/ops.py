@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TILE = 64  # keys; kDecodeTile of schedule.h
 ROWS = 16  # packed query rows of a row tile; kDecodeRows
-MOST_BLOCKS = 1023  # kDecodeMostBlocks
+MOST_RANGES = 1023  # kDecodeMostRanges
 CPU_BLOCKS = 64  # ranges of work on a CPU: a fixed number, so that results do not depend on the threads
 BALANCED, NEVER = 0, -1  # values of `split`
 
@@ -73,7 +73,7 @@ def _tiles_unit(axes: Axes) -> Unit:
     dim, stages = int(str(axes["head_dim"])), 3
     warps = 4 if dim <= 128 else 2
     ring = max(stages * 2 * 16 * line, ROWS * (dim + 8) * 4)
-    shared = warps * ring + ROWS * (dim * q_bytes + 16) + warps * ROWS * 8 + 176 + 16
+    shared = warps * ring + ROWS * (dim * q_bytes + 16) + warps * ROWS * 8 + 192 + 16
     body = f"decode_tiles<{types}, {dim}, {warps}, {stages}, {shared}>"
     entry = Entry("decode_tiles", body, warps * 32, (_TILES_KIND, dim), shared, 1)
     return Unit("fi/decode/batch_decode.cuh", "BatchDecodeParams", (entry,))
@@ -89,7 +89,7 @@ def _tma_unit(axes: Axes) -> Unit:
     warps, warp_keys = (4 if dim <= 128 else 2), (32 if kv_bytes == 1 or line <= 128 else 16)
     keys = warps * warp_keys
     stage = 2 * keys * line
-    rest = warps * ROWS * ((dim + 8) * 4 + 8) + 4 * (ROWS * (dim * q_bytes + 16) + 40 + 16) + 2 * 8 + 16 + 1024
+    rest = warps * ROWS * ((dim + 8) * 4 + 8) + 4 * (ROWS * (dim * q_bytes + 16) + 40 + 16) + 6 * 8 + 24 + 1024
     stages = min(max(2, tune.ring // stage), (227 * 1024 - rest) // (stage + 24))
     shared = rest + stages * (stage + 24)
     body = f"decode_tma<{types}, {dim}, {warps}, {warp_keys}, {stages}, {str(whole).lower()}, {shared}>"
@@ -222,7 +222,7 @@ def blocks_of(device: torch.device, impl: str = "") -> int:
     import torch
 
     each = {"fa2_tc": 2, "fa2": 4}.get(impl, 1)  # blocks of a multiprocessor
-    return min(MOST_BLOCKS, each * torch.cuda.get_device_properties(device).multi_processor_count)
+    return min(MOST_RANGES, each * torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def units_of(num_qo_heads: int, num_kv_heads: int, q_len: int = 1) -> int:
@@ -244,10 +244,11 @@ def sizes(
     together: page_size times the number of page indices, or of the entries of a block table.
     """
     blocks = blocks_of(device, impl)
-    slots, counters = 2 * blocks, blocks
+    ranges = min(MOST_RANGES, 4 * blocks)  # decode_ranges of schedule.h
+    slots, counters = 2 * ranges, ranges
     if split > 0:
         slots = counters = max(slots, units * (tokens // (split * TILE) + 2 * batch_size))
-    return Sizes(8 + (blocks + 1) * 8 + batch_size * 4 + counters, slots, blocks)
+    return Sizes(12 + (ranges + 1) * 8 + batch_size * 4 + counters, slots, blocks)
 
 
 def allocate(device: torch.device, needs: Sizes, head_dim_vo: int) -> Buffers:

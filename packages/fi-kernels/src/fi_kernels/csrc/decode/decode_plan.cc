@@ -20,15 +20,16 @@ void run_cpu(const DecodePlanParams& p) {
     const DecodeCost one = decode_cost(p, requests[b].kv_len);
     cost += one.tiles, chunks += one.chunks;
   }
-  schedule.header() = decode_header(p, {cost, chunks});
   const DecodeDivision division = decode_division(p, cost);
+  schedule.header() = decode_header(p, division, chunks);
+  const int32_t ranges = decode_ranges(p.blocks);
   DecodeStart* starts = schedule.starts();
   std::vector<int64_t> keys;
-  for (int32_t g = 0; g <= p.blocks; ++g) {
+  for (int32_t g = 0; g <= ranges; ++g) {
     starts[g] = decode_start(p, division, g, requests);
     keys.push_back(decode_key(p, starts[g]));
   }
-  for (int32_t g = 0; g < p.blocks; ++g) decode_cut(p, starts[g], keys.data());
+  for (int32_t g = 0; g < ranges; ++g) decode_cut(p, starts[g], keys.data());
   std::fill_n(schedule.counters(), p.counters, 0);
 }
 #endif
@@ -56,11 +57,11 @@ void plan(const Kernel& kernel, Tensor schedule, OptionalTensor indptr, Optional
            "units must be positive and less than 2^31 / batch_size; got %lld", static_cast<long long>(units));
   FI_CHECK(q_len > 0 && q_len <= largest, ValueError, "q_len must be positive; got %lld",
            static_cast<long long>(q_len));
-  FI_CHECK(blocks > 0 && blocks <= kDecodeMostBlocks, ValueError, "blocks must be in 1..%d; got %lld",
-           kDecodeMostBlocks, static_cast<long long>(blocks));
+  FI_CHECK(blocks > 0 && blocks <= kDecodeMostRanges, ValueError, "blocks must be in 1..%d; got %lld",
+           kDecodeMostRanges, static_cast<long long>(blocks));
   const int64_t counters = words - decode_counters_offset(blocks, batch);
-  FI_CHECK(counters >= blocks, ValueError, "schedule must have %lld words or more; got %lld",
-           static_cast<long long>(words - counters + blocks), static_cast<long long>(words));
+  FI_CHECK(counters >= decode_ranges(blocks), ValueError, "schedule must have %lld words or more; got %lld",
+           static_cast<long long>(words - counters + decode_ranges(blocks)), static_cast<long long>(words));
   FI_CHECK(reinterpret_cast<uintptr_t>(schedule.data()) % 16 == 0, ValueError,
            "schedule must begin at a multiple of 16 bytes");
 

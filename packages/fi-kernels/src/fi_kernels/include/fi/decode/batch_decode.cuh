@@ -4,6 +4,7 @@
 #include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/decode/finish.cuh"
 #include "fi/decode/rows_finish.cuh"
+#include "fi/decode/take.cuh"
 #include "fi/decode/warp_tile.cuh"
 
 namespace fi {
@@ -20,9 +21,17 @@ struct BlockWalk {
     walk.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
   }
   // By all threads of the block, the first of which has called begin. A barrier.
-  FI_DEVICE bool next() {
+  FI_DEVICE bool next(const BatchDecodeParams& params) {
     __syncthreads();
-    if (threadIdx.x == 0) more = walk.next(segment);
+    if (threadIdx.x == 0) {
+      more = walk.next(segment);
+      while (!more) {
+        const int range = take_range(params, walk.header);
+        if (range < 0) break;
+        walk.enter(range);
+        more = walk.next(segment);
+      }
+    }
     __syncthreads();
     return more;
   }
@@ -40,7 +49,7 @@ FI_DEVICE void decode_rows(const BatchDecodeParams& params, const Variant::Argum
   pdl_wait();
   if (threadIdx.x == 0) walk.begin(params);
 #pragma unroll 1
-  while (walk.next()) {
+  while (walk.next(params)) {
     const DecodeSegment& s = walk.segment;
     if (threadIdx.x == 0) {
       problem = params.request(s.request, s.kv_len, sizeof(Q), out_bytes(params.problem.out_type));
@@ -157,7 +166,7 @@ struct DecodeTiles {
     if (threadIdx.x == 0) shared.walk.begin(params);
     Tile tile({4}, 0);
 #pragma unroll 1
-    while (shared.walk.next()) {
+    while (shared.walk.next(params)) {
       const DecodeSegment& s = shared.walk.segment;
       const Finish finish(params, s);
       const AttentionProblem& p = params.problem;

@@ -12,7 +12,7 @@ struct DecodePlanParams {
   int64_t pages_per_request;
   int32_t kv_len_is_wide;
   int32_t batch, page_size, units, q_len, window_left, blocks;
-  int32_t split;     // > 0: tiles of a chunk; 0: ranges of equal cost; < 0: no item is cut
+  int32_t split;     // > 0: tiles of a chunk; 0: ranges of equal cost and smaller ones; < 0: no item is cut
   int32_t counters;  // how many the buffer has
 
   FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, blocks, batch}; }
@@ -45,27 +45,44 @@ FI_HOST_DEVICE DecodeCost decode_cost(const DecodePlanParams& p, int32_t kv_len)
   return cost;
 }
 
-// How the order of items is divided: into `ranges` ranges of equal cost, boundaries within `snap` tiles of the end of
-// an item moved there.
+// How the order of items is divided: each group into `first` ranges of equal cost, then `later` ranges that become
+// smaller and smaller. Boundaries of the first within `snap` tiles of the end of an item are moved there.
 struct DecodeDivision {
-  int64_t cost;  // of all units
-  int32_t unit_cost, ranges, snap;
+  int64_t cost, group_cost, first_cost;  // of all units; of a group; of its first ranges
+  int32_t unit_cost, groups, first, later, snap;
+
+  FI_HOST_DEVICE int32_t ranges() const { return groups * (first + later); }
+  // Where range g begins, and how far its boundary may move.
+  FI_HOST_DEVICE int64_t position(int32_t g) const {
+    const int32_t group = g / (first + later), i = g % (first + later);
+    const int64_t begin = group_cost * group;
+    if (i <= first) return begin + first_cost * i / first;
+    // From 7/4 of the average to 1/4.
+    const int64_t x = i - first, n = later;
+    return begin + first_cost + (group_cost - first_cost) * x * (7 * n - 3 * x) / (4 * n * n);
+  }
+  FI_HOST_DEVICE int32_t snap_of(int32_t g) const { return later == 0 || g % (first + later) < first ? snap : 1; }
 };
 FI_HOST_DEVICE DecodeDivision decode_division(const DecodePlanParams& p, int32_t unit_cost) {
   constexpr int32_t kLeastRange = 4;    // tiles; H200, b1 kv1k: 4 16.8 us, 2 16.8, 1 16.0; b64 kv8k 8/1: 90 all
   constexpr int32_t kSnapDivisor = 32;  // of a range; H200, b64 of varied lengths: 8 267.6 us, 32 261.8, 999 262.3
-  DecodeDivision d{static_cast<int64_t>(unit_cost) * p.units, unit_cost, 1, 0};
-  if (d.cost == 0) return d;
+  constexpr int32_t kLaterShare = 16;   // of all work
+  constexpr int32_t kLeastLater = 256;  // tiles of a block from which on there are later ranges
+  const int64_t cost = static_cast<int64_t>(unit_cost) * p.units;
+  DecodeDivision d{cost, cost, cost, unit_cost, 1, 1, 0, 0};
+  if (cost == 0) return d;
   // The same ranges for every unit, if that leaves no more than one block in 16 idle.
   const int32_t each = p.blocks / p.units;
-  if (each * p.units >= p.blocks - p.blocks / 16) {
-    const int32_t most = unit_cost / kLeastRange;
-    d.ranges = (each < most ? each : most > 1 ? most : 1) * p.units;
-  } else {
-    const int64_t most = d.cost / kLeastRange;
-    d.ranges = p.blocks < most ? p.blocks : most > 1 ? static_cast<int32_t>(most) : 1;
+  if (each * p.units >= p.blocks - p.blocks / 16) d.groups = p.units, d.group_cost = d.first_cost = unit_cost;
+  const int64_t blocks = d.groups > 1 ? each : p.blocks, most = d.group_cost / kLeastRange;
+  d.first = static_cast<int32_t>(blocks < most ? blocks : most > 1 ? most : 1);
+  if (p.split == 0 && d.group_cost >= kLeastLater * blocks) {
+    const int64_t rest = d.group_cost / kLaterShare, finest = rest / (4 * kLeastRange);
+    const int64_t room = decode_ranges(p.blocks) / d.groups - d.first;
+    d.later = static_cast<int32_t>(room < finest ? room : finest);
+    if (d.later > 0) d.first_cost = d.group_cost - rest;
   }
-  const int64_t snap = d.cost / d.ranges / kSnapDivisor;
+  const int64_t snap = d.first_cost / d.first / kSnapDivisor;
   d.snap = p.split < 0 ? 0x7fffffff : static_cast<int32_t>(snap > 1 ? snap : 1);
   return d;
 }
@@ -88,8 +105,9 @@ FI_HOST_DEVICE int32_t last_not_above(int32_t count, X x, Value&& value) {
 FI_HOST_DEVICE DecodeStart decode_start(const DecodePlanParams& p, const DecodeDivision& d, int32_t g,
                                         const DecodeRequest* requests) {
   DecodeStart start{p.units, 0, 0, g, 1, 0, 0, 0};
-  if (g >= d.ranges || d.cost == 0) return start;
-  const int64_t at = d.cost * g / d.ranges;
+  if (g >= d.ranges() || d.cost == 0) return start;
+  const int64_t at = d.position(g);
+  const int32_t snap = d.snap_of(g);
   start.unit = static_cast<int32_t>(at / d.unit_cost);
   const auto offset = static_cast<int32_t>(at - static_cast<int64_t>(start.unit) * d.unit_cost);
   start.request = last_not_above(p.batch, offset, [&](int32_t b) { return requests[b].cost; });
@@ -98,9 +116,9 @@ FI_HOST_DEVICE DecodeStart decode_start(const DecodePlanParams& p, const DecodeD
   int32_t done = offset - r.cost - kItemCost;  // tiles of the item before the boundary
   if (done < 0) done = 0;
   const int32_t rest = tiles.end - tiles.first - done;
-  if (done <= rest && done < d.snap)
+  if (done <= rest && done < snap)
     done = 0;
-  else if (rest < d.snap)
+  else if (rest < snap)
     done = tiles.end - tiles.first;
   start.tile = tiles.first + done;
   if (p.split > 0 && done > 0) {  // to the nearest boundary of a chunk
@@ -129,8 +147,8 @@ FI_HOST_DEVICE void decode_cut(const DecodePlanParams& p, DecodeStart& s, const 
   if (s.unit >= p.units || s.tile <= tiles.first) return;
   const int64_t item = decode_key(p, s) >> 32;
   const auto key = [&](int32_t i) { return keys[i]; };
-  s.leader = last_not_above(p.blocks + 1, item << 32 | static_cast<uint32_t>(tiles.first), key);
-  s.parts = last_not_above(p.blocks + 1, (item << 32) + 0xffffffffll, key) - s.leader + 1;
+  s.leader = last_not_above(decode_ranges(p.blocks) + 1, item << 32 | static_cast<uint32_t>(tiles.first), key);
+  s.parts = last_not_above(decode_ranges(p.blocks) + 1, (item << 32) + 0xffffffffll, key) - s.leader + 1;
 }
 
 // The chunks by which parts are made: 0 if the buffer has too few counters for them.
@@ -138,14 +156,16 @@ FI_HOST_DEVICE int32_t decode_chunk(const DecodePlanParams& p, int32_t chunks) {
   return p.split > 0 && static_cast<int64_t>(chunks) * p.units <= p.counters ? p.split : 0;
 }
 
-FI_HOST_DEVICE DecodeHeader decode_header(const DecodePlanParams& p, DecodeCost total) {
-  const int64_t tiles = static_cast<int64_t>(total.tiles) * p.units;
+FI_HOST_DEVICE DecodeHeader decode_header(const DecodePlanParams& p, const DecodeDivision& d, int32_t chunks) {
   return {p.units,
           p.batch,
-          p.blocks,
-          decode_chunk(p, total.chunks),
-          total.chunks,
-          tiles < 0x7fffffff ? static_cast<int32_t>(tiles) : 0x7fffffff,
+          decode_chunk(p, chunks),
+          chunks,
+          d.cost < 0x7fffffff ? static_cast<int32_t>(d.cost) : 0x7fffffff,
+          d.groups,
+          d.first,
+          d.later,
+          0,
           {}};
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import defaultdict
 from typing import NamedTuple
@@ -18,7 +19,8 @@ TILE, HEADER, WORDS = ops.TILE, 12, 8  # words of the header, and of a range
 
 
 class Segment(NamedTuple):
-    block: int  # that begins with its range; -1: its range is one of those which are taken later
+    range: int
+    taken: int  # ranges are taken in this order
     unit: int
     request: int
     begin: int
@@ -52,7 +54,7 @@ def walk(schedule: torch.Tensor, blocks: int, batch: int, q_len: int, window_lef
     found = []
     for index in range(ranges):
         i = index % of_group
-        block = index // of_group * first_ranges + i if i < first_ranges else -1
+        taken = index // of_group * first_ranges + i if i < first_ranges else index // of_group + i * groups
         unit, request, tile, leader, parts, kv_len, first_page, _ = starts[index]
         last_unit, last_request, last_tile, _, last_parts, *_ = starts[index + 1]
         while (unit, request, tile) < (last_unit, last_request, last_tile) or (
@@ -73,7 +75,7 @@ def walk(schedule: torch.Tensor, blocks: int, batch: int, q_len: int, window_lef
                 here = index if begins else leader
                 part, count = index - here, parts if not begins else last_parts if last else 1
                 slot, counter = 2 * here + 2 * part if part else 2 * here + 1, here
-            found.append(Segment(block, unit, request, tile, stop, part, count, slot, counter))
+            found.append(Segment(index, taken, unit, request, tile, stop, part, count, slot, counter))
             tile = stop
             if tile >= end:
                 request += 1
@@ -151,25 +153,38 @@ def test_large_batches(batch: int) -> None:
     check(segments, buffers, lengths, 2, 1, -1)
 
 
-def cost(segments: list[Segment]) -> dict[int, int]:
-    tiles: dict[int, int] = defaultdict(int)
+def shares(segments: list[Segment], blocks: int) -> list[int]:
+    """Tiles of each block, if all are equally fast and a segment takes as long as two tiles more."""
+    ranges: dict[tuple[int, int], int] = defaultdict(int)
     for s in segments:
-        tiles[s.block] += s.end - s.begin + 2
-    return tiles
+        ranges[s.taken, s.range] += s.end - s.begin + 2
+    done = [0] * blocks
+    for key in sorted(ranges):
+        heapq.heapreplace(done, done[0] + ranges[key])
+    return done
 
 
 @pytest.mark.parametrize("lengths", [[8192], [8192] * 16, [100, 8000, 3, 60_000], [128] * 500])
 def test_work_is_balanced(lengths: list[int]) -> None:
     segments, buffers = planned(lengths, 8)
-    share = cost(segments)
     total = 8 * sum(-(-n // TILE) + 2 for n in lengths)
-    assert max(share.values()) <= 1.1 * total / buffers.blocks + 3
+    assert max(shares(segments, buffers.blocks)) <= 1.1 * total / buffers.blocks + 3
+
+
+def test_ranges_become_small_where_there_is_much_to_do() -> None:
+    segments, buffers = planned([8192] * 64, 8)
+    tiles: dict[int, int] = defaultdict(int)
+    for s in segments:
+        tiles[s.taken] += s.end - s.begin
+    sizes = [tiles[taken] for taken in sorted(tiles)]
+    assert len(sizes) > 2 * buffers.blocks
+    assert max(sizes[-buffers.blocks :]) < sizes[0] / 16
 
 
 def test_uniform_requests_are_not_cut_where_they_divide_evenly() -> None:
-    segments, _ = planned([1024] * 16, 8)
+    segments, buffers = planned([1024] * 16, 8)
     assert {s.parts for s in segments} == {1}
-    assert set(cost(segments).values()) == {2 * (1024 // TILE + 2)}
+    assert set(shares(segments, buffers.blocks)) == {2 * (1024 // TILE + 2)}
 
 
 def test_chunks_of_a_request_do_not_depend_on_its_neighbours() -> None:

@@ -49,8 +49,9 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
            static_cast<long long>(blocks), static_cast<long long>(words));
   Dim slots{"slots"}, tile_rows{"16", kDecodeRows}, width{"head_dim_vo + 2", dim_vo + 2};
   workspace.is({kF32}).on(q).contiguous().shape(slots, tile_rows, width);
-  FI_CHECK(slots >= 2 * decode_ranges(blocks), ValueError, "workspace must have %d slots or more for %lld blocks; got %s",
-           2 * decode_ranges(blocks), static_cast<long long>(blocks), workspace.shape_str().c_str());
+  FI_CHECK(slots >= 2 * decode_ranges(blocks), ValueError,
+           "workspace must have %d slots or more for %lld blocks; got %s", 2 * decode_ranges(blocks),
+           static_cast<long long>(blocks), workspace.shape_str().c_str());
   const int64_t draft_row = (q_len + 31) / 32 * 4;
   if (draft_mask) {
     Dim requests{"batch_size", batch}, length{"q_len", q_len}, bytes{"ceil(q_len / 32) * 4", draft_row};

@@ -5,8 +5,8 @@
 
 namespace fi {
 
-// By one thread of a block, until -1 once: that is how many asked for none. The last of them makes the counter ready for
-// the next launch.
+// By one thread of a block, until -1 once: that is how many asked for none. The last of them makes the counter ready
+// for the next launch.
 FI_DEVICE int take_range(const BatchDecodeParams& params, const DecodeHeader& header) {
   if (header.later == 0) return -1;
   int32_t& taken = params.view().header().taken;

@@ -17,7 +17,7 @@ K, V, Q = 0x1000000, 0x2000000, 0x3000000
 
 def call(start: Start, impl: str, dim: int = 128, kv: str = "bf16", **change: Any) -> list[Call]:  # noqa: F811
     shape = (PAGES, PAGE, KV_HEADS, dim)
-    words, slots = 12 + (RANGES + 1) * 8 + BATCH * 4 + RANGES, 2 * RANGES
+    words, slots = 12 + (RANGES + 1) * 8 + BATCH * 4 + 2 * RANGES, 2 * RANGES
     arguments: dict[str, Any] = {
         "out": Tensor(0x4000000, (BATCH, Q_HEADS, dim), "bf16"),
         "lse": None,
@@ -90,7 +90,7 @@ def test_head_major_pages(start: Start) -> None:  # noqa: F811
         ("fa2_tc", {"q": Tensor(Q, (BATCH, Q_HEADS, 128), "bf16", (4100, 129, 1))}, "must be multiples of 16 bytes"),
         ("fa3", {"pos_encoding_mode": 1}, "impl must be fa2 for ROPE_LLAMA"),
         ("fa3", {"workspace": Tensor(0x5000000, (10, 16, 130), "f32")}, "workspace must have 1056 slots"),
-        ("fa3", {"schedule": Tensor(0x6000000, (100,), "i32")}, "schedule must have 4784 words"),
+        ("fa3", {"schedule": Tensor(0x6000000, (100,), "i32")}, "schedule must have 5312 words"),
         ("fa3", {"q_len": 2}, "q must have a multiple of q_len = 2 rows"),
     ],
 )

@@ -89,7 +89,7 @@ def _tma_unit(axes: Axes) -> Unit:
     warps, warp_keys = (4 if dim <= 128 else 2), (32 if kv_bytes == 1 or line <= 128 else 16)
     keys = warps * warp_keys
     stage = 2 * keys * line
-    rest = warps * ROWS * ((dim + 8) * 4 + 8) + 4 * (ROWS * (dim * q_bytes + 16) + 40 + 16) + 6 * 8 + 24 + 1024
+    rest = warps * ROWS * ((dim + 8) * 4 + 8) + 4 * (ROWS * (dim * q_bytes + 16) + 40 + 16) + 6 * 8 + 24 + 8192 + 1024
     stages = min(max(2, tune.ring // stage), (227 * 1024 - rest) // (stage + 24))
     shared = rest + stages * (stage + 24)
     body = f"decode_tma<{types}, {dim}, {warps}, {warp_keys}, {stages}, {str(whole).lower()}, {shared}>"
@@ -245,10 +245,10 @@ def sizes(
     """
     blocks = blocks_of(device, impl)
     ranges = min(MOST_RANGES, 4 * blocks)  # decode_ranges of schedule.h
-    slots, counters = 2 * ranges, ranges
+    slots = 2 * ranges
     if split > 0:
-        slots = counters = max(slots, units * (tokens // (split * TILE) + 2 * batch_size))
-    return Sizes(12 + (ranges + 1) * 8 + batch_size * 4 + counters, slots, blocks)
+        slots = max(slots, units * (tokens // (split * TILE) + 2 * batch_size))
+    return Sizes(12 + (ranges + 1) * 8 + batch_size * 4 + slots, slots, blocks)  # a counter for each slot
 
 
 def allocate(device: torch.device, needs: Sizes, head_dim_vo: int) -> Buffers:

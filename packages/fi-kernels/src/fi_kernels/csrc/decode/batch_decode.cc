@@ -43,7 +43,7 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
   const int64_t batch = rows / q_len;
   page_indices.is({kI32}).on(q).contiguous();
   schedule.is({kI32}).on(q).contiguous().shape(words);
-  const int64_t least = decode_counters_offset(blocks, batch) + decode_ranges(blocks);
+  const int64_t least = decode_counters_offset(blocks, batch) + 2 * decode_ranges(blocks);
   FI_CHECK(blocks > 0 && blocks <= kDecodeMostRanges && words >= least, ValueError,
            "schedule must have %lld words or more for %lld blocks; got %lld", static_cast<long long>(least),
            static_cast<long long>(blocks), static_cast<long long>(words));

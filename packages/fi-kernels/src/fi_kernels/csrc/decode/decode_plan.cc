@@ -14,13 +14,15 @@ void run_cpu(const DecodePlanParams& p) {
   const DecodeSchedule schedule = p.view();
   DecodeRequest* requests = schedule.requests();
   int32_t cost = 0, chunks = 0;
+  bool uniform = true;
   for (int32_t b = 0; b < p.batch; ++b) {
     requests[b] = decode_request(p, b);
     requests[b].cost = cost, requests[b].chunks = chunks;
     const DecodeCost one = decode_cost(p, requests[b].kv_len);
     cost += one.tiles, chunks += one.chunks;
+    uniform = uniform && one.tiles == decode_cost(p, requests[0].kv_len).tiles;
   }
-  const DecodeDivision division = decode_division(p, cost);
+  const DecodeDivision division = decode_division(p, cost, uniform);
   schedule.header() = decode_header(p, division, chunks);
   const int32_t ranges = decode_ranges(p.blocks);
   DecodeStart* starts = schedule.starts();
@@ -60,8 +62,9 @@ void plan(const Kernel& kernel, Tensor schedule, OptionalTensor indptr, Optional
   FI_CHECK(blocks > 0 && blocks <= kDecodeMostRanges, ValueError, "blocks must be in 1..%d; got %lld",
            kDecodeMostRanges, static_cast<long long>(blocks));
   const int64_t counters = words - decode_counters_offset(blocks, batch);
-  FI_CHECK(counters >= decode_ranges(blocks), ValueError, "schedule must have %lld words or more; got %lld",
-           static_cast<long long>(words - counters + decode_ranges(blocks)), static_cast<long long>(words));
+  const int64_t slots = 2 * decode_ranges(blocks);
+  FI_CHECK(counters >= slots, ValueError, "schedule must have %lld words or more; got %lld",
+           static_cast<long long>(words - counters + slots), static_cast<long long>(words));
   FI_CHECK(reinterpret_cast<uintptr_t>(schedule.data()) % 16 == 0, ValueError,
            "schedule must begin at a multiple of 16 bytes");
 

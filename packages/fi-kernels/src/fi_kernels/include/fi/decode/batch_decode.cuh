@@ -76,11 +76,11 @@ FI_DEVICE void decode_rows(const BatchDecodeParams& params, const Variant::Argum
           if (s.whole())
             finish.write(row + g, x, {m, d, values});
           else
-            finish.publish(row + g, x, {m, d, values});
+            finish.publish(s.part, row + g, x, {m, d, values});
         }
       }
     }
-    if (!s.whole()) finish.complete(threadIdx.x, Kernel::kThreads, 1, &last);
+    if (!s.whole()) finish.complete(FinishTeam::of(threadIdx.x, Kernel::kThreads, 1, &last, shared.o, sizeof shared.o));
   }
   pdl_launch_dependents();
 }
@@ -168,7 +168,7 @@ struct DecodeTiles {
 #pragma unroll 1
     while (shared.walk.next(params)) {
       const DecodeSegment& s = shared.walk.segment;
-      const Finish finish(params, s);
+      const Finish finish(params, s, kDim);
       const AttentionProblem& p = params.problem;
       const auto problem = [&] { return params.keys_of(s.request, s.kv_len, shared.walk.bmm1); };
       Slices at{max(s.begin * kDecodeTile, problem().mask.first_key(0)),
@@ -208,10 +208,13 @@ struct DecodeTiles {
       __syncwarp();
       tile.leave(finish.rows, shared.rings[warp].output[0], kOutputPitch, shared.states[warp]);
       __syncthreads();
-      finish.finish(threadIdx.x, kThreads, 1, &shared.last, [&](int r, int x) {
-        return Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
-                                            [&](int w) { return &shared.rings[w].output[r][x]; });
-      });
+      finish.template finish<false>(
+          FinishTeam::of(threadIdx.x, kThreads, 1, &shared.last, shared.rings, sizeof shared.rings),
+          [&](int r, int x) {
+            return Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
+                                                [&](int w) { return &shared.rings[w].output[r][x]; });
+          },
+          [] {}, [&](int r, int x, const RowPart& values) { finish.write(r, x, values); });
     }
     pdl_launch_dependents();
   }

@@ -18,6 +18,7 @@ struct DecodeTma {
   static constexpr int kLines = (kDim * sizeof(KV) + 127) / 128;
   static constexpr int kOutputPitch = kDim + 8;
   static constexpr int kSegments = 4;  // that are described at a time
+  static constexpr int kFollowed = 8;  // parts that the finisher asks for at once
   static constexpr int kRanges = 2;    // that V's warp is ahead of K's
   static constexpr int kAhead = 4;     // stages before the end of a range its successor is looked up
   using Lines = KeyLines<kLines, kKeys>;
@@ -30,6 +31,7 @@ struct DecodeTma {
     float output[kWarps][kDecodeRows][kOutputPitch];
     Q queries[kSegments][kDecodeRows][Tile::kPitch];
     float2 states[kWarps][kDecodeRows];
+    char room[kFollowed * 32 * FinishTeam::kPart];  // for what the finisher merges; consumers have the ring
     DecodeSegment segments[kSegments];
     Barrier full_k[kStages], full_v[kStages], empty[kStages];  // of the ring
     Barrier ready[kSegments], free[kSegments];                 // of segments and queries
@@ -162,7 +164,7 @@ struct DecodeTma {
     const int at = count % kSegments;
     if (count >= kSegments) shared.free[at].wait((count / kSegments - 1) & 1);
     int rows = 0;
-    if (s.unit >= 0) rows = Finish(params, s).rows;
+    if (s.unit >= 0) rows = Finish(params, s, kDim).rows;
     if (lane == 0) {
       shared.segments[at] = s;
       shared.ready[at].arrive_expect(rows * kDim * sizeof(Q));
@@ -268,7 +270,7 @@ struct DecodeTma {
       if (s.unit < 0) break;
       const auto problem = [&] { return params.keys_of(s.request, s.kv_len, shared.bmm1); };
       {
-        const Finish tile_of(params, s);
+        const Finish tile_of(params, s, kDim);
         tile.begin(params, problem(), tile_of.kv_head, tile_of.first, tile_of.rows, shared.queries[at][0]);
       }
       const int from = low(s), to = high(s);
@@ -287,13 +289,14 @@ struct DecodeTma {
         if (lane == 0) shared.empty[stage].arrive();
         if (++stage == kStages) stage = 0, ++round;
       }
-      const Finish finish(params, s);
+      const Finish finish(params, s, kDim);
       const bool last = is_last(count);
       if (count > 0) shared.output_free.wait((count - 1) & 1);
       tile.leave(finish.rows, shared.output[warp][0], kOutputPitch, shared.states[warp]);
       if (last) {
         barrier_sync(1, kThreads);
-        complete(finish, threadIdx.x, kThreads, 1);
+        complete(finish, FinishTeam::of(threadIdx.x, kThreads, 1, &shared.last[0], shared.k, 2 * sizeof shared.k),
+                 [] {});
         return;
       }
       shared.output_full.arrive();
@@ -330,17 +333,21 @@ struct DecodeTma {
       const DecodeSegment& s = shared.segments[at];
       if (s.unit < 0 || is_last(count)) return;
       shared.output_full.wait(count & 1);
-      complete(Finish(params, s), lane, 32, 2);
-      shared.output_free.arrive();
+      complete(Finish(params, s, kDim), FinishTeam::of(lane, 32, 2, &shared.last[1], shared.room, sizeof shared.room),
+               [&] { shared.output_free.arrive(); });
       shared.free[at].arrive();
     }
   }
 
-  FI_DEVICE void complete(const Finish& finish, int thread, int threads, int barrier) const {
-    finish.finish(thread, threads, barrier, &shared.last[barrier - 1], [&](int r, int x) {
-      return Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
-                                          [&](int w) { return &shared.output[w][r][x]; });
-    });
+  template <class Released>
+  FI_DEVICE void complete(const Finish& finish, const FinishTeam& team, Released&& released) const {
+    finish.template finish<false>(
+        team,
+        [&](int r, int x) {
+          return Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
+                                              [&](int w) { return &shared.output[w][r][x]; });
+        },
+        released, [&](int r, int x, const RowPart& values) { finish.write(r, x, values); });
   }
 };
 

@@ -39,10 +39,13 @@ FI_DEVICE void decode_plan(const DecodePlanParams& p) {
   pdl_wait();
   pdl_launch_dependents();
   DecodeCost cost{0, 0}, total;
+  const int32_t tiles = p.batch ? decode_cost(p, decode_request(p, 0).kv_len).tiles : 0;
+  bool uniform = true;
 #pragma unroll 1
   for (int b = first; b < end; ++b) {
     const DecodeCost one = decode_cost(p, decode_request(p, b).kv_len);
     cost.tiles += one.tiles, cost.chunks += one.chunks;
+    uniform = uniform && one.tiles == tiles;
   }
   cost = sum_before(cost, warps, total);
 #pragma unroll 1
@@ -54,11 +57,11 @@ FI_DEVICE void decode_plan(const DecodePlanParams& p) {
     const DecodeCost one = decode_cost(p, r.kv_len);
     cost.tiles += one.tiles, cost.chunks += one.chunks;
   }
-  const DecodeDivision division = decode_division(p, total.tiles);
-  if (threadIdx.x == 0) schedule.header() = decode_header(p, division, total.chunks);
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.counters; i += kThreads) schedule.counters()[i] = 0;
-  __syncthreads();
+  uniform = __syncthreads_and(uniform);
+  const DecodeDivision division = decode_division(p, total.tiles, uniform);
+  if (threadIdx.x == 0) schedule.header() = decode_header(p, division, total.chunks);
   const int g = threadIdx.x;
   DecodeStart start;
   if (g <= decode_ranges(p.blocks)) {

@@ -45,11 +45,12 @@ FI_HOST_DEVICE DecodeCost decode_cost(const DecodePlanParams& p, int32_t kv_len)
   return cost;
 }
 
-// How the order of items is divided: each group into `first` ranges of equal cost, then `later` ranges that become
-// smaller and smaller. Boundaries of the first within `snap` tiles of the end of an item are moved there.
+// How the order of items is divided. Each item into `parts` ranges of as many tiles; or (parts 0) each group into
+// `first` ranges of equal cost, then `later` ranges that become smaller and smaller, boundaries of the first within
+// `snap` tiles of the end of an item moved there.
 struct DecodeDivision {
   int64_t cost, group_cost, first_cost;  // of all units; of a group; of its first ranges
-  int32_t unit_cost, groups, first, later, snap;
+  int32_t unit_cost, groups, first, later, snap, parts;
 
   FI_HOST_DEVICE int32_t ranges() const { return groups * (first + later); }
   // Where range g begins, and how far its boundary may move.
@@ -63,20 +64,44 @@ struct DecodeDivision {
   }
   FI_HOST_DEVICE int32_t snap_of(int32_t g) const { return later == 0 || g % (first + later) < first ? snap : 1; }
 };
-FI_HOST_DEVICE DecodeDivision decode_division(const DecodePlanParams& p, int32_t unit_cost) {
+// uniform: all requests cost the same.
+FI_HOST_DEVICE DecodeDivision decode_division(const DecodePlanParams& p, int32_t unit_cost, bool uniform) {
   constexpr int32_t kLeastRange = 4;    // tiles; H200, b1 kv1k: 4 16.8 us, 2 16.8, 1 16.0; b64 kv8k 8/1: 90 all
   constexpr int32_t kSnapDivisor = 32;  // of a range; H200, b64 of varied lengths: 8 267.6 us, 32 261.8, 999 262.3
   constexpr int32_t kLaterShare = 16;   // of all work
   constexpr int32_t kLeastLater = 256;  // tiles of a block from which on there are later ranges
   const int64_t cost = static_cast<int64_t>(unit_cost) * p.units;
-  DecodeDivision d{cost, cost, cost, unit_cost, 1, 1, 0, 0};
+  DecodeDivision d{cost, cost, cost, unit_cost, 1, 1, 0, 0, 0};
   if (cost == 0) return d;
-  // The same ranges for every unit, if that leaves no more than one block in 16 idle.
-  const int32_t each = p.blocks / p.units;
-  if (each * p.units >= p.blocks - p.blocks / 16) d.groups = p.units, d.group_cost = d.first_cost = unit_cost;
-  const int64_t blocks = d.groups > 1 ? each : p.blocks, most = d.group_cost / kLeastRange;
-  d.first = static_cast<int32_t>(blocks < most ? blocks : most > 1 ? most : 1);
-  if (p.split == 0 && d.group_cost >= kLeastLater * blocks) {
+  const int32_t idle = p.blocks / 16;  // blocks that may be idle where ranges are alike
+  const int64_t items = static_cast<int64_t>(p.units) * p.batch;
+  if (uniform && items <= p.blocks && p.split >= 0) {
+    // Else many blocks would end one item and begin another, and pay for both.
+    const auto each = static_cast<int32_t>(p.blocks / items);
+    const int32_t tiles = unit_cost / p.batch - kItemCost, most = tiles / kLeastRange;
+    const int64_t longest = (tiles + each - 1) / each;
+    if (each * items >= p.blocks - idle || longest * p.blocks <= (tiles + kItemCost) * items) {
+      d.parts = each < most ? each : most > 1 ? most : 1;
+      d.groups = p.units, d.first = d.parts * p.batch;
+      return d;
+    }
+  }
+  // The same ranges for every unit, if that leaves few blocks idle.
+  int32_t each = p.blocks / p.units;
+  if (each * p.units >= p.blocks - idle) {
+    d.groups = p.units, d.group_cost = d.first_cost = unit_cost;
+    // Equal requests are not cut where the same number for each range leaves few blocks idle.
+    for (int32_t i = each; uniform && i * p.units >= p.blocks - idle; --i)
+      if (p.batch % i == 0) {
+        each = i;
+        break;
+      }
+  } else {
+    each = p.blocks;
+  }
+  const int64_t most = d.group_cost / kLeastRange;
+  d.first = static_cast<int32_t>(each < most ? each : most > 1 ? most : 1);
+  if (p.split == 0 && d.group_cost >= static_cast<int64_t>(kLeastLater) * each) {
     const int64_t rest = d.group_cost / kLaterShare, finest = rest / (4 * kLeastRange);
     const int64_t room = decode_ranges(p.blocks) / d.groups - d.first;
     d.later = static_cast<int32_t>(room < finest ? room : finest);
@@ -106,20 +131,31 @@ FI_HOST_DEVICE DecodeStart decode_start(const DecodePlanParams& p, const DecodeD
                                         const DecodeRequest* requests) {
   DecodeStart start{p.units, 0, 0, g, 1, 0, 0, 0};
   if (g >= d.ranges() || d.cost == 0) return start;
-  const int64_t at = d.position(g);
-  const int32_t snap = d.snap_of(g);
-  start.unit = static_cast<int32_t>(at / d.unit_cost);
-  const auto offset = static_cast<int32_t>(at - static_cast<int64_t>(start.unit) * d.unit_cost);
-  start.request = last_not_above(p.batch, offset, [&](int32_t b) { return requests[b].cost; });
-  DecodeRequest r = requests[start.request];
-  TileRange tiles = decode_tiles(r.kv_len, p.q_len, p.window_left);
-  int32_t done = offset - r.cost - kItemCost;  // tiles of the item before the boundary
-  if (done < 0) done = 0;
-  const int32_t rest = tiles.end - tiles.first - done;
-  if (done <= rest && done < snap)
-    done = 0;
-  else if (rest < snap)
-    done = tiles.end - tiles.first;
+  DecodeRequest r;
+  TileRange tiles;
+  int32_t done;  // tiles of the item before the boundary
+  if (d.parts > 0) {
+    const int32_t item = g / d.parts;
+    start.unit = item / p.batch, start.request = item % p.batch;
+    r = requests[start.request];
+    tiles = decode_tiles(r.kv_len, p.q_len, p.window_left);
+    done = static_cast<int32_t>(static_cast<int64_t>(tiles.end - tiles.first) * (g % d.parts) / d.parts);
+  } else {
+    const int64_t at = d.position(g);
+    const int32_t snap = d.snap_of(g);
+    start.unit = static_cast<int32_t>(at / d.unit_cost);
+    const auto offset = static_cast<int32_t>(at - static_cast<int64_t>(start.unit) * d.unit_cost);
+    start.request = last_not_above(p.batch, offset, [&](int32_t b) { return requests[b].cost; });
+    r = requests[start.request];
+    tiles = decode_tiles(r.kv_len, p.q_len, p.window_left);
+    done = offset - r.cost - kItemCost;
+    if (done < 0) done = 0;
+    const int32_t rest = tiles.end - tiles.first - done;
+    if (done <= rest && done < snap)
+      done = 0;
+    else if (rest < snap)
+      done = tiles.end - tiles.first;
+  }
   start.tile = tiles.first + done;
   if (p.split > 0 && done > 0) {  // to the nearest boundary of a chunk
     start.tile = (start.tile + p.split / 2) / p.split * p.split;

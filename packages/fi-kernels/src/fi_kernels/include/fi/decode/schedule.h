@@ -26,7 +26,8 @@ FI_HOST_DEVICE int32_t decode_ranges(int64_t blocks) {
 // 1 86.3 us, 2 86.5, 4 80.9; b64 of varied lengths: 262.4, 261.8, 263.1; b1 kv8k, b1 kv1k, b256 kv512: no difference.
 constexpr int32_t kItemCost = 4;
 
-// The schedule is one buffer of 32-bit words: header, starts[ranges + 1], requests[batch], counters[...].
+// The schedule is one buffer of 32-bit words: header, starts[ranges + 1], requests[batch], counters[...], one of each
+// slot.
 struct alignas(16) DecodeHeader {
   int32_t units, batch;
   int32_t chunk;   // tiles of a chunk where parts are chunks (batch-invariant mode); 0: parts are ranges
@@ -104,7 +105,6 @@ struct DecodeSegment {
 
   FI_HOST_DEVICE bool whole() const { return parts == 1; }
   FI_HOST_DEVICE int32_t slot_of(int32_t i) const { return i ? slot + step * i : slot + step - 1; }
-  FI_HOST_DEVICE int32_t counter() const { return slot / step; }
 };
 
 // Walks through the segments of ranges: begin() with the first range of a block, or enter() with any, then next() until

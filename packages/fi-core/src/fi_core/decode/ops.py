@@ -68,13 +68,13 @@ def _types(axes: Axes) -> tuple[str, int, int, int]:
 
 
 def _tiles_unit(axes: Axes) -> Unit:
-    """Tensor cores with cp.async. 96 KB of shared memory at most: sm_86, sm_89 and sm_120 have 99."""
-    types, q_bytes, _, line = _types(axes)
-    dim, stages = int(str(axes["head_dim"])), 3
-    warps = 4 if dim <= 128 else 2
-    ring = max(stages * 2 * 16 * line, ROWS * (dim + 8) * 4)
+    """Tensor cores with cp.async. 99 KB of shared memory at most: all that a block has on sm_86, sm_89 and sm_120."""
+    types, q_bytes, kv_bytes, line = _types(axes)
+    dim, stages = int(str(axes["head_dim"])), TILES.stages
+    warps, keys = (4 if dim <= 128 else 2), (32 if kv_bytes == 1 or line <= 128 else 16)
+    ring = max(stages * 2 * keys * line, ROWS * (dim + 8) * 4)
     shared = warps * ring + ROWS * (dim * q_bytes + 16) + warps * ROWS * 8 + 192 + 16
-    body = f"decode_tiles<{types}, {dim}, {warps}, {stages}, {shared}>"
+    body = f"decode_tiles<{types}, {dim}, {warps}, {keys}, {stages}, {shared}>"
     entry = Entry("decode_tiles", body, warps * 32, (_TILES_KIND, dim), shared, 1)
     return Unit("fi/decode/batch_decode.cuh", "BatchDecodeParams", (entry,))
 
@@ -96,6 +96,16 @@ def _tma_unit(axes: Axes) -> Unit:
     config = (_TMA_KIND, dim, int(whole), tune.stream, min(keys, TILE))
     entry = Entry("decode_tma", body, warps * 32 + 96, config, shared, 1)
     return Unit("fi/decode/batch_decode_sm90.cuh", "BatchDecodeParams", (entry,))
+
+
+class TilesConfig(NamedTuple):
+    """What of the cp.async kernel is tuned."""
+
+    stages: int = 2  # of a warp's ring; H200, b16 kv8k, page 1: 2 and 3 149.9 us; sm_86 has no room for 3
+    blocks: int = 2  # of a multiprocessor
+
+
+TILES = TilesConfig()
 
 
 class TmaConfig(NamedTuple):
@@ -221,7 +231,7 @@ def blocks_of(device: torch.device, impl: str = "") -> int:
         return CPU_BLOCKS
     import torch
 
-    each = {"fa2_tc": 2, "fa2": 4}.get(impl, 1)  # blocks of a multiprocessor
+    each = {"fa2_tc": TILES.blocks, "fa2": 4}.get(impl, 1)  # blocks of a multiprocessor
     return min(MOST_RANGES, each * torch.cuda.get_device_properties(device).multi_processor_count)
 
 

@@ -75,7 +75,7 @@ def _tiles_unit(axes: Axes) -> Unit:
     ring = max(stages * 2 * keys * line, ROWS * (dim + 8) * 4)
     shared = warps * ring + ROWS * (dim * q_bytes + 16) + warps * ROWS * 8 + 192 + 16
     body = f"decode_tiles<{types}, {dim}, {warps}, {keys}, {stages}, {shared}>"
-    entry = Entry("decode_tiles", body, warps * 32, (_TILES_KIND, dim), shared, 1)
+    entry = Entry("decode_tiles", body, warps * 32, (_TILES_KIND, dim), shared, TILES.blocks)
     return Unit("fi/decode/batch_decode.cuh", "BatchDecodeParams", (entry,))
 
 

@@ -11,7 +11,7 @@ from kernels.mock_driver import Call, Tensor, launches
 from kernels.test_mock_driver import Start, driver, start  # noqa: F401  (fixtures)
 
 BATCH, BLOCKS, Q_HEADS, KV_HEADS, PAGES, PAGE = 3, 132, 32, 8, 100, 16
-RANGES = 4 * BLOCKS
+RANGES = 3 * BLOCKS
 K, V, Q = 0x1000000, 0x2000000, 0x3000000
 
 
@@ -89,8 +89,8 @@ def test_head_major_pages(start: Start) -> None:  # noqa: F811
         ("fa3", {"k_cache": Tensor(K + 2, (PAGES, PAGE, KV_HEADS, 128), "bf16")}, "must be multiples of 16 bytes"),
         ("fa2_tc", {"q": Tensor(Q, (BATCH, Q_HEADS, 128), "bf16", (4100, 129, 1))}, "must be multiples of 16 bytes"),
         ("fa3", {"pos_encoding_mode": 1}, "impl must be fa2 for ROPE_LLAMA"),
-        ("fa3", {"workspace": Tensor(0x5000000, (10, 16, 130), "f32")}, "workspace must have 1056 slots"),
-        ("fa3", {"schedule": Tensor(0x6000000, (100,), "i32")}, "schedule must have 5312 words"),
+        ("fa3", {"workspace": Tensor(0x5000000, (10, 16, 130), "f32")}, "workspace must have 792 slots"),
+        ("fa3", {"schedule": Tensor(0x6000000, (100,), "i32")}, "schedule must have 3992 words"),
         ("fa3", {"q_len": 2}, "q must have a multiple of q_len = 2 rows"),
     ],
 )

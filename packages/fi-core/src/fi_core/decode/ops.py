@@ -235,6 +235,11 @@ def blocks_of(device: torch.device, impl: str = "") -> int:
     return min(MOST_RANGES, each * torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def ranges_of(blocks: int) -> int:
+    """For how many ranges a schedule of so many blocks has room: decode_ranges of schedule.h."""
+    return 3 * blocks if blocks <= MOST_RANGES // 4 else blocks
+
+
 def units_of(num_qo_heads: int, num_kv_heads: int, q_len: int = 1) -> int:
     """Row tiles of all kv heads: `num_kv_heads * ceil(num_qo_heads / num_kv_heads * q_len / 16)`."""
     return num_kv_heads * ceil_div(num_qo_heads // num_kv_heads * q_len, ROWS)
@@ -254,7 +259,7 @@ def sizes(
     together: page_size times the number of page indices, or of the entries of a block table.
     """
     blocks = blocks_of(device, impl)
-    ranges = min(MOST_RANGES, 4 * blocks)  # decode_ranges of schedule.h
+    ranges = ranges_of(blocks)
     slots = 2 * ranges
     if split > 0:
         slots = max(slots, units * (tokens // (split * TILE) + 2 * batch_size))

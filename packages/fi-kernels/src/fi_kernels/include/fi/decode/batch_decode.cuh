@@ -135,7 +135,8 @@ struct DecodeTiles {
   FI_DEVICE void load(const KV* k, const KV* v, const Slices& at, int stage) const {
     Ring& ring = shared.rings[warp];
     // Where a row is no power of two pieces, every round has places of its own, which must not all lie in registers.
-    constexpr int kRounds = (kKeys * Tile::kPieces + 31) / 32, kAtOnce = Tile::kPieces & (Tile::kPieces - 1) ? 2 : kRounds;
+    constexpr int kRounds = (kKeys * Tile::kPieces + 31) / 32,
+                  kAtOnce = Tile::kPieces & (Tile::kPieces - 1) ? 2 : kRounds;
 #pragma unroll kAtOnce
     for (int i = 0; i < kRounds; ++i) {
       const int place = min(i * 32 + lane, kKeys * Tile::kPieces - 1);

@@ -24,8 +24,7 @@ struct BatchDecodeParams {
   Divisor page_size, group, row_tiles;
   int32_t batch, blocks, draft_row;
   int32_t out_aligned;   // four elements of out may be stored at once
-  int32_t box_shift;     // 2^box_shift keys are what one tensor copy of the Hopper kernel brings
-  int32_t gather;        // it copies key by key instead, without tensor copies
+  int32_t box_shift;     // 2^box_shift keys are what one copy of the Hopper kernel brings
   int32_t stream_tiles;  // from so many tiles on, keys pass through L2 like other data; below, they leave it first
   int64_t index_bytes, query_bytes;  // from the first to the last element of page_indices and q
 

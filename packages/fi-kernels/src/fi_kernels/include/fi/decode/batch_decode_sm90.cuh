@@ -2,7 +2,6 @@
 // that take 16 or 32 keys of each tile on tensor cores, and a warp that finishes a segment while they go on with the
 // next.
 #pragma once
-#include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/ptx/tma_sm90.cuh"
 #include "fi/decode/finish.cuh"
 #include "fi/decode/take.cuh"
@@ -23,8 +22,6 @@ struct DecodeTma {
   static constexpr int kAhead = 4;     // stages before the end of a range its successor is looked up
   using Lines = KeyLines<kLines, kKeys>;
   using Tile = WarpTile<T, Q, KV, kDim, Lines, kWarpKeys>;
-  static constexpr bool kGathers = (Tile::kPieces & (Tile::kPieces - 1)) == 0;
-  static constexpr int kGatherShift = 4;  // of lines that are gathered
 
   struct Shared {
     char k[kStages][Lines::kBytes], v[kStages][Lines::kBytes];
@@ -49,12 +46,8 @@ struct DecodeTma {
   FI_DEVICE DecodeTma(const BatchDecodeParams& params, Shared& shared)
       : params(params), shared(shared), lane(threadIdx.x % 32) {}
 
-  FI_DEVICE bool gathers() const { return kGathers && params.gather; }
-
   FI_DEVICE void init() const {
-    const int arrivals = gathers() ? 32 : 1;
-    for (int i = 0; i < kStages; ++i)
-      shared.full_k[i].init(arrivals), shared.full_v[i].init(arrivals), shared.empty[i].init(kWarps);
+    for (int i = 0; i < kStages; ++i) shared.full_k[i].init(1), shared.full_v[i].init(1), shared.empty[i].init(kWarps);
     for (int i = 0; i < kSegments; ++i) shared.ready[i].init(1), shared.free[i].init(kThreads + 32);
     shared.output_full.init(kThreads);
     shared.output_free.init(32);
@@ -182,7 +175,6 @@ struct DecodeTma {
   template <class Then>
   FI_DEVICE void feed(Boxes& b, bool values, uint64_t policy, int& stage, unsigned& round, Then&& then) const {
     const int shift = params.box_shift, boxes = kKeys >> shift, head = params.kv_head(b.s.unit);
-    const bool gathers = this->gathers();
     const TensorMap& map = values ? params.v_map : params.k_map;
     char* const ring = values ? shared.v[0] : shared.k[0];
     Barrier* const full = values ? shared.full_v : shared.full_k;
@@ -192,16 +184,14 @@ struct DecodeTma {
       if (key < b.high) {
         shared.empty[stage].wait((round & 1) ^ 1);
         const int from = max(b.low - key, 0) >> shift, to = (min(b.high - key, kKeys) + (1 << shift) - 1) >> shift;
-        if (lane == 0 && !gathers) full[stage].arrive_expect((to - from) * (kLines * 128 << shift));
+        if (lane == 0) full[stage].arrive_expect((to - from) * (kLines * 128 << shift));
         __syncwarp();
 #pragma unroll 1
         for (int done = 0; done < boxes;) {
           const int place = (first_box + done) % 32;  // in the window
           const int box = done + lane - place;
           const int these = min(boxes - done, 32 - place);
-          if (gathers)
-            gather(ring + stage * Lines::kBytes, values, b, head, done, from, to, policy);
-          else if (lane >= place && lane < place + these && box >= from && box < to)
+          if (lane >= place && lane < place + these && box >= from && box < to)
             copy(ring + stage * Lines::kBytes, map, full[stage], box << shift, b.slot, head, b.page, policy);
           done += these;
           if (place + these == 32) {
@@ -209,41 +199,9 @@ struct DecodeTma {
             look_up(b, (first_box + done) / 32 + 1, b.next_page, b.next_slot);
           }
         }
-        if (gathers) full[stage].arrive_after_copies();
         if (++stage == kStages) stage = 0, ++round;
       }
       then(b.high - key - kKeys);
-    }
-  }
-
-  // By a warp: keys [key, key + 32) of a stage, of which lane l knows page and slot of the l-th. Tensor copies of so
-  // few keys would take 70 cycles each.
-  FI_DEVICE void gather(char* to, bool values, const Boxes& b, int head, int key, int from, int end,
-                        uint64_t policy) const {
-    if constexpr (kGathers) {
-      constexpr int kAtOnce = 32 / Tile::kPieces;
-      const AttentionProblem& p = params.problem;
-      const int mine = lane / Tile::kPieces, piece = lane % Tile::kPieces;
-      const KV* row =
-          values ? static_cast<const KV*>(p.v) + head * p.v_head : static_cast<const KV*>(p.k) + head * p.k_head;
-      row += b.page * (values ? params.v_page : params.k_page) + b.slot * (values ? p.v_token : p.k_token);
-      const auto copy = [&](int i, int place) {  // keys i and following; place: where lines hold key i % 8
-        const auto source = __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(row), i + mine);
-        cp_async_16(to + (key + i) / 16 * (kLines * 2048) + i % 16 / 8 * 1024 + place,
-                    reinterpret_cast<const char*>(source) + piece * 16, policy);
-      };
-      if (from <= key && key + 32 <= end) {
-#pragma unroll
-        for (int i = 0; i < 32; i += kAtOnce) copy(i, Lines{kGatherShift}.offset(i % 8 + mine, piece));
-      } else {
-#pragma unroll 1
-        for (int i = 0; i < 32; i += kAtOnce) {
-          const auto source = __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(row), i + mine);
-          if (key + i + mine < from || key + i + mine >= end) continue;
-          cp_async_16(to + Lines{kGatherShift}.offset(key + i + mine, piece),
-                      reinterpret_cast<const char*>(source) + piece * 16, policy);
-        }
-      }
     }
   }
 
@@ -259,7 +217,7 @@ struct DecodeTma {
 
   FI_DEVICE void consume() const {
     const int warp = threadIdx.x / 32, slice = warp * kWarpKeys;
-    Tile tile({gathers() ? kGatherShift : params.box_shift}, slice);
+    Tile tile({params.box_shift}, slice);
     int stage = 0;
     unsigned round = 0;
 #pragma unroll 1

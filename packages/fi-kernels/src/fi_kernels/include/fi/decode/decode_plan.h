@@ -68,14 +68,17 @@ struct DecodeDivision {
 FI_HOST_DEVICE DecodeDivision decode_division(const DecodePlanParams& p, int32_t unit_cost, bool uniform) {
   constexpr int32_t kLeastRange = 4;    // tiles; H200, b1 kv1k: 4 16.8 us, 2 16.8, 1 16.0; b64 kv8k 8/1: 90 all
   constexpr int32_t kSnapDivisor = 32;  // of a range; H200, b64 of varied lengths: 8 267.6 us, 32 261.8, 999 262.3
-  constexpr int32_t kLaterShare = 16;   // of all work
-  constexpr int32_t kLeastLater = 256;  // tiles of a block from which on there are later ranges
+  constexpr int32_t kLaterShare = 8;    // of all work; later ranges
+  constexpr int32_t kLeastLater = 16;   // tiles of the last of them
   const int64_t cost = static_cast<int64_t>(unit_cost) * p.units;
   DecodeDivision d{cost, cost, cost, unit_cost, 1, 1, 0, 0, 0};
   if (cost == 0) return d;
   const int32_t idle = p.blocks / 16;  // blocks that may be idle where ranges are alike
   const int64_t items = static_cast<int64_t>(p.units) * p.batch;
-  if (uniform && items <= p.blocks && p.split >= 0) {
+  // Much work is done in smaller and smaller ranges.
+  const bool later = p.split == 0 && cost >= static_cast<int64_t>(8 * kLaterShare * kLeastLater) * p.blocks &&
+                     decode_ranges(p.blocks) > p.blocks;
+  if (uniform && items <= p.blocks && p.split >= 0 && !later) {
     // Else many blocks would end one item and begin another, and pay for both.
     const auto each = static_cast<int32_t>(p.blocks / items);
     const int32_t tiles = unit_cost / p.batch - kItemCost, most = tiles / kLeastRange;
@@ -101,11 +104,11 @@ FI_HOST_DEVICE DecodeDivision decode_division(const DecodePlanParams& p, int32_t
   }
   const int64_t most = d.group_cost / kLeastRange;
   d.first = static_cast<int32_t>(each < most ? each : most > 1 ? most : 1);
-  if (p.split == 0 && d.group_cost >= static_cast<int64_t>(kLeastLater) * each) {
-    const int64_t rest = d.group_cost / kLaterShare, finest = rest / (4 * kLeastRange);
+  if (later) {
+    const int64_t rest = d.group_cost / kLaterShare, finest = rest / (4 * kLeastLater);
     const int64_t room = decode_ranges(p.blocks) / d.groups - d.first;
     d.later = static_cast<int32_t>(room < finest ? room : finest);
-    if (d.later > 0) d.first_cost = d.group_cost - rest;
+    d.first_cost = d.group_cost - rest;
   }
   const int64_t snap = d.first_cost / d.first / kSnapDivisor;
   d.snap = p.split < 0 ? 0x7fffffff : static_cast<int32_t>(snap > 1 ? snap : 1);

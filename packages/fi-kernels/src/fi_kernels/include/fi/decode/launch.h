@@ -12,10 +12,6 @@ namespace fi {
 // The first number of an entry's config; the second is the head dim, of rows the largest.
 enum DecodeKind { kDecodeRowsKind = 0, kDecodeTilesKind = 1, kDecodeTmaKind = 2 };
 
-// Keys of a page that one tensor copy must bring to be worth its 70 cycles (H200, b16 kv8k, page 1: a copy a key 669
-// us, cp.async 153; page 16: 139 and 145); else they are gathered one by one.
-constexpr int64_t kLeastBox = 16;
-
 // A cache as [pages, heads, lines, tokens of a page, elements of a line], a line being 128 bytes, so that a copy leaves
 // the first line of all its tokens, then the second. `whole`: it brings all lines, else each line takes one, and lines
 // are offsets in a row.
@@ -62,9 +58,7 @@ inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params,
     // A box stays in its page; what is beyond the end of the only page arrives as zeros.
     const bool one_page = k_cache.size(0) == 1 && v_cache.size(0) == 1;
     const int64_t box_rows = one_page ? entry->config[4] : std::gcd(page_size, entry->config[4]);
-    const int64_t pieces = p.dim_qk * k_cache.dtype().bytes() / 16;
-    params.gather = box_rows < kLeastBox && (pieces & (pieces - 1)) == 0;
-    params.box_shift = params.gather ? 0 : __builtin_ctzll(static_cast<uint64_t>(box_rows));
+    params.box_shift = __builtin_ctzll(static_cast<uint64_t>(box_rows));
     params.stream_tiles = static_cast<int32_t>((entry->config[3] << 20) /
                                                (kDecodeTile * (p.dim_qk + p.dim_vo) * k_cache.dtype().bytes()));
     describe_cache(params.k_map, k_cache, p.kv_heads, page_size, p.k_head, p.k_token, box_rows, whole);

@@ -18,9 +18,10 @@ namespace fi {
 constexpr int32_t kDecodeTile = 64;  // keys
 constexpr int32_t kDecodeRows = 16;  // packed query rows
 constexpr int32_t kDecodeMostRanges = 1023;
+// For how many ranges there is room: two more for each block of the Hopper kernel. Where several blocks share a
+// multiprocessor, they are so many that none is worth it.
 FI_HOST_DEVICE int32_t decode_ranges(int64_t blocks) {
-  constexpr int32_t kEach = 4;
-  return blocks * kEach < kDecodeMostRanges ? static_cast<int32_t>(blocks) * kEach : kDecodeMostRanges;
+  return static_cast<int32_t>(blocks <= kDecodeMostRanges / 4 ? 3 * blocks : blocks);
 }
 // What beginning an item costs, in tiles: reading its queries and page ids, and writing its output. H200, b64 kv8k 8/1:
 // 1 86.3 us, 2 86.5, 4 80.9; b64 of varied lengths: 262.4, 261.8, 263.1; b1 kv8k, b1 kv1k, b256 kv512: no difference.

@@ -1,7 +1,6 @@
 // cp.async (PTX ISA 9.7.9.25.3): 16-byte copies from global to shared memory that bypass registers, sm_80 and later.
 #pragma once
 #include "fi/cuda/ptx/pdl.cuh"
-#include "fi/types.h"
 
 namespace fi {
 
@@ -11,13 +10,6 @@ FI_DEVICE void cp_async_16(void* shared, const void* global, bool valid = true) 
       "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
       "l"(__cvta_generic_to_global(global)), "r"(valid ? 16 : 0)
       : "memory");
-}
-// With an L2 policy (bulk_sm90.cuh).
-FI_DEVICE void cp_async_16(void* shared, const void* global, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(
-                   static_cast<unsigned>(__cvta_generic_to_shared(shared))),
-               "l"(__cvta_generic_to_global(global)), "l"(policy)
-               : "memory");
 }
 // Closes a group of this thread's copies.
 FI_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

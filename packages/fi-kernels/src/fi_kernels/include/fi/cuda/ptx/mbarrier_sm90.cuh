@@ -32,10 +32,6 @@ struct Barrier {
         "r"(rank)
         : "memory");
   }
-  // One arrival when all earlier cp.async of this thread are done.
-  FI_DEVICE void arrive_after_copies() {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address()) : "memory");
-  }
   FI_DEVICE bool try_wait(unsigned parity) {
     unsigned done;
     asm volatile(

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from fi_core.decode import ops
+from fi_core.spec.target import Target
 from kernels.mock_driver import Call, Tensor, launches
 from kernels.test_mock_driver import Start, driver, start  # noqa: F401  (fixtures)
 
@@ -81,6 +83,14 @@ def test_head_major_pages(start: Start) -> None:  # noqa: F811
     calls = call(start, "fa3", kv_layout=1, k_cache=Tensor(K, shape, "bf16"), v_cache=Tensor(V, shape, "bf16"))
     for one in (c for c in calls if c["call"] == "tensor_map"):
         assert [d[1] for d in one["dimensions"]][1:] == [256, 128, PAGE * 256, KV_HEADS * PAGE * 256]
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("kv", ["bf16", "e4m3"])
+def test_the_kernel_of_all_gpus_asks_for_no_more_shared_memory_than_the_smallest_has(kv: str, dim: int) -> None:
+    unit = ops.BATCH_DECODE.spec(Target("cuda", "86"), {"q": "bf16", "kv": kv, "head_dim": dim}, "fa2_tc").unit()
+    assert unit is not None
+    assert max(entry.shared_bytes for entry in unit.entries) <= 99 * 1024
 
 
 @pytest.mark.parametrize(

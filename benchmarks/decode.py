@@ -162,7 +162,7 @@ def ours(x: Inputs, impl: str, split: int = ops.BALANCED) -> tuple[Callable[[], 
     units = ops.units_of(case.qo_heads, case.kv_heads, case.q_len)
     indptr, last, layout = x.indptr.cuda(), x.last.cuda(), int(case.layout == "HND")
     impl = ops.choose(impl, device, BF16, case.kv, case.dim, case.dim, 0, case.page_size)
-    needs = ops.sizes(device, len(case.lengths), units, split, x.indices.numel() * case.page_size, impl)
+    needs = ops.sizes(device, len(case.lengths), units, split, x.indices.numel() * case.page_size, impl, case.kv)
     buffers = ops.allocate(device, needs, case.dim)
 
     def plan() -> None:

@@ -170,7 +170,7 @@ def run(
     device = torch.device(device.type, 0) if device.type == "cuda" else device
     kv_heads, batch = x.k.shape[2], len(x.lengths)
     units = ops.units_of(heads, kv_heads, x.q_len)
-    needs = ops.sizes(device, batch, units, split, x.indices.numel() * x.page_size, impl)
+    needs = ops.sizes(device, batch, units, split, x.indices.numel() * x.page_size, impl, x.k.dtype)
     buffers = ops.allocate(device, needs, x.v.shape[3])
     buffers.workspace.fill_(math.nan)
     buffers.schedule.fill_(-7)

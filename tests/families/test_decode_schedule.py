@@ -36,12 +36,12 @@ def tiles_of(kv_len: int, q_len: int, window_left: int) -> tuple[int, int]:
     return min(first, end), end
 
 
-def walk(schedule: torch.Tensor, blocks: int, batch: int, q_len: int, window_left: int) -> list[Segment]:
+def walk(buffers: ops.Buffers, batch: int, q_len: int, window_left: int) -> list[Segment]:
     """What a kernel makes of the buffer, by the rules of schedule.h."""
-    words = schedule.tolist()
+    words, blocks, ranges = buffers.schedule.tolist(), buffers.blocks, buffers.ranges
     units, batch_size, chunk, chunks, _, groups, first_ranges, later, taken = words[:9]
     assert (batch_size, taken) == (batch, 0)
-    of_group, ranges = first_ranges + later, ops.ranges_of(blocks)
+    of_group = first_ranges + later
     assert groups * first_ranges <= blocks and groups * of_group <= ranges
     starts = [words[HEADER + i * WORDS : HEADER + (i + 1) * WORDS] for i in range(ranges + 1)]
     at = HEADER + (ranges + 1) * WORDS
@@ -93,7 +93,7 @@ def planned(
     buffers = ops.allocate(CPU, ops.sizes(CPU, len(lengths), units, split, sum(pages) * page_size), 8)
     buffers.schedule.fill_(-1)
     ops.plan(buffers, indptr, last, None, page_size, units, q_len=q_len, window_left=window_left, split=split)
-    return walk(buffers.schedule, buffers.blocks, len(lengths), q_len, window_left), buffers
+    return walk(buffers, len(lengths), q_len, window_left), buffers
 
 
 def check(
@@ -115,7 +115,7 @@ def check(
         if len(parts) > 1:
             slots += [s.slot for s in parts]
     assert len(set(slots)) == len(slots) and all(0 <= s < buffers.workspace.shape[0] for s in slots)
-    offset = HEADER + (ops.ranges_of(buffers.blocks) + 1) * WORDS + 4 * len(lengths)
+    offset = HEADER + (buffers.ranges + 1) * WORDS + 4 * len(lengths)
     counters = buffers.schedule[offset:]
     assert len(counters) >= buffers.workspace.shape[0] and (counters == 0).all(), "one of each slot"
 
@@ -197,7 +197,7 @@ def test_a_length_is_limited_to_the_pages() -> None:
     buffers = ops.allocate(CPU, ops.sizes(CPU, 3, units), 8)
     kv_len = torch.tensor([1_000_000, 5, -3], dtype=torch.int64)
     ops.plan(buffers, None, None, kv_len, 16, units, pages_per_request=10)
-    check(walk(buffers.schedule, buffers.blocks, 3, 1, -1), buffers, [160, 5, 0], units, 1, -1)
+    check(walk(buffers, 3, 1, -1), buffers, [160, 5, 0], units, 1, -1)
 
 
 def test_no_pages_is_no_length_whatever_the_last_page_has() -> None:

@@ -345,7 +345,7 @@ class BatchDecodePlan:
             kv_lens, last_page_len = self._on_device("kv_lens", kv_lens, non_blocking), None
         self._plan_info = self._division.divide(
             indptr, last_page_len, kv_lens, len(self._paged_kv_indices_buf), num_qo_heads, num_kv_heads, head_dim,
-            page_size, window_left, q_len, split, whole, self._impl,
+            page_size, window_left, q_len, split, whole, self._impl, self._cached_kv_data_type,
         )  # fmt: skip
         if self._cudnn is not None:
             self._plan_cudnn(indptr, last_page_len, kv_lens)

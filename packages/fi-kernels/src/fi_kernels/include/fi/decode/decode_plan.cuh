@@ -64,14 +64,14 @@ FI_DEVICE void decode_plan(const DecodePlanParams& p) {
   if (threadIdx.x == 0) schedule.header() = decode_header(p, division, total.chunks);
   const int g = threadIdx.x;
   DecodeStart start;
-  if (g <= decode_ranges(p.blocks)) {
+  if (g <= p.ranges) {
     const DecodeRequest* table = requests;
     if (p.batch <= kNear) table = near;
     start = decode_start(p, division, g, table);
     keys[g] = decode_key(p, start);
   }
   __syncthreads();
-  if (g > decode_ranges(p.blocks)) return;
+  if (g > p.ranges) return;
   decode_cut(p, start, keys);
   schedule.starts()[g] = start;
 }

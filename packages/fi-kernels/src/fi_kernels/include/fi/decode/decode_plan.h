@@ -11,11 +11,11 @@ struct DecodePlanParams {
   const void* kv_len;            // [batch], int32 or int64; null: from indptr and last_page_len
   int64_t pages_per_request;
   int32_t kv_len_is_wide;
-  int32_t batch, page_size, units, q_len, window_left, blocks;
+  int32_t batch, page_size, units, q_len, window_left, blocks, ranges;
   int32_t split;     // > 0: tiles of a chunk; 0: ranges of equal cost and smaller ones; < 0: no item is cut
   int32_t counters;  // how many the buffer has
 
-  FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, blocks, batch}; }
+  FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, ranges, batch}; }
 };
 
 // kv_len and first_page of request b. A request sees no more tokens than its pages hold, whatever its length says, so
@@ -77,7 +77,7 @@ FI_HOST_DEVICE DecodeDivision decode_division(const DecodePlanParams& p, int32_t
   const int64_t items = static_cast<int64_t>(p.units) * p.batch;
   // Much work is done in smaller and smaller ranges.
   const bool later = p.split == 0 && cost >= static_cast<int64_t>(8 * kLaterShare * kLeastLater) * p.blocks &&
-                     decode_ranges(p.blocks) > p.blocks;
+                     p.ranges >= 3 * p.blocks;
   if (uniform && items <= p.blocks && p.split >= 0 && !later) {
     // Else many blocks would end one item and begin another, and pay for both.
     const auto each = static_cast<int32_t>(p.blocks / items);
@@ -106,7 +106,7 @@ FI_HOST_DEVICE DecodeDivision decode_division(const DecodePlanParams& p, int32_t
   d.first = static_cast<int32_t>(each < most ? each : most > 1 ? most : 1);
   if (later) {
     const int64_t rest = d.group_cost / kLaterShare, finest = rest / (4 * kLeastLater);
-    const int64_t room = decode_ranges(p.blocks) / d.groups - d.first;
+    const int64_t room = p.ranges / d.groups - d.first;
     d.later = static_cast<int32_t>(room < finest ? room : finest);
     d.first_cost = d.group_cost - rest;
   }
@@ -186,8 +186,8 @@ FI_HOST_DEVICE void decode_cut(const DecodePlanParams& p, DecodeStart& s, const 
   if (s.unit >= p.units || s.tile <= tiles.first) return;
   const int64_t item = decode_key(p, s) >> 32;
   const auto key = [&](int32_t i) { return keys[i]; };
-  s.leader = last_not_above(decode_ranges(p.blocks) + 1, item << 32 | static_cast<uint32_t>(tiles.first), key);
-  s.parts = last_not_above(decode_ranges(p.blocks) + 1, (item << 32) + 0xffffffffll, key) - s.leader + 1;
+  s.leader = last_not_above(p.ranges + 1, item << 32 | static_cast<uint32_t>(tiles.first), key);
+  s.parts = last_not_above(p.ranges + 1, (item << 32) + 0xffffffffll, key) - s.leader + 1;
 }
 
 // The chunks by which parts are made: 0 if the buffer has too few counters for them.

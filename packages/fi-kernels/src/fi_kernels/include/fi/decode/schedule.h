@@ -18,11 +18,6 @@ namespace fi {
 constexpr int32_t kDecodeTile = 64;  // keys
 constexpr int32_t kDecodeRows = 16;  // packed query rows
 constexpr int32_t kDecodeMostRanges = 1023;
-// For how many ranges there is room: two more for each block of the Hopper kernel. Where several blocks share a
-// multiprocessor, they are so many that none is worth it.
-FI_HOST_DEVICE int32_t decode_ranges(int64_t blocks) {
-  return static_cast<int32_t>(blocks <= kDecodeMostRanges / 4 ? 3 * blocks : blocks);
-}
 // What beginning an item costs, in tiles: reading its queries and page ids, and writing its output. H200, b64 kv8k 8/1:
 // 1 86.3 us, 2 86.5, 4 80.9; b64 of varied lengths: 262.4, 261.8, 263.1; b1 kv8k, b1 kv1k, b256 kv512: no difference.
 constexpr int32_t kItemCost = 4;
@@ -66,24 +61,22 @@ struct alignas(16) DecodeRequest {
 
 // The words before the counters, and where each table begins.
 constexpr int64_t kDecodeStartsOffset = 12;
-FI_HOST_DEVICE int64_t decode_requests_offset(int64_t blocks) {
-  return kDecodeStartsOffset + (static_cast<int64_t>(decode_ranges(blocks)) + 1) * 8;
-}
-FI_HOST_DEVICE int64_t decode_counters_offset(int64_t blocks, int64_t batch) {
-  return decode_requests_offset(blocks) + batch * 4;
+FI_HOST_DEVICE int64_t decode_requests_offset(int64_t ranges) { return kDecodeStartsOffset + (ranges + 1) * 8; }
+FI_HOST_DEVICE int64_t decode_counters_offset(int64_t ranges, int64_t batch) {
+  return decode_requests_offset(ranges) + batch * 4;
 }
 
 // The buffer by its parts.
 struct DecodeSchedule {
   int32_t* words;
-  int32_t blocks, batch;
+  int32_t ranges, batch;  // ranges: for how many there is room
 
   FI_HOST_DEVICE DecodeHeader& header() const { return *reinterpret_cast<DecodeHeader*>(words); }
   FI_HOST_DEVICE DecodeStart* starts() const { return reinterpret_cast<DecodeStart*>(words + kDecodeStartsOffset); }
   FI_HOST_DEVICE DecodeRequest* requests() const {
-    return reinterpret_cast<DecodeRequest*>(words + decode_requests_offset(blocks));
+    return reinterpret_cast<DecodeRequest*>(words + decode_requests_offset(ranges));
   }
-  FI_HOST_DEVICE int32_t* counters() const { return words + decode_counters_offset(blocks, batch); }
+  FI_HOST_DEVICE int32_t* counters() const { return words + decode_counters_offset(ranges, batch); }
 };
 
 // The tiles of a request that its queries see: [first, end). Row 0 of q_len stands at position kv_len - q_len.

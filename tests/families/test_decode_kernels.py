@@ -359,6 +359,12 @@ def test_batches(lengths: list[int], device: str) -> None:
     each(problem(lengths, 8, 8, 64, device=device))
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("lengths", [[12_000], [2500, 2540]], ids=["one", "two"])
+def test_many_parts_of_a_head(lengths: list[int], dim: int, device: str) -> None:
+    each(problem(lengths, 13, 1, dim, device=device))
+
+
 @pytest.mark.parametrize("split", [2, ops.NEVER])
 def test_a_request_gives_the_same_bits_in_every_batch(split: int, device: str) -> None:
     def result(lengths: list[int], request: int, impl: str) -> torch.Tensor:

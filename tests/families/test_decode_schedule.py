@@ -184,6 +184,14 @@ def test_equal_requests_are_not_cut_where_few_blocks_must_idle_for_it() -> None:
     assert {s.parts for s in segments} == {1}
 
 
+def test_requests_of_one_length_are_cut_alike_and_short_ones_not_at_all() -> None:
+    segments, buffers = planned([4096 + i for i in range(1, 6)], 3)
+    each = buffers.blocks // (5 * 3)
+    assert {(s.parts, s.end - s.begin) for s in segments} <= {(each, n) for n in (65 // each, -(-65 // each))}
+    segments, _ = planned([500] * 3, 2)
+    assert {s.parts for s in segments} == {1}
+
+
 def test_chunks_of_a_request_do_not_depend_on_its_neighbours() -> None:
     def chunks(lengths: list[int], request: int) -> list[tuple[int, int, int, int, int]]:
         segments, _ = planned(lengths, 4, split=8)

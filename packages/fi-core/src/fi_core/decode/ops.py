@@ -96,10 +96,11 @@ def _tma_unit(axes: Axes) -> Unit:
     warps, warp_keys = (4 if dim <= 128 else 2), (32 if kv_bytes == 1 or line <= 128 else 16)
     keys = warps * warp_keys
     stage = 2 * keys * line
-    rest = warps * ROWS * ((dim + 8) * 4 + 8) + 4 * (ROWS * (dim * q_bytes + 16) + 40 + 16) + 6 * 8 + 24 + 8192 + 1024
-    stages = min(max(2, tune.ring // stage), (227 * 1024 - rest) // (stage + 24))
+    rest = warps * ROWS * ((dim + 8) * 4 + 8) + 4 * (ROWS * (dim * q_bytes + 16) + 40 + 16) + 7 * 8 + 24 + 1024
+    stages = (227 * 1024 - rest) // (stage + 24)
+    long = min(max(2, tune.ring // stage), stages)
     shared = rest + stages * (stage + 24)
-    body = f"decode_tma<{types}, {dim}, {warps}, {warp_keys}, {stages}, {str(whole).lower()}, {shared}>"
+    body = f"decode_tma<{types}, {dim}, {warps}, {warp_keys}, {stages}, {long}, {str(whole).lower()}, {shared}>"
     config = (_TMA_KIND, dim, int(whole), tune.stream, min(keys, TILE))
     entry = Entry("decode_tma", body, warps * 32 + 96, config, shared, 1)
     return Unit("fi/decode/batch_decode_sm90.cuh", "BatchDecodeParams", (entry,))

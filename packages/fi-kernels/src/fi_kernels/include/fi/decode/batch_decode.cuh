@@ -9,6 +9,8 @@
 
 namespace fi {
 
+using Team = FinishTeam<16>;  // parts that are read at once by one block
+
 // The walk of a block, in shared memory: one thread takes the steps, which saves the others thirty registers.
 struct BlockWalk {
   DecodeWalk walk;
@@ -80,7 +82,7 @@ FI_DEVICE void decode_rows(const BatchDecodeParams& params, const Variant::Argum
         }
       }
     }
-    if (!s.whole()) finish.complete(FinishTeam::of(threadIdx.x, Kernel::kThreads, 1, &last, shared.o, sizeof shared.o));
+    if (!s.whole()) finish.complete(Team{static_cast<int>(threadIdx.x), Kernel::kThreads, 1, &last});
   }
   pdl_launch_dependents();
 }
@@ -209,8 +211,9 @@ struct DecodeTiles {
       __syncwarp();
       tile.leave(finish.rows, shared.rings[warp].output[0], kOutputPitch, shared.states[warp]);
       __syncthreads();
+      Team team{static_cast<int>(threadIdx.x), kThreads, 1, &shared.last};
       finish.template finish<false>(
-          FinishTeam::of(threadIdx.x, kThreads, 1, &shared.last, shared.rings, sizeof shared.rings),
+          team,
           [&](int r, int x) {
             return Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
                                                 [&](int w) { return &shared.rings[w].output[r][x]; });

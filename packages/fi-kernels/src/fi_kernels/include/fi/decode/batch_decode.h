@@ -40,11 +40,11 @@ struct BatchDecodeParams {
     return {i, kv_head * problem.group + (r - i * problem.group)};
   }
 
-  // A part of an item: per row of the tile dim_vo floats, unnormalised; then m and d of each row.
-  FI_HOST_DEVICE float* slot(int32_t index) const {
+  // A part of an item: m and d of each row of the tile, then of each dim_vo floats, unnormalised.
+  FI_HOST_DEVICE float* slot_state(int32_t index) const {
     return workspace + static_cast<int64_t>(index) * kDecodeRows * (problem.dim_vo + 2);
   }
-  FI_HOST_DEVICE float* slot_state(int32_t index) const { return slot(index) + kDecodeRows * problem.dim_vo; }
+  FI_HOST_DEVICE float* slot(int32_t index) const { return slot_state(index) + 2 * kDecodeRows; }
 
   FI_HOST_DEVICE const uint8_t* draft(int32_t b) const {
     return draft_mask + static_cast<int64_t>(b) * problem.mask.qo_len * draft_row;

@@ -67,6 +67,7 @@ struct DecodeDivision {
 // uniform: all requests cost the same.
 FI_HOST_DEVICE DecodeDivision decode_division(const DecodePlanParams& p, int32_t unit_cost, bool uniform) {
   constexpr int32_t kLeastRange = 4;    // tiles; H200, b1 kv1k: 4 16.8 us, 2 16.8, 1 16.0; b64 kv8k 8/1: 90 all
+  constexpr int32_t kLeastCut = 8;      // tiles of an item that is cut, where all items are alike
   constexpr int32_t kSnapDivisor = 32;  // of a range; H200, b64 of varied lengths: 8 267.6 us, 32 261.8, 999 262.3
   constexpr int32_t kLaterShare = 8;    // of all work; later ranges
   constexpr int32_t kLeastLater = 16;   // tiles of the last of them
@@ -84,7 +85,7 @@ FI_HOST_DEVICE DecodeDivision decode_division(const DecodePlanParams& p, int32_t
     const int32_t tiles = unit_cost / p.batch - kItemCost, most = tiles / kLeastRange;
     const int64_t longest = (tiles + each - 1) / each;
     if (each * items >= p.blocks - idle || longest * p.blocks <= (tiles + kItemCost) * items) {
-      d.parts = each < most ? each : most > 1 ? most : 1;
+      d.parts = tiles <= kLeastCut || most < 1 ? 1 : each < most ? each : most;
       d.groups = p.units, d.first = d.parts * p.batch;
       return d;
     }

@@ -3,7 +3,6 @@
 #include "fi/attention/eight.cuh"
 #include "fi/cuda/math.cuh"
 #include "fi/cuda/ptx/barrier.cuh"
-#include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/decode/batch_decode.h"
 
 namespace fi {
@@ -14,17 +13,9 @@ struct RowPart {
   float4 x;
 };
 
-// The threads that finish a segment together: warps that meet at a named barrier, and shared memory of theirs.
-struct FinishTeam {
-  int thread, threads, barrier;
-  int* last;
-  char* room;  // parts on their way, kPart bytes for each thread
-  int parts;   // that fit in
-
-  static constexpr int kPart = 32;
-  FI_DEVICE static FinishTeam of(int thread, int threads, int barrier, int* last, void* room, int bytes) {
-    return {thread, threads, barrier, last, static_cast<char*>(room), bytes / (threads * kPart)};
-  }
+// Parts of an item from `first` on, each `step`-th, so many.
+struct PartRange {
+  int first, count, step;
 };
 
 // The writes of one segment: rows of its tile.
@@ -56,11 +47,11 @@ struct Finish {
   }
 
   FI_DEVICE void publish(int part, int r, int x, const RowPart& values) const {
-    float* const to = slot(part);
-    store_global(to + r * dim + x, make_uint4(__float_as_uint(values.x.x), __float_as_uint(values.x.y),
-                                              __float_as_uint(values.x.z), __float_as_uint(values.x.w)));
-    if (x == 0) reinterpret_cast<float2*>(to + kDecodeRows * dim)[r] = make_float2(values.m, values.d);
+    store_global(slot(part) + r * dim + x, make_uint4(__float_as_uint(values.x.x), __float_as_uint(values.x.y),
+                                                      __float_as_uint(values.x.z), __float_as_uint(values.x.w)));
+    if (x == 0) slot_states(part)[r] = make_float2(values.m, values.d);
   }
+
   // Four values of a row over the warps of the block: state(w) and values(w), unnormalised.
   template <int kWarps, class State, class Values>
   FI_DEVICE static RowPart merged_warps(State&& state, Values&& values) {
@@ -74,116 +65,115 @@ struct Finish {
     return sum;
   }
 
+  // Where part i of the item lies: see BatchDecodeParams::slot.
+  FI_DEVICE float* slot(int i) const { return slot_of(i) + 2 * kDecodeRows; }
+  FI_DEVICE float2* slot_states(int i) const { return reinterpret_cast<float2*>(slot_of(i)); }
+  FI_DEVICE int64_t slot_size() const { return static_cast<int64_t>(kDecodeRows) * (dim + 2); }
+
   // Everything: own(r, x) gives this part's values of a row, write(r, x, values) takes those of all parts. kPublished:
   // this part lies in its slot. released() is called when own is needed no more.
   //
-  // Up to kDirect parts are merged by the last to arrive. Of more every kGroup are merged so, each sum takes the slot
-  // of the first, and the last group to be done merges the sums: one multiprocessor would take long to read them all.
-  template <bool kPublished, class Own, class Released, class Write>
-  FI_DEVICE void finish(const FinishTeam& team, Own&& own, Released&& released, Write&& write) const {
-    const int width = dim / 4, size = rows * width;
-    const int group = s.parts <= kDirect ? s.parts : kGroup;
-    Parts from{s.part, 0, 1};  // count 0: own
+  // Up to kDirect parts are merged by the last to arrive. More are merged in groups, each sum in the slot of its
+  // group's first, and the last group to be done merges the sums: one multiprocessor would take long to read them all.
+  template <bool kPublished, class Team, class Own, class Released, class Write>
+  FI_DEVICE void finish(Team& team, Own&& own, Released&& released, Write&& write) const {
+    const int width = dim / 4;
+    PartRange from{s.part, 0, 1};  // count 0: own
     bool complete = s.whole();
+    const bool direct = s.parts <= Team::kDirect;
+    int group = s.parts, part = 0;  // of its group
+    if (!direct) {
+      const int groups = (s.parts + kGroup - 1) / kGroup;
+      group = (s.parts + groups - 1) / groups, part = s.part % group;
+    }
 #pragma unroll 1
     while (true) {
+      const bool merges = kPublished || from.count;
       if (!kPublished || from.count) {
+        const int at_once = merges ? team.rows_at_once(*this, from) : rows;
 #pragma unroll 1
-        for (int base = 0; base < size; base += team.threads) {
-          const int at = base + team.thread, r = at / width, x = at % width * 4;
-          RowPart values;
-          if (at < size) {
-            if (kPublished || from.count)
-              values = merged(team, from, r, x);
+        for (int row = 0; row < rows; row += at_once) {
+          const int size = min(at_once, rows - row) * width;
+          if (merges) team.bring(*this, from, row, min(at_once, rows - row));
+#pragma unroll 1
+          for (int base = 0; base < size; base += team.threads) {
+            const int at = base + team.thread, r = row + at / width, x = at % width * 4;
+            RowPart values;
+            if (at < size) values = merges ? team.merged(*this, from, r, x) : own(r, x);
+            if (merges && !complete) team.meet();  // the slot was one of those read
+            if (at >= size) continue;
+            if (complete)
+              write(r, x, values);
             else
-              values = own(r, x);
+              publish(from.first, r, x, values);
           }
-          if (from.count && !complete) barrier_sync(team.barrier, team.threads);  // the slot was one of those read
-          if (at >= size) continue;
-          if (complete)
-            write(r, x, values);
-          else
-            publish(from.first, r, x, values);
         }
       }
       if (from.count == 0) released();
       if (complete) return;
-      if (from.count)
+      const bool sums = from.count > 0;
+      if (sums)
         from = {0, (s.parts + group - 1) / group, group};
+      else if (direct)
+        from = {0, s.parts, 1};
       else
-        from = {s.part / group * group, min(group, s.parts - s.part / group * group), 1};
-      complete = from.step > 1 || group == s.parts;
+        from = {s.part - part, min(group, s.parts - s.part + part), 1};
+      complete = sums || direct;
       // Each slot has a counter: a group's is that of its first, that of the sums is the second slot's.
-      if (!arrive(team, params.view().counters() + s.slot_of(from.step > 1 ? 1 : from.first), from.count)) return;
+      if (!arrive(team, params.view().counters() + s.slot_of(sums ? 1 : from.first), from.count)) return;
     }
   }
 
+  // Four values of a row, of all parts. Four parts are asked for at once: more would save round trips to L2, but their
+  // code comes from DRAM (H200, b1 kv1k, 4 parts: 16 at once 16.8 us, 8 14.6, 4 13.7; b1 kv8k, 16 parts: 22.6, 21.3,
+  // 21.8).
+  FI_DEVICE RowPart merged(const PartRange& from, int r, int x) const {
+    constexpr int kAtOnce = 4;
+    const int64_t step = from.step * s.step * slot_size();
+    const float* part = slot_of(from.first ? from.first : from.step);
+    if (from.first == 0) part -= step;  // the slot of part 0 lies elsewhere
+    RowPart sum{kMinusInf, 0.f, make_float4(0.f, 0.f, 0.f, 0.f)};
+#pragma unroll 1
+    for (int first = 0; first < from.count; first += kAtOnce) {
+      float2 state[kAtOnce];
+      float4 value[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const float* here = i == 0 && from.first + first == 0 ? slot_of(0) : part;
+        state[i] = __ldcg(reinterpret_cast<const float2*>(here) + r);
+        value[i] = __ldcg(reinterpret_cast<const float4*>(here + 2 * kDecodeRows + r * dim + x));
+        if (first + i + 1 < from.count) part += step;  // else the last once more, for nothing
+      }
+      float top = sum.m;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i >= from.count) state[i].x = kMinusInf;
+        top = fmaxf(top, state[i].x);
+      }
+      const float base = softmax_base(top);
+      scale(sum, softmax_weight<CudaMath>(sum.m, base));
+      sum.m = top;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) add(sum, softmax_weight<CudaMath>(state[i].x, base), state[i].y, value[i]);
+    }
+    return sum;
+  }
+
  private:
-#ifndef FI_DIRECT
-#define FI_DIRECT 40
-#define FI_GROUP 16
-#endif
-  static constexpr int kDirect = FI_DIRECT, kGroup = FI_GROUP, kAtOnce = 4;
+  static constexpr int kGroup = 16;
 
-  struct Parts {
-    int first, count, step;
-  };
-
-  // Part i of the item: see BatchDecodeParams::slot.
-  FI_DEVICE int64_t slot_size() const { return static_cast<int64_t>(kDecodeRows) * (dim + 2); }
-  FI_DEVICE float* slot(int i) const { return params.workspace + s.slot_of(i) * slot_size(); }
+  FI_DEVICE float* slot_of(int i) const { return params.workspace + s.slot_of(i) * slot_size(); }
 
   // Whether this is the last of so many to arrive, whose parts or sums are published. By all threads of the team.
-  FI_DEVICE bool arrive(const FinishTeam& team, int32_t* counter, int count) const {
-    barrier_sync(team.barrier, team.threads);
+  template <class Team>
+  FI_DEVICE bool arrive(const Team& team, int32_t* counter, int count) const {
+    team.meet();
     if (team.thread == 0) {
       *team.last = count_device(counter) == count - 1;  // by one thread for all that it met at the barrier
       if (*team.last) *counter = 0;                     // for the next launch
     }
-    barrier_sync(team.barrier, team.threads);
+    team.meet();
     return *team.last;
-  }
-
-  // The values of parts. A thread asks for as many as have room before it waits for the first; only it reads them.
-  FI_DEVICE RowPart merged(const FinishTeam& team, const Parts& from, int r, int x) const {
-    const int pitch = team.threads * FinishTeam::kPart;
-    char* const values = team.room + team.thread * 16;
-    char* const states = values + team.threads * 16;  // of two rows each
-    const float* part = slot(from.first ? from.first : from.step);
-    const int64_t step = from.step * s.step * slot_size();
-    if (from.first == 0) part -= step;  // the slot of part 0 lies elsewhere
-    RowPart sum{kMinusInf, 0.f, make_float4(0.f, 0.f, 0.f, 0.f)};
-#pragma unroll 1
-    for (int begin = 0; begin < from.count; begin += team.parts) {
-      const int count = min(team.parts, from.count - begin);
-#pragma unroll 1
-      for (int i = 0; i < count; ++i, part += step) {
-        const float* here = from.first + begin + i ? part : slot(0);
-        cp_async_16(values + i * pitch, here + r * dim + x);
-        cp_async_16(states + i * pitch, here + kDecodeRows * dim + r / 2 * 4);
-      }
-      cp_async_commit();
-      cp_async_wait<0>();
-      const auto state = [&](int i) {
-        return i < count ? *reinterpret_cast<const float2*>(states + i * pitch + r % 2 * 8)
-                         : make_float2(kMinusInf, 0.f);
-      };
-      float top = sum.m;
-#pragma unroll 1
-      for (int i = 0; i < count; i += kAtOnce)
-#pragma unroll
-        for (int j = i; j < i + kAtOnce; ++j) top = fmaxf(top, state(j).x);
-      const float base = softmax_base(top);
-      scale(sum, softmax_weight<CudaMath>(sum.m, base));
-      sum.m = top;
-#pragma unroll 1
-      for (int i = 0; i < count; i += kAtOnce)
-#pragma unroll
-        for (int j = i; j < i + kAtOnce; ++j)
-          add(sum, softmax_weight<CudaMath>(state(j).x, base), state(j).y,
-              *reinterpret_cast<const float4*>(values + min(j, count - 1) * pitch));
-    }
-    return sum;
   }
 
   FI_DEVICE static void scale(RowPart& part, float factor) {
@@ -192,6 +182,22 @@ struct Finish {
   FI_DEVICE static void add(RowPart& part, float weight, float d, float4 x) {
     part.d += weight * d;
     part.x.x += weight * x.x, part.x.y += weight * x.y, part.x.z += weight * x.z, part.x.w += weight * x.w;
+  }
+};
+
+// The threads that finish a segment together, warps that meet at a named barrier, and how they read what they merge:
+// each for itself. `last` is in shared memory.
+template <int kMostDirect>
+struct FinishTeam {
+  static constexpr int kDirect = kMostDirect;
+  int thread, threads, barrier;
+  int* last;
+
+  FI_DEVICE void meet() const { barrier_sync(barrier, threads); }
+  FI_DEVICE int rows_at_once(const Finish& finish, const PartRange&) const { return finish.rows; }
+  FI_DEVICE void bring(const Finish&, const PartRange&, int, int) const {}
+  FI_DEVICE RowPart merged(const Finish& finish, const PartRange& from, int r, int x) const {
+    return finish.merged(from, r, x);
   }
 };
 

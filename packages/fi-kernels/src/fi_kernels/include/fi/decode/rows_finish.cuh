@@ -28,7 +28,8 @@ struct RowsFinish : Finish {
   }
 
   // What comes after all rows of a part were published.
-  FI_DEVICE void complete(const FinishTeam& team) const {
+  template <class Team>
+  FI_DEVICE void complete(Team team) const {
     finish<true>(
         team, [](int, int) { return RowPart{}; }, [] {},
         [&](int r, int x, const RowPart& values) { write(r, x, values); });

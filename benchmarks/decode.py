@@ -156,12 +156,16 @@ class Inputs:
         return out
 
 
+def chosen(impl: str, case: Case) -> str:
+    return ops.choose(impl, torch.device("cuda", 0), BF16, case.kv, case.dim, case.dim, 0, case.page_size)
+
+
 def ours(x: Inputs, impl: str, split: int = ops.BALANCED) -> tuple[Callable[[], None], Callable[[], None]]:
     """plan and run."""
     case, device = x.case, torch.device("cuda", 0)
     units = ops.units_of(case.qo_heads, case.kv_heads, case.q_len)
     indptr, last, layout = x.indptr.cuda(), x.last.cuda(), int(case.layout == "HND")
-    impl = ops.choose(impl, device, BF16, case.kv, case.dim, case.dim, 0, case.page_size)
+    impl = chosen(impl, case)
     needs = ops.sizes(device, len(case.lengths), units, split, x.indices.numel() * case.page_size, impl, case.kv)
     buffers = ops.allocate(device, needs, case.dim)
 
@@ -261,10 +265,17 @@ def measure(
     rows: dict[str, dict[str, Any]] = {}
     checked = sorted({0, len(case.lengths) - 1} if pool is None else {0})
     expected = {b: x.reference(b) for b in checked}
+    seen: set[tuple[str, str]] = set()
     for variant in variants:
-        row = rows[variant] = {"case": name, "who": variant}
+        row = {"case": name, "who": variant}
         try:
             with tuned(variant) as impl:
+                row["impl"] = chosen(impl, case)
+                key = row["impl"], variant.partition(":")[2]
+                if key in seen:
+                    continue
+                seen.add(key)
+                rows[variant] = row
                 start = time.perf_counter()
                 plan, run = ours(x, impl)
                 x.out.fill_(math.nan)
@@ -285,6 +296,7 @@ def measure(
                     graphs["plan"], rows["plan"] = captured(plan), {"case": name, "who": "plan"}
         except Exception as error:
             row["failed"] = str(error)[:300]
+            rows[variant] = row
     if with_peers:
         try:
             for peer, make in peers(x):

@@ -23,7 +23,9 @@ def carve(
     import torch
 
     schedule, partial = _bytes(needs, head_dim_vo)
-    if partial > max(own.nbytes - schedule, shared.nbytes):
+    spare = own.nbytes - schedule
+    # More ranges for as many blocks are not worth a place in what several streams may share.
+    if partial > (spare if needs.blocks == else_needs.blocks else max(spare, shared.nbytes)):
         needs = else_needs
         schedule, partial = _bytes(needs, head_dim_vo)
     if own.nbytes < schedule:

@@ -39,7 +39,7 @@ struct BlockWalk {
   }
 };
 
-// Grid: one block a range of the schedule.
+// Grid: the blocks of the schedule.
 template <class Q, class KV, int kSlices, int kRows>
 FI_DEVICE void decode_rows(const BatchDecodeParams& params, const Variant::Arguments& arguments = {}) {
   using Kernel = RowsKernel<Q, KV, kSlices, kRows, PagedTokens>;
@@ -224,7 +224,7 @@ struct DecodeTiles {
   }
 };
 
-// Grid: one block a range of the schedule.
+// Grid: the blocks of the schedule.
 template <class T, class Q, class KV, int kDim, int kWarps, int kKeys, int kStages, int kSharedBytes>
 FI_DEVICE void decode_tiles(const BatchDecodeParams& params) {
   extern __shared__ uint4 bytes[];

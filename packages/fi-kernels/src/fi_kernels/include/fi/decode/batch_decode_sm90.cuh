@@ -322,7 +322,7 @@ struct DecodeTma {
   }
 };
 
-// Grid: one block a range of the schedule; threads: the consumers, the two producers, the finisher.
+// Grid: the blocks of the schedule; threads: the consumers, the two producers, the finisher.
 template <class T, class Q, class KV, int kDim, int kWarps, int kWarpKeys, int kStages, int kLong, bool kWhole,
           int kSharedBytes>
 FI_DEVICE void decode_tma(const BatchDecodeParams& params) {

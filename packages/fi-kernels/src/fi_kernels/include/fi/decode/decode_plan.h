@@ -69,16 +69,16 @@ FI_HOST_DEVICE DecodeDivision decode_division(const DecodePlanParams& p, int32_t
   constexpr int32_t kLeastRange = 4;    // tiles; H200, b1 kv1k: 4 16.8 us, 2 16.8, 1 16.0; b64 kv8k 8/1: 90 all
   constexpr int32_t kLeastCut = 8;      // tiles of an item that is cut, where all items are alike
   constexpr int32_t kSnapDivisor = 32;  // of a range; H200, b64 of varied lengths: 8 267.6 us, 32 261.8, 999 262.3
-  constexpr int32_t kLaterShare = 8;    // of all work; later ranges
-  constexpr int32_t kLeastLater = 16;   // tiles of the last of them
+  // Later ranges: an eighth of all work, the last of 16 tiles, if that makes two or more of a block. H200, b128 kv8k
+  // 64/8: none 987 us; 8 and 16 969, 8 and 8 984, 8 and 32 1002, 16 and 8 974, 4 and 16 973.
+  constexpr int32_t kLaterShare = 8, kLeastLater = 16, kLeastLaters = 2;
   const int64_t cost = static_cast<int64_t>(unit_cost) * p.units;
   DecodeDivision d{cost, cost, cost, unit_cost, 1, 1, 0, 0, 0};
   if (cost == 0) return d;
   const int32_t idle = p.blocks / 16;  // blocks that may be idle where ranges are alike
   const int64_t items = static_cast<int64_t>(p.units) * p.batch;
-  // Much work is done in smaller and smaller ranges.
-  const bool later = p.split == 0 && cost >= static_cast<int64_t>(8 * kLaterShare * kLeastLater) * p.blocks &&
-                     p.ranges >= 3 * p.blocks;
+  const int64_t much = static_cast<int64_t>(4 * kLaterShare * kLeastLater * kLeastLaters) * p.blocks;
+  const bool later = p.split == 0 && cost >= much && p.ranges >= (1 + kLeastLaters) * p.blocks;
   if (uniform && items <= p.blocks && p.split >= 0 && !later) {
     // Else many blocks would end one item and begin another, and pay for both.
     const auto each = static_cast<int32_t>(p.blocks / items);

@@ -22,13 +22,13 @@ struct BatchDecodeParams {
   const float* bmm2_scale;    // multiplies the output; null: 1
   const uint8_t* draft_mask;  // [batch, q_len, draft_row] bytes; null: causal where q_len > 1
   Divisor page_size, group, row_tiles;
-  int32_t batch, blocks, draft_row;
+  int32_t batch, blocks, ranges, draft_row;
   int32_t out_aligned;   // four elements of out may be stored at once
   int32_t box_shift;     // 2^box_shift keys are what one copy of the Hopper kernel brings
   int32_t stream_tiles;  // from so many tiles on, keys pass through L2 like other data; below, they leave it first
   int64_t index_bytes, query_bytes;  // from the first to the last element of page_indices and q
 
-  FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, blocks, batch}; }
+  FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, ranges, batch}; }
   FI_HOST_DEVICE int32_t kv_head(int32_t unit) const {
     return static_cast<int32_t>(divide(static_cast<uint32_t>(unit), row_tiles));
   }

@@ -5,6 +5,7 @@
 #include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/ptx/tma_sm90.cuh"
 #include "fi/decode/merge_sm90.cuh"
+#include "fi/decode/take.cuh"
 #include "fi/decode/warp_tile.cuh"
 
 #ifndef FI_DIRECT
@@ -23,6 +24,8 @@ struct DecodeTma {
   static constexpr int kLines = (kDim * sizeof(KV) + 127) / 128;
   static constexpr int kOutputPitch = kDim + 8;
   static constexpr int kSegments = 4;        // that are described at a time
+  static constexpr int kRanges = 2;          // that V's warp is ahead of K's
+  static constexpr int kAhead = 4;           // stages before the end of a range its successor is looked up
   static constexpr int kDirect = FI_DIRECT;  // parts that one block reads
   static constexpr int kShort = FI_SHORT;    // tiles of a range for which all of the ring is used
   using Lines = KeyLines<kLines, kKeys>;
@@ -37,6 +40,8 @@ struct DecodeTma {
     Barrier full_k[kStages], full_v[kStages], empty[kStages];  // of the ring
     Barrier ready[kSegments], free[kSegments];                 // of segments and queries
     Barrier output_full, output_free, parts_full;
+    Barrier range_full[kRanges], range_free[kRanges];
+    int ranges[kRanges];
     int last[2], stages;
     float bmm1;
   };
@@ -54,6 +59,7 @@ struct DecodeTma {
     shared.output_full.init(kThreads);
     shared.output_free.init(32);
     shared.parts_full.init(1);
+    for (int i = 0; i < kRanges; ++i) shared.range_full[i].init(1), shared.range_free[i].init(32);
     fence_barrier_init();
     prefetch_tensor_map(params.k_map);
     prefetch_tensor_map(params.v_map);
@@ -83,9 +89,40 @@ struct DecodeTma {
     page = params.page_indices[b.s.first_page + index];
     slot = static_cast<int>(key) - index * static_cast<int>(params.page_size.value);
   }
+  // The later ranges, which the values' warp takes and tells the keys' warp.
+  struct Ranges {
+    bool values, asked;
+    int count, range;  // range: of the values' first lane, once it has asked
+  };
+  // Some time before the range is wanted: the answer takes a microsecond.
+  FI_DEVICE void ask(const DecodeWalk& walk, Ranges& ranges) const {
+    if (!ranges.values || ranges.asked) return;
+    if (lane == 0) ranges.range = take_range(params, walk.header);
+    ranges.asked = true;
+  }
+  FI_DEVICE bool enter(DecodeWalk& walk, Ranges& ranges) const {
+    if (walk.header.later == 0) return false;
+    const int at = ranges.count % kRanges, parity = ranges.count / kRanges & 1;
+    int range;
+    if (ranges.values) {
+      ask(walk, ranges);
+      range = __shfl_sync(0xffffffffu, ranges.range, 0);
+      shared.range_free[at].wait(parity ^ 1);
+      if (lane == 0) shared.ranges[at] = range, shared.range_full[at].arrive();
+    } else {
+      shared.range_full[at].wait(parity);
+      range = shared.ranges[at];
+      shared.range_free[at].arrive();
+    }
+    ++ranges.count, ranges.asked = false;
+    walk.enter(range);
+    return range >= 0;
+  }
+
   // After the last segment comes one of unit -1, which has no keys.
-  FI_DEVICE void next(DecodeWalk& walk, Boxes& b) const {
-    if (!walk.next(b.s)) {
+  FI_DEVICE void next(DecodeWalk& walk, Ranges& ranges, Boxes& b) const {
+    while (!walk.next(b.s)) {
+      if (enter(walk, ranges)) continue;
       b.s.unit = -1, b.s.begin = b.low = b.high = 0;
       return;
     }
@@ -102,13 +139,22 @@ struct DecodeTma {
     int stage = 0;                                          // read once instead of twice
     const int stages = walk.header.tiles < params.blocks * kShort ? kStages : kLong;
     if (lane == 0 && values) shared.stages = stages;
+    Ranges ranges{values, false, 0, -1};
     unsigned round = 0;
 #pragma unroll 1
     for (int count = -1;; ++count) {
       now = then;
       if (now.s.unit < 0) break;
-      feed(now, values, policy, stages, stage, round, [&] {
-        next(walk, then);
+      // The next segment of the range is looked up when the first keys are on their way, the next range near its end.
+      bool looked_up = false;
+      feed(now, values, policy, stages, stage, round, [&](int keys_left) {
+        if (looked_up) return;
+        if (walk.done() && keys_left > kAhead * kKeys) {
+          if (keys_left <= 2 * kAhead * kKeys) ask(walk, ranges);
+          return;
+        }
+        looked_up = true;
+        next(walk, ranges, then);
         if (values) describe(then.s, count + 1);  // long before its keys: queries arrive behind all that was asked for
       });
     }
@@ -137,7 +183,7 @@ struct DecodeTma {
     if (lane == 0) shared.segments[at] = s, shared.ready[at].arrive();
   }
 
-  // Calls `then` when the first keys are on their way.
+  // Calls `then` with the number of keys that are not on their way yet, after each stage; once if there are no keys.
   template <class Then>
   FI_DEVICE void feed(Boxes& b, bool values, uint64_t policy, int stages, int& stage, unsigned& round,
                       Then&& then) const {
@@ -168,7 +214,7 @@ struct DecodeTma {
         }
         if (++stage == stages) stage = 0, ++round;
       }
-      if (first_box == 0) then();
+      then(b.high - key - kKeys);
     }
   }
 
@@ -276,7 +322,7 @@ struct DecodeTma {
   }
 };
 
-// Grid: one block a range of the schedule; threads: the consumers, the two producers, the finisher.
+// Grid: the blocks of the schedule; threads: the consumers, the two producers, the finisher.
 template <class T, class Q, class KV, int kDim, int kWarps, int kWarpKeys, int kStages, int kLong, bool kWhole,
           int kSharedBytes>
 FI_DEVICE void decode_tma(const BatchDecodeParams& params) {

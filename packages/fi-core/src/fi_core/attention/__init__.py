@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.arguments import LAYOUTS, POS_ENCODINGS, code
+from fi_core.attention.tiles import MULTIPLY, TILE
 from fi_core.launch.op import Launcher
 from fi_core.spec.constraint import ON_CPU, at_least
 from fi_core.spec.dtype import DTYPES
@@ -19,24 +20,21 @@ if TYPE_CHECKING:
     Variant = tuple[Callable[..., None], bool, Sequence[Any]]
 
 _TYPES = ("f16", "bf16", "f32", "e4m3", "e5m2")
-# The tiles kernel multiplies in the 16-bit type that holds q and k exactly; without one, CUDA cores compute in fp32.
-_MULTIPLY = {"f16": "f16", "bf16": "bf16", "e4m3": "f16", "e5m2": "f16"}
-_TILE_BYTES = 3 * 64 * (128 + 8) * 2 + 64 * (12 + 8) + 256 * 8  # TilesKernel::Shared
 _ROWS = 4  # packed query rows a block of the rows kernel holds in registers
 
 
 def _single_attention_unit(axes: Axes) -> Unit:
     """config = (kind, largest head dim, packed rows a block): tiles on tensor cores, rows on CUDA cores, combine."""
     q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
-    if axes["few"] or q.short not in _MULTIPLY:
+    if axes["few"] or q.short not in MULTIPLY:
         rows = f"attend_rows<{q.device}, {kv.device}"
         entries = [Entry("attend_rows", f"{rows}, 1, {_ROWS}>", 128, (1, 256, _ROWS))]
-        if q.short not in _MULTIPLY:
+        if q.short not in MULTIPLY:
             entries.append(Entry("attend_wide_rows", f"{rows}, 2, 1>", 128, (1, 512, 1)))
         entries.append(Entry("combine_chunks", "combine_chunks", 128, (2, 512, 1)))
     else:
-        body = f"attend_tiles<{DTYPES[_MULTIPLY[q.short]].device}, {q.device}, {kv.device}, {_TILE_BYTES}>"
-        entries = [Entry("attend_tiles", body, 128, (0, 512, 64), _TILE_BYTES)]
+        size, body = TILE.shared_bytes(kv.bytes), TILE.body("attend_tiles", q.short, kv.short)
+        entries = [Entry("attend_tiles", body, TILE.threads, (0, 512, TILE.rows), size, TILE.blocks)]
     return Unit("fi/attention/single_attention.cuh", "SingleAttentionParams", tuple(entries))
 
 

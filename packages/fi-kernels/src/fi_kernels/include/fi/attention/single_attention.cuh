@@ -17,17 +17,22 @@ FI_DEVICE Variant begin_variant(Variant::Params& shared, const Variant::Argument
   return {shared, 0};
 }
 
-// Grid: (tiles of 64 packed rows, kv heads, parts of the output's columns); the longest rows of a causal mask first.
-template <class T, class Q, class KV, int kSharedBytes>
+// Grid: (tiles of packed rows, kv heads, parts of the output's columns); the longest rows of a causal mask first.
+template <class T, class Q, class KV, class Shape, int kSharedBytes>
 FI_DEVICE void attend_tiles(const SingleAttentionParams& params, const Variant::Arguments& arguments = {}) {
-  extern __shared__ uint4 bytes[];
-  using Kernel = TilesKernel<T, Q, KV>;
-  static_assert(sizeof(typename Kernel::Shared) == kSharedBytes, "the family's Python says how much to ask for");
+  using Kernel = TilesKernel<T, Q, KV, OnePage, Shape>;
   pdl_wait();
   __shared__ Variant::Params variant_params;
   Variant variant = begin_variant(variant_params, arguments, params.problem);
-  Kernel kernel(params.problem, *reinterpret_cast<typename Kernel::Shared*>(bytes), blockIdx.y,
-                (gridDim.x - 1 - blockIdx.x) * Kernel::kRows, params.problem.rows(), blockIdx.z * Kernel::kColumns);
+  __shared__ TileOfRows tile;
+  if (threadIdx.x == 0) {
+    const int first = (gridDim.x - 1 - blockIdx.x) * Kernel::kRows, rows = params.problem.rows() - first;
+    tile = {static_cast<int>(blockIdx.y), first, min(Kernel::kRows, rows),
+            static_cast<int>(blockIdx.z) * Kernel::kColumns};
+  }
+  __syncthreads();
+  const OnePage pages;
+  Kernel kernel(params.problem, aligned_shared<typename Kernel::Shared, kSharedBytes>(), tile, pages);
   kernel.attend(variant);
   pdl_launch_dependents();
   kernel.store(variant);

@@ -1,15 +1,24 @@
-// cp.async (PTX ISA 9.7.9.25.3): 16-byte copies from global to shared memory that bypass registers, sm_80 and later.
+// cp.async (PTX ISA 9.7.9.25.3): copies of 16 or 8 bytes from global to shared memory that bypass registers, sm_80 and
+// later.
 #pragma once
 #include "fi/cuda/ptx/pdl.cuh"
 
 namespace fi {
 
 // Copies 16 bytes past L1, or writes zeros if `valid` is false; the source is not read then.
+FI_DEVICE void cp_async_16(unsigned shared, const void* global, bool valid = true) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(__cvta_generic_to_global(global)),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
 FI_DEVICE void cp_async_16(void* shared, const void* global, bool valid = true) {
-  asm volatile(
-      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
-      "l"(__cvta_generic_to_global(global)), "r"(valid ? 16 : 0)
-      : "memory");
+  cp_async_16(static_cast<unsigned>(__cvta_generic_to_shared(shared)), global, valid);
+}
+// The same of 8 bytes, through L1.
+FI_DEVICE void cp_async_8(unsigned shared, const void* global, bool valid = true) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(__cvta_generic_to_global(global)),
+               "r"(valid ? 8 : 0)
+               : "memory");
 }
 // Closes a group of this thread's copies.
 FI_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

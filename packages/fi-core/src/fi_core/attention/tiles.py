@@ -1,0 +1,46 @@
+"""Shapes of the tiles that prefill attention takes by mma.sync: what the kernels are instantiated with, and for how
+much shared memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fi_core.spec.dtype import DTYPES
+from fi_core.utils import round_up
+
+# Tensor cores multiply in the 16-bit type that holds q and k exactly.
+MULTIPLY = {"f16": "f16", "bf16": "bf16", "e4m3": "f16", "e5m2": "f16"}
+
+
+class TileShape(NamedTuple):
+    """TileShape in tile_copies.cuh: head dims taken at a time, 16 rows of a warp so many times, warps, keys a step."""
+
+    dim_qk: int
+    dim_vo: int
+    sixteens: int
+    warps: int
+    keys: int
+    blocks: int  # a multiprocessor
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.sixteens * self.warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    def shared_bytes(self, kv_bytes: int) -> int:
+        """sizeof(TileCopies::Shared), and the 128 bytes to which its start is aligned."""
+        keys = self.keys * (self.dim_qk + self.dim_vo)
+        raw = keys if kv_bytes == 1 else 2 * 8 * kv_bytes
+        return round_up(2 * (self.rows * self.dim_qk + keys) + raw + 4 * 8 * self.keys + 20 * self.rows + 2048 + 32, 128) + 128
+
+    def body(self, kernel: str, q: str, kv: str) -> str:
+        names = (DTYPES[MULTIPLY[q]].device, DTYPES[q].device, DTYPES[kv].device)
+        shape = f"fi::TileShape<{self.dim_qk}, {self.dim_vo}, {self.sixteens}, {self.warps}, {self.keys}>"
+        return f"{kernel}<{', '.join(names)}, {shape}, {self.shared_bytes(DTYPES[kv].bytes)}>"
+
+
+# Any head dim, 128 at a time.
+TILE = TileShape(128, 128, 2, 4, 64, 2)

@@ -1,0 +1,252 @@
+// How queries, keys and values of a tile of prefill attention come to shared memory on sm_80 and later: 16-bit ones
+// straight by cp.async, others through a conversion; rotated or unaligned ones element by element.
+#pragma once
+#include "fi/attention/eight.cuh"
+#include "fi/attention/pages.cuh"
+#include "fi/cuda/math.cuh"
+#include "fi/cuda/ptx/cp_async.cuh"
+#include "fi/cuda/ptx/fp8.cuh"
+
+namespace fi {
+
+FI_DEVICE unsigned pack(float x, float y, __half) {
+  const __half2 pair = __floats2half2_rn(x, y);
+  unsigned word;
+  memcpy(&word, &pair, sizeof word);
+  return word;
+}
+FI_DEVICE unsigned pack(float x, float y, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
+  unsigned word;
+  memcpy(&word, &pair, sizeof word);
+  return word;
+}
+
+// Head dims are multiples of 64: those that are taken at a time. kKeys keys a step, kWarps warps of 16 kM rows.
+template <int kQK, int kVO, int kSixteens, int kWarps, int kKeysOfStep>
+struct TileShape {
+  static constexpr int kDimQK = kQK, kDimVO = kVO, kM = kSixteens, kKeys = kKeysOfStep;
+  static constexpr int kThreads = 32 * kWarps, kRows = 16 * kM * kWarps;
+  static_assert(2 * kKeys <= kThreads && kKeys % (kThreads / 8) == 0, "threads that find and copy keys and values");
+};
+
+// Packed rows [first, first + rows) of a kv head, and the first column of the output.
+struct TileOfRows {
+  int kv_head, first, rows, column;
+};
+
+enum TilePart { kK, kV };
+
+// An address from which others follow: else each of those is kept in a register of its own from one step to the next,
+// and registers are scarce.
+FI_DEVICE unsigned base(size_t address) {
+  auto x = static_cast<unsigned>(address);
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// The block's shared memory, which begins at a multiple of 128 bytes.
+template <class Shared, int kSharedBytes>
+FI_DEVICE Shared& aligned_shared() {
+  extern __shared__ uint4 bytes[];
+  static_assert(sizeof(Shared) + 128 == kSharedBytes, "the family's Python says how much to ask for");
+  // NOTE: an offset; of a pointer made of an integer the compiler does not know that it points to shared memory.
+  const unsigned offset = -static_cast<unsigned>(__cvta_generic_to_shared(bytes)) % 128;
+  return *reinterpret_cast<Shared*>(reinterpret_cast<char*>(bytes) + offset);
+}
+
+// Rows in shared memory: lines of 128 bytes, whose 16-byte pieces are permuted by the lowest bits of the row's number,
+// so that ldmatrix meets no bank twice.
+template <class T, class Q, class KV, class Pages, class Shape>
+struct TileCopies {
+  static constexpr int kKeys = Shape::kKeys, kThreads = Shape::kThreads, kRows = Shape::kRows;
+  static constexpr bool kHalf = IsHalf<T>::value;
+  static constexpr bool kDirect = sizeof(KV) == sizeof(T);
+
+  struct Shared {
+    alignas(128) T q[kRows * Shape::kDimQK];
+    T k[kKeys * Shape::kDimQK];
+    T v[kKeys * Shape::kDimVO];
+    KV raw_k[kDirect ? 8 : kKeys * Shape::kDimQK], raw_v[kDirect ? 8 : kKeys * Shape::kDimVO];  // before conversion
+    const KV* begin[2];         // the first key and the first value of the kv head
+    const KV* at[2][2][kKeys];  // of two steps, keys and values: their rows
+    int special;                // whether scores are finished before the softmax scales them
+    int full_begin, full_end;   // keys that every row sees
+    HeadScores scores[kRows];
+    Row row[kRows];
+    uint64_t steps[256];  // rotary angles
+  };
+
+  const AttentionProblem& p;
+  Shared& shared;
+  const Pages& pages;
+
+  // Of the piece of 8 elements of a row of `width` elements.
+  FI_DEVICE static T* slot(T* tile, int r, int piece, int width) {
+    return tile + r * width + piece / 8 * 64 + (piece % 8 ^ r % 8) * 8;
+  }
+  FI_DEVICE static unsigned address(T* tile, int r, int piece, int width) {
+    return base(__cvta_generic_to_shared(slot(tile, r, piece, width)));
+  }
+
+  FI_DEVICE void prepare(const TileOfRows& tile) const {
+    const int first = tile.first, rows = tile.rows, kv_head = tile.kv_head;
+    if (p.rotary.enabled) {
+#pragma unroll 1
+      for (int k = threadIdx.x; k < p.dim_qk / 2; k += kThreads) shared.steps[k] = p.rotary.step(k);
+    }
+    if (threadIdx.x == 0) {
+      shared.begin[kK] = static_cast<const KV*>(p.k) + kv_head * p.k_head;
+      shared.begin[kV] = static_cast<const KV*>(p.v) + kv_head * p.v_head;
+      shared.full_begin = p.mask.first_key(p.row(kv_head, first + rows - 1).i);
+      shared.full_end = p.mask.end_key(p.row(kv_head, first).i);
+      shared.special = p.special() || !(p.scores.sm_scale > 0.f);
+    }
+    if (threadIdx.x < kRows) {  // places beyond the last row repeat the first one; nothing stores their result
+      const Row row = p.row(kv_head, first + (threadIdx.x < rows ? threadIdx.x : 0));
+      shared.row[threadIdx.x] = row;
+      shared.scores[threadIdx.x] = p.head_scores<CudaMath>(row.head);
+    }
+    __syncthreads();
+  }
+
+  // The page of this thread's key of a step, which locate takes.
+  FI_DEVICE int page(int key, int end) const {
+    const int j = key + threadIdx.x % kKeys;
+    return j < end ? static_cast<int>(pages.page(j)) : 0;
+  }
+  // Where the keys and values of a step begin; those beyond the end lie anywhere.
+  FI_DEVICE void locate(int page, int key, int end, int stage) const {
+    const int r = threadIdx.x % kKeys, part = threadIdx.x / kKeys;
+    if (part > 1) return;
+    const KV* at = shared.begin[part];
+    if (key + r < end)
+      at += page * (part == kK ? pages.k_page : pages.v_page) +
+            pages.slot(key + r) * (part == kK ? p.k_token : p.v_token);
+    shared.at[stage][part][r] = at;
+  }
+
+  // Whether elements are taken one by one, rotated or from rows that are not aligned.
+  template <TilePart kPart>
+  FI_DEVICE bool each() const {
+    return !p.aligned || (kPart == kK && p.rotary.enabled);
+  }
+
+  // Keys or values from `key` on (zeros from `end` on), dimensions from `dim` on (zeros from the last on; whole lines
+  // of 64 that do not exist are left out), are sent on their way, in a group of copies. This thread's pieces: one of 8
+  // of each line.
+  template <TilePart kPart>
+  FI_DEVICE void fetch(int dim, int key, int end, int stage) const {
+    constexpr int kWidth = kPart == kK ? Shape::kDimQK : Shape::kDimVO, kRowsOnce = kThreads / 8;
+    const int dims = (kPart == kK ? p.dim_qk : p.dim_vo) - dim, piece = threadIdx.x % 8, first = threadIdx.x / 8;
+    if (key < end && !each<kPart>()) {
+      const KV* const* at = &shared.at[stage][kPart][first];
+      unsigned to;
+      if constexpr (kDirect)
+        to = address(kPart == kK ? shared.k : shared.v, first, piece, kWidth);
+      else
+        to = base(__cvta_generic_to_shared((kPart == kK ? shared.raw_k : shared.raw_v) + first * kWidth +
+                                                    piece * 8));
+      const int left = end - key - first, x = dim + piece * 8;
+#pragma unroll
+      for (int line = 0; line < kWidth / 64; ++line) {
+        if (line * 64 >= dims) break;
+        const bool within = line * 64 + piece * 8 < dims;
+#pragma unroll
+        for (int r = 0; r < kKeys; r += kRowsOnce) {
+          const KV* from = at[r] + x + line * 64;  // not read where it is beyond the end
+          const unsigned place = to + (r * kWidth + line * 64) * sizeof(KV);
+          if constexpr (kDirect)
+            cp_async_16(place, from, within && r < left);
+          else
+            cp_async_8(place, from, within && r < left);
+        }
+      }
+    }
+    cp_async_commit();
+  }
+
+  // This thread's copies have arrived, and go to their place if they are not there.
+  template <TilePart kPart>
+  FI_DEVICE void land(int dim, int key, int end, int stage) const {
+    constexpr int kWidth = kPart == kK ? Shape::kDimQK : Shape::kDimVO;
+    if (kDirect && !each<kPart>()) return;
+    const int dims = (kPart == kK ? p.dim_qk : p.dim_vo) - dim, piece = threadIdx.x % 8;
+#pragma unroll 1
+    for (int r = threadIdx.x / 8; r < kKeys; r += kThreads / 8)
+#pragma unroll 1
+      for (int line = 0; line * 64 < min(dims, kWidth); ++line) {
+        T* to = slot(kPart == kK ? shared.k : shared.v, r, line * 8 + piece, kWidth);
+        const int x = line * 64 + piece * 8;
+        if (!each<kPart>()) {
+          Eight<KV> block;
+          block.read((kPart == kK ? shared.raw_k : shared.raw_v) + r * kWidth + x, true);
+          put(to, block);
+        } else if (key + r < end && x < dims) {
+          put_each(to, shared.at[stage][kPart][r], dim + x, kPart == kK && p.rotary.enabled, key + r);
+        } else {
+          *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+        }
+      }
+  }
+
+  // Queries, dimensions from `dim` on, zeros beyond the last row and the last dimension.
+  FI_DEVICE void stage_q(int dim, int rows) const {
+    const int dims = p.dim_qk - dim, piece = threadIdx.x % 8;
+#pragma unroll 1
+    for (int r = threadIdx.x / 8; r < kRows; r += kThreads / 8) {
+      const Row at = shared.row[r];
+      const Q* from = static_cast<const Q*>(p.q) + at.i * p.q_token + at.head * p.q_head;
+#pragma unroll 1
+      for (int line = 0; line * 64 < min(dims, Shape::kDimQK); ++line) {
+        const int x = line * 64 + piece * 8;
+        T* to = slot(shared.q, r, line * 8 + piece, Shape::kDimQK);
+        const bool inside = r < rows && x < dims;
+        if (inside && (p.rotary.enabled || !p.aligned)) {
+          put_each(to, from, dim + x, p.rotary.enabled, p.mask.position(at.i));
+        } else if constexpr (sizeof(Q) == sizeof(T)) {
+          cp_async_16(to, inside ? from + dim + x : from, inside);
+        } else {
+          Eight<Q> block;
+          block.clear();
+          if (inside) block.read(from + dim + x, true);
+          put(to, block);
+        }
+      }
+    }
+  }
+
+ private:
+  // One row's eight elements, to shared memory as T.
+  template <class S>
+  FI_DEVICE static void put(T* to, const Eight<S>& x) {
+    uint4 words;
+    if constexpr (sizeof(S) == sizeof(T)) {
+      memcpy(&words, &x, sizeof words);
+#if __CUDA_ARCH__ >= 890
+    } else if constexpr (sizeof(S) == 1 && kHalf) {
+      uint2 eight;
+      memcpy(&eight, &x, sizeof eight);
+      words = make_uint4(halves(eight.x, S{}), halves(eight.x >> 16, S{}), halves(eight.y, S{}),
+                         halves(eight.y >> 16, S{}));
+#endif
+    } else {
+      float f[8];
+      x.floats(f);
+      words = make_uint4(pack(f[0], f[1], T{}), pack(f[2], f[3], T{}), pack(f[4], f[5], T{}), pack(f[6], f[7], T{}));
+    }
+    *reinterpret_cast<uint4*>(to) = words;
+  }
+
+  // Eight elements at dim of a row, one by one: rotated, or from a row that is not aligned.
+  template <class S>
+  FI_DEVICE void put_each(T* to, const S* row, int dim, bool rotate, int64_t position) const {
+    const auto read = [&](int d) { return to_float(row[d]); };
+#pragma unroll 1
+    for (int d = dim; d < dim + 8; ++d)
+      to[d - dim] = from_float<T>(rotate ? rotated(read, d, p.dim_qk, position, shared.steps[rotary_pair(d, p.dim_qk)])
+                                         : read(d));
+  }
+};
+
+}  // namespace fi

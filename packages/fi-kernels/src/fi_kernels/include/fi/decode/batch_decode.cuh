@@ -211,7 +211,9 @@ struct DecodeTiles {
       __syncwarp();
       tile.leave(finish.rows, shared.rings[warp].output[0], kOutputPitch, shared.states[warp]);
       __syncthreads();
-      Team team{static_cast<int>(threadIdx.x), kThreads, 1, &shared.last};
+      int thread = threadIdx.x;
+      asm volatile("" : "+r"(thread));  // what follows from it is not computed before the loop over keys, and kept
+      Team team{thread, kThreads, 1, &shared.last};
       finish.finish(
           team,
           [&](int r, int x) {

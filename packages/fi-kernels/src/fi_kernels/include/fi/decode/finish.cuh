@@ -199,8 +199,8 @@ struct FinishTeam {
   FI_DEVICE void merge(const Finish& finish, const PartRange& from, Take&& take) {
     const int width = finish.dim / 4;
 #pragma unroll 1
-    for (int at = thread; at - thread < finish.rows * width; at += threads) {
-      const int r = at / width, x = at % width * 4;
+    for (int base = 0; base < finish.rows * width; base += threads) {
+      const int at = base + thread, r = at / width, x = at % width * 4;
       RowPart values;
       if (r < finish.rows) values = finish.merged(from, r, x);
       meet();

@@ -171,14 +171,14 @@ struct DecodeTiles {
 #pragma unroll 1
     while (shared.walk.next(params)) {
       const DecodeSegment& s = shared.walk.segment;
-      const Finish finish(params, s, kDim);
       const AttentionProblem& p = params.problem;
       const auto problem = [&] { return params.keys_of(s.request, s.kv_len, shared.walk.bmm1); };
       Slices at{max(s.begin * kDecodeTile, problem().mask.first_key(0)),
                 static_cast<int>(min(static_cast<int64_t>(s.end) * kDecodeTile, static_cast<int64_t>(s.kv_len))),
                 s.begin * kDecodeTile + warp * kKeys, 0, 0};
-      const KV* k = static_cast<const KV*>(p.k) + finish.kv_head * p.k_head;
-      const KV* v = static_cast<const KV*>(p.v) + finish.kv_head * p.v_head;
+      const int kv_head = params.kv_head(s.unit);
+      const KV* k = static_cast<const KV*>(p.k) + kv_head * p.k_head;
+      const KV* v = static_cast<const KV*>(p.v) + kv_head * p.v_head;
       look_up(s, at);
       const auto feed = [&](int stage) {
         if (at.key < at.high) load(k, v, at, stage);
@@ -188,9 +188,12 @@ struct DecodeTiles {
       };
 #pragma unroll 1
       for (int stage = 0; stage < kStages - 1; ++stage) feed(stage);
-      load_queries(finish);
-      __syncthreads();
-      tile.begin(params, problem(), finish.kv_head, finish.first, finish.rows, shared.queries[0]);
+      {
+        const Finish tile_of(params, s, kDim);
+        load_queries(tile_of);
+        __syncthreads();
+        tile.begin(params, problem(), tile_of.kv_head, tile_of.first, tile_of.rows, shared.queries[0]);
+      }
       int stage = 0;
 #pragma unroll 1
       for (int key = s.begin * kDecodeTile + warp * kKeys; key < at.high; key += kWarps * kKeys) {
@@ -209,6 +212,7 @@ struct DecodeTiles {
       }
       cp_async_wait<0>();
       __syncwarp();
+      const Finish finish(params, s, kDim);
       tile.leave(finish.rows, shared.rings[warp].output[0], kOutputPitch, shared.states[warp]);
       __syncthreads();
       int thread = threadIdx.x;

@@ -83,7 +83,7 @@ def _attend(
     impl = ops.choose("auto", q.device, q.dtype, k.dtype, q.shape[2], v.shape[3], 0, page_size)
     if not torch.compiler.is_compiling() and not ops.fits(impl, q, k, v):
         impl = "fa2"
-    buffers = _buffers(workspace, batch_size, units, v.shape[3], impl)
+    buffers = _buffers(workspace, batch_size, units, v.shape[3], impl, k.dtype)
     ops.plan(
         buffers, None, None, seq_lens.view(-1), page_size, units, pages_per_request=pitch, q_len=q_len,
         window_left=window_left,
@@ -155,13 +155,15 @@ def _attend_ragged(
 _carved: dict[int, tuple[weakref.ref[torch.Tensor], dict[Any, ops.Buffers]]] = {}
 
 
-def _buffers(workspace: torch.Tensor, batch_size: int, units: int, head_dim: int, impl: str) -> ops.Buffers:
+def _buffers(
+    workspace: torch.Tensor, batch_size: int, units: int, head_dim: int, impl: str, kv: torch.dtype
+) -> ops.Buffers:
     import torch
 
     fewer = ops.sizes(workspace.device, batch_size, units)
     if torch.compiler.is_compiling():  # which knows no addresses
         return carve(workspace, workspace[:0], head_dim, fewer, fewer)
-    key, shape = id(workspace), (batch_size, units, head_dim, impl)
+    key, shape = id(workspace), (batch_size, units, head_dim, impl, kv)
     entry = _carved.get(key)
     if entry is None or entry[0]() is not workspace:
         if workspace.data_ptr() % 16 or not workspace.is_contiguous():
@@ -171,7 +173,7 @@ def _buffers(workspace: torch.Tensor, batch_size: int, units: int, head_dim: int
     if buffers is None:
         if len(entry[1]) == _MOST_CARVED:
             entry[1].clear()
-        needs = ops.sizes(workspace.device, batch_size, units, impl=impl)
+        needs = ops.sizes(workspace.device, batch_size, units, impl=impl, kv=kv)
         try:
             buffers = entry[1][shape] = carve(workspace, workspace[:0], head_dim, needs, fewer)
         except ValueError as error:

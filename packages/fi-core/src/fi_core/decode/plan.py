@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fi_core.jit.attention import CustomAttention
 
 _JIT_ARGS = 16  # of gen_customize_batch_decode_module
-_INT_WORKSPACE = 8 << 20  # bytes: the partial results of 132 blocks of head_dim 256 take 4.2 MiB
+_INT_WORKSPACE = 8 << 20  # bytes: partial results of 132 ranges of head_dim 256 take 4.2 MiB, of 396 of 128 6.3
 
 
 class BatchDecodePlan:
@@ -346,7 +346,7 @@ class BatchDecodePlan:
             kv_lens, last_page_len = self._on_device("kv_lens", kv_lens, non_blocking), None
         self._plan_info = self._division.divide(
             indptr, last_page_len, kv_lens, len(self._paged_kv_indices_buf), num_qo_heads, num_kv_heads, head_dim,
-            page_size, window_left, q_len, split, whole, self._impl,
+            page_size, window_left, q_len, split, whole, self._impl, self._cached_kv_data_type,
         )  # fmt: skip
         if self._cudnn is not None:
             self._plan_cudnn(indptr, last_page_len, kv_lens)

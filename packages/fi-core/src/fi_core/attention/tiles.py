@@ -34,7 +34,7 @@ class TileShape(NamedTuple):
         """sizeof(TileCopies::Shared), and the 128 bytes to which its start is aligned."""
         keys = self.keys * (self.dim_qk + self.dim_vo)
         raw = keys if kv_bytes == 1 else 2 * 8 * kv_bytes
-        return round_up(2 * (self.rows * self.dim_qk + keys) + raw + 4 * 8 * self.keys + 20 * self.rows + 2048 + 32, 128) + 128
+        return round_up(2 * (self.rows * self.dim_qk + keys) + raw + 4 * 8 * self.keys + 24 * self.rows + 2048 + 56, 128) + 128
 
     def body(self, kernel: str, q: str, kv: str) -> str:
         names = (DTYPES[MULTIPLY[q]].device, DTYPES[q].device, DTYPES[kv].device)

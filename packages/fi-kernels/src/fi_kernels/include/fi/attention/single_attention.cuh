@@ -27,7 +27,7 @@ FI_DEVICE void attend_tiles(const SingleAttentionParams& params, const Variant::
   __shared__ TileOfRows tile;
   if (threadIdx.x == 0) {
     const int first = (gridDim.x - 1 - blockIdx.x) * Kernel::kRows, rows = params.problem.rows() - first;
-    tile = {static_cast<int>(blockIdx.y), first, min(Kernel::kRows, rows),
+    tile = {0, static_cast<int>(blockIdx.y), first, min(Kernel::kRows, rows),
             static_cast<int>(blockIdx.z) * Kernel::kColumns};
   }
   __syncthreads();

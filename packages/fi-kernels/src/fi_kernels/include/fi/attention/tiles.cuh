@@ -44,44 +44,43 @@ struct TilesKernel {
   FI_DEVICE void attend(Variant& variant) {
     copies.prepare(tile);
     const int begin = p.mask.first_key(shared.row[0].i), end = p.mask.end_key(shared.row[tile.rows - 1].i);
-    const bool wide = p.dim_qk > Shape::kDimQK;
-    int stage = 0, page = copies.page(begin, end);
-    copies.locate(page, begin, end, 0);
-    page = copies.page(begin + kKeys, end);
+    clear();
+    if (begin >= end) return;
+    int flags = copies.each(kK) ? Steps::kEachKey : 0;
+    flags |= (copies.each(kV) ? Steps::kEachValue : 0) | (copies.finished() ? Steps::kFinished : 0);
+    flags |= (p.mask.selects() ? Steps::kSelects : 0) | (p.dim_qk > Shape::kDimQK ? Steps::kWide : 0);
+    const Steps steps{flags, p.dim_qk, columns(), end};
+    int stage = 0;
+    copies.locate(copies.page(begin, end), begin, end, 0);
     copies.stage_q(0, tile.rows);
     __syncthreads();
-    copies.template fetch<kK>(0, begin, end, 0);
-    clear();
+    fetch_keys(steps, 0, begin, 0);
 #pragma unroll 1
     for (int key = begin; key < end; key += kKeys) {
+      const bool masked = key < shared.full_begin || key + kKeys > shared.full_end;
+      const int page = copies.page(key + kKeys, end);
       cp_async_wait<0>();
-      copies.template land<kK>(0, key, end, stage);
+      copies.template land<kK>(steps.is(Steps::kEachKey), 0, steps.dims, key, end, stage);
       __syncthreads();  // keys are there, and values of the step before have been used
-      copies.template fetch<kV>(tile.column, key, end, stage);
+      copies.template fetch<kV>(steps.is(Steps::kEachValue), tile.column, steps.columns, key, end, stage);
+      copies.locate(page, key + kKeys, end, stage ^ 1);
       Scores s = {};
-#pragma unroll 1
-      for (int dim = 0;;) {
-        multiply_keys(s, p.dim_qk - dim);
-        if (!wide || (dim += Shape::kDimQK) >= p.dim_qk) break;
-        load_more(dim, key, end, stage);
-      }
-      stage ^= 1;
-      copies.locate(page, key + kKeys, end, stage);
-      page = copies.page(key + 2 * kKeys, end);
+      multiply_keys(s, steps.dims);
+      if (steps.is(Steps::kWide)) multiply_more_keys(s, steps, key, stage);
       cp_async_wait<0>();
-      copies.template land<kV>(tile.column, key, end, stage ^ 1);
+      copies.template land<kV>(steps.is(Steps::kEachValue), tile.column, steps.columns, key, end, stage);
       __syncthreads();  // values are there, and keys have been used
-      if (wide) copies.stage_q(0, tile.rows);
-      copies.template fetch<kK>(0, key + kKeys, end, stage);
+      if (steps.is(Steps::kWide)) copies.stage_q(0, tile.rows);
+      stage ^= 1;
+      fetch_keys(steps, 0, key + kKeys, stage);
       if constexpr (Variant::kCustom)
         transform(key, end, s, variant);
-      else if (shared.special)
+      else if (steps.is(Steps::kFinished))
         finish(key, s);
-      if (p.mask.selects()) select(key, s);
-      if constexpr (!Variant::kCustom)
-        if (key < shared.full_begin || key + kKeys > shared.full_end) hide(key, s);
+      if (steps.is(Steps::kSelects)) select(key, s);
+      if (!Variant::kCustom && masked) hide(key, s);
       if constexpr (Variant::kSoftmax) soften(s);
-      multiply_values(s);
+      multiply_values(s, steps.columns);
     }
   }
 
@@ -89,7 +88,9 @@ struct TilesKernel {
   FI_DEVICE void store(Variant& variant, const float* sinks = nullptr) {
     float* const staged = reinterpret_cast<float*>(&shared) + warp * 16 * kM * kOutPitch;  // of this warp's rows
     const float scale = p.value_scale(tile.kv_head);
-    const int bytes = out_bytes(p.out_type);
+    const OutType type = p.out_type;
+    const int bytes = out_bytes(type), rows = tile.rows, width = columns();
+    const int64_t out_token = p.out_token, out_head = p.out_head;
     __syncthreads();
 #pragma unroll
     for (int x = 0; x < kM; ++x)
@@ -127,23 +128,26 @@ struct TilesKernel {
 #pragma unroll 2
       for (int r = lane / 16; r < 16 * kM; r += 2) {
         const int to = from + lane % 16 * 4;
-        if (warp * 16 * kM + r >= tile.rows || to >= columns()) continue;
+        if (warp * 16 * kM + r >= rows || to >= width) continue;
         const Row at = shared.row[warp * 16 * kM + r];
-        const int64_t out = at.i * p.out_token + at.head * p.out_head + tile.column;
+        const int64_t out = at.i * out_token + at.head * out_head + tile.column + to;
         const bool vector = ((reinterpret_cast<uint64_t>(p.out) + out * bytes) & (4 * bytes - 1)) == 0;
-        store_four(p.out, p.out_type, out + to,
-                   *reinterpret_cast<const float4*>(staged + r * kOutPitch + lane % 16 * 4), vector);
+        store_four(p.out, type, out, *reinterpret_cast<const float4*>(staged + r * kOutPitch + lane % 16 * 4), vector);
       }
     }
   }
 
  private:
+  // What all steps have in common, in registers: a branch should not wait for memory.
+  struct Steps {
+    enum Flag { kEachKey = 1, kEachValue = 2, kFinished = 4, kSelects = 8, kWide = 16 };
+    int flags, dims, columns, end;
+    FI_DEVICE bool is(Flag flag) const { return flags & flag; }
+  };
+
   FI_DEVICE int place(int x, int half) const { return (warp * kM + x) * 16 + half * 8 + lane / 4; }  // in the tile
   FI_DEVICE int columns() const { return min(kColumns, p.dim_vo - tile.column); }
-  // From a score to an exponent of 2.
-  FI_DEVICE float exponent_scale(int x, int half) const {
-    return Variant::kCustom || shared.special ? 1.f : shared.scores[place(x, half)].scale;
-  }
+  FI_DEVICE float exponent_scale(int x, int half) const { return shared.exponent[place(x, half)]; }
 
   FI_DEVICE void clear() {
 #pragma unroll
@@ -157,14 +161,21 @@ struct TilesKernel {
     }
   }
 
-  // The next dimensions of keys and queries, in the place of those before.
-  FI_DEVICE void load_more(int dim, int key, int end, int stage) {
-    __syncthreads();
-    copies.stage_q(dim, tile.rows);
-    copies.template fetch<kK>(dim, key, end, stage);
-    cp_async_wait<0>();
-    copies.template land<kK>(dim, key, end, stage);
-    __syncthreads();
+  FI_DEVICE void fetch_keys(const Steps& steps, int dim, int key, int stage) const {
+    copies.template fetch<kK>(steps.is(Steps::kEachKey), dim, steps.dims - dim, key, steps.end, stage);
+  }
+  // The dimensions beyond the first ones, in their place, as those of queries.
+  FI_DEVICE void multiply_more_keys(Scores& s, const Steps& steps, int key, int stage) {
+#pragma unroll 1
+    for (int dim = Shape::kDimQK; dim < steps.dims; dim += Shape::kDimQK) {
+      __syncthreads();
+      copies.stage_q(dim, tile.rows);
+      fetch_keys(steps, dim, key, stage);
+      cp_async_wait<0>();
+      copies.template land<kK>(steps.is(Steps::kEachKey), dim, steps.dims - dim, key, steps.end, stage);
+      __syncthreads();
+      multiply_keys(s, steps.dims - dim);
+    }
   }
 
   // Products become scores in base 2: scale, soft cap, ALiBi.
@@ -262,26 +273,33 @@ struct TilesKernel {
       }
   }
 
-  // s += q k over the staged dimensions.
+  // s += q k over the staged dimensions. Keys are read two products ahead, queries one step of 16 dimensions.
   FI_DEVICE void multiply_keys(Scores& s, int dims) const {
+    constexpr int kReads = kKeys / 16, kAll = kReads * Shape::kDimQK / 16, kBuffers = 3;  // of 16 keys
     const unsigned q = Copies::address(shared.q, warp * 16 * kM + lane % 16, lane / 16, Shape::kDimQK);
     const unsigned k = Copies::address(shared.k, lane / 16 * 8 + lane % 8, lane / 8 % 2, Shape::kDimQK);
+    unsigned a[2][kM][4], b[kBuffers][4];
+    const auto read_queries = [&](int step) {
 #pragma unroll
-    for (int dim = 0; dim < Shape::kDimQK; dim += 16) {
-      if (dim % 64 == 0 && dim >= dims) break;
-      const unsigned line = dim / 64 * 128, step = dim % 64 * 2;
-      unsigned a[kM][4];
+      for (int x = 0; x < kM; ++x)
+        ldmatrix_x4(a[step % 2][x], (q ^ step % 4 * 32) + step / 4 * 128 + x * 16 * Shape::kDimQK * 2);
+    };
+    const auto read_keys = [&](int i) {
+      const int step = i / kReads;
+      ldmatrix_x4(b[i % kBuffers], (k ^ step % 4 * 32) + step / 4 * 128 + i % kReads * 16 * Shape::kDimQK * 2);
+    };
+    read_queries(0), read_keys(0), read_keys(1);
 #pragma unroll
-      for (int x = 0; x < kM; ++x) ldmatrix_x4(a[x], (q ^ step) + line + x * 16 * Shape::kDimQK * 2);
+    for (int i = 0; i < kAll; ++i) {
+      const int step = i / kReads, n = i % kReads * 2;
+      if (i % (4 * kReads) == 0 && i > 0 && step * 16 >= dims) break;
+      if (i + 2 < kAll) read_keys(i + 2);
+      if (i % kReads == 1 && i + kReads < kAll) read_queries(step + 1);
+      const unsigned(&now)[4] = b[i % kBuffers];
 #pragma unroll
-      for (int n = 0; n < kEights; n += 2) {
-        unsigned b[4];
-        ldmatrix_x4(b, (k ^ step) + line + n * 8 * Shape::kDimQK * 2);
-#pragma unroll
-        for (int x = 0; x < kM; ++x) {
-          mma_m16n8k16(s[x][n], a[x], b[0], b[1], T{});
-          mma_m16n8k16(s[x][n + 1], a[x], b[2], b[3], T{});
-        }
+      for (int x = 0; x < kM; ++x) {
+        mma_m16n8k16(s[x][n], a[step % 2][x], now[0], now[1], T{});
+        mma_m16n8k16(s[x][n + 1], a[step % 2][x], now[2], now[3], T{});
       }
     }
   }
@@ -332,7 +350,7 @@ struct TilesKernel {
   }
 
   // o += weights v. The accumulator layout of two score tiles is the operand layout of one step of 16 keys.
-  FI_DEVICE void multiply_values(const Scores& s) {
+  FI_DEVICE void multiply_values(const Scores& s, int columns) {
     const unsigned v = Copies::address(shared.v, lane % 16, lane / 16, kColumns);
     unsigned a[kM][kKeys / 16][4];
 #pragma unroll
@@ -344,7 +362,7 @@ struct TilesKernel {
           a[x][n][c] = pack(s[x][2 * n + c / 2][c % 2 * 2], s[x][2 * n + c / 2][c % 2 * 2 + 1], T{});
 #pragma unroll
     for (int to = 0; to < kColumns; to += 64) {
-      if (to >= columns()) break;
+      if (to > 0 && to >= columns) break;
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n)
 #pragma unroll

@@ -26,7 +26,12 @@ FI_DEVICE unsigned pack(float x, float y, __nv_bfloat16) {
 // Head dims are multiples of 64: those that are taken at a time. kKeys keys a step, kWarps warps of 16 kM rows.
 template <int kQK, int kVO, int kSixteens, int kWarps, int kKeysOfStep>
 struct TileShape {
-  static constexpr int kDimQK = kQK, kDimVO = kVO, kM = kSixteens, kKeys = kKeysOfStep;
+  static constexpr int kDimQK = kQK, kDimVO = kVO, kM = kSixteens;
+#if __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+  static constexpr int kKeys = kKeysOfStep > 48 ? 48 : kKeysOfStep;  // with more a few words do not stay in registers
+#else
+  static constexpr int kKeys = kKeysOfStep;
+#endif
   static constexpr int kThreads = 32 * kWarps, kRows = 16 * kM * kWarps;
   static_assert(2 * kKeys <= kThreads && kKeys % (kThreads / 8) == 0, "threads that find and copy keys and values");
 };
@@ -50,7 +55,7 @@ FI_DEVICE unsigned base(size_t address) {
 template <class Shared, int kSharedBytes>
 FI_DEVICE Shared& aligned_shared() {
   extern __shared__ uint4 bytes[];
-  static_assert(sizeof(Shared) + 128 == kSharedBytes, "the family's Python says how much to ask for");
+  static_assert(sizeof(Shared) + 128 <= kSharedBytes, "the family's Python says how much to ask for");
   // NOTE: an offset; of a pointer made of an integer the compiler does not know that it points to shared memory.
   const unsigned offset = -static_cast<unsigned>(__cvta_generic_to_shared(bytes)) % 128;
   return *reinterpret_cast<Shared*>(reinterpret_cast<char*>(bytes) + offset);
@@ -76,6 +81,8 @@ struct TileCopies {
     float exponent[kRows];             // from a score to an exponent of 2
     HeadScores scores[kRows];
     Row row[kRows];
+    // Of each thread's rows: registers are scarce. Largest scores before they are scaled, and sums of weights.
+    float most[2 * Shape::kM][kThreads], sums[2 * Shape::kM][kThreads];
     uint64_t steps[256];  // rotary angles
   };
 
@@ -100,11 +107,9 @@ struct TileCopies {
 #pragma unroll 1
       for (int k = threadIdx.x; k < p.dim_qk / 2; k += kThreads) shared.steps[k] = p.rotary.step(k);
     }
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 32) {  // not in the warp that has just begun the unit
       shared.begin[kK] = static_cast<const KV*>(p.k) + kv_head * p.k_head;
       shared.begin[kV] = static_cast<const KV*>(p.v) + kv_head * p.v_head;
-      shared.full_begin = p.mask.first_key(p.row(kv_head, first + rows - 1).i);
-      shared.full_end = p.mask.end_key(p.row(kv_head, first).i);
       shared.page_stride[kK] = pages.k_page, shared.page_stride[kV] = pages.v_page;
       shared.token[kK] = p.k_token, shared.token[kV] = p.v_token;
     }
@@ -120,50 +125,45 @@ struct TileCopies {
 
   // The page of this thread's key or value of a step, which locate takes; beyond the end that of the last one.
   FI_DEVICE int page(int key, int end) const {
-    return static_cast<int>(pages.page(min(key + static_cast<int>(threadIdx.x) % kKeys, end - 1)));
+    return static_cast<int>(pages.page(min(key + static_cast<int>(threadIdx.x) % kKeys + 1, end) - 1));
   }
   // Where the keys and values of a step begin.
   FI_DEVICE void locate(int page, int key, int end, int stage) const {
     const int r = threadIdx.x % kKeys, part = threadIdx.x / kKeys;
     if (kThreads > 2 * kKeys && part > 1) return;
     shared.at[stage][part][r] = shared.begin[part] + page * shared.page_stride[part] +
-                                pages.slot(min(key + r, end - 1)) * shared.token[part];
+                                pages.slot(min(key + r + 1, end) - 1) * shared.token[part];
   }
 
   // Whether elements are taken one by one, rotated or from rows that are not aligned.
   FI_DEVICE bool each(TilePart part) const { return !p.aligned || (part == kK && p.rotary.enabled); }
 
-  // Keys or values from `key` on (zeros from `end` on), `dims` dimensions from `dim` on (then zeros; lines of 64 that do
-  // not exist are left out), are sent on their way, in a group of copies. This thread's pieces: one of 8 of each line.
+  // Keys or values from `key` on (zeros from `end` on), `dims` dimensions from `dim` on (then zeros), are sent on their
+  // way by this thread: one piece of 8 of each line of 64 in kFetches rows. Without branches, so that the compiler may
+  // put them between products. each: nothing is copied, which land makes good.
+  static constexpr int kRowsOnce = kThreads / 8, kFetches = kKeys / kRowsOnce;
   template <TilePart kPart>
-  FI_DEVICE void fetch(bool each, int dim, int dims, int key, int end, int stage) const {
-    constexpr int kWidth = kPart == kK ? Shape::kDimQK : Shape::kDimVO, kRowsOnce = kThreads / 8;
+  FI_DEVICE void fetch(int i, bool each, int dim, int dims, int key, int end, int stage) const {
+    constexpr int kWidth = kPart == kK ? Shape::kDimQK : Shape::kDimVO;
     const int piece = threadIdx.x % 8, first = threadIdx.x / 8;
-    if (key < end && !each) {
-      const KV* from[kKeys / kRowsOnce];  // all at once: shared memory takes its time to answer
+    const int limit = each || key + first + i * kRowsOnce >= end ? 0 : dims - piece * 8;
+    const KV* from = shared.at[stage][kPart][first + i * kRowsOnce] + dim + piece * 8;
 #pragma unroll
-      for (int i = 0; i < kKeys / kRowsOnce; ++i) from[i] = shared.at[stage][kPart][first + i * kRowsOnce];
-      unsigned to;
+    for (int line = 0; line < kWidth / 64; ++line) {
+      const bool valid = line * 64 < limit;  // else nothing is read
       if constexpr (kDirect)
-        to = address(kPart == kK ? shared.k : shared.v, first, piece, kWidth);
+        cp_async_16(address(kPart == kK ? shared.k : shared.v, first, piece, kWidth) +
+                        (i * kRowsOnce * kWidth + line * 64) * sizeof(T), from + line * 64, valid);
       else
-        to = base(__cvta_generic_to_shared((kPart == kK ? shared.raw_k : shared.raw_v) + first * kWidth + piece * 8));
-      const int left = end - key - first, x = dim + piece * 8;
-#pragma unroll
-      for (int line = 0; line < kWidth / 64; ++line) {
-        if (line > 0 && line * 64 >= dims) break;
-        const bool within = line * 64 + piece * 8 < dims;
-#pragma unroll
-        for (int i = 0; i < kKeys / kRowsOnce; ++i) {
-          const bool valid = within && i * kRowsOnce < left;  // else nothing is read
-          const unsigned place = to + (i * kRowsOnce * kWidth + line * 64) * sizeof(KV);
-          if constexpr (kDirect)
-            cp_async_16(place, from[i] + x + line * 64, valid);
-          else
-            cp_async_8(place, from[i] + x + line * 64, valid);
-        }
-      }
+        cp_async_8(base(__cvta_generic_to_shared((kPart == kK ? shared.raw_k : shared.raw_v) + first * kWidth +
+                                                 piece * 8)) + i * kRowsOnce * kWidth + line * 64,
+                   from + line * 64, valid);
     }
+  }
+  template <TilePart kPart>
+  FI_DEVICE void fetch_all(bool each, int dim, int dims, int key, int end, int stage) const {
+#pragma unroll
+    for (int i = 0; i < kFetches; ++i) fetch<kPart>(i, each, dim, dims, key, end, stage);
     cp_async_commit();
   }
 

@@ -6,7 +6,9 @@
 #include "fi/attention/softmax.h"
 #include "fi/attention/tile_copies.cuh"
 #include "fi/attention/variant.h"
+#include "fi/cuda/exchange.cuh"
 #include "fi/cuda/math.cuh"
+#include "fi/cuda/ptx/global.cuh"
 #include "fi/cuda/ptx/ldmatrix.cuh"
 #include "fi/cuda/ptx/mma_sm80.cuh"
 
@@ -30,7 +32,6 @@ struct TilesKernel {
   Copies copies;
   int warp, lane;
   float o[kM][kColumns / 8][4];
-  float m[kM][2], d[kM][2];  // of rows lane / 4 and lane / 4 + 8 of 16; m in what the scores are before they are scaled
 
   // What is referred to should lie in shared memory: registers are scarce.
   FI_DEVICE TilesKernel(const AttentionProblem& p, Shared& shared, const TileOfRows& tile, const Pages& pages)
@@ -43,13 +44,15 @@ struct TilesKernel {
 
   FI_DEVICE void attend(Variant& variant) {
     copies.prepare(tile);
-    const int begin = p.mask.first_key(shared.row[0].i), end = p.mask.end_key(shared.row[tile.rows - 1].i);
+    const int first = shared.row[0].i, last = shared.row[tile.rows - 1].i;
+    const int begin = p.mask.first_key(first), end = p.mask.end_key(last);
+    if (threadIdx.x == 0) shared.full_begin = p.mask.first_key(last), shared.full_end = p.mask.end_key(first);
     clear();
     if (begin >= end) return;
     int flags = copies.each(kK) ? Steps::kEachKey : 0;
     flags |= (copies.each(kV) ? Steps::kEachValue : 0) | (copies.finished() ? Steps::kFinished : 0);
     flags |= (p.mask.selects() ? Steps::kSelects : 0) | (p.dim_qk > Shape::kDimQK ? Steps::kWide : 0);
-    const Steps steps{flags, p.dim_qk, columns(), end};
+    const Steps steps{static_cast<int>(base(flags)), end};  // base: flags stay in one register
     int stage = 0;
     copies.locate(copies.page(begin, end), begin, end, 0);
     copies.stage_q(0, tile.rows);
@@ -60,28 +63,34 @@ struct TilesKernel {
       const bool masked = key < shared.full_begin || key + kKeys > shared.full_end;
       const int page = copies.page(key + kKeys, end);
       cp_async_wait<0>();
-      copies.template land<kK>(steps.is(Steps::kEachKey), 0, steps.dims, key, end, stage);
+      copies.template land<kK>(steps.is(Steps::kEachKey), 0, p.dim_qk, key, end, stage);
       __syncthreads();  // keys are there, and values of the step before have been used
-      copies.template fetch<kV>(steps.is(Steps::kEachValue), tile.column, steps.columns, key, end, stage);
-      copies.locate(page, key + kKeys, end, stage ^ 1);
       Scores s = {};
-      multiply_keys(s, steps.dims);
+      // Values are sent for during the products of keys, and where the next keys lie is found out.
+      multiply_keys(s, p.dim_qk, [&](int step) {
+        if (step < Copies::kFetches)
+          copies.template fetch<kV>(step, steps.is(Steps::kEachValue), tile.column, columns(), key, end, stage);
+        if (step == 3) cp_async_commit(), copies.locate(page, key + kKeys, end, stage ^ 1);
+      });
       if (steps.is(Steps::kWide)) multiply_more_keys(s, steps, key, stage);
       cp_async_wait<0>();
-      copies.template land<kV>(steps.is(Steps::kEachValue), tile.column, steps.columns, key, end, stage);
+      copies.template land<kV>(steps.is(Steps::kEachValue), tile.column, columns(), key, end, stage);
       __syncthreads();  // values are there, and keys have been used
-      if (steps.is(Steps::kWide)) copies.stage_q(0, tile.rows);
       stage ^= 1;
+      if (Variant::kCustom || masked || steps.is(Steps::kRare)) {  // one branch around all that is rare
+        if (steps.is(Steps::kWide)) copies.stage_q(0, tile.rows);
+        if constexpr (Variant::kCustom)
+          transform(key, end, s, variant);
+        else if (steps.is(Steps::kFinished))
+          finish(key, s);
+        if (steps.is(Steps::kSelects)) select(key, s);
+        if (!Variant::kCustom && masked) hide(key, s);
+      }
       fetch_keys(steps, 0, key + kKeys, stage);
-      if constexpr (Variant::kCustom)
-        transform(key, end, s, variant);
-      else if (steps.is(Steps::kFinished))
-        finish(key, s);
-      if (steps.is(Steps::kSelects)) select(key, s);
-      if (!Variant::kCustom && masked) hide(key, s);
       if constexpr (Variant::kSoftmax) soften(s);
-      multiply_values(s, steps.columns);
+      multiply_values(s, columns());
     }
+    cp_async_wait<0>();  // the last step sent for keys too, of which there are none
   }
 
   // Normalises, and writes the rows through shared memory: whole lines, whatever the dtype. sinks: [qo_heads], or null.
@@ -91,25 +100,29 @@ struct TilesKernel {
     const OutType type = p.out_type;
     const int bytes = out_bytes(type), rows = tile.rows, width = columns();
     const int64_t out_token = p.out_token, out_head = p.out_head;
-    __syncthreads();
 #pragma unroll
     for (int x = 0; x < kM; ++x)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        d[x][half] += __shfl_xor_sync(0xffffffffu, d[x][half], 1);
-        d[x][half] += __shfl_xor_sync(0xffffffffu, d[x][half], 2);
-        m[x][half] *= exponent_scale(x, half);
+        float d = sum(x, half);
+        d += __shfl_xor_sync(0xffffffffu, d, 1);
+        d += __shfl_xor_sync(0xffffffffu, d, 2);
+        float m = most(x, half) * exponent_scale(x, half);
         const Row at = shared.row[place(x, half)];
         float factor = scale;
-        if (sinks) factor *= add_sink<CudaMath>(sinks[at.head], m[x][half], d[x][half]);
-        const auto output = variant.end(at, m[x][half], d[x][half], factor);
+        if (sinks) factor *= add_sink<CudaMath>(sinks[at.head], m, d);
+        const auto output = variant.end(at, m, d, factor);
 #pragma unroll
         for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
           for (int c = half * 2; c < half * 2 + 2; ++c) o[x][n][c] = output(o[x][n][c]);
         if (p.lse && tile.column == 0 && lane % 4 == 0 && place(x, half) < tile.rows)
-          p.lse[static_cast<int64_t>(at.i) * p.qo_heads + at.head] = softmax_lse<CudaMath>(m[x][half], d[x][half]);
+          p.lse[static_cast<int64_t>(at.i) * p.qo_heads + at.head] = softmax_lse<CudaMath>(m, d);
       }
+    constexpr OutType kOwn = IsHalf<T>::value ? OutType::kF16 : OutType::kBF16;
+    const auto alignment = reinterpret_cast<uint64_t>(p.out) | (out_token | out_head) * sizeof(T);
+    if (type == kOwn && alignment % 16 == 0) return store_own(width);
+    __syncthreads();
 #pragma unroll
     for (int from = 0; from < kColumns; from += kOutColumns) {
       if (from >= columns()) break;
@@ -138,14 +151,35 @@ struct TilesKernel {
   }
 
  private:
+  // Output of T, straight from registers: 16 bytes a lane.
+  FI_DEVICE void store_own(int width) const {
+#pragma unroll
+    for (int x = 0; x < kM; ++x)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Row at = shared.row[place(x, half)];
+        T* out = static_cast<T*>(p.out) + at.i * p.out_token + at.head * p.out_head + tile.column + lane % 4 * 8;
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; n += 4) {
+          unsigned words[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) words[i] = pack(o[x][n + i][half * 2], o[x][n + i][half * 2 + 1], T{});
+          const uint4 piece = transpose_of_four(words);
+          if (place(x, half) < tile.rows && n * 8 + lane % 4 * 8 < width) store_global(out + n * 8, piece);
+        }
+      }
+  }
+
   // What all steps have in common, in registers: a branch should not wait for memory.
   struct Steps {
-    enum Flag { kEachKey = 1, kEachValue = 2, kFinished = 4, kSelects = 8, kWide = 16 };
-    int flags, dims, columns, end;
+    enum Flag { kEachKey = 1, kEachValue = 2, kFinished = 4, kSelects = 8, kWide = 16, kRare = 4 | 8 | 16 };
+    int flags, end;
     FI_DEVICE bool is(Flag flag) const { return flags & flag; }
   };
 
   FI_DEVICE int place(int x, int half) const { return (warp * kM + x) * 16 + half * 8 + lane / 4; }  // in the tile
+  FI_DEVICE float& most(int x, int half) const { return shared.most[2 * x + half][threadIdx.x]; }
+  FI_DEVICE float& sum(int x, int half) const { return shared.sums[2 * x + half][threadIdx.x]; }
   FI_DEVICE int columns() const { return min(kColumns, p.dim_vo - tile.column); }
   FI_DEVICE float exponent_scale(int x, int half) const { return shared.exponent[place(x, half)]; }
 
@@ -153,7 +187,7 @@ struct TilesKernel {
 #pragma unroll
     for (int x = 0; x < kM; ++x) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) m[x][half] = kMinusInf, d[x][half] = 0.f;
+      for (int half = 0; half < 2; ++half) most(x, half) = kMinusInf, sum(x, half) = 0.f;
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
@@ -162,19 +196,19 @@ struct TilesKernel {
   }
 
   FI_DEVICE void fetch_keys(const Steps& steps, int dim, int key, int stage) const {
-    copies.template fetch<kK>(steps.is(Steps::kEachKey), dim, steps.dims - dim, key, steps.end, stage);
+    copies.template fetch_all<kK>(steps.is(Steps::kEachKey), dim, p.dim_qk - dim, key, steps.end, stage);
   }
   // The dimensions beyond the first ones, in their place, as those of queries.
   FI_DEVICE void multiply_more_keys(Scores& s, const Steps& steps, int key, int stage) {
 #pragma unroll 1
-    for (int dim = Shape::kDimQK; dim < steps.dims; dim += Shape::kDimQK) {
+    for (int dim = Shape::kDimQK; dim < p.dim_qk; dim += Shape::kDimQK) {
       __syncthreads();
       copies.stage_q(dim, tile.rows);
       fetch_keys(steps, dim, key, stage);
       cp_async_wait<0>();
-      copies.template land<kK>(steps.is(Steps::kEachKey), dim, steps.dims - dim, key, steps.end, stage);
+      copies.template land<kK>(steps.is(Steps::kEachKey), dim, p.dim_qk - dim, key, steps.end, stage);
       __syncthreads();
-      multiply_keys(s, steps.dims - dim);
+      multiply_keys(s, p.dim_qk - dim, [](int) {});
     }
   }
 
@@ -274,7 +308,9 @@ struct TilesKernel {
   }
 
   // s += q k over the staged dimensions. Keys are read two products ahead, queries one step of 16 dimensions.
-  FI_DEVICE void multiply_keys(Scores& s, int dims) const {
+  // beside(step): what else is done meanwhile, in the steps of the first 64 dimensions.
+  template <class Beside>
+  FI_DEVICE void multiply_keys(Scores& s, int dims, Beside&& beside) const {
     constexpr int kReads = kKeys / 16, kAll = kReads * Shape::kDimQK / 16, kBuffers = 3;  // of 16 keys
     const unsigned q = Copies::address(shared.q, warp * 16 * kM + lane % 16, lane / 16, Shape::kDimQK);
     const unsigned k = Copies::address(shared.k, lane / 16 * 8 + lane % 8, lane / 8 % 2, Shape::kDimQK);
@@ -295,6 +331,7 @@ struct TilesKernel {
       if (i % (4 * kReads) == 0 && i > 0 && step * 16 >= dims) break;
       if (i + 2 < kAll) read_keys(i + 2);
       if (i % kReads == 1 && i + kReads < kAll) read_queries(step + 1);
+      if (i % kReads == 0 && step < 4) beside(step);
       const unsigned(&now)[4] = b[i % kBuffers];
 #pragma unroll
       for (int x = 0; x < kM; ++x) {
@@ -304,7 +341,7 @@ struct TilesKernel {
     }
   }
 
-  // Scores become weights; m, d and o take the new maximum. Four lanes share a row, of whose sum each has a part.
+  // Scores become weights; maxima, sums and o take the new maximum. Four lanes share a row, of whose sum each has a part.
   FI_DEVICE void soften(Scores& s) {
     float top[kM][2];
     bool moved = false;
@@ -312,22 +349,24 @@ struct TilesKernel {
     for (int x = 0; x < kM; ++x)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float a = m[x][half], b = kMinusInf;
+        float a = kMinusInf, b = kMinusInf;
 #pragma unroll
         for (int n = 0; n < kEights; ++n) a = fmaxf(a, s[x][n][half * 2]), b = fmaxf(b, s[x][n][half * 2 + 1]);
         a = fmaxf(a, b);
         a = fmaxf(a, __shfl_xor_sync(0xffffffffu, a, 1));
-        top[x][half] = fmaxf(a, __shfl_xor_sync(0xffffffffu, a, 2));
-        moved |= top[x][half] != m[x][half];
+        a = fmaxf(a, __shfl_xor_sync(0xffffffffu, a, 2));
+        const float before = most(x, half);
+        top[x][half] = fmaxf(a, before);
+        moved |= top[x][half] != before;
       }
     if (__any_sync(0xffffffffu, moved)) {  // mostly not: maxima come early
 #pragma unroll
       for (int x = 0; x < kM; ++x)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float factor = exp2_approx((m[x][half] - softmax_base(top[x][half])) * exponent_scale(x, half));
-          m[x][half] = top[x][half];
-          d[x][half] *= factor;
+          const float factor = exp2_approx((most(x, half) - softmax_base(top[x][half])) * exponent_scale(x, half));
+          most(x, half) = top[x][half];
+          sum(x, half) *= factor;
 #pragma unroll
           for (int n = 0; n < kColumns / 8; ++n) o[x][n][half * 2] *= factor, o[x][n][half * 2 + 1] *= factor;
         }
@@ -336,7 +375,7 @@ struct TilesKernel {
     for (int x = 0; x < kM; ++x)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float scale = exponent_scale(x, half), base = softmax_base(m[x][half]) * scale;
+        const float scale = exponent_scale(x, half), base = softmax_base(top[x][half]) * scale;
         float a = 0.f, b = 0.f;
 #pragma unroll
         for (int n = 0; n < kEights; ++n) {
@@ -345,7 +384,7 @@ struct TilesKernel {
           z = exp2_approx(fmaf(z, scale, -base));
           a += y, b += z;
         }
-        d[x][half] += a + b;
+        sum(x, half) += a + b;
       }
   }
 

@@ -22,16 +22,14 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Argume
   const int parts = (item_rows + Kernel::kRows - 1) / Kernel::kRows;
   const int columns = (common.dim_vo + Kernel::kColumns - 1) / Kernel::kColumns;
   const int units = params.schedule.header[0] * common.kv_heads * parts * columns;
-  int next = 0;  // of thread 0
   if (threadIdx.x == 0) {
-    next = atomicAdd(params.schedule.header + 1, 1);
+    unit = atomicAdd(params.schedule.header + 1, 1);
     problem = common;
   }
 #pragma unroll 1
   while (true) {
     if (threadIdx.x == 0) {
       tile.rows = 0;
-      unit = next;
       if (unit < units) {
         const int part = unit / columns % parts, at = unit / columns / parts;
         const PrefillItem item = params.schedule.items[at / common.kv_heads];
@@ -54,9 +52,11 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Argume
     Kernel kernel(problem, shared, tile, pages);
     Variant variant(variant_params, tile.request);
     if (tile.rows > 0) kernel.attend(variant);
-    if (threadIdx.x == 0) next = atomicAdd(params.schedule.header + 1, 1);  // its answer comes during the output
+    int next = 0;
+    if (threadIdx.x == 0) next = atomicAdd(params.schedule.header + 1, 1);  // the answer comes during the output
     if (tile.rows > 0) kernel.store(variant, params.sinks);
     __syncthreads();
+    if (threadIdx.x == 0) unit = next;
   }
   pdl_launch_dependents();
   if (threadIdx.x == 0 && atomicAdd(params.schedule.header + 2, 1) == static_cast<int>(gridDim.x) - 1)

@@ -70,7 +70,7 @@ def check(p: Paged, *, tolerance: tuple[float, float] | None = None, **options: 
         assert torch.equal(wrapper.run(p.q, p.cache), out)
 
 
-@pytest.mark.parametrize("page_size", [1, 5, 8, 16, 64])
+@pytest.mark.parametrize("page_size", [1, 5, 8, 16, 32, 64, 128])
 @pytest.mark.parametrize("heads", GROUPS)
 def test_groups_and_pages(heads: tuple[int, int], page_size: int, device: str) -> None:
     check(paged(LENGTHS, heads=heads, page_size=page_size, device=device))

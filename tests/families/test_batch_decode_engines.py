@@ -142,8 +142,9 @@ def test_vllm_pattern(device: str) -> None:
         p = paged(lengths, heads=(8, 2), kv_layout="HND", form="fused", device=device, seed=seed)
         wrapper.plan(
             *on_host(p), pos_encoding_mode="NONE", sm_scale=0.3, window_left=-1, logits_soft_cap=0.0,
-            q_data_type=HALF, kv_data_type=HALF, o_data_type=HALF, fixed_split_size=None, disable_split_kv=False,
+            q_data_type=HALF, kv_data_type=HALF, o_data_type=HALF, fixed_split_size=-1, disable_split_kv=False,
         )  # fmt: skip
+        assert wrapper._plan_info is not None and wrapper._plan_info[3] == decode.ops.BALANCED, "-1 is no fixed size"
         assert (wrapper._window_left, wrapper._logits_soft_cap, wrapper._sm_scale) == (-1, 0.0, 0.3)
         output = torch.zeros(10, 8, 64, dtype=HALF, device=device)
         wrapper.run(p.q, p.cache, k_scale=1.0, v_scale=1.0, out=output[: len(lengths)])
@@ -183,10 +184,13 @@ def test_planners_that_engines_call_themselves(tensor_cores: bool, older: bool, 
 
 def test_names_that_engines_import() -> None:
     from fi_core.decode import _grouped_size_compiled_for_decode_kernels, get_seq_lens
-    from fi_core.utils import FP4Tensor, _get_range_buf
+    from fi_core.utils import FP4Tensor, _get_range_buf, get_trtllm_gen_multi_ctas_kv_counter_bytes
 
     assert _grouped_size_compiled_for_decode_kernels(28, 4) and not _grouped_size_compiled_for_decode_kernels(28, 8)
-    assert get_seq_lens is fi_core.get_seq_lens and FP4Tensor and _get_range_buf
+    assert get_seq_lens is fi_core.get_seq_lens is fi_core.prefill.get_seq_lens and FP4Tensor and _get_range_buf
+    assert get_trtllm_gen_multi_ctas_kv_counter_bytes(256, 32, 132) == 0
+    assert fi_core.top_k_renorm_prob is fi_core.top_k_renorm_probs
+    assert fi_core.top_p_renorm_prob is fi_core.top_p_renorm_probs
 
 
 def test_wrappers_may_share_a_float_workspace(device: str) -> None:

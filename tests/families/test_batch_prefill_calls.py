@@ -395,10 +395,15 @@ def test_errors_of_run(device: str) -> None:
     keys = b.ragged()
     with pytest.raises(ValueError, match="k: 2 heads and 299 tokens were planned"):
         r.run(b.q, keys[0][:200], keys[1][:200])
-    with pytest.raises(NotImplementedError, match="o_scale"):
+    with pytest.raises(NotImplementedError, match=r"o_scale: .* multiply v_scale .* got 2\.0"):
         r.run(b.q, *keys, o_scale=2.0)
-    with pytest.raises(NotImplementedError, match="v_indptr"):
-        r.plan(qo, kv, *rest, v_indptr=kv)
+    r.plan(qo, kv, *rest, v_indptr=kv, o_indptr=qo, **b.types())
+    r.plan(qo.cpu(), kv.cpu(), *rest, v_indptr=kv.cpu().clone(), **b.types())
+    for name, offsets in (("v_indptr", kv + 1), ("o_indptr", kv), ("v_indptr", kv[1:])):
+        with pytest.raises(
+            NotImplementedError, match=f"{name}: .* pass None or {'kv' if name[0] == 'v' else 'qo'}_indptr"
+        ):
+            r.plan(qo, kv, *rest, **{name: offsets})
 
 
 def test_page_ids_are_checked_if_asked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,6 +466,14 @@ def test_ragged_sinks(device: str) -> None:
     for w in planned(b, BatchPrefillWithRaggedKVCacheWrapper, causal=True):
         w._sinks = sinks
         assert_close(w.run(b.q, *b.ragged()), with_sinks(b, sinks, causal=True)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+def test_ragged_output_is_never_fp8(dtype: torch.dtype, device: str) -> None:
+    """An 8-bit o_data_type, as it follows from an fp8 q, means q's type, or bf16."""
+    b = batch(LENS, dtype=dtype, device=device)
+    for w in planned(b, BatchPrefillWithRaggedKVCacheWrapper, o_data_type=torch.float8_e4m3fn):
+        assert w.run(b.q, *b.ragged()).dtype == (dtype if dtype.itemsize == 2 else torch.bfloat16)
 
 
 def test_head_major_ragged_keys(device: str) -> None:

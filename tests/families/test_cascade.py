@@ -10,7 +10,7 @@ import torch
 
 import fi_core
 from families.harness import assert_close, assert_guards, guarded, impls, rand, strided, using
-from fi_core.cascade import _merge_state_in_place_reference, _merge_state_reference, _merge_states_reference
+from fi_core.cascade.merge import _merge_state_in_place_reference, _merge_state_reference, _merge_states_reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # One vector, less than one, not whole vectors, rows that fill warps badly, more vectors than a block has threads.

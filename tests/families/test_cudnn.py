@@ -347,11 +347,11 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     b = batch([(3, 20), (2, 9)], kv_layout="HND")
     k, v = b.ragged()
     decode, prefill = fi_core.cudnn_batch_decode_with_kv_cache, cudnn_batch_prefill_with_kv_cache
-    with pytest.raises(NotImplementedError, match="batch_offsets_k, batch_offsets_v: block_tables says"):
+    with pytest.raises(NotImplementedError, match="batch_offsets_k: not supported, block_tables says"):
         decode(**given, batch_offsets_k=torch.zeros(3))
     with pytest.raises(ValueError, match="block_tables and actual_seq_lens_kv: both are required"):
         decode(**given | {"block_tables": None})
-    with pytest.raises(NotImplementedError, match="batch_offsets_stats"):
+    with pytest.raises(NotImplementedError, match="batch_offsets_stats: not supported, lse is padded"):
         prefill(b.q, k, v, **prefill_arguments(b), batch_offsets_stats=torch.zeros(3))
     with pytest.raises(ValueError, match='backend: None or "cudnn" is required'):
         prefill(b.q, k, v, **prefill_arguments(b), backend="fa2")

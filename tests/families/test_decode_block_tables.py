@@ -85,12 +85,12 @@ def test_several_query_tokens_are_causal(q_len: int, device: str) -> None:
         assert_close(function(**arguments(p)), p.expected()[0])
 
 
-def tree(batch_size: int, q_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random draft trees: each token sees itself and some before. As booleans, and packed into uint16."""
+def tree(batch_size: int, q_len: int, most: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random draft trees: each token sees itself and some before. As booleans, and packed into uint16 as for `most`."""
     generator = torch.Generator().manual_seed(q_len)
     seen = torch.rand(batch_size, q_len, q_len, generator=generator) < 0.5
     seen = seen.tril() | torch.eye(q_len, dtype=torch.bool)
-    words = -(-q_len // 32) * 2
+    words = -(-max(q_len, most) // 32) * 2
     bits = torch.zeros(batch_size, q_len, words * 16, dtype=torch.int64)
     bits[..., :q_len] = seen.long()
     packed = (bits.view(batch_size, q_len, words, 16) << torch.arange(16)).sum(-1)
@@ -109,6 +109,46 @@ def test_draft_trees(q_len: int, device: str) -> None:
     assert (torch.cat(want) - p.expected()[0]).abs().max() > 0.05
     for function in FUNCTIONS:
         assert_close(function(**arguments(p, mask=packed.to(device))), torch.cat(want))
+
+
+@pytest.mark.parametrize("most", [5, 40])
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_draft_trees_of_several_lengths(most: int, kv_dtype: torch.dtype, device: str) -> None:
+    """Each request's rows of the mask count its own query tokens; keys before these are seen by all."""
+    lens = [(3, 300), (1, 64), (0, 17), (most, most), (2, 130)]
+    b = batch(lens, heads=(8, 2), dims=(128, 128), dtype=torch.bfloat16, kv_dtype=kv_dtype, device=device)
+    masks, packed = [], []
+    for qo, kv in lens:
+        seen, bits = tree(1, qo, most)
+        masks.append(torch.cat([torch.ones(qo, kv - qo, dtype=torch.bool), seen[0]], 1))
+        packed.append(bits[0].int())
+    mask = torch.cat(packed).to(torch.uint16).to(device)
+    sinks = rand(8, dtype=torch.float32, device=device)
+    given: dict[str, Any] = {
+        "query": b.q, "kv_cache": b.cache, "workspace_buffer": workspace(device), "seq_lens": b.pool.seq_lens(),
+        "block_tables": b.pool.block_tables(), "max_seq_len": 300, "kv_layout": "NHD", "bmm1_scale": 0.1,
+        "sinks": sinks, "mask": mask,
+    }  # fmt: skip
+    want = b.expected(masks, sm_scale=0.1, sinks=sinks)[0]
+    assert (want - b.expected(causal=True, sm_scale=0.1, sinks=sinks)[0]).abs().max() > 0.05
+    starts = b.qo_indptr.to(torch.uint32)
+    assert_close(xqa_batch_decode_with_kv_cache(**given, q_len_per_req=most, q_cu_seq_lens=starts), want)
+    ragged = {"q_len_per_req": None, "cum_seq_lens_q": starts}
+    out = trtllm_batch_decode_with_kv_cache(**given, **ragged, max_q_len=most)
+    assert isinstance(out, torch.Tensor)
+    assert_close(out, want)
+    output = torch.empty_like(b.q)
+    xqa(
+        b.q, *b.cache, given["block_tables"], given["seq_lens"], output, workspace(device), None, 2, 16,
+        sinks.view(2, 4), 0.1 * 128**0.5, q_seq_len=most, mask=mask, q_cu_seq_lens=starts,
+    )  # fmt: skip
+    assert torch.equal(output, out)
+    assert torch.equal(trtllm_batch_decode_with_kv_cache(**given, **ragged), out)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"mask: uint16 \[tokens, ceil\(max_q_len / 32\) \* 2\] is required"):
+        trtllm_batch_decode_with_kv_cache(**given, **ragged, max_q_len=70)
+    narrow = given | {"mask": mask[:, :1].contiguous(), "sinks": None}
+    few = trtllm_batch_decode_with_kv_cache(**narrow, **ragged)
+    assert bool(few[-2 - most : -2].any()) == (most <= 16), "rows beyond the bits of the mask see nothing"
 
 
 @pytest.mark.parametrize("q_len", [1, 5])
@@ -176,6 +216,15 @@ def test_requests_may_differ_in_query_tokens(
     buffer = torch.empty_like(b.q)
     assert xqa_batch_decode_with_kv_cache(**given, q_cu_seq_lens=b.qo_indptr, out=buffer) is buffer
     assert_close(buffer, want)
+    for shape in (b.q.shape, (1, 1, *b.q.shape)):
+        output = guarded(shape, b.q.dtype, device)
+        xqa(
+            b.q.view(shape), *b.cache, b.pool.block_tables(), b.pool.seq_lens().view(-1, 1), output, workspace(device),
+            None, 2, 16, more["sinks"].view(2, 4), 0.1 * 128**0.5 / 0.5, 0.5, 21, kv_layout,
+            q_cu_seq_lens=b.qo_indptr,
+        )  # fmt: skip
+        assert_close(output.view(b.q.shape), b.expected(causal=True, sm_scale=0.1, v_scale=0.5, **more)[0])
+        assert_guards(output)
 
 
 def test_outputs(device: str) -> None:
@@ -219,13 +268,14 @@ def test_a_small_workspace_does_for_any_length(device: str) -> None:
         ({"backend": "fa2"}, KeyError, "backend: allowed are auto, trtllm-gen, xqa; got 'fa2'"),
         ({"kv_layout": "DHN"}, KeyError, "kv_layout"),
         ({"out_dtype": torch.float32}, ValueError, "out_dtype: the query's .* got torch.float32"),
-        ({"out_dtype": "nvfp4"}, NotImplementedError, "out_dtype 'nvfp4': not supported"),
         ({"o_sf_scale": 1.0}, NotImplementedError, "o_sf_scale"),
-        ({"cum_seq_lens_q": torch.zeros(3), "mask": torch.zeros(2, 1, 2)}, NotImplementedError, "mask with cum_seq"),
-        ({"uses_shared_paged_kv_idx": False}, NotImplementedError, "uses_shared_paged_kv_idx"),
-        ({"enable_block_sparse_attention": True}, NotImplementedError, "enable_block_sparse_attention"),
-        ({"cp_world": 2}, NotImplementedError, "cp_world"),
-        ({"kv_cache_sf": torch.zeros(3)}, NotImplementedError, "kv_cache_sf"),
+        ({"uses_shared_paged_kv_idx": False}, NotImplementedError, "uses_shared_paged_kv_idx: .* one block table"),
+        ({"enable_block_sparse_attention": True}, NotImplementedError, "enable_block_sparse_attention: .*; got True"),
+        ({"cp_world": 2}, NotImplementedError, "cp_world: .* merge by merge_state; got 2"),
+        ({"causal_seqlens_kv_global": torch.zeros(2)}, NotImplementedError, r"causal_seqlens_kv_global: .* \(2,\)"),
+        ({"kv_cache_sf": torch.zeros(3)}, NotImplementedError, "kv_cache_sf: NVFP4"),
+        ({"out_dtype": "nvfp4"}, NotImplementedError, "out_dtype: not supported, NVFP4 output .*; got 'nvfp4'"),
+        ({"o_sf_vec_size": 16}, NotImplementedError, "o_sf_vec_size: .* 16-bit out_dtype; got 16"),
         ({"out": torch.zeros(2, 4, 64)}, ValueError, "out_dtype"),
         ({"out": torch.zeros(2, 4, 32).half()}, ValueError, "out: shape must be"),
         ({"lse": torch.zeros(2, 3)}, ValueError, "lse: shape must be"),
@@ -271,8 +321,8 @@ def test_xqa_refusals() -> None:
         call(page_size=32)
     with pytest.raises(ValueError, match="output: shape must be"):
         call(output=out[:1])
-    with pytest.raises(NotImplementedError, match="q_cu_seq_lens"):
-        call(q_cu_seq_lens=torch.zeros(3))
+    with pytest.raises(ValueError, match="block_tables: one row, and one of seq_lens, for each of the 3 requests"):
+        call(q_cu_seq_lens=torch.zeros(4, dtype=torch.int32))
 
 
 def test_trace() -> None:

@@ -50,7 +50,8 @@ def test_block_tables(kv_layout: str, device: str) -> None:
     for change, error, words in (
         ({"kv_cache_sf": one}, NotImplementedError, "NVFP4"),
         ({"backend": "other"}, KeyError, "backend"),
-        ({"batch_size": 4}, ValueError, "batch_size = 4"),
+        ({"batch_size": 4}, ValueError, r"cum_seq_lens_q: batch_size \+ 1 = 5 elements are required; got 6"),
+        ({"seq_lens": b.pool.seq_lens()[1:]}, ValueError, "block_tables: one row, and one of seq_lens"),
         ({"out": torch.empty(3, device=device)}, ValueError, "out: shape"),
     ):
         with pytest.raises(error, match=words):
@@ -116,13 +117,48 @@ def test_layouts_of_fmha(kv_layout: str, device: str) -> None:
         capped = fi_core.trtllm_fmha_v2_prefill(qkv, logits_soft_cap_scale=2.0, **common)
         assert_close(capped, b.expected(sm_scale=0.1, v_scale=0.5, causal=True, logits_soft_cap=2.0)[0])
         for change, words in (
-            ({"mask_mode": "chunked"}, "mask_mode"),
-            ({"save_softmax_stats": True}, "save_softmax_stats"),
+            ({"mask_mode": "local"}, "mask_mode: allowed are causal, sliding_window, chunked, padding; got 'local'"),
+            ({"mask_mode": "chunked"}, "chunked_attention_size: a positive number is required"),
+            ({"chunked_attention_size": 16}, "chunked_attention_size: .* got 16 with 'causal'"),
+            ({"save_softmax_stats": True}, "save_softmax_stats: .* return_lse"),
+            ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode: None"),
             ({"input_layout": "QKV"}, "input_layout"),
             ({"block_tables": None if layout == paged else b.pool.block_tables()}, "block_tables"),
         ):
             with pytest.raises(ValueError, match=words):
                 fi_core.trtllm_fmha_v2_prefill(qkv, **common | change)
+
+
+@pytest.mark.parametrize("size", [16, 48, 400])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+def test_chunks_of_fmha(dims: tuple[int, int], size: int, device: str) -> None:
+    """A row sees the keys of its own chunk up to itself; chunks are counted from the first key of the request."""
+    lens = [(17, 17), (40, 90), (0, 9), (1, 48), (1, 49), (70, 300), (5, 2), (3, 0)]
+    b = batch(lens, heads=(8, 2), dims=dims, device=device)
+    masks = []
+    for qo, kv in lens:
+        key, position = torch.arange(kv)[None], torch.arange(qo)[:, None] + kv - qo
+        masks.append((key <= position) & (key // size == position.div(size, rounding_mode="floor")))
+    common: dict[str, Any] = {
+        "workspace_buffer": workspace(device), "seq_lens": b.pool.seq_lens(), "max_q_len": 70, "max_kv_len": 300,
+        "bmm1_scale": 0.1, "bmm2_scale": 0.5, "batch_size": len(lens), "cum_seq_lens_q": b.qo_indptr,
+        "cum_seq_lens_kv": b.kv_indptr, "mask_mode": "chunked", "chunked_attention_size": size,
+    }  # fmt: skip
+    for options in ({}, {"window_left": 20}):
+        want, _ = b.expected(masks, sm_scale=0.1, v_scale=0.5, **options)
+        for layout, qkv, tables in (
+            ("SEPARATE_Q_K_V", (b.q, *b.ragged()), None),
+            ("Q_PAGED_KV_NHD", (b.q, b.cache), b.pool.block_tables()),
+        ):
+            out = fi_core.trtllm_fmha_v2_prefill(qkv, layout, block_tables=tables, **common, **options)
+            assert_close(out, want)
+    with pytest.raises(ValueError, match=r"chunked_attention_size: a multiple of the page size \(16\) is required"):
+        fi_core.trtllm_fmha_v2_prefill(
+            (b.q, b.cache),
+            "Q_PAGED_KV_NHD",
+            block_tables=b.pool.block_tables(),
+            **common | {"chunked_attention_size": 40},
+        )
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])

@@ -71,12 +71,28 @@ def test_drawn_tokens_are_allowed(vocab: int, batch: int, device: str) -> None:
                 assert inside(samples, allowed(probs, top_k=k, top_p=p, joint=True))
 
 
-def test_many_rows(device: str) -> None:
-    probs = dyadic(1000, 513, device)
+@pytest.mark.parametrize(
+    ("device", "vocab"),
+    [
+        *(("cpu", v) for v in (1, 31, 513)),
+        *(pytest.param("cuda", v, marks=pytest.mark.gpu) for v in (1, 31, 513, 32000, 50257, *LARGE)),
+    ],
+)
+def test_many_rows(vocab: int, device: str) -> None:
+    """A thousand, eight of which differ."""
+    few = dyadic(8, vocab, device)
+    probs = few.repeat(125, 1)
+    at: dict[str, Any] = {"seed": 3, "offset": 4}
     for impl in impls("sample", device):
         with using("sample", impl):
-            samples = fi_core.top_k_top_p_sampling_from_probs(probs, 20, 0.7, seed=3, offset=4)
-            assert inside(samples, allowed(probs, top_k=20, top_p=0.7))
+            for samples, filters in (
+                (fi_core.sampling_from_probs(probs, **at), {}),
+                (fi_core.top_p_sampling_from_probs(probs, 0.7, **at), {"top_p": 0.7}),
+                (fi_core.top_k_sampling_from_probs(probs, 20, **at), {"top_k": 20}),
+                (fi_core.min_p_sampling_from_probs(probs, 0.3, **at), {"min_p": 0.3}),
+                (fi_core.top_k_top_p_sampling_from_probs(probs, 20, 0.7, **at), {"top_k": 20, "top_p": 0.7}),
+            ):
+                assert inside(samples, allowed(few, **filters).repeat(125, 1)), (impl, filters)
 
 
 def chi_square_entries() -> dict[str, tuple[Draw, dict[str, Any]]]:
@@ -205,6 +221,32 @@ def test_the_draw_depends_on_the_row_alone(vocab: int, scale: float, device: str
                     part = canvas[:, shift : shift + vocab]
                     got, _ = sample_from_logits(part, seed=s, offset=o, **filters)
                     assert torch.equal(got.cpu(), want), (impl, filters, shift)
+
+
+@pytest.mark.parametrize("vocab", [32000, 128257])
+def test_the_largest_with_ties(vocab: int, device: str) -> None:
+    """A small k of rows where many elements tie with the k-th, or few are there at all: the CPU's tokens."""
+    x = normal_logits(9, vocab, "cpu", scale=2.0)
+    x[0] = 0.5
+    x[1] = (x[1] * 2).round() / 2
+    x[2, 2000:] = -INF
+    x[2] = (x[2] * 4).round()
+    x[3, 30:] = NAN
+    x[4, 100:500] = INF
+    x[5, 5000:] = -INF
+    x[6, 7] = 1e30
+    x[7] = (x[7] > 6) * 20.0
+    seeds, k = torch.arange(9), torch.tensor([1, 5, 0, 30, 40, 50, 2000, vocab, 60], dtype=torch.int32)
+    by_row = {"top_k": k, "top_p": torch.tensor([0.5, 1.0, 1.0, 0.8, 0.9, 1.0, 0.9, 0.3, 0.0])}
+    for filters in ({}, {"top_k": 1}, {"top_k": 30}, {"top_k": 31, "top_p": 0.7}, {"top_k": 20, "min_p": 0.1}, by_row):
+        there: dict[str, Any] = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in filters.items()}
+        for logits in (True, False):
+            y = x if logits else x.clamp(max=20.0).exp()
+            want, valid = _any(y, logits, filters, 0, seeds)
+            for impl in impls("sample", device):
+                with using("sample", impl):
+                    got, drawn = _any(y.to(device), logits, there, 0, seeds.to(device))
+                    assert torch.equal(got.cpu(), want) and torch.equal(drawn.cpu(), valid), (impl, filters)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -30,6 +30,7 @@ from fi_core.jit.attention import (
 from fi_core.prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
+    get_customize_batch_prefill_module,
     single_prefill_with_kv_cache_with_jit_module,
 )
 from fi_core.utils import MaskMode
@@ -303,6 +304,11 @@ def test_a_plan_must_fit_the_declaration() -> None:
     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), jit_args=jit_args(SINK))
     with pytest.raises(ValueError, match=r"^dtype_o: sink was made for torch.float16; got torch.float32"):
         wrapper.plan(*p.plan_arguments(), **p.dtypes, o_data_type=torch.float32)
+
+
+def test_a_module_may_be_built_ahead() -> None:
+    made = get_customize_batch_prefill_module("fa2", *jit_args(SINK))
+    assert made.custom.uri == "sink" and made.custom.op.name == "batch_prefill"
 
 
 @pytest.mark.parametrize(

@@ -128,13 +128,14 @@ def test_fp8_launch(prefill: Prefill) -> None:
     assert launch["name"] == "batch_prefill_fp8" and launch["grid"] == [132, 1, 1] and launch["block"] == [512, 1, 1]
     assert launch["shared_bytes"] == ops._fp8_bytes(ops._FP8_KEYS)
     p = parameters(launch, "BatchPrefillParams")
-    assert (p["scale_q"], p["scale_k"], p["bmm1_scale"], p["bmm2_scale"], p["out_half"]) == (SINKS, None, None, MASK, 0)
+    assert (p["scale_q"], p["scale_k"], p["bmm1_scale"], p["bmm2_scale"], p["out_type"]) == (SINKS, None, None, MASK, 1)
     assert p["box"] == 16, "rows of 128 bytes come whole"
     token = KV_HEADS * 128
     assert maps(calls)[Q] == [[128, 1, 128], [4, 128, 4], [KV_HEADS, 512, 1], [ROWS, HEADS * 128, TILE]]
     assert maps(calls)[K] == [[128, 1, 128], [PAGE, token, PAGE], [KV_HEADS, 128, 1], [NUM_PAGES, PAGE * token, 1]]
-    half = parameters(one(prefill(**fp8(out=Tensor(OUT, (ROWS, HEADS, 128), "f16")))), "BatchPrefillParams")
-    assert half["out_half"] == 1
+    for out_type, dtype in ((0, "f16"), (3, "e4m3")):
+        launch = one(prefill(**fp8(out=Tensor(OUT, (ROWS, HEADS, 128), dtype))))
+        assert parameters(launch, "BatchPrefillParams")["out_type"] == out_type
 
 
 def test_head_major_pages(prefill: Prefill) -> None:
@@ -180,7 +181,7 @@ def test_a_mask_takes_the_place_of_causal(prefill: Prefill) -> None:
         ({"k": Tensor(K + 2, (NUM_PAGES, PAGE, KV_HEADS, 128), "bf16")}, "not aligned to 16 bytes"),
         ({"bmm1_scale": Tensor(SINKS, (1,), "f32")}, "scales by head or on the device"),
         ({"v": Tensor(V, (NUM_PAGES, PAGE, 4, 128), "bf16")}, "v must have shape"),
-        ({"custom_mask": Tensor(MASK, (9,), "u8")}, "mask_indptr must be given"),
+        ({"custom_mask": Tensor(MASK, (9,), "u8")}, "custom_mask must have shape"),
         ({"sinks": Tensor(SINKS, (7,), "f32")}, "sinks must have shape"),
     ],
 )

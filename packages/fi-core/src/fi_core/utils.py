@@ -261,10 +261,10 @@ def is_float8(x: torch.Tensor) -> bool:
 
 
 def int32_index(x: torch.Tensor) -> torch.Tensor:
-    """An int64 index tensor as int32, the width that kernels read; others are left for the op to check."""
+    """An int64 or uint32 index tensor as int32, which kernels read; others are left for the op to check."""
     import torch
 
-    return x.int() if x.dtype is torch.int64 else x
+    return x.int() if x.dtype is torch.int64 else x.view(torch.int32) if x.dtype is torch.uint32 else x
 
 
 def check_shape_dtype_device(
@@ -361,6 +361,11 @@ def constants(value: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 # Attention
+
+
+def get_trtllm_gen_multi_ctas_kv_counter_bytes(*sizes: int) -> int:
+    """Bytes of `multi_ctas_kv_counter_buffer`, which engines allocate: none, as kernels here need no counters."""
+    return 0
 
 
 def get_alibi_slopes(n_heads: int) -> torch.Tensor:

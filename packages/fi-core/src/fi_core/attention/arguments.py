@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from fi_core.env import env
@@ -156,11 +156,31 @@ def no_nvfp4(name: str) -> NotImplementedError:
     return NotImplementedError(f"{name}: NVFP4 keys and values are not supported; pass fp16, bf16 or fp8 ones")
 
 
-def refuse(asked: Mapping[str, bool]) -> None:
-    """Raises NotImplementedError for the first feature that is asked for and that no kernel here has."""
-    for name, given in asked.items():
-        if given:
-            raise NotImplementedError(f"{name}: not supported; leave it out")
+def unsupported(name: str, came: Any, instead: str) -> NotImplementedError:
+    """An argument asks for what no kernel here has; `instead` says what to do."""
+    got = f"{came.dtype} of shape {tuple(came.shape)}" if hasattr(came, "shape") else repr(came)
+    return NotImplementedError(f"{name}: not supported, {instead}; got {got}")
+
+
+def refuse_nvfp4(kv_cache_sf: Any, out: Any, out_dtype: Any, o_sf_scale: Any, o_sf_vec_size: Any) -> None:
+    """Raises NotImplementedError where keys or output of one call are NVFP4."""
+    if kv_cache_sf is not None:
+        raise no_nvfp4("kv_cache_sf")
+    dtype = "nvfp4" if getattr(out, "dtype", None) == "nvfp4" else out_dtype
+    for name, came, asked in (
+        ("out_dtype", dtype, dtype == "nvfp4"),
+        ("o_sf_vec_size", o_sf_vec_size, o_sf_vec_size is not None),
+        ("o_sf_scale", o_sf_scale, o_sf_scale is not None),
+    ):
+        if asked:
+            raise unsupported(name, came, "NVFP4 output must be quantized afterwards: take a 16-bit out_dtype")
+
+
+def refuse_split_tables(uses_shared_paged_kv_idx: bool) -> None:
+    if not uses_shared_paged_kv_idx:
+        raise unsupported(
+            "uses_shared_paged_kv_idx", False, "keys and values must lie in pages of one id: pass one block table"
+        )
 
 
 class computed:

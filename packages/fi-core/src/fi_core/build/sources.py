@@ -40,7 +40,7 @@ def artifacts(spec: Spec) -> tuple[Artifact, ...]:
     assert unit is not None, f"{spec}: a CUDA implementation has a unit"
     return (
         Artifact(f"{spec.op.name}_cuda", "cuda", CPU, spec.op.source),
-        Artifact(spec.name, "cubin", spec.target, render(str(spec), unit)),
+        Artifact(spec.name, "cubin", spec.target, render(str(spec), unit), unit.flags),
     )
 
 

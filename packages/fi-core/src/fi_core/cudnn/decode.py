@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fi_core.attention.arguments import unsupported
 from fi_core.cudnn.graph import Operand, attend, dense, frontend, packed, page_table, per_request
 from fi_core.observe.log import fi_api
 from fi_core.utils import ceil_div, check_shape_dtype_device, constants
@@ -56,8 +57,9 @@ def cudnn_batch_decode_with_kv_cache(
     """
     import torch
 
-    if batch_offsets_k is not None or batch_offsets_v is not None:
-        raise NotImplementedError("batch_offsets_k, batch_offsets_v: block_tables says where keys and values are")
+    for name, offsets in (("batch_offsets_k", batch_offsets_k), ("batch_offsets_v", batch_offsets_v)):
+        if offsets is not None:
+            raise unsupported(name, offsets, "block_tables says where keys and values are: pass None")
     if block_tables is None or actual_seq_lens_kv is None:
         raise ValueError("block_tables and actual_seq_lens_kv: both are required")
     frontend()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fi_core.attention.arguments import unsupported
 from fi_core.cudnn.graph import Operand, attend, dense, finish_lse, frontend, packed, page_table, per_request
 from fi_core.observe.log import fi_api
 from fi_core.utils import ceil_div, check_shape_dtype_device
@@ -74,14 +75,14 @@ def cudnn_batch_prefill_with_kv_cache(
     import torch
 
     if batch_offsets_stats is not None:
-        raise NotImplementedError("batch_offsets_stats: lse is [batch_size, max_token_per_sequence, num_qo_heads]")
+        raise unsupported("batch_offsets_stats", batch_offsets_stats, "lse is padded to max_token_per_sequence rows")
     if backend not in (None, "cudnn"):
         raise ValueError(f'backend: None or "cudnn" is required; got {backend!r}')
     frontend()
     for name, factor in (("q_scale", q_scale), ("k_scale", k_scale)):
         if factor is not None:
             if getattr(factor, "is_cuda", False):
-                raise NotImplementedError(f"{name}: a number, or a tensor on the host, is required; multiply q by it")
+                raise unsupported(name, factor, "on the device: pass a number or a host tensor, or multiply q by it")
             scale = scale * float(factor)
     most, batch_size = max_token_per_sequence, actual_seq_lens_q.numel()
     lens_q, lens_kv = (

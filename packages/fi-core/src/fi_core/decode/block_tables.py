@@ -6,12 +6,23 @@ import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.arguments import CHECK, LAYOUTS, cache_pair, check_tables, code, no_nvfp4, refuse, scale_product
+from fi_core.attention.arguments import (
+    CHECK,
+    LAYOUTS,
+    cache_pair,
+    check_tables,
+    code,
+    no_nvfp4,
+    refuse_nvfp4,
+    refuse_split_tables,
+    scale_product,
+    unsupported,
+)
 from fi_core.decode import ops
 from fi_core.decode.division import carve
 from fi_core.decode.trace import tables_trace
 from fi_core.observe.log import fi_api
-from fi_core.utils import canonicalize_torch_dtype, check_shape_dtype_device
+from fi_core.utils import canonicalize_torch_dtype, ceil_div, check_shape_dtype_device
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +91,29 @@ def _attend(
         buffers, out, lse, q, k, v, block_tables, impl, layout, 0, q_len, window_left, 0.0, score_scale[0],
         out_scale[0], 1.0, 1e4, enable_pdl, sinks, None, None, None, score_scale[1], out_scale[1], mask,
     )  # fmt: skip
+
+
+def _attend_ragged(
+    out: torch.Tensor, lse: torch.Tensor | None, query: torch.Tensor, *args: Any, mask: torch.Tensor | None,
+    most: int | None, name: str, **options: Any,
+) -> None:  # fmt: skip
+    """Rows that differ in number are those of a prefill, whose kernels do not split the keys of a request.
+
+    most: what no request exceeds, the argument `name`; None: not known, and more than the mask has bits see nothing.
+    """
+    import torch
+
+    from fi_core.prefill.once import attend_tables  # loaded where it is needed
+
+    if mask is not None:
+        mask = mask.view(torch.uint8)
+        words = "n" if most is None else f"ceil({name} / 32) * 2"
+        if mask.ndim != 2 or len(mask) != len(query) or (most is not None and mask.shape[1] != ceil_div(most, 32) * 4):
+            raise ValueError(
+                f"mask: uint16 [tokens, {words}] is required where requests differ in query tokens, for {len(query)} "
+                f"tokens and {name} = {most}; got {mask.numel() // 2} elements in {tuple(mask.shape)} bytes"
+            )
+    attend_tables(out, lse, query, *args, causal=True, draft_mask=mask, **options)
 
 
 # Views of each workspace in use, by its id; gone with it. Making them takes as long as a launch.
@@ -165,8 +199,9 @@ def trtllm_batch_decode_with_kv_cache(
     sees the keys up to its own; or with mask, uint16 `[batch_size, q_len_per_req, ceil(q_len_per_req / 32) * 2]`, bit t
     of row r says whether it sees query token t (speculative trees). cum_seq_lens_q (int32 `[batch_size + 1]`, on the
     device) takes the place of q_len_per_req where requests differ: query is `[tokens, num_qo_heads, head_dim]`, and
-    request b has the rows `cum_seq_lens_q[b] : cum_seq_lens_q[b + 1]`; the kernels are then those of prefill, which do
-    not split the keys of a request.
+    request b has the rows `cum_seq_lens_q[b] : cum_seq_lens_q[b + 1]`, also of mask, which then is uint16 `[tokens,
+    ceil(max_q_len / 32) * 2]`, or of another width without max_q_len; the kernels are those of prefill, which do not
+    split the keys of a request.
 
     out: written if given; its dtype, or out_dtype, or query's: that of query, fp16 or bf16. lse: fp32
     `[rows, num_qo_heads]`, base 2, written if given, returned with return_lse. backend: "auto", "trtllm-gen" and "xqa"
@@ -174,24 +209,23 @@ def trtllm_batch_decode_with_kv_cache(
     max_q_len, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode, request_order: kernels here need them not.
 
     Returns out or (out, lse). Raises KeyError (backend, kv_layout), ValueError (shape, dtype, device), and
-    NotImplementedError for mask with cum_seq_lens_q, NVFP4, separate tables of K and V, sparse blocks and context
+    NotImplementedError for NVFP4, separate tables of K and V, sparse blocks and context
     parallelism.
     """
     import torch
 
     if backend not in _BACKENDS:
         raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
-    refuse(
-        {
-            "mask with cum_seq_lens_q": cum_seq_lens_q is not None and mask is not None,
-            "kv_cache_sf": kv_cache_sf is not None,
-            "o_sf_scale": o_sf_scale is not None or o_sf_vec_size is not None,
-            "out_dtype 'nvfp4'": out_dtype == "nvfp4" or getattr(out, "dtype", None) == "nvfp4",
-            "uses_shared_paged_kv_idx=False": not uses_shared_paged_kv_idx,
-            "enable_block_sparse_attention": enable_block_sparse_attention,
-            "cp_world, causal_seqlens_kv_global": cp_world != 1 or causal_seqlens_kv_global is not None,
-        }
-    )
+    refuse_nvfp4(kv_cache_sf, out, out_dtype, o_sf_scale, o_sf_vec_size)
+    refuse_split_tables(uses_shared_paged_kv_idx)
+    if enable_block_sparse_attention:
+        raise unsupported("enable_block_sparse_attention", True, "list the pages that are wanted in block_tables")
+    if cp_world != 1:
+        raise unsupported(
+            "cp_world", cp_world, "run each rank on its own keys with return_lse, and merge by merge_state"
+        )
+    if causal_seqlens_kv_global is not None:
+        raise unsupported("causal_seqlens_kv_global", causal_seqlens_kv_global, "it belongs to cp_world > 1")
     q_len = 1 if q_len_per_req is None else q_len_per_req
     k, v = cache_pair(kv_cache, kv_layout)
     shape = (*query.shape[:2], v.shape[3])
@@ -203,22 +237,19 @@ def trtllm_batch_decode_with_kv_cache(
         dtype = canonicalize_torch_dtype(out_dtype)
     if dtype not in (query.dtype, torch.float16, torch.bfloat16):
         raise ValueError(f"out_dtype: the query's ({query.dtype}), float16 or bfloat16 is required; got {dtype}")
-    if cum_seq_lens_q is not None:
-        # Rows that differ in number are those of a prefill. Its kernels do not split the keys of a request.
-        from fi_core.prefill.once import trtllm_batch_context_with_kv_cache  # loaded where it is needed
-
-        scale = bmm1_scale if bmm1_scale_log2 is None else bmm1_scale_log2 * _LN2
-        return trtllm_batch_context_with_kv_cache(
-            query, kv_cache, workspace_buffer, block_tables, seq_lens, 0, max_seq_len, scale, bmm2_scale,
-            block_tables.shape[0], cum_seq_lens_q, cum_seq_lens_q, window_left, out, dtype, kv_layout=kv_layout,
-            enable_pdl=enable_pdl, sinks=sinks, lse=lse, return_lse=return_lse,
-        )  # fmt: skip
     result = query.new_empty(shape, dtype=dtype) if out is None else out
     if lse is not None:
         check_shape_dtype_device(lse, shape[:2], torch.float32, query.device, "lse")
     elif return_lse:
         lse = query.new_empty(shape[:2], dtype=torch.float32)
     score_scale = scale_product(1.0, bmm1_scale) if bmm1_scale_log2 is None else (_LN2, bmm1_scale_log2)
+    if cum_seq_lens_q is not None:
+        _attend_ragged(
+            result, lse, query, (k, v), kv_layout, block_tables, seq_lens, cum_seq_lens_q, score_scale=score_scale,
+            out_scale=scale_product(1.0, bmm2_scale), window_left=window_left, sinks=sinks, enable_pdl=enable_pdl,
+            mask=mask, most=max_q_len, name="max_q_len",
+        )  # fmt: skip
+        return (result, lse) if return_lse and lse is not None else result
     _attend(
         result, lse, query, (k, v), kv_layout, workspace_buffer, block_tables, seq_lens, q_len, score_scale,
         scale_product(1.0, bmm2_scale), window_left, sinks, mask, enable_pdl,
@@ -251,7 +282,7 @@ def xqa_batch_decode_with_kv_cache(
     result: torch.Tensor = trtllm_batch_decode_with_kv_cache(  # type: ignore[assignment]
         query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
         out, sinks=sinks, kv_layout=kv_layout, enable_pdl=enable_pdl, q_len_per_req=q_len_per_req, o_scale=o_scale,
-        mask=mask, kv_cache_sf=kv_cache_sf, cum_seq_lens_q=q_cu_seq_lens,
+        mask=mask, max_q_len=q_len_per_req, kv_cache_sf=kv_cache_sf, cum_seq_lens_q=q_cu_seq_lens,
     )  # fmt: skip
     return result
 
@@ -285,20 +316,17 @@ def xqa(
 ) -> None:
     """Decode attention over a page table, into `output`: scores are `q k^T * q_scale * kv_scale / sqrt(head_dim)`.
 
-    q, output: `[batch_size, 1, num_qo_heads, head_dim]`, or `[batch_size, 1, q_seq_len, num_qo_heads, head_dim]`.
+    q, output: `[batch_size, 1, num_qo_heads, head_dim]`, or `[batch_size, 1, q_seq_len, num_qo_heads, head_dim]`, or
+    with q_cu_seq_lens (int32 `[batch_size + 1]`, on the device), where requests differ in query tokens and q_seq_len is
+    the most of one, `[tokens, num_qo_heads, head_dim]`, perhaps behind axes of 1.
     k_cache, v_cache: pages of page_size tokens (any from 1) of num_kv_heads heads. page_table: int32
     `[batch_size, max_pages]`. seq_lens: `[batch_size, 1]`, uint32. The output is multiplied by
     `kv_scale * rcp_out_scale`; the scales are numbers or fp32 tensors of one element. sinks: fp32
     `[num_kv_heads, group]`. sliding_win_size: how many keys the last query token sees; 0: all. mask: as in
     `trtllm_batch_decode_with_kv_cache`. semaphores, sm_count: kernels here need them not.
 
-    Raises ValueError (shape, dtype, device), KeyError (kv_layout), NotImplementedError (q_cu_seq_lens, NVFP4 caches).
+    Raises ValueError (shape, dtype, device), KeyError (kv_layout), NotImplementedError (NVFP4 caches).
     """
-    if q_cu_seq_lens is not None:
-        raise NotImplementedError(
-            "q_cu_seq_lens: ragged queries are not supported here; trtllm_batch_decode_with_kv_cache takes them as "
-            "cum_seq_lens_q"
-        )
     if k_sf_cache is not None or v_sf_cache is not None:
         raise no_nvfp4("k_sf_cache, v_sf_cache")
     tokens, heads = (1, 2) if kv_layout == "NHD" else (2, 1)
@@ -307,11 +335,22 @@ def xqa(
             f"k_cache: pages of page_size = {page_size} tokens and num_kv_heads = {num_kv_heads} ({kv_layout}) are "
             f"required; got shape {tuple(k_cache.shape)}"
         )
-    rows = (q.shape[0] * q_seq_len, *q.shape[-2:])
     check_shape_dtype_device(output, (*q.shape[:-1], v_cache.shape[3]), None, q.device, "output")
-    _attend(
-        output.view(*rows[:2], v_cache.shape[3]), None, q.view(rows), (k_cache, v_cache), kv_layout, workspace_buffer,
-        page_table, seq_lens, q_seq_len, scale_product(rows[2] ** -0.5, q_scale, kv_scale),
-        scale_product(rcp_out_scale, kv_scale), sliding_win_size - 1 if sliding_win_size > 0 else -1,
-        None if sinks is None else sinks.view(-1), mask, enable_pdl,
+    out, query = output.view(-1, q.shape[-2], v_cache.shape[3]), q.view(-1, *q.shape[-2:])
+    score_scale, out_scale = (
+        scale_product(q.shape[-1] ** -0.5, q_scale, kv_scale),
+        scale_product(rcp_out_scale, kv_scale),
+    )
+    window_left = sliding_win_size - 1 if sliding_win_size > 0 else -1
+    sinks = None if sinks is None else sinks.view(-1)
+    if q_cu_seq_lens is None:
+        _attend(
+            out, None, query, (k_cache, v_cache), kv_layout, workspace_buffer, page_table, seq_lens, q_seq_len,
+            score_scale, out_scale, window_left, sinks, mask, enable_pdl,
+        )  # fmt: skip
+        return
+    _attend_ragged(
+        out, None, query, (k_cache, v_cache), kv_layout, page_table, seq_lens, q_cu_seq_lens, score_scale=score_scale,
+        out_scale=out_scale, window_left=window_left, sinks=sinks, enable_pdl=enable_pdl, mask=mask, most=q_seq_len,
+        name="q_seq_len",
     )  # fmt: skip

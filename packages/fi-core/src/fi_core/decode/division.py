@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fi_core.decode import ops
+from fi_core.decode.arguments import pages_of_chunk
 from fi_core.utils import round_up
 
 if TYPE_CHECKING:
@@ -105,9 +106,10 @@ class Division:
     ) -> list[int]:
         """Divides the work on the device. Returns what describes it, as a list of integers.
 
-        indices: how many page indices there are. split: pages of a chunk or None; whole: no request is cut. impl: the
+        indices: how many page indices there are. split: fixed_split_size of plan; whole: no request is cut. impl: the
         kernel that is meant to run.
         """
+        split = pages_of_chunk(split)
         self.batch_size, self.page_size, self.q_len = len(indptr) - 1, page_size, q_len
         self.tables = indptr, last_page_len, kv_len
         self._shape = self.batch_size, indices if split else 0, heads, kv_heads, page_size, q_len, split, impl

@@ -49,8 +49,7 @@ class PrefillPlanner:
         """
         return owners.of(int_workspace_buffer)._replan(
             kv_indptr, None, kv_len_arr, num_qo_heads, num_kv_heads, head_dim_qk, page_size, window_left,
-            total_num_rows // batch_size if batch_size else 1, None if fixed_split_size < 0 else fixed_split_size,
-            disable_split_kv,
+            total_num_rows // batch_size if batch_size else 1, fixed_split_size, disable_split_kv,
         )  # fmt: skip
 
     def run(self, wrapper: BatchDecodeWithPagedKVCacheWrapper, *args: Any, **options: Any) -> Any:

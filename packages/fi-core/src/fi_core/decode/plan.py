@@ -13,10 +13,11 @@ from fi_core.attention.arguments import (
     code,
     computed,
     data_types,
+    unsupported,
 )
 from fi_core.cudnn import planned as cudnn
 from fi_core.decode import engine, ops
-from fi_core.decode.arguments import BACKENDS, FOREIGN, check_lengths, deprecated_positional, lengths
+from fi_core.decode.arguments import BACKENDS, FOREIGN, check_lengths, deprecated_positional, lengths, pages_of_chunk
 from fi_core.decode.division import Division
 from fi_core.errors import UnsupportedError
 from fi_core.observe.log import fi_api
@@ -169,7 +170,7 @@ class BatchDecodePlan:
         """
         return self._division.bytes(
             head_dim, len(indptr) - 1, len(indices), num_qo_heads, num_kv_heads, page_size, q_len_per_req,
-            fixed_split_size,
+            pages_of_chunk(fixed_split_size),
         )  # fmt: skip
 
     @fi_api
@@ -218,8 +219,9 @@ class BatchDecodePlan:
         `c tanh(score / c)`. sm_scale: default `1 / sqrt(head_dim)`. kv_data_type and o_data_type default to
         q_data_type; data_type fills q_data_type and kv_data_type where they are None.
 
-        fixed_split_size (in pages): requests are cut into chunks of so many tokens, rounded up to 64; disable_split_kv:
-        they are not cut. With either, the result of a request is bit for bit the same alone and in any batch.
+        fixed_split_size (in pages; None or -1: none): requests are cut into chunks of so many tokens, rounded up to 64;
+        disable_split_kv: they are not cut. With either, the result of a request is bit for bit the same alone and in
+        any batch.
         q_len_per_req: query tokens of each request, its last ones, each of which sees the keys up to its own.
 
         Raises ValueError (shapes, sizes; lengths below q_len_per_req, if all tables lie on the host), TypeError
@@ -227,9 +229,7 @@ class BatchDecodePlan:
         `q_len_per_req > 1`, NVFP4 keys).
         """
         if window_right != 0:
-            raise NotImplementedError(
-                f"window_right: only 0 is supported, decode sees no later keys; got {window_right}"
-            )
+            raise unsupported("window_right", window_right, "there are no keys behind a decoded token: pass 0")
         if is_causal is not None and bool(is_causal) != (q_len_per_req > 1):
             raise NotImplementedError(
                 f"is_causal: leave it out, or pass what q_len_per_req > 1 is ({q_len_per_req > 1}); got {is_causal}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
+from fi_core.attention.tables import tables_template
+from fi_core.attention.tables import tables_trace as trace_of
+from fi_core.observe.trace import Scalar
 
 
 def _reference(query, k_cache, v_cache, block_tables, seq_lens, bmm1_scale=1.0, bmm2_scale=1.0, window_left=-1):  # type: ignore[no-untyped-def]
@@ -22,43 +22,12 @@ def _reference(query, k_cache, v_cache, block_tables, seq_lens, bmm1_scale=1.0, 
     return out
 
 
-def _cache(part: int) -> Tensor:
-    return Tensor(["num_pages", "num_kv_heads", "page_size", "head_dim"], param="kv_cache", tuple_idx=part)
-
-
-_TABLES = TraceTemplate(
-    "paged_decode",
-    name_prefix="gqa_paged_decode_tables",
-    axes={
-        "batch_size": Var(),
-        "max_pages": Var(),
-        "num_pages": Var(),
-        "num_qo_heads": Const(abbrev="h"),
-        "num_kv_heads": Const(abbrev="kv"),
-        "head_dim": Const(abbrev="d"),
-        "page_size": Const(abbrev="ps"),
-    },
-    inputs={
-        "query": Tensor(["batch_size", "num_qo_heads", "head_dim"]),
-        "k_cache": _cache(0),
-        "v_cache": _cache(1),
-        "block_tables": Tensor(["batch_size", "max_pages"]),
-        "seq_lens": Tensor(["batch_size"]),
-        "bmm1_scale": Scalar(optional=True),
-        "bmm2_scale": Scalar(optional=True),
-        "window_left": Scalar("int32", optional=True),
-    },
-    outputs={"output": Tensor(["batch_size", "num_qo_heads", "head_dim"], dtype_from="query")},
-    reference=_reference,
-    tags=("kv_layout:HND",),
-    description="Attention of one query token a request over a block table; all scales are explicit.",
+_TABLES = tables_template(
+    "decode",
+    "batch_size",
+    {},
+    {"bmm1_scale": Scalar(optional=True), "bmm2_scale": Scalar(optional=True)},
+    _reference,
+    "Attention of one query token a request over a block table; all scales are explicit.",
 )
-
-
-def tables_trace(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
-    """The template, of the default layout and one query token a request."""
-    plain = arguments.get("kv_layout", "HND") == "HND" and arguments.get("q_len_per_req", 1) == 1
-    return _TABLES if plain else None
-
-
-tables_trace.templates = (_TABLES,)  # type: ignore[attr-defined]
+tables_trace = trace_of(_TABLES, lambda arguments: arguments.get("q_len_per_req", 1) == 1)

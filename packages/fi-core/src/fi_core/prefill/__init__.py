@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from fi_core.cudnn import cudnn_batch_prefill_with_kv_cache
+from fi_core.page import get_seq_lens
 from fi_core.prefill import ops  # declares the ops of the family
-from fi_core.prefill.engine import get_batch_prefill_module
+from fi_core.prefill.engine import get_batch_prefill_module, get_customize_batch_prefill_module
 from fi_core.prefill.fmha import trtllm_fmha_v2_prefill
 from fi_core.prefill.once import trtllm_batch_context_with_kv_cache, trtllm_ragged_attention_deepseek
 from fi_core.prefill.paged import BatchPrefillWithPagedKVCacheWrapper
@@ -22,6 +23,8 @@ __all__ = [
     "BatchPrefillWithRaggedKVCacheWrapper",
     "cudnn_batch_prefill_with_kv_cache",
     "get_batch_prefill_module",
+    "get_customize_batch_prefill_module",
+    "get_seq_lens",
     "ops",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",

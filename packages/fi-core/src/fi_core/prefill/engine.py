@@ -9,6 +9,7 @@ from fi_core.attention.planners import Owners
 if TYPE_CHECKING:
     import torch
 
+    from fi_core.jit.attention import CustomAttention
     from fi_core.prefill.plan import BatchPrefillPlan
 
 owners: Owners[BatchPrefillPlan] = Owners()
@@ -62,3 +63,11 @@ PLANNER = PrefillPlanner()
 def get_batch_prefill_module(*_: Any) -> PrefillPlanner:
     """The planner of the batch prefill wrappers, for engines that plan by themselves; any arguments."""
     return PLANNER
+
+
+def get_customize_batch_prefill_module(backend: str, *args: Any, **options: Any) -> CustomAttention:
+    """`gen_customize_batch_prefill_module` with these arguments, built and loaded."""
+    from fi_core.jit.attention import gen_customize_batch_prefill_module
+
+    made: CustomAttention = gen_customize_batch_prefill_module(backend, *args, **options).build_and_load()
+    return made

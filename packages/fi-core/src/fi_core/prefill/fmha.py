@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     Scale = float | torch.Tensor
 
-_CAUSAL = {"causal": True, "sliding_window": True, "padding": False}
+_CAUSAL = {"causal": True, "sliding_window": True, "chunked": True, "padding": False}
 
 
 def _split(qkv: Any, input_layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
@@ -36,6 +36,40 @@ def _split(qkv: Any, input_layout: str) -> tuple[torch.Tensor, torch.Tensor, tor
         "input_layout: allowed are PACKED_QKV, CONTIGUOUS_Q_KV, Q_PAGED_KV_NHD, Q_PAGED_KV_HND, SEPARATE_Q_K_V; "
         f"got {input_layout!r}"
     )
+
+
+def _chunked(
+    size: int,
+    max_q_len: int,
+    page_size: int,
+    qo_indptr: torch.Tensor,
+    kv_len: torch.Tensor,
+    kv_begin: torch.Tensor,
+) -> tuple[int, dict[str, torch.Tensor]]:
+    """Requests cut where chunks of `size` keys begin, so that a causal mask is all they need: (how many, tables).
+
+    kv_begin: int32 `[batch_size + 1]`, first key or page of each request. page_size: 1 for keys. Pieces are computed on
+    the device; each request has as many as max_q_len rows can touch, some perhaps without rows.
+    """
+    import torch
+
+    most = max(max_q_len + size - 2, 0) // size + 1
+    qo_len, begin = qo_indptr.diff(), kv_begin[:-1, None]
+    position = kv_len - qo_len  # of the first row; below 0 rows see nothing
+    first = position.div(size, rounding_mode="floor")
+    edges = (first[:, None] + torch.arange(most + 1, dtype=torch.int32, device=first.device)) * size
+    rows = qo_indptr[:-1, None] + (edges - position[:, None]).clamp(min=0).minimum(qo_len[:, None])
+    keys = edges.clamp(min=0)
+    lengths = (keys[:, 1:].minimum(kv_len[:, None]) - keys[:, :-1]).clamp(min=0)
+
+    def table(begins: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+        return torch.cat((begins.flatten(), end)).int()
+
+    return kv_len.numel() * most, {
+        "qo_indptr": table(rows[:, :-1], qo_indptr[-1:]),
+        "kv_indptr": table(begin + keys[:, :-1] // page_size, kv_begin[-1:]),
+        "kv_len": lengths.flatten().int(),
+    }
 
 
 @fi_api
@@ -71,29 +105,61 @@ def trtllm_fmha_v2_prefill(
     block_tables int32 `[batch_size, max_pages]` and seq_lens int32 `[batch_size]`, tokens of each request.
     cum_seq_lens_q, cum_seq_lens_kv: int32 `[batch_size + 1]`, where the requests begin; all on the device.
 
-    mask_mode: "causal" (aligned to the bottom right), "sliding_window" (that, and window_left keys before a row's own)
-    or "padding" (all keys of the request). The scales are numbers or fp32 tensors of one element; bmm1_scale contains
-    `1 / sqrt(head_dim)`. logits_soft_cap_scale c > 0: scores become `c tanh(score / c)`. sinks: fp32 `[num_qo_heads]`.
-    workspace_buffer, max_q_len, max_kv_len, skip_softmax_threshold_scale_factor: not needed; nothing is skipped.
+    mask_mode: "causal" (aligned to the bottom right), "sliding_window" (that, and window_left keys before a row's own),
+    "chunked" (causal, and only keys of the row's own chunk, where chunks have chunked_attention_size keys, a multiple
+    of the page size; max_q_len is then relied on) or "padding" (all keys of the request). The scales are numbers or
+    fp32 tensors of one element; bmm1_scale contains `1 / sqrt(head_dim)`. logits_soft_cap_scale c > 0: scores become
+    `c tanh(score / c)`. sinks: fp32 `[num_qo_heads]`. Not needed: workspace_buffer, max_kv_len and
+    skip_softmax_threshold_scale_factor, as nothing is skipped.
 
     Returns out `[qo_tokens, num_qo_heads, head_dim]`, the given one, or in out_dtype, default q's. Raises ValueError
-    (layout, shape, dtype, device; mask_mode "chunked", save_softmax_stats and position encodings are not supported).
+    (layout, shape, dtype, device, mask_mode; save_softmax_stats and position encodings are not supported).
     """
-    if mask_mode not in _CAUSAL or chunked_attention_size:
-        raise ValueError(f"mask_mode: causal, sliding_window and padding are supported; got {mask_mode!r}")
-    if save_softmax_stats or pos_encoding_mode not in (None, "NONE"):
-        raise ValueError("save_softmax_stats, pos_encoding_mode: not supported; leave them out")
+    import torch
+
+    if mask_mode not in _CAUSAL:
+        raise ValueError(f"mask_mode: allowed are {', '.join(_CAUSAL)}; got {mask_mode!r}")
+    if (mask_mode == "chunked") != (chunked_attention_size > 0):
+        raise ValueError(
+            'chunked_attention_size: a positive number is required with mask_mode "chunked", and 0 with others; got '
+            f"{chunked_attention_size} with {mask_mode!r}"
+        )
+    if save_softmax_stats:
+        raise ValueError(
+            "save_softmax_stats: maximum and sum of a row are not kept apart; trtllm_batch_context_with_kv_cache and "
+            "trtllm_ragged_attention_deepseek give their logarithm with return_lse"
+        )
+    if pos_encoding_mode not in (None, "NONE"):
+        raise ValueError(
+            f'pos_encoding_mode: None or "NONE" is required; got {pos_encoding_mode!r}: the wrappers take others'
+        )
     q, k, v, layout = _split(qkv, input_layout)
     paged = k.ndim == 4
     if paged == (block_tables is None):
         raise ValueError(f"block_tables: for paged layouts, and no others; got {input_layout} with {block_tables!r}")
     result, _ = results(q, v.shape[-1], out, out_dtype, None, False)
-    tables: dict[str, Any] = {"kv_indptr": int32_index(cum_seq_lens_kv)}
+    qo_indptr, kv_indptr = int32_index(cum_seq_lens_q), int32_index(cum_seq_lens_kv)
+    tables: dict[str, Any] = {"kv_indptr": kv_indptr}
+    page_size = 1
     if block_tables is not None:
         pages, pitch = flat_tables(block_tables)
         tables = {"kv_len": int32_index(seq_lens.view(-1)), "page_indices": pages, "pages_per_request": pitch}
+        page_size = k.shape[1 + layout]
+    if mask_mode == "chunked":
+        if chunked_attention_size % page_size:
+            raise ValueError(
+                f"chunked_attention_size: a multiple of the page size ({page_size}) is required; got "
+                f"{chunked_attention_size}"
+            )
+        if block_tables is None:
+            begins, kv_len = kv_indptr, kv_indptr.diff()
+        else:
+            begins = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device) * tables["pages_per_request"]
+            kv_len = tables["kv_len"].clamp(max=block_tables.shape[1] * page_size)
+        batch_size, pieces = _chunked(chunked_attention_size, max_q_len, page_size, qo_indptr, kv_len, begins)
+        qo_indptr, tables = pieces.pop("qo_indptr"), tables | pieces
     attend_once(
-        result, None, q, k, v, layout, batch_size, qo_indptr=int32_index(cum_seq_lens_q), causal=_CAUSAL[mask_mode],
+        result, None, q, k, v, layout, batch_size, qo_indptr=qo_indptr, causal=_CAUSAL[mask_mode],
         window_left=window_left, logits_soft_cap=logits_soft_cap_scale or 0.0,
         score_scale=scale_product(1.0, bmm1_scale), out_scale=scale_product(1.0, bmm2_scale), sinks=sinks, **tables,
     )  # fmt: skip

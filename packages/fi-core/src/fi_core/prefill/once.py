@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.arguments import CHECK, LAYOUTS, cache_pair, check_tables, code, refuse, scale_product
+from fi_core.attention.arguments import (
+    CHECK,
+    LAYOUTS,
+    cache_pair,
+    check_tables,
+    code,
+    refuse_nvfp4,
+    refuse_split_tables,
+    scale_product,
+)
 from fi_core.observe.log import fi_api
 from fi_core.prefill import ops
 from fi_core.prefill.trace import tables_trace
@@ -40,13 +49,14 @@ def attend_once(
     score_scale: tuple[float, Any] = (1.0, None),
     out_scale: tuple[float, Any] = (1.0, None),
     by_head: Sequence[torch.Tensor | None] = (None, None, None),
+    draft_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
     backend: str = "auto",
 ) -> None:
     """Lists the tiles into a new schedule and computes them; arguments are those of `ops.plan` and `ops.attend`.
 
-    by_head: scale_q, scale_k and scale_v.
+    by_head: scale_q, scale_k and scale_v. draft_mask: custom_mask without mask_indptr.
     """
     import torch
 
@@ -57,7 +67,7 @@ def attend_once(
         raise ValueError(f"query: a multiple of the {kv_heads} heads of the keys is required; got {heads}")
     scaled = any(x is not None for x in (score_scale[1], out_scale[1], *by_head))
     impl = ops.choose(
-        backend, q.device, q.dtype, k.dtype, out.dtype, dim, v.shape[-1], heads // kv_heads, 0, True,
+        backend, q.device, q.dtype, k.dtype, out.dtype, dim, v.shape[-1], heads // kv_heads, 0, draft_mask is None,
         0 if page_indices is None else page_size, scaled,
     )  # fmt: skip
     if not ops.fits(impl, out, q, k, v):
@@ -72,7 +82,7 @@ def attend_once(
     ops.attend(
         schedule, batch_size, tokens, out, lse, q, k, v, page_indices, impl, layout, 0, causal, window_left,
         logits_soft_cap, score_scale[0], out_scale[0], 1.0, 1e4, enable_pdl, sinks, by_head[0], by_head[1], by_head[2],
-        score_scale[1], out_scale[1],
+        score_scale[1], out_scale[1], draft_mask,
     )  # fmt: skip
 
 
@@ -107,6 +117,34 @@ def flat_tables(block_tables: torch.Tensor) -> tuple[torch.Tensor, int]:
         return block_tables, most
     pitch = block_tables.stride(0)  # columns of a wider table
     return block_tables.as_strided(((batch_size - 1) * pitch + most,), (1,)), pitch
+
+
+def attend_tables(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    query: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    kv_layout: str,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    **options: Any,
+) -> None:
+    """`attend_once` over a block table."""
+    layout, (k, v) = code(LAYOUTS, kv_layout, "kv_layout"), cache
+    pages, pitch = flat_tables(block_tables)
+    batch_size = block_tables.shape[0]
+    if seq_lens.numel() != batch_size or len(qo_indptr) != batch_size + 1:
+        raise ValueError(
+            f"block_tables: one row, and one of seq_lens, for each of the {len(qo_indptr) - 1} requests is required; "
+            f"got {batch_size} and {seq_lens.numel()}"
+        )
+    if CHECK:
+        check_tables(k.shape[0], block_tables, seq_lens.view(-1), k.shape[1 + layout])
+    attend_once(
+        out, lse, query, k, v, layout, batch_size, qo_indptr=int32_index(qo_indptr),
+        kv_len=int32_index(seq_lens.view(-1)), page_indices=pages, pages_per_request=pitch, **options,
+    )  # fmt: skip
 
 
 @fi_api(trace=tables_trace)
@@ -165,29 +203,16 @@ def trtllm_batch_context_with_kv_cache(
     """
     if backend not in _BACKENDS:
         raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
-    refuse(
-        {
-            "kv_cache_sf (NVFP4 keys)": kv_cache_sf is not None,
-            "out_dtype 'nvfp4'": out_dtype == "nvfp4" or getattr(out, "dtype", None) == "nvfp4",
-            "o_sf_vec_size (NVFP4 output)": o_sf_vec_size is not None,
-            "o_sf_scale (NVFP4 output)": o_sf_scale is not None and o_sf_scale != 1.0,
-            "uses_shared_paged_kv_idx=False": not uses_shared_paged_kv_idx,
-        }
-    )
-    layout = code(LAYOUTS, kv_layout, "kv_layout")
-    k, v = cache_pair(kv_cache, kv_layout)
-    result, lse = results(query, v.shape[3], out, out_dtype, lse, return_lse)
-    pages, pitch = flat_tables(block_tables)
-    if block_tables.shape[0] != batch_size or seq_lens.numel() != batch_size:
+    refuse_nvfp4(kv_cache_sf, out, out_dtype, None if o_sf_scale == 1.0 else o_sf_scale, o_sf_vec_size)
+    refuse_split_tables(uses_shared_paged_kv_idx)
+    cache = cache_pair(kv_cache, kv_layout)
+    result, lse = results(query, cache[1].shape[3], out, out_dtype, lse, return_lse)
+    if len(cum_seq_lens_q) != batch_size + 1:
         raise ValueError(
-            f"block_tables: one row, and one of seq_lens, for each of batch_size = {batch_size} requests is required; "
-            f"got {block_tables.shape[0]} and {seq_lens.numel()}"
+            f"cum_seq_lens_q: batch_size + 1 = {batch_size + 1} elements are required; got {len(cum_seq_lens_q)}"
         )
-    if CHECK:
-        check_tables(k.shape[0], block_tables, seq_lens.view(-1), k.shape[1 + layout])
-    attend_once(
-        result, lse, query, k, v, layout, batch_size, qo_indptr=int32_index(cum_seq_lens_q),
-        kv_len=int32_index(seq_lens.view(-1)), page_indices=pages, pages_per_request=pitch, causal=causal,
+    attend_tables(
+        result, lse, query, cache, kv_layout, block_tables, seq_lens, cum_seq_lens_q, causal=causal,
         window_left=window_left, score_scale=scale_product(1.0, bmm1_scale), out_scale=scale_product(1.0, bmm2_scale),
         sinks=sinks, enable_pdl=enable_pdl,
     )  # fmt: skip
@@ -233,7 +258,7 @@ def trtllm_ragged_attention_deepseek(
     """
     if backend not in _BACKENDS:
         raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
-    refuse({"o_sf_scale (NVFP4 output)": o_sf_scale is not None and o_sf_scale not in (1.0, -1.0)})
+    refuse_nvfp4(None, out, None, None if o_sf_scale in (1.0, -1.0) else o_sf_scale, None)
     result, lse = results(query, value.shape[2], out, None, lse, return_lse)
     attend_once(
         result, lse, query, key, value, 0, batch_size, qo_indptr=int32_index(cum_seq_lens_q),

@@ -56,7 +56,6 @@ def _tiles_unit(axes: Axes) -> Unit:
 # head_dim 128: 128 keys against 96, one sequence of 16k, page 16, 717 against 666 TFLOP/s; 128 random lengths to 1k 432
 # against 440. head_dim 192, 4 of 4k: 2 groups and 128 keys 630, 3 and 112 619. Others unmeasured.
 _HOPPER = {64: (64, 64, 128, 3), 128: (128, 128, 128, 3), 192: (192, 128, 128, 2), 256: (256, 256, 80, 2)}
-_OUTPUTS = ("f16", "bf16")  # of e4m3
 _HOPPER_VALUES = {qk: vo for qk, vo, *_ in _HOPPER.values()}
 # Of the kernels for e4m3, and for 16-bit q over fp8: keys a step; head dims are 128. On an H200, one sequence of 16k,
 # page 16: e4m3 909 TFLOP/s with 128 keys, 861 with 96. Of 16-bit q only 128 keys are measured, 433.
@@ -228,11 +227,7 @@ def choose(
         f"requires {wanted}, got {got}"
         for wanted, got, met in (
             ("kv of q's dtype, or fp8 with a 16-bit q", f"{q}, {kv}", q is kv or (kv_fp8 and q.itemsize == 2)),
-            (
-                "output of q's dtype, or of 16 bits for e4m3",
-                str(out),
-                short_name(out) in _OUTPUTS if e4m3 else q is out,
-            ),
+            ("output of q's dtype, or of 16 bits for e4m3", str(out), q is out or (e4m3 and out.itemsize == 2)),
             ("head_dim_qk 128 for fp8", str(head_dim_qk), not kv_fp8 or head_dim_qk == _FP8_DIM),
             ("values of head_dim_qk, or 128 for 192", str(head_dim_vo), head_dim_vo == values),
             ("at most 128 query heads a kv head", str(group), group <= ROWS),
@@ -258,7 +253,7 @@ def fits(impl: str, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torc
     if impl != "fa3":
         return True
     o, x, y, z = out.stride(), q.stride(), k.stride(), v.stride()
-    bits = out.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | (o[0] | o[1]) * 2  # out has 2 bytes each
+    bits = out.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | (o[0] | o[1]) * out.itemsize
     bits |= (x[0] | x[1]) * q.itemsize | (y[0] | y[1] | y[-2] | z[0] | z[1] | z[-2]) * k.itemsize
     return bits % 16 == 0
 
@@ -349,7 +344,9 @@ def attend(
 
     Row i of a request stands at position p = kv_len - qo_len + i. causal: it sees keys j <= p; custom_mask, which takes
     its place: those whose bit is set, uint8, each request's `[qo_len, kv_len]` flattened, element e in bit e % 8 of
-    byte e / 8, from byte mask_indptr[b] (int32 `[batch_size + 1]`) on. items, which takes the place of both: keys j <=
+    byte e / 8, from byte mask_indptr[b] (int32 `[batch_size + 1]`) on; or without mask_indptr, `[qo_tokens, n]`: keys
+    before the query tokens, and of these, the last keys, token t if bit t % 8 of byte t / 8 of the row is set; no
+    request may have more than 8 n rows. items, which takes the place of both: keys j <=
     p that are before prefix_len[b] (int32 or uint32 `[batch_size]`), or from p - items[b][p - prefix_len[b]] + 1 on
     (uint16 `[batch_size, n]`). window_left w >= 0 hides keys j < p - w whatever else is given.
 

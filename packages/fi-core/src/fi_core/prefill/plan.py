@@ -167,11 +167,12 @@ class BatchPrefillPlan:
                     f"qo_indptr: the batch size is fixed at {self._fixed_batch_size} by use_cuda_graph; "
                     f"got {len(qo_indptr) - 1}"
                 )
-            if self._max_total_num_rows is None:
+            most = self._max_total_num_rows
+            if self._plan_info is None:  # the first plan
                 self._max_total_num_rows = rows
-            elif rows is not None and rows > self._max_total_num_rows:
+            elif rows is not None and most is not None and rows > most:
                 raise ValueError(
-                    f"qo_indptr: at most {self._max_total_num_rows} rows, those of the first plan, are allowed with "
+                    f"qo_indptr: at most {most} rows, those of the first plan, are allowed with "
                     f"use_cuda_graph; got {rows}"
                 )
         self._qo_indptr_last, self._kv_indptr_last = rows, last_value(kv_indptr)

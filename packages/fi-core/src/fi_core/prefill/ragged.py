@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.arguments import no_nvfp4
+from fi_core.attention.arguments import no_nvfp4, unsupported
 from fi_core.observe.log import fi_api
 from fi_core.prefill.plan import BatchPrefillPlan
 
@@ -104,11 +104,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         qo_indptr, kv_indptr: `[batch_size + 1]`, int32, on the host or on the device: request b has the rows
         `q[qo_indptr[b] : qo_indptr[b + 1]]` and the tokens kv_indptr[b] to kv_indptr[b + 1] of k and v. The other
         arguments and the errors are those of `BatchPrefillWithPagedKVCacheWrapper.plan`, but note their order. Without
-        effect beyond those named there: seq_lens (kv_indptr says it). v_indptr and o_indptr, for layouts of cuDNN, must
-        be None (NotImplementedError).
+        effect beyond those named there: seq_lens (kv_indptr says it). v_indptr and o_indptr: None, or the values of
+        kv_indptr and of qo_indptr (on the device: those tensors), since v and out stand as k and q do; others raise
+        NotImplementedError.
         """
-        if v_indptr is not None or o_indptr is not None:
-            raise NotImplementedError("v_indptr, o_indptr: v and out stand as k and q do; pass None")
+        _require_same("v_indptr", v_indptr, "kv_indptr", kv_indptr)
+        _require_same("o_indptr", o_indptr, "qo_indptr", qo_indptr)
         self._check_batch(qo_indptr, kv_indptr)
         self._set_options(
             causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
@@ -133,11 +134,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
     begin_forward = plan
 
     def _out_dtype(self) -> torch.dtype:
-        """The planned one; bf16 where that would be an fp8 type only because q is."""
+        """The planned one; instead of an fp8 type q's, or bf16 where q is fp8 as well."""
         import torch
 
-        planned = self._cached_o_data_type
-        return planned if planned.itemsize > 1 else torch.bfloat16
+        for planned in (self._cached_o_data_type, self._cached_q_data_type):
+            if planned is not None and planned.itemsize > 1:
+                return planned
+        return torch.bfloat16
 
     @fi_api
     def run(
@@ -162,14 +165,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
 
         q: `[qo_indptr[-1], num_qo_heads, head_dim_qk]`; k, v: `[kv_indptr[-1], num_kv_heads, head_dim]` ("NHD") or
         `[num_kv_heads, kv_indptr[-1], head_dim]` ("HND"), or longer. Strides are free but for the last dimension. out
-        has the planned type, or bf16 if that is an fp8 type. o_scale must be None or 1 (NotImplementedError). The
+        has the planned type; instead of an fp8 type q's, or bf16. o_scale must be None or 1 (NotImplementedError). The
         attribute `_sinks` of the wrapper, if set, are sinks (fp32 `[num_qo_heads]`). Otherwise arguments, result and
         errors are those of `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
         if kv_cache_sf is not None:
             raise no_nvfp4("kv_cache_sf")
         if o_scale is not None and o_scale != 1.0:
-            raise NotImplementedError(f"o_scale: only 1 is supported, multiply v_scale by it; got {o_scale}")
+            raise unsupported("o_scale", o_scale, "multiply v_scale by what the output is to be scaled by")
         if k.ndim != 3 or v.ndim != 3:
             raise ValueError(f"k and v must have 3 dimensions; got shapes {tuple(k.shape)} and {tuple(v.shape)}")
         self._check_query(q, k, v)
@@ -229,3 +232,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
 
     def end_forward(self) -> None:
         """Does nothing; older callers end a plan with it."""
+
+
+def _require_same(name: str, given: torch.Tensor | None, of: str, own: torch.Tensor) -> None:
+    """NotImplementedError for offsets that differ, or may: on the device they are not compared, which would wait."""
+    if given is None or given is own:
+        return
+    if given.device.type != own.device.type or given.shape != own.shape:
+        same = False
+    elif own.device.type == "cpu":
+        same = bool((given == own).all())
+    else:
+        same = given.data_ptr() == own.data_ptr()
+    if not same:
+        raise unsupported(name, given, f"v and out stand as k and q do: pass None or {of}")

@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention import attend
-from fi_core.attention.arguments import POS_ENCODINGS, code, no_nvfp4
+from fi_core.attention.arguments import POS_ENCODINGS, code, no_nvfp4, unsupported
 from fi_core.errors import UnsupportedError
 from fi_core.observe.log import fi_api
 from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
@@ -170,7 +170,7 @@ def single_prefill_with_kv_cache(
     `slope * (j - i)`. logits_soft_cap c > 0: scores become `c tanh(score / c)`, before ALiBi is added.
     use_fp16_qk_reduction: accepted; sums are fp32 either way. backend: "fa2" keeps off the kernel for Hopper, which
     "auto" means where it takes the request and there are enough rows: no mask or encoding, 16 bits with usual head
-    dims, or e4m3 (with an o_dtype of 16 bits, head dims of 128), whose weights are then rounded to e4m3 as well; "fa3"
+    dims, or e4m3 (with head dims of 128), whose weights are then rounded to e4m3 as well; "fa3"
     names it. On a CPU all are the same.
     kv_cache_sf (NVFP4 keys and values) is not supported. On CUDA, products of 16-bit and fp8 inputs run on tensor cores
     where there are more than 16 rows a kv head: the weights, and rotated q and k, are then rounded to 16 bits.
@@ -237,7 +237,7 @@ def single_prefill_with_kv_cache_with_jit_module(
     from fi_core.jit.attention import custom_attention
 
     if mask_mode == MaskMode.MULTIITEMSCORING.value:
-        raise NotImplementedError("mask_mode: items are supported by the batch wrappers only")
+        raise unsupported("mask_mode", mask_mode, "items (3) are an option of plan of the batch wrappers")
     MaskMode(mask_mode)  # ValueError
     causal = mask_mode == MaskMode.CAUSAL.value
     return custom_attention(jit_module).attend(q, k, v, args, kv_layout, causal, window_left, return_lse)

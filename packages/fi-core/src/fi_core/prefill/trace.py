@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
+from fi_core.attention.tables import tables_template
+from fi_core.attention.tables import tables_trace as trace_of
+from fi_core.observe.trace import Scalar, Tensor, Var
 
 
 def _reference(  # type: ignore[no-untyped-def]
@@ -31,46 +31,17 @@ def _reference(  # type: ignore[no-untyped-def]
     return out
 
 
-def _cache(part: int) -> Tensor:
-    return Tensor(["num_pages", "num_kv_heads", "page_size", "head_dim"], param="kv_cache", tuple_idx=part)
-
-
-_TABLES = TraceTemplate(
-    "paged_prefill",
-    name_prefix="gqa_paged_prefill_tables",
-    axes={
-        "qo_tokens": Var(),
-        "batch_size": Var(),
-        "batch_size_plus_1": Var(),
-        "max_pages": Var(),
-        "num_pages": Var(),
-        "num_qo_heads": Const(abbrev="h"),
-        "num_kv_heads": Const(abbrev="kv"),
-        "head_dim": Const(abbrev="d"),
-        "page_size": Const(abbrev="ps"),
-    },
-    inputs={
-        "query": Tensor(["qo_tokens", "num_qo_heads", "head_dim"]),
-        "k_cache": _cache(0),
-        "v_cache": _cache(1),
-        "block_tables": Tensor(["batch_size", "max_pages"]),
-        "seq_lens": Tensor(["batch_size"]),
+_TABLES = tables_template(
+    "prefill",
+    "qo_tokens",
+    {"qo_tokens": Var(), "batch_size_plus_1": Var()},
+    {
         "cum_seq_lens_q": Tensor(["batch_size_plus_1"]),
         "bmm1_scale": Scalar(),
         "bmm2_scale": Scalar(),
-        "window_left": Scalar("int32", optional=True),
         "causal": Scalar("bool", optional=True),
     },
-    outputs={"output": Tensor(["qo_tokens", "num_qo_heads", "head_dim"], dtype_from="query")},
-    reference=_reference,
-    tags=("kv_layout:HND",),
-    description="Attention of the last tokens of each request over a block table; all scales are explicit.",
+    _reference,
+    "Attention of the last tokens of each request over a block table; all scales are explicit.",
 )
-
-
-def tables_trace(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
-    """The template, of the default layout."""
-    return _TABLES if arguments.get("kv_layout", "HND") == "HND" else None
-
-
-tables_trace.templates = (_TABLES,)  # type: ignore[attr-defined]
+tables_trace = trace_of(_TABLES, lambda _: True)

@@ -4,9 +4,10 @@ Rules of all functions. Rows are `[rows, vocab]` in fp32, fp16 or bf16, contiguo
 types are copied to fp32). A parameter is a number for all rows or a 1-D tensor with one element a row. `indices`
 (int32 or int64 `[batch]`) draws output i from row indices[i]; a row that is not there gives no token.
 
-Thresholds are exact: ties at one are all kept. Sums are of integers (a probability over the row's largest, to 2^-31),
-so results are the same for any batch, position, device and implementation. Any content is allowed: NaN has no
-probability, +inf takes it all, and a row where nothing has probability gives token 0 and, with `return_valid`, False.
+Thresholds are exact: ties at one are all kept. Sums are of integers (a probability over the row's largest, to 2^-31;
+in a draw without filters over the largest of 512 tokens, to 2^-27), so drawn tokens and kept sets are the same for any
+batch, position, device and implementation. Any content is allowed: NaN has no probability, +inf takes it all, and a row
+where nothing has probability gives token 0 and, with `return_valid`, False.
 
 Random numbers are Philox4x32-10 (Salmon et al. 2011), one of 64 bits a row: key = seed, counter = (offset, output
 row). Where seed or offset is a tensor with one element a row, the row is left out of the counter: a request then draws
@@ -135,7 +136,7 @@ def _is_joint(filter_apply_order: str) -> bool:
 def softmax(
     logits: torch.Tensor, temperature: torch.Tensor | float | None = None, enable_pdl: bool | None = None
 ) -> torch.Tensor:
-    """`softmax(logits / temperature)` of each row, in fp32: within 4e-7 relative, below 2^-126 it is 0.
+    """`softmax(logits / temperature)` of each row, in fp32: within 2e-6 relative, below 2^-126 about 0.
 
     temperature: None is 1; 0 gives equal probabilities (the greedy choice is the caller's). -inf has probability 0,
     +inf shares 1 with its like, NaN stays NaN and has no part in the sum; a row of -inf gives zeros.

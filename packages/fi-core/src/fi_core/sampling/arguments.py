@@ -100,7 +100,8 @@ Randomness = tuple["torch.Tensor | None", int, "torch.Tensor | None", int]  # se
 
 def _signed(value: int) -> int:
     """The 64 bits of a seed, as the signed integer that passes to C."""
-    return (int(value) + (1 << 63)) % (1 << 64) - (1 << 63)
+    value = int(value)
+    return value if -(1 << 63) <= value < 1 << 63 else (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def randomness(
@@ -112,6 +113,8 @@ def randomness(
     increment: int,
 ) -> Randomness:
     """Seed and offset as given, or from the generator, which then moves on by `increment`."""
+    if type(seed) is int and type(offset) is int:
+        return None, _signed(seed), None, _signed(offset)
     if seed is None and offset is None:
         if generator is not None and generator.device.type != input.device.type:
             raise ValueError(f"generator: one for {input.device} is required; got one for {generator.device}")

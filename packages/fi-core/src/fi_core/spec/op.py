@@ -32,13 +32,14 @@ class Unit(NamedTuple):
     """A device translation unit: which header, which parameter struct, which entries.
 
     variant: the text of a user's attention variant, which then stands before the header, and whose arguments entries
-    take as a second parameter.
+    take as a second parameter. flags: more for the compiler.
     """
 
     header: str
     params: str
     entries: tuple[Entry, ...]
     variant: str = ""
+    flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -57,10 +57,12 @@ void batch_prefill(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor 
   FI_CHECK(batch_size >= 0 && words >= least, ValueError, "schedule must have %lld words or more; got %lld",
            static_cast<long long>(least), static_cast<long long>(words));
   Dim batch{"batch_size", batch_size}, bounds{"batch_size + 1", batch_size + 1}, bytes{"bytes"}, items_row{"items"};
-  if (custom_mask) {
-    FI_CHECK(mask_indptr, ValueError, "mask_indptr must be given with custom_mask");
-    custom_mask.is({kU8}).on(q).contiguous().shape(bytes);
+  if (custom_mask) custom_mask.is({kU8}).on(q).contiguous();
+  if (custom_mask && mask_indptr) {
+    custom_mask.shape(bytes);
     mask_indptr.is({kI32}).on(q).contiguous().shape(bounds);
+  } else if (custom_mask) {
+    custom_mask.shape(rows, bytes);
   }
   if (items) {
     FI_CHECK(prefix_len, ValueError, "prefix_len must be given with items");
@@ -110,7 +112,8 @@ void batch_prefill(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor 
     params.items_row = static_cast<int32_t>(items_row);
   } else if (custom_mask) {
     params.custom_mask = custom_mask.data<const uint8_t>();
-    params.mask_indptr = mask_indptr.data<const int32_t>();
+    params.mask_indptr = mask_indptr ? mask_indptr.data<const int32_t>() : nullptr;
+    params.draft_row = mask_indptr ? 0 : static_cast<int32_t>(bytes);
   }
   params.bmm1_scale = scalar(bmm1_scale, q);
   params.bmm2_scale = scalar(bmm2_scale, q);

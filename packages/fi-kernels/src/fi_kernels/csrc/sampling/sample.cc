@@ -3,6 +3,7 @@
 
 #include "fi/host/op.h"
 #include "fi/sampling/contract.h"
+#include "fi/sampling/piece.h"
 
 #if FI_CUDA
 #include <algorithm>
@@ -16,11 +17,58 @@ namespace fi {
 namespace {
 
 #if FI_CUDA
+int64_t pieces_of(int64_t n) { return (n + kPiece - 1) / kPiece; }
+
+// Whether some rows may be streamed, and whether others may not: a tensor has any value.
+void count_streamed(const SampleParams& p, bool& some, bool& others) {
+  some = false, others = p.output != kDrawToken;
+  if (others) return;
+  const auto streamed = [&](int32_t k, float top_p, float min_p) {
+    return sampling::is_streamed(p.top_k.rows ? k : p.top_k.value, p.top_p.rows ? top_p : p.top_p.value,
+                                 p.min_p.rows ? min_p : p.min_p.value, p.vocab, p.joint);
+  };
+  for (const int32_t k : {0, 1, p.vocab - 1}) {
+    some |= streamed(k, 1.f, 0.f);
+    others |= !streamed(k, 0.f, 1.f);
+  }
+}
+
+// softmax, but of rows that are changed first.
+bool is_softmax(const SampleParams& p) {
+  return p.output == kRenormalise && p.logits && p.wide_out && !p.top_k.rows && p.top_k.value <= 0 && !p.top_p.rows &&
+         p.top_p.value >= 1.f && !p.min_p.rows && !(p.min_p.value > 0.f) && !p.bias && !p.bitmask && !p.seen;
+}
+
+// config = {blocks on an SM, pieces that a warp holds}.
+void launch_stream(const Kernel& kernel, const Entry& entry, SampleParams& p, DLDevice device) {
+  const int64_t pieces = pieces_of(p.vocab), warps = entry.threads / 32;
+  // Of the blocks that are there at once; clusters do not fill the device to the last.
+  const int64_t resident = entry.config[0] * Kernel::multiprocessors(device) * 15 / 16;
+  const int64_t kept = entry.config.size() > 1 ? entry.config[1] + 1 : pieces;  // by a warp, one in registers
+  int64_t blocks = 1;
+  while (blocks < 16 && blocks * warps < pieces && (p.rows * blocks * 2 <= resident || blocks * warps * kept < pieces))
+    blocks *= 2;
+  if (entry.config.size() > 1)
+    p.held = static_cast<int32_t>(std::min(kept, (pieces + blocks * warps - 1) / (blocks * warps)) - 1);
+  Launch config{p.rows * blocks};
+  config.pdl = kernel.pdl(-1);
+  config.cluster = static_cast<unsigned>(blocks);
+  config.shared_bytes = pieces * kPieceRoom + warps * p.held * kPiece * int64_t{sizeof(float)};
+  kernel.launch(entry, config, device, p);
+}
+
 // config = {blocks on an SM, bytes of a row that a block should hold}; none where rows are read from global memory by
 // one block each.
 void launch(const Kernel& kernel, SampleParams& p, int64_t bytes, DLDevice device) {
+  if (kernel.entries.size() > 1) {
+    if (is_softmax(p)) return launch_stream(kernel, kernel.entries[2], p, device);
+    bool others;
+    count_streamed(p, p.streamed, others);
+    if (p.streamed) launch_stream(kernel, kernel.entries[1], p, device);
+    if (!others) return;
+  }
   const Entry& entry = kernel.entries[0];
-  const auto pieces = [](int64_t n) { return (n + kPiece - 1) / kPiece * kPiece; };
+  const auto pieces = [](int64_t n) { return pieces_of(n) * kPiece; };
   const int64_t slots = p.vocab + 16 / bytes - 1, warps = entry.threads / 32;  // wherever the row begins
   const auto slice = [&](int64_t blocks) { return pieces((slots + blocks - 1) / blocks); };
   int64_t blocks = 1, room = 0;
@@ -68,6 +116,14 @@ void run_row(const SampleParams& p, sampling::CpuRow& s, DType in, DType out, in
   const bool there = row >= 0 && row < p.input_rows;
   float temperature = 1.f;
   bool valid = false;
+  const auto put = [&](int64_t token, bool drawn) {
+    if (p.wide_tokens)
+      static_cast<int64_t*>(p.out)[output] = token;
+    else
+      static_cast<int32_t*>(p.out)[output] = static_cast<int32_t>(token);
+    if (p.valid) p.valid[output] = drawn;
+  };
+  const auto random = [&] { return sampling::random_of(sampling::row_random(p, output)); };
   if (there) {
     const char* input = static_cast<const char*>(p.input) + row * p.input_row * in.bytes();
     const bool adjusted = p.bias || p.bitmask || p.seen;
@@ -75,6 +131,10 @@ void run_row(const SampleParams& p, sampling::CpuRow& s, DType in, DType out, in
     if (in != kF32 || adjusted) cpu::row_loader(in)(input, s.own(), p.vocab);
     if (adjusted) adjust(p, s.buffer.data(), output, row);
     temperature = sampling::at(p.temperature, row);
+    if (sampling::is_plain(p, row)) {
+      const int64_t token = s.draw_plain(temperature, sampling::is_greedy(p, temperature), random());
+      return put(std::max<int64_t>(token, 0), token >= 0);
+    }
     valid = s.prepare(temperature);
   }
   const bool greedy = sampling::is_greedy(p, temperature);
@@ -86,15 +146,8 @@ void run_row(const SampleParams& p, sampling::CpuRow& s, DType in, DType out, in
   if (p.output == kDrawToken) {
     const uint64_t total = valid ? s.total(lowest) : 0;
     int64_t token = 0;
-    if (total > 0)
-      token = s.locate(
-          lowest, greedy ? 0 : sampling::uniform_below(total, sampling::random_of(sampling::row_random(p, output))));
-    if (p.wide_tokens)
-      static_cast<int64_t*>(p.out)[output] = token;
-    else
-      static_cast<int32_t*>(p.out)[output] = static_cast<int32_t>(token);
-    if (p.valid) p.valid[output] = total > 0;
-    return;
+    if (total > 0) token = s.locate(lowest, greedy ? 0 : sampling::uniform_below(total, random()));
+    return put(token, total > 0);
   }
   char* to = static_cast<char*>(p.out) + output * p.out_row * out.bytes();
   if (out != kF32) s.results.resize(static_cast<size_t>(p.vocab));

@@ -32,7 +32,7 @@ struct BatchPrefillParams {
   int32_t box;          // keys of one copy
   int32_t heads_in_blocks, head_groups;  // by whole rows: heads count in the third, or these groups each in the fourth
   int32_t causal, window_left;
-  int32_t out_half;  // of fp8: fp16, else bf16
+  OutType out_type;  // of fp8: fp16, bf16 or e4m3; else that of q
   float scale;       // of scores, times log2(e); with a soft cap, divided by it
   float cap;         // times log2(e); 0: none
   float out_scale;

@@ -289,7 +289,8 @@ struct PrefillFp8Kernel {
       }
   }
 
-  // A thread has columns 4 t to 4 t + 3 of each 16 (t = lane % 4); two threads exchange halves for 16 bytes each.
+  // A thread has columns 4 t to 4 t + 3 of each 16 (t = lane % 4), and stores 16 bytes at a time: of 16 bits two
+  // threads exchange halves, of e4m3 four threads quarters.
   FI_DEVICE void store(const Work& work, const float (&o)[kDim / 2], const float (&scales)[2], const float (&m)[2],
                        float (&d)[2], int first, int lane) const {
 #pragma unroll
@@ -311,7 +312,23 @@ struct PrefillFp8Kernel {
       factor *= softmax_inverse(d[h]);
       const int64_t at = work.request.qo_begin + work.token + token;
       if (p.lse && lane % 4 == 0 && kept) p.lse[at * p.qo_heads + head] = softmax_lse<CudaMath>(top - kOffset, d[h]);
-      unsigned short* out = static_cast<unsigned short*>(p.out) + at * p.out_token + head * p.out_head;
+      const int64_t first_column = at * p.out_token + head * p.out_head;
+      if (p.out_type == OutType::kE4M3) {
+        char* out = static_cast<char*>(p.out) + first_column;
+#pragma unroll
+        for (int block = 0; block < kDim / 16; block += 4) {
+          unsigned x[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float* y = o + (block + i) * 8 + 2 * h;
+            x[i] = e4m3_quad(y[0] * factor, y[4] * factor, y[1] * factor, y[5] * factor);
+          }
+          transpose_quad(x, lane);
+          if (kept) store_global(out + (block + lane % 4) * 16, uint4{x[0], x[1], x[2], x[3]});
+        }
+        continue;
+      }
+      unsigned short* out = static_cast<unsigned short*>(p.out) + first_column;
 #pragma unroll
       for (int block = 0; block < kDim / 16; block += 2) {
         const float *x = o + block * 8 + 2 * h, *y = x + 8;
@@ -325,8 +342,24 @@ struct PrefillFp8Kernel {
       }
     }
   }
+  // Four neighbours have four words each: thread t gets word t of each.
+  FI_DEVICE static void transpose_quad(unsigned (&x)[4], int lane) {
+#pragma unroll
+    for (int step = 1; step <= 2; step *= 2) {
+      const bool upper = lane & step;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        unsigned &low = x[i * (3 - step)], &high = x[i * (3 - step) + step];
+        const unsigned other = __shfl_xor_sync(0xffffffffu, upper ? low : high, step);
+        if (upper)
+          low = other;
+        else
+          high = other;
+      }
+    }
+  }
   FI_DEVICE unsigned pair(float low, float high) const {
-    if (p.out_half) {
+    if (p.out_type == OutType::kF16) {
       const __half2 x = __floats2half2_rn(low, high);
       return reinterpret_cast<const unsigned&>(x);
     }

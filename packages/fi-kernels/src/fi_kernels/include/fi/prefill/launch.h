@@ -97,7 +97,7 @@ inline BatchPrefillParams hopper_params(const PrefillProblem& problem, const Ten
   h.head_groups = rows == KeyRows::kWholeHND ? static_cast<int32_t>(page_size / 8) : 0;
   h.causal = p.mask.causal;
   h.window_left = p.mask.window_left;
-  h.out_half = p.out_type == OutType::kF16;
+  h.out_type = p.out_type;
   h.scale = p.scores.sm_scale * (p.scores.soft_cap > 0 ? 1 / p.scores.soft_cap : kLog2e);
   h.cap = p.scores.cap();
   h.out_scale = p.out_scale;

@@ -13,14 +13,14 @@ struct PrefillProblem {
   const int32_t* pages;  // null: ragged
   PrefillSchedule schedule;
   const uint8_t* custom_mask;  // packed, flattened [qo_len, kv_len] of each request from a byte of its own on; null
-  const int32_t* mask_indptr;  // [batch + 1], bytes
+  const int32_t* mask_indptr;  // [batch + 1], bytes; null: custom_mask is [tokens, draft_row], as Mask::draft
   const int32_t* prefix_len;   // [batch]; null: no items
   const uint16_t* items;       // [batch, items_row], as Mask::items
   const float* sinks;          // [qo_heads], natural logarithms; null: none
   const float* bmm1_scale;     // multiplies the scores; null: 1
   const float* bmm2_scale;     // multiplies the output; null: 1
   Divisor page_size;
-  int32_t tile_tokens, items_row;
+  int32_t tile_tokens, items_row, draft_row;
 
   // The attention problem of one request, whose paged keys begin at pages + kv_begin.
   FI_HOST_DEVICE AttentionProblem request(int32_t b, int32_t q_bytes, int32_t kv_bytes, int32_t out_bytes) const {
@@ -41,7 +41,11 @@ struct PrefillProblem {
     }
     p.mask.qo_len = r.qo_len;
     p.mask.kv_len = r.kv_len;
-    if (custom_mask) {
+    if (custom_mask && !mask_indptr) {
+      p.mask.draft = custom_mask + static_cast<int64_t>(r.qo_begin) * draft_row;
+      p.mask.draft_row = draft_row;
+      if (r.qo_len > 8 * draft_row) p.mask.kv_len = 0;  // more rows than the mask has bits for: they see nothing
+    } else if (custom_mask) {
       p.mask.custom = custom_mask + mask_indptr[b];
       p.mask.custom_row = r.kv_len;
       p.mask.custom_packed = 1;

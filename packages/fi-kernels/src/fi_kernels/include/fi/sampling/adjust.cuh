@@ -27,17 +27,21 @@ FI_DEVICE float biased(const SampleParams& p, float x, int token, int64_t output
   return x;
 }
 
-// From the row to p.adjusted, which one block owns.
-FI_DEVICE void adjust_in_global(const SampleParams& p, const float* from, int64_t output, int64_t row) {
+// The tokens [low, high) from the row to p.adjusted, by the one block that has them. Returns the new row.
+FI_DEVICE const float* adjust_in_global(const SampleParams& p, const float* from, int low, int high, int64_t output,
+                                        int64_t row) {
   float* to = p.adjusted + output * p.adjusted_row;
+  high = min(high, p.vocab);
 #pragma unroll 4
-  for (int token = threadIdx.x; token < p.vocab; token += blockDim.x) to[token] = from[token];
+  for (int token = low + threadIdx.x; token < high; token += blockDim.x) to[token] = from[token];
   __syncthreads();
-  penalise(p, to, 0, p.vocab, output, row);
+  penalise(p, to + low, low, high, output, row);
   __syncthreads();
 #pragma unroll 4
-  for (int token = threadIdx.x; token < p.vocab; token += blockDim.x) to[token] = biased(p, to[token], token, output);
+  for (int token = low + threadIdx.x; token < high; token += blockDim.x)
+    to[token] = biased(p, to[token], token, output);
   __syncthreads();
+  return to;
 }
 
 }  // namespace fi::sampling

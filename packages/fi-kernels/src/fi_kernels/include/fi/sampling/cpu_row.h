@@ -8,8 +8,7 @@
 
 #include "fi/cpu/reduce.h"
 #include "fi/cpu/target.h"
-#include "fi/ordered.h"
-#include "fi/sampling/sample.h"
+#include "fi/sampling/piece.h"
 
 namespace fi::sampling {
 namespace detail {
@@ -24,6 +23,16 @@ FI_CLONES inline void weigh_logits(const float* x, uint32_t* w, int64_t n, Scale
 FI_CLONES inline void weigh_probs(const float* x, uint32_t* w, int64_t n, Scale s) {
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) w[i] = cpu::select(x[i] >= s.lowest, coarse(prob_weight(x[i], s)), 0u);
+}
+// By the scale of a piece.
+FI_CLONES inline void weigh_piece(const float* x, uint32_t* w, int64_t n, Scale s, bool logits) {
+  if (logits) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) w[i] = cpu::select(x[i] >= s.lowest, piece_weight(logit_weight(x[i], s)), 0u);
+  } else {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) w[i] = cpu::select(x[i] >= s.lowest, piece_weight(prob_weight(x[i], s)), 0u);
+  }
 }
 FI_CLONES inline uint64_t sum_from(const float* x, const uint32_t* w, int64_t n, float lowest) {
   uint64_t sum = 0;
@@ -88,6 +97,7 @@ struct CpuRow {
   std::vector<uint32_t> w;  // weights of the elements from scale.lowest on
   std::vector<std::pair<float, uint32_t>> chosen;
   std::vector<float> some;
+  std::vector<PieceSum> sums;
 
   CpuRow(int64_t n, bool logits) : n(n), logits(logits), x(nullptr) {}
 
@@ -100,7 +110,7 @@ struct CpuRow {
   // Finds the scale; false if no element may be drawn.
   bool prepare(float temperature) {
     top = detail::largest(x, n);
-    if (!(top >= (logits ? -of_bits(kLargest) : of_bits(kSmallest)))) return false;
+    if (!(top >= least())) return false;
     scale = logits ? logits_scale(top, temperature) : probs_scale(top);
     return true;
   }
@@ -180,6 +190,45 @@ struct CpuRow {
   }
   uint64_t total(float lowest) const { return detail::sum_from(x, w.data(), n, lowest); }
 
+  // A token drawn without filters, with a random number; -1 if there is none.
+  int64_t draw_plain(float temperature, bool greedy, uint64_t random) {
+    const int64_t pieces = (n + kPiece - 1) / kPiece;
+    sums.resize(static_cast<size_t>(pieces));
+    w.resize(static_cast<size_t>(n));
+    if (!prepare(temperature)) return -1;
+    if (greedy)
+      for (int64_t i = 0;; ++i)
+        if (x[i] == top) return i;
+    const bool infinite = bits_of(top) == kInfinity;
+    uint64_t total = 0;
+    const auto size = [&](int64_t piece) { return std::min<int64_t>(kPiece, n - piece * kPiece); };
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      const int64_t begin = piece * kPiece;
+      PieceSum& part = sums[static_cast<size_t>(piece)];
+      part = {};
+      const float largest = detail::largest(x + begin, size(piece));
+      if (!(largest >= least())) continue;
+      const Scale own = piece_scale(largest, scale.factor, logits);
+      detail::weigh_piece(x + begin, w.data() + begin, size(piece), own, logits);
+      part.sum = detail::sum_from(x + begin, w.data() + begin, size(piece), own.lowest);
+      part.key = bucket(largest);
+      total += portion_of(largest, scale, infinite, logits).of(part.sum);
+    }
+    uint64_t rest = uniform_below(total, random), passed = 0;
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      const PieceSum& part = sums[static_cast<size_t>(piece)];
+      if (!part.key) continue;
+      const Portion portion = portion_of(of_bits(unordered(part.key)), scale, infinite, logits);
+      if (portion.of(part.sum) > rest)
+        for (int64_t i = piece * kPiece;; ++i) {
+          passed += weight(i);
+          if (portion.of(passed) > rest) return i;
+        }
+      rest -= portion.of(part.sum);
+    }
+    return -1;
+  }
+
   void renormalise(bool valid, float lowest, float* y) const {
     uint64_t total = 0;
     if (valid)
@@ -191,6 +240,7 @@ struct CpuRow {
   void mask(float lowest, float* y) const { detail::mask(x, y, n, lowest); }
 
  private:
+  float least() const { return logits ? -of_bits(kLargest) : of_bits(kSmallest); }  // that may be drawn
   uint32_t weight(int64_t i) const { return w[static_cast<size_t>(i)]; }
   static uint32_t bucket(float value) { return ordered(bits_of(value + 0.0f)); }
 };

@@ -1,7 +1,7 @@
 // One row in the hands of a team of blocks: passes over it, the sum of what may be drawn, a draw, and what is written.
 #pragma once
 #include "fi/sampling/row.cuh"
-#include "fi/sampling/team.cuh"
+#include "fi/sampling/scratch.cuh"
 
 namespace fi {
 namespace sampling {
@@ -118,17 +118,17 @@ struct RowSampler {
     if (rank) {
       if (warp() == 0) {
         const uint32_t found = quantile_of_ranked(quantile);
-        if (lane() == 0) shared.found = found;
+        if (lane() == 0) shared.few.found = found;
       }
       __syncthreads();
-      bound = shared.found;
+      bound = shared.few.found;
     }
     scale = logits ? logits_scale(value_of(top), temperature) : probs_scale(value_of(top));
     limit = key_of(scale.lowest);
     return true;
   }
 
-  // Of what prepare's warps published, by one warp: at or a little below the quantile-th largest.
+  // Of what prepare's warps published, by one warp: at or a little below the quantile-th largest, 0 if there is none.
   FI_DEVICE uint32_t quantile_of_ranked(int quantile) const {
     uint32_t high = 0, low = ~0u, there = 0;  // of those that are not zero
     over_warps(shared.ends, [&](uint64_t ends, unsigned) {
@@ -140,16 +140,11 @@ struct RowSampler {
     if (static_cast<int>(__reduce_add_sync(0xffffffffu, there)) < quantile) return 0;
     high = __reduce_max_sync(0xffffffffu, high);
     low = __reduce_min_sync(0xffffffffu, low) + 1;
-    int bit = 31 - __clz(static_cast<int>(high ^ low));  // the highest in which they differ
-    uint32_t found = bit < 0 ? high : high >> bit >> 1 << bit << 1;
-#pragma unroll 1
-    for (const int last = max(bit - 9, 0); bit >= last; --bit) {  // finer would leave out few elements more
-      const uint32_t trial = found | 1u << bit;
+    return quantile_of(quantile, low, high, [&](uint32_t key) {
       uint32_t count = 0;
-      over_warps(shared.ends, [&](uint64_t ends, unsigned) { count += static_cast<uint32_t>(ends) >= trial; });
-      if (static_cast<int>(__reduce_add_sync(0xffffffffu, count)) >= quantile) found = trial;
-    }
-    return found;
+      over_warps(shared.ends, [&](uint64_t ends, unsigned) { count += static_cast<uint32_t>(ends) >= key; });
+      return static_cast<int>(__reduce_add_sync(0xffffffffu, count));
+    });
   }
 
   // Gives a warp's value to the blocks of the team, and waits for those of the others.
@@ -167,7 +162,6 @@ struct RowSampler {
   // Adds up by piece the weights of the elements from a key on.
   FI_DEVICE void sum_from(uint32_t key) {
     const float lowest = value_of(key);
-    const bool finite = top < 0xff800000u, everything = logits && finite && key <= 0x00800000u;  // keys of +inf, -max
     clear_sums();
     summed = true;
     marked = {key, key - 1};
@@ -176,12 +170,7 @@ struct RowSampler {
       uint64_t part = 0;
       rows<kRows>(base, [&](const float (&x)[kVec], int) {
         uint32_t w[kVec];
-        if (everything) {
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) w[i] = coarse(finite_weight(x[i], scale));
-        } else {
-          weigh(x, lowest, w);
-        }
+        weigh(x, lowest, w);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) part += w[i];
       });
@@ -197,7 +186,6 @@ struct RowSampler {
   // of those above it, and in all those from `limit` on: one each, or their weights.
   FI_DEVICE void mark(Range range, bool weights, bool rest, uint64_t& above, uint64_t& all) {
     const float low = value_of(range.low), edge = value_of(range.high + 1), lowest = value_of(limit);
-    const unsigned before = (1u << lane()) - 1;
     above = all = 0;
     marked = range;
     summed = rest && weights;
@@ -207,17 +195,22 @@ struct RowSampler {
     pieces([&](int base) {
       if (peak(base) >= (rest ? limit : range.low)) {
         uint64_t part = 0;
-        rows<2>(base, [&](const float (&x)[kVec], int) {
+        uint32_t bits = 0;  // which of this lane's elements are in the range
+        rows<2>(base, [&](const float (&x)[kVec], int j) {
+          uint32_t in = 0;
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) {
-            const bool in = x[i] >= low && !(x[i] >= edge);
-            const unsigned all_in = __ballot_sync(0xffffffffu, in);
-            const int at = listed + __popc(all_in & before);
-            if (in && at < kListed) list[at] = x[i];
-            listed += __popc(all_in);
-          }
+          for (int i = 0; i < kVec; ++i) in |= static_cast<uint32_t>(x[i] >= low && !(x[i] >= edge)) << i;
+          bits |= in << (j * kVec);
           if (rest) add_up(x, weights, lowest, edge, part, all);
         });
+        const int own = __popc(bits), through = warp_scan(own);
+        int at = listed + through - own;
+        listed += __shfl_sync(0xffffffffu, through, 31);
+#pragma unroll 1
+        for (; bits && at < kListed; bits &= bits - 1) {
+          const int i = __ffs(static_cast<int>(bits)) - 1;
+          list[at++] = source.at(source.place(base), (32 * (i / kVec) + lane()) * kVec + i % kVec);
+        }
         above += part;
         if (rest) add_to_piece(base, part);
       }
@@ -237,9 +230,9 @@ struct RowSampler {
       for (int i = 0; i < kVec; ++i) w[i] = x[i] >= lowest;
     }
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      all += w[i];
-      above += x[i] >= edge ? w[i] : 0;
+    for (int i = 0; i < kVec; i += 2) {  // two are added by one instruction for each half
+      all += uint64_t{w[i]} + w[i + 1];
+      above += uint64_t{x[i] >= edge ? w[i] : 0u} + (x[i + 1] >= edge ? w[i + 1] : 0u);
     }
   }
   FI_DEVICE void add_to_piece(int base, uint64_t part) const {
@@ -305,29 +298,17 @@ struct RowSampler {
   FI_DEVICE uint64_t total_fine(float lowest) const {
     const uint32_t least = key_of(lowest);
     uint64_t own = 0, before;
-    const bool everything = logits && top < 0xff800000u && least <= 0x00800000u;  // keys of +inf, -max
     pieces([&](int base) {
       if (peak(base) < least) return;
       const bool keeps = source.keeps(base);
       rows<1>(base, [&](const float (&x)[kVec], int j) {
         uint64_t w[kVec];
         float y[kVec];
-        if (everything) {
+        ratios(x, lowest, y);
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) {
-            const Power p = power(plus(scale.top, -x[i]), scale.factor);
-            w[i] = fine({bits_of(p.y) << 8, p.shift});
-            y[i] = ratio_of(p);
-          }
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) y[i] = x[i] != x[i] ? x[i] : y[i];
-        } else {
-          ratios(x, lowest, y);
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) {
-            w[i] = fine(weight_of(x[i]));
-            w[i] = x[i] >= lowest ? w[i] : 0;
-          }
+        for (int i = 0; i < kVec; ++i) {
+          w[i] = fine(weight_of(x[i]));
+          w[i] = x[i] >= lowest ? w[i] : 0;
         }
 #pragma unroll
         for (int i = 0; i < kVec; ++i) own += w[i];

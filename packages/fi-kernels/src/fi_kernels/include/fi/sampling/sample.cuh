@@ -1,18 +1,10 @@
 // sample on sm_80 and later: filter, then draw with one random number a row; here in the form of one block a row.
 #pragma once
-#include "fi/sampling/adjust.cuh"
+#include "fi/sampling/stream.cuh"
 #include "fi/sampling/threshold.cuh"
 
 namespace fi {
 namespace sampling {
-
-FI_DEVICE void put_token(const SampleParams& p, int64_t output, int64_t token, bool valid) {
-  if (p.wide_tokens)
-    static_cast<int64_t*>(p.out)[output] = token;
-  else
-    static_cast<int32_t*>(p.out)[output] = static_cast<int32_t>(token);
-  if (p.valid) p.valid[output] = valid;
-}
 
 // One output of `row`; slots [first, last) of this block are the row, as far as they lie in the block.
 template <class T, class Team, class Source, int kWarps>
@@ -39,9 +31,10 @@ FI_DEVICE void run_row(const SampleParams& p, Scratch<Team, kWarps>& shared, con
     if (draws || k > 0 || top_p < 1.f)
       key = t.find({p.vocab, greedy ? 0 : k, greedy ? 1.f : top_p, p.joint, draws, bound, least}, first, listed);
     if (listed >= 0) {
-      key = max(least, t.choose(listed, k, top_p));
+      const auto weight = [&](float x) { return s.weight(x); };
+      key = max(least, shared.few.choose(listed, k, top_p, weight));
       if (draws) {
-        const int token = t.draw_listed(listed, uniform_below(t.weigh_listed(listed, key), shared.random));
+        const int token = shared.few.draw(listed, uniform_below(shared.few.weigh(listed, key, weight), shared.random));
         if (token >= 0 && Team::rank() == 0) put_token(p, output, token, true);  // some threads, all the same
       }
     }
@@ -84,6 +77,12 @@ FI_DEVICE float* list_of(int warp) {
   return reinterpret_cast<float*>(dynamic) + warp * kListed;
 }
 
+// For rows that are not held, in the same place.
+template <class T>
+FI_DEVICE PieceSum* pieces_of() {
+  return reinterpret_cast<PieceSum*>(list_of(0));
+}
+
 }  // namespace sampling
 
 // One block a row, which is read from global memory (mostly L2) in each pass.
@@ -98,11 +97,12 @@ FI_DEVICE void sample_block(const SampleParams& p) {
   const int output = blockIdx.x;
   const int64_t row = source_row(p, output);
   if (missing(p, output, row)) return;
+  if (is_plain(p, row)) return stream_row<T, OneBlock, kWarps>(p, pieces_of<T>(), output, row, NoneFiltered());
   Slots<T> slots(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
   if constexpr (sizeof(T) == 4) {
     if (p.adjusted) {
-      adjust_in_global(p, slots.base + slots.first, output, row);
-      slots = Slots<T>(p.adjusted + output * p.adjusted_row, p.vocab);
+      const float* changed = adjust_in_global(p, slots.base + slots.first, 0, p.vocab, output, row);
+      slots = Slots<T>(changed, p.vocab);
     }
   }
   const int all = warp_share(slots.last, 1), begin = min(warp * p.share, all), end = min(begin + p.share, all);

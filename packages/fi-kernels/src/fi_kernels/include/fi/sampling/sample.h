@@ -24,6 +24,8 @@ struct PerRowSeed {
 constexpr int kPiece = 512;
 // Bytes of shared memory for each warp beside its slots: of elements that a threshold may be among.
 constexpr int kListRoom = 288 * 4;
+// And for what is known of a piece of a row that is not held.
+constexpr int kPieceRoom = 16;
 
 enum SampleOutput : int32_t { kDrawToken = 0, kRenormalise = 1, kMaskOut = 2 };
 
@@ -46,6 +48,7 @@ struct SampleParams {
   int32_t slice, share, held;  // slots of a block, of a warp, and of these in shared memory; whole pieces
   int32_t ahead;               // how many rows further on lies the one to prefetch; 0: none
   int32_t output;
+  bool streamed;  // another launch takes the rows that is_streamed names
   bool logits, joint, wide_indices, wide_tokens, wide_out, per_row_random;
 };
 

@@ -1,43 +1,12 @@
 // sample on sm_90: a row lies in the shared memory of a cluster of blocks, and is read from global memory once.
 #pragma once
 #include "fi/cuda/ptx/bulk_sm90.cuh"
-#include "fi/cuda/ptx/cluster_sm90.cuh"
 #include "fi/sampling/sample.cuh"
+#include "fi/sampling/softmax_sm90.cuh"
+#include "fi/sampling/stream_sm90.cuh"
 
 namespace fi {
 namespace sampling {
-
-struct Cluster {
-  static constexpr unsigned kLargest = 16;
-  FI_DEVICE static unsigned rank() { return cluster_rank(); }
-  FI_DEVICE static unsigned size() { return cluster_size(); }
-  // The instructions want the warp together. The blocks arrived when their copies were on the way.
-  FI_DEVICE static void meet() {
-    __syncwarp();
-    cluster_wait();
-  }
-  FI_DEVICE static void sync() {
-    __syncwarp();
-    cluster_sync();
-  }
-  FI_DEVICE static uint4 read(const Counter& x, unsigned rank) { return cluster_load_u32x4(cluster_address(&x, rank)); }
-  FI_DEVICE static uint32_t read(const uint32_t& x, unsigned rank) {
-    return cluster_load_u32(cluster_address(&x, rank));
-  }
-  FI_DEVICE static void write(uint32_t& to, unsigned rank, uint32_t x) {
-    cluster_store_u32(cluster_address(&to, rank), x);
-  }
-  FI_DEVICE static void write(uint64_t& to, unsigned rank, uint64_t x) {
-    cluster_store_u64(cluster_address(&to, rank), x);
-  }
-  // A block holds at most 2^16 elements, so halves of their weights add up in a word, and nothing waits for an answer.
-  static constexpr int kHighAt = 16;
-  FI_DEVICE static void add(Counter& to, uint32_t weight) {
-    atomicAdd(&to.count, 1u);
-    if (weight & 0xffff) atomicAdd(&to.low, weight & 0xffff);
-    if (weight >> 16) atomicAdd(&to.high, weight >> 16);
-  }
-};
 
 template <class T>
 struct CopiedRow : PlacedRow<T> {
@@ -79,7 +48,7 @@ template <class T>
 FI_DEVICE void prefetch_slots(const SampleParams& p, int64_t output, int skipped, int begin, int end) {
   if (output >= p.rows || threadIdx.x % 32 != 0) return;
   const int64_t row = source_row(p, output);
-  if (row < 0 || row >= p.input_rows) return;
+  if (row < 0 || row >= p.input_rows || (p.streamed && is_streamed(p, row))) return;
   const Slots<T> slots(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
   constexpr int kVec = Slots<T>::kVec;
   const int from = max(skipped + begin, (slots.first + kVec - 1) / kVec * kVec);
@@ -89,7 +58,7 @@ FI_DEVICE void prefetch_slots(const SampleParams& p, int64_t output, int skipped
 
 }  // namespace sampling
 
-// One cluster a row: block r holds slots [r * p.slice, (r + 1) * p.slice).
+// One cluster a row, but for rows that are streamed: block r holds slots [r * p.slice, (r + 1) * p.slice).
 template <class T, int kThreads>
 FI_DEVICE void sample_cluster(const SampleParams& p) {
   using namespace sampling;
@@ -103,6 +72,7 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   const int output = blockIdx.x / cluster_size();
   const int64_t row = source_row(p, output);
   if (missing(p, output, row)) return;  // all blocks of the cluster
+  if (p.streamed && is_streamed(p, row)) return;
   Slots<T> whole(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
   const int skipped = cluster_rank() * p.slice;
   whole.base += skipped, whole.first -= skipped, whole.last -= skipped;

@@ -1,8 +1,7 @@
 // Blocks that work on a row together: what they share, and how they add it up.
 #pragma once
 #include "fi/cuda/ptx/pdl.cuh"
-#include "fi/ordered.h"
-#include "fi/sampling/sample.h"
+#include "fi/sampling/piece.h"
 
 namespace fi {
 namespace sampling {
@@ -23,44 +22,25 @@ struct alignas(16) Total {
   uint64_t sum;
   uint32_t count, before;  // elements in all blocks, in those before this one
 };
-struct alignas(8) Listed {
-  uint32_t key, part;  // part: one, or the weight
-};
-
-template <class Team, int kWarps>
-struct Scratch {
-  Counter counters[2][kCounters];  // by bucket of a range of keys, above it, and of all; used in turns
-  Total totals[kCounters];         // over the team
-  uint32_t sample[kSteps +
-                  1];  // by size: elements of a sample, and largest of threads in the upper half; weight of the rest
-  uint32_t peak[kWarps][kPeaks];             // keys of the largest elements of a warp's pieces
-  uint64_t sums[kWarps][kPeaks];             // their weights
-  uint64_t ends[Team::kLargest][kWarps];     // of each warp of the team: key of the largest, and of a thread's largest
-  uint64_t weights[Team::kLargest][kWarps];  // of each warp of the team
-  uint64_t entries[kFew];                    // elements that other blocks sent: key, token
-  uint32_t sent[Team::kLargest];             // how many
-  union {
-    struct {
-      Listed listed[kFew];
-      int32_t tokens[kFew];
-    };
-    uint32_t sampled[kSteps];  // over the team
-  };
-  uint64_t random;
-  uint32_t found, mine;
-};
 
 // A block alone. A team writes to and reads from the shared memory of its blocks, in order of its syncs.
 struct OneBlock {
   static constexpr unsigned kLargest = 1;
   FI_DEVICE static unsigned rank() { return 0; }
   FI_DEVICE static unsigned size() { return 1; }
+  FI_DEVICE static void arrive() {}
   FI_DEVICE static void meet() {}
   FI_DEVICE static void sync() { __syncthreads(); }
   FI_DEVICE static uint4 read(const Counter& x, unsigned) { return *reinterpret_cast<const uint4*>(&x); }
   FI_DEVICE static uint32_t read(const uint32_t& x, unsigned) { return x; }
   FI_DEVICE static void write(uint32_t& to, unsigned, uint32_t x) { to = x; }
   FI_DEVICE static void write(uint64_t& to, unsigned, uint64_t x) { to = x; }
+  // To the first block, which alone goes on when all have given.
+  FI_DEVICE static void give(PieceSum& to, uint4 x) { *reinterpret_cast<uint4*>(&to) = x; }
+  FI_DEVICE static bool gathered() {
+    __syncthreads();
+    return true;
+  }
   // Any number of elements in a bucket: the carry of the lower word goes to the upper.
   static constexpr int kHighAt = 32;
   FI_DEVICE static void add(Counter& to, uint32_t weight) {
@@ -68,13 +48,6 @@ struct OneBlock {
     if (weight && atomicAdd(&to.low, weight) > ~weight) atomicAdd(&to.high, 1u);
   }
 };
-
-// Before the team's first sync.
-template <class Team, int kWarps>
-FI_DEVICE void clear(Scratch<Team, kWarps>& shared) {
-  for (int b = threadIdx.x; b < 2 * kCounters; b += blockDim.x) shared.counters[0][b] = {};
-  if (threadIdx.x == 0) shared.mine = 0;
-}
 
 FI_DEVICE uint32_t key_of(float x) { return ordered(__float_as_uint(x + 0.f)); }  // -0 becomes +0
 FI_DEVICE float value_of(uint32_t key) { return __uint_as_float(unordered(key)); }
@@ -93,6 +66,24 @@ FI_DEVICE T warp_scan(T x) {  // inclusive
     if (static_cast<int>(threadIdx.x % 32) >= offset) x += other;
   }
   return x;
+}
+
+// The smallest key that is near enough below the quantile-th largest, by bisection: there are as many and few more from
+// it on. count(key) is how many there are from a key on, at least `quantile` from `low`.
+template <class Count>
+FI_DEVICE uint32_t quantile_of(int quantile, uint32_t low, uint32_t high, Count&& count) {
+  const uint32_t width = max((high - low) >> 14, 1u);  // of keys, below which there are few
+#pragma unroll 1
+  while (high - low >= width) {
+    const uint32_t middle = low + (high - low + 1) / 2;
+    const int found = count(middle);
+    if (found < quantile)
+      high = middle - 1;
+    else
+      low = middle;
+    if (found >= quantile && found <= quantile + quantile / 8) break;
+  }
+  return low;
 }
 
 // Keys, both inside; none if low > high.

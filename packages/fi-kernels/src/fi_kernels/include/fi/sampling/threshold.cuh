@@ -94,33 +94,6 @@ struct Threshold {
     return -1;
   }
 
-  // Of n elements that are listed: the key with which `above` and the parts from the largest on reach the target. Each
-  // is compared with all, by four threads.
-  FI_DEVICE uint32_t settle(int n, uint64_t above, uint64_t target) {
-#pragma unroll 1
-    for (int own = threadIdx.x / 4; own < (n + 7) / 8 * 8; own += kWarps * 8) {  // whole warps
-      const uint32_t key = shared.listed[min(own, n - 1)].key;
-      uint64_t greater = 0, equal = 0;
-#pragma unroll 2
-      for (int i = threadIdx.x % 4; i < n; i += 4) {
-        const Listed other = shared.listed[i];
-        greater += other.key > key ? other.part : 0;
-        equal += other.key == key ? other.part : 0;
-      }
-      greater = above + sum_of_four(greater);
-      equal = sum_of_four(equal);
-      if (greater < target && greater + equal >= target) shared.found = key;
-    }
-    __syncthreads();
-    const uint32_t found = shared.found;
-    __syncthreads();
-    return found;
-  }
-  FI_DEVICE static uint64_t sum_of_four(uint64_t x) {
-    x += __shfl_xor_sync(0xffffffffu, x, 1);
-    return x + __shfl_xor_sync(0xffffffffu, x, 2);
-  }
-
   // The bucket of a sample in which an element lies: sixteenths of a power of two in probability below the top.
   FI_DEVICE int step_of(float x) const {
     const float steps =
@@ -160,12 +133,14 @@ struct Threshold {
     Team::sync();
     for (int b = threadIdx.x; b < kSteps; b += blockDim.x) {
       uint32_t sum = 0;  // at most 2^16 threads, and of 2^19 elements one in eight: carries cannot occur but in ties
-#pragma unroll 4
-      for (unsigned r = 0; r < Team::size(); ++r) sum += Team::read(shared.sample[b], r);
+#pragma unroll 8
+      for (unsigned r = 0; r < Team::kLargest; ++r)
+        if (r < Team::size()) sum += Team::read(shared.sample[b], r);
       shared.sampled[b] = sum;
     }
-    float smaller = 0.f;
-    for (unsigned r = 0; r < Team::size(); ++r) smaller += static_cast<float>(Team::read(shared.sample[kSteps], r));
+    const unsigned of = row.lane();
+    float smaller = static_cast<float>(
+        warp_sum_u64(of < Team::size() ? Team::read(shared.sample[kSteps], min(of, Team::size() - 1)) : 0u));
     smaller *= 8.f / static_cast<float>(row.weight(value_of(row.top)));
     __syncthreads();
     // Of step kEach * lane + i and all before: elements, and what they add to the target.
@@ -191,7 +166,7 @@ struct Threshold {
     parts = warp_scan(parts) - parts;
     const float total = __shfl_sync(0xffffffffu, parts + part[kEach - 1], 31);
     const float target = weights ? share * total : static_cast<float>(k);
-    const float room = fmaxf(512.f, static_cast<float>(vocab) / 50.f);
+    const float room = fmaxf(512.f, static_cast<float>(vocab) / 100.f);
     float until = 0.f;  // elements before the target is reached
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -247,11 +222,11 @@ struct Threshold {
     const int n = static_cast<int>(found.count);
     if (static_cast<int>(threadIdx.x) < n) {
       const uint32_t key = static_cast<uint32_t>(shared.entries[threadIdx.x] >> 32);
-      shared.listed[threadIdx.x] = {key, part_of(weights, value_of(key))};
+      shared.few.elements[threadIdx.x] = {key, part_of(weights, value_of(key))};
     }
-    if (threadIdx.x == 0) shared.found = range.low;
+    if (threadIdx.x == 0) shared.few.found = range.low;
     __syncthreads();
-    return settle(n, above, target);
+    return shared.few.settle(n, above, target);
   }
 
   // Gives all blocks the elements from `bound` on, with their tokens (slots less `first`). Returns their number, and -1
@@ -292,46 +267,11 @@ struct Threshold {
     if (!fits) return -1;
     if (from < Team::size() && at < shared.sent[from]) {
       const uint64_t entry = shared.entries[from * room + at];
-      shared.listed[before + at] = {static_cast<uint32_t>(entry >> 32), 1};
-      shared.tokens[before + at] = static_cast<uint32_t>(entry);
+      shared.few.elements[before + at] = {static_cast<uint32_t>(entry >> 32), 1};
+      shared.few.tokens[before + at] = static_cast<uint32_t>(entry);
     }
     __syncthreads();
     return n;
-  }
-
-  // Of n listed elements: those from `lowest` on get their weights, the others none. Returns the sum.
-  FI_DEVICE uint64_t weigh_listed(int n, uint32_t lowest) {
-    if (static_cast<int>(threadIdx.x) < n) {
-      Listed& own = shared.listed[threadIdx.x];
-      own.part = own.key >= lowest ? row.weight(value_of(own.key)) : 0u;
-    }
-    __syncthreads();
-    uint64_t sum = 0;
-#pragma unroll 1
-    for (int i = row.lane(); i < n; i += 32) sum += shared.listed[i].part;
-    return warp_sum_u64(sum);
-  }
-  // The smallest key among n listed elements, which are all that may be drawn and perhaps more, that passes both
-  // filters.
-  FI_DEVICE uint32_t choose(int n, int32_t k, float top_p) {
-    if (threadIdx.x == 0) shared.found = 0;
-    __syncthreads();
-    const uint32_t key = settle(n, 0, k);
-    return top_p < 1.f ? settle(n, 0, share_of(weigh_listed(n, key), top_p)) : key;
-  }
-  // The token at which the weights, summed in the order of tokens, pass target: the threads that find it return it.
-  FI_DEVICE int draw_listed(int n, uint64_t target) const {
-    int found = -1;
-#pragma unroll 1
-    for (int own = threadIdx.x / 4; own < (n + 7) / 8 * 8; own += kWarps * 8) {
-      const int token = shared.tokens[min(own, n - 1)];
-      uint64_t before = 0;
-#pragma unroll 2
-      for (int i = threadIdx.x % 4; i < n; i += 4) before += shared.tokens[i] < token ? shared.listed[i].part : 0;
-      before = sum_of_four(before);
-      if (before <= target && target < before + shared.listed[min(own, n - 1)].part) found = token;
-    }
-    return found;
   }
 
   struct Wanted {

@@ -136,6 +136,11 @@ FI_EXACT Weight prob_weight(float x, const Scale& s) {
   const uint32_t z = bits_of(times(lesser(x, s.top), s.factor));
   return {z << 8 | 0x80000000u, 127 - (z >> 23)};
 }
+// The same for any x that is not +inf, and none for what is not a number or not positive.
+FI_EXACT Weight positive_weight(float x, const Scale& s) {
+  const uint32_t z = bits_of(times(x, s.factor));
+  return {z << 8 | 0x80000000u, 127 - (z >> 23)};
+}
 // The weight of a draw; 0 for what is more than 31 powers of two below the top.
 FI_EXACT uint32_t coarse(Weight w) { return shifted(w.mantissa, w.shift); }
 // 2^8 times as fine: sums of up to 2^24 elements are exact, and right to one rounding of fp32 as a divisor.

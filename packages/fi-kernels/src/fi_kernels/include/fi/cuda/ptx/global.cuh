@@ -16,6 +16,15 @@ FI_DEVICE void store_global(void* p, uint2 x) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(p)), "r"(x.x), "r"(x.y) : "memory");
 }
 
+// 16 bytes that are not needed again soon: they take no place in L1, and L2 gives them up first.
+FI_DEVICE uint4 load_once(const void* p) {
+  uint4 x;
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(__cvta_generic_to_global(p)), "l"(0x12F0000000000000ull));  // evict_first (see bulk_sm90.cuh)
+  return x;
+}
+
 // The line at p on its way into L2; L2 is where all writes meet, so it is never stale.
 FI_DEVICE void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p)));

@@ -1,0 +1,194 @@
+// Draws from the k largest of a row that is read once: the quarters of pieces with the k largest maxima have them all.
+#pragma once
+#include "fi/sampling/few.cuh"
+#include "fi/sampling/stream.cuh"
+
+namespace fi {
+namespace sampling {
+
+template <int kWarps>
+struct FewScratch {
+  FewElements few;
+  uint64_t parts[kWarps];
+  uint16_t quarters[kFew];  // that have elements from the bound on
+  uint32_t quarter_count, count;
+};
+
+// By the block that has the pieces of a row.
+template <class T, int kWarps>
+struct FewOfRow {
+  const SampleParams& p;
+  const StreamedRow<T>& row;
+  PieceSum* pieces;
+  int n;
+  Scale scale;  // once the largest is known
+  FewScratch<kWarps>& shared;
+
+  FI_DEVICE static int lane() { return threadIdx.x % 32; }
+  FI_DEVICE static int warp() { return threadIdx.x / 32; }
+  FI_DEVICE Weigher weigher(uint32_t key) const { return {scale, value_of(key), 0, row.logits}; }
+  // f(piece) for the pieces with elements from `key` on, dealt over the warps.
+  template <class F>
+  FI_DEVICE void pieces_from(uint32_t key, F&& f) const {
+    int turn = warp();
+#pragma unroll 1
+    for (int base = 0; base < n; base += 32) {
+      unsigned with = __ballot_sync(0xffffffffu, base + lane() < n && pieces[min(base + lane(), n - 1)].key >= key);
+#pragma unroll 1
+      for (; with; with &= with - 1)
+        if (turn-- == 0) {
+          turn = kWarps - 1;
+          f(base + __ffs(static_cast<int>(with)) - 1);
+        }
+    }
+  }
+  FI_DEVICE uint32_t key_of_quarter(int i) const { return reinterpret_cast<const uint32_t*>(pieces)[i]; }
+  // The k-th largest of the quarters' keys or a little less, 0 if fewer are not 0; and the largest of all.
+  FI_DEVICE uint32_t bound_of(int k, uint32_t& top) const {
+    uint32_t high = 0, low = ~0u;
+    for (int i = threadIdx.x; i < 4 * n; i += kWarps * 32) {
+      const uint32_t key = key_of_quarter(i);
+      high = max(high, key);
+      low = min(low, key - 1);
+    }
+    high = __reduce_max_sync(0xffffffffu, high);
+    low = __reduce_min_sync(0xffffffffu, low);
+    if (lane() == 0) shared.parts[warp()] = uint64_t{high} << 32 | low;
+    __syncthreads();
+    const uint64_t ends = lane() < kWarps ? shared.parts[lane()] : 0xffffffffu;
+    top = high = __reduce_max_sync(0xffffffffu, static_cast<uint32_t>(ends >> 32));
+    low = __reduce_min_sync(0xffffffffu, static_cast<uint32_t>(ends)) + 1;  // of those that are not 0
+    if (top == 0 || count_from(low) < k) return 0;
+    return quantile_of(k, low, high, [&](uint32_t key) { return count_from(key); });
+  }
+  FI_DEVICE int count_from(uint32_t key) const {
+    int count = 0;
+#pragma unroll 1
+    for (int i = threadIdx.x; i - static_cast<int>(threadIdx.x) < 4 * n; i += kWarps * 32)
+      count += __syncthreads_count(i < 4 * n && key_of_quarter(min(i, 4 * n - 1)) >= key);
+    return count;
+  }
+  // Lists the elements from `key` on; returns their number, more than kFew if there is no room.
+  FI_DEVICE int list(uint32_t key) {
+    const float lowest = value_of(key);
+    for (int i = threadIdx.x; i < 4 * n; i += kWarps * 32) {
+      if (key_of_quarter(i) < key) continue;
+      const uint32_t at = atomicAdd(&shared.quarter_count, 1u);
+      if (at < kFew) shared.quarters[at] = static_cast<uint16_t>(i);
+    }
+    __syncthreads();
+    const int count = shared.quarter_count;
+    if (count > kFew) return count;
+    constexpr int kAtOnce = 4;
+#pragma unroll 1
+    for (int i = warp(); i < count; i += kAtOnce * kWarps) {
+      float x[kAtOnce][4];
+      int step;
+#pragma unroll
+      for (int a = 0; a < kAtOnce; ++a) {
+        const int token = first_of(i + a * kWarps, count, step);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[a][e] = row.at(token + e * step);
+      }
+      uint32_t bits = 0;
+#pragma unroll
+      for (int e = 0; e < 4 * kAtOnce; ++e) bits |= static_cast<uint32_t>(x[e / 4][e % 4] >= lowest) << e;
+#pragma unroll 1
+      for (; bits; bits &= bits - 1) {
+        const int e = __ffs(static_cast<int>(bits)) - 1,
+                  token = first_of(i + e / 4 * kWarps, count, step) + e % 4 * step;
+        const uint32_t at = atomicAdd(&shared.count, 1u);
+        if (at >= kFew) break;
+        shared.few.elements[at] = {key_of(row.at(token)), 1};
+        shared.few.tokens[at] = token;
+      }
+    }
+    __syncthreads();
+    return shared.count;
+  }
+  // The token of this lane's first element of the i-th quarter that is listed; past the row if there is none.
+  FI_DEVICE int first_of(int i, int count, int& step) const {
+    const int quarter = i < count ? shared.quarters[i] : 4 * n;
+    return row.quarter(quarter / 4, quarter % 4, step);
+  }
+
+  // Where ties make too many for the list: the threshold by bisection, each step a pass over the pieces with elements
+  // from the middle on. Adds up parts of those, one each or their weights; by piece, too.
+  FI_DEVICE uint64_t tally(bool weights, uint32_t key) {
+    const Weigher weigher = this->weigher(key);
+    uint64_t all = 0;
+    pieces_from(key, [&](int piece) {
+      uint64_t sum = 0;
+#pragma unroll 4
+      for (int i = lane(); i < kPiece; i += 32) {
+        const float x = row.at(piece * kPiece + i);
+        sum += weights ? weigher.of(x) : static_cast<uint32_t>(x >= weigher.lowest);
+      }
+      sum = warp_sum_u64(sum);
+      if (lane() == 0) pieces[piece].sum = sum;
+      all += sum;
+    });
+    if (lane() == 0) shared.parts[warp()] = all;
+    __syncthreads();
+    all = warp_sum_u64(lane() < kWarps ? shared.parts[lane()] : 0);
+    __syncthreads();
+    return all;
+  }
+  // The largest key from which on the parts reach the target; low if none does.
+  FI_DEVICE uint32_t bisect(bool weights, uint32_t low, uint32_t high, uint64_t target) {
+#pragma unroll 1
+    while (low < high) {
+      const uint32_t middle = low + (high - low + 1) / 2;
+      if (tally(weights, middle) >= target)
+        low = middle;
+      else
+        high = middle - 1;
+    }
+    return low;
+  }
+
+  FI_DEVICE uint32_t least(int64_t source) const { return key_of(min_p_bound(scale, at(p.min_p, source), row.logits)); }
+
+  // As stream_row calls it.
+  FI_DEVICE bool draw(int output, int64_t source, uint32_t& lowest) {
+    const int32_t k = at(p.top_k, source);
+    uint32_t top, bound = bound_of(k, top);
+    if (top == 0) {
+      if (threadIdx.x == 0) put_token(p, output, 0, false);
+      return false;
+    }
+    scale = row.scale(top, at(p.temperature, source));
+    bound = max(key_of(scale.lowest), bound);
+    const int listed = list(bound);
+    if (listed > kFew) {
+      lowest = find_among_many(bound, top, k, source);
+      return true;
+    }
+    const auto weight = [&](float x) { return Weigher{scale, scale.lowest, 0, row.logits}.of(x); };
+    const uint32_t key = max(shared.few.choose(listed, k, at(p.top_p, source), weight), least(source));
+    const uint64_t total = shared.few.weigh(listed, key, weight);
+    const int token = shared.few.draw(listed, uniform_below(total, random_of(row_random(p, output))));
+    if (token >= 0) put_token(p, output, token, true);  // some threads, all the same
+    return false;
+  }
+  FI_DEVICE uint32_t find_among_many(uint32_t bound, uint32_t top, int32_t k, int64_t source) {
+    for (int i = threadIdx.x; i < n; i += kWarps * 32) {
+      const PieceKeys keys = reinterpret_cast<const PieceKeys*>(pieces)[i];
+      pieces[i] = {0, max(max(keys.of[0], keys.of[1]), max(keys.of[2], keys.of[3])), 0};
+    }
+    __syncthreads();
+    uint32_t key = bound;
+#pragma unroll 1
+    for (int stage = 0; stage < 2; ++stage) {  // by count, by weight
+      const float top_p = at(p.top_p, source);
+      if (stage && !(top_p < 1.f)) break;
+      key = bisect(stage, key, top, stage ? share_of(tally(true, key), top_p) : k);
+    }
+    key = max(key, least(source));
+    tally(true, key);
+    return key;
+  }
+};
+
+}  // namespace sampling
+}  // namespace fi

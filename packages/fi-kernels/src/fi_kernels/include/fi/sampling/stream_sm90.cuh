@@ -1,0 +1,27 @@
+// sample on sm_90 for rows without filters or with a k of few: one read, in blocks that hold nothing.
+#pragma once
+#include "fi/sampling/stream_few.cuh"
+#include "fi/sampling/team_sm90.cuh"
+
+namespace fi {
+
+// One cluster a row, but for rows that are not streamed.
+template <class T, int kThreads>
+FI_DEVICE void sample_stream(const SampleParams& p) {
+  using namespace sampling;
+  constexpr int kWarps = kThreads / 32;
+  __shared__ FewScratch<kWarps> shared;
+  if (threadIdx.x == 0) shared.count = shared.quarter_count = 0;
+  pdl_wait();
+  const int output = blockIdx.x / cluster_size();
+  const int64_t row = source_row(p, output);
+  if (missing(p, output, row) || !is_streamed(p, row)) return;
+  extern __shared__ uint4 dynamic[];
+  stream_row<T, Cluster, kWarps>(p, reinterpret_cast<PieceSum*>(dynamic), output, row,
+                                 [&](const StreamedRow<T>& streamed, PieceSum* pieces, int n, uint32_t& lowest) {
+                                   return FewOfRow<T, kWarps>{p, streamed, pieces, n, {}, shared}.draw(output, row,
+                                                                                                       lowest);
+                                 });
+}
+
+}  // namespace fi

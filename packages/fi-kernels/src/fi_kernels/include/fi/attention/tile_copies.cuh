@@ -153,11 +153,13 @@ struct TileCopies {
       const bool valid = line * 64 < limit;  // else nothing is read
       if constexpr (kDirect)
         cp_async_16(address(kPart == kK ? shared.k : shared.v, first, piece, kWidth) +
-                        (i * kRowsOnce * kWidth + line * 64) * sizeof(T), from + line * 64, valid);
+                        (i * kRowsOnce * kWidth + line * 64) * sizeof(T),
+                    from + line * 64, valid);
       else
-        cp_async_8(base(__cvta_generic_to_shared((kPart == kK ? shared.raw_k : shared.raw_v) + first * kWidth +
-                                                 piece * 8)) + i * kRowsOnce * kWidth + line * 64,
-                   from + line * 64, valid);
+        cp_async_8(
+            base(__cvta_generic_to_shared((kPart == kK ? shared.raw_k : shared.raw_v) + first * kWidth + piece * 8)) +
+                i * kRowsOnce * kWidth + line * 64,
+            from + line * 64, valid);
     }
   }
   template <TilePart kPart>

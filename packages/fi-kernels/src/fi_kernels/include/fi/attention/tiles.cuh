@@ -35,12 +35,7 @@ struct TilesKernel {
 
   // What is referred to should lie in shared memory: registers are scarce.
   FI_DEVICE TilesKernel(const AttentionProblem& p, Shared& shared, const TileOfRows& tile, const Pages& pages)
-      : p(p),
-        shared(shared),
-        tile(tile),
-        copies{p, shared, pages},
-        warp(threadIdx.x / 32),
-        lane(threadIdx.x % 32) {}
+      : p(p), shared(shared), tile(tile), copies{p, shared, pages}, warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
   FI_DEVICE void attend(Variant& variant) {
     copies.prepare(tile);
@@ -332,7 +327,7 @@ struct TilesKernel {
       if (i + 2 < kAll) read_keys(i + 2);
       if (i % kReads == 1 && i + kReads < kAll) read_queries(step + 1);
       if (i % kReads == 0 && step < 4) beside(step);
-      const unsigned(&now)[4] = b[i % kBuffers];
+      const unsigned (&now)[4] = b[i % kBuffers];
 #pragma unroll
       for (int x = 0; x < kM; ++x) {
         mma_m16n8k16(s[x][n], a[step % 2][x], now[0], now[1], T{});
@@ -341,7 +336,8 @@ struct TilesKernel {
     }
   }
 
-  // Scores become weights; maxima, sums and o take the new maximum. Four lanes share a row, of whose sum each has a part.
+  // Scores become weights; maxima, sums and o take the new maximum. Four lanes share a row, of whose sum each has a
+  // part.
   FI_DEVICE void soften(Scores& s) {
     float top[kM][2];
     bool moved = false;

@@ -65,12 +65,17 @@ struct PrefillProducers {
   FI_DEVICE void schedule() const {
     if (threadIdx.x % 32 == 0) hand_out<kQueries>();
     __syncwarp();
+    clear_rest();
+  }
+  // Zeros rows of no request.
+  FI_DEVICE void clear_rest() const {
     const PrefillRest rest = PrefillRest::of(p.rest_rows, p.batch, p.schedule.requests);
-    for (int i = blockIdx.x; i < rest.count(); i += gridDim.x)
-      for (int head = 0; head < p.qo_heads; ++head) {
-        uint16_t* row = static_cast<uint16_t*>(p.out) + rest.row(i) * p.out_token + head * p.out_head;
-        for (int j = threadIdx.x % 32 * 8; j < p.dim_vo; j += 256) store_global(row + j, uint4{0, 0, 0, 0});
-      }
+    const int bytes = out_bytes(p.out_type), count = rest.count() * p.qo_heads;
+    for (int i = blockIdx.x; i < count; i += gridDim.x) {
+      const int row = i / p.qo_heads, head = i - row * p.qo_heads;
+      char* out = static_cast<char*>(p.out) + (rest.row(row) * p.out_token + head * p.out_head) * bytes;
+      for (int j = threadIdx.x % 32 * 16; j < p.dim_vo * bytes; j += 512) store_global(out + j, uint4{0, 0, 0, 0});
+    }
   }
   // One ahead of its use, and no more: who holds many when few are left has others wait for him. H200: one sequence of
   // 16k 3147 -> 3102 us, four of 4k and 128 heads of 192 4344 -> 4279.

@@ -41,11 +41,10 @@ FI_DEVICE void tile_softmax(float (&s)[kScores], const float (&scales)[2], float
     float top = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-    const bool kept = top <= m[h] + room;
-    if (kept) top = m[h];
+    if (top <= m[h] + room) top = m[h];
     const float base = softmax_base(top) * scale;
-    // Of equal maxima the exponential comes near to 1, not to it: one product of the two differences is rounded.
-    alpha[h] = kept ? 1.f : exp2_approx(fmaf(m[h], scale, -base));
+    // Not left to the exponential: of equal maxima it comes near to 1, since one product of the two is rounded.
+    alpha[h] = top == m[h] ? 1.f : exp2_approx(fmaf(m[h], scale, -base));
     m[h] = top;
     const float less = base - offset;
     float sum = 0.f, sum1 = 0.f;

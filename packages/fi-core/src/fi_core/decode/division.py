@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fi_core.attention.arguments import pages_of_chunk
 from fi_core.decode import ops
-from fi_core.decode.arguments import pages_of_chunk
 from fi_core.utils import round_up
 
 if TYPE_CHECKING:

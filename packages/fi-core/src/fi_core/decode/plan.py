@@ -13,11 +13,12 @@ from fi_core.attention.arguments import (
     code,
     computed,
     data_types,
+    pages_of_chunk,
     unsupported,
 )
 from fi_core.cudnn import planned as cudnn
 from fi_core.decode import engine, ops
-from fi_core.decode.arguments import BACKENDS, FOREIGN, check_lengths, deprecated_positional, lengths, pages_of_chunk
+from fi_core.decode.arguments import BACKENDS, FOREIGN, check_lengths, deprecated_positional, lengths
 from fi_core.decode.division import Division
 from fi_core.errors import UnsupportedError
 from fi_core.observe.log import fi_api

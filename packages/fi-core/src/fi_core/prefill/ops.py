@@ -10,7 +10,7 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
-from fi_core.attention.tiles import MULTIPLY, TILE
+from fi_core.attention.tiles import MULTIPLY, TILE, TILE_OF_48
 from fi_core.errors import UnsupportedError
 from fi_core.launch.op import Launcher, target_of
 from fi_core.spec.constraint import ON_CPU, Constraint, at_least, exactly
@@ -46,8 +46,9 @@ PREFILL_PLAN = Op(
 def _tiles_unit(axes: Axes) -> Unit:
     """mma.sync for any head dim; config = (kind 0, rows a block, blocks a multiprocessor)."""
     q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
-    size, body = TILE.shared_bytes(kv.bytes), TILE.body("prefill_tiles", q.short, kv.short)
-    entry = Entry("prefill_tiles", body, TILE.threads, (0, TILE.rows, TILE.blocks), size, TILE.blocks)
+    tile = TILE if kv.bytes == 2 else TILE_OF_48
+    size, body = tile.shared_bytes(kv.bytes), tile.body("prefill_tiles", q.short, kv.short)
+    entry = Entry("prefill_tiles", body, tile.threads, (0, tile.rows, tile.blocks), size, tile.blocks)
     return Unit("fi/prefill/batch_prefill.cuh", "PrefillProblem", (entry,))
 
 

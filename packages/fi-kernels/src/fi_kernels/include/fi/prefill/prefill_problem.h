@@ -25,13 +25,19 @@ struct PrefillProblem {
   // The attention problem of one request, whose paged keys begin at pages + kv_begin.
   FI_HOST_DEVICE AttentionProblem request(int32_t b, int32_t q_bytes, int32_t kv_bytes, int32_t out_bytes) const {
     AttentionProblem p = problem;
-    const PrefillRequest r = schedule.requests[b];
-    p.q = static_cast<const char*>(p.q) + r.qo_begin * p.q_token * q_bytes;
-    p.out = static_cast<char*>(p.out) + r.qo_begin * p.out_token * out_bytes;
-    if (p.lse) p.lse += static_cast<int64_t>(r.qo_begin) * p.qo_heads;
+    become(p, b, schedule.requests[b], q_bytes, kv_bytes, out_bytes);
+    return p;
+  }
+
+  // Makes p, which is `problem` or that of another request, the problem of request b.
+  FI_HOST_DEVICE void become(AttentionProblem& p, int32_t b, const PrefillRequest& r, int32_t q_bytes, int32_t kv_bytes,
+                             int32_t out_bytes) const {
+    p.q = static_cast<const char*>(problem.q) + r.qo_begin * p.q_token * q_bytes;
+    p.out = static_cast<char*>(problem.out) + r.qo_begin * p.out_token * out_bytes;
+    if (p.lse) p.lse = problem.lse + static_cast<int64_t>(r.qo_begin) * p.qo_heads;
     if (!pages) {
-      p.k = static_cast<const char*>(p.k) + r.kv_begin * p.k_token * kv_bytes;
-      p.v = static_cast<const char*>(p.v) + r.kv_begin * p.v_token * kv_bytes;
+      p.k = static_cast<const char*>(problem.k) + r.kv_begin * p.k_token * kv_bytes;
+      p.v = static_cast<const char*>(problem.v) + r.kv_begin * p.v_token * kv_bytes;
     }
     p.mask.qo_len = r.qo_len;
     p.mask.kv_len = r.kv_len;
@@ -48,9 +54,8 @@ struct PrefillProblem {
       p.mask.items = items + static_cast<int64_t>(b) * items_row;
       p.mask.prefix_len = prefix_len[b];
     }
-    if (bmm1_scale) p.scores.sm_scale *= *bmm1_scale;
-    if (bmm2_scale) p.out_scale *= *bmm2_scale;
-    return p;
+    if (bmm1_scale) p.scores.sm_scale = problem.scores.sm_scale * *bmm1_scale;
+    if (bmm2_scale) p.out_scale = problem.out_scale * *bmm2_scale;
   }
 };
 

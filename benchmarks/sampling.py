@@ -31,19 +31,27 @@ except ImportError:
     flashinfer = None
 
 RANDOM = {"seed": 1, "offset": 2}
-# Threads, blocks on an SM, bytes of a row a block should hold.
-VARIANTS = {"1024x1": (1024, 1, 200 << 10)}
+# Which entry is built otherwise: its threads, and its config, of which the first is blocks on an SM.
+VARIANTS = {
+    "stream 1024x1": ("sample_stream", 1024, (1,)),
+    "stream 512x3": ("sample_stream", 512, (3,)),
+    "softmax 1024x1": ("softmax_cluster", 1024, (1, 3)),
+}
 
 
 @functools.cache
-def variant(threads: int, blocks_per_sm: int, room: int) -> dict[tuple[object, ...], Callable[..., None]]:
-    """What `sample` calls where the cluster kernel is built and cut like this; kept, as graphs refer to it."""
+def variant(name: str, threads: int, config: tuple[int, ...]) -> dict[tuple[object, ...], Callable[..., None]]:
+    """What `sample` calls where an entry of the cluster kernel is built like this; kept, as graphs refer to it."""
+
+    def changed(entry: Entry) -> Entry:
+        if not entry.name.startswith(name):
+            return entry
+        body = entry.body.replace(f" {entry.threads}>", f" {threads}>")
+        return Entry(f"{name}_variant", body, threads, config, 0, config[0])
 
     def unit(axes: Axes) -> Unit:
         base = ops._cluster_unit(axes)
-        body = base.entries[0].body.replace(" 512>", f" {threads}>")
-        entry = Entry("sample_variant", body, threads, (blocks_per_sm, room), 0, blocks_per_sm)
-        return Unit(base.header, base.params, (entry,))
+        return base._replace(entries=tuple(map(changed, base.entries)))
 
     impl = ops.SAMPLE.impl("cluster")
     return bound(dataclasses.replace(ops.SAMPLE, impls=(Impl("cluster", impl.constraints, unit),)), "cluster")

@@ -223,7 +223,7 @@ def test_the_draw_depends_on_the_row_alone(vocab: int, scale: float, device: str
                     assert torch.equal(got.cpu(), want), (impl, filters, shift)
 
 
-@pytest.mark.parametrize("vocab", [32000, 128257])
+@pytest.mark.parametrize("vocab", [4000, 65537])
 def test_the_largest_with_ties(vocab: int, device: str) -> None:
     """A small k of rows where many elements tie with the k-th, or few are there at all: the CPU's tokens."""
     x = normal_logits(9, vocab, "cpu", scale=2.0)

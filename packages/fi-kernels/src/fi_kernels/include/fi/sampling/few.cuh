@@ -30,7 +30,7 @@ struct FewElements {
     by_four(n, [&](int own) {
       const uint32_t key = elements[own].key;
       uint64_t greater = 0, equal = 0;
-#pragma unroll 2
+#pragma unroll 4
       for (int i = threadIdx.x % 4; i < n; i += 4) {
         const Element other = elements[i];
         greater += other.key > key ? other.part : 0;
@@ -71,7 +71,7 @@ struct FewElements {
     int token = -1;
     by_four(n, [&](int own) {
       uint64_t before = 0;
-#pragma unroll 2
+#pragma unroll 4
       for (int i = threadIdx.x % 4; i < n; i += 4) before += tokens[i] < tokens[own] ? elements[i].part : 0;
       before = sum_of_four(before);
       if (before <= target && target < before + elements[own].part) token = tokens[own];

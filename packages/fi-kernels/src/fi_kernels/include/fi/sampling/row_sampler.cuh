@@ -90,7 +90,7 @@ struct RowSampler {
       const int base = begin + piece * kPiece;
       if (++piece == n) piece = 0;
       float largest = __int_as_float(0x7fffffff);  // NaN
-      rows<2>(base, [&](const float (&x)[kVec], int) {
+      rows<kRows>(base, [&](const float (&x)[kVec], int) {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) largest = fmaxf(largest, x[i]);
       });
@@ -196,7 +196,7 @@ struct RowSampler {
       if (peak(base) >= (rest ? limit : range.low)) {
         uint64_t part = 0;
         uint32_t bits = 0;  // which of this lane's elements are in the range
-        rows<2>(base, [&](const float (&x)[kVec], int j) {
+        rows<kRows>(base, [&](const float (&x)[kVec], int j) {
           uint32_t in = 0;
 #pragma unroll
           for (int i = 0; i < kVec; ++i) in |= static_cast<uint32_t>(x[i] >= low && !(x[i] >= edge)) << i;

@@ -1,4 +1,4 @@
-// Draws in one read of a row: its pieces are summed as they come, and the last block of a team looks at one again.
+// Draws in one read of a row: its pieces are summed as they come, and the first block of a team looks at one again.
 #pragma once
 #include "fi/cuda/vec.cuh"
 #include "fi/sampling/adjust.cuh"
@@ -150,9 +150,9 @@ FI_DEVICE uint32_t largest_of(const PieceSum* pieces, int n) {
   return __reduce_max_sync(0xffffffffu, top);
 }
 
-// One output: of a row without filters, or of one that filtered(row, pieces, n, lowest) draws from, given the keys of
-// its quarters. Or it returns true, `lowest` is the smallest key that may be drawn, and the pieces have their weights.
-// `pieces`: room in this block's shared memory for those of the row.
+// One output: of a row without filters, or of one that filtered(row, pieces, n, random, lowest) draws from, given the
+// keys of its quarters. Or it returns true, `lowest` is the smallest key that may be drawn, and the pieces have their
+// weights. `pieces`: room in this block's shared memory for those of the row.
 template <class T, class Team, int kWarps, class Filtered>
 FI_DEVICE void stream_row(const SampleParams& p, PieceSum* pieces, int output, int64_t source, Filtered&& filtered) {
   Team::arrive();
@@ -167,6 +167,7 @@ FI_DEVICE void stream_row(const SampleParams& p, PieceSum* pieces, int output, i
   float x[StreamedRow<T>::kEach];
   int j = first + warp;
   if (j < last) row.load(j * kPiece, x);
+  const uint64_t random = random_of(row_random(p, output));  // while the row is on its way
   Team::meet();
 #pragma unroll 1
   while (j < last) {
@@ -186,7 +187,7 @@ FI_DEVICE void stream_row(const SampleParams& p, PieceSum* pieces, int output, i
   if (!Team::gathered()) return;
   pdl_launch_dependents();
   uint32_t lowest = 0;
-  if (!plain && !filtered(row, pieces, n, lowest)) return;
+  if (!plain && !filtered(row, pieces, n, random, lowest)) return;
   const uint32_t top = largest_of(pieces, n);
   if (top == 0) {
     if (threadIdx.x == 0) put_token(p, output, 0, false);
@@ -204,7 +205,7 @@ FI_DEVICE void stream_row(const SampleParams& p, PieceSum* pieces, int output, i
   __syncthreads();
   if (warp != 0) return;
   uint64_t rest;
-  const int found = choose_piece(pieces, n, greedy, random_of(row_random(p, output)), rest);
+  const int found = choose_piece(pieces, n, greedy, random, rest);
   const uint32_t key = pieces[found].key;
   const Weigher weigher = plain ? row.weigher(key, factor, greedy) : Weigher{scale, value_of(lowest), 0, row.logits};
   const int token = row.locate(found * kPiece, weigher, portion(key), rest);

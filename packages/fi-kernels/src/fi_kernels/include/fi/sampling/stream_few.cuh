@@ -150,7 +150,7 @@ struct FewOfRow {
   FI_DEVICE uint32_t least(int64_t source) const { return key_of(min_p_bound(scale, at(p.min_p, source), row.logits)); }
 
   // As stream_row calls it.
-  FI_DEVICE bool draw(int output, int64_t source, uint32_t& lowest) {
+  FI_DEVICE bool draw(int output, int64_t source, uint64_t random, uint32_t& lowest) {
     const int32_t k = at(p.top_k, source);
     uint32_t top, bound = bound_of(k, top);
     if (top == 0) {
@@ -167,7 +167,7 @@ struct FewOfRow {
     const auto weight = [&](float x) { return Weigher{scale, scale.lowest, 0, row.logits}.of(x); };
     const uint32_t key = max(shared.few.choose(listed, k, at(p.top_p, source), weight), least(source));
     const uint64_t total = shared.few.weigh(listed, key, weight);
-    const int token = shared.few.draw(listed, uniform_below(total, random_of(row_random(p, output))));
+    const int token = shared.few.draw(listed, uniform_below(total, random));
     if (token >= 0) put_token(p, output, token, true);  // some threads, all the same
     return false;
   }

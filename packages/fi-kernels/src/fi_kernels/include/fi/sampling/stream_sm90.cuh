@@ -17,11 +17,11 @@ FI_DEVICE void sample_stream(const SampleParams& p) {
   const int64_t row = source_row(p, output);
   if (missing(p, output, row) || !is_streamed(p, row)) return;
   extern __shared__ uint4 dynamic[];
-  stream_row<T, Cluster, kWarps>(p, reinterpret_cast<PieceSum*>(dynamic), output, row,
-                                 [&](const StreamedRow<T>& streamed, PieceSum* pieces, int n, uint32_t& lowest) {
-                                   return FewOfRow<T, kWarps>{p, streamed, pieces, n, {}, shared}.draw(output, row,
-                                                                                                       lowest);
-                                 });
+  stream_row<T, Cluster, kWarps>(
+      p, reinterpret_cast<PieceSum*>(dynamic), output, row,
+      [&](const StreamedRow<T>& streamed, PieceSum* pieces, int n, uint64_t random, uint32_t& lowest) {
+        return FewOfRow<T, kWarps>{p, streamed, pieces, n, {}, shared}.draw(output, row, random, lowest);
+      });
 }
 
 }  // namespace fi

@@ -166,7 +166,7 @@ struct Threshold {
     parts = warp_scan(parts) - parts;
     const float total = __shfl_sync(0xffffffffu, parts + part[kEach - 1], 31);
     const float target = weights ? share * total : static_cast<float>(k);
-    const float room = fmaxf(512.f, static_cast<float>(vocab) / 100.f);
+    const float room = fmaxf(512.f, static_cast<float>(vocab) / 150.f);
     float until = 0.f;  // elements before the target is reached
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {

@@ -287,14 +287,16 @@ def test_a_request_does_not_depend_on_its_batch(device: str) -> None:
                 assert torch.equal(got, whole[request])
 
 
-@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (192, 128)])
-@pytest.mark.parametrize(("causal", "window_left"), [(True, -1), (False, -1), (True, 2500)])
+@pytest.mark.parametrize(
+    ("causal", "window_left", "dims"),
+    [(True, -1, (128, 128)), (False, -1, (64, 64)), (True, 2300, (128, 128)), (True, 2300, (192, 128))],
+)
 def test_split_requests(causal: bool, window_left: int, dims: tuple[int, int], device: str) -> None:
     """Few queries with many keys: on Hopper blocks share the keys of a tile, whose parts the last one merges."""
-    b = batch([(40, 3001), (1, 2100), (97, 5000)], heads=(8, 2), dims=dims, device=device)
+    b = batch([(20, 2101), (1, 2100), (50, 2600)], heads=(4, 1), dims=dims, device=device)
     options = {"causal": causal, "window_left": window_left}
     check(b, **options)
-    sinks = torch.linspace(-2, 2, 8, device=device)
+    sinks = torch.linspace(-2, 2, 4, device=device)
     for w in planned(b, **options):
         out, lse = w.run_return_lse(b.q, b.cache)
         for _ in range(3):

@@ -27,11 +27,13 @@ FI_DEVICE unsigned pack(float x, float y, __nv_bfloat16) {
 template <int kQK, int kVO, int kSixteens, int kWarps, int kKeysOfStep>
 struct TileShape {
   static constexpr int kDimQK = kQK, kDimVO = kVO, kM = kSixteens;
+  // Of more keys a few words do not stay in registers: beside a user's code, and on sm_100.
 #if __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
-  static constexpr int kKeys = kKeysOfStep > 48 ? 48 : kKeysOfStep;  // with more a few words do not stay in registers
+  static constexpr int kMostKeys = Variant::kCustom ? 32 : 48;
 #else
-  static constexpr int kKeys = kKeysOfStep;
+  static constexpr int kMostKeys = Variant::kCustom ? 32 : 64;
 #endif
+  static constexpr int kKeys = kKeysOfStep < kMostKeys ? kKeysOfStep : kMostKeys;
   static constexpr int kThreads = 32 * kWarps, kRows = 16 * kM * kWarps;
   static_assert(2 * kKeys <= kThreads && kKeys % (kThreads / 8) == 0, "threads that find and copy keys and values");
 };

@@ -25,14 +25,15 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Argume
   __shared__ Variant::Params variant_params;
   __shared__ PagedTokens pages;
   __shared__ TileOfRows tile;
-  __shared__ int unit;
+  // Shared, for there are no registers to keep them over the loop.
+  __shared__ int item_rows, parts, columns, units, unit;
   pdl_wait();
   const AttentionProblem& common = params.problem;
-  const int item_rows = params.schedule.header->tile_tokens * common.group;
-  const int parts = (item_rows + Kernel::kRows - 1) / Kernel::kRows;
-  const int columns = (common.dim_vo + Kernel::kColumns - 1) / Kernel::kColumns;
-  const int units = params.schedule.header->items * common.kv_heads * parts * columns;
   if (threadIdx.x == 0) {
+    item_rows = params.schedule.header->tile_tokens * common.group;
+    parts = (item_rows + Kernel::kRows - 1) / Kernel::kRows;
+    columns = (common.dim_vo + Kernel::kColumns - 1) / Kernel::kColumns;
+    units = params.schedule.header->items * common.kv_heads * parts * columns;
     unit = atomicAdd(&params.schedule.header->next, 1);
     problem = common;
   }

@@ -30,7 +30,7 @@ struct TilesKernel {
   Shared& shared;
   const TileOfRows& tile;
   Copies copies;
-  int warp, lane;
+  const int warp, lane;
   float o[kM][kColumns / 8][4];
 
   // What is referred to should lie in shared memory: registers are scarce.
@@ -65,7 +65,8 @@ struct TilesKernel {
       multiply_keys(s, p.dim_qk, [&](int step) {
         if (step < Copies::kFetches)
           copies.template fetch<kV>(step, steps.is(Steps::kEachValue), tile.column, columns(), key, end, stage);
-        if (step == 3) cp_async_commit(), copies.locate(page, key + kKeys, end, stage ^ 1);
+        if (step == 0) copies.locate(page, key + kKeys, end, stage ^ 1);
+        if (step == 3) cp_async_commit();
       });
       if (steps.is(Steps::kWide)) multiply_more_keys(s, steps, key, stage);
       cp_async_wait<0>();

@@ -67,7 +67,7 @@ single_attention = Launcher(
     SINGLE_ATTENTION, lambda out, lse, workspace, q, k, *rest: (q.get_device(), rest[-1], q.dtype, k.dtype)
 )
 
-_FEW = 16  # packed rows (of the query heads that share a kv head) up to which a tile of 64 would be mostly empty
+_FEW = 16  # packed rows (of the query heads that share a kv head) up to which a tile would be mostly empty
 _BLOCKS = 528  # four on each multiprocessor of an H200
 _LEAST_KEYS = 128  # of a chunk: below, merging costs more than the parallel reads save
 

@@ -1,10 +1,10 @@
 """Batch decode against its peers on one GPU, interleaved in one process, as JSON lines.
 
-python benchmarks/decode.py [--cases D1,D9] [--grid GB] [--variants auto,fa2_tc] [--peers FOLDERS] [--rounds N]
-[--seconds N] [--out FILE]. A time is the median of CUDA-graph replays, each behind a flush of L2 by a memset of 256 MB.
-Results are compared with fp64 first. A variant is an implementation, with what differs from its tuning: fa3:ring=65536.
---grid: every batch, length, heads, type and page size of GRID whose caches take no more than so many GB, all in one
-buffer, in an order that spreads over the grid, until the seconds are over.
+python benchmarks/decode.py [--cases D1,D9] [--grid GB] [--above GB] [--variants auto,fa2_tc] [--peers FOLDERS]
+[--rounds N] [--seconds N] [--out FILE]. A time is the median of CUDA-graph replays, each behind a flush of L2 by a
+memset of 256 MB. Results are compared with fp64 first. A variant is an implementation, with what differs from its
+tuning: fa3:ring=65536. --grid: every batch, length, heads, type and page size of GRID whose caches take no more than so
+many GB, and more than --above, all in one buffer, in an order that spreads over the grid, until the seconds are over.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ def cache_bytes(case: Case) -> int:
     return pages * 2 * case.page_size * case.kv_heads * case.dim * case.kv.itemsize
 
 
-def grid(most_bytes: float) -> dict[str, Callable[[], Case]]:
+def grid(least_bytes: float, most_bytes: float) -> dict[str, Callable[[], Case]]:
     found: dict[str, Callable[[], Case]] = {}
     for batch, kv_len, (heads, kv_heads), kv, page in itertools.product(*GRID.values()):
         case = Case([kv_len] * batch, heads, kv_heads, kv, page)
-        if cache_bytes(case) <= most_bytes:
+        if least_bytes < cache_bytes(case) <= most_bytes:
             name = f"b{batch} kv{kv_len} {heads}/{kv_heads} {'fp8' if kv is E4M3 else 'bf16'} page {page}"
             found[name] = functools.partial(Case, case.lengths, heads, kv_heads, kv, page)
     names = list(found)
@@ -156,13 +156,17 @@ class Inputs:
         return out
 
 
+def chosen(impl: str, case: Case) -> str:
+    return ops.choose(impl, torch.device("cuda", 0), BF16, case.kv, case.dim, case.dim, 0, case.page_size)
+
+
 def ours(x: Inputs, impl: str, split: int = ops.BALANCED) -> tuple[Callable[[], None], Callable[[], None]]:
     """plan and run."""
     case, device = x.case, torch.device("cuda", 0)
     units = ops.units_of(case.qo_heads, case.kv_heads, case.q_len)
     indptr, last, layout = x.indptr.cuda(), x.last.cuda(), int(case.layout == "HND")
-    impl = ops.choose(impl, device, BF16, case.kv, case.dim, case.dim, 0, case.page_size)
-    needs = ops.sizes(device, len(case.lengths), units, split, x.indices.numel() * case.page_size, impl)
+    impl = chosen(impl, case)
+    needs = ops.sizes(device, len(case.lengths), units, split, x.indices.numel() * case.page_size, impl, case.kv)
     buffers = ops.allocate(device, needs, case.dim)
 
     def plan() -> None:
@@ -261,10 +265,17 @@ def measure(
     rows: dict[str, dict[str, Any]] = {}
     checked = sorted({0, len(case.lengths) - 1} if pool is None else {0})
     expected = {b: x.reference(b) for b in checked}
+    seen: set[tuple[str, str]] = set()
     for variant in variants:
-        row = rows[variant] = {"case": name, "who": variant}
+        row = {"case": name, "who": variant}
         try:
             with tuned(variant) as impl:
+                row["impl"] = chosen(impl, case)
+                key = row["impl"], variant.partition(":")[2]
+                if key in seen:
+                    continue
+                seen.add(key)
+                rows[variant] = row
                 start = time.perf_counter()
                 plan, run = ours(x, impl)
                 x.out.fill_(math.nan)
@@ -285,6 +296,7 @@ def measure(
                     graphs["plan"], rows["plan"] = captured(plan), {"case": name, "who": "plan"}
         except Exception as error:
             row["failed"] = str(error)[:300]
+            rows[variant] = row
     if with_peers:
         try:
             for peer, make in peers(x):
@@ -313,6 +325,7 @@ def main() -> None:
     parser.add_argument("--variants", default="auto,fa2_tc")
     parser.add_argument("--peers", nargs="?", const="", help="measure them too; folders to import them from, with ':'")
     parser.add_argument("--grid", type=float, help="GB of the largest cache")
+    parser.add_argument("--above", type=float, default=0, help="GB of the smallest cache of the grid")
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path)
@@ -320,7 +333,7 @@ def main() -> None:
     torch.manual_seed(0)
     sys.path += filter(None, (args.peers or "").split(":"))
     lines, start, most = [], time.perf_counter(), (args.grid or 0) * 1e9
-    cases = grid(most) if args.grid else {name: CASES[name] for name in args.cases.split(",")}
+    cases = grid(args.above * 1e9, most) if args.grid else {name: CASES[name] for name in args.cases.split(",")}
     for name, make in cases.items():
         if time.perf_counter() - start > args.seconds:
             break

@@ -137,7 +137,7 @@ def planned(
     device, count = str(b.q.device.type), 0
     is_paged = wrapper is BatchPrefillWithPagedKVCacheWrapper
     for backend in (*backends(device), *more):
-        room = workspace(device, 64 << 20 if backend == "cudnn" else 1024)
+        room = workspace(device, 64 << 20 if backend == "cudnn" or device == "cuda" else 1024)  # for parts of requests
         w = wrapper(room, b.pool.kv_layout, backend=backend, **(graph or {}))
         try:
             w.plan(*(b.paged_plan() if is_paged else b.ragged_plan()), **(b.types() | options))

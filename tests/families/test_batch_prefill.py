@@ -255,6 +255,15 @@ def test_large_scores(device: str) -> None:
     check(b, causal=True, sm_scale=10.0)
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("factor", [2, 8])
+def test_maxima_that_grow(factor: int, dtype: torch.dtype, device: str) -> None:
+    """By less than what leaves the output as it is, and by more, from one key tile to the next."""
+    b = batch([(60, 1500)], dims=(128, 128), dtype=dtype, device=device)
+    b.q.mul_(factor)
+    check(b, causal=True)
+
+
 @pytest.mark.parametrize("lens", [[], [(0, 0)], [(0, 7), (0, 0)]])
 def test_nothing(lens: list[tuple[int, int]], device: str) -> None:
     b = batch(lens or [(0, 0)], device=device)
@@ -266,16 +275,40 @@ def test_nothing(lens: list[tuple[int, int]], device: str) -> None:
 
 
 def test_a_request_does_not_depend_on_its_batch(device: str) -> None:
-    """Bit for bit: tiles are chosen by the heads alone, and no request is split."""
+    """Bit for bit where no request is split: the height of tiles changes no result."""
     b = batch([(300, 900), (1, 77), (70, 70), (128, 2000)], heads=(8, 2), dims=(128, 128), device=device)
     rows = list(b.qo_lens)
-    for w in planned(b, causal=True):
+    for w in planned(b, causal=True, disable_split_kv=True):
         whole = w.run(b.q, b.cache).split(rows)
         for requests in ([3], [2, 0], [1, 2, 3, 0, 1]):
             part = b.only(requests)
-            w.plan(*part.paged_plan(), causal=True, **part.types())
+            w.plan(*part.paged_plan(), causal=True, disable_split_kv=True, **part.types())
             for got, request in zip(w.run(part.q, part.cache).split(list(part.qo_lens)), requests):
                 assert torch.equal(got, whole[request])
+
+
+@pytest.mark.parametrize(
+    ("causal", "window_left", "dims"),
+    [(True, -1, (128, 128)), (False, -1, (64, 64)), (True, 2300, (128, 128)), (True, 2300, (192, 128))],
+)
+def test_split_requests(causal: bool, window_left: int, dims: tuple[int, int], device: str) -> None:
+    """Few queries with many keys: on Hopper blocks share the keys of a tile, whose parts the last one merges."""
+    b = batch([(20, 2101), (1, 2100), (50, 2600)], heads=(4, 1), dims=dims, device=device)
+    options = {"causal": causal, "window_left": window_left}
+    check(b, **options)
+    sinks = torch.linspace(-2, 2, 4, device=device)
+    for w in planned(b, **options):
+        out, lse = w.run_return_lse(b.q, b.cache)
+        for _ in range(3):
+            again, again_lse = w.run_return_lse(b.q, b.cache)
+            assert torch.equal(again, out) and torch.equal(again_lse, lse), "parts are merged in their order"
+        if w.resolved_backend == "fa3":
+            assert int(w._schedule[5]) > 1, "parts"
+        with_sinks = w.run(b.q, b.cache, sinks=sinks)
+        w.plan(*b.paged_plan(), **options, disable_split_kv=True, **b.types())
+        assert int(w._schedule[5]) == 1
+        assert_close(w.run(b.q, b.cache), out.double())
+        assert_close(w.run(b.q, b.cache, sinks=sinks), with_sinks.double())
 
 
 def test_agrees_with_single_prefill(device: str) -> None:

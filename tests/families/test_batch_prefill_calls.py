@@ -10,7 +10,7 @@ import torch
 
 import fi_core
 from families.harness import assert_close, assert_guards, guarded, rand
-from families.prefill_batch import Batch, batch, check, planned, workspace
+from families.prefill_batch import Batch, backends, batch, check, planned, workspace
 from families.test_batch_prefill import masks_of, with_sinks
 from fi_core.errors import UnsupportedError
 from fi_core.prefill import (
@@ -84,15 +84,25 @@ def test_tables_on_either_side(tables: str, wide: bool, device: str) -> None:
     assert_close(w.run(b.q, b.cache), shorter.expected(causal=True)[0])
 
 
-def test_rows_of_no_request_are_zero(device: str) -> None:
-    """Where only the device knows how many rows there are, q may have more."""
-    b = batch([(5, 20), (9, 9)], device=device)
-    w = BatchPrefillWithPagedKVCacheWrapper(workspace(device), use_cuda_graph=True, **graph_buffers(b, device))
-    w.plan(*(x.to(device) if torch.is_tensor(x) else x for x in b.paged_plan()), causal=True, **b.types())
-    q = torch.cat([b.q, torch.full((3, *b.q.shape[1:]), float("nan"), dtype=b.q.dtype, device=device)])
-    out = w.run(q, b.cache)
-    assert_close(out[:14], b.expected(causal=True)[0])
-    assert out[14:].eq(0).all()
+def test_rows_of_no_request(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only the device knows how many there are, q may have more: zero in run's own output, else untouched."""
+    b = batch([(5, 20), (9, 9), (70, 70)], dims=(128, 128), device=device)
+    want, before, n = b.expected(causal=True)[0], 3, b.q.shape[0]
+    q = torch.full((before + n + 150, *b.q.shape[1:]), float("nan"), dtype=b.q.dtype, device=device)
+    q[before : before + n] = b.q
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda t, *a, **k: torch.Tensor.new_full(t, *a, float("nan"), **k))
+    _, *tables = b.paged_plan()
+    for backend in backends(device):
+        buffers = graph_buffers(b, device)
+        w = BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend, use_cuda_graph=True, **buffers)
+        w.plan(b.qo_indptr + before, *tables, causal=True, **b.types())
+        out = w.run(q, b.cache)
+        assert_close(out[before : before + n], want)
+        assert not out[:before].any() and not out[before + n :].any()
+        given = torch.full_like(out, float("nan"))
+        w.run(q, b.cache, out=given)
+        assert torch.equal(given[before : before + n], out[before : before + n])
+        assert given[:before].isnan().all() and given[before + n :].isnan().all()
 
 
 def graph_buffers(b: Batch, device: str, masks: bool = False) -> dict[str, torch.Tensor]:

@@ -133,6 +133,7 @@ def test_draft_trees_of_several_lengths(most: int, kv_dtype: torch.dtype, device
     assert (want - b.expected(causal=True, sm_scale=0.1, sinks=sinks)[0]).abs().max() > 0.05
     starts = b.qo_indptr.to(torch.uint32)
     assert_close(xqa_batch_decode_with_kv_cache(**given, q_len_per_req=most, q_cu_seq_lens=starts), want)
+    assert_close(xqa_batch_decode_with_kv_cache(**given, q_cu_seq_lens=starts), want)
     ragged = {"q_len_per_req": None, "cum_seq_lens_q": starts}
     out = trtllm_batch_decode_with_kv_cache(**given, **ragged, max_q_len=most)
     assert isinstance(out, torch.Tensor)
@@ -143,7 +144,11 @@ def test_draft_trees_of_several_lengths(most: int, kv_dtype: torch.dtype, device
         sinks.view(2, 4), 0.1 * 128**0.5, q_seq_len=most, mask=mask, q_cu_seq_lens=starts,
     )  # fmt: skip
     assert torch.equal(output, out)
-    assert torch.equal(trtllm_batch_decode_with_kv_cache(**given, **ragged), out)  # type: ignore[arg-type]
+    unknown, lse = trtllm_batch_decode_with_kv_cache(**given, **ragged, return_lse=True)
+    assert_close(unknown, want)
+    again, same_lse = trtllm_batch_decode_with_kv_cache(**given, **ragged, max_q_len=most, return_lse=True)
+    assert torch.equal(again, out)
+    assert_close(same_lse, lse.double(), tolerance=(1e-3, 1e-3))
     with pytest.raises(ValueError, match=r"mask: uint16 \[tokens, ceil\(max_q_len / 32\) \* 2\] is required"):
         trtllm_batch_decode_with_kv_cache(**given, **ragged, max_q_len=70)
     narrow = given | {"mask": mask[:, :1].contiguous(), "sinks": None}

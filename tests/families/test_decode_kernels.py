@@ -164,19 +164,25 @@ def run(
     split: int = ops.BALANCED,
     window_left: int = -1,
     out_dtype: torch.dtype | None = None,
+    blocks: int = 0,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """blocks: so few that much is left for each, so that some is divided into ranges which they take one by one."""
     device, (rows, heads, _) = x.q.device, x.q.shape
     device = torch.device(device.type, 0) if device.type == "cuda" else device
     kv_heads, batch = x.k.shape[2], len(x.lengths)
     units = ops.units_of(heads, kv_heads, x.q_len)
-    needs = ops.sizes(device, batch, units, split, x.indices.numel() * x.page_size, impl)
+    needs = ops.sizes(device, batch, units, split, x.indices.numel() * x.page_size, impl, x.k.dtype)
+    if blocks:
+        needs = ops.Sizes(12 + (3 * blocks + 1) * 8 + 4 * batch + 6 * blocks, 6 * blocks, blocks, 3 * blocks)
     buffers = ops.allocate(device, needs, x.v.shape[3])
     buffers.workspace.fill_(math.nan)
     buffers.schedule.fill_(-7)
     ops.plan(
         buffers, x.indptr, x.last, None, x.page_size, units, q_len=x.q_len, window_left=window_left, split=split
     )  # fmt: skip
+    later = int(buffers.schedule[7])
+    assert (later > 0) == (blocks > 0)
     out = guarded(
         (rows, heads, x.v.shape[3]), out_dtype or (x.q.dtype if x.q.element_size() > 1 else BF16), x.q.device.type
     )
@@ -196,10 +202,11 @@ def check(
     split: int = ops.BALANCED,
     sm_scale: float = 0.0,
     out_dtype: torch.dtype | None = None,
+    blocks: int = 0,
     **options: Any,
 ) -> None:
     sm_scale = sm_scale or x.q.shape[2] ** -0.5
-    out, lse = run(x, impl, split, out_dtype=out_dtype, sm_scale=sm_scale, **options)
+    out, lse = run(x, impl, split, out_dtype=out_dtype, blocks=blocks, sm_scale=sm_scale, **options)
     names = {"window_left": "window_left", "logits_soft_cap": "soft_cap"}
     known = {names.get(n, n): y for n, y in options.items() if n not in ("pos_encoding_mode", "draft_mask")}
     mode = options.get("pos_encoding_mode", 0)
@@ -357,6 +364,18 @@ def test_other_ways_to_divide(split: int, device: str) -> None:
 @pytest.mark.parametrize("lengths", [[1] * 300, [20_000], [9000, 1, 0, 5000], [1024] * 16], ids=lambda x: f"b{len(x)}")
 def test_batches(lengths: list[int], device: str) -> None:
     each(problem(lengths, 8, 8, 64, device=device))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("lengths", [[12_000], [2500, 2540]], ids=["one", "two"])
+def test_many_parts_of_a_head(lengths: list[int], dim: int, device: str) -> None:
+    each(problem(lengths, 13, 1, dim, device=device))
+
+
+@pytest.mark.parametrize("lengths", [[30_000, 100, 0, 40_000], [9000] * 8], ids=["varied", "equal"])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_ranges_that_blocks_take_later(kv_heads: int, lengths: list[int], device: str) -> None:
+    each(problem(lengths, 2 * kv_heads, kv_heads, 64, device=device), blocks=kv_heads)
 
 
 @pytest.mark.parametrize("split", [2, ops.NEVER])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import defaultdict
 from typing import NamedTuple
@@ -14,11 +15,12 @@ from hypothesis import strategies as st
 from fi_core.decode import ops
 
 CPU = torch.device("cpu")
-TILE, WORDS = ops.TILE, 8
+TILE, HEADER, WORDS = ops.TILE, 12, 8  # words of the header, and of a range
 
 
 class Segment(NamedTuple):
-    block: int
+    range: int
+    taken: int  # ranges are taken in this order
     unit: int
     request: int
     begin: int
@@ -26,7 +28,6 @@ class Segment(NamedTuple):
     part: int
     parts: int
     slot: int
-    counter: int
 
 
 def tiles_of(kv_len: int, q_len: int, window_left: int) -> tuple[int, int]:
@@ -35,18 +36,22 @@ def tiles_of(kv_len: int, q_len: int, window_left: int) -> tuple[int, int]:
     return min(first, end), end
 
 
-def walk(schedule: torch.Tensor, blocks: int, batch: int, q_len: int, window_left: int) -> list[Segment]:
+def walk(buffers: ops.Buffers, batch: int, q_len: int, window_left: int) -> list[Segment]:
     """What a kernel makes of the buffer, by the rules of schedule.h."""
-    words = schedule.tolist()
-    units, batch_size, grid, chunk, chunks = words[:5]
-    assert (batch_size, grid) == (batch, blocks)
-    starts = [words[WORDS + i * WORDS : WORDS + (i + 1) * WORDS] for i in range(blocks + 1)]
-    at = WORDS + (blocks + 1) * WORDS
+    words, blocks, ranges = buffers.schedule.tolist(), buffers.blocks, buffers.ranges
+    units, batch_size, chunk, chunks, _, groups, first_ranges, later, taken = words[:9]
+    assert (batch_size, taken) == (batch, 0)
+    of_group = first_ranges + later
+    assert groups * first_ranges <= blocks and groups * of_group <= ranges
+    starts = [words[HEADER + i * WORDS : HEADER + (i + 1) * WORDS] for i in range(ranges + 1)]
+    at = HEADER + (ranges + 1) * WORDS
     requests = [words[at + 4 * b : at + 4 * b + 4] for b in range(batch)]
     found = []
-    for block in range(blocks):
-        unit, request, tile, leader, parts, kv_len, first_page, _ = starts[block]
-        last_unit, last_request, last_tile, _, last_parts, *_ = starts[block + 1]
+    for index in range(ranges):
+        i = index % of_group
+        taken = index // of_group * first_ranges + i if i < first_ranges else index // of_group + i * groups
+        unit, request, tile, leader, parts, kv_len, first_page, _ = starts[index]
+        last_unit, last_request, last_tile, _, last_parts, *_ = starts[index + 1]
         while (unit, request, tile) < (last_unit, last_request, last_tile) or (
             (unit, request) < (last_unit, last_request)
         ):
@@ -59,13 +64,13 @@ def walk(schedule: torch.Tensor, blocks: int, batch: int, q_len: int, window_lef
                 part = tile // chunk - first // chunk
                 count = (end - 1) // chunk - first // chunk + 1 if end > first else 1
                 base = unit * chunks + requests[request][3]
-                slot, counter = base + part, base
+                slot = base + part
             else:
                 begins = tile == first
-                here = block if begins else leader
-                part, count = block - here, parts if not begins else last_parts if last else 1
-                slot, counter = 2 * here + 2 * part if part else 2 * here + 1, here
-            found.append(Segment(block, unit, request, tile, stop, part, count, slot, counter))
+                here = index if begins else leader
+                part, count = index - here, parts if not begins else last_parts if last else 1
+                slot = 2 * here + 2 * part if part else 2 * here + 1
+            found.append(Segment(index, taken, unit, request, tile, stop, part, count, slot))
             tile = stop
             if tile >= end:
                 request += 1
@@ -88,7 +93,7 @@ def planned(
     buffers = ops.allocate(CPU, ops.sizes(CPU, len(lengths), units, split, sum(pages) * page_size), 8)
     buffers.schedule.fill_(-1)
     ops.plan(buffers, indptr, last, None, page_size, units, q_len=q_len, window_left=window_left, split=split)
-    return walk(buffers.schedule, buffers.blocks, len(lengths), q_len, window_left), buffers
+    return walk(buffers, len(lengths), q_len, window_left), buffers
 
 
 def check(
@@ -98,7 +103,7 @@ def check(
     for s in segments:
         items[s.unit, s.request].append(s)
     assert set(items) == {(u, b) for u in range(units) for b in range(len(lengths))}, "every item, also without keys"
-    slots, counters = [], {}
+    slots = []
     for (_, request), parts in items.items():
         first, end = tiles_of(lengths[request], q_len, window)
         assert [s.part for s in parts] == list(range(len(parts))), "parts are in the order of position"
@@ -109,13 +114,10 @@ def check(
         assert all(a < b for a, b in edges) or first == end
         if len(parts) > 1:
             slots += [s.slot for s in parts]
-            (counter,) = {s.counter for s in parts}
-            assert counter not in counters
-            counters[counter] = parts
     assert len(set(slots)) == len(slots) and all(0 <= s < buffers.workspace.shape[0] for s in slots)
-    offset = WORDS + (buffers.blocks + 1) * WORDS + 4 * len(lengths)
-    assert all(0 <= c < buffers.schedule.numel() - offset for c in counters)
-    assert (buffers.schedule[offset:] == 0).all()
+    offset = HEADER + (buffers.ranges + 1) * WORDS + 4 * len(lengths)
+    counters = buffers.schedule[offset:]
+    assert len(counters) >= buffers.workspace.shape[0] and (counters == 0).all(), "one of each slot"
 
 
 @settings(max_examples=150, deadline=None, database=None)
@@ -143,25 +145,51 @@ def test_large_batches(batch: int) -> None:
     check(segments, buffers, lengths, 2, 1, -1)
 
 
-def cost(segments: list[Segment]) -> dict[int, int]:
-    tiles: dict[int, int] = defaultdict(int)
+def shares(segments: list[Segment], blocks: int) -> list[int]:
+    """Tiles of each block, if all are equally fast and a segment takes as long as two tiles more."""
+    ranges: dict[tuple[int, int], int] = defaultdict(int)
     for s in segments:
-        tiles[s.block] += s.end - s.begin + 2
-    return tiles
+        ranges[s.taken, s.range] += s.end - s.begin + 2
+    done = [0] * blocks
+    for key in sorted(ranges):
+        heapq.heapreplace(done, done[0] + ranges[key])
+    return done
 
 
 @pytest.mark.parametrize("lengths", [[8192], [8192] * 16, [100, 8000, 3, 60_000], [128] * 500])
 def test_work_is_balanced(lengths: list[int]) -> None:
     segments, buffers = planned(lengths, 8)
-    share = cost(segments)
     total = 8 * sum(-(-n // TILE) + 2 for n in lengths)
-    assert max(share.values()) <= 1.1 * total / buffers.blocks + 3
+    assert max(shares(segments, buffers.blocks)) <= 1.1 * total / buffers.blocks + 3
+
+
+def test_ranges_become_small_where_there_is_much_to_do() -> None:
+    segments, buffers = planned([8192] * 128, 8)
+    tiles: dict[int, int] = defaultdict(int)
+    for s in segments:
+        tiles[s.taken] += s.end - s.begin
+    sizes = [tiles[taken] for taken in sorted(tiles)]
+    assert len(sizes) >= 3 * buffers.blocks
+    assert max(sizes[-buffers.blocks :]) < sizes[0] / 8
 
 
 def test_uniform_requests_are_not_cut_where_they_divide_evenly() -> None:
-    segments, _ = planned([1024] * 16, 8)
+    segments, buffers = planned([1024] * 16, 8)
     assert {s.parts for s in segments} == {1}
-    assert set(cost(segments).values()) == {2 * (1024 // TILE + 2)}
+    assert set(shares(segments, buffers.blocks)) == {2 * (1024 // TILE + 2)}
+
+
+def test_equal_requests_are_not_cut_where_few_blocks_must_idle_for_it() -> None:
+    segments, _ = planned([1024] * 80, 3)  # 21 blocks a unit, of which 20 take 4 requests each
+    assert {s.parts for s in segments} == {1}
+
+
+def test_requests_of_one_length_are_cut_alike_and_short_ones_not_at_all() -> None:
+    segments, buffers = planned([4096 + i for i in range(1, 6)], 3)
+    each = buffers.blocks // (5 * 3)
+    assert {(s.parts, s.end - s.begin) for s in segments} <= {(each, n) for n in (65 // each, -(-65 // each))}
+    segments, _ = planned([500] * 3, 2)
+    assert {s.parts for s in segments} == {1}
 
 
 def test_chunks_of_a_request_do_not_depend_on_its_neighbours() -> None:
@@ -177,7 +205,7 @@ def test_a_length_is_limited_to_the_pages() -> None:
     buffers = ops.allocate(CPU, ops.sizes(CPU, 3, units), 8)
     kv_len = torch.tensor([1_000_000, 5, -3], dtype=torch.int64)
     ops.plan(buffers, None, None, kv_len, 16, units, pages_per_request=10)
-    check(walk(buffers.schedule, buffers.blocks, 3, 1, -1), buffers, [160, 5, 0], units, 1, -1)
+    check(walk(buffers, 3, 1, -1), buffers, [160, 5, 0], units, 1, -1)
 
 
 def test_no_pages_is_no_length_whatever_the_last_page_has() -> None:

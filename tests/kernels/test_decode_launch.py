@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 
 from fi_core.decode import ops
+from fi_core.spec.target import Target
 from kernels.mock_driver import Call, Tensor, launches
 from kernels.test_mock_driver import Start, driver, start  # noqa: F401  (fixtures)
 
 BATCH, BLOCKS, Q_HEADS, KV_HEADS, PAGES, PAGE = 3, 132, 32, 8, 100, 16
+RANGES = 3 * BLOCKS
 K, V, Q = 0x1000000, 0x2000000, 0x3000000
 
 
 def call(start: Start, impl: str, dim: int = 128, kv: str = "bf16", **change: Any) -> list[Call]:  # noqa: F811
     shape = (PAGES, PAGE, KV_HEADS, dim)
-    words, slots, _ = ops.Sizes(8 + (BLOCKS + 1) * 8 + BATCH * 4 + BLOCKS, 2 * BLOCKS, BLOCKS)
+    words, slots = 12 + (RANGES + 1) * 8 + BATCH * 4 + 2 * RANGES, 2 * RANGES
     arguments: dict[str, Any] = {
         "out": Tensor(0x4000000, (BATCH, Q_HEADS, dim), "bf16"),
         "lse": None,
@@ -32,6 +34,7 @@ def call(start: Start, impl: str, dim: int = 128, kv: str = "bf16", **change: An
         "pos_encoding_mode": 0,
         "q_len": 1,
         "blocks": BLOCKS,
+        "ranges": RANGES,
         "window_left": -1,
         "logits_soft_cap": 0.0,
         "sm_scale": 0.1,
@@ -83,14 +86,26 @@ def test_head_major_pages(start: Start) -> None:  # noqa: F811
         assert [d[1] for d in one["dimensions"]][1:] == [256, 128, PAGE * 256, KV_HEADS * PAGE * 256]
 
 
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("kv", ["bf16", "e4m3"])
+def test_the_kernel_of_all_gpus_asks_for_no_more_shared_memory_than_the_smallest_has(kv: str, dim: int) -> None:
+    unit = ops.BATCH_DECODE.spec(Target("cuda", "86"), {"q": "bf16", "kv": kv, "head_dim": dim}, "fa2_tc").unit()
+    assert unit is not None
+    assert max(entry.shared_bytes for entry in unit.entries) <= 99 * 1024
+
+
 @pytest.mark.parametrize(
     ("impl", "change", "words"),
     [
         ("fa3", {"k_cache": Tensor(K + 2, (PAGES, PAGE, KV_HEADS, 128), "bf16")}, "must be multiples of 16 bytes"),
         ("fa2_tc", {"q": Tensor(Q, (BATCH, Q_HEADS, 128), "bf16", (4100, 129, 1))}, "must be multiples of 16 bytes"),
         ("fa3", {"pos_encoding_mode": 1}, "impl must be fa2 for ROPE_LLAMA"),
-        ("fa3", {"workspace": Tensor(0x5000000, (10, 16, 130), "f32")}, "workspace must have 2 slots"),
-        ("fa3", {"schedule": Tensor(0x6000000, (100,), "i32")}, "schedule must have 1216 words"),
+        (
+            "fa3",
+            {"workspace": Tensor(0x5000000, (10, 16, 130), "f32")},
+            "workspace must have 2 slots or more for each of 396 ranges",
+        ),
+        ("fa3", {"schedule": Tensor(0x6000000, (100,), "i32")}, "schedule must have 3992 words"),
         ("fa3", {"q_len": 2}, "q must have a multiple of q_len = 2 rows"),
     ],
 )

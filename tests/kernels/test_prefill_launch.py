@@ -26,8 +26,8 @@ def prefill(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def call(impl: str = "fa3", dims: tuple[int, int] = (128, 128), **change: Any) -> list[Call]:
         pool = (NUM_PAGES, PAGE, KV_HEADS)
         arguments = dict.fromkeys(
-            ("out", "lse", "schedule", "q", "k", "v", "page_indices", "custom_mask", "mask_indptr", "prefix_len",
-             "items", "sinks", "scale_q", "scale_k", "scale_v", "bmm1_scale", "bmm2_scale")
+            ("out", "lse", "schedule", "workspace", "q", "k", "v", "page_indices", "custom_mask", "mask_indptr",
+             "prefix_len", "items", "sinks", "scale_q", "scale_k", "scale_v", "bmm1_scale", "bmm2_scale")
         ) | {
             "out": Tensor(OUT, (ROWS, HEADS, dims[1]), "bf16"),
             "lse": Tensor(LSE, (ROWS, HEADS), "f32"),
@@ -36,9 +36,9 @@ def prefill(tmp_path_factory: pytest.TempPathFactory) -> Any:
             "k": Tensor(K, (*pool, dims[0]), "bf16"),
             "v": Tensor(V, (*pool, dims[1]), "bf16"),
             "page_indices": Tensor(PAGES, (256,), "i32"),
-            "batch_size": BATCH, "tile_tokens": TILE, "kv_tokens": 0, "kv_layout": 0, "pos_encoding_mode": 0,
-            "causal": True, "window_left": -1, "logits_soft_cap": 0.0, "sm_scale": 0.1, "v_scale": 1.0,
-            "rope_scale": 1.0, "rope_theta": 1e4, "enable_pdl": None, "impl": impl,
+            "batch_size": BATCH, "tile_tokens": TILE, "kv_tokens": 0, "clear_rest": False, "kv_layout": 0,
+            "pos_encoding_mode": 0, "causal": True, "window_left": -1, "logits_soft_cap": 0.0, "sm_scale": 0.1,
+            "v_scale": 1.0, "rope_scale": 1.0, "rope_theta": 1e4, "enable_pdl": None, "impl": impl,
         }  # fmt: skip
         assert set(change) <= set(arguments)
         arguments |= change
@@ -96,6 +96,9 @@ def test_sections_follow_the_keys(prefill: Prefill) -> None:
     """Heads are handed out so many at a time that their keys and values stay in L2."""
     for tokens, section in ((16384, 4), (65536, 1), (10_000_000, 1), (100, 8)):
         assert parameters(one(prefill(kv_tokens=tokens)), "BatchPrefillParams")["section"] == section
+    ragged = {"k": Tensor(K, (16384, KV_HEADS, 128), "bf16"), "v": Tensor(V, (16384, KV_HEADS, 128), "bf16")}
+    p = parameters(one(prefill(page_indices=None, **ragged)), "BatchPrefillParams")
+    assert p["section"] == 4, "of ragged keys the tensor says how many there are"
 
 
 def test_hopper_ragged(prefill: Prefill) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.arguments import LAYOUTS, POS_ENCODINGS, code
-from fi_core.attention.tiles import MULTIPLY, TILE
+from fi_core.attention.tiles import MULTIPLY, TILE_OF_48
 from fi_core.launch.op import Launcher
 from fi_core.spec.constraint import ON_CPU, at_least
 from fi_core.spec.dtype import DTYPES
@@ -33,8 +33,9 @@ def _single_attention_unit(axes: Axes) -> Unit:
             entries.append(Entry("attend_wide_rows", f"{rows}, 2, 1>", 128, (1, 512, 1)))
         entries.append(Entry("combine_chunks", "combine_chunks", 128, (2, 512, 1)))
     else:
-        size, body = TILE.shared_bytes(kv.bytes), TILE.body("attend_tiles", q.short, kv.short)
-        entries = [Entry("attend_tiles", body, TILE.threads, (0, 512, TILE.rows), size, TILE.blocks)]
+        tile = TILE_OF_48
+        size, body = tile.shared_bytes(kv.bytes), tile.body("attend_tiles", q.short, kv.short)
+        entries = [Entry("attend_tiles", body, tile.threads, (0, 512, tile.rows), size, tile.blocks)]
     return Unit("fi/attention/single_attention.cuh", "SingleAttentionParams", tuple(entries))
 
 

@@ -152,6 +152,13 @@ def scale_product(number: float, *scales: Any) -> tuple[float, torch.Tensor | No
     return number, tensor
 
 
+def pages_of_chunk(fixed_split_size: int | None) -> int | None:
+    """fixed_split_size of a plan; None for none, for which engines pass -1. Raises ValueError (0)."""
+    if fixed_split_size == 0:
+        raise ValueError("fixed_split_size: pages of a chunk, or None or -1 for no fixed chunks, are required; got 0")
+    return None if fixed_split_size is None or fixed_split_size < 0 else fixed_split_size
+
+
 def no_nvfp4(name: str) -> NotImplementedError:
     return NotImplementedError(f"{name}: NVFP4 keys and values are not supported; pass fp16, bf16 or fp8 ones")
 

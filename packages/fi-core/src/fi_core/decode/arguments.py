@@ -57,13 +57,6 @@ def lengths(
     return [(end - begin - 1) * page_size + n if end > begin else 0 for begin, end, n in zip(starts, starts[1:], last)]
 
 
-def pages_of_chunk(fixed_split_size: int | None) -> int | None:
-    """None for none: engines pass -1 for that."""
-    if fixed_split_size == 0:
-        raise ValueError("fixed_split_size: pages of a chunk, or None or -1 for no fixed chunks, are required; got 0")
-    return None if fixed_split_size is None or fixed_split_size < 0 else fixed_split_size
-
-
 def check_lengths(found: Sequence[int], q_len: int) -> None:
     if short := [b for b, n in enumerate(found) if n < q_len]:
         b = short[0]

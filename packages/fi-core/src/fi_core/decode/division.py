@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fi_core.attention.arguments import pages_of_chunk
 from fi_core.decode import ops
-from fi_core.decode.arguments import pages_of_chunk
 from fi_core.utils import round_up
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ def carve(
     import torch
 
     schedule, partial = _bytes(needs, head_dim_vo)
-    if partial > max(own.nbytes - schedule, shared.nbytes):
+    spare = own.nbytes - schedule
+    # More ranges for as many blocks are not worth a place in what several streams may share.
+    if partial > (spare if needs.blocks == else_needs.blocks else max(spare, shared.nbytes)):
         needs = else_needs
         schedule, partial = _bytes(needs, head_dim_vo)
     if own.nbytes < schedule:
@@ -37,7 +39,7 @@ def carve(
     else:
         raise ValueError(f"float_workspace_buffer: {partial} bytes are required; got {shared.nbytes}")
     slots = room[first : first + partial // 4].view(needs.slots, ops.ROWS, head_dim_vo + 2)
-    return ops.Buffers(words[: needs.words], slots, needs.blocks)
+    return ops.Buffers(words[: needs.words], slots, needs.blocks, needs.ranges)
 
 
 def _as(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -76,12 +78,13 @@ class Division:
         q_len: int,
         split: int | None,
         impl: str = "",
+        kv: torch.dtype | None = None,
     ) -> ops.Sizes:
         units, device = ops.units_of(heads, kv_heads, q_len), self.own.device
         if split is None:
-            return ops.sizes(device, batch_size, units, impl=impl)
+            return ops.sizes(device, batch_size, units, impl=impl, kv=kv)
         tokens = (self.capacity or indices) * page_size
-        return ops.sizes(device, batch_size, units, ops.chunk_of(split * page_size), tokens, impl)
+        return ops.sizes(device, batch_size, units, ops.chunk_of(split * page_size), tokens, impl, kv)
 
     def bytes(self, head_dim: int, *shape: Any) -> tuple[int, int]:
         """Of the shared and of the own workspace that a batch needs; arguments as those of `_sizes`."""
@@ -103,16 +106,17 @@ class Division:
         split: int | None,
         whole: bool,
         impl: str,
+        kv: torch.dtype,
     ) -> list[int]:
         """Divides the work on the device. Returns what describes it, as a list of integers.
 
-        indices: how many page indices there are. split: fixed_split_size of plan; whole: no request is cut. impl: the
-        kernel that is meant to run.
+        indices: how many page indices there are. split: fixed_split_size of plan; whole: no request is cut. impl, kv:
+        the kernel and the type of the caches that are meant.
         """
         split = pages_of_chunk(split)
         self.batch_size, self.page_size, self.q_len = len(indptr) - 1, page_size, q_len
         self.tables = indptr, last_page_len, kv_len
-        self._shape = self.batch_size, indices if split else 0, heads, kv_heads, page_size, q_len, split, impl
+        self._shape = self.batch_size, indices if split else 0, heads, kv_heads, page_size, q_len, split, impl, kv
         self._units = ops.units_of(heads, kv_heads, q_len)
         self._split = ops.NEVER if whole else ops.BALANCED if split is None else ops.chunk_of(split * page_size)
         self.buffers = self.of_head_dim(head_dim)
@@ -134,6 +138,6 @@ class Division:
         if key not in self._carved:
             if len(self._carved) == _MOST_CARVED:
                 self._carved.clear()
-            needs, fewer = self._sizes(*self._shape), self._sizes(*self._shape[:-1])
+            needs, fewer = self._sizes(*self._shape), self._sizes(*self._shape[:-2])
             self._carved[key] = carve(self.own, self.shared, head_dim_vo, needs, fewer)
         return self._carved[key]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TILE = 64  # keys; kDecodeTile of schedule.h
 ROWS = 16  # packed query rows of a row tile; kDecodeRows
-MOST_BLOCKS = 1023  # kDecodeMostBlocks
+MOST_RANGES = 1023  # kDecodeMostRanges
 CPU_BLOCKS = 64  # ranges of work on a CPU: a fixed number, so that results do not depend on the threads
 BALANCED, NEVER = 0, -1  # values of `split`
 
@@ -38,7 +38,7 @@ DECODE_PLAN = Op(
     name="decode_plan",
     family="decode",
     schema="(Tensor(a!) schedule, Tensor? indptr, Tensor? last_page_len, Tensor? kv_len, int page_size, "
-    "int pages_per_request, int units, int q_len, int window_left, int blocks, int split) -> ()",
+    "int pages_per_request, int units, int q_len, int window_left, int blocks, int ranges, int split) -> ()",
     axes={},
     impls=(Impl("cpu", ON_CPU), Impl("cuda", at_least(80), _plan_unit)),
 )
@@ -67,15 +67,22 @@ def _types(axes: Axes) -> tuple[str, int, int, int]:
     return f"{multiply.device}, {q.device}, {kv.device}", q.bytes, kv.bytes, lines * 128
 
 
+def _tiles_blocks(narrow: bool) -> int:
+    """Of a multiprocessor; H200, page 1: with 2 and 3 of bf16 keys b16 kv8k 144.7 and 140.6 us, b64 of varied lengths
+    281 and 263, b256 kv512 160 and 147, b1 kv8k 28.1 and 29.5; fp8 keys, b64 kv8k 298.5 and 300."""
+    return 2 if narrow else 3
+
+
 def _tiles_unit(axes: Axes) -> Unit:
-    """Tensor cores with cp.async. 96 KB of shared memory at most: sm_86, sm_89 and sm_120 have 99."""
-    types, q_bytes, _, line = _types(axes)
-    dim, stages = int(str(axes["head_dim"])), 3
-    warps = 4 if dim <= 128 else 2
-    ring = max(stages * 2 * 16 * line, ROWS * (dim + 8) * 4)
-    shared = warps * ring + ROWS * (dim * q_bytes + 16) + warps * ROWS * 8 + 176 + 16
-    body = f"decode_tiles<{types}, {dim}, {warps}, {stages}, {shared}>"
-    entry = Entry("decode_tiles", body, warps * 32, (_TILES_KIND, dim), shared, 1)
+    """Tensor cores with cp.async. 99 KB of shared memory at most: all that a block has on sm_86, sm_89 and sm_120."""
+    types, q_bytes, kv_bytes, line = _types(axes)
+    # H200, page 1, b16 kv8k: 2 or 3 stages 144.7 and 144.0 us. fp8 keys, b64 kv8k: 16 of a warp 380 us, 32 298.5.
+    dim, stages = int(str(axes["head_dim"])), 2
+    warps, keys = (4 if dim <= 128 else 2), (32 if kv_bytes == 1 or line <= 128 else 16)
+    ring = max(stages * 2 * keys * line, ROWS * (dim + 8) * 4)
+    shared = warps * ring + ROWS * (dim * q_bytes + 16) + warps * ROWS * 8 + 192 + 16
+    body = f"decode_tiles<{types}, {dim}, {warps}, {keys}, {stages}, {shared}>"
+    entry = Entry("decode_tiles", body, warps * 32, (_TILES_KIND, dim), shared, _tiles_blocks(kv_bytes == 1))
     return Unit("fi/decode/batch_decode.cuh", "BatchDecodeParams", (entry,))
 
 
@@ -89,10 +96,12 @@ def _tma_unit(axes: Axes) -> Unit:
     warps, warp_keys = (4 if dim <= 128 else 2), (32 if kv_bytes == 1 or line <= 128 else 16)
     keys = warps * warp_keys
     stage = 2 * keys * line
-    rest = warps * ROWS * ((dim + 8) * 4 + 8) + 4 * (ROWS * (dim * q_bytes + 16) + 40 + 16) + 2 * 8 + 16 + 1024
-    stages = min(max(2, tune.ring // stage), (227 * 1024 - rest) // (stage + 24))
+    rest = warps * ROWS * ((dim + 8) * 4 + 8) + 4 * (ROWS * (dim * q_bytes + 16) + 40 + 16) + 7 * 8 + 24 + 1024
+    stages = (227 * 1024 - rest) // (stage + 24)
+    long = min(max(2, tune.ring // stage), stages)
+    stages = stages if kv_bytes > 1 else long  # of fp8 keys no more: b16 kv4k 8/1 22.4 us, with five 23.4
     shared = rest + stages * (stage + 24)
-    body = f"decode_tma<{types}, {dim}, {warps}, {warp_keys}, {stages}, {str(whole).lower()}, {shared}>"
+    body = f"decode_tma<{types}, {dim}, {warps}, {warp_keys}, {stages}, {long}, {str(whole).lower()}, {shared}>"
     config = (_TMA_KIND, dim, int(whole), tune.stream, min(keys, TILE))
     entry = Entry("decode_tma", body, warps * 32 + 96, config, shared, 1)
     return Unit("fi/decode/batch_decode_sm90.cuh", "BatchDecodeParams", (entry,))
@@ -118,7 +127,7 @@ BATCH_DECODE = Op(
     schema="(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) workspace, Tensor(d!) schedule, Tensor q, Tensor k_cache, "
     "Tensor v_cache, Tensor page_indices, Tensor? sinks, Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, "
     "Tensor? bmm1_scale, Tensor? bmm2_scale, Tensor? draft_mask, int kv_layout, int pos_encoding_mode, int q_len, "
-    "int blocks, int window_left, float logits_soft_cap, float sm_scale, float v_scale, float rope_scale, "
+    "int blocks, int ranges, int window_left, float logits_soft_cap, float sm_scale, float v_scale, float rope_scale, "
     "float rope_theta, bool? enable_pdl, str impl) -> ()",
     # head_dim: of the tensor-core kernels, which are compiled for it; 0 stands for any other, or two that differ.
     axes={
@@ -198,31 +207,40 @@ class Buffers(NamedTuple):
     """What one user of batch decode owns on its device. Kernels write both: two streams must not share them.
 
     schedule: int32 `[words]`; `plan` fills it, `attend` reads it and counts in it. workspace: fp32
-    `[slots, 16, head_dim_vo + 2]`, scratch of `attend`. blocks: parts into which the work is divided.
+    `[slots, 16, head_dim_vo + 2]`, scratch of `attend`. blocks: that share the work; ranges: into how many parts it
+    may be divided for them.
     """
 
     schedule: torch.Tensor
     workspace: torch.Tensor
     blocks: int
+    ranges: int
 
 
 class Sizes(NamedTuple):
-    """Shapes of `Buffers`: words of the schedule, slots of the workspace, and blocks."""
+    """Shapes of `Buffers`: words of the schedule, slots of the workspace, blocks and ranges."""
 
     words: int
     slots: int
     blocks: int
+    ranges: int
 
 
 @functools.cache
-def blocks_of(device: torch.device, impl: str = "") -> int:
-    """Into how many ranges work is divided: as many as fit a device at once; a fixed number on a CPU."""
+def blocks_of(device: torch.device, impl: str = "", kv: torch.dtype | None = None) -> tuple[int, int]:
+    """Blocks that share the work, as many as fit a device at once (on a CPU a fixed number), and room for ranges.
+
+    impl and kv, the type of the caches: those that are meant; others may run.
+    """
     if device.type != "cuda":
-        return CPU_BLOCKS
+        return CPU_BLOCKS, 3 * CPU_BLOCKS
     import torch
 
-    each = {"fa2_tc": 2, "fa2": 4}.get(impl, 1)  # blocks of a multiprocessor
-    return min(MOST_BLOCKS, each * torch.cuda.get_device_properties(device).multi_processor_count)
+    narrow = kv is not None and kv.itemsize == 1
+    each = {"fa2_tc": _tiles_blocks(narrow), "fa2": 4}.get(impl, 1)  # blocks of a multiprocessor
+    blocks = min(MOST_RANGES, each * torch.cuda.get_device_properties(device).multi_processor_count)
+    # Only where memory alone is the limit some multiprocessors are faster than others.
+    return blocks, min(MOST_RANGES, 3 * blocks) if impl == "fa3" and not narrow else blocks
 
 
 def units_of(num_qo_heads: int, num_kv_heads: int, q_len: int = 1) -> int:
@@ -236,18 +254,24 @@ def chunk_of(split_tokens: int) -> int:
 
 
 def sizes(
-    device: torch.device, batch_size: int, units: int, split: int = BALANCED, tokens: int = 0, impl: str = ""
+    device: torch.device,
+    batch_size: int,
+    units: int,
+    split: int = BALANCED,
+    tokens: int = 0,
+    impl: str = "",
+    kv: torch.dtype | None = None,
 ) -> Sizes:
-    """What `batch_size` requests need, whatever their lengths. impl: the one that is meant to run; another may.
+    """What `batch_size` requests need, whatever their lengths. impl, kv: as in `blocks_of`.
 
     units: `units_of(...)`. split: as in `plan`. tokens: with chunks, the most tokens that the requests may have
     together: page_size times the number of page indices, or of the entries of a block table.
     """
-    blocks = blocks_of(device, impl)
-    slots, counters = 2 * blocks, blocks
+    blocks, ranges = blocks_of(device, impl, kv)
+    slots = 2 * ranges
     if split > 0:
-        slots = counters = max(slots, units * (tokens // (split * TILE) + 2 * batch_size))
-    return Sizes(8 + (blocks + 1) * 8 + batch_size * 4 + counters, slots, blocks)
+        slots = max(slots, units * (tokens // (split * TILE) + 2 * batch_size))
+    return Sizes(12 + (ranges + 1) * 8 + batch_size * 4 + slots, slots, blocks, ranges)  # a counter for each slot
 
 
 def allocate(device: torch.device, needs: Sizes, head_dim_vo: int) -> Buffers:
@@ -258,6 +282,7 @@ def allocate(device: torch.device, needs: Sizes, head_dim_vo: int) -> Buffers:
         torch.empty(needs.words, dtype=torch.int32, device=device),
         torch.empty((needs.slots, ROWS, head_dim_vo + 2), dtype=torch.float32, device=device),
         needs.blocks,
+        needs.ranges,
     )
 
 
@@ -291,7 +316,7 @@ def plan(
     """
     decode_plan(
         buffers.schedule, indptr, last_page_len, kv_len, page_size, pages_per_request, units, q_len, window_left,
-        buffers.blocks, split,
+        buffers.blocks, buffers.ranges, split,
     )  # fmt: skip
 
 
@@ -347,6 +372,7 @@ def attend(
     launch, extras = (batch_decode, ()) if variant is None else variant
     launch(
         out, lse, buffers.workspace, buffers.schedule, q, k_cache, v_cache, page_indices, sinks, scale_q, scale_k,
-        scale_v, bmm1_scale, bmm2_scale, draft_mask, kv_layout, pos_encoding_mode, q_len, buffers.blocks, window_left,
-        logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta, enable_pdl, impl, *extras,
+        scale_v, bmm1_scale, bmm2_scale, draft_mask, kv_layout, pos_encoding_mode, q_len, buffers.blocks,
+        buffers.ranges, window_left, logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta, enable_pdl, impl,
+        *extras,
     )  # fmt: skip

@@ -13,11 +13,12 @@ from fi_core.attention.arguments import (
     code,
     computed,
     data_types,
+    pages_of_chunk,
     unsupported,
 )
 from fi_core.cudnn import planned as cudnn
 from fi_core.decode import engine, ops
-from fi_core.decode.arguments import BACKENDS, FOREIGN, check_lengths, deprecated_positional, lengths, pages_of_chunk
+from fi_core.decode.arguments import BACKENDS, FOREIGN, check_lengths, deprecated_positional, lengths
 from fi_core.decode.division import Division
 from fi_core.errors import UnsupportedError
 from fi_core.observe.log import fi_api
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from fi_core.jit.attention import CustomAttention
 
 _JIT_ARGS = 16  # of gen_customize_batch_decode_module
-_INT_WORKSPACE = 8 << 20  # bytes: the partial results of 132 blocks of head_dim 256 take 4.2 MiB
+_INT_WORKSPACE = 8 << 20  # bytes: partial results of 132 ranges of head_dim 256 take 4.2 MiB, of 396 of 128 6.3
 
 
 class BatchDecodePlan:
@@ -345,7 +346,7 @@ class BatchDecodePlan:
             kv_lens, last_page_len = self._on_device("kv_lens", kv_lens, non_blocking), None
         self._plan_info = self._division.divide(
             indptr, last_page_len, kv_lens, len(self._paged_kv_indices_buf), num_qo_heads, num_kv_heads, head_dim,
-            page_size, window_left, q_len, split, whole, self._impl,
+            page_size, window_left, q_len, split, whole, self._impl, self._cached_kv_data_type,
         )  # fmt: skip
         if self._cudnn is not None:
             self._plan_cudnn(indptr, last_page_len, kv_lens)

@@ -180,8 +180,8 @@ def single_decode_with_kv_cache_with_jit_module(
 
 
 @functools.cache
-def _needs(device: torch.device, units: int, impl: str) -> ops.Sizes:
-    return ops.sizes(device, 1, units, impl=impl)
+def _needs(device: torch.device, units: int, impl: str, kv: torch.dtype) -> ops.Sizes:
+    return ops.sizes(device, 1, units, impl=impl, kv=kv)
 
 
 def _as_batch(
@@ -202,7 +202,7 @@ def _as_batch(
 
     device = q.device
     units = ops.units_of(q.shape[0], k.shape[1 - layout])
-    buffers = ops.allocate(device, _needs(device, units, impl), q.shape[1])
+    buffers = ops.allocate(device, _needs(device, units, impl, k.dtype), q.shape[1])
     whole, first = constants(0x7FFFFFFF, 1, device), constants(0, 1, device)
     # The length is limited by the only page, which is all of k.
     ops.plan(buffers, None, None, whole, k.shape[layout], units, pages_per_request=1, window_left=window_left)

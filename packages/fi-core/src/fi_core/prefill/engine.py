@@ -36,19 +36,21 @@ class PrefillPlanner:
         head_dim_vo: int,
         causal: bool,
         window_left: int,
+        fixed_split_size: int = -1,
+        disable_split_kv: bool = False,
         *unused: Any,
     ) -> list[int]:
         """Lists the tiles of the wrapper whose int workspace is given; its page table must be in place.
 
         qo_indptr `[batch_size + 1]` (tokens), kv_indptr `[batch_size + 1]` (pages, or tokens of ragged keys),
-        kv_len_arr `[batch_size]` (tokens), int32, on the host or the device. Returns the plan info. Further arguments
-        concern split keys, of which there are none. Options of plan that are no parameters here stay.
+        kv_len_arr `[batch_size]` (tokens), int32, on the host or the device. Returns the plan info. Keys are not
+        split with disable_split_kv or a fixed_split_size. Options of plan that are no parameters here stay.
         """
         wrapper = owners.of(int_workspace_buffer)
         wrapper._check_batch(qo_indptr, kv_indptr)
         return wrapper._replan(
             qo_indptr, kv_indptr, None, kv_len_arr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size,
-            causal, window_left,
+            causal, window_left, whole=disable_split_kv or fixed_split_size > 0,
         )  # fmt: skip
 
     def run(self, wrapper: Any, *args: Any, **options: Any) -> Any:

@@ -72,12 +72,13 @@ def attend_once(
     )  # fmt: skip
     if not ops.fits(impl, out, q, k, v):
         impl = "fa2"
-    tokens = ops.tile_tokens(heads, kv_heads, ops.rows_of(impl, q.dtype, k.dtype, dim))
+    kind = impl, q.dtype, k.dtype, dim
+    tokens = ops.tile_tokens(heads, kv_heads, ops.rows_of(*kind))
     schedule = q.new_empty(ops.words(batch_size, rows, tokens), dtype=torch.int32)
     ops.plan(
         schedule, batch_size, tokens, qo_indptr, kv_indptr, None, kv_len, page_size=page_size,
         qo_len=0 if qo_indptr is not None else rows, pages_per_request=pages_per_request, causal=causal,
-        window_left=window_left,
+        window_left=window_left, kv_heads=kv_heads, short_tokens=ops.short_tokens(heads, kv_heads, *kind),
     )  # fmt: skip
     ops.attend(
         schedule, batch_size, tokens, out, lse, q, k, v, page_indices, impl, layout, 0, causal, window_left,

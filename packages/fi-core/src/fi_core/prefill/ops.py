@@ -10,7 +10,7 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
-from fi_core.attention.tiles import MULTIPLY, TILE
+from fi_core.attention.tiles import MULTIPLY, TILE, TILE_OF_48
 from fi_core.errors import UnsupportedError
 from fi_core.launch.op import Launcher, target_of
 from fi_core.spec.constraint import ON_CPU, Constraint, at_least, exactly
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 ROWS = 128  # packed query rows of a tile
 _LEAST_COPY = 8  # keys that a bulk copy must bring
-_HEADER = 8  # words; PrefillSchedule::kHeader
+_HEADER, _COUNTERS = 8, 256 * 12  # words; PrefillSchedule::kHeader, kCounters
+_WORK = 48  # bytes; sizeof(Work)
 
 
 def _plan_unit(axes: Axes) -> Unit:
@@ -36,8 +37,8 @@ PREFILL_PLAN = Op(
     name="prefill_plan",
     family="prefill",
     schema="(Tensor(a!) schedule, Tensor? qo_indptr, Tensor? kv_indptr, Tensor? last_page_len, Tensor? kv_len, "
-    "int batch_size, int qo_len, int page_size, int pages_per_request, int tile_tokens, bool causal, int window_left) "
-    "-> ()",
+    "int batch_size, int qo_len, int page_size, int pages_per_request, int tile_tokens, bool causal, int window_left, "
+    "int kv_heads, int short_tokens, int slots, int blocks) -> ()",
     axes={},
     impls=(Impl("cpu", ON_CPU), Impl("cuda", at_least(80), _plan_unit)),
 )
@@ -46,8 +47,9 @@ PREFILL_PLAN = Op(
 def _tiles_unit(axes: Axes) -> Unit:
     """mma.sync for any head dim; config = (kind 0, rows a block, blocks a multiprocessor)."""
     q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
-    size, body = TILE.shared_bytes(kv.bytes), TILE.body("prefill_tiles", q.short, kv.short)
-    entry = Entry("prefill_tiles", body, TILE.threads, (0, TILE.rows, TILE.blocks), size, TILE.blocks)
+    tile = TILE if kv.bytes == 2 else TILE_OF_48
+    size, body = tile.shared_bytes(kv.bytes), tile.body("prefill_tiles", q.short, kv.short)
+    entry = Entry("prefill_tiles", body, tile.threads, (0, tile.rows, tile.blocks), size, tile.blocks)
     return Unit("fi/prefill/batch_prefill.cuh", "PrefillProblem", (entry,))
 
 
@@ -66,7 +68,7 @@ def _hopper_bytes(qk: int, vo: int, keys: int, groups: int) -> int:
     more = 2 * 64 * groups * qk  # of queries; a second tile of them, where it fits
     tiles = more + 2 * 2 * keys * (qk + vo)
     query_stages = 2 if tiles + more <= 226 * 1024 else 1
-    return round_up(tiles + more * (query_stages - 1) + (12 + 2 * query_stages) * 8 + 2 * 32, 1024) + 1024
+    return round_up(tiles + more * (query_stages - 1) + (12 + 2 * query_stages) * 8 + 2 * _WORK, 1024) + 1024
 
 
 def _hopper_unit(axes: Axes) -> Unit:
@@ -92,7 +94,7 @@ def _hopper_unit(axes: Axes) -> Unit:
 
 def _fp8_bytes(keys: int) -> int:
     """sizeof(PrefillFp8Kernel::Shared), and the 1024 bytes to which its start is aligned."""
-    return round_up(_FP8_DIM * (2 * _FP8_ROWS + 8 * keys) + 24 * 8 + 2 * 32, 1024) + 1024
+    return round_up(_FP8_DIM * (2 * _FP8_ROWS + 8 * keys) + 24 * 8 + 2 * _WORK, 1024) + 1024
 
 
 def _fp8_unit(axes: Axes) -> Unit:
@@ -122,11 +124,12 @@ def _mixed_unit(axes: Axes) -> Unit:
 BATCH_PREFILL = Op(
     name="batch_prefill",
     family="prefill",
-    schema="(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) schedule, Tensor q, Tensor k, Tensor v, Tensor? page_indices, "
-    "Tensor? custom_mask, Tensor? mask_indptr, Tensor? prefix_len, Tensor? items, Tensor? sinks, Tensor? scale_q, "
-    "Tensor? scale_k, Tensor? scale_v, Tensor? bmm1_scale, Tensor? bmm2_scale, int batch_size, int tile_tokens, "
-    "int kv_tokens, int kv_layout, int pos_encoding_mode, bool causal, int window_left, float logits_soft_cap, "
-    "float sm_scale, float v_scale, float rope_scale, float rope_theta, bool? enable_pdl, str impl) -> ()",
+    schema="(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) schedule, Tensor(d!)? workspace, Tensor q, Tensor k, "
+    "Tensor v, Tensor? page_indices, Tensor? custom_mask, Tensor? mask_indptr, Tensor? prefix_len, Tensor? items, "
+    "Tensor? sinks, Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, Tensor? bmm1_scale, Tensor? bmm2_scale, "
+    "int batch_size, int tile_tokens, int kv_tokens, bool clear_rest, int kv_layout, int pos_encoding_mode, "
+    "bool causal, int window_left, float logits_soft_cap, float sm_scale, float v_scale, float rope_scale, "
+    "float rope_theta, bool? enable_pdl, str impl) -> ()",
     # head_dim, soft_cap: what the Hopper kernel is compiled for; 192 has values of 128. 0 and False elsewhere.
     axes={
         "q": ("f16", "bf16", "f32", "e4m3", "e5m2"),
@@ -173,7 +176,7 @@ BATCH_PREFILL = Op(
 prefill_plan = Launcher(PREFILL_PLAN, lambda schedule, *_: (schedule.get_device(),))
 
 
-def _key(out, lse, schedule, q, k, v, *rest):  # type: ignore[no-untyped-def]
+def _key(out, lse, schedule, workspace, q, k, v, *rest):  # type: ignore[no-untyped-def]
     impl = rest[-1]
     if impl != "fa3":
         return q.get_device(), q.dtype, k.dtype, 0, False, impl
@@ -198,9 +201,30 @@ def rows_of(impl: str, q: torch.dtype, kv: torch.dtype, head_dim_qk: int) -> int
     return 64 * _HOPPER[head_dim_qk][3]
 
 
+def short_tokens(
+    num_qo_heads: int, num_kv_heads: int, impl: str, q: torch.dtype, kv: torch.dtype, head_dim_qk: int
+) -> int:
+    """Query tokens of the lower tiles that an implementation takes as well, for `plan` to choose; 0: none."""
+    low = rows_of(impl, q, kv, head_dim_qk) > ROWS and q.itemsize == 2
+    return tile_tokens(num_qo_heads, num_kv_heads) if low else 0
+
+
+def slots(workspace_bytes: int, impl: str, q: torch.dtype, kv: torch.dtype, head_dim: tuple[int, int]) -> int:
+    """Parts of tiles that a workspace of so many bytes has room for; 0 if the implementation splits none."""
+    if impl != "fa3" or q.itemsize != 2 or kv.itemsize != 2:
+        return 0
+    return workspace_bytes // (rows_of(impl, q, kv, head_dim[0]) // 64 * 128 * 4 * (head_dim[1] // 2 + 4))
+
+
+def requests(schedule: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """`[batch_size, 4]`: first row, rows, first page or key, tokens of each request of the last `plan`."""
+    begin = _HEADER + _COUNTERS
+    return schedule[begin : begin + 4 * batch_size].view(-1, 4)
+
+
 def words(batch_size: int, rows: int, tokens: int) -> int:
     """Length of the schedule of a batch with so many query tokens, in tiles of `tokens`."""
-    return _HEADER + 4 * batch_size + 2 * (rows // tokens + batch_size)
+    return _HEADER + _COUNTERS + 4 * batch_size + 2 * (rows // tokens + batch_size)
 
 
 @functools.cache
@@ -271,6 +295,10 @@ def plan(
     pages_per_request: int = 0,
     causal: bool = False,
     window_left: int = -1,
+    kv_heads: int = 1,
+    short_tokens: int = 0,
+    slots: int = 0,
+    blocks: int = 0,
 ) -> None:
     """Lists the tiles of a batch, on the device and without synchronising: one kernel of one block.
 
@@ -282,13 +310,18 @@ def plan(
     kv_len (int32 or uint32 `[batch_size]`), limited to what the pages hold, or `(pages - 1) * page_size +
     last_page_len`, or all that the pages hold.
 
-    causal and window_left say in which order tiles are best taken; `attend` may be given others.
+    causal and window_left say in which order tiles are best taken; `attend` may be given others. short_tokens:
+    `short_tokens(...)`, of tiles that the plan may choose instead (results are the same bits), or 0. With
+    slots (`slots(...)` of the workspace that `attend` then gets) keys of the last tiles, or of all if they are few,
+    may be split among blocks, by the number of multiprocessors and by what else is in the batch; implementations that
+    cannot merge parts take tiles whole. kv_heads: each tile is one of every kv head. blocks: how many take tiles at a
+    time; 0: one a multiprocessor.
 
     Raises ValueError or TypeError (shape, dtype, device).
     """
     prefill_plan(
         schedule, qo_indptr, kv_indptr, last_page_len, kv_len, batch_size, qo_len, page_size, pages_per_request, tokens,
-        causal, window_left,
+        causal, window_left, kv_heads, short_tokens, slots, blocks,
     )  # fmt: skip
 
 
@@ -324,7 +357,9 @@ def attend(
     prefix_len: torch.Tensor | None = None,
     items: torch.Tensor | None = None,
     kv_tokens: int = 0,
+    clear_rest: bool = False,
     variant: Launch | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> None:
     """Attention of all requests that the last `plan` on this schedule listed, in one launch.
 
@@ -333,7 +368,7 @@ def attend(
     contiguous): `[num_pages, page_size, num_kv_heads, dim]` (kv_layout 0, NHD) or `[num_pages, num_kv_heads, page_size,
     dim]` (1, HND); without: `[kv_tokens, num_kv_heads, dim]` or `[num_kv_heads, kv_tokens, dim]`; of q's dtype, or e4m3
     or e5m2 with a 16-bit q. Strides are free but for the last dimension; head dims are multiples of 8 up to 512. Rows
-    of no request are not written.
+    of no request become zero in out with clear_rest, else they are not written.
 
     impl: what `choose` answers, if `fits` (else "fa2"). pos_encoding_mode: value of `PosEncodingMode`.
     sm_scale, bmm1_scale (fp32, one element on the device), scale_q (fp32 `[num_qo_heads]`) and scale_k (fp32
@@ -349,6 +384,8 @@ def attend(
     p that are before prefix_len[b] (int32 or uint32 `[batch_size]`), or from p - items[b][p - prefix_len[b]] + 1 on
     (uint16 `[batch_size, n]`). window_left w >= 0 hides keys j < p - w whatever else is given.
 
+    workspace: uint8, aligned to 16 bytes, private while the kernel runs; needed if `plan` was given slots.
+
     kv_tokens: of all requests, if known: decides how many heads share the L2 cache. variant: the op with a user's
     variant, and what it takes more; scales of scores and the soft cap are then its own.
 
@@ -356,7 +393,8 @@ def attend(
     """
     launch, extras = (batch_prefill, ()) if variant is None else variant
     launch(
-        out, lse, schedule, q, k, v, page_indices, custom_mask, mask_indptr, prefix_len, items, sinks, scale_q, scale_k,
-        scale_v, bmm1_scale, bmm2_scale, batch_size, tokens, kv_tokens, kv_layout, pos_encoding_mode, causal,
-        window_left, logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta, enable_pdl, impl, *extras,
+        out, lse, schedule, workspace, q, k, v, page_indices, custom_mask, mask_indptr, prefix_len, items, sinks,
+        scale_q, scale_k, scale_v, bmm1_scale, bmm2_scale, batch_size, tokens, kv_tokens, clear_rest,
+        kv_layout, pos_encoding_mode, causal, window_left, logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta,
+        enable_pdl, impl, *extras,
     )  # fmt: skip

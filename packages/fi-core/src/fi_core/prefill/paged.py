@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
     """Prefill and append attention of a batch whose keys and values lie in pages: `plan` once a step, `run` a layer.
 
-    float_workspace_buffer: a tensor on the device of the cache, aligned to 16 bytes; not written, since no request is
-    split, so wrappers may share one and run at the same time. kv_layout: "NHD" or "HND", the order of tokens and heads
-    in a page.
+    float_workspace_buffer: a tensor on the device of the cache, aligned to 16 bytes, where partial results lie
+    during a run whose plan splits keys; wrappers may share one unless they run at the same time. 128 MiB are always
+    enough; a smaller one means fewer splits, or none. kv_layout: "NHD" or "HND", the order of tokens and heads in a
+    page.
 
     use_cuda_graph: the batch size is fixed, and `plan` copies its tables into the buffers: qo_indptr_buf and
     paged_kv_indptr_buf `[batch_size + 1]`, paged_kv_indices_buf `[most pages]`, paged_kv_last_page_len_buf
@@ -160,8 +161,13 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         rows by theirs), "ALIBI". logits_soft_cap c > 0: scores become `c tanh(score / c)`. sm_scale: default
         `1 / sqrt(head_dim_qk)`. kv_data_type and o_data_type default to q_data_type.
 
-        Without effect: use_fp16_qk_reduction (sums are fp32), max_item_len_ptr, seq_lens_q, uniform_q_len (hints),
-        fixed_split_size and disable_split_kv (no request is split). block_tables is kept as `_block_tables`.
+        disable_split_kv: the keys of no request are split, so that results are the same bits in whatever batch a
+        request is. Else, on Hopper with 16-bit caches, those of the last tiles may be, by how many multiprocessors
+        would be idle. A positive fixed_split_size means the same as disable_split_kv: no chunk
+        depends on the batch.
+
+        Without effect: use_fp16_qk_reduction (sums are fp32), max_item_len_ptr, seq_lens_q, uniform_q_len (hints).
+        block_tables is kept as `_block_tables`.
         max_token_per_sequence and max_sequence_kv: rows and keys that no request exceeds, for backend "cudnn" alone,
         which without them waits for the device; with use_cuda_graph those of the first plan hold.
 
@@ -199,6 +205,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         self._replan(
             self._qo_indptr_buf, self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf, seq_lens, num_qo_heads,
             num_kv_heads, head_dim_qk, head_dim_vo or head_dim_qk, page_size, causal, window_left, non_blocking,
+            disable_split_kv or (fixed_split_size or 0) > 0,
         )  # fmt: skip
 
     begin_forward = plan

@@ -99,7 +99,8 @@ class BatchPrefillPlan:
         """Replaces both workspaces; plan must be called before the next run.
 
         int_workspace_buffer: contiguous, of any type, private to the wrapper: from plan to the last run the schedule
-        lies there. float_workspace_buffer is not written: prefill has no partial results.
+        lies there. float_workspace_buffer: during a run partial results of requests whose keys are split lie there, so
+        wrappers that run at the same time must not share one; if it is small, or not contiguous, none are split.
         """
         import torch
 
@@ -115,6 +116,8 @@ class BatchPrefillPlan:
         self._float_workspace_buffer, self._int_workspace_buffer = float_workspace_buffer, int_workspace_buffer
         memory = int_workspace_buffer.view(-1).view(torch.uint8)
         self._schedule = memory[: len(memory) // 4 * 4].view(torch.int32)
+        parts = float_workspace_buffer
+        self._parts = parts.view(-1).view(torch.uint8) if parts.is_contiguous() else None  # of split requests
         self._pinned: torch.Tensor | None = None
         self._plan_info: list[int] | None = None
         self._cached_module: engine.PrefillPlanner | None = None
@@ -132,7 +135,7 @@ class BatchPrefillPlan:
 
     def _requests(self) -> torch.Tensor:
         """`[batch_size, 4]`: first row, rows, first page or key, tokens of each request, as the schedule has them."""
-        return self._schedule[8 : 8 + 4 * self._batch_size].view(-1, 4)
+        return ops.requests(self._schedule, self._batch_size)
 
     @computed
     def _kv_lens_buffer(self) -> torch.Tensor:
@@ -295,15 +298,21 @@ class BatchPrefillPlan:
         causal: bool,
         window_left: int,
         non_blocking: bool = True,
+        whole: bool = False,
     ) -> list[int]:
-        """Lists the tiles, on the device, and remembers what they are of. kv_lens win over last_page_len."""
+        """Lists the tiles, on the device, and remembers what they are of.
+
+        kv_lens win over last_page_len. whole: no request is split.
+        """
         check_shape(num_qo_heads, num_kv_heads, page_size, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
         self._num_qo_heads, self._num_kv_heads, self._page_size = num_qo_heads, num_kv_heads, page_size
         self._head_dim_qk, self._head_dim_vo = head_dim_qk, head_dim_vo
         self._batch_size = batch = len(qo_indptr) - 1
         self._impl = self._choose(self._custom_mask_buf is None and self._items is None)
-        tile_rows = ops.rows_of(self._impl, self._cached_q_data_type, self._cached_kv_data_type, head_dim_qk)
-        self._tile = ops.tile_tokens(num_qo_heads, num_kv_heads, tile_rows)
+        kind = self._impl, self._cached_q_data_type, self._cached_kv_data_type
+        self._tile = ops.tile_tokens(num_qo_heads, num_kv_heads, ops.rows_of(*kind, head_dim_qk))
+        room = 0 if whole or self._parts is None else ops.slots(len(self._parts), *kind, (head_dim_qk, head_dim_vo))
+        self._splits = room > 0
         rows = self._qo_indptr_last or 0
         if ops.words(batch, rows, self._tile) > len(self._schedule):
             needed = 4 * ops.words(batch, rows, self._tile)
@@ -315,7 +324,8 @@ class BatchPrefillPlan:
             kv_lens, last_page_len = self._on_device("kv_lens", kv_lens, non_blocking), None
         ops.plan(
             self._schedule, batch, self._tile, qo_indptr, kv_indptr, last_page_len, kv_lens, page_size=page_size,
-            causal=causal, window_left=window_left,
+            causal=causal, window_left=window_left, kv_heads=num_kv_heads,
+            short_tokens=ops.short_tokens(num_qo_heads, num_kv_heads, *kind, head_dim_qk), slots=room,
         )  # fmt: skip
         if self._cudnn is not None:
             most_q, most_kv = self._most
@@ -396,12 +406,15 @@ class BatchPrefillPlan:
 
         rows, heads = q.shape[:2]
         shape, out_dtype = (rows, heads, self._head_dim_vo), self._out_dtype()
+        clear = False
         if out is not None:
             check_shape_dtype_device(out, shape, out_dtype, q.device, "out")
-        elif self._qo_indptr_last == rows:
-            out = q.new_empty(shape) if out_dtype is q.dtype else q.new_empty(shape, dtype=out_dtype)
-        else:  # rows of no request must not be left as they are
-            out = q.new_zeros(shape, dtype=out_dtype)
+        else:
+            clear = self._qo_indptr_last != rows  # rows of no request must not be left as they are
+            if clear and self._cudnn is not None:
+                out = q.new_zeros(shape, dtype=out_dtype)
+            else:
+                out = q.new_empty(shape) if out_dtype is q.dtype else q.new_empty(shape, dtype=out_dtype)
         written, factor = lse, log_base(lse_base)
         if lse is not None or return_lse:
             wanted = lse_shape(lse_layout, rows, heads)
@@ -452,7 +465,7 @@ class BatchPrefillPlan:
                 self._layout, encoding, causal, self._window_left, self._logits_soft_cap, scale, out_scale,
                 self._rope_scale, self._rope_theta, enable_pdl, sinks, *by_head, bmm1, bmm2,
                 custom, self._mask_indptr_buf, self._prefix_len_ptr, self._items, self._kv_tokens,
-                variant,
+                clear, variant, self._parts if self._splits and impl == "fa3" else None,
             )  # fmt: skip
         if written is None:
             return out

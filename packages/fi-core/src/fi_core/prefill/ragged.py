@@ -129,6 +129,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         self._replan(
             self._qo_indptr_buf, self._kv_indptr_buf, None, None, num_qo_heads, num_kv_heads, head_dim_qk,
             head_dim_vo or head_dim_qk, 1, causal, window_left, non_blocking,
+            disable_split_kv or (fixed_split_size or 0) > 0,
         )  # fmt: skip
 
     begin_forward = plan

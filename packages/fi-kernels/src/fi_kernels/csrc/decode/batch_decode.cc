@@ -16,8 +16,8 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
                   Tensor k_cache, Tensor v_cache, Tensor page_indices, OptionalTensor sinks, OptionalTensor scale_q,
                   OptionalTensor scale_k, OptionalTensor scale_v, OptionalTensor bmm1_scale, OptionalTensor bmm2_scale,
                   OptionalTensor draft_mask, int64_t kv_layout, int64_t pos_encoding, int64_t q_len, int64_t blocks,
-                  int64_t window_left, double logits_soft_cap, double sm_scale, double v_scale, double rope_scale,
-                  double rope_theta, int64_t enable_pdl, std::string impl, Extras extras) {
+                  int64_t ranges, int64_t window_left, double logits_soft_cap, double sm_scale, double v_scale,
+                  double rope_scale, double rope_theta, int64_t enable_pdl, std::string impl, Extras extras) {
   // 1 check
   Dim rows{"batch_size * q_len"}, pages{"num_pages"}, page_size{"page_size"}, qo_heads{"num_qo_heads"},
       kv_heads{"num_kv_heads"}, dim_qk{"head_dim_qk"}, dim_vo{"head_dim_vo"}, words{"words"};
@@ -43,14 +43,15 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
   const int64_t batch = rows / q_len;
   page_indices.is({kI32}).on(q).contiguous();
   schedule.is({kI32}).on(q).contiguous().shape(words);
-  const int64_t least = decode_counters_offset(blocks, batch) + blocks;
-  FI_CHECK(blocks > 0 && blocks <= kDecodeMostBlocks && words >= least, ValueError,
-           "schedule must have %lld words or more for %lld blocks; got %lld", static_cast<long long>(least),
-           static_cast<long long>(blocks), static_cast<long long>(words));
+  const int64_t least = decode_counters_offset(ranges, batch) + 2 * ranges;
+  FI_CHECK(blocks > 0 && blocks <= ranges && ranges <= kDecodeMostRanges && words >= least, ValueError,
+           "schedule must have %lld words or more for %lld blocks and %lld ranges; got %lld",
+           static_cast<long long>(least), static_cast<long long>(blocks), static_cast<long long>(ranges),
+           static_cast<long long>(words));
   Dim slots{"slots"}, tile_rows{"16", kDecodeRows}, width{"head_dim_vo + 2", dim_vo + 2};
   workspace.is({kF32}).on(q).contiguous().shape(slots, tile_rows, width);
-  FI_CHECK(slots >= 2 * blocks, ValueError, "workspace must have 2 slots or more for each of %lld blocks; got %s",
-           static_cast<long long>(blocks), workspace.shape_str().c_str());
+  FI_CHECK(slots >= 2 * ranges, ValueError, "workspace must have 2 slots or more for each of %lld ranges; got %s",
+           static_cast<long long>(ranges), workspace.shape_str().c_str());
   const int64_t draft_row = (q_len + 31) / 32 * 4;
   if (draft_mask) {
     Dim requests{"batch_size", batch}, length{"q_len", q_len}, bytes{"ceil(q_len / 32) * 4", draft_row};
@@ -105,6 +106,7 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
   params.page_size = divisor(static_cast<uint32_t>(page_size));
   params.batch = static_cast<int32_t>(batch);
   params.blocks = static_cast<int32_t>(blocks);
+  params.ranges = static_cast<int32_t>(ranges);
   params.group = divisor(static_cast<uint32_t>(p.group));
   params.row_tiles = divisor(static_cast<uint32_t>((q_len * p.group + kDecodeRows - 1) / kDecodeRows));
   params.draft_row = p.mask.draft_row = static_cast<int32_t>(draft_row);
@@ -130,5 +132,5 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
 
 FI_OP(fi::batch_decode, "out", "lse", "workspace", "schedule", "q", "k_cache", "v_cache", "page_indices", "sinks",
       "scale_q", "scale_k", "scale_v", "bmm1_scale", "bmm2_scale", "draft_mask", "kv_layout", "pos_encoding_mode",
-      "q_len", "blocks", "window_left", "logits_soft_cap", "sm_scale", "v_scale", "rope_scale", "rope_theta",
+      "q_len", "blocks", "ranges", "window_left", "logits_soft_cap", "sm_scale", "v_scale", "rope_scale", "rope_theta",
       "enable_pdl", "impl")

@@ -14,28 +14,30 @@ void run_cpu(const DecodePlanParams& p) {
   const DecodeSchedule schedule = p.view();
   DecodeRequest* requests = schedule.requests();
   int32_t cost = 0, chunks = 0;
+  bool uniform = true;
   for (int32_t b = 0; b < p.batch; ++b) {
     requests[b] = decode_request(p, b);
     requests[b].cost = cost, requests[b].chunks = chunks;
     const DecodeCost one = decode_cost(p, requests[b].kv_len);
     cost += one.tiles, chunks += one.chunks;
+    uniform = uniform && one.tiles == decode_cost(p, requests[0].kv_len).tiles;
   }
-  schedule.header() = decode_header(p, {cost, chunks});
-  const DecodeDivision division = decode_division(p, cost);
+  const DecodeDivision division = decode_division(p, cost, uniform);
+  schedule.header() = decode_header(p, division, chunks);
   DecodeStart* starts = schedule.starts();
   std::vector<int64_t> keys;
-  for (int32_t g = 0; g <= p.blocks; ++g) {
+  for (int32_t g = 0; g <= p.ranges; ++g) {
     starts[g] = decode_start(p, division, g, requests);
     keys.push_back(decode_key(p, starts[g]));
   }
-  for (int32_t g = 0; g < p.blocks; ++g) decode_cut(p, starts[g], keys.data());
+  for (int32_t g = 0; g < p.ranges; ++g) decode_cut(p, starts[g], keys.data());
   std::fill_n(schedule.counters(), p.counters, 0);
 }
 #endif
 
 void plan(const Kernel& kernel, Tensor schedule, OptionalTensor indptr, OptionalTensor last_page_len,
           OptionalTensor kv_len, int64_t page_size, int64_t pages_per_request, int64_t units, int64_t q_len,
-          int64_t window_left, int64_t blocks, int64_t split) {
+          int64_t window_left, int64_t blocks, int64_t ranges, int64_t split) {
   // 1 check
   Dim batch{"batch_size"}, words{"words"};
   schedule.is({kI32}).contiguous().shape(words);
@@ -56,11 +58,13 @@ void plan(const Kernel& kernel, Tensor schedule, OptionalTensor indptr, Optional
            "units must be positive and less than 2^31 / batch_size; got %lld", static_cast<long long>(units));
   FI_CHECK(q_len > 0 && q_len <= largest, ValueError, "q_len must be positive; got %lld",
            static_cast<long long>(q_len));
-  FI_CHECK(blocks > 0 && blocks <= kDecodeMostBlocks, ValueError, "blocks must be in 1..%d; got %lld",
-           kDecodeMostBlocks, static_cast<long long>(blocks));
-  const int64_t counters = words - decode_counters_offset(blocks, batch);
-  FI_CHECK(counters >= blocks, ValueError, "schedule must have %lld words or more; got %lld",
-           static_cast<long long>(words - counters + blocks), static_cast<long long>(words));
+  FI_CHECK(ranges > 0 && ranges <= kDecodeMostRanges, ValueError, "ranges must be in 1..%d; got %lld",
+           kDecodeMostRanges, static_cast<long long>(ranges));
+  FI_CHECK(blocks > 0 && blocks <= ranges, ValueError, "blocks must be in 1..%lld; got %lld",
+           static_cast<long long>(ranges), static_cast<long long>(blocks));
+  const int64_t counters = words - decode_counters_offset(ranges, batch), slots = 2 * ranges;
+  FI_CHECK(counters >= slots, ValueError, "schedule must have %lld words or more; got %lld",
+           static_cast<long long>(words - counters + slots), static_cast<long long>(words));
   FI_CHECK(reinterpret_cast<uintptr_t>(schedule.data()) % 16 == 0, ValueError,
            "schedule must begin at a multiple of 16 bytes");
 
@@ -78,6 +82,7 @@ void plan(const Kernel& kernel, Tensor schedule, OptionalTensor indptr, Optional
   p.q_len = static_cast<int32_t>(q_len);
   p.window_left = static_cast<int32_t>(std::min<int64_t>(std::max<int64_t>(window_left, -1), largest));
   p.blocks = static_cast<int32_t>(blocks);
+  p.ranges = static_cast<int32_t>(ranges);
   p.split = static_cast<int32_t>(std::min<int64_t>(std::max<int64_t>(split, -1), 1 << 24));
   p.counters = static_cast<int32_t>(std::min<int64_t>(counters, largest));
 
@@ -96,4 +101,4 @@ void plan(const Kernel& kernel, Tensor schedule, OptionalTensor indptr, Optional
 }  // namespace fi
 
 FI_OP(fi::plan, "schedule", "indptr", "last_page_len", "kv_len", "page_size", "pages_per_request", "units", "q_len",
-      "window_left", "blocks", "split")
+      "window_left", "blocks", "ranges", "split")

@@ -13,13 +13,14 @@
 namespace fi {
 namespace {
 
-void batch_prefill(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor schedule, Tensor q, Tensor k, Tensor v,
-                   OptionalTensor page_indices, OptionalTensor custom_mask, OptionalTensor mask_indptr,
-                   OptionalTensor prefix_len, OptionalTensor items, OptionalTensor sinks, OptionalTensor scale_q,
-                   OptionalTensor scale_k, OptionalTensor scale_v, OptionalTensor bmm1_scale, OptionalTensor bmm2_scale,
-                   int64_t batch_size, int64_t tile_tokens, int64_t kv_tokens, int64_t kv_layout, int64_t pos_encoding,
-                   int64_t causal, int64_t window_left, double logits_soft_cap, double sm_scale, double v_scale,
-                   double rope_scale, double rope_theta, int64_t enable_pdl, std::string impl, Extras extras) {
+void batch_prefill(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor schedule, OptionalTensor workspace,
+                   Tensor q, Tensor k, Tensor v, OptionalTensor page_indices, OptionalTensor custom_mask,
+                   OptionalTensor mask_indptr, OptionalTensor prefix_len, OptionalTensor items, OptionalTensor sinks,
+                   OptionalTensor scale_q, OptionalTensor scale_k, OptionalTensor scale_v, OptionalTensor bmm1_scale,
+                   OptionalTensor bmm2_scale, int64_t batch_size, int64_t tile_tokens, int64_t kv_tokens,
+                   int64_t clear_rest, int64_t kv_layout, int64_t pos_encoding, int64_t causal, int64_t window_left,
+                   double logits_soft_cap, double sm_scale, double v_scale, double rope_scale, double rope_theta,
+                   int64_t enable_pdl, std::string impl, Extras extras) {
   // 1 check
   Dim rows{"qo_tokens"}, pages{"num_pages", 1}, page_size{"page_size"}, qo_heads{"num_qo_heads"},
       kv_heads{"num_kv_heads"}, dim_qk{"head_dim_qk"}, dim_vo{"head_dim_vo"}, words{"words"};
@@ -56,6 +57,11 @@ void batch_prefill(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor 
   const int64_t least = PrefillSchedule::words(batch_size, rows / tile_tokens + batch_size);
   FI_CHECK(batch_size >= 0 && words >= least, ValueError, "schedule must have %lld words or more; got %lld",
            static_cast<long long>(least), static_cast<long long>(words));
+  if (workspace) {
+    workspace.is({kU8}).on(q).contiguous();
+    FI_CHECK(reinterpret_cast<uintptr_t>(workspace.data()) % 16 == 0, ValueError,
+             "workspace must begin at a multiple of 16 bytes");
+  }
   Dim batch{"batch_size", batch_size}, bounds{"batch_size + 1", batch_size + 1}, bytes{"bytes"}, items_row{"items"};
   if (custom_mask) custom_mask.is({kU8}).on(q).contiguous();
   if (custom_mask && mask_indptr) {
@@ -106,6 +112,7 @@ void batch_prefill(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor 
   params.v_page = paged ? v.stride(0) : 0;
   params.pages = paged ? page_indices.data<const int32_t>() : nullptr;
   params.schedule = PrefillSchedule::at(schedule.data<int32_t>(), batch_size);
+  params.parts = workspace ? static_cast<float*>(workspace.data()) : nullptr;
   if (items) {
     params.prefix_len = prefix_len.data<const int32_t>();
     params.items = items.data<const uint16_t>();
@@ -119,6 +126,8 @@ void batch_prefill(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor 
   params.bmm2_scale = scalar(bmm2_scale, q);
   params.page_size = divisor(static_cast<uint32_t>(paged ? page_size.value : 1));
   params.tile_tokens = static_cast<int32_t>(tile_tokens);
+  params.rest_rows = clear_rest ? static_cast<int32_t>(rows) : 0;
+  params.batch = static_cast<int32_t>(batch_size);
   if (rows == 0 || qo_heads == 0) return;
 
   // 3 launch
@@ -128,7 +137,7 @@ void batch_prefill(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor 
   p.aligned = q.alignment(load(q), {p.q_token, p.q_head}) == load(q) &&
               k.alignment(load(k), {params.k_page, p.k_token, p.k_head}) == load(k) &&
               v.alignment(load(v), {params.v_page, p.v_token, p.v_head}) == load(v);
-  if (paged && kv_tokens <= 0) kv_tokens = page_indices.numel() * page_size;
+  if (kv_tokens <= 0) kv_tokens = paged ? page_indices.numel() * page_size : page_size.value;
   launch_batch_prefill(kernel, params, extras, q, k, page_size, kv_tokens, batch_size, kernel.pdl(enable_pdl));
 #else
   (void)kernel, (void)enable_pdl, (void)kv_tokens;
@@ -139,7 +148,7 @@ void batch_prefill(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor 
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::batch_prefill, "out", "lse", "schedule", "q", "k", "v", "page_indices", "custom_mask", "mask_indptr",
-      "prefix_len", "items", "sinks", "scale_q", "scale_k", "scale_v", "bmm1_scale", "bmm2_scale", "batch_size",
-      "tile_tokens", "kv_tokens", "kv_layout", "pos_encoding_mode", "causal", "window_left", "logits_soft_cap",
-      "sm_scale", "v_scale", "rope_scale", "rope_theta", "enable_pdl", "impl")
+FI_OP(fi::batch_prefill, "out", "lse", "schedule", "workspace", "q", "k", "v", "page_indices", "custom_mask",
+      "mask_indptr", "prefix_len", "items", "sinks", "scale_q", "scale_k", "scale_v", "bmm1_scale", "bmm2_scale",
+      "batch_size", "tile_tokens", "kv_tokens", "clear_rest", "kv_layout", "pos_encoding_mode", "causal", "window_left",
+      "logits_soft_cap", "sm_scale", "v_scale", "rope_scale", "rope_theta", "enable_pdl", "impl")

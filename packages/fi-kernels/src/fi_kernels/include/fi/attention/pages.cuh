@@ -21,10 +21,4 @@ struct PagedTokens {
   FI_DEVICE int slot(int j) const { return j - static_cast<int>(divide(j, size) * size.value); }
 };
 
-// The same where the keys may also be ragged: without ids, one page.
-struct TokensOfEither : PagedTokens {
-  FI_DEVICE int64_t page(int j) const { return ids ? PagedTokens::page(j) : 0; }
-  FI_DEVICE int slot(int j) const { return ids ? PagedTokens::slot(j) : j; }
-};
-
 }  // namespace fi

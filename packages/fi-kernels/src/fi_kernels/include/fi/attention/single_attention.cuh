@@ -21,18 +21,20 @@ FI_DEVICE Variant begin_variant(Variant::Params& shared, const Variant::Argument
 template <class T, class Q, class KV, class Shape, int kSharedBytes>
 FI_DEVICE void attend_tiles(const SingleAttentionParams& params, const Variant::Arguments& arguments = {}) {
   using Kernel = TilesKernel<T, Q, KV, OnePage, Shape>;
-  pdl_wait();
-  __shared__ Variant::Params variant_params;
-  Variant variant = begin_variant(variant_params, arguments, params.problem);
+  __shared__ AttentionProblem problem;
   __shared__ TileOfRows tile;
+  __shared__ OnePage pages;
+  __shared__ Variant::Params variant_params;
+  pdl_wait();
   if (threadIdx.x == 0) {
-    const int first = (gridDim.x - 1 - blockIdx.x) * Kernel::kRows, rows = params.problem.rows() - first;
-    tile = {static_cast<int>(blockIdx.y), first, min(Kernel::kRows, rows),
+    problem = params.problem;
+    const int first = (gridDim.x - 1 - blockIdx.x) * Kernel::kRows, rows = problem.rows() - first;
+    tile = {0, static_cast<int>(blockIdx.y), first, min(Kernel::kRows, rows),
             static_cast<int>(blockIdx.z) * Kernel::kColumns};
   }
   __syncthreads();
-  const OnePage pages;
-  Kernel kernel(params.problem, aligned_shared<typename Kernel::Shared, kSharedBytes>(), tile, pages);
+  Variant variant = begin_variant(variant_params, arguments, problem);
+  Kernel kernel(problem, aligned_shared<typename Kernel::Shared, kSharedBytes>(), tile, pages);
   kernel.attend(variant);
   pdl_launch_dependents();
   kernel.store(variant);

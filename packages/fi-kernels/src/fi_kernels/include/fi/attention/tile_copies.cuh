@@ -3,6 +3,7 @@
 #pragma once
 #include "fi/attention/eight.cuh"
 #include "fi/attention/pages.cuh"
+#include "fi/attention/variant.h"
 #include "fi/cuda/math.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/ptx/fp8.cuh"
@@ -25,14 +26,21 @@ FI_DEVICE unsigned pack(float x, float y, __nv_bfloat16) {
 // Head dims are multiples of 64: those that are taken at a time. kKeys keys a step, kWarps warps of 16 kM rows.
 template <int kQK, int kVO, int kSixteens, int kWarps, int kKeysOfStep>
 struct TileShape {
-  static constexpr int kDimQK = kQK, kDimVO = kVO, kM = kSixteens, kKeys = kKeysOfStep;
+  static constexpr int kDimQK = kQK, kDimVO = kVO, kM = kSixteens;
+  // Of more keys a few words do not stay in registers: beside a user's code, and on sm_100.
+#if __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+  static constexpr int kMostKeys = Variant::kCustom ? 32 : 48;
+#else
+  static constexpr int kMostKeys = Variant::kCustom ? 32 : 64;
+#endif
+  static constexpr int kKeys = kKeysOfStep < kMostKeys ? kKeysOfStep : kMostKeys;
   static constexpr int kThreads = 32 * kWarps, kRows = 16 * kM * kWarps;
   static_assert(2 * kKeys <= kThreads && kKeys % (kThreads / 8) == 0, "threads that find and copy keys and values");
 };
 
-// Packed rows [first, first + rows) of a kv head, and the first column of the output.
+// Packed rows [first, first + rows) of a request and a kv head, and the first column of the output.
 struct TileOfRows {
-  int kv_head, first, rows, column;
+  int request, kv_head, first, rows, column;
 };
 
 enum TilePart { kK, kV };
@@ -49,7 +57,7 @@ FI_DEVICE unsigned base(size_t address) {
 template <class Shared, int kSharedBytes>
 FI_DEVICE Shared& aligned_shared() {
   extern __shared__ uint4 bytes[];
-  static_assert(sizeof(Shared) + 128 == kSharedBytes, "the family's Python says how much to ask for");
+  static_assert(sizeof(Shared) + 128 <= kSharedBytes, "the family's Python says how much to ask for");
   // NOTE: an offset; of a pointer made of an integer the compiler does not know that it points to shared memory.
   const unsigned offset = -static_cast<unsigned>(__cvta_generic_to_shared(bytes)) % 128;
   return *reinterpret_cast<Shared*>(reinterpret_cast<char*>(bytes) + offset);
@@ -68,12 +76,15 @@ struct TileCopies {
     T k[kKeys * Shape::kDimQK];
     T v[kKeys * Shape::kDimVO];
     KV raw_k[kDirect ? 8 : kKeys * Shape::kDimQK], raw_v[kDirect ? 8 : kKeys * Shape::kDimVO];  // before conversion
-    const KV* begin[2];         // the first key and the first value of the kv head
-    const KV* at[2][2][kKeys];  // of two steps, keys and values: their rows
-    int special;                // whether scores are finished before the softmax scales them
-    int full_begin, full_end;   // keys that every row sees
+    const KV* begin[2];                // the first key and the first value of the kv head
+    int64_t page_stride[2], token[2];  // of keys and values, in elements
+    const KV* at[2][2][kKeys];         // of two steps, keys and values: their rows
+    int full_begin, full_end;          // keys that every row sees
+    float exponent[kRows];             // from a score to an exponent of 2
     HeadScores scores[kRows];
     Row row[kRows];
+    // Of each thread's rows: registers are scarce. Largest scores before they are scaled, and sums of weights.
+    float most[2 * Shape::kM][kThreads], sums[2 * Shape::kM][kThreads];
     uint64_t steps[256];  // rotary angles
   };
 
@@ -89,96 +100,90 @@ struct TileCopies {
     return base(__cvta_generic_to_shared(slot(tile, r, piece, width)));
   }
 
+  // Whether scores are finished before the softmax, which else scales them.
+  FI_DEVICE bool finished() const { return p.special() || !(p.scores.sm_scale > 0.f); }
+
   FI_DEVICE void prepare(const TileOfRows& tile) const {
     const int first = tile.first, rows = tile.rows, kv_head = tile.kv_head;
     if (p.rotary.enabled) {
 #pragma unroll 1
       for (int k = threadIdx.x; k < p.dim_qk / 2; k += kThreads) shared.steps[k] = p.rotary.step(k);
     }
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 32) {  // not in the warp that has just begun the unit
       shared.begin[kK] = static_cast<const KV*>(p.k) + kv_head * p.k_head;
       shared.begin[kV] = static_cast<const KV*>(p.v) + kv_head * p.v_head;
-      shared.full_begin = p.mask.first_key(p.row(kv_head, first + rows - 1).i);
-      shared.full_end = p.mask.end_key(p.row(kv_head, first).i);
-      shared.special = p.special() || !(p.scores.sm_scale > 0.f);
+      shared.page_stride[kK] = pages.k_page, shared.page_stride[kV] = pages.v_page;
+      shared.token[kK] = p.k_token, shared.token[kV] = p.v_token;
     }
     if (threadIdx.x < kRows) {  // places beyond the last row repeat the first one; nothing stores their result
       const Row row = p.row(kv_head, first + (threadIdx.x < rows ? threadIdx.x : 0));
       shared.row[threadIdx.x] = row;
-      shared.scores[threadIdx.x] = p.head_scores<CudaMath>(row.head);
+      const HeadScores scores = p.head_scores<CudaMath>(row.head);
+      shared.scores[threadIdx.x] = scores;
+      shared.exponent[threadIdx.x] = Variant::kCustom || finished() ? 1.f : scores.scale;
     }
     __syncthreads();
   }
 
-  // The page of this thread's key of a step, which locate takes.
+  // The page of this thread's key or value of a step, which locate takes; beyond the end that of the last one.
   FI_DEVICE int page(int key, int end) const {
-    const int j = key + threadIdx.x % kKeys;
-    return j < end ? static_cast<int>(pages.page(j)) : 0;
+    return static_cast<int>(pages.page(min(key + static_cast<int>(threadIdx.x) % kKeys + 1, end) - 1));
   }
-  // Where the keys and values of a step begin; those beyond the end lie anywhere.
+  // Where the keys and values of a step begin.
   FI_DEVICE void locate(int page, int key, int end, int stage) const {
     const int r = threadIdx.x % kKeys, part = threadIdx.x / kKeys;
-    if (part > 1) return;
-    const KV* at = shared.begin[part];
-    if (key + r < end)
-      at += page * (part == kK ? pages.k_page : pages.v_page) +
-            pages.slot(key + r) * (part == kK ? p.k_token : p.v_token);
-    shared.at[stage][part][r] = at;
+    if (kThreads > 2 * kKeys && part > 1) return;
+    shared.at[stage][part][r] = shared.begin[part] + page * shared.page_stride[part] +
+                                pages.slot(min(key + r + 1, end) - 1) * shared.token[part];
   }
 
   // Whether elements are taken one by one, rotated or from rows that are not aligned.
-  template <TilePart kPart>
-  FI_DEVICE bool each() const {
-    return !p.aligned || (kPart == kK && p.rotary.enabled);
-  }
+  FI_DEVICE bool each(TilePart part) const { return !p.aligned || (part == kK && p.rotary.enabled); }
 
-  // Keys or values from `key` on (zeros from `end` on), dimensions from `dim` on (zeros from the last on; whole lines
-  // of 64 that do not exist are left out), are sent on their way, in a group of copies. This thread's pieces: one of 8
-  // of each line.
+  // Keys or values from `key` on (zeros from `end` on), `dims` dimensions from `dim` on (then zeros), are sent on their
+  // way by this thread: one piece of 8 of each line of 64 in kFetches rows. Without branches, so that the compiler may
+  // put them between products. each: nothing is copied, which land makes good.
+  static constexpr int kRowsOnce = kThreads / 8, kFetches = kKeys / kRowsOnce;
   template <TilePart kPart>
-  FI_DEVICE void fetch(int dim, int key, int end, int stage) const {
-    constexpr int kWidth = kPart == kK ? Shape::kDimQK : Shape::kDimVO, kRowsOnce = kThreads / 8;
-    const int dims = (kPart == kK ? p.dim_qk : p.dim_vo) - dim, piece = threadIdx.x % 8, first = threadIdx.x / 8;
-    if (key < end && !each<kPart>()) {
-      const KV* const* at = &shared.at[stage][kPart][first];
-      unsigned to;
+  FI_DEVICE void fetch(int i, bool each, int dim, int dims, int key, int end, int stage) const {
+    constexpr int kWidth = kPart == kK ? Shape::kDimQK : Shape::kDimVO;
+    const int piece = threadIdx.x % 8, first = threadIdx.x / 8;
+    const int limit = each || key + first + i * kRowsOnce >= end ? 0 : dims - piece * 8;
+    const KV* from = shared.at[stage][kPart][first + i * kRowsOnce] + dim + piece * 8;
+#pragma unroll
+    for (int line = 0; line < kWidth / 64; ++line) {
+      const bool valid = line * 64 < limit;  // else nothing is read
       if constexpr (kDirect)
-        to = address(kPart == kK ? shared.k : shared.v, first, piece, kWidth);
+        cp_async_16(address(kPart == kK ? shared.k : shared.v, first, piece, kWidth) +
+                        (i * kRowsOnce * kWidth + line * 64) * sizeof(T),
+                    from + line * 64, valid);
       else
-        to = base(__cvta_generic_to_shared((kPart == kK ? shared.raw_k : shared.raw_v) + first * kWidth +
-                                                    piece * 8));
-      const int left = end - key - first, x = dim + piece * 8;
-#pragma unroll
-      for (int line = 0; line < kWidth / 64; ++line) {
-        if (line * 64 >= dims) break;
-        const bool within = line * 64 + piece * 8 < dims;
-#pragma unroll
-        for (int r = 0; r < kKeys; r += kRowsOnce) {
-          const KV* from = at[r] + x + line * 64;  // not read where it is beyond the end
-          const unsigned place = to + (r * kWidth + line * 64) * sizeof(KV);
-          if constexpr (kDirect)
-            cp_async_16(place, from, within && r < left);
-          else
-            cp_async_8(place, from, within && r < left);
-        }
-      }
+        cp_async_8(
+            base(__cvta_generic_to_shared((kPart == kK ? shared.raw_k : shared.raw_v) + first * kWidth + piece * 8)) +
+                i * kRowsOnce * kWidth + line * 64,
+            from + line * 64, valid);
     }
+  }
+  template <TilePart kPart>
+  FI_DEVICE void fetch_all(bool each, int dim, int dims, int key, int end, int stage) const {
+#pragma unroll
+    for (int i = 0; i < kFetches; ++i) fetch<kPart>(i, each, dim, dims, key, end, stage);
     cp_async_commit();
   }
 
   // This thread's copies have arrived, and go to their place if they are not there.
   template <TilePart kPart>
-  FI_DEVICE void land(int dim, int key, int end, int stage) const {
+  FI_DEVICE void land(bool each, int dim, int dims, int key, int end, int stage) const {
     constexpr int kWidth = kPart == kK ? Shape::kDimQK : Shape::kDimVO;
-    if (kDirect && !each<kPart>()) return;
-    const int dims = (kPart == kK ? p.dim_qk : p.dim_vo) - dim, piece = threadIdx.x % 8;
+    if (kDirect && !each) return;
+    const int piece = threadIdx.x % 8;
 #pragma unroll 1
     for (int r = threadIdx.x / 8; r < kKeys; r += kThreads / 8)
 #pragma unroll 1
       for (int line = 0; line * 64 < min(dims, kWidth); ++line) {
         T* to = slot(kPart == kK ? shared.k : shared.v, r, line * 8 + piece, kWidth);
         const int x = line * 64 + piece * 8;
-        if (!each<kPart>()) {
+        if (!each) {
           Eight<KV> block;
           block.read((kPart == kK ? shared.raw_k : shared.raw_v) + r * kWidth + x, true);
           put(to, block);
@@ -193,19 +198,34 @@ struct TileCopies {
   // Queries, dimensions from `dim` on, zeros beyond the last row and the last dimension.
   FI_DEVICE void stage_q(int dim, int rows) const {
     const int dims = p.dim_qk - dim, piece = threadIdx.x % 8;
+    const bool each = p.rotary.enabled || !p.aligned;
+    const int64_t token = p.q_token, head = p.q_head;
+    const Q* const q = static_cast<const Q*>(p.q);
+    if (sizeof(Q) == sizeof(T) && !each) {
+      const int first = threadIdx.x / 8;
+      const unsigned to = address(shared.q, first, piece, Shape::kDimQK);
+#pragma unroll 4
+      for (int r = 0; r < kRows; r += kThreads / 8) {
+        const Row at = shared.row[first + r];
+        const Q* from = q + at.i * token + at.head * head + dim + piece * 8;
+#pragma unroll
+        for (int line = 0; line < Shape::kDimQK / 64; ++line)
+          if (line * 64 < dims)
+            cp_async_16(to + (r * Shape::kDimQK + line * 64) * sizeof(T), from + line * 64,
+                        first + r < rows && line * 64 + piece * 8 < dims);
+      }
+      return;
+    }
 #pragma unroll 1
     for (int r = threadIdx.x / 8; r < kRows; r += kThreads / 8) {
       const Row at = shared.row[r];
-      const Q* from = static_cast<const Q*>(p.q) + at.i * p.q_token + at.head * p.q_head;
+      const Q* from = q + at.i * token + at.head * head;
 #pragma unroll 1
-      for (int line = 0; line * 64 < min(dims, Shape::kDimQK); ++line) {
-        const int x = line * 64 + piece * 8;
-        T* to = slot(shared.q, r, line * 8 + piece, Shape::kDimQK);
+      for (int x = piece * 8; x < min(round_up_64(dims), Shape::kDimQK); x += 64) {
+        T* to = slot(shared.q, r, x / 8, Shape::kDimQK);
         const bool inside = r < rows && x < dims;
-        if (inside && (p.rotary.enabled || !p.aligned)) {
+        if (inside && each) {
           put_each(to, from, dim + x, p.rotary.enabled, p.mask.position(at.i));
-        } else if constexpr (sizeof(Q) == sizeof(T)) {
-          cp_async_16(to, inside ? from + dim + x : from, inside);
         } else {
           Eight<Q> block;
           block.clear();
@@ -217,6 +237,8 @@ struct TileCopies {
   }
 
  private:
+  FI_DEVICE static int round_up_64(int x) { return (x + 63) / 64 * 64; }
+
   // One row's eight elements, to shared memory as T.
   template <class S>
   FI_DEVICE static void put(T* to, const Eight<S>& x) {

@@ -6,7 +6,9 @@
 #include "fi/attention/softmax.h"
 #include "fi/attention/tile_copies.cuh"
 #include "fi/attention/variant.h"
+#include "fi/cuda/exchange.cuh"
 #include "fi/cuda/math.cuh"
+#include "fi/cuda/ptx/global.cuh"
 #include "fi/cuda/ptx/ldmatrix.cuh"
 #include "fi/cuda/ptx/mma_sm80.cuh"
 
@@ -30,85 +32,92 @@ struct TilesKernel {
   Copies copies;
   int warp, lane;
   float o[kM][kColumns / 8][4];
-  float m[kM][2], d[kM][2];  // of rows lane / 4 and lane / 4 + 8 of 16; m in what the scores are before they are scaled
 
   // What is referred to should lie in shared memory: registers are scarce.
   FI_DEVICE TilesKernel(const AttentionProblem& p, Shared& shared, const TileOfRows& tile, const Pages& pages)
-      : p(p),
-        shared(shared),
-        tile(tile),
-        copies{p, shared, pages},
-        warp(threadIdx.x / 32),
-        lane(threadIdx.x % 32) {}
+      : p(p), shared(shared), tile(tile), copies{p, shared, pages}, warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
   FI_DEVICE void attend(Variant& variant) {
     copies.prepare(tile);
-    const int begin = p.mask.first_key(shared.row[0].i), end = p.mask.end_key(shared.row[tile.rows - 1].i);
-    const bool wide = p.dim_qk > Shape::kDimQK;
-    int stage = 0, page = copies.page(begin, end);
-    copies.locate(page, begin, end, 0);
-    page = copies.page(begin + kKeys, end);
+    const int first = shared.row[0].i, last = shared.row[tile.rows - 1].i;
+    const int begin = p.mask.first_key(first), end = p.mask.end_key(last);
+    if (threadIdx.x == 0) shared.full_begin = p.mask.first_key(last), shared.full_end = p.mask.end_key(first);
+    clear();
+    if (begin >= end) return;
+    int flags = copies.each(kK) ? Steps::kEachKey : 0;
+    flags |= (copies.each(kV) ? Steps::kEachValue : 0) | (copies.finished() ? Steps::kFinished : 0);
+    flags |= (p.mask.selects() ? Steps::kSelects : 0) | (p.dim_qk > Shape::kDimQK ? Steps::kWide : 0);
+    const Steps steps{static_cast<int>(base(flags)), end};  // base: flags stay in one register
+    int stage = 0;
+    copies.locate(copies.page(begin, end), begin, end, 0);
     copies.stage_q(0, tile.rows);
     __syncthreads();
-    copies.template fetch<kK>(0, begin, end, 0);
-    clear();
+    fetch_keys(steps, 0, begin, 0);
 #pragma unroll 1
     for (int key = begin; key < end; key += kKeys) {
+      const bool masked = key < shared.full_begin || key + kKeys > shared.full_end;
+      const int page = copies.page(key + kKeys, end);
       cp_async_wait<0>();
-      copies.template land<kK>(0, key, end, stage);
+      copies.template land<kK>(steps.is(Steps::kEachKey), 0, p.dim_qk, key, end, stage);
       __syncthreads();  // keys are there, and values of the step before have been used
-      copies.template fetch<kV>(tile.column, key, end, stage);
       Scores s = {};
-#pragma unroll 1
-      for (int dim = 0;;) {
-        multiply_keys(s, p.dim_qk - dim);
-        if (!wide || (dim += Shape::kDimQK) >= p.dim_qk) break;
-        load_more(dim, key, end, stage);
-      }
-      stage ^= 1;
-      copies.locate(page, key + kKeys, end, stage);
-      page = copies.page(key + 2 * kKeys, end);
+      // Values are sent for during the products of keys, and where the next keys lie is found out.
+      multiply_keys(s, p.dim_qk, [&](int step) {
+        if (step < Copies::kFetches)
+          copies.template fetch<kV>(step, steps.is(Steps::kEachValue), tile.column, columns(), key, end, stage);
+        if (step == 3) cp_async_commit(), copies.locate(page, key + kKeys, end, stage ^ 1);
+      });
+      if (steps.is(Steps::kWide)) multiply_more_keys(s, steps, key, stage);
       cp_async_wait<0>();
-      copies.template land<kV>(tile.column, key, end, stage ^ 1);
+      copies.template land<kV>(steps.is(Steps::kEachValue), tile.column, columns(), key, end, stage);
       __syncthreads();  // values are there, and keys have been used
-      if (wide) copies.stage_q(0, tile.rows);
-      copies.template fetch<kK>(0, key + kKeys, end, stage);
-      if constexpr (Variant::kCustom)
-        transform(key, end, s, variant);
-      else if (shared.special)
-        finish(key, s);
-      if (p.mask.selects()) select(key, s);
-      if constexpr (!Variant::kCustom)
-        if (key < shared.full_begin || key + kKeys > shared.full_end) hide(key, s);
+      stage ^= 1;
+      if (Variant::kCustom || masked || steps.is(Steps::kRare)) {  // one branch around all that is rare
+        if (steps.is(Steps::kWide)) copies.stage_q(0, tile.rows);
+        if constexpr (Variant::kCustom)
+          transform(key, end, s, variant);
+        else if (steps.is(Steps::kFinished))
+          finish(key, s);
+        if (steps.is(Steps::kSelects)) select(key, s);
+        if (!Variant::kCustom && masked) hide(key, s);
+      }
+      fetch_keys(steps, 0, key + kKeys, stage);
       if constexpr (Variant::kSoftmax) soften(s);
-      multiply_values(s);
+      multiply_values(s, columns());
     }
+    cp_async_wait<0>();  // the last step sent for keys too, of which there are none
   }
 
   // Normalises, and writes the rows through shared memory: whole lines, whatever the dtype. sinks: [qo_heads], or null.
   FI_DEVICE void store(Variant& variant, const float* sinks = nullptr) {
     float* const staged = reinterpret_cast<float*>(&shared) + warp * 16 * kM * kOutPitch;  // of this warp's rows
     const float scale = p.value_scale(tile.kv_head);
-    const int bytes = out_bytes(p.out_type);
-    __syncthreads();
+    const OutType type = p.out_type;
+    const int bytes = out_bytes(type), rows = tile.rows, width = columns();
+    const int64_t out_token = p.out_token, out_head = p.out_head;
 #pragma unroll
     for (int x = 0; x < kM; ++x)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        d[x][half] += __shfl_xor_sync(0xffffffffu, d[x][half], 1);
-        d[x][half] += __shfl_xor_sync(0xffffffffu, d[x][half], 2);
-        m[x][half] *= exponent_scale(x, half);
+        float d = sum(x, half);
+        d += __shfl_xor_sync(0xffffffffu, d, 1);
+        d += __shfl_xor_sync(0xffffffffu, d, 2);
+        float m = most(x, half) * exponent_scale(x, half);
         const Row at = shared.row[place(x, half)];
         float factor = scale;
-        if (sinks) factor *= add_sink<CudaMath>(sinks[at.head], m[x][half], d[x][half]);
-        const auto output = variant.end(at, m[x][half], d[x][half], factor);
+        if (sinks) factor *= add_sink<CudaMath>(sinks[at.head], m, d);
+        const auto output = variant.end(at, m, d, factor);
 #pragma unroll
         for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
           for (int c = half * 2; c < half * 2 + 2; ++c) o[x][n][c] = output(o[x][n][c]);
         if (p.lse && tile.column == 0 && lane % 4 == 0 && place(x, half) < tile.rows)
-          p.lse[static_cast<int64_t>(at.i) * p.qo_heads + at.head] = softmax_lse<CudaMath>(m[x][half], d[x][half]);
+          p.lse[static_cast<int64_t>(at.i) * p.qo_heads + at.head] = softmax_lse<CudaMath>(m, d);
       }
+    constexpr OutType kOwn = IsHalf<T>::value ? OutType::kF16 : OutType::kBF16;
+    const auto alignment = reinterpret_cast<uint64_t>(p.out) | (out_token | out_head) * sizeof(T);
+    if (type == kOwn && alignment % 16 == 0) return store_own(width);
+    __syncthreads();
 #pragma unroll
     for (int from = 0; from < kColumns; from += kOutColumns) {
       if (from >= columns()) break;
@@ -127,29 +136,53 @@ struct TilesKernel {
 #pragma unroll 2
       for (int r = lane / 16; r < 16 * kM; r += 2) {
         const int to = from + lane % 16 * 4;
-        if (warp * 16 * kM + r >= tile.rows || to >= columns()) continue;
+        if (warp * 16 * kM + r >= rows || to >= width) continue;
         const Row at = shared.row[warp * 16 * kM + r];
-        const int64_t out = at.i * p.out_token + at.head * p.out_head + tile.column;
+        const int64_t out = at.i * out_token + at.head * out_head + tile.column + to;
         const bool vector = ((reinterpret_cast<uint64_t>(p.out) + out * bytes) & (4 * bytes - 1)) == 0;
-        store_four(p.out, p.out_type, out + to,
-                   *reinterpret_cast<const float4*>(staged + r * kOutPitch + lane % 16 * 4), vector);
+        store_four(p.out, type, out, *reinterpret_cast<const float4*>(staged + r * kOutPitch + lane % 16 * 4), vector);
       }
     }
   }
 
  private:
-  FI_DEVICE int place(int x, int half) const { return (warp * kM + x) * 16 + half * 8 + lane / 4; }  // in the tile
-  FI_DEVICE int columns() const { return min(kColumns, p.dim_vo - tile.column); }
-  // From a score to an exponent of 2.
-  FI_DEVICE float exponent_scale(int x, int half) const {
-    return Variant::kCustom || shared.special ? 1.f : shared.scores[place(x, half)].scale;
+  // Output of T, straight from registers: 16 bytes a lane.
+  FI_DEVICE void store_own(int width) const {
+#pragma unroll
+    for (int x = 0; x < kM; ++x)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Row at = shared.row[place(x, half)];
+        T* out = static_cast<T*>(p.out) + at.i * p.out_token + at.head * p.out_head + tile.column + lane % 4 * 8;
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; n += 4) {
+          unsigned words[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) words[i] = pack(o[x][n + i][half * 2], o[x][n + i][half * 2 + 1], T{});
+          const uint4 piece = transpose_of_four(words);
+          if (place(x, half) < tile.rows && n * 8 + lane % 4 * 8 < width) store_global(out + n * 8, piece);
+        }
+      }
   }
+
+  // What all steps have in common, in registers: a branch should not wait for memory.
+  struct Steps {
+    enum Flag { kEachKey = 1, kEachValue = 2, kFinished = 4, kSelects = 8, kWide = 16, kRare = 4 | 8 | 16 };
+    int flags, end;
+    FI_DEVICE bool is(Flag flag) const { return flags & flag; }
+  };
+
+  FI_DEVICE int place(int x, int half) const { return (warp * kM + x) * 16 + half * 8 + lane / 4; }  // in the tile
+  FI_DEVICE float& most(int x, int half) const { return shared.most[2 * x + half][threadIdx.x]; }
+  FI_DEVICE float& sum(int x, int half) const { return shared.sums[2 * x + half][threadIdx.x]; }
+  FI_DEVICE int columns() const { return min(kColumns, p.dim_vo - tile.column); }
+  FI_DEVICE float exponent_scale(int x, int half) const { return shared.exponent[place(x, half)]; }
 
   FI_DEVICE void clear() {
 #pragma unroll
     for (int x = 0; x < kM; ++x) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) m[x][half] = kMinusInf, d[x][half] = 0.f;
+      for (int half = 0; half < 2; ++half) most(x, half) = kMinusInf, sum(x, half) = 0.f;
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
@@ -157,14 +190,21 @@ struct TilesKernel {
     }
   }
 
-  // The next dimensions of keys and queries, in the place of those before.
-  FI_DEVICE void load_more(int dim, int key, int end, int stage) {
-    __syncthreads();
-    copies.stage_q(dim, tile.rows);
-    copies.template fetch<kK>(dim, key, end, stage);
-    cp_async_wait<0>();
-    copies.template land<kK>(dim, key, end, stage);
-    __syncthreads();
+  FI_DEVICE void fetch_keys(const Steps& steps, int dim, int key, int stage) const {
+    copies.template fetch_all<kK>(steps.is(Steps::kEachKey), dim, p.dim_qk - dim, key, steps.end, stage);
+  }
+  // The dimensions beyond the first ones, in their place, as those of queries.
+  FI_DEVICE void multiply_more_keys(Scores& s, const Steps& steps, int key, int stage) {
+#pragma unroll 1
+    for (int dim = Shape::kDimQK; dim < p.dim_qk; dim += Shape::kDimQK) {
+      __syncthreads();
+      copies.stage_q(dim, tile.rows);
+      fetch_keys(steps, dim, key, stage);
+      cp_async_wait<0>();
+      copies.template land<kK>(steps.is(Steps::kEachKey), dim, p.dim_qk - dim, key, steps.end, stage);
+      __syncthreads();
+      multiply_keys(s, p.dim_qk - dim, [](int) {});
+    }
   }
 
   // Products become scores in base 2: scale, soft cap, ALiBi.
@@ -262,31 +302,42 @@ struct TilesKernel {
       }
   }
 
-  // s += q k over the staged dimensions.
-  FI_DEVICE void multiply_keys(Scores& s, int dims) const {
+  // s += q k over the staged dimensions. Keys are read two products ahead, queries one step of 16 dimensions.
+  // beside(step): what else is done meanwhile, in the steps of the first 64 dimensions.
+  template <class Beside>
+  FI_DEVICE void multiply_keys(Scores& s, int dims, Beside&& beside) const {
+    constexpr int kReads = kKeys / 16, kAll = kReads * Shape::kDimQK / 16, kBuffers = 3;  // of 16 keys
     const unsigned q = Copies::address(shared.q, warp * 16 * kM + lane % 16, lane / 16, Shape::kDimQK);
     const unsigned k = Copies::address(shared.k, lane / 16 * 8 + lane % 8, lane / 8 % 2, Shape::kDimQK);
+    unsigned a[2][kM][4], b[kBuffers][4];
+    const auto read_queries = [&](int step) {
 #pragma unroll
-    for (int dim = 0; dim < Shape::kDimQK; dim += 16) {
-      if (dim % 64 == 0 && dim >= dims) break;
-      const unsigned line = dim / 64 * 128, step = dim % 64 * 2;
-      unsigned a[kM][4];
+      for (int x = 0; x < kM; ++x)
+        ldmatrix_x4(a[step % 2][x], (q ^ step % 4 * 32) + step / 4 * 128 + x * 16 * Shape::kDimQK * 2);
+    };
+    const auto read_keys = [&](int i) {
+      const int step = i / kReads;
+      ldmatrix_x4(b[i % kBuffers], (k ^ step % 4 * 32) + step / 4 * 128 + i % kReads * 16 * Shape::kDimQK * 2);
+    };
+    read_queries(0), read_keys(0), read_keys(1);
 #pragma unroll
-      for (int x = 0; x < kM; ++x) ldmatrix_x4(a[x], (q ^ step) + line + x * 16 * Shape::kDimQK * 2);
+    for (int i = 0; i < kAll; ++i) {
+      const int step = i / kReads, n = i % kReads * 2;
+      if (i % (4 * kReads) == 0 && i > 0 && step * 16 >= dims) break;
+      if (i + 2 < kAll) read_keys(i + 2);
+      if (i % kReads == 1 && i + kReads < kAll) read_queries(step + 1);
+      if (i % kReads == 0 && step < 4) beside(step);
+      const unsigned (&now)[4] = b[i % kBuffers];
 #pragma unroll
-      for (int n = 0; n < kEights; n += 2) {
-        unsigned b[4];
-        ldmatrix_x4(b, (k ^ step) + line + n * 8 * Shape::kDimQK * 2);
-#pragma unroll
-        for (int x = 0; x < kM; ++x) {
-          mma_m16n8k16(s[x][n], a[x], b[0], b[1], T{});
-          mma_m16n8k16(s[x][n + 1], a[x], b[2], b[3], T{});
-        }
+      for (int x = 0; x < kM; ++x) {
+        mma_m16n8k16(s[x][n], a[step % 2][x], now[0], now[1], T{});
+        mma_m16n8k16(s[x][n + 1], a[step % 2][x], now[2], now[3], T{});
       }
     }
   }
 
-  // Scores become weights; m, d and o take the new maximum. Four lanes share a row, of whose sum each has a part.
+  // Scores become weights; maxima, sums and o take the new maximum. Four lanes share a row, of whose sum each has a
+  // part.
   FI_DEVICE void soften(Scores& s) {
     float top[kM][2];
     bool moved = false;
@@ -294,22 +345,24 @@ struct TilesKernel {
     for (int x = 0; x < kM; ++x)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float a = m[x][half], b = kMinusInf;
+        float a = kMinusInf, b = kMinusInf;
 #pragma unroll
         for (int n = 0; n < kEights; ++n) a = fmaxf(a, s[x][n][half * 2]), b = fmaxf(b, s[x][n][half * 2 + 1]);
         a = fmaxf(a, b);
         a = fmaxf(a, __shfl_xor_sync(0xffffffffu, a, 1));
-        top[x][half] = fmaxf(a, __shfl_xor_sync(0xffffffffu, a, 2));
-        moved |= top[x][half] != m[x][half];
+        a = fmaxf(a, __shfl_xor_sync(0xffffffffu, a, 2));
+        const float before = most(x, half);
+        top[x][half] = fmaxf(a, before);
+        moved |= top[x][half] != before;
       }
     if (__any_sync(0xffffffffu, moved)) {  // mostly not: maxima come early
 #pragma unroll
       for (int x = 0; x < kM; ++x)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float factor = exp2_approx((m[x][half] - softmax_base(top[x][half])) * exponent_scale(x, half));
-          m[x][half] = top[x][half];
-          d[x][half] *= factor;
+          const float factor = exp2_approx((most(x, half) - softmax_base(top[x][half])) * exponent_scale(x, half));
+          most(x, half) = top[x][half];
+          sum(x, half) *= factor;
 #pragma unroll
           for (int n = 0; n < kColumns / 8; ++n) o[x][n][half * 2] *= factor, o[x][n][half * 2 + 1] *= factor;
         }
@@ -318,7 +371,7 @@ struct TilesKernel {
     for (int x = 0; x < kM; ++x)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float scale = exponent_scale(x, half), base = softmax_base(m[x][half]) * scale;
+        const float scale = exponent_scale(x, half), base = softmax_base(top[x][half]) * scale;
         float a = 0.f, b = 0.f;
 #pragma unroll
         for (int n = 0; n < kEights; ++n) {
@@ -327,12 +380,12 @@ struct TilesKernel {
           z = exp2_approx(fmaf(z, scale, -base));
           a += y, b += z;
         }
-        d[x][half] += a + b;
+        sum(x, half) += a + b;
       }
   }
 
   // o += weights v. The accumulator layout of two score tiles is the operand layout of one step of 16 keys.
-  FI_DEVICE void multiply_values(const Scores& s) {
+  FI_DEVICE void multiply_values(const Scores& s, int columns) {
     const unsigned v = Copies::address(shared.v, lane % 16, lane / 16, kColumns);
     unsigned a[kM][kKeys / 16][4];
 #pragma unroll
@@ -344,7 +397,7 @@ struct TilesKernel {
           a[x][n][c] = pack(s[x][2 * n + c / 2][c % 2 * 2], s[x][2 * n + c / 2][c % 2 * 2 + 1], T{});
 #pragma unroll
     for (int to = 0; to < kColumns; to += 64) {
-      if (to >= columns()) break;
+      if (to > 0 && to >= columns) break;
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n)
 #pragma unroll

@@ -4,9 +4,12 @@
 #include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/decode/finish.cuh"
 #include "fi/decode/rows_finish.cuh"
+#include "fi/decode/take.cuh"
 #include "fi/decode/warp_tile.cuh"
 
 namespace fi {
+
+using Team = FinishTeam<16>;  // parts that are read at once by one block
 
 // The walk of a block, in shared memory: one thread takes the steps, which saves the others thirty registers.
 struct BlockWalk {
@@ -20,15 +23,23 @@ struct BlockWalk {
     walk.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
   }
   // By all threads of the block, the first of which has called begin. A barrier.
-  FI_DEVICE bool next() {
+  FI_DEVICE bool next(const BatchDecodeParams& params) {
     __syncthreads();
-    if (threadIdx.x == 0) more = walk.next(segment);
+    if (threadIdx.x == 0) {
+      more = walk.next(segment);
+      while (!more) {
+        const int range = take_range(params, walk.header);
+        if (range < 0) break;
+        walk.enter(range);
+        more = walk.next(segment);
+      }
+    }
     __syncthreads();
     return more;
   }
 };
 
-// Grid: one block a range of the schedule.
+// Grid: the blocks of the schedule.
 template <class Q, class KV, int kSlices, int kRows>
 FI_DEVICE void decode_rows(const BatchDecodeParams& params, const Variant::Arguments& arguments = {}) {
   using Kernel = RowsKernel<Q, KV, kSlices, kRows, PagedTokens>;
@@ -40,7 +51,7 @@ FI_DEVICE void decode_rows(const BatchDecodeParams& params, const Variant::Argum
   pdl_wait();
   if (threadIdx.x == 0) walk.begin(params);
 #pragma unroll 1
-  while (walk.next()) {
+  while (walk.next(params)) {
     const DecodeSegment& s = walk.segment;
     if (threadIdx.x == 0) {
       problem = params.request(s.request, s.kv_len, sizeof(Q), out_bytes(params.problem.out_type));
@@ -67,22 +78,22 @@ FI_DEVICE void decode_rows(const BatchDecodeParams& params, const Variant::Argum
           if (s.whole())
             finish.write(row + g, x, {m, d, values});
           else
-            finish.publish(row + g, x, {m, d, values});
+            finish.publish(s.part, row + g, x, {m, d, values});
         }
       }
     }
-    if (!s.whole()) finish.complete(threadIdx.x, Kernel::kThreads, 1, &last);
+    if (!s.whole()) finish.complete(Team{static_cast<int>(threadIdx.x), Kernel::kThreads, 1, &last});
   }
   pdl_launch_dependents();
 }
 
-// Each warp takes every kWarps-th slice of 16 keys of a segment, through a ring of its own.
-template <class T, class Q, class KV, int kDim, int kWarps, int kStages>
+// Each warp takes every kWarps-th slice of kKeys keys of a segment, through a ring of its own.
+template <class T, class Q, class KV, int kDim, int kWarps, int kKeys, int kStages>
 struct DecodeTiles {
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kOutputPitch = kDim + 8;
-  using Lines = KeyLines<(kDim * sizeof(KV) + 127) / 128, 16>;
-  using Tile = WarpTile<T, Q, KV, kDim, Lines>;
+  using Lines = KeyLines<(kDim * sizeof(KV) + 127) / 128, kKeys>;
+  using Tile = WarpTile<T, Q, KV, kDim, Lines, kKeys>;
 
   struct Ring {
     union {
@@ -107,13 +118,13 @@ struct DecodeTiles {
   FI_DEVICE DecodeTiles(const BatchDecodeParams& params, Shared& shared)
       : params(params), shared(shared), lane(threadIdx.x % 32), warp(threadIdx.x / 32) {}
 
-  // The keys of a segment that are read, and where lane l finds key l % 16 of the slice that is loaded next.
+  // The keys of a segment that are read, and where lane l finds key l % kKeys of the slice that is loaded next.
   struct Slices {
     int low, high, key;
     int64_t k_offset, v_offset;
   };
   FI_DEVICE void look_up(const DecodeSegment& s, Slices& at) const {
-    const int j = at.key + lane % 16;
+    const int j = at.key + lane % kKeys;
     int64_t page = 0, slot = 0;
     if (j >= at.low && j < at.high) {
       const PagedTokens tokens{params.page_indices + s.first_page, params.page_size, 0, 0};
@@ -126,10 +137,11 @@ struct DecodeTiles {
   FI_DEVICE void load(const KV* k, const KV* v, const Slices& at, int stage) const {
     Ring& ring = shared.rings[warp];
     // Where a row is no power of two pieces, every round has places of its own, which must not all lie in registers.
-    constexpr int kRounds = (Tile::kPieces + 1) / 2, kAtOnce = Tile::kPieces & (Tile::kPieces - 1) ? 2 : kRounds;
+    constexpr int kRounds = (kKeys * Tile::kPieces + 31) / 32,
+                  kAtOnce = Tile::kPieces & (Tile::kPieces - 1) ? 2 : kRounds;
 #pragma unroll kAtOnce
     for (int i = 0; i < kRounds; ++i) {
-      const int place = min(i * 32 + lane, 16 * Tile::kPieces - 1);
+      const int place = min(i * 32 + lane, kKeys * Tile::kPieces - 1);
       const int key = place / Tile::kPieces, piece = place % Tile::kPieces;
       const int64_t k_offset = __shfl_sync(0xffffffffu, at.k_offset, key);
       const int64_t v_offset = __shfl_sync(0xffffffffu, at.v_offset, key);
@@ -157,31 +169,34 @@ struct DecodeTiles {
     if (threadIdx.x == 0) shared.walk.begin(params);
     Tile tile({4}, 0);
 #pragma unroll 1
-    while (shared.walk.next()) {
+    while (shared.walk.next(params)) {
       const DecodeSegment& s = shared.walk.segment;
-      const Finish finish(params, s);
       const AttentionProblem& p = params.problem;
       const auto problem = [&] { return params.keys_of(s.request, s.kv_len, shared.walk.bmm1); };
       Slices at{max(s.begin * kDecodeTile, problem().mask.first_key(0)),
                 static_cast<int>(min(static_cast<int64_t>(s.end) * kDecodeTile, static_cast<int64_t>(s.kv_len))),
-                s.begin * kDecodeTile + warp * 16, 0, 0};
-      const KV* k = static_cast<const KV*>(p.k) + finish.kv_head * p.k_head;
-      const KV* v = static_cast<const KV*>(p.v) + finish.kv_head * p.v_head;
+                s.begin * kDecodeTile + warp * kKeys, 0, 0};
+      const int kv_head = params.kv_head(s.unit);
+      const KV* k = static_cast<const KV*>(p.k) + kv_head * p.k_head;
+      const KV* v = static_cast<const KV*>(p.v) + kv_head * p.v_head;
       look_up(s, at);
       const auto feed = [&](int stage) {
         if (at.key < at.high) load(k, v, at, stage);
         cp_async_commit();
-        at.key += kThreads / 2;
+        at.key += kWarps * kKeys;
         look_up(s, at);
       };
 #pragma unroll 1
       for (int stage = 0; stage < kStages - 1; ++stage) feed(stage);
-      load_queries(finish);
-      __syncthreads();
-      tile.begin(params, problem(), finish.kv_head, finish.first, finish.rows, shared.queries[0]);
+      {
+        const Finish tile_of(params, s, kDim);
+        load_queries(tile_of);
+        __syncthreads();
+        tile.begin(params, problem(), tile_of.kv_head, tile_of.first, tile_of.rows, shared.queries[0]);
+      }
       int stage = 0;
 #pragma unroll 1
-      for (int key = s.begin * kDecodeTile + warp * 16; key < at.high; key += kThreads / 2) {
+      for (int key = s.begin * kDecodeTile + warp * kKeys; key < at.high; key += kWarps * kKeys) {
         feed(stage == 0 ? kStages - 1 : stage - 1);
         cp_async_wait<kStages - 1>();
         __syncwarp();
@@ -189,7 +204,7 @@ struct DecodeTiles {
         if (tile.plain(key, at.low, at.high))
           tile.template attend<true>(problem, shared.queries[0], ring.k[stage], ring.v[stage], key, at.low, at.high,
                                      [] {});
-        else if (key + 16 > at.low)
+        else if (key + kKeys > at.low)
           tile.template attend<false>(problem, shared.queries[0], ring.k[stage], ring.v[stage], key, at.low, at.high,
                                       [] {});
         __syncwarp();
@@ -197,22 +212,29 @@ struct DecodeTiles {
       }
       cp_async_wait<0>();
       __syncwarp();
+      const Finish finish(params, s, kDim);
       tile.leave(finish.rows, shared.rings[warp].output[0], kOutputPitch, shared.states[warp]);
       __syncthreads();
-      finish.finish(threadIdx.x, kThreads, 1, &shared.last, [&](int r, int x) {
-        return Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
-                                            [&](int w) { return &shared.rings[w].output[r][x]; });
-      });
+      int thread = threadIdx.x;
+      asm volatile("" : "+r"(thread));  // what follows from it is not computed before the loop over keys, and kept
+      Team team{thread, kThreads, 1, &shared.last};
+      finish.finish(
+          team,
+          [&](int r, int x) {
+            return Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
+                                                [&](int w) { return &shared.rings[w].output[r][x]; });
+          },
+          [] {}, [&](int r, int x, const RowPart& values) { finish.write(r, x, values); });
     }
     pdl_launch_dependents();
   }
 };
 
-// Grid: one block a range of the schedule.
-template <class T, class Q, class KV, int kDim, int kWarps, int kStages, int kSharedBytes>
+// Grid: the blocks of the schedule.
+template <class T, class Q, class KV, int kDim, int kWarps, int kKeys, int kStages, int kSharedBytes>
 FI_DEVICE void decode_tiles(const BatchDecodeParams& params) {
   extern __shared__ uint4 bytes[];
-  using Kernel = DecodeTiles<T, Q, KV, kDim, kWarps, kStages>;
+  using Kernel = DecodeTiles<T, Q, KV, kDim, kWarps, kKeys, kStages>;
   static_assert(sizeof(typename Kernel::Shared) == kSharedBytes, "the family's Python says how much to ask for");
   pdl_wait();
   Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(bytes)).run();

@@ -22,13 +22,13 @@ struct BatchDecodeParams {
   const float* bmm2_scale;    // multiplies the output; null: 1
   const uint8_t* draft_mask;  // [batch, q_len, draft_row] bytes; null: causal where q_len > 1
   Divisor page_size, group, row_tiles;
-  int32_t batch, blocks, draft_row;
+  int32_t batch, blocks, ranges, draft_row;
   int32_t out_aligned;   // four elements of out may be stored at once
   int32_t box_shift;     // 2^box_shift keys are what one copy of the Hopper kernel brings
   int32_t stream_tiles;  // from so many tiles on, keys pass through L2 like other data; below, they leave it first
   int64_t index_bytes, query_bytes;  // from the first to the last element of page_indices and q
 
-  FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, blocks, batch}; }
+  FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, ranges, batch}; }
   FI_HOST_DEVICE int32_t kv_head(int32_t unit) const {
     return static_cast<int32_t>(divide(static_cast<uint32_t>(unit), row_tiles));
   }
@@ -40,11 +40,11 @@ struct BatchDecodeParams {
     return {i, kv_head * problem.group + (r - i * problem.group)};
   }
 
-  // A part of an item: per row of the tile dim_vo floats, unnormalised; then m and d of each row.
-  FI_HOST_DEVICE float* slot(int32_t index) const {
+  // A part of an item: m and d of each row of the tile, then of each dim_vo floats, unnormalised.
+  FI_HOST_DEVICE float* slot_state(int32_t index) const {
     return workspace + static_cast<int64_t>(index) * kDecodeRows * (problem.dim_vo + 2);
   }
-  FI_HOST_DEVICE float* slot_state(int32_t index) const { return slot(index) + kDecodeRows * problem.dim_vo; }
+  FI_HOST_DEVICE float* slot(int32_t index) const { return slot_state(index) + 2 * kDecodeRows; }
 
   FI_HOST_DEVICE const uint8_t* draft(int32_t b) const {
     return draft_mask + static_cast<int64_t>(b) * problem.mask.qo_len * draft_row;

@@ -2,20 +2,28 @@
 // that take 16 or 32 keys of each tile on tensor cores, and a warp that finishes a segment while they go on with the
 // next.
 #pragma once
+#include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/ptx/tma_sm90.cuh"
-#include "fi/decode/finish.cuh"
+#include "fi/decode/merge_sm90.cuh"
+#include "fi/decode/take.cuh"
 #include "fi/decode/warp_tile.cuh"
 
 namespace fi {
 
-// kWarps consume; each takes kWarpKeys of a stage.
-template <class T, class Q, class KV, int kDim, int kWarps, int kWarpKeys, int kStages, bool kWhole>
+// kWarps consume; each takes kWarpKeys of a stage. Of kStages in the ring kLong are used where ranges are long.
+template <class T, class Q, class KV, int kDim, int kWarps, int kWarpKeys, int kStages, int kLong, bool kWhole>
 struct DecodeTma {
   static constexpr int kThreads = kWarps * 32;      // of the consumers
   static constexpr int kKeys = kWarps * kWarpKeys;  // of a stage
   static constexpr int kLines = (kDim * sizeof(KV) + 127) / 128;
   static constexpr int kOutputPitch = kDim + 8;
   static constexpr int kSegments = 4;  // that are described at a time
+  static constexpr int kRanges = 2;    // that V's warp is ahead of K's
+  static constexpr int kAhead = 4;     // stages before the end of a range its successor is looked up
+  // Parts that one block reads; H200, 33 parts: of b1 kv8k 8/1 17.4 us, in groups 19.5.
+  static constexpr int kDirect = 40;
+  // Tiles of a range for which all of the ring is used; H200, b1 kv8k 21.1 us, without 21.6.
+  static constexpr int kShort = 12;
   using Lines = KeyLines<kLines, kKeys>;
   using Tile = WarpTile<T, Q, KV, kDim, Lines, kWarpKeys>;
 
@@ -27,8 +35,10 @@ struct DecodeTma {
     DecodeSegment segments[kSegments];
     Barrier full_k[kStages], full_v[kStages], empty[kStages];  // of the ring
     Barrier ready[kSegments], free[kSegments];                 // of segments and queries
-    Barrier output_full, output_free;
-    int last[2];
+    Barrier output_full, output_free, parts_full;
+    Barrier range_full[kRanges], range_free[kRanges];
+    int ranges[kRanges];
+    int last[2], stages;
     float bmm1;
   };
 
@@ -41,9 +51,11 @@ struct DecodeTma {
 
   FI_DEVICE void init() const {
     for (int i = 0; i < kStages; ++i) shared.full_k[i].init(1), shared.full_v[i].init(1), shared.empty[i].init(kWarps);
-    for (int i = 0; i < kSegments; ++i) shared.ready[i].init(1), shared.free[i].init(kThreads + 32);
+    for (int i = 0; i < kSegments; ++i) shared.ready[i].init(33), shared.free[i].init(kThreads + 32);
     shared.output_full.init(kThreads);
     shared.output_free.init(32);
+    shared.parts_full.init(1);
+    for (int i = 0; i < kRanges; ++i) shared.range_full[i].init(1), shared.range_free[i].init(32);
     fence_barrier_init();
     prefetch_tensor_map(params.k_map);
     prefetch_tensor_map(params.v_map);
@@ -73,9 +85,40 @@ struct DecodeTma {
     page = params.page_indices[b.s.first_page + index];
     slot = static_cast<int>(key) - index * static_cast<int>(params.page_size.value);
   }
+  // The later ranges, which the values' warp takes and tells the keys' warp.
+  struct Ranges {
+    bool values, asked;
+    int count, range;  // range: of the values' first lane, once it has asked
+  };
+  // Some time before the range is wanted: the answer takes a microsecond.
+  FI_DEVICE void ask(const DecodeWalk& walk, Ranges& ranges) const {
+    if (!ranges.values || ranges.asked) return;
+    if (lane == 0) ranges.range = take_range(params, walk.header);
+    ranges.asked = true;
+  }
+  FI_DEVICE bool enter(DecodeWalk& walk, Ranges& ranges) const {
+    if (walk.header.later == 0) return false;
+    const int at = ranges.count % kRanges, parity = ranges.count / kRanges & 1;
+    int range;
+    if (ranges.values) {
+      ask(walk, ranges);
+      range = __shfl_sync(0xffffffffu, ranges.range, 0);
+      shared.range_free[at].wait(parity ^ 1);
+      if (lane == 0) shared.ranges[at] = range, shared.range_full[at].arrive();
+    } else {
+      shared.range_full[at].wait(parity);
+      range = shared.ranges[at];
+      shared.range_free[at].arrive();
+    }
+    ++ranges.count, ranges.asked = false;
+    walk.enter(range);
+    return range >= 0;
+  }
+
   // After the last segment comes one of unit -1, which has no keys.
-  FI_DEVICE void next(DecodeWalk& walk, Boxes& b) const {
-    if (!walk.next(b.s)) {
+  FI_DEVICE void next(DecodeWalk& walk, Ranges& ranges, Boxes& b) const {
+    while (!walk.next(b.s)) {
+      if (enter(walk, ranges)) continue;
       b.s.unit = -1, b.s.begin = b.low = b.high = 0;
       return;
     }
@@ -88,17 +131,27 @@ struct DecodeTma {
   FI_DEVICE void produce(bool values, DecodeWalk& walk) const {
     const uint64_t policy = walk.header.tiles < params.stream_tiles ? kEvictFirst : kEvictNormal;
     Boxes now, then;
-    next(walk, then);
-    if (values) describe(then.s, 0);  // long before its keys: queries arrive behind all that was asked for before them
-    int stage = 0;
+    then.s.unit = then.s.begin = then.low = then.high = 0;  // a segment without keys, before the first: code that is
+    int stage = 0;                                          // read once instead of twice
+    const int stages = walk.header.tiles < params.blocks * kShort ? kStages : kLong;
+    if (lane == 0 && values) shared.stages = stages;
+    Ranges ranges{values, false, 0, -1};
     unsigned round = 0;
 #pragma unroll 1
-    for (int count = 0;; ++count) {
+    for (int count = -1;; ++count) {
       now = then;
       if (now.s.unit < 0) break;
-      feed(now, values, policy, stage, round, [&] {
-        next(walk, then);
-        if (values) describe(then.s, count + 1);
+      // The next segment of the range is looked up when the first keys are on their way, the next range near its end.
+      bool looked_up = false;
+      feed(now, values, policy, stages, stage, round, [&](int keys_left) {
+        if (looked_up) return;
+        if (walk.done() && keys_left > kAhead * kKeys) {
+          if (keys_left <= 2 * kAhead * kKeys) ask(walk, ranges);
+          return;
+        }
+        looked_up = true;
+        next(walk, ranges, then);
+        if (values) describe(then.s, count + 1);  // long before its keys: queries arrive behind all that was asked for
       });
     }
     pdl_launch_dependents();
@@ -108,24 +161,28 @@ struct DecodeTma {
   FI_DEVICE void describe(const DecodeSegment& s, int count) const {
     const int at = count % kSegments;
     if (count >= kSegments) shared.free[at].wait((count / kSegments - 1) & 1);
-    int rows = 0;
-    if (s.unit >= 0) rows = Finish(params, s).rows;
-    if (lane == 0) {
-      shared.segments[at] = s;
-      shared.ready[at].arrive_expect(rows * kDim * sizeof(Q));
+    if (s.unit >= 0) {
+      constexpr int kPieces = kDim * sizeof(Q) / 16;
+      const AttentionProblem& p = params.problem;
+      const Finish tile(params, s, kDim);
+#pragma unroll 1
+      for (int i = lane; i < tile.rows * kPieces; i += 32) {  // a bulk copy a row would take a hundred cycles each
+        const int r = i / kPieces, piece = i % kPieces * 16;
+        const Row row = params.row(tile.kv_head, tile.first + r);
+        const int64_t token = static_cast<int64_t>(s.request) * p.mask.qo_len + row.i;
+        const Q* from = static_cast<const Q*>(p.q) + token * p.q_token + row.head * p.q_head;
+        cp_async_16(reinterpret_cast<char*>(shared.queries[at][r]) + piece,
+                    reinterpret_cast<const char*>(from) + piece);
+      }
     }
-    __syncwarp();
-    if (lane >= rows) return;
-    const AttentionProblem& p = params.problem;
-    const Row row = params.row(params.kv_head(s.unit), params.first_row(s.unit) + lane);
-    const int64_t token = static_cast<int64_t>(s.request) * p.mask.qo_len + row.i;
-    bulk_load(shared.queries[at][lane], static_cast<const Q*>(p.q) + token * p.q_token + row.head * p.q_head,
-              kDim * sizeof(Q), shared.ready[at]);
+    shared.ready[at].arrive_copies();
+    if (lane == 0) shared.segments[at] = s, shared.ready[at].arrive();
   }
 
-  // Calls `then` when the first keys are on their way.
+  // Calls `then` with the number of keys that are not on their way yet, after each stage; once if there are no keys.
   template <class Then>
-  FI_DEVICE void feed(Boxes& b, bool values, uint64_t policy, int& stage, unsigned& round, Then&& then) const {
+  FI_DEVICE void feed(Boxes& b, bool values, uint64_t policy, int stages, int& stage, unsigned& round,
+                      Then&& then) const {
     const int shift = params.box_shift, boxes = kKeys >> shift, head = params.kv_head(b.s.unit);
     const TensorMap& map = values ? params.v_map : params.k_map;
     char* const ring = values ? shared.v[0] : shared.k[0];
@@ -151,9 +208,9 @@ struct DecodeTma {
             look_up(b, (first_box + done) / 32 + 1, b.next_page, b.next_slot);
           }
         }
-        if (++stage == kStages) stage = 0, ++round;
+        if (++stage == stages) stage = 0, ++round;
       }
-      if (first_box == 0) then();
+      then(b.high - key - kKeys);
     }
   }
 
@@ -180,7 +237,7 @@ struct DecodeTma {
       if (s.unit < 0) break;
       const auto problem = [&] { return params.keys_of(s.request, s.kv_len, shared.bmm1); };
       {
-        const Finish tile_of(params, s);
+        const Finish tile_of(params, s, kDim);
         tile.begin(params, problem(), tile_of.kv_head, tile_of.first, tile_of.rows, shared.queries[at][0]);
       }
       const int from = low(s), to = high(s);
@@ -197,15 +254,17 @@ struct DecodeTma {
                                       values);
         __syncwarp();
         if (lane == 0) shared.empty[stage].arrive();
-        if (++stage == kStages) stage = 0, ++round;
+        if (++stage == shared.stages) stage = 0, ++round;
       }
-      const Finish finish(params, s);
+      const Finish finish(params, s, kDim);
       const bool last = is_last(count);
       if (count > 0) shared.output_free.wait((count - 1) & 1);
       tile.leave(finish.rows, shared.output[warp][0], kOutputPitch, shared.states[warp]);
       if (last) {
         barrier_sync(1, kThreads);
-        complete(finish, threadIdx.x, kThreads, 1);
+        BulkTeam<kDirect, kThreads> team(threadIdx.x, 1, &shared.last[0], shared.parts_full, shared.states[0],
+                                         shared.k[0], sizeof shared.k + sizeof shared.v);  // the ring is free
+        complete(finish, team, [] {});
         return;
       }
       shared.output_full.arrive();
@@ -227,10 +286,9 @@ struct DecodeTma {
     prefetch(params.problem.q, params.query_bytes);
   }
   FI_DEVICE void prefetch(const void* from, int64_t bytes) const {
-    const int64_t lines = (bytes + 127) / 128, share = (lines + params.blocks - 1) / params.blocks,
-                  first = blockIdx.x * share;
-    if (share <= 32 && lane < share && first + lane < lines)
-      prefetch_l2(static_cast<const char*>(from) + (first + lane) * 128);
+    const int64_t line = blockIdx.x + static_cast<int64_t>(lane) * params.blocks;
+    if (bytes <= params.blocks * 32 * 128 && line * 128 < bytes)
+      prefetch_l2(static_cast<const char*>(from) + line * 128);
   }
 
   // All segments but the last, which the consumers finish themselves, being more.
@@ -242,25 +300,30 @@ struct DecodeTma {
       const DecodeSegment& s = shared.segments[at];
       if (s.unit < 0 || is_last(count)) return;
       shared.output_full.wait(count & 1);
-      complete(Finish(params, s), lane, 32, 2);
-      shared.output_free.arrive();
+      FinishTeam<kDirect> team{lane, 32, 2, &shared.last[1]};
+      complete(Finish(params, s, kDim), team, [&] { shared.output_free.arrive(); });
       shared.free[at].arrive();
     }
   }
 
-  FI_DEVICE void complete(const Finish& finish, int thread, int threads, int barrier) const {
-    finish.finish(thread, threads, barrier, &shared.last[barrier - 1], [&](int r, int x) {
-      return Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
-                                          [&](int w) { return &shared.output[w][r][x]; });
-    });
+  template <class Team, class Released>
+  FI_DEVICE void complete(const Finish& finish, Team& team, Released&& released) const {
+    finish.finish(
+        team,
+        [&](int r, int x) {
+          return Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
+                                              [&](int w) { return &shared.output[w][r][x]; });
+        },
+        released, [&](int r, int x, const RowPart& values) { finish.write(r, x, values); });
   }
 };
 
-// Grid: one block a range of the schedule; threads: the consumers, the two producers, the finisher.
-template <class T, class Q, class KV, int kDim, int kWarps, int kWarpKeys, int kStages, bool kWhole, int kSharedBytes>
+// Grid: the blocks of the schedule; threads: the consumers, the two producers, the finisher.
+template <class T, class Q, class KV, int kDim, int kWarps, int kWarpKeys, int kStages, int kLong, bool kWhole,
+          int kSharedBytes>
 FI_DEVICE void decode_tma(const BatchDecodeParams& params) {
   extern __shared__ uint4 bytes[];
-  using Kernel = DecodeTma<T, Q, KV, kDim, kWarps, kWarpKeys, kStages, kWhole>;
+  using Kernel = DecodeTma<T, Q, KV, kDim, kWarps, kWarpKeys, kStages, kLong, kWhole>;
   static_assert(sizeof(typename Kernel::Shared) + 1024 == kSharedBytes, "the family's Python says how much to ask for");
   // The swizzle goes by the address: lines begin at multiples of its period.
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(bytes));

@@ -15,13 +15,13 @@ class CpuBatchDecode {
       : params_(params), arguments_(arguments), q_(q), kv_(kv), out_(out) {}
 
   void run() const {
-    cpu::parallel_for(params_.blocks, grain(), [&](int64_t begin, int64_t end) {
+    cpu::parallel_for(ranges(), grain(), [&](int64_t begin, int64_t end) {
       CpuTile tile(params_.problem, q_, kv_, kDecodeRows);
       walk(begin, end, [&](const DecodeSegment& s) { attend(s, tile); });
     });
     if (!cut()) return;
-    const int64_t merged = 2 * kDecodeRows * static_cast<int64_t>(params_.problem.dim_vo);  // floats, of a block
-    cpu::parallel_for(params_.blocks, 1 + 65536 / merged, [&](int64_t begin, int64_t end) {
+    const int64_t merged = 2 * kDecodeRows * static_cast<int64_t>(params_.problem.dim_vo);  // floats, of a range
+    cpu::parallel_for(ranges(), 1 + 65536 / merged, [&](int64_t begin, int64_t end) {
       std::vector<float> sum(static_cast<size_t>(params_.problem.dim_vo));
       walk(begin, end, [&](const DecodeSegment& s) {
         if (!s.whole() && s.part == 0) merge(s, sum.data());
@@ -30,33 +30,36 @@ class CpuBatchDecode {
   }
 
  private:
+  int32_t ranges() const {
+    const DecodeHeader& header = params_.view().header();
+    return header.groups * (header.first + header.later);
+  }
   bool cut() const {
     const DecodeSchedule schedule = params_.view();
     const DecodeStart* starts = schedule.starts();
     return schedule.header().chunk > 0 ||
-           std::any_of(starts, starts + params_.blocks, [](const DecodeStart& s) { return s.parts > 1; });
+           std::any_of(starts, starts + ranges(), [](const DecodeStart& s) { return s.parts > 1; });
   }
 
-  // Blocks that pay for waking a thread.
+  // Ranges that pay for waking a thread.
   int64_t grain() const {
     const AttentionProblem& p = params_.problem;
     int64_t tokens = 0;
     for (int32_t b = 0; b < params_.batch; ++b) tokens += params_.view().requests()[b].kv_len;
     const double work = static_cast<double>(tokens) * p.rows() * p.kv_heads * (p.dim_qk + p.dim_vo);
-    return 1 + static_cast<int64_t>(2e5 / (work / params_.blocks + 1));
+    return 1 + static_cast<int64_t>(2e5 / (work / ranges() + 1));
   }
 
-  // The segments of some blocks. Blocks at the same place in their unit follow each other: heads of a token lie side by
+  // The segments of some ranges. Those at the same place in their group follow each other: heads of a token lie side by
   // side in memory, so this reads whole pages.
   template <class F>
   void walk(int64_t begin, int64_t end, F&& f) const {
     const Mask& mask = params_.problem.mask;
-    const int64_t units = params_.view().header().units, each = std::max<int64_t>(1, params_.blocks / units);
-    const int64_t regular = each * std::min<int64_t>(units, params_.blocks);
+    const int64_t groups = params_.view().header().groups, each = ranges() / groups;
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t block = i < regular ? i % (regular / each) * each + i / (regular / each) : i;
       DecodeWalk walk;
-      walk.begin(params_.view(), static_cast<int32_t>(block), mask.qo_len, mask.window_left);
+      walk.begin(params_.view(), 0, mask.qo_len, mask.window_left);
+      walk.enter(static_cast<int32_t>(i % groups * each + i / groups));
       DecodeSegment segment;
       while (walk.next(segment)) f(segment);
     }

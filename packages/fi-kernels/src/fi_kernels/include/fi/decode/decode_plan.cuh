@@ -30,7 +30,7 @@ FI_DEVICE DecodeCost sum_before(DecodeCost x, DecodeCost* warps, DecodeCost& tot
 // Grid: one block of 1024.
 FI_DEVICE void decode_plan(const DecodePlanParams& p) {
   constexpr int kThreads = 1024, kNear = 2048;
-  __shared__ int64_t keys[kDecodeMostBlocks + 1];
+  __shared__ int64_t keys[kDecodeMostRanges + 1];
   __shared__ DecodeRequest near[kNear];  // the requests of a batch that is not larger, for the searches
   __shared__ DecodeCost warps[32];
   const DecodeSchedule schedule = p.view();
@@ -39,10 +39,13 @@ FI_DEVICE void decode_plan(const DecodePlanParams& p) {
   pdl_wait();
   pdl_launch_dependents();
   DecodeCost cost{0, 0}, total;
+  const int32_t tiles = p.batch ? decode_cost(p, decode_request(p, 0).kv_len).tiles : 0;
+  bool uniform = true;
 #pragma unroll 1
   for (int b = first; b < end; ++b) {
     const DecodeCost one = decode_cost(p, decode_request(p, b).kv_len);
     cost.tiles += one.tiles, cost.chunks += one.chunks;
+    uniform = uniform && one.tiles == tiles;
   }
   cost = sum_before(cost, warps, total);
 #pragma unroll 1
@@ -54,20 +57,21 @@ FI_DEVICE void decode_plan(const DecodePlanParams& p) {
     const DecodeCost one = decode_cost(p, r.kv_len);
     cost.tiles += one.tiles, cost.chunks += one.chunks;
   }
-  if (threadIdx.x == 0) schedule.header() = decode_header(p, total);
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.counters; i += kThreads) schedule.counters()[i] = 0;
-  __syncthreads();
+  uniform = __syncthreads_and(uniform);
+  const DecodeDivision division = decode_division(p, total.tiles, uniform);
+  if (threadIdx.x == 0) schedule.header() = decode_header(p, division, total.chunks);
   const int g = threadIdx.x;
   DecodeStart start;
-  if (g <= p.blocks) {
+  if (g <= p.ranges) {
     const DecodeRequest* table = requests;
     if (p.batch <= kNear) table = near;
-    start = decode_start(p, decode_division(p, total.tiles), g, table);
+    start = decode_start(p, division, g, table);
     keys[g] = decode_key(p, start);
   }
   __syncthreads();
-  if (g > p.blocks) return;
+  if (g > p.ranges) return;
   decode_cut(p, start, keys);
   schedule.starts()[g] = start;
 }

@@ -11,11 +11,11 @@ struct DecodePlanParams {
   const void* kv_len;            // [batch], int32 or int64; null: from indptr and last_page_len
   int64_t pages_per_request;
   int32_t kv_len_is_wide;
-  int32_t batch, page_size, units, q_len, window_left, blocks;
-  int32_t split;     // > 0: tiles of a chunk; 0: ranges of equal cost; < 0: no item is cut
+  int32_t batch, page_size, units, q_len, window_left, blocks, ranges;
+  int32_t split;     // > 0: tiles of a chunk; 0: ranges of equal cost and smaller ones; < 0: no item is cut
   int32_t counters;  // how many the buffer has
 
-  FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, blocks, batch}; }
+  FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, ranges, batch}; }
 };
 
 // kv_len and first_page of request b. A request sees no more tokens than its pages hold, whatever its length says, so
@@ -45,27 +45,73 @@ FI_HOST_DEVICE DecodeCost decode_cost(const DecodePlanParams& p, int32_t kv_len)
   return cost;
 }
 
-// How the order of items is divided: into `ranges` ranges of equal cost, boundaries within `snap` tiles of the end of
-// an item moved there.
+// How the order of items is divided. Each item into `parts` ranges of as many tiles; or (parts 0) each group into
+// `first` ranges of equal cost, then `later` ranges that become smaller and smaller, boundaries of the first within
+// `snap` tiles of the end of an item moved there.
 struct DecodeDivision {
-  int64_t cost;  // of all units
-  int32_t unit_cost, ranges, snap;
-};
-FI_HOST_DEVICE DecodeDivision decode_division(const DecodePlanParams& p, int32_t unit_cost) {
-  constexpr int32_t kLeastRange = 4;    // tiles; H200, b1 kv1k: 4 16.8 us, 2 16.8, 1 16.0; b64 kv8k 8/1: 90 all
-  constexpr int32_t kSnapDivisor = 32;  // of a range; H200, b64 of varied lengths: 8 267.6 us, 32 261.8, 999 262.3
-  DecodeDivision d{static_cast<int64_t>(unit_cost) * p.units, unit_cost, 1, 0};
-  if (d.cost == 0) return d;
-  // The same ranges for every unit, if that leaves no more than one block in 16 idle.
-  const int32_t each = p.blocks / p.units;
-  if (each * p.units >= p.blocks - p.blocks / 16) {
-    const int32_t most = unit_cost / kLeastRange;
-    d.ranges = (each < most ? each : most > 1 ? most : 1) * p.units;
-  } else {
-    const int64_t most = d.cost / kLeastRange;
-    d.ranges = p.blocks < most ? p.blocks : most > 1 ? static_cast<int32_t>(most) : 1;
+  int64_t cost, group_cost, first_cost;  // of all units; of a group; of its first ranges
+  int32_t unit_cost, groups, first, later, snap, parts;
+
+  FI_HOST_DEVICE int32_t ranges() const { return groups * (first + later); }
+  // Where range g begins, and how far its boundary may move.
+  FI_HOST_DEVICE int64_t position(int32_t g) const {
+    const int32_t group = g / (first + later), i = g % (first + later);
+    const int64_t begin = group_cost * group;
+    if (i <= first) return begin + first_cost * i / first;
+    // From 7/4 of the average to 1/4.
+    const int64_t x = i - first, n = later;
+    return begin + first_cost + (group_cost - first_cost) * x * (7 * n - 3 * x) / (4 * n * n);
   }
-  const int64_t snap = d.cost / d.ranges / kSnapDivisor;
+  FI_HOST_DEVICE int32_t snap_of(int32_t g) const { return later == 0 || g % (first + later) < first ? snap : 1; }
+};
+// uniform: all requests cost the same.
+FI_HOST_DEVICE DecodeDivision decode_division(const DecodePlanParams& p, int32_t unit_cost, bool uniform) {
+  constexpr int32_t kLeastRange = 4;    // tiles; H200, b1 kv1k: 4 16.8 us, 2 16.8, 1 16.0; b64 kv8k 8/1: 90 all
+  constexpr int32_t kLeastCut = 8;      // tiles of an item that is cut, where all items are alike
+  constexpr int32_t kSnapDivisor = 32;  // of a range; H200, b64 of varied lengths: 8 267.6 us, 32 261.8, 999 262.3
+  // Later ranges: an eighth of all work, the last of 16 tiles, if that makes two or more of a block. H200, b128 kv8k
+  // 64/8: none 987 us; 8 and 16 969, 8 and 8 984, 8 and 32 1002, 16 and 8 974, 4 and 16 973.
+  constexpr int32_t kLaterShare = 8, kLeastLater = 16, kLeastLaters = 2;
+  const int64_t cost = static_cast<int64_t>(unit_cost) * p.units;
+  DecodeDivision d{cost, cost, cost, unit_cost, 1, 1, 0, 0, 0};
+  if (cost == 0) return d;
+  const int32_t idle = p.blocks / 16;  // blocks that may be idle where ranges are alike
+  const int64_t items = static_cast<int64_t>(p.units) * p.batch;
+  const int64_t much = static_cast<int64_t>(4 * kLaterShare * kLeastLater * kLeastLaters) * p.blocks;
+  const bool later = p.split == 0 && cost >= much && p.ranges >= (1 + kLeastLaters) * p.blocks;
+  if (uniform && items <= p.blocks && p.split >= 0 && !later) {
+    // Else many blocks would end one item and begin another, and pay for both.
+    const auto each = static_cast<int32_t>(p.blocks / items);
+    const int32_t tiles = unit_cost / p.batch - kItemCost, most = tiles / kLeastRange;
+    const int64_t longest = (tiles + each - 1) / each;
+    if (each * items >= p.blocks - idle || longest * p.blocks <= (tiles + kItemCost) * items) {
+      d.parts = tiles <= kLeastCut || most < 1 ? 1 : each < most ? each : most;
+      d.groups = p.units, d.first = d.parts * p.batch;
+      return d;
+    }
+  }
+  // The same ranges for every unit, if that leaves few blocks idle.
+  int32_t each = p.blocks / p.units;
+  if (each * p.units >= p.blocks - idle) {
+    d.groups = p.units, d.group_cost = d.first_cost = unit_cost;
+    // Equal requests are not cut where the same number for each range leaves few blocks idle.
+    for (int32_t i = each; uniform && i * p.units >= p.blocks - idle; --i)
+      if (p.batch % i == 0) {
+        each = i;
+        break;
+      }
+  } else {
+    each = p.blocks;
+  }
+  const int64_t most = d.group_cost / kLeastRange;
+  d.first = static_cast<int32_t>(each < most ? each : most > 1 ? most : 1);
+  if (later) {
+    const int64_t rest = d.group_cost / kLaterShare, finest = rest / (4 * kLeastLater);
+    const int64_t room = p.ranges / d.groups - d.first;
+    d.later = static_cast<int32_t>(room < finest ? room : finest);
+    d.first_cost = d.group_cost - rest;
+  }
+  const int64_t snap = d.first_cost / d.first / kSnapDivisor;
   d.snap = p.split < 0 ? 0x7fffffff : static_cast<int32_t>(snap > 1 ? snap : 1);
   return d;
 }
@@ -88,20 +134,32 @@ FI_HOST_DEVICE int32_t last_not_above(int32_t count, X x, Value&& value) {
 FI_HOST_DEVICE DecodeStart decode_start(const DecodePlanParams& p, const DecodeDivision& d, int32_t g,
                                         const DecodeRequest* requests) {
   DecodeStart start{p.units, 0, 0, g, 1, 0, 0, 0};
-  if (g >= d.ranges || d.cost == 0) return start;
-  const int64_t at = d.cost * g / d.ranges;
-  start.unit = static_cast<int32_t>(at / d.unit_cost);
-  const auto offset = static_cast<int32_t>(at - static_cast<int64_t>(start.unit) * d.unit_cost);
-  start.request = last_not_above(p.batch, offset, [&](int32_t b) { return requests[b].cost; });
-  DecodeRequest r = requests[start.request];
-  TileRange tiles = decode_tiles(r.kv_len, p.q_len, p.window_left);
-  int32_t done = offset - r.cost - kItemCost;  // tiles of the item before the boundary
-  if (done < 0) done = 0;
-  const int32_t rest = tiles.end - tiles.first - done;
-  if (done <= rest && done < d.snap)
-    done = 0;
-  else if (rest < d.snap)
-    done = tiles.end - tiles.first;
+  if (g >= d.ranges() || d.cost == 0) return start;
+  DecodeRequest r;
+  TileRange tiles;
+  int32_t done;  // tiles of the item before the boundary
+  if (d.parts > 0) {
+    const int32_t item = g / d.parts;
+    start.unit = item / p.batch, start.request = item % p.batch;
+    r = requests[start.request];
+    tiles = decode_tiles(r.kv_len, p.q_len, p.window_left);
+    done = static_cast<int32_t>(static_cast<int64_t>(tiles.end - tiles.first) * (g % d.parts) / d.parts);
+  } else {
+    const int64_t at = d.position(g);
+    const int32_t snap = d.snap_of(g);
+    start.unit = static_cast<int32_t>(at / d.unit_cost);
+    const auto offset = static_cast<int32_t>(at - static_cast<int64_t>(start.unit) * d.unit_cost);
+    start.request = last_not_above(p.batch, offset, [&](int32_t b) { return requests[b].cost; });
+    r = requests[start.request];
+    tiles = decode_tiles(r.kv_len, p.q_len, p.window_left);
+    done = offset - r.cost - kItemCost;
+    if (done < 0) done = 0;
+    const int32_t rest = tiles.end - tiles.first - done;
+    if (done <= rest && done < snap)
+      done = 0;
+    else if (rest < snap)
+      done = tiles.end - tiles.first;
+  }
   start.tile = tiles.first + done;
   if (p.split > 0 && done > 0) {  // to the nearest boundary of a chunk
     start.tile = (start.tile + p.split / 2) / p.split * p.split;
@@ -129,8 +187,8 @@ FI_HOST_DEVICE void decode_cut(const DecodePlanParams& p, DecodeStart& s, const 
   if (s.unit >= p.units || s.tile <= tiles.first) return;
   const int64_t item = decode_key(p, s) >> 32;
   const auto key = [&](int32_t i) { return keys[i]; };
-  s.leader = last_not_above(p.blocks + 1, item << 32 | static_cast<uint32_t>(tiles.first), key);
-  s.parts = last_not_above(p.blocks + 1, (item << 32) + 0xffffffffll, key) - s.leader + 1;
+  s.leader = last_not_above(p.ranges + 1, item << 32 | static_cast<uint32_t>(tiles.first), key);
+  s.parts = last_not_above(p.ranges + 1, (item << 32) + 0xffffffffll, key) - s.leader + 1;
 }
 
 // The chunks by which parts are made: 0 if the buffer has too few counters for them.
@@ -138,14 +196,16 @@ FI_HOST_DEVICE int32_t decode_chunk(const DecodePlanParams& p, int32_t chunks) {
   return p.split > 0 && static_cast<int64_t>(chunks) * p.units <= p.counters ? p.split : 0;
 }
 
-FI_HOST_DEVICE DecodeHeader decode_header(const DecodePlanParams& p, DecodeCost total) {
-  const int64_t tiles = static_cast<int64_t>(total.tiles) * p.units;
+FI_HOST_DEVICE DecodeHeader decode_header(const DecodePlanParams& p, const DecodeDivision& d, int32_t chunks) {
   return {p.units,
           p.batch,
-          p.blocks,
-          decode_chunk(p, total.chunks),
-          total.chunks,
-          tiles < 0x7fffffff ? static_cast<int32_t>(tiles) : 0x7fffffff,
+          decode_chunk(p, chunks),
+          chunks,
+          d.cost < 0x7fffffff ? static_cast<int32_t>(d.cost) : 0x7fffffff,
+          d.groups,
+          d.first,
+          d.later,
+          0,
           {}};
 }
 

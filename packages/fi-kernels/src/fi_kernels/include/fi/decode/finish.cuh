@@ -13,15 +13,22 @@ struct RowPart {
   float4 x;
 };
 
-// The writes of one segment: rows of its tile, by all `threads` threads that call.
+// Parts of an item from `first` on, each `step`-th, so many.
+struct PartRange {
+  int first, count, step;
+};
+
+// The writes of one segment: rows of its tile.
 struct Finish {
   const BatchDecodeParams& params;
   const DecodeSegment& s;
+  const int dim;             // of values: where the caller knows it, a constant saves many instructions
   int kv_head, first, rows;  // packed rows of the tile
 
-  FI_DEVICE Finish(const BatchDecodeParams& params, const DecodeSegment& s)
+  FI_DEVICE Finish(const BatchDecodeParams& params, const DecodeSegment& s, int dim)
       : params(params),
         s(s),
+        dim(dim),
         kv_head(params.kv_head(s.unit)),
         first(params.first_row(s.unit)),
         rows(min(kDecodeRows, params.problem.rows() - first)) {}
@@ -39,13 +46,12 @@ struct Finish {
     if (p.lse && x == 0) p.lse[token * p.qo_heads + row.head] = softmax_lse<CudaMath>(part.m, part.d);
   }
 
-  FI_DEVICE void publish(int r, int x, const RowPart& part) const {
-    const int slot = s.slot_of(s.part);
-    store_global(params.slot(slot) + r * params.problem.dim_vo + x,
-                 make_uint4(__float_as_uint(part.x.x), __float_as_uint(part.x.y), __float_as_uint(part.x.z),
-                            __float_as_uint(part.x.w)));
-    if (x == 0) reinterpret_cast<float2*>(params.slot_state(slot))[r] = make_float2(part.m, part.d);
+  FI_DEVICE void publish(int part, int r, int x, const RowPart& values) const {
+    store_global(slot(part) + r * dim + x, make_uint4(__float_as_uint(values.x.x), __float_as_uint(values.x.y),
+                                                      __float_as_uint(values.x.z), __float_as_uint(values.x.w)));
+    if (x == 0) slot_states(part)[r] = make_float2(values.m, values.d);
   }
+
   // Four values of a row over the warps of the block: state(w) and values(w), unnormalised.
   template <int kWarps, class State, class Values>
   FI_DEVICE static RowPart merged_warps(State&& state, Values&& values) {
@@ -59,73 +65,88 @@ struct Finish {
     return sum;
   }
 
-  // Of a part that is published: whether it is the last to arrive. By all threads, which meet at `barrier`; `last` is
-  // in shared memory.
-  FI_DEVICE bool arrive(int thread, int threads, int barrier, int* last) const {
-    barrier_sync(barrier, threads);
-    if (thread == 0) {
-      int32_t* counter = params.view().counters() + s.counter();
-      *last = count_device(counter) == s.parts - 1;  // by one thread for all that it met at the barrier
-      if (*last) *counter = 0;                       // for the next launch
+  // Where part i of the item lies: see BatchDecodeParams::slot.
+  FI_DEVICE float* slot(int i) const { return slot_of(i) + 2 * kDecodeRows; }
+  FI_DEVICE float2* slot_states(int i) const { return reinterpret_cast<float2*>(slot_of(i)); }
+  FI_DEVICE int64_t slot_size() const { return static_cast<int64_t>(kDecodeRows) * (dim + 2); }
+
+  // Everything: own(r, x) gives this part's values of a row, write(r, x, values) takes those of all parts. released()
+  // is called when own is needed no more. What runs one after the other lies so in the code: it comes from DRAM, and
+  // each jump is a line that was not on its way (H200, b4 kv1k of fp8 keys: 3.0 us for publishing, of which 0.6 remain
+  // where the code is in the multiprocessor).
+  template <class Team, class Own, class Released, class Write>
+  FI_DEVICE void finish(Team& team, Own&& own, Released&& released, Write&& write) const {
+    if (s.whole()) {
+      each(team, 0, rows, [&](int r, int x) { write(r, x, own(r, x)); });
+      released();
+      return;
     }
-    barrier_sync(barrier, threads);
-    return *last;
+    each(team, 0, rows, [&](int r, int x) { publish(s.part, r, x, own(r, x)); });
+    released();
+    merge(team, write);
   }
 
-  // Everything: own(r, x) gives this part's values of a row. One place writes: the code is read from memory as data is.
-  template <class Own>
-  FI_DEVICE void finish(int thread, int threads, int barrier, int* last, Own&& own) const {
-    const int width = params.problem.dim_vo / 4;
-    bool complete = s.whole();
+  // What comes after this part was published. Up to kDirect parts are merged by the last to arrive. More are merged in
+  // groups, each sum in the slot of its group's first, and the last group to be done merges the sums: one
+  // multiprocessor would take long to read them all.
+  template <class Team, class Write>
+  FI_DEVICE void merge(Team& team, Write&& write) const {
+    // Each slot has a counter: a group's is that of its first, that of the sums is the second slot's.
+    PartRange from{0, s.parts, 1};
+    int counter = 0, group = s.parts;
+    if (s.parts > Team::kDirect) {
+      const int groups = (s.parts + kGroup - 1) / kGroup;
+      group = (s.parts + groups - 1) / groups;
+      counter = from.first = s.part - s.part % group;
+      from.count = min(group, s.parts - from.first);
+    }
 #pragma unroll 1
-    while (true) {
-#pragma unroll 1
-      for (int at = thread; at < rows * width; at += threads) {
-        const int r = at / width, x = at % width * 4;
-        const RowPart part = complete && !s.whole() ? merged(r, x) : own(r, x);
+    while (arrive(team, params.view().counters() + s.slot_of(counter), from.count)) {
+      const bool complete = group >= s.parts;
+      team.merge(*this, from, [&](int r, int x, const RowPart& values) {
         if (complete)
-          write(r, x, part);
+          write(r, x, values);
         else
-          publish(r, x, part);
-      }
-      if (complete || !arrive(thread, threads, barrier, last)) return;
-      complete = true;
+          publish(from.first, r, x, values);
+      });
+      if (complete) return;
+      from = {0, (s.parts + group - 1) / group, group};
+      counter = 1, group = s.parts;
     }
   }
 
-  // The output of rows that other parts have left, by all that call.
-  FI_DEVICE void write_merged(int thread, int threads) const {
-    const int width = params.problem.dim_vo / 4;
+  // f(r, x) for each four values of `count` rows.
+  template <class Team, class F>
+  FI_DEVICE void each(const Team& team, int row, int count, F&& f) const {
+    const int width = dim / 4;
 #pragma unroll 1
-    for (int at = thread; at < rows * width; at += threads)
-      write(at / width, at % width * 4, merged(at / width, at % width * 4));
+    for (int at = team.thread; at < count * width; at += team.threads) f(row + at / width, at % width * 4);
   }
 
- private:
-  // The values of all parts. Four are asked for at once: more would save round trips to L2, but their code comes from
-  // DRAM (H200, b1 kv1k, 4 parts: 16 at once 16.8 us, 8 14.6, 4 13.7; b1 kv8k, 16 parts: 22.6, 21.3, 21.8).
-  FI_DEVICE RowPart merged(int r, int x) const {
+  // Four values of a row, of all parts. Four parts are asked for at once: more would save round trips to L2, but their
+  // code comes from DRAM (H200, b1 kv1k, 4 parts: 16 at once 16.8 us, 8 14.6, 4 13.7; b1 kv8k, 16 parts: 22.6, 21.3,
+  // 21.8).
+  FI_DEVICE RowPart merged(const PartRange& from, int r, int x) const {
     constexpr int kAtOnce = 4;
-    const int dim = params.problem.dim_vo;
-    const int64_t slot = static_cast<int64_t>(kDecodeRows) * (dim + 2), step = s.step * slot;  // floats
-    const float* parts = params.slot(s.slot);
+    const int64_t step = from.step * s.step * slot_size();
+    const float* part = slot_of(from.first ? from.first : from.step);
+    if (from.first == 0) part -= step;  // the slot of part 0 lies elsewhere
     RowPart sum{kMinusInf, 0.f, make_float4(0.f, 0.f, 0.f, 0.f)};
 #pragma unroll 1
-    for (int first = 0; first < s.parts; first += kAtOnce) {
+    for (int first = 0; first < from.count; first += kAtOnce) {
       float2 state[kAtOnce];
       float4 value[kAtOnce];
-      const float* part = parts + first * step;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const float* here = i == 0 && first == 0 ? part + step - slot : part;  // see slot_of
-        state[i] = __ldcg(reinterpret_cast<const float2*>(here + kDecodeRows * dim) + r);
-        value[i] = __ldcg(reinterpret_cast<const float4*>(here + r * dim + x));
-        if (first + i + 1 < s.parts) part += step;  // else the last once more, for nothing
+        const float* here = i == 0 && from.first + first == 0 ? slot_of(0) : part;
+        state[i] = __ldcg(reinterpret_cast<const float2*>(here) + r);
+        value[i] = __ldcg(reinterpret_cast<const float4*>(here + 2 * kDecodeRows + r * dim + x));
+        if (first + i + 1 < from.count) part += step;  // else the last once more, for nothing
       }
       float top = sum.m;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i >= s.parts) state[i].x = kMinusInf;
+        if (first + i >= from.count) state[i].x = kMinusInf;
         top = fmaxf(top, state[i].x);
       }
       const float base = softmax_base(top);
@@ -137,12 +158,54 @@ struct Finish {
     return sum;
   }
 
+ private:
+  static constexpr int kGroup = 16;
+
+  FI_DEVICE float* slot_of(int i) const { return params.workspace + s.slot_of(i) * slot_size(); }
+
+  // Whether this is the last of so many to arrive, whose parts or sums are published. By all threads of the team.
+  template <class Team>
+  FI_DEVICE bool arrive(const Team& team, int32_t* counter, int count) const {
+    team.meet();
+    if (team.thread == 0) {
+      *team.last = count_device(counter) == count - 1;  // by one thread for all that it met at the barrier
+      if (*team.last) *counter = 0;                     // for the next launch
+    }
+    team.meet();
+    return *team.last;
+  }
+
   FI_DEVICE static void scale(RowPart& part, float factor) {
     part.d *= factor, part.x.x *= factor, part.x.y *= factor, part.x.z *= factor, part.x.w *= factor;
   }
   FI_DEVICE static void add(RowPart& part, float weight, float d, float4 x) {
     part.d += weight * d;
     part.x.x += weight * x.x, part.x.y += weight * x.y, part.x.z += weight * x.z, part.x.w += weight * x.w;
+  }
+};
+
+// The threads that finish a segment together, warps that meet at a named barrier, and how they read what they merge:
+// each for itself. `last` is in shared memory.
+template <int kMostDirect>
+struct FinishTeam {
+  static constexpr int kDirect = kMostDirect;
+  int thread, threads, barrier;
+  int* last;
+
+  FI_DEVICE void meet() const { barrier_sync(barrier, threads); }
+
+  // take(r, x, values) for all rows, which may replace what was read, row by row.
+  template <class Take>
+  FI_DEVICE void merge(const Finish& finish, const PartRange& from, Take&& take) {
+    const int width = finish.dim / 4;
+#pragma unroll 1
+    for (int base = 0; base < finish.rows * width; base += threads) {
+      const int at = base + thread, r = at / width, x = at % width * 4;
+      RowPart values;
+      if (r < finish.rows) values = finish.merged(from, r, x);
+      meet();
+      if (r < finish.rows) take(r, x, values);
+    }
   }
 };
 

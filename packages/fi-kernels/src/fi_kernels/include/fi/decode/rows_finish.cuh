@@ -9,7 +9,7 @@ struct RowsFinish : Finish {
   Variant& variant;
 
   FI_DEVICE RowsFinish(const BatchDecodeParams& params, const DecodeSegment& s, Variant& variant)
-      : Finish(params, s), variant(variant) {}
+      : Finish(params, s, params.problem.dim_vo), variant(variant) {}
 
   // Element x .. x + 3 of row r, over all keys.
   FI_DEVICE void write(int r, int x, RowPart part) const {
@@ -27,36 +27,10 @@ struct RowsFinish : Finish {
     }
   }
 
-  // What comes after all rows of a part were published, by all threads, which meet at `barrier`; `last` is in shared
-  // memory.
-  FI_DEVICE void complete(int thread, int threads, int barrier, int* last) const {
-    if (!arrive(thread, threads, barrier, last)) return;
-    if constexpr (!Variant::kCustom) {
-      write_merged(thread, threads);
-    } else {
-      const int width = params.problem.dim_vo / 4;
-#pragma unroll 1
-      for (int at = thread; at < rows * width; at += threads)
-        write(at / width, at % width * 4, merged(at / width, at % width * 4));
-    }
-  }
-
- private:
-  FI_DEVICE RowPart merged(int r, int x) const {
-    RowPart sum{Variant::kHidden, 0.f, make_float4(0.f, 0.f, 0.f, 0.f)};
-#pragma unroll 4
-    for (int part = 0; part < s.parts; ++part) {
-      const int slot = s.slot_of(part);
-      const float2 state = __ldcg(reinterpret_cast<const float2*>(params.slot_state(slot)) + r);
-      const float4 v = __ldcg(reinterpret_cast<const float4*>(params.slot(slot) + r * params.problem.dim_vo + x));
-      const float top = fmaxf(sum.m, state.x), base = softmax_base(top);
-      const float old = softmax_weight<CudaMath>(sum.m, base), weight = softmax_weight<CudaMath>(state.x, base);
-      sum.m = top;
-      sum.d = sum.d * old + weight * state.y;
-      sum.x = make_float4(sum.x.x * old + weight * v.x, sum.x.y * old + weight * v.y, sum.x.z * old + weight * v.z,
-                          sum.x.w * old + weight * v.w);
-    }
-    return sum;
+  // What comes after all rows of a part were published.
+  template <class Team>
+  FI_DEVICE void complete(Team team) const {
+    merge(team, [&](int r, int x, const RowPart& values) { write(r, x, values); });
   }
 };
 

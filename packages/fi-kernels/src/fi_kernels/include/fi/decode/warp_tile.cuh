@@ -60,7 +60,7 @@ struct WarpTile {
   float scale[2], slope[2];  // of the lane's two rows
   int i[2];
   int full_begin, full_end;  // keys that all rows see
-  bool special;              // see AttentionProblem
+  bool special;              // scores need more than a scale
   const Lines lines;
   const int lane, place;  // of the first key in what lines hold
   // Where the lane's row of an even piece begins, for each line and sixteen keys; the others differ in three bits.
@@ -91,9 +91,10 @@ struct WarpTile {
       scale[half] = head.scale, slope[half] = head.slope, i[half] = row.i;
       m[half] = kMinusInf, d[half] = 0.f;
     }
-    special = p.special();
+    special = p.scores.soft_cap > 0.f || p.scores.alibi;
     full_begin = p.mask.first_key(params.row(kv_head, first + rows - 1).i);
     full_end = p.mask.end_key(params.row(kv_head, first).i);
+    if (p.mask.draft) full_end = min(full_end, p.mask.kv_len - p.mask.qo_len);
     if constexpr (kHeld) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) load_query(queries, step, q[step]);
@@ -142,7 +143,7 @@ struct WarpTile {
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) s[n][c] = (s[n][c] + odd[n][c]) * scale[c / 2];
-    if (!kPlain && special) finish(problem(), key, s);
+    if (!kPlain && (special || (key + kKeys > full_end && problem().mask.draft))) finish(problem(), key, s);
     if (!kPlain && (key < max(full_begin, low) || key + kKeys > min(full_end, high))) {
       const Mask mask = problem().mask;
 #pragma unroll

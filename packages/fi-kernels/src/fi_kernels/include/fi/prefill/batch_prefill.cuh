@@ -5,52 +5,79 @@
 
 namespace fi {
 
+// Element `at` of 1, 2 or 4 bytes becomes zero.
+FI_DEVICE void zero(void* data, int64_t at, int bytes) {
+  if (bytes == 1)
+    static_cast<uint8_t*>(data)[at] = 0;
+  else if (bytes == 2)
+    static_cast<uint16_t*>(data)[at] = 0;
+  else
+    static_cast<uint32_t*>(data)[at] = 0;
+}
+
 // Units of work are parts of an item of as many rows as a tile has, for one kv head and Shape::kDimVO columns of the
 // output: items slowest, so that the longest come first. Blocks take them from a counter.
 template <class T, class Q, class KV, class Shape, int kSharedBytes>
 FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Arguments& arguments = {}) {
-  using Kernel = TilesKernel<T, Q, KV, TokensOfEither, Shape>;
+  using Kernel = TilesKernel<T, Q, KV, PagedTokens, Shape>;
   auto& shared = aligned_shared<typename Kernel::Shared, kSharedBytes>();
   __shared__ AttentionProblem problem;
   __shared__ Variant::Params variant_params;
-  __shared__ TokensOfEither pages;
+  __shared__ PagedTokens pages;
   __shared__ TileOfRows tile;
-  __shared__ int next_unit;
+  // Shared, for there are no registers to keep them over the loop.
+  __shared__ int item_rows, parts, columns, units, unit;
   pdl_wait();
   const AttentionProblem& common = params.problem;
-  const int item_rows = params.tile_tokens * common.group;
-  const int parts = (item_rows + Kernel::kRows - 1) / Kernel::kRows;
-  const int columns = (common.dim_vo + Kernel::kColumns - 1) / Kernel::kColumns;
-  const int units = params.schedule.header[0] * common.kv_heads * parts * columns;
-  if (threadIdx.x == 0) next_unit = atomicAdd(params.schedule.header + 1, 1);
+  if (threadIdx.x == 0) {
+    item_rows = params.schedule.header->tile_tokens * common.group;
+    parts = (item_rows + Kernel::kRows - 1) / Kernel::kRows;
+    columns = (common.dim_vo + Kernel::kColumns - 1) / Kernel::kColumns;
+    units = params.schedule.header->items * common.kv_heads * parts * columns;
+    unit = atomicAdd(&params.schedule.header->next, 1);
+    problem = common;
+  }
 #pragma unroll 1
   while (true) {
-    __syncthreads();  // the unit before has been finished
-    const int unit = next_unit;
-    if (unit >= units) break;
-    __syncthreads();
-    const int part = unit / columns % parts, at = unit / columns / parts;
-    const PrefillItem item = params.schedule.items[at / common.kv_heads];
     if (threadIdx.x == 0) {
-      const int begin = item.tile * item_rows, first = begin + part * Kernel::kRows;
-      problem = params.request(item.request, sizeof(Q), sizeof(KV), out_bytes(common.out_type));
-      variant_params.set(arguments, problem);
-      const int32_t* ids = params.pages ? params.pages + params.schedule.requests[item.request].kv_begin : nullptr;
-      pages = {{ids, params.page_size, params.k_page, params.v_page}};
-      const int rows = min(Kernel::kRows, min(begin + item_rows, problem.rows()) - first);
-      tile = {at % common.kv_heads, first, rows, unit % columns * Kernel::kColumns};
-      next_unit = atomicAdd(params.schedule.header + 1, 1);
+      tile.rows = 0;
+      if (unit < units) {
+        const int part = unit / columns % parts, at = unit / columns / parts;
+        const PrefillItem item = params.schedule.items[at / common.kv_heads];
+        const PrefillRequest request = params.schedule.requests[item.request];
+        params.become(problem, item.request, request, sizeof(Q), sizeof(KV), out_bytes(common.out_type));
+        variant_params.set(arguments, problem);
+        // Ragged keys are one long page, whose number does not matter.
+        const Divisor longest{0x7fffffff, 3, 31};
+        if (params.pages)
+          pages = {params.pages + request.kv_begin, params.page_size, params.k_page, params.v_page};
+        else
+          pages = {&params.schedule.header->items, longest, 0, 0};
+        const int begin = item.tile * item_rows, first = begin + part * Kernel::kRows;
+        const int rows = min(Kernel::kRows, min(begin + item_rows, problem.rows()) - first);
+        tile = {item.request, at % common.kv_heads, first, rows, unit % columns * Kernel::kColumns};
+      }
     }
     __syncthreads();
-    if (tile.rows <= 0) continue;
+    if (unit >= units) break;
     Kernel kernel(problem, shared, tile, pages);
-    Variant variant(variant_params, item.request);
-    kernel.attend(variant);
-    kernel.store(variant, params.sinks);
+    Variant variant(variant_params, tile.request);
+    if (tile.rows > 0) kernel.attend(variant);
+    int next = 0;
+    if (threadIdx.x == 0) next = atomicAdd(&params.schedule.header->next, 1);  // the answer comes during the output
+    if (tile.rows > 0) kernel.store(variant, params.sinks);
+    __syncthreads();
+    if (threadIdx.x == 0) unit = next;
   }
+  const PrefillRest rest = PrefillRest::of(params.rest_rows, params.batch, params.schedule.requests);
+  for (int i = blockIdx.x; i < rest.count(); i += gridDim.x)
+    for (int j = threadIdx.x; j < common.qo_heads * common.dim_vo; j += blockDim.x) {
+      const int64_t at = rest.row(i) * common.out_token + j / common.dim_vo * common.out_head + j % common.dim_vo;
+      zero(common.out, at, out_bytes(common.out_type));
+    }
   pdl_launch_dependents();
-  if (threadIdx.x == 0 && atomicAdd(params.schedule.header + 2, 1) == static_cast<int>(gridDim.x) - 1)
-    params.schedule.header[1] = params.schedule.header[2] = 0;
+  if (threadIdx.x == 0 && atomicAdd(&params.schedule.header->done, 1) == static_cast<int>(gridDim.x) - 1)
+    params.schedule.header->next = params.schedule.header->done = 0;
 }
 
 }  // namespace fi

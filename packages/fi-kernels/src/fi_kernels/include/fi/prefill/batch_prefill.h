@@ -24,17 +24,20 @@ struct BatchPrefillParams {
   const float* bmm1_scale;
   const float* bmm2_scale;
   PrefillSchedule schedule;
+  float* parts;  // [split units][most parts of one][PrefillKernel::kPartFloats]
   int64_t out_token, out_head;
   Divisor group, page_size;
   int32_t qo_heads, kv_heads;
-  int32_t section;      // kv heads whose keys stay in L2 together: tiles are handed out section by section
-  int32_t tile_tokens;  // query tokens of a tile: its rows are these times the group
-  int32_t box;          // keys of one copy
+  int32_t section;                   // kv heads whose keys stay in L2 together: tiles are handed out section by section
+  int32_t tile_tokens;               // query tokens of a tile: its rows are these times the group
+  int32_t box;                       // keys of one copy
+  int32_t dim_vo, rest_rows, batch;  // as PrefillProblem
   int32_t heads_in_blocks, head_groups;  // by whole rows: heads count in the third, or these groups each in the fourth
   int32_t causal, window_left;
   OutType out_type;  // of fp8: fp16, bf16 or e4m3; else that of q
   float scale;       // of scores, times log2(e); with a soft cap, divided by it
   float cap;         // times log2(e); 0: none
+  float room;        // how far scores may exceed what weights are relative to, so that outputs are rescaled seldom
   float out_scale;
 };
 

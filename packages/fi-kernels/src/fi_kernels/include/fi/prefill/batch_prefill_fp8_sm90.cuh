@@ -83,9 +83,9 @@ struct PrefillFp8Kernel {
       const Producers producers{p, shared};
       if (warp == 0)
         produce(producers);
-      else if (warp == 3 && threadIdx.x % 32 == 0)
+      else if (warp == 3)
         producers.template schedule<true>();
-      else if (warp != 3)
+      else
         transpose_all(warp - 1);
     } else {
       take_registers<kConsumerRegisters>();
@@ -237,7 +237,7 @@ struct PrefillFp8Kernel {
           for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * scale[i / 2 % 2]);
         }
         if (j < clear_begin || j >= clear_end) hide_keys(p, s, shared.work[use % 2], row, j * kKeys + lane % 4 * 2);
-        tile_softmax(s, {kCapped ? p.cap : scale[0], kCapped ? p.cap : scale[1]}, kOffset, m, d, alpha);
+        tile_softmax(s, {kCapped ? p.cap : scale[0], kCapped ? p.cap : scale[1]}, kOffset, 0.f, m, d, alpha);
         pack(s, weights);
         shared.columns_full[stage].wait(step / kColumnStages % 2);
         multiply_values(part, weights, wgmma_uniform(wgmma_further(v, stage * sizeof(shared.columns[0]))));

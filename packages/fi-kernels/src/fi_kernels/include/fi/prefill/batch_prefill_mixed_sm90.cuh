@@ -51,7 +51,7 @@ struct PrefillMixedKernel {
         producers.template produce<kDim>(p.v, shared.v, shared.v_full, shared.v_empty);
       else if (warp == 2 && threadIdx.x % 32 == 0)
         producers.produce_queries();
-      else if (warp == 3 && threadIdx.x % 32 == 0)
+      else if (warp == 3)
         producers.template schedule<false>();
     } else if (group == 1) {
       give_registers<kConverterRegisters>();

@@ -27,8 +27,14 @@ struct PrefillKernel {
                     512 / (kConsumers + 1) / 8 * 8 * (kConsumers + 1),
                 "registers");
 
+  // Of a group's part of a unit: 16 bytes each.
+  static constexpr int kPart = 128 * (kDimVO / 8 + 1);
+
   // Whether products of values may end while the next ones of keys run, which takes registers for both.
   static constexpr bool kAhead = kConsumers == 2 && kDimVO <= 128;
+
+  // Keys of a shorter step, which the tiles that end a row's keys may take; 0: none.
+  static constexpr int kHalf = kKeys == 128 ? 64 : 0;
 
   // Two tiles of queries where they fit: one group then begins its next tile while others end the last.
   static constexpr int kTileBytes = (kRows * kDimQK + kStages * kKeys * (kDimQK + kDimVO)) * sizeof(T);
@@ -66,17 +72,27 @@ struct PrefillKernel {
       give_registers<kProducerRegisters>();
       const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
       const Producers producers{p, shared};
-      if (warp == 0)
-        producers.template produce<kDimQK>(p.k, shared.k, shared.k_full, shared.k_empty);
-      else if (warp == 1)
-        producers.template produce<kDimVO>(p.v, shared.v, shared.v_full, shared.v_empty);
+      if (warp < 2)
+        produce(producers, warp == 0);
       else if (warp == 2 && threadIdx.x % 32 == 0)
         producers.produce_queries();
-      else if (warp == 3 && threadIdx.x % 32 == 0)
+      else if (warp == 3)
         producers.template schedule<false>();
     } else {
       take_registers<kConsumerRegisters>();
       consume(threadIdx.x / 128 - 1);
+    }
+  }
+
+  // By a warp. Of one dim, keys and values have one code: there is less to fetch before the first copy.
+  FI_DEVICE void produce(const Producers& producers, bool keys) const {
+    if constexpr (kDimQK == kDimVO) {
+      producers.template produce<kDimQK>(keys ? p.k : p.v, keys ? shared.k : shared.v,
+                                         keys ? shared.k_full : shared.v_full, keys ? shared.k_empty : shared.v_empty);
+    } else if (keys) {
+      producers.template produce<kDimQK>(p.k, shared.k, shared.k_full, shared.k_empty);
+    } else {
+      producers.template produce<kDimVO>(p.v, shared.v, shared.v_full, shared.v_empty);
     }
   }
 
@@ -105,12 +121,11 @@ struct PrefillKernel {
   // A warpgroup issues products of registers no faster than they are computed, so that its own softmax gains nothing
   // from waiting for fewer of them; it is the other groups that fill its time.
   FI_DEVICE void consume(int group) const {
-    const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    const int row = group * 64 + warp * 16 + lane / 4;  // and row + 8
+    const int thread = threadIdx.x % 128, lane = thread % 32;
+    const int row = group * 64 + thread / 32 * 16 + lane / 4;  // and row + 8
     const uint64_t k = wgmma_operand(shared.k, kKeyGroup);
     const uint64_t v = wgmma_operand(shared.v, kValueGroup, kBlockBytes);
     float o[kDimVO / 2];
-    unsigned weights[kKeys / 16][4];
     int stage = 0, parity = 0;
     for (int use = 0;; ++use) {
       shared.work_full[use % 2].wait(use / 2 % 2);
@@ -118,58 +133,59 @@ struct PrefillKernel {
       if (uniform(tile.tokens) == 0) break;
       const int q_stage = use % kQueryStages;
       const uint64_t q = wgmma_uniform(wgmma_operand(shared.q[q_stage] + group * 64 * 64, 1024));
-      // Tiles all of whose keys every row sees: below the first row's end, at or above the last row's beginning.
-      const int clear_end = uniform(tile.mask.end_key(tile.token) / kKeys);
-      const int clear_begin = uniform((tile.mask.first_key(tile.token + tile.tokens - 1) + kKeys - 1) / kKeys);
       const int begin = uniform(tile.begin), end = begin + uniform(tile.count);
-      const float scale = kCapped ? p.cap : p.scale;
-      float m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f}, alpha[2];
+      // Of this group's rows: key tiles that some row sees, those all of whose keys every row sees, and how many keys
+      // of the last one some row sees.
+      const int first_token = divide(group * 64, p.group);
+      const bool any = first_token < tile.tokens;
+      const int last_token = min(static_cast<int>(divide(group * 64 + 63, p.group)), tile.tokens - 1);
+      const int end_key = any ? tile.mask.end_key(tile.token + last_token) : 0;
+      const int seen_end = uniform((end_key + kKeys - 1) / kKeys);
+      const int seen_begin = uniform(tile.mask.first_key(tile.token + first_token) / kKeys);
+      const int clear_end = uniform(tile.mask.end_key(tile.token + first_token) / kKeys);
+      const int clear_begin = uniform((tile.mask.first_key(tile.token + last_token) + kKeys - 1) / kKeys);
+      const bool half = uniform(end_key - (seen_end - 1) * kKeys) <= kHalf;
+      float m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f};
+      bool ahead = false;  // whether products of values run
 #pragma unroll
       for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
       shared.q_full[q_stage].wait(use / kQueryStages % 2);
       for (int j = end - 1; j >= begin; --j) {
-        float s[kKeys / 2];
-        shared.k_full[stage].wait(parity);
-        multiply_keys(s, q, wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0]))));
-        wgmma_wait<0>();
-        wgmma_keep(s);
-        if (kAhead) wgmma_keep(o);
-        if (thread == 0) {
-          if (kAhead && j < end - 1) shared.v_empty[before(stage)].arrive();
-          shared.k_empty[stage].arrive();
-          if (j == begin) shared.q_empty[q_stage].arrive();
-        }
-        if (kCapped) {
-#pragma unroll
-          for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * p.scale);
-        }
-        if (j < clear_begin || j >= clear_end) hide_keys(p, s, shared.work[use % 2], row, j * kKeys + lane % 4 * 2);
-        tile_softmax(s, {scale, scale}, 0.f, m, d, alpha);
-        pack(s, weights);
-        // Mostly not: maxima come early. NOTE: sums are not negative; asking for them keeps the compiler from putting
-        // their additions off until all exponentials are through.
-        if (__any_sync(0xffffffffu, alpha[0] != 1.f || alpha[1] != 1.f || d[0] + d[1] < 0.f)) {
-#pragma unroll
-          for (int i = 0; i < kDimVO / 2; ++i) o[i] *= alpha[i / 2 % 2];
-        }
-        shared.v_full[stage].wait(parity);
-        const int keys = tile.request.kv_len - j * kKeys;
-        if (j == end - 1 && uniform(keys) < kKeys) clear(shared.v[stage], keys, 1 + group);
-        multiply_values(o, weights, wgmma_uniform(wgmma_further(v, stage * sizeof(shared.v[0]))));
-        if (!kAhead) {
-          wgmma_wait<0>();
-          wgmma_keep(o);
-          if (thread == 0) shared.v_empty[stage].arrive();
+        const Step step{q,
+                        wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0]))),
+                        wgmma_uniform(wgmma_further(v, stage * sizeof(shared.v[0]))),
+                        use % 2,
+                        j,
+                        stage,
+                        parity,
+                        group,
+                        row,
+                        j < clear_begin || j >= clear_end,
+                        ahead,
+                        j == begin ? q_stage : -1};
+        if (j >= seen_end || j < seen_begin) {
+          pass(step);
+          ahead = false;
+        } else if (kHalf > 0 && j == seen_end - 1 && half) {
+          take<kHalf ? kHalf : kKeys>(step, o, m, d, tile.request.kv_len - j * kKeys);
+          ahead = kAhead;
+        } else {
+          take<kKeys>(step, o, m, d, tile.request.kv_len - j * kKeys);
+          ahead = kAhead;
         }
         if (++stage == kStages) stage = 0, parity ^= 1;
       }
       if (kAhead) {
         wgmma_wait<0>();
         wgmma_keep(o);
-        if (begin < end && thread == 0) shared.v_empty[before(stage)].arrive();
+        if (ahead && thread == 0) shared.v_empty[before(stage)].arrive();
       }
       if (begin == end && thread == 0) shared.q_empty[q_stage].arrive();
-      store(shared.work[use % 2], o, m, d, row, lane);
+      if (any) {
+        bool all = true;
+        if (__builtin_expect(tile.parts > 1, 0)) all = merge(shared.work[use % 2], o, m, d, group);
+        if (all) store(shared.work[use % 2], o, m, d, row, lane);
+      }
       barrier_sync(1 + group, 128);
       if (thread == 0) shared.work_empty[use % 2].arrive();
     }
@@ -178,11 +194,74 @@ struct PrefillKernel {
  private:
   FI_DEVICE static int before(int stage) { return stage == 0 ? kStages - 1 : stage - 1; }
 
+  // A key tile of a tile of queries, as one group takes it.
+  struct Step {
+    uint64_t q, k, v;
+    int work, tile, stage, parity, group, row;
+    bool masked, ahead;
+    int last_of;  // stage of the queries, if this is the last that needs them, else -1
+  };
+
+  // No row of the group sees a key of the tile.
+  FI_DEVICE void pass(const Step& step) const {
+    shared.k_full[step.stage].wait(step.parity);
+    shared.v_full[step.stage].wait(step.parity);
+    if (kAhead && step.ahead) wgmma_wait<0>();
+    barrier_sync(1 + step.group, 128);  // no warp may be left behind by two stages, whose parities are alike
+    if (threadIdx.x % 128 == 0) {
+      if (kAhead && step.ahead) shared.v_empty[before(step.stage)].arrive();
+      shared.k_empty[step.stage].arrive();
+      shared.v_empty[step.stage].arrive();
+      if (step.last_of >= 0) shared.q_empty[step.last_of].arrive();
+    }
+  }
+
+  // keys: how many there are from the tile's first on. Rows see none but the first kCount of the tile.
+  template <int kCount>
+  FI_DEVICE void take(const Step& step, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int keys) const {
+    const float scale = kCapped ? p.cap : p.scale;
+    float s[kCount / 2], alpha[2];
+    unsigned weights[kCount / 16][4];
+    shared.k_full[step.stage].wait(step.parity);
+    multiply_keys(s, step.q, step.k);
+    wgmma_wait<0>();
+    wgmma_keep(s);
+    if (kAhead) wgmma_keep(o);
+    if (threadIdx.x % 128 == 0) {
+      if (kAhead && step.ahead) shared.v_empty[before(step.stage)].arrive();
+      shared.k_empty[step.stage].arrive();
+      if (step.last_of >= 0) shared.q_empty[step.last_of].arrive();
+    }
+    if (kCapped) {
+#pragma unroll
+      for (int i = 0; i < kCount / 2; ++i) s[i] = CudaMath::tanh(s[i] * p.scale);
+    }
+    if (step.masked)
+      hide_keys(p, s, shared.work[step.work], step.row, step.tile * kKeys + static_cast<int>(threadIdx.x) % 4 * 2);
+    tile_softmax(s, {scale, scale}, 0.f, p.room, m, d, alpha);
+    pack(s, weights);
+    // Seldom, thanks to the room. NOTE: sums are not negative; asking for them keeps the compiler from putting
+    // their additions off until all exponentials are through.
+    if (__any_sync(0xffffffffu, alpha[0] != 1.f || alpha[1] != 1.f || d[0] + d[1] < 0.f)) {
+#pragma unroll
+      for (int i = 0; i < kDimVO / 2; ++i) o[i] *= alpha[i / 2 % 2];
+    }
+    shared.v_full[step.stage].wait(step.parity);
+    if (step.masked && uniform(keys) < kCount) clear(shared.v[step.stage], keys, kCount, 1 + step.group);
+    multiply_values(o, weights, step.v);
+    if (!kAhead) {
+      wgmma_wait<0>();
+      wgmma_keep(o);
+      if (threadIdx.x % 128 == 0) shared.v_empty[step.stage].arrive();
+    }
+  }
+
   // Bytes between groups of 8 rows, and between blocks of 64 columns, of keys and values.
   static constexpr unsigned kKeyGroup = kWholeRows ? kDimQK * 16 : 1024, kValueGroup = kWholeRows ? kDimVO * 16 : 1024;
   static constexpr unsigned kBlockBytes = kWholeRows ? 1024 : kKeys * 128;
 
-  FI_DEVICE static void multiply_keys(float (&s)[kKeys / 2], uint64_t q, uint64_t k) {
+  template <int kScores>
+  FI_DEVICE static void multiply_keys(float (&s)[kScores], uint64_t q, uint64_t k) {
     wgmma_fence();
 #pragma unroll
     for (int block = 0; block < kDimQK / 64; ++block)
@@ -193,17 +272,19 @@ struct PrefillKernel {
     wgmma_commit();
   }
 
-  FI_DEVICE static void multiply_values(float (&o)[kDimVO / 2], const unsigned (&weights)[kKeys / 16][4], uint64_t v) {
+  template <int kSteps>
+  FI_DEVICE static void multiply_values(float (&o)[kDimVO / 2], const unsigned (&weights)[kSteps][4], uint64_t v) {
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kKeys / 16; ++step)
+    for (int step = 0; step < kSteps; ++step)
       wgmma_m64k16(o, weights[step], wgmma_further(v, step * 2 * kValueGroup), true, T());
     wgmma_commit();
   }
 
-  FI_DEVICE static void pack(const float (&s)[kKeys / 2], unsigned (&weights)[kKeys / 16][4]) {
+  template <int kScores, int kSteps>
+  FI_DEVICE static void pack(const float (&s)[kScores], unsigned (&weights)[kSteps][4]) {
 #pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k)
+    for (int k = 0; k < kSteps; ++k)
 #pragma unroll
       for (int i = 0; i < 4; ++i) weights[k][i] = pack(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
   }
@@ -217,16 +298,61 @@ struct PrefillKernel {
     }
   }
 
-  // Zeros value rows from `first` on: what lies beyond the last key may be NaN. Both groups do it, for themselves.
-  FI_DEVICE static void clear(T* v, int first, int barrier) {
+  // Zeros value rows [first, end): what lies beyond the last key may be NaN. Each group does it, for itself.
+  FI_DEVICE static void clear(T* v, int first, int end, int barrier) {
     constexpr int kPieces = kDimVO / 8;
-    for (int i = first * kPieces + threadIdx.x % 128; i < kKeys * kPieces; i += 128) {
+    for (int i = first * kPieces + threadIdx.x % 128; i < end * kPieces; i += 128) {
       const int key = i / kPieces, piece = i % kPieces;
       char* row = reinterpret_cast<char*>(v) + key / 8 * kValueGroup + key % 8 * 128;
       *reinterpret_cast<uint4*>(row + piece / 8 * kBlockBytes + piece % 8 * 16) = uint4{0, 0, 0, 0};
     }
     fence_async_shared();
     barrier_sync(barrier, 128);
+  }
+
+  // Leaves what a part of a unit has come to where the others can read it. True for the last warp to come, in which o,
+  // m and d become those of all parts, added up in their order.
+  FI_DEVICE bool merge(const Work& work, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int group) const {
+    const int thread = threadIdx.x % 128, lane = thread % 32;
+    float4* all = reinterpret_cast<float4*>(p.parts) +
+                  (static_cast<int64_t>(work.slot) * p.schedule.header->parts * kConsumers + group) * kPart + thread;
+    float4* own = all + static_cast<int64_t>(work.part) * kConsumers * kPart;
+#pragma unroll
+    for (int i = 0; i < kDimVO / 8; ++i) own[i * 128] = {o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]};
+    own[kDimVO / 8 * 128] = {m[0], m[1], d[0], d[1]};
+    __syncwarp();
+    int32_t* counter = p.schedule.counters + work.slot * PrefillSchedule::kWarps + group * 4 + thread / 32;
+    const int before = __shfl_sync(0xffffffffu, lane == 0 ? count_device(counter) : 0, 0);
+    if (before < work.parts - 1) return false;
+    if (lane == 0) *counter = 0;
+    const float scale = kCapped ? p.cap : p.scale;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) m[h] = kMinusInf, d[h] = 0.f;
+#pragma unroll
+    for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
+#pragma unroll 1
+    for (int part = 0; part < work.parts; ++part, all += kConsumers * kPart) {
+      const float4 state = __ldcg(all + kDimVO / 8 * 128);
+      const float tops[2] = {state.x, state.y}, sums[2] = {state.z, state.w};
+      float old[2], more[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float top = fmaxf(m[h], tops[h]), base = softmax_base(top) * scale;
+        old[h] = exp2_approx(fmaf(m[h], scale, -base));
+        more[h] = exp2_approx(fmaf(tops[h], scale, -base));
+        m[h] = top;
+        d[h] = d[h] * old[h] + sums[h] * more[h];
+      }
+#pragma unroll
+      for (int i = 0; i < kDimVO / 8; ++i) {
+        const float4 x = __ldcg(all + i * 128);
+        o[4 * i] = o[4 * i] * old[0] + x.x * more[0];
+        o[4 * i + 1] = o[4 * i + 1] * old[0] + x.y * more[0];
+        o[4 * i + 2] = o[4 * i + 2] * old[1] + x.z * more[1];
+        o[4 * i + 3] = o[4 * i + 3] * old[1] + x.w * more[1];
+      }
+    }
+    return true;
   }
 
   FI_DEVICE void store(const Work& work, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int first,

@@ -1,6 +1,7 @@
 // batch_prefill on the CPU: threads take tiles of query rows in the order of the schedule, longest first; fp32.
 #pragma once
 #include <atomic>
+#include <cstring>
 
 #include "fi/attention/cpu_finish.h"
 #include "fi/attention/cpu_tile.h"
@@ -16,13 +17,19 @@ class CpuBatchPrefill {
 
   void run() const {
     const AttentionProblem& p = params_.problem;
-    const int64_t units = static_cast<int64_t>(params_.schedule.header[0]) * p.kv_heads;
+    const int64_t units = static_cast<int64_t>(params_.schedule.header->items) * p.kv_heads;
     std::atomic<int64_t> next{0};
     cpu::parallel_for(units, grain(units), [&](int64_t, int64_t) {
       CpuTile tile(p, q_, kv_, std::min(CpuTile::kRows, params_.tile_tokens * p.group));
       for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < units;)
         attend(params_.schedule.items[unit / p.kv_heads], static_cast<int32_t>(unit % p.kv_heads), tile);
     });
+    const PrefillRest rest = PrefillRest::of(params_.rest_rows, params_.batch, params_.schedule.requests);
+    const int64_t bytes = out_.bytes();
+    for (int32_t i = 0; i < rest.count(); ++i)
+      for (int32_t head = 0; head < p.qo_heads; ++head)
+        std::memset(static_cast<char*>(p.out) + (rest.row(i) * p.out_token + head * p.out_head) * bytes, 0,
+                    static_cast<size_t>(p.dim_vo * bytes));
   }
 
  private:
@@ -30,7 +37,7 @@ class CpuBatchPrefill {
   int64_t grain(int64_t units) const {
     const AttentionProblem& p = params_.problem;
     double work = 0;
-    for (int32_t i = 0; i < params_.schedule.header[0]; ++i)
+    for (int32_t i = 0; i < params_.schedule.header->items; ++i)
       work += params_.schedule.requests[params_.schedule.items[i].request].kv_len;
     work *= static_cast<double>(params_.tile_tokens) * p.qo_heads * (p.dim_qk + p.dim_vo);
     return 1 + static_cast<int64_t>(2e5 / (work / static_cast<double>(units) + 1));

@@ -83,6 +83,7 @@ inline BatchPrefillParams hopper_params(const PrefillProblem& problem, const Ten
   h.bmm1_scale = problem.bmm1_scale;
   h.bmm2_scale = problem.bmm2_scale;
   h.schedule = problem.schedule;
+  h.parts = problem.parts;
   h.out_token = p.out_token;
   h.out_head = p.out_head;
   h.group = divisor(static_cast<uint32_t>(p.group));
@@ -93,6 +94,9 @@ inline BatchPrefillParams hopper_params(const PrefillProblem& problem, const Ten
   h.section = static_cast<int32_t>(std::clamp<int64_t>(kPrefillCachedBytes / bytes_per_head, 1, p.kv_heads));
   h.tile_tokens = problem.tile_tokens;
   h.box = static_cast<int32_t>(box);
+  h.dim_vo = p.dim_vo;
+  h.rest_rows = problem.rest_rows;
+  h.batch = problem.batch;
   h.heads_in_blocks = rows == KeyRows::kWholeNHD;
   h.head_groups = rows == KeyRows::kWholeHND ? static_cast<int32_t>(page_size / 8) : 0;
   h.causal = p.mask.causal;
@@ -100,6 +104,9 @@ inline BatchPrefillParams hopper_params(const PrefillProblem& problem, const Ten
   h.out_type = p.out_type;
   h.scale = p.scores.sm_scale * (p.scores.soft_cap > 0 ? 1 / p.scores.soft_cap : kLog2e);
   h.cap = p.scores.cap();
+  // Weights up to 2^8 are as exact in 16 bits as weights up to 1. H200, random scores: one sequence of 16k 3225 -> 3146
+  // us, 16 of 1k 338 -> 332.
+  h.room = 8 / (h.cap > 0 ? h.cap : h.scale);
   h.out_scale = p.out_scale;
   return h;
 }
@@ -110,14 +117,16 @@ inline void launch_batch_prefill(const Kernel& kernel, const PrefillProblem& pro
   const AttentionProblem& p = problem.problem;
   const Entry& entry = kernel.entries.front();
   const int64_t multiprocessors = Kernel::multiprocessors(q.device());
-  const int64_t items = (q.size(0) / problem.tile_tokens + batch) * p.kv_heads;  // or a few less
+  const auto units = [&](int64_t tokens) {  // or a few less
+    return std::max<int64_t>((q.size(0) / tokens + batch) * p.kv_heads, 1);
+  };
   Launch config{0};
   config.pdl = pdl;
   if (entry.config[0] == kPrefillTilesKind) {
     const int64_t rows = entry.config[1], parts = (int64_t{problem.tile_tokens} * p.group + rows - 1) / rows;
-    const int64_t units = items * parts * ((p.dim_vo + 127) / 128);
-    FI_CHECK(units <= 0x7fffffff, ValueError, "q is too large: %s", q.shape_str().c_str());
-    config.grid_x = std::min(units, multiprocessors * entry.config[2]);
+    const int64_t blocks = units(problem.tile_tokens) * parts * ((p.dim_vo + 127) / 128);
+    FI_CHECK(blocks <= 0x7fffffff, ValueError, "q is too large: %s", q.shape_str().c_str());
+    config.grid_x = std::min(blocks, multiprocessors * entry.config[2]);
     kernel.launch(entry, config, q.device(), problem, extras.data());
     return;
   }
@@ -128,7 +137,9 @@ inline void launch_batch_prefill(const Kernel& kernel, const PrefillProblem& pro
       ValueError,
       "impl must be fa2 for masks, position encodings, 16-bit q with scales by head or on the device, more than 128 "
       "query heads a kv head, and tensors that are not aligned to 16 bytes");
-  config.grid_x = std::min(items, multiprocessors);
+  // Tiles may be of two thirds of the rows, and split.
+  const int64_t least = std::max<int64_t>(1, problem.tile_tokens * 2 / 3);
+  config.grid_x = problem.parts ? multiprocessors : std::min(units(least), multiprocessors);
   const int64_t keys = entry.config[1], box = problem.pages ? std::gcd(page_size, keys) : keys;
   const KeyRows rows = key_rows(problem, k.dtype().bytes(), page_size, box);
   const Entry& chosen = kernel.entries[rows == KeyRows::kColumns ? 0 : 1];

@@ -12,6 +12,7 @@ struct PrefillProblem {
   int64_t k_page, v_page;
   const int32_t* pages;  // null: ragged
   PrefillSchedule schedule;
+  float* parts;                // room for parts of split units, of the Hopper kernel; null: none is split
   const uint8_t* custom_mask;  // packed, flattened [qo_len, kv_len] of each request from a byte of its own on; null
   const int32_t* mask_indptr;  // [batch + 1], bytes; null: custom_mask is [tokens, draft_row], as Mask::draft
   const int32_t* prefix_len;   // [batch]; null: no items
@@ -21,17 +22,24 @@ struct PrefillProblem {
   const float* bmm2_scale;     // multiplies the output; null: 1
   Divisor page_size;
   int32_t tile_tokens, items_row, draft_row;
+  int32_t rest_rows, batch;  // rows of the output, those of no request to be zero; 0: they stay as they are
 
   // The attention problem of one request, whose paged keys begin at pages + kv_begin.
   FI_HOST_DEVICE AttentionProblem request(int32_t b, int32_t q_bytes, int32_t kv_bytes, int32_t out_bytes) const {
     AttentionProblem p = problem;
-    const PrefillRequest r = schedule.requests[b];
-    p.q = static_cast<const char*>(p.q) + r.qo_begin * p.q_token * q_bytes;
-    p.out = static_cast<char*>(p.out) + r.qo_begin * p.out_token * out_bytes;
-    if (p.lse) p.lse += static_cast<int64_t>(r.qo_begin) * p.qo_heads;
+    become(p, b, schedule.requests[b], q_bytes, kv_bytes, out_bytes);
+    return p;
+  }
+
+  // Makes p, which is `problem` or that of another request, the problem of request b.
+  FI_HOST_DEVICE void become(AttentionProblem& p, int32_t b, const PrefillRequest& r, int32_t q_bytes, int32_t kv_bytes,
+                             int32_t out_bytes) const {
+    p.q = static_cast<const char*>(problem.q) + r.qo_begin * p.q_token * q_bytes;
+    p.out = static_cast<char*>(problem.out) + r.qo_begin * p.out_token * out_bytes;
+    if (p.lse) p.lse = problem.lse + static_cast<int64_t>(r.qo_begin) * p.qo_heads;
     if (!pages) {
-      p.k = static_cast<const char*>(p.k) + r.kv_begin * p.k_token * kv_bytes;
-      p.v = static_cast<const char*>(p.v) + r.kv_begin * p.v_token * kv_bytes;
+      p.k = static_cast<const char*>(problem.k) + r.kv_begin * p.k_token * kv_bytes;
+      p.v = static_cast<const char*>(problem.v) + r.kv_begin * p.v_token * kv_bytes;
     }
     p.mask.qo_len = r.qo_len;
     p.mask.kv_len = r.kv_len;
@@ -48,9 +56,8 @@ struct PrefillProblem {
       p.mask.items = items + static_cast<int64_t>(b) * items_row;
       p.mask.prefix_len = prefix_len[b];
     }
-    if (bmm1_scale) p.scores.sm_scale *= *bmm1_scale;
-    if (bmm2_scale) p.out_scale *= *bmm2_scale;
-    return p;
+    if (bmm1_scale) p.scores.sm_scale = problem.scores.sm_scale * *bmm1_scale;
+    if (bmm2_scale) p.out_scale = problem.out_scale * *bmm2_scale;
   }
 };
 

@@ -25,10 +25,10 @@ FI_DEVICE void hide_keys(const BatchPrefillParams& p, float (&s)[kScores], const
 }
 
 // Scores become weights times 2^offset, relative to the new maxima m; alpha is what earlier sums must be multiplied by.
-// d holds this thread's part of the sum.
+// A maximum that is no more than `room` above m leaves m as it is, and alpha 1. d holds this thread's part of the sum.
 template <int kScores>
-FI_DEVICE void tile_softmax(float (&s)[kScores], const float (&scales)[2], float offset, float (&m)[2], float (&d)[2],
-                            float (&alpha)[2]) {
+FI_DEVICE void tile_softmax(float (&s)[kScores], const float (&scales)[2], float offset, float room, float (&m)[2],
+                            float (&d)[2], float (&alpha)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float scale = scales[h];
@@ -41,8 +41,11 @@ FI_DEVICE void tile_softmax(float (&s)[kScores], const float (&scales)[2], float
     float top = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+    const bool kept = top <= m[h] + room;
+    if (kept) top = m[h];
     const float base = softmax_base(top) * scale;
-    alpha[h] = exp2_approx(fmaf(m[h], scale, -base));
+    // Of equal maxima the exponential comes near to 1, not to it: one product of the two differences is rounded.
+    alpha[h] = kept ? 1.f : exp2_approx(fmaf(m[h], scale, -base));
     m[h] = top;
     const float less = base - offset;
     float sum = 0.f, sum1 = 0.f;

@@ -21,6 +21,10 @@ struct Barrier {
   FI_DEVICE void arrive_expect(unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
   }
+  // One arrival when this thread's cp.async copies so far are done.
+  FI_DEVICE void arrive_copies() {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address()) : "memory");
+  }
   // One arrival on the barrier at the same place in another block of the cluster.
   FI_DEVICE void arrive_remote(unsigned rank) {
     asm volatile(

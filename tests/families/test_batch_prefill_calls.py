@@ -84,9 +84,12 @@ def test_tables_on_either_side(tables: str, wide: bool, device: str) -> None:
     assert_close(w.run(b.q, b.cache), shorter.expected(causal=True)[0])
 
 
-def test_rows_of_no_request(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, None), (torch.float8_e4m3fn, (0.2, 0.1))])
+def test_rows_of_no_request(
+    dtype: torch.dtype, tolerance: tuple[float, float] | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where only the device knows how many there are, q may have more: zero in run's own output, else untouched."""
-    b = batch([(5, 20), (9, 9), (70, 70)], dims=(128, 128), device=device)
+    b = batch([(5, 20), (9, 9), (70, 70)], dims=(128, 128), dtype=dtype, device=device)
     want, before, n = b.expected(causal=True)[0], 3, b.q.shape[0]
     q = torch.full((before + n + 150, *b.q.shape[1:]), float("nan"), dtype=b.q.dtype, device=device)
     q[before : before + n] = b.q
@@ -97,10 +100,12 @@ def test_rows_of_no_request(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
         w = BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend, use_cuda_graph=True, **buffers)
         w.plan(b.qo_indptr + before, *tables, causal=True, **b.types())
         out = w.run(q, b.cache)
-        assert_close(out[before : before + n], want)
-        assert not out[:before].any() and not out[before + n :].any()
+        assert out.dtype == dtype
+        assert_close(out[before : before + n], want, tolerance=tolerance)
         given = torch.full_like(out, float("nan"))
         w.run(q, b.cache, out=given)
+        out, given = out.float(), given.float()
+        assert not out[:before].any() and not out[before + n :].any()
         assert torch.equal(given[before : before + n], out[before : before + n])
         assert given[:before].isnan().all() and given[before + n :].isnan().all()
 

@@ -14,44 +14,24 @@ Start = Callable[..., Gpu]
 BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 
-def launch(gpu: Gpu, rows: int, vocab: int, dtype: str = "f32", **options: Any) -> tuple[Call, dict[str, Any]]:
-    """The one launch of a draw from `rows` rows, and its parameters."""
-    arguments = [
-        None,
-        1.0,
-        None,
-        0,
-        None,
-        1.0,
-        None,
-        0.0,
-        None,
-        1,
-        None,
-        2,
-        *[None] * 4,
-        None,
-        1.0,
-        None,
-        0.0,
-        None,
-        0.0,
-    ]
-    calls = gpu.call(
-        "sample",
-        {"dtype": dtype},
-        Tensor(0x200000, (rows,), "i32"),
-        None,
-        None,
-        Tensor(0x100000, (rows, vocab), dtype),
-        None,
-        *arguments,
-        0,
-        True,
-        False,
-        **options,
-    )
-    (one,) = launches(calls)
+def calls_of(
+    gpu: Gpu, rows: int, vocab: int, dtype: str = "f32", top_k: int | Tensor = 0, top_p: float | Tensor = 1.0
+) -> list[Call]:
+    """The launches of a draw from `rows` rows; filters are numbers, or tensors of one a row."""
+    k = (top_k, 0) if isinstance(top_k, Tensor) else (None, top_k)
+    p = (top_p, 1.0) if isinstance(top_p, Tensor) else (None, top_p)
+    temperature, min_p, seed, offset, changes = (None, 1.0), (None, 0.0), (None, 1), (None, 2), [None] * 4
+    penalties = (None, 1.0, None, 0.0, None, 0.0)
+    out, input = Tensor(0x200000, (rows,), "i32"), Tensor(0x100000, (rows, vocab), dtype)
+    arguments = [*temperature, *k, *p, *min_p, *seed, *offset, *changes, *penalties, 0, True, False]
+    return launches(gpu.call("sample", {"dtype": dtype}, out, None, None, input, None, *arguments))
+
+
+def launch(
+    gpu: Gpu, rows: int, vocab: int, dtype: str = "f32", top_k: int = 0, top_p: float = 1.0
+) -> tuple[Call, dict[str, Any]]:
+    """The one launch that numbers as filters need, and its parameters."""
+    (one,) = calls_of(gpu, rows, vocab, dtype, top_k, top_p)
     return one, parameters(one, "SampleParams")
 
 
@@ -59,7 +39,8 @@ def launch(gpu: Gpu, rows: int, vocab: int, dtype: str = "f32", **options: Any) 
 @pytest.mark.parametrize("vocab", [1, 31, 2049, 32000, 128256, 151936, 262144])
 @pytest.mark.parametrize("rows", [1, 3, 64, 1000])
 def test_blocks_of_a_cluster_hold_the_row(start: Start, rows: int, vocab: int, dtype: str) -> None:  # noqa: F811
-    one, p = launch(start(90), rows, vocab, dtype)
+    one, p = launch(start(90), rows, vocab, dtype, top_p=0.9)
+    assert one["name"].startswith("sample_cluster") and not p["streamed"]
     cluster, vector = one["cluster"][0], 16 // BYTES[dtype]
     assert one["grid"] == [rows * cluster, 1, 1]
     assert p["slice"] * cluster >= vocab + vector - 1, "wherever the row begins"
@@ -71,9 +52,35 @@ def test_blocks_of_a_cluster_hold_the_row(start: Start, rows: int, vocab: int, d
     assert p["rows"] == rows and p["vocab"] == vocab and p["input_row"] == vocab
 
 
-def test_small_batches_spread_rows(start: Start) -> None:  # noqa: F811
+@pytest.mark.parametrize("top_k", [0, 1, 50])
+@pytest.mark.parametrize("vocab", [2049, 128256, 524288])
+@pytest.mark.parametrize("rows", [1, 64, 1000])
+def test_rows_without_filters_or_with_a_small_k_are_streamed(
+    start: Start,  # noqa: F811
+    rows: int,
+    vocab: int,
+    top_k: int,
+) -> None:
+    one, p = launch(start(90), rows, vocab, top_k=top_k if vocab > 4096 else 0)
+    pieces, cluster = -(-vocab // 512), one["cluster"][0]
+    assert one["name"].startswith("sample_stream") and p["streamed"]
+    assert one["grid"] == [rows * cluster, 1, 1] and cluster <= 16
+    assert one["shared_bytes"] == 16 * pieces, "what is known of each piece"
+
+
+def test_filters_in_tensors_launch_both_kernels(start: Start) -> None:  # noqa: F811
+    """Each takes the rows that are its own; only the device knows which."""
+    for filters in ({"top_k": Tensor(0x300000, (3,), "i32")}, {"top_p": Tensor(0x300000, (3,), "f32")}):
+        both = calls_of(start(90), 3, 32000, **filters)
+        assert [one["name"].rsplit("_", 1)[0] for one in both] == ["sample_stream", "sample_cluster"]
+        assert all(parameters(one, "SampleParams")["streamed"] for one in both)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_small_batches_spread_rows(start: Start, top_p: float) -> None:  # noqa: F811
     gpu = start(90)
-    assert launch(gpu, 1, 32000)[0]["cluster"][0] > launch(gpu, 1000, 32000)[0]["cluster"][0]
+    few, many = (launch(gpu, rows, 32000, top_p=top_p)[0]["cluster"][0] for rows in (1, 1000))
+    assert few > many
 
 
 @pytest.mark.parametrize("capability", [80, 100, 120])
@@ -84,7 +91,7 @@ def test_a_block_a_row_where_there_is_no_tuned_cluster(start: Start, capability:
 
 def test_the_longest_rows(start: Start) -> None:  # noqa: F811
     for dtype in BYTES:
-        one, p = launch(start(90), 1000, 524288, dtype)
+        one, p = launch(start(90), 1000, 524288, dtype, top_p=0.9)
         assert p["slice"] * one["cluster"][0] >= 524288 + 7
         assert p["slice"] <= 65536, "sums of half weights in 32 bits"
         assert one["shared_bytes"] <= 210 * 1024

@@ -190,6 +190,20 @@ def refuse_split_tables(uses_shared_paged_kv_idx: bool) -> None:
         )
 
 
+def flat_tables(block_tables: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A block table as a flat list of page ids, and how far its rows are apart. Raises ValueError."""
+    if block_tables.ndim != 2 or block_tables.stride(1) != 1:
+        raise ValueError(
+            "block_tables: [batch_size, max_pages], contiguous in the last dimension, is required; got shape "
+            f"{tuple(block_tables.shape)} with strides {block_tables.stride()}"
+        )
+    batch_size, most = block_tables.shape
+    if block_tables.is_contiguous():
+        return block_tables, most
+    pitch = block_tables.stride(0)  # columns of a wider table
+    return block_tables.as_strided(((batch_size - 1) * pitch + most,), (1,)), pitch
+
+
 class computed:
     """A property that gives way to an assignment, since engines that plan by themselves assign what plan used to."""
 

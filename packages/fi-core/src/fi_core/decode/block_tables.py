@@ -12,6 +12,7 @@ from fi_core.attention.arguments import (
     cache_pair,
     check_tables,
     code,
+    flat_tables,
     no_nvfp4,
     refuse_nvfp4,
     refuse_split_tables,
@@ -20,7 +21,7 @@ from fi_core.attention.arguments import (
 )
 from fi_core.decode import ops
 from fi_core.decode.division import carve
-from fi_core.decode.ragged import MOST, Padding
+from fi_core.decode.padding import MOST, Padding
 from fi_core.decode.trace import tables_trace
 from fi_core.observe.log import fi_api
 from fi_core.utils import canonicalize_torch_dtype, ceil_div, check_shape_dtype_device, int32_index
@@ -58,12 +59,8 @@ def _attend(
 
     k, v = cache
     layout = code(LAYOUTS, kv_layout, "kv_layout")
-    if block_tables.ndim != 2 or block_tables.stride(1) != 1:
-        raise ValueError(
-            "block_tables: [batch_size, max_pages], contiguous in the last dimension, is required; got shape "
-            f"{tuple(block_tables.shape)} with strides {block_tables.stride()}"
-        )
-    batch_size, most = block_tables.shape
+    pages, pitch = flat_tables(block_tables)
+    batch_size = block_tables.shape[0]
     if q.shape[0] != batch_size * q_len or seq_lens.numel() != batch_size:
         raise ValueError(
             f"query: batch_size * q_len_per_req rows are required, with one row of block_tables ({batch_size}) and one "
@@ -74,9 +71,6 @@ def _attend(
         raise ValueError(f"query: a multiple of the cache's {kv_heads} heads is required; got {q.shape[1]}")
     if CHECK:
         check_tables(k.shape[0], block_tables, seq_lens.view(-1), page_size)
-    pitch = block_tables.stride(0) if batch_size > 1 else most
-    if not block_tables.is_contiguous():  # columns of a wider table
-        block_tables = block_tables.as_strided(((batch_size - 1) * pitch + most,), (1,))
     if mask is not None:
         mask = mask.view(torch.uint8).view(batch_size, q_len, -1)
     units = ops.units_of(q.shape[1], kv_heads, q_len)
@@ -89,7 +83,7 @@ def _attend(
         window_left=window_left,
     )  # fmt: skip
     ops.attend(
-        buffers, out, lse, q, k, v, block_tables, impl, layout, 0, q_len, window_left, 0.0, score_scale[0],
+        buffers, out, lse, q, k, v, pages, impl, layout, 0, q_len, window_left, 0.0, score_scale[0],
         out_scale[0], 1.0, 1e4, enable_pdl, sinks, None, None, None, score_scale[1], out_scale[1], mask,
     )  # fmt: skip
 

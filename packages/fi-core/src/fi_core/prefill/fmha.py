@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.arguments import scale_product
+from fi_core.attention.arguments import flat_tables, scale_product
 from fi_core.observe.log import fi_api
-from fi_core.prefill.once import attend_once, flat_tables, results
+from fi_core.prefill.once import attend_once, results
 from fi_core.utils import _unpack_paged_kv_cache, int32_index
 
 if TYPE_CHECKING:

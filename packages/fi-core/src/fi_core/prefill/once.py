@@ -11,6 +11,7 @@ from fi_core.attention.arguments import (
     cache_pair,
     check_tables,
     code,
+    flat_tables,
     refuse_nvfp4,
     refuse_split_tables,
     scale_product,
@@ -104,20 +105,6 @@ def results(
     elif return_lse:
         lse = query.new_empty(shape[:2], dtype=torch.float32)
     return out, lse
-
-
-def flat_tables(block_tables: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A block table as a flat list of page ids, and how far its rows are apart."""
-    if block_tables.ndim != 2 or block_tables.stride(1) != 1:
-        raise ValueError(
-            "block_tables: [batch_size, max_pages], contiguous in the last dimension, is required; got shape "
-            f"{tuple(block_tables.shape)} with strides {block_tables.stride()}"
-        )
-    batch_size, most = block_tables.shape
-    if block_tables.is_contiguous():
-        return block_tables, most
-    pitch = block_tables.stride(0)  # columns of a wider table
-    return block_tables.as_strided(((batch_size - 1) * pitch + most,), (1,)), pitch
 
 
 def attend_tables(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fi_core.attention.tables import tables_template
-from fi_core.attention.tables import tables_trace as trace_of
+from fi_core.attention.trace import tables_template
+from fi_core.attention.trace import tables_trace as trace_of
 from fi_core.observe.trace import Scalar, Tensor, Var
 
 

@@ -1,9 +1,10 @@
 """Sampling beside FlashInfer in one process: GPU and host time as JSON lines, and the choices of tuning side by side.
 
-python benchmarks/sampling.py [--only TEXT] [--out FILE] [--iters N] [--variants]; needs a CUDA device. FlashInfer is
-measured where it is installed. Time: median of CUDA-graph replays between two events, the L2 flushed by a 256 MB memset
-before each, sides interleaved. `copy` is torch.neg over as many bytes as the case must move. An empty kernel is the
-first row: its time is inside every other one.
+python benchmarks/sampling.py [--only TEXT] [--out FILE] [--iters N] [--variants] [--compile-peers]; needs a CUDA
+device. FlashInfer is measured where it is installed and has the kernel prebuilt: compiling one takes it minutes, so a
+row says which are missing unless --compile-peers. Time: median of CUDA-graph replays between two events, the L2 flushed
+by a 256 MB memset before each, sides interleaved. `copy` is torch.neg over as many bytes as the case must move. An
+empty kernel is the first row: its time is inside every other one.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib
 import json
+import os
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from sides import Sides, gpu_us, host_us
@@ -24,11 +28,6 @@ from fi_core.launch.kernel import bind
 from fi_core.sampling import ops
 from fi_core.spec.op import Axes, Entry, Impl, Op, Unit
 from fi_core.spec.target import cuda_target
-
-try:
-    import flashinfer
-except ImportError:
-    flashinfer = None
 
 RANDOM = {"seed": 1, "offset": 2}
 # Which entry is built otherwise: its threads, and its config, of which the first is blocks on an SM.
@@ -109,6 +108,17 @@ def cases() -> Iterator[tuple[str, Callable[[object], Callable[[], object]], tor
                 yield f"{name} {rows}x{vocab} s{spread:g}", call, logits
 
 
+def flashinfer_sampling(compiles: bool) -> ModuleType | None:
+    """FlashInfer's sampling functions, which compile what is not prebuilt, or raise at once."""
+    os.environ.setdefault("FI_JIT", "on")  # ours: the next variable would turn it off, too
+    if not compiles:
+        os.environ["FLASHINFER_DISABLE_JIT"] = "1"
+    try:
+        return importlib.import_module("flashinfer.sampling")
+    except ImportError:
+        return None
+
+
 def measured(sides: Sides, iters: int) -> dict[str, object]:
     found: dict[str, object] = {}
     working: Sides = {}
@@ -130,7 +140,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write JSON lines here too")
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--variants", action="store_true", help="other shapes of the kernel beside the chosen one")
+    parser.add_argument("--compile-peers", action="store_true", help="let FlashInfer compile what is not prebuilt")
     args = parser.parse_args()
+    peer_functions = flashinfer_sampling(args.compile_peers)
     source, target = (torch.randn(256 * 128256, device="cuda") for _ in range(2))
     one = torch.ones(1, device="cuda")
     empty = statistics.median(gpu_us({"neg": lambda: torch.neg(one, out=one)}, args.iters)["neg"])
@@ -144,8 +156,8 @@ def main() -> None:
         elements = data.numel() if name.startswith(("softmax", "top_k_r", "top_p_r", "top_k_m")) else data.numel() // 2
         a, b = source[:elements], target[:elements]
         sides: Sides = {"fi_core": call(fi_core), "copy": lambda a=a, b=b: torch.neg(a, out=b)}
-        if flashinfer is not None:
-            sides["flashinfer"] = call(flashinfer.sampling)
+        if peer_functions is not None:
+            sides["flashinfer"] = call(peer_functions)
         if args.variants:
             sides |= {v: within(sides["fi_core"], variant(*choice)) for v, choice in VARIANTS.items()}
             sides["cuda"] = within(sides["fi_core"], implementation("cuda"))

@@ -16,11 +16,20 @@ the same token wherever it stands in a batch. `deterministic` is taken for compa
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from fi_core.observe.log import fi_api
 from fi_core.sampling import ops, trace
-from fi_core.sampling.arguments import count_per_row, get_seed_and_offset, native, per_row, randomness, require_no_nan
+from fi_core.sampling.arguments import (
+    PerRow,
+    count_per_row,
+    get_seed_and_offset,
+    native,
+    per_row,
+    randomness,
+    require_no_nan,
+)
 from fi_core.sampling.speculative import chain_speculative_sampling
 
 if TYPE_CHECKING:
@@ -46,56 +55,28 @@ __all__ = [
 ]
 
 _ZERO, _ONE, _NO_K = (None, 0.0), (None, 1.0), (None, 0)
+_UNSEEDED = (None, 0, None, 0)
+_UNCHANGED = (None, None, None, None, *_ONE, *_ZERO, *_ZERO)  # bias, bitmask, seen, seen_count, three penalties
 _RETRIES = 32  # FlashInfer's share of random numbers for a row of the filters: generators move on alike
 
 
-def _run(
-    input: torch.Tensor,
-    name: str,
-    output: int,
-    *,
-    out: torch.Tensor,
-    valid: torch.Tensor | None = None,
-    adjusted: torch.Tensor | None = None,
-    indices: torch.Tensor | None = None,
-    temperature: torch.Tensor | float | None = None,
-    top_k: torch.Tensor | int | None = None,
-    top_p: torch.Tensor | float | None = None,
-    min_p: torch.Tensor | float | None = None,
-    random: tuple[torch.Tensor | None, int, torch.Tensor | None, int] = (None, 0, None, 0),
-    bias: torch.Tensor | None = None,
-    bitmask: torch.Tensor | None = None,
-    seen: torch.Tensor | None = None,
-    seen_count: torch.Tensor | None = None,
-    repetition_penalty: torch.Tensor | float | None = None,
-    frequency_penalty: torch.Tensor | float | None = None,
-    presence_penalty: torch.Tensor | float | None = None,
-    joint: bool = False,
-) -> None:
-    if input.ndim != 2:
-        raise ValueError(f"{name}: shape [rows, vocab] is required; got {list(input.shape)}")
-    ops.sample(
-        out,
-        valid,
-        adjusted,
-        input,
-        indices,
-        *(_ONE if temperature is None else per_row(temperature, "temperature", input, 1.0, 0.0)),
-        *(_NO_K if top_k is None else count_per_row(top_k, "top_k", input)),
-        *(_ONE if top_p is None else per_row(top_p, "top_p", input, 1.0, 0.0, 1.0)),
-        *(_ZERO if min_p is None else per_row(min_p, "min_p", input, 0.0, 0.0, 1.0)),
-        *random,
-        bias,
-        bitmask,
-        seen,
-        seen_count,
-        *(_ONE if repetition_penalty is None else per_row(repetition_penalty, "repetition_penalty", input, 1.0)),
-        *(_ZERO if frequency_penalty is None else per_row(frequency_penalty, "frequency_penalty", input, 0.0)),
-        *(_ZERO if presence_penalty is None else per_row(presence_penalty, "presence_penalty", input, 0.0)),
-        output,
-        name == "logits",
-        joint,
-    )
+def _rows(x: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
+    """The rows as kernels read them, and how many they are."""
+    if x.ndim != 2:
+        raise ValueError(f"{name}: shape [rows, vocab] is required; got {list(x.shape)}")
+    return native(x, name), x.shape[0]
+
+
+def _top_k(value: torch.Tensor | int | None, rows: int) -> tuple[torch.Tensor | None, int]:
+    return _NO_K if value is None else count_per_row(value, "top_k", rows)
+
+
+def _top_p(value: torch.Tensor | float | None, rows: int) -> PerRow:
+    return _ONE if value is None else per_row(value, "top_p", rows, 1.0, 0.0, 1.0)
+
+
+def _temperature(value: torch.Tensor | float | None, rows: int) -> PerRow:
+    return _ONE if value is None else per_row(value, "temperature", rows, 1.0, 0.0)
 
 
 def _tokens(
@@ -108,22 +89,63 @@ def _tokens(
     seed: torch.Tensor | int | None,
     offset: torch.Tensor | int | None,
     return_valid: bool = False,
-    **parameters: object,
+    top_k: torch.Tensor | int | None = None,
+    top_p: torch.Tensor | float | None = None,
+    min_p: torch.Tensor | float | None = None,
+    joint: bool = False,
+    temperature: torch.Tensor | float | None = None,
+    adjusted: torch.Tensor | None = None,
+    changes: tuple[object, ...] = _UNCHANGED,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draws a token for each row, or each of `indices`; the generator moves on by `increment` a token."""
     import torch
 
-    input = native(input, name)
+    input, rows = _rows(input, name)
     if check_nan:
         require_no_nan(input, name)
-    if indices is not None and indices.ndim != 1:
-        raise ValueError(f"indices: shape [batch] is required; got {list(indices.shape)}")
-    batch = input.shape[0] if indices is None else indices.shape[0]
+    if indices is None:
+        batch, dtype = rows, torch.int32
+    else:
+        if indices.ndim != 1:
+            raise ValueError(f"indices: shape [batch] is required; got {list(indices.shape)}")
+        batch, dtype = indices.shape[0], indices.dtype
     random = randomness(seed, offset, generator, input, batch, batch * increment)
-    out = input.new_empty(batch, dtype=torch.int32 if indices is None else indices.dtype)
+    out = input.new_empty(batch, dtype=dtype)
     valid = input.new_empty(batch, dtype=torch.bool) if return_valid else None
-    _run(input, name, ops.DRAW_TOKEN, out=out, valid=valid, indices=indices, random=random, **parameters)  # type: ignore[arg-type]
+    ops.sample(
+        out,
+        valid,
+        adjusted,
+        input,
+        indices,
+        *_temperature(temperature, rows),
+        *_top_k(top_k, rows),
+        *_top_p(top_p, rows),
+        *(_ZERO if min_p is None else per_row(min_p, "min_p", rows, 0.0, 0.0, 1.0)),
+        *random,
+        *changes,
+        ops.DRAW_TOKEN,
+        name == "logits",
+        joint,
+    )
     return out if valid is None else (out, valid)
+
+
+def _rewritten(
+    input: torch.Tensor,
+    name: str,
+    output: int,
+    dtype: torch.dtype | None = None,
+    temperature: torch.Tensor | float | None = None,
+    top_k: torch.Tensor | int | None = None,
+    top_p: torch.Tensor | float | None = None,
+) -> torch.Tensor:
+    """The rows renormalised or masked; dtype None: as kernels read them."""
+    input, rows = _rows(input, name)
+    out = input.new_empty(input.shape, dtype=dtype)
+    filters = (*_temperature(temperature, rows), *_top_k(top_k, rows), *_top_p(top_p, rows), *_ZERO)
+    ops.sample(out, None, None, input, None, *filters, *_UNSEEDED, *_UNCHANGED, output, name == "logits", False)
+    return out
 
 
 def _is_joint(filter_apply_order: str) -> bool:
@@ -146,10 +168,7 @@ def softmax(
     """
     import torch
 
-    logits = native(logits, "logits")
-    out = logits.new_empty(logits.shape, dtype=torch.float32)
-    _run(logits, "logits", ops.RENORMALISE, out=out, temperature=temperature)
-    return out
+    return _rewritten(logits, "logits", ops.RENORMALISE, torch.float32, temperature=temperature)
 
 
 @fi_api(trace=trace.SAMPLING_FROM_LOGITS)
@@ -337,15 +356,24 @@ def sample_from_logits(
 
     Returns (tokens int32 `[batch]`, valid bool `[batch]`): False, and token 0, where no token was allowed.
     """
-    logits = native(logits, "logits")
-    adjusted = None
+    logits, rows = _rows(logits, "logits")
+    adjusted: torch.Tensor | None = None
+    changes: tuple[object, ...] = _UNCHANGED
+    penalties = (repetition_penalty, frequency_penalty, presence_penalty)
     if bias is not None or bitmask is not None or seen_token_ids is not None:
         logits = logits.float()
         adjusted = logits.new_empty(logits.shape)  # used where rows are not kept on chip
-    elif (repetition_penalty, frequency_penalty, presence_penalty) != (None, None, None):
+        names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+        numbers = [
+            (None, default) if value is None else per_row(value, name, rows, default)
+            for value, name, default in zip(penalties, names, (1.0, 0.0, 0.0))
+        ]
+        changes = (bias, bitmask, seen_token_ids, seen_token_counts, *chain.from_iterable(numbers))
+    elif penalties != (None, None, None):
         raise ValueError("seen_token_ids: required where there is a penalty")
-    if (frequency_penalty, presence_penalty) != (None, None) and seen_token_counts is None:
+    if penalties[1:] != (None, None) and seen_token_counts is None:
         raise ValueError("seen_token_counts: required for frequency_penalty and presence_penalty")
+    joint = _is_joint(filter_apply_order)
     return _tokens(  # type: ignore[return-value]
         logits,
         "logits",
@@ -356,19 +384,13 @@ def sample_from_logits(
         seed,
         offset,
         True,
-        adjusted=adjusted,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        bias=bias,
-        bitmask=bitmask,
-        seen=seen_token_ids,
-        seen_count=seen_token_counts,
-        repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-        joint=_is_joint(filter_apply_order),
+        top_k,
+        top_p,
+        min_p,
+        joint,
+        temperature,
+        adjusted,
+        changes,
     )
 
 
@@ -382,10 +404,7 @@ def top_p_renorm_probs(
     """
     import torch
 
-    probs = native(probs, "probs")
-    out = probs.new_empty(probs.shape, dtype=torch.float32)
-    _run(probs, "probs", ops.RENORMALISE, out=out, top_p=top_p)
-    return out
+    return _rewritten(probs, "probs", ops.RENORMALISE, torch.float32, top_p=top_p)
 
 
 @fi_api(trace=trace.TOP_K_RENORM)
@@ -394,10 +413,7 @@ def top_k_renorm_probs(probs: torch.Tensor, top_k: torch.Tensor | int, is_determ
 
     Returns `[rows, vocab]` of the dtype of probs. is_deterministic: taken for compatibility.
     """
-    x = native(probs, "probs")
-    out = x.new_empty(x.shape)
-    _run(x, "probs", ops.RENORMALISE, out=out, top_k=top_k)
-    return out.to(probs.dtype)
+    return _rewritten(probs, "probs", ops.RENORMALISE, top_k=top_k).to(probs.dtype)
 
 
 @fi_api(trace=trace.TOP_K_MASK)
@@ -406,10 +422,7 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: torch.Tensor | int) -> torch.
 
     Returns `[rows, vocab]` of the dtype of logits.
     """
-    x = native(logits, "logits")
-    out = x.new_empty(x.shape)
-    _run(x, "logits", ops.MASK_OUT, out=out, top_k=top_k)
-    return out.to(logits.dtype)
+    return _rewritten(logits, "logits", ops.MASK_OUT, top_k=top_k).to(logits.dtype)
 
 
 top_k_renorm_prob, top_p_renorm_prob = top_k_renorm_probs, top_p_renorm_probs  # FlashInfer's older names

@@ -16,36 +16,37 @@ PerRow = tuple["torch.Tensor | None", float]  # by row, else the number
 def per_row(
     value: torch.Tensor | float,
     name: str,
-    input: torch.Tensor,
+    rows: int,
     default: float,
     low: float = float("-inf"),
     high: float = float("inf"),
 ) -> PerRow:
     """A parameter for the op: (fp32 tensor, default) or (None, number).
 
-    A tensor has one element a row of `input`; another number type is copied to fp32.
+    A tensor has one element for each of the rows; another number type is copied to fp32.
     """
     if isinstance(value, (int, float)):
         if not low <= value <= high:
             raise ValueError(f"{name}: a number from {low:g} to {high:g} is required; got {value}")
         return None, value
-    _check_rows(value, name, input)
-    return (value if str(value.dtype) == "torch.float32" else value.float()).contiguous(), default
+    return _one_each(value, name, rows).float().contiguous(), default
 
 
-def count_per_row(value: torch.Tensor | int, name: str, input: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+def count_per_row(value: torch.Tensor | int, name: str, rows: int) -> tuple[torch.Tensor | None, int]:
     """As `per_row`, for integers; -1 and 0 are no limit."""
     if isinstance(value, (int, float)):
         if value != int(value) or value < -1:
             raise ValueError(f"{name}: an integer from -1 on is required; got {value}")
         return None, int(value)
-    _check_rows(value, name, input)
-    return (value if str(value.dtype) == "torch.int32" else value.int()).contiguous(), 0
+    return _one_each(value, name, rows).int().contiguous(), 0
 
 
-def _check_rows(value: torch.Tensor, name: str, input: torch.Tensor) -> None:
+def _one_each(value: torch.Tensor, name: str, rows: int) -> torch.Tensor:
+    """The tensor, of one element for each row."""
     if not hasattr(value, "ndim"):
         raise TypeError(f"{name}: a number or a 1D tensor is required; got {type(value).__name__}")
+    if value.shape == (rows,):
+        return value
     if value.ndim == 0:
         raise ValueError(
             f"Expected a 1D tensor of shape (batch_size,) or scalar for {name}, got a 0-dimensional tensor: "
@@ -53,11 +54,10 @@ def _check_rows(value: torch.Tensor, name: str, input: torch.Tensor) -> None:
         )
     if value.ndim != 1:
         raise ValueError(f"Expected a 1D tensor or scalar for {name}, got a {value.ndim}D tensor")
-    if value.shape[0] != input.shape[0]:
-        raise ValueError(
-            f"Sampling parameter tensor batch size mismatch: {name} must have one element for each of the "
-            f"{input.shape[0]} rows; got {value.shape[0]}"
-        )
+    raise ValueError(
+        f"Sampling parameter tensor batch size mismatch: {name} must have one element for each of the {rows} rows; "
+        f"got {value.shape[0]}"
+    )
 
 
 def native(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -95,6 +95,16 @@ def get_seed_and_offset(
     return generator.initial_seed(), offset
 
 
+_default_generators: dict[int, torch.Generator] = {}  # by index of the device: torch makes them once
+
+
+def _default_generator(input: torch.Tensor) -> torch.Generator:
+    found = _default_generators.get(input.get_device())
+    if found is None:
+        found = _default_generators[input.get_device()] = get_default_generators(input.device)
+    return found
+
+
 Randomness = tuple["torch.Tensor | None", int, "torch.Tensor | None", int]  # seed and offset: tensor, else number
 
 
@@ -116,9 +126,11 @@ def randomness(
     if type(seed) is int and type(offset) is int:
         return None, _signed(seed), None, _signed(offset)
     if seed is None and offset is None:
-        if generator is not None and generator.device.type != input.device.type:
+        if generator is None:
+            generator = _default_generator(input)
+        elif generator.device.type != input.device.type:
             raise ValueError(f"generator: one for {input.device} is required; got one for {generator.device}")
-        first, second = get_seed_and_offset(increment, generator, input.device)
+        first, second = get_seed_and_offset(increment, generator)
         return None, _signed(first), None, _signed(second)
     if seed is None or offset is None:
         raise ValueError("seed and offset: give both or neither")

@@ -86,7 +86,11 @@ def get_seed_and_offset(
         if device is None:
             raise ValueError("device: required where no generator is given")
         generator = get_default_generators(device)
-    if generator.device.type == "cpu":
+    return _taken(generator, increment, generator.device.type == "cpu")
+
+
+def _taken(generator: torch.Generator, increment: int, on_cpu: bool) -> tuple[int, int]:
+    if on_cpu:
         import torch
 
         return int(torch.empty((), dtype=torch.int64).random_(generator=generator)), 0
@@ -96,15 +100,6 @@ def get_seed_and_offset(
 
 
 _default_generators: dict[int, torch.Generator] = {}  # by index of the device: torch makes them once
-
-
-def _default_generator(input: torch.Tensor) -> torch.Generator:
-    found = _default_generators.get(input.get_device())
-    if found is None:
-        found = _default_generators[input.get_device()] = get_default_generators(input.device)
-    return found
-
-
 Randomness = tuple["torch.Tensor | None", int, "torch.Tensor | None", int]  # seed and offset: tensor, else number
 
 
@@ -126,11 +121,14 @@ def randomness(
     if type(seed) is int and type(offset) is int:
         return None, _signed(seed), None, _signed(offset)
     if seed is None and offset is None:
+        index = input.get_device()
         if generator is None:
-            generator = _default_generator(input)
+            generator = _default_generators.get(index)
+            if generator is None:
+                generator = _default_generators[index] = get_default_generators(input.device)
         elif generator.device.type != input.device.type:
             raise ValueError(f"generator: one for {input.device} is required; got one for {generator.device}")
-        first, second = get_seed_and_offset(increment, generator)
+        first, second = _taken(generator, increment, index < 0)
         return None, _signed(first), None, _signed(second)
     if seed is None or offset is None:
         raise ValueError("seed and offset: give both or neither")

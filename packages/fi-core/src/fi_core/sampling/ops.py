@@ -12,12 +12,13 @@ DRAW_TOKEN, RENORMALISE, MASK_OUT = range(3)  # what sample makes of a filtered 
 
 def _cluster_unit(axes: Axes) -> Unit:
     """Entries for rows that are held, for rows that are streamed, and for softmax. config: (blocks on an SM, bytes of a
-    row that a block should hold), (blocks on an SM), (blocks on an SM, pieces that a warp holds)."""
+    row that a block should hold), (blocks on an SM), (blocks on an SM, pieces that a warp holds in shared memory)."""
     dtype = DTYPES[str(axes["dtype"])].device
     entries = (
         Entry("sample_cluster_512", f"sample_cluster<{dtype}, 512>", 512, (1, 200 * 1024), blocks_per_sm=1),
         Entry("sample_stream_512", f"sample_stream<{dtype}, 512>", 512, (2,), blocks_per_sm=2),
-        Entry("softmax_cluster_256", f"softmax_cluster<{dtype}, 256>", 256, (4, 3), blocks_per_sm=4),
+        Entry("softmax_cluster_256", f"softmax_cluster<{dtype}, 256, 3>", 256, (4, 3), blocks_per_sm=4),
+        Entry("softmax_cluster_1024", f"softmax_cluster<{dtype}, 1024, 3>", 1024, (1, 3), blocks_per_sm=1),
     )
     # In threads of the compiler: 1.7 s for 2.4 (two cores, NVRTC 13.0).
     return Unit("fi/sampling/sample_sm90.cuh", "SampleParams", entries, flags=("--split-compile=4",))

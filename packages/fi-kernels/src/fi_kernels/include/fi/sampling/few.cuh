@@ -15,8 +15,13 @@ struct FewElements {
   struct alignas(8) Element {
     uint32_t key, part;  // part: one, or the weight
   };
+  struct Chosen {
+    uint32_t key;
+    uint64_t total;
+  };
   Element elements[kFew];
   int32_t tokens[kFew];
+  Chosen by_count, by_weight;
   uint32_t found;
 
   // f(i) for the i-th element, by four threads each, in whole warps.
@@ -45,36 +50,68 @@ struct FewElements {
     __syncthreads();
     return key;
   }
-  // Those from `lowest` on get their weights, the others none. Returns the sum.
-  template <class Weight>
-  FI_DEVICE uint64_t weigh(int n, uint32_t lowest, Weight&& weight) {
-    if (static_cast<int>(threadIdx.x) < n) {
-      Element& own = elements[threadIdx.x];
-      own.part = own.key >= lowest ? weight(value_of(own.key)) : 0u;
+  // The smallest key that passes both filters and `least`, among all elements that may and perhaps more, and the sum of
+  // weights from it on; parts become weights.
+  template <int kThreads, class Weight>
+  FI_DEVICE Chosen choose(int n, int32_t k, float top_p, uint32_t least, Weight&& weight) {
+    constexpr int kOwn = (kFew * 4 + kThreads - 1) / kThreads;
+    uint32_t keys[kOwn];
+    uint64_t greater[kOwn], through[kOwn];
+    if (static_cast<int>(threadIdx.x) < n) elements[threadIdx.x].part = weight(value_of(elements[threadIdx.x].key));
+    __syncthreads();
+    int turn = 0;
+    by_four(n, [&](int own) {
+      const uint32_t key = elements[own].key;
+      uint32_t counts = 0;  // of greater ones, and from 2^16 on of others as large
+      uint64_t above = 0, equal = 0;
+#pragma unroll 4
+      for (int i = threadIdx.x % 4; i < n; i += 4) {
+        const Element other = elements[i];
+        counts += other.key > key ? 1u : other.key == key ? 1u << 16 : 0u;
+        above += other.key > key ? other.part : 0;
+        equal += other.key == key ? other.part : 0;
+      }
+      counts += __shfl_xor_sync(0xffffffffu, counts, 1);
+      counts += __shfl_xor_sync(0xffffffffu, counts, 2);
+      above = sum_of_four(above);
+      equal = above + sum_of_four(equal);
+      const int more = counts & 0xffff, as_many = more + (counts >> 16);
+      if (more < k && as_many >= min(k, n)) by_count = {key, equal};
+#pragma unroll
+      for (int o = 0; o < kOwn; ++o)
+        if (o == turn) keys[o] = key, greater[o] = above, through[o] = equal;
+      ++turn;
+    });
+    __syncthreads();
+    Chosen chosen = by_count;
+    if (top_p < 1.f) {
+      const uint64_t target = share_of(chosen.total, top_p);
+#pragma unroll
+      for (int o = 0; o < kOwn; ++o)
+        if (o < turn && keys[o] >= chosen.key && greater[o] < target && through[o] >= target)
+          by_weight = {keys[o], through[o]};
+      __syncthreads();
+      chosen = by_weight;
     }
-    __syncthreads();
-    uint64_t sum = 0;
+    if (chosen.key < least) {
+      chosen = {least, 0};
 #pragma unroll 1
-    for (int i = threadIdx.x % 32; i < n; i += 32) sum += elements[i].part;
-    return warp_sum_u64(sum);
+      for (int i = threadIdx.x % 32; i < n; i += 32) chosen.total += elements[i].key >= least ? elements[i].part : 0;
+      chosen.total = warp_sum_u64(chosen.total);
+    }
+    return chosen;
   }
-  // The smallest key that passes both filters, among all elements that may and perhaps more; their parts are one.
-  template <class Weight>
-  FI_DEVICE uint32_t choose(int n, int32_t k, float top_p, Weight&& weight) {
-    if (threadIdx.x == 0) found = 0;
-    __syncthreads();
-    const uint32_t key = settle(n, 0, k);
-    return top_p < 1.f ? settle(n, 0, share_of(weigh(n, key, weight), top_p)) : key;
-  }
-  // The token at which the weights, summed in the order of tokens, pass target: the threads that find it return it.
-  FI_DEVICE int draw(int n, uint64_t target) const {
+  // The token at which the weights from a key on, summed in the order of tokens, pass target: the threads that find it
+  // return it, the others -1.
+  FI_DEVICE int draw(int n, uint32_t lowest, uint64_t target) const {
     int token = -1;
     by_four(n, [&](int own) {
       uint64_t before = 0;
 #pragma unroll 4
-      for (int i = threadIdx.x % 4; i < n; i += 4) before += tokens[i] < tokens[own] ? elements[i].part : 0;
+      for (int i = threadIdx.x % 4; i < n; i += 4)
+        before += tokens[i] < tokens[own] && elements[i].key >= lowest ? elements[i].part : 0;
       before = sum_of_four(before);
-      if (before <= target && target < before + elements[own].part) token = tokens[own];
+      if (elements[own].key >= lowest && before <= target && target < before + elements[own].part) token = tokens[own];
     });
     return token;
   }

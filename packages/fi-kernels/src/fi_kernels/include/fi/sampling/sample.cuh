@@ -1,6 +1,6 @@
 // sample on sm_80 and later: filter, then draw with one random number a row; here in the form of one block a row.
 #pragma once
-#include "fi/sampling/stream.cuh"
+#include "fi/sampling/stream_row.cuh"
 #include "fi/sampling/threshold.cuh"
 
 namespace fi {
@@ -31,10 +31,11 @@ FI_DEVICE void run_row(const SampleParams& p, Scratch<Team, kWarps>& shared, con
     if (draws || k > 0 || top_p < 1.f)
       key = t.find({p.vocab, greedy ? 0 : k, greedy ? 1.f : top_p, p.joint, draws, bound, least}, first, listed);
     if (listed >= 0) {
-      const auto weight = [&](float x) { return s.weight(x); };
-      key = max(least, shared.few.choose(listed, k, top_p, weight));
+      const auto chosen =
+          shared.few.template choose<kWarps * 32>(listed, k, top_p, least, [&](float x) { return s.weight(x); });
+      key = chosen.key;
       if (draws) {
-        const int token = shared.few.draw(listed, uniform_below(shared.few.weigh(listed, key, weight), shared.random));
+        const int token = shared.few.draw(listed, key, uniform_below(chosen.total, shared.random));
         if (token >= 0 && Team::rank() == 0) put_token(p, output, token, true);  // some threads, all the same
       }
     }

@@ -68,11 +68,11 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   const int warp = threadIdx.x / 32;
   T* slots = reinterpret_cast<T*>(list_of(kWarps));
   clear(shared);
-  pdl_wait();
+  if (!p.streamed) pdl_wait();  // else this one was launched by a kernel that had waited
   const int output = blockIdx.x / cluster_size();
   const int64_t row = source_row(p, output);
-  if (missing(p, output, row)) return;  // all blocks of the cluster
-  if (p.streamed && is_streamed(p, row)) return;
+  if (missing(p, output, row)) return pdl_wait();  // all blocks of the cluster
+  if (p.streamed && is_streamed(p, row)) return pdl_wait();
   Slots<T> whole(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
   const int skipped = cluster_rank() * p.slice;
   whole.base += skipped, whole.first -= skipped, whole.last -= skipped;
@@ -104,6 +104,7 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
   run_row<T, Cluster, CopiedRow<T>, kWarps>(p, shared, source, list_of(warp), begin, end, whole.first, whole.last,
                                             output, static_cast<int>(row));
   Cluster::sync();  // others may still read this block's sums
+  pdl_wait();
 }
 
 }  // namespace fi

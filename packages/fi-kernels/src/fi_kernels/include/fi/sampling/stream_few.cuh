@@ -6,9 +6,12 @@
 namespace fi {
 namespace sampling {
 
+constexpr int kBins = 256;  // a lane has eight of them
+
 template <int kWarps>
 struct FewScratch {
   FewElements few;
+  alignas(16) uint32_t bins[kBins];
   uint64_t parts[kWarps];
   uint16_t quarters[kFew];  // that have elements from the bound on
   uint32_t quarter_count, count;
@@ -58,15 +61,44 @@ struct FewOfRow {
     const uint64_t ends = lane() < kWarps ? shared.parts[lane()] : 0xffffffffu;
     top = high = __reduce_max_sync(0xffffffffu, static_cast<uint32_t>(ends >> 32));
     low = __reduce_min_sync(0xffffffffu, static_cast<uint32_t>(ends)) + 1;  // of those that are not 0
-    if (top == 0 || count_from(low) < k) return 0;
-    return quantile_of(k, low, high, [&](uint32_t key) { return count_from(key); });
-  }
-  FI_DEVICE int count_from(uint32_t key) const {
-    int count = 0;
+    // The bin of the k-th largest, then bins of that one, until few more are in it.
+    int above = 0;
 #pragma unroll 1
-    for (int i = threadIdx.x; i - static_cast<int>(threadIdx.x) < 4 * n; i += kWarps * 32)
-      count += __syncthreads_count(i < 4 * n && key_of_quarter(min(i, 4 * n - 1)) >= key);
-    return count;
+    while (true) {
+      const int shift = max(24 - __clz(static_cast<int>(high - low)), 0);
+      if (threadIdx.x < kBins) shared.bins[threadIdx.x] = 0;
+      __syncthreads();
+#pragma unroll 1
+      for (int i = threadIdx.x; i < 4 * n; i += kWarps * 32) {
+        const uint32_t key = key_of_quarter(i);
+        if (key >= low && key <= high) atomicAdd(&shared.bins[(high - key) >> shift], 1u);
+      }
+      __syncthreads();
+      const uint4 some = reinterpret_cast<const uint4*>(shared.bins)[2 * lane()],
+                  more = reinterpret_cast<const uint4*>(shared.bins)[2 * lane() + 1];
+      const int counts[8] = {static_cast<int>(some.x), static_cast<int>(some.y), static_cast<int>(some.z),
+                             static_cast<int>(some.w), static_cast<int>(more.x), static_cast<int>(more.y),
+                             static_cast<int>(more.z), static_cast<int>(more.w)};
+      int own = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) own += counts[i];
+      const int through = above + warp_scan(own);
+      const unsigned reached = __ballot_sync(0xffffffffu, through >= k);
+      if (!reached) return 0;
+      int bin = 8 * lane(), before = through - own, up_to = before + counts[0];
+#pragma unroll
+      for (int i = 1; i < 8; ++i)
+        if (up_to < k) before = up_to, up_to += counts[i], ++bin;
+      const int owner = __ffs(static_cast<int>(reached)) - 1;
+      bin = __shfl_sync(0xffffffffu, bin, owner);
+      up_to = __shfl_sync(0xffffffffu, up_to, owner);
+      above = __shfl_sync(0xffffffffu, before, owner);
+      const uint64_t end = (uint64_t{static_cast<uint32_t>(bin) + 1} << shift) - 1;  // of the bin, from high downwards
+      low = end < high - low ? high - static_cast<uint32_t>(end) : low;
+      if (shift == 0 || up_to <= k + k / 8) return low;
+      high -= static_cast<uint32_t>(bin) << shift;
+      __syncthreads();
+    }
   }
   // Lists the elements from `key` on; returns their number, more than kFew if there is no room.
   FI_DEVICE int list(uint32_t key) {
@@ -165,9 +197,8 @@ struct FewOfRow {
       return true;
     }
     const auto weight = [&](float x) { return Weigher{scale, scale.lowest, 0, row.logits}.of(x); };
-    const uint32_t key = max(shared.few.choose(listed, k, at(p.top_p, source), weight), least(source));
-    const uint64_t total = shared.few.weigh(listed, key, weight);
-    const int token = shared.few.draw(listed, uniform_below(total, random));
+    const auto chosen = shared.few.template choose<kWarps * 32>(listed, k, at(p.top_p, source), least(source), weight);
+    const int token = shared.few.draw(listed, chosen.key, uniform_below(chosen.total, random));
     if (token >= 0) put_token(p, output, token, true);  // some threads, all the same
     return false;
   }

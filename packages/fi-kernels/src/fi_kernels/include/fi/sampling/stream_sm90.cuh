@@ -1,6 +1,7 @@
 // sample on sm_90 for rows without filters or with a k of few: one read, in blocks that hold nothing.
 #pragma once
 #include "fi/sampling/stream_few.cuh"
+#include "fi/sampling/stream_row.cuh"
 #include "fi/sampling/team_sm90.cuh"
 
 namespace fi {
@@ -13,6 +14,7 @@ FI_DEVICE void sample_stream(const SampleParams& p) {
   __shared__ FewScratch<kWarps> shared;
   if (threadIdx.x == 0) shared.count = shared.quarter_count = 0;
   pdl_wait();
+  pdl_launch_dependents();  // the kernel for the other rows, which waits for nothing but the end of this one
   const int output = blockIdx.x / cluster_size();
   const int64_t row = source_row(p, output);
   if (missing(p, output, row) || !is_streamed(p, row)) return;

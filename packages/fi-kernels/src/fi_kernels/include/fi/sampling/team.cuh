@@ -29,18 +29,18 @@ struct OneBlock {
   FI_DEVICE static unsigned rank() { return 0; }
   FI_DEVICE static unsigned size() { return 1; }
   FI_DEVICE static void arrive() {}
+  FI_DEVICE static void appear() {}
   FI_DEVICE static void meet() {}
   FI_DEVICE static void sync() { __syncthreads(); }
   FI_DEVICE static uint4 read(const Counter& x, unsigned) { return *reinterpret_cast<const uint4*>(&x); }
   FI_DEVICE static uint32_t read(const uint32_t& x, unsigned) { return x; }
   FI_DEVICE static void write(uint32_t& to, unsigned, uint32_t x) { to = x; }
   FI_DEVICE static void write(uint64_t& to, unsigned, uint64_t x) { to = x; }
-  // To the first block, which alone goes on when all have given.
-  FI_DEVICE static void give(PieceSum& to, uint4 x) { *reinterpret_cast<uint4*>(&to) = x; }
-  FI_DEVICE static bool gathered() {
-    __syncthreads();
-    return true;
-  }
+  struct Gathering {
+    FI_DEVICE void begin(unsigned) {}
+    FI_DEVICE void give(PieceSum& to, unsigned, uint4 x) { *reinterpret_cast<uint4*>(&to) = x; }
+    FI_DEVICE void await() { __syncthreads(); }
+  };
   // Any number of elements in a bucket: the carry of the lower word goes to the upper.
   static constexpr int kHighAt = 32;
   FI_DEVICE static void add(Counter& to, uint32_t weight) {

@@ -18,6 +18,8 @@ FI_DEVICE unsigned cluster_size() {
 
 // A barrier of all threads of the cluster in two halves: what was written before arrive is seen after wait.
 FI_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// The same without memory: says that this block is there, and costs no fence.
+FI_DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 FI_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 FI_DEVICE void cluster_sync() {
   cluster_arrive();
@@ -74,6 +76,18 @@ FI_DEVICE void cluster_store_u32x4(unsigned address, uint4 x) {
   asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z),
                "r"(x.w)
                : "memory");
+}
+// st.async (PTX ISA 9.7.9.12): the bytes complete on a barrier of the block that they go to.
+FI_DEVICE void cluster_send_u64(unsigned address, uint64_t x, unsigned barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address), "l"(x),
+               "r"(barrier)
+               : "memory");
+}
+FI_DEVICE void cluster_send_u32x4(unsigned address, uint4 x, unsigned barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(barrier)
+      : "memory");
 }
 FI_DEVICE void cluster_add_u32(unsigned address, uint32_t x) {
   asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");

@@ -15,15 +15,22 @@ BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 
 def calls_of(
-    gpu: Gpu, rows: int, vocab: int, dtype: str = "f32", top_k: int | Tensor = 0, top_p: float | Tensor = 1.0
+    gpu: Gpu,
+    rows: int,
+    vocab: int,
+    dtype: str = "f32",
+    top_k: int | Tensor = 0,
+    top_p: float | Tensor = 1.0,
+    output: int = 0,
 ) -> list[Call]:
-    """The launches of a draw from `rows` rows; filters are numbers, or tensors of one a row."""
+    """The launches of a draw from `rows` rows, or of softmax (output 1). Filters: numbers, or tensors, one a row."""
     k = (top_k, 0) if isinstance(top_k, Tensor) else (None, top_k)
     p = (top_p, 1.0) if isinstance(top_p, Tensor) else (None, top_p)
     temperature, min_p, seed, offset, changes = (None, 1.0), (None, 0.0), (None, 1), (None, 2), [None] * 4
     penalties = (None, 1.0, None, 0.0, None, 0.0)
-    out, input = Tensor(0x200000, (rows,), "i32"), Tensor(0x100000, (rows, vocab), dtype)
-    arguments = [*temperature, *k, *p, *min_p, *seed, *offset, *changes, *penalties, 0, True, False]
+    out = Tensor(0x200000, (rows, vocab), "f32") if output else Tensor(0x200000, (rows,), "i32")
+    input = Tensor(0x100000, (rows, vocab), dtype)
+    arguments = [*temperature, *k, *p, *min_p, *seed, *offset, *changes, *penalties, output, True, False]
     return launches(gpu.call("sample", {"dtype": dtype}, out, None, None, input, None, *arguments))
 
 
@@ -102,3 +109,21 @@ def test_the_longest_rows(start: Start) -> None:  # noqa: F811
 def test_no_rows_no_launch(start: Start) -> None:  # noqa: F811
     with pytest.raises(ValueError, match="not enough values"):
         launch(start(90), 0, 128)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("vocab", [1, 2049, 128256, 262145, 524288])
+@pytest.mark.parametrize("rows", [1, 64, 1000])
+def test_softmax_holds_the_row(start: Start, rows: int, vocab: int, dtype: str) -> None:  # noqa: F811
+    (one,) = calls_of(start(90), rows, vocab, dtype, output=1)
+    p, cluster, warps = parameters(one, "SampleParams"), one["cluster"][0], one["block"][0] // 32
+    pieces = -(-vocab // 512)
+    assert one["grid"] == [rows * cluster, 1, 1] and cluster <= 16
+    assert cluster * warps * (p["held"] + 1) >= pieces and p["held"] <= 3
+    assert one["shared_bytes"] == (pieces + 1) // 2 * 16 + warps * p["held"] * 2048
+
+
+@pytest.mark.parametrize(("rows", "threads"), [(1, 256), (48, 256), (64, 1024), (66, 1024), (67, 256), (256, 256)])
+def test_softmax_is_one_wave_of_large_blocks_where_small_ones_are_not(start: Start, rows: int, threads: int) -> None:  # noqa: F811
+    (one,) = calls_of(start(90), rows, 128256, output=1)
+    assert one["block"][0] == threads

@@ -66,7 +66,7 @@ struct SoftmaxRow {
     for (int i = 1; i < kEach; ++i) largest = fmaxf(largest, x[i]);
     return __reduce_max_sync(0xffffffffu, largest >= -__uint_as_float(kLargest) ? key_of(largest) : 0u);
   }
-  // The ratios of elements to the largest, 0 below 2^-126; NaN stays. Returns their sum.
+  // The ratios of elements to the largest, about 0 below 2^-126; NaN stays. Returns their sum.
   FI_DEVICE float ratios(float (&x)[kEach], uint32_t key) const {
     constexpr float aligner = 0x1p23f;  // its last bit is worth one
     const float largest = value_of(key);
@@ -140,7 +140,7 @@ FI_DEVICE void softmax_cluster(const SampleParams& p) {
   pdl_wait();
   const float temperature = at(p.temperature, index);
   const Row row{static_cast<const T*>(p.input) + index * p.input_row, static_cast<float*>(p.out) + index * p.out_row,
-                p.vocab, greater(logits_scale(0.f, temperature).factor, 0x1p-149f)};
+                p.vocab, greater(logits_scale(0.f, temperature).factor, 0x1p-149f)};  // -inf times it is not NaN
   float y[Row::kEach];
   if (first < last) row.load(first * kPiece, y, [&](int at) { return load_once(row.row + first * kPiece + at); });
   if (const int j = first + (lane + 1) * kWarps; lane < p.held && j < last) {
@@ -207,7 +207,6 @@ FI_DEVICE void softmax_cluster(const SampleParams& p) {
     }
     row.write(j * kPiece, y, times(share_of_piece(j), inverse));
   }
-  __syncthreads();
 }
 
 }  // namespace fi

@@ -297,6 +297,13 @@ def test_groups(qo_heads: int, kv_heads: int, device: str) -> None:
     each(problem([5, 300, 1000], qo_heads, kv_heads, device=device))
 
 
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, E4M3], ids=str)
+@pytest.mark.parametrize(("heads", "dim"), [(3, 64), (20, 96), (2, 80), (5, 256)])
+def test_a_row_for_each_head(heads: int, dim: int, dtype: torch.dtype, device: str) -> None:
+    """As many kv heads as query heads: a CPU takes several at a time."""
+    each(problem([1, 16, 37, 600], heads, heads, dim, page_size=5, q=dtype, device=device), window_left=550)
+
+
 @pytest.mark.parametrize("q_len", [2, 3, 4, 8])
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_several_query_tokens_are_causal(q_len: int, group: int, device: str) -> None:

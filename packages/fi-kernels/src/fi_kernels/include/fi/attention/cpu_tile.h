@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "fi/attention/cpu_block.h"
+#include "fi/attention/cpu_rows.h"
 #include "fi/attention/variant.h"
 #include "fi/cpu/aligned.h"
 #include "fi/cpu/rows.h"
@@ -36,6 +37,7 @@ class CpuTile {
         kv_bytes_(kv.bytes()),
         load_q_(cpu::row_loader(q)),
         load_kv_(cpu::row_loader(kv)),
+        products_(cpu::LineProducts::of(kv)),
         qk_(cpu::padded(p.dim_qk)),
         vo_(cpu::padded(p.dim_vo)),
         q_(cpu::padded(rows) * qk_),
@@ -53,10 +55,18 @@ class CpuTile {
       for (int32_t k = 0; k < p.dim_qk / 2; ++k) steps_.push_back(p.rotary.step(k));
   }
 
-  // Rows [first, first + rows) of kv_head against keys [begin, end); rows <= kRows.
+  // Whether a row is multiplied with keys and values where they lie, which pays for a row that is alone.
+  bool in_place(const AttentionProblem& p, int32_t rows) const {
+    return !Variant::kCustom && rows == 1 && !p.rotary.enabled && products_.dots && cpu::LineProducts::take(p.dim_qk) &&
+           cpu::LineProducts::take(p.dim_vo);
+  }
+
+  // Rows [first, first + rows) of kv_head against keys [begin, end); rows <= kRows. heads: from kv_head on, more than
+  // one if in_place(rows) and no more than there is room for rows. Row r is then that of head kv_head + r.
   void attend(const AttentionProblem& p, const TokenPages& pages, Variant& variant, int32_t kv_head, int32_t first,
-              int32_t rows, int32_t begin, int32_t end) {
-    p_ = &p, variant_ = &variant, pages_ = pages, kv_head_ = kv_head, first_ = first, rows_ = rows, end_ = end;
+              int32_t rows, int32_t begin, int32_t end, int32_t heads = 1) {
+    p_ = &p, variant_ = &variant, pages_ = pages, kv_head_ = kv_head, first_ = first, end_ = end;
+    in_place_ = in_place(p, rows), heads_ = heads, rows = rows_ = rows * heads;
     pitch_ = few() ? kBlock : cpu::padded(rows);
     std::fill_n(m_.data(), rows, Variant::kSoftmax ? kMinusInf : 0.f);
     std::fill_n(d_.data(), rows, 0.f);
@@ -76,17 +86,19 @@ class CpuTile {
   float* output(int32_t r) { return o_.data() + r * vo_; }  // unnormalised, [dim_vo]
 
  private:
-  static constexpr int32_t kBlock = 64;  // keys a step
-  static constexpr int32_t kPart = 16;   // of few rows, keys converted at once: they stay in L1
-  static constexpr int32_t kAhead = 16;  // rows prefetched
-  static constexpr int32_t kFew = 8;     // up to here lanes that are rows would be mostly empty
+  static constexpr int32_t kBlock = 64;          // keys a step
+  static constexpr int32_t kPart = cpu::kLines;  // of few rows, keys converted at once: they stay in L1
+  static constexpr int32_t kAhead = 16;          // rows prefetched
+  static constexpr int32_t kFew = 8;             // up to here lanes that are rows would be mostly empty
 
-  bool few() const { return Variant::kCustom || rows_ <= kFew; }  // scores of a variant are made row by row
+  // Scores of a variant are made row by row.
+  bool few() const { return Variant::kCustom || in_place_ || rows_ <= kFew; }
+  Row row(int32_t r) const { return heads_ > 1 ? p_->row(kv_head_ + r, first_) : p_->row(kv_head_, first_ + r); }
 
   void load_queries() {
     const AttentionProblem& p = *p_;
     for (int32_t r = 0; r < rows_; ++r) {
-      const Row row = p.row(kv_head_, first_ + r);
+      const Row row = this->row(r);
       const HeadScores head = p.head_scores<CpuMath>(row.head);
       load_q_(static_cast<const char*>(p.q) + (row.i * p.q_token + row.head * p.q_head) * q_bytes_, line_.data(),
               p.dim_qk);
@@ -118,18 +130,24 @@ class CpuTile {
     if (mask.first_row(key) >= mask.end_row(key + keys - 1)) return;
     for (int32_t j = 0; j < keys; j += kPart) {
       const int32_t part = std::min(kPart, keys - j);
+      if (in_place_) {
+        for (int32_t h = 0; h < heads_; ++h) {
+          lines(p_->k, p_->k_token, p_->k_head, pages_.k_page, qk_, h, key + j, part);
+          products_.dots(q_.data() + h * qk_, lines_, s_.data() + h * pitch_ + j);
+        }
+        continue;
+      }
       load_keys(key + j, part);
       cpu::dots({{q_.data(), qk_, 1}, k_.data(), s_.data() + j, qk_, pitch_, rows_, part, qk_, false});
     }
     for (int32_t r = 0; r < rows_; ++r) {
       float* s = s_.data() + r * pitch_;
-      const int32_t i = (first_ + r) / p_->group;
+      const int32_t i = row(r).i;
       const int32_t from = std::clamp(mask.first_key(i) - key, 0, keys),
                     to = std::clamp(mask.end_key(i) - key, 0, keys);
       if constexpr (Variant::kCustom) {
         for (int32_t j = from; j < to; ++j)
-          s[j] = mask.keeps(i, key + j) ? variant_->score(s[j], p_->row(kv_head_, first_ + r), kv_head_, key + j)
-                                        : Variant::kHidden;
+          s[j] = mask.keeps(i, key + j) ? variant_->score(s[j], row(r), kv_head_, key + j) : Variant::kHidden;
       } else {
         if (cap_ > 0.f) cpu::soft_cap<16>(s, cap_, keys);
         if (p_->scores.alibi) cpu::add_slope<16>(s, slope_[r], static_cast<float>(key) - position_[r], keys);
@@ -145,6 +163,13 @@ class CpuTile {
     }
     for (int32_t j = 0; j < keys; j += kPart) {
       const int32_t part = std::min(kPart, keys - j);
+      if (in_place_) {
+        for (int32_t h = 0; h < heads_; ++h) {
+          lines(p_->v, p_->v_token, p_->v_head, pages_.v_page, vo_, h, key + j, part);
+          products_.sum(s_.data() + h * pitch_ + j, lines_, output(h));
+        }
+        continue;
+      }
       load_values(key + j, part);
       cpu::multiply({{s_.data() + j, pitch_, 1}, v_.data(), o_.data(), vo_, vo_, rows_, vo_, part, true});
     }
@@ -195,14 +220,30 @@ class CpuTile {
 
   // Calls f with the address of each row of [key, key + keys) of one head: a run of slots of a page after another.
   template <class F>
-  void each_row(const void* from, int64_t token, int64_t head, int64_t page, int32_t key, int32_t keys, F&& f) const {
-    const char* base = static_cast<const char*>(from) + kv_head_ * head * kv_bytes_;
+  void each_row(const void* from, int64_t token, int64_t head, int64_t page, int32_t key, int32_t keys, F&& f,
+                int32_t h = 0) const {
+    const char* base = static_cast<const char*>(from) + (kv_head_ + h) * head * kv_bytes_;
     while (keys > 0) {
       const int32_t slot = key % pages_.page_size, run = std::min(keys, pages_.page_size - slot);
       const char* line = base + (pages_.pages[key / pages_.page_size] * page + slot * token) * kv_bytes_;
       for (int32_t j = 0; j < run; ++j, line += token * kv_bytes_) f(line);
       key += run, keys -= run;
     }
+  }
+
+  // lines_ becomes rows [key, key + keys) of head kv_head_ + h; keys <= kPart.
+  void lines(const void* from, int64_t token, int64_t head, int64_t page, int64_t width, int32_t h, int32_t key,
+             int32_t keys) {
+    int64_t count = 0;
+    each_row(from, token, head, page, key, keys, [&](const char* line) { lines_.at[count++] = line; }, h);
+    std::fill(lines_.at + count, std::end(lines_.at), lines_.at[count - 1]);
+    lines_.count = count, lines_.width = width;
+    each_row(
+        from, token, head, page, key + kPart, std::min(keys, end_ - key - kPart),
+        [&](const char* line) {
+          for (int64_t byte = 0; byte < width * kv_bytes_; byte += 64) __builtin_prefetch(line + byte);
+        },
+        h);
   }
 
   void load(const void* from, int64_t token, int64_t head, int64_t page, int32_t dim, float* to, int64_t pitch,
@@ -233,8 +274,11 @@ class CpuTile {
   TokenPages pages_{};
   int64_t q_bytes_, kv_bytes_;
   cpu::LoadRow load_q_, load_kv_;
+  cpu::LineProducts products_;
+  cpu::Lines lines_;
+  bool in_place_ = false;
   int64_t qk_, vo_, pitch_ = 0;  // row lengths in floats: of q and k, of v and o, of s
-  int32_t kv_head_ = 0, first_ = 0, rows_ = 0, end_ = 0;
+  int32_t kv_head_ = 0, heads_ = 1, first_ = 0, rows_ = 0, end_ = 0;
   float cap_ = 0.f;
   cpu::AlignedFloats q_, k_, v_, o_, s_, m_, d_, alpha_, slope_, position_, line_;
   std::vector<uint64_t> steps_;

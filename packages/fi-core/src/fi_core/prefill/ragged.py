@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.arguments import no_nvfp4, unsupported
+from fi_core.attention.arguments import CHECK, check_bounds, no_nvfp4, unsupported
 from fi_core.observe.log import fi_api
 from fi_core.prefill.plan import BatchPrefillPlan
 
@@ -183,6 +183,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
                 f"k: {self._num_kv_heads} heads and {self._kv_tokens} tokens were planned (kv_indptr[-1]); "
                 f"got shape {tuple(k.shape)} ({self._kv_layout})"
             )
+        if CHECK:
+            check_bounds(self._qo_indptr_buf, "qo_indptr", q.shape[0])
+            check_bounds(self._kv_indptr_buf, "kv_indptr", tokens)
         return self._attend(
             q,
             k,

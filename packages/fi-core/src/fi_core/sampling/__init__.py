@@ -16,11 +16,19 @@ the same token wherever it stands in a batch. `deterministic` is taken for compa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fi_core.observe.log import fi_api
 from fi_core.sampling import ops, trace
-from fi_core.sampling.arguments import count_per_row, get_seed_and_offset, native, per_row, randomness, require_no_nan
+from fi_core.sampling.arguments import (
+    count_per_row,
+    float_per_row,
+    get_seed_and_offset,
+    native,
+    per_row,
+    randomness,
+    require_no_nan,
+)
 from fi_core.sampling.speculative import chain_speculative_sampling
 
 if TYPE_CHECKING:
@@ -45,7 +53,7 @@ __all__ = [
     "top_p_sampling_from_probs",
 ]
 
-_ZERO, _ONE, _NO_K = (None, 0.0), (None, 1.0), (None, 0)
+_ZERO, _ONE, _NO_K = (None, 0.0), (None, 1.0), (None, 0)  # parameters that change nothing, as the op takes them
 _RETRIES = 32  # FlashInfer's share of random numbers for a row of the filters: generators move on alike
 
 
@@ -58,18 +66,18 @@ def _run(
     valid: torch.Tensor | None = None,
     adjusted: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
-    temperature: torch.Tensor | float | None = None,
-    top_k: torch.Tensor | int | None = None,
-    top_p: torch.Tensor | float | None = None,
-    min_p: torch.Tensor | float | None = None,
+    temperature: Any = _ONE,
+    top_k: Any = _NO_K,
+    top_p: Any = _ONE,
+    min_p: Any = _ZERO,
     random: tuple[torch.Tensor | None, int, torch.Tensor | None, int] = (None, 0, None, 0),
     bias: torch.Tensor | None = None,
     bitmask: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
     seen_count: torch.Tensor | None = None,
-    repetition_penalty: torch.Tensor | float | None = None,
-    frequency_penalty: torch.Tensor | float | None = None,
-    presence_penalty: torch.Tensor | float | None = None,
+    repetition_penalty: Any = _ONE,
+    frequency_penalty: Any = _ZERO,
+    presence_penalty: Any = _ZERO,
     joint: bool = False,
 ) -> None:
     if input.ndim != 2:
@@ -80,18 +88,18 @@ def _run(
         adjusted,
         input,
         indices,
-        *(_ONE if temperature is None else per_row(temperature, "temperature", input, 1.0, 0.0)),
-        *(_NO_K if top_k is None else count_per_row(top_k, "top_k", input)),
-        *(_ONE if top_p is None else per_row(top_p, "top_p", input, 1.0, 0.0, 1.0)),
-        *(_ZERO if min_p is None else per_row(min_p, "min_p", input, 0.0, 0.0, 1.0)),
+        *(_ONE if temperature is _ONE else float_per_row(temperature, "temperature", input)),
+        *(_NO_K if top_k is _NO_K else count_per_row(top_k, "top_k", input)),
+        *(_ONE if top_p is _ONE else per_row(top_p, "top_p", input, 1.0, 0.0, 1.0)),
+        *(_ZERO if min_p is _ZERO else per_row(min_p, "min_p", input, 0.0, 0.0, 1.0)),
         *random,
         bias,
         bitmask,
         seen,
         seen_count,
-        *(_ONE if repetition_penalty is None else per_row(repetition_penalty, "repetition_penalty", input, 1.0)),
-        *(_ZERO if frequency_penalty is None else per_row(frequency_penalty, "frequency_penalty", input, 0.0)),
-        *(_ZERO if presence_penalty is None else per_row(presence_penalty, "presence_penalty", input, 0.0)),
+        *(_ONE if repetition_penalty is _ONE else per_row(repetition_penalty, "repetition_penalty", input, 1.0)),
+        *(_ZERO if frequency_penalty is _ZERO else per_row(frequency_penalty, "frequency_penalty", input, 0.0)),
+        *(_ZERO if presence_penalty is _ZERO else per_row(presence_penalty, "presence_penalty", input, 0.0)),
         output,
         name == "logits",
         joint,
@@ -148,7 +156,7 @@ def softmax(
 
     logits = native(logits, "logits")
     out = logits.new_empty(logits.shape, dtype=torch.float32)
-    _run(logits, "logits", ops.RENORMALISE, out=out, temperature=temperature)
+    _run(logits, "logits", ops.RENORMALISE, out=out, temperature=_ONE if temperature is None else temperature)
     return out
 
 
@@ -346,6 +354,15 @@ def sample_from_logits(
         raise ValueError("seen_token_ids: required where there is a penalty")
     if (frequency_penalty, presence_penalty) != (None, None) and seen_token_counts is None:
         raise ValueError("seen_token_counts: required for frequency_penalty and presence_penalty")
+    wanted = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "frequency_penalty": frequency_penalty,
+        "presence_penalty": presence_penalty,
+    }
     return _tokens(  # type: ignore[return-value]
         logits,
         "logits",
@@ -357,18 +374,12 @@ def sample_from_logits(
         offset,
         True,
         adjusted=adjusted,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
         bias=bias,
         bitmask=bitmask,
         seen=seen_token_ids,
         seen_count=seen_token_counts,
-        repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
         joint=_is_joint(filter_apply_order),
+        **{name: value for name, value in wanted.items() if value is not None},
     )
 
 

@@ -33,10 +33,17 @@ def per_row(
     return (value if str(value.dtype) == "torch.float32" else value.float()).contiguous(), default
 
 
+def float_per_row(value: torch.Tensor | float, name: str, input: torch.Tensor) -> PerRow:
+    """`per_row` from 0 on, whose tensors must be of floats, since an integer one would be a mistake."""
+    if hasattr(value, "is_floating_point") and not value.is_floating_point():
+        raise ValueError(f"{name}: a tensor of a float dtype is required; got {value.dtype}")
+    return per_row(value, name, input, 1.0, 0.0)
+
+
 def count_per_row(value: torch.Tensor | int, name: str, input: torch.Tensor) -> tuple[torch.Tensor | None, int]:
     """As `per_row`, for integers; -1 and 0 are no limit."""
     if isinstance(value, (int, float)):
-        if value != int(value) or value < -1:
+        if value % 1 != 0 or value < -1:  # inf % 1 is NaN
             raise ValueError(f"{name}: an integer from -1 on is required; got {value}")
         return None, int(value)
     _check_rows(value, name, input)

@@ -36,6 +36,7 @@ def test_errors_of_the_constructor(device: str) -> None:
     [
         ({"pos_encoding_mode": "ROPE"}, KeyError, "pos_encoding_mode: allowed are NONE"),
         ({"q_data_type": 16}, TypeError, "q_data_type"),
+        ({"o_data_type": torch.int8}, TypeError, "o_data_type: a float dtype is required; got torch.int8"),
         ({"num_qo_heads": 5}, ValueError, r"num_qo_heads: a positive multiple of num_kv_heads \(2\)"),
         ({"head_dim_qk": 65}, ValueError, "Unsupported head_dim"),
         ({"page_size": 0}, ValueError, "page_size: at least 1"),

@@ -71,7 +71,10 @@ def data_types(
     kv = q if kv is None else _dtype(kv, "kv_data_type")
     if kv is torch.uint8:
         raise no_nvfp4("kv_data_type")
-    return q, kv, q if o is None else _dtype(o, "o_data_type")
+    o = q if o is None else _dtype(o, "o_data_type")
+    if not o.is_floating_point:
+        raise TypeError(f"o_data_type: a float dtype is required; got {o}")
+    return q, kv, o
 
 
 def unpack(

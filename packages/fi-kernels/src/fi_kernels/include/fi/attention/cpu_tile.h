@@ -231,19 +231,14 @@ class CpuTile {
     }
   }
 
-  // lines_ becomes rows [key, key + keys) of head kv_head_ + h; keys <= kPart.
+  // lines_ becomes rows [key, key + keys) of head kv_head_ + h; keys <= kPart. Heads in turns read memory in its order,
+  // which the hardware sees.
   void lines(const void* from, int64_t token, int64_t head, int64_t page, int64_t width, int32_t h, int32_t key,
              int32_t keys) {
     int64_t count = 0;
     each_row(from, token, head, page, key, keys, [&](const char* line) { lines_.at[count++] = line; }, h);
     std::fill(lines_.at + count, std::end(lines_.at), lines_.at[count - 1]);
     lines_.count = count, lines_.width = width;
-    each_row(
-        from, token, head, page, key + kPart, std::min(keys, end_ - key - kPart),
-        [&](const char* line) {
-          for (int64_t byte = 0; byte < width * kv_bytes_; byte += 64) __builtin_prefetch(line + byte);
-        },
-        h);
   }
 
   void load(const void* from, int64_t token, int64_t head, int64_t page, int32_t dim, float* to, int64_t pitch,

@@ -32,12 +32,13 @@ class CpuTile {
   static constexpr int32_t kRows = 128;  // most rows of a tile
 
   // The problem gives what is common to all calls of attend: head dims and rotary frequencies. rows: most of any call.
-  CpuTile(const AttentionProblem& p, DType q, DType kv, int32_t rows)
+  // products: for kv, where calls with a single row are frequent.
+  CpuTile(const AttentionProblem& p, DType q, DType kv, int32_t rows, cpu::LineProducts products = {})
       : q_bytes_(q.bytes()),
         kv_bytes_(kv.bytes()),
         load_q_(cpu::row_loader(q)),
         load_kv_(cpu::row_loader(kv)),
-        products_(cpu::LineProducts::of(kv)),
+        products_(products),
         qk_(cpu::padded(p.dim_qk)),
         vo_(cpu::padded(p.dim_vo)),
         q_(cpu::padded(rows) * qk_),
@@ -81,6 +82,8 @@ class CpuTile {
     }
   }
 
+  // Which query row is row r of the last attend.
+  Row row(int32_t r) const { return heads_ > 1 ? p_->row(kv_head_ + r, first_) : p_->row(kv_head_, first_ + r); }
   float m(int32_t r) const { return m_[r]; }
   float d(int32_t r) const { return d_[r]; }
   float* output(int32_t r) { return o_.data() + r * vo_; }  // unnormalised, [dim_vo]
@@ -93,7 +96,6 @@ class CpuTile {
 
   // Scores of a variant are made row by row.
   bool few() const { return Variant::kCustom || in_place_ || rows_ <= kFew; }
-  Row row(int32_t r) const { return heads_ > 1 ? p_->row(kv_head_ + r, first_) : p_->row(kv_head_, first_ + r); }
 
   void load_queries() {
     const AttentionProblem& p = *p_;

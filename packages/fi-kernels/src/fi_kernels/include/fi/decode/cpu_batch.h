@@ -16,7 +16,7 @@ class CpuBatchDecode {
 
   void run() const {
     cpu::parallel_for(ranges(), grain(), [&](int64_t begin, int64_t end) {
-      CpuTile tile(params_.problem, q_, kv_, kDecodeRows);
+      CpuTile tile(params_.problem, q_, kv_, kDecodeRows, cpu::LineProducts::of(kv_));
       const bool together = tile.in_place(params_.problem, params_.problem.rows());
       walk(begin, end, together ? kDecodeRows : 1,
            [&](const DecodeSegment* s, int32_t heads) { attend(s, heads, tile); });

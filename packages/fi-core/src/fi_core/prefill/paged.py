@@ -96,7 +96,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         *args: Any,
         **options: Any,
     ) -> tuple[int, int]:
-        """Bytes of the float and of the int workspace that plan takes with these arguments; changes nothing."""
+        """Bytes of the float and of the int workspace that plan needs with these arguments; changes nothing.
+
+        The float one is 0: what it has room for is used to split keys where blocks would idle, but none is needed.
+        """
         return self._size(qo_indptr, num_qo_heads, num_kv_heads)
 
     @fi_api

@@ -35,8 +35,9 @@ def per_row(
 
 def float_per_row(value: torch.Tensor | float, name: str, input: torch.Tensor) -> PerRow:
     """`per_row` from 0 on, whose tensors must be of floats, since an integer one would be a mistake."""
-    if hasattr(value, "is_floating_point") and not value.is_floating_point():
-        raise ValueError(f"{name}: a tensor of a float dtype is required; got {value.dtype}")
+    dtype = getattr(value, "dtype", None)
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"{name}: a tensor of a float dtype is required; got {dtype}")
     return per_row(value, name, input, 1.0, 0.0)
 
 

@@ -25,7 +25,7 @@ namespace detail {
 template <int kWidth>
 struct Vector {
   typedef float Floats __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
-  typedef uint32_t Words __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
+  typedef uint32_t Words __attribute__((vector_size(kWidth * 4), aligned(2), may_alias));
   typedef short Halves __attribute__((vector_size(kWidth * 2), aligned(2), may_alias));
 };
 
@@ -67,10 +67,15 @@ FI_INLINE void load_two(Floats& a, Floats& b, const bf16_t* from) {
   a = (Floats)(words << 16), b = (Floats)(words & 0xffff0000u);
 }
 
-// Lane l of `to` is lane Pick::of<kWidth>(l) of a and b behind it.
+// Lane l of `to` is lane Pick::of(l, kWidth) of a with b behind it.
 template <class Pick, class Floats, int... kLane>
 FI_INLINE void pick(Floats& to, const Floats& a, const Floats& b, std::integer_sequence<int, kLane...>) {
-  to = __builtin_shufflevector(a, b, Pick::of(kLane, static_cast<int>(sizeof...(kLane)))...);
+  constexpr int kWidth = sizeof...(kLane);
+#if defined(__clang__) || __GNUC__ >= 12
+  to = __builtin_shufflevector(a, b, Pick::of(kLane, kWidth)...);
+#else
+  to = Floats{(Pick::of(kLane, kWidth) < kWidth ? a : b)[Pick::of(kLane, kWidth) % kWidth]...};
+#endif
 }
 template <class Pick, int kWidth>
 FI_INLINE void pick(typename Vector<kWidth>::Floats& to, const typename Vector<kWidth>::Floats& a,

@@ -190,21 +190,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
             check_bounds(self._qo_indptr_buf, "qo_indptr", q.shape[0])
             check_bounds(self._kv_indptr_buf, "kv_indptr", tokens)
         return self._attend(
-            q,
-            k,
-            v,
-            args,
-            q_scale,
-            k_scale,
-            v_scale,
-            out,
-            lse,
-            return_lse,
-            lse_base,
-            lse_layout,
-            enable_pdl,
+            q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse, lse_base, lse_layout, enable_pdl,
             self._sinks,
-        )
+        )  # fmt: skip
 
     def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Any:
         """`run` with return_lse: (out, lse)."""

@@ -12,6 +12,9 @@ where nothing has probability gives token 0 and, with `return_valid`, False.
 Random numbers are Philox4x32-10 (Salmon et al. 2011), one of 64 bits a row: key = seed, counter = (offset, output
 row). Where seed or offset is a tensor with one element a row, the row is left out of the counter: a request then draws
 the same token wherever it stands in a batch. `deterministic` is taken for compatibility: results always are.
+
+Errors name the argument: ValueError (shape, stride, device, a parameter out of range, seed and offset that do not go
+together, NaN with `check_nan`) or TypeError (dtype, a parameter that is neither a number nor a tensor).
 """
 
 from __future__ import annotations
@@ -192,7 +195,10 @@ def sampling_from_probs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """A token of each row, with the odds of its elements; they need not sum to one.
 
-    Returns samples, with return_valid (samples, bool `[batch]`): False where nothing had probability.
+    probs: `[rows, vocab]`, fp32, fp16 or bf16; the other arguments, and errors, are as the module says.
+
+    Returns samples `[batch]` of the dtype of indices, int32 without; with return_valid (samples, bool `[batch]`): False
+    where nothing had probability. Raises ValueError or TypeError naming the argument.
     """
     return _tokens(probs, "probs", 1, indices, generator, check_nan, seed, offset, return_valid)
 
@@ -212,7 +218,7 @@ def top_p_sampling_from_probs(
     """A token among those with less than top_p of the row's sum above them (nucleus, arXiv:1904.09751): the smallest
     set of largest elements that reaches it, and all that tie with the last. top_p 1 keeps all, 0 the largest.
 
-    Returns as `sampling_from_probs`.
+    top_p: a number from 0 to 1, or a tensor `[rows]`. The rest, results and errors as in `sampling_from_probs`.
     """
     return _tokens(probs, "probs", _RETRIES, indices, generator, check_nan, seed, offset, return_valid, top_p=top_p)
 
@@ -229,8 +235,10 @@ def top_k_sampling_from_probs(
     offset: torch.Tensor | int | None = None,
     return_valid: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """A token among the k largest, and all that tie with the last of them. A top_k of -1, 0, or vocab and above keeps
-    all. Returns as `sampling_from_probs`.
+    """A token among the k largest, and all that tie with the last of them.
+
+    top_k: an integer, or a tensor `[rows]` of them; -1, 0, or vocab and above keep all. The rest, results and errors as
+    in `sampling_from_probs`.
     """
     return _tokens(probs, "probs", _RETRIES, indices, generator, check_nan, seed, offset, return_valid, top_k=top_k)
 
@@ -247,7 +255,10 @@ def min_p_sampling_from_probs(
     offset: torch.Tensor | int | None = None,
     return_valid: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """A token with at least min_p of the largest probability (arXiv:2407.01082). Returns as `sampling_from_probs`."""
+    """A token with at least min_p of the largest probability (arXiv:2407.01082).
+
+    min_p: a number from 0 to 1, or a tensor `[rows]`. The rest, results and errors as in `sampling_from_probs`.
+    """
     return _tokens(probs, "probs", 1, indices, generator, check_nan, seed, offset, return_valid, min_p=min_p)
 
 
@@ -264,7 +275,10 @@ def top_k_top_p_sampling_from_logits(
     seed: torch.Tensor | int | None = None,
     offset: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
-    """`top_k_top_p_sampling_from_probs` of softmax(logits), which is never written. Returns samples `[batch]`."""
+    """`top_k_top_p_sampling_from_probs` of softmax(logits), which is never written.
+
+    logits: `[rows, vocab]`, fp32, fp16 or bf16. Returns samples `[batch]`; the rest and errors as there.
+    """
     return _tokens(  # type: ignore[return-value]
         logits,
         "logits",
@@ -294,8 +308,10 @@ def top_k_top_p_sampling_from_probs(
     offset: torch.Tensor | int | None = None,
     return_valid: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """A token that passes both filters. "top_k_first": top_p is a share of what the k largest sum to; "joint": of the
-    whole row. Returns as `sampling_from_probs`.
+    """A token that passes both filters, those of `top_k_sampling_from_probs` and `top_p_sampling_from_probs`.
+
+    filter_apply_order: "top_k_first": top_p is a share of what the k largest sum to; "joint": of the whole row. The
+    rest, results and errors as in `sampling_from_probs`.
     """
     return _tokens(
         probs,
@@ -340,10 +356,12 @@ def sample_from_logits(
     divided by repetition_penalty if it is positive and multiplied if not (arXiv:1909.05858); for a generated one,
     frequency_penalty * count + presence_penalty is subtracted. bias: fp32 `[vocab]` or `[batch, vocab]`, added.
     bitmask: int32 `[batch, ceil(vocab / 32)]`; token t is allowed where bit t % 32 of word t / 32 is set.
-    temperature 0 takes the first of the largest logits. With a bias, a mask or penalties, logits that are not fp32
+    temperature 0 takes the first of the largest logits. temperature, top_k, top_p, min_p and the penalties: numbers or
+    tensors `[batch]`; None: not wanted. With a bias, a mask or penalties, logits that are not fp32
     are copied to it. The generator moves on by 32 a row.
 
-    Returns (tokens int32 `[batch]`, valid bool `[batch]`): False, and token 0, where no token was allowed.
+    Returns (tokens int32 `[batch]`, valid bool `[batch]`): False, and token 0, where no token was allowed. Raises
+    ValueError or TypeError naming the argument.
     """
     logits = native(logits, "logits")
     adjusted = None
@@ -389,7 +407,8 @@ def top_p_renorm_probs(
 ) -> torch.Tensor:
     """The row over the sum of its top-p set (see `top_p_sampling_from_probs`), 0 outside of it; NaN stays NaN.
 
-    Returns fp32 `[rows, vocab]`. is_deterministic: taken for compatibility.
+    is_deterministic: taken for compatibility. Returns fp32 `[rows, vocab]`. Raises ValueError or TypeError naming the
+    argument.
     """
     import torch
 
@@ -403,7 +422,8 @@ def top_p_renorm_probs(
 def top_k_renorm_probs(probs: torch.Tensor, top_k: torch.Tensor | int, is_deterministic: bool = False) -> torch.Tensor:
     """The row over the sum of its k largest elements, ties included, 0 outside of them; NaN stays NaN.
 
-    Returns `[rows, vocab]` of the dtype of probs. is_deterministic: taken for compatibility.
+    is_deterministic: taken for compatibility. Returns `[rows, vocab]` of the dtype of probs. Raises ValueError or
+    TypeError naming the argument.
     """
     x = native(probs, "probs")
     out = x.new_empty(x.shape)
@@ -415,7 +435,7 @@ def top_k_renorm_probs(probs: torch.Tensor, top_k: torch.Tensor | int, is_determ
 def top_k_mask_logits(logits: torch.Tensor, top_k: torch.Tensor | int) -> torch.Tensor:
     """The k largest logits of each row, ties included; the others are -inf, NaN stays NaN.
 
-    Returns `[rows, vocab]` of the dtype of logits.
+    Returns `[rows, vocab]` of the dtype of logits. Raises ValueError or TypeError naming the argument.
     """
     x = native(logits, "logits")
     out = x.new_empty(x.shape)

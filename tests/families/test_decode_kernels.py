@@ -298,10 +298,13 @@ def test_groups(qo_heads: int, kv_heads: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, E4M3], ids=str)
-@pytest.mark.parametrize(("heads", "dim"), [(3, 64), (20, 96), (2, 80), (5, 256)])
-def test_a_row_for_each_head(heads: int, dim: int, dtype: torch.dtype, device: str) -> None:
-    """As many kv heads as query heads: a CPU takes several at a time."""
-    each(problem([1, 16, 37, 600], heads, heads, dim, page_size=5, q=dtype, device=device), window_left=550)
+@pytest.mark.parametrize(
+    ("heads", "dim", "group", "padding"), [(3, 64, 1, 1), (20, 96, 1, 0), (2, 80, 1, 0), (5, 256, 1, 8), (5, 64, 3, 1)]
+)
+def test_few_rows_of_a_kv_head(heads: int, dim: int, group: int, padding: int, dtype: torch.dtype, device: str) -> None:
+    """A CPU then takes several heads at a time, and multiplies rows where they lie, whatever their address."""
+    x = problem([1, 16, 37, 600], group * heads, heads, dim, page_size=5, q=dtype, padding=padding, device=device)
+    each(x, window_left=550)
 
 
 @pytest.mark.parametrize("q_len", [2, 3, 4, 8])

@@ -66,11 +66,10 @@ void run_cpu(const SingleAttentionParams& params, const Variant::Arguments& argu
   const double work = static_cast<double>(p.rows()) * p.kv_heads * p.mask.kv_len * (p.dim_qk + p.dim_vo);
   const int64_t grain = 1 + static_cast<int64_t>(2e5 / (work / static_cast<double>(items) + 1));
   cpu::parallel_for(items, grain, [&](int64_t begin, int64_t end) {
-    constexpr int32_t most_heads = 16;  // at once, of one row each
-    CpuTile tile(p, q, kv, std::min(tile_rows, p.rows() == 1 ? most_heads : p.rows()), cpu::LineProducts::of(kv));
+    const int32_t most = CpuTile::heads(p.rows());
+    CpuTile tile(p, q, kv, std::min(tile_rows, most * p.rows()), cpu::LineProducts::of(kv));
     Variant variant(variant_params, 0);
-    int32_t heads = 1;
-    for (int64_t item = begin; item < end; item += heads) {
+    for (int64_t item = begin, heads; item < end; item += heads) {
       const auto kv_head = static_cast<int32_t>(item % p.kv_heads),
                  chunk = static_cast<int32_t>(item / p.kv_heads % params.chunks);
       const auto t = static_cast<int32_t>(item / p.kv_heads / params.chunks);
@@ -79,9 +78,9 @@ void run_cpu(const SingleAttentionParams& params, const Variant::Arguments& argu
                     rows = std::min(tile_rows, p.rows() - first);
       const KeyRange all = keys_of(p.mask, first / p.group, (first + rows - 1) / p.group);
       const KeyRange keys = chunk_of(all, chunk, params.chunks);
-      if (p.rows() == 1 && tile.in_place(p, 1))
-        heads = static_cast<int32_t>(std::min<int64_t>({most_heads, p.kv_heads - kv_head, end - item}));
-      tile.attend(p, TokenPages::one(), variant, kv_head, first, rows, keys.begin, keys.end, heads);
+      heads = std::min<int64_t>({most, p.kv_heads - kv_head, end - item});
+      tile.attend(p, TokenPages::one(), variant, kv_head, first, rows, keys.begin, keys.end,
+                  static_cast<int32_t>(heads));
       for (int32_t r = 0; r < rows * heads; ++r) {
         const Row row = tile.row(r);
         if (params.chunks == 1) {

@@ -1,6 +1,7 @@
-// Products of one query row with rows of a cache as they lie in memory: converted in registers, not copied first.
+// Products of a query row with rows of a cache as they lie in memory: converted in registers, not copied first.
 #pragma once
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 #include <utility>
 
@@ -24,9 +25,9 @@ namespace detail {
 
 template <int kWidth>
 struct Vector {
-  typedef float Floats __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
-  typedef uint32_t Words __attribute__((vector_size(kWidth * 4), aligned(2), may_alias));
-  typedef short Halves __attribute__((vector_size(kWidth * 2), aligned(2), may_alias));
+  typedef float Floats __attribute__((vector_size(kWidth * 4)));
+  typedef uint32_t Words __attribute__((vector_size(kWidth * 4)));
+  typedef short Halves __attribute__((vector_size(kWidth * 2)));
 };
 
 // Vectors go by reference: as values they would have another ABI at each level.
@@ -37,9 +38,10 @@ __attribute__((target("arch=x86-64-v4"))) void declares_builtins();  // those of
 #pragma GCC diagnostic ignored "-Wpsabi"  // they are no calls
 template <int kWidth>
 FI_INLINE void decode(typename Vector<kWidth>::Floats& to, const f16_t* from) {
-  const auto* halves = reinterpret_cast<const typename Vector<kWidth>::Halves*>(from);
-  if constexpr (kWidth == 16) to = __builtin_ia32_vcvtph2ps512_mask(*halves, typename Vector<kWidth>::Floats{}, -1, 4);
-  if constexpr (kWidth == 8) to = __builtin_ia32_vcvtph2ps256(*halves);
+  typename Vector<kWidth>::Halves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  if constexpr (kWidth == 16) to = __builtin_ia32_vcvtph2ps512_mask(halves, typename Vector<kWidth>::Floats{}, -1, 4);
+  if constexpr (kWidth == 8) to = __builtin_ia32_vcvtph2ps256(halves);
   if constexpr (kWidth == 4)
     for (int l = 0; l < kWidth; ++l) to[l] = to_float(from[l]);
 }
@@ -51,20 +53,22 @@ FI_INLINE void decode(typename Vector<kWidth>::Floats& to, const f16_t* from) {
 }
 #endif
 
-// Two vectors from 2 * kWidth elements: the first and the second half.
-template <int kWidth, class Floats = typename Vector<kWidth>::Floats>
-FI_INLINE void load_two(Floats& a, Floats& b, const float* from) {
-  a = *reinterpret_cast<const Floats*>(from), b = *reinterpret_cast<const Floats*>(from + kWidth);
+// Two vectors from 2 * kWidth elements at any address: the first and the second half.
+template <int kWidth>
+FI_INLINE void load_two(typename Vector<kWidth>::Floats& a, typename Vector<kWidth>::Floats& b, const float* from) {
+  std::memcpy(&a, from, sizeof a);
+  std::memcpy(&b, from + kWidth, sizeof b);
 }
-template <int kWidth, class Floats = typename Vector<kWidth>::Floats>
-FI_INLINE void load_two(Floats& a, Floats& b, const f16_t* from) {
+template <int kWidth>
+FI_INLINE void load_two(typename Vector<kWidth>::Floats& a, typename Vector<kWidth>::Floats& b, const f16_t* from) {
   decode<kWidth>(a, from), decode<kWidth>(b, from + kWidth);
 }
 // Or those of even and of odd place, which are the halves of words: half as much work as to widen them in order.
-template <int kWidth, class Floats = typename Vector<kWidth>::Floats>
-FI_INLINE void load_two(Floats& a, Floats& b, const bf16_t* from) {
-  const auto& words = *reinterpret_cast<const typename Vector<kWidth>::Words*>(from);
-  a = (Floats)(words << 16), b = (Floats)(words & 0xffff0000u);
+template <int kWidth>
+FI_INLINE void load_two(typename Vector<kWidth>::Floats& a, typename Vector<kWidth>::Floats& b, const bf16_t* from) {
+  typename Vector<kWidth>::Words words;
+  std::memcpy(&words, from, sizeof words);
+  a = (typename Vector<kWidth>::Floats)(words << 16), b = (typename Vector<kWidth>::Floats)(words & 0xffff0000u);
 }
 
 // Lane l of `to` is lane Pick::of(l, kWidth) of a with b behind it.
@@ -153,7 +157,7 @@ FI_INLINE void line_dots(const float* q, const Lines& lines, float* scores) {
       for (int n = 0; n < 4; ++n) sum[i + n] = part[n];
     }
     lane_sums<kWidth>(sum);
-    *reinterpret_cast<Floats*>(scores + j) = sum[0];
+    std::memcpy(scores + j, sum, sizeof sum[0]);
   }
 }
 
@@ -161,9 +165,8 @@ template <int kWidth, int kVecs, class T>
 FI_INLINE void line_sums(const float* weights, const Lines& lines, float* sums, int64_t& column) {
   typedef typename Vector<kWidth>::Floats Floats;
   for (; column + kVecs * kWidth <= lines.width; column += kVecs * kWidth) {
-    Floats* out = reinterpret_cast<Floats*>(sums + column);
     Floats sum[kVecs], first, second;
-    for (int n = 0; n < kVecs; ++n) sum[n] = out[n];
+    std::memcpy(sum, sums + column, sizeof sum);
     for (int n = 0; n < kVecs; n += 2) arrange<kWidth, T>(sum[n], sum[n + 1]);
     for (int64_t j = 0; j < lines.count; ++j) {
       const T* line = static_cast<const T*>(lines.at[j]) + column;
@@ -174,7 +177,7 @@ FI_INLINE void line_sums(const float* weights, const Lines& lines, float* sums, 
       }
     }
     for (int n = 0; n < kVecs; n += 2) restore<kWidth, T>(sum[n], sum[n + 1]);
-    for (int n = 0; n < kVecs; ++n) out[n] = sum[n];
+    std::memcpy(sums + column, sum, sizeof sum);
   }
 }
 // sums += weights[j] * line j, of all lines.

@@ -17,9 +17,8 @@ class CpuBatchDecode {
   void run() const {
     cpu::parallel_for(ranges(), grain(), [&](int64_t begin, int64_t end) {
       CpuTile tile(params_.problem, q_, kv_, kDecodeRows, cpu::LineProducts::of(kv_));
-      const bool together = tile.in_place(params_.problem, params_.problem.rows());
-      walk(begin, end, together ? kDecodeRows : 1,
-           [&](const DecodeSegment* s, int32_t heads) { attend(s, heads, tile); });
+      const int32_t together = params_.row_tiles.value == 1 ? CpuTile::heads(params_.problem.rows()) : 1;
+      walk(begin, end, together, [&](const DecodeSegment* s, int32_t heads) { attend(s, heads, tile); });
     });
     if (!cut()) return;
     const int64_t merged = 2 * kDecodeRows * static_cast<int64_t>(params_.problem.dim_vo);  // floats, of a range
@@ -88,7 +87,7 @@ class CpuBatchDecode {
   }
   int32_t rows(int32_t unit) const { return std::min(kDecodeRows, params_.problem.rows() - params_.first_row(unit)); }
 
-  // Of one head, or of several with one row each.
+  // Of one head, or of several.
   void attend(const DecodeSegment* segments, int32_t heads, CpuTile& tile) const {
     const DecodeSegment& s = segments[0];
     const AttentionProblem p = problem(s);
@@ -102,8 +101,8 @@ class CpuBatchDecode {
     tile.attend(p, pages, variant, params_.kv_head(s.unit), params_.first_row(s.unit), count, s.begin * kDecodeTile,
                 static_cast<int32_t>(end), heads);
     for (int32_t r = 0; r < heads * count; ++r) {
-      const DecodeSegment& own = segments[heads > 1 ? r : 0];
-      const int32_t row = heads > 1 ? 0 : r;
+      const DecodeSegment& own = segments[r / count];
+      const int32_t row = r % count;
       if (own.whole()) {
         finish(p, variant, own.unit, row, tile.m(r), tile.d(r), tile.output(r));
       } else {

@@ -104,7 +104,13 @@ def _tma_unit(axes: Axes) -> Unit:
     body = f"decode_tma<{types}, {dim}, {warps}, {warp_keys}, {stages}, {long}, {str(whole).lower()}, {shared}>"
     config = (_TMA_KIND, dim, int(whole), tune.stream, min(keys, TILE))
     entry = Entry("decode_tma", body, warps * 32 + 96, config, shared, 1)
-    return Unit("fi/decode/batch_decode_sm90.cuh", "BatchDecodeParams", (entry,))
+    import os
+    cw, cs = int(os.environ.get("FI_CW", "4")), int(os.environ.get("FI_CS", "3")) * (2 if kv_bytes == 1 else 1)
+    room = cw * max(cs * 2 * 16 * line, ROWS * (dim + 8) * 4)
+    cshared = room + ROWS * max(dim * 4, dim * q_bytes + 16) + ROWS * dim * 2 + cw * ROWS * 8 + cw * cs * 16 + 1024 + 16
+    cbody = f"decode_cluster<{types}, {dim}, {cw}, {cs}, {str(whole).lower()}, {cshared}>"
+    small = Entry("decode_cluster", cbody, cw * 32, (3, dim, int(whole), tune.stream, 16), cshared, 0)
+    return Unit("fi/decode/batch_decode_sm90.cuh", "BatchDecodeParams", (entry, small))
 
 
 class TmaConfig(NamedTuple):

@@ -52,7 +52,12 @@ inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params,
              "addresses and strides of q, k_cache and v_cache must be multiples of 16 bytes for tensor cores; use fa2");
     FI_CHECK(!p.rotary.enabled, ValueError, "impl must be fa2 for ROPE_LLAMA, which rotates keys on the fly");
   }
-  if (entry->config[0] == kDecodeTmaKind) {
+  if (const char* parts = getenv("FI_PARTS"); parts && atoi(parts) > 0 && entry->config[0] == kDecodeTmaKind) {
+    entry = &kernel.entries.back();
+    config.grid_x = atoi(parts) * p.kv_heads * static_cast<int64_t>(params.row_tiles.value), config.grid_y = params.batch;
+    config.cluster = atoi(parts);
+  }
+  if (entry->config[0] >= kDecodeTmaKind) {
     const auto page_size = static_cast<int64_t>(params.page_size.value);
     const bool whole = entry->config[2] != 0;
     // A box stays in its page; what is beyond the end of the only page arrives as zeros.

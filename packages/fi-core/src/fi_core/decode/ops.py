@@ -107,10 +107,12 @@ def _tma_unit(axes: Axes) -> Unit:
     import os
     cw, cs = int(os.environ.get("FI_CW", "4")), int(os.environ.get("FI_CS", "3")) * (2 if kv_bytes == 1 else 1)
     room = cw * max(cs * 2 * 16 * line, ROWS * (dim + 8) * 4)
-    cshared = room + ROWS * max(dim * 4, dim * q_bytes + 16) + ROWS * dim * 2 + cw * ROWS * 8 + cw * cs * 16 + 1024 + 16
+    cshared = room + ROWS * (dim * q_bytes + 16) + ROWS * dim * 6 + cw * ROWS * 8 + cw * cs * 16 + 8
+    cshared = ceil_div(cshared, 1024 if False else 16) * 16
+    flags = tuple("-D" + f for f in ("FI_STAMPS", "FI_REHEARSE", "FI_TOUCH") if os.environ.get(f, "0") != "0")
     cbody = f"decode_cluster<{types}, {dim}, {cw}, {cs}, {str(whole).lower()}, {cshared}>"
     small = Entry("decode_cluster", cbody, cw * 32, (3, dim, int(whole), tune.stream, 16), cshared, 0)
-    return Unit("fi/decode/batch_decode_sm90.cuh", "BatchDecodeParams", (entry, small))
+    return Unit("fi/decode/batch_decode_sm90.cuh", "BatchDecodeParams", (entry, small), "", flags)
 
 
 class TmaConfig(NamedTuple):

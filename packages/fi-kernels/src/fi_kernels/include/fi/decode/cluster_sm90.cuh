@@ -29,13 +29,11 @@ struct DecodeCluster {
   };
   struct Shared {
     Room rooms[kWarps];
-    union {
-      Q queries[kDecodeRows][Tile::kPitch];
-      float4 values[kDecodeRows * kFours];  // of all parts, for the elements that this block writes
-    };
+    float4 values[kDecodeRows * kFours];  // of all parts, for the elements that this block writes
     float2 value_states[kDecodeRows * kFours];
+    Q queries[kDecodeRows][Tile::kPitch];
     float2 states[kWarps][kDecodeRows];
-    Barrier full_k[kWarps][kStages], full_v[kWarps][kStages];
+    Barrier full_k[kWarps][kStages], full_v[kWarps][kStages], sent;
   };
 
   const BatchDecodeParams& params;
@@ -90,29 +88,56 @@ struct DecodeCluster {
     cp_async_commit();
   }
 
+#ifdef FI_STAMPS
+#define STAMP(i) \
+  if (threadIdx.x == 0) { \
+    uint64_t t; \
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); \
+    reinterpret_cast<uint64_t*>(params.workspace)[blockIdx.x * 32 + i] = t; \
+  }
+#else
+#define STAMP(i)
+#endif
   FI_DEVICE void run() const {
+    STAMP(0)
     if (lane < kStages) shared.full_k[warp][lane].init(1), shared.full_v[warp][lane].init(1);
-    fence_barrier_init();
     if (threadIdx.x == 0) {
+      shared.sent.init(1);
       prefetch_tensor_map(params.k_map);
       prefetch_tensor_map(params.v_map);
     }
+    fence_barrier_init();
+    __syncwarp();
+    cluster_arrive_relaxed();
+#ifdef FI_TOUCH
+    {
+      unsigned sum = 0;
+      const char* at = reinterpret_cast<const char*>(&params) + 256 + lane * 32;
+      if (lane * 32 + 256 < static_cast<int>(sizeof params)) asm volatile("ld.global.u32 %0, [%1];" : "=r"(sum) : "l"(at));
+    }
+#endif
     const unsigned parts = cluster_size(), rank = cluster_rank();
     DecodeSegment s;
     s.unit = static_cast<int>(blockIdx.x / parts), s.request = static_cast<int>(blockIdx.y);
-    __syncwarp();
     pdl_wait();
+    STAMP(1)
     if (threadIdx.x < 32 && static_cast<int64_t>(lane) * 128 < params.index_bytes)
       prefetch_l2(params.page_indices + lane * 32);
     const DecodeRequest request = params.view().requests()[s.request];
     const float bmm1 = params.bmm1_scale ? *params.bmm1_scale : 1.f;
     const Finish finish(params, s, kDim);
+    const int count = finish.rows * kFours;
     load_queries(finish);
+    STAMP(2)
     Boxes boxes;
     boxes.first = static_cast<int>(rank * kWarps + warp) * kKeys, boxes.step = static_cast<int>(parts) * kWarps * kKeys;
     boxes.kv_len = request.kv_len, boxes.first_page = request.first_page;
     look_up(boxes, lane);
+    STAMP(3)
     if (lane < kStages) ask(boxes, lane, finish.kv_head);
+    __syncwarp();
+    STAMP(4)
+    if (threadIdx.x == 0) shared.sent.arrive_expect((count - rank + parts - 1) / parts * parts * 24);
     const auto problem = [&] {
       AttentionProblem p = params.problem;
       p.mask = Mask::of_range(0, -1, 1, request.kv_len);
@@ -120,17 +145,42 @@ struct DecodeCluster {
       return p;
     };
     Tile tile({4}, 0);
+    int stage = 0;
+    unsigned round = 0;
+    int key = boxes.first;
+#ifdef FI_REHEARSE
+#pragma unroll 1
+    for (int box = -1; ; ++box) {
+      auto& ring = shared.rooms[warp].ring;
+      if (box >= 0) shared.full_k[warp][stage].wait(round);
+      if (box == 0) { STAMP(6) }
+      tile.template attend<false>(problem, shared.queries[0], ring.k[stage], ring.v[stage], box < 0 ? 0 : key, 0, box < 0 ? 0x40000000 : request.kv_len,
+                                  [&] { if (box >= 0) shared.full_v[warp][stage].wait(round); });
+      __syncwarp();
+      if (box < 0) {
+        cp_async_wait<0>();
+        __syncthreads();
+        tile.begin(params, problem(), finish.kv_head, finish.first, finish.rows, shared.queries[0]);
+        STAMP(5)
+      } else {
+        const int next = box + kStages;
+        if (next % 32 == 0) look_up(boxes, next + lane);
+        if (next % 32 == lane) ask(boxes, stage, finish.kv_head);
+        if (++stage == kStages) stage = 0, round ^= 1;
+        key += boxes.step;
+      }
+      if (key >= request.kv_len) break;
+    }
+#else
     cp_async_wait<0>();
     __syncthreads();
     tile.begin(params, problem(), finish.kv_head, finish.first, finish.rows, shared.queries[0]);
-    __syncwarp();
-    cluster_arrive();  // queries are in registers: others may leave their values here
-    int stage = 0;
-    unsigned round = 0;
+    STAMP(5)
 #pragma unroll 1
-    for (int box = 0, key = boxes.first; key < request.kv_len; ++box, key += boxes.step) {
+    for (int box = 0; key < request.kv_len; ++box, key += boxes.step) {
       auto& ring = shared.rooms[warp].ring;
       shared.full_k[warp][stage].wait(round);
+      if (box == 0) { STAMP(6) }
       tile.template attend<false>(problem, shared.queries[0], ring.k[stage], ring.v[stage], key, 0, request.kv_len,
                                   [&] { shared.full_v[warp][stage].wait(round); });
       __syncwarp();
@@ -139,15 +189,20 @@ struct DecodeCluster {
       if (next % 32 == lane) ask(boxes, stage, finish.kv_head);
       if (++stage == kStages) stage = 0, round ^= 1;
     }
+#endif
+    STAMP(7)
     tile.leave(finish.rows, shared.rooms[warp].output[0], kOutputPitch, shared.states[warp]);
     __syncthreads();
+    STAMP(8)
     cluster_wait();
+    STAMP(9)
     send(finish, parts, rank);
-    __syncwarp();
-    cluster_arrive();
+    STAMP(10)
     pdl_launch_dependents();
-    cluster_wait();
+    shared.sent.wait(0);
+    STAMP(11)
     merge(finish, parts, rank);
+    STAMP(12)
   }
 
   // Element e goes to block e % parts of the cluster.
@@ -159,9 +214,9 @@ struct DecodeCluster {
                                                         [&](int w) { return &shared.rooms[w].output[r][x]; });
       const unsigned to = e & (parts - 1);
       const unsigned place = e - to + rank;
-      cluster_store_f32x4(cluster_address(&shared.values[place], to), part.x);
-      cluster_store_u64(cluster_address(&shared.value_states[place], to),
-                        __float_as_uint(part.m) | static_cast<uint64_t>(__float_as_uint(part.d)) << 32);
+      const unsigned barrier = cluster_address(&shared.sent, to);
+      cluster_send_f32x4(cluster_address(&shared.values[place], to), part.x, barrier);
+      cluster_send_f32x2(cluster_address(&shared.value_states[place], to), make_float2(part.m, part.d), barrier);
     }
   }
   // A part of an element a lane.
@@ -195,13 +250,10 @@ struct DecodeCluster {
 // Grid: a cluster for each unit, along x, and requests along y.
 template <class T, class Q, class KV, int kDim, int kWarps, int kStages, bool kWhole, int kSharedBytes>
 FI_DEVICE void decode_cluster(const BatchDecodeParams& params) {
-  extern __shared__ uint4 bytes[];
+  extern __shared__ __align__(1024) char room[];
   using Kernel = DecodeCluster<T, Q, KV, kDim, kWarps, kStages, kWhole>;
-  static_assert(sizeof(typename Kernel::Shared) + 1024 <= kSharedBytes, "the family's Python says how much to ask for");
-  // The swizzle goes by the address: lines begin at multiples of its period.
-  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(bytes));
-  Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(reinterpret_cast<char*>(bytes) + (1024 - base % 1024) % 1024))
-      .run();
+  static_assert(sizeof(typename Kernel::Shared) == kSharedBytes, "the family's Python says how much to ask for");
+  Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(room)).run();
 }
 
 }  // namespace fi

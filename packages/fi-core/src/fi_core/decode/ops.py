@@ -105,7 +105,7 @@ def _tma_unit(axes: Axes) -> Unit:
     config = (_TMA_KIND, dim, int(whole), tune.stream, min(keys, TILE))
     entry = Entry("decode_tma", body, warps * 32 + 96, config, shared, 1)
     import os
-    cw, cs = int(os.environ.get("FI_CW", "4")), int(os.environ.get("FI_CS", "3")) * (2 if kv_bytes == 1 else 1)
+    cw, cs = int(os.environ.get("FI_CW", "4")), int(os.environ.get("FI_CS", "3")) * (2 if kv_bytes == 1 else 1) - (kv_bytes == 1)
     room = cw * max(cs * 2 * 16 * line, ROWS * (dim + 8) * 4)
     cshared = room + ROWS * (dim * q_bytes + 16) + ROWS * dim * 6 + cw * ROWS * 8 + cw * cs * 16 + 8
     cshared = ceil_div(cshared, 1024 if False else 16) * 16

@@ -100,7 +100,15 @@ struct DecodeCluster {
 #endif
   FI_DEVICE void run() const {
     STAMP(0)
-    if (lane < kStages) shared.full_k[warp][lane].init(1), shared.full_v[warp][lane].init(1);
+#ifdef FI_TOUCH
+    {
+      constexpr int kWords = sizeof(BatchDecodeParams) / 4;
+      const unsigned word = reinterpret_cast<const unsigned*>(&params)[min(64 + lane * 16, kWords - 1)];
+      *reinterpret_cast<volatile unsigned*>(&shared.states[warp][lane % 16]) = word;
+    }
+#endif
+    if (lane == 0)
+      for (int i = 0; i < kStages; ++i) shared.full_k[warp][i].init(1), shared.full_v[warp][i].init(1);
     if (threadIdx.x == 0) {
       shared.sent.init(1);
       prefetch_tensor_map(params.k_map);
@@ -109,13 +117,6 @@ struct DecodeCluster {
     fence_barrier_init();
     __syncwarp();
     cluster_arrive_relaxed();
-#ifdef FI_TOUCH
-    {
-      unsigned sum = 0;
-      const char* at = reinterpret_cast<const char*>(&params) + 256 + lane * 32;
-      if (lane * 32 + 256 < static_cast<int>(sizeof params)) asm volatile("ld.global.u32 %0, [%1];" : "=r"(sum) : "l"(at));
-    }
-#endif
     const unsigned parts = cluster_size(), rank = cluster_rank();
     DecodeSegment s;
     s.unit = static_cast<int>(blockIdx.x / parts), s.request = static_cast<int>(blockIdx.y);

@@ -330,13 +330,6 @@ FI_DEVICE void decode_tma(const BatchDecodeParams& params) {
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(bytes));
   Kernel kernel(params, *reinterpret_cast<typename Kernel::Shared*>(reinterpret_cast<char*>(bytes) +
                                                                     (1024 - base % 1024) % 1024));
-#ifdef FI_TOUCH
-  if (threadIdx.x >= Kernel::kThreads + 64) {
-    constexpr int kWords = sizeof(BatchDecodeParams) / 4;
-    const unsigned word = reinterpret_cast<const unsigned*>(&params)[min(64 + kernel.lane * 16, kWords - 1)];
-    *reinterpret_cast<volatile unsigned*>(&kernel.shared.states[0][kernel.lane % 16]) = word;
-  }
-#endif
   if (threadIdx.x == 0) kernel.init();
   pdl_wait();
   if (threadIdx.x >= Kernel::kThreads + 64) kernel.prefetch();

@@ -27,6 +27,7 @@ struct DecodeCluster {
     } ring;
     float output[kDecodeRows][kOutputPitch];  // when all keys are done
   };
+  static_assert(sizeof(Room) % 1024 == 0, "the period of the swizzle");
   struct Shared {
     Room rooms[kWarps];
     float4 values[kDecodeRows * kFours];  // of all parts, for the elements that this block writes
@@ -88,25 +89,7 @@ struct DecodeCluster {
     cp_async_commit();
   }
 
-#ifdef FI_STAMPS
-#define STAMP(i) \
-  if (threadIdx.x == 0) { \
-    uint64_t t; \
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); \
-    reinterpret_cast<uint64_t*>(params.workspace)[blockIdx.x * 32 + i] = t; \
-  }
-#else
-#define STAMP(i)
-#endif
   FI_DEVICE void run() const {
-    STAMP(0)
-#ifdef FI_TOUCH
-    {
-      constexpr int kWords = sizeof(BatchDecodeParams) / 4;
-      const unsigned word = reinterpret_cast<const unsigned*>(&params)[min(64 + lane * 16, kWords - 1)];
-      *reinterpret_cast<volatile unsigned*>(&shared.states[warp][lane % 16]) = word;
-    }
-#endif
     if (lane == 0)
       for (int i = 0; i < kStages; ++i) shared.full_k[warp][i].init(1), shared.full_v[warp][i].init(1);
     if (threadIdx.x == 0) {
@@ -121,7 +104,6 @@ struct DecodeCluster {
     DecodeSegment s;
     s.unit = static_cast<int>(blockIdx.x / parts), s.request = static_cast<int>(blockIdx.y);
     pdl_wait();
-    STAMP(1)
     if (threadIdx.x < 32 && static_cast<int64_t>(lane) * 128 < params.index_bytes)
       prefetch_l2(params.page_indices + lane * 32);
     const DecodeRequest request = params.view().requests()[s.request];
@@ -129,15 +111,12 @@ struct DecodeCluster {
     const Finish finish(params, s, kDim);
     const int count = finish.rows * kFours;
     load_queries(finish);
-    STAMP(2)
     Boxes boxes;
     boxes.first = static_cast<int>(rank * kWarps + warp) * kKeys, boxes.step = static_cast<int>(parts) * kWarps * kKeys;
     boxes.kv_len = request.kv_len, boxes.first_page = request.first_page;
     look_up(boxes, lane);
-    STAMP(3)
     if (lane < kStages) ask(boxes, lane, finish.kv_head);
     __syncwarp();
-    STAMP(4)
     if (threadIdx.x == 0) shared.sent.arrive_expect((count - rank + parts - 1) / parts * parts * 24);
     const auto problem = [&] {
       AttentionProblem p = params.problem;
@@ -149,39 +128,13 @@ struct DecodeCluster {
     int stage = 0;
     unsigned round = 0;
     int key = boxes.first;
-#ifdef FI_REHEARSE
-#pragma unroll 1
-    for (int box = -1; ; ++box) {
-      auto& ring = shared.rooms[warp].ring;
-      if (box >= 0) shared.full_k[warp][stage].wait(round);
-      if (box == 0) { STAMP(6) }
-      tile.template attend<false>(problem, shared.queries[0], ring.k[stage], ring.v[stage], box < 0 ? 0 : key, 0, box < 0 ? 0x40000000 : request.kv_len,
-                                  [&] { if (box >= 0) shared.full_v[warp][stage].wait(round); });
-      __syncwarp();
-      if (box < 0) {
-        cp_async_wait<0>();
-        __syncthreads();
-        tile.begin(params, problem(), finish.kv_head, finish.first, finish.rows, shared.queries[0]);
-        STAMP(5)
-      } else {
-        const int next = box + kStages;
-        if (next % 32 == 0) look_up(boxes, next + lane);
-        if (next % 32 == lane) ask(boxes, stage, finish.kv_head);
-        if (++stage == kStages) stage = 0, round ^= 1;
-        key += boxes.step;
-      }
-      if (key >= request.kv_len) break;
-    }
-#else
     cp_async_wait<0>();
     __syncthreads();
     tile.begin(params, problem(), finish.kv_head, finish.first, finish.rows, shared.queries[0]);
-    STAMP(5)
 #pragma unroll 1
     for (int box = 0; key < request.kv_len; ++box, key += boxes.step) {
       auto& ring = shared.rooms[warp].ring;
       shared.full_k[warp][stage].wait(round);
-      if (box == 0) { STAMP(6) }
       tile.template attend<false>(problem, shared.queries[0], ring.k[stage], ring.v[stage], key, 0, request.kv_len,
                                   [&] { shared.full_v[warp][stage].wait(round); });
       __syncwarp();
@@ -190,20 +143,13 @@ struct DecodeCluster {
       if (next % 32 == lane) ask(boxes, stage, finish.kv_head);
       if (++stage == kStages) stage = 0, round ^= 1;
     }
-#endif
-    STAMP(7)
     tile.leave(finish.rows, shared.rooms[warp].output[0], kOutputPitch, shared.states[warp]);
     __syncthreads();
-    STAMP(8)
     cluster_wait();
-    STAMP(9)
     send(finish, parts, rank);
-    STAMP(10)
     pdl_launch_dependents();
     shared.sent.wait(0);
-    STAMP(11)
     merge(finish, parts, rank);
-    STAMP(12)
   }
 
   // Element e goes to block e % parts of the cluster.

@@ -83,7 +83,7 @@ def test_a_copy_brings_whole_rows_of_one_page(start: Start, page: int, dim: int,
         assert box[0] * bytes_ == 128 and box[1:] == (rows, sizes[2], 1, 1)
 
 
-@pytest.mark.parametrize(("q_heads", "kv_heads", "parts"), [(32, 8, 4), (8, 1, 16), (20, 1, 16), (32, 16, 2)])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "parts"), [(32, 8, 4), (8, 1, 16), (20, 1, 16), (12, 4, 8), (32, 16, 2)])
 def test_little_work_is_that_of_clusters(start: Start, q_heads: int, kv_heads: int, parts: int) -> None:  # noqa: F811
     change = {
         "q": Tensor(Q, (BATCH, q_heads, 128), "bf16"),

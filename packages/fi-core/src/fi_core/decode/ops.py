@@ -286,7 +286,9 @@ def sizes(
     slots = 2 * ranges
     if split > 0:
         slots = max(slots, units * (tokens // (split * TILE) + 2 * batch_size))
-    return Sizes(12 + (ranges + 1) * 8 + batch_size * 4 + slots, slots, blocks, ranges, split)  # a counter for each slot
+    return Sizes(
+        12 + (ranges + 1) * 8 + batch_size * 4 + slots, slots, blocks, ranges, split
+    )  # a counter for each slot
 
 
 def allocate(device: torch.device, needs: Sizes, head_dim_vo: int) -> Buffers:

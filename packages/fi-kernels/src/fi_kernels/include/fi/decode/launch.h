@@ -42,8 +42,8 @@ inline int64_t cluster_parts(const BatchDecodeParams& params, int64_t tokens) {
   // Of a block: on the average, and if one request has all.
   constexpr int64_t kMostKeys = 1024, kMostKeysOfOne = 8192;
   const AttentionProblem& p = params.problem;
-  const bool plain = p.mask.qo_len == 1 && p.mask.window_left < 0 && !params.draft_mask && p.scores.soft_cap <= 0.f &&
-                     !p.scores.alibi;
+  const bool plain =
+      p.mask.qo_len == 1 && p.mask.window_left < 0 && !params.draft_mask && p.scores.soft_cap <= 0.f && !p.scores.alibi;
   if (!plain) return 0;
   const int64_t items = static_cast<int64_t>(params.batch) * p.kv_heads * params.row_tiles.value;
   int64_t parts = 16;

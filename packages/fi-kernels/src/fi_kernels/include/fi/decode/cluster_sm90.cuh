@@ -111,7 +111,9 @@ struct DecodeCluster {
     const Finish finish(params, s, kDim);
     load_queries(finish);
     Boxes boxes;
-    boxes.first = static_cast<int>(rank * kWarps + warp) * kKeys, boxes.step = static_cast<int>(parts) * kWarps * kKeys;
+    const int low = Mask::of_range(0, params.problem.mask.window_left, 1, request.kv_len).first_key(0);
+    boxes.first = low / kKeys * kKeys + static_cast<int>(rank * kWarps + warp) * kKeys;
+    boxes.step = static_cast<int>(parts) * kWarps * kKeys;
     boxes.kv_len = request.kv_len, boxes.first_page = request.first_page;
     look_up(boxes, lane);
     if (lane < kStages) ask(boxes, lane, finish.kv_head);
@@ -135,7 +137,7 @@ struct DecodeCluster {
     for (int box = 0, key = boxes.first; key < request.kv_len; ++box, key += boxes.step) {
       auto& ring = shared.rooms[warp].ring;
       shared.full_k[warp][stage].wait(round);
-      tile.template attend<false>(problem, shared.queries[0], ring.k[stage], ring.v[stage], key, 0, request.kv_len,
+      tile.template attend<false>(problem, shared.queries[0], ring.k[stage], ring.v[stage], key, low, request.kv_len,
                                   [&] { shared.full_v[warp][stage].wait(round); });
       __syncwarp();
       const int next = box + kStages;

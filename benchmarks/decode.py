@@ -2,9 +2,10 @@
 
 python benchmarks/decode.py [--cases D1,D9] [--grid GB] [--above GB] [--variants auto,fa2_tc] [--peers FOLDERS]
 [--rounds N] [--seconds N] [--seed N] [--out FILE]. A time is the median of CUDA-graph replays, each behind a flush of
-L2 by a memset of 256 MB. Results are compared with fp64 first. A variant is an implementation, with what differs from its
-tuning: fa3:ring=65536. --grid: every batch, length, heads, type and page size of GRID whose caches take no more than so
-many GB, and more than --above, all in one buffer, in an order that spreads over the grid, until the seconds are over.
+L2 by a memset of 256 MB. Results are compared with fp64 first. A variant is an implementation, with what differs from
+its tuning: fa3:ring=65536. --grid: every batch, length, heads, type and page size of GRID whose caches take no more
+than so many GB, and more than --above, all in one buffer, in an order that spreads over the grid, until the seconds are
+over.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ FI_DEVICE unsigned cluster_size() {
 
 // A barrier of all threads of the cluster in two halves: what was written before arrive is seen after wait.
 FI_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-// The same without memory: says that this block is there, and costs no fence.
+// The same without the order of memory, which takes a fence of the device: says that this block is there.
 FI_DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 FI_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 FI_DEVICE void cluster_sync() {
@@ -77,7 +77,7 @@ FI_DEVICE void cluster_store_u32x4(unsigned address, uint4 x) {
                "r"(x.w)
                : "memory");
 }
-// st.async (PTX ISA 9.7.9.12): the bytes complete on a barrier of the block that they go to.
+// Stores that complete as so many bytes on a barrier in the block that they go to, as copies do (PTX ISA, st.async).
 FI_DEVICE void cluster_send_u64(unsigned address, uint64_t x, unsigned barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address), "l"(x),
                "r"(barrier)
@@ -88,6 +88,17 @@ FI_DEVICE void cluster_send_u32x4(unsigned address, uint4 x, unsigned barrier) {
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
       "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(barrier)
       : "memory");
+}
+FI_DEVICE void cluster_send_f32x4(unsigned address, float4 x, unsigned barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
+      : "memory");
+}
+FI_DEVICE void cluster_send_f32x2(unsigned address, float2 x, unsigned barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
+               "f"(x.x), "f"(x.y), "r"(barrier)
+               : "memory");
 }
 FI_DEVICE void cluster_add_u32(unsigned address, uint32_t x) {
   asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");

@@ -60,7 +60,7 @@ struct WarpTile {
   float scale[2], slope[2];  // of the lane's two rows
   int i[2];
   int full_begin, full_end;  // keys that all rows see
-  bool special;              // see AttentionProblem
+  bool special;              // scores need more than a scale
   const Lines lines;
   const int lane, place;  // of the first key in what lines hold
   // Where the lane's row of an even piece begins, for each line and sixteen keys; the others differ in three bits.
@@ -91,9 +91,10 @@ struct WarpTile {
       scale[half] = head.scale, slope[half] = head.slope, i[half] = row.i;
       m[half] = kMinusInf, d[half] = 0.f;
     }
-    special = p.special();
+    special = p.scores.soft_cap > 0.f || p.scores.alibi;
     full_begin = p.mask.first_key(params.row(kv_head, first + rows - 1).i);
     full_end = p.mask.end_key(params.row(kv_head, first).i);
+    if (p.mask.draft) full_end = min(full_end, p.mask.kv_len - p.mask.qo_len);
     if constexpr (kHeld) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) load_query(queries, step, q[step]);
@@ -146,12 +147,14 @@ struct WarpTile {
     if (!kPlain && (key < max(full_begin, low) || key + kKeys > min(full_end, high))) {
       const Mask mask = problem().mask;
 #pragma unroll
-      for (int n = 0; n < kEights; ++n)
+      for (int half = 0; half < 2; ++half) {
+        const unsigned seen = mask.seen(i[half], key, low, high) >> lane % 4 * 2;
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          const int j = key + n * 8 + lane % 4 * 2 + c % 2;
-          if (j < max(mask.first_key(i[c / 2]), low) || j >= min(mask.end_key(i[c / 2]), high)) s[n][c] = kMinusInf;
-        }
+        for (int n = 0; n < kEights; ++n)
+#pragma unroll
+          for (int c = 0; c < 2; ++c)
+            if (!(seen >> (n * 8 + c) & 1)) s[n][half * 2 + c] = kMinusInf;
+      }
     }
     soften(s);
     wait_for_values();
@@ -233,7 +236,7 @@ struct WarpTile {
     }
   }
 
-  // Soft cap, ALiBi and draft mask.
+  // Soft cap and ALiBi.
   FI_DEVICE void finish(const AttentionProblem& p, int key, float (&s)[kEights][4]) const {
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
@@ -242,7 +245,6 @@ struct WarpTile {
         const int j = key + n * 8 + lane % 4 * 2 + c % 2, row = i[c / 2];
         const HeadScores head{scale[c / 2], p.scores.cap(), slope[c / 2]};
         s[n][c] = head.template score<CudaMath>(s[n][c], static_cast<float>(j - row));
-        if (p.mask.draft && j < p.mask.kv_len && !p.mask.keeps(row, j)) s[n][c] = kMinusInf;
       }
   }
 

@@ -21,7 +21,6 @@ from fi_core.attention.arguments import (
 )
 from fi_core.decode import ops
 from fi_core.decode.division import carve
-from fi_core.decode.padding import MOST, Padding
 from fi_core.decode.trace import tables_trace
 from fi_core.observe.log import fi_api
 from fi_core.utils import canonicalize_torch_dtype, ceil_div, check_shape_dtype_device, int32_index
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 
 _BACKENDS = ("auto", "trtllm-gen", "xqa")
 _LN2 = math.log(2)
+MOST_MASKED, MOST_CAUSAL = 128, 16  # rows of a kv head
 _MOST_CARVED = 64  # shapes that a workspace is cut for; batches have many sizes
 
 
@@ -53,15 +53,17 @@ def _attend(
     sinks: torch.Tensor | None,
     mask: torch.Tensor | None,
     enable_pdl: bool | None,
+    qo_indptr: torch.Tensor | None = None,
 ) -> None:
-    """Divides the work and does it, on the rows `[batch_size * q_len, num_qo_heads, head_dim]` of q."""
+    """Divides the work and does it, on the rows `[batch_size * q_len, num_qo_heads, head_dim]` of q, or as qo_indptr
+    says, of which q_len is then the most of a request."""
     import torch
 
     k, v = cache
     layout = code(LAYOUTS, kv_layout, "kv_layout")
     pages, pitch = flat_tables(block_tables)
     batch_size = block_tables.shape[0]
-    if q.shape[0] != batch_size * q_len or seq_lens.numel() != batch_size:
+    if seq_lens.numel() != batch_size or (qo_indptr is None and q.shape[0] != batch_size * q_len):
         raise ValueError(
             f"query: batch_size * q_len_per_req rows are required, with one row of block_tables ({batch_size}) and one "
             f"of seq_lens ({seq_lens.numel()}) for each request; got {q.shape[0]} rows for q_len_per_req = {q_len}"
@@ -72,7 +74,7 @@ def _attend(
     if CHECK:
         check_tables(k.shape[0], block_tables, seq_lens.view(-1), page_size)
     if mask is not None:
-        mask = mask.view(torch.uint8).view(batch_size, q_len, -1)
+        mask = mask.view(torch.uint8).view(len(q), -1)
     units = ops.units_of(q.shape[1], kv_heads, q_len)
     impl = ops.choose("auto", q.device, q.dtype, k.dtype, q.shape[2], v.shape[3], 0, page_size)
     if not torch.compiler.is_compiling() and not ops.fits(impl, q, k, v):
@@ -84,7 +86,7 @@ def _attend(
     )  # fmt: skip
     ops.attend(
         buffers, out, lse, q, k, v, pages, impl, layout, 0, q_len, window_left, 0.0, score_scale[0],
-        out_scale[0], 1.0, 1e4, enable_pdl, sinks, None, None, None, score_scale[1], out_scale[1], mask,
+        out_scale[0], 1.0, 1e4, enable_pdl, sinks, None, None, None, score_scale[1], out_scale[1], mask, qo_indptr,
     )  # fmt: skip
 
 
@@ -126,19 +128,14 @@ def _attend_ragged(
                 f"mask: uint16 [tokens, {words}] is required where requests differ in query tokens, for {len(q)} "
                 f"tokens and {name} = {most}; got {mask.numel() // 2} elements in {tuple(mask.shape)} bytes"
             )
-        if most is not None and most <= MOST and len(qo_indptr) == len(block_tables) + 1 > 1:
-            padding = Padding(qo_indptr, len(q), most)
-            count = len(block_tables) * most
-            padded = q.new_empty((count, *out.shape[1:]), dtype=out.dtype)
-            padded_lse = None if lse is None else lse.new_empty((count, lse.shape[1]))
-            _attend(
-                padded, padded_lse, padding.rows(q), cache, kv_layout, workspace, block_tables, seq_lens, most,
-                score_scale, out_scale, window_left, sinks, padding.draft_mask(mask), enable_pdl,
-            )  # fmt: skip
-            padding.unpad(padded, out)
-            if lse is not None and padded_lse is not None:
-                padding.unpad(padded_lse, lse)
-            return
+    kv_heads = cache[0].shape[2 if kv_layout == "NHD" else 1]
+    rows = 0 if most is None else most * (q.shape[1] // max(1, kv_heads))
+    if 0 < rows <= (MOST_CAUSAL if mask is None else MOST_MASKED):
+        _attend(
+            out, lse, q, cache, kv_layout, workspace, block_tables, seq_lens, most, score_scale, out_scale, window_left,
+            sinks, mask, enable_pdl, qo_indptr,
+        )  # fmt: skip
+        return
     attend_tables(
         out, lse, q, cache, kv_layout, block_tables, seq_lens, qo_indptr, causal=True, draft_mask=mask,
         score_scale=score_scale, out_scale=out_scale, window_left=window_left, sinks=sinks, enable_pdl=enable_pdl,

@@ -126,9 +126,9 @@ BATCH_DECODE = Op(
     family="decode",
     schema="(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) workspace, Tensor(d!) schedule, Tensor q, Tensor k_cache, "
     "Tensor v_cache, Tensor page_indices, Tensor? sinks, Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, "
-    "Tensor? bmm1_scale, Tensor? bmm2_scale, Tensor? draft_mask, int kv_layout, int pos_encoding_mode, int q_len, "
-    "int blocks, int ranges, int window_left, float logits_soft_cap, float sm_scale, float v_scale, float rope_scale, "
-    "float rope_theta, bool? enable_pdl, str impl) -> ()",
+    "Tensor? bmm1_scale, Tensor? bmm2_scale, Tensor? draft_mask, Tensor? qo_indptr, int kv_layout, "
+    "int pos_encoding_mode, int q_len, int blocks, int ranges, int window_left, float logits_soft_cap, float sm_scale, "
+    "float v_scale, float rope_scale, float rope_theta, bool? enable_pdl, str impl) -> ()",
     # head_dim: of the tensor-core kernels, which are compiled for it; 0 stands for any other, or two that differ.
     axes={
         "q": ("f16", "bf16", "f32", "e4m3", "e5m2"),
@@ -346,6 +346,7 @@ def attend(
     bmm1_scale: torch.Tensor | None = None,
     bmm2_scale: torch.Tensor | None = None,
     draft_mask: torch.Tensor | None = None,
+    qo_indptr: torch.Tensor | None = None,
     variant: Launch | None = None,
 ) -> None:
     """Attention of all requests as the last `plan` on the same buffers divided it, in one launch.
@@ -362,8 +363,9 @@ def attend(
     not in lse. sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to the sum of the softmax, so it is in lse, and a
     row without keys has lse = sinks[h] * log2(e). Else such a row has out = 0, lse = -inf. With q_len > 1 row i sees
     keys up to its own position kv_len - q_len + i, or with draft_mask all keys before kv_len - q_len and of the rest
-    those whose bit is set: uint8 `[batch_size, q_len, ceil(q_len / 32) * 4]`, key kv_len - q_len + t is bit t % 8 of
-    byte t / 8.
+    those whose bit is set: uint8 `[batch_size * q_len, ceil(q_len / 32) * 4]`, key kv_len - q_len + t is bit t % 8 of
+    byte t / 8. qo_indptr (int32 `[batch_size + 1]`): request b has rows `qo_indptr[b] : qo_indptr[b + 1]` of q, out, lse
+    and draft_mask, q_len at most, and their number takes the place of q_len above; rows of no request stay as they are.
 
     variant: the op with a user's variant, and what it takes more; scales of scores and the soft cap are then its own.
 
@@ -372,7 +374,7 @@ def attend(
     launch, extras = (batch_decode, ()) if variant is None else variant
     launch(
         out, lse, buffers.workspace, buffers.schedule, q, k_cache, v_cache, page_indices, sinks, scale_q, scale_k,
-        scale_v, bmm1_scale, bmm2_scale, draft_mask, kv_layout, pos_encoding_mode, q_len, buffers.blocks,
+        scale_v, bmm1_scale, bmm2_scale, draft_mask, qo_indptr, kv_layout, pos_encoding_mode, q_len, buffers.blocks,
         buffers.ranges, window_left, logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta, enable_pdl, impl,
         *extras,
     )  # fmt: skip

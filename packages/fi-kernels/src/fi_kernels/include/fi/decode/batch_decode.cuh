@@ -158,7 +158,7 @@ struct DecodeTiles {
 #pragma unroll 1
     for (int i = threadIdx.x; i < finish.rows * kEights; i += kThreads) {
       const Row row = params.row(finish.kv_head, finish.first + i / kEights);
-      const int64_t token = static_cast<int64_t>(finish.s.request) * p.mask.qo_len + row.i;
+      const int64_t token = params.first_token(finish.s.request) + row.i;
       Eight<Q> eight;
       eight.read(static_cast<const Q*>(p.q) + token * p.q_token + row.head * p.q_head + i % kEights * 8, true);
       memcpy(&shared.queries[i / kEights][i % kEights * 8], &eight, sizeof eight);

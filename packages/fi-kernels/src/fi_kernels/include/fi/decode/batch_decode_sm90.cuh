@@ -169,7 +169,7 @@ struct DecodeTma {
       for (int i = lane; i < tile.rows * kPieces; i += 32) {  // a bulk copy a row would take a hundred cycles each
         const int r = i / kPieces, piece = i % kPieces * 16;
         const Row row = params.row(tile.kv_head, tile.first + r);
-        const int64_t token = static_cast<int64_t>(s.request) * p.mask.qo_len + row.i;
+        const int64_t token = params.first_token(s.request) + row.i;
         const Q* from = static_cast<const Q*>(p.q) + token * p.q_token + row.head * p.q_head;
         cp_async_16(reinterpret_cast<char*>(shared.queries[at][r]) + piece,
                     reinterpret_cast<const char*>(from) + piece);

@@ -83,12 +83,13 @@ struct WarpTile {
     for (int n = 0; n < kDim / 8; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) o[n][c] = 0.f;
+    const Row row = params.row(kv_head, first + min(lane % 16, rows - 1));
+    const HeadScores head = p.head_scores<CudaMath>(row.head);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int r = half * 8 + lane / 4;
-      const Row row = params.row(kv_head, first + min(r, rows - 1));
-      const HeadScores head = p.head_scores<CudaMath>(row.head);
-      scale[half] = head.scale, slope[half] = head.slope, i[half] = row.i;
+    for (int half = 0; half < 2; ++half) {  // each lane has seen to one row: code that is read once instead of twice
+      const int from = half * 8 + lane / 4;
+      scale[half] = __shfl_sync(0xffffffffu, head.scale, from), slope[half] = __shfl_sync(0xffffffffu, head.slope, from);
+      i[half] = __shfl_sync(0xffffffffu, row.i, from);
       m[half] = kMinusInf, d[half] = 0.f;
     }
     special = p.scores.soft_cap > 0.f || p.scores.alibi;

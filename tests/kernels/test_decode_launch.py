@@ -29,7 +29,9 @@ def call(start: Start, impl: str, dim: int = 128, kv: str = "bf16", **change: An
         "k_cache": Tensor(K, shape, kv),
         "v_cache": Tensor(V, shape, kv),
         "page_indices": Tensor(0x7000000, (PAGES,), "i32"),
-        **dict.fromkeys(("sinks", "scale_q", "scale_k", "scale_v", "bmm1_scale", "bmm2_scale", "draft_mask")),
+        **dict.fromkeys(
+            ("sinks", "scale_q", "scale_k", "scale_v", "bmm1_scale", "bmm2_scale", "draft_mask", "qo_indptr")
+        ),
         "kv_layout": 0,
         "pos_encoding_mode": 0,
         "q_len": 1,

@@ -27,8 +27,8 @@ template <class T, class Q, class KV, int kDim, int kKeys, class Team = FinishTe
 struct BriefDecode {
   static constexpr int kWarps = 4, kThreads = kWarps * 32;
   static constexpr bool kFp8 = sizeof(KV) == 1;
-  static constexpr int kPieces = kDim * sizeof(KV) / 16, kPairs = kPieces / (2 * kWarps);  // pairs of a warp
-  static constexpr bool kPossible = kKeys > 0 && kPieces % (2 * kWarps) == 0;
+  static constexpr int kPieces = kDim * sizeof(KV) / 16, kPairs = (kPieces / 2 + kWarps - 1) / kWarps;  // pairs of a warp
+  static constexpr bool kPossible = kPieces % 2 == 0;
   static constexpr int kLoadUnroll = FI_LOAD_UNROLL, kScoreUnroll = FI_SCORE_UNROLL, kSumUnroll = FI_SUM_UNROLL;
   static constexpr int kLineBytes = 16 * 128;  // one line of each of 16 keys
   using Lines = KeyLines<(kPieces + 7) / 8, kKeys>;
@@ -205,6 +205,9 @@ struct BriefDecode {
     }
   }
 
+  // Whether a warp has an i-th pair of pieces of values.
+  FI_DEVICE static bool has(int warp, int i) { return (i + 1) * kWarps * 2 <= kPieces || (warp + i * kWarps) * 2 < kPieces; }
+
   // Each warp takes some of the dimensions, over all keys.
   FI_DEVICE void sum(int count) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -216,6 +219,7 @@ struct BriefDecode {
       ldmatrix_x4(a, weights(lane % 16) + key + lane / 16 * 8);
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
+        if (!has(warp, i)) continue;
         unsigned b[4];
         ldmatrix_x4_trans(b, shared.v + Lines{4}.offset(key + lane % 16, (warp + i * kWarps) * 2 + lane / 16));
         if constexpr (kFp8) {
@@ -235,6 +239,7 @@ struct BriefDecode {
     for (int i = 0; i < kPairs; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        if (!has(warp, i)) continue;
         float* to = &shared.output[half * 8 + lane / 4][(warp + i * kWarps) * (kFp8 ? 32 : 16)];
 #pragma unroll
         for (int n = 0; n < kTiles; n += 2) {
@@ -253,6 +258,7 @@ struct BriefDecode {
 // The most keys of a segment that so much shared memory holds.
 template <class T, class Q, class KV, int kDim>
 FI_HOST_DEVICE constexpr int brief_keys(int bytes) {
+  if (!BriefDecode<T, Q, KV, kDim, 64>::kPossible) return 0;
   int keys = 0;
   if (sizeof(typename BriefDecode<T, Q, KV, kDim, 64>::Shared) <= bytes) keys = 64;
   if (sizeof(typename BriefDecode<T, Q, KV, kDim, 128>::Shared) <= bytes) keys = 128;

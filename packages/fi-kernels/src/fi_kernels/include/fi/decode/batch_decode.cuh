@@ -67,7 +67,7 @@ FI_DEVICE void decode_rows(const BatchDecodeParams& params, const Variant::Argum
     const RowsFinish finish(params, s, variant);
     const PagedTokens pages{params.page_indices + s.first_page, params.page_size, params.k_page, params.v_page};
     const int begin = max(s.begin * kDecodeTile, problem.mask.first_key(0));
-    const int end = static_cast<int>(min(static_cast<int64_t>(s.end) * kDecodeTile, static_cast<int64_t>(s.kv_len)));
+    const int end = params.end_key(s);
 #pragma unroll 1
     for (int row = 0; row < finish.rows; row += kRows) {
       Kernel kernel(problem, shared, finish.kv_head, finish.first + row, pages);
@@ -178,31 +178,30 @@ struct DecodeTiles {
       const DecodeSegment& s = shared.walk.segment;
       const AttentionProblem& p = params.problem;
       const auto problem = [&] { return params.keys_of(s.request, s.kv_len, shared.walk.bmm1); };
-      Slices at{max(s.begin * kDecodeTile, problem().mask.first_key(0)),
-                static_cast<int>(min(static_cast<int64_t>(s.end) * kDecodeTile, static_cast<int64_t>(s.kv_len))),
-                s.begin * kDecodeTile + warp * kKeys, 0, 0};
+      const auto first = [&] { return s.begin * kDecodeTile + warp * kKeys; };
+      Slices at{max(s.begin * kDecodeTile, problem().mask.first_key(0)), params.end_key(s), first(), 0, 0};
       const int kv_head = params.kv_head(s.unit);
       const KV* k = static_cast<const KV*>(p.k) + kv_head * p.k_head;
       const KV* v = static_cast<const KV*>(p.v) + kv_head * p.v_head;
       look_up(s, at);
-      const Finish tile_of(params, s, kDim);
-      load_queries(tile_of);  // they arrive with the first keys
+      load_queries(Finish(params, s, kDim));  // they arrive with the first keys
       constexpr int kStep = kWarps * kKeys;
-      const int first = at.key;
       int stage = 0;
       // Keys are asked for kStages - 1 steps ahead, by the same code from the first to the last.
 #pragma unroll 1
-      for (int key = first - (kStages - 1) * kStep; key <= first || key < at.high; key += kStep) {
+      for (;;) {
         if (at.key < at.high) load(k, v, at, stage);
         cp_async_commit();
+        const int key = at.key - (kStages - 1) * kStep;
         at.key += kStep;
         look_up(s, at);
         if (++stage == kStages) stage = 0;
-        if (key < first) continue;
+        if (key < first()) continue;
         cp_async_wait<kStages - 1>();
         __syncwarp();
-        if (key == first) {
+        if (key == first()) {
           __syncthreads();
+          const Finish tile_of(params, s, kDim);
           tile.begin(params, problem(), tile_of.kv_head, tile_of.first, tile_of.rows, shared.queries[0]);
         }
         Ring& ring = shared.rings[warp];
@@ -213,6 +212,7 @@ struct DecodeTiles {
           tile.template attend<false>(problem, shared.queries[0], ring.k[stage], ring.v[stage], key, at.low, at.high,
                                       [] {});
         __syncwarp();
+        if (key + kStep >= at.high) break;
       }
       cp_async_wait<0>();
       __syncwarp();

@@ -56,10 +56,16 @@ struct BatchDecodeParams {
   FI_HOST_DEVICE int64_t first_token(int32_t b) const {
     return qo_indptr ? qo_indptr[b] : static_cast<int64_t>(b) * problem.mask.qo_len;
   }
-  // Rows of the unit's tile, 0 or less where a request has fewer rows than the tiles before it.
+  // Rows of the unit's tile: 0 where the request has no more than the tiles before it.
   FI_HOST_DEVICE int32_t rows(int32_t b, int32_t unit) const {
     const int32_t rest = qo_len(b) * problem.group - first_row(unit);
-    return rest < kDecodeRows ? rest : kDecodeRows;
+    return rest <= 0 ? 0 : rest < kDecodeRows ? rest : kDecodeRows;
+  }
+  // Where the keys of a segment end.
+  FI_HOST_DEVICE int32_t end_key(const DecodeSegment& s) const {
+    if (qo_indptr && rows(s.request, s.unit) == 0) return 0;  // no row sees them
+    const int64_t end = static_cast<int64_t>(s.end) * kDecodeTile;
+    return end < s.kv_len ? static_cast<int32_t>(end) : s.kv_len;
   }
 
   // What scores and masks of one request ask for. bmm1: the value of bmm1_scale.

@@ -69,7 +69,7 @@ struct DecodeTma {
     return max(s.begin * kDecodeTile, mask.first_key(0));
   }
   FI_DEVICE int high(const DecodeSegment& s) const {
-    return static_cast<int>(min(static_cast<int64_t>(s.end) * kDecodeTile, static_cast<int64_t>(s.kv_len)));
+    return params.end_key(s);
   }
 
   // The producer's view of a segment: boxes of 2^box_shift keys, counted from its first key. Lane l holds page and slot

@@ -68,7 +68,7 @@ struct BriefDecode {
   FI_DEVICE void run(const DecodeSegment& s) const {
     const Finish finish(params, s, kDim);
     const int first = s.begin * kDecodeTile;
-    const int count = static_cast<int>(min(static_cast<int64_t>(s.end) * kDecodeTile, static_cast<int64_t>(s.kv_len))) - first;
+    const int count = max(params.end_key(s) - first, 0);
     load_keys(finish, first, count);
     load_queries(finish);
     cp_async_wait<0>();

@@ -77,10 +77,9 @@ class CpuBatchDecode {
     const TokenPages pages{params_.page_indices + s.first_page, static_cast<int32_t>(params_.page_size.value),
                            params_.k_page, params_.v_page};
     const int32_t count = params_.rows(s.request, s.unit);
-    if (count <= 0) return;
-    const int64_t end = std::min<int64_t>(static_cast<int64_t>(s.end) * kDecodeTile, s.kv_len);
+    if (count == 0) return;
     tile.attend(p, pages, variant, params_.kv_head(s.unit), params_.first_row(s.unit), count, s.begin * kDecodeTile,
-                static_cast<int32_t>(end));
+                params_.end_key(s));
     for (int32_t r = 0; r < count; ++r) {
       if (s.whole()) {
         finish(p, variant, s.unit, r, tile.m(r), tile.d(r), tile.output(r));

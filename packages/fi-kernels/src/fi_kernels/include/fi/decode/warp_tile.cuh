@@ -58,7 +58,7 @@ struct WarpTile {
   unsigned q[kHeld ? kSteps : 1][4];
   float o[kDim / 8][4], m[2], d[2];
   float scale[2], slope[2];  // of the lane's two rows
-  int i[2];
+  int first;                 // packed row
   int full_begin, full_end;  // keys that all rows see
   bool special;              // scores need more than a scale
   const Lines lines;
@@ -77,25 +77,25 @@ struct WarpTile {
   }
 
   // rows: of the tile; queries: its row r at r * kPitch, in shared memory, until the end of the item.
-  FI_DEVICE void begin(const BatchDecodeParams& params, const AttentionProblem& p, int kv_head, int first, int rows,
+  FI_DEVICE void begin(const BatchDecodeParams& params, const AttentionProblem& p, int kv_head, int first_row, int rows,
                        const Q* queries) {
+    first = first_row;
+    special = p.scores.soft_cap > 0.f || p.scores.alibi;
+    full_begin = p.mask.first_key(params.row(kv_head, first + rows - 1).i);
+    full_end = p.mask.end_key(params.row(kv_head, first).i);
+    if (p.mask.draft) full_end = min(full_end, p.mask.kv_len - p.mask.qo_len);
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) o[n][c] = 0.f;
-    const Row row = params.row(kv_head, first + min(lane % 16, rows - 1));
+    const Row row = params.row(kv_head, first + max(min(lane % 16, rows - 1), 0));
     const HeadScores head = p.head_scores<CudaMath>(row.head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // each lane has seen to one row: code that is read once instead of twice
       const int from = half * 8 + lane / 4;
       scale[half] = __shfl_sync(0xffffffffu, head.scale, from), slope[half] = __shfl_sync(0xffffffffu, head.slope, from);
-      i[half] = __shfl_sync(0xffffffffu, row.i, from);
       m[half] = kMinusInf, d[half] = 0.f;
     }
-    special = p.scores.soft_cap > 0.f || p.scores.alibi;
-    full_begin = p.mask.first_key(params.row(kv_head, first + rows - 1).i);
-    full_end = p.mask.end_key(params.row(kv_head, first).i);
-    if (p.mask.draft) full_end = min(full_end, p.mask.kv_len - p.mask.qo_len);
     if constexpr (kHeld) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) load_query(queries, step, q[step]);
@@ -146,10 +146,11 @@ struct WarpTile {
       for (int c = 0; c < 4; ++c) s[n][c] = (s[n][c] + odd[n][c]) * scale[c / 2];
     if (!kPlain && special) finish(problem(), key, s);
     if (!kPlain && (key < max(full_begin, low) || key + kKeys > min(full_end, high))) {
-      const Mask mask = problem().mask;
+      const AttentionProblem p = problem();
+      const Mask& mask = p.mask;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const unsigned seen = mask.seen(i[half], key, low, high) >> lane % 4 * 2;
+        const unsigned seen = mask.seen(token(p, half), key, low, high) >> lane % 4 * 2;
 #pragma unroll
         for (int n = 0; n < kEights; ++n)
 #pragma unroll
@@ -210,6 +211,10 @@ struct WarpTile {
   }
 
  private:
+  // The query token of the lane's row, needed so seldom that it is not kept.
+  FI_DEVICE int token(const AttentionProblem& p, int half) const {
+    return min(p.row(0, first + half * 8 + lane / 4).i, p.mask.qo_len - 1);
+  }
   // The operand of one step of 16 columns.
   FI_DEVICE void load_query(const Q* queries, int step, unsigned (&a)[4]) const {
 #pragma unroll
@@ -243,7 +248,7 @@ struct WarpTile {
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        const int j = key + n * 8 + lane % 4 * 2 + c % 2, row = i[c / 2];
+        const int j = key + n * 8 + lane % 4 * 2 + c % 2, row = token(p, c / 2);
         const HeadScores head{scale[c / 2], p.scores.cap(), slope[c / 2]};
         s[n][c] = head.template score<CudaMath>(s[n][c], static_cast<float>(j - row));
       }

@@ -74,7 +74,8 @@ def _attend(
     if CHECK:
         check_tables(k.shape[0], block_tables, seq_lens.view(-1), page_size)
     if mask is not None:
-        mask = mask.view(torch.uint8).view(len(q), -1)
+        mask = mask.view(torch.uint8)
+        mask = mask if mask.ndim == 2 else mask.view(q.shape[0], -1)
     units = ops.units_of(q.shape[1], kv_heads, q_len)
     impl = ops.choose("auto", q.device, q.dtype, k.dtype, q.shape[2], v.shape[3], 0, page_size)
     if not torch.compiler.is_compiling() and not ops.fits(impl, q, k, v):
@@ -111,22 +112,17 @@ def _attend_ragged(
 ) -> None:
     """The same for requests that differ in query tokens. most: what none exceeds, the argument `name`; None: unknown.
 
-    Without a mask, rows that differ in number are those of a prefill. Its kernels for Hopper take no mask, so with one
-    requests are padded to the same number: H200, 4 drafts over 8k keys, 32/8 heads, 64 requests: 3805 us by prefill
-    against 842 for as many drafts each; 4 requests: 1636 against 69.
+    Decode reads the keys once for each 16 rows of a kv head, but splits those of a request; prefill's kernels do not,
+    and those for Hopper take no mask.
     """
-    import torch
-
-    from fi_core.prefill.once import attend_tables  # loaded where it is needed
-
     qo_indptr, most = int32_index(qo_indptr), None if most == 1 else most  # 1 is the default, not a bound
     if mask is not None:
-        mask = mask.view(torch.uint8)
-        words = "n" if most is None else f"ceil({name} / 32) * 2"
-        if mask.ndim != 2 or len(mask) != len(q) or (most is not None and mask.shape[1] != ceil_div(most, 32) * 4):
+        width = mask.shape[-1] * mask.element_size()
+        if mask.ndim != 2 or mask.shape[0] != q.shape[0] or (most is not None and width != ceil_div(most, 32) * 4):
+            words = "n" if most is None else f"ceil({name} / 32) * 2"
             raise ValueError(
-                f"mask: uint16 [tokens, {words}] is required where requests differ in query tokens, for {len(q)} "
-                f"tokens and {name} = {most}; got {mask.numel() // 2} elements in {tuple(mask.shape)} bytes"
+                f"mask: uint16 [tokens, {words}] is required where requests differ in query tokens, for {q.shape[0]} "
+                f"tokens and {name} = {most}; got {tuple(mask.shape)} of {mask.dtype}"
             )
     kv_heads = cache[0].shape[2 if kv_layout == "NHD" else 1]
     rows = 0 if most is None else most * (q.shape[1] // max(1, kv_heads))
@@ -136,6 +132,11 @@ def _attend_ragged(
             sinks, mask, enable_pdl, qo_indptr,
         )  # fmt: skip
         return
+    import torch
+
+    from fi_core.prefill.once import attend_tables  # loaded where it is needed
+
+    mask = None if mask is None else mask.view(torch.uint8)
     attend_tables(
         out, lse, q, cache, kv_layout, block_tables, seq_lens, qo_indptr, causal=True, draft_mask=mask,
         score_scale=score_scale, out_scale=out_scale, window_left=window_left, sinks=sinks, enable_pdl=enable_pdl,
@@ -151,8 +152,8 @@ def _buffers(
 ) -> ops.Buffers:
     import torch
 
-    fewer = ops.sizes(workspace.device, batch_size, units)
     if torch.compiler.is_compiling():  # which knows no addresses
+        fewer = ops.sizes(workspace.device, batch_size, units)
         return carve(workspace, workspace[:0], head_dim, fewer, fewer)
     key, shape = id(workspace), (batch_size, units, head_dim, impl, kv)
     entry = _carved.get(key)
@@ -165,6 +166,7 @@ def _buffers(
         if len(entry[1]) == _MOST_CARVED:
             entry[1].clear()
         needs = ops.sizes(workspace.device, batch_size, units, impl=impl, kv=kv)
+        fewer = ops.sizes(workspace.device, batch_size, units)
         try:
             buffers = entry[1][shape] = carve(workspace, workspace[:0], head_dim, needs, fewer)
         except ValueError as error:

@@ -364,8 +364,8 @@ def attend(
     row without keys has lse = sinks[h] * log2(e). Else such a row has out = 0, lse = -inf. With q_len > 1 row i sees
     keys up to its own position kv_len - q_len + i, or with draft_mask all keys before kv_len - q_len and of the rest
     those whose bit is set: uint8 `[batch_size * q_len, ceil(q_len / 32) * 4]`, key kv_len - q_len + t is bit t % 8 of
-    byte t / 8. qo_indptr (int32 `[batch_size + 1]`): request b has rows `qo_indptr[b] : qo_indptr[b + 1]` of q, out, lse
-    and draft_mask, q_len at most, and their number takes the place of q_len above; rows of no request stay as they are.
+    byte t / 8. qo_indptr (int32 `[batch_size + 1]`): request b has rows `qo_indptr[b] : qo_indptr[b + 1]` of q, out,
+    lse and draft_mask, q_len at most, whose number takes the place of q_len above; rows of no request stay as they are.
 
     variant: the op with a user's variant, and what it takes more; scales of scores and the soft cap are then its own.
 

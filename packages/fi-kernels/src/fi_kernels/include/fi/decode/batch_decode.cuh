@@ -2,7 +2,6 @@
 #pragma once
 #include "fi/attention/rows.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
-#include "fi/decode/brief.cuh"
 #include "fi/decode/finish.cuh"
 #include "fi/decode/rows_finish.cuh"
 #include "fi/decode/take.cuh"
@@ -19,10 +18,6 @@ struct BlockWalk {
   bool more;
   float bmm1;
 
-  FI_DEVICE void begin(const BatchDecodeParams& params, const DecodeWalk& from) {
-    bmm1 = params.bmm1_scale ? *params.bmm1_scale : 1.f;
-    walk = from;
-  }
   FI_DEVICE void begin(const BatchDecodeParams& params) {
     bmm1 = params.bmm1_scale ? *params.bmm1_scale : 1.f;
     walk.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
@@ -170,8 +165,8 @@ struct DecodeTiles {
     }
   }
 
-  FI_DEVICE void run(const DecodeWalk& walk) const {
-    if (threadIdx.x == 0) shared.walk.begin(params, walk);
+  FI_DEVICE void run() const {
+    if (threadIdx.x == 0) shared.walk.begin(params);
     Tile tile({4}, 0);
 #pragma unroll 1
     while (shared.walk.next(params)) {
@@ -241,18 +236,7 @@ FI_DEVICE void decode_tiles(const BatchDecodeParams& params) {
   using Kernel = DecodeTiles<T, Q, KV, kDim, kWarps, kKeys, kStages>;
   static_assert(sizeof(typename Kernel::Shared) == kSharedBytes, "the family's Python says how much to ask for");
   pdl_wait();
-  constexpr int kBrief = kWarps == 4 ? brief_keys<T, Q, KV, kDim>(kSharedBytes) : 0;
-  DecodeWalk walk;
-  walk.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
-  if constexpr (kBrief > 0) {
-    using Brief = BriefDecode<T, Q, KV, kDim, kBrief, Team>;
-    DecodeSegment segment;
-    if (Brief::takes(params, walk, segment)) {
-      Brief{params, *reinterpret_cast<typename Brief::Shared*>(bytes)}.run(segment);
-      return;
-    }
-  }
-  Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(bytes)).run(walk);
+  Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(bytes)).run();
 }
 
 }  // namespace fi

@@ -4,7 +4,6 @@
 #pragma once
 #include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/ptx/tma_sm90.cuh"
-#include "fi/decode/brief.cuh"
 #include "fi/decode/merge_sm90.cuh"
 #include "fi/decode/take.cuh"
 #include "fi/decode/warp_tile.cuh"
@@ -336,17 +335,9 @@ FI_DEVICE void decode_tma(const BatchDecodeParams& params) {
   if (threadIdx.x == 0) kernel.shared.bmm1 = params.bmm1_scale ? *params.bmm1_scale : 1.f;
   const int role = static_cast<int>(threadIdx.x) - Kernel::kThreads;
   DecodeWalk walk;
-  walk.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
+  if (role >= 0 && role < 64)
+    walk.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
   __syncthreads();
-  constexpr int kBrief = kWarps == 4 ? brief_keys<T, Q, KV, kDim>(kSharedBytes - 1024) : 0;
-  if constexpr (kBrief > 0) {
-    using Brief = BriefDecode<T, Q, KV, kDim, kBrief, FinishTeam<Kernel::kDirect>>;
-    DecodeSegment segment;
-    if (Brief::takes(params, walk, segment)) {
-      if (role < 0) Brief{params, reinterpret_cast<typename Brief::Shared&>(kernel.shared)}.run(segment);
-      return;
-    }
-  }
   if (role < 0)
     kernel.consume();
   else if (role < 64)

@@ -170,7 +170,7 @@ def ours(x: Inputs, impl: str, split: int = ops.BALANCED) -> tuple[Callable[[], 
     buffers = ops.allocate(device, needs, case.dim)
 
     def plan() -> None:
-        ops.plan(buffers, indptr, last, None, case.page_size, units, q_len=case.q_len, split=split)
+        ops.plan(buffers, indptr, last, None, case.page_size, units, q_len=case.q_len)
 
     def run() -> None:
         ops.attend(

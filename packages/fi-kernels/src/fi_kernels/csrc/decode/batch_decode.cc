@@ -15,9 +15,10 @@ namespace {
 void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor workspace, Tensor schedule, Tensor q,
                   Tensor k_cache, Tensor v_cache, Tensor page_indices, OptionalTensor sinks, OptionalTensor scale_q,
                   OptionalTensor scale_k, OptionalTensor scale_v, OptionalTensor bmm1_scale, OptionalTensor bmm2_scale,
-                  OptionalTensor draft_mask, OptionalTensor qo_indptr, int64_t kv_layout, int64_t pos_encoding, int64_t q_len, int64_t blocks,
-                  int64_t ranges, int64_t window_left, double logits_soft_cap, double sm_scale, double v_scale,
-                  double rope_scale, double rope_theta, int64_t enable_pdl, std::string impl, Extras extras) {
+                  OptionalTensor draft_mask, OptionalTensor qo_indptr, int64_t kv_layout, int64_t pos_encoding,
+                  int64_t q_len, int64_t blocks, int64_t ranges, int64_t split, int64_t window_left,
+                  double logits_soft_cap, double sm_scale, double v_scale, double rope_scale, double rope_theta,
+                  int64_t enable_pdl, std::string impl, Extras extras) {
   // 1 check
   Dim rows{"tokens"}, pages{"num_pages"}, page_size{"page_size"}, qo_heads{"num_qo_heads"},
       kv_heads{"num_kv_heads"}, dim_qk{"head_dim_qk"}, dim_vo{"head_dim_vo"}, words{"words"};
@@ -123,9 +124,9 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
               v_cache.alignment(bytes(v_cache), {params.v_page, p.v_token, p.v_head}) == bytes(v_cache);
   const int64_t four = 4 * out.dtype().bytes();
   params.out_aligned = out.alignment(four, {p.out_token, p.out_head}) == four;
-  launch_batch_decode(kernel, params, extras, k_cache, v_cache, kernel.pdl(enable_pdl));
+  launch_batch_decode(kernel, params, extras, k_cache, v_cache, split, kernel.pdl(enable_pdl));
 #else
-  (void)kernel, (void)enable_pdl;
+  (void)kernel, (void)split, (void)enable_pdl;
   CpuBatchDecode(params, variant_arguments(extras), q.dtype(), k_cache.dtype(), out.dtype()).run();
 #endif
 }
@@ -134,6 +135,6 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
 }  // namespace fi
 
 FI_OP(fi::batch_decode, "out", "lse", "workspace", "schedule", "q", "k_cache", "v_cache", "page_indices", "sinks",
-      "scale_q", "scale_k", "scale_v", "bmm1_scale", "bmm2_scale", "draft_mask", "qo_indptr", "kv_layout", "pos_encoding_mode",
-      "q_len", "blocks", "ranges", "window_left", "logits_soft_cap", "sm_scale", "v_scale", "rope_scale", "rope_theta",
-      "enable_pdl", "impl")
+      "scale_q", "scale_k", "scale_v", "bmm1_scale", "bmm2_scale", "draft_mask", "qo_indptr", "kv_layout",
+      "pos_encoding_mode", "q_len", "blocks", "ranges", "split", "window_left", "logits_soft_cap", "sm_scale",
+      "v_scale", "rope_scale", "rope_theta", "enable_pdl", "impl")

@@ -4,6 +4,7 @@
 #pragma once
 #include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/ptx/tma_sm90.cuh"
+#include "fi/decode/cluster_sm90.cuh"
 #include "fi/decode/merge_sm90.cuh"
 #include "fi/decode/take.cuh"
 #include "fi/decode/warp_tile.cuh"

@@ -10,7 +10,7 @@
 namespace fi {
 
 // The first number of an entry's config; the second is the head dim, of rows the largest.
-enum DecodeKind { kDecodeRowsKind = 0, kDecodeTilesKind = 1, kDecodeTmaKind = 2 };
+enum DecodeKind { kDecodeRowsKind = 0, kDecodeTilesKind = 1, kDecodeTmaKind = 2, kDecodeClusterKind = 3 };
 
 // A cache as [pages, heads, lines, tokens of a page, elements of a line], a line being 128 bytes, so that a copy leaves
 // the first line of all its tokens, then the second. `whole`: it brings all lines, else each line takes one, and lines
@@ -33,8 +33,23 @@ inline void describe_cache(TensorMap& map, const Tensor& cache, int64_t heads, i
                "cuTensorMapEncodeTiled");
 }
 
+// Blocks of the cluster that takes a unit of a request, if that is faster than the schedule, else 0. It looks only at
+// what stays the same while a CUDA graph is replayed with other lengths, and either kernel is right for all of them.
+// tokens: the most that all requests together can have.
+inline int64_t cluster_parts(const BatchDecodeParams& params, int64_t tokens) {
+  constexpr int64_t kMostBlocks = 128, kMostParts = 16;
+  const AttentionProblem& p = params.problem;
+  const bool plain =
+      p.mask.qo_len == 1 && p.mask.window_left < 0 && !params.draft_mask && p.scores.soft_cap <= 0.f && !p.scores.alibi;
+  const int64_t items = static_cast<int64_t>(params.batch) * p.kv_heads * params.row_tiles.value;
+  if (!plain || items * 2 > kMostBlocks) return 0;
+  int64_t parts = kMostParts;
+  while (parts * items > kMostBlocks) parts /= 2;
+  return tokens <= parts * 512 ? parts : 0;
+}
+
 inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params, const Extras& extras,
-                                const Tensor& k_cache, const Tensor& v_cache, bool pdl) {
+                                const Tensor& k_cache, const Tensor& v_cache, int64_t split, bool pdl) {
   AttentionProblem& p = params.problem;
   const Entry* entry = nullptr;
   for (const Entry& e : kernel.entries) {
@@ -52,11 +67,19 @@ inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params,
              "addresses and strides of q, k_cache and v_cache must be multiples of 16 bytes for tensor cores; use fa2");
     FI_CHECK(!p.rotary.enabled, ValueError, "impl must be fa2 for ROPE_LLAMA, which rotates keys on the fly");
   }
-  if (entry->config[0] == kDecodeTmaKind) {
-    const auto page_size = static_cast<int64_t>(params.page_size.value);
+  const auto page_size = static_cast<int64_t>(params.page_size.value);
+  // A box stays in its page; what is beyond the end of the only page arrives as zeros.
+  const bool one_page = k_cache.size(0) == 1 && v_cache.size(0) == 1;
+  const Entry& last = kernel.entries.back();
+  if (last.config[0] == kDecodeClusterKind && split == 0 && (one_page || page_size % last.config[4] == 0)) {
+    if (const int64_t parts = cluster_parts(params, params.index_bytes / 4 * page_size)) {
+      entry = &last;
+      config.cluster = static_cast<unsigned>(parts);
+      config.grid_x = parts * p.kv_heads * static_cast<int64_t>(params.row_tiles.value), config.grid_y = params.batch;
+    }
+  }
+  if (entry->config[0] >= kDecodeTmaKind) {
     const bool whole = entry->config[2] != 0;
-    // A box stays in its page; what is beyond the end of the only page arrives as zeros.
-    const bool one_page = k_cache.size(0) == 1 && v_cache.size(0) == 1;
     const int64_t box_rows = one_page ? entry->config[4] : std::gcd(page_size, entry->config[4]);
     params.box_shift = __builtin_ctzll(static_cast<uint64_t>(box_rows));
     params.stream_tiles = static_cast<int32_t>((entry->config[3] << 20) /

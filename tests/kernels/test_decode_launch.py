@@ -69,8 +69,9 @@ def test_one_launch_of_a_block_a_range(start: Start, impl: str) -> None:  # noqa
 )
 def test_a_copy_brings_whole_rows_of_one_page(start: Start, page: int, dim: int, kv: str, rows: int) -> None:  # noqa: F811
     shape = (PAGES, page, KV_HEADS, dim)
-    maps = [c for c in call(start, "fa3", dim, kv, k_cache=Tensor(K, shape, kv), v_cache=Tensor(V, shape, kv))
-            if c["call"] == "tensor_map"]  # fmt: skip
+    caches = {"k_cache": Tensor(K, shape, kv), "v_cache": Tensor(V, shape, kv)}
+    calls = call(start, "fa3", dim, kv, page_indices=MANY, **caches)
+    maps = [c for c in calls if c["call"] == "tensor_map"]
     assert [m["address"] for m in maps] == [K, V]
     bytes_ = 1 if kv == "e4m3" else 2
     for one in maps:
@@ -85,7 +86,9 @@ def test_a_copy_brings_whole_rows_of_one_page(start: Start, page: int, dim: int,
         assert box[0] * bytes_ == 128 and box[1:] == (rows, sizes[2], 1, 1)
 
 
-@pytest.mark.parametrize(("q_heads", "kv_heads", "parts"), [(32, 8, 4), (8, 1, 16), (20, 1, 16), (32, 16, 2)])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "parts"), [(32, 8, 4), (8, 1, 16), (20, 1, 16), (12, 4, 8), (32, 16, 2)]
+)
 def test_little_work_is_that_of_clusters(start: Start, q_heads: int, kv_heads: int, parts: int) -> None:  # noqa: F811
     change = {
         "q": Tensor(Q, (BATCH, q_heads, 128), "bf16"),

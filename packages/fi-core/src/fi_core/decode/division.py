@@ -139,9 +139,7 @@ class Division:
         """The same division for another window."""
         assert self.buffers is not None
         self.window_left = window_left
-        ops.plan(
-            self.buffers, *self.tables, self.page_size, self._units, q_len=self.q_len, window_left=window_left
-        )
+        ops.plan(self.buffers, *self.tables, self.page_size, self._units, q_len=self.q_len, window_left=window_left)
 
     def of_head_dim(self, head_dim_vo: int) -> ops.Buffers:
         """The buffers of the present batch for values of this width."""

@@ -34,18 +34,24 @@ inline void describe_cache(TensorMap& map, const Tensor& cache, int64_t heads, i
 }
 
 // Blocks of the cluster that takes a unit of a request, if that is faster than the schedule, else 0. It looks only at
-// what stays the same while a CUDA graph is replayed with other lengths, and either kernel is right for all of them.
+// what stays the same while a CUDA graph is replayed with other lengths; either kernel is right for all of them.
 // tokens: the most that all requests together can have.
 inline int64_t cluster_parts(const BatchDecodeParams& params, int64_t tokens) {
-  constexpr int64_t kMostBlocks = 128, kMostParts = 16;
+  // An H200 has room for so many clusters of 16, 8, 4 and 2 blocks at once.
+  constexpr int64_t kClusters[] = {7, 15, 30, 66};
+  // Of a block: on the average, and if one request has all.
+  constexpr int64_t kMostKeys = 1024, kMostKeysOfOne = 8192;
   const AttentionProblem& p = params.problem;
   const bool plain =
       p.mask.qo_len == 1 && p.mask.window_left < 0 && !params.draft_mask && p.scores.soft_cap <= 0.f && !p.scores.alibi;
+  if (!plain) return 0;
   const int64_t items = static_cast<int64_t>(params.batch) * p.kv_heads * params.row_tiles.value;
-  if (!plain || items * 2 > kMostBlocks) return 0;
-  int64_t parts = kMostParts;
-  while (parts * items > kMostBlocks) parts /= 2;
-  return tokens <= parts * 512 ? parts : 0;
+  int64_t parts = 16;
+  for (const int64_t most : kClusters) {
+    if (items <= most) return tokens <= std::min(params.batch * kMostKeys, kMostKeysOfOne) * parts ? parts : 0;
+    parts /= 2;
+  }
+  return 0;
 }
 
 inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params, const Extras& extras,

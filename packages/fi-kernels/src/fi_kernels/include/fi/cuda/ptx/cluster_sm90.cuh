@@ -79,10 +79,10 @@ FI_DEVICE void cluster_store_u32x4(unsigned address, uint4 x) {
 }
 // Stores that complete as so many bytes on a barrier in the block that they go to, as copies do (PTX ISA, st.async).
 FI_DEVICE void cluster_send_f32x4(unsigned address, float4 x, unsigned barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                   address),
-               "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
+      : "memory");
 }
 FI_DEVICE void cluster_send_f32x2(unsigned address, float2 x, unsigned barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),

@@ -45,21 +45,21 @@ struct DecodeCluster {
       : params(params), shared(shared), lane(threadIdx.x % 32), warp(threadIdx.x / 32) {}
 
   // Boxes of this warp: its first one's first key, and how far apart they are. Lane l holds page and slot of the boxes
-  // l, 32 + l, ...
+  // l, 32 + l, ...; slot -1: there is no such box.
   struct Boxes {
     int first, step, kv_len, first_page;
     int page, slot;
   };
   FI_DEVICE void look_up(Boxes& b, int box) const {
     const int64_t key = b.first + static_cast<int64_t>(box) * b.step;
-    b.page = -1;
+    b.slot = -1;
     if (key >= b.kv_len) return;
     const auto index = static_cast<int>(divide(static_cast<uint32_t>(key), params.page_size));
     b.slot = static_cast<int>(key) - index * static_cast<int>(params.page_size.value);
     b.page = params.page_indices[b.first_page + index];
   }
   FI_DEVICE void ask(const Boxes& b, int stage, int head) const {
-    if (b.page < 0) return;
+    if (b.slot < 0) return;
     auto& ring = shared.rooms[warp].ring;
     Barrier &full_k = shared.full_k[warp][stage], &full_v = shared.full_v[warp][stage];
     full_k.arrive_expect(Lines::kBytes);
@@ -104,35 +104,35 @@ struct DecodeCluster {
     DecodeSegment s;
     s.unit = static_cast<int>(blockIdx.x / parts), s.request = static_cast<int>(blockIdx.y);
     pdl_wait();
-    if (threadIdx.x < 32 && static_cast<int64_t>(lane) * 128 < params.index_bytes)
-      prefetch_l2(params.page_indices + lane * 32);
+    if (warp == 0 && static_cast<int64_t>(lane) * 128 < params.index_bytes)
+      prefetch_l2(params.page_indices + lane * 32);  // comes while the length does
     const DecodeRequest request = params.view().requests()[s.request];
     const float bmm1 = params.bmm1_scale ? *params.bmm1_scale : 1.f;
     const Finish finish(params, s, kDim);
-    const int count = finish.rows * kFours;
     load_queries(finish);
     Boxes boxes;
     boxes.first = static_cast<int>(rank * kWarps + warp) * kKeys, boxes.step = static_cast<int>(parts) * kWarps * kKeys;
     boxes.kv_len = request.kv_len, boxes.first_page = request.first_page;
     look_up(boxes, lane);
     if (lane < kStages) ask(boxes, lane, finish.kv_head);
-    __syncwarp();
-    if (threadIdx.x == 0) shared.sent.arrive_expect((count - rank + parts - 1) / parts * parts * 24);
-    const auto problem = [&] {
+    if (threadIdx.x == 0) {
+      const unsigned own = (finish.rows * kFours - rank + parts - 1) / parts;  // elements, of each of which parts come
+      shared.sent.arrive_expect(own * parts * (sizeof(float4) + sizeof(float2)));
+    }
+    const auto problem = [&] {  // known to have no more, so that code for the rest is not there
       AttentionProblem p = params.problem;
       p.mask = Mask::of_range(0, -1, 1, request.kv_len);
       p.scores = {p.scores.sm_scale * bmm1, 0.f, 0};
       return p;
     };
     Tile tile({4}, 0);
-    int stage = 0;
-    unsigned round = 0;
-    int key = boxes.first;
     cp_async_wait<0>();
     __syncthreads();
     tile.begin(params, problem(), finish.kv_head, finish.first, finish.rows, shared.queries[0]);
+    int stage = 0;
+    unsigned round = 0;
 #pragma unroll 1
-    for (int box = 0; key < request.kv_len; ++box, key += boxes.step) {
+    for (int box = 0, key = boxes.first; key < request.kv_len; ++box, key += boxes.step) {
       auto& ring = shared.rooms[warp].ring;
       shared.full_k[warp][stage].wait(round);
       tile.template attend<false>(problem, shared.queries[0], ring.k[stage], ring.v[stage], key, 0, request.kv_len,
@@ -145,28 +145,26 @@ struct DecodeCluster {
     }
     tile.leave(finish.rows, shared.rooms[warp].output[0], kOutputPitch, shared.states[warp]);
     __syncthreads();
-    cluster_wait();
+    cluster_wait();  // for the others' barriers, long since
     send(finish, parts, rank);
     pdl_launch_dependents();
     shared.sent.wait(0);
     merge(finish, parts, rank);
   }
 
-  // Element e goes to block e % parts of the cluster.
+  // The block's sums: element e, four values, goes to block e % parts of the cluster.
   FI_DEVICE void send(const Finish& finish, unsigned parts, unsigned rank) const {
 #pragma unroll 1
     for (int e = threadIdx.x; e < finish.rows * kFours; e += kThreads) {
       const int r = e / kFours, x = e % kFours * 4;
       const RowPart part = Finish::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
                                                         [&](int w) { return &shared.rooms[w].output[r][x]; });
-      const unsigned to = e & (parts - 1);
-      const unsigned place = e - to + rank;
-      const unsigned barrier = cluster_address(&shared.sent, to);
+      const unsigned to = e & (parts - 1), place = e - to + rank, barrier = cluster_address(&shared.sent, to);
       cluster_send_f32x4(cluster_address(&shared.values[place], to), part.x, barrier);
       cluster_send_f32x2(cluster_address(&shared.value_states[place], to), make_float2(part.m, part.d), barrier);
     }
   }
-  // A part of an element a lane.
+  // Writes the elements that came here, a part a lane.
   FI_DEVICE void merge(const Finish& finish, unsigned parts, unsigned rank) const {
 #pragma unroll 1
     for (unsigned first = warp * 32; first < finish.rows * kFours; first += kThreads) {

@@ -83,7 +83,10 @@ def _tiles_unit(axes: Axes) -> Unit:
     shared = warps * ring + ROWS * (dim * q_bytes + 16) + warps * ROWS * 8 + 192 + 16
     body = f"decode_tiles<{types}, {dim}, {warps}, {keys}, {stages}, {shared}>"
     entry = Entry("decode_tiles", body, warps * 32, (_TILES_KIND, dim), shared, _tiles_blocks(kv_bytes == 1))
-    return Unit("fi/decode/batch_decode.cuh", "BatchDecodeParams", (entry,))
+    if axes["capability"] != 90 or dim > 128:
+        return Unit("fi/decode/batch_decode.cuh", "BatchDecodeParams", (entry,))
+    entries = (entry, _cluster_entry(types, dim, q_bytes, line, False, gather=True))
+    return Unit("fi/decode/batch_decode_cluster_sm90.cuh", "BatchDecodeParams", entries)
 
 
 def _tma_unit(axes: Axes) -> Unit:
@@ -108,14 +111,16 @@ def _tma_unit(axes: Axes) -> Unit:
     return Unit("fi/decode/batch_decode_sm90.cuh", "BatchDecodeParams", entries)
 
 
-def _cluster_entry(types: str, dim: int, q_bytes: int, line: int, whole: bool) -> Entry:
+def _cluster_entry(types: str, dim: int, q_bytes: int, line: int, whole: bool, gather: bool = False) -> Entry:
     """Of little work. H200, b1 kv1k 32/8: with 4 warps 10.1 us, 8 9.5; b1 kv8k: 19.0 and 17.8, with 3 stages 18.1."""
     warps, stage = 8, 2 * 16 * line
     stages = 16 * 1024 // stage
     rest = ROWS * (dim * q_bytes + 16) + ROWS * dim * 6 + warps * ROWS * 8 + 8
     shared = ceil_div(rest + warps * stages * (stage + 16), 16) * 16
-    body = f"decode_cluster<{types}, {dim}, {warps}, {stages}, {str(whole).lower()}, {shared}>"
-    return Entry("decode_cluster", body, warps * 32, (_CLUSTER_KIND, dim, int(whole), 0, 16), shared, 1)
+    body = f"decode_cluster<{types}, {dim}, {warps}, {stages}, {str(whole).lower()}, {str(gather).lower()}, {shared}>"
+    return Entry(
+        "decode_cluster", body, warps * 32, (_CLUSTER_KIND, dim, int(whole), 0, 1 if gather else 16), shared, 1
+    )
 
 
 class TmaConfig(NamedTuple):

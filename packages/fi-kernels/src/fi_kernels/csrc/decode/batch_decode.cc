@@ -20,8 +20,8 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
                   double logits_soft_cap, double sm_scale, double v_scale, double rope_scale, double rope_theta,
                   int64_t enable_pdl, std::string impl, Extras extras) {
   // 1 check
-  Dim rows{"tokens"}, pages{"num_pages"}, page_size{"page_size"}, qo_heads{"num_qo_heads"},
-      kv_heads{"num_kv_heads"}, dim_qk{"head_dim_qk"}, dim_vo{"head_dim_vo"}, words{"words"};
+  Dim rows{"tokens"}, pages{"num_pages"}, page_size{"page_size"}, qo_heads{"num_qo_heads"}, kv_heads{"num_kv_heads"},
+      dim_qk{"head_dim_qk"}, dim_vo{"head_dim_vo"}, words{"words"};
   const bool nhd = kv_layout == 0;
   q.inner_contiguous().shape(rows, qo_heads, dim_qk);
   k_cache.inner_contiguous().shape(pages, nhd ? page_size : kv_heads, nhd ? kv_heads : page_size, dim_qk);

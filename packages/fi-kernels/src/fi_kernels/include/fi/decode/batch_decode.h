@@ -8,8 +8,8 @@
 
 namespace fi {
 
-// Row i of request b is row b * q_len + i of q and out, or row qo_indptr[b] + i where requests differ. Token j of a request lies in page
-// page_indices[first_page + j / page_size], slot j % page_size.
+// Row i of request b is row b * q_len + i of q and out, or row qo_indptr[b] + i where requests differ. Token j of a
+// request lies in page page_indices[first_page + j / page_size], slot j % page_size.
 struct BatchDecodeParams {
   TensorMap k_map, v_map;    // of the Hopper kernel
   AttentionProblem problem;  // of request 0, its keys those of page 0; mask.kv_len is another for each request

@@ -68,9 +68,7 @@ struct DecodeTma {
     mask.kv_len = s.kv_len;
     return max(s.begin * kDecodeTile, mask.first_key(0));
   }
-  FI_DEVICE int high(const DecodeSegment& s) const {
-    return params.end_key(s);
-  }
+  FI_DEVICE int high(const DecodeSegment& s) const { return params.end_key(s); }
 
   // The producer's view of a segment: boxes of 2^box_shift keys, counted from its first key. Lane l holds page and slot
   // of boxes l, 32 + l, ...; those of the next 32 are read while the present ones are used.

@@ -98,8 +98,12 @@ struct DecodeCluster {
         const int place = min(round * 32 + lane, kKeys * kPieces - 1), key = place / kPieces, piece = place % kPieces;
         const int64_t k = __shfl_sync(~0u, rows.k, key), v = __shfl_sync(~0u, rows.v, key);
         const unsigned to = Lines{4}.offset(key, piece);
-        cp_async_16(ring.k[stage] + to, reinterpret_cast<const char*>(static_cast<const KV*>(params.problem.k) + k) + piece * 16, key < here);
-        cp_async_16(ring.v[stage] + to, reinterpret_cast<const char*>(static_cast<const KV*>(params.problem.v) + v) + piece * 16, key < here);
+        cp_async_16(ring.k[stage] + to,
+                    reinterpret_cast<const char*>(static_cast<const KV*>(params.problem.k) + k) + piece * 16,
+                    key < here);
+        cp_async_16(ring.v[stage] + to,
+                    reinterpret_cast<const char*>(static_cast<const KV*>(params.problem.v) + v) + piece * 16,
+                    key < here);
       }
     }
     cp_async_commit();

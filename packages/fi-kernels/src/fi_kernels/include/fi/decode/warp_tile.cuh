@@ -93,7 +93,8 @@ struct WarpTile {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // each lane has seen to one row: code that is read once instead of twice
       const int from = half * 8 + lane / 4;
-      scale[half] = __shfl_sync(0xffffffffu, head.scale, from), slope[half] = __shfl_sync(0xffffffffu, head.slope, from);
+      scale[half] = __shfl_sync(0xffffffffu, head.scale, from),
+      slope[half] = __shfl_sync(0xffffffffu, head.slope, from);
       m[half] = kMinusInf, d[half] = 0.f;
     }
     if constexpr (kHeld) {

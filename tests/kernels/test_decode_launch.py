@@ -123,6 +123,15 @@ def test_clusters_take_nothing_that_they_cannot(start: Start, change: dict[str, 
     assert one["name"] == "decode_tma" and one["grid"] == [BLOCKS, 1, 1]
 
 
+def test_clusters_take_rows_where_pages_are_small(start: Start) -> None:  # noqa: F811
+    pages = {name: Tensor(at, (PAGES, 3, KV_HEADS, 128), "bf16") for name, at in (("k_cache", K), ("v_cache", V))}
+    calls = call(start, "fa2_tc", page_indices=Tensor(0x7000000, (64,), "i32"), **pages)
+    (one,) = launches(calls)
+    assert one["name"] == "decode_cluster" and not any(c["call"] == "tensor_map" for c in calls)
+    (one,) = launches(call(start, "fa2_tc", page_indices=MANY))
+    assert one["name"] == "decode_tiles"
+
+
 def test_head_major_pages(start: Start) -> None:  # noqa: F811
     shape = (PAGES, KV_HEADS, PAGE, 128)
     calls = call(start, "fa3", kv_layout=1, k_cache=Tensor(K, shape, "bf16"), v_cache=Tensor(V, shape, "bf16"))

@@ -125,8 +125,7 @@ def _attend_ragged(
                 f"tokens and {name} = {most}; got {tuple(mask.shape)} of {mask.dtype}"
             )
     kv_heads = cache[0].shape[2 if kv_layout == "NHD" else 1]
-    rows = 0 if most is None else most * (q.shape[1] // max(1, kv_heads))
-    if 0 < rows <= (MOST_CAUSAL if mask is None else MOST_MASKED):
+    if most is not None and most * (q.shape[1] // max(1, kv_heads)) <= (MOST_CAUSAL if mask is None else MOST_MASKED):
         _attend(
             out, lse, q, cache, kv_layout, workspace, block_tables, seq_lens, most, score_scale, out_scale, window_left,
             sinks, mask, enable_pdl, qo_indptr,

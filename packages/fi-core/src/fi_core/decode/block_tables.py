@@ -125,7 +125,9 @@ def _attend_ragged(
                 f"tokens and {name} = {most}; got {tuple(mask.shape)} of {mask.dtype}"
             )
     kv_heads = cache[0].shape[2 if kv_layout == "NHD" else 1]
-    if most is not None and most * (q.shape[1] // max(1, kv_heads)) <= (MOST_CAUSAL if mask is None else MOST_MASKED):
+    rows, limit = (most or 0) * (q.shape[1] // max(1, kv_heads)), MOST_CAUSAL if mask is None else MOST_MASKED
+    # Tables that do not fit each other are left to prefill, which says so.
+    if most is not None and 0 < rows <= limit and qo_indptr.shape[0] == block_tables.shape[0] + 1:
         _attend(
             out, lse, q, cache, kv_layout, workspace, block_tables, seq_lens, most, score_scale, out_scale, window_left,
             sinks, mask, enable_pdl, qo_indptr,

@@ -98,9 +98,10 @@ def test_little_work_is_that_of_clusters(start: Start, q_heads: int, kv_heads: i
         "page_indices": Tensor(0x7000000, (64,), "i32"),
     }
     units = kv_heads * -(-q_heads // kv_heads // 16)
-    (one,) = launches(call(start, "fa3", **change))
-    assert one["name"] == "decode_cluster" and one["cluster"] == [parts, 1, 1] and one["pdl"]
-    assert one["grid"] == [units * parts, BATCH, 1]
+    for more in {}, {"page_indices": MANY, "window_left": 1000}:
+        (one,) = launches(call(start, "fa3", **change | more))
+        assert one["name"] == "decode_cluster" and one["cluster"] == [parts, 1, 1] and one["pdl"]
+        assert one["grid"] == [units * parts, BATCH, 1]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_little_work_is_that_of_clusters(start: Start, q_heads: int, kv_heads: i
         {"page_indices": MANY},
         {"split": 2},
         {"split": -1},
-        {"window_left": 100},
+        {"window_left": 100_000, "page_indices": MANY},
         {"logits_soft_cap": 30.0},
         {"pos_encoding_mode": 2},
         {

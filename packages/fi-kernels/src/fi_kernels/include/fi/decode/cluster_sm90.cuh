@@ -48,7 +48,7 @@ struct DecodeCluster {
   // Boxes of this warp: its first one's first key, and how far apart they are. Lane l holds page and slot of the boxes
   // l, 32 + l, ...; slot -1: there is no such box.
   struct Boxes {
-    int first, step, kv_len, first_page;
+    int first, step, low, kv_len, first_page;
     int page, slot;
   };
   FI_DEVICE void look_up(Boxes& b, int box) const {
@@ -82,7 +82,7 @@ struct DecodeCluster {
   };
   FI_DEVICE Rows find(const Boxes& b, int box, int head) const {
     const int64_t key = b.first + static_cast<int64_t>(box) * b.step + lane % kKeys;
-    if (key >= b.kv_len) return {0, 0};
+    if (key < b.low || key >= b.kv_len) return {0, 0};
     const PagedTokens tokens{params.page_indices + b.first_page, params.page_size, 0, 0};
     const int64_t page = tokens.page(static_cast<int>(key)), slot = tokens.slot(static_cast<int>(key));
     return {page * params.k_page + slot * params.problem.k_token + head * params.problem.k_head,
@@ -91,19 +91,17 @@ struct DecodeCluster {
   FI_DEVICE void gather(const Boxes& b, int box, int stage, const Rows& rows) const {
     constexpr int kPieces = kDim * sizeof(KV) / 16;
     auto& ring = shared.rooms[warp].ring;
-    const int64_t here = b.kv_len - (b.first + static_cast<int64_t>(box) * b.step);
-    if (here > 0) {
+    const int64_t at = b.first + static_cast<int64_t>(box) * b.step;
+    if (at < b.kv_len) {
 #pragma unroll 2
       for (int round = 0; round < (kKeys * kPieces + 31) / 32; ++round) {
         const int place = min(round * 32 + lane, kKeys * kPieces - 1), key = place / kPieces, piece = place % kPieces;
-        const int64_t k = __shfl_sync(~0u, rows.k, key), v = __shfl_sync(~0u, rows.v, key);
+        const KV* k = static_cast<const KV*>(params.problem.k) + __shfl_sync(~0u, rows.k, key);
+        const KV* v = static_cast<const KV*>(params.problem.v) + __shfl_sync(~0u, rows.v, key);
+        const bool inside = at + key >= b.low && at + key < b.kv_len;
         const unsigned to = Lines{4}.offset(key, piece);
-        cp_async_16(ring.k[stage] + to,
-                    reinterpret_cast<const char*>(static_cast<const KV*>(params.problem.k) + k) + piece * 16,
-                    key < here);
-        cp_async_16(ring.v[stage] + to,
-                    reinterpret_cast<const char*>(static_cast<const KV*>(params.problem.v) + v) + piece * 16,
-                    key < here);
+        cp_async_16(ring.k[stage] + to, reinterpret_cast<const char*>(k) + piece * 16, inside);
+        cp_async_16(ring.v[stage] + to, reinterpret_cast<const char*>(v) + piece * 16, inside);
       }
     }
     cp_async_commit();
@@ -144,8 +142,10 @@ struct DecodeCluster {
     const Finish finish(params, s, kDim);
     load_queries(finish);
     Boxes boxes;
-    boxes.first = static_cast<int>(rank * kWarps + warp) * kKeys, boxes.step = static_cast<int>(parts) * kWarps * kKeys;
-    boxes.kv_len = request.kv_len, boxes.first_page = request.first_page;
+    const int low = Mask::of_range(0, params.problem.mask.window_left, 1, request.kv_len).first_key(0);
+    boxes.first = low / kKeys * kKeys + static_cast<int>(rank * kWarps + warp) * kKeys;
+    boxes.step = static_cast<int>(parts) * kWarps * kKeys;
+    boxes.low = low, boxes.kv_len = request.kv_len, boxes.first_page = request.first_page;
     Rows rows;  // of the box that is asked for next
     if constexpr (kGather) {
       rows = find(boxes, 0, finish.kv_head);
@@ -183,7 +183,7 @@ struct DecodeCluster {
       } else {
         shared.full_k[warp][stage].wait(round);
       }
-      tile.template attend<false>(problem, shared.queries[0], ring.k[stage], ring.v[stage], key, 0, request.kv_len,
+      tile.template attend<false>(problem, shared.queries[0], ring.k[stage], ring.v[stage], key, low, request.kv_len,
                                   [&] {
                                     if constexpr (!kGather) shared.full_v[warp][stage].wait(round);
                                   });

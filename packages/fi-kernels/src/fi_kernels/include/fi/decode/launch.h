@@ -36,22 +36,21 @@ inline void describe_cache(TensorMap& map, const Tensor& cache, int64_t heads, i
 // Blocks of the cluster that takes a unit of a request, if that is faster than the schedule, else 0. It looks only at
 // what stays the same while a CUDA graph is replayed with other lengths; either kernel is right for all of them.
 // tokens: the most that all requests together can have.
-inline int64_t cluster_parts(const BatchDecodeParams& params, int64_t tokens) {
-  // An H200 has room for so many clusters of 16, 8, 4 and 2 blocks at once.
-  constexpr int64_t kClusters[] = {7, 15, 30, 66};
+inline int64_t cluster_parts(const BatchDecodeParams& params, int64_t tokens, int64_t multiprocessors) {
   // Of a block: on the average, and if one request has all.
   constexpr int64_t kMostKeys = 1024, kMostKeysOfOne = 8192;
   const AttentionProblem& p = params.problem;
-  const bool plain =
-      p.mask.qo_len == 1 && p.mask.window_left < 0 && !params.draft_mask && p.scores.soft_cap <= 0.f && !p.scores.alibi;
-  if (!plain) return 0;
-  const int64_t items = static_cast<int64_t>(params.batch) * p.kv_heads * params.row_tiles.value;
-  int64_t parts = 16;
-  for (const int64_t most : kClusters) {
-    if (items <= most) return tokens <= std::min(params.batch * kMostKeys, kMostKeysOfOne) * parts ? parts : 0;
-    parts /= 2;
+  if (p.mask.qo_len > 1 || params.draft_mask || p.scores.soft_cap > 0.f || p.scores.alibi) return 0;
+  int64_t of_one = tokens;
+  if (p.mask.window_left >= 0) {
+    of_one = std::min<int64_t>(tokens, static_cast<int64_t>(p.mask.window_left) + 1);
+    tokens = std::min(tokens, params.batch * of_one);
   }
-  return 0;
+  const int64_t items = static_cast<int64_t>(params.batch) * p.kv_heads * params.row_tiles.value;
+  // An H200 of 132 multiprocessors has room for 7 clusters of 16 blocks at once, 15 of 8, 30 of 4 and 66 of 2.
+  int64_t parts = 16;
+  while (items * parts > (parts > 2 ? multiprocessors * 7 / 8 : multiprocessors)) parts /= 2;
+  return parts > 1 && tokens <= params.batch * kMostKeys * parts && of_one <= kMostKeysOfOne * parts ? parts : 0;
 }
 
 inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params, const Extras& extras,
@@ -78,7 +77,8 @@ inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params,
   const bool one_page = k_cache.size(0) == 1 && v_cache.size(0) == 1;
   const Entry& last = kernel.entries.back();
   if (last.config[0] == kDecodeClusterKind && split == 0 && (one_page || page_size % last.config[4] == 0)) {
-    if (const int64_t parts = cluster_parts(params, params.index_bytes / 4 * page_size)) {
+    const int64_t tokens = params.index_bytes / 4 * page_size;
+    if (const int64_t parts = cluster_parts(params, tokens, Kernel::multiprocessors(k_cache.device()))) {
       entry = &last;
       config.cluster = static_cast<unsigned>(parts);
       config.grid_x = parts * p.kv_heads * static_cast<int64_t>(params.row_tiles.value), config.grid_y = params.batch;

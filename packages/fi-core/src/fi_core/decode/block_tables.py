@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 _BACKENDS = ("auto", "trtllm-gen", "xqa")
 _LN2 = math.log(2)
-MOST_MASKED, MOST_CAUSAL = 128, 16  # rows of a kv head
+# Of requests that differ in query tokens, H200, 8k keys, 32/8 heads, us by decode and by prefill: 64 requests of up to 4
+# tokens 504 and 523, 8 706 and 524; 16 of up to 4 141 and 153, 8 180 and 153; 4 of up to 8 62 and 110, 16 97 and 110.
+# With a mask 64 of up to 4 500 and 4556, 4 of up to 16 97 and 2143.
+_ONE_WAVE, _MOST_MASKED = 128, 256  # row tiles of all requests; rows of a kv head
 _MOST_CARVED = 64  # shapes that a workspace is cut for; batches have many sizes
 
 
@@ -112,8 +115,8 @@ def _attend_ragged(
 ) -> None:
     """The same for requests that differ in query tokens. most: what none exceeds, the argument `name`; None: unknown.
 
-    Decode reads the keys once for each 16 rows of a kv head, but splits those of a request; prefill's kernels do not,
-    and those for Hopper take no mask.
+    Decode reads the keys again for each 16 rows of a kv head, but splits those of a request among blocks; prefill does
+    not, and its kernels for Hopper take no mask.
     """
     qo_indptr, most = int32_index(qo_indptr), None if most == 1 else most  # 1 is the default, not a bound
     if mask is not None:
@@ -125,9 +128,10 @@ def _attend_ragged(
                 f"tokens and {name} = {most}; got {tuple(mask.shape)} of {mask.dtype}"
             )
     kv_heads = cache[0].shape[2 if kv_layout == "NHD" else 1]
-    rows, limit = (most or 0) * (q.shape[1] // max(1, kv_heads)), MOST_CAUSAL if mask is None else MOST_MASKED
+    batch_size, rows = block_tables.shape[0], (most or 0) * (q.shape[1] // max(1, kv_heads))
+    few = rows <= ops.ROWS or batch_size * kv_heads * ceil_div(rows, ops.ROWS) <= _ONE_WAVE
     # Tables that do not fit each other are left to prefill, which says so.
-    if most is not None and 0 < rows <= limit and qo_indptr.shape[0] == block_tables.shape[0] + 1:
+    if most and qo_indptr.shape[0] == batch_size + 1 and (few if mask is None else rows <= _MOST_MASKED):
         _attend(
             out, lse, q, cache, kv_layout, workspace, block_tables, seq_lens, most, score_scale, out_scale, window_left,
             sinks, mask, enable_pdl, qo_indptr,
@@ -231,8 +235,8 @@ def trtllm_batch_decode_with_kv_cache(
     of row r says whether it sees query token t (speculative trees). cum_seq_lens_q (int32 `[batch_size + 1]`, on the
     device) takes the place of q_len_per_req where requests differ: query is `[tokens, num_qo_heads, head_dim]`, and
     request b has the rows `cum_seq_lens_q[b] : cum_seq_lens_q[b + 1]`, also of mask, which then is uint16 `[tokens,
-    ceil(max_q_len / 32) * 2]`, or of another width without max_q_len. With a mask, give max_q_len up to 32: no request
-    may have more tokens then; else the kernels are those of prefill, which do not split the keys of a request.
+    ceil(max_q_len / 32) * 2]`, or of another width without max_q_len. Give max_q_len (no request may have more tokens
+    then): without it the kernels are those of prefill, which do not split the keys of a request.
 
     out: written if given; its dtype, or out_dtype, or query's: that of query, fp16 or bf16. lse: fp32
     `[rows, num_qo_heads]`, base 2, written if given, returned with return_lse. backend: "auto", "trtllm-gen" and "xqa"

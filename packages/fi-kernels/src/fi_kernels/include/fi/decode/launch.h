@@ -37,8 +37,10 @@ inline void describe_cache(TensorMap& map, const Tensor& cache, int64_t heads, i
 // what stays the same while a CUDA graph is replayed with other lengths; either kernel is right for all of them.
 // tokens: the most that all requests together can have.
 inline int64_t cluster_parts(const BatchDecodeParams& params, int64_t tokens, int64_t multiprocessors) {
-  // Of a block: on the average, and if one request has all.
-  constexpr int64_t kMostKeys = 1024, kMostKeysOfOne = 8192;
+  // Keys of a block, on the average and if one request has all. H200, with the schedule and by clusters: b1 kv8k 32/8
+  // (1024 of a block) 21.3 and 17.9 us, kv16k 29.4 and 26.6, kv32k of fp8 keys 34.4 and 35.7; b4 kv8k 28/4 (2048) 30.5
+  // and 26.9; but b1 kv32k 8/1 (2048, of 16 blocks) 21.5 and 22.5.
+  constexpr int64_t kMostKeys = 2048, kMostKeysOfFewBlocks = 1024, kFewBlocks = 32, kMostKeysOfOne = 4096;
   const AttentionProblem& p = params.problem;
   if (p.mask.qo_len > 1 || params.draft_mask || p.scores.soft_cap > 0.f || p.scores.alibi) return 0;
   int64_t of_one = tokens;
@@ -50,7 +52,8 @@ inline int64_t cluster_parts(const BatchDecodeParams& params, int64_t tokens, in
   // An H200 of 132 multiprocessors has room for 7 clusters of 16 blocks at once, 15 of 8, 30 of 4 and 66 of 2.
   int64_t parts = 16;
   while (items * parts > (parts > 2 ? multiprocessors * 7 / 8 : multiprocessors)) parts /= 2;
-  return parts > 1 && tokens <= params.batch * kMostKeys * parts && of_one <= kMostKeysOfOne * parts ? parts : 0;
+  const int64_t keys = items * parts < kFewBlocks ? kMostKeysOfFewBlocks : kMostKeys;
+  return parts > 1 && tokens <= params.batch * keys * parts && of_one <= kMostKeysOfOne * parts ? parts : 0;
 }
 
 inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params, const Extras& extras,

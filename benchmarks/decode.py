@@ -1,10 +1,11 @@
 """Batch decode against its peers on one GPU, interleaved in one process, as JSON lines.
 
 python benchmarks/decode.py [--cases D1,D9] [--grid GB] [--above GB] [--variants auto,fa2_tc] [--peers FOLDERS]
-[--rounds N] [--seconds N] [--out FILE]. A time is the median of CUDA-graph replays, each behind a flush of L2 by a
-memset of 256 MB. Results are compared with fp64 first. A variant is an implementation, with what differs from its
-tuning: fa3:ring=65536. --grid: every batch, length, heads, type and page size of GRID whose caches take no more than so
-many GB, and more than --above, all in one buffer, in an order that spreads over the grid, until the seconds are over.
+[--rounds N] [--seconds N] [--seed N] [--out FILE]. A time is the median of CUDA-graph replays, each behind a flush of
+L2 by a memset of 256 MB. Results are compared with fp64 first. A variant is an implementation, with what differs from
+its tuning: fa3:ring=65536. --grid: every batch, length, heads, type and page size of GRID whose caches take no more
+than so many GB, and more than --above, all in one buffer, in an order that spreads over the grid, until the seconds are
+over.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "hnd": lambda: Case([8192] * 16, 32, 8, layout="HND"),
     "b4": lambda: Case([4096] * 4, 32, 8),
     "b1kv1k": lambda: Case([1024], 32, 8),
+    "b1kv1k_mqa": lambda: Case([1024], 8, 1),
+    "b1kv1k_fp8": lambda: Case([1024], 32, 8, E4M3),
     "b256kv512": lambda: Case([512] * 256, 32, 8),
     "mqa": lambda: Case([8192] * 64, 8, 1),
     "b64fp8kv1k": lambda: Case([1024] * 64, 32, 8, E4M3),
@@ -88,7 +91,7 @@ def cache_bytes(case: Case) -> int:
     return pages * 2 * case.page_size * case.kv_heads * case.dim * case.kv.itemsize
 
 
-def grid(least_bytes: float, most_bytes: float) -> dict[str, Callable[[], Case]]:
+def grid(least_bytes: float, most_bytes: float, seed: int) -> dict[str, Callable[[], Case]]:
     found: dict[str, Callable[[], Case]] = {}
     for batch, kv_len, (heads, kv_heads), kv, page in itertools.product(*GRID.values()):
         case = Case([kv_len] * batch, heads, kv_heads, kv, page)
@@ -96,7 +99,7 @@ def grid(least_bytes: float, most_bytes: float) -> dict[str, Callable[[], Case]]
             name = f"b{batch} kv{kv_len} {heads}/{kv_heads} {'fp8' if kv is E4M3 else 'bf16'} page {page}"
             found[name] = functools.partial(Case, case.lengths, heads, kv_heads, kv, page)
     names = list(found)
-    random.Random(0).shuffle(names)
+    random.Random(seed).shuffle(names)
     return {name: found[name] for name in names}
 
 
@@ -170,7 +173,7 @@ def ours(x: Inputs, impl: str, split: int = ops.BALANCED) -> tuple[Callable[[], 
     buffers = ops.allocate(device, needs, case.dim)
 
     def plan() -> None:
-        ops.plan(buffers, indptr, last, None, case.page_size, units, q_len=case.q_len, split=split)
+        ops.plan(buffers, indptr, last, None, case.page_size, units, q_len=case.q_len)
 
     def run() -> None:
         ops.attend(
@@ -328,12 +331,15 @@ def main() -> None:
     parser.add_argument("--above", type=float, default=0, help="GB of the smallest cache of the grid")
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the grid")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
     sys.path += filter(None, (args.peers or "").split(":"))
     lines, start, most = [], time.perf_counter(), (args.grid or 0) * 1e9
-    cases = grid(args.above * 1e9, most) if args.grid else {name: CASES[name] for name in args.cases.split(",")}
+    cases = (
+        grid(args.above * 1e9, most, args.seed) if args.grid else {name: CASES[name] for name in args.cases.split(",")}
+    )
     for name, make in cases.items():
         if time.perf_counter() - start > args.seconds:
             break

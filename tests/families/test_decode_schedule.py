@@ -92,7 +92,7 @@ def planned(
     last = torch.tensor([n - (p - 1) * page_size if p else 7 for n, p in zip(lengths, pages)], dtype=torch.int32)
     buffers = ops.allocate(CPU, ops.sizes(CPU, len(lengths), units, split, sum(pages) * page_size), 8)
     buffers.schedule.fill_(-1)
-    ops.plan(buffers, indptr, last, None, page_size, units, q_len=q_len, window_left=window_left, split=split)
+    ops.plan(buffers, indptr, last, None, page_size, units, q_len=q_len, window_left=window_left)
     return walk(buffers, len(lengths), q_len, window_left), buffers
 
 

@@ -17,6 +17,9 @@ RANGES = 3 * BLOCKS
 K, V, Q = 0x1000000, 0x2000000, 0x3000000
 
 
+MANY = Tensor(0x7000000, (100_000,), "i32")
+
+
 def call(start: Start, impl: str, dim: int = 128, kv: str = "bf16", **change: Any) -> list[Call]:  # noqa: F811
     shape = (PAGES, PAGE, KV_HEADS, dim)
     words, slots = 12 + (RANGES + 1) * 8 + BATCH * 4 + 2 * RANGES, 2 * RANGES
@@ -29,12 +32,15 @@ def call(start: Start, impl: str, dim: int = 128, kv: str = "bf16", **change: An
         "k_cache": Tensor(K, shape, kv),
         "v_cache": Tensor(V, shape, kv),
         "page_indices": Tensor(0x7000000, (PAGES,), "i32"),
-        **dict.fromkeys(("sinks", "scale_q", "scale_k", "scale_v", "bmm1_scale", "bmm2_scale", "draft_mask")),
+        **dict.fromkeys(
+            ("sinks", "scale_q", "scale_k", "scale_v", "bmm1_scale", "bmm2_scale", "draft_mask", "qo_indptr")
+        ),
         "kv_layout": 0,
         "pos_encoding_mode": 0,
         "q_len": 1,
         "blocks": BLOCKS,
         "ranges": RANGES,
+        "split": 0,
         "window_left": -1,
         "logits_soft_cap": 0.0,
         "sm_scale": 0.1,
@@ -51,7 +57,7 @@ def call(start: Start, impl: str, dim: int = 128, kv: str = "bf16", **change: An
 
 @pytest.mark.parametrize("impl", ["fa3", "fa2_tc", "fa2"])
 def test_one_launch_of_a_block_a_range(start: Start, impl: str) -> None:  # noqa: F811
-    (one,) = launches(call(start, impl))
+    (one,) = launches(call(start, impl, page_indices=MANY))
     assert one["grid"] == [BLOCKS, 1, 1] and one["pdl"]
     behind_the_maps = bytes.fromhex(one["parameters"])[2 * 128 :]
     assert struct.unpack_from("QQQ", behind_the_maps) == (Q, K, V)
@@ -63,8 +69,9 @@ def test_one_launch_of_a_block_a_range(start: Start, impl: str) -> None:  # noqa
 )
 def test_a_copy_brings_whole_rows_of_one_page(start: Start, page: int, dim: int, kv: str, rows: int) -> None:  # noqa: F811
     shape = (PAGES, page, KV_HEADS, dim)
-    maps = [c for c in call(start, "fa3", dim, kv, k_cache=Tensor(K, shape, kv), v_cache=Tensor(V, shape, kv))
-            if c["call"] == "tensor_map"]  # fmt: skip
+    caches = {"k_cache": Tensor(K, shape, kv), "v_cache": Tensor(V, shape, kv)}
+    calls = call(start, "fa3", dim, kv, page_indices=MANY, **caches)
+    maps = [c for c in calls if c["call"] == "tensor_map"]
     assert [m["address"] for m in maps] == [K, V]
     bytes_ = 1 if kv == "e4m3" else 2
     for one in maps:
@@ -77,6 +84,53 @@ def test_a_copy_brings_whole_rows_of_one_page(start: Start, page: int, dim: int,
             page * KV_HEADS * dim * bytes_,
         )
         assert box[0] * bytes_ == 128 and box[1:] == (rows, sizes[2], 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "parts"), [(32, 8, 4), (8, 1, 16), (20, 1, 16), (12, 4, 8), (32, 16, 2)]
+)
+def test_little_work_is_that_of_clusters(start: Start, q_heads: int, kv_heads: int, parts: int) -> None:  # noqa: F811
+    change = {
+        "q": Tensor(Q, (BATCH, q_heads, 128), "bf16"),
+        "out": Tensor(0x4000000, (BATCH, q_heads, 128), "bf16"),
+        "k_cache": Tensor(K, (PAGES, PAGE, kv_heads, 128), "bf16"),
+        "v_cache": Tensor(V, (PAGES, PAGE, kv_heads, 128), "bf16"),
+        "page_indices": Tensor(0x7000000, (64,), "i32"),
+    }
+    units = kv_heads * -(-q_heads // kv_heads // 16)
+    for more in {}, {"page_indices": MANY, "window_left": 1000}:
+        (one,) = launches(call(start, "fa3", **change | more))
+        assert one["name"] == "decode_cluster" and one["cluster"] == [parts, 1, 1] and one["pdl"]
+        assert one["grid"] == [units * parts, BATCH, 1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"page_indices": MANY},
+        {"split": 2},
+        {"split": -1},
+        {"window_left": 100_000, "page_indices": MANY},
+        {"logits_soft_cap": 30.0},
+        {"pos_encoding_mode": 2},
+        {
+            "k_cache": Tensor(K, (PAGES, 8, KV_HEADS, 128), "bf16"),
+            "v_cache": Tensor(V, (PAGES, 8, KV_HEADS, 128), "bf16"),
+        },
+    ],
+)
+def test_clusters_take_nothing_that_they_cannot(start: Start, change: dict[str, Any]) -> None:  # noqa: F811
+    (one,) = launches(call(start, "fa3", **change))
+    assert one["name"] == "decode_tma" and one["grid"] == [BLOCKS, 1, 1]
+
+
+def test_clusters_take_rows_where_pages_are_small(start: Start) -> None:  # noqa: F811
+    pages = {name: Tensor(at, (PAGES, 3, KV_HEADS, 128), "bf16") for name, at in (("k_cache", K), ("v_cache", V))}
+    calls = call(start, "fa2_tc", page_indices=Tensor(0x7000000, (64,), "i32"), **pages)
+    (one,) = launches(calls)
+    assert one["name"] == "decode_cluster" and not any(c["call"] == "tensor_map" for c in calls)
+    (one,) = launches(call(start, "fa2_tc", page_indices=MANY))
+    assert one["name"] == "decode_tiles"
 
 
 def test_head_major_pages(start: Start) -> None:  # noqa: F811

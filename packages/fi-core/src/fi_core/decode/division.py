@@ -39,7 +39,7 @@ def carve(
     else:
         raise ValueError(f"float_workspace_buffer: {partial} bytes are required; got {shared.nbytes}")
     slots = room[first : first + partial // 4].view(needs.slots, ops.ROWS, head_dim_vo + 2)
-    return ops.Buffers(words[: needs.words], slots, needs.blocks, needs.ranges)
+    return ops.Buffers(words[: needs.words], slots, needs.blocks, needs.ranges, needs.split)
 
 
 def _as(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -55,6 +55,12 @@ def _as(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _bytes(needs: ops.Sizes, head_dim_vo: int) -> tuple[int, int]:
     """Of the schedule and of partial results."""
     return round_up(4 * needs.words, 256), 4 * needs.slots * ops.ROWS * (head_dim_vo + 2)
+
+
+def _split(pages: int | None, page_size: int, whole: bool) -> int:
+    """The value of ops' `split` for fixed_split_size of plan (pages), or for requests that are not cut."""
+    pages = pages_of_chunk(pages)
+    return ops.NEVER if whole else ops.BALANCED if pages is None else ops.chunk_of(pages * page_size)
 
 
 class Division:
@@ -76,19 +82,27 @@ class Division:
         kv_heads: int,
         page_size: int,
         q_len: int,
-        split: int | None,
+        split: int,
         impl: str = "",
         kv: torch.dtype | None = None,
     ) -> ops.Sizes:
-        units, device = ops.units_of(heads, kv_heads, q_len), self.own.device
-        if split is None:
-            return ops.sizes(device, batch_size, units, impl=impl, kv=kv)
-        tokens = (self.capacity or indices) * page_size
-        return ops.sizes(device, batch_size, units, ops.chunk_of(split * page_size), tokens, impl, kv)
+        units, tokens = ops.units_of(heads, kv_heads, q_len), (self.capacity or indices) * page_size
+        return ops.sizes(self.own.device, batch_size, units, split, tokens, impl, kv)
 
-    def bytes(self, head_dim: int, *shape: Any) -> tuple[int, int]:
-        """Of the shared and of the own workspace that a batch needs; arguments as those of `_sizes`."""
-        schedule, partial = _bytes(self._sizes(*shape), head_dim)
+    def bytes(
+        self,
+        head_dim: int,
+        batch_size: int,
+        indices: int,
+        heads: int,
+        kv_heads: int,
+        page_size: int,
+        q_len: int,
+        split: int | None,
+    ) -> tuple[int, int]:
+        """Of the shared and of the own workspace that a batch needs; arguments as those of `divide`."""
+        needs = self._sizes(batch_size, indices, heads, kv_heads, page_size, q_len, _split(split, page_size, False))
+        schedule, partial = _bytes(needs, head_dim)
         return (0, schedule + partial) if schedule + partial <= self.own.nbytes else (partial, schedule)
 
     def divide(
@@ -113,24 +127,19 @@ class Division:
         indices: how many page indices there are. split: fixed_split_size of plan; whole: no request is cut. impl, kv:
         the kernel and the type of the caches that are meant.
         """
-        split = pages_of_chunk(split)
         self.batch_size, self.page_size, self.q_len = len(indptr) - 1, page_size, q_len
-        self.tables = indptr, last_page_len, kv_len
-        self._shape = self.batch_size, indices if split else 0, heads, kv_heads, page_size, q_len, split, impl, kv
+        self.tables, tiles = (indptr, last_page_len, kv_len), _split(split, page_size, whole)
+        self._shape = self.batch_size, indices if tiles > 0 else 0, heads, kv_heads, page_size, q_len, tiles, impl, kv
         self._units = ops.units_of(heads, kv_heads, q_len)
-        self._split = ops.NEVER if whole else ops.BALANCED if split is None else ops.chunk_of(split * page_size)
         self.buffers = self.of_head_dim(head_dim)
         self.again(window_left)
-        return [self.batch_size, self._units, self.buffers.blocks, self._split, q_len, window_left]
+        return [self.batch_size, self._units, self.buffers.blocks, tiles, q_len, window_left]
 
     def again(self, window_left: int) -> None:
         """The same division for another window."""
         assert self.buffers is not None
         self.window_left = window_left
-        ops.plan(
-            self.buffers, *self.tables, self.page_size, self._units, q_len=self.q_len, window_left=window_left,
-            split=self._split,
-        )  # fmt: skip
+        ops.plan(self.buffers, *self.tables, self.page_size, self._units, q_len=self.q_len, window_left=window_left)
 
     def of_head_dim(self, head_dim_vo: int) -> ops.Buffers:
         """The buffers of the present batch for values of this width."""

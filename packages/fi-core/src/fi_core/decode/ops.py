@@ -46,7 +46,7 @@ DECODE_PLAN = Op(
 
 _FP8 = ("e4m3", "e5m2")
 # Config of the entries of batch_decode: (kind, head dim or its largest, ...); kinds are those of launch.h.
-_ROWS_KIND, _TILES_KIND, _TMA_KIND = 0, 1, 2
+_ROWS_KIND, _TILES_KIND, _TMA_KIND, _CLUSTER_KIND = range(4)
 
 
 def _rows_unit(axes: Axes) -> Unit:
@@ -83,7 +83,10 @@ def _tiles_unit(axes: Axes) -> Unit:
     shared = warps * ring + ROWS * (dim * q_bytes + 16) + warps * ROWS * 8 + 192 + 16
     body = f"decode_tiles<{types}, {dim}, {warps}, {keys}, {stages}, {shared}>"
     entry = Entry("decode_tiles", body, warps * 32, (_TILES_KIND, dim), shared, _tiles_blocks(kv_bytes == 1))
-    return Unit("fi/decode/batch_decode.cuh", "BatchDecodeParams", (entry,))
+    if axes["capability"] != 90 or dim > 128:
+        return Unit("fi/decode/batch_decode.cuh", "BatchDecodeParams", (entry,))
+    entries = (entry, _cluster_entry(types, dim, q_bytes, line, False, gather=True))
+    return Unit("fi/decode/batch_decode_cluster_sm90.cuh", "BatchDecodeParams", entries)
 
 
 def _tma_unit(axes: Axes) -> Unit:
@@ -104,7 +107,20 @@ def _tma_unit(axes: Axes) -> Unit:
     body = f"decode_tma<{types}, {dim}, {warps}, {warp_keys}, {stages}, {long}, {str(whole).lower()}, {shared}>"
     config = (_TMA_KIND, dim, int(whole), tune.stream, min(keys, TILE))
     entry = Entry("decode_tma", body, warps * 32 + 96, config, shared, 1)
-    return Unit("fi/decode/batch_decode_sm90.cuh", "BatchDecodeParams", (entry,))
+    entries = (entry, _cluster_entry(types, dim, q_bytes, line, whole)) if dim <= 128 else (entry,)
+    return Unit("fi/decode/batch_decode_sm90.cuh", "BatchDecodeParams", entries)
+
+
+def _cluster_entry(types: str, dim: int, q_bytes: int, line: int, whole: bool, gather: bool = False) -> Entry:
+    """Of little work. H200, b1 kv1k 32/8: with 4 warps 10.1 us, 8 9.5; b1 kv8k: 19.0 and 17.8, with 3 stages 18.1."""
+    warps, stage = 8, 2 * 16 * line
+    stages = 16 * 1024 // stage
+    rest = ROWS * (dim * q_bytes + 16) + ROWS * dim * 6 + warps * ROWS * 8 + 8
+    shared = ceil_div(rest + warps * stages * (stage + 16), 16) * 16
+    body = f"decode_cluster<{types}, {dim}, {warps}, {stages}, {str(whole).lower()}, {str(gather).lower()}, {shared}>"
+    return Entry(
+        "decode_cluster", body, warps * 32, (_CLUSTER_KIND, dim, int(whole), 0, 1 if gather else 16), shared, 1
+    )
 
 
 class TmaConfig(NamedTuple):
@@ -126,9 +142,9 @@ BATCH_DECODE = Op(
     family="decode",
     schema="(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) workspace, Tensor(d!) schedule, Tensor q, Tensor k_cache, "
     "Tensor v_cache, Tensor page_indices, Tensor? sinks, Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, "
-    "Tensor? bmm1_scale, Tensor? bmm2_scale, Tensor? draft_mask, int kv_layout, int pos_encoding_mode, int q_len, "
-    "int blocks, int ranges, int window_left, float logits_soft_cap, float sm_scale, float v_scale, float rope_scale, "
-    "float rope_theta, bool? enable_pdl, str impl) -> ()",
+    "Tensor? bmm1_scale, Tensor? bmm2_scale, Tensor? draft_mask, Tensor? qo_indptr, int kv_layout, "
+    "int pos_encoding_mode, int q_len, int blocks, int ranges, int split, int window_left, float logits_soft_cap, "
+    "float sm_scale, float v_scale, float rope_scale, float rope_theta, bool? enable_pdl, str impl) -> ()",
     # head_dim: of the tensor-core kernels, which are compiled for it; 0 stands for any other, or two that differ.
     axes={
         "q": ("f16", "bf16", "f32", "e4m3", "e5m2"),
@@ -208,22 +224,26 @@ class Buffers(NamedTuple):
 
     schedule: int32 `[words]`; `plan` fills it, `attend` reads it and counts in it. workspace: fp32
     `[slots, 16, head_dim_vo + 2]`, scratch of `attend`. blocks: that share the work; ranges: into how many parts it
-    may be divided for them.
+    may be divided for them. split: how a request is: BALANCED: so that all blocks have as much to do, its parts being
+    merged; NEVER: not at all; > 0 (`chunk_of`): into chunks of so many tiles of 64 tokens, counted from its position 0,
+    so that its result does not depend on the batch it is in.
     """
 
     schedule: torch.Tensor
     workspace: torch.Tensor
     blocks: int
     ranges: int
+    split: int
 
 
 class Sizes(NamedTuple):
-    """Shapes of `Buffers`: words of the schedule, slots of the workspace, blocks and ranges."""
+    """Shapes of `Buffers`: words of the schedule, slots of the workspace, blocks and ranges; and split."""
 
     words: int
     slots: int
     blocks: int
     ranges: int
+    split: int
 
 
 @functools.cache
@@ -264,14 +284,16 @@ def sizes(
 ) -> Sizes:
     """What `batch_size` requests need, whatever their lengths. impl, kv: as in `blocks_of`.
 
-    units: `units_of(...)`. split: as in `plan`. tokens: with chunks, the most tokens that the requests may have
+    units: `units_of(...)`. split: as in `Buffers`. tokens: with chunks, the most tokens that the requests may have
     together: page_size times the number of page indices, or of the entries of a block table.
     """
     blocks, ranges = blocks_of(device, impl, kv)
     slots = 2 * ranges
     if split > 0:
         slots = max(slots, units * (tokens // (split * TILE) + 2 * batch_size))
-    return Sizes(12 + (ranges + 1) * 8 + batch_size * 4 + slots, slots, blocks, ranges)  # a counter for each slot
+    return Sizes(
+        12 + (ranges + 1) * 8 + batch_size * 4 + slots, slots, blocks, ranges, split
+    )  # a counter for each slot
 
 
 def allocate(device: torch.device, needs: Sizes, head_dim_vo: int) -> Buffers:
@@ -283,6 +305,7 @@ def allocate(device: torch.device, needs: Sizes, head_dim_vo: int) -> Buffers:
         torch.empty((needs.slots, ROWS, head_dim_vo + 2), dtype=torch.float32, device=device),
         needs.blocks,
         needs.ranges,
+        needs.split,
     )
 
 
@@ -297,7 +320,6 @@ def plan(
     pages_per_request: int = 0,
     q_len: int = 1,
     window_left: int = -1,
-    split: int = BALANCED,
 ) -> None:
     """Divides the work of a batch, on the device and without synchronising: one kernel of one block.
 
@@ -308,15 +330,13 @@ def plan(
     to what the request's pages hold; a request without pages has length 0.
 
     units: `units_of(...)`. q_len: query tokens of each request. window_left: keys before the last that are seen,
-    negative: all; `attend` must get the same. split: BALANCED: ranges of equal cost, whose parts are merged; NEVER: no
-    request is cut; > 0 (`chunk_of`): each request is cut into chunks of so many tiles of 64 tokens, counted from its
-    position 0, so that its result does not depend on the batch it is in.
+    negative: all; `attend` must get the same.
 
     Raises ValueError or TypeError (shape, dtype, device). The batch must be the one that the buffers were sized for.
     """
     decode_plan(
         buffers.schedule, indptr, last_page_len, kv_len, page_size, pages_per_request, units, q_len, window_left,
-        buffers.blocks, buffers.ranges, split,
+        buffers.blocks, buffers.ranges, buffers.split,
     )  # fmt: skip
 
 
@@ -346,6 +366,7 @@ def attend(
     bmm1_scale: torch.Tensor | None = None,
     bmm2_scale: torch.Tensor | None = None,
     draft_mask: torch.Tensor | None = None,
+    qo_indptr: torch.Tensor | None = None,
     variant: Launch | None = None,
 ) -> None:
     """Attention of all requests as the last `plan` on the same buffers divided it, in one launch.
@@ -362,8 +383,9 @@ def attend(
     not in lse. sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to the sum of the softmax, so it is in lse, and a
     row without keys has lse = sinks[h] * log2(e). Else such a row has out = 0, lse = -inf. With q_len > 1 row i sees
     keys up to its own position kv_len - q_len + i, or with draft_mask all keys before kv_len - q_len and of the rest
-    those whose bit is set: uint8 `[batch_size, q_len, ceil(q_len / 32) * 4]`, key kv_len - q_len + t is bit t % 8 of
-    byte t / 8.
+    those whose bit is set: uint8 `[batch_size * q_len, ceil(q_len / 32) * 4]`, key kv_len - q_len + t is bit t % 8 of
+    byte t / 8. qo_indptr (int32 `[batch_size + 1]`): request b has rows `qo_indptr[b] : qo_indptr[b + 1]` of q, out,
+    lse and draft_mask, q_len at most, whose number takes the place of q_len above; rows of no request stay as they are.
 
     variant: the op with a user's variant, and what it takes more; scales of scores and the soft cap are then its own.
 
@@ -372,7 +394,7 @@ def attend(
     launch, extras = (batch_decode, ()) if variant is None else variant
     launch(
         out, lse, buffers.workspace, buffers.schedule, q, k_cache, v_cache, page_indices, sinks, scale_q, scale_k,
-        scale_v, bmm1_scale, bmm2_scale, draft_mask, kv_layout, pos_encoding_mode, q_len, buffers.blocks,
-        buffers.ranges, window_left, logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta, enable_pdl, impl,
-        *extras,
+        scale_v, bmm1_scale, bmm2_scale, draft_mask, qo_indptr, kv_layout, pos_encoding_mode, q_len, buffers.blocks,
+        buffers.ranges, buffers.split, window_left, logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta,
+        enable_pdl, impl, *extras,
     )  # fmt: skip

@@ -10,7 +10,7 @@
 namespace fi {
 
 // The first number of an entry's config; the second is the head dim, of rows the largest.
-enum DecodeKind { kDecodeRowsKind = 0, kDecodeTilesKind = 1, kDecodeTmaKind = 2 };
+enum DecodeKind { kDecodeRowsKind = 0, kDecodeTilesKind = 1, kDecodeTmaKind = 2, kDecodeClusterKind = 3 };
 
 // A cache as [pages, heads, lines, tokens of a page, elements of a line], a line being 128 bytes, so that a copy leaves
 // the first line of all its tokens, then the second. `whole`: it brings all lines, else each line takes one, and lines
@@ -33,8 +33,31 @@ inline void describe_cache(TensorMap& map, const Tensor& cache, int64_t heads, i
                "cuTensorMapEncodeTiled");
 }
 
+// Blocks of the cluster that takes a unit of a request, if that is faster than the schedule, else 0. It looks only at
+// what stays the same while a CUDA graph is replayed with other lengths; either kernel is right for all of them.
+// tokens: the most that all requests together can have.
+inline int64_t cluster_parts(const BatchDecodeParams& params, int64_t tokens, int64_t multiprocessors) {
+  // Keys of a block, on the average and if one request has all. H200, with the schedule and by clusters: b1 kv8k 32/8
+  // (1024 of a block) 21.3 and 17.9 us, kv16k 29.4 and 26.6, kv32k of fp8 keys 34.4 and 35.7; b4 kv8k 28/4 (2048) 30.5
+  // and 26.9; but b1 kv32k 8/1 (2048, of 16 blocks) 21.5 and 22.5.
+  constexpr int64_t kMostKeys = 2048, kMostKeysOfFewBlocks = 1024, kFewBlocks = 32, kMostKeysOfOne = 4096;
+  const AttentionProblem& p = params.problem;
+  if (p.mask.qo_len > 1 || params.draft_mask || p.scores.soft_cap > 0.f || p.scores.alibi) return 0;
+  int64_t of_one = tokens;
+  if (p.mask.window_left >= 0) {
+    of_one = std::min<int64_t>(tokens, static_cast<int64_t>(p.mask.window_left) + 1);
+    tokens = std::min(tokens, params.batch * of_one);
+  }
+  const int64_t items = static_cast<int64_t>(params.batch) * p.kv_heads * params.row_tiles.value;
+  // An H200 of 132 multiprocessors has room for 7 clusters of 16 blocks at once, 15 of 8, 30 of 4 and 66 of 2.
+  int64_t parts = 16;
+  while (items * parts > (parts > 2 ? multiprocessors * 7 / 8 : multiprocessors)) parts /= 2;
+  const int64_t keys = items * parts < kFewBlocks ? kMostKeysOfFewBlocks : kMostKeys;
+  return parts > 1 && tokens <= params.batch * keys * parts && of_one <= kMostKeysOfOne * parts ? parts : 0;
+}
+
 inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params, const Extras& extras,
-                                const Tensor& k_cache, const Tensor& v_cache, bool pdl) {
+                                const Tensor& k_cache, const Tensor& v_cache, int64_t split, bool pdl) {
   AttentionProblem& p = params.problem;
   const Entry* entry = nullptr;
   for (const Entry& e : kernel.entries) {
@@ -52,11 +75,20 @@ inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params,
              "addresses and strides of q, k_cache and v_cache must be multiples of 16 bytes for tensor cores; use fa2");
     FI_CHECK(!p.rotary.enabled, ValueError, "impl must be fa2 for ROPE_LLAMA, which rotates keys on the fly");
   }
-  if (entry->config[0] == kDecodeTmaKind) {
-    const auto page_size = static_cast<int64_t>(params.page_size.value);
+  const auto page_size = static_cast<int64_t>(params.page_size.value);
+  // A box stays in its page; what is beyond the end of the only page arrives as zeros.
+  const bool one_page = k_cache.size(0) == 1 && v_cache.size(0) == 1;
+  const Entry& last = kernel.entries.back();
+  if (last.config[0] == kDecodeClusterKind && split == 0 && (one_page || page_size % last.config[4] == 0)) {
+    const int64_t tokens = params.index_bytes / 4 * page_size;
+    if (const int64_t parts = cluster_parts(params, tokens, Kernel::multiprocessors(k_cache.device()))) {
+      entry = &last;
+      config.cluster = static_cast<unsigned>(parts);
+      config.grid_x = parts * p.kv_heads * static_cast<int64_t>(params.row_tiles.value), config.grid_y = params.batch;
+    }
+  }
+  if (entry->config[0] >= kDecodeTmaKind && entry->config[4] > 1) {
     const bool whole = entry->config[2] != 0;
-    // A box stays in its page; what is beyond the end of the only page arrives as zeros.
-    const bool one_page = k_cache.size(0) == 1 && v_cache.size(0) == 1;
     const int64_t box_rows = one_page ? entry->config[4] : std::gcd(page_size, entry->config[4]);
     params.box_shift = __builtin_ctzll(static_cast<uint64_t>(box_rows));
     params.stream_tiles = static_cast<int32_t>((entry->config[3] << 20) /

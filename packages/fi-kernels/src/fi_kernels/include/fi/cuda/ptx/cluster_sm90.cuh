@@ -18,6 +18,8 @@ FI_DEVICE unsigned cluster_size() {
 
 // A barrier of all threads of the cluster in two halves: what was written before arrive is seen after wait.
 FI_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// The same without the order of memory, which takes a fence of the device.
+FI_DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 FI_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 FI_DEVICE void cluster_sync() {
   cluster_arrive();
@@ -73,6 +75,18 @@ FI_DEVICE void cluster_store_f32x4(unsigned address, float4 x) {
 FI_DEVICE void cluster_store_u32x4(unsigned address, uint4 x) {
   asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z),
                "r"(x.w)
+               : "memory");
+}
+// Stores that complete as so many bytes on a barrier in the block that they go to, as copies do (PTX ISA, st.async).
+FI_DEVICE void cluster_send_f32x4(unsigned address, float4 x, unsigned barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
+      : "memory");
+}
+FI_DEVICE void cluster_send_f32x2(unsigned address, float2 x, unsigned barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
+               "f"(x.x), "f"(x.y), "r"(barrier)
                : "memory");
 }
 FI_DEVICE void cluster_add_u32(unsigned address, uint32_t x) {

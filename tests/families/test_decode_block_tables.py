@@ -348,6 +348,8 @@ def test_xqa_refusals() -> None:
         call(output=out[:1])
     with pytest.raises(ValueError, match="block_tables: one row, and one of seq_lens, for each of the 3 requests"):
         call(q_cu_seq_lens=torch.zeros(4, dtype=torch.int32))
+    with pytest.raises(ValueError, match="block_tables: one row, and one of seq_lens, for each of the 3 requests"):
+        call(q_cu_seq_lens=torch.zeros(4, dtype=torch.int32), q_seq_len=2)
 
 
 def test_trace() -> None:

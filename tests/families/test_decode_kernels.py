@@ -209,7 +209,7 @@ def check(
     known = {names.get(n, n): y for n, y in options.items() if n not in ("pos_encoding_mode", "draft_mask")}
     mode = options.get("pos_encoding_mode", 0)
     if "draft_mask" in options:
-        packed = options["draft_mask"][0].cpu()
+        packed = options["draft_mask"][: x.q_len].cpu()
         known["draft"] = [[int(row[t // 8]) >> t % 8 & 1 for t in range(x.q_len)] for row in packed]
     expected, expected_lse = reference(x, sm_scale, alibi=mode == 2, rope=mode == 1, **known)
     assert_close(out, expected, tolerance=(2e-2, 1e-2) if x.q.dtype != F32 else None)
@@ -367,7 +367,22 @@ def test_draft_mask(device: str) -> None:
     packed = torch.zeros(len(lengths), 5, 4, dtype=torch.uint8)
     for i, row in enumerate(rows):
         packed[:, i, 0] = sum(bit << t for t, bit in enumerate(row))
-    each(problem(lengths, q_len=5, device=device), draft_mask=packed.to(device))
+    each(problem(lengths, q_len=5, device=device), draft_mask=packed.view(-1, 4).to(device))
+
+
+@pytest.mark.parametrize("options", [{}, {"window_left": 20}, {"split": 2}], ids=str)
+def test_requests_that_differ_in_query_tokens(options: dict[str, Any], device: str) -> None:
+    """The last tokens of requests that have as many each; rows of no request stay as they are."""
+    x, counts = problem([300, 64, 17, 130, 5], q_len=9, device=device), [9, 1, 0, 5, 3]
+    kept = [b * 9 + i for b, n in enumerate(counts) for i in range(9 - n, 9)]
+    starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    ragged = x._replace(q=torch.cat([x.q[kept], x.q[:2]]))
+    expected, expected_lse = reference(x, 0.1, **{k: v for k, v in options.items() if k != "split"})
+    for impl in impls("batch_decode", device):
+        out, lse = run(ragged, impl, **options, sm_scale=0.1, qo_indptr=starts)
+        assert_close(out[:-2], expected[kept], tolerance=(2e-2, 1e-2))
+        assert_close(lse[:-2], expected_lse[kept], tolerance=(2e-3, 1e-2))
+        assert bool(lse[-2:].isnan().all()), impl
 
 
 @pytest.mark.parametrize("split", [ops.NEVER, 1, 3, 16])

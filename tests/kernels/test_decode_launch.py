@@ -32,7 +32,9 @@ def call(start: Start, impl: str, dim: int = 128, kv: str = "bf16", **change: An
         "k_cache": Tensor(K, shape, kv),
         "v_cache": Tensor(V, shape, kv),
         "page_indices": Tensor(0x7000000, (PAGES,), "i32"),
-        **dict.fromkeys(("sinks", "scale_q", "scale_k", "scale_v", "bmm1_scale", "bmm2_scale", "draft_mask")),
+        **dict.fromkeys(
+            ("sinks", "scale_q", "scale_k", "scale_v", "bmm1_scale", "bmm2_scale", "draft_mask", "qo_indptr")
+        ),
         "kv_layout": 0,
         "pos_encoding_mode": 0,
         "q_len": 1,
@@ -120,6 +122,15 @@ def test_little_work_is_that_of_clusters(start: Start, q_heads: int, kv_heads: i
 def test_clusters_take_nothing_that_they_cannot(start: Start, change: dict[str, Any]) -> None:  # noqa: F811
     (one,) = launches(call(start, "fa3", **change))
     assert one["name"] == "decode_tma" and one["grid"] == [BLOCKS, 1, 1]
+
+
+def test_clusters_take_rows_where_pages_are_small(start: Start) -> None:  # noqa: F811
+    pages = {name: Tensor(at, (PAGES, 3, KV_HEADS, 128), "bf16") for name, at in (("k_cache", K), ("v_cache", V))}
+    calls = call(start, "fa2_tc", page_indices=Tensor(0x7000000, (64,), "i32"), **pages)
+    (one,) = launches(calls)
+    assert one["name"] == "decode_cluster" and not any(c["call"] == "tensor_map" for c in calls)
+    (one,) = launches(call(start, "fa2_tc", page_indices=MANY))
+    assert one["name"] == "decode_tiles"
 
 
 def test_head_major_pages(start: Start) -> None:  # noqa: F811

@@ -21,7 +21,6 @@ from fi_core.attention.arguments import (
 )
 from fi_core.decode import ops
 from fi_core.decode.division import carve
-from fi_core.decode.padding import MOST, Padding
 from fi_core.decode.trace import tables_trace
 from fi_core.observe.log import fi_api
 from fi_core.utils import canonicalize_torch_dtype, ceil_div, check_shape_dtype_device, int32_index
@@ -34,6 +33,10 @@ if TYPE_CHECKING:
 
 _BACKENDS = ("auto", "trtllm-gen", "xqa")
 _LN2 = math.log(2)
+# Of requests that differ in query tokens. H200, 8k keys, 32/8 heads, us by decode and by prefill: 64 requests of up to
+# 4 tokens 504 and 523, 8 706 and 524; 16 of up to 4 141 and 153, 8 180 and 153; 4 of up to 8 62 and 110, 16 97 and 110.
+# With a mask 64 of up to 4 500 and 4556, 4 of up to 16 97 and 2143.
+_ONE_WAVE, _MOST_MASKED = 128, 256  # row tiles of all requests; rows of a kv head
 _MOST_CARVED = 64  # shapes that a workspace is cut for; batches have many sizes
 
 
@@ -57,8 +60,9 @@ class _Call(NamedTuple):
     whole: bool = False  # no request is cut
 
 
-def _attend(c: _Call, q_len: int) -> None:
-    """Divides the work and does it, on the rows `[batch_size * q_len, num_qo_heads, head_dim]` of q."""
+def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None:
+    """Divides the work and does it, on the rows `[batch_size * q_len, num_qo_heads, head_dim]` of q, or as qo_indptr
+    says, of which q_len is then the most of a request."""
     import torch
 
     q, (k, v) = c.q, c.cache
@@ -66,7 +70,7 @@ def _attend(c: _Call, q_len: int) -> None:
     pages, pitch = flat_tables(c.block_tables)
     batch_size = c.block_tables.shape[0]
     seq_lens, mask = c.seq_lens.view(-1), c.mask
-    if q.shape[0] != batch_size * q_len or len(seq_lens) != batch_size:
+    if len(seq_lens) != batch_size or (qo_indptr is None and q.shape[0] != batch_size * q_len):
         raise ValueError(
             f"query: batch_size * q_len_per_req rows are required, with one row of block_tables ({batch_size}) and one "
             f"of seq_lens ({len(seq_lens)}) for each request; got {q.shape[0]} rows for q_len_per_req = {q_len}"
@@ -77,52 +81,53 @@ def _attend(c: _Call, q_len: int) -> None:
     if CHECK:
         check_tables(k.shape[0], c.block_tables, seq_lens, page_size)
     if mask is not None:
-        mask = mask.view(torch.uint8).view(batch_size, q_len, -1)
+        mask = mask.view(torch.uint8)
+        mask = mask if mask.ndim == 2 else mask.view(q.shape[0], -1)
     units = ops.units_of(q.shape[1], kv_heads, q_len)
     impl = ops.choose("auto", q.device, q.dtype, k.dtype, q.shape[2], v.shape[3], 0, page_size)
     if not torch.compiler.is_compiling() and not ops.fits(impl, q, k, v):
         impl = "fa2"
-    buffers = _buffers(c.workspace, batch_size, units, v.shape[3], impl, k.dtype)
+    split = ops.NEVER if c.whole else ops.BALANCED
+    buffers = _buffers(c.workspace, batch_size, units, v.shape[3], split, impl, k.dtype)
     ops.plan(
         buffers, None, None, seq_lens, page_size, units, pages_per_request=pitch, q_len=q_len,
-        window_left=c.window_left, split=ops.NEVER if c.whole else ops.BALANCED,
+        window_left=c.window_left,
     )  # fmt: skip
     ops.attend(
         buffers, c.out, c.lse, q, k, v, pages, impl, layout, 0, q_len, c.window_left, 0.0, c.score_scale[0],
         c.out_scale[0], 1.0, 1e4, c.enable_pdl, c.sinks, None, None, None, c.score_scale[1], c.out_scale[1], mask,
+        qo_indptr,
     )  # fmt: skip
 
 
 def _attend_ragged(c: _Call, qo_indptr: torch.Tensor, most: int | None, name: str) -> None:
     """The same for requests that differ in query tokens. most: what none exceeds, the argument `name`; None: unknown.
 
-    Without a mask, rows that differ in number are those of a prefill. Its kernels for Hopper take no mask, so with one
-    requests are padded to the same number: H200, 4 drafts over 8k keys, 32/8 heads, 64 requests: 3805 us by prefill
-    against 842 for as many drafts each; 4 requests: 1636 against 69.
+    Decode reads the keys again for each 16 rows of a kv head, but splits those of a request among blocks; prefill does
+    not, and its kernels for Hopper take no mask.
     """
+    qo_indptr, most = int32_index(qo_indptr), None if most == 1 else most  # 1 is the default, not a bound
+    q, mask = c.q, c.mask
+    if mask is not None:
+        width = mask.shape[-1] * mask.element_size()
+        if mask.ndim != 2 or mask.shape[0] != q.shape[0] or (most is not None and width != ceil_div(most, 32) * 4):
+            words = "n" if most is None else f"ceil({name} / 32) * 2"
+            raise ValueError(
+                f"mask: uint16 [tokens, {words}] is required where requests differ in query tokens, for {q.shape[0]} "
+                f"tokens and {name} = {most}; got {tuple(mask.shape)} of {mask.dtype}"
+            )
+    kv_heads = c.cache[0].shape[2 if c.kv_layout == "NHD" else 1]
+    batch_size, rows = c.block_tables.shape[0], (most or 0) * (q.shape[1] // max(1, kv_heads))
+    few = rows <= ops.ROWS or batch_size * kv_heads * ceil_div(rows, ops.ROWS) <= _ONE_WAVE
+    # Tables that do not fit each other are left to prefill, which says so.
+    if most and qo_indptr.shape[0] == batch_size + 1 and (few if mask is None else rows <= _MOST_MASKED):
+        _attend(c, most, qo_indptr)
+        return
     import torch
 
     from fi_core.prefill.once import attend_tables  # loaded where it is needed
 
-    qo_indptr, most = int32_index(qo_indptr), None if most == 1 else most  # 1 is the default, not a bound
-    q, mask, requests = c.q, c.mask, len(c.block_tables)
-    if mask is not None:
-        mask = mask.view(torch.uint8)
-        words = "n" if most is None else f"ceil({name} / 32) * 2"
-        if mask.ndim != 2 or len(mask) != len(q) or (most is not None and mask.shape[1] != ceil_div(most, 32) * 4):
-            raise ValueError(
-                f"mask: uint16 [tokens, {words}] is required where requests differ in query tokens, for {len(q)} "
-                f"tokens and {name} = {most}; got {mask.numel() // 2} elements in {tuple(mask.shape)} bytes"
-            )
-        if most is not None and most <= MOST and len(qo_indptr) == requests + 1 > 1:
-            padding, count = Padding(qo_indptr, len(q), most), requests * most
-            out = q.new_empty((count, *c.out.shape[1:]), dtype=c.out.dtype)
-            lse = None if c.lse is None else c.lse.new_empty((count, c.lse.shape[1]))
-            _attend(c._replace(out=out, lse=lse, q=padding.rows(q), mask=padding.draft_mask(mask)), most)
-            padding.unpad(out, c.out)
-            if lse is not None and c.lse is not None:
-                padding.unpad(lse, c.lse)
-            return
+    mask = None if mask is None else mask.view(torch.uint8)
     attend_tables(
         c.out, c.lse, q, c.cache, c.kv_layout, c.block_tables, c.seq_lens, qo_indptr, causal=True, draft_mask=mask,
         score_scale=c.score_scale, out_scale=c.out_scale, window_left=c.window_left, sinks=c.sinks,
@@ -135,14 +140,14 @@ _carved: dict[int, tuple[weakref.ref[torch.Tensor], dict[Any, ops.Buffers]]] = {
 
 
 def _buffers(
-    workspace: torch.Tensor, batch_size: int, units: int, head_dim: int, impl: str, kv: torch.dtype
+    workspace: torch.Tensor, batch_size: int, units: int, head_dim: int, split: int, impl: str, kv: torch.dtype
 ) -> ops.Buffers:
     import torch
 
-    fewer = ops.sizes(workspace.device, batch_size, units)
     if torch.compiler.is_compiling():  # which knows no addresses
+        fewer = ops.sizes(workspace.device, batch_size, units, split)
         return carve(workspace, workspace[:0], head_dim, fewer, fewer)
-    key, shape = id(workspace), (batch_size, units, head_dim, impl, kv)
+    key, shape = id(workspace), (batch_size, units, head_dim, split, impl, kv)
     entry = _carved.get(key)
     if entry is None or entry[0]() is not workspace:
         if workspace.data_ptr() % 16 or not workspace.is_contiguous():
@@ -152,7 +157,8 @@ def _buffers(
     if buffers is None:
         if len(entry[1]) == _MOST_CARVED:
             entry[1].clear()
-        needs = ops.sizes(workspace.device, batch_size, units, impl=impl, kv=kv)
+        needs = ops.sizes(workspace.device, batch_size, units, split, impl=impl, kv=kv)
+        fewer = ops.sizes(workspace.device, batch_size, units, split)
         try:
             buffers = entry[1][shape] = carve(workspace, workspace[:0], head_dim, needs, fewer)
         except ValueError as error:
@@ -218,8 +224,8 @@ def trtllm_batch_decode_with_kv_cache(
     of row r says whether it sees query token t (speculative trees). cum_seq_lens_q (int32 `[batch_size + 1]`, on the
     device) takes the place of q_len_per_req where requests differ: query is `[tokens, num_qo_heads, head_dim]`, and
     request b has the rows `cum_seq_lens_q[b] : cum_seq_lens_q[b + 1]`, also of mask, which then is uint16 `[tokens,
-    ceil(max_q_len / 32) * 2]`, or of another width without max_q_len. With a mask, give max_q_len up to 32: no request
-    may have more tokens then; else the kernels are those of prefill, which do not split the keys of a request.
+    ceil(max_q_len / 32) * 2]`, or of another width without max_q_len. Give max_q_len (no request may have more tokens
+    then): without it the kernels are those of prefill, which do not split the keys of a request.
 
     out: written if given; its dtype, or out_dtype, or query's: that of query, fp16 or bf16. lse: fp32
     `[rows, num_qo_heads]`, base 2, written if given, returned with return_lse. backend: "auto", "trtllm-gen" and "xqa"

@@ -83,7 +83,10 @@ def _tiles_unit(axes: Axes) -> Unit:
     shared = warps * ring + ROWS * (dim * q_bytes + 16) + warps * ROWS * 8 + 192 + 16
     body = f"decode_tiles<{types}, {dim}, {warps}, {keys}, {stages}, {shared}>"
     entry = Entry("decode_tiles", body, warps * 32, (_TILES_KIND, dim), shared, _tiles_blocks(kv_bytes == 1))
-    return Unit("fi/decode/batch_decode.cuh", "BatchDecodeParams", (entry,))
+    if axes["capability"] != 90 or dim > 128:
+        return Unit("fi/decode/batch_decode.cuh", "BatchDecodeParams", (entry,))
+    entries = (entry, _cluster_entry(types, dim, q_bytes, line, False, gather=True))
+    return Unit("fi/decode/batch_decode_cluster_sm90.cuh", "BatchDecodeParams", entries)
 
 
 def _tma_unit(axes: Axes) -> Unit:
@@ -108,14 +111,16 @@ def _tma_unit(axes: Axes) -> Unit:
     return Unit("fi/decode/batch_decode_sm90.cuh", "BatchDecodeParams", entries)
 
 
-def _cluster_entry(types: str, dim: int, q_bytes: int, line: int, whole: bool) -> Entry:
+def _cluster_entry(types: str, dim: int, q_bytes: int, line: int, whole: bool, gather: bool = False) -> Entry:
     """Of little work. H200, b1 kv1k 32/8: with 4 warps 10.1 us, 8 9.5; b1 kv8k: 19.0 and 17.8, with 3 stages 18.1."""
     warps, stage = 8, 2 * 16 * line
     stages = 16 * 1024 // stage
     rest = ROWS * (dim * q_bytes + 16) + ROWS * dim * 6 + warps * ROWS * 8 + 8
     shared = ceil_div(rest + warps * stages * (stage + 16), 16) * 16
-    body = f"decode_cluster<{types}, {dim}, {warps}, {stages}, {str(whole).lower()}, {shared}>"
-    return Entry("decode_cluster", body, warps * 32, (_CLUSTER_KIND, dim, int(whole), 0, 16), shared, 1)
+    body = f"decode_cluster<{types}, {dim}, {warps}, {stages}, {str(whole).lower()}, {str(gather).lower()}, {shared}>"
+    return Entry(
+        "decode_cluster", body, warps * 32, (_CLUSTER_KIND, dim, int(whole), 0, 1 if gather else 16), shared, 1
+    )
 
 
 class TmaConfig(NamedTuple):
@@ -137,9 +142,9 @@ BATCH_DECODE = Op(
     family="decode",
     schema="(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) workspace, Tensor(d!) schedule, Tensor q, Tensor k_cache, "
     "Tensor v_cache, Tensor page_indices, Tensor? sinks, Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, "
-    "Tensor? bmm1_scale, Tensor? bmm2_scale, Tensor? draft_mask, int kv_layout, int pos_encoding_mode, int q_len, "
-    "int blocks, int ranges, int split, int window_left, float logits_soft_cap, float sm_scale, float v_scale, "
-    "float rope_scale, float rope_theta, bool? enable_pdl, str impl) -> ()",
+    "Tensor? bmm1_scale, Tensor? bmm2_scale, Tensor? draft_mask, Tensor? qo_indptr, int kv_layout, "
+    "int pos_encoding_mode, int q_len, int blocks, int ranges, int split, int window_left, float logits_soft_cap, "
+    "float sm_scale, float v_scale, float rope_scale, float rope_theta, bool? enable_pdl, str impl) -> ()",
     # head_dim: of the tensor-core kernels, which are compiled for it; 0 stands for any other, or two that differ.
     axes={
         "q": ("f16", "bf16", "f32", "e4m3", "e5m2"),
@@ -361,6 +366,7 @@ def attend(
     bmm1_scale: torch.Tensor | None = None,
     bmm2_scale: torch.Tensor | None = None,
     draft_mask: torch.Tensor | None = None,
+    qo_indptr: torch.Tensor | None = None,
     variant: Launch | None = None,
 ) -> None:
     """Attention of all requests as the last `plan` on the same buffers divided it, in one launch.
@@ -377,8 +383,9 @@ def attend(
     not in lse. sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to the sum of the softmax, so it is in lse, and a
     row without keys has lse = sinks[h] * log2(e). Else such a row has out = 0, lse = -inf. With q_len > 1 row i sees
     keys up to its own position kv_len - q_len + i, or with draft_mask all keys before kv_len - q_len and of the rest
-    those whose bit is set: uint8 `[batch_size, q_len, ceil(q_len / 32) * 4]`, key kv_len - q_len + t is bit t % 8 of
-    byte t / 8.
+    those whose bit is set: uint8 `[batch_size * q_len, ceil(q_len / 32) * 4]`, key kv_len - q_len + t is bit t % 8 of
+    byte t / 8. qo_indptr (int32 `[batch_size + 1]`): request b has rows `qo_indptr[b] : qo_indptr[b + 1]` of q, out,
+    lse and draft_mask, q_len at most, whose number takes the place of q_len above; rows of no request stay as they are.
 
     variant: the op with a user's variant, and what it takes more; scales of scores and the soft cap are then its own.
 
@@ -387,7 +394,7 @@ def attend(
     launch, extras = (batch_decode, ()) if variant is None else variant
     launch(
         out, lse, buffers.workspace, buffers.schedule, q, k_cache, v_cache, page_indices, sinks, scale_q, scale_k,
-        scale_v, bmm1_scale, bmm2_scale, draft_mask, kv_layout, pos_encoding_mode, q_len, buffers.blocks,
+        scale_v, bmm1_scale, bmm2_scale, draft_mask, qo_indptr, kv_layout, pos_encoding_mode, q_len, buffers.blocks,
         buffers.ranges, buffers.split, window_left, logits_soft_cap, sm_scale, v_scale, rope_scale, rope_theta,
         enable_pdl, impl, *extras,
     )  # fmt: skip

@@ -44,7 +44,8 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Impl:
-    """One way to compute an op. `unit` (CUDA only) chooses the kernel's config: a pure function of the axes."""
+    """One way to compute an op. `unit` (CUDA only) chooses the kernel's config: a pure function of the axes
+    and of the capability, which stands beside them."""
 
     name: str
     constraints: tuple[Constraint, ...]
@@ -174,7 +175,7 @@ class Spec:
 
     def unit(self) -> Unit | None:
         choose = self.op.impl(self.impl).unit
-        return choose(dict(self.axes)) if choose else None
+        return choose({**dict(self.axes), "capability": self.target.capability}) if choose else None
 
     def on(self, target: Target) -> Spec:
         """The same choice for another target."""

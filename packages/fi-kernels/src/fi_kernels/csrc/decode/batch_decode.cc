@@ -15,13 +15,13 @@ namespace {
 void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor workspace, Tensor schedule, Tensor q,
                   Tensor k_cache, Tensor v_cache, Tensor page_indices, OptionalTensor sinks, OptionalTensor scale_q,
                   OptionalTensor scale_k, OptionalTensor scale_v, OptionalTensor bmm1_scale, OptionalTensor bmm2_scale,
-                  OptionalTensor draft_mask, int64_t kv_layout, int64_t pos_encoding, int64_t q_len, int64_t blocks,
-                  int64_t ranges, int64_t split, int64_t window_left, double logits_soft_cap, double sm_scale,
-                  double v_scale, double rope_scale, double rope_theta, int64_t enable_pdl, std::string impl,
-                  Extras extras) {
+                  OptionalTensor draft_mask, OptionalTensor qo_indptr, int64_t kv_layout, int64_t pos_encoding,
+                  int64_t q_len, int64_t blocks, int64_t ranges, int64_t split, int64_t window_left,
+                  double logits_soft_cap, double sm_scale, double v_scale, double rope_scale, double rope_theta,
+                  int64_t enable_pdl, std::string impl, Extras extras) {
   // 1 check
-  Dim rows{"batch_size * q_len"}, pages{"num_pages"}, page_size{"page_size"}, qo_heads{"num_qo_heads"},
-      kv_heads{"num_kv_heads"}, dim_qk{"head_dim_qk"}, dim_vo{"head_dim_vo"}, words{"words"};
+  Dim rows{"tokens"}, pages{"num_pages"}, page_size{"page_size"}, qo_heads{"num_qo_heads"}, kv_heads{"num_kv_heads"},
+      dim_qk{"head_dim_qk"}, dim_vo{"head_dim_vo"}, words{"words"};
   const bool nhd = kv_layout == 0;
   q.inner_contiguous().shape(rows, qo_heads, dim_qk);
   k_cache.inner_contiguous().shape(pages, nhd ? page_size : kv_heads, nhd ? kv_heads : page_size, dim_qk);
@@ -36,12 +36,14 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
            static_cast<long long>(qo_heads), static_cast<long long>(kv_heads));
   FI_CHECK(page_size > 0 && page_size <= 0x7fffffff, ValueError, "k_cache must have page_size > 0; got %s",
            k_cache.shape_str().c_str());
-  FI_CHECK(q_len > 0 && rows % q_len == 0, ValueError, "q must have a multiple of q_len = %lld rows; got %s",
-           static_cast<long long>(q_len), q.shape_str().c_str());
+  FI_CHECK(q_len > 0 && (qo_indptr || rows % q_len == 0), ValueError,
+           "q must have a multiple of q_len = %lld rows; got %s", static_cast<long long>(q_len), q.shape_str().c_str());
   FI_CHECK(rows * qo_heads <= 0x7fff0000, ValueError, "q is too large: %s", q.shape_str().c_str());
   FI_CHECK(rope_scale > 0 && rope_theta > 0, ValueError, "rope_scale and rope_theta must be positive; got %g and %g",
            rope_scale, rope_theta);
-  const int64_t batch = rows / q_len;
+  Dim starts{"batch_size + 1"};
+  if (qo_indptr) qo_indptr.is({kI32}).on(q).contiguous().shape(starts);
+  const int64_t batch = qo_indptr ? std::max<int64_t>(starts - 1, 0) : rows / q_len;
   page_indices.is({kI32}).on(q).contiguous();
   schedule.is({kI32}).on(q).contiguous().shape(words);
   const int64_t least = decode_counters_offset(ranges, batch) + 2 * ranges;
@@ -55,11 +57,11 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
            static_cast<long long>(ranges), workspace.shape_str().c_str());
   const int64_t draft_row = (q_len + 31) / 32 * 4;
   if (draft_mask) {
-    Dim requests{"batch_size", batch}, length{"q_len", q_len}, bytes{"ceil(q_len / 32) * 4", draft_row};
-    draft_mask.is({kU8}).on(q).contiguous().shape(requests, length, bytes);
+    Dim bytes{"ceil(q_len / 32) * 4", draft_row};
+    draft_mask.is({kU8}).on(q).contiguous().shape(rows, bytes);
   }
 
-  if (rows == 0 || qo_heads == 0) return;
+  if (rows == 0 || batch == 0 || qo_heads == 0) return;
 
   // 2 shape
   BatchDecodeParams params{};
@@ -102,6 +104,7 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
   params.bmm1_scale = scalar(bmm1_scale, q);
   params.bmm2_scale = scalar(bmm2_scale, q);
   params.draft_mask = draft_mask ? draft_mask.data<const uint8_t>() : nullptr;
+  params.qo_indptr = qo_indptr ? qo_indptr.data<const int32_t>() : nullptr;
   params.index_bytes = page_indices.numel() * 4;
   params.query_bytes = ((rows - 1) * p.q_token + (qo_heads - 1) * p.q_head + dim_qk) * q.dtype().bytes();
   params.page_size = divisor(static_cast<uint32_t>(page_size));
@@ -132,6 +135,6 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
 }  // namespace fi
 
 FI_OP(fi::batch_decode, "out", "lse", "workspace", "schedule", "q", "k_cache", "v_cache", "page_indices", "sinks",
-      "scale_q", "scale_k", "scale_v", "bmm1_scale", "bmm2_scale", "draft_mask", "kv_layout", "pos_encoding_mode",
-      "q_len", "blocks", "ranges", "split", "window_left", "logits_soft_cap", "sm_scale", "v_scale", "rope_scale",
-      "rope_theta", "enable_pdl", "impl")
+      "scale_q", "scale_k", "scale_v", "bmm1_scale", "bmm2_scale", "draft_mask", "qo_indptr", "kv_layout",
+      "pos_encoding_mode", "q_len", "blocks", "ranges", "split", "window_left", "logits_soft_cap", "sm_scale",
+      "v_scale", "rope_scale", "rope_theta", "enable_pdl", "impl")

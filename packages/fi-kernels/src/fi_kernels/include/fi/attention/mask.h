@@ -42,6 +42,21 @@ struct Mask {
     return window_left < 0 ? qo_len : clamp(j - position(0) + window_left + 1, qo_len);
   }
 
+  // Bit b: whether row i sees key j + b, as far as range and draft say, and it is one of [low, high).
+  FI_HOST_DEVICE uint32_t seen(int32_t i, int32_t j, int32_t low, int32_t high) const {
+    const int32_t first = first_key(i), end = end_key(i);
+    const uint32_t range = lowest((end < high ? end : high) - j) & ~lowest((first > low ? first : low) - j);
+    if (!draft) return range;
+    const uint8_t* row = draft + static_cast<int64_t>(i) * draft_row;
+    const auto t = static_cast<int32_t>(j - position(0));
+    uint64_t bits = 0;  // of the bytes in which the 32 begin and end
+    for (int32_t n = 0; n < 5; ++n) {
+      const int32_t at = (t >> 3) + n;
+      bits |= static_cast<uint64_t>(at < 0 ? 0xff : at < draft_row ? row[at] : 0) << 8 * n;
+    }
+    return range & static_cast<uint32_t>(bits >> (t & 7));
+  }
+
   // Whether `keeps` must be asked at all.
   FI_HOST_DEVICE bool selects() const { return custom || draft || items; }
   FI_HOST_DEVICE bool keeps(int32_t i, int32_t j) const {
@@ -59,6 +74,9 @@ struct Mask {
   }
 
  private:
+  FI_HOST_DEVICE static uint32_t lowest(int32_t bits) {
+    return bits <= 0 ? 0u : bits >= 32 ? 0xffffffffu : (1u << bits) - 1;
+  }
   FI_HOST_DEVICE static int32_t clamp(int64_t x, int32_t limit) {
     return static_cast<int32_t>(x < 0 ? 0 : x > limit ? limit : x);
   }

@@ -62,7 +62,7 @@ FI_DEVICE void decode_rows(const BatchDecodeParams& params, const Variant::Argum
     const RowsFinish finish(params, s, variant);
     const PagedTokens pages{params.page_indices + s.first_page, params.page_size, params.k_page, params.v_page};
     const int begin = max(s.begin * kDecodeTile, problem.mask.first_key(0));
-    const int end = static_cast<int>(min(static_cast<int64_t>(s.end) * kDecodeTile, static_cast<int64_t>(s.kv_len)));
+    const int end = params.end_key(s);
 #pragma unroll 1
     for (int row = 0; row < finish.rows; row += kRows) {
       Kernel kernel(problem, shared, finish.kv_head, finish.first + row, pages);
@@ -154,14 +154,14 @@ struct DecodeTiles {
 
   FI_DEVICE void load_queries(const Finish& finish) const {
     const AttentionProblem& p = params.problem;
-    constexpr int kEights = kDim / 8;
+    constexpr int kQueryPieces = kDim * sizeof(Q) / 16;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < finish.rows * kEights; i += kThreads) {
-      const Row row = params.row(finish.kv_head, finish.first + i / kEights);
-      const int64_t token = static_cast<int64_t>(finish.s.request) * p.mask.qo_len + row.i;
-      Eight<Q> eight;
-      eight.read(static_cast<const Q*>(p.q) + token * p.q_token + row.head * p.q_head + i % kEights * 8, true);
-      memcpy(&shared.queries[i / kEights][i % kEights * 8], &eight, sizeof eight);
+    for (int i = threadIdx.x; i < finish.rows * kQueryPieces; i += kThreads) {
+      const int r = i / kQueryPieces, piece = i % kQueryPieces * 16;
+      const Row row = params.row(finish.kv_head, finish.first + r);
+      const int64_t token = params.first_token(finish.s.request) + row.i;
+      const Q* from = static_cast<const Q*>(p.q) + token * p.q_token + row.head * p.q_head;
+      cp_async_16(reinterpret_cast<char*>(shared.queries[r]) + piece, reinterpret_cast<const char*>(from) + piece);
     }
   }
 
@@ -173,42 +173,41 @@ struct DecodeTiles {
       const DecodeSegment& s = shared.walk.segment;
       const AttentionProblem& p = params.problem;
       const auto problem = [&] { return params.keys_of(s.request, s.kv_len, shared.walk.bmm1); };
-      Slices at{max(s.begin * kDecodeTile, problem().mask.first_key(0)),
-                static_cast<int>(min(static_cast<int64_t>(s.end) * kDecodeTile, static_cast<int64_t>(s.kv_len))),
-                s.begin * kDecodeTile + warp * kKeys, 0, 0};
+      const auto first = [&] { return s.begin * kDecodeTile + warp * kKeys; };
+      Slices at{max(s.begin * kDecodeTile, problem().mask.first_key(0)), params.end_key(s), first(), 0, 0};
       const int kv_head = params.kv_head(s.unit);
       const KV* k = static_cast<const KV*>(p.k) + kv_head * p.k_head;
       const KV* v = static_cast<const KV*>(p.v) + kv_head * p.v_head;
       look_up(s, at);
-      const auto feed = [&](int stage) {
+      load_queries(Finish(params, s, kDim));  // they arrive with the first keys
+      constexpr int kStep = kWarps * kKeys;
+      int stage = 0;
+      // Keys are asked for kStages - 1 steps ahead, by the same code from the first to the last.
+#pragma unroll 1
+      for (;;) {
         if (at.key < at.high) load(k, v, at, stage);
         cp_async_commit();
-        at.key += kWarps * kKeys;
+        const int key = at.key - (kStages - 1) * kStep;
+        at.key += kStep;
         look_up(s, at);
-      };
-#pragma unroll 1
-      for (int stage = 0; stage < kStages - 1; ++stage) feed(stage);
-      {
-        const Finish tile_of(params, s, kDim);
-        load_queries(tile_of);
-        __syncthreads();
-        tile.begin(params, problem(), tile_of.kv_head, tile_of.first, tile_of.rows, shared.queries[0]);
-      }
-      int stage = 0;
-#pragma unroll 1
-      for (int key = s.begin * kDecodeTile + warp * kKeys; key < at.high; key += kWarps * kKeys) {
-        feed(stage == 0 ? kStages - 1 : stage - 1);
+        if (++stage == kStages) stage = 0;
+        if (key < first()) continue;
         cp_async_wait<kStages - 1>();
         __syncwarp();
+        if (key == first()) {
+          __syncthreads();
+          const Finish tile_of(params, s, kDim);
+          tile.begin(params, problem(), tile_of.kv_head, tile_of.first, tile_of.rows, shared.queries[0]);
+        }
         Ring& ring = shared.rings[warp];
         if (tile.plain(key, at.low, at.high))
           tile.template attend<true>(problem, shared.queries[0], ring.k[stage], ring.v[stage], key, at.low, at.high,
                                      [] {});
-        else if (key + kKeys > at.low)
+        else if (key < at.high && key + kKeys > at.low)
           tile.template attend<false>(problem, shared.queries[0], ring.k[stage], ring.v[stage], key, at.low, at.high,
                                       [] {});
         __syncwarp();
-        if (++stage == kStages) stage = 0;
+        if (key + kStep >= at.high) break;
       }
       cp_async_wait<0>();
       __syncwarp();

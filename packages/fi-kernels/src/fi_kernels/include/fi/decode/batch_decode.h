@@ -8,8 +8,8 @@
 
 namespace fi {
 
-// Row i of request b is row b * q_len + i of q and out. Token j of a request lies in page
-// page_indices[first_page + j / page_size], slot j % page_size.
+// Row i of request b is row b * q_len + i of q and out, or row qo_indptr[b] + i where requests differ. Token j of a
+// request lies in page page_indices[first_page + j / page_size], slot j % page_size.
 struct BatchDecodeParams {
   TensorMap k_map, v_map;    // of the Hopper kernel
   AttentionProblem problem;  // of request 0, its keys those of page 0; mask.kv_len is another for each request
@@ -20,7 +20,8 @@ struct BatchDecodeParams {
   const float* sinks;         // [qo_heads], natural logarithms; null: none
   const float* bmm1_scale;    // multiplies the scores; null: 1
   const float* bmm2_scale;    // multiplies the output; null: 1
-  const uint8_t* draft_mask;  // [batch, q_len, draft_row] bytes; null: causal where q_len > 1
+  const uint8_t* draft_mask;  // [rows of q, draft_row] bytes; null: causal where q_len > 1
+  const int32_t* qo_indptr;   // [batch + 1]; null: each request has mask.qo_len rows, else as many at most
   Divisor page_size, group, row_tiles;
   int32_t batch, blocks, ranges, draft_row;
   int32_t out_aligned;   // four elements of out may be stored at once
@@ -46,23 +47,41 @@ struct BatchDecodeParams {
   }
   FI_HOST_DEVICE float* slot(int32_t index) const { return slot_state(index) + 2 * kDecodeRows; }
 
-  FI_HOST_DEVICE const uint8_t* draft(int32_t b) const {
-    return draft_mask + static_cast<int64_t>(b) * problem.mask.qo_len * draft_row;
+  // The query tokens of request b: how many, and the row of q of the first.
+  FI_HOST_DEVICE int32_t qo_len(int32_t b) const {
+    if (!qo_indptr) return problem.mask.qo_len;
+    const int32_t n = qo_indptr[b + 1] - qo_indptr[b];
+    return n < problem.mask.qo_len ? n : problem.mask.qo_len;
+  }
+  FI_HOST_DEVICE int64_t first_token(int32_t b) const {
+    return qo_indptr ? qo_indptr[b] : static_cast<int64_t>(b) * problem.mask.qo_len;
+  }
+  // Rows of the unit's tile: 0 where the request has no more than the tiles before it.
+  FI_HOST_DEVICE int32_t rows(int32_t b, int32_t unit) const {
+    const int32_t rest = qo_len(b) * problem.group - first_row(unit);
+    return rest <= 0 ? 0 : rest < kDecodeRows ? rest : kDecodeRows;
+  }
+  // Where the keys of a segment end.
+  FI_HOST_DEVICE int32_t end_key(const DecodeSegment& s) const {
+    if (qo_indptr && rows(s.request, s.unit) == 0) return 0;  // no row sees them
+    const int64_t end = static_cast<int64_t>(s.end) * kDecodeTile;
+    return end < s.kv_len ? static_cast<int32_t>(end) : s.kv_len;
   }
 
   // What scores and masks of one request ask for. bmm1: the value of bmm1_scale.
   FI_HOST_DEVICE AttentionProblem keys_of(int32_t b, int32_t kv_len, float bmm1) const {
     AttentionProblem p = problem;
     p.mask.kv_len = kv_len;
+    p.mask.qo_len = qo_len(b);
     p.scores.sm_scale *= bmm1;
-    if (draft_mask) p.mask.draft = draft(b);
+    if (draft_mask) p.mask.draft = draft_mask + first_token(b) * draft_row;
     return p;
   }
 
   // The attention problem of one request. Its k and v have no meaning: pages are found by page_indices.
   FI_HOST_DEVICE AttentionProblem request(int32_t b, int32_t kv_len, int64_t q_bytes, int64_t out_bytes) const {
     AttentionProblem p = keys_of(b, kv_len, bmm1_scale ? *bmm1_scale : 1.f);
-    const int64_t row = static_cast<int64_t>(b) * p.mask.qo_len;
+    const int64_t row = first_token(b);
     p.q = static_cast<const char*>(p.q) + row * p.q_token * q_bytes;
     p.out = static_cast<char*>(p.out) + row * p.out_token * out_bytes;
     if (p.lse) p.lse += row * p.qo_heads;

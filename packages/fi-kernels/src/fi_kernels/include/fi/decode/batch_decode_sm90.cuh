@@ -68,9 +68,7 @@ struct DecodeTma {
     mask.kv_len = s.kv_len;
     return max(s.begin * kDecodeTile, mask.first_key(0));
   }
-  FI_DEVICE int high(const DecodeSegment& s) const {
-    return static_cast<int>(min(static_cast<int64_t>(s.end) * kDecodeTile, static_cast<int64_t>(s.kv_len)));
-  }
+  FI_DEVICE int high(const DecodeSegment& s) const { return params.end_key(s); }
 
   // The producer's view of a segment: boxes of 2^box_shift keys, counted from its first key. Lane l holds page and slot
   // of boxes l, 32 + l, ...; those of the next 32 are read while the present ones are used.
@@ -170,7 +168,7 @@ struct DecodeTma {
       for (int i = lane; i < tile.rows * kPieces; i += 32) {  // a bulk copy a row would take a hundred cycles each
         const int r = i / kPieces, piece = i % kPieces * 16;
         const Row row = params.row(tile.kv_head, tile.first + r);
-        const int64_t token = static_cast<int64_t>(s.request) * p.mask.qo_len + row.i;
+        const int64_t token = params.first_token(s.request) + row.i;
         const Q* from = static_cast<const Q*>(p.q) + token * p.q_token + row.head * p.q_head;
         cp_async_16(reinterpret_cast<char*>(shared.queries[at][r]) + piece,
                     reinterpret_cast<const char*>(from) + piece);

@@ -1,6 +1,7 @@
 // Batch decode of little work on Hopper: a cluster of blocks for each row tile of a request, whose warps take 16 keys
 // in turn by TMA and bring their sums together in shared memory.
 #pragma once
+#include "fi/attention/pages.cuh"
 #include "fi/cuda/ptx/cluster_sm90.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/ptx/tma_sm90.cuh"
@@ -11,7 +12,7 @@ namespace fi {
 
 // What decides here is code that comes from DRAM: there is one path, which all warps run through once, and no part of
 // it is there twice. Scores take a scale and a range of keys, no more.
-template <class T, class Q, class KV, int kDim, int kWarps, int kStages, bool kWhole>
+template <class T, class Q, class KV, int kDim, int kWarps, int kStages, bool kWhole, bool kGather>
 struct DecodeCluster {
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kKeys = 16;  // of a box, which one warp takes
@@ -47,7 +48,7 @@ struct DecodeCluster {
   // Boxes of this warp: its first one's first key, and how far apart they are. Lane l holds page and slot of the boxes
   // l, 32 + l, ...; slot -1: there is no such box.
   struct Boxes {
-    int first, step, kv_len, first_page;
+    int first, step, low, kv_len, first_page;
     int page, slot;
   };
   FI_DEVICE void look_up(Boxes& b, int box) const {
@@ -75,6 +76,37 @@ struct DecodeCluster {
                kEvictFirst);
   }
 
+  // Pages that are smaller than a box: single rows by cp.async. Lane l knows where key l % 16 of a box lies.
+  struct Rows {
+    int64_t k, v;
+  };
+  FI_DEVICE Rows find(const Boxes& b, int box, int head) const {
+    const int64_t key = b.first + static_cast<int64_t>(box) * b.step + lane % kKeys;
+    if (key < b.low || key >= b.kv_len) return {0, 0};
+    const PagedTokens tokens{params.page_indices + b.first_page, params.page_size, 0, 0};
+    const int64_t page = tokens.page(static_cast<int>(key)), slot = tokens.slot(static_cast<int>(key));
+    return {page * params.k_page + slot * params.problem.k_token + head * params.problem.k_head,
+            page * params.v_page + slot * params.problem.v_token + head * params.problem.v_head};
+  }
+  FI_DEVICE void gather(const Boxes& b, int box, int stage, const Rows& rows) const {
+    constexpr int kPieces = kDim * sizeof(KV) / 16;
+    auto& ring = shared.rooms[warp].ring;
+    const int64_t at = b.first + static_cast<int64_t>(box) * b.step;
+    if (at < b.kv_len) {
+#pragma unroll 2
+      for (int round = 0; round < (kKeys * kPieces + 31) / 32; ++round) {
+        const int place = min(round * 32 + lane, kKeys * kPieces - 1), key = place / kPieces, piece = place % kPieces;
+        const KV* k = static_cast<const KV*>(params.problem.k) + __shfl_sync(~0u, rows.k, key);
+        const KV* v = static_cast<const KV*>(params.problem.v) + __shfl_sync(~0u, rows.v, key);
+        const bool inside = at + key >= b.low && at + key < b.kv_len;
+        const unsigned to = Lines{4}.offset(key, piece);
+        cp_async_16(ring.k[stage] + to, reinterpret_cast<const char*>(k) + piece * 16, inside);
+        cp_async_16(ring.v[stage] + to, reinterpret_cast<const char*>(v) + piece * 16, inside);
+      }
+    }
+    cp_async_commit();
+  }
+
   FI_DEVICE void load_queries(const Finish& finish) const {
     constexpr int kPieces = kDim * sizeof(Q) / 16;
     const AttentionProblem& p = params.problem;
@@ -90,12 +122,11 @@ struct DecodeCluster {
   }
 
   FI_DEVICE void run() const {
-    if (lane == 0)
+    if (!kGather && lane == 0)
       for (int i = 0; i < kStages; ++i) shared.full_k[warp][i].init(1), shared.full_v[warp][i].init(1);
     if (threadIdx.x == 0) {
       shared.sent.init(1);
-      prefetch_tensor_map(params.k_map);
-      prefetch_tensor_map(params.v_map);
+      if (!kGather) prefetch_tensor_map(params.k_map), prefetch_tensor_map(params.v_map);
     }
     fence_barrier_init();
     __syncwarp();
@@ -114,9 +145,19 @@ struct DecodeCluster {
     const int low = Mask::of_range(0, params.problem.mask.window_left, 1, request.kv_len).first_key(0);
     boxes.first = low / kKeys * kKeys + static_cast<int>(rank * kWarps + warp) * kKeys;
     boxes.step = static_cast<int>(parts) * kWarps * kKeys;
-    boxes.kv_len = request.kv_len, boxes.first_page = request.first_page;
-    look_up(boxes, lane);
-    if (lane < kStages) ask(boxes, lane, finish.kv_head);
+    boxes.low = low, boxes.kv_len = request.kv_len, boxes.first_page = request.first_page;
+    Rows rows;  // of the box that is asked for next
+    if constexpr (kGather) {
+      rows = find(boxes, 0, finish.kv_head);
+#pragma unroll 1
+      for (int box = 0; box < kStages; ++box) {
+        gather(boxes, box, box, rows);
+        rows = find(boxes, box + 1, finish.kv_head);
+      }
+    } else {
+      look_up(boxes, lane);
+      if (lane < kStages) ask(boxes, lane, finish.kv_head);
+    }
     if (threadIdx.x == 0) {
       const unsigned own = (finish.rows * kFours - rank + parts - 1) / parts;  // elements, of each of which parts come
       shared.sent.arrive_expect(own * parts * (sizeof(float4) + sizeof(float2)));
@@ -128,7 +169,7 @@ struct DecodeCluster {
       return p;
     };
     Tile tile({4}, 0);
-    cp_async_wait<0>();
+    cp_async_wait<kGather ? kStages : 0>();
     __syncthreads();
     tile.begin(params, problem(), finish.kv_head, finish.first, finish.rows, shared.queries[0]);
     int stage = 0;
@@ -136,13 +177,25 @@ struct DecodeCluster {
 #pragma unroll 1
     for (int box = 0, key = boxes.first; key < request.kv_len; ++box, key += boxes.step) {
       auto& ring = shared.rooms[warp].ring;
-      shared.full_k[warp][stage].wait(round);
+      if constexpr (kGather) {
+        cp_async_wait<kStages - 1>();
+        __syncwarp();
+      } else {
+        shared.full_k[warp][stage].wait(round);
+      }
       tile.template attend<false>(problem, shared.queries[0], ring.k[stage], ring.v[stage], key, low, request.kv_len,
-                                  [&] { shared.full_v[warp][stage].wait(round); });
+                                  [&] {
+                                    if constexpr (!kGather) shared.full_v[warp][stage].wait(round);
+                                  });
       __syncwarp();
       const int next = box + kStages;
-      if (next % 32 == 0) look_up(boxes, next + lane);
-      if (next % 32 == lane) ask(boxes, stage, finish.kv_head);
+      if constexpr (kGather) {
+        gather(boxes, next, stage, rows);
+        rows = find(boxes, next + 1, finish.kv_head);
+      } else {
+        if (next % 32 == 0) look_up(boxes, next + lane);
+        if (next % 32 == lane) ask(boxes, stage, finish.kv_head);
+      }
       if (++stage == kStages) stage = 0, round ^= 1;
     }
     tile.leave(finish.rows, shared.rooms[warp].output[0], kOutputPitch, shared.states[warp]);
@@ -195,10 +248,10 @@ struct DecodeCluster {
 };
 
 // Grid: a cluster for each unit, along x, and requests along y.
-template <class T, class Q, class KV, int kDim, int kWarps, int kStages, bool kWhole, int kSharedBytes>
+template <class T, class Q, class KV, int kDim, int kWarps, int kStages, bool kWhole, bool kGather, int kSharedBytes>
 FI_DEVICE void decode_cluster(const BatchDecodeParams& params) {
   extern __shared__ __align__(1024) char room[];
-  using Kernel = DecodeCluster<T, Q, KV, kDim, kWarps, kStages, kWhole>;
+  using Kernel = DecodeCluster<T, Q, KV, kDim, kWarps, kStages, kWhole, kGather>;
   static_assert(sizeof(typename Kernel::Shared) == kSharedBytes, "the family's Python says how much to ask for");
   Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(room)).run();
 }

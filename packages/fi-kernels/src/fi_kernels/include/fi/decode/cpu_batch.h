@@ -85,7 +85,6 @@ class CpuBatchDecode {
   AttentionProblem problem(const DecodeSegment& s) const {
     return params_.request(s.request, s.kv_len, q_.bytes(), out_.bytes());
   }
-  int32_t rows(int32_t unit) const { return std::min(kDecodeRows, params_.problem.rows() - params_.first_row(unit)); }
 
   // Of one head, or of several.
   void attend(const DecodeSegment* segments, int32_t heads, CpuTile& tile) const {
@@ -96,10 +95,10 @@ class CpuBatchDecode {
     Variant variant(variant_params, s.request);
     const TokenPages pages{params_.page_indices + s.first_page, static_cast<int32_t>(params_.page_size.value),
                            params_.k_page, params_.v_page};
-    const int32_t count = rows(s.unit);
-    const int64_t end = std::min<int64_t>(static_cast<int64_t>(s.end) * kDecodeTile, s.kv_len);
+    const int32_t count = params_.rows(s.request, s.unit);
+    if (count == 0) return;
     tile.attend(p, pages, variant, params_.kv_head(s.unit), params_.first_row(s.unit), count, s.begin * kDecodeTile,
-                static_cast<int32_t>(end), heads);
+                params_.end_key(s), heads);
     for (int32_t r = 0; r < heads * count; ++r) {
       const DecodeSegment& own = segments[r / count];
       const int32_t row = r % count;
@@ -119,7 +118,7 @@ class CpuBatchDecode {
     Variant::Params variant_params;
     variant_params.set(arguments_, p);
     Variant variant(variant_params, s.request);
-    for (int32_t r = 0; r < rows(s.unit); ++r) {
+    for (int32_t r = 0; r < params_.rows(s.request, s.unit); ++r) {
       const auto state = [&](int32_t part) { return params_.slot_state(s.slot_of(part)) + 2 * r; };
       float m = kMinusInf, d = 0.f;
       for (int32_t part = 0; part < s.parts; ++part) m = std::max(m, state(part)[0]);

@@ -31,13 +31,13 @@ struct Finish {
         dim(dim),
         kv_head(params.kv_head(s.unit)),
         first(params.first_row(s.unit)),
-        rows(min(kDecodeRows, params.problem.rows() - first)) {}
+        rows(params.rows(s.request, s.unit)) {}
 
   // Element x .. x + 3 of row r, over all keys.
   FI_DEVICE void write(int r, int x, RowPart part) const {
     const AttentionProblem& p = params.problem;
     const Row row = params.row(kv_head, first + r);
-    const int64_t token = static_cast<int64_t>(s.request) * p.mask.qo_len + row.i;
+    const int64_t token = params.first_token(s.request) + row.i;
     float factor = 1.f;
     if (params.sinks) factor = add_sink<CudaMath>(params.sinks[row.head], part.m, part.d);
     factor *= softmax_inverse(part.d) * p.value_scale(kv_head) * (params.bmm2_scale ? *params.bmm2_scale : 1.f);

@@ -87,7 +87,7 @@ inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params,
       config.grid_x = parts * p.kv_heads * static_cast<int64_t>(params.row_tiles.value), config.grid_y = params.batch;
     }
   }
-  if (entry->config[0] >= kDecodeTmaKind) {
+  if (entry->config[0] >= kDecodeTmaKind && entry->config[4] > 1) {
     const bool whole = entry->config[2] != 0;
     const int64_t box_rows = one_page ? entry->config[4] : std::gcd(page_size, entry->config[4]);
     params.box_shift = __builtin_ctzll(static_cast<uint64_t>(box_rows));

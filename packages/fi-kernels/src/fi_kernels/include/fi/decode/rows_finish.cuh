@@ -18,7 +18,7 @@ struct RowsFinish : Finish {
     } else {
       const AttentionProblem& p = params.problem;
       const Row row = params.row(kv_head, first + r);
-      const int64_t token = static_cast<int64_t>(s.request) * p.mask.qo_len + row.i;
+      const int64_t token = params.first_token(s.request) + row.i;
       const float scale = p.value_scale(kv_head) * (params.bmm2_scale ? *params.bmm2_scale : 1.f);
       const auto output = variant.end(row, part.m, part.d, scale);
       const float4 y = make_float4(output(part.x.x), output(part.x.y), output(part.x.z), output(part.x.w));

@@ -58,9 +58,9 @@ struct WarpTile {
   unsigned q[kHeld ? kSteps : 1][4];
   float o[kDim / 8][4], m[2], d[2];
   float scale[2], slope[2];  // of the lane's two rows
-  int i[2];
+  int first;                 // packed row
   int full_begin, full_end;  // keys that all rows see
-  bool special;              // see AttentionProblem
+  bool special;              // scores need more than a scale
   const Lines lines;
   const int lane, place;  // of the first key in what lines hold
   // Where the lane's row of an even piece begins, for each line and sixteen keys; the others differ in three bits.
@@ -77,23 +77,26 @@ struct WarpTile {
   }
 
   // rows: of the tile; queries: its row r at r * kPitch, in shared memory, until the end of the item.
-  FI_DEVICE void begin(const BatchDecodeParams& params, const AttentionProblem& p, int kv_head, int first, int rows,
+  FI_DEVICE void begin(const BatchDecodeParams& params, const AttentionProblem& p, int kv_head, int first_row, int rows,
                        const Q* queries) {
+    first = first_row;
+    special = p.scores.soft_cap > 0.f || p.scores.alibi;
+    full_begin = p.mask.first_key(params.row(kv_head, first + rows - 1).i);
+    full_end = p.mask.end_key(params.row(kv_head, first).i);
+    if (p.mask.draft) full_end = min(full_end, p.mask.kv_len - p.mask.qo_len);
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) o[n][c] = 0.f;
+    const Row row = params.row(kv_head, first + max(min(lane % 16, rows - 1), 0));
+    const HeadScores head = p.head_scores<CudaMath>(row.head);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int r = half * 8 + lane / 4;
-      const Row row = params.row(kv_head, first + min(r, rows - 1));
-      const HeadScores head = p.head_scores<CudaMath>(row.head);
-      scale[half] = head.scale, slope[half] = head.slope, i[half] = row.i;
+    for (int half = 0; half < 2; ++half) {  // each lane has seen to one row: code that is read once instead of twice
+      const int from = half * 8 + lane / 4;
+      scale[half] = __shfl_sync(0xffffffffu, head.scale, from),
+      slope[half] = __shfl_sync(0xffffffffu, head.slope, from);
       m[half] = kMinusInf, d[half] = 0.f;
     }
-    special = p.special();
-    full_begin = p.mask.first_key(params.row(kv_head, first + rows - 1).i);
-    full_end = p.mask.end_key(params.row(kv_head, first).i);
     if constexpr (kHeld) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) load_query(queries, step, q[step]);
@@ -144,14 +147,17 @@ struct WarpTile {
       for (int c = 0; c < 4; ++c) s[n][c] = (s[n][c] + odd[n][c]) * scale[c / 2];
     if (!kPlain && special) finish(problem(), key, s);
     if (!kPlain && (key < max(full_begin, low) || key + kKeys > min(full_end, high))) {
-      const Mask mask = problem().mask;
+      const AttentionProblem p = problem();
+      const Mask& mask = p.mask;
 #pragma unroll
-      for (int n = 0; n < kEights; ++n)
+      for (int half = 0; half < 2; ++half) {
+        const unsigned seen = mask.seen(token(p, half), key, low, high) >> lane % 4 * 2;
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          const int j = key + n * 8 + lane % 4 * 2 + c % 2;
-          if (j < max(mask.first_key(i[c / 2]), low) || j >= min(mask.end_key(i[c / 2]), high)) s[n][c] = kMinusInf;
-        }
+        for (int n = 0; n < kEights; ++n)
+#pragma unroll
+          for (int c = 0; c < 2; ++c)
+            if (!(seen >> (n * 8 + c) & 1)) s[n][half * 2 + c] = kMinusInf;
+      }
     }
     soften(s);
     wait_for_values();
@@ -206,6 +212,10 @@ struct WarpTile {
   }
 
  private:
+  // The query token of the lane's row, needed so seldom that it is not kept.
+  FI_DEVICE int token(const AttentionProblem& p, int half) const {
+    return min(p.row(0, first + half * 8 + lane / 4).i, p.mask.qo_len - 1);
+  }
   // The operand of one step of 16 columns.
   FI_DEVICE void load_query(const Q* queries, int step, unsigned (&a)[4]) const {
 #pragma unroll
@@ -233,16 +243,15 @@ struct WarpTile {
     }
   }
 
-  // Soft cap, ALiBi and draft mask.
+  // Soft cap and ALiBi.
   FI_DEVICE void finish(const AttentionProblem& p, int key, float (&s)[kEights][4]) const {
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        const int j = key + n * 8 + lane % 4 * 2 + c % 2, row = i[c / 2];
+        const int j = key + n * 8 + lane % 4 * 2 + c % 2, row = token(p, c / 2);
         const HeadScores head{scale[c / 2], p.scores.cap(), slope[c / 2]};
         s[n][c] = head.template score<CudaMath>(s[n][c], static_cast<float>(j - row));
-        if (p.mask.draft && j < p.mask.kv_len && !p.mask.keeps(row, j)) s[n][c] = kMinusInf;
       }
   }
 

@@ -20,6 +20,7 @@ class TileShape(NamedTuple):
     warps: int
     keys: int
     blocks: int  # a multiprocessor
+    proto: int = 0
 
     @property
     def rows(self) -> int:
@@ -33,12 +34,12 @@ class TileShape(NamedTuple):
         """sizeof(TileCopies::Shared), and the 128 bytes to which its start is aligned."""
         keys, rows = self.keys * (self.dim_qk + self.dim_vo), self.rows
         raw = keys if kv_bytes == 1 else 2 * 8 * kv_bytes
-        more = 16 * self.sixteens * self.threads + 32 * self.keys + 24 * rows + 2048 + 56
+        more = 16 * self.sixteens * self.threads + 32 * self.keys + 24 * rows + (2048 if self.dim_qk == 128 else 4 * self.dim_qk) + 56
         return round_up(2 * (rows * self.dim_qk + keys) + raw + more, 128) + 128
 
     def body(self, kernel: str, q: str, kv: str) -> str:
         names = (DTYPES[MULTIPLY[q]].device, DTYPES[q].device, DTYPES[kv].device)
-        shape = f"fi::TileShape<{self.dim_qk}, {self.dim_vo}, {self.sixteens}, {self.warps}, {self.keys}>"
+        shape = f"fi::TileShape<{self.dim_qk}, {self.dim_vo}, {self.sixteens}, {self.warps}, {self.keys}, {self.proto}>"
         return f"{kernel}<{', '.join(names)}, {shape}, {self.shared_bytes(DTYPES[kv].bytes)}>"
 
 

@@ -47,7 +47,10 @@ PREFILL_PLAN = Op(
 def _tiles_unit(axes: Axes) -> Unit:
     """mma.sync for any head dim; config = (kind 0, rows a block, blocks a multiprocessor)."""
     q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
+    import os
+    from fi_core.attention.tiles import TileShape
     tile = TILE if kv.bytes == 2 else TILE_OF_48
+    if os.environ.get('FA2_SHAPE'): tile = TileShape(*map(int, os.environ['FA2_SHAPE'].split(',')))
     size, body = tile.shared_bytes(kv.bytes), tile.body("prefill_tiles", q.short, kv.short)
     entry = Entry("prefill_tiles", body, tile.threads, (0, tile.rows, tile.blocks), size, tile.blocks)
     return Unit("fi/prefill/batch_prefill.cuh", "PrefillProblem", (entry,))

@@ -24,8 +24,9 @@ FI_DEVICE unsigned pack(float x, float y, __nv_bfloat16) {
 }
 
 // Head dims are multiples of 64: those that are taken at a time. kKeys keys a step, kWarps warps of 16 kM rows.
-template <int kQK, int kVO, int kSixteens, int kWarps, int kKeysOfStep>
+template <int kQK, int kVO, int kSixteens, int kWarps, int kKeysOfStep, int kProtoType = 0>
 struct TileShape {
+  static constexpr int kProto = kProtoType;
   static constexpr int kDimQK = kQK, kDimVO = kVO, kM = kSixteens;
   // Of more keys a few words do not stay in registers: beside a user's code, and on sm_100.
 #if __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
@@ -79,13 +80,13 @@ struct TileCopies {
     const KV* begin[2];                // the first key and the first value of the kv head
     int64_t page_stride[2], token[2];  // of keys and values, in elements
     const KV* at[2][2][kKeys];         // of two steps, keys and values: their rows
-    int full_begin, full_end;          // keys that every row sees
+    int full_begin, full_end, end;     // keys that every row sees
     float exponent[kRows];             // from a score to an exponent of 2
     HeadScores scores[kRows];
     Row row[kRows];
     // Of each thread's rows: registers are scarce. Largest scores before they are scaled, and sums of weights.
     float most[2 * Shape::kM][kThreads], sums[2 * Shape::kM][kThreads];
-    uint64_t steps[256];  // rotary angles
+    uint64_t steps[Shape::kDimQK == 128 ? 256 : Shape::kDimQK / 2];  // rotary angles
   };
 
   const AttentionProblem& p;
@@ -148,7 +149,7 @@ struct TileCopies {
   FI_DEVICE void fetch(int i, bool each, int dim, int dims, int key, int end, int stage) const {
     constexpr int kWidth = kPart == kK ? Shape::kDimQK : Shape::kDimVO;
     const int piece = threadIdx.x % 8, first = threadIdx.x / 8;
-    const int limit = each || key + first + i * kRowsOnce >= end ? 0 : dims - piece * 8;
+    const int limit = each || static_cast<int>(base(key + first)) + i * kRowsOnce >= end ? 0 : dims - piece * 8;
     const KV* from = shared.at[stage][kPart][first + i * kRowsOnce] + dim + piece * 8;
 #pragma unroll
     for (int line = 0; line < kWidth / 64; ++line) {

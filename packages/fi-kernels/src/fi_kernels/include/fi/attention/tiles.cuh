@@ -20,6 +20,7 @@ struct TilesKernel {
   static constexpr int kColumns = Shape::kDimVO, kEights = kKeys / 8;
   using Copies = TileCopies<T, Q, KV, Pages, Shape>;
   using Shared = typename Copies::Shared;
+  static constexpr bool kChunks = Shape::kDimQK == 128;  // of head dims beyond it
   using Scores = float[kM][kEights][4];
 
   static constexpr int kOutColumns = 64, kOutPitch = kOutColumns + 4;  // of the output in shared memory
@@ -37,52 +38,64 @@ struct TilesKernel {
   FI_DEVICE TilesKernel(const AttentionProblem& p, Shared& shared, const TileOfRows& tile, const Pages& pages)
       : p(p), shared(shared), tile(tile), copies{p, shared, pages}, warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
-  FI_DEVICE void attend(Variant& variant) {
+  // ahead(): called by all threads in the first two steps, if there are as many, while copies are on their way.
+  template <class Ahead>
+  FI_DEVICE void attend(Variant& variant, Ahead&& ahead) {
     copies.prepare(tile);
     const int first = shared.row[0].i, last = shared.row[tile.rows - 1].i;
     const int begin = p.mask.first_key(first), end = p.mask.end_key(last);
-    if (threadIdx.x == 0) shared.full_begin = p.mask.first_key(last), shared.full_end = p.mask.end_key(first);
+    if (threadIdx.x == 0) {
+      shared.full_begin = p.mask.first_key(last), shared.full_end = p.mask.end_key(first);
+      shared.end = end;
+    }
     clear();
     if (begin >= end) return;
-    int flags = copies.each(kK) ? Steps::kEachKey : 0;
-    flags |= (copies.each(kV) ? Steps::kEachValue : 0) | (copies.finished() ? Steps::kFinished : 0);
-    flags |= (p.mask.selects() ? Steps::kSelects : 0) | (p.dim_qk > Shape::kDimQK ? Steps::kWide : 0);
-    const Steps steps{static_cast<int>(base(flags)), end};  // base: flags stay in one register
-    int stage = 0;
-    copies.locate(copies.page(begin, end), begin, end, 0);
+    Steps steps(p, copies);
+    const int first_page = copies.page(begin, end);
     copies.stage_q(0, tile.rows);
+    copies.locate(first_page, begin, end, 0);
     __syncthreads();
     fetch_keys(steps, 0, begin, 0);
 #pragma unroll 1
-    for (int key = begin; key < end; key += kKeys) {
-      const bool masked = key < shared.full_begin || key + kKeys > shared.full_end;
-      const int page = copies.page(key + kKeys, end);
+    for (int key = begin; key < shared.end; key += kKeys) {
+      steps.set(Steps::kMasked, key < shared.full_begin || key + kKeys > shared.full_end);
+      const int stage = steps.stage();
+      int page = copies.page(key + kKeys, shared.end);
+      if (steps.ask()) ahead();
       cp_async_wait<0>();
-      copies.template land<kK>(steps.is(Steps::kEachKey), 0, p.dim_qk, key, end, stage);
+      copies.template land<kK>(steps.is(Steps::kEachKey), 0, p.dim_qk, key, shared.end, stage);
       __syncthreads();  // keys are there, and values of the step before have been used
-      Scores s = {};
-      // Values are sent for during the products of keys, and where the next keys lie is found out.
-      multiply_keys(s, p.dim_qk, [&](int step) {
-        if (step < Copies::kFetches)
-          copies.template fetch<kV>(step, steps.is(Steps::kEachValue), tile.column, columns(), key, end, stage);
-        if (step == 3) cp_async_commit(), copies.locate(page, key + kKeys, end, stage ^ 1);
-      });
-      if (steps.is(Steps::kWide)) multiply_more_keys(s, steps, key, stage);
+      Scores s;
+#pragma unroll 1
+      while (true) {
+        clear(s);
+        // Values are sent for during the products of keys, and where the next keys lie is found out.
+        multiply_keys(s, p.dim_qk, [&](int step) {
+          if (step < Copies::kFetches)
+            copies.template fetch<kV>(step, steps.is(Steps::kEachValue), tile.column, columns(), key, shared.end, stage);
+          if (step == 3) cp_async_commit(), copies.locate(page, key + kKeys, shared.end, stage ^ 1);
+        });
+        if (Variant::kCustom || steps.is(Steps::kExact) || weigh(s)) break;
+        steps.set(Steps::kSearch, true);  // once more, by this warp: the keys still lie there
+        page = copies.page(key + kKeys, shared.end);
+      }
+      if (kChunks && steps.is(Steps::kWide)) multiply_more_keys(s, steps, key, stage);
       cp_async_wait<0>();
-      copies.template land<kV>(steps.is(Steps::kEachValue), tile.column, columns(), key, end, stage);
+      copies.template land<kV>(steps.is(Steps::kEachValue), tile.column, columns(), key, shared.end, stage);
       __syncthreads();  // values are there, and keys have been used
-      stage ^= 1;
-      if (Variant::kCustom || masked || steps.is(Steps::kRare)) {  // one branch around all that is rare
-        if (steps.is(Steps::kWide)) copies.stage_q(0, tile.rows);
+      steps.set(Steps::kStage, stage == 0);
+      if (Variant::kCustom || steps.is(Steps::kRare)) {  // one branch around all that is rare
+        if (kChunks && steps.is(Steps::kWide)) copies.stage_q(0, tile.rows);
         if constexpr (Variant::kCustom)
-          transform(key, end, s, variant);
+          transform(key, shared.end, s, variant);
         else if (steps.is(Steps::kFinished))
           finish(key, s);
         if (steps.is(Steps::kSelects)) select(key, s);
-        if (!Variant::kCustom && masked) hide(key, s);
+        if (!Variant::kCustom && steps.is(Steps::kMasked)) hide(key, s);
       }
-      fetch_keys(steps, 0, key + kKeys, stage);
-      if constexpr (Variant::kSoftmax) soften(s);
+      fetch_keys(steps, 0, key + kKeys, steps.stage());
+      if (Variant::kSoftmax && (Variant::kCustom || steps.is(Steps::kExact))) soften(s);
+      steps.set(Steps::kSearch, false);
       multiply_values(s, columns());
     }
     cp_async_wait<0>();  // the last step sent for keys too, of which there are none
@@ -117,6 +130,7 @@ struct TilesKernel {
     constexpr OutType kOwn = IsHalf<T>::value ? OutType::kF16 : OutType::kBF16;
     const auto alignment = reinterpret_cast<uint64_t>(p.out) | (out_token | out_head) * sizeof(T);
     if (type == kOwn && alignment % 16 == 0) return store_own(width);
+    const int lane = static_cast<int>(base(threadIdx.x)) % 32;  // nothing is kept for this over the steps
     __syncthreads();
 #pragma unroll
     for (int from = 0; from < kColumns; from += kOutColumns) {
@@ -165,11 +179,36 @@ struct TilesKernel {
       }
   }
 
-  // What all steps have in common, in registers: a branch should not wait for memory.
+  // What steps have in common, and what one of them is, in one register: a branch should not wait for memory.
   struct Steps {
-    enum Flag { kEachKey = 1, kEachValue = 2, kFinished = 4, kSelects = 8, kWide = 16, kRare = 4 | 8 | 16 };
-    int flags, end;
-    FI_DEVICE bool is(Flag flag) const { return flags & flag; }
+    enum Flag {
+      kEachKey = 1,
+      kEachValue = 2,
+      kFinished = 4,
+      kSelects = 8,
+      kWide = 16,
+      kMasked = 32,  // in this step there are keys that a row does not see
+      kRare = kFinished | kSelects | kWide | kMasked,
+      kSearch = 64,  // for new maxima: in the first step, and where weights turned out to be large
+      kExact = kRare | kSearch,
+      kStage = 128,  // of the addresses of this step's keys
+      kAsk = 3 << 8  // how often to ask ahead
+    };
+    int flags;
+
+    FI_DEVICE Steps(const AttentionProblem& p, const Copies& copies) : flags(kSearch | 2 << 8) {
+      set(kEachKey, copies.each(kK)), set(kEachValue, copies.each(kV));
+      set(kFinished, copies.finished()), set(kSelects, p.mask.selects()), set(kWide, p.dim_qk > Shape::kDimQK);
+    }
+    FI_DEVICE bool is(int flag) const { return flags & flag; }
+    // base: the compiler keeps no copies of what flags were before.
+    FI_DEVICE void set(int flag, bool on) { flags = static_cast<int>(base((flags & ~flag) | (on ? flag : 0))); }
+    FI_DEVICE int stage() const { return (flags & kStage) != 0; }
+    FI_DEVICE bool ask() {
+      const bool now = flags & kAsk;
+      if (now) flags -= kAsk & -kAsk;
+      return now;
+    }
   };
 
   FI_DEVICE int place(int x, int half) const { return (warp * kM + x) * 16 + half * 8 + lane / 4; }  // in the tile
@@ -191,7 +230,7 @@ struct TilesKernel {
   }
 
   FI_DEVICE void fetch_keys(const Steps& steps, int dim, int key, int stage) const {
-    copies.template fetch_all<kK>(steps.is(Steps::kEachKey), dim, p.dim_qk - dim, key, steps.end, stage);
+    copies.template fetch_all<kK>(steps.is(Steps::kEachKey), dim, p.dim_qk - dim, key, shared.end, stage);
   }
   // The dimensions beyond the first ones, in their place, as those of queries.
   FI_DEVICE void multiply_more_keys(Scores& s, const Steps& steps, int key, int stage) {
@@ -201,7 +240,7 @@ struct TilesKernel {
       copies.stage_q(dim, tile.rows);
       fetch_keys(steps, dim, key, stage);
       cp_async_wait<0>();
-      copies.template land<kK>(steps.is(Steps::kEachKey), dim, p.dim_qk - dim, key, steps.end, stage);
+      copies.template land<kK>(steps.is(Steps::kEachKey), dim, p.dim_qk - dim, key, shared.end, stage);
       __syncthreads();
       multiply_keys(s, p.dim_qk - dim, [](int) {});
     }
@@ -336,11 +375,54 @@ struct TilesKernel {
     }
   }
 
-  // Scores become weights; maxima, sums and o take the new maximum. Four lanes share a row, of whose sum each has a
-  // part.
+  FI_DEVICE static void clear(Scores& s) {
+#pragma unroll
+    for (int x = 0; x < kM; ++x)
+#pragma unroll
+      for (int n = 0; n < kEights; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) s[x][n][c] = 0.f;
+  }
+
+  // Scores become weights relative to the maxima there are, of which a row's scores may be up to 2^kRoom times as large:
+  // in 16 bits those are as exact as weights up to 1. Sums tell whether any is larger; then they are not added, and the
+  // answer is false.
+  static constexpr float kRoom = 8.f, kLargestSum = 2 * kEights * 256.f;
+  FI_DEVICE bool weigh(Scores& s) {
+    float sums[kM][2];
+    bool small = true;
+#pragma unroll
+    for (int x = 0; x < kM; ++x)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float scale = exponent_scale(x, half);
+        sums[x][half] = weigh_row(s, x, half, scale, most(x, half) * scale);
+        small &= sums[x][half] <= kLargestSum;  // NaN: without a key so far, or of an infinite score
+      }
+    if (!__all_sync(0xffffffffu, small)) return false;
+#pragma unroll
+    for (int x = 0; x < kM; ++x)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) sum(x, half) += sums[x][half];
+    return true;
+  }
+  FI_DEVICE static float weigh_row(Scores& s, int x, int half, float scale, float base) {
+    float a = 0.f, b = 0.f;
+#pragma unroll
+    for (int n = 0; n < kEights; ++n) {
+      float &y = s[x][n][half * 2], &z = s[x][n][half * 2 + 1];
+      y = exp2_approx(fmaf(y, scale, -base));
+      z = exp2_approx(fmaf(z, scale, -base));
+      a += y, b += z;
+    }
+    return a + b;
+  }
+
+  // The same with new maxima where they have grown by more than 2^kRoom, which sums and o take too. Four lanes share a
+  // row, of whose sum each has a part.
   FI_DEVICE void soften(Scores& s) {
     float top[kM][2];
-    bool moved = false;
+    bool grown = false;
 #pragma unroll
     for (int x = 0; x < kM; ++x)
 #pragma unroll
@@ -352,15 +434,16 @@ struct TilesKernel {
         a = fmaxf(a, __shfl_xor_sync(0xffffffffu, a, 1));
         a = fmaxf(a, __shfl_xor_sync(0xffffffffu, a, 2));
         const float before = most(x, half);
-        top[x][half] = fmaxf(a, before);
-        moved |= top[x][half] != before;
+        top[x][half] = (a - before) * exponent_scale(x, half) <= kRoom ? before : fmaxf(a, before);
+        grown |= top[x][half] != before;
       }
-    if (__any_sync(0xffffffffu, moved)) {  // mostly not: maxima come early
+    if (__any_sync(0xffffffffu, grown)) {
 #pragma unroll
       for (int x = 0; x < kM; ++x)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float factor = exp2_approx((most(x, half) - softmax_base(top[x][half])) * exponent_scale(x, half));
+          const float before = most(x, half), scale = exponent_scale(x, half);
+          const float factor = top[x][half] == before ? 1.f : exp2_approx((before - top[x][half]) * scale);
           most(x, half) = top[x][half];
           sum(x, half) *= factor;
 #pragma unroll
@@ -371,16 +454,8 @@ struct TilesKernel {
     for (int x = 0; x < kM; ++x)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float scale = exponent_scale(x, half), base = softmax_base(top[x][half]) * scale;
-        float a = 0.f, b = 0.f;
-#pragma unroll
-        for (int n = 0; n < kEights; ++n) {
-          float &y = s[x][n][half * 2], &z = s[x][n][half * 2 + 1];
-          y = exp2_approx(fmaf(y, scale, -base));
-          z = exp2_approx(fmaf(z, scale, -base));
-          a += y, b += z;
-        }
-        sum(x, half) += a + b;
+        const float scale = exponent_scale(x, half);
+        sum(x, half) += weigh_row(s, x, half, scale, softmax_base(top[x][half]) * scale);
       }
   }
 

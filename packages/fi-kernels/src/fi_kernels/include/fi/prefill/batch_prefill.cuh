@@ -1,6 +1,7 @@
 // Batch prefill on sm_80 and later: persistent blocks take tiles of packed query rows from the schedule.
 #pragma once
 #include "fi/attention/tiles.cuh"
+#include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/prefill/prefill_problem.h"
 
 namespace fi {
@@ -15,6 +16,22 @@ FI_DEVICE void zero(void* data, int64_t at, int bytes) {
     static_cast<uint32_t*>(data)[at] = 0;
 }
 
+// A unit of work that a block has taken, and what the schedule says of it: asked for while the block is busy.
+struct ComingUnit {
+  PrefillRequest request;
+  PrefillItem item;
+  int unit, asked;  // how many of the two questions
+
+  // By one thread, whose copies must have landed before it asks on.
+  FI_DEVICE void ask(const PrefillSchedule& schedule, int units, int units_of_item) {
+    if (asked == 0) unit = atomicAdd(&schedule.header->next, 1);
+    if (unit < units && asked == 0) cp_async_8(&item, &schedule.items[unit / units_of_item]);
+    if (unit < units && asked == 1) cp_async_16(&request, &schedule.requests[item.request]);
+    cp_async_commit();
+    ++asked;
+  }
+};
+
 // Units of work are parts of an item of as many rows as a tile has, for one kv head and Shape::kDimVO columns of the
 // output: items slowest, so that the longest come first. Blocks take them from a counter.
 template <class T, class Q, class KV, class Shape, int kSharedBytes>
@@ -25,6 +42,7 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Argume
   __shared__ Variant::Params variant_params;
   __shared__ PagedTokens pages;
   __shared__ TileOfRows tile;
+  __shared__ ComingUnit coming;
   // Shared, for there are no registers to keep them over the loop.
   __shared__ int item_rows, parts, columns, units, unit;
   pdl_wait();
@@ -34,17 +52,24 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Argume
     parts = (item_rows + Kernel::kRows - 1) / Kernel::kRows;
     columns = (common.dim_vo + Kernel::kColumns - 1) / Kernel::kColumns;
     units = params.schedule.header->items * common.kv_heads * parts * columns;
-    unit = atomicAdd(&params.schedule.header->next, 1);
+    coming.asked = 0;
     problem = common;
   }
+  const auto ask = [&] {
+    if (threadIdx.x == 0) coming.ask(params.schedule, units, common.kv_heads * parts * columns);
+  };
 #pragma unroll 1
   while (true) {
     if (threadIdx.x == 0) {
+#pragma unroll 1
+      while (coming.asked < 2) ask(), cp_async_wait<0>();
       tile.rows = 0;
+      unit = coming.unit;
+      coming.asked = 0;
       if (unit < units) {
         const int part = unit / columns % parts, at = unit / columns / parts;
-        const PrefillItem item = params.schedule.items[at / common.kv_heads];
-        const PrefillRequest request = params.schedule.requests[item.request];
+        const PrefillItem item = coming.item;
+        const PrefillRequest request = coming.request;
         params.become(problem, item.request, request, sizeof(Q), sizeof(KV), out_bytes(common.out_type));
         variant_params.set(arguments, problem);
         // Ragged keys are one long page, whose number does not matter.
@@ -62,12 +87,9 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Argume
     if (unit >= units) break;
     Kernel kernel(problem, shared, tile, pages);
     Variant variant(variant_params, tile.request);
-    if (tile.rows > 0) kernel.attend(variant);
-    int next = 0;
-    if (threadIdx.x == 0) next = atomicAdd(&params.schedule.header->next, 1);  // the answer comes during the output
+    if (tile.rows > 0) kernel.attend(variant, ask);
     if (tile.rows > 0) kernel.store(variant, params.sinks);
     __syncthreads();
-    if (threadIdx.x == 0) unit = next;
   }
   const PrefillRest rest = PrefillRest::of(params.rest_rows, params.batch, params.schedule.requests);
   for (int i = blockIdx.x; i < rest.count(); i += gridDim.x)

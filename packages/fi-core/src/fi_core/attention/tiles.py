@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from fi_core.spec.dtype import DTYPES
@@ -20,7 +21,6 @@ class TileShape(NamedTuple):
     warps: int
     keys: int
     blocks: int  # a multiprocessor
-    proto: int = 0
 
     @property
     def rows(self) -> int:
@@ -34,12 +34,13 @@ class TileShape(NamedTuple):
         """sizeof(TileCopies::Shared), and the 128 bytes to which its start is aligned."""
         keys, rows = self.keys * (self.dim_qk + self.dim_vo), self.rows
         raw = keys if kv_bytes == 1 else 2 * 8 * kv_bytes
-        more = 16 * self.sixteens * self.threads + 32 * self.keys + 24 * rows + (2048 if self.dim_qk == 128 else 4 * self.dim_qk) + 56
+        angles = 4 * self.dim_qk if self.dim_qk > 128 else 2048
+        more = 16 * self.sixteens * self.threads + 32 * self.keys + 24 * rows + angles + 60
         return round_up(2 * (rows * self.dim_qk + keys) + raw + more, 128) + 128
 
     def body(self, kernel: str, q: str, kv: str) -> str:
         names = (DTYPES[MULTIPLY[q]].device, DTYPES[q].device, DTYPES[kv].device)
-        shape = f"fi::TileShape<{self.dim_qk}, {self.dim_vo}, {self.sixteens}, {self.warps}, {self.keys}, {self.proto}>"
+        shape = f"fi::TileShape<{self.dim_qk}, {self.dim_vo}, {self.sixteens}, {self.warps}, {self.keys}>"
         return f"{kernel}<{', '.join(names)}, {shape}, {self.shared_bytes(DTYPES[kv].bytes)}>"
 
 
@@ -47,3 +48,15 @@ class TileShape(NamedTuple):
 # 7492 us, 32 keys 9437; warps of 16 rows 10258, 8 warps 8156. Of 8-bit keys, and in the kernel of single requests, a
 # few words of 64 would not stay in registers.
 TILE, TILE_OF_48 = TileShape(128, 128, 2, 4, 64, 2), TileShape(128, 128, 2, 4, 48, 2)
+# 16-bit keys with head dims beyond 128, by what `dims_at_once` answers. H200, bf16, causal: 4 ragged requests of 4k,
+# 128 heads of 192/128, take 13648 us in chunks of 128, 8367 so (48 keys 8850); one of 8k with 16/8 heads of 256 3004 in
+# chunks, 1871 so, 1906 with 8 warps, 2159 in columns of 128.
+TILES = {0: TILE, 192: TileShape(192, 128, 2, 4, 64, 2), 256: TileShape(256, 256, 1, 4, 64, 2)}
+
+
+@functools.cache
+def dims_at_once(q_bytes: int, kv_bytes: int, dim_qk: int, dim_vo: int) -> int:
+    """The key of TILES whose tile holds these head dims whole; 0: chunks of 128, or no more than one."""
+    if max(dim_qk, dim_vo) <= 128 or q_bytes != 2 or kv_bytes != 2:
+        return 0
+    return next((key for key, tile in TILES.items() if key and dim_qk <= tile.dim_qk and dim_vo <= tile.dim_vo), 0)

@@ -10,7 +10,7 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
-from fi_core.attention.tiles import MULTIPLY, TILE, TILE_OF_48
+from fi_core.attention.tiles import MULTIPLY, TILE_OF_48, TILES, dims_at_once
 from fi_core.errors import UnsupportedError
 from fi_core.launch.op import Launcher, target_of
 from fi_core.spec.constraint import ON_CPU, Constraint, at_least, exactly
@@ -45,14 +45,13 @@ PREFILL_PLAN = Op(
 
 
 def _tiles_unit(axes: Axes) -> Unit:
-    """mma.sync for any head dim; config = (kind 0, rows a block, blocks a multiprocessor)."""
+    """mma.sync; config = (kind 0, rows a block, columns of the output, blocks a multiprocessor)."""
     q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
-    import os
-    from fi_core.attention.tiles import TileShape
-    tile = TILE if kv.bytes == 2 else TILE_OF_48
-    if os.environ.get('FA2_SHAPE'): tile = TileShape(*map(int, os.environ['FA2_SHAPE'].split(',')))
+    head_dim = axes["head_dim"]
+    assert isinstance(head_dim, int)
+    tile = TILES[head_dim] if kv.bytes == 2 else TILE_OF_48
     size, body = tile.shared_bytes(kv.bytes), tile.body("prefill_tiles", q.short, kv.short)
-    entry = Entry("prefill_tiles", body, tile.threads, (0, tile.rows, tile.blocks), size, tile.blocks)
+    entry = Entry("prefill_tiles", body, tile.threads, (0, tile.rows, tile.dim_vo, tile.blocks), size, tile.blocks)
     return Unit("fi/prefill/batch_prefill.cuh", "PrefillProblem", (entry,))
 
 
@@ -133,7 +132,7 @@ BATCH_PREFILL = Op(
     "int batch_size, int tile_tokens, int kv_tokens, bool clear_rest, int kv_layout, int pos_encoding_mode, "
     "bool causal, int window_left, float logits_soft_cap, float sm_scale, float v_scale, float rope_scale, "
     "float rope_theta, bool? enable_pdl, str impl) -> ()",
-    # head_dim, soft_cap: what the Hopper kernel is compiled for; 192 has values of 128. 0 and False elsewhere.
+    # head_dim: what a kernel is compiled for, 192 with values of 128; 0: any. soft_cap: of the Hopper kernel.
     axes={
         "q": ("f16", "bf16", "f32", "e4m3", "e5m2"),
         "kv": ("f16", "bf16", "f32", "e4m3", "e5m2"),
@@ -154,7 +153,12 @@ BATCH_PREFILL = Op(
         ),
         Impl(
             "fa2",
-            (*at_least(80), Constraint("q", "in", tuple(MULTIPLY)), Constraint("head_dim", "==", 0)),
+            (
+                *at_least(80),
+                Constraint("q", "in", tuple(MULTIPLY)),
+                Constraint("head_dim", "in", tuple(TILES)),
+                Constraint("soft_cap", "==", False),
+            ),
             _tiles_unit,
         ),
     ),
@@ -182,7 +186,8 @@ prefill_plan = Launcher(PREFILL_PLAN, lambda schedule, *_: (schedule.get_device(
 def _key(out, lse, schedule, workspace, q, k, v, *rest):  # type: ignore[no-untyped-def]
     impl = rest[-1]
     if impl != "fa3":
-        return q.get_device(), q.dtype, k.dtype, 0, False, impl
+        head_dim = dims_at_once(q.itemsize, k.itemsize, q.shape[2], v.shape[-1]) if impl == "fa2" else 0
+        return q.get_device(), q.dtype, k.dtype, head_dim, False, impl
     return q.get_device(), q.dtype, k.dtype, q.shape[2], rest[-7] > 0.0, impl
 
 

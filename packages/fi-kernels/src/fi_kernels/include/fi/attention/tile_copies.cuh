@@ -24,9 +24,8 @@ FI_DEVICE unsigned pack(float x, float y, __nv_bfloat16) {
 }
 
 // Head dims are multiples of 64: those that are taken at a time. kKeys keys a step, kWarps warps of 16 kM rows.
-template <int kQK, int kVO, int kSixteens, int kWarps, int kKeysOfStep, int kProtoType = 0>
+template <int kQK, int kVO, int kSixteens, int kWarps, int kKeysOfStep>
 struct TileShape {
-  static constexpr int kProto = kProtoType;
   static constexpr int kDimQK = kQK, kDimVO = kVO, kM = kSixteens;
   // Of more keys a few words do not stay in registers: beside a user's code, and on sm_100.
 #if __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
@@ -86,7 +85,7 @@ struct TileCopies {
     Row row[kRows];
     // Of each thread's rows: registers are scarce. Largest scores before they are scaled, and sums of weights.
     float most[2 * Shape::kM][kThreads], sums[2 * Shape::kM][kThreads];
-    uint64_t steps[Shape::kDimQK == 128 ? 256 : Shape::kDimQK / 2];  // rotary angles
+    uint64_t steps[Shape::kDimQK > 128 ? Shape::kDimQK / 2 : 256];  // rotary angles
   };
 
   const AttentionProblem& p;

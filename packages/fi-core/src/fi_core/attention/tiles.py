@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 from fi_core.spec.dtype import DTYPES
@@ -48,15 +47,7 @@ class TileShape(NamedTuple):
 # 7492 us, 32 keys 9437; warps of 16 rows 10258, 8 warps 8156. Of 8-bit keys, and in the kernel of single requests, a
 # few words of 64 would not stay in registers.
 TILE, TILE_OF_48 = TileShape(128, 128, 2, 4, 64, 2), TileShape(128, 128, 2, 4, 48, 2)
-# 16-bit keys with head dims beyond 128, by what `dims_at_once` answers. H200, bf16, causal: 4 ragged requests of 4k,
-# 128 heads of 192/128, take 13648 us in chunks of 128, 8367 so (48 keys 8850); one of 8k with 16/8 heads of 256 3004 in
-# chunks, 1871 so, 1906 with 8 warps, 2159 in columns of 128.
-TILES = {0: TILE, 192: TileShape(192, 128, 2, 4, 64, 2), 256: TileShape(256, 256, 1, 4, 64, 2)}
-
-
-@functools.cache
-def dims_at_once(q_bytes: int, kv_bytes: int, dim_qk: int, dim_vo: int) -> int:
-    """The key of TILES whose tile holds these head dims whole; 0: chunks of 128, or no more than one."""
-    if max(dim_qk, dim_vo) <= 128 or q_bytes != 2 or kv_bytes != 2:
-        return 0
-    return next((key for key, tile in TILES.items() if key and dim_qk <= tile.dim_qk and dim_vo <= tile.dim_vo), 0)
+# Head dims beyond 128 whole, 16-bit keys: (head_dim_qk, head_dim_vo) at most these. H200, bf16, causal: 4 ragged
+# requests of 4k, 128 heads of 192/128, take 13648 us in chunks of 128 and 8258 so (48 keys 8850); one of 8k with 16/8
+# heads of 256 3004 in chunks, 1854 so (48 keys 2024, 8 warps 1906, columns in two parts of 128 2159).
+WIDE_TILES = {192: TileShape(192, 128, 2, 4, 64, 2), 256: TileShape(256, 256, 1, 4, 64, 2)}

@@ -34,7 +34,7 @@ class TileShape(NamedTuple):
         keys, rows = self.keys * (self.dim_qk + self.dim_vo), self.rows
         raw = keys if kv_bytes == 1 else 2 * 8 * kv_bytes
         angles = 4 * self.dim_qk if self.dim_qk > 128 else 2048
-        more = 16 * self.sixteens * self.threads + 32 * self.keys + 24 * rows + angles + 60
+        more = 16 * self.sixteens * self.threads + 32 * self.keys + 24 * rows + angles + 68
         return round_up(2 * (rows * self.dim_qk + keys) + raw + more, 128) + 128
 
     def body(self, kernel: str, q: str, kv: str) -> str:

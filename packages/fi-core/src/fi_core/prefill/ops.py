@@ -46,7 +46,7 @@ PREFILL_PLAN = Op(
 
 
 def _tiles_unit(axes: Axes) -> Unit:
-    """mma.sync, for any head dim in chunks or for larger ones whole; config = (kind 0, rows a block, columns of the output, blocks a multiprocessor)."""
+    """mma.sync; config = (kind 0, rows a block, columns of the output, blocks a multiprocessor)."""
     q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
     head_dim = axes["head_dim"]
     assert isinstance(head_dim, int)

@@ -83,6 +83,7 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
   p.qo_heads = static_cast<int32_t>(qo_heads);
   p.kv_heads = static_cast<int32_t>(kv_heads);
   p.group = static_cast<int32_t>(qo_heads / kv_heads);
+  p.by_group = divisor(static_cast<uint32_t>(p.group));
   p.dim_qk = static_cast<int32_t>(dim_qk);
   p.dim_vo = static_cast<int32_t>(dim_vo);
   p.out_type = out_type(out.dtype());

@@ -20,6 +20,7 @@ struct TilesKernel {
   static constexpr int kColumns = Shape::kDimVO, kEights = kKeys / 8;
   using Copies = TileCopies<T, Q, KV, Pages, Shape>;
   using Shared = typename Copies::Shared;
+  static constexpr int kAhead = 8;  // steps from the end within which the next tile is asked for
   static constexpr bool kChunks = Shape::kDimQK == 128;  // of head dims beyond it
   using Scores = float[kM][kEights][4];
 
@@ -41,29 +42,31 @@ struct TilesKernel {
   // ahead(): called by all threads in the first two steps, if there are as many, while copies are on their way.
   template <class Ahead>
   FI_DEVICE void attend(Variant& variant, Ahead&& ahead) {
-    copies.prepare(tile);
-    const int first = shared.row[0].i, last = shared.row[tile.rows - 1].i;
-    const int begin = p.mask.first_key(first), end = p.mask.end_key(last);
-    if (threadIdx.x == 0) {
+    // In warps that have nothing else to do yet.
+    if (threadIdx.x == 64) shared.flags = Steps::of(p, copies);
+    if (threadIdx.x == 96) {
+      const int first = p.row(0, tile.first).i, last = p.row(0, tile.first + tile.rows - 1).i;
+      shared.begin_key = p.mask.first_key(first), shared.end_key = p.mask.end_key(last);
       shared.full_begin = p.mask.first_key(last), shared.full_end = p.mask.end_key(first);
-      shared.end = end;
     }
     clear();
+    copies.prepare(tile);
+    const int begin = shared.begin_key, end = shared.end_key;
     if (begin >= end) return;
-    Steps steps(p, copies);
+    Steps steps{static_cast<int>(base(shared.flags))};
     const int first_page = copies.page(begin, end);
     copies.stage_q(0, tile.rows);
     copies.locate(first_page, begin, end, 0);
     __syncthreads();
     fetch_keys(steps, 0, begin, 0);
 #pragma unroll 1
-    for (int key = begin; key < shared.end; key += kKeys) {
+    for (int key = begin; key < shared.end_key; key += kKeys) {
       steps.set(Steps::kMasked, key < shared.full_begin || key + kKeys > shared.full_end);
       const int stage = steps.stage();
-      int page = copies.page(key + kKeys, shared.end);
-      if (steps.ask()) ahead();
+      int page = copies.page(key + kKeys, shared.end_key);
+      if (steps.ask(key + kKeys * kAhead >= shared.end_key)) ahead();
       cp_async_wait<0>();
-      copies.template land<kK>(steps.is(Steps::kEachKey), 0, p.dim_qk, key, shared.end, stage);
+      copies.template land<kK>(steps.is(Steps::kEachKey), 0, p.dim_qk, key, shared.end_key, stage);
       __syncthreads();  // keys are there, and values of the step before have been used
       Scores s;
 #pragma unroll 1
@@ -72,22 +75,22 @@ struct TilesKernel {
         // Values are sent for during the products of keys, and where the next keys lie is found out.
         multiply_keys(s, p.dim_qk, [&](int step) {
           if (step < Copies::kFetches)
-            copies.template fetch<kV>(step, steps.is(Steps::kEachValue), tile.column, columns(), key, shared.end, stage);
-          if (step == 3) cp_async_commit(), copies.locate(page, key + kKeys, shared.end, stage ^ 1);
+            copies.template fetch<kV>(step, steps.is(Steps::kEachValue), tile.column, columns(), key, shared.end_key, stage);
+          if (step == 3) cp_async_commit(), copies.locate(page, key + kKeys, shared.end_key, stage ^ 1);
         });
         if (Variant::kCustom || steps.is(Steps::kExact) || weigh(s)) break;
         steps.set(Steps::kSearch, true);  // once more, by this warp: the keys still lie there
-        page = copies.page(key + kKeys, shared.end);
+        page = copies.page(key + kKeys, shared.end_key);
       }
       if (kChunks && steps.is(Steps::kWide)) multiply_more_keys(s, steps, key, stage);
       cp_async_wait<0>();
-      copies.template land<kV>(steps.is(Steps::kEachValue), tile.column, columns(), key, shared.end, stage);
+      copies.template land<kV>(steps.is(Steps::kEachValue), tile.column, columns(), key, shared.end_key, stage);
       __syncthreads();  // values are there, and keys have been used
       steps.set(Steps::kStage, stage == 0);
       if (Variant::kCustom || steps.is(Steps::kRare)) {  // one branch around all that is rare
         if (kChunks && steps.is(Steps::kWide)) copies.stage_q(0, tile.rows);
         if constexpr (Variant::kCustom)
-          transform(key, shared.end, s, variant);
+          transform(key, shared.end_key, s, variant);
         else if (steps.is(Steps::kFinished))
           finish(key, s);
         if (steps.is(Steps::kSelects)) select(key, s);
@@ -104,29 +107,36 @@ struct TilesKernel {
   // Normalises, and writes the rows through shared memory: whole lines, whatever the dtype. sinks: [qo_heads], or null.
   FI_DEVICE void store(Variant& variant, const float* sinks = nullptr) {
     float* const staged = reinterpret_cast<float*>(&shared) + warp * 16 * kM * kOutPitch;  // of this warp's rows
-    const float scale = p.value_scale(tile.kv_head);
     const OutType type = p.out_type;
     const int bytes = out_bytes(type), rows = tile.rows, width = columns();
     const int64_t out_token = p.out_token, out_head = p.out_head;
+    // Each step for all rows, so that none waits for what another one does first.
+    float d[kM][2], m[kM][2], factor[kM][2];
+    for_rows([&](int x, int half) {
+      d[x][half] = sum(x, half), m[x][half] = most(x, half) * exponent_scale(x, half);
+      factor[x][half] = p.value_scale(tile.kv_head);
+    });
+    for_rows([&](int x, int half) { d[x][half] += __shfl_xor_sync(0xffffffffu, d[x][half], 1); });
+    for_rows([&](int x, int half) { d[x][half] += __shfl_xor_sync(0xffffffffu, d[x][half], 2); });
+    if (sinks) {
+      for_rows([&](int x, int half) {
+        factor[x][half] *= add_sink<CudaMath>(sinks[shared.row[place(x, half)].head], m[x][half], d[x][half]);
+      });
+    }
+    for_rows([&](int x, int half) {
+      const auto output = variant.end(shared.row[place(x, half)], m[x][half], d[x][half], factor[x][half]);
 #pragma unroll
-    for (int x = 0; x < kM; ++x)
+      for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float d = sum(x, half);
-        d += __shfl_xor_sync(0xffffffffu, d, 1);
-        d += __shfl_xor_sync(0xffffffffu, d, 2);
-        float m = most(x, half) * exponent_scale(x, half);
+        for (int c = half * 2; c < half * 2 + 2; ++c) o[x][n][c] = output(o[x][n][c]);
+    });
+    if (p.lse && tile.column == 0 && lane % 4 == 0) {
+      for_rows([&](int x, int half) {
         const Row at = shared.row[place(x, half)];
-        float factor = scale;
-        if (sinks) factor *= add_sink<CudaMath>(sinks[at.head], m, d);
-        const auto output = variant.end(at, m, d, factor);
-#pragma unroll
-        for (int n = 0; n < kColumns / 8; ++n)
-#pragma unroll
-          for (int c = half * 2; c < half * 2 + 2; ++c) o[x][n][c] = output(o[x][n][c]);
-        if (p.lse && tile.column == 0 && lane % 4 == 0 && place(x, half) < tile.rows)
-          p.lse[static_cast<int64_t>(at.i) * p.qo_heads + at.head] = softmax_lse<CudaMath>(m, d);
-      }
+        if (place(x, half) < rows)
+          p.lse[static_cast<int64_t>(at.i) * p.qo_heads + at.head] = softmax_lse<CudaMath>(m[x][half], d[x][half]);
+      });
+    }
     constexpr OutType kOwn = IsHalf<T>::value ? OutType::kF16 : OutType::kBF16;
     const auto alignment = reinterpret_cast<uint64_t>(p.out) | (out_token | out_head) * sizeof(T);
     if (type == kOwn && alignment % 16 == 0) return store_own(width);
@@ -196,21 +206,33 @@ struct TilesKernel {
     };
     int flags;
 
-    FI_DEVICE Steps(const AttentionProblem& p, const Copies& copies) : flags(kSearch | 2 << 8) {
-      set(kEachKey, copies.each(kK)), set(kEachValue, copies.each(kV));
-      set(kFinished, copies.finished()), set(kSelects, p.mask.selects()), set(kWide, p.dim_qk > Shape::kDimQK);
+    FI_DEVICE static int of(const AttentionProblem& p, const Copies& copies) {
+      int flags = kSearch | 2 << 8;
+      if (copies.each(kK)) flags |= kEachKey;
+      if (copies.each(kV)) flags |= kEachValue;
+      if (copies.finished()) flags |= kFinished;
+      if (p.mask.selects()) flags |= kSelects;
+      if (p.dim_qk > Shape::kDimQK) flags |= kWide;
+      return flags;
     }
     FI_DEVICE bool is(int flag) const { return flags & flag; }
     // base: the compiler keeps no copies of what flags were before.
     FI_DEVICE void set(int flag, bool on) { flags = static_cast<int>(base((flags & ~flag) | (on ? flag : 0))); }
     FI_DEVICE int stage() const { return (flags & kStage) != 0; }
-    FI_DEVICE bool ask() {
-      const bool now = flags & kAsk;
+    FI_DEVICE bool ask(bool soon) {
+      const bool now = soon && flags & kAsk;
       if (now) flags -= kAsk & -kAsk;
       return now;
     }
   };
 
+  template <class Do>
+  FI_DEVICE static void for_rows(Do&& act) {  // of a lane
+#pragma unroll
+    for (int x = 0; x < kM; ++x)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) act(x, half);
+  }
   FI_DEVICE int place(int x, int half) const { return (warp * kM + x) * 16 + half * 8 + lane / 4; }  // in the tile
   FI_DEVICE float& most(int x, int half) const { return shared.most[2 * x + half][threadIdx.x]; }
   FI_DEVICE float& sum(int x, int half) const { return shared.sums[2 * x + half][threadIdx.x]; }
@@ -230,7 +252,7 @@ struct TilesKernel {
   }
 
   FI_DEVICE void fetch_keys(const Steps& steps, int dim, int key, int stage) const {
-    copies.template fetch_all<kK>(steps.is(Steps::kEachKey), dim, p.dim_qk - dim, key, shared.end, stage);
+    copies.template fetch_all<kK>(steps.is(Steps::kEachKey), dim, p.dim_qk - dim, key, shared.end_key, stage);
   }
   // The dimensions beyond the first ones, in their place, as those of queries.
   FI_DEVICE void multiply_more_keys(Scores& s, const Steps& steps, int key, int stage) {
@@ -240,7 +262,7 @@ struct TilesKernel {
       copies.stage_q(dim, tile.rows);
       fetch_keys(steps, dim, key, stage);
       cp_async_wait<0>();
-      copies.template land<kK>(steps.is(Steps::kEachKey), dim, p.dim_qk - dim, key, shared.end, stage);
+      copies.template land<kK>(steps.is(Steps::kEachKey), dim, p.dim_qk - dim, key, shared.end_key, stage);
       __syncthreads();
       multiply_keys(s, p.dim_qk - dim, [](int) {});
     }

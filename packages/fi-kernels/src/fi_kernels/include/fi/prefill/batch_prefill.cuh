@@ -23,9 +23,9 @@ struct ComingUnit {
   int unit, asked;  // how many of the two questions
 
   // By one thread, whose copies must have landed before it asks on.
-  FI_DEVICE void ask(const PrefillSchedule& schedule, int units, int units_of_item) {
+  FI_DEVICE void ask(const PrefillSchedule& schedule, int units, int parts, const Divisor& by_kv_heads) {
     if (asked == 0) unit = atomicAdd(&schedule.header->next, 1);
-    if (unit < units && asked == 0) cp_async_8(&item, &schedule.items[unit / units_of_item]);
+    if (unit < units && asked == 0) cp_async_8(&item, &schedule.items[divide(unit / parts, by_kv_heads)]);
     if (unit < units && asked == 1) cp_async_16(&request, &schedule.requests[item.request]);
     cp_async_commit();
     ++asked;
@@ -56,7 +56,7 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Argume
     problem = common;
   }
   const auto ask = [&] {
-    if (threadIdx.x == 0) coming.ask(params.schedule, units, common.kv_heads * parts * columns);
+    if (threadIdx.x == 0) coming.ask(params.schedule, units, parts * columns, params.by_kv_heads);
   };
 #pragma unroll 1
   while (true) {
@@ -67,7 +67,8 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Argume
       unit = coming.unit;
       coming.asked = 0;
       if (unit < units) {
-        const int part = unit / columns % parts, at = unit / columns / parts;
+        int at = unit, part = 0, column = 0;
+        if (columns * parts > 1) column = at % columns, part = at / columns % parts, at = at / columns / parts;
         const PrefillItem item = coming.item;
         const PrefillRequest request = coming.request;
         params.become(problem, item.request, request, sizeof(Q), sizeof(KV), out_bytes(common.out_type));
@@ -80,7 +81,8 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Argume
           pages = {&params.schedule.header->items, longest, 0, 0};
         const int begin = item.tile * item_rows, first = begin + part * Kernel::kRows;
         const int rows = min(Kernel::kRows, min(begin + item_rows, problem.rows()) - first);
-        tile = {item.request, at % common.kv_heads, first, rows, unit % columns * Kernel::kColumns};
+        const int kv_head = at - static_cast<int>(divide(at, params.by_kv_heads)) * common.kv_heads;
+        tile = {item.request, kv_head, first, rows, column * Kernel::kColumns};
       }
     }
     __syncthreads();

@@ -20,7 +20,7 @@ struct PrefillProblem {
   const float* sinks;          // [qo_heads], natural logarithms; null: none
   const float* bmm1_scale;     // multiplies the scores; null: 1
   const float* bmm2_scale;     // multiplies the output; null: 1
-  Divisor page_size;
+  Divisor page_size, by_kv_heads;
   int32_t tile_tokens, items_row, draft_row;
   int32_t rest_rows, batch;  // rows of the output, those of no request to be zero; 0: they stay as they are
 

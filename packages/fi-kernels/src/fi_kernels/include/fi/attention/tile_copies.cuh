@@ -79,9 +79,9 @@ struct TileCopies {
     const KV* begin[2];                // the first key and the first value of the kv head
     int64_t page_stride[2], token[2];  // of keys and values, in elements
     const KV* at[2][2][kKeys];         // of two steps, keys and values: their rows
-    int begin_key, end_key;    // keys that any row sees
-    int full_begin, full_end;  // keys that every row sees
-    int flags;                 // what steps have in common
+    int begin_key, end_key;            // keys that any row sees
+    int full_begin, full_end;          // keys that every row sees
+    int flags;                         // what steps have in common
     float exponent[kRows];             // from a score to an exponent of 2
     HeadScores scores[kRows];
     Row row[kRows];

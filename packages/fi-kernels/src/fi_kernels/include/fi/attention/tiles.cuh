@@ -5,6 +5,7 @@
 #pragma once
 #include "fi/attention/softmax.h"
 #include "fi/attention/tile_copies.cuh"
+#include "fi/attention/tile_scores.cuh"
 #include "fi/attention/variant.h"
 #include "fi/cuda/exchange.cuh"
 #include "fi/cuda/math.cuh"
@@ -20,9 +21,10 @@ struct TilesKernel {
   static constexpr int kColumns = Shape::kDimVO, kEights = kKeys / 8;
   using Copies = TileCopies<T, Q, KV, Pages, Shape>;
   using Shared = typename Copies::Shared;
-  static constexpr int kAhead = 8;  // steps from the end within which the next tile is asked for
+  static constexpr int kAhead = 8;                       // steps from the end within which the next tile is asked for
   static constexpr bool kChunks = Shape::kDimQK == 128;  // of head dims beyond it
-  using Scores = float[kM][kEights][4];
+  using Rare = TileScores<Shared, Shape>;
+  using Scores = typename Rare::Scores;
 
   static constexpr int kOutColumns = 64, kOutPitch = kOutColumns + 4;  // of the output in shared memory
   static_assert(sizeof(float) * kRows * kOutPitch <= sizeof(Shared::q) + sizeof(Shared::k) + sizeof(Shared::v),
@@ -75,7 +77,8 @@ struct TilesKernel {
         // Values are sent for during the products of keys, and where the next keys lie is found out.
         multiply_keys(s, p.dim_qk, [&](int step) {
           if (step < Copies::kFetches)
-            copies.template fetch<kV>(step, steps.is(Steps::kEachValue), tile.column, columns(), key, shared.end_key, stage);
+            copies.template fetch<kV>(step, steps.is(Steps::kEachValue), tile.column, columns(), key, shared.end_key,
+                                      stage);
           if (step == 3) cp_async_commit(), copies.locate(page, key + kKeys, shared.end_key, stage ^ 1);
         });
         if (Variant::kCustom || steps.is(Steps::kExact) || weigh(s)) break;
@@ -89,12 +92,13 @@ struct TilesKernel {
       steps.set(Steps::kStage, stage == 0);
       if (Variant::kCustom || steps.is(Steps::kRare)) {  // one branch around all that is rare
         if (kChunks && steps.is(Steps::kWide)) copies.stage_q(0, tile.rows);
+        const Rare rare{p, shared, tile, warp, lane};
         if constexpr (Variant::kCustom)
-          transform(key, shared.end_key, s, variant);
+          rare.transform(key, shared.end_key, s, variant);
         else if (steps.is(Steps::kFinished))
-          finish(key, s);
-        if (steps.is(Steps::kSelects)) select(key, s);
-        if (!Variant::kCustom && steps.is(Steps::kMasked)) hide(key, s);
+          rare.finish(key, s);
+        if (steps.is(Steps::kSelects)) rare.select(key, s);
+        if (!Variant::kCustom && steps.is(Steps::kMasked)) rare.hide(key, s);
       }
       fetch_keys(steps, 0, key + kKeys, steps.stage());
       if (Variant::kSoftmax && (Variant::kCustom || steps.is(Steps::kExact))) soften(s);
@@ -268,101 +272,6 @@ struct TilesKernel {
     }
   }
 
-  // Products become scores in base 2: scale, soft cap, ALiBi.
-  FI_DEVICE void finish(int key, Scores& s) const {
-    const float cap = p.scores.cap();
-#pragma unroll
-    for (int x = 0; x < kM; ++x)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const HeadScores& head = shared.scores[place(x, half)];
-        const float scale = head.scale, slope = head.slope;
-        const int distance = key + lane % 4 * 2 - shared.row[place(x, half)].i;
-#pragma unroll
-        for (int n = 0; n < kEights; ++n)
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            float& y = s[x][n][half * 2 + c];
-            y *= scale;
-            if (cap > 0.f) y = cap * CudaMath::tanh(y);
-            y += slope * static_cast<float>(distance + n * 8 + c);
-          }
-      }
-  }
-
-  // Products become the scores of a variant, for the keys that each row sees.
-  FI_DEVICE void transform(int key, int end, Scores& s, Variant& variant) const {
-#pragma unroll
-    for (int x = 0; x < kM; ++x)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const Row row = shared.row[place(x, half)];
-        const int from = p.mask.first_key(row.i), to = place(x, half) < tile.rows ? min(end, p.mask.end_key(row.i)) : 0;
-#pragma unroll
-        for (int n = 0; n < kEights; ++n)
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const int j = key + n * 8 + lane % 4 * 2 + c;
-            float& y = s[x][n][half * 2 + c];
-            y = j >= from && j < to ? variant.score(y, row, tile.kv_head, j) : Variant::kHidden;
-          }
-      }
-  }
-
-  // Keys that a custom mask or an items mask hides.
-  FI_DEVICE void select(int key, Scores& s) const {
-    const bool bits = p.mask.custom && p.mask.custom_packed && !p.mask.draft && !p.mask.items;
-#pragma unroll
-    for (int x = 0; x < kM; ++x)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int i = shared.row[place(x, half)].i, first = key + lane % 4 * 2;
-        const unsigned kept = bits ? kept_bits(i, first) : kept_keys(i, first);
-#pragma unroll
-        for (int e = 0; e < 2 * kEights; ++e)
-          if (!(kept >> e & 1)) s[x][e / 2][half * 2 + e % 2] = Variant::kHidden;
-      }
-  }
-  // Which of two keys of each eight from `first` on row i sees.
-  FI_DEVICE unsigned kept_keys(int i, int first) const {
-    unsigned kept = 0;
-#pragma unroll 1
-    for (int e = 0; e < 2 * kEights; ++e) {
-      const int j = first + e / 2 * 8 + e % 2;
-      if (j < p.mask.kv_len && p.mask.keeps(i, j)) kept |= 1u << e;
-    }
-    return kept;
-  }
-  // The same of a packed custom mask alone: two bits of bytes that follow each other, or of two bytes.
-  FI_DEVICE unsigned kept_bits(int i, int first) const {
-    const int64_t row = i * p.mask.custom_row, bit = row + first, last = (row + p.mask.kv_len - 1) >> 3;
-    const auto read = [&](int64_t at) { return at <= last ? static_cast<unsigned>(p.mask.custom[at]) : 0u; };
-    unsigned kept = 0, here = read(bit >> 3);
-#pragma unroll 1
-    for (int n = 0; n < kEights; ++n) {
-      const unsigned next = read((bit >> 3) + n + 1);
-      kept |= ((next << 8 | here) >> (bit & 7) & 3) << 2 * n;
-      here = next;
-    }
-    return kept;
-  }
-
-  // Keys outside of what causal and window leave to each of this lane's rows.
-  FI_DEVICE void hide(int key, Scores& s) const {
-#pragma unroll
-    for (int x = 0; x < kM; ++x)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int i = shared.row[place(x, half)].i, column = key + lane % 4 * 2;
-        const int from = p.mask.first_key(i) - column, to = p.mask.end_key(i) - column;
-#pragma unroll
-        for (int n = 0; n < kEights; ++n)
-#pragma unroll
-          for (int c = 0; c < 2; ++c)
-            if (n * 8 + c < from || n * 8 + c >= to) s[x][n][half * 2 + c] = kMinusInf;
-      }
-  }
-
   // s += q k over the staged dimensions. Keys are read two products ahead, queries one step of 16 dimensions.
   // beside(step): what else is done meanwhile, in the steps of the first 64 dimensions.
   template <class Beside>
@@ -406,9 +315,9 @@ struct TilesKernel {
         for (int c = 0; c < 4; ++c) s[x][n][c] = 0.f;
   }
 
-  // Scores become weights relative to the maxima there are, of which a row's scores may be up to 2^kRoom times as large:
-  // in 16 bits those are as exact as weights up to 1. Sums tell whether any is larger; then they are not added, and the
-  // answer is false.
+  // Scores become weights relative to the maxima there are, of which a row's scores may be up to 2^kRoom times as
+  // large: in 16 bits those are as exact as weights up to 1. Sums tell whether any is larger; then they are not added,
+  // and the answer is false.
   static constexpr float kRoom = 8.f, kLargestSum = 2 * kEights * 256.f;
   FI_DEVICE bool weigh(Scores& s) {
     float sums[kM][2];

@@ -125,7 +125,6 @@ void batch_prefill(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor 
   }
   params.bmm1_scale = scalar(bmm1_scale, q);
   params.bmm2_scale = scalar(bmm2_scale, q);
-  params.by_kv_heads = divisor(static_cast<uint32_t>(kv_heads));
   params.page_size = divisor(static_cast<uint32_t>(paged ? page_size.value : 1));
   params.tile_tokens = static_cast<int32_t>(tile_tokens);
   params.rest_rows = clear_rest ? static_cast<int32_t>(rows) : 0;

@@ -66,7 +66,7 @@ struct TilesKernel {
       steps.set(Steps::kMasked, key < shared.full_begin || key + kKeys > shared.full_end);
       const int stage = steps.stage();
       int page = copies.page(key + kKeys, shared.end_key);
-      if (steps.ask(key + kKeys * kAhead >= shared.end_key)) ahead();
+      if (steps.ask()) ahead();
       cp_async_wait<0>();
       copies.template land<kK>(steps.is(Steps::kEachKey), 0, p.dim_qk, key, shared.end_key, stage);
       __syncthreads();  // keys are there, and values of the step before have been used
@@ -223,8 +223,8 @@ struct TilesKernel {
     // base: the compiler keeps no copies of what flags were before.
     FI_DEVICE void set(int flag, bool on) { flags = static_cast<int>(base((flags & ~flag) | (on ? flag : 0))); }
     FI_DEVICE int stage() const { return (flags & kStage) != 0; }
-    FI_DEVICE bool ask(bool soon) {
-      const bool now = soon && flags & kAsk;
+    FI_DEVICE bool ask() {
+      const bool now = flags & kAsk;
       if (now) flags -= kAsk & -kAsk;
       return now;
     }

@@ -16,24 +16,48 @@ FI_DEVICE void zero(void* data, int64_t at, int bytes) {
     static_cast<uint32_t*>(data)[at] = 0;
 }
 
-// A unit of work that a block has taken, and what the schedule says of it: asked for while the block is busy.
+// How work is divided: parts of an item of as many rows as a tile has, for one kv head and some columns of the output.
+// Items that follow each other go with the heads of a section, the longest first, section after section.
+struct PrefillUnits {
+  int count, items, section, kv_heads, parts, columns;
+};
+
+// A unit that a block has taken, and what the schedule says of it: asked for while the block is busy.
 struct ComingUnit {
   PrefillRequest request;
   PrefillItem item;
-  int unit, asked;  // how many of the two questions
+  int unit, kv_head, part, column;
+  int asked;  // how many of the two questions
 
   // By one thread, whose copies must have landed before it asks on.
-  FI_DEVICE void ask(const PrefillSchedule& schedule, int units, int parts, const Divisor& by_kv_heads) {
-    if (asked == 0) unit = atomicAdd(&schedule.header->next, 1);
-    if (unit < units && asked == 0) cp_async_8(&item, &schedule.items[divide(unit / parts, by_kv_heads)]);
-    if (unit < units && asked == 1) cp_async_16(&request, &schedule.requests[item.request]);
+  FI_DEVICE void ask(const PrefillSchedule& schedule, const PrefillUnits& units) {
+    if (asked == 0) {
+      unit = atomicAdd(&schedule.header->next, 1);
+      if (unit < units.count) cp_async_8(&item, &schedule.items[place(units)]);
+    } else if (unit < units.count) {
+      cp_async_16(&request, &schedule.requests[item.request]);
+    }
     cp_async_commit();
     ++asked;
   }
+
+ private:
+  FI_DEVICE int place(const PrefillUnits& units) {  // of the item
+    int at = unit;
+    part = column = 0;
+    if (units.parts * units.columns > 1) {
+      column = at % units.columns, at /= units.columns;
+      part = at % units.parts, at /= units.parts;
+    }
+    const int of_section = units.items * units.section, section = at / of_section, first = section * units.section;
+    const int heads = min(units.section, units.kv_heads - first);
+    at -= section * of_section;
+    kv_head = first + at % heads;
+    return at / heads;
+  }
 };
 
-// Units of work are parts of an item of as many rows as a tile has, for one kv head and Shape::kDimVO columns of the
-// output: items slowest, so that the longest come first. Blocks take them from a counter.
+// Blocks take units from a counter.
 template <class T, class Q, class KV, class Shape, int kSharedBytes>
 FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Arguments& arguments = {}) {
   using Kernel = TilesKernel<T, Q, KV, PagedTokens, Shape>;
@@ -44,19 +68,20 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Argume
   __shared__ TileOfRows tile;
   __shared__ ComingUnit coming;
   // Shared, for there are no registers to keep them over the loop.
-  __shared__ int item_rows, parts, columns, units, unit;
+  __shared__ PrefillUnits units;
+  __shared__ int item_rows, unit;
   pdl_wait();
   const AttentionProblem& common = params.problem;
   if (threadIdx.x == 0) {
     item_rows = params.schedule.header->tile_tokens * common.group;
-    parts = (item_rows + Kernel::kRows - 1) / Kernel::kRows;
-    columns = (common.dim_vo + Kernel::kColumns - 1) / Kernel::kColumns;
-    units = params.schedule.header->items * common.kv_heads * parts * columns;
+    const int parts = (item_rows + Kernel::kRows - 1) / Kernel::kRows, items = params.schedule.header->items;
+    const int columns = (common.dim_vo + Kernel::kColumns - 1) / Kernel::kColumns;
+    units = {items * common.kv_heads * parts * columns, items, params.section, common.kv_heads, parts, columns};
     coming.asked = 0;
     problem = common;
   }
   const auto ask = [&] {
-    if (threadIdx.x == 0) coming.ask(params.schedule, units, parts * columns, params.by_kv_heads);
+    if (threadIdx.x == 0) coming.ask(params.schedule, units);
   };
 #pragma unroll 1
   while (true) {
@@ -66,9 +91,7 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Argume
       tile.rows = 0;
       unit = coming.unit;
       coming.asked = 0;
-      if (unit < units) {
-        int at = unit, part = 0, column = 0;
-        if (columns * parts > 1) column = at % columns, part = at / columns % parts, at = at / columns / parts;
+      if (unit < units.count) {
         const PrefillItem item = coming.item;
         const PrefillRequest request = coming.request;
         params.become(problem, item.request, request, sizeof(Q), sizeof(KV), out_bytes(common.out_type));
@@ -79,14 +102,13 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Argume
           pages = {params.pages + request.kv_begin, params.page_size, params.k_page, params.v_page};
         else
           pages = {&params.schedule.header->items, longest, 0, 0};
-        const int begin = item.tile * item_rows, first = begin + part * Kernel::kRows;
+        const int begin = item.tile * item_rows, first = begin + coming.part * Kernel::kRows;
         const int rows = min(Kernel::kRows, min(begin + item_rows, problem.rows()) - first);
-        const int kv_head = at - static_cast<int>(divide(at, params.by_kv_heads)) * common.kv_heads;
-        tile = {item.request, kv_head, first, rows, column * Kernel::kColumns};
+        tile = {item.request, coming.kv_head, first, rows, coming.column * Kernel::kColumns};
       }
     }
     __syncthreads();
-    if (unit >= units) break;
+    if (unit >= units.count) break;
     Kernel kernel(problem, shared, tile, pages);
     Variant variant(variant_params, tile.request);
     if (tile.rows > 0) kernel.attend(variant, ask);

@@ -21,7 +21,6 @@ struct TilesKernel {
   static constexpr int kColumns = Shape::kDimVO, kEights = kKeys / 8;
   using Copies = TileCopies<T, Q, KV, Pages, Shape>;
   using Shared = typename Copies::Shared;
-  static constexpr int kAhead = 8;                       // steps from the end within which the next tile is asked for
   static constexpr bool kChunks = Shape::kDimQK == 128;  // of head dims beyond it
   using Rare = TileScores<Shared, Shape>;
   using Scores = typename Rare::Scores;

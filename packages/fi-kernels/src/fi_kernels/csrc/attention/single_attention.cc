@@ -199,7 +199,6 @@ void single_attention(const Kernel& kernel, Tensor out, OptionalTensor lse, Opti
   p.qo_heads = static_cast<int32_t>(qo_heads);
   p.kv_heads = static_cast<int32_t>(kv_heads);
   p.group = static_cast<int32_t>(qo_heads / kv_heads);
-  p.by_group = divisor(static_cast<uint32_t>(p.group));
   p.dim_qk = static_cast<int32_t>(dim_qk);
   p.dim_vo = static_cast<int32_t>(dim_vo);
   p.out_type = out_type(out.dtype());
@@ -216,6 +215,7 @@ void single_attention(const Kernel& kernel, Tensor out, OptionalTensor lse, Opti
     params.workspace = workspace.data<float>();
   }
   if (qo_len == 0 || qo_heads == 0) return;
+  p.by_group = divisor(static_cast<uint32_t>(p.group));
 
   // 3 launch
   (void)few;  // says which unit is bound

@@ -83,7 +83,6 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
   p.qo_heads = static_cast<int32_t>(qo_heads);
   p.kv_heads = static_cast<int32_t>(kv_heads);
   p.group = static_cast<int32_t>(qo_heads / kv_heads);
-  p.by_group = divisor(static_cast<uint32_t>(p.group));
   p.dim_qk = static_cast<int32_t>(dim_qk);
   p.dim_vo = static_cast<int32_t>(dim_vo);
   p.out_type = out_type(out.dtype());
@@ -108,7 +107,7 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
   params.batch = static_cast<int32_t>(batch);
   params.blocks = static_cast<int32_t>(blocks);
   params.ranges = static_cast<int32_t>(ranges);
-  params.group = divisor(static_cast<uint32_t>(p.group));
+  params.group = p.by_group = divisor(static_cast<uint32_t>(p.group));
   params.row_tiles = divisor(static_cast<uint32_t>((q_len * p.group + kDecodeRows - 1) / kDecodeRows));
   params.draft_row = p.mask.draft_row = static_cast<int32_t>(draft_row);
 

@@ -100,7 +100,6 @@ void batch_prefill(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor 
   p.qo_heads = static_cast<int32_t>(qo_heads);
   p.kv_heads = static_cast<int32_t>(kv_heads);
   p.group = static_cast<int32_t>(qo_heads / kv_heads);
-  p.by_group = divisor(static_cast<uint32_t>(p.group));
   p.dim_qk = static_cast<int32_t>(dim_qk);
   p.dim_vo = static_cast<int32_t>(dim_vo);
   p.out_type = out_type(out.dtype());
@@ -130,6 +129,7 @@ void batch_prefill(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor 
   params.rest_rows = clear_rest ? static_cast<int32_t>(rows) : 0;
   params.batch = static_cast<int32_t>(batch_size);
   if (rows == 0 || qo_heads == 0) return;
+  p.by_group = divisor(static_cast<uint32_t>(p.group));
 
   // 3 launch
   (void)impl;  // says which unit is bound

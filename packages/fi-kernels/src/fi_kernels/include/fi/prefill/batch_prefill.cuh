@@ -16,10 +16,10 @@ FI_DEVICE void zero(void* data, int64_t at, int bytes) {
     static_cast<uint32_t*>(data)[at] = 0;
 }
 
-// How work is divided: parts of an item of as many rows as a tile has, for one kv head and some columns of the output.
-// Items that follow each other go with the heads of a section, the longest first, section after section.
+// Units of work are parts of an item of as many rows as a tile has, for one kv head and some columns of the output:
+// items slowest, so that the longest come first.
 struct PrefillUnits {
-  int count, items, section, kv_heads, parts, columns;
+  int count, kv_heads, parts, columns;
 };
 
 // A unit that a block has taken, and what the schedule says of it: asked for while the block is busy.
@@ -49,11 +49,8 @@ struct ComingUnit {
       column = at % units.columns, at /= units.columns;
       part = at % units.parts, at /= units.parts;
     }
-    const int of_section = units.items * units.section, section = at / of_section, first = section * units.section;
-    const int heads = min(units.section, units.kv_heads - first);
-    at -= section * of_section;
-    kv_head = first + at % heads;
-    return at / heads;
+    kv_head = at % units.kv_heads;
+    return at / units.kv_heads;
   }
 };
 
@@ -74,9 +71,9 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Argume
   const AttentionProblem& common = params.problem;
   if (threadIdx.x == 0) {
     item_rows = params.schedule.header->tile_tokens * common.group;
-    const int parts = (item_rows + Kernel::kRows - 1) / Kernel::kRows, items = params.schedule.header->items;
+    const int parts = (item_rows + Kernel::kRows - 1) / Kernel::kRows;
     const int columns = (common.dim_vo + Kernel::kColumns - 1) / Kernel::kColumns;
-    units = {items * common.kv_heads * parts * columns, items, params.section, common.kv_heads, parts, columns};
+    units = {params.schedule.header->items * common.kv_heads * parts * columns, common.kv_heads, parts, columns};
     coming.asked = 0;
     problem = common;
   }

@@ -61,12 +61,6 @@ inline void describe_keys(TensorMap& map, const void* data, int64_t bytes, KeyRo
            {token, 64, 8 * token, page}, {64, 8, dim / 64, box / 8, 1});
 }
 
-// How many kv heads blocks should take at a time.
-inline int32_t heads_in_cache(const AttentionProblem& p, int64_t kv_tokens, int64_t bytes) {
-  const int64_t bytes_per_head = std::max<int64_t>(kv_tokens, 1) * (p.dim_qk + p.dim_vo) * bytes;
-  return static_cast<int32_t>(std::clamp<int64_t>(kPrefillCachedBytes / bytes_per_head, 1, p.kv_heads));
-}
-
 // The parameters of the Hopper kernel; `keys` is how many it takes a step.
 inline BatchPrefillParams hopper_params(const PrefillProblem& problem, const Tensor& q, const Tensor& k,
                                         int64_t page_size, int64_t kv_tokens, int64_t box, KeyRows rows) {
@@ -96,7 +90,8 @@ inline BatchPrefillParams hopper_params(const PrefillProblem& problem, const Ten
   h.page_size = problem.page_size;
   h.qo_heads = p.qo_heads;
   h.kv_heads = p.kv_heads;
-  h.section = heads_in_cache(p, kv_tokens, bytes);
+  const int64_t bytes_per_head = std::max<int64_t>(kv_tokens, 1) * (p.dim_qk + p.dim_vo) * bytes;
+  h.section = static_cast<int32_t>(std::clamp<int64_t>(kPrefillCachedBytes / bytes_per_head, 1, p.kv_heads));
   h.tile_tokens = problem.tile_tokens;
   h.box = static_cast<int32_t>(box);
   h.dim_vo = p.dim_vo;
@@ -132,9 +127,7 @@ inline void launch_batch_prefill(const Kernel& kernel, const PrefillProblem& pro
     const int64_t blocks = units(problem.tile_tokens) * parts * ((p.dim_vo + entry.config[2] - 1) / entry.config[2]);
     FI_CHECK(blocks <= 0x7fffffff, ValueError, "q is too large: %s", q.shape_str().c_str());
     config.grid_x = std::min(blocks, multiprocessors * entry.config[3]);
-    PrefillProblem placed = problem;
-    placed.section = heads_in_cache(p, kv_tokens, k.dtype().bytes());
-    kernel.launch(entry, config, q.device(), placed, extras.data());
+    kernel.launch(entry, config, q.device(), problem, extras.data());
     return;
   }
   const bool scaled = p.scale_q || p.scale_k || p.scale_v || problem.bmm1_scale || problem.bmm2_scale;

@@ -22,7 +22,6 @@ struct PrefillProblem {
   const float* bmm2_scale;     // multiplies the output; null: 1
   Divisor page_size;
   int32_t tile_tokens, items_row, draft_row;
-  int32_t section;           // kv heads whose keys and values L2 holds at a time, which share them
   int32_t rest_rows, batch;  // rows of the output, those of no request to be zero; 0: they stay as they are
 
   // The attention problem of one request, whose paged keys begin at pages + kv_begin.

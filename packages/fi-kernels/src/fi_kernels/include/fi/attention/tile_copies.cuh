@@ -149,7 +149,9 @@ struct TileCopies {
   template <TilePart kPart>
   FI_DEVICE void fetch(int i, bool each, int dim, int dims, int key, int end, int stage) const {
     constexpr int kWidth = kPart == kK ? Shape::kDimQK : Shape::kDimVO;
-    const int piece = threadIdx.x % 8, first = threadIdx.x / 8;
+    // With 192 dimensions nothing of this may be kept from one step to the next.
+    const int thread = kWidth > 128 ? static_cast<int>(base(threadIdx.x)) : threadIdx.x;
+    const int piece = thread % 8, first = thread / 8;
     const int limit = each || static_cast<int>(base(key + first)) + i * kRowsOnce >= end ? 0 : dims - piece * 8;
     const KV* from = shared.at[stage][kPart][first + i * kRowsOnce] + dim + piece * 8;
 #pragma unroll

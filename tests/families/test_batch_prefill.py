@@ -256,12 +256,28 @@ def test_large_scores(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("factor", [2, 8])
-def test_maxima_that_grow(factor: int, dtype: torch.dtype, device: str) -> None:
-    """By less than what leaves the output as it is, and by more, from one key tile to the next."""
-    b = batch([(60, 1500)], dims=(128, 128), dtype=dtype, device=device)
+@pytest.mark.parametrize(("factor", "window_left"), [(2, -1), (8, -1), (64, -1), (64, 100)])
+def test_maxima_that_grow(factor: int, window_left: int, dtype: torch.dtype, device: str) -> None:
+    """From one key tile to the next, by less than what leaves the output as it is and by more."""
+    b = batch([(60, 1500), (150, 150)], heads=(2, 1), dims=(128, 128), dtype=dtype, device=device)
     b.q.mul_(factor)
-    check(b, causal=True)
+    check(b, causal=True, window_left=window_left)
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_maxima_that_grow_in_every_tile(dtype: torch.dtype, dims: tuple[int, int], device: str) -> None:
+    """By 2^3 a tile of 64 keys in one head and 2^16 in the other, and once by more than 2^256."""
+    b = batch([(70, 1500)], heads=(2, 1), dims=dims, dtype=dtype, device=device)
+    ramp = torch.linspace(0, 1, 1500, device=device).reshape(-1, 1, 1)
+    ramp[1000:] += 4
+    b = replace(b, q=b.q.abs(), k=[(b.k[0] * 0.05 + ramp).to(dtype)])
+    b.q.mul_((b.q.new_tensor([64, 320]) / dims[0] ** 0.5).reshape(-1, 1))
+    want, want_lse = b.expected(causal=True)
+    for w in planned(b, BatchPrefillWithRaggedKVCacheWrapper, causal=True):
+        out, lse = w.run(b.q, *b.ragged(b.pool.kv_layout), return_lse=True)
+        assert_close(out, want)
+        assert_close(lse, want_lse, tolerance=(1e-4, 1e-4))
 
 
 @pytest.mark.parametrize("lens", [[], [(0, 0)], [(0, 7), (0, 0)]])

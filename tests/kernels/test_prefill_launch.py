@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fi_core.prefill import ops
+from fi_core.spec.target import Target
 from kernels.mock_driver import Call, Gpu, Tensor, build_driver, launches, parameters
 
 OUT, LSE, SCHEDULE, Q, K, V, PAGES, SINKS, MASK, BOUNDS = (0x100000 * (i + 1) for i in range(10))
@@ -44,7 +45,7 @@ def prefill(tmp_path_factory: pytest.TempPathFactory) -> Any:
         arguments |= change
         capped = impl == "fa3" and float(arguments["logits_soft_cap"]) > 0  # type: ignore[arg-type]
         kind = arguments["q"].dtype
-        axes = {"q": kind, "kv": kind, "head_dim": dims[0] if impl == "fa3" else 0, "soft_cap": capped}
+        axes = {"q": kind, "kv": kind, "head_dim": 0 if impl == "fa2" else dims[0], "soft_cap": capped}
         return gpu.call("batch_prefill", axes, *arguments.values(), impl=impl)
 
     yield call
@@ -167,6 +168,31 @@ def test_tiles_launch(prefill: Prefill) -> None:
     assert (p["problem"]["mask"]["causal"], p["problem"]["mask"]["window_left"]) == (1, -1)
     narrow = Tensor(K + 2, (NUM_PAGES, PAGE, KV_HEADS, 128), "bf16")
     assert parameters(one(prefill("fa2", k=narrow)), "PrefillProblem")["problem"]["aligned"] == 0
+
+
+def test_wide_tiles_launch(prefill: Prefill) -> None:
+    """Four warps of 16 rows with all columns of the output: two units for what takes one with heads of 128."""
+    few = {"out": Tensor(OUT, (3, HEADS, 256), "bf16"), "lse": None, "q": Tensor(Q, (3, HEADS, 256), "bf16")}
+    schedule = Tensor(SCHEDULE, (ops.words(1, 3, TILE),), "i32")
+    launch = one(prefill("fa2_wide", (256, 256), **few, batch_size=1, schedule=schedule))
+    assert launch["grid"] == [2 * KV_HEADS, 1, 1] and launch["block"] == [128, 1, 1]
+
+
+@pytest.mark.parametrize("kv", ["bf16", "e4m3"])
+def test_chunks_take_no_more_shared_memory_than_the_smallest_gpu_has(kv: str) -> None:
+    axes = {"q": "bf16", "kv": kv, "head_dim": 0, "soft_cap": False}
+    unit = ops.BATCH_PREFILL.spec(Target("cuda", "86"), axes, "fa2").unit()
+    assert unit is not None and unit.entries[0].shared_bytes <= 98 * 1024, "1 KB is for what is declared statically"
+
+
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_two_blocks_of_wide_tiles_fit(head_dim: int) -> None:
+    """Where a block has 227 KB of the 228 KB of a multiprocessor, which keeps 1 KB for each block."""
+    axes = {"q": "f16", "kv": "f16", "head_dim": head_dim, "soft_cap": False}
+    unit = ops.BATCH_PREFILL.spec(Target("cuda", "90a"), axes, "fa2_wide").unit()
+    assert unit is not None and 2 * (unit.entries[0].shared_bytes + 2 * 1024) <= 228 * 1024
+    for arch in ("80", "89", "120a"):
+        assert ops.BATCH_PREFILL.explain(Target("cuda", arch), axes)["fa2_wide"], f"no room on sm_{arch}"
 
 
 def test_a_mask_takes_the_place_of_causal(prefill: Prefill) -> None:

@@ -33,7 +33,8 @@ class TileShape(NamedTuple):
         """sizeof(TileCopies::Shared), and the 128 bytes to which its start is aligned."""
         keys, rows = self.keys * (self.dim_qk + self.dim_vo), self.rows
         raw = keys if kv_bytes == 1 else 2 * 8 * kv_bytes
-        more = 16 * self.sixteens * self.threads + 32 * self.keys + 24 * rows + 2048 + 56
+        angles = 4 * self.dim_qk if self.dim_qk > 128 else 2048
+        more = 16 * self.sixteens * self.threads + 32 * self.keys + 24 * rows + angles + 68
         return round_up(2 * (rows * self.dim_qk + keys) + raw + more, 128) + 128
 
     def body(self, kernel: str, q: str, kv: str) -> str:
@@ -46,3 +47,7 @@ class TileShape(NamedTuple):
 # 7492 us, 32 keys 9437; warps of 16 rows 10258, 8 warps 8156. Of 8-bit keys, and in the kernel of single requests, a
 # few words of 64 would not stay in registers.
 TILE, TILE_OF_48 = TileShape(128, 128, 2, 4, 64, 2), TileShape(128, 128, 2, 4, 48, 2)
+# Head dims beyond 128 whole, 16-bit keys: (head_dim_qk, head_dim_vo) at most these. H200, bf16, causal: 4 ragged
+# requests of 4k, 128 heads of 192/128, take 13648 us in chunks of 128 and 8258 so (48 keys 8850); one of 8k with 16/8
+# heads of 256 3004 in chunks, 1854 so (48 keys 2024, 8 warps 1906, columns in two parts of 128 2159).
+WIDE_TILES = {192: TileShape(192, 128, 2, 4, 64, 2), 256: TileShape(256, 256, 1, 4, 64, 2)}

@@ -10,7 +10,7 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
-from fi_core.attention.tiles import MULTIPLY, TILE, TILE_OF_48
+from fi_core.attention.tiles import MULTIPLY, TILE, TILE_OF_48, WIDE_TILES
 from fi_core.errors import UnsupportedError
 from fi_core.launch.op import Launcher, target_of
 from fi_core.spec.constraint import ON_CPU, Constraint, at_least, exactly
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fi_core.decode.ops import Launch
 
 ROWS = 128  # packed query rows of a tile
+_LARGE_SHARED = (90, 100, 103)  # capabilities with 227 KB of shared memory
 _LEAST_COPY = 8  # keys that a bulk copy must bring
 _HEADER, _COUNTERS = 8, 256 * 12  # words; PrefillSchedule::kHeader, kCounters
 _WORK = 48  # bytes; sizeof(Work)
@@ -45,11 +46,13 @@ PREFILL_PLAN = Op(
 
 
 def _tiles_unit(axes: Axes) -> Unit:
-    """mma.sync for any head dim; config = (kind 0, rows a block, blocks a multiprocessor)."""
+    """mma.sync; config = (kind 0, rows a block, columns of the output, blocks a multiprocessor)."""
     q, kv = DTYPES[str(axes["q"])], DTYPES[str(axes["kv"])]
-    tile = TILE if kv.bytes == 2 else TILE_OF_48
+    head_dim = axes["head_dim"]
+    assert isinstance(head_dim, int)
+    tile = WIDE_TILES[head_dim] if head_dim else TILE if kv.bytes == 2 else TILE_OF_48
     size, body = tile.shared_bytes(kv.bytes), tile.body("prefill_tiles", q.short, kv.short)
-    entry = Entry("prefill_tiles", body, tile.threads, (0, tile.rows, tile.blocks), size, tile.blocks)
+    entry = Entry("prefill_tiles", body, tile.threads, (0, tile.rows, tile.dim_vo, tile.blocks), size, tile.blocks)
     return Unit("fi/prefill/batch_prefill.cuh", "PrefillProblem", (entry,))
 
 
@@ -130,7 +133,7 @@ BATCH_PREFILL = Op(
     "int batch_size, int tile_tokens, int kv_tokens, bool clear_rest, int kv_layout, int pos_encoding_mode, "
     "bool causal, int window_left, float logits_soft_cap, float sm_scale, float v_scale, float rope_scale, "
     "float rope_theta, bool? enable_pdl, str impl) -> ()",
-    # head_dim, soft_cap: what the Hopper kernel is compiled for; 192 has values of 128. 0 and False elsewhere.
+    # head_dim: what a kernel is compiled for, 192 with values of 128; 0: any. soft_cap: of the Hopper kernel.
     axes={
         "q": ("f16", "bf16", "f32", "e4m3", "e5m2"),
         "kv": ("f16", "bf16", "f32", "e4m3", "e5m2"),
@@ -152,6 +155,19 @@ BATCH_PREFILL = Op(
         Impl(
             "fa2",
             (*at_least(80), Constraint("q", "in", tuple(MULTIPLY)), Constraint("head_dim", "==", 0)),
+            _tiles_unit,
+        ),
+        # The same kernel with tiles that need the shared memory of these: half of 227 KB.
+        Impl(
+            "fa2_wide",
+            (
+                Constraint("device", "==", "cuda"),
+                Constraint("capability", "in", _LARGE_SHARED),
+                Constraint("q", "in", ("f16", "bf16")),
+                Constraint("kv", "in", ("f16", "bf16")),
+                Constraint("head_dim", "in", tuple(WIDE_TILES)),
+                Constraint("soft_cap", "==", False),
+            ),
             _tiles_unit,
         ),
     ),
@@ -176,10 +192,23 @@ BATCH_PREFILL = Op(
 prefill_plan = Launcher(PREFILL_PLAN, lambda schedule, *_: (schedule.get_device(),))
 
 
+@functools.cache
+def _wide_tile(device: int, dim_qk: int, dim_vo: int) -> int:
+    """The key of WIDE_TILES whose tile holds these head dims, where the device has room for it; else 0."""
+    import torch
+
+    if target_of(torch.device("cuda", device)).capability not in _LARGE_SHARED:
+        return 0
+    return next((key for key, t in WIDE_TILES.items() if dim_qk <= t.dim_qk and dim_vo <= t.dim_vo), 0)
+
+
 def _key(out, lse, schedule, workspace, q, k, v, *rest):  # type: ignore[no-untyped-def]
     impl = rest[-1]
     if impl != "fa3":
-        return q.get_device(), q.dtype, k.dtype, 0, False, impl
+        device, dims = q.get_device(), (q.shape[2], v.shape[-1])
+        if max(dims) > 128 and impl == "fa2" and k.itemsize == 2 and (wide := _wide_tile(device, *dims)):
+            return device, q.dtype, k.dtype, wide, False, "fa2_wide"
+        return device, q.dtype, k.dtype, 0, False, impl
     return q.get_device(), q.dtype, k.dtype, q.shape[2], rest[-7] > 0.0, impl
 
 

@@ -218,6 +218,7 @@ void single_attention(const Kernel& kernel, Tensor out, OptionalTensor lse, Opti
     params.workspace = workspace.data<float>();
   }
   if (qo_len == 0 || qo_heads == 0) return;
+  p.by_group = divisor(static_cast<uint32_t>(p.group));
 
   // 3 launch
   (void)few;  // says which unit is bound

@@ -111,7 +111,7 @@ void batch_decode(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor w
   params.batch = static_cast<int32_t>(batch);
   params.blocks = static_cast<int32_t>(blocks);
   params.ranges = static_cast<int32_t>(ranges);
-  params.group = divisor(static_cast<uint32_t>(p.group));
+  params.group = p.by_group = divisor(static_cast<uint32_t>(p.group));
   params.row_tiles = divisor(static_cast<uint32_t>((q_len * p.group + kDecodeRows - 1) / kDecodeRows));
   params.draft_row = p.mask.draft_row = static_cast<int32_t>(draft_row);
 

@@ -129,6 +129,7 @@ void batch_prefill(const Kernel& kernel, Tensor out, OptionalTensor lse, Tensor 
   params.rest_rows = clear_rest ? static_cast<int32_t>(rows) : 0;
   params.batch = static_cast<int32_t>(batch_size);
   if (rows == 0 || qo_heads == 0) return;
+  p.by_group = divisor(static_cast<uint32_t>(p.group));
 
   // 3 launch
   (void)impl;  // says which unit is bound

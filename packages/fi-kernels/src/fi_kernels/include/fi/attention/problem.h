@@ -3,6 +3,7 @@
 #include "fi/attention/mask.h"
 #include "fi/attention/rotary.h"
 #include "fi/attention/scores.h"
+#include "fi/divisor.h"
 #include "fi/types.h"
 
 namespace fi {
@@ -30,6 +31,7 @@ struct AttentionProblem {
   const float* scale_v;  // [kv_heads]; null: ones
   int64_t q_token, q_head, k_token, k_head, v_token, v_head, out_token, out_head;
   int32_t qo_heads, kv_heads, group, dim_qk, dim_vo;
+  Divisor by_group;
   OutType out_type;
   int32_t aligned;  // rows of q, k and v begin at multiples of 16 bytes, or of 8 if 8 elements are no more
   float out_scale;
@@ -39,7 +41,7 @@ struct AttentionProblem {
 
   FI_HOST_DEVICE int32_t rows() const { return mask.qo_len * group; }  // packed rows of one kv head
   FI_HOST_DEVICE Row row(int32_t kv_head, int32_t r) const {
-    const int32_t i = r / group;
+    const auto i = static_cast<int32_t>(divide(static_cast<uint32_t>(r), by_group));
     return {i, kv_head * group + (r - i * group)};
   }
   template <class Math>

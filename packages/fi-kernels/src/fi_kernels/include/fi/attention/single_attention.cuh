@@ -35,7 +35,7 @@ FI_DEVICE void attend_tiles(const SingleAttentionParams& params, const Variant::
   __syncthreads();
   Variant variant = begin_variant(variant_params, arguments, problem);
   Kernel kernel(problem, aligned_shared<typename Kernel::Shared, kSharedBytes>(), tile, pages);
-  kernel.attend(variant);
+  kernel.attend(variant, [] {});
   pdl_launch_dependents();
   kernel.store(variant);
 }

@@ -79,13 +79,15 @@ struct TileCopies {
     const KV* begin[2];                // the first key and the first value of the kv head
     int64_t page_stride[2], token[2];  // of keys and values, in elements
     const KV* at[2][2][kKeys];         // of two steps, keys and values: their rows
+    int begin_key, end_key;            // keys that any row sees
     int full_begin, full_end;          // keys that every row sees
+    int flags;                         // what steps have in common
     float exponent[kRows];             // from a score to an exponent of 2
     HeadScores scores[kRows];
     Row row[kRows];
     // Of each thread's rows: registers are scarce. Largest scores before they are scaled, and sums of weights.
     float most[2 * Shape::kM][kThreads], sums[2 * Shape::kM][kThreads];
-    uint64_t steps[256];  // rotary angles
+    uint64_t steps[Shape::kDimQK > 128 ? Shape::kDimQK / 2 : 256];  // rotary angles
   };
 
   const AttentionProblem& p;
@@ -147,8 +149,10 @@ struct TileCopies {
   template <TilePart kPart>
   FI_DEVICE void fetch(int i, bool each, int dim, int dims, int key, int end, int stage) const {
     constexpr int kWidth = kPart == kK ? Shape::kDimQK : Shape::kDimVO;
-    const int piece = threadIdx.x % 8, first = threadIdx.x / 8;
-    const int limit = each || key + first + i * kRowsOnce >= end ? 0 : dims - piece * 8;
+    // With 192 dimensions nothing of this may be kept from one step to the next.
+    const int thread = kWidth > 128 ? static_cast<int>(base(threadIdx.x)) : threadIdx.x;
+    const int piece = thread % 8, first = thread / 8;
+    const int limit = each || static_cast<int>(base(key + first)) + i * kRowsOnce >= end ? 0 : dims - piece * 8;
     const KV* from = shared.at[stage][kPart][first + i * kRowsOnce] + dim + piece * 8;
 #pragma unroll
     for (int line = 0; line < kWidth / 64; ++line) {

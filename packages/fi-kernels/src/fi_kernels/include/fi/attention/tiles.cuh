@@ -5,6 +5,7 @@
 #pragma once
 #include "fi/attention/softmax.h"
 #include "fi/attention/tile_copies.cuh"
+#include "fi/attention/tile_scores.cuh"
 #include "fi/attention/variant.h"
 #include "fi/cuda/exchange.cuh"
 #include "fi/cuda/math.cuh"
@@ -20,7 +21,9 @@ struct TilesKernel {
   static constexpr int kColumns = Shape::kDimVO, kEights = kKeys / 8;
   using Copies = TileCopies<T, Q, KV, Pages, Shape>;
   using Shared = typename Copies::Shared;
-  using Scores = float[kM][kEights][4];
+  static constexpr bool kChunks = Shape::kDimQK == 128;  // of head dims beyond it
+  using Rare = TileScores<Shared, Shape>;
+  using Scores = typename Rare::Scores;
 
   static constexpr int kOutColumns = 64, kOutPitch = kOutColumns + 4;  // of the output in shared memory
   static_assert(sizeof(float) * kRows * kOutPitch <= sizeof(Shared::q) + sizeof(Shared::k) + sizeof(Shared::v),
@@ -37,52 +40,68 @@ struct TilesKernel {
   FI_DEVICE TilesKernel(const AttentionProblem& p, Shared& shared, const TileOfRows& tile, const Pages& pages)
       : p(p), shared(shared), tile(tile), copies{p, shared, pages}, warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
-  FI_DEVICE void attend(Variant& variant) {
-    copies.prepare(tile);
-    const int first = shared.row[0].i, last = shared.row[tile.rows - 1].i;
-    const int begin = p.mask.first_key(first), end = p.mask.end_key(last);
-    if (threadIdx.x == 0) shared.full_begin = p.mask.first_key(last), shared.full_end = p.mask.end_key(first);
+  // ahead(): called by all threads in the first two steps, if there are as many, while copies are on their way.
+  template <class Ahead>
+  FI_DEVICE void attend(Variant& variant, Ahead&& ahead) {
+    // In warps that have nothing else to do yet.
+    if (threadIdx.x == 64) shared.flags = Steps::of(p, copies);
+    if (threadIdx.x == 96) {
+      const int first = p.row(0, tile.first).i, last = p.row(0, tile.first + tile.rows - 1).i;
+      shared.begin_key = p.mask.first_key(first), shared.end_key = p.mask.end_key(last);
+      shared.full_begin = p.mask.first_key(last), shared.full_end = p.mask.end_key(first);
+    }
     clear();
+    copies.prepare(tile);
+    const int begin = shared.begin_key, end = shared.end_key;
     if (begin >= end) return;
-    int flags = copies.each(kK) ? Steps::kEachKey : 0;
-    flags |= (copies.each(kV) ? Steps::kEachValue : 0) | (copies.finished() ? Steps::kFinished : 0);
-    flags |= (p.mask.selects() ? Steps::kSelects : 0) | (p.dim_qk > Shape::kDimQK ? Steps::kWide : 0);
-    const Steps steps{static_cast<int>(base(flags)), end};  // base: flags stay in one register
-    int stage = 0;
-    copies.locate(copies.page(begin, end), begin, end, 0);
+    Steps steps{static_cast<int>(base(shared.flags))};
+    const int first_page = copies.page(begin, end);
     copies.stage_q(0, tile.rows);
+    copies.locate(first_page, begin, end, 0);
     __syncthreads();
     fetch_keys(steps, 0, begin, 0);
 #pragma unroll 1
-    for (int key = begin; key < end; key += kKeys) {
-      const bool masked = key < shared.full_begin || key + kKeys > shared.full_end;
-      const int page = copies.page(key + kKeys, end);
+    for (int key = begin; key < shared.end_key; key += kKeys) {
+      steps.set(Steps::kMasked, key < shared.full_begin || key + kKeys > shared.full_end);
+      const int stage = steps.stage();
+      int page = copies.page(key + kKeys, shared.end_key);
+      if (steps.ask()) ahead();
       cp_async_wait<0>();
-      copies.template land<kK>(steps.is(Steps::kEachKey), 0, p.dim_qk, key, end, stage);
+      copies.template land<kK>(steps.is(Steps::kEachKey), 0, p.dim_qk, key, shared.end_key, stage);
       __syncthreads();  // keys are there, and values of the step before have been used
-      Scores s = {};
-      // Values are sent for during the products of keys, and where the next keys lie is found out.
-      multiply_keys(s, p.dim_qk, [&](int step) {
-        if (step < Copies::kFetches)
-          copies.template fetch<kV>(step, steps.is(Steps::kEachValue), tile.column, columns(), key, end, stage);
-        if (step == 3) cp_async_commit(), copies.locate(page, key + kKeys, end, stage ^ 1);
-      });
-      if (steps.is(Steps::kWide)) multiply_more_keys(s, steps, key, stage);
-      cp_async_wait<0>();
-      copies.template land<kV>(steps.is(Steps::kEachValue), tile.column, columns(), key, end, stage);
-      __syncthreads();  // values are there, and keys have been used
-      stage ^= 1;
-      if (Variant::kCustom || masked || steps.is(Steps::kRare)) {  // one branch around all that is rare
-        if (steps.is(Steps::kWide)) copies.stage_q(0, tile.rows);
-        if constexpr (Variant::kCustom)
-          transform(key, end, s, variant);
-        else if (steps.is(Steps::kFinished))
-          finish(key, s);
-        if (steps.is(Steps::kSelects)) select(key, s);
-        if (!Variant::kCustom && masked) hide(key, s);
+      Scores s;
+#pragma unroll 1
+      while (true) {
+        clear(s);
+        // Values are sent for during the products of keys, and where the next keys lie is found out.
+        multiply_keys(s, p.dim_qk, [&](int step) {
+          if (step < Copies::kFetches)
+            copies.template fetch<kV>(step, steps.is(Steps::kEachValue), tile.column, columns(), key, shared.end_key,
+                                      stage);
+          if (step == 3) cp_async_commit(), copies.locate(page, key + kKeys, shared.end_key, stage ^ 1);
+        });
+        if (Variant::kCustom || steps.is(Steps::kExact) || weigh(s)) break;
+        steps.set(Steps::kSearch, true);  // once more, by this warp: the keys still lie there
+        page = copies.page(key + kKeys, shared.end_key);
       }
-      fetch_keys(steps, 0, key + kKeys, stage);
-      if constexpr (Variant::kSoftmax) soften(s);
+      if (kChunks && steps.is(Steps::kWide)) multiply_more_keys(s, steps, key, stage);
+      cp_async_wait<0>();
+      copies.template land<kV>(steps.is(Steps::kEachValue), tile.column, columns(), key, shared.end_key, stage);
+      __syncthreads();  // values are there, and keys have been used
+      steps.set(Steps::kStage, stage == 0);
+      if (Variant::kCustom || steps.is(Steps::kRare)) {  // one branch around all that is rare
+        if (kChunks && steps.is(Steps::kWide)) copies.stage_q(0, tile.rows);
+        const Rare rare{p, shared, tile, warp, lane};
+        if constexpr (Variant::kCustom)
+          rare.transform(key, shared.end_key, s, variant);
+        else if (steps.is(Steps::kFinished))
+          rare.finish(key, s);
+        if (steps.is(Steps::kSelects)) rare.select(key, s);
+        if (!Variant::kCustom && steps.is(Steps::kMasked)) rare.hide(key, s);
+      }
+      fetch_keys(steps, 0, key + kKeys, steps.stage());
+      if (Variant::kSoftmax && (Variant::kCustom || steps.is(Steps::kExact))) soften(s);
+      steps.set(Steps::kSearch, false);
       multiply_values(s, columns());
     }
     cp_async_wait<0>();  // the last step sent for keys too, of which there are none
@@ -91,32 +110,40 @@ struct TilesKernel {
   // Normalises, and writes the rows through shared memory: whole lines, whatever the dtype. sinks: [qo_heads], or null.
   FI_DEVICE void store(Variant& variant, const float* sinks = nullptr) {
     float* const staged = reinterpret_cast<float*>(&shared) + warp * 16 * kM * kOutPitch;  // of this warp's rows
-    const float scale = p.value_scale(tile.kv_head);
     const OutType type = p.out_type;
     const int bytes = out_bytes(type), rows = tile.rows, width = columns();
     const int64_t out_token = p.out_token, out_head = p.out_head;
+    // Each step for all rows, so that none waits for what another one does first.
+    float d[kM][2], m[kM][2], factor[kM][2];
+    for_rows([&](int x, int half) {
+      d[x][half] = sum(x, half), m[x][half] = most(x, half) * exponent_scale(x, half);
+      factor[x][half] = p.value_scale(tile.kv_head);
+    });
+    for_rows([&](int x, int half) { d[x][half] += __shfl_xor_sync(0xffffffffu, d[x][half], 1); });
+    for_rows([&](int x, int half) { d[x][half] += __shfl_xor_sync(0xffffffffu, d[x][half], 2); });
+    if (sinks) {
+      for_rows([&](int x, int half) {
+        factor[x][half] *= add_sink<CudaMath>(sinks[shared.row[place(x, half)].head], m[x][half], d[x][half]);
+      });
+    }
+    for_rows([&](int x, int half) {
+      const auto output = variant.end(shared.row[place(x, half)], m[x][half], d[x][half], factor[x][half]);
 #pragma unroll
-    for (int x = 0; x < kM; ++x)
+      for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float d = sum(x, half);
-        d += __shfl_xor_sync(0xffffffffu, d, 1);
-        d += __shfl_xor_sync(0xffffffffu, d, 2);
-        float m = most(x, half) * exponent_scale(x, half);
+        for (int c = half * 2; c < half * 2 + 2; ++c) o[x][n][c] = output(o[x][n][c]);
+    });
+    if (p.lse && tile.column == 0 && lane % 4 == 0) {
+      for_rows([&](int x, int half) {
         const Row at = shared.row[place(x, half)];
-        float factor = scale;
-        if (sinks) factor *= add_sink<CudaMath>(sinks[at.head], m, d);
-        const auto output = variant.end(at, m, d, factor);
-#pragma unroll
-        for (int n = 0; n < kColumns / 8; ++n)
-#pragma unroll
-          for (int c = half * 2; c < half * 2 + 2; ++c) o[x][n][c] = output(o[x][n][c]);
-        if (p.lse && tile.column == 0 && lane % 4 == 0 && place(x, half) < tile.rows)
-          p.lse[static_cast<int64_t>(at.i) * p.qo_heads + at.head] = softmax_lse<CudaMath>(m, d);
-      }
+        if (place(x, half) < rows)
+          p.lse[static_cast<int64_t>(at.i) * p.qo_heads + at.head] = softmax_lse<CudaMath>(m[x][half], d[x][half]);
+      });
+    }
     constexpr OutType kOwn = IsHalf<T>::value ? OutType::kF16 : OutType::kBF16;
     const auto alignment = reinterpret_cast<uint64_t>(p.out) | (out_token | out_head) * sizeof(T);
     if (type == kOwn && alignment % 16 == 0) return store_own(width);
+    const int lane = static_cast<int>(base(threadIdx.x)) % 32;  // nothing is kept for this over the steps
     __syncthreads();
 #pragma unroll
     for (int from = 0; from < kColumns; from += kOutColumns) {
@@ -165,13 +192,50 @@ struct TilesKernel {
       }
   }
 
-  // What all steps have in common, in registers: a branch should not wait for memory.
+  // What steps have in common, and what one of them is, in one register: a branch should not wait for memory.
   struct Steps {
-    enum Flag { kEachKey = 1, kEachValue = 2, kFinished = 4, kSelects = 8, kWide = 16, kRare = 4 | 8 | 16 };
-    int flags, end;
-    FI_DEVICE bool is(Flag flag) const { return flags & flag; }
+    enum Flag {
+      kEachKey = 1,
+      kEachValue = 2,
+      kFinished = 4,
+      kSelects = 8,
+      kWide = 16,
+      kMasked = 32,  // in this step there are keys that a row does not see
+      kRare = kFinished | kSelects | kWide | kMasked,
+      kSearch = 64,  // for new maxima: in the first step, and where weights turned out to be large
+      kExact = kRare | kSearch,
+      kStage = 128,  // of the addresses of this step's keys
+      kAsk = 3 << 8  // how often to ask ahead
+    };
+    int flags;
+
+    FI_DEVICE static int of(const AttentionProblem& p, const Copies& copies) {
+      int flags = kSearch | 2 << 8;
+      if (copies.each(kK)) flags |= kEachKey;
+      if (copies.each(kV)) flags |= kEachValue;
+      if (copies.finished()) flags |= kFinished;
+      if (p.mask.selects()) flags |= kSelects;
+      if (p.dim_qk > Shape::kDimQK) flags |= kWide;
+      return flags;
+    }
+    FI_DEVICE bool is(int flag) const { return flags & flag; }
+    // base: the compiler keeps no copies of what flags were before.
+    FI_DEVICE void set(int flag, bool on) { flags = static_cast<int>(base((flags & ~flag) | (on ? flag : 0))); }
+    FI_DEVICE int stage() const { return (flags & kStage) != 0; }
+    FI_DEVICE bool ask() {
+      const bool now = flags & kAsk;
+      if (now) flags -= kAsk & -kAsk;
+      return now;
+    }
   };
 
+  template <class Do>
+  FI_DEVICE static void for_rows(Do&& act) {  // of a lane
+#pragma unroll
+    for (int x = 0; x < kM; ++x)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) act(x, half);
+  }
   FI_DEVICE int place(int x, int half) const { return (warp * kM + x) * 16 + half * 8 + lane / 4; }  // in the tile
   FI_DEVICE float& most(int x, int half) const { return shared.most[2 * x + half][threadIdx.x]; }
   FI_DEVICE float& sum(int x, int half) const { return shared.sums[2 * x + half][threadIdx.x]; }
@@ -191,7 +255,7 @@ struct TilesKernel {
   }
 
   FI_DEVICE void fetch_keys(const Steps& steps, int dim, int key, int stage) const {
-    copies.template fetch_all<kK>(steps.is(Steps::kEachKey), dim, p.dim_qk - dim, key, steps.end, stage);
+    copies.template fetch_all<kK>(steps.is(Steps::kEachKey), dim, p.dim_qk - dim, key, shared.end_key, stage);
   }
   // The dimensions beyond the first ones, in their place, as those of queries.
   FI_DEVICE void multiply_more_keys(Scores& s, const Steps& steps, int key, int stage) {
@@ -201,105 +265,10 @@ struct TilesKernel {
       copies.stage_q(dim, tile.rows);
       fetch_keys(steps, dim, key, stage);
       cp_async_wait<0>();
-      copies.template land<kK>(steps.is(Steps::kEachKey), dim, p.dim_qk - dim, key, steps.end, stage);
+      copies.template land<kK>(steps.is(Steps::kEachKey), dim, p.dim_qk - dim, key, shared.end_key, stage);
       __syncthreads();
       multiply_keys(s, p.dim_qk - dim, [](int) {});
     }
-  }
-
-  // Products become scores in base 2: scale, soft cap, ALiBi.
-  FI_DEVICE void finish(int key, Scores& s) const {
-    const float cap = p.scores.cap();
-#pragma unroll
-    for (int x = 0; x < kM; ++x)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const HeadScores& head = shared.scores[place(x, half)];
-        const float scale = head.scale, slope = head.slope;
-        const int distance = key + lane % 4 * 2 - shared.row[place(x, half)].i;
-#pragma unroll
-        for (int n = 0; n < kEights; ++n)
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            float& y = s[x][n][half * 2 + c];
-            y *= scale;
-            if (cap > 0.f) y = cap * CudaMath::tanh(y);
-            y += slope * static_cast<float>(distance + n * 8 + c);
-          }
-      }
-  }
-
-  // Products become the scores of a variant, for the keys that each row sees.
-  FI_DEVICE void transform(int key, int end, Scores& s, Variant& variant) const {
-#pragma unroll
-    for (int x = 0; x < kM; ++x)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const Row row = shared.row[place(x, half)];
-        const int from = p.mask.first_key(row.i), to = place(x, half) < tile.rows ? min(end, p.mask.end_key(row.i)) : 0;
-#pragma unroll
-        for (int n = 0; n < kEights; ++n)
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const int j = key + n * 8 + lane % 4 * 2 + c;
-            float& y = s[x][n][half * 2 + c];
-            y = j >= from && j < to ? variant.score(y, row, tile.kv_head, j) : Variant::kHidden;
-          }
-      }
-  }
-
-  // Keys that a custom mask or an items mask hides.
-  FI_DEVICE void select(int key, Scores& s) const {
-    const bool bits = p.mask.custom && p.mask.custom_packed && !p.mask.draft && !p.mask.items;
-#pragma unroll
-    for (int x = 0; x < kM; ++x)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int i = shared.row[place(x, half)].i, first = key + lane % 4 * 2;
-        const unsigned kept = bits ? kept_bits(i, first) : kept_keys(i, first);
-#pragma unroll
-        for (int e = 0; e < 2 * kEights; ++e)
-          if (!(kept >> e & 1)) s[x][e / 2][half * 2 + e % 2] = Variant::kHidden;
-      }
-  }
-  // Which of two keys of each eight from `first` on row i sees.
-  FI_DEVICE unsigned kept_keys(int i, int first) const {
-    unsigned kept = 0;
-#pragma unroll 1
-    for (int e = 0; e < 2 * kEights; ++e) {
-      const int j = first + e / 2 * 8 + e % 2;
-      if (j < p.mask.kv_len && p.mask.keeps(i, j)) kept |= 1u << e;
-    }
-    return kept;
-  }
-  // The same of a packed custom mask alone: two bits of bytes that follow each other, or of two bytes.
-  FI_DEVICE unsigned kept_bits(int i, int first) const {
-    const int64_t row = i * p.mask.custom_row, bit = row + first, last = (row + p.mask.kv_len - 1) >> 3;
-    const auto read = [&](int64_t at) { return at <= last ? static_cast<unsigned>(p.mask.custom[at]) : 0u; };
-    unsigned kept = 0, here = read(bit >> 3);
-#pragma unroll 1
-    for (int n = 0; n < kEights; ++n) {
-      const unsigned next = read((bit >> 3) + n + 1);
-      kept |= ((next << 8 | here) >> (bit & 7) & 3) << 2 * n;
-      here = next;
-    }
-    return kept;
-  }
-
-  // Keys outside of what causal and window leave to each of this lane's rows.
-  FI_DEVICE void hide(int key, Scores& s) const {
-#pragma unroll
-    for (int x = 0; x < kM; ++x)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int i = shared.row[place(x, half)].i, column = key + lane % 4 * 2;
-        const int from = p.mask.first_key(i) - column, to = p.mask.end_key(i) - column;
-#pragma unroll
-        for (int n = 0; n < kEights; ++n)
-#pragma unroll
-          for (int c = 0; c < 2; ++c)
-            if (n * 8 + c < from || n * 8 + c >= to) s[x][n][half * 2 + c] = kMinusInf;
-      }
   }
 
   // s += q k over the staged dimensions. Keys are read two products ahead, queries one step of 16 dimensions.
@@ -336,11 +305,54 @@ struct TilesKernel {
     }
   }
 
-  // Scores become weights; maxima, sums and o take the new maximum. Four lanes share a row, of whose sum each has a
-  // part.
+  FI_DEVICE static void clear(Scores& s) {
+#pragma unroll
+    for (int x = 0; x < kM; ++x)
+#pragma unroll
+      for (int n = 0; n < kEights; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) s[x][n][c] = 0.f;
+  }
+
+  // Scores become weights relative to the maxima there are, of which a row's scores may be up to 2^kRoom times as
+  // large: in 16 bits those are as exact as weights up to 1. Sums tell whether any is larger; then they are not added,
+  // and the answer is false.
+  static constexpr float kRoom = 8.f, kLargestSum = 2 * kEights * 256.f;
+  FI_DEVICE bool weigh(Scores& s) {
+    float sums[kM][2];
+    bool small = true;
+#pragma unroll
+    for (int x = 0; x < kM; ++x)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float scale = exponent_scale(x, half);
+        sums[x][half] = weigh_row(s, x, half, scale, most(x, half) * scale);
+        small &= sums[x][half] <= kLargestSum;  // NaN: without a key so far, or of an infinite score
+      }
+    if (!__all_sync(0xffffffffu, small)) return false;
+#pragma unroll
+    for (int x = 0; x < kM; ++x)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) sum(x, half) += sums[x][half];
+    return true;
+  }
+  FI_DEVICE static float weigh_row(Scores& s, int x, int half, float scale, float base) {
+    float a = 0.f, b = 0.f;
+#pragma unroll
+    for (int n = 0; n < kEights; ++n) {
+      float &y = s[x][n][half * 2], &z = s[x][n][half * 2 + 1];
+      y = exp2_approx(fmaf(y, scale, -base));
+      z = exp2_approx(fmaf(z, scale, -base));
+      a += y, b += z;
+    }
+    return a + b;
+  }
+
+  // The same with new maxima where they have grown by more than 2^kRoom, which sums and o take too. Four lanes share a
+  // row, of whose sum each has a part.
   FI_DEVICE void soften(Scores& s) {
     float top[kM][2];
-    bool moved = false;
+    bool grown = false;
 #pragma unroll
     for (int x = 0; x < kM; ++x)
 #pragma unroll
@@ -352,15 +364,16 @@ struct TilesKernel {
         a = fmaxf(a, __shfl_xor_sync(0xffffffffu, a, 1));
         a = fmaxf(a, __shfl_xor_sync(0xffffffffu, a, 2));
         const float before = most(x, half);
-        top[x][half] = fmaxf(a, before);
-        moved |= top[x][half] != before;
+        top[x][half] = (a - before) * exponent_scale(x, half) <= kRoom ? before : fmaxf(a, before);
+        grown |= top[x][half] != before;
       }
-    if (__any_sync(0xffffffffu, moved)) {  // mostly not: maxima come early
+    if (__any_sync(0xffffffffu, grown)) {
 #pragma unroll
       for (int x = 0; x < kM; ++x)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float factor = exp2_approx((most(x, half) - softmax_base(top[x][half])) * exponent_scale(x, half));
+          const float before = most(x, half), scale = exponent_scale(x, half);
+          const float factor = top[x][half] == before ? 1.f : exp2_approx((before - top[x][half]) * scale);
           most(x, half) = top[x][half];
           sum(x, half) *= factor;
 #pragma unroll
@@ -371,16 +384,8 @@ struct TilesKernel {
     for (int x = 0; x < kM; ++x)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float scale = exponent_scale(x, half), base = softmax_base(top[x][half]) * scale;
-        float a = 0.f, b = 0.f;
-#pragma unroll
-        for (int n = 0; n < kEights; ++n) {
-          float &y = s[x][n][half * 2], &z = s[x][n][half * 2 + 1];
-          y = exp2_approx(fmaf(y, scale, -base));
-          z = exp2_approx(fmaf(z, scale, -base));
-          a += y, b += z;
-        }
-        sum(x, half) += a + b;
+        const float scale = exponent_scale(x, half);
+        sum(x, half) += weigh_row(s, x, half, scale, softmax_base(top[x][half]) * scale);
       }
   }
 

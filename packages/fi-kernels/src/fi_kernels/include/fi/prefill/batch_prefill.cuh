@@ -1,6 +1,7 @@
 // Batch prefill on sm_80 and later: persistent blocks take tiles of packed query rows from the schedule.
 #pragma once
 #include "fi/attention/tiles.cuh"
+#include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/prefill/prefill_problem.h"
 
 namespace fi {
@@ -15,8 +16,45 @@ FI_DEVICE void zero(void* data, int64_t at, int bytes) {
     static_cast<uint32_t*>(data)[at] = 0;
 }
 
-// Units of work are parts of an item of as many rows as a tile has, for one kv head and Shape::kDimVO columns of the
-// output: items slowest, so that the longest come first. Blocks take them from a counter.
+// Units of work are parts of an item of as many rows as a tile has, for one kv head and some columns of the output:
+// items slowest, so that the longest come first.
+struct PrefillUnits {
+  int count, kv_heads, parts, columns;
+};
+
+// A unit that a block has taken, and what the schedule says of it: asked for while the block is busy.
+struct ComingUnit {
+  PrefillRequest request;
+  PrefillItem item;
+  int unit, kv_head, part, column;
+  int asked;  // how many of the two questions
+
+  // By one thread, whose copies must have landed before it asks on.
+  FI_DEVICE void ask(const PrefillSchedule& schedule, const PrefillUnits& units) {
+    if (asked == 0) {
+      unit = atomicAdd(&schedule.header->next, 1);
+      if (unit < units.count) cp_async_8(&item, &schedule.items[place(units)]);
+    } else if (unit < units.count) {
+      cp_async_16(&request, &schedule.requests[item.request]);
+    }
+    cp_async_commit();
+    ++asked;
+  }
+
+ private:
+  FI_DEVICE int place(const PrefillUnits& units) {  // of the item
+    int at = unit;
+    part = column = 0;
+    if (units.parts * units.columns > 1) {
+      column = at % units.columns, at /= units.columns;
+      part = at % units.parts, at /= units.parts;
+    }
+    kv_head = at % units.kv_heads;
+    return at / units.kv_heads;
+  }
+};
+
+// Blocks take units from a counter.
 template <class T, class Q, class KV, class Shape, int kSharedBytes>
 FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Arguments& arguments = {}) {
   using Kernel = TilesKernel<T, Q, KV, PagedTokens, Shape>;
@@ -25,26 +63,34 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Argume
   __shared__ Variant::Params variant_params;
   __shared__ PagedTokens pages;
   __shared__ TileOfRows tile;
+  __shared__ ComingUnit coming;
   // Shared, for there are no registers to keep them over the loop.
-  __shared__ int item_rows, parts, columns, units, unit;
+  __shared__ PrefillUnits units;
+  __shared__ int item_rows, unit;
   pdl_wait();
   const AttentionProblem& common = params.problem;
   if (threadIdx.x == 0) {
     item_rows = params.schedule.header->tile_tokens * common.group;
-    parts = (item_rows + Kernel::kRows - 1) / Kernel::kRows;
-    columns = (common.dim_vo + Kernel::kColumns - 1) / Kernel::kColumns;
-    units = params.schedule.header->items * common.kv_heads * parts * columns;
-    unit = atomicAdd(&params.schedule.header->next, 1);
+    const int parts = (item_rows + Kernel::kRows - 1) / Kernel::kRows;
+    const int columns = (common.dim_vo + Kernel::kColumns - 1) / Kernel::kColumns;
+    units = {params.schedule.header->items * common.kv_heads * parts * columns, common.kv_heads, parts, columns};
+    coming.asked = 0;
     problem = common;
   }
+  const auto ask = [&] {
+    if (threadIdx.x == 0) coming.ask(params.schedule, units);
+  };
 #pragma unroll 1
   while (true) {
     if (threadIdx.x == 0) {
+#pragma unroll 1
+      while (coming.asked < 2) ask(), cp_async_wait<0>();
       tile.rows = 0;
-      if (unit < units) {
-        const int part = unit / columns % parts, at = unit / columns / parts;
-        const PrefillItem item = params.schedule.items[at / common.kv_heads];
-        const PrefillRequest request = params.schedule.requests[item.request];
+      unit = coming.unit;
+      coming.asked = 0;
+      if (unit < units.count) {
+        const PrefillItem item = coming.item;
+        const PrefillRequest request = coming.request;
         params.become(problem, item.request, request, sizeof(Q), sizeof(KV), out_bytes(common.out_type));
         variant_params.set(arguments, problem);
         // Ragged keys are one long page, whose number does not matter.
@@ -53,21 +99,18 @@ FI_DEVICE void prefill_tiles(const PrefillProblem& params, const Variant::Argume
           pages = {params.pages + request.kv_begin, params.page_size, params.k_page, params.v_page};
         else
           pages = {&params.schedule.header->items, longest, 0, 0};
-        const int begin = item.tile * item_rows, first = begin + part * Kernel::kRows;
+        const int begin = item.tile * item_rows, first = begin + coming.part * Kernel::kRows;
         const int rows = min(Kernel::kRows, min(begin + item_rows, problem.rows()) - first);
-        tile = {item.request, at % common.kv_heads, first, rows, unit % columns * Kernel::kColumns};
+        tile = {item.request, coming.kv_head, first, rows, coming.column * Kernel::kColumns};
       }
     }
     __syncthreads();
-    if (unit >= units) break;
+    if (unit >= units.count) break;
     Kernel kernel(problem, shared, tile, pages);
     Variant variant(variant_params, tile.request);
-    if (tile.rows > 0) kernel.attend(variant);
-    int next = 0;
-    if (threadIdx.x == 0) next = atomicAdd(&params.schedule.header->next, 1);  // the answer comes during the output
+    if (tile.rows > 0) kernel.attend(variant, ask);
     if (tile.rows > 0) kernel.store(variant, params.sinks);
     __syncthreads();
-    if (threadIdx.x == 0) unit = next;
   }
   const PrefillRest rest = PrefillRest::of(params.rest_rows, params.batch, params.schedule.requests);
   for (int i = blockIdx.x; i < rest.count(); i += gridDim.x)

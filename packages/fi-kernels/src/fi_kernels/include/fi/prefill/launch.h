@@ -124,9 +124,9 @@ inline void launch_batch_prefill(const Kernel& kernel, const PrefillProblem& pro
   config.pdl = pdl;
   if (entry.config[0] == kPrefillTilesKind) {
     const int64_t rows = entry.config[1], parts = (int64_t{problem.tile_tokens} * p.group + rows - 1) / rows;
-    const int64_t blocks = units(problem.tile_tokens) * parts * ((p.dim_vo + 127) / 128);
+    const int64_t blocks = units(problem.tile_tokens) * parts * ((p.dim_vo + entry.config[2] - 1) / entry.config[2]);
     FI_CHECK(blocks <= 0x7fffffff, ValueError, "q is too large: %s", q.shape_str().c_str());
-    config.grid_x = std::min(blocks, multiprocessors * entry.config[2]);
+    config.grid_x = std::min(blocks, multiprocessors * entry.config[3]);
     kernel.launch(entry, config, q.device(), problem, extras.data());
     return;
   }

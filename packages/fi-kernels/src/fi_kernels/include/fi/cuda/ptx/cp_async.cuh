@@ -20,6 +20,9 @@ FI_DEVICE void cp_async_8(unsigned shared, const void* global, bool valid = true
                "r"(valid ? 8 : 0)
                : "memory");
 }
+FI_DEVICE void cp_async_8(void* shared, const void* global) {
+  cp_async_8(static_cast<unsigned>(__cvta_generic_to_shared(shared)), global);
+}
 // Closes a group of this thread's copies.
 FI_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most kPending of this thread's groups are on their way.

@@ -13,6 +13,9 @@
 #include "fi/prefill/producers_sm90.cuh"
 #include "fi/prefill/tile_softmax_sm90.cuh"
 
+#ifndef FI_V
+#define FI_V 1
+#endif
 namespace fi {
 
 // Weights are rounded to e4m3 as well, times 256 so that the small ones are not lost; their sum takes them unrounded.
@@ -26,7 +29,7 @@ struct PrefillFp8Kernel {
   static constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
   // A block begins with 128 registers a thread; more would wait for ever.
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 4 * 128, "registers");
-  static constexpr float kOffset = 8.f;  // log2 of what weights are multiplied by; e4m3 ends at 448
+  static constexpr float kOffset = FI_V > 0 ? 6.f : 8.f;  // log2 of what weights are multiplied by; e4m3 ends at 448
 
   // Tiles in the 128-byte swizzle, [rows][128]. Transposed values in the 32-byte swizzle, [keys / 32][columns][32],
   // with keys and columns in the order that `transpose` says.
@@ -222,10 +225,53 @@ struct PrefillFp8Kernel {
       shared.q_full[use % 2].wait(use / 2 % 2);
       for (int j = end - 1; j >= begin; --j, ++step) {
         const unsigned key_stage = step % kKeyStages, stage = step % kColumnStages;
+        const uint64_t kk = wgmma_uniform(wgmma_further(k, key_stage * sizeof(shared.k[0])));
+        const uint64_t vv = wgmma_uniform(wgmma_further(v, stage * sizeof(shared.columns[0])));
+        shared.k_full[key_stage].wait(step / kKeyStages % 2);
+#if FI_V > 0
+        if (j >= clear_begin && j < clear_end && j < end - 1) {
+          float s[kKeys / 2], part[kDim / 2];
+          unsigned weights[kKeys / 32][4];
+          multiply_keys(s, q, kk);
+          wgmma_wait<0>();
+          wgmma_keep(s);
+          if (kCapped) {
+#pragma unroll
+            for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * scale[i / 2 % 2]);
+          }
+          const float sc[2] = {kCapped ? p.cap : scale[0], kCapped ? p.cap : scale[1]};
+          const float sums[2] = {weigh(s, 0, sc[0], m[0] * sc[0] - kOffset), weigh(s, 1, sc[1], m[1] * sc[1] - kOffset)};
+          pack(s, weights);
+          bool large = false;
+#if FI_V != 5
+          unsigned top = 0;
+#pragma unroll
+          for (int i = 0; i < kKeys / 32; ++i) {
+            top |= (weights[i][0] + 0x02020202u) | (weights[i][1] + 0x02020202u);
+            top |= (weights[i][2] + 0x02020202u) | (weights[i][3] + 0x02020202u);
+          }
+          large = barrier_any(1 + group, 128, top & 0x80808080u);
+#endif
+          if (!large) {
+            d[0] += sums[0], d[1] += sums[1];
+            if (thread == 0) {
+              shared.k_empty[key_stage].arrive();
+              if (j == begin) shared.q_empty[use % 2].arrive();
+            }
+            shared.columns_full[stage].wait(step / kColumnStages % 2);
+            multiply_values(part, weights, vv);
+            wgmma_wait<0>();
+            wgmma_keep(part);
+            if (thread == 0) shared.columns_empty[stage].arrive();
+#pragma unroll
+            for (int i = 0; i < kDim / 2; ++i) o[i] += part[i];
+            continue;
+          }
+        }
+#endif
         float s[kKeys / 2], part[kDim / 2];
         unsigned weights[kKeys / 32][4];
-        shared.k_full[key_stage].wait(step / kKeyStages % 2);
-        multiply_keys(s, q, wgmma_uniform(wgmma_further(k, key_stage * sizeof(shared.k[0]))));
+        multiply_keys(s, q, kk);
         wgmma_wait<0>();
         wgmma_keep(s);
         if (thread == 0) {
@@ -237,10 +283,10 @@ struct PrefillFp8Kernel {
           for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * scale[i / 2 % 2]);
         }
         if (j < clear_begin || j >= clear_end) hide_keys(p, s, shared.work[use % 2], row, j * kKeys + lane % 4 * 2);
-        tile_softmax(s, {kCapped ? p.cap : scale[0], kCapped ? p.cap : scale[1]}, kOffset, 0.f, m, d, alpha);
+        tile_softmax<false>(s, {kCapped ? p.cap : scale[0], kCapped ? p.cap : scale[1]}, kOffset, p.room * 0.f, m, d, alpha);
         pack(s, weights);
         shared.columns_full[stage].wait(step / kColumnStages % 2);
-        multiply_values(part, weights, wgmma_uniform(wgmma_further(v, stage * sizeof(shared.columns[0]))));
+        multiply_values(part, weights, vv);
         wgmma_wait<0>();
         wgmma_keep(part);
         if (thread == 0) shared.columns_empty[stage].arrive();

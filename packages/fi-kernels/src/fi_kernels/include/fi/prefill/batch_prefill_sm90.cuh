@@ -12,6 +12,9 @@
 #include "fi/prefill/producers_sm90.cuh"
 #include "fi/prefill/tile_softmax_sm90.cuh"
 
+#ifndef FI_V
+#define FI_V 1
+#endif
 namespace fi {
 
 // Rows r = token * group + head of the group: a tile reads each key once for all heads that share it.
@@ -161,16 +164,27 @@ struct PrefillKernel {
                         group,
                         row,
                         j < clear_begin || j >= clear_end,
+                        j < clear_begin || j >= clear_end || j == end - 1 || j == seen_end - 1,
                         ahead,
                         j == begin ? q_stage : -1};
         if (j >= seen_end || j < seen_begin) {
           pass(step);
           ahead = false;
-        } else if (kHalf > 0 && j == seen_end - 1 && half) {
-          take<kHalf ? kHalf : kKeys>(step, o, m, d, tile.request.kv_len - j * kKeys);
-          ahead = kAhead;
         } else {
-          take<kKeys>(step, o, m, d, tile.request.kv_len - j * kKeys);
+#if FI_V > 0
+          bool done = false, tried = !step.careful;
+          if (tried) done = take_simply(step, o, m, d);
+          if (!done) {
+            const bool ahead2 = ahead && !tried;
+#else
+          {
+            const bool ahead2 = ahead;
+#endif
+            if (kHalf > 0 && j == seen_end - 1 && half)
+              take<kHalf ? kHalf : kKeys>(step, ahead2, o, m, d, tile.request.kv_len - j * kKeys);
+            else
+              take<kKeys>(step, ahead2, o, m, d, tile.request.kv_len - j * kKeys);
+          }
           ahead = kAhead;
         }
         if (++stage == kStages) stage = 0, parity ^= 1;
@@ -198,7 +212,7 @@ struct PrefillKernel {
   struct Step {
     uint64_t q, k, v;
     int work, tile, stage, parity, group, row;
-    bool masked, ahead;
+    bool masked, careful, ahead;
     int last_of;  // stage of the queries, if this is the last that needs them, else -1
   };
 
@@ -216,9 +230,67 @@ struct PrefillKernel {
     }
   }
 
+#if FI_V > 0
+  // As `take`, without looking for maxima: relative to those there are. False, and nothing but the scores computed, if
+  // weights come out too large for that; the same for all of the group.
+  FI_DEVICE bool take_simply(const Step& step, float (&o)[kDimVO / 2], const float (&m)[2], float (&d)[2]) const {
+    const float scale = kCapped ? p.cap : p.scale;
+    float s[kKeys / 2];
+    unsigned weights[kKeys / 16][4];
+    shared.k_full[step.stage].wait(step.parity);
+    multiply_keys(s, step.q, step.k);
+    wgmma_wait<0>();
+    wgmma_keep(s);
+    if (kAhead) wgmma_keep(o);
+    if (kAhead && step.ahead && threadIdx.x % 128 == 0) shared.v_empty[before(step.stage)].arrive();
+    cap(s);
+#if FI_V == 3
+    float sums[2], parts[4] = {0.f, 0.f, 0.f, 0.f};
+    const float less[2] = {m[0] * scale, m[1] * scale};
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) {
+      s[i] = exp2_approx(fmaf(s[i], scale, -less[i / 2 % 2]));
+      parts[i % 4] += s[i];
+    }
+    sums[0] = parts[0] + parts[1], sums[1] = parts[2] + parts[3];
+#else
+    const float sums[2] = {weigh(s, 0, scale, m[0] * scale), weigh(s, 1, scale, m[1] * scale)};
+#endif
+#if FI_V != 2
+    pack(s, weights);
+#endif
+#if FI_V != 5
+    if (barrier_any(1 + step.group, 128, !(sums[0] <= kMostWeight && sums[1] <= kMostWeight))) return false;
+#endif
+#if FI_V == 2
+    pack(s, weights);
+#endif
+    d[0] += sums[0], d[1] += sums[1];
+    release_keys(step);
+    shared.v_full[step.stage].wait(step.parity);
+    multiply_values(o, weights, step.v);
+    end_values(step, o);
+    return true;
+  }
+#endif
+
+  FI_DEVICE void release_keys(const Step& step) const {
+    if (threadIdx.x % 128 == 0) {
+      shared.k_empty[step.stage].arrive();
+      if (step.last_of >= 0) shared.q_empty[step.last_of].arrive();
+    }
+  }
+  FI_DEVICE void end_values(const Step& step, float (&o)[kDimVO / 2]) const {
+    if (!kAhead) {
+      wgmma_wait<0>();
+      wgmma_keep(o);
+      if (threadIdx.x % 128 == 0) shared.v_empty[step.stage].arrive();
+    }
+  }
+
   // keys: how many there are from the tile's first on. Rows see none but the first kCount of the tile.
   template <int kCount>
-  FI_DEVICE void take(const Step& step, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int keys) const {
+  FI_DEVICE void take(const Step& step, bool ahead, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int keys) const {
     const float scale = kCapped ? p.cap : p.scale;
     float s[kCount / 2], alpha[2];
     unsigned weights[kCount / 16][4];
@@ -227,18 +299,12 @@ struct PrefillKernel {
     wgmma_wait<0>();
     wgmma_keep(s);
     if (kAhead) wgmma_keep(o);
-    if (threadIdx.x % 128 == 0) {
-      if (kAhead && step.ahead) shared.v_empty[before(step.stage)].arrive();
-      shared.k_empty[step.stage].arrive();
-      if (step.last_of >= 0) shared.q_empty[step.last_of].arrive();
-    }
-    if (kCapped) {
-#pragma unroll
-      for (int i = 0; i < kCount / 2; ++i) s[i] = CudaMath::tanh(s[i] * p.scale);
-    }
+    if (kAhead && ahead && threadIdx.x % 128 == 0) shared.v_empty[before(step.stage)].arrive();
+    release_keys(step);
+    cap(s);
     if (step.masked)
       hide_keys(p, s, shared.work[step.work], step.row, step.tile * kKeys + static_cast<int>(threadIdx.x) % 4 * 2);
-    tile_softmax(s, {scale, scale}, 0.f, p.room, m, d, alpha);
+    tile_softmax<(FI_V > 0)>(s, {scale, scale}, 0.f, p.room, m, d, alpha);
     pack(s, weights);
     // Seldom, thanks to the room. NOTE: sums are not negative; asking for them keeps the compiler from putting
     // their additions off until all exponentials are through.
@@ -249,10 +315,14 @@ struct PrefillKernel {
     shared.v_full[step.stage].wait(step.parity);
     if (step.masked && uniform(keys) < kCount) clear(shared.v[step.stage], keys, kCount, 1 + step.group);
     multiply_values(o, weights, step.v);
-    if (!kAhead) {
-      wgmma_wait<0>();
-      wgmma_keep(o);
-      if (threadIdx.x % 128 == 0) shared.v_empty[step.stage].arrive();
+    end_values(step, o);
+  }
+
+  template <int kScores>
+  FI_DEVICE void cap(float (&s)[kScores]) const {
+    if constexpr (kCapped) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) s[i] = CudaMath::tanh(s[i] * p.scale);
     }
   }
 

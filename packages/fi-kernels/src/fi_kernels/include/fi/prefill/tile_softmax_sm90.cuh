@@ -4,6 +4,9 @@
 #include "fi/cuda/ptx/math.cuh"
 #include "fi/prefill/producers_sm90.cuh"
 
+#ifndef FI_V
+#define FI_V 1
+#endif
 namespace fi {
 
 // Hides what the mask does not leave of keys from `column` on.
@@ -24,9 +27,39 @@ FI_DEVICE void hide_keys(const BatchPrefillParams& p, float (&s)[kScores], const
   }
 }
 
+// Of one of the two rows: scores become 2^(s scale - less); their sum.
+template <int kScores>
+FI_DEVICE float weigh(float (&s)[kScores], int h, float scale, float less) {
+  float even = 0.f, odd = 0.f;
+#pragma unroll
+  for (int i = 0; i < kScores / 4; ++i) {
+    float& x = s[4 * i + 2 * h];
+    float& y = s[4 * i + 2 * h + 1];
+    x = exp2_approx(fmaf(x, scale, -less));
+    y = exp2_approx(fmaf(y, scale, -less));
+    even += x;
+    odd += y;
+  }
+  return even + odd;
+}
+
+// Weights may exceed 1, so that a row keeps the m they are relative to (which was once its maximum) until some thread's
+// part of a tile's sum exceeds this. They are as exact in 16 bits, of which they use no more than the range.
+constexpr float kMostWeight = 16384.f;
+
+// Whether weights relative to m are small enough for a row; the same in its four threads.
+template <int kScores>
+FI_DEVICE bool keeps(const float (&s)[kScores], int h, float scale, float m) {
+  float x[kScores];
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) x[i] = s[i];
+  const unsigned small = __ballot_sync(0xffffffffu, weigh(x, h, scale, m * scale) <= kMostWeight);
+  return (small >> (threadIdx.x % 32 & ~3) & 15) == 15;
+}
+
 // Scores become weights times 2^offset, relative to the new maxima m; alpha is what earlier sums must be multiplied by.
 // A maximum that is no more than `room` above m leaves m as it is, and alpha 1. d holds this thread's part of the sum.
-template <int kScores>
+template <bool kKeeps, int kScores>
 FI_DEVICE void tile_softmax(float (&s)[kScores], const float (&scales)[2], float offset, float room, float (&m)[2],
                             float (&d)[2], float (&alpha)[2]) {
 #pragma unroll
@@ -41,23 +74,15 @@ FI_DEVICE void tile_softmax(float (&s)[kScores], const float (&scales)[2], float
     float top = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-    if (top <= m[h] + room) top = m[h];
+    bool keep = top <= m[h] + room;
+    if (!kKeeps && FI_V > 0) keep = exp2_approx(fmaf(top, scale, -(m[h] * scale - offset))) < 432.f;
+    if (kKeeps && __any_sync(0xffffffffu, !keep && m[h] > kMinusInf)) keep |= keeps(s, h, scale, m[h]);
+    if (keep) top = m[h];
     const float base = softmax_base(top) * scale;
     // Not left to the exponential: of equal maxima it comes near to 1, since one product of the two is rounded.
     alpha[h] = top == m[h] ? 1.f : exp2_approx(fmaf(m[h], scale, -base));
     m[h] = top;
-    const float less = base - offset;
-    float sum = 0.f, sum1 = 0.f;
-#pragma unroll
-    for (int i = 0; i < kScores / 4; ++i) {
-      float& x = s[4 * i + 2 * h];
-      float& y = s[4 * i + 2 * h + 1];
-      x = exp2_approx(fmaf(x, scale, -less));
-      y = exp2_approx(fmaf(y, scale, -less));
-      sum += x;
-      sum1 += y;
-    }
-    d[h] = d[h] * alpha[h] + (sum + sum1);
+    d[h] = d[h] * alpha[h] + weigh(s, h, scale, base - offset);
   }
 }
 

@@ -12,9 +12,6 @@
 #include "fi/prefill/producers_sm90.cuh"
 #include "fi/prefill/tile_softmax_sm90.cuh"
 
-#ifndef FI_V
-#define FI_V 1
-#endif
 namespace fi {
 
 // Rows r = token * group + head of the group: a tile reads each key once for all heads that share it.
@@ -32,6 +29,10 @@ struct PrefillKernel {
 
   // Of a group's part of a unit: 16 bytes each.
   static constexpr int kPart = 128 * (kDimVO / 8 + 1);
+
+  // Of a thread's weights of a row in a key tile: more raises the row's m. A sum of at most 40, so that it exceeds 2^7 on
+  // average, when it does.
+  static constexpr float kMostSum = 8192.f;
 
   // Whether products of values may end while the next ones of keys run, which takes registers for both.
   static constexpr bool kAhead = kConsumers == 2 && kDimVO <= 128;
@@ -150,6 +151,7 @@ struct PrefillKernel {
       const bool half = uniform(end_key - (seen_end - 1) * kKeys) <= kHalf;
       float m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f};
       bool ahead = false;  // whether products of values run
+      bool fresh = true;   // whether no row has seen a key
 #pragma unroll
       for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
       shared.q_full[q_stage].wait(use / kQueryStages % 2);
@@ -164,27 +166,17 @@ struct PrefillKernel {
                         group,
                         row,
                         j < clear_begin || j >= clear_end,
-                        j < clear_begin || j >= clear_end || j == end - 1 || j == seen_end - 1,
-                        ahead,
                         j == begin ? q_stage : -1};
         if (j >= seen_end || j < seen_begin) {
-          pass(step);
+          pass(step, ahead);
           ahead = false;
         } else {
-#if FI_V > 0
-          bool done = false, tried = !step.careful;
-          if (tried) done = take_simply(step, o, m, d);
-          if (!done) {
-            const bool ahead2 = ahead && !tried;
-#else
-          {
-            const bool ahead2 = ahead;
-#endif
-            if (kHalf > 0 && j == seen_end - 1 && half)
-              take<kHalf ? kHalf : kKeys>(step, ahead2, o, m, d, tile.request.kv_len - j * kKeys);
-            else
-              take<kKeys>(step, ahead2, o, m, d, tile.request.kv_len - j * kKeys);
-          }
+          bool kept[2] = {false, false};
+          if (fresh && kHalf > 0 && half)
+            take_anew<kHalf ? kHalf : kKeys>(step, ahead, kept, o, m, d);
+          else if (fresh || !take(step, ahead, kept, o, m, d))
+            take_anew<kKeys>(step, ahead && fresh, kept, o, m, d);
+          fresh = false;
           ahead = kAhead;
         }
         if (++stage == kStages) stage = 0, parity ^= 1;
@@ -212,117 +204,99 @@ struct PrefillKernel {
   struct Step {
     uint64_t q, k, v;
     int work, tile, stage, parity, group, row;
-    bool masked, careful, ahead;
+    bool masked;
     int last_of;  // stage of the queries, if this is the last that needs them, else -1
   };
 
-  // No row of the group sees a key of the tile.
-  FI_DEVICE void pass(const Step& step) const {
+  // No row of the group sees a key of the tile. ahead, here and below: whether products of the last values run.
+  FI_DEVICE void pass(const Step& step, bool ahead) const {
     shared.k_full[step.stage].wait(step.parity);
     shared.v_full[step.stage].wait(step.parity);
-    if (kAhead && step.ahead) wgmma_wait<0>();
+    if (kAhead && ahead) wgmma_wait<0>();
     barrier_sync(1 + step.group, 128);  // no warp may be left behind by two stages, whose parities are alike
-    if (threadIdx.x % 128 == 0) {
-      if (kAhead && step.ahead) shared.v_empty[before(step.stage)].arrive();
-      shared.k_empty[step.stage].arrive();
-      shared.v_empty[step.stage].arrive();
-      if (step.last_of >= 0) shared.q_empty[step.last_of].arrive();
-    }
+    if (kAhead && ahead) release(shared.v_empty[before(step.stage)]);
+    release_keys(step);
+    release(shared.v_empty[step.stage]);
   }
 
-#if FI_V > 0
-  // As `take`, without looking for maxima: relative to those there are. False, and nothing but the scores computed, if
-  // weights come out too large for that; the same for all of the group.
-  FI_DEVICE bool take_simply(const Step& step, float (&o)[kDimVO / 2], const float (&m)[2], float (&d)[2]) const {
-    const float scale = kCapped ? p.cap : p.scale;
-    float s[kKeys / 2];
+  // Weighs by the m there are. False, if weights come out too large for that: then nothing is changed, and `kept` says
+  // of which rows m may stay.
+  FI_DEVICE bool take(const Step& step, bool ahead, bool (&kept)[2], float (&o)[kDimVO / 2], const float (&m)[2],
+                      float (&d)[2]) const {
+    float s[kKeys / 2], sums[2];
     unsigned weights[kKeys / 16][4];
+    score(step, ahead, s, o);
+    tile_weights(s, {scale(), scale()}, 0.f, m, sums);
+    pack(s, weights);
+    // A sum of at most 32 weights. They are as exact in 16 bits as weights up to 1.
+    const bool large[2] = {sums[0] > kMostSum, sums[1] > kMostSum};
+    if (barrier_any(1 + step.group, 128, large[0] || large[1])) {
+      for (int h = 0; h < 2; ++h) kept[h] = all_of_row(!large[h]);
+      return false;
+    }
+    release_keys(step);
+    d[0] += sums[0], d[1] += sums[1];
+    add_values<kKeys>(step, weights, o);
+    return true;
+  }
+
+  // Raises m of those rows that are not kept. Rows see none but the first kCount keys of the tile.
+  template <int kCount>
+  FI_DEVICE void take_anew(const Step& step, bool ahead, const bool (&kept)[2], float (&o)[kDimVO / 2], float (&m)[2],
+                           float (&d)[2]) const {
+    float s[kCount / 2], alpha[2];
+    unsigned weights[kCount / 16][4];
+    score(step, ahead, s, o);
+    release_keys(step);
+    tile_softmax(s, {scale(), scale()}, 0.f, kept, m, d, alpha);
+    pack(s, weights);
+#pragma unroll
+    for (int i = 0; i < kDimVO / 2; ++i) o[i] *= alpha[i / 2 % 2];
+    add_values<kCount>(step, weights, o);
+  }
+
+  // Of the first keys of the tile; o, as products of values may run, comes to hold them.
+  template <int kScores>
+  FI_DEVICE void score(const Step& step, bool ahead, float (&s)[kScores], float (&o)[kDimVO / 2]) const {
     shared.k_full[step.stage].wait(step.parity);
     multiply_keys(s, step.q, step.k);
     wgmma_wait<0>();
     wgmma_keep(s);
     if (kAhead) wgmma_keep(o);
-    if (kAhead && step.ahead && threadIdx.x % 128 == 0) shared.v_empty[before(step.stage)].arrive();
-    cap(s);
-#if FI_V == 3
-    float sums[2], parts[4] = {0.f, 0.f, 0.f, 0.f};
-    const float less[2] = {m[0] * scale, m[1] * scale};
+    if (kAhead && ahead) release(shared.v_empty[before(step.stage)]);
+    if constexpr (kCapped) {
 #pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i) {
-      s[i] = exp2_approx(fmaf(s[i], scale, -less[i / 2 % 2]));
-      parts[i % 4] += s[i];
+      for (int i = 0; i < kScores; ++i) s[i] = CudaMath::tanh(s[i] * p.scale);
     }
-    sums[0] = parts[0] + parts[1], sums[1] = parts[2] + parts[3];
-#else
-    const float sums[2] = {weigh(s, 0, scale, m[0] * scale), weigh(s, 1, scale, m[1] * scale)};
-#endif
-#if FI_V != 2
-    pack(s, weights);
-#endif
-#if FI_V != 5
-    if (barrier_any(1 + step.group, 128, !(sums[0] <= kMostWeight && sums[1] <= kMostWeight))) return false;
-#endif
-#if FI_V == 2
-    pack(s, weights);
-#endif
-    d[0] += sums[0], d[1] += sums[1];
-    release_keys(step);
-    shared.v_full[step.stage].wait(step.parity);
-    multiply_values(o, weights, step.v);
-    end_values(step, o);
-    return true;
+    if (step.masked)
+      hide_keys(p, s, shared.work[step.work], step.row, step.tile * kKeys + static_cast<int>(threadIdx.x) % 4 * 2);
   }
-#endif
 
+  template <int kCount>
+  FI_DEVICE void add_values(const Step& step, const unsigned (&weights)[kCount / 16][4], float (&o)[kDimVO / 2]) const {
+    shared.v_full[step.stage].wait(step.parity);
+    if (step.masked) {  // beyond the last key may be NaN
+      const int keys = uniform(shared.work[step.work].request.kv_len - step.tile * kKeys);
+      if (keys < kCount) clear(shared.v[step.stage], keys, kCount, 1 + step.group);
+    }
+    multiply_values(o, weights, step.v);
+    if (!kAhead) {
+      wgmma_wait<0>();
+      wgmma_keep(o);
+      release(shared.v_empty[step.stage]);
+    }
+  }
+
+  FI_DEVICE float scale() const { return kCapped ? p.cap : p.scale; }
+
+  // By all threads of a group.
+  FI_DEVICE static void release(Barrier& empty) {
+    if (threadIdx.x % 128 == 0) empty.arrive();
+  }
   FI_DEVICE void release_keys(const Step& step) const {
     if (threadIdx.x % 128 == 0) {
       shared.k_empty[step.stage].arrive();
       if (step.last_of >= 0) shared.q_empty[step.last_of].arrive();
-    }
-  }
-  FI_DEVICE void end_values(const Step& step, float (&o)[kDimVO / 2]) const {
-    if (!kAhead) {
-      wgmma_wait<0>();
-      wgmma_keep(o);
-      if (threadIdx.x % 128 == 0) shared.v_empty[step.stage].arrive();
-    }
-  }
-
-  // keys: how many there are from the tile's first on. Rows see none but the first kCount of the tile.
-  template <int kCount>
-  FI_DEVICE void take(const Step& step, bool ahead, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int keys) const {
-    const float scale = kCapped ? p.cap : p.scale;
-    float s[kCount / 2], alpha[2];
-    unsigned weights[kCount / 16][4];
-    shared.k_full[step.stage].wait(step.parity);
-    multiply_keys(s, step.q, step.k);
-    wgmma_wait<0>();
-    wgmma_keep(s);
-    if (kAhead) wgmma_keep(o);
-    if (kAhead && ahead && threadIdx.x % 128 == 0) shared.v_empty[before(step.stage)].arrive();
-    release_keys(step);
-    cap(s);
-    if (step.masked)
-      hide_keys(p, s, shared.work[step.work], step.row, step.tile * kKeys + static_cast<int>(threadIdx.x) % 4 * 2);
-    tile_softmax<(FI_V > 0)>(s, {scale, scale}, 0.f, p.room, m, d, alpha);
-    pack(s, weights);
-    // Seldom, thanks to the room. NOTE: sums are not negative; asking for them keeps the compiler from putting
-    // their additions off until all exponentials are through.
-    if (__any_sync(0xffffffffu, alpha[0] != 1.f || alpha[1] != 1.f || d[0] + d[1] < 0.f)) {
-#pragma unroll
-      for (int i = 0; i < kDimVO / 2; ++i) o[i] *= alpha[i / 2 % 2];
-    }
-    shared.v_full[step.stage].wait(step.parity);
-    if (step.masked && uniform(keys) < kCount) clear(shared.v[step.stage], keys, kCount, 1 + step.group);
-    multiply_values(o, weights, step.v);
-    end_values(step, o);
-  }
-
-  template <int kScores>
-  FI_DEVICE void cap(float (&s)[kScores]) const {
-    if constexpr (kCapped) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) s[i] = CudaMath::tanh(s[i] * p.scale);
     }
   }
 
@@ -395,7 +369,7 @@ struct PrefillKernel {
     const int before = __shfl_sync(0xffffffffu, lane == 0 ? count_device(counter) : 0, 0);
     if (before < work.parts - 1) return false;
     if (lane == 0) *counter = 0;
-    const float scale = kCapped ? p.cap : p.scale;
+    const float scale = this->scale();
 #pragma unroll
     for (int h = 0; h < 2; ++h) m[h] = kMinusInf, d[h] = 0.f;
 #pragma unroll
@@ -427,7 +401,7 @@ struct PrefillKernel {
 
   FI_DEVICE void store(const Work& work, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int first,
                        int lane) const {
-    const float scale = kCapped ? p.cap : p.scale;
+    const float scale = this->scale();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       d[h] += __shfl_xor_sync(0xffffffffu, d[h], 1);

@@ -4,9 +4,6 @@
 #include "fi/cuda/ptx/math.cuh"
 #include "fi/prefill/producers_sm90.cuh"
 
-#ifndef FI_V
-#define FI_V 1
-#endif
 namespace fi {
 
 // Hides what the mask does not leave of keys from `column` on.
@@ -27,10 +24,10 @@ FI_DEVICE void hide_keys(const BatchPrefillParams& p, float (&s)[kScores], const
   }
 }
 
-// Of one of the two rows: scores become 2^(s scale - less); their sum.
+// Of one of the two rows: scores become 2^(scale s - less), and their sum.
 template <int kScores>
 FI_DEVICE float weigh(float (&s)[kScores], int h, float scale, float less) {
-  float even = 0.f, odd = 0.f;
+  float even = 0.f, odd = 0.f;  // chains that need not wait for each other
 #pragma unroll
   for (int i = 0; i < kScores / 4; ++i) {
     float& x = s[4 * i + 2 * h];
@@ -43,29 +40,27 @@ FI_DEVICE float weigh(float (&s)[kScores], int h, float scale, float less) {
   return even + odd;
 }
 
-// Weights may exceed 1, so that a row keeps the m they are relative to (which was once its maximum) until some thread's
-// part of a tile's sum exceeds this. They are as exact in 16 bits, of which they use no more than the range.
-constexpr float kMostWeight = 16384.f;
+// A row's weights are relative to m, once its maximum: it is raised only when weights come out too large. So the
+// maximum of a key tile need not be known beforehand: weights tell whether it was needed.
 
-// Whether weights relative to m are small enough for a row; the same in its four threads.
+// Scores become weights times 2^offset, relative to m as it is. Of a row that has seen no key hidden ones become 0, and
+// others infinite.
 template <int kScores>
-FI_DEVICE bool keeps(const float (&s)[kScores], int h, float scale, float m) {
-  float x[kScores];
+FI_DEVICE void tile_weights(float (&s)[kScores], const float (&scales)[2], float offset, const float (&m)[2],
+                            float (&sums)[2]) {
 #pragma unroll
-  for (int i = 0; i < kScores; ++i) x[i] = s[i];
-  const unsigned small = __ballot_sync(0xffffffffu, weigh(x, h, scale, m * scale) <= kMostWeight);
-  return (small >> (threadIdx.x % 32 & ~3) & 15) == 15;
+  for (int h = 0; h < 2; ++h) sums[h] = weigh(s, h, scales[h], fmaxf(m[h] * scales[h], -3e38f) - offset);
 }
 
-// Scores become weights times 2^offset, relative to the new maxima m; alpha is what earlier sums must be multiplied by.
-// A maximum that is no more than `room` above m leaves m as it is, and alpha 1. d holds this thread's part of the sum.
-template <bool kKeeps, int kScores>
-FI_DEVICE void tile_softmax(float (&s)[kScores], const float (&scales)[2], float offset, float room, float (&m)[2],
-                            float (&d)[2], float (&alpha)[2]) {
+// The same after m has become the row's maximum, except where `kept` says that it may stay; alpha is what earlier sums
+// must be multiplied by. d holds this thread's part of the sum.
+template <int kScores>
+FI_DEVICE void tile_softmax(float (&s)[kScores], const float (&scales)[2], float offset, const bool (&kept)[2],
+                            float (&m)[2], float (&d)[2], float (&alpha)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float scale = scales[h];
-    float most[4] = {m[h], kMinusInf, kMinusInf, kMinusInf};  // chains that need not wait for each other
+    float most[4] = {m[h], kMinusInf, kMinusInf, kMinusInf};
 #pragma unroll
     for (int i = 0; i < kScores / 4; ++i) {
       most[i % 2] = fmaxf(most[i % 2], s[4 * i + 2 * h]);
@@ -74,16 +69,19 @@ FI_DEVICE void tile_softmax(float (&s)[kScores], const float (&scales)[2], float
     float top = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-    bool keep = top <= m[h] + room;
-    if (!kKeeps && FI_V > 0) keep = exp2_approx(fmaf(top, scale, -(m[h] * scale - offset))) < 432.f;
-    if (kKeeps && __any_sync(0xffffffffu, !keep && m[h] > kMinusInf)) keep |= keeps(s, h, scale, m[h]);
-    if (keep) top = m[h];
+    if (kept[h]) top = m[h];
     const float base = softmax_base(top) * scale;
     // Not left to the exponential: of equal maxima it comes near to 1, since one product of the two is rounded.
     alpha[h] = top == m[h] ? 1.f : exp2_approx(fmaf(m[h], scale, -base));
     m[h] = top;
     d[h] = d[h] * alpha[h] + weigh(s, h, scale, base - offset);
   }
+}
+
+// Whether a condition holds in all four threads of a row.
+FI_DEVICE bool all_of_row(bool x) {
+  const unsigned threads = __ballot_sync(0xffffffffu, x);
+  return (threads >> (threadIdx.x % 32 & ~3u) & 15u) == 15u;
 }
 
 }  // namespace fi

@@ -13,9 +13,6 @@
 #include "fi/prefill/producers_sm90.cuh"
 #include "fi/prefill/tile_softmax_sm90.cuh"
 
-#ifndef FI_V
-#define FI_V 1
-#endif
 namespace fi {
 
 // Weights are rounded to e4m3 as well, times 256 so that the small ones are not lost; their sum takes them unrounded.
@@ -25,21 +22,22 @@ template <int kKeys, bool kCapped>
 struct PrefillFp8Kernel {
   using T = __nv_fp8_e4m3;
   static constexpr int kDim = 128, kConsumers = 3, kRows = 64 * kConsumers, kTransposers = 2;
-  static constexpr int kKeyStages = 3, kValueStages = 2, kColumnStages = 3;
+  static constexpr int kStages = 3, kValueStages = 2;
   static constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
   // A block begins with 128 registers a thread; more would wait for ever.
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 4 * 128, "registers");
-  static constexpr float kOffset = FI_V > 0 ? 6.f : 8.f;  // log2 of what weights are multiplied by; e4m3 ends at 448
+  // log2 of what weights are multiplied by, relative to m; they may grow to 416, as e4m3 ends at 448.
+  static constexpr float kOffset = 6.f;
 
   // Tiles in the 128-byte swizzle, [rows][128]. Transposed values in the 32-byte swizzle, [keys / 32][columns][32],
   // with keys and columns in the order that `transpose` says.
   struct Shared {
     alignas(1024) T q[2][kRows * kDim];
-    alignas(1024) T k[kKeyStages][kKeys * kDim];
+    alignas(1024) T k[kStages][kKeys * kDim];
     alignas(1024) T v[kValueStages][kKeys * kDim];
-    alignas(1024) T columns[kColumnStages][kKeys * kDim];
-    Barrier q_full[2], q_empty[2], k_full[kKeyStages], k_empty[kKeyStages], v_full[kValueStages], v_empty[kValueStages],
-        columns_full[kColumnStages], columns_empty[kColumnStages];
+    alignas(1024) T columns[kStages][kKeys * kDim];
+    Barrier q_full[2], q_empty[2], k_full[kStages], k_empty[kStages], v_full[kValueStages], v_empty[kValueStages],
+        columns_full[kStages], columns_empty[kStages];
     Barrier work_full[2], work_empty[2];
     Work work[2];
   };
@@ -60,17 +58,15 @@ struct PrefillFp8Kernel {
         shared.work_full[i].init(1);
         shared.work_empty[i].init(kConsumers + 1 + kTransposers);
       }
-      for (int s = 0; s < kKeyStages; ++s) {
+      for (int s = 0; s < kStages; ++s) {
         shared.k_full[s].init(1);
         shared.k_empty[s].init(kConsumers);
+        shared.columns_full[s].init(kTransposers);
+        shared.columns_empty[s].init(kConsumers);
       }
       for (int s = 0; s < kValueStages; ++s) {
         shared.v_full[s].init(1);
         shared.v_empty[s].init(kTransposers);
-      }
-      for (int s = 0; s < kColumnStages; ++s) {
-        shared.columns_full[s].init(kTransposers);
-        shared.columns_empty[s].init(kConsumers);
       }
       fence_barrier_init();
       prefetch_tensor_map(p.q);
@@ -112,8 +108,8 @@ struct PrefillFp8Kernel {
       for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j, ++step) {
         const int2 now = next;
         if (j > tile.begin) next = producers.place(tile, (j - 1) * kKeys + lane * p.box);  // arrives during the waits
-        const unsigned k = step % kKeyStages, v = step % kValueStages;
-        shared.k_empty[k].wait(step / kKeyStages % 2 ^ 1);
+        const unsigned k = step % kStages, v = step % kValueStages;
+        shared.k_empty[k].wait(step / kStages % 2 ^ 1);
         copy(producers, tile, p.k, shared.k[k], shared.k_full[k], j, now);
         shared.v_empty[v].wait(step / kValueStages % 2 ^ 1);
         copy(producers, tile, p.v, shared.v[v], shared.v_full[v], j, now);
@@ -142,11 +138,11 @@ struct PrefillFp8Kernel {
       if (tile.tokens == 0) break;
       __syncwarp();
       if (lane == 0) shared.work_empty[use % 2].arrive();
-      for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j, ++step) {
-        const unsigned from = step % kValueStages, to = step % kColumnStages;
+      int keys = tile.request.kv_len - (tile.begin + tile.count - 1) * kKeys;  // from the key tile's first on
+      for (int left = tile.count; left > 0; --left, ++step, keys += kKeys) {
+        const unsigned from = step % kValueStages, to = step % kStages;
         shared.v_full[from].wait(step / kValueStages % 2);
-        shared.columns_empty[to].wait(step / kColumnStages % 2 ^ 1);
-        const int keys = tile.request.kv_len - j * kKeys;
+        shared.columns_empty[to].wait(step / kStages % 2 ^ 1);
         if (keys < kKeys)
           transpose<true>(shared.v[from], shared.columns[to], keys, part);
         else
@@ -207,7 +203,7 @@ struct PrefillFp8Kernel {
     const int row = group * 64 + thread / 32 * 16 + lane / 4;  // and row + 8
     const uint64_t k = wgmma_operand(shared.k, 1024), v = wgmma_operand(shared.columns, 256, 16, kWgmma32Bytes);
     float o[kDim / 2];
-    unsigned step = 0;  // of all tiles
+    int stage = 0, parity = 0;
     for (int use = 0;; ++use) {
       shared.work_full[use % 2].wait(use / 2 % 2);
       const Tile tile(p, shared.work[use % 2]);
@@ -217,87 +213,107 @@ struct PrefillFp8Kernel {
       const int clear_end = uniform(tile.mask.end_key(tile.token) / kKeys);
       const int clear_begin = uniform((tile.mask.first_key(tile.token + tile.tokens - 1) + kKeys - 1) / kKeys);
       const int begin = uniform(tile.begin), end = begin + uniform(tile.count);
-      float scale[2], m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f}, alpha[2];
+      float scale[2], m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f};
 #pragma unroll
       for (int h = 0; h < 2; ++h) scale[h] = score_scale(tile.kv_head, row + 8 * h);
 #pragma unroll
       for (int i = 0; i < kDim / 2; ++i) o[i] = 0.f;
       shared.q_full[use % 2].wait(use / 2 % 2);
-      for (int j = end - 1; j >= begin; --j, ++step) {
-        const unsigned key_stage = step % kKeyStages, stage = step % kColumnStages;
-        const uint64_t kk = wgmma_uniform(wgmma_further(k, key_stage * sizeof(shared.k[0])));
-        const uint64_t vv = wgmma_uniform(wgmma_further(v, stage * sizeof(shared.columns[0])));
-        shared.k_full[key_stage].wait(step / kKeyStages % 2);
-#if FI_V > 0
-        if (j >= clear_begin && j < clear_end && j < end - 1) {
-          float s[kKeys / 2], part[kDim / 2];
-          unsigned weights[kKeys / 32][4];
-          multiply_keys(s, q, kk);
-          wgmma_wait<0>();
-          wgmma_keep(s);
-          if (kCapped) {
-#pragma unroll
-            for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * scale[i / 2 % 2]);
-          }
-          const float sc[2] = {kCapped ? p.cap : scale[0], kCapped ? p.cap : scale[1]};
-          const float sums[2] = {weigh(s, 0, sc[0], m[0] * sc[0] - kOffset), weigh(s, 1, sc[1], m[1] * sc[1] - kOffset)};
-          pack(s, weights);
-          bool large = false;
-#if FI_V != 5
-          unsigned top = 0;
-#pragma unroll
-          for (int i = 0; i < kKeys / 32; ++i) {
-            top |= (weights[i][0] + 0x02020202u) | (weights[i][1] + 0x02020202u);
-            top |= (weights[i][2] + 0x02020202u) | (weights[i][3] + 0x02020202u);
-          }
-          large = barrier_any(1 + group, 128, top & 0x80808080u);
-#endif
-          if (!large) {
-            d[0] += sums[0], d[1] += sums[1];
-            if (thread == 0) {
-              shared.k_empty[key_stage].arrive();
-              if (j == begin) shared.q_empty[use % 2].arrive();
-            }
-            shared.columns_full[stage].wait(step / kColumnStages % 2);
-            multiply_values(part, weights, vv);
-            wgmma_wait<0>();
-            wgmma_keep(part);
-            if (thread == 0) shared.columns_empty[stage].arrive();
-#pragma unroll
-            for (int i = 0; i < kDim / 2; ++i) o[i] += part[i];
-            continue;
-          }
-        }
-#endif
-        float s[kKeys / 2], part[kDim / 2];
-        unsigned weights[kKeys / 32][4];
-        multiply_keys(s, q, kk);
-        wgmma_wait<0>();
-        wgmma_keep(s);
-        if (thread == 0) {
-          shared.k_empty[key_stage].arrive();
-          if (j == begin) shared.q_empty[use % 2].arrive();
-        }
-        if (kCapped) {
-#pragma unroll
-          for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * scale[i / 2 % 2]);
-        }
-        if (j < clear_begin || j >= clear_end) hide_keys(p, s, shared.work[use % 2], row, j * kKeys + lane % 4 * 2);
-        tile_softmax<false>(s, {kCapped ? p.cap : scale[0], kCapped ? p.cap : scale[1]}, kOffset, p.room * 0.f, m, d, alpha);
-        pack(s, weights);
-        shared.columns_full[stage].wait(step / kColumnStages % 2);
-        multiply_values(part, weights, vv);
-        wgmma_wait<0>();
-        wgmma_keep(part);
-        if (thread == 0) shared.columns_empty[stage].arrive();
-#pragma unroll
-        for (int i = 0; i < kDim / 2; ++i) o[i] = fmaf(o[i], alpha[i / 2 % 2], part[i]);
+      for (int j = end - 1; j >= begin; --j) {
+        const Step step{q,
+                        wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0]))),
+                        wgmma_uniform(wgmma_further(v, stage * sizeof(shared.columns[0]))),
+                        use % 2,
+                        j,
+                        stage,
+                        parity,
+                        group,
+                        row,
+                        j < clear_begin || j >= clear_end,
+                        j == begin};
+        bool kept[2] = {false, false};
+        if (j == end - 1 || !take(step, scale, kept, o, m, d)) take_anew(step, scale, kept, o, m, d);
+        if (++stage == kStages) stage = 0, parity ^= 1;
       }
       if (begin == end && thread == 0) shared.q_empty[use % 2].arrive();
-      store(shared.work[use % 2], o, scale, m, d, row, lane);
+      int first = row;
+      asm volatile("" : "+r"(first));  // what follows from it is not kept over the loop
+      store(shared.work[use % 2], o, m, d, first, lane);
       barrier_sync(1 + group, 128);
       if (thread == 0) shared.work_empty[use % 2].arrive();
     }
+  }
+
+  // A key tile of a tile of queries, as one group takes it. last: whether it is the last that needs the queries.
+  struct Step {
+    uint64_t q, k, v;
+    int work, tile, stage, parity, group, row;
+    bool masked, last;
+  };
+
+  // As in the 16-bit kernel, but it is weights that come out as the largest e4m3 which are too large.
+  FI_DEVICE bool take(const Step& step, const float (&scale)[2], bool (&kept)[2], float (&o)[kDim / 2],
+                      const float (&m)[2], float (&d)[2]) const {
+    float s[kKeys / 2], sums[2];
+    unsigned weights[kKeys / 32][4];
+    score(step, scale, s);
+    tile_weights(s, {kCapped ? p.cap : scale[0], kCapped ? p.cap : scale[1]}, kOffset, m, sums);
+    pack(s, weights);
+    unsigned large[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < kKeys / 32; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) large[h] |= (weights[i][h] + 0x02020202u) | (weights[i][h + 2] + 0x02020202u);
+    if (barrier_any(1 + step.group, 128, (large[0] | large[1]) & 0x80808080u)) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) kept[h] = all_of_row(!(large[h] & 0x80808080u));
+      return false;
+    }
+    release_keys(step);
+    d[0] += sums[0], d[1] += sums[1];
+    add_values(step, weights, o);
+    return true;
+  }
+  FI_DEVICE void take_anew(const Step& step, const float (&scale)[2], const bool (&kept)[2], float (&o)[kDim / 2],
+                           float (&m)[2], float (&d)[2]) const {
+    float s[kKeys / 2], alpha[2];
+    unsigned weights[kKeys / 32][4];
+    score(step, scale, s);
+    release_keys(step);
+    tile_softmax(s, {kCapped ? p.cap : scale[0], kCapped ? p.cap : scale[1]}, kOffset, kept, m, d, alpha);
+    pack(s, weights);
+#pragma unroll
+    for (int i = 0; i < kDim / 2; ++i) o[i] *= alpha[i / 2 % 2];
+    add_values(step, weights, o);
+  }
+
+  FI_DEVICE void score(const Step& step, const float (&scale)[2], float (&s)[kKeys / 2]) const {
+    shared.k_full[step.stage].wait(step.parity);
+    multiply_keys(s, step.q, step.k);
+    wgmma_wait<0>();
+    wgmma_keep(s);
+    if (kCapped) {
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * scale[i / 2 % 2]);
+    }
+    if (step.masked)
+      hide_keys(p, s, shared.work[step.work], step.row, step.tile * kKeys + static_cast<int>(threadIdx.x) % 4 * 2);
+  }
+  FI_DEVICE void release_keys(const Step& step) const {
+    if (threadIdx.x % 128 == 0) {
+      shared.k_empty[step.stage].arrive();
+      if (step.last) shared.q_empty[step.work].arrive();
+    }
+  }
+  FI_DEVICE void add_values(const Step& step, const unsigned (&weights)[kKeys / 32][4], float (&o)[kDim / 2]) const {
+    float part[kDim / 2];
+    shared.columns_full[step.stage].wait(step.parity);
+    multiply_values(part, weights, step.v);
+    wgmma_wait<0>();
+    wgmma_keep(part);
+    if (threadIdx.x % 128 == 0) shared.columns_empty[step.stage].arrive();
+#pragma unroll
+    for (int i = 0; i < kDim / 2; ++i) o[i] += part[i];
   }
 
   FI_DEVICE float score_scale(int kv_head, int row) const {
@@ -337,8 +353,7 @@ struct PrefillFp8Kernel {
 
   // A thread has columns 4 t to 4 t + 3 of each 16 (t = lane % 4), and stores 16 bytes at a time: of 16 bits two
   // threads exchange halves, of e4m3 four threads quarters.
-  FI_DEVICE void store(const Work& work, const float (&o)[kDim / 2], const float (&scales)[2], const float (&m)[2],
-                       float (&d)[2], int first, int lane) const {
+  FI_DEVICE void store(const Work& work, const float (&o)[kDim / 2], const float (&m)[2], float (&d)[2], int first, int lane) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       d[h] += __shfl_xor_sync(0xffffffffu, d[h], 1);
@@ -346,7 +361,7 @@ struct PrefillFp8Kernel {
       const int row = first + 8 * h, token = divide(row, p.group);
       const int head = work.kv_head * static_cast<int>(p.group.value) + row - token * static_cast<int>(p.group.value);
       const bool kept = token < work.tokens;
-      float top = m[h] * (kCapped ? p.cap : scales[h]), factor = p.out_scale;
+      float top = m[h], factor = p.out_scale;
       if (p.scale_v) factor *= p.scale_v[work.kv_head];
       if (p.bmm2_scale) factor *= *p.bmm2_scale;
       if (p.sinks && kept) {

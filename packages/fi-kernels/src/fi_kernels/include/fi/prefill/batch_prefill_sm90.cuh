@@ -369,7 +369,6 @@ struct PrefillKernel {
     const int before = __shfl_sync(0xffffffffu, lane == 0 ? count_device(counter) : 0, 0);
     if (before < work.parts - 1) return false;
     if (lane == 0) *counter = 0;
-    const float scale = this->scale();
 #pragma unroll
     for (int h = 0; h < 2; ++h) m[h] = kMinusInf, d[h] = 0.f;
 #pragma unroll
@@ -381,9 +380,9 @@ struct PrefillKernel {
       float old[2], more[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float top = fmaxf(m[h], tops[h]), base = softmax_base(top) * scale;
-        old[h] = exp2_approx(fmaf(m[h], scale, -base));
-        more[h] = exp2_approx(fmaf(tops[h], scale, -base));
+        const float top = fmaxf(m[h], tops[h]), base = softmax_base(top);
+        old[h] = exp2_approx(m[h] - base);
+        more[h] = exp2_approx(tops[h] - base);
         m[h] = top;
         d[h] = d[h] * old[h] + sums[h] * more[h];
       }
@@ -401,7 +400,6 @@ struct PrefillKernel {
 
   FI_DEVICE void store(const Work& work, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int first,
                        int lane) const {
-    const float scale = this->scale();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       d[h] += __shfl_xor_sync(0xffffffffu, d[h], 1);
@@ -409,7 +407,7 @@ struct PrefillKernel {
       const int row = first + 8 * h, token = divide(row, p.group);
       const int head = work.kv_head * p.group.value + row - token * p.group.value;
       const bool kept = token < work.tokens;
-      float top = m[h] * scale, factor = p.out_scale;
+      float top = m[h], factor = p.out_scale;
       if (p.sinks && kept) {
         const float sink = p.sinks[head] * kLog2e, most = fmaxf(top, sink);
         d[h] = d[h] * exp2_approx(top - most) + exp2_approx(sink - most);

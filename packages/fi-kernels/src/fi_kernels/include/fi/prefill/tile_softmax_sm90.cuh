@@ -40,8 +40,8 @@ FI_DEVICE float weigh(float (&s)[kScores], int h, float scale, float less) {
   return even + odd;
 }
 
-// A row's weights are relative to m, once its maximum: it is raised only when weights come out too large. So the
-// maximum of a key tile need not be known beforehand: weights tell whether it was needed.
+// A row's weights are relative to m (a score times its scale), once its maximum, which is raised only when weights come
+// out too large. So the maximum of a key tile need not be known beforehand: its weights tell whether it was needed.
 
 // Scores become weights times 2^offset, relative to m as it is. Of a row that has seen no key hidden ones become 0, and
 // others infinite.
@@ -49,7 +49,7 @@ template <int kScores>
 FI_DEVICE void tile_weights(float (&s)[kScores], const float (&scales)[2], float offset, const float (&m)[2],
                             float (&sums)[2]) {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) sums[h] = weigh(s, h, scales[h], fmaxf(m[h] * scales[h], -3e38f) - offset);
+  for (int h = 0; h < 2; ++h) sums[h] = weigh(s, h, scales[h], fmaxf(m[h], -3e38f) - offset);
 }
 
 // The same after m has become the row's maximum, except where `kept` says that it may stay; alpha is what earlier sums
@@ -59,8 +59,7 @@ FI_DEVICE void tile_softmax(float (&s)[kScores], const float (&scales)[2], float
                             float (&m)[2], float (&d)[2], float (&alpha)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float scale = scales[h];
-    float most[4] = {m[h], kMinusInf, kMinusInf, kMinusInf};
+    float most[4] = {kMinusInf, kMinusInf, kMinusInf, kMinusInf};
 #pragma unroll
     for (int i = 0; i < kScores / 4; ++i) {
       most[i % 2] = fmaxf(most[i % 2], s[4 * i + 2 * h]);
@@ -68,13 +67,12 @@ FI_DEVICE void tile_softmax(float (&s)[kScores], const float (&scales)[2], float
     }
     float top = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-    if (kept[h]) top = m[h];
-    const float base = softmax_base(top) * scale;
-    // Not left to the exponential: of equal maxima it comes near to 1, since one product of the two is rounded.
-    alpha[h] = top == m[h] ? 1.f : exp2_approx(fmaf(m[h], scale, -base));
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2)) * scales[h];
+    top = kept[h] ? m[h] : fmaxf(m[h], top);
+    const float base = softmax_base(top);
+    alpha[h] = exp2_approx(m[h] - base);
     m[h] = top;
-    d[h] = d[h] * alpha[h] + weigh(s, h, scale, base - offset);
+    d[h] = d[h] * alpha[h] + weigh(s, h, scales[h], base - offset);
   }
 }
 

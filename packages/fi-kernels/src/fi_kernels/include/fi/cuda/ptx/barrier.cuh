@@ -11,7 +11,7 @@ FI_DEVICE void barrier_sync(int barrier, int threads) {
 FI_DEVICE void barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// Whether x of any of them is true.
+// Whether x of any of them is true. NOTE: the vote tells the compiler that all lanes get the same.
 FI_DEVICE bool barrier_any(int barrier, int threads, bool x) {
   int any;
   asm volatile(
@@ -19,7 +19,7 @@ FI_DEVICE bool barrier_any(int barrier, int threads, bool x) {
       : "=r"(any)
       : "r"(barrier), "r"(threads), "r"(static_cast<int>(x))
       : "memory");
-  return any;
+  return __any_sync(0xffffffffu, any);
 }
 
 }  // namespace fi

@@ -163,8 +163,11 @@ struct PrefillFp8Kernel {
   // last key may be NaN.
   template <bool kEnds>
   FI_DEVICE static void transpose(const T* values, T* columns, int keys, int part) {
+    constexpr int kBlocks = kDim / 16 / kTransposers;  // of 16 columns
     const int lane = threadIdx.x % 32, row = lane % 8, matrix = lane / 8;
-    const char* from = reinterpret_cast<const char*>(values) + lane * 128;
+    // Of the first block; the others differ in bits of the swizzle, so that one address need be kept.
+    const unsigned from =
+        static_cast<unsigned>(__cvta_generic_to_shared(values)) + lane * 128 + ((part * kBlocks) ^ row) * 16;
     char* to = reinterpret_cast<char*>(columns) + matrix % 2 * 256 + row * 32 + ((matrix / 2) ^ (row / 4)) * 16;
 #pragma unroll 1
     for (int step = 0; step < kKeys / 32; ++step) {
@@ -174,10 +177,9 @@ struct PrefillFp8Kernel {
         seen[1] = bytes_before(keys - step * 32 - lane % 4 * 2 - 16);
       }
 #pragma unroll
-      for (int i = 0; i < kDim / 16 / kTransposers; ++i) {
-        const int block = part * (kDim / 16 / kTransposers) + i;  // of 16 columns
+      for (int i = 0; i < kBlocks; ++i) {
         unsigned x[4], y[4];  // in x two keys of columns 2 i and 2 i + 1, in y four of one column
-        ldmatrix_x4_trans(x, from + step * 32 * 128 + ((block ^ row) * 16));
+        ldmatrix_x4_trans(x, (from + step * 32 * 128) ^ (i * 16));
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           y[2 * h] = __byte_perm(x[2 * h], x[2 * h + 1], 0x6420);
@@ -187,7 +189,7 @@ struct PrefillFp8Kernel {
             y[2 * h + 1] &= seen[h];
           }
         }
-        stmatrix_x4(to + step * 32 * kDim + block * 512, y);
+        stmatrix_x4(to + step * 32 * kDim + (part * kBlocks + i) * 512, y);
       }
     }
   }
@@ -264,9 +266,11 @@ struct PrefillFp8Kernel {
     for (int i = 0; i < kKeys / 32; ++i)
 #pragma unroll
       for (int h = 0; h < 2; ++h) large[h] |= (weights[i][h] + 0x02020202u) | (weights[i][h + 2] + 0x02020202u);
-    if (barrier_any(1 + step.group, 128, (large[0] | large[1]) & 0x80808080u)) {
+    // NaN, which no maximum helps, counts as small.
+    const auto too_large = [&](int h) { return (large[h] & 0x80808080u) != 0 && sums[h] == sums[h]; };
+    if (barrier_any(1 + step.group, 128, too_large(0) || too_large(1))) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) kept[h] = all_of_row(!(large[h] & 0x80808080u));
+      for (int h = 0; h < 2; ++h) kept[h] = all_of_row(!too_large(h));
       return false;
     }
     release_keys(step);
@@ -353,29 +357,16 @@ struct PrefillFp8Kernel {
 
   // A thread has columns 4 t to 4 t + 3 of each 16 (t = lane % 4), and stores 16 bytes at a time: of 16 bits two
   // threads exchange halves, of e4m3 four threads quarters.
-  FI_DEVICE void store(const Work& work, const float (&o)[kDim / 2], const float (&m)[2], float (&d)[2], int first, int lane) const {
+  FI_DEVICE void store(const Work& work, const float (&o)[kDim / 2], const float (&m)[2], const float (&d)[2],
+                       int first, int lane) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      d[h] += __shfl_xor_sync(0xffffffffu, d[h], 1);
-      d[h] += __shfl_xor_sync(0xffffffffu, d[h], 2);
-      const int row = first + 8 * h, token = divide(row, p.group);
-      const int head = work.kv_head * static_cast<int>(p.group.value) + row - token * static_cast<int>(p.group.value);
-      const bool kept = token < work.tokens;
-      float top = m[h], factor = p.out_scale;
+      const RowEnd end(p, work, first + 8 * h, kOffset, m[h], d[h]);
+      float factor = end.factor;
       if (p.scale_v) factor *= p.scale_v[work.kv_head];
       if (p.bmm2_scale) factor *= *p.bmm2_scale;
-      if (p.sinks && kept) {
-        const float sink = p.sinks[head] * kLog2e, most = fmaxf(top, sink);
-        d[h] = d[h] * exp2_approx(top - most) + exp2_approx(sink - most + kOffset);
-        factor *= exp2_approx(top - most);
-        top = most;
-      }
-      factor *= softmax_inverse(d[h]);
-      const int64_t at = work.request.qo_begin + work.token + token;
-      if (p.lse && lane % 4 == 0 && kept) p.lse[at * p.qo_heads + head] = softmax_lse<CudaMath>(top - kOffset, d[h]);
-      const int64_t first_column = at * p.out_token + head * p.out_head;
       if (p.out_type == OutType::kE4M3) {
-        char* out = static_cast<char*>(p.out) + first_column;
+        char* out = static_cast<char*>(p.out) + end.begin;
 #pragma unroll
         for (int block = 0; block < kDim / 16; block += 4) {
           unsigned x[4];
@@ -385,11 +376,11 @@ struct PrefillFp8Kernel {
             x[i] = e4m3_quad(y[0] * factor, y[4] * factor, y[1] * factor, y[5] * factor);
           }
           transpose_quad(x, lane);
-          if (kept) store_global(out + (block + lane % 4) * 16, uint4{x[0], x[1], x[2], x[3]});
+          if (end.exists) store_global(out + (block + lane % 4) * 16, uint4{x[0], x[1], x[2], x[3]});
         }
         continue;
       }
-      unsigned short* out = static_cast<unsigned short*>(p.out) + first_column;
+      unsigned short* out = static_cast<unsigned short*>(p.out) + end.begin;
 #pragma unroll
       for (int block = 0; block < kDim / 16; block += 2) {
         const float *x = o + block * 8 + 2 * h, *y = x + 8;
@@ -399,7 +390,7 @@ struct PrefillFp8Kernel {
         const unsigned other0 = __shfl_xor_sync(0xffffffffu, odd ? x0 : y0, 1);
         const unsigned other1 = __shfl_xor_sync(0xffffffffu, odd ? x1 : y1, 1);
         const uint4 piece = odd ? uint4{other0, other1, y0, y1} : uint4{x0, x1, other0, other1};
-        if (kept) store_global(out + (block + lane % 2) * 16 + lane % 4 / 2 * 8, piece);
+        if (end.exists) store_global(out + (block + lane % 2) * 16 + lane % 4 / 2 * 8, piece);
       }
     }
   }

@@ -30,8 +30,8 @@ struct PrefillKernel {
   // Of a group's part of a unit: 16 bytes each.
   static constexpr int kPart = 128 * (kDimVO / 8 + 1);
 
-  // Of a thread's weights of a row in a key tile: more raises the row's m. A sum of at most 40, so that it exceeds 2^7 on
-  // average, when it does.
+  // A thread's part of a row's sum over a key tile, some 32 weights: if it exceeds this, the row's m is raised. So
+  // weights exceed 1, by up to 2^13; in 16 bits they are as exact as those up to 1.
   static constexpr float kMostSum = 8192.f;
 
   // Whether products of values may end while the next ones of keys run, which takes registers for both.
@@ -172,10 +172,10 @@ struct PrefillKernel {
           ahead = false;
         } else {
           bool kept[2] = {false, false};
-          if (fresh && kHalf > 0 && half)
-            take_anew<kHalf ? kHalf : kKeys>(step, ahead, kept, o, m, d);
+          if (kHalf > 0 && half && j == seen_end - 1)
+            take_anew<kHalf ? kHalf : kKeys>(step, kept, o, m, d);
           else if (fresh || !take(step, ahead, kept, o, m, d))
-            take_anew<kKeys>(step, ahead && fresh, kept, o, m, d);
+            take_anew<kKeys>(step, kept, o, m, d);
           fresh = false;
           ahead = kAhead;
         }
@@ -219,8 +219,9 @@ struct PrefillKernel {
     release(shared.v_empty[step.stage]);
   }
 
-  // Weighs by the m there are. False, if weights come out too large for that: then nothing is changed, and `kept` says
-  // of which rows m may stay.
+  // By m as they are, without looking for maxima. False, if weights come out too large for that: then nothing is
+  // changed, and `kept` says of which rows m may stay; the same for all of the group, which holds the keys until it
+  // knows.
   FI_DEVICE bool take(const Step& step, bool ahead, bool (&kept)[2], float (&o)[kDimVO / 2], const float (&m)[2],
                       float (&d)[2]) const {
     float s[kKeys / 2], sums[2];
@@ -228,9 +229,9 @@ struct PrefillKernel {
     score(step, ahead, s, o);
     tile_weights(s, {scale(), scale()}, 0.f, m, sums);
     pack(s, weights);
-    // A sum of at most 32 weights. They are as exact in 16 bits as weights up to 1.
     const bool large[2] = {sums[0] > kMostSum, sums[1] > kMostSum};
     if (barrier_any(1 + step.group, 128, large[0] || large[1])) {
+#pragma unroll
       for (int h = 0; h < 2; ++h) kept[h] = all_of_row(!large[h]);
       return false;
     }
@@ -240,13 +241,13 @@ struct PrefillKernel {
     return true;
   }
 
-  // Raises m of those rows that are not kept. Rows see none but the first kCount keys of the tile.
+  // Raises m of those rows that are not kept. Rows see none but the first kCount keys of the tile. No products run.
   template <int kCount>
-  FI_DEVICE void take_anew(const Step& step, bool ahead, const bool (&kept)[2], float (&o)[kDimVO / 2], float (&m)[2],
+  FI_DEVICE void take_anew(const Step& step, const bool (&kept)[2], float (&o)[kDimVO / 2], float (&m)[2],
                            float (&d)[2]) const {
     float s[kCount / 2], alpha[2];
     unsigned weights[kCount / 16][4];
-    score(step, ahead, s, o);
+    score(step, false, s, o);
     release_keys(step);
     tile_softmax(s, {scale(), scale()}, 0.f, kept, m, d, alpha);
     pack(s, weights);
@@ -398,36 +399,22 @@ struct PrefillKernel {
     return true;
   }
 
-  FI_DEVICE void store(const Work& work, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int first,
-                       int lane) const {
+  FI_DEVICE void store(const Work& work, const float (&o)[kDimVO / 2], const float (&m)[2], const float (&d)[2],
+                       int first, int lane) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      d[h] += __shfl_xor_sync(0xffffffffu, d[h], 1);
-      d[h] += __shfl_xor_sync(0xffffffffu, d[h], 2);
-      const int row = first + 8 * h, token = divide(row, p.group);
-      const int head = work.kv_head * p.group.value + row - token * p.group.value;
-      const bool kept = token < work.tokens;
-      float top = m[h], factor = p.out_scale;
-      if (p.sinks && kept) {
-        const float sink = p.sinks[head] * kLog2e, most = fmaxf(top, sink);
-        d[h] = d[h] * exp2_approx(top - most) + exp2_approx(sink - most);
-        factor *= exp2_approx(top - most);
-        top = most;
-      }
-      factor *= softmax_inverse(d[h]);
-      const int64_t at = work.request.qo_begin + work.token + token;
-      if (p.lse && lane % 4 == 0 && kept) p.lse[at * p.qo_heads + head] = softmax_lse<CudaMath>(top, d[h]);
-      T* out = static_cast<T*>(p.out) + at * p.out_token + head * p.out_head + lane % 4 * 8;
+      const RowEnd end(p, work, first + 8 * h, 0.f, m[h], d[h]);
+      T* out = static_cast<T*>(p.out) + end.begin + lane % 4 * 8;
 #pragma unroll
       for (int block = 0; block < kDimVO / 8; block += 4) {
         unsigned x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float* pair = o + (block + i) * 4 + 2 * h;
-          x[i] = pack(pair[0] * factor, pair[1] * factor);
+          x[i] = pack(pair[0] * end.factor, pair[1] * end.factor);
         }
         const uint4 piece = transpose_of_four(x);
-        if (kept) store_global(out + block * 8, piece);
+        if (end.exists) store_global(out + block * 8, piece);
       }
     }
   }

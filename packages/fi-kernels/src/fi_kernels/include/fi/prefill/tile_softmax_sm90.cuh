@@ -1,6 +1,7 @@
 // Mask and softmax of a tile of scores that wgmma has computed: a thread has those of two rows, `row` and row + 8.
 #pragma once
 #include "fi/attention/softmax.h"
+#include "fi/cuda/math.cuh"
 #include "fi/cuda/ptx/math.cuh"
 #include "fi/prefill/producers_sm90.cuh"
 
@@ -81,5 +82,32 @@ FI_DEVICE bool all_of_row(bool x) {
   const unsigned threads = __ballot_sync(0xffffffffu, x);
   return (threads >> (threadIdx.x % 32 & ~3u) & 15u) == 15u;
 }
+
+// What a row ends with, in all four of its threads: where its output begins, and what sums of weighted values must be
+// multiplied by. The first thread stores its LSE.
+struct RowEnd {
+  bool exists;
+  int64_t begin;
+  float factor;
+
+  FI_DEVICE RowEnd(const BatchPrefillParams& p, const Work& work, int row, float offset, float m, float d) {
+    const int group = static_cast<int>(p.group.value), token = divide(row, p.group);
+    const int head = work.kv_head * group + row - token * group;
+    const int64_t at = work.request.qo_begin + work.token + token;
+    exists = token < work.tokens;
+    begin = at * p.out_token + head * p.out_head;
+    factor = p.out_scale;
+    d += __shfl_xor_sync(0xffffffffu, d, 1);
+    d += __shfl_xor_sync(0xffffffffu, d, 2);
+    if (p.sinks && exists) {
+      const float sink = p.sinks[head] * kLog2e, top = fmaxf(m, sink);
+      d = d * exp2_approx(m - top) + exp2_approx(sink - top + offset);
+      factor *= exp2_approx(m - top);
+      m = top;
+    }
+    factor *= softmax_inverse(d);
+    if (p.lse && threadIdx.x % 4 == 0 && exists) p.lse[at * p.qo_heads + head] = softmax_lse<CudaMath>(m - offset, d);
+  }
+};
 
 }  // namespace fi

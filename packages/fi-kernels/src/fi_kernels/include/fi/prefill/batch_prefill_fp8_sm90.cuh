@@ -29,6 +29,9 @@ struct PrefillFp8Kernel {
   // log2 of what weights are multiplied by, relative to m; they may grow to 416, as e4m3 ends at 448.
   static constexpr float kOffset = 6.f;
 
+  // Of a tile's first key tiles maxima are looked for: with few keys seen the next are likely to bring larger ones.
+  static constexpr int kCareful = 4;
+
   // Tiles in the 128-byte swizzle, [rows][128]. Transposed values in the 32-byte swizzle, [keys / 32][columns][32],
   // with keys and columns in the order that `transpose` says.
   struct Shared {
@@ -202,7 +205,6 @@ struct PrefillFp8Kernel {
   // As in the 16-bit kernel: the softmax of one group runs while the products of the others do.
   FI_DEVICE void consume(int group) const {
     const int thread = threadIdx.x % 128, lane = thread % 32;
-    const int row = group * 64 + thread / 32 * 16 + lane / 4;  // and row + 8
     const uint64_t k = wgmma_operand(shared.k, 1024), v = wgmma_operand(shared.columns, 256, 16, kWgmma32Bytes);
     float o[kDim / 2];
     int stage = 0, parity = 0;
@@ -215,11 +217,16 @@ struct PrefillFp8Kernel {
       const int clear_end = uniform(tile.mask.end_key(tile.token) / kKeys);
       const int clear_begin = uniform((tile.mask.first_key(tile.token + tile.tokens - 1) + kKeys - 1) / kKeys);
       const int begin = uniform(tile.begin), end = begin + uniform(tile.count);
-      float scale[2], m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f};
+      const int rows = tile.tokens * static_cast<int>(p.group.value);
+      float scale[2], m[2], d[2] = {0.f, 0.f};
 #pragma unroll
-      for (int h = 0; h < 2; ++h) scale[h] = score_scale(tile.kv_head, row + 8 * h);
+      for (int h = 0; h < 2; ++h) {
+        scale[h] = score_scale(tile.kv_head, row_of(group) + 8 * h);
+        m[h] = row_of(group) + 8 * h < rows ? kMinusInf : 3e38f;  // rows of no request never outgrow it
+      }
 #pragma unroll
       for (int i = 0; i < kDim / 2; ++i) o[i] = 0.f;
+      int trying = end - kCareful;  // key tiles before this are tried without looking for maxima
       shared.q_full[use % 2].wait(use / 2 % 2);
       for (int j = end - 1; j >= begin; --j) {
         const Step step{q,
@@ -230,65 +237,65 @@ struct PrefillFp8Kernel {
                         stage,
                         parity,
                         group,
-                        row,
                         j < clear_begin || j >= clear_end,
                         j == begin};
-        bool kept[2] = {false, false};
-        if (j == end - 1 || !take(step, scale, kept, o, m, d)) take_anew(step, scale, kept, o, m, d);
+        if (j >= trying || !take(step, scale, o, m, d)) {
+          take_anew(step, scale, o, m, d);
+          trying = min(trying, j - 1);  // where one maximum outgrew its room others may
+        }
         if (++stage == kStages) stage = 0, parity ^= 1;
       }
       if (begin == end && thread == 0) shared.q_empty[use % 2].arrive();
-      int first = row;
-      asm volatile("" : "+r"(first));  // what follows from it is not kept over the loop
-      store(shared.work[use % 2], o, m, d, first, lane);
+      store(shared.work[use % 2], o, m, d, row_of(group), lane);
       barrier_sync(1 + group, 128);
       if (thread == 0) shared.work_empty[use % 2].arrive();
     }
   }
 
+  // The first of a thread's two rows, computed anew each time: there is no register to keep it in.
+  FI_DEVICE static int row_of(int group) {
+    int thread = threadIdx.x % 128;
+    asm volatile("" : "+r"(thread));
+    return group * 64 + thread / 32 * 16 + thread % 32 / 4;
+  }
+
   // A key tile of a tile of queries, as one group takes it. last: whether it is the last that needs the queries.
   struct Step {
     uint64_t q, k, v;
-    int work, tile, stage, parity, group, row;
+    int work, tile, stage, parity, group;
     bool masked, last;
   };
 
   // As in the 16-bit kernel, but it is weights that come out as the largest e4m3 which are too large.
-  FI_DEVICE bool take(const Step& step, const float (&scale)[2], bool (&kept)[2], float (&o)[kDim / 2],
-                      const float (&m)[2], float (&d)[2]) const {
+  FI_DEVICE bool take(const Step& step, const float (&scale)[2], float (&o)[kDim / 2], const float (&m)[2],
+                      float (&d)[2]) const {
     float s[kKeys / 2], sums[2];
-    unsigned weights[kKeys / 32][4];
+    unsigned weights[kKeys / 32][4], large[2] = {0, 0};
     score(step, scale, s);
     tile_weights(s, {kCapped ? p.cap : scale[0], kCapped ? p.cap : scale[1]}, kOffset, m, sums);
     pack(s, weights);
-    unsigned large[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < kKeys / 32; ++i)
 #pragma unroll
       for (int h = 0; h < 2; ++h) large[h] |= (weights[i][h] + 0x02020202u) | (weights[i][h + 2] + 0x02020202u);
-    // NaN, which no maximum helps, counts as small.
-    const auto too_large = [&](int h) { return (large[h] & 0x80808080u) != 0 && sums[h] == sums[h]; };
-    if (barrier_any(1 + step.group, 128, too_large(0) || too_large(1))) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) kept[h] = all_of_row(!too_large(h));
-      return false;
-    }
+    // NaN does not count: no maximum helps.
+    const bool again = ((large[0] & 0x80808080u) != 0 && sums[0] == sums[0]) ||
+                       ((large[1] & 0x80808080u) != 0 && sums[1] == sums[1]);
+    if (barrier_any(1 + step.group, 128, again)) return false;
     release_keys(step);
     d[0] += sums[0], d[1] += sums[1];
-    add_values(step, weights, o);
+    add_values(step, weights, {1.f, 1.f}, o);
     return true;
   }
-  FI_DEVICE void take_anew(const Step& step, const float (&scale)[2], const bool (&kept)[2], float (&o)[kDim / 2],
-                           float (&m)[2], float (&d)[2]) const {
+  FI_DEVICE void take_anew(const Step& step, const float (&scale)[2], float (&o)[kDim / 2], float (&m)[2],
+                           float (&d)[2]) const {
     float s[kKeys / 2], alpha[2];
     unsigned weights[kKeys / 32][4];
     score(step, scale, s);
     release_keys(step);
-    tile_softmax(s, {kCapped ? p.cap : scale[0], kCapped ? p.cap : scale[1]}, kOffset, kept, m, d, alpha);
+    tile_softmax(s, {kCapped ? p.cap : scale[0], kCapped ? p.cap : scale[1]}, kOffset, {false, false}, m, d, alpha);
     pack(s, weights);
-#pragma unroll
-    for (int i = 0; i < kDim / 2; ++i) o[i] *= alpha[i / 2 % 2];
-    add_values(step, weights, o);
+    add_values(step, weights, alpha, o);
   }
 
   FI_DEVICE void score(const Step& step, const float (&scale)[2], float (&s)[kKeys / 2]) const {
@@ -301,7 +308,7 @@ struct PrefillFp8Kernel {
       for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * scale[i / 2 % 2]);
     }
     if (step.masked)
-      hide_keys(p, s, shared.work[step.work], step.row, step.tile * kKeys + static_cast<int>(threadIdx.x) % 4 * 2);
+      hide_keys(p, s, shared.work[step.work], row_of(step.group), step.tile * kKeys + static_cast<int>(threadIdx.x) % 4 * 2);
   }
   FI_DEVICE void release_keys(const Step& step) const {
     if (threadIdx.x % 128 == 0) {
@@ -309,7 +316,8 @@ struct PrefillFp8Kernel {
       if (step.last) shared.q_empty[step.work].arrive();
     }
   }
-  FI_DEVICE void add_values(const Step& step, const unsigned (&weights)[kKeys / 32][4], float (&o)[kDim / 2]) const {
+  FI_DEVICE void add_values(const Step& step, const unsigned (&weights)[kKeys / 32][4], const float (&alpha)[2],
+                            float (&o)[kDim / 2]) const {
     float part[kDim / 2];
     shared.columns_full[step.stage].wait(step.parity);
     multiply_values(part, weights, step.v);
@@ -317,7 +325,7 @@ struct PrefillFp8Kernel {
     wgmma_keep(part);
     if (threadIdx.x % 128 == 0) shared.columns_empty[step.stage].arrive();
 #pragma unroll
-    for (int i = 0; i < kDim / 2; ++i) o[i] += part[i];
+    for (int i = 0; i < kDim / 2; ++i) o[i] = fmaf(o[i], alpha[i / 2 % 2], part[i]);
   }
 
   FI_DEVICE float score_scale(int kv_head, int row) const {

@@ -228,6 +228,7 @@ struct PrefillKernel {
     unsigned weights[kKeys / 16][4];
     score(step, ahead, s, o);
     tile_weights(s, {scale(), scale()}, 0.f, m, sums);
+    shared.v_full[step.stage].wait(step.parity);
     pack(s, weights);
     const bool large[2] = {sums[0] > kMostSum, sums[1] > kMostSum};
     if (barrier_any(1 + step.group, 128, large[0] || large[1])) {

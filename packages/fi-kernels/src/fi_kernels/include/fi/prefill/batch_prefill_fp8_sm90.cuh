@@ -254,9 +254,9 @@ struct PrefillFp8Kernel {
 
   // The first of a thread's two rows, computed anew each time: there is no register to keep it in.
   FI_DEVICE static int row_of(int group) {
-    int thread = threadIdx.x % 128;
+    unsigned thread = threadIdx.x;
     asm volatile("" : "+r"(thread));
-    return group * 64 + thread / 32 * 16 + thread % 32 / 4;
+    return group * 64 + thread % 128 / 32 * 16 + thread % 32 / 4;
   }
 
   // A key tile of a tile of queries, as one group takes it. last: whether it is the last that needs the queries.
@@ -279,8 +279,8 @@ struct PrefillFp8Kernel {
 #pragma unroll
       for (int h = 0; h < 2; ++h) large[h] |= (weights[i][h] + 0x02020202u) | (weights[i][h + 2] + 0x02020202u);
     // NaN does not count: no maximum helps.
-    const bool again = ((large[0] & 0x80808080u) != 0 && sums[0] == sums[0]) ||
-                       ((large[1] & 0x80808080u) != 0 && sums[1] == sums[1]);
+    const bool again =
+        ((large[0] & 0x80808080u) != 0 && sums[0] == sums[0]) || ((large[1] & 0x80808080u) != 0 && sums[1] == sums[1]);
     if (barrier_any(1 + step.group, 128, again)) return false;
     release_keys(step);
     d[0] += sums[0], d[1] += sums[1];
@@ -308,7 +308,8 @@ struct PrefillFp8Kernel {
       for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * scale[i / 2 % 2]);
     }
     if (step.masked)
-      hide_keys(p, s, shared.work[step.work], row_of(step.group), step.tile * kKeys + static_cast<int>(threadIdx.x) % 4 * 2);
+      hide_keys(p, s, shared.work[step.work], row_of(step.group),
+                step.tile * kKeys + static_cast<int>(threadIdx.x) % 4 * 2);
   }
   FI_DEVICE void release_keys(const Step& step) const {
     if (threadIdx.x % 128 == 0) {

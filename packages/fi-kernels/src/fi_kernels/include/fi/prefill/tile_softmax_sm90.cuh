@@ -11,17 +11,18 @@ namespace fi {
 template <int kScores>
 FI_DEVICE void hide_keys(const BatchPrefillParams& p, float (&s)[kScores], const Work& work, int row, int column) {
   const Mask mask = Mask::of_range(p.causal, p.window_left, work.request.qo_len, work.request.kv_len);
-  int first[2], end[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int token = work.token + static_cast<int>(divide(row + 8 * h, p.group));
-    first[h] = mask.first_key(token) - column;
-    end[h] = mask.end_key(token) - column;
-  }
+    const int end = mask.end_key(token) - column;
 #pragma unroll
-  for (int i = 0; i < kScores; ++i) {
-    const int key = i / 4 * 8 + i % 2, h = i / 2 % 2;
-    if (key < first[h] || key >= end[h]) s[i] = kMinusInf;
+    for (int i = 2 * h; i < kScores; i += i % 2 == 0 ? 1 : 3)
+      if (i / 4 * 8 + i % 2 >= end) s[i] = kMinusInf;
+    if (p.window_left < 0) continue;
+    const int first = mask.first_key(token) - column;
+#pragma unroll
+    for (int i = 2 * h; i < kScores; i += i % 2 == 0 ? 1 : 3)
+      if (i / 4 * 8 + i % 2 < first) s[i] = kMinusInf;
   }
 }
 
@@ -60,13 +61,13 @@ FI_DEVICE void tile_softmax(float (&s)[kScores], const float (&scales)[2], float
                             float (&m)[2], float (&d)[2], float (&alpha)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float most[4] = {kMinusInf, kMinusInf, kMinusInf, kMinusInf};
+    float top = kMinusInf, odd = kMinusInf;
 #pragma unroll
     for (int i = 0; i < kScores / 4; ++i) {
-      most[i % 2] = fmaxf(most[i % 2], s[4 * i + 2 * h]);
-      most[2 + i % 2] = fmaxf(most[2 + i % 2], s[4 * i + 2 * h + 1]);
+      top = fmaxf(top, s[4 * i + 2 * h]);
+      odd = fmaxf(odd, s[4 * i + 2 * h + 1]);
     }
-    float top = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
+    top = fmaxf(top, odd);
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2)) * scales[h];
     top = kept[h] ? m[h] : fmaxf(m[h], top);

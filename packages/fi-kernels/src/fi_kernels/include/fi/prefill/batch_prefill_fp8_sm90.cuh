@@ -205,7 +205,8 @@ struct PrefillFp8Kernel {
   // As in the 16-bit kernel: the softmax of one group runs while the products of the others do.
   FI_DEVICE void consume(int group) const {
     const int thread = threadIdx.x % 128, lane = thread % 32;
-    const uint64_t k = wgmma_operand(shared.k, 1024), v = wgmma_operand(shared.columns, 256, 16, kWgmma32Bytes);
+    const uint64_t k = wgmma_uniform(wgmma_operand(shared.k, 1024));
+    const uint64_t v = wgmma_uniform(wgmma_operand(shared.columns, 256, 16, kWgmma32Bytes));
     float o[kDim / 2];
     int stage = 0, parity = 0;
     for (int use = 0;; ++use) {
@@ -215,54 +216,53 @@ struct PrefillFp8Kernel {
       const uint64_t q = wgmma_uniform(wgmma_operand(shared.q[use % 2] + group * 64 * kDim, 1024));
       // Tiles all of whose keys every row sees: below the first row's end, at or above the last row's beginning.
       const int clear_end = uniform(tile.mask.end_key(tile.token) / kKeys);
-      const int clear_begin = uniform((tile.mask.first_key(tile.token + tile.tokens - 1) + kKeys - 1) / kKeys);
       const int begin = uniform(tile.begin), end = begin + uniform(tile.count);
       const int rows = tile.tokens * static_cast<int>(p.group.value);
       float scale[2], m[2], d[2] = {0.f, 0.f};
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        scale[h] = score_scale(tile.kv_head, row_of(group) + 8 * h);
-        m[h] = row_of(group) + 8 * h < rows ? kMinusInf : 3e38f;  // rows of no request never outgrow it
+        scale[h] = score_scale(tile.kv_head, first_row() + 8 * h);
+        m[h] = first_row() + 8 * h < rows ? kMinusInf : 3e38f;  // rows of no request never outgrow it
       }
 #pragma unroll
       for (int i = 0; i < kDim / 2; ++i) o[i] = 0.f;
-      int trying = end - kCareful;  // key tiles before this are tried without looking for maxima
+      int trying = min(end - kCareful, clear_end);  // key tiles before this are tried without looking for maxima
       shared.q_full[use % 2].wait(use / 2 % 2);
       for (int j = end - 1; j >= begin; --j) {
         const Step step{q,
-                        wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0]))),
-                        wgmma_uniform(wgmma_further(v, stage * sizeof(shared.columns[0]))),
+                        wgmma_further(k, stage * sizeof(shared.k[0])),
+                        wgmma_further(v, stage * sizeof(shared.columns[0])),
                         use % 2,
                         j,
                         stage,
                         parity,
-                        group,
-                        j < clear_begin || j >= clear_end,
+                        j >= trying || (p.window_left >= 0 && j < begin + 2 + kRows / kKeys),
                         j == begin};
-        if (j >= trying || !take(step, scale, o, m, d)) {
+        const bool tried = j < trying;
+        if (!tried || !take(step, scale, o, m, d)) {
           take_anew(step, scale, o, m, d);
-          trying = min(trying, j - 1);  // where one maximum outgrew its room others may
+          if (tried) trying = j - 1;  // where one maximum outgrew its room others may
         }
         if (++stage == kStages) stage = 0, parity ^= 1;
       }
       if (begin == end && thread == 0) shared.q_empty[use % 2].arrive();
-      store(shared.work[use % 2], o, m, d, row_of(group), lane);
-      barrier_sync(1 + group, 128);
+      store(shared.work[use % 2], o, m, d, first_row(), lane);
+      barrier_sync(threadIdx.x / 128, 128);
       if (thread == 0) shared.work_empty[use % 2].arrive();
     }
   }
 
   // The first of a thread's two rows, computed anew each time: there is no register to keep it in.
-  FI_DEVICE static int row_of(int group) {
+  FI_DEVICE static int first_row() {
     unsigned thread = threadIdx.x;
     asm volatile("" : "+r"(thread));
-    return group * 64 + thread % 128 / 32 * 16 + thread % 32 / 4;
+    return thread / 32 * 16 - 64 + thread % 32 / 4;
   }
 
   // A key tile of a tile of queries, as one group takes it. last: whether it is the last that needs the queries.
   struct Step {
     uint64_t q, k, v;
-    int work, tile, stage, parity, group;
+    int work, tile, stage, parity;
     bool masked, last;
   };
 
@@ -281,12 +281,21 @@ struct PrefillFp8Kernel {
     // NaN does not count: no maximum helps.
     const bool again =
         ((large[0] & 0x80808080u) != 0 && sums[0] == sums[0]) || ((large[1] & 0x80808080u) != 0 && sums[1] == sums[1]);
-    if (barrier_any(1 + step.group, 128, again)) return false;
+    float part[kDim / 2];
+    shared.columns_full[step.stage].wait(step.parity);
+    multiply_values(part, weights, step.v);
+    const bool any = barrier_any(threadIdx.x / 128, 128, again);  // while products run
+    wgmma_wait<0>();
+    wgmma_keep(part);
+    if (any) return false;
     release_keys(step);
+    if (threadIdx.x % 128 == 0) shared.columns_empty[step.stage].arrive();
     d[0] += sums[0], d[1] += sums[1];
-    add_values(step, weights, {1.f, 1.f}, o);
+#pragma unroll
+    for (int i = 0; i < kDim / 2; ++i) o[i] += part[i];
     return true;
   }
+
   FI_DEVICE void take_anew(const Step& step, const float (&scale)[2], float (&o)[kDim / 2], float (&m)[2],
                            float (&d)[2]) const {
     float s[kKeys / 2], alpha[2];
@@ -308,8 +317,7 @@ struct PrefillFp8Kernel {
       for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * scale[i / 2 % 2]);
     }
     if (step.masked)
-      hide_keys(p, s, shared.work[step.work], row_of(step.group),
-                step.tile * kKeys + static_cast<int>(threadIdx.x) % 4 * 2);
+      hide_keys(p, s, shared.work[step.work], first_row(), step.tile * kKeys + static_cast<int>(threadIdx.x) % 4 * 2);
   }
   FI_DEVICE void release_keys(const Step& step) const {
     if (threadIdx.x % 128 == 0) {

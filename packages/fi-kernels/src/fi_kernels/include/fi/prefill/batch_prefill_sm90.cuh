@@ -127,7 +127,7 @@ struct PrefillKernel {
   FI_DEVICE void consume(int group) const {
     const int thread = threadIdx.x % 128, lane = thread % 32;
     const int row = group * 64 + thread / 32 * 16 + lane / 4;  // and row + 8
-    const uint64_t k = wgmma_operand(shared.k, kKeyGroup);
+    const uint64_t k = wgmma_uniform(wgmma_operand(shared.k, kKeyGroup));
     const uint64_t v = wgmma_operand(shared.v, kValueGroup, kBlockBytes);
     float o[kDimVO / 2];
     int stage = 0, parity = 0;
@@ -157,7 +157,7 @@ struct PrefillKernel {
       shared.q_full[q_stage].wait(use / kQueryStages % 2);
       for (int j = end - 1; j >= begin; --j) {
         const Step step{q,
-                        wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0]))),
+                        wgmma_further(k, stage * sizeof(shared.k[0])),
                         wgmma_uniform(wgmma_further(v, stage * sizeof(shared.v[0]))),
                         use % 2,
                         j,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 
 from families.harness import assert_close
 from families.prefill_batch import Batch, batch, planned
-from families.test_batch_prefill import assert_fp8
 from fi_core.prefill import BatchPrefillWithRaggedKVCacheWrapper
 
 E4M3 = torch.float8_e4m3fn
@@ -51,8 +51,10 @@ def test_maxima_grow(every: int, options: dict[str, Any], dtype: torch.dtype, gr
     out_dtype = torch.bfloat16 if dtype == E4M3 else dtype
     for w in planned(b, BatchPrefillWithRaggedKVCacheWrapper, o_data_type=out_dtype, **options):
         out, lse = w.run(b.q, *b.ragged(), return_lse=True)
-        if dtype == E4M3:
-            assert_fp8(w, b, out, lse, **options)
+        if dtype == E4M3:  # scores up to 80 are off by 0.1: e4m3 is multiplied and summed with some 10 bits
+            most, _ = replace(b, v=[v.float().abs() for v in b.v]).expected(**options)
+            assert ((out.cpu().double() - want).abs() <= most / 6 + 1e-3).all()
+            assert_close(lse, want_lse, tolerance=(4e-3, 4e-3))
         else:
             assert_close(out, want)
             assert_close(lse, want_lse, tolerance=(1e-4, 1e-4))

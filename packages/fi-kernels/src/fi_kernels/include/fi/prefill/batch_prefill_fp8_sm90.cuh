@@ -22,25 +22,21 @@ template <int kKeys, bool kCapped>
 struct PrefillFp8Kernel {
   using T = __nv_fp8_e4m3;
   static constexpr int kDim = 128, kConsumers = 3, kRows = 64 * kConsumers, kTransposers = 2;
-  static constexpr int kStages = 3, kValueStages = 2;
+  static constexpr int kKeyStages = 3, kValueStages = 2, kColumnStages = 3;
   static constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
   // A block begins with 128 registers a thread; more would wait for ever.
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 4 * 128, "registers");
-  // log2 of what weights are multiplied by, relative to m; they may grow to 416, as e4m3 ends at 448.
-  static constexpr float kOffset = 6.f;
-
-  // Of a tile's first key tiles maxima are looked for: with few keys seen the next are likely to bring larger ones.
-  static constexpr int kCareful = 4;
+  static constexpr float kOffset = 8.f;  // log2 of what weights are multiplied by; e4m3 ends at 448
 
   // Tiles in the 128-byte swizzle, [rows][128]. Transposed values in the 32-byte swizzle, [keys / 32][columns][32],
   // with keys and columns in the order that `transpose` says.
   struct Shared {
     alignas(1024) T q[2][kRows * kDim];
-    alignas(1024) T k[kStages][kKeys * kDim];
+    alignas(1024) T k[kKeyStages][kKeys * kDim];
     alignas(1024) T v[kValueStages][kKeys * kDim];
-    alignas(1024) T columns[kStages][kKeys * kDim];
-    Barrier q_full[2], q_empty[2], k_full[kStages], k_empty[kStages], v_full[kValueStages], v_empty[kValueStages],
-        columns_full[kStages], columns_empty[kStages];
+    alignas(1024) T columns[kColumnStages][kKeys * kDim];
+    Barrier q_full[2], q_empty[2], k_full[kKeyStages], k_empty[kKeyStages], v_full[kValueStages], v_empty[kValueStages],
+        columns_full[kColumnStages], columns_empty[kColumnStages];
     Barrier work_full[2], work_empty[2];
     Work work[2];
   };
@@ -61,15 +57,17 @@ struct PrefillFp8Kernel {
         shared.work_full[i].init(1);
         shared.work_empty[i].init(kConsumers + 1 + kTransposers);
       }
-      for (int s = 0; s < kStages; ++s) {
+      for (int s = 0; s < kKeyStages; ++s) {
         shared.k_full[s].init(1);
         shared.k_empty[s].init(kConsumers);
-        shared.columns_full[s].init(kTransposers);
-        shared.columns_empty[s].init(kConsumers);
       }
       for (int s = 0; s < kValueStages; ++s) {
         shared.v_full[s].init(1);
         shared.v_empty[s].init(kTransposers);
+      }
+      for (int s = 0; s < kColumnStages; ++s) {
+        shared.columns_full[s].init(kTransposers);
+        shared.columns_empty[s].init(kConsumers);
       }
       fence_barrier_init();
       prefetch_tensor_map(p.q);
@@ -111,8 +109,8 @@ struct PrefillFp8Kernel {
       for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j, ++step) {
         const int2 now = next;
         if (j > tile.begin) next = producers.place(tile, (j - 1) * kKeys + lane * p.box);  // arrives during the waits
-        const unsigned k = step % kStages, v = step % kValueStages;
-        shared.k_empty[k].wait(step / kStages % 2 ^ 1);
+        const unsigned k = step % kKeyStages, v = step % kValueStages;
+        shared.k_empty[k].wait(step / kKeyStages % 2 ^ 1);
         copy(producers, tile, p.k, shared.k[k], shared.k_full[k], j, now);
         shared.v_empty[v].wait(step / kValueStages % 2 ^ 1);
         copy(producers, tile, p.v, shared.v[v], shared.v_full[v], j, now);
@@ -141,11 +139,11 @@ struct PrefillFp8Kernel {
       if (tile.tokens == 0) break;
       __syncwarp();
       if (lane == 0) shared.work_empty[use % 2].arrive();
-      int keys = tile.request.kv_len - (tile.begin + tile.count - 1) * kKeys;  // from the key tile's first on
-      for (int left = tile.count; left > 0; --left, ++step, keys += kKeys) {
-        const unsigned from = step % kValueStages, to = step % kStages;
+      for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j, ++step) {
+        const unsigned from = step % kValueStages, to = step % kColumnStages;
         shared.v_full[from].wait(step / kValueStages % 2);
-        shared.columns_empty[to].wait(step / kStages % 2 ^ 1);
+        shared.columns_empty[to].wait(step / kColumnStages % 2 ^ 1);
+        const int keys = tile.request.kv_len - j * kKeys;
         if (keys < kKeys)
           transpose<true>(shared.v[from], shared.columns[to], keys, part);
         else
@@ -166,11 +164,8 @@ struct PrefillFp8Kernel {
   // last key may be NaN.
   template <bool kEnds>
   FI_DEVICE static void transpose(const T* values, T* columns, int keys, int part) {
-    constexpr int kBlocks = kDim / 16 / kTransposers;  // of 16 columns
     const int lane = threadIdx.x % 32, row = lane % 8, matrix = lane / 8;
-    // Of the first block; the others differ in bits of the swizzle, so that one address need be kept.
-    const unsigned from =
-        static_cast<unsigned>(__cvta_generic_to_shared(values)) + lane * 128 + ((part * kBlocks) ^ row) * 16;
+    const char* from = reinterpret_cast<const char*>(values) + lane * 128;
     char* to = reinterpret_cast<char*>(columns) + matrix % 2 * 256 + row * 32 + ((matrix / 2) ^ (row / 4)) * 16;
 #pragma unroll 1
     for (int step = 0; step < kKeys / 32; ++step) {
@@ -180,9 +175,10 @@ struct PrefillFp8Kernel {
         seen[1] = bytes_before(keys - step * 32 - lane % 4 * 2 - 16);
       }
 #pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
+      for (int i = 0; i < kDim / 16 / kTransposers; ++i) {
+        const int block = part * (kDim / 16 / kTransposers) + i;  // of 16 columns
         unsigned x[4], y[4];  // in x two keys of columns 2 i and 2 i + 1, in y four of one column
-        ldmatrix_x4_trans(x, (from + step * 32 * 128) ^ (i * 16));
+        ldmatrix_x4_trans(x, from + step * 32 * 128 + ((block ^ row) * 16));
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           y[2 * h] = __byte_perm(x[2 * h], x[2 * h + 1], 0x6420);
@@ -192,7 +188,7 @@ struct PrefillFp8Kernel {
             y[2 * h + 1] &= seen[h];
           }
         }
-        stmatrix_x4(to + step * 32 * kDim + (part * kBlocks + i) * 512, y);
+        stmatrix_x4(to + step * 32 * kDim + block * 512, y);
       }
     }
   }
@@ -205,10 +201,10 @@ struct PrefillFp8Kernel {
   // As in the 16-bit kernel: the softmax of one group runs while the products of the others do.
   FI_DEVICE void consume(int group) const {
     const int thread = threadIdx.x % 128, lane = thread % 32;
-    const uint64_t k = wgmma_uniform(wgmma_operand(shared.k, 1024));
-    const uint64_t v = wgmma_uniform(wgmma_operand(shared.columns, 256, 16, kWgmma32Bytes));
+    const int row = group * 64 + thread / 32 * 16 + lane / 4;  // and row + 8
+    const uint64_t k = wgmma_operand(shared.k, 1024), v = wgmma_operand(shared.columns, 256, 16, kWgmma32Bytes);
     float o[kDim / 2];
-    int stage = 0, parity = 0;
+    unsigned step = 0;  // of all tiles
     for (int use = 0;; ++use) {
       shared.work_full[use % 2].wait(use / 2 % 2);
       const Tile tile(p, shared.work[use % 2]);
@@ -216,125 +212,46 @@ struct PrefillFp8Kernel {
       const uint64_t q = wgmma_uniform(wgmma_operand(shared.q[use % 2] + group * 64 * kDim, 1024));
       // Tiles all of whose keys every row sees: below the first row's end, at or above the last row's beginning.
       const int clear_end = uniform(tile.mask.end_key(tile.token) / kKeys);
+      const int clear_begin = uniform((tile.mask.first_key(tile.token + tile.tokens - 1) + kKeys - 1) / kKeys);
       const int begin = uniform(tile.begin), end = begin + uniform(tile.count);
-      const int rows = tile.tokens * static_cast<int>(p.group.value);
-      float scale[2], m[2], d[2] = {0.f, 0.f};
+      float scale[2], m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f}, alpha[2];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        scale[h] = score_scale(tile.kv_head, first_row() + 8 * h);
-        m[h] = first_row() + 8 * h < rows ? kMinusInf : 3e38f;  // rows of no request never outgrow it
-      }
+      for (int h = 0; h < 2; ++h) scale[h] = score_scale(tile.kv_head, row + 8 * h);
 #pragma unroll
       for (int i = 0; i < kDim / 2; ++i) o[i] = 0.f;
-      int trying = min(end - kCareful, clear_end);  // key tiles before this are tried without looking for maxima
       shared.q_full[use % 2].wait(use / 2 % 2);
-      for (int j = end - 1; j >= begin; --j) {
-        const Step step{q,
-                        wgmma_further(k, stage * sizeof(shared.k[0])),
-                        wgmma_further(v, stage * sizeof(shared.columns[0])),
-                        use % 2,
-                        j,
-                        stage,
-                        parity,
-                        j >= trying || (p.window_left >= 0 && j < begin + 2 + kRows / kKeys),
-                        j == begin};
-        const bool tried = j < trying;
-        if (!tried || !take(step, scale, o, m, d)) {
-          take_anew(step, scale, o, m, d);
-          if (tried) trying = j - 1;  // where one maximum outgrew its room others may
+      for (int j = end - 1; j >= begin; --j, ++step) {
+        const unsigned key_stage = step % kKeyStages, stage = step % kColumnStages;
+        float s[kKeys / 2], part[kDim / 2];
+        unsigned weights[kKeys / 32][4];
+        shared.k_full[key_stage].wait(step / kKeyStages % 2);
+        multiply_keys(s, q, wgmma_uniform(wgmma_further(k, key_stage * sizeof(shared.k[0]))));
+        wgmma_wait<0>();
+        wgmma_keep(s);
+        if (thread == 0) {
+          shared.k_empty[key_stage].arrive();
+          if (j == begin) shared.q_empty[use % 2].arrive();
         }
-        if (++stage == kStages) stage = 0, parity ^= 1;
+        if (kCapped) {
+#pragma unroll
+          for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * scale[i / 2 % 2]);
+        }
+        if (j < clear_begin || j >= clear_end) hide_keys(p, s, shared.work[use % 2], row, j * kKeys + lane % 4 * 2);
+        tile_softmax(s, {kCapped ? p.cap : scale[0], kCapped ? p.cap : scale[1]}, kOffset, {false, false}, m, d, alpha);
+        pack(s, weights);
+        shared.columns_full[stage].wait(step / kColumnStages % 2);
+        multiply_values(part, weights, wgmma_uniform(wgmma_further(v, stage * sizeof(shared.columns[0]))));
+        wgmma_wait<0>();
+        wgmma_keep(part);
+        if (thread == 0) shared.columns_empty[stage].arrive();
+#pragma unroll
+        for (int i = 0; i < kDim / 2; ++i) o[i] = fmaf(o[i], alpha[i / 2 % 2], part[i]);
       }
       if (begin == end && thread == 0) shared.q_empty[use % 2].arrive();
-      store(shared.work[use % 2], o, m, d, first_row(), lane);
-      barrier_sync(threadIdx.x / 128, 128);
+      store(shared.work[use % 2], o, m, d, row, lane);
+      barrier_sync(1 + group, 128);
       if (thread == 0) shared.work_empty[use % 2].arrive();
     }
-  }
-
-  // The first of a thread's two rows, computed anew each time: there is no register to keep it in.
-  FI_DEVICE static int first_row() {
-    unsigned thread = threadIdx.x;
-    asm volatile("" : "+r"(thread));
-    return thread / 32 * 16 - 64 + thread % 32 / 4;
-  }
-
-  // A key tile of a tile of queries, as one group takes it. last: whether it is the last that needs the queries.
-  struct Step {
-    uint64_t q, k, v;
-    int work, tile, stage, parity;
-    bool masked, last;
-  };
-
-  // As in the 16-bit kernel, but it is weights that come out as the largest e4m3 which are too large.
-  FI_DEVICE bool take(const Step& step, const float (&scale)[2], float (&o)[kDim / 2], const float (&m)[2],
-                      float (&d)[2]) const {
-    float s[kKeys / 2], sums[2];
-    unsigned weights[kKeys / 32][4], large[2] = {0, 0};
-    score(step, scale, s);
-    tile_weights(s, {kCapped ? p.cap : scale[0], kCapped ? p.cap : scale[1]}, kOffset, m, sums);
-    pack(s, weights);
-#pragma unroll
-    for (int i = 0; i < kKeys / 32; ++i)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) large[h] |= (weights[i][h] + 0x02020202u) | (weights[i][h + 2] + 0x02020202u);
-    // NaN does not count: no maximum helps.
-    const bool again =
-        ((large[0] & 0x80808080u) != 0 && sums[0] == sums[0]) || ((large[1] & 0x80808080u) != 0 && sums[1] == sums[1]);
-    float part[kDim / 2];
-    shared.columns_full[step.stage].wait(step.parity);
-    multiply_values(part, weights, step.v);
-    const bool any = barrier_any(threadIdx.x / 128, 128, again);  // while products run
-    wgmma_wait<0>();
-    wgmma_keep(part);
-    if (any) return false;
-    release_keys(step);
-    if (threadIdx.x % 128 == 0) shared.columns_empty[step.stage].arrive();
-    d[0] += sums[0], d[1] += sums[1];
-#pragma unroll
-    for (int i = 0; i < kDim / 2; ++i) o[i] += part[i];
-    return true;
-  }
-
-  FI_DEVICE void take_anew(const Step& step, const float (&scale)[2], float (&o)[kDim / 2], float (&m)[2],
-                           float (&d)[2]) const {
-    float s[kKeys / 2], alpha[2];
-    unsigned weights[kKeys / 32][4];
-    score(step, scale, s);
-    release_keys(step);
-    tile_softmax(s, {kCapped ? p.cap : scale[0], kCapped ? p.cap : scale[1]}, kOffset, {false, false}, m, d, alpha);
-    pack(s, weights);
-    add_values(step, weights, alpha, o);
-  }
-
-  FI_DEVICE void score(const Step& step, const float (&scale)[2], float (&s)[kKeys / 2]) const {
-    shared.k_full[step.stage].wait(step.parity);
-    multiply_keys(s, step.q, step.k);
-    wgmma_wait<0>();
-    wgmma_keep(s);
-    if (kCapped) {
-#pragma unroll
-      for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * scale[i / 2 % 2]);
-    }
-    if (step.masked)
-      hide_keys(p, s, shared.work[step.work], first_row(), step.tile * kKeys + static_cast<int>(threadIdx.x) % 4 * 2);
-  }
-  FI_DEVICE void release_keys(const Step& step) const {
-    if (threadIdx.x % 128 == 0) {
-      shared.k_empty[step.stage].arrive();
-      if (step.last) shared.q_empty[step.work].arrive();
-    }
-  }
-  FI_DEVICE void add_values(const Step& step, const unsigned (&weights)[kKeys / 32][4], const float (&alpha)[2],
-                            float (&o)[kDim / 2]) const {
-    float part[kDim / 2];
-    shared.columns_full[step.stage].wait(step.parity);
-    multiply_values(part, weights, step.v);
-    wgmma_wait<0>();
-    wgmma_keep(part);
-    if (threadIdx.x % 128 == 0) shared.columns_empty[step.stage].arrive();
-#pragma unroll
-    for (int i = 0; i < kDim / 2; ++i) o[i] = fmaf(o[i], alpha[i / 2 % 2], part[i]);
   }
 
   FI_DEVICE float score_scale(int kv_head, int row) const {

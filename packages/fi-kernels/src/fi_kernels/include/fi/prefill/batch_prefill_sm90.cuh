@@ -254,6 +254,7 @@ struct PrefillKernel {
     pack(s, weights);
 #pragma unroll
     for (int i = 0; i < kDimVO / 2; ++i) o[i] *= alpha[i / 2 % 2];
+    shared.v_full[step.stage].wait(step.parity);
     add_values<kCount>(step, weights, o);
   }
 
@@ -276,7 +277,6 @@ struct PrefillKernel {
 
   template <int kCount>
   FI_DEVICE void add_values(const Step& step, const unsigned (&weights)[kCount / 16][4], float (&o)[kDimVO / 2]) const {
-    shared.v_full[step.stage].wait(step.parity);
     if (step.masked) {  // beyond the last key may be NaN
       const int keys = uniform(shared.work[step.work].request.kv_len - step.tile * kKeys);
       if (keys < kCount) clear(shared.v[step.stage], keys, kCount, 1 + step.group);

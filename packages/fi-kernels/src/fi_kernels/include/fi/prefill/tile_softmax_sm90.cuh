@@ -61,13 +61,13 @@ FI_DEVICE void tile_softmax(float (&s)[kScores], const float (&scales)[2], float
                             float (&m)[2], float (&d)[2], float (&alpha)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float top = kMinusInf, odd = kMinusInf;
+    float most[4] = {kMinusInf, kMinusInf, kMinusInf, kMinusInf};  // chains that need not wait for each other
 #pragma unroll
     for (int i = 0; i < kScores / 4; ++i) {
-      top = fmaxf(top, s[4 * i + 2 * h]);
-      odd = fmaxf(odd, s[4 * i + 2 * h + 1]);
+      most[i % 2] = fmaxf(most[i % 2], s[4 * i + 2 * h]);
+      most[2 + i % 2] = fmaxf(most[2 + i % 2], s[4 * i + 2 * h + 1]);
     }
-    top = fmaxf(top, odd);
+    float top = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2)) * scales[h];
     top = kept[h] ? m[h] : fmaxf(m[h], top);

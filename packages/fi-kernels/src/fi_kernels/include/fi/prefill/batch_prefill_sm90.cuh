@@ -127,10 +127,11 @@ struct PrefillKernel {
   FI_DEVICE void consume(int group) const {
     const int thread = threadIdx.x % 128, lane = thread % 32;
     const int row = group * 64 + thread / 32 * 16 + lane / 4;  // and row + 8
-    const uint64_t k = wgmma_uniform(wgmma_operand(shared.k, kKeyGroup));
+    // NOTE: known to be uniform at once where registers are left; else ptxas keeps more of them, and spills.
+    const uint64_t key = wgmma_operand(shared.k, kKeyGroup), k = kConsumers > 2 ? wgmma_uniform(key) : key;
     const uint64_t v = wgmma_operand(shared.v, kValueGroup, kBlockBytes);
     float o[kDimVO / 2];
-    int stage = 0, parity = 0;
+    unsigned taken = 0;  // key tiles
     for (int use = 0;; ++use) {
       shared.work_full[use % 2].wait(use / 2 % 2);
       const Tile tile(p, shared.work[use % 2]);
@@ -156,8 +157,10 @@ struct PrefillKernel {
       for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
       shared.q_full[q_stage].wait(use / kQueryStages % 2);
       for (int j = end - 1; j >= begin; --j) {
+        const int stage = taken % kStages, parity = taken / kStages % 2;
+        const uint64_t keys = wgmma_further(k, stage * sizeof(shared.k[0]));
         const Step step{q,
-                        wgmma_further(k, stage * sizeof(shared.k[0])),
+                        kConsumers > 2 ? keys : wgmma_uniform(keys),
                         wgmma_uniform(wgmma_further(v, stage * sizeof(shared.v[0]))),
                         use % 2,
                         j,
@@ -179,12 +182,12 @@ struct PrefillKernel {
           fresh = false;
           ahead = kAhead;
         }
-        if (++stage == kStages) stage = 0, parity ^= 1;
+        ++taken;
       }
       if (kAhead) {
         wgmma_wait<0>();
         wgmma_keep(o);
-        if (ahead && thread == 0) shared.v_empty[before(stage)].arrive();
+        if (ahead && thread == 0) shared.v_empty[before(taken % kStages)].arrive();
       }
       if (begin == end && thread == 0) shared.q_empty[q_stage].arrive();
       if (any) {

@@ -37,7 +37,6 @@ struct BatchPrefillParams {
   OutType out_type;  // of fp8: fp16, bf16 or e4m3; else that of q
   float scale;       // of scores, times log2(e); with a soft cap, divided by it
   float cap;         // times log2(e); 0: none
-  float room;        // how far scores may exceed what weights are relative to, so that outputs are rescaled seldom
   float out_scale;
 };
 

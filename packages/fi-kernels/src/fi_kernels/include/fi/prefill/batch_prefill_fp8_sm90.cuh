@@ -237,7 +237,7 @@ struct PrefillFp8Kernel {
           for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * scale[i / 2 % 2]);
         }
         if (j < clear_begin || j >= clear_end) hide_keys(p, s, shared.work[use % 2], row, j * kKeys + lane % 4 * 2);
-        tile_softmax(s, {kCapped ? p.cap : scale[0], kCapped ? p.cap : scale[1]}, kOffset, 0.f, m, d, alpha);
+        tile_softmax(s, {kCapped ? p.cap : scale[0], kCapped ? p.cap : scale[1]}, kOffset, {false, false}, m, d, alpha);
         pack(s, weights);
         shared.columns_full[stage].wait(step / kColumnStages % 2);
         multiply_values(part, weights, wgmma_uniform(wgmma_further(v, stage * sizeof(shared.columns[0]))));
@@ -248,7 +248,7 @@ struct PrefillFp8Kernel {
         for (int i = 0; i < kDim / 2; ++i) o[i] = fmaf(o[i], alpha[i / 2 % 2], part[i]);
       }
       if (begin == end && thread == 0) shared.q_empty[use % 2].arrive();
-      store(shared.work[use % 2], o, scale, m, d, row, lane);
+      store(shared.work[use % 2], o, m, d, row, lane);
       barrier_sync(1 + group, 128);
       if (thread == 0) shared.work_empty[use % 2].arrive();
     }
@@ -291,30 +291,16 @@ struct PrefillFp8Kernel {
 
   // A thread has columns 4 t to 4 t + 3 of each 16 (t = lane % 4), and stores 16 bytes at a time: of 16 bits two
   // threads exchange halves, of e4m3 four threads quarters.
-  FI_DEVICE void store(const Work& work, const float (&o)[kDim / 2], const float (&scales)[2], const float (&m)[2],
-                       float (&d)[2], int first, int lane) const {
+  FI_DEVICE void store(const Work& work, const float (&o)[kDim / 2], const float (&m)[2], const float (&d)[2],
+                       int first, int lane) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      d[h] += __shfl_xor_sync(0xffffffffu, d[h], 1);
-      d[h] += __shfl_xor_sync(0xffffffffu, d[h], 2);
-      const int row = first + 8 * h, token = divide(row, p.group);
-      const int head = work.kv_head * static_cast<int>(p.group.value) + row - token * static_cast<int>(p.group.value);
-      const bool kept = token < work.tokens;
-      float top = m[h] * (kCapped ? p.cap : scales[h]), factor = p.out_scale;
+      const RowEnd end(p, work, first + 8 * h, kOffset, m[h], d[h]);
+      float factor = end.factor;
       if (p.scale_v) factor *= p.scale_v[work.kv_head];
       if (p.bmm2_scale) factor *= *p.bmm2_scale;
-      if (p.sinks && kept) {
-        const float sink = p.sinks[head] * kLog2e, most = fmaxf(top, sink);
-        d[h] = d[h] * exp2_approx(top - most) + exp2_approx(sink - most + kOffset);
-        factor *= exp2_approx(top - most);
-        top = most;
-      }
-      factor *= softmax_inverse(d[h]);
-      const int64_t at = work.request.qo_begin + work.token + token;
-      if (p.lse && lane % 4 == 0 && kept) p.lse[at * p.qo_heads + head] = softmax_lse<CudaMath>(top - kOffset, d[h]);
-      const int64_t first_column = at * p.out_token + head * p.out_head;
       if (p.out_type == OutType::kE4M3) {
-        char* out = static_cast<char*>(p.out) + first_column;
+        char* out = static_cast<char*>(p.out) + end.begin;
 #pragma unroll
         for (int block = 0; block < kDim / 16; block += 4) {
           unsigned x[4];
@@ -324,11 +310,11 @@ struct PrefillFp8Kernel {
             x[i] = e4m3_quad(y[0] * factor, y[4] * factor, y[1] * factor, y[5] * factor);
           }
           transpose_quad(x, lane);
-          if (kept) store_global(out + (block + lane % 4) * 16, uint4{x[0], x[1], x[2], x[3]});
+          if (end.exists) store_global(out + (block + lane % 4) * 16, uint4{x[0], x[1], x[2], x[3]});
         }
         continue;
       }
-      unsigned short* out = static_cast<unsigned short*>(p.out) + first_column;
+      unsigned short* out = static_cast<unsigned short*>(p.out) + end.begin;
 #pragma unroll
       for (int block = 0; block < kDim / 16; block += 2) {
         const float *x = o + block * 8 + 2 * h, *y = x + 8;
@@ -338,7 +324,7 @@ struct PrefillFp8Kernel {
         const unsigned other0 = __shfl_xor_sync(0xffffffffu, odd ? x0 : y0, 1);
         const unsigned other1 = __shfl_xor_sync(0xffffffffu, odd ? x1 : y1, 1);
         const uint4 piece = odd ? uint4{other0, other1, y0, y1} : uint4{x0, x1, other0, other1};
-        if (kept) store_global(out + (block + lane % 2) * 16 + lane % 4 / 2 * 8, piece);
+        if (end.exists) store_global(out + (block + lane % 2) * 16 + lane % 4 / 2 * 8, piece);
       }
     }
   }

@@ -30,6 +30,10 @@ struct PrefillKernel {
   // Of a group's part of a unit: 16 bytes each.
   static constexpr int kPart = 128 * (kDimVO / 8 + 1);
 
+  // A thread's part of a row's sum over a key tile, some 32 weights: if it exceeds this, the row's m is raised. So
+  // weights exceed 1, by up to 2^13; in 16 bits they are as exact as those up to 1.
+  static constexpr float kMostSum = 8192.f;
+
   // Whether products of values may end while the next ones of keys run, which takes registers for both.
   static constexpr bool kAhead = kConsumers == 2 && kDimVO <= 128;
 
@@ -123,10 +127,11 @@ struct PrefillKernel {
   FI_DEVICE void consume(int group) const {
     const int thread = threadIdx.x % 128, lane = thread % 32;
     const int row = group * 64 + thread / 32 * 16 + lane / 4;  // and row + 8
-    const uint64_t k = wgmma_operand(shared.k, kKeyGroup);
+    // NOTE: known to be uniform at once where registers are left; else ptxas keeps more of them, and spills.
+    const uint64_t key = wgmma_operand(shared.k, kKeyGroup), k = kConsumers > 2 ? wgmma_uniform(key) : key;
     const uint64_t v = wgmma_operand(shared.v, kValueGroup, kBlockBytes);
     float o[kDimVO / 2];
-    int stage = 0, parity = 0;
+    unsigned taken = 0;  // key tiles
     for (int use = 0;; ++use) {
       shared.work_full[use % 2].wait(use / 2 % 2);
       const Tile tile(p, shared.work[use % 2]);
@@ -147,12 +152,15 @@ struct PrefillKernel {
       const bool half = uniform(end_key - (seen_end - 1) * kKeys) <= kHalf;
       float m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f};
       bool ahead = false;  // whether products of values run
+      bool fresh = true;   // whether no row has seen a key
 #pragma unroll
       for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
       shared.q_full[q_stage].wait(use / kQueryStages % 2);
       for (int j = end - 1; j >= begin; --j) {
+        const int stage = taken % kStages, parity = taken / kStages % 2;
+        const uint64_t keys = wgmma_further(k, stage * sizeof(shared.k[0]));
         const Step step{q,
-                        wgmma_uniform(wgmma_further(k, stage * sizeof(shared.k[0]))),
+                        kConsumers > 2 ? keys : wgmma_uniform(keys),
                         wgmma_uniform(wgmma_further(v, stage * sizeof(shared.v[0]))),
                         use % 2,
                         j,
@@ -161,24 +169,25 @@ struct PrefillKernel {
                         group,
                         row,
                         j < clear_begin || j >= clear_end,
-                        ahead,
                         j == begin ? q_stage : -1};
         if (j >= seen_end || j < seen_begin) {
-          pass(step);
+          pass(step, ahead);
           ahead = false;
-        } else if (kHalf > 0 && j == seen_end - 1 && half) {
-          take<kHalf ? kHalf : kKeys>(step, o, m, d, tile.request.kv_len - j * kKeys);
-          ahead = kAhead;
         } else {
-          take<kKeys>(step, o, m, d, tile.request.kv_len - j * kKeys);
+          bool kept[2] = {false, false};
+          if (kHalf > 0 && half && j == seen_end - 1)
+            take_anew<kHalf ? kHalf : kKeys>(step, kept, o, m, d);
+          else if (fresh || !take(step, ahead, kept, o, m, d))
+            take_anew<kKeys>(step, kept, o, m, d);
+          fresh = false;
           ahead = kAhead;
         }
-        if (++stage == kStages) stage = 0, parity ^= 1;
+        ++taken;
       }
       if (kAhead) {
         wgmma_wait<0>();
         wgmma_keep(o);
-        if (ahead && thread == 0) shared.v_empty[before(stage)].arrive();
+        if (ahead && thread == 0) shared.v_empty[before(taken % kStages)].arrive();
       }
       if (begin == end && thread == 0) shared.q_empty[q_stage].arrive();
       if (any) {
@@ -198,61 +207,101 @@ struct PrefillKernel {
   struct Step {
     uint64_t q, k, v;
     int work, tile, stage, parity, group, row;
-    bool masked, ahead;
+    bool masked;
     int last_of;  // stage of the queries, if this is the last that needs them, else -1
   };
 
-  // No row of the group sees a key of the tile.
-  FI_DEVICE void pass(const Step& step) const {
+  // No row of the group sees a key of the tile. ahead, here and below: whether products of the last values run.
+  FI_DEVICE void pass(const Step& step, bool ahead) const {
     shared.k_full[step.stage].wait(step.parity);
     shared.v_full[step.stage].wait(step.parity);
-    if (kAhead && step.ahead) wgmma_wait<0>();
+    if (kAhead && ahead) wgmma_wait<0>();
     barrier_sync(1 + step.group, 128);  // no warp may be left behind by two stages, whose parities are alike
-    if (threadIdx.x % 128 == 0) {
-      if (kAhead && step.ahead) shared.v_empty[before(step.stage)].arrive();
-      shared.k_empty[step.stage].arrive();
-      shared.v_empty[step.stage].arrive();
-      if (step.last_of >= 0) shared.q_empty[step.last_of].arrive();
-    }
+    if (kAhead && ahead) release(shared.v_empty[before(step.stage)]);
+    release_keys(step);
+    release(shared.v_empty[step.stage]);
   }
 
-  // keys: how many there are from the tile's first on. Rows see none but the first kCount of the tile.
+  // By m as they are, without looking for maxima. False, if weights come out too large for that: then nothing is
+  // changed, and `kept` says of which rows m may stay; the same for all of the group, which holds the keys until it
+  // knows.
+  FI_DEVICE bool take(const Step& step, bool ahead, bool (&kept)[2], float (&o)[kDimVO / 2], const float (&m)[2],
+                      float (&d)[2]) const {
+    float s[kKeys / 2], sums[2];
+    unsigned weights[kKeys / 16][4];
+    score(step, ahead, s, o);
+    tile_weights(s, {scale(), scale()}, 0.f, m, sums);
+    shared.v_full[step.stage].wait(step.parity);
+    pack(s, weights);
+    const bool large[2] = {sums[0] > kMostSum, sums[1] > kMostSum};
+    if (barrier_any(1 + step.group, 128, large[0] || large[1])) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) kept[h] = all_of_row(!large[h]);
+      return false;
+    }
+    release_keys(step);
+    d[0] += sums[0], d[1] += sums[1];
+    add_values<kKeys>(step, weights, o);
+    return true;
+  }
+
+  // Raises m of those rows that are not kept. Rows see none but the first kCount keys of the tile. No products run.
   template <int kCount>
-  FI_DEVICE void take(const Step& step, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int keys) const {
-    const float scale = kCapped ? p.cap : p.scale;
+  FI_DEVICE void take_anew(const Step& step, const bool (&kept)[2], float (&o)[kDimVO / 2], float (&m)[2],
+                           float (&d)[2]) const {
     float s[kCount / 2], alpha[2];
     unsigned weights[kCount / 16][4];
+    score(step, false, s, o);
+    release_keys(step);
+    tile_softmax(s, {scale(), scale()}, 0.f, kept, m, d, alpha);
+    pack(s, weights);
+#pragma unroll
+    for (int i = 0; i < kDimVO / 2; ++i) o[i] *= alpha[i / 2 % 2];
+    shared.v_full[step.stage].wait(step.parity);
+    add_values<kCount>(step, weights, o);
+  }
+
+  // Of the first keys of the tile; o, as products of values may run, comes to hold them.
+  template <int kScores>
+  FI_DEVICE void score(const Step& step, bool ahead, float (&s)[kScores], float (&o)[kDimVO / 2]) const {
     shared.k_full[step.stage].wait(step.parity);
     multiply_keys(s, step.q, step.k);
     wgmma_wait<0>();
     wgmma_keep(s);
     if (kAhead) wgmma_keep(o);
-    if (threadIdx.x % 128 == 0) {
-      if (kAhead && step.ahead) shared.v_empty[before(step.stage)].arrive();
-      shared.k_empty[step.stage].arrive();
-      if (step.last_of >= 0) shared.q_empty[step.last_of].arrive();
-    }
-    if (kCapped) {
+    if (kAhead && ahead) release(shared.v_empty[before(step.stage)]);
+    if constexpr (kCapped) {
 #pragma unroll
-      for (int i = 0; i < kCount / 2; ++i) s[i] = CudaMath::tanh(s[i] * p.scale);
+      for (int i = 0; i < kScores; ++i) s[i] = CudaMath::tanh(s[i] * p.scale);
     }
     if (step.masked)
       hide_keys(p, s, shared.work[step.work], step.row, step.tile * kKeys + static_cast<int>(threadIdx.x) % 4 * 2);
-    tile_softmax(s, {scale, scale}, 0.f, p.room, m, d, alpha);
-    pack(s, weights);
-    // Seldom, thanks to the room. NOTE: sums are not negative; asking for them keeps the compiler from putting
-    // their additions off until all exponentials are through.
-    if (__any_sync(0xffffffffu, alpha[0] != 1.f || alpha[1] != 1.f || d[0] + d[1] < 0.f)) {
-#pragma unroll
-      for (int i = 0; i < kDimVO / 2; ++i) o[i] *= alpha[i / 2 % 2];
+  }
+
+  template <int kCount>
+  FI_DEVICE void add_values(const Step& step, const unsigned (&weights)[kCount / 16][4], float (&o)[kDimVO / 2]) const {
+    if (step.masked) {  // beyond the last key may be NaN
+      const int keys = uniform(shared.work[step.work].request.kv_len - step.tile * kKeys);
+      if (keys < kCount) clear(shared.v[step.stage], keys, kCount, 1 + step.group);
     }
-    shared.v_full[step.stage].wait(step.parity);
-    if (step.masked && uniform(keys) < kCount) clear(shared.v[step.stage], keys, kCount, 1 + step.group);
     multiply_values(o, weights, step.v);
     if (!kAhead) {
       wgmma_wait<0>();
       wgmma_keep(o);
-      if (threadIdx.x % 128 == 0) shared.v_empty[step.stage].arrive();
+      release(shared.v_empty[step.stage]);
+    }
+  }
+
+  FI_DEVICE float scale() const { return kCapped ? p.cap : p.scale; }
+
+  // By all threads of a group.
+  FI_DEVICE static void release(Barrier& empty) {
+    if (threadIdx.x % 128 == 0) empty.arrive();
+  }
+  FI_DEVICE void release_keys(const Step& step) const {
+    if (threadIdx.x % 128 == 0) {
+      shared.k_empty[step.stage].arrive();
+      if (step.last_of >= 0) shared.q_empty[step.last_of].arrive();
     }
   }
 
@@ -325,7 +374,6 @@ struct PrefillKernel {
     const int before = __shfl_sync(0xffffffffu, lane == 0 ? count_device(counter) : 0, 0);
     if (before < work.parts - 1) return false;
     if (lane == 0) *counter = 0;
-    const float scale = kCapped ? p.cap : p.scale;
 #pragma unroll
     for (int h = 0; h < 2; ++h) m[h] = kMinusInf, d[h] = 0.f;
 #pragma unroll
@@ -337,9 +385,9 @@ struct PrefillKernel {
       float old[2], more[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float top = fmaxf(m[h], tops[h]), base = softmax_base(top) * scale;
-        old[h] = exp2_approx(fmaf(m[h], scale, -base));
-        more[h] = exp2_approx(fmaf(tops[h], scale, -base));
+        const float top = fmaxf(m[h], tops[h]), base = softmax_base(top);
+        old[h] = exp2_approx(m[h] - base);
+        more[h] = exp2_approx(tops[h] - base);
         m[h] = top;
         d[h] = d[h] * old[h] + sums[h] * more[h];
       }
@@ -355,37 +403,22 @@ struct PrefillKernel {
     return true;
   }
 
-  FI_DEVICE void store(const Work& work, float (&o)[kDimVO / 2], float (&m)[2], float (&d)[2], int first,
-                       int lane) const {
-    const float scale = kCapped ? p.cap : p.scale;
+  FI_DEVICE void store(const Work& work, const float (&o)[kDimVO / 2], const float (&m)[2], const float (&d)[2],
+                       int first, int lane) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      d[h] += __shfl_xor_sync(0xffffffffu, d[h], 1);
-      d[h] += __shfl_xor_sync(0xffffffffu, d[h], 2);
-      const int row = first + 8 * h, token = divide(row, p.group);
-      const int head = work.kv_head * p.group.value + row - token * p.group.value;
-      const bool kept = token < work.tokens;
-      float top = m[h] * scale, factor = p.out_scale;
-      if (p.sinks && kept) {
-        const float sink = p.sinks[head] * kLog2e, most = fmaxf(top, sink);
-        d[h] = d[h] * exp2_approx(top - most) + exp2_approx(sink - most);
-        factor *= exp2_approx(top - most);
-        top = most;
-      }
-      factor *= softmax_inverse(d[h]);
-      const int64_t at = work.request.qo_begin + work.token + token;
-      if (p.lse && lane % 4 == 0 && kept) p.lse[at * p.qo_heads + head] = softmax_lse<CudaMath>(top, d[h]);
-      T* out = static_cast<T*>(p.out) + at * p.out_token + head * p.out_head + lane % 4 * 8;
+      const RowEnd end(p, work, first + 8 * h, 0.f, m[h], d[h]);
+      T* out = static_cast<T*>(p.out) + end.begin + lane % 4 * 8;
 #pragma unroll
       for (int block = 0; block < kDimVO / 8; block += 4) {
         unsigned x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float* pair = o + (block + i) * 4 + 2 * h;
-          x[i] = pack(pair[0] * factor, pair[1] * factor);
+          x[i] = pack(pair[0] * end.factor, pair[1] * end.factor);
         }
         const uint4 piece = transpose_of_four(x);
-        if (kept) store_global(out + block * 8, piece);
+        if (end.exists) store_global(out + block * 8, piece);
       }
     }
   }

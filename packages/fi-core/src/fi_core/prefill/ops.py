@@ -174,10 +174,7 @@ BATCH_PREFILL = Op(
     prebuilt=(
         *(
             {"q": q, "kv": kv, "head_dim": 0, "soft_cap": False}
-            for q, kv in (
-                *((q, q) for q in MULTIPLY),
-                *((q, kv) for q in ("f16", "bf16") for kv in ("e4m3", "e5m2")),
-            )
+            for q, kv in (*((q, q) for q in MULTIPLY if q != "e5m2"), ("f16", "e4m3"), ("bf16", "e4m3"))
         ),
         *(
             {"q": q, "kv": q, "head_dim": head_dim, "soft_cap": soft_cap}

@@ -202,6 +202,17 @@ struct FewOfRow {
     if (token >= 0) put_token(p, output, token, true);  // some threads, all the same
     return false;
   }
+  // The same for a row of which a share is wanted. The pieces have their keys.
+  FI_DEVICE bool draw_share(int64_t source, uint32_t& lowest) {
+    uint32_t top = 0;
+    for (int j = threadIdx.x % 32; j < n; j += 32) top = max(top, pieces[j].key);
+    top = __reduce_max_sync(0xffffffffu, top);
+    scale = row.scale(top, at(p.temperature, source));
+    const uint32_t least = key_of(scale.lowest);
+    lowest = bisect(true, least, top, share_of(tally(true, least), at(p.top_p, source)));
+    tally(true, lowest);
+    return true;
+  }
   FI_DEVICE uint32_t find_among_many(uint32_t bound, uint32_t top, int32_t k, int64_t source) {
     for (int i = threadIdx.x; i < n; i += kWarps * 32) {
       const PieceKeys keys = reinterpret_cast<const PieceKeys*>(pieces)[i];

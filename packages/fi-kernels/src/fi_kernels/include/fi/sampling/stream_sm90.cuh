@@ -22,7 +22,8 @@ FI_DEVICE void sample_stream(const SampleParams& p) {
   stream_row<T, Cluster, kWarps>(
       p, reinterpret_cast<PieceSum*>(dynamic), output, row,
       [&](const StreamedRow<T>& streamed, PieceSum* pieces, int n, uint64_t random, uint32_t& lowest) {
-        return FewOfRow<T, kWarps>{p, streamed, pieces, n, {}, shared}.draw(output, row, random, lowest);
+        FewOfRow<T, kWarps> few{p, streamed, pieces, n, {}, shared};
+        return is_share(p, row) ? few.draw_share(row, lowest) : few.draw(output, row, random, lowest);
       });
 }
 

@@ -8,13 +8,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from core import toy
 from core.console import Cli
 from fi_core.env import env
+from fi_core.resolve import provider
 from kernels.mock_driver import LIBRARY, build_driver
 
 
@@ -126,3 +129,15 @@ def gpus(mock_driver: Path, bare: None, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     return Cli(capsys)
+
+
+@pytest.fixture
+def no_other_packages(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prebuilt packages that may be installed here are not what is tested."""
+    monkeypatch.setattr(provider, "PACKAGES", ())
+    points = metadata.entry_points
+
+    def ours(**choice: str) -> list[Any]:
+        return [p for p in points(**choice) if not p.module.startswith("fi_")]
+
+    monkeypatch.setattr(metadata, "entry_points", ours)

@@ -133,6 +133,8 @@ def test_fast_plan_in_eager_mode_takes_the_tensors_as_they_are(device: str) -> N
     fast_decode_plan(wrapper, *p.plan_arguments(), data_type=HALF)
     assert wrapper._paged_kv_indptr_buf is p.indptr
     assert_close(wrapper.run(p.q, p.cache), p.expected()[0])
+    with pytest.raises(RuntimeError, match="Error in standard plan: num_qo_heads: a positive multiple"):
+        fast_decode_plan(wrapper, *p.plan_arguments()[:3], 5, 2, 64, 16)
 
 
 def test_vllm_pattern(device: str) -> None:

@@ -177,6 +177,7 @@ CALL = (
         ({"indptr": torch.zeros(3)}, TypeError, "indptr must be int32; got float32"),
         ({"last_page_len": torch.ones(2, dtype=torch.int64)}, TypeError, "last_page_len must be int32"),
         ({"indices": torch.ones(9, dtype=torch.int64)}, TypeError, "page_indices must be int32; got int64"),
+        ({"indices": torch.ones(2, dtype=torch.int32)}, ValueError, "indices: 3 are required, .* got 2"),
         ({"seq_lens": torch.ones(3, dtype=torch.int32)}, ValueError, "seq_lens: length 2 is required"),
         ({"fixed_split_size": 0}, ValueError, "fixed_split_size: pages of a chunk, or None or -1 .* got 0"),
         ({"q_len_per_req": 2}, ValueError, "q_len_per_req: .* without use_tensor_cores"),

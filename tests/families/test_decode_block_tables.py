@@ -261,6 +261,26 @@ def test_engine_keywords(device: str) -> None:
     assert_close(out, p.expected()[0])
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_request_has_the_same_bits_in_any_batch(function: Any, device: str) -> None:
+    """Alone, in any order, and with any neighbours, where no request is cut."""
+    p = paged([3000, 1, 700, 65, 0], heads=(8, 2), device=device)
+
+    def run(part: Paged) -> Any:
+        return function(**arguments(part, disable_split_kv=True))
+
+    whole = run(p)
+    assert_close(whole, p.expected()[0])
+    for requests in ([0], [3], [2, 0, 4, 2], [4, 3, 2, 1, 0] * 20):
+        assert torch.equal(run(p.only(requests)), whole[requests])
+    out = torch.empty_like(p.q).unsqueeze(1)
+    xqa(
+        p.q.unsqueeze(1), *p.cache, p.block_tables(), p.seq_lens(), out, workspace(device), None, 2, 16,
+        disable_split_kv=True,
+    )  # fmt: skip
+    assert_close(out.squeeze(1), p.expected()[0])
+
+
 def test_a_small_workspace_does_for_any_length(device: str) -> None:
     p = paged([5000], heads=(8, 1), dim=128, device=device)
     given = arguments(p, workspace_buffer=workspace(device, 5))

@@ -297,6 +297,16 @@ def test_groups(qo_heads: int, kv_heads: int, device: str) -> None:
     each(problem([5, 300, 1000], qo_heads, kv_heads, device=device))
 
 
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, E4M3], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dim", "group", "padding"), [(3, 64, 1, 1), (20, 96, 1, 0), (2, 80, 1, 0), (5, 256, 1, 8), (5, 64, 3, 1)]
+)
+def test_few_rows_of_a_kv_head(heads: int, dim: int, group: int, padding: int, dtype: torch.dtype, device: str) -> None:
+    """A CPU then takes several heads at a time, and multiplies rows where they lie, whatever their address."""
+    x = problem([1, 16, 37, 600], group * heads, heads, dim, page_size=5, q=dtype, padding=padding, device=device)
+    each(x, window_left=550)
+
+
 @pytest.mark.parametrize("q_len", [2, 3, 4, 8])
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_several_query_tokens_are_causal(q_len: int, group: int, device: str) -> None:

@@ -72,6 +72,17 @@ def test_block_tables_are_checked_if_asked(device: str, monkeypatch: pytest.Monk
     tables[0, 2] = 1000
     with pytest.raises(ValueError, match="block_tables: the cache has pages 0 to"):
         call()
+    k, v = b.ragged()
+    rows, keys = b.q.shape[0], k.shape[0]
+    for qo, kv, words in (
+        (b.qo_indptr + 1, b.kv_indptr, f"cum_seq_lens_q: must rise from 0 or more to at most {rows}"),
+        (b.qo_indptr, b.kv_indptr + 9, f"cum_seq_lens_kv: must rise from 0 or more to at most {keys}"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            trtllm_ragged_attention_deepseek(
+                b.q, k, v, workspace(device), b.pool.seq_lens(), 70, 130, 0.1, 1.0, 1.0, 5, -1, qo, kv, None, True,
+                False,
+            )  # fmt: skip
 
 
 def test_contiguous_keys_in_one_call(device: str) -> None:
@@ -85,6 +96,11 @@ def test_contiguous_keys_in_one_call(device: str) -> None:
     want, want_lse = b.expected(causal=True, sm_scale=0.1)
     assert_close(out, want)
     assert_close(lse, want_lse, tolerance=LSE)
+    with pytest.raises(NotImplementedError, match="sage_attn_sfs: not supported"):
+        trtllm_ragged_attention_deepseek(
+            b.q, k, v, workspace(device), b.pool.seq_lens(), 70, 130, 0.1, 1.0, 1.0, 5, -1, b.qo_indptr, b.kv_indptr,
+            None, True, False, sage_attn_sfs=(torch.ones(3), None, None, None),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
@@ -116,12 +132,15 @@ def test_layouts_of_fmha(kv_layout: str, device: str) -> None:
             assert_close(out, b.expected(sm_scale=0.1, v_scale=0.5, **options)[0])
         capped = fi_core.trtllm_fmha_v2_prefill(qkv, logits_soft_cap_scale=2.0, **common)
         assert_close(capped, b.expected(sm_scale=0.1, v_scale=0.5, causal=True, logits_soft_cap=2.0)[0])
+        for encoding in ("NONE", "ROPE_LLAMA", "ALIBI"):
+            out = fi_core.trtllm_fmha_v2_prefill(qkv, pos_encoding_mode=encoding, **common)
+            assert_close(out, b.expected(sm_scale=0.1, v_scale=0.5, causal=True, pos_encoding_mode=encoding)[0])
         for change, words in (
             ({"mask_mode": "local"}, "mask_mode: allowed are causal, sliding_window, chunked, padding; got 'local'"),
             ({"mask_mode": "chunked"}, "chunked_attention_size: a positive number is required"),
             ({"chunked_attention_size": 16}, "chunked_attention_size: .* got 16 with 'causal'"),
             ({"save_softmax_stats": True}, "save_softmax_stats: .* return_lse"),
-            ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode: None"),
+            ({"pos_encoding_mode": "ROPE"}, "pos_encoding_mode: allowed are None, NONE, ROPE_LLAMA, ALIBI; got 'ROPE'"),
             ({"input_layout": "QKV"}, "input_layout"),
             ({"block_tables": None if layout == paged else b.pool.block_tables()}, "block_tables"),
         ):
@@ -144,7 +163,8 @@ def test_chunks_of_fmha(dims: tuple[int, int], size: int, device: str) -> None:
         "bmm1_scale": 0.1, "bmm2_scale": 0.5, "batch_size": len(lens), "cum_seq_lens_q": b.qo_indptr,
         "cum_seq_lens_kv": b.kv_indptr, "mask_mode": "chunked", "chunked_attention_size": size,
     }  # fmt: skip
-    for options in ({}, {"window_left": 20}):
+    options: dict[str, Any]
+    for options in ({}, {"window_left": 20}, {"pos_encoding_mode": "ROPE_LLAMA"}, {"pos_encoding_mode": "ALIBI"}):
         want, _ = b.expected(masks, sm_scale=0.1, v_scale=0.5, **options)
         for layout, qkv, tables in (
             ("SEPARATE_Q_K_V", (b.q, *b.ragged()), None),

@@ -115,6 +115,12 @@ def chi_square_entries() -> dict[str, tuple[Draw, dict[str, Any]]]:
             lambda x, i, **r: fi_core.top_k_top_p_sampling_from_logits(x, 12, 0.8, i, **r),
             {"top_k": 12, "top_p": 0.8},
         ),
+        "fused": (
+            lambda x, i, **r: sample_from_logits(
+                3.0 * x[1:].expand(len(i), -1), temperature=3.0, top_k=12, top_p=0.8, min_p=0.05, **r
+            )[0],
+            {"top_k": 12, "top_p": 0.8, "min_p": 0.05},
+        ),
     }
 
 
@@ -375,7 +381,9 @@ def test_check_nan(device: str) -> None:
         ({"top_k": -2}, ValueError, "top_k"),
         ({"top_k": 2.5}, ValueError, "top_k: an integer from -1 on is required"),
         ({"top_k": "3"}, TypeError, "top_k: a number or a 1D tensor is required; got str"),
+        ({"top_k": math.inf}, ValueError, "top_k: an integer from -1 on is required; got inf"),
         ({"temperature": -1.0}, ValueError, "temperature"),
+        ({"temperature": torch.ones(2).int()}, ValueError, "temperature: a tensor of a float dtype is required"),
         ({"seed": 1}, ValueError, "seed and offset: give both or neither"),
         ({"seed": 1, "offset": torch.zeros(2).long()}, ValueError, "seed and offset: both integers or both tensors"),
         ({"seed": torch.zeros(3).long(), "offset": torch.zeros(2).long()}, ValueError, "seed: a 1D tensor of length 1"),
@@ -394,6 +402,14 @@ def test_check_nan(device: str) -> None:
 def test_errors_name_the_argument(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         sample_from_logits(torch.zeros(2, 8), **arguments)
+
+
+@pytest.mark.parametrize(
+    "draw", [fi_core.top_p_sampling_from_probs, fi_core.top_k_mask_logits, fi_core.top_k_renorm_probs]
+)
+def test_a_filter_must_be_told(draw: Draw) -> None:
+    with pytest.raises(TypeError, match=r"top_[kp]: a number or a 1D tensor is required; got NoneType"):
+        draw(torch.ones(2, 8), None)
 
 
 def test_wrong_rows() -> None:

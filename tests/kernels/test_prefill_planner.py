@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fi_core.prefill import ops
 
@@ -42,7 +44,7 @@ def planned(
     for b, t in listed:
         n, kv = lengths[b]
         last = min((t + 1) * tokens, n) - 1
-        work.append(-(-(kv - n + last + 1 if causal else kv) // 128))
+        work.append(-(-(max(kv - n + last + 1, 0) if causal else kv) // 128))
     assert work == sorted(work, reverse=True)
     return Planned(items, tokens, whole, parts, part_keys, work)
 
@@ -93,3 +95,30 @@ def test_nothing_is_split_without_room() -> None:
     for slots in (0, 1, 100):
         plan = planned([(512, 8192)] * 8, slots=slots)
         assert (plan.whole, plan.parts) == ((704, 1) if slots < 88 else (660, 2))
+
+
+@settings(max_examples=150, deadline=None, database=None)
+@given(
+    lengths=st.lists(
+        st.tuples(st.integers(0, 2000), st.one_of(st.integers(0, 2000), st.integers(0, 100_000))),
+        min_size=1,
+        max_size=30,
+    ),
+    kv_heads=st.sampled_from([1, 2, 8, 32]),
+    slots=st.sampled_from([0, 1, 7, 88, 300, 4000]),
+    short=st.sampled_from([0, SHORT]),
+    causal=st.booleans(),
+)
+def test_parts_cover_their_unit_and_have_room(
+    lengths: list[tuple[int, int]], kv_heads: int, slots: int, short: int, causal: bool
+) -> None:
+    """Whatever a batch is: every tile is listed once (`planned` checks it), and parts are no more than the slots."""
+    plan = planned(lengths, kv_heads, slots, short, causal)
+    units = plan.items * kv_heads
+    assert plan.tokens in {TALL, short or TALL}
+    if plan.parts == 1:
+        assert plan.whole == units
+        return
+    split = units - plan.whole
+    assert 0 < split <= 256 and 1 < plan.parts <= 16 and split * plan.parts <= slots
+    assert plan.parts * plan.part_keys >= plan.work[plan.whole // kv_heads], "no other of those is longer"

@@ -71,7 +71,10 @@ def data_types(
     kv = q if kv is None else _dtype(kv, "kv_data_type")
     if kv is torch.uint8:
         raise no_nvfp4("kv_data_type")
-    return q, kv, q if o is None else _dtype(o, "o_data_type")
+    o = q if o is None else _dtype(o, "o_data_type")
+    if not o.is_floating_point:
+        raise TypeError(f"o_data_type: a float dtype is required; got {o}")
+    return q, kv, o
 
 
 def unpack(
@@ -109,18 +112,39 @@ def per_head(args: tuple[Any, ...]) -> tuple[float, float, tuple[Any, Any, Any]]
     return numbers[0] * numbers[1], numbers[2], (tensors[0], tensors[1], tensors[2])
 
 
-def check_pages(num_pages: int, indices: torch.Tensor, name: str, indptr: torch.Tensor) -> None:
-    """Raise ValueError unless all pages that indptr `[batch_size + 1]` names are in the cache (with FI_CHECK=1).
+def last_value(indptr: torch.Tensor) -> int | None:
+    """`indptr[-1]` if it lies on the host: reading it elsewhere would wait for the device."""
+    return int(indptr[-1]) if indptr.device.type == "cpu" and len(indptr) else None
 
-    Reads the tables on the host, so it waits for the device; does nothing while a CUDA graph is captured.
+
+def check_length(last: int | None, indices: torch.Tensor, name: str) -> None:
+    """Raise ValueError where a table is shorter than its offsets say, if their `last` is known."""
+    if last is not None and last > len(indices):
+        raise ValueError(f"{name}: {last} are required, where the last request ends; got {len(indices)}")
+
+
+def check_bounds(indptr: torch.Tensor, name: str, most: int) -> None:
+    """Raise ValueError unless offsets `[batch_size + 1]` rise and stay in 0..most (with FI_CHECK=1).
+
+    Reads them on the host, so it waits for the device; does nothing while a CUDA graph is captured.
     """
+    import torch
+
+    if torch.compiler.is_compiling() or is_graph_capturing() or not len(indptr):
+        return
+    start = indptr.cpu().long()
+    if (start.diff() < 0).any() or start[0] < 0 or start[-1] > most:
+        raise ValueError(f"{name}: must rise from 0 or more to at most {most}; got {start.tolist()}")
+
+
+def check_pages(num_pages: int, indices: torch.Tensor, name: str, indptr: torch.Tensor) -> None:
+    """`check_bounds` of a page table, and ValueError unless all its pages are in the cache."""
     import torch
 
     if torch.compiler.is_compiling() or is_graph_capturing():
         return
+    check_bounds(indptr, "indptr", len(indices))
     start, pages = indptr.cpu().long(), indices.cpu()
-    if (start.diff() < 0).any() or start[0] < 0 or start[-1] > len(pages):
-        raise ValueError(f"indptr: must rise from 0 or more to at most {len(pages)}, the indices; got {start.tolist()}")
     used = pages[start[0] : start[-1]]
     wrong = (used < 0) | (used >= num_pages)
     if wrong.any():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.attention.arguments import (
     CHECK,
@@ -37,76 +37,63 @@ _LN2 = math.log(2)
 _MOST_CARVED = 64  # shapes that a workspace is cut for; batches have many sizes
 
 
-def _attend(
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    q: torch.Tensor,
-    cache: tuple[torch.Tensor, torch.Tensor],
-    kv_layout: str,
-    workspace: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    q_len: int,
-    score_scale: tuple[float, Any],
-    out_scale: tuple[float, Any],
-    window_left: int,
-    sinks: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    enable_pdl: bool | None,
-) -> None:
+class _Call(NamedTuple):
+    """Rows of q over a block table, and where results go."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    q: torch.Tensor
+    cache: tuple[torch.Tensor, torch.Tensor]
+    kv_layout: str
+    workspace: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    score_scale: tuple[float, Any]
+    out_scale: tuple[float, Any]
+    window_left: int
+    sinks: torch.Tensor | None
+    mask: torch.Tensor | None
+    enable_pdl: bool | None
+    whole: bool = False  # no request is cut
+
+
+def _attend(c: _Call, q_len: int) -> None:
     """Divides the work and does it, on the rows `[batch_size * q_len, num_qo_heads, head_dim]` of q."""
     import torch
 
-    k, v = cache
-    layout = code(LAYOUTS, kv_layout, "kv_layout")
-    pages, pitch = flat_tables(block_tables)
-    batch_size = block_tables.shape[0]
-    if q.shape[0] != batch_size * q_len or seq_lens.numel() != batch_size:
+    q, (k, v) = c.q, c.cache
+    layout = code(LAYOUTS, c.kv_layout, "kv_layout")
+    pages, pitch = flat_tables(c.block_tables)
+    batch_size = c.block_tables.shape[0]
+    seq_lens, mask = c.seq_lens.view(-1), c.mask
+    if q.shape[0] != batch_size * q_len or len(seq_lens) != batch_size:
         raise ValueError(
             f"query: batch_size * q_len_per_req rows are required, with one row of block_tables ({batch_size}) and one "
-            f"of seq_lens ({seq_lens.numel()}) for each request; got {q.shape[0]} rows for q_len_per_req = {q_len}"
+            f"of seq_lens ({len(seq_lens)}) for each request; got {q.shape[0]} rows for q_len_per_req = {q_len}"
         )
     page_size, kv_heads = (k.shape[1], k.shape[2]) if layout == 0 else (k.shape[2], k.shape[1])
     if kv_heads < 1 or q.shape[1] % kv_heads:
         raise ValueError(f"query: a multiple of the cache's {kv_heads} heads is required; got {q.shape[1]}")
     if CHECK:
-        check_tables(k.shape[0], block_tables, seq_lens.view(-1), page_size)
+        check_tables(k.shape[0], c.block_tables, seq_lens, page_size)
     if mask is not None:
         mask = mask.view(torch.uint8).view(batch_size, q_len, -1)
     units = ops.units_of(q.shape[1], kv_heads, q_len)
     impl = ops.choose("auto", q.device, q.dtype, k.dtype, q.shape[2], v.shape[3], 0, page_size)
     if not torch.compiler.is_compiling() and not ops.fits(impl, q, k, v):
         impl = "fa2"
-    buffers = _buffers(workspace, batch_size, units, v.shape[3], impl, k.dtype)
+    buffers = _buffers(c.workspace, batch_size, units, v.shape[3], impl, k.dtype)
     ops.plan(
-        buffers, None, None, seq_lens.view(-1), page_size, units, pages_per_request=pitch, q_len=q_len,
-        window_left=window_left,
+        buffers, None, None, seq_lens, page_size, units, pages_per_request=pitch, q_len=q_len,
+        window_left=c.window_left, split=ops.NEVER if c.whole else ops.BALANCED,
     )  # fmt: skip
     ops.attend(
-        buffers, out, lse, q, k, v, pages, impl, layout, 0, q_len, window_left, 0.0, score_scale[0],
-        out_scale[0], 1.0, 1e4, enable_pdl, sinks, None, None, None, score_scale[1], out_scale[1], mask,
+        buffers, c.out, c.lse, q, k, v, pages, impl, layout, 0, q_len, c.window_left, 0.0, c.score_scale[0],
+        c.out_scale[0], 1.0, 1e4, c.enable_pdl, c.sinks, None, None, None, c.score_scale[1], c.out_scale[1], mask,
     )  # fmt: skip
 
 
-def _attend_ragged(
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    q: torch.Tensor,
-    cache: tuple[torch.Tensor, torch.Tensor],
-    kv_layout: str,
-    workspace: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    qo_indptr: torch.Tensor,
-    most: int | None,
-    score_scale: tuple[float, Any],
-    out_scale: tuple[float, Any],
-    window_left: int,
-    sinks: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    enable_pdl: bool | None,
-    name: str,
-) -> None:
+def _attend_ragged(c: _Call, qo_indptr: torch.Tensor, most: int | None, name: str) -> None:
     """The same for requests that differ in query tokens. most: what none exceeds, the argument `name`; None: unknown.
 
     Without a mask, rows that differ in number are those of a prefill. Its kernels for Hopper take no mask, so with one
@@ -118,6 +105,7 @@ def _attend_ragged(
     from fi_core.prefill.once import attend_tables  # loaded where it is needed
 
     qo_indptr, most = int32_index(qo_indptr), None if most == 1 else most  # 1 is the default, not a bound
+    q, mask, requests = c.q, c.mask, len(c.block_tables)
     if mask is not None:
         mask = mask.view(torch.uint8)
         words = "n" if most is None else f"ceil({name} / 32) * 2"
@@ -126,22 +114,19 @@ def _attend_ragged(
                 f"mask: uint16 [tokens, {words}] is required where requests differ in query tokens, for {len(q)} "
                 f"tokens and {name} = {most}; got {mask.numel() // 2} elements in {tuple(mask.shape)} bytes"
             )
-        if most is not None and most <= MOST and len(qo_indptr) == len(block_tables) + 1 > 1:
-            padding = Padding(qo_indptr, len(q), most)
-            count = len(block_tables) * most
-            padded = q.new_empty((count, *out.shape[1:]), dtype=out.dtype)
-            padded_lse = None if lse is None else lse.new_empty((count, lse.shape[1]))
-            _attend(
-                padded, padded_lse, padding.rows(q), cache, kv_layout, workspace, block_tables, seq_lens, most,
-                score_scale, out_scale, window_left, sinks, padding.draft_mask(mask), enable_pdl,
-            )  # fmt: skip
-            padding.unpad(padded, out)
-            if lse is not None and padded_lse is not None:
-                padding.unpad(padded_lse, lse)
+        if most is not None and most <= MOST and len(qo_indptr) == requests + 1 > 1:
+            padding, count = Padding(qo_indptr, len(q), most), requests * most
+            out = q.new_empty((count, *c.out.shape[1:]), dtype=c.out.dtype)
+            lse = None if c.lse is None else c.lse.new_empty((count, c.lse.shape[1]))
+            _attend(c._replace(out=out, lse=lse, q=padding.rows(q), mask=padding.draft_mask(mask)), most)
+            padding.unpad(out, c.out)
+            if lse is not None and c.lse is not None:
+                padding.unpad(lse, c.lse)
             return
     attend_tables(
-        out, lse, q, cache, kv_layout, block_tables, seq_lens, qo_indptr, causal=True, draft_mask=mask,
-        score_scale=score_scale, out_scale=out_scale, window_left=window_left, sinks=sinks, enable_pdl=enable_pdl,
+        c.out, c.lse, q, c.cache, c.kv_layout, c.block_tables, c.seq_lens, qo_indptr, causal=True, draft_mask=mask,
+        score_scale=c.score_scale, out_scale=c.out_scale, window_left=c.window_left, sinks=c.sinks,
+        enable_pdl=c.enable_pdl,
     )  # fmt: skip
 
 
@@ -213,6 +198,8 @@ def trtllm_batch_decode_with_kv_cache(
     bf16q_fp8kv_transform_mode: Any = None,
     request_order: torch.Tensor | None = None,
     request_order_plan: Any = None,
+    *,
+    disable_split_kv: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Decode attention over a block table: `softmax(q k^T * bmm1_scale) v * bmm2_scale`, without a plan.
 
@@ -239,9 +226,11 @@ def trtllm_batch_decode_with_kv_cache(
     mean the same kernels. skip_softmax_threshold_scale_factor: nothing is skipped, which any threshold allows. o_scale,
     max_q_len, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode, request_order: kernels here need them not.
 
+    disable_split_kv: no request is cut, so its result is the same, bit for bit, alone and in any batch (not an argument
+    of FlashInfer).
+
     Returns out or (out, lse). Raises KeyError (backend, kv_layout), ValueError (shape, dtype, device), and
-    NotImplementedError for NVFP4, separate tables of K and V, sparse blocks and context
-    parallelism.
+    NotImplementedError for NVFP4, separate tables of K and V, sparse blocks and context parallelism.
     """
     import torch
 
@@ -274,16 +263,14 @@ def trtllm_batch_decode_with_kv_cache(
     elif return_lse:
         lse = query.new_empty(shape[:2], dtype=torch.float32)
     score_scale = scale_product(1.0, bmm1_scale) if bmm1_scale_log2 is None else (_LN2, bmm1_scale_log2)
-    if cum_seq_lens_q is not None:
-        _attend_ragged(
-            result, lse, query, (k, v), kv_layout, workspace_buffer, block_tables, seq_lens, cum_seq_lens_q, max_q_len,
-            score_scale, scale_product(1.0, bmm2_scale), window_left, sinks, mask, enable_pdl, "max_q_len",
-        )  # fmt: skip
-        return (result, lse) if return_lse and lse is not None else result
-    _attend(
-        result, lse, query, (k, v), kv_layout, workspace_buffer, block_tables, seq_lens, q_len, score_scale,
-        scale_product(1.0, bmm2_scale), window_left, sinks, mask, enable_pdl,
+    call = _Call(
+        result, lse, query, (k, v), kv_layout, workspace_buffer, block_tables, seq_lens, score_scale,
+        scale_product(1.0, bmm2_scale), window_left, sinks, mask, enable_pdl, disable_split_kv,
     )  # fmt: skip
+    if cum_seq_lens_q is not None:
+        _attend_ragged(call, cum_seq_lens_q, max_q_len, "max_q_len")
+    else:
+        _attend(call, q_len)
     return (result, lse) if return_lse and lse is not None else result
 
 
@@ -307,12 +294,15 @@ def xqa_batch_decode_with_kv_cache(
     mask: torch.Tensor | None = None,
     kv_cache_sf: Any = None,
     q_cu_seq_lens: torch.Tensor | None = None,
+    *,
+    disable_split_kv: bool = False,
 ) -> torch.Tensor:
     """`trtllm_batch_decode_with_kv_cache` with "NHD" as the default layout; the output has out's or query's dtype."""
     result: torch.Tensor = trtllm_batch_decode_with_kv_cache(  # type: ignore[assignment]
         query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
         out, sinks=sinks, kv_layout=kv_layout, enable_pdl=enable_pdl, q_len_per_req=q_len_per_req, o_scale=o_scale,
         mask=mask, max_q_len=q_len_per_req, kv_cache_sf=kv_cache_sf, cum_seq_lens_q=q_cu_seq_lens,
+        disable_split_kv=disable_split_kv,
     )  # fmt: skip
     return result
 
@@ -343,6 +333,7 @@ def xqa(
     q_cu_seq_lens: torch.Tensor | None = None,
     k_sf_cache: torch.Tensor | None = None,
     v_sf_cache: torch.Tensor | None = None,
+    disable_split_kv: bool = False,
 ) -> None:
     """Decode attention over a page table, into `output`: scores are `q k^T * q_scale * kv_scale / sqrt(head_dim)`.
 
@@ -352,8 +343,8 @@ def xqa(
     k_cache, v_cache: pages of page_size tokens (any from 1) of num_kv_heads heads. page_table: int32
     `[batch_size, max_pages]`. seq_lens: `[batch_size, 1]`, uint32. The output is multiplied by
     `kv_scale * rcp_out_scale`; the scales are numbers or fp32 tensors of one element. sinks: fp32
-    `[num_kv_heads, group]`. sliding_win_size: how many keys the last query token sees; 0: all. mask: as in
-    `trtllm_batch_decode_with_kv_cache`. semaphores, sm_count: kernels here need them not.
+    `[num_kv_heads, group]`. sliding_win_size: how many keys the last query token sees; 0: all. mask, disable_split_kv:
+    as in `trtllm_batch_decode_with_kv_cache`. semaphores, sm_count: kernels here need them not.
 
     Raises ValueError (shape, dtype, device), KeyError (kv_layout), NotImplementedError (NVFP4 caches).
     """
@@ -372,14 +363,11 @@ def xqa(
         scale_product(rcp_out_scale, kv_scale),
     )
     window_left = sliding_win_size - 1 if sliding_win_size > 0 else -1
-    sinks = None if sinks is None else sinks.view(-1)
-    if q_cu_seq_lens is None:
-        _attend(
-            out, None, query, (k_cache, v_cache), kv_layout, workspace_buffer, page_table, seq_lens, q_seq_len,
-            score_scale, out_scale, window_left, sinks, mask, enable_pdl,
-        )  # fmt: skip
-        return
-    _attend_ragged(
-        out, None, query, (k_cache, v_cache), kv_layout, workspace_buffer, page_table, seq_lens, q_cu_seq_lens,
-        q_seq_len, score_scale, out_scale, window_left, sinks, mask, enable_pdl, "q_seq_len",
+    call = _Call(
+        out, None, query, (k_cache, v_cache), kv_layout, workspace_buffer, page_table, seq_lens, score_scale, out_scale,
+        window_left, None if sinks is None else sinks.view(-1), mask, enable_pdl, disable_split_kv,
     )  # fmt: skip
+    if q_cu_seq_lens is None:
+        _attend(call, q_seq_len)
+    else:
+        _attend_ragged(call, q_cu_seq_lens, q_seq_len, "q_seq_len")

@@ -134,9 +134,11 @@ def fast_decode_plan(
     """`plan` for an engine that keeps the page table on the device: nothing is copied there.
 
     With use_cuda_graph the caller has already written the table into the wrapper's buffers; else the given tensors, on
-    the device, become the table as they are. Arguments and errors are those of plan; global_override_indptr_cpu, the
-    values of indptr on the host, is not needed, since nothing is read there. One plan must have come before (ValueError
-    with use_cuda_graph if batch size, q_len_per_req or number of indices do not fit; RuntimeError without a plan).
+    the device, become the table as they are. Arguments are those of plan; global_override_indptr_cpu, the values of
+    indptr on the host, is not needed, since nothing is read there.
+
+    Raises ValueError (with use_cuda_graph: batch size, q_len_per_req or number of indices do not fit), RuntimeError
+    (no plan before, or what the planner refuses).
     """
     if self._plan_info is None:
         raise RuntimeError("fast_decode_plan: call plan once before")
@@ -148,7 +150,10 @@ def fast_decode_plan(
         pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta,
         data_types(q_data_type, kv_data_type, None, data_type),
     )  # fmt: skip
-    self._replan(
-        self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf, None, num_qo_heads, num_kv_heads, head_dim,
-        page_size, window_left, q_len_per_req, fixed_split_size, disable_split_kv, non_blocking,
-    )  # fmt: skip
+    try:
+        self._replan(
+            self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf, None, num_qo_heads, num_kv_heads, head_dim,
+            page_size, window_left, q_len_per_req, fixed_split_size, disable_split_kv, non_blocking,
+        )  # fmt: skip
+    except ValueError as error:
+        raise RuntimeError(f"Error in standard plan: {error}") from error

@@ -9,10 +9,12 @@ from fi_core.attention.arguments import (
     LAYOUTS,
     POS_ENCODINGS,
     check_backend,
+    check_length,
     check_shape,
     code,
     computed,
     data_types,
+    last_value,
     pages_of_chunk,
     unsupported,
 )
@@ -264,6 +266,7 @@ class BatchDecodePlan:
         batch_size = len(last_page_len)
         if len(indptr) != batch_size + 1:
             raise ValueError(f"indptr: length {batch_size + 1} is required, last_page_len's + 1; got {len(indptr)}")
+        check_length(last_value(indptr), indices, "indices")
         if seq_lens is not None and len(seq_lens) != batch_size:
             raise ValueError(f"seq_lens: length {batch_size} is required, the batch size; got {len(seq_lens)}")
         if q_len != 1:

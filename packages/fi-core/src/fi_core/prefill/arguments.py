@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
-
 # Names of other libraries' kernels whose semantics ours have mean the best of ours.
 BACKENDS = {name: name for name in ("auto", "fa2", "fa3", "cudnn")} | {"trtllm-gen": "auto", "cutlass": "auto"}
 FOREIGN = ("cute-dsl", "cute-dsl-prims")
@@ -27,8 +22,3 @@ def lse_shape(lse_layout: str, rows: int, heads: int) -> tuple[int, int]:
     if lse_layout == "HN":
         return heads, rows
     raise ValueError(f'lse_layout: "NH" or "HN" is required; got {lse_layout!r}')
-
-
-def last_value(indptr: torch.Tensor) -> int | None:
-    """`indptr[-1]` if it lies on the host: reading it elsewhere would wait for the device."""
-    return int(indptr[-1]) if indptr.device.type == "cpu" else None

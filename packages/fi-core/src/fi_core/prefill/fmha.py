@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.arguments import flat_tables, scale_product
+from fi_core.attention.arguments import POS_ENCODINGS, flat_tables, scale_product
 from fi_core.observe.log import fi_api
 from fi_core.prefill.once import attend_once, results
 from fi_core.utils import _unpack_paged_kv_cache, int32_index
@@ -109,11 +109,12 @@ def trtllm_fmha_v2_prefill(
     "chunked" (causal, and only keys of the row's own chunk, where chunks have chunked_attention_size keys, a multiple
     of the page size; max_q_len is then relied on) or "padding" (all keys of the request). The scales are numbers or
     fp32 tensors of one element; bmm1_scale contains `1 / sqrt(head_dim)`. logits_soft_cap_scale c > 0: scores become
-    `c tanh(score / c)`. sinks: fp32 `[num_qo_heads]`. Not needed: workspace_buffer, max_kv_len and
+    `c tanh(score / c)`. pos_encoding_mode: None or "NONE"; "ROPE_LLAMA" or "ALIBI", as in the wrappers.
+    sinks: fp32 `[num_qo_heads]`. Not needed: workspace_buffer, max_kv_len and
     skip_softmax_threshold_scale_factor, as nothing is skipped.
 
     Returns out `[qo_tokens, num_qo_heads, head_dim]`, the given one, or in out_dtype, default q's. Raises ValueError
-    (layout, shape, dtype, device, mask_mode; save_softmax_stats and position encodings are not supported).
+    (layout, shape, dtype, device, mask_mode, pos_encoding_mode; save_softmax_stats is not supported).
     """
     import torch
 
@@ -129,10 +130,9 @@ def trtllm_fmha_v2_prefill(
             "save_softmax_stats: maximum and sum of a row are not kept apart; trtllm_batch_context_with_kv_cache and "
             "trtllm_ragged_attention_deepseek give their logarithm with return_lse"
         )
-    if pos_encoding_mode not in (None, "NONE"):
-        raise ValueError(
-            f'pos_encoding_mode: None or "NONE" is required; got {pos_encoding_mode!r}: the wrappers take others'
-        )
+    encoding = POS_ENCODINGS.get(pos_encoding_mode or "NONE")
+    if encoding is None:
+        raise ValueError(f"pos_encoding_mode: allowed are None, {', '.join(POS_ENCODINGS)}; got {pos_encoding_mode!r}")
     q, k, v, layout = _split(qkv, input_layout)
     paged = k.ndim == 4
     if paged == (block_tables is None):
@@ -159,7 +159,7 @@ def trtllm_fmha_v2_prefill(
         batch_size, pieces = _chunked(chunked_attention_size, max_q_len, page_size, qo_indptr, kv_len, begins)
         qo_indptr, tables = pieces.pop("qo_indptr"), tables | pieces
     attend_once(
-        result, None, q, k, v, layout, batch_size, qo_indptr=qo_indptr, causal=_CAUSAL[mask_mode],
+        result, None, q, k, v, layout, batch_size, qo_indptr=qo_indptr, causal=_CAUSAL[mask_mode], encoding=encoding,
         window_left=window_left, logits_soft_cap=logits_soft_cap_scale or 0.0,
         score_scale=scale_product(1.0, bmm1_scale), out_scale=scale_product(1.0, bmm2_scale), sinks=sinks, **tables,
     )  # fmt: skip

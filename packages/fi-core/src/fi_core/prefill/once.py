@@ -9,12 +9,14 @@ from fi_core.attention.arguments import (
     CHECK,
     LAYOUTS,
     cache_pair,
+    check_bounds,
     check_tables,
     code,
     flat_tables,
     refuse_nvfp4,
     refuse_split_tables,
     scale_product,
+    unsupported,
 )
 from fi_core.observe.log import fi_api
 from fi_core.prefill import ops
@@ -45,6 +47,7 @@ def attend_once(
     page_indices: torch.Tensor | None = None,
     pages_per_request: int = 0,
     causal: bool = False,
+    encoding: int = 0,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
     score_scale: tuple[float, Any] = (1.0, None),
@@ -57,7 +60,7 @@ def attend_once(
 ) -> None:
     """Lists the tiles into a new schedule and computes them; arguments are those of `ops.plan` and `ops.attend`.
 
-    by_head: scale_q, scale_k and scale_v. draft_mask: custom_mask without mask_indptr.
+    encoding: pos_encoding_mode. by_head: scale_q, scale_k and scale_v. draft_mask: custom_mask without mask_indptr.
     """
     import torch
 
@@ -66,10 +69,14 @@ def attend_once(
     page_size = 1 if page_indices is None else k.shape[1 + layout]
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"query: a multiple of the {kv_heads} heads of the keys is required; got {heads}")
+    if CHECK and qo_indptr is not None:
+        check_bounds(qo_indptr, "cum_seq_lens_q", rows)
+    if CHECK and kv_indptr is not None and page_indices is None:
+        check_bounds(kv_indptr, "cum_seq_lens_kv", k.shape[layout])
     scaled = any(x is not None for x in (score_scale[1], out_scale[1], *by_head))
     impl = ops.choose(
-        backend, q.device, q.dtype, k.dtype, out.dtype, dim, v.shape[-1], heads // kv_heads, 0, draft_mask is None,
-        0 if page_indices is None else page_size, scaled,
+        backend, q.device, q.dtype, k.dtype, out.dtype, dim, v.shape[-1], heads // kv_heads, encoding,
+        draft_mask is None, 0 if page_indices is None else page_size, scaled,
     )  # fmt: skip
     if not ops.fits(impl, out, q, k, v):
         impl = "fa2"
@@ -82,7 +89,7 @@ def attend_once(
         window_left=window_left, kv_heads=kv_heads, short_tokens=ops.short_tokens(heads, kv_heads, *kind),
     )  # fmt: skip
     ops.attend(
-        schedule, batch_size, tokens, out, lse, q, k, v, page_indices, impl, layout, 0, causal, window_left,
+        schedule, batch_size, tokens, out, lse, q, k, v, page_indices, impl, layout, encoding, causal, window_left,
         logits_soft_cap, score_scale[0], out_scale[0], 1.0, 1e4, enable_pdl, sinks, by_head[0], by_head[1], by_head[2],
         score_scale[1], out_scale[1], draft_mask,
     )  # fmt: skip
@@ -235,6 +242,8 @@ def trtllm_ragged_attention_deepseek(
     q_seq_lens_cpu: torch.Tensor | None = None,
     kv_seq_lens_cpu: torch.Tensor | None = None,
     skip_all_rows_active_check: bool = False,
+    sage_attn_sfs: Any = None,
+    num_elts_per_sage_attn_blk: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Prefill attention over contiguous keys, as MLA prefill needs it: `softmax(q k^T * bmm1_scale) v * bmm2_scale`.
 
@@ -243,7 +252,11 @@ def trtllm_ragged_attention_deepseek(
     the device, where the requests begin. is_causal aligns to the bottom right. bmm1_scale contains
     `1 / sqrt(head_dim_qk)`. The rest, results and errors are as in
     `trtllm_batch_context_with_kv_cache`; seq_lens, the `_cpu` lengths and skip_all_rows_active_check are not needed.
+    sage_attn_sfs, num_elts_per_sage_attn_blk (factors of blocks, SageAttention) are not supported.
     """
+    for name, came in (("sage_attn_sfs", sage_attn_sfs), ("num_elts_per_sage_attn_blk", num_elts_per_sage_attn_blk)):
+        if came is not None and any(x is not None for x in (came if isinstance(came, (tuple, list)) else (came,))):
+            raise unsupported(name, came, "pass 16-bit tensors, or e4m3 ones with their scale in bmm1_scale")
     if backend not in _BACKENDS:
         raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
     refuse_nvfp4(None, out, None, None if o_sf_scale in (1.0, -1.0) else o_sf_scale, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.arguments import CHECK, check_pages, no_nvfp4, unpack
+from fi_core.attention.arguments import CHECK, check_bounds, check_length, check_pages, no_nvfp4, unpack
 from fi_core.observe.log import fi_api
 from fi_core.prefill.plan import BatchPrefillPlan
 
@@ -96,7 +96,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         *args: Any,
         **options: Any,
     ) -> tuple[int, int]:
-        """Bytes of the float and of the int workspace that plan takes with these arguments; changes nothing."""
+        """Bytes of the float and of the int workspace that plan needs with these arguments; changes nothing.
+
+        The float one is 0: what it has room for is used to split keys where blocks would idle, but none is needed.
+        """
         return self._size(qo_indptr, num_qo_heads, num_kv_heads)
 
     @fi_api
@@ -180,6 +183,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
                 f"paged_kv_last_page_len: length {len(qo_indptr) - 1} is required, the batch size; "
                 f"got {len(paged_kv_last_page_len)}"
             )
+        check_length(self._kv_indptr_last, paged_kv_indices, "paged_kv_indices")
         if seq_lens is not None and len(seq_lens) != len(qo_indptr) - 1:
             raise ValueError(f"seq_lens: length {len(qo_indptr) - 1} is required, the batch size; got {len(seq_lens)}")
         self._set_options(
@@ -250,7 +254,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
 
         Raises ValueError (shape, dtype, device, stride, lse_base, lse_layout), KeyError (container of the cache),
         AssertionError (window_left), RuntimeError (no plan), NotImplementedError (kv_cache_sf). With FI_CHECK=1 at
-        import, also ValueError for page ids out of range, which waits for the device.
+        import, also ValueError for page ids and offsets out of range, which waits for the device.
         """
         assert window_left is None or window_left == self._window_left, (
             f"window_left: {self._window_left} was planned; got {window_left}"
@@ -267,6 +271,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             )
         if CHECK:
             check_pages(k.shape[0], self._paged_kv_indices_buf, "paged_kv_indices", self._paged_kv_indptr_buf)
+            check_bounds(self._qo_indptr_buf, "qo_indptr", q.shape[0])
         return self._attend(
             q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse, lse_base, lse_layout, enable_pdl, sinks
         )

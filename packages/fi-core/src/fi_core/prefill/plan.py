@@ -13,12 +13,13 @@ from fi_core.attention.arguments import (
     code,
     computed,
     data_types,
+    last_value,
     per_head,
     scale_product,
 )
 from fi_core.cudnn import planned as cudnn
 from fi_core.prefill import engine, mask, ops
-from fi_core.prefill.arguments import BACKENDS, FOREIGN, last_value, log_base, lse_shape
+from fi_core.prefill.arguments import BACKENDS, FOREIGN, log_base, lse_shape
 from fi_core.utils import check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.arguments import no_nvfp4, unsupported
+from fi_core.attention.arguments import CHECK, check_bounds, no_nvfp4, unsupported
 from fi_core.observe.log import fi_api
 from fi_core.prefill.plan import BatchPrefillPlan
 
@@ -59,7 +59,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         *args: Any,
         **options: Any,
     ) -> tuple[int, int]:
-        """Bytes of the float and of the int workspace that plan takes with these arguments; changes nothing."""
+        """Bytes of the float and of the int workspace that plan needs with these arguments; changes nothing.
+
+        The float one is 0: what it has room for is used to split keys where blocks would idle, but none is needed.
+        """
         return self._size(qo_indptr, num_qo_heads, num_kv_heads)
 
     @fi_api
@@ -183,22 +186,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
                 f"k: {self._num_kv_heads} heads and {self._kv_tokens} tokens were planned (kv_indptr[-1]); "
                 f"got shape {tuple(k.shape)} ({self._kv_layout})"
             )
+        if CHECK:
+            check_bounds(self._qo_indptr_buf, "qo_indptr", q.shape[0])
+            check_bounds(self._kv_indptr_buf, "kv_indptr", tokens)
         return self._attend(
-            q,
-            k,
-            v,
-            args,
-            q_scale,
-            k_scale,
-            v_scale,
-            out,
-            lse,
-            return_lse,
-            lse_base,
-            lse_layout,
-            enable_pdl,
+            q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse, lse_base, lse_layout, enable_pdl,
             self._sinks,
-        )
+        )  # fmt: skip
 
     def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Any:
         """`run` with return_lse: (out, lse)."""

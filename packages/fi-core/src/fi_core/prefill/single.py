@@ -213,6 +213,7 @@ def single_prefill_with_kv_cache(
 
 
 single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_kv_cache, return_lse=True)
+single_prefill_with_kv_cache_return_lse.__doc__ = "`single_prefill_with_kv_cache` with return_lse: (out, lse)."
 
 
 @fi_api

@@ -12,18 +12,21 @@ where nothing has probability gives token 0 and, with `return_valid`, False.
 Random numbers are Philox4x32-10 (Salmon et al. 2011), one of 64 bits a row: key = seed, counter = (offset, output
 row). Where seed or offset is a tensor with one element a row, the row is left out of the counter: a request then draws
 the same token wherever it stands in a batch. `deterministic` is taken for compatibility: results always are.
+
+Errors name the argument: ValueError (shape, stride, device, a parameter out of range, seed and offset that do not go
+together, NaN with `check_nan`) or TypeError (dtype, a parameter that is neither a number nor a tensor).
 """
 
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fi_core.observe.log import fi_api
 from fi_core.sampling import ops, trace
 from fi_core.sampling.arguments import (
-    PerRow,
     count_per_row,
+    float_per_row,
     get_seed_and_offset,
     native,
     per_row,
@@ -54,7 +57,7 @@ __all__ = [
     "top_p_sampling_from_probs",
 ]
 
-_ZERO, _ONE, _NO_K = (None, 0.0), (None, 1.0), (None, 0)
+_ZERO, _ONE, _NO_K = (None, 0.0), (None, 1.0), (None, 0)  # parameters that change nothing, as the op takes them
 _UNSEEDED = (None, 0, None, 0)
 _UNCHANGED = (None, None, None, None, *_ONE, *_ZERO, *_ZERO)  # bias, bitmask, seen, seen_count, three penalties
 _RETRIES = 32  # FlashInfer's share of random numbers for a row of the filters: generators move on alike
@@ -67,16 +70,13 @@ def _rows(x: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
     return native(x, name), x.shape[0]
 
 
-def _top_k(value: torch.Tensor | int | None, rows: int) -> tuple[torch.Tensor | None, int]:
-    return _NO_K if value is None else count_per_row(value, "top_k", rows)
-
-
-def _top_p(value: torch.Tensor | float | None, rows: int) -> PerRow:
-    return _ONE if value is None else per_row(value, "top_p", rows, 1.0, 0.0, 1.0)
-
-
-def _temperature(value: torch.Tensor | float | None, rows: int) -> PerRow:
-    return _ONE if value is None else per_row(value, "temperature", rows, 1.0, 0.0)
+def _filters(temperature: Any, top_k: Any, top_p: Any, min_p: Any, rows: int) -> tuple[object, ...]:
+    return (
+        *(_ONE if temperature is _ONE else float_per_row(temperature, "temperature", rows)),
+        *(_NO_K if top_k is _NO_K else count_per_row(top_k, "top_k", rows)),
+        *(_ONE if top_p is _ONE else per_row(top_p, "top_p", rows, 1.0, 0.0, 1.0)),
+        *(_ZERO if min_p is _ZERO else per_row(min_p, "min_p", rows, 0.0, 0.0, 1.0)),
+    )
 
 
 def _tokens(
@@ -89,11 +89,11 @@ def _tokens(
     seed: torch.Tensor | int | None,
     offset: torch.Tensor | int | None,
     return_valid: bool = False,
-    top_k: torch.Tensor | int | None = None,
-    top_p: torch.Tensor | float | None = None,
-    min_p: torch.Tensor | float | None = None,
+    top_k: Any = _NO_K,
+    top_p: Any = _ONE,
+    min_p: Any = _ZERO,
     joint: bool = False,
-    temperature: torch.Tensor | float | None = None,
+    temperature: Any = _ONE,
     adjusted: torch.Tensor | None = None,
     changes: tuple[object, ...] = _UNCHANGED,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -118,10 +118,7 @@ def _tokens(
         adjusted,
         input,
         indices,
-        *_temperature(temperature, rows),
-        *_top_k(top_k, rows),
-        *_top_p(top_p, rows),
-        *(_ZERO if min_p is None else per_row(min_p, "min_p", rows, 0.0, 0.0, 1.0)),
+        *_filters(temperature, top_k, top_p, min_p, rows),
         *random,
         *changes,
         ops.DRAW_TOKEN,
@@ -136,14 +133,14 @@ def _rewritten(
     name: str,
     output: int,
     dtype: torch.dtype | None = None,
-    temperature: torch.Tensor | float | None = None,
-    top_k: torch.Tensor | int | None = None,
-    top_p: torch.Tensor | float | None = None,
+    temperature: Any = _ONE,
+    top_k: Any = _NO_K,
+    top_p: Any = _ONE,
 ) -> torch.Tensor:
     """The rows renormalised or masked; dtype None: as kernels read them."""
     input, rows = _rows(input, name)
     out = input.new_empty(input.shape, dtype=dtype)
-    filters = (*_temperature(temperature, rows), *_top_k(top_k, rows), *_top_p(top_p, rows), *_ZERO)
+    filters = _filters(temperature, top_k, top_p, _ZERO, rows)
     ops.sample(out, None, None, input, None, *filters, *_UNSEEDED, *_UNCHANGED, output, name == "logits", False)
     return out
 
@@ -168,7 +165,7 @@ def softmax(
     """
     import torch
 
-    return _rewritten(logits, "logits", ops.RENORMALISE, torch.float32, temperature=temperature)
+    return _rewritten(logits, "logits", ops.RENORMALISE, torch.float32, _ONE if temperature is None else temperature)
 
 
 @fi_api(trace=trace.SAMPLING_FROM_LOGITS)
@@ -203,7 +200,10 @@ def sampling_from_probs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """A token of each row, with the odds of its elements; they need not sum to one.
 
-    Returns samples, with return_valid (samples, bool `[batch]`): False where nothing had probability.
+    probs: `[rows, vocab]`, fp32, fp16 or bf16; the other arguments, and errors, are as the module says.
+
+    Returns samples `[batch]` of the dtype of indices, int32 without; with return_valid (samples, bool `[batch]`): False
+    where nothing had probability. Raises ValueError or TypeError naming the argument.
     """
     return _tokens(probs, "probs", 1, indices, generator, check_nan, seed, offset, return_valid)
 
@@ -223,7 +223,7 @@ def top_p_sampling_from_probs(
     """A token among those with less than top_p of the row's sum above them (nucleus, arXiv:1904.09751): the smallest
     set of largest elements that reaches it, and all that tie with the last. top_p 1 keeps all, 0 the largest.
 
-    Returns as `sampling_from_probs`.
+    top_p: a number from 0 to 1, or a tensor `[rows]`. The rest, results and errors as in `sampling_from_probs`.
     """
     return _tokens(probs, "probs", _RETRIES, indices, generator, check_nan, seed, offset, return_valid, top_p=top_p)
 
@@ -240,8 +240,10 @@ def top_k_sampling_from_probs(
     offset: torch.Tensor | int | None = None,
     return_valid: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """A token among the k largest, and all that tie with the last of them. A top_k of -1, 0, or vocab and above keeps
-    all. Returns as `sampling_from_probs`.
+    """A token among the k largest, and all that tie with the last of them.
+
+    top_k: an integer, or a tensor `[rows]` of them; -1, 0, or vocab and above keep all. The rest, results and errors as
+    in `sampling_from_probs`.
     """
     return _tokens(probs, "probs", _RETRIES, indices, generator, check_nan, seed, offset, return_valid, top_k=top_k)
 
@@ -258,7 +260,10 @@ def min_p_sampling_from_probs(
     offset: torch.Tensor | int | None = None,
     return_valid: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """A token with at least min_p of the largest probability (arXiv:2407.01082). Returns as `sampling_from_probs`."""
+    """A token with at least min_p of the largest probability (arXiv:2407.01082).
+
+    min_p: a number from 0 to 1, or a tensor `[rows]`. The rest, results and errors as in `sampling_from_probs`.
+    """
     return _tokens(probs, "probs", 1, indices, generator, check_nan, seed, offset, return_valid, min_p=min_p)
 
 
@@ -275,7 +280,10 @@ def top_k_top_p_sampling_from_logits(
     seed: torch.Tensor | int | None = None,
     offset: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
-    """`top_k_top_p_sampling_from_probs` of softmax(logits), which is never written. Returns samples `[batch]`."""
+    """`top_k_top_p_sampling_from_probs` of softmax(logits), which is never written.
+
+    logits: `[rows, vocab]`, fp32, fp16 or bf16. Returns samples `[batch]`; the rest and errors as there.
+    """
     return _tokens(  # type: ignore[return-value]
         logits,
         "logits",
@@ -305,8 +313,10 @@ def top_k_top_p_sampling_from_probs(
     offset: torch.Tensor | int | None = None,
     return_valid: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """A token that passes both filters. "top_k_first": top_p is a share of what the k largest sum to; "joint": of the
-    whole row. Returns as `sampling_from_probs`.
+    """A token that passes both filters, those of `top_k_sampling_from_probs` and `top_p_sampling_from_probs`.
+
+    filter_apply_order: "top_k_first": top_p is a share of what the k largest sum to; "joint": of the whole row. The
+    rest, results and errors as in `sampling_from_probs`.
     """
     return _tokens(
         probs,
@@ -351,10 +361,12 @@ def sample_from_logits(
     divided by repetition_penalty if it is positive and multiplied if not (arXiv:1909.05858); for a generated one,
     frequency_penalty * count + presence_penalty is subtracted. bias: fp32 `[vocab]` or `[batch, vocab]`, added.
     bitmask: int32 `[batch, ceil(vocab / 32)]`; token t is allowed where bit t % 32 of word t / 32 is set.
-    temperature 0 takes the first of the largest logits. With a bias, a mask or penalties, logits that are not fp32
+    temperature 0 takes the first of the largest logits. temperature, top_k, top_p, min_p and the penalties: numbers or
+    tensors `[batch]`; None: not wanted. With a bias, a mask or penalties, logits that are not fp32
     are copied to it. The generator moves on by 32 a row.
 
-    Returns (tokens int32 `[batch]`, valid bool `[batch]`): False, and token 0, where no token was allowed.
+    Returns (tokens int32 `[batch]`, valid bool `[batch]`): False, and token 0, where no token was allowed. Raises
+    ValueError or TypeError naming the argument.
     """
     logits, rows = _rows(logits, "logits")
     adjusted: torch.Tensor | None = None
@@ -384,11 +396,11 @@ def sample_from_logits(
         seed,
         offset,
         True,
-        top_k,
-        top_p,
-        min_p,
+        _NO_K if top_k is None else top_k,
+        _ONE if top_p is None else top_p,
+        _ZERO if min_p is None else min_p,
         joint,
-        temperature,
+        _ONE if temperature is None else temperature,
         adjusted,
         changes,
     )
@@ -400,7 +412,8 @@ def top_p_renorm_probs(
 ) -> torch.Tensor:
     """The row over the sum of its top-p set (see `top_p_sampling_from_probs`), 0 outside of it; NaN stays NaN.
 
-    Returns fp32 `[rows, vocab]`. is_deterministic: taken for compatibility.
+    is_deterministic: taken for compatibility. Returns fp32 `[rows, vocab]`. Raises ValueError or TypeError naming the
+    argument.
     """
     import torch
 
@@ -411,7 +424,8 @@ def top_p_renorm_probs(
 def top_k_renorm_probs(probs: torch.Tensor, top_k: torch.Tensor | int, is_deterministic: bool = False) -> torch.Tensor:
     """The row over the sum of its k largest elements, ties included, 0 outside of them; NaN stays NaN.
 
-    Returns `[rows, vocab]` of the dtype of probs. is_deterministic: taken for compatibility.
+    is_deterministic: taken for compatibility. Returns `[rows, vocab]` of the dtype of probs. Raises ValueError or
+    TypeError naming the argument.
     """
     return _rewritten(probs, "probs", ops.RENORMALISE, top_k=top_k).to(probs.dtype)
 
@@ -420,7 +434,7 @@ def top_k_renorm_probs(probs: torch.Tensor, top_k: torch.Tensor | int, is_determ
 def top_k_mask_logits(logits: torch.Tensor, top_k: torch.Tensor | int) -> torch.Tensor:
     """The k largest logits of each row, ties included; the others are -inf, NaN stays NaN.
 
-    Returns `[rows, vocab]` of the dtype of logits.
+    Returns `[rows, vocab]` of the dtype of logits. Raises ValueError or TypeError naming the argument.
     """
     return _rewritten(logits, "logits", ops.MASK_OUT, top_k=top_k).to(logits.dtype)
 

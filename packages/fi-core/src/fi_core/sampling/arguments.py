@@ -32,10 +32,18 @@ def per_row(
     return _one_each(value, name, rows).float().contiguous(), default
 
 
+def float_per_row(value: torch.Tensor | float, name: str, rows: int) -> PerRow:
+    """`per_row` from 0 on, whose tensors must be of floats, since an integer one would be a mistake."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"{name}: a tensor of a float dtype is required; got {dtype}")
+    return per_row(value, name, rows, 1.0, 0.0)
+
+
 def count_per_row(value: torch.Tensor | int, name: str, rows: int) -> tuple[torch.Tensor | None, int]:
     """As `per_row`, for integers; -1 and 0 are no limit."""
     if isinstance(value, (int, float)):
-        if value != int(value) or value < -1:
+        if value % 1 != 0 or value < -1:  # inf % 1 is NaN
             raise ValueError(f"{name}: an integer from -1 on is required; got {value}")
         return None, int(value)
     return _one_each(value, name, rows).int().contiguous(), 0

@@ -66,9 +66,10 @@ void run_cpu(const SingleAttentionParams& params, const Variant::Arguments& argu
   const double work = static_cast<double>(p.rows()) * p.kv_heads * p.mask.kv_len * (p.dim_qk + p.dim_vo);
   const int64_t grain = 1 + static_cast<int64_t>(2e5 / (work / static_cast<double>(items) + 1));
   cpu::parallel_for(items, grain, [&](int64_t begin, int64_t end) {
-    CpuTile tile(p, q, kv, std::min(tile_rows, p.rows()));
+    const int32_t most = CpuTile::heads(p.rows());
+    CpuTile tile(p, q, kv, std::min(tile_rows, most * p.rows()), cpu::LineProducts::of(kv));
     Variant variant(variant_params, 0);
-    for (int64_t item = begin; item < end; ++item) {
+    for (int64_t item = begin, heads; item < end; item += heads) {
       const auto kv_head = static_cast<int32_t>(item % p.kv_heads),
                  chunk = static_cast<int32_t>(item / p.kv_heads % params.chunks);
       const auto t = static_cast<int32_t>(item / p.kv_heads / params.chunks);
@@ -77,9 +78,11 @@ void run_cpu(const SingleAttentionParams& params, const Variant::Arguments& argu
                     rows = std::min(tile_rows, p.rows() - first);
       const KeyRange all = keys_of(p.mask, first / p.group, (first + rows - 1) / p.group);
       const KeyRange keys = chunk_of(all, chunk, params.chunks);
-      tile.attend(p, TokenPages::one(), variant, kv_head, first, rows, keys.begin, keys.end);
-      for (int32_t r = 0; r < rows; ++r) {
-        const Row row = p.row(kv_head, first + r);
+      heads = std::min<int64_t>({most, p.kv_heads - kv_head, end - item});
+      tile.attend(p, TokenPages::one(), variant, kv_head, first, rows, keys.begin, keys.end,
+                  static_cast<int32_t>(heads));
+      for (int32_t r = 0; r < rows * heads; ++r) {
+        const Row row = tile.row(r);
         if (params.chunks == 1) {
           finish_row(p, variant, nullptr, row, tile.m(r), tile.d(r), tile.output(r), out);
         } else {

@@ -16,15 +16,16 @@ class CpuBatchDecode {
 
   void run() const {
     cpu::parallel_for(ranges(), grain(), [&](int64_t begin, int64_t end) {
-      CpuTile tile(params_.problem, q_, kv_, kDecodeRows);
-      walk(begin, end, [&](const DecodeSegment& s) { attend(s, tile); });
+      CpuTile tile(params_.problem, q_, kv_, kDecodeRows, cpu::LineProducts::of(kv_));
+      const int32_t together = params_.row_tiles.value == 1 ? CpuTile::heads(params_.problem.rows()) : 1;
+      walk(begin, end, together, [&](const DecodeSegment* s, int32_t heads) { attend(s, heads, tile); });
     });
     if (!cut()) return;
     const int64_t merged = 2 * kDecodeRows * static_cast<int64_t>(params_.problem.dim_vo);  // floats, of a range
     cpu::parallel_for(ranges(), 1 + 65536 / merged, [&](int64_t begin, int64_t end) {
       std::vector<float> sum(static_cast<size_t>(params_.problem.dim_vo));
-      walk(begin, end, [&](const DecodeSegment& s) {
-        if (!s.whole() && s.part == 0) merge(s, sum.data());
+      walk(begin, end, 1, [&](const DecodeSegment* s, int32_t) {
+        if (!s->whole() && s->part == 0) merge(*s, sum.data());
       });
     });
   }
@@ -51,18 +52,34 @@ class CpuBatchDecode {
   }
 
   // The segments of some ranges. Those at the same place in their group follow each other: heads of a token lie side by
-  // side in memory, so this reads whole pages.
+  // side in memory, so this reads whole pages. f also gets up to `most` segments at once, of heads that follow each
+  // other and the same keys.
   template <class F>
-  void walk(int64_t begin, int64_t end, F&& f) const {
+  void walk(int64_t begin, int64_t end, int32_t most, F&& f) const {
     const Mask& mask = params_.problem.mask;
     const int64_t groups = params_.view().header().groups, each = ranges() / groups;
-    for (int64_t i = begin; i < end; ++i) {
-      DecodeWalk walk;
-      walk.begin(params_.view(), 0, mask.qo_len, mask.window_left);
-      walk.enter(static_cast<int32_t>(i % groups * each + i / groups));
-      DecodeSegment segment;
-      while (walk.next(segment)) f(segment);
+    DecodeWalk walks[kDecodeRows];
+    DecodeSegment segments[kDecodeRows];
+    for (int64_t i = begin; i < end;) {
+      const auto count = static_cast<int32_t>(std::min<int64_t>({most, groups - i % groups, end - i}));
+      for (int32_t w = 0; w < count; ++w, ++i) {
+        walks[w].begin(params_.view(), 0, mask.qo_len, mask.window_left);
+        walks[w].enter(static_cast<int32_t>(i % groups * each + i / groups));
+      }
+      while (true) {
+        int32_t found = 0;
+        for (int32_t w = 0; w < count; ++w) found += walks[w].next(segments[found]);
+        if (found == 0) break;
+        for (int32_t first = 0, last = 0; first < found; first = last) {
+          do ++last;
+          while (last < found && follows(segments[last - 1], segments[last]));
+          f(segments + first, last - first);
+        }
+      }
     }
+  }
+  static bool follows(const DecodeSegment& a, const DecodeSegment& b) {
+    return b.unit == a.unit + 1 && b.request == a.request && b.begin == a.begin && b.end == a.end;
   }
 
   AttentionProblem problem(const DecodeSegment& s) const {
@@ -70,7 +87,9 @@ class CpuBatchDecode {
   }
   int32_t rows(int32_t unit) const { return std::min(kDecodeRows, params_.problem.rows() - params_.first_row(unit)); }
 
-  void attend(const DecodeSegment& s, CpuTile& tile) const {
+  // Of one head, or of several.
+  void attend(const DecodeSegment* segments, int32_t heads, CpuTile& tile) const {
+    const DecodeSegment& s = segments[0];
     const AttentionProblem p = problem(s);
     Variant::Params variant_params;
     variant_params.set(arguments_, p);
@@ -80,14 +99,16 @@ class CpuBatchDecode {
     const int32_t count = rows(s.unit);
     const int64_t end = std::min<int64_t>(static_cast<int64_t>(s.end) * kDecodeTile, s.kv_len);
     tile.attend(p, pages, variant, params_.kv_head(s.unit), params_.first_row(s.unit), count, s.begin * kDecodeTile,
-                static_cast<int32_t>(end));
-    for (int32_t r = 0; r < count; ++r) {
-      if (s.whole()) {
-        finish(p, variant, s.unit, r, tile.m(r), tile.d(r), tile.output(r));
+                static_cast<int32_t>(end), heads);
+    for (int32_t r = 0; r < heads * count; ++r) {
+      const DecodeSegment& own = segments[r / count];
+      const int32_t row = r % count;
+      if (own.whole()) {
+        finish(p, variant, own.unit, row, tile.m(r), tile.d(r), tile.output(r));
       } else {
-        const int32_t slot = s.slot_of(s.part);
-        std::copy_n(tile.output(r), p.dim_vo, params_.slot(slot) + r * p.dim_vo);
-        params_.slot_state(slot)[2 * r] = tile.m(r), params_.slot_state(slot)[2 * r + 1] = tile.d(r);
+        const int32_t slot = own.slot_of(own.part);
+        std::copy_n(tile.output(r), p.dim_vo, params_.slot(slot) + row * p.dim_vo);
+        params_.slot_state(slot)[2 * row] = tile.m(r), params_.slot_state(slot)[2 * row + 1] = tile.d(r);
       }
     }
   }

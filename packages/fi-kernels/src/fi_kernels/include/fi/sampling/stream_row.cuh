@@ -32,12 +32,13 @@ FI_DEVICE void stream_row(const SampleParams& p, PieceSum* pieces, int output, i
   float x[StreamedRow<T>::kEach];
   int j = first + warp;
   if (j < last) row.load(j * kPiece, x, share);
-  const ShareOfRow<T, Team, kWarps> of_share{p, row, pieces, n, first, last, output, source, share_scratch};
+  const ShareOfRow<T, Team, kWarps> of_share{p, pieces, n, first, last, output, share_scratch};
   uint64_t random = 0;  // while the row is on its way
-  if (share)
+  if (share) {
     of_share.randomise(0);
-  else
-    random = random_number(p, output, 0);
+    if (threadIdx.x == 0) share_scratch.row = row.row, share_scratch.source = source;
+  }
+  if (!share) random = random_number(p, output, 0);
   Team::meet();
 #pragma unroll 1
   while (j < last) {
@@ -62,6 +63,7 @@ FI_DEVICE void stream_row(const SampleParams& p, PieceSum* pieces, int output, i
   if (share) {
     if (of_share.draw(shared.some) || Team::rank() != 0) return;
     top = share_scratch.top;
+    row = of_share.row(), source = share_scratch.source;
     random = random_number(p, output, kTurns * kDraws);
     if (top != 0) filtered(row, pieces, n, random, lowest);
   } else {

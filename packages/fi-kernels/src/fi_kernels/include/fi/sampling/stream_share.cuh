@@ -14,21 +14,22 @@ struct ShareScratch {
   uint64_t randoms[kDraws];
   uint32_t keys[kDraws], top;  // of the tokens and of the largest element: the first block gives them to all
   int tokens[kDraws];          // in the first block
+  const void* row;             // what need not be in registers
+  int64_t source;
 };
 
 // A team's draw from its row; each warp has pieces j, j + kWarps and on below `last`.
 template <class T, class Team, int kWarps>
 struct ShareOfRow {
   const SampleParams& p;
-  const StreamedRow<T>& row;
   PieceSum* pieces;  // in the first block
   int n, first, last, output;
-  int64_t source;
   ShareScratch<Team, kWarps>& share;
 
   FI_DEVICE static int lane() { return threadIdx.x % 32; }
   FI_DEVICE static int warp() { return threadIdx.x / 32; }
 
+  FI_DEVICE StreamedRow<T> row() const { return {static_cast<const T*>(share.row), p.vocab, p.logits}; }
   // The random numbers of a turn.
   FI_DEVICE void randomise(int turn) const {
     if (threadIdx.x < kDraws) share.randoms[threadIdx.x] = random_number(p, output, turn * kDraws + threadIdx.x);
@@ -50,8 +51,9 @@ struct ShareOfRow {
   }
   // By the first block.
   FI_DEVICE void propose(DrawScratch<kWarps, kDraws>& shared, int turn) const {
+    const StreamedRow<T> row = this->row();
     const uint32_t top = turn ? share.top : largest_key(pieces, n, shared.maxima);
-    const float temperature = at(p.temperature, source);
+    const float temperature = at(p.temperature, share.source);
     const Scale scale = row.scale(top, temperature);
     const float factor = row.logits ? scale.factor : 1.f;
     const auto portion = [&](uint32_t key) {
@@ -72,7 +74,8 @@ struct ShareOfRow {
   }
   // By all blocks. The first of the turn's tokens that is taken; kDraws if none is.
   FI_DEVICE int verify() const {
-    const Scale scale = row.scale(share.top, at(p.temperature, source));
+    const StreamedRow<T> row = this->row();
+    const Scale scale = row.scale(share.top, at(p.temperature, share.source));
     const Weigher any{scale, scale.lowest, 0, row.logits};
     uint64_t sums[kDraws + 1] = {};
     float least[kDraws];
@@ -114,7 +117,7 @@ struct ShareOfRow {
     const auto of_team = [&](int g) {
       return warp_sum_u64(lane() < static_cast<int>(Team::size()) ? share.sums[lane()][g] : 0);
     };
-    const uint64_t target = share_of(of_team(kDraws), at(p.top_p, source));
+    const uint64_t target = share_of(of_team(kDraws), at(p.top_p, share.source));
     int taken = 0;
 #pragma unroll 1
     while (taken < kDraws && of_team(taken) >= target) ++taken;

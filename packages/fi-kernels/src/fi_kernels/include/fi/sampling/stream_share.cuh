@@ -72,6 +72,18 @@ struct ShareOfRow {
     for (int i = lane(); i < kDraws * static_cast<int>(Team::size()); i += 32)
       Team::write(share.keys[i % kDraws], i / kDraws, share.keys[i % kDraws]);
   }
+  // Weights of elements above each token, and of all.
+  template <int kCount, class WeightOf>
+  FI_DEVICE static void add(const float (&x)[kCount], const float (&least)[kDraws], uint64_t (&sums)[kDraws + 1],
+                            WeightOf&& weight) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const uint32_t w = weight(x[k]);
+      sums[kDraws] += w;
+#pragma unroll
+      for (int g = 0; g < kDraws; ++g) sums[g] += x[k] > least[g] ? w : 0u;
+    }
+  }
   // By all blocks. The first of the turn's tokens that is taken; kDraws if none is.
   FI_DEVICE int verify() const {
     const StreamedRow<T> row = this->row();
@@ -87,21 +99,12 @@ struct ShareOfRow {
     for (int i = 0; i < end; i += i % kParts == kParts - 1 ? kParts * kWarps - kParts + 1 : 1) {
       float x[kCount];
       row.template load<kParts>((first + warp() + i / kParts) * kPiece, x, false, i % kParts);
-      const auto add = [&](auto&& weight) {
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) {
-          const uint32_t w = weight(x[k]);
-          sums[kDraws] += w;
-#pragma unroll
-          for (int g = 0; g < kDraws; ++g) sums[g] += x[k] > least[g] ? w : 0u;
-        }
-      };
       if (share.top == kInfinityKey)
-        add([&](float x) { return any.of(x); });
+        add(x, least, sums, [&](float x) { return any.of(x); });
       else if (row.logits)
-        add([&](float x) { return coarse(finite_weight(x, scale)); });
+        add(x, least, sums, [&](float x) { return coarse(finite_weight(x, scale)); });
       else
-        add([&](float x) { return coarse(positive_weight(x, scale)); });
+        add(x, least, sums, [&](float x) { return coarse(positive_weight(x, scale)); });
     }
 #pragma unroll
     for (int g = 0; g <= kDraws; ++g) {

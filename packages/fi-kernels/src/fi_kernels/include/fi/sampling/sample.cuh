@@ -104,7 +104,8 @@ FI_DEVICE void sample_block(const SampleParams& p) {
     return stream_row<T, OneBlock, kWarps>(
         p, pieces_of<T>(), output, row,
         [&](const StreamedRow<T>& streamed, PieceSum* pieces, int n, uint64_t, uint32_t& lowest) {
-          return FewOfRow<T, kWarps>{p, streamed, pieces, n, {}, few}.draw_share(row, lowest);
+          lowest = FewOfRow<T, kWarps>{p, streamed, pieces, n, {}, few}.find(row);
+          return true;
         });
   }
   Slots<T> slots(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);

@@ -42,7 +42,7 @@ struct ShareOfRow {
       if (Team::rank() == 0) propose(shared, turn);
       Team::sync();
       if (share.top == 0) return false;
-      const int taken = verify();
+      const int taken = share.top == kInfinityKey ? 0 : verify();  // +inf has all of the weight
       if (taken == kDraws) continue;
       if (Team::rank() == 0 && threadIdx.x == 0) put_token(p, output, share.tokens[taken], true);
       return true;
@@ -88,7 +88,6 @@ struct ShareOfRow {
   FI_DEVICE int verify() const {
     const StreamedRow<T> row = this->row();
     const Scale scale = row.scale(share.top, at(p.temperature, share.source));
-    const Weigher any{scale, scale.lowest, 0, row.logits};
     uint64_t sums[kDraws + 1] = {};
     float least[kDraws];
 #pragma unroll
@@ -99,9 +98,7 @@ struct ShareOfRow {
     for (int i = 0; i < end; i += i % kParts == kParts - 1 ? kParts * kWarps - kParts + 1 : 1) {
       float x[kCount];
       row.template load<kParts>((first + warp() + i / kParts) * kPiece, x, false, i % kParts);
-      if (share.top == kInfinityKey)
-        add(x, least, sums, [&](float x) { return any.of(x); });
-      else if (row.logits)
+      if (row.logits)
         add(x, least, sums, [&](float x) { return coarse(finite_weight(x, scale)); });
       else
         add(x, least, sums, [&](float x) { return coarse(positive_weight(x, scale)); });

@@ -59,17 +59,14 @@ FI_DEVICE void stream_row(const SampleParams& p, PieceSum* pieces, int output, i
   if (Team::rank() != 0 && !share) return;
   if (Team::rank() == 0) gathering.await();
   pdl_launch_dependents();
-  uint32_t lowest = 0, top;
   if (share) {
     if (of_share.draw(shared.some) || Team::rank() != 0) return;
-    top = share_scratch.top;
     row = of_share.row(), source = share_scratch.source;
     random = random_number(p, output, kTurns * kDraws);
-    if (top != 0) filtered(row, pieces, n, random, lowest);
-  } else {
-    if (!plain && !filtered(row, pieces, n, random, lowest)) return;
-    top = largest_key(pieces, n, shared.one.maxima);
   }
+  uint32_t lowest = 0;
+  if (!plain && !filtered(row, pieces, n, random, lowest)) return;
+  const uint32_t top = largest_key(pieces, n, shared.one.maxima);
   if (top == 0) {
     if (threadIdx.x == 0) put_token(p, output, 0, false);
     return;

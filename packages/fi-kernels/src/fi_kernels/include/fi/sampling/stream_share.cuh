@@ -34,17 +34,17 @@ struct ShareOfRow {
   FI_DEVICE void randomise(int turn) const {
     if (threadIdx.x < kDraws) share.randoms[threadIdx.x] = random_number(p, output, turn * kDraws + threadIdx.x);
   }
-  // Whether a token was taken. If none was, the pieces' sums are of no use any more.
+  // Whether the output was written. If not, the pieces' sums are of no use any more.
   FI_DEVICE bool draw(DrawScratch<kWarps, kDraws>& shared) const {
 #pragma unroll 1
     for (int turn = 0; turn < kTurns; ++turn) {
       if (turn) randomise(turn), __syncthreads();
       if (Team::rank() == 0) propose(shared, turn);
       Team::sync();
-      if (share.top == 0) return false;
-      const int taken = share.top == kInfinityKey ? 0 : verify();  // +inf has all of the weight
+      const bool valid = share.top != 0;
+      const int taken = valid && share.top != kInfinityKey ? verify() : 0;  // +inf has all of the weight
       if (taken == kDraws) continue;
-      if (Team::rank() == 0 && threadIdx.x == 0) put_token(p, output, share.tokens[taken], true);
+      if (Team::rank() == 0 && threadIdx.x == 0) put_token(p, output, valid ? share.tokens[taken] : 0, valid);
       return true;
     }
     return false;

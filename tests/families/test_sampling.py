@@ -277,12 +277,10 @@ def test_shares_of_any_shape(vocab: int, device: str) -> None:
             assert inside(want, kept)
             for impl in impls("sample", device):
                 with using("sample", impl):
-                    for copies in (1, 13):  # one of 130 rows has a block alone on an H200
+                    for copies in (1,) if device == "cpu" else (1, 13):  # one of 130 rows has a block alone on an H200
                         many, each = y.to(device).repeat(copies, 1), seeds.to(device).repeat(copies)
                         got, drawn = _any(many, logits, {"top_p": p}, 0, each)
                         assert torch.equal(got.cpu(), want.repeat(copies)) and bool(drawn.all()), (impl, p, logits)
-                        if device == "cpu":
-                            break
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])

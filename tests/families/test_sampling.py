@@ -102,6 +102,7 @@ def chi_square_entries() -> dict[str, tuple[Draw, dict[str, Any]]]:
         "probs": (lambda x, i, **r: fi_core.sampling_from_probs(x.softmax(-1), i, **r), {}),
         "top_k": (lambda x, i, **r: fi_core.top_k_sampling_from_probs(x.softmax(-1), 9, i, **r), {"top_k": 9}),
         "top_p": (lambda x, i, **r: fi_core.top_p_sampling_from_probs(x.softmax(-1), 0.7, i, **r), {"top_p": 0.7}),
+        "top_p_half": (lambda x, i, **r: fi_core.top_p_sampling_from_probs(x.softmax(-1), 0.5, i, **r), {"top_p": 0.5}),
         "min_p": (lambda x, i, **r: fi_core.min_p_sampling_from_probs(x.softmax(-1), 0.2, i, **r), {"min_p": 0.2}),
         "top_k_top_p": (
             lambda x, i, **r: fi_core.top_k_top_p_sampling_from_probs(x.softmax(-1), 12, 0.8, i, **r),
@@ -244,7 +245,8 @@ def test_the_largest_with_ties(vocab: int, device: str) -> None:
     x[7] = (x[7] > 6) * 20.0
     seeds, k = torch.arange(9), torch.tensor([1, 5, 0, 30, 40, 50, 2000, vocab, 60], dtype=torch.int32)
     by_row = {"top_k": k, "top_p": torch.tensor([0.5, 1.0, 1.0, 0.8, 0.9, 1.0, 0.9, 0.3, 0.0])}
-    for filters in ({}, {"top_k": 1}, {"top_k": 30}, {"top_k": 31, "top_p": 0.7}, {"top_k": 20, "min_p": 0.1}, by_row):
+    some = {"top_k": 31, "top_p": 0.7}, {"top_k": 20, "min_p": 0.1}, {"top_p": 0.6}
+    for filters in ({}, {"top_k": 1}, {"top_k": 30}, *some, by_row):
         there: dict[str, Any] = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in filters.items()}
         for logits in (True, False):
             y = x if logits else x.clamp(max=20.0).exp()
@@ -253,6 +255,46 @@ def test_the_largest_with_ties(vocab: int, device: str) -> None:
                 with using("sample", impl):
                     got, drawn = _any(y.to(device), logits, there, 0, seeds.to(device))
                     assert torch.equal(got.cpu(), want) and torch.equal(drawn.cpu(), valid), (impl, filters)
+
+
+@pytest.mark.parametrize("vocab", [600, 70001])
+def test_shares_of_any_shape(vocab: int, device: str) -> None:
+    """Top-p alone of rows of which a sample says little, or which tie: the CPU's tokens, in batches of any size."""
+    x = normal_logits(10, vocab, "cpu")
+    for row, scale in enumerate((1e-6, 0.001, 0.3, 3.0, 4.0, 30.0)):
+        x[row] *= scale
+    x[6] = 0.25
+    x[7] = (x[7] * 2).round() / 2
+    x[8] -= 12.0
+    x[8, 1::97] = 3.0  # most of the weight in few
+    x[9, vocab // 3] = 40.0
+    seeds = torch.arange(10)
+    for p in (1e-9, 0.3, 0.5, 0.75, 0.9, 0.999):
+        for logits in (True, False):
+            y = x if logits else x.softmax(-1)
+            want, _ = _any(y, logits, {"top_p": p}, 0, seeds)
+            kept = allowed((x.double() if logits else y.double().log()).softmax(-1), top_p=min(p + 1e-5, 1.0))
+            assert inside(want, kept)
+            for impl in impls("sample", device):
+                with using("sample", impl):
+                    for copies in (1,) if device == "cpu" else (1, 13):  # one of 130 rows has a block alone on an H200
+                        many, each = y.to(device).repeat(copies, 1), seeds.to(device).repeat(copies)
+                        got, drawn = _any(many, logits, {"top_p": p}, 0, each)
+                        assert torch.equal(got.cpu(), want.repeat(copies)) and bool(drawn.all()), (impl, p, logits)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("vocab", "draws"), [(40, 1 << 18), (1500, 1 << 16)])
+def test_a_share_that_all_draws_of_a_row_miss(vocab: int, draws: int, device: str) -> None:
+    """Half of the weight: one row in 65536 draws from the share itself in the end. The CPU's tokens."""
+    probs = uneven(vocab, "cpu", 1.0, 1.1).unsqueeze(0)
+    indices = torch.zeros(draws, dtype=torch.int32)
+    want = fi_core.top_p_sampling_from_probs(probs, 0.5, indices, seed=5, offset=1)
+    assert bool(allowed(probs, top_p=0.5 + 1e-5)[0][want.long()].all())
+    for impl in impls("sample", device):
+        with using("sample", impl):
+            got = fi_core.top_p_sampling_from_probs(probs.to(device), 0.5, indices.to(device), seed=5, offset=1)
+            assert torch.equal(got.cpu(), want), impl
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -5,13 +5,15 @@ types are copied to fp32). A parameter is a number for all rows or a 1-D tensor 
 (int32 or int64 `[batch]`) draws output i from row indices[i]; a row that is not there gives no token.
 
 Thresholds are exact: ties at one are all kept. Sums are of integers (a probability over the row's largest, to 2^-31;
-in a draw without filters over the largest of 512 tokens, to 2^-27), so drawn tokens and kept sets are the same for any
-batch, position, device and implementation. Any content is allowed: NaN has no probability, +inf takes it all, and a row
-where nothing has probability gives token 0 and, with `return_valid`, False.
+in a draw from all of a row over the largest of 512 tokens, to 2^-27), so drawn tokens and kept sets are the same for
+any batch, position, device and implementation. Any content is allowed: NaN has no probability, +inf takes it all, and a
+row where nothing has probability gives token 0 and, with `return_valid`, False.
 
-Random numbers are Philox4x32-10 (Salmon et al. 2011), one of 64 bits a row: key = seed, counter = (offset, output
-row). Where seed or offset is a tensor with one element a row, the row is left out of the counter: a request then draws
-the same token wherever it stands in a batch. `deterministic` is taken for compatibility: results always are.
+Random numbers are Philox4x32-10 (Salmon et al. 2011), 64 bits each: key = seed, counter = (offset, output row), the
+row's i-th with i / 2 in the upper half of the row's 64 bits. A row takes one; with top-p alone, from one half on, it
+draws from all of the row until a token is in the kept set, at most 16 times, and then from that set. Where seed or
+offset is a tensor with one element a row, the row is left out of the counter: a request then draws the same token
+wherever it stands in a batch. `deterministic` is taken for compatibility: results always are.
 
 Errors name the argument: ValueError (shape, stride, device, a parameter out of range, seed and offset that do not go
 together, NaN with `check_nan`) or TypeError (dtype, a parameter that is neither a number nor a tensor).

@@ -148,7 +148,7 @@ void run_row(const SampleParams& p, sampling::CpuRow& s, DType in, DType out, in
       static_cast<int32_t*>(p.out)[output] = static_cast<int32_t>(token);
     if (p.valid) p.valid[output] = drawn;
   };
-  const auto random = [&] { return sampling::random_of(sampling::row_random(p, output)); };
+  const auto random = [&](uint32_t i = 0) { return sampling::random_number(p, output, i); };
   if (there) {
     const char* input = static_cast<const char*>(p.input) + row * p.input_row * in.bytes();
     const bool adjusted = p.bias || p.bitmask || p.seen;
@@ -156,22 +156,25 @@ void run_row(const SampleParams& p, sampling::CpuRow& s, DType in, DType out, in
     if (in != kF32 || adjusted) cpu::row_loader(in)(input, s.own(), p.vocab);
     if (adjusted) adjust(p, s.buffer.data(), output, row);
     temperature = sampling::at(p.temperature, row);
-    if (sampling::is_plain(p, row)) {
-      const int64_t token = s.draw_plain(temperature, sampling::is_greedy(p, temperature), random());
-      return put(std::max<int64_t>(token, 0), token >= 0);
-    }
     valid = s.prepare(temperature);
   }
-  const bool greedy = sampling::is_greedy(p, temperature);
+  const bool greedy = sampling::is_greedy(p, temperature), share = there && sampling::is_share(p, row);
+  if (valid && !greedy && (share || sampling::is_plain(p, row))) s.sum_pieces();
+  if (valid && !greedy && !share && sampling::is_plain(p, row)) return put(s.draw_plain(random()), true);
   const float top_p = there ? sampling::at(p.top_p, row) : 1.f;
   float lowest = HUGE_VALF;
   if (valid && (p.output == kDrawToken || !(top_p >= 1.f))) s.weigh();
   if (valid)
     lowest = greedy ? s.top : s.threshold(sampling::at(p.top_k, row), top_p, sampling::at(p.min_p, row), p.joint);
+  uint32_t turn = 0;
+  for (; valid && share && turn < sampling::kTurns * sampling::kDraws; ++turn) {
+    const int64_t token = s.draw_plain(random(turn));
+    if (s.x[token] >= lowest) return put(token, true);
+  }
   if (p.output == kDrawToken) {
     const uint64_t total = valid ? s.total(lowest) : 0;
     int64_t token = 0;
-    if (total > 0) token = s.locate(lowest, greedy ? 0 : sampling::uniform_below(total, random()));
+    if (total > 0) token = s.locate(lowest, greedy ? 0 : sampling::uniform_below(total, random(turn)));
     return put(token, total > 0);
   }
   char* to = static_cast<char*>(p.out) + output * p.out_row * out.bytes();

@@ -95,6 +95,7 @@ struct CpuRow {
   Scale scale{};
   std::vector<float> buffer, results;
   std::vector<uint32_t> w;  // weights of the elements from scale.lowest on
+  std::vector<uint32_t> piece_weights;
   std::vector<std::pair<float, uint32_t>> chosen;
   std::vector<float> some;
   std::vector<PieceSum> sums;
@@ -190,38 +191,40 @@ struct CpuRow {
   }
   uint64_t total(float lowest) const { return detail::sum_from(x, w.data(), n, lowest); }
 
-  // A token drawn without filters, with a random number; -1 if there is none.
-  int64_t draw_plain(float temperature, bool greedy, uint64_t random) {
+  // Sums of pieces, for draws from all of the row.
+  void sum_pieces() {
     const int64_t pieces = (n + kPiece - 1) / kPiece;
     sums.resize(static_cast<size_t>(pieces));
-    w.resize(static_cast<size_t>(n));
-    if (!prepare(temperature)) return -1;
-    if (greedy)
-      for (int64_t i = 0;; ++i)
-        if (x[i] == top) return i;
-    const bool infinite = bits_of(top) == kInfinity;
-    uint64_t total = 0;
-    const auto size = [&](int64_t piece) { return std::min<int64_t>(kPiece, n - piece * kPiece); };
+    piece_weights.resize(static_cast<size_t>(n));
     for (int64_t piece = 0; piece < pieces; ++piece) {
-      const int64_t begin = piece * kPiece;
+      const int64_t begin = piece * kPiece, size = std::min<int64_t>(kPiece, n - begin);
       PieceSum& part = sums[static_cast<size_t>(piece)];
       part = {};
-      const float largest = detail::largest(x + begin, size(piece));
+      const float largest = detail::largest(x + begin, size);
       if (!(largest >= least())) continue;
       const Scale own = piece_scale(largest, scale.factor, logits);
-      detail::weigh_piece(x + begin, w.data() + begin, size(piece), own, logits);
-      part.sum = detail::sum_from(x + begin, w.data() + begin, size(piece), own.lowest);
+      detail::weigh_piece(x + begin, piece_weights.data() + begin, size, own, logits);
+      part.sum = detail::sum_from(x + begin, piece_weights.data() + begin, size, own.lowest);
       part.key = bucket(largest);
-      total += portion_of(largest, scale, infinite, logits).of(part.sum);
     }
-    uint64_t rest = uniform_below(total, random), passed = 0;
-    for (int64_t piece = 0; piece < pieces; ++piece) {
-      const PieceSum& part = sums[static_cast<size_t>(piece)];
+  }
+  // A token of all of the row, of which the pieces are summed.
+  int64_t draw_plain(uint64_t random) const {
+    const bool infinite = bits_of(top) == kInfinity;
+    const auto portion_of_piece = [&](const PieceSum& part) {
+      return portion_of(of_bits(unordered(part.key)), scale, infinite, logits);
+    };
+    uint64_t total = 0, passed = 0;
+    for (const PieceSum& part : sums)
+      if (part.key) total += portion_of_piece(part).of(part.sum);
+    uint64_t rest = uniform_below(total, random);
+    for (size_t piece = 0; piece < sums.size(); ++piece) {
+      const PieceSum& part = sums[piece];
       if (!part.key) continue;
-      const Portion portion = portion_of(of_bits(unordered(part.key)), scale, infinite, logits);
+      const Portion portion = portion_of_piece(part);
       if (portion.of(part.sum) > rest)
-        for (int64_t i = piece * kPiece;; ++i) {
-          passed += weight(i);
+        for (int64_t i = static_cast<int64_t>(piece) * kPiece;; ++i) {
+          passed += piece_weights[static_cast<size_t>(i)];
           if (portion.of(passed) > rest) return i;
         }
       rest -= portion.of(part.sum);

@@ -5,16 +5,17 @@
 namespace fi {
 namespace sampling {
 
-template <int kWarps>
+// Of so many draws at once, each by a group of warps.
+template <int kWarps, int kGroups>
 struct DrawScratch {
   uint64_t sums[2][kWarps];
-  uint64_t rest;
+  uint64_t rest[kGroups];
   uint32_t maxima[kWarps];
-  int found;
+  int found[kGroups];
 };
 
-// The sum of `own` over the threads before this one, and over all.
-template <int kWarps>
+// The sum of `own` over the threads of the group before this one, and over the block.
+template <int kGroups, int kWarps>
 FI_DEVICE uint64_t sum_before(uint64_t own, uint64_t (&sums)[kWarps], uint64_t& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint64_t through = warp_scan(own);
@@ -22,7 +23,9 @@ FI_DEVICE uint64_t sum_before(uint64_t own, uint64_t (&sums)[kWarps], uint64_t& 
   __syncthreads();
   const uint64_t of_warp = lane < kWarps ? sums[lane] : 0, up_to = warp_scan(of_warp);
   total = __shfl_sync(0xffffffffu, up_to, 31);
-  return __shfl_sync(0xffffffffu, up_to - of_warp, warp) + through - own;
+  uint64_t before = __shfl_sync(0xffffffffu, up_to - of_warp, warp) + through - own;
+  if (kGroups > 1) before -= __shfl_sync(0xffffffffu, up_to - of_warp, warp - warp % (kWarps / kGroups));
+  return before;
 }
 
 template <int kWarps>
@@ -36,40 +39,54 @@ FI_DEVICE uint32_t largest_key(const PieceSum* pieces, int n, uint32_t (&maxima)
   return __reduce_max_sync(0xffffffffu, threadIdx.x % 32 < kWarps ? maxima[threadIdx.x % 32] : 0u);
 }
 
-// portion(key) and weigher(key): of a piece with this largest. `first`: no random choice, but the first with weight.
-template <int kWarps, class T, class PortionOf, class WeigherOf>
-FI_DEVICE void draw_from_pieces(const SampleParams& p, const StreamedRow<T>& row, PieceSum* pieces, int n, int output,
-                                bool first, uint64_t random, DrawScratch<kWarps>& shared, PortionOf&& portion,
-                                WeigherOf&& weigher) {
-  constexpr int kThreads = kWarps * 32, kEach = kPiece / kThreads;
-  const int each = (n + kThreads - 1) / kThreads;
-  const int from = min(static_cast<int>(threadIdx.x) * each, n), to = min(from + each, n);
+// The pieces that a thread adds up.
+template <int kThreads>
+FI_DEVICE int own_pieces(int n, int& to) {
+  const int each = (n + kThreads - 1) / kThreads, from = min(static_cast<int>(threadIdx.x) * each, n);
+  to = min(from + each, n);
+  return from;
+}
+// What pieces count in their row. portion(key): of a piece with this largest.
+template <int kWarps, class PortionOf>
+FI_DEVICE void scale_pieces(PieceSum* pieces, int n, PortionOf&& portion) {
+  int to;
+#pragma unroll 1
+  for (int j = own_pieces<kWarps * 32>(n, to); j < to; ++j)
+    pieces[j].sum = pieces[j].key ? portion(pieces[j].key).of(pieces[j].sum) : 0;
+}
+// Draw g has the token where sums pass target(total, g), and put(g, token) is called for it once. weigher(key): of the
+// elements of a piece with this largest.
+template <int kGroups, class T, int kWarps, class Target, class PortionOf, class WeigherOf, class Put>
+FI_DEVICE void draw_from_pieces(const StreamedRow<T>& row, const PieceSum* pieces, int n,
+                                DrawScratch<kWarps, kGroups>& shared, Target&& target, PortionOf&& portion,
+                                WeigherOf&& weigher, Put&& put) {
+  constexpr int kThreads = kWarps * 32, kMembers = kThreads / kGroups, kEach = kPiece / kMembers;
+  int to;
+  const int from = own_pieces<kThreads>(n, to);
   uint64_t own = 0, total;
 #pragma unroll 1
-  for (int j = from; j < to; ++j) {
-    PieceSum& piece = pieces[j];
-    piece.sum = piece.key ? portion(piece.key).of(piece.sum) : 0;
-    own += piece.sum;
-  }
-  uint64_t rest = sum_before(own, shared.sums[0], total);
-  rest = (first ? 0 : uniform_below(total, random)) - rest;
-  if (rest < own) {
+  for (int j = from; j < to; ++j) own += pieces[j].sum;
+  const uint64_t sums_before = sum_before<1>(own, shared.sums[0], total);
+#pragma unroll 1
+  for (int g = 0; g < kGroups; ++g) {
+    uint64_t rest = target(total, g) - sums_before;
+    if (rest >= own) continue;
     int j = from;
     while (pieces[j].sum <= rest) rest -= pieces[j++].sum;
-    shared.found = j, shared.rest = rest;
+    shared.found[g] = j, shared.rest[g] = rest;
   }
   __syncthreads();
-  const int found = shared.found;
+  const int group = threadIdx.x / kMembers, found = shared.found[group];
   const uint32_t key = pieces[found].key;
   const Weigher by = weigher(key);
   const Portion part = portion(key);
-  const int token = found * kPiece + static_cast<int>(threadIdx.x) * kEach;
+  const int token = found * kPiece + static_cast<int>(threadIdx.x) % kMembers * kEach;
   uint64_t weights[kEach];
   own = 0;
 #pragma unroll
   for (int k = 0; k < kEach; ++k) own += weights[k] = by.of(row.at(token + k));
-  uint64_t before = sum_before(own, shared.sums[1], total);
-  rest = shared.rest;
+  uint64_t before = sum_before<kGroups>(own, shared.sums[1], total);
+  const uint64_t rest = shared.rest[group];
   if (part.of(before) > rest || part.of(before + own) <= rest) return;
   int k = 0;
 #pragma unroll
@@ -77,7 +94,7 @@ FI_DEVICE void draw_from_pieces(const SampleParams& p, const StreamedRow<T>& row
     before += weights[k];
     if (part.of(before) > rest) break;
   }
-  put_token(p, output, token + k, true);
+  put(group, token + k);
 }
 
 }  // namespace sampling

@@ -51,10 +51,21 @@ FI_EXACT bool is_plain(const SampleParams& p, int64_t row) {
   const int32_t k = at(p.top_k, row);
   return p.output == kDrawToken && (k <= 0 || k >= p.vocab) && at(p.top_p, row) >= 1.0f && !(at(p.min_p, row) > 0.0f);
 }
-// Rows whose sums or largest elements by piece tell enough to draw: those without a filter, and those with a k so small
-// that the k largest elements are probably in fewer than half of the quarters of pieces.
+// Rows of which the largest elements are wanted that have a share of the weight, half of it or more. Tokens are drawn
+// from all of the row, kDraws at a time, and the first is taken that is one of those elements. Where no turn brings
+// one, which for a half happens to one row in 65536, one more random number draws from those elements alone.
+constexpr int kDraws = 4, kTurns = 4;
+FI_EXACT bool is_share(int32_t k, float top_p, float min_p, int32_t vocab) {
+  return (k <= 0 || k >= vocab) && top_p >= 0.5f && top_p < 1.0f && !(min_p > 0.0f);
+}
+FI_EXACT bool is_share(const SampleParams& p, int64_t row) {
+  return p.output == kDrawToken && !is_greedy(p, at(p.temperature, row)) &&
+         is_share(at(p.top_k, row), at(p.top_p, row), at(p.min_p, row), p.vocab);
+}
+// Rows whose sums or largest elements by piece tell enough to draw: those without a filter, those of a share, and those
+// with a k so small that the k largest elements are probably in fewer than half of the quarters of pieces.
 FI_EXACT bool is_streamed(int32_t k, float top_p, float min_p, int32_t vocab, bool joint) {
-  if (k <= 0 || k >= vocab) return top_p >= 1.0f && !(min_p > 0.0f);
+  if (k <= 0 || k >= vocab) return top_p >= 0.5f && !(min_p > 0.0f);
   return k <= 128 && k * (kPiece / 2) <= vocab && (top_p >= 1.0f || !joint);
 }
 FI_EXACT bool is_streamed(const SampleParams& p, int64_t row) {

@@ -1,5 +1,6 @@
 // sample on sm_80 and later: filter, then draw with one random number a row; here in the form of one block a row.
 #pragma once
+#include "fi/sampling/stream_few.cuh"
 #include "fi/sampling/stream_row.cuh"
 #include "fi/sampling/threshold.cuh"
 
@@ -98,7 +99,15 @@ FI_DEVICE void sample_block(const SampleParams& p) {
   const int output = blockIdx.x;
   const int64_t row = source_row(p, output);
   if (missing(p, output, row)) return;
-  if (is_plain(p, row)) return stream_row<T, OneBlock, kWarps>(p, pieces_of<T>(), output, row, NoneFiltered());
+  if (is_plain(p, row) || is_share(p, row)) {
+    __shared__ FewScratch<kWarps> few;
+    return stream_row<T, OneBlock, kWarps>(
+        p, pieces_of<T>(), output, row,
+        [&](const StreamedRow<T>& streamed, PieceSum* pieces, int n, uint64_t, uint32_t& lowest) {
+          lowest = FewOfRow<T, kWarps>{p, streamed, pieces, n, {}, few}.find(row);
+          return true;
+        });
+  }
   Slots<T> slots(static_cast<const T*>(p.input) + row * p.input_row, p.vocab);
   if constexpr (sizeof(T) == 4) {
     if (p.adjusted) {

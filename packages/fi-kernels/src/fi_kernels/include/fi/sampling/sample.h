@@ -66,8 +66,14 @@ FI_EXACT int64_t source_row(const SampleParams& p, int64_t row) {
 
 // 128 bits of the row of the output: the row counts itself into the sequence unless it has a seed and offset of its
 // own.
-FI_EXACT Random row_random(const SampleParams& p, int64_t row) {
-  return philox(at(p.seed, row), at(p.offset, row), p.per_row_random ? 0 : static_cast<uint64_t>(row));
+FI_EXACT Random row_random(const SampleParams& p, int64_t row, uint32_t further = 0) {
+  const uint64_t own = p.per_row_random ? 0 : static_cast<uint64_t>(row);
+  return philox(at(p.seed, row), at(p.offset, row), own | uint64_t{further} << 32);
+}
+// The i-th random number of a row: 64 bits.
+FI_EXACT uint64_t random_number(const SampleParams& p, int64_t row, uint32_t i) {
+  const Random r = row_random(p, row, i / 2);
+  return i % 2 ? uint64_t{r.x[3]} << 32 | r.x[2] : random_of(r);
 }
 
 // A temperature of zero takes the first of the largest.

@@ -45,14 +45,17 @@ struct StreamedRow {
   }
   // Whether a piece is loaded by vectors.
   FI_DEVICE bool whole(int begin) const { return begin + kPiece <= vocab && reinterpret_cast<uint64_t>(row) % 16 == 0; }
-  // All elements of a piece, in any order.
-  FI_DEVICE void load(int begin, float (&x)[kEach]) const {
+  // All elements of a piece, in any order, or of a part of it. again: they will be read once more.
+  template <int kParts = 1>
+  FI_DEVICE void load(int begin, float (&x)[kEach / kParts], bool again = false, int part = 0) const {
+    constexpr int kCount = kEach / kParts;
     if (whole(begin)) {
-      uint4 words[kEach / kVec];
+      uint4 words[kCount / kVec];
+      const T* from = row + begin + lane() * kVec + part * kCount * 32;
 #pragma unroll
-      for (int i = 0; i < kEach / kVec; ++i) words[i] = load_once(row + begin + (32 * i + lane()) * kVec);
+      for (int i = 0; i < kCount / kVec; ++i) words[i] = load_once(from + 32 * i * kVec, again);
 #pragma unroll
-      for (int i = 0; i < kEach; i += kVec) {
+      for (int i = 0; i < kCount; i += kVec) {
         Vec<T, kVec> some;
         float wide[kVec];
         memcpy(&some, &words[i / kVec], sizeof some);
@@ -62,7 +65,7 @@ struct StreamedRow {
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) x[i] = at(begin + 32 * i + lane());
+      for (int i = 0; i < kCount; ++i) x[i] = at(begin + 32 * (part * kCount + i) + lane());
     }
   }
   // Of a piece, or of a quarter of it: those elements of each lane.

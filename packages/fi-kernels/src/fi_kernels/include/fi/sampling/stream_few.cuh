@@ -151,7 +151,7 @@ struct FewOfRow {
     uint64_t all = 0;
     pieces_from(key, [&](int piece) {
       uint64_t sum = 0;
-#pragma unroll 4
+#pragma unroll 1
       for (int i = lane(); i < kPiece; i += 32) {
         const float x = row.at(piece * kPiece + i);
         sum += weights ? weigher.of(x) : static_cast<uint32_t>(x >= weigher.lowest);
@@ -166,58 +166,62 @@ struct FewOfRow {
     __syncthreads();
     return all;
   }
-  // The largest key from which on the parts reach the target; low if none does.
-  FI_DEVICE uint32_t bisect(bool weights, uint32_t low, uint32_t high, uint64_t target) {
-#pragma unroll 1
-    while (low < high) {
-      const uint32_t middle = low + (high - low + 1) / 2;
-      if (tally(weights, middle) >= target)
-        low = middle;
-      else
-        high = middle - 1;
-    }
-    return low;
-  }
-
   FI_DEVICE uint32_t least(int64_t source) const { return key_of(min_p_bound(scale, at(p.min_p, source), row.logits)); }
 
-  // As stream_row calls it.
-  FI_DEVICE bool draw(int output, int64_t source, uint64_t random, uint32_t& lowest) {
+  // From the keys of the quarters; false where ties make the elements too many, and the pieces then have their keys.
+  FI_DEVICE bool draw(int output, int64_t source, uint64_t random) {
     const int32_t k = at(p.top_k, source);
     uint32_t top, bound = bound_of(k, top);
     if (top == 0) {
       if (threadIdx.x == 0) put_token(p, output, 0, false);
-      return false;
+      return true;
     }
     scale = row.scale(top, at(p.temperature, source));
     bound = max(key_of(scale.lowest), bound);
     const int listed = list(bound);
     if (listed > kFew) {
-      lowest = find_among_many(bound, top, k, source);
-      return true;
+      for (int i = threadIdx.x; i < n; i += kWarps * 32) {
+        const PieceKeys keys = reinterpret_cast<const PieceKeys*>(pieces)[i];
+        pieces[i] = {0, max(max(keys.of[0], keys.of[1]), max(keys.of[2], keys.of[3])), 0};
+      }
+      __syncthreads();
+      return false;
     }
     const auto weight = [&](float x) { return Weigher{scale, scale.lowest, 0, row.logits}.of(x); };
     const auto chosen = shared.few.template choose<kWarps * 32>(listed, k, at(p.top_p, source), least(source), weight);
     const int token = shared.few.draw(listed, chosen.key, uniform_below(chosen.total, random));
     if (token >= 0) put_token(p, output, token, true);  // some threads, all the same
-    return false;
+    return true;
   }
-  FI_DEVICE uint32_t find_among_many(uint32_t bound, uint32_t top, int32_t k, int64_t source) {
-    for (int i = threadIdx.x; i < n; i += kWarps * 32) {
-      const PieceKeys keys = reinterpret_cast<const PieceKeys*>(pieces)[i];
-      pieces[i] = {0, max(max(keys.of[0], keys.of[1]), max(keys.of[2], keys.of[3])), 0};
-    }
-    __syncthreads();
-    uint32_t key = bound;
+  // The smallest key that may be drawn, of a row whose pieces have their keys, and their weights from it on.
+  FI_DEVICE uint32_t find(int64_t source) {
+    uint32_t top = 0;
+    for (int j = lane(); j < n; j += 32) top = max(top, pieces[j].key);
+    top = __reduce_max_sync(0xffffffffu, top);
+    scale = row.scale(top, at(p.temperature, source));
+    const int32_t k = at(p.top_k, source);
+    const float top_p = at(p.top_p, source);
+    uint32_t low = key_of(scale.lowest);
+    uint64_t target = k;
 #pragma unroll 1
-    for (int stage = 0; stage < 2; ++stage) {  // by count, by weight
-      const float top_p = at(p.top_p, source);
-      if (stage && !(top_p < 1.f)) break;
-      key = bisect(stage, key, top, stage ? share_of(tally(true, key), top_p) : k);
+    for (int stage = k > 0 && k < p.vocab ? 0 : 1; stage < 3; ++stage) {  // by count, by weight, and what is left
+      if (stage == 1 && !(top_p < 1.f)) continue;
+      if (stage == 2) low = max(low, least(source));
+      uint32_t high = stage == 2 ? low : top;
+      bool known = stage == 0;  // the target
+#pragma unroll 1
+      do {
+        const uint32_t middle = known ? low + (high - low + 1) / 2 : low;
+        const uint64_t sum = tally(stage > 0, middle);
+        if (!known)
+          known = true, target = share_of(sum, top_p);
+        else if (sum >= target)
+          low = middle;
+        else
+          high = middle - 1;
+      } while (low < high);
     }
-    key = max(key, least(source));
-    tally(true, key);
-    return key;
+    return low;
   }
 };
 

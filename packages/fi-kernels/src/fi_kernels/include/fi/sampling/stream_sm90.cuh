@@ -1,4 +1,4 @@
-// sample on sm_90 for rows without filters or with a k of few: one read, in blocks that hold nothing.
+// sample on sm_90 for rows without filters, with a k of few or with a large share, in blocks that hold nothing.
 #pragma once
 #include "fi/sampling/stream_few.cuh"
 #include "fi/sampling/stream_row.cuh"
@@ -22,7 +22,10 @@ FI_DEVICE void sample_stream(const SampleParams& p) {
   stream_row<T, Cluster, kWarps>(
       p, reinterpret_cast<PieceSum*>(dynamic), output, row,
       [&](const StreamedRow<T>& streamed, PieceSum* pieces, int n, uint64_t random, uint32_t& lowest) {
-        return FewOfRow<T, kWarps>{p, streamed, pieces, n, {}, shared}.draw(output, row, random, lowest);
+        FewOfRow<T, kWarps> few{p, streamed, pieces, n, {}, shared};
+        if (!is_share(p, row) && few.draw(output, row, random)) return false;
+        lowest = few.find(row);
+        return true;
       });
 }
 

@@ -16,12 +16,14 @@ FI_DEVICE void store_global(void* p, uint2 x) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(p)), "r"(x.x), "r"(x.y) : "memory");
 }
 
-// 16 bytes that are not needed again soon: they take no place in L1, and L2 gives them up first.
-FI_DEVICE uint4 load_once(const void* p) {
+// 16 bytes that are not needed again soon: they take no place in L1, and L2 gives them up first unless they are wanted
+// again from there.
+FI_DEVICE uint4 load_once(const void* p, bool again = false) {
+  const uint64_t policy = again ? 0x1000000000000000ull : 0x12F0000000000000ull;  // evict_first (see bulk_sm90.cuh)
   uint4 x;
   asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(__cvta_generic_to_global(p)), "l"(0x12F0000000000000ull));  // evict_first (see bulk_sm90.cuh)
+               : "l"(__cvta_generic_to_global(p)), "l"(policy));
   return x;
 }
 

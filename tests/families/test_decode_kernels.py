@@ -323,6 +323,12 @@ def test_sliding_window(window: int, q_len: int, device: str) -> None:
     each(problem([3, 64, 65, 129, 777], q_len=q_len, device=device), window_left=window)
 
 
+@pytest.mark.parametrize("window", [20, 40, 63])
+def test_a_window_that_begins_within_a_tile_of_large_rows(window: int, device: str) -> None:
+    """Of 256 dims a stage holds half a tile of 64 keys, which may lie before the first key that is seen."""
+    each(problem([100, 127, 600], 2, 2, 256, page_size=16, device=device), window_left=window)
+
+
 def test_evicted_pages_of_a_window_are_not_read(device: str) -> None:
     x = problem([1000], device=device)
     expected = reference(x, 0.1, window_left=99)[0]

@@ -397,6 +397,20 @@ def test_indices(device: str) -> None:
                 assert not samples[6:].any()
 
 
+def test_a_temperature_that_is_not_a_number(device: str) -> None:
+    """Its row gets token 0 and is invalid; the others are drawn as ever."""
+    x = normal_logits(3, 3000, device)
+    good = torch.tensor([1.0, 1.0, 0.5], device=device)
+    bad = torch.tensor([1.0, math.nan, 0.5], device=device)
+    for impl in impls("sample", device):
+        with using("sample", impl):
+            for filters in ({}, {"top_k": 5}, {"top_k": 600}, {"top_p": 0.9}, {"top_p": 0.1}, {"min_p": 0.1}):
+                tokens, valid = sample_from_logits(x, temperature=bad, seed=1, offset=0, **filters)
+                expected, _ = sample_from_logits(x, temperature=good, seed=1, offset=0, **filters)
+                assert valid.tolist() == [True, False, True] and tokens[1] == 0, filters
+                assert torch.equal(tokens[::2], expected[::2]), filters
+
+
 def test_check_nan(device: str) -> None:
     x = torch.ones(2, 8, device=device)
     x[1, 3] = NAN

@@ -138,7 +138,7 @@ void adjust(const SampleParams& p, float* x, int64_t output, int64_t row) {
 
 void run_row(const SampleParams& p, sampling::CpuRow& s, DType in, DType out, int64_t output) {
   const int64_t row = sampling::source_row(p, output);
-  const bool there = row >= 0 && row < p.input_rows;
+  const bool there = sampling::is_drawable(p, row);
   float temperature = 1.f;
   bool valid = false;
   const auto put = [&](int64_t token, bool drawn) {

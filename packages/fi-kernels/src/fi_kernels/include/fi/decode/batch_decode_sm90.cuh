@@ -191,7 +191,8 @@ struct DecodeTma {
     for (int key = b.s.begin * kDecodeTile; key < b.high || first_box == 0; key += kKeys, first_box += boxes) {
       if (key < b.high) {
         shared.empty[stage].wait((round & 1) ^ 1);
-        const int from = max(b.low - key, 0) >> shift, to = (min(b.high - key, kKeys) + (1 << shift) - 1) >> shift;
+        const int to = (min(b.high - key, kKeys) + (1 << shift) - 1) >> shift;
+        const int from = min(max(b.low - key, 0) >> shift, to);  // a stage of half a tile may lie before all keys
         if (lane == 0) full[stage].arrive_expect((to - from) * (kLines * 128 << shift));
         __syncwarp();
 #pragma unroll 1

@@ -66,9 +66,9 @@ FI_DEVICE void run_row(const SampleParams& p, Scratch<Team, kWarps>& shared, con
   }
 }
 
-// What an output of a row that is not there gets: no token.
+// What an output of a row gets that is not there or has no temperature: no token.
 FI_DEVICE bool missing(const SampleParams& p, int64_t output, int64_t row) {
-  if (row >= 0 && row < p.input_rows) return false;
+  if (is_drawable(p, row)) return false;
   if (threadIdx.x == 0) put_token(p, output, 0, false);
   return true;
 }

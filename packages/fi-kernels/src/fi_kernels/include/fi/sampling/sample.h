@@ -58,6 +58,12 @@ FI_EXACT float at(const PerRowFloat& p, int64_t row) { return p.rows ? p.rows[ro
 FI_EXACT int32_t at(const PerRowInt& p, int64_t row) { return p.rows ? p.rows[row] : p.value; }
 FI_EXACT uint64_t at(const PerRowSeed& p, int64_t row) { return p.rows ? p.rows[row * p.step] : p.value; }
 
+// Whether a row can be drawn from at all: not by a temperature that is NaN.
+FI_EXACT bool is_drawable(const SampleParams& p, int64_t row) {
+  if (row < 0 || row >= p.input_rows) return false;
+  return p.output != kDrawToken || at(p.temperature, row) == at(p.temperature, row);
+}
+
 // The row that is read for an output; -1 if there is no such row.
 FI_EXACT int64_t source_row(const SampleParams& p, int64_t row) {
   if (!p.indices) return row;

@@ -64,8 +64,10 @@ class PlannedBatch:
         """lens_q, lens_kv: int32 `[batch]`. most: rows and keys of a request. indptr: of pages, or without page_indices
         of keys. rows: where the rows of requests begin; None: all have as many.
         """
-        # So that few graphs are built: what a request has no tokens for is not computed.
-        rounded = next_positive_power_of_2(most[0]), max(64, next_positive_power_of_2(most[1]))
+        # So that few graphs are built: what a request has no tokens for is not computed. NOTE: where there is room for
+        # one row of a request, cuDNN 9.19 writes the LSE of the first head alone.
+        least = 1 if rows is None else 2
+        rounded = max(least, next_positive_power_of_2(most[0])), max(64, next_positive_power_of_2(most[1]))
         if self._fixed and self._kept:
             if rounded[0] > self._most[0] or rounded[1] > self._most[1]:
                 raise ValueError(

@@ -2,6 +2,7 @@
 // (membar).
 #pragma once
 #include "fi/cuda/ptx/pdl.cuh"
+#include "fi/types.h"
 
 namespace fi {
 

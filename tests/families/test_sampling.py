@@ -44,14 +44,15 @@ def uneven(n: int, device: str, low: float, high: float) -> torch.Tensor:
 @pytest.mark.parametrize("batch", [0, 1, 3, 64])
 def test_drawn_tokens_are_allowed(vocab: int, batch: int, device: str) -> None:
     """The set of each filter, against a sort in fp64; numbers and tensors as parameters."""
+    seeds = 3
     if batch > rows_for(vocab) and device == "cpu":
-        batch = 2
+        batch, seeds = 2, 1
     probs = dyadic(batch, vocab, device)
     k = torch.randint(1, vocab + 2, (batch,), generator=torch.Generator().manual_seed(1)).to(device)
     p, m = uneven(batch, device, 0.05, 1.0), uneven(batch, device, 0.0, 1.0)
     for impl in impls("sample", device):
         with using("sample", impl):
-            for seed in range(3):
+            for seed in range(seeds):
                 at = {"seed": seed, "offset": 0, "return_valid": True}
                 for args, draw, filters in (
                     ((), fi_core.sampling_from_probs, {}),
@@ -395,20 +396,6 @@ def test_indices(device: str) -> None:
                 assert valid.tolist() == [True] * 6 + [False] * 2, "rows that are not there"
                 assert inside(samples[:6], allowed(probs, top_k=k)[indices[:6].long()])
                 assert not samples[6:].any()
-
-
-def test_a_temperature_that_is_not_a_number(device: str) -> None:
-    """Its row gets token 0 and is invalid; the others are drawn as ever."""
-    x = normal_logits(3, 3000, device)
-    good = torch.tensor([1.0, 1.0, 0.5], device=device)
-    bad = torch.tensor([1.0, math.nan, 0.5], device=device)
-    for impl in impls("sample", device):
-        with using("sample", impl):
-            for filters in ({}, {"top_k": 5}, {"top_k": 600}, {"top_p": 0.9}, {"top_p": 0.1}, {"min_p": 0.1}):
-                tokens, valid = sample_from_logits(x, temperature=bad, seed=1, offset=0, **filters)
-                expected, _ = sample_from_logits(x, temperature=good, seed=1, offset=0, **filters)
-                assert valid.tolist() == [True, False, True] and tokens[1] == 0, filters
-                assert torch.equal(tokens[::2], expected[::2]), filters
 
 
 def test_check_nan(device: str) -> None:

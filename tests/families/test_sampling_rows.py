@@ -210,3 +210,17 @@ def test_greedy(device: str) -> None:
             for seed in range(5):
                 tokens, _ = sample_from_logits(x, temperature=t, seed=seed, offset=0)
                 assert tokens[:3:2].tolist() == x.argmax(-1)[:3:2].tolist() and tokens[1] == 30
+
+
+def test_a_temperature_that_is_not_a_number(device: str) -> None:
+    """Its row gets token 0 and is invalid; the others are drawn as ever."""
+    x = normal_logits(3, 3000, device)
+    good = torch.tensor([1.0, 1.0, 0.5], device=device)
+    bad = torch.tensor([1.0, NAN, 0.5], device=device)
+    for impl in impls("sample", device):
+        with using("sample", impl):
+            for filters in ({}, {"top_k": 5}, {"top_k": 600}, {"top_p": 0.9}, {"top_p": 0.1}, {"min_p": 0.1}):
+                tokens, valid = sample_from_logits(x, temperature=bad, seed=1, offset=0, **filters)
+                expected, _ = sample_from_logits(x, temperature=good, seed=1, offset=0, **filters)
+                assert valid.tolist() == [True, False, True] and tokens[1] == 0, filters
+                assert torch.equal(tokens[::2], expected[::2]), filters

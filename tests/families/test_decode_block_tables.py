@@ -281,6 +281,28 @@ def test_a_request_has_the_same_bits_in_any_batch(function: Any, device: str) ->
     assert_close(out.squeeze(1), p.expected()[0])
 
 
+def test_requests_of_several_tokens_have_the_same_bits_in_any_batch(device: str) -> None:
+    """However many there are: more than make one wave of a GPU would else go to another kernel."""
+    b = batch([(8, 900), (5, 70), (8, 333)], heads=(8, 2), dims=(128, 128), device=device)
+    starts, tables, lens = b.qo_indptr.tolist(), b.pool.block_tables(), b.pool.seq_lens()
+
+    def run(requests: list[int]) -> torch.Tensor:
+        rows = [b.q[starts[i] : starts[i + 1]] for i in requests]
+        ends = torch.tensor([0, *(len(x) for x in rows)]).cumsum(0).int()
+        out = trtllm_batch_decode_with_kv_cache(
+            torch.cat(rows), b.cache, workspace(device), tables[requests], lens[requests], 1000, 0.1, kv_layout="NHD",
+            q_len_per_req=None, cum_seq_lens_q=ends.to(device), max_q_len=8, disable_split_kv=True,
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    whole = run([0, 1, 2])
+    assert_close(whole, b.expected(causal=True, sm_scale=0.1)[0])
+    alone = [run([i]) for i in range(3)]
+    assert torch.equal(torch.cat(alone), whole)
+    assert torch.equal(run([2, 1, 0] * 20), torch.cat([alone[2], alone[1], alone[0]] * 20))
+
+
 def test_a_small_workspace_does_for_any_length(device: str) -> None:
     p = paged([5000], heads=(8, 1), dim=128, device=device)
     given = arguments(p, workspace_buffer=workspace(device, 5))

@@ -118,7 +118,9 @@ def _attend_ragged(c: _Call, qo_indptr: torch.Tensor, most: int | None, name: st
             )
     kv_heads = c.cache[0].shape[2 if c.kv_layout == "NHD" else 1]
     batch_size, rows = c.block_tables.shape[0], (most or 0) * (q.shape[1] // max(1, kv_heads))
-    few = rows <= ops.ROWS or batch_size * kv_heads * ceil_div(rows, ops.ROWS) <= _ONE_WAVE
+    # Where no request is cut, results must not depend on how many there are.
+    one_wave = not c.whole and batch_size * kv_heads * ceil_div(rows, ops.ROWS) <= _ONE_WAVE
+    few = rows <= ops.ROWS or one_wave
     # Tables that do not fit each other are left to prefill, which says so.
     if most and qo_indptr.shape[0] == batch_size + 1 and (few if mask is None else rows <= _MOST_MASKED):
         _attend(c, most, qo_indptr)
@@ -232,8 +234,8 @@ def trtllm_batch_decode_with_kv_cache(
     mean the same kernels. skip_softmax_threshold_scale_factor: nothing is skipped, which any threshold allows. o_scale,
     max_q_len, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode, request_order: kernels here need them not.
 
-    disable_split_kv: no request is cut, so its result is the same, bit for bit, alone and in any batch (not an argument
-    of FlashInfer).
+    disable_split_kv: no request is cut, so its result is the same, bit for bit, alone and in any batch of the same
+    q_len_per_req or max_q_len (not an argument of FlashInfer).
 
     Returns out or (out, lse). Raises KeyError (backend, kv_layout), ValueError (shape, dtype, device), and
     NotImplementedError for NVFP4, separate tables of K and V, sparse blocks and context parallelism.

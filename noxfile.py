@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -47,9 +48,10 @@ def install_tools(session: nox.Session, *groups: str) -> None:
 
 
 def install_torch(session: nox.Session, *, gpu: bool = False) -> None:
-    """The pinned torch, or the one that the user has."""
+    """The pinned torch, installed once for all sessions, or the one that the user has."""
     wanted = os.environ.get("FI_TORCH", "")
-    # A .pth file shows the packages of nox's Python to the session, also where that is a virtual environment itself.
+    # A .pth file shows the session a folder of packages: that of nox's Python, also where that is a virtual environment
+    # itself, or the one that holds torch.
     parent = next(Path(session.virtualenv.location).glob("lib/python*/site-packages")) / "parent.pth"
     parent.unlink(missing_ok=True)
     if wanted == "system" or (gpu and HAS_GPU and not wanted):
@@ -60,7 +62,15 @@ def install_torch(session: nox.Session, *, gpu: bool = False) -> None:
             return
         if wanted:
             session.error(f"FI_TORCH=system: {sys.executable} has no torch; install it there, or unset FI_TORCH")
-    session.install(wanted or TORCH)
+    requirement = wanted or TORCH
+    folder = ROOT / ".nox" / "shared" / re.sub(r"[^\w.]+", "-", requirement)
+    done = folder / "complete"
+    if not done.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        session.install("--target", str(folder), requirement)
+        if folder.is_dir():  # nox may have been told to install nothing
+            done.touch()
+    parent.write_text(f"{folder}\n")
 
 
 def develop(session: nox.Session, *groups: str, gpu: bool = False) -> None:
@@ -87,9 +97,10 @@ def python(session: nox.Session) -> str:
 def pytest(session: nox.Session, *arguments: str, workers: int = 0) -> None:
     # Without a virtual environment pytest may have no xdist.
     parallel = workers and not isinstance(session.virtualenv, PassthroughEnv)
-    session.run(
-        python(session), "-m", "pytest", *(["-n", str(workers)] if parallel else []), *arguments, *session.posargs
-    )
+    options = ["-n", str(workers), "--dist", "worksteal"] if parallel else []
+    if parallel:  # workers have as many threads as cores each; one that spins at a barrier keeps another from its core
+        session.env.setdefault("OMP_WAIT_POLICY", "passive")
+    session.run(python(session), "-m", "pytest", *options, *arguments, *session.posargs)
 
 
 @nox.session
@@ -159,8 +170,11 @@ def wheels(session: nox.Session) -> None:
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     session.env.setdefault("SOURCE_DATE_EPOCH", "1700000000")  # the same bytes from the same sources
+    # What the sessions before have compiled is not compiled again; tests compare it with what compilers make.
+    store = {"FI_AOT_STORE": "1"}
     for name in PACKAGES:
-        session.run("python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(dist), f"packages/{name}")
+        command = ("-m", "build", "--wheel", "--no-isolation", "--outdir", str(dist), f"packages/{name}")
+        session.run("python", *command, env=store)
     for wheel in sorted(dist.glob("*.whl")):
         session.log(f"{wheel.stat().st_size / 1e6:6.2f} MB  {wheel.name}")
     session.install("--no-deps", "--force-reinstall", *map(str, sorted(dist.glob("*.whl"))))
@@ -174,3 +188,10 @@ def docs(session: nox.Session) -> None:
     """The documentation, with warnings as errors, into docs/_build/html."""
     install_tools(session, "docs")  # the reference is read from the tree, whose import needs no torch
     session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs)
+
+
+@nox.session
+def charts(session: nox.Session) -> None:
+    """Draw the charts and fill the tables of README and docs/performance from benchmarks/results."""
+    install_tools(session, "docs")
+    session.run("python", "docs/charts.py")

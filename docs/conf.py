@@ -15,12 +15,17 @@ author = "the fi contributors"
 release = version = (HERE.parent / "VERSION").read_text().strip()
 
 extensions = ["myst_parser"]
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["colon_fence", "deflist", "fieldlist"]
 myst_heading_anchors = 3
 nitpicky = False
 exclude_patterns = ["_build"]
 
+python_maximum_signature_line_length = 60  # longer ones take a line for each parameter
+toc_object_entries_show_parents = "hide"
+
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["fi.css"]
 html_title = f"fi {version}"
 html_show_sourcelink = False
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import inspect
 import os
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import docstrings
+import support
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
@@ -17,20 +25,23 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 
 
 def environment() -> str:
-    """The table of fi_core.env."""
-    from fi_core.env import env
+    """The table of fi_core.runtime.env."""
+    from fi_core.runtime.env import env
 
     rows = [
-        ("<br>".join(f"`{name}`" for name in (row.name, *row.aliases)), row.allowed, row.default, row.when, row.doc)
+        (
+            "<br>".join(f"`{name}`" for name in (row.name, *row.aliases)),
+            f"{row.doc}<br>{row.allowed}; default: {row.default}; read: {row.when}",
+        )
         for row in env.table()
     ]
     lines = [
         "# Environment variables",
         "",
         "`FI_X` wins over its alias `FLASHINFER_X`; an empty value counts as unset; unknown variables are ignored.",
-        "Read: at import, when something is built, or at each call.",
+        "A variable is read at import, at each build, or at each call.",
         "",
-        *table(("variable", "allowed", "default", "read", "meaning"), rows),
+        *table(("variable", "meaning, allowed values, default, when it is read"), rows),
     ]
     return "\n".join(lines) + "\n"
 
@@ -56,59 +67,144 @@ def command_line() -> str:
         "amiss, 2 it was called wrongly.",
     ]
     for command in _commands(parser()):
-        lines += ["", f"## {command.prog}", "", "```text", command.format_help().rstrip(), "```"]
+        lines += ["", f"## {command.prog}", "", "```none", command.format_help().rstrip(), "```"]
     return "\n".join(lines) + "\n"
+
+
+def _known() -> tuple[list[Any], tuple[Any, ...]]:
+    """The ops of the registry by family and name, and the targets of the binary packages."""
+    from fi_core import registry
+    from fi_core.runtime.spec.target import CPU, PREBUILT_ARCHS, Target
+
+    known = sorted(registry.ops().values(), key=lambda op: (op.family, op.name))
+    return known, (CPU, *(Target("cuda", arch) for arch in PREBUILT_ARCHS))
 
 
 def ops() -> str:
-    """The ops of the registry: their axes, and which implementation runs where."""
-    from fi_core import registry
-    from fi_core.prebuilt import specs
-    from fi_core.spec.target import CPU, PREBUILT_ARCHS, Target
+    """The ops of the registry: arguments, axes and implementations."""
+    from fi_core.aot import specs
 
-    targets = (CPU, *(Target("cuda", arch) for arch in PREBUILT_ARCHS))
-    known = sorted(registry.ops().values(), key=lambda op: (op.family, op.name))
+    known, targets = _known()
 
-    def where(op: Any, target: Target) -> str:
-        found = [spec.impl for spec in specs(op, target)]
+    def where(op: Any, target: Any) -> str:
+        found = [spec.implementation for spec in specs(op, target)]
         return "<br>".join(f"{name} ({found.count(name)})" for name in dict.fromkeys(found)) or "-"
 
-    matrix = [(f"`{op.name}`", op.family, *(where(op, target) for target in targets)) for op in known]
     lines = [
         "# Ops",
         "",
-        "An op is one kernel with its launcher; several functions may share it, as all forms of rmsnorm do.",
+        "An op is one host entry with its kernels. Several functions may share an op, as all forms of rmsnorm do; the",
+        "page {doc}`support` lists them.",
         "",
-        "## Support matrix",
+        "## Prebuilt specialisations",
         "",
-        "The implementations that run on each target, and how many specialisations of each are built ahead. A GPU",
-        "whose architecture has no column takes the binary of an older one of its generation, or compiles its own.",
-        "",
-        *table(("op", "family", "CPU", *(str(target) for target in targets[1:])), matrix),
+        "The implementations that serve each target, and the number of prebuilt specialisations. A GPU whose",
+        "architecture has no column runs the binary of an older one of its generation, or compiles its own.",
+    ]
+    for family in dict.fromkeys(op.family for op in known):
+        rows = [(f"`{op.name}`", *(where(op, t) for t in targets)) for op in known if op.family == family]
+        lines += ["", f"**{family}**", "", *table(("op", "CPU", *(str(t) for t in targets[1:])), rows)]
+    lines += [
         "",
         "## Axes",
         "",
-        "What is fixed per model and chosen at compile time. All else is an argument of the call.",
+        "An axis is fixed for a model and chosen at compile time. Everything else is an argument.",
     ]
     for op in known:
         axes = [(f"`{name}`", ", ".join(map(str, values))) for name, values in op.axes.items()]
-        rows = [(impl.name, " and ".join(str(c) for c in impl.constraints)) for impl in op.impls]
-        lines += ["", f"### {op.name}", "", f"`{op.name}{op.schema}`", "", f"Source: `{op.source}`.", ""]
+        rows = [(impl.name, " and ".join(str(c) for c in impl.constraints)) for impl in op.implementations]
+        arguments = "\n".join(str(op.schema).split(", "))
+        lines += [
+            "",
+            f"### {op.name}",
+            "",
+            "```none",
+            f"{op.name}{arguments}",
+            "```",
+            "",
+            f"Source: `{op.source}`.",
+            "",
+        ]
         lines += [*(table(("axis", "values"), axes) if axes else ["No axes."]), ""]
-        lines += table(("implementation", "takes"), rows)
+        lines += table(("implementation", "requires"), rows)
     return "\n".join(lines) + "\n"
 
 
+def support_matrix() -> str:
+    """Which public function runs where, and by which implementation."""
+    from fi_core import registry
+
+    known, targets = _known()
+    by_name = {op.name: op for op in known}
+    columns = [targets[0], *(target for target in targets[1:] if target.capability in (80, 90))]
+    operators = {id(function): name for name, found in registry.load().items() for function in (found, found.function)}
+    lines = [
+        "# Support matrix",
+        "",
+        "The implementations that the dispatcher may choose for each function, best first: on the CPU, on sm_80 (which",
+        "sm_86, sm_89, sm_100 and sm_120 follow) and on sm_90 (Hopper). A function may run several ops, such as a plan",
+        "and an attention kernel. `fi-core why` prints the choice for one request.",
+    ]
+    for family in families():
+        rows = []
+        for place, value in members(family):
+            reached = support.ops_of(value, operators)
+            for index, op in enumerate(sorted(reached, key=lambda name: name.endswith("_plan"))):
+                cells = ("<br>".join(f"`{n}`" for n in support.implementations(by_name[op], t)) or "-" for t in columns)
+                name = f"{{py:obj}}`{place.rpartition('.')[2]} <{place}>`" if index == 0 else ""
+                rows.append((name, f"`{op}`", *cells))
+            if not reached and "cudnn" in place:
+                rows.append((f"{{py:obj}}`{place.rpartition('.')[2]} <{place}>`", "cuDNN", "-", "`cudnn`", "`cudnn`"))
+        if rows:
+            lines += ["", f"## {title(family)}", "", *table(("function", "op", "CPU", "sm_80", "sm_90"), rows)]
+    return "\n".join(lines) + "\n"
+
+
+class _Annotation(str):
+    """An annotation as it is written: without the quotes that `inspect` puts around postponed ones."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _signature(value: Any) -> str:
+    """The signature as text, without `self`."""
+
+    def written(annotation: Any) -> Any:
+        return _Annotation(annotation.replace("'", "")) if isinstance(annotation, str) else annotation
+
+    signature = inspect.signature(value)
+    parameters = [
+        parameter.replace(annotation=written(parameter.annotation))
+        for name, parameter in signature.parameters.items()
+        if name != "self"
+    ]
+    returns = written(signature.return_annotation)
+    return str(signature.replace(parameters=parameters, return_annotation=returns))
+
+
+def _names(value: Any) -> list[str]:
+    try:
+        return list(inspect.signature(value).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _text(value: Any, signature: Any) -> str:
+    """The docstring as Markdown, with parameters, returns and raises as lists."""
+    return docstrings.parse(inspect.getdoc(value) or "", _names(signature)).markdown()
+
+
 def _entry(name: str, value: Any) -> list[str]:
-    """A function or class as a directive with its docstring, which is Markdown."""
+    """A function or class as a directive."""
     inner = getattr(value, "func", value)  # of a functools.partial
     kind = "py:exception" if inspect.isclass(value) and issubclass(value, BaseException) else None
     kind = kind or ("py:class" if inspect.isclass(value) else "py:function" if callable(value) else "py:data")
     try:
-        signature = str(inspect.signature(value)).replace("'", "") if kind in ("py:function", "py:class") else ""
+        signature = _signature(value) if kind in ("py:function", "py:class") else ""
     except ValueError:
         signature = ""
-    lines = ["", f"````{{{kind}}} {name}{signature}", inspect.getdoc(inner) or "", "````"]
+    lines = ["", f"````{{{kind}}} {name}{signature}", "", _text(inner, value), "````"]
     return lines + (_methods(name, value) if kind == "py:class" else [])
 
 
@@ -121,8 +217,8 @@ def _methods(owner: str, value: type) -> list[str]:
             continue
         kind, signature = "py:property", ""
         if inspect.isfunction(member):
-            kind, signature = "py:method", str(inspect.signature(member)).replace("'", "").replace("(self, ", "(")
-        lines += ["", f"````{{{kind}}} {owner}.{name}{signature}", inspect.getdoc(member) or "", "````"]
+            kind, signature = "py:method", _signature(member)
+        lines += ["", f"````{{{kind}}} {owner}.{name}{signature}", "", _text(member, member), "````"]
     return lines
 
 
@@ -130,26 +226,93 @@ def _members(title: str, text: str, module: str, names: Iterable[str], prefix: s
     home = importlib.import_module(module)
     lines = [f"# {title}", "", text]
     for name in names:
-        lines += _entry(f"{prefix}.{name}", getattr(home, name))
+        value = getattr(home, name)
+        if prefix == "fi_core.errors" or not getattr(value, "__module__", "").endswith(".errors"):  # each on one page
+            lines += _entry(f"{prefix}.{name}", value)
+    return "\n".join(lines) + "\n"
+
+
+# The titles of the pages, in the order of the reference; a module that is not here has its own name as title.
+TITLES = {
+    "decode": "Decode attention",
+    "prefill": "Prefill attention",
+    "cascade": "Cascade attention",
+    "norm": "Norms",
+    "rope": "Rotary embedding",
+    "activation": "Activations",
+    "page": "Paged KV cache",
+    "sampling": "Sampling",
+    "topk": "Top-k",
+    "quantization": "Quantization",
+}
+LIBRARY = ("registry", "runtime.resolve", "observe.trace", "autotuner")  # modules that compute nothing themselves
+
+
+def families() -> list[str]:
+    """The modules of fi_core that have a page: every one that holds public names, but for the library's."""
+    import fi_core
+
+    known = [module for module in TITLES if module in fi_core._MODULES]
+    return known + sorted(set(fi_core._MODULES) - set(known) - set(LIBRARY))
+
+
+def title(family: str) -> str:
+    return TITLES.get(family) or family.rpartition(".")[2].replace("_", " ").capitalize()
+
+
+def members(module: str) -> Iterator[tuple[str, Any]]:
+    """The qualified name and the object of everything public in a module; each name stands on one page only."""
+    import fi_core
+
+    elsewhere = {name for other, names in fi_core._MODULES.items() if other != module for name in names}
+    home, names = importlib.import_module(f"fi_core.{module}"), fi_core._MODULES.get(module, ())
+    for name in dict.fromkeys((*names, *getattr(home, "__all__", ()))):
+        value = getattr(home, name)
+        if name.startswith("_") or inspect.ismodule(value) or (name in elsewhere and name not in names):
+            continue
+        yield (f"fi_core.{name}" if name in names else f"fi_core.{module}.{name}"), value
+
+
+def _first_sentence(value: Any) -> str:
+    text = docstrings.parse(inspect.getdoc(getattr(value, "func", value)) or "", _names(value)).text
+    return re.split(r"(?<=\.)(?<!al\.)\s", " ".join(text.split("\n\n")[0].split()))[0]
+
+
+def _introduction(module: str) -> str:
+    return inspect.getdoc(importlib.import_module(f"fi_core.{module}")) or ""
+
+
+def family_page(family: str) -> str:
+    """All functions and classes of a family."""
+    lines = [f"# {title(family)}", "", _introduction(family), ""]
+    found = list(members(family))
+    rows = [(f"{{py:obj}}`{place.rpartition('.')[2]} <{place}>`", _first_sentence(value)) for place, value in found]
+    lines += table(("name", "purpose"), rows)
+    for place, value in found:
+        lines += _entry(place, value)
+    return "\n".join(lines) + "\n"
+
+
+def library() -> str:
+    """What is public beside the families: kernels of this process, prebuilding, traces, tuning."""
+    lines = ["# Library functions", "", "Loaded kernels, support queries, prebuilding, traces and autotuning."]
+    for module in LIBRARY:
+        for place, value in members(module):
+            lines += _entry(place, value)
     return "\n".join(lines) + "\n"
 
 
 def functions() -> str:
-    """Every function of the API, by family."""
-    import fi_core
-
-    lines = ["# Functions", "", "By family. What is listed as `fi_core.<name>` is also `fi_core.<family>.<name>`."]
-    for family, names in sorted(fi_core._MODULES.items()):
-        module = importlib.import_module(f"fi_core.{family}")
-        lines += ["", f"## {family}", "", inspect.getdoc(module) or ""]
-        for name in dict.fromkeys((*names, *(n for n in getattr(module, "__all__", ()) if n not in names))):
-            place = "fi_core" if name in names else f"fi_core.{family}"
-            lines += _entry(f"{place}.{name}", getattr(module, name))
+    """The list of families."""
+    rows = [(f"{{doc}}`{family}`", " ".join(_introduction(family).split("\n\n")[0].split())) for family in families()]
+    lines = ["# Functions", "", "A name that is listed as `fi_core.<name>` is also `fi_core.<family>.<name>`.", ""]
+    lines += table(("family", "functions"), [*rows, ("{doc}`library`", "Loaded kernels, prebuilding, traces, tuning.")])
+    lines += ["", "```{toctree}", ":maxdepth: 1", ":hidden:", "", *families(), "library", "```"]
     return "\n".join(lines) + "\n"
 
 
 def errors() -> str:
-    import fi_core.errors as module
+    import fi_core.runtime.errors as module
 
     found = [n for n, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__]
     return _members("Errors", inspect.getdoc(module) or "", module.__name__, found, "fi_core.errors")
@@ -172,6 +335,9 @@ def testing() -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "functions.md": functions,
+    **{f"{family}.md": functools.partial(family_page, family) for family in families()},
+    "library.md": library,
+    "support.md": support_matrix,
     "ops.md": ops,
     "command-line.md": command_line,
     "environment.md": environment,
@@ -183,5 +349,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 def write_all(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    for stale in set(folder.glob("*.md")) - {folder / name for name in PAGES}:
+        stale.unlink()
     for name, page in PAGES.items():
         (folder / name).write_text(page())

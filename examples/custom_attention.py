@@ -1,10 +1,10 @@
-"""Attention of one's own: sigmoid attention in a few lines of CUDA, for a prompt and then token by token.
+"""A custom attention variant: sigmoid attention in a few lines of CUDA, for a prompt and then token by token.
 
     python examples/custom_attention.py
 
 Weights are sigmoid(q k / sqrt(d) + bias) with a bias for each head, and no softmax (Ramapuram et al. 2024,
-arXiv:2409.04431). When the wrappers are made, one text is compiled into the prefill and the decode kernels, by NVRTC on
-a GPU and by g++ for the CPU. The result is compared with plain torch in float64.
+arXiv:2409.04431). The constructors of the wrappers compile one text into the prefill and the decode kernels, with NVRTC
+for a GPU and with g++ for the CPU. The result is compared with torch in float64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DTYPE = torch.float16
 
 SIGMOID = r"""
 struct SigmoidAttention : AttentionVariantBase {
-  static constexpr bool use_softmax = false;  // what the transform below returns are the weights
+  static constexpr bool use_softmax = false;  // the transform below returns the weights
   uint32_t window_left, qo_len, kv_len;
 
   template <typename Params>
@@ -37,8 +37,8 @@ struct SigmoidAttention : AttentionVariantBase {
   })
 };
 """
-# A name for files; types of q, kv, output and page tables; head dims; tensors and scalars that the struct reads from
-# `params`, with their C types; the struct.
+# A name for the files; dtypes of q, kv, output and page tables; head dims; the tensors and scalars that the struct
+# reads from `params`, with their C types; the name and the text of the struct.
 JIT_ARGS = (
     "sigmoid_attention", DTYPE, DTYPE, DTYPE, torch.int32, HEAD_DIM, HEAD_DIM, ["bias"], ["float"], ["sm_scale"],
     ["float"], "SigmoidAttention", SIGMOID,

@@ -2,10 +2,9 @@
 
     python examples/decode.py [STEPS]
 
-Three requests of different lengths share a pool of pages. In each step every request gets a new token: its key and
-value are appended to the cache, the batch is planned (on a GPU nothing of this waits for the device), and each of two
-layers attends. On a GPU the two layers are captured once, in a CUDA graph, and replayed in all later steps. The last
-step is compared with attention in float64.
+Three requests of different lengths share one paged KV cache. Each step appends one token to every request, plans the
+batch and runs attention in two layers; nothing waits for the GPU. On a GPU the two layers are captured once in a CUDA
+graph and replayed in every later step. The last step is compared with attention in float64.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 class PageTable:
-    """Which pages each request has; tokens are added one at a time."""
+    """The pages of each request."""
 
     def __init__(self, lengths: tuple[int, ...]) -> None:
         self.free = torch.randperm(PAGES).tolist()

@@ -2,11 +2,11 @@
 
     python examples/decoder_block.py [FILE]
 
-The weights are random; the tokens are the bytes of FILE (this repository's README if none is given). It runs on the GPU
-if there is one, else on the CPU: the calls are the same. Each line of the table says which kernel computed the op and
-where it came from (jit: compiled now from the sources in fi-kernels; store: compiled by an earlier run; or the name of
-the package that brought it), what the first call and the best of ten later ones took, and the error against plain torch
-in float64, in parts of the largest value.
+The weights are random; the tokens are the bytes of FILE (default: this repository's README). It runs on the GPU if
+there is one, else on the CPU, with the same calls. Each line of the table shows the kernel of the op and its origin
+(jit: compiled now from fi-kernels; store: compiled by an earlier run; or the package that ships it), the
+time of the first call and the best of ten later ones, and the error against torch in float64, relative to the
+largest value.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import fi_core
-from fi_core.resolve import store
+from fi_core.runtime.resolve import store
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 2048, 32, 8, 64, 8192
 PROMPT, PAGE_SIZE = 200, 16
@@ -49,7 +49,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def distance(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> float:
-    """The largest difference, in parts of the largest value."""
+    """The largest difference, relative to the largest value."""
     parts = [(g.double() - w.to(g.device)).abs().max() / w.abs().max().clamp(min=1e-30) for g, w in zip(got, want)]
     return float(torch.stack([part.cpu() for part in parts]).max())
 
@@ -57,7 +57,7 @@ def distance(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> float
 def run(name: str, arguments: tuple[Any, ...], want: Any, written: tuple[int, ...] = (), **options: Any) -> Any:
     """Calls an op of fi_core and prints its line of the table; returns what it returns, or the arguments it writes.
 
-    want: what plain torch makes of the same inputs. written: positions of the arguments that the op writes.
+    want: the result of plain torch for the same inputs. written: positions of the arguments that the op writes.
     """
     op = getattr(fi_core, name)
     if sys.stdout.isatty():
@@ -75,7 +75,7 @@ def run(name: str, arguments: tuple[Any, ...], want: Any, written: tuple[int, ..
     return got if len(got) > 1 else got[0]
 
 
-# What the block is checked against: the formulas of the papers, in float64, by torch.
+# The reference: the formulas of the papers, in float64, by torch.
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
@@ -83,7 +83,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tens
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding with the frequencies of Llama 3.1: long wavelengths are stretched by 8."""
+    """Rotary embedding with the frequencies of Llama 3.1: long wavelengths are scaled by 8."""
     half = torch.arange(0, HEAD_DIM, 2, dtype=torch.float64, device=x.device)
     frequency = 500000.0 ** (-half / HEAD_DIM)
     smooth = (frequency * 8192 / (2 * torch.pi * 3) - 1 / 3).clamp(0, 1)
@@ -93,7 +93,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of the last tokens, and the base-2 log of its sum."""
+    """Causal attention of the last tokens, and its base-2 log-sum-exp."""
     k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     score = torch.einsum("ihd,jhd->hij", q.double(), k) * q.shape[2] ** -0.5
     future = torch.ones(score.shape[1:], dtype=torch.bool, device=q.device).triu(len(k) - len(q) + 1)
@@ -155,7 +155,7 @@ def block(x: torch.Tensor, w: Weights, cache: Cache, total: int) -> torch.Tensor
         o = run("single_prefill_with_kv_cache", (q, k, v), want[0], causal=True)
     else:
         o = run("single_decode_with_kv_cache", (q[0], k, v), want[0][0])[None]
-        # The same in two parts, as with a prefix that requests share: the states merge to the whole.
+        # The same over two halves of the keys, as with a shared prefix; merge_state combines the partials.
         parts = [(k[: total // 2], v[: total // 2]), (k[total // 2 :], v[total // 2 :])]
         states = [run("single_prefill_with_kv_cache_return_lse", (q, *part), attention(q, *part)) for part in parts]
         run("merge_state", (*states[0], *states[1]), want)

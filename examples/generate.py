@@ -3,17 +3,16 @@
     python examples/generate.py [--device cpu|cuda] [--dtype float32|bfloat16|float16] [--temperature T] [--json] ...
 
 The model is transformers' own LlamaForCausalLM with the rotary embedding of Llama 3.1, small and with random weights,
-so nothing is downloaded. Its alphabet is the 256 bytes: prompts are real text, what it answers is not. Requests of
-different lengths come at different times and share one pool of pages that is too small for all of them. The engine,
-which is what there is to copy, is in `serving.py`.
+so nothing is downloaded. Its vocabulary is the 256 bytes: prompts are real text, answers are noise. Requests of
+different lengths arrive at different steps and share one KV cache that is too small for all of them. The engine is in
+`serving.py`.
 
-What is checked, for greedy requests:
-- The tokens are those of transformers' generate() with eager attention, one request at a time. A request may leave them
-  only at a tie, which rounding decides: where the logits of the two tokens are no farther apart than three times the
-  error of transformers' own logits.
-- Logits at every generated position are off by at most twice that error, which is the largest that eager attention in
-  the same dtype makes on the same tokens. What is right is the model in float64 (but for its norms and softmax, which
-  transformers always computes in float32).
+For greedy requests it checks:
+- The tokens equal those of transformers' generate() with eager attention, one request at a time. A request may diverge
+  only at a tie that rounding decides: the logits of the two tokens differ by at most three times the error of
+  transformers' own logits.
+- The error of each logit is at most twice the largest error of eager attention in the same dtype on the same tokens.
+  The reference is the model in float64 (its norms and softmax in float32, as transformers always computes them).
 """
 
 from __future__ import annotations
@@ -39,13 +38,17 @@ def parse() -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 on a CPU, else float16")
-    parser.add_argument("--temperature", type=float, default=0.0, help="above 0: draw tokens, and compare nothing")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="above 0: draw tokens at random; nothing is compared"
+    )
     parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--max-new-tokens", type=int, default=32, help="of the longest answer")
-    parser.add_argument("--token-budget", type=int, default=128, help="most tokens of a step")
-    parser.add_argument("--max-running", type=int, default=6, help="most requests at a time")
-    parser.add_argument("--pages", type=int, default=60, help=f"of {PAGE_SIZE} tokens, in the cache")
-    parser.add_argument("--no-cuda-graph", action="store_true", help="on a GPU: do not replay steps that only generate")
+    parser.add_argument("--max-new-tokens", type=int, default=32, help="length of the longest answer")
+    parser.add_argument("--token-budget", type=int, default=128, help="most tokens in a step")
+    parser.add_argument("--max-running", type=int, default=6, help="most requests that run at a time")
+    parser.add_argument("--pages", type=int, default=60, help=f"pages of {PAGE_SIZE} tokens in the cache")
+    parser.add_argument(
+        "--no-cuda-graph", action="store_true", help="on a GPU: run steps that only generate without a CUDA graph"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     if options.dtype is None:
@@ -67,7 +70,7 @@ def model_of(device: str, dtype: torch.dtype) -> Any:
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=4096,
-        initializer_range=0.08,  # so that what is said depends on all that was said before
+        initializer_range=0.08,  # large enough that each token depends on all tokens before it
         rope_parameters={
             "rope_type": "llama3",
             "rope_theta": 500000.0,
@@ -80,14 +83,14 @@ def model_of(device: str, dtype: torch.dtype) -> Any:
         eos_token_id=None,
         attn_implementation="eager",
     )
-    # Of 800 seeds the one whose texts stay farthest from ties: the two largest logits differ by 0.013 or more, and
-    # rounding to float16 changes that difference by 0.006 (standard deviation, on a CPU).
+    # The seed of 800 whose texts stay farthest from ties: the two largest logits differ by at least 0.013. Rounding to
+    # float16 changes that difference by 0.006 (standard deviation, on a CPU).
     torch.manual_seed(82)
     return LlamaForCausalLM(config).eval().to(device, dtype)
 
 
 def requests_of(options: argparse.Namespace) -> list[Request]:
-    """Questions, and parts of a document that take several steps; a new one every second step."""
+    """Questions, and parts of a document that take several steps. One request arrives every second step."""
     document = (ROOT / "LICENSE").read_text()
     texts = [
         "What is a paged KV cache?",
@@ -114,13 +117,13 @@ def requests_of(options: argparse.Namespace) -> list[Request]:
 
 
 class Check(NamedTuple):
-    """What the comparison of greedy requests with transformers found."""
+    """The comparison of greedy requests with transformers."""
 
     tokens: int
-    equal: int  # how many are those of generate()
-    leave: int  # requests that leave them
-    distance: float  # between the logits of the two tokens where one does, at most
-    error: float  # of logits, at most
+    equal: int  # tokens that equal those of generate()
+    leave: int  # requests that diverge
+    distance: float  # largest difference of the logits of the two tokens where a request diverges
+    error: float  # largest error of a logit
     eager_error: float  # the same of transformers in this dtype
 
     @property
@@ -151,24 +154,24 @@ def compare(model: Any, requests: list[Request]) -> Check:
         eager_errors.append((eager_logits - exact).abs().max())
         same = [ours == theirs for ours, theirs in zip(r.generated, want)]
         equal += sum(same)
-        if not all(same):  # from there on, they answer different texts
+        if not all(same):  # after the first difference the two continue different texts
             at = same.index(False)
             distances.append((exact[at, r.generated[at]] - exact[at, want[at]]).abs())
     tokens = sum(len(want) for want in wanted)
-    distance, error, eager_error = (  # torch's maximum is NaN where one is
+    distance, error, eager_error = (  # torch's maximum keeps NaN
         float(torch.stack(values).max()) if values else 0.0 for values in (distances, errors, eager_errors)
     )
     return Check(tokens, equal, len(distances), distance, error, eager_error)
 
 
 def forward(model: Any, request: Request) -> torch.Tensor:
-    """transformers' logits at the positions that gave each generated token."""
+    """transformers' logits at the positions that predict each generated token."""
     ids = torch.tensor([request.tokens[:-1]], device=model.device)
     return model(ids, use_cache=False).logits[0, len(request.prompt) - 1 :]
 
 
 def rates(engine: Engine) -> dict[str, Any]:
-    """Tokens a second, in steps with a part of a prompt, and in those that only generate."""
+    """Tokens a second in steps with prompt tokens, and in steps that only generate."""
     mixed = [t for t in engine.times if t.prompt_tokens]
     alone = [t for t in engine.times if not t.prompt_tokens]
     total = sum(t.seconds for t in engine.times)
@@ -197,11 +200,13 @@ def report(result: dict[str, Any], requests: list[Request]) -> None:
         f"steps without {result['generated_tokens_per_s']:.0f} tokens/s, in all {result['tokens_per_s']:.0f} tokens/s"
     )
     if not result["repeatable"]:
-        print("WRONG: a second run gave other tokens")
+        print("WRONG: a second run gave different tokens")
     if check := result.get("check"):
+        diverged = f"{check['leave']} requests diverge at a tie, logits {check['distance']:.1e} apart\n"
+        diverged = diverged if check["leave"] else ""
         print(
-            f"{check['equal']} of {check['tokens']} tokens are those of transformers' eager generate(); "
-            f"{check['leave']} requests leave them, at logits {check['distance']:.1e} apart\n"
+            f"{check['equal']} of {check['tokens']} tokens equal those of transformers' eager generate()\n"
+            f"{diverged}"
             f"largest error of a logit {check['error']:.1e}, of transformers' own {check['eager_error']:.1e}\n"
             f"{'passed' if check['passed'] else 'WRONG'}"
         )

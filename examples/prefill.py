@@ -2,9 +2,9 @@
 
     python examples/prefill.py [CHUNK]
 
-Three prompts go through attention in chunks of at most CHUNK tokens. In each step every request that has tokens left
-appends the keys and values of its next chunk and attends to all it has so far. The outputs of all chunks together are
-those of the whole prompts, which float64 confirms.
+Three prompts run through attention in chunks of at most CHUNK tokens. In each step every unfinished request appends
+the keys and values of its next chunk and attends to all of its cached tokens. The outputs of all chunks equal attention
+over the whole prompts, computed in float64.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A serving engine in one file: continuous batching of a Llama model over one paged KV cache, on fi_core.
 
-Three parts, each of which knows nothing of the next: `Llama`, the forward pass over the rows of a step; `Scheduler`,
-which says what the rows of a step are and who owns which page; `Engine`, which turns the one into the other, step after
-step. `examples/generate.py` runs it against transformers.
+Three parts: `Llama` computes the forward pass over the rows of a step, `Scheduler` selects the rows and assigns the
+pages, `Engine` turns the scheduler's chunks into tensors and runs the steps. `examples/generate.py` compares it with
+transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Attention = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # queries and 
 
 
 class Layer(NamedTuple):
-    """Weights of a decoder layer. What reads the same input is one matrix; the norm is that of the layer's output."""
+    """Weights of a decoder layer. Projections of one input are one matrix; next_norm follows the layer."""
 
     qkv: torch.Tensor
     o: torch.Tensor
@@ -34,19 +34,19 @@ class Layer(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A step: a row a token, the rows of a request side by side. All are int32, on the device."""
+    """The rows of a step, one for each token, grouped by request. All tensors are int32 on the device."""
 
     tokens: torch.Tensor  # [rows]
-    positions: torch.Tensor  # [rows], in its request
+    positions: torch.Tensor  # [rows], position in its request
     owners: torch.Tensor  # [rows], index of its request; -1: the row is padding
     last_rows: torch.Tensor  # [requests], the last row of each request
     indices: torch.Tensor  # page ids of all requests
-    indptr: torch.Tensor  # [requests + 1], where those of each begin
+    indptr: torch.Tensor  # [requests + 1], first page of each request in indices
     last_page_len: torch.Tensor  # [requests], tokens in its last page
 
 
 class Llama:
-    """Weights of transformers' LlamaForCausalLM, and its forward pass: torch multiplies matrices, fi does the rest."""
+    """transformers' LlamaForCausalLM: torch multiplies matrices, fi runs every other operator of the forward pass."""
 
     def __init__(self, model: Any, max_positions: int) -> None:
         c, body = model.config, model.model
@@ -72,13 +72,13 @@ class Llama:
             for layer, norm in zip(body.layers, norms)
             for a, m in [(layer.self_attn, layer.mlp)]
         ]
-        # The model says what its angles are (plain, Llama 3.1, YaRN, ...): cosines and sines of all positions, in fp32.
+        # The model computes its own angles (plain, Llama 3.1, YaRN, ...): cosines and sines of all positions, in fp32.
         every = torch.arange(max_positions, device=self.device)[None]
         tables = body.rotary_emb(torch.empty(0, device=self.device), every)
         self.cos_sin = torch.cat([table[0, :, : table.shape[2] // 2] for table in tables], 1)
 
     def __call__(self, batch: Batch, caches: list[torch.Tensor], attend: Attention) -> torch.Tensor:
-        """Logits `[requests, vocab]` of the token after the last row of each request; caches gain all rows."""
+        """Logits `[requests, vocab]` after the last row of each request; appends all rows to the caches."""
         residual = embedding(batch.tokens, self.embedding)
         x = fi_core.rmsnorm(residual, self.first_norm, self.eps)
         for layer, cache in zip(self.layers, caches):
@@ -97,18 +97,18 @@ class Llama:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, how to continue it, and how far that has come. `temperature` 0 takes the most likely token."""
+    """A prompt, its sampling parameters and its progress. `temperature` 0 takes the most likely token."""
 
     prompt: list[int]
     max_new_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
-    arrival: int = 0  # the step before which it does not exist
-    tokens: list[int] = field(default_factory=list)  # the prompt, then what was generated
-    cached: int = 0  # how many of them have their keys and values in the cache
-    pages: list[int] = field(default_factory=list)  # where those lie
-    logits: list[torch.Tensor] | None = None  # a list gets those of every generated token
+    arrival: int = 0  # the step at which it arrives
+    tokens: list[int] = field(default_factory=list)  # the prompt, then the generated tokens
+    cached: int = 0  # number of tokens whose keys and values are in the cache
+    pages: list[int] = field(default_factory=list)  # the pages of those tokens
+    logits: list[torch.Tensor] | None = None  # if a list: receives the logits of every generated token
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -119,17 +119,17 @@ class Request:
 
 
 class Chunk(NamedTuple):
-    """What a step computes of a request: its next `length` tokens."""
+    """The next `length` tokens of a request, computed in one step."""
 
     request: Request
     length: int
 
 
 class Scheduler:
-    """Admits requests, shares out pages, and fills each step with at most `token_budget` tokens.
+    """Admits requests, assigns pages, and fills each step with at most `token_budget` tokens.
 
-    Generation goes first, a token a request, so that nobody who reads along waits for the prompt of another. What is
-    left of the budget goes to prompts, first come, first served; the last one is cut where the budget ends.
+    Generating requests go first, one token each, so no stream waits for another request's prompt. The rest of the
+    budget goes to prompts in the order of arrival; the last prompt is cut where the budget ends.
     """
 
     def __init__(self, num_pages: int, page_size: int, token_budget: int, max_running: int) -> None:
@@ -158,7 +158,7 @@ class Scheduler:
         while queue and left:
             request = queue.popleft()
             length = min(left, len(request.tokens) - request.cached)
-            while not self._grow(request, length):  # where pages run out, the one that is served last gives up its own
+            while not self._grow(request, length):  # pages ran out: preempt the last of the queue
                 last = queue.pop() if queue else request
                 self._preempt(last)
                 if last is request:
@@ -181,13 +181,13 @@ class Scheduler:
         request.pages = []
 
     def _may_admit(self, step: int) -> bool:
-        """A request starts when all its tokens find room, and the next one: so nobody is preempted at once."""
+        """Whether the first waiting request fits with all its tokens and one more, so it is not preempted at once."""
         if not self.waiting or self.waiting[0].arrival > step or len(self.running) == self.max_running:
             return False
         return len(self.free) >= self.pages_of(len(self.waiting[0].tokens) + 1)
 
     def _grow(self, request: Request, length: int) -> bool:
-        """Gives it pages for so many more tokens, if there are enough."""
+        """Assigns pages for `length` more tokens; False if too few are free."""
         missing = self.pages_of(request.cached + length) - len(request.pages)
         if missing > len(self.free):
             return False
@@ -195,7 +195,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Takes its pages; it starts over later, with what it has generated as part of its prompt."""
+        """Frees its pages. It restarts later, with its generated tokens as part of the prompt."""
         self.finish(request)
         request.cached = 0
         self.waiting.appendleft(request)
@@ -203,7 +203,7 @@ class Scheduler:
 
 
 class StepTime(NamedTuple):
-    """What a step computed, and the seconds from its schedule to its tokens on the host."""
+    """Token counts of a step, and the seconds from its schedule to its tokens on the host."""
 
     prompt_tokens: int
     generated_tokens: int
@@ -211,12 +211,12 @@ class StepTime(NamedTuple):
 
 
 class Engine:
-    """Serves requests. cuda_graph: steps that only generate are replayed, padded to max_running requests."""
+    """Serves requests. cuda_graph: steps that only generate replay a graph, padded to max_running requests."""
 
     def __init__(self, model: Llama, scheduler: Scheduler, cuda_graph: bool = False) -> None:
         self.model, self.scheduler = model, scheduler
         shape = scheduler.num_pages, 2, scheduler.page_size, model.kv_heads, model.head_dim
-        # Whatever a page holds beyond its tokens is never read: NaN would show it.
+        # NaN shows any read of an unwritten slot.
         self.caches = [torch.full(shape, torch.nan, dtype=model.dtype, device=model.device) for _ in model.layers]
         self.workspace = torch.empty(16 << 20, dtype=torch.uint8, device=model.device)
         self.prefill = fi_core.BatchPrefillWithPagedKVCacheWrapper(self.workspace)
@@ -226,7 +226,7 @@ class Engine:
 
     @torch.inference_mode()
     def serve(self, requests: list[Request]) -> None:
-        """Runs all to their end; the tokens are in the requests."""
+        """Runs all requests to completion; their tokens are in `Request.tokens`."""
         for request in sorted(requests, key=lambda r: r.arrival):
             self.scheduler.add(request)
         step = 0
@@ -239,7 +239,7 @@ class Engine:
         chunks = self.scheduler.schedule(number)
         if not chunks:
             return
-        chunks.sort(key=lambda chunk: chunk.length > 1)  # single tokens are for decode, the rest for prefill
+        chunks.sort(key=lambda chunk: chunk.length > 1)  # single tokens go to decode, the others to prefill
         batch, alone = self.batch(chunks), sum(chunk.length == 1 for chunk in chunks)
         if self.graph and alone == len(chunks):
             logits = self.graph.run(batch)
@@ -260,7 +260,7 @@ class Engine:
         self.times.append(StepTime(prompt_tokens, len(tokens), time.perf_counter() - start))
 
     def batch(self, chunks: list[Chunk]) -> Batch:
-        """The tensors of a step; what the host knows goes to the device in one copy."""
+        """The tensors of a step, copied to the device in one transfer."""
         requests = [chunk.request for chunk in chunks]
         lengths = [chunk.request.cached + chunk.length for chunk in chunks]
         rows = list(accumulate((chunk.length for chunk in chunks), initial=0))
@@ -279,7 +279,7 @@ class Engine:
         return Batch(tokens, positions, owners, row_indptr[1:] - 1, indices, indptr, last_page_len)
 
     def plan(self, batch: Batch, chunks: list[Chunk], alone: int) -> Attention:
-        """Attention of this step: the first `alone` requests have one row, the others a chunk of a prompt."""
+        """Plans attention of this step: the first `alone` requests have one row, the others a chunk of a prompt."""
         m = self.model
         shape = m.heads, m.kv_heads, m.head_dim, self.scheduler.page_size
         if alone:
@@ -301,12 +301,12 @@ class Engine:
         return attend
 
     def sample(self, logits: torch.Tensor, rows: list[int], requests: list[Request]) -> list[int]:
-        """The next token of each request, whose logits are these rows. Here the host waits for the device."""
+        """Samples the next token of each request from its row of logits. Waits for the device."""
         if not rows:
             return []
         if len(rows) < len(logits):
             logits = logits[rows]
-        # A request draws by its own seed and position, so what it says does not depend on who else is served.
+        # Seed and offset are the request's own, so its text does not depend on the other requests.
         seeds, offsets = torch.tensor([[r.seed for r in requests], [len(r.tokens) for r in requests]]).to(logits.device)
         ways = torch.tensor([[r.temperature for r in requests], [r.top_p for r in requests]]).to(logits.device)
         tokens, _ = fi_core.sample_from_logits(logits, temperature=ways[0], top_p=ways[1], seed=seeds, offset=offsets)
@@ -335,7 +335,7 @@ class DecodeGraph:
         )
         self.plan(self.batch)
         with torch.inference_mode():
-            self.forward()  # compiles or loads what is not there yet
+            self.forward()  # loads or compiles the kernels before the capture
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self.logits = self.forward()
@@ -349,7 +349,7 @@ class DecodeGraph:
         self.decode.plan(batch.indptr, batch.indices, batch.last_page_len, *shape, q_data_type=m.dtype)
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """Logits of a batch of single rows; the requests that are missing have no pages, and their rows no owner."""
+        """Logits of a batch of single rows. Padding requests have no pages, and their rows have owner -1."""
         count = len(batch.tokens)
         self.batch.owners.fill_(-1)
         for name in ("tokens", "positions", "owners"):

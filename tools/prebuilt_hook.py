@@ -70,7 +70,7 @@ class PrebuiltHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def _artifacts(self, build_data: dict[str, Any]) -> str:
         places = [str(tree.parent) for tree in self._trees()] + [path for path in sys.path if path]
-        command = [sys.executable, "-m", "fi_core.prebuilt", str(self._scratch), *self.config["kinds"]]
+        command = [sys.executable, "-m", "fi_core.aot", str(self._scratch), *self.config["kinds"]]
         subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(places)}, check=True)
         modules = sorted(self._scratch.rglob("*.so"))
         if modules:

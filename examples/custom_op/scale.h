@@ -1,4 +1,4 @@
-// What the host entry of scale hands to its kernel.
+// The parameters of the scale kernel.
 #pragma once
 #include "fi/types.h"
 

@@ -1,4 +1,4 @@
-"""An op of one's own in three small files: compiled on first use, cached by content, on the GPU if there is one."""
+"""A custom op in three small files: compiled on first use, cached by content, on the GPU if there is one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from fi_core.jit import gen_jit_spec
-from fi_core.spec.op import Entry
+from fi_core.runtime.spec.op import Entry
 
 HERE = Path(__file__).parent
 

@@ -1,7 +1,8 @@
-"""What backend names lead to: planned calls, FlashInfer's own backends, builds of libraries inside other packages."""
+"""Backend names and their runners: planned calls, FlashInfer's own backends, builds inside other packages."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import sys
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class Wrapper:
-    """A call-compatible wrapper that notes what is done to it."""
+    """A call-compatible wrapper that records its calls."""
 
     made: ClassVar[list[tuple[str, ...]]] = []
 
@@ -49,7 +50,7 @@ def wrapped(name: str, **more: Any) -> case.Case:
         plain, routine=name, function="norm.Wrapper", op="none", poison=(),
         plan=lambda wrapper, x, backend: wrapper(backend).plan(x),
         call=lambda planned, x: planned.run(x.input), outputs=lambda x, returned: {"out": returned},
-        reference=lambda x: {"out": x.input.double()}, **more,
+        reference=lambda x: {"out": x.input.double()}, torch_outputs=None, description=None, **more,
     )  # fmt: skip
 
 
@@ -62,7 +63,7 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> type[Wrapper]:
     return Wrapper
 
 
-def test_a_wrapper_is_planned_once_outside_of_what_is_timed(ours: type[Wrapper]) -> None:
+def test_a_wrapper_is_planned_once_and_untimed(ours: type[Wrapper]) -> None:
     runner = backends.bind("auto", wrapped("rmsnorm"), "cpu")
     x = Inputs(input=torch.ones(4))
     call = runner.prepare(x)
@@ -136,10 +137,27 @@ def test_what_flashinfer_has_not_is_said(
     assert words in str(caught.value)
 
 
-def test_names_of_the_guide_mean_flashinfers_use_of_a_library(flashinfer: types.ModuleType) -> None:
+def test_library_names_of_flashinfers_guide_run_flashinfer(flashinfer: types.ModuleType) -> None:
     runner = backends.bind("cudnn", rmsnorm(routine="bmm_fp8", function="norm.chooses"), "cuda")
     x = Inputs(input=torch.ones(2), weight=None, eps=0, out=None, pdl=None)
     assert (runner.library, runner.prepare(x)(x)) == ("flashinfer", "cudnn")
+
+
+def test_an_implementation_with_the_name_of_a_library_has_a_prefix(
+    ours: type[Wrapper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "fi:cudnn" in backends.ours()
+    assert "cudnn" not in backends.ours()
+    assert backends.canonical("fi:cudnn") == ("fi:cudnn", None)
+    monkeypatch.setattr(backends, "implementations", lambda case: ("cpu", "cudnn"))
+    runner = backends.bind("fi:cudnn", wrapped("rmsnorm"), "cuda")
+    runner.prepare(Inputs(input=torch.ones(4)))
+    assert (runner.name, runner.library, runner.resolved) == ("fi:cudnn", "fi_core", "cudnn")
+    assert ours.made == [("wrapper", "cudnn")]
+    with pytest.raises(SkipError, match="does not run on --device cpu"):
+        backends.bind("fi:cudnn", wrapped("rmsnorm"), "cpu")
+    with pytest.raises(SkipError, match="rmsnorm has no backend 'cudnn'"):
+        backends.bind("fi:cudnn", rmsnorm(), "cuda")
 
 
 def test_a_build_inside_another_package_is_found_without_importing_it(
@@ -155,3 +173,25 @@ def test_a_build_inside_another_package_is_found_without_importing_it(
     with pytest.raises(ModuleNotFoundError, match="pip install it"):
         Library(("no_such_package",), "pip install it").load()
     assert FLASHINFER.module() is None
+
+
+def test_a_public_backend_that_is_no_implementation_goes_to_the_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fa2` stays a word of --backends whatever the implementations are named; their names are forced on the op."""
+    decode = case.find("BatchDecodeWithPagedKVCacheWrapper")
+    assert decode is not None
+    monkeypatch.setattr(backends, "implementations", lambda found: ("cpu", "tensor_core"))
+    backends.ours.cache_clear()
+    try:
+        assert backends.canonical("tensor_core") == ("tensor_core", None)
+        public, own = (backends.bind(name, decode, "cuda") for name in ("fa2", "tensor_core"))
+        assert (public.library, own.library) == ("fi_core", "fi_core")
+        assert public.context is contextlib.nullcontext
+        assert own.context is not contextlib.nullcontext
+        with pytest.raises(SkipError, match="does not run on --device cpu"):
+            backends.bind("fa2", decode, "cpu")
+        single = case.find("single_decode_with_kv_cache")
+        assert single is not None
+        assert backends.is_ours("fa3", decode)
+        assert not backends.is_ours("fa3", single), "FlashAttention-3, where fi-core has no backend of that name"
+    finally:
+        backends.ours.cache_clear()

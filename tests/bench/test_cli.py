@@ -45,9 +45,10 @@ def cpu_seconds(code: str, bytecode: Path) -> float:
 
 
 def test_light_verbs_import_no_torch_and_start_fast(tmp_path: Path) -> None:
-    """200 ms where an empty Python process takes 10 ms; on a busy or slow machine both grow."""
+    """200 ms where an empty Python process takes 10 ms, 400 for `list`, which imports every family of fi_core; on a
+    busy or slow machine all grow."""
     results = write(tmp_path / "r.jsonl", [made()])
-    budget = 0.2 * max(1.0, cpu_seconds("pass", tmp_path) / 0.01)
+    unit = max(1.0, cpu_seconds("pass", tmp_path) / 0.01)
     for words in (
         ["--help"],
         ["--routine", "rmsnorm", "-h"],
@@ -55,7 +56,7 @@ def test_light_verbs_import_no_torch_and_start_fast(tmp_path: Path) -> None:
         ["compare", results, results],
         ["report", results, "-o", str(tmp_path / "r.html")],
     ):
-        spent = cpu_seconds(LIGHT.format(words=words), tmp_path)
+        spent, budget = cpu_seconds(LIGHT.format(words=words), tmp_path), unit * (0.4 if words == ["list"] else 0.2)
         assert spent < budget, f"{words} takes {spent:.3f} s, allowed are {budget:.3f} s"
 
 
@@ -128,7 +129,7 @@ def test_help_names_verbs_flags_and_exit_codes(capsys: pytest.CaptureFixture[str
     assert main(["--routine", "rmsnor", "-h"]) == 2
 
 
-def test_list_routines_shows_all_and_what_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_routines_shows_all_and_their_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "routines", "--format", "json"]) == 0
     rows = {row["routine"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows.keys() == catalog.FAMILY_OF.keys()
@@ -186,13 +187,13 @@ def test_profile_prints_a_command_that_runs_one_call(
     assert main(["profile", "--print_only", *RMS, "--backends", "torch", "--batch_size", "1,2"]) == 2, "two cases"
 
 
-def test_profile_without_the_tool_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_reports_a_missing_tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", "")
     assert main(["profile", *RMS, "--backends", "torch"]) == 1
     assert "ncu is not on PATH" in capsys.readouterr().out
 
 
-def test_deprecated_names_are_told() -> None:
+def test_deprecated_names_give_a_warning() -> None:
     assert backends.canonical("trtllm") == ("trtllm-gen", "Backend name 'trtllm' has been renamed to 'trtllm-gen'.")
     assert backends.canonical("trtllm", "gemm") == ("trtllm", None), "a backend of its own there"
     assert backends.canonical("trtllm-gen-native")[0] == "trtllm-native"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 from pathlib import Path
@@ -115,7 +116,7 @@ def test_wholly_before_is_warned_about(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_both_sides_measured_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A stand-in for Python notes who was called, and writes the rows of a run."""
+    """A stand-in for Python records the calls and writes the rows of a run."""
     fake = tmp_path / "python.sh"
     a, b, log = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "log"
     for i, median in enumerate(NEAR):
@@ -184,3 +185,17 @@ def test_gate_against_a_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_gate_files_are_checked(rules: str, word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gate(tmp_path, rules, trials(NEAR)) == 2
     assert word in capsys.readouterr().err
+
+
+def test_cases_keep_the_order_of_the_first_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [f"--routine rmsnorm --batch_size {n} --hidden_size 64" for n in (4, 16, 128, 1)]
+    a = write(tmp_path / "a.jsonl", [r for line in lines for r in trials(NEAR, line=line)])
+    b = write(tmp_path / "b.jsonl", [r for line in reversed(lines) for r in trials(NEAR, line=line)])
+    assert main(["compare", a, b, "--format", "json"]) == 0
+    shown = json.loads(capsys.readouterr().out.partition("\n[")[0])["cases"]
+    assert [row["case"].split()[0] for row in shown] == [
+        "batch_size=4",
+        "batch_size=16",
+        "batch_size=128",
+        "batch_size=1",
+    ]

@@ -1,4 +1,4 @@
-"""On a real GPU: timers agree, cold is cold, clocks are read, a fault costs a row, equal is SAME, slower SLOWER."""
+"""On a GPU: timers agree, cold is cold, clocks are read, a fault costs a row, equal is SAME, slower is SLOWER."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def need(timer: str) -> None:
 
 
 @pytest.mark.parametrize(("size", "tolerance"), [(12000, 0.02), (2048, 0.15)], ids=["200us", "5us"])
-def test_timers_agree_or_say_that_they_may_not(size: int, tolerance: float) -> None:
+def test_timers_agree_or_warn(size: int, tolerance: float) -> None:
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     inputs = Inputs(a=a, b=b, out=torch.empty_like(a))
     found = {}
@@ -99,7 +99,7 @@ def test_the_clock_is_read_and_plausible(timer: str) -> None:
 
 
 @pytest.mark.parametrize("timer", TIMERS)
-def test_the_regime_follows_the_duration_or_the_wish(timer: str) -> None:
+def test_the_regime_follows_the_duration_or_the_option(timer: str) -> None:
     need(timer)
     short, long = torch.randn(1 << 20, device="cuda"), torch.randn(1 << 30, device="cuda")
     for x, asked, regime in (
@@ -123,7 +123,7 @@ def test_memory_is_read_at_least_as_fast_as_it_is_copied() -> None:
     assert median_us(read) < 0.6 * median_us(copy)
 
 
-def test_a_call_that_synchronises_is_told() -> None:
+def test_a_call_that_synchronises_gives_a_warning() -> None:
     x = torch.randn(1 << 20, device="cuda")
     m = timed(lambda x: x.a.sum().item(), Inputs(a=x), 4 << 20, cupti=False, graph=False, num_iters=3)
     assert any("waits for the GPU" in w for w in m.warnings)
@@ -133,7 +133,7 @@ BASELINES = [(c, backend) for c in CASES for backend in ("auto", "torch", *c.riv
 
 
 @pytest.mark.parametrize(("found", "backend"), BASELINES, ids=[f"{c.routine} {b}" for c, b in BASELINES])
-def test_every_backend_gives_the_right_result_or_says_why_not(
+def test_every_backend_is_right_or_skips_with_a_reason(
     found: case.Case, backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = (
@@ -232,7 +232,7 @@ SAME = [
     "--head_dim 128",
     "--routine append_paged_kv_cache --backends cuda --batch_size 64 --s_qo 1,256 --s_kv 1024",
     "--routine merge_state --backends cuda --batch_size 128,16384",
-    "--routine single_decode_with_kv_cache --backends cuda --s_kv 8192,65536 --num_qo_heads 32 --num_kv_heads 8",
+    "--routine single_decode_with_kv_cache --backends auto --s_kv 8192,65536 --num_qo_heads 32 --num_kv_heads 8",
     "--routine mm_bf16 --backends cublas --m 64,2048 --n 4096 --k 4096",
 ]
 SLOWED = "--routine gelu_and_mul --backends torch --batch_size 32768 --hidden_size 8192"
@@ -276,3 +276,18 @@ def test_equal_is_same_five_percent_is_slower_and_processes_agree(
         if worst > (0.02 if middle < 10_000 else 0.01):
             apart[key] = [round(ns) for ns in found]
     assert not apart, apart
+
+
+def test_a_checkout_is_as_fast_as_itself(tmp_path: Path) -> None:
+    """`compare-trees` on the device: every metric is there, both sides agree to the bit, and nothing is far from 1."""
+    out, root = tmp_path / "trees.jsonl", str(Path(__file__).resolve().parents[2])
+    main(["compare-trees", root, root, "--preset", "tiny", "--device", "cuda", "--output_path", str(out)])
+    head, *rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert head["device"] == "cuda"
+    assert {row["status"] for row in rows} == {"ok"}, rows
+    metrics = {name: {row["metric"] for row in rows if row["case"] == name} for name in ("norm", "decode", "sampling")}
+    assert metrics["norm"] == metrics["sampling"] == {"device", "host run"}
+    assert metrics["decode"] == {"device", "host run", "host plan"}
+    assert all(row["same_inputs"] and row["same_outputs"] for row in rows)
+    device = [row["ratio"] for row in rows if row["metric"] == "device"]
+    assert all(0.9 < ratio < 1.1 for ratio in device), device

@@ -45,8 +45,8 @@ def test_what_a_call_does_not_touch_does_not_count(small_cache: int) -> None:
     assert measure.rotation(x, 10**9, CPU)[1].copies == 5, "nor can a call touch more than there is"
 
 
-def test_too_little_memory_is_not_called_cold(small_cache: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_free_bytes", lambda where: 5000)
+def test_too_little_memory_is_not_reported_as_cold(small_cache: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure.loops, "_free_bytes", lambda where: 5000)
     found = measure.measure(lambda x: x.a.add_(1), Inputs(a=torch.ones(1000, dtype=torch.uint8)), 1000, CPU,
                             Options(num_iters=3, cache="cold"))  # fmt: skip
     assert (found.cache.verified, found.cache.state) == (False, "cold?")
@@ -188,7 +188,7 @@ def test_samples_at_a_slow_clock_are_taken_again_once(session: gpu._Session) -> 
 
 
 def test_what_stays_slow_is_kept_and_told(session: gpu._Session) -> None:
-    """The cap: a machine that is always slow must not be sampled for ever."""
+    """Samples are retaken once only: a machine that is always slow still finishes."""
     samples = session._collect(feed(session, [1000, 500, 500, 500, 510, 520, 530]))
     assert len(samples) == 4
     assert session.mhz == [1000, 510, 520, 530]
@@ -223,7 +223,7 @@ def test_without_clocks_nothing_is_discarded(session: gpu._Session) -> None:
         (Options(cupti=False, graph=False), True, True, "events", "no CUDA graph was asked for"),
     ],
 )
-def test_the_timer_is_the_best_that_works_and_says_why(
+def test_the_best_timer_that_works_is_used_with_a_reason(
     options: Options, cupti_works: bool, graph_works: bool, timer: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def by_cupti(self: gpu._Session) -> measure.Measurement:

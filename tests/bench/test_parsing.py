@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fi_bench import catalog, parsing, shapes, sweep
+from fi_bench import catalog, parsing, presets, sweep
 from fi_bench.cases.common import requests
 from fi_bench.errors import UsageError
 from fi_bench.runner import repro_command
@@ -20,7 +20,7 @@ LISTS = [line for line in COMMANDS if not line.startswith("--routine")]
 
 
 @pytest.mark.parametrize("line", SEED_LINES)
-def test_the_seeds_lines_parse(line: str) -> None:
+def test_the_lines_of_flashinfer_parse(line: str) -> None:
     args = parsing.parse(shlex.split(line))
     said = shlex.split(line)
     assert args.routine == said[1]
@@ -39,7 +39,7 @@ def test_the_seeds_lines_parse(line: str) -> None:
 
 
 @pytest.mark.parametrize("line", LISTS)
-def test_the_seeds_test_lists_parse(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_test_lists_of_flashinfer_parse(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = shlex.split(line)
     listed = Path(words[1])
@@ -100,7 +100,7 @@ def test_every_flag_of_the_contract_is_there(routine: str) -> None:
     assert {"-R", "-n", "-d", "-v"} <= known.keys()
 
 
-def test_defaults_are_those_of_the_seeds() -> None:
+def test_defaults_are_those_of_flashinfer() -> None:
     args = parsing.parse(NORM.split())
     assert (args.num_iters, args.dry_run_iters, args.random_seed) == (30, 5, 42)
     assert list(vars(args))[:2] == ["routine", "backends"]
@@ -197,6 +197,14 @@ def test_points_are_the_product_or_in_step() -> None:
         (f"{NORM} --trials 0", "--trials must be at least 1"),
         (f"{NORM} --resume", "--resume needs --output_path"),
         (f"{NORM} --batch", "unknown argument"),
+        ("--routine rmsnorm --batch_sise 8 --hidden_size 64", "'--batch_sise' for rmsnorm; did you mean 'batch_size'?"),
+        ("--routine rmsnorm --batch-sise=8 --hidden_size 64", "did you mean 'batch_size'?"),
+        ("--routine rmsnorm --batch_size 0 --hidden_size 64", "--batch_size must be at least 1, got 0"),
+        ("--routine rmsnorm --batch_size 4,-3 --hidden_size 64", "--batch_size must be at least 1, got -3"),
+        (f"{NORM} --eps nan", "--eps"),
+        (f"{NORM} --timeout nan", "--timeout"),
+        (f"{NORM} --timeout 0", "--timeout must be above 0"),
+        (f"{NORM} --draw 0", "--draw must be at least 1"),
         ("--preset llama3-8b-decod", "did you mean 'llama3-8b-decode'?"),
         ("--preset llama3-8b-decode --routine bmm_fp8", "has no line for routine"),
         ("--testlist no_such_file.txt", "cannot be read"),
@@ -209,13 +217,14 @@ def test_bad_input_is_one_line(line: str, word: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", shapes.names())
+@pytest.mark.parametrize("name", presets.names())
 def test_every_preset_parses(name: str) -> None:
     lines = parsing.read_lines(["--preset", name, "--num_iters", "3"])
     assert lines
     assert all(point.num_iters == 3 for line in lines for point in line.points)
+    points = [point for line in lines for point in line.points]
     heads = [
-        point.num_qo_heads / point.num_kv_heads for line in lines for point in line.points if "num_qo" in str(point)
+        p.num_qo_heads / p.num_kv_heads for p in points if hasattr(p, "num_qo_heads") and hasattr(p, "num_kv_heads")
     ]
     assert all(ratio >= 1 and ratio.is_integer() for ratio in heads)
 
@@ -255,3 +264,30 @@ def test_every_routine_has_one_family_and_a_parser() -> None:
         text = parsing.family_parser(family, family.routines[0]).format_help()
         for flag in family.flags:
             assert f"--{flag.name}" in text
+
+
+def test_measured_cases_have_their_shapes() -> None:
+    """The names that performance notes use, with the shapes that they mean."""
+    cases = {
+        point.case_tag: point
+        for name in ("decode", "prefill")
+        for line in parsing.read_lines(["--preset", name])
+        for point in line.points
+    }
+    assert list(cases) == [*(f"D{i}" for i in range(1, 10)), *(f"P{i}" for i in range(1, 6)), "R1", "R2"]
+    heavy = cases["D5"]
+    assert (heavy.batch_size, heavy.s_kv, heavy.num_qo_heads, heavy.num_kv_heads) == (128, 8192, 64, 8)
+    varied = sweep.requests(cases["D7"].case)
+    assert len(varied) == 64
+    assert all(qo == 1 and 1 <= kv <= 8192 for qo, kv in varied)
+    latent = cases["R2"]
+    assert (latent.head_dim_qk, latent.head_dim_vo, latent.num_kv_heads) == (192, 128, 128)
+    assert latent.routine == "BatchPrefillWithRaggedKVCacheWrapper"
+
+
+def test_the_decode_grid_keeps_to_its_bytes() -> None:
+    points = [point for line in parsing.read_lines(["--preset", "decode-grid-large"]) for point in line.points]
+    for p in points:
+        width = 1 if p.kv_dtype == "fp8_e4m3" else 2
+        assert 8e9 < p.batch_size * p.s_kv * p.num_kv_heads * 2 * 128 * width <= 60e9
+    assert {p.page_size for p in points} == {1, 16, 64}

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def test_the_fixture_measures_and_fails_what_is_wrong(tmp_path: Path) -> None:
+def test_the_fixture_measures_and_fails_a_wrong_result(tmp_path: Path) -> None:
     (tmp_path / "test_inner.py").write_text(
         "LINE = '--routine silu_and_mul --batch_size 2,4 --hidden_size 64 --num_iters 3 --refcheck --backends '\n"
         "def test_good(fi_bench):\n"

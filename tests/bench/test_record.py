@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.helpers import made, write
 from fi_bench import parsing, record
+from fi_bench.cli import main
 from fi_bench.errors import UsageError
 
 FIRST = ["routine", "median_time", "std_time", "tflops", "tb_per_sec", "backend", "resolved_backend", "s_qo", "s_kv"]
@@ -46,7 +48,7 @@ def test_rows_are_appended_and_quoted(tmp_path: Path) -> None:
     assert len(record.read(out)[0]["samples_ns"]) == 6
 
 
-def test_half_a_line_is_neither_lost_nor_in_the_way(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_skipped(tmp_path: Path) -> None:
     out = tmp_path / "r.jsonl"
     write(out, [made()])
     whole = out.read_text()
@@ -56,7 +58,7 @@ def test_half_a_line_is_neither_lost_nor_in_the_way(tmp_path: Path) -> None:
     assert [r["backend"] for r in record.read(out)] == ["cpu", "torch"]
 
 
-def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_a_foreign_file_is_not_overwritten(tmp_path: Path) -> None:
     foreign = tmp_path / "f.csv"
     foreign.write_text("a,b\n1,2\n")
     with pytest.raises(UsageError, match="other columns"):
@@ -84,7 +86,7 @@ def test_what_is_not_finite_stays_json(tmp_path: Path) -> None:
     assert parsed["refcheck"] == {"status": "mismatch", "max_abs": "inf", "rel_l2": "nan"}
 
 
-def test_the_key_is_what_is_computed() -> None:
+def test_the_key_depends_on_the_computation_only() -> None:
     def key(more: str) -> str:
         args = parsing.parse(f"--routine rmsnorm --batch_size 4 --hidden_size 64 {more}".split())
         return record.case_key(args.routine, args)
@@ -96,6 +98,36 @@ def test_the_key_is_what_is_computed() -> None:
     )
 
 
-def test_finished_are_the_good_ones() -> None:
+def test_only_ok_rows_are_finished() -> None:
     good, bad = made(), made(backend="torch", status="crashed")
     assert record.finished([good, bad]) == {(good["case_key"], "cpu", 0)}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("params", None),
+        ("trial", "0"),
+        ("samples_ns", []),
+        ("samples_ns", ["nan"]),
+        ("samples_ns", [0.0]),
+        ("stats", {"median": 1.0}),
+        ("derived", {}),
+        ("clocks", None),
+        ("env", "H200"),
+    ],
+)
+def test_an_old_or_broken_record_is_one_line(
+    field: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every verb that reads results names the line."""
+    found = made()
+    found[field] = value
+    path = tmp_path / "old.jsonl"
+    path.write_text("\n".join([record.dumps(made()), record.dumps(found), ""]))
+    for words in (["compare", str(path), str(path)], ["report", str(path), "-o", str(tmp_path / "r.html")],
+                  ["list", "cases", str(path)], ["rerun", "zz", str(path)]):  # fmt: skip
+        code = main(words)
+        said = capsys.readouterr().err
+        assert code == 2
+        assert f"old.jsonl:2: an incomplete record, perhaps of an older fi-bench: no valid '{field}'" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import errno
 import os
 import re
 import sys
@@ -35,7 +36,7 @@ def replace_case(monkeypatch: pytest.MonkeyPatch, routine: str, **changes: Any) 
 
 
 @pytest.mark.parametrize("line", [RMS, DECODE], ids=["rmsnorm", "single_decode"])
-def test_the_lines_of_the_issue(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checked_run_prints_results_and_details(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*line, "--backends", "cpu", "torch", "--refcheck", "-vv"]) == 0
     out = capsys.readouterr().out
     assert PERF.findall(out) == ["cpu", "torch"]
@@ -45,7 +46,7 @@ def test_the_lines_of_the_issue(line: list[str], capsys: pytest.CaptureFixture[s
     assert "refcheck ok" in out
 
 
-def test_the_perf_line_is_that_of_the_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_perf_line_is_that_of_flashinfer(capsys: pytest.CaptureFixture[str]) -> None:
     from fi_bench.console import perf
 
     perf("fa2", 0.1451, 0.0018, 125.3, 1.87)
@@ -67,7 +68,8 @@ def test_testlist_rows_skips_and_exit_code(tmp_path: Path, capsys: pytest.Captur
     out_csv = tmp_path / "out.csv"
     code = main(["--testlist", str(listed), "--output_path", str(out_csv), "--generate_repro_command", "--refcheck"])
     out = capsys.readouterr().out
-    assert code == 0
+    assert code == 1, "two cases that no backend could run"
+    assert "[INFO] 3/3 a, b: rmsnorm batch_size=8 hidden_size=256" in out
     assert "[WARNING] fa2 for routine BatchMLAPagedAttentionWrapper is not supported on this CPU" in out
     assert "[WARNING] cutlass for routine rmsnorm is not supported on this CPU" in out
     assert "[INFO] To reproduce this test case, run the following command: fi-bench --routine rmsnorm" in out
@@ -81,7 +83,7 @@ def test_testlist_rows_skips_and_exit_code(tmp_path: Path, capsys: pytest.Captur
     assert statuses["rmsnorm", "cutlass"] == statuses["bmm_fp8", "cudnn"] == "skipped", "skips are on record too"
 
 
-def test_malformed_lines_are_told_and_the_rest_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_lines_are_reported_and_the_rest_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     listed = tmp_path / "l.txt"
     listed.write_text(f"--routine rmsnorn --batch_size 1\n{' '.join(RMS)} --backends torch\n")
     assert main(["--testlist", str(listed)]) == 2
@@ -101,7 +103,7 @@ def test_malformed_lines_are_told_and_the_rest_runs(tmp_path: Path, capsys: pyte
         (["rn"], 2, "unknown verb 'rn'; did you mean 'run'?"),
         ([*RMS, "--backends", "torch", "--output_path", "/no/such/dir/x.csv"], 2, "cannot be written"),
         ([*RMS, "--backends", "torch", "--device", "cuda"], 1, "no CUDA device"),
-        ([*RMS, "--backends", "sm90"], 1, "no implementation 'sm90'"),
+        ([*RMS, "--backends", "mma_sm80"], 1, "no implementation 'mma_sm80'"),
         ([*DECODE, "--backends", "torch", "--random_actual_seq_len"], 1, "is for batch routines"),
         ([*DECODE, "--backends", "torch", "--batch_size", "2"], 1, "takes --batch_size 1, got 2"),
         ([*DECODE, "--backends", "cudnn"], 1, "cudnn has kernels for GPUs only"),
@@ -111,7 +113,9 @@ def test_malformed_lines_are_told_and_the_rest_runs(tmp_path: Path, capsys: pyte
         ([*RMS, "--backends", "deepgemm"], 1, "deepgemm has no rmsnorm"),
     ],
 )
-def test_what_cannot_run_says_so(words: list[str], code: int, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_backend_that_cannot_run_prints_its_reason(
+    words: list[str], code: int, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == code
     said = capsys.readouterr()
     assert word in said.out + said.err
@@ -126,7 +130,7 @@ def test_default_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked_backends(gelu) == ["cpu"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert asked_backends(gelu) == ["cuda"]
-    assert asked_backends(decode) == ["fa2"]
+    assert asked_backends(decode) == ["auto"]
     monkeypatch.setattr(backends, "implementations", lambda found: ("cpu", "sm90"))
     assert asked_backends(gelu) == ["auto"]
 
@@ -243,7 +247,7 @@ def test_a_trial_is_one_process(tmp_path: Path) -> None:
 def test_a_lost_context_costs_one_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A row fails, and from then on nothing runs in this process: the rest is measured in another one."""
+    """After a row that breaks the context, the remaining rows are measured in another process."""
     out = tmp_path / "r.jsonl"
 
     def broken(x: case.Inputs) -> None:
@@ -262,7 +266,7 @@ def test_a_lost_context_costs_one_row(
     assert "the CUDA context of this process is lost" in capfd.readouterr().out
 
 
-def test_a_record_says_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_holds_samples_cache_check_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(l2, "get_l2_cache_size", lambda where=None: 100_000)
     out = tmp_path / "r.jsonl"
     main([*RMS, "--backends", "cpu", "--refcheck", "--cache", "cold", "--output_path", str(out)])
@@ -303,7 +307,7 @@ def test_formats_at_the_end(format: str, capsys: pytest.CaptureFixture[str]) -> 
     assert f"\n{start[format]}" in out
 
 
-def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_colour_follows_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -314,7 +318,7 @@ def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_interrupt_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_interrupt_keeps_finished_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def stop(x: case.Inputs) -> None:
         raise KeyboardInterrupt
 
@@ -325,3 +329,50 @@ def test_interrupt_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch, tmp_path:
     )
     assert main(["--testlist", str(listed), "--output_path", str(tmp_path / "r.jsonl")]) == 130
     assert [r["routine"] for r in record.read(tmp_path / "r.jsonl")] == ["rmsnorm"]
+
+
+def test_the_lines_of_several_cases_name_them(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*RMS, "--backends", "torch"]
+    words[words.index("--batch_size") + 1] = "2,16"
+    assert main(words) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("[INFO]", "[PERF]"))]
+    assert lines[0] == "[INFO] 1/2 rmsnorm batch_size=2 hidden_size=256"
+    assert lines[1].startswith("[PERF] torch")
+    assert lines[2] == "[INFO] 2/2 rmsnorm batch_size=16 hidden_size=256"
+    assert main([*RMS, "--backends", "torch"]) == 0
+    assert "[INFO]" not in capsys.readouterr().out, "one case: its flags are on the command line"
+
+
+def test_draw_takes_so_many_points_at_random(tmp_path: Path) -> None:
+    def drawn(seed: str) -> list[int]:
+        out = tmp_path / f"{seed}.jsonl"
+        words = [*RMS, "--backends", "torch", "--draw", "3", "--random_seed", seed, "--output_path", str(out)]
+        words[words.index("--batch_size") + 1] = "1:40"
+        assert main(words) == 0
+        return [r["params"]["batch_size"] for r in record.read(out)]
+
+    first = drawn("1")
+    assert len(set(first)) == 3
+    assert first != drawn("2")
+    lines = parsing.read_lines([*RMS, "--draw", "3"])
+    assert [line.words for line in schedule._drawn(lines, lines[0].points[0])] == [(*RMS, "--draw", "3")]
+
+
+@pytest.mark.parametrize("path", ["", ".", "/dev/full", "/dev/null", "/dev/full.jsonl/x.jsonl"])
+def test_an_output_that_is_no_file_is_one_line(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RMS, "--backends", "torch", "--output_path", path]) == 2
+    said = capsys.readouterr()
+    assert "--output_path" in said.err
+    assert said.err.count("\n") == 1
+    assert "[PERF]" not in said.out
+
+
+def test_a_full_disk_ends_the_run_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert main([*RMS, "--backends", "torch", "--output_path", str(tmp_path / "r.jsonl")]) == 1
+    assert "r.jsonl: cannot be written (No space left on device)" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A process as it is just after start, for the tests of what is found, built and stored."""
+"""Fixtures that give a test a fresh process state, for the tests of resolving, building and storing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ import pytest
 
 from core import toy
 from core.console import Cli
-from fi_core.env import env
-from fi_core.resolve import provider
+from core.dumping import dumper
+from fi_core.runtime.env import env
+from fi_core.runtime.resolve import provider
 from kernels.mock_driver import LIBRARY, build_driver
+
+__all__ = ["dumper"]
 
 
 def forget() -> None:
@@ -30,7 +33,7 @@ def forget() -> None:
             log.removeHandler(handler)
     log.setLevel(logging.NOTSET)
     for name, module in list(sys.modules.items()):
-        if name.startswith(("fi_core.build", "fi_core.resolve", "fi_core.launch.kernel")):
+        if name.startswith(("fi_core.runtime.build", "fi_core.runtime.resolve", "fi_core.runtime.launch.kernel")):
             for value in list(vars(module).values()):
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()
@@ -72,7 +75,7 @@ class Python:
         return self.started[-1]
 
     def result(self, process: subprocess.Popen[str]) -> str:
-        """What it printed, once it has ended well."""
+        """Its output, after it has exited with 0."""
         out, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
         return out
@@ -99,9 +102,9 @@ def python(fresh: Callable[[], None]) -> Iterator[Python]:
 @pytest.fixture
 def bare(fresh: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine without a GPU and without prebuilt packages."""
-    from fi_core.build import driver
     from fi_core.jit import core
-    from fi_core.resolve import provider
+    from fi_core.runtime.build import driver
+    from fi_core.runtime.resolve import provider
 
     monkeypatch.setattr(driver, "LIBRARY", "libno-driver-here.so")
     monkeypatch.setattr(provider.metadata, "entry_points", lambda **_: [])
@@ -120,7 +123,7 @@ def mock_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def gpus(mock_driver: Path, bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with a GPU of compute capability 9.0 and one of 8.9."""
-    from fi_core.build import driver
+    from fi_core.runtime.build import driver
 
     monkeypatch.setattr(driver, "LIBRARY", str(mock_driver / LIBRARY))
     monkeypatch.setenv("FI_MOCK_CAPABILITY", "90,89")
@@ -133,7 +136,7 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
 
 @pytest.fixture
 def no_other_packages(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prebuilt packages that may be installed here are not what is tested."""
+    """Hides installed prebuilt packages from the tests."""
     monkeypatch.setattr(provider, "PACKAGES", ())
     points = metadata.entry_points
 

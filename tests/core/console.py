@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 
-from fi_core.build import sources
+from core import toy
 from fi_core.cli import main
 from fi_core.registry import ops
-from fi_core.spec.op import Artifact
-from fi_core.spec.target import Target
+from fi_core.runtime.build import sources
+from fi_core.runtime.spec.artifact import Artifact
+from fi_core.runtime.spec.target import Target
 
 SMALL = "get_seq_lens"  # no axes, and compiled in a moment
 
 
 def artifacts(target: Target) -> tuple[Artifact, ...]:
     """The files of the small op."""
-    return sources.artifacts(ops()[SMALL].spec(target, {}))
+    return sources.artifacts(toy.chosen(ops()[SMALL], target))
 
 
 class Cli:
@@ -27,7 +28,7 @@ class Cli:
         self.err = ""
 
     def __call__(self, *words: object, code: int = 0) -> str:
-        """What a command prints; `code` is the exit code it must have."""
+        """The output of a command, which must exit with `code`."""
         self.capsys.readouterr()
         got = main([str(word) for word in words])
         out, self.err = self.capsys.readouterr()
@@ -36,5 +37,5 @@ class Cli:
         return out
 
     def json(self, *words: object, code: int = 0) -> Any:
-        """What it prints with --json."""
+        """Its output with --json, parsed."""
         return json.loads(self(*words, "--json", code=code))

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import fi_core
-from fi_core.build import compiler, sources
-from fi_core.spec.op import Artifact
+from fi_core.runtime.build import compiler, sources
+from fi_core.runtime.spec.artifact import Artifact
 
 
 def pack(directory: Path, files: Mapping[Artifact, bytes], **head: object) -> Path:

@@ -1,4 +1,4 @@
-"""autotune(): arguments as in the contract, nesting, threads, table files; and what choose_one looks up."""
+"""autotune(): arguments, nesting, threads and table files; and the lookup of choose_one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from fi_core import autotuner
-from fi_core.autotuner import (
+from fi_core.compat import autotuner
+from fi_core.compat.autotuner import (
     AutoTuner,
     ConstraintSpec,
     DynamicTensorSpec,
@@ -250,7 +250,7 @@ def test_a_file_of_another_machine_is_ignored_and_kept(
         assert choose(tuner, 16) == ("Generic", 1), "what is not known is no difference"
 
 
-def test_metadata_names_what_decides(tuner: AutoTuner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metadata_names_the_deciding_facts(tuner: AutoTuner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")

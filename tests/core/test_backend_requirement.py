@@ -1,4 +1,4 @@
-"""fi_core.backend: which backends take a call, in what order, and how a refusal reads."""
+"""fi_core.compat.backend: which backends support a call, in what order, and the error texts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from fi_core import backend
-from fi_core.backend import (
+from fi_core.compat import backend
+from fi_core.compat.backend import (
     backend_requirement,
     experimental_backend,
     fi_experimental_api,
     supported_compute_capability,
 )
-from fi_core.errors import BackendSupportedError, ExperimentalWarning
+from fi_core.runtime.errors import BackendSupportedError, ExperimentalWarning
 
 X = torch.zeros(2, 8)
 
@@ -55,7 +55,7 @@ def make(heuristic: Callable[..., list[str]] | None = by_name, common: Callable[
 
 @pytest.fixture
 def capability(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
-    """Pretend that tensors are on a GPU of this compute capability."""
+    """Makes tensors appear on a GPU of this compute capability."""
 
     def pretend(cc: int | None) -> None:
         monkeypatch.setattr(backend, "_capability_of_first_tensor", lambda values: cc)
@@ -101,7 +101,7 @@ def test_explicit_backend(capability: Callable[[int | None], None]) -> None:
     assert not hasattr(op, "suitable_auto_backends")
 
 
-def test_auto_keeps_what_is_suitable_in_the_order_of_the_heuristic(capability: Callable[[int | None], None]) -> None:
+def test_auto_keeps_suitable_backends_in_the_order_of_the_heuristic(capability: Callable[[int | None], None]) -> None:
     op = make()
     assert op(X, 2) == (2, "auto")
     assert op.suitable_auto_backends == ["cublas", "cudnn", "cutlass"]
@@ -201,7 +201,7 @@ def test_common_check_holds_for_backends_too() -> None:
         op(X, 12)
 
 
-def test_what_an_op_says_about_itself() -> None:
+def test_queries_of_an_op() -> None:
     op = make()
     assert op.has_backend_choices()
     assert op.has_backend("cudnn")

@@ -18,15 +18,15 @@ import pytest
 import fi_core
 from core.console import SMALL, Cli, artifacts
 from core.package import pack
-from fi_core.build import toolchain
 from fi_core.cli import machine, main
 from fi_core.cli.arguments import parser
 from fi_core.jit import core
 from fi_core.observe import log
 from fi_core.observe.dump import Dumper
 from fi_core.observe.log import Settings, fi_api
-from fi_core.resolve import build_missing, provider, store
-from fi_core.spec.target import CPU, Target
+from fi_core.runtime.build import toolchain
+from fi_core.runtime.resolve import build_missing, provider, store
+from fi_core.runtime.spec.target import CPU, Target
 
 RMSNORM = ("rmsnorm", "dtype=bf16", "out=bf16", "residual=False")
 HOPPER = Target("cuda", "90a")
@@ -66,14 +66,14 @@ def test_help_and_version(cli: Cli) -> None:
     ("words", "message"),
     [
         (["nothing"], "invalid choice: 'nothing'"),
-        (["why"], "the following arguments are required: OP"),
-        (["why", "rmsnrm"], "no op is named 'rmsnrm'; did you mean rmsnorm"),
+        (["why"], "the following arguments are required: NAME"),
+        (["why", "rmsnrm"], "no op or described function is named 'rmsnrm'; did you mean rmsnorm"),
         (["why", "rmsnorm", "bf16"], "expected key=value, such as dtype=bf16; got 'bf16'"),
-        (["why", "rmsnorm", "dtype=bf16"], r"rmsnorm takes dtype=f16|bf16|f32 .*; missing: out, residual"),
-        (["why", *RMSNORM, "d=8"], "rmsnorm takes dtype=.*; unknown: d"),
-        (["why", *RMSNORM, "out=f16"], "one is given twice"),
+        (["why", "rmsnorm", "d=8"], "rmsnorm takes dtype=bfloat16, .*; unknown: d"),
+        (["why", "act_and_mul", "d=8"], r"act_and_mul takes dtype=f16|bf16|f32; unknown: d"),
+        (["why", *RMSNORM, "out=f16"], "a fact is given twice"),
         (["why", *RMSNORM, "--target", "sm_9"], "argument --target: target: expected cpu, or an architecture"),
-        (["why", *RMSNORM, "--impl", "fast"], "--impl: rmsnorm has cpu, cuda.*; got fast"),
+        (["why", *RMSNORM, "--backend", "fast"], "backend: rmsnorm has auto, cpu, cuda; got 'fast'"),
         (["prebuild", "--ops", "rmsnorm,nothing"], "argument --ops: op: no op is named 'nothing'"),
         (["prebuild", "--ops", SMALL, "--target", "7.5"], f"nothing is built ahead of {SMALL} on sm_75"),
         (["module-status", "--filter", "some"], "argument --filter: invalid choice: 'some'"),
@@ -163,9 +163,12 @@ def test_why_names_the_choice_and_each_refusal(cli: Cli) -> None:
     assert on_card.startswith("rmsnorm(dtype=bf16, out=e4m3, residual=True) on sm_90a\n")
     assert "  cpu: requires device == cpu, got cuda\n" in on_card
     data = cli.json("why", *RMSNORM, "--target", "sm_90a")
-    assert data["implementations"]["cpu"] == {"chosen": False, "refusals": ["requires device == cpu, got cuda"]}
+    assert data["implementations"] == {
+        "cpu": {"why_not": ["requires device == cpu, got cuda"]},
+        "cuda": {"why_not": []},
+    }
     assert (data["op"], data["target"], data["chosen"]) == ("rmsnorm", "sm_90a", "cuda")
-    assert data["axes"] == {"dtype": "bf16", "out": "bf16", "residual": False}
+    assert data["request"] == "rmsnorm(dtype=bf16, out=bf16, residual=False) on sm_90a"
     assert data["spec"] == "rmsnorm_dtype_bf16_out_bf16_residual_False_cuda_sm_90a"
     assert [file["kind"] for file in data["files"]] == ["cuda", "cubin"]
 
@@ -174,7 +177,7 @@ def test_why_nothing_takes_it(cli: Cli) -> None:
     text = cli("why", "rmsnorm", "dtype=i32", "out=bf16", "residual=maybe", code=1)
     assert "cpu: requires dtype in f16, bf16, f32, got i32; requires residual in False, True, got maybe" in text
     assert "No implementation takes it: a call raises UnsupportedError." in text
-    assert cli.json("why", *RMSNORM, "--impl", "cuda", "--target", "cpu", code=1)["chosen"] is None
+    assert cli.json("why", *RMSNORM, "--backend", "cuda", "--target", "cpu", code=1)["chosen"] is None
 
 
 def test_why_on_the_targets_of_this_machine(cli: Cli, gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:

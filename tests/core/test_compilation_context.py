@@ -1,4 +1,4 @@
-"""Which architectures are compiled for: listed ones with their suffixes, else those of the visible GPUs."""
+"""CompilationContext: the listed architectures with their suffixes, else those of the visible GPUs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fi_core.build import driver
-from fi_core.compilation_context import CompilationContext, parse_target
-from fi_core.spec.target import CPU, Target, cuda_target
+from fi_core.compat.compilation_context import CompilationContext, parse_target
+from fi_core.runtime.build import driver
+from fi_core.runtime.spec.target import CPU, Target, cuda_target
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -41,7 +41,7 @@ def no_driver(fresh: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_listed_architectures(
     listed: str, archs: set[tuple[int, str]], gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The list wins over the GPUs; a missing suffix is filled in, a listed one is kept."""
+    """The list overrides the GPUs; a missing suffix is added, a listed one is kept."""
     monkeypatch.setenv("FI_CUDA_ARCH_LIST", listed)
     assert archs == CompilationContext().TARGET_CUDA_ARCHS
 
@@ -79,8 +79,8 @@ def test_visible_gpus(gpus: None) -> None:
     assert context.targets() == (Target("cuda", "89"), Target("cuda", "90a"))
 
 
-def test_targets_are_what_calls_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever suffix is listed: built ahead for another one, a kernel would not be found."""
+def test_targets_match_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets do not depend on the listed suffix: calls would not find a kernel that is prebuilt for another one."""
     monkeypatch.setenv("FI_CUDA_ARCH_LIST", "12.0 10.0f 9.0a 8.6")
     capabilities = ((8, 6), (9, 0), (10, 0), (12, 0))
     assert CompilationContext().targets() == tuple(cuda_target(*capability) for capability in capabilities)
@@ -103,7 +103,7 @@ def test_without_a_driver(no_driver: None) -> None:
 def test_a_driver_that_shows_nothing(
     status: str, problem: str | None, gpus: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """No device is an answer; a failure is logged, and leaves the set empty too."""
+    """A driver without devices is no failure; a failing driver is logged. Both leave the set empty."""
     monkeypatch.setenv("FI_MOCK_STATUS", status)
     found = driver.driver()
     assert found is not None
@@ -127,12 +127,12 @@ def test_a_driver_that_shows_nothing(
         ("10.0a", Target("cuda", "100a")),
     ],
 )
-def test_words_for_targets(word: str, target: Target) -> None:
+def test_parse_target(word: str, target: Target) -> None:
     assert parse_target(word) == target
 
 
 @pytest.mark.parametrize("word", ["", "gpu", "sm_", "9", "sm_9.", "90b", "9.0.0", "sm-90", "CPU"])
-def test_words_that_are_no_target(word: str) -> None:
+def test_parse_target_rejects(word: str) -> None:
     with pytest.raises(ValueError, match="target: expected cpu, or an architecture such as sm_90a") as error:
         parse_target(word)
     assert repr(word) in str(error.value)

@@ -1,4 +1,4 @@
-"""What a compile that fails says: the first line that matters, a hint, and where the rest is."""
+"""The error of a failed compile: the first line that matters, a hint, and the path of the log."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 from core import toy
 from core.test_resolve import Fresh, image
-from fi_core.build import toolchain
-from fi_core.errors import CompileError
-from fi_core.resolve import built, prepare, store
-from fi_core.spec.op import Artifact
+from fi_core.runtime.build import toolchain
+from fi_core.runtime.errors import CompileError
+from fi_core.runtime.resolve import built, prepare, store
+from fi_core.runtime.spec.artifact import Artifact
 
 pytestmark = pytest.mark.usefixtures("tree", "no_other_packages")
 
@@ -55,7 +55,7 @@ def build_batch(artifact: Artifact) -> None:
 def test_a_compile_error(
     build: Callable[[Artifact], None], file: str, line: str, first: str, hint: str | None, tree: Path, tmp_path: Path
 ) -> None:
-    """The first line that matters, what to do, and where the rest is."""
+    """The first line that matters, a hint, and the path of the log."""
     break_source(tree, file, line)
     host, device = toy.artifacts()
     with pytest.raises(CompileError) as error:
@@ -121,8 +121,8 @@ def test_a_missing_launcher_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> 
     assert "install /nowhere/ccache" in str(error.value.hint)
 
 
-def test_what_a_compiler_says_is_kept(tree: Path) -> None:
-    """A warning is no error; it lies beside the file."""
+def test_compiler_warnings_are_kept(tree: Path) -> None:
+    """A warning is no error; its log is stored beside the file."""
     host, device = toy.artifacts()
     assert [p.suffix for p in built(host).path.parent.iterdir() if p.suffix == ".log"] == []
     break_source(tree, "include/fi/toy/constant.h", "#warning mind the gap")

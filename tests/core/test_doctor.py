@@ -1,4 +1,4 @@
-"""`fi-core doctor`: each thing that can be missing or broken, the command that mends it, and the exit code."""
+"""`fi-core doctor`: the finding for each kind of missing or broken software, its repair command, and the exit code."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 import fi_core
 from core.console import Cli, artifacts
 from core.package import pack
-from fi_core.build import driver, sources, toolchain
 from fi_core.cli import doctor, machine
 from fi_core.jit import core, ops
 from fi_core.registry import ops as all_ops
-from fi_core.resolve import provider, store
-from fi_core.spec.target import CPU
+from fi_core.runtime.build import driver, sources, toolchain
+from fi_core.runtime.resolve import provider, store
+from fi_core.runtime.spec.target import CPU
 
 pytestmark = pytest.mark.usefixtures("bare")
 Fresh = Callable[[], None]
@@ -113,8 +113,8 @@ def test_doctor_on_tvm_ffi(version: str, fits: bool, cli: Cli, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", ["fi_kernels", "filelock", "ninja"])
-def test_doctor_on_what_fi_core_stands_on(name: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing package is named; what cannot be asked without it is not asked."""
+def test_doctor_finds_missing_dependencies(name: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing package is named; checks that need it are skipped."""
     find = doctor.importlib.util.find_spec
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda n, *rest: None if n == name else find(n, *rest))
     found = levels(cli, code=1)
@@ -124,7 +124,7 @@ def test_doctor_on_what_fi_core_stands_on(name: str, cli: Cli, monkeypatch: pyte
     assert ("host modules" in found) == (name == "ninja")
 
 
-def test_doctor_asks_for_what_the_package_declares() -> None:
+def test_doctor_requires_the_declared_versions() -> None:
     text = (Path(__file__).parents[2] / "packages" / "fi-core" / "pyproject.toml").read_text()
     (declared,) = re.findall(r"^dependencies = \[(.*)\]", text, re.MULTILINE)
     least, below = doctor.TVM_FFI

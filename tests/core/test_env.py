@@ -1,4 +1,4 @@
-"""fi_core.env and fi_core.errors: names, aliases, defaults, parsing, and what the errors carry."""
+"""fi_core.runtime.env and fi_core.runtime.errors: names, aliases, defaults, parsing, and the attributes of errors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from fi_core import errors
-from fi_core.env import Env, env
+from fi_core.runtime import errors
+from fi_core.runtime.env import Env, env
 
 ROWS = {row.name: row for row in env.table()}
 
@@ -38,6 +38,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ("jit_debug", "FI_JIT_DEBUG", "0", False),
         ("jit_lineinfo", "FI_JIT_LINEINFO", "on", True),
         ("jit_prebuild_max_jobs", "FI_JIT_PREBUILD_MAX_JOBS", "3", 3),
+        ("aot_store", "FI_AOT_STORE", "1", True),
         ("max_jobs", "MAX_JOBS", "7", 7),
         ("no_color", "NO_COLOR", "1", True),
         ("force_color", "FORCE_COLOR", "1", True),
@@ -165,7 +166,7 @@ def test_table_documents_every_variable(monkeypatch: pytest.MonkeyPatch) -> None
     assert ROWS["FI_CHECK"].default == "0"
 
 
-def test_present_reports_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_present_reports_set_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"FI_JIT": "off", "FLASHINFER_UNKNOWN": "1", "CXX": "g++"}
     for name, text in {**values, "SOMETHING_ELSE": "1"}.items():
         monkeypatch.setenv(name, text)
@@ -173,7 +174,8 @@ def test_present_reports_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_leaves_import_only_the_standard_library() -> None:
-    code = "import sys, fi_core.env, fi_core.errors; print({'torch', 'numpy', 'logging'} & set(sys.modules))"
+    modules = "{'torch', 'numpy', 'logging'} & set(sys.modules)"
+    code = f"import sys, fi_core.runtime.env, fi_core.runtime.errors; print({modules})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
@@ -191,7 +193,7 @@ def test_unsupported_error_prints_its_reasons() -> None:
     assert str(error) == "rmsnorm: no implementation\n  cpu: dtype int8\n  sm90: a; b"
 
 
-def test_missing_kernel_error_says_what_to_install() -> None:
+def test_missing_kernel_error_names_the_package_to_install() -> None:
     spec = Spec()
     error = errors.MissingKernelError.of(spec)
     assert isinstance(error, RuntimeError)

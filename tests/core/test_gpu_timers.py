@@ -94,7 +94,7 @@ def test_a_window_holds_one_call_and_not_the_flush(fake: FakeCupti) -> None:
             assert window.sum_ns == 160
             assert window.span_ns == 100 + 20 + 50 + 5 + 10, "the gap between kernels is in the span"
             assert window.activities[0].grid == (3, 2, 1)
-        with pytest.raises(ValueError, match="saw no kernel"):
+        with pytest.raises(ValueError, match="recorded no kernel"):
             recorder.window(lambda: None)
     assert fake.enabled == set()
     assert fake.finalized == 1

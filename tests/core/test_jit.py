@@ -1,4 +1,4 @@
-"""The JIT under FlashInfer's names: specs of the ops, modules of users, what is built and what is found again."""
+"""fi_core.jit: specs of the operators, user modules, and which files are compiled or found."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 import fi_core
 from core.package import pack
 from fi_core import jit
-from fi_core.build import ninja
-from fi_core.errors import CompileError, MissingKernelError
 from fi_core.jit import core, ops
-from fi_core.resolve import store
-from fi_core.spec.op import Entry
-from fi_core.spec.target import CPU, Target
+from fi_core.runtime.build import ninja
+from fi_core.runtime.errors import CompileError, MissingKernelError
+from fi_core.runtime.resolve import store
+from fi_core.runtime.spec.op import Entry
+from fi_core.runtime.spec.target import CPU, Target
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_op"
 HOPPER, AMPERE = Target("cuda", "90a"), Target("cuda", "80")
@@ -30,8 +30,8 @@ Fresh = Callable[[], None]
 
 @pytest.fixture(autouse=True)
 def empty(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty store, no spec registered, no architecture but those that a test lists."""
-    monkeypatch.setattr("fi_core.build.driver.LIBRARY", "libno-driver-here.so")
+    """An empty store, an empty registry, and only the architectures that a test lists."""
+    monkeypatch.setattr("fi_core.runtime.build.driver.LIBRARY", "libno-driver-here.so")
     monkeypatch.setattr(core, "jit_spec_registry", core.JitSpecRegistry())
     core.context.cache_clear()
     yield
@@ -39,7 +39,7 @@ def empty(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run(text: str, **environment: str) -> str:
-    """What a Python process prints."""
+    """The output of a Python process."""
     done = subprocess.run(
         [sys.executable, "-c", text], capture_output=True, text=True, check=False, env=os.environ | environment
     )
@@ -64,8 +64,8 @@ def test_names_are_lazy(tmp_path: Path) -> None:
 def test_every_family_and_op_has_a_module_function() -> None:
     listed = dir(jit)
     families = {op.family for op in fi_core.registry.ops().values()}
-    assert {"norm", "activation", "rope", "page", "cascade", "quantization"} <= families
-    for word in (*families, "rmsnorm", "get_seq_lens"):
+    assert {"norm", "activation", "rope", "page", "attention", "quantization"} <= families
+    for word in (*families, "cascade", "rmsnorm", "get_seq_lens"):
         assert f"gen_{word}_module" in listed
         assert getattr(jit, f"gen_{word}_module")(targets=[CPU]).name == word
     for name in ("gen_nothing_module", "gen__module", "nothing"):
@@ -98,7 +98,7 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_module_of_a_family() -> None:
-    """On the CPU one file an op; on CUDA a launcher an op and a device binary for each choice of axes."""
+    """CPU: one file per operator. CUDA: one launcher per operator and one device binary per axes."""
     on_cpu = jit.gen_norm_module(targets=[CPU])
     assert "rmsnorm_cpu.so" in {artifact.file for artifact in on_cpu.artifacts}
     assert {artifact.kind for artifact in on_cpu.artifacts} == {"cpu"}
@@ -119,11 +119,11 @@ def test_axes_narrow_a_module() -> None:
     everything = jit.gen_rmsnorm_module(targets=[HOPPER])
     assert len(axes) < len(everything.specs)
     assert {spec.name for spec in bf16.specs} < {spec.name for spec in everything.specs}
-    with pytest.raises(ValueError, match=r"rmsnorm\(dtype=i32\): nothing is built ahead for that on sm_90a"):
+    with pytest.raises(ValueError, match=r"rmsnorm\(dtype=i32\): no configuration is prebuilt on sm_90a"):
         jit.gen_rmsnorm_module(targets=[HOPPER], dtype="i32")
-    with pytest.raises(ValueError, match="nothing is built ahead for that"):
+    with pytest.raises(ValueError, match="no configuration is prebuilt"):
         jit.gen_rmsnorm_module(targets=[HOPPER], head_dim=128)
-    with pytest.raises(ValueError, match=r"word: a family or an op is required, which are .*norm.*; got 'nothing'"):
+    with pytest.raises(ValueError, match=r"word: must be a family or an operator, one of .*norm.*; got 'nothing'"):
         jit.gen_module("nothing")
 
 
@@ -131,15 +131,15 @@ def test_module_of_an_activation() -> None:
     for name in ("silu", "gelu", "gelu_tanh"):
         spec = jit.gen_act_and_mul_module(name, targets=[CPU])
         assert (spec.name, spec.host.file) == (f"{name}_and_mul", "act_and_mul_cpu.so")
-    with pytest.raises(ValueError, match="act_func_name: allowed are silu, gelu, gelu_tanh; got 'relu'"):
+    with pytest.raises(ValueError, match="act_func_name: must be one of silu, gelu, gelu_tanh; got 'relu'"):
         jit.gen_act_and_mul_module("relu")
 
 
 def test_default_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ops.default_targets() == (CPU,)
+    assert core.default_targets() == (CPU,)
     core.context.cache_clear()
     monkeypatch.setenv("FI_CUDA_ARCH_LIST", "9.0 8.0")
-    assert ops.default_targets() == (AMPERE, HOPPER)
+    assert core.default_targets() == (AMPERE, HOPPER)
     assert {spec.target for spec in jit.gen_get_seq_lens_module().specs} == {AMPERE, HOPPER}
 
 
@@ -208,8 +208,8 @@ def test_a_prebuilt_module_is_used(tmp_path: Path, fresh: Fresh, monkeypatch: py
     assert len(store.entries()) == 1
 
 
-def test_ninja_by_hand(fresh: Fresh) -> None:
-    """build.ninja compiles the same files; written again it does not change."""
+def test_write_ninja(fresh: Fresh) -> None:
+    """build.ninja compiles the same files, and a second write does not change it."""
     spec = jit.gen_get_seq_lens_module(targets=[HOPPER])
     assert not spec.is_ninja_generated
     spec.write_ninja()
@@ -218,9 +218,8 @@ def test_ninja_by_hand(fresh: Fresh) -> None:
     spec.write_ninja()
     assert {path: path.stat().st_mtime_ns for path in before} == before
     ninja.run(spec.build_dir, progress=False)
-    assert {path.name for path in spec.build_dir.glob("*/*") if path.suffix != ".cu"} == {
-        a.file for a in spec.artifacts
-    }
+    made = {path.name for path in spec.build_dir.glob("*/*") if path.is_file() and path.suffix != ".cu"}
+    assert made == {a.file for a in spec.artifacts}
     assert not spec.is_compiled
 
 
@@ -233,7 +232,7 @@ def test_compile_commands() -> None:
     assert all(Path(entry["directory"]).is_dir() for entry in (host, device))
 
 
-def test_many_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_build_jit_specs(capfd: pytest.CaptureFixture[str]) -> None:
     specs = [jit.gen_get_seq_lens_module(targets=[CPU]), jit.gen_jit_spec("scale", [EXAMPLE / "scale.cc"])]
     jit.build_jit_specs(specs, verbose=True)
     assert [spec.is_compiled for spec in specs] == [True, True]
@@ -245,7 +244,7 @@ def test_many_at_once(capfd: pytest.CaptureFixture[str]) -> None:
         jit.build_jit_specs([specs[0], "norm"])
 
 
-# Modules of users
+# User modules
 
 
 def write(folder: Path, **files: str) -> dict[str, Path]:
@@ -292,7 +291,7 @@ def test_the_example_as_it_is_run() -> None:
 
 
 def test_device_code_of_the_example(tmp_path: Path, mock_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One launcher, one binary for each target; bound on a GPU of the second."""
+    """One launcher, one binary per target; the second target's GPU binds it."""
     sources = [EXAMPLE / "scale.cc", EXAMPLE / "scale.cu"]
     with pytest.raises(
         RuntimeError, match="device code needs a target from sm_80 on, found no GPU: set FI_CUDA_ARCH_LIST"
@@ -310,13 +309,13 @@ def test_device_code_of_the_example(tmp_path: Path, mock_driver: Path, monkeypat
         (path,) = (tmp_path / "cache" / "cached_ops").glob(f"*/{file}")
         assert path.read_bytes()[:4] == b"\x7fELF" and b".text.scale" in path.read_bytes()
     assert spec.load().bind is not None
-    with pytest.raises(ValueError, match="device: the index of one of 0 visible GPUs is required; got 0"):
+    with pytest.raises(ValueError, match="device: must be the index of one of 0 visible GPUs; got 0"):
         spec.bind()
 
     text = f"""
 import pathlib
 from fi_core.jit import gen_jit_spec
-from fi_core.spec.op import Entry
+from fi_core.runtime.spec.op import Entry
 folder = pathlib.Path({str(EXAMPLE)!r})
 spec = gen_jit_spec("scale", [folder / "scale.cc", folder / "scale.cu"], entries=[Entry("scale", "", 256)])
 print([artifact.file for artifact in spec.artifacts], spec.is_compiled, callable(spec.bind()))
@@ -327,7 +326,7 @@ except ValueError as error:
 """
     said = run(text, LD_LIBRARY_PATH=str(mock_driver), FI_CUDA_ARCH_LIST="9.0", FI_JIT="off").splitlines()
     assert said[0] == "['scale_cuda.so', 'scale_sm_90a.cubin'] True True"
-    assert said[1] == "device: the index of one of 2 visible GPUs is required; got 2"
+    assert said[1] == "device: must be the index of one of 2 visible GPUs; got 2"
 
 
 @pytest.mark.gpu
@@ -342,7 +341,7 @@ def test_device_code_of_the_example_runs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_targets_and_flags_of_device_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`-gencode` replaces the context's targets; other flags go to the compiler and into the identity."""
+    """`-gencode` replaces the context's targets; other flags go to the compiler and into the key."""
     monkeypatch.setenv("FI_CUDA_ARCH_LIST", "9.0 8.0")
     sources = [EXAMPLE / "scale.cc", EXAMPLE / "scale.cu"]
     flags = core.context().get_nvcc_flags_list([8])
@@ -359,7 +358,7 @@ def test_targets_and_flags_of_device_code(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_flags_headers_and_adapter(tmp_path: Path, fresh: Fresh) -> None:
-    """What a module is made of decides its identity: flags, and headers however they are reached."""
+    """Flags, and headers included at any depth, decide a module's key."""
     files = write(
         tmp_path / "mine", count__cc=COUNT, count__h="#include <base.h>\ninline int count() { return BASE + N; }\n"
     )
@@ -394,18 +393,21 @@ def test_a_compile_error_names_the_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sources": []}, r"sources: one C\+\+ file \(.cc, .cpp, .cxx\) and at most one .cu file .*; got none"),
-        ({"sources": ["scale.cu"]}, "sources: one C.* got scale.cu"),
+        (
+            {"sources": []},
+            r"sources: must be one C\+\+ file \(.*\) and at most one .cu file, .*; got none",
+        ),
+        ({"sources": ["scale.cu"]}, "sources: must be one C.* got scale.cu"),
         ({"sources": ["scale.cc", "scale.cc"]}, "got scale.cc, scale.cc"),
-        ({"sources": ["scale.cc", "scale.cu", "scale.cu"]}, "sources: one C.* file"),
+        ({"sources": ["scale.cc", "scale.cu", "scale.cu"]}, "sources: must be one C.* file"),
         ({"sources": ["scale.cc", "scale.h"]}, "got scale.cc, scale.h"),
         ({"sources": ["nothing.cc"]}, "sources: .*nothing.cc is not a file"),
-        ({"name": "a/b"}, "name: letters, digits and _.- are required, as it names files; got 'a/b'"),
-        ({"name": ""}, "name: letters"),
-        ({"needs_device_linking": True}, "needs_device_linking: device code is one unit"),
+        ({"name": "a/b"}, "name: must have letters, digits and _.- only, because it names files; got 'a/b'"),
+        ({"name": ""}, "name: must have letters"),
+        ({"needs_device_linking": True}, "needs_device_linking: must be False, because device code is one unit"),
     ],
 )
-def test_what_cannot_be_taken(arguments: dict[str, Any], message: str) -> None:
+def test_gen_jit_spec_rejects(arguments: dict[str, Any], message: str) -> None:
     sources = [EXAMPLE / name for name in arguments.pop("sources", ["scale.cc"])]
     with pytest.raises(ValueError, match=message):
         jit.gen_jit_spec(arguments.pop("name", "scale"), sources, **arguments)

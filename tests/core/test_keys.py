@@ -1,4 +1,4 @@
-"""Identity is content: what changes a key, what does not, and that a warm start compiles nothing."""
+"""Keys are content hashes: changes that alter a key, changes that do not, and warm starts without a compile."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING
 import pytest
 
 from core import toy
-from fi_core.build import compiler, sources, toolchain
-from fi_core.registry import launcher
-from fi_core.resolve import built
-from fi_core.spec.op import Artifact
-from fi_core.spec.target import CPU, Target
+from fi_core.registry import operator
+from fi_core.runtime.build import compiler, sources, toolchain
+from fi_core.runtime.resolve import built
+from fi_core.runtime.spec.artifact import Artifact
+from fi_core.runtime.spec.target import CPU, Target
 
 if TYPE_CHECKING:
     from core.conftest import Python
 
-RMSNORM = launcher("rmsnorm").op
+RMSNORM = operator("rmsnorm").op
 Fresh = Callable[[], None]
 
 
 def keys(n: int = 1, arch: str = "80") -> dict[str, str]:
     """The keys of the toy op by kind, as a process that has just started sees them."""
-    cpu = sources.artifacts(toy.SCALE.spec(CPU, {"n": n}))
+    cpu = sources.artifacts(toy.chosen(toy.SCALE, CPU, {"n": n}))
     return {artifact.kind: compiler.key(artifact) for artifact in (*cpu, *toy.artifacts(n, arch))}
 
 
@@ -47,6 +47,9 @@ HOST, DEVICE, ALL = {"cpu", "cuda"}, {"cubin"}, {"cpu", "cuda", "cubin"}
         ("include/fi/toy/scale.cuh", DEVICE),
         ("csrc/toy/scale.cc", HOST),
         ("include/fi/toy/unrelated.h", set()),
+        ("templates/unit.cu.jinja", DEVICE),
+        ("templates/op.h.jinja", set()),  # this launcher includes no generated header
+        ("templates/variant.cc.jinja", set()),
     ],
 )
 def test_an_edited_source(tree: Path, fresh: Fresh, file: str, kinds: set[str]) -> None:
@@ -70,7 +73,7 @@ def test_every_header_of_a_real_kernel(fresh: Fresh, tmp_path: Path) -> None:
     """Editing any header changes the keys of exactly the files that reach it; only its content counts."""
     root = tmp_path / "kernels"
     shutil.copytree(toy.KERNELS, root)
-    spec = RMSNORM.spec(Target("cuda", "90a"), next(RMSNORM.grid()))
+    spec = toy.chosen(RMSNORM, Target("cuda", "90a"), next(RMSNORM.grid()))
     here = {a.kind: compiler.key(a) for a in sources.artifacts(spec)}
     try:
         toy.use(root)
@@ -128,6 +131,9 @@ def test_axes_target_schema_and_abi(tree: Path, monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patch:
         patch.setattr(compiler, "FFI_ABI", "tvm-ffi-9")
         assert changed(before, keys()) == ALL
+    with monkeypatch.context() as patch:
+        patch.setattr(toolchain, "tvm_ffi_version", lambda: "0.1.99")
+        assert changed(before, keys()) == HOST, "host modules inline its headers"
     assert changed(before, keys()) == set()
 
 
@@ -177,14 +183,15 @@ def test_device_compiler(tree: Path, fresh: Fresh, tmp_path: Path, monkeypatch: 
 
 RENDER = """
 import hashlib, json
-from fi_core.build import compiler, sources
-from fi_core.registry import launcher
-from fi_core.spec.target import CPU, Target
-RMSNORM = launcher("rmsnorm").op
+from core import toy
+from fi_core.runtime.build import compiler, sources
+from fi_core.registry import operator
+from fi_core.runtime.spec.target import CPU, Target
+RMSNORM = operator("rmsnorm").op
 out = {}
 for target in (CPU, Target("cuda", "80"), Target("cuda", "90a")):
     for axes in RMSNORM.grid():
-        for artifact in sources.artifacts(RMSNORM.spec(target, axes)):
+        for artifact in sources.artifacts(toy.chosen(RMSNORM, target, axes)):
             out[artifact.id] = hashlib.sha256(sources.text(artifact).encode()).hexdigest(), compiler.key(artifact)
 print(json.dumps(out, sort_keys=True))
 """
@@ -201,8 +208,8 @@ def test_units_and_keys_are_the_same_in_every_process(python: Python, monkeypatc
 
 def test_the_unit_is_the_header_and_the_entries(tree: Path) -> None:
     _, image = toy.artifacts(3, "90a")
-    assert image.source.splitlines() == [
-        "// scale(n=3) by cuda on sm_90a",
+    assert sources.text(image).splitlines() == [
+        "// scale by cuda",
         '#include "fi/toy/scale.cuh"',
         "",
         'extern "C" __global__ void __launch_bounds__(32)',
@@ -229,7 +236,7 @@ def test_the_place_of_the_tree_is_not_in_the_files(tree: Path, fresh: Fresh, tmp
 WARM = """
 import json, sys
 from core import toy
-from fi_core.resolve import built
+from fi_core.runtime.resolve import built
 toy.use(sys.argv[1])
 started = []
 watched = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork")

@@ -356,3 +356,36 @@ fi_api(trace=template)(op)(Meta(shape=(4,), dtype="float32"))
     run_script(tmp_path, code, FI_TRACE_DUMP="0", FI_TRACE_DUMP_DIR="off")
     run_script(tmp_path, code, FLASHINFER_TRACE_DUMP="1", FLASHINFER_TRACE_DUMP_DIR="traces")
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json")] == ["traces/op_d4.json"]
+
+
+@pytest.mark.parametrize("dest", ["missing/api.log", "."])
+def test_a_log_that_cannot_be_written_goes_to_stderr(tmp_path: Path, dest: str) -> None:
+    done = run_script(tmp_path, FI_LOGLEVEL="1", FI_LOGDEST=dest)
+    first, second, *_ = done.stderr.splitlines()
+    assert re.match(r"FI_LOGDEST: \[Errno \d+\] .*; the log goes to stderr", first)
+    assert second.startswith("fi-core ")
+    assert "API Call: op" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_classes_log_their_constructors(at_level: Callable[..., Callable[[], str]]) -> None:
+    class BaseWrapper:
+        def __init__(self, size: int = 1) -> None:
+            self.size = size
+
+    class PlainWrapper(BaseWrapper): ...
+
+    class OwnWrapper(BaseWrapper):
+        def __init__(self) -> None:
+            super().__init__(2)
+
+    before = [cls.__dict__.get("__init__") for cls in (BaseWrapper, PlainWrapper, OwnWrapper)]
+    for cls in (BaseWrapper, PlainWrapper, OwnWrapper):
+        assert fi_api(cls) is cls
+    assert [cls.__dict__.get("__init__") for cls in (BaseWrapper, PlainWrapper, OwnWrapper)] == before, "level 0"
+    read = at_level(1)
+    for cls in (BaseWrapper, PlainWrapper, OwnWrapper):
+        fi_api(cls)
+    assert [BaseWrapper(3).size, PlainWrapper(4).size, OwnWrapper().size] == [3, 4, 2]
+    labels = [line.split(": ")[1] for line in read().splitlines()]
+    assert labels == ["BaseWrapper.__init__", "PlainWrapper.__init__", *["OwnWrapper.__init__"] * 2]

@@ -1,17 +1,20 @@
-"""What the binary packages would ship: the grid of every op, once, and a build that the resolver can use."""
+"""The content of the binary packages: the grid of every op, without duplicates, built for the resolver."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from fi_core import prebuilt
+from fi_core import aot
 from fi_core.registry import ops
-from fi_core.resolve import provider
-from fi_core.spec.target import CPU, PREBUILT_ARCHS, Target
+from fi_core.runtime.build import compiler
+from fi_core.runtime.dispatch import Request
+from fi_core.runtime.resolve import provider, store
+from fi_core.runtime.spec.target import CPU, PREBUILT_ARCHS, Target
 
 LARGEST = 120  # device binaries of one architecture: the wheels must stay small
 
@@ -19,15 +22,17 @@ LARGEST = 120  # device binaries of one architecture: the wheels must stay small
 def test_every_op_is_shipped_for_every_target() -> None:
     for op in ops().values():
         for target in (CPU, *(Target("cuda", arch) for arch in PREBUILT_ARCHS)):
-            taken = {impl.name for impl in op.impls if any(not op.explain(target, a)[impl.name] for a in op.grid())}
-            found = list(prebuilt.specs(op, target))
-            assert {spec.impl for spec in found} == taken, f"{op.name} on {target}"
+            asked = [Request.of(op, target, values).facts() for values in op.grid()]
+            ours = [i for i in op.implementations if i.unit or (target == CPU and i.name == "cpu")]
+            taken = {i.name for i in ours if not all(i.refusals(facts) for facts in asked)}
+            found = list(aot.specs(op, target))
+            assert {spec.implementation for spec in found} == taken, f"{op.name} on {target}"
             assert taken, f"{op.name}: nothing is built ahead for {target}"
             assert all(spec.target == target for spec in found)
 
 
 def test_artifacts_are_listed_once_and_are_few() -> None:
-    found = prebuilt.artifacts()
+    found = aot.artifacts()
     assert len({artifact.id for artifact in found}) == len(found)
     count = Counter((artifact.kind, str(artifact.target)) for artifact in found)
     assert count["cpu", str(CPU)] == count["cuda", str(CPU)] == len(ops())
@@ -38,16 +43,16 @@ def test_artifacts_are_listed_once_and_are_few() -> None:
 
 def test_the_architectures_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FI_CUDA_ARCH_LIST", "8.6 9.0 12.0a")
-    assert [str(target) for target in prebuilt.targets()] == [str(CPU), "sm_86", "sm_90a", "sm_120a"]
+    assert [str(target) for target in aot.targets()] == [str(CPU), "sm_86", "sm_90a", "sm_120a"]
 
 
-def test_what_is_built_is_what_the_resolver_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_resolver_uses_the_built_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One small op, both kinds of file: the index fits, and each artifact is found."""
     op = ops()["get_seq_lens"]
-    monkeypatch.setattr(prebuilt, "ops", lambda: {op.name: op})
+    monkeypatch.setattr(aot, "ops", lambda: {op.name: op})
     monkeypatch.setenv("FI_CUDA_ARCH_LIST", "9.0a")
-    wanted = prebuilt.artifacts(("cuda", "cubin"))
-    files = prebuilt.build(tmp_path, ("cuda", "cubin"))
+    wanted = aot.artifacts(("cuda", "cubin"))
+    files = aot.build(tmp_path, ("cuda", "cubin"))
     assert sorted(path.relative_to(tmp_path).as_posix() for path in files) == [
         "sm_90a/get_seq_lens_cuda_sm_90a.cubin",
         f"{CPU}/get_seq_lens_cuda.so",
@@ -58,3 +63,27 @@ def test_what_is_built_is_what_the_resolver_takes(tmp_path: Path, monkeypatch: p
     index = json.loads((tmp_path / "index.json").read_text())
     assert index["compiler"]["cubin"].startswith("libnvrtc-builtins.so.13")
     assert str(tmp_path) not in (tmp_path / "index.json").read_text()
+
+
+def test_the_store_serves_a_build_that_asks_for_it(
+    fresh: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With FI_AOT_STORE files come from the store, which gets missing ones; without it all are compiled."""
+    op = ops()["get_seq_lens"]
+    monkeypatch.setattr(aot, "ops", lambda: {op.name: op})
+    monkeypatch.setenv("FI_CUDA_ARCH_LIST", "9.0a")
+    (image,) = aot.artifacts(("cubin",))
+    (module,) = aot.artifacts(("cuda",))
+
+    def fill(folder: Path) -> None:
+        (folder / image.file).write_bytes(b"from the store")
+
+    store.in_first_root(lambda root: store.publish(root, compiler.key(image), fill))
+    compiled = {path.name: path.read_bytes() for path in aot.build(tmp_path / "compiled", ("cuda", "cubin"))}
+    assert compiled[image.file].startswith(b"\x7fELF")
+    assert store.peek(compiler.key(module)) is None
+    monkeypatch.setenv("FI_AOT_STORE", "1")
+    taken = {path.name: path.read_bytes() for path in aot.build(tmp_path / "taken", ("cuda", "cubin"))}
+    assert taken == {image.file: b"from the store", module.file: compiled[module.file]}
+    folder = store.peek(compiler.key(module))
+    assert folder and (folder / module.file).read_bytes() == compiled[module.file]

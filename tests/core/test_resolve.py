@@ -1,4 +1,4 @@
-"""Where a file comes from: prebuilt packages that fit, else the store, else a compiler; and what is said of it."""
+"""The origin of a file: a fitting prebuilt package, else the store, else a compiler; and the log of each."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import pytest
 
 import fi_core
 from core import toy
-from fi_core.build import compiler, ninja, sources
-from fi_core.errors import MissingKernelError
-from fi_core.resolve import Found, built, find, prebuilt, prepare, provider, store
-from fi_core.spec.op import Artifact
-from fi_core.spec.target import CPU
+from fi_core.runtime.build import compiler, ninja, sources
+from fi_core.runtime.errors import MissingKernelError
+from fi_core.runtime.resolve import Found, built, find, prebuilt, prepare, provider, store
+from fi_core.runtime.spec.artifact import Artifact
+from fi_core.runtime.spec.target import CPU
 
 pytestmark = pytest.mark.usefixtures("tree", "no_other_packages")
 Fresh = Callable[[], None]
@@ -29,7 +29,7 @@ Index = dict[str, Any]
 
 @pytest.fixture
 def said(tree: Path) -> Iterator[list[tuple[int, str]]]:
-    """What the build logger says: (level, text)."""
+    """The records of the build logger: (level, text)."""
     lines: list[tuple[int, str]] = []
 
     class Handler(logging.Handler):
@@ -290,7 +290,14 @@ def test_prepare_builds_all_through_one_ninja(
 
     monkeypatch.setattr(ninja, "run", counted)
     packages(image(4))
-    specs = [toy.spec(1), toy.spec(2, "90a"), toy.spec(3), toy.spec(4), toy.spec(1), toy.SCALE.spec(CPU, {"n": 1})]
+    specs = [
+        toy.spec(1),
+        toy.spec(2, "90a"),
+        toy.spec(3),
+        toy.spec(4),
+        toy.spec(1),
+        toy.chosen(toy.SCALE, CPU, {"n": 1}),
+    ]
     assert prepare(specs, progress=True) == 5  # three binaries, one launcher for all of them, one CPU module
     progress = capfd.readouterr().err.splitlines()
     assert sorted(re.sub(r"\[\d/", "[k/", line) for line in progress if line.startswith("[")) == sorted(

@@ -1,4 +1,4 @@
-"""Specs: dispatch, refusals in words, names, targets; and what holds for the declaration of every op."""
+"""Specs: dispatch, refusals, names, targets; and rules for the declaration of every op."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ import pytest
 import torch
 
 from core import toy
-from fi_core.errors import UnsupportedError
-from fi_core.registry import launcher, ops
-from fi_core.spec.constraint import ON_CPU, Constraint, at_least, exactly
-from fi_core.spec.dtype import DTYPES, short_name
-from fi_core.spec.op import Axes, Impl, Op, Spec
-from fi_core.spec.target import CPU, PREBUILT_ARCHS, Target, cuda_target, default_suffix, parse_arch
+from core.toy import chosen
+from fi_core import aot
+from fi_core.registry import operator, ops
+from fi_core.runtime.dispatch import Request, explain, specs
+from fi_core.runtime.errors import UnsupportedError
+from fi_core.runtime.spec.constraint import ON_CPU, Constraint, at_least, exactly
+from fi_core.runtime.spec.dtype import DTYPES, short_name
+from fi_core.runtime.spec.op import Implementation, Op, Spec
+from fi_core.runtime.spec.target import CPU, PREBUILT_ARCHS, Target, cuda_target, default_suffix, parse_arch
 
 CUDA = {arch: Target("cuda", arch) for arch in ("80", "86", "89", "90a", "100a", "120a")}
 ATTEND = Op(
     name="attend",
     family="attention",
-    schema="(Tensor(a!) out, Tensor q) -> ()",
+    arguments="Tensor(a!) out, Tensor q",
     axes={"dtype": ("f16", "bf16"), "head_dim": (64, 128, 192), "causal": (False, True)},
-    impls=(
-        Impl("cpu", ON_CPU),
-        Impl("wgmma", (*exactly(90), Constraint("head_dim", "in", (64, 128))), toy.unit),
-        Impl("mma", (*at_least(80), Constraint("head_dim", "multiple of", 64)), toy.unit),
-        Impl("tiny", (*at_least(80), Constraint("head_dim", "<=", 64)), toy.unit),
+    implementations=(
+        Implementation("cpu", ON_CPU),
+        Implementation("wgmma", (*exactly(90), Constraint("head_dim", "in", (64, 128))), toy.unit),
+        Implementation("mma", (*at_least(80), Constraint("head_dim", "multiple of", 64)), toy.unit),
+        Implementation("tiny", (*at_least(80), Constraint("head_dim", "<=", 64)), toy.unit),
     ),
 )
 AXES = {"dtype": "f16", "head_dim": 128, "causal": True}
@@ -70,26 +73,26 @@ def test_a_wrong_constraint_is_an_error() -> None:
     ],
 )
 def test_the_first_implementation_that_fits(target: Target, axes: dict[str, object], impl: str) -> None:
-    spec = ATTEND.spec(target, AXES | axes)
-    assert (spec.impl, spec.target, dict(spec.axes)) == (impl, target, AXES | axes)
+    spec = chosen(ATTEND, target, AXES | axes)
+    assert (spec.implementation, spec.target, dict(spec.axes)) == (impl, target, AXES | axes)
 
 
 def test_a_named_implementation() -> None:
-    assert ATTEND.spec(CUDA["90a"], AXES, "mma").impl == "mma"
+    assert chosen(ATTEND, CUDA["90a"], AXES, "mma").implementation == "mma"
     with pytest.raises(UnsupportedError) as error:
-        ATTEND.spec(CUDA["80"], AXES, "wgmma")
+        chosen(ATTEND, CUDA["80"], AXES, "wgmma")
     assert str(error.value).splitlines() == [
-        "attend(dtype=f16, head_dim=128, causal=True) is not supported on sm_80:",
+        "attend(dtype=f16, head_dim=128, causal=True, backend=wgmma) on sm_80 is not supported:",
         "  wgmma: requires capability == 90, got 80",
     ]
-    with pytest.raises(ValueError, match=r"attend: impl must be one of cpu, wgmma, mma, tiny; got 'fast'"):
-        ATTEND.spec(CPU, AXES, "fast")
+    with pytest.raises(ValueError, match=r"attend: implementation must be one of cpu, wgmma, mma, tiny; got 'fast'"):
+        ATTEND.implementation("fast")
 
 
-def test_a_refusal_names_what_each_implementation_requires() -> None:
+def test_a_refusal_names_the_requirement_of_each_implementation() -> None:
     old = Target("cuda", "75")
     with pytest.raises(UnsupportedError) as error:
-        ATTEND.spec(old, AXES | {"head_dim": 192})
+        chosen(ATTEND, old, AXES | {"head_dim": 192})
     assert error.value.reasons == {
         "cpu": ("requires device == cpu, got cuda",),
         "wgmma": ("requires capability == 90, got 75", "requires head_dim in 64, 128, got 192"),
@@ -102,47 +105,49 @@ def test_a_refusal_names_what_each_implementation_requires() -> None:
 
 def test_a_value_that_no_implementation_takes() -> None:
     with pytest.raises(UnsupportedError) as error:
-        ATTEND.spec(CPU, AXES | {"dtype": "f32"})
+        chosen(ATTEND, CPU, AXES | {"dtype": "f32"})
     assert error.value.reasons["cpu"] == ("requires dtype in f16, bf16, got f32",)
     assert len(error.value.reasons) == 4
     assert all(reason for reason in error.value.reasons.values())
 
 
-@pytest.mark.parametrize("axes", [{"dtype": "f16"}, AXES | {"page": 1}])
-def test_axes_are_all_named(axes: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=f"attend: axes must be dtype, head_dim, causal; got {', '.join(axes)}"):
-        ATTEND.spec(CPU, axes)
+def test_fields_are_known_and_have_usual_values() -> None:
+    with pytest.raises(ValueError, match="attend: fields of a request are dtype, head_dim, causal; got page"):
+        chosen(ATTEND, CPU, AXES | {"page": 1})
+    usual = {"dtype": "f16", "head_dim": 64, "causal": False}
+    assert ATTEND.values({}) == usual and ATTEND.values({"causal": True}) == usual | {"causal": True}
 
 
 def test_explain_says_it_for_each() -> None:
-    assert ATTEND.explain(CUDA["90a"], AXES) == {
+    assert explain(Request.of(ATTEND, CUDA["90a"], AXES)) == {
         "cpu": ("requires device == cpu, got cuda",),
         "wgmma": (),
-        "mma": (),
+        "mma": ("takes it too; wgmma is preferred",),
         "tiny": ("requires head_dim <= 64, got 128",),
     }
 
 
 def test_specs_are_values() -> None:
-    spec = ATTEND.spec(CUDA["90a"], AXES)
-    same = ATTEND.spec(CUDA["90a"], dict(reversed(AXES.items())))
+    spec = chosen(ATTEND, CUDA["90a"], AXES)
+    same = chosen(ATTEND, CUDA["90a"], dict(reversed(AXES.items())))
     assert spec == same and hash(spec) == hash(same)
-    assert spec != ATTEND.spec(CUDA["90a"], AXES, "mma")
+    assert spec != chosen(ATTEND, CUDA["90a"], AXES, "mma")
     assert str(spec) == "attend(dtype=f16, head_dim=128, causal=True) by wgmma on sm_90a"
     assert spec.name == "attend_dtype_f16_head_dim_128_causal_True_wgmma_sm_90a"
     assert spec.on(CUDA["80"]) == dataclasses.replace(spec, target=CUDA["80"])
-    assert ATTEND.spec(CPU, AXES).name == "attend_cpu"
-    assert ATTEND.spec(CPU, AXES).unit() is None
+    assert chosen(ATTEND, CPU, AXES).name == "attend_cpu"
+    assert chosen(ATTEND, CPU, AXES).unit() is None
     with pytest.raises(dataclasses.FrozenInstanceError):
-        spec.impl = "mma"  # type: ignore[misc]
+        spec.implementation = "mma"  # type: ignore[misc]
     assert ATTEND.source == "csrc/attention/attend.cc"
+    assert ATTEND.header == "fi/generated/attend.h"
 
 
 def test_the_grid_is_every_combination_or_the_list() -> None:
     assert len(list(ATTEND.grid())) == 12
     assert next(ATTEND.grid()) == {"dtype": "f16", "head_dim": 64, "causal": False}
-    few = dataclasses.replace(ATTEND, prebuilt=(AXES,))
-    assert list(few.grid()) == [AXES]
+    few = dataclasses.replace(ATTEND, prebuilt=({"causal": True},))
+    assert list(few.grid()) == [{"dtype": "f16", "head_dim": 64, "causal": True}], "other fields are as usual"
 
 
 def test_targets() -> None:
@@ -227,16 +232,14 @@ def test_dtypes() -> None:
 
 
 # What holds for every op of every family.
+def cuda_specs(op: Op) -> list[Spec]:
+    """Every CUDA implementation of every prebuilt configuration on every target that takes it."""
+    return [spec for target in CUDA.values() for spec in aot.specs(op, target)]
+
+
 def test_names_are_unique() -> None:
     """One name for each configuration on each target, over all ops: names are files of one directory."""
-    specs = [
-        op.spec(target, axes, impl.name)
-        for op in ops().values()
-        for axes in op.grid()
-        for target in CUDA.values()
-        for impl in op.impls
-        if not op.explain(target, axes)[impl.name]
-    ]
+    specs = [spec for op in ops().values() for spec in cuda_specs(op)]
     names = [spec.name for spec in specs] + [f"{name}_{kind}" for name in ops() for kind in ("cpu", "cuda")]
     assert len(specs) > 100
     repeated = [name for name, group in itertools.groupby(sorted(names)) if len(list(group)) > 1]
@@ -244,40 +247,29 @@ def test_names_are_unique() -> None:
     assert [name for name in names if not re.fullmatch(r"[A-Za-z0-9_]{1,200}", name)] == []
 
 
-def runs(op: Op, target: Target, axes: Axes) -> bool:
-    return not all(op.explain(target, axes).values())
-
-
 @pytest.mark.parametrize("op", ops().values(), ids=lambda op: op.name)
 def test_a_declaration(op: Op) -> None:
     grid = list(op.grid())
-    assert launcher(op.name).op is op
-    assert grid and len({tuple(axes.items()) for axes in grid}) == len(grid), "the grid repeats itself"
-    for axes in grid:
-        assert list(axes) == list(op.axes), "axes in the order of the declaration: names are made of them"
-        assert op.spec(CPU, axes).unit() is None, "every op runs on the CPU"
-        assert any(runs(op, target, axes) for target in CUDA.values()), "and on some GPU"
-    assert any(runs(op, CUDA["80"], axes) for axes in grid), "every op runs on GPUs since sm_80"
-    assert len({impl.name for impl in op.impls}) == len(op.impls)
+    assert operator(op.name).op is op
+    assert grid and len({tuple(values.items()) for values in grid}) == len(grid), "the grid repeats itself"
+    for values in grid:
+        assert list(values) == list(op.fields), "fields in the order of the declaration"
+        (cpu,) = specs(Request.of(op, CPU, values))
+        assert cpu.unit() is None, "every op runs on the CPU"
+        assert any(specs(Request.of(op, target, values)) for target in CUDA.values()), "and on some GPU"
+    assert any(specs(Request.of(op, CUDA["80"], values)) for values in grid), "every op runs on GPUs since sm_80"
+    for spec in cuda_specs(op):
+        assert [axis for axis, _ in spec.axes] == list(op.axes), "names are made of axes in their order"
+        assert all(value in op.axes[axis] for axis, value in spec.axes), "an axis has the values that are declared"
+    assert len({impl.name for impl in op.implementations}) == len(op.implementations)
     assert re.fullmatch(r"\(.*Tensor\(a!\).*\) -> \(\)", op.schema), "the schema is of the out-variant"
-
-
-def cuda_specs(op: Op) -> list[Spec]:
-    """Every CUDA implementation of every prebuilt configuration, on the first target that takes it."""
-    found: dict[object, Spec] = {}
-    for axes in op.grid():
-        for target in CUDA.values():
-            for name, why in op.explain(target, axes).items():
-                if not why:
-                    found.setdefault((name, *axes.values()), op.spec(target, axes, name))
-    return list(found.values())
 
 
 @pytest.mark.parametrize("op", ops().values(), ids=lambda op: op.name)
 def test_units(op: Op) -> None:
-    specs = cuda_specs(op)
-    assert specs
-    for spec in specs:
+    found = {(spec.implementation, spec.axes): spec for spec in cuda_specs(op)}
+    assert found
+    for spec in found.values():
         unit = spec.unit()
         assert unit == spec.unit(), "the choice is a pure function of the axes"
         assert unit and unit.entries
@@ -287,8 +279,9 @@ def test_units(op: Op) -> None:
             assert re.fullmatch(r"[a-z]\w*", entry.name)
             assert 32 <= entry.threads <= 1024 and entry.threads % 32 == 0
             assert 0 <= entry.shared_bytes <= 227 * 1024
-            assert entry.blocks_per_sm * entry.threads <= 2048
-            assert all(type(word) is int for word in entry.config), "the launcher reads integers"
+            assert entry.ctas_per_sm * entry.threads <= 2048
+            assert type(entry.config) is (op.config or tuple), "a launcher reads the config that the op declares"
+            assert all(isinstance(word, int) for word in entry.config), "which is of integers"
 
 
 def test_the_prebuilt_set_is_small() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fi_core.resolve import store
+from fi_core.runtime.resolve import store
 
 if TYPE_CHECKING:
     from core.conftest import Python
@@ -118,7 +118,7 @@ def test_a_damaged_entry_is_set_aside_and_built_again(damage: Callable[[Path], o
 MANY = """
 import sys, time
 from pathlib import Path
-from fi_core.resolve import store
+from fi_core.runtime.resolve import store
 def build(directory):
     with open(sys.argv[1], "a") as count:
         count.write("built\\n")
@@ -144,18 +144,19 @@ def test_of_many_cold_processes_one_builds(python: Python, tmp_path: Path) -> No
 KERNEL = """
 import sys
 from core import toy
-from fi_core.resolve import built, store
+from fi_core.runtime.resolve import built, store
 toy.use(sys.argv[1])
 found = built(toy.artifacts()[0])
 print(found.origin, found.path)
 """
 RMSNORM = """
-from fi_core.build import sources
-from fi_core.registry import launcher
-from fi_core.resolve import built
-from fi_core.spec.target import Target
-op = launcher("rmsnorm").op
-host, _ = sources.artifacts(op.spec(Target("cuda", "80"), next(op.grid())))
+from core import toy
+from fi_core.runtime.build import sources
+from fi_core.registry import operator
+from fi_core.runtime.resolve import built
+from fi_core.runtime.spec.target import Target
+op = operator("rmsnorm").op
+host, _ = sources.artifacts(toy.chosen(op, Target("cuda", "80"), next(op.grid())))
 found = built(host)
 print(found.origin, found.path)
 """
@@ -177,7 +178,7 @@ def test_of_cold_processes_one_compiles_a_kernel(
 
 SLEEPER = """
 import sys, time
-from fi_core.resolve import store
+from fi_core.runtime.resolve import store
 def build(directory):
     (directory / "demo.so").write_bytes(b"half of the co")
     print("building", flush=True)
@@ -252,9 +253,9 @@ MOUNT = ("unshare", "--mount") if os.geteuid() == 0 else ("unshare", "--map-root
 FULL = """
 import os, subprocess, sys
 from core import toy
-from fi_core.build import compiler
-from fi_core.env import env
-from fi_core.resolve import built, prepare, store
+from fi_core.runtime.build import compiler
+from fi_core.runtime.env import env
+from fi_core.runtime.resolve import built, prepare, store
 toy.use(sys.argv[1])
 env.cache_dir.mkdir()
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12k", "none", str(env.cache_dir)], check=True)
@@ -351,7 +352,7 @@ PLANTS = [plant_link, plant_open_folder, plant_inner_link, *([plant_folder_of_an
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_what_others_can_plant_is_refused(
+def test_entries_in_writable_places_of_others_are_refused(
     plant: Callable[[Path, Path], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     theirs = tmp_path / "theirs"
@@ -410,7 +411,7 @@ def test_our_folder_in_a_shared_directory_is_private(
 OTHER_USER = """
 import filelock, os, sys
 from pathlib import Path
-from fi_core.resolve import store
+from fi_core.runtime.resolve import store
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
@@ -424,7 +425,7 @@ for key in sys.argv[1:]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
 def test_another_user_reads_our_store_and_writes_its_own(python: Python, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A FI_CACHE_DIR filled by one user serves the others; what is missing they build elsewhere."""
+    """Other users read a FI_CACHE_DIR that one user filled; they build missing entries elsewhere."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         place = Path(name)
         place.chmod(0o755)

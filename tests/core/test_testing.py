@@ -1,4 +1,4 @@
-"""fi_core.testing: what bench_gpu_time returns, when it rotates, and the counts and casts around it."""
+"""fi_core.testing: the result of bench_gpu_time, cache rotation, attention counts and fp8 casts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_cpu_function_is_timed_by_the_wall_clock() -> None:
     assert bench_cpu_time(time.sleep, 0.001).median_ms >= 1.0
 
 
-def test_both_spellings_mean_the_same_and_twice_is_an_error() -> None:
+def test_aliases_of_arguments() -> None:
     seen: list[tuple[object, ...]] = []
     x = torch.ones(2)
 
@@ -122,7 +122,7 @@ def test_attention_counts_agree_with_counting(causal: bool) -> None:
     pairs = sum(1 for i in range(q) for j in range(kv) if not causal or j <= kv - q + i)
     exact = 2 * pairs * h * (dk + dv)
     counted = testing.attention_flops(2, q, kv, dk, dv, h, causal)
-    # the usual causal formula counts the diagonal by half
+    # the usual causal formula counts half of the diagonal
     assert counted == 2 * (exact - (q * h * (dk + dv) if causal else 0))
     lens = torch.full((2, 1, 1, 1), q, dtype=torch.int32), torch.full((2, 1, 1, 1), kv, dtype=torch.int32)
     assert testing.attention_flops_with_actual_seq_lens(*lens, dk, dv, h, causal) == counted

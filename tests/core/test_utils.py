@@ -14,7 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fi_core import backend, utils
+from fi_core import utils
+from fi_core.compat import backend
 from fi_core.utils import MaskMode, PosEncodingMode, TensorLayout
 
 CPU = torch.device("cpu")
@@ -24,7 +25,7 @@ Device = Callable[..., None]
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    """Pretend that cuda:0 is a GPU of this capability, under this CUDA version."""
+    """Makes cuda:0 a GPU of this capability, under this CUDA version."""
 
     def pretend(major: int, minor: int = 0, cuda: str | None = "13.0") -> None:
         backend._capability_of.cache_clear()
@@ -36,7 +37,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 
 def test_import_needs_no_torch() -> None:
-    code = "import sys, fi_core.utils, fi_core.autotuner, fi_core.observe.log; print('torch' in sys.modules)"
+    code = "import sys, fi_core.utils, fi_core.compat.autotuner, fi_core.observe.log; print('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
@@ -49,7 +50,7 @@ def test_every_export_exists() -> None:
 def test_compute_capability(device: Device) -> None:
     device(9)
     assert utils.get_compute_capability(CUDA) == (9, 0)
-    torch.cuda.get_device_capability = lambda index: (10, 0)  # the fixture puts the real one back
+    torch.cuda.get_device_capability = lambda index: (10, 0)  # the fixture restores the real one
     assert utils.get_compute_capability(CUDA) == (9, 0), "cached"
     with pytest.raises(ValueError, match="CUDA device, got cpu"):
         utils.get_compute_capability(CPU)
@@ -226,7 +227,7 @@ def test_pages_of_one_token(layout: str, shape: tuple[int, ...]) -> None:
     assert k.shape == v.shape == shape
 
 
-def test_paged_cache_refusals() -> None:
+def test_paged_cache_rejects() -> None:
     cache = torch.zeros(3, 4, 2, 8)
     with pytest.raises(KeyError, match="got list"):
         utils._unpack_paged_kv_cache([cache, cache], "NHD")  # type: ignore[arg-type]
@@ -248,7 +249,7 @@ def test_range_buf_is_cached() -> None:
     assert utils._get_range_buf(5, CPU).data_ptr() == first.data_ptr(), "a bigger one does not replace it"
 
 
-def test_graph_capture_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_graph_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not utils.is_graph_capturing()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

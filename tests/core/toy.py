@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import fi_kernels
-from fi_core.spec.constraint import ON_CPU, at_least
-from fi_core.spec.op import Artifact, Axes, Entry, Impl, Op, Spec, Unit
-from fi_core.spec.target import CPU, Target
+from fi_core.runtime.dispatch import AUTO, Request, choose
+from fi_core.runtime.spec.artifact import Artifact
+from fi_core.runtime.spec.constraint import ON_CPU, at_least
+from fi_core.runtime.spec.op import Entry, Implementation, Op, Spec, Unit, Values
+from fi_core.runtime.spec.target import CPU, Target
 
 KERNELS = fi_kernels.ROOT
 FILES = {
@@ -44,21 +47,22 @@ __device__ void scale(const ScaleParams& p) {
 }
 
 
-def unit(axes: Axes) -> Unit:
+def unit(axes: Values) -> Unit:
     return Unit("fi/toy/scale.cuh", "ScaleParams", (Entry("scale", f"scale<{axes['n']}>", 32),))
 
 
 SCALE = Op(
     name="scale",
     family="toy",
-    schema="(Tensor(a!) x) -> ()",
+    arguments="Tensor(a!) x",
     axes={"n": (1, 2, 3, 4)},
-    impls=(Impl("cpu", ON_CPU), Impl("cuda", at_least(80), unit)),
+    implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), unit)),
 )
 
 
 def plant(root: Path) -> Path:
-    """Writes the tree below root and makes it the sources of this process."""
+    """Writes the tree below root, with the templates of fi-kernels, and makes it the sources of this process."""
+    shutil.copytree(KERNELS / "templates", root / "templates")
     for name, text in FILES.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -71,13 +75,18 @@ def use(root: Path | str) -> None:
     fi_kernels.ROOT = Path(root)
 
 
+def chosen(op: Op, target: Target, values: Values | None = None, backend: str = AUTO) -> Spec:
+    """The spec by which an op computes a request on a target."""
+    return choose(Request.of(op, target, values, backend)).spec
+
+
 def spec(n: int = 1, arch: str = "80") -> Spec:
-    return SCALE.spec(Target("cuda", arch), {"n": n})
+    return chosen(SCALE, Target("cuda", arch), {"n": n})
 
 
 def artifacts(n: int = 1, arch: str = "80") -> tuple[Artifact, Artifact]:
     """The host module and the device binary of one configuration."""
-    from fi_core.build import sources
+    from fi_core.runtime.build import sources
 
     host, image = sources.artifacts(spec(n, arch))
     assert (host.kind, image.kind, host.target) == ("cuda", "cubin", CPU)

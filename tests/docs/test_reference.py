@@ -4,44 +4,85 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import fi_core
-from fi_core.env import env
 from fi_core.registry import ops
+from fi_core.runtime.env import env
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def generate() -> ModuleType:
+def generate() -> Iterator[ModuleType]:
+    path = list(sys.path)
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    yield module
+    sys.path[:] = path
 
 
-def test_functions(generate: ModuleType) -> None:
-    """Every public function has a docstring, and a directive with its signature."""
-    page = generate.functions()
+@pytest.fixture(scope="module")
+def functions(generate: ModuleType) -> str:
+    return "".join([*map(generate.family_page, generate.families()), generate.library()])
+
+
+def test_functions(functions: str) -> None:
+    """Every public function has a docstring, and one directive with its signature."""
     names = [name for name in fi_core.__all__ if not name.startswith("__")]
-    found = re.findall(r"````\{py:(?:function|class)\} fi_core\.(\w+)\(", page)
-    assert sorted(set(names) - set(found)) == []
-    assert "````{py:method} fi_core.BatchDecodeWithPagedKVCacheWrapper.run(q: torch.Tensor, " in page
-    assert "````{py:property} fi_core.BatchDecodeWithPagedKVCacheWrapper.resolved_backend\n" in page
-    empty = re.findall(r"````\{py:\w+\} (\S+?)\(.*\n(?:\n)*````", page)
+    found = re.findall(r"````\{py:(?:function|class)\} (fi_core\.[\w.]+)\(", functions)
+    assert [name for name in names if found.count(f"fi_core.{name}") != 1] == []
+    assert "````{py:method} fi_core.BatchDecodeWithPagedKVCacheWrapper.run(q: torch.Tensor, " in functions
+    assert "````{py:property} fi_core.BatchDecodeWithPagedKVCacheWrapper.resolved_backend\n" in functions
+    empty = re.findall(r"````\{py:\w+\} (\S+?)\(.*\n(?:\n)*````", functions)
     assert empty == []
+
+
+def test_parameters_are_lists(functions: str) -> None:
+    entry = functions.split("````{py:function} fi_core.rmsnorm(")[1].split("````")[0]
+    for line in (":param input: ", ":param weight: ", ":returns: ", ":raises ValueError: ", ":raises TypeError: "):
+        assert f"\n{line}" in entry
+
+
+def test_every_family_has_a_page(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of public names is a family, also one that nothing else names, or shown with the library functions."""
+    assert {*generate.families(), *generate.LIBRARY} == set(fi_core._MODULES)
+    index = (ROOT / "docs" / "reference" / "index.md").read_text() + generate.functions()
+    listed = set(re.findall(r"^(?:_generated/)?([a-z]+[\w-]*)$", index, re.MULTILINE))
+    assert listed == {name.removesuffix(".md") for name in generate.PAGES}
+    monkeypatch.setitem(fi_core._MODULES, "fused_moe", ())
+    assert "fused_moe" in generate.families() and generate.title("fused_moe") == "Fused moe"
+
+
+def test_support_matrix(generate: ModuleType) -> None:
+    """A function shows the op that it launches, and the implementations of that op on the CPU, sm_80 and sm_90."""
+    page = generate.support_matrix()
+    lines = [line for line in page.splitlines() if line.startswith("|") and "`" in line]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    by_name = {row[0].split("`")[1].split(" ")[0]: row for row in rows if row[0].startswith("{py:obj}")}
+    assert by_name["rmsnorm"][1:3] == ["`rmsnorm`", "`cpu`"]
+    assert by_name["fused_add_rmsnorm"][1] == "`rmsnorm`" and by_name["silu_and_mul"][1] == "`act_and_mul`"
+    decode = by_name["BatchDecodeWithPagedKVCacheWrapper"]
+    assert decode[1:3] == ["`batch_decode`", "`cpu`"]
+    assert decode[4].count("`") > decode[3].count("`") > 2, "Hopper has one more implementation"
+    shown = {row[1].strip("`") for row in rows}
+    assert set(ops()) - shown == set(), "an op that no public function launches"
+    kernels = [name for name in fi_core._HOME if fi_core._HOME[name] in ("norm", "rope", "activation", "page", "topk")]
+    assert [name for name in kernels if name not in by_name and name != "TopKTieBreak"] == []
 
 
 def test_ops(generate: ModuleType) -> None:
     page = generate.ops()
     assert [op for op in ops() if f"\n### {op}\n" not in page] == []
     row = next(line for line in page.splitlines() if line.startswith("| `rmsnorm` |"))
-    assert row.count("cuda (") == 5 and row.count("cpu (") == 1
+    assert row.count("(") == 6, "the CPU and five architectures"
 
 
 def test_command_line(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,3 +95,21 @@ def test_command_line(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> 
 def test_environment(generate: ModuleType) -> None:
     page = generate.environment()
     assert [row.name for row in env.table() if f"`{row.name}`" not in page] == []
+
+
+def test_signature_keeps_the_quotes_of_defaults(functions: str) -> None:
+    """A postponed annotation is shown without quotes, a default as it is written."""
+    entry = functions.split("````{py:class} fi_core.BatchDecodeWithPagedKVCacheWrapper(")[1].splitlines()[0]
+    assert entry.startswith("float_workspace_buffer: torch.Tensor, kv_layout: str = 'NHD', ")
+    assert "(self" not in functions
+
+
+def test_purpose_is_the_first_sentence(generate: ModuleType) -> None:
+    def call(x: int) -> None:
+        """Draws from the top-p set (Holtzman et al. 2019). More about it.
+
+        Args:
+            x: a number.
+        """
+
+    assert generate._first_sentence(call) == "Draws from the top-p set (Holtzman et al. 2019)."

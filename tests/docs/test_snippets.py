@@ -25,6 +25,7 @@ def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)  # code may look like a link
 PYTHON = [page for page in PAGES if blocks(page, "python")]
 COMMANDS = [
     pytest.param(page, line, id=f"{name(page)}: {line}")
@@ -71,7 +72,7 @@ def test_links_lead_somewhere() -> None:
     wrong = [
         f"{name(page)}: {target}"
         for page in [*PAGES, ROOT / "CONTRIBUTING.md"]
-        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", FENCE.sub("", page.read_text()))
         if not (page.parent / target).exists()
     ]
     assert wrong == []

@@ -1,4 +1,4 @@
-"""What every op test uses: nasty inputs, poisoned outputs with guard zones, and comparison against fp64."""
+"""Helpers of operator tests: nasty inputs, poisoned outputs with guard zones, and comparison with fp64."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from fi_core.registry import launcher
+from fi_core.registry import operator
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Relative and absolute error allowed against fp64, by output dtype: about one rounding, plus that of fp32 arithmetic.
+# Relative and absolute tolerance against fp64, by output dtype: about one rounding, plus the error of fp32 arithmetic.
 TOLERANCE = {
     torch.float32: (2e-5, 2e-5),
     torch.float16: (1.5e-3, 1e-3),
@@ -23,7 +23,7 @@ GUARD = 64  # elements of poison around every buffer
 
 
 def rand(*shape: int, dtype: torch.dtype, device: str, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    """Normal values; the same for every device."""
+    """Normal values, equal on every device."""
     generator = torch.Generator().manual_seed(seed + 7919 * math.prod(shape))
     return (torch.randn(*shape, generator=generator) * scale).to(dtype).to(device)
 
@@ -45,14 +45,14 @@ def guarded(shape: Sequence[int], dtype: torch.dtype, device: str, *, row_paddin
 
 
 def strided(x: torch.Tensor, row_padding: int = 8) -> torch.Tensor:
-    """The same values with NaN between the rows: a slice of a fused qkv, say."""
+    """The same values with NaN between the rows, such as a slice of a fused qkv."""
     view = guarded(x.shape, x.dtype, str(x.device), row_padding=row_padding)
     view.copy_(x)
     return view
 
 
 def assert_guards(view: torch.Tensor) -> None:
-    """Nothing outside the view was written."""
+    """Asserts that nothing outside the view is written."""
     outside = torch.ones(view._canvas.numel(), dtype=torch.bool)  # type: ignore[attr-defined]
     outside.as_strided(view.shape, view.stride(), GUARD).fill_(False)
     rest = view._canvas.cpu()[outside]  # type: ignore[attr-defined]
@@ -90,14 +90,15 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, tolerance: tup
 @contextlib.contextmanager
 def using(op: str, impl: str) -> Iterator[None]:
     """Runs the block with one implementation of the op."""
-    with launcher(op).using(impl):
+    with operator(op).using(impl):
         yield
 
 
 def impls(op: str, device: str) -> list[str]:
     """The implementations of an op that run on this device."""
-    from fi_core.launch.op import target_of
+    from fi_core.runtime.launch.operator import target_of
 
     target = target_of(torch.device(device, 0) if device == "cuda" else torch.device(device))
     values = {"device": target.kind, "capability": target.capability}
-    return [i.name for i in launcher(op).op.impls if all(c.holds(values) for c in i.constraints if c.name in values)]
+    kernels = [i for i in operator(op).op.implementations if i.unit is not None or device == "cpu"]
+    return [i.name for i in kernels if all(c.holds(values) for c in i.constraints if getattr(c, "name", "") in values)]

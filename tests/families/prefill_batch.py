@@ -6,14 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 
 from families import cudnn_frontend
 from families.attention_reference import attention
 from families.harness import TOLERANCE, assert_close, guarded, rand
 from families.paged import Cache, Paged, offsets, paged
-from fi_core.errors import UnsupportedError
 from fi_core.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+from fi_core.runtime.errors import UnsupportedError
 
 LSE = (1e-4, 1e-4)
 HALVES = (torch.float16, torch.bfloat16)
@@ -165,9 +166,12 @@ def _check_cudnn(
 def check(
     b: Batch, *, masks: Sequence[torch.Tensor] | None = None, run: dict[str, Any] | None = None,
     tolerance: tuple[float, float] | None = None, lse_tolerance: tuple[float, float] = LSE,
-    expect: dict[str, Any] | None = None, **options: Any,
+    expect: dict[str, Any] | None = None, refused_by: str = "", **options: Any,
 ) -> None:  # fmt: skip
-    """Both wrappers on each backend against fp64. `options` go to plan and to the reference, `expect` to the latter."""
+    """Both wrappers on each backend against fp64. `options` go to plan and to the reference, `expect` to the latter.
+
+    The backend `refused_by` must refuse `run`, and say why.
+    """
     run = run or {}
     want, want_lse = b.expected(masks, **({k: x for k, x in options.items() if k != "o_data_type"} | (expect or {})))
     if masks is not None:
@@ -178,6 +182,10 @@ def check(
         for w in planned(b, wrapper, more=cudnn_frontend.backends(str(b.q.device.type)), **options):
             if w.resolved_backend == "cudnn":
                 _check_cudnn(w, b.q, cudnn_frontend.finite(keys), run, want, want_lse)
+                continue
+            if refused_by and w._backend == refused_by:
+                with pytest.raises(UnsupportedError, match="requires"):
+                    w.run(b.q, *keys, **run)
                 continue
             out, lse = w.run(b.q, *keys, return_lse=True, **run)
             assert out.dtype == options.get("o_data_type", b.q.dtype) and lse.dtype == torch.float32

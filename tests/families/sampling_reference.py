@@ -1,4 +1,4 @@
-"""What tests of sampling share: rows whose sums are exact, sets of allowed tokens in fp64, and a chi-square test."""
+"""Helpers of the sampling tests: rows with exact sums, sets of allowed tokens in fp64, and a chi-square test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ allowed = _thresholds
 
 
 def dyadic(rows: int, vocab: int, device: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Multiples of 2^-20 below 2^-8 with many ties: integer sums and fp64 sums of them are exact and the same."""
+    """Returns multiples of 2^-20 below 2^-8 with many ties; their integer sums and fp64 sums are exact and equal."""
     generator = torch.Generator().manual_seed(seed + rows * 31 + vocab)
     spread = torch.randint(0, 9, (rows, 1), generator=generator)
     units = torch.randint(0, 256, (rows, vocab), generator=generator) >> (spread - 1).clamp(min=0)
@@ -27,7 +27,7 @@ def normal_logits(rows: int, vocab: int, device: str, seed: int = 0, scale: floa
 
 
 def assert_distribution(samples: torch.Tensor, probs: torch.Tensor) -> None:
-    """Chi-square of the draws against probabilities `[vocab]` (fp64, need not sum to one), five sigma."""
+    """Checks draws against probabilities `[vocab]` (fp64, need not sum to one) by a chi-square test, five sigma."""
     probs = probs.double().cpu() / probs.double().sum().cpu()
     counts = torch.bincount(samples.cpu().long(), minlength=len(probs)).double()
     assert len(counts) == len(probs)
@@ -43,7 +43,7 @@ def assert_distribution(samples: torch.Tensor, probs: torch.Tensor) -> None:
 
 
 def adversarial(vocab: int, device: str, logits: bool, dtype: torch.dtype) -> tuple[torch.Tensor, list[set[int]]]:
-    """Rows of every nasty kind, and which tokens may come from each; an empty set: none."""
+    """Returns rows with extreme content, and the set of tokens that each may give; empty if none."""
     zero = -INF if logits else 0.0
     big, tiny = (3e38, -3e38) if logits else (3e38, 1e-45)
 
@@ -72,11 +72,11 @@ def adversarial(vocab: int, device: str, logits: bool, dtype: torch.dtype) -> tu
         row(1e-45, mid=1e-38),
     ]
     stacked = torch.stack(rows).to(dtype)
-    return stacked.to(device), [_choice(r, logits) for r in stacked.double()]
+    return stacked.to(device), [_drawable_tokens(r, logits) for r in stacked.double()]
 
 
-def _choice(row: torch.Tensor, logits: bool) -> set[int]:
-    """Which tokens of a row have a probability of 2^-31 of the largest at least."""
+def _drawable_tokens(row: torch.Tensor, logits: bool) -> set[int]:
+    """Returns the tokens of a row whose probability is at least 2^-31 of the largest."""
     x = row.where(~row.isnan(), -INF)
     top = x.max()
     if top == (-INF if logits else 0.0) or (top < 0 and not logits):

@@ -46,7 +46,7 @@ def test_act_and_mul(name: str, shape: tuple[int, ...], dtype: torch.dtype, devi
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("padding", [(8, 16), (1, 3), (2, 0)])
 def test_strided_rows(name: str, padding: tuple[int, int], device: str) -> None:
-    """Rows of a larger tensor, at distances that allow wide, narrow and scalar accesses."""
+    """Rows of a larger tensor, with strides that allow wide, narrow and scalar accesses."""
     x = rand(9, 2 * 320, dtype=torch.bfloat16, device=device)
     out = guarded((9, 320), torch.bfloat16, device, row_padding=padding[1])
     getattr(fi_core, name)(strided(x, padding[0]), out)
@@ -62,7 +62,7 @@ def test_unaligned_address(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_many_rows(name: str, device: str) -> None:
-    """Enough for the entry that takes four vectors a thread on the largest card; rows that end inside its blocks."""
+    """Enough rows for the entry with four vectors per thread on the largest GPU; rows end inside its CTAs."""
     x = rand(1100, 2 * 2008, dtype=torch.bfloat16, device=device)
     assert_close(getattr(fi_core, name)(x), reference(name, x))
 
@@ -70,7 +70,7 @@ def test_many_rows(name: str, device: str) -> None:
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_extremes(name: str, dtype: torch.dtype, device: str) -> None:
-    """Large and infinite gates take their limits, NaN stays, and no element reaches its neighbours."""
+    """Large and infinite gates give their limits, NaN stays NaN, and no element changes its neighbours."""
     special = [0.0, -0.0, 1e-4, -1e-4, 5.9, -5.9, 6.1, -6.1, 12.0, -12.0, 88.5, -88.5, 127.0, -127.0, 6e4, -6e4]
     gate = torch.tensor([*special, math.inf, -math.inf, math.nan, 1.0, 1.0, 1.0])
     up = torch.ones(len(gate))
@@ -128,7 +128,7 @@ def test_enable_pdl_changes_nothing(device: str) -> None:
         (torch.ones(3, 8), torch.ones(4, 3).t(), ValueError, "out must be contiguous in its last dimension"),
     ],
 )
-def test_refuses(name: str, x: torch.Tensor, out: torch.Tensor | None, error: type[Exception], words: str) -> None:
+def test_rejects(name: str, x: torch.Tensor, out: torch.Tensor | None, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         getattr(fi_core, name)(x, out)
 

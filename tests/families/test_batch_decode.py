@@ -10,10 +10,10 @@ import torch
 
 import fi_core
 from families import cudnn_frontend
-from families.harness import TOLERANCE, assert_close, assert_guards, guarded, impls, rand
+from families.harness import TOLERANCE, assert_close, assert_guards, guarded, rand
 from families.paged import FORMS, Paged, paged
 from fi_core.decode import BatchDecodeWithPagedKVCacheWrapper as Wrapper
-from fi_core.errors import UnsupportedError
+from fi_core.runtime.errors import UnsupportedError
 
 HALVES = (torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -23,16 +23,16 @@ GROUPS = [(1, 1), (4, 2), (4, 1), (5, 1), (14, 2), (8, 1), (16, 1), (34, 2)]
 
 
 def workspace(device: str, megabytes: int = 16) -> torch.Tensor:
-    """Its content must not matter: NaN."""
+    """A workspace of NaN: its content must not matter."""
     return torch.full((megabytes << 18,), float("nan"), device=device)
 
 
 def backends(device: str) -> list[str]:
-    return ["auto", *(impls("batch_decode", device) if device == "cuda" else [])]
+    return ["auto", *(("fa2", "fa2_tc", "fa3") if device == "cuda" else ())]
 
 
 def wrappers(p: Paged, more: Sequence[str] = (), **options: Any) -> Iterator[Wrapper]:
-    """The batch planned by each backend, and each of `more`, that takes it: `auto` always does."""
+    """Plans and runs the batch by each backend that supports it, and each of `more`; `auto` supports every batch."""
     options = p.dtypes | options
     if p.q_len > 1:
         options["q_len_per_req"] = p.q_len
@@ -48,7 +48,7 @@ def wrappers(p: Paged, more: Sequence[str] = (), **options: Any) -> Iterator[Wra
 
 
 def _check_cudnn(w: Wrapper, q: torch.Tensor, cache: Any, want: torch.Tensor, want_lse: torch.Tensor) -> None:
-    """As below, where cuDNN takes the shapes; test_cudnn.py has those that it must take."""
+    """test_shapes by cuDNN, where it supports the shapes; test_cudnn.py has the shapes that it must support."""
     try:
         out, lse = w.run(q, cache, return_lse=True)
     except UnsupportedError:
@@ -224,7 +224,7 @@ def test_bad_heads_spoil_themselves_only(device: str) -> None:
 
 @pytest.mark.gpu
 def test_offsets_beyond_32_bits() -> None:
-    """A pool of 5 GiB, whose used pages lie at both ends."""
+    """A cache of 5 GiB with used pages at both ends."""
     pages = 5 * (1 << 30) // (2 * 16 * 8 * 128 * 2)
     pool = torch.full((pages, 2, 16, 8, 128), float("nan"), dtype=torch.bfloat16, device="cuda")
     small = paged([300, 64], heads=(8, 8), dim=128, dtype=torch.bfloat16, form="fused", device="cuda")

@@ -35,7 +35,7 @@ def graph_wrapper(batch_size: int, device: str, room: int = 200, **options: Any)
 
 
 def on_host(p: Paged) -> tuple[Any, ...]:
-    """Arguments of plan whose tables lie on the host, as vLLM has them (the indices on the device)."""
+    """Arguments of plan with tables on the host, as in vLLM (the indices are on the device)."""
     return (p.indptr.cpu(), p.indices, p.last_page_len.cpu(), *p.plan_arguments()[3:])
 
 
@@ -82,14 +82,14 @@ def test_graph_mode_copies_into_the_callers_buffers(host: bool, device: str) -> 
     for seed, lengths in enumerate(([40, 0, 17], [1, 500, 3])):
         p = paged(lengths, device=device, seed=seed)
         wrapper.plan(*(on_host(p) if host else p.plan_arguments()))
-        schedule = wrapper._division.buffers
+        schedule = wrapper._schedule.buffers
         assert buffers[0] is wrapper._paged_kv_indptr_buf and torch.equal(buffers[0], p.indptr)
         assert torch.equal(buffers[1][: len(p.indices)], p.indices)
         assert torch.equal(buffers[2], p.last_page_len)
         assert_close(wrapper.run(p.q, p.cache), p.expected()[0])
         wrapper.plan(*buffers, *p.plan_arguments()[3:])  # the buffers themselves
         assert_close(wrapper.run(p.q, p.cache), p.expected()[0])
-        assert wrapper._division.buffers is schedule, "addresses change"
+        assert wrapper._schedule.buffers is schedule, "the addresses of the schedule stay"
 
 
 def test_the_graph_class(device: str) -> None:
@@ -196,7 +196,7 @@ def test_names_that_engines_import() -> None:
 
 
 def test_wrappers_may_share_a_float_workspace(device: str) -> None:
-    """Runs alternate between them; with their plans made before."""
+    """Runs alternate between wrappers that were planned before."""
     shared = workspace(device)
     batches = [paged([1000, 3], heads=(8, 2), device=device, seed=s) for s in range(3)]
     wrappers = [Wrapper(shared) for _ in batches]
@@ -256,7 +256,7 @@ def random_lengths(batch_size: int, most: int, seed: int) -> Sequence[int]:
 @pytest.mark.parametrize("plan_too", [False, True])
 @pytest.mark.parametrize("q_len", [1, 2])
 def test_one_capture_serves_a_hundred_batches(plan_too: bool, q_len: int) -> None:
-    """The run alone is captured, or the plan with it; then only the tables change."""
+    """Captures run, or plan and run; replays change only the tables."""
     batch_size, room, dim = 7, 7 * 70, 128
     wrapper = graph_wrapper(batch_size, "cuda", room, use_tensor_cores=q_len > 1)
     pool = rand(600, 2, 16, 2, dim, dtype=torch.bfloat16, device="cuda")

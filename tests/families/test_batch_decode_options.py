@@ -1,4 +1,4 @@
-"""Options of batch decode: each changes the result as fp64 says, and bad ones are refused by name."""
+"""Options of batch decode: each against fp64, and errors that name the argument."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_options_of_plan_and_forward(options: dict[str, Any], q_len: int, device
             assert torch.equal(wrapper.forward(p.q, p.cache, **options), out)
 
 
-def test_forward_without_options_forgets_those_of_the_plan(device: str) -> None:
+def test_forward_without_options_uses_defaults(device: str) -> None:
     p = batch(device)
     want, _ = p.expected()
     for wrapper in wrappers(p, window_left=20, logits_soft_cap=2.0, sm_scale=0.7):
@@ -82,7 +82,7 @@ def test_scales_of_run(scales: dict[str, float], tensor: bool, device: str) -> N
 
 
 def test_sinks_join_the_softmax_once(device: str) -> None:
-    """Also where a request is cut into parts, and where it has no keys."""
+    """Also with split-KV, and for a request without keys."""
     p = paged([2000, 0, 1, 65], heads=(6, 2), device=device)
     sinks = rand(6, dtype=torch.float32, device=device, scale=3.0)
     want, want_lse = p.expected(sinks=sinks)
@@ -99,7 +99,7 @@ def test_sinks_join_the_softmax_once(device: str) -> None:
     "mode", [{"fixed_split_size": 4}, {"fixed_split_size": 16}, {"disable_split_kv": True}], ids=label
 )
 def test_batch_invariance(mode: dict[str, Any], window_left: int, device: str) -> None:
-    """A request has the same bits alone, in any order, and with any neighbours."""
+    """The result of a request has the same bits alone and in any batch."""
     p = paged([700, 0, 64, 1500, 3, 129, 1024], heads=(8, 2), device=device)
     for whole, *others in zip(
         wrappers(p, window_left=window_left, **mode),
@@ -128,7 +128,7 @@ def test_the_mode_can_change_from_plan_to_plan(device: str) -> None:
 
 
 def refused(error: type[Exception], words: str, device: str = "cpu", **change: Any) -> None:
-    """plan or run with one argument changed."""
+    """Calls plan or run with one argument changed."""
     p = paged([20, 9], device=device)
     names = ("indptr", "indices", "last_page_len", "num_qo_heads", "num_kv_heads", "head_dim", "page_size")
     arguments = dict(zip(names, p.plan_arguments())) | p.dtypes
@@ -152,12 +152,12 @@ CALL = (
     ("change", "error", "words"),
     [
         ({"pos_encoding_mode": "alibi"}, KeyError, "pos_encoding_mode: allowed are NONE, .* got 'alibi'"),
-        ({"paged_kv_cache": [1, 2]}, KeyError, "paged_kv_cache: one tensor or a tuple"),
-        ({"paged_kv_cache": torch.ones(3, 3)}, ValueError, "paged_kv_cache: 4 or 5 dimensions"),
+        ({"paged_kv_cache": [1, 2]}, KeyError, "paged_kv_cache: must be a tensor or a tuple"),
+        ({"paged_kv_cache": torch.ones(3, 3)}, ValueError, "paged_kv_cache: must have 4 or 5 dimensions"),
         ({"q_data_type": "bfloat16", "kv_data_type": "float16"}, ValueError, "q: q_data_type torch.bfloat16 was"),
         ({"kv_data_type": "bfloat16"}, ValueError, "kv_data_type torch.bfloat16 was planned; got torch.float16"),
-        ({"q_data_type": "half-precision"}, ValueError, "q_data_type: the name of a torch dtype is required"),
-        ({"q_data_type": 16}, TypeError, "q_data_type: a str or torch.dtype is required, got int"),
+        ({"q_data_type": "half-precision"}, ValueError, "q_data_type: must be the name of a torch dtype"),
+        ({"q_data_type": 16}, TypeError, "q_data_type: must be a str or torch.dtype, got int"),
         ({"q": torch.ones(3, 4, 64).half()}, ValueError, r"q: shape \(2, 4, 64\) was planned"),
         ({"q": torch.ones(2, 8, 64).half()}, ValueError, r"q: shape \(2, 4, 64\) was planned"),
         ({"out": torch.ones(2, 4, 32).half()}, ValueError, "out: shape must be"),
@@ -261,7 +261,7 @@ def test_a_workspace_that_is_too_small_says_how_much_is_needed() -> None:
 
 
 def test_page_ids_are_checked_on_request(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr("fi_core.decode.wrapper.CHECK", True)
+    monkeypatch.setattr("fi_core.attention.wrappers.decode.CHECK", True)
     p = paged([40, 9], device=device)
     for wrapper in wrappers(p):
         wrapper.run(p.q, p.cache)

@@ -40,7 +40,7 @@ def test_shapes(heads: tuple[int, int], dims: tuple[int, int], causal: bool, dty
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("form", ["tuple", "fused", "strided"])
 def test_pages(page_size: int, kv_layout: str, form: str, device: str) -> None:
-    """NaN in every slot and page without a token: nothing else is read."""
+    """NaN in every slot and page without a token is not read."""
     b = batch([(40, 300), (9, 64), (2, 0), (130, 131)], dims=(128, 128), page_size=page_size, kv_layout=kv_layout,
               form=form, device=device)  # fmt: skip
     check(b, causal=True)
@@ -84,7 +84,7 @@ def test_scales(device: str) -> None:
     scales = {
         name: torch.tensor([x], device=device) for name, x in (("q_scale", 1.5), ("k_scale", 2.0), ("v_scale", 0.3))
     }
-    check(b, run=scales, expect={"k_scale": 3.0, "v_scale": 0.3})
+    check(b, run=scales, expect={"k_scale": 3.0, "v_scale": 0.3}, refused_by="fa3")
 
 
 def masks_of(lens: list[tuple[int, int]], device: str) -> list[torch.Tensor]:
@@ -97,7 +97,7 @@ def masks_of(lens: list[tuple[int, int]], device: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("lens", [MIX, [(130, 257), (1, 3), (7, 5)]])
 def test_custom_masks(lens: list[tuple[int, int]], device: str) -> None:
-    """They take the place of causal; the window still holds."""
+    """A custom mask replaces causal; the window still applies."""
     b = batch(lens, device=device)
     masks = masks_of(lens, device)
     check(b, masks=masks)
@@ -117,7 +117,7 @@ def test_custom_masks(lens: list[tuple[int, int]], device: str) -> None:
 
 @pytest.mark.parametrize("lens", [[(20, 29), (13, 13)]])
 def test_items(lens: list[tuple[int, int]], device: str) -> None:
-    """Several items behind one prefix: prefixes of 12 and 2, items of 3, 4, 5 and 7, 1 tokens."""
+    """Multi-item scoring: prefixes of 12 and 2 tokens, items of 3, 4, 5 and of 7, 1 tokens."""
     b = batch(lens, device=device)
     positions = [[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 0]]
     prefixes, width = [12, 2], 20
@@ -189,7 +189,7 @@ def test_fp8(dtype: torch.dtype, dim: int, o_dtype: torch.dtype | None, device: 
 def test_fp8_tiles(
     options: dict[str, Any], heads: tuple[int, int], page_size: int, kv_layout: str, device: str
 ) -> None:
-    """Lengths around the tiles of the kernels; NaN beyond every last key."""
+    """Lengths around the tile sizes of the kernels; NaN after every last key."""
     lens = [*MIX, (192, 192), (130, 385), (33, 200)]
     b = batch(lens, heads=heads, dims=(128, 128), dtype=torch.float8_e4m3fn, page_size=page_size, kv_layout=kv_layout,
               device=device)  # fmt: skip
@@ -203,7 +203,7 @@ def test_fp8_tiles(
 
 
 def test_long_fp8_sums_do_not_drift(device: str) -> None:
-    """Tensor cores add products of fp8 with few bits: of 8192 equal values, the mean is that value."""
+    """The mean of 8192 equal values is that value, although tensor cores sum fp8 products with few bits."""
     b = batch([(8, 8192)], heads=(2, 1), dims=(128, 128), dtype=torch.float8_e4m3fn, page_size=64, device=device)
     b.cache[1].fill_(1.5)
     for w in planned(b, o_data_type=torch.bfloat16):
@@ -220,7 +220,7 @@ def test_output_dtype(o_dtype: torch.dtype, device: str) -> None:
 
 
 def with_sinks(b: Any, sinks: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference: a sink is one more key of score sinks[h], whose value is zero."""
+    """The reference: a sink is one more key with score sinks[h] and value zero."""
     out, lse = b.expected(**options)
     natural = lse * 0.6931471805599453
     total = torch.logaddexp(natural, sinks.cpu().double())
@@ -257,8 +257,8 @@ def test_large_scores(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("factor", "window_left"), [(2, -1), (8, -1), (64, -1), (64, 100)])
-def test_maxima_that_grow(factor: int, window_left: int, dtype: torch.dtype, device: str) -> None:
-    """From one key tile to the next, by less than what leaves the output as it is and by more."""
+def test_row_max_that_grows(factor: int, window_left: int, dtype: torch.dtype, device: str) -> None:
+    """row_max grows from one KV tile to the next, by less and by more than the rescale threshold."""
     b = batch([(60, 1500), (150, 150)], heads=(2, 1), dims=(128, 128), dtype=dtype, device=device)
     b.q.mul_(factor)
     check(b, causal=True, window_left=window_left)
@@ -266,8 +266,8 @@ def test_maxima_that_grow(factor: int, window_left: int, dtype: torch.dtype, dev
 
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_maxima_that_grow_in_every_tile(dtype: torch.dtype, dims: tuple[int, int], device: str) -> None:
-    """By 2^3 a tile of 64 keys in one head and 2^16 in the other, and once by more than 2^256."""
+def test_row_max_that_grows_in_every_tile(dtype: torch.dtype, dims: tuple[int, int], device: str) -> None:
+    """row_max grows by 2^3 per tile of 64 keys in one head and by 2^16 in the other, once by more than 2^256."""
     b = batch([(70, 1500)], heads=(2, 1), dims=dims, dtype=dtype, device=device)
     ramp = torch.linspace(0, 1, 1500, device=device).reshape(-1, 1, 1)
     ramp[1000:] += 4
@@ -291,7 +291,7 @@ def test_nothing(lens: list[tuple[int, int]], device: str) -> None:
 
 
 def test_a_request_does_not_depend_on_its_batch(device: str) -> None:
-    """Bit for bit where no request is split: the height of tiles changes no result."""
+    """The same bits without split-KV: the tile height does not change results."""
     b = batch([(300, 900), (1, 77), (70, 70), (128, 2000)], heads=(8, 2), dims=(128, 128), device=device)
     rows = list(b.qo_lens)
     for w in planned(b, causal=True, disable_split_kv=True):
@@ -308,7 +308,7 @@ def test_a_request_does_not_depend_on_its_batch(device: str) -> None:
     [(True, -1, (128, 128)), (False, -1, (64, 64)), (True, 2300, (128, 128)), (True, 2300, (192, 128))],
 )
 def test_split_requests(causal: bool, window_left: int, dims: tuple[int, int], device: str) -> None:
-    """Few queries with many keys: on Hopper blocks share the keys of a tile, whose parts the last one merges."""
+    """Few queries with many keys: on Hopper CTAs split the keys of a tile, and the last merges the partials."""
     b = batch([(20, 2101), (1, 2100), (50, 2600)], heads=(4, 1), dims=dims, device=device)
     options = {"causal": causal, "window_left": window_left}
     check(b, **options)
@@ -338,7 +338,7 @@ def test_agrees_with_single_prefill(device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_offsets_beyond_32_bits(kv_layout: str, dtype: torch.dtype) -> None:
-    """Pools of 5 GiB, of K and of V, whose used pages lie at both ends."""
+    """Caches of 5 GiB, of K and of V, with used pages at both ends."""
     b = batch([(40, 300), (9, 64)], heads=(8, 8), dims=(128, 128), dtype=dtype, kv_layout=kv_layout, device="cuda")
     own = b.pool.indices.long()
     pages = (5 << 30) // (16 * 8 * 128 * dtype.itemsize)

@@ -1,4 +1,4 @@
-"""What the batch prefill wrappers refuse, and how they say so."""
+"""Errors of the batch prefill wrappers and their messages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import torch
 from families.harness import assert_close
 from families.prefill_batch import batch, workspace
 from families.test_batch_prefill_calls import LENS
-from fi_core.errors import UnsupportedError
-from fi_core.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper, ops
+from fi_core.attention.ops import prefill as ops
+from fi_core.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+from fi_core.runtime.dispatch import Request, choose
+from fi_core.runtime.errors import UnsupportedError
+from fi_core.runtime.spec.target import cuda_target
 
 
 def test_errors_of_the_constructor(device: str) -> None:
@@ -110,7 +113,7 @@ def test_page_ids_are_checked_if_asked(device: str, monkeypatch: pytest.MonkeyPa
     b = batch(LENS, device=device)
     w = BatchPrefillWithPagedKVCacheWrapper(workspace(device))
     w.plan(*b.paged_plan(), **b.types())
-    monkeypatch.setattr("fi_core.prefill.paged.CHECK", True)
+    monkeypatch.setattr("fi_core.attention.wrappers.paged.CHECK", True)
     assert_close(w.run(b.q, b.cache), b.expected()[0])
     w._paged_kv_indices_buf[1] = 1000
     with pytest.raises(ValueError, match=r"paged_kv_indices: the cache has pages 0 to \d+; got 1000 at 1"):
@@ -119,7 +122,7 @@ def test_page_ids_are_checked_if_asked(device: str, monkeypatch: pytest.MonkeyPa
 
 def test_offsets_are_checked_if_asked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     b = batch(LENS, device=device)
-    monkeypatch.setattr("fi_core.prefill.ragged.CHECK", True)
+    monkeypatch.setattr("fi_core.attention.wrappers.ragged.CHECK", True)
     w = BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
     w.plan(*b.ragged_plan(), **b.types())
     keys = b.ragged()
@@ -139,13 +142,30 @@ def test_schedule_too_small(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_fa3_says_why_not() -> None:
+def test_fa3_refuses_with_reasons() -> None:
     b = batch(LENS, dims=(80, 80), device="cuda")
     w = BatchPrefillWithPagedKVCacheWrapper(workspace("cuda"), backend="fa3")
     with pytest.raises(UnsupportedError, match="head_dim"):
         w.plan(*b.paged_plan(), **b.types())
-    device = torch.device("cuda", 0)
-    half = torch.float16
-    if torch.cuda.get_device_capability() == (9, 0):
-        assert ops.choose("auto", device, half, half, half, 128, 128, 4, 0, True) == "fa3"
-    assert ops.choose("auto", device, half, half, half, 128, 128, 4, 0, False) == "fa2"
+
+
+@pytest.mark.parametrize(
+    ("facts", "implementation", "why"),
+    [
+        ({}, "wgmma_sm90", ""),
+        ({"mask": "custom"}, "mma_sm80", "requires mask == plain, got custom"),
+        ({"scaled": True}, "mma_sm80", "requires no scales by head or on the device, or e4m3"),
+        ({"alignment": 8}, "mma_sm80", "requires alignment >= 16, got 8"),
+        ({"group_size": 256}, "mma_sm80", "requires group_size <= 128, got 256"),
+        ({"page_size": 1}, "mma_sm80", "is slow: requires page_size multiple of 8, got 1"),
+        ({"page_size": 0}, "wgmma_sm90", ""),  # ragged
+        ({"head_dim_qk": 192, "head_dim_vo": 128}, "wgmma_sm90", ""),
+        ({"head_dim_qk": 192, "head_dim_vo": 192}, "mma_sm80", "requires head_dim_vo == head_dim_qk, or 128 for 192"),
+        ({"kv": "e4m3"}, "wgmma_sm90", ""),
+        ({"kv": "f16"}, "mma_sm80", "requires kv of q's dtype, or fp8 with a 16-bit q"),
+    ],
+)
+def test_auto_has_a_reason_against_the_hopper_kernel(facts: dict[str, Any], implementation: str, why: str) -> None:
+    choice = choose(Request.of(ops.BATCH_PREFILL, cuda_target(9, 0), facts))
+    assert choice.implementation == implementation
+    assert why in "; ".join(dict(choice.reasons).get("wgmma_sm90", ("",)))

@@ -1,4 +1,4 @@
-"""Batch prefill in CUDA graphs and beside other requests: many batches by one capture, and the same bits each way."""
+"""Batch prefill in CUDA graphs and in other batches: one capture serves many batches, with the same bits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from families.harness import assert_close
 from families.prefill_batch import Batch, batch, planned, workspace
 from families.test_batch_prefill_calls import graph_buffers
-from fi_core.errors import UnsupportedError
 from fi_core.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+from fi_core.runtime.errors import UnsupportedError
 
 E4M3 = torch.float8_e4m3fn
 LSE = (2e-4, 2e-4)
@@ -21,7 +21,7 @@ ROWS, PAGES = 160, 120  # of the graph: query tokens and pages that no batch exc
 
 
 def captured(run: Callable[[], Any]) -> Any:
-    """What a replay gives, after one run that compiles."""
+    """The result of a replay, after one run that compiles."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -44,7 +44,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wrapper", [BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper])
 def test_a_request_has_the_same_bits_however_it_runs(kind: str, wrapper: Any, device: str) -> None:
-    """Alone, in any order, with any neighbours, eager or captured, where no request is split."""
+    """Alone or in any batch, eager or captured, without split-KV."""
     is_paged = wrapper is BatchPrefillWithPagedKVCacheWrapper
     b = batch([(150, 450), (1, 77), (70, 70), (128, 700)], heads=(8, 2), device=device, **KINDS[kind])
     options = {"causal": True, "window_left": 300}
@@ -70,7 +70,7 @@ def test_a_request_has_the_same_bits_however_it_runs(kind: str, wrapper: Any, de
 
 
 def lengths(seed: int, count: int) -> Sequence[tuple[int, int]]:
-    """Of requests: none, one or many rows, and no, fewer or more keys than rows."""
+    """Requests with no, one or many rows, and with no, fewer or more keys than rows."""
     chance = random.Random(seed)
     rows = [chance.choice((0, 1, chance.randrange(ROWS // count))) for _ in range(count)]
     return [(n, chance.choice((0, n, n + chance.randrange(300), chance.randrange(n + 1)))) for n in rows]
@@ -80,7 +80,7 @@ def lengths(seed: int, count: int) -> Sequence[tuple[int, int]]:
 @pytest.mark.parametrize("plan_too", [False, True])
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
 def test_one_capture_serves_a_hundred_batches(backend: str, plan_too: bool) -> None:
-    """The run alone is captured, or the plan with it; then only tables, queries and the cache change."""
+    """Captures run, or plan and run; replays change only tables, queries and the cache."""
     make: dict[str, Any] = {"heads": (8, 2), "dims": (128, 128), "dtype": torch.bfloat16, "device": "cuda"}
     first = batch([(ROWS // 4, 300)] * 4, **make)  # as many rows as there may be
     buffers = graph_buffers(first, "cuda")

@@ -1,4 +1,4 @@
-"""Batch prefill where maxima grow late: weights are relative to an old maximum until that is too small."""
+"""Batch prefill where row_max grows late: kernels skip the rescale until row_max grows beyond a threshold."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GROWTH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def growing(
     growth: str, every: int, dtype: torch.dtype, heads: tuple[int, int], device: str, lens: list[tuple[int, int]]
 ) -> Batch:
-    """Every so many rows see that growth, the others none; of e4m3 it is less, whose sums have few bits."""
+    """One row in `every` has that growth, the others none; e4m3 has less, because its sums have few bits."""
     b = batch(lens, heads=heads, dims=(128, 128), dtype=dtype, device=device)
     b.q[..., 0] = 0
     b.q[::every, :, 0] = 8  # times 128 ** -0.5 and log2(e): 1.02
@@ -45,7 +45,7 @@ def growing(
     ("every", "options"),
     [(1, {"causal": True}), (7, {}), (1, {"causal": True, "window_left": 300}), (5, {"logits_soft_cap": 60.0})],
 )
-def test_maxima_grow(every: int, options: dict[str, Any], dtype: torch.dtype, growth: str, device: str) -> None:
+def test_row_max_grows(every: int, options: dict[str, Any], dtype: torch.dtype, growth: str, device: str) -> None:
     b = growing(growth, every, dtype, (4, 1), device, [(50, KEYS), (3, 40)])
     want, want_lse = b.expected(**options)
     out_dtype = torch.bfloat16 if dtype == E4M3 else dtype
@@ -64,7 +64,7 @@ def test_maxima_grow(every: int, options: dict[str, Any], dtype: torch.dtype, gr
 @pytest.mark.parametrize("growth", GROWTH)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3])
 def test_rows_do_not_depend_on_their_neighbours(dtype: torch.dtype, growth: str) -> None:
-    """Alone or in a batch tiles have other heights, so that other rows share a warpgroup: the same bits."""
+    """The same bits alone and in a batch, where other rows share a warpgroup because tiles have another height."""
     b = growing(growth, 6, dtype, (10, 2), "cuda", [(300, KEYS), (64, 64), (700, KEYS), (500, 600)])
     plan = {"causal": True, "disable_split_kv": True}
     if dtype == E4M3:

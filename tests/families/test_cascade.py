@@ -10,7 +10,7 @@ import torch
 
 import fi_core
 from families.harness import assert_close, assert_guards, guarded, impls, rand, strided, using
-from fi_core.cascade.merge import _merge_state_in_place_reference, _merge_state_reference, _merge_states_reference
+from fi_core.attention.merge import _merge_state_in_place_reference, _merge_state_reference, _merge_states_reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # One vector, less than one, not whole vectors, rows that fill warps badly, more vectors than a block has threads.
@@ -20,7 +20,7 @@ INF = float("inf")
 
 
 def states(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and log-sum-exps; v of shape, s without its last dimension."""
+    """Values v of the shape, and lse s without the last dimension."""
     v = rand(*shape, dtype=dtype, device=device, seed=seed)
     return v, rand(*shape[:-1], 1, dtype=torch.float32, device=device, seed=seed + 1, scale=4.0)[..., 0].contiguous()
 
@@ -66,7 +66,7 @@ def test_merge_state_in_place(shape: tuple[int, ...], dtype: torch.dtype, device
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 7, 8, 33, 200])
 def test_merge_states(count: int, dtype: torch.dtype, device: str) -> None:
-    """The number of states decides how many of them are summed at once."""
+    """Counts around the number of states that are summed at once."""
     for n, heads, d in ((3, 2, 128), (2, 3, 20), (1, 2, 7), (2, 1, 576), (1, 1, 4104), (0, 2, 8)):
         v, s = states(n, count, heads, d, dtype=dtype, device=device)
         want = _merge_states_reference(v, s)
@@ -87,7 +87,7 @@ def test_one_state_is_copied(device: str) -> None:
 
 
 def poisoned(device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eight rows, two states: which of them are empty differs by row, and what empty ones hold is NaN or inf."""
+    """Eight rows of two states; each row has other empty states, whose v is NaN or inf."""
     v, s = states(8, 2, 3, 48, dtype=torch.float16, device=device)
     for row, empty in enumerate([(), (0,), (1,), (0, 1), (), (0,), (), ()]):
         for i in empty:
@@ -96,7 +96,7 @@ def poisoned(device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_empty_states_are_neutral(device: str) -> None:
-    """An empty state leaves the other as it is, bit for bit, also if its values are garbage; two give 0 and -inf."""
+    """An empty state leaves the other unchanged, bit for bit, even if its v is NaN; two give 0 and -inf."""
     v, s = poisoned(device)
     want_v, want_s = _merge_states_reference(v.nan_to_num(0, 0, 0), s)
     in_place = v[:, 0].clone(), s[:, 0].clone()
@@ -145,7 +145,7 @@ def test_nan_values_stay_in_their_element(device: str) -> None:
 
 
 def test_large_lse(device: str) -> None:
-    """Only differences of the log-sum-exps are exponentiated."""
+    """Large lse do not overflow: only differences are exponentiated."""
     for shift in (3e4, -3e4):
         v, s = states(3, 9, 2, 64, dtype=torch.float32, device=device)
         s = (s + shift).contiguous()
@@ -201,10 +201,12 @@ def test_ops_are_registered_well() -> None:
     pair = v[:, 0], s[:, 0], v[:, 1], s[:, 1]
     fi_core.merge_state(*pair)
     mask = torch.tensor([True, False, True])
-    torch.library.opcheck(torch.ops.fi_core.merge_state.default, (v[:, 0].clone(), s[:, 0].clone(), *pair, mask))
     torch.library.opcheck(
-        torch.ops.fi_core.merge_state.default, (v[:, 0].clone(), s[:, 0].clone(), None, None, *pair[2:], None)
+        torch.ops.fi_core.merge_state.default, (v[:, 0].clone(), s[:, 0].clone(), *pair[2:], *pair[:2], mask)
     )
+    mine, others = (v[:, 0].clone(), s[:, 0].clone(), *pair[2:]), pair[:2]
+    torch.library.opcheck(torch.ops.fi_core.merge_state.default, (*mine, *others, mask))
+    torch.library.opcheck(torch.ops.fi_core.merge_state.default, mine)
 
 
 V, S = torch.ones(4, 2, 8, dtype=torch.float16), torch.ones(4, 2)
@@ -239,7 +241,7 @@ def test_merge_state_refuses(change: dict[str, torch.Tensor], error: type[Except
     ],
 )
 def test_merge_state_in_place_refuses(change: dict[str, Any], error: type[Exception], words: str) -> None:
-    """The errors speak of the arguments of this function; s is written, so it is not cast."""
+    """Errors name the arguments of this function; s is written, so it is not cast."""
     with pytest.raises(error, match=words):
         fi_core.merge_state_in_place(**({"v": V, "s": S, "v_other": V, "s_other": S} | change))
 

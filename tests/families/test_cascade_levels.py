@@ -32,7 +32,7 @@ def levels(device: str, dims: int, dtype: torch.dtype, kv_dtype: torch.dtype, se
 
 
 def expected(found: list[Batch], causal: bool, **options: Any) -> torch.Tensor:
-    """Each row over the keys of all levels, one level after another."""
+    """Each row attends to the keys of all levels, one level after another."""
     outs = []
     for i, q in enumerate(found[-1].q.split(ROWS)):
         groups = [next(g for g, (who, _) in enumerate(level) if i in who) for level in LEVELS]
@@ -74,7 +74,7 @@ def test_one_level_is_prefill(device: str) -> None:
 
 
 def test_graph_buffers(device: str) -> None:
-    """Plans of other lengths change what a captured run computes."""
+    """A captured run computes the batch that was planned last."""
     found = levels(device, 128, torch.float16, torch.float16)
     names = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
     tables = zip(names, zip(*(b.paged_plan()[:4] for b in found)))
@@ -98,7 +98,7 @@ def test_graph_buffers(device: str) -> None:
 
 
 def batch_without_keys(b: Batch, drop: int) -> Batch:
-    """The last `drop` pages of the first request are gone."""
+    """Removes the last `drop` pages of the first request."""
     size = b.pool.page_size
     counts = [-(-len(k) // size) for k in b.k]
     kept = counts[0] - drop

@@ -1,4 +1,4 @@
-"""Attention by cuDNN: against fp64 where its Python frontend is installed, else that each function says what to do."""
+"""Attention by cuDNN: against fp64 if its Python frontend is installed, else the error of each function."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from families.cudnn_frontend import INSTALLED, finite
 from families.harness import assert_close, assert_guards, guarded, strided
 from families.paged import Paged, offsets, paged
 from families.prefill_batch import Batch, batch
+from fi_core.attention.cudnn.graph import finish_lse
+from fi_core.attention.cudnn.planned import PlannedBatch
 from fi_core.cudnn import cudnn_batch_prefill_with_kv_cache
-from fi_core.cudnn.graph import finish_lse
-from fi_core.cudnn.planned import PlannedBatch
-from fi_core.errors import LibraryError, UnsupportedError
+from fi_core.runtime.errors import LibraryError, UnsupportedError
 
 LSE = (1e-3, 1e-3)
 
 
 def result(call: Callable[..., Any], device: str, *args: Any, **given: Any) -> Any:
-    """What the call returns; None where it is refused as it must be: without the frontend, or without a GPU."""
+    """The result of the call; None if it raises the expected error without the frontend or without a GPU."""
     if INSTALLED and device == "cuda":
         return call(*args, **given)
     if INSTALLED:
@@ -82,8 +82,8 @@ def test_decode_options(q_len: int, form: str, options: dict[str, Any], device: 
         assert_close(got, p.expected(**options)[0])
 
 
-def test_decode_takes_other_tokens_of_other_batches(device: str) -> None:
-    """A graph is kept: what it computes must come from the arguments of each call."""
+def test_decode_of_other_batches_by_one_graph(device: str) -> None:
+    """A cached graph computes with the arguments of each call."""
     for seed in range(3):
         p = paged([300 - seed, 16, 65 + seed], dim=128, kv_layout="HND", seed=seed, device=device)
         given = decode_arguments(p, scale=0.05 * (seed + 1), block_tables=torch.zeros(3, 32, dtype=torch.int32))
@@ -176,7 +176,7 @@ def test_prefill(keys: str, dims: tuple[int, int], causal: bool, device: str) ->
 
 
 def test_prefill_of_a_fused_qkv(device: str) -> None:
-    """As the vision encoders of engines call it: offsets in elements, no mask, rows between the requests."""
+    """The call of engines' vision encoders: offsets in elements, no mask, rows between the requests."""
     lens, heads, dim = [40, 25], 4, 64
     b = batch([(n, n) for n in lens], heads=(heads, heads), dims=(dim, dim), dtype=torch.bfloat16, device=device)
     tokens, first = 80, [0, 45]
@@ -200,7 +200,7 @@ def test_prefill_of_a_fused_qkv(device: str) -> None:
 
 @pytest.mark.parametrize("lens", [[(5, 9), (0, 7), (3, 3)], [(5, 9), (2, 0), (3, 3)], [(9, 4), (6, 6)]])
 def test_prefill_of_empty_requests(lens: list[tuple[int, int]], device: str) -> None:
-    """No rows, no keys, or more rows than keys: a row that sees no key gives 0."""
+    """No rows, no keys, or more rows than keys: a row without keys gives 0."""
     b = batch(lens, heads=(8, 2), dims=(128, 128), kv_layout="HND", device=device)
     given = prefill_arguments(b, block_tables=b.pool.block_tables().clamp(min=0), return_lse=True)
     got = result(cudnn_batch_prefill_with_kv_cache, device, b.q, *finite(b.cache), **given)
@@ -218,7 +218,7 @@ DECODE, PAGED, RAGGED = (
 
 
 def wrapper(kind: Any, device: str, kv_layout: str = "NHD", **options: Any) -> Any:
-    """The wrapper with backend "cudnn"; None where it is refused as it must be."""
+    """The wrapper with backend "cudnn"; None if it raises the expected error."""
     if INSTALLED and device == "cuda":
         return kind(room(device), kv_layout, backend="cudnn", **options)
     error: type[Exception] = ValueError if INSTALLED else LibraryError
@@ -274,7 +274,7 @@ def test_prefill_wrappers(
 
 
 def test_wrapper_in_a_graph(device: str) -> None:
-    """Plans with other lengths change what a captured run computes."""
+    """A captured run computes the batch that was planned last."""
     lens, others = [(70, 70), (1, 130), (17, 40)], [(5, 90), (64, 64), (19, 120)]
     b, c = (batch(x, heads=(8, 2), dims=(128, 128), seed=seed, device=device) for seed, x in enumerate((lens, others)))
     buffers: dict[str, Any] = {
@@ -313,7 +313,7 @@ def test_wrapper_in_a_graph(device: str) -> None:
     [{"logits_soft_cap": 3.0}, {"pos_encoding_mode": "ALIBI"}, {"o_data_type": torch.float32}],
     ids=["soft cap", "alibi", "fp32 output"],
 )
-def test_wrappers_say_what_cudnn_does_not_take(options: dict[str, Any], device: str) -> None:
+def test_wrappers_refuse_unsupported_options(options: dict[str, Any], device: str) -> None:
     b = batch([(3, 20), (2, 9)], heads=(8, 2), dims=(128, 128), device=device)
     p = paged([20, 9], heads=(8, 2), dim=128, device=device)
     for kind in (DECODE, PAGED, RAGGED):
@@ -325,7 +325,7 @@ def test_wrappers_say_what_cudnn_does_not_take(options: dict[str, Any], device: 
 
 
 def test_the_lse_of_requests_without_keys(device: str) -> None:
-    """cuDNN's own is not -inf there, so it is set: rows of a request by the planned bounds, some of no rows."""
+    """The wrapper sets lse of requests without keys, which cuDNN does not; some requests have no rows."""
     b = PlannedBatch(False)
     lens_q, lens_kv = ([2, 0, 3, 1, 0], [5, 0, 0, 4, 0])
     rows = offsets(lens_q, device)
@@ -356,14 +356,14 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match='backend: None or "cudnn" is required'):
         prefill(b.q, k, v, **prefill_arguments(b), backend="fa2")
     monkeypatch.setitem(sys.modules, "cudnn", None)  # as if it were not installed
-    fi_core.cudnn.graph.frontend.cache_clear()
+    fi_core.attention.cudnn.graph.frontend.cache_clear()
     for call in (lambda: decode(**given), lambda: prefill(b.q, k, v, **prefill_arguments(b))):
         with pytest.raises(LibraryError, match="pip install nvidia-cudnn-frontend"):
             call()
-    fi_core.cudnn.graph.frontend.cache_clear()
+    fi_core.attention.cudnn.graph.frontend.cache_clear()
 
 
-def test_what_cudnn_does_not_take_is_said(device: str) -> None:
+def test_unsupported_shapes_raise_with_the_message_of_cudnn(device: str) -> None:
     p = paged([20, 9], kv_layout="HND", device=device)
     given = decode_arguments(p)
     given |= {name: given[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}

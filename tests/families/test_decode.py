@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,8 +9,10 @@ import torch
 
 import fi_core
 from families.attention_reference import attention
-from families.harness import TOLERANCE, assert_close, assert_guards, guarded, impls, rand, strided, using
-from fi_core.attention import choose, single_attention
+from families.harness import TOLERANCE, assert_close, assert_guards, guarded, rand, strided
+from fi_core.attention.ops import single
+from fi_core.runtime.dispatch import Request, choose
+from fi_core.runtime.spec.target import cuda_target
 
 HALVES = (torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -29,22 +30,15 @@ def make(
     return q, k, rand(*tokens, dims[1], dtype=kv_dtype, device=device, seed=2)
 
 
-def each_impl(device: str) -> Iterator[None]:
-    for impl in impls("single_attention", device):
-        with using("single_attention", impl):
-            yield
-
-
 def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> None:
     reference = {name: x for name, x in options.items() if name not in ("q_scale", "use_tensor_cores")}
     reference["k_scale"] = options.get("k_scale", 1.0) * options.get("q_scale", 1.0)
     want, want_lse = attention(q[None], k, v, **reference)
-    for _ in each_impl(str(q.device.type)):
-        out, lse = fi_core.single_decode_with_kv_cache(q, k, v, return_lse=True, **options)
-        assert out.dtype == q.dtype and lse.dtype == torch.float32
-        assert_close(out, want[0], tolerance=TOLERANCE[q.dtype])
-        assert_close(lse, want_lse[0], tolerance=LSE)
-        assert torch.equal(fi_core.single_decode_with_kv_cache(q, k, v, **options), out)
+    out, lse = fi_core.single_decode_with_kv_cache(q, k, v, return_lse=True, **options)
+    assert out.dtype == q.dtype and lse.dtype == torch.float32
+    assert_close(out, want[0], tolerance=TOLERANCE[q.dtype])
+    assert_close(lse, want_lse[0], tolerance=LSE)
+    assert torch.equal(fi_core.single_decode_with_kv_cache(q, k, v, **options), out)
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
@@ -87,9 +81,9 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(f"{k}={v}" for k, v in o.items()))
 def test_decode_options(options: dict[str, Any], dtype: torch.dtype, device: str) -> None:
-    """Also where the keys are split: 300 keys are three chunks."""
+    """Also with split-KV: 300 keys are three chunks."""
     q, k, v = make(300, (6, 3), (72, 64), dtype, device)
-    assert choose(1, 6, 3, 300, 72, -1, dtype == torch.float32) == (True, 3)
+    assert single.chunks_of(2, 3, 300, 1, -1) == 3
     check(q, k, v, **options)
     if "q_scale" not in options:
         assert (
@@ -118,77 +112,81 @@ def test_decode_fp8(dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("padding", [8, 1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_decode_reads_its_keys_only(dtype: torch.dtype, padding: int, device: str) -> None:
-    """NaN lies between the rows, beyond the last key, and before the window."""
+    """NaN between the rows, after the last key, and before the window is not read."""
     q, k, v = (strided(x, padding) for x in make(330, (6, 2), (64, 128), dtype, device))
     check(q, k[:300], v[:300])
     k[:100], v[:100] = float("nan"), float("nan")
     want, want_lse = attention(q[None], k[100:300], v[100:300])
-    for _ in each_impl(device):
-        out, lse = fi_core.single_decode_with_kv_cache(q, k[:300], v[:300], window_left=199, return_lse=True)
-        assert_close(out, want[0])
-        assert_close(lse, want_lse[0], tolerance=LSE)
+    out, lse = fi_core.single_decode_with_kv_cache(q, k[:300], v[:300], window_left=199, return_lse=True)
+    assert_close(out, want[0])
+    assert_close(lse, want_lse[0], tolerance=LSE)
 
 
 def test_bad_heads_spoil_themselves_only(device: str) -> None:
     q, k, v = make(200, (6, 2), (64, 64), torch.float16, device)
     q[1, 7], v[50, 1, 3] = float("nan"), float("inf")
     want, _ = attention(q[None], k, v)
-    for _ in each_impl(device):
-        assert_close(fi_core.single_decode_with_kv_cache(q, k, v), want[0])
+    assert_close(fi_core.single_decode_with_kv_cache(q, k, v), want[0])
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (8, 2), (7, 1)])
 def test_decode_is_prefill_of_one_row(heads: tuple[int, int], device: str) -> None:
     q, k, v = make(260, heads, (64, 64), torch.float32, device)
-    for _ in each_impl(device):
-        one = fi_core.single_decode_with_kv_cache(q, k, v, return_lse=True)
-        row = fi_core.single_prefill_with_kv_cache_return_lse(q[None], k, v, causal=True)
-        for a, b in zip(one, row):
-            assert torch.equal(a, b[0])
+    one = fi_core.single_decode_with_kv_cache(q, k, v, return_lse=True)
+    row = fi_core.single_prefill_with_kv_cache_return_lse(q[None], k, v, causal=True)
+    for a, b in zip(one, row):
+        assert torch.equal(a, b[0])
 
 
 @pytest.mark.parametrize("chunks", [None, 1, 2, 7, 40])
 def test_any_number_of_chunks(chunks: int | None, device: str) -> None:
-    """More chunks than keys too: the empty ones count for nothing. Nothing is written outside the buffers."""
+    """Empty chunks do not change the result, and no write leaves the buffers."""
     q, k, v = make(25, (6, 2), (64, 72), torch.float32, device)
     want, want_lse = attention(q[None], k, v)
-    for _ in each_impl(device):
-        out, lse = guarded((6, 72), torch.float32, device), guarded((6,), torch.float32, device)
-        workspace = None if chunks is None else guarded((chunks, 6, 74), torch.float32, device)
-        arguments = (None, None, None, None, None, 0, 0, False, -1, 0.0, 64**-0.5, 1.0, 1.0, 1e4, True)
-        single_attention(out, lse, workspace, q, k, v, *arguments)
-        assert_close(out, want[0])
-        assert_close(lse, want_lse[0], tolerance=LSE)
-        for buffer in (out, lse, workspace):
-            if buffer is not None:
-                assert_guards(buffer)
+    out, lse = guarded((6, 72), torch.float32, device), guarded((6,), torch.float32, device)
+    workspace = None if chunks is None else guarded((chunks, 6, 74), torch.float32, device)
+    single.single_attention(out, lse, workspace, q, k, v, 0, sm_scale=64**-0.5)
+    assert_close(out, want[0])
+    assert_close(lse, want_lse[0], tolerance=LSE)
+    for buffer in (out, lse, workspace):
+        if buffer is not None:
+            assert_guards(buffer)
 
 
 @pytest.mark.parametrize("kv_len", [0, 1, 128, 129, 4096, 10**6])
 @pytest.mark.parametrize("heads", [(1, 1), (32, 8), (128, 1), (64, 64), (4096, 4096)])
 def test_the_workspace_is_bounded(heads: tuple[int, int], kv_len: int) -> None:
-    few, chunks = choose(1, *heads, kv_len, 128, -1, False)
-    assert few and 1 <= chunks <= max(1, -(-kv_len // 128))
+    chunks = single.chunks_of(heads[0] // heads[1], heads[1], kv_len, 1, -1)
+    assert 1 <= chunks <= max(1, -(-kv_len // 128))
     assert chunks == 1 or chunks * heads[0] <= 4 * 528
 
 
 @pytest.mark.parametrize(
-    ("shape", "few", "split"),
+    ("facts", "implementation"),
     [
-        ((1, 32, 8, 10**6, 128, -1, False), True, True),
-        ((1, 32, 8, 10**6, 128, 127, False), True, False),  # 128 keys are seen
-        ((4, 32, 8, 10**6, 128, -1, False), True, True),
-        ((5, 32, 8, 10**6, 128, -1, False), False, False),  # 20 rows a kv head
-        ((1, 128, 1, 10**6, 128, -1, False), True, True),
-        ((1, 32, 8, 10**6, 512, -1, False), False, False),
-        ((1, 32, 8, 10**6, 512, -1, True), True, True),
-        ((64, 32, 8, 10**6, 128, -1, True), True, False),  # no tensor core product in fp32
-        ((0, 32, 8, 10**6, 128, -1, False), True, True),
+        ({"qo_len": 1, "group_size": 4}, "cuda_core"),
+        ({"qo_len": 1, "group_size": 128}, "cuda_core"),
+        ({"qo_len": 4, "group_size": 4}, "cuda_core"),
+        ({"qo_len": 5, "group_size": 4}, "mma_sm80"),  # 20 rows a kv head
+        ({"qo_len": 1, "head_dim_qk": 512, "head_dim_vo": 512}, "mma_sm80"),
+        ({"qo_len": 1, "q": "f32", "kv": "f32", "head_dim_qk": 512}, "cuda_core"),
+        ({"qo_len": 64, "q": "f32", "kv": "f32"}, "cuda_core"),  # no tensor core product in fp32
+        ({"qo_len": 1, "decode": True}, "batch_decode"),
+        ({"qo_len": 1, "decode": True, "alignment": 8}, "cuda_core"),
+        ({"qo_len": 1, "decode": True, "pos_encoding": "ROPE_LLAMA"}, "cuda_core"),
     ],
 )
-def test_choice_of_kernel(shape: tuple[int, int, int, int, int, int, bool], few: bool, split: bool) -> None:
-    chosen, chunks = choose(*shape)
-    assert (chosen, chunks > 1) == (few, split)
+def test_choice_of_kernel(facts: dict[str, Any], implementation: str) -> None:
+    request = Request.of(single.SINGLE_ATTENTION, cuda_target(8, 0), facts)
+    assert choose(request).implementation == implementation
+
+
+@pytest.mark.parametrize(
+    ("rows", "kv_len", "qo_len", "window_left", "split"),
+    [(4, 10**6, 1, -1, True), (4, 10**6, 1, 127, False), (16, 10**6, 4, -1, True), (128, 10**6, 1, -1, True)],
+)
+def test_keys_of_few_rows_are_split(rows: int, kv_len: int, qo_len: int, window_left: int, split: bool) -> None:
+    assert (single.chunks_of(rows, 8, kv_len, qo_len, window_left) > 1) == split
 
 
 @pytest.mark.parametrize(

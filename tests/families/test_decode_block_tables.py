@@ -54,7 +54,7 @@ def test_default_layouts_differ(device: str) -> None:
 
 @pytest.mark.parametrize("tensor", [False, True])
 def test_scales_are_all_there_is(tensor: bool, device: str) -> None:
-    """No 1 / sqrt(head_dim) by default; numbers or tensors on the device."""
+    """The scales are the only factors, without 1 / sqrt(head_dim); numbers or device tensors."""
     p = paged(LENGTHS, dim=64, kv_dtype=torch.float8_e4m3fn, device=device)
     assert_close(trtllm_batch_decode_with_kv_cache(**arguments(p, bmm1_scale=1.0)), p.expected(sm_scale=1.0)[0])
     one, two = (torch.tensor([x], device=device) if tensor else x for x in (0.07, 1.9))
@@ -86,7 +86,7 @@ def test_several_query_tokens_are_causal(q_len: int, device: str) -> None:
 
 
 def tree(batch_size: int, q_len: int, most: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random draft trees: each token sees itself and some before. As booleans, and packed into uint16 as for `most`."""
+    """Random draft trees, where a token attends to itself and some before it: as booleans, and packed for `most`."""
     generator = torch.Generator().manual_seed(q_len)
     seen = torch.rand(batch_size, q_len, q_len, generator=generator) < 0.5
     seen = seen.tril() | torch.eye(q_len, dtype=torch.bool)
@@ -114,7 +114,7 @@ def test_draft_trees(q_len: int, device: str) -> None:
 @pytest.mark.parametrize("most", [5, 40])
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_draft_trees_of_several_lengths(most: int, kv_dtype: torch.dtype, device: str) -> None:
-    """Each request's rows of the mask count its own query tokens; keys before these are seen by all."""
+    """Mask rows cover the query tokens of their own request; all tokens attend to the keys before."""
     lens = [(3, 300), (1, 64), (0, 17), (most, most), (2, 130)]
     b = batch(lens, heads=(8, 2), dims=(128, 128), dtype=torch.bfloat16, kv_dtype=kv_dtype, device=device)
     masks, packed = [], []
@@ -184,7 +184,7 @@ def test_keys_that_are_values_too(device: str) -> None:
 
 
 def test_tables_and_lengths_as_engines_have_them(device: str) -> None:
-    """A block table that is a slice of a wider one, whose other entries are no pages; lengths of any integer type."""
+    """A block table that is a slice of a wider one with invalid other entries; lengths of any integer dtype."""
     p = paged(LENGTHS, device=device)
     table = p.block_tables()
     wide = torch.full((len(LENGTHS), 300), 1 << 30, dtype=torch.int32, device=device)
@@ -200,7 +200,7 @@ def test_tables_and_lengths_as_engines_have_them(device: str) -> None:
 def test_requests_may_differ_in_query_tokens(
     dtypes: tuple[torch.dtype, torch.dtype], kv_layout: str, device: str
 ) -> None:
-    """As engines verify drafts of several lengths: every token sees the keys up to its own."""
+    """Verification of drafts of several lengths: each token attends to the keys up to its own position."""
     lens = [(3, 300), (1, 64), (0, 17), (5, 5), (2, 130)]
     b = batch(lens, heads=(8, 2), dims=(128, 128), dtype=dtypes[0], kv_dtype=dtypes[1], kv_layout=kv_layout,
               device=device)  # fmt: skip
@@ -246,7 +246,7 @@ def test_outputs(device: str) -> None:
 
 
 def test_engine_keywords(device: str) -> None:
-    """The keywords that vLLM and SGLang pass."""
+    """Accepts the keywords of vLLM and SGLang."""
     p = paged(LENGTHS, kv_layout="HND", device=device)
     out = torch.empty_like(p.q)
     counters = torch.zeros(64, dtype=torch.int32, device=device)
@@ -263,7 +263,7 @@ def test_engine_keywords(device: str) -> None:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_request_has_the_same_bits_in_any_batch(function: Any, device: str) -> None:
-    """Alone, in any order, and with any neighbours, where no request is cut."""
+    """Without split-KV a request has the same bits alone and in any batch."""
     p = paged([3000, 1, 700, 65, 0], heads=(8, 2), device=device)
 
     def run(part: Paged) -> Any:
@@ -282,7 +282,7 @@ def test_a_request_has_the_same_bits_in_any_batch(function: Any, device: str) ->
 
 
 def test_requests_of_several_tokens_have_the_same_bits_in_any_batch(device: str) -> None:
-    """However many there are: more than make one wave of a GPU would else go to another kernel."""
+    """For any number of requests: with more than one wave another kernel would run."""
     b = batch([(8, 900), (5, 70), (8, 333)], heads=(8, 2), dims=(128, 128), device=device)
     starts, tables, lens = b.qo_indptr.tolist(), b.pool.block_tables(), b.pool.seq_lens()
 
@@ -344,7 +344,7 @@ def test_refusals(change: dict[str, Any], error: type[Exception], words: str) ->
 
 
 def test_page_ids_are_checked_on_request(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr("fi_core.decode.block_tables.CHECK", True)
+    monkeypatch.setattr("fi_core.attention.forms.tables_decode.CHECK", True)
     p = paged([40, 9], device=device)
     table = p.block_tables()
     trtllm_batch_decode_with_kv_cache(**arguments(p, block_tables=table))  # unused entries are -1

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from families.harness import assert_close, assert_guards, guarded, impls, rand
-from fi_core.decode import ops
-from fi_core.errors import UnsupportedError
+from fi_core.attention.ops import decode as ops
+from fi_core.attention.ops.request import request
+from fi_core.runtime.dispatch import Choice
+from fi_core.runtime.errors import UnsupportedError
+from fi_core.runtime.launch.operator import planned
 from fi_core.utils import get_alibi_slopes
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -20,7 +23,7 @@ LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 130, 1000]
 
 
 class Problem(NamedTuple):
-    """Requests in a paged cache whose unused pages and slots hold NaN, and page ids that must not be read."""
+    """Requests in a paged cache with NaN in unused pages and slots, and page ids that must not be read."""
 
     q: torch.Tensor
     k: torch.Tensor  # [pages, page_size, heads, dim] whatever the order in memory
@@ -38,7 +41,7 @@ class Problem(NamedTuple):
 
 
 def cache(pages: int, page_size: int, heads: int, dim: int, dtype: torch.dtype, layout: int, padding: int) -> Any:
-    """NaN everywhere; as NHD, with memory in the order of the layout and rows `padding` elements longer."""
+    """A cache of NaN, as NHD over the memory order of the layout, with rows `padding` elements longer."""
     shape = (pages, page_size, heads, dim + padding) if layout == 0 else (pages, heads, page_size, dim + padding)
     x = torch.full(shape, math.nan).to(dtype)[..., :dim]
     return x if layout == 0 else x.transpose(1, 2)
@@ -158,38 +161,55 @@ def reference(
     return out, lse
 
 
+def choice(x: Problem, impl: str, k: torch.Tensor, v: torch.Tensor, mode: int) -> Choice:
+    """The choice of the named implementation, or UnsupportedError with its reasons."""
+    strides = x.q.stride(), k.stride(), v.stride()
+    low = (x.q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+    values = request(
+        x.q.dtype, k.dtype, x.q.dtype, x.q.shape[1:], k.shape[1:], v.shape[3], True, x.layout, mode, "plain", False,
+        False, strides, low,
+    )  # fmt: skip
+    device = torch.device(x.q.device.type, 0) if x.q.is_cuda else x.q.device
+    return planned(ops.BATCH_DECODE, device, impl, *values)
+
+
 def run(
     x: Problem,
     impl: str,
-    split: int = ops.BALANCED,
+    split_kv: int = ops.BALANCED,
     window_left: int = -1,
     out_dtype: torch.dtype | None = None,
-    blocks: int = 0,
+    num_ctas: int = 0,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """blocks: so few that much is left for each, so that some is divided into ranges which they take one by one."""
+    """num_ctas: 0 for those of the device, or so few that CTAs take dynamic ranges one after another."""
     device, (rows, heads, _) = x.q.device, x.q.shape
     device = torch.device(device.type, 0) if device.type == "cuda" else device
     kv_heads, batch = x.k.shape[2], len(x.lengths)
-    units = ops.units_of(heads, kv_heads, x.q_len)
-    needs = ops.sizes(device, batch, units, split, x.indices.numel() * x.page_size, impl, x.k.dtype)
-    if blocks:
-        needs = ops.Sizes(12 + (3 * blocks + 1) * 8 + 4 * batch + 6 * blocks, 6 * blocks, blocks, 3 * blocks, split)
-    buffers = ops.allocate(device, needs, x.v.shape[3])
+    q_tiles = ops.num_q_tiles(heads, kv_heads, x.q_len)
+    k, v = (x.k, x.v) if x.layout == 0 else (x.k.transpose(1, 2), x.v.transpose(1, 2))
+    mode = options.get("pos_encoding_mode", 0)
+    tokens = x.indices.numel() * x.page_size
+    sizes = ops.buffer_sizes(device, batch, q_tiles, split_kv, tokens, choice(x, impl, k, v, mode))
+    if num_ctas:
+        words = 12 + (3 * num_ctas + 1) * 8 + 4 * batch + 6 * num_ctas
+        sizes = ops.Sizes(words, 6 * num_ctas, num_ctas, 3 * num_ctas, split_kv)
+    buffers = ops.allocate(device, sizes, x.v.shape[3])
     buffers.workspace.fill_(math.nan)
     buffers.schedule.fill_(-7)
-    ops.plan(buffers, x.indptr, x.last, None, x.page_size, units, q_len=x.q_len, window_left=window_left)
-    later = int(buffers.schedule[7])
-    assert (later > 0) == (blocks > 0)
+    ops.plan(buffers, x.indptr, x.last, None, x.page_size, q_tiles, q_len=x.q_len, window_left=window_left)
+    dynamic_ranges = int(buffers.schedule[7])
+    assert (dynamic_ranges > 0) == (num_ctas > 0)
     out = guarded(
         (rows, heads, x.v.shape[3]), out_dtype or (x.q.dtype if x.q.element_size() > 1 else BF16), x.q.device.type
     )
     lse = torch.full((rows, heads), math.nan, dtype=F32, device=device)
-    k, v = (x.k, x.v) if x.layout == 0 else (x.k.transpose(1, 2), x.v.transpose(1, 2))
     for _ in range(2):  # counters come back to zero
-        ops.attend(
-            buffers, out, lse, x.q, k, v, x.indices, impl, x.layout, q_len=x.q_len, window_left=window_left, **options
-        )
+        ran = ops.batch_decode(
+            out, lse, buffers.workspace, buffers.schedule, x.q, k, v, x.indices, x.layout, buffers.num_ctas,
+            buffers.num_ranges, buffers.split_kv, q_len=x.q_len, window_left=window_left, backend=impl, **options,
+        )  # fmt: skip
+        assert ran is not None and ran.implementation == impl
     assert_guards(out)
     return out, lse
 
@@ -197,14 +217,14 @@ def run(
 def check(
     x: Problem,
     impl: str,
-    split: int = ops.BALANCED,
+    split_kv: int = ops.BALANCED,
     sm_scale: float = 0.0,
     out_dtype: torch.dtype | None = None,
-    blocks: int = 0,
+    num_ctas: int = 0,
     **options: Any,
 ) -> None:
     sm_scale = sm_scale or x.q.shape[2] ** -0.5
-    out, lse = run(x, impl, split, out_dtype=out_dtype, blocks=blocks, sm_scale=sm_scale, **options)
+    out, lse = run(x, impl, split_kv, out_dtype=out_dtype, num_ctas=num_ctas, sm_scale=sm_scale, **options)
     names = {"window_left": "window_left", "logits_soft_cap": "soft_cap"}
     known = {names.get(n, n): y for n, y in options.items() if n not in ("pos_encoding_mode", "draft_mask")}
     mode = options.get("pos_encoding_mode", 0)
@@ -217,22 +237,19 @@ def check(
 
 
 def each(x: Problem, **options: Any) -> None:
-    """The check, of every implementation that takes the problem."""
-    device = torch.device(x.q.device.type, 0) if x.q.device.type == "cuda" else x.q.device
+    """Checks every implementation that supports the problem."""
     mode = options.get("pos_encoding_mode", 0)
     tried = 0
     k, v = (x.k, x.v) if x.layout == 0 else (x.k.transpose(1, 2), x.v.transpose(1, 2))
     for impl in impls("batch_decode", x.q.device.type):
         try:
-            ops.choose(impl, device, x.q.dtype, x.k.dtype, x.q.shape[2], x.v.shape[3], mode)
+            choice(x, impl, k, v, mode)
         except UnsupportedError:
-            continue
-        if not ops.fits(impl, x.q, k, v) or (mode == 1 and impl not in ("cpu", "fa2")):
             continue
         tried += 1
         try:
             check(x, impl, **options)
-            if impl == "fa3":  # which takes other ways where there may be more to do
+            if impl == "tma_sm90":  # which takes other ways where there may be more to do
                 check(
                     x._replace(indices=torch.cat([x.indices, x.indices.new_full((1 << 20,), 2**31 - 1)])),
                     impl,
@@ -306,7 +323,7 @@ def test_groups(qo_heads: int, kv_heads: int, device: str) -> None:
     ("heads", "dim", "group", "padding"), [(3, 64, 1, 1), (20, 96, 1, 0), (2, 80, 1, 0), (5, 256, 1, 8), (5, 64, 3, 1)]
 )
 def test_few_rows_of_a_kv_head(heads: int, dim: int, group: int, padding: int, dtype: torch.dtype, device: str) -> None:
-    """A CPU then takes several heads at a time, and multiplies rows where they lie, whatever their address."""
+    """The CPU kernel computes several heads at a time and reads rows in place, at any alignment."""
     x = problem([1, 16, 37, 600], group * heads, heads, dim, page_size=5, q=dtype, padding=padding, device=device)
     each(x, window_left=550)
 
@@ -325,7 +342,7 @@ def test_sliding_window(window: int, q_len: int, device: str) -> None:
 
 @pytest.mark.parametrize("window", [20, 40, 63])
 def test_a_window_that_begins_within_a_tile_of_large_rows(window: int, device: str) -> None:
-    """Of 256 dims a stage holds half a tile of 64 keys, which may lie before the first key that is seen."""
+    """With head dim 256 a stage holds half a KV tile, which may be entirely before the window."""
     each(problem([100, 127, 600], 2, 2, 256, page_size=16, device=device), window_left=window)
 
 
@@ -376,14 +393,14 @@ def test_draft_mask(device: str) -> None:
     each(problem(lengths, q_len=5, device=device), draft_mask=packed.view(-1, 4).to(device))
 
 
-@pytest.mark.parametrize("options", [{}, {"window_left": 20}, {"split": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window_left": 20}, {"split_kv": 2}], ids=str)
 def test_requests_that_differ_in_query_tokens(options: dict[str, Any], device: str) -> None:
-    """The last tokens of requests that have as many each; rows of no request stay as they are."""
+    """The same number of query tokens for each request; rows outside all requests are not written."""
     x, counts = problem([300, 64, 17, 130, 5], q_len=9, device=device), [9, 1, 0, 5, 3]
     kept = [b * 9 + i for b, n in enumerate(counts) for i in range(9 - n, 9)]
     starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=device)
     ragged = x._replace(q=torch.cat([x.q[kept], x.q[:2]]))
-    expected, expected_lse = reference(x, 0.1, **{k: v for k, v in options.items() if k != "split"})
+    expected, expected_lse = reference(x, 0.1, **{k: v for k, v in options.items() if k != "split_kv"})
     for impl in impls("batch_decode", device):
         out, lse = run(ragged, impl, **options, sm_scale=0.1, qo_indptr=starts)
         assert_close(out[:-2], expected[kept], tolerance=(2e-2, 1e-2))
@@ -391,9 +408,9 @@ def test_requests_that_differ_in_query_tokens(options: dict[str, Any], device: s
         assert bool(lse[-2:].isnan().all()), impl
 
 
-@pytest.mark.parametrize("split", [ops.NEVER, 1, 3, 16])
-def test_other_ways_to_divide(split: int, device: str) -> None:
-    each(problem([0, 1, 64, 65, 1000, 4000], device=device), split=split)
+@pytest.mark.parametrize("split_kv", [ops.NO_SPLIT, 1, 3, 16])
+def test_chunks_and_whole_requests(split_kv: int, device: str) -> None:
+    each(problem([0, 1, 64, 65, 1000, 4000], device=device), split_kv=split_kv)
 
 
 @pytest.mark.parametrize("lengths", [[1] * 300, [20_000], [9000, 1, 0, 5000], [1024] * 16], ids=lambda x: f"b{len(x)}")
@@ -409,12 +426,12 @@ def test_many_parts_of_a_head(lengths: list[int], dim: int, device: str) -> None
 
 @pytest.mark.parametrize("lengths", [[30_000, 100, 0, 40_000], [9000] * 8], ids=["varied", "equal"])
 @pytest.mark.parametrize("kv_heads", [1, 3])
-def test_ranges_that_blocks_take_later(kv_heads: int, lengths: list[int], device: str) -> None:
-    each(problem(lengths, 2 * kv_heads, kv_heads, 64, device=device), blocks=kv_heads)
+def test_dynamic_ranges(kv_heads: int, lengths: list[int], device: str) -> None:
+    each(problem(lengths, 2 * kv_heads, kv_heads, 64, device=device), num_ctas=kv_heads)
 
 
-@pytest.mark.parametrize("split", [2, ops.NEVER])
-def test_a_request_gives_the_same_bits_in_every_batch(split: int, device: str) -> None:
+@pytest.mark.parametrize("split_kv", [2, ops.NO_SPLIT])
+def test_a_request_gives_the_same_bits_in_every_batch(split_kv: int, device: str) -> None:
     def result(lengths: list[int], request: int, impl: str) -> torch.Tensor:
         x = problem([777], device=device)
         if len(lengths) > 1:
@@ -424,15 +441,15 @@ def test_a_request_gives_the_same_bits_in_every_batch(split: int, device: str) -
             many.k[pages], many.v[pages] = x.k[one], x.v[one]
             many.q[request] = x.q[0]
             x = many
-        return run(x, impl, split, sm_scale=0.1)[0][request]
+        return run(x, impl, split_kv, sm_scale=0.1)[0][request]
 
     for impl in impls("batch_decode", device):
         alone = result([777], 0, impl)
-        for lengths, request in (([777, 30, 5000], 0), ([3000] * 9 + [777], 9)):
-            assert torch.equal(result(lengths, request, impl), alone), impl
+        for lengths, row in (([777, 30, 5000], 0), ([3000] * 9 + [777], 9)):
+            assert torch.equal(result(lengths, row, impl), alone), impl
 
 
-def test_results_do_not_depend_on_what_memory_held(device: str) -> None:
+def test_results_do_not_depend_on_old_memory_contents(device: str) -> None:
     x = problem(device=device)
     for impl in impls("batch_decode", device):
         first = run(x, impl, sm_scale=0.1)

@@ -1,4 +1,4 @@
-"""RMSNorm, LayerNorm and their relatives against fp64, on every device and implementation."""
+"""RMSNorm and LayerNorm in all their forms against fp64, on every device and implementation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from families.harness import assert_close, assert_guards, guarded, impls, rand, 
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Every entry point: lanes, warps and blocks of each size, the loop, the scalar loop; one row, no row, one column.
+# Reach every kernel entry: warps and CTAs of each size, the loop, the scalar loop; one row, no row, one column.
 WIDTHS = (1, 64, 111, 128, 256, 500, 512, 1024, 2880, 4096, 5120, 8192, 16384, 20480)
 
 
@@ -43,7 +43,7 @@ def test_rmsnorm(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
             assert fi_core.rmsnorm(strided(x, 24), w, out=out) is out
             assert_close(out, want)
             assert_guards(out)
-            assert_close(fi_core.rmsnorm(strided(x, 1), w), want)  # rows no vector load may touch
+            assert_close(fi_core.rmsnorm(strided(x, 1), w), want)  # misaligned rows: scalar loads
             assert_close(fi_core.gemma_rmsnorm(x, w), rmsnorm_reference(x, w, bias=1.0))
 
 
@@ -66,8 +66,8 @@ def test_fused_add_rmsnorm(shape: tuple[int, int], dtype: torch.dtype, device: s
 
 
 @pytest.mark.parametrize("d", [64, 1536, 20480, 20481])
-def test_the_norm_is_of_the_unrounded_sum(d: int, device: str) -> None:
-    """1 + 2^-9 is 1 in bf16; with this factor 1 is normed to 1, and 1 + 2^-9 to the next larger number."""
+def test_fused_add_normalizes_the_unrounded_sum(d: int, device: str) -> None:
+    """1 + 2^-9 rounds to 1 in bf16. With this eps, 1 normalizes to 1, and 1 + 2^-9 to the next larger bf16 number."""
     x = torch.full((1, d), 0.98828125, dtype=torch.bfloat16, device=device)
     r = torch.zeros_like(x)
     x[0, 5], r[0, 5] = 1.0, 2**-9
@@ -79,7 +79,7 @@ def test_the_norm_is_of_the_unrounded_sum(d: int, device: str) -> None:
 
 
 def test_rmsnorm_in_place_and_bad_rows(device: str) -> None:
-    """A NaN or inf row spoils itself only; out may be the input."""
+    """A NaN or inf changes its own row only; out may be the input."""
     x, w = rand(6, 256, dtype=torch.bfloat16, device=device), rand(256, dtype=torch.bfloat16, device=device, seed=1)
     x[1, 3], x[3, 7], x[4] = float("nan"), float("inf"), 0.0
     want = rmsnorm_reference(x, w)
@@ -89,7 +89,7 @@ def test_rmsnorm_in_place_and_bad_rows(device: str) -> None:
 
 
 def test_strided_heads(device: str) -> None:
-    """q and k of a fused qkv: tokens and heads at strides of their own."""
+    """q and k are slices of a fused qkv: rows and heads are strided."""
     qkv, w = (
         rand(5, 12, 128, dtype=torch.bfloat16, device=device),
         rand(128, dtype=torch.bfloat16, device=device, seed=1),
@@ -109,7 +109,7 @@ def test_strided_heads(device: str) -> None:
 def test_rmsnorm_quant(d: int, out_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
     x, r = rand(3, d, dtype=dtype, device=device), rand(3, d, dtype=dtype, device=device, seed=2)
     w, total = rand(d, dtype=dtype, device=device, seed=1), x.double() + r.double()
-    x[1, 3] = r[1, 3] = total[1, 3] = float("nan")  # stays NaN; the quotients below reach the largest value and zero
+    x[1, 3] = r[1, 3] = total[1, 3] = float("nan")  # NaN stays NaN; the scales below saturate and underflow
     for impl in impls("rmsnorm", device):
         with using("rmsnorm", impl):
             for scale in (0.5, 1e-5, 3e4):
@@ -137,7 +137,7 @@ def test_layernorm(shape: tuple[int, int], dtype: torch.dtype, device: str) -> N
             assert_close(fi_core.layernorm(x, gamma, beta), want)
             assert_close(fi_core.layernorm(strided(x, 8), gamma, beta), want)
             assert_close(fi_core.layernorm(strided(x, 1), gamma, beta), want)
-            off = torch.cat([gamma[:1], gamma])[1:]  # an address between two vectors
+            off = torch.cat([gamma[:1], gamma])[1:]  # a misaligned address
             assert_close(fi_core.layernorm(x, off, beta), want)
             for out_dtype in FP8:
                 out = guarded(shape, out_dtype, device, row_padding=8)
@@ -148,7 +148,7 @@ def test_layernorm(shape: tuple[int, int], dtype: torch.dtype, device: str) -> N
 
 @pytest.mark.parametrize("d", [128, 1000, 2880, 4096, 20480, 20481])
 def test_layernorm_far_from_zero(d: int, device: str) -> None:
-    """mean(x^2) - mean^2 would lose the variance here; a constant row has none, so it comes out as beta."""
+    """mean(x^2) - mean^2 loses the variance here. A constant row has variance 0, so the output is beta."""
     x = rand(3, d, dtype=torch.float32, device=device) + 3000.0
     x[1] = 3000.0
     gamma, beta = (rand(d, dtype=torch.float32, device=device, seed=seed) for seed in (1, 2))
@@ -164,7 +164,7 @@ def test_block_quant(shape: tuple[int, int], dtype: torch.dtype, device: str) ->
     x, r = rand(n, d, dtype=dtype, device=device), rand(n, d, dtype=dtype, device=device, seed=2)
     w, total = rand(d, dtype=dtype, device=device, seed=1), x.double() + r.double()
     if n > 1:
-        x[1], r[1], total[1] = 0.0, 0.0, 0.0  # no magnitude to scale by
+        x[1], r[1], total[1] = 0.0, 0.0, 0.0  # all-zero row: the scale has its lower bound
     for impl in impls("rmsnorm_block_quant", device):
         with using("rmsnorm_block_quant", impl):
             out = guarded(shape, torch.float8_e4m3fn, device, row_padding=8)
@@ -183,7 +183,7 @@ def test_block_quant(shape: tuple[int, int], dtype: torch.dtype, device: str) ->
                 assert_guards(view)
 
 
-def test_parameters_matter(device: str) -> None:
+def test_eps_and_pdl(device: str) -> None:
     x, w = rand(4, 512, dtype=torch.float16, device=device), rand(512, dtype=torch.float16, device=device, seed=1)
     for eps in (1e-6, 0.5):
         assert_close(fi_core.rmsnorm(x, w, eps), rmsnorm_reference(x, w, eps))
@@ -203,7 +203,7 @@ def test_rows_do_not_depend_on_the_batch(d: int, device: str) -> None:
     assert all(torch.equal(a[5:6], b) for a, b in zip(many, one))
 
 
-def test_a_number_for_scale_warns(device: str) -> None:
+def test_float_scale_warns(device: str) -> None:
     x, w = rand(2, 64, dtype=torch.float16, device=device), torch.ones(64, dtype=torch.float16, device=device)
     out = torch.empty(2, 64, dtype=torch.float8_e4m3fn, device=device)
     with pytest.warns(FutureWarning, match="scale: .* pass a float32 tensor") as caught:
@@ -270,13 +270,13 @@ GOOD: dict[str, dict[str, Any]] = {
         ("fused_add_rmsnorm_fp8_block_quant", {"out": WIDE}, TypeError, "out must be float8_e4m3fn; got float16"),
     ],
 )
-def test_refuses(function: str, change: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_rejects(function: str, change: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         getattr(fi_core, function)(**(GOOD[function] | change))
 
 
 @pytest.mark.parametrize("function", GOOD)
-def test_the_refused_calls_are_good_but_for_the_change(function: str) -> None:
+def test_rejected_calls_work_without_the_change(function: str) -> None:
     getattr(fi_core, function)(**{k: v.clone() for k, v in GOOD[function].items()})
 
 
@@ -297,7 +297,7 @@ def test_traces() -> None:
 
 
 def test_compiled_in_place(device: str) -> None:
-    """torch.compile keeps the op, and its writes to arguments that are the same tensor."""
+    """torch.compile keeps the operator, and its in-place writes to arguments."""
     x, r = rand(3, 64, dtype=torch.float32, device=device), rand(3, 64, dtype=torch.float32, device=device, seed=2)
     w, total = torch.ones(64, device=device), x + r
 

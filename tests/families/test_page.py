@@ -1,4 +1,4 @@
-"""Appending to paged caches and their tables against the references of the templates, byte for byte."""
+"""Appending to paged caches, and the index tables, against the templates' references, byte for byte."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def ints(values: list[int], device: str, dtype: torch.dtype = I32) -> torch.Tens
 
 
 def fill(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """x with random bytes in its elements and in everything between and around them."""
+    """Fills x and the allocation around it with random bytes."""
     flat = whole(x)
     flat.copy_(torch.randint(0, 256, flat.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8))
     return x
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    """All bytes of the allocation behind x."""
+    """All bytes of the allocation of x."""
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
@@ -43,7 +43,7 @@ def twin(x: torch.Tensor) -> torch.Tensor:
 
 
 def table(device: str, page_size: int = 4) -> dict[str, torch.Tensor]:
-    """Three requests, the second empty, of up to three pages in any order; row 2 is padding, rows are in any order."""
+    """Three requests of up to three shuffled pages, the second empty; shuffled rows, row 2 is padding."""
     lengths = [2 * page_size + 1, 0, page_size]
     pages = [-(-n // page_size) for n in lengths]
     last = [n - (p - 1) * page_size if p else 0 for n, p in zip(lengths, pages)]
@@ -51,7 +51,7 @@ def table(device: str, page_size: int = 4) -> dict[str, torch.Tensor]:
     return {
         "batch_indices": ints([b for b, _ in rows], device),
         "positions": ints([t for _, t in rows], device),
-        "kv_indices": ints([5, 0, 3, 2, -7], device),  # the last is behind the end of kv_indptr
+        "kv_indices": ints([5, 0, 3, 2, -7], device),  # the last page is beyond kv_indptr[-1]
         "kv_indptr": ints([0, *itertools.accumulate(pages)], device),
         "kv_last_page_len": ints(last, device),
     }
@@ -59,7 +59,7 @@ def table(device: str, page_size: int = 4) -> dict[str, torch.Tensor]:
 
 def expect(k: torch.Tensor, v: torch.Tensor, cache: Any, t: dict[str, torch.Tensor], layout: str) -> None:
     """Appends by the reference of the trace template."""
-    template = page._append_trace(paged_kv_cache=torch.empty(1, 1, 1, 1, 1), kv_layout=layout)
+    template = page.trace.append(paged_kv_cache=torch.empty(1, 1, 1, 1, 1), kv_layout=layout)
     assert template is not None and callable(template.reference)
     k_cache, v_cache = (c.view(torch.uint8) for c in _unpack_paged_kv_cache(cache, layout))  # fp8 has no index_put
     template.reference(k.view(torch.uint8), v.view(torch.uint8), k_cache, v_cache, **t)
@@ -92,7 +92,7 @@ def fused(layout: str, device: str) -> Any:
 
 
 def gapped(layout: str, device: str) -> Any:
-    """K and V of different strides, neither contiguous, V at an odd address."""
+    """K and V with different strides, neither contiguous; V at an odd address."""
     k = torch.empty(shape_of(layout, 8, 6, 5, 40), dtype=torch.float16, device=device)
     v = torch.empty(shape_of(layout, 7, 5, 3, 35), dtype=torch.float16, device=device)
     page_axis, head_axis = (1, 2) if layout == "NHD" else (2, 1)
@@ -101,7 +101,7 @@ def gapped(layout: str, device: str) -> Any:
 
 
 def other_order(layout: str, device: str) -> Any:
-    """The other layout's memory behind this layout's shape."""
+    """This layout's shape in the other layout's memory order."""
     other = "HND" if layout == "NHD" else "NHD"
     return tuple(
         torch.empty(shape_of(other, 6, 4, 2, 32), dtype=torch.float16, device=device).transpose(1, 2) for _ in "kv"
@@ -111,9 +111,9 @@ def other_order(layout: str, device: str) -> Any:
 @pytest.mark.parametrize("make", [fused, gapped, other_order])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_append_writes_views_in_place(layout: str, make: Any, device: str) -> None:
-    """Nothing around the elements of a view changes, and rows may be slices of a fused projection."""
+    """Bytes around the elements of a view do not change; rows may be slices of a fused projection."""
     t = table(device)
-    for offset in (0, 1):  # 1: addresses no vector load may touch
+    for offset in (0, 1):  # 1: misaligned addresses
         qkv = fill(torch.empty(6, 6 * 32 + 2 * offset, dtype=torch.float16, device=device), 1)[:, offset : offset + 192]
         k, v = (part.unflatten(1, (2, 32)) for part in (qkv[:, 64:128], qkv[:, 128:]))
         cache = make(layout, device)
@@ -129,7 +129,7 @@ def test_append_writes_views_in_place(layout: str, make: Any, device: str) -> No
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_append_to_pages_of_one_token(layout: str, device: str) -> None:
-    """Without a page axis, fused and as a tuple; every row is a page."""
+    """Page size 1: caches without a page axis, fused and as a tuple."""
     t = table(device, page_size=1)
     k, v = (
         rand(6, 3, 16, dtype=torch.bfloat16, device=device),
@@ -137,7 +137,7 @@ def test_append_to_pages_of_one_token(layout: str, device: str) -> None:
     )
     both = fill(torch.empty(6, 2, 3, 16, dtype=torch.bfloat16, device=device))
     want = twin(both)
-    t["batch_indices"][5] = -1  # with one token a page it would name the slot of row 3 again
+    t["batch_indices"][5] = -1  # with page size 1 it would write the slot of row 3 again
     for row in (0, 1, 3, 4):
         b, position = int(t["batch_indices"][row]), int(t["positions"][row])
         target = int(t["kv_indices"][int(t["kv_indptr"][b]) + position])
@@ -158,7 +158,7 @@ def test_append_mla(dtype: torch.dtype, dims: tuple[int, int], device: str) -> N
         rows = [fill(torch.empty(6, d + 16, dtype=dtype, device=device), d)[:, :d] for d in dims]
         caches = [fill(torch.empty(6, 5, d, dtype=dtype, device=device))[:, :4] for d in dims]
         want = [twin(c) for c in caches]
-        page._append_mla_reference(*(x.view(torch.uint8) for x in (*rows, *want)), **t)
+        page.trace._append_mla_reference(*(x.view(torch.uint8) for x in (*rows, *want)), **t)
         with using("append_paged_kv_cache", impl):
             table_first, table_rest = list(t.values())[:2], list(t.values())[2:]
             assert fi_core.append_paged_mla_kv_cache(*rows, *table_first, *caches, *table_rest) is None
@@ -167,7 +167,7 @@ def test_append_mla(dtype: torch.dtype, dims: tuple[int, int], device: str) -> N
 
 
 def test_append_beyond_32_bits(device: str) -> None:
-    """Page and row offsets over 2^32 bytes; the memory between is never touched."""
+    """Page and row offsets exceed 2^32 bytes; the memory between is never accessed."""
     far = 2**31 + 64
     cache = torch.empty(2 * far + 64, dtype=torch.uint8, device=device).as_strided((3, 4, 1, 16), (far, 16, 16, 1))
     rows = torch.empty(2 * far + 64, dtype=torch.uint8, device=device).as_strided((3, 1, 16), (far, 16, 1))
@@ -183,7 +183,7 @@ def test_append_beyond_32_bits(device: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 1000, 70001])
 def test_append_many_rows(rows: int, device: str) -> None:
-    """Sizes at which launches and threads are shaped differently."""
+    """Sizes that launch different grids."""
     generator = torch.Generator().manual_seed(rows)
     slots = torch.randperm(rows + 5, generator=generator)[:rows].to(I32).to(device)
     pages = torch.randperm(-(-(rows + 5) // 16), generator=generator).to(I32).to(device)
@@ -205,7 +205,7 @@ def test_append_many_rows(rows: int, device: str) -> None:
     assert torch.equal(cache, want)
 
 
-def test_append_nothing_and_only_padding(device: str) -> None:
+def test_append_no_rows_and_only_padding(device: str) -> None:
     cache = fill(torch.empty(2, 2, 4, 1, 8, dtype=torch.float16, device=device))
     want = twin(cache)
     empty = torch.empty(0, 1, 8, dtype=torch.float16, device=device)
@@ -255,7 +255,7 @@ def good(device: str = "cpu") -> dict[str, Any]:
             r"paged_kv_cache must have shape .*, num_heads, page_size, .* got .6, 2, 4, 2, 8",
         ),
         ({"paged_kv_cache": [torch.zeros(6, 4, 2, 8)] * 2}, KeyError, "tuple .* got list"),
-        ({"paged_kv_cache": torch.zeros(6, 2, 8)}, ValueError, "4 or 5 dimensions are required"),
+        ({"paged_kv_cache": torch.zeros(6, 2, 8)}, ValueError, "must have 4 or 5 dimensions"),
         (
             {"paged_kv_cache": torch.zeros(6, 2, 4, 2, 8)},
             TypeError,
@@ -285,7 +285,7 @@ def good(device: str = "cpu") -> dict[str, Any]:
         ({"kv_last_page_len": torch.zeros(3)}, TypeError, "kv_last_page_len must be int32; got float32"),
     ],
 )
-def test_append_refuses(change: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_append_rejects(change: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         fi_core.append_paged_kv_cache(**(good() | change))
 
@@ -299,8 +299,8 @@ def test_append_refuses(change: dict[str, Any], error: type[Exception], words: s
         ({"ckv_cache": torch.zeros(6, 4, 8).half()}, TypeError, "ckv_cache must have the dtype of append_ckv, float32"),
     ],
 )
-def test_append_mla_refuses(change: dict[str, Any], error: type[Exception], words: str) -> None:
-    """The errors speak of the arguments of this function."""
+def test_append_mla_rejects(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    """The errors name the arguments of this function."""
     given = {"append_ckv": torch.ones(6, 8), "append_kpe": torch.ones(6, 4), "ckv_cache": torch.zeros(6, 4, 8)}
     with pytest.raises(error, match=words):
         fi_core.append_paged_mla_kv_cache(**(given | {"kpe_cache": torch.zeros(6, 4, 4)} | table("cpu") | change))
@@ -311,9 +311,9 @@ def test_append_mla_refuses(change: dict[str, Any], error: type[Exception], word
     [
         ({"kv_indices": [5, 0, 6, 2]}, "kv_indices: the cache has pages 0 to 5; got 6 at 2"),
         ({"kv_indices": [5, -1, 3, 2]}, "kv_indices: the cache has pages 0 to 5; got -1 at 1"),
-        ({"kv_indices": [5, 0, 3]}, "kv_indices: kv_indptr ends at 4, so as many are required; got 3"),
-        ({"kv_indptr": [0, 3, 2, 4]}, "kv_indptr: must rise .* got 2 at 2"),
-        ({"kv_indptr": [-1, 3, 3, 4]}, "kv_indptr: must rise from 0 or more; got -1 at 0"),
+        ({"kv_indices": [5, 0, 3]}, r"kv_indices: must have kv_indptr\[-1\] = 4 elements or more; got 3"),
+        ({"kv_indptr": [0, 3, 2, 4]}, "kv_indptr: must not decrease.* got 2 at 2"),
+        ({"kv_indptr": [-1, 3, 3, 4]}, "kv_indptr: must not decrease and must start at 0 or more; got -1 at 0"),
         ({"batch_indices": [0, 0, -1, 3, 0, 2]}, "batch_indices: kv_indptr has 3 requests; got 3 at 3"),
         ({"batch_indices": [0, 1, -1, 2, 0, 2]}, "positions: request 1 has room for 0 tokens; got 8 at 1"),
         ({"positions": [0, 12, 0, 3, 4, 0]}, "positions: request 0 has room for 12 tokens; got 12 at 1"),
@@ -323,7 +323,7 @@ def test_append_mla_refuses(change: dict[str, Any], error: type[Exception], word
 def test_append_checks_contents(
     change: dict[str, list[int]], words: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FI_CHECK=1 refuses tables that would write elsewhere, before anything is written."""
+    """FI_CHECK=1 rejects tables that would write out of range, before anything is written."""
     monkeypatch.setattr(page, "_CHECK", True)
     t = table(device)
     k = torch.ones(6, 2, 8, device=device)
@@ -365,7 +365,7 @@ def test_check_is_read_at_import() -> None:
     ],
 )
 def test_batch_indices_positions(indptr: list[int], seq_lens: list[int], nnz: int, device: str) -> None:
-    want_batch, want_positions = page._positions_reference(ints(indptr, "cpu"), ints(seq_lens, "cpu"), nnz)
+    want_batch, want_positions = page.trace._positions_reference(ints(indptr, "cpu"), ints(seq_lens, "cpu"), nnz)
     for impl, dtype in itertools.product(impls("get_batch_indices_positions", device), (I32, torch.int64)):
         with using("get_batch_indices_positions", impl):
             given = ints(indptr, device, dtype), ints(seq_lens, device, dtype)
@@ -384,13 +384,13 @@ def test_batch_indices_positions(indptr: list[int], seq_lens: list[int], nnz: in
 
 
 def test_batch_indices_positions_of_many(device: str) -> None:
-    """Random requests, a third empty, long enough for several threads and blocks."""
+    """Random requests, a third of them empty, long enough for several CPU threads and CTAs."""
     generator = torch.Generator().manual_seed(3)
     counts = torch.randint(0, 300, (999,), generator=generator) * (torch.randint(0, 3, (999,), generator=generator) > 0)
     indptr = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
     seq_lens = counts + torch.randint(0, 50, (999,), generator=generator)
     nnz = int(indptr[-1]) + 77
-    want = page._positions_reference(indptr, seq_lens, nnz)
+    want = page.trace._positions_reference(indptr, seq_lens, nnz)
     got = fi_core.get_batch_indices_positions(indptr.to(device), seq_lens.to(device), nnz)
     assert all(torch.equal(g.cpu().long(), w) for g, w in zip(got, want))
 
@@ -409,7 +409,7 @@ def test_batch_indices_positions_of_many(device: str) -> None:
         ({"positions": torch.zeros(4, dtype=torch.int64)}, ValueError, "positions: dtype must be torch.int32"),
     ],
 )
-def test_batch_indices_positions_refuses(change: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_batch_indices_positions_rejects(change: dict[str, Any], error: type[Exception], words: str) -> None:
     given = {"append_indptr": torch.zeros(3, dtype=I32), "seq_lens": torch.zeros(2, dtype=I32), "nnz": 4}
     with pytest.raises(error, match=words):
         fi_core.get_batch_indices_positions(**(given | change))
@@ -436,13 +436,13 @@ def test_seq_lens(dtype: torch.dtype, device: str) -> None:
         (ints([0, 1], "cpu"), ints([1], "cpu"), 0, ValueError, "page_size must be > 0; got 0"),
     ],
 )
-def test_seq_lens_refuses(indptr: Any, last: Any, page_size: int, error: type[Exception], words: str) -> None:
+def test_seq_lens_rejects(indptr: Any, last: Any, page_size: int, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         fi_core.get_seq_lens(indptr, last, page_size)
 
 
 def test_append_is_traced_by_layout() -> None:
-    """The two forms of the cache give one definition; its name tells the constants of the model."""
+    """Fused and split caches give the same definition; its name contains the constants of the model."""
     one = good()
     k, v = one["paged_kv_cache"].unbind(1)
     names = set()

@@ -1,4 +1,4 @@
-"""Batch prefill in one call, without a plan: block tables, contiguous keys, and the forms of FMHA."""
+"""Batch prefill in one call, without a plan: block tables, ragged keys, and the layouts of FMHA v2."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import fi_core
 from families.harness import assert_close, rand
 from families.prefill_batch import batch, workspace
 from families.test_batch_prefill import with_sinks
+from fi_core.attention.forms.tables_prefill import attend_once
 from fi_core.prefill import (
     trtllm_batch_context_with_kv_cache,
     trtllm_ragged_attention_deepseek,
 )
-from fi_core.prefill.once import attend_once
 
 LSE = (2e-4, 2e-4)
 LENS = [(17, 90), (0, 9), (3, 0), (70, 70), (1, 130)]
@@ -60,7 +60,7 @@ def test_block_tables(kv_layout: str, device: str) -> None:
 
 def test_block_tables_are_checked_if_asked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     b = batch(LENS, kv_layout="HND", device=device)
-    monkeypatch.setattr("fi_core.prefill.once.CHECK", True)
+    monkeypatch.setattr("fi_core.attention.forms.tables_prefill.CHECK", True)
     tables = b.pool.block_tables()
 
     def call() -> Any:
@@ -151,7 +151,7 @@ def test_layouts_of_fmha(kv_layout: str, device: str) -> None:
 @pytest.mark.parametrize("size", [16, 48, 400])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
 def test_chunks_of_fmha(dims: tuple[int, int], size: int, device: str) -> None:
-    """A row sees the keys of its own chunk up to itself; chunks are counted from the first key of the request."""
+    """A row attends to the keys of its own chunk up to its position; chunks begin at the first key of the request."""
     lens = [(17, 17), (40, 90), (0, 9), (1, 48), (1, 49), (70, 300), (5, 2), (3, 0)]
     b = batch(lens, heads=(8, 2), dims=dims, device=device)
     masks = []
@@ -187,7 +187,7 @@ def test_chunks_of_fmha(dims: tuple[int, int], size: int, device: str) -> None:
 def test_one_request_needs_no_tables(
     dims: tuple[int, int], options: dict[str, Any], kv_layout: str, device: str
 ) -> None:
-    """As single_prefill_with_kv_cache is computed on Hopper from some number of rows on."""
+    """The path by which single_prefill_with_kv_cache runs many rows on Hopper."""
     b = batch([(300, 333)], heads=(8, 2), dims=dims, device=device)
     k, v = (x if kv_layout == "NHD" else x.transpose(0, 1).contiguous() for x in (b.k[0], b.v[0]))
     want, want_lse = b.expected(**options)

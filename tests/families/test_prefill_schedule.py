@@ -1,4 +1,4 @@
-"""The schedule of batch prefill, as its CPU form writes it: every tile of query rows once, the longest first."""
+"""The schedule of batch prefill that the CPU planner writes: every work tile once, the longest first."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fi_core.prefill import ops
+from fi_core.attention.ops import prefill as ops
 
 REQUESTS = st.lists(
     st.tuples(st.integers(0, 600), st.one_of(st.integers(0, 700), st.integers(0, 40_000))), min_size=0, max_size=30
 )
 
 
-HEADER = ops.words(0, 0, 1)
+HEADER = ops.schedule_words(0, 0, 1)
 
 
 def int32(values: list[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def seen(row: int, qo_len: int, kv_len: int, causal: bool, window_left: int) -> tuple[int, int]:
-    """The keys [first, end) of a row."""
+def visible_keys(row: int, qo_len: int, kv_len: int, causal: bool, window_left: int) -> tuple[int, int]:
+    """The keys [first, end) that a row attends to."""
     position = kv_len - qo_len + row
     first = 0 if window_left < 0 else min(max(position - window_left, 0), kv_len)
     return first, min(max(position + 1, 0), kv_len) if causal else kv_len
@@ -38,7 +38,7 @@ def seen(row: int, qo_len: int, kv_len: int, causal: bool, window_left: int) -> 
     window_left=st.one_of(st.just(-1), st.integers(0, 5000)),
     given_lens=st.booleans(),
 )
-def test_every_tile_is_listed_once_and_long_ones_first(
+def test_every_tile_is_listed_once_and_long_tiles_first(
     requests: list[tuple[int, int]], tokens: int, page_size: int, causal: bool, window_left: int, given_lens: bool
 ) -> None:
     batch = len(requests)
@@ -47,7 +47,7 @@ def test_every_tile_is_listed_once_and_long_ones_first(
     begins = list(itertools.accumulate(pages, initial=0))
     last = int32([kv - (n - 1) * page_size if n else 7 for (_, kv), n in zip(requests, pages)])
     kv_len = int32([kv for _, kv in requests]) if given_lens else None
-    schedule = torch.full((ops.words(batch, rows[-1], tokens) + 6,), -1, dtype=torch.int32)
+    schedule = torch.full((ops.schedule_words(batch, rows[-1], tokens) + 6,), -1, dtype=torch.int32)
     ops.plan(
         schedule, batch, tokens, int32(rows), int32(begins), None if given_lens else last, kv_len, page_size=page_size,
         causal=causal, window_left=window_left,
@@ -56,28 +56,31 @@ def test_every_tile_is_listed_once_and_long_ones_first(
     found = [tuple(words[HEADER + 4 * b : HEADER + 4 * b + 4]) for b in range(batch)]
     assert found == [(rows[b], qo, begins[b], kv) for b, (qo, kv) in enumerate(requests)]
     at = HEADER + 4 * batch
-    items = [tuple(words[i : i + 2]) for i in range(at, at + 2 * words[0], 2)]
-    assert sorted(items) == [(b, t) for b, (qo, _) in enumerate(requests) for t in range(-(-qo // tokens))]
-    assert words[1:3] == [0, 0] and set(words[at + 2 * words[0] :]) <= {-1}, "nothing behind the items is written"
+    tiles = [tuple(words[i : i + 2]) for i in range(at, at + 2 * words[0], 2)]
+    assert sorted(tiles) == [(b, t) for b, (qo, _) in enumerate(requests) for t in range(-(-qo // tokens))]
+    assert words[1:3] == [0, 0] and set(words[at + 2 * words[0] :]) <= {-1}, "words behind the tiles are not written"
 
-    def work(item: tuple[int, ...]) -> int:
-        qo, kv = requests[item[0]]
-        first, after = item[1] * tokens, min((item[1] + 1) * tokens, qo)
-        keys = seen(after - 1, qo, kv, causal, window_left)[1], seen(first, qo, kv, causal, window_left)[0]
+    def work(tile: tuple[int, ...]) -> int:
+        qo, kv = requests[tile[0]]
+        first, after = tile[1] * tokens, min((tile[1] + 1) * tokens, qo)
+        keys = (
+            visible_keys(after - 1, qo, kv, causal, window_left)[1],
+            visible_keys(first, qo, kv, causal, window_left)[0],
+        )
         return -(-keys[0] // 128) - keys[1] // 128
 
-    works = [work(item) for item in items]
+    works = [work(tile) for tile in tiles]
     assert works == sorted(works, reverse=True)
 
 
 def test_a_length_is_limited_to_the_pages() -> None:
-    schedule = torch.zeros(ops.words(3, 9, 128), dtype=torch.int32)
+    schedule = torch.zeros(ops.schedule_words(3, 9, 128), dtype=torch.int32)
     ops.plan(schedule, 3, 128, int32([0, 3, 6, 9]), int32([0, 2, 2, 5]), None, int32([33, 5, -4]), page_size=16)
     assert schedule[HEADER : HEADER + 12].view(3, 4)[:, 3].tolist() == [32, 0, 0]
 
 
-def test_a_schedule_that_is_too_short_is_not_overrun() -> None:
-    """Where only the device knows how many rows there are, more than were announced are left out."""
-    schedule = torch.full((ops.words(2, 128, 128) + 8,), -1, dtype=torch.int32)
+def test_a_short_schedule_is_not_overrun() -> None:
+    """If only the device knows the number of rows, tiles beyond the capacity are left out."""
+    schedule = torch.full((ops.schedule_words(2, 128, 128) + 8,), -1, dtype=torch.int32)
     ops.plan(schedule[:-8], 2, 128, int32([0, 128, 2000]), int32([0, 500, 2500]), None, None)
     assert schedule[0] == 3 and set(schedule[-8:].tolist()) == {-1}

@@ -38,7 +38,7 @@ def test_packbits(n: int, bitorder: str, device: str) -> None:
             y = fi_core.packbits(x, bitorder)
             assert y.dtype == torch.uint8 and y.device == x.device
             assert y.tolist() == want
-            if n:  # an address no vector load may touch
+            if n:  # a misaligned address
                 assert fi_core.packbits(x[1:], bitorder).tolist() == by_hand(x[1:], bitorder)
 
 
@@ -49,7 +49,7 @@ def test_packbits_is_big_endian_by_default(device: str) -> None:
 
 
 def test_every_byte_of_uint8_counts(device: str) -> None:
-    """Non-zero is 1, whatever the value, and neighbours do not meet."""
+    """Any non-zero value is 1, and does not change its neighbours."""
     x = torch.arange(256 * 8, device=device).remainder(257).clamp(max=255).to(torch.uint8)
     for start in range(8):
         for bitorder in ("big", "little"):
@@ -106,7 +106,7 @@ def test_segments_may_start_behind_the_first_element(device: str) -> None:
         (torch.ones(8, dtype=torch.int8), "big", TypeError, "x must be bool or uint8; got int8"),
     ],
 )
-def test_packbits_refuses(x: torch.Tensor, bitorder: str, error: type[Exception], words: str) -> None:
+def test_packbits_rejects(x: torch.Tensor, bitorder: str, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         fi_core.packbits(x, bitorder)
     with pytest.raises(error, match=words):
@@ -116,10 +116,14 @@ def test_packbits_refuses(x: torch.Tensor, bitorder: str, error: type[Exception]
 @pytest.mark.parametrize(
     ("indptr", "error", "words"),
     [
-        (torch.tensor([0, 4, 7]), ValueError, "indptr: must rise .* length of x, 8; got 0 to 7, falling 0 times"),
+        (
+            torch.tensor([0, 4, 7]),
+            ValueError,
+            "indptr: must not decrease.* x, 8; got 0 to 7, decreasing 0 times",
+        ),
         (torch.tensor([0, 4, 9]), ValueError, "length of x, 8; got 0 to 9"),
         (torch.tensor([-1, 4, 8]), ValueError, "got -1 to 8"),
-        (torch.tensor([0, 6, 5, 8]), ValueError, "falling 1 times"),
+        (torch.tensor([0, 6, 5, 8]), ValueError, "decreasing 1 times"),
         (torch.tensor([[0, 8]]), ValueError, "indptr: integers of shape"),
         (torch.tensor([], dtype=torch.int32), ValueError, "indptr: integers of shape"),
         (torch.tensor([0.0, 8.0]), ValueError, "indptr: integers of shape"),
@@ -127,12 +131,12 @@ def test_packbits_refuses(x: torch.Tensor, bitorder: str, error: type[Exception]
         (torch.tensor([0, 1, 8, 1])[::2], ValueError, "indptr must be contiguous"),
     ],
 )
-def test_segment_packbits_refuses(indptr: torch.Tensor, error: type[Exception], words: str) -> None:
+def test_segment_packbits_rejects(indptr: torch.Tensor, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         fi_core.segment_packbits(torch.ones(8, dtype=torch.bool), indptr)
 
 
-def test_segment_packbits_refuses_a_matrix() -> None:
+def test_segment_packbits_rejects_a_matrix() -> None:
     with pytest.raises(ValueError, match=r"x: shape \[indptr\[-1\]\] is required; got \[2, 4\]"):
         fi_core.segment_packbits(torch.ones(2, 4, dtype=torch.bool), torch.tensor([0, 8]))
 

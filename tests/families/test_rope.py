@@ -13,7 +13,7 @@ from families.harness import assert_close, assert_guards, impls, rand, strided, 
 from fi_core import rope
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# (num_qo_heads, num_kv_heads, head_dim, rotary_dim); the last four leave no room for vectors of 16 bytes
+# (num_qo_heads, num_kv_heads, head_dim, rotary_dim); the last four allow no 16-byte vectors
 SHAPES = [
     (32, 8, 128, None),
     (4, 1, 64, 32),
@@ -78,7 +78,7 @@ def test_pos_ids(shape: tuple[Any, ...], interleave: bool, dtype: torch.dtype, d
                 for got, expected in zip(fi_core.apply_rope_pos_ids(q, k, positions, shape[3], interleave), want):
                     assert got.dtype == dtype
                     assert_close(got, expected)
-                for padding in (8, 1):  # rows between which, and rows over which, vectors fit
+                for padding in (8, 1):  # aligned rows, and misaligned rows
                     inplace = strided(q, padding), strided(k, padding)
                     fi_core.apply_rope_pos_ids_inplace(*inplace, positions, shape[3], interleave)
                     for got, expected in zip(inplace, want):
@@ -87,7 +87,7 @@ def test_pos_ids(shape: tuple[Any, ...], interleave: bool, dtype: torch.dtype, d
 
 
 def test_many_rows(device: str) -> None:
-    """Enough rows that a thread takes several heads on a GPU; a row does not depend on how many there are."""
+    """Enough rows that a thread processes several heads on a GPU; a row does not depend on the number of rows."""
     for n in (64, 1500):
         q, k = heads(n, (32, 8, 128, None), torch.bfloat16, device)
         positions = spots(n, device)
@@ -99,7 +99,7 @@ def test_many_rows(device: str) -> None:
 
 
 def test_fused_qkv_slices(device: str) -> None:
-    """In place on slices of one projection; v in between the rows is left alone."""
+    """Rotates slices of one projection in place; v between the rows does not change."""
     qkv = rand(5, (4 + 2 + 2) * 64, dtype=torch.bfloat16, device=device)
     before = qkv.clone()
     positions = spots(5, device)
@@ -115,7 +115,7 @@ def test_fused_qkv_slices(device: str) -> None:
     ("top", "error"), [(1 << 10, 1.5e-7), (1 << 20, 1.5e-7), (1 << 24, 2e-7), ((1 << 31) - 1, 1e-6)]
 )
 def test_precision_at_large_positions(top: int, error: float, device: str) -> None:
-    """Of pairs (1, 0) remain cosine and sine; they must not lose digits with the position."""
+    """Pairs (1, 0) become cosine and sine; their precision must not depend on the position."""
     positions = torch.cat([spots(500, "cpu", torch.int64, top), torch.tensor([0, 1, top - 1, top])])
     q = torch.zeros(len(positions), 1, 128)
     q[..., :64] = 1
@@ -176,7 +176,7 @@ def test_llama31(options: dict[str, Any], device: str) -> None:
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_ragged(index: torch.dtype, device: str) -> None:
-    """Empty segments, and rows before the first and after the last, which are copied."""
+    """Empty segments; rows before the first and after the last segment are copied."""
     q, k = heads(12, (3, 1, 64, None), torch.float32, device)
     indptr = torch.tensor([2, 2, 5, 5, 6, 10], dtype=index)
     offsets = torch.tensor([99, 1000, 77, 0, 31], dtype=index)
@@ -292,7 +292,7 @@ _POSITIONS, _TABLE = torch.arange(4), torch.ones(8, 64)
         ("cached", {"positions": _POSITIONS[:2]}, ValueError, "positions must have shape"),
     ],
 )
-def test_refuses(function: str, change: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_rejects(function: str, change: dict[str, Any], error: type[Exception], words: str) -> None:
     q_k: dict[str, Any] = {"q": _Q.clone(), "k": _K.clone()}
     good: dict[str, Any] = {
         "pos_ids": q_k | {"pos_ids": _POSITIONS},
@@ -316,7 +316,7 @@ def test_refuses(function: str, change: dict[str, Any], error: type[Exception], 
 
 
 def test_traces_describe_the_calls() -> None:
-    """Each template's definition fills in from a call, and its reference agrees with the call."""
+    """The definition of each template is complete after a call, and its reference agrees with the call."""
     q, k = heads(4, (2, 1, 64, None), torch.float32, "cpu")
     positions = torch.tensor([5, 6, 0, 9])
     indptr, offsets = torch.tensor([0, 2, 3, 4]), torch.tensor([5, 0, 9])

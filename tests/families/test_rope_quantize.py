@@ -57,7 +57,7 @@ def expected(
 
 
 def assert_rounded(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Close to the reference everywhere, and nearly everywhere the fp8 number nearest to it."""
+    """Every value is close to the reference, and almost every value is the nearest fp8 number."""
     assert_close(got, want)
     top = torch.finfo(got.dtype).max
     exact = got.cpu().float() == want.clamp(-top, top).float().to(got.dtype).float()
@@ -98,7 +98,7 @@ def test_rope_quantize(shape: tuple[Any, ...], is_neox: bool, fp8: torch.dtype, 
 
 
 def test_outputs_may_be_slices(device: str) -> None:
-    """As SGLang passes them: nope and rope side by side in one q, and in one k."""
+    """Outputs are slices of one q and of one k, nope beside rope, as SGLang passes them."""
     parts, table, pos_ids = (
         parts_of(5, SHAPES[3], torch.bfloat16, device),
         table_of(64, device),
@@ -128,7 +128,7 @@ def test_saturates_and_keeps_nan(fp8: torch.dtype, device: str) -> None:
     pos_ids[1] = 0
     want = expected(parts, table, pos_ids, True, (1.0, 1.0))
     for name in ("q_rope", "k_rope"):
-        want[name][1] = torch.nan  # its position is not in the table
+        want[name][1] = torch.nan  # its position is outside the cache
     for name, y in zip(parts, got):
         assert_close(y, want[name])
 
@@ -148,7 +148,7 @@ def test_no_rows(device: str) -> None:
 
 
 class Pages:
-    """Three requests of 1, 5 and 9 new tokens, padding, and pages in no order; caches filled with sevens."""
+    """Three requests of 1, 5 and 9 new tokens, padding rows, shuffled pages; caches are filled with sevens."""
 
     def __init__(self, shape: tuple[Any, ...], layout: str, page_size: int, fp8: torch.dtype, device: str) -> None:
         _, hk, width, rest, v_dim = shape
@@ -168,7 +168,7 @@ class Pages:
             cache.copy_(torch.full(cache.shape, 7.0))
 
     def expect(self, rows: tuple[torch.Tensor, torch.Tensor], got: tuple[torch.Tensor, ...] | None = None) -> None:
-        """Caches hold the rows of live tokens and sevens elsewhere."""
+        """The caches hold the appended rows, and sevens elsewhere."""
         for values, cache in zip(rows, got or self.caches):
             want = torch.full(cache.shape, 7.0, dtype=torch.float64)
             for row in (self.batch >= 0).nonzero().flatten().tolist():
@@ -214,7 +214,7 @@ def test_append(shape: tuple[Any, ...], layout: str, device: str) -> None:
 
 
 def test_append_to_one_fused_cache(device: str) -> None:
-    """[pages, 2, page_size, heads, d], and the form without a page axis for pages of one token."""
+    """[pages, 2, page_size, heads, d], and the form without a page axis (page size 1)."""
     shape = SHAPES[0]
     for page_size in (4, 1):
         pages = Pages(shape, "NHD", page_size, FP8[0], device)
@@ -276,7 +276,7 @@ _PAGED: dict[str, Any] = {
         ({"backend": "triton"}, ValueError, "backend must be 'cuda' or 'cutile'; got 'triton'"),
     ],
 )
-def test_refuses(change: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_rejects(change: dict[str, Any], error: type[Exception], words: str) -> None:
     good = _GOOD | {"q_rope_out": _WIDE.to(FP8[0])}
     rope.rope_quantize_fp8(**good)
     with pytest.raises(error, match=words):
@@ -302,7 +302,7 @@ def test_refuses(change: dict[str, Any], error: type[Exception], words: str) -> 
         ({"q_nope_out": _WIDE[..., :32].to(FP8[1])}, TypeError, "outputs must have one dtype, torch.float8_e5m2"),
     ],
 )
-def test_append_refuses(change: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_append_rejects(change: dict[str, Any], error: type[Exception], words: str) -> None:
     good = _GOOD | _PAGED
     rope.rope_quantize_fp8_append_paged_kv_cache(**good)
     with pytest.raises(error, match=words):

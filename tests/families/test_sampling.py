@@ -1,4 +1,4 @@
-"""Tokens drawn by every function: exact sets, distribution, any row content, the same draw everywhere, errors."""
+"""Tokens that sampling functions draw: exact sets, distribution, any row content, reproducibility, errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def uneven(n: int, device: str, low: float, high: float) -> torch.Tensor:
 @pytest.mark.parametrize("vocab", [*VOCABS, *LARGE])
 @pytest.mark.parametrize("batch", [0, 1, 3, 64])
 def test_drawn_tokens_are_allowed(vocab: int, batch: int, device: str) -> None:
-    """The set of each filter, against a sort in fp64; numbers and tensors as parameters."""
+    """Drawn tokens pass each filter, by a sort in fp64. Parameters are numbers and tensors."""
     seeds = 3
     if batch > rows_for(vocab) and device == "cpu":
         batch, seeds = 2, 1
@@ -79,8 +79,8 @@ def test_drawn_tokens_are_allowed(vocab: int, batch: int, device: str) -> None:
         *(pytest.param("cuda", v, marks=pytest.mark.gpu) for v in (1, 31, 513, 32000, 50257, *LARGE)),
     ],
 )
-def test_many_rows(vocab: int, device: str) -> None:
-    """A thousand, eight of which differ."""
+def test_a_thousand_rows(vocab: int, device: str) -> None:
+    """Draws from a thousand rows, eight of which differ."""
     few = dyadic(8, vocab, device)
     probs = few.repeat(125, 1)
     at: dict[str, Any] = {"seed": 3, "offset": 4}
@@ -96,8 +96,8 @@ def test_many_rows(vocab: int, device: str) -> None:
                 assert inside(samples, allowed(few, **filters).repeat(125, 1)), (impl, filters)
 
 
-def chi_square_entries() -> dict[str, tuple[Draw, dict[str, Any]]]:
-    """Draws from rows of logarithms, and the filters they apply."""
+def chi_square_cases() -> dict[str, tuple[Draw, dict[str, Any]]]:
+    """Functions that draw from rows of logits, and the filters they apply."""
     return {
         "logits": (lambda x, i, **r: fi_core.sampling_from_logits(x, i, **r), {}),
         "probs": (lambda x, i, **r: fi_core.sampling_from_probs(x.softmax(-1), i, **r), {}),
@@ -127,9 +127,9 @@ def chi_square_entries() -> dict[str, tuple[Draw, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("vocab", [2, 31, 300])
-@pytest.mark.parametrize("entry", sorted(chi_square_entries()))
-def test_distribution(entry: str, vocab: int, device: str) -> None:
-    draw, filters = chi_square_entries()[entry]
+@pytest.mark.parametrize("case", sorted(chi_square_cases()))
+def test_distribution(case: str, vocab: int, device: str) -> None:
+    draw, filters = chi_square_cases()[case]
     x = normal_logits(2, vocab, device, scale=1.5)
     indices = torch.zeros(DRAWS, dtype=torch.int32, device=device)
     want = x[1].double().softmax(-1)
@@ -140,8 +140,8 @@ def test_distribution(entry: str, vocab: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("vocab", [31, 128256])
-def test_one_row_by_its_seeds(vocab: int, device: str) -> None:
-    """Per-row seeds and offsets give independent draws: the counts of one long row follow it."""
+def test_seeds_per_output_give_independent_draws(vocab: int, device: str) -> None:
+    """Seeds and offsets per output give independent draws: token counts follow the row's distribution."""
     n = 1 << 14 if device == "cuda" else 1 << 10
     probs = dyadic(1, vocab, device)
     indices = torch.zeros(n, dtype=torch.int64, device=device)
@@ -171,7 +171,7 @@ def test_any_row_content(vocab: int, logits: bool, dtype: torch.dtype, device: s
                         assert 0 <= token < vocab
                         assert bool(valid[i]) == bool(choice), (impl, filters, i)
                         assert not choice or token in choice, (impl, filters, i, token)
-                    # Beside bad rows a good one draws as if alone.
+                    # A clean row among such rows draws the same token as alone.
                     mixed = torch.cat([rows, clean, rows])
                     lone = _any(clean, logits, filters, seed, torch.tensor([seed], device=device))[0]
                     seeds = torch.full((2 * n + 1,), seed, device=device)
@@ -204,8 +204,8 @@ FILTERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 @pytest.mark.parametrize("vocab", [31, 5003, 128256])
-def test_the_draw_depends_on_the_row_alone(vocab: int, scale: float, device: str) -> None:
-    """With a seed for each row: any position, batch, address and implementation, the CPU's too."""
+def test_the_draw_depends_only_on_the_row(vocab: int, scale: float, device: str) -> None:
+    """With a seed per row, the token is the same for any position, batch, address and implementation."""
     n = 6
     x = normal_logits(n, vocab, "cpu", scale=scale)
     seeds, offsets = torch.arange(n) + 100, torch.arange(n) * 4
@@ -223,7 +223,7 @@ def test_the_draw_depends_on_the_row_alone(vocab: int, scale: float, device: str
                 assert torch.equal(got.cpu(), want[shuffled]), (impl, filters)
                 one, _ = sample_from_logits(y[3:4], seed=s[3:4], offset=o[3:4], **filters)
                 assert int(one) == int(want[3])
-                for shift in (1, 2, 3):  # rows that begin anywhere
+                for shift in (1, 2, 3):  # rows with any alignment
                     rows = canvas[:, shift:]
                     rows.copy_(y[:, : vocab + 3 - shift] if shift == 3 else torch.nn.functional.pad(y, (0, 3 - shift)))
                     part = canvas[:, shift : shift + vocab]
@@ -232,8 +232,8 @@ def test_the_draw_depends_on_the_row_alone(vocab: int, scale: float, device: str
 
 
 @pytest.mark.parametrize("vocab", [4000, 65537])
-def test_the_largest_with_ties(vocab: int, device: str) -> None:
-    """A small k of rows where many elements tie with the k-th, or few are there at all: the CPU's tokens."""
+def test_top_k_with_ties(vocab: int, device: str) -> None:
+    """A small k of rows where many elements tie with the k-th, or few have probability: equal to the CPU's tokens."""
     x = normal_logits(9, vocab, "cpu", scale=2.0)
     x[0] = 0.5
     x[1] = (x[1] * 2).round() / 2
@@ -259,15 +259,15 @@ def test_the_largest_with_ties(vocab: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("vocab", [600, 70001])
-def test_shares_of_any_shape(vocab: int, device: str) -> None:
-    """Top-p alone of rows of which a sample says little, or which tie: the CPU's tokens, in batches of any size."""
+def test_top_p_of_any_distribution(vocab: int, device: str) -> None:
+    """Top-p alone of rows with unusual distributions or ties: equal to the CPU's tokens, for any batch size."""
     x = normal_logits(10, vocab, "cpu")
     for row, scale in enumerate((1e-6, 0.001, 0.3, 3.0, 4.0, 30.0)):
         x[row] *= scale
     x[6] = 0.25
     x[7] = (x[7] * 2).round() / 2
     x[8] -= 12.0
-    x[8, 1::97] = 3.0  # most of the weight in few
+    x[8, 1::97] = 3.0  # few elements have most of the weight
     x[9, vocab // 3] = 40.0
     seeds = torch.arange(10)
     for p in (1e-9, 0.3, 0.5, 0.75, 0.9, 0.999):
@@ -278,7 +278,7 @@ def test_shares_of_any_shape(vocab: int, device: str) -> None:
             assert inside(want, kept)
             for impl in impls("sample", device):
                 with using("sample", impl):
-                    for copies in (1,) if device == "cpu" else (1, 13):  # one of 130 rows has a block alone on an H200
+                    for copies in (1,) if device == "cpu" else (1, 13):  # of 130 rows, each has one CTA on an H200
                         many, each = y.to(device).repeat(copies, 1), seeds.to(device).repeat(copies)
                         got, drawn = _any(many, logits, {"top_p": p}, 0, each)
                         assert torch.equal(got.cpu(), want.repeat(copies)) and bool(drawn.all()), (impl, p, logits)
@@ -286,8 +286,8 @@ def test_shares_of_any_shape(vocab: int, device: str) -> None:
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("vocab", "draws"), [(40, 1 << 18), (1500, 1 << 16)])
-def test_a_share_that_all_draws_of_a_row_miss(vocab: int, draws: int, device: str) -> None:
-    """Half of the weight: one row in 65536 draws from the share itself in the end. The CPU's tokens."""
+def test_rows_whose_proposals_are_all_rejected(vocab: int, draws: int, device: str) -> None:
+    """With top-p 0.5, all proposals of one row in 65536 are rejected. Equal to the CPU's tokens."""
     probs = uneven(vocab, "cpu", 1.0, 1.1).unsqueeze(0)
     indices = torch.zeros(draws, dtype=torch.int32)
     want = fi_core.top_p_sampling_from_probs(probs, 0.5, indices, seed=5, offset=1)
@@ -311,7 +311,7 @@ def test_half_types_draw_as_their_fp32_copies(dtype: torch.dtype, device: str) -
 
 
 def test_randomness(device: str) -> None:
-    """The same seed and offset repeat; either of them changes the draw; rows differ; tensors say what numbers say."""
+    """Equal seed and offset repeat a draw, either changes it, rows differ, and tensors act as numbers do."""
     x = normal_logits(1, 5000, device).softmax(-1).expand(64, -1).contiguous()
 
     def draw(seed: Any, offset: Any) -> torch.Tensor:
@@ -325,7 +325,7 @@ def test_randomness(device: str) -> None:
     assert torch.equal(first, draw(one, one + 1))
     each = torch.ones(64, dtype=torch.int64, device=device)
     same = draw(each, each + 1)
-    assert same.unique().numel() == 1 and same[0] == first[0], "with seeds of their own rows do not count themselves in"
+    assert same.unique().numel() == 1 and same[0] == first[0], "with a seed per row, the row is not part of the counter"
     assert torch.equal(draw(one.to(torch.uint64), one.to(torch.uint64)), draw(1, 1))
     assert draw(-1 % (1 << 64), 0).shape == (64,)
 
@@ -342,7 +342,7 @@ INCREMENTS: dict[str, tuple[Draw, int]] = {
 
 
 @pytest.mark.parametrize("name", sorted(INCREMENTS))
-def test_generators_move_on(name: str, device: str) -> None:
+def test_generators_advance(name: str, device: str) -> None:
     draw, increment = INCREMENTS[name]
     x = normal_logits(3, 33, device)
     generator = torch.Generator(device=device).manual_seed(7)
@@ -371,7 +371,7 @@ def test_seed_and_offset() -> None:
         get_seed_and_offset(5)
 
 
-def test_disabled_filters_drop_nothing(device: str) -> None:
+def test_disabled_filters_have_no_effect(device: str) -> None:
     x = normal_logits(4, 3000, device, scale=2.0)
     plain = fi_core.sampling_from_logits(x, seed=1, offset=1)
     for k in (0, -1, 3000, 1 << 30, torch.tensor([0, -1, 3000, 1 << 30], dtype=torch.int32, device=device)):
@@ -393,7 +393,7 @@ def test_indices(device: str) -> None:
                     probs, k, indices, seed=3, offset=1, return_valid=True
                 )
                 assert samples.dtype == dtype and samples.shape == (8,)
-                assert valid.tolist() == [True] * 6 + [False] * 2, "rows that are not there"
+                assert valid.tolist() == [True] * 6 + [False] * 2, "rows out of range"
                 assert inside(samples[:6], allowed(probs, top_k=k)[indices[:6].long()])
                 assert not samples[6:].any()
 
@@ -450,12 +450,12 @@ def test_errors_name_the_argument(arguments: dict[str, Any], error: type[Excepti
 @pytest.mark.parametrize(
     "draw", [fi_core.top_p_sampling_from_probs, fi_core.top_k_mask_logits, fi_core.top_k_renorm_probs]
 )
-def test_a_filter_must_be_told(draw: Draw) -> None:
+def test_a_filter_is_required(draw: Draw) -> None:
     with pytest.raises(TypeError, match=r"top_[kp]: a number or a 1D tensor is required; got NoneType"):
         draw(torch.ones(2, 8), None)
 
 
-def test_wrong_rows() -> None:
+def test_wrong_rows_are_refused() -> None:
     with pytest.raises(TypeError, match="probs: a float dtype is required"):
         fi_core.sampling_from_probs(torch.ones(2, 8).int())
     with pytest.raises(ValueError, match=r"probs: shape \[rows, vocab\] is required; got \[8\]"):
@@ -472,7 +472,7 @@ def test_wrong_rows() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", ["cluster", "cuda"])
-def test_graphs_take_seeds_from_the_device(impl: str) -> None:
+def test_graphs_read_seeds_on_the_device(impl: str) -> None:
     if impl not in impls("sample", "cuda"):
         pytest.skip(f"{impl} does not run on this device")
     x = normal_logits(5, 128256, "cuda", scale=2.0)
@@ -493,7 +493,7 @@ def test_graphs_take_seeds_from_the_device(impl: str) -> None:
             assert torch.equal(tokens, want) and bool(valid.all())
 
 
-def test_masked_rows_beside_good_ones(device: str) -> None:
+def test_fully_masked_rows(device: str) -> None:
     x = torch.full((3, 64), -INF, device=device)
     x[1, 5] = 0.0
     tokens, valid = sample_from_logits(x, seed=1, offset=2)

@@ -1,4 +1,4 @@
-"""Rows that sampling functions rewrite (softmax, renormalised, masked), and logits changed before the draw."""
+"""Rows that sampling functions compute (softmax, renormalised, masked), and logits adjusted before the draw."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_renormalised_sets_are_exact(shape: tuple[int, int], device: str) -> Non
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 5.0, 20.0])
 @pytest.mark.parametrize("vocab", [5000, 128256])
-def test_top_p_of_any_shape(vocab: int, scale: float, device: str) -> None:
-    """Flat to peaked: the kept mass reaches top_p, and without its smallest element does not."""
+def test_top_p_of_any_distribution(vocab: int, scale: float, device: str) -> None:
+    """From flat to peaked rows, the kept mass reaches top_p, and without its smallest element does not."""
     probs = normal_logits(2, vocab, device, scale=scale).softmax(-1)
     for impl in impls("sample", device):
         with using("sample", impl):
@@ -86,7 +86,7 @@ def test_top_p_of_any_shape(vocab: int, scale: float, device: str) -> None:
                 total = probs.double().sum(-1)
                 assert (mass.sum(-1) >= p * total - 1e-5).all()
                 assert (mass.where(mass > least, 0.0).sum(-1) < p * total + 1e-5).all()
-                assert torch.equal(kept, probs >= least), "a set of the largest"
+                assert torch.equal(kept, probs >= least), "the kept elements are the largest"
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 20.0])
@@ -117,7 +117,7 @@ def test_rows_keep_their_dtype(dtype: torch.dtype, device: str) -> None:
             assert fi_core.softmax(x).dtype == torch.float32
 
 
-def test_rows_with_nothing_to_keep(device: str) -> None:
+def test_rows_without_probability(device: str) -> None:
     rows = torch.tensor([[0.0, 0, 0], [NAN, NAN, NAN], [NAN, 0.5, 0.5], [INF, 1, 1]], device=device)
     want = torch.tensor([[0.0, 0, 0], [NAN, NAN, NAN], [NAN, 0.5, 0.5], [1.0, 0, 0]])
     for impl in impls("sample", device):
@@ -129,7 +129,7 @@ def test_rows_with_nothing_to_keep(device: str) -> None:
 
 
 def adjusted_reference(x: torch.Tensor, a: dict[str, Any]) -> torch.Tensor:
-    """The changed logits over temperature, in fp64."""
+    """Returns the adjusted logits over temperature, in fp64."""
     y = x.double().cpu().clone()
     for row in range(y.shape[0]):
         for token, count in zip(a["seen_token_ids"][row].tolist(), a["seen_token_counts"][row].tolist()):
@@ -146,8 +146,8 @@ def adjusted_reference(x: torch.Tensor, a: dict[str, Any]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("per_row_bias", [False, True])
-def test_changed_logits(per_row_bias: bool, device: str) -> None:
-    """Penalties, bias, mask and temperature, each with an effect, by the distribution of the draws."""
+def test_adjusted_logits(per_row_bias: bool, device: str) -> None:
+    """Penalties, bias, bitmask and temperature together give the expected distribution of draws."""
     rows, vocab, n = 2, 40, 1 << 20
     generator = torch.Generator().manual_seed(3)
     a: dict[str, Any] = {
@@ -177,7 +177,7 @@ def test_changed_logits(per_row_bias: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("vocab", [50, 4001, 128256])
-def test_changed_logits_are_the_same_everywhere(vocab: int, device: str) -> None:
+def test_adjusted_logits_are_the_same_for_every_implementation(vocab: int, device: str) -> None:
     rows, slots = 3, 20
     generator = torch.Generator().manual_seed(vocab)
     seen = torch.stack([torch.randperm(vocab, generator=generator)[:slots] for _ in range(rows)]).int()
@@ -198,7 +198,7 @@ def test_changed_logits_are_the_same_everywhere(vocab: int, device: str) -> None
             with using("sample", impl):
                 got, valid = sample_from_logits(before, **on_device, **fixed, **filters)
                 assert torch.equal(got.cpu(), want) and bool(valid.all())
-                assert torch.equal(before.cpu(), x), "logits are not written"
+                assert torch.equal(before.cpu(), x), "logits are not modified"
 
 
 def test_greedy(device: str) -> None:
@@ -212,8 +212,8 @@ def test_greedy(device: str) -> None:
                 assert tokens[:3:2].tolist() == x.argmax(-1)[:3:2].tolist() and tokens[1] == 30
 
 
-def test_a_temperature_that_is_not_a_number(device: str) -> None:
-    """Its row gets token 0 and is invalid; the others are drawn as ever."""
+def test_nan_temperature(device: str) -> None:
+    """A row with NaN temperature gets token 0 and is invalid; other rows draw the same tokens as without it."""
     x = normal_logits(3, 3000, device)
     good = torch.tensor([1.0, 1.0, 0.5], device=device)
     bad = torch.tensor([1.0, NAN, 0.5], device=device)

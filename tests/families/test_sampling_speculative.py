@@ -1,4 +1,4 @@
-"""Verification of draft tokens: against an enumeration of all outcomes, counts, special rows, every implementation."""
+"""Verification of draft tokens: distribution over all outcomes, counts, special rows, every implementation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAN = float("nan")
 
 
 def rows(batch: int, n: int, vocab: int, device: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """draft_probs, draft_token_ids, target_probs; drafts are often right."""
+    """Returns draft_probs, draft_token_ids and target_probs; many drafts are accepted."""
     generator = torch.Generator().manual_seed(seed + vocab)
     target = (torch.randn(batch, n + 1, vocab, generator=generator) * 1.5).softmax(-1)
     draft = (target[:, :n].log() + 0.7 * torch.randn(batch, n, vocab, generator=generator)).softmax(-1)
@@ -28,7 +28,7 @@ def rows(batch: int, n: int, vocab: int, device: str, seed: int = 0) -> tuple[to
 
 
 def outcomes(draft: torch.Tensor, tokens: torch.Tensor, target: torch.Tensor) -> dict[tuple[int, ...], float]:
-    """Probability of each row of output tokens, by enumeration in fp64."""
+    """Returns the probability of each row of output tokens, by enumeration in fp64."""
     n, vocab = draft.shape
     draft, target = draft.double(), target.double()
     found: dict[tuple[int, ...], float] = {}
@@ -51,7 +51,7 @@ def outcomes(draft: torch.Tensor, tokens: torch.Tensor, target: torch.Tensor) ->
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_all_outcomes(n: int, device: str) -> None:
+def test_distribution_of_outcomes(n: int, device: str) -> None:
     draws, vocab = 1 << 20, 5
     draft, tokens, target = rows(1, n, vocab, device, seed=n)
     want = outcomes(draft[0].cpu(), tokens[0], target[0].cpu())
@@ -76,7 +76,7 @@ def test_all_outcomes(n: int, device: str) -> None:
 
 @pytest.mark.parametrize("vocab", [1, 33, 5001, 128256])
 @pytest.mark.parametrize("n", [0, 1, 4, 40])
-def test_the_same_everywhere(vocab: int, n: int, device: str) -> None:
+def test_every_implementation_gives_the_same_tokens(vocab: int, n: int, device: str) -> None:
     if n * vocab > 1_000_000:
         n = 7
     draft, tokens, target = rows(4, n, vocab, "cpu")
@@ -92,7 +92,7 @@ def test_the_same_everywhere(vocab: int, n: int, device: str) -> None:
             assert all(torch.equal(a, b[2:3]) for a, b in zip(again, got))
 
 
-def test_counts_are_added_to(device: str) -> None:
+def test_counts_accumulate(device: str) -> None:
     draft, tokens, target = rows(3, 4, 50, device)
     accepted = torch.tensor([10, 20, 30], dtype=torch.int32, device=device)
     emitted = accepted * 10
@@ -117,10 +117,10 @@ def test_special_rows(device: str) -> None:
 
             same = one_hot[[1, 2]]
             assert run(same, [1, 2], one_hot[[1, 2, 3]]) == [1, 2, 3], "all accepted"
-            assert run(same, [1, 2], one_hot[[0, 2, 3]]) == [0, -1, -1], "first refused"
-            assert run(same, [1, 9], one_hot[[1, 2, 3]]) == [1, 2, -1], "no such token, and nothing is left over"
+            assert run(same, [1, 2], one_hot[[0, 2, 3]]) == [0, -1, -1], "first rejected"
+            assert run(same, [1, 9], one_hot[[1, 2, 3]]) == [1, 2, -1], "a token out of range, and a zero residual"
             assert run(same * 0, [1, 2], one_hot[[1, 2, 3]]) == [1, 2, 3], "draft without probability"
-            assert run(same, [1, 2], one_hot[[1, 2, 3]] * NAN) == [-1, -1, -1], "nothing to draw from"
+            assert run(same, [1, 2], one_hot[[1, 2, 3]] * NAN) == [-1, -1, -1], "target without probability"
             bad = one_hot[[1, 2, 3]].clone()
             bad[2] = 0
             assert run(same, [1, 2], bad) == [1, 2, -1]

@@ -6,22 +6,21 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 SANITIZER = shutil.which("compute-sanitizer")
-ROOT = Path(__file__).resolve().parents[2]
-# The arguments of benchmarks/startup.py: one small call per public function, all in one process.
+# One small call per public function, all in one process.
 SAMPLE = """
-import torch, startup, fi_core
-for name, arguments in startup.arguments("cuda").items():
+import torch, fi_core
+from fi_bench.startup.calls import arguments as calls
+for name, arguments in calls("cuda").items():
     function = fi_core
     for word in name.split("."):
         function = getattr(function, word)
     function(*arguments())
     torch.cuda.synchronize()
-print("sampled", len(startup.arguments("cuda")))
+print("sampled", len(calls("cuda")))
 """
 
 
@@ -31,10 +30,9 @@ print("sampled", len(startup.arguments("cuda")))
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_sample_is_clean(tool: str) -> None:
     assert SANITIZER
-    places = [str(ROOT / "benchmarks"), *sys.path]
     done = subprocess.run(
         [SANITIZER, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", SAMPLE],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in places if p)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         capture_output=True,
         text=True,
         check=False,

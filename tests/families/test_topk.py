@@ -1,4 +1,4 @@
-"""Top-k selection against a stable sort, on every device and implementation: exact also in ties, NaN and zeros."""
+"""Top-k selection against a stable sort, on every device and implementation, with ties, NaN and signed zeros."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INF = math.inf
 
 
 def selected(x: torch.Tensor, k: int, *, large: bool = False, by_value: bool = False) -> torch.Tensor:
-    """The indices of the k largest of each row: by rising index, or by falling value."""
+    """Returns the indices of the k largest of each row, by rising index or by descending value."""
     x = x.double().nan_to_num(nan=INF, posinf=1.7e308, neginf=-INF)
     if large:
         places = x.shape[1] - 1 - x.flip(1).argsort(dim=1, descending=True, stable=True)[:, :k]
@@ -34,7 +34,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def check(x: torch.Tensor, k: int, tie_break: int = 0, **options: Any) -> None:
-    """top_k of x is exact, unsorted and sorted, with the values of x bit by bit."""
+    """Checks that top_k of x is exact, unsorted and sorted, with the values of x bit for bit."""
     for by_value in (False, True):
         values, indices = fi_core.top_k(x, k, sorted=by_value, tie_break=tie_break, **options)
         want = selected(x, k, large=tie_break == 2, by_value=by_value)
@@ -70,7 +70,7 @@ def test_no_rows_and_no_k(dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1003, 40001])
 def test_any_alignment_of_rows(width: int, dtype: torch.dtype, device: str) -> None:
-    """Rows that begin at any address; what lies between them is NaN, which would be selected."""
+    """Rows of any alignment are exact. The padding between them is NaN, which would be selected."""
     x = rand(4, width, dtype=dtype, device=device)
     for impl in impls("top_k", device):
         with using("top_k", impl):
@@ -79,7 +79,7 @@ def test_any_alignment_of_rows(width: int, dtype: torch.dtype, device: str) -> N
 
 
 def adversarial(width: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Rows that are hard to select from."""
+    """Returns rows that are hard to select from: ties, infinities, NaN, equal digits."""
     noise = rand(width, dtype=torch.float32, device="cpu")
     steps = torch.arange(width, dtype=torch.float32)
     tiny = torch.finfo(dtype).smallest_normal
@@ -100,8 +100,8 @@ def adversarial(width: int, dtype: torch.dtype, device: str) -> torch.Tensor:
         negative_nan,
         steps / width,
         -steps / width,
-        1 + steps / width * 2.0**-9,  # one first digit for all
-        1 + (steps % 97) * 2.0**-23,  # and one second digit
+        1 + steps / width * 2.0**-9,  # equal first digit
+        1 + (steps % 97) * 2.0**-23,  # and equal second digit
         noise * tiny,  # subnormal
         (noise * 3).round(),
         torch.full((width,), -1.0) - (steps == width // 2).float(),
@@ -113,7 +113,7 @@ def adversarial(width: int, dtype: torch.dtype, device: str) -> torch.Tensor:
 @pytest.mark.parametrize("tie_break", list(TopKTieBreak))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [4099, 36000])
-def test_hard_rows(width: int, dtype: torch.dtype, tie_break: TopKTieBreak, device: str) -> None:
+def test_adversarial_rows(width: int, dtype: torch.dtype, tie_break: TopKTieBreak, device: str) -> None:
     x = adversarial(width, dtype, device)
     for impl in impls("top_k", device):
         with using("top_k", impl):
@@ -125,7 +125,7 @@ def test_hard_rows(width: int, dtype: torch.dtype, tie_break: TopKTieBreak, devi
 
 
 def test_sorted_beyond_shared_memory(device: str) -> None:
-    """A k too large to be sorted in the kernel, with ties, NaN and both zeros."""
+    """A k too large for the sort in the kernel is sorted too, with ties, NaN and signed zeros."""
     x = adversarial(9000, torch.float32, device)
     for k in (4096, 4097, 9000):
         check(x, k)
@@ -134,7 +134,7 @@ def test_sorted_beyond_shared_memory(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_rows(dtype: torch.dtype, device: str) -> None:
-    """Rows that no cluster's shared memory holds."""
+    """Rows that exceed the shared memory of a cluster are exact."""
     x = (rand(1, 3_000_001, dtype=torch.float32, device=device) * 100).to(dtype)
     for impl in impls("top_k", device):
         with using("top_k", impl):
@@ -145,7 +145,7 @@ def test_long_rows(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_do_not_depend_on_the_batch(dtype: torch.dtype, device: str) -> None:
-    """Bit for bit the same alone, in any batch, at any place of it, and every time."""
+    """Results of a row are bit-identical alone, in any batch, at any position and in every run."""
     x = (rand(130, 33000, dtype=torch.float32, device=device) * 4).round().to(dtype)
     for impl in impls("top_k", device):
         with using("top_k", impl):
@@ -157,7 +157,7 @@ def test_rows_do_not_depend_on_the_batch(dtype: torch.dtype, device: str) -> Non
 
 
 def mapped(x: torch.Tensor, k: int, lengths: list[int], starts: list[int], to_slot: Any, large: bool) -> torch.Tensor:
-    """What the transforms give, row by row; `to_slot(row, x)`."""
+    """Returns what the transforms give, row by row; `to_slot(row, x)` maps an index."""
     rows = []
     for i, (length, start) in enumerate(zip(lengths, starts)):
         segment = x[i : i + 1, start : start + max(length, 0)].cpu()
@@ -171,7 +171,7 @@ def ints(values: list[int], device: str) -> torch.Tensor:
 
 
 WIDTH = 9001
-LENGTHS = [0, 5, 64, 65, 9001, 4500, -3, 100_000]  # the last is cut to the row
+LENGTHS = [0, 5, 64, 65, 9001, 4500, -3, 100_000]  # the last is clamped to the row
 STARTS = [9001, 8996, 1, 17, 0, 4501, 3, 8000]
 
 
@@ -266,7 +266,7 @@ def test_int64_indices_are_taken(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", ["cluster", "cuda"])
 def test_graph_capture(impl: str) -> None:
-    """A captured call follows what lies in its tensors at replay: scores and lengths."""
+    """A replayed graph uses the scores and lengths that its tensors hold at replay."""
     x = rand(4, 70_000, dtype=torch.float32, device="cuda")
     lengths, offsets = ints([70_000] * 4, "cuda"), ints([0] * 4, "cuda")
     if impl not in impls("top_k", "cuda"):
@@ -355,7 +355,7 @@ def test_wrong_arguments_are_refused(call: Any, error: type[Exception], words: s
         call()
 
 
-def test_names_of_the_incumbent() -> None:
+def test_names_equal_to_flashinfer() -> None:
     assert (TopKTieBreak.NONE, TopKTieBreak.SMALL, TopKTieBreak.LARGE) == (0, 1, 2)
     assert fi_core.TopKTieBreak is TopKTieBreak
     assert torch.cuda.is_available() or can_implement_filtered_topk() is False

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,33 +9,30 @@ import torch
 
 import fi_core
 from families.harness import FP8
-from fi_core.launch.op import Launcher
-from fi_core.registry import ops, supports
-
-
-def _startup() -> ModuleType:
-    """benchmarks/startup.py, which has one small call per public function."""
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "startup.py"
-    spec = importlib.util.spec_from_file_location("startup", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from fi_bench.startup.calls import arguments as arguments_of
+from fi_core.registry import load, ops, supports
+from fi_core.runtime.launch import torch_op
 
 
 @pytest.fixture(scope="module")
 def calls() -> dict[str, tuple[Any, ...]]:
     """The arguments of one launch per op."""
     seen: dict[str, tuple[Any, ...]] = {}
-    launch = Launcher.__call__
+    operators = load()
 
-    def record(self: Launcher, *arguments: Any) -> None:
-        seen.setdefault(self.op.name, arguments)
-        launch(self, *arguments)
+    def record(name: str, arguments: tuple[Any, ...]) -> Any:
+        """Takes the place of the registered op, as if torch.compile traced the call."""
+        seen.setdefault(name, arguments)
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(torch_op, "is_tracing", lambda: False)
+            return operators[name].function(*arguments)
 
+    for operator in operators.values():
+        torch_op.register(operator.op, operator.function)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Launcher, "__call__", record)
-        for name, arguments in _startup().arguments("cpu").items():
+        patch.setattr(torch_op, "is_tracing", lambda: True)
+        patch.setattr(torch_op, "call", record)
+        for name, arguments in arguments_of("cpu").items():
             function: Any = fi_core
             for word in name.split("."):
                 function = getattr(function, word)
@@ -68,5 +62,5 @@ def test_supports_answers_with_a_reason() -> None:
     ok, why = supports("rmsnorm", capability=75, dtype="bf16", out="bf16", residual=False)
     assert not ok
     assert "requires capability >= 80, got 75" in why
-    with pytest.raises(ValueError, match="axes must be dtype, out, residual; got dtype"):
-        supports("rmsnorm", dtype="bf16")
+    with pytest.raises(ValueError, match="fields of a request are dtype, out, residual; got type"):
+        supports("rmsnorm", type="bf16")

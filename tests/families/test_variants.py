@@ -1,4 +1,4 @@
-"""Attention variants of users: five of them through every form of attention against fp64, and what is refused."""
+"""Attention variants of users: five variants in every attention function against fp64, and errors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from families.harness import TOLERANCE, assert_close, rand
 from families.paged import paged
 from families.prefill_batch import Batch, batch, workspace
 from families.variants import EXAMPLES, LOG2E, SM_SCALE, Example, Lens
+from fi_core.attention.custom import CustomAttention
 from fi_core.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache_with_jit_module
-from fi_core.errors import CompileError
 from fi_core.jit.attention import (
-    CustomAttention,
     gen_customize_batch_attention_module,
     gen_customize_batch_decode_module,
     gen_customize_batch_prefill_module,
@@ -33,6 +32,7 @@ from fi_core.prefill import (
     get_customize_batch_prefill_module,
     single_prefill_with_kv_cache_with_jit_module,
 )
+from fi_core.runtime.errors import CompileError
 from fi_core.utils import MaskMode
 
 pytestmark = pytest.mark.jit
@@ -59,7 +59,7 @@ def check(
     example: Example, results: Any, rows: list[torch.Tensor], keys: Any, tensors: list[torch.Tensor], lens: Lens,
     **masks: Any,
 ) -> None:  # fmt: skip
-    """(out, lse) of all requests against fp64, and what the variant wrote."""
+    """Compares (out, lse) of all requests, and the tensors that the variant wrote, with fp64."""
     out, lse = results
     expected = [example.attention(q, k, v, tensors, lens, b, **masks) for b, (q, k, v) in enumerate(zip(rows, *keys))]
     want = torch.cat([o for o, _ in expected])
@@ -77,7 +77,7 @@ def check(
 
 @by_name
 def test_single_decode(example: Example, device: str) -> None:
-    """Keys are split, in chunks that see the variant each."""
+    """The variant runs in each chunk of split-KV."""
     lens = [(1, 700)]
     q, k, v = (rand(n, h, DIM, dtype=F16, device=device, seed=h) for n, h in ((1, 4), (700, 2), (700, 2)))
     tensors = example.make(lens, HEADS[0], device)
@@ -89,7 +89,7 @@ def test_single_decode(example: Example, device: str) -> None:
 
 @by_name
 def test_single_prefill(example: Example, device: str) -> None:
-    """More rows than a tile, fewer than two; causal for all but the one that wants to see everything."""
+    """More rows than one tile and fewer than two; causal except for the variant that attends to all keys."""
     lens, causal = [(45, 130)], example is not DUMP
     q, k, v = (rand(n, h, DIM, dtype=F16, device=device, seed=n) for n, h in ((45, 4), (130, 2), (131, 2)))
     tensors = example.make(lens, HEADS[0], device)
@@ -103,7 +103,7 @@ def test_single_prefill(example: Example, device: str) -> None:
 
 @by_name
 def test_batch_decode(example: Example, device: str) -> None:
-    """Long and short requests, one without keys; the long one is divided among blocks and merged."""
+    """Long and short requests, one without keys; the long one is split over CTAs and merged."""
     lengths = (700, 1, 0, 65)
     p = paged(lengths, heads=HEADS, dim=DIM, device=device)
     lens = [(1, n) for n in lengths]
@@ -143,7 +143,7 @@ def test_types_and_head_dims(q_type: Any, kv_type: Any, dims: tuple[int, int], r
 
 
 def test_rotated_keys(device: str) -> None:
-    """pos_encoding_mode 1 rotates q and k before the variant sees their product."""
+    """pos_encoding_mode 1 rotates q and k before the variant transforms the scores."""
     uri, q_type, kv, o, _, *rest = jit_args(SINK)
     made = gen_customize_single_decode_module(uri, q_type, kv, o, *rest, pos_encoding_mode=1).build_and_load()
     q, k, v = (rand(n, h, DIM, dtype=F16, device=device, seed=h) for n, h in ((1, 4), (60, 2), (61, 2)))
@@ -159,7 +159,7 @@ def test_rotated_keys(device: str) -> None:
 
 
 def test_several_query_tokens(device: str) -> None:
-    """Speculative tokens: each sees the keys up to its own; of a graph's wrapper, whose tables lie in buffers."""
+    """Speculative tokens attend to the keys up to their position; with use_cuda_graph and its buffers."""
     p = paged((200, 20), heads=HEADS, dim=DIM, q_len=3, device=device)
     lens = [(3, 200), (3, 20)]
     tensors = SINK.make(lens, 4, device)
@@ -224,7 +224,7 @@ OWNS_MASK = Example(
 )
 
 
-def test_the_wrapper_fills_what_it_knows(device: str) -> None:
+def test_the_wrapper_passes_known_arguments(device: str) -> None:
     """The planned mask and ALiBi's slopes are not passed, and a scalar of the plan may be left out; the mask is the
     variant's alone, which turns it around here."""
     b = batch([(9, 40), (30, 33)], heads=HEADS, device=device)
@@ -243,7 +243,7 @@ def test_the_wrapper_fills_what_it_knows(device: str) -> None:
         assert_close(got, torch.einsum("hij,jhd->ihd", s.masked_fill(mask, -torch.inf).softmax(-1), v))
 
 
-def test_a_planned_mask_counts_beside_a_variant(device: str) -> None:
+def test_a_planned_mask_applies_in_addition_to_the_variant(device: str) -> None:
     """One that does not declare it: the kernel applies both."""
     b = batch([(9, 40)], heads=HEADS, device=device)
     mask = rand(9, 40, dtype=torch.float32, device="cpu") > 0
@@ -259,7 +259,7 @@ def test_a_planned_mask_counts_beside_a_variant(device: str) -> None:
     assert_close(lse, s.logsumexp(-1).t() * LOG2E, tolerance=LSE)
 
 
-def test_what_scales_the_output_comes_after_the_variant(device: str) -> None:
+def test_output_scales_apply_after_the_variant(device: str) -> None:
     p = paged((30,), heads=HEADS, dim=DIM, device=device)
     tensors = SINK.make([(1, 30)], HEADS[0], device)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(device), jit_args=jit_args(SINK), use_tensor_cores=True)
@@ -331,7 +331,7 @@ def test_declarations_are_checked(change: dict[int, Any], error: type[Exception]
         gen_customize_batch_decode_module(*arguments)
 
 
-def test_what_is_not_customised_says_what_to_do() -> None:
+def test_unsupported_modules_raise_with_advice() -> None:
     with pytest.raises(NotImplementedError, match=r'^backend: .*pass backend="fa2"'):
         gen_customize_batch_prefill_module("fa3", *jit_args(SINK))
     with pytest.raises(NotImplementedError, match=r"^fp8_enabled: "):
@@ -345,7 +345,7 @@ def test_what_is_not_customised_says_what_to_do() -> None:
         BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"), jit_args=jit_args(SINK), jit_kwargs={"use_window": 1})
 
 
-def test_errors_of_a_compiler_are_those_of_the_users_text(device: str) -> None:
+def test_compile_errors_point_into_the_users_text(device: str) -> None:
     """The file is called variant_decl, and its lines are counted from the beginning of the text."""
     wrong = "struct Wrong : AttentionVariantBase {\n  static constexpr bool use_softmax = false;\n  floot scale;\n};\n"
     module = gen_customize_single_decode_module("wrong", F16, F16, F16, 64, 64, [], [], [], [], "Wrong", wrong)

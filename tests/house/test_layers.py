@@ -1,43 +1,131 @@
-"""Imports run one way: families -> launch -> resolve -> build -> spec; env and errors import nothing of fi."""
+"""Imports run one way, through every module and both trees of folders; there is no circle."""
 
 from __future__ import annotations
 
-from house.tree import CORE, PACKAGES, files_of, imports, module_name
+import re
+from pathlib import Path
 
-# What each layer may import of fi_core, besides itself.
-LEAVES = {"env", "errors"}
-HELPERS = LEAVES | {"utils", "backend"}
-ALLOWED: dict[str, set[str]] = {
-    "env": set(),
-    "errors": set(),
-    "utils": LEAVES | {"backend"},
-    "backend": LEAVES,
-    "observe": HELPERS,
-    "testing": HELPERS,
-    "spec": LEAVES,
-    "build": LEAVES | {"spec"},
-    "resolve": LEAVES | {"spec", "build"},
-    "launch": {"errors", "spec", "build", "resolve"},  # not env: the launch path never reads the environment
-}
-SOURCES = files_of(CORE, ".py")
+from house.tree import CORE, KERNELS, PACKAGES, files_of, imports, module_name, relative
+
+# Lower layers first. A module may import its own layer and those above it in this list; the longest name that fits
+# says to which layer a module belongs.
+# Each folder of host entries is a family of that name; attention is a room of several layers.
+FAMILIES = tuple(sorted({path.parent.name for path in files_of(KERNELS / "csrc", ".cc")} - {"attention"}))
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("runtime", "runtime.env", "runtime.errors", "errors"),
+    ("runtime.spec",),
+    ("runtime.build",),
+    ("runtime.dispatch", "runtime.resolve"),
+    ("runtime.launch",),
+    ("compat", "autotuner", "compilation_context", "utils"),
+    ("observe", "testing", "jit.core", "jit.env", "jit.custom"),
+    FAMILIES,
+    ("attention.contract", "attention.mask", "attention.variant", "attention.ops", "attention.merge"),
+    ("attention.schedule", "attention.custom", "attention.cudnn"),
+    ("attention.wrappers", "attention.forms"),
+    ("attention", "cascade", "cudnn", "decode", "prefill"),
+    ("registry",),
+    ("aot", "jit"),
+    ("cli", "__main__", ""),
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+# The launch path never reads the environment.
+BARRED = {"runtime.launch": {"runtime.env"}}
+SOURCES = {module_name(path).partition(".")[2]: path for path in files_of(CORE, ".py")}
 
 
 def layer(module: str) -> str:
-    """The first name below fi_core; "" for fi_core itself."""
-    return [*module.split("."), ""][1]
+    """The name in LAYERS that a module below fi_core belongs to."""
+    while module not in RANK:
+        assert module, "every module belongs to a layer"
+        module = module.rpartition(".")[0]
+    return module
+
+
+def imported(path: Path) -> set[str]:
+    """The modules below fi_core that a file imports, as far as they are files; names within them are left out."""
+    found = set()
+    for item in imports(path):
+        name = item.module.removeprefix("fi_core").removeprefix(".")
+        if item.module.split(".")[0] != "fi_core":
+            continue
+        while name not in SOURCES:
+            name = name.rpartition(".")[0]
+        found.add(name)
+    return found
+
+
+def test_every_module_belongs_to_a_layer() -> None:
+    unknown = [name for name in SOURCES if name and not any(f"{name}.".startswith(f"{known}.") for known in RANK)]
+    assert unknown == []
+    assert [name for name in RANK if name not in SOURCES] == [], "a layer of the table has no module"
 
 
 def test_layers_import_downwards() -> None:
-    assert {layer(module_name(path)) for path in SOURCES} >= set(ALLOWED), "a layer of the table has no module"
     wrong = []
-    for path in SOURCES:
-        here = layer(module_name(path))
-        if here not in ALLOWED:
-            continue  # families, the registry and the CLI stand on top and may import all of them
-        for item in imports(path):
-            there = layer(item.module)
-            if item.module.startswith("fi_core.") and there not in ALLOWED[here] | {here}:
-                wrong.append(f"{item}: {here} may import {', '.join(sorted(ALLOWED[here])) or 'nothing of fi_core'}")
+    for name, path in SOURCES.items():
+        here = layer(name)
+        for there in imported(path) - {""}:
+            if RANK[layer(there)] > RANK[here] or there in BARRED.get(here, ()):
+                wrong.append(f"{relative(path)} ({here}) imports {there}")
+    assert not wrong, "\n".join(wrong)
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of two or more nodes that reach each other."""
+    reach = {name: set(graph[name]) for name in graph}
+    for middle in graph:
+        for name in graph:
+            if middle in reach[name]:
+                reach[name] |= reach[middle]
+    groups = {frozenset(b for b in graph if b in reach[a] and a in reach[b]) for a in graph}
+    return sorted(sorted(group) for group in groups if group)
+
+
+def test_no_import_circle() -> None:
+    assert circles({name: imported(path) - {name} for name, path in SOURCES.items()}) == []
+
+
+def test_no_include_circle() -> None:
+    include = KERNELS / "include"
+    headers = {path.relative_to(include).as_posix(): path for path in files_of(include, ".h", ".cuh")}
+    pattern = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+    graph = {
+        name: {other for other in pattern.findall(path.read_text()) if other in headers}
+        for name, path in headers.items()
+    }
+    assert circles(graph) == []
+
+
+# Folders of include/fi: what each may include besides itself.
+SHARED = {"", "host", "cpu", "cuda"}
+HEADERS: dict[str, set[str]] = {
+    "": {""},
+    "host": {""},
+    "cpu": {"", "host"},
+    "cuda": {""},
+    "attention": SHARED | {"rope"},
+    "sampling": SHARED | {"topk"},
+}
+
+
+def test_headers_include_downwards() -> None:
+    """Families share what lies in host, cpu and cuda; none includes another, but for the ones that HEADERS names.
+
+    The generated header of an op is one of its family.
+    """
+    from fi_core.registry import ops
+
+    include = KERNELS / "include" / "fi"
+    generated = {op.header.removeprefix("fi/"): op.family for op in ops().values()}
+    wrong = []
+    for path in files_of(include, ".h", ".cuh"):
+        family, *rest = path.relative_to(include).parts
+        here = family if rest else ""
+        for name in re.findall(r'^\s*#\s*include\s*"fi/([^"]+)"', path.read_text(), re.MULTILINE):
+            there = generated.get(name) or (name.split("/")[0] if "/" in name else "")
+            if there not in HEADERS.get(here, SHARED) | {here}:
+                wrong.append(f"{relative(path)} includes fi/{name}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -63,10 +151,10 @@ def test_packages_import_as_declared() -> None:
 
 def test_torch_is_not_imported_at_import() -> None:
     """`import fi_core` and its families never import torch; functions do when they are called."""
-    exempt = {CORE / "launch" / "torch_op.py"}
+    exempt = {CORE / "runtime" / "launch" / "torch_op.py"}
     wrong = [
         str(item)
-        for path in SOURCES
+        for path in SOURCES.values()
         if path not in exempt and not path.is_relative_to(CORE / "testing")
         for item in imports(path)
         if item.at_import and item.module.split(".")[0] in ("torch", "numpy", "tvm_ffi")

@@ -1,10 +1,10 @@
-// C entry points over fi/cpu/*.h for test_cpu_headers.py: conversions, functions, reductions, parallel_for.
+// C functions over fi/cpu/*.h for test_cpu_headers.py: conversions, math functions, reductions, parallel_for.
 #include "fi/cpu/convert.h"
 #include "fi/cpu/math.h"
 #include "fi/cpu/parallel.h"
 #include "fi/cpu/reduce.h"
 
-#ifdef TEST_ONE_LEVEL  // build for -march alone
+#ifdef TEST_ONE_LEVEL  // one build per -march, without clones
 #define WORKER extern "C" __attribute__((noinline))
 #else
 #define WORKER extern "C" __attribute__((noinline)) FI_CLONES
@@ -37,7 +37,7 @@ FUNCTION(rsqrt)
 FUNCTION(sigmoid)
 FUNCTION(silu)
 
-// The shape of a real kernel: a cloned row worker in a template, called from the parallel loop.
+// Structured as a kernel: a cloned row worker in a template, called from the parallel loop.
 template <class T>
 FI_CLONES float sum_of_squares(const T* row, int64_t n) {
   return cpu::sum(n, [=](int64_t i) __attribute__((always_inline)) {
@@ -56,7 +56,7 @@ WORKER void row_maximum(float* out, const float* in, int64_t n) {
   *out = cpu::maximum(n, [=](int64_t i) __attribute__((always_inline)) { return in[i]; });
 }
 
-// Counts visits per item, and writes the range each item was visited in; returns the number of calls.
+// Counts the visits of each item, and writes the range of each visit; returns the number of calls.
 extern "C" int64_t record_ranges(int32_t* visits, int64_t* begins, int64_t* ends, int64_t n, int64_t grain) {
   int64_t calls = 0;
   cpu::parallel_for(n, grain, [&](int64_t begin, int64_t end) {
@@ -70,7 +70,7 @@ extern "C" int64_t record_ranges(int32_t* visits, int64_t* begins, int64_t* ends
   return calls;
 }
 
-// parallel_for inside parallel_for: returns how many inner calls there were for `outer` outer items.
+// parallel_for inside parallel_for: returns the number of inner calls for `outer` outer items.
 extern "C" int64_t nested_calls(int64_t outer, int64_t inner) {
   int64_t calls = 0;
   cpu::parallel_for(outer, 1, [&](int64_t begin, int64_t end) {

@@ -1,9 +1,10 @@
 """Runs launchers of CUDA ops without a GPU: in a process of its own, whose libcuda.so.1 is mock_driver.cc.
 
     gpu = Gpu(folder, capability=90)
-    gpu.call("rmsnorm", axes, Tensor(0x1000, (4, 128), "f16"), ...)  ->  [{"call": "launch", "grid": [4, 1, 1], ...}]
+    gpu.call("rmsnorm", axes, {"out": Tensor(0x1000, (4, 128), "f16"), ...})  ->  [{"call": "launch", ...}]
 
-Tensors have addresses nothing ever reads. What the process does to the driver comes back as the mock writes it down.
+Arguments go by the names that the op declares, with its defaults for those that are left out. Nothing reads the
+addresses of tensors. What the process does to the driver comes back as the mock writes it down.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import fi_kernels
+from fi_core.runtime.spec.arguments import REQUIRED
 
 INCLUDE = fi_kernels.ROOT / "include"
 LIBRARY = "libcuda.so.1"
@@ -83,15 +86,15 @@ class Gpu:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
 
-    def call(self, op: str, axes: Call, *arguments: object, stream: int = 0, **options: Any) -> list[Call]:
+    def call(self, op: str, axes: Call, arguments: Mapping[str, object], stream: int = 0, **options: Any) -> list[Call]:
         """Binds the op (once) and calls it; the driver calls of both. `options` as for bind. Raises what it raises."""
-        self.pool.submit(_call, op, axes, arguments, stream, options).result()
+        self.pool.submit(_call, op, axes, dict(arguments), stream, options).result()
         return self.calls()
 
     def bind(self, op: str, axes: Call, **options: Any) -> dict[str, tuple[Path, str]]:
         """Where the files came from: {"host": (path, origin), "cubin": ...}.
 
-        Options: impl, arch, device, shared_bytes.
+        Options: implementation (None: what is chosen for the axes as fields), arch, device, shared_bytes.
         """
         return self.pool.submit(_origins, op, axes, options).result()
 
@@ -129,9 +132,11 @@ _said: list[str] = []
 def _bind(name: str, axes: Call, options: dict[str, Any]) -> Any:
     import logging
 
-    from fi_core.launch.kernel import bind
-    from fi_core.registry import launcher
-    from fi_core.spec.target import Target
+    from fi_core.registry import operator
+    from fi_core.runtime.dispatch import Request, choose
+    from fi_core.runtime.launch.kernel import bind
+    from fi_core.runtime.spec.op import Spec
+    from fi_core.runtime.spec.target import Target
 
     key = repr((name, axes, options))
     if key not in _bound:
@@ -139,26 +144,30 @@ def _bind(name: str, axes: Call, options: dict[str, Any]) -> Any:
             handler = logging.Handler()
             handler.emit = lambda record: _said.append(record.getMessage())  # type: ignore[method-assign]
             logging.getLogger("fi_core.jit").addHandler(handler)
-        op = launcher(name).op
+        op = operator(name).op
         if "shared_bytes" in options:  # asks for more shared memory than the declaration does
-            op = dataclasses.replace(op, impls=tuple(_with_shared(i, options["shared_bytes"]) for i in op.impls))
+            more = tuple(_with_shared(i, options["shared_bytes"]) for i in op.implementations)
+            op = dataclasses.replace(op, implementations=more)
         target = Target("cuda", options.get("arch") or _native_arch())
-        _bound[key] = bind(op.spec(target, axes, options.get("impl")), options.get("device", 0))
+        assert set(axes) == set(op.axes), f"{name}: axes are {', '.join(op.axes)}"
+        implementation = options.get("implementation") or choose(Request.of(op, target, axes)).implementation
+        spec = Spec(op, implementation, target, tuple((axis, axes[axis]) for axis in op.axes))
+        _bound[key] = bind(spec, options.get("device", 0))
     return _bound[key]
 
 
 def _native_arch() -> str:
-    from fi_core.spec.target import cuda_target
+    from fi_core.runtime.spec.target import cuda_target
 
     return cuda_target(*divmod(int(os.environ["FI_MOCK_CAPABILITY"]), 10)).arch
 
 
-def _with_shared(impl: Any, shared_bytes: int) -> Any:
+def _with_shared(implementation: Any, shared_bytes: int) -> Any:
     def unit(axes: Call) -> Any:
-        chosen = impl.unit(axes)
+        chosen = implementation.unit(axes)
         return chosen._replace(entries=tuple(e._replace(shared_bytes=shared_bytes) for e in chosen.entries))
 
-    return dataclasses.replace(impl, unit=unit) if impl.unit else impl
+    return dataclasses.replace(implementation, unit=unit) if implementation.unit else implementation
 
 
 def _origins(name: str, axes: Call, options: dict[str, Any]) -> dict[str, tuple[Path, str]]:
@@ -169,14 +178,26 @@ def _messages() -> list[str]:
     return _said
 
 
-def _call(name: str, axes: Call, arguments: tuple[object, ...], stream: int, options: dict[str, Any]) -> None:
+def _call(name: str, axes: Call, given: Call, stream: int, options: dict[str, Any]) -> None:
     import tvm_ffi
 
+    from fi_core.registry import operator
+
     kernel = _bind(name, axes, options)
+    arguments = in_order(operator(name).op, given)
     with contextlib.ExitStack() as stack:
         for device in {a.device for a in arguments if isinstance(a, Tensor) and a.device_type == CUDA}:
             stack.enter_context(tvm_ffi.use_raw_stream(tvm_ffi.device(f"cuda:{device}"), stream))
         kernel.call(*(tvm_ffi.from_dlpack(_Exporter(a)) if isinstance(a, Tensor) else a for a in arguments))
+
+
+def in_order(op: Any, given: Mapping[str, object]) -> list[Any]:
+    """What a host entry is called with: the native arguments of an op, its defaults for what is not given."""
+    native = [argument for argument in op.parsed if argument.native]
+    assert set(given) <= {argument.name for argument in native}, f"{op.name} takes {[a.name for a in native]}"
+    missing = [a.name for a in native if a.name not in given and a.default is REQUIRED]
+    assert not missing, f"{op.name} requires {', '.join(missing)}"
+    return [given.get(argument.name, argument.default) for argument in native]
 
 
 class _DLTensor(ctypes.Structure):
@@ -243,8 +264,15 @@ def _headers(pattern: str) -> list[re.Match[str]]:
     return [found for text in texts if (found := re.search(pattern, text, re.MULTILINE | re.DOTALL))]
 
 
+def header_of(name: str) -> str:
+    """The header that declares a struct, as it is included."""
+    declaration = re.compile(rf"^struct (?:alignas\(\d+\) )?{name} {{", re.MULTILINE)
+    (path,) = (path for path in INCLUDE.rglob("*.h") if declaration.search(path.read_text()))
+    return path.relative_to(INCLUDE).as_posix()
+
+
 def struct(name: str) -> type[ctypes.Structure]:
-    """The ctypes twin of a parameter struct. Of more than 8 bytes may be aligned what comes first in it."""
+    """The ctypes twin of a parameter struct. Only its first member may be aligned to more than 8 bytes."""
     (found,) = _headers(rf"^struct (?:alignas\((\d+)\) )?{name} {{\n(.*?)^}};")
     constants = dict(re.findall(r"^  static constexpr \w+ (\w+) = (\d+);", found[2], re.MULTILINE))
     alignment, fields = int(found[1] or 8), []

@@ -1,4 +1,4 @@
-"""CPU kernel headers: conversions against torch, math against float64, parallel_for, and that the clones vectorise."""
+"""CPU kernel headers: conversions against torch, math against float64, parallel_for, vectorized clones."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 INCLUDE = ROOT / "packages/fi-kernels/src/fi_kernels/include"
-HEADERS = ["convert.h", "math.h", "parallel.h", "reduce.h", "target.h"]  # those that need nothing but a compiler
+HEADERS = ["convert.h", "math.h", "parallel.h", "reduce.h", "target.h"]  # headers that need only a compiler
 WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Wsign-conversion", "-Wshadow", "-Werror"]
 FLAGS = ["-std=c++17", "-O3", "-fPIC", f"-I{INCLUDE}", *WARNINGS]
 COMPILERS = [c for c in ("g++", "aarch64-linux-gnu-g++", "clang++") if shutil.which(c)]
 X86 = platform.machine() == "x86_64"
-# "clones" is what kernels ship as and runs at the level of this machine; the others run what older machines would.
+# "clones" is the build of kernels, which runs at the level of this machine; the others run the code of older machines.
 LEVELS = (
     ["clones", "x86-64", "x86-64-v3"] if X86 and torch.backends.cpu.get_cpu_capability() != "DEFAULT" else ["clones"]
 )
@@ -104,7 +104,7 @@ def test_decode_every_value(library: Library, name: str) -> None:
 
 
 def encode_inputs(dtype: torch.dtype, storage: torch.dtype) -> torch.Tensor:
-    """Every value of the 8- and 16-bit formats, every rounding tie of this one with both neighbours, random bits."""
+    """Every value of the 8- and 16-bit formats, every rounding tie with both neighbours, and random bits."""
     values = [all_bits(s).view(d).float() for d, s, _ in FORMATS.values()]
     finite = all_bits(storage).view(dtype).double()
     finite = finite[finite.isfinite()].unique()
@@ -144,7 +144,7 @@ def ulp_error(got: torch.Tensor, exact: torch.Tensor, floor: float) -> float:
     counted = rounded.isfinite() & (exact.abs() >= floor)
     spacing = torch.nextafter(rounded.abs(), torch.tensor(INF)).double() - rounded.abs().double()
     spacing = torch.where(spacing.isfinite(), spacing, 2.0**104)
-    # What overflows must be infinite. An infinity beside the largest float counts as the next value, 2^128.
+    # An overflow must give infinity. An infinity beside the largest float counts as the next value, 2^128.
     overflows = rounded.isinf()
     assert torch.equal(got[overflows], rounded[overflows])
     return float(((got.double().clamp(-(2.0**128), 2.0**128) - exact).abs() / spacing)[counted].max())
@@ -188,7 +188,7 @@ def test_math_error(library: Library, name: str) -> None:
 @pytest.mark.parametrize("name", MATH)
 def test_math_special_values(library: Library, name: str) -> None:
     cases = MATH[name][3]
-    # Repeated, so that the vector body and the scalar remainder both see every case.
+    # Repeated, so that the vector body and the scalar remainder compute every case.
     x = torch.tensor([*(x for x, _ in cases), NAN]).repeat(19)
     want = torch.tensor([*(y for _, y in cases), NAN]).repeat(19)
     got = library.map(f"apply_{name}", x, torch.float32)
@@ -275,13 +275,13 @@ def code_of(library: Library) -> dict[str, str]:
 
 
 if X86:
-    # rsqrt stays scalar without -fno-math-errno; it is meant for one value per row.
+    # rsqrt stays scalar without -fno-math-errno; kernels compute it once per row.
     VECTORISED = [f"{way}_{name}" for way in ("decode", "encode") for name in FORMATS]
     VECTORISED += [f"apply_{name}" for name in MATH if name != "rsqrt"]
     VECTORISED += ["row_maximum", r"_Z14sum_of_squares\w+"]
 
     @pytest.mark.parametrize("worker", VECTORISED)
-    def test_every_clone_is_vectorised(clones: Library, worker: str) -> None:
+    def test_every_clone_is_vectorized(clones: Library, worker: str) -> None:
         code = code_of(clones)
         clone = {
             level: code[name]

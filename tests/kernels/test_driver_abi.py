@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fi_kernels
-from fi_core.build import toolchain
+from fi_core.runtime.build import toolchain
 
 INCLUDE = fi_kernels.ROOT / "include"
 TEXT = (INCLUDE / "fi/host/driver.h").read_text()

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 import fi_kernels
-from fi_core.build import compiler, nvrtc, toolchain
+from fi_core.aot import artifacts
+from fi_core.registry import ops
+from fi_core.runtime.build import compiler, nvrtc, sources, toolchain
+from fi_core.runtime.env import env
+from fi_core.runtime.spec.artifact import Artifact
+from fi_core.runtime.spec.target import CPU
+from kernels.kept import kept
+from kernels.test_host_code import run, without_link
 
 INCLUDE = fi_kernels.ROOT / "include"
+OPS = {fi_kernels.ROOT / op.source: op for op in ops().values()}
 HOST = sorted(INCLUDE.rglob("*.h"))
 DEVICE = sorted(INCLUDE.rglob("*.cuh"))
-CSRC = sorted((fi_kernels.ROOT / "csrc").rglob("*.cc"))
 CROSS = "aarch64-linux-gnu-g++"
 STRICT = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
 
@@ -25,12 +32,28 @@ def name(path: Path) -> str:
     return path.relative_to(fi_kernels.ROOT).as_posix()
 
 
-def compile_host(cxx: str, kind: str, source: Path, out: Path) -> None:
-    flags = [*compiler.HOST_FLAGS, *compiler.KIND_FLAGS[kind], *STRICT, f"-I{INCLUDE}"]
-    flags = [flag for flag in flags if flag != "-shared" and not flag.startswith("-Wl,")]
-    system = f"-isystem{toolchain.tvm_ffi_root() / 'include'}"
-    done = subprocess.run([cxx, *flags, system, "-c", str(source), "-o", str(out)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="session")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the generated headers of all ops."""
+    folder = tmp_path_factory.mktemp("generated")
+    for op in OPS.values():
+        sources.write_headers(sources.host_module(op, "cuda"), folder)
+    return folder
+
+
+def closure(unit: Path) -> str:
+    """sha256 over a unit and every header of the project that it reaches, generated ones too."""
+    headers = tuple(sources.generated_header(op) for op in OPS.values())
+    return sources.closure(Artifact(unit.stem, "cuda", CPU, str(unit), headers=headers))
+
+
+def check_alone(unit: Path, kind: str, generated: Path) -> None:
+    """The unit compiles without a warning; the answer is kept by content."""
+    places = [f"-I{INCLUDE}", f"-I{generated}", f"-isystem{toolchain.tvm_ffi_root() / 'include'}"]
+    flags = ["-std=c++17", *compiler.KIND_FLAGS[kind], *STRICT, "-fsyntax-only"]
+    versions = [toolchain.cxx_identity(), toolchain.tvm_ffi_version()]
+    said = kept("header", closure(unit), *flags, *versions, ask=lambda: run(*env.cxx, *flags, *places, unit))
+    assert said == ""
 
 
 def cross_compiler() -> str:
@@ -51,16 +74,36 @@ def unit_of(header: Path, folder: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("header", HOST, ids=name)
-def test_host_header_compiles_alone(header: Path, kind: str, tmp_path: Path) -> None:
-    compile_host(toolchain.cxx() or "c++", kind, unit_of(header, tmp_path), tmp_path / "unit.o")
+def test_host_header_compiles_alone(header: Path, kind: str, tmp_path: Path, generated: Path) -> None:
+    check_alone(unit_of(header, tmp_path), kind, generated)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-@pytest.mark.parametrize("source", CSRC, ids=name)
-def test_host_source_compiles_for_aarch64(source: Path, kind: str, tmp_path: Path) -> None:
-    out = tmp_path / "unit.o"
-    compile_host(cross_compiler(), kind, source, out)
-    assert out.read_bytes()[18:20] == b"\xb7\x00", "e_machine of an ELF object for AArch64"
+def test_generated_headers_compile_alone_and_together(kind: str, tmp_path: Path, generated: Path) -> None:
+    every = tmp_path / "every.cc"
+    every.write_text("".join(f'#include "{op.header}"\n' * 2 for op in OPS.values()))
+    check_alone(every, kind, generated)
+    largest = max(OPS.values(), key=lambda op: len(op.arguments))
+    alone = tmp_path / f"{largest.name}.cc"
+    alone.write_text(f'#include "{largest.header}"\n')
+    check_alone(alone, kind, generated)
+
+
+@pytest.mark.parametrize("artifact", artifacts(("cpu", "cuda")), ids=lambda artifact: artifact.name)
+def test_host_source_compiles_for_aarch64(artifact: Artifact, tmp_path: Path) -> None:
+    cross = cross_compiler()
+    line = [*without_link(artifact, tmp_path), *STRICT]
+    line = [
+        word for word in line if not re.fullmatch(r"-O\d", word)
+    ]  # optimising finds no error, and takes half the time
+
+    def compile_for_arm() -> str:
+        out = tmp_path / "unit.o"
+        said = run(cross, *line[len(env.cxx_launcher) + len(env.cxx) :], "-c", "-o", out)
+        assert out.read_bytes()[18:20] == b"\xb7\x00", "e_machine of an ELF object for AArch64"
+        return said
+
+    assert kept("aarch64", compiler.key(artifact), *STRICT, run(cross, "--version"), ask=compile_for_arm) == ""
 
 
 def targets_of(header: Path) -> list[str]:
@@ -70,14 +113,21 @@ def targets_of(header: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("header", DEVICE, ids=name)
-def test_device_header_compiles_alone(header: Path) -> None:
-    include = f'#include "{header.relative_to(INCLUDE).as_posix()}"\n'
-    for target in targets_of(header):
+def test_device_header_compiles_alone(header: Path, tmp_path: Path) -> None:
+    unit, found = unit_of(header, tmp_path), toolchain.nvrtc()
+    assert found, "NVRTC is missing: pip install nvidia-cuda-nvrtc nvidia-cuda-runtime"
+
+    def compile_for(target: str) -> str:
         options = [f"-arch={target}", *compiler.DEVICE_FLAGS, f"-I{INCLUDE}"]
-        assert nvrtc.compile_cubin(include * 2, header.stem, options).image[:4] == b"\x7fELF"
+        image, said = nvrtc.compile_cubin(unit.read_text(), header.stem, options)
+        assert image[:4] == b"\x7fELF"
+        return said
+
+    for target in targets_of(header):
+        decided_by = (closure(unit), target, *compiler.DEVICE_FLAGS, found.identity)
+        assert kept("header", *decided_by, ask=functools.partial(compile_for, target)) == ""
 
 
 def test_there_are_headers_of_each_kind() -> None:
     assert HOST
     assert DEVICE
-    assert CSRC

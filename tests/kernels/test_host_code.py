@@ -1,4 +1,4 @@
-"""Host modules as they are shipped: no warning, no dependency but tvm-ffi and the compiler's own, one exported symbol.
+"""Host modules as they are shipped: no warning, no dependency but tvm-ffi and the compiler's own, few exported symbols.
 
 That they compile for aarch64 is checked with the headers, in test_headers.py.
 """
@@ -11,16 +11,27 @@ from pathlib import Path
 
 import pytest
 
-from fi_core.build import compiler, sources, toolchain
-from fi_core.prebuilt import artifacts
-from fi_core.resolve import built
-from fi_core.spec.op import Artifact
+from fi_core.aot import artifacts
+from fi_core.runtime.build import compiler, sources, toolchain
+from fi_core.runtime.resolve import built
+from fi_core.runtime.spec.artifact import Artifact, Text
+from kernels.kept import kept
 
 pytestmark = pytest.mark.slow
 HOST = artifacts(("cpu", "cuda"))
-DEVICE = list({a.source.split('"')[1]: a for a in artifacts(("cubin",))}.values())  # one unit of each header
+IMAGES = artifacts(("cubin",))
+DEVICE = list({a.source.includes: a for a in IMAGES if isinstance(a.source, Text)}.values())  # one unit of each header
 # What a Linux with a C++ compiler's run-time libraries and fi-core's dependencies has.
 LIBRARIES = {"libtvm_ffi", "libstdc++", "libm", "libgcc_s", "libgomp", "libc", "ld-linux-x86-64", "ld-linux-aarch64"}
+
+
+def without_link(artifact: Artifact, folder: Path) -> list[str]:
+    """The command that compiles a module, without output and libraries; what it reads is written into the folder."""
+    compiler.write_unit(artifact, folder)
+    line = compiler.command(artifact, folder)
+    line = [word for word in line if word != "-shared" and not word.startswith(("-Wl,", "-l", "-L"))]
+    del line[line.index("-o") : line.index("-o") + 2]
+    return line
 
 
 def by_name(artifact: Artifact) -> str:
@@ -34,14 +45,15 @@ def run(*command: str | Path) -> str:
 
 
 @pytest.mark.parametrize("artifact", HOST, ids=by_name)
-def test_no_warning(artifact: Artifact) -> None:
+def test_no_warning(artifact: Artifact, tmp_path: Path) -> None:
     """-Wall as it is built (optimisers find more), -Wextra besides."""
     log = built(artifact).path.with_suffix(".log")
     assert not log.exists(), log.read_text()
-    line = compiler.command(artifact, Path("unused"))
-    line = [word for word in line if word != "-shared" and not word.startswith(("-Wl,", "-l", "-L"))]
-    del line[line.index("-o") : line.index("-o") + 2]
-    run(*line, "-fsyntax-only", "-Wextra", "-Werror")
+    strict = ("-fsyntax-only", "-Wextra", "-Werror")
+    assert (
+        kept("warnings", compiler.key(artifact), *strict, ask=lambda: run(*without_link(artifact, tmp_path), *strict))
+        == ""
+    )
 
 
 @pytest.mark.parametrize("artifact", HOST, ids=by_name)
@@ -52,7 +64,8 @@ def test_what_it_needs_and_exports(artifact: Artifact) -> None:
     assert needed <= LIBRARIES, "the driver is found by dlopen, torch is used from Python only"
     assert not re.search(r"\((RPATH|RUNPATH|TEXTREL)\)", dynamic)
     symbols = re.findall(r"^\S+ (?!U)\w (\w+)", run("nm", "-D", "--defined-only", path), re.MULTILINE)
-    assert [name for name in symbols if not name.startswith("_Z")] == ["__tvm_ffi_bind"]
+    exported = ["bind", "last_launches", "rehearse"] if artifact.kind == "cuda" else ["bind"]
+    assert sorted(name for name in symbols if not name.startswith("_Z")) == [f"__tvm_ffi_{name}" for name in exported]
     assert str(sources.root()).encode() not in path.read_bytes(), "the same bytes wherever the tree lies"
 
 
@@ -61,11 +74,18 @@ def test_the_closure_is_what_the_compiler_reads(artifact: Artifact, tmp_path: Pa
     """A header that the preprocessor opens and the key does not know would make a stale file."""
     for header in ("cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h"):
         (tmp_path / header).touch()  # the preprocessor need not see into them
-    unit = tmp_path / "unit.cc"
+    generated, unit = tmp_path / "generated", tmp_path / "unit.cc"
+    sources.write_headers(artifact, generated)
     unit.write_text(sources.text(artifact))
     flags = [f for f in compiler.flags(artifact) if f.startswith(("-D", "-std", "-fopenmp"))]
-    places = [f"-I{sources.include_dir()}", f"-isystem{toolchain.tvm_ffi_root() / 'include'}", f"-I{tmp_path}"]
+    places = [
+        f"-I{sources.include_dir()}",
+        f"-isystem{toolchain.tvm_ffi_root() / 'include'}",
+        f"-I{tmp_path}",
+        f"-I{generated}",
+    ]
     listing = run("c++", "-M", *flags, *places, unit)
-    root = sources.include_dir().as_posix() + "/"
-    read = {word.removeprefix(root) for word in listing.replace("\\\n", " ").split() if word.startswith(root)}
+    roots = [f"{folder.as_posix()}/" for folder in (sources.include_dir(), generated)]
+    words = listing.replace("\\\n", " ").split()
+    read = {word.removeprefix(root) for root in roots for word in words if word.startswith(root)}
     assert read and read <= set(sources.headers(artifact))

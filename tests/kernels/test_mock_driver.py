@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 
 import fi_core
-from fi_core.build import compiler, sources
-from fi_core.errors import MissingKernelError
-from fi_core.prebuilt import specs
-from fi_core.registry import launcher, ops
-from fi_core.resolve import built
-from fi_core.spec.op import Artifact, Entry, Op, Spec
-from fi_core.spec.target import Target, cuda_target
-from kernels.mock_driver import CPU, INCLUDE, Call, Gpu, Tensor, build_driver, launches, parameters
+from core import toy
+from fi_core.aot import specs
+from fi_core.norm.ops import NormConfig
+from fi_core.registry import operator, ops
+from fi_core.runtime.build import compiler, sources
+from fi_core.runtime.errors import MissingKernelError
+from fi_core.runtime.resolve import built
+from fi_core.runtime.spec.artifact import Artifact
+from fi_core.runtime.spec.op import Entry, Op, Spec
+from fi_core.runtime.spec.target import Target, cuda_target
+from kernels.mock_driver import CPU, INCLUDE, Call, Gpu, Tensor, build_driver, header_of, launches, parameters
 
 Start = Callable[..., Gpu]
 AXES = {"dtype": "bf16", "out": "bf16", "residual": False}
@@ -63,7 +66,7 @@ def rmsnorm(gpu: Gpu, rows: int = 4, d: int = 4096, axes: Call = AXES, **change:
     }
     options = {name: change.pop(name) for name in ("stream", "arch", "device", "shared_bytes") if name in change}
     assert set(change) <= set(arguments)
-    return gpu.call("rmsnorm", axes, *(arguments | change).values(), **options)
+    return gpu.call("rmsnorm", axes, arguments | change, **options)
 
 
 def launch(gpu: Gpu, **change: Any) -> Call:
@@ -73,9 +76,14 @@ def launch(gpu: Gpu, **change: Any) -> Call:
 
 def entry(one: Call, axes: Call = AXES) -> Entry:
     """The declaration of what was launched."""
-    unit = launcher("rmsnorm").op.spec(Target("cuda", "90a"), axes).unit()
+    unit = toy.chosen(operator("rmsnorm").op, Target("cuda", "90a"), axes).unit()
     assert unit
     return next(e for e in unit.entries if e.name == one["name"])
+
+
+def config_of(declared: Entry) -> NormConfig:
+    assert isinstance(declared.config, NormConfig)
+    return declared.config
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 130])
@@ -83,7 +91,7 @@ def entry(one: Call, axes: Call = AXES) -> Entry:
 def test_the_launch_covers_every_row(start: Start, rows: int, d: int) -> None:
     one = launch(start(), rows=rows, d=d)
     chosen = entry(one)
-    rows_a_block, vector, count, largest = chosen.config
+    rows_a_block, vector, count, largest = config_of(chosen)
     assert one["grid"] == [-(-rows // rows_a_block), 1, 1]
     assert one["block"][1:] == [1, 1] and one["block"][0] <= chosen.threads and one["block"][0] % 32 == 0
     assert d <= largest and d % vector == 0
@@ -108,9 +116,9 @@ def test_the_launch_covers_every_row(start: Start, rows: int, d: int) -> None:
 )
 def test_an_unaligned_tensor_gets_no_vector_loads(start: Start, change: Call) -> None:
     axes = AXES | {"residual": True}
-    assert entry(launch(start(), axes=axes), axes).config[1] == 8
+    assert config_of(entry(launch(start(), axes=axes), axes)).vec_size == 8
     one = launch(start(), axes=axes, **change)
-    vector = entry(one, axes).config[1]
+    vector = config_of(entry(one, axes)).vec_size
     tensor = next(iter(change.values()))
     bytes_a_load = 2 * vector
     assert tensor.address % bytes_a_load == 0
@@ -119,13 +127,13 @@ def test_an_unaligned_tensor_gets_no_vector_loads(start: Start, change: Call) ->
 
 def test_an_offset_of_one_row_keeps_vector_loads(start: Start) -> None:
     one = launch(start(), input=Tensor(X + 2 * 4096, (4, 4096), "bf16", (8192, 1)))
-    assert entry(one).config[1] == 8
+    assert config_of(entry(one)).vec_size == 8
 
 
 def test_a_width_that_no_vector_divides(start: Start) -> None:
     """All addresses and strides are aligned, but the last vector of a row would leave it."""
     padded = {"out": Tensor(OUT, (4, 4100), "bf16", (4104, 1)), "input": Tensor(X, (4, 4100), "bf16", (4104, 1))}
-    assert 4100 % entry(launch(start(), d=4100, **padded)).config[1] == 0
+    assert 4100 % config_of(entry(launch(start(), d=4100, **padded))).vec_size == 0
 
 
 def test_parameters(start: Start) -> None:
@@ -143,7 +151,7 @@ def test_parameters(start: Start) -> None:
     )
     p = parameters(one, "RmsnormParams")
     assert (p["out"], p["input"], p["residual"], p["weight"], p["scale"]) == (OUT, X, R, W, SCALE)
-    assert (p["out_row"], p["input_row"], p["residual_row"]) == (512, 264, 300)
+    assert (p["out_row_stride"], p["input_row_stride"], p["residual_row_stride"]) == (512, 264, 300)
     assert (p["rows"], p["d"], p["eps"], p["weight_bias"]) == (6, 256, 0.5, 1.0)
 
 
@@ -153,7 +161,12 @@ def test_parameters_of_heads(start: Start) -> None:
     one = launch(start(), out=Tensor(OUT, shape, "bf16"), input=Tensor(X, shape, "bf16", (1024, 256, 1)), d=128, rows=5)
     p = parameters(one, "RmsnormParams")
     assert (p["rows"], p["d"], p["heads"]["value"]) == (15, 128, 3)
-    assert (p["input_row"], p["input_head"], p["out_row"], p["out_head"]) == (1024, 256, 384, 128)
+    assert tuple(p[f"{side}_stride"] for side in ("input_row", "input_head", "out_row", "out_head")) == (
+        1024,
+        256,
+        384,
+        128,
+    )
     assert (p["residual"], p["scale"]) == (None, None)
 
 
@@ -231,7 +244,7 @@ def test_more_shared_memory_is_asked_for_once_for_each_device(start: Start) -> N
 
 
 def image_of(arch: str) -> Artifact:
-    _, image = sources.artifacts(launcher("rmsnorm").op.spec(Target("cuda", arch), AXES))
+    _, image = sources.artifacts(toy.chosen(operator("rmsnorm").op, Target("cuda", arch), AXES))
     return image
 
 
@@ -274,7 +287,7 @@ def test_an_image_built_here_that_the_driver_refuses(start: Start) -> None:
 
 def test_a_prebuilt_image_of_an_older_target_serves(start: Start, tmp_path: Path) -> None:
     """An sm_86 card runs what was built for sm_80, and compiles nothing: FI_JIT=off."""
-    built_before = [built(a) for a in sources.artifacts(launcher("rmsnorm").op.spec(Target("cuda", "80"), AXES))]
+    built_before = [built(a) for a in sources.artifacts(toy.chosen(operator("rmsnorm").op, Target("cuda", "80"), AXES))]
     package = provider(tmp_path / "package", image_of("80"), built_before[1].path.read_bytes())
     gpu = start(86, FI_CUBIN_DIR=str(package), FI_JIT="off")
     assert gpu.bind("rmsnorm", AXES)["cubin"] == (package / "one.cubin", "FI_CUBIN_DIR")
@@ -300,7 +313,7 @@ def test_origins_say_who_compiled(start: Start, tmp_path: Path) -> None:
     ],
 )
 def test_no_driver_or_one_too_old(tmp_path: Path, code: str | None, words: str) -> None:
-    for artifact in sources.artifacts(launcher("rmsnorm").op.spec(Target("cuda", "90a"), AXES)):
+    for artifact in sources.artifacts(toy.chosen(operator("rmsnorm").op, Target("cuda", "90a"), AXES)):
         built(artifact)
     (tmp_path / "libcuda.so.1").write_bytes(b"not a library")
     if code:
@@ -318,7 +331,7 @@ def specs_of(op: Op) -> list[Spec]:
     found: dict[object, Spec] = {}
     for arch in ("90a", "80", "100a", "120a"):
         for spec in specs(op, Target("cuda", arch)):
-            found.setdefault((spec.impl, spec.axes), spec)
+            found.setdefault((spec.implementation, spec.axes), spec)
     return list(found.values())
 
 
@@ -328,7 +341,7 @@ def test_every_kernel_binds(start: Start, spec: Spec) -> None:
     """The launcher loads, the image has every declared entry, compiled for the declared threads."""
     assert cuda_target(*divmod(spec.target.capability, 10)) == spec.target
     gpu = start(spec.target.capability)
-    gpu.bind(spec.op.name, dict(spec.axes), impl=spec.impl)
+    gpu.bind(spec.op.name, dict(spec.axes), implementation=spec.implementation)
     calls = gpu.calls()
     assert [c["capability"] for c in calls if c["call"] == "load"] == [spec.target.capability]
     unit = spec.unit()
@@ -346,9 +359,9 @@ def test_parameter_structs_have_one_size_on_both_sides(start: Start, tmp_path: P
         unit = spec.unit()
         assert unit
         gpu = start(spec.target.capability)
-        gpu.bind(name, dict(spec.axes), impl=spec.impl, device=1)
+        gpu.bind(name, dict(spec.axes), implementation=spec.implementation, device=1)
         (size,) = {c["parameter_bytes"] for c in gpu.calls() if c["call"] == "kernel"}
-        device[(f"fi/{op.family}/{name}.h", unit.params)] = size
+        device[(header_of(unit.params), unit.params)] = size
     lines = [f'#include "{header}"\n' for header, _ in device] + ["#include <cstdio>\nint main() {\n"]
     lines += [f'  printf("%zu\\n", sizeof(fi::{params}));\n' for _, params in device]
     unit_path, program = tmp_path / "sizes.cc", tmp_path / "sizes"

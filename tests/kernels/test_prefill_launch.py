@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from fi_core.prefill import ops
-from fi_core.spec.target import Target
+from core import toy
+from fi_core.attention.ops import prefill as ops
+from fi_core.runtime.spec.target import Target
 from kernels.mock_driver import Call, Gpu, Tensor, build_driver, launches, parameters
 
 OUT, LSE, SCHEDULE, Q, K, V, PAGES, SINKS, MASK, BOUNDS = (0x100000 * (i + 1) for i in range(10))
 BATCH, ROWS, HEADS, KV_HEADS, NUM_PAGES, PAGE = 4, 1000, 32, 8, 300, 16
-TILE = ops.tile_tokens(HEADS, KV_HEADS)
+TILE = ops.q_tile_tokens(HEADS, KV_HEADS)
 Prefill = Callable[..., list[Call]]
 
 
@@ -24,29 +25,25 @@ def prefill(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("prefill")
     gpu = Gpu(build_driver(folder), Path(folder) / "log", 90)
 
-    def call(impl: str = "fa3", dims: tuple[int, int] = (128, 128), **change: Any) -> list[Call]:
+    def call(implementation: str = "wgmma_sm90", dims: tuple[int, int] = (128, 128), **change: Any) -> list[Call]:
         pool = (NUM_PAGES, PAGE, KV_HEADS)
-        arguments = dict.fromkeys(
-            ("out", "lse", "schedule", "workspace", "q", "k", "v", "page_indices", "custom_mask", "mask_indptr",
-             "prefix_len", "items", "sinks", "scale_q", "scale_k", "scale_v", "bmm1_scale", "bmm2_scale")
-        ) | {
+        arguments: dict[str, Any] = {
             "out": Tensor(OUT, (ROWS, HEADS, dims[1]), "bf16"),
             "lse": Tensor(LSE, (ROWS, HEADS), "f32"),
-            "schedule": Tensor(SCHEDULE, (ops.words(BATCH, ROWS, TILE),), "i32"),
+            "schedule": Tensor(SCHEDULE, (ops.schedule_words(BATCH, ROWS, TILE),), "i32"),
             "q": Tensor(Q, (ROWS, HEADS, dims[0]), "bf16"),
             "k": Tensor(K, (*pool, dims[0]), "bf16"),
             "v": Tensor(V, (*pool, dims[1]), "bf16"),
             "page_indices": Tensor(PAGES, (256,), "i32"),
-            "batch_size": BATCH, "tile_tokens": TILE, "kv_tokens": 0, "clear_rest": False, "kv_layout": 0,
-            "pos_encoding_mode": 0, "causal": True, "window_left": -1, "logits_soft_cap": 0.0, "sm_scale": 0.1,
-            "v_scale": 1.0, "rope_scale": 1.0, "rope_theta": 1e4, "enable_pdl": None, "impl": impl,
+            "kv_layout": 0, "batch_size": BATCH, "q_tile_tokens": TILE, "causal": True, "sm_scale": 0.1,
         }  # fmt: skip
-        assert set(change) <= set(arguments)
         arguments |= change
-        capped = impl == "fa3" and float(arguments["logits_soft_cap"]) > 0  # type: ignore[arg-type]
+        hopper = implementation == "wgmma_sm90"
         kind = arguments["q"].dtype
-        axes = {"q": kind, "kv": kind, "head_dim": 0 if impl == "fa2" else dims[0], "soft_cap": capped}
-        return gpu.call("batch_prefill", axes, *arguments.values(), impl=impl)
+        head_dim = dims[0] if hopper or dims[0] > 128 else 0
+        capped = hopper and arguments.get("logits_soft_cap", 0.0) > 0
+        axes = {"q": kind, "kv": kind, "head_dim": head_dim, "soft_cap": capped}
+        return gpu.call("batch_prefill", axes, arguments, implementation=implementation)
 
     yield call
     gpu.close()
@@ -66,19 +63,19 @@ def test_hopper_launch(prefill: Prefill) -> None:
     calls = prefill()
     launch = one(calls)
     assert launch["grid"] == [132, 1, 1] and launch["block"] == [512, 1, 1] and launch["pdl"]
-    assert launch["shared_bytes"] == ops._hopper_bytes(128, 128, 128, 3)
+    assert launch["shared_bytes"] == ops._wgmma_shared_bytes(128, 128, 128, 3)
     p = parameters(launch, "BatchPrefillParams")
-    assert (p["out"], p["lse"], p["pages"], p["sinks"]) == (OUT, LSE, PAGES, None)
-    assert (p["qo_heads"], p["kv_heads"], p["group"]["value"], p["tile_tokens"]) == (HEADS, KV_HEADS, 4, TILE)
-    assert (p["box"], p["page_size"]["value"], p["causal"], p["window_left"]) == (16, PAGE, 1, -1)
-    assert p["scale"] == pytest.approx(0.1 * 1.4426950408889634) and p["cap"] == 0
-    assert p["section"] == 8, "256 pages of keys and values of all heads fit into L2"
+    assert (p["out"], p["lse"], p["page_indices"], p["sinks"]) == (OUT, LSE, PAGES, None)
+    assert (p["qo_heads"], p["kv_heads"], p["group_size"]["value"], p["tile_tokens"]) == (HEADS, KV_HEADS, 4, TILE)
+    assert (p["box_keys"], p["page_size"]["value"], p["causal"], p["window_left"]) == (16, PAGE, 1, -1)
+    assert p["score_scale"] == pytest.approx(0.1 * 1.4426950408889634) and p["soft_cap"] == 0
+    assert p["l2_kv_heads"] == 8, "256 pages of keys and values of all heads fit into L2"
     row = HEADS * 128 * 2
     assert maps(calls)[Q] == [[128, 2, 64], [4, 256, 4], [KV_HEADS, 1024, 1], [ROWS, row, TILE]]
     token = KV_HEADS * 256
     pages = [NUM_PAGES, PAGE * token, 1]
     assert launch["name"] == "batch_prefill_rows", "a copy brings whole rows: heads count in blocks of 64 columns"
-    assert (p["heads_in_blocks"], p["head_groups"]) == (1, 0)
+    assert (p["heads_in_column_blocks"], p["row_groups_per_head"]) == (1, 0)
     assert maps(calls)[K] == maps(calls)[V] == [
         [64, 2, 64], [8, token, 8], [2 * KV_HEADS, 128, 2], [PAGE // 8, 8 * token, 2], pages
     ]  # fmt: skip
@@ -88,7 +85,7 @@ def test_small_pages_come_by_columns(prefill: Prefill) -> None:
     """Pages that are no multiple of 8 tokens have no whole rows to copy."""
     pool = (NUM_PAGES, 4, KV_HEADS, 128)
     calls = prefill(k=Tensor(K, pool, "bf16"), v=Tensor(V, pool, "bf16"))
-    assert one(calls)["name"] == "batch_prefill" and parameters(one(calls), "BatchPrefillParams")["box"] == 4
+    assert one(calls)["name"] == "batch_prefill" and parameters(one(calls), "BatchPrefillParams")["box_keys"] == 4
     token = KV_HEADS * 256
     assert maps(calls)[K] == [[128, 2, 64], [4, token, 4], [KV_HEADS, 256, 1], [NUM_PAGES, 4 * token, 1]]
 
@@ -96,24 +93,24 @@ def test_small_pages_come_by_columns(prefill: Prefill) -> None:
 def test_sections_follow_the_keys(prefill: Prefill) -> None:
     """Heads are handed out so many at a time that their keys and values stay in L2."""
     for tokens, section in ((16384, 4), (65536, 1), (10_000_000, 1), (100, 8)):
-        assert parameters(one(prefill(kv_tokens=tokens)), "BatchPrefillParams")["section"] == section
+        assert parameters(one(prefill(kv_tokens=tokens)), "BatchPrefillParams")["l2_kv_heads"] == section
     ragged = {"k": Tensor(K, (16384, KV_HEADS, 128), "bf16"), "v": Tensor(V, (16384, KV_HEADS, 128), "bf16")}
     p = parameters(one(prefill(page_indices=None, **ragged)), "BatchPrefillParams")
-    assert p["section"] == 4, "of ragged keys the tensor says how many there are"
+    assert p["l2_kv_heads"] == 4, "of ragged keys the tensor says how many there are"
 
 
 def test_hopper_ragged(prefill: Prefill) -> None:
     keys = {"k": Tensor(K, (5000, KV_HEADS, 192), "bf16"), "v": Tensor(V, (5000, KV_HEADS, 128), "bf16")}
     calls = prefill(dims=(192, 128), page_indices=None, **keys)
     p = parameters(one(calls), "BatchPrefillParams")
-    assert p["pages"] is None and p["box"] == 128
+    assert p["page_indices"] is None and p["box_keys"] == 128
     assert maps(calls)[K] == [[192, 2, 64], [5000, KV_HEADS * 384, 128], [KV_HEADS, 384, 1], [1, 128, 1]]
     assert maps(calls)[V][0] == [128, 2, 64]
 
 
 def test_hopper_soft_cap(prefill: Prefill) -> None:
     p = parameters(one(prefill(logits_soft_cap=30.0, window_left=7)), "BatchPrefillParams")
-    assert p["scale"] == pytest.approx(0.1 / 30) and p["cap"] == pytest.approx(30 * 1.4426950408889634)
+    assert p["score_scale"] == pytest.approx(0.1 / 30) and p["soft_cap"] == pytest.approx(30 * 1.4426950408889634)
     assert p["window_left"] == 7
 
 
@@ -130,10 +127,10 @@ def test_fp8_launch(prefill: Prefill) -> None:
     calls = prefill(**fp8(scale_q=Tensor(SINKS, (HEADS,), "f32"), bmm2_scale=Tensor(MASK, (1,), "f32")))
     launch = one(calls)
     assert launch["name"] == "batch_prefill_fp8" and launch["grid"] == [132, 1, 1] and launch["block"] == [512, 1, 1]
-    assert launch["shared_bytes"] == ops._fp8_bytes(ops._FP8_KEYS)
+    assert launch["shared_bytes"] == ops._fp8_shared_bytes(ops._FP8_KEYS)
     p = parameters(launch, "BatchPrefillParams")
     assert (p["scale_q"], p["scale_k"], p["bmm1_scale"], p["bmm2_scale"], p["out_type"]) == (SINKS, None, None, MASK, 1)
-    assert p["box"] == 16, "rows of 128 bytes come whole"
+    assert p["box_keys"] == 16, "rows of 128 bytes come whole"
     token = KV_HEADS * 128
     assert maps(calls)[Q] == [[128, 1, 128], [4, 128, 4], [KV_HEADS, 512, 1], [ROWS, HEADS * 128, TILE]]
     assert maps(calls)[K] == [[128, 1, 128], [PAGE, token, PAGE], [KV_HEADS, 128, 1], [NUM_PAGES, PAGE * token, 1]]
@@ -145,68 +142,70 @@ def test_fp8_launch(prefill: Prefill) -> None:
 def test_head_major_pages(prefill: Prefill) -> None:
     pool = (NUM_PAGES, KV_HEADS, 48, 64)
     calls = prefill(dims=(64, 64), kv_layout=1, k=Tensor(K, pool, "bf16"), v=Tensor(V, pool, "bf16"))
-    assert parameters(one(calls), "BatchPrefillParams")["box"] == 16, "what divides the page and the tile of keys"
+    assert parameters(one(calls), "BatchPrefillParams")["box_keys"] == 16, "what divides the page and the tile of keys"
     p = parameters(one(calls), "BatchPrefillParams")
-    assert (p["heads_in_blocks"], p["head_groups"]) == (0, 6), "heads count in groups of 8 tokens"
+    assert (p["heads_in_column_blocks"], p["row_groups_per_head"]) == (0, 6), "heads count in groups of 8 tokens"
     page = [NUM_PAGES, KV_HEADS * 48 * 128, 1]
     assert maps(calls)[K] == [[64, 2, 64], [8, 128, 8], [1, 128, 1], [6 * KV_HEADS, 1024, 2], page]
 
 
 def test_little_work_takes_few_blocks(prefill: Prefill) -> None:
     few = {"out": Tensor(OUT, (3, HEADS, 128), "bf16"), "lse": None, "q": Tensor(Q, (3, HEADS, 128), "bf16")}
-    schedule = Tensor(SCHEDULE, (ops.words(1, 3, TILE),), "i32")
+    schedule = Tensor(SCHEDULE, (ops.schedule_words(1, 3, TILE),), "i32")
     assert one(prefill(**few, batch_size=1, schedule=schedule))["grid"] == [KV_HEADS, 1, 1]
-    assert one(prefill("fa2", **few, batch_size=1, schedule=schedule))["grid"] == [KV_HEADS, 1, 1]
+    assert one(prefill("mma_sm80", **few, batch_size=1, schedule=schedule))["grid"] == [KV_HEADS, 1, 1]
 
 
 def test_tiles_launch(prefill: Prefill) -> None:
-    launch = one(prefill("fa2", sinks=Tensor(SINKS, (HEADS,), "f32"), logits_soft_cap=5.0))
+    launch = one(prefill("mma_sm80", sinks=Tensor(SINKS, (HEADS,), "f32"), logits_soft_cap=5.0))
     assert launch["grid"] == [132 * 2, 1, 1] and launch["block"] == [128, 1, 1]
     p = parameters(launch, "PrefillProblem")
-    assert (p["pages"], p["sinks"], p["tile_tokens"]) == (PAGES, SINKS, TILE)
+    assert (p["page_indices"], p["sinks"], p["tile_tokens"]) == (PAGES, SINKS, TILE)
     assert p["k_page"] == PAGE * KV_HEADS * 128 and p["problem"]["aligned"] == 1
     assert (p["problem"]["mask"]["causal"], p["problem"]["mask"]["window_left"]) == (1, -1)
     narrow = Tensor(K + 2, (NUM_PAGES, PAGE, KV_HEADS, 128), "bf16")
-    assert parameters(one(prefill("fa2", k=narrow)), "PrefillProblem")["problem"]["aligned"] == 0
+    assert parameters(one(prefill("mma_sm80", k=narrow)), "PrefillProblem")["problem"]["aligned"] == 0
 
 
 def test_wide_tiles_launch(prefill: Prefill) -> None:
     """Four warps of 16 rows with all columns of the output: two units for what takes one with heads of 128."""
     few = {"out": Tensor(OUT, (3, HEADS, 256), "bf16"), "lse": None, "q": Tensor(Q, (3, HEADS, 256), "bf16")}
-    schedule = Tensor(SCHEDULE, (ops.words(1, 3, TILE),), "i32")
-    launch = one(prefill("fa2_wide", (256, 256), **few, batch_size=1, schedule=schedule))
+    schedule = Tensor(SCHEDULE, (ops.schedule_words(1, 3, TILE),), "i32")
+    launch = one(prefill("mma_sm80", (256, 256), **few, batch_size=1, schedule=schedule))
     assert launch["grid"] == [2 * KV_HEADS, 1, 1] and launch["block"] == [128, 1, 1]
 
 
 @pytest.mark.parametrize("kv", ["bf16", "e4m3"])
 def test_chunks_take_no_more_shared_memory_than_the_smallest_gpu_has(kv: str) -> None:
-    axes = {"q": "bf16", "kv": kv, "head_dim": 0, "soft_cap": False}
-    unit = ops.BATCH_PREFILL.spec(Target("cuda", "86"), axes, "fa2").unit()
+    unit = toy.chosen(ops.BATCH_PREFILL, Target("cuda", "86"), {"q": "bf16", "kv": kv}, "mma_sm80").unit()
     assert unit is not None and unit.entries[0].shared_bytes <= 98 * 1024, "1 KB is for what is declared statically"
 
 
-@pytest.mark.parametrize("head_dim", [192, 256])
-def test_two_blocks_of_wide_tiles_fit(head_dim: int) -> None:
+@pytest.mark.parametrize(("head_dim", "head_dim_vo"), [(192, 128), (256, 256)])
+def test_two_blocks_of_wide_tiles_fit(head_dim: int, head_dim_vo: int) -> None:
     """Where a block has 227 KB of the 228 KB of a multiprocessor, which keeps 1 KB for each block."""
-    axes = {"q": "f16", "kv": "f16", "head_dim": head_dim, "soft_cap": False}
-    unit = ops.BATCH_PREFILL.spec(Target("cuda", "90a"), axes, "fa2_wide").unit()
+    asked = {"q": "f16", "kv": "f16", "out": "f16", "head_dim_qk": head_dim, "head_dim_vo": head_dim_vo}
+    spec = toy.chosen(ops.BATCH_PREFILL, Target("cuda", "90a"), asked, "mma_sm80")
+    unit = spec.unit()
+    assert dict(spec.axes)["head_dim"] == head_dim
     assert unit is not None and 2 * (unit.entries[0].shared_bytes + 2 * 1024) <= 228 * 1024
     for arch in ("80", "89", "120a"):
-        assert ops.BATCH_PREFILL.explain(Target("cuda", arch), axes)["fa2_wide"], f"no room on sm_{arch}"
+        other = toy.chosen(ops.BATCH_PREFILL, Target("cuda", arch), asked, "mma_sm80")
+        assert dict(other.axes)["head_dim"] == 0, f"no room on sm_{arch}"
 
 
 def test_a_mask_takes_the_place_of_causal(prefill: Prefill) -> None:
     masked = {"custom_mask": Tensor(MASK, (999,), "u8"), "mask_indptr": Tensor(BOUNDS, (BATCH + 1,), "i32")}
-    p = parameters(one(prefill("fa2", **masked)), "PrefillProblem")
+    p = parameters(one(prefill("mma_sm80", **masked)), "PrefillProblem")
     assert (p["custom_mask"], p["mask_indptr"], p["problem"]["mask"]["causal"]) == (MASK, BOUNDS, 0)
-    with pytest.raises(ValueError, match="impl must be fa2 for masks"):
+    with pytest.raises(ValueError, match="backend must be fa2 for masks"):
         prefill(**masked)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"schedule": Tensor(SCHEDULE, (ops.words(BATCH, ROWS, TILE) - 1,), "i32")}, "schedule must have"),
+        ({"schedule": Tensor(SCHEDULE, (ops.schedule_words(BATCH, ROWS, TILE) - 1,), "i32")}, "schedule must have"),
         ({"k": Tensor(K + 2, (NUM_PAGES, PAGE, KV_HEADS, 128), "bf16")}, "not aligned to 16 bytes"),
         ({"bmm1_scale": Tensor(SINKS, (1,), "f32")}, "scales by head or on the device"),
         ({"v": Tensor(V, (NUM_PAGES, PAGE, 4, 128), "bf16")}, "v must have shape"),

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from families.variants import EXAMPLES, Example
-from fi_core.build import compiler, nvrtc, toolchain
-from fi_core.errors import CompileError
+from fi_core.attention.custom import VariantModule
 from fi_core.jit import attention as jit
-from fi_core.jit.attention import VariantModule
-from fi_core.spec.target import Target
-from kernels.test_device_code import run, tool
+from fi_core.runtime.build import compiler, toolchain
+from fi_core.runtime.errors import CompileError
+from fi_core.runtime.resolve import built
+from fi_core.runtime.spec.target import Target
+from kernels.test_device_code import said_of
 
 F16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 
@@ -44,13 +45,11 @@ CASES = [
 
 @pytest.mark.parametrize("arch", ["80", "90a"])
 @pytest.mark.parametrize(("form", "example", "dim", "kv"), CASES, ids=[f"{f}-{e.name}-{d}-{k}" for f, e, d, k in CASES])
-def test_registers_suffice(form: str, example: Example, dim: int, kv: torch.dtype, arch: str, tmp_path: Path) -> None:
+def test_registers_suffice(form: str, example: Example, dim: int, kv: torch.dtype, arch: str) -> None:
     _, unit = module(form, example, dim, kv).made.custom.artifacts(Target("cuda", arch))
-    image, said = nvrtc.compile_cubin(unit.source, unit.name, [*compiler._search(unit), *compiler.flags(unit)])
-    assert said == ""
-    binary = tmp_path / unit.file
-    binary.write_bytes(image)
-    usage = run(tool("cuobjdump"), "-res-usage", binary)
+    binary = built(unit).path
+    assert not binary.with_suffix(".log").exists(), "the compiler is content"
+    usage = said_of(binary, "cuobjdump", "-res-usage")
     found = re.findall(r"Function (\S+):\s+REG:\d+ STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     assert found
     # A word or two may not fit beside a hook that is inlined 32 times; three blocks a multiprocessor are worth more.
@@ -58,12 +57,12 @@ def test_registers_suffice(form: str, example: Example, dim: int, kv: torch.dtyp
 
 
 @pytest.mark.skipif(toolchain.nvcc() is None or shutil.which("c++") is None, reason="needs nvcc and a C++ compiler")
-def test_nvcc_takes_the_same_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nvcc_takes_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "device_compiler", lambda: "nvcc")
     _, unit = module("single_decode", EXAMPLES[4]).made.custom.artifacts(Target("cuda", "80"))
-    compiler.compile_artifact(unit, tmp_path)
-    assert (tmp_path / unit.file).read_bytes()[:4] == b"\x7fELF"
-    assert not (tmp_path / f"{unit.name}.log").exists()
+    binary = built(unit).path
+    assert binary.read_bytes()[:4] == b"\x7fELF"
+    assert not binary.with_suffix(".log").exists()
 
 
 WRONG = "struct Sink : AttentionVariantBase {\n  static constexpr bool use_softmax = false;\n  floot scale;\n};\n"

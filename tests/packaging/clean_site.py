@@ -97,9 +97,11 @@ def make(folder: Path, wheels: list[Path]) -> Site:
     """A new environment at `folder` with these wheels."""
     new = Site(folder)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-    for path in next(place for place in map(Path, sys.path) if (place / "pytest").is_dir()).iterdir():
-        if not path.name.startswith(("fi_", "fi-", "nvidia", "__")):
-            (new.packages / path.name).symlink_to(path)
+    places = [place for place in map(Path, sys.path) if (place / "pytest").is_dir() or (place / "torch").is_dir()]
+    for path in (path for place in places for path in place.iterdir()):
+        link = new.packages / path.name
+        if not path.name.startswith(("fi_", "fi-", "nvidia", "__", "parent.pth")) and not link.exists():
+            link.symlink_to(path)
     pip = [sys.executable, "-m", "pip", "--python", str(new.python), "install", "-q", "--no-deps", "--no-index"]
     subprocess.run([*pip, *map(str, wheels)], check=True)
     return new

@@ -25,14 +25,14 @@ def watch(event: str, arguments: tuple[object, ...]) -> None:
 def main() -> None:
     sys.addaudithook(watch)
     import fi_core
-    from fi_core import prebuilt
-    from fi_core.build import toolchain
-    from fi_core.launch.kernel import bind
+    from fi_core import aot
     from fi_core.registry import ops
+    from fi_core.runtime.build import toolchain
+    from fi_core.runtime.launch.kernel import bind
 
     toolchain.cuda_home = lambda: None  # type: ignore[assignment]  # this machine may have a CUDA toolkit
     kernels: dict[str, object] = {}
-    specs = [spec for op in ops().values() for target in prebuilt.targets() for spec in prebuilt.specs(op, target)]
+    specs = [spec for op in ops().values() for target in aot.targets() for spec in aot.specs(op, target)]
     for spec in specs:
         if spec.name.startswith(tuple(sys.argv[1:]) or ""):
             try:

@@ -19,17 +19,21 @@ from pathlib import Path
 
 import pytest
 
-from fi_core import prebuilt
+from fi_core import aot
+from fi_core.runtime.build import compiler
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = (ROOT / "VERSION").read_text().strip()
 LIMIT = 15_000_000  # bytes of the five wheels together
+SAMPLED = 23  # of so many device binaries one is compiled again: a second each
 REQUIRES = {
-    "fi_bench": {f"fi-core=={VERSION}", "rich", "rich-argparse", "nvidia-ml-py", "tomli; python_version < '3.11'"},
+    "fi_bench": {
+        f"fi-core=={VERSION}", "jinja2", "rich", "rich-argparse", "nvidia-ml-py", "tomli; python_version < '3.11'",
+    },
     "fi_core": {
-        f"fi-kernels=={VERSION}", "apache-tvm-ffi<0.2,>=0.1.9", "ninja", "filelock", "torch>=2.10",
+        f"fi-kernels=={VERSION}", "apache-tvm-ffi<0.2,>=0.1.9", "ninja", "filelock", "jinja2", "torch>=2.10",
     },
     "fi_cubin": set(),
     "fi_jit_cache": set(),
@@ -71,6 +75,7 @@ def test_contents(wheels: dict[str, Path]) -> None:
         info = f"{name}-{VERSION}.dist-info/"
         assert files <= names, name
         assert {f"{name}/py.typed", f"{name}/VERSION", f"{info}licenses/LICENSE"} <= names
+        assert name != "fi_core" or "fi_core/__init__.pyi" in names
         extra = {n for n in names - files if not n.startswith((info, f"{name}/data/"))}
         assert not extra, name
 
@@ -94,7 +99,7 @@ def test_installed_packages_are_those_of_the_wheels(wheels: dict[str, Path]) -> 
 def build(package: str, folder: Path, *options: str, **environment: str) -> tuple[Path, Path]:
     """sdist and the wheel made from it, in a folder of its own."""
     command = [sys.executable, "-m", "build", *options, "--outdir", str(folder), str(ROOT / "packages" / package)]
-    subprocess.run(command, env={**os.environ, **environment}, check=True)
+    subprocess.run(command, env={**os.environ, "FI_AOT_STORE": "", **environment}, check=True)
     (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     with tarfile.open(sdist) as archive:
         assert [member.name for member in archive if not member.isfile()] == []
@@ -116,14 +121,23 @@ def test_jit_cache_is_reproducible(wheels: dict[str, Path], tmp_path: Path) -> N
 
 
 def test_cubin_is_reproducible(wheels: dict[str, Path], tmp_path: Path) -> None:
-    """As above, for one architecture: its files are those of the whole wheel."""
-    _, narrow = build("fi-cubin", tmp_path, FI_CUDA_ARCH_LIST="8.0")
+    """As above, for one architecture: its files are those of the whole wheel. Their keys find them in the store."""
+    _, narrow = build("fi-cubin", tmp_path, FI_CUDA_ARCH_LIST="8.0", FI_AOT_STORE="1")
     assert narrow.name == wheels["fi_cubin"].name
     part, whole = data_of(narrow), data_of(wheels["fi_cubin"])
     index, full = json.loads(part.pop("index.json")), json.loads(whole.pop("index.json"))
     assert part == {name: content for name, content in whole.items() if name.startswith("sm_80/")}
     assert index.pop("artifacts").items() <= full.pop("artifacts").items()
     assert index == full
+
+
+def test_device_binaries_are_what_the_compiler_makes(wheels: dict[str, Path], tmp_path: Path) -> None:
+    """A sample, compiled now: the wheel may hold what the store had."""
+    shipped = data_of(wheels["fi_cubin"])
+    for artifact in aot.artifacts(("cubin",))[::SAMPLED]:
+        compiler.compile_artifact(artifact, tmp_path)
+        name = f"{artifact.target}/{artifact.file}"
+        assert (tmp_path / artifact.file).read_bytes() == shipped[name], name
 
 
 @pytest.mark.parametrize("package", ["fi-cubin", "fi-jit-cache"])
@@ -157,15 +171,15 @@ def data_of(wheel: Path) -> dict[str, bytes]:
 
 def test_binary_wheels_hold_the_grid_of_every_op(wheels: dict[str, Path]) -> None:
     """One file for each artifact, listed in the index with the compiler that made it."""
-    for name, kinds, compiler in (
+    for name, kinds, compilers in (
         ("fi_jit_cache", ("cpu", "cuda"), {"cpu": "c++", "cuda": "c++"}),
         ("fi_cubin", ("cubin",), {"cubin": "libnvrtc-builtins.so.13.0"}),
     ):
         files = data_of(wheels[name])
         index = json.loads(files.pop("index.json"))
-        assert set(index["artifacts"]) == {artifact.id for artifact in prebuilt.artifacts(kinds)}
+        assert set(index["artifacts"]) == {artifact.id for artifact in aot.artifacts(kinds)}
         assert {entry["file"] for entry in index["artifacts"].values()} == set(files)
-        assert {kind: identity.split()[0].split(":")[0] for kind, identity in index["compiler"].items()} == compiler
+        assert {kind: identity.split()[0].split(":")[0] for kind, identity in index["compiler"].items()} == compilers
         assert index["version"] == VERSION
 
 
@@ -184,7 +198,7 @@ def test_tags(wheels: dict[str, Path]) -> None:
 
 
 def test_no_path_of_the_build_machine(wheels: dict[str, Path]) -> None:
-    """Nor of the build folder: it would differ from machine to machine, and says what is nobody's business."""
+    """No file contains the path of the build folder, which differs from machine to machine."""
     places = {str(ROOT), str(Path(sys.prefix)), str(Path.home()), tempfile.gettempdir()} - {"/"}
     for wheel in (wheels["fi_jit_cache"], wheels["fi_cubin"]):
         for name, content in data_of(wheel).items():

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from clean_site import HERE, ROOT, Site, open_folder, open_store
 
-from fi_core.spec.target import PREBUILT_ARCHS, Target
+from fi_core.runtime.spec.target import PREBUILT_ARCHS, Target
 
 pytestmark = pytest.mark.slow
 
@@ -26,12 +26,12 @@ NOWHERE = "nowhere: FI_JIT=off forbids to compile it"
 def test_every_cpu_op_runs(site: Callable[..., Site]) -> None:
     """Whatever needs no code of a user passes on prebuilt modules alone; witness.py holds that no other was used.
 
-    But for a million draws of each sampling function, which are minutes of the same modules.
+    witness.py takes some cases of each test. Left out are a million draws of each sampling function.
     """
     done = site(*BOTH).run(
         *("-m", "pytest", "-q", ROOT / "tests" / "families", "-m", "not gpu and not jit", "-p", "no:cacheprovider"),
         *("-k", "not test_distribution and not test_drawn_tokens_are_allowed"),
-        *("-p", "witness", "-o", f"pythonpath={ROOT}/tests"),
+        *("-p", "witness", "-o", f"pythonpath={ROOT}/tests {ROOT}/packages/fi-bench/src"),
         PYTHONPATH=str(HERE),
         FI_JIT="off",
     )

@@ -1,4 +1,4 @@
-"""What a backend name means: one of our implementations, eager torch, or another library, imported on use."""
+"""Backend names: an implementation of fi-core, eager torch, or another library, which is imported on use."""
 
 from __future__ import annotations
 
@@ -10,49 +10,60 @@ import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fi_bench import support
 from fi_bench.baselines import FLASHINFER, LIBRARIES
-from fi_bench.case import Case, Inputs, Planned
+from fi_bench.case import Case, Inputs, Planned, every
 from fi_bench.errors import SkipError, UsageError, did_you_mean
 
-if TYPE_CHECKING:
-    from fi_core.spec.op import Impl
-
-# Backends of FlashInfer that the seeds name without saying so: `cutlass` is `flashinfer:cutlass`.
+# FlashInfer's own backends, which its benchmark names without a prefix: `cutlass` is `flashinfer:cutlass`.
 _FOREIGN = (
     "cudnn-native", "cutlass", "trtllm", "trtllm-gen", "trtllm-native", "trtllm-fmha-v2", "cute-dsl", "prims-ts",
     "triton", "fla", "cudsl", "tgv", "cublaslt", "b12x", "tinygemm", "cutile", "trtllm_low_latency",
     "flashinfer-decomp", "flashinfer-fused", "cutekda", "flash-kda",
 )  # fmt: skip
 _RENAMED = {"trtllm-gen-native": "trtllm-native", "prims_ts": "prims-ts", "trtllm": "trtllm-gen"}
-_OURS = ("auto", "cpu", "cuda", "sm80", "sm90", "sm100", "fa2", "fa2_tc", "fa3")
+_PUBLIC = ("fa2", "fa2_tc", "fa3")  # values of `backend=` that the wrappers of FlashInfer and of fi-core accept
+_DEVICES = ("auto", "cpu", "cuda")
+_OWN = "fi:"  # before the name of an implementation of fi-core that is also the name of a library: `fi:cudnn`
 
 
-NAMES = (*_OURS, *LIBRARIES, *_FOREIGN)
+@functools.cache
+def ours() -> tuple[str, ...]:
+    """The names that mean fi-core: devices, public backends, and the implementations of its ops."""
+    found = dict.fromkeys((*_DEVICES, *_PUBLIC, *(name for case in every() for name in implementations(case))))
+    return tuple(_OWN + name if name in (*LIBRARIES, *_FOREIGN) else name for name in found)
+
+
+def names() -> tuple[str, ...]:
+    """Every name that --backends accepts."""
+    return (*ours(), *LIBRARIES, *_FOREIGN)
 
 
 def canonical(name: str, family: str = "attention") -> tuple[str, str | None]:
-    """The name in use today, and a warning if another was typed; `trtllm` is old for attention only."""
+    """The current name, and a warning if an old one was typed; `trtllm` is old for attention only."""
     if name in _RENAMED and (name != "trtllm" or family == "attention"):
         return _RENAMED[name], f"Backend name '{name}' has been renamed to '{_RENAMED[name]}'."
-    if name not in NAMES and not name.startswith("flashinfer:"):
-        known = ", ".join((*_OURS, *LIBRARIES))
-        raise UsageError(f"unknown backend {name!r}{did_you_mean(name, NAMES) or f'; known are {known}'}")
+    quick = name in (*_DEVICES, *_PUBLIC, *LIBRARIES, *_FOREIGN) or name.startswith("flashinfer:")
+    if not quick and name not in ours():
+        known = ", ".join((*ours(), *LIBRARIES))
+        raise UsageError(f"unknown backend {name!r}{did_you_mean(name, names()) or f'; known are {known}'}")
     return name, None
 
 
 def is_ours(name: str, case: Case) -> bool:
-    return name in _OURS and not (name == "fa3" and "flash_attention3" in case.rivals and not _has(case, "fa3"))
+    if name == "fa3" and "flash_attention3" in case.rivals:  # a backend of fi-core's wrappers, else FlashAttention-3
+        return case.plan is not None and exists(case)
+    return name in ours()
 
 
 @dataclass(frozen=True)
 class Runner:
     """A backend bound to a case.
 
-    `prepare(inputs)` does what is not timed and gives the call; `call(inputs)` is the timed part; `outputs(inputs,
-    returned)` finds the results.
+    `prepare(inputs)` does the untimed work and returns the call; `call(inputs)` is timed; `outputs(inputs, returned)`
+    names the results.
     """
 
     name: str
@@ -64,7 +75,7 @@ class Runner:
 
 
 def bind(name: str, case: Case, device: str) -> Runner:
-    """The runner of a backend; SkipError says why there is none here."""
+    """The runner of a backend. SkipError gives the reason if it cannot run here."""
     if is_ours(name, case):
         return _ours(name, case, device)
     if name == "fa3":
@@ -77,7 +88,7 @@ def bind(name: str, case: Case, device: str) -> Runner:
         return _flashinfer(name, own, case, device)
     run = case.torch if name == "torch" else case.rivals.get(name)
     if run is None and name in support.FLASHINFER.get(case.routine, ()):
-        return _flashinfer(name, name, case, device)  # the seeds mean FlashInfer's use of cuBLAS and cuDNN
+        return _flashinfer(name, name, case, device)  # FlashInfer's benchmark means its own use of cuBLAS and cuDNN
     if run is None:
         raise SkipError(f"{name} has no {case.routine}")
     module = library.module()
@@ -95,7 +106,7 @@ def _prepared(run: Callable[[Inputs], Any] | Planned) -> Callable[[Inputs], Call
 
 
 def _of_function(case: Case, function: Callable[..., Any], backend: str) -> Callable[[Inputs], Callable[[Inputs], Any]]:
-    """`case.call` on the function, or on what `case.plan` makes of it."""
+    """`case.call` on the function, or on the wrapper that `case.plan` plans."""
     if case.plan is None:
         return lambda x: functools.partial(case.call, function)
     plan = case.plan
@@ -150,7 +161,7 @@ def _function(case: Case, package: str) -> Callable[..., Any] | None:
     return found
 
 
-# --- our own implementations: all that fi-bench knows of fi_core's inside is below this line ---
+# --- implementations of fi-core: only the code below this line uses the internals of fi_core ---
 
 
 def exists(case: Case) -> bool:
@@ -160,31 +171,27 @@ def exists(case: Case) -> bool:
 
 def implementations(case: Case) -> tuple[str, ...]:
     """Names of the implementations of the op behind a case (imports no torch); empty if it has no kernel of its own."""
-    from fi_core.launch.op import launchers
+    from fi_core.runtime.launch.operator import operators
 
     exists(case)  # imports the family, which declares its ops
-    found = launchers().get(case.op)
-    return tuple(impl.name for impl in found.op.impls) if found else ()
+    found = operators().get(case.op)
+    return tuple(impl.name for impl in found.op.implementations) if found else ()
 
 
 def capabilities(case: Case) -> dict[str, tuple[str, ...]]:
     """Where each implementation of a case runs, as its constraints say: "CPU" and compute capabilities."""
-    from fi_core.launch.op import launchers
+    from fi_core.runtime.launch.operator import operators
 
     implementations(case)  # declares the op
-    found = launchers().get(case.op)
+    found = operators().get(case.op)
     places = [("CPU", {"device": "cpu", "capability": 0})]
     places += [(c, {"device": "cuda", "capability": int(c.replace(".", ""))}) for c in support.CAPABILITIES]
 
-    def runs(impl: Impl, values: dict[str, object]) -> bool:
-        return all(rule.holds(values) for rule in impl.constraints if rule.name in values)
+    def runs(impl: Any, values: dict[str, object]) -> bool:
+        return all(rule.holds(values) for rule in impl.constraints if getattr(rule, "name", "") in values)
 
-    impls = found.op.impls if found else ()
+    impls = found.op.implementations if found else ()
     return {impl.name: tuple(place for place, values in places if runs(impl, values)) for impl in impls}
-
-
-def _has(case: Case, impl: str) -> bool:
-    return impl in implementations(case)
 
 
 def _ours(name: str, case: Case, device: str) -> Runner:
@@ -192,10 +199,21 @@ def _ours(name: str, case: Case, device: str) -> Runner:
     if function is None:
         raise SkipError(f"fi_core.{case.function} does not exist yet")
     impls = implementations(case)
+    if name.startswith(_OWN):
+        own = name.removeprefix(_OWN)
+        if own not in impls or case.plan is None:
+            raise SkipError(f"fi-core's {case.routine} has no backend {own!r}")
+        if device == "cpu":
+            raise SkipError(f"backend {name!r} does not run on --device {device}")
+        return Runner(name, "fi_core", own, _of_function(case, function, own), case.outputs)
     if name == "auto" or not impls:
         if name not in ("auto", device):
             raise SkipError(f"{case.routine} is plain torch on every device: use --backends auto")
         return Runner(name, "fi_core", _first(case, device), _of_function(case, function, name), case.outputs)
+    if name in _PUBLIC and name not in impls and case.plan is not None:
+        if device == "cpu":
+            raise SkipError(f"backend {name!r} does not run on --device {device}")
+        return Runner(name, "fi_core", name, _of_function(case, function, name), case.outputs)
     if name not in impls:
         raise SkipError(f"fi-core's {case.op} has no implementation {name!r}; it has {', '.join(impls)}")
     if (name == "cpu") != (device == "cpu"):
@@ -203,12 +221,13 @@ def _ours(name: str, case: Case, device: str) -> Runner:
 
     @contextlib.contextmanager
     def using() -> Iterator[None]:
-        from fi_core.launch.op import launchers
+        from fi_core.runtime.launch.operator import operators
 
-        with launchers()[case.op].using(name):
+        with operators()[case.op].using(name):
             yield
 
-    return Runner(name, "fi_core", name, _of_function(case, function, name), case.outputs, using)
+    asked = name if name in (*_DEVICES, *_PUBLIC) else "auto"  # a wrapper accepts no name of an implementation
+    return Runner(name, "fi_core", name, _of_function(case, function, asked), case.outputs, using)
 
 
 def _first(case: Case, device: str) -> str:

@@ -1,4 +1,4 @@
-"""Other libraries: whether they are here, how to install them, and one calling convention for their builds."""
+"""Other libraries: how to find and install them, and one calling convention for their builds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Library:
-    """`modules` are the places of its builds, the first that is found is used; `majors` the compute capabilities that
-    it has kernels for, None being any of them and the CPU.
+    """Import names of its builds, of which the first that exists is used, and the majors of the compute capabilities
+    that it has kernels for; None means all of them and the CPU.
     """
 
     modules: tuple[str, ...]
@@ -21,7 +21,7 @@ class Library:
     majors: tuple[int, ...] | None = None
 
     def module(self) -> str | None:
-        """The module that is installed; only the package at its top is looked up, nothing is imported."""
+        """The installed module. Only its top package is looked up; nothing is imported."""
         return next((name for name in self.modules if _exists(name)), None)
 
     def load(self) -> Any:
@@ -32,7 +32,7 @@ class Library:
 
 
 def _exists(module: str) -> bool:
-    """Whether a module is there, judged by the folders of its top package: nothing is imported, it may be heavy."""
+    """Whether a module exists, by the folders of its top package; importing it may be slow."""
     top, *below = module.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None or not below:
@@ -75,7 +75,7 @@ LIBRARIES = {
 
 
 def flash_attention3() -> Callable[..., Any]:
-    """FlashAttention-3's varlen function of whichever build is here: (q, k, v, *, cu_q, cu_k, max_q, max_k, ...)."""
+    """FlashAttention-3's varlen function of the installed build: (q, k, v, *, cu_q, cu_k, max_q, max_k, ...)."""
     library = FLASH_ATTENTION_3.load()
     function = library.flash_attn_varlen_func
     more = {"fa_version": 3} if library.__name__.startswith("vllm") else {}

@@ -1,4 +1,4 @@
-"""`fi-bench calibrate`: the ceilings of this machine, measured, kept per device; and where kept ones are found."""
+"""`fi-bench calibrate`: measures the ceilings of this machine and keeps them by device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Ceilings(NamedTuple):
 
     @property
     def memory(self) -> float:
-        """What is mostly read may be faster than a copy."""
+        """The faster of both: a kernel that mostly reads may beat a copy."""
         return max(self.copy, self.read)
 
     def seconds(self, flops: int, bytes: int, unit: str = "matmul") -> float:
@@ -37,16 +37,16 @@ class Ceilings(NamedTuple):
 
 
 def store() -> Path:
-    from fi_core.env import env
+    from fi_core.runtime.env import env
 
     return env.cache_dir / "bench" / "ceilings.json"
 
 
 def machine(environment: dict[str, Any], device: str) -> str:
-    """What ceilings belong to: the UUID of the GPU, or model and thread count of the CPU."""
+    """The key of the ceilings: the UUID of the GPU, or model and thread count of the CPU."""
     if device == "cuda":
-        return str(environment["gpu_uuid"])
-    return f"{environment['cpu']} x{environment['threads']}"
+        return str(environment.get("gpu_uuid"))
+    return f"{environment.get('cpu')} x{environment.get('threads')}"
 
 
 def load(path: Path | None = None) -> dict[str, Ceilings]:

@@ -1,4 +1,4 @@
-"""What one benchmark case is: inputs, call, fp64 reference, work, and eager torch; `cases/<family>.py` holds them."""
+"""A benchmark case: inputs, call, fp64 reference, work, and eager torch; `cases/<family>.py` holds them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_bench import cases
-from fi_bench.catalog import FAMILY_OF
+from fi_bench.catalog import FAMILY_OF, family_of
+from fi_core.observe.template import TraceTemplate, Work
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = ["Case", "Inputs", "Outputs", "Planned", "Tolerance", "Work", "dtype_of", "every", "find"]
 
 Outputs = dict[str, "torch.Tensor"]
 
@@ -30,21 +33,13 @@ class Inputs(dict[str, Any]):
             raise AttributeError(name) from None
 
 
-class Work(NamedTuple):
-    """What a call must do at least: operations, bytes to and from memory, and the ceiling that its operations have."""
-
-    flops: int
-    bytes: int
-    unit: str = "matmul"  # a rate of `fi-bench calibrate`: matmul (16 bit) or matmul_fp8
-
-
 class Tolerance(NamedTuple):
     rtol: float
     atol: float
 
 
 class Planned(NamedTuple):
-    """A baseline that prepares itself: `plan(inputs)` once and untimed, then `call(what it returned, inputs)`."""
+    """A baseline with a plan: `plan(inputs)` runs once, untimed; `call(planned, inputs)` is timed."""
 
     plan: Callable[[Inputs], Any]
     call: Callable[[Any, Inputs], Any]
@@ -55,23 +50,23 @@ class Case:
     """One routine. Every field but the names is a function; torch is imported inside them.
 
     make      (params, device, generator) -> Inputs; random data, never zeros
-    call      (function, inputs) -> whatever the function returns
-    outputs   (inputs, returned) -> the named tensors that are checked
+    call      (function, inputs) -> the result of the function
+    outputs   (inputs, returned) -> the tensors to check, by name
     reference (inputs before the call) -> the same tensors in fp64, or exact
     work      (params, inputs) -> Work
-    torch     (inputs) -> the same outputs from plain torch, for the backend `torch`
+    torch     (inputs) -> the same outputs from plain torch, for the backend `torch`; None: there is no such backend
 
-    `function` is fi_core's, and FlashInfer's for the backend `flashinfer`. Where it is a wrapper class, `plan` makes
-    and plans one, once per measurement and outside of what is timed, and `call` runs it:
+    `function` is fi_core's, and FlashInfer's for the backend `flashinfer`. If it is a wrapper class, `plan` makes and
+    plans one, once per measurement and untimed, and `call` runs it:
 
         function="decode.BatchDecodeWithPagedKVCacheWrapper",
         plan=lambda wrapper, x, backend: planned(wrapper(x.workspace, backend=backend), x),
         call=lambda planned, x: planned.run(x.q, (x.k_cache, x.v_cache)),
 
-    `plan` is told the backend's name as typed: an implementation (`fa2`, `fa2_tc`, `fa3`, `cpu` ...), `auto`, or what
-    follows the colon of `flashinfer:fa3`. It sees the inputs that the first call gets; a cold cache is made by calls on
-    copies of those, so what a plan keeps of them must not depend on their addresses. A baseline with a plan of its own
-    is a `Planned` in `rivals`. An implementation name is forced on the launcher of `op` while the backend runs.
+    `plan` receives the backend's name: `auto`, `cpu`, a public backend (`fa2`, `fa2_tc`, `fa3`), or the part of
+    `flashinfer:fa3` behind the colon. It receives the inputs of the first call. Later calls use copies of them, so that
+    the cache is cold; a plan must not keep their addresses. A baseline with a plan of its own is a `Planned` in
+    `rivals`. The name of an implementation is forced on `op` while the backend runs.
     """
 
     routine: str
@@ -81,21 +76,30 @@ class Case:
     outputs: Callable[[Inputs, Any], Outputs]
     reference: Callable[[Inputs], Outputs]
     work: Callable[[Namespace, Inputs], Work]
-    torch: Callable[[Inputs], Any]
+    torch: Callable[[Inputs], Any] | None
     op: str = ""  # name in fi_core's registry; its implementations are the backends
     also: tuple[str, ...] = ()  # other ops that the routine launches
     plan: Callable[[Callable[..., Any], Inputs, str], Any] | None = None
     poison: tuple[str, ...] = ()  # inputs that are pure outputs: filled with NaN before the check
     rivals: Mapping[str, Callable[[Inputs], Any] | Planned] = field(default_factory=dict)  # more baselines by backend
-    tolerance: Mapping[str, Tolerance] = field(default_factory=dict)  # per output, where the dtype's does not do
-    torch_outputs: Callable[[Inputs, Any], Outputs] | None = None  # where rivals return other things than the call
+    tolerance: Mapping[str, Tolerance] = field(default_factory=dict)  # per output, instead of the description's
+    description: Callable[[Inputs], TraceTemplate] | None = None  # of fi_core, by the arguments of a call
+    torch_outputs: Callable[[Inputs, Any], Outputs] | None = None  # for rivals that return other things than the call
     pdl: bool = False
     lengths: Callable[[Inputs], Mapping[str, float]] | None = None  # averages printed with -v, kept in the row
-    unsupported: Callable[[str, Namespace], str | None] | None = None  # (backend, params) -> why not
+    unsupported: Callable[[str, Namespace], str | None] | None = None  # (backend, params) -> the reason, if any
+
+    def tolerances(self, inputs: Inputs, outputs: Outputs) -> Mapping[str, Tolerance]:
+        """Of each output: its own, else the description's; an output without one is left out."""
+        if self.description is None:
+            return self.tolerance
+        template = self.description(inputs)
+        told = {name: Tolerance(*template.tolerance_of(name, x.dtype)) for name, x in outputs.items()}
+        return told | dict(self.tolerance)
 
     @property
     def family(self) -> str:
-        return FAMILY_OF[self.routine]
+        return family_of(self.routine).name
 
 
 @functools.cache
@@ -111,8 +115,11 @@ def every() -> list[Case]:
 
 
 def find(routine: str) -> Case | None:
-    """The case of a routine; None if there is none yet."""
-    return next((found for found in every() if found.routine == routine), None)
+    """The case of a routine: of a module in `cases/`, else of its description; None if it has neither."""
+    from fi_bench import derived
+
+    found = next((found for found in every() if found.routine == routine), None)
+    return found if found or routine in FAMILY_OF else derived.case(routine)
 
 
 def dtype_of(name: str) -> torch.dtype:

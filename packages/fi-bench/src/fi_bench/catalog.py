@@ -10,7 +10,7 @@ from fi_bench.errors import UsageError, did_you_mean
 
 @dataclass(frozen=True)
 class Family:
-    """Routines that share a parser. `default_backends` are those of the seeds, for a GPU."""
+    """Routines that share a parser. `default_backends` are those of FlashInfer's benchmark, for a GPU."""
 
     name: str
     flags: tuple[flags.Flag, ...]
@@ -165,6 +165,10 @@ FAMILY_OF = {routine: family.name for family in FAMILIES.values() for routine in
 
 def family_of(routine: str) -> Family:
     if routine not in FAMILY_OF:
+        from fi_bench import derived
+
+        if found := derived.family(routine):
+            return found
         hint = did_you_mean(routine, FAMILY_OF) or "; `fi-bench list routines` shows all"
         raise UsageError(f"unknown routine {routine!r}{hint}")
     return FAMILIES[FAMILY_OF[routine]]

@@ -7,7 +7,17 @@ import sys
 from collections.abc import Callable, Sequence
 
 from fi_bench import __version__
-from fi_bench.errors import INTERRUPTED, MISMATCH, OK, MismatchError, UsageError, did_you_mean
+from fi_bench.errors import (
+    FAILED,
+    INTERRUPTED,
+    MISMATCH,
+    OK,
+    USAGE,
+    MismatchError,
+    OutputError,
+    UsageError,
+    did_you_mean,
+)
 
 _OVERVIEW = """\
 usage: fi-bench [run] --routine NAME [--backends NAME ...] [flags of the routine]
@@ -15,18 +25,20 @@ usage: fi-bench [run] --routine NAME [--backends NAME ...] [flags of the routine
        fi-bench VERB ...
 
 verbs:
-  run         time a routine, a test list or a preset (the word may be left out)
-  list        routines, backends or presets, and what of them works here
-  compare     two results: FASTER, SLOWER, SAME or AMBIGUOUS, with intervals
-  gate        check results against the rules of a TOML file (exit code 3 on a regression)
-  report      one self-contained HTML file from results
-  profile     print and run the ncu or nsys command for a case
-  calibrate   measure this machine's copy, read and matmul ceilings
-  rerun       repeat a row of a result file by its id
-  env         what results of this machine depend on
+  run            time a routine, a test list or a preset (the word may be left out)
+  list           routines, backends or presets, and what of them works here
+  compare        two results: FASTER, SLOWER, SAME or AMBIGUOUS, with intervals
+  compare-trees  two checkouts of the library, measured in turns on this device
+  gate           check results against the rules of a TOML file (exit code 3 on a regression)
+  report         one self-contained HTML file from results
+  profile        print and run the ncu or nsys command for a case
+  calibrate      measure this machine's copy, read and matmul ceilings
+  startup        time the first call of each function in a fresh process
+  rerun          repeat a row of a result file by its id
+  env            what results of this machine depend on
 
 `fi-bench --routine NAME -h` shows the flags of a routine, `fi-bench VERB -h` those of a verb.
-exit codes: 0 ok, 1 a case failed or nothing could run, 2 usage, 3 regression, 4 ambiguous (--strict), 5 mismatch
+exit codes: 0 ok, 1 a case failed or no backend could run it, 2 usage, 3 regression, 4 ambiguous (--strict), 5 mismatch
 """
 
 
@@ -79,6 +91,12 @@ def _compare(words: Sequence[str]) -> int:
     return compare.main(words)
 
 
+def _compare_trees(words: Sequence[str]) -> int:
+    from fi_bench.trees import interleave
+
+    return interleave.main(words)
+
+
 def _gate(words: Sequence[str]) -> int:
     from fi_bench import gate
 
@@ -103,6 +121,12 @@ def _calibrate(words: Sequence[str]) -> int:
     return calibrate.main(words)
 
 
+def _startup(words: Sequence[str]) -> int:
+    from fi_bench import startup
+
+    return startup.main(words)
+
+
 def _rerun(words: Sequence[str]) -> int:
     from fi_bench import listing
 
@@ -119,10 +143,12 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": _run,
     "list": _list,
     "compare": _compare,
+    "compare-trees": _compare_trees,
     "gate": _gate,
     "report": _report,
     "profile": _profile,
     "calibrate": _calibrate,
+    "startup": _startup,
     "rerun": _rerun,
     "env": _env,
     "_child": _child,
@@ -149,13 +175,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _dispatch(words)
     except UsageError as error:
         complain(str(error))
-        return 2
+        return USAGE
+    except OutputError as error:
+        complain(str(error))
+        return FAILED
     except MismatchError as error:
         complain(str(error))
         return MISMATCH
     except KeyboardInterrupt:
         complain("interrupted; what was measured is on disk")
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe has seen enough
+    except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK

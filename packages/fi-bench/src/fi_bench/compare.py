@@ -25,7 +25,7 @@ VERDICTS = ("FASTER", "SLOWER", "SAME", "AMBIGUOUS")
 
 
 class Key(NamedTuple):
-    """What is compared with what."""
+    """Names a case on both sides of a comparison."""
 
     routine: str
     case: str
@@ -34,8 +34,9 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Side:
-    """All processes of one case: their medians (ns), what is compared, cycles where the clock was watched, what makes
-    them alike. Compared are means of middle halves: a median of CUPTI's 32 ns ticks moves by 2 % at 1.6 us.
+    """All processes of one case: medians and centres (ns), cycles if the clock was watched, and the circumstances.
+
+    A centre is the mean of the middle half of the samples: a median of CUPTI's 32 ns ticks moves by 2 % at 1.6 us.
     """
 
     medians: tuple[float, ...]
@@ -53,7 +54,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Verdict:
-    """FASTER and SLOWER speak of B; ratio is time of B over time of A."""
+    """FASTER and SLOWER describe B; the ratio is the time of B over the time of A."""
 
     verdict: str
     ratio: float
@@ -69,7 +70,7 @@ def judge(
     threshold: float = THRESHOLD,
     confidence: float = CONFIDENCE,
 ) -> Verdict:
-    """One value per process and side. A difference takes an interval without 1, the threshold, and the cycles."""
+    """One value per process and side. A difference needs an interval without 1, the threshold and agreeing cycles."""
     found = _ratio(a, b, confidence)
     ratio, low, high = found.middle, found.low, found.high
     if min(len(a), len(b)) < ENOUGH_TRIALS:
@@ -95,7 +96,7 @@ def _ratio(a: Sequence[float], b: Sequence[float], confidence: float) -> stats.I
 
 
 def sides(records: Iterable[record.Record], backend: str | None = None, keep_backend: bool = True) -> dict[Key, Side]:
-    """The measured cases; with `backend` only its rows, which then compare with those of any other backend."""
+    """The measured cases, of one backend if named; without keep_backend they compare with those of another backend."""
     grouped: dict[Key, list[record.Record]] = {}
     for r in records:
         if r.get("stats") and backend in (None, r["backend"]):
@@ -124,9 +125,9 @@ def _side(group: list[record.Record]) -> Side:
 
 
 def _circumstances(found: record.Record) -> tuple[tuple[str, Any], ...]:
-    """What must be alike for times to be comparable, besides the parameters."""
+    """The conditions that two comparable measurements share, besides the parameters."""
     on_gpu = found["device"] == "cuda"
-    machine = found["env"].get("gpu_uuid") if on_gpu else found["env"]["cpu"]
+    machine = found["env"].get("gpu_uuid" if on_gpu else "cpu")
     return (
         ("device", found["device"]),
         ("GPU" if on_gpu else "CPU", machine),
@@ -140,16 +141,16 @@ def _unlike(a: tuple[tuple[str, Any], ...], b: tuple[tuple[str, Any], ...]) -> s
 
 
 def compare(a: dict[Key, Side], b: dict[Key, Side], args: Namespace) -> dict[Key, tuple[Side, Side, Verdict]]:
-    """The verdicts of all cases that both sides have; unlike circumstances are an error unless forced."""
+    """The verdicts of all cases that both sides have, in the order of A; unlike ones are an error unless forced."""
     found = {}
-    for key in a.keys() & b.keys():
+    for key in (key for key in a if key in b):
         x, y = a[key], b[key]
         if x.circumstances != y.circumstances and not args.force:
             differ = _unlike(x.circumstances, y.circumstances)
             raise UsageError(f"{key.routine} {x.words}: A and B are not alike: {differ}; --force compares them")
         cycles = (x.cycles, y.cycles) if x.cycles and y.cycles else None
         found[key] = (x, y, judge(x.centres, y.centres, cycles, args.threshold, args.confidence))
-    return dict(sorted(found.items(), key=lambda item: (item[0].routine, item[1][0].words, item[0].backend)))
+    return found
 
 
 def parse_source(text: str) -> tuple[list[record.Record], str | None]:
@@ -163,8 +164,8 @@ def main(words: Sequence[str]) -> int:
         prog="fi-bench compare",
         description="Compare results, case by case. Make them with `--trials 5`. Two backends of a file: F@a F@b.",
     )
-    parser.add_argument("a", metavar="A", help="FILE or FILE@BACKEND: what was")
-    parser.add_argument("b", metavar="B", help="FILE or FILE@BACKEND: what is")
+    parser.add_argument("a", metavar="A", help="FILE or FILE@BACKEND: the results to compare with")
+    parser.add_argument("b", metavar="B", help="FILE or FILE@BACKEND: the results to judge")
     parser.add_argument("--threshold", type=float, default=THRESHOLD, help="smallest difference that matters (0.02)")
     parser.add_argument("--confidence", type=float, default=CONFIDENCE, help="of the intervals (0.95)")
     parser.add_argument("--strict", action="store_true", help="exit 4 if any case is AMBIGUOUS")
@@ -184,7 +185,7 @@ def main(words: Sequence[str]) -> int:
     a, b = sides(records_a, backend_a, not across), sides(records_b, backend_b, not across)
     found = compare(a, b, args)
     if not found:
-        raise UsageError("A and B have no measured case in common; `fi-bench list cases FILE` shows what a file holds")
+        raise UsageError("A and B have no measured case in common; see `fi-bench list cases FILE`")
     _show(found, args)
     lost = len(a.keys() - b.keys()), len(b.keys() - a.keys())
     if any(lost):

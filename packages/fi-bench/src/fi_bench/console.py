@@ -1,4 +1,4 @@
-"""The lines of the command: results on stdout in the seeds' format, progress and usage errors on stderr."""
+"""The output of the command: results on stdout in FlashInfer's format, progress and usage errors on stderr."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from fi_core.env import env
+from fi_core.runtime.env import env
 
 _COLOURS = {"PERF": "32", "WARNING": "33", "ERROR": "31"}
 _STYLES = {
@@ -25,7 +25,7 @@ def coloured(stream: TextIO) -> bool:
 
 
 Say = Callable[[str, str], None]
-_elsewhere: list[Say] = []  # a worker's lines go to the process that shows them
+_elsewhere: list[Say] = []  # the lines of a worker go to the process that prints them
 
 
 def say(kind: str, text: str) -> None:
@@ -51,7 +51,7 @@ def said_to(listener: Say) -> Iterator[None]:
 
 
 def complain(text: str) -> None:
-    """One line on stderr for what the user typed."""
+    """One line on stderr about a usage error."""
     print(f"[ERROR] fi-bench: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
@@ -90,8 +90,8 @@ def human_time(ns: float) -> str:
 
 
 class Progress:
-    """A bar with the time left on stderr if that is a terminal, nothing elsewhere. It is drawn at steps only: a thread
-    that redraws it would be timed with the cases.
+    """A bar with the time left, on stderr if that is a terminal. It is drawn at steps only: a thread that redraws it
+    would disturb the measurement.
     """
 
     shown: Any = None  # the rich.progress.Progress on screen, if any
@@ -127,7 +127,7 @@ class Progress:
             self._bar.stop()
 
     def step(self, what: str) -> None:
-        """`what` begins."""
+        """Shows the task that starts."""
         if self._bar is not None:
             self._bar.update(self._task, description=what, refresh=True)
 
@@ -138,7 +138,7 @@ class Progress:
     @classmethod
     @contextlib.contextmanager
     def hidden(cls) -> Iterator[None]:
-        """Inside the block the screen is free for a line."""
+        """Clears the bar while a line is printed."""
         if cls.shown is None or not sys.stdout.isatty():
             yield
             return

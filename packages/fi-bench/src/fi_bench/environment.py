@@ -83,7 +83,7 @@ def _driver() -> str | None:
 
         pynvml.nvmlInit()
         return str(pynvml.nvmlSystemGetDriverVersion())
-    except Exception:  # no NVML, or one that refuses
+    except Exception:  # NVML is missing or refuses
         return None
 
 
@@ -109,6 +109,6 @@ def collect() -> dict[str, Any]:
 
 
 def gpu_name() -> str | None:
-    """As the seeds print it: no spaces."""
+    """The name of the GPU without spaces, as FlashInfer's benchmark prints it."""
     name = _gpu().get("gpu")
     return str(name).replace(" ", "_") if name else None

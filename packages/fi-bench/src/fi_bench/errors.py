@@ -9,19 +9,23 @@ OK, FAILED, USAGE, REGRESSION, AMBIGUOUS, MISMATCH, INTERRUPTED = 0, 1, 2, 3, 4,
 
 
 class UsageError(Exception):
-    """What the user typed cannot be done; one line that says what to type instead."""
+    """The command line is wrong; one line that names the mistake and the remedy."""
+
+
+class OutputError(Exception):
+    """A result file cannot be written; one line that names the file."""
 
 
 class SkipError(Exception):
-    """A backend cannot run this case here; the text is the reason, and what to install where that helps."""
+    """A backend cannot run this case here; the text is the reason, with the command that installs a missing library."""
 
 
 class MismatchError(Exception):
-    """A result differs from its reference and that was not allowed."""
+    """A result differs from its reference without --allow_output_mismatch."""
 
 
 class ContextLostError(Exception):
-    """A kernel broke the CUDA context of this process: what is left must run in another one."""
+    """A kernel broke the CUDA context of this process: the remaining cases run in another one."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -1,7 +1,8 @@
-"""The flags of every routine family, as data: what the parsers are built from."""
+"""The flags of every routine family, as data; the parsers are built from them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,15 +25,23 @@ class Flag:
     short: str | None = None
     metavar: str | None = None
     dest: str | None = None
+    least: int | None = None  # of every value
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def number(name: str, default: int | None, help: str, required: bool = False) -> Flag:
-    return Flag(name, help, integers, default, required, metavar="N")
+def number(name: str, default: int | None, help: str, required: bool = False, least: int = 1) -> Flag:
+    return Flag(name, help, integers, default, required, metavar="N", least=least)
+
+
+def finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
 
 
 def real(name: str, default: float | None, help: str) -> Flag:
-    return Flag(name, help, float, default, metavar="X")
+    return Flag(name, help, finite, default, metavar="X")
 
 
 def choice(name: str, allowed: tuple[str, ...], default: str | None, help: str, **renamed: str) -> Flag:
@@ -73,7 +82,7 @@ GENERAL = (
     switch("generate_repro_command", "print and keep the command that repeats each case"),
     Flag("repro_command", "set by --generate_repro_command", str, "", metavar="TEXT"),
     Flag("autotune_cache", "accepted for compatibility; fi-core chooses from offline tables", str, metavar="FILE"),
-    switch("enable_pdl", "programmatic dependent launch, where a routine has it"),
+    switch("enable_pdl", "programmatic dependent launch, for routines that support it"),
     Flag(
         "device",
         "where to run: auto = cpu if `cpu` is among the backends or there is no GPU",
@@ -105,14 +114,15 @@ GENERAL = (
     ),
     Flag("trials", "repeat everything in this many processes, one after another, for `compare`", int, 1, metavar="N"),
     switch("isolate", "run each case and backend in its own process, so that a crash costs one row"),
-    Flag("timeout", "seconds for one isolated case and backend; implies --isolate", float, metavar="S"),
-    switch("resume", "skip what --output_path already holds"),
+    Flag("timeout", "seconds for one isolated case and backend; implies --isolate", finite, metavar="S"),
+    switch("resume", "skip the rows that --output_path already holds"),
     switch("fail_fast", "stop at the first failure"),
     switch("zip", "advance all swept flags together instead of taking their product"),
+    Flag("draw", "time only so many points, drawn at random by --random_seed", int, metavar="N"),
     Flag("preset", "flags of a served model, as `fi-bench list presets` shows them", str, metavar="NAME"),
     Flag(
         "format",
-        "what to print when all is done, after the [PERF] lines",
+        "what to print at the end, after the [PERF] lines",
         choices("plain", "table", "markdown", "csv", "json"),
         "plain",
         metavar="{plain,table,markdown,csv,json}",
@@ -126,7 +136,7 @@ NORM_SHAPE = (
 HEADS = (number("num_qo_heads", None, "query heads", True), number("num_kv_heads", None, "key and value heads", True))
 
 ATTENTION = (
-    number("page_size", 0, "tokens per page, for paged routines"),
+    number("page_size", 0, "tokens per page, for paged routines", least=0),
     number("batch_size", 1, "requests"),
     number("s_qo", 1, "query length"),
     number("s_kv", None, "key and value length; required unless --case is given"),
@@ -149,7 +159,7 @@ ATTENTION = (
     switch("causal", "lower right triangular mask"),
     choice("spec_dec_mask", ("causal", "full"), "causal", "mask of speculative decode"),
     switch("random_actual_seq_len", "lengths uniform in [1, max] per request"),
-    choice("kv_layout", ("NHD", "HND"), "NHD", "order of heads and tokens in k and v"),
+    choice("kv_layout", ("NHD", "HND"), "NHD", "axis order of k and v"),
     Flag("window_left", "sliding window; -1 is off", integers, -1, metavar="N"),
     real("logits_soft_cap", 0.0, "soft cap of the logits; 0 is off"),
     switch("autotune", "accepted for compatibility; fi-core chooses from offline tables"),
@@ -184,7 +194,7 @@ MOE = (
     number("n_group", None, "expert groups"),
     number("topk_group", None, "groups per token"),
     real("routed_scaling_factor", 2.5, "factor of the routed output"),
-    number("local_expert_offset", 0, "first expert of this rank"),
+    number("local_expert_offset", 0, "first expert of this rank", least=0),
     number("local_num_experts", None, "experts of this rank"),
     choice(
         "routing_method",
@@ -193,7 +203,7 @@ MOE = (
         "how experts are chosen",
     ),
     switch("use_shuffled_weight", "shuffled weights"),
-    number("weight_layout", 0, "0, 1 or 2"),
+    number("weight_layout", 0, "0, 1 or 2", least=0),
     switch("use_routing_bias", "bias in the routing"),
     switch("use_routing_scales_on_input", "scale before the experts"),
     Flag("activation_type", "activation", str, "Swiglu", metavar="NAME"),
@@ -201,9 +211,9 @@ MOE = (
     choice("cutlass_variant", ("base", "fp8", "nvfp4"), "base", "weights of cutlass_fused_moe"),
     switch("quantized_input", "input already quantised"),
     number("tp_size", 1, "tensor parallel size"),
-    number("tp_rank", 0, "tensor parallel rank"),
+    number("tp_rank", 0, "tensor parallel rank", least=0),
     number("ep_size", 1, "expert parallel size"),
-    number("ep_rank", 0, "expert parallel rank"),
+    number("ep_rank", 0, "expert parallel rank", least=0),
     switch("autotune", "accepted for compatibility"),
     switch("use_functional_api", "functional API"),
     choice("b12x_quant_mode", DTYPES, "nvfp4", "quantisation"),
@@ -213,7 +223,7 @@ MOE = (
 )
 MOE_COMM = (
     *MOE,
-    choice("quant_dtype", ("fp8", "nvfp4", "fp8_block_scale"), None, "quantisation of what is sent"),
+    choice("quant_dtype", ("fp8", "nvfp4", "fp8_block_scale"), None, "quantisation of the sent tokens"),
     switch("real_math", "run the experts too"),
     number("max_num_tokens", None, "capacity"),
     switch("validate", "check the result"),
@@ -237,7 +247,7 @@ MIXED_COMM = (
     number("local_dp_size", None, "data parallel size in the node", True),
     number("inter_tp_size", 1, "tensor parallel size between nodes"),
     number("inter_dp_size", 1, "data parallel size between nodes"),
-    number("node_id", 0, "this node"),
+    number("node_id", 0, "this node", least=0),
     Flag("dist_init_method", "rendezvous", str, "tcp://localhost:29501", metavar="URL"),
 )
 NORM = (
@@ -279,6 +289,7 @@ SAMPLING = (
     real("top_p", 0.9, "p"),
     real("min_p", 0.1, "min p"),
     real("temperature", 1.0, "temperature"),
+    real("logits_std", 1.0, "standard deviation of the logits"),
     choice("filter_apply_order", ("top_k_first", "joint"), "top_k_first", "order of the filters"),
     number("num_speculate_tokens", 5, "draft tokens"),
 )
@@ -287,7 +298,7 @@ TOPK = (
     number("vocab_size", None, "top_k: length of a row"),
     dtype("input_dtype", "float32"),
     number("top_k", 50, "k"),
-    switch("sorted", "top_k: from the largest down"),
+    switch("sorted", "top_k: values in descending order"),
     number("max_len", 4096, "transforms: longest row"),
     number("num_rows", None, "transforms: rows of scores; the batch if left out"),
     number("page_size", 1, "top_k_page_table_transform: tokens per page"),
@@ -303,12 +314,12 @@ ROPE = (
     *HEADS,
     number("head_dim", None, "head dimension", True),
     number("rotary_dim", None, "rotated dimensions; all if left out"),
-    number("no_rope_dim", 0, "dimensions that are not rotated (quantised routines)"),
+    number("no_rope_dim", 0, "dimensions that are not rotated (quantised routines)", least=0),
     dtype("input_dtype", "float16"),
     dtype("quant_dtype", "fp8_e4m3"),
     real("rope_scale", 1.0, "frequency divisor"),
     real("rope_theta", 10000.0, "base"),
-    switch("interleave", "rotate neighbours (GPT-J) instead of halves (NeoX)"),
+    switch("interleave", "rotate adjacent elements (GPT-J style) instead of halves (NeoX style)"),
     number("page_size", 16, "tokens per page"),
     choice("kv_layout", ("NHD", "HND"), "NHD", "order of heads and tokens in a page"),
     real("low_freq_factor", 1.0, "llama 3.1"),
@@ -340,7 +351,7 @@ MAMBA = (
     number("dim", None, "head dimension", True),
     number("dstate", None, "state dimension", True),
     number("ngroups", 8, "groups"),
-    number("cache_steps", 0, "cached steps"),
+    number("cache_steps", 0, "cached steps", least=0),
     dtype("state_dtype", "bfloat16"),
     dtype("weight_dtype", "float32"),
     switch("has_z", "gate z"),

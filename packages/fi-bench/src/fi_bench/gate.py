@@ -1,4 +1,4 @@
-"""`fi-bench gate FILE.toml`: rules that results must keep; exit code 3 where one is broken."""
+"""`fi-bench gate FILE.toml`: checks results against rules; exit code 3 if one is broken."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _RULE = {
 
 
 class Finding(NamedTuple):
-    """One broken or undecided rule, or one that holds."""
+    """The verdict on one rule."""
 
     verdict: str  # ok | ambiguous | regression
     text: str

@@ -1,4 +1,4 @@
-"""`fi-bench list`, `env` and `rerun`: what there is, where it runs, and a row once more."""
+"""`fi-bench list`, `env` and `rerun`: known routines and backends, this machine, and the repetition of a row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fi_bench import backends, case, record, shapes, summary, support
+from fi_bench import backends, case, presets, record, summary, support
 from fi_bench.baselines import LIBRARIES
 from fi_bench.catalog import FAMILY_OF, family_of
 from fi_bench.console import table
@@ -17,7 +17,7 @@ from fi_bench.parsing import Parser, underscored
 
 
 def main(words: Sequence[str]) -> int:
-    parser = Parser(prog="fi-bench list", description="What fi-bench knows, and what of it works here.")
+    parser = Parser(prog="fi-bench list", description="List routines, backends, support, presets or cases.")
     whats = ("routines", "backends", "support", "presets", "cases")
     parser.add_argument("what", nargs="?", default="routines", choices=whats)
     parser.add_argument("name", nargs="?", help="for `support`: one routine; for `cases`: a result file")
@@ -70,7 +70,7 @@ def _backends() -> list[dict[str, Any]]:
 
 
 def _support(routine: str | None) -> list[dict[str, Any]]:
-    """Per routine and backend, where it runs; a routine that nobody is known to have is a row too."""
+    """The compute capabilities of each routine and backend; a routine without a backend is a row too."""
     wanted = FAMILY_OF if routine is None else [routine] if family_of(routine) else []
     rows = []
     for name in wanted:
@@ -92,11 +92,14 @@ def _capabilities(library: str) -> tuple[str, ...]:
 
 
 def _presets() -> list[dict[str, Any]]:
-    return [{"preset": name, "lines": len(shapes.preset_lines(name))} for name in shapes.names()]
+    return [
+        {"preset": name, "lines": len(presets.preset_lines(name)), "cases": presets.about(name)}
+        for name in presets.names()
+    ]
 
 
 def env(words: Sequence[str]) -> int:
-    parser = Parser(prog="fi-bench env", description="What results of this machine depend on.")
+    parser = Parser(prog="fi-bench env", description="Print the environment that results of this machine depend on.")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(underscored(words))
     from fi_bench import environment

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fi_bench import backends, shapes, sweep
+from fi_bench import backends, presets, sweep
 from fi_bench.catalog import FAMILIES, Family, family_of
 from fi_bench.errors import UsageError, did_you_mean
 from fi_bench.flags import GENERAL, Flag
@@ -92,12 +92,16 @@ def _unknown(word: str, family: Family, routine: str) -> str:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The namespace of one line that names its routine; sweeps are still axes."""
+    """The namespace of one line; swept flags hold an Axis."""
     words = underscored(words)
     known, _ = _pre_parser().parse_known_args(list(words))
     if known.routine is None:
         raise UsageError("--routine is required; `fi-bench list routines` shows all")
     family = family_of(known.routine)
+    names = {name for flag in (*family.flags, *GENERAL) for name in (f"--{flag.name}", "--help")}
+    misspelt = next((w for w in words if w.startswith("--") and w.partition("=")[0] not in names), None)
+    if misspelt:  # argparse would report the intended flag as missing
+        raise UsageError(_unknown(misspelt, family, known.routine))
     args, unknown = family_parser(family, known.routine).parse_known_args(list(words))
     if unknown:
         raise UsageError(_unknown(unknown[0], family, known.routine))
@@ -105,22 +109,33 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         if flag.kind == "axis" and getattr(args, flag.name) is not None:
             setattr(args, flag.name, sweep.one_or_axis(getattr(args, flag.name)))
     _check(args)
+    for flag in family.flags:
+        _check_least(flag, getattr(args, flag.dest or flag.name))
     if family.name == "attention":
         _check_lengths(args)
     return args
 
 
+def _check_least(flag: Flag, value: Any) -> None:
+    values = value if isinstance(value, sweep.Axis) else (value,)
+    low = [v for v in values if flag.least is not None and v is not None and v < flag.least]
+    if low:
+        raise UsageError(f"--{flag.name} must be at least {flag.least}, got {low[0]}")
+
+
 def _check(args: argparse.Namespace) -> None:
-    for name, least in (("dry_run_iters", 0), ("trials", 1), ("timeout", 0)):
+    for name, least in (("dry_run_iters", 0), ("trials", 1), ("draw", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
             raise UsageError(f"--{name} must be at least {least}, got {value}")
+    if args.timeout is not None and args.timeout <= 0:
+        raise UsageError(f"--timeout must be above 0 seconds, got {args.timeout:g}")
     if args.num_iters != "auto" and args.num_iters < 1:
         raise UsageError(f"--num_iters must be `auto` or at least 1, got {args.num_iters}")
     for name in args.backends or ():
         backends.canonical(name)
     if args.resume and not args.output_path:
-        raise UsageError("--resume needs --output_path, the file that holds what is done")
+        raise UsageError("--resume needs --output_path, the file with the finished rows")
 
 
 def _check_lengths(args: argparse.Namespace) -> None:
@@ -153,7 +168,7 @@ def routine_asked_for_help(words: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Line:
-    """One test: its words as typed, where they came from, and its points; or what is wrong with it."""
+    """One test: its words as typed, their place, and its points; or its error."""
 
     words: tuple[str, ...]
     where: str
@@ -166,7 +181,7 @@ def _line(words: Sequence[str], where: str) -> Line:
 
 
 def read_lines(words: Sequence[str]) -> list[Line]:
-    """What a command line asks for: one test, those of --testlist, or those of --preset.
+    """The tests of a command line: one, those of --testlist, or those of --preset.
 
     All lines are parsed before anything runs; a bad line of a testlist is kept with its error.
     """
@@ -174,7 +189,7 @@ def read_lines(words: Sequence[str]) -> list[Line]:
     if known.testlist:
         return list(_testlist(known, rest))
     if known.preset:
-        lines = shapes.preset_lines(known.preset, known.routine)
+        lines = presets.preset_lines(known.preset, known.routine)
         plain = _without(words, "--preset")
         plain = _without(_without(plain, "--routine"), "-R")
         return [_line([*line, *plain], f"--preset {known.preset}") for line in lines]
@@ -205,7 +220,7 @@ def _testlist(known: argparse.Namespace, outer: Sequence[str]) -> Iterator[Line]
             continue
         try:
             words = shlex.split(line)
-            # flags after --testlist hold for every line; the line's own come last and win
+            # flags after --testlist apply to every line; those of the line come last and win
             yield _line([*outer, *words, *(["--output_path", known.output_path] if known.output_path else [])], where)
         except (UsageError, ValueError) as error:
             yield Line((line.strip(),), where, error=str(error))

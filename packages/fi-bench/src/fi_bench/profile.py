@@ -28,7 +28,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--tool", choices=tuple(_TOOLS), default="ncu")
     parser.add_argument("--report", default="fi_bench_profile", help="name of the report file")
     parser.add_argument("--print_only", action="store_true", help="do not run it")
-    parser.add_argument("--once", action="store_true", help="what the profiler runs: warm-up, then one call")
+    parser.add_argument("--once", action="store_true", help="warm-up, then one call; the profiler runs this")
     args, rest = parser.parse_known_args(underscored(words))
     lines = parsing.read_lines(rest)
     points = [point for line in lines for point in line.points]

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fi_bench.errors import UsageError
+from fi_bench.errors import OutputError, UsageError
 from fi_bench.flags import GENERAL
 
 SCHEMA_VERSION = 1
 Record = dict[str, Any]
 
-# Order and repetitions are FlashInfer's; a reader by position and one by name both find what they look for.
+# Order and repetitions are FlashInfer's: readers by position and by name both work.
 _CONTRACT = """
 routine median_time std_time tflops tb_per_sec backend resolved_backend
 s_qo s_kv head_dim_qk head_dim_vo head_dim_ckv head_dim_kpe causal q_dtype kv_dtype avg_actual_seq_len
@@ -48,17 +48,17 @@ window_left logits_soft_cap case
 """.split()  # noqa: SIM905
 COLUMNS = (*_CONTRACT, *_OURS)
 
-_RUN_FLAGS = {flag.name for flag in GENERAL} - {"enable_pdl"}  # they do not say what is computed
+_RUN_FLAGS = {flag.name for flag in GENERAL} - {"enable_pdl"}  # they do not change the computation
 _ALSO_KEY = ("random_seed",)
 
 
 def parameters(args: Namespace) -> dict[str, Any]:
-    """The flags that say what is computed."""
+    """The flags that define the computation."""
     return {name: value for name, value in sorted(vars(args).items()) if name not in _RUN_FLAGS or name in _ALSO_KEY}
 
 
 def case_key(routine: str, args: Namespace) -> str:
-    """Names a case across runs: routine and parameters."""
+    """The identity of a case across runs: a hash of routine and parameters."""
     text = json.dumps([routine, parameters(args)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -68,7 +68,7 @@ def record_id(run_id: str, key: str, backend: str, trial: int) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become words."""
+    """JSON has no NaN and no infinity: they become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -83,7 +83,7 @@ def dumps(record: Mapping[str, Any]) -> str:
 
 
 class Sink:
-    """Where records go: X.jsonl with everything, and X.csv if that was asked for. Nothing is ever truncated."""
+    """Appends records to X.jsonl, and to X.csv if that was named. Nothing is truncated."""
 
     def __init__(self, output_path: str | None) -> None:
         self.jsonl: Path | None = None
@@ -91,10 +91,13 @@ class Sink:
         if output_path is None:
             return
         path = Path(output_path)
+        if not path.name:
+            raise UsageError(f"--output_path {output_path!r}: give a name that ends in .csv or .jsonl")
         self.csv = None if path.suffix == ".jsonl" else path
         self.jsonl = path.with_suffix(".jsonl")
-        if self.jsonl == self.csv:
-            raise UsageError(f"--output_path {path}: give a name that ends in .csv or .jsonl")
+        for file in (path, self.jsonl):
+            if file.exists() and not file.is_file():  # a device may have no end
+                raise UsageError(f"--output_path {path}: {file} is not a regular file")
         try:
             _end_last_line(self.jsonl)
             if self.csv is not None:
@@ -120,7 +123,7 @@ class Sink:
 
 
 def _end_last_line(path: Path) -> None:
-    """A run that died in a write leaves half a line; what follows starts on a new one."""
+    """Ends the half line of a run that died in a write."""
     with path.open("ab+") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
@@ -129,10 +132,13 @@ def _end_last_line(path: Path) -> None:
 
 
 def _append(path: Path, text: str) -> None:
-    with path.open("a", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with path.open("a", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror}); earlier rows are kept") from None
 
 
 def csv_line(cells: Iterable[Any]) -> str:
@@ -142,7 +148,7 @@ def csv_line(cells: Iterable[Any]) -> str:
 
 
 def flat(record: Record) -> dict[str, Any]:
-    """A record as one level of names, those of the CSV."""
+    """A record as a flat mapping with the column names of the CSV."""
     stats, derived, environment = record.get("stats") or {}, record.get("derived") or {}, record.get("env") or {}
     cache, check, clocks = record.get("cache") or {}, record.get("refcheck") or {}, record.get("clocks") or {}
     row = {
@@ -190,7 +196,7 @@ def csv_row(record: Record) -> list[Any]:
 
 
 def read(path: str | Path) -> list[Record]:
-    """Records of a JSONL file, or of the one beside a CSV; half lines of a run that died are left out."""
+    """Records of a JSONL file, or of the one beside a CSV; incomplete lines of a run that died are skipped."""
     file = Path(path)
     if file.suffix == ".csv":
         file = file.with_suffix(".jsonl")
@@ -214,7 +220,37 @@ def _records(text: str, file: Path) -> Iterator[Record]:
             raise UsageError(f"{file}:{number}: not a record of fi-bench") from None
         if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
             raise UsageError(f"{file}:{number}: not a record of schema {SCHEMA_VERSION}")
+        lacking = incomplete(record)
+        if lacking:
+            raise UsageError(
+                f"{file}:{number}: an incomplete record, perhaps of an older fi-bench: no valid {lacking!r}"
+            )
         yield record
+
+
+_ALWAYS: dict[str, type] = {
+    "record_id": str, "run_id": str, "trial": int, "timestamp": str, "case_key": str, "routine": str, "backend": str,
+    "status": str, "params": dict, "args": dict, "repro": str,
+}  # fmt: skip
+_MEASURED: dict[str, type] = {
+    "device": str, "env": dict, "timer": str, "regime": str, "cache": dict, "cache_state": str, "clocks": dict,
+    "warnings": list, "samples_ns": list, "stats": dict, "work": dict, "derived": dict,
+}  # fmt: skip
+
+
+def incomplete(record: Record) -> str | None:
+    """The first field that a record must have and has not; a row without a time needs fewer."""
+    kinds = {**_ALWAYS, **(_MEASURED if record.get("stats") else {})}
+    found = next((name for name, kind in kinds.items() if not isinstance(record.get(name), kind)), None)
+    if found or not record.get("stats"):
+        return found
+    numbers = {"stats": ("median", "std", "std1", "ci_low", "ci_high", "n"), "work": ("flops", "bytes"),
+               "derived": ("tflops", "tb_per_sec")}  # fmt: skip
+    for field, names in numbers.items():
+        if not all(isinstance(record[field].get(name), int | float) for name in names):
+            return field
+    samples = record["samples_ns"]
+    return None if samples and all(isinstance(x, int | float) and x > 0 for x in samples) else "samples_ns"
 
 
 def finished(records: Iterable[Record]) -> set[tuple[str, str, int]]:

@@ -1,4 +1,4 @@
-"""Comparison of a backend's outputs with the fp64 reference: every number that goes into a record."""
+"""Compares a backend's outputs with the fp64 reference; computes the numbers of a record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BY_DTYPE = {
     "float32": Tolerance(1e-4, 1e-5),
     "float16": Tolerance(2e-3, 2e-3),
     "bfloat16": Tolerance(1e-2, 1e-2),
-    # one step of the format: a value at the middle of two may go either way
+    # one step of the format: a value halfway between two may round either way
     "float8_e4m3fn": Tolerance(0.125, 2.0**-9),
     "float8_e5m2": Tolerance(0.25, 2.0**-16),
 }
@@ -97,7 +97,7 @@ def compare(name: str, got: torch.Tensor, want: torch.Tensor, tolerance: Toleran
 def check(
     outputs: Outputs, reference: Outputs, tolerances: Mapping[str, Tolerance], partial: bool = False
 ) -> list[Difference]:
-    """All outputs that the reference has. A missing one is an error, but for rivals that do not compute all of them."""
+    """Compares all outputs of the reference. A missing one is an error, except for rivals that compute only some."""
     missing = reference.keys() - outputs.keys()
     if (missing and not partial) or missing == reference.keys():
         raise ValueError(f"no output named {', '.join(sorted(missing))}")
@@ -107,7 +107,7 @@ def check(
 
 
 def poison(inputs: Inputs, names: tuple[str, ...]) -> None:
-    """Fill pure outputs with NaN, so that what a backend leaves unwritten shows; integers with their smallest value."""
+    """Fills pure outputs with NaN, and integers with their smallest value, so that unwritten elements show."""
     import torch
 
     for name in names:

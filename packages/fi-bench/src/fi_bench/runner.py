@@ -17,7 +17,7 @@ from fi_bench.catalog import family_of
 from fi_bench.console import Log, human_time, perf, say
 from fi_bench.errors import ContextLostError, MismatchError, SkipError
 from fi_bench.measure import Measurement, Options, measure
-from fi_core.errors import UnsupportedError
+from fi_core.runtime.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ Record = record.Record
 
 
 def asked_backends(args: Namespace) -> list[str]:
-    """The --backends of a line; without any what the seeds default to on a GPU, or `auto`; `cpu` without a GPU."""
+    """The --backends of a line. Default: FlashInfer's on a GPU, or `auto`; `cpu` without a GPU."""
     if args.backends:
         return list(dict.fromkeys(args.backends))
     import torch
@@ -40,7 +40,7 @@ def asked_backends(args: Namespace) -> list[str]:
 
 
 def device_of(args: Namespace, names: Iterable[str]) -> str:
-    """cpu where the backend `cpu` is timed, so that its rivals run beside it; else the GPU if there is one."""
+    """The CPU if the backend `cpu` is timed, so that its rivals run on it too; else the GPU if there is one."""
     import torch
 
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -51,7 +51,7 @@ def device_of(args: Namespace, names: Iterable[str]) -> str:
 
 
 class CaseRun:
-    """Everything that the backends of one case share: inputs, reference, environment."""
+    """One case: its inputs, reference and environment, which all backends share."""
 
     def __init__(self, args: Namespace, run_id: str, trial: int, emit: Callable[[Record], None]) -> None:
         self.args, self.run_id, self.trial, self.emit = args, run_id, trial, emit
@@ -66,12 +66,14 @@ class CaseRun:
         self.reference: Outputs | None = None
 
     def run(self) -> list[Record]:
-        """One record per backend. MismatchError leaves at the first mismatch that is not allowed, ContextLostError when
-        nothing runs on the GPU any more in this process.
+        """Returns one record per backend.
+
+        Raises MismatchError at the first mismatch that is not allowed, and ContextLostError when the CUDA context of
+        this process is broken.
         """
         self.log.info(f"args = {self.args}")
         self.log.info(f"Running test{self.args.routine}")
-        self.log.info(f"FlashInfer version: {environment.fi_core_version()} (call-compatible fi-core)")
+        self.log.info(f"fi-core version: {environment.fi_core_version()}")
         if self.args.generate_repro_command:
             say("INFO", f"To reproduce this test case, run the following command: {self.repro}")
         records = []
@@ -205,7 +207,7 @@ class CaseRun:
                 self.log.detail(f"{name}.stride()", value.stride())
 
     def _check(self, runner: backends.Runner) -> dict[str, Any]:
-        """Run once on poisoned outputs and compare with the fp64 reference; a mismatch ends the case unless allowed."""
+        """Runs once on poisoned outputs and compares them with the fp64 reference."""
         assert self.case is not None
         assert self.inputs is not None
         if self.reference is None:
@@ -213,7 +215,8 @@ class CaseRun:
         inputs = fresh(self.inputs)
         refcheck.poison(inputs, self.case.poison)
         outputs = runner.outputs(inputs, runner.prepare(inputs)(inputs))
-        differences = refcheck.check(outputs, self.reference, self.case.tolerance, runner.library != "fi_core")
+        tolerances = self.case.tolerances(inputs, outputs)
+        differences = refcheck.check(outputs, self.reference, tolerances, runner.library != "fi_core")
         wrong = [d for d in differences if not d.ok]
         for d in differences:
             self.log.detail(
@@ -277,7 +280,7 @@ def marked(name: str, on_gpu: bool) -> Iterator[None]:
 
 
 def fresh(inputs: Inputs) -> Inputs:
-    """A copy that a call may write to."""
+    """A copy of the inputs, which a call may overwrite."""
     from fi_core.testing.l2 import clone_tree
 
     return Inputs(clone_tree(inputs))
@@ -313,7 +316,7 @@ def _measured(m: Measurement, work: case.Work) -> Record:
 
 
 def _here() -> str:
-    """As the seeds say it."""
+    """The device, in the words of FlashInfer's benchmark."""
     import torch
 
     if not torch.cuda.is_available():
@@ -331,7 +334,7 @@ def environment_once() -> dict[str, Any]:
 
 
 def repro_command(args: Namespace) -> str:
-    """A command that repeats this one point, quoted for a shell."""
+    """The command that repeats this point, quoted for a shell."""
     from fi_bench.flags import GENERAL
 
     family = family_of(args.routine)

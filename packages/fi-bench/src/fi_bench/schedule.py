@@ -1,10 +1,12 @@
-"""`fi-bench run`: the order of lines, points, backends and trials; processes of their own; resuming; the exit code."""
+"""`fi-bench run`: the order of lines, points, backends and trials; worker processes; resuming; the exit code."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
+import random
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +14,7 @@ from dataclasses import dataclass, field
 
 from fi_bench import parsing, record, summary
 from fi_bench.console import Progress, complain, say, table
-from fi_bench.errors import FAILED, MISMATCH, OK, USAGE, ContextLostError, MismatchError
+from fi_bench.errors import FAILED, MISMATCH, OK, USAGE, ContextLostError, MismatchError, OutputError
 from fi_bench.runner import CaseRun, asked_backends
 from fi_bench.worker import Worker
 
@@ -22,27 +24,26 @@ _BAD = {"failed", "crashed", "timeout"}
 
 @dataclass
 class Tally:
-    """What happened, as far as the exit code needs it."""
+    """Counts what the exit code depends on."""
 
     records: list[Record] = field(default_factory=list)
     bad_lines: int = 0
     broken: int = 0  # a line that failed outside of any backend
+    unmeasured: int = 0  # cases that every backend skipped
 
     def exit_code(self) -> int:
-        """Mismatch before usage before failure; a run that measured nothing failed, unless all was done before."""
+        """Mismatch before usage before failure; a case that every backend skips is a failure."""
         statuses = [r["status"] for r in self.records]
         if any(r["status"] == "mismatch" and not r["args"]["allow_output_mismatch"] for r in self.records):
             return MISMATCH
         if self.bad_lines:
             return USAGE
-        if self.broken or _BAD & set(statuses):
-            return FAILED
-        return FAILED if statuses and set(statuses) == {"skipped"} else OK
+        return FAILED if self.broken or self.unmeasured or _BAD & set(statuses) else OK
 
 
 @dataclass(frozen=True)
 class Job:
-    """One point in one trial, with the backends that are still to be done."""
+    """One point in one trial, with the backends that are not done yet."""
 
     args: Namespace
     trial: int
@@ -66,7 +67,7 @@ def run(words: Sequence[str]) -> int:
         say("WARNING", f"--use_cupti {what}")
     sink = record.Sink(first.output_path)
     done = record.finished(record.read(sink.jsonl)) if first.resume and sink.jsonl else set()
-    jobs = list(_jobs(good, done))
+    jobs = list(_jobs(_drawn(good, first), done))
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid():x}"
 
     def emit(found: Record) -> None:
@@ -74,15 +75,34 @@ def run(words: Sequence[str]) -> int:
         sink.write(found)
 
     with contextlib.closing(Runs(run_id, emit, tally)) as runs, Progress(len(jobs)) as progress:
-        for job in jobs:
+        for number, job in enumerate(jobs, 1):
             progress.step(f"{job.args.routine} {' '.join(job.args.backends)} ({job.where})")
+            if len(jobs) > 1:
+                say("INFO", f"{number}/{len(jobs)} {_title(job)}")
             statuses = runs.run(job)
             progress.done()
+            tally.unmeasured += statuses == {"skipped"}
             differed = "mismatch" in statuses and not job.args.allow_output_mismatch
             if (differed and len(lines) == 1) or (job.args.fail_fast and (differed or statuses & _BAD)):
                 break
     _summary(tally.records, first.format)
     return tally.exit_code()
+
+
+def _title(job: Job) -> str:
+    """The case of the [PERF] lines that follow."""
+    tag = f"{job.args.case_tag}: " if job.args.case_tag else ""
+    trial = f" (process {job.trial + 1})" if job.args.trials > 1 else ""
+    return f"{tag}{job.args.routine} {summary.describe_point(job.args)}{trial}"
+
+
+def _drawn(lines: Sequence[parsing.Line], args: Namespace) -> list[parsing.Line]:
+    """--draw: so many points of all lines, at random."""
+    places = [(i, j) for i, line in enumerate(lines) for j in range(len(line.points))]
+    if args.draw is None or args.draw >= len(places):
+        return list(lines)
+    chosen = random.Random(args.random_seed).sample(places, args.draw)
+    return [dataclasses.replace(lines[i], points=(lines[i].points[j],)) for i, j in chosen]
 
 
 def _nothing(words: Sequence[str]) -> int:
@@ -111,7 +131,7 @@ def _isolated(args: Namespace) -> bool:
 
 
 class Runs:
-    """Where jobs run: here; each backend in a process of its own; or all of one trial in a process of its own."""
+    """Runs jobs in this process, each backend in its own process, or each trial in its own process."""
 
     def __init__(self, run_id: str, emit: Callable[[Record], None], tally: Tally) -> None:
         self.run_id, self.emit, self.tally = run_id, emit, tally
@@ -120,7 +140,7 @@ class Runs:
         self._lost = False  # a kernel broke the CUDA context of this process
 
     def run(self, job: Job) -> set[str]:
-        """Does the job; the statuses of its records, and `failed` if there was trouble outside of any backend."""
+        """Runs a job. Returns the statuses of its records, and `failed` after an error outside of any backend."""
         before, broken = len(self.tally.records), self.tally.broken
         if self._lost or _isolated(job.args) or job.args.trials > 1:
             self._elsewhere(job, job.args.backends)
@@ -142,16 +162,18 @@ class Runs:
             say("ERROR", str(error).removeprefix("[ERROR] "))
         except ContextLostError:
             self._lost = True
-            say("WARNING", "the CUDA context of this process is lost; what is left runs in another one")
+            say("WARNING", "the CUDA context of this process is lost; the remaining backends run in another process")
             names = asked_backends(job.args)[len(self.tally.records) - before :]
             self._elsewhere(job, names)
+        except OutputError:  # no row of this run can be kept
+            raise
         except Exception as error:
             self.tally.broken += 1
             say("ERROR", f"Error running test: {job.where}: {job.args.routine}")
             say("ERROR", f"Error: {type(error).__name__}: {error}")
 
     def _elsewhere(self, job: Job, names: Sequence[str]) -> None:
-        """The backends in processes; what one could not say itself, its end says."""
+        """Runs the backends in worker processes; a process that dies gets a record with the reason."""
         left = list(names)
         while left:
             batch = left[:1] if _isolated(job.args) else left

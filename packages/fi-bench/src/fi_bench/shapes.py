@@ -1,11 +1,9 @@
-"""Shapes of served models, and the presets made from them; the only place that names models."""
+"""Shapes of served models, and the test lines made from them; the only place that names models."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
-
-from fi_bench.errors import UsageError, did_you_mean
 
 
 class Model(NamedTuple):
@@ -44,20 +42,11 @@ def names() -> list[str]:
     return [f"{model}{'' if tp == 1 else f'-tp{tp}'}-{phase}" for model in MODELS for tp in _TP for phase in PHASES]
 
 
-def preset_lines(name: str, routine: str | None = None) -> list[list[str]]:
-    """The test lines of a preset, or those of them that are for one routine."""
-    if name not in names():
-        raise UsageError(
-            f"unknown preset {name!r}{did_you_mean(name, names()) or '; `fi-bench list presets` shows all'}"
-        )
+def lines(name: str) -> Iterator[str]:
+    """The test lines of a model's preset."""
     stem, phase = name.rsplit("-", 1)
     model, _, tp = stem.partition("-tp")
-    lines = [line.split() for line in _lines(_shard(MODELS[model], int(tp or 1)), phase)]
-    found = [line for line in lines if routine in (None, line[1])]
-    if not found:
-        has = ", ".join(sorted({line[1] for line in lines}))
-        raise UsageError(f"--preset {name} has no line for routine {routine!r}; it has {has}")
-    return found
+    return _lines(_shard(MODELS[model], int(tp or 1)), phase)
 
 
 def _shard(model: Model, tp: int) -> Model:

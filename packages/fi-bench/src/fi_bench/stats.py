@@ -41,7 +41,7 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float]:
 
 
 def midmean(samples: Sequence[float]) -> float:
-    """Mean of the middle half: as blind to outliers as a median, and finer than the ticks of a timer."""
+    """Mean of the middle half: robust against outliers like a median, and finer than the ticks of a timer."""
     ordered, cut = sorted(samples), len(samples) // 4
     return statistics.fmean(ordered[cut : len(ordered) - cut])
 
@@ -53,7 +53,7 @@ def mad(samples: Sequence[float]) -> float:
 
 
 def summary(samples: Sequence[float]) -> dict[str, float | int]:
-    """Everything a record says about its samples, in their unit. Nothing is removed; outliers are counted."""
+    """The statistics of a record, in the unit of the samples. Outliers are counted, not removed."""
     q1, q3 = quartiles(samples)
     interval = median_interval(samples)
     iqr = q3 - q1
@@ -64,7 +64,7 @@ def summary(samples: Sequence[float]) -> dict[str, float | int]:
         "n": len(samples),
         "median": middle,
         "mean": statistics.fmean(samples),
-        "std": statistics.pstdev(samples),  # as numpy and the seeds
+        "std": statistics.pstdev(samples),  # as numpy and FlashInfer's benchmark
         "std1": statistics.stdev(samples) if len(samples) > 1 else 0.0,
         "min": min(samples),
         "max": max(samples),
@@ -84,7 +84,7 @@ def summary(samples: Sequence[float]) -> dict[str, float | int]:
 
 
 def doubts(samples: Sequence[float]) -> list[str]:
-    """Why the samples may not be trusted, in words."""
+    """Reasons not to trust the samples."""
     if len(samples) < 5:
         return []
     q1, q3 = quartiles(samples)

@@ -1,4 +1,4 @@
-"""Sweep syntax of flag values: `1,8,64`, `1:128:*2`, `256:1024:256`, `2^4:2^12`; and the points a sweep stands for."""
+"""Sweep syntax of flag values: `1,8,64`, `1:128:*2`, `256:1024:256`, `2^4:2^12`; and the points of a sweep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that run cases for the command: a crash, a hang or a lost CUDA context costs one row."""
+"""Worker processes that run cases: a crash, a hang or a lost CUDA context costs one row."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Record = record.Record
 
 
 class End(NamedTuple):
-    """How a task ended: done, lost (the context; its record is there), crashed or timeout (a record is missing)."""
+    """How a task ended: done, lost (the CUDA context; its record exists), crashed or timeout (a record is missing)."""
 
     kind: str
     reason: str = ""
 
 
 class Worker:
-    """A process that does tasks one after another. They go to its stdin; records, lines to
-    show and ends come back through a pipe."""
+    """A process that runs tasks one after another. Tasks go to its stdin; records and printed lines come back through
+    a pipe."""
 
     def __init__(self) -> None:
         answers, theirs = os.pipe()
@@ -67,17 +67,17 @@ class Worker:
         except TimeoutError:
             self._kill()
             return End("timeout", f"not done after {args.timeout:g} s")
-        except BaseException:  # above all the user's Ctrl-C, which the process, in a session of its own, does not see
+        except BaseException:  # such as Ctrl-C: the process has a session of its own and does not receive it
             self._kill()
             raise
 
     def close(self) -> None:
-        """Let it end."""
+        """Ends the process."""
         if self.alive:
             self._part()
 
     def _part(self) -> int:
-        """Close both pipes and wait for its end, which that brings about if nothing else did."""
+        """Closes both pipes, which ends the process, and waits for it."""
         assert self._process.stdin is not None
         self.alive = False
         self._process.stdin.close()
@@ -86,7 +86,7 @@ class Worker:
 
     def _send(self, task: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is dead: reading finds that out
+        with contextlib.suppress(BrokenPipeError):  # it is dead: the next read reports that
             self._process.stdin.write(json.dumps(task).encode() + b"\n")
 
     def _receive(self, timeout: float | None) -> dict[str, Any] | None:
@@ -130,7 +130,7 @@ def serve(words: Sequence[str]) -> int:
                 try:
                     CaseRun(args, task["run_id"], task["trial"], lambda found: answer(record=found)).run()
                 except MismatchError:
-                    pass  # the record says it
+                    pass  # its record is written
                 except ContextLostError as error:
                     end = {"end": "lost", "reason": str(error)}
                 answer(**end)

@@ -12,12 +12,12 @@ with open(__file__.rpartition("/")[0] + "/VERSION") as _file:
     __version__ = _file.read().strip()
 __git_commit__ = __git_version__ = "unknown"  # FlashInfer's names; builds are identified by content, not by commit
 
-# Where each public name lives.
+# Where each public name lives; tools/stubs.py writes __init__.pyi from it.
 _MODULES: dict[str, tuple[str, ...]] = {
     "autotuner": ("autotune",),
     "observe.trace": ("fi_trace",),
     "registry": ("loaded_kernels", "supports"),
-    "resolve": ("prepare",),
+    "runtime.resolve": ("prepare",),
     "decode": (
         "BatchDecodeWithPagedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
@@ -80,7 +80,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "apply_rope_with_cos_sin_cache_inplace",
     ),
 }
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
+_HOME = {name: f"fi_core.{module}" for module, names in _MODULES.items() for name in names}
 __all__ = ["__git_commit__", "__git_version__", "__version__", *_HOME]
 
 
@@ -88,7 +88,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         import torch  # noqa: F401  (ops register with it as their family loads)
 
-        value = getattr(importlib.import_module(f"fi_core.{_HOME[name]}"), name)
+        value = getattr(importlib.import_module(_HOME[name]), name)
         globals()[name] = value
         return value
     try:
@@ -96,7 +96,12 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != f"fi_core.{name}":
             raise
-        raise AttributeError(f"module 'fi_core' has no attribute {name!r}") from None
+        import pkgutil
+
+        from fi_core.runtime.errors import missing_attribute
+
+        modules = [module.name for module in pkgutil.iter_modules(__path__)]
+        raise missing_attribute("fi_core", name, [*__all__, *modules]) from None
 
 
 def __dir__() -> list[str]:

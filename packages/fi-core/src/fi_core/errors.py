@@ -1,80 +1,27 @@
-"""The exceptions and warnings of fi, one class per kind of trouble; each docstring says who raises it and when."""
+"""The exceptions that calls raise, for `except`; they live in fi_core.runtime.errors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from fi_core.runtime.errors import (
+    BackendSupportedError,
+    CompileError,
+    ExperimentalWarning,
+    FiError,
+    GPUArchitectureError,
+    LibraryError,
+    MissingJITCacheError,
+    MissingKernelError,
+    UnsupportedError,
+)
 
-
-class FiError(Exception):
-    """Base of the errors that only fi raises."""
-
-
-class UnsupportedError(FiError, ValueError):
-    """Raised by dispatch when no implementation takes the asked shape, dtype or target; says why, for each of them."""
-
-    def __init__(self, message: str, reasons: Mapping[str, str | Sequence[str]] | None = None) -> None:
-        self.reasons: dict[str, tuple[str, ...]] = {
-            name: (why,) if isinstance(why, str) else tuple(why) for name, why in (reasons or {}).items()
-        }
-        lines = [f"  {name}: {'; '.join(why)}" for name, why in self.reasons.items()]
-        super().__init__("\n".join([message, *lines]))
-
-
-class MissingKernelError(FiError, RuntimeError):
-    """Raised by the resolver when a kernel is not prebuilt and FI_JIT=off forbids to compile it."""
-
-    def __init__(self, message: str, spec: Any = None) -> None:
-        self.spec = spec
-        super().__init__(message)
-
-    @classmethod
-    def of(cls, spec: Any) -> MissingKernelError:
-        """The error for a spec, with what to do about it."""
-        name = getattr(spec, "name", spec)
-        return cls(
-            f"kernel {name!r} is not prebuilt and compiling is turned off (FI_JIT=off). Install the prebuilt kernels "
-            'with `pip install "fi-core[prebuilt]"`, or build it ahead with `fi-core prebuild`, or set FI_JIT=on.',
-            spec,
-        )
-
-
-MissingJITCacheError = MissingKernelError  # the name FlashInfer callers catch
-
-
-class CompileError(FiError, RuntimeError):
-    """Raised by the JIT when a compiler refuses a unit: the first line that matters, a hint, and the whole log."""
-
-    def __init__(
-        self,
-        first_line: str,
-        *,
-        hint: str | None = None,
-        log_path: str | Path | None = None,
-        more: Sequence[str] = (),
-    ) -> None:
-        self.first_line, self.hint = first_line, hint
-        self.log_path = Path(log_path) if log_path is not None else None
-        parts = [first_line, *more]
-        if hint:
-            parts.append(f"hint: {hint}")
-        if self.log_path:
-            parts.append(f"full output: {self.log_path}")
-        super().__init__("\n".join(parts))
-
-
-class BackendSupportedError(Exception):
-    """Raised by `backend_requirement` when an op has no such backend, or none for the compute capability."""
-
-
-class GPUArchitectureError(Exception):
-    """Raised by an op that needs another GPU architecture than the one the tensors are on."""
-
-
-class LibraryError(Exception):
-    """Raised by an op that needs a library (cuDNN, NCCL, ...) which is missing or too old."""
-
-
-class ExperimentalWarning(UserWarning):
-    """Issued once per API and backend when an implementation marked experimental is used for the first time."""
+__all__ = [
+    "BackendSupportedError",
+    "CompileError",
+    "ExperimentalWarning",
+    "FiError",
+    "GPUArchitectureError",
+    "LibraryError",
+    "MissingJITCacheError",
+    "MissingKernelError",
+    "UnsupportedError",
+]

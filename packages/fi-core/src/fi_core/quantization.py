@@ -1,28 +1,35 @@
-"""Packing of boolean masks into bits."""
+"""Packs boolean masks into bits."""
 
 from __future__ import annotations
 
-import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from fi_core.launch.op import Launcher
+from fi_core.observe.draw import Draw, nbytes
 from fi_core.observe.log import fi_api
-from fi_core.observe.trace import Tensor, TraceTemplate, Var
-from fi_core.spec.constraint import ON_CPU, at_least
-from fi_core.spec.op import Axes, Entry, Impl, Op, Unit
+from fi_core.observe.trace import Scalar, Tensor, TraceTemplate, Var, Work
+from fi_core.runtime.launch.operator import operator
+from fi_core.runtime.spec.constraint import ON_CPU, at_least
+from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
     import torch
 
 
-def _packbits_unit(axes: Axes) -> Unit:
-    """Entries in order of preference; config = (elements a thread,): 8 takes any segments and addresses."""
+class _Config(NamedTuple):
+    elements_per_thread: int  # an entry with 8 supports segments and any alignment
+
+
+def _packbits_unit(axes: Values) -> Unit:
+    """Kernel entries in order of preference."""
     return Unit(
         "fi/quantization/packbits.cuh",
         "PackbitsParams",
         (
-            Entry("packbits_vectors", "packbits_vectors<4>", 256, (64,)),
-            Entry("packbits_bytes", "packbits_bytes", 256, (8,)),
+            Entry("packbits_vectors", "packbits_vectors<4>", 256, _Config(64)),
+            Entry("packbits_bytes", "packbits_bytes", 256, _Config(8)),
         ),
     )
 
@@ -30,12 +37,12 @@ def _packbits_unit(axes: Axes) -> Unit:
 PACKBITS = Op(
     name="packbits",
     family="quantization",
-    schema="(Tensor(a!) y, Tensor x, Tensor? indptr, Tensor? new_indptr, bool big) -> ()",
-    axes={},
-    impls=(Impl("cpu", ON_CPU), Impl("cuda", at_least(80), _packbits_unit)),
+    arguments="Tensor(a!) y, Tensor x, Tensor? indptr=None, Tensor? new_indptr=None, bool big=True",
+    implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _packbits_unit)),
+    config=_Config,
 )
 
-_packbits = Launcher(PACKBITS, lambda y, *_: (y.get_device(),))
+_packbits = operator(PACKBITS)
 
 
 def _is_big(bitorder: str) -> bool:
@@ -45,82 +52,141 @@ def _is_big(bitorder: str) -> bool:
 
 
 def _packbits_reference(x, bitorder="big"):  # type: ignore[no-untyped-def]
-    bits = (x != 0).flatten().int()
-    bits = bits.new_zeros(-(-bits.numel() // 8) * 8).index_copy(0, bits.new_tensor(range(bits.numel())).long(), bits)
+    import torch
+
+    bits = torch.nn.functional.pad((x != 0).flatten().byte(), (0, -x.numel() % 8)).view(-1, 8)
     weights = bits.new_tensor([128, 64, 32, 16, 8, 4, 2, 1] if bitorder == "big" else [1, 2, 4, 8, 16, 32, 64, 128])
-    return (bits.view(-1, 8) * weights).sum(-1).byte()
+    return (bits * weights).sum(-1).byte()
+
+
+def _make(draw: Draw, *, dtype: str = "bool", n: int = 1003, bitorder: str = "big") -> dict[str, Any]:
+    return {"x": draw.integers(0, 2 if dtype == "bool" else 3, (n,), dtype), "bitorder": bitorder}
+
+
+def _make_segments(
+    draw: Draw, *, dtype: str = "bool", n: int = 1003, num_segments: int = 7, bitorder: str = "big"
+) -> dict[str, Any]:
+    """Segments of about equal lengths; if nasty, the second is empty."""
+    ends = [n * i // num_segments for i in range(num_segments + 1)]
+    if draw.nasty and num_segments > 2:
+        ends[2] = ends[1]
+    return {**_make(draw, dtype=dtype, n=n, bitorder=bitorder), "indptr": draw.int32(ends)}
+
+
+def _work(arguments: Mapping[str, Any]) -> Work:
+    """Elements are read, an eighth of their bytes is written; so is the indptr of the result."""
+    x, indptr = arguments["x"], arguments.get("indptr")
+    return Work(0, nbytes(x, indptr, indptr) + -(-x.numel() // 8))
+
+
+_SAMPLES = tuple(
+    {"dtype": dtype, "n": n, "bitorder": order}
+    for dtype in ("bool", "uint8")
+    for n in (1003, 1, 0, 4096)
+    for order in ("big", "little")
+)
 
 
 @fi_api(
     trace=TraceTemplate(
         "packbits",
         axes={"n": Var(), "num_bytes": Var()},
-        inputs={"x": Tensor(["n"])},
+        inputs={"x": Tensor(["n"]), "bitorder": Scalar("string", optional=True)},
         outputs={"y": Tensor(["num_bytes"], dtype="uint8")},
         reference=_packbits_reference,
-        description="Eight elements to a byte; the last byte is filled up with zeros.",
+        op="packbits",
+        make=_make,
+        samples=_SAMPLES,
+        work=_work,
+        description="Packs eight elements into a byte; the last byte is padded with zeros.",
     )
 )
 def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
-    """Pack eight elements into a byte, as numpy.packbits does on a flat array.
+    """Packs eight elements into a byte, as `numpy.packbits` does with a flat array.
 
-    x: bool or uint8 of any shape, taken in row-major order (copied if it is not contiguous); non-zero is 1.
-    bitorder: "big", the first element becomes the highest bit, or "little" (what attention masks use).
+    Args:
+        x: any shape, bool or uint8; a non-zero element is a set bit. Elements are read in row-major order; a
+            tensor that is not contiguous is copied.
+        bitorder: "big": the first element is the highest bit of its byte; "little" (attention masks): the lowest.
 
-    Returns uint8 `[ceil(x.numel() / 8)]`; the last byte is filled up with zeros. Raises ValueError (bitorder) or
-    TypeError (dtype).
+    Returns:
+        `[ceil(x.numel() / 8)]`, uint8; the last byte is padded with zeros.
+
+    Raises:
+        ValueError: bitorder is neither "big" nor "little".
+        TypeError: x has another dtype.
     """
     import torch
 
     big = _is_big(bitorder)
     y = x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8)
-    _packbits(y, x.contiguous(), None, None, big)
+    _packbits(y, x.contiguous(), big=big)
     return y
 
 
 def packbits_segments(y: torch.Tensor, x: torch.Tensor, indptr: torch.Tensor, new_indptr: torch.Tensor) -> None:
-    """Packs segments `x[indptr[i] : indptr[i + 1]]`, little endian, into `y[new_indptr[i] : new_indptr[i + 1]]`.
+    """Packs segment `x[indptr[i] : indptr[i + 1]]`, little endian, into `y[new_indptr[i] : new_indptr[i + 1]]`.
 
-    x: bool or uint8; indptr: int32 or int64; new_indptr: int32, ends at the length of y (uint8). All flat, contiguous
-    and on one device, which nothing waits for.
+    All tensors are flat, contiguous and on one device. The call does not synchronize with the device.
+
+    Args:
+        y: `[new_indptr[-1]]`, uint8; receives the packed segments.
+        x: `[indptr[-1]]`, bool or uint8.
+        indptr: `[num_segments + 1]`, int32 or int64, offsets into x.
+        new_indptr: `[num_segments + 1]`, int32, offsets into y.
     """
-    _packbits(y, x, indptr, new_indptr, False)
+    _packbits(y, x, indptr, new_indptr, big=False)
 
 
 def _segment_packbits_reference(x, indptr, bitorder="big"):  # type: ignore[no-untyped-def]
-    order = range(7, -1, -1) if bitorder == "big" else range(8)
-    y, new_indptr, bounds, values = [], [0], indptr.tolist(), x.tolist()
-    for begin, end in itertools.pairwise(bounds):
-        for at in range(begin, end, 8):
-            y.append(sum(bool(value) << bit for value, bit in zip(values[at : min(at + 8, end)], order)))
-        new_indptr.append(len(y))
-    return x.new_tensor(y).byte() if x.is_floating_point() else indptr.new_tensor(y).byte(), indptr.new_tensor(
-        new_indptr
-    ).int()
+    import itertools
+
+    import torch
+
+    parts, ends = [x.new_empty(0).byte()], [0]
+    weights = indptr.new_tensor([128, 64, 32, 16, 8, 4, 2, 1] if bitorder == "big" else [1, 2, 4, 8, 16, 32, 64, 128])
+    for begin, end in itertools.pairwise(indptr.tolist()):
+        bits = torch.nn.functional.pad((x[begin:end] != 0).byte(), (0, (begin - end) % 8)).view(-1, 8)
+        parts.append((bits * weights).sum(-1).byte())
+        ends.append(ends[-1] + parts[-1].numel())
+    return torch.cat(parts), indptr.new_tensor(ends).int()
 
 
 @fi_api(
     trace=TraceTemplate(
         "segment_packbits",
         axes={"n": Var(), "num_bounds": Var(), "num_bytes": Var()},
-        inputs={"x": Tensor(["n"]), "indptr": Tensor(["num_bounds"])},
+        inputs={"x": Tensor(["n"]), "indptr": Tensor(["num_bounds"]), "bitorder": Scalar("string", optional=True)},
         outputs={
             "y": Tensor(["num_bytes"], dtype="uint8"),
             "new_indptr": Tensor(["num_bounds"], dtype="int32"),
         },
         reference=_segment_packbits_reference,
-        description="Eight elements to a byte; every segment starts at a byte of its own.",
+        op="packbits",
+        make=_make_segments,
+        samples=_SAMPLES,
+        work=_work,
+        description="Packs eight elements into a byte; each segment starts at a new byte.",
     )
 )
 def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:
-    """`packbits` of each segment `x[indptr[i] : indptr[i + 1]]`, every one to whole bytes.
+    """Packs each segment `x[indptr[i] : indptr[i + 1]]` as `packbits` does; each segment starts at a new byte.
 
-    x: bool or uint8 `[indptr[-1]]`. indptr: `[num_segments + 1]`, int32 or int64, contiguous, on the device of x.
-    Waits for the device once, to learn the size of the result; not for CUDA graphs or torch.compile(fullgraph=True).
+    The call synchronizes with the device once, because the size of the result depends on indptr. It therefore works
+    neither in a CUDA graph nor with `torch.compile(fullgraph=True)`.
 
-    Returns (y uint8, new_indptr int32 `[num_segments + 1]`): segment i is `y[new_indptr[i] : new_indptr[i + 1]]`.
-    Raises ValueError (bitorder, shape, device, an indptr that falls or does not end at the length of x) or TypeError
-    (dtype).
+    Args:
+        x: `[indptr[-1]]`, bool or uint8.
+        indptr: `[num_segments + 1]`, int32 or int64, contiguous, on the device of x.
+        bitorder: "big" or "little", as for `packbits`.
+
+    Returns:
+        (y, new_indptr): the bytes, uint8, and their offsets, `[num_segments + 1]`, int32. Segment i is
+        `y[new_indptr[i] : new_indptr[i + 1]]`.
+
+    Raises:
+        ValueError: bitorder, a shape or a device does not fit, or indptr decreases or does not end at the length of x.
+        TypeError: A dtype does not fit.
     """
     import torch
 
@@ -133,13 +199,13 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
         raise ValueError(f"x: shape [indptr[-1]] is required; got {list(x.shape)}")
     lengths = indptr.diff()
     new_indptr = torch.nn.functional.pad(((lengths + 7) >> 3).cumsum(0, dtype=torch.int32), (1, 0))
-    told = torch.stack((indptr[0].long(), indptr[-1].long(), new_indptr[-1].long(), (lengths < 0).sum())).tolist()
-    start, end, size, falls = told
-    if start < 0 or falls or end != x.numel():
+    facts = torch.stack((indptr[0].long(), indptr[-1].long(), new_indptr[-1].long(), (lengths < 0).sum()))
+    start, end, size, decreases = facts.tolist()  # one synchronization
+    if start < 0 or decreases or end != x.numel():
         raise ValueError(
-            f"indptr: must rise from 0 or more to the length of x, {x.numel()}; "
-            f"got {start} to {end}, falling {falls} times"
+            f"indptr: must not decrease, start at 0 or more and end at the length of x, {x.numel()}; "
+            f"got {start} to {end}, decreasing {decreases} times"
         )
     y = x.new_empty(size, dtype=torch.uint8)
-    _packbits(y, x.contiguous(), indptr, new_indptr, big)
+    _packbits(y, x.contiguous(), indptr, new_indptr, big=big)
     return y, new_indptr

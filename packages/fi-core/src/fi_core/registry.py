@@ -6,36 +6,31 @@ import difflib
 import functools
 import importlib
 
-from fi_core.errors import UnsupportedError
-from fi_core.launch.op import Launcher, launchers
-from fi_core.spec.op import Op
-from fi_core.spec.target import CPU, cuda_target
+from fi_core.runtime.build import sources
+from fi_core.runtime.dispatch import Request, choose
+from fi_core.runtime.errors import UnsupportedError
+from fi_core.runtime.launch.operator import Operator, operators
+from fi_core.runtime.spec.op import Op
+from fi_core.runtime.spec.target import CPU, cuda_target
 
-FAMILIES = (
-    "activation",
-    "attention",
-    "cascade",
-    "decode",
-    "norm",
-    "page",
-    "prefill",
-    "quantization",
-    "rope",
-    "sampling",
-    "topk",
-)
+# The modules that declare the ops of a family, where it is not the one of that name.
+_MODULES = {"attention": ("attention.merge", "attention.ops.decode", "attention.ops.prefill", "attention.ops.single")}
 
 
 @functools.cache
-def load() -> dict[str, Launcher]:
-    """Imports every family, which declares its ops and launchers (no torch, no device); the launchers by op name."""
-    for family in FAMILIES:
-        importlib.import_module(f"fi_core.{family}")
-    return launchers()
+def load() -> dict[str, Operator]:
+    """Imports every family, which declares its ops (no torch, no device); returns their operators by name.
+
+    A family is a folder of host entries in fi-kernels, so a new one needs no entry in a list.
+    """
+    for folder in sorted(path.name for path in (sources.root() / "csrc").iterdir() if path.is_dir()):
+        for module in _MODULES.get(folder, (folder,)):
+            importlib.import_module(f"fi_core.{module}")
+    return operators()
 
 
-def launcher(name: str) -> Launcher:
-    """The launcher of an op. Raises ValueError with the close names if there is none."""
+def operator(name: str) -> Operator:
+    """The operator of an op. Raises ValueError with the close names if there is none."""
     known = load()
     if name not in known:
         close = difflib.get_close_matches(name, known, 3, 0.4)
@@ -44,15 +39,24 @@ def launcher(name: str) -> Launcher:
     return known[name]
 
 
-def supports(op: str, device: str = "cuda", capability: int = 90, **axes: object) -> tuple[bool, str]:
-    """Whether some implementation takes these axes on a target, and if none does, why: (ok, reason).
+def supports(op: str, device: str = "cuda", capability: int = 90, **fields: object) -> tuple[bool, str]:
+    """Whether some implementation supports a request on a target, and if not, why. Nothing is built.
 
-    device: "cpu" or "cuda"; capability: major * 10 + minor of the CUDA device; axes as in `ops()[op].axes`, dtypes by
-    their short names. Nothing is built. Raises ValueError for an unknown op or axis.
+    Args:
+        op: The name of an op, as in `ops()`.
+        device: "cpu" or "cuda".
+        capability: major * 10 + minor of the CUDA device.
+        fields: Fields of the request, as in `ops()[op].fields`; dtypes by their short names. Others have their default.
+
+    Returns:
+        (True, ""), or (False, reason).
+
+    Raises:
+        ValueError: Unknown op or field.
     """
     target = CPU if device == "cpu" else cuda_target(capability // 10, capability % 10)
     try:
-        launcher(op).op.spec(target, axes)
+        choose(Request.of(operator(op).op, target, fields))
     except UnsupportedError as error:
         return False, str(error)
     return True, ""
@@ -60,18 +64,18 @@ def supports(op: str, device: str = "cuda", capability: int = 90, **axes: object
 
 def ops() -> dict[str, Op]:
     """Every op by name."""
-    return {name: launcher.op for name, launcher in load().items()}
+    return {name: found.op for name, found in load().items()}
 
 
 def loaded_kernels() -> dict[str, str]:
-    """Every kernel that calls of this process have bound, by name, and where its files came from.
+    """Every kernel that calls of this process have bound, by name, and the origin of its files.
 
-    A place is the package that brought a prebuilt file,
-    "store" (compiled by an earlier process) or "jit" (compiled by this one); "store + jit" where launcher and
-    device binary differ. A kernel that was bound again keeps its first place.
+    An origin is the package that brought a prebuilt file, "store" (compiled by an earlier process) or "jit" (compiled
+    by this one); "store + jit" if launcher and device binary differ. A kernel that was bound again keeps its first
+    origin.
     """
     found: dict[str, str] = {}
-    for kernel in (kernel for launcher in launchers().values() for kernel in launcher.kernels.values()):
+    for kernel in (kernel for known in operators().values() for kernel in known.kernels.values()):
         places = dict.fromkeys(file.origin for file in kernel.origins.values())
         found.setdefault(kernel.spec.name, " + ".join(places))
     return found

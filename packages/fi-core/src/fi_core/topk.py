@@ -1,20 +1,24 @@
-"""Top-k selection of rows: values and indices, or the slots of a page table that sparse attention is to read."""
+"""Selects the k largest elements of rows: values and indices, or the KV cache slots that sparse attention reads."""
 
 from __future__ import annotations
 
 import math
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from fi_core.launch.op import Launcher
+from fi_core.observe.draw import Draw, nbytes
 from fi_core.observe.log import fi_api
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
-from fi_core.spec.constraint import ON_CPU, at_least
-from fi_core.spec.dtype import DTYPES
-from fi_core.spec.op import Axes, Entry, Impl, Op, Unit
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work
+from fi_core.runtime.launch.operator import operator
+from fi_core.runtime.spec.constraint import ON_CPU, at_least
+from fi_core.runtime.spec.dtype import DTYPES
+from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
 from fi_core.utils import int32_index
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
+
     import torch
 
 __all__ = [
@@ -25,52 +29,60 @@ __all__ = [
     "top_k_ragged_transform",
 ]
 
-_SORTABLE = 4096  # kTopKSortable of top_k.h: a larger k is sorted by torch
+_SORTABLE = 4096  # kTopKSortable of top_k.h: torch sorts a larger k
 
 
 class TopKTieBreak(IntEnum):
-    """Which of the values that equal the k-th largest are taken: those of small or of large index."""
+    """Which of the values equal to the k-th largest are selected: those with small or with large index."""
 
-    NONE = 0  # any; here SMALL
+    NONE = 0  # either; here as SMALL
     SMALL = 1
     LARGE = 2
 
 
-def _cluster_unit(axes: Axes) -> Unit:
-    """config = (largest cluster, blocks an SM is to have or 0: choose, cluster to use or 0: choose)."""
+class _Config(NamedTuple):
+    largest_cluster: int
+
+
+def _cluster_unit(axes: Values) -> Unit:
     body = f"top_k_cluster<{DTYPES[str(axes['dtype'])].device}, 512>"
     return Unit(
-        "fi/topk/top_k_sm90.cuh", "TopKParams", (Entry("top_k_cluster", body, 512, (16, 0, 0), blocks_per_sm=2),)
+        "fi/topk/top_k_sm90.cuh", "TopKParams", (Entry("top_k_cluster", body, 512, _Config(16), ctas_per_sm=2),)
     )
 
 
-def _unit(axes: Axes) -> Unit:
-    """config as for clusters; a row has one block."""
+def _unit(axes: Values) -> Unit:
     body = f"top_k<{DTYPES[str(axes['dtype'])].device}, 512>"
-    return Unit("fi/topk/top_k.cuh", "TopKParams", (Entry("top_k", body, 512, (1, 0, 0), blocks_per_sm=2),))
+    return Unit("fi/topk/top_k.cuh", "TopKParams", (Entry("top_k", body, 512, _Config(1), ctas_per_sm=2),))
 
 
 TOP_K = Op(
     name="top_k",
     family="topk",
-    schema="(Tensor input, int k, Tensor(a!)? values, Tensor(b!)? indices, Tensor(c!)? out, "
-    "Tensor(d!)? out_raw_indices, Tensor? lengths, Tensor? row_starts, Tensor? src_page_table, Tensor? row_to_batch, "
-    "Tensor? page_table_row_starts, Tensor? offsets, int page_size, bool prefer_last, bool sorted) -> ()",
+    arguments="Tensor input, int k, Tensor(a!)? values=None, Tensor(b!)? indices=None, Tensor(c!)? out=None, "
+    "Tensor(d!)? out_raw_indices=None, Tensor? lengths=None, Tensor? row_starts=None, Tensor? src_page_table=None, "
+    "Tensor? row_to_batch=None, Tensor? page_table_row_starts=None, Tensor? offsets=None, int page_size=1, "
+    "bool prefer_last=False, bool sorted=False",
+    read=lambda input: (input.dtype,),
     axes={"dtype": ("f32", "f16", "bf16")},
-    impls=(
-        Impl("cpu", ON_CPU),
-        Impl("cluster", at_least(90), _cluster_unit),
-        Impl("cuda", at_least(80), _unit),
+    config=_Config,
+    implementations=(
+        Implementation("cpu", ON_CPU),
+        Implementation("cluster", at_least(90), _cluster_unit),
+        Implementation("cuda", at_least(80), _unit),
     ),
 )
 
-_top_k = Launcher(TOP_K, lambda input, *_: (input.get_device(), input.dtype))
+_top_k = operator(TOP_K)
 
 
 def can_implement_filtered_topk() -> bool:
-    """Whether the current CUDA device has the shared memory (128 KB a block) that FlashInfer's filtered top-k asks for.
+    """Whether the current CUDA device has the shared memory (128 KB per CTA) that FlashInfer's filtered top-k needs.
 
-    False without a device. Nothing here depends on it: every function of this module runs on every device.
+    No function of this module depends on it: each runs on every device.
+
+    Returns:
+        supported: bool, False without a device.
     """
     import torch
 
@@ -87,7 +99,7 @@ def _prefers_last(tie_break: int) -> bool:
 
 
 def _segment_reference(row, k, prefer_last):  # type: ignore[no-untyped-def]
-    """The places of the k largest of a row, in order."""
+    """Returns the indices of the k largest elements of a row, in order."""
     row = row.double().nan_to_num(nan=float("inf"), posinf=1.7e308, neginf=-float("inf"))
     if prefer_last:
         return (row.numel() - 1 - row.flip(0).argsort(descending=True, stable=True)[:k]).sort().values
@@ -97,13 +109,79 @@ def _segment_reference(row, k, prefer_last):  # type: ignore[no-untyped-def]
 def _top_k_reference(input, k, sorted=False, tie_break=0):  # type: ignore[no-untyped-def]
     indices = input.new_empty((input.shape[0], k)).long()
     for i, row in enumerate(input):
-        places = _segment_reference(row, k, tie_break == 2)
+        chosen = _segment_reference(row, k, tie_break == 2)
         if sorted:
-            places = places[row[places].double().argsort(descending=True, stable=True)]
-        indices[i] = places
+            chosen = chosen[row[chosen].double().argsort(descending=True, stable=True)]
+        indices[i] = chosen
     return input.gather(1, indices), indices
 
 
+def _make_scores(draw: Draw, dtype: str, num_rows: int, width: int) -> torch.Tensor:
+    """Strided rows in which values tie, with NaN and infinities."""
+    x = draw.normal((num_rows, width), dtype)
+    if draw.nasty:
+        x = (x * 8).round() / 8
+        draw.special(x, float("nan"), float("inf"), float("-inf"), -float("nan"), 0.0, -0.0)
+    return draw.rows(x)
+
+
+def _make(
+    draw: Draw, *, dtype: str = "float32", num_rows: int = 3, width: int = 1003, k: int = 50, **options: Any
+) -> dict[str, Any]:
+    return {"input": _make_scores(draw, dtype, num_rows, width), "k": min(k, width), **options}
+
+
+def _make_segments(*tables: str) -> Callable[..., dict[str, Any]]:
+    """Scores of which each row has a segment, of any length; if nasty, one is empty and one is shorter than k.
+
+    A page table has batch_size rows, in which no page occurs twice; row i of the scores reads row i % batch_size.
+    """
+
+    def make(
+        draw: Draw,
+        *,
+        dtype: str = "float32",
+        num_rows: int = 4,
+        width: int = 1003,
+        k: int = 50,
+        page_size: int = 1,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        found: dict[str, Any] = {"input": _make_scores(draw, dtype, num_rows, width), "k": k}
+        lengths = [width - 40 * i if i < 2 else 7 * (i - 2) for i in range(num_rows)]
+        found["lengths"] = draw.int32(lengths) if draw.nasty else draw.integers(1, width + 1, (num_rows,))
+        if "src_page_table" in tables:
+            batch, pages = batch_size or num_rows, -(-width // page_size)
+            found["src_page_table"] = draw.permutation(batch * pages).view(batch, pages)
+            found["page_size"] = page_size
+            if batch_size is not None:
+                found["row_to_batch"] = draw.int32([i % batch for i in range(num_rows)])
+        if "offsets" in tables:
+            found["offsets"] = draw.offsets([width] * (num_rows - 1))
+        return {**found, **options}
+
+    return make
+
+
+def _samples(*options: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    return tuple({"dtype": dtype, **more} for dtype in ("float32", "float16", "bfloat16") for more in ({}, *options))
+
+
+def _work(written: int) -> Callable[[Mapping[str, Any]], Work]:
+    """Each row, or its segment, is read once; so many bytes a result are written besides the value."""
+
+    def work(arguments: Mapping[str, Any]) -> Work:
+        x, lengths = arguments["input"], arguments.get("lengths")
+        size = written + (x.element_size() if written == 8 else 0)
+        scores = x.numel() if lengths is None else int(lengths.sum())
+        results = x.shape[0] * arguments["k"]
+        return Work(scores, scores * x.element_size() + size * results + nbytes(lengths))
+
+    return work
+
+
+_EXACT = dict.fromkeys(("float32", "float16", "bfloat16"), (0.0, 0.0))
 _TIE_BREAK = Scalar("int32", optional=True, description="0, 1: small indices first; 2: large ones")
 
 
@@ -121,8 +199,13 @@ _TIE_BREAK = Scalar("int32", optional=True, description="0, 1: small indices fir
             "values": Tensor(["num_rows", "k"], dtype_from="input"),
             "indices": Tensor(["num_rows", "k"], dtype="int64"),
         },
-        reference=_top_k_reference,
-        description="The k largest of each row and their indices, in index order or sorted by value.",
+        reference=(_segment_reference, _top_k_reference),
+        op="top_k",
+        make=_make,
+        samples=_samples({"sorted": True}, {"tie_break": 2}, {"k": 0}, {"num_rows": 1, "width": 20000, "k": 2048}),
+        work=_work(8),
+        tolerance=_EXACT,
+        description="Selects the k largest elements of each row and their indices, in index order or sorted by value.",
     )
 )
 def top_k(
@@ -133,20 +216,29 @@ def top_k(
     tie_break: int = TopKTieBreak.NONE,
     dsa_graph_safe: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest of each row: exactly k, also where values are equal.
+    """Selects the k largest elements of each row: exactly k, also where values are equal.
 
-    input: `[rows, width]`, fp32, fp16 or bf16, width < 2^30; the row stride is free, the last dimension contiguous.
-    k: 0 to width. sorted: from the largest down, equal values by rising index; else by rising index, which costs
-    nothing. A sorted k beyond 4096 on CUDA is sorted by `torch.sort`, in a second step.
-    tie_break: which of the values equal to the k-th largest are taken, see `TopKTieBreak`.
-    deterministic, dsa_graph_safe: accepted, without effect. Results never depend on timing, batch or grid, nothing
-    synchronises, no workspace is used, and every call can be captured in a CUDA graph.
+    Results never depend on timing, batch or grid. Nothing synchronises, no workspace is used, and every call can be
+    captured in a CUDA graph. NaN is the largest value whatever its sign, as in `torch.topk`; all NaN are equal, and so
+    are -0 and +0.
 
-    NaN is the largest value, as in `torch.topk`, whatever its sign; all NaN are equal, and so are -0 and +0.
+    Args:
+        input: `[rows, width]`, fp32, fp16 or bf16, width < 2^30; any row stride, last dimension contiguous.
+        k: 0 to width.
+        sorted: whether to sort by value in descending order, equal values by rising index. False: by rising index, at
+            no cost. On CUDA, a sorted k above 4096 is sorted by `torch.sort` in a second step.
+        deterministic: accepted for compatibility; results are always deterministic.
+        tie_break: which of the values equal to the k-th largest are selected, see `TopKTieBreak`.
+        dsa_graph_safe: accepted for compatibility, without effect.
 
-    Returns (values `[rows, k]` of input's dtype, indices `[rows, k]` int64). Raises ValueError (shape, stride, k,
-    tie_break; rows too long for the shared memory of the device, above 700 000 elements where a block has
-    99 KB) or TypeError (dtype).
+    Returns:
+        values: `[rows, k]` of input's dtype.
+        indices: int64 `[rows, k]`.
+
+    Raises:
+        ValueError: a shape, stride, k or tie_break is wrong, or rows are too long for the shared memory of the device:
+            above 700 000 elements where a CTA has 99 KB.
+        TypeError: a dtype is wrong.
     """
     import torch
 
@@ -157,9 +249,9 @@ def top_k(
     indices = input.new_empty((rows, k), dtype=torch.int64)
     in_kernel = sorted and (k <= _SORTABLE or not input.is_cuda)
     prefer_last = _prefers_last(tie_break)
-    _top_k(input, k, values, indices, None, None, None, None, None, None, None, None, 1, prefer_last, in_kernel)
+    _top_k(input, k, values, indices, prefer_last=prefer_last, sorted=in_kernel)
     if sorted and not in_kernel:
-        # NaN as the one largest value: torch sorts those of negative sign elsewhere.
+        # Maps NaN to the largest value: torch places NaN of negative sign elsewhere.
         keys = values.double().nan_to_num(nan=math.inf, posinf=1.7e308, neginf=-math.inf)
         order = keys.argsort(dim=1, descending=True, stable=True)
         values, indices = values.gather(1, order), indices.gather(1, order)
@@ -202,8 +294,12 @@ _SEGMENT: dict[str, Tensor | Scalar] = {
             "page_size": Scalar("int32", optional=True),
         },
         outputs={"out": Tensor(["num_rows", "k"], dtype="int32")},
-        reference=_page_table_reference,
-        description="The k largest scores of each row, as slots of a paged cache.",
+        reference=(_segment_reference, _page_table_reference),
+        op="top_k",
+        make=_make_segments("src_page_table"),
+        samples=_samples({"page_size": 16}, {"tie_break": 2}),
+        work=_work(4),
+        description="Selects the k largest scores of each row, as slots of a paged KV cache.",
     )
 )
 def top_k_page_table_transform(
@@ -222,20 +318,35 @@ def top_k_page_table_transform(
     out: torch.Tensor | None = None,
     out_raw_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The k largest scores of each row's segment, mapped to slots of a paged cache.
+    """Selects the k largest scores of each row's segment and maps them to slots of a paged KV cache.
 
-    Row i selects among `input[i, s : s + lengths[i]]`, s = row_starts[i] or 0 (cut to the row). A selected x becomes
-    `src_page_table[b, c + x // page_size] * page_size + x % page_size`, with b = row_to_batch[i] or i, and
-    c = page_table_row_starts[i], else row_starts[i], else 0. Slots come in the order of x; those that the length leaves
-    over are -1. Columns of the table are not checked.
+    Row i selects among `input[i, s : s + lengths[i]]` with s = row_starts[i] or 0, clamped to the row. A selected x
+    becomes `src_page_table[b, c + x // page_size] * page_size + x % page_size`, with b = row_to_batch[i] or i, and
+    c = page_table_row_starts[i], else row_starts[i], else 0. Slots come in the order of x; those beyond the length are
+    -1. All index tensors stay on the device; int64 ones are copied to int32. NaN is the largest value, as in `top_k`.
 
-    input: as in `top_k`; src_page_table: `[batch, pages]`; lengths, row_to_batch, row_starts, page_table_row_starts:
-    `[rows]`. All index tensors are int32 and stay on the device; int64 ones are copied to int32.
-    k: 0 or more. out, out_raw_indices: int32 `[rows, k]` to be written; the latter gets x, or -1.
-    tie_break, deterministic, dsa_graph_safe and NaN are as in `top_k`.
+    Args:
+        input: `[rows, width]`, fp32, fp16 or bf16, as in `top_k`.
+        src_page_table: int32 `[batch, pages]`. Column indices are not checked against its width.
+        lengths: int32 `[rows]`, elements of each row's segment.
+        k: 0 or more.
+        row_to_batch: int32 `[rows]`, the row of the page table. None: row i.
+        deterministic: accepted for compatibility; results are always deterministic.
+        tie_break: which of the values equal to the k-th largest are selected, see `TopKTieBreak`.
+        dsa_graph_safe: accepted for compatibility, without effect.
+        row_starts: int32 `[rows]`, first element of each row's segment. None: 0.
+        page_table_row_starts: int32 `[rows]`, column of the segment's first page. None: row_starts.
+        page_size: tokens per page, 1 or more.
+        out: int32 `[rows, k]`, to be written. None: a new tensor.
+        out_raw_indices: int32 `[rows, k]`, to which x is written, or -1. None: not written.
 
-    Returns out, int32 `[rows, k]`. Raises ValueError (shape, stride, device, page_size, tie_break; row_starts without
-    page_table_row_starts where page_size is not 1) or TypeError (dtype).
+    Returns:
+        out: int32 `[rows, k]`.
+
+    Raises:
+        ValueError: a shape, stride, device, k, page_size or tie_break is wrong, or row_starts is given without
+            page_table_row_starts where page_size is not 1.
+        TypeError: a dtype is wrong.
     """
     import torch
 
@@ -246,19 +357,15 @@ def top_k_page_table_transform(
     _top_k(
         input,
         k,
-        None,
-        None,
-        out,
-        out_raw_indices,
-        int32_index(lengths),
-        None if row_starts is None else int32_index(row_starts),
-        int32_index(src_page_table),
-        None if row_to_batch is None else int32_index(row_to_batch),
-        None if page_table_row_starts is None else int32_index(page_table_row_starts),
-        None,
-        page_size,
-        _prefers_last(tie_break),
-        False,
+        out=out,
+        out_raw_indices=out_raw_indices,
+        lengths=int32_index(lengths),
+        row_starts=None if row_starts is None else int32_index(row_starts),
+        src_page_table=int32_index(src_page_table),
+        row_to_batch=None if row_to_batch is None else int32_index(row_to_batch),
+        page_table_row_starts=None if page_table_row_starts is None else int32_index(page_table_row_starts),
+        page_size=page_size,
+        prefer_last=_prefers_last(tie_break),
     )
     return out
 
@@ -278,8 +385,12 @@ def _ragged_reference(input, offsets, lengths, k, tie_break=0, row_starts=None):
         axes={"num_rows": Var(), "width": Var(), "k": Const()},
         inputs={"input": Tensor(["num_rows", "width"]), "offsets": Tensor(["num_rows"]), **_SEGMENT},
         outputs={"out": Tensor(["num_rows", "k"], dtype="int32")},
-        reference=_ragged_reference,
-        description="The k largest scores of each row, as places in a ragged tensor.",
+        reference=(_segment_reference, _ragged_reference),
+        op="top_k",
+        make=_make_segments("offsets"),
+        samples=_samples({"tie_break": 2}),
+        work=_work(4),
+        description="Selects the k largest scores of each row, as positions in a ragged tensor.",
     )
 )
 def top_k_ragged_transform(
@@ -292,13 +403,28 @@ def top_k_ragged_transform(
     dsa_graph_safe: bool = False,
     row_starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The k largest scores of each row's segment, as `x + offsets[i]`: places in a ragged tensor.
+    """Selects the k largest scores of each row's segment as `x + offsets[i]`, positions in a ragged tensor.
 
-    Row i selects among `input[i, s : s + lengths[i]]`, s = row_starts[i] or 0 (cut to the row). Results come in the
-    order of x; those that the length leaves over are -1. offsets: `[rows]`; the rest is as in
-    `top_k_page_table_transform`.
+    Row i selects among `input[i, s : s + lengths[i]]` with s = row_starts[i] or 0, clamped to the row. Results come in
+    the order of x; those beyond the length are -1. All index tensors stay on the device; int64 ones are copied to
+    int32. NaN is the largest value, as in `top_k`.
 
-    Returns int32 `[rows, k]`. Raises ValueError (shape, stride, device, tie_break) or TypeError (dtype).
+    Args:
+        input: `[rows, width]`, fp32, fp16 or bf16, as in `top_k`.
+        offsets: int32 `[rows]`, added to the results of each row.
+        lengths: int32 `[rows]`, elements of each row's segment.
+        k: 0 or more.
+        deterministic: accepted for compatibility; results are always deterministic.
+        tie_break: which of the values equal to the k-th largest are selected, see `TopKTieBreak`.
+        dsa_graph_safe: accepted for compatibility, without effect.
+        row_starts: int32 `[rows]`, first element of each row's segment. None: 0.
+
+    Returns:
+        out: int32 `[rows, k]`.
+
+    Raises:
+        ValueError: a shape, stride, device, k or tie_break is wrong.
+        TypeError: a dtype is wrong.
     """
     import torch
 
@@ -308,18 +434,10 @@ def top_k_ragged_transform(
     _top_k(
         input,
         k,
-        None,
-        None,
-        out,
-        None,
-        int32_index(lengths),
-        None if row_starts is None else int32_index(row_starts),
-        None,
-        None,
-        None,
-        int32_index(offsets),
-        1,
-        _prefers_last(tie_break),
-        False,
+        out=out,
+        lengths=int32_index(lengths),
+        row_starts=None if row_starts is None else int32_index(row_starts),
+        offsets=int32_index(offsets),
+        prefer_last=_prefers_last(tie_break),
     )
     return out

@@ -1,4 +1,4 @@
-"""Small helpers that families and serving engines share: devices, dtypes, layouts, rounding, argument checks."""
+"""Helpers that operator families and serving engines share: devices, dtypes, layouts, rounding, argument checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from fi_core.backend import (
+from fi_core.compat.backend import (
     backend_requirement,
     cuda_index,
     experimental_backend,
@@ -19,7 +19,7 @@ from fi_core.backend import (
     get_compute_capability,
     supported_compute_capability,
 )
-from fi_core.errors import BackendSupportedError, ExperimentalWarning, GPUArchitectureError, LibraryError
+from fi_core.runtime.errors import BackendSupportedError, ExperimentalWarning, GPUArchitectureError, LibraryError
 
 if TYPE_CHECKING:
     import torch
@@ -66,13 +66,15 @@ __all__ = [
 
 
 class TensorLayout(Enum):
-    """Order of the token and head axes of K and V; the name is what callers pass as `kv_layout`."""
+    """The order of the token and head axes of K and V. Callers pass the name as `kv_layout`."""
 
     NHD = 0
     HND = 1
 
 
 class MaskMode(Enum):
+    """The attention mask, with FlashInfer's codes."""
+
     NON_CAUSAL = 0
     CAUSAL = 1
     CUSTOM = 2
@@ -80,6 +82,8 @@ class MaskMode(Enum):
 
 
 class PosEncodingMode(Enum):
+    """The position encoding that attention applies, with FlashInfer's codes."""
+
     NONE = 0
     ROPE_LLAMA = 1
     ALIBI = 2
@@ -87,7 +91,17 @@ class PosEncodingMode(Enum):
 
 @dataclass
 class FP4Tensor:
-    """A packed NVFP4 tensor: two e2m1 values per byte of `data`, and one e4m3 `scale` per block of 16."""
+    """A packed NVFP4 tensor.
+
+    Args:
+        data: uint8, two e2m1 values per byte.
+        scale: e4m3, one scale per block of 16 values.
+        scale_start_index: token index of the first scale, for tensors that share one `scale`.
+        original_shape: shape before packing.
+
+    Raises:
+        ValueError: data or scale has another dtype.
+    """
 
     data: torch.Tensor
     scale: torch.Tensor
@@ -111,31 +125,36 @@ class FP4Tensor:
 
 
 def ceil_div(x: int, y: int) -> int:
+    """Returns x / y, rounded up."""
     return (x + y - 1) // y
 
 
 def round_up(x: int, y: int) -> int:
-    """The smallest multiple of y that is >= x."""
+    """Returns the smallest multiple of y that is >= x."""
     return ceil_div(x, y) * y
 
 
 def next_positive_power_of_2(x: int) -> int:
-    """The smallest power of two >= x; 1 for x < 1."""
+    """Returns the smallest power of two >= x; 1 for x < 1."""
     return 1 if x < 1 else 1 << (x - 1).bit_length()
 
 
 def last_positive_power_of_2(x: int) -> int:
-    """The largest power of two <= x; 1 for x < 1."""
+    """Returns the largest power of two <= x; 1 for x < 1."""
     return 1 if x < 1 else 1 << (x.bit_length() - 1)
 
 
 def version_at_least(version: str, base: str) -> bool:
-    """Whether the numeric release of `version` is at least that of `base`; '13.0' counts as '13.0.0'."""
+    """Returns whether the numeric release of `version` is at least that of `base`; "13.0" equals "13.0.0".
+
+    Raises:
+        ValueError: A version does not start with digits.
+    """
 
     def release(text: str) -> list[int]:
         match = re.match(r"\d+(\.\d+)*", text)
         if match is None:
-            raise ValueError(f"version: a text that starts with digits is required, got {text!r}")
+            raise ValueError(f"version: must start with digits, got {text!r}")
         return [int(part) for part in match[0].split(".")]
 
     mine, other = release(version), release(base)
@@ -154,6 +173,7 @@ def _sm_count_of(index: int) -> int:
 
 
 def get_device_sm_count(device: torch.device) -> int:
+    """Returns the number of SMs of a CUDA device."""
     return _sm_count_of(cuda_index(device, "get_device_sm_count"))
 
 
@@ -167,73 +187,87 @@ def _has(device: torch.device, major: int, cuda: str, minor: int | None = None) 
 
 
 def is_sm90a_supported(device: torch.device) -> bool:
+    """Returns whether the device is sm_90 and torch's CUDA toolkit is 12.3 or later."""
     return _has(device, 9, "12.3")
 
 
 def is_sm100a_supported(device: torch.device) -> bool:
+    """Returns whether the device is sm_10x and torch's CUDA toolkit is 12.8 or later."""
     return _has(device, 10, "12.8")
 
 
 def is_sm100f_supported(device: torch.device) -> bool:
+    """Returns whether the device is sm_10x and torch's CUDA toolkit is 12.9 or later."""
     return _has(device, 10, "12.9")
 
 
 def is_sm110a_supported(device: torch.device) -> bool:
+    """Returns whether the device is sm_11x and torch's CUDA toolkit is 13.0 or later."""
     return _has(device, 11, "13.0")
 
 
 def is_sm120a_supported(device: torch.device) -> bool:
+    """Returns whether the device is sm_120 and torch's CUDA toolkit is 12.8 or later."""
     return _has(device, 12, "12.8", minor=0)
 
 
 def is_sm120f_supported(device: torch.device) -> bool:
+    """Returns whether the device is sm_12x and torch's CUDA toolkit is 12.9 or later."""
     return _has(device, 12, "12.9")
 
 
 def is_sm121a_supported(device: torch.device) -> bool:
+    """Returns whether the device is sm_121 and torch's CUDA toolkit is 12.9 or later."""
     return _has(device, 12, "12.9", minor=1)
 
 
 def is_sm12x_supported(device: torch.device) -> bool:
-    """Whether the toolkit knows this 12.x device: 12.0 came with CUDA 12.8, its siblings with 12.9."""
+    """Returns whether torch's CUDA toolkit supports this sm_12x device: 12.8 for sm_120, 12.9 for the others."""
     return is_sm120a_supported(device) or is_sm120f_supported(device)
 
 
 def device_support_pdl(device: torch.device) -> bool:
-    """Whether kernels may overlap by programmatic dependent launch."""
+    """Returns whether the device supports programmatic dependent launch (CUDA, sm_90 and later)."""
     import torch
 
     return torch.device(device).type == "cuda" and get_compute_capability(device)[0] >= 9
 
 
 def is_graph_capturing() -> bool:
-    """Whether the current CUDA stream records a graph; then nothing may synchronise with the host."""
+    """Returns whether the current CUDA stream captures a graph; a call must not synchronize with the host then."""
     import torch
 
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def get_default_generators(device: torch.device) -> torch.Generator:
-    """torch's default random generator of a device."""
+    """Returns torch's default random generator of a device."""
     import torch
 
     if torch.device(device).type == "cpu":
         return torch.default_generator
     index = cuda_index(device, "get_default_generators")
-    torch.cuda.init()  # the tuple of generators is empty before
+    torch.cuda.init()  # the tuple of generators is empty before init
     return torch.cuda.default_generators[index]
 
 
 def set_log_level(lvl_str: str) -> None:
-    """Set the level of the build logger: debug, info, warning, error, critical."""
+    """Sets the level of the build logger.
+
+    Args:
+        lvl_str: "debug", "info", "warning", "error" or "critical".
+
+    Raises:
+        ValueError: lvl_str is another word.
+    """
     level = logging.getLevelName(lvl_str.upper())
     if not isinstance(level, int):
-        raise ValueError(f"lvl_str: allowed are debug, info, warning, error, critical; got {lvl_str!r}")
+        raise ValueError(f"lvl_str: must be debug, info, warning, error or critical; got {lvl_str!r}")
     log = logging.getLogger("fi_core.jit")
     streams = [handler for handler in log.handlers if type(handler) is logging.StreamHandler]  # not the log file
     for stream in streams:
         stream.setLevel(level)
-    if not streams:  # the build logger takes it over when it is set up
+    if not streams:  # the setup of the build logger reads this level
         log.setLevel(level)
 
 
@@ -241,27 +275,33 @@ def set_log_level(lvl_str: str) -> None:
 
 
 def canonicalize_torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """A dtype, also from its name such as "float16"."""
+    """Returns a torch dtype, given the dtype or its name, such as "float16".
+
+    Raises:
+        ValueError: The name is no torch dtype.
+        TypeError: dtype is neither a str nor a torch dtype.
+    """
     import torch
 
     if isinstance(dtype, str):
         found = getattr(torch, dtype, None)
         if not isinstance(found, torch.dtype):
-            raise ValueError(f"dtype: the name of a torch dtype is required, got {dtype!r}")
+            raise ValueError(f"dtype: must be the name of a torch dtype, got {dtype!r}")
         return found
     if isinstance(dtype, torch.dtype):
         return dtype
-    raise TypeError(f"dtype: a str or torch.dtype is required, got {type(dtype).__name__}")
+    raise TypeError(f"dtype: must be a str or torch.dtype, got {type(dtype).__name__}")
 
 
 def is_float8(x: torch.Tensor) -> bool:
+    """Returns whether x is fp8 (e4m3fn or e5m2)."""
     import torch
 
     return x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def int32_index(x: torch.Tensor) -> torch.Tensor:
-    """An int64 or uint32 index tensor as int32, which kernels read; others are left for the op to check."""
+    """Converts an int64 or uint32 index tensor to int32, which kernels read; the op checks any other dtype."""
     import torch
 
     return x.int() if x.dtype is torch.int64 else x.view(torch.int32) if x.dtype is torch.uint32 else x
@@ -274,7 +314,18 @@ def check_shape_dtype_device(
     expected_device: torch.device | None,
     name: str,
 ) -> None:
-    """Raise ValueError unless x is as expected; None skips a check."""
+    """Checks shape, dtype and device of a tensor.
+
+    Args:
+        x: the tensor.
+        expected_shape: None skips the check.
+        expected_dtype: None skips the check.
+        expected_device: None skips the check.
+        name: the argument's name in error texts.
+
+    Raises:
+        ValueError: x differs from what is expected.
+    """
     if expected_shape is not None and tuple(x.shape) != tuple(expected_shape):
         raise ValueError(f"{name}: shape must be {tuple(expected_shape)}, got {tuple(x.shape)}")
     if expected_dtype is not None and x.dtype != expected_dtype:
@@ -285,33 +336,33 @@ def check_shape_dtype_device(
 
 def _check_kv_layout(kv_layout: str) -> None:
     if kv_layout not in ("NHD", "HND"):  # not the enum: torch.compile cannot trace its members
-        raise KeyError(f"Invalid kv_layout {kv_layout!r}, allowed are NHD and HND")
+        raise KeyError(f"Invalid kv_layout {kv_layout!r}, must be NHD or HND")
 
 
 def _with_page_axis(x: torch.Tensor, kv_layout: str, ndim: int, name: str) -> torch.Tensor:
-    """x with `ndim` axes; one axis fewer means pages of one token, so a page axis of size 1 is inserted."""
+    """Returns x with `ndim` axes. One axis fewer means page size 1: an axis of size 1 is inserted."""
     _check_kv_layout(kv_layout)
     if x.ndim not in (ndim - 1, ndim):
-        raise ValueError(f"{name}: {ndim - 1} or {ndim} dimensions are required, got shape {tuple(x.shape)}")
+        raise ValueError(f"{name}: must have {ndim - 1} or {ndim} dimensions, got shape {tuple(x.shape)}")
     if x.ndim == ndim:
         return x
     return x.unsqueeze(-3 if kv_layout == "NHD" else -2)
 
 
 def _expand_4d(x: torch.Tensor, kv_layout: str) -> torch.Tensor:
-    """A K or V cache as [pages, page_size, heads, dim] (NHD) or [pages, heads, page_size, dim] (HND)."""
+    """Returns a K or V cache as [pages, page_size, heads, dim] (NHD) or [pages, heads, page_size, dim] (HND)."""
     return _with_page_axis(x, kv_layout, 4, "paged k or v cache")
 
 
 def _expand_5d(x: torch.Tensor, kv_layout: str) -> torch.Tensor:
-    """A fused KV cache as [pages, 2, page_size, heads, dim] (NHD) or [pages, 2, heads, page_size, dim] (HND)."""
+    """Returns a fused cache as [pages, 2, page_size, heads, dim] (NHD) or [pages, 2, heads, page_size, dim] (HND)."""
     return _with_page_axis(x, kv_layout, 5, "paged_kv_cache")
 
 
 def _unpack_paged_kv_cache(
     paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kv_layout: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V caches of four axes, as views, from a fused tensor or a tuple of two."""
+    """Returns views of the K and V caches with four axes, from a fused tensor or a tuple of two."""
     import torch
 
     if isinstance(paged_kv_cache, tuple):
@@ -321,7 +372,7 @@ def _unpack_paged_kv_cache(
         k, v = _expand_5d(paged_kv_cache, kv_layout).unbind(dim=1)
         return k, v
     raise KeyError(
-        f"paged_kv_cache: one tensor or a tuple (k_cache, v_cache) is required, got {type(paged_kv_cache).__name__}"
+        f"paged_kv_cache: must be a tensor or a tuple (k_cache, v_cache), got {type(paged_kv_cache).__name__}"
     )
 
 
@@ -333,13 +384,13 @@ def _cached_range(size: int, device: torch.device) -> torch.Tensor:
 
 
 def _get_range_buf(seq_len: int, device: torch.device) -> torch.Tensor:
-    """[0, 1, ..., seq_len) as int32, read-only: a slice of a cached tensor."""
+    """Returns [0, ..., seq_len - 1], int32: a slice of a cached tensor, so the caller must not write it."""
     import torch
 
     device = torch.device(device)
     if device.type == "cuda":
         device = torch.device("cuda", cuda_index(device, "_get_range_buf"))
-        if is_graph_capturing():  # a tensor made here is filled only at replay: others must not find it in the cache
+        if is_graph_capturing():  # a tensor of the capture is filled at replay only, so it must not enter the cache
             return torch.arange(seq_len, dtype=torch.int32, device=device)
     return _cached_range(max(1024, next_positive_power_of_2(seq_len)), device)[:seq_len]
 
@@ -348,14 +399,14 @@ _constants: dict[Any, torch.Tensor] = {}
 
 
 def constants(value: int, count: int, device: torch.device) -> torch.Tensor:
-    """[value] * count as int32 on the device, read-only: a slice of a cached tensor, which the host need not send."""
+    """Returns [value] * count, int32: a slice of a cached device tensor, so no copy from the host; do not write it."""
     import torch
 
     size = next_positive_power_of_2(count)
     found = _constants.get((value, size, device))
     if found is None:
         found = torch.full((size,), value, dtype=torch.int32, device=device)
-        if not is_graph_capturing():  # else it is filled at replay only: others must not find it
+        if not is_graph_capturing():  # a tensor of the capture is filled at replay only
             _constants[value, size, device] = found
     return found if size == count else found[:count]
 
@@ -364,12 +415,22 @@ def constants(value: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 def get_trtllm_gen_multi_ctas_kv_counter_bytes(*sizes: int) -> int:
-    """Bytes of `multi_ctas_kv_counter_buffer`, which engines allocate: none, as kernels here need no counters."""
+    """Returns the bytes of `multi_ctas_kv_counter_buffer`, which engines allocate: 0, because fi needs no counters."""
     return 0
 
 
 def get_alibi_slopes(n_heads: int) -> torch.Tensor:
-    """ALiBi slope of each head, fp32: a geometric series, and every second term of the finer one for the rest."""
+    """Computes the ALiBi slope of each head (arXiv:2108.12409).
+
+    With n the largest power of two <= n_heads, the first n slopes are `2^(-8 k / n)`, k = 1, ..., n. The others are
+    every second term of the series of 2 n heads: `2^(-4 (2 k - 1) / n)`.
+
+    Args:
+        n_heads: number of heads.
+
+    Returns:
+        `[n_heads]`, fp32.
+    """
     import torch
 
     n2 = last_positive_power_of_2(n_heads)
@@ -385,7 +446,15 @@ def is_fa3_backend_supported(
     dtype_q: torch.dtype,
     dtype_kv: torch.dtype,
 ) -> bool:
-    """Whether the Hopper attention kernels take these options; the device is not looked at."""
+    """Returns whether the sm_90 attention kernels support these options. It does not check the device.
+
+    Args:
+        pos_encoding_mode: code of `PosEncodingMode`.
+        use_fp16_qk_reductions: whether q k^T accumulates in fp16.
+        use_custom_mask: whether a custom mask is applied.
+        dtype_q: dtype of q.
+        dtype_kv: dtype of k and v.
+    """
     import torch
 
     fp8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -410,7 +479,14 @@ def determine_attention_backend(
     head_dim_qk: int | None = None,
     head_dim_vo: int | None = None,
 ) -> str:
-    """The attention kernels to use on a CUDA device: "fa3" (Hopper) or "fa2" (generic)."""
+    """Returns the attention backend for a CUDA device: "fa3" (sm_90 kernels) or "fa2" (sm_80 kernels).
+
+    Args:
+        device: CUDA device.
+        pos_encoding_mode: this and the next four are those of `is_fa3_backend_supported`.
+        head_dim_qk: head dimension of q and k; None skips the check of head dimensions.
+        head_dim_vo: head dimension of v and the output; None skips the check of head dimensions.
+    """
     known: Any = (head_dim_qk, head_dim_vo)
     if (
         is_sm90a_supported(device)

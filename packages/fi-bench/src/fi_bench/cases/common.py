@@ -8,6 +8,7 @@ from argparse import Namespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_bench import sweep
+from fi_core.observe.draw import Draw
 from fi_core.testing.utils import count_bytes
 
 if TYPE_CHECKING:
@@ -19,13 +20,7 @@ nbytes = count_bytes
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, device: Any, generator: Any, scale: float = 1.0) -> torch.Tensor:
     """N(0, scale^2), also for 8-bit floats; never zeros, which draw less power and run faster."""
-    import torch
-
-    wide = dtype if dtype.itemsize >= 2 else torch.float16
-    x = torch.randn(shape, dtype=wide, device=device, generator=generator)
-    if scale != 1.0:
-        x *= scale
-    return x if wide is dtype else x.to(dtype)
+    return Draw(device, generator, nasty=False).normal(shape, dtype, scale)
 
 
 def integers(low: int, high: int, shape: tuple[int, ...], device: Any, generator: Any) -> torch.Tensor:

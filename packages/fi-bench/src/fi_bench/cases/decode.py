@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 _WORKSPACE = 128 << 20
-_PAGE_SIZE = 16  # where --page_size is left out
+_PAGE_SIZE = 16  # the default of --page_size
 
 
 def _make(p: Namespace, device: Any, generator: Any) -> Inputs:
@@ -81,21 +81,21 @@ def _reference(x: Inputs) -> Outputs:
 
 
 def _torch(x: Inputs) -> torch.Tensor:
-    """In fp32: scores that are rounded to 16 bits would move the weights by a percent."""
+    """In fp32: scores rounded to 16 bits change the softmax by a percent."""
     import torch
 
     return _rows(x, torch.float32)["out"].to(x.out_dtype)
 
 
 def _plan(wrapper: Callable[..., Any], x: Inputs, backend: str) -> Any:
-    """Tables on the host, as engines have them; names that are no backends of wrappers are forced on the launcher."""
+    """Plans with page tables on the host, as engines have them."""
     import torch
 
     workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=x.q.device)
     own = {"fa2": "fa2", "fa2_tc": "fa2", "cpu": "auto"}.get(backend, backend)
     planned = wrapper(workspace, x.kv_layout, use_tensor_cores=backend != "fa2" or x.q_len > 1, backend=own)
     kv_heads = x.k_cache.shape[2] if x.kv_layout == "NHD" else x.k_cache.shape[1]
-    several = {"q_len_per_req": x.q_len} if x.q_len > 1 else {}  # which older versions of FlashInfer do not know
+    several = {"q_len_per_req": x.q_len} if x.q_len > 1 else {}  # unknown to older versions of FlashInfer
     planned.plan(
         x.kv_indptr.cpu(), x.kv_indices, x.kv_last_page_len.cpu(), x.q.shape[1], kv_heads, x.q.shape[2], x.page_size,
         window_left=x.window_left, logits_soft_cap=x.soft_cap, q_data_type=x.q.dtype, kv_data_type=x.k_cache.dtype,

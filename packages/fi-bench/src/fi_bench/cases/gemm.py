@@ -208,7 +208,7 @@ def _unsupported_fp8(backend: str, p: Namespace) -> str | None:
     return None
 
 
-# Outputs are N(0, 1), sums of k terms: what rounding leaves is small beside 1, not beside an output near 0.
+# Outputs are N(0, 1), sums of k terms: the rounding error is small against 1, not against an output near 0.
 _FINE = {"out": Tolerance(1e-2, 1e-2)}
 _FAST = {"out": Tolerance(1e-2, 6e-2)}  # the tensor cores' own fp8 sums: 0.025 at k = 7168 on an H200
 

@@ -11,6 +11,7 @@ from fi_bench.baselines import FLASH_ATTENTION_3, flash_attention3
 from fi_bench.case import Case, Inputs, Outputs, Planned, Work, dtype_of
 from fi_bench.cases import attention
 from fi_bench.cases.common import nbytes, normal, page_table, requests
+from fi_bench.described import description_of
 from fi_bench.errors import SkipError
 from fi_core.testing.attention import attention_flops_with_actual_seq_lens
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 _WORKSPACE = 128 << 20
-_PAGE_SIZE = 16  # where --page_size is left out
+_PAGE_SIZE = 16  # the default of --page_size
 
 
 def _common(p: Namespace, device: Any, generator: Any) -> dict[str, Any]:
@@ -87,27 +88,29 @@ def _each(x: Inputs) -> Iterator[Inputs]:
         else:
             own = [part[tokens[b] : tokens[b + 1]] for part in (k, v)]
         yield Inputs(
-            q=q, k=own[0], v=own[1], kv_layout="NHD", causal=x.causal, window_left=x.window_left, soft_cap=x.soft_cap,
-            scale=x.dims[0] ** -0.5, out_dtype=x.out_dtype,
+            q=q, k=own[0], v=own[1], kv_layout="NHD", causal=x.causal, window_left=x.window_left,
+            logits_soft_cap=x.soft_cap, sm_scale=x.dims[0] ** -0.5,
         )  # fmt: skip
 
 
 def _reference(x: Inputs) -> Outputs:
+    """The reference of single-request attention, one request after another."""
     import torch
 
-    return {"out": torch.cat([attention._reference(request)["out"] for request in _each(x)])}
+    template = description_of("prefill.single_prefill_with_kv_cache", {"kv_layout": "NHD"})
+    return {"out": torch.cat([template.expected(request)["output"] for request in _each(x)])}
 
 
 def _torch(x: Inputs) -> torch.Tensor:
     """One scaled_dot_product_attention after another."""
     import torch
 
-    attend = attention._sdpa()
+    attend = attention.sdpa()
     return torch.cat([attend(request) for request in _each(x)]).to(x.out_dtype)
 
 
 def _planned(wrapper: Callable[..., Any], x: Inputs, backend: str, *tables: Any) -> Any:
-    """Tables on the host, as engines have them; names that are no backends of wrappers are forced on the launcher."""
+    """Plans with page tables on the host, as engines have them."""
     import torch
 
     workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=x.q.device)

@@ -5,19 +5,16 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from fi_bench.case import Case, Inputs, Outputs, Work
+from fi_bench.case import Inputs
 from fi_bench.cases.common import ceil_div
+from fi_bench.described import described
 
 if TYPE_CHECKING:
     import torch
 
 
-def _make(p: Namespace, device: Any, generator: Any) -> Inputs:
-    import torch
-
-    bits = torch.randint(0, 2, (p.m * p.k,), device=device, generator=generator, dtype=torch.uint8).bool()
-    indptr = torch.arange(p.m + 1, dtype=torch.int32, device=device) * p.k
-    return Inputs(x=bits, indptr=indptr, bitorder=p.bitorder, m=p.m, k=p.k)
+def _sizes(p: Namespace) -> dict[str, Any]:
+    return {"n": p.m * p.k, "bitorder": p.bitorder}
 
 
 def _pack(rows: torch.Tensor, bitorder: str) -> torch.Tensor:
@@ -32,37 +29,27 @@ def _pack(rows: torch.Tensor, bitorder: str) -> torch.Tensor:
 
 
 def _segments(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packs segments of equal length."""
     import torch
 
     packed = _pack(x.x.view(x.m, x.k), x.bitorder).flatten()
     return packed, torch.arange(x.m + 1, dtype=torch.int32, device=x.x.device) * ceil_div(x.k, 8)
 
 
-def _segment_outputs(x: Inputs, returned: Any) -> Outputs:
-    return {"y": returned[0], "indptr": returned[1]}
-
-
 CASES = (
-    Case(
-        routine="packbits",
-        function="quantization.packbits",
+    described(
+        "quantization.packbits",
+        _sizes,
+        lambda f, x: f(x.x, x.bitorder),
+        lambda x: _pack(x.x, x.bitorder),
         op="packbits",
-        make=_make,
-        call=lambda f, x: f(x.x, x.bitorder),
-        outputs=lambda x, returned: {"y": returned},
-        reference=lambda x: {"y": _pack(x.x, x.bitorder)},
-        work=lambda p, x: Work(0, x.x.numel() + ceil_div(x.x.numel(), 8)),
-        torch=lambda x: _pack(x.x, x.bitorder),
     ),
-    Case(
-        routine="segment_packbits",
-        function="quantization.segment_packbits",
+    described(
+        "quantization.segment_packbits",
+        lambda p: {**_sizes(p), "num_segments": p.m},
+        lambda f, x: f(x.x, x.indptr, x.bitorder),
+        _segments,
+        add=lambda p, x: {"m": p.m, "k": p.k},
         op="packbits",
-        make=_make,
-        call=lambda f, x: f(x.x, x.indptr, x.bitorder),
-        outputs=_segment_outputs,
-        reference=lambda x: _segment_outputs(x, _segments(x)),
-        work=lambda p, x: Work(0, x.x.numel() + p.m * ceil_div(p.k, 8) + 8 * (p.m + 1)),
-        torch=_segments,
     ),
 )

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from fi_bench.case import Case, Inputs, Outputs, Tolerance, Work, dtype_of
 from fi_bench.cases.common import FP8_MAX, integers, nbytes, normal, page_table, to_fp8
+from fi_bench.described import described, sizes_of
 
 if TYPE_CHECKING:
     import torch
 
 _MAX_OFFSET = 4096
-# angles of thousands of radians in fp32 are good to some 1e-4
-_ON_THE_FLY = {name: Tolerance(1e-2, 1e-2) for name in ("q", "k")}
+# Other libraries compute angles of thousands of radians in fp32, good to some 1e-4.
+_ON_THE_FLY = {name: Tolerance(1e-2, 1e-2) for name in ("q_rope", "k_rope")}
 
 
 def _frequencies(p: Namespace, llama31: bool, device: Any) -> torch.Tensor:
@@ -32,27 +33,28 @@ def _frequencies(p: Namespace, llama31: bool, device: Any) -> torch.Tensor:
     return blended
 
 
-def _make(p: Namespace, device: Any, generator: Any, llama31: bool = False) -> Inputs:
-    """q, k and every way to give their positions."""
+def _sizes(p: Namespace) -> dict[str, Any]:
+    return {
+        **sizes_of(p, "num_qo_heads", "num_kv_heads", num_segments="batch_size", dtype="input_dtype"),
+        "nnz": p.batch_size * p.seq_len,
+        "max_position": _MAX_OFFSET + p.seq_len,
+    }
+
+
+def _table(p: Namespace, device: Any, llama31: bool = False) -> dict[str, torch.Tensor]:
+    """The table of cosines and sines for baselines, and the frequencies it is of."""
     import torch
 
-    nnz, dtype = p.batch_size * p.seq_len, dtype_of(p.input_dtype)
-    offsets = integers(0, _MAX_OFFSET, (p.batch_size,), device, generator)
-    within = torch.arange(p.seq_len, dtype=torch.int32, device=device)
     frequencies = _frequencies(p, llama31, device)
     angles = torch.arange(_MAX_OFFSET + p.seq_len, dtype=torch.float64, device=device).unsqueeze(1) * frequencies
-    return Inputs(
-        q=normal((nnz, p.num_qo_heads, p.head_dim), dtype, device, generator),
-        k=normal((nnz, p.num_kv_heads, p.head_dim), dtype, device, generator),
-        indptr=torch.arange(p.batch_size + 1, dtype=torch.int32, device=device) * p.seq_len,
-        offsets=offsets,
-        pos_ids=(offsets.unsqueeze(1) + within).flatten(),
-        cos_sin_cache=torch.cat([angles.cos(), angles.sin()], 1).float(),
-        frequencies=frequencies,
-        interleave=p.interleave,
-        options=_options(p, llama31),
-        head_dim=p.head_dim,
-    )
+    return {"cos_sin_cache": torch.cat([angles.cos(), angles.sin()], 1).float(), "frequencies": frequencies}
+
+
+def _positions(p: Namespace, offsets: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    within = torch.arange(p.seq_len, dtype=torch.int32, device=offsets.device)
+    return (offsets.unsqueeze(1) + within).flatten()
 
 
 def _options(p: Namespace, llama31: bool) -> dict[str, Any]:
@@ -84,68 +86,54 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: b
     return torch.cat([rotated, rest], -1)
 
 
-def _reference(x: Inputs, cached: bool = False) -> Outputs:
-    if cached:
-        cos, sin = x.cos_sin_cache[x.pos_ids.long()].double().chunk(2, -1)
-    else:
-        angle = x.pos_ids.double().unsqueeze(1) * x.frequencies
-        cos, sin = angle.cos(), angle.sin()
-    return {name: _rotate(x[name], cos, sin, x.interleave) for name in ("q", "k")}
-
-
-def _torch(x: Inputs) -> Any:
+def _torch(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Eager, from the table of cosines: in fp32, rounded once."""
     cos, sin = x.cos_sin_cache[x.pos_ids.long()].chunk(2, -1)
-    return tuple(_rotate(x[name], cos, sin, x.interleave).to(x.q.dtype) for name in ("q", "k"))
+    q, k = (_rotate(part, cos, sin, x.interleave).to(part.dtype) for part in (x.q, x.k))
+    return q, k
 
 
-def _returned(x: Inputs, returned: Any) -> Outputs:
-    shape = (x.q.shape[0], -1, x.head_dim)
-    return {"q": returned[0].view(shape), "k": returned[1].view(shape)}
+def _torch_cached(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = x.cos_sin_cache[x.positions.long()].chunk(2, -1)
+    parts = (part.unflatten(1, (-1, x.head_size)) for part in (x.query, x.key))
+    query, key = (_rotate(part, cos, sin, not x.is_neox).to(part.dtype).flatten(1) for part in parts)
+    return query, key
 
 
-def _work(p: Namespace, x: Inputs) -> Work:
-    return Work(3 * (x.q.numel() + x.k.numel()), 2 * nbytes(x.q, x.k))
-
-
-def _plain(routine: str, inplace: bool) -> Case:
+def _plain(routine: str) -> Case:
     llama31, by_id = "llama31" in routine, "pos_ids" in routine
+
+    def add(p: Namespace, x: Inputs) -> dict[str, Any]:
+        """The options of the call, and what the baseline reads."""
+        pos_ids = x.pos_ids if by_id else _positions(p, x.offsets)
+        return {"options": _options(p, llama31), "pos_ids": pos_ids, **_table(p, x.q.device, llama31)}
 
     def call(f: Callable[..., Any], x: Inputs) -> Any:
         where = (x.pos_ids,) if by_id else (x.indptr, x.offsets)
         return f(x.q, x.k, *where, **x.options)
 
-    return Case(
-        routine=routine,
-        function=f"rope.{routine}",
+    return described(
+        f"rope.{routine}",
+        lambda p: {**_sizes(p), **_options(p, llama31), "head_dim": p.head_dim},
+        call,
+        _torch,
+        add=add,
         op="rope",
-        make=lambda p, device, generator: _make(p, device, generator, llama31),
-        call=call,
-        outputs=(lambda x, _: {"q": x.q, "k": x.k}) if inplace else _returned,
-        reference=_reference,
-        work=_work,
-        torch=_torch,
-        torch_outputs=_returned,
         tolerance=_ON_THE_FLY,
     )
 
 
-def _cached(routine: str, inplace: bool) -> Case:
-    def call(f: Callable[..., Any], x: Inputs) -> Any:
-        return f(x.pos_ids, x.q.flatten(1), x.k.flatten(1), x.head_dim, x.cos_sin_cache, not x.interleave)
-
-    return Case(
-        routine=routine,
-        function=f"rope.{routine}",
+def _cached(routine: str) -> Case:
+    return described(
+        f"rope.{routine}",
+        lambda p: {
+            **_sizes(p), **sizes_of(p, "rope_theta", head_size="head_dim"), "rotary_dim": p.rotary_dim or p.head_dim,
+            "is_neox": not p.interleave,
+        },
+        lambda f, x: f(x.positions, x.query, x.key, x.head_size, x.cos_sin_cache, x.is_neox),
+        _torch_cached,
         op="rope",
-        make=_make,
-        call=call,
-        outputs=(lambda x, _: {"q": x.q, "k": x.k}) if inplace else _returned,
-        reference=lambda x: _reference(x, cached=True),
-        work=lambda p, x: Work(*_work(p, x)[:1], _work(p, x).bytes + nbytes(x.pos_ids)),
-        torch=_torch,
-        torch_outputs=_returned,
-    )
+    )  # fmt: skip
 
 
 def _make_quantised(p: Namespace, device: Any, generator: Any, mla: bool = False, append: bool = False) -> Inputs:
@@ -154,9 +142,9 @@ def _make_quantised(p: Namespace, device: Any, generator: Any, mla: bool = False
 
     nnz, dtype, fp8 = p.batch_size * p.seq_len, dtype_of(p.input_dtype), dtype_of(p.quant_dtype)
     rope, nope = p.rotary_dim or p.head_dim, p.no_rope_dim
-    base = _make(Namespace(**{**vars(p), "head_dim": rope, "rotary_dim": rope, "num_qo_heads": 1, "num_kv_heads": 1}),
-                 device, generator)  # fmt: skip
-    x = Inputs({name: base[name] for name in ("pos_ids", "cos_sin_cache", "interleave")})
+    offsets = integers(0, _MAX_OFFSET, (p.batch_size,), device, generator)
+    table = _table(Namespace(**{**vars(p), "rotary_dim": rope}), device)["cos_sin_cache"]
+    x = Inputs(pos_ids=_positions(p, offsets), cos_sin_cache=table, interleave=p.interleave)
     heads_k = () if mla else (p.num_kv_heads,)
     for part, dim in (("rope", rope), ("nope", nope)):
         for name, heads in (("q", (p.num_qo_heads,)), ("k", heads_k)):
@@ -285,10 +273,10 @@ def _quantised(routine: str, mla: bool) -> Case:
 
 _BY_SHAPE = ("apply_rope", "apply_rope_pos_ids", "apply_llama31_rope", "apply_llama31_rope_pos_ids")
 CASES = (
-    *(_plain(name, False) for name in _BY_SHAPE),
-    *(_plain(f"{name}_inplace", True) for name in _BY_SHAPE),
-    _cached("apply_rope_with_cos_sin_cache", False),
-    _cached("apply_rope_with_cos_sin_cache_inplace", True),
+    *(_plain(name) for name in _BY_SHAPE),
+    *(_plain(f"{name}_inplace") for name in _BY_SHAPE),
+    _cached("apply_rope_with_cos_sin_cache"),
+    _cached("apply_rope_with_cos_sin_cache_inplace"),
     _quantised("rope_quantize_fp8", mla=False),
     _quantised("mla_rope_quantize_fp8", mla=True),
     Case(

@@ -1,4 +1,4 @@
-"""Cases of sampling: rows that are rewritten are compared, tokens that are drawn must be allowed."""
+"""Cases of sampling: rewritten rows are compared; drawn tokens must pass the filters."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fi_bench.case import Case, Inputs, Outputs, Tolerance, Work, dtype_of
-from fi_bench.cases.common import nbytes, normal
+from fi_bench.case import Case, Inputs, Outputs, Tolerance, Work
+from fi_bench.cases.common import normal
+from fi_bench.described import described, sizes_of
 
 if TYPE_CHECKING:
     import torch
@@ -15,24 +16,14 @@ if TYPE_CHECKING:
 Filters = tuple[str, ...]  # which of top_k, top_p, min_p a routine applies
 
 
-def _logits(p: Namespace, device: Any, generator: Any) -> Inputs:
-    logits = normal((p.batch_size, p.vocab_size), dtype_of(p.input_dtype), device, generator)
-    return Inputs(rows=logits, is_logits=True, **_parameters(p))
+def _sizes(p: Namespace) -> dict[str, Any]:
+    same = ("vocab_size", "top_k", "top_p", "min_p", "temperature", "logits_std")
+    return sizes_of(p, *same, rows="batch_size", dtype="input_dtype")
 
 
-def _probs(p: Namespace, device: Any, generator: Any) -> Inputs:
-    logits = normal((p.batch_size, p.vocab_size), dtype_of(p.input_dtype), device, generator)
-    return Inputs(rows=logits.float().softmax(-1).to(logits.dtype), is_logits=False, **_parameters(p))
-
-
-def _parameters(p: Namespace) -> dict[str, Any]:
-    return {
-        "top_k": min(p.top_k, p.vocab_size),
-        "top_p": p.top_p,
-        "min_p": p.min_p,
-        "temperature": p.temperature,
-        "order": p.filter_apply_order,
-    }
+def _rows(x: Inputs) -> torch.Tensor:
+    rows: torch.Tensor = x.logits if "logits" in x else x.probs
+    return rows
 
 
 def _chain(p: Namespace, device: Any, generator: Any) -> Inputs:
@@ -47,14 +38,14 @@ def _chain(p: Namespace, device: Any, generator: Any) -> Inputs:
 
 def _kept(x: Inputs, filters: Filters, wide: bool = True) -> torch.Tensor:
     """Which elements pass the filters, in fp64 or in the rows' own precision."""
-    rows = x.rows.double() if wide else x.rows.float()
-    p: torch.Tensor = rows.softmax(-1) if x.is_logits else rows
+    rows = _rows(x).double() if wide else _rows(x).float()
+    p: torch.Tensor = rows.softmax(-1) if "logits" in x else rows
     ordered = p.sort(-1, descending=True).values
     kept = p > 0
     if "top_k" in filters:
         kept &= p >= ordered[:, x.top_k - 1 : x.top_k]
     if "top_p" in filters:
-        base = p if x.order == "joint" else p.where(kept, 0.0)
+        base = p if x.get("order") == "joint" else p.where(kept, 0.0)
         ordered = base.sort(-1, descending=True).values
         cumulative = ordered.cumsum(-1)
         margin = 1e-5 if wide else 0.0  # sums near the threshold may fall on either side
@@ -73,41 +64,27 @@ def _drawn(*filters: str) -> Callable[[Inputs, Any], Outputs]:
 
 
 def _all_allowed(x: Inputs) -> Outputs:
-    return {"allowed": x.rows.new_ones((x.rows.shape[0], 1)).double()}
+    return {"allowed": _rows(x).new_ones((_rows(x).shape[0], 1)).double()}
 
 
 def _multinomial(*filters: str) -> Callable[[Inputs], Any]:
     def draw(x: Inputs) -> Any:
         import torch
 
-        p = x.rows.float().softmax(-1) if x.is_logits else x.rows.float()
+        p = _rows(x).float().softmax(-1) if "logits" in x else _rows(x).float()
         return torch.multinomial(p.where(_kept(x, filters, wide=False), 0.0) if filters else p, 1)
 
     return draw
 
 
-def _reading(p: Namespace, x: Inputs) -> Work:
-    """Each row is read once; tokens are written."""
-    return Work(x.rows.numel(), nbytes(x.rows) + 4 * x.rows.shape[0])
-
-
-def _rewriting(wide: bool) -> Callable[[Namespace, Inputs], Work]:
-    def work(p: Namespace, x: Inputs) -> Work:
-        written = 4 if wide else x.rows.element_size()
-        return Work(x.rows.numel(), nbytes(x.rows) + written * x.rows.numel())
-
-    return work
-
-
-def _softmax(x: Inputs, wide: bool = True) -> torch.Tensor:
-    rows = x.rows.double() if wide else x.rows.float()
-    result: torch.Tensor = (rows / x.temperature).softmax(-1)
+def _softmax(x: Inputs) -> torch.Tensor:
+    result: torch.Tensor = (x.logits.float() / x.temperature).softmax(-1)
     return result
 
 
-def _renormalised(filters: Filters, wide: bool = True) -> Callable[[Inputs], torch.Tensor]:
+def _renormalised(*filters: str) -> Callable[[Inputs], torch.Tensor]:
     def rows(x: Inputs) -> torch.Tensor:
-        p = (x.rows.double() if wide else x.rows.float()).where(_kept(x, filters, wide), 0.0)
+        p = x.probs.float().where(_kept(x, filters, wide=False), 0.0)
         result: torch.Tensor = p / p.sum(-1, keepdim=True)
         return result
 
@@ -115,19 +92,16 @@ def _renormalised(filters: Filters, wide: bool = True) -> Callable[[Inputs], tor
 
 
 def _masked(x: Inputs) -> torch.Tensor:
-    kth = x.rows.topk(x.top_k, -1).values[:, -1:]
-    result: torch.Tensor = x.rows.where(x.rows >= kth, float("-inf"))
+    kth = x.logits.topk(x.top_k, -1).values[:, -1:]
+    result: torch.Tensor = x.logits.where(x.logits >= kth, float("-inf"))
     return result
 
 
-def _rows(x: Inputs, returned: Any) -> Outputs:
-    return {"rows": returned}
-
-
-def _sums(x: Inputs, returned: Any) -> Outputs:
-    """Of top-p sets an element at the threshold may differ: the kept share is compared, and that rows sum to one."""
-    kept = x.rows.double().where(returned > 0, 0.0).sum(-1)
-    return {"share": kept / x.rows.double().sum(-1), "sum": returned.double().sum(-1)}
+def _sums(x: Inputs, outputs: Outputs) -> Outputs:
+    """The kept share and the sums of the rows: an element at the top-p threshold may differ."""
+    rows = outputs["renorm_probs"].double()
+    kept = x.probs.double().where(rows > 0, 0.0).sum(-1)
+    return {"share": kept / x.probs.double().sum(-1), "sum": rows.sum(-1)}
 
 
 def _chain_outputs(x: Inputs, returned: Any) -> Outputs:
@@ -164,34 +138,57 @@ def _chain_torch(x: Inputs) -> Any:
     return tokens.scatter(1, emitted.view(-1, 1).long(), drawn), yes.sum(1).int(), emitted.int()
 
 
-_P = {"share": Tolerance(2e-4, 2e-4), "sum": Tolerance(1e-4, 1e-4)}
+_SUMS = {"share": Tolerance(2e-4, 2e-4), "sum": Tolerance(1e-4, 1e-4)}
 
 
-def _draw_case(routine: str, make: Any, call: Any, *filters: str) -> Case:
-    return Case(routine, f"sampling.{routine}", make, call, _drawn(*filters), _all_allowed, _reading,
-                _multinomial(*filters), op="sample")  # fmt: skip
+def _draw(routine: str, call: Callable[[Any, Inputs], Any], *filters: str) -> Case:
+    return described(
+        f"sampling.{routine}",
+        _sizes,
+        call,
+        _multinomial(*filters),
+        add=lambda p, x: {"order": p.filter_apply_order},
+        op="sample",
+        outputs=_drawn(*filters),
+        torch_outputs=_drawn(*filters),
+        reference=_all_allowed,
+    )
 
 
 CASES = (
-    Case("softmax", "sampling.softmax", _logits, lambda f, x: f(x.rows, x.temperature), _rows,
-         lambda x: {"rows": _softmax(x)}, _rewriting(True), lambda x: _softmax(x, False), op="sample"),
-    _draw_case("sampling_from_probs", _probs, lambda f, x: f(x.rows)),
-    _draw_case("sampling_from_logits", _logits, lambda f, x: f(x.rows)),
-    _draw_case("top_k_sampling_from_probs", _probs, lambda f, x: f(x.rows, x.top_k), "top_k"),
-    _draw_case("top_p_sampling_from_probs", _probs, lambda f, x: f(x.rows, x.top_p), "top_p"),
-    _draw_case("top_k_top_p_sampling_from_probs", _probs,
-               lambda f, x: f(x.rows, x.top_k, x.top_p, filter_apply_order=x.order), "top_k", "top_p"),
-    _draw_case("top_k_top_p_sampling_from_logits", _logits,
-               lambda f, x: f(x.rows, x.top_k, x.top_p, filter_apply_order=x.order), "top_k", "top_p"),
-    _draw_case("min_p_sampling_from_probs", _probs, lambda f, x: f(x.rows, x.min_p), "min_p"),
-    Case("top_k_renorm_probs", "sampling.top_k_renorm_probs", _probs, lambda f, x: f(x.rows, x.top_k), _rows,
-         lambda x: {"rows": _renormalised(("top_k",))(x)}, _rewriting(False),
-         lambda x: _renormalised(("top_k",), False)(x).to(x.rows.dtype), op="sample"),
-    Case("top_p_renorm_probs", "sampling.top_p_renorm_probs", _probs, lambda f, x: f(x.rows, x.top_p), _sums,
-         lambda x: _sums(x, _renormalised(("top_p",))(x)), _rewriting(True), _renormalised(("top_p",), False),
-         op="sample", tolerance=_P),
-    Case("top_k_mask_logits", "sampling.top_k_mask_logits", _logits, lambda f, x: f(x.rows, x.top_k), _rows,
-         lambda x: {"rows": _masked(x).double()}, _rewriting(False), _masked, op="sample"),
+    described("sampling.softmax", _sizes, lambda f, x: f(x.logits, x.temperature), _softmax, op="sample"),
+    _draw("sampling_from_probs", lambda f, x: f(x.probs)),
+    _draw("sampling_from_logits", lambda f, x: f(x.logits)),
+    _draw("top_k_sampling_from_probs", lambda f, x: f(x.probs, x.top_k), "top_k"),
+    _draw("top_p_sampling_from_probs", lambda f, x: f(x.probs, x.top_p), "top_p"),
+    _draw(
+        "top_k_top_p_sampling_from_probs",
+        lambda f, x: f(x.probs, x.top_k, x.top_p, filter_apply_order=x.order),
+        *("top_k", "top_p"),
+    ),
+    _draw(
+        "top_k_top_p_sampling_from_logits",
+        lambda f, x: f(x.logits, x.top_k, x.top_p, filter_apply_order=x.order),
+        *("top_k", "top_p"),
+    ),
+    _draw("min_p_sampling_from_probs", lambda f, x: f(x.probs, x.min_p), "min_p"),
+    described(
+        "sampling.top_k_renorm_probs",
+        _sizes,
+        lambda f, x: f(x.probs, x.top_k),
+        lambda x: _renormalised("top_k")(x).to(x.probs.dtype),
+        op="sample",
+    ),
+    described(
+        "sampling.top_p_renorm_probs",
+        _sizes,
+        lambda f, x: f(x.probs, x.top_p),
+        _renormalised("top_p"),
+        compared=_sums,
+        op="sample",
+        tolerance=_SUMS,
+    ),
+    described("sampling.top_k_mask_logits", _sizes, lambda f, x: f(x.logits, x.top_k), _masked, op="sample"),
     Case("chain_speculative_sampling", "sampling.chain_speculative_sampling", _chain,
          lambda f, x: f(x.draft_probs, x.ids, x.target_probs), _chain_outputs,
          lambda x: {"consistent": x.draft_probs.new_ones(x.draft_probs.shape[0]).double()},

@@ -1,27 +1,23 @@
-"""Timers: CUPTI, CUDA graph with events, events with a blocking kernel, wall clock. `measure` picks one and says so."""
+"""Timers: CUPTI, CUDA graph with events, events with a blocking kernel, wall clock. `measure` picks one."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fi_bench.case import Inputs
-from fi_core.testing import l2
+from fi_bench.measure import loops
 
 if TYPE_CHECKING:
     import torch
 
-COLD_FACTOR = 2.0  # a walk over this many times the cache leaves nothing of its start in it
-MOST_COPIES = 8192
-MEMORY_SHARE = 0.4  # of what is free, for the copies of the inputs
 AUTO_BATCH, AUTO_MOST, AUTO_HALF_WIDTH, AUTO_SECONDS = 30, 1500, 0.005, 3.0
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked of the measurement."""
+    """Options of a measurement."""
 
     num_iters: int | str = 30  # or "auto"
     dry_run_iters: int = 5
@@ -34,7 +30,7 @@ class Options:
 
 @dataclass
 class Cache:
-    """The state of the cache before each call: what was asked, how it was made, and whether that is certain."""
+    """The state of the cache before each call: as requested, how it is reached, and whether that is certain."""
 
     asked: str
     how: str = "none"  # none | rotate | flush-write | flush-read
@@ -45,7 +41,7 @@ class Cache:
 
     @property
     def state(self) -> str:
-        """cold, warm, or what it was meant to be with a question mark."""
+        """cold or warm; with a question mark if it is not certain."""
         return self.asked if self.verified else f"{self.asked}?"
 
 
@@ -56,7 +52,7 @@ class Measurement:
     samples_ns: list[float]
     timer: str  # cupti | graph_events | events | wall
     cache: Cache
-    timer_reason: str = ""  # why not the timer before it
+    timer_reason: str = ""  # the reason against a better timer
     regime: str = "sustained"  # burst: the device rested between samples
     warmup: int = 0
     discarded: int = 0
@@ -72,7 +68,7 @@ Call = Callable[[Inputs], Any]
 
 
 def measure(call: Call, inputs: Inputs, work_bytes: int, device: torch.device, options: Options) -> Measurement:
-    """Time call(inputs). The inputs may be written to; what must be cold is copied, as often as it takes."""
+    """Times call(inputs). A call may overwrite its inputs; they are copied as often as a cold cache needs."""
     if device.type == "cpu":
         from fi_bench.measure.wall import measure_cpu
 
@@ -83,36 +79,10 @@ def measure(call: Call, inputs: Inputs, work_bytes: int, device: torch.device, o
 
 
 def rotation(inputs: Inputs, work_bytes: int, device: torch.device) -> tuple[list[Inputs], Cache]:
-    """Copies of the inputs whose touched bytes together are COLD_FACTOR caches, as far as memory allows.
-
-    Counted is what a call must touch at least (`work_bytes`), not what its tensors could hold: a paged cache of which a
-    call writes one row does not make the next call cold.
-    """
-    cache_bytes = l2.get_l2_cache_size(device)
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.empty_cache()  # what earlier cases left in torch's pool is free memory
-    size = max(l2.touched_bytes(inputs), 1)
-    per_call = max(min(work_bytes, size), 1)
-    wanted = max(2, math.ceil(COLD_FACTOR * cache_bytes / per_call) + 1)
-    affordable = 1 + int(MEMORY_SHARE * _free_bytes(device) / size)
-    copies = min(wanted, affordable, MOST_COPIES)
-    cache = Cache("cold", "rotate", copies >= wanted, copies, copies * per_call, cache_bytes)
-    return [inputs, *(Inputs(l2.clone_tree(inputs)) for _ in range(copies - 1))], cache
-
-
-def _free_bytes(device: torch.device) -> int:
-    import torch
-
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            found = next(line for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return 1 << 30
-    return int(found.split()[1]) * 1024
+    """`loops.rotation`, and the state of the cache that it makes."""
+    found = loops.rotation(inputs, work_bytes, device)
+    count = len(found.copies)
+    return found.copies, Cache("cold", "rotate", found.cold, count, count * found.bytes_per_call, found.cache_bytes)
 
 
 def collect(take: Callable[[int], list[float]], num_iters: int | str, now: Callable[[], float]) -> list[float]:

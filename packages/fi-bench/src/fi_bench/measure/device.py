@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 NAMES = ("fi_bench_mark", "fi_bench_hold", "fi_bench_read")
-HOLD_LIMIT_NS = 200_000_000  # a held stream goes on by itself after this long
+HOLD_LIMIT_NS = 200_000_000  # a held stream continues by itself after this time
 
 SOURCE = r"""
 __device__ unsigned long long fi_now() {
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(512) fi_bench_read(const uint4* dat
     found |= (a.x & b.y & c.z & d.w) ^ (a.w & b.x & c.y & d.z) ^ (a.y & b.z & c.w & d.x) ^ (a.z & b.w & c.x & d.y);
   }
   for (; i < n; i += step) found |= data[i].x & data[i].y & data[i].z & data[i].w;
-  if (found == 0xffffffffu) out[0] = 1;  // may be, and does not matter: the loads must not be left out
+  if (found == 0xffffffffu) out[0] = 1;  // keeps the compiler from removing the loads
 }
 """
 _READ_THREADS = 512
@@ -60,7 +60,7 @@ def _check(status: int, what: str) -> None:
 
 def compile_kernels(capability: tuple[int, int]) -> bytes:
     """The cubin; needs NVRTC and no GPU."""
-    from fi_core.build.nvrtc import compile_cubin
+    from fi_core.runtime.build.nvrtc import compile_cubin
 
     return compile_cubin(SOURCE, "fi_bench", [f"--gpu-architecture=sm_{capability[0]}{capability[1]}"]).image
 
@@ -103,7 +103,7 @@ class Kernels:
         self._launch("fi_bench_mark", self._blocks, ctypes.c_void_p(slot.data_ptr()))
 
     def hold(self) -> None:
-        """Stop the stream here until `release`, so that what is enqueued next runs without launch gaps."""
+        """Blocks the stream until `release`, so that the next kernels run without launch gaps."""
         self._ticket += 1
         self._launch(
             "fi_bench_hold", 1, ctypes.c_void_p(self._released.data_ptr()), ctypes.c_int(self._ticket),

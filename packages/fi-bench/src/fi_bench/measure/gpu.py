@@ -5,33 +5,32 @@ from __future__ import annotations
 import functools
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fi_bench.case import Inputs
-from fi_bench.measure import Cache, Call, Measurement, Options, collect, nvml, rotation
+from fi_bench.measure import Cache, Call, Measurement, Options, collect, loops, nvml, rotation
 from fi_bench.measure.device import HOLD_LIMIT_NS, DriverError, Kernels, kernels, megahertz
 from fi_bench.measure.wall import host_cost_ns
 from fi_core.testing import l2
 from fi_core.testing.cupti import CuptiRecorder, CuptiUnavailableError, Window
-from fi_core.testing.timing import capture_graph
 
 if TYPE_CHECKING:
     import torch
 
 Run = Callable[[], object]
-_LEAST_CALLS_IN_GRAPH = 10
 _STEADY, _STEADY_CHECKS, _STEADY_SECONDS, _CHECK_NS = 0.98, 3, 1.0, 3e6
-_SLOW_CLOCK = 0.75  # of the fastest sample: below, the sample is taken again
-_SUSTAINED_NS, _SUSTAINED_SECONDS = 1e6, 0.3  # calls from here on are measured under steady load, after so much of it
+_SLOW_CLOCK = 0.75  # of the fastest sample; a slower one is retaken
+_SUSTAINED_NS, _SUSTAINED_SECONDS = 1e6, 0.3  # longer calls are measured under steady load, after this time of it
 _REST, _LONGEST_REST = 4, 0.02  # burst: idle time after a sample in samples, and in seconds
-# Below these medians more than some percent of an event timer's result is not the kernel's: on an H200 2.3 us for
+# Below these medians, overhead is more than some percent of an event timer's result: on an H200 2.3 us for
 # events, up to 0.1 us for a graph of calls.
 _SHORT_NS = {"graph_events": 10_000, "events": 100_000}
 
 
 def measure_gpu(call: Call, inputs: Inputs, work_bytes: int, device: torch.device, options: Options) -> Measurement:
-    """The best timer that works here; the measurement says why not the ones before it."""
+    """Measures with the best timer that works here; the result gives the reasons against better ones."""
     before = nvml.state(device)
     session = _Session(call, inputs, work_bytes, device, options)
     found = session.measure()
@@ -49,7 +48,7 @@ def measure_gpu(call: Call, inputs: Inputs, work_bytes: int, device: torch.devic
 
 
 class _Session:
-    """One measurement: its inputs, its clock watch, and what went wrong on the way."""
+    """One measurement: its inputs, its clock samples and its warnings."""
 
     def __init__(self, call: Call, inputs: Inputs, work_bytes: int, device: torch.device, options: Options) -> None:
         self.call, self.inputs, self.work_bytes = call, inputs, work_bytes
@@ -93,7 +92,7 @@ class _Session:
         flush, cache = self._flush()
         last: list[Window] = []
         with CuptiRecorder() as recorder:  # before the capture, so that CUPTI knows the graph
-            run = (self._capture([eager]) if self.options.graph else None) or eager
+            run = (self._captured(lambda: loops.walk([eager])) if self.options.graph else None) or eager
             warmup = self._warm_up(run)
 
             def take(n: int) -> list[float]:
@@ -144,7 +143,7 @@ class _Session:
         marks = torch.zeros(n, 2, 2, dtype=torch.int64, device=self.device)
         pairs = []
         hold = self.kernels is not None
-        self.burst &= hold  # after a rest, launch gaps would be inside the times
+        self.burst &= hold  # after a rest, the times would include launch gaps
         for begin, finish in marks:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             self._mark(begin)
@@ -175,15 +174,17 @@ class _Session:
 
     def _captured_walk(self) -> tuple[Run, int, Cache] | None:
         copies, cache = self._copies()
-        calls = max(_LEAST_CALLS_IN_GRAPH, len(copies))
-        replay = self._capture([functools.partial(self.call, copies[i % len(copies)]) for i in range(calls)])
-        return None if replay is None else (replay, calls, cache)
+        calls = loops.calls_of(self.call, copies)
+        replay = self._captured(lambda: loops.walk(calls))
+        return None if replay is None else (replay, len(calls), cache)
 
-    def _capture(self, calls: list[Run]) -> Run | None:
+    def _captured(self, capture: Callable[[], Run]) -> Run | None:
         import torch
 
         try:
-            return capture_graph(calls).replay
+            with warnings.catch_warnings():  # which torch gives on top of the error of a first call that failed
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+                return capture()
         except (RuntimeError, ValueError) as error:
             torch.cuda.synchronize()
             self.warnings.append(f"no CUDA graph: {str(error).splitlines()[0]}")
@@ -220,7 +221,7 @@ class _Session:
         """
         import torch
 
-        run()  # apart: a first call may load and allocate
+        run()  # the first call may load and allocate
         torch.cuda.synchronize()
         started = time.perf_counter_ns()
         count = max(self.options.dry_run_iters, 1)
@@ -263,7 +264,7 @@ class _Session:
         return samples
 
     def _collect(self, take: Callable[[int], list[float]]) -> list[float]:
-        """Samples at a slow clock are taken again, once; what is slow then stays, with a warning."""
+        """Retakes samples at a slow clock once; samples that stay slow cause a warning."""
         samples = collect(take, self.options.num_iters, time.monotonic)
         slow, n = self._slow(), len(samples)
         if slow:

@@ -18,7 +18,7 @@ _SLOWDOWNS = {
 
 
 def state(device: torch.device) -> dict[str, Any]:
-    """What NVML says now of a torch device, found by its UUID."""
+    """The state of a torch device by NVML, which finds it by its UUID."""
     try:
         import pynvml as nvml
     except ImportError:
@@ -39,7 +39,7 @@ def state(device: torch.device) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     for name, read in reads.items():
-        with contextlib.suppress(nvml.NVMLError):  # not every card answers every question
+        with contextlib.suppress(nvml.NVMLError):  # some cards do not support every query
             found[name] = read()
     return found
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from fi_bench.case import Inputs
 from fi_bench.measure import Cache, Call, Measurement, Options, collect, rotation
+from fi_bench.measure.loops import SHORTEST_SAMPLE_NS, queued_ns, wall_ns
 from fi_core.testing import l2
 
-_SHORTEST_SAMPLE_NS = 20_000  # the clock and the loop cost some 0.1 us
-_HOST_CALLS = 200
+_HOST_BATCHES = 10
 
 
 def measure_cpu(call: Call, inputs: Inputs, work_bytes: int, options: Options) -> Measurement:
@@ -28,11 +28,11 @@ def measure_cpu(call: Call, inputs: Inputs, work_bytes: int, options: Options) -
     walk = itertools.cycle(copies)
     for _ in range(max(options.dry_run_iters, 1)):
         call(next(walk))
-    once = _one(call, walk, 1)
-    repeats = 1 if options.cache == "cold" else max(1, int(_SHORTEST_SAMPLE_NS / max(once, 1)))
+    once = wall_ns(call, walk, 1)
+    repeats = 1 if options.cache == "cold" else max(1, int(SHORTEST_SAMPLE_NS / max(once, 1)))
 
     def take(n: int) -> list[float]:
-        return [_one(call, walk, repeats) for _ in range(n)]
+        return [wall_ns(call, walk, repeats) for _ in range(n)]
 
     found = Measurement(collect(take, options.num_iters, time.monotonic), "wall", cache, warmup=options.dry_run_iters)
     if not cache.verified:
@@ -41,25 +41,13 @@ def measure_cpu(call: Call, inputs: Inputs, work_bytes: int, options: Options) -
     return found
 
 
-def _one(call: Call, walk: Iterator[Inputs], repeats: int) -> float:
-    inputs = [next(walk) for _ in range(repeats)]
-    start = time.perf_counter_ns()
-    for x in inputs:
-        call(x)
-    return (time.perf_counter_ns() - start) / repeats
-
-
 def host_cost_ns(run: Callable[[], object]) -> float:
-    """Mean time until a GPU call returns: the queue is never full, the GPU is not awaited inside."""
+    """Mean time until a GPU call returns; the call does not wait for the GPU."""
     import torch
 
-    total, done = 0, 0
-    while done < _HOST_CALLS:
+    batches = []
+    for _ in range(_HOST_BATCHES):
         torch.cuda.synchronize()
-        start = time.perf_counter_ns()
-        for _ in range(20):
-            run()
-        total += time.perf_counter_ns() - start
-        done += 20
+        batches.append(queued_ns(run))
     torch.cuda.synchronize()
-    return total / done
+    return sum(batches) / len(batches)

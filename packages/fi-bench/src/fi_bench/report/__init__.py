@@ -1,1 +1,1 @@
-"""The HTML report: `page` puts it together, `svg` draws."""
+"""The HTML report: `rows` groups records, `charts` computes drawings, `page` renders the templates."""

@@ -1,4 +1,4 @@
-"""What each command of `fi-core` takes; nothing that takes time to import is needed to print the help."""
+"""The arguments of each `fi-core` command; printing the help imports nothing slow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import fi_core
 
 
 def _target(word: str) -> Any:
-    from fi_core.compilation_context import parse_target
+    from fi_core.compat.compilation_context import parse_target
 
     try:
         return parse_target(word)
@@ -19,10 +19,10 @@ def _target(word: str) -> Any:
 
 
 def _op(word: str) -> Any:
-    from fi_core.registry import launcher
+    from fi_core.registry import operator
 
     try:
-        return launcher(word).op
+        return operator(word).op
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -31,7 +31,7 @@ def _ops(words: str) -> list[Any]:
     return [_op(word) for word in words.split(",")]
 
 
-def _axis(word: str) -> tuple[str, str]:
+def _fact(word: str) -> tuple[str, str]:
     name, _, value = word.partition("=")
     if not name or not value:
         raise argparse.ArgumentTypeError(f"expected key=value, such as dtype=bf16; got {word!r}")
@@ -57,7 +57,7 @@ def _days(word: str) -> float:
 
 
 class _Commands:
-    """Adds commands to a parser; every one has --json, and those about targets --target."""
+    """Adds commands to a parser; each has --json, and commands with targets have --target."""
 
     def __init__(self, parent: argparse.ArgumentParser) -> None:
         self._actions = parent.add_subparsers(title="commands", metavar="COMMAND")
@@ -75,7 +75,7 @@ class _Commands:
         )
 
     def add(self, name: str, run: str, text: str, *, targets: bool = False) -> argparse.ArgumentParser:
-        """`run` is the function that answers it, "module:function" of fi_core.cli."""
+        """`run` is the function that runs it, "module:function" of fi_core.cli."""
         parents = [self._json, self._targets] if targets else [self._json]
         added = self._actions.add_parser(name, help=text, description=text, parents=parents)
         added.set_defaults(run=run, parser=added)
@@ -89,21 +89,26 @@ class _Commands:
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    top = argparse.ArgumentParser(prog="fi-core", description="The kernels of fi: what is there, from where, and why.")
+    top = argparse.ArgumentParser(prog="fi-core", description="Inspects, builds and replays the kernels of fi.")
     top.add_argument("--version", action="version", version=f"fi-core {fi_core.__version__}")
     top.set_defaults(run=None, parser=top)
     commands = _Commands(top)
     commands.add("show-config", "machine:show_config", "Show versions, settings, compilers and how much is compiled.")
     commands.add("collect-env", "machine:collect_env", "Describe this machine for a bug report, without secrets.")
-    commands.add("doctor", "doctor:run", "Say what is missing or broken here, and the command that mends it.")
+    commands.add("doctor", "doctor:run", "Find missing or broken software, and print the command that repairs it.")
 
-    text = "Say which implementation a call takes, where its files come from, and why not each other one."
+    text = "Explain how a call is computed: the implementation, its kernel launch, the origin of its files, and the "
+    text += "reason against each other implementation. Nothing runs, and no GPU is needed."
     why = commands.add("why", "why:run", text, targets=True)
-    why.add_argument("op", type=_op, metavar="OP", help="an op, such as rmsnorm")
-    why.add_argument("axes", type=_axis, nargs="*", metavar="KEY=VALUE", help="its axes, such as dtype=bf16")
-    why.add_argument("--impl", help="ask for this implementation")
+    names = "a function or wrapper, such as fi_core.rmsnorm or BatchDecodeWithPagedKVCacheWrapper, or an op"
+    why.add_argument("name", metavar="NAME", help=names)
+    facts = "facts of the call, such as dtype=bf16 batch_size=64 page_size=16; others have default values"
+    why.add_argument("facts", type=_fact, nargs="*", metavar="KEY=VALUE", help=facts)
+    why.add_argument("--backend", help="the backend argument of the call, or an implementation")
+    sms = "SMs of the device; default: those of the largest device of the architecture"
+    why.add_argument("--multiprocessors", type=int, metavar="N", help=sms)
 
-    text = "List the modules that are built ahead, or show one of them."
+    text = "List the modules that can be built ahead of time, or show one of them."
     listing = commands.add("list-modules", "modules:list_modules", text, targets=True)
     listing.add_argument("name", nargs="?", metavar="NAME", help="the module to show")
     text = "Show which modules are prebuilt, compiled here, or neither."
@@ -112,22 +117,22 @@ def parser() -> argparse.ArgumentParser:
     choices = ("all", "aot", "jit", "compiled", "not-compiled")
     status.add_argument("--filter", choices=choices, default="all", help=f"{', '.join(choices)}; default: all")
 
-    text = "Compile what is not there yet, ahead of the first call."
+    text = "Compile missing modules ahead of the first call."
     prebuild = commands.add("prebuild", "modules:prebuild", text, targets=True)
     prebuild.add_argument("--ops", type=_ops, metavar="OP,...", help="only these ops")
     prebuild.add_argument("--progress", action="store_true", help="print a line for each file, also into a file")
-    prebuild.add_argument("--rebuild", action="store_true", help="compile also what is there")
+    prebuild.add_argument("--rebuild", action="store_true", help="also compile modules that exist")
     text = "Write compile_commands.json for editors."
     export = commands.add("export-compile-commands", "modules:export_compile_commands", text, targets=True)
     export.add_argument("path", nargs="?", type=Path, metavar="PATH", help="default: compile_commands.json")
     export.add_argument("--output", "-o", type=Path, metavar="PATH", help="the same as PATH")
 
-    cache = commands.group("cache", "Look after what was compiled here.")
+    cache = commands.group("cache", "Manage the cache of compiled kernels.")
     cache.add("ls", "cache:ls", "List the entries with size and last use.")
     cache.add("verify", "cache:verify", "Check every entry against its manifest; fails if one is damaged.")
     text = "Remove leftovers, and entries beyond the limits, least recently used first."
     prune = cache.add("prune", "cache:prune", text)
-    prune.add_argument("--max-age-days", type=_days, metavar="DAYS", help="keep what was used within so many days")
+    prune.add_argument("--max-age-days", type=_days, metavar="DAYS", help="keep entries used within so many days")
     prune.add_argument("--max-bytes", type=_size, metavar="SIZE", help="keep at most this much, such as 500M")
     cache.add("clear", "cache:clear", "Remove every entry.")
     commands.add("clear-cache", "cache:clear", "Remove every entry, as `cache clear` does.")

@@ -1,4 +1,4 @@
-"""`fi-core cache ...`: the store of what was compiled on this machine."""
+"""`fi-core cache ...`: the store of kernels that were compiled on this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import time
 
 from fi_core.cli.report import Report, paint, size, table
-from fi_core.resolve import store
+from fi_core.runtime.resolve import store
 
 
 def ls(args: argparse.Namespace) -> Report:
@@ -29,7 +29,7 @@ def verify(args: argparse.Namespace) -> Report:
     }
     lines = [f"{paint('damaged', 'red')} {entry.path}: {why}" for entry, why in damaged]
     end = f"{len(found)} entries checked, {len(damaged)} damaged"
-    hint = ["A damaged entry is never used: it is set aside and built again when it is asked for."] if damaged else []
+    hint = ["A damaged entry is never used: the next call sets it aside and compiles it again."] if damaged else []
     return Report(data, [*lines, end, *hint], ok=not damaged)
 
 

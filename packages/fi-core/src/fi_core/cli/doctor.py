@@ -1,4 +1,4 @@
-"""`fi-core doctor`: what is missing or broken on this machine, and the command that mends it."""
+"""`fi-core doctor`: finds missing or broken software on this machine, with the command that repairs it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import fi_core
-from fi_core.build import compiler, diagnose, sources, toolchain
-from fi_core.build.driver import driver
 from fi_core.cli import machine
 from fi_core.cli.report import Report, paint, size
 from fi_core.cli.why import builder, origin
-from fi_core.env import env
-from fi_core.jit.ops import default_targets, specs_of
+from fi_core.jit.core import default_targets
+from fi_core.jit.ops import specs_of
 from fi_core.registry import ops
-from fi_core.resolve import store
-from fi_core.resolve.provider import EMPTY, providers
-from fi_core.spec.op import Artifact
+from fi_core.runtime.build import compiler, diagnose, sources, toolchain
+from fi_core.runtime.build.driver import driver
+from fi_core.runtime.env import env
+from fi_core.runtime.resolve import store
+from fi_core.runtime.resolve.provider import EMPTY, providers
+from fi_core.runtime.spec.artifact import Artifact
 from fi_core.utils import version_at_least
 
 TORCH = ("2.10", None)
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _settings() -> Iterator[Finding]:
-    """Environment variables that cannot be read, and misspelled ones (other software has names in FI_ too)."""
+    """Environment variables with invalid values, and misspelled ones (other software also has names with FI_)."""
     known = {name for row in env.table() for name in (row.name, *row.aliases)}
     for attribute in vars(type(env)):
         try:
@@ -164,7 +165,7 @@ def _providers() -> Iterator[Finding]:
 
 
 def _kernels() -> Iterator[Finding]:
-    """Whether all that is built ahead of the ops can be had here: prebuilt, compiled before, or by a compiler."""
+    """Whether every file of the prebuilt grid is available: prebuilt, compiled before, or by a compiler."""
     targets = default_targets()
     files = list(dict.fromkeys(a for spec in specs_of(ops().values(), targets) for a in sources.artifacts(spec)))
     host = [artifact for artifact in files if artifact.kind != "cubin"]
@@ -197,7 +198,7 @@ def _obtainable(what: str, needed: str, files: list[Artifact], mend: str) -> Fin
     return Finding("ok", what, f"{text}; {made_by} ({identity}) compiles the others on first use")
 
 
-# Each check, and the findings without which it could not be made.
+# Each check, and the findings whose failure prevents it.
 CHECKS: dict[Callable[[], Iterator[Finding]], tuple[str, ...]] = {
     _settings: (),
     _packages: ("setting",),

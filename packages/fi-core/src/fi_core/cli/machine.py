@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fi_core
-from fi_core.build import compiler, toolchain
-from fi_core.build.driver import driver
 from fi_core.cli import modules
 from fi_core.cli.report import Report, section, size
-from fi_core.compilation_context import CompilationContext
-from fi_core.env import env
-from fi_core.jit.ops import default_targets
-from fi_core.resolve import store
-from fi_core.resolve.provider import Provider, providers
+from fi_core.compat.compilation_context import CompilationContext
+from fi_core.jit.core import default_targets
+from fi_core.runtime.build import compiler, toolchain
+from fi_core.runtime.build.driver import driver
+from fi_core.runtime.env import env
+from fi_core.runtime.resolve import store
+from fi_core.runtime.resolve.provider import Provider, providers
 
 SIBLINGS = ("fi-kernels", "fi-jit-cache", "fi-cubin", "fi-bench")
 OTHERS = (
@@ -43,7 +43,7 @@ class Torch(NamedTuple):
 
 
 def torch_build() -> Torch | None:
-    """The torch that an import would give, read from its files."""
+    """The installed torch, read from its files without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -56,7 +56,7 @@ def torch_build() -> Torch | None:
 
 
 def version(name: str) -> str | None:
-    """The version of an installed distribution; of a sibling also where it is only on the path."""
+    """The version of an installed distribution, or of a sibling on sys.path."""
     if name in SIBLINGS:
         spec = importlib.util.find_spec(name.replace("-", "_"))
         if spec and spec.origin and (file := Path(spec.origin).with_name("VERSION")).exists():
@@ -182,7 +182,7 @@ def collect_env(args: argparse.Namespace) -> Report:
 
 
 def _environment() -> dict[str, str]:
-    """The variables that matter here and are set."""
+    """The variables of fi that are set."""
     return {name: "(hidden)" if SECRET.search(name) else value for name, value in env.present().items()}
 
 

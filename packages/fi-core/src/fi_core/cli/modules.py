@@ -1,4 +1,4 @@
-"""Commands about modules, which are what is built ahead of the ops: list, status, prebuild, compile commands."""
+"""Commands about modules, the files that are built ahead of time: list, status, prebuild, compile commands."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fi_core import prebuilt
-from fi_core.build import ninja
+from fi_core import aot
 from fi_core.cli.report import Report, UsageError, paint, section, table
-from fi_core.env import env
+from fi_core.jit.core import default_targets
 from fi_core.jit.env import GENERATED
-from fi_core.jit.ops import OpModule, default_targets, specs_of, view
+from fi_core.jit.ops import OpModule, specs_of, view
 from fi_core.registry import ops
-from fi_core.resolve import Found, build_missing, where
-from fi_core.spec.op import Artifact
-from fi_core.spec.target import CPU, Target
+from fi_core.runtime.build import ninja
+from fi_core.runtime.env import env
+from fi_core.runtime.resolve import Found, build_missing, where
+from fi_core.runtime.spec.artifact import Artifact
+from fi_core.runtime.spec.target import CPU, Target
 
 
 class State(NamedTuple):
-    """A module and where each of its files is, None for one that would have to be compiled."""
+    """A module and the place of each file; None for a file that would have to be compiled."""
 
     module: OpModule
     files: dict[Artifact, Found | None]
@@ -80,7 +81,7 @@ def list_modules(args: argparse.Namespace) -> Report:
 
 
 def _one(name: str, targets: Sequence[Target] | None) -> Report:
-    places = targets or dict.fromkeys((*default_targets(), *prebuilt.targets()))
+    places = targets or dict.fromkeys((*default_targets(), *aot.targets()))
     specs = {spec.name: spec for spec in specs_of(ops().values(), places)}
     if name not in specs:
         close = difflib.get_close_matches(name, specs, 3, 0.4)

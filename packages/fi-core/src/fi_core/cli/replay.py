@@ -1,12 +1,12 @@
-"""`fi-core replay`: dumped calls once more, each with its verdict."""
+"""`fi-core replay`: replays dumped calls and prints a verdict for each."""
 
 from __future__ import annotations
 
 import argparse
 
-from fi_core.build.driver import driver
 from fi_core.cli.report import Report, paint
 from fi_core.observe.replay import replay_sequence
+from fi_core.runtime.build.driver import driver
 
 
 def run(args: argparse.Namespace) -> Report:

@@ -1,4 +1,4 @@
-"""What a command answers: data for --json, and the same as lines for people."""
+"""The report of a command: data for --json, and the same as lines of text."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from fi_core.env import env
+from fi_core.runtime.env import env
 
 COLOURS = {"green": 32, "yellow": 33, "red": 31, "dim": 2}
 
 
 class UsageError(Exception):
-    """A command was called with arguments that it cannot take; the text says which are allowed."""
+    """A command was called with invalid arguments; the text names the valid ones."""
 
 
 class Report(NamedTuple):
@@ -22,7 +22,7 @@ class Report(NamedTuple):
 
 
 def paint(text: str, colour: str) -> str:
-    """The text in a colour on a terminal, or where the user forces it; else as it is."""
+    """The text in a colour on a terminal, or if the user forces colours; else unchanged."""
     if env.no_color or env.term == "dumb" or not (env.force_color or sys.stdout.isatty()):
         return text
     return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m"
@@ -34,7 +34,7 @@ def section(title: str, rows: Iterable[tuple[str, object]]) -> list[str]:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """A table in GitHub's form, which is readable as it is."""
+    """A Markdown table."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [
         max(len(header), *(len(row[i]) for row in cells)) if cells else len(header) for i, header in enumerate(headers)

@@ -1,27 +1,37 @@
-"""`fi-core why`: the way of one call, as far as it can be told without making it."""
+"""`fi-core why`: how a call is computed, and why so: the Choice of each op, what it launches, where its files are."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fi_core.build import compiler, sources, toolchain
 from fi_core.cli.report import Report, UsageError, paint
-from fi_core.env import env
-from fi_core.jit.ops import default_targets
-from fi_core.resolve import answers, store
-from fi_core.spec.dtype import DTYPES
-from fi_core.spec.op import Artifact, Op, Spec
-from fi_core.spec.target import Target
+from fi_core.jit.core import default_targets
+from fi_core.registry import ops
+from fi_core.runtime.build import compiler, sources, toolchain
+from fi_core.runtime.dispatch import AUTO, Choice, Request, choose, explain
+from fi_core.runtime.env import env
+from fi_core.runtime.errors import UnsupportedError
+from fi_core.runtime.launch.kernel import Launch
+from fi_core.runtime.resolve import answers, store
+from fi_core.runtime.spec.artifact import Artifact
+from fi_core.runtime.spec.dtype import DTYPES
+from fi_core.runtime.spec.op import Op, Spec
+from fi_core.runtime.spec.target import Target
 
-_WORDS = {"true": "True", "1": "True", "false": "False", "0": "False"}
-_TORCH = {dtype.torch: short for short, dtype in DTYPES.items()}
+_WORDS = {"true": True, "false": False, "none": None}
+_SHORT = {dtype.torch: short for short, dtype in DTYPES.items()}
+_TORCH = {short: dtype.torch for short, dtype in DTYPES.items()}
+# SMs, and bytes of shared memory that a CTA can have, of the largest device of an architecture; 90: H200.
+_DEVICES = {80: (108, 163), 86: (84, 99), 89: (142, 99), 90: (132, 227), 100: (148, 227), 103: (148, 227)}
+_OTHER_DEVICE = (128, 99)
 
 
 class Origin(NamedTuple):
-    """Where a file comes from, and what was asked before: (who, why not)."""
+    """The origin of a file, and the places that do not have it: (who, reason)."""
 
     artifact: Artifact
     text: str
@@ -40,84 +50,211 @@ class Origin(NamedTuple):
         }
 
 
+class Step(NamedTuple):
+    """One op of a call: its Choice, and its launches; None: they are not known."""
+
+    choice: Choice
+    launches: tuple[Launch, ...] | None
+
+
 def run(args: argparse.Namespace) -> Report:
-    axes = _axes(args.op, args.axes)
-    if args.impl and args.impl not in [impl.name for impl in args.op.impls]:
-        raise UsageError(
-            f"--impl: {args.op.name} has {', '.join(impl.name for impl in args.op.impls)}; got {args.impl}"
+    answered = [_answer(args, target) for target in args.targets or default_targets()]
+    data = [data for data, _, _ in answered]
+    lines = [line for _, lines, _ in answered for line in lines]
+    return Report(data[0] if len(data) == 1 else data, lines, ok=all(ok for _, _, ok in answered))
+
+
+def _answer(args: argparse.Namespace, target: Target) -> tuple[dict[str, Any], list[str], bool]:
+    """For one target: data, lines, and whether a call would run."""
+    known, given = ops(), dict(args.facts)
+    if len(given) != len(args.facts):
+        raise UsageError("a fact is given twice")
+    name = args.name.removeprefix("fi_core.")
+    op = known.get(name)
+    if op is not None and args.name == name and all(fact in op.fields for fact in given):
+        return _explain_op(op, target, given, args.backend)
+    sample = _sample(name)  # imports torch, which an op does not need
+    if sample is not None:
+        return _explain_call(name, sample, target, given, args)
+    if op is None:
+        raise UsageError(_unknown(name))
+    return _explain_op(op, target, given, args.backend)
+
+
+# An op by the fields of its requests.
+def _explain_op(
+    op: Op, target: Target, given: Mapping[str, str], backend: str | None
+) -> tuple[dict[str, Any], list[str], bool]:
+    unknown = [name for name in given if name not in op.fields]
+    if unknown:
+        fields = " ".join(
+            f"{name}={'|'.join(map(str, field.values)) if field.values else f'(default {field.default})'}"
+            for name, field in op.fields.items()
         )
-    explained = [_explain(args.op, target, axes, args.impl) for target in args.targets or default_targets()]
-    data = [data for data, _, _ in explained]
-    lines = [line for _, lines, _ in explained for line in lines]
-    return Report(data[0] if len(data) == 1 else data, lines, ok=all(ok for _, _, ok in explained))
+        raise UsageError(f"{op.name} takes {fields or 'no facts'}; unknown: {', '.join(unknown)}")
+    values = {name: _field_value(text, op.fields[name].values) for name, text in given.items()}
+    request = Request.of(op, target, values, backend or AUTO)
+    try:
+        step = Step(choose(request), None)
+    except UnsupportedError as error:
+        return _refused(str(request), error, explain(request))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    data, lines, ready = _describe(step)
+    return data, lines, ready
 
 
-def _axes(op: Op, given: Sequence[tuple[str, str]]) -> dict[str, object]:
-    """The axes as the op has them: dtypes also by torch's names, booleans also as 0 and 1."""
-    texts = dict(given)
-    unknown, missing = [n for n in texts if n not in op.axes], [n for n in op.axes if n not in texts]
-    if unknown or missing or len(texts) != len(given):
-        wrong = (
-            f"unknown: {', '.join(unknown)}"
-            if unknown
-            else f"missing: {', '.join(missing)}"
-            if missing
-            else "one is given twice"
-        )
-        allowed = " ".join(f"{name}={'|'.join(map(str, values))}" for name, values in op.axes.items())
-        raise UsageError(f"{op.name} takes {allowed or 'no axes'}; {wrong}")
-    return {name: _value(texts[name], values) for name, values in op.axes.items()}
-
-
-def _value(text: str, allowed: Sequence[object]) -> object:
-    """The allowed value of that name; any other text stays, for the implementations to refuse."""
+def _field_value(text: str, allowed: Sequence[object] | None) -> object:
+    """The allowed value with this text; other text is kept, and the implementations refuse it."""
     word = text.removeprefix("torch.")
+    word = _SHORT.get(word, word)
+    if allowed is None:
+        return int(word) if word.lstrip("-").isdecimal() else word
     if all(isinstance(value, bool) for value in allowed):
-        word = _WORDS.get(word.lower(), word)
-    word = _TORCH.get(word, word)
+        word = {"true": "True", "1": "True", "false": "False", "0": "False"}.get(word.lower(), word)
     return next((value for value in allowed if str(value) == word), text)
 
 
-def _explain(
-    op: Op, target: Target, axes: dict[str, object], wanted: str | None
+# A public function or wrapper by the sizes of a call.
+def _sample(name: str) -> Any:
+    """A function that makes a call of a public name from sizes; None without such a name or a description of its
+    inputs.
+    """
+    import fi_core
+    from fi_core.attention.samples import WRAPPERS
+    from fi_core.observe.trace import described_function
+
+    stem = name.rpartition(".")[2]
+    if stem in WRAPPERS:
+        return WRAPPERS[stem]
+    if stem in fi_core.__all__:
+        getattr(fi_core, stem)  # loads its module
+    found = described_function(stem)
+    make = found[1].make if found else None
+    if found is None or make is None:
+        return None
+    function, description = found
+
+    call: Any = lambda **sizes: function(**description.sample(nasty=False, **sizes))  # noqa: E731
+    kept = [p for n, p in inspect.signature(make).parameters.items() if n != "draw"]
+    call.__signature__ = inspect.Signature(kept)
+    return call
+
+
+def _explain_call(
+    name: str, sample: Callable[..., Any], target: Target, given: Mapping[str, str], args: argparse.Namespace
 ) -> tuple[dict[str, Any], list[str], bool]:
-    reasons = op.explain(target, axes)
-    chosen = next((name for name, why in reasons.items() if not why and wanted in (None, name)), None)
-    asked = ", ".join(f"{name}={value}" for name, value in axes.items())
-    lines = [f"{op.name}({asked}) on {target}"]
-    data: dict[str, Any] = {"op": op.name, "axes": axes, "target": str(target), "chosen": chosen, "implementations": {}}
-    origins = _origins(op.spec(target, axes, chosen)) if chosen else []
-    if chosen:
-        data["spec"] = op.spec(target, axes, chosen).name
-        data["files"] = [origin.data() for origin in origins]
-    for name, why in reasons.items():
-        if name == chosen:
-            verdict = paint("chosen", "green")
-        elif why:
-            verdict = "; ".join(why)
-        else:
-            verdict = f"takes it too; {'--impl asks for' if wanted else 'preferred is'} {chosen or wanted}"
-        data["implementations"][name] = {"chosen": name == chosen, "refusals": list(why)}
-        lines.append(f"  {name}: {verdict}")
-        if name == chosen:
-            lines += [line for origin in origins for line in _describe(origin)]
-    if not chosen:
-        lines.append(paint("No implementation takes it: a call raises UnsupportedError.", "red"))
-    return data, lines, chosen is not None and all(origin.ready for origin in origins)
+    sizes = {fact: _size_value(text) for fact, text in given.items()}
+    if args.backend:
+        sizes["backend"] = args.backend
+    parameters = inspect.signature(sample).parameters
+    named = {n: p for n, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    unknown = [fact for fact in sizes if fact not in parameters] if len(named) == len(parameters) else []
+    if unknown:
+        known = ", ".join(f"{p.name}={p.default}" for p in named.values())
+        raise UsageError(f"{name} takes {known}; unknown: {', '.join(unknown)}")
+    asked = {**{n: p.default for n, p in named.items() if p.default is not None}, **sizes}
+    head = f"{name}({', '.join(f'{n}={v}' for n, v in asked.items())}) on {target}"
+    data: dict[str, Any] = {"name": name, "sizes": asked, "target": str(target)}
+    try:
+        steps = _rehearse(sample, sizes, target, args.multiprocessors)
+    except UnsupportedError as error:
+        found, lines, ok = _refused(head, error, {})
+        return data | found, lines, ok
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from None
+    described = [_describe(step) for step in steps]
+    data["calls"] = [one for one, _, _ in described]
+    lines = [head, *(f"  {line}" for _, texts, _ in described for line in texts)]
+    return data, lines, all(ready for _, _, ready in described)
 
 
-def _describe(origin: Origin) -> list[str]:
+def _rehearse(sample: Callable[..., Any], sizes: dict[str, Any], target: Target, sms: int | None) -> list[Step]:
+    """The ops that a call runs, without duplicates."""
+    from fi_core.runtime.launch.operator import Rehearsal
+
+    usual, shared = _DEVICES.get(target.capability, _OTHER_DEVICE)
+    with Rehearsal(target, sms or usual, shared << 10) as rehearsal:
+        sample(**sizes)
+    return [Step(choice, launches) for choice, launches in dict.fromkeys(rehearsal.calls)]
+
+
+def _size_value(text: str) -> Any:
+    word = text.removeprefix("torch.")
+    if word.lower() in _WORDS:
+        return _WORDS[word.lower()]
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return _TORCH.get(word, word)
+
+
+def _unknown(name: str) -> str:
+    import difflib
+
+    import fi_core
+    from fi_core.attention.samples import WRAPPERS
+
+    known = sorted({*ops(), *WRAPPERS, *fi_core.__all__})
+    close = difflib.get_close_matches(name.rpartition(".")[2], known, 3, 0.4)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"ops are {', '.join(sorted(ops()))}"
+    return f"no op or described function is named {name!r}; {hint}"
+
+
+def _refused(
+    head: str, error: UnsupportedError, reasons: Mapping[str, tuple[str, ...]]
+) -> tuple[dict[str, Any], list[str], bool]:
+    why = {**reasons} or error.reasons
+    data = {"asked": head, "chosen": None, "implementations": {n: {"why_not": list(w)} for n, w in why.items()}}
+    lines = [head, *(f"  {name}: {'; '.join(words)}" for name, words in why.items())]
+    return data, [*lines, paint("No implementation takes it: a call raises UnsupportedError.", "red")], False
+
+
+def _describe(step: Step) -> tuple[dict[str, Any], list[str], bool]:
+    choice, origins = step.choice, _origins(step.choice.spec)
+    data = {
+        "op": choice.request.op.name,
+        "request": str(choice.request),
+        "target": str(choice.request.target),
+        "chosen": choice.implementation,
+        "backend": choice.backend,
+        "spec": choice.spec.name,
+        "implementations": {
+            choice.implementation: {"why_not": []},
+            **{name: {"why_not": list(why)} for name, why in choice.reasons},
+        },
+        "entries": [str(entry) for entry in choice.entries],
+        "launches": None if step.launches is None else [launch._asdict() for launch in step.launches],
+        "files": [origin.data() for origin in origins],
+    }
+    lines = [str(choice.request), f"  {choice.implementation}: {paint('chosen', 'green')}"]
+    if step.launches:
+        configs = {entry.name: str(entry) for entry in choice.entries}
+        for launch in step.launches:
+            lines += [f"    launches {launch}", f"      kernel entry {configs[launch.entry]}"]
+    elif choice.entries:
+        lines += [f"    kernel entry {entry}" for entry in choice.entries]
+    lines += [line for origin in origins for line in _describe_file(origin)]
+    lines += [f"  {name}: {'; '.join(why)}" for name, why in choice.reasons]
+    return data, lines, all(origin.ready for origin in origins)
+
+
+def _describe_file(origin: Origin) -> list[str]:
     place = f" {origin.path}" if origin.path else ""
     lines = [f"    {origin.artifact.file}: {origin.text if origin.ready else paint(origin.text, 'red')}{place}"]
     return [*lines, *(f"      {who}: {why}" for who, why in origin.misses)]
 
 
 def _origins(spec: Spec) -> list[Origin]:
+    if spec.target.kind == "cuda" and spec.unit() is None:
+        return []  # another library brings the kernel
     return [origin(artifact) for artifact in sources.artifacts(spec)]
 
 
 def origin(artifact: Artifact) -> Origin:
-    """What a call would find, asking each place in its order and leaving no trace."""
+    """The file that a call would use, looking in each place in order without changing anything."""
     misses: list[tuple[str, str]] = []
     for provider, path, why in answers(artifact):
         if path:
@@ -144,7 +281,7 @@ def origin(artifact: Artifact) -> Origin:
 
 
 def builder(artifact: Artifact) -> str | None:
-    """The compiler that would make it, or None."""
+    """The compiler that would build it, or None."""
     if artifact.kind != "cubin":
         return toolchain.cxx()
     if compiler.device_compiler() == "nvcc":

@@ -7,6 +7,8 @@ import importlib
 import re
 from typing import Any
 
+from fi_core.runtime.errors import missing_attribute
+
 # Where each public name lives.
 _HOMES = {
     "fi_core.jit.core": (
@@ -15,6 +17,7 @@ _HOMES = {
         "build_jit_specs",
         "check_cuda_arch",
         "clear_cache_dir",
+        "current_compilation_context",
         "jit_spec_registry",
     ),
     "fi_core.jit.attention": (
@@ -28,19 +31,18 @@ _HOMES = {
     ),
     "fi_core.jit.custom": ("gen_jit_spec",),
     "fi_core.jit.ops": ("gen_act_and_mul_module", "gen_module"),
-    "fi_core.compilation_context": ("CompilationContext",),
-    "fi_core.errors": ("MissingJITCacheError",),
+    "fi_core.compat.compilation_context": ("CompilationContext",),
+    "fi_core.runtime.errors": ("MissingJITCacheError",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = ["current_compilation_context", *_HOME]
+_SUBMODULES = ("attention", "core", "custom", "env", "ops")
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:
     """The public names, the modules, and `gen_<word>_module` for every family and every op."""
-    if name in ("attention", "core", "custom", "env", "ops"):
+    if name in _SUBMODULES:
         return importlib.import_module(f"fi_core.jit.{name}")
-    if name == "current_compilation_context":
-        return importlib.import_module("fi_core.jit.core").current_compilation_context
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     match = re.fullmatch(r"gen_(\w+)_module", name)
@@ -49,7 +51,7 @@ def __getattr__(name: str) -> Any:
 
         if match[1] in ops.words():
             return functools.partial(ops.gen_module, match[1])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise missing_attribute(__name__, name, __all__)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""JitSpec: a named set of files that are found, compiled and loaded together; the registry of those made so far."""
+"""JitSpec: a named set of files that are compiled and loaded together; the registry of this process's specs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fi_core.build import compiler, ninja
-from fi_core.compilation_context import CompilationContext
-from fi_core.env import env
+from fi_core.compat.compilation_context import CompilationContext
 from fi_core.jit.env import GENERATED
-from fi_core.launch.kernel import load_module
-from fi_core.resolve import answers, build_missing, store, where
-from fi_core.spec.op import Artifact
+from fi_core.runtime.build import compiler, ninja
+from fi_core.runtime.env import env
+from fi_core.runtime.launch.kernel import load_module
+from fi_core.runtime.resolve import answers, build_missing, store, where
+from fi_core.runtime.spec.artifact import Artifact
+from fi_core.runtime.spec.target import CPU, Target
 
 OLDEST = 80  # the first compute capability that any implementation takes
 
@@ -27,13 +28,22 @@ def context() -> CompilationContext:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "current_compilation_context":  # asks the driver, so not before somebody wants it
+    if name == "current_compilation_context":  # queries the driver: not at import
         return context()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def default_targets() -> tuple[Target, ...]:
+    """Returns the architectures of FI_CUDA_ARCH_LIST, else of the visible GPUs; the CPU if there is none."""
+    return context().targets() or (CPU,)
+
+
 def check_cuda_arch() -> None:
-    """Raises RuntimeError if there is no architecture to compile device code for; asks again if there was none."""
+    """Checks that there is an architecture to compile device code for. It queries the driver again if none was found.
+
+    Raises:
+        RuntimeError: There is no architecture from sm_80 on.
+    """
     if not context().TARGET_CUDA_ARCHS:
         context.cache_clear()
     targets = context().targets()
@@ -46,10 +56,15 @@ def check_cuda_arch() -> None:
 
 @dataclass(frozen=True)
 class JitSpec(ABC):
-    """`name` is its URI: one for each compile-time configuration, and the name of its folder below generated/.
+    """A set of files that are compiled and loaded together.
 
-    Compiled files lie in the store, where their content names them; `artifacts` says which files these are. Where a
-    property speaks of one library, it is the first host module.
+    Compiled files lie in the content-addressed store. A property that describes one library describes the first host
+    module.
+
+    Args:
+        name: the URI, one per compile-time configuration; also the name of the folder below generated/.
+        artifacts: the files to find or compile.
+        created_at: time of creation.
     """
 
     name: str
@@ -62,7 +77,7 @@ class JitSpec(ABC):
 
     @property
     def sources(self) -> list[Path]:
-        """The translation units; those of device code are there after write_ninja()."""
+        """The translation units; write_ninja() creates those of device code."""
         return [compiler.unit_path(a, self.build_dir / compiler.key(a)) for a in self.artifacts]
 
     @property
@@ -87,53 +102,63 @@ class JitSpec(ABC):
 
     @property
     def jit_library_path(self) -> Path:
-        """Where the store has the library, or would have it."""
+        """The path of the library in the store, whether or not it is compiled."""
         key = compiler.key(self.host)
         return (store.peek(key) or store.roots()[0] / key) / self.host.file
 
     @property
     def aot_path(self) -> Path | None:
-        """The library of an installed package that fits, or None."""
+        """The matching library of an installed package, or None."""
         return next((answer.path for answer in answers(self.host) if answer.path), None)
 
     @property
     def is_aot(self) -> bool:
-        """Whether installed packages have all of it."""
+        """Whether installed packages contain all files."""
         return all(any(answer.path for answer in answers(a)) for a in self.artifacts)
 
     @property
     def is_compiled(self) -> bool:
-        """Whether all of it is there: nothing has to be compiled."""
+        """Whether all files exist, installed or in the store, so that nothing has to be compiled."""
         return all(where(artifact) for artifact in self.artifacts)
 
     def get_library_path(self) -> Path:
         return self.aot_path or self.jit_library_path
 
     def write_ninja(self) -> None:
-        """Writes build.ninja and the units of device code, to look at or to run `ninja` on by hand."""
+        """Writes build.ninja and the units of device code, for inspection or for a manual run of `ninja`."""
         ninja.write(self.artifacts, self.build_dir)
 
     def get_compile_commands(self) -> list[dict[str, str]]:
-        """The entries of compile_commands.json; run write_ninja() for the units they name."""
+        """Returns the entries of compile_commands.json; write_ninja() creates the units that they name."""
         return ninja.compile_commands(self.artifacts, self.build_dir)
 
     def build(self, verbose: bool | None = None, need_lock: bool = False) -> None:
-        """Compiles what is neither installed nor in the store. No build depends on a lock: `need_lock` changes nothing.
+        """Compiles the files that are neither installed nor in the store.
 
-        Raises MissingJITCacheError if FI_JIT=off forbids it, CompileError if a compiler refuses.
+        Args:
+            verbose: whether to show progress; None lets the environment decide.
+            need_lock: accepted for compatibility; builds need no lock.
+
+        Raises:
+            MissingJITCacheError: FI_JIT=off forbids compiling.
+            CompileError: A compiler fails.
         """
         build_missing(self.artifacts, progress=verbose)
 
     @abstractmethod
     def load(self) -> Any:
-        """The functions of what was built. Raises FileNotFoundError if something was not."""
+        """Returns the functions of the compiled files.
+
+        Raises:
+            FileNotFoundError: A file is not compiled.
+        """
 
     def build_and_load(self) -> Any:
         self.build()
         return self.load()
 
     def _load_modules(self) -> list[Any]:
-        """The host modules; device binaries are only looked for, as they are loaded when a kernel is bound."""
+        """Loads the host modules. Device binaries must exist, but are loaded when a kernel is bound."""
         found = {artifact: where(artifact) for artifact in self.artifacts}
         for artifact, place in found.items():
             if place is None:
@@ -143,7 +168,7 @@ class JitSpec(ABC):
 
 @dataclass(frozen=True)
 class JitSpecStatus:
-    """What module listings show of a spec."""
+    """The state of a spec, for module listings."""
 
     name: str
     created_at: datetime
@@ -158,7 +183,7 @@ class JitSpecStatus:
 
 
 class JitSpecRegistry:
-    """The specs that this process made, by name."""
+    """The specs of this process, by name."""
 
     def __init__(self) -> None:
         self._specs: dict[str, JitSpec] = {}
@@ -192,9 +217,17 @@ def status(spec: JitSpec) -> JitSpecStatus:
 
 
 def build_jit_specs(specs: Iterable[JitSpec], verbose: bool = False, skip_prebuilt: bool = True) -> None:
-    """Compiles everything that the specs miss, at once; `skip_prebuilt=False` compiles all of it, there or not.
+    """Compiles the missing files of all specs in one parallel build.
 
-    Raises TypeError for anything that is no JitSpec, else as JitSpec.build.
+    Args:
+        specs: the specs.
+        verbose: whether to show progress.
+        skip_prebuilt: whether files that exist are not compiled again.
+
+    Raises:
+        TypeError: An element is no JitSpec.
+        MissingJITCacheError: FI_JIT=off forbids compiling.
+        CompileError: A compiler fails.
     """
     wanted = list(specs)
     for spec in wanted:
@@ -204,5 +237,5 @@ def build_jit_specs(specs: Iterable[JitSpec], verbose: bool = False, skip_prebui
 
 
 def clear_cache_dir() -> None:
-    """Removes everything that was compiled here; installed packages and generated/ stay."""
+    """Removes all compiled files from the store. Installed packages and generated/ are not removed."""
     store.clear()

@@ -1,4 +1,4 @@
-"""Modules of users: a C++ host entry built against the headers of fi-kernels, and device code if there is any."""
+"""User modules: a C++ host entry compiled against the headers of fi-kernels, with optional device code."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fi_core.build.driver import driver
 from fi_core.jit import core
-from fi_core.launch.kernel import bind_artifacts
-from fi_core.spec.op import Artifact, Entry
-from fi_core.spec.target import CPU, Target, cuda_target
+from fi_core.runtime.build.driver import driver
+from fi_core.runtime.launch.kernel import bind_artifacts
+from fi_core.runtime.spec.artifact import Artifact
+from fi_core.runtime.spec.op import Entry
+from fi_core.runtime.spec.target import CPU, Target, cuda_target
 
 HOST_SUFFIXES = (".cc", ".cpp", ".cxx")
 _GENCODE = re.compile(r"-gencode=arch=compute_\w+,code=sm_(\d+[af]?)")
@@ -20,7 +21,7 @@ _GENCODE = re.compile(r"-gencode=arch=compute_\w+,code=sm_(\d+[af]?)")
 
 @dataclass(frozen=True)
 class UserModule(core.JitSpec):
-    """One host module, and its device binary for each target. `load` gives the tvm-ffi module."""
+    """One host module, with one device binary per target. `load` returns the tvm-ffi module."""
 
     entries: tuple[Entry, ...] = ()
     adapter: Callable[[Any], Any] | None = None
@@ -30,14 +31,21 @@ class UserModule(core.JitSpec):
         return self.adapter(module) if self.adapter else module
 
     def bind(self, device: int = 0) -> Callable[..., Any]:
-        """The module's FI_OP entry as a function, compiled if it must be; `device`: the GPU if there is device code."""
+        """Returns the module's FI_OP entry as a function, and compiles the module if necessary.
+
+        Args:
+            device: index of the GPU, for a module with device code.
+
+        Raises:
+            ValueError: device is no index of a visible GPU.
+        """
         images = [artifact for artifact in self.artifacts if artifact.kind == "cubin"]
         if not images:
             return bind_artifacts(self.name, self.name, (self.host,), (), 0)[0]
         found = driver()
         gpus = found.gpus if found else ()
         if not 0 <= device < len(gpus):
-            raise ValueError(f"device: the index of one of {len(gpus)} visible GPUs is required; got {device}")
+            raise ValueError(f"device: must be the index of one of {len(gpus)} visible GPUs; got {device}")
         image = _image(self.name, cuda_target(*gpus[device].capability), images[0])
         return bind_artifacts(self.name, self.name, (self.host, image), self.entries, device)[0]
 
@@ -59,21 +67,36 @@ def gen_jit_spec(
     use_fast_math: bool = True,
     entries: Sequence[Entry] = (),
 ) -> UserModule:
-    """A module of a user; nothing is compiled yet.
+    """Describes a user module; it compiles nothing.
 
-    sources: one C++ file, which sees the headers of fi-kernels ("fi/host/op.h") and FI_CUDA, 1 if there is device code
-    and 0 if not; and at most one .cu file, compiled apart into one binary for each target, those of `-gencode=` among
-    extra_cuda_cflags, else those of CompilationContext. What more belongs to either is included from it.
-    entries: the `__global__` functions of the .cu file as the host entry finds them in `kernel.entries` (`body` is not
-    used). post_load_adapter: called with the loaded module, what it returns is what `load` gives.
+    Args:
+        name: the module's name; it names files.
+        sources: one C++ file and at most one .cu file; they include any other file. The C++ file can include the
+            headers of fi-kernels ("fi/host/op.h"); FI_CUDA is 1 in it if there is a .cu file, else 0. The .cu
+            file is compiled separately, into one binary per target.
+        extra_cflags: more flags of the C++ compiler.
+        extra_cuda_cflags: more flags of the CUDA compiler. `-gencode=` flags name the targets; without them the targets
+            are those of CompilationContext.
+        extra_ldflags: more flags of the linker.
+        extra_include_paths: more include folders.
+        needs_device_linking: must be False, because device code is one unit.
+        post_load_adapter: called with the loaded module; `load` returns its result.
+        use_fast_math: whether device code is compiled with -use_fast_math.
+        entries: the `__global__` functions of the .cu file, which the host entry finds in `kernel.entries` (`body` is
+            not used).
 
-    Raises ValueError for sources that cannot be taken, RuntimeError for device code without a target.
+    Returns:
+        The module, registered in `jit_spec_registry`.
+
+    Raises:
+        ValueError: name, sources or needs_device_linking does not fit.
+        RuntimeError: There is device code but no target.
     """
     if not re.fullmatch(r"\w[\w.-]*", name):
-        raise ValueError(f"name: letters, digits and _.- are required, as it names files; got {name!r}")
+        raise ValueError(f"name: must have letters, digits and _.- only, because it names files; got {name!r}")
     if needs_device_linking:
         raise ValueError(
-            "needs_device_linking: device code is one unit and is not linked; include the other files from it"
+            "needs_device_linking: must be False, because device code is one unit; include the other files from it"
         )
     paths = [Path(source).resolve() for source in sources]
     host, device = _split(paths)
@@ -95,7 +118,7 @@ def gen_jit_spec(
             core.check_cuda_arch()
             targets = [target for target in core.context().targets() if target.capability >= core.OLDEST]
         flags = tuple(flag for flag in device_flags if not _GENCODE.fullmatch(flag))
-        unit = Artifact(name, "cubin", targets[0], device.read_text(), flags, (str(device.parent), *includes))
+        unit = Artifact(name, "cubin", targets[0], str(device), flags, (str(device.parent), *includes))
         artifacts += [_image(name, target, unit) for target in targets]
     spec = UserModule(name, tuple(artifacts), tuple(entries), post_load_adapter)
     core.jit_spec_registry.register(spec)
@@ -103,7 +126,7 @@ def gen_jit_spec(
 
 
 def _split(paths: Sequence[Path]) -> tuple[Path, Path | None]:
-    """The host source and the device source."""
+    """Returns the host source and the device source."""
     for path in paths:
         if not path.is_file():
             raise ValueError(f"sources: {path} is not a file")
@@ -111,7 +134,7 @@ def _split(paths: Sequence[Path]) -> tuple[Path, Path | None]:
     device = [path for path in paths if path.suffix == ".cu"]
     if len(host) != 1 or len(device) > 1 or len(host) + len(device) != len(paths):
         raise ValueError(
-            f"sources: one C++ file ({', '.join(HOST_SUFFIXES)}) and at most one .cu file are required, which include "
-            f"what else there is; got {', '.join(path.name for path in paths) or 'none'}"
+            f"sources: must be one C++ file ({', '.join(HOST_SUFFIXES)}) and at most one .cu file, which include the "
+            f"other files; got {', '.join(path.name for path in paths) or 'none'}"
         )
     return host[0], device[0] if device else None

@@ -1,6 +1,6 @@
-"""Where things lie, as path constants: `FI_JIT_DIR` and its like, also under the prefix FLASHINFER_.
+"""Path constants, such as `FI_JIT_DIR`; each exists with the prefix FLASHINFER_ too.
 
-A constant is computed each time it is read, so FI_CACHE_DIR may change; nothing is created by reading one.
+A constant is computed at each read, so FI_CACHE_DIR may change. Reading a constant creates no file.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
-from fi_core.build import sources
-from fi_core.env import env
-from fi_core.resolve import store
-from fi_core.resolve.provider import ENV_NAME, providers
+from fi_core.runtime.build import sources
+from fi_core.runtime.env import env
+from fi_core.runtime.resolve import store
+from fi_core.runtime.resolve.provider import ENV_NAME, providers
 
 GENERATED = "generated"
 
@@ -24,7 +24,7 @@ def _provided(name: str) -> Path | None:
 _PATHS: dict[str, Callable[[], Path | None]] = {
     "BASE_DIR": lambda: env.workspace_base,
     "CACHE_DIR": lambda: env.cache_dir,
-    "WORKSPACE_DIR": lambda: env.cache_dir,  # names of entries tell versions and architectures apart, not folders
+    "WORKSPACE_DIR": lambda: env.cache_dir,  # entry names contain version and architecture; folders do not
     "JIT_DIR": lambda: env.cache_dir / store.ENTRIES,
     "GEN_SRC_DIR": lambda: env.cache_dir / GENERATED,
     "CUBIN_DIR": lambda: _provided(ENV_NAME) or _provided("fi-cubin"),
@@ -47,12 +47,12 @@ def __dir__() -> list[str]:
 
 
 def has_fi_cubin() -> bool:
-    """Whether the package of prebuilt device binaries can be imported; `doctor` says whether it fits."""
+    """Whether the package of prebuilt device binaries is installed; `fi-core doctor` reports whether it matches."""
     return importlib.util.find_spec("fi_cubin") is not None
 
 
 def has_fi_jit_cache() -> bool:
-    """Whether the package of prebuilt host modules can be imported."""
+    """Whether the package of prebuilt host modules is installed."""
     return importlib.util.find_spec("fi_jit_cache") is not None
 
 

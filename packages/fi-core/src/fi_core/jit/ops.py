@@ -1,4 +1,4 @@
-"""Specs of fi's own ops: `gen_module(word)` for a family, such as "norm", or for one op, such as "rmsnorm"."""
+"""JitSpecs of fi's own operators: `gen_module(word)` for a family ("norm") or an operator ("rmsnorm")."""
 
 from __future__ import annotations
 
@@ -7,36 +7,33 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from fi_core import prebuilt
-from fi_core.build import sources
+from fi_core import aot
 from fi_core.jit import core
-from fi_core.registry import launcher, ops
-from fi_core.spec.dtype import short_name
-from fi_core.spec.op import Op, Spec
-from fi_core.spec.target import CPU, Target
+from fi_core.registry import operator, ops
+from fi_core.runtime.build import sources
+from fi_core.runtime.spec.dtype import short_name
+from fi_core.runtime.spec.op import Op, Spec
+from fi_core.runtime.spec.target import Target
 
+# FlashInfer's names of some operators of the attention family.
+_GROUPS = {"cascade": ("merge_state", "merge_states")}
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 def words() -> tuple[str, ...]:
-    """What `gen_module` takes."""
-    return tuple(dict.fromkeys((*(op.family for op in ops().values()), *ops())))
-
-
-def default_targets() -> tuple[Target, ...]:
-    """The architectures of FI_CUDA_ARCH_LIST or of the visible GPUs; the CPU where there is none."""
-    return core.context().targets() or (CPU,)
+    """Returns the families and operators that `gen_module` accepts."""
+    return tuple(dict.fromkeys((*(op.family for op in ops().values()), *_GROUPS, *ops())))
 
 
 def specs_of(
     wanted: Iterable[Op], targets: Iterable[Target], keep: Callable[[Spec], bool] = lambda spec: True
 ) -> Iterator[Spec]:
-    """What is built ahead of the ops on the targets, each name once (CPU modules serve all axes)."""
+    """Yields the prebuilt specs of the operators on the targets, each name once (a CPU module serves all axes)."""
     seen = set()
     places = tuple(targets)
     for op in wanted:
         for target in places:
-            for spec in prebuilt.specs(op, target):
+            for spec in aot.specs(op, target):
                 if keep(spec) and spec.name not in seen:
                     seen.add(spec.name)
                     yield spec
@@ -44,7 +41,7 @@ def specs_of(
 
 @dataclass(frozen=True)
 class OpModule(core.JitSpec):
-    """Some specs of some ops; loaded, a namespace with one function per op, which takes the arguments of its schema."""
+    """Specs of operators. `load` returns a namespace with one function per operator; arguments are as in its schema."""
 
     specs: tuple[Spec, ...]
 
@@ -55,29 +52,45 @@ class OpModule(core.JitSpec):
 
     def load(self) -> SimpleNamespace:
         self._load_modules()
-        return SimpleNamespace(**{spec.op.name: launcher(spec.op.name) for spec in self.specs})
+        return SimpleNamespace(**{spec.op.name: operator(spec.op.name).function for spec in self.specs})
 
 
 def view(spec: Spec) -> OpModule:
-    """One spec as a JitSpec."""
+    """Returns one spec as a JitSpec."""
     return OpModule.of(spec.name, (spec,))
 
 
 def gen_module(word: str, *, targets: Iterable[Target] | None = None, **axes: Any) -> core.JitSpec:
-    """What is built ahead of a family or an op, narrowed to some values of its axes (dtypes of torch, or short names).
+    """Returns the prebuilt configurations of a family or an operator as one spec; it compiles nothing.
 
-    targets: default_targets() if None. Compiles nothing. Raises ValueError if nothing is left.
+    Args:
+        word: a family or an operator.
+        targets: `core.default_targets()` if None.
+        **axes: keeps the configurations with these values of the operator's axes; a dtype is a torch dtype or its short
+            name.
+
+    Raises:
+        ValueError: word is unknown, or no configuration is left.
     """
-    chosen = [op for op in ops().values() if word in (op.family, op.name)]
+    chosen = [op for op in ops().values() if word in (op.family, op.name) or op.name in _GROUPS.get(word, ())]
     if not chosen:
-        raise ValueError(f"word: a family or an op is required, which are {', '.join(words())}; got {word!r}")
+        raise ValueError(f"word: must be a family or an operator, one of {', '.join(words())}; got {word!r}")
     return _module(word, chosen, targets, axes)
 
 
 def gen_act_and_mul_module(act_func_name: str, *, targets: Iterable[Target] | None = None, **axes: Any) -> core.JitSpec:
-    """`gen_module` for one activation; all of them are in the same files."""
+    """Returns `gen_module` of one activation; all activations are in the same files.
+
+    Args:
+        act_func_name: "silu", "gelu" or "gelu_tanh".
+        targets: as for `gen_module`.
+        **axes: as for `gen_module`.
+
+    Raises:
+        ValueError: act_func_name is unknown, or no configuration is left.
+    """
     if act_func_name not in ACTIVATIONS:
-        raise ValueError(f"act_func_name: allowed are {', '.join(ACTIVATIONS)}; got {act_func_name!r}")
+        raise ValueError(f"act_func_name: must be one of {', '.join(ACTIVATIONS)}; got {act_func_name!r}")
     return _module(f"{act_func_name}_and_mul", [ops()["act_and_mul"]], targets, axes)
 
 
@@ -88,11 +101,11 @@ def _module(name: str, chosen: list[Op], targets: Iterable[Target] | None, axes:
         values = dict(spec.axes)
         return all(axis in values and values[axis] == value for axis, value in wanted.items())
 
-    places = default_targets() if targets is None else tuple(targets)
+    places = core.default_targets() if targets is None else tuple(targets)
     specs = tuple(specs_of(chosen, places, keep))
     if not specs:
         asked = ", ".join(f"{axis}={value}" for axis, value in wanted.items())
-        raise ValueError(f"{name}({asked}): nothing is built ahead for that on {', '.join(map(str, places))}")
+        raise ValueError(f"{name}({asked}): no configuration is prebuilt on {', '.join(map(str, places))}")
     made = OpModule.of("_".join([name, *(f"{axis}_{value}" for axis, value in wanted.items())]), specs)
     core.jit_spec_registry.register(made)
     return made

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm with their residual-add and fp8 forms."""
+"""RMSNorm and LayerNorm, with residual-add and fp8-output forms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _scale_tensor(scale: torch.Tensor | float, input: torch.Tensor) -> torch.Tensor:
-    """FlashInfer takes a float too: made into a tensor, which allocates and launches a fill."""
+    """Converts a float scale, which FlashInfer accepts too, to a tensor; this allocates and launches a fill kernel."""
     if isinstance(scale, (int, float)):
         import torch
 
@@ -31,18 +31,27 @@ def rmsnorm(
     out: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
 ) -> torch.Tensor:
-    """`input * weight / sqrt(mean(input^2) + eps)` over the last dimension (RMSNorm, arXiv:1910.07467).
+    """Computes `input * weight / sqrt(mean(input^2) + eps)` over the last dimension (RMSNorm, arXiv:1910.07467).
 
-    input: `[n, d]` or `[n, heads, d]`, fp16, bf16 or fp32; rows may be strided, the last dimension is contiguous.
-    weight: `[d]`, same dtype. out: like input, may be input itself; allocated if None.
-    Arithmetic in fp32, one rounding.
-    enable_pdl: programmatic dependent launch; None means on where the hardware has it (sm_90 and later).
+    The arithmetic is in fp32 with one rounding.
 
-    Returns out. Raises ValueError (shape, stride, device) or TypeError (dtype) naming the argument.
+    Args:
+        input: `[n, d]` or `[n, heads, d]`, fp16, bf16 or fp32. Rows may be strided; the last dimension is contiguous.
+        weight: `[d]`, dtype of input.
+        eps: added to the mean of the squares.
+        out: shape and dtype of input; may be input itself. Allocated if None.
+        enable_pdl: programmatic dependent launch; None enables it where the hardware has it (sm_90 and later).
+
+    Returns:
+        out.
+
+    Raises:
+        ValueError: A shape, stride or device does not fit; the text names the argument.
+        TypeError: A dtype does not fit; the text names the argument.
     """
     if out is None:
         out = input.new_empty(input.shape)
-    ops.rmsnorm(out, input, None, weight, None, eps, 0.0, enable_pdl)
+    ops.rmsnorm(out, input, weight, eps, enable_pdl)
     return out
 
 
@@ -54,10 +63,23 @@ def gemma_rmsnorm(
     out: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
 ) -> torch.Tensor:
-    """`input * (1 + weight) / sqrt(mean(input^2) + eps)`: as `rmsnorm`, with 1 + weight formed in fp32 (Gemma)."""
+    """Computes `input * (1 + weight) / sqrt(mean(input^2) + eps)`, the RMSNorm of Gemma.
+
+    `1 + weight` is computed in fp32. Everything else is as in `rmsnorm`.
+
+    Args:
+        input: `[n, d]` or `[n, heads, d]`, fp16, bf16 or fp32.
+        weight: `[d]`, dtype of input.
+        eps: added to the mean of the squares.
+        out: shape and dtype of input; may be input itself. Allocated if None.
+        enable_pdl: programmatic dependent launch, as for `rmsnorm`.
+
+    Returns:
+        out.
+    """
     if out is None:
         out = input.new_empty(input.shape)
-    ops.rmsnorm(out, input, None, weight, None, eps, 1.0, enable_pdl)
+    ops.rmsnorm(out, input, weight, eps=eps, weight_bias=1.0, enable_pdl=enable_pdl)
     return out
 
 
@@ -69,15 +91,23 @@ def fused_add_rmsnorm(
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
-    """In place: `s = input + residual`; residual becomes `s`, input becomes `rmsnorm(s, weight, eps)`.
+    """Adds the residual and normalizes, in place.
 
-    input, residual: `[n, d]`, one dtype of fp16, bf16 and fp32; rows may be strided, the last dimension is contiguous.
-    weight: `[d]`, same dtype. s is fp32: the norm is taken of it before it is rounded into residual.
-    enable_pdl: as for `rmsnorm`.
+    `residual = input + residual; input = rmsnorm(residual, weight, eps)`.
+    The sum is fp32, and the norm is computed from the fp32 sum, before the sum is rounded into residual.
 
-    Raises ValueError (shape, stride, device) or TypeError (dtype) naming the argument.
+    Args:
+        input: `[n, d]`, fp16, bf16 or fp32; receives the norm. Rows may be strided; the last dimension is contiguous.
+        residual: shape and dtype of input; receives the sum. Rows may be strided.
+        weight: `[d]`, dtype of input.
+        eps: added to the mean of the squares.
+        enable_pdl: programmatic dependent launch, as for `rmsnorm`.
+
+    Raises:
+        ValueError: A shape, stride or device does not fit; the text names the argument.
+        TypeError: A dtype does not fit; the text names the argument.
     """
-    ops.rmsnorm(input, input, residual, weight, None, eps, 0.0, enable_pdl)
+    ops.rmsnorm(input, input, weight, eps=eps, residual=residual, enable_pdl=enable_pdl)
 
 
 @fi_api(trace=trace.GEMMA_FUSED_ADD_RMSNORM)
@@ -88,8 +118,18 @@ def gemma_fused_add_rmsnorm(
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
-    """As `fused_add_rmsnorm`, with 1 + weight formed in fp32 in place of weight (Gemma)."""
-    ops.rmsnorm(input, input, residual, weight, None, eps, 1.0, enable_pdl)
+    """Adds the residual and normalizes, in place, with the weight of Gemma: `1 + weight`, computed in fp32.
+
+    Everything else is as in `fused_add_rmsnorm`.
+
+    Args:
+        input: `[n, d]`, fp16, bf16 or fp32; receives the norm.
+        residual: shape and dtype of input; receives the sum.
+        weight: `[d]`, dtype of input.
+        eps: added to the mean of the squares.
+        enable_pdl: programmatic dependent launch, as for `rmsnorm`.
+    """
+    ops.rmsnorm(input, input, weight, eps=eps, residual=residual, weight_bias=1.0, enable_pdl=enable_pdl)
 
 
 @fi_api(trace=trace.RMSNORM_QUANT)
@@ -101,15 +141,23 @@ def rmsnorm_quant(
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
-    """`rmsnorm(input, weight, eps) / scale`, rounded once into out, which saturates at its largest finite value.
+    """Computes `out = rmsnorm(input, weight, eps) / scale` in fp8, rounded once and saturated to the finite range.
 
-    out: fp8 e4m3 or e5m2, the shape of input. input, weight, enable_pdl: as for `rmsnorm`.
-    scale: fp32 tensor of one element, shape `[]` or `[1]`, on the device of input: real value = out * scale. It is read
-    on the device. A number is accepted with a FutureWarning: it is made into a tensor first, which allocates.
+    Args:
+        out: shape of input, fp8 e4m3 or e5m2; receives the result.
+        input: as for `rmsnorm`.
+        weight: as for `rmsnorm`.
+        scale: `[]` or `[1]`, fp32, on the device of input: the dequantization scale, real value = out * scale. The
+            kernel reads it on the device. A number is accepted with a FutureWarning, because converting it to a tensor
+            allocates and launches a kernel in each call.
+        eps: added to the mean of the squares.
+        enable_pdl: programmatic dependent launch, as for `rmsnorm`.
 
-    Raises ValueError (shape, stride, device) or TypeError (dtype) naming the argument.
+    Raises:
+        ValueError: A shape, stride or device does not fit; the text names the argument.
+        TypeError: A dtype does not fit; the text names the argument.
     """
-    ops.rmsnorm(out, input, None, weight, _scale_tensor(scale, input), eps, 0.0, enable_pdl)
+    ops.rmsnorm(out, input, weight, scale=_scale_tensor(scale, input), eps=eps, enable_pdl=enable_pdl)
 
 
 @fi_api(trace=trace.FUSED_ADD_RMSNORM_QUANT)
@@ -122,11 +170,23 @@ def fused_add_rmsnorm_quant(
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
-    """`s = input + residual`; residual becomes `s`, out becomes `rmsnorm(s, weight, eps) / scale`; input stays.
+    """Adds the residual and normalizes to fp8.
 
-    out, scale: as for `rmsnorm_quant`. input, residual, weight, eps, enable_pdl: as for `fused_add_rmsnorm`.
+    `residual = input + residual; out = rmsnorm(residual, weight, eps) / scale`.
+    The norm is computed from the fp32 sum, before the sum is rounded into residual. input does not change.
+
+    Args:
+        out: shape of input, fp8 e4m3 or e5m2; receives the norm, saturated to the finite range.
+        input: `[n, d]`, fp16, bf16 or fp32, as for `fused_add_rmsnorm`.
+        residual: shape and dtype of input; receives the sum.
+        weight: `[d]`, dtype of input.
+        scale: `[]` or `[1]`, fp32, as for `rmsnorm_quant`.
+        eps: added to the mean of the squares.
+        enable_pdl: programmatic dependent launch, as for `rmsnorm`.
     """
-    ops.rmsnorm(out, input, residual, weight, _scale_tensor(scale, input), eps, 0.0, enable_pdl)
+    ops.rmsnorm(
+        out, input, weight, residual=residual, scale=_scale_tensor(scale, input), eps=eps, enable_pdl=enable_pdl
+    )
 
 
 @fi_api(trace=trace.FUSED_ADD_RMSNORM_FP8_BLOCK_QUANT)
@@ -140,32 +200,54 @@ def fused_add_rmsnorm_fp8_block_quant(
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
-    """`s = input + residual`; residual becomes `s`, normed_out `rmsnorm(s, weight, eps)`, out its e4m3 form.
+    """Adds the residual, normalizes, and quantizes the norm to e4m3 with one scale per block of 128 elements of a row.
 
-    input, residual, normed_out: `[n, d]`, fp16 or bf16, d a multiple of 128; rows may be strided, the last dimension is
-    contiguous and rows start at multiples of 16 bytes (of 8 in out). weight: `[d]`, same dtype. input stays as it is.
-    out: `[n, d]` e4m3. A block is 128 neighbours of a row: its scale is the largest magnitude of its rounded normed_out
-    (1e-10 at least) / 448, and normed_out = out * scale.
-    block_scale: fp32 `[d / 128, n rounded up to a multiple of 4]`, contiguous: that of row i, block j is
-    `block_scale[j, i]`. What lies beyond n is not written.
-    enable_pdl: as for `rmsnorm`.
+    `residual = input + residual; normed_out = rmsnorm(residual, weight, eps)`. For each block of rounded normed_out,
+    `scale = max(max(abs(block)), 1e-10) / 448` and `out = normed_out / scale`, so `normed_out = out * scale`. The
+    tensor input does not change.
 
-    Raises ValueError (shape, stride, device) or TypeError (dtype) naming the argument.
+    Args:
+        out: `[n, d]`, e4m3; receives the quantized norm. Rows start at multiples of 8 bytes.
+        block_scale: `[d / 128, n rounded up to a multiple of 4]`, fp32, contiguous; receives the scale of row i, block
+            j at `block_scale[j, i]`. Columns from n on are not written.
+        normed_out: `[n, d]`, dtype of input; receives the norm.
+        input: `[n, d]`, fp16 or bf16, d a multiple of 128. Rows may be strided and start at multiples of 16 bytes, also
+            in residual and normed_out; the last dimension is contiguous.
+        residual: `[n, d]`, dtype of input; receives the sum.
+        weight: `[d]`, dtype of input.
+        eps: added to the mean of the squares.
+        enable_pdl: programmatic dependent launch, as for `rmsnorm`.
+
+    Raises:
+        ValueError: A shape, stride or device does not fit; the text names the argument.
+        TypeError: A dtype does not fit; the text names the argument.
     """
-    ops.rmsnorm_block_quant(out, block_scale, normed_out, input, residual, weight, eps, enable_pdl)
+    ops.rmsnorm_block_quant(
+        out, block_scale, normed_out, input, residual=residual, weight=weight, eps=eps, enable_pdl=enable_pdl
+    )
 
 
 @fi_api(trace=trace.LAYERNORM)
 def layernorm(input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """`(input - mean) / sqrt(var + eps) * gemma + beta` over the last dimension, biased variance (arXiv:1607.06450).
+    """Computes `(input - mean) / sqrt(var + eps) * gamma + beta` over the last dimension (LayerNorm, arXiv:1607.06450).
 
-    input: `[n, d]`, fp16, bf16 or fp32; rows may be strided, the last dimension is contiguous. gemma, beta: `[d]`, fp32
-    (the name is FlashInfer's). Arithmetic in fp32, one rounding.
+    The variance is the biased one. The arithmetic is in fp32 with one rounding.
 
-    Returns a new tensor like input. Raises ValueError (shape, stride, device) or TypeError (dtype) naming the argument.
+    Args:
+        input: `[n, d]`, fp16, bf16 or fp32. Rows may be strided; the last dimension is contiguous.
+        gemma: `[d]`, fp32, the scale gamma (the argument's name is FlashInfer's).
+        beta: `[d]`, fp32, the shift.
+        eps: added to the variance.
+
+    Returns:
+        A new tensor with the shape and dtype of input.
+
+    Raises:
+        ValueError: A shape, stride or device does not fit; the text names the argument.
+        TypeError: A dtype does not fit; the text names the argument.
     """
     out = input.new_empty(input.shape)
-    ops.layernorm(out, input, gemma, beta, None, eps)
+    ops.layernorm(out, input, gemma, beta, eps=eps)
     return out
 
 
@@ -178,5 +260,20 @@ def layernorm_quant(
     scale: torch.Tensor | float,
     eps: float = 1e-6,
 ) -> None:
-    """`layernorm(input, gemma, beta, eps) / scale`, rounded once into out. out, scale: as for `rmsnorm_quant`."""
-    ops.layernorm(out, input, gemma, beta, _scale_tensor(scale, input), eps)
+    """Computes `out = layernorm(input, gemma, beta, eps) / scale` in fp8.
+
+    The result is rounded once and saturated to the finite range.
+
+    Args:
+        out: `[n, d]`, fp8 e4m3 or e5m2; receives the result.
+        input: `[n, d]`, as for `layernorm`.
+        gemma: `[d]`, fp32, the scale gamma.
+        beta: `[d]`, fp32, the shift.
+        scale: `[]` or `[1]`, fp32, as for `rmsnorm_quant`.
+        eps: added to the variance.
+
+    Raises:
+        ValueError: A shape, stride or device does not fit; the text names the argument.
+        TypeError: A dtype does not fit; the text names the argument.
+    """
+    ops.layernorm(out, input, gemma, beta, scale=_scale_tensor(scale, input), eps=eps)

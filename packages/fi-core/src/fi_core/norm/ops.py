@@ -1,65 +1,75 @@
-"""The ops of the norm family: what their kernels are compiled for, and their launchers."""
+"""Declares the operators of the norm family, and their kernel entries."""
 
 from __future__ import annotations
 
-from fi_core.launch.op import Launcher
-from fi_core.spec.constraint import ON_CPU, at_least
-from fi_core.spec.dtype import DTYPES
-from fi_core.spec.op import Axes, Entry, Impl, Op, Unit
+from typing import NamedTuple
 
-_LARGEST_D = 2**30  # of the entries that loop over a row
+from fi_core.runtime.launch.operator import operator
+from fi_core.runtime.spec.constraint import ON_CPU, at_least
+from fi_core.runtime.spec.dtype import DTYPES
+from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
 
-
-def _block(op: str, name: str, arguments: str, vec: int, count: int, threads: int) -> Entry:
-    """An entry whose blocks hold one row in registers."""
-    config = (1, vec, count, vec * count * threads)
-    return Entry(f"{op}_{name}_{threads}_{count}", f"{op}_{name}<{arguments}>", threads, config)
+_MAX_D = 2**30  # of the entries that loop over a row
 
 
-def _loop(op: str, name: str, arguments: str, vec: int) -> Entry:
-    """An entry whose blocks read one row of any length more than once."""
-    return Entry(f"{op}_{name}", f"{op}_loop<{arguments}>", 1024, (1, vec, 1, _LARGEST_D))
+class NormConfig(NamedTuple):
+    rows_per_cta: int
+    vec_size: int  # elements per vector
+    vectors_per_thread: int
+    max_d: int
 
 
-# Every config is (rows a block, elements a vector, vectors a thread, largest d), in order of preference.
-def _rmsnorm_unit(axes: Axes) -> Unit:
+def _cta_entry(op: str, arguments: str, vec: int, num_vecs: int, threads: int) -> Entry:
+    """An entry whose CTA holds one row in registers."""
+    config = NormConfig(1, vec, num_vecs, vec * num_vecs * threads)
+    return Entry(f"{op}_cta_{threads}_{num_vecs}", f"{op}_cta<{arguments}>", threads, config)
+
+
+def _loop_entry(op: str, name: str, arguments: str, vec: int) -> Entry:
+    """An entry whose CTA loops over one row of any length, and reads it more than once."""
+    return Entry(f"{op}_{name}", f"{op}_loop<{arguments}>", 1024, NormConfig(1, vec, 1, _MAX_D))
+
+
+# Kernel entries are in order of preference.
+def _rmsnorm_unit(axes: Values) -> Unit:
     dtype, out = DTYPES[str(axes["dtype"])], DTYPES[str(axes["out"])]
     types, vec = f"{dtype.device}, {out.device}", 16 // dtype.bytes
     residual = str(axes["residual"]).lower()
     entries = []
-    for lanes, count, rows in ((16, 1, 2), (32, 1, 2), (32, 2, 1), (32, 4, 1)):
-        body = f"rmsnorm_lanes<{types}, {vec}, {lanes}, {count}, {rows}, {residual}>"
-        config = (256 // lanes * rows, vec, count, vec * lanes * count)
-        entries.append(Entry(f"rmsnorm_lanes_{lanes}_{count}", body, 256, config))
-    # A bound of 256 threads leaves 48 registers without a residual, so a fifth block fits on an SM (sm_90a).
-    for count, threads in ((2, 256), (4, 512)) if axes["residual"] else ((2, 256), (4, 256), (4, 512)):
-        entries.append(_block("rmsnorm", "block", f"{types}, {vec}, {count}, {residual}", vec, count, threads))
-    entries.append(_loop("rmsnorm", "loop", f"{types}, {vec}, {residual}", vec))
-    entries.append(_loop("rmsnorm", "scalar", f"{types}, 1, {residual}", 1))
+    for lanes, num_vecs, rows in ((16, 1, 2), (32, 1, 2), (32, 2, 1), (32, 4, 1)):
+        body = f"rmsnorm_warp<{types}, {vec}, {lanes}, {num_vecs}, {rows}, {residual}>"
+        config = NormConfig(256 // lanes * rows, vec, num_vecs, vec * lanes * num_vecs)
+        entries.append(Entry(f"rmsnorm_warp_{lanes}_{num_vecs}", body, 256, config))
+    # Without a residual the kernel of 256 threads takes 48 registers per thread, so 5 CTAs fit on an SM (sm_90a).
+    for num_vecs, threads in ((2, 256), (4, 512)) if axes["residual"] else ((2, 256), (4, 256), (4, 512)):
+        entries.append(_cta_entry("rmsnorm", f"{types}, {vec}, {num_vecs}, {residual}", vec, num_vecs, threads))
+    entries.append(_loop_entry("rmsnorm", "loop", f"{types}, {vec}, {residual}", vec))
+    entries.append(_loop_entry("rmsnorm", "scalar", f"{types}, 1, {residual}", 1))
     return Unit("fi/norm/rmsnorm.cuh", "RmsnormParams", tuple(entries))
 
 
-def _layernorm_unit(axes: Axes) -> Unit:
+def _layernorm_unit(axes: Values) -> Unit:
     dtype, out = DTYPES[str(axes["dtype"])], DTYPES[str(axes["out"])]
     types, vec = f"{dtype.device}, {out.device}", 16 // dtype.bytes
     entries = []
-    for count in (1, 4):
-        config = (8, vec, count, vec * 32 * count)
-        entries.append(Entry(f"layernorm_warp_{count}", f"layernorm_warp<{types}, {vec}, {count}>", 256, config))
-    for count, threads in ((2, 256), (4, 512)):
-        entries.append(_block("layernorm", "block", f"{types}, {vec}, {count}", vec, count, threads))
-    entries.append(_loop("layernorm", "loop", f"{types}, {vec}", vec))
-    entries.append(_loop("layernorm", "scalar", f"{types}, 1", 1))
+    for num_vecs in (1, 4):
+        config = NormConfig(8, vec, num_vecs, vec * 32 * num_vecs)
+        body = f"layernorm_warp<{types}, {vec}, {num_vecs}>"
+        entries.append(Entry(f"layernorm_warp_{num_vecs}", body, 256, config))
+    for num_vecs, threads in ((2, 256), (4, 512)):
+        entries.append(_cta_entry("layernorm", f"{types}, {vec}, {num_vecs}", vec, num_vecs, threads))
+    entries.append(_loop_entry("layernorm", "loop", f"{types}, {vec}", vec))
+    entries.append(_loop_entry("layernorm", "scalar", f"{types}, 1", 1))
     return Unit("fi/norm/layernorm.cuh", "LayernormParams", tuple(entries))
 
 
-def _rmsnorm_block_quant_unit(axes: Axes) -> Unit:
+def _rmsnorm_block_quant_unit(axes: Values) -> Unit:
     dtype = DTYPES[str(axes["dtype"])]
     entries = [
-        _block("rmsnorm_block_quant", "block", f"{dtype.device}, {count}", 8, count, threads)
-        for count, threads in ((2, 256), (4, 512))
+        _cta_entry("rmsnorm_block_quant", f"{dtype.device}, {num_vecs}", 8, num_vecs, threads)
+        for num_vecs, threads in ((2, 256), (4, 512))
     ]
-    entries.append(_loop("rmsnorm_block_quant", "loop", dtype.device, 8))
+    entries.append(_loop_entry("rmsnorm_block_quant", "loop", dtype.device, 8))
     return Unit("fi/norm/rmsnorm_block_quant.cuh", "RmsnormBlockQuantParams", tuple(entries))
 
 
@@ -69,10 +79,12 @@ _OUTS = (*_DTYPES, "e4m3", "e5m2")
 RMSNORM = Op(
     name="rmsnorm",
     family="norm",
-    schema="(Tensor(a!) out, Tensor input, Tensor(b!)? residual, Tensor weight, Tensor? scale, float eps, "
-    "float weight_bias, bool? enable_pdl) -> ()",
+    arguments="Tensor(a!) out, Tensor input, Tensor weight, float eps=1e-06, bool? enable_pdl=None, "
+    "Tensor(b!)? residual=None, Tensor? scale=None, float weight_bias=0.0",
+    read=lambda out, input, residual: (input.dtype, out.dtype, residual is not None),
     axes={"dtype": _DTYPES, "out": _OUTS, "residual": (False, True)},
-    impls=(Impl("cpu", ON_CPU), Impl("cuda", at_least(80), _rmsnorm_unit)),
+    config=NormConfig,
+    implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _rmsnorm_unit)),
     prebuilt=tuple(
         {"dtype": dtype, "out": out, "residual": residual}
         for dtype, outs in (("f16", ("f16", "e4m3", "e5m2")), ("bf16", ("bf16", "e4m3", "e5m2")), ("f32", ("f32",)))
@@ -84,9 +96,11 @@ RMSNORM = Op(
 LAYERNORM = Op(
     name="layernorm",
     family="norm",
-    schema="(Tensor(a!) out, Tensor input, Tensor gemma, Tensor beta, Tensor? scale, float eps) -> ()",
+    arguments="Tensor(a!) out, Tensor input, Tensor gemma, Tensor beta, Tensor? scale=None, float eps=1e-06",
+    read=lambda out, input: (input.dtype, out.dtype),
     axes={"dtype": _DTYPES, "out": _OUTS},
-    impls=(Impl("cpu", ON_CPU), Impl("cuda", at_least(80), _layernorm_unit)),
+    config=NormConfig,
+    implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _layernorm_unit)),
     prebuilt=tuple(
         {"dtype": dtype, "out": out}
         for dtype, outs in (("f16", ("f16", "e4m3")), ("bf16", ("bf16", "e4m3")), ("f32", ("f32",)))
@@ -97,16 +111,14 @@ LAYERNORM = Op(
 RMSNORM_BLOCK_QUANT = Op(
     name="rmsnorm_block_quant",
     family="norm",
-    schema="(Tensor(a!) out, Tensor(b!) block_scale, Tensor(c!) normed_out, Tensor input, Tensor(d!) residual, "
-    "Tensor weight, float eps, bool? enable_pdl) -> ()",
+    arguments="Tensor(a!) out, Tensor(b!) block_scale, Tensor(c!) normed_out, Tensor input, Tensor(d!) residual, "
+    "Tensor weight, float eps=1e-06, bool? enable_pdl=None",
+    read=lambda input: (input.dtype,),
     axes={"dtype": ("f16", "bf16")},
-    impls=(Impl("cpu", ON_CPU), Impl("cuda", at_least(80), _rmsnorm_block_quant_unit)),
+    config=NormConfig,
+    implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _rmsnorm_block_quant_unit)),
 )
 
-rmsnorm = Launcher(
-    RMSNORM, lambda out, input, residual, *_: (input.get_device(), input.dtype, out.dtype, residual is not None)
-)
-layernorm = Launcher(LAYERNORM, lambda out, input, *_: (input.get_device(), input.dtype, out.dtype))
-rmsnorm_block_quant = Launcher(
-    RMSNORM_BLOCK_QUANT, lambda out, block_scale, normed_out, input, *_: (input.get_device(), input.dtype)
-)
+rmsnorm = operator(RMSNORM)
+layernorm = operator(LAYERNORM)
+rmsnorm_block_quant = operator(RMSNORM_BLOCK_QUANT)

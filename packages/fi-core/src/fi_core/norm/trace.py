@@ -2,10 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
+from fi_core.observe.draw import Draw, nbytes
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work
+
+
+def _make(heads: bool, residual: bool, quantized: bool, parameters: tuple[str, ...]) -> Callable[..., dict[str, Any]]:
+    """Makes the inputs of a norm: strided rows, with a large value and a NaN in the last row."""
+
+    def make(
+        draw: Draw,
+        *,
+        dtype: str = "bfloat16",
+        out_dtype: str = "float8_e4m3fn",
+        batch_size: int = 5,
+        num_heads: int = 3,
+        hidden_size: int = 136,
+        scale: float | None = None,
+        eps: float = 1e-5,
+    ) -> dict[str, Any]:
+        shape = (batch_size, num_heads, hidden_size) if heads else (batch_size, hidden_size)
+        found = {"out": draw.empty(shape, out_dtype)} if quantized else {}
+        found["input"] = draw.rows(draw.special(draw.normal(shape, dtype), float("nan")))
+        if residual:
+            found["residual"] = draw.rows(draw.normal(shape, dtype, 3.0 if draw.nasty else 1.0))
+        kind = "float32" if "beta" in parameters else dtype
+        found |= {parameter: draw.normal((hidden_size,), kind) for parameter in parameters}
+        if quantized:
+            drawn = draw.normal((1,), "float32").abs() + 0.01
+            found["scale"] = drawn if scale is None else drawn.fill_(scale)
+        return {**found, "eps": eps}
+
+    return make
+
+
+def _samples(heads: bool, quantized: bool) -> tuple[dict[str, Any], ...]:
+    """Row lengths, odd and large, for each dtype."""
+    return tuple(
+        {
+            "dtype": dtype,
+            "batch_size": rows,
+            "hidden_size": width,
+            **({"num_heads": 3} if heads else {}),
+            **({"out_dtype": out} if quantized else {}),
+        }
+        for dtype, out in (("bfloat16", "float8_e4m3fn"), ("float16", "float8_e5m2"), ("float32", "float8_e4m3fn"))
+        for rows, width in ((5, 136), (1, 7), (2, 4096), (0, 64))
+    )
+
+
+def _work(flops: int) -> Callable[[Mapping[str, Any]], Work]:
+    """Reads or writes each tensor once; a residual, and the input of in-place forms, is read and written."""
+
+    def work(arguments: Mapping[str, Any]) -> Work:
+        x, residual = arguments["input"], arguments.get("residual")
+        small = nbytes(*(arguments.get(name) for name in ("weight", "gemma", "beta")))
+        return Work(flops * x.numel(), nbytes(x, arguments.get("out", x)) + small + 2 * nbytes(residual))
+
+    return work
 
 
 def _template(
@@ -23,7 +79,7 @@ def _template(
     inputs: dict[str, Tensor | Scalar] = {"hidden_states": Tensor(dims, param="input")}
     outputs: dict[str, Tensor | Scalar] = {}
     if quantized:
-        inputs = {"out": Tensor(dims, description="Receives the result; its dtype is the format."), **inputs}
+        inputs = {"out": Tensor(dims, description="Receives the result; its dtype is the output format."), **inputs}
         outputs["output"] = Tensor(dims, param="out", dtype_from="out")
     else:
         outputs["output"] = Tensor(dims, param="input" if residual else None, dtype_from="hidden_states")
@@ -32,13 +88,26 @@ def _template(
         outputs["residual_output"] = Tensor(dims, param="residual", dtype_from="residual")
     inputs |= {parameter: Tensor(["hidden_size"]) for parameter in parameters}
     if quantized:
-        inputs["scale"] = Scalar(description="Of dequantisation: the result is divided by it.")
+        inputs["scale"] = Scalar(description="Dequantization scale: the result is divided by it.")
     inputs["eps"] = Scalar(optional=True)
     axes: dict[str, Var | Const] = {"batch_size": Var()}
     if heads:
         axes["num_heads"] = Const(abbrev="n")
     axes["hidden_size"] = Const(abbrev="h")
-    return TraceTemplate(name, axes, inputs, outputs, reference=reference, description=description)
+    return TraceTemplate(
+        name,
+        axes,
+        inputs,
+        outputs,
+        reference=reference,
+        description=description,
+        op="layernorm" if "beta" in parameters else "rmsnorm",
+        make=_make(heads, residual, quantized, parameters),
+        samples=_samples(heads, quantized),
+        work=_work(5 + residual + quantized + 2 * ("beta" in parameters)),
+        # Half a step of the fp8 mantissa, and the distance between the smallest e4m3 numbers.
+        tolerance={"float8_e4m3fn": (0.07, 2e-3), "float8_e5m2": (0.14, 1e-4), "float32": (2e-5, 2e-5)},
+    )
 
 
 def _by_rank(plain: TraceTemplate, heads: TraceTemplate) -> Callable[..., TraceTemplate | None]:
@@ -52,7 +121,7 @@ def _by_rank(plain: TraceTemplate, heads: TraceTemplate) -> Callable[..., TraceT
     return pick
 
 
-# The references are written into trace files as they stand here, so each is whole in itself.
+# Trace files contain the source of a reference, so each reference is self-contained.
 def _rmsnorm_reference(hidden_states, weight, eps=1e-6):  # type: ignore[no-untyped-def]
     x = hidden_states.double()
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
@@ -118,43 +187,66 @@ def _block_quant_reference(hidden_states, residual, weight, eps=1e-6):  # type: 
     return (blocks / scale).flatten(-2).to(torch.float8_e4m3fn), padded.float(), normed, s
 
 
-_RMS = "Root mean square normalisation over the last dimension"
-_ADD = ", of the sum with the residual, which is updated"
+_RMS = "Root mean square normalization over the last dimension"
+_ADD = " of input + residual, with the sum written to residual"
 RMSNORM = _by_rank(
     _template("rmsnorm", _rmsnorm_reference, f"{_RMS}."),
-    _template("rmsnorm", _rmsnorm_reference, f"{_RMS}, head by head.", heads=True),
+    _template("rmsnorm", _rmsnorm_reference, f"{_RMS} of each head.", heads=True),
 )
 GEMMA_RMSNORM = _by_rank(
-    _template("gemma_rmsnorm", _gemma_rmsnorm_reference, f"{_RMS}, weights off by one."),
-    _template("gemma_rmsnorm", _gemma_rmsnorm_reference, f"{_RMS}, head by head, weights off by one.", heads=True),
+    _template("gemma_rmsnorm", _gemma_rmsnorm_reference, f"{_RMS}, with 1 + weight."),
+    _template("gemma_rmsnorm", _gemma_rmsnorm_reference, f"{_RMS} of each head, with 1 + weight.", heads=True),
 )
 FUSED_ADD_RMSNORM = _template("fused_add_rmsnorm", _fused_add_rmsnorm_reference, f"{_RMS}{_ADD}.", residual=True)
 GEMMA_FUSED_ADD_RMSNORM = _template(
     "gemma_fused_add_rmsnorm",
     _gemma_fused_add_rmsnorm_reference,
-    f"{_RMS}{_ADD}; weights off by one.",
+    f"{_RMS}{_ADD}, with 1 + weight.",
     residual=True,
 )
-RMSNORM_QUANT = _template("rmsnorm_quant", _rmsnorm_quant_reference, f"{_RMS}, to fp8.", quantized=True)
+RMSNORM_QUANT = _template("rmsnorm_quant", _rmsnorm_quant_reference, f"{_RMS}, with an fp8 output.", quantized=True)
 FUSED_ADD_RMSNORM_QUANT = _template(
     "fused_add_rmsnorm_quant",
     _fused_add_rmsnorm_quant_reference,
-    f"{_RMS}{_ADD}; to fp8.",
+    f"{_RMS}{_ADD}, with an fp8 output.",
     residual=True,
     quantized=True,
 )
 _GEMMA_BETA = ("gemma", "beta")
 LAYERNORM = _template(
-    "layernorm", _layernorm_reference, "Layer normalisation over the last dimension.", parameters=_GEMMA_BETA
+    "layernorm", _layernorm_reference, "Layer normalization over the last dimension.", parameters=_GEMMA_BETA
 )
 LAYERNORM_QUANT = _template(
     "layernorm_quant",
     _layernorm_quant_reference,
-    "Layer normalisation over the last dimension, to fp8.",
+    "Layer normalization over the last dimension, with an fp8 output.",
     quantized=True,
     parameters=_GEMMA_BETA,
 )
 _ROWS = ("batch_size", "hidden_size")
+
+
+def _make_block_quant(
+    draw: Draw, *, dtype: str = "bfloat16", batch_size: int = 5, hidden_size: int = 384, eps: float = 1e-5
+) -> dict[str, Any]:
+    shape = (batch_size, hidden_size)
+    scales = draw.normal((hidden_size // 128, -(-batch_size // 4) * 4), "float32").zero_()
+    return {
+        "out": draw.empty(shape, "float8_e4m3fn"),
+        "block_scale": scales,
+        "normed_out": draw.empty(shape, dtype),
+        "input": draw.rows(draw.normal(shape, dtype)),
+        "residual": draw.rows(draw.normal(shape, dtype)),
+        "weight": draw.normal(shape[1:], dtype),
+        "eps": eps,
+    }
+
+
+def _block_quant_work(arguments: Mapping[str, Any]) -> Work:
+    once = [arguments[name] for name in ("input", "normed_out", "out", "block_scale", "weight")]
+    return Work(8 * arguments["input"].numel(), nbytes(*once) + 2 * nbytes(arguments["residual"]))
+
+
 FUSED_ADD_RMSNORM_FP8_BLOCK_QUANT = TraceTemplate(
     "fused_add_rmsnorm_fp8_block_quant",
     axes={"batch_size": Var(), "hidden_size": Const(abbrev="h"), "num_blocks": Var(), "padded_batch_size": Var()},
@@ -172,5 +264,15 @@ FUSED_ADD_RMSNORM_FP8_BLOCK_QUANT = TraceTemplate(
     },
     constraints=("num_blocks == hidden_size // 128", "padded_batch_size == (batch_size + 3) // 4 * 4"),
     reference=_block_quant_reference,
-    description=f"{_RMS}{_ADD}; in 16 bits and, scaled by blocks of 128, in e4m3.",
+    op="rmsnorm_block_quant",
+    make=_make_block_quant,
+    samples=tuple(
+        {"dtype": dtype, "batch_size": rows, "hidden_size": width}
+        for dtype in ("bfloat16", "float16")
+        for rows, width in ((5, 384), (8, 128))
+    ),
+    work=_block_quant_work,
+    # The scale is computed from rounded values, and a value halfway between two fp8 numbers may round to either.
+    tolerance={"block_scale": (1e-2, 1e-6), "output": (0.13, 0.02)},
+    description=f"{_RMS}{_ADD}, with a 16-bit output and an e4m3 output scaled per block of 128.",
 )

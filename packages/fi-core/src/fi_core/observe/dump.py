@@ -1,8 +1,12 @@
 """Level 10 of the API log: each call's inputs and outputs as files, from which `replay` runs it again.
 
-A call is a directory with inputs.pt, outputs.pt and metadata.jsonl; its last record counts. A record that stayed at
-"inputs_saved" is of a call that did not return. While a CUDA graph is captured nothing can be read back, so copies
-become part of the graph, and `flush_graph_dumps` writes what they hold after a replay.
+A call is a directory with inputs.pt, outputs.pt and metadata.jsonl; the last record counts. A record that stays at
+"inputs_saved" belongs to a call that did not return. Calls inside a dumped call are logged but not dumped: a replay of
+the outer call makes them. While a CUDA graph is captured nothing can be read back, so copies become part of the graph,
+and `flush_graph_dumps` writes their contents after a replay.
+
+Directories have mode 0700 and files 0600, whatever the umask. A workspace (a parameter with that word in its name) is
+described, its content is not saved. Source code of an attention variant is saved, but no replay compiles it.
 """
 
 from __future__ import annotations
@@ -17,69 +21,61 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from fi_core.env import env
+from fi_core.observe.encode import Record, details, encode, encode_result, encode_self
+from fi_core.runtime.env import env
 from fi_core.utils import is_graph_capturing
 
 if TYPE_CHECKING:
     import torch
 
-Record = dict[str, Any]
+    Tensors = dict[str, torch.Tensor]
 
 
-def encode(key: str, value: Any, tensors: dict[str, torch.Tensor]) -> Record:
-    """A JSON description of a value; its tensors go into `tensors`, under the key or under key__<member>."""
+def _bytes(tensors: Tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _on_host(tensors: Tensors) -> Tensors:
+    """Compact copies: to save a view would save everything that it looks into; replay restores the strides."""
     import torch
 
-    kind = type(value).__name__
-    if isinstance(value, torch.Tensor):
-        tensors[key] = value
-        return {"type": "tensor"}
-    if isinstance(value, Enum):
-        return {"type": "enum", "class": _class_path(value), "name": value.name}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return {"type": kind, "value": value}
-    if type(value) in (list, tuple):
-        return {"type": kind, "items": [encode(f"{key}__{i}", item, tensors) for i, item in enumerate(value)]}
-    if type(value) is dict and all(isinstance(name, str) for name in value):
-        return {"type": kind, "items": {name: encode(f"{key}__{name}", item, tensors) for name, item in value.items()}}
-    if isinstance(value, (torch.dtype, torch.device)):
-        return {"type": kind, "value": str(value).removeprefix("torch.")}
-    return {"type": "object", "class": _class_path(value), "repr": repr(value)}
+    with torch.no_grad():
+        return {key: x.detach().resolve_conj().resolve_neg().to("cpu", copy=True) for key, x in tensors.items()}
 
 
-def encode_result(result: Any, tensors: dict[str, torch.Tensor]) -> Record:
-    """Descriptions of what a call returned, member by member if it is a tuple."""
-    parts = {f"result_{i}": item for i, item in enumerate(result)} if isinstance(result, tuple) else {"result": result}
-    return {key: encode(key, value, tensors) for key, value in parts.items()}
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two host tensors of one shape and dtype hold the same bits; NaN equals itself."""
+    import torch
+
+    return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
 
 
-def _self(value: Any) -> Record:
-    return {"type": "self", "class": _class_path(value)}
+def _make_directory(path: Path) -> None:
+    """A directory with mode 0700, and its parents likewise; one that is there stays as it is."""
+    missing = [path, *path.parents]
+    missing = missing[: next((i for i, p in enumerate(missing) if p.exists()), len(missing))]
+    for directory in reversed(missing):
+        directory.mkdir(mode=0o700, exist_ok=True)
+        directory.chmod(0o700)  # the umask may have taken bits away
 
 
-def _class_path(value: Any) -> str:
-    return f"{type(value).__module__}:{type(value).__qualname__}"
-
-
-def _details(tensor: torch.Tensor) -> Record:
-    return {
-        "shape": list(tensor.shape),
-        "stride": list(tensor.stride()),
-        "dtype": str(tensor.dtype),
-        "device": str(tensor.device),
-        "requires_grad": tensor.requires_grad,
-        "is_contiguous": tensor.is_contiguous(),
-    }
-
-
-def _bytes(tensors: dict[str, torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+def _open(path: Path, mode: str) -> IO[Any]:
+    """Opens a file to write ("wb", new) or append ("a"), with mode 0600, through no link, and only our own."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags |= os.O_APPEND if mode == "a" else os.O_TRUNC
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        if os.fstat(descriptor).st_uid != os.getuid():
+            raise PermissionError(f"{path}: a file of this user is required")
+        os.fchmod(descriptor, 0o600)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, mode)
 
 
 @dataclass
@@ -90,20 +86,39 @@ class DumpedCall:
     name: str
     record: Record
     captured: bool
+    given: Tensors = field(default_factory=dict)  # the inputs, live
+    before: Tensors = field(default_factory=dict)  # the inputs as they were, on the host
 
-    def inputs(self, tensors: dict[str, torch.Tensor]) -> None:
+    def inputs(self, tensors: Tensors) -> None:
+        self.given = tensors
         self.record["tensor_info"] = {"input_tensors": list(tensors), "output_tensors": []}
-        self.record["tensor_details"] = {key: _details(tensor) for key, tensor in tensors.items()}
-        self._save("inputs", tensors, "inputs_saved")
+        self.record["tensor_details"] = {key: details(tensor) for key, tensor in tensors.items()}
+        if not self.captured:
+            self.before = _on_host(tensors)
+        self._save("inputs", self.before if self.before else tensors, "inputs_saved")
 
     def outputs(self, result: Any) -> None:
-        tensors: dict[str, torch.Tensor] = {}
+        """Save the result of the call and the inputs that it wrote (not while a graph is captured)."""
+        tensors: Tensors = {}
         self.record["output_metadata"] = encode_result(result, tensors)
+        host = {} if self.captured else _on_host(tensors)
+        returned = {id(tensor) for tensor in tensors.values()}
+        for key, tensor in self.given.items():
+            if self.captured or id(tensor) in returned:
+                continue
+            ((_, after),) = _on_host({key: tensor}).items()
+            if not _same_bytes(self.before[key], after):
+                tensors[key] = tensor
+                host[key] = after
+        self.given = self.before = {}
         self.record["tensor_info"]["output_tensors"] = list(tensors)
-        self.record["tensor_details"].update({key: _details(tensor) for key, tensor in tensors.items()})
-        self._save("outputs", tensors, "completed")
+        self.record["tensor_details"].update({key: details(tensor) for key, tensor in tensors.items()})
+        if not self.captured and not self.dumper.admits(_bytes(tensors)):
+            self.record["outputs_saved"] = False
+            tensors, host = {}, {}
+        self._save("outputs", tensors if self.captured else host, "completed")
 
-    def _save(self, kind: str, tensors: dict[str, torch.Tensor], status: str) -> None:
+    def _save(self, kind: str, tensors: Tensors, status: str) -> None:
         record = json.loads(json.dumps({**self.record, "execution_status": status}))  # as of now
         if self.captured:
             clones = {key: tensor.detach().clone() for key, tensor in tensors.items()}
@@ -120,46 +135,67 @@ class Dumper:
     max_bytes: float
     max_count: int
     logger: logging.Logger
-    captured: list[tuple[str, str, dict[str, torch.Tensor], Record]] = field(default_factory=list)
+    captured: list[tuple[str, str, Tensors, Record]] = field(default_factory=list)
     written_bytes: int = 0
     calls: Counter[str] = field(default_factory=Counter)
     _flushes: int = 0
     _refused: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _thread: threading.local = field(default_factory=threading.local)
 
     @classmethod
     def from_env(cls, logger: logging.Logger) -> Dumper:
         return cls(env.dump_dir, env.dump_max_size_gb * 1e9, env.dump_max_count, logger)
 
+    def enter(self) -> bool:
+        """Begin a call; whether it is the outermost one of its thread, which alone is dumped."""
+        depth: int = getattr(self._thread, "depth", 0)
+        self._thread.depth = depth + 1
+        return depth == 0
+
+    def leave(self) -> None:
+        """End the call that `enter` began."""
+        self._thread.depth -= 1
+
     def inputs(
         self,
-        func: Callable[..., Any],
+        target: str,
         label: str,
         signature: inspect.Signature,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> DumpedCall | None:
-        """Save the inputs of a call; None if a limit forbids it."""
-        tensors: dict[str, torch.Tensor] = {}
-        is_method = next(iter(signature.parameters), None) == "self"
-        metadata = {
-            f"arg_{i}": _self(value) if is_method and i == 0 else encode(f"arg_{i}", value, tensors)
-            for i, value in enumerate(args)
-        }
-        metadata.update({f"kwarg_{name}": encode(f"kwarg_{name}", value, tensors) for name, value in kwargs.items()})
+        """Save the inputs of a call; None if a limit forbids it. target: the name in the registry of the API."""
+        tensors: Tensors = {}
+        names = list(signature.parameters)
+        is_method = names[:1] == ["self"]
+        metadata: Record = {}
+        for key, name, value in (
+            *((f"arg_{i}", names[i] if i < len(names) else "", value) for i, value in enumerate(args)),
+            *((f"kwarg_{name}", name, value) for name, value in kwargs.items()),
+        ):
+            if is_method and key == "arg_0":
+                metadata[key] = encode_self(value)
+            else:
+                metadata[key] = encode(key, value, tensors, scratch="workspace" in name)
+        captured = is_graph_capturing()
+        generator = None
+        if not captured and "generator" in names:
+            generator = _default_generator(signature.bind(*args, **kwargs).arguments.get("generator"), tensors)
         with self._lock:
-            if not self._admits(_bytes(tensors)):
+            if not self._has_room(0 if captured else _bytes(tensors), 1):
                 return None
             self.calls[label] += 1
             sequence = self.calls[label]
         now = datetime.datetime.now()
         stamp = f"{now:%Y%m%d_%H%M%S}_{now.microsecond // 1000:03d}"
-        safe_label = re.sub(r"[^\w.]", "_", label)
+        safe_label = re.sub(r"[^\w.]", "_", label)[:100]
         name = f"{stamp}_pid{os.getpid()}_{safe_label}_call{sequence:04d}"
+        module, _, qualname = target.partition(":")
         record: Record = {
             "function_name": label,
-            "qualname": func.__qualname__,
-            "module": func.__module__,
+            "qualname": qualname,
+            "module": module,
             "call_sequence": sequence,
             "timestamp": now.isoformat(),
             "process_id": os.getpid(),
@@ -169,14 +205,23 @@ class Dumper:
             "function_signature": str(signature),
             "versions": _versions(),
         }
+        if generator is not None:
+            record["default_generator"] = generator
         if is_method and args:
             record["self_id"] = id(args[0])
-        call = DumpedCall(self, name, record, is_graph_capturing())
+        call = DumpedCall(self, name, record, captured)
         call.inputs(tensors)
         return call
 
-    def _admits(self, size: int) -> bool:
-        if sum(self.calls.values()) < self.max_count and self.written_bytes + size <= self.max_bytes:
+    def admits(self, size: int) -> bool:
+        """Whether so many bytes more stay within the limit."""
+        with self._lock:
+            return self._has_room(size, 0)
+
+    def _has_room(self, size: int, calls: int) -> bool:
+        """Reserves the bytes; warns once if a limit is met."""
+        if sum(self.calls.values()) + calls <= self.max_count and self.written_bytes + size <= self.max_bytes:
+            self.written_bytes += size
             return True
         if not self._refused:
             self._refused = True
@@ -188,35 +233,44 @@ class Dumper:
             )
         return False
 
-    def write(self, parent: Path, name: str, kind: str, tensors: dict[str, torch.Tensor], record: Record) -> None:
-        """Write one half of a call, and its record, below `parent`."""
+    def write(self, parent: Path, name: str, kind: str, tensors: Tensors, record: Record) -> None:
+        """Write one half of a call, and its record, below `parent`; `tensors` are compact."""
         import torch
 
         directory = parent / name
-        directory.mkdir(parents=True, exist_ok=True)
-        # Copied, since saving a view would save everything it looks into; replay gives the strides back.
-        host = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
-        torch.save(host, directory / f"{kind}.pt")
+        _make_directory(directory)
+        with _open(directory / f"{kind}.pt", "wb") as file:
+            torch.save(tensors, file)
         line = json.dumps({**record, "dump_dir": str(directory)}) + "\n"
         with self._lock:
-            self.written_bytes += _bytes(tensors)
             for path in (directory / "metadata.jsonl", parent / "session.jsonl"):
-                with path.open("a", encoding="utf-8") as file:
+                with _open(path, "a") as file:
                     file.write(line)
 
     def flush_graph_dumps(self) -> Path | None:
-        """Write what the captured calls hold now, after a replay of their graph; returns the directory."""
-        if not self.captured or not self._admits(sum(_bytes(tensors) for _, _, tensors, _ in self.captured)):
+        """Write the current contents of the captured copies, after a replay of their graph; returns the directory."""
+        if not self.captured or not self.admits(sum(_bytes(tensors) for _, _, tensors, _ in self.captured)):
             return None
         self._flushes += 1
         parent = self.root / "graph_flushes" / f"flush_{self._flushes:04d}"
         for name, kind, tensors, record in self.captured:
-            self.write(parent, name, kind, tensors, record)
+            self.write(parent, name, kind, _on_host(tensors), record)
         return parent
 
     def clear_graph_dumps(self) -> None:
         """Forget the captured calls and free their copies."""
         self.captured.clear()
+
+
+def _default_generator(given: Any, tensors: Tensors) -> Record | None:
+    """The state of the generator that a call draws from if it is given none: that of the device of its tensors."""
+    import torch
+
+    device = next((tensor.device for tensor in tensors.values()), None)
+    if given is not None or device is None or device.type not in ("cpu", "cuda"):
+        return None
+    default = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
+    return encode("default_generator", default, tensors)
 
 
 def _versions() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """fi_api: the decorator of every public op. It logs calls (FI_LOGLEVEL) and costs nothing while logging is off.
 
-The level is read once, when this module is imported. At level 0 the op itself is returned, with attributes only.
+The level is read once, when this module is imported. At level 0 the op itself is returned, with attributes only, and
+a class unchanged; at other levels its `__init__` is logged too.
 Inputs are logged before the call, so that the last lines of the log name the call that brought the process down.
 """
 
@@ -17,10 +18,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, overload
 
-from fi_core.env import env
-from fi_core.observe.dump import Dumper
+from fi_core.observe import api
+from fi_core.observe.dump import DumpedCall, Dumper
 from fi_core.observe.format import describe
-from fi_core.observe.trace import Trace, attach_trace, auto_dump
+from fi_core.observe.trace import Planned, Trace, attach_trace, auto_dump
+from fi_core.runtime.env import env
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,7 +33,7 @@ logger = logging.getLogger("fi_core.api")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment asks of the log, as read at import."""
+    """Settings of the log, read from the environment at import."""
 
     level: int = 0
     dest: str = "stdout"
@@ -53,14 +55,20 @@ class Settings:
 def _configure(dest: str) -> None:
     """Send the log to its destination, the message alone, and nowhere else."""
     handler: logging.Handler
+    problem = None
     if dest in ("stdout", "stderr"):
         handler = logging.StreamHandler(getattr(sys, dest))
     else:
-        handler = logging.FileHandler(dest.replace("%i", str(os.getpid())), mode="a", delay=True, encoding="utf-8")
+        try:
+            handler = logging.FileHandler(dest.replace("%i", str(os.getpid())), mode="a", encoding="utf-8")
+        except (OSError, ValueError) as error:  # a log that cannot be written stops nothing
+            problem, handler = error, logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.handlers[:] = [handler]
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
+    if problem is not None:
+        logger.warning("FI_LOGDEST: %s; the log goes to stderr", problem)
 
 
 def _version() -> tuple[str, str]:
@@ -140,12 +148,14 @@ def _output_lines(result: Any, statistics: bool) -> Iterator[str]:
 
 
 class _Call:
-    """One call of an op on its way through the log; no step of it may break the call."""
+    """Logs and dumps one call of an op. An error in a step becomes a warning and does not break the call."""
 
-    def __init__(self, func: Callable[..., Any], signature: inspect.Signature, label: str) -> None:
-        self.func, self.signature, self.label = func, signature, label
+    def __init__(self, target: str, signature: inspect.Signature, label: str) -> None:
+        self.target, self.signature, self.label = target, signature, label
         self.statistics = settings.level >= 5
-        self.dump: Any = None
+        self.dumper = dumper if settings.level >= 3 else None
+        self.is_outermost = self.dumper is not None and self.dumper.enter()
+        self.dump: DumpedCall | None = None
 
     def step(self, action: Callable[..., None], *values: Any) -> None:
         try:
@@ -158,16 +168,25 @@ class _Call:
             logger.info("[%s] FlashInfer API Call: %s", _now(), self.label)
             return
         logger.info("\n".join(_input_lines(self.label, self.signature, args, kwargs, self.statistics)))
-        if dumper is not None:
-            self.dump = dumper.inputs(self.func, self.label, self.signature, args, kwargs)
+
+    def save_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.dumper is not None and self.is_outermost:
+            self.dump = self.dumper.inputs(self.target, self.label, self.signature, args, kwargs)
 
     def after(self, result: Any) -> None:
         logger.info("\n".join(_output_lines(result, self.statistics)))
+
+    def save_outputs(self, result: Any) -> None:
         if self.dump is not None:
             self.dump.outputs(result)
 
+    def leave(self) -> None:
+        if self.dumper is not None:
+            self.dumper.leave()
 
-def _logged(func: F) -> F:
+
+def _logged(func: F, target: str) -> F:
+    """The function with its log. target: its name in the registry of the API."""
     signature = inspect.signature(func)
 
     @functools.wraps(func)
@@ -175,29 +194,54 @@ def _logged(func: F) -> F:
         label = _label(func, args)
         if settings.level >= 3 and not settings.selects(label):
             return func(*args, **kwargs)
-        call = _Call(func, signature, label)
-        call.step(_log_system_once)
-        call.step(call.before, args, kwargs)
-        result = func(*args, **kwargs)
+        call = _Call(target, signature, label)
+        try:
+            call.step(_log_system_once)
+            call.step(call.before, args, kwargs)
+            call.step(call.save_inputs, args, kwargs)
+            result = func(*args, **kwargs)
+        finally:
+            call.leave()
         if settings.level >= 3:
             call.step(call.after, result)
+            call.step(call.save_outputs, result)
         return result
 
+    wrapper.__fi_op__ = func  # type: ignore[attr-defined]
     return wrapper  # type: ignore[return-value]
+
+
+def _log_class(cls: type) -> None:
+    """Logs `__init__` of a class, its own or an inherited one."""
+    own: Any = cls.__init__  # type: ignore[misc]
+    plain: Any = getattr(own, "__fi_op__", own)
+    cls.__init__ = _logged(plain, f"{api.name_of(cls)}.__init__")  # type: ignore[misc]
 
 
 @overload
 def fi_api(func: F) -> F: ...
 @overload
-def fi_api(func: None = None, *, trace: Trace | None = None) -> Callable[[F], F]: ...
-def fi_api(func: F | None = None, *, trace: Trace | None = None) -> F | Callable[[F], F]:
-    """Mark a public op: `@fi_api`, or `@fi_api(trace=TEMPLATE)` to give it `fi_trace` too."""
+def fi_api(func: None = None, *, trace: Trace | None = None, planned: Planned | None = None) -> Callable[[F], F]: ...
+def fi_api(
+    func: F | None = None, *, trace: Trace | None = None, planned: Planned | None = None
+) -> F | Callable[[F], F]:
+    """Mark a public op or a class of the API.
+
+    `@fi_api(trace=TEMPLATE)` gives the op `fi_trace` too. planned: for a method, arguments that its object holds since
+    an earlier call (its `plan`), by name: an attribute of the object, or a function of it.
+    """
 
     def decorate(op: F) -> F:
+        api.register(op)
+        is_logged = settings.level == 1 or settings.level >= 3
+        if isinstance(op, type):
+            if is_logged:
+                _log_class(op)
+            return op  # pyright: ignore[reportReturnType]
         if trace is not None:
-            attach_trace(op, trace)
-        decorated = auto_dump(op, trace) if trace is not None and settings.trace_dump else op
-        return _logged(decorated) if settings.level == 1 or settings.level >= 3 else decorated
+            attach_trace(op, trace, planned)
+        decorated = auto_dump(op, trace, planned) if trace is not None and settings.trace_dump else op
+        return _logged(decorated, api.name_of(op)) if is_logged else decorated
 
     return decorate if func is None else decorate(func)
 

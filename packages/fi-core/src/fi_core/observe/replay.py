@@ -1,22 +1,88 @@
-"""Run dumped calls again (see observe/dump.py) and compare what they return with what they returned then."""
+"""Run dumped calls again (see observe/dump.py) and compare their results with the dumped ones.
+
+A dump is data, perhaps from elsewhere: it names functions and classes, which are looked up among those that `fi_api`
+marks, and nothing is imported or run by another name. Tensors load with weights_only, paths stay below the folder, and
+source code of an attention variant is not compiled.
+"""
 
 from __future__ import annotations
 
-import importlib
+import inspect
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fi_core.observe.dump import encode_result
+from fi_core.observe.api import api_class, api_function, name_of
+from fi_core.observe.encode import Record, check_device, decode, dtype_of, encode_result
 from fi_core.observe.template import default_check
 
 if TYPE_CHECKING:
     import torch
 
 RTOL = ATOL = 1e-3
-Registry = dict[int, Any]  # self_id of a dump -> the object that stands for it now
+Registry = dict[int, Any]  # self_id of a dump -> the object of the replay
+_CODE = ("jit_args", "jit_kwargs")  # arguments that hold source code
+_ALIGNMENT = 64  # bytes: an address is kept modulo this
+
+
+@dataclass
+class _Session:
+    """State that the calls of one replay share: objects, and tensors by their recorded address."""
+
+    target: str | torch.device
+    objects: Registry = field(default_factory=dict)
+    tensors: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    moved: bool = False  # device memory became host memory
+
+    def device(self, recorded: str) -> str:
+        """The device that replaces a recorded one; host memory stays on the host."""
+        if check_device(recorded) == "cpu":
+            return "cpu"
+        self.moved = self.moved or str(self.target) == "cpu"
+        return str(self.target)
+
+    def allocate(self, about: Record) -> torch.Tensor:
+        """A tensor like a recorded one, zeros; that of an earlier call if it was the same memory."""
+        import torch
+
+        shape, stride, dtype = tuple(about["shape"]), tuple(about["stride"]), dtype_of(about["dtype"])
+        device, address = self.device(about["device"]), about.get("address", 0)
+        if self.moved and about["device"] == "cpu":
+            address = 0  # NOTE: plan copied host tables to the device, but keeps them here: none may be written again
+        known = self.tensors.get((device, address)) if address else None
+        if known is not None and (known.shape, known.stride(), known.dtype) == (shape, stride, dtype):
+            return known
+        elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride)) if math.prod(shape) else 0
+        first = address % _ALIGNMENT // dtype.itemsize if elements else 0
+        flat = torch.zeros(first + elements, dtype=dtype, device=device)
+        made = flat.as_strided(shape, stride, first)
+        if address:
+            self.tensors[device, address] = made
+        return made
+
+    def load(self, path: Path, metadata: Record, fresh: bool = False) -> dict[str, torch.Tensor]:
+        """The tensors of a file. fresh: none of them is memory of an earlier call."""
+        import torch
+
+        loaded = {}
+        with torch.no_grad():
+            for key, saved in torch.load(path, map_location="cpu", weights_only=True).items():
+                about = metadata["tensor_details"][key]
+                about = {**about, "address": 0} if fresh else about
+                tensor = self.allocate(about).detach()
+                _copy(tensor, saved)
+                loaded[key] = tensor.requires_grad_() if about["requires_grad"] else tensor
+        return loaded
+
+
+def _copy(tensor: torch.Tensor, saved: torch.Tensor) -> None:
+    for axis, step in enumerate(tensor.stride()):  # an expanded axis holds one element, seen many times
+        if step == 0 and saved.numel():
+            saved, tensor = saved.narrow(axis, 0, 1), tensor.narrow(axis, 0, 1)
+    tensor.copy_(saved)
 
 
 def replay_from_dump(
@@ -26,150 +92,155 @@ def replay_from_dump(
     run: bool = False,
     object_registry: Registry | None = None,
 ) -> dict[str, Any]:
-    """The arguments of one dumped call, and with `run` what the call gives now.
+    """The arguments of one dumped call, and with `run` its result now.
 
     Tensors that were on a GPU go to `device`; those on the CPU stay there. Methods need the object they were called
     on in `object_registry`, which a replayed `__init__` fills. The keys: args, kwargs, metadata; with `run`
-    execution_result or execution_error; with `compare_outputs` expected_tensors, and if it ran comparison_match.
+    execution_result or execution_error; with `compare_outputs` expected_tensors (results by name, and by their
+    argument names the tensors that the call wrote), and if it ran comparison_match.
+
+    Raises FileNotFoundError (no dump), ValueError or LookupError (the dump holds a value that cannot be decoded).
     """
-    directory = Path(dump_dir)
+    session = _Session(device)
+    if object_registry is not None:
+        session.objects = object_registry
+    return _replay(Path(dump_dir), compare_outputs, run, session)
+
+
+def _replay(directory: Path, compare_outputs: bool, run: bool, session: _Session) -> dict[str, Any]:
     metadata = _metadata(directory)
-    tensors = _load(directory / "inputs.pt", metadata, device)
+    tensors = session.load(_inside(directory, "inputs.pt"), metadata)
     described = metadata["input_metadata"]
-    values = {key: _decode(key, about, tensors, device) for key, about in described.items() if about["type"] != "self"}
+    values = {key: decode(key, about, tensors, session) for key, about in described.items() if about["type"] != "self"}
     args = [value for key, value in values.items() if key.startswith("arg_")]
     kwargs = {key.removeprefix("kwarg_"): value for key, value in values.items() if key.startswith("kwarg_")}
     result: dict[str, Any] = {"args": args, "kwargs": kwargs, "metadata": metadata}
+    path = _inside(directory, "outputs.pt")
+    saved = path.exists() and metadata.get("outputs_saved", True)
     if compare_outputs:
-        path = directory / "outputs.pt"
-        result["expected_tensors"] = _load(path, metadata, device) if path.exists() else {}
+        result["expected_tensors"] = session.load(path, metadata, fresh=True) if saved else {}
     if run:
-        registry = {} if object_registry is None else object_registry
         try:
-            result["execution_result"] = _call(metadata, args, kwargs, registry)
+            result["execution_result"] = _call(metadata, args, kwargs, tensors, session)
         except Exception as error:
             result["execution_error"] = f"{type(error).__name__}: {error}"
         if compare_outputs:
-            result["comparison_match"] = "execution_error" not in result and _matches(result)
+            if not saved and "execution_error" not in result:
+                result["execution_error"] = "the outputs of the call were not saved, so none are compared"
+            result["comparison_match"] = "execution_error" not in result and _matches(result, tensors)
     return result
 
 
 def replay_sequence(root_dir: str | Path, device: str | torch.device = "cuda") -> list[dict[str, Any]]:
-    """Run and compare every dumped call below `root_dir` in the order of the session, objects included."""
-    registry: Registry = {}
+    """Run and compare every dumped call below `root_dir` in the order of the session, objects included.
+
+    The results are those of `replay_from_dump`, with dump_dir. An error in one dump is its execution_error.
+    Raises FileNotFoundError if root_dir holds neither a dump nor a session.
+    """
+    session = _Session(device)
     results = []
     for directory in _calls(Path(root_dir)):
         try:
-            result = replay_from_dump(directory, True, device, True, registry)
-        except Exception as error:  # a damaged dump
+            if isinstance(directory, ValueError):
+                raise directory
+            result = _replay(directory, True, True, session)
+        except Exception as error:  # a damaged or hostile dump
             result = {"execution_error": f"{type(error).__name__}: {error}", "comparison_match": False}
         results.append({"dump_dir": str(directory), **result})
     return results
 
 
-def _calls(root: Path) -> Iterator[Path]:
+def _inside(directory: Path, name: str) -> Path:
+    """A member of a folder; ValueError if the name leads out of it, also through a link."""
+    path = directory / name
+    if name in ("", ".", "..") or Path(name).name != name or not path.resolve().is_relative_to(directory.resolve()):
+        raise ValueError(f"dump_dir: a path below {directory} is required; got {name!r}")
+    return path
+
+
+def _calls(root: Path) -> Iterator[Path | ValueError]:
+    """The dumps of a session; for a line that names none, why."""
     if (root / "metadata.jsonl").exists():
         yield root
         return
     if not (root / "session.jsonl").exists():
         raise FileNotFoundError(f"root_dir: a dump (metadata.jsonl) or a session of dumps is required, got {root}")
-    seen: dict[str, None] = {}  # a dict keeps the order
-    for line in (root / "session.jsonl").read_text(encoding="utf-8").splitlines():
-        seen[Path(json.loads(line)["dump_dir"]).name] = None  # the session may have moved since
-    yield from (root / name for name in seen)
+    seen: set[str] = set()
+    for number, line in enumerate(_inside(root, "session.jsonl").read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            recorded = json.loads(line)["dump_dir"]
+            name = Path(recorded).name  # the session may have moved since
+            if ".." in Path(recorded).parts:
+                raise ValueError(f"dump_dir: a path below {root} is required; got {recorded!r}")
+            directory = _inside(root, name)
+        except Exception as error:
+            yield ValueError(f"session.jsonl, line {number}: {type(error).__name__}: {error}")
+            continue
+        if name not in seen:
+            seen.add(name)
+            yield directory
 
 
-def _metadata(directory: Path) -> dict[str, Any]:
+def _metadata(directory: Path) -> Record:
     path = directory / "metadata.jsonl"
     if not path.exists():
         raise FileNotFoundError(f"dump_dir: a directory with metadata.jsonl is required, got {directory}")
-    return json.loads(path.read_text(encoding="utf-8").splitlines()[-1])  # type: ignore[no-any-return]
+    metadata = json.loads(_inside(directory, path.name).read_text(encoding="utf-8").splitlines()[-1])
+    for key, kind in (("module", str), ("qualname", str), ("input_metadata", dict), ("tensor_details", dict)):
+        if not isinstance(metadata.get(key), kind):
+            raise ValueError(f"metadata.jsonl: {key!r} of type {kind.__name__} is required; got {metadata.get(key)!r}")
+    return metadata  # type: ignore[no-any-return]
 
 
-def _target(recorded: str, device: str | torch.device) -> str:
-    return "cpu" if recorded == "cpu" else str(device)
+def _call(
+    metadata: Record, args: list[Any], kwargs: dict[str, Any], tensors: dict[str, torch.Tensor], session: _Session
+) -> Any:
+    """Calls the function, the method of its object, or for __init__ the class."""
+    module, qualname, identity = metadata["module"], metadata["qualname"], metadata.get("self_id")
+    owner, _, method = qualname.rpartition(".")
+    if method == "__init__":
+        cls = api_class(f"{module}:{owner}")
+        _refuse_code(inspect.signature(cls).bind(*args, **kwargs).arguments)
+        if type(identity) is not int:
+            raise ValueError(f"self_id: a number is required; got {identity!r}")
+        session.objects[identity] = cls(*args, **kwargs)
+        return None
+    function = api_function(f"{module}:{qualname}")
+    if identity is not None:
+        args = [_object(metadata, f"{module}:{owner}" if owner else "", session), *args]
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    _refuse_code(bound.arguments)
+    if "default_generator" in metadata:
+        bound.arguments["generator"] = decode("", metadata["default_generator"], tensors, session)
+    return function(*bound.args, **bound.kwargs)
 
 
-def _load(path: Path, metadata: dict[str, Any], device: str | torch.device) -> dict[str, torch.Tensor]:
-    import torch
-
-    tensors = {}
-    for key, saved in torch.load(path, map_location="cpu", weights_only=True).items():
-        details = metadata["tensor_details"][key]
-        tensor = _with_stride(saved, details["stride"], _target(details["device"], device))
-        tensors[key] = tensor.requires_grad_() if details["requires_grad"] else tensor
-    return tensors
+def _refuse_code(arguments: dict[str, Any]) -> None:
+    for name in _CODE:
+        if arguments.get(name):
+            raise ValueError(f"{name}: source code from a dump is not compiled; construct the object yourself")
 
 
-def _with_stride(saved: torch.Tensor, stride: list[int], device: str) -> torch.Tensor:
-    import torch
-
-    once = saved
-    for axis, step in enumerate(stride):  # an expanded axis holds one element, seen many times
-        if step == 0 and saved.numel():
-            once = once.narrow(axis, 0, 1)
-    target = torch.empty_strided(once.shape, stride, dtype=saved.dtype, device=device)
-    return target.copy_(once).expand(saved.shape)
-
-
-def _class(path: str) -> Any:
-    module, qualname = path.split(":")
-    return _follow(module, qualname)
-
-
-def _follow(module: str, qualname: str) -> Any:
-    found: Any = importlib.import_module(module)
-    for name in qualname.split("."):
-        found = getattr(found, name)
-    return found
-
-
-def _decode(key: str, about: dict[str, Any], tensors: dict[str, torch.Tensor], device: str | torch.device) -> Any:
-    kind = about["type"]
-    if kind == "tensor":
-        return tensors[key]
-    if kind in ("list", "tuple"):
-        items = [_decode(f"{key}__{i}", item, tensors, device) for i, item in enumerate(about["items"])]
-        return items if kind == "list" else tuple(items)
-    if kind == "dict":
-        return {name: _decode(f"{key}__{name}", item, tensors, device) for name, item in about["items"].items()}
-    if kind == "enum":
-        return _class(about["class"])[about["name"]]
-    if kind in ("dtype", "device"):
-        import torch
-
-        value = about["value"]
-        return getattr(torch, value) if kind == "dtype" else torch.device(_target(value, device))
-    if kind == "object":
-        raise ValueError(f"{key}: an object of {about['class']} cannot be made from a dump: {about['repr']}")
-    return about["value"]
-
-
-def _call(metadata: dict[str, Any], args: list[Any], kwargs: dict[str, Any], registry: Registry) -> Any:
-    function = _follow(metadata["module"], metadata["qualname"])
-    identity = metadata.get("self_id")
-    if identity is None:
-        return function(*args, **kwargs)
-    if metadata["qualname"].endswith(".__init__"):
-        cls = _class(metadata["input_metadata"]["arg_0"]["class"])
-        owner = _follow(metadata["module"], metadata["qualname"].removesuffix(".__init__"))
-        known = registry.get(identity)
-        if type(known) is not cls or owner is cls:  # else this is the super().__init__ of an object just made
-            registry[identity] = known = cls.__new__(cls)
-        return function(known, *args, **kwargs)
-    if identity not in registry:
+def _object(metadata: Record, owner: str, session: _Session) -> Any:
+    """The object that a method was called on. owner: the class that defines the method, "" for a plain function."""
+    identity = metadata["self_id"]
+    if identity not in session.objects:
         raise LookupError(
-            f"object_registry: the object that {metadata['function_name']} was called on (id {identity}) is required; "
-            "replay the whole session, in which its __init__ was dumped"
+            f"object_registry: the object that {metadata.get('function_name')} was called on (id {identity}) is "
+            "required; replay the whole session, in which its __init__ was dumped"
         )
-    return function(registry[identity], *args, **kwargs)
+    known = session.objects[identity]
+    if owner and owner not in map(name_of, type(known).__mro__):
+        raise LookupError(f"self_id: an object of {owner} is required; got one of {name_of(type(known))}")
+    return known
 
 
-def _matches(result: dict[str, Any]) -> bool:
-    """Whether everything that was returned then came out again."""
+def _matches(result: dict[str, Any], inputs: dict[str, torch.Tensor]) -> bool:
+    """Whether results and written arguments equal the dumped ones."""
     tensors: dict[str, torch.Tensor] = {}
     described = encode_result(result["execution_result"], tensors)
     recorded, expected = result["metadata"]["output_metadata"], result["expected_tensors"]
+    tensors |= {key: inputs[key] for key in expected if key in inputs}
     if described.keys() != recorded.keys() or tensors.keys() != expected.keys():
         return False
     return all(_same(recorded[key], described[key]) for key in recorded) and all(
@@ -177,8 +248,8 @@ def _matches(result: dict[str, Any]) -> bool:
     )
 
 
-def _same(then: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether two descriptions agree; of tensors and foreign objects only the kind is in them."""
+def _same(then: Record, now: Record) -> bool:
+    """Whether two descriptions agree. For tensors and foreign objects only their kind is compared."""
     if then["type"] != now["type"]:
         return False
     if "items" in then:

@@ -1,4 +1,9 @@
-"""TraceTemplate: what an op is, as data - its axes, inputs, outputs, reference - and how a call fills it in."""
+"""TraceTemplate: the description of an op as data, and how a call fills it in.
+
+Axes, inputs, outputs and reference give the benchmark definition of a call (`definition`). With `make`, `work` and
+`tolerance` the same description gives tests and benchmark cases their arguments (`sample`), expected outputs
+(`expected`), operations and bytes, and the allowed error (`tolerance_of`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,8 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fi_core.observe.draw import Draw
 
 if TYPE_CHECKING:
     import torch
@@ -55,12 +62,28 @@ class Scalar:
     description: str = ""
 
 
-Source = Callable[..., Any] | str
+Source = Callable[..., Any] | str | Sequence[Callable[..., Any]]  # of several functions the last is the source's own
+
+
+class Work(NamedTuple):
+    """The least work of a call: operations, bytes to and from memory, and the unit that executes the operations."""
+
+    flops: int
+    bytes: int
+    unit: str = "matmul"  # or matmul_fp8
 
 
 @dataclass(frozen=True)
 class TraceTemplate:
-    """The declared shape of an op, from which definitions, tests and benchmark cases are derived."""
+    """The description of an op, from which definitions, tests and benchmark cases are derived.
+
+    op         names in fi_core's registry of the ops that the function launches
+    reference  the function in fp64, or exact; its text is whole in itself (helpers first, if it is several functions)
+    make       (draw, **sizes) -> the arguments of one call by parameter; `draw` is a `Draw`, sizes have defaults
+    samples    sizes and dtypes for tests; () if the defaults of `make` do
+    work       arguments -> Work
+    tolerance  (rtol, atol) by output name or by dtype, where `default_tolerances` does not do
+    """
 
     op_type: str
     axes: Mapping[str, Var | Const]
@@ -74,9 +97,66 @@ class TraceTemplate:
     constraints: Sequence[str] = field(default=())
     tags: Sequence[str] = field(default=())
     description: str = ""
+    op: str | Sequence[str] = ()
+    make: Callable[..., dict[str, Any]] | None = None
+    samples: Sequence[Mapping[str, Any]] = field(default=())
+    work: Callable[[Mapping[str, Any]], Work] | None = None
+    tolerance: Mapping[Any, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The names in `op`."""
+        return (self.op,) if isinstance(self.op, str) else tuple(self.op)
+
+    def sample(self, device: Any = "cpu", generator: Any = 0, nasty: bool = True, **sizes: Any) -> dict[str, Any]:
+        """The arguments of one call by parameter, from `make`. generator: a torch generator, or a seed."""
+        if self.make is None:
+            raise ValueError(f"{self.op_type}: its description makes no arguments")
+        return self.make(Draw(device, generator, nasty), **sizes)
+
+    def values(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs of the template by name, as the reference takes them; tuples are split into their members."""
+        found = {}
+        for key, entry in self.inputs.items():
+            value = arguments.get(entry.param or key)
+            if isinstance(entry, Tensor) and entry.tuple_idx is not None and value is not None:
+                value = _member(value, entry.tuple_idx)
+            if value is not None:
+                found[key] = value
+        return found
+
+    def results(self, arguments: Mapping[str, Any], returned: Any) -> dict[str, Any]:
+        """The outputs of a call by name: arguments that it wrote, then the returned tensors in order."""
+        rest = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+        found = {}
+        for key, entry in self.outputs.items():
+            value = arguments.get(entry.param) if entry.param else None
+            if value is None:
+                value = rest.pop(0)
+            elif isinstance(entry, Tensor) and entry.tuple_idx is not None:
+                value = _member(value, entry.tuple_idx)
+            found[key] = value
+        return found
+
+    def expected(self, arguments: Mapping[str, Any], reference: Callable[..., Any] | None = None) -> dict[str, Any]:
+        """The outputs of the reference by name, for arguments as they are before a call; they stay as they are."""
+        import torch
+
+        source = reference or self.reference
+        function = source[-1] if isinstance(source, Sequence) and not isinstance(source, str) else source
+        if not callable(function):
+            raise ValueError(f"{self.op_type}: its reference is no function")
+        given = self.values(arguments)
+        outputs = function(**{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in given.items()})
+        return dict(zip(self.outputs, outputs if isinstance(outputs, tuple) else (outputs,)))
+
+    def tolerance_of(self, output: str, dtype: Any) -> tuple[float, float]:
+        """(rtol, atol) of an output."""
+        own = self.tolerance.get(output, self.tolerance.get(_dtype_name(dtype)))
+        return default_tolerances(dtype) if own is None else own
 
     def problems(self, parameters: Sequence[str] | None = None) -> Iterator[str]:
-        """What is wrong with the template; `parameters` are those of the op, None if it takes any."""
+        """The errors of the template. parameters: those of the op, None if it takes any."""
         names = {entry.param or key for key, entry in self.inputs.items()}
         names |= {entry.param for entry in self.outputs.values() if entry.param}
         if parameters is not None:
@@ -185,7 +265,7 @@ def _axis_entry(kind: Var | Const, value: int | None) -> dict[str, Any]:
 
 
 class _Given(NamedTuple):
-    """What a call tells about a tensor of the template."""
+    """Shape and dtype of a tensor that a call passes."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -209,6 +289,11 @@ def _given(key: str, entry: Tensor, arguments: Mapping[str, Any]) -> _Given | No
     return _Given(shape, _dtype_name(value.dtype))
 
 
+def _member(value: Any, index: int) -> Any:
+    """A member of a tuple; of one tensor that fuses them along axis 1, the view."""
+    return value[index] if isinstance(value, (tuple, list)) else value.select(1, index)
+
+
 def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -216,8 +301,9 @@ def _dtype_name(dtype: Any) -> str:
 def _source_text(source: Source | None) -> str | None:
     if source is None or isinstance(source, str):
         return source
+    functions = (source,) if callable(source) else source
     try:
-        return textwrap.dedent(inspect.getsource(source))
+        return "\n\n".join(textwrap.dedent(inspect.getsource(function)) for function in functions)
     except (OSError, TypeError):  # built in, or defined where no file holds the text
         return None
 

@@ -10,16 +10,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fi_core.env import env
 from fi_core.observe.template import (
     Const,
     Scalar,
     Tensor,
     TraceTemplate,
     Var,
+    Work,
     default_check,
     default_tolerances,
 )
+from fi_core.runtime.env import env
 
 __all__ = [
     "Const",
@@ -27,8 +28,10 @@ __all__ = [
     "Tensor",
     "TraceTemplate",
     "Var",
+    "Work",
     "attach_trace",
     "auto_dump",
+    "call_arguments",
     "default_check",
     "default_tolerances",
     "fi_trace",
@@ -38,6 +41,8 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 Dispatcher = Callable[..., "TraceTemplate | None"]  # fn(save_dir=None, name=None, **arguments), with .templates
 Trace = TraceTemplate | Dispatcher
+# Arguments that an object holds since its `plan`: by name an attribute of the object, or a function of it.
+Planned = Mapping[str, "str | Callable[[Any], Any]"]
 
 _TRACE_REGISTRY: list[tuple[Callable[..., Any], TraceTemplate, str]] = []  # (op, template, label)
 _dumped: set[str] = set()
@@ -56,16 +61,31 @@ def _parameters(func: Callable[..., Any]) -> list[str] | None:
     return [name for name in parameters if name != "self"]
 
 
-def template_problems(func: Callable[..., Any], template: TraceTemplate) -> list[str]:
-    """What is wrong with the template of an op, in words; empty if nothing."""
-    return list(template.problems(_parameters(func)))
+def template_problems(func: Callable[..., Any], template: TraceTemplate, planned: Planned | None = None) -> list[str]:
+    """The errors of a template of an op, in words; empty if there is none."""
+    parameters = _parameters(func)
+    return list(template.problems(parameters if parameters is None else [*parameters, *(planned or ())]))
 
 
-def attach_trace(func: F, trace: Trace) -> None:
+def planned_arguments(owner: Any, planned: Planned) -> dict[str, Any]:
+    """Arguments that the `plan` of an object stored."""
+    return {name: getattr(owner, of) if isinstance(of, str) else of(owner) for name, of in planned.items()}
+
+
+def call_arguments(arguments: Mapping[str, Any], planned: Planned | None = None, owner: Any = None) -> dict[str, Any]:
+    """All arguments of a call: its own, and for a method those that its object holds. Its own win."""
+    result = dict(arguments)
+    if planned and owner is not None:
+        held = planned_arguments(owner, planned)
+        result.update((name, value) for name, value in held.items() if result.get(name) is None)
+    return result
+
+
+def attach_trace(func: F, trace: Trace, planned: Planned | None = None) -> None:
     """Give an op `fi_trace` (and `fi_init`) and put its templates into the registry."""
     templates = [trace] if isinstance(trace, TraceTemplate) else list(getattr(trace, "templates", ()))
     for template in templates:
-        problems = template_problems(func, template)
+        problems = template_problems(func, template, planned)
         if problems:
             text = "; ".join(problems)
             warnings.warn(f"no trace for {_api_name(func)}: {template.op_type}: {text}", stacklevel=3)
@@ -74,16 +94,30 @@ def attach_trace(func: F, trace: Trace) -> None:
         _TRACE_REGISTRY.append((func, template, template.name_prefix or template.op_type))
 
     def traced(save_dir: str | Path | None = None, name: str | None = None, **arguments: Any) -> dict[str, Any]:
-        definition = _definition(func, trace, arguments, save_dir, name)
+        given = call_arguments(arguments, planned, arguments.pop("self", None))
+        definition = _definition(func, trace, given, save_dir, name)
         if definition is None:
             raise ValueError(f"{_api_name(func)}: no trace template covers these arguments")
         if save_dir is not None:
             _write(definition, Path(save_dir))
         return definition
 
+    traced.trace, traced.planned = trace, planned  # type: ignore[attr-defined]
     func.fi_trace = traced  # type: ignore[attr-defined]
     if isinstance(trace, TraceTemplate) and callable(trace.init):
         func.fi_init = trace.init  # type: ignore[attr-defined]
+
+
+def described(name: str) -> TraceTemplate | None:
+    """The description of a function that makes inputs, among the families that are loaded; None if there is none."""
+    found = described_function(name)
+    return found[1] if found else None
+
+
+def described_function(name: str) -> tuple[Callable[..., Any], TraceTemplate] | None:
+    """The function of `described` too."""
+    found = ((func, template) for func, template, _ in _TRACE_REGISTRY if func.__name__ == name)
+    return next((pair for pair in found if pair[1].make is not None), None)
 
 
 def fi_trace(
@@ -91,12 +125,22 @@ def fi_trace(
 ) -> dict[str, Any]:
     """The definition of a call of `func`, an op or a bound or unbound method; written to `save_dir` if that is given.
 
-    Nothing is computed: the arguments only lend their shapes and dtypes.
+    Nothing is computed: the arguments only lend their shapes and dtypes. A bound method reads the arguments of
+    `plan` from its object; an unbound one takes them as arguments too.
     """
     traced = getattr(func, "fi_trace", None)
     if traced is None:
         raise ValueError(f"func: an op with a trace template is required, got {getattr(func, '__qualname__', func)}")
+    if inspect.ismethod(func):
+        arguments["self"] = func.__self__
     return traced(save_dir=save_dir, name=name, **arguments)  # type: ignore[no-any-return]
+
+
+def select_template(
+    trace: Trace, arguments: Mapping[str, Any], save_dir: str | Path | None = None, name: str | None = None
+) -> TraceTemplate | None:
+    """The template of a call; None if a dispatcher has none for it."""
+    return trace if isinstance(trace, TraceTemplate) else trace(save_dir=save_dir, name=name, **arguments)
 
 
 def _definition(
@@ -106,7 +150,7 @@ def _definition(
     save_dir: str | Path | None = None,
     name: str | None = None,
 ) -> dict[str, Any] | None:
-    template = trace if isinstance(trace, TraceTemplate) else trace(save_dir=save_dir, name=name, **arguments)
+    template = select_template(trace, arguments, save_dir, name)
     return None if template is None else template.definition(_api_name(func), arguments, name)
 
 
@@ -116,7 +160,7 @@ def _write(definition: Mapping[str, Any], directory: Path) -> None:
     path.write_text(json.dumps(definition, indent=2), encoding="utf-8")
 
 
-def auto_dump(func: F, trace: Trace) -> F:
+def auto_dump(func: F, trace: Trace, planned: Planned | None = None) -> F:
     """Wrap an op so that each new definition is written to FI_TRACE_DUMP_DIR, before the call."""
     signature = inspect.signature(func)
 
@@ -125,7 +169,7 @@ def auto_dump(func: F, trace: Trace) -> F:
         directory = env.trace_dump_dir
         if directory is not None:
             try:
-                _dump_call(func, trace, signature, args, kwargs, directory)
+                _dump_call(func, trace, planned, signature, args, kwargs, directory)
             except Exception as error:  # a trace never stops the call
                 _warn_once(_api_name(func), error)
         return func(*args, **kwargs)
@@ -136,6 +180,7 @@ def auto_dump(func: F, trace: Trace) -> F:
 def _dump_call(
     func: Callable[..., Any],
     trace: Trace,
+    planned: Planned | None,
     signature: inspect.Signature,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -144,11 +189,11 @@ def _dump_call(
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = dict(bound.arguments)
-    arguments.pop("self", None)
+    owner = arguments.pop("self", None)
     for parameter in signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             arguments.update(arguments.pop(parameter.name, {}))
-    definition = _definition(func, trace, arguments)
+    definition = _definition(func, trace, call_arguments(arguments, planned, owner))
     if definition is not None and definition["name"] not in _dumped:
         _write(definition, directory)
         _dumped.add(definition["name"])

@@ -1,32 +1,34 @@
-"""Rotary position embedding (RoPE, arXiv:2104.09864) of q and k: by row, by position id, from a table, and to fp8.
+"""Rotary position embedding (RoPE, arXiv:2104.09864) of q and k: by segment, position id or cos_sin cache, and to fp8.
 
-Pair (a, b) of a head turns by phi: a cos(phi) - b sin(phi), b cos(phi) + a sin(phi), in fp32, rounded once. Pairs are
-(i, i + rotary_dim / 2) (NeoX), or (2i, 2i + 1) if `interleave` (GPT-J); dimensions from rotary_dim on are copied.
+A pair (a, b) of a head is rotated by an angle phi: (a cos(phi) - b sin(phi), b cos(phi) + a sin(phi)), in fp32 with one
+rounding. Pairs are (i, i + rotary_dim / 2) (NeoX), or (2 i, 2 i + 1) if `interleave` (GPT-J). Dimensions from
+rotary_dim on are copied.
 
-Without a table phi = position * f_i with f_i = rope_theta^(-2i / rotary_dim) / rope_scale. Frequencies are fp64 and the
-product is taken modulo one turn in 64-bit fixed point, so that cosine and sine are within 1.5e-7 of the exact ones at
-any position below 2^24, and 1e-6 below 2^31 (phi rounded to fp32 is off by 0.03 at position 10^6).
+Without a cos_sin cache, phi = position * f_i with f_i = rope_theta^(-2 i / rotary_dim) / rope_scale. Frequencies are
+fp64, and the product is computed modulo one revolution in 64-bit fixed point. Cosine and sine are therefore within
+1.5e-7 of the exact values at positions below 2^24, and within 1e-6 below 2^31 (a phi rounded to fp32 is off by 0.03 at
+position 10^6).
 
-Heads may be strided (slices of a fused qkv), the last dimension is contiguous; any even rotary_dim <= head_dim <= 2048.
-Errors: ValueError (shape, stride, device, value) or TypeError (dtype), naming the argument.
+Heads may be strided (slices of a fused qkv); the last dimension is contiguous. Any even rotary_dim <= head_dim <= 2048
+works. Errors are ValueError (shape, stride, device, value) or TypeError (dtype), and name the argument.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fi_core.launch.op import Launcher
 from fi_core.observe.log import fi_api
 from fi_core.rope import trace
+from fi_core.rope.kernel_entries import RopeConfig, entries
 from fi_core.rope.quantize import (
     mla_rope_quantize_fp8,
     rope_quantize_fp8,
     rope_quantize_fp8_append_paged_kv_cache,
 )
-from fi_core.rope.unit import entries
-from fi_core.spec.constraint import ON_CPU, at_least
-from fi_core.spec.dtype import DTYPES
-from fi_core.spec.op import Axes, Impl, Op, Unit
+from fi_core.runtime.launch.operator import operator
+from fi_core.runtime.spec.constraint import ON_CPU, at_least
+from fi_core.runtime.spec.dtype import DTYPES
+from fi_core.runtime.spec.op import Implementation, Op, Unit, Values
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +50,7 @@ __all__ = [
 ]
 
 
-def _rope_unit(axes: Axes) -> Unit:
+def _rope_unit(axes: Values) -> Unit:
     dtype = DTYPES[str(axes["dtype"])]
     return Unit("fi/rope/rope.cuh", "RopeParams", entries("rope", dtype.device, 16 // dtype.bytes))
 
@@ -56,14 +58,17 @@ def _rope_unit(axes: Axes) -> Unit:
 ROPE = Op(
     name="rope",
     family="rope",
-    schema="(Tensor(a!) q_out, Tensor(b!) k_out, Tensor q, Tensor k, Tensor? pos_ids, Tensor? indptr, Tensor? offsets, "
-    "Tensor? cos_sin_cache, int? head_dim, int? rotary_dim, bool interleave, float rope_scale, float rope_theta, "
-    "float low_freq_factor, float high_freq_factor, float old_context_len) -> ()",
+    arguments="Tensor(a!) q_out, Tensor(b!) k_out, Tensor q, Tensor k, Tensor? pos_ids=None, Tensor? indptr=None, "
+    "Tensor? offsets=None, Tensor? cos_sin_cache=None, int? head_dim=None, int? rotary_dim=None, "
+    "bool interleave=False, float rope_scale=1.0, float rope_theta=10000.0, float low_freq_factor=0.0, "
+    "float high_freq_factor=0.0, float old_context_len=0.0",
+    read=lambda q_out: (q_out.dtype,),
     axes={"dtype": ("f16", "bf16", "f32")},
-    impls=(Impl("cpu", ON_CPU), Impl("cuda", at_least(80), _rope_unit)),
+    config=RopeConfig,
+    implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _rope_unit)),
 )
 
-_rope = Launcher(ROPE, lambda q_out, *_: (q_out.get_device(), q_out.dtype))
+_rope = operator(ROPE)
 
 
 @fi_api(trace=trace.plain("apply_rope", ragged=True))
@@ -77,17 +82,29 @@ def apply_rope(
     rope_scale: float = 1,
     rope_theta: float = 1e4,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotated copies of q and k, whose rows are segments of consecutive positions.
+    """Rotates q and k, whose rows are segments of consecutive positions (RoPE, arXiv:2104.09864).
 
-    q: `[nnz, num_qo_heads, head_dim]`, k: `[nnz, num_kv_heads, head_dim]`, fp16, bf16 or fp32.
-    indptr: `[segments + 1]`, offsets: `[segments]`, both int32 or both int64: row r of segment b, which is
-    indptr[b] <= r < indptr[b + 1], is at position offsets[b] + r - indptr[b]. Rows of no segment are copied.
-    rotary_dim: head_dim if None.
+    Row r of segment b, `indptr[b] <= r < indptr[b + 1]`, has position `offsets[b] + r - indptr[b]`. Rows outside all
+    segments are copied. The angle of pair i is `position * rope_theta^(-2 i / rotary_dim) / rope_scale`.
+
+    Args:
+        q: `[nnz, num_qo_heads, head_dim]`, fp16, bf16 or fp32.
+        k: `[nnz, num_kv_heads, head_dim]`, dtype of q.
+        indptr: `[segments + 1]`, int32 or int64, the first row of each segment.
+        offsets: `[segments]`, dtype of indptr, the position of each segment's first row.
+        rotary_dim: number of rotated dimensions; head_dim if None.
+        interleave: whether pairs are `(2 i, 2 i + 1)` (GPT-J); else `(i, i + rotary_dim / 2)` (NeoX).
+        rope_scale: divides the frequencies.
+        rope_theta: base of the frequencies.
+
+    Returns:
+        (q_rope, k_rope), new tensors with the shapes and dtype of q and k.
     """
     q_rope, k_rope = q.new_empty(q.shape), k.new_empty(k.shape)
     _rope(
-        q_rope, k_rope, q, k, None, indptr, offsets, None, None, rotary_dim, interleave, rope_scale, rope_theta, 0, 0, 0
-    )
+        q_rope, k_rope, q, k, indptr=indptr, offsets=offsets, rotary_dim=rotary_dim, interleave=interleave,
+        rope_scale=rope_scale, rope_theta=rope_theta,
+    )  # fmt: skip
     return q_rope, k_rope
 
 
@@ -102,8 +119,22 @@ def apply_rope_inplace(
     rope_scale: float = 1,
     rope_theta: float = 1e4,
 ) -> None:
-    """`apply_rope` written into q and k."""
-    _rope(q, k, q, k, None, indptr, offsets, None, None, rotary_dim, interleave, rope_scale, rope_theta, 0, 0, 0)
+    """Rotates q and k in place, as `apply_rope` does.
+
+    Args:
+        q: `[nnz, num_qo_heads, head_dim]`, fp16, bf16 or fp32; rotated in place.
+        k: `[nnz, num_kv_heads, head_dim]`, dtype of q; rotated in place.
+        indptr: `[segments + 1]`, int32 or int64, the first row of each segment.
+        offsets: `[segments]`, dtype of indptr, the position of each segment's first row.
+        rotary_dim: number of rotated dimensions; head_dim if None.
+        interleave: whether pairs are `(2 i, 2 i + 1)` (GPT-J); else `(i, i + rotary_dim / 2)` (NeoX).
+        rope_scale: divides the frequencies.
+        rope_theta: base of the frequencies.
+    """
+    _rope(
+        q, k, q, k, indptr=indptr, offsets=offsets, rotary_dim=rotary_dim, interleave=interleave, rope_scale=rope_scale,
+        rope_theta=rope_theta,
+    )  # fmt: skip
 
 
 @fi_api(trace=trace.llama31("apply_llama31_rope", ragged=True))
@@ -120,15 +151,32 @@ def apply_llama31_rope(
     high_freq_factor: float = 4,
     old_context_len: int = 8192,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply_rope` with the frequencies of Llama 3.1: only long wavelengths are scaled.
+    """Rotates q and k as `apply_rope` does, with the frequencies of Llama 3.1: only long wavelengths are scaled.
 
-    f' = (1 - s) f / rope_scale + s f, f = rope_theta^(-2i / rotary_dim),
-    s = clamp(f old_context_len / (2 pi (high - low)) - low / (high - low), 0, 1), low and high the frequency factors.
+    The frequency of pair i is `(1 - s) f / rope_scale + s f` with `f = rope_theta^(-2 i / rotary_dim)` and
+    `s = clamp(f old_context_len / (2 pi (high - low)) - low / (high - low), 0, 1)`.
+
+    Args:
+        q: `[nnz, num_qo_heads, head_dim]`, fp16, bf16 or fp32.
+        k: `[nnz, num_kv_heads, head_dim]`, dtype of q.
+        indptr: `[segments + 1]`, int32 or int64, the first row of each segment.
+        offsets: `[segments]`, dtype of indptr, the position of each segment's first row.
+        rotary_dim: number of rotated dimensions; head_dim if None.
+        interleave: whether pairs are `(2 i, 2 i + 1)` (GPT-J); else `(i, i + rotary_dim / 2)` (NeoX).
+        rope_scale: divides the frequencies of long wavelengths.
+        rope_theta: base of the frequencies.
+        low_freq_factor: `low` of the formula.
+        high_freq_factor: `high` of the formula, greater than low.
+        old_context_len: context length before scaling.
+
+    Returns:
+        (q_rope, k_rope), new tensors with the shapes and dtype of q and k.
     """
     q_rope, k_rope = q.new_empty(q.shape), k.new_empty(k.shape)
     _rope(
-        q_rope, k_rope, q, k, None, indptr, offsets, None, None, rotary_dim, interleave, rope_scale, rope_theta,
-        low_freq_factor, high_freq_factor, old_context_len,
+        q_rope, k_rope, q, k, indptr=indptr, offsets=offsets, rotary_dim=rotary_dim, interleave=interleave,
+        rope_scale=rope_scale, rope_theta=rope_theta, low_freq_factor=low_freq_factor,
+        high_freq_factor=high_freq_factor, old_context_len=old_context_len,
     )  # fmt: skip
     return q_rope, k_rope
 
@@ -147,10 +195,25 @@ def apply_llama31_rope_inplace(
     high_freq_factor: float = 4,
     old_context_len: int = 8192,
 ) -> None:
-    """`apply_llama31_rope` written into q and k."""
+    """Rotates q and k in place, as `apply_llama31_rope` does.
+
+    Args:
+        q: `[nnz, num_qo_heads, head_dim]`, fp16, bf16 or fp32; rotated in place.
+        k: `[nnz, num_kv_heads, head_dim]`, dtype of q; rotated in place.
+        indptr: `[segments + 1]`, int32 or int64, the first row of each segment.
+        offsets: `[segments]`, dtype of indptr, the position of each segment's first row.
+        rotary_dim: number of rotated dimensions; head_dim if None.
+        interleave: whether pairs are `(2 i, 2 i + 1)` (GPT-J); else `(i, i + rotary_dim / 2)` (NeoX).
+        rope_scale: divides the frequencies of long wavelengths.
+        rope_theta: base of the frequencies.
+        low_freq_factor: `low` of the formula.
+        high_freq_factor: `high` of the formula, greater than low.
+        old_context_len: context length before scaling.
+    """
     _rope(
-        q, k, q, k, None, indptr, offsets, None, None, rotary_dim, interleave, rope_scale, rope_theta,
-        low_freq_factor, high_freq_factor, old_context_len,
+        q, k, q, k, indptr=indptr, offsets=offsets, rotary_dim=rotary_dim, interleave=interleave, rope_scale=rope_scale,
+        rope_theta=rope_theta, low_freq_factor=low_freq_factor, high_freq_factor=high_freq_factor,
+        old_context_len=old_context_len,
     )  # fmt: skip
 
 
@@ -164,11 +227,27 @@ def apply_rope_pos_ids(
     rope_scale: float = 1,
     rope_theta: float = 1e4,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotated copies of q and k; pos_ids: `[nnz]`, int32 or int64, the position of each row. Else as `apply_rope`."""
+    """Rotates q and k, with the position of each row from pos_ids (RoPE, arXiv:2104.09864).
+
+    The angle of pair i is `pos_ids[row] * rope_theta^(-2 i / rotary_dim) / rope_scale`.
+
+    Args:
+        q: `[nnz, num_qo_heads, head_dim]`, fp16, bf16 or fp32.
+        k: `[nnz, num_kv_heads, head_dim]`, dtype of q.
+        pos_ids: `[nnz]`, int32 or int64, the position of each row.
+        rotary_dim: number of rotated dimensions; head_dim if None.
+        interleave: whether pairs are `(2 i, 2 i + 1)` (GPT-J); else `(i, i + rotary_dim / 2)` (NeoX).
+        rope_scale: divides the frequencies.
+        rope_theta: base of the frequencies.
+
+    Returns:
+        (q_rope, k_rope), new tensors with the shapes and dtype of q and k.
+    """
     q_rope, k_rope = q.new_empty(q.shape), k.new_empty(k.shape)
     _rope(
-        q_rope, k_rope, q, k, pos_ids, None, None, None, None, rotary_dim, interleave, rope_scale, rope_theta, 0, 0, 0
-    )
+        q_rope, k_rope, q, k, pos_ids=pos_ids, rotary_dim=rotary_dim, interleave=interleave, rope_scale=rope_scale,
+        rope_theta=rope_theta,
+    )  # fmt: skip
     return q_rope, k_rope
 
 
@@ -182,8 +261,21 @@ def apply_rope_pos_ids_inplace(
     rope_scale: float = 1,
     rope_theta: float = 1e4,
 ) -> None:
-    """`apply_rope_pos_ids` written into q and k."""
-    _rope(q, k, q, k, pos_ids, None, None, None, None, rotary_dim, interleave, rope_scale, rope_theta, 0, 0, 0)
+    """Rotates q and k in place, as `apply_rope_pos_ids` does.
+
+    Args:
+        q: `[nnz, num_qo_heads, head_dim]`, fp16, bf16 or fp32; rotated in place.
+        k: `[nnz, num_kv_heads, head_dim]`, dtype of q; rotated in place.
+        pos_ids: `[nnz]`, int32 or int64, the position of each row.
+        rotary_dim: number of rotated dimensions; head_dim if None.
+        interleave: whether pairs are `(2 i, 2 i + 1)` (GPT-J); else `(i, i + rotary_dim / 2)` (NeoX).
+        rope_scale: divides the frequencies.
+        rope_theta: base of the frequencies.
+    """
+    _rope(
+        q, k, q, k, pos_ids=pos_ids, rotary_dim=rotary_dim, interleave=interleave, rope_scale=rope_scale,
+        rope_theta=rope_theta,
+    )  # fmt: skip
 
 
 @fi_api(trace=trace.llama31("apply_llama31_rope_pos_ids"))
@@ -199,11 +291,28 @@ def apply_llama31_rope_pos_ids(
     high_freq_factor: float = 4,
     old_context_len: int = 8192,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply_rope_pos_ids` with the frequencies of `apply_llama31_rope`."""
+    """Rotates q and k as `apply_rope_pos_ids` does, with the frequencies of `apply_llama31_rope`.
+
+    Args:
+        q: `[nnz, num_qo_heads, head_dim]`, fp16, bf16 or fp32.
+        k: `[nnz, num_kv_heads, head_dim]`, dtype of q.
+        pos_ids: `[nnz]`, int32 or int64, the position of each row.
+        rotary_dim: number of rotated dimensions; head_dim if None.
+        interleave: whether pairs are `(2 i, 2 i + 1)` (GPT-J); else `(i, i + rotary_dim / 2)` (NeoX).
+        rope_scale: divides the frequencies of long wavelengths.
+        rope_theta: base of the frequencies.
+        low_freq_factor: `low` of the formula of `apply_llama31_rope`.
+        high_freq_factor: `high` of the formula of `apply_llama31_rope`, greater than low.
+        old_context_len: context length before scaling.
+
+    Returns:
+        (q_rope, k_rope), new tensors with the shapes and dtype of q and k.
+    """
     q_rope, k_rope = q.new_empty(q.shape), k.new_empty(k.shape)
     _rope(
-        q_rope, k_rope, q, k, pos_ids, None, None, None, None, rotary_dim, interleave, rope_scale, rope_theta,
-        low_freq_factor, high_freq_factor, old_context_len,
+        q_rope, k_rope, q, k, pos_ids=pos_ids, rotary_dim=rotary_dim, interleave=interleave, rope_scale=rope_scale,
+        rope_theta=rope_theta, low_freq_factor=low_freq_factor, high_freq_factor=high_freq_factor,
+        old_context_len=old_context_len,
     )  # fmt: skip
     return q_rope, k_rope
 
@@ -221,10 +330,24 @@ def apply_llama31_rope_pos_ids_inplace(
     high_freq_factor: float = 4,
     old_context_len: int = 8192,
 ) -> None:
-    """`apply_llama31_rope_pos_ids` written into q and k."""
+    """Rotates q and k in place, as `apply_llama31_rope_pos_ids` does.
+
+    Args:
+        q: `[nnz, num_qo_heads, head_dim]`, fp16, bf16 or fp32; rotated in place.
+        k: `[nnz, num_kv_heads, head_dim]`, dtype of q; rotated in place.
+        pos_ids: `[nnz]`, int32 or int64, the position of each row.
+        rotary_dim: number of rotated dimensions; head_dim if None.
+        interleave: whether pairs are `(2 i, 2 i + 1)` (GPT-J); else `(i, i + rotary_dim / 2)` (NeoX).
+        rope_scale: divides the frequencies of long wavelengths.
+        rope_theta: base of the frequencies.
+        low_freq_factor: `low` of the formula of `apply_llama31_rope`.
+        high_freq_factor: `high` of the formula of `apply_llama31_rope`, greater than low.
+        old_context_len: context length before scaling.
+    """
     _rope(
-        q, k, q, k, pos_ids, None, None, None, None, rotary_dim, interleave, rope_scale, rope_theta,
-        low_freq_factor, high_freq_factor, old_context_len,
+        q, k, q, k, pos_ids=pos_ids, rotary_dim=rotary_dim, interleave=interleave, rope_scale=rope_scale,
+        rope_theta=rope_theta, low_freq_factor=low_freq_factor, high_freq_factor=high_freq_factor,
+        old_context_len=old_context_len,
     )  # fmt: skip
 
 
@@ -237,33 +360,31 @@ def apply_rope_with_cos_sin_cache(
     cos_sin_cache: torch.Tensor,
     is_neox: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotated copies of query and key, by angles from a table. NOTE: is_neox is the opposite of `interleave`.
+    """Rotates query and key by the angles of a cos_sin cache (RoPE, arXiv:2104.09864).
 
-    positions: `[nnz]`, int32 or int64.
-    query: `[nnz, num_qo_heads * head_size]`, key: `[nnz, num_kv_heads * head_size]`, or with heads and head_size as two
-    dimensions; fp16, bf16 or fp32.
-    cos_sin_cache: `[max_position, rotary_dim]`, fp32 (else ValueError): the cosines of all pairs, then the sines.
-    Rows whose position is not in the table become NaN.
+    Rows with a position outside the cache become NaN.
+
+    Args:
+        positions: `[nnz]`, int32 or int64, the position of each row.
+        query: `[nnz, num_qo_heads * head_size]` or `[nnz, num_qo_heads, head_size]`, fp16, bf16 or fp32.
+        key: `[nnz, num_kv_heads * head_size]` or `[nnz, num_kv_heads, head_size]`, dtype of query.
+        head_size: dimensions of a head.
+        cos_sin_cache: `[max_position, rotary_dim]`, fp32: the cosines of all pairs, then the sines.
+        is_neox: whether pairs are `(i, i + rotary_dim / 2)`; else `(2 i, 2 i + 1)`. NOTE: it is the opposite of
+            `interleave`.
+
+    Returns:
+        (query_out, key_out), new tensors with the shapes and dtype of query and key.
+
+    Raises:
+        ValueError: A shape, stride or device does not fit, or cos_sin_cache is not fp32.
+        TypeError: Another dtype does not fit.
     """
     query_out, key_out = query.new_empty(query.shape), key.new_empty(key.shape)
     _rope(
-        query_out,
-        key_out,
-        query,
-        key,
-        positions,
-        None,
-        None,
-        cos_sin_cache,
-        head_size,
-        None,
-        not is_neox,
-        1,
-        1,
-        0,
-        0,
-        0,
-    )
+        query_out, key_out, query, key, pos_ids=positions, cos_sin_cache=cos_sin_cache, head_dim=head_size,
+        interleave=not is_neox,
+    )  # fmt: skip
     return query_out, key_out
 
 
@@ -276,5 +397,17 @@ def apply_rope_with_cos_sin_cache_inplace(
     cos_sin_cache: torch.Tensor,
     is_neox: bool = True,
 ) -> None:
-    """`apply_rope_with_cos_sin_cache` written into query and key."""
-    _rope(query, key, query, key, positions, None, None, cos_sin_cache, head_size, None, not is_neox, 1, 1, 0, 0, 0)
+    """Rotates query and key in place, as `apply_rope_with_cos_sin_cache` does.
+
+    Args:
+        positions: `[nnz]`, int32 or int64, the position of each row.
+        query: `[nnz, num_qo_heads * head_size]` or `[nnz, num_qo_heads, head_size]`; rotated in place.
+        key: `[nnz, num_kv_heads * head_size]` or `[nnz, num_kv_heads, head_size]`; rotated in place.
+        head_size: dimensions of a head.
+        cos_sin_cache: `[max_position, rotary_dim]`, fp32: the cosines of all pairs, then the sines.
+        is_neox: whether pairs are `(i, i + rotary_dim / 2)`; else `(2 i, 2 i + 1)`.
+    """
+    _rope(
+        query, key, query, key, pos_ids=positions, cos_sin_cache=cos_sin_cache, head_dim=head_size, interleave=not
+        is_neox,
+    )  # fmt: skip

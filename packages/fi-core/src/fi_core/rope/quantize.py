@@ -1,27 +1,27 @@
-"""RoPE with fp8 output, for attention on fp8 caches: q and k are rotated and converted, k and v may go into pages."""
+"""RoPE with fp8 output, for attention with an fp8 KV cache; k and v can be written into pages in the same kernel."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fi_core.env import env
-from fi_core.launch.op import Launcher
 from fi_core.observe.log import fi_api
 from fi_core.page import check_append
 from fi_core.rope import trace
-from fi_core.rope.unit import entries
-from fi_core.spec.constraint import ON_CPU, at_least
-from fi_core.spec.dtype import DTYPES
-from fi_core.spec.op import Axes, Impl, Op, Unit
+from fi_core.rope.kernel_entries import RopeConfig, entries
+from fi_core.runtime.env import env
+from fi_core.runtime.launch.operator import operator
+from fi_core.runtime.spec.constraint import ON_CPU, at_least
+from fi_core.runtime.spec.dtype import DTYPES
+from fi_core.runtime.spec.op import Implementation, Op, Unit, Values
 from fi_core.utils import _unpack_paged_kv_cache
 
 if TYPE_CHECKING:
     import torch
 
-_CHECK = env.check  # read once: calls pay nothing for it
+_CHECK = env.check  # read once at import, so a call does not read the environment
 
 
-def _rope_quantize_unit(axes: Axes) -> Unit:
+def _rope_quantize_unit(axes: Values) -> Unit:
     dtype, out = DTYPES[str(axes["dtype"])], DTYPES[str(axes["out"])]
     chosen = entries("rope_quantize", f"{dtype.device}, {out.device}", 16 // dtype.bytes)
     return Unit("fi/rope/rope_quantize.cuh", "RopeQuantizeParams", chosen)
@@ -30,25 +30,24 @@ def _rope_quantize_unit(axes: Axes) -> Unit:
 ROPE_QUANTIZE = Op(
     name="rope_quantize",
     family="rope",
-    schema="(Tensor q_rope, Tensor k_rope, Tensor? q_nope, Tensor? k_nope, Tensor? v, Tensor cos_sin_cache, "
-    "Tensor pos_ids, Tensor(a!) q_rope_out, Tensor(b!)? k_rope_out, Tensor(c!)? q_nope_out, Tensor(d!)? k_nope_out, "
-    "Tensor(e!)? k_cache, Tensor(f!)? v_cache, Tensor? kv_indices, Tensor? kv_indptr, Tensor? batch_indices, "
-    "Tensor? positions, bool is_neox, float quant_scale_q, float quant_scale_kv, int page_size, bool head_major, "
-    "bool? enable_pdl) -> ()",
+    arguments="Tensor(a!) q_rope_out, Tensor q_rope, Tensor k_rope, Tensor cos_sin_cache, Tensor pos_ids, "
+    "Tensor? q_nope=None, Tensor? k_nope=None, Tensor? v=None, Tensor(b!)? k_rope_out=None, "
+    "Tensor(c!)? q_nope_out=None, Tensor(d!)? k_nope_out=None, Tensor(e!)? k_cache=None, Tensor(f!)? v_cache=None, "
+    "Tensor? kv_indices=None, Tensor? kv_indptr=None, Tensor? batch_indices=None, Tensor? positions=None, "
+    "bool is_neox=True, float quant_scale_q=1.0, float quant_scale_kv=1.0, int page_size=1, bool head_major=False, "
+    "bool? enable_pdl=None",
+    read=lambda q_rope_out, q_rope: (q_rope.dtype, q_rope_out.dtype),
     axes={"dtype": ("f16", "bf16"), "out": ("e4m3", "e5m2")},
-    impls=(Impl("cpu", ON_CPU), Impl("cuda", at_least(80), _rope_quantize_unit)),
+    config=RopeConfig,
+    implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _rope_quantize_unit)),
 )
 
 
-def _key(q_rope: torch.Tensor, *rest: torch.Tensor) -> tuple[int, torch.dtype, torch.dtype]:
-    return q_rope.get_device(), q_rope.dtype, rest[6].dtype  # that of q_rope_out
-
-
-_rope_quantize = Launcher(ROPE_QUANTIZE, _key)
+_rope_quantize = operator(ROPE_QUANTIZE)
 
 
 def _fp8(dtype: torch.dtype | None, *outs: torch.Tensor | None) -> torch.dtype:
-    """The dtype asked for, else that of the first output given, else e4m3."""
+    """The dtype that the caller passes, else the dtype of the first output buffer, else e4m3."""
     for out in outs:
         if out is not None and out.dtype != (dtype := dtype or out.dtype):
             raise TypeError(f"quantize_dtype: all outputs must have one dtype, {dtype}; got {out.dtype}")
@@ -60,7 +59,7 @@ def _fp8(dtype: torch.dtype | None, *outs: torch.Tensor | None) -> torch.dtype:
 
 
 def _out(given: torch.Tensor | None, rope: torch.Tensor, nope: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """The output given, else a new one like `nope`, else one without columns."""
+    """The output buffer that the caller passes, else a new one like `nope`, else one with no columns."""
     if given is not None:
         return given
     return rope.new_empty((*rope.shape[:-1], 0) if nope is None else nope.shape, dtype=dtype)
@@ -85,17 +84,35 @@ def rope_quantize_fp8(
     enable_pdl: bool = False,
     backend: str = "cuda",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q and k as fp8: `rotate(x_rope) * scale` and `x_nope * scale`, in fp32, rounded once; the cast saturates.
+    """Rotates the rope parts of q and k and quantizes all parts to fp8: `rotate(x_rope) * scale` and `x_nope * scale`.
 
-    q_rope: `[nnz, num_qo_heads, rotary_dim]`, q_nope: `[nnz, num_qo_heads, no_rope_dim]`, fp16 or bf16.
-    k_rope, k_nope: the same with num_kv_heads (MHA, GQA), or `[nnz, *]` (MLA). A nope that is None has no columns.
-    cos_sin_cache: `[max_position, rotary_dim]`, fp32 (else ValueError): cosines, then sines. pos_ids: `[nnz]`, int32 or
-    int64; a position outside the table gives NaN. quant_scale_q, quant_scale_kv: MULTIPLIED (norms divide).
-    Outputs: allocated where None; else they may be slices of larger tensors, with the last dimension contiguous.
-    quantize_dtype: float8_e4m3fn or float8_e5m2; None means that of the first output given, else e4m3.
-    backend: "cuda" or "cutile", which FlashInfer tells apart; one kernel here.
+    The arithmetic is in fp32 with one rounding; the cast saturates. Output buffers may be slices of larger tensors,
+    with the last dimension contiguous.
 
-    Returns (q_rope_out, k_rope_out, q_nope_out, k_nope_out).
+    Args:
+        q_rope: `[nnz, num_qo_heads, rotary_dim]`, fp16 or bf16.
+        k_rope: `[nnz, num_kv_heads, rotary_dim]` (MHA, GQA) or `[nnz, rotary_dim]` (MLA), dtype of q_rope.
+        q_nope: `[nnz, num_qo_heads, no_rope_dim]`, dtype of q_rope. None means no columns.
+        k_nope: `[nnz, num_kv_heads, no_rope_dim]` or `[nnz, no_rope_dim]` (MLA). None means no columns.
+        cos_sin_cache: `[max_position, rotary_dim]`, fp32: the cosines of all pairs, then the sines.
+        pos_ids: `[nnz]`, int32 or int64, the position of each row. A position outside the cache gives NaN.
+        is_neox: whether pairs are `(i, i + rotary_dim / 2)`; else `(2 i, 2 i + 1)`.
+        quantize_dtype: float8_e4m3fn or float8_e5m2. None means the dtype of the first output buffer, else e4m3.
+        quant_scale_q: factor of q before the cast. NOTE: it multiplies; the scale of the norms divides.
+        quant_scale_kv: factor of k before the cast.
+        q_rope_out: fp8, shape of q_rope. Allocated if None.
+        k_rope_out: fp8, shape of k_rope. Allocated if None.
+        q_nope_out: fp8, shape of q_nope. Allocated if None.
+        k_nope_out: fp8, shape of k_nope. Allocated if None.
+        enable_pdl: programmatic dependent launch.
+        backend: "cuda" or "cutile", the names of FlashInfer's kernels; both run the same kernel here.
+
+    Returns:
+        (q_rope_out, k_rope_out, q_nope_out, k_nope_out).
+
+    Raises:
+        ValueError: A shape, stride, device or backend does not fit, or cos_sin_cache is not fp32.
+        TypeError: Another dtype does not fit.
     """
     if backend not in ("cuda", "cutile"):
         raise ValueError(f"backend must be 'cuda' or 'cutile'; got {backend!r}")
@@ -103,8 +120,9 @@ def rope_quantize_fp8(
     q_rope_out, k_rope_out = _out(q_rope_out, q_rope, q_rope, dtype), _out(k_rope_out, k_rope, k_rope, dtype)
     q_nope_out, k_nope_out = _out(q_nope_out, q_rope, q_nope, dtype), _out(k_nope_out, k_rope, k_nope, dtype)
     _rope_quantize(
-        q_rope, k_rope, q_nope, k_nope, None, cos_sin_cache, pos_ids, q_rope_out, k_rope_out, q_nope_out, k_nope_out,
-        None, None, None, None, None, None, is_neox, quant_scale_q, quant_scale_kv, 1, False, enable_pdl,
+        q_rope_out, q_rope, k_rope, cos_sin_cache, pos_ids=pos_ids, q_nope=q_nope, k_nope=k_nope,
+        k_rope_out=k_rope_out, q_nope_out=q_nope_out, k_nope_out=k_nope_out, is_neox=is_neox,
+        quant_scale_q=quant_scale_q, quant_scale_kv=quant_scale_kv, enable_pdl=enable_pdl,
     )  # fmt: skip
     return q_rope_out, k_rope_out, q_nope_out, k_nope_out
 
@@ -127,10 +145,33 @@ def mla_rope_quantize_fp8(
     k_nope_out: torch.Tensor | None = None,
     enable_pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`rope_quantize_fp8` by its name for MLA: k_rope `[nnz, rotary_dim]`, k_nope `[nnz, no_rope_dim]`."""
+    """Rotates and quantizes q and k of MLA: `rope_quantize_fp8` under FlashInfer's name for MLA.
+
+    Args:
+        q_rope: `[nnz, num_qo_heads, rotary_dim]`, fp16 or bf16.
+        k_rope: `[nnz, rotary_dim]`, dtype of q_rope.
+        q_nope: `[nnz, num_qo_heads, no_rope_dim]`, dtype of q_rope. None means no columns.
+        k_nope: `[nnz, no_rope_dim]`, dtype of q_rope. None means no columns.
+        cos_sin_cache: `[max_position, rotary_dim]`, fp32: the cosines of all pairs, then the sines.
+        pos_ids: `[nnz]`, int32 or int64, the position of each row.
+        is_neox: whether pairs are `(i, i + rotary_dim / 2)`; else `(2 i, 2 i + 1)`.
+        quantize_dtype: as for `rope_quantize_fp8`.
+        quant_scale_q: factor of q before the cast.
+        quant_scale_kv: factor of k before the cast.
+        q_rope_out: fp8, shape of q_rope. Allocated if None.
+        k_rope_out: fp8, shape of k_rope. Allocated if None.
+        q_nope_out: fp8, shape of q_nope. Allocated if None.
+        k_nope_out: fp8, shape of k_nope. Allocated if None.
+        enable_pdl: programmatic dependent launch.
+
+    Returns:
+        (q_rope_out, k_rope_out, q_nope_out, k_nope_out).
+    """
     return rope_quantize_fp8(
-        q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids, is_neox, quantize_dtype, quant_scale_q, quant_scale_kv,
-        q_rope_out, k_rope_out, q_nope_out, k_nope_out, enable_pdl,
+        q_rope, k_rope, q_nope, k_nope, cos_sin_cache=cos_sin_cache, pos_ids=pos_ids, is_neox=is_neox,
+        quantize_dtype=quantize_dtype, quant_scale_q=quant_scale_q, quant_scale_kv=quant_scale_kv,
+        q_rope_out=q_rope_out, k_rope_out=k_rope_out, q_nope_out=q_nope_out, k_nope_out=k_nope_out,
+        enable_pdl=enable_pdl,
     )  # fmt: skip
 
 
@@ -158,20 +199,45 @@ def rope_quantize_fp8_append_paged_kv_cache(
     q_nope_out: torch.Tensor | None = None,
     enable_pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rope_quantize_fp8` whose k goes into a paged fp8 cache, and v * quant_scale_kv beside it, in one kernel.
+    """Rotates and quantizes q and k as `rope_quantize_fp8` does, and writes k and `v * quant_scale_kv` into pages.
 
-    GQA: k_rope, k_nope, v `[nnz, num_kv_heads, *]`; paged_kv_cache = (k_cache, v_cache), each
-    `[pages, page_size, num_kv_heads, head_dim]` (NHD) or `[pages, num_kv_heads, page_size, head_dim]` (HND), fp8; a
-    row of K is [rope | nope]. MLA: k_rope, k_nope `[nnz, *]`, v None; paged_kv_cache = (ckv_cache, kpe_cache), each
-    `[pages, page_size, *]`; nope goes to the first, rope to the second. Strides are free but for the last dimension.
+    One kernel does both. Row i becomes token `t = positions[i]` of request `b = batch_indices[i]`: slot `t % page_size`
+    of page `kv_indices[kv_indptr[b] + t // page_size]`. Rows with `batch_indices[i] < 0` are not appended; their q is
+    still converted. A row of K is `[rope | nope]`. With MLA, nope goes to ckv_cache and rope to kpe_cache.
 
-    Row i is token positions[i] of request b = batch_indices[i]: slot positions[i] % page_size of page
-    kv_indices[kv_indptr[b] + positions[i] // page_size]. Rows with batch_indices < 0 are not appended (q is still
-    converted). Each of the five index tensors is int32 or int64. The other arguments: see `rope_quantize_fp8`.
+    Args:
+        q_rope: `[nnz, num_qo_heads, rotary_dim]`, fp16 or bf16.
+        k_rope: `[nnz, num_kv_heads, rotary_dim]` (MHA, GQA) or `[nnz, rotary_dim]` (MLA), dtype of q_rope.
+        q_nope: `[nnz, num_qo_heads, no_rope_dim]`, dtype of q_rope. None means no columns.
+        k_nope: `[nnz, num_kv_heads, no_rope_dim]` or `[nnz, no_rope_dim]` (MLA). None means no columns.
+        v: `[nnz, num_kv_heads, v_head_dim]`, dtype of q_rope; None for MLA.
+        cos_sin_cache: `[max_position, rotary_dim]`, fp32: the cosines of all pairs, then the sines.
+        pos_ids: `[nnz]`, int32 or int64, the position of each row for the rotation.
+        paged_kv_cache: (k_cache, v_cache), fp8, each `[pages, page_size, num_kv_heads, head_dim]` (NHD) or
+            `[pages, num_kv_heads, page_size, head_dim]` (HND); for MLA (ckv_cache, kpe_cache), each
+            `[pages, page_size, dim]`. Any strides, with the last dimension contiguous.
+        kv_indices: `[num_indices]`, int32 or int64, the pages of all requests after the append.
+        kv_indptr: `[batch_size + 1]`, int32 or int64, the offsets of the requests in kv_indices.
+        batch_indices: `[nnz]`, int32 or int64, the request of each row.
+        positions: `[nnz]`, int32 or int64, the position of each row in its request.
+        is_neox: whether pairs are `(i, i + rotary_dim / 2)`; else `(2 i, 2 i + 1)`.
+        quantize_dtype: float8_e4m3fn or float8_e5m2. None means the dtype of the first output buffer, else the cache's.
+        quant_scale_q: factor of q before the cast.
+        quant_scale_kv: factor of k and v before the cast.
+        page_size: tokens per page.
+        kv_layout: "NHD" or "HND".
+        q_rope_out: fp8, shape of q_rope. Allocated if None.
+        q_nope_out: fp8, shape of q_nope. Allocated if None.
+        enable_pdl: programmatic dependent launch.
 
-    Returns (q_rope_out, q_nope_out). Raises KeyError for another kv_layout, ValueError or TypeError for what does not
-    fit. With FI_CHECK=1 at import, also ValueError for page ids, positions and offsets out of range, which waits for
-    the device.
+    Returns:
+        (q_rope_out, q_nope_out).
+
+    Raises:
+        ValueError: A shape, stride or device does not fit, or cos_sin_cache is not fp32. If FI_CHECK=1 is set at
+            import, also a page, position or offset out of range; that check synchronizes with the device.
+        TypeError: Another dtype does not fit, or paged_kv_cache is not a tuple for MLA.
+        KeyError: kv_layout is unknown.
     """
     if v is not None:
         k_cache, v_cache = _unpack_paged_kv_cache(paged_kv_cache, kv_layout)
@@ -179,7 +245,7 @@ def rope_quantize_fp8_append_paged_kv_cache(
         k_cache, v_cache = paged_kv_cache
     else:
         raise TypeError(
-            "paged_kv_cache: a tuple (ckv_cache, kpe_cache) is required where v is None; "
+            "paged_kv_cache: a tuple (ckv_cache, kpe_cache) is required if v is None; "
             f"got {type(paged_kv_cache).__name__}"
         )
     if _CHECK:
@@ -187,8 +253,9 @@ def rope_quantize_fp8_append_paged_kv_cache(
     dtype = _fp8(quantize_dtype, q_rope_out, q_nope_out, k_cache)
     q_rope_out, q_nope_out = _out(q_rope_out, q_rope, q_rope, dtype), _out(q_nope_out, q_rope, q_nope, dtype)
     _rope_quantize(
-        q_rope, k_rope, q_nope, k_nope, v, cos_sin_cache, pos_ids, q_rope_out, None, q_nope_out, None, k_cache, v_cache,
-        kv_indices, kv_indptr, batch_indices, positions, is_neox, quant_scale_q, quant_scale_kv, page_size,
-        kv_layout == "HND", enable_pdl,
+        q_rope_out, q_rope, k_rope, cos_sin_cache, pos_ids=pos_ids, q_nope=q_nope, k_nope=k_nope, v=v,
+        q_nope_out=q_nope_out, k_cache=k_cache, v_cache=v_cache, kv_indices=kv_indices, kv_indptr=kv_indptr,
+        batch_indices=batch_indices, positions=positions, is_neox=is_neox, quant_scale_q=quant_scale_q,
+        quant_scale_kv=quant_scale_kv, page_size=page_size, head_major=kv_layout == "HND", enable_pdl=enable_pdl,
     )  # fmt: skip
     return q_rope_out, q_nope_out

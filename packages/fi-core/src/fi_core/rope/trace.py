@@ -1,13 +1,18 @@
-"""Trace templates of the rope functions, with their references in fp64."""
+"""Trace templates of the rope functions, with fp64 references."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
+from fi_core.observe.draw import Draw, nbytes
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work
+
+if TYPE_CHECKING:
+    import torch
 
 _HEADS: dict[str, Var | Const] = {
-    "nnz": Var("rows: tokens of all requests"),
+    "nnz": Var("rows: the tokens of all requests"),
     "num_qo_heads": Const(abbrev="h"),
     "num_kv_heads": Const(abbrev="kv"),
 }
@@ -167,6 +172,68 @@ def _rope_quantize_append_reference(  # type: ignore[no-untyped-def]
     return cast(rotate(q_rope), quant_scale_q, q_rope), cast(q_nope, quant_scale_q, q_rope), k_cache, v_cache
 
 
+def _segments(draw: Draw, nnz: int, num_segments: int | None, max_position: int) -> tuple[list[int], torch.Tensor]:
+    """Lengths of equal segments and their first positions; None: of three segments, one of them empty."""
+    counts = [nnz // 2, 0, nnz - nnz // 2] if num_segments is None else [nnz // num_segments] * num_segments
+    return counts, draw.integers(0, max(max_position - max(counts), 1), (len(counts),))
+
+
+def _positions(draw: Draw, nnz: int, num_segments: int | None, max_position: int) -> torch.Tensor:
+    """Positions of the tokens of equal segments; None: in any order."""
+    if num_segments is None:
+        return draw.integers(0, max_position, (nnz,))
+    counts, offsets = _segments(draw, nnz, num_segments, max_position)
+    return (offsets.unsqueeze(1) + draw.int32(range(counts[0]))).flatten()
+
+
+def _make_of_heads(ragged: bool) -> Callable[..., dict[str, Any]]:
+    """q and k in strided rows; segments or positions."""
+
+    def make(
+        draw: Draw,
+        *,
+        dtype: str = "bfloat16",
+        nnz: int = 7,
+        num_qo_heads: int = 3,
+        num_kv_heads: int = 1,
+        head_dim: int = 66,
+        num_segments: int | None = None,
+        max_position: int = 5000,
+        **options: Any,
+    ) -> dict[str, Any]:
+        found = {
+            name: draw.rows(draw.normal((nnz, heads, head_dim), dtype))
+            for name, heads in (("q", num_qo_heads), ("k", num_kv_heads))
+        }
+        if ragged:
+            counts, offsets = _segments(draw, nnz, num_segments, max_position)
+            rows = {"indptr": draw.offsets(counts), "offsets": offsets}
+        else:
+            rows = {"pos_ids": _positions(draw, nnz, num_segments, max_position)}
+        return {**found, **rows, **options}
+
+    return make
+
+
+def _samples_of_heads() -> tuple[dict[str, Any], ...]:
+    options: tuple[dict[str, Any], ...] = ({}, {"interleave": True}, {"rotary_dim": 32, "rope_theta": 5e5})
+    dtypes = ("bfloat16", "float16", "float32")
+    return (*({"dtype": dtype, **more} for dtype in dtypes for more in options), {"head_dim": 128, "num_qo_heads": 4})
+
+
+def _work(arguments: Mapping[str, Any]) -> Work:
+    """q, k and positions are read, and a row of the table for each position; q and k are written."""
+    heads = [arguments[name] for name in ("q", "k", "query", "key") if name in arguments]
+    rows = [arguments[name] for name in ("pos_ids", "positions", "indptr", "offsets") if name in arguments]
+    table = arguments.get("cos_sin_cache")
+    read = 0 if table is None else nbytes(table) * min(heads[0].shape[0], table.shape[0]) // max(table.shape[0], 1)
+    return Work(3 * sum(x.numel() for x in heads), 2 * nbytes(heads) + nbytes(rows) + read)
+
+
+# The angles of large positions are exact to fp32 only.
+_TOLERANCE = {"float32": (1e-4, 1e-4)}
+
+
 def _of_heads(
     name: str, ragged: bool, inplace: bool, scalars: dict[str, Scalar], reference: Any, text: str
 ) -> TraceTemplate:
@@ -187,6 +254,11 @@ def _of_heads(
         },
         reference=reference,
         description=text + (", in place." if inplace else "."),
+        op="rope",
+        make=_make_of_heads(ragged),
+        samples=_samples_of_heads(),
+        work=_work,
+        tolerance=_TOLERANCE,
     )
 
 
@@ -199,12 +271,45 @@ def llama31(name: str, *, ragged: bool = False, inplace: bool = False) -> TraceT
     return _of_heads(name, ragged, inplace, _PLAIN | _SMOOTH, _rope_smooth_reference, text)
 
 
+def _cos_sin(angles: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return torch.cat([angles.cos(), angles.sin()], 1).float()
+
+
+def _make_cached(
+    draw: Draw,
+    *,
+    dtype: str = "bfloat16",
+    nnz: int = 7,
+    num_qo_heads: int = 3,
+    num_kv_heads: int = 1,
+    head_size: int = 66,
+    rotary_dim: int = 66,
+    num_segments: int | None = None,
+    max_position: int = 50,
+    rope_theta: float = 1e4,
+    **options: Any,
+) -> dict[str, Any]:
+    """Strided rows and a table of max_position positions."""
+    frequencies = rope_theta ** (-draw.int32(range(0, rotary_dim, 2)).double() / rotary_dim)
+    angles = draw.int32(range(max_position)).double().unsqueeze(1) * frequencies
+    return {
+        "positions": _positions(draw, nnz, num_segments, max_position),
+        "query": draw.rows(draw.normal((nnz, num_qo_heads * head_size), dtype)),
+        "key": draw.rows(draw.normal((nnz, num_kv_heads * head_size), dtype)),
+        "head_size": head_size,
+        "cos_sin_cache": _cos_sin(angles),
+        **options,
+    }
+
+
 def cached(name: str, *, inplace: bool = False) -> TraceTemplate:
     return TraceTemplate(
         "rope",
         name_prefix=name,
         axes={
-            "nnz": Var("rows: tokens of all requests"),
+            "nnz": Var("rows: the tokens of all requests"),
             "q_width": Const("num_qo_heads * head_size", abbrev="q"),
             "k_width": Const("num_kv_heads * head_size", abbrev="k"),
             "head_size": Const(abbrev="d"),
@@ -224,7 +329,15 @@ def cached(name: str, *, inplace: bool = False) -> TraceTemplate:
             "key_out": Tensor(["nnz", "k_width"], param="key" if inplace else None, dtype_from="key"),
         },
         reference=_rope_table_reference,
-        description="Rotary position embedding by a table of cosines and sines" + (", in place." if inplace else "."),
+        op="rope",
+        make=_make_cached,
+        samples=tuple(
+            {"dtype": dtype, **more}
+            for dtype in ("bfloat16", "float16", "float32")
+            for more in ({}, {"is_neox": False}, {"rotary_dim": 32}, {"head_size": 128, "rotary_dim": 128})
+        ),
+        work=_work,
+        description="Rotary position embedding by a cache of cosines and sines" + (", in place." if inplace else "."),
     )
 
 
@@ -271,12 +384,12 @@ def _quantize(name: str, mla: bool) -> TraceTemplate:
         inputs={**sources, **_TABLE, **_OPTIONS},
         outputs={f"{part}_out": _fp8(list(source.dim_names), f"{part}_out") for part, source in sources.items()},
         reference=_rope_quantize_reference,
-        description="Rotary position embedding by a table, then a cast to fp8 after a multiplication by a scale.",
+        description="Rotary position embedding by a cos_sin cache, then a multiplication by a scale and a cast to fp8.",
     )
 
 
 def quantize(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate:
-    """The template of the form: MLA has a k without heads."""
+    """The template for k with heads, or for MLA, where k has no head axis."""
     return _QUANTIZE[arguments["k_rope"].ndim == 2]
 
 
@@ -327,12 +440,12 @@ def _append(mla: bool, layout: str) -> TraceTemplate:
         },
         reference=_rope_quantize_append_reference,
         tags=(f"kv_layout:{layout}",),
-        description="Rotary position embedding and cast to fp8, k and v written into the pages of their requests.",
+        description="Rotary position embedding and cast to fp8; k and v are written into the pages of their requests.",
     )
 
 
 def quantize_append(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
-    """The template of the form and layout; none for pages without an axis of their size."""
+    """The template of the layout, or of MLA; None for caches without a page axis."""
     mla = arguments.get("v") is None
     if not mla and arguments["paged_kv_cache"][0].ndim == 3:
         return None

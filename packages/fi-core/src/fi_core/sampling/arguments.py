@@ -1,8 +1,9 @@
-"""Arguments of sampling functions: numbers or one a row, and where the random numbers come from."""
+"""Converts arguments of sampling functions: parameters per row, rows of logits or probabilities, seeds and offsets."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.utils import get_default_generators
 
@@ -10,47 +11,57 @@ if TYPE_CHECKING:
     import torch
 
 _NATIVE = ("torch.float32", "torch.bfloat16", "torch.float16")
-PerRow = tuple["torch.Tensor | None", float]  # by row, else the number
+Arguments = dict[str, Any]  # of the op, by name
 
 
-def per_row(
-    value: torch.Tensor | float,
-    name: str,
-    rows: int,
-    default: float,
-    low: float = float("-inf"),
-    high: float = float("inf"),
-) -> PerRow:
-    """A parameter for the op: (fp32 tensor, default) or (None, number).
+class _Range(NamedTuple):
+    """What a sampling parameter may be as a number, and the argument of the op that takes the number."""
 
-    A tensor has one element for each of the rows; another number type is copied to fp32.
+    argument: str
+    low: float
+    high: float
+
+
+_INF = float("inf")
+_RANGES = {
+    "temperature": _Range("temperature_value", 0.0, _INF),
+    "top_k": _Range("top_k_value", -1, _INF),
+    "top_p": _Range("top_p_value", 0.0, 1.0),
+    "min_p": _Range("min_p_value", 0.0, 1.0),
+    "repetition_penalty": _Range("repetition_penalty_value", -_INF, _INF),
+    "frequency_penalty": _Range("frequency_penalty_value", -_INF, _INF),
+    "presence_penalty": _Range("presence_penalty_value", -_INF, _INF),
+}
+
+
+def row_arguments(parameters: Mapping[str, torch.Tensor | float], rows: int) -> Arguments:
+    """Returns sampling parameters as the op takes them: numbers, or tensors with one element per row.
+
+    Tensors of other dtypes than the op's are copied. An integer tensor of temperatures would be a mistake.
     """
-    if isinstance(value, (int, float)):
-        if not low <= value <= high:
-            raise ValueError(f"{name}: a number from {low:g} to {high:g} is required; got {value}")
-        return None, value
-    return _one_each(value, name, rows).float().contiguous(), default
-
-
-def float_per_row(value: torch.Tensor | float, name: str, rows: int) -> PerRow:
-    """`per_row` from 0 on, whose tensors must be of floats, since an integer one would be a mistake."""
-    dtype = getattr(value, "dtype", None)
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"{name}: a tensor of a float dtype is required; got {dtype}")
-    return per_row(value, name, rows, 1.0, 0.0)
-
-
-def count_per_row(value: torch.Tensor | int, name: str, rows: int) -> tuple[torch.Tensor | None, int]:
-    """As `per_row`, for integers; -1 and 0 are no limit."""
-    if isinstance(value, (int, float)):
-        if value % 1 != 0 or value < -1:  # inf % 1 is NaN
-            raise ValueError(f"{name}: an integer from -1 on is required; got {value}")
-        return None, int(value)
-    return _one_each(value, name, rows).int().contiguous(), 0
+    found: Arguments = {}
+    for name, value in parameters.items():
+        argument, low, high = _RANGES[name]
+        if isinstance(value, (int, float)):
+            if name == "top_k":
+                if value % 1 != 0 or value < low:  # inf % 1 is NaN
+                    raise ValueError(f"{name}: an integer from -1 on is required; got {value}")
+                value = int(value)
+            elif not low <= value <= high:
+                raise ValueError(f"{name}: a number from {low:g} to {high:g} is required; got {value}")
+            found[argument] = value
+        elif name == "top_k":
+            found[name] = _one_each(value, name, rows).int().contiguous()
+        else:
+            dtype = getattr(value, "dtype", None)
+            if name == "temperature" and dtype is not None and not dtype.is_floating_point:
+                raise ValueError(f"{name}: a tensor of a float dtype is required; got {dtype}")
+            found[name] = _one_each(value, name, rows).float().contiguous()
+    return found
 
 
 def _one_each(value: torch.Tensor, name: str, rows: int) -> torch.Tensor:
-    """The tensor, of one element for each row."""
+    """Returns the tensor, which must have one element per row."""
     if not hasattr(value, "ndim"):
         raise TypeError(f"{name}: a number or a 1D tensor is required; got {type(value).__name__}")
     if value.shape == (rows,):
@@ -69,7 +80,7 @@ def _one_each(value: torch.Tensor, name: str, rows: int) -> torch.Tensor:
 
 
 def native(x: torch.Tensor, name: str) -> torch.Tensor:
-    """Rows of a float type that kernels read; other float types are copied to fp32."""
+    """Returns rows of a dtype that kernels read; other float dtypes are copied to fp32."""
     if str(x.dtype) in _NATIVE:
         return x
     if not x.is_floating_point():
@@ -85,19 +96,30 @@ def require_no_nan(x: torch.Tensor, what: str) -> None:
 def get_seed_and_offset(
     increment: int, generator: torch.Generator | None = None, device: torch.device | None = None
 ) -> tuple[int, int]:
-    """Seed and offset for a call that uses `increment` numbers, and the generator moves on past them.
+    """Returns seed and offset for a call that uses `increment` random numbers, and advances the generator past them.
 
-    generator: a CUDA generator, whose offset grows by increment rounded up to a multiple of four; None is the default
-    one of `device`. A CPU generator has no offset: it gives 63 random bits as seed, and offset 0.
+    Args:
+        increment: how many random numbers the call uses.
+        generator: a CUDA generator, whose offset grows by increment rounded up to a multiple of four, or a CPU
+            generator, which has no offset: it gives 63 random bits as seed, and offset 0. None: torch's default
+            generator of `device`.
+        device: required without a generator.
+
+    Returns:
+        seed: int.
+        offset: int.
+
+    Raises:
+        ValueError: neither a generator nor a device is given.
     """
     if generator is None:
         if device is None:
             raise ValueError("device: required where no generator is given")
         generator = get_default_generators(device)
-    return _taken(generator, increment, generator.device.type == "cpu")
+    return _advance(generator, increment, generator.device.type == "cpu")
 
 
-def _taken(generator: torch.Generator, increment: int, on_cpu: bool) -> tuple[int, int]:
+def _advance(generator: torch.Generator, increment: int, on_cpu: bool) -> tuple[int, int]:
     if on_cpu:
         import torch
 
@@ -107,12 +129,11 @@ def _taken(generator: torch.Generator, increment: int, on_cpu: bool) -> tuple[in
     return generator.initial_seed(), offset
 
 
-_default_generators: dict[int, torch.Generator] = {}  # by index of the device: torch makes them once
-Randomness = tuple["torch.Tensor | None", int, "torch.Tensor | None", int]  # seed and offset: tensor, else number
+_default_generators: dict[int, torch.Generator] = {}  # by device index: torch creates them once
 
 
 def _signed(value: int) -> int:
-    """The 64 bits of a seed, as the signed integer that passes to C."""
+    """Returns the 64 bits of a seed as the signed integer that C functions take."""
     value = int(value)
     return value if -(1 << 63) <= value < 1 << 63 else (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
@@ -124,10 +145,10 @@ def randomness(
     input: torch.Tensor,
     batch: int,
     increment: int,
-) -> Randomness:
-    """Seed and offset as given, or from the generator, which then moves on by `increment`."""
+) -> Arguments:
+    """Returns seed and offset as the op takes them: as given, or from the generator, which advances by `increment`."""
     if type(seed) is int and type(offset) is int:
-        return None, _signed(seed), None, _signed(offset)
+        return {"seed_value": _signed(seed), "offset_value": _signed(offset)}
     if seed is None and offset is None:
         index = input.get_device()
         if generator is None:
@@ -136,13 +157,13 @@ def randomness(
                 generator = _default_generators[index] = get_default_generators(input.device)
         elif generator.device.type != input.device.type:
             raise ValueError(f"generator: one for {input.device} is required; got one for {generator.device}")
-        first, second = _taken(generator, increment, index < 0)
-        return None, _signed(first), None, _signed(second)
+        first, second = _advance(generator, increment, index < 0)
+        return {"seed_value": _signed(first), "offset_value": _signed(second)}
     if seed is None or offset is None:
         raise ValueError("seed and offset: give both or neither")
     given = [hasattr(value, "ndim") for value in (seed, offset)]
     if given == [False, False]:
-        return None, _signed(seed), None, _signed(offset)  # type: ignore[arg-type]
+        return {"seed_value": _signed(seed), "offset_value": _signed(offset)}  # type: ignore[arg-type]
     if given != [True, True]:
         raise ValueError(
             "seed and offset: both integers or both tensors are required; got "
@@ -157,4 +178,11 @@ def randomness(
             raise ValueError(f"{name}: int64 or uint64 is required; got {value.dtype}")  # type: ignore[union-attr]
         if value.device != input.device:  # type: ignore[union-attr]
             raise ValueError(f"{name}: a tensor on {input.device} is required; got {value.device}")  # type: ignore[union-attr]
-    return seed, 0, offset, 0  # type: ignore[return-value]
+    return {"seed": seed, "offset": offset}
+
+
+def rows_of(x: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
+    """Returns the rows in a dtype that kernels read, and their number."""
+    if x.ndim != 2:
+        raise ValueError(f"{name}: shape [rows, vocab] is required; got {list(x.shape)}")
+    return native(x, name), x.shape[0]

@@ -1,4 +1,4 @@
-"""Speculative decoding: verification of a chain of draft tokens against the target's probabilities."""
+"""Speculative decoding: verifies a chain of draft tokens against the target model's probabilities."""
 
 from __future__ import annotations
 
@@ -24,17 +24,35 @@ def chain_speculative_sampling(
     seed: torch.Tensor | int | None = None,
     offset: torch.Tensor | int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Accepts draft tokens in order until one fails, and draws the next (Leviathan et al. 2022, arXiv:2211.17192).
+    """Accepts draft tokens in order until one is rejected, then draws the next token.
 
-    draft_probs: `[batch, n, vocab]`, draft_token_ids: int32 or int64 `[batch, n]`, target_probs: `[batch, n + 1,
-    vocab]`. Token i is accepted if `u * draft_probs[i, token] < target_probs[i, token]`, u uniform in (0, 1]; at the
-    first that is not, a token is drawn in proportion to `max(target_probs[i] - draft_probs[i], 0)` (to target_probs[i]
-    if nothing is left), after n accepted ones in proportion to target_probs[n]. A token outside of the vocabulary is
-    not accepted. Counts are added to the two tensors if given, int32 `[batch]`.
+    This is speculative sampling (Leviathan et al. 2022, arXiv:2211.17192). Draft token i is accepted if
+    `u * draft_probs[i, token] < target_probs[i, token]`, with u uniform in (0, 1]. At the first rejected token i, a
+    token is drawn in proportion to `max(target_probs[i] - draft_probs[i], 0)`, or to `target_probs[i]` if that is zero
+    everywhere. After n accepted tokens, one is drawn in proportion to `target_probs[n]`.
 
-    Returns (tokens int32 `[batch, n + 1]`: accepted ones, the drawn one, then -1, and -1 also for a draw from a row
-    without probability; accepted: those that pass on their own, emitted: those before the first that fails; int32
-    `[batch]`). Raises ValueError or TypeError naming the argument.
+    Args:
+        draft_probs: `[batch, n, vocab]`, copied to fp32.
+        draft_token_ids: `[batch, n]`, int32 or int64. A token outside the vocabulary is rejected.
+        target_probs: `[batch, n + 1, vocab]`, copied to fp32.
+        maybe_output_accepted_token_num: int32 `[batch]`, to which `accepted` is added. None: a new tensor of zeros.
+        maybe_output_emitted_draft_token_num: int32 `[batch]`, to which `emitted` is added. None: a new tensor of zeros.
+        deterministic: accepted for compatibility; results are always deterministic.
+        generator: the source of seed and offset if both are None; None: torch's default generator of the device. It
+            advances by n + 1 per request.
+        seed: an int, or an int64 or uint64 tensor `[1]` or `[batch]`; given together with offset. A tensor with one
+            element per request makes the draw independent of the position in the batch.
+        offset: like seed.
+
+    Returns:
+        tokens: int32 `[batch, n + 1]`: the accepted tokens, the drawn one, then -1. The drawn one is -1 if its row has
+            no probability.
+        accepted: int32 `[batch]`, how many draft tokens pass the test on their own.
+        emitted: int32 `[batch]`, how many draft tokens precede the first rejected one.
+
+    Raises:
+        ValueError: a shape, stride or device is wrong, or seed and offset do not go together.
+        TypeError: a dtype is wrong.
     """
     import torch
 
@@ -54,10 +72,11 @@ def chain_speculative_sampling(
     ]
     ops.chain_speculative(
         tokens,
-        *counts,
-        draft_probs.float().contiguous(),
-        draft_token_ids.int().contiguous() if not draft_token_ids.is_floating_point() else draft_token_ids,
-        target_probs.float().contiguous(),
-        *random,
+        counts[0],
+        counts[1],
+        draft_probs=draft_probs.float().contiguous(),
+        draft_token_ids=draft_token_ids if draft_token_ids.is_floating_point() else draft_token_ids.int().contiguous(),
+        target_probs=target_probs.float().contiguous(),
+        **random,
     )
     return tokens, counts[0], counts[1]

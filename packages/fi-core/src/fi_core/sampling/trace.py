@@ -1,12 +1,16 @@
-"""What the sampling functions are, as data: axes, inputs, outputs, and a reference in fp64."""
+"""Trace templates of the sampling functions, with references in fp64, inputs and work."""
 
 from __future__ import annotations
 
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fi_core.observe.draw import Draw, nbytes
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work
 
 
 def _thresholds(probs, top_k=None, top_p=None, min_p=None, joint=False):  # type: ignore[no-untyped-def]
-    """Which elements pass: ties at a threshold all do."""
+    """Mask of the elements that pass the filters. All ties at a threshold pass."""
     import torch
 
     p = probs.double()
@@ -58,6 +62,60 @@ def _top_k_mask_reference(logits, top_k):  # type: ignore[no-untyped-def]
     return values.where(values >= kth, float("-inf"))
 
 
+def _make_rows(name: str, *parameters: str) -> Callable[..., dict[str, Any]]:
+    """Strided rows of logits or probabilities, with ties; the parameters that are named, as a number or one a row."""
+
+    def make(
+        draw: Draw,
+        *,
+        dtype: str = "float32",
+        rows: int = 5,
+        vocab_size: int = 1003,
+        top_k: int = 17,
+        top_p: float = 0.7,
+        min_p: float = 0.1,
+        temperature: float = 0.8,
+        logits_std: float = 2.0,
+        per_row: bool = False,
+    ) -> dict[str, Any]:
+        x = draw.normal((rows, vocab_size), dtype, logits_std)
+        if draw.nasty:
+            x[:, vocab_size // 2] = x[:, 0]
+            x[:, -1] = float("-inf")
+        x = x if name == "logits" else x.float().softmax(-1).to(x.dtype)
+        values: dict[str, Any] = {"top_k": min(top_k, vocab_size), "top_p": top_p, "min_p": min_p}
+        values["temperature"] = temperature
+        if per_row:
+            ones = draw.normal((rows,), "float32").sigmoid()
+            ks = draw.integers(1, values["top_k"] + 1, (rows,))
+            values = {"top_k": ks, "top_p": ones, "min_p": ones / 2, "temperature": ones + 0.5}
+        return {name: draw.rows(x), **{parameter: values[parameter] for parameter in parameters}}
+
+    return make
+
+
+def _samples(per_row: bool = True) -> tuple[dict[str, Any], ...]:
+    sizes: list[dict[str, Any]] = [{}, {"rows": 1, "vocab_size": 8}, {"rows": 1, "vocab_size": 30000}]
+    sizes += [{"per_row": True}] * per_row
+    return tuple({"dtype": dtype, **size} for dtype in ("float32", "float16", "bfloat16") for size in sizes)
+
+
+def _work(written: int | None) -> Callable[[Mapping[str, Any]], Work]:
+    """Each row is read once and written once, in so many bytes an element (None: as it is read)."""
+
+    def work(arguments: Mapping[str, Any]) -> Work:
+        x = arguments["logits"] if "logits" in arguments else arguments["probs"]
+        return Work(x.numel(), x.numel() * (x.element_size() + (written or x.element_size())))
+
+    return work
+
+
+def _reading(arguments: Mapping[str, Any]) -> Work:
+    """Each row is read once and a token is written."""
+    x = arguments["logits"] if "logits" in arguments else arguments["probs"]
+    return Work(x.numel(), nbytes(x) + 4 * x.shape[0])
+
+
 _AXES: dict[str, Var | Const] = {"rows": Var(), "vocab_size": Const(abbrev="v")}
 _ROWS = ["rows", "vocab_size"]
 
@@ -68,6 +126,10 @@ def _draw(name: str, input: str, **parameters: Scalar) -> TraceTemplate:
         axes={**_AXES, "batch_size": Var()},
         inputs={input: Tensor(_ROWS), **parameters, "indices": Tensor(["batch_size"], optional=True)},
         outputs={"samples": Tensor(["batch_size"], dtype="int32")},
+        op="sample",
+        make=_make_rows(input, *parameters),
+        samples=_samples(),
+        work=_reading,
         description=f"Draws a token from each row of {input}.",
     )
 
@@ -80,6 +142,11 @@ SOFTMAX = TraceTemplate(
     inputs={"logits": Tensor(_ROWS), "temperature": Scalar("float32", optional=True)},
     outputs={"probs": Tensor(_ROWS, dtype="float32")},
     reference=_softmax_reference,
+    op="sample",
+    make=_make_rows("logits", "temperature"),
+    samples=_samples(),
+    work=_work(4),
+    tolerance={"float32": (2e-6, 1e-9)},
     description="Softmax of each row over its temperature.",
 )
 SAMPLING_FROM_LOGITS = _draw("sampling_from_logits", "logits")
@@ -94,14 +161,18 @@ SAMPLE_FROM_LOGITS = TraceTemplate(
     axes=_AXES,
     inputs={"logits": Tensor(_ROWS)},
     outputs={"samples": Tensor(["rows"], dtype="int32"), "valid": Tensor(["rows"], dtype="bool")},
-    description="Penalties, bias, mask, temperature, filters and draw in one kernel.",
+    description="Applies penalties, bias, bitmask, temperature and filters, and draws a token, in one kernel.",
 )
 TOP_P_RENORM = TraceTemplate(
     "top_p_renorm_probs",
     axes=_AXES,
     inputs={"probs": Tensor(_ROWS), "top_p": _P},
     outputs={"renorm_probs": Tensor(_ROWS, dtype="float32")},
-    reference=_top_p_renorm_reference,
+    reference=(_thresholds, _top_p_renorm_reference),
+    op="sample",
+    make=_make_rows("probs", "top_p"),
+    samples=_samples(),
+    work=_work(4),
     description="Keeps the smallest set of largest probabilities with this share of the mass, and renormalises.",
 )
 TOP_K_RENORM = TraceTemplate(
@@ -109,7 +180,11 @@ TOP_K_RENORM = TraceTemplate(
     axes=_AXES,
     inputs={"probs": Tensor(_ROWS), "top_k": _K},
     outputs={"renorm_probs": Tensor(_ROWS, dtype_from="probs")},
-    reference=_top_k_renorm_reference,
+    reference=(_thresholds, _top_k_renorm_reference),
+    op="sample",
+    make=_make_rows("probs", "top_k"),
+    samples=_samples(),
+    work=_work(None),
     description="Keeps the k largest probabilities, ties included, and renormalises.",
 )
 TOP_K_MASK = TraceTemplate(
@@ -118,6 +193,11 @@ TOP_K_MASK = TraceTemplate(
     inputs={"logits": Tensor(_ROWS), "top_k": _K},
     outputs={"masked_logits": Tensor(_ROWS, dtype_from="logits")},
     reference=_top_k_mask_reference,
+    op="sample",
+    make=_make_rows("logits", "top_k"),
+    samples=_samples(per_row=False),
+    work=_work(None),
+    tolerance=dict.fromkeys(("float32", "float16", "bfloat16"), (0.0, 0.0)),
     description="Keeps the k largest logits, ties included; the others become -inf.",
 )
 CHAIN_SPECULATIVE = TraceTemplate(
@@ -134,5 +214,5 @@ CHAIN_SPECULATIVE = TraceTemplate(
         "target_probs": Tensor(["batch_size", "num_positions", "vocab_size"]),
     },
     outputs={"output_token_ids": Tensor(["batch_size", "num_positions"], dtype="int32")},
-    description="Accepts draft tokens against the target's probabilities, and draws the token that follows.",
+    description="Accepts draft tokens by the target's probabilities, and draws the token that follows.",
 )

@@ -1,67 +1,40 @@
-"""Helpers to time and to check kernels: `bench_gpu_time` and friends. Importing this does not import torch."""
+"""Helpers that time and check kernels, such as `bench_gpu_time`. Importing this module does not import torch."""
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from fi_core.testing.attention import (
-        attention_flops,
-        attention_flops_with_actual_seq_lens,
-        attention_tb_per_sec,
-        attention_tb_per_sec_with_actual_seq_lens,
-        attention_tflops_per_sec,
-        attention_tflops_per_sec_with_actual_seq_lens,
-    )
-    from fi_core.testing.timing import (
-        BenchTimes,
-        bench_cpu_time,
-        bench_gpu_time,
-        bench_gpu_time_with_cuda_event,
-        bench_gpu_time_with_cudagraph,
-        bench_gpu_time_with_cupti,
-    )
-    from fi_core.testing.utils import set_seed, sleep_after_kernel_run
+from fi_core.runtime.errors import missing_attribute
 
-_MODULE_OF = {
-    "attention_flops": "attention",
-    "attention_flops_with_actual_seq_lens": "attention",
-    "attention_tb_per_sec": "attention",
-    "attention_tb_per_sec_with_actual_seq_lens": "attention",
-    "attention_tflops_per_sec": "attention",
-    "attention_tflops_per_sec_with_actual_seq_lens": "attention",
-    "BenchTimes": "timing",
-    "bench_cpu_time": "timing",
-    "bench_gpu_time": "timing",
-    "bench_gpu_time_with_cuda_event": "timing",
-    "bench_gpu_time_with_cudagraph": "timing",
-    "bench_gpu_time_with_cupti": "timing",
-    "set_seed": "utils",
-    "sleep_after_kernel_run": "utils",
+# Where each public name lives.
+_HOMES = {
+    "fi_core.testing.attention": (
+        "attention_flops",
+        "attention_flops_with_actual_seq_lens",
+        "attention_tb_per_sec",
+        "attention_tb_per_sec_with_actual_seq_lens",
+        "attention_tflops_per_sec",
+        "attention_tflops_per_sec_with_actual_seq_lens",
+    ),
+    "fi_core.testing.timing": (
+        "BenchTimes",
+        "bench_cpu_time",
+        "bench_gpu_time",
+        "bench_gpu_time_with_cuda_event",
+        "bench_gpu_time_with_cudagraph",
+        "bench_gpu_time_with_cupti",
+    ),
+    "fi_core.testing.utils": ("set_seed", "sleep_after_kernel_run"),
 }
-__all__ = [
-    "BenchTimes",
-    "attention_flops",
-    "attention_flops_with_actual_seq_lens",
-    "attention_tb_per_sec",
-    "attention_tb_per_sec_with_actual_seq_lens",
-    "attention_tflops_per_sec",
-    "attention_tflops_per_sec_with_actual_seq_lens",
-    "bench_cpu_time",
-    "bench_gpu_time",
-    "bench_gpu_time_with_cuda_event",
-    "bench_gpu_time_with_cudagraph",
-    "bench_gpu_time_with_cupti",
-    "set_seed",
-    "sleep_after_kernel_run",
-]
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise missing_attribute(__name__, name, __all__)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Operation and byte counts of attention, counted as FlashInfer's benchmark counts them."""
+"""Counts operations and bytes of attention, by the rules of FlashInfer's benchmark."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def _lengths(values: Any) -> list[int]:
-    """A tensor, array or sequence of any shape as a flat list: exact sums, which a float32 dot product is not."""
+    """Flattens a tensor, array or sequence to a list of ints, whose sums are exact (a float32 dot product is not)."""
     if hasattr(values, "flatten"):
         values = values.flatten().tolist()
     return [int(v) for v in values]
@@ -29,7 +29,20 @@ def attention_flops(
     num_qo_heads: int,
     causal: bool,
 ) -> int:
-    """Floating point operations of QK^T and PV; causal counts the lower right triangle only."""
+    """Counts the floating-point operations of q k^T and p v; a causal mask counts only the keys that it keeps.
+
+    Args:
+        batch_size: number of requests.
+        qo_seqlen: query tokens of each request.
+        kv_seqlen: key tokens of each request.
+        head_dim_qk: head dimension of q and k.
+        head_dim_vo: head dimension of v and the output.
+        num_qo_heads: query heads.
+        causal: whether the mask is causal, aligned to the last key.
+
+    Raises:
+        ValueError: qo_seqlen > kv_seqlen.
+    """
     if qo_seqlen > kv_seqlen:
         raise ValueError(f"qo_seqlen must be at most kv_seqlen ({kv_seqlen}), got {qo_seqlen}")
     rows = 2 * kv_seqlen - qo_seqlen if causal else 2 * kv_seqlen
@@ -44,7 +57,19 @@ def attention_flops_with_actual_seq_lens(
     num_qo_heads: int,
     causal: bool,
 ) -> int:
-    """`attention_flops` of a batch whose requests have their own lengths."""
+    """Counts as `attention_flops` does, with a length per request.
+
+    Args:
+        actual_seq_lens_q: query tokens of each request, a tensor or sequence.
+        actual_seq_lens_kv: key tokens of each request, a tensor or sequence.
+        head_dim_qk: head dimension of q and k.
+        head_dim_vo: head dimension of v and the output.
+        num_qo_heads: query heads.
+        causal: whether the mask is causal, aligned to the last key.
+
+    Raises:
+        ValueError: The mask is causal and a request has more query tokens than keys.
+    """
     pairs = 0
     for b, (q, kv) in enumerate(zip(_lengths(actual_seq_lens_q), _lengths(actual_seq_lens_kv), strict=True)):
         if causal and q > kv:
@@ -63,7 +88,18 @@ def attention_tflops_per_sec(
     causal: bool,
     time: float,
 ) -> float:
-    """TFLOP/s of one call that took `time` milliseconds; 0.0 if the time is NaN."""
+    """Computes TFLOP/s of one call: `attention_flops / time`; 0.0 if the time is NaN.
+
+    Args:
+        batch_size: number of requests.
+        qo_seqlen: query tokens of each request.
+        kv_seqlen: key tokens of each request.
+        head_dim_qk: head dimension of q and k.
+        head_dim_vo: head dimension of v and the output.
+        num_qo_heads: query heads.
+        causal: whether the mask is causal, aligned to the last key.
+        time: milliseconds.
+    """
     flops = attention_flops(batch_size, qo_seqlen, kv_seqlen, head_dim_qk, head_dim_vo, num_qo_heads, causal)
     return 0.0 if math.isnan(time) else flops / time / 1e9
 
@@ -77,7 +113,17 @@ def attention_tflops_per_sec_with_actual_seq_lens(
     causal: bool,
     time: float,
 ) -> float:
-    """`attention_tflops_per_sec` of a batch whose requests have their own lengths."""
+    """Computes as `attention_tflops_per_sec` does, with a length per request.
+
+    Args:
+        actual_seq_lens_q: query tokens of each request, a tensor or sequence.
+        actual_seq_lens_kv: key tokens of each request, a tensor or sequence.
+        head_dim_qk: head dimension of q and k.
+        head_dim_vo: head dimension of v and the output.
+        num_qo_heads: query heads.
+        causal: whether the mask is causal, aligned to the last key.
+        time: milliseconds.
+    """
     flops = attention_flops_with_actual_seq_lens(
         actual_seq_lens_q, actual_seq_lens_kv, head_dim_qk, head_dim_vo, num_qo_heads, causal
     )
@@ -98,7 +144,22 @@ def attention_tb_per_sec(
     v_dtype: torch.dtype | None = None,
     o_dtype: torch.dtype | None = None,
 ) -> float:
-    """TB/s of reading q, k, v once and writing o once in `time` milliseconds; a dtype left out is bfloat16."""
+    """Computes TB/s of one call that reads q, k and v once and writes the output once; 0.0 if the time is NaN.
+
+    Args:
+        batch_size: number of requests.
+        qo_seqlen: query tokens of each request.
+        kv_seqlen: key tokens of each request.
+        head_dim_qk: head dimension of q and k.
+        head_dim_vo: head dimension of v and the output.
+        num_qo_heads: query heads.
+        num_kv_heads: key heads.
+        time: milliseconds.
+        q_dtype: dtype of q; bfloat16 if None.
+        k_dtype: dtype of k; bfloat16 if None.
+        v_dtype: dtype of v; bfloat16 if None.
+        o_dtype: dtype of the output; bfloat16 if None.
+    """
     return attention_tb_per_sec_with_actual_seq_lens(
         [qo_seqlen] * batch_size,
         [kv_seqlen] * batch_size,
@@ -127,7 +188,21 @@ def attention_tb_per_sec_with_actual_seq_lens(
     v_dtype: torch.dtype | None = None,
     o_dtype: torch.dtype | None = None,
 ) -> float:
-    """`attention_tb_per_sec` of a batch whose requests have their own lengths."""
+    """Computes as `attention_tb_per_sec` does, with a length per request.
+
+    Args:
+        actual_seq_lens_q: query tokens of each request, a tensor or sequence.
+        actual_seq_lens_kv: key tokens of each request, a tensor or sequence.
+        head_dim_qk: head dimension of q and k.
+        head_dim_vo: head dimension of v and the output.
+        num_qo_heads: query heads.
+        num_kv_heads: key heads.
+        time: milliseconds.
+        q_dtype: dtype of q; bfloat16 if None.
+        k_dtype: dtype of k; bfloat16 if None.
+        v_dtype: dtype of v; bfloat16 if None.
+        o_dtype: dtype of the output; bfloat16 if None.
+    """
     if math.isnan(time):
         return 0.0
     q_rows, kv_rows = sum(_lengths(actual_seq_lens_q)), sum(_lengths(actual_seq_lens_kv))

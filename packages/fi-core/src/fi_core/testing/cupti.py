@@ -1,4 +1,4 @@
-"""Device times of kernels, memcpys and memsets from CUPTI activity records (package cupti-python, CUDA 13)."""
+"""Measures device times of kernels, memcpys and memsets by CUPTI activity records (cupti-python, CUDA 13)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _BUFFER_BYTES = 8 << 20
 
 
 class CuptiUnavailableError(RuntimeError):
-    """CUPTI cannot be used here; the text says why and what to do."""
+    """CUPTI is not usable; the text gives the reason and a remedy."""
 
 
 class Activity(NamedTuple):
-    """One piece of work that the device did; times in nanoseconds."""
+    """One kernel, memcpy or memset; times are in nanoseconds."""
 
     name: str
     start: int
@@ -26,18 +26,18 @@ class Activity(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The activities of one call."""
+    """The device activities of one call."""
 
     activities: tuple[Activity, ...]
 
     @property
     def span_ns(self) -> int:
-        """From the start of the first to the end of the last: gaps between kernels are inside."""
+        """Time from the start of the first activity to the end of the last, gaps included."""
         return max(a.end for a in self.activities) - min(a.start for a in self.activities)
 
     @property
     def sum_ns(self) -> int:
-        """Busy time: gaps between kernels are outside."""
+        """Sum of the activities' times, gaps excluded."""
         return sum(a.end - a.start for a in self.activities)
 
     @property
@@ -47,14 +47,17 @@ class Window(NamedTuple):
 
 def _load() -> Any:
     try:
-        from cupti import cupti  # pyright: ignore[reportAttributeAccessIssue]  (it takes `cupti` for this file)
+        from cupti import cupti  # pyright: ignore[reportAttributeAccessIssue]  (it resolves `cupti` to this file)
     except ImportError as error:
         raise CuptiUnavailableError("CUPTI is not installed. Try 'pip install -U cupti-python'.") from error
     return cupti
 
 
 class CuptiRecorder:
-    """Context in which `window(fn)` returns what one fn() made the device do. One subscriber per process."""
+    """Context manager that records device activities: `window(fn)` returns those of one fn().
+
+    CUPTI allows one subscriber per process.
+    """
 
     def __init__(self) -> None:
         self._cupti = _load()
@@ -93,7 +96,15 @@ class CuptiRecorder:
                 self._seen.append(Activity(r.name, r.start, r.end, grid, r.registers_per_thread))
 
     def window(self, fn: Callable[[], object], before: Callable[[], object] | None = None) -> Window:
-        """The device work of one fn(); what `before` does (a cache flush) stays outside."""
+        """Runs fn and returns its device activities.
+
+        Args:
+            fn: the call to record.
+            before: runs first and is not recorded (a cache flush).
+
+        Raises:
+            ValueError: fn ran nothing on the device.
+        """
         import torch
 
         if before is not None:
@@ -105,5 +116,5 @@ class CuptiRecorder:
         torch.cuda.synchronize()
         self._cupti.activity_flush_all(1)
         if not self._seen:
-            raise ValueError("CUPTI saw no kernel, memcpy or memset in this call: does it run on the GPU?")
+            raise ValueError("CUPTI recorded no kernel, memcpy or memset in this call: does it run on the GPU?")
         return Window(tuple(sorted(self._seen, key=lambda a: a.start)))

@@ -1,4 +1,4 @@
-"""What decides whether a timed call finds its data in the cache: flushing, and walking over copies of the inputs."""
+"""Controls whether a timed call finds its inputs in the L2 cache: flushes it, or rotates over copies of the inputs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
-ROTATION_FACTOR = 5  # working set of a rotation in L2 sizes; twice would do, the rest pays for hashing and slicing
+ROTATION_FACTOR = 5  # bytes of all copies in L2 sizes; 2 suffice in theory, 5 allow for hashed, sliced caches
 
 
 def get_l2_cache_size(device: torch.device | str | int | None = None) -> int:
-    """Bytes of the L2 cache of a GPU, or of the last-level cache of this CPU for a cpu device."""
+    """Returns the bytes of a GPU's L2 cache, or of the CPU's last-level cache if device is a CPU."""
     import torch
 
     if device is not None and torch.device(device).type == "cpu":
@@ -30,7 +30,7 @@ def _cpu_cache_size() -> int:
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists and dicts, in order."""
+    """Yields every tensor of nested tuples, lists and dicts, in order."""
     import torch
 
     if isinstance(tree, torch.Tensor):
@@ -44,7 +44,7 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def touched_bytes(tree: Any) -> int:
-    """Bytes that all tensors of a tree address; what views of one storage share counts once."""
+    """Returns the bytes that all tensors of a tree address; bytes that views of one storage share count once."""
     seen: dict[int, int] = {}
     for t in tensors_in(tree):
         if t.numel() == 0:
@@ -57,7 +57,7 @@ def touched_bytes(tree: Any) -> int:
 
 
 def clone_tree(tree: Any) -> Any:
-    """A deep copy of the tensors of a tree: strides are kept, and views of one storage still share one storage."""
+    """Copies the tensors of a tree with their strides; views of one storage share one storage in the copy too."""
     import torch
 
     copies: dict[int, torch.UntypedStorage] = {}
@@ -83,7 +83,7 @@ def clone_tree(tree: Any) -> Any:
 def calculate_rotation_count(
     tensors: Iterable[torch.Tensor], device: torch.device | str | int | None = None, min_rotations: int = 2
 ) -> int:
-    """How many copies of the tensors to walk over so that each call meets a cold cache; 1 if they are big enough."""
+    """Returns how many copies of the tensors calls must rotate over to find a cold L2 cache; 1 if they exceed it."""
     total = touched_bytes(list(tensors))
     needed = ROTATION_FACTOR * get_l2_cache_size(device)
     if total == 0 or total >= needed:
@@ -94,9 +94,16 @@ def calculate_rotation_count(
 def make_flush(
     device: torch.device | str | int | None = None, size: int | None = None, how: Literal["write", "read"] = "write"
 ) -> Callable[[], object]:
-    """A function that evicts what the L2 cache holds; `size` defaults to twice the cache.
+    """Makes a function that evicts the content of the L2 cache.
 
-    Writing leaves the cache full of dirty lines, whose write-back competes with the next kernel; reading does not.
+    Args:
+        device: CUDA device; the current one if None.
+        size: bytes to write or read; twice the L2 cache if None.
+        how: "write" leaves the cache full of dirty lines, whose write-back competes with the next kernel; "read" leaves
+            clean lines.
+
+    Returns:
+        The function.
     """
     import torch
 

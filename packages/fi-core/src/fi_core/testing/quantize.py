@@ -1,4 +1,4 @@
-"""fp8 quantisation with one scale per tile, in plain torch, to make inputs and references of scaled GEMMs."""
+"""fp8 quantization with one scale per tile, in plain torch, for inputs and references of scaled GEMMs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SMALLEST_AMAX = 1e-4
 
 
 def _tiled(x: torch.Tensor, tile: tuple[int, ...]) -> torch.Tensor:
-    """x in fp32, zero padded to whole tiles, as [n0, t0, n1, t1, ...]."""
+    """Returns x in fp32, zero-padded to whole tiles, as [n0, t0, n1, t1, ...]."""
     import torch
 
     if len(tile) != x.ndim:
@@ -23,7 +23,7 @@ def _tiled(x: torch.Tensor, tile: tuple[int, ...]) -> torch.Tensor:
 
 
 def _power_of_two_scale(amax: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two that brings amax into the range of fp8."""
+    """Returns the smallest power of two that scales amax into the range of fp8."""
     import torch
 
     return torch.pow(2.0, torch.ceil(torch.log2(amax.clamp(min=_SMALLEST_AMAX) / FP8_MAX)))
@@ -36,8 +36,8 @@ def _cast(x: torch.Tensor, tile: tuple[int, ...], epsilon: float) -> tuple[torch
     inner = tuple(range(1, tiles.ndim, 2))
     scale = _power_of_two_scale(tiles.abs().amax(dim=inner, keepdim=True))
     padded_shape = [tiles.shape[i] * tiles.shape[i + 1] for i in range(0, tiles.ndim, 2)]
-    quantised = (tiles / (scale + epsilon)).reshape(padded_shape)[tuple(slice(size) for size in x.shape)]
-    return quantised.to(torch.float8_e4m3fn).contiguous(), scale.reshape(tiles.shape[::2])
+    quantized = (tiles / (scale + epsilon)).reshape(padded_shape)[tuple(slice(size) for size in x.shape)]
+    return quantized.to(torch.float8_e4m3fn).contiguous(), scale.reshape(tiles.shape[::2])
 
 
 def quantize_fp8(
@@ -46,19 +46,41 @@ def quantize_fp8(
     tile_shape: tuple[int, ...],
     scale_major_mode: Literal["K", "MN"],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x as e4m3 and a power-of-two fp32 scale per tile: dims in order of x ("K"), or the last two swapped ("MN")."""
-    quantised, scale = _cast(x, tuple(tile_shape), 1e-8)
+    """Quantizes x to e4m3 with one power-of-two scale per tile: `x = x_fp8 * scale`.
+
+    Args:
+        x: tensor of any float dtype.
+        scale_shape: expected shape of the scales.
+        tile_shape: one extent per dimension of x; the last tile of a dimension may be cut off.
+        scale_major_mode: "K": the scales have the dimension order of x; "MN": the last two dimensions are swapped.
+
+    Returns:
+        (x_fp8, scale): e4m3 with the shape of x, and fp32 with shape scale_shape.
+
+    Raises:
+        ValueError: tile_shape, scale_shape or scale_major_mode does not fit x.
+    """
+    quantized, scale = _cast(x, tuple(tile_shape), 1e-8)
     scale = _major(scale, scale_major_mode)
     if tuple(scale.shape) != tuple(scale_shape):
         raise ValueError(
             f"scale_shape must be {tuple(scale.shape)} for an input of shape {tuple(x.shape)} in tiles of "
             f"{tuple(tile_shape)} with scale_major_mode={scale_major_mode!r}, got {tuple(scale_shape)}"
         )
-    return quantised, scale.contiguous()
+    return quantized, scale.contiguous()
 
 
 def dequantize_fp8(x: torch.Tensor, x_scale: torch.Tensor, scale_major_mode: Literal["K", "MN"]) -> torch.Tensor:
-    """The fp32 values behind `quantize_fp8`; tile widths (powers of two) follow from the shapes."""
+    """Computes `x * scale` in fp32, the inverse of `quantize_fp8`. Tile extents (powers of two) follow from the shapes.
+
+    Args:
+        x: fp8 tensor.
+        x_scale: one fp32 scale per tile.
+        scale_major_mode: "K" or "MN", as for `quantize_fp8`.
+
+    Returns:
+        fp32 tensor with the shape of x.
+    """
     scale = _major(x_scale, scale_major_mode)
     for dim, (size, tiles) in enumerate(zip(x.shape, scale.shape, strict=True)):
         width = _tile_width(size, tiles)
@@ -67,7 +89,7 @@ def dequantize_fp8(x: torch.Tensor, x_scale: torch.Tensor, scale_major_mode: Lit
 
 
 def _tile_width(size: int, tiles: int) -> int:
-    """Width of the tiles that cover `size`; tiles are powers of two, so a last one that is cut off is no riddle."""
+    """Returns the tile width from a dimension and its number of tiles: the power of two that covers `size`."""
     return size if tiles == 1 else 1 << (-(-size // tiles) - 1).bit_length()
 
 
@@ -78,14 +100,28 @@ def _major(scale: torch.Tensor, mode: str) -> torch.Tensor:
 
 
 def per_token_cast_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[m, n] as e4m3 with one scale per 1x128 group: scale [m, n / 128]."""
+    """Quantizes `[m, n]` to e4m3 with one scale per 1 x 128 block.
+
+    Args:
+        x: `[m, n]`, any float dtype, n a multiple of 128.
+
+    Returns:
+        (x_fp8, scale): `[m, n]`, e4m3, and `[m, n / 128]`, fp32.
+    """
     if x.ndim != 2 or x.shape[1] % 128:
         raise ValueError(f"x must be [m, n] with n a multiple of 128, got {tuple(x.shape)}")
     return _cast(x, (1, 128), 0.0)
 
 
 def per_block_cast_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[m, n] as e4m3 with one scale per 128x128 block: scale [ceil(m / 128), ceil(n / 128)]."""
+    """Quantizes `[m, n]` to e4m3 with one scale per 128 x 128 block.
+
+    Args:
+        x: `[m, n]`, any float dtype.
+
+    Returns:
+        (x_fp8, scale): `[m, n]`, e4m3, and `[ceil(m / 128), ceil(n / 128)]`, fp32.
+    """
     if x.ndim != 2:
         raise ValueError(f"x must be [m, n], got {tuple(x.shape)}")
     return _cast(x, (128, 128), 0.0)

@@ -1,4 +1,4 @@
-"""`bench_gpu_time`: milliseconds of a callable on the GPU by CUPTI, CUDA graph or events; by wall clock on the CPU."""
+"""`bench_gpu_time`: times a callable on the GPU by CUPTI, CUDA graph or events, and on the CPU by wall clock."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ Run = Callable[[], object]
 
 
 class BenchTimes(tuple[float, float]):
-    """Times of a callable in ms: as a tuple the pair (median, std), for numpy the array of all samples.
+    """Times of a callable in ms: a tuple (median, std) that numpy converts to the array of all samples.
 
-    So both habits work: `median, std = bench_gpu_time(...)` and `np.median`, `np.std`, `np.percentile` of the result.
-    What is not numpy sees the pair: `len`, indexing, iteration, `statistics.*`, `torch.tensor`; the list is `.samples`.
+    Both `median, std = bench_gpu_time(...)` and `np.median(...)`, `np.std(...)`, `np.percentile(...)` of the result
+    work. Everything except numpy sees the pair: `len`, indexing, iteration, `statistics.*`, `torch.tensor`.
+
+    Args:
+        samples: milliseconds of each call; also the attribute `samples`.
     """
 
     samples: list[float]
@@ -35,14 +38,14 @@ class BenchTimes(tuple[float, float]):
         self.samples = list(samples)
         return self
 
-    # numpy.std(x) calls x.std() where there is such an attribute, hence the longer names.
+    # numpy.std(x) calls x.std() if x has that attribute, hence the longer names.
     @property
     def median_ms(self) -> float:
         return self[0]
 
     @property
     def std_ms(self) -> float:
-        """Population standard deviation, as numpy's default."""
+        """The population standard deviation, numpy's default."""
         return self[1]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
@@ -80,13 +83,41 @@ def bench_gpu_time(
     num_iters: int | None = None,
     rotate_buffers: bool | None = None,
 ) -> BenchTimes:
-    """Time `fn(*input_args, **input_kwargs)`; see `BenchTimes` for what comes back.
+    """Times `fn(*input_args, **input_kwargs)`.
 
-    CUPTI wins over the graph, the graph over events; where every tensor argument is on the CPU, or there is no GPU,
-    the wall clock is used. Cold L2: events and CUPTI flush before each call, outside the timed part; the graph walks
-    over copies of the tensor arguments, as many as it takes, so pass tensors as arguments and not in a closure.
-    `args`, `kwargs`, `num_iters`, `rotate_buffers` are other names of input_args, input_kwargs, repeat_iters,
-    cold_l2_cache. Iteration counts left out follow from dry_run_time_ms and repeat_time_ms.
+    The timer is CUPTI if enable_cupti, else a CUDA graph if use_cuda_graph, else CUDA events. If all tensor arguments
+    are on the CPU, or there is no GPU, it is the wall clock.
+
+    Args:
+        fn: the callable.
+        dry_run_iters: warm-up calls; computed from dry_run_time_ms if None.
+        repeat_iters: timed calls; computed from repeat_time_ms if None.
+        dry_run_time_ms: time for warm-up calls.
+        repeat_time_ms: time for timed calls.
+        l2_flush: deprecated, use cold_l2_cache.
+        l2_flush_size_mb: deprecated, MiB to flush.
+        l2_flush_device: deprecated, device of the flush.
+        sleep_after_run: whether to sleep after each timed call, so that the GPU cools down.
+        enable_cupti: whether to time by CUPTI. Without a usable CUPTI it warns and uses a graph or events.
+        use_cuda_graph: whether to time the replay of a CUDA graph of several calls.
+        num_iters_within_graph: the least number of calls in the graph.
+        input_args: positional arguments of fn.
+        input_kwargs: keyword arguments of fn.
+        cold_l2_cache: whether each call finds a cold L2 cache. CUPTI and events flush the cache before each call,
+            outside the timed part. A graph rotates over copies of the tensor arguments, so pass tensors as arguments
+            and not in a closure.
+        aggregate_op: reduces a time over the ranks of torch.distributed.
+        args: another name of input_args.
+        kwargs: another name of input_kwargs.
+        num_iters: another name of repeat_iters.
+        rotate_buffers: another name of cold_l2_cache.
+
+    Returns:
+        A `BenchTimes`.
+
+    Raises:
+        TypeError: An argument is given under both names.
+        ValueError: An iteration count is too small, or CUPTI records other kernels in different calls.
     """
     if l2_flush is not None or l2_flush_size_mb is not None or l2_flush_device is not None:
         warnings.warn("l2_flush* are deprecated: use cold_l2_cache", DeprecationWarning, stacklevel=2)
@@ -123,27 +154,27 @@ def bench_gpu_time(
 
 
 def bench_gpu_time_with_cupti(fn: Callable[..., object], *args: Any, **kwargs: Any) -> BenchTimes:
-    """`bench_gpu_time` with enable_cupti=True."""
+    """Times fn by CUPTI: `bench_gpu_time` with enable_cupti=True."""
     return bench_gpu_time(fn, *args, **{**kwargs, "enable_cupti": True})
 
 
 def bench_gpu_time_with_cuda_event(fn: Callable[..., object], *args: Any, **kwargs: Any) -> BenchTimes:
-    """`bench_gpu_time` with CUDA events around each call."""
+    """Times fn by CUDA events around each call: `bench_gpu_time` without CUPTI and graph."""
     return bench_gpu_time(fn, *args, **{**kwargs, "enable_cupti": False, "use_cuda_graph": False})
 
 
 def bench_gpu_time_with_cudagraph(fn: Callable[..., object], *args: Any, **kwargs: Any) -> BenchTimes:
-    """`bench_gpu_time` with several calls in one CUDA graph."""
+    """Times several calls of fn in one CUDA graph: `bench_gpu_time` with use_cuda_graph=True."""
     return bench_gpu_time(fn, *args, **{**kwargs, "enable_cupti": False, "use_cuda_graph": True})
 
 
 def bench_cpu_time(fn: Callable[..., object], *args: Any, **kwargs: Any) -> BenchTimes:
-    """Wall-clock ms of fn(*args, **kwargs) on the CPU, for a callable whose arguments do not show where it runs."""
+    """Times fn(*args, **kwargs) by wall clock, for a callable whose arguments do not tell that it runs on the CPU."""
     return _Plan().measure(_Call(fn, args, kwargs), _wall_times)
 
 
 def capture_graph(calls: Sequence[Run], warmup: int = 3) -> torch.cuda.CUDAGraph:
-    """All calls, in order, in one CUDA graph; each distinct call is warmed up on a side stream first."""
+    """Captures all calls, in order, in one CUDA graph, after warm-up calls on a side stream."""
     import torch
 
     stream = torch.cuda.Stream()
@@ -162,7 +193,7 @@ def capture_graph(calls: Sequence[Run], warmup: int = 3) -> torch.cuda.CUDAGraph
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A finaliser that unloads a module or frees memory would end the capture."""
+    """Disables garbage collection: a finalizer that unloads a module or frees memory would end a graph capture."""
     was_on = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -194,7 +225,7 @@ class _Call:
 
 
 class _Plan:
-    """How many calls to make, and what to do around them; one object for all timers."""
+    """The number of warm-up and timed calls, and the sleep between them; all timers share it."""
 
     def __init__(
         self,
@@ -239,7 +270,7 @@ def _count(budget_ms: float, estimate_ms: float) -> int:
 
 
 def _either(name: str, value: Any, alias: Any) -> Any:
-    """The value under its own name or under the alias; giving both is an error unless one was left at its default."""
+    """Returns the value, or its alias if given; raises TypeError if both are given (a default counts as not given)."""
     if alias is None:
         return value
     if name in ("input_args", "input_kwargs", "repeat_iters") and value not in ((), {}, None):
@@ -285,7 +316,7 @@ def _replay_of(call: _Call) -> Run:
 
 
 def _rotated(call: _Call, at_least: int) -> list[Run]:
-    """The call on enough copies of its tensors that the walk over them exceeds the L2 cache several times."""
+    """Returns calls on copies of the tensors; the bytes of all copies exceed the L2 cache several times."""
     tensors = [t for t in l2.tensors_in((call.args, call.kwargs)) if t.is_cuda]
     if not tensors:
         warnings.warn(

@@ -1,4 +1,4 @@
-"""Small helpers of benchmarks and tests, and under their usual path the ones that live in sibling modules."""
+"""Helpers of benchmarks and tests; re-exports those of sibling modules at FlashInfer's import path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def set_seed(random_seed: int) -> None:
-    """Seed torch on all devices, numpy if it is there, and random."""
+    """Seeds torch on all devices, numpy if it is installed, and random."""
     import torch
 
     random.seed(random_seed)
@@ -39,12 +39,12 @@ def set_seed(random_seed: int) -> None:
 
 
 def sleep_after_kernel_run(execution_time: float) -> None:
-    """Let the GPU cool down after a kernel of `execution_time` ms: 5x as long, at most a second."""
+    """Sleeps 5 times `execution_time` (ms), at most one second, so that the GPU cools down."""
     time.sleep(min(execution_time / 200, 1.0))
 
 
 def count_bytes(*tensors: Any) -> int:
-    """Bytes of all elements of tensors, also in nested lists and tuples; None counts nothing."""
+    """Returns the bytes of all elements of tensors, also in nested lists and tuples; None counts 0."""
     total = 0
     for t in tensors:
         if isinstance(t, list | tuple):
@@ -55,7 +55,7 @@ def count_bytes(*tensors: Any) -> int:
 
 
 def aggregate_gpu_time_across_ranks(times: Sequence[float], aggregate_op: Callable[[Any], float] = max) -> list[float]:
-    """Each time reduced over the ranks of torch.distributed; unchanged where there is one rank."""
+    """Reduces each time over the ranks of torch.distributed; with one rank the times are unchanged."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
@@ -74,7 +74,23 @@ def bench_kineto(
     flush_l2: bool = True,
     with_multiple_kernels: bool = False,
 ) -> float | tuple[float, ...]:
-    """Seconds per call spent in the kernels whose name contains `kernel_names`, from torch's profiler."""
+    """Measures the seconds per call in the kernels whose names contain `kernel_names`, by torch's profiler.
+
+    Args:
+        fn: the callable.
+        kernel_names: a part of a kernel name, or several.
+        num_tests: number of calls.
+        suppress_kineto_output: whether not to print the profile.
+        trace_path: file for a Chrome trace; none is written if None.
+        flush_l2: whether to flush the L2 cache before each call.
+        with_multiple_kernels: whether a name may match several kernels, whose times are added.
+
+    Returns:
+        Seconds per call, or a tuple if kernel_names is a sequence.
+
+    Raises:
+        ValueError: A name matches no kernel, or several without with_multiple_kernels.
+    """
     import torch
 
     names = (kernel_names,) if isinstance(kernel_names, str) else tuple(kernel_names)

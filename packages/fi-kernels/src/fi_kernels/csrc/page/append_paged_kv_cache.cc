@@ -1,7 +1,7 @@
-// append_paged_kv_cache and its MLA form: one contract, one launch, and the CPU kernel; a raw copy of any dtype.
+// append_paged_kv_cache and its MLA form: checks the arguments, and copies the bytes of rows of any dtype into pages.
 #include "fi/page/append_paged_kv_cache.h"
 
-#include "fi/host/op.h"
+#include "fi/generated/append_paged_kv_cache.h"
 
 #if FI_CUDA
 #include "fi/host/tile.h"
@@ -16,43 +16,46 @@ namespace fi {
 namespace {
 
 #if FI_CUDA
-// Entries in order of preference; config = {bytes a vector, rows a thread}.
-void launch(const Kernel& kernel, AppendParams& p, DLDevice device) {
-  uint64_t low = 16;  // the lowest bit set is the widest vector that every address and length allows
-  for (const AppendSide& s : {p.k, p.v})
-    low |= reinterpret_cast<uint64_t>(s.from) | reinterpret_cast<uint64_t>(s.to) |
-           static_cast<uint64_t>(s.from_row | s.from_head | s.to_page | s.to_slot | s.to_head | s.bytes);
-  const int64_t widest = static_cast<int64_t>(low & -low), blocks_wanted = 8 * Kernel::multiprocessors(device);
+// Entries are in order of preference.
+void launch_append(const Kernel& kernel, AppendParams& p, DLDevice device) {
+  uint64_t bits = 16;  // its lowest set bit is the widest vector that all addresses, strides and sizes allow
+  for (const AppendOperand& s : {p.k, p.v})
+    bits |= reinterpret_cast<uint64_t>(s.src) | reinterpret_cast<uint64_t>(s.dst) |
+            static_cast<uint64_t>(s.src_row_stride | s.src_head_stride | s.dst_page_stride | s.dst_slot_stride |
+                                  s.dst_head_stride | s.head_bytes);
+  const int64_t max_vec_bytes = static_cast<int64_t>(bits & -bits), min_ctas = 8 * kernel.multiprocessors(device);
   for (const Entry& entry : kernel.entries) {
-    const int64_t bytes = entry.config[0], rows = entry.config[1];
-    if (bytes > widest) continue;
-    const RowTile tile((p.k.bytes + p.v.bytes) / bytes * p.heads, entry.threads);
-    const int64_t blocks = (p.rows + tile.rows * rows - 1) / (tile.rows * rows);
-    if (rows > 1 && blocks * tile.parts < blocks_wanted) continue;  // few rows: latency counts, not bytes in flight
-    p.lanes = static_cast<int32_t>(tile.lanes);
-    Launch config{blocks, tile.parts};
-    config.threads = tile.threads;
-    config.pdl = kernel.pdl(-1);
-    return kernel.launch(entry, config, device, p);
+    const auto [vec_bytes, rows_per_thread] = AppendPagedKvCacheConfig::of(entry);
+    if (vec_bytes > max_vec_bytes) continue;
+    const RowTile tile((p.k.head_bytes + p.v.head_bytes) / vec_bytes * p.heads, entry.threads);
+    const int64_t rows_per_cta = tile.rows * rows_per_thread, grid = (p.rows + rows_per_cta - 1) / rows_per_cta;
+    // A small grid is bound by latency: more CTAs with one row per thread are faster than several rows in flight.
+    if (rows_per_thread > 1 && grid * tile.parts < min_ctas) continue;
+    p.threads_per_row = static_cast<int32_t>(tile.lanes);
+    Launch launch{grid, tile.parts};
+    launch.threads = tile.threads;
+    launch.pdl = kernel.pdl(-1);
+    return kernel.launch(entry, launch, device, p);
   }
-  raise("RuntimeError", "no entry for vectors of %lld bytes", static_cast<long long>(widest));
+  raise("RuntimeError", "no kernel entry supports vectors of %lld bytes", static_cast<long long>(max_vec_bytes));
 }
 #else
-void copy(const AppendSide& side, const AppendParams& p, int64_t row, int64_t page, int64_t slot) {
-  const char* from = side.from + row * side.from_row;
-  char* to = side.to + page * side.to_page + slot * side.to_slot;
-  const auto bytes = static_cast<size_t>(side.bytes);
-  if (p.heads == 1 || (side.from_head == side.bytes && side.to_head == side.bytes)) {
-    std::memcpy(to, from, bytes * static_cast<size_t>(p.heads));
+void copy(const AppendOperand& operand, const AppendParams& p, int64_t row, int64_t page, int64_t slot) {
+  const char* src = operand.src + row * operand.src_row_stride;
+  char* dst = operand.dst + page * operand.dst_page_stride + slot * operand.dst_slot_stride;
+  const auto bytes = static_cast<size_t>(operand.head_bytes);
+  if (p.heads == 1 ||
+      (operand.src_head_stride == operand.head_bytes && operand.dst_head_stride == operand.head_bytes)) {
+    std::memcpy(dst, src, bytes * static_cast<size_t>(p.heads));
     return;
   }
   for (int64_t head = 0; head < p.heads; ++head)
-    std::memcpy(to + head * side.to_head, from + head * side.from_head, bytes);
+    std::memcpy(dst + head * operand.dst_head_stride, src + head * operand.src_head_stride, bytes);
 }
 
 void run_cpu(const AppendParams& p) {
   const auto page_size = static_cast<int32_t>(p.page_size.value);
-  const int64_t row_bytes = static_cast<int64_t>(p.k.bytes + p.v.bytes) * p.heads;
+  const int64_t row_bytes = static_cast<int64_t>(p.k.head_bytes + p.v.head_bytes) * p.heads;
   cpu::parallel_for(p.rows, std::max<int64_t>(1, 65536 / row_bytes), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       if (p.batch_indices[row] < 0) continue;
@@ -65,96 +68,95 @@ void run_cpu(const AppendParams& p) {
 }
 #endif
 
-// cache: [pages, page_size, heads, d], or with heads and page_size exchanged; without a head axis for MLA. A fused
-// cache has an axis of two behind the pages, of which this side is `which`.
-AppendSide side(Tensor rows, Tensor cache, bool head_major, bool has_heads, bool fused, int which) {
+// Describes the copy of K (kv = 0) or V (kv = 1). cache: [pages, page_size, heads, d] (NHD), [pages, heads, page_size,
+// d] (head_major), or [pages, page_size, d] (MLA). A fused cache has a K/V axis of size 2 after the page axis.
+AppendOperand make_operand(Tensor rows, Tensor cache, bool head_major, bool has_heads, bool fused, int kv) {
   const int64_t bytes = rows.dtype().bytes();
-  const auto step = [bytes](Tensor t, int axis) { return t.size(axis) > 1 ? t.stride(axis) * bytes : 0; };
-  AppendSide s{};
-  s.from = rows.data<const char>();
-  s.to = cache.data<char>() + (fused ? which * cache.stride(1) * bytes : 0);
-  s.from_row = step(rows, 0);
-  s.to_page = step(cache, 0);
-  s.to_slot = step(cache, fused + (head_major ? 2 : 1));
+  const auto byte_stride = [bytes](Tensor t, int axis) { return t.size(axis) > 1 ? t.stride(axis) * bytes : 0; };
+  AppendOperand s{};
+  s.src = rows.data<const char>();
+  s.dst = cache.data<char>() + (fused ? kv * cache.stride(1) * bytes : 0);
+  s.src_row_stride = byte_stride(rows, 0);
+  s.dst_page_stride = byte_stride(cache, 0);
+  s.dst_slot_stride = byte_stride(cache, fused + (head_major ? 2 : 1));
   if (has_heads) {
-    s.from_head = step(rows, 1);
-    s.to_head = step(cache, fused + (head_major ? 1 : 2));
+    s.src_head_stride = byte_stride(rows, 1);
+    s.dst_head_stride = byte_stride(cache, fused + (head_major ? 1 : 2));
   }
   FI_CHECK(rows.size(-1) * bytes <= 0x7fffffff, ValueError, "%s is too wide: %s", rows.name(),
            rows.shape_str().c_str());
-  s.bytes = static_cast<int32_t>(rows.size(-1) * bytes);
+  s.head_bytes = static_cast<int32_t>(rows.size(-1) * bytes);
   return s;
 }
 
-void append(const Kernel& kernel, Tensor append_key, Tensor append_value, Tensor batch_indices, Tensor positions,
-            Tensor k_cache, OptionalTensor second_cache, Tensor kv_indices, Tensor kv_indptr, Tensor kv_last_page_len,
-            int64_t head_major, int64_t mla) {
+void append_paged_kv_cache(const Kernel& kernel, const AppendPagedKvCacheArgs& given) {
+  AppendPagedKvCacheArgs a = given;  // the checks below rename tensors as the caller names them
   // 1 check
-  Dim nnz{"nnz"}, heads{"num_heads"}, k_dim{mla ? "head_dim_ckv" : "head_dim"},
-      v_dim{mla ? "head_dim_kpe" : "v_head_dim"};
-  const bool fused = !second_cache;  // K and V in one tensor
-  Tensor v_cache = fused ? k_cache : Tensor(second_cache);
+  Dim nnz{"nnz"}, heads{"num_heads"}, k_dim{a.mla ? "head_dim_ckv" : "head_dim"},
+      v_dim{a.mla ? "head_dim_kpe" : "v_head_dim"};
+  const bool fused = !a.v_cache;  // K and V lie in one tensor
+  Tensor v_cache = fused ? a.k_cache : Tensor(a.v_cache);
   Dim two{"2", 2};
   Dim pages{"num_pages"}, page_size{"page_size"}, batch{"batch_size"}, indices{"num_indices"};
-  if (mla) {
-    append_key = append_key.as("append_ckv"), append_value = append_value.as("append_kpe");
+  if (a.mla) {
+    a.append_key = a.append_key.as("append_ckv"), a.append_value = a.append_value.as("append_kpe");
     FI_CHECK(!fused, TypeError, "kpe_cache must be a tensor");
-    k_cache = k_cache.as("ckv_cache"), v_cache = v_cache.as("kpe_cache");
+    a.k_cache = a.k_cache.as("ckv_cache"), v_cache = v_cache.as("kpe_cache");
     heads.value = 1;
-    append_key.shape(nnz, k_dim);
-    append_value.shape(nnz, v_dim);
-    k_cache.shape(pages, page_size, k_dim);
+    a.append_key.shape(nnz, k_dim);
+    a.append_value.shape(nnz, v_dim);
+    a.k_cache.shape(pages, page_size, k_dim);
     v_cache.shape(pages, page_size, v_dim);
   } else {
-    append_key.shape(nnz, heads, k_dim);
-    append_value.shape(nnz, heads, v_dim);
-    Dim &second = head_major ? heads : page_size, &third = head_major ? page_size : heads;
+    a.append_key.shape(nnz, heads, k_dim);
+    a.append_value.shape(nnz, heads, v_dim);
+    Dim &second = a.head_major ? heads : page_size, &third = a.head_major ? page_size : heads;
     if (fused) {
-      k_cache = v_cache = k_cache.as("paged_kv_cache");
-      k_cache.shape(pages, two, second, third, k_dim);
-      append_value.like(append_key).shape(nnz, heads, k_dim);
+      a.k_cache = v_cache = a.k_cache.as("paged_kv_cache");
+      a.k_cache.shape(pages, two, second, third, k_dim);
+      a.append_value.like(a.append_key).shape(nnz, heads, k_dim);
     } else {
-      k_cache.shape(pages, second, third, k_dim);
+      a.k_cache.shape(pages, second, third, k_dim);
       v_cache.shape(pages, second, third, v_dim);
     }
   }
-  FI_CHECK(append_key.dtype().bits % 8 == 0 && append_value.dtype().bits % 8 == 0, TypeError,
-           "%s must have a dtype of whole bytes; got %s", append_key.name(), append_key.dtype().str().c_str());
-  append_key.inner_contiguous();
-  append_value.inner_contiguous().on(append_key);
-  k_cache.inner_contiguous().like(append_key);
-  v_cache.inner_contiguous().like(append_value);
-  kv_last_page_len.shape(batch);
+  FI_CHECK(a.append_key.dtype().bits % 8 == 0 && a.append_value.dtype().bits % 8 == 0, TypeError,
+           "%s must have a dtype of whole bytes; got %s", a.append_key.name(), a.append_key.dtype().str().c_str());
+  a.append_key.inner_contiguous();
+  a.append_value.inner_contiguous().on(a.append_key);
+  a.k_cache.inner_contiguous().like(a.append_key);
+  v_cache.inner_contiguous().like(a.append_value);
+  a.kv_last_page_len.shape(batch);
   Dim bounds{"batch_size + 1", batch + 1};
-  kv_indptr.shape(bounds);
-  batch_indices.shape(nnz);
-  positions.shape(nnz);
-  kv_indices.shape(indices);
-  for (const Tensor& t : {batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len})
-    t.is({kI32}).on(append_key).contiguous();
-  FI_CHECK(page_size > 0, ValueError, "%s must have page_size > 0; got %s", k_cache.name(),
-           k_cache.shape_str().c_str());
-  FI_CHECK(page_size <= 0x7fffffff && heads <= 0x7fffffff, ValueError, "%s is too large: %s", k_cache.name(),
-           k_cache.shape_str().c_str());
+  a.kv_indptr.shape(bounds);
+  a.batch_indices.shape(nnz);
+  a.positions.shape(nnz);
+  a.kv_indices.shape(indices);
+  for (const Tensor& t : {a.batch_indices, a.positions, a.kv_indices, a.kv_indptr, a.kv_last_page_len})
+    t.is({kI32}).on(a.append_key).contiguous();
+  FI_CHECK(page_size > 0, ValueError, "%s must have page_size > 0; got %s", a.k_cache.name(),
+           a.k_cache.shape_str().c_str());
+  FI_CHECK(page_size <= 0x7fffffff && heads <= 0x7fffffff, ValueError, "%s is too large: %s", a.k_cache.name(),
+           a.k_cache.shape_str().c_str());
 
   // 2 shape
   AppendParams p{};
-  p.k = side(append_key, k_cache, head_major, !mla, fused, 0);
-  p.v = side(append_value, v_cache, head_major, !mla, fused, 1);
-  p.batch_indices = batch_indices.data<int32_t>();
-  p.positions = positions.data<int32_t>();
-  p.kv_indices = kv_indices.data<int32_t>();
-  p.kv_indptr = kv_indptr.data<int32_t>();
+  p.k = make_operand(a.append_key, a.k_cache, a.head_major, !a.mla, fused, 0);
+  p.v = make_operand(a.append_value, v_cache, a.head_major, !a.mla, fused, 1);
+  p.batch_indices = a.batch_indices.data<int32_t>();
+  p.positions = a.positions.data<int32_t>();
+  p.kv_indices = a.kv_indices.data<int32_t>();
+  p.kv_indptr = a.kv_indptr.data<int32_t>();
   p.rows = nnz;
   p.heads = static_cast<int32_t>(heads);
   p.page_size = divisor(static_cast<uint32_t>(page_size));
-  if (p.rows == 0 || p.heads == 0 || p.k.bytes + p.v.bytes == 0) return;
-  FI_CHECK((static_cast<int64_t>(p.k.bytes) + p.v.bytes) * p.heads <= 0x7fffffff, ValueError, "%s is too wide: %s",
-           append_key.name(), append_key.shape_str().c_str());
+  if (p.rows == 0 || p.heads == 0 || p.k.head_bytes + p.v.head_bytes == 0) return;
+  FI_CHECK((static_cast<int64_t>(p.k.head_bytes) + p.v.head_bytes) * p.heads <= 0x7fffffff, ValueError,
+           "%s is too wide: %s", a.append_key.name(), a.append_key.shape_str().c_str());
 
   // 3 launch
 #if FI_CUDA
-  launch(kernel, p, append_key.device());
+  launch_append(kernel, p, a.append_key.device());
 #else
   (void)kernel;
   run_cpu(p);
@@ -164,5 +166,4 @@ void append(const Kernel& kernel, Tensor append_key, Tensor append_value, Tensor
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::append, "append_key", "append_value", "batch_indices", "positions", "k_cache", "v_cache", "kv_indices",
-      "kv_indptr", "kv_last_page_len", "head_major", "mla")
+FI_OP(fi::append_paged_kv_cache)

@@ -1,11 +1,11 @@
-// get_batch_indices_positions: which request each appended row belongs to, and where in it.
+// get_batch_indices_positions: the request of each appended row, and the row's position in that request.
 #include "fi/page/get_batch_indices_positions.h"
 
-#include "fi/host/op.h"
+#include "fi/generated/get_batch_indices_positions.h"
 
 #if !FI_CUDA
 #include "fi/cpu/parallel.h"
-#include "fi/segments.h"
+#include "fi/find_segment.h"
 #endif
 
 namespace fi {
@@ -15,10 +15,10 @@ namespace {
 void run_cpu(const BatchPositionsParams& p) {
   cpu::parallel_for(p.rows, 32768, [&](int64_t begin, int64_t end) {
     int32_t b = -1;
-    int64_t next = begin;  // rows below it belong to the request of the row before
+    int64_t next = begin;  // first row that needs a new search
     for (int64_t row = begin; row < end; ++row) {
       if (row >= next) {
-        b = segment_of(p.append_indptr, p.batch_size, row);
+        b = find_segment(p.append_indptr, p.batch_size, row);
         next = b >= 0 ? p.append_indptr[b + 1] : row < p.append_indptr[0] ? p.append_indptr[0] : end;
       }
       p.batch_indices[row] = b;
@@ -31,36 +31,35 @@ void run_cpu(const BatchPositionsParams& p) {
 }
 #endif
 
-void positions(const Kernel& kernel, Tensor batch_indices, Tensor positions, Tensor append_indptr, Tensor seq_lens,
-               int64_t fill_positions) {
+void get_batch_indices_positions(const Kernel& kernel, const GetBatchIndicesPositionsArgs& a) {
   // 1 check
   Dim nnz{"nnz"}, batch{"batch_size"};
-  seq_lens.is({kI32}).contiguous().shape(batch);
+  a.seq_lens.is({kI32}).contiguous().shape(batch);
   Dim bounds{"batch_size + 1", batch + 1};
-  append_indptr.is({kI32}).contiguous().on(seq_lens).shape(bounds);
-  batch_indices.is({kI32}).contiguous().on(seq_lens).shape(nnz);
-  positions.is({kI32}).contiguous().on(seq_lens).shape(nnz);
+  a.append_indptr.is({kI32}).contiguous().on(a.seq_lens).shape(bounds);
+  a.batch_indices.is({kI32}).contiguous().on(a.seq_lens).shape(nnz);
+  a.positions.is({kI32}).contiguous().on(a.seq_lens).shape(nnz);
   FI_CHECK(nnz <= 0x7fffffff && batch < 0x7fffffff, ValueError,
            "nnz and batch_size must be below 2^31; got %lld and %lld", static_cast<long long>(nnz),
            static_cast<long long>(batch));
 
   // 2 shape
   BatchPositionsParams p{};
-  p.batch_indices = batch_indices.data<int32_t>();
-  p.positions = positions.data<int32_t>();
-  p.append_indptr = append_indptr.data<int32_t>();
-  p.seq_lens = seq_lens.data<int32_t>();
+  p.batch_indices = a.batch_indices.data<int32_t>();
+  p.positions = a.positions.data<int32_t>();
+  p.append_indptr = a.append_indptr.data<int32_t>();
+  p.seq_lens = a.seq_lens.data<int32_t>();
   p.rows = nnz;
   p.batch_size = static_cast<int32_t>(batch);
-  p.fill_positions = static_cast<int32_t>(fill_positions);
+  p.fill_positions = static_cast<int32_t>(a.fill_positions);
   if (p.rows == 0) return;
 
   // 3 launch
 #if FI_CUDA
   const Entry& entry = kernel.entries[0];
-  Launch config{(p.rows + entry.threads - 1) / entry.threads};
-  config.pdl = kernel.pdl(-1);
-  kernel.launch(entry, config, seq_lens.device(), p);
+  Launch launch{(p.rows + entry.threads - 1) / entry.threads};
+  launch.pdl = kernel.pdl(-1);
+  kernel.launch(entry, launch, a.seq_lens.device(), p);
 #else
   (void)kernel;
   run_cpu(p);
@@ -70,4 +69,4 @@ void positions(const Kernel& kernel, Tensor batch_indices, Tensor positions, Ten
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::positions, "batch_indices", "positions", "append_indptr", "seq_lens", "fill_positions")
+FI_OP(fi::get_batch_indices_positions)

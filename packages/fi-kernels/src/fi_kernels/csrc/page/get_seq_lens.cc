@@ -1,38 +1,38 @@
-// get_seq_lens: tokens of each request from its pages.
+// get_seq_lens: the number of tokens of each request, from its page table.
 #include "fi/page/get_seq_lens.h"
 
-#include "fi/host/op.h"
+#include "fi/generated/get_seq_lens.h"
 
 namespace fi {
 namespace {
 
-void lengths(const Kernel& kernel, Tensor seq_lens, Tensor kv_indptr, Tensor kv_last_page_len, int64_t page_size) {
+void get_seq_lens(const Kernel& kernel, const GetSeqLensArgs& a) {
   // 1 check
   Dim batch{"batch_size"};
-  kv_last_page_len.is({kI32, kI64}).contiguous().shape(batch);
+  a.kv_last_page_len.is({kI32, kI64}).contiguous().shape(batch);
   Dim bounds{"batch_size + 1", batch + 1};
-  kv_indptr.like(kv_last_page_len).contiguous().shape(bounds);
-  seq_lens.like(kv_last_page_len).contiguous().shape(batch);
-  FI_CHECK(page_size > 0, ValueError, "page_size must be > 0; got %lld", static_cast<long long>(page_size));
+  a.kv_indptr.like(a.kv_last_page_len).contiguous().shape(bounds);
+  a.seq_lens.like(a.kv_last_page_len).contiguous().shape(batch);
+  FI_CHECK(a.page_size > 0, ValueError, "page_size must be > 0; got %lld", static_cast<long long>(a.page_size));
 
   // 2 shape
   SeqLensParams p{};
-  p.seq_lens = seq_lens.data();
-  p.kv_indptr = kv_indptr.data();
-  p.kv_last_page_len = kv_last_page_len.data();
+  p.seq_lens = a.seq_lens.data();
+  p.kv_indptr = a.kv_indptr.data();
+  p.kv_last_page_len = a.kv_last_page_len.data();
   p.rows = batch;
-  p.page_size = page_size;
+  p.page_size = a.page_size;
   if (p.rows == 0) return;
 
   // 3 launch
 #if FI_CUDA
-  const Entry& entry = kernel.entries[seq_lens.dtype() == kI64];  // config: none, one entry an integer type
-  Launch config{(p.rows + entry.threads - 1) / entry.threads};
-  config.pdl = kernel.pdl(-1);
-  kernel.launch(entry, config, seq_lens.device(), p);
+  const Entry& entry = kernel.entries[a.seq_lens.dtype() == kI64];  // one entry per integer type; no config
+  Launch launch{(p.rows + entry.threads - 1) / entry.threads};
+  launch.pdl = kernel.pdl(-1);
+  kernel.launch(entry, launch, a.seq_lens.device(), p);
 #else
   (void)kernel;
-  const auto run = seq_lens.dtype() == kI64 ? seq_len<int64_t> : seq_len<int32_t>;
+  const auto run = a.seq_lens.dtype() == kI64 ? seq_len<int64_t> : seq_len<int32_t>;
   for (int64_t row = 0; row < p.rows; ++row) run(p, row);
 #endif
 }
@@ -40,4 +40,4 @@ void lengths(const Kernel& kernel, Tensor seq_lens, Tensor kv_indptr, Tensor kv_
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::lengths, "seq_lens", "kv_indptr", "kv_last_page_len", "page_size")
+FI_OP(fi::get_seq_lens)

@@ -1,7 +1,7 @@
-// packbits and segment_packbits: boolean masks to bits.
+// packbits and segment_packbits: packs boolean masks into bits.
 #include "fi/quantization/packbits.h"
 
-#include "fi/host/op.h"
+#include "fi/generated/packbits.h"
 
 #if !FI_CUDA
 #include <algorithm>
@@ -9,96 +9,97 @@
 
 #include "fi/cpu/parallel.h"
 #include "fi/cpu/target.h"
-#include "fi/segments.h"
+#include "fi/find_segment.h"
 #endif
 
 namespace fi {
 namespace {
 
 #if FI_CUDA
-// Entries in order of preference; config = {elements a thread}: 8 takes any segments and addresses, more only one
-// segment at addresses of whole vectors.
-void launch(const Kernel& kernel, const PackbitsParams& p, DLDevice device) {
-  const bool vectors =
+// Entries are in order of preference. The entry with 8 elements per thread supports segments and any alignment; an
+// entry with more supports one segment with x aligned to 16 bytes and y to 2.
+void launch_packbits(const Kernel& kernel, const PackbitsParams& p, DLDevice device) {
+  const bool vectorizable =
       !p.indptr && reinterpret_cast<uint64_t>(p.x) % 16 == 0 && reinterpret_cast<uint64_t>(p.y) % 2 == 0;
   for (const Entry& entry : kernel.entries) {
-    const int64_t elements = entry.config[0];
-    if (elements > 8 && !vectors) continue;
-    const int64_t threads = (p.bytes * 8 + elements - 1) / elements;
-    Launch config{(threads + entry.threads - 1) / entry.threads};
-    config.pdl = kernel.pdl(-1);
-    return kernel.launch(entry, config, device, p);
+    const int64_t elements_per_thread = PackbitsConfig::of(entry).elements_per_thread;
+    if (elements_per_thread > 8 && !vectorizable) continue;
+    const int64_t threads = (p.bytes * 8 + elements_per_thread - 1) / elements_per_thread;
+    Launch launch{(threads + entry.threads - 1) / entry.threads};
+    launch.pdl = kernel.pdl(-1);
+    return kernel.launch(entry, launch, device, p);
   }
-  raise("RuntimeError", "no entry");
+  raise("RuntimeError", "no kernel entry supports x and y");
 }
 #else
-FI_CLONES void pack_run(const uint8_t* x, uint8_t* y, int64_t bytes, bool big) {
+FI_CLONES void pack_bytes(const uint8_t* x, uint8_t* y, int64_t bytes, bool big_endian) {
   for (int64_t i = 0; i < bytes; ++i) {
     uint64_t eight;
     std::memcpy(&eight, x + 8 * i, sizeof eight);
-    y[i] = pack(eight, big);
+    y[i] = pack(eight, big_endian);
   }
 }
 
-// Bytes [first, last) of the output of one segment.
-void pack_segment(const uint8_t* x, int64_t elements, uint8_t* y, int64_t first, int64_t last, bool big) {
+// Writes bytes [first, last) of the output of one segment.
+void pack_segment(const uint8_t* x, int64_t elements, uint8_t* y, int64_t first, int64_t last, bool big_endian) {
   const int64_t whole = std::min(last, elements / 8);
-  pack_run(x + 8 * first, y + first, whole - first, big);
+  pack_bytes(x + 8 * first, y + first, whole - first, big_endian);
   if (last > whole) {
     uint64_t eight = 0;
     std::memcpy(&eight, x + 8 * whole, static_cast<size_t>(elements - 8 * whole));
-    y[whole] = pack(eight, big);
+    y[whole] = pack(eight, big_endian);
   }
 }
 
 void run_cpu(const PackbitsParams& p) {
   cpu::parallel_for(p.bytes, 16384, [&](int64_t begin, int64_t end) {
-    if (!p.indptr) return pack_segment(p.x, p.elements, p.y, begin, end, p.big);
-    for (int32_t s = segment_of(p.new_indptr, p.segments, begin); begin < end; ++s) {
-      const int64_t first = p.new_indptr[s], last = std::min<int64_t>(end, p.new_indptr[s + 1]),
-                    start = element_at(p, s);
-      if (last <= begin) continue;
-      pack_segment(p.x + start, element_at(p, s + 1) - start, p.y + first, begin - first, last - first, p.big);
-      begin = last;
+    if (!p.indptr) return pack_segment(p.x, p.elements, p.y, begin, end, p.big_endian);
+    for (int32_t s = find_segment(p.new_indptr, p.segments, begin); begin < end; ++s) {
+      const int64_t y_begin = p.new_indptr[s], y_end = std::min<int64_t>(end, p.new_indptr[s + 1]),
+                    x_begin = indptr_at(p, s);
+      if (y_end <= begin) continue;
+      pack_segment(p.x + x_begin, indptr_at(p, s + 1) - x_begin, p.y + y_begin, begin - y_begin, y_end - y_begin,
+                   p.big_endian);
+      begin = y_end;
     }
   });
 }
 #endif
 
-void packbits(const Kernel& kernel, Tensor y, Tensor x, OptionalTensor indptr, OptionalTensor new_indptr, int64_t big) {
+void packbits(const Kernel& kernel, const PackbitsArgs& a) {
   // 1 check
-  x.is({kBool, kU8}).contiguous();
+  a.x.is({kBool, kU8}).contiguous();
   Dim bytes{"num_bytes"};
-  if (indptr) {
+  if (a.indptr) {
     Dim bounds{"num_segments + 1"};
-    indptr.is({kI32, kI64}).on(x).contiguous().shape(bounds);
+    a.indptr.is({kI32, kI64}).on(a.x).contiguous().shape(bounds);
     FI_CHECK(bounds > 0 && bounds <= 0x7fffffff, ValueError,
-             "indptr must have one element more than there are segments; got %s", indptr.shape_str().c_str());
-    FI_CHECK(new_indptr, TypeError, "new_indptr must be given with indptr");
-    new_indptr.is({kI32}).on(x).contiguous().shape(bounds);
+             "indptr must have one element more than there are segments; got %s", a.indptr.shape_str().c_str());
+    FI_CHECK(a.new_indptr, TypeError, "new_indptr must be given with indptr");
+    a.new_indptr.is({kI32}).on(a.x).contiguous().shape(bounds);
   } else {
-    bytes.value = (x.numel() + 7) / 8;
+    bytes.value = (a.x.numel() + 7) / 8;
   }
-  y.is({kU8}).on(x).contiguous().shape(bytes);
+  a.y.is({kU8}).on(a.x).contiguous().shape(bytes);
 
   // 2 shape
   PackbitsParams p{};
-  p.x = x.data<const uint8_t>();
-  p.y = y.data<uint8_t>();
-  p.elements = x.numel();
+  p.x = a.x.data<const uint8_t>();
+  p.y = a.y.data<uint8_t>();
+  p.elements = a.x.numel();
   p.bytes = bytes;
-  p.big = static_cast<int32_t>(big);
-  if (indptr) {
-    p.indptr = indptr.data();
-    p.new_indptr = new_indptr.data<const int32_t>();
-    p.segments = static_cast<int32_t>(indptr.size(0) - 1);
-    p.wide = indptr.dtype() == kI64;
+  p.big_endian = static_cast<int32_t>(a.big);
+  if (a.indptr) {
+    p.indptr = a.indptr.data();
+    p.new_indptr = a.new_indptr.data<const int32_t>();
+    p.segments = static_cast<int32_t>(a.indptr.size(0) - 1);
+    p.indptr_is_int64 = a.indptr.dtype() == kI64;
   }
   if (p.bytes == 0) return;
 
   // 3 launch
 #if FI_CUDA
-  launch(kernel, p, x.device());
+  launch_packbits(kernel, p, a.x.device());
 #else
   (void)kernel;
   run_cpu(p);
@@ -108,4 +109,4 @@ void packbits(const Kernel& kernel, Tensor y, Tensor x, OptionalTensor indptr, O
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::packbits, "y", "x", "indptr", "new_indptr", "big")
+FI_OP(fi::packbits)

@@ -1,17 +1,21 @@
-// Rotary embedding of q and k: one contract for ragged, position-id and cached forms, one launch, and the CPU kernel.
+// Rotary embedding of q and k in its ragged, position-id and cached forms: checks, the CUDA launch, the CPU kernel.
 #include "fi/rope/rope.h"
 
 #include <cmath>
 
-#include "fi/host/op.h"
-#include "fi/rope/run.h"
+#include "fi/generated/rope.h"
+#include "fi/rope/rope_launch.h"
+
+#if !FI_CUDA
+#include "fi/rope/rope_cpu.h"
+#endif
 
 namespace fi {
 namespace {
 
-// [nnz, heads, head_dim], or [nnz, heads * head_dim] where the head dimension is given.
+// The heads of q or k: [nnz, heads, head_dim], or [nnz, heads * head_dim] if the caller passes head_dim.
 struct Heads {
-  int64_t count, row, head;
+  int64_t count, row_stride, head_stride;
 };
 
 Heads heads_of(const Tensor& x, Dim& nnz, Dim& dim) {
@@ -27,21 +31,25 @@ Heads heads_of(const Tensor& x, Dim& nnz, Dim& dim) {
   return {heads, x.stride(0), x.stride(1)};
 }
 
-RopePart part_of(const Tensor& in, const Heads& from, const Tensor& out, const Heads& to, int64_t skip) {
-  const auto step = [](int64_t count, int64_t stride) { return count > 1 ? stride : 0; };
+// The part of q or k from element `skip` of each head on. A dimension of size 1 gets stride 0, because its stride is
+// never used and must not restrict the vector width.
+RopeOperand make_operand(const Tensor& in, const Heads& in_heads, const Tensor& out, const Heads& out_heads,
+                         int64_t skip) {
+  const auto stride_of = [](int64_t count, int64_t stride) { return count > 1 ? stride : 0; };
   const int64_t rows = in.size(0);
-  RopePart part{};
-  part.in = in.data<const char>() + skip * in.dtype().bytes();
-  part.out = out.data<char>() + skip * out.dtype().bytes();
-  part.in_row = step(rows, from.row);
-  part.in_head = step(from.count, from.head);
-  part.out_row = step(rows, to.row);
-  part.out_head = step(to.count, to.head);
-  return part;
+  RopeOperand operand{};
+  operand.in = in.data<const char>() + skip * in.dtype().bytes();
+  operand.out = out.data<char>() + skip * out.dtype().bytes();
+  operand.in_row_stride = stride_of(rows, in_heads.row_stride);
+  operand.in_head_stride = stride_of(in_heads.count, in_heads.head_stride);
+  operand.out_row_stride = stride_of(rows, out_heads.row_stride);
+  operand.out_head_stride = stride_of(out_heads.count, out_heads.head_stride);
+  return operand;
 }
 
-bool same(const RopePart& part) {
-  return part.in == part.out && part.in_row == part.out_row && part.in_head == part.out_head;
+bool is_in_place(const RopeOperand& operand) {
+  return operand.in == operand.out && operand.in_row_stride == operand.out_row_stride &&
+         operand.in_head_stride == operand.out_head_stride;
 }
 
 RopeFrequencies frequencies_of(int64_t rotary_dim, double scale, double theta, double low, double high,
@@ -52,7 +60,7 @@ RopeFrequencies frequencies_of(int64_t rotary_dim, double scale, double theta, d
   f.power[0] = std::pow(theta, -2.0 / static_cast<double>(rotary_dim));
   for (int i = 1; i < RopeFrequencies::kPowers; ++i) f.power[i] = f.power[i - 1] * f.power[i - 1];
   f.inverse_scale = 1.0 / scale;
-  if (low != 0 || high != 0 || old_context_len != 0) {  // else not smoothed
+  if (low != 0 || high != 0 || old_context_len != 0) {  // all zero: no smoothing
     FI_CHECK(high > low, ValueError, "high_freq_factor must be greater than low_freq_factor; got %g and %g", high, low);
     FI_CHECK(old_context_len > 0, ValueError, "old_context_len must be positive; got %g", old_context_len);
     f.smooth_slope = old_context_len / (high - low);
@@ -61,103 +69,100 @@ RopeFrequencies frequencies_of(int64_t rotary_dim, double scale, double theta, d
   return f;
 }
 
-void rope(const Kernel& kernel, Tensor q_out, Tensor k_out, Tensor q, Tensor k, OptionalTensor pos_ids,
-          OptionalTensor indptr, OptionalTensor offsets, OptionalTensor cos_sin_cache, int64_t head_dim,
-          int64_t rotary_dim, int64_t interleave, double rope_scale, double rope_theta, double low_freq_factor,
-          double high_freq_factor, double old_context_len) {
+void rope(const Kernel& kernel, const RopeArgs& given) {
+  RopeArgs a = given;  // the checks below rename tensors as the caller names them
   // 1 check
   Dim nnz{"nnz"}, dim{"head_dim"}, segments{"segments"}, max_pos{"max_pos"}, table_width{"rotary_dim"};
-  Tensor position = pos_ids;
-  if (cos_sin_cache) {
-    q = q.as("query"), k = k.as("key"), position = pos_ids.as("positions");
+  Tensor position = a.pos_ids;
+  if (a.cos_sin_cache) {
+    a.q = a.q.as("query"), a.k = a.k.as("key"), position = a.pos_ids.as("positions");
     dim.name = "head_size";
   }
-  if (head_dim >= 0) dim.value = head_dim;
-  q.is({kF32, kF16, kBF16}).inner_contiguous();
-  k.like(q).inner_contiguous();
-  q_out.like(q).inner_contiguous();
-  k_out.like(k).inner_contiguous();
-  const Heads q_heads = heads_of(q, nnz, dim), k_heads = heads_of(k, nnz, dim);
-  const Heads q_to = heads_of(q_out, nnz, dim), k_to = heads_of(k_out, nnz, dim);
-  FI_CHECK(q_to.count == q_heads.count && k_to.count == k_heads.count, ValueError,
-           "outputs must have the shapes of q %s and k %s; got %s and %s", q.shape_str().c_str(), k.shape_str().c_str(),
-           q_out.shape_str().c_str(), k_out.shape_str().c_str());
-  if (pos_ids) {
-    position.is({kI32, kI64}).on(q).contiguous().shape(nnz);
+  if (a.head_dim >= 0) dim.value = a.head_dim;
+  a.q.is({kF32, kF16, kBF16}).inner_contiguous();
+  a.k.like(a.q).inner_contiguous();
+  a.q_out.like(a.q).inner_contiguous();
+  a.k_out.like(a.k).inner_contiguous();
+  const Heads q_heads = heads_of(a.q, nnz, dim), k_heads = heads_of(a.k, nnz, dim);
+  const Heads q_out_heads = heads_of(a.q_out, nnz, dim), k_out_heads = heads_of(a.k_out, nnz, dim);
+  FI_CHECK(q_out_heads.count == q_heads.count && k_out_heads.count == k_heads.count, ValueError,
+           "outputs must have the shapes of q %s and k %s; got %s and %s", a.q.shape_str().c_str(),
+           a.k.shape_str().c_str(), a.q_out.shape_str().c_str(), a.k_out.shape_str().c_str());
+  if (a.pos_ids) {
+    position.is({kI32, kI64}).on(a.q).contiguous().shape(nnz);
   } else {
-    FI_CHECK(indptr && offsets, TypeError, "indptr and offsets must be tensors where no positions are given");
-    indptr.is({kI32, kI64}).on(q).contiguous();
-    offsets.like(indptr).contiguous().shape(segments);
+    FI_CHECK(a.indptr && a.offsets, TypeError, "indptr and offsets must be tensors if pos_ids is None");
+    a.indptr.is({kI32, kI64}).on(a.q).contiguous();
+    a.offsets.like(a.indptr).contiguous().shape(segments);
     Dim bounds{"segments + 1", segments + 1};
-    indptr.shape(bounds);
+    a.indptr.shape(bounds);
   }
-  if (cos_sin_cache) {
-    FI_CHECK(cos_sin_cache.dtype() == kF32, ValueError, "cos_sin_cache should be float32; got %s",
-             cos_sin_cache.dtype().str().c_str());
-    cos_sin_cache.on(q).inner_contiguous().shape(max_pos, table_width);
-    rotary_dim = table_width;
+  if (a.cos_sin_cache) {
+    FI_CHECK(a.cos_sin_cache.dtype() == kF32, ValueError, "cos_sin_cache should be float32; got %s",
+             a.cos_sin_cache.dtype().str().c_str());
+    a.cos_sin_cache.on(a.q).inner_contiguous().shape(max_pos, table_width);
+    a.rotary_dim = table_width;
   }
-  if (rotary_dim < 0) rotary_dim = dim;
-  FI_CHECK(rotary_dim > 0 && rotary_dim % 2 == 0 && rotary_dim <= dim, ValueError,
+  if (a.rotary_dim < 0) a.rotary_dim = dim;
+  FI_CHECK(a.rotary_dim > 0 && a.rotary_dim % 2 == 0 && a.rotary_dim <= dim, ValueError,
            "rotary_dim must be even and between 2 and %s = %lld; got %lld", dim.name, static_cast<long long>(dim),
-           static_cast<long long>(rotary_dim));
+           static_cast<long long>(a.rotary_dim));
   FI_CHECK(dim <= 2 << RopeFrequencies::kPowers, ValueError, "%s must be at most %d; got %lld", dim.name,
            2 << RopeFrequencies::kPowers, static_cast<long long>(dim));
   FI_CHECK(q_heads.count + k_heads.count <= 0x7fffffff, ValueError, "q and k have too many heads: %s and %s",
-           q.shape_str().c_str(), k.shape_str().c_str());
+           a.q.shape_str().c_str(), a.k.shape_str().c_str());
 
   // 2 shape
   RopeParams p{};
-  p.rows.rotated[kRopeQ] = part_of(q, q_heads, q_out, q_to, 0);
-  p.rows.rotated[kRopeK] = part_of(k, k_heads, k_out, k_to, 0);
-  p.rows.rest[kRopeQ] = part_of(q, q_heads, q_out, q_to, rotary_dim);
-  p.rows.rest[kRopeK] = part_of(k, k_heads, k_out, k_to, rotary_dim);
+  p.common.rope[kRopeQ] = make_operand(a.q, q_heads, a.q_out, q_out_heads, 0);
+  p.common.rope[kRopeK] = make_operand(a.k, k_heads, a.k_out, k_out_heads, 0);
+  p.common.nope[kRopeQ] = make_operand(a.q, q_heads, a.q_out, q_out_heads, a.rotary_dim);
+  p.common.nope[kRopeK] = make_operand(a.k, k_heads, a.k_out, k_out_heads, a.rotary_dim);
   for (int kind : {kRopeQ, kRopeK}) {
-    p.rows.heads[kind] = static_cast<int32_t>(kind == kRopeQ ? q_heads.count : k_heads.count);
-    p.rows.rest_dim[kind] = same(p.rows.rest[kind]) ? 0 : static_cast<int32_t>(dim - rotary_dim);
+    p.common.heads[kind] = static_cast<int32_t>(kind == kRopeQ ? q_heads.count : k_heads.count);
+    p.common.nope_dim[kind] = is_in_place(p.common.nope[kind]) ? 0 : static_cast<int32_t>(dim - a.rotary_dim);
   }
-  p.rows.rotary_dim = static_cast<int32_t>(rotary_dim);
-  p.rows.rows = nnz;
-  if (pos_ids) {
-    p.rows.pos_ids = index_of(position);
+  p.common.rotary_dim = static_cast<int32_t>(a.rotary_dim);
+  p.common.rows = nnz;
+  if (a.pos_ids) {
+    p.common.pos_ids = index_array(position);
   } else {
-    p.indptr = index_of(indptr);
-    p.offsets = index_of(offsets);
+    p.indptr = index_array(a.indptr);
+    p.offsets = index_array(a.offsets);
     p.segments = segments;
   }
-  if (cos_sin_cache) {
-    p.rows.cos_sin = cos_sin_cache.data<float>();
-    p.rows.cos_sin_row = cos_sin_cache.stride(0);
-    p.rows.max_pos = max_pos;
+  if (a.cos_sin_cache) {
+    p.common.cos_sin = a.cos_sin_cache.data<float>();
+    p.common.cos_sin_stride = a.cos_sin_cache.stride(0);
+    p.common.max_pos = max_pos;
   } else {
-    p.frequencies =
-        frequencies_of(rotary_dim, rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len);
+    p.frequencies = frequencies_of(a.rotary_dim, a.rope_scale, a.rope_theta, a.low_freq_factor, a.high_freq_factor,
+                                   a.old_context_len);
   }
   if (nnz == 0 || q_heads.count + k_heads.count == 0) return;
 
   // 3 launch
 #if FI_CUDA
-  run_rope(kernel, p, q.dtype(), q.dtype(), interleave, q.device(), kernel.pdl(-1));
+  launch_rope<RopeConfig>(kernel, p, a.q.dtype(), a.q.dtype(), a.interleave, a.q.device(), kernel.pdl(-1));
 #else
   (void)kernel;
-  std::vector<uint64_t> step;
-  if (!cos_sin_cache)
-    for (int32_t pair = 0; pair < p.rows.rotary_dim / 2; ++pair)
-      step.push_back(p.frequencies.step(p.frequencies.turns(pair)));
+  std::vector<uint64_t> phase_steps;
+  if (!a.cos_sin_cache)
+    for (int32_t pair = 0; pair < p.common.rotary_dim / 2; ++pair)
+      phase_steps.push_back(p.frequencies.phase_step(p.frequencies.revolutions(pair)));
   const auto angles = [&](int64_t row, float* cosine, float* sine) {
-    const int64_t at = p.position(row);
-    if (step.empty())
-      table_angles(p.rows, at, cosine, sine);
+    const int64_t pos = p.position(row);
+    if (phase_steps.empty())
+      cached_angles(p.common, pos, cosine, sine);
     else
-      detail::angles_of(step.data(), at, cosine, sine, p.rows.rotary_dim / 2);
+      detail::compute_angles(phase_steps.data(), pos, cosine, sine, p.common.rotary_dim / 2);
   };
-  const auto place = [](int, const RopePart& part, int64_t row) { return row * part.out_row; };
-  run_rope(p.rows, q.dtype(), q.dtype(), interleave != 0, angles, place);
+  const auto row_offset = [](int, const RopeOperand& operand, int64_t row) { return row * operand.out_row_stride; };
+  rope_cpu(p.common, a.q.dtype(), a.q.dtype(), a.interleave != 0, angles, row_offset);
 #endif
 }
 
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::rope, "q_out", "k_out", "q", "k", "pos_ids", "indptr", "offsets", "cos_sin_cache", "head_dim", "rotary_dim",
-      "interleave", "rope_scale", "rope_theta", "low_freq_factor", "high_freq_factor", "old_context_len")
+FI_OP(fi::rope)

@@ -1,4 +1,4 @@
-// Division by a number that the host knows: one multiplication in the kernel instead of twenty instructions.
+// Fast integer division by a divisor that the host prepares: one multiplication instead of about twenty instructions.
 #pragma once
 #include "fi/types.h"
 

@@ -1,4 +1,4 @@
-// The description of a tensor for bulk tensor copies: 128 opaque bytes, encoded by the driver, read by the hardware.
+// The TMA tensor map (CUtensorMap): 128 opaque bytes that describe a tensor; the driver encodes them, TMA reads them.
 #pragma once
 #include "fi/types.h"
 

@@ -1,7 +1,7 @@
-// Fixed-width names that host compilers, nvcc and NVRTC share without a standard header.
+// Fixed-width integer types and FI_HOST_DEVICE for host compilers, nvcc and NVRTC; NVRTC has no standard headers.
 #pragma once
 
-// For small functions that launchers, CPU kernels and device code share.
+// Marks small functions that launchers, CPU kernels and device code share.
 #if defined(__CUDACC__)
 #define FI_HOST_DEVICE __host__ __device__ __forceinline__
 #else

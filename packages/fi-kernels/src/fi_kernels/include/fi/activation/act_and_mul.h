@@ -6,19 +6,22 @@ namespace fi {
 
 enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
 
-// out[row, i] = act(input[row, i]) * input[row, h + i]. Strides in elements; the innermost is 1.
+// out[row, i] = act(input[row, i]) * input[row, h + i]. Strides are in elements; the innermost stride is 1.
 struct ActAndMulParams {
   void* out;          // [rows, h]
   const void* input;  // [rows, 2 h]
-  int64_t out_row, input_row;
+  int64_t out_row_stride, input_row_stride;
   int64_t h;
-  uint32_t vectors;  // rows * h / (elements a vector)
-  Divisor vectors_a_row;
+  uint32_t vectors;  // rows * h / (elements per vector)
+  Divisor vectors_per_row;
 };
 
-// log2(Q(a)) for a >= 0, Q(a) = erfc(a / sqrt(2)) / 2: nearly a parabola, so that this and one power of two cost a
-// third of erf. gelu(x) = max(x, 0) - |x| Q(|x|), with no cancellation. Minimax on [0, 6], error of Q 3e-6 relative:
-// for 16-bit types; beyond 6 it falls to -inf as log2(Q) does.
+// 0.5 (1 + tanh(u)) = sigmoid(2 u), whose right side has no cancellation for x < 0; this is 2 u of gelu_tanh.
+FI_HOST_DEVICE float gelu_sigmoid_argument(float x) { return 1.5957691216057308f * (x + 0.044715f * x * x * x); }
+
+// log2(Q(a)) for a >= 0, where Q(a) = erfc(a / sqrt(2)) / 2 is the Gaussian tail. gelu(x) = max(x, 0) - |x| Q(|x|) has
+// no cancellation. log2(Q) is nearly a parabola, so this polynomial and one exp2 cost a third of erf. The polynomial is
+// minimax on [0, 6] with a relative error of 3e-6 in Q, enough for 16-bit types; beyond 6 it falls to -inf, as log2(Q).
 FI_HOST_DEVICE float log2_gelu_tail(float a) {
   float p = -1.83481097e-06f;
   p = p * a + 6.15982863e-05f;

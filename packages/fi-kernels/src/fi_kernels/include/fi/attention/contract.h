@@ -54,4 +54,66 @@ inline void check_dtypes(const Tensor& q, const Tensor& k, const Tensor& v, cons
   out.is({kF16, kBF16, kF32, kE4M3, kE5M2}).on(q);
 }
 
+// The sizes that every attention op binds by its shapes.
+struct AttentionDims {
+  Dim qo_heads{"num_qo_heads"}, kv_heads{"num_kv_heads"}, head_dim_qk{"head_dim_qk"}, head_dim_vo{"head_dim_vo"};
+};
+
+// What every attention op asks of its arguments once their shapes are bound. k, v: the caches, or ragged keys.
+template <class Args>
+void check_attention(const Args& a, const Tensor& k, const Tensor& v, const AttentionDims& dims) {
+  check_dtypes(a.q, k, v, a.out);
+  check_head_dim(a.q, dims.head_dim_qk);
+  check_head_dim(v, dims.head_dim_vo);
+  FI_CHECK(dims.kv_heads > 0 && dims.qo_heads % dims.kv_heads == 0, ValueError,
+           "q must have a multiple of %s's heads: num_qo_heads = %lld, num_kv_heads = %lld", k.name(),
+           static_cast<long long>(dims.qo_heads), static_cast<long long>(dims.kv_heads));
+  FI_CHECK(a.rope_scale > 0 && a.rope_theta > 0, ValueError,
+           "rope_scale and rope_theta must be positive; got %g and %g", a.rope_scale, a.rope_theta);
+}
+
+// Fills what the attention ops have in common: tensors with their strides, heads, scales and scores. The mask is the
+// op's own, but for its window. q may lack the axis of tokens.
+template <class Args>
+void fill_attention(AttentionProblem& p, const Args& a, const Tensor& k, const Tensor& v, AttentionDims& dims) {
+  const int token = a.kv_layout == 0 ? -3 : -2, head = a.kv_layout == 0 ? -2 : -3;
+  const bool one = a.q.ndim() == 2;
+  p.q = a.q.data();
+  p.k = k.data();
+  p.v = v.data();
+  p.out = a.out.data();
+  p.lse = a.lse ? a.lse.template data<float>() : nullptr;
+  p.scale_q = factors(a.scale_q, a.q, dims.qo_heads);
+  p.scale_k = factors(a.scale_k, a.q, dims.kv_heads);
+  p.scale_v = factors(a.scale_v, a.q, dims.kv_heads);
+  p.q_token = one ? 0 : a.q.stride(0);
+  p.q_head = a.q.stride(-2);
+  p.k_token = k.stride(token);
+  p.k_head = k.stride(head);
+  p.v_token = v.stride(token);
+  p.v_head = v.stride(head);
+  p.out_token = one ? 0 : a.out.stride(0);
+  p.out_head = a.out.stride(-2);
+  p.qo_heads = static_cast<int32_t>(dims.qo_heads);
+  p.kv_heads = static_cast<int32_t>(dims.kv_heads);
+  p.group_size = static_cast<int32_t>(dims.qo_heads / dims.kv_heads);
+  p.group_divisor = divisor(static_cast<uint32_t>(std::max(p.group_size, 1)));
+  p.head_dim_qk = static_cast<int32_t>(dims.head_dim_qk);
+  p.head_dim_vo = static_cast<int32_t>(dims.head_dim_vo);
+  p.out_type = out_type(a.out.dtype());
+  p.out_scale = static_cast<float>(a.v_scale);
+  p.mask.window_left = static_cast<int32_t>(std::min<int64_t>(std::max<int64_t>(a.window_left, -1), 0x7fffffff));
+  p.scores = {static_cast<float>(a.sm_scale), static_cast<float>(a.logits_soft_cap), a.pos_encoding_mode == kAlibi};
+  if (a.pos_encoding_mode == kRopeOnTheFly) p.rotary = rotary(dims.head_dim_qk, a.rope_scale, a.rope_theta);
+}
+
+// Whether rows of q, k and v begin at multiples of one load: 8 elements, in two loads of 16 bytes for fp32.
+inline bool rows_aligned(const AttentionProblem& p, const Tensor& q, const Tensor& k, const Tensor& v, int64_t k_page,
+                         int64_t v_page) {
+  const auto load = [](const Tensor& t) { return std::min<int64_t>(16, 8 * t.dtype().bytes()); };
+  return q.alignment(load(q), {p.q_token, p.q_head}) == load(q) &&
+         k.alignment(load(k), {k_page, p.k_token, p.k_head}) == load(k) &&
+         v.alignment(load(v), {v_page, p.v_token, p.v_head}) == load(v);
+}
+
 }  // namespace fi

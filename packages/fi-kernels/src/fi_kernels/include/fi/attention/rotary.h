@@ -10,7 +10,7 @@ struct Rotary {
   RopeFrequencies frequencies;
 
   // The angle of a pair, k < dim/2, per position: a 64-bit fraction of a turn.
-  FI_HOST_DEVICE uint64_t step(int32_t k) const { return frequencies.step(frequencies.turns(k)); }
+  FI_HOST_DEVICE uint64_t step(int32_t k) const { return frequencies.phase_step(frequencies.revolutions(k)); }
 };
 
 // The pair that dimension d of dim belongs to.
@@ -22,7 +22,7 @@ template <class Read>
 FI_HOST_DEVICE float rotated(Read&& read, int32_t d, int32_t dim, int64_t position, uint64_t step) {
   const int32_t half = dim / 2;
   float cosine, sine;
-  cos_sin_of_turn(static_cast<uint32_t>((static_cast<uint64_t>(position) * step) >> 32), &cosine, &sine);
+  cos_sin_of_phase(static_cast<uint32_t>((static_cast<uint64_t>(position) * step) >> 32), &cosine, &sine);
   return read(d) * cosine + (d < half ? -sine : sine) * read(d < half ? d + half : d - half);
 }
 

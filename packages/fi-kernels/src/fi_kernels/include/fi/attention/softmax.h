@@ -13,16 +13,16 @@ constexpr float kMinusInf = -__builtin_huge_valf();
 #endif
 
 // What scores are taken relative to: m, or 0 while no key has been seen (-inf - -inf would be NaN).
-FI_HOST_DEVICE float softmax_base(float m) { return m == kMinusInf ? 0.f : m; }
+FI_HOST_DEVICE float softmax_reference(float m) { return m == kMinusInf ? 0.f : m; }
 
 // 2^(s - base): the weight of a key, or the factor of an older state whose maximum was s.
 template <class Math>
-FI_HOST_DEVICE float softmax_weight(float s, float base) {
+FI_HOST_DEVICE float softmax_exp2(float s, float base) {
   return Math::exp2(s - base);
 }
 
 // What the weighted sum of values is multiplied by at the end; 0 for an empty row.
-FI_HOST_DEVICE float softmax_inverse(float d) { return d == 0.f ? 0.f : 1.f / d; }
+FI_HOST_DEVICE float inverse_row_sum(float d) { return d == 0.f ? 0.f : 1.f / d; }
 
 // log2 of the sum of 2^s; -inf for an empty row.
 template <class Math>
@@ -35,9 +35,9 @@ FI_HOST_DEVICE float softmax_lse(float m, float d) {
 // result.
 template <class Math>
 FI_HOST_DEVICE float add_sink(float sink, float& m, float& d) {
-  const float s = sink * kLog2e, top = s > m ? s : m, base = softmax_base(top);
-  const float factor = softmax_weight<Math>(m, base);
-  d = d * factor + softmax_weight<Math>(s, base);
+  const float s = sink * kLog2e, top = s > m ? s : m, base = softmax_reference(top);
+  const float factor = softmax_exp2<Math>(m, base);
+  d = d * factor + softmax_exp2<Math>(s, base);
   m = top;
   return factor;
 }

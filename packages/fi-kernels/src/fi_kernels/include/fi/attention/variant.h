@@ -25,7 +25,7 @@ class BuiltInVariant {
   FI_HOST_DEVICE BuiltInVariant(const Params&, int32_t) {}
   FI_HOST_DEVICE float score(float product, Row, int32_t, int32_t) { return product; }
   // Of a row whose keys have all been seen; m and d become those of its log-sum-exp. scale multiplies the output.
-  FI_HOST_DEVICE End end(Row, float&, float& d, float scale) { return {softmax_inverse(d) * scale}; }
+  FI_HOST_DEVICE End end(Row, float&, float& d, float scale) { return {inverse_row_sum(d) * scale}; }
 };
 
 #if defined(FI_VARIANT)

@@ -47,9 +47,10 @@ namespace detail {
 constexpr uint32_t kSignMask = 0x80000000u;
 constexpr uint32_t kFloatInf = 0x7f800000u;
 
-// Decodes the magnitude of a format with kExponent exponent and kMantissa mantissa bits, NaN and inf left aside.
-// Read as a normal number, a subnormal gives a = 2^k(1+m) with 2^(k+1) the smallest normal; it stands for 2a - 2^(k+1),
-// which is below a there and nowhere else. No float subnormal occurs: exact under flush-to-zero, and never slow.
+// Decodes the finite magnitudes of a format with kExponent exponent and kMantissa mantissa bits. A subnormal decoded as
+// if it were normal gives a = 2^k (1 + m), where 2^(k+1) is the smallest normal; its value is 2 a - 2^(k+1). That value
+// is less than a for subnormals only, so std::min selects it. No float subnormal occurs, so the result is exact under
+// flush-to-zero, and never slow.
 template <int kExponent, int kMantissa>
 FI_INLINE uint32_t decode_magnitude(uint32_t magnitude) {
   constexpr uint32_t rebias = uint32_t(128 - (1 << (kExponent - 1))) << 23;
@@ -58,9 +59,9 @@ FI_INLINE uint32_t decode_magnitude(uint32_t magnitude) {
   return std::min(normal, float_bits(2.0f * bits_float(normal) - bits_float(smallest_normal)));
 }
 
-// Encodes a float magnitude, round to nearest even, without an upper limit: the caller handles what is too large.
-// Subnormals are rounded by the addition of a power of two whose last bit is the format's smallest step; read as a
-// normal number, they would come out smaller or negative.
+// Encodes a float magnitude, rounded to nearest even, without an upper limit: the caller handles overflow. Subnormals
+// are rounded by adding a power of two whose last bit is the format's smallest step. The encoding as a normal number is
+// smaller or negative for subnormals, so std::max selects the right one.
 template <int kExponent, int kMantissa>
 FI_INLINE uint32_t encode_magnitude(uint32_t magnitude) {
   constexpr uint32_t shift = 23 - kMantissa;
@@ -75,7 +76,7 @@ FI_INLINE uint32_t encode_magnitude(uint32_t magnitude) {
 
 }  // namespace detail
 
-// Exact for every value. NaN stays NaN.
+// Converts to float, exactly for every value. NaN stays NaN.
 template <class T>
 float to_float(T value);
 
@@ -108,7 +109,8 @@ FI_INLINE float to_float(e5m2_t value) {
   return to_float(f16_t{static_cast<uint16_t>(value.bits << 8)});
 }
 
-// Rounds to nearest even. bf16 and f16 overflow to infinity; e4m3 and e5m2 saturate, infinity included. NaN stays NaN.
+// Converts from float, rounded to nearest even. bf16 and f16 overflow to infinity; e4m3 and e5m2 saturate, infinity
+// included. NaN stays NaN.
 template <class T>
 T from_float(float value);
 

@@ -1,4 +1,4 @@
-// Elementary float functions of CPU kernels: branch-free, so that loops over them vectorise; errors within 2.5 ulp.
+// Elementary float functions of CPU kernels: branch-free, so loops over them vectorize; errors are within 2.5 ulp.
 #pragma once
 
 #include <cmath>
@@ -7,36 +7,36 @@
 #include "fi/cpu/convert.h"
 #include "fi/cpu/target.h"
 
-// Largest errors seen (tests/kernels/test_cpu_headers.py), in ulp: exp 0.9, exp2 1.0, log2 1.7, tanh 1.3, erf 1.4,
+// Largest measured errors in ulp (tests/kernels/test_cpu_headers.py): exp 0.9, exp2 1.0, log2 1.7, tanh 1.3, erf 1.4,
 // rsqrt 1.5, sigmoid 2.2, silu 2.2.
 namespace fi::cpu {
 namespace detail {
 
 constexpr float kLn2 = 0x1.62e43p-1f;
 constexpr float kLog2e = 0x1.715476p+0f;
-// ln 2 in two parts: the first has 9 bits, so its product with an exponent is exact with and without FMA.
+// ln 2 in two parts: the high part has 9 bits, so its product with an exponent is exact with and without FMA.
 constexpr float kLn2High = 0x1.63p-1f;
 constexpr float kLn2Low = -0x1.bd0106p-13f;
 
-// A float rounded to the nearest integer, both as float and as integer; for |x| < 2^22.
+// The nearest integer of a float |x| < 2^22, as float and as integer.
 struct Rounded {
   float value;
   int32_t integer;
 };
 
 FI_INLINE Rounded round_nearest(float x) {
-  constexpr float aligner = 0x1.8p23f;  // its last bit is worth one; used instead of a cast, which is undefined for NaN
+  constexpr float aligner = 0x1.8p23f;  // its last bit is worth 1; a cast to integer would be undefined for NaN
   const float sum = x + aligner;
   return {sum - aligner, static_cast<int32_t>(float_bits(sum) - float_bits(aligner))};
 }
 
-// Both keep NaN.
+// min and max that keep a NaN x.
 FI_INLINE float at_most(float x, float limit) { return select(x > limit, limit, x); }
 FI_INLINE float at_least(float x, float limit) { return select(x < limit, limit, x); }
 
 FI_INLINE float power_of_two(int32_t exponent) { return bits_float(static_cast<uint32_t>(exponent + 127) << 23); }
 
-// x - n ln(2) for n = x / ln(2) to the nearest: the exact part and the small rest, not added because that would round.
+// x - n ln(2), where n is x / ln(2) rounded to nearest: an exact high part and a small low part. Their sum would round.
 struct Reduced {
   float high, low;
   int32_t n;
@@ -58,15 +58,15 @@ FI_INLINE float expm1_reduced(float high, float low) {
   return (p * (r * r) + low) + high;
 }
 
-// x * 2^n for -150 <= n <= 129, in two steps so that subnormals and overflow come out right.
-// n = -150 gives an exact zero without an underflow, which would be slow (masked scores end here).
+// x * 2^n for -150 <= n <= 129, in two steps, so that subnormals and overflow are right. n = -150 gives an exact zero
+// without an underflow; an underflow is slow, and masked attention scores take this path.
 FI_INLINE float scale(float x, int32_t n) {
   const int32_t half = n >> 1;
   const float second = select(n <= -150, 0.0f, power_of_two(n - half));
   return x * power_of_two(half) * second;
 }
 
-// 1 + e^x; infinite from x = 88.4 on. Subnormals cannot matter, so one step scales: a tenth faster than with exp.
+// 1 + e^x; infinite from x = 88.4 on. Subnormals do not change the sum, so it scales in one step: 10 % faster than exp.
 FI_INLINE float one_plus_exp(float x) {
   const Reduced r = reduce_by_ln2(at_least(at_most(x, 89.0f), -87.0f));
   return 1.0f + power_of_two(r.n) * (1.0f + expm1_reduced(r.high, r.low));
@@ -147,10 +147,10 @@ FI_INLINE float erf(float x) {
   return detail::copy_sign(select(a < 1.0f, small * a + a, 1.0f - exp2(large)), x);
 }
 
-// NOTE: vectorises only with -fno-math-errno (std::sqrt otherwise keeps a branch for errno).
+// NOTE: vectorizes only with -fno-math-errno; otherwise std::sqrt keeps a branch for errno.
 FI_INLINE float rsqrt(float x) { return 1.0f / std::sqrt(x); }
 
-// Below x = -88.3 the true value, under 1e-36 in magnitude, comes out as zero; silu(-inf) is the limit, -0.
+// Below x = -88.3, where the true magnitude is less than 1e-36, the result is zero; silu(-inf) is the limit, -0.
 FI_INLINE float sigmoid(float x) { return 1.0f / detail::one_plus_exp(-x); }
 FI_INLINE float silu(float x) { return detail::at_least(x, -200.0f) / detail::one_plus_exp(-x); }
 

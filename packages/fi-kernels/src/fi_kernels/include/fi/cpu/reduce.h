@@ -1,4 +1,4 @@
-// Sum and maximum over a row, in enough independent lanes to hide the latency of the additions.
+// Sum and maximum of a row, in enough independent SIMD accumulators to hide the latency of the additions.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@
 namespace fi::cpu {
 namespace detail {
 
-// Four 512-bit accumulators. bf16 sum of squares, 4096 a row, Zen 5, one thread: 64 lanes 66 GB/s, 32 lanes 53,
+// Four 512-bit accumulators. bf16 sum of squares, rows of 4096, Zen 5, one thread: 64 lanes 66 GB/s, 32 lanes 53,
 // `#pragma omp simd reduction` 29 (it fixes the number of lanes before the clones exist).
 constexpr int kLanes = 64;
 
@@ -31,7 +31,7 @@ FI_INLINE float reduce(int64_t n, float identity, Term&& term, Combine&& combine
 
 }  // namespace detail
 
-// term(0) + ... + term(n - 1); the order depends on n alone, so results repeat.
+// term(0) + ... + term(n - 1). The order of the additions depends on n only, so results are reproducible.
 template <class Term>
 FI_INLINE float sum(int64_t n, Term&& term) {
   return detail::reduce(n, 0.0f, term, [](float a, float b) __attribute__((always_inline)) { return a + b; });

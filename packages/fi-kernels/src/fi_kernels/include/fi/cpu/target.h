@@ -1,15 +1,16 @@
-// Function attributes of CPU kernels: one object file that runs at the speed of every x86-64 level.
+// Function attributes of CPU kernels: one object file holds code for each x86-64 level (baseline, AVX2, AVX-512).
 #pragma once
 
 #include <cstdint>  // on glibc also defines __GLIBC__, tested below
 
-// For every helper called from an FI_CLONES function: a helper that is not inlined runs as baseline code.
+// Marks every helper that an FI_CLONES function calls: a helper that is not inlined runs as baseline code.
 #define FI_INLINE inline __attribute__((always_inline))
 
-// For worker functions: compiled once per level, chosen once per process by the dynamic loader (so glibc only).
+// Marks worker functions: the compiler compiles one clone per level, and the dynamic loader chooses a clone once per
+// process (glibc only).
 // NOTE: GCC outlines OpenMP regions before it clones. A `#pragma omp parallel` (or parallel_for) inside an FI_CLONES
-// function would run as baseline code: call the worker from the parallel loop instead. `#pragma omp simd` is fine.
-// Lambdas inside a worker are functions of their own too: mark them __attribute__((always_inline)).
+// function runs as baseline code: call the worker from the parallel loop instead. `#pragma omp simd` is cloned.
+// A lambda inside a worker is a separate function too: mark it __attribute__((always_inline)).
 #if !defined(FI_ONE_LEVEL) && defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && __GNUC__ >= 12 && \
     !defined(__clang__)
 #define FI_HAS_LEVELS 1

@@ -15,6 +15,7 @@
 #include <tvm/ffi/extra/c_env_api.h>
 
 #include "fi/host/driver.h"
+#include "fi/tensor_map.h"
 #endif
 
 namespace fi {
@@ -41,12 +42,53 @@ struct Launch {
 };
 #endif
 
+#if FI_CUDA
+// What the current call of this thread has launched, for whoever asks afterwards which kernel ran; the newest four.
+class LaunchLog {
+ public:
+  static LaunchLog& of_thread() {
+    thread_local LaunchLog log;
+    return log;
+  }
+  void clear() { count_ = 0; }
+  void add(const Entry& entry, const Launch& launch) { items_[count_++ % items_.size()] = {&entry, launch}; }
+  // A line for each launch, oldest first: entry, grid, threads, bytes of shared memory, cluster, pdl. The entries are
+  // those of a kernel that is still bound: it was called last.
+  [[gnu::noinline, gnu::cold]] std::string text() const {
+    std::string found;
+    for (size_t i = count_ > items_.size() ? count_ - items_.size() : 0; i < count_; ++i) {
+      const auto& [entry, l] = items_[i % items_.size()];
+      char line[256];
+      snprintf(line, sizeof line, "%s %lld %lld %lld %lld %lld %u %d\n", entry->name.c_str(),
+               static_cast<long long>(l.grid_x), static_cast<long long>(l.grid_y), static_cast<long long>(l.grid_z),
+               static_cast<long long>(l.threads), static_cast<long long>(l.shared_bytes), l.cluster, l.pdl);
+      found += line;
+    }
+    return found;
+  }
+
+ private:
+  struct Item {
+    const Entry* entry;
+    Launch launch;
+  };
+  std::array<Item, 4> items_{};
+  size_t count_ = 0;
+};
+
+// The device that a kernel without one is to be shaped for.
+struct Rehearsal {
+  int64_t multiprocessors = 0, shared_limit = 0;
+};
+#endif
+
 struct Kernel {
   std::string op, spec;
 #if FI_CUDA
-  int64_t capability = 0;  // of the image: 90 for sm_90a
-  cu::Library library = nullptr;
+  int64_t capability = 0;         // of the image: 90 for sm_90a
+  cu::Library library = nullptr;  // null: a rehearsal, nothing runs
   std::vector<Entry> entries;
+  Rehearsal rehearsal;
 
   Kernel() = default;
   Kernel(const Kernel&) = delete;
@@ -58,9 +100,32 @@ struct Kernel {
   // None means the target's default: on wherever the hardware has it.
   bool pdl(int64_t asked) const { return asked < 0 ? capability >= 90 : asked != 0 && capability >= 90; }
 
-  static int64_t multiprocessors(DLDevice device) { return attribute<cu::kMultiprocessorCount>(device); }
-  // The most dynamic shared memory that a block can ask for.
-  static int64_t shared_limit(DLDevice device) { return attribute<cu::kSharedBytesOfBlock>(device); }
+  int64_t multiprocessors(DLDevice device) const {
+    return library ? attribute<cu::kMultiprocessorCount>(device) : rehearsal.multiprocessors;
+  }
+  // The most dynamic shared memory that a CTA can ask for.
+  int64_t shared_limit(DLDevice device) const {
+    return library ? attribute<cu::kSharedBytesOfBlock>(device) : rehearsal.shared_limit;
+  }
+  // Describes a tensor of 8- or 16-bit elements for bulk tensor copies with the 128-byte swizzle; strides in bytes,
+  // those of dimensions 1 and up.
+  void describe(TensorMap& map, int64_t element_bytes, uint32_t rank, void* data, const uint64_t* sizes,
+                const uint64_t* strides, const uint32_t* box) const {
+    if (!library) return;
+    const uint32_t steps[] = {1, 1, 1, 1, 1};
+    const cu::Driver& driver = cu::Driver::get();
+    driver.check(driver.TensorMapEncodeTiled(&map, element_bytes == 1 ? cu::kTensorU8 : cu::kTensorU16, rank, data,
+                                             sizes, strides, box, steps, 0, cu::kSwizzle128B, cu::kPromoteL2To128B, 0),
+                 "cuTensorMapEncodeTiled");
+  }
+
+  // The first entry that `takes` accepts: entries are in order of preference.
+  template <class Takes>
+  const Entry& first_entry(Takes takes) const {
+    for (const Entry& entry : entries)
+      if (takes(entry)) return entry;
+    raise("RuntimeError", "no kernel entry of %s supports this call", spec.c_str());
+  }
 
   // extras: what the entry takes as a second parameter, if it does.
   template <class Params>
@@ -90,6 +155,8 @@ struct Kernel {
     if (launch.shared_bytes < 0) launch.shared_bytes = entry.shared_bytes;
     FI_CHECK(launch.grid_x <= 0x7fffffff && launch.grid_y <= 65535 && launch.grid_z <= 65535, ValueError,
              "too large for one launch: %s", describe(entry, launch).c_str());
+    LaunchLog::of_thread().add(entry, launch);
+    if (!library) return;
     cu::DeviceGuard guard(device.device_id);
     const cu::Driver& driver = cu::Driver::get();
     // 48 KB need no asking; what an entry declares statically counts, too, and is at most 16 KB.

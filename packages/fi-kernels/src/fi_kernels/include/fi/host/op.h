@@ -1,10 +1,17 @@
-// FI_OP(name, "argument", ...): exports a host entry to Python on the plain tvm-ffi C ABI (no template headers: 0.3 s
-// to compile). A module exports one function, bind(op, spec[, image, capability, device, entries...]) -> callable,
-// which owns the kernel.
+// FI_OP(entry): exports a host entry to Python on the plain tvm-ffi C ABI (no template headers: 0.3 s to compile).
+//
+// An op of the library has `void entry(const Kernel&, const <Op>Args&)` with the generated struct of its arguments; ops
+// that take a user's variant have `const Extras&` as a third parameter. A user's module may spell its arguments out
+// instead: FI_OP(entry, "out", "input") for `void entry(const Kernel&, Tensor out, Tensor input)`.
+//
+// A module exports bind(op, spec[, image, capability, device, entries...]) -> callable, which owns the kernel; and,
+// with device code, rehearse(op, spec, capability, multiprocessors, shared_limit, entries...) -> callable, which shapes
+// launches without making them, and last_launches() -> text.
 #pragma once
 #include <tvm/ffi/c_api.h>
 
 #include <array>
+#include <iterator>
 #include <memory>
 #include <type_traits>
 #include <utility>
@@ -43,6 +50,13 @@ struct Argument<OptionalTensor> {
     const DLTensor* t = as_dltensor(any);
     FI_CHECK(t, TypeError, "%s must be a tensor or None", name);
     return {t, name};
+  }
+};
+template <>
+struct Argument<bool> {
+  static bool from(const TVMFFIAny& any, const char* name) {
+    FI_CHECK(any.type_index == kTVMFFIBool || any.type_index == kTVMFFIInt, TypeError, "%s must be a bool", name);
+    return any.v_int64 != 0;
   }
 };
 template <>
@@ -151,20 +165,25 @@ void call(void (*entry)(const Kernel&, A...), const Kernel& kernel, const TVMFFI
   apply(entry, kernel, args, count, names, std::index_sequence_for<A...>{});
 }
 
+template <class Args>
+void call(void (*entry)(const Kernel&, const Args&), const Kernel& kernel, const TVMFFIAny* args, int32_t count,
+          const char* const*, size_t) {
+  FI_CHECK(count == Args::kCount, TypeError, "expects %d arguments, got %d", Args::kCount, count);
+  entry(kernel, Args::from(args));
+}
+
+template <class Args>
+void call(void (*entry)(const Kernel&, const Args&, const Extras&), const Kernel& kernel, const TVMFFIAny* args,
+          int32_t count, const char* const*, size_t) {
+  FI_CHECK(count >= Args::kCount, TypeError, "expects %d arguments or more, got %d", Args::kCount, count);
+  entry(kernel, Args::from(args), {args + Args::kCount, count - Args::kCount});
+}
+
 #if FI_CUDA
-// Arguments after op and spec: image, capability, device, then per entry: name, threads, shared bytes, n, n config
-// integers.
-inline void load(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
-  FI_CHECK(count >= 3, TypeError, "bind needs image, capability and device");
-  TVMFFIByteArray image = as_bytes(args[0], "image");
-  kernel.capability = Argument<int64_t>::from(args[1], "capability");
-  cu::DeviceGuard guard(static_cast<int>(Argument<int64_t>::from(args[2], "device")));
-  const cu::Driver& driver = cu::Driver::get();
-  driver.check(driver.LibraryLoadData(&kernel.library, image.data, nullptr, nullptr, 0, nullptr, nullptr, 0),
-               "cuLibraryLoadData");
-  std::vector<Entry> entries;
-  int32_t i = 3, total = 0;
-  for (int32_t j = 3; j < count; ++total) j += 4 + static_cast<int32_t>(Argument<int64_t>::from(args[j + 3], "config"));
+// Kernel entries as bind and rehearse get them: for each its name, threads, shared bytes, n, and n integers of config.
+inline void read_entries(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
+  int32_t i = 0, total = 0;
+  for (int32_t j = 0; j < count; ++total) j += 4 + static_cast<int32_t>(Argument<int64_t>::from(args[j + 3], "config"));
   kernel.entries = std::vector<Entry>(static_cast<size_t>(total));
   for (Entry& entry : kernel.entries) {
     entry.name = Argument<std::string>::from(args[i], "entry");
@@ -173,24 +192,45 @@ inline void load(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
     auto n = Argument<int64_t>::from(args[i + 3], "config");
     for (int64_t c = 0; c < n; ++c) entry.config.push_back(Argument<int64_t>::from(args[i + 4 + c], "config"));
     i += 4 + static_cast<int32_t>(n);
+  }
+}
+
+// Arguments of bind after op and spec: image, capability, device, entries.
+inline void load(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
+  FI_CHECK(count >= 3, TypeError, "bind needs image, capability and device");
+  TVMFFIByteArray image = as_bytes(args[0], "image");
+  kernel.capability = Argument<int64_t>::from(args[1], "capability");
+  cu::DeviceGuard guard(static_cast<int>(Argument<int64_t>::from(args[2], "device")));
+  const cu::Driver& driver = cu::Driver::get();
+  driver.check(driver.LibraryLoadData(&kernel.library, image.data, nullptr, nullptr, 0, nullptr, nullptr, 0),
+               "cuLibraryLoadData");
+  read_entries(kernel, args + 3, count - 3);
+  for (Entry& entry : kernel.entries) {
     driver.check(driver.LibraryGetKernel(&entry.kernel, kernel.library, entry.name.c_str()), entry.name.c_str());
     cu::Function
         function;  // forces the load now: an image for another architecture is refused here, not at the first launch
     driver.check(driver.KernelGetFunction(&function, entry.kernel), "cuKernelGetFunction");
   }
 }
+
+// Arguments of rehearse after op and spec: capability, multiprocessors, shared_limit, entries.
+inline void load_rehearsal(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
+  FI_CHECK(count >= 3, TypeError, "rehearse needs capability, multiprocessors and shared_limit");
+  kernel.capability = Argument<int64_t>::from(args[0], "capability");
+  kernel.rehearsal.multiprocessors = Argument<int64_t>::from(args[1], "multiprocessors");
+  kernel.rehearsal.shared_limit = Argument<int64_t>::from(args[2], "shared_limit");
+  read_entries(kernel, args + 3, count - 3);
+}
 #endif
 
-template <TVMFFISafeCallType Call>
-int bind(const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
+template <TVMFFISafeCallType Call, class Load>
+int make(const TVMFFIAny* args, int32_t count, TVMFFIAny* result, Load load) {
   return guarded("bind", [&] {
     FI_CHECK(count >= 2, TypeError, "bind needs op and spec");
     auto kernel = std::make_unique<Kernel>();
     kernel->op = Argument<std::string>::from(args[0], "op");
     kernel->spec = Argument<std::string>::from(args[1], "spec");
-#if FI_CUDA
     load(*kernel, args + 2, count - 2);
-#endif
     TVMFFIObjectHandle function = nullptr;
     int failed =
         TVMFFIFunctionCreate(kernel.get(), Call, [](void* self) { delete static_cast<Kernel*>(self); }, &function);
@@ -202,16 +242,45 @@ int bind(const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
   });
 }
 
+#if FI_CUDA
+inline int last_launches(TVMFFIAny* result) {
+  return guarded("last_launches", [&] {
+    const std::string text = LaunchLog::of_thread().text();
+    const TVMFFIByteArray bytes{text.data(), text.size()};
+    FI_CHECK(TVMFFIStringFromByteArray(&bytes, result) == 0, RuntimeError, "TVMFFIStringFromByteArray failed");
+  });
+}
+#endif
+
 }  // namespace fi
 
 #define FI_EXPORT extern "C" __attribute__((visibility("default")))
-#define FI_OP(entry, ...)                                                                                            \
-  static int fi_call(void* self, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {                                 \
-    static const char* const names[] = {__VA_ARGS__};                                                                \
-    auto& kernel = *static_cast<const ::fi::Kernel*>(self);                                                          \
-    return ::fi::guarded(kernel.op.c_str(),                                                                          \
-                         [&] { ::fi::call(&entry, kernel, args, count, names, sizeof(names) / sizeof(names[0])); }); \
-  }                                                                                                                  \
-  FI_EXPORT int __tvm_ffi_bind(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {                     \
-    return ::fi::bind<fi_call>(args, count, result);                                                                 \
+#if FI_CUDA
+#define FI_BEGIN_CALL ::fi::LaunchLog::of_thread().clear()
+#define FI_EXPORT_BIND                                                                               \
+  FI_EXPORT int __tvm_ffi_bind(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {     \
+    return ::fi::make<fi_call>(args, count, result, ::fi::load);                                     \
+  }                                                                                                  \
+  FI_EXPORT int __tvm_ffi_rehearse(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) { \
+    return ::fi::make<fi_call>(args, count, result, ::fi::load_rehearsal);                           \
+  }                                                                                                  \
+  FI_EXPORT int __tvm_ffi_last_launches(void*, const TVMFFIAny*, int32_t, TVMFFIAny* result) {       \
+    return ::fi::last_launches(result);                                                              \
   }
+#else
+#define FI_BEGIN_CALL (void)0
+#define FI_EXPORT_BIND                                                                                \
+  FI_EXPORT int __tvm_ffi_bind(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {      \
+    return ::fi::make<fi_call>(args, count, result, [](::fi::Kernel&, const TVMFFIAny*, int32_t) {}); \
+  }
+#endif
+#define FI_OP(entry, ...)                                                            \
+  static int fi_call(void* self, const TVMFFIAny* args, int32_t count, TVMFFIAny*) { \
+    static const char* const names[] = {"", ##__VA_ARGS__};                          \
+    auto& kernel = *static_cast<const ::fi::Kernel*>(self);                          \
+    return ::fi::guarded(kernel.op.c_str(), [&] {                                    \
+      FI_BEGIN_CALL;                                                                 \
+      ::fi::call(&entry, kernel, args, count, names + 1, std::size(names) - 1);      \
+    });                                                                              \
+  }                                                                                  \
+  FI_EXPORT_BIND

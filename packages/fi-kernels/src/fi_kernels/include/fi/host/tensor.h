@@ -125,6 +125,20 @@ class Tensor {
     }
     return *this;
   }
+  // Views [..., size] as rows: returns their number and sets their stride in elements. A tensor of two dimensions may
+  // have strided rows; any other must be contiguous.
+  int64_t rows(int64_t* stride_of_rows) const {
+    if (ndim() == 2) {
+      inner_contiguous();
+      *stride_of_rows = stride(0);
+      return size(0);
+    }
+    contiguous();
+    *stride_of_rows = size(-1);
+    int64_t count = 1;
+    for (int i = 0; i + 1 < ndim(); ++i) count *= size(i);
+    return count;
+  }
   [[gnu::noinline, gnu::cold]] std::string shape_str() const {
     std::string s = "[";
     for (int i = 0; i < ndim(); ++i) s += (i ? ", " : "") + std::to_string(size(i));

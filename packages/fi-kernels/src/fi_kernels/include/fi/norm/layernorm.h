@@ -4,16 +4,16 @@
 
 namespace fi {
 
-// x: [rows, d]; out = (x - mean) / sqrt(var + eps) * gamma + beta with the biased variance, divided by *scale when out
-// is fp8. Strides in elements; the innermost is 1.
+// out = (x - mean) / sqrt(var + eps) * gamma + beta with the biased variance; an fp8 out is divided by *scale.
+// x: [rows, d]. Strides are in elements; the innermost stride is 1.
 struct LayernormParams {
   void* out;
   const void* input;
   const float *gamma, *beta;  // [d]
   const float* scale;         // one float; read for fp8 out only
-  int64_t out_row, input_row;
+  int64_t out_row_stride, input_row_stride;
   int32_t rows, d;
-  float eps, inverse_d;
+  float eps, inv_d;  // inv_d = 1 / d
 };
 
 }  // namespace fi

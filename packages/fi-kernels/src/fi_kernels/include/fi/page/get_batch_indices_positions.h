@@ -9,7 +9,7 @@ struct BatchPositionsParams {
   const int32_t *append_indptr, *seq_lens;  // [batch_size + 1], [batch_size]
   int64_t rows;
   int32_t batch_size;
-  int32_t fill_positions;  // whether rows of no request get position 0; else theirs is left as it is
+  int32_t fill_positions;  // 1: padding rows (of no request) get position 0; 0: their position is not written
 };
 
 }  // namespace fi

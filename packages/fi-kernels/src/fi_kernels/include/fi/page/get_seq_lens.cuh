@@ -1,4 +1,4 @@
-// Lengths of paged requests, one thread each.
+// Computes the length of each paged request, one thread per request.
 #pragma once
 #include "fi/cuda/ptx/pdl.cuh"
 #include "fi/page/get_seq_lens.h"

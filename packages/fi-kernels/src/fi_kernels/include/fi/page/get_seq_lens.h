@@ -1,4 +1,4 @@
-// Parameters of get_seq_lens, and the formula that both devices share.
+// Parameters of get_seq_lens, and the formula that the CPU and CUDA kernels share.
 #pragma once
 #include "fi/types.h"
 
@@ -6,7 +6,7 @@ namespace fi {
 
 struct SeqLensParams {
   void* seq_lens;                            // [rows]
-  const void *kv_indptr, *kv_last_page_len;  // [rows + 1], [rows]; all of one integer type
+  const void *kv_indptr, *kv_last_page_len;  // [rows + 1], [rows]; all three arrays have one integer type
   int64_t rows, page_size;
 };
 

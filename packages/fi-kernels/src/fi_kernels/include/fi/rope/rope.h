@@ -1,54 +1,56 @@
-// What the rope kernels are told, and the arithmetic of angles that host and device share.
+// Parameters of the rope kernels, and the arithmetic of angles that the CPU and CUDA kernels share.
 #pragma once
 #include "fi/divisor.h"
 
 namespace fi {
 
-// Integers in whichever of the two widths they came.
-struct Index {
+// An array of int32 or int64 indices; the kernels read either.
+struct IndexArray {
   const void* data;
-  int32_t wide;  // int64, else int32
+  int32_t is_int64;
 
   FI_HOST_DEVICE int64_t at(int64_t i) const {
-    return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+    return is_int64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
   }
 };
 
 enum RopeKind { kRopeQ = 0, kRopeK = 1, kRopeV = 2 };
 
-// [rows, heads, width]; strides in elements. With pages, out is [pages, slots, heads, width] and out_row a slot's
-// stride.
-struct RopePart {
+// Input and output of one part of the heads: [rows, heads, width], strides in elements. In a paged cache out is
+// [pages, slots, heads, width] and out_row_stride is the stride of a slot.
+struct RopeOperand {
   const void* in;
   void* out;  // may be in
-  int64_t in_row, in_head, out_row, out_head, out_page;
+  int64_t in_row_stride, in_head_stride, out_row_stride, out_head_stride, out_page_stride;
 };
 
-// Heads of q, k and v in two parts: the rotated one and the rest, which is only converted (all of v).
-struct RopeRows {
-  RopePart rotated[2], rest[3];
-  int32_t heads[3], rest_dim[3];
+// What rope and rope_quantize share. Heads of q and k have a rotated part (rope) and a part that is only converted
+// (nope); v is all nope.
+struct RopeCommon {
+  RopeOperand rope[2], nope[3];
+  int32_t heads[3], nope_dim[3];
   int32_t rotary_dim;
-  float scale[3];  // multiplies before the cast to fp8; not looked at otherwise
+  float scale[3];  // factor before the cast to fp8; ignored for other outputs
   int64_t rows;
-  Index pos_ids;
-  const float* cos_sin;  // [max_pos, rotary_dim]: cosines, then sines; null: computed
-  int64_t cos_sin_row, max_pos;
-  // CUDA: `lanes` threads share a head, `groups` of them the heads of a row.
-  Divisor lanes, lanes_and_groups;
-  int32_t groups;
+  IndexArray pos_ids;
+  const float* cos_sin;  // [max_pos, rotary_dim]: cosines, then sines; null: angles are computed
+  int64_t cos_sin_stride, max_pos;
+  // CUDA grid: `lanes` threads process a head, and `parallel_heads` heads of a row are processed at once.
+  Divisor lanes, threads_per_row;  // threads_per_row = lanes * parallel_heads
+  int32_t parallel_heads;
 };
 
-// Angles are counted in turns, as 64-bit fractions of one: position * step modulo a turn is then one exact integer
-// product, however large the position.
+// Angles are phases: fractions of one revolution in 64-bit fixed point. position * phase_step modulo one revolution is
+// then one integer product, exact for any position.
 struct RopeFrequencies {
   static constexpr int kPowers = 10;  // pairs < 2^10
   double power[kPowers];              // theta^(-2 * 2^i / rotary_dim)
   double inverse_scale;
-  double smooth_slope, smooth_offset;  // Llama 3.1: s = clamp(turns * slope + offset, 0, 1) of f, 1 - s of f / scale
+  // Llama 3.1: s = clamp(f * smooth_slope + smooth_offset, 0, 1); frequency f becomes s * f + (1 - s) * f / scale.
+  double smooth_slope, smooth_offset;
 
-  // Turns a position, before scaling.
-  FI_HOST_DEVICE double turns(int32_t pair) const {
+  // Revolutions per position of a pair, before scaling.
+  FI_HOST_DEVICE double revolutions(int32_t pair) const {
     double product = 0.15915494309189535;  // 1 / (2 pi)
 #if defined(__CUDACC__)
 #pragma unroll
@@ -57,24 +59,26 @@ struct RopeFrequencies {
       if (pair >> i & 1) product *= power[i];
     return product;
   }
-  FI_HOST_DEVICE uint64_t step(double turns) const {
-    double s = turns * smooth_slope + smooth_offset;
+  // The phase per position, after scaling.
+  FI_HOST_DEVICE uint64_t phase_step(double revolutions) const {
+    double s = revolutions * smooth_slope + smooth_offset;
     s = s < 0.0 ? 0.0 : s > 1.0 ? 1.0 : s;
-    double scaled = turns * (inverse_scale + s * (1.0 - inverse_scale));
+    double scaled = revolutions * (inverse_scale + s * (1.0 - inverse_scale));
     if (scaled >= 1.0) scaled -= static_cast<double>(static_cast<int64_t>(scaled));
     return static_cast<uint64_t>(scaled * 0x1p64);
   }
 };
 
 struct RopeParams {
-  RopeRows rows;
+  RopeCommon common;
   RopeFrequencies frequencies;
-  Index indptr, offsets;  // used where pos_ids is null
+  IndexArray indptr, offsets;  // read if pos_ids is null
   int64_t segments;
 
-  // Where row r of segment b stands: offsets[b] + r - indptr[b]; 0, which rotates nothing, outside all segments.
+  // Without pos_ids, row r of segment b has position offsets[b] + r - indptr[b]. A row outside all segments has
+  // position 0, which rotates nothing.
   FI_HOST_DEVICE int64_t position(int64_t row) const {
-    if (rows.pos_ids.data) return rows.pos_ids.at(row);
+    if (common.pos_ids.data) return common.pos_ids.at(row);
     int64_t low = 0, high = segments + 1;  // indptr[i] <= row for all i < low, > row for all i >= high
     while (low < high) {
       const int64_t middle = (low + high) >> 1;
@@ -88,11 +92,11 @@ struct RopeParams {
   }
 };
 
-// Cosine and sine of a 32-bit fraction of a turn, within 1.2e-7: polynomials (minimax) on an eighth of a turn to each
-// side of the nearest quarter.
-FI_HOST_DEVICE void cos_sin_of_turn(uint32_t turn, float* cosine, float* sine) {
-  const uint32_t quarter = (turn + 0x20000000u) >> 30;
-  const float x = static_cast<float>(static_cast<int32_t>(turn - (quarter << 30))) * 0x1p-29f;
+// Cosine and sine of a 32-bit phase, within 1.2e-7. Minimax polynomials on an eighth of a revolution to each side of
+// the nearest quarter.
+FI_HOST_DEVICE void cos_sin_of_phase(uint32_t phase, float* cosine, float* sine) {
+  const uint32_t quarter = (phase + 0x20000000u) >> 30;
+  const float x = static_cast<float>(static_cast<int32_t>(phase - (quarter << 30))) * 0x1p-29f;
   const float t = x * x;
   float s = -0x1.2d9bb8p-15f, c = -0x1.4e5ed6p-12f;
   s = s * t + 0x1.465ec6p-9f;

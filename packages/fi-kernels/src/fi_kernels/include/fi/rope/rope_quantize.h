@@ -1,4 +1,4 @@
-// Parameters of rotation with fp8 output, and where a row lies in a paged cache.
+// Parameters of rope with fp8 output, and the page table that gives the slot of a row in a paged cache.
 #pragma once
 #include "fi/rope/rope.h"
 
@@ -7,10 +7,10 @@ namespace fi {
 // Row i belongs to slot t % page_size of page kv_indices[kv_indptr[b] + t / page_size], where t = positions[i] and
 // b = batch_indices[i].
 struct PageTable {
-  Index kv_indices, kv_indptr, batch_indices, positions;  // batch_indices.data null: no pages
+  IndexArray kv_indices, kv_indptr, batch_indices, positions;  // batch_indices.data is null without a paged cache
   int32_t page_size;
 
-  // False if the row belongs to no request (b < 0).
+  // Returns false if the row belongs to no request (b < 0).
   FI_HOST_DEVICE bool find(int64_t row, int64_t* page, int64_t* slot) const {
     const int64_t batch = batch_indices.at(row);
     if (batch < 0) return false;
@@ -22,7 +22,7 @@ struct PageTable {
 };
 
 struct RopeQuantizeParams {
-  RopeRows rows;
+  RopeCommon common;
   PageTable pages;  // of k and v; q is never paged
 };
 

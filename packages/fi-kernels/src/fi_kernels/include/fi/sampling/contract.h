@@ -1,4 +1,4 @@
-// The part of the contract that the ops of the family share: seeds and offsets, given as numbers or by row.
+// Checks the seed and offset arguments that all sampling ops share: one number, or a tensor with one element per row.
 #pragma once
 #include "fi/host/tensor.h"
 #include "fi/sampling/sample.h"

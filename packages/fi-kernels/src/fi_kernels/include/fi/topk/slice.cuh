@@ -1,54 +1,55 @@
-// The part of a row that a block of top_k works on, and what it says of single elements.
+// Describes the slice of a row that one CTA of top_k works on, and helpers for single elements.
 #pragma once
 #include "fi/cuda/ptx/math.cuh"
 #include "fi/cuda/vec.cuh"
 
 namespace fi {
 
-// In vectors of 16 bytes that are aligned in global memory. Element e of the slice is x = origin + e of the segment;
-// those outside of [begin, end) belong to no segment and are never read.
+// A slice consists of 16-byte vectors that are aligned in global memory. Element e of the slice is x = origin + e of
+// the segment. Elements outside [begin, end) are in no segment and are never read.
 template <class T>
 struct Slice {
   static constexpr int kVec = 16 / sizeof(T);
   using Vector = Vec<T, kVec>;
 
-  const T* from;   // element 0
-  Vector* shared;  // the first `held` vectors
-  int vectors, held, begin, end, origin;
+  const T* data;   // element 0
+  Vector* shared;  // the first `cached` vectors
+  int vectors, cached, begin, end, origin;
 
-  // Part `rank` of `blocks` of the segment of `length` elements at `first`; whole groups of 32 vectors.
-  FI_DEVICE void place(const T* first, int length, unsigned rank, unsigned blocks, int room) {
+  // Sets the slice of CTA `rank` of `ctas` for the segment of `length` elements at `first`; slices are multiples of 32
+  // vectors. At most `capacity` vectors are cached in shared memory.
+  FI_DEVICE void assign(const T* first, int length, unsigned rank, unsigned ctas, int capacity) {
     const int skew = static_cast<int>(reinterpret_cast<uint64_t>(first) % 16 / sizeof(T));
-    const int all = (skew + length + kVec - 1) / kVec, each = ((all + blocks - 1) / blocks + 31) / 32 * 32;
+    const int all = (skew + length + kVec - 1) / kVec, each = ((all + ctas - 1) / ctas + 31) / 32 * 32;
     const int before = min(static_cast<int>(rank) * each, all);
     vectors = min(each, all - before);
-    held = min(room, vectors);
+    cached = min(capacity, vectors);
     origin = before * kVec - skew;
-    from = first + origin;
+    data = first + origin;
     begin = max(-origin, 0);
     end = min(vectors * kVec, length - origin);
   }
 
   FI_DEVICE int words() const { return (vectors + 31) / 32; }
   FI_DEVICE bool valid(int e) const { return begin <= e && e < end; }
-  // The vectors that lie in the segment altogether: all but perhaps the first and the last.
+  // A whole vector lies entirely in the segment: all but perhaps the first and the last.
   FI_DEVICE int whole_begin() const { return begin > 0 ? 1 : 0; }
   FI_DEVICE int whole_end() const { return max(end / kVec, whole_begin()); }
   FI_DEVICE bool whole(int v) const { return whole_begin() <= v && v < whole_end(); }
-  FI_DEVICE Vector read_whole(int v) const { return load<T, kVec>(from + static_cast<int64_t>(v) * kVec); }
+  FI_DEVICE Vector read_whole(int v) const { return load<T, kVec>(data + static_cast<int64_t>(v) * kVec); }
   FI_DEVICE Vector read(int v) const {
     if (whole(v)) return read_whole(v);
     Vector x{};
 #pragma unroll
     for (int j = 0; j < kVec; ++j)
-      if (valid(v * kVec + j)) x.v[j] = from[static_cast<int64_t>(v) * kVec + j];
+      if (valid(v * kVec + j)) x.v[j] = data[static_cast<int64_t>(v) * kVec + j];
     return x;
   }
-  FI_DEVICE Vector at(int v) const { return v < held ? shared[v] : read(v); }
-  FI_DEVICE T element(int e) const { return e < held * kVec ? reinterpret_cast<const T*>(shared)[e] : from[e]; }
+  FI_DEVICE Vector at(int v) const { return v < cached ? shared[v] : read(v); }
+  FI_DEVICE T element(int e) const { return e < cached * kVec ? reinterpret_cast<const T*>(shared)[e] : data[e]; }
 };
 
-// Of two pairs of elements (PTX ISA 9.7.4.9).
+// The NaN-propagating maxima of two pairs of elements (PTX ISA 9.7.4.9).
 template <class T>
 FI_DEVICE uint32_t max_nan_pair(uint32_t x, uint32_t y);
 template <>
@@ -64,7 +65,7 @@ FI_DEVICE uint32_t max_nan_pair<__nv_bfloat16>(uint32_t x, uint32_t y) {
   return z;
 }
 
-// The largest element of a vector, NaN if there is one.
+// The largest element of a vector; NaN if it contains one.
 FI_DEVICE float largest(const Vec<float, 4>& x) { return max_nan(max_nan(x.v[0], x.v[1]), max_nan(x.v[2], x.v[3])); }
 template <class T>
 FI_DEVICE float largest(const Vec<T, 8>& x) {
@@ -76,38 +77,39 @@ FI_DEVICE float largest(const Vec<T, 8>& x) {
   return max_nan(to_float(both.v[0]), to_float(both.v[1]));
 }
 
-// An element for another block: its bits and its place.
+// Packs an element's bits and its index x into a candidate that CTAs exchange.
 template <class T>
-FI_DEVICE uint64_t entry_of(T value, int x) {
+FI_DEVICE uint64_t pack_candidate(T value, int x) {
   uint32_t bits = 0;
   memcpy(&bits, &value, sizeof value);
   return static_cast<uint64_t>(bits) << 32 | static_cast<uint32_t>(x);
 }
 template <class T>
-FI_DEVICE T value_in(uint64_t entry) {
+FI_DEVICE T candidate_value(uint64_t entry) {
   const uint32_t bits = static_cast<uint32_t>(entry >> 32);
   T value;
   memcpy(&value, &bits, sizeof value);
   return value;
 }
 
-// Counts of elements above the k-th largest (in the lower half) and of those equal to it.
+// Counts elements above the k-th largest in the low half, and those equal to it in the high half.
 FI_DEVICE uint64_t count_of(uint32_t key, uint32_t bound) {
   return key > bound ? 1 : key == bound ? uint64_t{1} << 32 : 0;
 }
 
-// Of the equal ones, numbers `first` to `first + equal - 1` are selected.
+// Which elements equal to the k-th largest are selected: those with ordinals `first` to `first + equal - 1`.
 struct Ties {
   uint32_t first, equal;
 
   Ties() = default;
   FI_DEVICE Ties(uint64_t all, uint32_t equal, bool last)
       : first(last ? static_cast<uint32_t>(all >> 32) - equal : 0), equal(equal) {}
-  // The place among the selected of an element, or -1; `before`: counts of those before it.
-  FI_DEVICE int place(uint64_t before, uint32_t key, uint32_t bound) const {
+  // Returns the number of an element among the results, or -1 if it is not selected. `before`: counts of the elements
+  // before it.
+  FI_DEVICE int result(uint64_t before, uint32_t key, uint32_t bound) const {
     const uint32_t above = static_cast<uint32_t>(before), seen = static_cast<uint32_t>(before >> 32);
-    const bool taken = key > bound || (key == bound && seen >= first && seen - first < equal);
-    return taken ? static_cast<int>(above + (seen > first ? min(seen - first, equal) : 0)) : -1;
+    const bool selected = key > bound || (key == bound && seen >= first && seen - first < equal);
+    return selected ? static_cast<int>(above + (seen > first ? min(seen - first, equal) : 0)) : -1;
   }
 };
 

@@ -11,6 +11,13 @@ FI_DEVICE void prefetch_tensor_map(const TensorMap& map) {
 }
 
 // Coordinates from the innermost dimension on. What lies outside of the tensor arrives as zeros.
+FI_DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, int x0, int x1) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+      "l"(&map), "r"(barrier.address()), "r"(x0), "r"(x1)
+      : "memory");
+}
 FI_DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, int x0, int x1, int x2) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
@@ -41,6 +48,28 @@ FI_DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, in
       "%5, %6, %7}], [%2], %8;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
       "l"(&map), "r"(barrier.address()), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "l"(policy)
       : "memory");
+}
+
+// To the same place in every CTA of the cluster whose bit is set; the bytes complete on the barrier of each.
+FI_DEVICE void tma_load_multicast(void* shared, const TensorMap& map, Barrier& barrier, uint16_t ctas, int x0, int x1) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, "
+      "%4}], [%2], %5;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+      "l"(&map), "r"(barrier.address()), "r"(x0), "r"(x1), "h"(ctas)
+      : "memory");
+}
+
+// Shared memory to global, in this thread's current bulk group (bulk_commit, bulk_wait_read). What lies outside of the
+// tensor is dropped.
+FI_DEVICE void tma_store(const TensorMap& map, const void* shared, int x0, int x1) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
+               "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "r"(x0), "r"(x1)
+               : "memory");
+}
+FI_DEVICE void tma_store(const TensorMap& map, const void* shared, int x0, int x1, int x2) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+               "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "r"(x0), "r"(x1), "r"(x2)
+               : "memory");
 }
 
 }  // namespace fi

@@ -1,0 +1,219 @@
+"""Presets by name: the measured cases of each kernel family, and the shapes of served models."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from fi_bench import shapes
+from fi_bench.errors import UsageError, did_you_mean
+
+TREES = "trees"  # the default of `compare-trees`
+_GB = 1e9
+_VARIED = (
+    "2733,2608,1654,3265,4932,4860,5828,7528,1034,7892,4374,5875,5925,6744,7239,7641,6745,3469,6459,706,7655,2600,"
+    "2136,2223,7769,2898,1702,538,2894,6217,6922,6037,2164,5073,4852,7878,2047,1872,7600,2497,6995,100,2009,7346,756,"
+    "798,660,3220,7055,424,7457,8130,3338,2746,4736,545,6688,715,2293,152,2724,6655,3532,2931"
+)  # 64 draws from [1, 8192]
+
+
+class Preset(NamedTuple):
+    """Test lines under a name."""
+
+    about: str
+    lines: Callable[[], Iterator[str]]
+
+
+def _decode(tag: str, flags: str, heads: str = "32/8", page: int = 16, dim: int = 128) -> str:
+    qo, kv = heads.split("/")
+    return (
+        f"--case_tag {tag} --routine BatchDecodeWithPagedKVCacheWrapper --backends auto {flags} --num_qo_heads {qo} "
+        f"--num_kv_heads {kv} --head_dim_qk {dim} --head_dim_vo {dim} --page_size {page}"
+    )
+
+
+def _prefill(tag: str, flags: str, heads: str = "32/8", dims: str = "128/128", ragged: bool = False) -> str:
+    (qo, kv), (dim_qk, dim_vo) = heads.split("/"), dims.split("/")
+    keys = "" if ragged else " --page_size 16"
+    return (
+        f"--case_tag {tag} --routine BatchPrefillWith{'Ragged' if ragged else 'Paged'}KVCacheWrapper --backends auto "
+        f"{flags} --num_qo_heads {qo} --num_kv_heads {kv} --head_dim_qk {dim_qk} --head_dim_vo {dim_vo}{keys} --causal"
+    )
+
+
+def decode() -> Iterator[str]:
+    yield _decode("D1", "--batch_size 16 --s_kv 1024")
+    yield _decode("D2", "--batch_size 64 --s_kv 1024")
+    yield _decode("D3", "--batch_size 1 --s_kv 8192")
+    yield _decode("D4", "--batch_size 16 --s_kv 8192")
+    yield _decode("D5", "--batch_size 128 --s_kv 8192", "64/8")
+    yield _decode("D6", "--batch_size 64 --s_kv 8192", "32/32")
+    yield _decode("D7", "--case " + ",".join(f"1@{n}" for n in _VARIED.split(",")))
+    yield _decode("D8", "--batch_size 2 --s_kv 131072")
+    yield _decode("D9", "--batch_size 64 --s_kv 8192 --kv_dtype fp8_e4m3")
+
+
+def decode_more() -> Iterator[str]:
+    for page in (1, 4, 8, 64):
+        yield _decode(f"page{page}", "--batch_size 16 --s_kv 8192", page=page)
+    yield _decode("hnd", "--batch_size 16 --s_kv 8192 --kv_layout HND")
+    yield _decode("b4", "--batch_size 4 --s_kv 4096")
+    yield _decode("b1_1k", "--batch_size 1 --s_kv 1024")
+    yield _decode("b1_1k_mqa", "--batch_size 1 --s_kv 1024", "8/1")
+    yield _decode("b1_1k_fp8", "--batch_size 1 --s_kv 1024 --kv_dtype fp8_e4m3")
+    yield _decode("b256_512", "--batch_size 256 --s_kv 512")
+    yield _decode("mqa", "--batch_size 64 --s_kv 8192", "8/1")
+    yield _decode("b64_1k_fp8", "--batch_size 64 --s_kv 1024 --kv_dtype fp8_e4m3")
+    yield _decode("b1_32k_fp8", "--batch_size 1 --s_kv 32768 --kv_dtype fp8_e4m3")
+    yield _decode("spec4", "--batch_size 16 --s_qo 4 --s_kv 8192")
+    yield _decode("d64", "--batch_size 32 --s_kv 8192", dim=64)
+    yield _decode("d256", "--batch_size 16 --s_kv 8192", dim=256)
+
+
+def _decode_grid(least_gb: float, most_gb: float) -> Callable[[], Iterator[str]]:
+    """Batch sizes, lengths, heads, data types and page sizes whose caches take so many GB."""
+
+    def lines() -> Iterator[str]:
+        axes = ((512, 1024, 4096, 8192, 32768, 131072), ("32/8", "64/8", "32/32", "28/4", "8/1"),
+                ("bfloat16", "fp8_e4m3"), (1, 16, 64))  # fmt: skip
+        for kv_len, heads, dtype, page in itertools.product(*axes):
+            token = 2 * int(heads.partition("/")[2]) * 128 * (2 if dtype == "bfloat16" else 1)
+            batches = [b for b in (1, 4, 16, 64, 128, 256) if least_gb < b * kv_len * token / _GB <= most_gb]
+            if batches:
+                several = ",".join(map(str, batches))
+                yield _decode("grid", f"--batch_size {several} --s_kv {kv_len} --kv_dtype {dtype}", heads, page)
+
+    return lines
+
+
+def prefill() -> Iterator[str]:
+    yield _prefill("P1", "--batch_size 16 --s_qo 1024 --s_kv 1024")
+    yield _prefill("P2", "--batch_size 4 --s_qo 4096 --s_kv 4096")
+    yield _prefill("P3", "--batch_size 1 --s_qo 16384 --s_kv 16384")
+    yield _prefill("P4", "--batch_size 1 --s_qo 512 --s_kv 512")
+    yield _prefill("P5", "--batch_size 8 --s_qo 512 --s_kv 8192")
+    yield _prefill("R1", "--batch_size 1 --s_qo 16384 --s_kv 16384", ragged=True)
+    yield _prefill("R2", "--batch_size 4 --s_qo 4096 --s_kv 4096", "128/128", "192/128", ragged=True)
+
+
+def prefill_more() -> Iterator[str]:
+    fp8 = "--q_dtype fp8_e4m3 --kv_dtype fp8_e4m3 --out_dtype bfloat16"
+    one = "--batch_size 1 --s_qo {n} --s_kv {n}"
+    short = "--batch_size 128 --s_qo 1024 --s_kv 1024 --random_actual_seq_len"
+    yield _prefill("short", short, ragged=True)
+    yield _prefill("H1", one.format(n=8192), "16/8", "256/256")
+    yield _prefill("H2", one.format(n=8192), "16/8", "256/256", ragged=True)
+    yield _prefill("F1", f"{one.format(n=8192)} {fp8}")
+    yield _prefill("F2", f"{one.format(n=16384)} {fp8}")
+    yield _prefill("F3", f"{one.format(n=16384)} {fp8}", ragged=True)
+    yield _prefill("F4", f"--batch_size 16 --s_qo 1024 --s_kv 1024 {fp8}")
+    yield _prefill("M1", f"{one.format(n=16384)} --kv_dtype fp8_e4m3")
+
+
+_SAMPLING = (
+    "softmax", "sampling_from_logits", "sampling_from_probs", "top_k_sampling_from_probs", "top_p_sampling_from_probs",
+    "min_p_sampling_from_probs", "top_k_top_p_sampling_from_logits", "top_k_top_p_sampling_from_probs",
+    "top_k_renorm_probs", "top_p_renorm_probs", "top_k_mask_logits",
+)  # fmt: skip
+_DRAWN = ("softmax", "sampling_from_logits", "sampling_from_probs", "top_p_sampling_from_probs",
+          "top_k_top_p_sampling_from_logits")  # fmt: skip
+
+
+def sampling() -> Iterator[str]:
+    """A vocabulary of 128256; logits of standard deviation 1, and 5 for peaked rows."""
+    for routine in _SAMPLING:
+        rows = "64,1,256" if routine in _DRAWN else "64,1"
+        yield f"--routine {routine} --backends auto --batch_size {rows} --vocab_size 128256 --min_p 0.05"
+    for routine in _DRAWN:
+        yield f"--routine {routine} --backends auto --batch_size 64 --vocab_size 128256 --logits_std 5"
+
+
+def topk() -> Iterator[str]:
+    rows = "--backends auto --batch_size 1,16,64,256 --top_k 64,256,2048 --input_dtype float32,bfloat16"
+    lengths = "32768,131072,262144"
+    yield f"--routine top_k {rows} --vocab_size {lengths}"
+    yield f"--routine top_k {rows} --vocab_size {lengths} --sorted"
+    yield f"--routine top_k_ragged_transform {rows} --max_len {lengths}"
+
+
+def elementwise() -> Iterator[str]:
+    for routine in ("rmsnorm", "fused_add_rmsnorm"):
+        yield f"--routine {routine} --backends auto --batch_size 1,32,512 --hidden_size 4096"
+        yield f"--routine {routine} --backends auto --batch_size 16384 --hidden_size 8192"
+    yield "--routine rmsnorm --backends auto --batch_size 16384 --num_heads 32 --hidden_size 128"
+    for routine in ("silu_and_mul", "gelu_tanh_and_mul"):
+        yield f"--routine {routine} --backends auto --batch_size 32,16384 --hidden_size 14336"
+    for routine in ("apply_rope_pos_ids", "apply_llama31_rope_pos_ids", "apply_rope_with_cos_sin_cache"):
+        yield (
+            f"--routine {routine}_inplace --backends auto --batch_size 1 --seq_len 64,16384,65536 --num_qo_heads 32 "
+            "--num_kv_heads 8 --head_dim 128 --input_dtype bfloat16"
+        )
+    tokens = "64,16384,65536"
+    yield f"--routine append_paged_kv_cache --backends auto --zip --batch_size 1 --s_qo {tokens} --s_kv {tokens}"
+    yield "--routine merge_state --backends auto --batch_size 16384"
+
+
+def trees() -> Iterator[str]:
+    """What must not become slower: attention, sampling and elementwise kernels."""
+    yield from decode()
+    yield from prefill()
+    for routine in _SAMPLING:
+        yield f"--routine {routine} --backends auto --batch_size 64,1 --vocab_size 128256"
+    yield "--routine top_k --backends auto --batch_size 16 --vocab_size 131072 --top_k 256"
+    yield from elementwise()
+
+
+def tiny() -> Iterator[str]:
+    """A case of each family that a CPU does in milliseconds: to try a command."""
+    yield "--case_tag norm --routine rmsnorm --backends auto --batch_size 8 --hidden_size 256"
+    yield "--case_tag activation --routine silu_and_mul --backends auto --batch_size 8 --hidden_size 256"
+    yield _decode("decode", "--batch_size 2 --s_kv 32", "4/2", dim=64)
+    yield _prefill("prefill", "--batch_size 2 --s_qo 8 --s_kv 32", "4/2", "64/64")
+    rows = "--backends auto --batch_size 2 --vocab_size 1000"
+    yield f"--case_tag sampling --routine top_k_top_p_sampling_from_logits {rows}"
+    yield f"--case_tag topk --routine top_k {rows} --top_k 10"
+
+
+PRESETS = {
+    "decode": Preset("batch decode, D1-D9", decode),
+    "decode-more": Preset("batch decode: page sizes, layouts, head dims, fp8, four query tokens", decode_more),
+    "decode-grid": Preset("batch decode: all shapes whose caches take up to 8 GB; use with --draw", _decode_grid(0, 8)),
+    "decode-grid-large": Preset("batch decode: all shapes whose caches take 8 to 60 GB", _decode_grid(8, 60)),
+    "prefill": Preset("batch prefill, P1-P5 paged, R1 and R2 ragged", prefill),
+    "prefill-more": Preset("batch prefill: many short requests, head dim 256, fp8", prefill_more),
+    "sampling": Preset("sampling, softmax and renormalisation", sampling),
+    "topk": Preset("top-k of 1 to 256 rows", topk),
+    "elementwise": Preset("norm, activation, rope, page append, merge of attention states", elementwise),
+    TREES: Preset("decode, prefill, sampling, elementwise: what `compare-trees` measures", trees),
+    "tiny": Preset("one small case per family, also for a CPU", tiny),
+}
+
+
+def names() -> list[str]:
+    return [*PRESETS, *shapes.names()]
+
+
+def about(name: str) -> str:
+    if name in PRESETS:
+        return PRESETS[name].about
+    return shapes.PHASES[name.rsplit("-", 1)[1]]
+
+
+def preset_lines(name: str, routine: str | None = None) -> list[list[str]]:
+    """The test lines of a preset, or those of one routine."""
+    if name not in names():
+        raise UsageError(
+            f"unknown preset {name!r}{did_you_mean(name, names()) or '; `fi-bench list presets` shows all'}"
+        )
+    lines = PRESETS[name].lines() if name in PRESETS else shapes.lines(name)
+    typed = [line.split() for line in lines]
+    found = [line for line in typed if routine in (None, routine_of(line))]
+    if not found:
+        has = ", ".join(sorted({routine_of(line) for line in typed}))
+        raise UsageError(f"--preset {name} has no line for routine {routine!r}; it has {has}")
+    return found
+
+
+def routine_of(line: list[str]) -> str:
+    return line[line.index("--routine") + 1]

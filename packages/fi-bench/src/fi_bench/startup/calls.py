@@ -1,0 +1,126 @@
+"""One small call per public function of fi_core; as a script, the time of the first such call in a fresh process.
+
+The file imports nothing of fi_bench, so that the import of fi_core is timed as well.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def arguments(device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
+    """Makes the arguments of one small call, by the function's name below fi_core."""
+    import torch
+
+    half, single, e4m3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+
+    def rand(*shape: int, dtype: torch.dtype = half) -> torch.Tensor:
+        return torch.randn(*shape, device=device).to(dtype)
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, device=device, dtype=torch.int32)
+
+    def fused() -> tuple[Any, ...]:
+        return rand(8, 4096), rand(8, 4096), rand(4096)
+
+    def states(*shape: int) -> tuple[Any, ...]:
+        return rand(*shape, 128), rand(*shape, dtype=single)
+
+    def table() -> tuple[Any, ...]:
+        return ints(0, 0), ints(0, 1)
+
+    def probs() -> torch.Tensor:
+        return rand(3, 5000, dtype=single).softmax(-1)
+
+    def pages() -> tuple[Any, ...]:
+        return ints(0, 1, 2, 3), ints(0, 4), ints(16)
+
+    def cache(dtype: torch.dtype) -> tuple[Any, ...]:
+        return rand(4, 16, 8, 128).to(dtype), rand(4, 16, 8, 128).to(dtype)
+
+    return {
+        "rmsnorm": lambda: (rand(8, 4096), rand(4096)),
+        "fused_add_rmsnorm": fused,
+        "rmsnorm_quant": lambda: (rand(8, 4096).to(e4m3), rand(8, 4096), rand(4096), rand(1, dtype=single)),
+        "layernorm": lambda: (rand(8, 4096), rand(4096, dtype=single), rand(4096, dtype=single)),
+        "silu_and_mul": lambda: (rand(8, 8192),),
+        "gelu_and_mul": lambda: (rand(8, 8192),),
+        "apply_rope_pos_ids": lambda: (rand(2, 32, 128), rand(2, 8, 128), ints(0, 1)),
+        "apply_rope_with_cos_sin_cache": lambda: (
+            ints(0, 1), rand(2, 4096), rand(2, 1024), 128, rand(64, 128, dtype=single)
+        ),
+        "rope.rope_quantize_fp8": lambda: (
+            rand(2, 32, 64), rand(2, 64), rand(2, 32, 512), rand(2, 512), rand(64, 64, dtype=single), ints(0, 1)
+        ),
+        "rope.rope_quantize_fp8_append_paged_kv_cache": lambda: (
+            rand(2, 32, 128), rand(2, 8, 128), None, None, rand(2, 8, 128), rand(64, 128, dtype=single), ints(0, 1),
+            cache(e4m3), *pages()[:2], *table(),
+        ),
+        "append_paged_kv_cache": lambda: (rand(2, 8, 128), rand(2, 8, 128), *table(), cache(half), *pages()),
+        "append_paged_mla_kv_cache": lambda: (
+            rand(2, 512), rand(2, 64), *table(), rand(4, 16, 512), rand(4, 16, 64), *pages()
+        ),
+        "get_batch_indices_positions": lambda: (ints(0, 2), ints(5), 2),
+        "get_seq_lens": lambda: (*pages()[1:], 16),
+        "merge_state": lambda: (*states(4, 8), *states(4, 8)),
+        "merge_states": lambda: states(4, 3, 8),
+        "top_k": lambda: (rand(2, 5000), 50, True),
+        "top_k_page_table_transform": lambda: (
+            rand(2, 5000, dtype=single), ints(*range(10000)).view(2, 5000), ints(5000, 9), 64
+        ),
+        "top_k_ragged_transform": lambda: (rand(2, 40000, dtype=single), ints(0, 7), ints(40000, 30000), 64),
+        "packbits": lambda: (torch.ones(77, device=device, dtype=torch.bool),),
+        "segment_packbits": lambda: (torch.ones(77, device=device, dtype=torch.bool), ints(0, 33, 77)),
+        "single_decode_with_kv_cache": lambda: (rand(32, 128), rand(99, 8, 128), rand(99, 8, 128)),
+        "decode.trtllm_batch_decode_with_kv_cache": lambda: (
+            rand(2, 32, 128), (rand(4, 8, 16, 128), rand(4, 8, 16, 128)),
+            torch.empty(8 << 20, device=device, dtype=torch.uint8), ints(0, 1, 2, 3).view(2, 2), ints(20, 32), 32, 0.1,
+        ),
+        "single_prefill_with_kv_cache": lambda: (rand(33, 32, 128), rand(99, 8, 128), rand(99, 8, 128)),
+        "prefill.trtllm_batch_context_with_kv_cache": lambda: (
+            rand(33, 32, 128), (rand(8, 8, 16, 128), rand(8, 8, 16, 128)), rand(1), ints(0, 3, 1, 5, 6, 2).view(2, 3),
+            ints(40, 20), 20, 40, 0.1, 1.0, 2, ints(0, 20, 33), ints(0, 40, 60),
+        ),
+        "softmax": lambda: (rand(3, 5000, dtype=single),),
+        "sampling_from_logits": lambda: (rand(3, 5000),),
+        "sampling_from_probs": lambda: (probs(),),
+        "top_k_sampling_from_probs": lambda: (probs(), 50),
+        "top_p_sampling_from_probs": lambda: (probs(), 0.9),
+        "min_p_sampling_from_probs": lambda: (probs(), 0.1),
+        "top_k_top_p_sampling_from_probs": lambda: (probs(), ints(1, 50, 5000), rand(3, dtype=single).sigmoid()),
+        "top_k_top_p_sampling_from_logits": lambda: (rand(3, 5000), 50, 0.9),
+        "top_k_renorm_probs": lambda: (probs(), 50),
+        "top_p_renorm_probs": lambda: (probs(), 0.9),
+        "top_k_mask_logits": lambda: (rand(3, 5000), 50),
+        "sample_from_logits": lambda: (rand(3, 5000),),
+        "chain_speculative_sampling": lambda: (
+            rand(2, 3, 5000, dtype=single).softmax(-1), ints(1, 2, 3, 4, 5, 6).view(2, 3),
+            rand(2, 4, 5000, dtype=single).softmax(-1),
+        ),
+    }  # fmt: skip
+
+
+def first_call(name: str, device: str) -> None:
+    """Prints the seconds of importing the function and of its first call; torch and the inputs come before."""
+    import torch
+    import tvm_ffi  # noqa: F401
+
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    values = arguments(device)[name]()
+    synchronize()
+    start = time.perf_counter()
+    function = __import__("fi_core")
+    for word in name.split("."):
+        function = getattr(function, word)
+    imported = time.perf_counter()
+    function(*values)  # type: ignore[operator]
+    synchronize()
+    print(imported - start, time.perf_counter() - imported)
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # the folder of this script
+    first_call(*sys.argv[1:])

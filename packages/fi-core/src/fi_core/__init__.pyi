@@ -1,0 +1,169 @@
+"""The names that fi_core loads on first use. Written by tools/stubs.py; do not edit."""
+
+from fi_core import activation as activation
+from fi_core import aot as aot
+from fi_core import attention as attention
+from fi_core import autotuner as autotuner
+from fi_core import cascade as cascade
+from fi_core import cli as cli
+from fi_core import compat as compat
+from fi_core import compilation_context as compilation_context
+from fi_core import cudnn as cudnn
+from fi_core import decode as decode
+from fi_core import errors as errors
+from fi_core import jit as jit
+from fi_core import norm as norm
+from fi_core import observe as observe
+from fi_core import page as page
+from fi_core import prefill as prefill
+from fi_core import quantization as quantization
+from fi_core import registry as registry
+from fi_core import rope as rope
+from fi_core import runtime as runtime
+from fi_core import sampling as sampling
+from fi_core import testing as testing
+from fi_core import topk as topk
+from fi_core import utils as utils
+from fi_core.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from fi_core.autotuner import autotune
+from fi_core.cascade import MultiLevelCascadeAttentionWrapper, merge_state, merge_state_in_place, merge_states
+from fi_core.decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    cudnn_batch_decode_with_kv_cache,
+    fast_decode_plan,
+    single_decode_with_kv_cache,
+    xqa,
+)
+from fi_core.norm import (
+    fused_add_rmsnorm,
+    fused_add_rmsnorm_fp8_block_quant,
+    fused_add_rmsnorm_quant,
+    gemma_fused_add_rmsnorm,
+    gemma_rmsnorm,
+    layernorm,
+    layernorm_quant,
+    rmsnorm,
+    rmsnorm_quant,
+)
+from fi_core.observe.trace import fi_trace
+from fi_core.page import append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens
+from fi_core.prefill import (
+    BatchAttentionWithAttentionSinkWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
+    trtllm_fmha_v2_prefill,
+)
+from fi_core.quantization import packbits, segment_packbits
+from fi_core.registry import loaded_kernels, supports
+from fi_core.rope import (
+    apply_llama31_rope,
+    apply_llama31_rope_inplace,
+    apply_llama31_rope_pos_ids,
+    apply_llama31_rope_pos_ids_inplace,
+    apply_rope,
+    apply_rope_inplace,
+    apply_rope_pos_ids,
+    apply_rope_pos_ids_inplace,
+    apply_rope_with_cos_sin_cache,
+    apply_rope_with_cos_sin_cache_inplace,
+)
+from fi_core.runtime.resolve import prepare
+from fi_core.sampling import (
+    chain_speculative_sampling,
+    min_p_sampling_from_probs,
+    sample_from_logits,
+    sampling_from_logits,
+    sampling_from_probs,
+    softmax,
+    top_k_mask_logits,
+    top_k_renorm_prob,
+    top_k_renorm_probs,
+    top_k_sampling_from_probs,
+    top_k_top_p_sampling_from_logits,
+    top_k_top_p_sampling_from_probs,
+    top_p_renorm_prob,
+    top_p_renorm_probs,
+    top_p_sampling_from_probs,
+)
+from fi_core.topk import TopKTieBreak, top_k, top_k_page_table_transform, top_k_ragged_transform
+
+__all__ = [
+    "BatchAttentionWithAttentionSinkWrapper",
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
+    "TopKTieBreak",
+    "__git_commit__",
+    "__git_version__",
+    "__version__",
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "apply_llama31_rope",
+    "apply_llama31_rope_inplace",
+    "apply_llama31_rope_pos_ids",
+    "apply_llama31_rope_pos_ids_inplace",
+    "apply_rope",
+    "apply_rope_inplace",
+    "apply_rope_pos_ids",
+    "apply_rope_pos_ids_inplace",
+    "apply_rope_with_cos_sin_cache",
+    "apply_rope_with_cos_sin_cache_inplace",
+    "autotune",
+    "chain_speculative_sampling",
+    "cudnn_batch_decode_with_kv_cache",
+    "fast_decode_plan",
+    "fi_trace",
+    "fused_add_rmsnorm",
+    "fused_add_rmsnorm_fp8_block_quant",
+    "fused_add_rmsnorm_quant",
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
+    "gemma_fused_add_rmsnorm",
+    "gemma_rmsnorm",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "layernorm",
+    "layernorm_quant",
+    "loaded_kernels",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+    "min_p_sampling_from_probs",
+    "packbits",
+    "prepare",
+    "rmsnorm",
+    "rmsnorm_quant",
+    "sample_from_logits",
+    "sampling_from_logits",
+    "sampling_from_probs",
+    "segment_packbits",
+    "silu_and_mul",
+    "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+    "softmax",
+    "supports",
+    "top_k",
+    "top_k_mask_logits",
+    "top_k_page_table_transform",
+    "top_k_ragged_transform",
+    "top_k_renorm_prob",
+    "top_k_renorm_probs",
+    "top_k_sampling_from_probs",
+    "top_k_top_p_sampling_from_logits",
+    "top_k_top_p_sampling_from_probs",
+    "top_p_renorm_prob",
+    "top_p_renorm_probs",
+    "top_p_sampling_from_probs",
+    "trtllm_fmha_v2_prefill",
+    "xqa",
+]
+
+__git_commit__: str
+__git_version__: str
+__version__: str

@@ -1,0 +1,1 @@
+"""Attention by cuDNN's own kernels, where its Python frontend is installed."""

@@ -1,0 +1,207 @@
+"""Attention by cuDNN's own kernels, as graphs of its Python frontend (pip package nvidia-cudnn-frontend)."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fi_core.runtime.errors import LibraryError, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+_LOG2E = math.log2(math.e)
+_MOST_GRAPHS = 256  # kept; building one takes as long as thousands of calls
+
+
+@functools.cache
+def frontend() -> Any:
+    """The module `cudnn`. Raises LibraryError without it."""
+    try:
+        return importlib.import_module("cudnn")
+    except ImportError as error:
+        raise LibraryError(
+            f"cuDNN's Python frontend is required: pip install nvidia-cudnn-frontend ({error}). "
+            "The wrappers with another backend and the trtllm_batch_* functions need no other library."
+        ) from None
+
+
+@functools.cache
+def _handle(device: int) -> Any:
+    import torch
+
+    with torch.cuda.device(device):
+        return frontend().create_handle()
+
+
+class Operand(NamedTuple):
+    """A tensor in cuDNN's form: `[batch, heads, tokens, dim]` with strides, over the memory of `data`.
+
+    offsets: int32 or int64 `[batch + 1]`, offsets of the requests in elements; None: the stride of the batch axis
+    applies.
+    """
+
+    data: torch.Tensor
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offsets: torch.Tensor | None = None
+
+
+def dense(x: torch.Tensor) -> Operand:
+    """A tensor of four axes with its own strides."""
+    return Operand(x, tuple(x.shape), x.stride())
+
+
+def packed(x: torch.Tensor, most: int, offsets: torch.Tensor, layout: int = 0) -> Operand:
+    """`[tokens, heads, dim]` (layout 0) or `[heads, tokens, dim]` (1) of requests of at most `most` tokens."""
+    heads, step = (1, 0) if layout == 0 else (0, 1)
+    shape = len(offsets) - 1, x.shape[heads], most, x.shape[2]
+    return Operand(x, shape, (most * x.stride(step), x.stride(heads), x.stride(step), 1), offsets)
+
+
+def per_request(x: torch.Tensor) -> Operand:
+    """`[batch]` numbers."""
+    return Operand(x, (x.numel(), 1, 1, 1), (1, 1, 1, 1))
+
+
+def page_table(x: torch.Tensor, pages: int) -> Operand:
+    """`[batch, max_pages]` page ids, contiguous in the last dimension, limited to so many pages of each request."""
+    pitch = x.stride(0) if x.shape[0] > 1 else x.shape[1]
+    return Operand(x, (x.shape[0], 1, min(pages, x.shape[1]), 1), (pitch, pitch, 1, 1))
+
+
+# Variables of a graph are numbered: those of the operands in this order, from 1, and behind all of them their offsets.
+_RESULTS = ("out", "stats")
+_OPERANDS = (
+    "q", "k", "v", "seq_len_q", "seq_len_kv", "paged_attention_k_table", "paged_attention_v_table", "sink_token",
+    *_RESULTS,
+)  # fmt: skip
+_UIDS = {name: (1 + i, 1 + i + len(_OPERANDS)) for i, name in enumerate(_OPERANDS)}
+
+
+class _Graph:
+    """A built graph for one set of shapes, strides and options."""
+
+    def __init__(self, operands: dict[str, Operand], options: dict[str, Any], handle: Any) -> None:
+        cudnn = frontend()
+        types = {
+            "float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16, "float32": cudnn.data_type.FLOAT,
+            "int32": cudnn.data_type.INT32, "int64": cudnn.data_type.INT64,
+        }  # fmt: skip
+        float32 = cudnn.data_type.FLOAT
+        graph = cudnn.pygraph(intermediate_data_type=float32, compute_data_type=float32, handle=handle)
+
+        def type_of(x: torch.Tensor) -> Any:
+            return types[str(x.dtype).removeprefix("torch.")]
+
+        def with_offsets(variable: Any, name: str, offsets: torch.Tensor | None) -> Any:
+            if offsets is not None:
+                shape, stride = [len(offsets), 1, 1, 1], [1, 1, 1, 1]
+                variable.set_ragged_offset(
+                    graph.tensor(dim=shape, stride=stride, data_type=type_of(offsets), uid=_UIDS[name][1])
+                )
+            return variable
+
+        inputs = {
+            name: with_offsets(
+                graph.tensor(dim=list(x.shape), stride=list(x.stride), data_type=type_of(x.data), uid=_UIDS[name][0]),
+                name, x.offsets,
+            )
+            for name, x in operands.items() if name not in _RESULTS
+        }  # fmt: skip
+        try:
+            found = graph.sdpa(
+                name="attention", generate_stats="stats" in operands, use_padding_mask=True, **inputs,
+                **_options(cudnn, options),
+            )  # fmt: skip
+            for name, variable in zip(_RESULTS, found):
+                if name in operands:
+                    x = operands[name]
+                    variable.set_output(True).set_dim(list(x.shape)).set_stride(list(x.stride))
+                    variable.set_data_type(type_of(x.data)).set_uid(_UIDS[name][0])
+                    with_offsets(variable, name, x.offsets)
+            graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        except cudnn.cudnnGraphNotSupportedError as error:
+            version = cudnn.backend_version()
+            raise UnsupportedError(f"cuDNN {version} does not support this attention: {error}") from None
+        self.execute, self.workspace = graph.execute, graph.get_workspace_size()
+
+
+def _options(cudnn: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Causal masks are aligned to the bottom right, as are windows."""
+    given = {name: x for name, x in options.items() if name not in ("causal", "window_left")}
+    if options["causal"] or options["window_left"] >= 0:
+        given["diagonal_alignment"] = cudnn.diagonal_alignment.BOTTOM_RIGHT
+    if options["causal"]:
+        given["diagonal_band_right_bound"] = 0
+    if options["window_left"] >= 0:
+        given["diagonal_band_left_bound"] = options["window_left"] + 1  # keys that a row sees, its own included
+    return given
+
+
+def finish_lse(lse: torch.Tensor, empty: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
+    """Sets lse of requests without keys, for which cuDNN 9.19 writes other values: -inf, or the lse of the sinks.
+
+    lse: `[..., num_qo_heads]`; empty: bool, of its shape without the heads.
+    """
+    if sinks is None:
+        lse.masked_fill_(empty.unsqueeze(-1), -math.inf)
+    else:
+        lse.copy_((sinks * _LOG2E).where(empty.unsqueeze(-1), lse))
+
+
+_graphs: dict[Any, _Graph] = {}
+
+
+def attend(operands: dict[str, Operand], workspace: torch.Tensor, scale: float, causal: bool, window_left: int) -> None:
+    """`softmax(mask(q k^T * scale)) v` of each request into operands["out"], and lse in base 2 into operands["stats"].
+
+    Args:
+        operands: q, k, v, seq_len_q, seq_len_kv (int32) and out; optionally stats (fp32), sink_token,
+            paged_attention_k_table and paged_attention_v_table (int32).
+        workspace: scratch of cuDNN.
+        scale: factor of the scores.
+        causal: causal mask, aligned to the bottom right.
+        window_left: number of keys before its own that a row attends to; -1: all.
+
+    Raises:
+        LibraryError: cuDNN's Python frontend is missing.
+        UnsupportedError: cuDNN does not support the request; with its message.
+        ValueError: device, dtype or workspace.
+    """
+    import torch
+
+    cudnn, q = frontend(), operands["q"].data
+    if not q.is_cuda:
+        raise ValueError(f"q: a CUDA device is required by cuDNN; got {q.device}")
+    device = q.device.index
+    handle = _handle(device)
+    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+    key: list[Any] = [device, scale, causal, window_left]
+    bind: dict[int, torch.Tensor] = {}
+    for name, (x, shape, stride, offsets) in operands.items():
+        uid = _UIDS[name]
+        bind[uid[0]] = x
+        key += (name, x.dtype, shape, stride)
+        if offsets is not None:
+            bind[uid[1]] = offsets
+            key.append(offsets.dtype)
+    graph = _graphs.get(frozen := tuple(key))
+    if graph is None:
+        for name in ("q", "k", "v", "out"):
+            if operands[name].data.dtype not in (torch.float16, torch.bfloat16):
+                raise UnsupportedError(f"{name}: float16 or bfloat16 is required; got {operands[name].data.dtype}")
+        options: dict[str, Any] = {"attn_scale": scale, "causal": causal, "window_left": window_left}
+        table = operands.get("paged_attention_k_table")
+        if table is not None:  # cuDNN wants it to have just the pages that so many keys take
+            options["paged_attention_max_seq_len_kv"] = table.shape[2] * operands["k"].shape[2]
+        if len(_graphs) == _MOST_GRAPHS:
+            del _graphs[next(iter(_graphs))]
+        graph = _graphs[frozen] = _Graph(operands, options, handle)
+    if graph.workspace > workspace.nbytes:
+        raise ValueError(f"workspace_buffer: {graph.workspace} bytes are required by cuDNN; got {workspace.nbytes}")
+    graph.execute(bind, workspace, handle=handle)
+    if "stats" in operands:
+        operands["stats"].data.mul_(_LOG2E)  # cuDNN's is natural

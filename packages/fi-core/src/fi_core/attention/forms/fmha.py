@@ -1,0 +1,183 @@
+"""Batch prefill with the arguments of TensorRT-LLM's FMHA v2: five layouts of q, k and v in one call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fi_core.attention.contract import POS_ENCODINGS, flat_tables, scale_product
+from fi_core.attention.forms.tables_prefill import attend_once, results
+from fi_core.observe.log import fi_api
+from fi_core.utils import _unpack_paged_kv_cache, int32_index
+
+if TYPE_CHECKING:
+    import torch
+
+    Scale = float | torch.Tensor
+
+_CAUSAL = {"causal": True, "sliding_window": True, "chunked": True, "padding": False}
+
+
+def _split(qkv: Any, input_layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """q, k, v, and the layout code of k and v."""
+    if input_layout == "PACKED_QKV":
+        q, k, v = qkv.unbind(1)
+        return q, k, v, 0
+    if input_layout == "CONTIGUOUS_Q_KV":
+        q, kv = qkv
+        return q, kv[:, 0], kv[:, 1], 0
+    if input_layout == "SEPARATE_Q_K_V":
+        q, k, v = qkv
+        return q, k, v, 0
+    if input_layout in ("Q_PAGED_KV_NHD", "Q_PAGED_KV_HND"):
+        q, cache = qkv
+        k, v = _unpack_paged_kv_cache(cache, input_layout[-3:])
+        return q, k, v, int(input_layout.endswith("HND"))
+    raise ValueError(
+        "input_layout: allowed are PACKED_QKV, CONTIGUOUS_Q_KV, Q_PAGED_KV_NHD, Q_PAGED_KV_HND, SEPARATE_Q_K_V; "
+        f"got {input_layout!r}"
+    )
+
+
+def _chunked(
+    size: int,
+    max_q_len: int,
+    page_size: int,
+    qo_indptr: torch.Tensor,
+    kv_len: torch.Tensor,
+    kv_begin: torch.Tensor,
+) -> tuple[int, dict[str, torch.Tensor]]:
+    """Splits requests at multiples of `size` keys, so that a causal mask within each piece gives chunked attention.
+
+    The tables are computed on the device. Each request has as many pieces as max_q_len rows can touch; some may have no
+    rows. kv_begin: int32 `[batch_size + 1]`, first key or page of each request. page_size: 1 for keys. Returns the
+    number of pieces, and their tables.
+    """
+    import torch
+
+    most = max(max_q_len + size - 2, 0) // size + 1
+    qo_len, begin = qo_indptr.diff(), kv_begin[:-1, None]
+    position = kv_len - qo_len  # of the first row; below 0 rows see nothing
+    first = position.div(size, rounding_mode="floor")
+    edges = (first[:, None] + torch.arange(most + 1, dtype=torch.int32, device=first.device)) * size
+    rows = qo_indptr[:-1, None] + (edges - position[:, None]).clamp(min=0).minimum(qo_len[:, None])
+    keys = edges.clamp(min=0)
+    lengths = (keys[:, 1:].minimum(kv_len[:, None]) - keys[:, :-1]).clamp(min=0)
+
+    def table(begins: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+        return torch.cat((begins.flatten(), end)).int()
+
+    return kv_len.numel() * most, {
+        "qo_indptr": table(rows[:, :-1], qo_indptr[-1:]),
+        "kv_indptr": table(begin + keys[:, :-1] // page_size, kv_begin[-1:]),
+        "kv_len": lengths.flatten().int(),
+    }
+
+
+@fi_api
+def trtllm_fmha_v2_prefill(
+    qkv: Any,
+    input_layout: str,
+    workspace_buffer: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: Scale,
+    bmm2_scale: Scale,
+    batch_size: int,
+    cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor,
+    block_tables: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    sinks: torch.Tensor | None = None,
+    pos_encoding_mode: str | None = None,
+    logits_soft_cap_scale: float | None = None,
+    mask_mode: str = "causal",
+    window_left: int = -1,
+    chunked_attention_size: int = 0,
+    save_softmax_stats: bool = False,
+    skip_softmax_threshold_scale_factor: float | None = 0,
+) -> torch.Tensor:
+    """Prefill attention without a plan: `softmax(mask(q k^T * bmm1_scale)) v * bmm2_scale` (TensorRT-LLM's FMHA v2).
+
+    All tensors are on the device.
+
+    Args:
+        qkv: by input_layout. "PACKED_QKV": `[tokens, 3, num_heads, head_dim]`. "CONTIGUOUS_Q_KV": (q `[qo_tokens,
+            num_qo_heads, head_dim]`, kv `[kv_tokens, 2, num_kv_heads, head_dim]`). "SEPARATE_Q_K_V": (q, k, v).
+            "Q_PAGED_KV_NHD" and "Q_PAGED_KV_HND": (q, paged cache), the cache a tensor `[pages, 2, ...]` or a tuple.
+        input_layout: one of these names.
+        workspace_buffer, max_kv_len: not needed.
+        seq_lens: int32 `[batch_size]`, tokens of each request, for paged layouts.
+        max_q_len: the longest qo_len; "chunked" relies on it.
+        bmm1_scale: factor of the scores, including `1 / sqrt(head_dim)`; a number or a one-element fp32 tensor.
+        bmm2_scale: factor of the output, likewise.
+        batch_size: number of requests.
+        cum_seq_lens_q, cum_seq_lens_kv: int32 `[batch_size + 1]`, offsets of the requests.
+        block_tables: int32 `[batch_size, max_pages]`, for paged layouts.
+        out: written and returned if given.
+        out_dtype: dtype of a new output; default q's.
+        sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to row_sum.
+        pos_encoding_mode: None or "NONE"; "ROPE_LLAMA" or "ALIBI", as in the wrappers.
+        logits_soft_cap_scale: c > 0 replaces scores by `c tanh(score / c)`.
+        mask_mode: "causal" (aligned to the bottom right), "sliding_window" (causal, and window_left keys before a row's
+            own), "chunked" (causal within the row's chunk of keys) or "padding" (all keys of the request).
+        window_left: number of keys before its own that a row attends to; -1: all.
+        chunked_attention_size: keys of a chunk, a multiple of the page size, for "chunked".
+        save_softmax_stats: not supported.
+        skip_softmax_threshold_scale_factor: without effect; no softmax is skipped.
+
+    Returns:
+        out `[qo_tokens, num_qo_heads, head_dim]`.
+
+    Raises:
+        ValueError: layout, shape, dtype, device, mask_mode, pos_encoding_mode or save_softmax_stats.
+    """
+    import torch
+
+    if mask_mode not in _CAUSAL:
+        raise ValueError(f"mask_mode: allowed are {', '.join(_CAUSAL)}; got {mask_mode!r}")
+    if (mask_mode == "chunked") != (chunked_attention_size > 0):
+        raise ValueError(
+            'chunked_attention_size: a positive number is required with mask_mode "chunked", and 0 with others; got '
+            f"{chunked_attention_size} with {mask_mode!r}"
+        )
+    if save_softmax_stats:
+        raise ValueError(
+            "save_softmax_stats: maximum and sum of a row are not kept apart; trtllm_batch_context_with_kv_cache and "
+            "trtllm_ragged_attention_deepseek give their logarithm with return_lse"
+        )
+    encoding = POS_ENCODINGS.get(pos_encoding_mode or "NONE")
+    if encoding is None:
+        raise ValueError(f"pos_encoding_mode: allowed are None, {', '.join(POS_ENCODINGS)}; got {pos_encoding_mode!r}")
+    q, k, v, layout = _split(qkv, input_layout)
+    paged = k.ndim == 4
+    if paged == (block_tables is None):
+        raise ValueError(f"block_tables: for paged layouts, and no others; got {input_layout} with {block_tables!r}")
+    result, _ = results(q, v.shape[-1], out, out_dtype, None, False)
+    qo_indptr, kv_indptr = int32_index(cum_seq_lens_q), int32_index(cum_seq_lens_kv)
+    tables: dict[str, Any] = {"kv_indptr": kv_indptr}
+    page_size = 1
+    if block_tables is not None:
+        pages, pitch = flat_tables(block_tables)
+        tables = {"kv_len": int32_index(seq_lens.view(-1)), "page_indices": pages, "pages_per_request": pitch}
+        page_size = k.shape[1 + layout]
+    if mask_mode == "chunked":
+        if chunked_attention_size % page_size:
+            raise ValueError(
+                f"chunked_attention_size: a multiple of the page size ({page_size}) is required; got "
+                f"{chunked_attention_size}"
+            )
+        if block_tables is None:
+            begins, kv_len = kv_indptr, kv_indptr.diff()
+        else:
+            begins = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device) * tables["pages_per_request"]
+            kv_len = tables["kv_len"].clamp(max=block_tables.shape[1] * page_size)
+        batch_size, pieces = _chunked(chunked_attention_size, max_q_len, page_size, qo_indptr, kv_len, begins)
+        qo_indptr, tables = pieces.pop("qo_indptr"), tables | pieces
+    attend_once(
+        result, None, q, k, v, layout, batch_size, qo_indptr=qo_indptr, causal=_CAUSAL[mask_mode],
+        pos_encoding_mode=encoding, window_left=window_left, logits_soft_cap=logits_soft_cap_scale or 0.0,
+        score_scale=scale_product(1.0, bmm1_scale), out_scale=scale_product(1.0, bmm2_scale), sinks=sinks, **tables,
+    )  # fmt: skip
+    return result

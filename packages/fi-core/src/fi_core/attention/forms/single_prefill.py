@@ -1,0 +1,292 @@
+"""Prefill and append attention of one request: its query tokens against all its keys."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, code, no_nvfp4, unsupported
+from fi_core.attention.forms.tables_prefill import attend_once
+from fi_core.attention.ops.single import attend, single_choice
+from fi_core.observe.draw import Draw, nbytes
+from fi_core.observe.log import fi_api
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work
+from fi_core.utils import MaskMode
+
+if TYPE_CHECKING:
+    import torch
+
+_BACKENDS = frozenset({"auto", "fa2", "fa3"})
+
+
+def _reference(  # type: ignore[no-untyped-def]
+    q, k, v, custom_mask=None, causal=False, kv_layout="NHD", sm_scale=None, window_left=-1, logits_soft_cap=None
+):
+    import torch
+
+    if kv_layout == "NHD":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    group, last = q.shape[1] // k.shape[0], k.shape[1] - q.shape[0]
+    scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
+    key = torch.arange(k.shape[1], device=q.device)
+    position = torch.arange(q.shape[0], device=q.device)[:, None] + last
+    seen = custom_mask if custom_mask is not None else key <= position if causal else key >= 0
+    if window_left >= 0:
+        seen = seen & (key >= position - window_left)
+    out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=torch.float64)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float64)
+    for head in range(q.shape[1]):  # one at a time: the scores of all would be large
+        s = q[:, head].double() @ k[head // group].double().T * scale
+        if logits_soft_cap:
+            s = logits_soft_cap * torch.tanh(s / logits_soft_cap)
+        s = s.masked_fill(~seen, -torch.inf)
+        out[:, head] = s.softmax(-1).nan_to_num(0.0) @ v[head // group].double()
+        lse[:, head] = s.logsumexp(-1) * 1.4426950408889634
+    return out, lse
+
+
+def _make(layout: str, with_lse: bool) -> Callable[..., dict[str, Any]]:
+    """The last tokens of a request over strided keys, in a layout."""
+
+    def make(
+        draw: Draw,
+        *,
+        dtype: str = "bfloat16",
+        qo_len: int = 9,
+        kv_len: int = 37,
+        num_qo_heads: int = 6,
+        num_kv_heads: int = 2,
+        head_dim_qk: int = 40,
+        head_dim_vo: int = 24,
+        kv_dtype: str | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        k, v = (draw.normal((kv_len, num_kv_heads, dim), kv_dtype or dtype) for dim in (head_dim_qk, head_dim_vo))
+        if layout == "HND":
+            k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+        q = draw.rows(draw.normal((qo_len, num_qo_heads, head_dim_qk), dtype))
+        found = {"q": q, "k": draw.rows(k), "v": draw.rows(v), "kv_layout": layout, "return_lse": with_lse}
+        return {**found, **options}
+
+    return make
+
+
+def _samples(*options: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    dtypes = ("bfloat16", "float16", "float32")
+    return (*({"dtype": dtype, **more} for dtype in dtypes for more in ({}, *options)), {"head_dim_qk": 128})
+
+
+def _work(arguments: Mapping[str, Any]) -> Work:
+    """Every tensor once; two operations for each pair of a query and a key that it sees, head and dimension."""
+    q, k, v = (arguments[name] for name in ("q", "k", "v"))
+    qo_len, heads, _ = q.shape
+    kv_len = k.shape[0 if arguments["kv_layout"] == "NHD" else 1]
+    pairs = qo_len * kv_len - (qo_len * (qo_len - 1) // 2 if arguments.get("causal") else 0)
+    written = qo_len * heads * v.shape[-1] * (arguments.get("o_dtype") or q.dtype).itemsize
+    return Work(2 * pairs * heads * (q.shape[-1] + v.shape[-1]), nbytes(q, k, v) + written)
+
+
+def _template(layout: str, with_lse: bool) -> TraceTemplate:
+    tokens = ["kv_len", "num_kv_heads"] if layout == "NHD" else ["num_kv_heads", "kv_len"]
+    lse = {"lse": Tensor(["qo_len", "num_qo_heads"], dtype="float32", description="Base 2.")} if with_lse else {}
+    output = Tensor(["qo_len", "num_qo_heads", "head_dim_vo"], dtype_from="q", dtype_from_scalar="o_dtype")
+    return TraceTemplate(
+        "single_prefill",
+        axes={
+            "qo_len": Var(),
+            "kv_len": Var(),
+            "num_qo_heads": Const(abbrev="h"),
+            "num_kv_heads": Const(abbrev="kv"),
+            "head_dim_qk": Const(abbrev="d"),
+            "head_dim_vo": Const(abbrev=""),
+        },
+        inputs={
+            "q": Tensor(["qo_len", "num_qo_heads", "head_dim_qk"]),
+            "k": Tensor([*tokens, "head_dim_qk"]),
+            "v": Tensor([*tokens, "head_dim_vo"]),
+            "custom_mask": Tensor(["qo_len", "kv_len"], dtype="bool", optional=True),
+            "causal": Scalar("bool", optional=True),
+            "kv_layout": Scalar("string", optional=True),
+            "sm_scale": Scalar(optional=True),
+            "window_left": Scalar("int32", optional=True),
+            "logits_soft_cap": Scalar(optional=True),
+        },
+        outputs={"output": output, **lse},
+        reference=_reference,
+        op="single_attention",
+        make=_make(layout, with_lse),
+        samples=_samples(
+            {"causal": True}, {"causal": True, "window_left": 5, "sm_scale": 0.3}, {"logits_soft_cap": 4.0}
+        ),
+        work=_work,
+        tolerance={"float32": (2e-5, 2e-5)},
+        tags=(f"kv_layout:{layout}",),
+        description="Attention of the tokens of one request, grouped heads; the reference also returns the LSE.",
+    )
+
+
+_TEMPLATES = {(layout, lse): _template(layout, lse) for layout in ("NHD", "HND") for lse in (False, True)}
+
+
+def _trace(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
+    return _TEMPLATES.get((arguments.get("kv_layout", "NHD"), bool(arguments.get("return_lse", False))))
+
+
+_trace.templates = tuple(_TEMPLATES.values())  # type: ignore[attr-defined]
+
+
+@fi_api(trace=_trace)
+def single_prefill_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale_q: torch.Tensor | None = None,
+    scale_k: torch.Tensor | None = None,
+    scale_v: torch.Tensor | None = None,
+    o_dtype: torch.dtype | None = None,
+    custom_mask: torch.Tensor | None = None,
+    packed_custom_mask: torch.Tensor | None = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    kv_cache_sf: object = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one request: `softmax(mask(q k^T * sm_scale)) v` for each head (arXiv:1706.03762).
+
+    Row i is at position `p = kv_len - qo_len + i`. On CUDA, products of 16-bit and fp8 inputs run on tensor cores if
+    there are more than 16 rows per kv head; softmax weights and rotated q and k are then rounded to 16 bits.
+
+    Args:
+        q: `[qo_len, num_qo_heads, head_dim_qk]`, fp16, bf16, fp32, e4m3 or e5m2. Query head h uses kv head `h //
+            (num_qo_heads / num_kv_heads)`; any integer ratio.
+        k: `[kv_len, num_kv_heads, head_dim_qk]` ("NHD") or `[num_kv_heads, kv_len, head_dim_qk]` ("HND"), of q's dtype,
+            or e4m3 or e5m2 with a 16-bit q.
+        v: likewise with head_dim_vo. Head dims are multiples of 8 up to 512; any strides with a contiguous last
+            dimension. A masked key has no weight, but its v must be finite.
+        scale_q, scale_k, scale_v: fp32 `[num_qo_heads]`, `[num_kv_heads]`, `[num_kv_heads]`, factors of q, k and v per
+            head, for fp8; default 1.
+        o_dtype: dtype of the output; default q's.
+        custom_mask: bool `[qo_len, kv_len]`, True: the row attends to the key. It replaces causal.
+        packed_custom_mask: uint8, the same mask flattened, element e in bit e % 8 of byte e // 8. It takes precedence
+            over custom_mask.
+        causal: a row attends to keys j <= p; requires kv_len >= qo_len.
+        kv_layout: "NHD" or "HND".
+        pos_encoding_mode: "NONE"; "ROPE_LLAMA", which rotates key j by position j and row i by p (halves layout, all of
+            the head, angles `position / rope_scale * rope_theta^(-2i / head_dim_qk)`); "ALIBI", which adds `slope * (j
+            - i)`.
+        use_fp16_qk_reduction: without effect; sums are fp32.
+        sm_scale: softmax_scale; default `1 / sqrt(head_dim_qk)`.
+        window_left: w >= 0 masks keys j < p - w, in addition to any other mask.
+        logits_soft_cap: c > 0 replaces scores by `c tanh(score / c)`, before ALiBi is added.
+        rope_scale, rope_theta: of "ROPE_LLAMA"; default 1 and 1e4.
+        backend: "auto", "fa2" or "fa3"; all are the same on a CPU. "fa3" is the Hopper kernel: no mask or encoding, and
+            16-bit dtypes with the usual head dims, or e4m3 with head dims of 128, where softmax weights are rounded to
+            e4m3 as well. "auto" runs it for enough rows that it supports; "fa2" never does.
+        return_lse: also return lse.
+        kv_cache_sf: NVFP4 keys and values, not supported.
+        k_scale: factor of sm_scale.
+        v_scale: factor of the output.
+
+    Returns:
+        out `[qo_len, num_qo_heads, head_dim_vo]`, or (out, lse) with lse `[qo_len, num_qo_heads]`, fp32,
+        `log2(sum(2^(score * log2 e)))`. A row that attends to no key has out = 0 and lse = -inf.
+
+    Raises:
+        ValueError: shape, stride, device or backend; causal with kv_len < qo_len.
+        TypeError: dtype.
+        KeyError: kv_layout or pos_encoding_mode.
+        NotImplementedError: kv_cache_sf.
+        UnsupportedError: the named backend does not support the request.
+    """
+    import torch
+
+    if backend not in _BACKENDS:
+        raise ValueError(f"backend: allowed are {', '.join(sorted(_BACKENDS))}; got {backend!r}")
+    if kv_cache_sf is not None:
+        raise no_nvfp4("kv_cache_sf")
+    if q.ndim != 3:
+        raise ValueError(f"q must have shape [qo_len, num_qo_heads, head_dim_qk]; got {tuple(q.shape)}")
+    code(LAYOUTS, kv_layout, "kv_layout"), code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
+    options: dict[str, Any] = {"causal": causal, "window_left": window_left, "logits_soft_cap": logits_soft_cap or 0.0}
+    scales: dict[str, Any] = {"scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v}
+    plain = custom_mask is packed_custom_mask is None
+    if _is_regular(q, k, v, kv_layout, causal) and not torch.compiler.is_compiling():
+        layout = LAYOUTS[kv_layout]
+        choice = single_choice(
+            q, k, v, layout, o_dtype or q.dtype, pos_encoding_mode, backend, decode=False,
+            mask="plain" if plain else "custom", soft_cap=options["logits_soft_cap"] > 0.0,
+            scaled=any(scale is not None for scale in scales.values()),
+        )  # fmt: skip
+        if choice.implementation == "batch_prefill":
+            out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=o_dtype or q.dtype)
+            lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+            scale = (q.shape[2] ** -0.5 if sm_scale is None else sm_scale) * (1.0 if k_scale is None else k_scale)
+            attend_once(
+                out, lse, q, k, v, layout, 1, pages_per_request=k.shape[layout], score_scale=(scale, None),
+                out_scale=(1.0 if v_scale is None else v_scale, None), backend="fa3", **options, **scales,
+            )  # fmt: skip
+            return out if lse is None else (out, lse)
+    return attend(
+        q, k, v, kv_layout=kv_layout, pos_encoding_mode=pos_encoding_mode, sm_scale=sm_scale, qk_factor=k_scale,
+        v_scale=v_scale, rope_scale=rope_scale, rope_theta=rope_theta, out_dtype=o_dtype, return_lse=return_lse,
+        custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, **options, **scales,
+    )  # fmt: skip
+
+
+def _is_regular(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: str, causal: bool) -> bool:
+    """Whether shapes fit each other. Errors of every kernel are left to the op, which words them."""
+    if k.ndim != 3 or v.ndim != 3 or q.shape[2] != k.shape[2] or v.shape[-1] < 8 or v.dtype is not k.dtype:
+        return False
+    tokens, heads = (k.shape[0], k.shape[1]) if kv_layout == "NHD" else (k.shape[1], k.shape[0])
+    return heads > 0 and q.shape[1] % heads == 0 and not (causal and tokens < q.shape[0])
+
+
+single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_kv_cache, return_lse=True)
+single_prefill_with_kv_cache_return_lse.__doc__ = "`single_prefill_with_kv_cache` with return_lse: (out, lse)."
+
+
+@fi_api
+def single_prefill_with_kv_cache_with_jit_module(
+    jit_module: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *args: Any,
+    kv_layout: str = "NHD",
+    mask_mode: int = MaskMode.NON_CAUSAL.value,
+    window_left: int = -1,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one request by a user's variant.
+
+    The arguments that are not listed are those of single_decode_with_kv_cache_with_jit_module; the result is that of
+    single_prefill_with_kv_cache.
+
+    Args:
+        jit_module: the result of `gen_customize_single_prefill_module(...).build_and_load()`.
+        mask_mode: a value of MaskMode. CAUSAL masks later keys; with NON_CAUSAL or CUSTOM only the variant's mask
+            applies.
+
+    Raises:
+        TypeError: a missing or wrong argument, by name.
+        ValueError: a missing or wrong argument, by name.
+        NotImplementedError: multi-item scoring.
+    """
+    from fi_core.attention.custom import custom_attention
+
+    if mask_mode == MaskMode.MULTIITEMSCORING.value:
+        raise unsupported("mask_mode", mask_mode, "items (3) are an option of plan of the batch wrappers")
+    MaskMode(mask_mode)  # ValueError
+    causal = mask_mode == MaskMode.CAUSAL.value
+    return custom_attention(jit_module).attend(q, k, v, args, kv_layout, causal, window_left, return_lse)

@@ -1,0 +1,428 @@
+"""Batch decode over block tables in one call without a plan: the interfaces of TensorRT-LLM and of its XQA kernels."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fi_core.attention.contract import (
+    CHECK,
+    LAYOUTS,
+    cache_pair,
+    check_tables,
+    code,
+    flat_tables,
+    no_nvfp4,
+    refuse_nvfp4,
+    refuse_split_tables,
+    scale_product,
+    unsupported,
+)
+from fi_core.attention.forms.decode_trace import tables_trace
+from fi_core.attention.ops import decode as ops
+from fi_core.attention.ops.request import LOAD_BYTES
+from fi_core.attention.schedule import carve
+from fi_core.observe.log import fi_api
+from fi_core.runtime.dispatch import Choice
+from fi_core.runtime.launch.operator import planned
+from fi_core.utils import canonicalize_torch_dtype, ceil_div, check_shape_dtype_device, int32_index
+
+if TYPE_CHECKING:
+    import torch
+
+    Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    Scale = float | torch.Tensor
+
+_BACKENDS = ("auto", "trtllm-gen", "xqa")
+_LN2 = math.log(2)
+# Requests that differ in query tokens. H200, 8k keys, 32/8 heads, us by decode and by prefill: 64 requests of up to
+# 4 tokens 504 and 523, 8 706 and 524; 16 of up to 4 141 and 153, 8 180 and 153; 4 of up to 8 62 and 110, 16 97 and 110.
+# With a mask 64 of up to 4 500 and 4556, 4 of up to 16 97 and 2143.
+_ONE_WAVE, _MOST_MASKED = 128, 256  # row tiles of all requests; rows of a kv head
+_MAX_CARVED = 64  # buffers that are kept per workspace; an engine may call with many batch sizes
+
+
+class _Call(NamedTuple):
+    """The arguments that the decode functions over block tables have in common."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    q: torch.Tensor
+    cache: tuple[torch.Tensor, torch.Tensor]
+    kv_layout: str
+    workspace: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    score_scale: tuple[float, Any]
+    out_scale: tuple[float, Any]
+    window_left: int
+    sinks: torch.Tensor | None
+    mask: torch.Tensor | None
+    enable_pdl: bool | None
+    disable_split_kv: bool = False
+
+
+def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None:
+    """Plans and runs batch decode for the rows `[batch_size * q_len, num_qo_heads, head_dim]` of q.
+
+    qo_indptr: offsets of the rows of each request, of which q_len is then the maximum.
+    """
+    import torch
+
+    q, (k, v) = c.q, c.cache
+    layout = code(LAYOUTS, c.kv_layout, "kv_layout")
+    pages, pitch = flat_tables(c.block_tables)
+    batch_size = c.block_tables.shape[0]
+    seq_lens, mask = c.seq_lens.view(-1), c.mask
+    if len(seq_lens) != batch_size or (qo_indptr is None and q.shape[0] != batch_size * q_len):
+        raise ValueError(
+            f"query: batch_size * q_len_per_req rows are required, with one row of block_tables ({batch_size}) and one "
+            f"of seq_lens ({len(seq_lens)}) for each request; got {q.shape[0]} rows for q_len_per_req = {q_len}"
+        )
+    page_size, kv_heads = (k.shape[1], k.shape[2]) if layout == 0 else (k.shape[2], k.shape[1])
+    if kv_heads < 1 or q.shape[1] % kv_heads:
+        raise ValueError(f"query: a multiple of the cache's {kv_heads} heads is required; got {q.shape[1]}")
+    if CHECK:
+        check_tables(k.shape[0], c.block_tables, seq_lens, page_size)
+    if mask is not None:
+        mask = mask.view(torch.uint8)
+        mask = mask if mask.ndim == 2 else mask.view(q.shape[0], -1)
+    q_tiles = ops.num_q_tiles(q.shape[1], kv_heads, q_len)
+    choice = planned(
+        ops.BATCH_DECODE, q.device, "auto", q.dtype, k.dtype, c.out.dtype, q.shape[2], v.shape[3],
+        q.shape[1] // kv_heads, page_size, "NONE", "plain", False, False, LOAD_BYTES,
+    )  # fmt: skip
+    split_kv = ops.NO_SPLIT if c.disable_split_kv else ops.BALANCED
+    buffers = _buffers(c.workspace, batch_size, q_tiles, v.shape[3], split_kv, choice)
+    ops.plan(
+        buffers, None, None, seq_lens, page_size, q_tiles, pages_per_request=pitch, q_len=q_len,
+        window_left=c.window_left,
+    )  # fmt: skip
+    ops.batch_decode(
+        c.out, c.lse, buffers.workspace, buffers.schedule, q, k, v, pages, layout, buffers.num_ctas,
+        buffers.num_ranges, buffers.split_kv, q_len=q_len, window_left=c.window_left, sm_scale=c.score_scale[0],
+        v_scale=c.out_scale[0], bmm1_scale=c.score_scale[1], bmm2_scale=c.out_scale[1], sinks=c.sinks, draft_mask=mask,
+        qo_indptr=qo_indptr, enable_pdl=c.enable_pdl,
+    )  # fmt: skip
+
+
+def _attend_ragged(c: _Call, qo_indptr: torch.Tensor, most: int | None, name: str) -> None:
+    """`_attend` for requests that differ in query tokens. most: their maximum, the argument `name`; None: unknown.
+
+    Decode reads the keys again for each 16 rows of a kv head, but splits those of a request over CTAs. Prefill reads
+    them once but does not split them, and its Hopper kernels support no mask.
+    """
+    qo_indptr, most = int32_index(qo_indptr), None if most == 1 else most  # 1 is the default, not a bound
+    q, mask = c.q, c.mask
+    if mask is not None:
+        width = mask.shape[-1] * mask.element_size()
+        if mask.ndim != 2 or mask.shape[0] != q.shape[0] or (most is not None and width != ceil_div(most, 32) * 4):
+            words = "n" if most is None else f"ceil({name} / 32) * 2"
+            raise ValueError(
+                f"mask: uint16 [tokens, {words}] is required where requests differ in query tokens, for {q.shape[0]} "
+                f"tokens and {name} = {most}; got {tuple(mask.shape)} of {mask.dtype}"
+            )
+    kv_heads = c.cache[0].shape[2 if c.kv_layout == "NHD" else 1]
+    batch_size, rows = c.block_tables.shape[0], (most or 0) * (q.shape[1] // max(1, kv_heads))
+    # With disable_split_kv results must not depend on the number of requests.
+    one_wave = not c.disable_split_kv and batch_size * kv_heads * ceil_div(rows, ops.Q_TILE) <= _ONE_WAVE
+    few = rows <= ops.Q_TILE or one_wave
+    # Prefill refuses tables that do not fit each other.
+    if most and qo_indptr.shape[0] == batch_size + 1 and (few if mask is None else rows <= _MOST_MASKED):
+        _attend(c, most, qo_indptr)
+        return
+    import torch
+
+    from fi_core.attention.forms.tables_prefill import attend_tables  # loaded where it is needed
+
+    mask = None if mask is None else mask.view(torch.uint8)
+    attend_tables(
+        c.out, c.lse, q, c.cache, c.kv_layout, c.block_tables, c.seq_lens, qo_indptr, causal=True, custom_mask=mask,
+        score_scale=c.score_scale, out_scale=c.out_scale, window_left=c.window_left, sinks=c.sinks,
+        enable_pdl=c.enable_pdl,
+    )  # fmt: skip
+
+
+# Views of each live workspace, by its id. They are kept because making them takes as long as a launch.
+_carved: dict[int, tuple[weakref.ref[torch.Tensor], dict[Any, ops.Buffers]]] = {}
+
+
+def _buffers(
+    workspace: torch.Tensor, batch_size: int, q_tiles: int, head_dim: int, split_kv: int, choice: Choice
+) -> ops.Buffers:
+    import torch
+
+    if torch.compiler.is_compiling():  # which knows no addresses
+        fallback = ops.buffer_sizes(workspace.device, batch_size, q_tiles, split_kv)
+        return carve(workspace, workspace[:0], head_dim, fallback, fallback)
+    key, shape = id(workspace), (batch_size, q_tiles, head_dim, split_kv, choice.spec)
+    entry = _carved.get(key)
+    if entry is None or entry[0]() is not workspace:
+        if workspace.data_ptr() % 16 or not workspace.is_contiguous():
+            raise ValueError("workspace_buffer: a contiguous tensor aligned to 16 bytes is required")
+        entry = _carved[key] = weakref.ref(workspace, lambda _: _carved.pop(key, None)), {}
+    buffers = entry[1].get(shape)
+    if buffers is None:
+        if len(entry[1]) == _MAX_CARVED:
+            entry[1].clear()
+        sizes = ops.buffer_sizes(workspace.device, batch_size, q_tiles, split_kv, choice=choice)
+        fallback = ops.buffer_sizes(workspace.device, batch_size, q_tiles, split_kv)
+        try:
+            buffers = entry[1][shape] = carve(workspace, workspace[:0], head_dim, sizes, fallback)
+        except ValueError as error:
+            raise ValueError(f"workspace_buffer: too small for {batch_size} requests ({error})") from None
+    return buffers
+
+
+@fi_api(trace=tables_trace)
+def trtllm_batch_decode_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: Cache,
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    bmm1_scale: Scale = 1.0,
+    bmm2_scale: Scale = 1.0,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    cum_seq_lens_q: torch.Tensor | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    kv_cache_sf: Any = None,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    bmm1_scale_log2: torch.Tensor | None = None,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    enable_block_sparse_attention: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: torch.Tensor | None = None,
+    bf16q_fp8kv_transform_mode: Any = None,
+    request_order: torch.Tensor | None = None,
+    request_order_plan: Any = None,
+    *,
+    disable_split_kv: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Decode attention over a block table, without a plan: `softmax(q k^T * bmm1_scale) v * bmm2_scale` (TensorRT-LLM).
+
+    Args:
+        query: `[batch_size * q_len_per_req, num_qo_heads, head_dim]`. The query tokens are the last of their request;
+            each attends to the keys up to its own position.
+        kv_cache: a tuple (k_cache, v_cache), or one tensor whose dim 1 is 2 (K, V) or 1 (both are the same).
+        workspace_buffer: on the device, contiguous, any content. 8 MiB are enough for any lengths and head dims up to
+            256. It is scratch: calls that may overlap need one each.
+        block_tables: int32 `[batch_size, max_pages]`; entries beyond a request's pages are not read.
+        seq_lens: int32, uint32 or int64 `[batch_size]`, tokens of each request including those of the query.
+        max_seq_len: not needed.
+        bmm1_scale: the only factor of the scores, so it includes `1 / sqrt(head_dim)`; a number or a one-element fp32
+            tensor on the device.
+        bmm2_scale: factor of the output, likewise.
+        window_left: number of keys before its own that a query attends to; -1: all.
+        out: written and returned if given.
+        out_dtype: dtype of a new output: query's, fp16 or bf16; default query's.
+        o_sf_scale, o_sf_vec_size, kv_cache_sf: of NVFP4, not supported.
+        sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to row_sum.
+        kv_layout: "HND" (`[pages, num_kv_heads, page_size, head_dim]`) or "NHD".
+        enable_pdl: programmatic dependent launch; None: where the device supports it.
+        backend: "auto", "trtllm-gen" and "xqa" mean the same kernels.
+        q_len_per_req: query tokens of each request.
+        mask: with q_len_per_req > 1, for speculative trees: uint16 `[batch_size, q_len_per_req, ceil(q_len_per_req /
+            32) * 2]`; bit t of row r: it attends to query token t. With cum_seq_lens_q uint16 `[tokens, ceil(max_q_len
+            / 32) * 2]`, or any width without max_q_len.
+        max_q_len: with cum_seq_lens_q, the longest qo_len. Without it the kernels are those of prefill, which do not
+            split the keys of a request.
+        cum_seq_lens_q: int32 `[batch_size + 1]` on the device; replaces q_len_per_req where requests differ. query is
+            then `[tokens, num_qo_heads, head_dim]`, and request b has its rows `cum_seq_lens_q[b] : cum_seq_lens_q[b +
+            1]`, also those of mask.
+        skip_softmax_threshold_scale_factor: without effect; no softmax is skipped, which any threshold permits.
+        lse: fp32 `[rows, num_qo_heads]`, base 2, written if given.
+        return_lse: also return lse.
+        bmm1_scale_log2: tensor, `bmm1_scale * log2 e`; replaces bmm1_scale.
+        o_scale, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode, request_order, request_order_plan: not
+            needed.
+        uses_shared_paged_kv_idx: must be True; separate tables of K and V are not supported.
+        enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global: sparse blocks and context
+            parallelism, not supported.
+        disable_split_kv: no request is split, so its result has the same bits alone and in any batch of the same
+            q_len_per_req or max_q_len (not an argument of FlashInfer).
+
+    Returns:
+        out, or (out, lse).
+
+    Raises:
+        KeyError: backend or kv_layout.
+        ValueError: shape, dtype or device.
+        NotImplementedError: NVFP4, separate tables of K and V, sparse blocks, context parallelism.
+    """
+    import torch
+
+    if backend not in _BACKENDS:
+        raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
+    refuse_nvfp4(kv_cache_sf, out, out_dtype, o_sf_scale, o_sf_vec_size)
+    refuse_split_tables(uses_shared_paged_kv_idx)
+    if enable_block_sparse_attention:
+        raise unsupported("enable_block_sparse_attention", True, "list the pages that are wanted in block_tables")
+    if cp_world != 1:
+        raise unsupported(
+            "cp_world", cp_world, "run each rank on its own keys with return_lse, and merge by merge_state"
+        )
+    if causal_seqlens_kv_global is not None:
+        raise unsupported("causal_seqlens_kv_global", causal_seqlens_kv_global, "it belongs to cp_world > 1")
+    q_len = 1 if q_len_per_req is None else q_len_per_req
+    k, v = cache_pair(kv_cache, kv_layout)
+    shape = (*query.shape[:2], v.shape[3])
+    dtype = query.dtype
+    if out is not None:
+        dtype = out.dtype
+        check_shape_dtype_device(out, shape, None, query.device, "out")
+    elif out_dtype is not None:
+        dtype = canonicalize_torch_dtype(out_dtype)
+    if dtype not in (query.dtype, torch.float16, torch.bfloat16):
+        raise ValueError(f"out_dtype: the query's ({query.dtype}), float16 or bfloat16 is required; got {dtype}")
+    result = query.new_empty(shape, dtype=dtype) if out is None else out
+    if lse is not None:
+        check_shape_dtype_device(lse, shape[:2], torch.float32, query.device, "lse")
+    elif return_lse:
+        lse = query.new_empty(shape[:2], dtype=torch.float32)
+    score_scale = scale_product(1.0, bmm1_scale) if bmm1_scale_log2 is None else (_LN2, bmm1_scale_log2)
+    call = _Call(
+        result, lse, query, (k, v), kv_layout, workspace_buffer, block_tables, seq_lens, score_scale,
+        scale_product(1.0, bmm2_scale), window_left, sinks, mask, enable_pdl, disable_split_kv,
+    )  # fmt: skip
+    if cum_seq_lens_q is not None:
+        _attend_ragged(call, cum_seq_lens_q, max_q_len, "max_q_len")
+    else:
+        _attend(call, q_len)
+    return (result, lse) if return_lse and lse is not None else result
+
+
+@fi_api
+def xqa_batch_decode_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: Cache,
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    bmm1_scale: Scale = 1.0,
+    bmm2_scale: Scale = 1.0,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_layout: str = "NHD",
+    enable_pdl: bool | None = None,
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: torch.Tensor | None = None,
+    kv_cache_sf: Any = None,
+    q_cu_seq_lens: torch.Tensor | None = None,
+    *,
+    disable_split_kv: bool = False,
+) -> torch.Tensor:
+    """`trtllm_batch_decode_with_kv_cache` with "NHD" as the default layout; the output has the dtype of out or query.
+
+    Args:
+        q_cu_seq_lens: cum_seq_lens_q of that function, with q_len_per_req as its max_q_len.
+    """
+    result: torch.Tensor = trtllm_batch_decode_with_kv_cache(  # type: ignore[assignment]
+        query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
+        out, sinks=sinks, kv_layout=kv_layout, enable_pdl=enable_pdl, q_len_per_req=q_len_per_req, o_scale=o_scale,
+        mask=mask, max_q_len=q_len_per_req, kv_cache_sf=kv_cache_sf, cum_seq_lens_q=q_cu_seq_lens,
+        disable_split_kv=disable_split_kv,
+    )  # fmt: skip
+    return result
+
+
+@fi_api
+def xqa(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    output: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    semaphores: torch.Tensor | None,
+    num_kv_heads: int,
+    page_size: int,
+    sinks: torch.Tensor | None = None,
+    q_scale: Scale = 1.0,
+    kv_scale: Scale = 1.0,
+    sliding_win_size: int = 0,
+    kv_layout: str = "NHD",
+    sm_count: int | None = None,
+    enable_pdl: bool | None = None,
+    rcp_out_scale: float = 1.0,
+    q_seq_len: int = 1,
+    mask: torch.Tensor | None = None,
+    *,
+    q_cu_seq_lens: torch.Tensor | None = None,
+    k_sf_cache: torch.Tensor | None = None,
+    v_sf_cache: torch.Tensor | None = None,
+    disable_split_kv: bool = False,
+) -> None:
+    """Decode attention over a page table, into `output`; scores are `q k^T * q_scale * kv_scale / sqrt(head_dim)`
+    (XQA).
+
+    The output is multiplied by `kv_scale * rcp_out_scale`.
+
+    Args:
+        q, output: `[batch_size, 1, num_qo_heads, head_dim]`, or `[batch_size, 1, q_seq_len, num_qo_heads, head_dim]`;
+            with q_cu_seq_lens `[tokens, num_qo_heads, head_dim]`, optionally after axes of 1.
+        k_cache, v_cache: pages of page_size tokens (any size from 1) of num_kv_heads heads.
+        page_table: int32 `[batch_size, max_pages]`.
+        seq_lens: uint32 `[batch_size, 1]`.
+        workspace_buffer: as in `trtllm_batch_decode_with_kv_cache`.
+        semaphores, sm_count: not needed.
+        num_kv_heads, page_size: of the caches.
+        sinks: fp32 `[num_kv_heads, group_size]`.
+        q_scale, kv_scale, rcp_out_scale: numbers or one-element fp32 tensors.
+        sliding_win_size: number of keys that the last query token attends to; 0: all.
+        kv_layout: "NHD" or "HND".
+        enable_pdl: programmatic dependent launch; None: where the device supports it.
+        q_seq_len: query tokens of each request; with q_cu_seq_lens the maximum.
+        mask, disable_split_kv: as in `trtllm_batch_decode_with_kv_cache`.
+        q_cu_seq_lens: int32 `[batch_size + 1]` on the device, where requests differ in query tokens.
+        k_sf_cache, v_sf_cache: of NVFP4, not supported.
+
+    Raises:
+        ValueError: shape, dtype or device.
+        KeyError: kv_layout.
+        NotImplementedError: NVFP4 caches.
+    """
+    if k_sf_cache is not None or v_sf_cache is not None:
+        raise no_nvfp4("k_sf_cache, v_sf_cache")
+    tokens, heads = (1, 2) if kv_layout == "NHD" else (2, 1)
+    if k_cache.ndim != 4 or (k_cache.shape[tokens], k_cache.shape[heads]) != (page_size, num_kv_heads):
+        raise ValueError(
+            f"k_cache: pages of page_size = {page_size} tokens and num_kv_heads = {num_kv_heads} ({kv_layout}) are "
+            f"required; got shape {tuple(k_cache.shape)}"
+        )
+    check_shape_dtype_device(output, (*q.shape[:-1], v_cache.shape[3]), None, q.device, "output")
+    out, query = output.view(-1, q.shape[-2], v_cache.shape[3]), q.view(-1, *q.shape[-2:])
+    score_scale, out_scale = (
+        scale_product(q.shape[-1] ** -0.5, q_scale, kv_scale),
+        scale_product(rcp_out_scale, kv_scale),
+    )
+    window_left = sliding_win_size - 1 if sliding_win_size > 0 else -1
+    call = _Call(
+        out, None, query, (k_cache, v_cache), kv_layout, workspace_buffer, page_table, seq_lens, score_scale, out_scale,
+        window_left, None if sinks is None else sinks.view(-1), mask, enable_pdl, disable_split_kv,
+    )  # fmt: skip
+    if q_cu_seq_lens is None:
+        _attend(call, q_seq_len)
+    else:
+        _attend_ragged(call, q_cu_seq_lens, q_seq_len, "q_seq_len")

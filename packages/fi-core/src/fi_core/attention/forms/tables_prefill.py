@@ -1,0 +1,298 @@
+"""Batch prefill in one call without a plan: the interfaces of TensorRT-LLM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fi_core.attention.contract import (
+    CHECK,
+    LAYOUTS,
+    cache_pair,
+    check_bounds,
+    check_tables,
+    code,
+    flat_tables,
+    refuse_nvfp4,
+    refuse_split_tables,
+    scale_product,
+    unsupported,
+)
+from fi_core.attention.forms.prefill_trace import tables_trace
+from fi_core.attention.ops import prefill as ops
+from fi_core.attention.ops.request import LOAD_BYTES
+from fi_core.observe.log import fi_api
+from fi_core.runtime.launch.operator import planned
+from fi_core.utils import PosEncodingMode, canonicalize_torch_dtype, check_shape_dtype_device, int32_index
+
+if TYPE_CHECKING:
+    import torch
+
+    Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    Scale = float | torch.Tensor
+
+_BACKENDS = ("auto", "trtllm-gen", "cute-dsl", "cutlass")
+
+
+def attend_once(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: int,
+    batch_size: int,
+    *,
+    qo_indptr: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_len: torch.Tensor | None = None,
+    page_indices: torch.Tensor | None = None,
+    pages_per_request: int = 0,
+    causal: bool = False,
+    window_left: int = -1,
+    pos_encoding_mode: int = 0,
+    logits_soft_cap: float = 0.0,
+    score_scale: tuple[float, Any] = (1.0, None),
+    out_scale: tuple[float, Any] = (1.0, None),
+    custom_mask: torch.Tensor | None = None,
+    backend: str = "auto",
+    **options: Any,
+) -> None:
+    """Plans into a new schedule and runs batch prefill; arguments are those of `ops.plan` and `ops.batch_prefill`.
+
+    score_scale, out_scale: a number, and a scale on the device or None. custom_mask: the form without mask_indptr.
+    options: other arguments of batch_prefill.
+    """
+    import torch
+
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[-2 - layout]
+    page_size = 1 if page_indices is None else k.shape[1 + layout]
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"query: a multiple of the {kv_heads} heads of the keys is required; got {heads}")
+    if CHECK and qo_indptr is not None:
+        check_bounds(qo_indptr, "cum_seq_lens_q", rows)
+    if CHECK and kv_indptr is not None and page_indices is None:
+        check_bounds(kv_indptr, "cum_seq_lens_kv", k.shape[layout])
+    by_head = (options.get("scale_q"), options.get("scale_k"), options.get("scale_v"))
+    scaled = any(x is not None for x in (score_scale[1], out_scale[1], *by_head))
+    choice = planned(
+        ops.BATCH_PREFILL, q.device, backend, q.dtype, k.dtype, out.dtype, dim, v.shape[-1], heads // kv_heads,
+        0 if page_indices is None else page_size, PosEncodingMode(pos_encoding_mode).name,
+        "plain" if custom_mask is None else "custom", logits_soft_cap > 0.0, scaled, LOAD_BYTES,
+    )  # fmt: skip
+    tile_tokens = ops.q_tile_tokens(heads, kv_heads, ops.q_tile_rows(choice))
+    schedule = q.new_empty(ops.schedule_words(batch_size, rows, tile_tokens), dtype=torch.int32)
+    ops.plan(
+        schedule, batch_size, tile_tokens, qo_indptr, kv_indptr, None, kv_len, page_size=page_size,
+        qo_len=0 if qo_indptr is not None else rows, pages_per_request=pages_per_request, causal=causal,
+        window_left=window_left, num_kv_heads=kv_heads,
+        short_tile_tokens=ops.short_tile_tokens(choice, heads, kv_heads),
+    )  # fmt: skip
+    ops.batch_prefill(
+        out, lse, schedule, q, k, v, layout, batch_size, tile_tokens, page_indices, causal=causal,
+        window_left=window_left, pos_encoding_mode=pos_encoding_mode, logits_soft_cap=logits_soft_cap,
+        sm_scale=score_scale[0], v_scale=out_scale[0], bmm1_scale=score_scale[1], bmm2_scale=out_scale[1],
+        custom_mask=custom_mask, backend=backend, **options,
+    )  # fmt: skip
+
+
+def results(
+    query: torch.Tensor, dim: int, out: Any, out_dtype: Any, lse: torch.Tensor | None, return_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The tensors that are written: out, and lse if it is wanted."""
+    import torch
+
+    shape = (*query.shape[:2], dim)
+    if out is None:
+        out = query.new_empty(shape, dtype=query.dtype if out_dtype is None else canonicalize_torch_dtype(out_dtype))
+    else:
+        wanted = None if out_dtype is None else canonicalize_torch_dtype(out_dtype)
+        check_shape_dtype_device(out, shape, wanted, query.device, "out")
+    if lse is not None:
+        check_shape_dtype_device(lse, shape[:2], torch.float32, query.device, "lse")
+    elif return_lse:
+        lse = query.new_empty(shape[:2], dtype=torch.float32)
+    return out, lse
+
+
+def attend_tables(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    query: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    kv_layout: str,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    **options: Any,
+) -> None:
+    """`attend_once` over a block table."""
+    layout, (k, v) = code(LAYOUTS, kv_layout, "kv_layout"), cache
+    pages, pitch = flat_tables(block_tables)
+    batch_size = block_tables.shape[0]
+    if seq_lens.numel() != batch_size or len(qo_indptr) != batch_size + 1:
+        raise ValueError(
+            f"block_tables: one row, and one of seq_lens, for each of the {len(qo_indptr) - 1} requests is required; "
+            f"got {batch_size} and {seq_lens.numel()}"
+        )
+    if CHECK:
+        check_tables(k.shape[0], block_tables, seq_lens.view(-1), k.shape[1 + layout])
+    attend_once(
+        out, lse, query, k, v, layout, batch_size, qo_indptr=int32_index(qo_indptr),
+        kv_len=int32_index(seq_lens.view(-1)), page_indices=pages, pages_per_request=pitch, **options,
+    )  # fmt: skip
+
+
+@fi_api(trace=tables_trace)
+def trtllm_batch_context_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: Cache,
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: Scale,
+    bmm2_scale: Scale,
+    batch_size: int,
+    cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_cache_sf: Any = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    uses_shared_paged_kv_idx: bool = True,
+    causal: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
+    backend: str = "trtllm-gen",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Prefill attention over a block table, without a plan: `softmax(mask(q k^T * bmm1_scale)) v * bmm2_scale`
+    (TensorRT-LLM).
+
+    Args:
+        query: `[qo_tokens, num_qo_heads, head_dim]`; request b has rows `cum_seq_lens_q[b] : cum_seq_lens_q[b + 1]`,
+            its last tokens.
+        kv_cache: a tuple (k_cache, v_cache), or one tensor whose dim 1 is 2 (K, V) or 1 (both are the same).
+        workspace_buffer, max_q_len, max_kv_len, cum_seq_lens_kv, multi_ctas_kv_counter_buffer: not needed.
+        block_tables: int32 `[batch_size, max_pages]`; entries beyond a request's pages are not read.
+        seq_lens: int32 or uint32 `[batch_size]` (int64 is converted), tokens of each request including those of the
+            query.
+        bmm1_scale: the only factor of the scores, so it includes `1 / sqrt(head_dim)`; a number or a one-element fp32
+            tensor on the device.
+        bmm2_scale: factor of the output, likewise.
+        batch_size: number of requests.
+        cum_seq_lens_q: int32 `[batch_size + 1]`, on the device.
+        window_left: number of keys before its own that a row attends to; -1: all.
+        out: written and returned if given.
+        out_dtype: dtype of a new output; default query's.
+        o_sf_scale, o_sf_vec_size, kv_cache_sf: of NVFP4, not supported.
+        kv_layout: "HND" (`[pages, num_kv_heads, page_size, head_dim]`) or "NHD".
+        enable_pdl: programmatic dependent launch; None: where the device supports it.
+        sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to row_sum.
+        skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: without effect; nothing is skipped or
+            rounded, which any setting permits.
+        uses_shared_paged_kv_idx: must be True; separate tables of K and V are not supported.
+        causal: a row attends to the keys up to its own position.
+        lse: fp32 `[qo_tokens, num_qo_heads]`, base 2, written if given.
+        return_lse: also return lse.
+        backend: "trtllm-gen", "cute-dsl", "cutlass" and "auto" mean the same kernels.
+
+    Returns:
+        out, or (out, lse).
+
+    Raises:
+        KeyError: backend or kv_layout.
+        ValueError: shape, dtype or device. With FI_CHECK=1 at import also page ids out of range, which synchronises.
+        NotImplementedError: NVFP4, separate tables of K and V.
+    """
+    if backend not in _BACKENDS:
+        raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
+    refuse_nvfp4(kv_cache_sf, out, out_dtype, None if o_sf_scale == 1.0 else o_sf_scale, o_sf_vec_size)
+    refuse_split_tables(uses_shared_paged_kv_idx)
+    cache = cache_pair(kv_cache, kv_layout)
+    result, lse = results(query, cache[1].shape[3], out, out_dtype, lse, return_lse)
+    if len(cum_seq_lens_q) != batch_size + 1:
+        raise ValueError(
+            f"cum_seq_lens_q: batch_size + 1 = {batch_size + 1} elements are required; got {len(cum_seq_lens_q)}"
+        )
+    attend_tables(
+        result, lse, query, cache, kv_layout, block_tables, seq_lens, cum_seq_lens_q, causal=causal,
+        window_left=window_left, score_scale=scale_product(1.0, bmm1_scale), out_scale=scale_product(1.0, bmm2_scale),
+        sinks=sinks, enable_pdl=enable_pdl,
+    )  # fmt: skip
+    return (result, lse) if return_lse and lse is not None else result
+
+
+@fi_api
+def trtllm_ragged_attention_deepseek(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: Scale,
+    bmm2_scale: Scale,
+    o_sf_scale: float | None,
+    batch_size: int,
+    window_left: int,
+    cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor,
+    enable_pdl: bool | None,
+    is_causal: bool,
+    return_lse: bool,
+    attention_sinks: torch.Tensor | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    *,
+    backend: str = "trtllm-gen",
+    q_seq_lens_cpu: torch.Tensor | None = None,
+    kv_seq_lens_cpu: torch.Tensor | None = None,
+    skip_all_rows_active_check: bool = False,
+    sage_attn_sfs: Any = None,
+    num_elts_per_sage_attn_blk: Any = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Prefill attention over ragged K and V, for MLA prefill: `softmax(mask(q k^T * bmm1_scale)) v * bmm2_scale`.
+
+    The arguments that are not listed, the result and other errors are those of `trtllm_batch_context_with_kv_cache`.
+
+    Args:
+        query: `[qo_tokens, num_qo_heads, head_dim_qk]`.
+        key: `[kv_tokens, num_kv_heads, head_dim_qk]`.
+        value: `[kv_tokens, num_kv_heads, head_dim_vo]`; DeepSeek has head dims (192, 128).
+        seq_lens, q_seq_lens_cpu, kv_seq_lens_cpu, skip_all_rows_active_check: not needed.
+        bmm1_scale: factor of the scores, including `1 / sqrt(head_dim_qk)`.
+        cum_seq_lens_q, cum_seq_lens_kv: int32 `[batch_size + 1]` on the device, offsets of the requests.
+        is_causal: causal mask, aligned to the bottom right.
+        attention_sinks: the sinks.
+        sage_attn_sfs, num_elts_per_sage_attn_blk: scale factors of SageAttention, not supported.
+
+    Raises:
+        NotImplementedError: SageAttention.
+    """
+    for name, came in (("sage_attn_sfs", sage_attn_sfs), ("num_elts_per_sage_attn_blk", num_elts_per_sage_attn_blk)):
+        if came is not None and any(x is not None for x in (came if isinstance(came, (tuple, list)) else (came,))):
+            raise unsupported(name, came, "pass 16-bit tensors, or e4m3 ones with their scale in bmm1_scale")
+    if backend not in _BACKENDS:
+        raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
+    refuse_nvfp4(None, out, None, None if o_sf_scale in (1.0, -1.0) else o_sf_scale, None)
+    result, lse = results(query, value.shape[2], out, None, lse, return_lse)
+    attend_once(
+        result, lse, query, key, value, 0, batch_size, qo_indptr=int32_index(cum_seq_lens_q),
+        kv_indptr=int32_index(cum_seq_lens_kv), causal=is_causal, window_left=window_left,
+        score_scale=scale_product(1.0, bmm1_scale), out_scale=scale_product(1.0, bmm2_scale), sinks=attention_sinks,
+        enable_pdl=enable_pdl,
+    )  # fmt: skip
+    return (result, lse) if return_lse and lse is not None else result

@@ -1,0 +1,57 @@
+"""Trace templates of attention over block tables, shared by decode and prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
+
+
+def _cache(part: int) -> Tensor:
+    return Tensor(["num_pages", "num_kv_heads", "page_size", "head_dim"], param="kv_cache", tuple_idx=part)
+
+
+def tables_template(
+    kind: str, rows: str, axes: dict[str, Var], inputs: dict[str, Tensor | Scalar], reference: Any, description: str
+) -> TraceTemplate:
+    """Template over a cache in the default layout, HND. rows: the axis of the query's rows; axes, inputs: those of the
+    kind.
+    """
+    return TraceTemplate(
+        f"paged_{kind}",
+        name_prefix=f"gqa_paged_{kind}_tables",
+        axes={
+            **axes,
+            "batch_size": Var(),
+            "max_pages": Var(),
+            "num_pages": Var(),
+            "num_qo_heads": Const(abbrev="h"),
+            "num_kv_heads": Const(abbrev="kv"),
+            "head_dim": Const(abbrev="d"),
+            "page_size": Const(abbrev="ps"),
+        },
+        inputs={
+            "query": Tensor([rows, "num_qo_heads", "head_dim"]),
+            "k_cache": _cache(0),
+            "v_cache": _cache(1),
+            "block_tables": Tensor(["batch_size", "max_pages"]),
+            "seq_lens": Tensor(["batch_size"]),
+            **inputs,
+            "window_left": Scalar("int32", optional=True),
+        },
+        outputs={"output": Tensor([rows, "num_qo_heads", "head_dim"], dtype_from="query")},
+        reference=reference,
+        tags=("kv_layout:HND",),
+        description=description,
+    )
+
+
+def tables_trace(template: TraceTemplate, fits: Callable[[dict[str, Any]], bool]) -> Any:
+    """A trace for `fi_api`: the template for HND calls that `fits` accepts, None for others."""
+
+    def trace(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
+        return template if arguments.get("kv_layout", "HND") == "HND" and fits(arguments) else None
+
+    trace.templates = (template,)  # type: ignore[attr-defined]
+    return trace

@@ -1,0 +1,60 @@
+"""Custom masks of a batch: the offset of each request's mask, and packing to bits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fi_core.quantization import packbits_segments
+
+if TYPE_CHECKING:
+    import torch
+
+
+def element_bounds(qo_indptr: torch.Tensor, kv_len: torch.Tensor) -> torch.Tensor:
+    """Offsets of the flattened `[qo_len, kv_len]` masks of the requests: int64 `[batch_size + 1]`."""
+    import torch
+
+    return torch.nn.functional.pad((qo_indptr.diff().long() * kv_len).cumsum(0), (1, 0))
+
+
+def byte_bounds(elements: torch.Tensor) -> torch.Tensor:
+    """Offsets in bytes of the packed mask, where each request begins at a new byte: int32."""
+    import torch
+
+    return torch.nn.functional.pad(((elements.diff() + 7) >> 3).cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def pack(mask: torch.Tensor, elements: torch.Tensor, buffer: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(packed mask, byte bounds) of a flat boolean mask, on its device; into `buffer` if given.
+
+    It does not synchronise. If the bounds are on the device, the packed mask has room for any.
+    """
+    import torch
+
+    if mask.ndim != 1 or mask.dtype not in (torch.bool, torch.uint8):
+        raise ValueError(
+            f"custom_mask: a flat boolean tensor is required; got {mask.dtype} of shape {tuple(mask.shape)}"
+        )
+    bounds = byte_bounds(elements)
+    if elements.device.type == "cpu":
+        if elements[-1] != mask.numel():
+            raise ValueError(
+                f"custom_mask: {int(elements[-1])} elements are required, the sum of qo_len * kv_len; "
+                f"got {mask.numel()}"
+            )
+        size = int(bounds[-1])
+    else:
+        size = mask.numel() // 8 + len(elements) - 1
+        if buffer is not None:
+            size = min(size, buffer.numel())
+    if buffer is None:
+        packed = mask.new_empty(size, dtype=torch.uint8)
+    elif size > buffer.numel():
+        raise ValueError(f"custom_mask_buf: {size} bytes are required; got {buffer.numel()}")
+    else:
+        packed = buffer[:size]
+    elements, bounds = (x.to(mask.device, non_blocking=True) for x in (elements, bounds))
+    # An empty segment at the end takes what the packed mask is longer than its contents.
+    ends = torch.cat((bounds, bounds.new_full((1,), size).maximum(bounds[-1:])))
+    packbits_segments(packed, mask.contiguous(), torch.cat((elements, elements[-1:])), ends)
+    return packed, bounds

@@ -1,0 +1,1 @@
+"""The attention ops: what each kernel is compiled for, and the functions that launch them."""

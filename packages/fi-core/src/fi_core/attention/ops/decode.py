@@ -1,0 +1,377 @@
+"""The ops behind batch decode: `decode_plan` writes the schedule of a batch, `batch_decode` computes attention by it.
+
+A caller allocates `Buffers` once, calls `plan` when lengths change, and `batch_decode` for each layer. Kernels write
+the buffers, so two callers must not share them. No call synchronises, and `plan` and `batch_decode` may be captured in
+a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, TYPES, request
+from fi_core.runtime.dispatch import Choice
+from fi_core.runtime.launch.operator import multiprocessors_of, operator, target_of
+from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
+from fi_core.runtime.spec.dtype import DTYPES
+from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
+from fi_core.utils import ceil_div
+
+if TYPE_CHECKING:
+    import torch
+
+KV_TILE = 64  # keys; kDecodeKvTile of decode_schedule.h
+Q_TILE = 16  # packed query rows; kDecodeQTile
+MAX_RANGES = 1023  # work ranges; kDecodeMaxRanges
+CPU_CTAS = 64  # "CTAs" of a CPU; a fixed number, so that results do not depend on the number of threads
+BALANCED, NO_SPLIT = 0, -1  # values of `split_kv`, beside a number of KV tiles
+
+
+def _plan_unit(axes: Values) -> Unit:
+    entry = Entry("decode_plan", "decode_plan", 1024, ctas_per_sm=1)
+    return Unit("fi/attention/decode/decode_plan.cuh", "DecodePlanParams", (entry,))
+
+
+DECODE_PLAN = Op(
+    name="decode_plan",
+    family="attention",
+    arguments="Tensor(a!) schedule, Tensor? indptr, Tensor? last_page_len, Tensor? kv_len, int page_size, "
+    "int pages_per_request, int q_tiles, int q_len, int window_left, int num_ctas, int num_ranges, int split_kv",
+    implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _plan_unit)),
+)
+decode_plan = operator(DECODE_PLAN)
+
+
+class DecodeKind(IntEnum):
+    """The kernel that a kernel entry of batch_decode instantiates."""
+
+    CUDA_CORE = 0  # one query row per warp
+    MMA = 1  # mma.sync, keys by cp.async
+    TMA = 2  # mma.sync, keys by TMA
+    CLUSTER = 3  # mma.sync, one cluster of CTAs per request and query tile
+
+
+class DecodeConfig(NamedTuple):
+    kind: DecodeKind
+    head_dim: int  # the largest that a CUDA_CORE entry takes; the only one that others take
+    whole_rows: int = 0  # 1: a TMA copy loads whole rows of keys
+    evict_first_mb: int = 0  # MB of keys and values of a batch up to which L2 evicts them first
+    keys_per_copy: int = 1  # most keys of one TMA copy
+
+
+def _cuda_core_unit(axes: Values) -> Unit:
+    """CUDA cores: every dtype, head dim, layout and option."""
+    types = f"{DTYPES[axes['q']].device}, {DTYPES[axes['kv']].device}"
+    entries = (
+        Entry("decode_rows", f"decode_rows<{types}, 1, 4>", 128, DecodeConfig(DecodeKind.CUDA_CORE, 256), 0, 2),
+        Entry("decode_wide_rows", f"decode_rows<{types}, 2, 1>", 128, DecodeConfig(DecodeKind.CUDA_CORE, 512), 0, 2),
+    )
+    return Unit("fi/attention/decode/batch_decode.cuh", "BatchDecodeParams", entries)
+
+
+def _device_types(axes: Values) -> tuple[str, int, int, int]:
+    """Template arguments T, Q, KV; bytes of an element of q and of kv, and of a key in shared memory."""
+    q, kv = DTYPES[axes["q"]], DTYPES[axes["kv"]]
+    operand = DTYPES["f16"] if kv.bytes == 1 else q  # fp16 holds every fp8 value
+    lines = ceil_div(axes["head_dim"] * kv.bytes, 128)
+    return f"{operand.device}, {q.device}, {kv.device}", q.bytes, kv.bytes, lines * 128
+
+
+def _mma_ctas_per_sm(fp8: bool) -> int:
+    """CTAs per SM of the mma_sm80 kernel.
+
+    H200, page size 1, us with 2 and with 3: bf16 keys, b16 kv8k 144.7, 140.6; b64 of varied lengths 281, 263; b256
+    kv512 160, 147; b1 kv8k 28.1, 29.5; fp8 keys, b64 kv8k 298.5, 300.
+    """
+    return 2 if fp8 else 3
+
+
+def _mma_unit(axes: Values) -> Unit:
+    """mma.sync with cp.async. Shared memory is at most 99 KB, the limit of a CTA on sm_86, sm_89 and sm_120."""
+    types, q_bytes, kv_bytes, line = _device_types(axes)
+    # H200, page size 1, b16 kv8k: 2 stages 144.7 us, 3 stages 144.0. fp8 keys, b64 kv8k: 16 keys per warp 380 us, 32
+    # keys 298.5.
+    dim, stages = axes["head_dim"], 2
+    warps, keys = (4 if dim <= 128 else 2), (32 if kv_bytes == 1 or line <= 128 else 16)
+    pipeline = max(stages * 2 * keys * line, Q_TILE * (dim + 8) * 4)
+    shared = warps * pipeline + Q_TILE * (dim * q_bytes + 16) + warps * Q_TILE * 8 + 192 + 16
+    body = f"decode_tiles<{types}, {dim}, {warps}, {keys}, {stages}, {shared}>"
+    config = DecodeConfig(DecodeKind.MMA, dim)
+    entry = Entry("decode_tiles", body, warps * 32, config, shared, _mma_ctas_per_sm(kv_bytes == 1))
+    if axes["capability"] != 90 or dim > 128:
+        return Unit("fi/attention/decode/batch_decode.cuh", "BatchDecodeParams", (entry,))
+    entries = (entry, _cluster_entry(types, dim, q_bytes, line, False, gather=True))
+    return Unit("fi/attention/decode/batch_decode_cluster_sm90.cuh", "BatchDecodeParams", entries)
+
+
+def _tma_unit(axes: Values) -> Unit:
+    """mma.sync with a TMA pipeline, for Hopper."""
+    types, q_bytes, kv_bytes, line = _device_types(axes)
+    dim, tune = axes["head_dim"], TMA
+    whole = tune.whole_rows and dim * kv_bytes % 128 == 0
+    # Stages of 32 KB. fp8 keys, b64 kv8k: 32 keys per warp 287 us, 16 (stages of 64 keys) 364, 8 warps 297.
+    warps, warp_keys = (4 if dim <= 128 else 2), (32 if kv_bytes == 1 or line <= 128 else 16)
+    keys = warps * warp_keys
+    stage = 2 * keys * line
+    rest = warps * Q_TILE * ((dim + 8) * 4 + 8) + 4 * (Q_TILE * (dim * q_bytes + 16) + 40 + 16) + 7 * 8 + 24 + 1024
+    stages = (227 * 1024 - rest) // (stage + 24)
+    long = min(max(2, tune.bytes_in_flight // stage), stages)
+    stages = stages if kv_bytes > 1 else long  # fp8 keys, b16 kv4k 8/1: 22.4 us, five stages 23.4
+    shared = rest + stages * (stage + 24)
+    body = f"decode_tma<{types}, {dim}, {warps}, {warp_keys}, {stages}, {long}, {str(whole).lower()}, {shared}>"
+    config = DecodeConfig(DecodeKind.TMA, dim, int(whole), tune.evict_first_mb, min(keys, KV_TILE))
+    entry = Entry("decode_tma", body, warps * 32 + 96, config, shared, 1)
+    entries = (entry, _cluster_entry(types, dim, q_bytes, line, whole)) if dim <= 128 else (entry,)
+    return Unit("fi/attention/decode/batch_decode_sm90.cuh", "BatchDecodeParams", entries)
+
+
+def _cluster_entry(types: str, dim: int, q_bytes: int, line: int, whole: bool, gather: bool = False) -> Entry:
+    """For small batches. H200, b1 kv1k 32/8: 4 warps 10.1 us, 8 warps 9.5; b1 kv8k: 19.0 and 17.8, 3 stages 18.1."""
+    warps, stage = 8, 2 * 16 * line
+    stages = 16 * 1024 // stage
+    rest = Q_TILE * (dim * q_bytes + 16) + Q_TILE * dim * 6 + warps * Q_TILE * 8 + 8
+    shared = ceil_div(rest + warps * stages * (stage + 16), 16) * 16
+    body = f"decode_cluster<{types}, {dim}, {warps}, {stages}, {str(whole).lower()}, {str(gather).lower()}, {shared}>"
+    config = DecodeConfig(DecodeKind.CLUSTER, dim, int(whole), 0, 1 if gather else 16)
+    return Entry("decode_cluster", body, warps * 32, config, shared, 1)
+
+
+class TmaTuning(NamedTuple):
+    """The tuned constants of the TMA kernel; times in us on an H200."""
+
+    bytes_in_flight: int = 96 * 1024  # of keys; b128 kv8k: 64 KB 1085, 96 KB 964, 128 KB 971
+    whole_rows: bool = True  # one TMA copy per row; b128 kv8k: 977, one per line of 128 bytes 1012
+    evict_first_mb: int = 100  # MB of keys and values; b1 kv8k: 24.0 without, 22.1 with; b128 kv8k: 998 and 1017
+
+
+TMA = TmaTuning()
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)  # of the tensor-core kernels
+_NARROW = ("f16", "bf16", "e4m3", "e5m2")
+TENSOR_CORES = (
+    Constraint("q", "in", _NARROW),
+    Constraint("kv", "in", _NARROW),
+    Constraint("head_dim_qk", "in", HEAD_DIMS),
+    Rule(("head_dim_qk", "head_dim_vo"), "head_dim_vo == head_dim_qk", lambda qk, vo: qk == vo),
+    Constraint("pos_encoding", "in", ("NONE", "ALIBI")),
+    ALIGNED,
+)
+# A TMA copy takes 70 cycles to issue, so it must load many keys of a page. H200, b16 kv8k, us by TMA and by cp.async:
+# page size 1 669, 153; page size 16 139, 145.
+_WHOLE_COPIES = Constraint("page_size", "multiple of", 16)
+
+
+def _read(  # type: ignore[no-untyped-def]
+    out, q, k_cache, v_cache, kv_layout, pos_encoding_mode, draft_mask, logits_soft_cap, scale_q, scale_k, scale_v,
+    bmm1_scale, bmm2_scale,
+):  # fmt: skip
+    scaled = not (scale_q is scale_k is scale_v is bmm1_scale is bmm2_scale is None)
+    return (
+        q.dtype, k_cache.dtype, out.dtype, q.shape[1:], k_cache.shape[1:], v_cache.shape[3], True, kv_layout,
+        pos_encoding_mode, "plain" if draft_mask is None else "custom", logits_soft_cap > 0.0, scaled,
+        (q.stride(), k_cache.stride(), v_cache.stride()),
+        (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) & 15,
+    )  # fmt: skip
+
+
+def _compiled(values: Values) -> Values:
+    return {"q": values["q"], "kv": values["kv"], "head_dim": values["head_dim_qk"]}
+
+
+def _general(values: Values) -> Values:
+    return {"q": values["q"], "kv": values["kv"], "head_dim": 0}
+
+
+# out: `[tokens, num_qo_heads, head_dim_vo]`, fp16, bf16, fp32, e4m3 or e5m2. lse: fp32 `[tokens, num_qo_heads]`
+# contiguous, base 2, or None. q: `[tokens, num_qo_heads, head_dim_qk]`. k_cache, v_cache: `[num_pages, page_size,
+# num_kv_heads, dim]` (kv_layout 0, NHD) or `[num_pages, num_kv_heads, page_size, dim]` (1, HND), of q's dtype, or e4m3
+# or e5m2 with a 16-bit q. Any strides with a contiguous last dimension; head dims are multiples of 8 up to 512.
+# workspace, schedule, num_ctas, num_ranges, split_kv: the `Buffers` that the last `plan` filled. page_indices: int32,
+# contiguous.
+#
+# pos_encoding_mode: value of `PosEncodingMode`. sm_scale, bmm1_scale (fp32, one element on the device), scale_q (fp32
+# `[num_qo_heads]`) and scale_k (fp32 `[num_kv_heads]`) multiply the scores; v_scale, bmm2_scale and scale_v
+# (`[num_kv_heads]`) multiply the output but not lse. sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to row_sum,
+# so lse includes it. A row without keys has out = 0 and lse = sinks[h] * log2(e), or -inf without sinks.
+#
+# q_len > 1: row i is at position kv_len - q_len + i and attends to keys up to that position. With draft_mask (uint8
+# `[tokens, ceil(q_len / 32) * 4]`) it attends to all keys before kv_len - q_len, and to key kv_len - q_len + t if bit
+# t % 8 of byte t / 8 is set. qo_indptr (int32 `[batch_size + 1]`): request b has rows `qo_indptr[b] : qo_indptr[b + 1]`
+# of q, out, lse and draft_mask, at most q_len; its number of rows replaces q_len above. Rows outside all requests are
+# not written.
+BATCH_DECODE = Op(
+    name="batch_decode",
+    family="attention",
+    arguments="Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) workspace, Tensor(d!) schedule, Tensor q, Tensor k_cache, "
+    "Tensor v_cache, Tensor page_indices, int kv_layout, int num_ctas, int num_ranges, int split_kv, int q_len=1, "
+    "int pos_encoding_mode=0, int window_left=-1, float logits_soft_cap=0.0, float sm_scale=1.0, float v_scale=1.0, "
+    "float rope_scale=1.0, float rope_theta=10000.0, Tensor? sinks=None, Tensor? scale_q=None, Tensor? scale_k=None, "
+    "Tensor? scale_v=None, Tensor? bmm1_scale=None, Tensor? bmm2_scale=None, Tensor? draft_mask=None, "
+    'Tensor? qo_indptr=None, bool? enable_pdl=None, str backend="auto"',
+    read=_read,
+    request=request,
+    fields=FIELDS,
+    axes={"q": TYPES, "kv": TYPES, "head_dim": (*HEAD_DIMS, 0)},
+    config=DecodeConfig,
+    takes_variant=True,
+    implementations=(
+        Implementation("cpu", ON_CPU, axes=_general, backends=("cpu", "fa2", "fa2_cuda_core")),
+        Implementation(
+            "tma_sm90", (*exactly(90), *TENSOR_CORES), _tma_unit, _compiled, ("fa3",), preferred=(_WHOLE_COPIES,)
+        ),
+        Implementation("mma_sm80", (*at_least(80), *TENSOR_CORES), _mma_unit, _compiled, ("fa2_tc", "fa2")),
+        Implementation("cuda_core", at_least(80), _cuda_core_unit, _general, ("fa2", "fa2_cuda_core")),
+        Implementation("cudnn", CUDNN, axes=_general, backends=("cudnn",), by_name=True),
+    ),
+    prebuilt=tuple(
+        {"q": q, "kv": kv, "head_dim_qk": dim, "head_dim_vo": dim}
+        for q, kv, dims in (
+            *((q, q, (64, 128, 256)) for q in ("f16", "bf16")),
+            *((q, "e4m3", (128,)) for q in ("f16", "bf16")),
+            ("f32", "f32", (128,)),
+        )
+        for dim in dims
+    ),
+)
+batch_decode = operator(BATCH_DECODE)
+
+
+class Buffers(NamedTuple):
+    """Device memory of one user of batch decode. Kernels write both tensors, so two streams must not share them.
+
+    Args:
+        schedule: int32 `[schedule_words]`; `plan` fills it, `batch_decode` reads it and counts arrivals in it.
+        workspace: fp32 `[max_partials, 16, head_dim_vo + 2]`, partials of `batch_decode`.
+        num_ctas: CTAs of the persistent kernel.
+        num_ranges: most work ranges of the schedule. A work range is a run of consecutive work tiles for one CTA.
+        split_kv: how the keys of a request are split. BALANCED: over CTAs of equal work. NO_SPLIT: not at all. A
+            positive number (`kv_chunk_tiles`): into chunks of so many KV tiles of 64 tokens from position 0, so that
+            the result of a request does not depend on its batch.
+    """
+
+    schedule: torch.Tensor
+    workspace: torch.Tensor
+    num_ctas: int
+    num_ranges: int
+    split_kv: int
+
+
+class Sizes(NamedTuple):
+    """Sizes of `Buffers`: words of the schedule and partials of the workspace, and the numbers of `Buffers`."""
+
+    schedule_words: int
+    max_partials: int
+    num_ctas: int
+    num_ranges: int
+    split_kv: int
+
+
+def grid_of(device: torch.device, choice: Choice | None = None) -> tuple[int, int]:
+    """(num_ctas, num_ranges): the CTAs that are resident on a device at once, and the most work ranges for them.
+
+    A CPU has a fixed number. choice: the kernel that is expected to run; another kernel also works.
+    """
+    if target_of(device).kind == "cpu":
+        return CPU_CTAS, 3 * CPU_CTAS
+    return _grid(choice, multiprocessors_of(device))
+
+
+@functools.lru_cache(maxsize=4096)
+def _grid(choice: Choice | None, multiprocessors: int) -> tuple[int, int]:
+    name = choice.implementation if choice else ""
+    fp8 = choice is not None and dict(choice.spec.axes)["kv"] in ("e4m3", "e5m2")
+    ctas_per_sm = {"mma_sm80": _mma_ctas_per_sm(fp8), "cuda_core": 4}.get(name, 1)
+    num_ctas = min(MAX_RANGES, ctas_per_sm * multiprocessors)
+    # A memory-bound kernel runs faster on some SMs, so its tile scheduler hands out smaller ranges dynamically.
+    return num_ctas, min(MAX_RANGES, 3 * num_ctas) if name == "tma_sm90" and not fp8 else num_ctas
+
+
+def num_q_tiles(num_qo_heads: int, num_kv_heads: int, q_len: int = 1) -> int:
+    """Query tiles of a request: `num_kv_heads * ceil(num_qo_heads / num_kv_heads * q_len / 16)`."""
+    return num_kv_heads * ceil_div(num_qo_heads // num_kv_heads * q_len, Q_TILE)
+
+
+def kv_chunk_tiles(chunk_tokens: int) -> int:
+    """The value of `split_kv` for chunks of at least so many tokens: whole KV tiles of 64."""
+    return ceil_div(max(1, chunk_tokens), KV_TILE)
+
+
+def buffer_sizes(
+    device: torch.device,
+    batch_size: int,
+    q_tiles: int,
+    split_kv: int = BALANCED,
+    tokens: int = 0,
+    choice: Choice | None = None,
+) -> Sizes:
+    """Sizes for `batch_size` requests of any lengths.
+
+    Args:
+        device: device of the buffers.
+        batch_size: number of requests.
+        q_tiles: `num_q_tiles(...)`.
+        split_kv: as in `Buffers`.
+        tokens: for chunks, the most tokens of all requests together: page_size times the number of page indices, or
+            of the entries of a block table.
+        choice: as in `grid_of`.
+    """
+    num_ctas, num_ranges = grid_of(device, choice)
+    max_partials = 2 * num_ranges
+    if split_kv > 0:
+        max_partials = max(max_partials, q_tiles * (tokens // (split_kv * KV_TILE) + 2 * batch_size))
+    schedule_words = 12 + (num_ranges + 1) * 8 + batch_size * 4 + max_partials  # one counter per partial
+    return Sizes(schedule_words, max_partials, num_ctas, num_ranges, split_kv)
+
+
+def allocate(device: torch.device, sizes: Sizes, head_dim_vo: int) -> Buffers:
+    """New buffers. Neither needs initial values: `plan` zeroes the counters."""
+    import torch
+
+    return Buffers(
+        torch.empty(sizes.schedule_words, dtype=torch.int32, device=device),
+        torch.empty((sizes.max_partials, Q_TILE, head_dim_vo + 2), dtype=torch.float32, device=device),
+        sizes.num_ctas,
+        sizes.num_ranges,
+        sizes.split_kv,
+    )
+
+
+def plan(
+    buffers: Buffers,
+    indptr: torch.Tensor | None,
+    last_page_len: torch.Tensor | None,
+    kv_len: torch.Tensor | None,
+    page_size: int,
+    q_tiles: int,
+    *,
+    pages_per_request: int = 0,
+    q_len: int = 1,
+    window_left: int = -1,
+) -> None:
+    """Writes the schedule of a batch on the device, by one kernel of one CTA. It does not synchronise.
+
+    All tensors are contiguous and on the device of the buffers. The buffers must have been sized for this batch.
+
+    Args:
+        buffers: the schedule to fill.
+        indptr: int32 `[batch_size + 1]`; page ids of request b are `page_indices[indptr[b] : indptr[b + 1]]`. None:
+            `page_indices[b * pages_per_request :][:pages_per_request]`, a flat block table.
+        last_page_len: int32 `[batch_size]`; lengths are `(pages - 1) * page_size + last_page_len`.
+        kv_len: int32, uint32 or int64 `[batch_size]`; lengths, which take precedence over last_page_len. A length is
+            limited to the tokens of the request's pages; a request without pages has length 0.
+        page_size: tokens of a page.
+        q_tiles: `num_q_tiles(...)`.
+        pages_per_request: width of the block table, without indptr.
+        q_len: query tokens of each request.
+        window_left: number of keys before the last that are attended to; negative: all. `batch_decode` must be given
+            the same value.
+
+    Raises:
+        ValueError: shape, size or device.
+        TypeError: dtype.
+    """
+    decode_plan(
+        buffers.schedule, indptr, last_page_len, kv_len, page_size, pages_per_request, q_tiles, q_len, window_left,
+        buffers.num_ctas, buffers.num_ranges, buffers.split_kv,
+    )  # fmt: skip

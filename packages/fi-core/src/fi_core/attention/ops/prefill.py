@@ -1,0 +1,353 @@
+"""The ops behind batch prefill: `prefill_plan` writes the list of work tiles, `batch_prefill` computes attention by it.
+
+A caller keeps one schedule, calls `plan` when lengths change, and `batch_prefill` for each layer. Kernels count in the
+schedule, so two callers must not share it. Neither call synchronises, and both may be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, TYPES, element_bytes, request
+from fi_core.attention.ops.tile_shapes import MULTIPLY, TILE, TILE_OF_48, WIDE_TILES
+from fi_core.runtime.dispatch import Choice
+from fi_core.runtime.launch.operator import operator
+from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
+from fi_core.runtime.spec.dtype import DTYPES
+from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
+from fi_core.utils import round_up
+
+if TYPE_CHECKING:
+    import torch
+
+Q_TILE = 128  # packed query rows of the default work tile
+_LARGE_SHARED = (90, 100, 103)  # capabilities with 227 KB of shared memory
+_HEADER, _COUNTERS = 8, 256 * 12  # schedule_words; PrefillSchedule::kHeader, kCounters
+_WORK = 48  # bytes; sizeof(Work)
+
+
+def _plan_unit(axes: Values) -> Unit:
+    entry = Entry("prefill_plan", "prefill_plan", 1024)
+    return Unit("fi/attention/prefill/prefill_plan.cuh", "PrefillPlanParams", (entry,))
+
+
+PREFILL_PLAN = Op(
+    name="prefill_plan",
+    family="attention",
+    arguments="Tensor(a!) schedule, Tensor? qo_indptr, Tensor? kv_indptr, Tensor? last_page_len, Tensor? kv_len, "
+    "int batch_size, int qo_len, int page_size, int pages_per_request, int q_tile_tokens, bool causal, "
+    "int window_left, int num_kv_heads, int short_tile_tokens, int max_partials, int num_ctas",
+    implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _plan_unit)),
+)
+prefill_plan = operator(PREFILL_PLAN)
+
+
+class PrefillKind(IntEnum):
+    """The kernel that a kernel entry of batch_prefill instantiates."""
+
+    MMA = 0  # mma.sync, keys by cp.async
+    WGMMA = 1  # wgmma on 16-bit operands, keys by TMA
+    WGMMA_FP8 = 2  # wgmma on e4m3 operands
+
+
+class PrefillConfig(NamedTuple):
+    kind: PrefillKind
+    rows_per_cta: int  # packed query rows
+    keys_per_stage: int
+    columns_per_cta: int  # of the output
+    ctas_per_sm: int
+    splits_kv: int = 0  # 1: the keys of a work tile may be split over CTAs
+
+
+def _mma_unit(axes: Values) -> Unit:
+    """mma.sync."""
+    q, kv = DTYPES[axes["q"]], DTYPES[axes["kv"]]
+    tile = WIDE_TILES[axes["head_dim"]] if axes["head_dim"] else TILE if kv.bytes == 2 else TILE_OF_48
+    size, body = tile.shared_bytes(kv.bytes), tile.body("prefill_tiles", q.short, kv.short)
+    config = PrefillConfig(PrefillKind.MMA, tile.rows, tile.keys, tile.dim_vo, tile.blocks)
+    entry = Entry("prefill_tiles", body, tile.threads, config, size, tile.blocks)
+    return Unit("fi/attention/prefill/batch_prefill.cuh", "PrefillProblem", (entry,))
+
+
+# The 16-bit wgmma kernel: axis head_dim -> (head_dim_qk, head_dim_vo, keys per stage, consumer warpgroups of 64 rows).
+# H200, TFLOP/s. head_dim 128, 128 and 96 keys: one sequence of 16k, page size 16, 717 and 666; 128 random lengths up to
+# 1k, 432 and 440. head_dim 192, 4 sequences of 4k: 2 warpgroups and 128 keys 630, 3 and 112 keys 619. The other rows
+# are not measured.
+_WGMMA_TILES = {64: (64, 64, 128, 3), 128: (128, 128, 128, 3), 192: (192, 128, 128, 2), 256: (256, 256, 80, 2)}
+_WGMMA_HEAD_DIM_VO = {qk: vo for qk, vo, *_ in _WGMMA_TILES.values()}
+# The kernels for e4m3 and for 16-bit q over fp8 keys: keys per stage; head dims are 128. H200, one sequence of 16k,
+# page size 16, TFLOP/s: e4m3 909 with 128 keys, 861 with 96; 16-bit q 433 with 128 keys (others not measured).
+_FP8_KEYS, _FP8_Q_TILE, _MIXED_KEYS, _FP8_DIM = 128, 192, 128, 128
+
+
+def _wgmma_shared_bytes(qk: int, vo: int, keys: int, groups: int) -> int:
+    """sizeof(PrefillKernel::Shared), and the 1024 bytes to which its start is aligned."""
+    q_bytes = 2 * 64 * groups * qk
+    tiles = q_bytes + 2 * 2 * keys * (qk + vo)
+    query_stages = 2 if tiles + q_bytes <= 226 * 1024 else 1
+    return round_up(tiles + q_bytes * (query_stages - 1) + (12 + 2 * query_stages) * 8 + 2 * _WORK, 1024) + 1024
+
+
+def _wgmma_unit(axes: Values) -> Unit:
+    """wgmma and TMA: one entry whose TMA copies load 64 columns, and one whose copies load whole rows."""
+    q, head_dim = DTYPES[axes["q"]], axes["head_dim"]
+    if q.bytes == 1:
+        return _fp8_unit(axes)
+    if DTYPES[axes["kv"]].bytes == 1:
+        return _mixed_unit(axes)
+    qk, vo, keys, groups = _WGMMA_TILES[head_dim]
+    if axes["soft_cap"]:
+        keys = min(
+            keys, 64 if vo > 128 else 96 if vo > 64 else 128
+        )  # the soft cap needs the registers of the other keys
+    size, capped = _wgmma_shared_bytes(qk, vo, keys, groups), "true" if axes["soft_cap"] else "false"
+    config = PrefillConfig(PrefillKind.WGMMA, 64 * groups, keys, vo, 1, splits_kv=1)
+
+    def entry(name: str, whole_rows: str) -> Entry:
+        body = f"batch_prefill<{q.device}, {qk}, {vo}, {keys}, {whole_rows}, {capped}, {groups}, {size}>"
+        return Entry(name, body, 128 * (groups + 1), config, size, 1)
+
+    entries = (entry("batch_prefill", "false"), entry("batch_prefill_rows", "true"))
+    return Unit("fi/attention/prefill/batch_prefill_sm90.cuh", "BatchPrefillParams", entries)
+
+
+def _fp8_shared_bytes(keys: int) -> int:
+    """sizeof(PrefillFp8Kernel::Shared), and the 1024 bytes to which its start is aligned."""
+    return round_up(_FP8_DIM * (2 * _FP8_Q_TILE + 8 * keys) + 24 * 8 + 2 * _WORK, 1024) + 1024
+
+
+def _fp8_unit(axes: Values) -> Unit:
+    """wgmma on e4m3: queries, keys, values and softmax weights."""
+    keys = 96 if axes["soft_cap"] else _FP8_KEYS
+    size, capped = _fp8_shared_bytes(keys), "true" if axes["soft_cap"] else "false"
+    config = PrefillConfig(PrefillKind.WGMMA_FP8, _FP8_Q_TILE, keys, _FP8_DIM, 1)
+    entry = Entry("batch_prefill_fp8", f"batch_prefill_fp8<{keys}, {capped}, {size}>", 512, config, size, 1)
+    return Unit("fi/attention/prefill/batch_prefill_fp8_sm90.cuh", "BatchPrefillParams", (entry,))
+
+
+def _mixed_unit(axes: Values) -> Unit:
+    """The 16-bit wgmma kernel with one more warpgroup, which converts keys and values from fp8."""
+    q, kv = DTYPES[axes["q"]], DTYPES[axes["kv"]]
+    keys = 112 if axes["soft_cap"] else _MIXED_KEYS
+    size = 2 * _FP8_DIM * (Q_TILE + 6 * keys) + 3 * 1024  # barriers of either kernel, and the alignment
+    capped = "true" if axes["soft_cap"] else "false"
+    body = f"batch_prefill_mixed<{q.device}, {kv.device}, {keys}, {capped}, {size}>"
+    config = PrefillConfig(PrefillKind.WGMMA, Q_TILE, keys, _FP8_DIM, 1)
+    entry = Entry("batch_prefill_mixed", body, 512, config, size, 1)
+    return Unit("fi/attention/prefill/batch_prefill_mixed_sm90.cuh", "BatchPrefillParams", (entry,))
+
+
+def _fp8(dtype: str) -> bool:
+    return element_bytes(dtype) == 1
+
+
+# Constraints of the wgmma kernels, for paged and ragged keys.
+WGMMA = (
+    Constraint("q", "in", ("f16", "bf16", "e4m3")),
+    Constraint("kv", "in", ("f16", "bf16", "e4m3", "e5m2")),
+    Rule(("q", "kv"), "kv of q's dtype, or fp8 with a 16-bit q", lambda q, kv: q == kv or (_fp8(kv) and not _fp8(q))),
+    Rule(
+        ("q", "out"), "output of q's dtype, or of 16 bits for e4m3",
+        lambda q, out: q == out or (q == "e4m3" and element_bytes(out) == 2),
+    ),
+    Constraint("head_dim_qk", "in", tuple(_WGMMA_TILES)),
+    Rule(("kv", "head_dim_qk"), "head_dim_qk 128 for fp8", lambda kv, dim: not _fp8(kv) or dim == _FP8_DIM),
+    Rule(
+        ("head_dim_qk", "head_dim_vo"), "head_dim_vo == head_dim_qk, or 128 for 192",
+        lambda qk, vo: vo == _WGMMA_HEAD_DIM_VO.get(qk, qk),
+    ),
+    Constraint("group_size", "<=", Q_TILE),
+    Constraint("pos_encoding", "==", "NONE"),
+    Constraint("mask", "==", "plain"),
+    Rule(("q", "scaled"), "no scales by head or on the device, or e4m3", lambda q, scaled: q == "e4m3" or not scaled),
+    ALIGNED,
+)  # fmt: skip
+# A TMA copy ends with its page, so small pages need many copies. H200, 16 prompts of 1024, 32/8 heads of 128: 406 us
+# with page size 16 and 2956 us with page size 1, which is slower than the mma.sync kernel.
+_WHOLE_COPIES = Constraint("page_size", "multiple of", 8)
+
+
+def _compiled(values: Values) -> Values:
+    return {
+        "q": values["q"], "kv": values["kv"], "head_dim": values["head_dim_qk"], "soft_cap": values["soft_cap"],
+    }  # fmt: skip
+
+
+def _general(values: Values) -> Values:
+    """Axis head_dim: a wide tile for head dims above 128 of 16-bit keys, if shared memory has room; else 0."""
+    qk, vo, head_dim = values["head_dim_qk"], values["head_dim_vo"], 0
+    if max(qk, vo) > 128 and values["capability"] in _LARGE_SHARED and element_bytes(values["kv"]) == 2:
+        head_dim = next((key for key, t in WIDE_TILES.items() if qk <= t.dim_qk and vo <= t.dim_vo), 0)
+    return {"q": values["q"], "kv": values["kv"], "head_dim": head_dim, "soft_cap": False}
+
+
+def _read(  # type: ignore[no-untyped-def]
+    out, q, k, v, page_indices, custom_mask, items, kv_layout, pos_encoding_mode, logits_soft_cap, scale_q, scale_k,
+    scale_v, bmm1_scale, bmm2_scale,
+):  # fmt: skip
+    scaled = not (scale_q is scale_k is scale_v is bmm1_scale is bmm2_scale is None)
+    mask = "items" if items is not None else "plain" if custom_mask is None else "custom"
+    paged = page_indices is not None
+    return (
+        q.dtype, k.dtype, out.dtype, q.shape[1:], k.shape[1:] if paged or kv_layout == 0 else (k.shape[0], 0),
+        v.shape[-1], paged, kv_layout, pos_encoding_mode, mask, logits_soft_cap > 0.0, scaled,
+        (q.stride(), k.stride(), v.stride(), out.stride()),
+        (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) & 15,
+    )  # fmt: skip
+
+
+# out: `[qo_tokens, num_qo_heads, head_dim_vo]`, fp16, bf16, fp32, e4m3 or e5m2. lse: fp32 `[qo_tokens, num_qo_heads]`
+# contiguous, base 2, or None. q: `[qo_tokens, num_qo_heads, head_dim_qk]`. k, v with page_indices (int32, contiguous):
+# `[num_pages, page_size, num_kv_heads, dim]` (kv_layout 0, NHD) or `[num_pages, num_kv_heads, page_size, dim]` (1,
+# HND); without: `[kv_tokens, num_kv_heads, dim]` or `[num_kv_heads, kv_tokens, dim]`; of q's dtype, or e4m3 or e5m2
+# with a 16-bit q. Any strides with a contiguous last dimension; head dims are multiples of 8 up to 512. schedule,
+# batch_size, q_tile_tokens: those of the last `plan`. zero_padded_rows: rows of out that belong to no request become
+# zero; without it they are not written.
+#
+# pos_encoding_mode: value of `PosEncodingMode`. sm_scale, bmm1_scale (fp32, one element on the device), scale_q (fp32
+# `[num_qo_heads]`) and scale_k (fp32 `[num_kv_heads]`) multiply the scores; v_scale, bmm2_scale and scale_v
+# (`[num_kv_heads]`) multiply the output but not lse. sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to row_sum,
+# so lse includes it. A row without keys has out = 0 and lse = sinks[h] * log2(e), or -inf without sinks.
+#
+# Row i of a request is at position p = kv_len - qo_len + i. causal: it attends to keys j <= p. custom_mask replaces
+# causal: it attends to the keys whose bit is set; uint8, the `[qo_len, kv_len]` masks of the requests flattened,
+# element e in bit e % 8 of byte e / 8, the mask of request b from byte mask_indptr[b] (int32 `[batch_size + 1]`) on.
+# Without mask_indptr, custom_mask is `[qo_tokens, n]`: a row attends to all keys before the query tokens of its
+# request, and to query token t if bit t % 8 of byte t / 8 is set; no request may have more than 8 n rows. items
+# replaces both: a row attends to keys j <= p that are before prefix_len[b] (int32 or uint32 `[batch_size]`), or from
+# p - items[b][p - prefix_len[b]] + 1 on (uint16 `[batch_size, n]`). window_left w >= 0 also masks keys j < p - w.
+#
+# workspace: uint8, aligned to 16 bytes, for partials; private while the kernel runs; needed if `plan` was given
+# max_partials. kv_tokens: tokens of all requests, if known; it decides how many heads share the L2 cache.
+BATCH_PREFILL = Op(
+    name="batch_prefill",
+    family="attention",
+    arguments="Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) schedule, Tensor q, Tensor k, Tensor v, int kv_layout, "
+    "int batch_size, int q_tile_tokens, Tensor? page_indices=None, Tensor(d!)? workspace=None, bool causal=False, "
+    "int pos_encoding_mode=0, int window_left=-1, float logits_soft_cap=0.0, float sm_scale=1.0, float v_scale=1.0, "
+    "float rope_scale=1.0, float rope_theta=10000.0, Tensor? sinks=None, Tensor? scale_q=None, Tensor? scale_k=None, "
+    "Tensor? scale_v=None, Tensor? bmm1_scale=None, Tensor? bmm2_scale=None, Tensor? custom_mask=None, "
+    "Tensor? mask_indptr=None, Tensor? prefix_len=None, Tensor? items=None, int kv_tokens=0, "
+    'bool zero_padded_rows=False, bool? enable_pdl=None, str backend="auto"',
+    read=_read,
+    request=request,
+    fields=FIELDS,
+    axes={"q": TYPES, "kv": TYPES, "head_dim": (*_WGMMA_TILES, 0), "soft_cap": (False, True)},
+    config=PrefillConfig,
+    takes_variant=True,
+    implementations=(
+        Implementation("cpu", ON_CPU, axes=_general, backends=("cpu", "fa2")),
+        Implementation(
+            "wgmma_sm90", (*exactly(90), *WGMMA), _wgmma_unit, _compiled, ("fa3",), preferred=(_WHOLE_COPIES,)
+        ),
+        Implementation(
+            "mma_sm80", (*at_least(80), Constraint("q", "in", tuple(MULTIPLY))), _mma_unit, _general, ("fa2",)
+        ),
+        Implementation("cudnn", CUDNN, axes=_general, backends=("cudnn",), by_name=True),
+    ),
+    prebuilt=(
+        *(
+            {"q": q, "kv": q, "out": q, "head_dim_qk": qk, "head_dim_vo": vo, "soft_cap": soft_cap}
+            for q in ("f16", "bf16")
+            for qk, vo in _WGMMA_HEAD_DIM_VO.items()
+            for soft_cap in ((False, True) if qk == 128 else (False,))
+        ),
+        *({"q": q, "kv": "e4m3", "out": "bf16" if q == "e4m3" else q} for q in ("e4m3", "f16", "bf16")),
+    ),
+)
+batch_prefill = operator(BATCH_PREFILL)
+
+
+def q_tile_tokens(num_qo_heads: int, num_kv_heads: int, rows: int = Q_TILE) -> int:
+    """Query tokens of a work tile of `rows` packed rows. It depends on no lengths, so results do not either."""
+    return max(1, rows * num_kv_heads // max(1, num_qo_heads))
+
+
+def q_tile_rows(choice: Choice) -> int:
+    """Packed query rows of a work tile. A kernel of 128 rows does not take tiles of 192."""
+    return choice.entries[0].config.rows_per_cta if choice.implementation == "wgmma_sm90" else Q_TILE
+
+
+def short_tile_tokens(choice: Choice, num_qo_heads: int, num_kv_heads: int) -> int:
+    """Query tokens of the shorter work tiles that `plan` may choose instead; 0 if the kernel has none."""
+    return q_tile_tokens(num_qo_heads, num_kv_heads) if q_tile_rows(choice) > Q_TILE and _splits_kv(choice) else 0
+
+
+def _splits_kv(choice: Choice) -> bool:
+    return choice.implementation == "wgmma_sm90" and bool(choice.entries[0].config.splits_kv)
+
+
+def max_partials(choice: Choice, workspace_bytes: int, head_dim_vo: int) -> int:
+    """Number of partials that fit into a workspace; 0 if the kernel does not split KV."""
+    if not _splits_kv(choice):
+        return 0
+    return workspace_bytes // (q_tile_rows(choice) // 64 * 128 * 4 * (head_dim_vo // 2 + 4))
+
+
+def requests(schedule: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """The requests of the last `plan`, int32 `[batch_size, 4]`: first row, qo_len, first page or key, kv_len."""
+    begin = _HEADER + _COUNTERS
+    return schedule[begin : begin + 4 * batch_size].view(-1, 4)
+
+
+def schedule_words(batch_size: int, qo_tokens: int, tile_tokens: int) -> int:
+    """Length of the schedule of a batch of so many query tokens, in work tiles of `tile_tokens`."""
+    return _HEADER + _COUNTERS + 4 * batch_size + 2 * (qo_tokens // tile_tokens + batch_size)
+
+
+def plan(
+    schedule: torch.Tensor,
+    batch_size: int,
+    q_tile_tokens: int,
+    qo_indptr: torch.Tensor | None,
+    kv_indptr: torch.Tensor | None,
+    last_page_len: torch.Tensor | None = None,
+    kv_len: torch.Tensor | None = None,
+    *,
+    page_size: int = 1,
+    qo_len: int = 0,
+    pages_per_request: int = 0,
+    causal: bool = False,
+    window_left: int = -1,
+    num_kv_heads: int = 1,
+    short_tile_tokens: int = 0,
+    max_partials: int = 0,
+    num_ctas: int = 0,
+) -> None:
+    """Writes the work tiles of a batch into the schedule on the device, by one kernel of one CTA. It does not
+    synchronise.
+
+    All tensors are contiguous and on the device of the schedule.
+
+    Args:
+        schedule: int32, `schedule_words(...)` or longer, aligned to 16 bytes; needs no initial values.
+        batch_size: number of requests.
+        q_tile_tokens: `q_tile_tokens(...)` with the `q_tile_rows(...)` of the choice.
+        qo_indptr: int32 `[batch_size + 1]`, offsets of query tokens. None: qo_len each.
+        kv_indptr: int32 `[batch_size + 1]`; page ids of request b are `page_indices[kv_indptr[b] : kv_indptr[b + 1]]`.
+            None: `page_indices[b * pages_per_request :][:pages_per_request]`, a flat block table. Ragged keys have
+            page_size 1 and kv_indptr in tokens.
+        last_page_len: int32 `[batch_size]`; lengths are `(pages - 1) * page_size + last_page_len`. None: full pages.
+        kv_len: int32 or uint32 `[batch_size]`; lengths, which take precedence over last_page_len. They are limited to
+            the tokens of the pages.
+        page_size: tokens of a page.
+        qo_len: query tokens of each request, without qo_indptr.
+        pages_per_request: width of the block table, without kv_indptr.
+        causal, window_left: the expected mask, by which tiles are sorted; `batch_prefill` may be given another.
+        num_kv_heads: each tile is computed for every kv head.
+        short_tile_tokens: `short_tile_tokens(...)`; `plan` may choose tiles of this height (results have the same
+            bits). 0: it does not.
+        max_partials: `max_partials(...)` of the workspace that `batch_prefill` is given. The keys of the last tiles, or
+            of all tiles of a small batch, may then be split over CTAs, by the number of SMs and the rest of the batch.
+            An implementation that cannot merge partials computes each tile whole. 0: no split-KV.
+        num_ctas: CTAs of the persistent kernel; 0: one per SM.
+
+    Raises:
+        ValueError: shape, size or device.
+        TypeError: dtype.
+    """
+    prefill_plan(
+        schedule, qo_indptr, kv_indptr, last_page_len, kv_len, batch_size, qo_len, page_size, pages_per_request,
+        q_tile_tokens, causal, window_left, num_kv_heads, short_tile_tokens, max_partials, num_ctas,
+    )  # fmt: skip

@@ -1,0 +1,256 @@
+"""The op behind single-request attention; its public functions are in attention/forms."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, code
+from fi_core.attention.ops.decode import TENSOR_CORES
+from fi_core.attention.ops.prefill import WGMMA
+from fi_core.attention.ops.request import FIELDS, LOAD_BYTES, TYPES, element_bytes
+from fi_core.attention.ops.tile_shapes import MULTIPLY, TILE_OF_48
+from fi_core.runtime.dispatch import Choice
+from fi_core.runtime.launch.operator import operator, planned
+from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
+from fi_core.runtime.spec.dtype import DTYPES
+from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
+from fi_core.utils import ceil_div
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+_ROWS = 4  # packed query rows per CTA of the CUDA-core kernel, in registers
+
+
+class AttentionStep(IntEnum):
+    """The kernel that a kernel entry of single_attention instantiates."""
+
+    MMA = 0  # mma.sync, one query tile per CTA
+    CUDA_CORE = 1  # one chunk of keys per CTA
+    COMBINE = 2  # merges the partial results of the chunks
+
+
+class SingleConfig(NamedTuple):
+    step: AttentionStep
+    largest_head_dim: int
+    rows_per_cta: int
+
+
+def _cuda_core_unit(axes: Values) -> Unit:
+    """CUDA cores. The keys of few rows are split into chunks, whose partials are then combined."""
+    q, kv = DTYPES[axes["q"]], DTYPES[axes["kv"]]
+    rows = f"attend_rows<{q.device}, {kv.device}"
+    entries = [Entry("attend_rows", f"{rows}, 1, {_ROWS}>", 128, SingleConfig(AttentionStep.CUDA_CORE, 256, _ROWS))]
+    if q.short not in MULTIPLY:
+        entries.append(Entry("attend_wide_rows", f"{rows}, 2, 1>", 128, SingleConfig(AttentionStep.CUDA_CORE, 512, 1)))
+    entries.append(Entry("combine_chunks", "combine_chunks", 128, SingleConfig(AttentionStep.COMBINE, 512, 1)))
+    return Unit("fi/attention/single/single_attention.cuh", "SingleAttentionParams", tuple(entries))
+
+
+def _mma_unit(axes: Values) -> Unit:
+    """mma.sync."""
+    q, kv = DTYPES[axes["q"]], DTYPES[axes["kv"]]
+    tile = TILE_OF_48
+    size, body = tile.shared_bytes(kv.bytes), tile.body("attend_tiles", q.short, kv.short)
+    config = SingleConfig(AttentionStep.MMA, 512, tile.rows)
+    entry = Entry("attend_tiles", body, tile.threads, config, size, tile.blocks)
+    return Unit("fi/attention/single/single_attention.cuh", "SingleAttentionParams", (entry,))
+
+
+_FEW = 16  # packed rows (of the query heads of one kv head) up to which an mma tile would be mostly empty
+_WIDE = 256  # larger head dims need two registers per lane, which the CUDA-core kernel has for fp32 only
+_MOST_CTAS = 528  # four per SM of an H200
+_LEAST_KEYS = 128  # per chunk; for fewer, merging costs more than parallel reads save
+# Packed query rows from which the Hopper kernel is worth its second launch. H200, 32/8 heads of 128, causal, us by
+# wgmma and by mma.sync: 64 tokens 14.6, 13.6; 128: 14.5, 15.6; 256: 16.3, 22.1; 1024: 36, 89. The host takes 24 us
+# instead of 10.
+_LEAST_PREFILL_ROWS = 1024
+_OWN = "single"  # the backend name of this op's own kernels
+
+
+_NARROW = Rule(
+    ("q", "head_dim_qk", "head_dim_vo"), f"fp32, or head dims up to {_WIDE}",
+    lambda q, qk, vo: q == "f32" or max(qk, vo) <= _WIDE,
+)  # fmt: skip
+_FEW_ROWS = Rule(
+    ("qo_len", "group_size"), f"one query token, or at most {_FEW} packed query rows",
+    lambda qo_len, group: qo_len == 1 or qo_len * group <= _FEW,
+)  # fmt: skip
+_SAME_TYPES = Rule(
+    ("q", "kv"), "kv of q's dtype, or fp8 with a 16-bit q",
+    lambda q, kv: q == kv or (element_bytes(kv) == 1 and element_bytes(q) == 2),
+)  # fmt: skip
+_MUCH = Rule(
+    ("qo_len", "group_size"), f"{_LEAST_PREFILL_ROWS} packed query rows or more",
+    lambda qo_len, group: qo_len * group >= _LEAST_PREFILL_ROWS,
+)  # fmt: skip
+
+
+def _read(q, k, v, out, kv_layout, pos_encoding_mode):  # type: ignore[no-untyped-def]
+    heads = k.shape[1 - kv_layout] if k.ndim == 3 else 0
+    qo_len = min(q.shape[0], _LEAST_PREFILL_ROWS) if q.ndim == 3 else 1
+    return q.dtype, k.dtype, out.dtype, q.shape[-1], v.shape[-1], qo_len, q.shape[-2] // heads if heads else 0
+
+
+def _request(q, kv, out, head_dim_qk, head_dim_vo, qo_len, group_size):  # type: ignore[no-untyped-def]
+    """The request. The op itself is called only after its public function has chosen its kernels over those of
+    batches.
+    """
+    given = {
+        "q": q, "kv": kv, "out": out, "head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo, "qo_len": qo_len,
+        "group_size": group_size, "page_size": 0,
+    }  # fmt: skip
+    return tuple(SINGLE_ATTENTION.values(given).values())
+
+
+def _axes(few: bool) -> Callable[[Values], Values]:
+    return lambda values: {"few": few, "q": values["q"], "kv": values["kv"]}
+
+
+# out: `[qo_len, num_qo_heads, head_dim_vo]`, lse: fp32 `[qo_len, num_qo_heads]` or None, q: `[qo_len, num_qo_heads,
+# head_dim_qk]`, or all without the axis of tokens. k, v: `[kv_len, num_kv_heads, dim]` (kv_layout 0) or
+# `[num_kv_heads, kv_len, dim]` (1). workspace: fp32 `[chunks, rows, head_dim_vo + 2]`, where the keys of few rows are
+# split. custom_mask: bool `[qo_len, kv_len]`; packed_custom_mask: its bits. Implementations "batch_decode" and
+# "batch_prefill" are the kernels of batches, for a batch of one; the public functions call them.
+SINGLE_ATTENTION = Op(
+    name="single_attention",
+    family="attention",
+    arguments="Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, Tensor q, Tensor k, Tensor v, int kv_layout, "
+    "int pos_encoding_mode=0, bool causal=False, int window_left=-1, float logits_soft_cap=0.0, float sm_scale=1.0, "
+    "float v_scale=1.0, float rope_scale=1.0, float rope_theta=10000.0, Tensor? custom_mask=None, "
+    "Tensor? packed_custom_mask=None, Tensor? scale_q=None, Tensor? scale_k=None, Tensor? scale_v=None, "
+    f'str backend="{_OWN}"',
+    read=_read,
+    request=_request,
+    fields={**FIELDS, "qo_len": Field(None, 1), "decode": Field((False, True), False)},
+    axes={"few": (False, True), "q": TYPES, "kv": TYPES},
+    config=SingleConfig,
+    takes_variant=True,
+    implementations=(
+        Implementation("cpu", ON_CPU, axes=_axes(True), backends=("cpu", _OWN, "fa2")),
+        Implementation(
+            "batch_decode",
+            (*at_least(80), Constraint("decode", "==", True), *TENSOR_CORES, _SAME_TYPES),
+            axes=_axes(True),
+        ),
+        Implementation(
+            "batch_prefill",
+            (*exactly(90), Constraint("decode", "==", False), *WGMMA),
+            axes=_axes(False),
+            backends=("fa3",),
+            preferred=(_MUCH, Constraint("scaled", "==", False)),
+        ),
+        Implementation(
+            "cuda_core", (*at_least(80), _NARROW), _cuda_core_unit, _axes(True), ("fa2", _OWN), preferred=(_FEW_ROWS,)
+        ),
+        Implementation(
+            "mma_sm80",
+            (*at_least(80), Constraint("q", "in", tuple(MULTIPLY))),
+            _mma_unit,
+            _axes(False),
+            ("fa2", _OWN),
+        ),
+    ),
+    prebuilt=tuple(
+        {"q": q, "kv": kv, "out": q, "qo_len": qo_len}
+        for q, kv in (*zip(TYPES, TYPES), *((q, kv) for q in ("f16", "bf16") for kv in ("e4m3", "e5m2")))
+        for qo_len in ((1, 128) if q != "f32" else (1,))
+    ),
+)
+single_attention = operator(SINGLE_ATTENTION)
+
+
+def chunks_of(rows: int, num_kv_heads: int, kv_len: int, qo_len: int, window_left: int) -> int:
+    """Number of chunks into which the CUDA-core kernel splits the keys, so that few rows occupy the whole device.
+
+    It depends on the shape only, so results do not change from device to device. Chunks times query heads stays below
+    2112 or the number of heads, which bounds the workspace.
+    """
+    visible = kv_len if window_left < 0 else min(kv_len, window_left + qo_len)
+    ctas = max(1, num_kv_heads * ceil_div(rows, _ROWS))
+    return max(1, min(ceil_div(visible, _LEAST_KEYS), _MOST_CTAS // ctas))
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    kv_layout: str,
+    pos_encoding_mode: str,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    qk_factor: float | None = None,
+    v_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    splits: bool = True,
+    **options: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Allocates the results and calls the op; the common end of the public functions. q: `[qo_len, heads, d]` or
+    `[heads, d]`.
+
+    qk_factor: factor of sm_scale. splits: whether the keys of few rows may be split. options: other arguments of the
+    op.
+    """
+    import torch
+
+    layout = code(LAYOUTS, kv_layout, "kv_layout")
+    encoding = code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
+    if k.ndim != 3 or v.ndim != 3:
+        raise ValueError(f"k and v must have 3 dimensions; got shapes {tuple(k.shape)} and {tuple(v.shape)}")
+    *outer, dim = q.shape
+    heads, qo_len, dim_vo, kv_heads = outer[-1], outer[0] if q.ndim == 3 else 1, v.shape[2], k.shape[1 - layout]
+    shape = (*outer, dim_vo)
+    out = q.new_empty(shape) if out_dtype is None else q.new_empty(shape, dtype=out_dtype)  # a dtype costs 1 us
+    lse = q.new_empty(outer, dtype=torch.float32) if return_lse else None
+    workspace, rows = None, qo_len * heads // max(1, kv_heads)
+    if splits and (qo_len == 1 or rows <= _FEW) and (max(dim, dim_vo) <= _WIDE or q.dtype is torch.float32):
+        chunks = chunks_of(rows, kv_heads, k.shape[layout], qo_len, window_left)
+        if chunks > 1:
+            workspace = q.new_empty((chunks, qo_len * heads, dim_vo + 2), dtype=torch.float32)
+    scale: float = (dim**-0.5 if dim else 1.0) if sm_scale is None else sm_scale
+    single_attention(
+        out, lse, workspace, q, k, v, layout, encoding, window_left=window_left,
+        logits_soft_cap=logits_soft_cap or 0.0, sm_scale=scale if qk_factor is None else scale * qk_factor,
+        v_scale=1.0 if v_scale is None else v_scale, rope_scale=1.0 if rope_scale is None else rope_scale,
+        rope_theta=1e4 if rope_theta is None else rope_theta, **options,
+    )  # fmt: skip
+    return out if lse is None else (out, lse)
+
+
+def single_choice(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: int,
+    out_dtype: torch.dtype,
+    pos_encoding_mode: str,
+    backend: str,
+    *,
+    decode: bool,
+    mask: str = "plain",
+    soft_cap: bool = False,
+    scaled: bool = False,
+) -> Choice:
+    """The choice for a call, among the kernels of this op and those of batches; for q, k and v of regular shapes.
+
+    Raises UnsupportedError with reasons if the named backend, or none, supports it.
+    """
+    low = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    for x in (q, k, v):
+        for step in x.stride()[:-1]:
+            low |= step * x.itemsize
+    alignment = min(LOAD_BYTES, low & -low) if low else LOAD_BYTES
+    heads, kv_heads = q.shape[-2], k.shape[1 - layout]
+    qo_len = min(q.shape[0], _LEAST_PREFILL_ROWS) if q.ndim == 3 else 1
+    return planned(
+        SINGLE_ATTENTION, q.device, backend, q.dtype, k.dtype, out_dtype, q.shape[-1], v.shape[-1], heads // kv_heads,
+        0, pos_encoding_mode, mask, soft_cap, scaled, alignment, qo_len, decode,
+    )  # fmt: skip

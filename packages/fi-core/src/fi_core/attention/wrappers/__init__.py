@@ -1,0 +1,1 @@
+"""The wrappers: `plan` once a step, `run` once a layer."""

@@ -1,0 +1,174 @@
+"""Cascade attention: one prefill per level of shared keys, merged by their lse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fi_core.attention.contract import unsupported
+from fi_core.attention.merge import merge_state_in_place
+from fi_core.attention.wrappers import trace
+from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
+from fi_core.observe.log import fi_api
+
+if TYPE_CHECKING:
+    import torch
+
+    Tables = Sequence[torch.Tensor]
+
+_BUFFERS = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
+
+
+@fi_api
+class MultiLevelCascadeAttentionWrapper:
+    """Attention of requests that share prefixes: the keys of a shared level are read once for all rows that share them.
+
+    Level 0 is the prefix that most rows share; the last level holds the keys that belong to one request. Each level has
+    its own page table over one cache and its own grouping of the rows of q (arXiv:2402.05099).
+
+    Args:
+        num_levels: number of levels.
+        float_workspace_buffer, kv_layout: as in BatchPrefillWithPagedKVCacheWrapper.
+        use_cuda_graph: fixes the batch of each level.
+        qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr: one buffer
+            per level with use_cuda_graph, with the meaning and sizes of BatchPrefillWithPagedKVCacheWrapper.
+
+    Raises:
+        ValueError: num_levels or the number of buffers; all other errors are those of
+            BatchPrefillWithPagedKVCacheWrapper.
+    """
+
+    def __init__(
+        self,
+        num_levels: int,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf_arr: Tables | None = None,
+        paged_kv_indptr_buf_arr: Tables | None = None,
+        paged_kv_indices_buf_arr: Tables | None = None,
+        paged_kv_last_page_len_buf_arr: Tables | None = None,
+    ) -> None:
+        if num_levels < 1:
+            raise ValueError(f"num_levels: at least 1 is required; got {num_levels}")
+        given = (qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr)
+        buffers: list[dict[str, Any]] = [{} for _ in range(num_levels)]
+        for name, arrays in zip(_BUFFERS, given):
+            if not use_cuda_graph:
+                continue
+            if arrays is None or len(arrays) != num_levels:
+                got = None if arrays is None else len(arrays)
+                raise ValueError(f"{name}_arr: {num_levels} buffers are required with use_cuda_graph; got {got}")
+            for level, buffer in zip(buffers, arrays):
+                level[name] = buffer
+        self._batch_prefill_wrappers = [
+            BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, **level)
+            for level in buffers
+        ]
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._batch_prefill_wrappers[0].is_cuda_graph_enabled
+
+    @fi_api
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffers: Sequence[torch.Tensor]
+    ) -> None:
+        """Replaces the float workspace and the int workspace of each level. Call `plan` before the next run."""
+        self._check_levels(int_workspace_buffers=int_workspace_buffers)
+        for wrapper, buffer in zip(self._batch_prefill_wrappers, int_workspace_buffers):
+            wrapper.reset_workspace_buffer(float_workspace_buffer, buffer)
+
+    @fi_api
+    def plan(
+        self,
+        qo_indptr_arr: Tables,
+        paged_kv_indptr_arr: Tables,
+        paged_kv_indices_arr: Tables,
+        paged_kv_last_page_len: Tables,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: torch.dtype | str = "float16",
+        kv_data_type: torch.dtype | str | None = None,
+    ) -> None:
+        """Plans the next `run` calls, one prefill per level. It does not synchronise.
+
+        Arguments that are not listed are those of `BatchPrefillWithPagedKVCacheWrapper.plan`.
+
+        Args:
+            qo_indptr_arr: qo_indptr of each level; the last element of each is the number of rows of q.
+            paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len: the page table of each level.
+            num_qo_heads, num_kv_heads, head_dim, page_size: common to all levels.
+            causal: applies to the last level. All rows of a group attend to all keys of the other levels.
+
+        Raises:
+            ValueError: number of levels.
+            NotImplementedError: position encodings and window_left with several levels, because a level does not know
+                the positions of its keys. All other errors are those of BatchPrefillWithPagedKVCacheWrapper.plan.
+        """
+        self._check_levels(
+            qo_indptr_arr=qo_indptr_arr, paged_kv_indptr_arr=paged_kv_indptr_arr,
+            paged_kv_indices_arr=paged_kv_indices_arr, paged_kv_last_page_len=paged_kv_last_page_len,
+        )  # fmt: skip
+        last = self._batch_prefill_wrappers[-1]
+        if len(self._batch_prefill_wrappers) > 1:
+            for name, value, plain in (
+                ("pos_encoding_mode", pos_encoding_mode, "NONE"),
+                ("window_left", window_left, -1),
+            ):
+                if value != plain:
+                    raise unsupported(
+                        name, value, f"a level does not know the positions of its keys in a request: pass {plain!r}"
+                    )
+        for wrapper, qo_indptr, indptr, indices, last_page_len in zip(
+            self._batch_prefill_wrappers, qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr,
+            paged_kv_last_page_len,
+        ):  # fmt: skip
+            wrapper.plan(
+                qo_indptr, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+                causal=causal and wrapper is last,
+                pos_encoding_mode=pos_encoding_mode, use_fp16_qk_reduction=use_fp16_qk_reduction, sm_scale=sm_scale,
+                window_left=window_left, logits_soft_cap=logits_soft_cap, rope_scale=rope_scale, rope_theta=rope_theta,
+                q_data_type=q_data_type, kv_data_type=kv_data_type,
+            )  # fmt: skip
+
+    begin_forward = plan
+
+    @fi_api(trace=trace.cascade, planned=trace.PLANNED_CASCADE)
+    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Attention of the planned batch over the keys of all levels.
+
+        The errors are those of `BatchPrefillWithPagedKVCacheWrapper.run`.
+
+        Args:
+            q: `[rows, num_qo_heads, head_dim]`.
+            paged_kv_cache: the cache of all levels, as in `BatchPrefillWithPagedKVCacheWrapper.run`.
+
+        Returns:
+            `[rows, num_qo_heads, head_dim]` in q's dtype.
+        """
+        *shared, last = self._batch_prefill_wrappers
+        if not shared:
+            return last.run(q, paged_kv_cache)  # type: ignore[no-any-return]
+        out, lse = last.run(q, paged_kv_cache, return_lse=True)
+        for wrapper in shared:
+            merge_state_in_place(out, lse, *wrapper.run(q, paged_kv_cache, return_lse=True))
+        return out  # type: ignore[no-any-return]
+
+    forward = run
+
+    def _check_levels(self, **tables: Sequence[torch.Tensor]) -> None:
+        levels = len(self._batch_prefill_wrappers)
+        for name, given in tables.items():
+            if len(given) != levels:
+                raise ValueError(f"{name}: one for each of the {levels} levels is required; got {len(given)}")

@@ -1,0 +1,453 @@
+"""The plan of the batch decode wrapper: its workspaces, page tables and the shape of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fi_core.attention.contract import (
+    LAYOUTS,
+    POS_ENCODINGS,
+    check_backend,
+    check_length,
+    check_shape,
+    code,
+    computed,
+    data_types,
+    last_value,
+    pages_of_chunk,
+    unsupported,
+)
+from fi_core.attention.cudnn import planned as cudnn
+from fi_core.attention.ops import decode as ops
+from fi_core.attention.ops.request import LOAD_BYTES
+from fi_core.attention.schedule import DecodeSchedule
+from fi_core.attention.wrappers import planners
+from fi_core.attention.wrappers.decode_arguments import BACKENDS, FOREIGN, check_lengths, deprecated_positional, lengths
+from fi_core.observe.log import fi_api
+from fi_core.runtime.dispatch import Choice
+from fi_core.runtime.launch.operator import planned
+from fi_core.utils import _get_range_buf, constants
+
+if TYPE_CHECKING:
+    import torch
+
+    from fi_core.attention.custom import CustomAttention
+
+_JIT_ARGS = 16  # of gen_customize_batch_decode_module
+_INT_WORKSPACE = 8 << 20  # bytes; partials of 132 ranges take 4.2 MiB with head_dim 256, of 396 6.3 MiB with 128
+
+
+class BatchDecodePlan:
+    """The planning half of BatchDecodeWithPagedKVCacheWrapper, which documents the arguments."""
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: Sequence[Any] | None = None,
+        jit_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        import torch
+
+        self._layout = code(LAYOUTS, kv_layout, "kv_layout")
+        check_backend(backend, BACKENDS, FOREIGN)
+        self._variant: CustomAttention | None = None
+        if jit_args is not None or jit_kwargs:
+            from fi_core.attention.custom import customised
+
+            # With tensor cores, engines also pass the arguments of prefill, which have no effect here.
+            given = jit_args[:_JIT_ARGS] if jit_args is not None and use_tensor_cores else jit_args
+            self._variant = customised("decode", backend, float_workspace_buffer.device, given, jit_kwargs)
+        self._kv_layout, self._backend = kv_layout, backend
+        self._use_tensor_cores = use_tensor_cores or backend in ("trtllm-gen", "cudnn")
+        # "fa2" without tensor cores means the CUDA cores, which also run a user's variant.
+        self._allowed = BACKENDS[backend]
+        if self._variant is not None or (backend == "fa2" and not self._use_tensor_cores):
+            self._allowed = "fa2_cuda_core"
+        self._use_cuda_graph = use_cuda_graph
+        self._paged_kv_indptr_buf: Any = paged_kv_indptr_buffer
+        self._paged_kv_indices_buf: Any = paged_kv_indices_buffer
+        self._paged_kv_last_page_len_buf: Any = paged_kv_last_page_len_buffer
+        self._fixed_batch_size = self._check_graph_buffers() if use_cuda_graph else 0
+        self._block_tables: torch.Tensor | None = None
+        self._copies: dict[str, torch.Tensor] = {}  # device copies of host tables, reused while shapes repeat
+        self._q_len_per_req, self._is_causal, self._batch_size = 1, False, 0
+        self.device = float_workspace_buffer.device
+        self._cudnn = cudnn.PlannedBatch(use_cuda_graph) if backend == "cudnn" else None
+        if self._cudnn is not None:
+            cudnn.require(self.device)
+        own = torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=self.device)
+        self.reset_workspace_buffer(float_workspace_buffer, own)
+
+    def _check_graph_buffers(self) -> int:
+        """The batch size that the buffers of a CUDA graph fix."""
+        import torch
+
+        for name in ("indptr", "indices", "last_page_len"):
+            buffer = getattr(self, f"_paged_kv_{name}_buf")
+            if not torch.is_tensor(buffer):
+                raise ValueError(f"paged_kv_{name}_buffer: a tensor is required with use_cuda_graph; got {buffer!r}")
+        batch_size, bounds = len(self._paged_kv_last_page_len_buf), len(self._paged_kv_indptr_buf)
+        if bounds != batch_size + 1:
+            raise ValueError(
+                f"paged_kv_indptr_buffer: length {batch_size + 1} is required, one more than "
+                f"paged_kv_last_page_len_buffer; got {bounds}"
+            )
+        return batch_size
+
+    @property
+    def use_tensor_cores(self) -> bool:
+        return self._use_tensor_cores
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._use_cuda_graph
+
+    @property
+    def resolved_backend(self) -> str:
+        """The backend of the last run: "fa2", "fa2_tc", "fa3", "cudnn" or "cpu".
+
+        After a plan and before its first run, the backend that the plan chose; before the first plan, the argument.
+        """
+        return self.last_choice.backend if self.last_choice else self._backend
+
+    @fi_api
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        """Replaces both workspaces. Call `plan` before the next run.
+
+        Args:
+            float_workspace_buffer: as in the constructor.
+            int_workspace_buffer: contiguous, any dtype, aligned to 16 bytes, private to the wrapper: it holds the
+                schedule from plan to the last run.
+
+        Raises:
+            ValueError: alignment or strides.
+        """
+        for name, buffer in (
+            ("float_workspace_buffer", float_workspace_buffer),
+            ("int_workspace_buffer", int_workspace_buffer),
+        ):
+            if buffer.data_ptr() % 16:
+                raise ValueError(f"{name}: alignment to 16 bytes is required; got address {buffer.data_ptr():#x}")
+            if not buffer.is_contiguous():
+                raise ValueError(f"{name}: a contiguous tensor is required; got strides {buffer.stride()}")
+        self._float_workspace_buffer = float_workspace_buffer
+        self._int_workspace_buffer = int_workspace_buffer
+        self._pinned: torch.Tensor | None = None
+        capacity = len(self._paged_kv_indices_buf) if self._use_cuda_graph else None
+        self._schedule = DecodeSchedule(int_workspace_buffer, float_workspace_buffer, capacity)
+        self._plan_info: list[int] | None = None
+        self.last_choice: Choice | None = None
+        self._cached_module: planners.TensorCoreDecodePlanner | planners.DecodePlanner | None = None
+        planners.decode_owners.add(self)
+
+    @computed
+    def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
+        """A pinned mirror of the int workspace, for engines. It is allocated when read: `plan` does not use it."""
+        import torch
+
+        if self._pinned is None:
+            own = self._int_workspace_buffer
+            self._pinned = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
+        return self._pinned
+
+    @computed
+    def _qo_indptr_buf(self) -> torch.Tensor:
+        """[0, 1, ..., batch_size] * q_len_per_req."""
+        rows = _get_range_buf((self._fixed_batch_size or self._batch_size) + 1, self.device)
+        return rows if self._q_len_per_req == 1 else rows * self._q_len_per_req
+
+    @computed
+    def _max_kv_len(self) -> int:
+        """Length of the longest request of the last plan; synchronises."""
+        return max(lengths(*self._schedule.tables, self._page_size), default=0)
+
+    def workspace_size(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        fixed_split_size: int | None = None,
+        q_len_per_req: int = 1,
+        **options: Any,
+    ) -> tuple[int, int]:
+        """The workspace that a plan needs; changes nothing.
+
+        Args:
+            indptr, indices, last_page_len: as in `plan`; the lengths of requests do not matter.
+            num_qo_heads, num_kv_heads, head_dim, page_size: as in `plan`.
+            fixed_split_size: as in `plan`; it makes the result grow with the number of page indices, or with
+                use_cuda_graph with the buffer for them.
+            q_len_per_req: as in `plan`.
+            options: other options of `plan`, which do not matter.
+
+        Returns:
+            (bytes of the float workspace, bytes of the int workspace).
+        """
+        return self._schedule.workspace_bytes(
+            head_dim, len(indptr) - 1, len(indices), num_qo_heads, num_kv_heads, page_size, q_len_per_req,
+            pages_of_chunk(fixed_split_size),
+        )  # fmt: skip
+
+    @fi_api
+    @deprecated_positional
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        window_right: int = 0,
+        logits_soft_cap: float | None = None,
+        q_data_type: torch.dtype | str | None = "float16",
+        kv_data_type: torch.dtype | str | None = None,
+        o_data_type: torch.dtype | str | None = None,
+        data_type: torch.dtype | str | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        block_tables: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+        is_causal: bool | None = None,
+    ) -> None:
+        """Plans the next `run` calls: splits the KV of each request into work tiles. It does not synchronise.
+
+        The schedule is computed on the device.
+
+        Each table may be on the host or on the device. A host table is copied in the order of the current stream, so a
+        pinned tensor must keep its values until then. `last_choice` is then the choice for runs with aligned tensors.
+
+        Args:
+            indptr: int32 `[batch_size + 1]`; request b has the pages `indices[indptr[b] : indptr[b + 1]]`.
+            indices: int32 `[indptr[-1]]` or longer, page ids.
+            last_page_len: int32 `[batch_size]`, tokens in the last page of each request. A request without pages has
+                length 0.
+            num_qo_heads, num_kv_heads: query head h uses kv head `h // (num_qo_heads / num_kv_heads)`; any integer
+                ratio.
+            head_dim: a multiple of 8 up to 512.
+            page_size: tokens of a page.
+            pos_encoding_mode: "NONE", "ROPE_LLAMA" (keys and queries are rotated by their positions) or "ALIBI".
+            window_left: number of keys before its own that a query attends to; -1: all.
+            window_right: must be 0.
+            logits_soft_cap: c > 0 replaces scores by `c tanh(score / c)`.
+            q_data_type, kv_data_type, o_data_type: dtypes; the last two default to q_data_type.
+            data_type: fills q_data_type and kv_data_type where they are None.
+            sm_scale: softmax_scale; default `1 / sqrt(head_dim)`.
+            rope_scale, rope_theta: of "ROPE_LLAMA"; default 1 and 1e4.
+            non_blocking: copy host tables without blocking.
+            block_tables: kept as `_block_tables`. With backend "cudnn" its width bounds the lengths; without it plan
+                synchronises to read them.
+            seq_lens: int32, uint32 or int64 `[batch_size]`; lengths, instead of those by last_page_len.
+            fixed_split_size: splits each request into chunks of so many pages, rounded up to 64 tokens; None or -1: no
+                chunks. The result of a request then has the same bits alone and in any batch.
+            disable_split_kv: requests are not split. The result of a request then has the same bits alone and in any
+                batch.
+            q_len_per_req: query tokens of each request, its last ones; each attends to the keys up to its own position.
+            is_causal: None, or `q_len_per_req > 1`.
+
+        Raises:
+            ValueError: shapes or sizes; lengths below q_len_per_req, if all tables are on the host.
+            TypeError: dtypes.
+            KeyError: pos_encoding_mode.
+            NotImplementedError: window_right, another is_causal, NVFP4 keys.
+            UnsupportedError: the backend does not support the request.
+        """
+        if window_right != 0:
+            raise unsupported("window_right", window_right, "there are no keys behind a decoded token: pass 0")
+        if is_causal is not None and bool(is_causal) != (q_len_per_req > 1):
+            raise NotImplementedError(
+                f"is_causal: leave it out, or pass what q_len_per_req > 1 is ({q_len_per_req > 1}); got {is_causal}"
+            )
+        self._check_table(indptr, indices, last_page_len, seq_lens, page_size, q_len_per_req)
+        if self._use_cuda_graph:
+            _copy(
+                (self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf, self._paged_kv_indices_buf),
+                (indptr, last_page_len, indices),
+                non_blocking,
+            )
+        else:
+            self._paged_kv_indptr_buf = self._on_device("indptr", indptr, non_blocking)
+            self._paged_kv_indices_buf = self._on_device("indices", indices, non_blocking)
+            self._paged_kv_last_page_len_buf = self._on_device("last_page_len", last_page_len, non_blocking)
+        self._block_tables = block_tables
+        self._set_options(
+            pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta,
+            data_types(q_data_type, kv_data_type, o_data_type, data_type),
+        )  # fmt: skip
+        self._replan(
+            self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf, seq_lens, num_qo_heads, num_kv_heads, head_dim,
+            page_size, window_left, q_len_per_req, fixed_split_size, disable_split_kv, non_blocking,
+        )  # fmt: skip
+
+    begin_forward = plan
+
+    def _check_table(
+        self, indptr: Any, indices: Any, last_page_len: Any, seq_lens: Any, page_size: int, q_len: int
+    ) -> None:
+        batch_size = len(last_page_len)
+        if len(indptr) != batch_size + 1:
+            raise ValueError(f"indptr: length {batch_size + 1} is required, last_page_len's + 1; got {len(indptr)}")
+        check_length(last_value(indptr), indices, "indices")
+        if seq_lens is not None and len(seq_lens) != batch_size:
+            raise ValueError(f"seq_lens: length {batch_size} is required, the batch size; got {len(seq_lens)}")
+        if q_len != 1:
+            if q_len < 1 or not self._use_tensor_cores:
+                raise ValueError(f"q_len_per_req: at least 1, and 1 without use_tensor_cores, is required; got {q_len}")
+            tables = (seq_lens,) if seq_lens is not None else (indptr, last_page_len)
+            if all(table.device.type == "cpu" for table in tables):
+                check_lengths(lengths(indptr, last_page_len, seq_lens, page_size), q_len)
+        if not self._use_cuda_graph:
+            return
+        if batch_size != self._fixed_batch_size:
+            raise ValueError(
+                f"indptr: the batch size is fixed at {self._fixed_batch_size} by use_cuda_graph; got {batch_size}"
+            )
+        if len(indices) > len(self._paged_kv_indices_buf):
+            raise ValueError(
+                f"indices: paged_kv_indices_buffer has room for {len(self._paged_kv_indices_buf)}; got {len(indices)}"
+            )
+        if self._plan_info and q_len != self._q_len_per_req:
+            raise ValueError(
+                f"q_len_per_req: fixed at {self._q_len_per_req} by the first plan with use_cuda_graph; got {q_len}"
+            )
+
+    def _on_device(self, name: str, table: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+        if table.device == self.device:
+            return table
+        kept = self._copies.get(name)
+        if kept is not None and kept.shape == table.shape and kept.dtype == table.dtype:
+            return kept.copy_(table, non_blocking=non_blocking)
+        kept = self._copies[name] = table.to(self.device, non_blocking=non_blocking)
+        return kept
+
+    def _set_options(
+        self,
+        pos_encoding_mode: str,
+        window_left: int,
+        logits_soft_cap: float | None,
+        sm_scale: float | None,
+        rope_scale: float | None,
+        rope_theta: float | None,
+        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] | None = None,
+    ) -> None:
+        """Sets what run reads (and engines set), for plan, fast_decode_plan and forward, which leaves the dtypes."""
+        code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
+        self._pos_encoding_mode = pos_encoding_mode
+        self._window_left = window_left
+        self._logits_soft_cap = 0.0 if logits_soft_cap is None else logits_soft_cap
+        self._sm_scale = sm_scale
+        self._rope_scale = 1.0 if rope_scale is None else rope_scale
+        self._rope_theta = 1e4 if rope_theta is None else rope_theta
+        if dtypes is not None:
+            self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type = dtypes
+
+    def _replan(
+        self,
+        indptr: torch.Tensor,
+        last_page_len: torch.Tensor | None,
+        kv_lens: torch.Tensor | None,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        window_left: int,
+        q_len: int,
+        fixed_split_size: int | None,
+        disable_split_kv: bool,
+        non_blocking: bool = True,
+    ) -> list[int]:
+        """Computes the schedule on the device and keeps the shape of the batch.
+
+        kv_lens take precedence over last_page_len.
+        """
+        check_shape(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim)
+        self._num_qo_heads, self._num_kv_heads, self._head_dim = num_qo_heads, num_kv_heads, head_dim
+        self._batch_size = len(indptr) - 1
+        self._q_len_per_req, self._is_causal = q_len, q_len > 1
+        self._q_shape = self._batch_size * q_len, num_qo_heads, head_dim
+        self._page_shape = (page_size, num_kv_heads) if self._layout == 0 else (num_kv_heads, page_size)
+        self._page_size = page_size
+        self.last_choice = self._planned = self._choose(head_dim)
+        indptr = self._on_device("planned_indptr", indptr, non_blocking)
+        if kv_lens is not None:
+            kv_lens, last_page_len = self._on_device("kv_lens", kv_lens, non_blocking), None
+        self._plan_info = self._schedule.plan(
+            indptr, last_page_len, kv_lens, len(self._paged_kv_indices_buf), num_qo_heads, num_kv_heads, head_dim,
+            page_size, window_left, q_len, fixed_split_size, disable_split_kv, self._planned,
+        )  # fmt: skip
+        if self._cudnn is not None:
+            self._plan_cudnn(indptr, last_page_len, kv_lens)
+        self._cached_module = planners.TENSOR_CORE_DECODE_PLANNER if self._use_tensor_cores else planners.DECODE_PLANNER
+        return self._plan_info
+
+    def _plan_cudnn(
+        self, indptr: torch.Tensor, last_page_len: torch.Tensor | None, kv_lens: torch.Tensor | None
+    ) -> None:
+        import torch
+
+        assert self._cudnn is not None
+        if kv_lens is None:
+            assert last_page_len is not None
+            pages = indptr.diff()
+            kv_lens = ((pages - 1) * self._page_size + last_page_len) * (pages > 0)
+        table = self._block_tables
+        most = self._max_kv_len if table is None else table.shape[1] * self._page_size
+        self._cudnn.plan(
+            constants(self._q_len_per_req, self._batch_size, self.device), kv_lens.to(torch.int32),
+            (self._q_len_per_req, most), indptr, self._paged_kv_indices_buf, self._page_size, None,
+        )  # fmt: skip
+
+    def _choose(self, head_dim_vo: int, scaled: bool = False) -> Choice:
+        """The choice for runs of the planned shape with aligned tensors."""
+        if self._variant is not None:
+            self._variant.check(
+                self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type, self._head_dim,
+                head_dim_vo,
+            )  # fmt: skip
+        return planned(
+            ops.BATCH_DECODE, self.device, self._allowed, self._cached_q_data_type, self._cached_kv_data_type,
+            self._cached_o_data_type, self._head_dim, head_dim_vo, self._num_qo_heads // self._num_kv_heads,
+            self._page_size, self._pos_encoding_mode, "plain", self._logits_soft_cap > 0.0, scaled, LOAD_BYTES,
+        )  # fmt: skip
+
+
+def _copy(buffers: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], non_blocking: bool) -> None:
+    """Copies each table into the beginning of its buffer, all tables of one device in one kernel."""
+    import torch
+
+    together: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for buffer, table in zip(buffers, tables):
+        if table.data_ptr() == buffer.data_ptr():
+            continue
+        if table.dtype is not buffer.dtype:
+            raise TypeError(f"indptr, indices and last_page_len: {buffer.dtype} as in the buffers; got {table.dtype}")
+        target = buffer if table.shape == buffer.shape else buffer[: len(table)]
+        if table.device == buffer.device:
+            together[0].append(target)
+            together[1].append(table)
+        else:
+            target.copy_(table, non_blocking=non_blocking)
+    if together[0]:
+        torch._foreach_copy_(*together)  # pyright: ignore[reportPrivateImportUsage]

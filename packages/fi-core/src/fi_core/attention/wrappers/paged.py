@@ -1,0 +1,379 @@
+"""Batch prefill over a paged KV cache: plan once per step, run once per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fi_core.attention.contract import CHECK, check_bounds, check_length, check_pages, no_nvfp4, unpack
+from fi_core.attention.wrappers import trace
+from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
+from fi_core.observe.log import fi_api
+
+if TYPE_CHECKING:
+    import torch
+
+    Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+@fi_api
+class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
+    """Prefill and append attention of a batch over a paged KV cache: `plan` once per step, `run` once per layer.
+
+    The result of a request does not depend on its batch, unless keys are split (see `plan`). After `plan` and after
+    each `run`, `last_choice` is the `Choice` of the dispatcher: the implementation, its config and the reason against
+    each other one. `resolved_backend` is its public name.
+
+    Args:
+        float_workspace_buffer: on the device of the cache, aligned to 16 bytes. It holds the partials of a run whose
+            plan splits KV, so wrappers that share it must not run at the same time. 128 MiB are always enough; a
+            smaller one means fewer splits, or none.
+        kv_layout: "NHD" or "HND", the order of tokens and heads in a page.
+        use_cuda_graph: fixes the batch size and lets `plan` copy its tables into the buffers. A captured `run` then
+            computes the batch that was planned last: kernels read the tables on the device, at fixed addresses.
+        qo_indptr_buf, paged_kv_indptr_buf: int32 `[batch_size + 1]`, with use_cuda_graph.
+        paged_kv_indices_buf: int32 `[max_pages]`, with use_cuda_graph.
+        paged_kv_last_page_len_buf: int32 `[batch_size]`, with use_cuda_graph.
+        custom_mask_buf: uint8, required for masks with use_cuda_graph; every run then applies the mask that was planned
+            last.
+        mask_indptr_buf: int32 `[batch_size + 1]`, required with custom_mask_buf.
+        backend: "auto"; "fa2" (mma.sync, every option); "fa3" (Hopper: 16-bit q, k, v and output of one dtype, head
+            dims 64, 128, 256, or 192 with values of 128; with head dims of 128 also fp8 k and v, and e4m3 k and v with
+            an e4m3 q, where the output has 16 bits and softmax weights are rounded to e4m3; no custom mask, no position
+            encoding); "trtllm-gen" and "cutlass" mean "auto". "cudnn" runs cuDNN's kernels and requires
+            nvidia-cudnn-frontend: 16-bit tensors of one dtype, no mask except causal and window_left, no position
+            encoding, no soft cap, page sizes that are powers of 2. cuDNN uses float_workspace_buffer, and the unused
+            tokens of a request's last page must be finite.
+        jit_args, jit_kwargs: a user's attention variant as arguments of `gen_customize_batch_prefill_module` without
+            backend, for backend "auto" or "fa2"; it is compiled here. Its tensors and scalars then follow the cache in
+            `run`. A planned mask is applied in addition to the variant's, unless the variant declares
+            maybe_custom_mask.
+        variant_owns_mask: only the variant's mask is applied.
+
+    Raises:
+        KeyError: kv_layout.
+        ValueError: backend or buffers.
+        NotImplementedError: a backend of another library.
+        LibraryError: "cudnn" without its frontend.
+        CompileError: the variant does not compile; the errors of the generator are raised as well.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None,
+        paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: Sequence[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+        variant_owns_mask: bool = False,
+    ) -> None:
+        self._qo_indptr_buf: Any = qo_indptr_buf
+        self._paged_kv_indptr_buf: Any = paged_kv_indptr_buf
+        self._paged_kv_indices_buf: Any = paged_kv_indices_buf
+        self._paged_kv_last_page_len_buf: Any = paged_kv_last_page_len_buf
+        self._block_tables: torch.Tensor | None = None
+        buffers = {
+            "qo_indptr_buf": qo_indptr_buf,
+            "paged_kv_indptr_buf": paged_kv_indptr_buf,
+            "paged_kv_indices_buf": paged_kv_indices_buf,
+            "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
+        }
+        super().__init__(
+            float_workspace_buffer, kv_layout, buffers if use_cuda_graph else None, custom_mask_buf, mask_indptr_buf,
+            backend, jit_args, jit_kwargs, variant_owns_mask,
+        )  # fmt: skip
+        if use_cuda_graph:
+            self._fixed_batch_size = batch = len(qo_indptr_buf) - 1  # type: ignore[arg-type]
+            for name, length in (("paged_kv_indptr_buf", batch + 1), ("paged_kv_last_page_len_buf", batch)):
+                if len(buffers[name]) != length:  # type: ignore[arg-type]
+                    raise ValueError(
+                        f"{name}: length {length} is required, since qo_indptr_buf has {batch + 1}; "
+                        f"got {len(buffers[name])}"  # type: ignore[arg-type]
+                    )
+
+    def workspace_size(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        *args: Any,
+        **options: Any,
+    ) -> tuple[int, int]:
+        """The workspace that a plan needs; changes nothing.
+
+        Args:
+            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len: as in `plan`.
+            num_qo_heads, num_kv_heads: as in `plan`.
+            args, options: other arguments of `plan`, which do not matter.
+
+        Returns:
+            (bytes of the float workspace, bytes of the int workspace). The first is 0: split-KV uses the float
+            workspace where CTAs would idle, but does not require it.
+        """
+        return self._size(qo_indptr, num_qo_heads, num_kv_heads)
+
+    @fi_api
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: torch.dtype | str = "float16",
+        kv_data_type: torch.dtype | str | None = None,
+        o_data_type: torch.dtype | str | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        uniform_q_len: int | None = None,
+    ) -> None:
+        """Plans the next `run` calls: computes the work tiles of the batch on the device. It does not synchronise.
+
+        Row i of a request is at position p = kv_len - qo_len + i. Each table may be on the host or on the device. A
+        host table is copied in the order of the current stream, so a pinned tensor must keep its values until then.
+        `last_choice` is then the choice for runs with aligned tensors.
+
+        Args:
+            qo_indptr: int32 `[batch_size + 1]`; request b has rows `q[qo_indptr[b] : qo_indptr[b + 1]]`.
+            paged_kv_indptr: int32 `[batch_size + 1]`; request b has pages `paged_kv_indices[paged_kv_indptr[b] :
+                paged_kv_indptr[b + 1]]`.
+            paged_kv_indices: int32 `[paged_kv_indptr[-1]]` or longer, page ids.
+            paged_kv_last_page_len: int32 `[batch_size]`, tokens in the last page of each request. A request without
+                pages has length 0.
+            num_qo_heads, num_kv_heads: query head h uses kv head `h // (num_qo_heads / num_kv_heads)`; any integer
+                ratio.
+            head_dim_qk, head_dim_vo: multiples of 8 up to 512; head_dim_vo defaults to head_dim_qk.
+            page_size: tokens of a page.
+            custom_mask: bool, the `[qo_len, kv_len]` masks of all requests, flattened and concatenated; True: the row
+                attends to the key. It replaces causal, and may be on any device.
+            packed_custom_mask: uint8, the same masks as bits (little endian), each request from a new byte on, as
+                `segment_packbits` makes them. It takes precedence over custom_mask.
+            causal: a row attends to keys j <= p.
+            pos_encoding_mode: "NONE", "ROPE_LLAMA" (keys and queries are rotated by their positions) or "ALIBI".
+            use_fp16_qk_reduction: without effect; sums are fp32.
+            sm_scale: softmax_scale; default `1 / sqrt(head_dim_qk)`.
+            window_left: w >= 0 also masks keys j < p - w; -1: no window.
+            logits_soft_cap: c > 0 replaces scores by `c tanh(score / c)`.
+            rope_scale, rope_theta: of "ROPE_LLAMA"; default 1 and 1e4.
+            q_data_type, kv_data_type, o_data_type: dtypes; the last two default to q_data_type.
+            non_blocking: copy host tables without blocking.
+            prefix_len_ptr: uint32 `[batch_size]`; multi-item scoring, which replaces all masks: several items follow
+                one prefix of this length, and a row attends to the prefix and to its own item.
+            token_pos_in_items_ptr: uint16 `[batch_size * token_pos_in_items_len]`, the position within its item of each
+                token after the prefix; 0 at the delimiter before an item.
+            token_pos_in_items_len: elements of each request in token_pos_in_items_ptr.
+            max_item_len_ptr, seq_lens_q, uniform_q_len: hints without effect.
+            seq_lens: int32 or uint32 `[batch_size]`; lengths, instead of those by the last pages.
+            block_tables: kept as `_block_tables`.
+            max_token_per_sequence, max_sequence_kv: upper bounds of qo_len and kv_len, for backend "cudnn"; without
+                them plan synchronises. With use_cuda_graph those of the first plan hold.
+            fixed_split_size: a positive number has the effect of disable_split_kv, so that no chunk depends on the
+                batch.
+            disable_split_kv: no keys are split, so that the result of a request has the same bits in any batch.
+                Otherwise, on Hopper with 16-bit caches, the keys of the last work tiles may be split, depending on the
+                number of SMs that would idle.
+
+        Raises:
+            ValueError: shapes, sizes, or a value that a CUDA graph fixes.
+            TypeError: dtypes.
+            KeyError: pos_encoding_mode.
+            UnsupportedError: the backend does not support the request.
+        """
+        self._check_batch(qo_indptr, paged_kv_indptr)
+        if len(paged_kv_last_page_len) != len(qo_indptr) - 1:
+            raise ValueError(
+                f"paged_kv_last_page_len: length {len(qo_indptr) - 1} is required, the batch size; "
+                f"got {len(paged_kv_last_page_len)}"
+            )
+        check_length(self._kv_indptr_last, paged_kv_indices, "paged_kv_indices")
+        if seq_lens is not None and len(seq_lens) != len(qo_indptr) - 1:
+            raise ValueError(f"seq_lens: length {len(qo_indptr) - 1} is required, the batch size; got {len(seq_lens)}")
+        self._set_options(
+            causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
+            rope_theta,
+        )  # fmt: skip
+        self._set_types(q_data_type, kv_data_type, o_data_type)
+        self._place("qo_indptr", qo_indptr, non_blocking)
+        self._place("paged_kv_indptr", paged_kv_indptr, non_blocking)
+        self._place("paged_kv_indices", paged_kv_indices, non_blocking)
+        self._place("paged_kv_last_page_len", paged_kv_last_page_len, non_blocking)
+        self._block_tables = block_tables
+
+        def lengths(device: torch.device) -> torch.Tensor:
+            pages, last = paged_kv_indptr.to(device).diff().long(), paged_kv_last_page_len.to(device)
+            return ((pages - 1) * page_size + last) * (pages > 0)
+
+        self._place_mask(custom_mask, packed_custom_mask, (qo_indptr, paged_kv_indptr), lengths, non_blocking)
+        self._place_items(
+            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, non_blocking
+        )
+        self._most = max_token_per_sequence, max_sequence_kv
+        self._replan(
+            self._qo_indptr_buf, self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf, seq_lens, num_qo_heads,
+            num_kv_heads, head_dim_qk, head_dim_vo or head_dim_qk, page_size, causal, window_left, non_blocking,
+            disable_split_kv or (fixed_split_size or 0) > 0,
+        )  # fmt: skip
+
+    begin_forward = plan
+
+    @fi_api(trace=trace.paged_prefill, planned=trace.PLANNED_PAGED)
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        *args: Any,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: torch.Tensor | None = None,
+        kv_cache_sf: Any = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
+    ) -> Any:
+        """Attention of the planned batch: `softmax(mask(q k^T * sm_scale)) v` for each request and head
+        (arXiv:2501.01005).
+
+        `last_choice` tells which implementation ran.
+
+        Args:
+            q: `[qo_indptr[-1], num_qo_heads, head_dim_qk]`, of the planned dtype.
+            paged_kv_cache: `[pages, 2, page_size, num_kv_heads, head_dim]` ("NHD"), `[pages, 2, num_kv_heads,
+                page_size, head_dim]` ("HND"), or a tuple (k_cache, v_cache) without the axis of 2; without the page
+                axis, page_size is 1. The planned dtype; any strides with a contiguous last dimension.
+            args: for fp8 tensors scale_q `[num_qo_heads]`, scale_k and scale_v `[num_kv_heads]`, fp32 or numbers; with
+                jit_args the tensors and then the scalars of the variant.
+            q_scale, k_scale: factors of the scores, numbers or one-element fp32 tensors on the device.
+            v_scale: factor of the output, likewise.
+            out: written and returned if given.
+            lse: fp32, written if given.
+            return_lse: also return lse, the logarithm of `sum(exp(score))`.
+            lse_base: "log2" or "ln".
+            lse_layout: "NH" (`[rows, num_qo_heads]`) or "HN".
+            enable_pdl: programmatic dependent launch; None: where the device supports it.
+            window_left: None, or the planned value.
+            sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to row_sum.
+            kv_cache_sf: NVFP4 caches, not supported.
+            skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: without effect; nothing is skipped
+                or rounded, which any setting permits.
+
+        Returns:
+            out `[qo_indptr[-1], num_qo_heads, head_dim_vo]` in o_data_type, or (out, lse). A row that attends to no key
+            has out = 0 and lse = -inf, or the lse of its sink.
+
+        Raises:
+            RuntimeError: no plan.
+            ValueError: shape, dtype, device, stride, lse_base or lse_layout. With FI_CHECK=1 at import also page ids
+                and offsets out of range, which synchronises.
+            KeyError: the container of the cache.
+            AssertionError: window_left.
+            NotImplementedError: kv_cache_sf.
+        """
+        assert window_left is None or window_left == self._window_left, (
+            f"window_left: {self._window_left} was planned; got {window_left}"
+        )
+        if kv_cache_sf is not None:
+            raise no_nvfp4("kv_cache_sf")
+        k, v = unpack(paged_kv_cache, self._kv_layout)
+        self._check_query(q, k, v)
+        page_size, kv_heads = (k.shape[1], k.shape[2]) if self._layout == 0 else (k.shape[2], k.shape[1])
+        if page_size != self._page_size or kv_heads != self._num_kv_heads:
+            raise ValueError(
+                f"paged_kv_cache: page_size {self._page_size} and {self._num_kv_heads} kv heads were planned; "
+                f"got shape {tuple(k.shape)} ({self._kv_layout})"
+            )
+        if CHECK:
+            check_pages(k.shape[0], self._paged_kv_indices_buf, "paged_kv_indices", self._paged_kv_indptr_buf)
+            check_bounds(self._qo_indptr_buf, "qo_indptr", q.shape[0])
+        return self._attend(
+            q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse, lse_base, lse_layout, enable_pdl, sinks
+        )
+
+    def run_return_lse(self, q: torch.Tensor, paged_kv_cache: Cache, *args: Any, **options: Any) -> Any:
+        """`run` with return_lse: (out, lse)."""
+        return self.run(q, paged_kv_cache, *args, return_lse=True, **options)
+
+    @fi_api
+    def forward(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Any:
+        """The older form of `run`. Its options replace those of the plan; an omitted option has its default."""
+        self._set_options(
+            causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
+            rope_theta,
+        )  # fmt: skip
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
+    def forward_return_lse(self, *args: Any, **options: Any) -> Any:
+        """`forward`, with the log-sum-exp."""
+        return self.forward(*args, **options, return_lse=True)
+
+    def end_forward(self) -> None:
+        """Does nothing; older callers end a plan with it."""
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Checks its argument only: one kernel accepts K and V of different strides.
+
+        Raises:
+            ValueError: variant.
+            RuntimeError: no plan.
+        """
+        if variant != "independent":
+            raise ValueError(f'variant: "independent" is required; got {variant!r}')
+        if self._plan_info is None:
+            raise RuntimeError("prewarm_paged_kv_stride_variant: call plan first")

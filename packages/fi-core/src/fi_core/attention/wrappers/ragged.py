@@ -1,0 +1,285 @@
+"""Batch prefill over ragged keys and values: plan once per step, run once per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fi_core.attention.contract import CHECK, check_bounds, no_nvfp4, unsupported
+from fi_core.attention.wrappers import trace
+from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
+from fi_core.observe.log import fi_api
+
+if TYPE_CHECKING:
+    import torch
+
+
+@fi_api
+class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
+    """Prefill attention of a batch over ragged K and V: `plan` once per step, `run` once per layer.
+
+    The keys and values of the requests are concatenated. `last_choice` and `resolved_backend` tell which implementation
+    was planned and ran, as in BatchPrefillWithPagedKVCacheWrapper.
+
+    Args:
+        float_workspace_buffer: as in BatchPrefillWithPagedKVCacheWrapper.
+        kv_layout: "NHD" (`[kv_tokens, num_kv_heads, head_dim]`) or "HND" (`[num_kv_heads, kv_tokens, head_dim]`).
+        use_cuda_graph: as in BatchPrefillWithPagedKVCacheWrapper.
+        qo_indptr_buf, kv_indptr_buf: int32 `[batch_size + 1]`, with use_cuda_graph.
+        custom_mask_buf, mask_indptr_buf, backend, jit_args, jit_kwargs, variant_owns_mask: as in
+            BatchPrefillWithPagedKVCacheWrapper.
+
+    Raises:
+        ValueError: buffers; all other errors are those of BatchPrefillWithPagedKVCacheWrapper.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        kv_indptr_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: Sequence[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+        variant_owns_mask: bool = False,
+    ) -> None:
+        self._qo_indptr_buf: Any = qo_indptr_buf
+        self._kv_indptr_buf: Any = kv_indptr_buf
+        buffers = {"qo_indptr_buf": qo_indptr_buf, "kv_indptr_buf": kv_indptr_buf}
+        super().__init__(
+            float_workspace_buffer, kv_layout, buffers if use_cuda_graph else None, custom_mask_buf, mask_indptr_buf,
+            backend, jit_args, jit_kwargs, variant_owns_mask,
+        )  # fmt: skip
+        if use_cuda_graph:
+            self._fixed_batch_size = len(qo_indptr_buf) - 1  # type: ignore[arg-type]
+            if len(kv_indptr_buf) != len(qo_indptr_buf):  # type: ignore[arg-type]
+                raise ValueError(
+                    f"kv_indptr_buf: length {len(qo_indptr_buf)} is required, that of qo_indptr_buf; "  # type: ignore[arg-type]
+                    f"got {len(kv_indptr_buf)}"  # type: ignore[arg-type]
+                )
+
+    def workspace_size(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        *args: Any,
+        **options: Any,
+    ) -> tuple[int, int]:
+        """The workspace that a plan needs; changes nothing.
+
+        Args:
+            qo_indptr, kv_indptr, num_qo_heads, num_kv_heads: as in `plan`.
+            args, options: other arguments of `plan`, which do not matter.
+
+        Returns:
+            (bytes of the float workspace, bytes of the int workspace). The first is 0: split-KV uses the float
+            workspace where CTAs would idle, but does not require it.
+        """
+        return self._size(qo_indptr, num_qo_heads, num_kv_heads)
+
+    @fi_api
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: torch.dtype | str = "float16",
+        kv_data_type: torch.dtype | str | None = None,
+        o_data_type: torch.dtype | str | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        v_indptr: torch.Tensor | None = None,
+        o_indptr: torch.Tensor | None = None,
+        uniform_q_len: int | None = None,
+    ) -> None:
+        """Plans the next `run` calls: computes the work tiles of the batch on the device. It does not synchronise.
+
+        Arguments that are not listed have the meaning and the errors of `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        NOTE: their order differs.
+
+        Args:
+            qo_indptr: int32 `[batch_size + 1]`, on the host or on the device; request b has rows `q[qo_indptr[b] :
+                qo_indptr[b + 1]]`.
+            kv_indptr: int32 `[batch_size + 1]`, likewise; request b has the tokens kv_indptr[b] to kv_indptr[b + 1] of
+                k and v.
+            seq_lens: without effect; kv_indptr determines the lengths.
+            v_indptr, o_indptr: None, or the values of kv_indptr and of qo_indptr (on the device those very tensors),
+                because v and out have the offsets of k and q.
+
+        Raises:
+            NotImplementedError: another v_indptr or o_indptr.
+        """
+        _require_same("v_indptr", v_indptr, "kv_indptr", kv_indptr)
+        _require_same("o_indptr", o_indptr, "qo_indptr", qo_indptr)
+        self._check_batch(qo_indptr, kv_indptr)
+        self._set_options(
+            causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
+            rope_theta,
+        )  # fmt: skip
+        self._set_types(q_data_type, kv_data_type, o_data_type)
+        self._place("qo_indptr", qo_indptr, non_blocking)
+        self._place("kv_indptr", kv_indptr, non_blocking)
+        self._place_mask(
+            custom_mask, packed_custom_mask, (qo_indptr, kv_indptr), lambda device: kv_indptr.to(device).diff(),
+            non_blocking,
+        )  # fmt: skip
+        self._place_items(
+            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, non_blocking
+        )
+        self._most = max_token_per_sequence, max_sequence_kv
+        self._replan(
+            self._qo_indptr_buf, self._kv_indptr_buf, None, None, num_qo_heads, num_kv_heads, head_dim_qk,
+            head_dim_vo or head_dim_qk, 1, causal, window_left, non_blocking,
+            disable_split_kv or (fixed_split_size or 0) > 0,
+        )  # fmt: skip
+
+    begin_forward = plan
+
+    def _out_dtype(self) -> torch.dtype:
+        """The dtype of the output: the planned one; instead of an fp8 dtype that of q, or bf16 if q is fp8 as well."""
+        import torch
+
+        for planned in (self._cached_o_data_type, self._cached_q_data_type):
+            if planned is not None and planned.itemsize > 1:
+                return planned
+        return torch.bfloat16
+
+    @fi_api(trace=trace.ragged_prefill, planned=trace.PLANNED_RAGGED)
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *args: Any,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        o_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        enable_pdl: bool | None = None,
+        kv_cache_sf: Any = None,
+    ) -> Any:
+        """Attention of the planned batch: `softmax(mask(q k^T * sm_scale)) v` for each request and head
+        (arXiv:2501.01005).
+
+        Arguments that are not listed, and other errors, are those of `BatchPrefillWithPagedKVCacheWrapper.run`. The
+        attribute `_sinks` of the wrapper, if set, holds the sinks (fp32 `[num_qo_heads]`). `last_choice` tells which
+        implementation ran.
+
+        Args:
+            q: `[qo_indptr[-1], num_qo_heads, head_dim_qk]`.
+            k, v: `[kv_indptr[-1], num_kv_heads, head_dim]` ("NHD") or `[num_kv_heads, kv_indptr[-1], head_dim]`
+                ("HND"), or longer; any strides with a contiguous last dimension.
+            o_scale: None or 1.
+
+        Returns:
+            out `[qo_indptr[-1], num_qo_heads, head_dim_vo]`, or (out, lse). out has the planned dtype; instead of an
+            fp8 dtype that of q, or bf16.
+
+        Raises:
+            NotImplementedError: another o_scale.
+        """
+        if kv_cache_sf is not None:
+            raise no_nvfp4("kv_cache_sf")
+        if o_scale is not None and o_scale != 1.0:
+            raise unsupported("o_scale", o_scale, "multiply v_scale by what the output is to be scaled by")
+        if k.ndim != 3 or v.ndim != 3:
+            raise ValueError(f"k and v must have 3 dimensions; got shapes {tuple(k.shape)} and {tuple(v.shape)}")
+        self._check_query(q, k, v)
+        tokens, heads = (k.shape[0], k.shape[1]) if self._layout == 0 else (k.shape[1], k.shape[0])
+        if heads != self._num_kv_heads or tokens < self._kv_tokens:
+            raise ValueError(
+                f"k: {self._num_kv_heads} heads and {self._kv_tokens} tokens were planned (kv_indptr[-1]); "
+                f"got shape {tuple(k.shape)} ({self._kv_layout})"
+            )
+        if CHECK:
+            check_bounds(self._qo_indptr_buf, "qo_indptr", q.shape[0])
+            check_bounds(self._kv_indptr_buf, "kv_indptr", tokens)
+        return self._attend(
+            q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse, lse_base, lse_layout, enable_pdl,
+            self._sinks,
+        )  # fmt: skip
+
+    def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Any:
+        """`run` with return_lse: (out, lse)."""
+        return self.run(q, k, v, *args, return_lse=True, **options)
+
+    @fi_api
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Any:
+        """The older form of `run`. Its options replace those of the plan; an omitted option has its default."""
+        self._set_options(
+            causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
+            rope_theta,
+        )  # fmt: skip
+        return self.run(q, k, v, return_lse=return_lse)
+
+    def forward_return_lse(self, *args: Any, **options: Any) -> Any:
+        """`forward`, with the log-sum-exp."""
+        return self.forward(*args, **options, return_lse=True)
+
+    def end_forward(self) -> None:
+        """Does nothing; older callers end a plan with it."""
+
+
+def _require_same(name: str, given: torch.Tensor | None, of: str, own: torch.Tensor) -> None:
+    """Raises NotImplementedError for offsets that differ from those of the plan.
+
+    Device tensors must be the same tensor: comparing their values would synchronise.
+    """
+    if given is None or given is own:
+        return
+    if given.device.type != own.device.type or given.shape != own.shape:
+        same = False
+    elif own.device.type == "cpu":
+        same = bool((given == own).all())
+    else:
+        same = given.data_ptr() == own.data_ptr()
+    if not same:
+        raise unsupported(name, given, f"v and out stand as k and q do: pass None or {of}")

@@ -1,0 +1,101 @@
+"""Batch prefill with attention sinks: the paged wrapper with its data types and window fixed by the constructor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
+from fi_core.observe.log import fi_api
+
+if TYPE_CHECKING:
+    import torch
+
+
+@fi_api
+class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
+    """BatchPrefillWithPagedKVCacheWrapper with a learned logit per head in its run (sinks, arXiv:2309.17453; gpt-oss).
+
+    Arguments that are not listed are those of BatchPrefillWithPagedKVCacheWrapper.
+
+    Args:
+        backend: "auto", "fa2" or "fa3".
+        pos_encoding_mode, use_fp16_qk_reduction, q_data_type, kv_data_type, head_dim_qk, head_dim_vo: for
+            compatibility; `plan` is given the values that apply.
+        window_left: must equal that of `plan`.
+
+    Raises:
+        AssertionError: backend.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None,
+        paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        q_data_type: torch.dtype | None = None,
+        kv_data_type: torch.dtype | None = None,
+        head_dim_qk: int = 128,
+        head_dim_vo: int = 128,
+        window_left: int = -1,
+    ) -> None:
+        assert backend in ("auto", "fa2", "fa3"), f"backend: auto, fa2 or fa3 is required; got {backend!r}"
+        super().__init__(
+            float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf,
+            paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend,
+        )  # fmt: skip
+        self._made_for_window = window_left
+
+    @fi_api
+    def run(  # type: ignore[override]
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        sink: torch.Tensor | None = None,
+        sm_scale: float | None = None,
+        **options: Any,
+    ) -> Any:
+        """Attention with `exp(sink[h])` added to row_sum; lse includes it.
+
+        Args:
+            q, paged_kv_cache: as in `BatchPrefillWithPagedKVCacheWrapper.run`.
+            sink: fp32 `[num_qo_heads]`, a natural logarithm that sm_scale does not multiply.
+            sm_scale: default that of the plan.
+            options: other options of `BatchPrefillWithPagedKVCacheWrapper.run`.
+
+        Returns:
+            out or (out, lse), as in that function.
+
+        Raises:
+            ValueError: window_left of the plan differs from that of the wrapper. All other errors are those of that
+                function.
+        """
+        if self._plan_info is not None and self._window_left != self._made_for_window:
+            raise ValueError(f"window_left: the wrapper was made for {self._made_for_window}; got {self._window_left}")
+        planned = self._sm_scale if self._plan_info is not None else None
+        if sm_scale is not None:
+            self._sm_scale = sm_scale
+        try:
+            return super().run(q, paged_kv_cache, sinks=sink, **options)
+        finally:
+            if self._plan_info is not None:
+                self._sm_scale = planned
+
+    def run_return_lse(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        sink: torch.Tensor | None = None,
+        sm_scale: float | None = None,
+        **options: Any,
+    ) -> Any:
+        """`run` with return_lse: (out, lse)."""
+        return self.run(q, paged_kv_cache, sink, sm_scale, return_lse=True, **options)

@@ -1,8 +1,0 @@
-"""Attention over keys that requests share in part: merging of states, and a wrapper for levels of a page table."""
-
-from __future__ import annotations
-
-from fi_core.cascade.levels import MultiLevelCascadeAttentionWrapper
-from fi_core.cascade.merge import merge_state, merge_state_in_place, merge_states
-
-__all__ = ["MultiLevelCascadeAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states"]

@@ -1,0 +1,1 @@
+"""Interfaces that serving engines use besides the operators: autotuner, backend decorators, compilation context."""

@@ -1,0 +1,327 @@
+"""Chooses (runner, tactic) pairs from tables made offline, behind the interface of FlashInfer's autotuner.
+
+fi measures nothing at run time. Pure functions of the shape choose the configuration of its kernels, so a call inside
+`autotune()` gives the same result as outside, and all ranks choose alike. Operators with several runners look up
+shapes in a table file; a shape that the table lacks takes runner 0 with its default tactic, -1.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import json
+import os
+import threading
+import warnings
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+Shapes = tuple[tuple[int, ...], ...]
+Buckets = tuple[int, ...]
+METADATA = "_metadata"
+
+
+@dataclass(frozen=True)
+class DynamicTensorSpec:
+    """Dimensions that vary from call to call; a table stores them by bucket.
+
+    Args:
+        input_idx: indices of the inputs.
+        dim_idx: index of the dimension, one per input.
+        gen_tuning_buckets: the buckets, or a function from a size to its buckets.
+        map_to_tuning_buckets: function from a size to its bucket.
+    """
+
+    input_idx: Sequence[int]
+    dim_idx: Sequence[int]
+    gen_tuning_buckets: Buckets | Callable[[int], Iterable[int]]
+    map_to_tuning_buckets: Callable[[int], int]
+
+    def buckets(self, size: int) -> Buckets:
+        """The bucket sizes for a dimension of this size, ascending."""
+        made = self.gen_tuning_buckets
+        return tuple(sorted(made(size) if callable(made) else made))
+
+
+@dataclass(frozen=True)
+class ConstraintSpec:
+    """A dimension that other dimensions determine; tables do not store it.
+
+    Args:
+        input_idx: index of the input.
+        dim_idx: index of the dimension.
+        infer_shape: function from all shapes to the size.
+    """
+
+    input_idx: int
+    dim_idx: int
+    infer_shape: Callable[[Shapes], int]
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """Describes how the shapes of an operator map to the key of a table.
+
+    Args:
+        dynamic_tensor_specs: dimensions that are mapped to buckets.
+        constraint_specs: dimensions that tables do not store.
+        tensor_initializers: accepted for compatibility; nothing is profiled.
+        use_cold_l2_cache: accepted for compatibility; nothing is profiled.
+        use_cuda_graph: accepted for compatibility; nothing is profiled.
+    """
+
+    dynamic_tensor_specs: Sequence[DynamicTensorSpec] = ()
+    constraint_specs: Sequence[ConstraintSpec] = ()
+    tensor_initializers: Sequence[Callable[..., Any]] | None = None
+    use_cold_l2_cache: bool = False
+    use_cuda_graph: bool = False
+
+
+class TunableRunner(ABC):
+    """One implementation of an operator. Tactics are its variants; tactic -1 supports every shape."""
+
+    @abstractmethod
+    def get_valid_tactics(self, inputs: Sequence[Any], profile: Shapes) -> list[Any]:
+        """Returns the tactics that support inputs of these (bucketed) shapes."""
+
+    @abstractmethod
+    def forward(self, inputs: Sequence[Any], tactic: Any = -1, do_preparation: bool = False, **kwargs: Any) -> Any:
+        """Computes the operator."""
+
+    def __call__(self, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        return self.forward(inputs, **kwargs)
+
+    def get_cache_key_extras(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns what determines the best tactic besides the shapes, such as a dtype."""
+        return ()
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """The settings of the `autotune` contexts around a call."""
+
+    tune: bool = False
+    buckets: Buckets | None = None
+    round_up: bool | None = None
+    skip_ops: frozenset[str] = frozenset()
+
+    def bucket(self, spec: DynamicTensorSpec, size: int) -> int:
+        if self.buckets is None and self.round_up is None:
+            return spec.map_to_tuning_buckets(size)
+        buckets = self.buckets or spec.buckets(size)
+        index = bisect.bisect_left(buckets, size) if self.round_up else bisect.bisect_right(buckets, size) - 1
+        return buckets[min(max(index, 0), len(buckets) - 1)]
+
+
+class _Scopes(threading.local):
+    current = _Scope()
+
+
+@dataclass
+class AutoTuner:
+    """The tactic table of this process; `AutoTuner.get()` returns it."""
+
+    table: dict[str, tuple[str, Any]] = field(default_factory=dict)  # key -> (runner class, tactic)
+    stats: Counter[str] = field(default_factory=Counter)  # hits, misses
+    _scopes: _Scopes = field(default_factory=_Scopes)
+
+    @classmethod
+    @functools.cache
+    def get(cls) -> AutoTuner:
+        return cls()
+
+    @property
+    def is_tuning_mode(self) -> bool:
+        """Whether this thread runs inside `autotune(True)`."""
+        return self._scopes.current.tune
+
+    def choose_one(
+        self,
+        custom_op: str,
+        runners: Sequence[TunableRunner],
+        tuning_config: TuningConfig,
+        inputs: Sequence[Any],
+        **kwargs: Any,
+    ) -> tuple[TunableRunner, Any]:
+        """Looks up the runner and tactic for these shapes.
+
+        Args:
+            custom_op: name of the operator.
+            runners: its implementations; the first is the default.
+            tuning_config: how shapes map to the key of the table.
+            inputs: tensors (or None) of the call.
+            **kwargs: ignored.
+
+        Returns:
+            (runner, tactic) of the table; (runners[0], -1) if the table has no valid entry.
+
+        Raises:
+            ValueError: runners is empty.
+        """
+        if not runners:
+            raise ValueError(f"runners: at least one is required for {custom_op}")
+        if custom_op not in self._scopes.current.skip_ops and self.table:
+            profile = self._profile(tuning_config, inputs)
+            for runner in runners:
+                found = self.table.get(_key(custom_op, runner, profile, inputs))
+                if found is not None and found[0] == type(runner).__name__:
+                    tactic = found[1]
+                    if tactic == -1 or tactic in runner.get_valid_tactics(inputs, profile):
+                        self.stats["hits"] += 1
+                        return runner, tactic
+                    _warn_stale(custom_op, found[0], repr(tactic))
+        self.stats["misses"] += 1
+        return runners[0], -1
+
+    def _profile(self, config: TuningConfig, inputs: Sequence[Any]) -> Shapes:
+        shapes = [list(map(int, getattr(value, "shape", ()))) for value in inputs]
+        for spec in config.dynamic_tensor_specs:
+            for i, dim in zip(spec.input_idx, spec.dim_idx):
+                shapes[i][dim] = self._scopes.current.bucket(spec, shapes[i][dim])
+        for constraint in config.constraint_specs:
+            shapes[constraint.input_idx][constraint.dim_idx] = -1
+        return tuple(map(tuple, shapes))
+
+    def load_configs(self, path: str | Path) -> bool:
+        """Replaces the table by the content of a file.
+
+        Returns:
+            Whether the file is used. A file made for another GPU or version is not, and a warning tells so.
+
+        Raises:
+            ValueError: The file is no JSON object.
+        """
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(raw, dict):
+            raise ValueError(f"path: a JSON object is required, got {type(raw).__name__} in {path}")
+        differing = _mismatch(raw.pop(METADATA, {}))
+        if differing:
+            warnings.warn(f"tuned configs {path} are not used: made for {differing}", stacklevel=2)
+            return False
+        self.table = {key: (runner, _hashable(tactic)) for key, (runner, tactic) in raw.items()}
+        return True
+
+    def save_configs(self, path: str | Path) -> None:
+        """Writes the table and the GPU and versions that it belongs to, atomically."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f"{target.name}.{os.getpid()}.part")
+        part.write_text(json.dumps({METADATA: _metadata(), **self.table}, indent=2), encoding="utf-8")
+        part.replace(target)
+
+    def clear_cache(self) -> None:
+        """Clears the table and the statistics."""
+        self.table = {}
+        self.stats.clear()
+
+
+def config_key(custom_op: str, runner_name: str, profile: Shapes, extras: tuple[Any, ...] = ()) -> str:
+    """Returns the key of a table entry; the entry is [runner class name, tactic]."""
+    return repr((custom_op, runner_name, profile, extras))
+
+
+def _key(custom_op: str, runner: TunableRunner, profile: Shapes, inputs: Sequence[Any]) -> str:
+    return config_key(custom_op, type(runner).__name__, profile, runner.get_cache_key_extras(inputs))
+
+
+def _hashable(tactic: Any) -> Any:
+    return tuple(map(_hashable, tactic)) if isinstance(tactic, list) else tactic
+
+
+@functools.cache
+def _warn_stale(custom_op: str, runner: str, tactic: str) -> None:
+    warnings.warn(
+        f"tuned tactic {tactic} of {runner} does not support this {custom_op}; the default is used", stacklevel=3
+    )
+
+
+def _metadata() -> dict[str, str]:
+    import torch
+
+    known = {"cuda_version": torch.version.cuda}
+    if torch.cuda.is_available():
+        known["gpu"] = torch.cuda.get_device_name()
+        known["cudnn_version"] = str(torch.backends.cudnn.version())
+    import fi_core
+
+    known["fi_core_version"] = getattr(fi_core, "__version__", None)
+    return {key: value for key, value in known.items() if value is not None}
+
+
+def _mismatch(recorded: Mapping[str, Any]) -> str:
+    """Describes where the metadata of a file and of this process differ; a key that one of them lacks is ignored."""
+    here = _metadata()
+    pairs = ((key, recorded[key], here[key]) for key in sorted(recorded.keys() & here.keys()))
+    return ", ".join(f"{key} {made} (here {now})" for key, made, now in pairs if made != now)
+
+
+def _checked_buckets(tuning_buckets: Iterable[int] | None) -> Buckets | None:
+    if tuning_buckets is None:
+        return None
+    buckets = tuple(sorted(set(tuning_buckets)))
+    if not buckets or not all(type(size) is int and size > 0 for size in buckets):
+        raise ValueError(f"tuning_buckets: must be positive ints, at least one, got {tuning_buckets!r}")
+    return buckets
+
+
+def _checked_skip_ops(skip_ops: str | Iterable[str] | None) -> frozenset[str]:
+    names = frozenset((skip_ops,) if isinstance(skip_ops, str) else skip_ops or ())
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"skip_ops: must be the name of an operator or a set of names, got {skip_ops!r}")
+    return names
+
+
+@contextmanager
+def autotune(
+    tune_mode: bool = True,
+    cache: str | Path | None = None,
+    tuning_buckets: Iterable[int] | None = None,
+    round_up: bool | None = None,
+    skip_ops: str | Iterable[str] | None = None,
+    cuda_graph_profile_replays: int | None = None,
+) -> Iterator[None]:
+    """Context manager in which FlashInfer measures tactics; fi only controls how tables are looked up.
+
+    Contexts nest per thread: the inner one overrides the outer one, and names in skip_ops accumulate. Results do not
+    depend on any of the arguments.
+
+    Args:
+        tune_mode: whether the table is written to `cache` at exit.
+        cache: table file. It is loaded at entry if it exists. It is neither used nor written if it belongs to another
+            GPU or version.
+        tuning_buckets: replaces the buckets of dynamic dimensions.
+        round_up: maps a size to the smallest bucket above it (True) or to the largest below it (False).
+        skip_ops: an operator, or several, that take their default.
+        cuda_graph_profile_replays: accepted and checked, but unused, because nothing is profiled.
+
+    Raises:
+        ValueError: tuning_buckets, cuda_graph_profile_replays or the table file does not fit.
+        TypeError: round_up or skip_ops has another type.
+    """
+    if round_up is not None and not isinstance(round_up, bool):
+        raise TypeError(f"round_up: must be True, False or None, got {round_up!r}")
+    replays = cuda_graph_profile_replays
+    if replays is not None and (type(replays) is not int or replays < 1):
+        raise ValueError(f"cuda_graph_profile_replays: must be an int >= 1, got {replays!r}")
+    buckets, names = _checked_buckets(tuning_buckets), _checked_skip_ops(skip_ops)
+    tuner = AutoTuner.get()
+    usable = cache is None or not Path(cache).exists() or tuner.load_configs(cache)
+    outer = tuner._scopes.current
+    tuner._scopes.current = replace(
+        outer,
+        tune=tune_mode,
+        buckets=outer.buckets if buckets is None else buckets,
+        round_up=outer.round_up if round_up is None else round_up,
+        skip_ops=outer.skip_ops | names,
+    )
+    try:
+        yield
+    finally:
+        tuner._scopes.current = outer
+        if tune_mode and cache is not None and usable:
+            tuner.save_configs(cache)

@@ -1,0 +1,320 @@
+"""The paged KV cache: appending K and V (also for MLA), and the index tables of appended rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from fi_core.observe.log import fi_api
+from fi_core.page import trace
+from fi_core.runtime.env import env
+from fi_core.runtime.launch.operator import operator
+from fi_core.runtime.spec.constraint import ON_CPU, at_least
+from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
+from fi_core.utils import _unpack_paged_kv_cache, check_shape_dtype_device, int32_index, is_graph_capturing
+
+if TYPE_CHECKING:
+    import torch
+
+_CHECK = env.check  # read once at import, so a call does not read the environment
+
+
+class _AppendConfig(NamedTuple):
+    vec_bytes: int
+    rows_per_thread: int
+
+
+def _append_unit(axes: Values) -> Unit:
+    """Kernel entries in order of preference."""
+    words = {16: "fi::uint32_t, 4", 4: "fi::uint32_t, 1", 2: "fi::uint16_t, 1", 1: "fi::uint8_t, 1"}
+    return Unit(
+        "fi/page/append_paged_kv_cache.cuh",
+        "AppendParams",
+        tuple(
+            Entry(
+                f"append_{size}_bytes_{rows}_rows",
+                f"append_rows<{words[size]}, {rows}>",
+                256,
+                _AppendConfig(size, rows),
+            )
+            for size, rows in ((16, 4), (16, 1), (4, 1), (2, 1), (1, 1))
+        ),
+    )
+
+
+APPEND_PAGED_KV_CACHE = Op(
+    name="append_paged_kv_cache",
+    family="page",
+    arguments="Tensor append_key, Tensor append_value, Tensor batch_indices, Tensor positions, Tensor(a!) k_cache, "
+    "Tensor kv_indices, Tensor kv_indptr, Tensor kv_last_page_len, Tensor(b!)? v_cache=None, bool head_major=False, "
+    "bool mla=False",
+    implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _append_unit)),
+    config=_AppendConfig,
+)
+
+GET_BATCH_INDICES_POSITIONS = Op(
+    name="get_batch_indices_positions",
+    family="page",
+    arguments="Tensor(a!) batch_indices, Tensor(b!) positions, Tensor append_indptr, Tensor seq_lens, "
+    "bool fill_positions=True",
+    implementations=(
+        Implementation("cpu", ON_CPU),
+        Implementation(
+            "cuda",
+            at_least(80),
+            lambda axes: Unit(
+                "fi/page/get_batch_indices_positions.cuh",
+                "BatchPositionsParams",
+                (Entry("get_batch_indices_positions", "batch_indices_positions", 128),),
+            ),
+        ),
+    ),
+)
+
+GET_SEQ_LENS = Op(
+    name="get_seq_lens",
+    family="page",
+    arguments="Tensor(a!) seq_lens, Tensor kv_indptr, Tensor kv_last_page_len, int page_size",
+    implementations=(
+        Implementation("cpu", ON_CPU),
+        Implementation(
+            "cuda",
+            at_least(80),
+            lambda axes: Unit(
+                "fi/page/get_seq_lens.cuh",
+                "SeqLensParams",
+                tuple(Entry(f"get_seq_lens_{w}", f"seq_lens<fi::{w}_t>", 128) for w in ("int32", "int64")),
+            ),
+        ),
+    ),
+)
+
+_append = operator(APPEND_PAGED_KV_CACHE)
+_positions = operator(GET_BATCH_INDICES_POSITIONS)
+_seq_lens = operator(GET_SEQ_LENS)
+
+
+def _first(wrong: torch.Tensor) -> int | None:
+    return int(wrong.nonzero()[0]) if wrong.any() else None
+
+
+def check_append(
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    num_pages: int,
+    page_size: int,
+) -> None:
+    """Checks that every row to be written has a page of its request (FI_CHECK=1 adds this check to each call).
+
+    It reads the tables on the host, so it synchronizes with the device. It does nothing while a CUDA graph is captured.
+
+    Raises:
+        ValueError: A table entry is out of range; the text names the argument and the position.
+    """
+    import torch
+
+    if torch.compiler.is_compiling() or is_graph_capturing():
+        return
+    batch, position, page, start = (x.cpu().long() for x in (batch_indices, positions, kv_indices, kv_indptr))
+    steps = start.diff()
+    if (i := _first(torch.cat((start[:1], steps)) < 0)) is not None:
+        raise ValueError(
+            "kv_indptr: must not decrease and must start at 0 or more; "
+            f"got {start[i].item()} at {i} after {start[:i].tolist()[-1:]}"
+        )
+    if start[-1] > page.numel():
+        raise ValueError(
+            f"kv_indices: must have kv_indptr[-1] = {start[-1].item()} elements or more; got {page.numel()}"
+        )
+    used = page[start[0] : start[-1]]
+    if (i := _first((used < 0) | (used >= num_pages))) is not None:
+        raise ValueError(
+            f"kv_indices: the cache has pages 0 to {num_pages - 1}; got {used[i].item()} at {i + int(start[0])}"
+        )
+    live = batch >= 0
+    if (i := _first(live & (batch >= steps.numel()))) is not None:
+        raise ValueError(f"batch_indices: kv_indptr has {steps.numel()} requests; got {batch[i].item()} at {i}")
+    if not live.any():
+        return
+    room = steps[batch.clamp(min=0)] * page_size
+    if (i := _first(live & ((position < 0) | (position >= room)))) is not None:
+        raise ValueError(
+            f"positions: request {batch[i].item()} has room for {room[i].item()} tokens; "
+            f"got {position[i].item()} at {i}"
+        )
+
+
+@fi_api(trace=trace.append)
+def append_paged_kv_cache(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Writes new K and V rows into the pages of their requests, in place.
+
+    Row i becomes token `t = positions[i]` of request `b = batch_indices[i]`: slot `t % page_size` of page
+    `kv_indices[kv_indptr[b] + t // page_size]`. Rows with `batch_indices[i] < 0` are skipped.
+
+    All index tensors are contiguous and int32; int64 ones are copied to int32.
+
+    Args:
+        append_key: `[nnz, num_heads, head_dim]`, any dtype of whole bytes (the bytes are copied). Any strides, with the
+            last dimension contiguous.
+        append_value: `[nnz, num_heads, v_head_dim]`, as append_key.
+        batch_indices: `[nnz]`, int32, the request of each row, as from `get_batch_indices_positions`.
+        positions: `[nnz]`, int32, the position of each row in its request.
+        paged_kv_cache: `[pages, 2, page_size, num_heads, head_dim]` ("NHD") or `[pages, 2, num_heads, page_size,
+            head_dim]` ("HND"), or a tuple (k_cache, v_cache) without the axis of size 2; dtypes of append_key and
+            append_value. Without a page axis, page_size is 1.
+        kv_indices: `[num_indices]`, int32, the pages of all requests after the append.
+        kv_indptr: `[batch_size + 1]`, int32, the offsets of the requests in kv_indices.
+        kv_last_page_len: `[batch_size]`, int32, tokens in the last page of each request.
+        kv_layout: "NHD" or "HND".
+
+    Raises:
+        ValueError: A shape, stride or device does not fit. If FI_CHECK=1 is set at import, also a page, position or
+            offset out of range; that check synchronizes with the device.
+        TypeError: A dtype does not fit.
+        KeyError: kv_layout is unknown, or paged_kv_cache is neither a tensor nor a tuple.
+    """
+    head_major = kv_layout == "HND"
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor | None
+    if getattr(paged_kv_cache, "ndim", 0) == 5 and (head_major or kv_layout == "NHD"):
+        k_cache, v_cache = paged_kv_cache, None  # type: ignore[assignment]  # the op splits it; views cost 3 us per call
+    else:
+        k_cache, v_cache = _unpack_paged_kv_cache(paged_kv_cache, kv_layout)
+    if _CHECK:
+        page_size = k_cache.shape[-2 if head_major else -3]
+        check_append(batch_indices, positions, kv_indices, kv_indptr, k_cache.shape[0], page_size)
+    _append(
+        append_key,
+        append_value,
+        int32_index(batch_indices),
+        int32_index(positions),
+        k_cache=k_cache,
+        kv_indices=int32_index(kv_indices),
+        kv_indptr=int32_index(kv_indptr),
+        kv_last_page_len=int32_index(kv_last_page_len),
+        v_cache=v_cache,
+        head_major=head_major,
+    )
+
+
+@fi_api(trace=trace.APPEND_MLA)
+def append_paged_mla_kv_cache(
+    append_ckv: torch.Tensor,
+    append_kpe: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    ckv_cache: torch.Tensor,
+    kpe_cache: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+) -> None:
+    """Writes one compressed KV row and one rope key row per token into the pages, in place (MLA, arXiv:2405.04434).
+
+    Everything else, the errors and FI_CHECK are as in `append_paged_kv_cache`.
+
+    Args:
+        append_ckv: `[nnz, head_dim_ckv]`, any dtype of whole bytes; any head_dim_ckv (512 in the paper).
+        append_kpe: `[nnz, head_dim_kpe]`, as append_ckv; any head_dim_kpe (64 in the paper).
+        batch_indices: `[nnz]`, int32, the request of each row.
+        positions: `[nnz]`, int32, the position of each row in its request.
+        ckv_cache: `[pages, page_size, head_dim_ckv]`, dtype of append_ckv.
+        kpe_cache: `[pages, page_size, head_dim_kpe]`, dtype of append_kpe.
+        kv_indices: `[num_indices]`, int32, the pages of all requests after the append.
+        kv_indptr: `[batch_size + 1]`, int32, the offsets of the requests in kv_indices.
+        kv_last_page_len: `[batch_size]`, int32, tokens in the last page of each request.
+    """
+    if _CHECK:
+        check_append(batch_indices, positions, kv_indices, kv_indptr, *ckv_cache.shape[:2])
+    _append(
+        append_ckv,
+        append_kpe,
+        int32_index(batch_indices),
+        int32_index(positions),
+        k_cache=ckv_cache,
+        kv_indices=int32_index(kv_indices),
+        kv_indptr=int32_index(kv_indptr),
+        kv_last_page_len=int32_index(kv_last_page_len),
+        v_cache=kpe_cache,
+        mla=True,
+    )
+
+
+@fi_api(trace=trace.POSITIONS)
+def get_batch_indices_positions(
+    append_indptr: torch.Tensor,
+    seq_lens: torch.Tensor,
+    nnz: int,
+    batch_indices: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes the request b of each appended row and its position, `seq_lens[b] - (append_indptr[b + 1] - row)`.
+
+    Args:
+        append_indptr: `[batch_size + 1]`, int32, contiguous (int64 is copied to int32). Row r belongs to request b if
+            `append_indptr[b] <= r < append_indptr[b + 1]`.
+        seq_lens: `[batch_size]`, int32, contiguous (int64 is copied to int32), tokens after the append.
+        nnz: number of rows to fill. It may exceed `append_indptr[-1]` (padding for CUDA graphs); the call does not
+            synchronize with the device to read `append_indptr[-1]`.
+        batch_indices: `[nnz]`, int32, buffer to fill. Allocated if None.
+        positions: `[nnz]`, int32, buffer to fill. Allocated if None.
+
+    Returns:
+        (batch_indices, positions). A padding row (of no request) gets request -1; its position is 0 in an allocated
+        tensor, and is not written in a buffer that the caller passes.
+
+    Raises:
+        ValueError: nnz is negative, or a shape, device or buffer does not fit.
+        TypeError: A dtype does not fit.
+    """
+    import torch
+
+    if nnz < 0:
+        raise ValueError(f"nnz: must be 0 or more; got {nnz}")
+    append_indptr, seq_lens = int32_index(append_indptr), int32_index(seq_lens)
+    fill_positions = positions is None
+    if batch_indices is None:
+        batch_indices = append_indptr.new_empty(nnz, dtype=torch.int32)
+    else:
+        check_shape_dtype_device(batch_indices, (nnz,), torch.int32, append_indptr.device, "batch_indices")
+    if positions is None:
+        positions = append_indptr.new_empty(nnz, dtype=torch.int32)
+    else:
+        check_shape_dtype_device(positions, (nnz,), torch.int32, append_indptr.device, "positions")
+    _positions(batch_indices, positions, append_indptr, seq_lens, fill_positions=fill_positions)
+    return batch_indices, positions
+
+
+@fi_api(trace=trace.SEQ_LENS)
+def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Computes the length of each request b: `max(num_pages - 1, 0) * page_size + kv_last_page_len[b]`.
+
+    `num_pages = kv_indptr[b + 1] - kv_indptr[b]`.
+
+    Args:
+        kv_indptr: `[batch_size + 1]`, int32 or int64, contiguous, offsets in pages.
+        kv_last_page_len: `[batch_size]`, dtype of kv_indptr, contiguous. It is the length of a request without pages,
+            so pass 0 there.
+        page_size: tokens per page.
+
+    Returns:
+        `[batch_size]`, dtype of kv_indptr.
+
+    Raises:
+        ValueError: A shape, a device or page_size does not fit.
+        TypeError: A dtype does not fit.
+    """
+    seq_lens = kv_last_page_len.new_empty(kv_last_page_len.shape)
+    _seq_lens(seq_lens, kv_indptr, kv_last_page_len, page_size=page_size)
+    return seq_lens

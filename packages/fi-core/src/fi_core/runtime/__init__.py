@@ -1,0 +1,1 @@
+"""What turns a call into a kernel, in one direction: spec, build, resolve, launch; env and errors beside them."""

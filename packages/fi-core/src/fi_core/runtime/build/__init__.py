@@ -1,0 +1,1 @@
+"""From an artifact to its file: rendering, identity, compilers. It depends on specs, not on stores or tensors."""

@@ -1,0 +1,166 @@
+"""The compile command of an artifact, the identity of its inputs, and running it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from fi_core.runtime.build import diagnose, nvrtc, sources, toolchain
+from fi_core.runtime.env import env
+from fi_core.runtime.errors import CompileError
+from fi_core.runtime.spec.artifact import Artifact, Text
+
+SCHEMA = 1  # of store entries and prebuilt indexes
+FFI_ABI = "tvm-ffi-0.1"
+
+HOST_FLAGS = ("-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wl,--build-id=none")
+# -fno-trapping-math and -fno-math-errno let loops with selects and sqrt vectorise; no flag here changes results.
+KIND_FLAGS = {
+    "cpu": ("-DFI_CUDA=0", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"),
+    "cuda": ("-DFI_CUDA=1", "-O1"),  # a launcher is checks and one driver call: -O2 compiles 0.3 s longer for nothing
+}
+DEVICE_FLAGS = ("-std=c++17",)
+
+
+def _debug() -> bool:
+    return env.jit_verbose if env.jit_debug is None else env.jit_debug
+
+
+def flags(artifact: Artifact) -> tuple[str, ...]:
+    """The flags that shape the output (search paths are not among them)."""
+    if artifact.kind == "cubin":
+        extra = ("-G",) if _debug() else ("-lineinfo",) if env.jit_lineinfo else ()
+        arch = f"-arch={artifact.target}"
+        return (arch, *DEVICE_FLAGS, *extra, *env.extra_cudaflags, *artifact.flags)
+    debug = ("-O0", "-g") if _debug() else ()
+    return (*HOST_FLAGS, *KIND_FLAGS[artifact.kind], *debug, *env.extra_cflags, *env.extra_ldflags, *artifact.flags)
+
+
+def _search(artifact: Artifact, directory: Path) -> list[str]:
+    """The include paths; generated headers are in the directory of the unit."""
+    generated = (directory,) if artifact.headers else ()
+    return [f"-I{place}" for place in (*sources.include_dirs(artifact), *generated)]
+
+
+def identity(artifact: Artifact) -> str:
+    """The compiler and its headers: NVRTC and nvcc generate different machine code from one source."""
+    if artifact.kind != "cubin":
+        return f"{toolchain.cxx_identity()} tvm-ffi {toolchain.tvm_ffi_version()}"
+    if device_compiler() == "nvcc":
+        return f"nvcc {toolchain.nvcc_identity()}"
+    found = toolchain.nvrtc()
+    return found.identity if found else "none"
+
+
+def device_compiler() -> str:
+    """ "nvrtc" or "nvcc": as FI_CUDA_COMPILER says, else NVRTC where it is installed."""
+    if env.cuda_compiler == "nvcc" or (toolchain.nvrtc() is None and toolchain.nvcc()):
+        return "nvcc"
+    return "nvrtc"
+
+
+def key(artifact: Artifact) -> str:
+    """The content-addressed name: everything that decides the bytes, nothing else."""
+    fields = {
+        "schema": SCHEMA,
+        "artifact": artifact.id,
+        "closure": sources.closure(artifact),
+        "flags": flags(artifact),
+        "compiler": identity(artifact),
+        "abi": FFI_ABI,
+    }
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+    return f"{artifact.name}-{digest[:24]}"
+
+
+def unit_path(artifact: Artifact, directory: Path) -> Path:
+    """Where the translation unit is read from: `directory` for rendered units, its own place for others."""
+    if isinstance(artifact.source, Text):
+        return directory / f"{artifact.name}.{'cu' if artifact.kind == 'cubin' else 'cc'}"
+    return sources.root() / artifact.source
+
+
+def command(artifact: Artifact, directory: Path) -> list[str]:
+    """The compiler's command line; run in any directory, it writes `directory / artifact.file`."""
+    unit, out, search = unit_path(artifact, directory), directory / artifact.file, _search(artifact, directory)
+    if artifact.kind == "cubin":
+        if device_compiler() == "nvrtc":
+            return [sys.executable, "-m", "fi_core.runtime.build.nvrtc", str(unit), str(out), *search, *flags(artifact)]
+        compiler = toolchain.nvcc()
+        if compiler is None:
+            raise CompileError("no CUDA compiler found", hint=diagnose.NO_DEVICE_COMPILER)
+        ccbin = [f"-ccbin={env.cc}"] if env.cc else []
+        threads = [f"--threads={env.nvcc_threads}"] if env.nvcc_threads > 1 else []
+        return [
+            *env.nvcc_launcher,
+            compiler,
+            "-cubin",
+            "-O3",
+            *ccbin,
+            *threads,
+            *flags(artifact),
+            *search,
+            "-o",
+            str(out),
+            str(unit),
+        ]
+    compiler = toolchain.cxx()
+    if compiler is None:
+        raise CompileError(f"no C++ compiler found (looked for {env.cxx[0]!r})", hint=diagnose.NO_HOST_COMPILER)
+    ffi = toolchain.tvm_ffi_root()
+    prefix_maps = (f"-ffile-prefix-map={sources.root()}=fi_kernels", f"-ffile-prefix-map={ffi}=tvm_ffi")
+    return [
+        *env.cxx_launcher, compiler, *env.cxx[1:], *prefix_maps, f"-ffile-prefix-map={directory}=generated", *search,
+        f"-isystem{ffi / 'include'}", "-o", str(out), str(unit), *flags(artifact),
+        f"-L{ffi / 'lib'}", "-ltvm_ffi",  # libraries among the flags come last
+    ]  # fmt: skip
+
+
+def write_unit(artifact: Artifact, directory: Path) -> None:
+    """Writes a rendered unit and generated headers, only what differs (ninja looks at modification times)."""
+    sources.write_headers(artifact, directory)
+    if isinstance(artifact.source, Text):
+        path, text = unit_path(artifact, directory), sources.text(artifact)
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+
+
+def compile_artifact(artifact: Artifact, directory: Path) -> None:
+    """Makes `directory / artifact.file`. NVRTC runs in this process, the others as one subprocess.
+
+    What the compiler had to say, if anything, is kept beside it in `<name>.log`. Raises CompileError with the first
+    line that matters, a hint, and the path of the build log; OSError where the directory cannot be written.
+    """
+    start = time.perf_counter()
+    write_unit(artifact, directory)
+    if artifact.kind == "cubin" and device_compiler() == "nvrtc":
+        try:
+            image, said = nvrtc.compile_cubin(
+                unit_path(artifact, directory).read_text(), artifact.name,
+                [*_search(artifact, directory), *flags(artifact)],
+            )  # fmt: skip
+        except nvrtc.NvrtcError as error:
+            raise diagnose.failure(artifact.name, ["nvrtc", *flags(artifact)], str(error)) from None
+        (directory / artifact.file).write_bytes(image)
+    else:
+        line = command(artifact, directory)
+        try:
+            done = subprocess.run(line, capture_output=True, text=True, cwd=directory, check=False)
+        except OSError as error:
+            if error.filename != line[0]:
+                raise
+            raise CompileError(
+                f"building {artifact.name} failed: {error}", hint=f"install {line[0]}, or unset what names it"
+            ) from None
+        said = done.stdout + done.stderr
+        if done.returncode:
+            raise diagnose.failure(artifact.name, line, said)
+        if env.jit_verbose:
+            diagnose.logger().info("%s\n%s", " ".join(line), said)
+    if said.strip():
+        (directory / f"{artifact.name}.log").write_text(said)
+    diagnose.logger().debug("built %s for %s in %.2f s", artifact.name, artifact.target, time.perf_counter() - start)

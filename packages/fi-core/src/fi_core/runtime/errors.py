@@ -1,0 +1,96 @@
+"""The exceptions and warnings of fi, one class per kind of trouble; each docstring says who raises it and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class FiError(Exception):
+    """Base of the errors that only fi raises."""
+
+
+class UnsupportedError(FiError, ValueError):
+    """Raised by dispatch when no implementation supports the shape, dtype or target; with the reason of each."""
+
+    def __init__(self, message: str, reasons: Mapping[str, str | Sequence[str]] | None = None) -> None:
+        self.reasons: dict[str, tuple[str, ...]] = {
+            name: (why,) if isinstance(why, str) else tuple(why) for name, why in (reasons or {}).items()
+        }
+        lines = [f"  {name}: {'; '.join(why)}" for name, why in self.reasons.items()]
+        super().__init__("\n".join([message, *lines]))
+
+
+class MissingKernelError(FiError, RuntimeError):
+    """Raised by the resolver when a kernel is not prebuilt and FI_JIT=off forbids to compile it."""
+
+    def __init__(self, message: str, spec: Any = None) -> None:
+        self.spec = spec
+        super().__init__(message)
+
+    @classmethod
+    def of(cls, spec: Any) -> MissingKernelError:
+        """The error for a spec, with advice."""
+        name = getattr(spec, "name", spec)
+        return cls(
+            f"kernel {name!r} is not prebuilt and compiling is turned off (FI_JIT=off). Install the prebuilt kernels "
+            'with `pip install "fi-core[prebuilt]"`, or build it ahead with `fi-core prebuild`, or set FI_JIT=on.',
+            spec,
+        )
+
+
+MissingJITCacheError = MissingKernelError  # the name FlashInfer callers catch
+
+
+class CompileError(FiError, RuntimeError):
+    """Raised by the JIT when a compiler rejects a unit: the first line that matters, a hint, and the path of the
+    log.
+    """
+
+    def __init__(
+        self,
+        first_line: str,
+        *,
+        hint: str | None = None,
+        log_path: str | Path | None = None,
+        more: Sequence[str] = (),
+    ) -> None:
+        self.first_line, self.hint = first_line, hint
+        self.log_path = Path(log_path) if log_path is not None else None
+        parts = [first_line, *more]
+        if hint:
+            parts.append(f"hint: {hint}")
+        if self.log_path:
+            parts.append(f"full output: {self.log_path}")
+        super().__init__("\n".join(parts))
+
+
+class BackendSupportedError(Exception):
+    """Raised by `backend_requirement` when an op has no such backend, or none for the compute capability."""
+
+
+class GPUArchitectureError(Exception):
+    """Raised by an op that needs another GPU architecture than the one the tensors are on."""
+
+
+class LibraryError(Exception):
+    """Raised by an op that needs a library (cuDNN, NCCL, ...) which is missing or too old."""
+
+
+class ExperimentalWarning(UserWarning):
+    """Issued once per API and backend when an implementation marked experimental is used for the first time."""
+
+
+def missing_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError:
+    """The error for a name that a module with lazy names does not have; it suggests the closest known name."""
+    message = f"module {module!r} has no attribute {name!r}"
+    close = []
+    if not name.startswith("_"):  # Python and its tools ask for dunder names that are not there
+        import difflib
+
+        close = difflib.get_close_matches(name, known, 1)
+    if not close:
+        return AttributeError(message, name=name)
+    # NOTE: a traceback derives a suggestion from `obj`; None keeps it from repeating this one.
+    return AttributeError(f"{message}; did you mean {close[0]!r}?", name=name, obj=None)

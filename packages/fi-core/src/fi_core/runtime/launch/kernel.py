@@ -1,0 +1,158 @@
+"""Binds a spec: loads its host module, passes it the device binary, and records the origin of both."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+from fi_core.runtime.build import sources
+from fi_core.runtime.resolve import Found, aside, built, find, prebuilt
+from fi_core.runtime.resolve.provider import note
+from fi_core.runtime.spec.artifact import Artifact
+from fi_core.runtime.spec.op import Entry, Spec
+
+_modules: dict[Any, Any] = {}  # loaded host modules by path: one per op and device kind
+
+
+class Kernel(NamedTuple):
+    """A launchable spec. `call` is the tvm-ffi function; `origins` has the origin of each file."""
+
+    call: Callable[..., None]
+    spec: Spec
+    origins: dict[str, Found]
+    module: Any  # the host module, which knows what it launched last
+
+
+class Launch(NamedTuple):
+    """One kernel launch as the host module made it: the kernel entry and its shape."""
+
+    entry: str
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    cluster: int
+    pdl: bool
+
+    def __str__(self) -> str:
+        shape = f"grid {' x '.join(map(str, self.grid))}, {self.threads} threads, {self.shared_bytes} B shared"
+        cluster = f", clusters of {self.cluster}" if self.cluster > 1 else ""
+        return f"{self.entry}: {shape}{cluster}{', pdl' if self.pdl else ''}"
+
+
+def load_module(found: Found) -> Any:
+    """The tvm-ffi module of a host artifact, loaded once."""
+    if found.path not in _modules:
+        import tvm_ffi
+
+        _modules[found.path] = tvm_ffi.load_module(str(found.path))
+    return _modules[found.path]
+
+
+def launches(module: Any) -> tuple[Launch, ...]:
+    """The kernel launches of this thread's last call into a CUDA host module, in order; the newest four."""
+    found = []
+    for line in module["last_launches"]().splitlines():
+        entry, x, y, z, threads, shared, cluster, pdl = line.split()
+        grid = (int(x), int(y), int(z))
+        found.append(Launch(entry, grid, int(threads), int(shared), int(cluster), pdl == "1"))
+    return tuple(found)
+
+
+def _peek(places: Iterator[Found]) -> tuple[bool, Iterable[Found]]:
+    """Whether there is any place, and all of them; each further place costs reading a file."""
+    head = list(islice(places, 1))
+    return bool(head), chain(head, places)
+
+
+def _first(artifact: Artifact, known: Iterable[Found], use: Callable[[Found], Any]) -> tuple[Any, Found]:
+    """The first usable file. A prebuilt file that fails to load is skipped, and the reason is logged."""
+    for found in find(artifact, known):
+        try:
+            return use(found), found
+        except (RuntimeError, OSError) as error:
+            if found.origin in ("store", "jit"):
+                raise RuntimeError(f"{artifact.id} could not be loaded from {found.path}: {error}") from error
+            note(found.origin, f"{artifact.id}: {error}")
+    raise AssertionError("the last place to look is what is built here")
+
+
+def bind(spec: Spec, device: int = 0) -> Kernel:
+    """Resolves the spec and binds it to a device index (of CUDA; all devices of one architecture share the result).
+
+    Raises:
+        MissingKernelError: FI_JIT=off and the kernel is not prebuilt.
+        CompileError: a compiler rejects the unit.
+        RuntimeError: the driver rejects a binary that was compiled here.
+    """
+    unit = spec.unit()
+    entries = unit.entries if unit else ()
+    call, origins, module = bind_artifacts(spec.op.name, spec.name, sources.artifacts(spec), entries, device)
+    return Kernel(call, spec, origins, module)
+
+
+@functools.cache
+def _host_module(host: Artifact) -> Any:
+    """A host module that is not added to the store."""
+    with aside(host) as found:
+        return load_module(found)
+
+
+def _words(entries: Sequence[Entry]) -> list[Any]:
+    """Kernel entries in the format of a host module's `bind`."""
+    return [w for e in entries for w in (e.name, e.threads, e.shared_bytes, len(e.config), *map(int, e.config))]
+
+
+def bind_artifacts(
+    op: str, name: str, artifacts: Sequence[Artifact], entries: Sequence[Entry], device: int
+) -> tuple[Callable[..., None], dict[str, Found], Any]:
+    """Binds a host module, the first artifact, and the device binary, the second artifact if there is one, with its
+    entries.
+
+    Returns:
+        The function, the origin of each file, and the host module.
+    """
+    host, *images = artifacts
+    has_host, hosts = _peek(prebuilt(host))
+    if not images:
+        (call, module), found = _first(host, hosts, lambda f: (load_module(f)["bind"](op, name), load_module(f)))
+        return call, {"host": found}, module
+    (image,) = images
+    has_cubin, cubins = _peek(prebuilt(image))
+    if not has_host and not has_cubin:
+        with ThreadPoolExecutor(1) as pool:  # both compilers at once: a cold first call costs the slower one
+            other = pool.submit(built, host)
+            cubins, hosts = [built(image)], [other.result()]
+    module, host_found = _first(host, hosts, load_module)
+    words = _words(entries)
+
+    def use(found: Found) -> Callable[..., None]:
+        content = found.path.read_bytes()
+        return module["bind"](op, name, content, image.target.capability, device, *words)  # type: ignore[no-any-return]
+
+    call, image_found = _first(image, cubins, use)
+    return call, {"host": host_found, "cubin": image_found}, module
+
+
+def rehearse(spec: Spec, multiprocessors: int, shared_limit: int) -> tuple[Callable[..., None], Any]:
+    """A CUDA spec bound without a device: calls compute their launches and do not launch them.
+
+    Calls take tensors on the CPU, whose contents are not read. A host module that is neither installed nor in the store
+    is compiled for this process alone.
+
+    Args:
+        spec: a CUDA spec.
+        multiprocessors, shared_limit: of the rehearsed device; the latter in bytes of a CTA.
+
+    Returns:
+        (function, host module).
+    """
+    unit = spec.unit()
+    assert unit is not None, f"{spec}: only a CUDA spec can be rehearsed"
+    module = _host_module(sources.artifacts(spec)[0])
+    capability = spec.target.capability
+    words = _words(unit.entries)
+    call = module["rehearse"](spec.op.name, spec.name, capability, multiprocessors, shared_limit, *words)
+    return call, module

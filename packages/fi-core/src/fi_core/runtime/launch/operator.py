@@ -1,0 +1,215 @@
+"""Operators: functions with an op's arguments, which find a bound kernel for tensors by one dict look-up."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fi_core.runtime.dispatch import AUTO, Choice, Request, choose
+from fi_core.runtime.launch import torch_op
+from fi_core.runtime.launch.kernel import Kernel, Launch, bind, launches, rehearse
+from fi_core.runtime.spec.arguments import REQUIRED
+from fi_core.runtime.spec.dtype import short_name
+from fi_core.runtime.spec.op import Op
+from fi_core.runtime.spec.target import CPU, Target, cuda_target
+
+Bound = tuple[Callable[..., None], Choice]
+_MOST_KEYS = 4096  # kept by an operator: strides of ragged tensors may be new in every call
+
+
+class Operator:
+    """The callable of an op, and the kernels that it has bound."""
+
+    def __init__(self, op: Op) -> None:
+        self.op = op
+        self.kernels: dict[Any, Kernel] = {}  # by choice and device
+        self._bound: dict[Any, Bound] = {}  # by what the op reads of a call
+        self._choices: dict[Any, Choice] = {}
+        self._forced: str | None = None
+        self.function: Callable[..., Choice | None] = self._compile()
+        _operators[op.name] = self
+        if "torch" in sys.modules:  # else at the first call: declaring ops must not import torch
+            torch_op.register(op, self.function)
+
+    def _compile(self) -> Callable[..., Choice | None]:
+        """A function with the op's arguments by name, so that a call costs one frame and no packing."""
+        op, arguments = self.op, self.op.parsed
+        names = [argument.name for argument in arguments]
+        first = next(argument.name for argument in arguments if argument.kind == "Tensor")
+        read = op.read.__code__.co_varnames[: op.read.__code__.co_argcount] if op.read else ()
+        unknown = [name for name in read if name not in names]
+        assert not unknown, f"{op.name}: read takes {', '.join(unknown)}, which are no arguments of the op"
+        key = [f"{first}.get_device()", *(["backend"] if "backend" in names else [])]
+        key += [f"read({', '.join(read)})"] if op.read else []
+        parameters = [a.name if a.default is REQUIRED else f"{a.name}={a.default!r}" for a in arguments]
+        native = ", ".join(argument.name for argument in arguments if argument.native)
+        lines = [
+            f"def {op.name}({', '.join(parameters)}{', *, variant=None' if op.takes_variant else ''}):",
+            "    if torch_op.is_tracing():",
+            f"        return torch_op.call({op.name!r}, ({', '.join(names)},))",
+        ]
+        if op.takes_variant:
+            lines += ["    if variant is not None:", f"        return variant.call({native}, *variant.extras)"]
+        lines += [
+            f"    key = {', '.join(key)},",
+            f"    call, choice = bound.get(key) or bind(key, ({', '.join(names)},))",
+            f"    call({native})",
+            "    return choice",
+        ]
+        scope: dict[str, Any] = {
+            "torch_op": torch_op, "read": op.read, "bound": self._bound, "bind": self._bind,
+        }  # fmt: skip
+        exec(compile("\n".join(lines), f"<operator {op.name}>", "exec"), scope)
+        return scope[op.name]  # type: ignore[no-any-return]
+
+    def _bind(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> Bound:
+        torch_op.register(self.op, self.function)
+        device = next(a.device for a in arguments if hasattr(a, "device"))
+        backend = self._forced or (key[1] if "backend" in (a.name for a in self.op.parsed) else AUTO)
+        read = key[-1] if self.op.read else ()
+        choice = self.choice(target_of(device), read, backend)
+        if _rehearsals:
+            self._bound[key] = found = _rehearsals[-1].bind(choice), choice
+            return found
+        slot = choice.spec, device.index
+        kernel = self.kernels.get(slot)
+        if kernel is None:
+            kernel = self.kernels[slot] = bind(choice.spec, device.index or 0)
+        if len(self._bound) >= _MOST_KEYS:
+            self._bound.clear()
+        self._bound[key] = found = kernel.call, choice
+        return found
+
+    def choice(self, target: Target, read: tuple[Any, ...], backend: str = AUTO) -> Choice:
+        """The choice for a call with these facts. Raises UnsupportedError with reasons."""
+        return choose(Request(self.op, target, _short(self.op.request(*read) if self.op.request else read), backend))
+
+    def launches(self, choice: Choice) -> tuple[Launch, ...]:
+        """The kernel launches of this thread's last call, if it ran this choice on CUDA."""
+        kernel = next((k for (spec, _), k in self.kernels.items() if spec == choice.spec), None)
+        return launches(kernel.module) if kernel and choice.request.target.kind == "cuda" else ()
+
+    def forget(self) -> None:
+        """Drops the bound calls; kernels stay loaded."""
+        self._bound.clear()
+
+    @contextlib.contextmanager
+    def using(self, implementation: str) -> Iterator[None]:
+        """Forces the named implementation inside the block, for tests and benchmarks (not thread safe)."""
+        self.op.implementation(implementation)
+        forced, bound = self._forced, dict(self._bound)
+        self._forced = implementation
+        self._bound.clear()
+        try:
+            yield
+        finally:
+            self._forced = forced
+            self._bound.clear()
+            self._bound.update(bound)
+
+
+def _short(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The values of a request, with short names of dtypes."""
+    return tuple(short_name(v) if type(v).__name__ == "dtype" else v for v in values)
+
+
+def planned(op: Op, device: Any, backend: str, *values: Any) -> Choice:
+    """The choice for calls with these values of the op's fields, in order; dtypes of torch or short names.
+
+    It is for a plan, which has no tensors yet. Cached: one look-up per call.
+
+    Raises:
+        UnsupportedError: no implementation supports the values.
+        ValueError: backend.
+    """
+    return _planned(op, target_of(device), backend, values)
+
+
+@functools.lru_cache(maxsize=4096)
+def _planned(op: Op, target: Target, backend: str, values: tuple[Any, ...]) -> Choice:
+    return choose(Request(op, target, _short(values), backend))
+
+
+class Rehearsal:
+    """Calls for another machine: each choice and each launch is computed, and nothing runs.
+
+    Tensors are on the CPU and their contents are not read. `calls` has the choice and the launches of each call, in
+    order.
+
+    Args:
+        target: the rehearsed target.
+        multiprocessors, shared_limit: of its device; the latter in bytes of a CTA.
+    """
+
+    def __init__(self, target: Target, multiprocessors: int, shared_limit: int) -> None:
+        self.target, self.multiprocessors, self.shared_limit = target, multiprocessors, shared_limit
+        self.calls: list[tuple[Choice, tuple[Launch, ...]]] = []
+
+    def bind(self, choice: Choice) -> Callable[..., None]:
+        if self.target.kind == "cpu":
+            return lambda *_: self.calls.append((choice, ()))
+        function, module = rehearse(choice.spec, self.multiprocessors, self.shared_limit)
+
+        def call(*arguments: Any) -> None:
+            function(*arguments)
+            self.calls.append((choice, launches(module)))
+
+        return call
+
+    def __enter__(self) -> Rehearsal:
+        for known in _operators.values():
+            known.forget()
+        _rehearsals.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _rehearsals.pop()
+        for known in _operators.values():
+            known.forget()
+
+
+_rehearsals: list[Rehearsal] = []  # the innermost counts
+
+
+_operators: dict[str, Operator] = {}
+
+
+def operator(op: Op) -> Callable[..., Choice | None]:
+    """The function that calls an op, with its declared arguments; it returns the Choice that ran.
+
+    While torch.compile traces it, it is the registered torch operator and returns None.
+    """
+    return Operator(op).function
+
+
+def operators() -> dict[str, Operator]:
+    """The operators of the families imported so far, by op name."""
+    return dict(_operators)
+
+
+def target_of(device: Any) -> Target:
+    """The target of a torch device, or of the current rehearsal."""
+    return _rehearsals[-1].target if _rehearsals else _target_of(device)
+
+
+@functools.cache
+def _target_of(device: Any) -> Target:
+    if device.type == "cpu":
+        return CPU
+    if device.type != "cuda":
+        raise ValueError(f"tensors must be on a cpu or cuda device; got {device}")
+    import torch
+
+    return cuda_target(*torch.cuda.get_device_capability(device))
+
+
+def multiprocessors_of(device: Any) -> int:
+    """SMs of a CUDA device, or of the rehearsed device."""
+    if _rehearsals:
+        return _rehearsals[-1].multiprocessors
+    import torch
+
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,115 @@
+"""Prebuilt artifacts of installed packages (entry points `fi.artifacts`), each checked against today's sources.
+
+A provider is a directory with `index.json`: {"version", "schema", "abi", "artifacts"}, where artifacts maps ids to
+{"file", "closure", "sha256"}.
+What does not fit is a miss with one logged reason; it never raises and never breaks the import.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import json
+import logging
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fi_core.runtime.build import compiler, diagnose, sources
+from fi_core.runtime.env import env
+from fi_core.runtime.spec.artifact import Artifact
+
+GROUP = "fi.artifacts"
+ENV_NAME = "FI_CUBIN_DIR"
+PACKAGES = ("fi_cubin", "fi_jit_cache")  # found by import in a plain checkout, where there are no entry points
+EMPTY = "it holds no artifacts (a source checkout builds none)"
+
+
+class Provider(NamedTuple):
+    name: str
+    directory: Path
+    artifacts: dict[str, Any]  # the index by artifact id
+    refusal: str | None  # why nothing of it is used
+
+    def holds(self, kind: str) -> bool:
+        """Whether it has any artifact of this kind."""
+        return any(name.startswith(f"{kind}/") for name in self.artifacts)
+
+    def find(self, artifact: Artifact) -> tuple[Path | None, str]:
+        """(file, "") or (None, reason); the reason is empty if it has no such artifact."""
+        if self.refusal:
+            return None, self.refusal
+        if artifact.id not in self.artifacts:
+            return None, ""
+        try:
+            entry = self.artifacts[artifact.id]
+            file, closure, digest = entry["file"], entry["closure"], entry["sha256"]
+        except (KeyError, TypeError):
+            return None, f"its index says nothing usable of {artifact.id}"
+        if closure != sources.closure(artifact):
+            return None, f"{artifact.id} was built from other sources"
+        path = self.directory / file
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            return None, f"{file}: {error}"
+        if hashlib.sha256(content).hexdigest() != digest:
+            return None, f"{file} does not match its digest"
+        return path, ""
+
+
+@functools.cache
+def _once(level: int, message: str) -> None:
+    diagnose.logger().log(level, message)
+
+
+def note(provider: str, reason: str) -> None:
+    """Logs one reason once per process."""
+    _once(logging.DEBUG if reason == EMPTY else logging.INFO, f"{provider} skipped: {reason}")
+
+
+def _version() -> str:
+    import fi_core
+
+    return fi_core.__version__
+
+
+def _load(name: str, directory: Path) -> Provider:
+    try:
+        index = json.loads((directory / "index.json").read_bytes())
+        if not isinstance(index, dict) or not isinstance(index.get("artifacts"), dict):
+            raise ValueError("index.json lists no artifacts")
+    except FileNotFoundError:
+        return Provider(name, directory, {}, f"no index.json in {directory}" if name == ENV_NAME else EMPTY)
+    except (OSError, ValueError) as error:
+        return Provider(name, directory, {}, f"unreadable index: {error}")
+    refusal = None
+    if index.get("version") != _version() and not env.disable_version_check:
+        refusal = (
+            f"its version {index.get('version')} is not that of fi-core, {_version()}: "
+            f"pip install {name}=={_version()} (FI_DISABLE_VERSION_CHECK=1 overrides)"
+        )
+    elif index.get("schema") != compiler.SCHEMA or index.get("abi") != compiler.FFI_ABI:
+        built, this = (index.get("abi"), index.get("schema")), (compiler.FFI_ABI, compiler.SCHEMA)
+        refusal = f"built for {built[0]} schema {built[1]}, this is {this[0]} schema {this[1]}"
+    return Provider(name, directory, {} if refusal else index["artifacts"], refusal)
+
+
+@functools.cache
+def providers() -> tuple[Provider, ...]:
+    """FI_CUBIN_DIR, then installed packages, then packages importable from a checkout."""
+    found: dict[str, Path] = {}
+    if env.cubin_dir:
+        found[ENV_NAME] = env.cubin_dir
+    for point in metadata.entry_points(group=GROUP):
+        try:
+            found[point.dist.name if point.dist else point.name] = Path(point.load())
+        except Exception as error:  # a broken companion package must not break this one
+            note(point.name, f"{type(error).__name__}: {error}")
+    for package in PACKAGES:
+        name = package.replace("_", "-")
+        spec = importlib.util.find_spec(package) if name not in found else None
+        if spec and spec.origin:
+            found[name] = Path(spec.origin).parent / "data"
+    return tuple(_load(name, directory) for name, directory in found.items())

@@ -1,0 +1,67 @@
+"""The arguments of an op, parsed from its torch.library schema: name, kind, default, and whether it is written."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import NamedTuple
+
+
+class Required:
+    """The default of an argument that a caller must pass."""
+
+    def __repr__(self) -> str:
+        return "required"
+
+
+REQUIRED = Required()
+
+
+class Argument(NamedTuple):
+    """`kind` is torch's word: Tensor, Tensor?, int, int?, float, bool, bool? or str. `written`: the op writes it."""
+
+    name: str
+    kind: str
+    written: bool
+    default: object
+
+    @property
+    def native(self) -> bool:
+        """Whether the C++ host entry receives it; strings are for the dispatcher."""
+        return self.kind != "str"
+
+
+# In C++, None of a number or a flag is -1: "the default".
+CPP_TYPES = {
+    "Tensor": "Tensor",
+    "Tensor?": "OptionalTensor",
+    "int": "int64_t",
+    "int?": "int64_t",
+    "float": "double",
+    "bool": "bool",
+    "bool?": "int64_t",
+}
+_ARGUMENT = re.compile(r"(Tensor|int|float|bool|str)(\(\w!\))?(\?)? (\w+)(?:=(.+))?")
+_WORDS = {"None": None, "True": True, "False": False}
+
+
+def _default(kind: str, text: str | None) -> object:
+    if text is None:
+        return REQUIRED
+    if text in _WORDS:
+        return _WORDS[text]
+    return float(text) if kind == "float" else int(text) if kind.startswith("int") else text.strip('"')
+
+
+@functools.cache
+def parse(text: str) -> tuple[Argument, ...]:
+    """Parses `Tensor(a!) out, Tensor? scale, float eps=1e-6`. Raises ValueError for other text."""
+    found = []
+    for word in text.split(", "):
+        match = _ARGUMENT.fullmatch(word)
+        if match is None:
+            raise ValueError(f"arguments: an argument such as 'Tensor(a!) out' or 'int k=1' is required; got {word!r}")
+        base, written, optional, name, default = match.groups()
+        kind = f"{base}{optional or ''}"
+        found.append(Argument(name, kind, bool(written), _default(kind, default)))
+    return tuple(found)

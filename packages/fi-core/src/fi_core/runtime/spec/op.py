@@ -1,0 +1,218 @@
+"""Op: the declaration of a kernel family; Implementation: one way to compute it; Spec: its compile-time
+configuration.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fi_core.runtime.spec.arguments import Argument, parse
+from fi_core.runtime.spec.constraint import Constraint, Rule
+from fi_core.runtime.spec.target import Target
+
+Values = Mapping[str, Any]
+
+
+class Entry(NamedTuple):
+    """A kernel entry: one `__global__` function of a unit, the device template that it instantiates, and its config.
+
+    config: an instance of the op's config class; the C++ launcher reads it by the names of its fields.
+    """
+
+    name: str
+    body: str
+    threads: int
+    config: Any = ()
+    shared_bytes: int = 0
+    ctas_per_sm: int = 0  # that registers must leave room for; 0: the compiler's choice
+
+    def __str__(self) -> str:
+        names = getattr(type(self.config), "_fields", ())
+        config = ", ".join(f"{name}={int(value)}" for name, value in zip(names, self.config))
+        return f"{self.name} ({self.threads} threads{f', {config}' if config else ''})"
+
+
+class Unit(NamedTuple):
+    """A device translation unit: a header, a parameter struct and kernel entries.
+
+    variant: the text of a user's attention variant. It precedes the header, and the entries receive its arguments as a
+    second parameter. flags: additional compiler flags.
+    """
+
+    header: str
+    params: str
+    entries: tuple[Entry, ...]
+    variant: str = ""
+    flags: tuple[str, ...] = ()
+
+
+class Field(NamedTuple):
+    """A field of an op's request: the supported values (None: any) and the default."""
+
+    values: tuple[Any, ...] | None
+    default: Any
+
+
+def _same(values: Values) -> Values:
+    return values
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an op.
+
+    Args:
+        name: as in the glossary: "cpu", "cuda_core", "mma_sm80", "wgmma_sm90" and others.
+        constraints: conditions of a request that it supports.
+        unit: CUDA only; the device unit for axes, which include `capability`.
+        axes: the compile-time axes for the values of a request, which include `device` and `capability`; default: the
+            fields of the same names.
+        backends: values of the caller's `backend` that select it.
+        preferred: conditions under which it is fast. If they do not hold, an implementation whose conditions hold is
+            preferred.
+        by_name: only a named backend selects it.
+    """
+
+    name: str
+    constraints: tuple[Constraint | Rule, ...]
+    unit: Callable[[Values], Unit] | None = None
+    axes: Callable[[Values], Values] = _same
+    backends: tuple[str, ...] = ()
+    preferred: tuple[Constraint | Rule, ...] = ()
+    by_name: bool = False
+
+    def refusals(self, values: Values) -> tuple[str, ...]:
+        """The constraints that do not hold, in words; empty if this implementation supports the values."""
+        return tuple(c.refusal(values) for c in self.constraints if not c.holds(values))
+
+    def reservations(self, values: Values) -> tuple[str, ...]:
+        """The reasons to prefer another implementation although this one supports the values."""
+        return tuple(f"is slow: {c.refusal(values)}" for c in self.preferred if not c.holds(values))
+
+
+@dataclass(frozen=True)
+class Op:
+    """The declaration of an op; the torch schema, the Python callable and the C++ structs are generated from it.
+
+    Args:
+        name, family: its name, and the folder of its host entry.
+        arguments: a torch.library schema string with the written tensors marked, as in "Tensor(a!) out, Tensor input,
+            float eps=1e-6".
+        implementations: in order of preference.
+        read: a function of some arguments, by name; it returns the facts of a call that decide the request. It runs on
+            every call, so it only reads attributes (`tensor.device` creates an object and takes twice the time).
+        fields: the fields of a request.
+        axes: the axes of device code; default: the fields.
+        request: converts the facts to the values of `fields`, once for each; None: the facts are the values. Dtypes may
+            be torch's.
+        config: the NamedTuple of integers of each kernel entry.
+        prebuilt: requests whose kernels the binary packages ship, other fields having their default; empty: all.
+        takes_variant: whether a user's device code can be compiled into its units.
+        example: makes the arguments of a call from sizes that a user knows, for `fi-core why`.
+    """
+
+    name: str
+    family: str
+    arguments: str
+    implementations: tuple[Implementation, ...]
+    read: Callable[..., tuple[Any, ...]] | None = None
+    fields: Mapping[str, Field] = field(default_factory=dict)
+    axes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    request: Callable[..., tuple[Any, ...]] | None = None
+    config: type[tuple[int, ...]] | None = None
+    prebuilt: tuple[Values, ...] = ()
+    takes_variant: bool = False  # a user's device code may stand in its units
+    example: Callable[..., dict[str, Any]] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.axes and not self.fields:
+            fields = {name: Field(values, values[0]) for name, values in self.axes.items()}
+            object.__setattr__(self, "fields", fields)
+        elif self.fields and not self.axes:
+            axes = {name: f.values or () for name, f in self.fields.items()}
+            object.__setattr__(self, "axes", axes)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @property
+    def schema(self) -> str:
+        """The torch.library schema of the out-variant."""
+        return f"({self.arguments}) -> ()"
+
+    @property
+    def parsed(self) -> tuple[Argument, ...]:
+        return parse(self.arguments)
+
+    @property
+    def source(self) -> str:
+        """The host entry, relative to the fi-kernels root."""
+        return f"csrc/{self.family}/{self.name}.cc"
+
+    @property
+    def header(self) -> str:
+        """The generated header with the argument and config structs, as the host entry includes it."""
+        return f"fi/generated/{self.name}.h"
+
+    def values(self, given: Values) -> dict[str, Any]:
+        """A value for each field: the given ones, else the default. Raises ValueError for an unknown name."""
+        unknown = [name for name in given if name not in self.fields]
+        if unknown:
+            known = ", ".join(self.fields) or "none"
+            raise ValueError(f"{self.name}: fields of a request are {known}; got {', '.join(unknown)}")
+        return {name: given.get(name, f.default) for name, f in self.fields.items()}
+
+    def grid(self) -> Iterator[dict[str, Any]]:
+        """The requests whose kernels are built ahead of time, as values of all fields."""
+        if self.prebuilt:
+            yield from (self.values(given) for given in self.prebuilt)
+        else:
+            choices = [f.values or (f.default,) for f in self.fields.values()]
+            yield from (dict(zip(self.fields, combination)) for combination in itertools.product(*choices))
+
+    def implementation(self, name: str) -> Implementation:
+        for found in self.implementations:
+            if found.name == name:
+                return found
+        known = ", ".join(i.name for i in self.implementations)
+        raise ValueError(f"{self.name}: implementation must be one of {known}; got {name!r}")
+
+
+@functools.lru_cache(maxsize=4096)
+def _unit_of(spec: Spec) -> Unit | None:
+    make = spec.op.implementation(spec.implementation).unit
+    return make({**dict(spec.axes), "capability": spec.target.capability}) if make else None
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One compile-time configuration of an op: hashable, printable, enough to build it."""
+
+    op: Op
+    implementation: str
+    target: Target
+    axes: tuple[tuple[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        """The URI: unique for a compile-time configuration, and valid as a file name."""
+        if self.target.kind == "cpu":
+            return f"{self.op.name}_cpu"
+        words = [self.op.name, *(f"{k}_{v}" for k, v in self.axes), self.implementation, str(self.target)]
+        return "_".join(words)
+
+    def unit(self) -> Unit | None:
+        """Its device unit; None on a CPU, and if another library provides the kernels."""
+        return _unit_of(self)
+
+    def on(self, target: Target) -> Spec:
+        """The same configuration for another target."""
+        return Spec(self.op, self.implementation, target, self.axes)
+
+    def __str__(self) -> str:
+        axes = ", ".join(f"{k}={v}" for k, v in self.axes)
+        return f"{self.op.name}({axes}) by {self.implementation} on {self.target}"

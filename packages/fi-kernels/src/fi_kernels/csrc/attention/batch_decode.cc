@@ -1,0 +1,98 @@
+// batch_decode: attention of a few query rows of every request over its paged keys, as a schedule divides it.
+#include "fi/attention/decode/batch_decode.h"
+
+#include "fi/attention/contract.h"
+#include "fi/generated/batch_decode.h"
+
+#if FI_CUDA
+#include "fi/attention/decode/launch.h"
+#else
+#include "fi/attention/decode/cpu_batch.h"
+#endif
+
+namespace fi {
+namespace {
+
+void batch_decode(const Kernel& kernel, const BatchDecodeArgs& a, const Extras& extras) {
+  // 1 check
+  Dim rows{"tokens"}, pages{"num_pages"}, page_size{"page_size"}, words{"words"};
+  AttentionDims dims;
+  auto& [qo_heads, kv_heads, head_dim_qk, head_dim_vo] = dims;
+  const bool nhd = a.kv_layout == 0;
+  a.q.inner_contiguous().shape(rows, qo_heads, head_dim_qk);
+  a.k_cache.inner_contiguous().shape(pages, nhd ? page_size : kv_heads, nhd ? kv_heads : page_size, head_dim_qk);
+  a.v_cache.inner_contiguous().shape(pages, nhd ? page_size : kv_heads, nhd ? kv_heads : page_size, head_dim_vo);
+  a.out.inner_contiguous().shape(rows, qo_heads, head_dim_vo);
+  if (a.lse) a.lse.is({kF32}).on(a.q).contiguous().shape(rows, qo_heads);
+  check_attention(a, a.k_cache, a.v_cache, dims);
+  FI_CHECK(page_size > 0 && page_size <= 0x7fffffff, ValueError, "k_cache must have page_size > 0; got %s",
+           a.k_cache.shape_str().c_str());
+  FI_CHECK(a.q_len > 0 && (a.qo_indptr || rows % a.q_len == 0), ValueError,
+           "q must have a multiple of q_len = %lld rows; got %s", static_cast<long long>(a.q_len),
+           a.q.shape_str().c_str());
+  FI_CHECK(rows * qo_heads <= 0x7fff0000, ValueError, "q is too large: %s", a.q.shape_str().c_str());
+  Dim starts{"batch_size + 1"};
+  if (a.qo_indptr) a.qo_indptr.is({kI32}).on(a.q).contiguous().shape(starts);
+  const int64_t batch = a.qo_indptr ? std::max<int64_t>(starts - 1, 0) : rows / a.q_len;
+  a.page_indices.is({kI32}).on(a.q).contiguous();
+  a.schedule.is({kI32}).on(a.q).contiguous().shape(words);
+  const int64_t least = decode_counters_offset(a.num_ranges, batch) + 2 * a.num_ranges;
+  FI_CHECK(a.num_ctas > 0 && a.num_ctas <= a.num_ranges && a.num_ranges <= kDecodeMaxRanges && words >= least,
+           ValueError, "schedule must have %lld words or more for %lld CTAs and %lld work ranges; got %lld",
+           static_cast<long long>(least), static_cast<long long>(a.num_ctas), static_cast<long long>(a.num_ranges),
+           static_cast<long long>(words));
+  Dim partials{"partials"}, tile_rows{"16", kDecodeQTile}, width{"head_dim_vo + 2", head_dim_vo + 2};
+  a.workspace.is({kF32}).on(a.q).contiguous().shape(partials, tile_rows, width);
+  FI_CHECK(partials >= 2 * a.num_ranges, ValueError,
+           "workspace must have 2 partials or more for each of %lld work ranges; got %s",
+           static_cast<long long>(a.num_ranges), a.workspace.shape_str().c_str());
+  const int64_t draft_row = (a.q_len + 31) / 32 * 4;
+  if (a.draft_mask) {
+    Dim bytes{"ceil(q_len / 32) * 4", draft_row};
+    a.draft_mask.is({kU8}).on(a.q).contiguous().shape(rows, bytes);
+  }
+
+  if (rows == 0 || batch == 0 || qo_heads == 0) return;
+
+  // 2 shape
+  BatchDecodeParams params{};
+  AttentionProblem& p = params.problem;
+  fill_attention(p, a, a.k_cache, a.v_cache, dims);
+  p.mask.qo_len = static_cast<int32_t>(a.q_len);
+  p.mask.causal = a.q_len > 1 && !a.draft_mask;
+  params.k_page = a.k_cache.stride(0);
+  params.v_page = a.v_cache.stride(0);
+  params.page_indices = a.page_indices.data<const int32_t>();
+  params.schedule = a.schedule.data<int32_t>();
+  params.workspace = a.workspace.data<float>();
+  params.sinks = factors(a.sinks, a.q, qo_heads);
+  params.bmm1_scale = scalar(a.bmm1_scale, a.q);
+  params.bmm2_scale = scalar(a.bmm2_scale, a.q);
+  params.draft_mask = a.draft_mask ? a.draft_mask.data<const uint8_t>() : nullptr;
+  params.qo_indptr = a.qo_indptr ? a.qo_indptr.data<const int32_t>() : nullptr;
+  params.index_bytes = a.page_indices.numel() * 4;
+  params.query_bytes = ((rows - 1) * p.q_token + (qo_heads - 1) * p.q_head + head_dim_qk) * a.q.dtype().bytes();
+  params.page_size = divisor(static_cast<uint32_t>(page_size));
+  params.batch = static_cast<int32_t>(batch);
+  params.num_ctas = static_cast<int32_t>(a.num_ctas);
+  params.ranges = static_cast<int32_t>(a.num_ranges);
+  params.group_size = p.group_divisor;
+  params.q_tiles_per_head = divisor(static_cast<uint32_t>((a.q_len * p.group_size + kDecodeQTile - 1) / kDecodeQTile));
+  params.draft_row = p.mask.draft_row = static_cast<int32_t>(draft_row);
+
+  // 3 launch
+#if FI_CUDA
+  p.aligned = rows_aligned(p, a.q, a.k_cache, a.v_cache, params.k_page, params.v_page);
+  const int64_t four = 4 * a.out.dtype().bytes();
+  params.out_aligned = a.out.alignment(four, {p.out_token, p.out_head}) == four;
+  launch_batch_decode(kernel, params, extras, a.k_cache, a.v_cache, a.split_kv, kernel.pdl(a.enable_pdl));
+#else
+  (void)kernel, (void)a.split_kv, (void)a.enable_pdl;
+  CpuBatchDecode(params, variant_arguments(extras), a.q.dtype(), a.k_cache.dtype(), a.out.dtype()).run();
+#endif
+}
+
+}  // namespace
+}  // namespace fi
+
+FI_OP(fi::batch_decode)

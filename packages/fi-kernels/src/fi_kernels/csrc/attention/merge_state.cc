@@ -1,0 +1,109 @@
+// merge_state and merge_state_in_place: two attention states become one.
+#include "fi/attention/merge/merge_state.h"
+
+#include "fi/generated/merge_state.h"
+
+#if FI_CUDA
+#include "fi/host/tile.h"
+#else
+#include <vector>
+
+#include "fi/cpu/merge_states.h"
+#include "fi/cpu/parallel.h"
+#endif
+
+namespace fi {
+namespace {
+
+#if FI_CUDA
+// Entries are in order of preference.
+void launch(const Kernel& kernel, MergeStateParams& p, int64_t vector, DLDevice device) {
+  for (const Entry& entry : kernel.entries) {
+    const auto [vec, rows] = MergeStateConfig::of(entry);
+    if (vec > vector || p.d % vec) continue;
+    const RowTile tile(p.d / vec, entry.threads);
+    p.lanes = static_cast<int32_t>(tile.lanes);
+    Launch config{(p.rows + tile.rows * rows - 1) / (tile.rows * rows)};
+    config.threads = tile.threads;
+    config.pdl = kernel.pdl(-1);
+    return kernel.launch(entry, config, device, p);
+  }
+  raise("RuntimeError", "no entry for d = %d", p.d);
+}
+#else
+const char* values(const AttentionState& state, int64_t n, int64_t head, int64_t bytes) {
+  return static_cast<const char*>(state.v) + (n * state.v_row + head * state.v_head) * bytes;
+}
+
+float* lse(const AttentionState& state, int64_t n, int64_t head) {
+  return state.s + n * state.s_row + head * state.s_head;
+}
+
+void run_cpu(const MergeStateParams& p, DType dtype) {
+  const cpu::LoadRow load = cpu::row_loader(dtype);
+  const cpu::StoreRow store = cpu::row_storer(dtype);
+  const AttentionState states[] = {p.a, p.b};
+  const int64_t heads = p.heads.value;
+  cpu::parallel_for(p.rows, std::max<int64_t>(1, 8192 / p.d), [&](int64_t begin, int64_t end) {
+    std::vector<float> sum(static_cast<size_t>(p.d)), row(sum.size());
+    for (int64_t index = begin; index < end; ++index) {
+      const int64_t n = index / heads, head = index % heads;
+      if (p.mask && !p.mask[n]) continue;
+      const float merged = cpu::merge_states(
+          2, [&](int64_t i) { return *lse(states[i], n, head); },
+          [&](int64_t i) { return values(states[i], n, head, dtype.bytes()); }, load, sum.data(), row.data(), p.d);
+      store(sum.data(), const_cast<char*>(values(p.out, n, head, dtype.bytes())), p.d);
+      *lse(p.out, n, head) = merged;
+    }
+  });
+}
+#endif
+
+AttentionState state(Tensor v, Tensor s) {
+  return {v.data(), s.data<float>(), v.stride(0), v.stride(1), s.stride(0), s.stride(1)};
+}
+
+void merge_state(const Kernel& kernel, const MergeStateArgs& a) {
+  // 1 check
+  const bool in_place = !a.v_a;
+  FI_CHECK(in_place == !a.s_a, TypeError, "v_a and s_a must both be given, or neither");
+  const Tensor first = in_place ? a.v : Tensor(a.v_a), first_lse = in_place ? a.s : Tensor(a.s_a);
+  const Tensor second = in_place ? a.v_b.as("v_other") : a.v_b, second_lse = in_place ? a.s_b.as("s_other") : a.s_b;
+  Dim n{"n"}, heads{"num_heads"}, d{"head_dim"};
+  first.is({kF16, kBF16, kF32}).inner_contiguous().shape(n, heads, d);
+  second.like(first).inner_contiguous().shape(n, heads, d);
+  first_lse.is({kF32}).on(first).shape(n, heads);
+  second_lse.is({kF32}).on(first).shape(n, heads);
+  a.v.like(first).inner_contiguous().shape(n, heads, d);
+  a.s.like(first_lse).shape(n, heads);
+  if (a.mask) a.mask.is({kBool, kU8}).on(first).contiguous().shape(n);
+  FI_CHECK(d > 0 && d <= 0x7fffffff && n * heads <= 0x7fffffff, ValueError,
+           "%s must have 1 <= head_dim < 2^31 and n * num_heads < 2^31; got %s", first.name(),
+           first.shape_str().c_str());
+
+  // 2 shape
+  MergeStateParams p{};
+  p.out = state(a.v, a.s);
+  p.a = state(first, first_lse);
+  p.b = state(second, second_lse);
+  p.mask = a.mask ? a.mask.data<const uint8_t>() : nullptr;
+  p.rows = n * heads;
+  p.d = static_cast<int32_t>(d);
+  if (p.rows == 0) return;
+  p.heads = divisor(static_cast<uint32_t>(heads));
+
+  // 3 launch
+#if FI_CUDA
+  int64_t vector = 16;
+  for (const Tensor& t : {a.v, first, second}) vector = std::min(vector, t.alignment(16, {t.stride(0), t.stride(1)}));
+  launch(kernel, p, vector / first.dtype().bytes(), first.device());
+#else
+  (void)kernel;
+  run_cpu(p, first.dtype());
+#endif
+}
+
+}  // namespace
+}  // namespace fi
+
+FI_OP(fi::merge_state)

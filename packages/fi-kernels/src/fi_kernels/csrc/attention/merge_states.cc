@@ -1,0 +1,101 @@
+// merge_states: any number of attention states become one.
+#include "fi/attention/merge/merge_states.h"
+
+#include "fi/generated/merge_states.h"
+
+#if FI_CUDA
+#include "fi/host/tile.h"
+#else
+#include <vector>
+
+#include "fi/cpu/merge_states.h"
+#include "fi/cpu/parallel.h"
+#endif
+
+namespace fi {
+namespace {
+
+#if FI_CUDA
+// Entries are in order of preference.
+void launch(const Kernel& kernel, MergeStatesParams& p, int64_t vector, DLDevice device) {
+  for (const Entry& entry : kernel.entries) {
+    const auto [vec, at_once] = MergeStatesConfig::of(entry);
+    if (vec > vector || p.d % vec) continue;
+    const int64_t lanes = RowTile(p.d / vec, entry.threads).lanes;
+    int64_t groups = 1;
+    while (groups * 2 * lanes <= entry.threads && groups * 2 * at_once <= p.states) groups *= 2;
+    const RowTile tile(lanes * groups, entry.threads);
+    p.lanes = static_cast<int32_t>(lanes);
+    p.groups = static_cast<int32_t>(groups);
+    Launch config{(p.rows + tile.rows - 1) / tile.rows};
+    config.threads = tile.threads;
+    config.pdl = kernel.pdl(-1);
+    return kernel.launch(entry, config, device, p);
+  }
+  raise("RuntimeError", "no entry for d = %d", p.d);
+}
+#else
+void run_cpu(const MergeStatesParams& p, DType dtype) {
+  const cpu::LoadRow load = cpu::row_loader(dtype);
+  const cpu::StoreRow store = cpu::row_storer(dtype);
+  const int64_t heads = p.heads.value, bytes = dtype.bytes();
+  const int64_t grain = std::max<int64_t>(1, 16384 / (static_cast<int64_t>(p.d) * (p.states + 1)));
+  cpu::parallel_for(p.rows, grain, [&](int64_t begin, int64_t end) {
+    std::vector<float> sum(static_cast<size_t>(p.d)), row(sum.size());
+    for (int64_t index = begin; index < end; ++index) {
+      const int64_t n = index / heads, head = index % heads;
+      const float* s = p.s + n * p.s_row + head * p.s_head;
+      const char* v = static_cast<const char*>(p.v) + (n * p.v_row + head * p.v_head) * bytes;
+      p.out_s[index] = cpu::merge_states(
+          p.states, [&](int64_t i) { return s[i * p.s_state]; }, [&](int64_t i) { return v + i * p.v_state * bytes; },
+          load, sum.data(), row.data(), p.d);
+      store(sum.data(), static_cast<char*>(p.out) + index * p.d * bytes, p.d);
+    }
+  });
+}
+#endif
+
+void merge_states(const Kernel& kernel, const MergeStatesArgs& a) {
+  // 1 check
+  Dim n{"n"}, states{"num_states"}, heads{"num_heads"}, d{"head_dim"};
+  a.v.is({kF16, kBF16, kF32}).inner_contiguous().shape(n, states, heads, d);
+  a.s.is({kF32}).on(a.v).shape(n, states, heads);
+  a.out.like(a.v).contiguous().shape(n, heads, d);
+  a.out_s.like(a.s).contiguous().shape(n, heads);
+  FI_CHECK(d > 0 && d <= 0x7fffffff && states <= 0x7fffffff && n * heads <= 0x7fffffff, ValueError,
+           "v must have 1 <= head_dim < 2^31, num_states < 2^31 and n * num_heads < 2^31; got %s",
+           a.v.shape_str().c_str());
+
+  // 2 shape
+  MergeStatesParams p{};
+  p.out = a.out.data();
+  p.out_s = a.out_s.data<float>();
+  p.v = a.v.data();
+  p.s = a.s.data<const float>();
+  p.v_row = a.v.stride(0);
+  p.v_state = a.v.stride(1);
+  p.v_head = a.v.stride(2);
+  p.s_row = a.s.stride(0);
+  p.s_state = a.s.stride(1);
+  p.s_head = a.s.stride(2);
+  p.rows = n * heads;
+  p.states = static_cast<int32_t>(states);
+  p.d = static_cast<int32_t>(d);
+  if (p.rows == 0) return;
+  p.heads = divisor(static_cast<uint32_t>(heads));
+
+  // 3 launch
+#if FI_CUDA
+  const int64_t bytes = a.v.dtype().bytes();
+  const int64_t vector = std::min(a.v.alignment(16, {p.v_row, p.v_state, p.v_head}), a.out.alignment(16, {d})) / bytes;
+  launch(kernel, p, vector, a.v.device());
+#else
+  (void)kernel;
+  run_cpu(p, a.v.dtype());
+#endif
+}
+
+}  // namespace
+}  // namespace fi
+
+FI_OP(fi::merge_states)

@@ -1,0 +1,118 @@
+// prefill_plan: the tiles of query rows of a batch, in the order in which blocks take them.
+#include "fi/attention/prefill/prefill_plan.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "fi/generated/prefill_plan.h"
+
+namespace fi {
+namespace {
+
+#if !FI_CUDA
+PrefillTileStats tiles_of(const PrefillPlanParams& p, int32_t tokens) {
+  PrefillTileStats tiles{0, 0, 0};
+  for (int32_t b = 0; b < p.batch; ++b) {
+    const PrefillRequest r = p.request(b);
+    for (int32_t t = 0; t < p.tiles(r, tokens); ++t) {
+      const int32_t work = p.kv_tiles(r, t, tokens);
+      tiles.work += work;
+      ++tiles.num_tiles;
+      tiles.longest = std::max(tiles.longest, work);
+    }
+  }
+  return tiles;
+}
+
+// As on the device.
+void run_cpu(const PrefillPlanParams& p) {
+  const PrefillSchedule& s = p.schedule;
+  const auto least = [](const PrefillSplit& split) {
+    uint32_t best = PrefillSplit::kNever;
+    for (int32_t parts = 1; parts <= kMaxSplits; ++parts) best = std::min(best, split.cost(parts));
+    return best;
+  };
+  PrefillTileStats tiles = tiles_of(p, p.tile_tokens);
+  int32_t tokens = p.tile_tokens, items = 0;
+  if (p.short_tokens > 0 && int64_t{tiles.num_tiles} * p.kv_heads <= int64_t{4} * p.num_ctas) {
+    const PrefillTileStats low = tiles_of(p, p.short_tokens);
+    if (low.num_tiles <= p.max_tiles && prefers_short(tiles, low, p.kv_heads, p.num_ctas, p.max_partials, least)) {
+      tiles = low;
+      tokens = p.short_tokens;
+    }
+  }
+  for (int32_t b = 0; b < p.batch; ++b) {
+    s.requests[b] = p.request(b);
+    for (int32_t t = 0; t < p.tiles(s.requests[b], tokens) && items < p.max_tiles; ++t) s.tiles[items++] = {b, t};
+  }
+  const auto work = [&](const PrefillWorkTile& x) { return p.kv_tiles(s.requests[x.request], x.q_tile, tokens); };
+  std::stable_sort(s.tiles, s.tiles + items,
+                   [&](const PrefillWorkTile& x, const PrefillWorkTile& y) { return work(x) > work(y); });
+  PrefillSplit split = PrefillSplit::of(tiles, p.kv_heads, p.num_ctas, p.max_partials);
+  const int32_t units = items * p.kv_heads;
+  if (split.first < units) split.work = work(s.tiles[split.first / p.kv_heads]);
+  const int32_t parts = PrefillSplit::parts(least(split));
+  *s.header = {items, 0, 0, tokens, parts > 1 ? split.first : units, parts, (split.work + parts - 1) / parts, 0};
+  if (p.max_partials > 0) std::fill_n(s.counters, PrefillSchedule::kCounters, 0);
+}
+#endif
+
+void prefill_plan(const Kernel& kernel, const PrefillPlanArgs& a) {
+  // 1 check
+  constexpr int64_t largest = 0x7fffffff;
+  const auto in_range = [](int64_t x, int64_t least, const char* name) {
+    FI_CHECK(x >= least && x <= largest, ValueError, "%s must be in %lld..2^31 - 1; got %lld", name,
+             static_cast<long long>(least), static_cast<long long>(x));
+    return static_cast<int32_t>(x);
+  };
+  in_range(a.batch_size, 0, "batch_size");
+  Dim words{"words"}, batch{"batch_size", a.batch_size}, bounds{"batch_size + 1", a.batch_size + 1};
+  a.schedule.is({kI32}).contiguous().shape(words);
+  if (a.qo_indptr) a.qo_indptr.is({kI32}).on(a.schedule).contiguous().shape(bounds);
+  if (a.kv_indptr) a.kv_indptr.is({kI32}).on(a.schedule).contiguous().shape(bounds);
+  if (a.last_page_len) a.last_page_len.is({kI32}).on(a.schedule).contiguous().shape(batch);
+  if (a.kv_len) a.kv_len.is({kI32, kU32}).on(a.schedule).contiguous().shape(batch);
+  const int64_t capacity = (words - PrefillSchedule::words(a.batch_size, 0)) / 2;
+  FI_CHECK(capacity >= 0, ValueError, "schedule must have %lld words or more; got %lld",
+           static_cast<long long>(PrefillSchedule::words(a.batch_size, 0)), static_cast<long long>(words));
+  FI_CHECK(reinterpret_cast<uintptr_t>(a.schedule.data()) % 16 == 0, ValueError,
+           "schedule must begin at a multiple of 16 bytes");
+
+  // 2 shape
+  PrefillPlanParams p{};
+  p.schedule = PrefillSchedule::at(a.schedule.data<int32_t>(), a.batch_size);
+  p.qo_indptr = a.qo_indptr ? a.qo_indptr.data<const int32_t>() : nullptr;
+  p.kv_indptr = a.kv_indptr ? a.kv_indptr.data<const int32_t>() : nullptr;
+  p.last_page_len = a.last_page_len ? a.last_page_len.data<const int32_t>() : nullptr;
+  p.kv_len = a.kv_len ? a.kv_len.data<const int32_t>() : nullptr;
+  p.batch = static_cast<int32_t>(a.batch_size);
+  p.qo_len = in_range(a.qo_len, 0, "qo_len");
+  p.page_size = in_range(a.page_size, 1, "page_size");
+  p.pages_per_request = in_range(a.pages_per_request, 0, "pages_per_request");
+  p.max_tiles = static_cast<int32_t>(std::min(capacity, largest));
+  p.tile_tokens = in_range(a.q_tile_tokens, 1, "q_tile_tokens");
+  p.kv_tile = 128;
+  p.kv_heads = in_range(a.num_kv_heads, 0, "num_kv_heads");
+  p.short_tokens = in_range(a.short_tile_tokens, 0, "short_tile_tokens");
+  p.max_partials = in_range(a.max_partials, 0, "max_partials");
+  p.num_ctas = in_range(a.num_ctas, 0, "num_ctas");
+  p.causal = a.causal != 0;
+  p.window_left = static_cast<int32_t>(std::min(std::max<int64_t>(a.window_left, -1), largest));
+
+  // 3 launch
+#if FI_CUDA
+  if (p.num_ctas == 0) p.num_ctas = static_cast<int32_t>(kernel.multiprocessors(a.schedule.device()));
+  Launch config{1};
+  config.pdl = kernel.pdl(-1);
+  kernel.launch(kernel.entries.front(), config, a.schedule.device(), p);
+#else
+  (void)kernel;
+  if (p.num_ctas == 0) p.num_ctas = 1;
+  run_cpu(p);
+#endif
+}
+
+}  // namespace
+}  // namespace fi
+
+FI_OP(fi::prefill_plan)

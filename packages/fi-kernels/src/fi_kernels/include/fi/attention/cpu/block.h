@@ -1,0 +1,244 @@
+// Dense float blocks for attention on the CPU: products, and the softmax step over a transposed block of scores.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "fi/attention/cpu/math.h"
+#include "fi/attention/rotary.h"
+#include "fi/attention/softmax.h"
+#include "fi/cpu/target.h"
+
+namespace fi::cpu {
+
+constexpr int64_t kPad = 16;  // row lengths of blocks are multiples of it
+constexpr int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
+
+// An operand whose element (m, k) is data[m * row + k * step]: rows or columns of a block.
+struct Strided {
+  const float* data;
+  int64_t row, step;
+};
+
+// c = a b, or c += a b: a [rows, depth], b [depth, columns], c [rows, columns]; columns is a multiple of kPad.
+// Of dots: c = a b^T with b [columns, depth]; any number of columns, depth is a multiple of kPad.
+struct Product {
+  Strided a;
+  const float* b;
+  float* c;
+  int64_t b_pitch, c_pitch, rows, columns, depth;
+  bool add;
+};
+
+namespace detail {
+
+// kRows x (kVecs * kWidth) of c, in registers.
+template <int kWidth, int kRows, int kVecs>
+FI_INLINE void multiply_tile(const Product& p, int64_t m0, int64_t n0) {
+  typedef float Lanes __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
+  const float* a = p.a.data + m0 * p.a.row;
+  const float* b = p.b + n0;
+  float* c = p.c + m0 * p.c_pitch + n0;
+  Lanes sum[kRows][kVecs];
+  for (int m = 0; m < kRows; ++m)
+    for (int n = 0; n < kVecs; ++n)
+      sum[m][n] = p.add ? *reinterpret_cast<const Lanes*>(c + m * p.c_pitch + n * kWidth) : Lanes{};
+  for (int64_t k = 0; k < p.depth; ++k) {
+    Lanes right[kVecs];
+    for (int n = 0; n < kVecs; ++n) right[n] = *reinterpret_cast<const Lanes*>(b + k * p.b_pitch + n * kWidth);
+    for (int m = 0; m < kRows; ++m) {
+      const float left = a[m * p.a.row + k * p.a.step];
+      for (int n = 0; n < kVecs; ++n) sum[m][n] += left * right[n];
+    }
+  }
+  for (int m = 0; m < kRows; ++m)
+    for (int n = 0; n < kVecs; ++n) *reinterpret_cast<Lanes*>(c + m * p.c_pitch + n * kWidth) = sum[m][n];
+}
+
+template <int kWidth, int kVecs>
+FI_INLINE void multiply_columns(const Product& p, int64_t& n) {
+  constexpr int kRows = 4;
+  for (; n + kVecs * kWidth <= p.columns; n += kVecs * kWidth) {
+    int64_t m = 0;
+    for (; m + kRows <= p.rows; m += kRows) multiply_tile<kWidth, kRows, kVecs>(p, m, n);
+    for (; m < p.rows; ++m) multiply_tile<kWidth, 1, kVecs>(p, m, n);
+  }
+}
+
+template <int kWidth, int kVecs>
+FI_INLINE void multiply(const Product& p) {
+  int64_t n = 0;
+  multiply_columns<kWidth, kVecs>(p, n);
+  if constexpr (kVecs * kWidth > kPad) multiply_columns<kWidth, kPad / kWidth>(p, n);
+}
+
+template <int kWidth>
+struct LaneSum {
+  typedef float Lanes __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
+  typedef float Half __attribute__((vector_size(kWidth * 2), aligned(4), may_alias));
+  FI_INLINE static float of(const Lanes& x) {
+    const Half* halves = reinterpret_cast<const Half*>(&x);
+    return LaneSum<kWidth / 2>::of(halves[0] + halves[1]);
+  }
+};
+template <>
+struct LaneSum<2> {
+  typedef float Lanes __attribute__((vector_size(8), aligned(4), may_alias));
+  FI_INLINE static float of(const Lanes& x) { return x[0] + x[1]; }
+};
+
+// kRows x kColumns of c[m][n] = dot(a_m, b_n): enough independent sums to hide the latency of an FMA.
+template <int kWidth, int kRows, int kColumns>
+FI_INLINE void dots_tile(const Product& p, int64_t m0, int64_t n0) {
+  typedef typename LaneSum<kWidth>::Lanes Lanes;
+  const float *a = p.a.data + m0 * p.a.row, *b = p.b + n0 * p.b_pitch;
+  Lanes sum[kRows][kColumns] = {};
+  for (int64_t k = 0; k < p.depth; k += kWidth)
+    for (int n = 0; n < kColumns; ++n) {
+      const Lanes right = *reinterpret_cast<const Lanes*>(b + n * p.b_pitch + k);
+      for (int m = 0; m < kRows; ++m) sum[m][n] += *reinterpret_cast<const Lanes*>(a + m * p.a.row + k) * right;
+    }
+  for (int m = 0; m < kRows; ++m)
+    for (int n = 0; n < kColumns; ++n) p.c[(m0 + m) * p.c_pitch + n0 + n] = LaneSum<kWidth>::of(sum[m][n]);
+}
+
+template <int kWidth, int kRows>
+FI_INLINE void dots_rows(const Product& p, int64_t& m) {
+  constexpr int kColumns = 8 / kRows < 1 ? 1 : 8 / kRows;
+  for (; m + kRows <= p.rows; m += kRows) {
+    int64_t n = 0;
+    for (; n + kColumns <= p.columns; n += kColumns) dots_tile<kWidth, kRows, kColumns>(p, m, n);
+    for (; n < p.columns; ++n) dots_tile<kWidth, kRows, 1>(p, m, n);
+  }
+}
+
+// c[m][n] = dot(a_m, b_n) along rows: neither operand is transposed.
+template <int kWidth>
+FI_INLINE void dots(const Product& p) {
+  int64_t m = 0;
+  dots_rows<kWidth, 4>(p, m);
+  dots_rows<kWidth, 1>(p, m);
+}
+
+}  // namespace detail
+
+// One version a level, with vectors as wide as its registers: GCC splits wider ones badly (16 lanes on x86-64-v3:
+// 2 GFLOP/s, 8 lanes: 100; 16 lanes on v4: 200. Zen 5, one thread, 64 x 128 x 128).
+#if FI_HAS_LEVELS
+__attribute__((target("arch=x86-64-v4"))) inline void multiply(const Product& p) { detail::multiply<16, 4>(p); }
+__attribute__((target("arch=x86-64-v4"))) inline void dots(const Product& p) { detail::dots<16>(p); }
+__attribute__((target("arch=x86-64-v3"))) inline void multiply(const Product& p) { detail::multiply<8, 2>(p); }
+__attribute__((target("arch=x86-64-v3"))) inline void dots(const Product& p) { detail::dots<8>(p); }
+#define FI_ANY_LEVEL __attribute__((target("default")))
+#else
+#define FI_ANY_LEVEL
+#endif
+FI_ANY_LEVEL inline void multiply(const Product& p) { detail::multiply<4, 2>(p); }
+FI_ANY_LEVEL inline void dots(const Product& p) { detail::dots<4>(p); }
+#undef FI_ANY_LEVEL
+
+// One step of the online softmax for rows [begin, end) of scores s[key][row]; both are multiples of 16.
+// s becomes the weights, m and d the new state, alpha what earlier sums must be multiplied by.
+template <int kLanes>
+FI_CLONES void softmax_step(float* s, int64_t pitch, int64_t keys, int64_t begin, int64_t end, float* m, float* d,
+                            float* alpha) {
+  for (int64_t r = begin; r < end; r += kLanes) {
+    float top[kLanes], base[kLanes], sum[kLanes] = {};
+    for (int l = 0; l < kLanes; ++l) top[l] = m[r + l];
+    for (int64_t j = 0; j < keys; ++j) {
+      const float* row = s + j * pitch + r;
+#pragma omp simd
+      for (int l = 0; l < kLanes; ++l) top[l] = select(row[l] > top[l], row[l], top[l]);
+    }
+#pragma omp simd
+    for (int l = 0; l < kLanes; ++l) {
+      base[l] = select(top[l] == kMinusInf, 0.f, top[l]);
+      alpha[r + l] = CpuMath::exp2(m[r + l] - base[l]);
+    }
+    for (int64_t j = 0; j < keys; ++j) {
+      float* row = s + j * pitch + r;
+#pragma omp simd
+      for (int l = 0; l < kLanes; ++l) {
+        row[l] = CpuMath::exp2(row[l] - base[l]);
+        sum[l] += row[l];
+      }
+    }
+#pragma omp simd
+    for (int l = 0; l < kLanes; ++l) {
+      d[r + l] = d[r + l] * alpha[r + l] + sum[l];
+      m[r + l] = top[l];
+    }
+  }
+}
+
+// The same step for one row of scores s[key]; keys is a multiple of 16. Returns what earlier sums must be multiplied
+// by.
+template <int kLanes>
+FI_CLONES float softmax_row(float* s, int64_t keys, float* m, float* d) {
+  float top[kLanes], sum[kLanes] = {};
+  for (int l = 0; l < kLanes; ++l) top[l] = *m;
+  for (int64_t j = 0; j < keys; j += kLanes)
+#pragma omp simd
+    for (int l = 0; l < kLanes; ++l) top[l] = select(s[j + l] > top[l], s[j + l], top[l]);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int l = 0; l < half; ++l) top[l] = select(top[l + half] > top[l], top[l + half], top[l]);
+  const float base = softmax_reference(top[0]);
+  for (int64_t j = 0; j < keys; j += kLanes)
+#pragma omp simd
+    for (int l = 0; l < kLanes; ++l) {
+      s[j + l] = CpuMath::exp2(s[j + l] - base);
+      sum[l] += s[j + l];
+    }
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int l = 0; l < half; ++l) sum[l] += sum[l + half];
+  const float alpha = CpuMath::exp2(*m - base);
+  *d = *d * alpha + sum[0];
+  *m = top[0];
+  return alpha;
+}
+
+template <int kLanes>
+FI_CLONES void soft_cap(float* s, float cap, int64_t n) {
+#pragma omp simd simdlen(kLanes)
+  for (int64_t i = 0; i < n; ++i) s[i] = cap * CpuMath::tanh(s[i]);
+}
+
+// ALiBi on the scores of one key, whose rows have their own slopes and positions in the call.
+template <int kLanes>
+FI_CLONES void add_slopes(float* s, const float* slope, const float* position, int64_t rows, float key) {
+#pragma omp simd simdlen(kLanes)
+  for (int64_t r = 0; r < rows; ++r) s[r] += slope[r] * (key - position[r]);
+}
+
+// ALiBi on the scores of one row, against keys at distances first, first + 1, ...
+template <int kLanes>
+FI_CLONES void add_slope(float* s, float slope, float first, int64_t keys) {
+#pragma omp simd simdlen(kLanes)
+  for (int64_t j = 0; j < keys; ++j) s[j] += slope * (first + static_cast<float>(j));
+}
+
+template <int kLanes>
+FI_CLONES void multiply_row(float* x, float factor, int64_t n) {
+#pragma omp simd simdlen(kLanes)
+  for (int64_t i = 0; i < n; ++i) x[i] *= factor;
+}
+
+template <int kLanes>
+FI_CLONES void add_scaled(float* sum, const float* x, float factor, int64_t n) {
+#pragma omp simd simdlen(kLanes)
+  for (int64_t i = 0; i < n; ++i) sum[i] += factor * x[i];
+}
+
+// Rotates one row of 2 * half elements; steps are angles a position, as in Rotary.
+template <int kLanes>
+FI_CLONES void rotate_row(float* x, const uint64_t* steps, int64_t half, int64_t position) {
+#pragma omp simd simdlen(kLanes)
+  for (int64_t k = 0; k < half; ++k) {
+    float cosine, sine;
+    cos_sin_of_phase(static_cast<uint32_t>((static_cast<uint64_t>(position) * steps[k]) >> 32), &cosine, &sine);
+    const float a = x[k], b = x[half + k];
+    x[k] = a * cosine - b * sine;
+    x[half + k] = b * cosine + a * sine;
+  }
+}
+
+}  // namespace fi::cpu

@@ -1,0 +1,37 @@
+// The epilogue of decode on CUDA cores: the built-in one, or that of a user's variant, which transforms the output.
+#pragma once
+#include "fi/attention/decode/split_kv_epilogue.cuh"
+#include "fi/attention/variant.h"
+
+namespace fi {
+
+struct CudaCoreEpilogue : DecodeEpilogue {
+  Variant& variant;
+
+  FI_DEVICE CudaCoreEpilogue(const BatchDecodeParams& params, const DecodeWorkTile& s, Variant& variant)
+      : DecodeEpilogue(params, s, params.problem.head_dim_vo), variant(variant) {}
+
+  // Element x .. x + 3 of row r, over all keys.
+  FI_DEVICE void write(int r, int x, PartialOutput part) const {
+    if constexpr (!Variant::kCustom) {
+      DecodeEpilogue::write(r, x, part);
+    } else {
+      const AttentionProblem& p = params.problem;
+      const Row row = params.row(kv_head, first + r);
+      const int64_t token = params.first_token(s.request) + row.i;
+      const float scale = p.value_scale(kv_head) * (params.bmm2_scale ? *params.bmm2_scale : 1.f);
+      const auto output = variant.end(row, part.m, part.d, scale);
+      const float4 y = make_float4(output(part.x.x), output(part.x.y), output(part.x.z), output(part.x.w));
+      store_four(p.out, p.out_type, token * p.out_token + row.head * p.out_head + x, y, params.out_aligned);
+      if (p.lse && x == 0) p.lse[token * p.qo_heads + row.head] = softmax_lse<CudaMath>(part.m, part.d);
+    }
+  }
+
+  // What comes after all rows of a part were published.
+  template <class Team>
+  FI_DEVICE void complete(Team team) const {
+    merge(team, [&](int r, int x, const PartialOutput& values) { write(r, x, values); });
+  }
+};
+
+}  // namespace fi

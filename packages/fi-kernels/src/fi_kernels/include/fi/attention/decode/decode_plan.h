@@ -1,0 +1,214 @@
+// Parameters of decode_plan, and the arithmetic that its device and CPU forms share.
+#pragma once
+#include "fi/attention/decode/decode_schedule.h"
+
+namespace fi {
+
+struct DecodePlanParams {
+  int32_t* schedule;
+  const int32_t* indptr;         // [batch + 1], of page_indices; null: pages_per_request for each
+  const int32_t* last_page_len;  // [batch]; null where kv_len is given
+  const void* kv_len;            // [batch], int32 or int64; null: from indptr and last_page_len
+  int64_t pages_per_request;
+  int32_t kv_len_is_wide;
+  int32_t batch, page_size, q_tiles, q_len, window_left, num_ctas, ranges;
+  int32_t split;     // > 0: tiles of a chunk; 0: ranges of equal cost and smaller ones; < 0: no item is cut
+  int32_t counters;  // how many the buffer has
+
+  FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, ranges, batch}; }
+};
+
+// kv_len and first_page of request b. A request sees no more tokens than its pages hold, whatever its length says, so
+// nothing behind its page ids is ever read.
+FI_HOST_DEVICE DecodeRequest decode_request(const DecodePlanParams& p, int32_t b) {
+  const int64_t first = p.indptr ? p.indptr[b] : b * p.pages_per_request;
+  const int64_t pages = p.indptr ? p.indptr[b + 1] - first : p.pages_per_request, most = pages * p.page_size;
+  int64_t length = most - p.page_size;
+  if (!p.kv_len)
+    length += p.last_page_len[b];
+  else if (p.kv_len_is_wide)
+    length = static_cast<const int64_t*>(p.kv_len)[b];
+  else
+    length = static_cast<const int32_t*>(p.kv_len)[b];
+  if (length > most) length = most;
+  if (length < 0 || pages <= 0) length = 0;
+  return {static_cast<int32_t>(length), static_cast<int32_t>(first), 0, 0};
+}
+
+struct DecodeCost {
+  int32_t tiles, chunks;  // cost of one q_tile in tiles; its chunks
+};
+FI_HOST_DEVICE DecodeCost decode_cost(const DecodePlanParams& p, int32_t kv_len) {
+  const KvTileRange tiles = decode_kv_tiles(kv_len, p.q_len, p.window_left);
+  DecodeCost cost{tiles.end - tiles.begin + kWorkTileCost, 1};
+  if (p.split > 0 && tiles.end > tiles.begin) cost.chunks = (tiles.end - 1) / p.split - tiles.begin / p.split + 1;
+  return cost;
+}
+
+// How the order of items is divided. Each item into `parts` ranges of as many tiles; or (parts 0) each group into
+// `first` ranges of equal cost, then `later` ranges that become smaller and smaller, boundaries of the first within
+// `snap` tiles of the end of an item moved there.
+struct DecodePartition {
+  int64_t cost, group_cost, static_cost;  // of all q_tiles; of a group; of its first ranges
+  int32_t q_tile_cost, range_groups, static_ranges, dynamic_ranges, snap, num_splits;
+
+  FI_HOST_DEVICE int32_t ranges() const { return range_groups * (static_ranges + dynamic_ranges); }
+  // Where range g begins, and how far its boundary may move.
+  FI_HOST_DEVICE int64_t position(int32_t g) const {
+    const int32_t group = g / (static_ranges + dynamic_ranges), i = g % (static_ranges + dynamic_ranges);
+    const int64_t begin = group_cost * group;
+    if (i <= static_ranges) return begin + static_cost * i / static_ranges;
+    // From 7/4 of the average to 1/4.
+    const int64_t x = i - static_ranges, n = dynamic_ranges;
+    return begin + static_cost + (group_cost - static_cost) * x * (7 * n - 3 * x) / (4 * n * n);
+  }
+  FI_HOST_DEVICE int32_t snap_of(int32_t g) const {
+    return dynamic_ranges == 0 || g % (static_ranges + dynamic_ranges) < static_ranges ? snap : 1;
+  }
+};
+// uniform: all requests cost the same.
+FI_HOST_DEVICE DecodePartition decode_partition(const DecodePlanParams& p, int32_t q_tile_cost, bool uniform) {
+  constexpr int32_t kLeastRange = 4;    // tiles; H200, b1 kv1k: 4 16.8 us, 2 16.8, 1 16.0; b64 kv8k 8/1: 90 all
+  constexpr int32_t kLeastCut = 8;      // tiles of an item that is cut, where all items are alike
+  constexpr int32_t kSnapDivisor = 32;  // of a range; H200, b64 of varied lengths: 8 267.6 us, 32 261.8, 999 262.3
+  // Later ranges: an eighth of all work, the last of 16 tiles, if that makes two or more of a block. H200, b128 kv8k
+  // 64/8: none 987 us; 8 and 16 969, 8 and 8 984, 8 and 32 1002, 16 and 8 974, 4 and 16 973.
+  constexpr int32_t kLaterShare = 8, kLeastLater = 16, kLeastLaters = 2;
+  const int64_t cost = static_cast<int64_t>(q_tile_cost) * p.q_tiles;
+  DecodePartition d{cost, cost, cost, q_tile_cost, 1, 1, 0, 0, 0};
+  if (cost == 0) return d;
+  const int32_t idle = p.num_ctas / 16;  // blocks that may be idle where ranges are alike
+  const int64_t items = static_cast<int64_t>(p.q_tiles) * p.batch;
+  const int64_t much = static_cast<int64_t>(4 * kLaterShare * kLeastLater * kLeastLaters) * p.num_ctas;
+  const bool later = p.split == 0 && cost >= much && p.ranges >= (1 + kLeastLaters) * p.num_ctas;
+  if (uniform && items <= p.num_ctas && p.split >= 0 && !later) {
+    // Else many blocks would end one item and begin another, and pay for both.
+    const auto each = static_cast<int32_t>(p.num_ctas / items);
+    const int32_t tiles = q_tile_cost / p.batch - kWorkTileCost, most = tiles / kLeastRange;
+    const int64_t longest = (tiles + each - 1) / each;
+    if (each * items >= p.num_ctas - idle || longest * p.num_ctas <= (tiles + kWorkTileCost) * items) {
+      d.num_splits = tiles <= kLeastCut || most < 1 ? 1 : each < most ? each : most;
+      d.range_groups = p.q_tiles, d.static_ranges = d.num_splits * p.batch;
+      return d;
+    }
+  }
+  // The same ranges for every q_tile, if that leaves few blocks idle.
+  int32_t each = p.num_ctas / p.q_tiles;
+  if (each * p.q_tiles >= p.num_ctas - idle) {
+    d.range_groups = p.q_tiles, d.group_cost = d.static_cost = q_tile_cost;
+    // Equal requests are not cut where the same number for each range leaves few blocks idle.
+    for (int32_t i = each; uniform && i * p.q_tiles >= p.num_ctas - idle; --i)
+      if (p.batch % i == 0) {
+        each = i;
+        break;
+      }
+  } else {
+    each = p.num_ctas;
+  }
+  const int64_t most = d.group_cost / kLeastRange;
+  d.static_ranges = static_cast<int32_t>(each < most ? each : most > 1 ? most : 1);
+  if (later) {
+    const int64_t rest = d.group_cost / kLaterShare, finest = rest / (4 * kLeastLater);
+    const int64_t room = p.ranges / d.range_groups - d.static_ranges;
+    d.dynamic_ranges = static_cast<int32_t>(room < finest ? room : finest);
+    d.static_cost = d.group_cost - rest;
+  }
+  const int64_t snap = d.static_cost / d.static_ranges / kSnapDivisor;
+  d.snap = p.split < 0 ? 0x7fffffff : static_cast<int32_t>(snap > 1 ? snap : 1);
+  return d;
+}
+
+// The last i < count with value(i) <= x; value(0) <= x, not decreasing.
+template <class Value, class X>
+FI_HOST_DEVICE int32_t last_not_above(int32_t count, X x, Value&& value) {
+  int32_t low = 1, high = count;  // value(i) <= x for all i < low, > x for all i >= high
+  while (low < high) {
+    const int32_t middle = (low + high) >> 1;
+    if (value(middle) <= x)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low - 1;
+}
+
+// Boundary g without leader and parts.
+FI_HOST_DEVICE DecodeRangeStart decode_start(const DecodePlanParams& p, const DecodePartition& d, int32_t g,
+                                             const DecodeRequest* requests) {
+  DecodeRangeStart start{p.q_tiles, 0, 0, g, 1, 0, 0, 0};
+  if (g >= d.ranges() || d.cost == 0) return start;
+  DecodeRequest r;
+  KvTileRange tiles;
+  int32_t done;  // tiles of the item before the boundary
+  if (d.num_splits > 0) {
+    const int32_t item = g / d.num_splits;
+    start.q_tile = item / p.batch, start.request = item % p.batch;
+    r = requests[start.request];
+    tiles = decode_kv_tiles(r.kv_len, p.q_len, p.window_left);
+    done = static_cast<int32_t>(static_cast<int64_t>(tiles.end - tiles.begin) * (g % d.num_splits) / d.num_splits);
+  } else {
+    const int64_t at = d.position(g);
+    const int32_t snap = d.snap_of(g);
+    start.q_tile = static_cast<int32_t>(at / d.q_tile_cost);
+    const auto offset = static_cast<int32_t>(at - static_cast<int64_t>(start.q_tile) * d.q_tile_cost);
+    start.request = last_not_above(p.batch, offset, [&](int32_t b) { return requests[b].cost; });
+    r = requests[start.request];
+    tiles = decode_kv_tiles(r.kv_len, p.q_len, p.window_left);
+    done = offset - r.cost - kWorkTileCost;
+    if (done < 0) done = 0;
+    const int32_t rest = tiles.end - tiles.begin - done;
+    if (done <= rest && done < snap)
+      done = 0;
+    else if (rest < snap)
+      done = tiles.end - tiles.begin;
+  }
+  start.kv_tile = tiles.begin + done;
+  if (p.split > 0 && done > 0) {  // to the nearest boundary of a chunk
+    start.kv_tile = (start.kv_tile + p.split / 2) / p.split * p.split;
+    if (start.kv_tile < tiles.begin) start.kv_tile = tiles.begin;
+  }
+  if (start.kv_tile >= tiles.end && tiles.end > tiles.begin) {  // the next item
+    start.kv_tile = 0;
+    if (++start.request == p.batch) start.request = 0, ++start.q_tile;
+    if (start.q_tile == p.q_tiles) return start;
+    r = requests[start.request];
+    start.kv_tile = decode_kv_tiles(r.kv_len, p.q_len, p.window_left).begin;
+  }
+  start.kv_len = r.kv_len, start.first_page = r.first_page;
+  return start;
+}
+
+// Boundaries in one number, in the order of work.
+FI_HOST_DEVICE int64_t decode_key(const DecodePlanParams& p, const DecodeRangeStart& s) {
+  return ((static_cast<int64_t>(s.q_tile) * p.batch + s.request) << 32) | static_cast<uint32_t>(s.kv_tile);
+}
+
+// Fills in leader and parts, from the keys of all boundaries.
+FI_HOST_DEVICE void decode_link_splits(const DecodePlanParams& p, DecodeRangeStart& s, const int64_t* keys) {
+  const KvTileRange tiles = decode_kv_tiles(s.kv_len, p.q_len, p.window_left);
+  if (s.q_tile >= p.q_tiles || s.kv_tile <= tiles.begin) return;
+  const int64_t item = decode_key(p, s) >> 32;
+  const auto key = [&](int32_t i) { return keys[i]; };
+  s.leader = last_not_above(p.ranges + 1, item << 32 | static_cast<uint32_t>(tiles.begin), key);
+  s.num_splits = last_not_above(p.ranges + 1, (item << 32) + 0xffffffffll, key) - s.leader + 1;
+}
+
+// The chunks by which parts are made: 0 if the buffer has too few counters for them.
+FI_HOST_DEVICE int32_t decode_chunk_tiles(const DecodePlanParams& p, int32_t chunks) {
+  return p.split > 0 && static_cast<int64_t>(chunks) * p.q_tiles <= p.counters ? p.split : 0;
+}
+
+FI_HOST_DEVICE DecodeHeader decode_header(const DecodePlanParams& p, const DecodePartition& d, int32_t chunks) {
+  return {p.q_tiles,
+          p.batch,
+          decode_chunk_tiles(p, chunks),
+          chunks,
+          d.cost < 0x7fffffff ? static_cast<int32_t>(d.cost) : 0x7fffffff,
+          d.range_groups,
+          d.static_ranges,
+          d.dynamic_ranges,
+          0,
+          {}};
+}
+
+}  // namespace fi

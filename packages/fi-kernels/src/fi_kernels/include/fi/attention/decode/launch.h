@@ -1,0 +1,100 @@
+// Launches batch_decode on CUDA: which entry, and for Hopper the description of the caches for bulk tensor copies.
+#pragma once
+#include <algorithm>
+#include <numeric>
+
+#include "fi/attention/decode/batch_decode.h"
+#include "fi/generated/batch_decode.h"
+
+#if FI_CUDA
+namespace fi {
+
+// A cache as [pages, heads, lines, tokens of a page, elements of a line], a line being 128 bytes, so that a copy leaves
+// the first line of all its tokens, then the second. `whole`: it brings all lines, else each line takes one, and lines
+// are offsets in a row.
+inline void describe_cache(const Kernel& kernel, TensorMap& map, const Tensor& cache, int64_t heads, int64_t page_size,
+                           int64_t head, int64_t token, int64_t box_rows, bool whole) {
+  const int64_t bytes = cache.dtype().bytes(), dim = cache.size(-1), line = 128 / bytes;
+  const int64_t lines = whole ? (dim + line - 1) / line : 1;
+  const auto step = [&](int64_t n, int64_t stride) { return static_cast<uint64_t>(n > 1 ? stride * bytes : 128); };
+  const uint64_t sizes[] = {static_cast<uint64_t>(whole ? std::min(dim, line) : dim), static_cast<uint64_t>(page_size),
+                            static_cast<uint64_t>(lines), static_cast<uint64_t>(heads),
+                            static_cast<uint64_t>(cache.size(0))};
+  const uint64_t strides[] = {step(page_size, token), 128, step(heads, head), step(cache.size(0), cache.stride(0))};
+  const uint32_t box[] = {static_cast<uint32_t>(line), static_cast<uint32_t>(box_rows), static_cast<uint32_t>(lines), 1,
+                          1};
+  kernel.describe(map, bytes, 5, cache.data(), sizes, strides, box);
+}
+
+// Blocks of the cluster that takes a unit of a request, if that is faster than the schedule, else 0. It looks only at
+// what stays the same while a CUDA graph is replayed with other lengths; either kernel is right for all of them.
+// tokens: the most that all requests together can have.
+inline int64_t cluster_parts(const BatchDecodeParams& params, int64_t tokens, int64_t multiprocessors) {
+  // Keys of a block, on the average and if one request has all. H200, with the schedule and by clusters: b1 kv8k 32/8
+  // (1024 of a block) 21.3 and 17.9 us, kv16k 29.4 and 26.6, kv32k of fp8 keys 34.4 and 35.7; b4 kv8k 28/4 (2048) 30.5
+  // and 26.9; but b1 kv32k 8/1 (2048, of 16 blocks) 21.5 and 22.5.
+  constexpr int64_t kMostKeys = 2048, kMostKeysOfFewBlocks = 1024, kFewBlocks = 32, kMostKeysOfOne = 4096;
+  const AttentionProblem& p = params.problem;
+  if (p.mask.qo_len > 1 || params.draft_mask || p.scores.soft_cap > 0.f || p.scores.alibi) return 0;
+  int64_t of_one = tokens;
+  if (p.mask.window_left >= 0) {
+    of_one = std::min<int64_t>(tokens, static_cast<int64_t>(p.mask.window_left) + 1);
+    tokens = std::min(tokens, params.batch * of_one);
+  }
+  const int64_t items = static_cast<int64_t>(params.batch) * p.kv_heads * params.q_tiles_per_head.value;
+  // An H200 of 132 multiprocessors has room for 7 clusters of 16 blocks at once, 15 of 8, 30 of 4 and 66 of 2.
+  int64_t parts = 16;
+  while (items * parts > (parts > 2 ? multiprocessors * 7 / 8 : multiprocessors)) parts /= 2;
+  const int64_t keys = items * parts < kFewBlocks ? kMostKeysOfFewBlocks : kMostKeys;
+  return parts > 1 && tokens <= params.batch * keys * parts && of_one <= kMostKeysOfOne * parts ? parts : 0;
+}
+
+inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params, const Extras& extras,
+                                const Tensor& k_cache, const Tensor& v_cache, int64_t split, bool pdl) {
+  AttentionProblem& p = params.problem;
+  const Entry* entry = nullptr;
+  for (const Entry& e : kernel.entries) {
+    const auto [kind, head_dim, whole, stream, keys] = BatchDecodeConfig::of(e);
+    if (kind == DecodeKind::CUDA_CORE ? std::max(p.head_dim_qk, p.head_dim_vo) <= head_dim
+                                      : p.head_dim_qk == head_dim && p.head_dim_vo == head_dim) {
+      entry = &e;
+      break;
+    }
+  }
+  FI_CHECK(entry, ValueError, "backend must be fa2 for head dims %d and %d", p.head_dim_qk, p.head_dim_vo);
+  Launch config{params.num_ctas};
+  config.pdl = pdl;
+  if (BatchDecodeConfig::of(*entry).kind != DecodeKind::CUDA_CORE) {
+    FI_CHECK(p.aligned, ValueError,
+             "addresses and strides of q, k_cache and v_cache must be multiples of 16 bytes for tensor cores; use fa2");
+    FI_CHECK(!p.rotary.enabled, ValueError, "backend must be fa2 for ROPE_LLAMA, which rotates keys on the fly");
+  }
+  const auto page_size = static_cast<int64_t>(params.page_size.value);
+  // A box stays in its page; what is beyond the end of the only page arrives as zeros.
+  const bool one_page = k_cache.size(0) == 1 && v_cache.size(0) == 1;
+  const Entry& last = kernel.entries.back();
+  const auto by_cluster = BatchDecodeConfig::of(last);
+  if (by_cluster.kind == DecodeKind::CLUSTER && split == 0 && (one_page || page_size % by_cluster.keys_per_copy == 0)) {
+    const int64_t tokens = params.index_bytes / 4 * page_size;
+    if (const int64_t parts = cluster_parts(params, tokens, kernel.multiprocessors(k_cache.device()))) {
+      entry = &last;
+      config.cluster = static_cast<unsigned>(parts);
+      config.grid_x = parts * p.kv_heads * static_cast<int64_t>(params.q_tiles_per_head.value),
+      config.grid_y = params.batch;
+    }
+  }
+  const auto chosen = BatchDecodeConfig::of(*entry);
+  if (chosen.kind >= DecodeKind::TMA && chosen.keys_per_copy > 1) {
+    const bool whole = chosen.whole_rows != 0;
+    const int64_t box_rows = one_page ? chosen.keys_per_copy : std::gcd(page_size, chosen.keys_per_copy);
+    params.box_keys_log2 = __builtin_ctzll(static_cast<uint64_t>(box_rows));
+    params.evict_first_tiles = static_cast<int32_t>(
+        (chosen.evict_first_mb << 20) / (kDecodeKvTile * (p.head_dim_qk + p.head_dim_vo) * k_cache.dtype().bytes()));
+    describe_cache(kernel, params.k_map, k_cache, p.kv_heads, page_size, p.k_head, p.k_token, box_rows, whole);
+    describe_cache(kernel, params.v_map, v_cache, p.kv_heads, page_size, p.v_head, p.v_token, box_rows, whole);
+  }
+  kernel.launch(*entry, config, k_cache.device(), params, extras.data());
+}
+
+}  // namespace fi
+#endif

@@ -1,0 +1,24 @@
+// Addresses of KV tokens: token j lies page(j) page strides plus slot(j) token strides from the beginning of the cache.
+#pragma once
+#include "fi/cuda/ptx/pdl.cuh"
+#include "fi/divisor.h"
+
+namespace fi {
+
+// Contiguous KV: one page, token j in slot j.
+struct ContiguousKv {
+  static constexpr int64_t k_page = 0, v_page = 0;
+  FI_DEVICE int64_t page(int) const { return 0; }
+  FI_DEVICE int slot(int j) const { return j; }
+};
+
+// Token j of a request lies in slot j % size of page ids[j / size].
+struct PagedKv {
+  const int32_t* ids;
+  Divisor size;
+  int64_t k_page, v_page;
+  FI_DEVICE int64_t page(int j) const { return ids[divide(j, size)]; }
+  FI_DEVICE int slot(int j) const { return j - static_cast<int>(divide(j, size) * size.value); }
+};
+
+}  // namespace fi

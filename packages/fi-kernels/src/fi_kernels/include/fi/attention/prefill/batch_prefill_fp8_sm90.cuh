@@ -1,0 +1,365 @@
+// Batch prefill of e4m3 queries, keys and values on Hopper: as the 16-bit kernel, and warps that transpose values, of
+// which wgmma takes 8-bit ones by columns only (Shah et al. 2024, arXiv:2407.08608, section 3.3).
+#pragma once
+#include "fi/attention/prefill/online_softmax_sm90.cuh"
+#include "fi/attention/prefill/tma_producer_sm90.cuh"
+#include "fi/attention/softmax.h"
+#include "fi/cuda/convert.cuh"
+#include "fi/cuda/math.cuh"
+#include "fi/cuda/ptx/barrier.cuh"
+#include "fi/cuda/ptx/fp8.cuh"
+#include "fi/cuda/ptx/global.cuh"
+#include "fi/cuda/ptx/ldmatrix.cuh"
+#include "fi/cuda/ptx/warpgroup_sm90.cuh"
+#include "fi/cuda/ptx/wgmma_sm90.cuh"
+
+namespace fi {
+
+// Weights are rounded to e4m3 as well, times 256 so that the small ones are not lost; their sum takes them unrounded.
+// The tensor cores add with some 14 bits, so that a long sum would lose most of each new product (with equal weights
+// and values, 16384 keys came out 24 % too small): the products of a key tile are summed by themselves.
+template <int kKeys, bool kCapped>
+struct PrefillFp8Kernel {
+  using T = __nv_fp8_e4m3;
+  static constexpr int kDim = 128, kConsumers = 3, kRows = 64 * kConsumers, kTransposers = 2;
+  static constexpr int kKeyStages = 3, kValueStages = 2, kColumnStages = 3;
+  static constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
+  // A block begins with 128 registers a thread; more would wait for ever.
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 4 * 128, "registers");
+  static constexpr float kOffset = 8.f;  // log2 of what weights are multiplied by; e4m3 ends at 448
+
+  // Tiles in the 128-byte swizzle, [rows][128]. Transposed values in the 32-byte swizzle, [keys / 32][columns][32],
+  // with keys and columns in the order that `transpose` says.
+  struct Shared {
+    alignas(1024) T q[2][kRows * kDim];
+    alignas(1024) T k[kKeyStages][kKeys * kDim];
+    alignas(1024) T v[kValueStages][kKeys * kDim];
+    alignas(1024) T columns[kColumnStages][kKeys * kDim];
+    Barrier q_full[2], q_empty[2], k_full[kKeyStages], k_empty[kKeyStages], v_full[kValueStages], v_empty[kValueStages],
+        columns_full[kColumnStages], columns_empty[kColumnStages];
+    Barrier work_full[2], work_empty[2];
+    WorkTile work[2];
+  };
+
+  using Producers = PrefillProducers<Shared, T, kDim, kKeys, false>;
+  using Tile = typename Producers::Tile;
+
+  const BatchPrefillParams& p;
+  Shared& shared;
+
+  FI_DEVICE PrefillFp8Kernel(const BatchPrefillParams& params, Shared& s) : p(params), shared(s) {}
+
+  FI_DEVICE void run() {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < 2; ++i) {
+        shared.q_full[i].init(1);
+        shared.q_empty[i].init(kConsumers);
+        shared.work_full[i].init(1);
+        shared.work_empty[i].init(kConsumers + 1 + kTransposers);
+      }
+      for (int s = 0; s < kKeyStages; ++s) {
+        shared.k_full[s].init(1);
+        shared.k_empty[s].init(kConsumers);
+      }
+      for (int s = 0; s < kValueStages; ++s) {
+        shared.v_full[s].init(1);
+        shared.v_empty[s].init(kTransposers);
+      }
+      for (int s = 0; s < kColumnStages; ++s) {
+        shared.columns_full[s].init(kTransposers);
+        shared.columns_empty[s].init(kConsumers);
+      }
+      fence_barrier_init();
+      prefetch_tensor_map(p.q);
+      prefetch_tensor_map(p.k);
+      prefetch_tensor_map(p.v);
+    }
+    __syncthreads();
+    pdl_wait();
+    const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    if (group == 0) {
+      give_registers<kProducerRegisters>();
+      const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+      const Producers producers{p, shared};
+      if (warp == 0)
+        produce(producers);
+      else if (warp == 3)
+        producers.template schedule<true>();
+      else
+        transpose_all(warp - 1);
+    } else {
+      take_registers<kConsumerRegisters>();
+      consume(group - 1);
+    }
+  }
+
+ private:
+  // Copies keys and values of every tile, last key tile first.
+  FI_DEVICE void produce(const Producers& producers) const {
+    const int lane = threadIdx.x % 32;
+    unsigned step = 0;  // of all tiles
+    for (int use = 0;; ++use) {
+      shared.work_full[use % 2].wait(use / 2 % 2);
+      const Tile tile(p, shared.work[use % 2]);
+      if (tile.tokens == 0) break;
+      __syncwarp();
+      if (lane == 0) shared.work_empty[use % 2].arrive();
+      if (tile.count == 0) continue;
+      int2 next = producers.place(tile, (tile.begin + tile.count - 1) * kKeys + lane * p.box_keys);
+      for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j, ++step) {
+        const int2 now = next;
+        if (j > tile.begin)
+          next = producers.place(tile, (j - 1) * kKeys + lane * p.box_keys);  // arrives during the waits
+        const unsigned k = step % kKeyStages, v = step % kValueStages;
+        shared.k_empty[k].wait(step / kKeyStages % 2 ^ 1);
+        copy(producers, tile, p.k, shared.k[k], shared.k_full[k], j, now);
+        shared.v_empty[v].wait(step / kValueStages % 2 ^ 1);
+        copy(producers, tile, p.v, shared.v[v], shared.v_full[v], j, now);
+      }
+    }
+  }
+  // Each lane its own boxes: the compiler makes a short loop of that, without shuffles.
+  FI_DEVICE void copy(const Producers& producers, const Tile& tile, const TensorMap& from, T* to, Barrier& full, int j,
+                      int2 now) const {
+    const int lane = threadIdx.x % 32, boxes = kKeys / p.box_keys;
+    if (lane == 0) full.arrive_expect(kKeys * kDim);
+    __syncwarp();
+    for (int b = lane; b < boxes; b += 32) {
+      if (b >= 32) now = producers.place(tile, j * kKeys + b * p.box_keys);
+      tma_load(to + b * p.box_keys * kDim, from, full, 0, now.x, tile.kv_head, now.y);
+    }
+    __syncwarp();
+  }
+
+  FI_DEVICE void transpose_all(int part) const {
+    const int lane = threadIdx.x % 32;
+    unsigned step = 0;  // of all tiles
+    for (int use = 0;; ++use) {
+      shared.work_full[use % 2].wait(use / 2 % 2);
+      const Tile tile(p, shared.work[use % 2]);
+      if (tile.tokens == 0) break;
+      __syncwarp();
+      if (lane == 0) shared.work_empty[use % 2].arrive();
+      for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j, ++step) {
+        const unsigned from = step % kValueStages, to = step % kColumnStages;
+        shared.v_full[from].wait(step / kValueStages % 2);
+        shared.columns_empty[to].wait(step / kColumnStages % 2 ^ 1);
+        const int keys = tile.request.kv_len - j * kKeys;
+        if (keys < kKeys)
+          transpose<true>(shared.v[from], shared.columns[to], keys, part);
+        else
+          transpose<false>(shared.v[from], shared.columns[to], keys, part);
+        fence_async_shared();
+        __syncwarp();
+        if (lane == 0) {
+          shared.v_empty[from].arrive();
+          shared.columns_full[to].arrive();
+        }
+      }
+    }
+  }
+
+  // A warp transposes its part of the columns. Of 16 keys, number 2 t + 8 a + b (t < 4, a < 2, b < 2) becomes number 4
+  // t + 2 a + b: the four that a thread has of a row of scores are then neighbours, as the product with weights in
+  // registers wants them. Of 16 columns the even ones come first. Zeros values from `keys` on: what lies beyond the
+  // last key may be NaN.
+  template <bool kEnds>
+  FI_DEVICE static void transpose(const T* values, T* columns, int keys, int part) {
+    const int lane = threadIdx.x % 32, row = lane % 8, matrix = lane / 8;
+    const char* from = reinterpret_cast<const char*>(values) + lane * 128;
+    char* to = reinterpret_cast<char*>(columns) + matrix % 2 * 256 + row * 32 + ((matrix / 2) ^ (row / 4)) * 16;
+#pragma unroll 1
+    for (int step = 0; step < kKeys / 32; ++step) {
+      unsigned seen[2];
+      if (kEnds) {
+        seen[0] = bytes_before(keys - step * 32 - lane % 4 * 2);
+        seen[1] = bytes_before(keys - step * 32 - lane % 4 * 2 - 16);
+      }
+#pragma unroll
+      for (int i = 0; i < kDim / 16 / kTransposers; ++i) {
+        const int block = part * (kDim / 16 / kTransposers) + i;  // of 16 columns
+        unsigned x[4], y[4];  // in x two keys of columns 2 i and 2 i + 1, in y four of one column
+        ldmatrix_x4_trans(x, from + step * 32 * 128 + ((block ^ row) * 16));
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          y[2 * h] = __byte_perm(x[2 * h], x[2 * h + 1], 0x6420);
+          y[2 * h + 1] = __byte_perm(x[2 * h], x[2 * h + 1], 0x7531);
+          if (kEnds) {
+            y[2 * h] &= seen[h];
+            y[2 * h + 1] &= seen[h];
+          }
+        }
+        stmatrix_x4(to + step * 32 * kDim + block * 512, y);
+      }
+    }
+  }
+  // Of keys 0, 1, 8 and 9, those before `count`.
+  FI_DEVICE static unsigned bytes_before(int count) {
+    return (count > 0 ? 0xffu : 0u) | (count > 1 ? 0xff00u : 0u) | (count > 8 ? 0xff0000u : 0u) |
+           (count > 9 ? 0xff000000u : 0u);
+  }
+
+  // As in the 16-bit kernel: the softmax of one group runs while the products of the others do.
+  FI_DEVICE void consume(int group) const {
+    const int thread = threadIdx.x % 128, lane = thread % 32;
+    const int row = group * 64 + thread / 32 * 16 + lane / 4;  // and row + 8
+    const uint64_t k = wgmma_operand(shared.k, 1024), v = wgmma_operand(shared.columns, 256, 16, kWgmma32Bytes);
+    float o[kDim / 2];
+    unsigned step = 0;  // of all tiles
+    for (int use = 0;; ++use) {
+      shared.work_full[use % 2].wait(use / 2 % 2);
+      const Tile tile(p, shared.work[use % 2]);
+      if (uniform(tile.tokens) == 0) break;
+      const uint64_t q = wgmma_uniform(wgmma_operand(shared.q[use % 2] + group * 64 * kDim, 1024));
+      // Tiles all of whose keys every row sees: below the first row's end, at or above the last row's beginning.
+      const int clear_end = uniform(tile.mask.end_key(tile.token) / kKeys);
+      const int clear_begin = uniform((tile.mask.first_key(tile.token + tile.tokens - 1) + kKeys - 1) / kKeys);
+      const int begin = uniform(tile.begin), end = begin + uniform(tile.count);
+      float scale[2], m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f}, alpha[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) scale[h] = score_scale(tile.kv_head, row + 8 * h);
+#pragma unroll
+      for (int i = 0; i < kDim / 2; ++i) o[i] = 0.f;
+      shared.q_full[use % 2].wait(use / 2 % 2);
+      for (int j = end - 1; j >= begin; --j, ++step) {
+        const unsigned key_stage = step % kKeyStages, stage = step % kColumnStages;
+        float s[kKeys / 2], part[kDim / 2];
+        unsigned weights[kKeys / 32][4];
+        shared.k_full[key_stage].wait(step / kKeyStages % 2);
+        multiply_keys(s, q, wgmma_uniform(wgmma_further(k, key_stage * sizeof(shared.k[0]))));
+        wgmma_wait<0>();
+        wgmma_keep(s);
+        if (thread == 0) {
+          shared.k_empty[key_stage].arrive();
+          if (j == begin) shared.q_empty[use % 2].arrive();
+        }
+        if (kCapped) {
+#pragma unroll
+          for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * scale[i / 2 % 2]);
+        }
+        if (j < clear_begin || j >= clear_end) apply_mask(p, s, shared.work[use % 2], row, j * kKeys + lane % 4 * 2);
+        online_softmax(s, {kCapped ? p.soft_cap : scale[0], kCapped ? p.soft_cap : scale[1]}, kOffset, {false, false},
+                       m, d, alpha);
+        pack(s, weights);
+        shared.columns_full[stage].wait(step / kColumnStages % 2);
+        multiply_values(part, weights, wgmma_uniform(wgmma_further(v, stage * sizeof(shared.columns[0]))));
+        wgmma_wait<0>();
+        wgmma_keep(part);
+        if (thread == 0) shared.columns_empty[stage].arrive();
+#pragma unroll
+        for (int i = 0; i < kDim / 2; ++i) o[i] = fmaf(o[i], alpha[i / 2 % 2], part[i]);
+      }
+      if (begin == end && thread == 0) shared.q_empty[use % 2].arrive();
+      store(shared.work[use % 2], o, m, d, row, lane);
+      barrier_sync(1 + group, 128);
+      if (thread == 0) shared.work_empty[use % 2].arrive();
+    }
+  }
+
+  FI_DEVICE float score_scale(int kv_head, int row) const {
+    float scale = p.score_scale;
+    const int group = p.group_size.value,
+              head = kv_head * group + row - static_cast<int>(divide(row, p.group_size)) * group;
+    if (p.scale_q) scale *= p.scale_q[head];
+    if (p.scale_k) scale *= p.scale_k[kv_head];
+    if (p.bmm1_scale) scale *= *p.bmm1_scale;
+    return scale;
+  }
+
+  FI_DEVICE static void multiply_keys(float (&s)[kKeys / 2], uint64_t q, uint64_t k) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kDim / 32; ++step)
+      wgmma_m64k32(s, wgmma_further(q, step * 32), wgmma_further(k, step * 32), step > 0, T());
+    wgmma_commit();
+  }
+
+  FI_DEVICE static void multiply_values(float (&o)[kDim / 2], const unsigned (&weights)[kKeys / 32][4], uint64_t v) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kKeys / 32; ++step)
+      wgmma_m64k32(o, weights[step], wgmma_further(v, step * 32 * kDim), step > 0, T());
+    wgmma_commit();
+  }
+
+  FI_DEVICE static void pack(const float (&s)[kKeys / 2], unsigned (&weights)[kKeys / 32][4]) {
+#pragma unroll
+    for (int k = 0; k < kKeys / 32; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* x = s + 16 * k + i / 2 * 8 + i % 2 * 2;
+        weights[k][i] = e4m3_quad(x[0], x[1], x[4], x[5]);
+      }
+  }
+
+  // A thread has columns 4 t to 4 t + 3 of each 16 (t = lane % 4), and stores 16 bytes at a time: of 16 bits two
+  // threads exchange halves, of e4m3 four threads quarters.
+  FI_DEVICE void store(const WorkTile& work, const float (&o)[kDim / 2], const float (&m)[2], const float (&d)[2],
+                       int first, int lane) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const RowEpilogue end(p, work, first + 8 * h, kOffset, m[h], d[h]);
+      float factor = end.factor;
+      if (p.scale_v) factor *= p.scale_v[work.kv_head];
+      if (p.bmm2_scale) factor *= *p.bmm2_scale;
+      if (p.out_type == OutType::kE4M3) {
+        char* out = static_cast<char*>(p.out) + end.begin;
+#pragma unroll
+        for (int block = 0; block < kDim / 16; block += 4) {
+          unsigned x[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float* y = o + (block + i) * 8 + 2 * h;
+            x[i] = e4m3_quad(y[0] * factor, y[4] * factor, y[1] * factor, y[5] * factor);
+          }
+          transpose_quad(x, lane);
+          if (end.exists) store_global(out + (block + lane % 4) * 16, uint4{x[0], x[1], x[2], x[3]});
+        }
+        continue;
+      }
+      unsigned short* out = static_cast<unsigned short*>(p.out) + end.begin;
+#pragma unroll
+      for (int block = 0; block < kDim / 16; block += 2) {
+        const float *x = o + block * 8 + 2 * h, *y = x + 8;
+        const unsigned x0 = pair(x[0] * factor, x[4] * factor), x1 = pair(x[1] * factor, x[5] * factor);
+        const unsigned y0 = pair(y[0] * factor, y[4] * factor), y1 = pair(y[1] * factor, y[5] * factor);
+        const bool odd = lane % 2;
+        const unsigned other0 = __shfl_xor_sync(0xffffffffu, odd ? x0 : y0, 1);
+        const unsigned other1 = __shfl_xor_sync(0xffffffffu, odd ? x1 : y1, 1);
+        const uint4 piece = odd ? uint4{other0, other1, y0, y1} : uint4{x0, x1, other0, other1};
+        if (end.exists) store_global(out + (block + lane % 2) * 16 + lane % 4 / 2 * 8, piece);
+      }
+    }
+  }
+  // Four neighbours have four words each: thread t gets word t of each.
+  FI_DEVICE static void transpose_quad(unsigned (&x)[4], int lane) {
+#pragma unroll
+    for (int step = 1; step <= 2; step *= 2) {
+      const bool upper = lane & step;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        unsigned &low = x[i * (3 - step)], &high = x[i * (3 - step) + step];
+        const unsigned other = __shfl_xor_sync(0xffffffffu, upper ? low : high, step);
+        if (upper)
+          low = other;
+        else
+          high = other;
+      }
+    }
+  }
+  FI_DEVICE unsigned pair(float low, float high) const {
+    if (p.out_type == OutType::kF16) {
+      const __half2 x = __floats2half2_rn(low, high);
+      return reinterpret_cast<const unsigned&>(x);
+    }
+    const __nv_bfloat162 x = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const unsigned&>(x);
+  }
+};
+
+template <int kKeys, bool kCapped, int kSharedBytes>
+FI_DEVICE void batch_prefill_fp8(const BatchPrefillParams& params) {
+  run_aligned<PrefillFp8Kernel<kKeys, kCapped>, kSharedBytes>(params);
+}
+
+}  // namespace fi

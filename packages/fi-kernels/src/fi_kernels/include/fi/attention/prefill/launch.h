@@ -1,0 +1,144 @@
+// Launches batch_prefill on CUDA: the generic kernel with the problem as it is, the Hopper kernel with tensor maps.
+#pragma once
+#include <algorithm>
+#include <initializer_list>
+#include <numeric>
+
+#include "fi/attention/prefill/batch_prefill.h"
+#include "fi/attention/prefill/prefill_problem.h"
+#include "fi/generated/batch_prefill.h"
+
+#if FI_CUDA
+namespace fi {
+
+constexpr int64_t kPrefillCachedBytes = 32 << 20;  // of keys and values in L2 at a time; H200: 50 MB
+
+using Extents = std::initializer_list<int64_t>;
+
+// A tensor of 8 or 16 bits, the innermost dimension contiguous, for copies of boxes of it; strides in elements.
+inline void describe(const Kernel& kernel, TensorMap& map, const void* data, int64_t bytes, Extents sizes,
+                     Extents strides, Extents box) {
+  uint64_t size[5], step[4];
+  uint32_t part[5];
+  const auto rank = static_cast<uint32_t>(sizes.size());
+  for (uint32_t i = 0; i < rank; ++i) {
+    size[i] = static_cast<uint64_t>(std::max<int64_t>(sizes.begin()[i], 1));
+    part[i] = static_cast<uint32_t>(box.begin()[i]);
+  }
+  for (uint32_t i = 0; i + 1 < rank; ++i)  // a stride that is never taken may be anything
+    step[i] = size[i + 1] > 1 ? static_cast<uint64_t>(strides.begin()[i] * bytes) : 128;
+  kernel.describe(map, bytes, rank, const_cast<void*>(data), size, step, part);
+}
+
+// How keys and values are copied: whole rows of a page at once, where the head can be counted in with another
+// dimension (a tensor map has five), else 128 bytes of columns at a time, which is all that rows of the fp8 kernel
+// have.
+enum class KeyRows { kColumns, kWholeNHD, kWholeHND };
+
+inline KeyRows key_rows(const PrefillProblem& problem, int64_t bytes, int64_t page_size, int64_t box) {
+  const AttentionProblem& p = problem.problem;
+  if (!problem.page_indices || box % 8 || bytes == 1) return KeyRows::kColumns;
+  if (p.k_head == p.head_dim_qk && p.v_head == p.head_dim_vo) return KeyRows::kWholeNHD;
+  if (p.k_head == page_size * p.k_token && p.v_head == page_size * p.v_token) return KeyRows::kWholeHND;
+  return KeyRows::kColumns;
+}
+
+inline void describe_keys(const Kernel& kernel, TensorMap& map, const void* data, int64_t bytes, KeyRows rows,
+                          int64_t dim, int64_t token, int64_t head, int64_t page, int64_t heads, int64_t page_size,
+                          int64_t pages, int64_t box) {
+  if (rows == KeyRows::kColumns) {
+    describe(kernel, map, data, bytes, {dim, page_size, heads, pages}, {token, head, page}, {128 / bytes, box, 1, 1});
+    return;
+  }
+  const bool nhd = rows == KeyRows::kWholeNHD;
+  describe(kernel, map, data, bytes, {64, 8, dim / 64 * (nhd ? heads : 1), page_size / 8 * (nhd ? 1 : heads), pages},
+           {token, 64, 8 * token, page}, {64, 8, dim / 64, box / 8, 1});
+}
+
+// The parameters of the Hopper kernel; `keys` is how many it takes a step.
+inline BatchPrefillParams hopper_params(const Kernel& kernel, const PrefillProblem& problem, const Tensor& q,
+                                        const Tensor& k, int64_t page_size, int64_t kv_tokens, int64_t box,
+                                        KeyRows rows) {
+  const AttentionProblem& p = problem.problem;
+  const int64_t pages = problem.page_indices ? k.size(0) : 1, q_bytes = q.dtype().bytes(), bytes = k.dtype().bytes();
+  BatchPrefillParams h{};
+  describe(kernel, h.q, p.q, q_bytes, {p.head_dim_qk, p.group_size, p.kv_heads, q.size(0)},
+           {p.q_head, p.q_head * p.group_size, p.q_token}, {128 / q_bytes, p.group_size, 1, problem.tile_tokens});
+  describe_keys(kernel, h.k, p.k, bytes, rows, p.head_dim_qk, p.k_token, p.k_head, problem.k_page, p.kv_heads,
+                page_size, pages, box);
+  describe_keys(kernel, h.v, p.v, bytes, rows, p.head_dim_vo, p.v_token, p.v_head, problem.v_page, p.kv_heads,
+                page_size, pages, box);
+  h.out = p.out;
+  h.lse = p.lse;
+  h.sinks = problem.sinks;
+  h.page_indices = problem.page_indices;
+  h.scale_q = p.scale_q;
+  h.scale_k = p.scale_k;
+  h.scale_v = p.scale_v;
+  h.bmm1_scale = problem.bmm1_scale;
+  h.bmm2_scale = problem.bmm2_scale;
+  h.schedule = problem.schedule;
+  h.partials = problem.partials;
+  h.out_token = p.out_token;
+  h.out_head = p.out_head;
+  h.group_size = divisor(static_cast<uint32_t>(p.group_size));
+  h.page_size = problem.page_size;
+  h.qo_heads = p.qo_heads;
+  h.kv_heads = p.kv_heads;
+  const int64_t bytes_per_head = std::max<int64_t>(kv_tokens, 1) * (p.head_dim_qk + p.head_dim_vo) * bytes;
+  h.l2_kv_heads = static_cast<int32_t>(std::clamp<int64_t>(kPrefillCachedBytes / bytes_per_head, 1, p.kv_heads));
+  h.tile_tokens = problem.tile_tokens;
+  h.box_keys = static_cast<int32_t>(box);
+  h.head_dim_vo = p.head_dim_vo;
+  h.padded_rows = problem.padded_rows;
+  h.batch = problem.batch;
+  h.heads_in_column_blocks = rows == KeyRows::kWholeNHD;
+  h.row_groups_per_head = rows == KeyRows::kWholeHND ? static_cast<int32_t>(page_size / 8) : 0;
+  h.causal = p.mask.causal;
+  h.window_left = p.mask.window_left;
+  h.out_type = p.out_type;
+  h.score_scale = p.scores.sm_scale * (p.scores.soft_cap > 0 ? 1 / p.scores.soft_cap : kLog2e);
+  h.soft_cap = p.scores.cap();
+  h.out_scale = p.out_scale;
+  return h;
+}
+
+inline void launch_batch_prefill(const Kernel& kernel, const PrefillProblem& problem, const Extras& extras,
+                                 const Tensor& q, const Tensor& k, int64_t page_size, int64_t kv_tokens, int64_t batch,
+                                 bool pdl) {
+  const AttentionProblem& p = problem.problem;
+  const Entry& entry = kernel.entries.front();
+  const auto chosen = BatchPrefillConfig::of(entry);
+  const int64_t multiprocessors = kernel.multiprocessors(q.device());
+  const auto units = [&](int64_t tokens) {  // or a few less
+    return std::max<int64_t>((q.size(0) / tokens + batch) * p.kv_heads, 1);
+  };
+  Launch config{0};
+  config.pdl = pdl;
+  if (chosen.kind == PrefillKind::MMA) {
+    const int64_t rows = chosen.rows_per_cta, parts = (int64_t{problem.tile_tokens} * p.group_size + rows - 1) / rows;
+    const int64_t blocks =
+        units(problem.tile_tokens) * parts * ((p.head_dim_vo + chosen.columns_per_cta - 1) / chosen.columns_per_cta);
+    FI_CHECK(blocks <= 0x7fffffff, ValueError, "q is too large: %s", q.shape_str().c_str());
+    config.grid_x = std::min(blocks, multiprocessors * chosen.ctas_per_sm);
+    kernel.launch(entry, config, q.device(), problem, extras.data());
+    return;
+  }
+  const bool scaled = p.scale_q || p.scale_k || p.scale_v || problem.bmm1_scale || problem.bmm2_scale;
+  FI_CHECK(
+      !problem.custom_mask && !problem.items && !(scaled && chosen.kind == PrefillKind::WGMMA) && !p.scores.alibi &&
+          !p.rotary.enabled && p.group_size <= 128 && p.aligned,
+      ValueError,
+      "backend must be fa2 for masks, position encodings, 16-bit q with scales by head or on the device, more than 128 "
+      "query heads a kv head, and tensors that are not aligned to 16 bytes");
+  // Tiles may be of two thirds of the rows, and split.
+  const int64_t least = std::max<int64_t>(1, problem.tile_tokens * 2 / 3);
+  config.grid_x = problem.partials ? multiprocessors : std::min(units(least), multiprocessors);
+  const int64_t keys = chosen.keys_per_stage, box = problem.page_indices ? std::gcd(page_size, keys) : keys;
+  const KeyRows rows = key_rows(problem, k.dtype().bytes(), page_size, box);
+  const Entry& by_rows = kernel.entries[rows == KeyRows::kColumns ? 0 : 1];
+  kernel.launch(by_rows, config, q.device(), hopper_params(kernel, problem, q, k, page_size, kv_tokens, box, rows));
+}
+
+}  // namespace fi
+#endif

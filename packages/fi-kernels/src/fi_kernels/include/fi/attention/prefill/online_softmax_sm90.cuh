@@ -1,0 +1,114 @@
+// Mask and online softmax of a wgmma score tile: a thread holds two rows, `row` and row + 8.
+#pragma once
+#include "fi/attention/prefill/tma_producer_sm90.cuh"
+#include "fi/attention/softmax.h"
+#include "fi/cuda/math.cuh"
+#include "fi/cuda/ptx/math.cuh"
+
+namespace fi {
+
+// Sets scores of masked keys to -inf; `column` is the key of the thread's first score.
+template <int kScores>
+FI_DEVICE void apply_mask(const BatchPrefillParams& p, float (&s)[kScores], const WorkTile& work, int row, int column) {
+  const Mask mask = Mask::of_range(p.causal, p.window_left, work.request.qo_len, work.request.kv_len);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int token = work.token + static_cast<int>(divide(row + 8 * h, p.group_size));
+    const int end = mask.end_key(token) - column;
+#pragma unroll
+    for (int i = 2 * h; i < kScores; i += i % 2 == 0 ? 1 : 3)
+      if (i / 4 * 8 + i % 2 >= end) s[i] = kMinusInf;
+    if (p.window_left < 0) continue;
+    const int first = mask.first_key(token) - column;
+#pragma unroll
+    for (int i = 2 * h; i < kScores; i += i % 2 == 0 ? 1 : 3)
+      if (i / 4 * 8 + i % 2 < first) s[i] = kMinusInf;
+  }
+}
+
+// Of one of the two rows: scores become 2^(scale s - less), and their sum.
+template <int kScores>
+FI_DEVICE float weigh(float (&s)[kScores], int h, float scale, float less) {
+  float even = 0.f, odd = 0.f;  // chains that need not wait for each other
+#pragma unroll
+  for (int i = 0; i < kScores / 4; ++i) {
+    float& x = s[4 * i + 2 * h];
+    float& y = s[4 * i + 2 * h + 1];
+    x = exp2_approx(fmaf(x, scale, -less));
+    y = exp2_approx(fmaf(y, scale, -less));
+    even += x;
+    odd += y;
+  }
+  return even + odd;
+}
+
+// A row's weights are relative to m (a score times its scale), once its maximum, which is raised only when weights come
+// out too large. So the maximum of a key tile need not be known beforehand: its weights tell whether it was needed.
+
+// Scores become weights times 2^offset, relative to m as it is. Of a row that has seen no key hidden ones become 0, and
+// others infinite.
+template <int kScores>
+FI_DEVICE void softmax_keep_max(float (&s)[kScores], const float (&scales)[2], float offset, const float (&m)[2],
+                                float (&sums)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) sums[h] = weigh(s, h, scales[h], fmaxf(m[h], -3e38f) - offset);
+}
+
+// The same after m has become the row's maximum, except where `kept` says that it may stay; alpha is what earlier sums
+// must be multiplied by. d holds this thread's part of the sum.
+template <int kScores>
+FI_DEVICE void online_softmax(float (&s)[kScores], const float (&scales)[2], float offset, const bool (&kept)[2],
+                              float (&m)[2], float (&d)[2], float (&alpha)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float most[4] = {kMinusInf, kMinusInf, kMinusInf, kMinusInf};  // chains that need not wait for each other
+#pragma unroll
+    for (int i = 0; i < kScores / 4; ++i) {
+      most[i % 2] = fmaxf(most[i % 2], s[4 * i + 2 * h]);
+      most[2 + i % 2] = fmaxf(most[2 + i % 2], s[4 * i + 2 * h + 1]);
+    }
+    float top = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2)) * scales[h];
+    top = kept[h] ? m[h] : fmaxf(m[h], top);
+    const float base = softmax_reference(top);
+    alpha[h] = exp2_approx(m[h] - base);
+    m[h] = top;
+    d[h] = d[h] * alpha[h] + weigh(s, h, scales[h], base - offset);
+  }
+}
+
+// Whether a condition holds in all four threads of a row.
+FI_DEVICE bool all_of_quad(bool x) {
+  const unsigned threads = __ballot_sync(0xffffffffu, x);
+  return (threads >> (threadIdx.x % 32 & ~3u) & 15u) == 15u;
+}
+
+// What a row ends with, in all four of its threads: where its output begins, and what sums of weighted values must be
+// multiplied by. The first thread stores its LSE.
+struct RowEpilogue {
+  bool exists;
+  int64_t begin;
+  float factor;
+
+  FI_DEVICE RowEpilogue(const BatchPrefillParams& p, const WorkTile& work, int row, float offset, float m, float d) {
+    const int group = static_cast<int>(p.group_size.value), token = divide(row, p.group_size);
+    const int head = work.kv_head * group + row - token * group;
+    const int64_t at = work.request.qo_begin + work.token + token;
+    exists = token < work.tokens;
+    begin = at * p.out_token + head * p.out_head;
+    factor = p.out_scale;
+    d += __shfl_xor_sync(0xffffffffu, d, 1);
+    d += __shfl_xor_sync(0xffffffffu, d, 2);
+    if (p.sinks && exists) {
+      const float sink = p.sinks[head] * kLog2e, top = fmaxf(m, sink);
+      d = d * exp2_approx(m - top) + exp2_approx(sink - top + offset);
+      factor *= exp2_approx(m - top);
+      m = top;
+    }
+    factor *= inverse_row_sum(d);
+    if (p.lse && threadIdx.x % 4 == 0 && exists) p.lse[at * p.qo_heads + head] = softmax_lse<CudaMath>(m - offset, d);
+  }
+};
+
+}  // namespace fi

@@ -1,0 +1,137 @@
+// Planner of batch prefill: one block chooses the height of tiles, lists those of all requests, longest first, by
+// counting, and says how the last ones are split.
+#pragma once
+#include "fi/attention/prefill/prefill_plan.h"
+#include "fi/cuda/ptx/pdl.cuh"
+
+namespace fi {
+
+struct PrefillPlanner {
+  static constexpr int kLevels = 1024, kNear = 512;
+  struct Shared {
+    int32_t place[kLevels];
+    PrefillRequest requests[kNear];  // loaded once: table reads dominate the plan
+    unsigned long long work[2];
+    int32_t items[2], longest[2], total;
+  };
+
+  const PrefillPlanParams& p;
+  Shared& shared;
+
+  // Tiles of about equal work come in any order: which block takes a tile changes no result.
+  FI_DEVICE void run() const {
+    const int threads = blockDim.x;
+    for (int i = threadIdx.x; i < kLevels; i += threads) shared.place[i] = 0;
+    if (threadIdx.x < 2) shared.work[threadIdx.x] = 0, shared.items[threadIdx.x] = shared.longest[threadIdx.x] = 0;
+    pdl_wait();
+    for (int b = threadIdx.x; b < p.batch; b += threads) {
+      const PrefillRequest r = p.request(b);
+      p.schedule.requests[b] = r;
+      if (b < kNear) shared.requests[b] = r;
+    }
+    if (p.max_partials > 0)
+      for (int i = threadIdx.x; i < PrefillSchedule::kCounters; i += threads) p.schedule.counters[i] = 0;
+    __syncthreads();
+    measure(0, p.tile_tokens);
+    __syncthreads();
+    PrefillTileStats tiles = measured(0);
+    int tokens = p.tile_tokens;
+    // With many rounds of tiles their height matters to none but the last.
+    if (p.short_tokens > 0 && static_cast<int64_t>(tiles.num_tiles) * p.kv_heads <= 4 * p.num_ctas) {
+      measure(1, p.short_tokens);
+      __syncthreads();
+      const PrefillTileStats low = measured(1);
+      if (low.num_tiles <= p.max_tiles && prefers_short(tiles, low, p.kv_heads, p.num_ctas, p.max_partials, least)) {
+        tiles = low;
+        tokens = p.short_tokens;
+      }
+    }
+    int shift = 0;
+    while ((tiles.longest >> shift) >= kLevels) ++shift;
+    each_tile(tokens, [&](int, int, int work) { atomicAdd(&shared.place[kLevels - 1 - (work >> shift)], 1); });
+    __syncthreads();
+    if (threadIdx.x < 32) sum();
+    __syncthreads();
+    each_tile(tokens, [&](int b, int t, int work) {
+      const int at = atomicAdd(&shared.place[kLevels - 1 - (work >> shift)], 1);
+      if (at < p.max_tiles) p.schedule.tiles[at] = {b, t};
+    });
+    __syncthreads();
+    if (threadIdx.x < 32) finish(tiles, tokens);
+  }
+
+ private:
+  FI_DEVICE PrefillRequest request(int b) const { return b < kNear ? shared.requests[b] : p.schedule.requests[b]; }
+
+  // Calls take(request, tile, work) for every tile.
+  template <class Take>
+  FI_DEVICE void each_tile(int tokens, Take take) const {
+    const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
+    for (int b = threadIdx.x / 32; b < p.batch; b += warps) {
+      const PrefillRequest r = request(b);
+      for (int t = lane; t < PrefillPlanParams::tiles(r, tokens); t += 32) take(b, t, p.kv_tiles(r, t, tokens));
+    }
+  }
+
+  FI_DEVICE void measure(int which, int tokens) const {
+    long long work = 0;
+    int items = 0, longest = 0;
+    each_tile(tokens, [&](int, int, int more) {
+      work += more;
+      ++items;
+      longest = max(longest, more);
+    });
+    if (items > 0) {
+      atomicAdd(&shared.work[which], static_cast<unsigned long long>(work));
+      atomicAdd(&shared.items[which], items);
+      atomicMax(&shared.longest[which], longest);
+    }
+  }
+  FI_DEVICE PrefillTileStats measured(int which) const {
+    return {static_cast<int64_t>(shared.work[which]), shared.items[which], shared.longest[which]};
+  }
+
+  // Places become exclusive sums.
+  FI_DEVICE void sum() const {
+    const int lane = threadIdx.x;
+    int before = 0;
+    for (int i = lane; i < kLevels; i += 32) {
+      const int count = shared.place[i];
+      int sum = count;
+#pragma unroll
+      for (int offset = 1; offset < 32; offset *= 2) {
+        const int other = __shfl_up_sync(0xffffffffu, sum, offset);
+        if (lane >= offset) sum += other;
+      }
+      shared.place[i] = before + sum - count;
+      before += __shfl_sync(0xffffffffu, sum, 31);
+    }
+    if (lane == 0) shared.total = before;
+  }
+
+  // The least cost of a split: each lane tries a number of parts.
+  FI_DEVICE static unsigned least(const PrefillSplit& split) {
+    return __reduce_min_sync(0xffffffffu, split.cost(threadIdx.x % 32 + 1));
+  }
+
+  // By one warp.
+  FI_DEVICE void finish(const PrefillTileStats& tiles, int tokens) const {
+    const int items = min(shared.total, p.max_tiles), units = items * p.kv_heads;
+    PrefillSplit split = PrefillSplit::of(tiles, p.kv_heads, p.num_ctas, p.max_partials);
+    if (split.first < units) {
+      const PrefillWorkTile item = p.schedule.tiles[split.first / p.kv_heads];
+      split.work = p.kv_tiles(request(item.request), item.q_tile, tokens);
+    }
+    const int parts = PrefillSplit::parts(least(split));
+    if (threadIdx.x == 0)
+      *p.schedule.header = {
+          items, 0, 0, tokens, parts > 1 ? split.first : units, parts, (split.work + parts - 1) / parts, 0};
+  }
+};
+
+FI_DEVICE void prefill_plan(const PrefillPlanParams& p) {
+  __shared__ PrefillPlanner::Shared shared;
+  PrefillPlanner{p, shared}.run();
+}
+
+}  // namespace fi

@@ -1,0 +1,63 @@
+// The mbarrier pipeline: a ring of shared-memory stages that producers fill and consumers free.
+#pragma once
+#include "fi/cuda/ptx/mbarrier_sm90.cuh"
+
+namespace fi {
+
+// A position in a ring: the stage, and the parity of the phase to wait for there. Producers begin with phase 1: the
+// first pass through the ring finds all stages empty.
+struct PipelineState {
+  int stage = 0;
+  unsigned phase = 0;
+
+  FI_DEVICE static PipelineState producer() { return {0, 1}; }
+  // The states after `uses` uses of a ring of kStages stages.
+  template <int kStages, class Count>
+  FI_DEVICE static PipelineState consumer_at(Count uses) {
+    return {static_cast<int>(uses % kStages), static_cast<unsigned>(uses / kStages % 2)};
+  }
+  template <int kStages, class Count>
+  FI_DEVICE static PipelineState producer_at(Count uses) {
+    return {static_cast<int>(uses % kStages), static_cast<unsigned>(uses / kStages % 2 ^ 1)};
+  }
+  // stages: in use, which may be fewer than the ring has.
+  FI_DEVICE void advance(int stages) {
+    if (++stage == stages) stage = 0, phase ^= 1;
+  }
+};
+
+// A stage is full when all producer arrivals and all expected bytes are in, and empty when all consumers have released
+// it. Every role walks the ring with a PipelineState of its own. A producer runs acquire, then one of expect (TMA and
+// bulk copies), commit_copies (cp.async) and commit (plain stores). A consumer runs wait, then release.
+template <int kRingStages>
+struct Pipeline {
+  static constexpr int kStages = kRingStages;
+  Barrier full[kStages], empty[kStages];
+
+  // By one thread; then fence_barrier_init and a barrier of the CTA or cluster. Arrivals are those of one stage.
+  FI_DEVICE void init(unsigned producers, unsigned consumers) {
+    for (int i = 0; i < kStages; ++i) {
+      full[i].init(producers);
+      empty[i].init(consumers);
+    }
+  }
+
+  // Waits until consumers have released the stage.
+  FI_DEVICE void acquire(const PipelineState& at) { empty[at.stage].wait(at.phase); }
+  // One arrival, and the bytes that copies to the returned barrier complete.
+  FI_DEVICE Barrier& expect(const PipelineState& at, unsigned bytes) {
+    full[at.stage].arrive_expect(bytes);
+    return full[at.stage];
+  }
+  // One arrival when this thread's cp.async copies so far have landed.
+  FI_DEVICE void commit_copies(const PipelineState& at) { full[at.stage].arrive_copies(); }
+  // One arrival. Plain stores that wgmma or TMA reads take fence_async_shared before.
+  FI_DEVICE void commit(const PipelineState& at) { full[at.stage].arrive(); }
+
+  FI_DEVICE void wait(const PipelineState& at) { full[at.stage].wait(at.phase); }
+  FI_DEVICE void release(const PipelineState& at) { empty[at.stage].arrive(); }
+  // Releases the stage to the producer in another CTA of the cluster, whose copies are multicast.
+  FI_DEVICE void release_remote(const PipelineState& at, unsigned cta_rank) { empty[at.stage].arrive_remote(cta_rank); }
+};
+
+}  // namespace fi

@@ -1,4 +1,0 @@
-// What Hopper has for pages of any size: warps that take keys in turn, and clusters where there is little work.
-#pragma once
-#include "fi/decode/batch_decode.cuh"
-#include "fi/decode/cluster_sm90.cuh"

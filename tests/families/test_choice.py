@@ -1,0 +1,143 @@
+"""What is said to compute a call is what computes it: rehearsals against runs, and against the profiler on a GPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fi_core
+from fi_core.attention import samples
+from fi_core.observe.trace import described
+from fi_core.registry import ops
+from fi_core.runtime.launch.operator import Rehearsal, multiprocessors_of, target_of
+from fi_core.runtime.spec.target import Target, cuda_target
+
+HOPPER = cuda_target(9, 0)
+SHARED = 227 << 10
+
+
+def rehearsed(call: Callable[..., Any], facts: dict[str, Any], target: Target, sms: int = 132) -> Rehearsal:
+    with Rehearsal(target, sms, SHARED) as rehearsal:
+        call(**facts)
+    return rehearsal
+
+
+def entries(rehearsal: Rehearsal) -> list[str]:
+    """The kernel entries that the call launches, in order."""
+    return [launch.entry for _, launches in rehearsal.calls for launch in launches]
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"batch_size": 1, "kv_len": 1024}, "decode_cluster"),
+        ({"batch_size": 128, "kv_len": 8192}, "decode_tma"),
+        ({"batch_size": 128, "kv_len": 8192, "page_size": 1}, "decode_tiles"),
+        ({"batch_size": 1, "kv_len": 1024, "page_size": 1}, "decode_cluster"),
+        ({"pos_encoding_mode": "ROPE_LLAMA"}, "decode_rows"),
+        ({"head_dim": 512}, "decode_wide_rows"),
+    ],
+)
+def test_the_kernel_entry_of_decode_on_hopper(facts: dict[str, Any], expected: str) -> None:
+    assert entries(rehearsed(samples.batch_decode, facts, HOPPER)) == ["decode_plan", expected]
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({}, "batch_prefill_rows"),
+        ({"page_size": 1}, "prefill_tiles"),
+        ({"page_size": 1, "backend": "fa3"}, "batch_prefill"),
+        ({"pos_encoding_mode": "ALIBI"}, "prefill_tiles"),
+        ({"kv_dtype": "float8_e4m3fn"}, "batch_prefill_mixed"),
+    ],
+)
+def test_the_kernel_entry_of_prefill_on_hopper(facts: dict[str, Any], expected: str) -> None:
+    assert entries(rehearsed(samples.batch_prefill_paged, facts, HOPPER)) == ["prefill_plan", expected]
+
+
+@pytest.mark.parametrize("name", samples.WRAPPERS)
+def test_a_rehearsal_chooses_what_runs(name: str, device: str) -> None:
+    small = {"batch_size": 2, "kv_len": 40, "num_qo_heads": 4, "num_kv_heads": 2, "dtype": "float16"}
+    small |= {"qo_len": 9} if "Prefill" in name else {"shared_kv_len": 33} if "Multi" in name else {}
+    target = target_of(torch.device(device, 0) if device == "cuda" else torch.device(device))
+    sms = multiprocessors_of(torch.device("cuda", 0)) if device == "cuda" else 1
+    said = rehearsed(samples.WRAPPERS[name], small, target, sms)
+    wrapper = samples.WRAPPERS[name](device=device, **small)
+    ran = getattr(wrapper, "_batch_prefill_wrappers", [wrapper])[0].last_choice
+    assert ran in [choice for choice, _ in said.calls]
+
+
+def test_a_rehearsal_leaves_nothing_behind(device: str) -> None:
+    """Calls after a rehearsal run where their tensors are."""
+    x = torch.randn(4, 64, device=device)
+    before = fi_core.silu_and_mul(x)
+    rehearsed(lambda: fi_core.silu_and_mul(torch.randn(4, 64)), {}, HOPPER)
+    assert torch.equal(fi_core.silu_and_mul(x), before)
+
+
+FUNCTIONS = ("rmsnorm", "fused_add_rmsnorm", "silu_and_mul", "softmax", "top_k", "merge_state", "layernorm")
+
+
+def drawn() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Forty calls with sizes at random."""
+    pick = random.Random(7)
+    for i in range(40):
+        name = pick.choice([*samples.WRAPPERS, *FUNCTIONS]) if i >= 11 else [*samples.WRAPPERS, *FUNCTIONS][i]
+        facts: dict[str, Any] = {}
+        if name in samples.WRAPPERS:
+            kv_heads = pick.choice((1, 2, 8))
+            facts = {
+                "batch_size": pick.choice((1, 2, 7, 33)), "kv_len": pick.choice((1, 100, 1000, 5000)),
+                "num_kv_heads": kv_heads, "num_qo_heads": kv_heads * pick.choice((1, 4, 7)),
+                "dtype": pick.choice(("float16", "bfloat16")), "kv_layout": pick.choice(("NHD", "HND")),
+            }  # fmt: skip
+            facts["head_dim_qk" if "Ragged" in name else "head_dim"] = pick.choice((64, 80, 128, 256))
+            if "Ragged" not in name:
+                facts["page_size"] = pick.choice((1, 5, 16, 64))
+            if "Prefill" in name:
+                facts["qo_len"] = pick.choice((1, 17, 130, 1000))
+                facts["causal"] = False
+            if "Multi" not in name:
+                facts["pos_encoding_mode"] = pick.choice((None, None, "ALIBI", "ROPE_LLAMA"))
+                facts["logits_soft_cap"] = pick.choice((None, None, 30.0))
+        else:
+            facts = {"dtype": pick.choice(("float16", "bfloat16"))} if name != "softmax" else {}
+        yield name, facts
+
+
+def described_call(name: str) -> Callable[..., Any]:
+    description = described(name)
+    assert description is not None
+    return lambda device="cpu", **facts: getattr(fi_core, name)(**description.sample(device, nasty=False, **facts))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "facts"), list(drawn()), ids=lambda x: x if isinstance(x, str) else "")
+def test_the_profiler_sees_what_is_said(name: str, facts: dict[str, Any]) -> None:
+    getattr(fi_core, name)  # loads the family
+    call = samples.WRAPPERS.get(name) or described_call(name)
+    device = torch.device("cuda", 0)
+    said = entries(rehearsed(call, facts, target_of(device), multiprocessors_of(device)))
+    call(device="cuda", **facts)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        call(device="cuda", **facts)
+        torch.cuda.synchronize()
+    ours = {entry.name for op in ops().values() for choice_entries in _units(op) for entry in choice_entries}
+    events = sorted((e for e in profile.events() if e.name in ours), key=lambda e: e.time_range.start)
+    assert [event.name for event in events] == said and said
+
+
+def _units(op: Any) -> Iterator[tuple[Any, ...]]:
+    """The kernel entries of every unit that was bound."""
+    from fi_core.registry import operator
+
+    for kernel in operator(op.name).kernels.values():
+        unit = kernel.spec.unit()
+        if unit:
+            yield unit.entries

@@ -1,0 +1,207 @@
+"""Every description that makes inputs: the public function against the reference, and what the description promises."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import fi_core
+from families.harness import assert_close, assert_guards, guarded
+from fi_core.observe.trace import _TRACE_REGISTRY, TraceTemplate
+from fi_core.registry import load, ops
+
+load()
+for _name in fi_core.__all__:
+    getattr(fi_core, _name)  # loads the family
+
+
+class Described(NamedTuple):
+    """A public function, one of its templates, and one sample of it."""
+
+    function: Callable[..., Any]
+    template: TraceTemplate
+    sizes: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        words = [f"{key}={value}" for key, value in self.sizes.items()]
+        tags = [tag.partition(":")[2] for tag in self.template.tags]
+        return "-".join([self.function.__name__, *tags, *map(str, words)])
+
+
+DESCRIBED = [
+    (function, template)
+    for function, template, _ in _TRACE_REGISTRY
+    if function.__module__.startswith("fi_core.") and template.make is not None
+]
+# A drawn token has no reference.
+SAMPLES = [Described(f, t, sizes) for f, t in DESCRIBED if t.reference is not None for sizes in (t.samples or ({},))]
+by_name = pytest.mark.parametrize("described", SAMPLES, ids=lambda described: described.name)
+
+
+def alone(template: TraceTemplate, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    """The reference as a file of the definition has it, in a namespace of its own."""
+    definition = json.loads(json.dumps(template.definition("fi_core.f", arguments)))
+    assert all(
+        entry["dtype"] != "unknown" for entry in (*definition["inputs"].values(), *definition["outputs"].values())
+    )
+    names: dict[str, Any] = {}
+    exec(definition["reference"], names)
+    return next(value for value in reversed(names.values()) if callable(value))  # type: ignore[no-any-return]
+
+
+def check(template: TraceTemplate, got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
+    assert got.keys() == want.keys() == template.outputs.keys()
+    for name, actual in got.items():
+        if actual.is_floating_point():
+            assert_close(actual, want[name], tolerance=template.tolerance_of(name, actual.dtype))
+        else:
+            assert torch.equal(actual.long(), want[name].long()), name
+
+
+@by_name
+def test_the_function_gives_what_the_reference_gives(described: Described) -> None:
+    function, template, sizes = described
+    arguments = template.sample(**sizes)
+    want = template.expected(arguments, alone(template, arguments))
+    got = template.results(arguments, function(**arguments))
+    check(template, got, want)
+    for name, entry in template.outputs.items():
+        declared = template.definition("fi_core.f", arguments)["outputs"][name]["dtype"]
+        assert str(got[name].dtype) == f"torch.{declared}"
+        assert got[name].ndim == len(entry.dim_names)  # type: ignore[union-attr]
+    if "out" in inspect.signature(function).parameters and "out" not in arguments:
+        again = template.sample(**sizes)
+        first = next(iter(got.values()))
+        padding = 3 if first.is_floating_point() else 0  # index tensors are contiguous
+        out = guarded(first.shape, first.dtype, "cpu", row_padding=padding)
+        assert function(**again, out=out) is out
+        check(template, {**got, next(iter(got)): out}, want)
+        assert_guards(out)
+
+
+PLAIN = {(f.__qualname__, t.tags, t.op_type, tuple(t.outputs), len(t.axes)): (f, t) for f, t in DESCRIBED}
+SIZES = ("num_rows", "batch_size", "nnz", "kv_len", "rows")
+by_template = pytest.mark.parametrize(
+    "key", PLAIN, ids=lambda key: "-".join((key[0], *key[1], str(len(key[3])), str(key[4])))
+)
+
+
+@by_template
+def test_work_is_of_every_byte(key: Any) -> None:
+    """Bytes are at least those of the results, and grow with the call."""
+    _, template = PLAIN[key]
+    assert template.work is not None
+    arguments = template.sample(nasty=False)
+    work = template.work(arguments)
+    outputs = template.expected(arguments) if template.reference is not None else {}
+    entries = template.definition("fi_core.f", arguments)["outputs"]
+    appended = "append" in template.op_type  # of the cache only the new rows are written
+    written = (
+        0
+        if appended
+        else sum(x.numel() * getattr(torch, entries[name]["dtype"]).itemsize for name, x in outputs.items())
+    )
+    assert work.bytes >= written - len(outputs)
+    assert work.flops >= 0
+    assert isinstance(work.bytes, int)
+    assert isinstance(work.flops, int)
+    grown = (
+        "n"
+        if "n" in template.axes
+        else next(size for size in SIZES if size in inspect.signature(template.make).parameters)
+    )
+    larger = template.work(template.sample(nasty=False, **{grown: 2000 if grown == "n" else 64}))
+    assert larger.bytes > work.bytes
+
+
+@by_template
+def test_samples_are_seeded_nasty_and_in_the_layout(key: Any) -> None:
+    _, template = PLAIN[key]
+    assert set(template.ops) <= set(ops())
+    assert template.ops
+    one, same, other = (template.values(template.sample(generator=seed)) for seed in (1, 1, 2))
+    plain = template.values(template.sample(generator=torch.Generator().manual_seed(1), nasty=False))
+    tensors = [name for name, value in one.items() if isinstance(value, torch.Tensor)]
+    assert tensors
+    for name in tensors:
+        a, b = one[name], same[name]
+        assert a.shape == b.shape == plain[name].shape
+        assert a.stride() == b.stride()
+        assert torch.equal(bits(a), bits(b)), "the same seed gives the same bits"
+        assert plain[name].is_contiguous(), "a benchmark gets plain tensors"
+    drawn = [name for name in tensors if one[name].is_floating_point()]
+    if drawn:
+        assert any(not torch.equal(bits(one[name]), bits(other[name])) for name in tensors)
+        assert any(not one[name].is_contiguous() for name in drawn), "nasty inputs are strided"
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().reshape(-1).view(torch.uint8)
+
+
+COVERED = {
+    "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "rmsnorm", "gemma_rmsnorm", "fused_add_rmsnorm",
+    "gemma_fused_add_rmsnorm", "rmsnorm_quant", "fused_add_rmsnorm_quant", "fused_add_rmsnorm_fp8_block_quant",
+    "layernorm", "layernorm_quant", "apply_rope", "apply_rope_inplace", "apply_rope_pos_ids",
+    "apply_rope_pos_ids_inplace", "apply_llama31_rope", "apply_llama31_rope_inplace", "apply_llama31_rope_pos_ids",
+    "apply_llama31_rope_pos_ids_inplace", "apply_rope_with_cos_sin_cache", "apply_rope_with_cos_sin_cache_inplace",
+    "append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens",
+    "merge_state", "merge_state_in_place", "merge_states", "softmax", "top_p_renorm_probs", "top_k_renorm_probs",
+    "top_k_mask_logits", "top_k", "top_k_page_table_transform", "top_k_ragged_transform", "packbits",
+    "segment_packbits", "single_decode_with_kv_cache", "single_prefill_with_kv_cache",
+}  # fmt: skip
+
+
+def test_these_functions_are_described() -> None:
+    assert {function.__name__ for function, _ in DESCRIBED} >= COVERED
+
+
+REFERENCES = {
+    (f.__qualname__, t.name_prefix or t.op_type, t.tags): t
+    for f, t, _ in _TRACE_REGISTRY
+    if f.__module__.startswith("fi_core.") and t.reference is not None
+}
+
+
+@pytest.mark.parametrize("key", REFERENCES, ids=lambda key: f"{key[0]}-{key[1]}")
+def test_every_reference_is_whole_in_itself(key: Any) -> None:
+    """Its functions name nothing global but each other and builtins."""
+    from fi_core.observe.template import _source_text
+
+    text = _source_text(REFERENCES[key].reference)
+    assert text is not None
+    names: dict[str, Any] = {}
+    exec(text, names)
+    for value in [value for value in names.values() if inspect.isfunction(value)]:
+        assert inspect.getclosurevars(value).unbound <= _attributes(value), inspect.getclosurevars(value).unbound
+
+
+def _attributes(function: Any) -> set[str]:
+    """The names that code looks up in objects, which inspect does not tell from globals."""
+    import dis
+
+    found, todo = set(), [function.__code__]
+    while todo:
+        code = todo.pop()
+        for step in dis.get_instructions(code):
+            if step.opname not in ("LOAD_GLOBAL", "LOAD_NAME"):
+                found.add(str(step.argval))
+        todo += [value for value in code.co_consts if inspect.iscode(value)]
+    return found
+
+
+@pytest.mark.parametrize("template", [t for f, t in DESCRIBED if f.__name__ == "silu_and_mul"])
+def test_a_benchmark_case_needs_only_its_description(template: TraceTemplate) -> None:
+    """How make, reference and work of a case come from a description: no more than this."""
+    arguments = template.sample("cpu", torch.Generator().manual_seed(0), nasty=False, batch_size=4, hidden_size=64)
+    expected = template.expected(arguments)
+    returned = fi_core.silu_and_mul(**arguments)
+    check(template, template.results(arguments, returned), expected)
+    assert template.work is not None
+    assert template.work(arguments).bytes == 2 * (4 * 64 + 4 * 32)

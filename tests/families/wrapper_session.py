@@ -1,0 +1,175 @@
+"""A session of every attention wrapper on the CPU: what the tests of replay and of traces run and look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from families.harness import rand
+from families.paged import paged
+from families.prefill_batch import batch, workspace
+from fi_core.cascade import MultiLevelCascadeAttentionWrapper
+from fi_core.decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
+)
+from fi_core.prefill import (
+    BatchAttentionWithAttentionSinkWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+)
+
+WRAPPERS: tuple[Any, ...] = (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    BatchAttentionWithAttentionSinkWrapper,
+    MultiLevelCascadeAttentionWrapper,
+)
+
+
+class Run(NamedTuple):
+    """One `run` of a planned wrapper. The arguments are used up: outputs among them are written."""
+
+    name: str
+    wrapper: Any
+    arguments: dict[str, Any]
+
+    def __call__(self) -> Any:
+        return self.wrapper.run(**self.arguments)
+
+
+def decode(form: str = "tuple", **options: Any) -> Iterator[Run]:
+    """Steps of a decode loop, planned again in between; requests of no token among them."""
+    p = paged([37, 0, 16, 5], form=form, **options)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace("cpu", 1 << 16), p.kv_layout)
+    wrapper.plan(*p.plan_arguments(), **p.dtypes)
+    yield Run("decode", wrapper, {"q": p.q, "paged_kv_cache": p.cache})
+    out, lse = torch.empty_like(p.q), torch.empty(p.q.shape[:2])
+    written = {"out": out, "lse": lse, "return_lse": True}
+    yield Run("decode into", wrapper, {"q": p.q, "paged_kv_cache": p.cache, **written})
+    longer = paged([38, 1, 17, 6], form=form, **options, seed=3)
+    wrapper.plan(*longer.plan_arguments(), **p.dtypes, window_left=7, logits_soft_cap=5.0, sm_scale=0.3)
+    sinks = rand(4, dtype=torch.float32, device="cpu")
+    call = {"q": longer.q, "paged_kv_cache": longer.cache, "return_lse": True}
+    yield Run("decode options", wrapper, {**call, "sinks": sinks, "q_scale": 0.5, "v_scale": 2.0})
+
+
+def decode_several() -> Iterator[Run]:
+    p = paged([37, 3, 16], q_len=3)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace("cpu", 1 << 16), use_tensor_cores=True)
+    wrapper.plan(*p.plan_arguments(), **p.dtypes, q_len_per_req=3, seq_lens=p.seq_lens())
+    yield Run("decode several", wrapper, {"q": p.q, "paged_kv_cache": p.cache})
+
+
+def decode_graph() -> Iterator[Run]:
+    """The table lies in buffers that the caller fills, as an engine does between the replays of a CUDA graph."""
+    batches = paged([20, 33]), paged([21, 34], seed=5)
+    indptr, last = (torch.zeros(size, dtype=torch.int32) for size in (3, 2))
+    indices = torch.zeros(16, dtype=torch.int32)
+    wrapper = CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace("cpu", 1 << 16), indptr, indices, last)
+    first = batches[0]
+    wrapper.plan(*first.plan_arguments(), **first.dtypes)
+    yield Run("graph decode", wrapper, {"q": first.q, "paged_kv_cache": first.cache})
+    p = batches[1]
+    for buffer, table in ((indptr, p.indptr), (indices, p.indices), (last, p.last_page_len)):
+        buffer[: len(table)] = table
+    rest = (*p.heads, p.q.shape[2], p.page_size)
+    fast_decode_plan(wrapper, indptr, indices, last, *rest, q_data_type=p.q.dtype, kv_data_type=p.q.dtype)
+    yield Run("fast plan", wrapper, {"q": p.q, "paged_kv_cache": p.cache})
+
+
+LENS = [(5, 37), (0, 3), (16, 16), (1, 40), (4, 0)]
+
+
+def prefill_paged(form: str = "tuple", **options: Any) -> Iterator[Run]:
+    b = batch(LENS, form=form, **options)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"), b.pool.kv_layout)
+    wrapper.plan(*b.paged_plan(), **b.types())
+    yield Run("paged", wrapper, {"q": b.q, "paged_kv_cache": b.cache})
+    wrapper.plan(*b.paged_plan(), **b.types(), causal=True, window_left=9, logits_soft_cap=3.0)
+    out = torch.empty(b.q.shape, dtype=b.q.dtype)
+    sinks = rand(4, dtype=torch.float32, device="cpu")
+    yield Run("paged causal", wrapper, {"q": b.q, "paged_kv_cache": b.cache, "out": out, "return_lse": True})
+    yield Run("paged sinks", wrapper, {"q": b.q, "paged_kv_cache": b.cache, "sinks": sinks, "k_scale": 0.5})
+
+
+def prefill_ragged(kv_layout: str = "NHD") -> Iterator[Run]:
+    b = batch(LENS, dims=(64, 32), dtype=torch.bfloat16)
+    k, v = b.ragged(kv_layout)
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"), kv_layout)
+    wrapper.plan(*b.ragged_plan(), **b.types(), causal=True, sm_scale=0.2)
+    yield Run("ragged", wrapper, {"q": b.q, "k": k, "v": v})
+    wrapper.plan(*b.ragged_plan(), **b.types(), o_data_type=torch.float32)
+    yield Run("ragged fp32", wrapper, {"q": b.q, "k": k, "v": v, "return_lse": True, "v_scale": 0.5})
+
+
+def prefill_sinks() -> Iterator[Run]:
+    b = batch(LENS)
+    types = {"q_data_type": b.q.dtype, "kv_data_type": b.q.dtype}
+    wrapper = BatchAttentionWithAttentionSinkWrapper(
+        workspace("cpu"), window_left=20, head_dim_qk=64, head_dim_vo=64, **types
+    )
+    wrapper.plan(*b.paged_plan(), **b.types(), causal=True, window_left=20)
+    sink = rand(4, dtype=torch.float32, device="cpu")
+    yield Run("sinks", wrapper, {"q": b.q, "paged_kv_cache": b.cache, "sink": sink, "sm_scale": 0.25})
+
+
+def cascade() -> Iterator[Run]:
+    """Three requests that share 32 tokens, two of which share 16 more."""
+    p, page = paged([80, 64, 48, 7], heads=(4, 2)), 16
+    pages = p.indices
+    int32 = {"dtype": torch.int32}
+
+    def table(*counts: int) -> torch.Tensor:
+        return torch.tensor([0, *counts], **int32).cumsum(0, dtype=torch.int32)
+
+    q = rand(9, 4, 64, dtype=torch.float16, device="cpu")
+    levels = (
+        [table(9), table(6, 3), table(4, 2, 3)],
+        [table(2), table(1, 1), table(2, 3, 1)],
+        [pages[:2], pages[2:4], pages[4:10]],
+        [torch.tensor([page], **int32), torch.tensor([page, 3], **int32), torch.tensor([9, page, 7], **int32)],
+    )
+    wrapper = MultiLevelCascadeAttentionWrapper(3, workspace("cpu"))
+    wrapper.plan(*levels, 4, 2, 64, page, causal=True, q_data_type=q.dtype)
+    cache = tuple(x.nan_to_num(0.5) for x in p.cache)
+    yield Run("cascade", wrapper, {"q": q, "paged_kv_cache": cache})
+    single = MultiLevelCascadeAttentionWrapper(1, workspace("cpu"))
+    single.plan(*([table[-1]] for table in levels), 4, 2, 64, page, q_data_type=q.dtype, sm_scale=0.5)
+    yield Run("cascade of one level", single, {"q": q, "paged_kv_cache": cache})
+
+
+SESSIONS: dict[str, Callable[[], Iterator[Run]]] = {
+    "decode": decode,
+    "decode HND": lambda: decode("fused", kv_layout="HND", dtype=torch.bfloat16),
+    "decode several": decode_several,
+    "decode graph": decode_graph,
+    "paged": prefill_paged,
+    "paged HND": lambda: prefill_paged("strided", kv_layout="HND"),
+    "ragged": prefill_ragged,
+    "ragged HND": lambda: prefill_ragged("HND"),
+    "sinks": prefill_sinks,
+    "cascade": cascade,
+}
+
+
+def main() -> None:
+    """Runs all sessions, in the forms that change a plan too; prints the number of runs."""
+    count = 0
+    for session in SESSIONS.values():
+        for run in session():
+            run()
+            count += 1
+    for session in (decode, prefill_paged):
+        run = next(session())  # the others would plan another batch
+        run.wrapper.forward(**run.arguments, sm_scale=0.7, window_left=4)
+        run.wrapper.run_return_lse(**run.arguments)
+        buffers = workspace("cpu"), torch.empty(8 << 20, dtype=torch.uint8)
+        run.wrapper.reset_workspace_buffer(*buffers)
+        count += 2
+    print(count)

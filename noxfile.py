@@ -162,6 +162,14 @@ def kernels(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Hostile calls of every public function under sanitizers; `-- --hours 2` for long, `-- --help` for options."""
+    develop(session, "test")
+    folders = [str(ROOT / "tests"), session.env.get("PYTHONPATH") or ""]
+    session.run(python(session), "-m", "fuzz", *session.posargs, env={"PYTHONPATH": os.pathsep.join(folders)})
+
+
+@nox.session
 def wheels(session: nox.Session) -> None:
     """Build the five wheels into dist/, install them, and test the packages as a user gets them."""
     install_torch(session)

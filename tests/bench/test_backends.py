@@ -107,7 +107,7 @@ def rmsnorm(**changes: Any) -> case.Case:
 
 
 def test_flashinfer_by_its_own_backend_names(flashinfer: types.ModuleType) -> None:
-    x = Inputs(input=torch.ones(2), weight=None, eps=0, out=None, pdl=None)
+    x = Inputs(input=torch.ones(2), weight=None, eps=0, out=None, enable_pdl=None)
     assert backends.bind("flashinfer", rmsnorm(), "cuda").prepare(x)(x) == "plain"
     choosing = rmsnorm(function="norm.chooses")
     for name, chosen in (("flashinfer", "x"), ("flashinfer:cute-dsl", "cute-dsl"), ("cute-dsl", "cute-dsl")):
@@ -139,7 +139,7 @@ def test_what_flashinfer_has_not_is_said(
 
 def test_library_names_of_flashinfers_guide_run_flashinfer(flashinfer: types.ModuleType) -> None:
     runner = backends.bind("cudnn", rmsnorm(routine="bmm_fp8", function="norm.chooses"), "cuda")
-    x = Inputs(input=torch.ones(2), weight=None, eps=0, out=None, pdl=None)
+    x = Inputs(input=torch.ones(2), weight=None, eps=0, out=None, enable_pdl=None)
     assert (runner.library, runner.prepare(x)(x)) == ("flashinfer", "cudnn")
 
 

@@ -121,6 +121,19 @@ def parse(line: str) -> Namespace:
     return parsing.parse(line.split())
 
 
+def test_a_wrapper_needs_only_its_description() -> None:
+    """The cascade wrapper has no module in `cases`: flags, inputs, plan, reference and work come from its trace."""
+    found = case.find("MultiLevelCascadeAttentionWrapper")
+    assert found is not None
+    sizes = "--batch_size 3 --shared_kv_len 33 --kv_len 20 --num_qo_heads 4 --num_kv_heads 2 --head_dim 64"
+    p = parse(f"--routine {found.routine} {sizes} --dtype float16")
+    assert all(d.ok for d in differences(found, p, "auto"))
+    work = found.work(p, inputs_of(found, p))
+    pairs, token = 3 * (33 + 20), 2 * 2 * 64 * 2
+    assert work.flops == 4 * pairs * 4 * 64
+    assert work.bytes == (33 + 3 * 20) * token + 2 * 3 * 4 * 64 * 2
+
+
 def test_known_work_of_known_shapes() -> None:
     rms = case.find("rmsnorm")
     assert rms is not None

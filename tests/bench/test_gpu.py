@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -173,7 +174,8 @@ def test_a_wrong_result_is_found_and_not_timed(
 # What a process of these tests has beside fi-bench: a routine whose kernel faults, and one whose work is SLOWED.
 PLUGIN = """
 import ctypes, dataclasses, os
-from fi_bench.cases import activation, norm
+from fi_bench import derived
+from fi_bench.cases import norm
 
 def fault(x):
     from fi_bench.measure.device import kernels
@@ -186,11 +188,10 @@ def negate(x):
     torch.neg(x.input.view(-1)[:n], out=x.out.view(-1)[:n])
     return x.out
 
-def changed(module, routine, run):
-    module.CASES = tuple(dataclasses.replace(c, torch=run) if c.routine == routine else c for c in module.CASES)
-
-changed(norm, "gemma_rmsnorm", fault)
-changed(activation, "gelu_and_mul", negate)
+TORCH = {"gemma_rmsnorm": fault, "gelu_and_mul": negate}
+norm.CASES = tuple(
+    dataclasses.replace(c, torch=TORCH.get(c.routine, c.torch)) for c in (*norm.CASES, derived.case("gelu_and_mul"))
+)
 """
 
 
@@ -223,16 +224,14 @@ def test_an_illegal_access_costs_one_row(more: str, tmp_path: Path, environment:
     assert "illegal memory access" in record.read(out)[1]["reason"]
 
 
-# Twenty cases from 2 us to 1 ms, bound by memory, by arithmetic and by latency.
+# Eight cases from 2 us to 0.3 ms, bound by memory, by arithmetic and by latency.
 SAME = [
-    "--routine rmsnorm --backends cuda --batch_size 1,32,512,16384 --hidden_size 4096",
-    "--routine fused_add_rmsnorm --backends cuda --batch_size 1,512,16384 --hidden_size 8192",
-    "--routine silu_and_mul --backends cuda --batch_size 32,1024,16384 --hidden_size 14336",
-    "--routine apply_rope_pos_ids --backends cuda --batch_size 1,64 --seq_len 512 --num_qo_heads 32 --num_kv_heads 8 "
+    "--routine rmsnorm --backends cuda --batch_size 1,16384 --hidden_size 4096",
+    "--routine silu_and_mul --backends cuda --batch_size 1024 --hidden_size 14336",
+    "--routine apply_rope_pos_ids --backends cuda --batch_size 1 --seq_len 512 --num_qo_heads 32 --num_kv_heads 8 "
     "--head_dim 128",
-    "--routine append_paged_kv_cache --backends cuda --batch_size 64 --s_qo 1,256 --s_kv 1024",
-    "--routine merge_state --backends cuda --batch_size 128,16384",
-    "--routine single_decode_with_kv_cache --backends auto --s_kv 8192,65536 --num_qo_heads 32 --num_kv_heads 8",
+    "--routine append_paged_kv_cache --backends cuda --batch_size 64 --s_qo 1 --s_kv 1024",
+    "--routine single_decode_with_kv_cache --backends auto --s_kv 8192 --num_qo_heads 32 --num_kv_heads 8",
     "--routine mm_bf16 --backends cublas --m 64,2048 --n 4096 --k 4096",
 ]
 SLOWED = "--routine gelu_and_mul --backends torch --batch_size 32768 --hidden_size 8192"
@@ -241,28 +240,37 @@ SLOWED = "--routine gelu_and_mul --backends torch --batch_size 32768 --hidden_si
 def test_equal_is_same_five_percent_is_slower_and_processes_agree(
     tmp_path: Path, environment: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five processes a side in turns; the sides differ in one case, whose kernel does 5 % more work in B."""
+    """Five processes a side in turns; the sides differ in one case, whose kernel does 5 % more work in B.
+
+    Noise may leave an equal case undecided, which asks for more processes: five more a side decide it.
+    """
     monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
     listed, a, b = tmp_path / "list.txt", tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    listed.write_text("\n".join([*SAME, SLOWED]))
     sides = ["--python_a", f"env SLOWED=1 {sys.executable}", "--python_b", f"env SLOWED=1.05 {sys.executable}"]
-    code = main(
-        ["compare", str(a), str(b), "--format", "json", *sides, "--", "--testlist", str(listed), "--num_iters", "200"]
-    )
+
+    def compared(lines: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
+        listed.write_text("\n".join(lines))
+        flags = ["--testlist", str(listed), "--num_iters", "100"]
+        assert main(["compare", str(a), str(b), "--format", "json", *sides, "--", *flags]) == 0
+        return {(c["routine"], c["case"]): c for c in json.loads(capsys.readouterr().out)["cases"]}
+
+    first = compared([*SAME, SLOWED])
+    (slowed,) = [verdict for (routine, _), verdict in first.items() if routine == "gelu_and_mul"]
+    assert slowed["verdict"] == "SLOWER", slowed
+    equal = {case: verdict for case, verdict in first.items() if verdict is not slowed}
+    assert len(equal) == 8
+    wrong = [verdict for verdict in equal.values() if verdict["verdict"] in ("FASTER", "SLOWER")]
+    assert not wrong, wrong
+    undecided = {routine for (routine, _), verdict in equal.items() if verdict["verdict"] == "AMBIGUOUS"}
+    if undecided:
+        more = compared([line for line in SAME if line.split()[1] in undecided])
+        equal = {case: more[case] for case in equal}
     keep = os.environ.get("FI_BENCH_KEEP")  # a folder for the rows, to look at them afterwards
     if keep:
-        for file in filter(Path.exists, (a, b)):
+        for file in (a, b):
             shutil.copy(file, keep)
-    assert code == 0
-    cases = json.loads(capsys.readouterr().out)["cases"]
-    verdicts = {f"{c['routine']} {c['case']}": c for c in cases}
-    (slowed,) = [verdicts.pop(name) for name in list(verdicts) if name.startswith("gelu_and_mul")]
-    assert slowed["verdict"] == "SLOWER", slowed
-    assert len(verdicts) == 20
-    wrong = [c for c in verdicts.values() if c["verdict"] in ("FASTER", "SLOWER")]
+    wrong = [verdict for verdict in equal.values() if verdict["verdict"] != "SAME"]
     assert not wrong, wrong
-    undecided = [c for c in verdicts.values() if c["verdict"] != "SAME"]
-    assert len(undecided) <= 1, undecided
 
     centres: dict[tuple[str, str, str], list[float]] = {}
     for file in (a, b):
@@ -272,7 +280,7 @@ def test_equal_is_same_five_percent_is_slower_and_processes_agree(
     for key, found in centres.items():
         middle = statistics.median(found)
         worst = max(abs(ns / middle - 1) for ns in found)
-        assert len(found) == 5
+        assert len(found) >= 5
         if worst > (0.02 if middle < 10_000 else 0.01):
             apart[key] = [round(ns) for ns in found]
     assert not apart, apart

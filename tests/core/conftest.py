@@ -24,6 +24,9 @@ from kernels.mock_driver import LIBRARY, build_driver
 __all__ = ["dumper"]
 
 
+OTHER = 65534  # the uid of another user, "nobody"
+
+
 def forget() -> None:
     """Empties every memo of fi_core's build and resolve layers, and closes the build log."""
     log = logging.getLogger("fi_core.jit")
@@ -59,6 +62,36 @@ def tree(fresh: Callable[[], None], tmp_path: Path) -> Iterator[Path]:
     """The sources of the toy op, in a directory of the test."""
     yield toy.plant(tmp_path / "tree")
     toy.use(toy.KERNELS)
+
+
+@pytest.fixture
+def give(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Gives a path, with all below it, to another user: in truth if we are root, else in the answers of lstat and
+    fstat.
+    """
+    given: set[tuple[int, int]] = set()
+
+    def seen(ask: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+        def answer(*arguments: Any, **options: Any) -> os.stat_result:
+            found = ask(*arguments, **options)
+            fields = list(found)
+            if (found.st_dev, found.st_ino) in given:
+                fields[4:6] = OTHER, OTHER
+            return os.stat_result(fields)
+
+        return answer
+
+    def to_another(path: Path) -> None:
+        for place in (path, *(path.rglob("*") if not path.is_symlink() else ())):
+            state = os.lstat(place)
+            given.add((state.st_dev, state.st_ino))
+            if os.geteuid() == 0:
+                os.chown(place, OTHER, OTHER, follow_symlinks=False)
+
+    if os.geteuid() != 0:
+        for name in ("lstat", "fstat"):
+            monkeypatch.setattr(os, name, seen(getattr(os, name)))
+    return to_another
 
 
 class Python:

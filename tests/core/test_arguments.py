@@ -18,7 +18,6 @@ import torch
 from core import toy
 from fi_core.registry import load, ops
 from fi_core.runtime.build import compiler, sources
-from fi_core.runtime.launch import torch_op
 from fi_core.runtime.resolve import built
 from fi_core.runtime.spec.arguments import CPP_TYPES, REQUIRED, Argument, parse
 from fi_core.runtime.spec.artifact import Artifact
@@ -55,7 +54,7 @@ def test_invalid_declarations(text: str) -> None:
 def test_torch_has_the_declared_arguments(op: Op) -> None:
     """Names, kinds, defaults, and which tensors are written, of the operator and of the function that calls it."""
     operator = load()[op.name]
-    torch_op.register(op, operator.function)
+    operator.register()
     schema = getattr(torch.ops.fi_core, op.name).default._schema
     assert [a.name for a in schema.arguments] == [a.name for a in op.parsed]
     parameters = inspect.signature(operator.function).parameters
@@ -96,7 +95,8 @@ def test_a_generated_header_has_the_native_arguments_in_order(op: Op) -> None:
     assert members(text, f"{stem(op)}Args") == [(CPP_TYPES[a.kind], a.name) for a in native]
     assert f"kCount = {len(native)};" in text
     read = re.findall(r'Argument<(\w+)>::from\(values\[(\d+)\], "(\w+)"\)', text)
-    assert read == [(CPP_TYPES[a.kind], str(i), a.name) for i, a in enumerate(native)]
+    assert read == [(a.reader, str(i), a.name) for i, a in enumerate(native)]
+    assert all("Written" in a.reader for a in native if a.written), "a tensor that is written is checked as such"
 
 
 @EACH_OP
@@ -116,7 +116,7 @@ def test_a_generated_header_has_the_config_of_the_entries(op: Op) -> None:
             assert {name: int(value) for name, value in pairs} == {m.name: m.value for m in hint}
 
 
-# What a change of a declaration or of a template compiles again.
+# A change of a declaration or of a template recompiles the units that depend on it.
 def files() -> dict[str, Artifact]:
     """The files of one configuration of each op, by kind and op."""
     found = {}

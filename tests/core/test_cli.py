@@ -70,6 +70,7 @@ def test_help_and_version(cli: Cli) -> None:
         (["why", "rmsnrm"], "no op or described function is named 'rmsnrm'; did you mean rmsnorm"),
         (["why", "rmsnorm", "bf16"], "expected key=value, such as dtype=bf16; got 'bf16'"),
         (["why", "rmsnorm", "d=8"], "rmsnorm takes dtype=bfloat16, .*; unknown: d"),
+        (["why", "BatchDecodeWithPagedKVCacheWrapper", "d=8"], "takes .*batch_size=64, .*page_size=16.*; unknown: d"),
         (["why", "act_and_mul", "d=8"], r"act_and_mul takes dtype=f16|bf16|f32; unknown: d"),
         (["why", *RMSNORM, "out=f16"], "a fact is given twice"),
         (["why", *RMSNORM, "--target", "sm_9"], "argument --target: target: expected cpu, or an architecture"),
@@ -173,11 +174,21 @@ def test_why_names_the_choice_and_each_refusal(cli: Cli) -> None:
     assert [file["kind"] for file in data["files"]] == ["cuda", "cubin"]
 
 
-def test_why_nothing_takes_it(cli: Cli) -> None:
+def test_why_refuses_a_request_that_no_implementation_supports(cli: Cli) -> None:
     text = cli("why", "rmsnorm", "dtype=i32", "out=bf16", "residual=maybe", code=1)
     assert "cpu: requires dtype in f16, bf16, f32, got i32; requires residual in False, True, got maybe" in text
-    assert "No implementation takes it: a call raises UnsupportedError." in text
+    assert "No implementation supports the request: a call raises UnsupportedError." in text
     assert cli.json("why", *RMSNORM, "--backend", "cuda", "--target", "cpu", code=1)["chosen"] is None
+
+
+def test_why_names_a_library_that_is_missing(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fi_core.attention.cudnn import graph
+
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    graph.frontend.cache_clear()
+    cli("why", "BatchDecodeWithPagedKVCacheWrapper", "backend=cudnn", "--target", "sm_90a", code=2)
+    assert "pip install nvidia-cudnn-frontend" in cli.err
+    graph.frontend.cache_clear()
 
 
 def test_why_on_the_targets_of_this_machine(cli: Cli, gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +239,7 @@ def test_why_tells_where_each_file_comes_from(
     fresh()
     damaged = lines()
     assert f"{host.file}: FI_CUBIN_DIR {folder / host.file}" in damaged
-    assert f"FI_CUBIN_DIR: {image.file} does not match its digest" in damaged
+    assert f"FI_CUBIN_DIR: {image.file}: it does not match its digest" in damaged
     assert any(line.startswith(f"{image.file}: would compile") for line in damaged)
 
     pack(folder, {host: b"host", image: b"image"}, version="0.0.1")

@@ -64,6 +64,17 @@ def test_doctor_without_a_compiler(cli: Cli, fresh: Fresh, tmp_path: Path, monke
     assert "pip install nvidia-cuda-nvrtc" in mend and "pip install fi-cubin" in mend
 
 
+@pytest.mark.parametrize("program", ["/bin/false", "/bin/true", "g++ --no-such-option"])
+def test_doctor_tries_the_compiler(program: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of that name is not yet a compiler, and trying it leaves no file."""
+    monkeypatch.setenv("CXX", program)
+    monkeypatch.chdir(tmp_path)
+    level, text, mend = levels(cli, code=1)["host modules"]
+    assert level == "FAIL" and "does not compile the others: " in text
+    assert text.split(": ")[-1] and mend.startswith("apt-get install g++")
+    assert [path.name for path in tmp_path.iterdir()] == ["tmp"]
+
+
 def test_doctor_with_compiling_forbidden(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FI_JIT", "off")
     level, text, mend = levels(cli)["host modules"]
@@ -112,7 +123,7 @@ def test_doctor_on_tvm_ffi(version: str, fits: bool, cli: Cli, monkeypatch: pyte
     assert (level, mend) == (("ok", "") if fits else ("FAIL", "pip install 'apache-tvm-ffi>=0.1.9,<0.2'"))
 
 
-@pytest.mark.parametrize("name", ["fi_kernels", "filelock", "ninja"])
+@pytest.mark.parametrize("name", ["fi_kernels", "ninja"])
 def test_doctor_finds_missing_dependencies(name: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing package is named; checks that need it are skipped."""
     find = doctor.importlib.util.find_spec
@@ -176,6 +187,10 @@ def test_doctor_on_the_cache(cli: Cli, tmp_path: Path, monkeypatch: pytest.Monke
     text = cli("doctor")
     assert f"warn  cache: {cache} cannot be written; kernels go to {tmp_path / 'tmp'}" in text
     assert "mend: export FI_CACHE_DIR=DIRECTORY" in text
+    with monkeypatch.context() as refused:
+        refused.setattr(store, "refusal", lambda root: "open to all" if root == cache else None)
+        text = cli("doctor")
+    assert f"warn  cache: {cache} is not used (open to all); kernels go to {tmp_path / 'tmp'}" in text
     monkeypatch.setattr(store.os, "access", lambda path, mode: False)
     level, text, mend = levels(cli, code=1)["cache"]
     assert (level, mend) == ("FAIL", "export FI_CACHE_DIR=DIRECTORY")

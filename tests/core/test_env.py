@@ -29,6 +29,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("workspace_base", "FI_WORKSPACE_BASE", "~/x", Path.home() / "x"),
         ("cache_dir", "FI_CACHE_DIR", "/cache", Path("/cache")),
+        ("shared_cache_dir", "FI_SHARED_CACHE_DIR", "shared", Path.cwd() / "shared"),
         ("cubin_dir", "FI_CUBIN_DIR", "/cubins", Path("/cubins")),
         ("disable_version_check", "FI_DISABLE_VERSION_CHECK", "0", True),  # any non-empty value
         ("jit", "FI_JIT", "WARN", "warn"),
@@ -47,6 +48,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ("nvcc_threads", "FI_NVCC_THREADS", "4", 4),
         ("nvcc_launcher", "FI_NVCC_LAUNCHER", "ccache", ("ccache",)),
         ("cxx_launcher", "FI_CXX_LAUNCHER", "nice -n 5", ("nice", "-n", "5")),
+        ("sanitize", "FI_SANITIZE", "undefined, address", ("address", "undefined")),
         ("extra_cflags", "FI_EXTRA_CFLAGS", "-DA='x y' -g", ("-DA=x y", "-g")),
         ("extra_cudaflags", "FI_EXTRA_CUDAFLAGS", "-G", ("-G",)),
         ("extra_ldflags", "FI_EXTRA_LDFLAGS", "-lm", ("-lm",)),
@@ -58,13 +60,13 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ("logging_level", "FI_LOGGING_LEVEL", "DEBUG", "debug"),
         ("loglevel", "FI_LOGLEVEL", "10", 10),
         ("logdest", "FI_LOGDEST", "log_%i.txt", "log_%i.txt"),
-        ("dump_dir", "FI_DUMP_DIR", "d", Path("d")),
+        ("dump_dir", "FI_DUMP_DIR", "d", Path.cwd() / "d"),
         ("dump_max_size_gb", "FI_DUMP_MAX_SIZE_GB", "0.5", 0.5),
         ("dump_max_count", "FI_DUMP_MAX_COUNT", "0", 0),
         ("dump_include", "FI_DUMP_INCLUDE", "rms*, *Wrapper.run,", ("rms*", "*Wrapper.run")),
         ("dump_exclude", "FI_DUMP_EXCLUDE", "a", ("a",)),
         ("trace_dump", "FI_TRACE_DUMP", "0", False),
-        ("trace_dump_dir", "FI_TRACE_DUMP_DIR", "t", Path("t")),
+        ("trace_dump_dir", "FI_TRACE_DUMP_DIR", "t", Path.cwd() / "t"),
     ],
 )
 def test_values(monkeypatch: pytest.MonkeyPatch, attribute: str, name: str, text: str, value: Any) -> None:
@@ -103,6 +105,7 @@ def test_every_variable_is_tried_above() -> None:
         ("FI_NVCC_THREADS", "1.5"),
         ("FI_JIT_VERBOSE", "2"),
         ("FI_EXTRA_CFLAGS", "'open"),
+        ("FI_SANITIZE", "address,thread"),
         ("FI_LOGLEVEL", "-1"),
         ("FI_LOGGING_LEVEL", "loud"),
         ("FI_DUMP_MAX_SIZE_GB", "nan"),
@@ -163,7 +166,7 @@ def test_table_documents_every_variable(monkeypatch: pytest.MonkeyPatch) -> None
     assert ROWS["FI_CUDA_ARCH_LIST"].aliases == ("FLASHINFER_CUDA_ARCH_LIST",)
     assert ROWS["MAX_JOBS"].aliases == ()
     assert ROWS["FI_NVCC_THREADS"].default == "1"
-    assert ROWS["FI_CHECK"].default == "0"
+    assert ROWS["FI_CHECK"].default == "on the CPU only"
 
 
 def test_present_reports_set_variables(monkeypatch: pytest.MonkeyPatch) -> None:

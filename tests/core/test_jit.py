@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fi_core
 from core.package import pack
@@ -280,6 +281,30 @@ def test_the_example_on_the_cpu() -> None:
         scale(out[:4], x, 0.5)
     with pytest.raises(TypeError, match="x must be float32; got float64"):
         scale(out, x.double(), 0.5)
+
+
+def test_a_declared_entry_takes_keywords_and_is_a_torch_operator() -> None:
+    declared = "Tensor(a!) out, Tensor x, float a=0.5"
+    spec = jit.gen_jit_spec("scale", [EXAMPLE / "scale.cc"])
+    scale = spec.bind(arguments=declared)
+    x = torch.arange(100, dtype=torch.float32)
+
+    def half(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        scale(x=x, out=out)
+        return out + 1
+
+    assert torch.equal(half(x), x / 2 + 1)
+    assert torch.equal(torch.compile(half, fullgraph=True, backend="aot_eager")(x), x / 2 + 1)
+    with FakeTensorMode() as mode:
+        assert type(half(mode.from_tensor(x))).__name__ == "FakeTensor"
+    with pytest.raises(TypeError, match="jit_scale: x must be a dense tensor with data; got a list"):
+        scale(x, [1.0])
+    with pytest.raises(ValueError, match=r"scale: out must have shape \[n\] with n = 100; got \[4\]"):
+        scale(torch.empty(4), x)
+    assert jit.gen_jit_spec("scale", [EXAMPLE / "scale.cc"]).bind(arguments=declared) is scale
+    with pytest.raises(ValueError, match=r"arguments: scale is declared as 'Tensor.*; got 'Tensor x'"):
+        spec.bind(arguments="Tensor x")
 
 
 def test_the_example_as_it_is_run() -> None:

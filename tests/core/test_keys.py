@@ -101,6 +101,7 @@ def test_every_header_of_a_real_kernel(fresh: Fresh, tmp_path: Path) -> None:
         ("FI_EXTRA_LDFLAGS", "-lm", HOST),
         ("FI_EXTRA_CUDAFLAGS", "-DX", DEVICE),
         ("FI_JIT_LINEINFO", "1", DEVICE),
+        ("FI_SANITIZE", "address,undefined", HOST),
         ("FI_JIT_DEBUG", "1", ALL),
         ("FI_JIT_VERBOSE", "1", ALL),  # implies debug flags
         ("FI_CUDA_COMPILER", "nvcc", DEVICE),

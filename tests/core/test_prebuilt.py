@@ -13,7 +13,7 @@ from fi_core import aot
 from fi_core.registry import ops
 from fi_core.runtime.build import compiler
 from fi_core.runtime.dispatch import Request
-from fi_core.runtime.resolve import provider, store
+from fi_core.runtime.resolve import prebuilt, provider, store
 from fi_core.runtime.spec.target import CPU, PREBUILT_ARCHS, Target
 
 LARGEST = 120  # device binaries of one architecture: the wheels must stay small
@@ -59,7 +59,8 @@ def test_the_resolver_uses_the_built_files(tmp_path: Path, monkeypatch: pytest.M
     ]
     loaded = provider._load("here", tmp_path)
     assert loaded.refusal is None
-    assert {loaded.find(artifact) for artifact in wanted} == {(path, "") for path in files}
+    found = [loaded.find(artifact) for artifact in wanted]
+    assert {(file.path, why) for file, why in found if file} == {(path, "") for path in files}
     index = json.loads((tmp_path / "index.json").read_text())
     assert index["compiler"]["cubin"].startswith("libnvrtc-builtins.so.13")
     assert str(tmp_path) not in (tmp_path / "index.json").read_text()
@@ -87,3 +88,20 @@ def test_the_store_serves_a_build_that_asks_for_it(
     assert taken == {image.file: b"from the store", module.file: compiled[module.file]}
     folder = store.peek(compiler.key(module))
     assert folder and (folder / module.file).read_bytes() == compiled[module.file]
+
+
+def test_sanitized_and_shipped_modules_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FI_SANITIZE loads no module of a package, and no package ships a sanitized one."""
+    op = ops()["get_seq_lens"]
+    monkeypatch.setattr(aot, "ops", lambda: {op.name: op})
+    monkeypatch.setenv("FI_CUDA_ARCH_LIST", "9.0a")
+    monkeypatch.setenv("FI_AOT_STORE", "1")
+    aot.build(tmp_path, ("cpu", "cubin"))
+    monkeypatch.setattr("fi_core.runtime.resolve.providers", lambda: (provider._load("here", tmp_path),))
+    (module,), (image,) = aot.artifacts(("cpu",)), aot.artifacts(("cubin",))
+    assert len(list(prebuilt(module))) == len(list(prebuilt(image))) == 1
+    monkeypatch.setenv("FI_SANITIZE", "undefined")
+    assert list(prebuilt(module)) == []
+    assert len(list(prebuilt(image))) == 1
+    with pytest.raises(ValueError, match="FI_SANITIZE: a package ships modules without sanitizers"):
+        aot.build(tmp_path, ("cpu",))

@@ -15,6 +15,7 @@ import torch
 
 from core import dumping as toys
 from core.dumping import calls, records
+from fi_core.cli import main
 from fi_core.observe.dump import Dumper
 from fi_core.observe.replay import replay_from_dump, replay_sequence
 from fi_core.utils import MaskMode
@@ -153,3 +154,38 @@ def test_source_code_is_not_compiled(dumper: Dumper) -> None:
     toys.ScaleWrapper(2.0, None, ["name", "struct Variant { /* code */ };"])
     for result in replay_sequence(dumper.root, "cpu")[:2]:
         assert "jit_args: source code from a dump is not compiled" in result["execution_error"]
+
+
+@pytest.mark.parametrize("name", ["inputs.pt", "outputs.pt", "metadata.jsonl"])
+@pytest.mark.timeout(30)
+def test_a_pipe_among_the_files_stops_nothing(dumper: Dumper, name: str) -> None:
+    toys.split(torch.ones(2))
+    (directory,) = calls(dumper)
+    (directory / name).unlink()
+    os.mkfifo(directory / name)
+    (result,) = replay_sequence(dumper.root, "cpu")
+    assert result["execution_error"] == f"ValueError: dump_dir: files are required; {name!r} is another kind"
+
+
+def test_a_method_takes_no_data_in_place_of_its_object(dumper: Dumper) -> None:
+    toys.ScaleWrapper(2.0).run(torch.ones(2))
+    directory = next(path for path in calls(dumper) if "run" in path.name)
+    data = {"arg_0": {"type": "dict", "items": {}}, "arg_1": {"type": "tensor"}}
+    rewrite(directory, self_id=None, input_metadata=data)
+    result = replay_sequence(dumper.root, "cpu")[-1]
+    assert "is required; replay the whole session" in result["execution_error"]
+
+
+def test_a_dump_does_not_steer_the_terminal(dumper: Dumper, capsys: pytest.CaptureFixture[str]) -> None:
+    toys.split(torch.ones(2))
+    (directory,) = calls(dumper)
+    rewrite(
+        directory, input_metadata={"arg_0": {"type": "object", "class": "a:b", "repr": "\x1b]0;title\x07\n: Passed"}}
+    )
+    directory.rename(directory.parent / "call\x1b[2J")
+    text = (dumper.root / "session.jsonl").read_text().replace(directory.name, "call\\u001b[2J")
+    (dumper.root / "session.jsonl").write_text(text)
+    assert main(["replay", "--dir", str(dumper.root), "--device", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert "\x1b]" not in out and "\x1b[2J" not in out and "\n: Passed" not in out
+    assert "\\x1b]0;title\\x07\\n: Passed" in out

@@ -18,7 +18,7 @@ import fi_core
 from core import toy
 from fi_core.runtime.build import compiler, ninja, sources
 from fi_core.runtime.errors import MissingKernelError
-from fi_core.runtime.resolve import Found, built, find, prebuilt, prepare, provider, store
+from fi_core.runtime.resolve import built, find, prebuilt, prepare, provider, store
 from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.target import CPU
 
@@ -91,11 +91,11 @@ def test_a_package_that_fits_is_used(packages: Callable[..., tuple[Path, Path]],
     host, device = toy.artifacts()
     cubins, spare = packages(host, device)
     for artifact in (host, device):
-        assert list(prebuilt(artifact)) == [
-            Found(cubins / artifact.file, "FI_CUBIN_DIR"),
-            Found(spare / artifact.file, "fi-spare"),
+        assert [f[:2] for f in prebuilt(artifact)] == [
+            (cubins / artifact.file, "FI_CUBIN_DIR"),
+            (spare / artifact.file, "fi-spare"),
         ]
-        assert next(find(artifact)) == Found(cubins / artifact.file, "FI_CUBIN_DIR")
+        assert next(find(artifact))[:2] == (cubins / artifact.file, "FI_CUBIN_DIR")
     assert store.entries() == []
     assert skipped(said) == []
 
@@ -135,7 +135,7 @@ def text(content: str) -> Callable[[Path], object]:
 
 MISFITS: dict[str, tuple[Callable[[Path], object], str]] = {
     "other sources": (entry_change(closure="0" * 64), "cubin/sm_80/scale_n_1_cuda_sm_80 was built from other sources"),
-    "wrong digest": (flip, "scale_n_1_cuda_sm_80.cubin does not match its digest"),
+    "wrong digest": (flip, "scale_n_1_cuda_sm_80.cubin: it does not match its digest"),
     "no file": (lambda d: (d / image().file).unlink(), "scale_n_1_cuda_sm_80.cubin: .*No such file"),
     "no such target": (drop_entry, "has no cubin/sm_80/scale_n_1_cuda_sm_80"),
     "other version": (head_change(version="0.0.1"), "its version 0.0.1 is not that of fi-core.*pip install"),
@@ -161,7 +161,7 @@ def test_a_package_that_does_not_fit_is_passed_over(
     cubins, spare = packages(image(1), image(2))
     damage(cubins)
     for _ in range(3):
-        assert list(prebuilt(image())) == [Found(spare / image().file, "fi-spare")]
+        assert [f[:2] for f in prebuilt(image())] == [(spare / image().file, "fi-spare")]
     (line,) = skipped(said)
     assert re.fullmatch(f"FI_CUBIN_DIR skipped: {reason}.*", line), line
 
@@ -245,7 +245,7 @@ def test_turned_off_compiling_names_the_kernel_and_the_remedy(
     monkeypatch.setenv("FI_JIT", "on")
     path = built(image()).path
     monkeypatch.setenv("FI_JIT", "off")
-    assert built(image()) == Found(path, "store")
+    assert built(image())[:2] == (path, "store")
     cubins, _ = packages(image(2))
     assert next(find(image(2))).path == cubins / image(2).file
 

@@ -122,7 +122,7 @@ def test_explain_says_it_for_each() -> None:
     assert explain(Request.of(ATTEND, CUDA["90a"], AXES)) == {
         "cpu": ("requires device == cpu, got cuda",),
         "wgmma": (),
-        "mma": ("takes it too; wgmma is preferred",),
+        "mma": ("supports the request too; wgmma is preferred",),
         "tiny": ("requires head_dim <= 64, got 128",),
     }
 
@@ -231,7 +231,7 @@ def test_dtypes() -> None:
     assert short_name(torch.complex64) == "torch.complex64"
 
 
-# What holds for every op of every family.
+# These tests run over every op of every family.
 def cuda_specs(op: Op) -> list[Spec]:
     """Every CUDA implementation of every prebuilt configuration on every target that takes it."""
     return [spec for target in CUDA.values() for spec in aot.specs(op, target)]

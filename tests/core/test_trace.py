@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import warnings
@@ -23,6 +24,7 @@ from fi_core.observe.trace import (
     default_check,
     default_tolerances,
     fi_trace,
+    samples,
     template_problems,
 )
 
@@ -98,9 +100,9 @@ def test_definition_has_exactly_the_schema(op: Any) -> None:
     ]
 
 
-def test_level_0_returns_the_op_itself(op: Any) -> None:
-    assert op is rmsnorm
-    assert set(vars(op)) == {"fi_trace"}
+def test_level_0_logs_nothing(op: Any) -> None:
+    assert op.__wrapped__ is rmsnorm
+    assert op.fi_trace is rmsnorm.fi_trace
     (entry,) = trace._TRACE_REGISTRY
     assert entry == (rmsnorm, RMSNORM, "rmsnorm")
 
@@ -188,6 +190,35 @@ def test_output_dtypes_are_resolved_in_order() -> None:
     assert dtype(scalar, out_dtype=None) == "int8"
     assert dtype(Tensor(["d"])) == "float16", "the first input that shares an axis"
     assert dtype(Tensor(["o"])) == "unknown"
+
+
+HALVES = TraceTemplate(
+    "halves",
+    {"rows": Var(), "width": Const(), "half": Var(), "unknown": Var()},
+    {"x": Tensor(["rows", "width"])},
+    {"y": Tensor(["rows", "half"], dtype_from="x"), "n": Tensor(["rows"], dtype="int32")},
+    constraints=["rows > 0", "half == width // 2"],
+    work=3,
+)
+
+
+def test_layouts_of_outputs_follow_from_inputs_and_constraints() -> None:
+    """They give the work of a description that names only the operations of an element."""
+    x = torch.empty(4, 10, dtype=BF16)
+    assert HALVES.layouts({"x": x}) == {"y": ((4, 5), "bfloat16"), "n": ((4,), "int32")}
+    assert HALVES.work_of({"x": x}) == (3 * (4 * 5 + 4), 2 * (4 * 10 + 4 * 5) + 4 * 4, "matmul")
+    lacking = dataclasses.replace(HALVES, constraints=())
+    with pytest.raises(ValueError, match="halves: no input has the axis 'half'; tell it by a constraint"):
+        lacking.layouts({"x": x})
+
+
+def test_samples_are_every_combination() -> None:
+    assert samples({"dtype": ("bf16", "f16"), "rows, width": ((1, 8), (2, 4))}) == (
+        {"dtype": "bf16", "rows": 1, "width": 8},
+        {"dtype": "bf16", "rows": 2, "width": 4},
+        {"dtype": "f16", "rows": 1, "width": 8},
+        {"dtype": "f16", "rows": 2, "width": 4},
+    )
 
 
 def test_absent_optional_inputs_are_declared() -> None:

@@ -231,7 +231,7 @@ def test_paged_cache_rejects() -> None:
     cache = torch.zeros(3, 4, 2, 8)
     with pytest.raises(KeyError, match="got list"):
         utils._unpack_paged_kv_cache([cache, cache], "NHD")  # type: ignore[arg-type]
-    with pytest.raises(KeyError, match="Invalid kv_layout 'DHN'"):
+    with pytest.raises(KeyError, match=r"^kv_layout: allowed are NHD, HND; got 'DHN'"):
         utils._unpack_paged_kv_cache((cache, cache), "DHN")
     with pytest.raises(ValueError, match="3 or 4 dimensions"):
         utils._expand_4d(torch.zeros(3, 8), "NHD")

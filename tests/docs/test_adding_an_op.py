@@ -125,7 +125,7 @@ def _modules(status: object) -> list[dict[str, str]]:
 
 def test_its_benchmark_case_runs(copy: Copy) -> None:
     said = copy.run(
-        "-m", "fi_bench", "--routine", "squared_relu", "--backends", "cpu", "--n", "16", "--d", "64", "--refcheck",
-        "--num_iters", "3", "--dry_run_iters", "1",
+        "-m", "fi_bench", "--routine", "squared_relu", "--backends", "cpu", "torch", "--n", "16", "--d", "64",
+        "--refcheck", "--num_iters", "3", "--dry_run_iters", "1",
     )  # fmt: skip
-    assert "[PERF] cpu" in said and "ERROR" not in said and "skipped" not in said
+    assert "[PERF] cpu" in said and "[PERF] torch" in said and "ERROR" not in said and "skipped" not in said

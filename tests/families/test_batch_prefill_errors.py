@@ -43,7 +43,7 @@ def test_errors_of_the_constructor(device: str) -> None:
         ({"num_qo_heads": 5}, ValueError, r"num_qo_heads: a positive multiple of num_kv_heads \(2\)"),
         ({"head_dim_qk": 65}, ValueError, "Unsupported head_dim"),
         ({"page_size": 0}, ValueError, "page_size: at least 1"),
-        ({"paged_kv_indptr": torch.zeros(3, dtype=torch.int32)}, ValueError, "kv indptr: length 6"),
+        ({"paged_kv_indptr": torch.zeros(3, dtype=torch.int32)}, ValueError, "kv_indptr: length 6"),
         ({"paged_kv_last_page_len": torch.zeros(4, dtype=torch.int32)}, ValueError, "paged_kv_last_page_len: length 5"),
         (
             {"paged_kv_indices": torch.zeros(9, dtype=torch.int32)},
@@ -109,26 +109,29 @@ def test_errors_of_run(device: str) -> None:
             r.plan(qo, kv, *rest, **{name: offsets})
 
 
-def test_page_ids_are_checked_if_asked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("checked")
+def test_page_ids_are_checked(device: str) -> None:
     b = batch(LENS, device=device)
     w = BatchPrefillWithPagedKVCacheWrapper(workspace(device))
     w.plan(*b.paged_plan(), **b.types())
-    monkeypatch.setattr("fi_core.attention.wrappers.paged.CHECK", True)
     assert_close(w.run(b.q, b.cache), b.expected()[0])
     w._paged_kv_indices_buf[1] = 1000
-    with pytest.raises(ValueError, match=r"paged_kv_indices: the cache has pages 0 to \d+; got 1000 at 1"):
+    with pytest.raises(ValueError, match=r"the page table, must name pages of the cache, 0 to \d+; got 1000 at 1"):
         w.run(b.q, b.cache)
 
 
-def test_offsets_are_checked_if_asked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("checked")
+def test_offsets_are_checked(device: str) -> None:
     b = batch(LENS, device=device)
-    monkeypatch.setattr("fi_core.attention.wrappers.ragged.CHECK", True)
     w = BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
     w.plan(*b.ragged_plan(), **b.types())
     keys = b.ragged()
     assert_close(w.run(b.q, *keys), b.expected()[0])
-    w._kv_indptr_buf[2:4] = torch.tensor([5, 4], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"kv_indptr: must rise from 0 or more to at most \d+; got \[0, 90, 5, 4"):
+    qo_indptr, kv_indptr, *rest = b.ragged_plan()
+    kv_indptr[2:4] = torch.tensor([5, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match="kv_indptr must not decrease and must start at 0 or more; got 5 at 2"):
+        w.plan(qo_indptr, kv_indptr, *rest, **b.types())
+    with pytest.raises(RuntimeError, match="the last plan failed"):
         w.run(b.q, *keys)
 
 
@@ -157,7 +160,7 @@ def test_fa3_refuses_with_reasons() -> None:
         ({"scaled": True}, "mma_sm80", "requires no scales by head or on the device, or e4m3"),
         ({"alignment": 8}, "mma_sm80", "requires alignment >= 16, got 8"),
         ({"group_size": 256}, "mma_sm80", "requires group_size <= 128, got 256"),
-        ({"page_size": 1}, "mma_sm80", "is slow: requires page_size multiple of 8, got 1"),
+        ({"page_size": 1}, "mma_sm80", "supports the request but is slow: requires page_size multiple of 8, got 1"),
         ({"page_size": 0}, "wgmma_sm90", ""),  # ragged
         ({"head_dim_qk": 192, "head_dim_vo": 128}, "wgmma_sm90", ""),
         ({"head_dim_qk": 192, "head_dim_vo": 192}, "mma_sm80", "requires head_dim_vo == head_dim_qk, or 128 for 192"),

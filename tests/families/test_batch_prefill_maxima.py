@@ -15,7 +15,7 @@ from fi_core.prefill import BatchPrefillWithRaggedKVCacheWrapper
 
 E4M3 = torch.float8_e4m3fn
 KEYS = 900
-# What is added to scores, in powers of two, by the number of the key; kernels take the last keys first.
+# Added to the scores of a key, in base 2, as a function of its index; kernels process the last keys first.
 GROWTH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a jump": lambda i: 14.0 * (i < 320),
     "beyond the largest float": lambda i: 200.0 * (i < 30),

@@ -13,7 +13,7 @@ from families.harness import assert_close, assert_guards, guarded, impls, rand, 
 from fi_core.attention.merge import _merge_state_in_place_reference, _merge_state_reference, _merge_states_reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# One vector, less than one, not whole vectors, rows that fill warps badly, more vectors than a block has threads.
+# Head dims of one vector, less than one, a partial vector, partial warps, and more vectors than a CTA has threads.
 SHAPES = [(1, 1, 128), (5, 3, 64), (3, 2, 7), (2, 5, 100), (4, 3, 576), (2, 1, 4104), (3, 1, 1), (0, 4, 128)]
 LSE_TOLERANCE = (1e-6, 2e-6)
 INF = float("inf")

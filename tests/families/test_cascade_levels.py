@@ -128,7 +128,7 @@ def test_refusals() -> None:
     w.reset_workspace_buffer(workspace("cpu"), [workspace("cpu", 1 << 12) for _ in range(3)])
     with pytest.raises(RuntimeError, match="call plan first"):
         w.run(found[0].q, found[0].cache)
-    with pytest.raises(ValueError, match="num_levels: at least 1"):
+    with pytest.raises(ValueError, match="num_levels: 1 to 64 is required"):
         Wrapper(0, workspace("cpu"))
     with pytest.raises(ValueError, match="qo_indptr_buf_arr: 2 buffers are required with use_cuda_graph; got None"):
         Wrapper(2, workspace("cpu"), use_cuda_graph=True)

@@ -1,4 +1,4 @@
-"""What is said to compute a call is what computes it: rehearsals against runs, and against the profiler on a GPU."""
+"""A rehearsal names the kernels that a call runs: compared with runs, and with the profiler on a GPU."""
 
 from __future__ import annotations
 
@@ -10,14 +10,34 @@ import pytest
 import torch
 
 import fi_core
-from fi_core.attention import samples
-from fi_core.observe.trace import described
-from fi_core.registry import ops
+from fi_core.observe.draw import Outline
+from fi_core.registry import described, ops
+from fi_core.runtime.errors import UnsupportedError
 from fi_core.runtime.launch.operator import Rehearsal, multiprocessors_of, target_of
 from fi_core.runtime.spec.target import Target, cuda_target
 
 HOPPER = cuda_target(9, 0)
 SHARED = 227 << 10
+WRAPPERS = (
+    "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper", "MultiLevelCascadeAttentionWrapper",
+)  # fmt: skip
+
+
+def bound(name: str, device: str = "cpu", **facts: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A function, or `run` of a planned wrapper, and its own arguments, without contents."""
+    found = described(name)
+    assert found is not None and found.template.make is not None
+    arguments = found.template.make(Outline(device), **facts)
+    return found.bind(arguments), found.own(arguments)
+
+
+def calling(name: str) -> Callable[..., Any]:
+    def call(**facts: Any) -> Any:
+        function, arguments = bound(name, **facts)
+        return function(**arguments)
+
+    return call
 
 
 def rehearsed(call: Callable[..., Any], facts: dict[str, Any], target: Target, sms: int = 132) -> Rehearsal:
@@ -34,40 +54,60 @@ def entries(rehearsal: Rehearsal) -> list[str]:
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        ({"batch_size": 1, "kv_len": 1024}, "decode_cluster"),
-        ({"batch_size": 128, "kv_len": 8192}, "decode_tma"),
-        ({"batch_size": 128, "kv_len": 8192, "page_size": 1}, "decode_tiles"),
-        ({"batch_size": 1, "kv_len": 1024, "page_size": 1}, "decode_cluster"),
-        ({"pos_encoding_mode": "ROPE_LLAMA"}, "decode_rows"),
-        ({"head_dim": 512}, "decode_wide_rows"),
+        ({"batch_size": 1, "kv_len": 1024}, "batch_decode_cluster"),
+        ({"batch_size": 128, "kv_len": 8192}, "batch_decode_tma"),
+        ({"batch_size": 128, "kv_len": 8192, "page_size": 1}, "batch_decode_mma"),
+        ({"batch_size": 1, "kv_len": 1024, "page_size": 1}, "batch_decode_cluster"),
+        ({"pos_encoding_mode": "ROPE_LLAMA"}, "batch_decode_cuda_core"),
+        ({"head_dim": 512}, "batch_decode_cuda_core_wide"),
     ],
 )
 def test_the_kernel_entry_of_decode_on_hopper(facts: dict[str, Any], expected: str) -> None:
-    assert entries(rehearsed(samples.batch_decode, facts, HOPPER)) == ["decode_plan", expected]
+    assert entries(rehearsed(calling(WRAPPERS[0]), facts, HOPPER)) == ["decode_plan", expected]
 
 
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        ({}, "batch_prefill_rows"),
-        ({"page_size": 1}, "prefill_tiles"),
-        ({"page_size": 1, "backend": "fa3"}, "batch_prefill"),
-        ({"pos_encoding_mode": "ALIBI"}, "prefill_tiles"),
-        ({"kv_dtype": "float8_e4m3fn"}, "batch_prefill_mixed"),
+        ({}, "batch_prefill_wgmma_whole_rows"),
+        ({"page_size": 1}, "batch_prefill_mma"),
+        ({"page_size": 1, "backend": "fa3"}, "batch_prefill_wgmma"),
+        ({"pos_encoding_mode": "ALIBI"}, "batch_prefill_mma"),
+        ({"kv_dtype": "float8_e4m3fn"}, "batch_prefill_wgmma_mixed"),
     ],
 )
 def test_the_kernel_entry_of_prefill_on_hopper(facts: dict[str, Any], expected: str) -> None:
-    assert entries(rehearsed(samples.batch_prefill_paged, facts, HOPPER)) == ["prefill_plan", expected]
+    assert entries(rehearsed(calling(WRAPPERS[1]), facts, HOPPER)) == ["prefill_plan", expected]
 
 
-@pytest.mark.parametrize("name", samples.WRAPPERS)
+def test_misaligned_rows_take_another_kernel_and_aligned_ones_the_first() -> None:
+    """The launcher finds misaligned rows. A backend that requires alignment refuses them, with the reason."""
+    q, cache, one = torch.empty(1, 4, 64).half(), torch.empty(2, 2, 16, 2, 64).half(), torch.ones(1, dtype=torch.int32)
+    shifted = torch.empty(q.numel() + 1).half()[1:].view(q.shape)
+    with Rehearsal(HOPPER, 132, SHARED):
+        chosen = []
+        for backend in ("auto", "fa3"):
+            w = fi_core.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 22, dtype=torch.uint8), backend=backend)
+            w.plan(torch.tensor([0, 1], dtype=torch.int32), 0 * one, one, 4, 2, 64, 16, q_data_type=torch.float16)
+            for rows in (q, shifted, q) if backend == "auto" else ():
+                w.run(rows, cache)
+                assert w.last_choice is not None
+                chosen.append((w.last_choice.implementation, w.last_choice.request.facts()["alignment"]))
+        assert chosen == [("tma_sm90", 16), ("cuda_core", 2), ("tma_sm90", 16)]
+        with pytest.raises(UnsupportedError, match="requires alignment >= 16, got 2"):
+            w.run(shifted, cache)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
 def test_a_rehearsal_chooses_what_runs(name: str, device: str) -> None:
     small = {"batch_size": 2, "kv_len": 40, "num_qo_heads": 4, "num_kv_heads": 2, "dtype": "float16"}
     small |= {"qo_len": 9} if "Prefill" in name else {"shared_kv_len": 33} if "Multi" in name else {}
     target = target_of(torch.device(device, 0) if device == "cuda" else torch.device(device))
     sms = multiprocessors_of(torch.device("cuda", 0)) if device == "cuda" else 1
-    said = rehearsed(samples.WRAPPERS[name], small, target, sms)
-    wrapper = samples.WRAPPERS[name](device=device, **small)
+    said = rehearsed(calling(name), small, target, sms)
+    run, arguments = bound(name, device, **small)
+    run(**arguments)
+    wrapper: Any = run.__self__  # type: ignore[attr-defined]
     ran = getattr(wrapper, "_batch_prefill_wrappers", [wrapper])[0].last_choice
     assert ran in [choice for choice, _ in said.calls]
 
@@ -87,16 +127,16 @@ def drawn() -> Iterator[tuple[str, dict[str, Any]]]:
     """Forty calls with sizes at random."""
     pick = random.Random(7)
     for i in range(40):
-        name = pick.choice([*samples.WRAPPERS, *FUNCTIONS]) if i >= 11 else [*samples.WRAPPERS, *FUNCTIONS][i]
+        name = pick.choice([*WRAPPERS, *FUNCTIONS]) if i >= 11 else [*WRAPPERS, *FUNCTIONS][i]
         facts: dict[str, Any] = {}
-        if name in samples.WRAPPERS:
+        if name in WRAPPERS:
             kv_heads = pick.choice((1, 2, 8))
             facts = {
                 "batch_size": pick.choice((1, 2, 7, 33)), "kv_len": pick.choice((1, 100, 1000, 5000)),
                 "num_kv_heads": kv_heads, "num_qo_heads": kv_heads * pick.choice((1, 4, 7)),
                 "dtype": pick.choice(("float16", "bfloat16")), "kv_layout": pick.choice(("NHD", "HND")),
             }  # fmt: skip
-            facts["head_dim_qk" if "Ragged" in name else "head_dim"] = pick.choice((64, 80, 128, 256))
+            facts["head_dim"] = pick.choice((64, 80, 128, 256))
             if "Ragged" not in name:
                 facts["page_size"] = pick.choice((1, 5, 16, 64))
             if "Prefill" in name:
@@ -110,17 +150,11 @@ def drawn() -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, facts
 
 
-def described_call(name: str) -> Callable[..., Any]:
-    description = described(name)
-    assert description is not None
-    return lambda device="cpu", **facts: getattr(fi_core, name)(**description.sample(device, nasty=False, **facts))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "facts"), list(drawn()), ids=lambda x: x if isinstance(x, str) else "")
-def test_the_profiler_sees_what_is_said(name: str, facts: dict[str, Any]) -> None:
+def test_the_profiler_sees_the_rehearsed_kernel_entries(name: str, facts: dict[str, Any]) -> None:
     getattr(fi_core, name)  # loads the family
-    call = samples.WRAPPERS.get(name) or described_call(name)
+    call = calling(name)
     device = torch.device("cuda", 0)
     said = entries(rehearsed(call, facts, target_of(device), multiprocessors_of(device)))
     call(device="cuda", **facts)

@@ -343,13 +343,13 @@ def test_refusals(change: dict[str, Any], error: type[Exception], words: str) ->
         trtllm_batch_decode_with_kv_cache(**arguments(paged([20, 9]), **change))
 
 
-def test_page_ids_are_checked_on_request(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr("fi_core.attention.forms.tables_decode.CHECK", True)
+@pytest.mark.usefixtures("checked")
+def test_page_ids_are_checked(device: str) -> None:
     p = paged([40, 9], device=device)
     table = p.block_tables()
     trtllm_batch_decode_with_kv_cache(**arguments(p, block_tables=table))  # unused entries are -1
     table[1, 0] = 7
-    with pytest.raises(ValueError, match="block_tables: the cache has pages 0 to 6; got 7 at 3"):
+    with pytest.raises(ValueError, match="must name pages of the cache, 0 to 6; got 7 at 4, of request 1"):
         trtllm_batch_decode_with_kv_cache(**arguments(p, block_tables=table))
 
 

@@ -163,11 +163,11 @@ def reference(
 
 def choice(x: Problem, impl: str, k: torch.Tensor, v: torch.Tensor, mode: int) -> Choice:
     """The choice of the named implementation, or UnsupportedError with its reasons."""
-    strides = x.q.stride(), k.stride(), v.stride()
-    low = (x.q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+    steps = [t.data_ptr() | step * t.element_size() for t in (x.q, k, v) for step in t.stride()[:-1]]
+    alignment = math.gcd(16, *steps)
     values = request(
         x.q.dtype, k.dtype, x.q.dtype, x.q.shape[1:], k.shape[1:], v.shape[3], True, x.layout, mode, "plain", False,
-        False, strides, low,
+        False, alignment,
     )  # fmt: skip
     device = torch.device(x.q.device.type, 0) if x.q.is_cuda else x.q.device
     return planned(ops.BATCH_DECODE, device, impl, *values)

@@ -12,7 +12,7 @@ import torch
 
 import fi_core
 from families.harness import assert_close, assert_guards, guarded
-from fi_core.observe.trace import _TRACE_REGISTRY, TraceTemplate
+from fi_core.observe.trace import _TRACE_REGISTRY, Described, TraceTemplate, every_described
 from fi_core.registry import load, ops
 
 load()
@@ -20,28 +20,28 @@ for _name in fi_core.__all__:
     getattr(fi_core, _name)  # loads the family
 
 
-class Described(NamedTuple):
-    """A public function, one of its templates, and one sample of it."""
+class Sample(NamedTuple):
+    """A description and the sizes of one sample of it."""
 
-    function: Callable[..., Any]
-    template: TraceTemplate
+    described: Described
     sizes: Mapping[str, Any]
 
     @property
     def name(self) -> str:
         words = [f"{key}={value}" for key, value in self.sizes.items()]
-        tags = [tag.partition(":")[2] for tag in self.template.tags]
-        return "-".join([self.function.__name__, *tags, *map(str, words)])
+        tags = [tag.partition(":")[2] for tag in self.described.template.tags]
+        return "-".join([self.described.name, *tags, *self.described.template.outputs, *words])
 
 
-DESCRIBED = [
-    (function, template)
-    for function, template, _ in _TRACE_REGISTRY
-    if function.__module__.startswith("fi_core.") and template.make is not None
-]
+DESCRIBED = [found for found in every_described() if found.function.__module__.startswith("fi_core.")]
 # A drawn token has no reference.
-SAMPLES = [Described(f, t, sizes) for f, t in DESCRIBED if t.reference is not None for sizes in (t.samples or ({},))]
-by_name = pytest.mark.parametrize("described", SAMPLES, ids=lambda described: described.name)
+SAMPLES = [
+    Sample(found, sizes)
+    for found in DESCRIBED
+    if found.template.reference is not None
+    for sizes in (found.template.samples or ({},))
+]
+by_name = pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 
 
 def alone(template: TraceTemplate, arguments: Mapping[str, Any]) -> Callable[..., Any]:
@@ -65,28 +65,41 @@ def check(template: TraceTemplate, got: Mapping[str, Any], want: Mapping[str, An
 
 
 @by_name
-def test_the_function_gives_what_the_reference_gives(described: Described) -> None:
-    function, template, sizes = described
+def test_the_function_gives_what_the_reference_gives(sample: Sample) -> None:
+    described, sizes = sample
+    template = described.template
     arguments = template.sample(**sizes)
     want = template.expected(arguments, alone(template, arguments))
-    got = template.results(arguments, function(**arguments))
+    got = template.results(arguments, described.call(arguments))
     check(template, got, want)
     for name, entry in template.outputs.items():
         declared = template.definition("fi_core.f", arguments)["outputs"][name]["dtype"]
         assert str(got[name].dtype) == f"torch.{declared}"
         assert got[name].ndim == len(entry.dim_names)  # type: ignore[union-attr]
-    if "out" in inspect.signature(function).parameters and "out" not in arguments:
+    if "out" in inspect.signature(described.function).parameters and "out" not in arguments:
         again = template.sample(**sizes)
         first = next(iter(got.values()))
         padding = 3 if first.is_floating_point() else 0  # index tensors are contiguous
         out = guarded(first.shape, first.dtype, "cpu", row_padding=padding)
-        assert function(**again, out=out) is out
+        returned = described.call({**again, "out": out})
+        assert (returned[0] if isinstance(returned, tuple) and described.wrapper else returned) is out
         check(template, {**got, next(iter(got)): out}, want)
         assert_guards(out)
 
 
-PLAIN = {(f.__qualname__, t.tags, t.op_type, tuple(t.outputs), len(t.axes)): (f, t) for f, t in DESCRIBED}
+PLAIN = {
+    (found.name, found.template.tags, found.template.op_type, tuple(found.template.outputs), len(found.template.axes)):
+    found.template for found in DESCRIBED
+}  # fmt: skip
 SIZES = ("num_rows", "batch_size", "nnz", "kv_len", "rows")
+
+
+def small(template: TraceTemplate) -> dict[str, Any]:
+    """Sizes of a batch of one length: the usual ones of a wrapper are those of a served model."""
+    usual = {"head_dim": 64, "kv_len": 20, "shared_kv_len": 40, "qo_len": 6}
+    return {k: v for k, v in usual.items() if k in inspect.signature(template.make).parameters} if template.plan else {}
+
+
 by_template = pytest.mark.parametrize(
     "key", PLAIN, ids=lambda key: "-".join((key[0], *key[1], str(len(key[3])), str(key[4])))
 )
@@ -95,10 +108,11 @@ by_template = pytest.mark.parametrize(
 @by_template
 def test_work_is_of_every_byte(key: Any) -> None:
     """Bytes are at least those of the results, and grow with the call."""
-    _, template = PLAIN[key]
+    template = PLAIN[key]
     assert template.work is not None
-    arguments = template.sample(nasty=False)
-    work = template.work(arguments)
+    sizes = {**small(template), **({"batch_size": 2} if template.plan else {})}
+    arguments = template.sample(nasty=False, **sizes)
+    work = template.work_of(arguments)
     outputs = template.expected(arguments) if template.reference is not None else {}
     entries = template.definition("fi_core.f", arguments)["outputs"]
     appended = "append" in template.op_type  # of the cache only the new rows are written
@@ -116,17 +130,18 @@ def test_work_is_of_every_byte(key: Any) -> None:
         if "n" in template.axes
         else next(size for size in SIZES if size in inspect.signature(template.make).parameters)
     )
-    larger = template.work(template.sample(nasty=False, **{grown: 2000 if grown == "n" else 64}))
+    larger = template.work_of(template.sample(nasty=False, **{**sizes, grown: 2000 if grown == "n" else 64}))
     assert larger.bytes > work.bytes
 
 
 @by_template
 def test_samples_are_seeded_nasty_and_in_the_layout(key: Any) -> None:
-    _, template = PLAIN[key]
+    template = PLAIN[key]
     assert set(template.ops) <= set(ops())
     assert template.ops
-    one, same, other = (template.values(template.sample(generator=seed)) for seed in (1, 1, 2))
-    plain = template.values(template.sample(generator=torch.Generator().manual_seed(1), nasty=False))
+    sizes = small(template)
+    one, same, other = (template.values(template.sample(generator=seed, **sizes)) for seed in (1, 1, 2))
+    plain = template.values(template.sample(generator=torch.Generator().manual_seed(1), nasty=False, **sizes))
     tensors = [name for name, value in one.items() if isinstance(value, torch.Tensor)]
     assert tensors
     for name in tensors:
@@ -155,11 +170,13 @@ COVERED = {
     "merge_state", "merge_state_in_place", "merge_states", "softmax", "top_p_renorm_probs", "top_k_renorm_probs",
     "top_k_mask_logits", "top_k", "top_k_page_table_transform", "top_k_ragged_transform", "packbits",
     "segment_packbits", "single_decode_with_kv_cache", "single_prefill_with_kv_cache",
+    "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper", "MultiLevelCascadeAttentionWrapper",
 }  # fmt: skip
 
 
 def test_these_functions_are_described() -> None:
-    assert {function.__name__ for function, _ in DESCRIBED} >= COVERED
+    assert {found.name for found in DESCRIBED} >= COVERED
 
 
 REFERENCES = {
@@ -196,12 +213,14 @@ def _attributes(function: Any) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("template", [t for f, t in DESCRIBED if f.__name__ == "silu_and_mul"])
+@pytest.mark.parametrize("template", [found.template for found in DESCRIBED if found.name == "silu_and_mul"])
 def test_a_benchmark_case_needs_only_its_description(template: TraceTemplate) -> None:
     """How make, reference and work of a case come from a description: no more than this."""
     arguments = template.sample("cpu", torch.Generator().manual_seed(0), nasty=False, batch_size=4, hidden_size=64)
     expected = template.expected(arguments)
     returned = fi_core.silu_and_mul(**arguments)
     check(template, template.results(arguments, returned), expected)
-    assert template.work is not None
-    assert template.work(arguments).bytes == 2 * (4 * 64 + 4 * 32)
+    assert template.layouts(arguments) == {"output": ((4, 64), "bfloat16")}
+    assert template.work_of(arguments) == (5 * 4 * 64, 2 * (4 * 128 + 4 * 64), "matmul")
+    assert template.eager is not None
+    check(template, {"output": template.eager(**arguments)}, expected)

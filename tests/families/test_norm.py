@@ -249,7 +249,7 @@ GOOD: dict[str, dict[str, Any]] = {
         ("rmsnorm_quant", {"scale": torch.ones(2)}, ValueError, r"scale must have shape \[\] or \[1\]; got \[2\]"),
         ("rmsnorm_quant", {"scale": torch.ones(1, 1)}, ValueError, r"scale must have shape \[\] or \[1\]; got"),
         ("rmsnorm_quant", {"scale": WEIGHT[:1]}, TypeError, "scale must be float32; got float16"),
-        ("rmsnorm_quant", {"scale": None}, TypeError, "scale must be a float32 tensor with one element"),
+        ("rmsnorm_quant", {"scale": None}, TypeError, "scale must be a torch.Tensor or a number; got None"),
         ("rmsnorm_quant", {"out": E4M3[:1]}, ValueError, "out must have shape"),
         ("layernorm", {"gemma": WEIGHT}, TypeError, "gemma must be float32; got float16"),
         ("layernorm", {"beta": torch.ones(63)}, ValueError, "beta must have shape .* got .63"),
@@ -309,3 +309,12 @@ def test_compiled_in_place(device: str) -> None:
     assert_close(r, total)
     assert_close(x, rmsnorm_reference(total, w))
     assert_close(got, layernorm_reference(rmsnorm_reference(total, w) * 2, w, w))
+
+
+def test_the_residual_is_another_tensor_than_the_input() -> None:
+    """Both are written: the sum would be of the input with itself."""
+    x = torch.ones(2, 64)
+    with pytest.raises(ValueError, match="out and residual are written, so they must not be the same memory"):
+        fi_core.fused_add_rmsnorm(x, x, torch.ones(64))
+    with pytest.raises(ValueError, match="eps must be 0 or more; got -1"):
+        fi_core.rmsnorm(x, torch.ones(64), eps=-1.0)

@@ -58,9 +58,9 @@ def test_block_tables(kv_layout: str, device: str) -> None:
             trtllm_batch_context_with_kv_cache(bmm1_scale=1.0, bmm2_scale=1.0, **common | change)
 
 
-def test_block_tables_are_checked_if_asked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("checked")
+def test_block_tables_are_checked(device: str) -> None:
     b = batch(LENS, kv_layout="HND", device=device)
-    monkeypatch.setattr("fi_core.attention.forms.tables_prefill.CHECK", True)
     tables = b.pool.block_tables()
 
     def call() -> Any:
@@ -70,13 +70,13 @@ def test_block_tables_are_checked_if_asked(device: str, monkeypatch: pytest.Monk
 
     assert_close(call(), b.expected(causal=True, sm_scale=0.1)[0])
     tables[0, 2] = 1000
-    with pytest.raises(ValueError, match="block_tables: the cache has pages 0 to"):
+    with pytest.raises(ValueError, match="the page table, must name pages of the cache, 0 to"):
         call()
     k, v = b.ragged()
     rows, keys = b.q.shape[0], k.shape[0]
     for qo, kv, words in (
-        (b.qo_indptr + 1, b.kv_indptr, f"cum_seq_lens_q: must rise from 0 or more to at most {rows}"),
-        (b.qo_indptr, b.kv_indptr + 9, f"cum_seq_lens_kv: must rise from 0 or more to at most {keys}"),
+        (b.qo_indptr + 1, b.kv_indptr, f"q must have the rows .*; got {rows} rows"),
+        (b.qo_indptr, b.kv_indptr + 9, f"k must have the tokens .*; got {keys} tokens"),
     ):
         with pytest.raises(ValueError, match=words):
             trtllm_ragged_attention_deepseek(

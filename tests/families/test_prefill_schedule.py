@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,8 +80,9 @@ def test_a_length_is_limited_to_the_pages() -> None:
     assert schedule[HEADER : HEADER + 12].view(3, 4)[:, 3].tolist() == [32, 0, 0]
 
 
-def test_a_short_schedule_is_not_overrun() -> None:
-    """If only the device knows the number of rows, tiles beyond the capacity are left out."""
+def test_a_short_schedule_is_refused() -> None:
+    """Tiles beyond the capacity of the schedule would be left out."""
     schedule = torch.full((ops.schedule_words(2, 128, 128) + 8,), -1, dtype=torch.int32)
-    ops.plan(schedule[:-8], 2, 128, int32([0, 128, 2000]), int32([0, 500, 2500]), None, None)
-    assert schedule[0] == 3 and set(schedule[-8:].tolist()) == {-1}
+    with pytest.raises(ValueError, match="qo_indptr must need at most 3 tiles of 128 rows"):
+        ops.plan(schedule[:-8], 2, 128, int32([0, 128, 2000]), int32([0, 500, 2500]), None, None)
+    assert set(schedule[-8:].tolist()) == {-1}

@@ -273,7 +273,7 @@ _POSITIONS, _TABLE = torch.arange(4), torch.ones(8, 64)
         ("pos_ids", {"rotary_dim": 66}, ValueError, "rotary_dim must be even"),
         ("pos_ids", {"rotary_dim": 0}, ValueError, "rotary_dim must be even"),
         ("pos_ids", {"rope_scale": 0.0}, ValueError, "rope_scale must be positive"),
-        ("pos_ids", {"rope_theta": math.nan}, ValueError, "rope_theta must be positive"),
+        ("pos_ids", {"rope_theta": math.nan}, ValueError, "rope_theta must be a number; got NaN"),
         ("llama31", {"low_freq_factor": 4}, ValueError, "high_freq_factor must be greater than low_freq_factor"),
         ("llama31", {"old_context_len": 0}, ValueError, "old_context_len must be positive; got 0"),
         ("ragged", {"offsets": torch.zeros(3)}, TypeError, "offsets must have the dtype of indptr"),

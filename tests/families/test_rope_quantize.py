@@ -245,7 +245,7 @@ _PAGED: dict[str, Any] = {
     "v": _WIDE[:, :1],
     "paged_kv_cache": (torch.zeros(2, 16, 1, 96).to(FP8[0]), torch.zeros(2, 16, 1, 64).to(FP8[0])),
     "kv_indices": _INDEX,
-    "kv_indptr": _INDEX,
+    "kv_indptr": torch.tensor([0, 4, 4, 4], dtype=torch.int32),
     "batch_indices": _INDEX,
     "positions": _INDEX,
 }
@@ -286,7 +286,7 @@ def test_rejects(change: dict[str, Any], error: type[Exception], words: str) -> 
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"kv_layout": "DHN"}, KeyError, "Invalid kv_layout"),
+        ({"kv_layout": "DHN"}, KeyError, "kv_layout: allowed are NHD, HND"),
         ({"kv_layout": "HND"}, ValueError, "k_cache must have shape"),
         ({"page_size": 8}, ValueError, "k_cache must have shape .* page_size = 8"),
         ({"page_size": 0}, ValueError, "page_size must be positive"),
@@ -294,7 +294,7 @@ def test_rejects(change: dict[str, Any], error: type[Exception], words: str) -> 
         ({"paged_kv_cache": tuple(x.half() for x in _PAGED["paged_kv_cache"])}, ValueError, "requires out in"),
         ({"paged_kv_cache": _PAGED["paged_kv_cache"][:1] * 2}, ValueError, "v_cache must have shape"),
         ({"v": None}, ValueError, "v must be a tensor where k_rope has heads"),
-        ({"v": None, "paged_kv_cache": torch.zeros(1)}, TypeError, "paged_kv_cache: a tuple"),
+        ({"v": None, "paged_kv_cache": torch.zeros(1)}, TypeError, "paged_kv_cache must be tuple"),
         ({"batch_indices": _INDEX[:3]}, ValueError, "batch_indices must have shape"),
         ({"positions": _INDEX.float()}, TypeError, "positions must be int32 or int64"),
         ({"kv_indices": torch.zeros(8, dtype=torch.int32)[::2]}, ValueError, "kv_indices must be contiguous"),

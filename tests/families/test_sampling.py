@@ -171,7 +171,7 @@ def test_any_row_content(vocab: int, logits: bool, dtype: torch.dtype, device: s
                         assert 0 <= token < vocab
                         assert bool(valid[i]) == bool(choice), (impl, filters, i)
                         assert not choice or token in choice, (impl, filters, i, token)
-                    # A clean row among such rows draws the same token as alone.
+                    # A finite row in a batch with such rows draws the same token as alone.
                     mixed = torch.cat([rows, clean, rows])
                     lone = _any(clean, logits, filters, seed, torch.tensor([seed], device=device))[0]
                     seeds = torch.full((2 * n + 1,), seed, device=device)
@@ -422,9 +422,9 @@ def test_check_nan(device: str) -> None:
         ({"top_p": -0.1}, ValueError, "top_p"),
         ({"min_p": 2}, ValueError, "min_p"),
         ({"top_k": -2}, ValueError, "top_k"),
-        ({"top_k": 2.5}, ValueError, "top_k: an integer from -1 on is required"),
-        ({"top_k": "3"}, TypeError, "top_k: a number or a 1D tensor is required; got str"),
-        ({"top_k": math.inf}, ValueError, "top_k: an integer from -1 on is required; got inf"),
+        ({"top_k": 2.5}, TypeError, "top_k must be .* integer or None; got a float"),
+        ({"top_k": "3"}, TypeError, "top_k must be .*; got a str"),
+        ({"top_k": math.inf}, TypeError, "top_k must be .* integer or None; got a float"),
         ({"temperature": -1.0}, ValueError, "temperature"),
         ({"temperature": torch.ones(2).int()}, ValueError, "temperature: a tensor of a float dtype is required"),
         ({"seed": 1}, ValueError, "seed and offset: give both or neither"),
@@ -451,12 +451,12 @@ def test_errors_name_the_argument(arguments: dict[str, Any], error: type[Excepti
     "draw", [fi_core.top_p_sampling_from_probs, fi_core.top_k_mask_logits, fi_core.top_k_renorm_probs]
 )
 def test_a_filter_is_required(draw: Draw) -> None:
-    with pytest.raises(TypeError, match=r"top_[kp]: a number or a 1D tensor is required; got NoneType"):
+    with pytest.raises(TypeError, match=r"top_[kp] must be a torch.Tensor or .*; got None"):
         draw(torch.ones(2, 8), None)
 
 
 def test_wrong_rows_are_refused() -> None:
-    with pytest.raises(TypeError, match="probs: a float dtype is required"):
+    with pytest.raises(TypeError, match="probs: a float dtype of 16 bits or more is required"):
         fi_core.sampling_from_probs(torch.ones(2, 8).int())
     with pytest.raises(ValueError, match=r"probs: shape \[rows, vocab\] is required; got \[8\]"):
         fi_core.sampling_from_probs(torch.ones(8), seed=0, offset=0)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 SANITIZER = shutil.which("compute-sanitizer")
-# One small call per public function, all in one process.
+# The script makes one small call of each public function, in one process.
 SAMPLE = """
 import torch, fi_core
 from fi_bench.startup.calls import arguments as calls

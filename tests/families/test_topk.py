@@ -315,7 +315,7 @@ TABLE = torch.ones(2, 10, dtype=torch.int32)
         (lambda: fi_core.top_k(X[0], 2), ValueError, r"input must have shape \[rows, width\]; got \[10\]"),
         (lambda: fi_core.top_k(X.mT, 2), ValueError, "input must be contiguous in its last dimension"),
         (lambda: fi_core.top_k(X.double(), 2), ValueError, "requires dtype in f32, f16, bf16, got torch.float64"),
-        (lambda: fi_core.top_k_ragged_transform(X, L, L, -1), ValueError, "k: 0 or more is required; got -1"),
+        (lambda: fi_core.top_k_ragged_transform(X, L, L, -1), ValueError, r"k: 0 to 2\^31 - 1 is required; got -1"),
         (lambda: fi_core.top_k_ragged_transform(X, L, L.float(), 2), TypeError, "lengths must be int32; got float32"),
         (lambda: fi_core.top_k_ragged_transform(X, L[:1], L, 2), ValueError, r"offsets must have shape .* got \[1\]"),
         (

@@ -13,7 +13,7 @@ from fi_core.utils import get_alibi_slopes
 
 LOG2E = 1.4426950408889634
 SM_SCALE = 0.11
-# What all of them begin with: the lengths of the request, and the scale in base 2 if there is a softmax.
+# Every variant begins with the lengths of the request, and with the scale in base 2 if it has a softmax.
 _HEAD = """
 struct {name} : AttentionVariantBase {{
   static constexpr bool use_softmax = {softmax};

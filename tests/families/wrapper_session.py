@@ -76,8 +76,9 @@ def decode_graph() -> Iterator[Run]:
     wrapper.plan(*first.plan_arguments(), **first.dtypes)
     yield Run("graph decode", wrapper, {"q": first.q, "paged_kv_cache": first.cache})
     p = batches[1]
-    for buffer, table in ((indptr, p.indptr), (indices, p.indices), (last, p.last_page_len)):
-        buffer[: len(table)] = table
+    for name in ("indptr", "indices", "last_page_len"):
+        table = getattr(p, name)
+        getattr(wrapper, f"_paged_kv_{name}_buf")[: len(table)] = table
     rest = (*p.heads, p.q.shape[2], p.page_size)
     fast_decode_plan(wrapper, indptr, indices, last, *rest, q_data_type=p.q.dtype, kv_data_type=p.q.dtype)
     yield Run("fast plan", wrapper, {"q": p.q, "paged_kv_cache": p.cache})

@@ -1,7 +1,8 @@
 // A libcuda.so.1 for tests: it keeps the rules of the driver that launchers rely on, and writes down what they ask for.
 // One JSON object a line goes to the file FI_MOCK_LOG. FI_MOCK_DEVICES (2) and FI_MOCK_CAPABILITY (90: of all, 90,89:
 // of the first and of the others) describe the machine; FI_MOCK_STATUS is what cuInit returns, FI_MOCK_REFUSE names
-// calls that fail, such as "cuLaunchKernelEx".
+// calls that fail, such as "cuLaunchKernelEx". Each 32-bit word of device memory reads as FI_MOCK_WORD (0), and
+// FI_MOCK_CAPTURE=1 says that the stream is being captured.
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -317,6 +318,21 @@ MOCK cuTensorMapEncodeTiled(void* map, int type, uint32_t rank, void* address, c
          static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(address)), text.c_str());
   if (!legal || refuses("cuTensorMapEncodeTiled")) return kInvalidValue;
   return memcpy(map, &address, sizeof address), kSuccess;
+}
+
+MOCK cuMemcpyDtoHAsync_v2(void* to, fi::cu::DevicePointer from, size_t bytes, fi::cu::Stream) {
+  record(R"({"call": "copy_to_host", "address": %llu, "bytes": %zu, "device": %d})", from, bytes, device());
+  if (contexts.empty()) return kInvalidContext;
+  const auto word = static_cast<int32_t>(setting("FI_MOCK_WORD", 0));
+  for (size_t i = 0; i + sizeof word <= bytes; i += sizeof word) memcpy(static_cast<char*>(to) + i, &word, sizeof word);
+  return kSuccess;
+}
+MOCK cuStreamSynchronize(fi::cu::Stream) {
+  record(R"({"call": "synchronize"})");
+  return kSuccess;
+}
+MOCK cuStreamIsCapturing(fi::cu::Stream, int* status) {
+  return *status = static_cast<int>(setting("FI_MOCK_CAPTURE", 0)), kSuccess;
 }
 
 MOCK cuGetErrorName(int result, const char** name) {

@@ -88,7 +88,7 @@ def test_little_work_is_that_of_clusters(start: Start, q_heads: int, kv_heads: i
     q_tiles = kv_heads * -(-q_heads // kv_heads // 16)
     for more in {}, {"page_indices": MANY, "window_left": 1000}:
         (one,) = launches(call(start, "tma_sm90", **change | more))
-        assert one["name"] == "decode_cluster" and one["cluster"] == [parts, 1, 1] and one["pdl"]
+        assert one["name"] == "batch_decode_cluster" and one["cluster"] == [parts, 1, 1] and one["pdl"]
         assert one["grid"] == [q_tiles * parts, BATCH, 1]
 
 
@@ -109,16 +109,16 @@ def test_little_work_is_that_of_clusters(start: Start, q_heads: int, kv_heads: i
 )
 def test_clusters_take_nothing_that_they_cannot(start: Start, change: dict[str, Any]) -> None:  # noqa: F811
     (one,) = launches(call(start, "tma_sm90", **change))
-    assert one["name"] == "decode_tma" and one["grid"] == [CTAS, 1, 1]
+    assert one["name"] == "batch_decode_tma" and one["grid"] == [CTAS, 1, 1]
 
 
 def test_clusters_take_rows_where_pages_are_small(start: Start) -> None:  # noqa: F811
     pages = {name: Tensor(at, (PAGES, 3, KV_HEADS, 128), "bf16") for name, at in (("k_cache", K), ("v_cache", V))}
     calls = call(start, "mma_sm80", page_indices=Tensor(0x7000000, (64,), "i32"), **pages)
     (one,) = launches(calls)
-    assert one["name"] == "decode_cluster" and not any(c["call"] == "tensor_map" for c in calls)
+    assert one["name"] == "batch_decode_cluster" and not any(c["call"] == "tensor_map" for c in calls)
     (one,) = launches(call(start, "mma_sm80", page_indices=MANY))
-    assert one["name"] == "decode_tiles"
+    assert one["name"] == "batch_decode_mma"
 
 
 def test_head_major_pages(start: Start) -> None:  # noqa: F811
@@ -138,10 +138,20 @@ def test_the_kernel_of_all_gpus_asks_for_no_more_shared_memory_than_the_smallest
 
 
 @pytest.mark.parametrize(
+    ("implementation", "change", "launched"),
+    [
+        ("tma_sm90", {"k_cache": Tensor(K + 2, (PAGES, PAGE, KV_HEADS, 128), "bf16")}, 0),
+        ("mma_sm80", {"q": Tensor(Q, (BATCH, Q_HEADS, 128), "bf16", (4100, 129, 1))}, 0),
+        ("cuda_core", {"q": Tensor(Q, (BATCH, Q_HEADS, 128), "bf16", (4100, 129, 1))}, 1),
+    ],
+)
+def test_only_cuda_cores_load_misaligned_rows(start: Start, implementation: str, change: Call, launched: int) -> None:  # noqa: F811
+    assert len(launches(call(start, implementation, **change))) == launched
+
+
+@pytest.mark.parametrize(
     ("implementation", "change", "words"),
     [
-        ("tma_sm90", {"k_cache": Tensor(K + 2, (PAGES, PAGE, KV_HEADS, 128), "bf16")}, "must be multiples of 16 bytes"),
-        ("mma_sm80", {"q": Tensor(Q, (BATCH, Q_HEADS, 128), "bf16", (4100, 129, 1))}, "must be multiples of 16 bytes"),
         ("tma_sm90", {"pos_encoding_mode": 1}, "backend must be fa2 for ROPE_LLAMA"),
         (
             "tma_sm90",

@@ -74,7 +74,9 @@ def test_hopper_launch(prefill: Prefill) -> None:
     assert maps(calls)[Q] == [[128, 2, 64], [4, 256, 4], [KV_HEADS, 1024, 1], [ROWS, row, TILE]]
     token = KV_HEADS * 256
     pages = [NUM_PAGES, PAGE * token, 1]
-    assert launch["name"] == "batch_prefill_rows", "a copy brings whole rows: heads count in blocks of 64 columns"
+    assert launch["name"] == "batch_prefill_wgmma_whole_rows", (
+        "a copy brings whole rows: heads count in blocks of 64 columns"
+    )
     assert (p["heads_in_column_blocks"], p["row_groups_per_head"]) == (1, 0)
     assert maps(calls)[K] == maps(calls)[V] == [
         [64, 2, 64], [8, token, 8], [2 * KV_HEADS, 128, 2], [PAGE // 8, 8 * token, 2], pages
@@ -85,7 +87,7 @@ def test_small_pages_come_by_columns(prefill: Prefill) -> None:
     """Pages that are no multiple of 8 tokens have no whole rows to copy."""
     pool = (NUM_PAGES, 4, KV_HEADS, 128)
     calls = prefill(k=Tensor(K, pool, "bf16"), v=Tensor(V, pool, "bf16"))
-    assert one(calls)["name"] == "batch_prefill" and parameters(one(calls), "BatchPrefillParams")["box_keys"] == 4
+    assert one(calls)["name"] == "batch_prefill_wgmma" and parameters(one(calls), "BatchPrefillParams")["box_keys"] == 4
     token = KV_HEADS * 256
     assert maps(calls)[K] == [[128, 2, 64], [4, token, 4], [KV_HEADS, 256, 1], [NUM_PAGES, 4 * token, 1]]
 
@@ -126,7 +128,9 @@ def fp8(**change: Any) -> dict[str, Any]:
 def test_fp8_launch(prefill: Prefill) -> None:
     calls = prefill(**fp8(scale_q=Tensor(SINKS, (HEADS,), "f32"), bmm2_scale=Tensor(MASK, (1,), "f32")))
     launch = one(calls)
-    assert launch["name"] == "batch_prefill_fp8" and launch["grid"] == [132, 1, 1] and launch["block"] == [512, 1, 1]
+    assert (
+        launch["name"] == "batch_prefill_wgmma_fp8" and launch["grid"] == [132, 1, 1] and launch["block"] == [512, 1, 1]
+    )
     assert launch["shared_bytes"] == ops._fp8_shared_bytes(ops._FP8_KEYS)
     p = parameters(launch, "BatchPrefillParams")
     assert (p["scale_q"], p["scale_k"], p["bmm1_scale"], p["bmm2_scale"], p["out_type"]) == (SINKS, None, None, MASK, 1)
@@ -206,7 +210,6 @@ def test_a_mask_takes_the_place_of_causal(prefill: Prefill) -> None:
     ("change", "words"),
     [
         ({"schedule": Tensor(SCHEDULE, (ops.schedule_words(BATCH, ROWS, TILE) - 1,), "i32")}, "schedule must have"),
-        ({"k": Tensor(K + 2, (NUM_PAGES, PAGE, KV_HEADS, 128), "bf16")}, "not aligned to 16 bytes"),
         ({"bmm1_scale": Tensor(SINKS, (1,), "f32")}, "scales by head or on the device"),
         ({"v": Tensor(V, (NUM_PAGES, PAGE, 4, 128), "bf16")}, "v must have shape"),
         ({"custom_mask": Tensor(MASK, (9,), "u8")}, "custom_mask must have shape"),
@@ -216,6 +219,12 @@ def test_a_mask_takes_the_place_of_causal(prefill: Prefill) -> None:
 def test_refusals(prefill: Prefill, change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         prefill(**change)
+
+
+def test_wgmma_declines_misaligned_rows(prefill: Prefill) -> None:
+    misaligned = {"k": Tensor(K + 2, (NUM_PAGES, PAGE, KV_HEADS, 128), "bf16")}
+    assert not launches(prefill(**misaligned))
+    assert launches(prefill("mma_sm80", **misaligned))
 
 
 def test_nothing_to_do(prefill: Prefill) -> None:

@@ -75,8 +75,8 @@ def seen(call: Call) -> Launch:
     [
         (RMSNORM, rmsnorm(4, 4096), "rmsnorm_cta_256_2"),
         (RMSNORM, rmsnorm(1000, 128), "rmsnorm_warp_16_1"),
-        (DECODE, decode(64), "decode_cluster"),
-        (DECODE, decode(100_000), "decode_tma"),
+        (DECODE, decode(64), "batch_decode_cluster"),
+        (DECODE, decode(100_000), "batch_decode_tma"),
     ],
     ids=["rmsnorm of long rows", "rmsnorm of short rows", "decode of little work", "decode of much"],
 )
@@ -120,7 +120,7 @@ def test_the_device_that_is_meant_shapes_the_launch() -> None:
         call(*in_order(DECODE.op, on_cpu(decode(8))))
         (one,) = rehearsed(module)
         grids.append((one.entry, one.cluster))
-    assert grids[0] == ("decode_cluster", 4) and grids[1] != grids[0]
+    assert grids[0] == ("batch_decode_cluster", 4) and grids[1] != grids[0]
 
 
 def test_a_cpu_has_no_launches_to_rehearse() -> None:

@@ -6,25 +6,21 @@
 namespace {
 
 // A box has 128 bytes of columns.
-void describe(fi::TensorMap& map, const fi::Tensor& x, int64_t box_rows) {
+void describe(const fi::Kernel& kernel, fi::TensorMap& map, const fi::Tensor& x, int64_t box_rows) {
   const int64_t bytes = x.dtype().bytes();
   const uint64_t sizes[] = {static_cast<uint64_t>(x.size(1)), static_cast<uint64_t>(x.size(0))};
   const uint64_t strides[] = {static_cast<uint64_t>(x.stride(0) * bytes)};
-  const uint32_t box[] = {static_cast<uint32_t>(128 / bytes), static_cast<uint32_t>(box_rows)}, ones[] = {1, 1};
-  const fi::cu::Driver& driver = fi::cu::Driver::get();
-  driver.check(driver.TensorMapEncodeTiled(&map, bytes == 1 ? fi::cu::kTensorU8 : fi::cu::kTensorU16, 2,
-                                           const_cast<void*>(x.data<const void>()), sizes, strides, box, ones, 0,
-                                           fi::cu::kSwizzle128B, fi::cu::kPromoteL2To128B, 0),
-               "cuTensorMapEncodeTiled");
+  const uint32_t box[] = {static_cast<uint32_t>(128 / bytes), static_cast<uint32_t>(box_rows)};
+  kernel.describe(map, bytes, 2, const_cast<void*>(x.data<const void>()), sizes, strides, box);
 }
 
 // entry: which kernel; rows_a, rows_b: of the boxes that it loads. out of 16 bits is stored by boxes of 64 rows.
 void blocks(const fi::Kernel& kernel, fi::Tensor out, fi::Tensor a, fi::Tensor b, fi::Tensor counters, int64_t entry,
             int64_t grid, int64_t rows_a, int64_t rows_b, int64_t group_m) {
   BlockParams p{};
-  describe(p.a_map, a, rows_a);
-  describe(p.b_map, b, rows_b);
-  if (out.dtype().bytes() == 2) describe(p.out_map, out, 64);
+  describe(kernel, p.a_map, a, rows_a);
+  describe(kernel, p.b_map, b, rows_b);
+  if (out.dtype().bytes() == 2) describe(kernel, p.out_map, out, 64);
   p.a = a.data<const void>();
   p.out = static_cast<float*>(out.data());
   p.counters = counters.data<int32_t>();

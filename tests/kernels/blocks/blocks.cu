@@ -35,8 +35,8 @@ __device__ void copy_tiles(const BlockParams& p) {
     auto at = fi::PipelineState::producer();
     for (int tile = 0; tile < tiles; ++tile, at.advance(CopyShared::kStages)) {
       shared.pipeline.acquire(at);
-      fi::Barrier& full = shared.pipeline.expect(at, CopyShared::kTile * sizeof(Bf16));
-      fi::tma_load_tile<128, 64 * 64>(shared.in[at.stage], p.a_map, full, 0, tile * 64);
+      fi::Barrier& full = shared.pipeline.expect(at.stage, CopyShared::kTile * sizeof(Bf16));
+      fi::tma_load_tile<128>(shared.in[at.stage], 64 * 64, p.a_map, full, 0, tile * 64);
     }
     return;
   }
@@ -49,7 +49,7 @@ __device__ void copy_tiles(const BlockParams& p) {
       const int row = fi::wgmma_row(thread) + i / 2 % 2 * 8, column = i / 4 * 8 + thread % 4 * 2 + i % 2;
       d[i] = __bfloat162float(*reinterpret_cast<const Bf16*>(in + Tile::offset(row, column)));
     }
-    shared.pipeline.release(at);
+    shared.pipeline.release(at.stage);
     if (kTmaStore && thread == 0) fi::bulk_wait_read<0>();
     fi::warpgroup_sync(1);
     fi::stage_accumulators<Bf16, 64>(shared.out, 0, d, [](float x, int, int) { return 2.f * x; });
@@ -57,7 +57,7 @@ __device__ void copy_tiles(const BlockParams& p) {
       fi::fence_async_shared();
       fi::warpgroup_sync(1);
       if (thread == 0) {
-        fi::tma_store_tile<128, 64 * 64>(p.out_map, shared.out, 0, tile * 64);
+        fi::tma_store_tile<128>(p.out_map, shared.out, 64 * 64, 0, tile * 64);
         fi::bulk_commit();
       }
     } else {
@@ -90,20 +90,20 @@ extern "C" __global__ void __launch_bounds__(256) copy_cp_async(const __grid_con
   const int thread = threadIdx.x % 128, tiles = p.m * p.n / kTile;
   const float* a = static_cast<const float*>(p.a);
   if (fi::warpgroup_index() == 1) {
-    auto at = fi::PipelineState::producer();
-    for (int tile = 0; tile < tiles; ++tile, at.advance(kStages)) {
+    for (int tile = 0; tile < tiles; ++tile) {
+      const auto at = fi::PipelineState::producer_at<kStages>(tile);
       pipeline.acquire(at);
       fi::cp_async_16(&ring[at.stage][thread * 4], a + tile * kTile + thread * 4);
-      pipeline.commit_copies(at);
+      pipeline.commit_copies(at.stage);
     }
     fi::cp_async_wait<0>();
     return;
   }
-  fi::PipelineState at;
-  for (int tile = 0; tile < tiles; ++tile, at.advance(kStages)) {
+  for (int tile = 0; tile < tiles; ++tile) {
+    const auto at = fi::PipelineState::consumer_at<kStages>(tile);
     pipeline.wait(at);
     for (int i = thread; i < kTile; i += 128) p.out[tile * kTile + i] = ring[at.stage][(i + 4) % kTile];
-    pipeline.release(at);
+    pipeline.release(at.stage);
   }
 }
 
@@ -121,8 +121,8 @@ __device__ void wgmma_tile(const BlockParams& p) {
     shared.full.init(1);
     fi::fence_barrier_init();
     shared.full.arrive_expect((64 + 128) * kColumns * sizeof(T));
-    fi::tma_load_tile<kColumns, 64 * kBlock>(shared.a, p.a_map, shared.full, 0, 0);
-    fi::tma_load_tile<kColumns, 128 * kBlock>(shared.b, p.b_map, shared.full, 0, 0);
+    fi::tma_load_tile<kColumns>(shared.a, 64 * kBlock, p.a_map, shared.full, 0, 0);
+    fi::tma_load_tile<kColumns>(shared.b, 128 * kBlock, p.b_map, shared.full, 0, 0);
   }
   __syncthreads();
   shared.full.wait(0);
@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(128) wgmma_registers(const __grid_c
     shared.full.init(1);
     fi::fence_barrier_init();
     shared.full.arrive_expect(sizeof(shared.b));
-    fi::tma_load_tile<128, 64 * 64>(shared.b, p.b_map, shared.full, 0, 0);
+    fi::tma_load_tile<128>(shared.b, 64 * 64, p.b_map, shared.full, 0, 0);
   }
   unsigned a[4][4];
   for (int step = 0; step < 4; ++step)
@@ -193,66 +193,71 @@ extern "C" __global__ void __launch_bounds__(32) visit_dynamic(const __grid_cons
 }
 
 // out [m, n] bf16 = a [m, k] b [n, k]^T: one producer warpgroup, two consumer warpgroups of 64 rows each.
-struct GemmShared {
+struct GemmKernel {
   static constexpr int kStages = 4, kM = 128, kN = 128, kK = 64;
-  alignas(1024) Bf16 a[kStages][kM * kK];
-  alignas(1024) Bf16 b[kStages][kN * kK];
-  alignas(1024) Bf16 out[kM * kN];
-  fi::Pipeline<kStages> pipeline;
-};
-extern "C" __global__ void __launch_bounds__(384) gemm_bf16(const __grid_constant__ BlockParams p) {
-  using S = GemmShared;
-  constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static_assert(fi::registers_fit(kProducerRegisters + 2 * kConsumerRegisters, 3), "registers");
-  auto& shared = fi::dynamic_shared<S, fi::kSwizzlePeriod, sizeof(S) + 1024>();
-  const fi::GroupedRaster raster{(p.m + S::kM - 1) / S::kM, (p.n + S::kN - 1) / S::kN, p.group_m};
-  const int steps = (p.k + S::kK - 1) / S::kK, group = fi::warpgroup_index();
-  if (threadIdx.x == 0) {
-    shared.pipeline.init(1, 2);
-    fi::fence_barrier_init();
-    fi::prefetch_tensor_map(p.a_map);
-    fi::prefetch_tensor_map(p.b_map);
-  }
-  __syncthreads();
-  fi::pdl_wait();
-  if (group == 0) {
-    fi::give_registers<kProducerRegisters>();
-    if (threadIdx.x > 0) return;
-    auto at = fi::PipelineState::producer();
+  struct Shared {
+    alignas(1024) Bf16 a[kStages][kM * kK];
+    alignas(1024) Bf16 b[kStages][kN * kK];
+    alignas(1024) Bf16 out[kM * kN];
+    fi::Pipeline<kStages> pipeline;
+  };
+  const BlockParams& p;
+  Shared& shared;
+
+  __device__ void run() const {
+    const fi::GroupedRaster raster{(p.m + kM - 1) / kM, (p.n + kN - 1) / kN, p.group_m};
+    const int steps = (p.k + kK - 1) / kK, group = fi::warpgroup_index();
+    if (threadIdx.x == 0) {
+      shared.pipeline.init(1, 2);
+      fi::fence_barrier_init();
+      fi::prefetch_tensor_map(p.a_map);
+      fi::prefetch_tensor_map(p.b_map);
+    }
+    __syncthreads();
+    fi::pdl_wait();
+    if (group == 0) {
+      fi::give_registers<kProducerRegisters>();
+      if (threadIdx.x > 0) return;
+      auto at = fi::PipelineState::producer();
+      for (fi::StaticTileScheduler scheduler(raster.tiles()); !scheduler.done(); scheduler.advance()) {
+        const auto tile = raster.at(scheduler.tile);
+        for (int step = 0; step < steps; ++step, at.advance(kStages)) {
+          shared.pipeline.acquire(at);
+          fi::Barrier& full = shared.pipeline.expect(at.stage, (kM + kN) * kK * sizeof(Bf16));
+          fi::tma_load_tile<kK>(shared.a[at.stage], kM * 64, p.a_map, full, step * kK, tile.m * kM);
+          fi::tma_load_tile<kK>(shared.b[at.stage], kN * 64, p.b_map, full, step * kK, tile.n * kN);
+        }
+      }
+      return;
+    }
+    fi::take_registers<kConsumerRegisters>();
+    const int first_row = (group - 1) * 64, thread = threadIdx.x % 128;
+    fi::PipelineState at;
     for (fi::StaticTileScheduler scheduler(raster.tiles()); !scheduler.done(); scheduler.advance()) {
       const auto tile = raster.at(scheduler.tile);
-      for (int step = 0; step < steps; ++step, at.advance(S::kStages)) {
-        shared.pipeline.acquire(at);
-        fi::Barrier& full = shared.pipeline.expect(at, (S::kM + S::kN) * S::kK * sizeof(Bf16));
-        fi::tma_load_tile<S::kK, S::kM * 64>(shared.a[at.stage], p.a_map, full, step * S::kK, tile.m * S::kM);
-        fi::tma_load_tile<S::kK, S::kN * 64>(shared.b[at.stage], p.b_map, full, step * S::kK, tile.n * S::kN);
+      float d[kN / 2];
+      for (int step = 0; step < steps; ++step, at.advance(kStages)) {
+        shared.pipeline.wait(at);
+        fi::wgmma_shared<Bf16, kK>(d, fi::wgmma_operand(shared.a[at.stage] + first_row * 64, 1024), 0,
+                                   fi::wgmma_operand(shared.b[at.stage], 1024), 0, step > 0);
+        fi::wgmma_finish(d);
+        if (thread == 0) shared.pipeline.release(at.stage);
+      }
+      if (thread == 0) fi::bulk_wait_read<0>();  // the last tile has left shared memory
+      fi::warpgroup_sync(group);
+      fi::stage_accumulators<Bf16, kM>(shared.out, first_row, d, [](float x, int, int) { return x; });
+      fi::fence_async_shared();
+      fi::warpgroup_sync(group);
+      if (thread == 0) {
+        fi::tma_store_tile<kN>(p.out_map, shared.out + first_row * 64, kM * 64, tile.n * kN, tile.m * kM + first_row);
+        fi::bulk_commit();
       }
     }
-    return;
+    if (thread == 0) fi::bulk_wait_read<0>();
   }
-  fi::take_registers<kConsumerRegisters>();
-  const int first_row = (group - 1) * 64, thread = threadIdx.x % 128;
-  fi::PipelineState at;
-  for (fi::StaticTileScheduler scheduler(raster.tiles()); !scheduler.done(); scheduler.advance()) {
-    const auto tile = raster.at(scheduler.tile);
-    float d[S::kN / 2];
-    for (int step = 0; step < steps; ++step, at.advance(S::kStages)) {
-      shared.pipeline.wait(at);
-      fi::wgmma_shared<Bf16, S::kK>(d, fi::wgmma_operand(shared.a[at.stage] + first_row * 64, 1024), 0,
-                                    fi::wgmma_operand(shared.b[at.stage], 1024), 0, step > 0);
-      fi::wgmma_finish(d);
-      if (thread == 0) shared.pipeline.release(at);
-    }
-    if (thread == 0) fi::bulk_wait_read<0>();  // the last tile has left shared memory
-    fi::warpgroup_sync(group);
-    fi::stage_accumulators<Bf16, S::kM>(shared.out, first_row, d, [](float x, int, int) { return x; });
-    fi::fence_async_shared();
-    fi::warpgroup_sync(group);
-    if (thread == 0) {
-      fi::tma_store_tile<S::kN, S::kM * 64>(p.out_map, shared.out + first_row * 64, tile.n * S::kN,
-                                            tile.m * S::kM + first_row);
-      fi::bulk_commit();
-    }
-  }
-  if (thread == 0) fi::bulk_wait_read<0>();
+};
+extern "C" __global__ void __launch_bounds__(384) gemm_bf16(const __grid_constant__ BlockParams p) {
+  fi::run_in_shared<GemmKernel, fi::kSwizzlePeriod, sizeof(GemmKernel::Shared) + 1024>(p);
 }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_bench.console import say
 from fi_bench.errors import OK, UsageError
+from fi_bench.files import text_of, writable
 from fi_bench.parsing import Parser, underscored
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def load(path: Path | None = None) -> dict[str, Ceilings]:
     """All kept ceilings by machine; none if nothing was calibrated."""
     file = path or store()
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
+        kept = json.loads(text_of(file) or "{}")
         return {name: Ceilings(*(float(row[field]) for field in Ceilings._fields)) for name, row in kept.items()}
     except FileNotFoundError:
         if path is not None:
@@ -122,11 +123,11 @@ def main(words: Sequence[str]) -> int:
         raise UsageError("--device cuda: torch sees no CUDA device")
     device = ("cuda" if has_gpu else "cpu") if args.device == "auto" else args.device
     size = args.size_mb or (2048 if device == "cuda" else 256)
+    file = args.output or store()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept = {k: v._asdict() for k, v in load(writable(file, "--output")).items()}  # before minutes of measurement
     found = measure_ceilings(device, size, args.matmul_size or (8192 if device == "cuda" else 1024))
     name = machine(environment.collect(), device)
-    file = args.output or store()
-    kept = {k: v._asdict() for k, v in load(file).items()} if file.exists() else {}
-    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({**kept, name: found._asdict()}, indent=1) + "\n", encoding="utf-8")
     print(f"copy    {found.copy / 1e12:.3f} TB/s (read + written)")
     print(f"read    {found.read / 1e12:.3f} TB/s")

@@ -110,16 +110,16 @@ def _modules() -> tuple[ModuleType, ...]:
 
 
 def every() -> list[Case]:
-    """The cases of all modules in `cases/`."""
-    return [found for module in _modules() for found in module.CASES]
+    """The cases of all routines of the catalog."""
+    return [found for routine in FAMILY_OF if (found := find(routine)) is not None]
 
 
 def find(routine: str) -> Case | None:
     """The case of a routine: of a module in `cases/`, else of its description; None if it has neither."""
     from fi_bench import derived
 
-    found = next((found for found in every() if found.routine == routine), None)
-    return found if found or routine in FAMILY_OF else derived.case(routine)
+    own = (found for module in _modules() for found in module.CASES if found.routine == routine)
+    return next(own, None) or derived.case(routine)
 
 
 def dtype_of(name: str) -> torch.dtype:

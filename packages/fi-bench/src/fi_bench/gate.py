@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from fi_bench import compare, record
 from fi_bench.console import say
 from fi_bench.errors import AMBIGUOUS, OK, REGRESSION, UsageError, did_you_mean
+from fi_bench.files import text_of
 from fi_bench.parsing import Parser, underscored
 
 if sys.version_info >= (3, 11):
@@ -43,10 +44,10 @@ class Finding(NamedTuple):
 def load(path: Path) -> dict[str, Any]:
     """The rules of a gate file, checked."""
     try:
-        rules: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        rules: dict[str, Any] = tomllib.loads(text_of(path))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise UsageError(f"{path}: not TOML ({error})") from None
     _check(rules, _TOP, f"{path}")
     for i, rule in enumerate(rules.get("rule", []), 1):

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from fi_bench import backends, presets, sweep
 from fi_bench.catalog import FAMILIES, Family, family_of
 from fi_bench.errors import UsageError, did_you_mean
+from fi_bench.files import text_of
 from fi_bench.flags import GENERAL, Flag
 
 
@@ -211,8 +212,8 @@ def _without(words: Sequence[str], option: str) -> list[str]:
 def _testlist(known: argparse.Namespace, outer: Sequence[str]) -> Iterator[Line]:
     path = Path(known.testlist)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = text_of(path)
+    except (OSError, ValueError) as error:
         raise UsageError(f"--testlist {path}: cannot be read ({error})") from None
     for number, line in enumerate(text.splitlines(), 1):
         where = f"{path.name}:{number}"

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fi_bench.errors import OutputError, UsageError
+from fi_bench.errors import UsageError
+from fi_bench.files import append, text_of
 from fi_bench.flags import GENERAL
 
 SCHEMA_VERSION = 1
@@ -111,15 +112,15 @@ class Sink:
         with path.open(newline="", encoding="utf-8") as file:
             header = next(csv.reader(file), None)
         if header is None:
-            _append(path, csv_line(COLUMNS))
+            append(path, csv_line(COLUMNS))
         elif header != list(COLUMNS):
             raise UsageError(f"--output_path {path}: it has other columns than these rows; give a new file")
 
     def write(self, record: Record) -> None:
         if self.jsonl is not None:
-            _append(self.jsonl, dumps(record) + "\n")
+            append(self.jsonl, dumps(record) + "\n")
         if self.csv is not None and record["status"] in ("ok", "mismatch") and record.get("stats"):
-            _append(self.csv, csv_line(csv_row(record)))
+            append(self.csv, csv_line(csv_row(record)))
 
 
 def _end_last_line(path: Path) -> None:
@@ -129,16 +130,6 @@ def _end_last_line(path: Path) -> None:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 file.write(b"\n")
-
-
-def _append(path: Path, text: str) -> None:
-    try:
-        with path.open("a", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({error.strerror}); earlier rows are kept") from None
 
 
 def csv_line(cells: Iterable[Any]) -> str:
@@ -201,8 +192,8 @@ def read(path: str | Path) -> list[Record]:
     if file.suffix == ".csv":
         file = file.with_suffix(".jsonl")
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = text_of(file)
+    except (OSError, ValueError) as error:
         raise UsageError(f"{file}: cannot be read ({error})") from None
     return list(_records(text, file))
 

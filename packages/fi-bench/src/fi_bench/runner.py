@@ -198,7 +198,7 @@ class CaseRun:
         if self.case.lengths:
             for words, value in self.case.lengths(self.inputs).items():
                 self.log.lengths(f"Average actual {words.replace('avg_actual_', '').replace('_', ' ')}: {int(value)}")
-        for name, value in self.inputs.items():
+        for name, value in named(self.inputs):
             if not isinstance(value, torch.Tensor):
                 self.log.detail(name, value)
                 continue
@@ -277,6 +277,13 @@ def marked(name: str, on_gpu: bool) -> Iterator[None]:
 
     with torch.cuda.nvtx.range(f"fi-bench: {name}"):
         yield
+
+
+def named(inputs: Inputs) -> Iterator[tuple[str, Any]]:
+    """The inputs by name, tensors of a tuple each by its own."""
+    for name, value in inputs.items():
+        members = value if isinstance(value, (tuple, list)) and value and hasattr(value[0], "shape") else None
+        yield from [(name, value)] if members is None else ((f"{name}[{i}]", x) for i, x in enumerate(members))
 
 
 def fresh(inputs: Inputs) -> Inputs:

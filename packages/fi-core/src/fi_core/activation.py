@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fi_core.observe.draw import Draw, nbytes
+from fi_core.observe.draw import FLOATS, Draw
 from fi_core.observe.log import fi_api
-from fi_core.observe.trace import Const, Tensor, TraceTemplate, Var, Work
+from fi_core.observe.trace import Const, Tensor, TraceTemplate, Var, samples
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, at_least
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from typing import Any
-
     import torch
 
 _SILU, _GELU, _GELU_TANH = range(3)  # enum Activation of act_and_mul.h
-_DEVICE_NAMES = {_SILU: "fi::kSilu", _GELU: "fi::kGelu", _GELU_TANH: "fi::kGeluTanh"}
 
 
 class _Config(NamedTuple):
@@ -31,13 +27,12 @@ class _Config(NamedTuple):
 
 def _unit(axes: Values) -> Unit:
     """Kernel entries in order of preference."""
-    dtype = DTYPES[str(axes["dtype"])]
-    entries = []
-    for act, name in _DEVICE_NAMES.items():
+    dtype, entries = DTYPES[str(axes["dtype"])], []
+    for act, name in enumerate(("Silu", "Gelu", "GeluTanh")):
         for vec, num_vecs, min_ctas in ((16 // dtype.bytes, 4, 2), (16 // dtype.bytes, 1, 0), (2, 4, 0), (1, 4, 0)):
-            body = f"act_and_mul<{dtype.device}, {name}, {vec}, {num_vecs}>"
-            entry = f"{name.removeprefix('fi::k').lower()}_{vec}_{num_vecs}"
-            entries.append(Entry(entry, body, 256, _Config(act, vec, num_vecs, min_ctas)))
+            body = f"act_and_mul<{dtype.device}, fi::k{name}, {vec}, {num_vecs}>"
+            config = _Config(act, vec, num_vecs, min_ctas)
+            entries.append(Entry(f"{name.lower()}_{vec}_{num_vecs}", body, 256, config))
     return Unit("fi/activation/act_and_mul.cuh", "ActAndMulParams", tuple(entries))
 
 
@@ -45,18 +40,20 @@ ACT_AND_MUL = Op(
     name="act_and_mul",
     family="activation",
     arguments="Tensor(a!) out, Tensor input, int act, bool? enable_pdl=None",
-    read=lambda input: (input.dtype,),
+    read="input.dtype",
     axes={"dtype": ("f16", "bf16", "f32")},
     config=_Config,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _unit)),
 )
-
 _act_and_mul = operator(ACT_AND_MUL)
 
 
-def _new_out(input: torch.Tensor) -> torch.Tensor:
-    *rows, width = input.shape
-    return input.new_empty((*rows, width // 2))
+def _run(act: int, input: torch.Tensor, out: torch.Tensor | None, enable_pdl: bool | None) -> torch.Tensor:
+    if out is None:
+        *rows, width = input.shape
+        out = input.new_empty(*rows, width // 2)
+    _act_and_mul(out, input, act, enable_pdl)
+    return out
 
 
 def _gated(input, activation):  # type: ignore[no-untyped-def]
@@ -76,45 +73,40 @@ def _gelu_tanh_reference(input):  # type: ignore[no-untyped-def]
     return _gated(input, lambda x: x / 2 * (1 + ((2 / 3.141592653589793) ** 0.5 * (x + 0.044715 * x**3)).tanh()))
 
 
-def _make(draw: Draw, *, dtype: str = "bfloat16", batch_size: int = 5, hidden_size: int = 260) -> dict[str, Any]:
+def _make(draw: Draw, *, dtype: str = "bfloat16", batch_size: int = 5, hidden_size: int = 130) -> dict[str, Any]:
+    """hidden_size is h, the length of a row of the result."""
     import torch
 
-    inf, nan, half = float("inf"), float("nan"), (batch_size, hidden_size // 2)
-    gate = draw.special(draw.normal(half, dtype, 2.0 if draw.nasty else 1.0), inf, -inf, nan, 0.0, -0.0, 88.5, -127.0)
-    up = draw.special(draw.normal(half, dtype), inf, nan)
+    shape, inf, nan = (batch_size, hidden_size), float("inf"), float("nan")
+    gate = draw.special(draw.normal(shape, dtype, 2.0 if draw.nasty else 1.0), inf, -inf, nan, 0.0, -0.0, 88.5, -127.0)
+    up = draw.special(draw.normal(shape, dtype), inf, nan)
     return {"input": draw.rows(torch.cat((gate, up), dim=-1))}
 
 
-_SAMPLES = tuple(
-    {"dtype": dtype, "batch_size": rows, "hidden_size": width}
-    for dtype in ("bfloat16", "float16", "float32")
-    for rows, width in ((5, 260), (1, 16), (3, 14), (2, 4096), (0, 64))
-)
+def _trace(name: str, reference: Any, word: str, **options: str) -> TraceTemplate:
+    def eager(input):  # type: ignore[no-untyped-def]
+        import torch
 
+        gate, up = input.chunk(2, dim=-1)
+        return getattr(torch.nn.functional, name.partition("_")[0])(gate, **options) * up
 
-def _work(arguments: Mapping[str, Any]) -> Work:
-    """Every tensor once; about five operations an output."""
-    read = nbytes(arguments["input"])
-    return Work(5 * arguments["input"].numel() // 2, read + read // 2)
-
-
-def _trace(name: str, reference: Callable[..., Any], description: str) -> TraceTemplate:
     return TraceTemplate(
         name,
         axes={"batch_size": Var(), "hidden_size": Const(abbrev="h"), "output_size": Var()},
         inputs={"input": Tensor(["batch_size", "hidden_size"])},
         outputs={"output": Tensor(["batch_size", "output_size"], dtype_from="input")},
-        constraints=("hidden_size == 2 * output_size",),
+        constraints=("output_size == hidden_size // 2",),
         reference=(_gated, reference),
-        description=description,
+        description=f"{word} of the first half times the second half.",
         op="act_and_mul",
         make=_make,
-        samples=_SAMPLES,
-        work=_work,
+        samples=samples({"dtype": FLOATS, "batch_size, hidden_size": ((5, 130), (1, 8), (3, 7), (2, 2048), (0, 32))}),
+        work=5,
+        eager=eager,
     )
 
 
-@fi_api(trace=_trace("silu_and_mul", _silu_reference, "SiLU of the first half times the second half."))
+@fi_api(trace=_trace("silu_and_mul", _silu_reference, "SiLU"))
 def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None) -> torch.Tensor:
     """Computes `silu(input[..., :h]) * input[..., h:]` with `silu(x) = x / (1 + e^-x)` (SwiGLU, arXiv:2002.05202).
 
@@ -133,26 +125,18 @@ def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None, enable_pd
         ValueError: The last dimension is odd, or a shape, stride or device does not fit; the text names the argument.
         TypeError: A dtype does not fit.
     """
-    out = _new_out(input) if out is None else out
-    _act_and_mul(out, input, _SILU, enable_pdl)
-    return out
+    return _run(_SILU, input, out, enable_pdl)
 
 
-@fi_api(trace=_trace("gelu_and_mul", _gelu_reference, "GELU of the first half times the second half."))
+@fi_api(trace=_trace("gelu_and_mul", _gelu_reference, "GELU"))
 def gelu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None) -> torch.Tensor:
     """As `silu_and_mul`, with `gelu(x) = x / 2 * (1 + erf(x / sqrt(2)))` (arXiv:1606.08415)."""
-    out = _new_out(input) if out is None else out
-    _act_and_mul(out, input, _GELU, enable_pdl)
-    return out
+    return _run(_GELU, input, out, enable_pdl)
 
 
-@fi_api(
-    trace=_trace("gelu_tanh_and_mul", _gelu_tanh_reference, "GELU by tanh of the first half times the second half.")
-)
+@fi_api(trace=_trace("gelu_tanh_and_mul", _gelu_tanh_reference, "GELU by tanh", approximate="tanh"))
 def gelu_tanh_and_mul(
     input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None
 ) -> torch.Tensor:
     """As `silu_and_mul`, with `gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`."""
-    out = _new_out(input) if out is None else out
-    _act_and_mul(out, input, _GELU_TANH, enable_pdl)
-    return out
+    return _run(_GELU_TANH, input, out, enable_pdl)

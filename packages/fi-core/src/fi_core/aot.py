@@ -69,8 +69,10 @@ def build(directory: Path, kinds: Collection[str], progress: bool = False) -> li
     """Compiles the artifacts into `directory`, with the index that `resolve.provider` reads; returns the files.
 
     The same sources and compilers give the same bytes, wherever the tree and the directory lie, and whether or not
-    they come from the store. Raises CompileError of the first unit that fails.
+    they come from the store. Raises CompileError of the first unit that fails, ValueError if FI_SANITIZE is set.
     """
+    if env.sanitize:
+        raise ValueError("FI_SANITIZE: a package ships modules without sanitizers; unset it")
     index, files = {}, []
     wanted = artifacts(kinds)
     with _compiled(wanted, progress) as compiled:

@@ -11,6 +11,7 @@ from fi_core.runtime.errors import (
     LibraryError,
     MissingJITCacheError,
     MissingKernelError,
+    UnknownWordError,
     UnsupportedError,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "LibraryError",
     "MissingJITCacheError",
     "MissingKernelError",
+    "UnknownWordError",
     "UnsupportedError",
 ]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.observe.draw import Draw, nbytes
 from fi_core.observe.log import fi_api
-from fi_core.observe.trace import Scalar, Tensor, TraceTemplate, Var, Work
+from fi_core.observe.trace import Scalar, Tensor, TraceTemplate, Var, Work, samples
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, at_least
 from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
@@ -79,12 +79,7 @@ def _work(arguments: Mapping[str, Any]) -> Work:
     return Work(0, nbytes(x, indptr, indptr) + -(-x.numel() // 8))
 
 
-_SAMPLES = tuple(
-    {"dtype": dtype, "n": n, "bitorder": order}
-    for dtype in ("bool", "uint8")
-    for n in (1003, 1, 0, 4096)
-    for order in ("big", "little")
-)
+_SAMPLES = samples({"dtype": ("bool", "uint8"), "n": (1003, 1, 0, 4096), "bitorder": ("big", "little")})
 
 
 @fi_api(
@@ -191,17 +186,21 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
     import torch
 
     big = _is_big(bitorder)
-    if indptr.ndim != 1 or indptr.numel() == 0 or indptr.is_floating_point():
+    if indptr.ndim != 1 or indptr.numel() == 0 or indptr.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"indptr: integers of shape [num_segments + 1] are required; got {indptr.dtype} {list(indptr.shape)}"
+            f"indptr: integers of shape [num_segments + 1] are required, int32 or int64; got {indptr.dtype} "
+            f"{list(indptr.shape)}"
         )
     if x.ndim != 1:
         raise ValueError(f"x: shape [indptr[-1]] is required; got {list(x.shape)}")
     lengths = indptr.diff()
     new_indptr = torch.nn.functional.pad(((lengths + 7) >> 3).cumsum(0, dtype=torch.int32), (1, 0))
-    facts = torch.stack((indptr[0].long(), indptr[-1].long(), new_indptr[-1].long(), (lengths < 0).sum()))
-    start, end, size, decreases = facts.tolist()  # one synchronization
-    if start < 0 or decreases or end != x.numel():
+    # A difference wraps only if some offset is below 0 or above the last one.
+    facts = torch.stack(
+        (indptr.min().long(), indptr.max().long(), indptr[-1].long(), new_indptr[-1].long(), (lengths < 0).sum())
+    )
+    start, most, end, size, decreases = facts.tolist()  # one synchronization
+    if start < 0 or decreases or most != end or end != x.numel():
         raise ValueError(
             f"indptr: must not decrease, start at 0 or more and end at the length of x, {x.numel()}; "
             f"got {start} to {end}, decreasing {decreases} times"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+from typing import TYPE_CHECKING
 
 from fi_core.runtime.build import sources
 from fi_core.runtime.dispatch import Request, choose
@@ -12,6 +13,9 @@ from fi_core.runtime.errors import UnsupportedError
 from fi_core.runtime.launch.operator import Operator, operators
 from fi_core.runtime.spec.op import Op
 from fi_core.runtime.spec.target import CPU, cuda_target
+
+if TYPE_CHECKING:
+    from fi_core.observe.trace import Described
 
 # The modules that declare the ops of a family, where it is not the one of that name.
 _MODULES = {"attention": ("attention.merge", "attention.ops.decode", "attention.ops.prefill", "attention.ops.single")}
@@ -37,6 +41,19 @@ def operator(name: str) -> Operator:
         hint = f"did you mean {' or '.join(close)}?" if close else f"ops are {', '.join(sorted(known))}"
         raise ValueError(f"op: no op is named {name!r}; {hint}")
     return known[name]
+
+
+def described(name: str) -> Described | None:
+    """The description of a public function or wrapper that makes its inputs; None if there is none."""
+    import fi_core
+    from fi_core.observe.trace import every_described
+
+    load()
+    found = next((found for found in every_described() if found.name == name), None)
+    if found is None and name in fi_core.__all__:
+        getattr(fi_core, name)  # loads its module, and torch
+        found = next((found for found in every_described() if found.name == name), None)
+    return found
 
 
 def supports(op: str, device: str = "cuda", capability: int = 90, **fields: object) -> tuple[bool, str]:

@@ -63,7 +63,7 @@ TOP_K = Op(
     "Tensor(d!)? out_raw_indices=None, Tensor? lengths=None, Tensor? row_starts=None, Tensor? src_page_table=None, "
     "Tensor? row_to_batch=None, Tensor? page_table_row_starts=None, Tensor? offsets=None, int page_size=1, "
     "bool prefer_last=False, bool sorted=False",
-    read=lambda input: (input.dtype,),
+    read="input.dtype",
     axes={"dtype": ("f32", "f16", "bf16")},
     config=_Config,
     implementations=(
@@ -245,8 +245,8 @@ def top_k(
     rows = input.shape[0]
     if not 0 <= k <= input.shape[-1]:
         raise ValueError(f"k: 0 to the length of a row, {input.shape[-1]}, is required; got {k}")
-    values = input.new_empty((rows, k))
-    indices = input.new_empty((rows, k), dtype=torch.int64)
+    values = input.new_empty(rows, k)
+    indices = input.new_empty(rows, k, dtype=torch.int64)
     in_kernel = sorted and (k <= _SORTABLE or not input.is_cuda)
     prefer_last = _prefers_last(tie_break)
     _top_k(input, k, values, indices, prefer_last=prefer_last, sorted=in_kernel)
@@ -350,10 +350,10 @@ def top_k_page_table_transform(
     """
     import torch
 
-    if k < 0:
-        raise ValueError(f"k: 0 or more is required; got {k}")
+    if not 0 <= k < 1 << 31:
+        raise ValueError(f"k: 0 to 2^31 - 1 is required; got {k}")
     if out is None:
-        out = input.new_empty((input.shape[0], k), dtype=torch.int32)
+        out = input.new_empty(input.shape[0], k, dtype=torch.int32)
     _top_k(
         input,
         k,
@@ -428,9 +428,9 @@ def top_k_ragged_transform(
     """
     import torch
 
-    if k < 0:
-        raise ValueError(f"k: 0 or more is required; got {k}")
-    out = input.new_empty((input.shape[0], k), dtype=torch.int32)
+    if not 0 <= k < 1 << 31:
+        raise ValueError(f"k: 0 to 2^31 - 1 is required; got {k}")
+    out = input.new_empty(input.shape[0], k, dtype=torch.int32)
     _top_k(
         input,
         k,

@@ -19,6 +19,7 @@ from fi_core.compat.backend import (
     get_compute_capability,
     supported_compute_capability,
 )
+from fi_core.runtime import errors
 from fi_core.runtime.errors import BackendSupportedError, ExperimentalWarning, GPUArchitectureError, LibraryError
 
 if TYPE_CHECKING:
@@ -317,17 +318,18 @@ def check_shape_dtype_device(
     """Checks shape, dtype and device of a tensor.
 
     Args:
-        x: the tensor.
-        expected_shape: None skips the check.
-        expected_dtype: None skips the check.
-        expected_device: None skips the check.
-        name: the argument's name in error texts.
+        x: the tensor, which error texts call `name`.
+        expected_shape, expected_dtype, expected_device: None skips the check.
 
     Raises:
         ValueError: x differs from what is expected.
     """
-    if expected_shape is not None and tuple(x.shape) != tuple(expected_shape):
-        raise ValueError(f"{name}: shape must be {tuple(expected_shape)}, got {tuple(x.shape)}")
+    try:
+        shape = tuple(x.shape)
+    except (AttributeError, RuntimeError) as error:
+        errors.blame(error, **{name: x})
+    if expected_shape is not None and shape != tuple(expected_shape):
+        raise ValueError(f"{name}: shape must be {tuple(expected_shape)}, got {shape}")
     if expected_dtype is not None and x.dtype != expected_dtype:
         raise ValueError(f"{name}: dtype must be {expected_dtype}, got {x.dtype}")
     if expected_device is not None and x.device != expected_device:
@@ -336,22 +338,22 @@ def check_shape_dtype_device(
 
 def _check_kv_layout(kv_layout: str) -> None:
     if kv_layout not in ("NHD", "HND"):  # not the enum: torch.compile cannot trace its members
-        raise KeyError(f"Invalid kv_layout {kv_layout!r}, must be NHD or HND")
+        raise errors.UnknownWordError(f"kv_layout: allowed are NHD, HND; got {kv_layout!r}")
 
 
 def _with_page_axis(x: torch.Tensor, kv_layout: str, ndim: int, name: str) -> torch.Tensor:
     """Returns x with `ndim` axes. One axis fewer means page size 1: an axis of size 1 is inserted."""
     _check_kv_layout(kv_layout)
-    if x.ndim not in (ndim - 1, ndim):
+    if getattr(x, "ndim", None) not in (ndim - 1, ndim):
+        if not hasattr(x, "shape"):
+            errors.blame(TypeError(), **{name: x})
         raise ValueError(f"{name}: must have {ndim - 1} or {ndim} dimensions, got shape {tuple(x.shape)}")
-    if x.ndim == ndim:
-        return x
-    return x.unsqueeze(-3 if kv_layout == "NHD" else -2)
+    return x if x.ndim == ndim else x.unsqueeze(-3 if kv_layout == "NHD" else -2)
 
 
 def _expand_4d(x: torch.Tensor, kv_layout: str) -> torch.Tensor:
     """Returns a K or V cache as [pages, page_size, heads, dim] (NHD) or [pages, heads, page_size, dim] (HND)."""
-    return _with_page_axis(x, kv_layout, 4, "paged k or v cache")
+    return _with_page_axis(x, kv_layout, 4, "paged_kv_cache")
 
 
 def _expand_5d(x: torch.Tensor, kv_layout: str) -> torch.Tensor:
@@ -365,15 +367,16 @@ def _unpack_paged_kv_cache(
     """Returns views of the K and V caches with four axes, from a fused tensor or a tuple of two."""
     import torch
 
-    if isinstance(paged_kv_cache, tuple):
+    if isinstance(paged_kv_cache, tuple) and len(paged_kv_cache) == 2:
         k, v = paged_kv_cache
         return _expand_4d(k, kv_layout), _expand_4d(v, kv_layout)
     if torch.is_tensor(paged_kv_cache):
-        k, v = _expand_5d(paged_kv_cache, kv_layout).unbind(dim=1)
-        return k, v
-    raise KeyError(
-        f"paged_kv_cache: must be a tensor or a tuple (k_cache, v_cache), got {type(paged_kv_cache).__name__}"
-    )
+        both = _expand_5d(paged_kv_cache, kv_layout)
+        if both.shape[1] != 2:
+            raise ValueError(f"paged_kv_cache: dim 1 must be 2, for K and V; got shape {tuple(paged_kv_cache.shape)}")
+        return both.unbind(1)  # type: ignore[return-value]
+    got = f"{len(paged_kv_cache)} members" if isinstance(paged_kv_cache, tuple) else type(paged_kv_cache).__name__
+    raise errors.UnknownWordError(f"paged_kv_cache: must be a tensor or a tuple (k_cache, v_cache), got {got}")
 
 
 @functools.cache

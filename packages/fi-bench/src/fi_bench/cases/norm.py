@@ -6,9 +6,9 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fi_bench.case import Case, Inputs, Outputs, dtype_of
+from fi_bench.case import Inputs, Outputs
 from fi_bench.cases.common import to_fp8
-from fi_bench.described import described, sizes_of
+from fi_bench.derived import case_of
 from fi_core.observe.template import TraceTemplate
 
 if TYPE_CHECKING:
@@ -17,30 +17,8 @@ if TYPE_CHECKING:
 _BLOCK = 128  # neighbours that share a scale
 
 
-def _sizes(p: Namespace) -> dict[str, Any]:
-    return sizes_of(p, "batch_size", "hidden_size", "eps", dtype="input_dtype")
-
-
-def _quantised_sizes(p: Namespace) -> dict[str, Any]:
-    return {**_sizes(p), "out_dtype": dtype_of(p.out_dtype), "scale": p.scale}
-
-
-def _head_sizes(p: Namespace) -> dict[str, Any]:
-    return _sizes(p) | ({} if p.num_heads is None else {"num_heads": p.num_heads})
-
-
 def _by_rank(p: Namespace, template: TraceTemplate) -> bool:
     return ("num_heads" in template.axes) == (p.num_heads is not None)
-
-
-def _pdl(p: Namespace, x: Inputs) -> dict[str, Any]:
-    return {"pdl": p.enable_pdl or None}
-
-
-def _pdl_and_out(p: Namespace, x: Inputs) -> dict[str, Any]:
-    import torch
-
-    return {**_pdl(p, x), "out": torch.empty_like(x.input)}
 
 
 def _no_heads(backend: str, p: Namespace) -> str | None:
@@ -95,87 +73,20 @@ def _without_padding(x: Inputs, outputs: Outputs) -> Outputs:
     return outputs | {"block_scale": outputs["block_scale"][:, : x.input.shape[0]]}
 
 
-def _rms(name: str, gemma: bool) -> Case:
-    return described(
-        f"norm.{name}",
-        _head_sizes,
-        lambda f, x: f(x.input, x.weight, x.eps, out=x.out, enable_pdl=x.pdl),
-        _torch(gemma) if gemma else _torch_plain,
-        which=_by_rank,
-        add=_pdl_and_out,
-        op="rmsnorm",
-        poison=("out",),
-        pdl=True,
-    )
-
-
-def _fused(name: str, gemma: bool) -> Case:
-    return described(
-        f"norm.{name}",
-        _sizes,
-        lambda f, x: f(x.input, x.residual, x.weight, x.eps, enable_pdl=x.pdl),
-        _torch(gemma),
-        add=_pdl,
-        op="rmsnorm",
-        pdl=True,
-        unsupported=_no_heads,
-    )
-
-
 CASES = (
-    _rms("rmsnorm", False),
-    _rms("gemma_rmsnorm", True),
-    _fused("fused_add_rmsnorm", False),
-    _fused("gemma_fused_add_rmsnorm", True),
-    described(
-        "norm.rmsnorm_quant",
-        _quantised_sizes,
-        lambda f, x: f(x.out, x.input, x.weight, x.scale, x.eps, enable_pdl=x.pdl),
-        _torch(),
-        add=_pdl,
-        op="rmsnorm",
-        poison=("out",),
-        pdl=True,
-        unsupported=_no_heads,
-    ),
-    described(
-        "norm.fused_add_rmsnorm_quant",
-        _quantised_sizes,
-        lambda f, x: f(x.out, x.input, x.residual, x.weight, x.scale, x.eps, enable_pdl=x.pdl),
-        _torch(),
-        add=_pdl,
-        op="rmsnorm",
-        poison=("out",),
-        pdl=True,
-        unsupported=_no_heads,
-    ),
-    described(
-        "norm.fused_add_rmsnorm_fp8_block_quant",
-        _sizes,
-        lambda f, x: f(x.out, x.block_scale, x.normed_out, x.input, x.residual, x.weight, x.eps, enable_pdl=x.pdl),
+    case_of("rmsnorm", _torch_plain, which=_by_rank),
+    case_of("gemma_rmsnorm", _torch(gemma=True), which=_by_rank),
+    case_of("fused_add_rmsnorm", _torch(), unsupported=_no_heads),
+    case_of("gemma_fused_add_rmsnorm", _torch(gemma=True), unsupported=_no_heads),
+    case_of("rmsnorm_quant", _torch(), unsupported=_no_heads),
+    case_of("fused_add_rmsnorm_quant", _torch(), unsupported=_no_heads),
+    case_of(
+        "fused_add_rmsnorm_fp8_block_quant",
         _torch_block_quant,
-        add=_pdl,
         compared=_without_padding,
-        op="rmsnorm_block_quant",
         poison=("out", "block_scale", "normed_out"),
-        pdl=True,
         unsupported=_block_quant_refusal,
     ),
-    described(
-        "norm.layernorm",
-        _sizes,
-        lambda f, x: f(x.input, x.gemma, x.beta, x.eps),
-        _torch_layernorm,
-        op="layernorm",
-        unsupported=_no_heads,
-    ),
-    described(
-        "norm.layernorm_quant",
-        _quantised_sizes,
-        lambda f, x: f(x.out, x.input, x.gemma, x.beta, x.scale, x.eps),
-        _torch_layernorm,
-        op="layernorm",
-        poison=("out",),
-        unsupported=_no_heads,
-    ),
+    case_of("layernorm", _torch_layernorm, unsupported=_no_heads),
+    case_of("layernorm_quant", _torch_layernorm, unsupported=_no_heads),
 )

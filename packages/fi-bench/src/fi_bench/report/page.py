@@ -10,7 +10,8 @@ from typing import Any
 from fi_bench import calibrate, record, stats
 from fi_bench.calibrate import Ceilings
 from fi_bench.console import human_time, say
-from fi_bench.errors import OK, UsageError
+from fi_bench.errors import OK, OutputError, UsageError
+from fi_bench.files import writable
 from fi_bench.parsing import Parser, underscored
 from fi_bench.report import charts
 from fi_bench.report.rows import Record, Row, axis_of, baseline_rows, group_rows, routines_of, shorten
@@ -275,8 +276,8 @@ def main(words: Sequence[str]) -> int:
         raise UsageError(f"{', '.join(args.files)}: no measured row")
     text = html(records, calibrate.load(args.ceilings), args.baseline, args.title)
     try:
-        args.output.write_text(text, encoding="utf-8")
+        writable(args.output, "--output").write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"--output {args.output}: cannot be written ({error.strerror})") from None
+        raise OutputError(f"{args.output}: cannot be written ({error.strerror})") from None
     say("INFO", f"{args.output}: {len(text) / 1024:.0f} KiB")
     return OK

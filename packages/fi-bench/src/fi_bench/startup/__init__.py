@@ -14,6 +14,7 @@ from typing import Any
 
 from fi_bench.console import say, table
 from fi_bench.errors import FAILED, OK, UsageError
+from fi_bench.files import append, writable
 from fi_bench.parsing import Parser, underscored
 from fi_bench.startup.calls import arguments
 
@@ -41,6 +42,8 @@ def main(words: Sequence[str]) -> int:
     names = [name for name in arguments(device) if args.only in name]
     if not names:
         raise UsageError(f"--only {args.only!r} leaves no function")
+    if args.output_path is not None:
+        writable(args.output_path, "--output_path")
     rows = list(_rows(names, device, args))
     if args.format == "json":
         print(json.dumps(rows, indent=1))
@@ -56,9 +59,8 @@ def main(words: Sequence[str]) -> int:
 def _rows(names: Sequence[str], device: str, args: Namespace) -> Iterator[dict[str, Any]]:
     for name in names:
         row = first_calls(name, device)
-        if args.output_path:
-            with args.output_path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        if args.output_path is not None:
+            append(args.output_path, json.dumps(row) + "\n")
         yield row
 
 

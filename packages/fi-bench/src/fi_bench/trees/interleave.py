@@ -19,6 +19,7 @@ from typing import Any
 from fi_bench import parsing, presets, record, stats
 from fi_bench.console import Progress, human_time, say, table
 from fi_bench.errors import FAILED, OK, REGRESSION, UsageError
+from fi_bench.files import append, writable
 from fi_bench.parsing import Parser, underscored
 from fi_bench.runner import repro_command
 from fi_bench.summary import describe_point
@@ -226,6 +227,8 @@ def main(words: Sequence[str]) -> int:
         raise UsageError(f"--rounds must be at least {_LEAST_ROUNDS}, got {args.rounds}")
     if not 0 < args.threshold < 1:
         raise UsageError("--threshold must lie in (0, 1)")
+    if not args.seconds > 0:
+        raise UsageError(f"--seconds must be above 0, got {args.seconds:g}")
     chosen = [point for point in points(args, flags) if args.only in title(point)]
     if not chosen:
         raise UsageError(f"--only {args.only!r} leaves no case")
@@ -233,7 +236,7 @@ def main(words: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         for side in sides:
             stack.callback(side.stop)
-        sink = stack.enter_context(_opened(args.output_path)) if args.output_path else None
+        sink = None if args.output_path is None else writable(args.output_path, "--output_path")
         rows = list(_rows(args, chosen, sides, sink))
     if args.format == "json":
         print(json.dumps({"rows": rows, "summary": summary(rows)}, indent=1))
@@ -248,16 +251,9 @@ def main(words: Sequence[str]) -> int:
     return REGRESSION if "SLOWER" in verdicts else FAILED if "FAILED" in verdicts else OK
 
 
-def _opened(path: Path) -> Any:
-    if path.exists() and not path.is_file():
-        raise UsageError(f"--output_path {path}: not a regular file")
-    try:
-        return path.open("a", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--output_path {path}: cannot be written ({error.strerror})") from None
-
-
-def _rows(args: Namespace, chosen: Sequence[Namespace], sides: tuple[Side, Side], sink: Any) -> Iterator[Answer]:
+def _rows(
+    args: Namespace, chosen: Sequence[Namespace], sides: tuple[Side, Side], sink: Path | None
+) -> Iterator[Answer]:
     """Starts both sides and measures the cases; each row is on disk before the next case starts."""
     start = time.monotonic()
     hello = [_greeted(side) for side in sides]
@@ -291,7 +287,6 @@ def _greeted(side: Side) -> Answer:
     return hello
 
 
-def _write(sink: Any, row: Answer) -> None:
+def _write(sink: Path | None, row: Answer) -> None:
     if sink is not None:
-        sink.write(json.dumps(row) + "\n")
-        sink.flush()
+        append(sink, json.dumps(row) + "\n")

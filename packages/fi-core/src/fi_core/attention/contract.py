@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from fi_core.runtime.env import env
+from fi_core.runtime.errors import UnknownWordError, blame
 from fi_core.utils import (
     PosEncodingMode,
     TensorLayout,
     _unpack_paged_kv_cache,
     canonicalize_torch_dtype,
-    is_graph_capturing,
 )
 
 if TYPE_CHECKING:
     import torch
 
-CHECK = env.check  # read once: calls pay nothing for it
 LAYOUTS = {name: layout.value for name, layout in TensorLayout.__members__.items()}
 POS_ENCODINGS = {name: mode.value for name, mode in PosEncodingMode.__members__.items()}
 
 
 def code(codes: dict[str, int], name: str, argument: str) -> int:
-    found = codes.get(name)
+    found = codes.get(name) if isinstance(name, str) else None
     if found is None:
-        raise KeyError(f"{argument}: allowed are {', '.join(codes)}; got {name!r}")
+        raise UnknownWordError(f"{argument}: allowed are {', '.join(codes)}; got {name!r}")
     return found
 
 
@@ -37,6 +36,15 @@ def check_backend(backend: str, known: Collection[str], foreign: Collection[str]
 
 
 def check_shape(num_qo_heads: int, num_kv_heads: int, page_size: int, **head_dims: int) -> None:
+    try:
+        _check_shape(num_qo_heads, num_kv_heads, page_size, head_dims)
+    except TypeError:  # of a comparison
+        given = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "page_size": page_size, **head_dims}
+        name, value = next((name, value) for name, value in given.items() if not isinstance(value, int))
+        raise TypeError(f"{name}: an integer is required; got {value!r}") from None
+
+
+def _check_shape(num_qo_heads: int, num_kv_heads: int, page_size: int, head_dims: dict[str, int]) -> None:
     if num_kv_heads < 1 or num_qo_heads < 1 or num_qo_heads % num_kv_heads:
         raise ValueError(
             f"num_qo_heads: a positive multiple of num_kv_heads ({num_kv_heads}) is required; got {num_qo_heads}"
@@ -46,6 +54,39 @@ def check_shape(num_qo_heads: int, num_kv_heads: int, page_size: int, **head_dim
             raise ValueError(f"Unsupported head_dim: {name} must be a multiple of 8 up to 512; got {head_dim}")
     if page_size < 1:
         raise ValueError(f"page_size: at least 1 is required; got {page_size}")
+
+
+def number(value: float, argument: str) -> float:
+    """The value, if it is a real number. Raises TypeError."""
+    if isinstance(value, (float, Real)):  # the class first: an abstract one costs three times as much
+        return value
+    raise TypeError(f"{argument}: a number is required; got {type(value).__name__}")
+
+
+def check_workspace(buffer: torch.Tensor, name: str, contiguous: bool = True) -> None:
+    """Raises ValueError unless the bytes of a workspace may be used for anything, and TypeError for no tensor."""
+    if not hasattr(buffer, "layout"):
+        blame(TypeError(), **{name: buffer})
+    if str(buffer.layout) != "torch.strided" or buffer.is_quantized or not buffer.ndim:
+        raise ValueError(
+            f"{name}: a dense tensor of plain numbers is required, with a dimension; got {buffer.layout}, "
+            f"{buffer.dtype}, {buffer.ndim} dimensions"
+        )
+    if buffer.data_ptr() % 16:
+        raise ValueError(f"{name}: alignment to 16 bytes is required; got address {buffer.data_ptr():#x}")
+    if contiguous and not buffer.is_contiguous():
+        raise ValueError(f"{name}: a contiguous tensor is required; got strides {buffer.stride()}")
+
+
+def check_graph_buffer(buffer: torch.Tensor, name: str) -> None:
+    """Raises ValueError unless a plan can copy a table into the buffer, for a CUDA graph to read."""
+    if not hasattr(buffer, "layout"):
+        raise ValueError(f"{name}: a tensor is required with use_cuda_graph; got {buffer!r}")
+    if str(buffer.layout) != "torch.strided" or buffer.is_quantized or buffer.ndim != 1 or not buffer.is_contiguous():
+        raise ValueError(
+            f"{name}: a contiguous tensor with one dimension is required; got {buffer.layout}, {buffer.dtype}, shape "
+            f"{tuple(buffer.shape)}"
+        )
 
 
 def _dtype(dtype: torch.dtype | str, argument: str) -> torch.dtype:
@@ -81,20 +122,23 @@ def unpack(
     cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kv_layout: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V caches with four axes. The usual forms are tested first, because every call passes here."""
-    if type(cache) is tuple and cache[0].ndim == 4 and cache[1].ndim == 4:
-        return cache
-    if getattr(cache, "ndim", 0) == 5:
-        k, v = cache.unbind(1)  # type: ignore[union-attr]
-        return k, v
-    return _unpack_paged_kv_cache(cache, kv_layout)
+    try:
+        if type(cache) is tuple and len(cache) == 2 and cache[0].ndim == 4 and cache[1].ndim == 4:
+            return cache
+        shape: Any = getattr(cache, "shape", ())
+        if len(shape) == 5 and shape[1] == 2:
+            return cache.unbind(1)  # type: ignore[union-attr, return-value]
+        return _unpack_paged_kv_cache(cache, kv_layout)
+    except (AttributeError, RuntimeError) as error:
+        blame(error, **{f"paged_kv_cache (kv_cache)[{i}]": member for i, member in enumerate(cache)})
 
 
 def cache_pair(
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kv_layout: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`unpack`, where dim 1 of a single tensor may also be 1: the keys are the values too."""
-    if not isinstance(kv_cache, tuple) and kv_cache.ndim == 5 and kv_cache.shape[1] == 1:
-        return kv_cache[:, 0], kv_cache[:, 0]
+    if getattr(kv_cache, "ndim", 0) == 5 and kv_cache.shape[1] == 1:  # type: ignore[union-attr]
+        return kv_cache[:, 0], kv_cache[:, 0]  # type: ignore[call-overload]
     return unpack(kv_cache, kv_layout)
 
 
@@ -112,55 +156,20 @@ def per_head(args: tuple[Any, ...]) -> tuple[float, float, tuple[Any, Any, Any]]
     return numbers[0] * numbers[1], numbers[2], (tensors[0], tensors[1], tensors[2])
 
 
-def last_value(indptr: torch.Tensor) -> int | None:
-    """`indptr[-1]` if it is on the host; reading it from the device would synchronise."""
-    return int(indptr[-1]) if indptr.device.type == "cpu" and len(indptr) else None
+def last_value(indptr: torch.Tensor, name: str) -> int | None:
+    """`indptr[-1]` if it is on the host; reading it from the device would synchronise. Raises ValueError."""
+    try:
+        return int(indptr[-1].item()) if indptr.is_cpu and indptr.numel() else None
+    except (RuntimeError, TypeError, ValueError, IndexError, OverflowError):
+        raise ValueError(
+            f"{name}: [batch_size + 1] integers are required; got shape {tuple(indptr.shape)} of {indptr.dtype}"
+        ) from None
 
 
 def check_length(last: int | None, indices: torch.Tensor, name: str) -> None:
     """Raises ValueError if a table is shorter than its offsets, whose `last` is known, require."""
-    if last is not None and last > len(indices):
-        raise ValueError(f"{name}: {last} are required, where the last request ends; got {len(indices)}")
-
-
-def check_bounds(indptr: torch.Tensor, name: str, most: int) -> None:
-    """Raises ValueError unless offsets `[batch_size + 1]` rise and stay in 0..most (with FI_CHECK=1).
-
-    It reads them on the host, so it synchronises. It does nothing while a CUDA graph is captured.
-    """
-    import torch
-
-    if torch.compiler.is_compiling() or is_graph_capturing() or not len(indptr):
-        return
-    start = indptr.cpu().long()
-    if (start.diff() < 0).any() or start[0] < 0 or start[-1] > most:
-        raise ValueError(f"{name}: must rise from 0 or more to at most {most}; got {start.tolist()}")
-
-
-def check_pages(num_pages: int, indices: torch.Tensor, name: str, indptr: torch.Tensor) -> None:
-    """`check_bounds` of a page table, and ValueError unless all its pages are in the cache."""
-    import torch
-
-    if torch.compiler.is_compiling() or is_graph_capturing():
-        return
-    check_bounds(indptr, "indptr", len(indices))
-    start, pages = indptr.cpu().long(), indices.cpu()
-    used = pages[start[0] : start[-1]]
-    wrong = (used < 0) | (used >= num_pages)
-    if wrong.any():
-        i = int(wrong.nonzero()[0])
-        raise ValueError(f"{name}: the cache has pages 0 to {num_pages - 1}; got {int(used[i])} at {i + int(start[0])}")
-
-
-def check_tables(num_pages: int, block_tables: torch.Tensor, seq_lens: torch.Tensor, page_size: int) -> None:
-    """`check_pages` of a block table, for the entries within the lengths."""
-    import torch
-
-    if torch.compiler.is_compiling() or is_graph_capturing():
-        return
-    counts = ((seq_lens.cpu().long() + page_size - 1) // page_size).clamp(max=block_tables.shape[1])
-    used = [row[:count] for row, count in zip(block_tables.cpu(), counts.tolist())]
-    check_pages(num_pages, torch.cat(used), "block_tables", torch.tensor([0, int(counts.sum())]))
+    if last is not None and last > indices.numel():
+        raise ValueError(f"{name}: {last} are required, where the last request ends; got {indices.numel()}")
 
 
 def scale_product(number: float, *scales: Any) -> tuple[float, torch.Tensor | None]:
@@ -178,9 +187,14 @@ def scale_product(number: float, *scales: Any) -> tuple[float, torch.Tensor | No
 
 def pages_of_chunk(fixed_split_size: int | None) -> int | None:
     """fixed_split_size of a plan; None for None and for -1, which engines pass. Raises ValueError for 0."""
-    if fixed_split_size == 0:
-        raise ValueError("fixed_split_size: pages of a chunk, or None or -1 for no fixed chunks, are required; got 0")
-    return None if fixed_split_size is None or fixed_split_size < 0 else fixed_split_size
+    if fixed_split_size is None:
+        return None
+    if not isinstance(fixed_split_size, int) or fixed_split_size == 0:
+        raise ValueError(
+            "fixed_split_size: pages of a chunk, or None or -1 for no fixed chunks, are required; got "
+            f"{fixed_split_size!r}"
+        )
+    return None if fixed_split_size < 0 else fixed_split_size
 
 
 def no_nvfp4(name: str) -> NotImplementedError:
@@ -225,6 +239,8 @@ def flat_tables(block_tables: torch.Tensor) -> tuple[torch.Tensor, int]:
     if block_tables.is_contiguous():
         return block_tables, most
     pitch = block_tables.stride(0)  # columns of a wider table
+    if pitch < most:  # rows that share their entries
+        return block_tables.contiguous(), most
     return block_tables.as_strided(((batch_size - 1) * pitch + most,), (1,)), pitch
 
 

@@ -156,13 +156,19 @@ def _made(
         few = fp32 or (few and not wide)
         axes: dict[str, object] = {"few": few, "q": q, "kv": kv}
         implementation = "cuda_core" if few else "mma_sm80"
-        entry = "attend_wide_rows" if few and wide else "attend_rows" if few else "attend_tiles"
+        entry = (
+            "single_attention_cuda_core_wide"
+            if few and wide
+            else "single_attention_cuda_core"
+            if few
+            else "single_attention_mma"
+        )
     elif op == "batch_decode":
         axes = {"q": q, "kv": kv, "head_dim": 0}
-        implementation, entry = "cuda_core", "decode_wide_rows" if wide else "decode_rows"
+        implementation, entry = "cuda_core", "batch_decode_cuda_core_wide" if wide else "batch_decode_cuda_core"
     else:
         axes = {"q": q, "kv": kv, "head_dim": 0, "soft_cap": False}
-        implementation, entry = "mma_sm80", "prefill_tiles"
+        implementation, entry = "mma_sm80", "batch_prefill_mma"
     found = _OPS[op]
     wrong = [f"{name}: one of {', '.join(map(str, found.axes[name]))} is required; got {axes[name]}"
              for name in ("q", "kv") if axes[name] not in found.axes[name]]  # fmt: skip
@@ -435,6 +441,8 @@ def customised(
         "additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes, variant_name, variant_decl"
     )
     least = names.count(",") + 1
+    if not isinstance(jit_args, (tuple, list)):
+        raise TypeError(f"jit_args: a tuple is required, of {names}; got {type(jit_args).__name__}")
     if len(jit_args) < least:
         raise TypeError(f"jit_args: {least} are required, {names}; got {len(jit_args)}")
     generate: Callable[..., VariantModule] = gen_customize_batch_decode_module

@@ -24,6 +24,21 @@ def byte_bounds(elements: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(((elements.diff() + 7) >> 3).cumsum(0, dtype=torch.int32), (1, 0))
 
 
+def check_packed(packed: torch.Tensor, bounds: torch.Tensor) -> None:
+    """Raises ValueError unless a packed mask is flat bytes, as many as its bounds require if those are on the host."""
+    import torch
+
+    if packed.ndim != 1 or packed.dtype is not torch.uint8:
+        raise ValueError(
+            f"packed_custom_mask: flat uint8 is required; got {packed.dtype} of shape {tuple(packed.shape)}"
+        )
+    if bounds.device.type == "cpu" and len(packed) != int(bounds[-1]):
+        raise ValueError(
+            f"packed_custom_mask: {int(bounds[-1])} bytes are required, the sum of ceil(qo_len * kv_len / 8); "
+            f"got {len(packed)}"
+        )
+
+
 def pack(mask: torch.Tensor, elements: torch.Tensor, buffer: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """(packed mask, byte bounds) of a flat boolean mask, on its device; into `buffer` if given.
 

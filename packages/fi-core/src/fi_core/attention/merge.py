@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fi_core.observe.draw import Draw, nbytes
+from fi_core.observe.draw import FLOATS, Draw, nbytes
 from fi_core.observe.log import fi_api
-from fi_core.observe.trace import Const, Tensor, TraceTemplate, Var, Work
+from fi_core.observe.trace import Const, Tensor, TraceTemplate, Var, Work, samples
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, at_least
 from fi_core.runtime.spec.dtype import DTYPES
@@ -63,7 +63,7 @@ MERGE_STATE = Op(
     family="attention",
     arguments="Tensor(a!) v, Tensor(b!) s, Tensor v_b, Tensor s_b, Tensor? v_a=None, Tensor? s_a=None, "
     "Tensor? mask=None",
-    read=lambda v: (v.dtype,),
+    read="v.dtype",
     axes={"dtype": ("f16", "bf16", "f32")},
     config=_MergeStateConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _merge_state_unit)),
@@ -73,7 +73,7 @@ MERGE_STATES = Op(
     name="merge_states",
     family="attention",
     arguments="Tensor(a!) out, Tensor(b!) out_s, Tensor v, Tensor s",
-    read=lambda out: (out.dtype,),
+    read="out.dtype",
     axes={"dtype": ("f16", "bf16", "f32")},
     config=_MergeStatesConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _merge_states_unit)),
@@ -124,11 +124,7 @@ def _make(*names: tuple[str, str], states: bool = False) -> Callable[..., dict[s
     return make
 
 
-_SAMPLES = tuple(
-    {"dtype": dtype, "num_heads": heads, "head_dim": dim}
-    for dtype in ("bfloat16", "float16", "float32")
-    for heads, dim in ((3, 18), (4, 128))
-)
+_SAMPLES = samples({"dtype": FLOATS, "num_heads, head_dim": ((3, 18), (4, 128))})
 
 
 _TOLERANCE = {"float32": (2e-5, 2e-5)}
@@ -191,8 +187,10 @@ def merge_state(
         ValueError: shape, stride or device.
         TypeError: dtype.
     """
+    import torch
+
     s_a = _float32(s_a)
-    v, s = v_a.new_empty(v_a.shape), s_a.new_empty(s_a.shape)
+    v, s = torch.empty_like(v_a), torch.empty_like(s_a)
     _merge_state(v, s, v_b, _float32(s_b), v_a=v_a, s_a=s_a)
     return v, s
 
@@ -303,6 +301,6 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     if v.ndim != 4:
         raise ValueError(f"v: shape [n, num_states, num_heads, head_dim] is required; got {list(v.shape)}")
     n, _, heads, _ = v.shape
-    out, out_s = v.new_empty((n, heads, v.shape[3])), s.new_empty((n, heads))
+    out, out_s = v.new_empty(n, heads, v.shape[3]), s.new_empty(n, heads)
     _merge_states(out, out_s, v, s)
     return out, out_s

@@ -151,7 +151,7 @@ class DecodeSchedule:
         Returns:
             The plan info, a list of integers.
         """
-        self.batch_size, self.page_size, self.q_len = len(indptr) - 1, page_size, q_len
+        self.batch_size, self.page_size, self.q_len = indptr.numel() - 1, page_size, q_len
         self.tables = indptr, last_page_len, kv_len
         split_kv = _split_kv(fixed_split_size, page_size, disable_split_kv)
         indices = indices if split_kv > 0 else 0
@@ -164,8 +164,8 @@ class DecodeSchedule:
     def replan(self, window_left: int) -> None:
         """Computes the schedule of the same batch for another window."""
         assert self.buffers is not None
-        self.window_left = window_left
         ops.plan(self.buffers, *self.tables, self.page_size, self._q_tiles, q_len=self.q_len, window_left=window_left)
+        self.window_left = window_left
 
     def buffers_for(self, head_dim_vo: int) -> ops.Buffers:
         """The buffers of the planned batch for values of this head dim."""

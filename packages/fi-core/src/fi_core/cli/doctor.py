@@ -84,9 +84,8 @@ def _packages() -> Iterator[Finding]:
     torch = machine.torch_build()
     yield _version("torch", torch.version if torch else None, *TORCH)
     yield _version("apache-tvm-ffi", machine.version("apache-tvm-ffi"), *TVM_FFI)
-    for name in ("ninja", "filelock"):
-        if importlib.util.find_spec(name) is None:
-            yield Finding("FAIL", name, "missing", f"pip install {name}")
+    if importlib.util.find_spec("ninja") is None:
+        yield Finding("FAIL", "ninja", "missing", "pip install ninja")
 
 
 def _version(name: str, found: str | None, least: str, below: str | None) -> Finding:
@@ -129,19 +128,19 @@ def _gpus() -> Iterator[Finding]:
 
 def _store() -> Iterator[Finding]:
     first, target = store.roots()[0], store.destination()
+    why = store.refusal(first)
     if target is None:
         level = "FAIL" if env.jit != "off" else "note"
         yield Finding(
             level,
             "cache",
-            f"no directory for compiled kernels can be written, {first} neither",
+            f"no directory for compiled kernels can be written, {first} neither{f' ({why})' if why else ''}",
             "export FI_CACHE_DIR=DIRECTORY",
         )
         return
     if target != first:
-        yield Finding(
-            "warn", "cache", f"{first} cannot be written; kernels go to {target}", "export FI_CACHE_DIR=DIRECTORY"
-        )
+        text = f"{first} is not used ({why})" if why else f"{first} cannot be written"
+        yield Finding("warn", "cache", f"{text}; kernels go to {target}", "export FI_CACHE_DIR=DIRECTORY")
     place = next(path for path in (target, *target.parents) if path.is_dir())
     free = shutil.disk_usage(place).free
     if free < LOW_DISK:
@@ -194,6 +193,9 @@ def _obtainable(what: str, needed: str, files: list[Artifact], mend: str) -> Fin
         )
     if made_by is None:
         return Finding("FAIL", what, f"{text}, and there is no {needed} for the others", mend)
+    broken = toolchain.cxx_problem() if files[0].kind != "cubin" else None
+    if broken:
+        return Finding("FAIL", what, f"{text}, and {made_by} does not compile the others: {broken}", mend)
     identity = compiler.identity(files[0]).split(" Copyright")[0].split(":")[0]
     return Finding("ok", what, f"{text}; {made_by} ({identity}) compiles the others on first use")
 
@@ -205,5 +207,5 @@ CHECKS: dict[Callable[[], Iterator[Finding]], tuple[str, ...]] = {
     _gpus: ("setting",),
     _store: ("setting",),
     _providers: ("setting",),
-    _kernels: ("setting", "fi-kernels", "filelock"),
+    _kernels: ("setting", "fi-kernels"),
 }

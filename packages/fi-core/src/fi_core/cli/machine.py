@@ -27,7 +27,6 @@ SIBLINGS = ("fi-kernels", "fi-jit-cache", "fi-cubin", "fi-bench")
 OTHERS = (
     "apache-tvm-ffi",
     "ninja",
-    "filelock",
     "nvidia-cuda-nvrtc",
     "nvidia-cuda-runtime",
     "triton",

@@ -16,6 +16,7 @@ from fi_core.jit.core import default_targets
 from fi_core.jit.env import GENERATED
 from fi_core.jit.ops import OpModule, specs_of, view
 from fi_core.registry import ops
+from fi_core.runtime import files
 from fi_core.runtime.build import ninja
 from fi_core.runtime.env import env
 from fi_core.runtime.resolve import Found, build_missing, where
@@ -159,8 +160,8 @@ def export_compile_commands(args: argparse.Namespace) -> Report:
         raise UsageError("PATH and --output name the same file: give one of them")
     path: Path = args.path or args.output or Path("compile_commands.json")
     targets = args.targets or dict.fromkeys((*default_targets(), CPU))
-    files = list(dict.fromkeys(a for spec in specs_of(ops().values(), targets) for a in view(spec).artifacts))
+    wanted = list(dict.fromkeys(a for spec in specs_of(ops().values(), targets) for a in view(spec).artifacts))
     folder = env.cache_dir / GENERATED
-    ninja.write(files, folder)  # editors open the units
-    path.write_text(json.dumps(ninja.compile_commands(files, folder), indent=2) + "\n")
-    return Report({"path": str(path), "entries": len(files)}, [f"{len(files)} commands written to {path}"])
+    ninja.write(wanted, folder)  # editors open the units
+    files.write(path, json.dumps(ninja.compile_commands(wanted, folder), indent=2) + "\n")
+    return Report({"path": str(path), "entries": len(wanted)}, [f"{len(wanted)} commands written to {path}"])

@@ -9,6 +9,11 @@ from fi_core.observe.replay import replay_sequence
 from fi_core.runtime.build.driver import driver
 
 
+def _printable(text: str) -> str:
+    """The text with escapes for control characters: names and reprs of a dump must not steer the terminal."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
 def run(args: argparse.Namespace) -> Report:
     found = driver()
     device = args.device or ("cuda" if found and found.gpus else "cpu")
@@ -18,7 +23,7 @@ def run(args: argparse.Namespace) -> Report:
         verdict = "error" if error else "passed" if match else "mismatch"
         calls.append({"dump_dir": result["dump_dir"], "verdict": verdict, "error": error})
         text = f"Error: {error}" if error else verdict.capitalize()
-        lines.append(f"{result['dump_dir']}: {paint(text, 'green' if match else 'red')}")
+        lines.append(f"{_printable(result['dump_dir'])}: {paint(_printable(text), 'green' if match else 'red')}")
     passed = sum(call["verdict"] == "passed" for call in calls)
     failed = len(calls) - passed
     summary = {"passed": passed, "failed": failed}

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from fi_core.cli.report import Report, UsageError, paint
 from fi_core.jit.core import default_targets
-from fi_core.registry import ops
+from fi_core.registry import described, ops
 from fi_core.runtime.build import compiler, sources, toolchain
 from fi_core.runtime.dispatch import AUTO, Choice, Request, choose, explain
 from fi_core.runtime.env import env
-from fi_core.runtime.errors import UnsupportedError
+from fi_core.runtime.errors import LibraryError, UnsupportedError
 from fi_core.runtime.launch.kernel import Launch
 from fi_core.runtime.resolve import answers, store
 from fi_core.runtime.spec.artifact import Artifact
@@ -120,22 +120,13 @@ def _sample(name: str) -> Any:
     """A function that makes a call of a public name from sizes; None without such a name or a description of its
     inputs.
     """
-    import fi_core
-    from fi_core.attention.samples import WRAPPERS
-    from fi_core.observe.trace import described_function
+    from fi_core.observe.draw import Outline
 
-    stem = name.rpartition(".")[2]
-    if stem in WRAPPERS:
-        return WRAPPERS[stem]
-    if stem in fi_core.__all__:
-        getattr(fi_core, stem)  # loads its module
-    found = described_function(stem)
-    make = found[1].make if found else None
-    if found is None or make is None:
+    found = described(name.rpartition(".")[2])
+    if found is None or (make := found.template.make) is None:
         return None
-    function, description = found
 
-    call: Any = lambda **sizes: function(**description.sample(nasty=False, **sizes))  # noqa: E731
+    call: Any = lambda **sizes: found.call(make(Outline(), **sizes))  # noqa: E731
     kept = [p for n, p in inspect.signature(make).parameters.items() if n != "draw"]
     call.__signature__ = inspect.Signature(kept)
     return call
@@ -161,7 +152,7 @@ def _explain_call(
     except UnsupportedError as error:
         found, lines, ok = _refused(head, error, {})
         return data | found, lines, ok
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, LibraryError) as error:
         raise UsageError(str(error)) from None
     described = [_describe(step) for step in steps]
     data["calls"] = [one for one, _, _ in described]
@@ -195,9 +186,9 @@ def _unknown(name: str) -> str:
     import difflib
 
     import fi_core
-    from fi_core.attention.samples import WRAPPERS
+    from fi_core.observe.trace import every_described
 
-    known = sorted({*ops(), *WRAPPERS, *fi_core.__all__})
+    known = sorted({*ops(), *fi_core.__all__, *(found.name for found in every_described())})
     close = difflib.get_close_matches(name.rpartition(".")[2], known, 3, 0.4)
     hint = f"did you mean {' or '.join(close)}?" if close else f"ops are {', '.join(sorted(ops()))}"
     return f"no op or described function is named {name!r}; {hint}"
@@ -209,7 +200,11 @@ def _refused(
     why = {**reasons} or error.reasons
     data = {"asked": head, "chosen": None, "implementations": {n: {"why_not": list(w)} for n, w in why.items()}}
     lines = [head, *(f"  {name}: {'; '.join(words)}" for name, words in why.items())]
-    return data, [*lines, paint("No implementation takes it: a call raises UnsupportedError.", "red")], False
+    return (
+        data,
+        [*lines, paint("No implementation supports the request: a call raises UnsupportedError.", "red")],
+        False,
+    )
 
 
 def _describe(step: Step) -> tuple[dict[str, Any], list[str], bool]:
@@ -256,9 +251,9 @@ def _origins(spec: Spec) -> list[Origin]:
 def origin(artifact: Artifact) -> Origin:
     """The file that a call would use, looking in each place in order without changing anything."""
     misses: list[tuple[str, str]] = []
-    for provider, path, why in answers(artifact):
-        if path:
-            return Origin(artifact, provider.name, path, True, misses)
+    for provider, found, why in answers(artifact):
+        if found:
+            return Origin(artifact, provider.name, found.path, True, misses)
         if (provider.name, why) not in misses:  # it was asked for each target that fits
             misses.append((provider.name, why))
     if not misses:

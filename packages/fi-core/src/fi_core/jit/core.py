@@ -109,12 +109,12 @@ class JitSpec(ABC):
     @property
     def aot_path(self) -> Path | None:
         """The matching library of an installed package, or None."""
-        return next((answer.path for answer in answers(self.host) if answer.path), None)
+        return next((answer.found.path for answer in answers(self.host) if answer.found), None)
 
     @property
     def is_aot(self) -> bool:
         """Whether installed packages contain all files."""
-        return all(any(answer.path for answer in answers(a)) for a in self.artifacts)
+        return all(any(answer.found for answer in answers(a)) for a in self.artifacts)
 
     @property
     def is_compiled(self) -> bool:

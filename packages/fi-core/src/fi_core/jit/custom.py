@@ -10,9 +10,11 @@ from typing import Any
 
 from fi_core.jit import core
 from fi_core.runtime.build.driver import driver
+from fi_core.runtime.launch import torch_op
 from fi_core.runtime.launch.kernel import bind_artifacts
+from fi_core.runtime.launch.operator import Operator
 from fi_core.runtime.spec.artifact import Artifact
-from fi_core.runtime.spec.op import Entry
+from fi_core.runtime.spec.op import Entry, Op
 from fi_core.runtime.spec.target import CPU, Target, cuda_target
 
 HOST_SUFFIXES = (".cc", ".cpp", ".cxx")
@@ -30,15 +32,35 @@ class UserModule(core.JitSpec):
         (module,) = self._load_modules()
         return self.adapter(module) if self.adapter else module
 
-    def bind(self, device: int = 0) -> Callable[..., Any]:
+    def bind(self, device: int = 0, *, arguments: str | None = None) -> Callable[..., Any]:
         """Returns the module's FI_OP entry as a function, and compiles the module if necessary.
 
         Args:
             device: index of the GPU, for a module with device code.
+            arguments: the arguments of the entry as a torch.library schema that marks what is written, as in
+                "Tensor(a!) out, Tensor x, float a=1.0". With it the function takes them by position or name, and
+                torch.compile and torch.export see it as `torch.ops.fi_core.jit_<name>`. Without it the function takes
+                positions only, and torch does not see it.
 
         Raises:
-            ValueError: device is no index of a visible GPU.
+            ValueError: device is no index of a visible GPU; arguments is no schema, or not that of an earlier bind of
+                this name.
         """
+        call = self._bind_entry(device)
+        if arguments is None:
+            return call
+        if not self.name.isidentifier():
+            raise ValueError(f"arguments: a torch operator needs a name that is an identifier; got {self.name!r}")
+        known = _declared.get(self.name)
+        if known is None:
+            known = _declared[self.name] = _Declared(Op(f"jit_{self.name}", "jit", arguments, ()))
+        elif known.op.arguments != arguments:
+            raise ValueError(f"arguments: {self.name} is declared as {known.op.arguments!r}; got {arguments!r}")
+        known.calls[device if len(self.artifacts) > 1 else _CPU] = call
+        known.forget()
+        return known.function
+
+    def _bind_entry(self, device: int) -> Callable[..., Any]:
         images = [artifact for artifact in self.artifacts if artifact.kind == "cubin"]
         if not images:
             return bind_artifacts(self.name, self.name, (self.host,), (), 0)[0]
@@ -48,6 +70,29 @@ class UserModule(core.JitSpec):
             raise ValueError(f"device: must be the index of one of {len(gpus)} visible GPUs; got {device}")
         image = _image(self.name, cuda_target(*gpus[device].capability), images[0])
         return bind_artifacts(self.name, self.name, (self.host, image), self.entries, device)[0]
+
+
+_CPU = -1  # get_device() of a tensor on the CPU
+
+
+class _Declared(Operator):
+    """The torch operator of a user's module; its entry is bound for each device by `bind`."""
+
+    def __init__(self, op: Op) -> None:
+        self.calls: dict[int, Callable[..., Any]] = {}
+        super().__init__(op)
+
+    def _bind(self, key: tuple[Any, ...], arguments: tuple[Any, ...], *declined: int) -> Any:
+        torch_op.check(self.op, arguments, wrapped=key[1] is None)
+        if key[0] not in self.calls:
+            places = ", ".join("the CPU" if d == _CPU else f"GPU {d}" for d in self.calls)
+            raise ValueError(f"{self.op.name}: tensors must be on {places}, where it is bound; call bind for others")
+        found: Any = self.calls[key[0]], None  # it has no Choice
+        self._bound[key] = found
+        return found
+
+
+_declared: dict[str, _Declared] = {}  # a name is one torch operator in a process
 
 
 def _image(name: str, target: Target, like: Artifact) -> Artifact:

@@ -18,7 +18,7 @@ def _scale_tensor(scale: torch.Tensor | float, input: torch.Tensor) -> torch.Ten
         import torch
 
         message = "scale: a number costs an allocation and a kernel each call; pass a float32 tensor with one element"
-        warnings.warn(message, FutureWarning, stacklevel=3)
+        warnings.warn(message, FutureWarning, stacklevel=4)
         return input.new_full((1,), scale, dtype=torch.float32)
     return scale
 
@@ -50,7 +50,9 @@ def rmsnorm(
         TypeError: A dtype does not fit; the text names the argument.
     """
     if out is None:
-        out = input.new_empty(input.shape)
+        import torch
+
+        out = torch.empty_like(input)
     ops.rmsnorm(out, input, weight, eps, enable_pdl)
     return out
 
@@ -78,7 +80,9 @@ def gemma_rmsnorm(
         out.
     """
     if out is None:
-        out = input.new_empty(input.shape)
+        import torch
+
+        out = torch.empty_like(input)
     ops.rmsnorm(out, input, weight, eps=eps, weight_bias=1.0, enable_pdl=enable_pdl)
     return out
 
@@ -107,7 +111,9 @@ def fused_add_rmsnorm(
         ValueError: A shape, stride or device does not fit; the text names the argument.
         TypeError: A dtype does not fit; the text names the argument.
     """
-    ops.rmsnorm(input, input, weight, eps=eps, residual=residual, enable_pdl=enable_pdl)
+    if residual is None:
+        raise TypeError("residual must be a torch.Tensor; got None")
+    ops.rmsnorm(input, input, weight, eps, enable_pdl, residual=residual)
 
 
 @fi_api(trace=trace.GEMMA_FUSED_ADD_RMSNORM)
@@ -129,6 +135,8 @@ def gemma_fused_add_rmsnorm(
         eps: added to the mean of the squares.
         enable_pdl: programmatic dependent launch, as for `rmsnorm`.
     """
+    if residual is None:
+        raise TypeError("residual must be a torch.Tensor; got None")
     ops.rmsnorm(input, input, weight, eps=eps, residual=residual, weight_bias=1.0, enable_pdl=enable_pdl)
 
 
@@ -184,6 +192,8 @@ def fused_add_rmsnorm_quant(
         eps: added to the mean of the squares.
         enable_pdl: programmatic dependent launch, as for `rmsnorm`.
     """
+    if residual is None:
+        raise TypeError("residual must be a torch.Tensor; got None")
     ops.rmsnorm(
         out, input, weight, residual=residual, scale=_scale_tensor(scale, input), eps=eps, enable_pdl=enable_pdl
     )
@@ -246,7 +256,9 @@ def layernorm(input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, eps:
         ValueError: A shape, stride or device does not fit; the text names the argument.
         TypeError: A dtype does not fit; the text names the argument.
     """
-    out = input.new_empty(input.shape)
+    import torch
+
+    out = torch.empty_like(input)
     ops.layernorm(out, input, gemma, beta, eps=eps)
     return out
 

@@ -81,7 +81,7 @@ RMSNORM = Op(
     family="norm",
     arguments="Tensor(a!) out, Tensor input, Tensor weight, float eps=1e-06, bool? enable_pdl=None, "
     "Tensor(b!)? residual=None, Tensor? scale=None, float weight_bias=0.0",
-    read=lambda out, input, residual: (input.dtype, out.dtype, residual is not None),
+    read="input.dtype, out.dtype, residual is not None",
     axes={"dtype": _DTYPES, "out": _OUTS, "residual": (False, True)},
     config=NormConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _rmsnorm_unit)),
@@ -97,7 +97,7 @@ LAYERNORM = Op(
     name="layernorm",
     family="norm",
     arguments="Tensor(a!) out, Tensor input, Tensor gemma, Tensor beta, Tensor? scale=None, float eps=1e-06",
-    read=lambda out, input: (input.dtype, out.dtype),
+    read="input.dtype, out.dtype",
     axes={"dtype": _DTYPES, "out": _OUTS},
     config=NormConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _layernorm_unit)),
@@ -113,7 +113,7 @@ RMSNORM_BLOCK_QUANT = Op(
     family="norm",
     arguments="Tensor(a!) out, Tensor(b!) block_scale, Tensor(c!) normed_out, Tensor input, Tensor(d!) residual, "
     "Tensor weight, float eps=1e-06, bool? enable_pdl=None",
-    read=lambda input: (input.dtype,),
+    read="input.dtype",
     axes={"dtype": ("f16", "bf16")},
     config=NormConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _rmsnorm_block_quant_unit)),

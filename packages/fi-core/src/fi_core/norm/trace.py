@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fi_core.observe.draw import Draw, nbytes
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work
+from fi_core.observe.draw import FLOATS, Draw, nbytes
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work, samples
 
 
 def _make(heads: bool, residual: bool, quantized: bool, parameters: tuple[str, ...]) -> Callable[..., dict[str, Any]]:
@@ -40,16 +40,13 @@ def _make(heads: bool, residual: bool, quantized: bool, parameters: tuple[str, .
 
 def _samples(heads: bool, quantized: bool) -> tuple[dict[str, Any], ...]:
     """Row lengths, odd and large, for each dtype."""
-    return tuple(
+    outs = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fn")
+    return samples(
         {
-            "dtype": dtype,
-            "batch_size": rows,
-            "hidden_size": width,
-            **({"num_heads": 3} if heads else {}),
-            **({"out_dtype": out} if quantized else {}),
+            **({"dtype, out_dtype": tuple(zip(FLOATS, outs))} if quantized else {"dtype": FLOATS}),
+            "batch_size, hidden_size": ((5, 136), (1, 7), (2, 4096), (0, 64)),
+            **({"num_heads": (3,)} if heads else {}),
         }
-        for dtype, out in (("bfloat16", "float8_e4m3fn"), ("float16", "float8_e5m2"), ("float32", "float8_e4m3fn"))
-        for rows, width in ((5, 136), (1, 7), (2, 4096), (0, 64))
     )
 
 
@@ -266,11 +263,7 @@ FUSED_ADD_RMSNORM_FP8_BLOCK_QUANT = TraceTemplate(
     reference=_block_quant_reference,
     op="rmsnorm_block_quant",
     make=_make_block_quant,
-    samples=tuple(
-        {"dtype": dtype, "batch_size": rows, "hidden_size": width}
-        for dtype in ("bfloat16", "float16")
-        for rows, width in ((5, 384), (8, 128))
-    ),
+    samples=samples({"dtype": FLOATS[:2], "batch_size, hidden_size": ((5, 384), (8, 128))}),
     work=_block_quant_work,
     # The scale is computed from rounded values, and a value halfway between two fp8 numbers may round to either.
     tolerance={"block_scale": (1e-2, 1e-6), "output": (0.13, 0.02)},

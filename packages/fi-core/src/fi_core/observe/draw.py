@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+FLOATS = ("bfloat16", "float16", "float32")
 _PADDING = 8  # elements between rows of a strided tensor
 _GUARD = 64  # elements of poison around it
 
@@ -35,6 +36,10 @@ class Draw:
         x = torch.randn(tuple(shape), dtype=wide, device=self.device, generator=self.generator)
         return (x * scale if scale != 1.0 else x).to(dtype)
 
+    def pages(self, shape: Sequence[int], dtype: Any) -> torch.Tensor:
+        """A cache of pages, `[num_pages, ...]`, of normal values."""
+        return self.normal(shape, dtype)
+
     def integers(self, low: int, high: int, shape: Sequence[int], dtype: Any = "int32") -> torch.Tensor:
         """Uniform in [low, high)."""
         import torch
@@ -54,7 +59,11 @@ class Draw:
 
         dtype = dtype_of(dtype)
         out = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        return self.rows(out.copy_(_poison(dtype, self.device).expand(out.shape))) if self.nasty else out
+        return self.rows(self.poison(out)) if self.nasty else out
+
+    def poison(self, x: torch.Tensor) -> torch.Tensor:
+        """Overwrites x with NaN, or 0x55 if it holds integers."""
+        return x.copy_(_poison(x.dtype, self.device).expand(x.shape))
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """The same values in rows that lie apart in poison, if nasty."""
@@ -83,6 +92,25 @@ class Draw:
         import torch
 
         return torch.tensor([0, *counts]).cumsum(0).to(dtype=torch.int32, device=self.device)
+
+
+class Outline(Draw):
+    """Tensors without contents, for a call that is only rehearsed; a cache is one page, expanded."""
+
+    def __init__(self, device: Any = "cpu") -> None:
+        super().__init__(device, nasty=False)
+
+    def normal(self, shape: Sequence[int], dtype: Any, scale: float = 1.0) -> torch.Tensor:
+        import torch
+
+        return torch.empty(tuple(shape), dtype=dtype_of(dtype), device=self.device)
+
+    def pages(self, shape: Sequence[int], dtype: Any) -> torch.Tensor:
+        page = self.normal(shape[1:], dtype)
+        return page.as_strided(tuple(shape), (0, *page.stride()))
+
+    def permutation(self, count: int) -> torch.Tensor:
+        return self.int32([0]).expand(count).contiguous()
 
 
 def dtype_of(dtype: Any) -> torch.dtype:

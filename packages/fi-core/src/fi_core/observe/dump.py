@@ -23,9 +23,10 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from fi_core.observe.encode import Record, details, encode, encode_result, encode_self
+from fi_core.runtime import files
 from fi_core.runtime.env import env
 from fi_core.utils import is_graph_capturing
 
@@ -52,30 +53,6 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     import torch
 
     return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
-
-
-def _make_directory(path: Path) -> None:
-    """A directory with mode 0700, and its parents likewise; one that is there stays as it is."""
-    missing = [path, *path.parents]
-    missing = missing[: next((i for i, p in enumerate(missing) if p.exists()), len(missing))]
-    for directory in reversed(missing):
-        directory.mkdir(mode=0o700, exist_ok=True)
-        directory.chmod(0o700)  # the umask may have taken bits away
-
-
-def _open(path: Path, mode: str) -> IO[Any]:
-    """Opens a file to write ("wb", new) or append ("a"), with mode 0600, through no link, and only our own."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    flags |= os.O_APPEND if mode == "a" else os.O_TRUNC
-    descriptor = os.open(path, flags, 0o600)
-    try:
-        if os.fstat(descriptor).st_uid != os.getuid():
-            raise PermissionError(f"{path}: a file of this user is required")
-        os.fchmod(descriptor, 0o600)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return os.fdopen(descriptor, mode)
 
 
 @dataclass
@@ -238,13 +215,13 @@ class Dumper:
         import torch
 
         directory = parent / name
-        _make_directory(directory)
-        with _open(directory / f"{kind}.pt", "wb") as file:
+        files.make(directory)
+        with files.opened(directory / f"{kind}.pt", "wb") as file:
             torch.save(tensors, file)
         line = json.dumps({**record, "dump_dir": str(directory)}) + "\n"
         with self._lock:
             for path in (directory / "metadata.jsonl", parent / "session.jsonl"):
-                with _open(path, "a") as file:
+                with files.opened(path, "a") as file:
                     file.write(line)
 
     def flush_graph_dumps(self) -> Path | None:

@@ -155,6 +155,8 @@ def _inside(directory: Path, name: str) -> Path:
     path = directory / name
     if name in ("", ".", "..") or Path(name).name != name or not path.resolve().is_relative_to(directory.resolve()):
         raise ValueError(f"dump_dir: a path below {directory} is required; got {name!r}")
+    if path.exists() and not (path.is_file() or path.is_dir()):  # reading a pipe or a device may never end
+        raise ValueError(f"dump_dir: files are required; {name!r} is another kind")
     return path
 
 
@@ -206,7 +208,7 @@ def _call(
         session.objects[identity] = cls(*args, **kwargs)
         return None
     function = api_function(f"{module}:{qualname}")
-    if identity is not None:
+    if identity is not None or owner:
         args = [_object(metadata, f"{module}:{owner}" if owner else "", session), *args]
     bound = inspect.signature(function).bind(*args, **kwargs)
     _refuse_code(bound.arguments)
@@ -223,7 +225,7 @@ def _refuse_code(arguments: dict[str, Any]) -> None:
 
 def _object(metadata: Record, owner: str, session: _Session) -> Any:
     """The object that a method was called on. owner: the class that defines the method, "" for a plain function."""
-    identity = metadata["self_id"]
+    identity = metadata.get("self_id")
     if identity not in session.objects:
         raise LookupError(
             f"object_registry: the object that {metadata.get('function_name')} was called on (id {identity}) is "

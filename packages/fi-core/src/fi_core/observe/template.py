@@ -7,14 +7,16 @@ Axes, inputs, outputs and reference give the benchmark definition of a call (`de
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fi_core.observe.draw import Draw
+from fi_core.observe.draw import Draw, dtype_of, nbytes
 
 if TYPE_CHECKING:
     import torch
@@ -80,8 +82,11 @@ class TraceTemplate:
     op         names in fi_core's registry of the ops that the function launches
     reference  the function in fp64, or exact; its text is whole in itself (helpers first, if it is several functions)
     make       (draw, **sizes) -> the arguments of one call by parameter; `draw` is a `Draw`, sizes have defaults
-    samples    sizes and dtypes for tests; () if the defaults of `make` do
-    work       arguments -> Work
+    plan       (wrapper class, arguments) -> a planned wrapper, if the function is its `run`; arguments of the
+               constructor and of `plan` are then arguments of the call too
+    samples    sizes and dtypes for tests, as the function `samples` gives them; () if the defaults of `make` do
+    work       arguments -> Work; or a number: so many operations an element of the outputs, and every tensor once
+    eager      the function in eager torch, of the same arguments as the reference and in their dtypes: a baseline
     tolerance  (rtol, atol) by output name or by dtype, where `default_tolerances` does not do
     """
 
@@ -99,8 +104,10 @@ class TraceTemplate:
     description: str = ""
     op: str | Sequence[str] = ()
     make: Callable[..., dict[str, Any]] | None = None
+    plan: Callable[[Callable[..., Any], Mapping[str, Any]], Any] | None = None
     samples: Sequence[Mapping[str, Any]] = field(default=())
-    work: Callable[[Mapping[str, Any]], Work] | None = None
+    work: Callable[[Mapping[str, Any]], Work] | int | None = None
+    eager: Callable[..., Any] | None = None
     tolerance: Mapping[Any, tuple[float, float]] = field(default_factory=dict)
 
     @property
@@ -149,6 +156,34 @@ class TraceTemplate:
         given = self.values(arguments)
         outputs = function(**{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in given.items()})
         return dict(zip(self.outputs, outputs if isinstance(outputs, tuple) else (outputs,)))
+
+    def layouts(self, arguments: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of each output of a call; its axes are axes of inputs or follow from `constraints`."""
+        sizes: dict[str, int] = {}
+        for key, entry in self.inputs.items():
+            if isinstance(entry, Tensor) and (given := _given(key, entry, arguments)) is not None:
+                sizes |= zip(entry.dim_names, given.shape)
+        for axis, _, size in (constraint.partition(" == ") for constraint in self.constraints):
+            if axis in self.axes and axis not in sizes:
+                sizes[axis] = eval(size, {}, sizes)
+        tensors = {key: entry for key, entry in self.outputs.items() if isinstance(entry, Tensor)}
+        for axis in {axis for entry in tensors.values() for axis in entry.dim_names} - set(sizes):
+            raise ValueError(f"{self.op_type}: no input has the axis {axis!r}; tell it by a constraint '{axis} == ...'")
+        return {
+            key: (tuple(sizes[axis] for axis in entry.dim_names), self._declared_dtype(entry, arguments))
+            for key, entry in tensors.items()
+        }
+
+    def work_of(self, arguments: Mapping[str, Any]) -> Work:
+        """The least work of a call."""
+        if self.work is None:
+            raise ValueError(f"{self.op_type}: its description counts no work")
+        if callable(self.work):
+            return self.work(arguments)
+        counted = [(math.prod(shape), dtype_of(dtype).itemsize) for shape, dtype in self.layouts(arguments).values()]
+        written = sum(count * size for count, size in counted)
+        operations = self.work * sum(count for count, _ in counted)
+        return Work(operations, nbytes(*self.values(arguments).values()) + written)
 
     def tolerance_of(self, output: str, dtype: Any) -> tuple[float, float]:
         """(rtol, atol) of an output."""
@@ -253,6 +288,27 @@ class TraceTemplate:
                 if given is not None:
                     return given.dtype
         return "unknown"
+
+
+def with_sizes(
+    make: Callable[..., dict[str, Any]], hidden: Sequence[str], **usual: Any
+) -> Callable[..., dict[str, Any]]:
+    """A `make` with these defaults; the hidden parameters are no sizes that a user can choose."""
+    found = functools.partial(make, **usual)
+    parameters = inspect.signature(found).parameters.values()
+    found.__signature__ = inspect.Signature([p for p in parameters if p.name not in hidden])  # type: ignore[attr-defined]
+    return found
+
+
+def samples(axes: Mapping[str, Sequence[Any]]) -> tuple[dict[str, Any], ...]:
+    """Every combination of a value of each axis; axes that change together share a key, as in "rows, columns"."""
+    found: list[dict[str, Any]] = []
+    for values in itertools.product(*axes.values()):
+        sample: dict[str, Any] = {}
+        for names, value in zip((key.split(", ") for key in axes), values):
+            sample |= zip(names, value if len(names) > 1 else (value,))
+        found.append(sample)
+    return tuple(found)
 
 
 def _axis_entry(kind: Var | Const, value: int | None) -> dict[str, Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fi_core.observe.template import (
     Const,
@@ -19,7 +20,9 @@ from fi_core.observe.template import (
     Work,
     default_check,
     default_tolerances,
+    samples,
 )
+from fi_core.runtime import files
 from fi_core.runtime.env import env
 
 __all__ = [
@@ -35,6 +38,7 @@ __all__ = [
     "default_check",
     "default_tolerances",
     "fi_trace",
+    "samples",
     "template_problems",
 ]
 
@@ -108,16 +112,45 @@ def attach_trace(func: F, trace: Trace, planned: Planned | None = None) -> None:
         func.fi_init = trace.init  # type: ignore[attr-defined]
 
 
-def described(name: str) -> TraceTemplate | None:
-    """The description of a function that makes inputs, among the families that are loaded; None if there is none."""
-    found = described_function(name)
-    return found[1] if found else None
+class Described(NamedTuple):
+    """A public function, or the `run` of a wrapper, with a description that makes its inputs."""
+
+    function: Callable[..., Any]
+    template: TraceTemplate
+
+    @property
+    def wrapper(self) -> type | None:
+        """The class that `function` is the `run` of."""
+        name = self.function.__qualname__.rpartition(".")[0]
+        return getattr(sys.modules[self.function.__module__], name) if name else None
+
+    @property
+    def name(self) -> str:
+        """The public name, of a wrapper that of its class."""
+        return self.wrapper.__name__ if self.wrapper else self.function.__name__
+
+    def own(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of the function itself: not those that a wrapper holds since its `plan`."""
+        if self.wrapper is None:
+            return dict(arguments)
+        held, parameters = self.function.fi_trace.planned, inspect.signature(self.function).parameters  # type: ignore[attr-defined]
+        return {name: value for name, value in arguments.items() if name in parameters and name not in held}
+
+    def bind(self, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+        """The function, or `run` of a wrapper that is planned for these arguments."""
+        if self.wrapper is None:
+            return self.function
+        assert self.template.plan is not None
+        return self.template.plan(self.wrapper, arguments).run  # type: ignore[no-any-return]
+
+    def call(self, arguments: Mapping[str, Any]) -> Any:
+        """The result of the function."""
+        return self.bind(arguments)(**self.own(arguments))
 
 
-def described_function(name: str) -> tuple[Callable[..., Any], TraceTemplate] | None:
-    """The function of `described` too."""
-    found = ((func, template) for func, template, _ in _TRACE_REGISTRY if func.__name__ == name)
-    return next((pair for pair in found if pair[1].make is not None), None)
+def every_described() -> Iterator[Described]:
+    """All descriptions that make inputs, of the families that are loaded."""
+    return (Described(function, template) for function, template, _ in _TRACE_REGISTRY if template.make is not None)
 
 
 def fi_trace(
@@ -155,9 +188,7 @@ def _definition(
 
 
 def _write(definition: Mapping[str, Any], directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{definition['name']}.json"
-    path.write_text(json.dumps(definition, indent=2), encoding="utf-8")
+    files.write(directory / f"{definition['name']}.json", json.dumps(definition, indent=2))
 
 
 def auto_dump(func: F, trace: Trace, planned: Planned | None = None) -> F:

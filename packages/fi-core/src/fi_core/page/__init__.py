@@ -6,16 +6,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.observe.log import fi_api
 from fi_core.page import trace
-from fi_core.runtime.env import env
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, at_least
 from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
-from fi_core.utils import _unpack_paged_kv_cache, check_shape_dtype_device, int32_index, is_graph_capturing
+from fi_core.utils import _unpack_paged_kv_cache, check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:
     import torch
-
-_CHECK = env.check  # read once at import, so a call does not read the environment
 
 
 class _AppendConfig(NamedTuple):
@@ -93,58 +90,6 @@ _positions = operator(GET_BATCH_INDICES_POSITIONS)
 _seq_lens = operator(GET_SEQ_LENS)
 
 
-def _first(wrong: torch.Tensor) -> int | None:
-    return int(wrong.nonzero()[0]) if wrong.any() else None
-
-
-def check_append(
-    batch_indices: torch.Tensor,
-    positions: torch.Tensor,
-    kv_indices: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    num_pages: int,
-    page_size: int,
-) -> None:
-    """Checks that every row to be written has a page of its request (FI_CHECK=1 adds this check to each call).
-
-    It reads the tables on the host, so it synchronizes with the device. It does nothing while a CUDA graph is captured.
-
-    Raises:
-        ValueError: A table entry is out of range; the text names the argument and the position.
-    """
-    import torch
-
-    if torch.compiler.is_compiling() or is_graph_capturing():
-        return
-    batch, position, page, start = (x.cpu().long() for x in (batch_indices, positions, kv_indices, kv_indptr))
-    steps = start.diff()
-    if (i := _first(torch.cat((start[:1], steps)) < 0)) is not None:
-        raise ValueError(
-            "kv_indptr: must not decrease and must start at 0 or more; "
-            f"got {start[i].item()} at {i} after {start[:i].tolist()[-1:]}"
-        )
-    if start[-1] > page.numel():
-        raise ValueError(
-            f"kv_indices: must have kv_indptr[-1] = {start[-1].item()} elements or more; got {page.numel()}"
-        )
-    used = page[start[0] : start[-1]]
-    if (i := _first((used < 0) | (used >= num_pages))) is not None:
-        raise ValueError(
-            f"kv_indices: the cache has pages 0 to {num_pages - 1}; got {used[i].item()} at {i + int(start[0])}"
-        )
-    live = batch >= 0
-    if (i := _first(live & (batch >= steps.numel()))) is not None:
-        raise ValueError(f"batch_indices: kv_indptr has {steps.numel()} requests; got {batch[i].item()} at {i}")
-    if not live.any():
-        return
-    room = steps[batch.clamp(min=0)] * page_size
-    if (i := _first(live & ((position < 0) | (position >= room)))) is not None:
-        raise ValueError(
-            f"positions: request {batch[i].item()} has room for {room[i].item()} tokens; "
-            f"got {position[i].item()} at {i}"
-        )
-
-
 @fi_api(trace=trace.append)
 def append_paged_kv_cache(
     append_key: torch.Tensor,
@@ -179,8 +124,8 @@ def append_paged_kv_cache(
         kv_layout: "NHD" or "HND".
 
     Raises:
-        ValueError: A shape, stride or device does not fit. If FI_CHECK=1 is set at import, also a page, position or
-            offset out of range; that check synchronizes with the device.
+        ValueError: A shape, stride or device does not fit. A page, position or offset is out of range, on the
+            CPU; on CUDA with FI_CHECK=1 at import, which synchronizes.
         TypeError: A dtype does not fit.
         KeyError: kv_layout is unknown, or paged_kv_cache is neither a tensor nor a tuple.
     """
@@ -191,9 +136,6 @@ def append_paged_kv_cache(
         k_cache, v_cache = paged_kv_cache, None  # type: ignore[assignment]  # the op splits it; views cost 3 us per call
     else:
         k_cache, v_cache = _unpack_paged_kv_cache(paged_kv_cache, kv_layout)
-    if _CHECK:
-        page_size = k_cache.shape[-2 if head_major else -3]
-        check_append(batch_indices, positions, kv_indices, kv_indptr, k_cache.shape[0], page_size)
     _append(
         append_key,
         append_value,
@@ -235,8 +177,6 @@ def append_paged_mla_kv_cache(
         kv_indptr: `[batch_size + 1]`, int32, the offsets of the requests in kv_indices.
         kv_last_page_len: `[batch_size]`, int32, tokens in the last page of each request.
     """
-    if _CHECK:
-        check_append(batch_indices, positions, kv_indices, kv_indptr, *ckv_cache.shape[:2])
     _append(
         append_ckv,
         append_kpe,
@@ -280,8 +220,8 @@ def get_batch_indices_positions(
     """
     import torch
 
-    if nnz < 0:
-        raise ValueError(f"nnz: must be 0 or more; got {nnz}")
+    if type(nnz) is bool or not 0 <= nnz < 1 << 31:
+        raise ValueError(f"nnz: must be 0 to 2^31 - 1; got {nnz}")
     append_indptr, seq_lens = int32_index(append_indptr), int32_index(seq_lens)
     fill_positions = positions is None
     if batch_indices is None:
@@ -315,6 +255,8 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
         ValueError: A shape, a device or page_size does not fit.
         TypeError: A dtype does not fit.
     """
-    seq_lens = kv_last_page_len.new_empty(kv_last_page_len.shape)
+    import torch
+
+    seq_lens = torch.empty_like(kv_last_page_len)
     _seq_lens(seq_lens, kv_indptr, kv_last_page_len, page_size=page_size)
     return seq_lens

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fi_core.observe.draw import Draw, nbytes
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work, samples
 
 
 def _paged(layout: str, part: str, dim: str) -> Tensor:
@@ -111,9 +111,7 @@ def _append_work(arguments: Mapping[str, Any]) -> Work:
 
 
 _EXACT = dict.fromkeys(("k_cache", "v_cache", "ckv_cache", "kpe_cache"), (0.0, 0.0))  # bytes are copied
-_SAMPLES = tuple(
-    {"dtype": dtype, "page_size": size} for dtype in ("bfloat16", "float32", "float8_e4m3fn") for size in (1, 5, 16)
-)
+_SAMPLES = samples({"dtype": ("bfloat16", "float32", "float8_e4m3fn"), "page_size": (1, 5, 16)})
 
 
 def _append_template(layout: str) -> TraceTemplate:
@@ -265,7 +263,12 @@ POSITIONS = TraceTemplate(
 
 
 def _seq_lens_reference(kv_indptr, kv_last_page_len, page_size):  # type: ignore[no-untyped-def]
-    return (kv_indptr.diff() - 1).clamp(min=0) * page_size + kv_last_page_len
+    import torch
+
+    pages, last, largest = kv_indptr.tolist(), kv_last_page_len.tolist(), torch.iinfo(kv_indptr.dtype).max
+    full = [min(max(pages[b + 1] - pages[b] - 1, 0) * page_size, largest) for b in range(len(last))]
+    lengths = [min(tokens + rest, largest) for tokens, rest in zip(full, last)]
+    return kv_last_page_len.new_tensor(lengths)
 
 
 def _make_seq_lens(draw: Draw, *, batch_size: int = 5, page_size: int = 7, kv_len: int | None = None) -> dict[str, Any]:

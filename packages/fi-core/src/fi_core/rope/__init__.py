@@ -15,7 +15,7 @@ works. Errors are ValueError (shape, stride, device, value) or TypeError (dtype)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fi_core.observe.log import fi_api
 from fi_core.rope import trace
@@ -62,13 +62,21 @@ ROPE = Op(
     "Tensor? offsets=None, Tensor? cos_sin_cache=None, int? head_dim=None, int? rotary_dim=None, "
     "bool interleave=False, float rope_scale=1.0, float rope_theta=10000.0, float low_freq_factor=0.0, "
     "float high_freq_factor=0.0, float old_context_len=0.0",
-    read=lambda q_out: (q_out.dtype,),
+    read="q_out.dtype",
     axes={"dtype": ("f16", "bf16", "f32")},
     config=RopeConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _rope_unit)),
 )
 
 _rope = operator(ROPE)
+
+
+def _rotated(q: torch.Tensor, k: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    q_rope, k_rope = torch.empty_like(q), torch.empty_like(k)
+    _rope(q_rope, k_rope, q, k, **arguments)
+    return q_rope, k_rope
 
 
 @fi_api(trace=trace.plain("apply_rope", ragged=True))
@@ -100,12 +108,10 @@ def apply_rope(
     Returns:
         (q_rope, k_rope), new tensors with the shapes and dtype of q and k.
     """
-    q_rope, k_rope = q.new_empty(q.shape), k.new_empty(k.shape)
-    _rope(
-        q_rope, k_rope, q, k, indptr=indptr, offsets=offsets, rotary_dim=rotary_dim, interleave=interleave,
+    return _rotated(
+        q, k, indptr=indptr, offsets=offsets, rotary_dim=rotary_dim, interleave=interleave,
         rope_scale=rope_scale, rope_theta=rope_theta,
     )  # fmt: skip
-    return q_rope, k_rope
 
 
 @fi_api(trace=trace.plain("apply_rope_inplace", ragged=True, inplace=True))
@@ -121,15 +127,11 @@ def apply_rope_inplace(
 ) -> None:
     """Rotates q and k in place, as `apply_rope` does.
 
+    Other arguments are those of `apply_rope`.
+
     Args:
         q: `[nnz, num_qo_heads, head_dim]`, fp16, bf16 or fp32; rotated in place.
         k: `[nnz, num_kv_heads, head_dim]`, dtype of q; rotated in place.
-        indptr: `[segments + 1]`, int32 or int64, the first row of each segment.
-        offsets: `[segments]`, dtype of indptr, the position of each segment's first row.
-        rotary_dim: number of rotated dimensions; head_dim if None.
-        interleave: whether pairs are `(2 i, 2 i + 1)` (GPT-J); else `(i, i + rotary_dim / 2)` (NeoX).
-        rope_scale: divides the frequencies.
-        rope_theta: base of the frequencies.
     """
     _rope(
         q, k, q, k, indptr=indptr, offsets=offsets, rotary_dim=rotary_dim, interleave=interleave, rope_scale=rope_scale,
@@ -172,13 +174,11 @@ def apply_llama31_rope(
     Returns:
         (q_rope, k_rope), new tensors with the shapes and dtype of q and k.
     """
-    q_rope, k_rope = q.new_empty(q.shape), k.new_empty(k.shape)
-    _rope(
-        q_rope, k_rope, q, k, indptr=indptr, offsets=offsets, rotary_dim=rotary_dim, interleave=interleave,
+    return _rotated(
+        q, k, indptr=indptr, offsets=offsets, rotary_dim=rotary_dim, interleave=interleave,
         rope_scale=rope_scale, rope_theta=rope_theta, low_freq_factor=low_freq_factor,
         high_freq_factor=high_freq_factor, old_context_len=old_context_len,
     )  # fmt: skip
-    return q_rope, k_rope
 
 
 @fi_api(trace=trace.llama31("apply_llama31_rope_inplace", ragged=True, inplace=True))
@@ -197,18 +197,11 @@ def apply_llama31_rope_inplace(
 ) -> None:
     """Rotates q and k in place, as `apply_llama31_rope` does.
 
+    Other arguments are those of `apply_llama31_rope`.
+
     Args:
         q: `[nnz, num_qo_heads, head_dim]`, fp16, bf16 or fp32; rotated in place.
         k: `[nnz, num_kv_heads, head_dim]`, dtype of q; rotated in place.
-        indptr: `[segments + 1]`, int32 or int64, the first row of each segment.
-        offsets: `[segments]`, dtype of indptr, the position of each segment's first row.
-        rotary_dim: number of rotated dimensions; head_dim if None.
-        interleave: whether pairs are `(2 i, 2 i + 1)` (GPT-J); else `(i, i + rotary_dim / 2)` (NeoX).
-        rope_scale: divides the frequencies of long wavelengths.
-        rope_theta: base of the frequencies.
-        low_freq_factor: `low` of the formula.
-        high_freq_factor: `high` of the formula, greater than low.
-        old_context_len: context length before scaling.
     """
     _rope(
         q, k, q, k, indptr=indptr, offsets=offsets, rotary_dim=rotary_dim, interleave=interleave, rope_scale=rope_scale,
@@ -243,12 +236,10 @@ def apply_rope_pos_ids(
     Returns:
         (q_rope, k_rope), new tensors with the shapes and dtype of q and k.
     """
-    q_rope, k_rope = q.new_empty(q.shape), k.new_empty(k.shape)
-    _rope(
-        q_rope, k_rope, q, k, pos_ids=pos_ids, rotary_dim=rotary_dim, interleave=interleave, rope_scale=rope_scale,
+    return _rotated(
+        q, k, pos_ids=pos_ids, rotary_dim=rotary_dim, interleave=interleave, rope_scale=rope_scale,
         rope_theta=rope_theta,
     )  # fmt: skip
-    return q_rope, k_rope
 
 
 @fi_api(trace=trace.plain("apply_rope_pos_ids_inplace", inplace=True))
@@ -263,14 +254,11 @@ def apply_rope_pos_ids_inplace(
 ) -> None:
     """Rotates q and k in place, as `apply_rope_pos_ids` does.
 
+    Other arguments are those of `apply_rope_pos_ids`.
+
     Args:
         q: `[nnz, num_qo_heads, head_dim]`, fp16, bf16 or fp32; rotated in place.
         k: `[nnz, num_kv_heads, head_dim]`, dtype of q; rotated in place.
-        pos_ids: `[nnz]`, int32 or int64, the position of each row.
-        rotary_dim: number of rotated dimensions; head_dim if None.
-        interleave: whether pairs are `(2 i, 2 i + 1)` (GPT-J); else `(i, i + rotary_dim / 2)` (NeoX).
-        rope_scale: divides the frequencies.
-        rope_theta: base of the frequencies.
     """
     _rope(
         q, k, q, k, pos_ids=pos_ids, rotary_dim=rotary_dim, interleave=interleave, rope_scale=rope_scale,
@@ -308,13 +296,11 @@ def apply_llama31_rope_pos_ids(
     Returns:
         (q_rope, k_rope), new tensors with the shapes and dtype of q and k.
     """
-    q_rope, k_rope = q.new_empty(q.shape), k.new_empty(k.shape)
-    _rope(
-        q_rope, k_rope, q, k, pos_ids=pos_ids, rotary_dim=rotary_dim, interleave=interleave, rope_scale=rope_scale,
+    return _rotated(
+        q, k, pos_ids=pos_ids, rotary_dim=rotary_dim, interleave=interleave, rope_scale=rope_scale,
         rope_theta=rope_theta, low_freq_factor=low_freq_factor, high_freq_factor=high_freq_factor,
         old_context_len=old_context_len,
     )  # fmt: skip
-    return q_rope, k_rope
 
 
 @fi_api(trace=trace.llama31("apply_llama31_rope_pos_ids_inplace", inplace=True))
@@ -332,17 +318,11 @@ def apply_llama31_rope_pos_ids_inplace(
 ) -> None:
     """Rotates q and k in place, as `apply_llama31_rope_pos_ids` does.
 
+    Other arguments are those of `apply_llama31_rope_pos_ids`.
+
     Args:
         q: `[nnz, num_qo_heads, head_dim]`, fp16, bf16 or fp32; rotated in place.
         k: `[nnz, num_kv_heads, head_dim]`, dtype of q; rotated in place.
-        pos_ids: `[nnz]`, int32 or int64, the position of each row.
-        rotary_dim: number of rotated dimensions; head_dim if None.
-        interleave: whether pairs are `(2 i, 2 i + 1)` (GPT-J); else `(i, i + rotary_dim / 2)` (NeoX).
-        rope_scale: divides the frequencies of long wavelengths.
-        rope_theta: base of the frequencies.
-        low_freq_factor: `low` of the formula of `apply_llama31_rope`.
-        high_freq_factor: `high` of the formula of `apply_llama31_rope`, greater than low.
-        old_context_len: context length before scaling.
     """
     _rope(
         q, k, q, k, pos_ids=pos_ids, rotary_dim=rotary_dim, interleave=interleave, rope_scale=rope_scale,
@@ -380,7 +360,11 @@ def apply_rope_with_cos_sin_cache(
         ValueError: A shape, stride or device does not fit, or cos_sin_cache is not fp32.
         TypeError: Another dtype does not fit.
     """
-    query_out, key_out = query.new_empty(query.shape), key.new_empty(key.shape)
+    if cos_sin_cache is None:
+        raise TypeError("cos_sin_cache must be a torch.Tensor; got None")
+    import torch
+
+    query_out, key_out = torch.empty_like(query), torch.empty_like(key)
     _rope(
         query_out, key_out, query, key, pos_ids=positions, cos_sin_cache=cos_sin_cache, head_dim=head_size,
         interleave=not is_neox,
@@ -407,6 +391,8 @@ def apply_rope_with_cos_sin_cache_inplace(
         cos_sin_cache: `[max_position, rotary_dim]`, fp32: the cosines of all pairs, then the sines.
         is_neox: whether pairs are `(i, i + rotary_dim / 2)`; else `(2 i, 2 i + 1)`.
     """
+    if cos_sin_cache is None:
+        raise TypeError("cos_sin_cache must be a torch.Tensor; got None")
     _rope(
         query, key, query, key, pos_ids=positions, cos_sin_cache=cos_sin_cache, head_dim=head_size, interleave=not
         is_neox,

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fi_core.observe.log import fi_api
-from fi_core.page import check_append
 from fi_core.rope import trace
 from fi_core.rope.kernel_entries import RopeConfig, entries
-from fi_core.runtime.env import env
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, at_least
 from fi_core.runtime.spec.dtype import DTYPES
@@ -17,8 +15,6 @@ from fi_core.utils import _unpack_paged_kv_cache
 
 if TYPE_CHECKING:
     import torch
-
-_CHECK = env.check  # read once at import, so a call does not read the environment
 
 
 def _rope_quantize_unit(axes: Values) -> Unit:
@@ -36,7 +32,7 @@ ROPE_QUANTIZE = Op(
     "Tensor? kv_indices=None, Tensor? kv_indptr=None, Tensor? batch_indices=None, Tensor? positions=None, "
     "bool is_neox=True, float quant_scale_q=1.0, float quant_scale_kv=1.0, int page_size=1, bool head_major=False, "
     "bool? enable_pdl=None",
-    read=lambda q_rope_out, q_rope: (q_rope.dtype, q_rope_out.dtype),
+    read="q_rope.dtype, q_rope_out.dtype",
     axes={"dtype": ("f16", "bf16"), "out": ("e4m3", "e5m2")},
     config=RopeConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _rope_quantize_unit)),
@@ -234,8 +230,8 @@ def rope_quantize_fp8_append_paged_kv_cache(
         (q_rope_out, q_nope_out).
 
     Raises:
-        ValueError: A shape, stride or device does not fit, or cos_sin_cache is not fp32. If FI_CHECK=1 is set at
-            import, also a page, position or offset out of range; that check synchronizes with the device.
+        ValueError: A shape, stride or device does not fit, or cos_sin_cache is not fp32. A page, position
+            or offset is out of range, on the CPU; on CUDA with FI_CHECK=1 at import, which synchronizes.
         TypeError: Another dtype does not fit, or paged_kv_cache is not a tuple for MLA.
         KeyError: kv_layout is unknown.
     """
@@ -248,8 +244,6 @@ def rope_quantize_fp8_append_paged_kv_cache(
             "paged_kv_cache: a tuple (ckv_cache, kpe_cache) is required if v is None; "
             f"got {type(paged_kv_cache).__name__}"
         )
-    if _CHECK:
-        check_append(batch_indices, positions, kv_indices, kv_indptr, k_cache.shape[0], page_size)
     dtype = _fp8(quantize_dtype, q_rope_out, q_nope_out, k_cache)
     q_rope_out, q_nope_out = _out(q_rope_out, q_rope, q_rope, dtype), _out(q_nope_out, q_rope, q_nope, dtype)
     _rope_quantize(

@@ -88,11 +88,17 @@ def _rope_smooth_reference(  # type: ignore[no-untyped-def]
     return rotate(q), rotate(k)
 
 
+def _angles(cos_sin_cache, positions):  # type: ignore[no-untyped-def]
+    """The cosines and sines of each row, NaN at a position outside the cache."""
+    inside, most = (positions >= 0) & (positions < len(cos_sin_cache)), max(len(cos_sin_cache) - 1, 0)
+    return cos_sin_cache[positions.long().clamp(0, most)].double().where(inside.unsqueeze(1), float("nan"))
+
+
 def _rope_table_reference(positions, query, key, head_size, cos_sin_cache, is_neox=True):  # type: ignore[no-untyped-def]
     import torch
 
     width = cos_sin_cache.shape[1]
-    cos, sin = cos_sin_cache[positions.long()].double().unsqueeze(1).chunk(2, -1)
+    cos, sin = _angles(cos_sin_cache, positions).unsqueeze(1).chunk(2, -1)
     first, second = (
         (slice(width // 2), slice(width // 2, width)) if is_neox else (slice(0, width, 2), slice(1, width, 2))
     )
@@ -119,7 +125,7 @@ def _rope_quantize_reference(  # type: ignore[no-untyped-def]
     )
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
-        cos, sin = cos_sin_cache[pos_ids.long()].double().view(-1, *[1] * (x.ndim - 2), width).chunk(2, -1)
+        cos, sin = _angles(cos_sin_cache, pos_ids).view(-1, *[1] * (x.ndim - 2), width).chunk(2, -1)
         y, a, b = torch.empty_like(x, dtype=torch.float64), x[..., first].double(), x[..., second].double()
         y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
         return y
@@ -149,7 +155,7 @@ def _rope_quantize_append_reference(  # type: ignore[no-untyped-def]
     )
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
-        cos, sin = cos_sin_cache[pos_ids.long()].double().view(-1, *[1] * (x.ndim - 2), width).chunk(2, -1)
+        cos, sin = _angles(cos_sin_cache, pos_ids).view(-1, *[1] * (x.ndim - 2), width).chunk(2, -1)
         y, a, b = torch.empty_like(x, dtype=torch.float64), x[..., first].double(), x[..., second].double()
         y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
         return y
@@ -328,7 +334,7 @@ def cached(name: str, *, inplace: bool = False) -> TraceTemplate:
             "query_out": Tensor(["nnz", "q_width"], param="query" if inplace else None, dtype_from="query"),
             "key_out": Tensor(["nnz", "k_width"], param="key" if inplace else None, dtype_from="key"),
         },
-        reference=_rope_table_reference,
+        reference=(_angles, _rope_table_reference),
         op="rope",
         make=_make_cached,
         samples=tuple(
@@ -383,7 +389,7 @@ def _quantize(name: str, mla: bool) -> TraceTemplate:
         axes=_axes(mla),
         inputs={**sources, **_TABLE, **_OPTIONS},
         outputs={f"{part}_out": _fp8(list(source.dim_names), f"{part}_out") for part, source in sources.items()},
-        reference=_rope_quantize_reference,
+        reference=(_angles, _rope_quantize_reference),
         description="Rotary position embedding by a cos_sin cache, then a multiplication by a scale and a cast to fp8.",
     )
 
@@ -438,7 +444,7 @@ def _append(mla: bool, layout: str) -> TraceTemplate:
             "q_nope_out": _fp8(["nnz", "num_qo_heads", "no_rope_dim"], "q_nope_out"),
             **caches,
         },
-        reference=_rope_quantize_append_reference,
+        reference=(_angles, _rope_quantize_append_reference),
         tags=(f"kv_layout:{layout}",),
         description="Rotary position embedding and cast to fp8; k and v are written into the pages of their requests.",
     )

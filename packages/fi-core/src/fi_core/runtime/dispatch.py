@@ -84,7 +84,7 @@ def explain(request: Request) -> dict[str, tuple[str, ...]]:
     chosen = next((i.name for i in takes if not i.reservations(facts)), takes[0].name if takes else "")
     for i in takes:
         if i.name != chosen:
-            refusals[i.name] = i.reservations(facts) or (f"takes it too; {chosen} is preferred",)
+            refusals[i.name] = i.reservations(facts) or (f"supports the request too; {chosen} is preferred",)
     return refusals
 
 
@@ -92,8 +92,8 @@ def _not_asked(request: Request, implementation: Implementation) -> tuple[str, .
     """The reason why the caller's backend excludes it. The name of an implementation selects it, too."""
     names = (implementation.name, *implementation.backends)
     if request.backend == AUTO:
-        return (f"is taken only by name, backend={names[-1]!r}",) if implementation.by_name else ()
-    return () if request.backend in names else (f"is not what backend={request.backend!r} names",)
+        return (f"runs only where the caller passes backend={names[-1]!r}",) if implementation.by_name else ()
+    return () if request.backend in names else (f"is excluded by backend={request.backend!r}",)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -135,11 +135,21 @@ def _parse_arch_list(text: str) -> tuple[str, ...]:
     return words
 
 
+def _subset(*words: str) -> Parser:
+    def parse(text: str) -> tuple[str, ...]:
+        found = {word.strip() for word in text.split(",")}
+        if not found <= set(words):
+            raise ValueError
+        return tuple(word for word in words if word in found)
+
+    return Parser(parse, f"a comma separated list of {' and '.join(words)}")
+
+
 BOOL = Parser(_parse_bool, "0 | 1")
 FLAG = Parser(lambda text: True, "any non-empty value")
 NOT_ZERO = Parser(lambda text: text != "0", "0 | any other value")
 TEXT = Parser(str, "any text")
-PATH = Parser(lambda text: Path(text).expanduser(), "a path")
+PATH = Parser(lambda text: Path(text).expanduser().absolute(), "a path")
 WORDS = Parser(lambda text: tuple(shlex.split(text)), "words, split as a shell does")
 COMMAS = Parser(
     lambda text: tuple(w.strip() for w in text.split(",") if w.strip()), "a comma separated list of patterns"
@@ -149,13 +159,26 @@ ARCHS = Parser(_parse_arch_list, "space separated major.minor[suffix], such as '
 POSITIVE = _integer(1)
 
 
+def temporary() -> Path:
+    """The directory for temporary files; /tmp if no such directory can be written."""
+    import tempfile
+
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        return Path("/tmp")
+
+
+def for_child(**changes: str) -> dict[str, str]:
+    """The environment of this process with changes, for a process that it starts."""
+    return {**os.environ, **changes}
+
+
 def _home() -> Path:
     try:
         return Path.home()
     except RuntimeError:  # a uid without a passwd entry and without HOME, as in some containers
-        import tempfile
-
-        return Path(tempfile.gettempdir()) / f"fi-{os.getuid()}"
+        return temporary() / f"fi-{os.getuid()}"
 
 
 class Env:
@@ -172,6 +195,9 @@ class Env:
         "Root of everything fi writes: compiled kernels, generated sources, logs.",
         derive=lambda: env.workspace_base / ".cache" / "fi",
         default_doc="$FI_WORKSPACE_BASE/.cache/fi",
+    )
+    shared_cache_dir = Variable[Path | None](
+        PATH, None, "call", "A store that another user fills: its owner is trusted, it is read and never written."
     )
     cubin_dir = Variable[Path | None](
         PATH, None, "call", "Directory of prebuilt device binaries; used before the installed fi-cubin package."
@@ -201,6 +227,9 @@ class Env:
     )
     jit_debug = Variable[bool | None](
         BOOL, None, "build", "Build for debuggers (-O0 -g); 0 keeps optimised code although FI_JIT_VERBOSE=1."
+    )
+    sanitize = Variable[tuple[str, ...]](
+        _subset("address", "undefined"), (), "build", "Sanitizers in host modules; address needs LD_PRELOAD of libasan."
     )
     jit_lineinfo = Variable[bool](BOOL, False, "build", "Add -lineinfo for profilers.")
     jit_prebuild_max_jobs = Variable[int | None](
@@ -234,8 +263,12 @@ class Env:
     )
 
     # Checks and choices
-    check = Variable[bool](
-        BOOL, False, "import", "Check contents too: page indices, index pointers, ids (synchronises)."
+    check = Variable[bool | None](
+        BOOL,
+        None,
+        "import",
+        "Check page tables, offsets and other indices: 0 nowhere, 1 on CUDA too (synchronises); 1: signs too.",
+        default_doc="on the CPU only",
     )
     allow_experimental_auto_backends = Variable[bool](
         BOOL, False, "call", 'Let backend="auto" choose implementations marked experimental.'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 
 class FiError(Exception):
@@ -20,6 +20,30 @@ class UnsupportedError(FiError, ValueError):
         }
         lines = [f"  {name}: {'; '.join(why)}" for name, why in self.reasons.items()]
         super().__init__("\n".join([message, *lines]))
+
+
+class UnknownWordError(FiError, KeyError):
+    """Raised for a layout, encoding or backend of an unknown name: a KeyError, as FlashInfer's, with a plain text."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def blame(error: Exception, **tensors: Any) -> NoReturn:
+    """Raises a TypeError for the first of these arguments of a failed call that is no dense tensor, else the error."""
+    import torch
+
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name}: a torch.Tensor is required; got {type(value).__name__}") from None
+        if value.is_nested or not value.ndim:
+            form = "a nested tensor" if value.is_nested else "a tensor without dimensions"
+            raise TypeError(f"{name}: a dense tensor with dimensions is required; got {form}") from None
+    raise error
+
+
+class PlanError(FiError, RuntimeError):
+    """Raised where the planner refuses a batch: a RuntimeError, as FlashInfer's."""
 
 
 class MissingKernelError(FiError, RuntimeError):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fi_core.runtime.spec.dtype import short_name
 from fi_core.utils import get_default_generators
 
 if TYPE_CHECKING:
     import torch
 
-_NATIVE = ("torch.float32", "torch.bfloat16", "torch.float16")
+_NATIVE = ("f32", "bf16", "f16")
+_MAX_SIGNED = (1 << 63) - 1
 Arguments = dict[str, Any]  # of the op, by name
 
 
@@ -25,13 +28,26 @@ class _Range(NamedTuple):
 _INF = float("inf")
 _RANGES = {
     "temperature": _Range("temperature_value", 0.0, _INF),
-    "top_k": _Range("top_k_value", -1, _INF),
+    "top_k": _Range("top_k_value", -1, (1 << 63) - 1),
     "top_p": _Range("top_p_value", 0.0, 1.0),
     "min_p": _Range("min_p_value", 0.0, 1.0),
     "repetition_penalty": _Range("repetition_penalty_value", -_INF, _INF),
     "frequency_penalty": _Range("frequency_penalty_value", -_INF, _INF),
     "presence_penalty": _Range("presence_penalty_value", -_INF, _INF),
 }
+
+
+@functools.lru_cache(maxsize=4096)  # a caller repeats its numbers; a look-up costs half of the checks
+def _number(name: str, value: float) -> tuple[str, float]:
+    """Returns a number for all rows as the op takes it, and the name of the argument."""
+    argument, low, high = _RANGES[name]
+    if name == "top_k":
+        if value % 1 != 0 or not low <= value <= high:  # inf % 1 is NaN
+            raise ValueError(f"{name}: an integer from -1 to 2^63 - 1 is required; got {value}")
+        value = int(value)
+    elif not low <= value <= high:
+        raise ValueError(f"{name}: a number from {low:g} to {high:g} is required; got {value}")
+    return argument, value
 
 
 def row_arguments(parameters: Mapping[str, torch.Tensor | float], rows: int) -> Arguments:
@@ -41,23 +57,26 @@ def row_arguments(parameters: Mapping[str, torch.Tensor | float], rows: int) -> 
     """
     found: Arguments = {}
     for name, value in parameters.items():
-        argument, low, high = _RANGES[name]
         if isinstance(value, (int, float)):
-            if name == "top_k":
-                if value % 1 != 0 or value < low:  # inf % 1 is NaN
-                    raise ValueError(f"{name}: an integer from -1 on is required; got {value}")
-                value = int(value)
-            elif not low <= value <= high:
-                raise ValueError(f"{name}: a number from {low:g} to {high:g} is required; got {value}")
-            found[argument] = value
+            argument, number = _number(name, value)
+            found[argument] = number
         elif name == "top_k":
-            found[name] = _one_each(value, name, rows).int().contiguous()
+            found[name] = _int32(_one_each(value, name, rows)).contiguous()
         else:
             dtype = getattr(value, "dtype", None)
             if name == "temperature" and dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"{name}: a tensor of a float dtype is required; got {dtype}")
             found[name] = _one_each(value, name, rows).float().contiguous()
     return found
+
+
+def _int32(top_k: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor as int32; what does not fit becomes the nearest value, and thus turns the filter off."""
+    if top_k.itemsize <= 4 and not top_k.is_floating_point():
+        return top_k.int()
+    if top_k.is_complex() or top_k.itemsize == 1:
+        raise TypeError(f"top_k: an integer dtype is required; got {top_k.dtype}")
+    return top_k.clamp(-1, (1 << 31) - 129).int()  # also a fp32 number
 
 
 def _one_each(value: torch.Tensor, name: str, rows: int) -> torch.Tensor:
@@ -81,10 +100,10 @@ def _one_each(value: torch.Tensor, name: str, rows: int) -> torch.Tensor:
 
 def native(x: torch.Tensor, name: str) -> torch.Tensor:
     """Returns rows of a dtype that kernels read; other float dtypes are copied to fp32."""
-    if str(x.dtype) in _NATIVE:
+    if short_name(x.dtype) in _NATIVE:
         return x
-    if not x.is_floating_point():
-        raise TypeError(f"{name}: a float dtype is required; got {x.dtype}")
+    if not x.is_floating_point() or x.itemsize == 1:
+        raise TypeError(f"{name}: a float dtype of 16 bits or more is required; got {x.dtype}")
     return x.float()
 
 
@@ -145,10 +164,13 @@ def randomness(
     input: torch.Tensor,
     batch: int,
     increment: int,
-) -> Arguments:
-    """Returns seed and offset as the op takes them: as given, or from the generator, which advances by `increment`."""
-    if type(seed) is int and type(offset) is int:
-        return {"seed_value": _signed(seed), "offset_value": _signed(offset)}
+) -> tuple[int, int, torch.Tensor | None, torch.Tensor | None]:
+    """Returns seed and offset as the op takes them: as given, or from the generator, which advances by `increment`.
+
+    They are two numbers and two tensors; where tensors are given, the numbers are 0.
+    """
+    if type(seed) is int and type(offset) is int and 0 <= seed <= _MAX_SIGNED and 0 <= offset <= _MAX_SIGNED:
+        return seed, offset, None, None
     if seed is None and offset is None:
         index = input.get_device()
         if generator is None:
@@ -158,12 +180,12 @@ def randomness(
         elif generator.device.type != input.device.type:
             raise ValueError(f"generator: one for {input.device} is required; got one for {generator.device}")
         first, second = _advance(generator, increment, index < 0)
-        return {"seed_value": _signed(first), "offset_value": _signed(second)}
+        return _signed(first), _signed(second), None, None
     if seed is None or offset is None:
         raise ValueError("seed and offset: give both or neither")
     given = [hasattr(value, "ndim") for value in (seed, offset)]
     if given == [False, False]:
-        return {"seed_value": _signed(seed), "offset_value": _signed(offset)}  # type: ignore[arg-type]
+        return _signed(seed), _signed(offset), None, None  # type: ignore[arg-type]
     if given != [True, True]:
         raise ValueError(
             "seed and offset: both integers or both tensors are required; got "
@@ -178,11 +200,12 @@ def randomness(
             raise ValueError(f"{name}: int64 or uint64 is required; got {value.dtype}")  # type: ignore[union-attr]
         if value.device != input.device:  # type: ignore[union-attr]
             raise ValueError(f"{name}: a tensor on {input.device} is required; got {value.device}")  # type: ignore[union-attr]
-    return {"seed": seed, "offset": offset}
+    return 0, 0, seed, offset  # type: ignore[return-value]
 
 
 def rows_of(x: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
     """Returns the rows in a dtype that kernels read, and their number."""
-    if x.ndim != 2:
-        raise ValueError(f"{name}: shape [rows, vocab] is required; got {list(x.shape)}")
-    return native(x, name), x.shape[0]
+    shape = x.shape
+    if len(shape) != 2:
+        raise ValueError(f"{name}: shape [rows, vocab] is required; got {list(shape)}")
+    return x if short_name(x.dtype) in _NATIVE else native(x, name), shape[0]

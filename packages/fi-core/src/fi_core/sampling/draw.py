@@ -20,16 +20,15 @@ def _draw(
     input: torch.Tensor,
     name: str,
     increment: int,
-    *,
-    indices: torch.Tensor | None = None,
+    indices: torch.Tensor | None,
     generator: torch.Generator | None,
-    check_nan: bool = False,
+    check_nan: bool,
     seed: torch.Tensor | int | None,
     offset: torch.Tensor | int | None,
-    return_valid: bool = False,
+    return_valid: bool,
+    parameters: Mapping[str, torch.Tensor | float],
     joint: bool = False,
     adjustments: Arguments | None = None,
-    parameters: Mapping[str, torch.Tensor | float] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draws a token for each row, or for each of `indices`; the generator advances by `increment` per output."""
     import torch
@@ -43,15 +42,22 @@ def _draw(
         if indices.ndim != 1:
             raise ValueError(f"indices: shape [batch] is required; got {list(indices.shape)}")
         batch, dtype = indices.shape[0], indices.dtype
-    arguments = randomness(seed, offset, generator, input, batch, batch * increment)
+    arguments = row_arguments(parameters, rows) if parameters else {}
+    arguments["seed_value"], arguments["offset_value"], seed, offset = randomness(
+        seed, offset, generator, input, batch, batch * increment
+    )
+    if seed is not None:
+        arguments.update(seed=seed, offset=offset)
     out = input.new_empty(batch, dtype=dtype)
     valid = input.new_empty(batch, dtype=torch.bool) if return_valid else None
-    if parameters:
-        arguments.update(row_arguments(parameters, rows))
     if adjustments:
         arguments.update(adjustments)
-    ops.sample(out, input, valid=valid, indices=indices, logits=name == "logits", joint=joint, **arguments)
+    ops.sample(out, input, name == "logits", joint, valid, indices=indices, **arguments)
     return out if valid is None else (out, valid)
+
+
+def _given(**parameters: torch.Tensor | float | None) -> dict[str, torch.Tensor | float]:
+    return {name: value for name, value in parameters.items() if value is not None}
 
 
 def _is_joint(filter_apply_order: str) -> bool:
@@ -91,9 +97,7 @@ def sampling_from_logits(
         TypeError: a dtype is wrong, or a parameter is neither a number nor a tensor.
     """
     vocab = logits.shape[-1] if logits.ndim else 0
-    return _draw(
-        logits, "logits", vocab, indices=indices, generator=generator, check_nan=check_nan, seed=seed, offset=offset
-    )  # type: ignore[return-value]
+    return _draw(logits, "logits", vocab, indices, generator, check_nan, seed, offset, False, {})  # type: ignore[return-value]
 
 
 @fi_api(trace=trace.SAMPLING_FROM_PROBS)
@@ -129,17 +133,7 @@ def sampling_from_probs(
         ValueError: a shape, stride, device or parameter range is wrong, or seed and offset do not go together.
         TypeError: a dtype is wrong, or a parameter is neither a number nor a tensor.
     """
-    return _draw(
-        probs,
-        "probs",
-        1,
-        indices=indices,
-        generator=generator,
-        check_nan=check_nan,
-        seed=seed,
-        offset=offset,
-        return_valid=return_valid,
-    )
+    return _draw(probs, "probs", 1, indices, generator, check_nan, seed, offset, return_valid, {})
 
 
 @fi_api(trace=trace.TOP_P_SAMPLING)
@@ -159,39 +153,12 @@ def top_p_sampling_from_probs(
     The set contains the elements with less than top_p of the row's sum above them: the smallest set of largest elements
     that reaches it, and all elements equal to its last.
 
+    Other arguments, results and errors are those of `sampling_from_probs`. The generator advances by 32 per output.
+
     Args:
-        probs: `[rows, vocab]`, fp32, fp16 or bf16; rows need not sum to one.
         top_p: a number from 0 to 1, or a tensor `[rows]`; 1: no filter, 0: the largest element.
-        indices: `[batch]`, int32 or int64: output i is drawn from row `indices[i]`. None: one output per row.
-        deterministic: accepted for compatibility; results are always deterministic.
-        generator: the source of seed and offset if both are None; None: torch's default generator of the device. It
-            advances by 32 per output.
-        check_nan: whether to raise ValueError if probs contains NaN. The check synchronises with the device.
-        seed: an int, or an int64 or uint64 tensor `[1]` or `[batch]`; given together with offset. A tensor with one
-            element per output makes the draw independent of the position in the batch.
-        offset: like seed.
-        return_valid: whether to return also which rows had a token of nonzero probability.
-
-    Returns:
-        samples: `[batch]` of the dtype of indices, int32 without indices. With return_valid the tuple (samples, valid):
-            valid is bool `[batch]`, False where no token had probability and the sample is 0.
-
-    Raises:
-        ValueError: a shape, stride, device or parameter range is wrong, or seed and offset do not go together.
-        TypeError: a dtype is wrong, or a parameter is neither a number nor a tensor.
     """
-    return _draw(
-        probs,
-        "probs",
-        _RETRIES,
-        indices=indices,
-        generator=generator,
-        check_nan=check_nan,
-        seed=seed,
-        offset=offset,
-        return_valid=return_valid,
-        parameters={"top_p": top_p},
-    )
+    return _draw(probs, "probs", _RETRIES, indices, generator, check_nan, seed, offset, return_valid, {"top_p": top_p})
 
 
 @fi_api(trace=trace.TOP_K_SAMPLING)
@@ -208,39 +175,12 @@ def top_k_sampling_from_probs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draws a token from the k largest elements of each row and all elements equal to the k-th largest.
 
+    Other arguments, results and errors are those of `sampling_from_probs`. The generator advances by 32 per output.
+
     Args:
-        probs: `[rows, vocab]`, fp32, fp16 or bf16; rows need not sum to one.
         top_k: an integer, or an integer tensor `[rows]`; -1, 0, or at least vocab: no filter.
-        indices: `[batch]`, int32 or int64: output i is drawn from row `indices[i]`. None: one output per row.
-        deterministic: accepted for compatibility; results are always deterministic.
-        generator: the source of seed and offset if both are None; None: torch's default generator of the device. It
-            advances by 32 per output.
-        check_nan: whether to raise ValueError if probs contains NaN. The check synchronises with the device.
-        seed: an int, or an int64 or uint64 tensor `[1]` or `[batch]`; given together with offset. A tensor with one
-            element per output makes the draw independent of the position in the batch.
-        offset: like seed.
-        return_valid: whether to return also which rows had a token of nonzero probability.
-
-    Returns:
-        samples: `[batch]` of the dtype of indices, int32 without indices. With return_valid the tuple (samples, valid):
-            valid is bool `[batch]`, False where no token had probability and the sample is 0.
-
-    Raises:
-        ValueError: a shape, stride, device or parameter range is wrong, or seed and offset do not go together.
-        TypeError: a dtype is wrong, or a parameter is neither a number nor a tensor.
     """
-    return _draw(
-        probs,
-        "probs",
-        _RETRIES,
-        indices=indices,
-        generator=generator,
-        check_nan=check_nan,
-        seed=seed,
-        offset=offset,
-        return_valid=return_valid,
-        parameters={"top_k": top_k},
-    )
+    return _draw(probs, "probs", _RETRIES, indices, generator, check_nan, seed, offset, return_valid, {"top_k": top_k})
 
 
 @fi_api(trace=trace.MIN_P_SAMPLING)
@@ -257,39 +197,12 @@ def min_p_sampling_from_probs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draws a token from the elements with at least min_p times the row's largest probability (arXiv:2407.01082).
 
+    Other arguments, results and errors are those of `sampling_from_probs`.
+
     Args:
-        probs: `[rows, vocab]`, fp32, fp16 or bf16; rows need not sum to one.
         min_p: a number from 0 to 1, or a tensor `[rows]`; 0: no filter.
-        indices: `[batch]`, int32 or int64: output i is drawn from row `indices[i]`. None: one output per row.
-        deterministic: accepted for compatibility; results are always deterministic.
-        generator: the source of seed and offset if both are None; None: torch's default generator of the device. It
-            advances by 1 per output.
-        check_nan: whether to raise ValueError if probs contains NaN. The check synchronises with the device.
-        seed: an int, or an int64 or uint64 tensor `[1]` or `[batch]`; given together with offset. A tensor with one
-            element per output makes the draw independent of the position in the batch.
-        offset: like seed.
-        return_valid: whether to return also which rows had a token of nonzero probability.
-
-    Returns:
-        samples: `[batch]` of the dtype of indices, int32 without indices. With return_valid the tuple (samples, valid):
-            valid is bool `[batch]`, False where no token had probability and the sample is 0.
-
-    Raises:
-        ValueError: a shape, stride, device or parameter range is wrong, or seed and offset do not go together.
-        TypeError: a dtype is wrong, or a parameter is neither a number nor a tensor.
     """
-    return _draw(
-        probs,
-        "probs",
-        1,
-        indices=indices,
-        generator=generator,
-        check_nan=check_nan,
-        seed=seed,
-        offset=offset,
-        return_valid=return_valid,
-        parameters={"min_p": min_p},
-    )
+    return _draw(probs, "probs", 1, indices, generator, check_nan, seed, offset, return_valid, {"min_p": min_p})
 
 
 @fi_api(trace=trace.TOP_K_TOP_P_LOGITS)
@@ -307,39 +220,17 @@ def top_k_top_p_sampling_from_logits(
 ) -> torch.Tensor:
     """Draws a token that passes top-k and top-p with the probabilities `softmax(logits)`, which are not written.
 
+    Other arguments, results and errors are those of `sampling_from_logits`. The generator advances by 32 per output.
+
     Args:
-        logits: `[rows, vocab]`, fp32, fp16 or bf16.
         top_k: an integer, or an integer tensor `[rows]`; -1, 0, or at least vocab: no filter.
         top_p: a number from 0 to 1, or a tensor `[rows]`; 1: no filter, 0: the largest element.
-        indices: `[batch]`, int32 or int64: output i is drawn from row `indices[i]`. None: one output per row.
         filter_apply_order: "top_k_first": top_p is a share of the sum of the top-k elements; "joint": of the whole row.
-        deterministic: accepted for compatibility; results are always deterministic.
-        generator: the source of seed and offset if both are None; None: torch's default generator of the device. It
-            advances by 32 per output.
-        check_nan: whether to raise ValueError if logits contains NaN. The check synchronises with the device.
-        seed: an int, or an int64 or uint64 tensor `[1]` or `[batch]`; given together with offset. A tensor with one
-            element per output makes the draw independent of the position in the batch.
-        offset: like seed.
-
-    Returns:
-        samples: `[batch]` of the dtype of indices, int32 without indices.
-
-    Raises:
-        ValueError: a shape, stride, device or parameter range is wrong, or seed and offset do not go together.
-        TypeError: a dtype is wrong, or a parameter is neither a number nor a tensor.
     """
     return _draw(  # type: ignore[return-value]
-        logits,
-        "logits",
-        _RETRIES,
-        indices=indices,
-        generator=generator,
-        check_nan=check_nan,
-        seed=seed,
-        offset=offset,
-        parameters={"top_k": top_k, "top_p": top_p},
-        joint=_is_joint(filter_apply_order),
-    )
+        logits, "logits", _RETRIES, indices, generator, check_nan, seed, offset, False,
+        {"top_k": top_k, "top_p": top_p}, _is_joint(filter_apply_order),
+    )  # fmt: skip
 
 
 @fi_api(trace=trace.TOP_K_TOP_P_PROBS)
@@ -358,42 +249,17 @@ def top_k_top_p_sampling_from_probs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draws a token that passes the filters of `top_k_sampling_from_probs` and `top_p_sampling_from_probs`.
 
+    Other arguments, results and errors are those of `sampling_from_probs`. The generator advances by 32 per output.
+
     Args:
-        probs: `[rows, vocab]`, fp32, fp16 or bf16; rows need not sum to one.
         top_k: an integer, or an integer tensor `[rows]`; -1, 0, or at least vocab: no filter.
         top_p: a number from 0 to 1, or a tensor `[rows]`; 1: no filter, 0: the largest element.
-        indices: `[batch]`, int32 or int64: output i is drawn from row `indices[i]`. None: one output per row.
         filter_apply_order: "top_k_first": top_p is a share of the sum of the top-k elements; "joint": of the whole row.
-        deterministic: accepted for compatibility; results are always deterministic.
-        generator: the source of seed and offset if both are None; None: torch's default generator of the device. It
-            advances by 32 per output.
-        check_nan: whether to raise ValueError if probs contains NaN. The check synchronises with the device.
-        seed: an int, or an int64 or uint64 tensor `[1]` or `[batch]`; given together with offset. A tensor with one
-            element per output makes the draw independent of the position in the batch.
-        offset: like seed.
-        return_valid: whether to return also which rows had a token of nonzero probability.
-
-    Returns:
-        samples: `[batch]` of the dtype of indices, int32 without indices. With return_valid the tuple (samples, valid):
-            valid is bool `[batch]`, False where no token had probability and the sample is 0.
-
-    Raises:
-        ValueError: a shape, stride, device or parameter range is wrong, or seed and offset do not go together.
-        TypeError: a dtype is wrong, or a parameter is neither a number nor a tensor.
     """
     return _draw(
-        probs,
-        "probs",
-        _RETRIES,
-        indices=indices,
-        generator=generator,
-        check_nan=check_nan,
-        seed=seed,
-        offset=offset,
-        return_valid=return_valid,
-        parameters={"top_k": top_k, "top_p": top_p},
-        joint=_is_joint(filter_apply_order),
-    )
+        probs, "probs", _RETRIES, indices, generator, check_nan, seed, offset, return_valid,
+        {"top_k": top_k, "top_p": top_p}, _is_joint(filter_apply_order),
+    )  # fmt: skip
 
 
 @fi_api(trace=trace.SAMPLE_FROM_LOGITS)
@@ -426,8 +292,8 @@ def sample_from_logits(
     Args:
         logits: `[batch, vocab]`, fp32, fp16 or bf16; not modified. With a bias, a bitmask or penalties, other dtypes
             than fp32 are copied to fp32.
-        temperature: a number, or a float tensor `[batch]`, 0 or more. None: 1. 0 takes the first of the largest logits.
-            A row whose temperature is NaN gives token 0, which is not valid.
+        temperature: a number, or a float tensor `[batch]`, 0 or more. None: 1. 0, and a negative element of a tensor,
+            takes the first of the largest logits. A row whose temperature is NaN gives token 0, which is not valid.
         top_k: an integer, or an integer tensor `[batch]`; None, -1, 0, or at least vocab: no filter.
         top_p: a number from 0 to 1, or a tensor `[batch]`; None or 1: no filter, 0: the largest element.
         min_p: a number from 0 to 1, or a tensor `[batch]`; None or 0: no filter.
@@ -459,40 +325,20 @@ def sample_from_logits(
     """
     logits, rows = rows_of(logits, "logits")
     adjustments: Arguments = {}
-    penalties: dict[str, torch.Tensor | float] = {}
-    if repetition_penalty is not None:
-        penalties["repetition_penalty"] = repetition_penalty
-    if frequency_penalty is not None:
-        penalties["frequency_penalty"] = frequency_penalty
-    if presence_penalty is not None:
-        penalties["presence_penalty"] = presence_penalty
+    penalties = _given(
+        repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty, presence_penalty=presence_penalty
+    )
     if bias is not None or bitmask is not None or seen_token_ids is not None:
         logits = logits.float()
         adjustments = row_arguments(penalties, rows)
         adjustments.update(bias=bias, bitmask=bitmask, seen=seen_token_ids, seen_count=seen_token_counts)
-        adjustments["adjusted"] = logits.new_empty(logits.shape)  # used where rows are not cached in shared memory
+        adjustments["adjusted"] = logits.new_empty(*logits.shape)  # used where rows are not cached in shared memory
     elif penalties:
         raise ValueError("seen_token_ids: required where there is a penalty")
     if seen_token_counts is None and (frequency_penalty is not None or presence_penalty is not None):
         raise ValueError("seen_token_counts: required for frequency_penalty and presence_penalty")
-    filters: dict[str, torch.Tensor | float] = {}
-    if temperature is not None:
-        filters["temperature"] = temperature
-    if top_k is not None:
-        filters["top_k"] = top_k
-    if top_p is not None:
-        filters["top_p"] = top_p
-    if min_p is not None:
-        filters["min_p"] = min_p
+    filters = _given(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     return _draw(  # type: ignore[return-value]
-        logits,
-        "logits",
-        _RETRIES,
-        generator=generator,
-        seed=seed,
-        offset=offset,
-        return_valid=True,
-        joint=_is_joint(filter_apply_order),
-        adjustments=adjustments,
-        parameters=filters,
-    )
+        logits, "logits", _RETRIES, None, generator, False, seed, offset, True, filters, _is_joint(filter_apply_order),
+        adjustments,
+    )  # fmt: skip

@@ -65,16 +65,15 @@ def _chain_unit(axes: Values) -> Unit:
 SAMPLE = Op(
     name="sample",
     family="sampling",
-    arguments="Tensor(a!) out, Tensor input, Tensor(b!)? valid=None, Tensor(c!)? adjusted=None, Tensor? indices=None, "
-    "Tensor? temperature=None, float temperature_value=1.0, Tensor? top_k=None, int top_k_value=0, "
-    "Tensor? top_p=None, float top_p_value=1.0, Tensor? min_p=None, float min_p_value=0.0, "
-    "Tensor? seed=None, int seed_value=0, Tensor? offset=None, int offset_value=0, "
-    "Tensor? bias=None, Tensor? bitmask=None, Tensor? seen=None, Tensor? seen_count=None, "
+    arguments="Tensor(a!) out, Tensor input, bool logits=False, bool joint=False, Tensor(b!)? valid=None, "
+    "Tensor? indices=None, int seed_value=0, int offset_value=0, float temperature_value=1.0, int top_k_value=0, "
+    "float top_p_value=1.0, float min_p_value=0.0, Tensor? seed=None, Tensor? offset=None, "
+    "Tensor? temperature=None, Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None, "
+    "Tensor(c!)? adjusted=None, Tensor? bias=None, Tensor? bitmask=None, Tensor? seen=None, Tensor? seen_count=None, "
     "Tensor? repetition_penalty=None, float repetition_penalty_value=1.0, "
     "Tensor? frequency_penalty=None, float frequency_penalty_value=0.0, "
-    "Tensor? presence_penalty=None, float presence_penalty_value=0.0, "
-    "int output=0, bool logits=False, bool joint=False",
-    read=lambda input: (input.dtype,),
+    "Tensor? presence_penalty=None, float presence_penalty_value=0.0, int output=0",
+    read="input.dtype",
     axes={"dtype": ("f16", "bf16", "f32")},
     config=SampleConfig,
     implementations=(

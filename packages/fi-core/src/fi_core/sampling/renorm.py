@@ -21,7 +21,7 @@ def _rewrite(
 ) -> torch.Tensor:
     """Returns the rows renormalised or masked; dtype None: in the dtype that kernels read."""
     input, rows = rows_of(input, name)
-    out = input.new_empty(input.shape, dtype=dtype)
+    out = input.new_empty(*input.shape, dtype=dtype)
     ops.sample(out, input, output=output, logits=name == "logits", **row_arguments(parameters, rows))
     return out
 
@@ -37,8 +37,8 @@ def softmax(
     Args:
         logits: `[rows, vocab]`, fp32, fp16 or bf16. -inf has probability 0; elements of +inf share 1; NaN stays NaN and
             is no part of the sum; a row of -inf gives zeros.
-        temperature: a number, or a float tensor `[rows]`, 0 or more. None: 1. 0 gives equal probabilities (the caller
-            makes the greedy choice).
+        temperature: a number, or a float tensor `[rows]`, 0 or more. None: 1. 0, and a negative element of a tensor,
+            gives equal probabilities (the caller makes the greedy choice).
         enable_pdl: accepted for compatibility; programmatic dependent launch is on where the hardware supports it.
 
     Returns:
@@ -64,7 +64,7 @@ def top_p_renorm_probs(
     The set is that of `top_p_sampling_from_probs`.
 
     Args:
-        probs: `[rows, vocab]`, fp32, fp16 or bf16; NaN stays NaN.
+        probs: `[rows, vocab]`, fp32, fp16 or bf16; NaN stays NaN, and a row of zeros stays zeros.
         top_p: a number from 0 to 1, or a tensor `[rows]`; 1: no filter, 0: the largest element.
         is_deterministic: accepted for compatibility; results are always deterministic.
 

@@ -64,8 +64,8 @@ def chain_speculative_sampling(
         if value.ndim != ndim:
             raise ValueError(f"{name}: {ndim} dimensions are required; got shape {list(value.shape)}")
     batch, n = draft_token_ids.shape
-    random = randomness(seed, offset, generator, draft_probs, batch, batch * (n + 1))
-    tokens = draft_probs.new_empty((batch, n + 1), dtype=torch.int32)
+    seed_value, offset_value, seed, offset = randomness(seed, offset, generator, draft_probs, batch, batch * (n + 1))
+    tokens = draft_probs.new_empty(batch, n + 1, dtype=torch.int32)
     counts = [
         draft_probs.new_zeros(batch, dtype=torch.int32) if given is None else given
         for given in (maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num)
@@ -77,6 +77,9 @@ def chain_speculative_sampling(
         draft_probs=draft_probs.float().contiguous(),
         draft_token_ids=draft_token_ids if draft_token_ids.is_floating_point() else draft_token_ids.int().contiguous(),
         target_probs=target_probs.float().contiguous(),
-        **random,
+        seed=seed,
+        seed_value=seed_value,
+        offset=offset,
+        offset_value=offset_value,
     )
     return tokens, counts[0], counts[1]

@@ -41,24 +41,27 @@ def _softmax_reference(logits, temperature=None):  # type: ignore[no-untyped-def
 
     x = logits.double()
     if temperature is not None:
-        t = temperature.double().unsqueeze(1) if isinstance(temperature, torch.Tensor) else temperature
-        x = x / t
+        t = torch.as_tensor(temperature, device=x.device).double().reshape(-1, 1)
+        x = x.where(x.isinf(), x / t.where(t > 0, float("inf")))
     return x.softmax(-1)
 
 
 def _top_k_renorm_reference(probs, top_k):  # type: ignore[no-untyped-def]
     kept = probs.double().where(_thresholds(probs, top_k=top_k), 0.0)
-    return kept / kept.sum(-1, keepdim=True)
+    total = kept.sum(-1, keepdim=True)
+    return kept / total.where(total > 0, 1.0)
 
 
 def _top_p_renorm_reference(probs, top_p):  # type: ignore[no-untyped-def]
     kept = probs.double().where(_thresholds(probs, top_p=top_p), 0.0)
-    return kept / kept.sum(-1, keepdim=True)
+    total = kept.sum(-1, keepdim=True)
+    return kept / total.where(total > 0, 1.0)
 
 
 def _top_k_mask_reference(logits, top_k):  # type: ignore[no-untyped-def]
     values = logits.double()
-    kth = values.sort(-1, descending=True).values[:, top_k - 1 : top_k]
+    k = top_k if 0 < top_k < values.shape[1] else values.shape[1]
+    kth = values.sort(-1, descending=True).values[:, k - 1 : k]
     return values.where(values >= kth, float("-inf"))
 
 

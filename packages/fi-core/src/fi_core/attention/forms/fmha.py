@@ -17,19 +17,30 @@ if TYPE_CHECKING:
 _CAUSAL = {"causal": True, "sliding_window": True, "chunked": True, "padding": False}
 
 
+def _members(qkv: Any, names: str) -> Any:
+    if not isinstance(qkv, (tuple, list)) or len(qkv) != names.count(",") + 1:
+        came = f"{len(qkv)} members" if isinstance(qkv, (tuple, list)) else type(qkv).__name__
+        raise ValueError(f"qkv: a tuple ({names}) is required; got {came}")
+    return qkv
+
+
 def _split(qkv: Any, input_layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """q, k, v, and the layout code of k and v."""
     if input_layout == "PACKED_QKV":
+        if qkv.ndim != 4 or qkv.shape[1] != 3:
+            raise ValueError(f"qkv: shape [tokens, 3, num_heads, head_dim] is required; got {tuple(qkv.shape)}")
         q, k, v = qkv.unbind(1)
         return q, k, v, 0
     if input_layout == "CONTIGUOUS_Q_KV":
-        q, kv = qkv
+        q, kv = _members(qkv, "q, kv")
+        if kv.ndim != 4 or kv.shape[1] != 2:
+            raise ValueError(f"qkv: kv [kv_tokens, 2, num_kv_heads, head_dim] is required; got shape {tuple(kv.shape)}")
         return q, kv[:, 0], kv[:, 1], 0
     if input_layout == "SEPARATE_Q_K_V":
-        q, k, v = qkv
+        q, k, v = _members(qkv, "q, k, v")
         return q, k, v, 0
     if input_layout in ("Q_PAGED_KV_NHD", "Q_PAGED_KV_HND"):
-        q, cache = qkv
+        q, cache = _members(qkv, "q, kv_cache")
         k, v = _unpack_paged_kv_cache(cache, input_layout[-3:])
         return q, k, v, int(input_layout.endswith("HND"))
     raise ValueError(
@@ -160,6 +171,8 @@ def trtllm_fmha_v2_prefill(
     page_size = 1
     if block_tables is not None:
         pages, pitch = flat_tables(block_tables)
+        if block_tables.shape[0] < batch_size:
+            raise ValueError(f"block_tables: {batch_size} rows are required, batch_size; got {block_tables.shape[0]}")
         tables = {"kv_len": int32_index(seq_lens.view(-1)), "page_indices": pages, "pages_per_request": pitch}
         page_size = k.shape[1 + layout]
     if mask_mode == "chunked":
@@ -173,6 +186,12 @@ def trtllm_fmha_v2_prefill(
         else:
             begins = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device) * tables["pages_per_request"]
             kv_len = tables["kv_len"].clamp(max=block_tables.shape[1] * page_size)
+        if len(qo_indptr) != batch_size + 1 or len(begins) != batch_size + 1 or len(kv_len) != batch_size:
+            raise ValueError(
+                f"cum_seq_lens_q, cum_seq_lens_kv and seq_lens: batch_size + 1 = {batch_size + 1} offsets and "
+                f"{batch_size} lengths are required; got {len(cum_seq_lens_q)}, {len(cum_seq_lens_kv)} and "
+                f"{seq_lens.numel()}"
+            )
         batch_size, pieces = _chunked(chunked_attention_size, max_q_len, page_size, qo_indptr, kv_len, begins)
         qo_indptr, tables = pieces.pop("qo_indptr"), tables | pieces
     attend_once(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, code
+from fi_core.attention.forms.single_trace import single_trace
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.ops.request import LOAD_BYTES
 from fi_core.attention.ops.single import attend, single_choice
-from fi_core.observe.draw import Draw, nbytes
+from fi_core.attention.reference import attend_request
 from fi_core.observe.log import fi_api
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.launch.operator import planned
 from fi_core.utils import constants
@@ -22,98 +21,20 @@ if TYPE_CHECKING:
 
 
 def _reference(q, k, v, kv_layout="NHD", window_left=-1, logits_soft_cap=None, sm_scale=None):  # type: ignore[no-untyped-def]
-    import torch
-
-    if kv_layout == "NHD":
+    if kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
-    group = q.shape[0] // k.shape[0]
-    k, v = k.double().repeat_interleave(group, 0), v.double().repeat_interleave(group, 0)
-    s = torch.einsum("hd,hjd->hj", q.double(), k) * (q.shape[1] ** -0.5 if sm_scale is None else sm_scale)
-    if logits_soft_cap:
-        s = logits_soft_cap * torch.tanh(s / logits_soft_cap)
-    if window_left >= 0:
-        s[:, : max(0, k.shape[1] - 1 - window_left)] = -torch.inf
-    return torch.einsum("hj,hjd->hd", s.softmax(-1), v), s.logsumexp(-1) * 1.4426950408889634
+    scale = q.shape[1] ** -0.5 if sm_scale is None else sm_scale
+    out, lse = attend_request(q[None], k, v, scale, True, window_left, logits_soft_cap)
+    return out[0], lse[0]
 
 
-def _make(layout: str, with_lse: bool) -> Callable[..., dict[str, Any]]:
-    """One query token with strided heads over strided keys, in a layout."""
-
-    def make(
-        draw: Draw,
-        *,
-        dtype: str = "bfloat16",
-        kv_len: int = 37,
-        num_qo_heads: int = 6,
-        num_kv_heads: int = 2,
-        head_dim_qk: int = 40,
-        head_dim_vo: int = 24,
-        kv_dtype: str | None = None,
-        **options: Any,
-    ) -> dict[str, Any]:
-        k, v = (draw.normal((kv_len, num_kv_heads, dim), kv_dtype or dtype) for dim in (head_dim_qk, head_dim_vo))
-        if layout == "HND":
-            k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
-        q = draw.rows(draw.normal((num_qo_heads, head_dim_qk), dtype))
-        found = {"q": q, "k": draw.rows(k), "v": draw.rows(v), "kv_layout": layout, "return_lse": with_lse}
-        return {**found, **options}
-
-    return make
-
-
-def _samples(*options: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    dtypes = ("bfloat16", "float16", "float32")
-    return (*({"dtype": dtype, **more} for dtype in dtypes for more in ({}, *options)), {"head_dim_qk": 128})
-
-
-def _work(arguments: Mapping[str, Any]) -> Work:
-    """Every key and value once; two operations an element of each, for every query head of its group."""
-    q, k, v = (arguments[name] for name in ("q", "k", "v"))
-    group = q.shape[-2] // k.shape[1 if arguments["kv_layout"] == "NHD" else 0]
-    return Work(2 * group * (k.numel() + v.numel()), nbytes(q, k, v) + q.shape[-2] * v.shape[-1] * q.element_size())
-
-
-def _template(layout: str, with_lse: bool) -> TraceTemplate:
-    tokens = ["kv_len", "num_kv_heads"] if layout == "NHD" else ["num_kv_heads", "kv_len"]
-    lse = {"lse": Tensor(["num_qo_heads"], dtype="float32", description="Base 2.")} if with_lse else {}
-    return TraceTemplate(
-        "single_decode",
-        axes={
-            "kv_len": Var(),
-            "num_qo_heads": Const(abbrev="h"),
-            "num_kv_heads": Const(abbrev="kv"),
-            "head_dim_qk": Const(abbrev="d"),
-            "head_dim_vo": Const(abbrev=""),
-        },
-        inputs={
-            "q": Tensor(["num_qo_heads", "head_dim_qk"]),
-            "k": Tensor([*tokens, "head_dim_qk"]),
-            "v": Tensor([*tokens, "head_dim_vo"]),
-            "kv_layout": Scalar("string", optional=True),
-            "window_left": Scalar("int32", optional=True),
-            "logits_soft_cap": Scalar(optional=True),
-            "sm_scale": Scalar(optional=True),
-        },
-        outputs={"output": Tensor(["num_qo_heads", "head_dim_vo"], dtype_from="q"), **lse},
-        reference=_reference,
-        op="single_attention",
-        make=_make(layout, with_lse),
-        samples=_samples({"window_left": 5, "sm_scale": 0.3}, {"logits_soft_cap": 4.0}, {"kv_len": 0}),
-        work=_work,
-        tolerance={"float32": (2e-5, 2e-5)},
-        tags=(f"kv_layout:{layout}",),
-        description="Attention of one query token, grouped heads; the reference also returns the LSE.",
-    )
-
-
-_TEMPLATES = {(layout, lse): _template(layout, lse) for layout in ("NHD", "HND") for lse in (False, True)}
-
-
-def _trace(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
-    return _TEMPLATES.get((arguments.get("kv_layout", "NHD"), bool(arguments.get("return_lse", False))))
-
-
-_trace.templates = tuple(_TEMPLATES.values())  # type: ignore[attr-defined]
+_trace = single_trace(
+    "decode",
+    (),
+    _reference,
+    ({"window_left": 5, "sm_scale": 0.3}, {"logits_soft_cap": 4.0}, {"kv_len": 0}),
+    "Attention of one query token, grouped heads; the reference also returns the LSE.",
+)
 
 
 @fi_api(trace=_trace)

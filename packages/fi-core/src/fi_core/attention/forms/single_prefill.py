@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, code, no_nvfp4, unsupported
+from fi_core.attention.forms.single_trace import single_trace
 from fi_core.attention.forms.tables_prefill import attend_once
 from fi_core.attention.ops.single import attend, single_choice
-from fi_core.observe.draw import Draw, nbytes
+from fi_core.attention.reference import attend_request
 from fi_core.observe.log import fi_api
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work
+from fi_core.observe.trace import Scalar, Tensor
 from fi_core.utils import MaskMode
 
 if TYPE_CHECKING:
@@ -23,117 +23,21 @@ _BACKENDS = frozenset({"auto", "fa2", "fa3"})
 def _reference(  # type: ignore[no-untyped-def]
     q, k, v, custom_mask=None, causal=False, kv_layout="NHD", sm_scale=None, window_left=-1, logits_soft_cap=None
 ):
-    import torch
-
-    if kv_layout == "NHD":
+    if kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
-    group, last = q.shape[1] // k.shape[0], k.shape[1] - q.shape[0]
     scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
-    key = torch.arange(k.shape[1], device=q.device)
-    position = torch.arange(q.shape[0], device=q.device)[:, None] + last
-    seen = custom_mask if custom_mask is not None else key <= position if causal else key >= 0
-    if window_left >= 0:
-        seen = seen & (key >= position - window_left)
-    out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=torch.float64)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float64)
-    for head in range(q.shape[1]):  # one at a time: the scores of all would be large
-        s = q[:, head].double() @ k[head // group].double().T * scale
-        if logits_soft_cap:
-            s = logits_soft_cap * torch.tanh(s / logits_soft_cap)
-        s = s.masked_fill(~seen, -torch.inf)
-        out[:, head] = s.softmax(-1).nan_to_num(0.0) @ v[head // group].double()
-        lse[:, head] = s.logsumexp(-1) * 1.4426950408889634
-    return out, lse
+    return attend_request(q, k, v, scale, causal, window_left, logits_soft_cap, None, custom_mask)
 
 
-def _make(layout: str, with_lse: bool) -> Callable[..., dict[str, Any]]:
-    """The last tokens of a request over strided keys, in a layout."""
-
-    def make(
-        draw: Draw,
-        *,
-        dtype: str = "bfloat16",
-        qo_len: int = 9,
-        kv_len: int = 37,
-        num_qo_heads: int = 6,
-        num_kv_heads: int = 2,
-        head_dim_qk: int = 40,
-        head_dim_vo: int = 24,
-        kv_dtype: str | None = None,
-        **options: Any,
-    ) -> dict[str, Any]:
-        k, v = (draw.normal((kv_len, num_kv_heads, dim), kv_dtype or dtype) for dim in (head_dim_qk, head_dim_vo))
-        if layout == "HND":
-            k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
-        q = draw.rows(draw.normal((qo_len, num_qo_heads, head_dim_qk), dtype))
-        found = {"q": q, "k": draw.rows(k), "v": draw.rows(v), "kv_layout": layout, "return_lse": with_lse}
-        return {**found, **options}
-
-    return make
-
-
-def _samples(*options: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    dtypes = ("bfloat16", "float16", "float32")
-    return (*({"dtype": dtype, **more} for dtype in dtypes for more in ({}, *options)), {"head_dim_qk": 128})
-
-
-def _work(arguments: Mapping[str, Any]) -> Work:
-    """Every tensor once; two operations for each pair of a query and a key that it sees, head and dimension."""
-    q, k, v = (arguments[name] for name in ("q", "k", "v"))
-    qo_len, heads, _ = q.shape
-    kv_len = k.shape[0 if arguments["kv_layout"] == "NHD" else 1]
-    pairs = qo_len * kv_len - (qo_len * (qo_len - 1) // 2 if arguments.get("causal") else 0)
-    written = qo_len * heads * v.shape[-1] * (arguments.get("o_dtype") or q.dtype).itemsize
-    return Work(2 * pairs * heads * (q.shape[-1] + v.shape[-1]), nbytes(q, k, v) + written)
-
-
-def _template(layout: str, with_lse: bool) -> TraceTemplate:
-    tokens = ["kv_len", "num_kv_heads"] if layout == "NHD" else ["num_kv_heads", "kv_len"]
-    lse = {"lse": Tensor(["qo_len", "num_qo_heads"], dtype="float32", description="Base 2.")} if with_lse else {}
-    output = Tensor(["qo_len", "num_qo_heads", "head_dim_vo"], dtype_from="q", dtype_from_scalar="o_dtype")
-    return TraceTemplate(
-        "single_prefill",
-        axes={
-            "qo_len": Var(),
-            "kv_len": Var(),
-            "num_qo_heads": Const(abbrev="h"),
-            "num_kv_heads": Const(abbrev="kv"),
-            "head_dim_qk": Const(abbrev="d"),
-            "head_dim_vo": Const(abbrev=""),
-        },
-        inputs={
-            "q": Tensor(["qo_len", "num_qo_heads", "head_dim_qk"]),
-            "k": Tensor([*tokens, "head_dim_qk"]),
-            "v": Tensor([*tokens, "head_dim_vo"]),
-            "custom_mask": Tensor(["qo_len", "kv_len"], dtype="bool", optional=True),
-            "causal": Scalar("bool", optional=True),
-            "kv_layout": Scalar("string", optional=True),
-            "sm_scale": Scalar(optional=True),
-            "window_left": Scalar("int32", optional=True),
-            "logits_soft_cap": Scalar(optional=True),
-        },
-        outputs={"output": output, **lse},
-        reference=_reference,
-        op="single_attention",
-        make=_make(layout, with_lse),
-        samples=_samples(
-            {"causal": True}, {"causal": True, "window_left": 5, "sm_scale": 0.3}, {"logits_soft_cap": 4.0}
-        ),
-        work=_work,
-        tolerance={"float32": (2e-5, 2e-5)},
-        tags=(f"kv_layout:{layout}",),
-        description="Attention of the tokens of one request, grouped heads; the reference also returns the LSE.",
-    )
-
-
-_TEMPLATES = {(layout, lse): _template(layout, lse) for layout in ("NHD", "HND") for lse in (False, True)}
-
-
-def _trace(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
-    return _TEMPLATES.get((arguments.get("kv_layout", "NHD"), bool(arguments.get("return_lse", False))))
-
-
-_trace.templates = tuple(_TEMPLATES.values())  # type: ignore[attr-defined]
+_trace = single_trace(
+    "prefill",
+    ("qo_len",),
+    _reference,
+    ({"causal": True}, {"causal": True, "window_left": 5, "sm_scale": 0.3}, {"logits_soft_cap": 4.0}),
+    "Attention of the tokens of one request, grouped heads; the reference also returns the LSE.",
+    custom_mask=Tensor(["qo_len", "kv_len"], dtype="bool", optional=True),
+    causal=Scalar("bool", optional=True),
+)
 
 
 @fi_api(trace=_trace)

@@ -7,10 +7,9 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.attention.contract import (
-    CHECK,
     LAYOUTS,
     cache_pair,
-    check_tables,
+    check_workspace,
     code,
     flat_tables,
     no_nvfp4,
@@ -25,6 +24,7 @@ from fi_core.attention.ops.request import LOAD_BYTES
 from fi_core.attention.schedule import carve
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
+from fi_core.runtime.errors import UnknownWordError
 from fi_core.runtime.launch.operator import planned
 from fi_core.utils import canonicalize_torch_dtype, ceil_div, check_shape_dtype_device, int32_index
 
@@ -83,8 +83,6 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
     page_size, kv_heads = (k.shape[1], k.shape[2]) if layout == 0 else (k.shape[2], k.shape[1])
     if kv_heads < 1 or q.shape[1] % kv_heads:
         raise ValueError(f"query: a multiple of the cache's {kv_heads} heads is required; got {q.shape[1]}")
-    if CHECK:
-        check_tables(k.shape[0], c.block_tables, seq_lens, page_size)
     if mask is not None:
         mask = mask.view(torch.uint8)
         mask = mask if mask.ndim == 2 else mask.view(q.shape[0], -1)
@@ -159,8 +157,7 @@ def _buffers(
     key, shape = id(workspace), (batch_size, q_tiles, head_dim, split_kv, choice.spec)
     entry = _carved.get(key)
     if entry is None or entry[0]() is not workspace:
-        if workspace.data_ptr() % 16 or not workspace.is_contiguous():
-            raise ValueError("workspace_buffer: a contiguous tensor aligned to 16 bytes is required")
+        check_workspace(workspace, "workspace_buffer")
         entry = _carved[key] = weakref.ref(workspace, lambda _: _carved.pop(key, None)), {}
     buffers = entry[1].get(shape)
     if buffers is None:
@@ -270,7 +267,7 @@ def trtllm_batch_decode_with_kv_cache(
     import torch
 
     if backend not in _BACKENDS:
-        raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
+        raise UnknownWordError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
     refuse_nvfp4(kv_cache_sf, out, out_dtype, o_sf_scale, o_sf_vec_size)
     refuse_split_tables(uses_shared_paged_kv_idx)
     if enable_block_sparse_attention:
@@ -292,11 +289,11 @@ def trtllm_batch_decode_with_kv_cache(
         dtype = canonicalize_torch_dtype(out_dtype)
     if dtype not in (query.dtype, torch.float16, torch.bfloat16):
         raise ValueError(f"out_dtype: the query's ({query.dtype}), float16 or bfloat16 is required; got {dtype}")
-    result = query.new_empty(shape, dtype=dtype) if out is None else out
+    result = query.new_empty(*shape, dtype=dtype) if out is None else out
     if lse is not None:
         check_shape_dtype_device(lse, shape[:2], torch.float32, query.device, "lse")
     elif return_lse:
-        lse = query.new_empty(shape[:2], dtype=torch.float32)
+        lse = query.new_empty(*shape[:2], dtype=torch.float32)
     score_scale = scale_product(1.0, bmm1_scale) if bmm1_scale_log2 is None else (_LN2, bmm1_scale_log2)
     call = _Call(
         result, lse, query, (k, v), kv_layout, workspace_buffer, block_tables, seq_lens, score_scale,
@@ -420,7 +417,7 @@ def xqa(
     window_left = sliding_win_size - 1 if sliding_win_size > 0 else -1
     call = _Call(
         out, None, query, (k_cache, v_cache), kv_layout, workspace_buffer, page_table, seq_lens, score_scale, out_scale,
-        window_left, None if sinks is None else sinks.view(-1), mask, enable_pdl, disable_split_kv,
+        window_left, None if sinks is None else sinks.reshape(-1), mask, enable_pdl, disable_split_kv,
     )  # fmt: skip
     if q_cu_seq_lens is None:
         _attend(call, q_seq_len)

@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.contract import (
-    CHECK,
     LAYOUTS,
     cache_pair,
-    check_bounds,
-    check_tables,
     code,
     flat_tables,
     refuse_nvfp4,
@@ -21,6 +18,7 @@ from fi_core.attention.forms.prefill_trace import tables_trace
 from fi_core.attention.ops import prefill as ops
 from fi_core.attention.ops.request import LOAD_BYTES
 from fi_core.observe.log import fi_api
+from fi_core.runtime.errors import UnknownWordError
 from fi_core.runtime.launch.operator import planned
 from fi_core.utils import PosEncodingMode, canonicalize_torch_dtype, check_shape_dtype_device, int32_index
 
@@ -64,15 +62,16 @@ def attend_once(
     """
     import torch
 
+    if q.ndim != 3 or not 0 <= batch_size < 1 << 31:
+        raise ValueError(
+            "query: [tokens, num_qo_heads, head_dim] and a batch_size of 0 to 2^31 - 1 are required; got shape "
+            f"{tuple(q.shape)} and {batch_size}"
+        )
     rows, heads, dim = q.shape
     kv_heads = k.shape[-2 - layout]
     page_size = 1 if page_indices is None else k.shape[1 + layout]
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"query: a multiple of the {kv_heads} heads of the keys is required; got {heads}")
-    if CHECK and qo_indptr is not None:
-        check_bounds(qo_indptr, "cum_seq_lens_q", rows)
-    if CHECK and kv_indptr is not None and page_indices is None:
-        check_bounds(kv_indptr, "cum_seq_lens_kv", k.shape[layout])
     by_head = (options.get("scale_q"), options.get("scale_k"), options.get("scale_v"))
     scaled = any(x is not None for x in (score_scale[1], out_scale[1], *by_head))
     choice = planned(
@@ -111,7 +110,7 @@ def results(
     if lse is not None:
         check_shape_dtype_device(lse, shape[:2], torch.float32, query.device, "lse")
     elif return_lse:
-        lse = query.new_empty(shape[:2], dtype=torch.float32)
+        lse = query.new_empty(*shape[:2], dtype=torch.float32)
     return out, lse
 
 
@@ -130,13 +129,11 @@ def attend_tables(
     layout, (k, v) = code(LAYOUTS, kv_layout, "kv_layout"), cache
     pages, pitch = flat_tables(block_tables)
     batch_size = block_tables.shape[0]
-    if seq_lens.numel() != batch_size or len(qo_indptr) != batch_size + 1:
+    if seq_lens.numel() != batch_size or qo_indptr.numel() != batch_size + 1:
         raise ValueError(
-            f"block_tables: one row, and one of seq_lens, for each of the {len(qo_indptr) - 1} requests is required; "
-            f"got {batch_size} and {seq_lens.numel()}"
+            f"block_tables: one row, and one of seq_lens, for each of the {qo_indptr.numel() - 1} requests is "
+            f"required; got {batch_size} and {seq_lens.numel()}"
         )
-    if CHECK:
-        check_tables(k.shape[0], block_tables, seq_lens.view(-1), k.shape[1 + layout])
     attend_once(
         out, lse, query, k, v, layout, batch_size, qo_indptr=int32_index(qo_indptr),
         kv_len=int32_index(seq_lens.view(-1)), page_indices=pages, pages_per_request=pitch, **options,
@@ -212,11 +209,12 @@ def trtllm_batch_context_with_kv_cache(
 
     Raises:
         KeyError: backend or kv_layout.
-        ValueError: shape, dtype or device. With FI_CHECK=1 at import also page ids out of range, which synchronises.
+        ValueError: shape, dtype or device. Tables that lie: on the CPU; on CUDA with FI_CHECK=1
+            at import, which synchronises.
         NotImplementedError: NVFP4, separate tables of K and V.
     """
     if backend not in _BACKENDS:
-        raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
+        raise UnknownWordError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
     refuse_nvfp4(kv_cache_sf, out, out_dtype, None if o_sf_scale == 1.0 else o_sf_scale, o_sf_vec_size)
     refuse_split_tables(uses_shared_paged_kv_idx)
     cache = cache_pair(kv_cache, kv_layout)
@@ -286,7 +284,7 @@ def trtllm_ragged_attention_deepseek(
         if came is not None and any(x is not None for x in (came if isinstance(came, (tuple, list)) else (came,))):
             raise unsupported(name, came, "pass 16-bit tensors, or e4m3 ones with their scale in bmm1_scale")
     if backend not in _BACKENDS:
-        raise KeyError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
+        raise UnknownWordError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
     refuse_nvfp4(None, out, None, None if o_sf_scale in (1.0, -1.0) else o_sf_scale, None)
     result, lse = results(query, value.shape[2], out, None, lse, return_lse)
     attend_once(

@@ -65,8 +65,22 @@ def _cuda_core_unit(axes: Values) -> Unit:
     """CUDA cores: every dtype, head dim, layout and option."""
     types = f"{DTYPES[axes['q']].device}, {DTYPES[axes['kv']].device}"
     entries = (
-        Entry("decode_rows", f"decode_rows<{types}, 1, 4>", 128, DecodeConfig(DecodeKind.CUDA_CORE, 256), 0, 2),
-        Entry("decode_wide_rows", f"decode_rows<{types}, 2, 1>", 128, DecodeConfig(DecodeKind.CUDA_CORE, 512), 0, 2),
+        Entry(
+            "batch_decode_cuda_core",
+            f"batch_decode_cuda_core<{types}, 1, 4>",
+            128,
+            DecodeConfig(DecodeKind.CUDA_CORE, 256),
+            0,
+            2,
+        ),
+        Entry(
+            "batch_decode_cuda_core_wide",
+            f"batch_decode_cuda_core<{types}, 2, 1>",
+            128,
+            DecodeConfig(DecodeKind.CUDA_CORE, 512),
+            0,
+            2,
+        ),
     )
     return Unit("fi/attention/decode/batch_decode.cuh", "BatchDecodeParams", entries)
 
@@ -97,9 +111,9 @@ def _mma_unit(axes: Values) -> Unit:
     warps, keys = (4 if dim <= 128 else 2), (32 if kv_bytes == 1 or line <= 128 else 16)
     pipeline = max(stages * 2 * keys * line, Q_TILE * (dim + 8) * 4)
     shared = warps * pipeline + Q_TILE * (dim * q_bytes + 16) + warps * Q_TILE * 8 + 192 + 16
-    body = f"decode_tiles<{types}, {dim}, {warps}, {keys}, {stages}, {shared}>"
+    body = f"batch_decode_mma<{types}, {dim}, {warps}, {keys}, {stages}, {shared}>"
     config = DecodeConfig(DecodeKind.MMA, dim)
-    entry = Entry("decode_tiles", body, warps * 32, config, shared, _mma_ctas_per_sm(kv_bytes == 1))
+    entry = Entry("batch_decode_mma", body, warps * 32, config, shared, _mma_ctas_per_sm(kv_bytes == 1))
     if axes["capability"] != 90 or dim > 128:
         return Unit("fi/attention/decode/batch_decode.cuh", "BatchDecodeParams", (entry,))
     entries = (entry, _cluster_entry(types, dim, q_bytes, line, False, gather=True))
@@ -120,9 +134,9 @@ def _tma_unit(axes: Values) -> Unit:
     long = min(max(2, tune.bytes_in_flight // stage), stages)
     stages = stages if kv_bytes > 1 else long  # fp8 keys, b16 kv4k 8/1: 22.4 us, five stages 23.4
     shared = rest + stages * (stage + 24)
-    body = f"decode_tma<{types}, {dim}, {warps}, {warp_keys}, {stages}, {long}, {str(whole).lower()}, {shared}>"
+    body = f"batch_decode_tma<{types}, {dim}, {warps}, {warp_keys}, {stages}, {long}, {str(whole).lower()}, {shared}>"
     config = DecodeConfig(DecodeKind.TMA, dim, int(whole), tune.evict_first_mb, min(keys, KV_TILE))
-    entry = Entry("decode_tma", body, warps * 32 + 96, config, shared, 1)
+    entry = Entry("batch_decode_tma", body, warps * 32 + 96, config, shared, 1)
     entries = (entry, _cluster_entry(types, dim, q_bytes, line, whole)) if dim <= 128 else (entry,)
     return Unit("fi/attention/decode/batch_decode_sm90.cuh", "BatchDecodeParams", entries)
 
@@ -133,9 +147,10 @@ def _cluster_entry(types: str, dim: int, q_bytes: int, line: int, whole: bool, g
     stages = 16 * 1024 // stage
     rest = Q_TILE * (dim * q_bytes + 16) + Q_TILE * dim * 6 + warps * Q_TILE * 8 + 8
     shared = ceil_div(rest + warps * stages * (stage + 16), 16) * 16
-    body = f"decode_cluster<{types}, {dim}, {warps}, {stages}, {str(whole).lower()}, {str(gather).lower()}, {shared}>"
+    flags = f"{str(whole).lower()}, {str(gather).lower()}"
+    body = f"batch_decode_cluster<{types}, {dim}, {warps}, {stages}, {flags}, {shared}>"
     config = DecodeConfig(DecodeKind.CLUSTER, dim, int(whole), 0, 1 if gather else 16)
-    return Entry("decode_cluster", body, warps * 32, config, shared, 1)
+    return Entry("batch_decode_cluster", body, warps * 32, config, shared, 1)
 
 
 class TmaTuning(NamedTuple):
@@ -160,19 +175,6 @@ TENSOR_CORES = (
 # A TMA copy takes 70 cycles to issue, so it must load many keys of a page. H200, b16 kv8k, us by TMA and by cp.async:
 # page size 1 669, 153; page size 16 139, 145.
 _WHOLE_COPIES = Constraint("page_size", "multiple of", 16)
-
-
-def _read(  # type: ignore[no-untyped-def]
-    out, q, k_cache, v_cache, kv_layout, pos_encoding_mode, draft_mask, logits_soft_cap, scale_q, scale_k, scale_v,
-    bmm1_scale, bmm2_scale,
-):  # fmt: skip
-    scaled = not (scale_q is scale_k is scale_v is bmm1_scale is bmm2_scale is None)
-    return (
-        q.dtype, k_cache.dtype, out.dtype, q.shape[1:], k_cache.shape[1:], v_cache.shape[3], True, kv_layout,
-        pos_encoding_mode, "plain" if draft_mask is None else "custom", logits_soft_cap > 0.0, scaled,
-        (q.stride(), k_cache.stride(), v_cache.stride()),
-        (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) & 15,
-    )  # fmt: skip
 
 
 def _compiled(values: Values) -> Values:
@@ -209,7 +211,10 @@ BATCH_DECODE = Op(
     "float rope_scale=1.0, float rope_theta=10000.0, Tensor? sinks=None, Tensor? scale_q=None, Tensor? scale_k=None, "
     "Tensor? scale_v=None, Tensor? bmm1_scale=None, Tensor? bmm2_scale=None, Tensor? draft_mask=None, "
     'Tensor? qo_indptr=None, bool? enable_pdl=None, str backend="auto"',
-    read=_read,
+    read="q.dtype, k_cache.dtype, out.dtype, tuple(q.shape)[1:], tuple(k_cache.shape)[1:], v_cache.shape[-1], True, "
+    "kv_layout, pos_encoding_mode, 'plain' if draft_mask is None else 'custom', logits_soft_cap > 0.0, "
+    "not (scale_q is scale_k is scale_v is bmm1_scale is bmm2_scale is None)",
+    found_by_entry="alignment",
     request=request,
     fields=FIELDS,
     axes={"q": TYPES, "kv": TYPES, "head_dim": (*HEAD_DIMS, 0)},

@@ -28,7 +28,7 @@ _WORK = 48  # bytes; sizeof(Work)
 
 
 def _plan_unit(axes: Values) -> Unit:
-    entry = Entry("prefill_plan", "prefill_plan", 1024)
+    entry = Entry("prefill_plan", "prefill_plan", 1024, ctas_per_sm=1)
     return Unit("fi/attention/prefill/prefill_plan.cuh", "PrefillPlanParams", (entry,))
 
 
@@ -64,9 +64,9 @@ def _mma_unit(axes: Values) -> Unit:
     """mma.sync."""
     q, kv = DTYPES[axes["q"]], DTYPES[axes["kv"]]
     tile = WIDE_TILES[axes["head_dim"]] if axes["head_dim"] else TILE if kv.bytes == 2 else TILE_OF_48
-    size, body = tile.shared_bytes(kv.bytes), tile.body("prefill_tiles", q.short, kv.short)
+    size, body = tile.shared_bytes(kv.bytes), tile.body("batch_prefill_mma", q.short, kv.short)
     config = PrefillConfig(PrefillKind.MMA, tile.rows, tile.keys, tile.dim_vo, tile.blocks)
-    entry = Entry("prefill_tiles", body, tile.threads, config, size, tile.blocks)
+    entry = Entry("batch_prefill_mma", body, tile.threads, config, size, tile.blocks)
     return Unit("fi/attention/prefill/batch_prefill.cuh", "PrefillProblem", (entry,))
 
 
@@ -105,10 +105,10 @@ def _wgmma_unit(axes: Values) -> Unit:
     config = PrefillConfig(PrefillKind.WGMMA, 64 * groups, keys, vo, 1, splits_kv=1)
 
     def entry(name: str, whole_rows: str) -> Entry:
-        body = f"batch_prefill<{q.device}, {qk}, {vo}, {keys}, {whole_rows}, {capped}, {groups}, {size}>"
+        body = f"batch_prefill_wgmma<{q.device}, {qk}, {vo}, {keys}, {whole_rows}, {capped}, {groups}, {size}>"
         return Entry(name, body, 128 * (groups + 1), config, size, 1)
 
-    entries = (entry("batch_prefill", "false"), entry("batch_prefill_rows", "true"))
+    entries = (entry("batch_prefill_wgmma", "false"), entry("batch_prefill_wgmma_whole_rows", "true"))
     return Unit("fi/attention/prefill/batch_prefill_sm90.cuh", "BatchPrefillParams", entries)
 
 
@@ -122,7 +122,7 @@ def _fp8_unit(axes: Values) -> Unit:
     keys = 96 if axes["soft_cap"] else _FP8_KEYS
     size, capped = _fp8_shared_bytes(keys), "true" if axes["soft_cap"] else "false"
     config = PrefillConfig(PrefillKind.WGMMA_FP8, _FP8_Q_TILE, keys, _FP8_DIM, 1)
-    entry = Entry("batch_prefill_fp8", f"batch_prefill_fp8<{keys}, {capped}, {size}>", 512, config, size, 1)
+    entry = Entry("batch_prefill_wgmma_fp8", f"batch_prefill_wgmma_fp8<{keys}, {capped}, {size}>", 512, config, size, 1)
     return Unit("fi/attention/prefill/batch_prefill_fp8_sm90.cuh", "BatchPrefillParams", (entry,))
 
 
@@ -132,9 +132,9 @@ def _mixed_unit(axes: Values) -> Unit:
     keys = 112 if axes["soft_cap"] else _MIXED_KEYS
     size = 2 * _FP8_DIM * (Q_TILE + 6 * keys) + 3 * 1024  # barriers of either kernel, and the alignment
     capped = "true" if axes["soft_cap"] else "false"
-    body = f"batch_prefill_mixed<{q.device}, {kv.device}, {keys}, {capped}, {size}>"
+    body = f"batch_prefill_wgmma_mixed<{q.device}, {kv.device}, {keys}, {capped}, {size}>"
     config = PrefillConfig(PrefillKind.WGMMA, Q_TILE, keys, _FP8_DIM, 1)
-    entry = Entry("batch_prefill_mixed", body, 512, config, size, 1)
+    entry = Entry("batch_prefill_wgmma_mixed", body, 512, config, size, 1)
     return Unit("fi/attention/prefill/batch_prefill_mixed_sm90.cuh", "BatchPrefillParams", (entry,))
 
 
@@ -182,21 +182,6 @@ def _general(values: Values) -> Values:
     return {"q": values["q"], "kv": values["kv"], "head_dim": head_dim, "soft_cap": False}
 
 
-def _read(  # type: ignore[no-untyped-def]
-    out, q, k, v, page_indices, custom_mask, items, kv_layout, pos_encoding_mode, logits_soft_cap, scale_q, scale_k,
-    scale_v, bmm1_scale, bmm2_scale,
-):  # fmt: skip
-    scaled = not (scale_q is scale_k is scale_v is bmm1_scale is bmm2_scale is None)
-    mask = "items" if items is not None else "plain" if custom_mask is None else "custom"
-    paged = page_indices is not None
-    return (
-        q.dtype, k.dtype, out.dtype, q.shape[1:], k.shape[1:] if paged or kv_layout == 0 else (k.shape[0], 0),
-        v.shape[-1], paged, kv_layout, pos_encoding_mode, mask, logits_soft_cap > 0.0, scaled,
-        (q.stride(), k.stride(), v.stride(), out.stride()),
-        (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) & 15,
-    )  # fmt: skip
-
-
 # out: `[qo_tokens, num_qo_heads, head_dim_vo]`, fp16, bf16, fp32, e4m3 or e5m2. lse: fp32 `[qo_tokens, num_qo_heads]`
 # contiguous, base 2, or None. q: `[qo_tokens, num_qo_heads, head_dim_qk]`. k, v with page_indices (int32, contiguous):
 # `[num_pages, page_size, num_kv_heads, dim]` (kv_layout 0, NHD) or `[num_pages, num_kv_heads, page_size, dim]` (1,
@@ -230,7 +215,12 @@ BATCH_PREFILL = Op(
     "Tensor? scale_v=None, Tensor? bmm1_scale=None, Tensor? bmm2_scale=None, Tensor? custom_mask=None, "
     "Tensor? mask_indptr=None, Tensor? prefix_len=None, Tensor? items=None, int kv_tokens=0, "
     'bool zero_padded_rows=False, bool? enable_pdl=None, str backend="auto"',
-    read=_read,
+    read="q.dtype, k.dtype, out.dtype, tuple(q.shape)[1:], "
+    "tuple(k.shape)[1:] if page_indices is not None or kv_layout == 0 else (k.shape[0], 0), v.shape[-1], "
+    "page_indices is not None, kv_layout, pos_encoding_mode, "
+    "'items' if items is not None else 'plain' if custom_mask is None else 'custom', logits_soft_cap > 0.0, "
+    "not (scale_q is scale_k is scale_v is bmm1_scale is bmm2_scale is None)",
+    found_by_entry="alignment",
     request=request,
     fields=FIELDS,
     axes={"q": TYPES, "kv": TYPES, "head_dim": (*_WGMMA_TILES, 0), "soft_cap": (False, True)},

@@ -20,7 +20,7 @@ LOAD_BYTES = 16  # of one load or bulk copy: tensor-core kernels need rows at mu
 
 # page_size: tokens of a page, 0 for ragged keys. mask: causal ones and windows are plain; "custom" has a bit for each
 # element, "items" is multi-item scoring. scaled: by head, or by a scale that lies on the device. alignment: the largest
-# power of 2, up to 16, that divides the addresses of all rows, in bytes.
+# power of 2, up to 16, that divides the addresses of all rows, in bytes; 16 unless a kernel that needs it finds less.
 FIELDS = {
     "q": Field(TYPES, "bf16"),
     "kv": Field(TYPES, "bf16"),
@@ -69,24 +69,16 @@ def request(
     mask: str,
     soft_cap: bool,
     scaled: bool,
-    strides: tuple[tuple[int, ...], ...],
-    address: int,
+    alignment: int = LOAD_BYTES,
 ) -> tuple[Any, ...]:
     """The values of FIELDS, from the facts that an operator reads of a call.
 
-    query, key: shapes of q and k without the axis of tokens or pages. strides: of q, k, v and, where it matters, out.
-    address: the low bits of all addresses.
+    query, key: shapes of q and k without the axis of tokens or pages.
     """
     # The host entry refuses shapes of other ranks, with the required ones.
     heads, head_dim_qk = query[-2:] if len(query) > 1 else (0, 0)
     kv_heads = 0 if len(key) < 2 else key[-2] if not paged or kv_layout == 0 else key[0]
     page_size = key[kv_layout] if paged and len(key) > 1 else 0
-    low = address
-    for i, stride in enumerate(strides):
-        bytes_each = (q, kv, kv, out)[i].itemsize
-        for step in stride[:-1]:
-            low |= step * bytes_each
-    alignment = min(LOAD_BYTES, low & -low) if low else LOAD_BYTES
     encoding = PosEncodingMode(pos_encoding_mode).name
     group_size = heads // kv_heads if kv_heads else 0
     return (

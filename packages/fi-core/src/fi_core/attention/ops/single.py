@@ -42,10 +42,18 @@ class SingleConfig(NamedTuple):
 def _cuda_core_unit(axes: Values) -> Unit:
     """CUDA cores. The keys of few rows are split into chunks, whose partials are then combined."""
     q, kv = DTYPES[axes["q"]], DTYPES[axes["kv"]]
-    rows = f"attend_rows<{q.device}, {kv.device}"
-    entries = [Entry("attend_rows", f"{rows}, 1, {_ROWS}>", 128, SingleConfig(AttentionStep.CUDA_CORE, 256, _ROWS))]
+    rows = f"single_attention_cuda_core<{q.device}, {kv.device}"
+    entries = [
+        Entry(
+            "single_attention_cuda_core", f"{rows}, 1, {_ROWS}>", 128, SingleConfig(AttentionStep.CUDA_CORE, 256, _ROWS)
+        )
+    ]
     if q.short not in MULTIPLY:
-        entries.append(Entry("attend_wide_rows", f"{rows}, 2, 1>", 128, SingleConfig(AttentionStep.CUDA_CORE, 512, 1)))
+        entries.append(
+            Entry(
+                "single_attention_cuda_core_wide", f"{rows}, 2, 1>", 128, SingleConfig(AttentionStep.CUDA_CORE, 512, 1)
+            )
+        )
     entries.append(Entry("combine_chunks", "combine_chunks", 128, SingleConfig(AttentionStep.COMBINE, 512, 1)))
     return Unit("fi/attention/single/single_attention.cuh", "SingleAttentionParams", tuple(entries))
 
@@ -54,9 +62,9 @@ def _mma_unit(axes: Values) -> Unit:
     """mma.sync."""
     q, kv = DTYPES[axes["q"]], DTYPES[axes["kv"]]
     tile = TILE_OF_48
-    size, body = tile.shared_bytes(kv.bytes), tile.body("attend_tiles", q.short, kv.short)
+    size, body = tile.shared_bytes(kv.bytes), tile.body("single_attention_mma", q.short, kv.short)
     config = SingleConfig(AttentionStep.MMA, 512, tile.rows)
-    entry = Entry("attend_tiles", body, tile.threads, config, size, tile.blocks)
+    entry = Entry("single_attention_mma", body, tile.threads, config, size, tile.blocks)
     return Unit("fi/attention/single/single_attention.cuh", "SingleAttentionParams", (entry,))
 
 
@@ -89,19 +97,13 @@ _MUCH = Rule(
 )  # fmt: skip
 
 
-def _read(q, k, v, out, kv_layout, pos_encoding_mode):  # type: ignore[no-untyped-def]
-    heads = k.shape[1 - kv_layout] if k.ndim == 3 else 0
-    qo_len = min(q.shape[0], _LEAST_PREFILL_ROWS) if q.ndim == 3 else 1
-    return q.dtype, k.dtype, out.dtype, q.shape[-1], v.shape[-1], qo_len, q.shape[-2] // heads if heads else 0
-
-
-def _request(q, kv, out, head_dim_qk, head_dim_vo, qo_len, group_size):  # type: ignore[no-untyped-def]
+def _request(q, kv, out, head_dim_qk, head_dim_vo, qo_len, qo_heads, kv_heads):  # type: ignore[no-untyped-def]
     """The request. The op itself is called only after its public function has chosen its kernels over those of
     batches.
     """
     given = {
         "q": q, "kv": kv, "out": out, "head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo, "qo_len": qo_len,
-        "group_size": group_size, "page_size": 0,
+        "group_size": qo_heads // kv_heads if kv_heads else 0, "page_size": 0,
     }  # fmt: skip
     return tuple(SINGLE_ATTENTION.values(given).values())
 
@@ -123,7 +125,9 @@ SINGLE_ATTENTION = Op(
     "float v_scale=1.0, float rope_scale=1.0, float rope_theta=10000.0, Tensor? custom_mask=None, "
     "Tensor? packed_custom_mask=None, Tensor? scale_q=None, Tensor? scale_k=None, Tensor? scale_v=None, "
     f'str backend="{_OWN}"',
-    read=_read,
+    read="q.dtype, k.dtype, out.dtype, q.shape[-1], v.shape[-1], "
+    f"min(q.shape[0], {_LEAST_PREFILL_ROWS}) if q.ndim == 3 else 1, q.shape[-2], "
+    "k.shape[1 - kv_layout] if k.ndim == 3 else 0",
     request=_request,
     fields={**FIELDS, "qo_len": Field(None, 1), "decode": Field((False, True), False)},
     axes={"few": (False, True), "q": TYPES, "kv": TYPES},
@@ -208,8 +212,8 @@ def attend(
     *outer, dim = q.shape
     heads, qo_len, dim_vo, kv_heads = outer[-1], outer[0] if q.ndim == 3 else 1, v.shape[2], k.shape[1 - layout]
     shape = (*outer, dim_vo)
-    out = q.new_empty(shape) if out_dtype is None else q.new_empty(shape, dtype=out_dtype)  # a dtype costs 1 us
-    lse = q.new_empty(outer, dtype=torch.float32) if return_lse else None
+    out = q.new_empty(*shape) if out_dtype is None else q.new_empty(*shape, dtype=out_dtype)  # a dtype costs 1 us
+    lse = q.new_empty(*outer, dtype=torch.float32) if return_lse else None
     workspace, rows = None, qo_len * heads // max(1, kv_heads)
     if splits and (qo_len == 1 or rows <= _FEW) and (max(dim, dim_vo) <= _WIDE or q.dtype is torch.float32):
         chunks = chunks_of(rows, kv_heads, k.shape[layout], qo_len, window_left)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     Tables = Sequence[torch.Tensor]
 
+_MOST_LEVELS = 64
 _BUFFERS = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
 
 
@@ -27,7 +28,7 @@ class MultiLevelCascadeAttentionWrapper:
     its own page table over one cache and its own grouping of the rows of q (arXiv:2402.05099).
 
     Args:
-        num_levels: number of levels.
+        num_levels: number of levels, 1 to 64.
         float_workspace_buffer, kv_layout: as in BatchPrefillWithPagedKVCacheWrapper.
         use_cuda_graph: fixes the batch of each level.
         qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr: one buffer
@@ -49,8 +50,8 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_indices_buf_arr: Tables | None = None,
         paged_kv_last_page_len_buf_arr: Tables | None = None,
     ) -> None:
-        if num_levels < 1:
-            raise ValueError(f"num_levels: at least 1 is required; got {num_levels}")
+        if not isinstance(num_levels, int) or not 1 <= num_levels <= _MOST_LEVELS:
+            raise ValueError(f"num_levels: 1 to {_MOST_LEVELS} is required; got {num_levels}")
         given = (qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr)
         buffers: list[dict[str, Any]] = [{} for _ in range(num_levels)]
         for name, arrays in zip(_BUFFERS, given):
@@ -116,6 +117,8 @@ class MultiLevelCascadeAttentionWrapper:
             NotImplementedError: position encodings and window_left with several levels, because a level does not know
                 the positions of its keys. All other errors are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
+        for wrapper in self._batch_prefill_wrappers:
+            wrapper._forget_plan()
         self._check_levels(
             qo_indptr_arr=qo_indptr_arr, paged_kv_indptr_arr=paged_kv_indptr_arr,
             paged_kv_indices_arr=paged_kv_indices_arr, paged_kv_last_page_len=paged_kv_last_page_len,

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.contract import (
     LAYOUTS,
-    POS_ENCODINGS,
     check_backend,
+    check_graph_buffer,
     check_length,
-    check_shape,
+    check_workspace,
     code,
     computed,
     data_types,
@@ -23,9 +23,11 @@ from fi_core.attention.ops import decode as ops
 from fi_core.attention.ops.request import LOAD_BYTES
 from fi_core.attention.schedule import DecodeSchedule
 from fi_core.attention.wrappers import planners
+from fi_core.attention.wrappers.base import BatchWrapper
 from fi_core.attention.wrappers.decode_arguments import BACKENDS, FOREIGN, check_lengths, deprecated_positional, lengths
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
+from fi_core.runtime.errors import blame
 from fi_core.runtime.launch.operator import planned
 from fi_core.utils import _get_range_buf, constants
 
@@ -38,7 +40,7 @@ _JIT_ARGS = 16  # of gen_customize_batch_decode_module
 _INT_WORKSPACE = 8 << 20  # bytes; partials of 132 ranges take 4.2 MiB with head_dim 256, of 396 6.3 MiB with 128
 
 
-class BatchDecodePlan:
+class BatchDecodePlan(BatchWrapper):
     """The planning half of BatchDecodeWithPagedKVCacheWrapper, which documents the arguments."""
 
     def __init__(
@@ -56,6 +58,7 @@ class BatchDecodePlan:
     ) -> None:
         import torch
 
+        check_workspace(float_workspace_buffer, "float_workspace_buffer")
         self._layout = code(LAYOUTS, kv_layout, "kv_layout")
         check_backend(backend, BACKENDS, FOREIGN)
         self._variant: CustomAttention | None = None
@@ -77,7 +80,7 @@ class BatchDecodePlan:
         self._paged_kv_last_page_len_buf: Any = paged_kv_last_page_len_buffer
         self._fixed_batch_size = self._check_graph_buffers() if use_cuda_graph else 0
         self._block_tables: torch.Tensor | None = None
-        self._copies: dict[str, torch.Tensor] = {}  # device copies of host tables, reused while shapes repeat
+        self._copies = {}
         self._q_len_per_req, self._is_causal, self._batch_size = 1, False, 0
         self.device = float_workspace_buffer.device
         self._cudnn = cudnn.PlannedBatch(use_cuda_graph) if backend == "cudnn" else None
@@ -88,13 +91,10 @@ class BatchDecodePlan:
 
     def _check_graph_buffers(self) -> int:
         """The batch size that the buffers of a CUDA graph fix."""
-        import torch
-
         for name in ("indptr", "indices", "last_page_len"):
-            buffer = getattr(self, f"_paged_kv_{name}_buf")
-            if not torch.is_tensor(buffer):
-                raise ValueError(f"paged_kv_{name}_buffer: a tensor is required with use_cuda_graph; got {buffer!r}")
-        batch_size, bounds = len(self._paged_kv_last_page_len_buf), len(self._paged_kv_indptr_buf)
+            check_graph_buffer(getattr(self, f"_paged_kv_{name}_buf"), f"paged_kv_{name}_buffer")
+        batch_size: int = self._paged_kv_last_page_len_buf.numel()
+        bounds = self._paged_kv_indptr_buf.numel()
         if bounds != batch_size + 1:
             raise ValueError(
                 f"paged_kv_indptr_buffer: length {batch_size + 1} is required, one more than "
@@ -105,18 +105,6 @@ class BatchDecodePlan:
     @property
     def use_tensor_cores(self) -> bool:
         return self._use_tensor_cores
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        return self._use_cuda_graph
-
-    @property
-    def resolved_backend(self) -> str:
-        """The backend of the last run: "fa2", "fa2_tc", "fa3", "cudnn" or "cpu".
-
-        After a plan and before its first run, the backend that the plan chose; before the first plan, the argument.
-        """
-        return self.last_choice.backend if self.last_choice else self._backend
 
     @fi_api
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
@@ -130,33 +118,10 @@ class BatchDecodePlan:
         Raises:
             ValueError: alignment or strides.
         """
-        for name, buffer in (
-            ("float_workspace_buffer", float_workspace_buffer),
-            ("int_workspace_buffer", int_workspace_buffer),
-        ):
-            if buffer.data_ptr() % 16:
-                raise ValueError(f"{name}: alignment to 16 bytes is required; got address {buffer.data_ptr():#x}")
-            if not buffer.is_contiguous():
-                raise ValueError(f"{name}: a contiguous tensor is required; got strides {buffer.stride()}")
-        self._float_workspace_buffer = float_workspace_buffer
-        self._int_workspace_buffer = int_workspace_buffer
-        self._pinned: torch.Tensor | None = None
-        capacity = len(self._paged_kv_indices_buf) if self._use_cuda_graph else None
+        check_workspace(float_workspace_buffer, "float_workspace_buffer")
+        self._set_workspaces(float_workspace_buffer, int_workspace_buffer)
+        capacity = self._paged_kv_indices_buf.numel() if self._use_cuda_graph else None
         self._schedule = DecodeSchedule(int_workspace_buffer, float_workspace_buffer, capacity)
-        self._plan_info: list[int] | None = None
-        self.last_choice: Choice | None = None
-        self._cached_module: planners.TensorCoreDecodePlanner | planners.DecodePlanner | None = None
-        planners.decode_owners.add(self)
-
-    @computed
-    def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
-        """A pinned mirror of the int workspace, for engines. It is allocated when read: `plan` does not use it."""
-        import torch
-
-        if self._pinned is None:
-            own = self._int_workspace_buffer
-            self._pinned = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
-        return self._pinned
 
     @computed
     def _qo_indptr_buf(self) -> torch.Tensor:
@@ -197,7 +162,7 @@ class BatchDecodePlan:
             (bytes of the float workspace, bytes of the int workspace).
         """
         return self._schedule.workspace_bytes(
-            head_dim, len(indptr) - 1, len(indices), num_qo_heads, num_kv_heads, page_size, q_len_per_req,
+            head_dim, indptr.numel() - 1, indices.numel(), num_qo_heads, num_kv_heads, page_size, q_len_per_req,
             pages_of_chunk(fixed_split_size),
         )  # fmt: skip
 
@@ -274,6 +239,7 @@ class BatchDecodePlan:
             NotImplementedError: window_right, another is_causal, NVFP4 keys.
             UnsupportedError: the backend does not support the request.
         """
+        self._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim)
         if window_right != 0:
             raise unsupported("window_right", window_right, "there are no keys behind a decoded token: pass 0")
         if is_causal is not None and bool(is_causal) != (q_len_per_req > 1):
@@ -306,12 +272,15 @@ class BatchDecodePlan:
     def _check_table(
         self, indptr: Any, indices: Any, last_page_len: Any, seq_lens: Any, page_size: int, q_len: int
     ) -> None:
-        batch_size = len(last_page_len)
-        if len(indptr) != batch_size + 1:
-            raise ValueError(f"indptr: length {batch_size + 1} is required, last_page_len's + 1; got {len(indptr)}")
-        check_length(last_value(indptr), indices, "indices")
-        if seq_lens is not None and len(seq_lens) != batch_size:
-            raise ValueError(f"seq_lens: length {batch_size} is required, the batch size; got {len(seq_lens)}")
+        try:
+            batch_size, bounds, _ = last_page_len.numel(), indptr.numel(), indices.numel()
+        except AttributeError as error:
+            blame(error, indptr=indptr, indices=indices, last_page_len=last_page_len)
+        if bounds != batch_size + 1:
+            raise ValueError(f"indptr: length {batch_size + 1} is required, last_page_len's + 1; got {bounds}")
+        check_length(last_value(indptr, "indptr"), indices, "indices")
+        if seq_lens is not None and seq_lens.numel() != batch_size:
+            raise ValueError(f"seq_lens: length {batch_size} is required, the batch size; got {seq_lens.numel()}")
         if q_len != 1:
             if q_len < 1 or not self._use_tensor_cores:
                 raise ValueError(f"q_len_per_req: at least 1, and 1 without use_tensor_cores, is required; got {q_len}")
@@ -324,23 +293,13 @@ class BatchDecodePlan:
             raise ValueError(
                 f"indptr: the batch size is fixed at {self._fixed_batch_size} by use_cuda_graph; got {batch_size}"
             )
-        if len(indices) > len(self._paged_kv_indices_buf):
-            raise ValueError(
-                f"indices: paged_kv_indices_buffer has room for {len(self._paged_kv_indices_buf)}; got {len(indices)}"
-            )
-        if self._plan_info and q_len != self._q_len_per_req:
+        room = self._paged_kv_indices_buf.numel()
+        if indices.numel() > room:
+            raise ValueError(f"indices: paged_kv_indices_buffer has room for {room}; got {indices.numel()}")
+        if self._was_planned and q_len != self._q_len_per_req:
             raise ValueError(
                 f"q_len_per_req: fixed at {self._q_len_per_req} by the first plan with use_cuda_graph; got {q_len}"
             )
-
-    def _on_device(self, name: str, table: torch.Tensor, non_blocking: bool) -> torch.Tensor:
-        if table.device == self.device:
-            return table
-        kept = self._copies.get(name)
-        if kept is not None and kept.shape == table.shape and kept.dtype == table.dtype:
-            return kept.copy_(table, non_blocking=non_blocking)
-        kept = self._copies[name] = table.to(self.device, non_blocking=non_blocking)
-        return kept
 
     def _set_options(
         self,
@@ -353,13 +312,7 @@ class BatchDecodePlan:
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] | None = None,
     ) -> None:
         """Sets what run reads (and engines set), for plan, fast_decode_plan and forward, which leaves the dtypes."""
-        code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
-        self._pos_encoding_mode = pos_encoding_mode
-        self._window_left = window_left
-        self._logits_soft_cap = 0.0 if logits_soft_cap is None else logits_soft_cap
-        self._sm_scale = sm_scale
-        self._rope_scale = 1.0 if rope_scale is None else rope_scale
-        self._rope_theta = 1e4 if rope_theta is None else rope_theta
+        self._set_scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
         if dtypes is not None:
             self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type = dtypes
 
@@ -382,9 +335,8 @@ class BatchDecodePlan:
 
         kv_lens take precedence over last_page_len.
         """
-        check_shape(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim)
         self._num_qo_heads, self._num_kv_heads, self._head_dim = num_qo_heads, num_kv_heads, head_dim
-        self._batch_size = len(indptr) - 1
+        self._batch_size = indptr.numel() - 1
         self._q_len_per_req, self._is_causal = q_len, q_len > 1
         self._q_shape = self._batch_size * q_len, num_qo_heads, head_dim
         self._page_shape = (page_size, num_kv_heads) if self._layout == 0 else (num_kv_heads, page_size)
@@ -393,14 +345,25 @@ class BatchDecodePlan:
         indptr = self._on_device("planned_indptr", indptr, non_blocking)
         if kv_lens is not None:
             kv_lens, last_page_len = self._on_device("kv_lens", kv_lens, non_blocking), None
-        self._plan_info = self._schedule.plan(
-            indptr, last_page_len, kv_lens, len(self._paged_kv_indices_buf), num_qo_heads, num_kv_heads, head_dim,
+        info = self._schedule.plan(
+            indptr, last_page_len, kv_lens, self._paged_kv_indices_buf.numel(), num_qo_heads, num_kv_heads, head_dim,
             page_size, window_left, q_len, fixed_split_size, disable_split_kv, self._planned,
         )  # fmt: skip
         if self._cudnn is not None:
             self._plan_cudnn(indptr, last_page_len, kv_lens)
-        self._cached_module = planners.TENSOR_CORE_DECODE_PLANNER if self._use_tensor_cores else planners.DECODE_PLANNER
-        return self._plan_info
+        self._cached_module = planners.PLANNER if self._use_tensor_cores else planners.DECODE_PLANNER
+        return self._end_plan(info)
+
+    def _replan_lengths(
+        self, qo_indptr: Any, kv_indptr: torch.Tensor, kv_lens: torch.Tensor, rows: int, num_qo_heads: int,
+        num_kv_heads: int, page_size: int, head_dim: int, head_dim_vo: int, causal: bool, window_left: int,
+        fixed_split_size: int, disable_split_kv: bool,
+    ) -> list[int]:  # fmt: skip
+        """The plan of `planners.Planner`; all requests have the same number of rows."""
+        return self._replan(
+            kv_indptr, None, kv_lens, num_qo_heads, num_kv_heads, head_dim, page_size, window_left,
+            rows // (kv_indptr.numel() - 1) if kv_indptr.numel() > 1 else 1, fixed_split_size, disable_split_kv,
+        )  # fmt: skip
 
     def _plan_cudnn(
         self, indptr: torch.Tensor, last_page_len: torch.Tensor | None, kv_lens: torch.Tensor | None
@@ -443,7 +406,7 @@ def _copy(buffers: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], non_b
             continue
         if table.dtype is not buffer.dtype:
             raise TypeError(f"indptr, indices and last_page_len: {buffer.dtype} as in the buffers; got {table.dtype}")
-        target = buffer if table.shape == buffer.shape else buffer[: len(table)]
+        target = buffer if table.shape == buffer.shape else buffer[: table.numel()]
         if table.device == buffer.device:
             together[0].append(target)
             together[1].append(table)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import CHECK, check_bounds, check_length, check_pages, no_nvfp4, unpack
+from fi_core.attention.contract import check_length, no_nvfp4, unpack
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
 from fi_core.observe.log import fi_api
+from fi_core.runtime.errors import blame
 
 if TYPE_CHECKING:
     import torch
@@ -213,15 +214,19 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             KeyError: pos_encoding_mode.
             UnsupportedError: the backend does not support the request.
         """
+        head_dim_vo = head_dim_vo or head_dim_qk
+        self._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
         self._check_batch(qo_indptr, paged_kv_indptr)
-        if len(paged_kv_last_page_len) != len(qo_indptr) - 1:
+        if paged_kv_last_page_len.numel() != qo_indptr.numel() - 1:
             raise ValueError(
-                f"paged_kv_last_page_len: length {len(qo_indptr) - 1} is required, the batch size; "
-                f"got {len(paged_kv_last_page_len)}"
+                f"paged_kv_last_page_len: length {qo_indptr.numel() - 1} is required, the batch size; "
+                f"got {paged_kv_last_page_len.numel()}"
             )
         check_length(self._kv_indptr_last, paged_kv_indices, "paged_kv_indices")
-        if seq_lens is not None and len(seq_lens) != len(qo_indptr) - 1:
-            raise ValueError(f"seq_lens: length {len(qo_indptr) - 1} is required, the batch size; got {len(seq_lens)}")
+        if seq_lens is not None and seq_lens.numel() != qo_indptr.numel() - 1:
+            raise ValueError(
+                f"seq_lens: length {qo_indptr.numel() - 1} is required, the batch size; got {seq_lens.numel()}"
+            )
         self._set_options(
             causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
             rope_theta,
@@ -244,7 +249,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         self._most = max_token_per_sequence, max_sequence_kv
         self._replan(
             self._qo_indptr_buf, self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf, seq_lens, num_qo_heads,
-            num_kv_heads, head_dim_qk, head_dim_vo or head_dim_qk, page_size, causal, window_left, non_blocking,
+            num_kv_heads, head_dim_qk, head_dim_vo, page_size, causal, window_left, non_blocking,
             disable_split_kv or (fixed_split_size or 0) > 0,
         )  # fmt: skip
 
@@ -304,28 +309,27 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
 
         Raises:
             RuntimeError: no plan.
-            ValueError: shape, dtype, device, stride, lse_base or lse_layout. With FI_CHECK=1 at import also page ids
-                and offsets out of range, which synchronises.
+            ValueError: shape, dtype, device, stride, lse_base or lse_layout. Tables that lie: on the
+                CPU; on CUDA with FI_CHECK=1 at import, which synchronises.
             KeyError: the container of the cache.
-            AssertionError: window_left.
             NotImplementedError: kv_cache_sf.
         """
-        assert window_left is None or window_left == self._window_left, (
-            f"window_left: {self._window_left} was planned; got {window_left}"
-        )
+        if window_left is not None and not (isinstance(window_left, int) and window_left == self._window_left):
+            raise ValueError(f"window_left: {self._window_left} was planned; got {window_left}")
         if kv_cache_sf is not None:
             raise no_nvfp4("kv_cache_sf")
         k, v = unpack(paged_kv_cache, self._kv_layout)
-        self._check_query(q, k, v)
-        page_size, kv_heads = (k.shape[1], k.shape[2]) if self._layout == 0 else (k.shape[2], k.shape[1])
+        try:
+            self._check_query(q, k, v)
+        except (AttributeError, IndexError, RuntimeError) as error:
+            blame(error, q=q, paged_kv_cache=k)
+        _, second, third, _ = k.shape
+        page_size, kv_heads = (second, third) if self._layout == 0 else (third, second)
         if page_size != self._page_size or kv_heads != self._num_kv_heads:
             raise ValueError(
                 f"paged_kv_cache: page_size {self._page_size} and {self._num_kv_heads} kv heads were planned; "
                 f"got shape {tuple(k.shape)} ({self._kv_layout})"
             )
-        if CHECK:
-            check_pages(k.shape[0], self._paged_kv_indices_buf, "paged_kv_indices", self._paged_kv_indptr_buf)
-            check_bounds(self._qo_indptr_buf, "qo_indptr", q.shape[0])
         return self._attend(
             q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse, lse_base, lse_layout, enable_pdl, sinks
         )
@@ -359,13 +363,6 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         )  # fmt: skip
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
-    def forward_return_lse(self, *args: Any, **options: Any) -> Any:
-        """`forward`, with the log-sum-exp."""
-        return self.forward(*args, **options, return_lse=True)
-
-    def end_forward(self) -> None:
-        """Does nothing; older callers end a plan with it."""
-
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Checks its argument only: one kernel accepts K and V of different strides.
 
@@ -376,4 +373,4 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         if variant != "independent":
             raise ValueError(f'variant: "independent" is required; got {variant!r}')
         if self._plan_info is None:
-            raise RuntimeError("prewarm_paged_kv_stride_variant: call plan first")
+            raise self._no_plan("prewarm_paged_kv_stride_variant")

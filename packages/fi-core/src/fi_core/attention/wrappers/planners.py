@@ -5,49 +5,35 @@ functions.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.contract import data_types
 from fi_core.observe.log import fi_api
+from fi_core.runtime.errors import PlanError
 
 if TYPE_CHECKING:
     import torch
 
 
-class Planned(Protocol):
-    """The part of a wrapper that its planner uses."""
-
-    _int_workspace_buffer: torch.Tensor
-
-    def _replan(self, *tables: Any, **options: Any) -> list[int]: ...
+# By the address of their int workspace, by which a planner finds the wrapper to plan for.
+_wrappers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-T = TypeVar("T", bound=Planned)
+def add(wrapper: Any) -> None:
+    """Makes a wrapper known to the planners."""
+    _wrappers[wrapper._int_workspace_buffer.data_ptr()] = wrapper
 
 
-class Owners(Generic[T]):
-    """Wrappers by the address of their int workspace, by which a planner finds the wrapper to plan for."""
-
-    def __init__(self) -> None:
-        self._wrappers: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
-
-    def add(self, wrapper: T) -> None:
-        self._wrappers[wrapper._int_workspace_buffer.data_ptr()] = wrapper
-
-    def of(self, int_workspace_buffer: torch.Tensor) -> T:
-        """The wrapper that owns the workspace. Raises ValueError if none does."""
-        wrapper = self._wrappers.get(int_workspace_buffer.data_ptr())
-        if wrapper is None:
-            raise ValueError("int_workspace_buffer: the one of a wrapper is required (wrapper._int_workspace_buffer)")
-        return wrapper
+def _owner(int_workspace_buffer: torch.Tensor) -> Any:
+    """The wrapper that owns the workspace. Raises ValueError if none does."""
+    wrapper = _wrappers.get(int_workspace_buffer.data_ptr())
+    if wrapper is None:
+        raise ValueError("int_workspace_buffer: the one of a wrapper is required (wrapper._int_workspace_buffer)")
+    return wrapper
 
 
-decode_owners: Owners[Planned] = Owners()
-prefill_owners: Owners[Planned] = Owners()
-
-
-class TensorCoreDecodePlanner:
-    """`_cached_module` of a decode wrapper with use_tensor_cores; lengths are an argument of the call."""
+class Planner:
+    """`_cached_module` of a prefill wrapper, and of a decode wrapper with use_tensor_cores."""
 
     def plan(
         self,
@@ -71,6 +57,7 @@ class TensorCoreDecodePlanner:
         disable_split_kv: bool = False,
         num_colocated_ctas: int = 0,
         uniform_q_len: int = 0,
+        *unused: Any,
     ) -> list[int]:
         """Plans for the wrapper that owns the int workspace; its page table must be in place.
 
@@ -78,24 +65,30 @@ class TensorCoreDecodePlanner:
 
         Args:
             int_workspace_buffer: identifies the wrapper.
-            kv_indptr: int32 `[batch_size + 1]`, offsets of pages, on the host or on the device.
+            qo_indptr: int32 `[batch_size + 1]`, offsets of query tokens, on the host or on the device. Decode uses
+                total_num_rows instead: all its requests have the same number of rows.
+            kv_indptr: int32 `[batch_size + 1]`, offsets of pages, or of ragged keys, likewise.
             kv_len_arr: int32 `[batch_size]`, tokens of each request, likewise.
-            total_num_rows, batch_size: rows of q and requests; all requests have the same number of rows.
-            num_qo_heads, num_kv_heads, page_size, head_dim_qk, window_left, fixed_split_size, disable_split_kv: as in
-                the wrapper's plan.
+            total_num_rows, batch_size: rows of q and requests.
+            num_qo_heads, num_kv_heads, page_size, head_dim_qk, head_dim_vo, causal, window_left, fixed_split_size,
+                disable_split_kv: as in the wrapper's plan.
 
         Returns:
             The plan info.
         """
-        return decode_owners.of(int_workspace_buffer)._replan(
-            kv_indptr, None, kv_len_arr, num_qo_heads, num_kv_heads, head_dim_qk, page_size, window_left,
-            total_num_rows // batch_size if batch_size else 1, fixed_split_size, disable_split_kv,
+        wrapper = _owner(int_workspace_buffer)
+        head_dims = {"head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo}
+        wrapper._begin_plan(num_qo_heads, num_kv_heads, page_size, **head_dims)
+        info: list[int] = wrapper._replan_lengths(
+            qo_indptr, kv_indptr, kv_len_arr, total_num_rows, num_qo_heads, num_kv_heads, page_size, head_dim_qk,
+            head_dim_vo, causal, window_left, fixed_split_size, disable_split_kv,
         )  # fmt: skip
+        return info
 
     def run(self, wrapper: Any, *args: Any, **options: Any) -> Any:
         return wrapper.run(*args, **options)
 
-    paged_run = run
+    paged_run = ragged_run = run
 
 
 class DecodePlanner:
@@ -131,7 +124,8 @@ class DecodePlanner:
         Returns:
             The plan info.
         """
-        wrapper: Any = decode_owners.of(int_workspace_buffer)
+        wrapper = _owner(int_workspace_buffer)
+        wrapper._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim_qk)
         wrapper._logits_soft_cap = logits_soft_cap
         info: list[int] = wrapper._replan(
             indptr, wrapper._paged_kv_last_page_len_buf, None, num_qo_heads, num_kv_heads, head_dim_qk, page_size,
@@ -143,7 +137,7 @@ class DecodePlanner:
         return wrapper.run(*args, **options)
 
 
-TENSOR_CORE_DECODE_PLANNER, DECODE_PLANNER = TensorCoreDecodePlanner(), DecodePlanner()
+PLANNER, DECODE_PLANNER = Planner(), DecodePlanner()
 
 
 def get_batch_decode_module(*_: Any) -> DecodePlanner:
@@ -194,10 +188,12 @@ def fast_decode_plan(
 
     Raises:
         ValueError: with use_cuda_graph, the batch size, q_len_per_req or the number of indices does not fit.
-        RuntimeError: no plan before, or the planner refuses the batch.
+        RuntimeError: no plan before.
+        PlanError: the planner refuses the batch; it is a RuntimeError.
     """
     if self._plan_info is None:
         raise RuntimeError("fast_decode_plan: call plan once before")
+    self._forget_plan()
     self._check_table(indptr, indices, last_page_len, None, page_size, q_len_per_req)
     if not self._use_cuda_graph:
         self._paged_kv_indptr_buf, self._paged_kv_indices_buf = indptr, indices
@@ -207,72 +203,15 @@ def fast_decode_plan(
         data_types(q_data_type, kv_data_type, None, data_type),
     )  # fmt: skip
     try:
+        self._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim)
         self._replan(
             self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf, None, num_qo_heads, num_kv_heads, head_dim,
             page_size, window_left, q_len_per_req, fixed_split_size, disable_split_kv, non_blocking,
         )  # fmt: skip
     except ValueError as error:
-        raise RuntimeError(f"Error in standard plan: {error}") from error
+        raise PlanError(f"Error in standard plan: {error}") from error
 
 
-class PrefillPlanner:
-    """`_cached_module` of the batch prefill wrappers."""
-
-    def plan(
-        self,
-        float_workspace_buffer: torch.Tensor,
-        int_workspace_buffer: torch.Tensor,
-        pin_memory_int_workspace_buffer: torch.Tensor,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_len_arr: torch.Tensor,
-        total_num_rows: int,
-        batch_size: int,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        page_size: int,
-        is_cuda_graph_enabled: bool,
-        head_dim_qk: int,
-        head_dim_vo: int,
-        causal: bool,
-        window_left: int,
-        fixed_split_size: int = -1,
-        disable_split_kv: bool = False,
-        *unused: Any,
-    ) -> list[int]:
-        """Plans for the wrapper that owns the int workspace; its page table must be in place.
-
-        Arguments that are not listed are ignored. Options of the wrapper's plan that are no arguments here are kept.
-
-        Args:
-            int_workspace_buffer: identifies the wrapper.
-            qo_indptr: int32 `[batch_size + 1]`, offsets of query tokens, on the host or on the device.
-            kv_indptr: int32 `[batch_size + 1]`, offsets of pages, or of ragged keys, likewise.
-            kv_len_arr: int32 `[batch_size]`, tokens of each request, likewise.
-            num_qo_heads, num_kv_heads, page_size, head_dim_qk, head_dim_vo, causal, window_left: as in the wrapper's
-                plan.
-            fixed_split_size, disable_split_kv: either disables split-KV.
-
-        Returns:
-            The plan info.
-        """
-        wrapper: Any = prefill_owners.of(int_workspace_buffer)
-        wrapper._check_batch(qo_indptr, kv_indptr)
-        info: list[int] = wrapper._replan(
-            qo_indptr, kv_indptr, None, kv_len_arr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size,
-            causal, window_left, disable_split_kv=disable_split_kv or fixed_split_size > 0,
-        )  # fmt: skip
-        return info
-
-    def run(self, wrapper: Any, *args: Any, **options: Any) -> Any:
-        return wrapper.run(*args, **options)
-
-    paged_run = ragged_run = run
-
-
-PREFILL_PLANNER = PrefillPlanner()
-
-
-def get_batch_prefill_module(*_: Any) -> PrefillPlanner:
+def get_batch_prefill_module(*_: Any) -> Planner:
     """The planner of the batch prefill wrappers, for engines that plan by themselves. Arguments are ignored."""
-    return PREFILL_PLANNER
+    return PLANNER

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from fi_core.attention import mask
 from fi_core.attention.contract import (
     LAYOUTS,
-    POS_ENCODINGS,
     check_backend,
-    check_shape,
+    check_graph_buffer,
+    check_workspace,
     code,
     computed,
     data_types,
@@ -24,9 +24,11 @@ from fi_core.attention.cudnn import planned as cudnn
 from fi_core.attention.ops import prefill as ops
 from fi_core.attention.ops.request import LOAD_BYTES
 from fi_core.attention.wrappers import planners
+from fi_core.attention.wrappers.base import BatchWrapper
 from fi_core.attention.wrappers.prefill_arguments import BACKENDS, FOREIGN, log_base, lse_shape
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
+from fi_core.runtime.errors import blame
 from fi_core.runtime.launch.operator import planned
 from fi_core.utils import check_shape_dtype_device, int32_index
 
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 _INT_WORKSPACE = 8 << 20  # bytes; enough for a million work tiles
 
 
-class BatchPrefillPlan:
+class BatchPrefillPlan(BatchWrapper):
     """The planning half of BatchPrefillWithPagedKVCacheWrapper and BatchPrefillWithRaggedKVCacheWrapper."""
 
     _paged_kv_indices_buf: Any = None  # of pages
@@ -57,12 +59,13 @@ class BatchPrefillPlan:
     ) -> None:
         import torch
 
+        check_workspace(float_workspace_buffer, "float_workspace_buffer", contiguous=False)
         self._layout = code(LAYOUTS, kv_layout, "kv_layout")
         if variant_owns_mask and (backend != "fa2" or jit_args is None):
             raise ValueError('variant_owns_mask: requires backend "fa2" and jit_args')
         check_backend(backend, BACKENDS, FOREIGN)
         self._variant: CustomAttention | None = None
-        if jit_args is not None or jit_kwargs:
+        if jit_args is not None or (jit_kwargs is not None and len(jit_kwargs)):
             from fi_core.attention.custom import customised
 
             self._variant = customised("prefill", backend, float_workspace_buffer.device, jit_args, jit_kwargs)
@@ -71,8 +74,7 @@ class BatchPrefillPlan:
         self._allowed = "fa2" if self._variant is not None else BACKENDS[backend]
         self._use_cuda_graph = graph_buffers is not None
         for name, buffer in (graph_buffers or {}).items():
-            if not torch.is_tensor(buffer):
-                raise ValueError(f"{name}: a tensor is required with use_cuda_graph; got {buffer!r}")
+            check_graph_buffer(buffer, name)
         self._custom_mask_buf: Any = custom_mask_buf
         self._mask_indptr_buf: Any = mask_indptr_buf
         if self._use_cuda_graph and custom_mask_buf is not None and mask_indptr_buf is None:
@@ -80,7 +82,7 @@ class BatchPrefillPlan:
         self._graph_masks = custom_mask_buf if self._use_cuda_graph else None
         self._fixed_batch_size = 0
         self._max_total_num_rows: int | None = None
-        self._copies: dict[str, torch.Tensor] = {}  # device copies of host tables, reused while shapes repeat
+        self._copies = {}
         self._qo_indptr_last: int | None = None  # None: only the device knows
         self._kv_indptr_last: int | None = None
         self._batch_size = 0
@@ -95,18 +97,6 @@ class BatchPrefillPlan:
         self._most: tuple[int | None, int | None] = None, None  # upper bounds of qo_len and kv_len, if given to plan
         own = torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=self.device)
         self.reset_workspace_buffer(float_workspace_buffer, own)
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        return self._use_cuda_graph
-
-    @property
-    def resolved_backend(self) -> str:
-        """The backend of the last run: "fa2", "fa3", "cudnn" or "cpu".
-
-        After a plan and before its first run, the backend that the plan chose; before the first plan, the argument.
-        """
-        return self.last_choice.backend if self.last_choice else self._backend
 
     @fi_api
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
@@ -123,35 +113,11 @@ class BatchPrefillPlan:
         """
         import torch
 
-        for name, buffer in (
-            ("float_workspace_buffer", float_workspace_buffer),
-            ("int_workspace_buffer", int_workspace_buffer),
-        ):
-            if buffer.data_ptr() % 16:
-                raise ValueError(f"{name}: alignment to 16 bytes is required; got address {buffer.data_ptr():#x}")
-        if not int_workspace_buffer.is_contiguous():
-            strides = int_workspace_buffer.stride()
-            raise ValueError(f"int_workspace_buffer: a contiguous tensor is required; got strides {strides}")
-        self._float_workspace_buffer, self._int_workspace_buffer = float_workspace_buffer, int_workspace_buffer
+        self._set_workspaces(float_workspace_buffer, int_workspace_buffer)
         memory = int_workspace_buffer.view(-1).view(torch.uint8)
         self._schedule = memory[: len(memory) // 4 * 4].view(torch.int32)
         partials = float_workspace_buffer
         self._partials = partials.view(-1).view(torch.uint8) if partials.is_contiguous() else None
-        self._pinned: torch.Tensor | None = None
-        self._plan_info: list[int] | None = None
-        self.last_choice: Choice | None = None
-        self._cached_module: planners.PrefillPlanner | None = None
-        planners.prefill_owners.add(self)
-
-    @computed
-    def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
-        """A pinned mirror of the int workspace, for engines. It is allocated when read: `plan` does not use it."""
-        import torch
-
-        if self._pinned is None:
-            own = self._int_workspace_buffer
-            self._pinned = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
-        return self._pinned
 
     def _requests(self) -> torch.Tensor:
         """The requests in the schedule, `[batch_size, 4]`: first row, qo_len, first page or key, kv_len."""
@@ -174,41 +140,38 @@ class BatchPrefillPlan:
 
     def _size(self, qo_indptr: torch.Tensor, num_qo_heads: int, num_kv_heads: int) -> tuple[int, int]:
         tokens = ops.q_tile_tokens(num_qo_heads, num_kv_heads)
-        return 0, 4 * ops.schedule_words(len(qo_indptr) - 1, int(qo_indptr[-1]), tokens)
+        return 0, 4 * ops.schedule_words(qo_indptr.numel() - 1, int(qo_indptr[-1]), tokens)
 
     def _check_batch(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor) -> None:
         """Checks the shapes of the tables, and the limits of a CUDA graph."""
-        if len(kv_indptr) != len(qo_indptr) or len(qo_indptr) == 0:
+        try:
+            fits = kv_indptr.numel() == qo_indptr.numel() > 0
+        except AttributeError as error:
+            blame(error, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
+        if not fits:
             raise ValueError(
-                f"kv indptr: length {len(qo_indptr)} is required, that of qo_indptr (batch_size + 1); "
-                f"got {len(kv_indptr)}"
+                f"kv_indptr: length {qo_indptr.numel()} is required, that of qo_indptr (batch_size + 1); "
+                f"got {kv_indptr.numel()}"
             )
-        rows = last_value(qo_indptr)
+        rows = last_value(qo_indptr, "qo_indptr")
         if self._use_cuda_graph:
-            if len(qo_indptr) - 1 != self._fixed_batch_size:
+            if qo_indptr.numel() - 1 != self._fixed_batch_size:
                 raise ValueError(
                     f"qo_indptr: the batch size is fixed at {self._fixed_batch_size} by use_cuda_graph; "
-                    f"got {len(qo_indptr) - 1}"
+                    f"got {qo_indptr.numel() - 1}"
                 )
             most = self._max_total_num_rows
-            if self._plan_info is None:  # the first plan
+            if not self._was_planned:
                 self._max_total_num_rows = rows
             elif rows is not None and most is not None and rows > most:
                 raise ValueError(
                     f"qo_indptr: at most {most} rows, those of the first plan, are allowed with "
                     f"use_cuda_graph; got {rows}"
                 )
-        self._qo_indptr_last, self._kv_indptr_last = rows, last_value(kv_indptr)
+        self._qo_indptr_last, self._kv_indptr_last = rows, last_value(kv_indptr, "kv_indptr")
 
     def _on_device(self, name: str, table: torch.Tensor, non_blocking: bool) -> torch.Tensor:
-        table = int32_index(table)
-        if table.device == self.device:
-            return table
-        kept = self._copies.get(name)
-        if kept is not None and kept.shape == table.shape and kept.dtype == table.dtype:
-            return kept.copy_(table, non_blocking=non_blocking)
-        kept = self._copies[name] = table.to(self.device, non_blocking=non_blocking)
-        return kept
+        return super()._on_device(name, int32_index(table), non_blocking)
 
     def _place(self, name: str, table: torch.Tensor, non_blocking: bool) -> None:
         """Sets the attribute `_<name>_buf`: to a device copy of the table, or by copying into the buffer of the
@@ -219,10 +182,10 @@ class BatchPrefillPlan:
             setattr(self, attribute, self._on_device(name, table, non_blocking))
             return
         buffer = getattr(self, attribute)
-        if len(table) > len(buffer):
-            raise ValueError(f"{name}: {name}_buf has room for {len(buffer)}; got {len(table)}")
+        if table.numel() > buffer.numel():
+            raise ValueError(f"{name}: {name}_buf has room for {buffer.numel()}; got {table.numel()}")
         if table.data_ptr() != buffer.data_ptr():
-            buffer[: len(table)].copy_(table, non_blocking=non_blocking)
+            buffer[: table.numel()].copy_(table, non_blocking=non_blocking)
 
     def _place_mask(
         self,
@@ -247,7 +210,9 @@ class BatchPrefillPlan:
         where = indptrs[0].device if on_host else self.device
         elements = mask.element_bounds(indptrs[0].to(where), lengths(where))
         if packed_custom_mask is not None:
-            packed, bounds = packed_custom_mask.to(self.device, non_blocking=non_blocking), mask.byte_bounds(elements)
+            bounds = mask.byte_bounds(elements)
+            mask.check_packed(packed_custom_mask, bounds)
+            packed = packed_custom_mask.to(self.device, non_blocking=non_blocking)
             if self._graph_masks is not None:
                 if len(packed) > len(self._graph_masks):
                     raise ValueError(
@@ -295,14 +260,8 @@ class BatchPrefillPlan:
         rope_theta: float | None,
     ) -> None:
         """Sets the options of run, for plan and forward."""
-        self._encoding = code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
-        self._pos_encoding_mode = pos_encoding_mode
-        self._causal, self._window_left = causal, window_left
-        self._use_fp16_qk_reduction = use_fp16_qk_reduction
-        self._logits_soft_cap = 0.0 if logits_soft_cap is None else logits_soft_cap
-        self._sm_scale = sm_scale
-        self._rope_scale = 1.0 if rope_scale is None else rope_scale
-        self._rope_theta = 1e4 if rope_theta is None else rope_theta
+        self._causal, self._use_fp16_qk_reduction = causal, use_fp16_qk_reduction
+        self._set_scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
 
     def _set_types(self, q: Any, kv: Any, o: Any) -> None:
         types = data_types(q, kv, o, None)
@@ -328,10 +287,9 @@ class BatchPrefillPlan:
 
         kv_lens take precedence over last_page_len.
         """
-        check_shape(num_qo_heads, num_kv_heads, page_size, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
         self._num_qo_heads, self._num_kv_heads, self._page_size = num_qo_heads, num_kv_heads, page_size
         self._head_dim_qk, self._head_dim_vo = head_dim_qk, head_dim_vo
-        self._batch_size = batch = len(qo_indptr) - 1
+        self._batch_size = batch = qo_indptr.numel() - 1
         self.last_choice = choice = self._choose()
         self._q_tile_tokens = ops.q_tile_tokens(num_qo_heads, num_kv_heads, ops.q_tile_rows(choice))
         partials = None if disable_split_kv else self._partials
@@ -339,8 +297,8 @@ class BatchPrefillPlan:
         self._splits_kv = max_partials > 0
         rows = self._qo_indptr_last or 0
         words = ops.schedule_words(batch, rows, self._q_tile_tokens)
-        if words > len(self._schedule):
-            raise ValueError(f"int_workspace_buffer: {4 * words} bytes are required; got {4 * len(self._schedule)}")
+        if words > self._schedule.numel():
+            raise ValueError(f"int_workspace_buffer: {4 * words} bytes are required; got {4 * self._schedule.numel()}")
         self._kv_tokens = (self._kv_indptr_last or 0) * page_size
         qo_indptr = self._on_device("planned_qo_indptr", qo_indptr, non_blocking)
         kv_indptr = self._on_device("planned_kv_indptr", kv_indptr, non_blocking)
@@ -359,9 +317,20 @@ class BatchPrefillPlan:
                 (self._max_q_len if most_q is None else most_q, self._max_kv_len if most_kv is None else most_kv),
                 kv_indptr, self._paged_kv_indices_buf, page_size, qo_indptr,
             )  # fmt: skip
-        self._cached_module = planners.PREFILL_PLANNER
-        self._plan_info = [batch, self._q_tile_tokens, rows, page_size, int(causal), window_left]
-        return self._plan_info
+        self._cached_module = planners.PLANNER
+        return self._end_plan([batch, self._q_tile_tokens, rows, page_size, int(causal), window_left])
+
+    def _replan_lengths(
+        self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_lens: torch.Tensor, rows: int, num_qo_heads: int,
+        num_kv_heads: int, page_size: int, head_dim_qk: int, head_dim_vo: int, causal: bool, window_left: int,
+        fixed_split_size: int, disable_split_kv: bool,
+    ) -> list[int]:  # fmt: skip
+        """The plan of `planners.Planner`; qo_indptr has the number of rows."""
+        self._check_batch(qo_indptr, kv_indptr)
+        return self._replan(
+            qo_indptr, kv_indptr, None, kv_lens, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size,
+            causal, window_left, disable_split_kv=disable_split_kv or fixed_split_size > 0,
+        )  # fmt: skip
 
     def _choose(self, scaled: bool = False) -> Choice:
         """The choice for runs of the planned shape with aligned tensors."""
@@ -383,16 +352,17 @@ class BatchPrefillPlan:
 
     def _check_query(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if self._plan_info is None:
-            raise RuntimeError("run: call plan first")
+            raise self._no_plan()
         if q.dtype is not self._cached_q_data_type:
             raise ValueError(f"q: q_data_type {self._cached_q_data_type} was planned; got {q.dtype}")
         if k.dtype is not self._cached_kv_data_type or v.dtype is not k.dtype:
             raise ValueError(
-                f"k and v: kv_data_type {self._cached_kv_data_type} was planned; got {k.dtype} and {v.dtype}"
+                f"k and v (paged_kv_cache): kv_data_type {self._cached_kv_data_type} was planned; got {k.dtype} and "
+                f"{v.dtype}"
             )
-        rows = self._qo_indptr_last
-        fits = rows is None or q.shape[0] == rows or (self._use_cuda_graph and q.shape[0] > rows)
-        if q.ndim != 3 or not fits or q.shape[1] != self._num_qo_heads or q.shape[2] != self._head_dim_qk:
+        rows, shape = self._qo_indptr_last, q.shape
+        fits = rows is None or shape[0] == rows or (self._use_cuda_graph and shape[0] > rows)
+        if len(shape) != 3 or not fits or shape[1] != self._num_qo_heads or shape[2] != self._head_dim_qk:
             first = "any" if rows is None else rows
             raise ValueError(
                 f"q: shape ({first}, {self._num_qo_heads}, {self._head_dim_qk}) was planned (qo_indptr[-1] rows); "
@@ -421,7 +391,7 @@ class BatchPrefillPlan:
         """Allocates the missing results and launches."""
         import torch
 
-        rows, heads = q.shape[:2]
+        rows, heads, _ = q.shape
         shape, out_dtype = (rows, heads, self._head_dim_vo), self._out_dtype()
         zero_padded_rows = False
         if out is not None:
@@ -431,14 +401,14 @@ class BatchPrefillPlan:
             if zero_padded_rows and self._cudnn is not None:
                 out = q.new_zeros(shape, dtype=out_dtype)
             else:
-                out = q.new_empty(shape) if out_dtype is q.dtype else q.new_empty(shape, dtype=out_dtype)
+                out = q.new_empty(*shape) if out_dtype is q.dtype else q.new_empty(*shape, dtype=out_dtype)
         written, factor = lse, log_base(lse_base)
         if lse is not None or return_lse:
             wanted = lse_shape(lse_layout, rows, heads)
             if lse is not None:
                 check_shape_dtype_device(lse, wanted, torch.float32, q.device, "lse")
             if lse is None or lse_layout == "HN":
-                written = q.new_empty((rows, heads), dtype=torch.float32)
+                written = q.new_empty(rows, heads, dtype=torch.float32)
         scale = self._head_dim_qk**-0.5 if self._sm_scale is None else self._sm_scale
         scale, bmm1 = scale_product(scale, q_scale, k_scale)
         out_scale, bmm2 = scale_product(1.0, v_scale)
@@ -472,15 +442,12 @@ class BatchPrefillPlan:
             if out_scale != 1.0 or bmm2 is not None:
                 out.mul_(out_scale if bmm2 is None else bmm2 * out_scale)
         else:
-            ran = ops.batch_prefill(
+            ran = ops.batch_prefill(  # by position, as declared: 22 names cost 0.9 us
                 out, written, self._schedule, q, k, v, self._layout, self._batch_size, self._q_tile_tokens,
-                self._paged_kv_indices_buf, self._partials if self._splits_kv else None, causal=causal,
-                pos_encoding_mode=encoding, window_left=self._window_left, logits_soft_cap=self._logits_soft_cap,
-                sm_scale=scale, v_scale=out_scale, rope_scale=self._rope_scale, rope_theta=self._rope_theta,
-                sinks=sinks, scale_q=by_head[0], scale_k=by_head[1], scale_v=by_head[2], bmm1_scale=bmm1,
-                bmm2_scale=bmm2, custom_mask=custom, mask_indptr=self._mask_indptr_buf,
-                prefix_len=self._prefix_len_ptr, items=self._items, kv_tokens=self._kv_tokens,
-                zero_padded_rows=zero_padded_rows, enable_pdl=enable_pdl, backend=self._allowed, variant=variant,
+                self._paged_kv_indices_buf, self._partials if self._splits_kv else None, causal, encoding,
+                self._window_left, self._logits_soft_cap, scale, out_scale, self._rope_scale, self._rope_theta, sinks,
+                by_head[0], by_head[1], by_head[2], bmm1, bmm2, custom, self._mask_indptr_buf, self._prefix_len_ptr,
+                self._items, self._kv_tokens, zero_padded_rows, enable_pdl, backend=self._allowed, variant=variant,
             )  # fmt: skip
             self.last_choice = ran or self.last_choice
         if written is None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import CHECK, check_bounds, no_nvfp4, unsupported
+from fi_core.attention.contract import no_nvfp4, unsupported
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
 from fi_core.observe.log import fi_api
+from fi_core.runtime.errors import blame
 
 if TYPE_CHECKING:
     import torch
@@ -137,6 +138,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         Raises:
             NotImplementedError: another v_indptr or o_indptr.
         """
+        head_dim_vo = head_dim_vo or head_dim_qk
+        self._begin_plan(num_qo_heads, num_kv_heads, 1, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
         _require_same("v_indptr", v_indptr, "kv_indptr", kv_indptr)
         _require_same("o_indptr", o_indptr, "qo_indptr", qo_indptr)
         self._check_batch(qo_indptr, kv_indptr)
@@ -157,7 +160,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         self._most = max_token_per_sequence, max_sequence_kv
         self._replan(
             self._qo_indptr_buf, self._kv_indptr_buf, None, None, num_qo_heads, num_kv_heads, head_dim_qk,
-            head_dim_vo or head_dim_qk, 1, causal, window_left, non_blocking,
+            head_dim_vo, 1, causal, window_left, non_blocking,
             disable_split_kv or (fixed_split_size or 0) > 0,
         )  # fmt: skip
 
@@ -213,20 +216,20 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         """
         if kv_cache_sf is not None:
             raise no_nvfp4("kv_cache_sf")
-        if o_scale is not None and o_scale != 1.0:
+        if o_scale is not None and not (isinstance(o_scale, (int, float)) and o_scale == 1.0):
             raise unsupported("o_scale", o_scale, "multiply v_scale by what the output is to be scaled by")
-        if k.ndim != 3 or v.ndim != 3:
-            raise ValueError(f"k and v must have 3 dimensions; got shapes {tuple(k.shape)} and {tuple(v.shape)}")
-        self._check_query(q, k, v)
+        try:
+            if k.ndim != 3 or v.ndim != 3:
+                raise ValueError(f"k and v must have 3 dimensions; got shapes {tuple(k.shape)} and {tuple(v.shape)}")
+            self._check_query(q, k, v)
+        except (AttributeError, IndexError, RuntimeError) as error:
+            blame(error, q=q, k=k, v=v)
         tokens, heads = (k.shape[0], k.shape[1]) if self._layout == 0 else (k.shape[1], k.shape[0])
         if heads != self._num_kv_heads or tokens < self._kv_tokens:
             raise ValueError(
                 f"k: {self._num_kv_heads} heads and {self._kv_tokens} tokens were planned (kv_indptr[-1]); "
                 f"got shape {tuple(k.shape)} ({self._kv_layout})"
             )
-        if CHECK:
-            check_bounds(self._qo_indptr_buf, "qo_indptr", q.shape[0])
-            check_bounds(self._kv_indptr_buf, "kv_indptr", tokens)
         return self._attend(
             q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse, lse_base, lse_layout, enable_pdl,
             self._sinks,
@@ -260,13 +263,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         )  # fmt: skip
         return self.run(q, k, v, return_lse=return_lse)
 
-    def forward_return_lse(self, *args: Any, **options: Any) -> Any:
-        """`forward`, with the log-sum-exp."""
-        return self.forward(*args, **options, return_lse=True)
-
-    def end_forward(self) -> None:
-        """Does nothing; older callers end a plan with it."""
-
 
 def _require_same(name: str, given: torch.Tensor | None, of: str, own: torch.Tensor) -> None:
     """Raises NotImplementedError for offsets that differ from those of the plan.
@@ -275,6 +271,8 @@ def _require_same(name: str, given: torch.Tensor | None, of: str, own: torch.Ten
     """
     if given is None or given is own:
         return
+    if not hasattr(given, "data_ptr"):
+        raise TypeError(f"{name} must be a torch.Tensor or None; got a {type(given).__name__}")
     if given.device.type != own.device.type or given.shape != own.shape:
         same = False
     elif own.device.type == "cpu":

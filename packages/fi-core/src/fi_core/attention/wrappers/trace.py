@@ -6,41 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from fi_core.attention.reference import attend_request, gather_pages
+from fi_core.attention.wrappers import inputs
 from fi_core.observe.trace import Const, Planned, Scalar, Tensor, TraceTemplate, Var
-
-
-# Trace files contain the source of these references, helpers first.
-def attend_request(  # type: ignore[no-untyped-def]
-    q, k, v, sm_scale, causal=False, window_left=-1, logits_soft_cap=None, sinks=None
-):
-    """Attention of the last tokens of one request, q [qo_len, heads, d], and its base-2 lse, in fp64."""
-    import torch
-
-    group, first = q.shape[1] // k.shape[1], k.shape[0] - q.shape[0]
-    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-    score = torch.einsum("ihd,jhd->hij", q.double(), k) * sm_scale
-    if logits_soft_cap:
-        score = logits_soft_cap * torch.tanh(score / logits_soft_cap)
-    position = torch.arange(first, first + q.shape[0], device=q.device)[:, None]
-    key = torch.arange(k.shape[0], device=q.device)
-    seen = key <= position if causal else key >= position.new_zeros(position.shape)
-    if window_left >= 0:
-        seen = seen & (key >= position - window_left)
-    score = score.masked_fill(~seen, -torch.inf)
-    lse = score.logsumexp(-1)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.double()[:, None])
-    weight = (score - lse[..., None]).exp().nan_to_num(0.0)  # a row that sees no key gives 0
-    return torch.einsum("hij,jhd->ihd", weight, v), lse.t() * 1.4426950408889634
-
-
-def gather_pages(cache, kv_indptr, kv_indices, kv_last_page_len, seq_lens, request, kv_layout):  # type: ignore[no-untyped-def]
-    """The tokens of one request, [kv_len, heads, d]."""
-    pages = kv_indices[int(kv_indptr[request]) : int(kv_indptr[request + 1])].long()
-    tokens = (cache[pages] if kv_layout == "NHD" else cache[pages].transpose(1, 2)).flatten(0, 1)
-    page_size = cache.shape[1 if kv_layout == "NHD" else 2]
-    length = max(len(pages) - 1, 0) * page_size + int(kv_last_page_len[request]) if len(pages) else 0
-    return tokens[: length if seq_lens is None else int(seq_lens[request])]
 
 
 def _decode_reference(  # type: ignore[no-untyped-def]
@@ -150,6 +118,28 @@ _CAUSAL = Scalar("bool", optional=True, description="A query sees the keys up to
 _LAYOUT = Scalar("string", optional=True)
 
 
+_PREFILL_OPS = ("batch_prefill", "prefill_plan")
+_TOLERANCE = {"float16": (2e-3, 2e-3), "float32": (1e-4, 1e-4)}
+_SMALL = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": "float16"}
+_SCORES = {"window_left": 7, "logits_soft_cap": 5.0, "sm_scale": 0.3}
+_DECODE_SAMPLES = (
+    {**_SMALL, "kv_len": (37, 0, 16, 5)},
+    {**_SMALL, "kv_len": (37, 1), "dtype": "bfloat16", "num_kv_heads": 4, "page_size": 5, "head_dim": 40},
+    {**_SMALL, "kv_len": (38, 9), **_SCORES, "sinks": True},
+    {**_SMALL, "kv_len": (37, 3, 16), "q_len_per_req": 3, "o_dtype": "bfloat16"},
+)
+_PREFILL_SAMPLES = (
+    {**_SMALL, "qo_len": (5, 0, 16, 1), "kv_len": (37, 3, 16, 40), "causal": True},
+    {**_SMALL, "qo_len": (5, 4, 1), "kv_len": (9, 0, 33), "causal": False, "dtype": "bfloat16", "head_dim_vo": 32},
+    {**_SMALL, "qo_len": (5, 20), "kv_len": (37, 20), "causal": True, **_SCORES, "o_dtype": "bfloat16"},
+)
+_PAGED_SAMPLES = (*_PREFILL_SAMPLES, {**_PREFILL_SAMPLES[0], "page_size": 5, "num_kv_heads": 1, "sinks": True})
+_CASCADE_SAMPLES = (
+    {**_SMALL, "shared_kv_len": 37, "kv_len": (9, 1, 16)},
+    {**_SMALL, "shared_kv_len": 20, "kv_len": (9, 4), "qo_len": (3, 4), "causal": True, "dtype": "bfloat16"},
+)
+
+
 def _table(name: str, axis: str, **options: Any) -> Tensor:
     return Tensor([axis], param=name, dtype="int32", **options)
 
@@ -192,6 +182,12 @@ def _paged_template(kind: str, layout: str, with_lse: bool) -> TraceTemplate:
         outputs=_outputs(rows, with_lse),
         constraints=("len_indptr == batch_size + 1",),
         reference=(attend_request, gather_pages, _decode_reference if decode else _paged_prefill_reference),
+        op=("batch_decode", "decode_plan") if decode else _PREFILL_OPS,
+        make=(inputs.make_decode if decode else inputs.make_paged)(layout, with_lse),
+        plan=inputs.plan_decode if decode else inputs.plan_paged,
+        samples=_DECODE_SAMPLES if decode else _PAGED_SAMPLES,
+        work=inputs.work,
+        tolerance=_TOLERANCE,
         tags=(f"kv_layout:{layout}",),
         description=(
             "Attention of the last tokens of each request (one, or the same number of each) over a paged KV cache."
@@ -219,6 +215,12 @@ def _ragged_template(layout: str, with_lse: bool) -> TraceTemplate:
         },
         outputs=_outputs("total_q", with_lse),
         reference=(attend_request, _ragged_prefill_reference),
+        op=_PREFILL_OPS,
+        make=inputs.make_ragged(layout, with_lse),
+        plan=inputs.plan_ragged,
+        samples=_PREFILL_SAMPLES,
+        work=inputs.work,
+        tolerance=_TOLERANCE,
         tags=(f"kv_layout:{layout}",),
         description="Attention of the tokens of each request, its last ones, over keys that follow each other.",
     )
@@ -251,6 +253,12 @@ def _cascade_template(layout: str, levels: int) -> TraceTemplate:
         },
         outputs={"output": Tensor(["total_q", "num_qo_heads", "head_dim_vo"], dtype_from="q")},
         reference=(attend_request, gather_pages, _cascade_reference),
+        op=(*_PREFILL_OPS, "merge_state"),
+        make=inputs.make_cascade(layout) if levels == inputs.CASCADE_LEVELS else None,
+        plan=inputs.plan_cascade,
+        samples=_CASCADE_SAMPLES,
+        work=inputs.work,
+        tolerance=_TOLERANCE,
         tags=(f"kv_layout:{layout}",),
         description="Attention over levels of shared keys, each with its page table; causal within the last level.",
     )
@@ -285,6 +293,7 @@ PLANNED_DECODE: Planned = {
     **_PLANNED,
     **_PAGES,
     "seq_lens": lambda wrapper: wrapper._schedule.tables[2],
+    "q_len_per_req": "_q_len_per_req",
     "o_data_type": "_cached_o_data_type",
 }
 _PREFILL: Planned = {
@@ -361,4 +370,4 @@ def cascade(save_dir: Any = None, name: str | None = None, **arguments: Any) -> 
     return _cascade_template(arguments.get("kv_layout", "NHD"), len(arguments["qo_indptr_arr"]))
 
 
-cascade.templates = tuple(_cascade_template(layout, 2) for layout in ("NHD", "HND"))  # type: ignore[attr-defined]
+cascade.templates = tuple(_cascade_template(layout, inputs.CASCADE_LEVELS) for layout in ("NHD", "HND"))  # type: ignore[attr-defined]

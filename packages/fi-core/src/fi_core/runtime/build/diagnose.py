@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from fi_core.runtime import files
 from fi_core.runtime.env import env
 from fi_core.runtime.errors import CompileError
 
@@ -56,6 +57,12 @@ def logger() -> logging.Logger:
 
 
 @functools.cache
+def once(level: int, message: str) -> None:
+    """Logs a message that this process has not logged yet."""
+    logger().log(level, message)
+
+
+@functools.cache
 def log_to_file() -> Path | None:
     """Opens the log file; called when something is about to be built, so that a process that only loads writes nothing.
 
@@ -63,10 +70,10 @@ def log_to_file() -> Path | None:
     """
     path = env.cache_dir / LOG_FILE
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(path)
+        files.make(path.parent)
+        handler = files.log_handler(path)
     except OSError as error:
-        logger().debug("no build log: %s", error)
+        once(logging.INFO if error.errno == errno.EPERM else logging.DEBUG, f"no build log: {error}")
         return None
     handler.setFormatter(logging.Formatter("%(asctime)s - %(levelname)s - %(name)s: %(message)s"))
     logger().addHandler(handler)

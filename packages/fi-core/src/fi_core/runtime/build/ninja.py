@@ -9,8 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fi_core.runtime import files
 from fi_core.runtime.build import compiler, diagnose
-from fi_core.runtime.env import env
+from fi_core.runtime.env import env, for_child
 from fi_core.runtime.spec.artifact import Artifact
 
 BYTES_PER_JOB = 2 << 30  # R21: a unit must not need more
@@ -33,7 +34,7 @@ def write(artifacts: Sequence[Artifact], directory: Path) -> Path:
     lines = ["ninja_required_version = 1.5", "rule compile", "  command = $command", "  description = $name", ""]
     for artifact in artifacts:
         place = directory / compiler.key(artifact)
-        place.mkdir(parents=True, exist_ok=True)
+        files.make(place)
         compiler.write_unit(artifact, place)
         command = shlex.join(compiler.command(artifact, place))
         inputs = compiler.unit_path(artifact, place)
@@ -45,9 +46,7 @@ def write(artifacts: Sequence[Artifact], directory: Path) -> Path:
             "",
         ]
     path = directory / "build.ninja"
-    text = "\n".join(lines)
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)
+    files.write_if_new(path, "\n".join(lines))
     return path
 
 
@@ -58,7 +57,8 @@ def run(directory: Path, progress: bool, max_jobs: int | None = None) -> None:
     # pyright takes `ninja` for this file.
     program = Path(ninja.BIN_DIR) / "ninja"  # pyright: ignore[reportAttributeAccessIssue]
     line = [str(program), "-C", str(directory), f"-j{max_jobs or jobs()}"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    pipe, child = subprocess.PIPE, for_child(TMPDIR=str(directory))
+    with subprocess.Popen(line, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=child) as process:
         assert process.stdout is not None
         output = []
         live = progress and sys.stderr.isatty()

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from fi_core.runtime import files
 from fi_core.runtime.spec.arguments import CPP_TYPES
 from fi_core.runtime.spec.artifact import Artifact, Text
 from fi_core.runtime.spec.op import Op, Spec, Unit
@@ -80,7 +81,7 @@ def variant_module(op: Op, name: str, variant: str, flags: tuple[str, ...]) -> A
 @functools.cache
 def generated_header(op: Op) -> tuple[str, Text]:
     """The name and text of the header with the op's argument struct and the config struct of its kernel entries."""
-    arguments = [{"name": a.name, "type": CPP_TYPES[a.kind]} for a in op.parsed if a.native]
+    arguments = [{"name": a.name, "type": CPP_TYPES[a.kind], "reader": a.reader} for a in op.parsed if a.native]
     config, enums = [], {}
     if op.config is not None:
         for name, kind in get_type_hints(op.config).items():
@@ -182,7 +183,4 @@ def closure(artifact: Artifact) -> str:
 def write_headers(artifact: Artifact, directory: Path) -> None:
     """Writes the generated headers of a unit below a folder, only where their content differs."""
     for name, header in artifact.headers:
-        path, content = directory / name, render(header)
-        if not path.exists() or path.read_text() != content:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
+        files.write_if_new(directory / name, render(header))

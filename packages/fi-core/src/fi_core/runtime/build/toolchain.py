@@ -86,6 +86,20 @@ def cxx_identity() -> str:
     return f"{Path(path).name} {_output(path, *env.cxx[1:], '--version')}" if path else "none"
 
 
+def cxx_problem() -> str | None:
+    """The reason why CXX does not compile a small C++17 unit, or None. It writes no file."""
+    unit = "#include <cstdint>\n#if __cplusplus >= 201703L\nint fi_probe(std::int64_t x) { return x != 0; }\n#endif\n"
+    line = [str(cxx()), *env.cxx[1:], "-std=c++17", "-x", "c++", "-S", "-o", "-", "-"]
+    try:
+        done = subprocess.run(line, input=unit, capture_output=True, text=True, check=False)
+    except OSError as error:
+        return error.strerror
+    if done.returncode == 0 and "fi_probe" in done.stdout:
+        return None
+    said = [text.strip() for text in done.stderr.splitlines() if text.strip()]
+    return said[0] if said else f"it exits with {done.returncode} and gives no code"
+
+
 def nvcc_identity() -> str:
     path = nvcc()
     return _output(path, "--version").rsplit(" ", 1)[-1] if path else "none"

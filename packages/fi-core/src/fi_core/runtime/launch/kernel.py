@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
@@ -10,11 +12,14 @@ from typing import Any, NamedTuple
 
 from fi_core.runtime.build import sources
 from fi_core.runtime.resolve import Found, aside, built, find, prebuilt
+from fi_core.runtime.resolve.checks import checks_contents
 from fi_core.runtime.resolve.provider import note
 from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.op import Entry, Spec
 
 _modules: dict[Any, Any] = {}  # loaded host modules by path: one per op and device kind
+_ATTEMPTS = 5  # to open what was built, while other processes clear the store
+_open_files: list[int] = []  # descriptors of their files
 
 
 class Kernel(NamedTuple):
@@ -43,11 +48,22 @@ class Launch(NamedTuple):
 
 
 def load_module(found: Found) -> Any:
-    """The tvm-ffi module of a host artifact, loaded once."""
+    """The tvm-ffi module of a host artifact, loaded once, through the open file whose content was verified.
+
+    tvm_ffi.load_module takes paths that end in .so; the function below it takes a path and a format. The file stays
+    open: its path names the library for debuggers, and a second library under the same name would be taken for the
+    first, so no number is used twice.
+    """
     if found.path not in _modules:
         import tvm_ffi
 
-        _modules[found.path] = tvm_ffi.load_module(str(found.path))
+        with found.opened() as file:
+            number = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, max(_open_files, default=2) + 1)
+        _open_files.append(number)
+        load, keep = map(tvm_ffi.get_global_func, ("ffi.Module.load_from_file.so", "ffi.ModuleGlobalsAdd"))
+        module = load(f"/proc/{os.getpid()}/fd/{number}", "so")
+        keep(module)  # code in use is not unloaded when the process ends
+        _modules[found.path] = module
     return _modules[found.path]
 
 
@@ -68,15 +84,21 @@ def _peek(places: Iterator[Found]) -> tuple[bool, Iterable[Found]]:
 
 
 def _first(artifact: Artifact, known: Iterable[Found], use: Callable[[Found], Any]) -> tuple[Any, Found]:
-    """The first usable file. A prebuilt file that fails to load is skipped, and the reason is logged."""
-    for found in find(artifact, known):
+    """The first usable file. A prebuilt file that fails to load is skipped, and the reason is logged; one that another
+    process removes from the store is built again.
+    """
+    lost = RuntimeError(f"{artifact.id} could not be loaded")
+    for found in chain(find(artifact, known), (built(artifact) for _ in range(_ATTEMPTS))):
         try:
             return use(found), found
         except (RuntimeError, OSError) as error:
-            if found.origin in ("store", "jit"):
-                raise RuntimeError(f"{artifact.id} could not be loaded from {found.path}: {error}") from error
-            note(found.origin, f"{artifact.id}: {error}")
-    raise AssertionError("the last place to look is what is built here")
+            if found.origin not in ("store", "jit"):
+                note(found.origin, f"{artifact.id}: {error}")
+                continue
+            lost = RuntimeError(f"{artifact.id} could not be loaded from {found.path}: {error}")
+            if isinstance(error, RuntimeError):
+                raise lost from error
+    raise lost
 
 
 def bind(spec: Spec, device: int = 0) -> Kernel:
@@ -117,7 +139,10 @@ def bind_artifacts(
     host, *images = artifacts
     has_host, hosts = _peek(prebuilt(host))
     if not images:
-        (call, module), found = _first(host, hosts, lambda f: (load_module(f)["bind"](op, name), load_module(f)))
+        checks = checks_contents("cpu")
+        (call, module), found = _first(
+            host, hosts, lambda f: (load_module(f)["bind"](op, name, checks), load_module(f))
+        )
         return call, {"host": found}, module
     (image,) = images
     has_cubin, cubins = _peek(prebuilt(image))
@@ -129,8 +154,11 @@ def bind_artifacts(
     words = _words(entries)
 
     def use(found: Found) -> Callable[..., None]:
-        content = found.path.read_bytes()
-        return module["bind"](op, name, content, image.target.capability, device, *words)  # type: ignore[no-any-return]
+        with found.opened() as file:
+            content = file.read()
+        checks = checks_contents("cuda")
+        bound = module["bind"](op, name, checks, content, image.target.capability, device, *words)
+        return bound  # type: ignore[no-any-return]
 
     call, image_found = _first(image, cubins, use)
     return call, {"host": host_found, "cubin": image_found}, module

@@ -11,13 +11,14 @@ from typing import Any
 from fi_core.runtime.dispatch import AUTO, Choice, Request, choose
 from fi_core.runtime.launch import torch_op
 from fi_core.runtime.launch.kernel import Kernel, Launch, bind, launches, rehearse
+from fi_core.runtime.resolve.checks import checks_signs
 from fi_core.runtime.spec.arguments import REQUIRED
 from fi_core.runtime.spec.dtype import short_name
 from fi_core.runtime.spec.op import Op
 from fi_core.runtime.spec.target import CPU, Target, cuda_target
 
 Bound = tuple[Callable[..., None], Choice]
-_MOST_KEYS = 4096  # kept by an operator: strides of ragged tensors may be new in every call
+_MOST_KEYS = 4096  # kept by an operator
 
 
 class Operator:
@@ -29,47 +30,85 @@ class Operator:
         self._bound: dict[Any, Bound] = {}  # by what the op reads of a call
         self._choices: dict[Any, Choice] = {}
         self._forced: str | None = None
+        self._named = [argument.name for argument in op.parsed if argument.name == "backend"]
         self.function: Callable[..., Choice | None] = self._compile()
-        _operators[op.name] = self
         if "torch" in sys.modules:  # else at the first call: declaring ops must not import torch
-            torch_op.register(op, self.function)
+            self.register()
+
+    def register(self) -> int:
+        """Defines the torch operator; takes the place of `modes` until then, and returns what that returns."""
+        scope = self.function.__globals__
+        torch_op.register(self.op, scope["direct"])
+        scope.update(torch_op.signals())
+        return scope["modes"]()  # type: ignore[no-any-return]
 
     def _compile(self) -> Callable[..., Choice | None]:
-        """A function with the op's arguments by name, so that a call costs one frame and no packing."""
+        """A function with the op's arguments by name, so that a call costs one frame and no packing.
+
+        torch.compile traces `traced` in its place, and torch's dispatcher ends in `direct`.
+        """
         op, arguments = self.op, self.op.parsed
         names = [argument.name for argument in arguments]
         first = next(argument.name for argument in arguments if argument.kind == "Tensor")
-        read = op.read.__code__.co_varnames[: op.read.__code__.co_argcount] if op.read else ()
-        unknown = [name for name in read if name not in names]
-        assert not unknown, f"{op.name}: read takes {', '.join(unknown)}, which are no arguments of the op"
-        key = [f"{first}.get_device()", *(["backend"] if "backend" in names else [])]
-        key += [f"read({', '.join(read)})"] if op.read else []
+        key = [f"{first}.get_device()", "KIND", *self._named, *([op.read] if op.read else [])]
         parameters = [a.name if a.default is REQUIRED else f"{a.name}={a.default!r}" for a in arguments]
-        native = ", ".join(argument.name for argument in arguments if argument.native)
-        lines = [
-            f"def {op.name}({', '.join(parameters)}{', *, variant=None' if op.takes_variant else ''}):",
-            "    if torch_op.is_tracing():",
-            f"        return torch_op.call({op.name!r}, ({', '.join(names)},))",
-        ]
         if op.takes_variant:
-            lines += ["    if variant is not None:", f"        return variant.call({native}, *variant.extras)"]
-        lines += [
-            f"    key = {', '.join(key)},",
-            f"    call, choice = bound.get(key) or bind(key, ({', '.join(names)},))",
-            f"    call({native})",
-            "    return choice",
+            parameters += ["*", "variant=None"]
+        native = ", ".join(argument.name for argument in arguments if argument.native)
+        given = f"({', '.join(names)},)"
+        body = [
+            f"key = {', '.join(key)},",
+            f"call, choice = bound.get(key) or bind(key, {given})",
+        ]
+        if op.found_by_entry:
+            body += [
+                f"if (found := call({native})) is not None:",
+                f"    call, choice = bound.get((key, found)) or bind(key, {given}, found)",
+                f"    decline(call({native}))",
+            ]
+        else:
+            body.append(f"call({native})")
+        body.append("return choice")
+        if op.takes_variant:
+            body = ["if variant is not None:", f"    return decline(variant.call({native}, *variant.extras))", *body]
+        traced = f"{given}{', variant' if op.takes_variant else ''}"
+        lines = [
+            f"def {op.name}({', '.join(parameters)}):",
+            "    try:",
+            f"        if not modes() and not (records() and ({torch_op.requires_grad(arguments)})):",
+            *(f"            {line.replace('KIND', f'type({first})')}" for line in body),
+            "    except Exception as error:",
+            f"        torch_op.recover(op, {given}, error)",
+            f"    return torch_op.dispatch(op, {traced})",
+            f"def direct({', '.join(parameters)}):",
+            "    try:",
+            *(f"        {line.replace('KIND', 'None')}" for line in body),
+            "    except Exception as error:",
+            f"        torch_op.explain(op, {given}, error)",
+            f"def traced({', '.join(parameters)}):",
+            f"    return torch_op.call({op.name!r}, {traced})",
         ]
         scope: dict[str, Any] = {
-            "torch_op": torch_op, "read": op.read, "bound": self._bound, "bind": self._bind,
+            "torch_op": torch_op, "op": op, "bound": self._bound, "bind": self._bind, "decline": self._decline,
+            "modes": self.register,
         }  # fmt: skip
         exec(compile("\n".join(lines), f"<operator {op.name}>", "exec"), scope)
+        scope[op.name]._torchdynamo_inline = scope["traced"]
         return scope[op.name]  # type: ignore[no-any-return]
 
-    def _bind(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> Bound:
-        torch_op.register(self.op, self.function)
+    def _decline(self, found: int | None) -> None:
+        """Raises if a kernel, for which there is no substitute, has declined a call."""
+        if found is not None:
+            field = self.op.found_by_entry
+            need = self.op.fields[field].default
+            raise ValueError(f"{self.op.name}: {field} {need} is required of the tensors; got {found}")
+
+    def _bind(self, key: tuple[Any, ...], arguments: tuple[Any, ...], *declined: int) -> Bound:
+        torch_op.check(self.op, arguments, wrapped=key[1] is None)
         device = next(a.device for a in arguments if hasattr(a, "device"))
-        backend = self._forced or (key[1] if "backend" in (a.name for a in self.op.parsed) else AUTO)
-        read = key[-1] if self.op.read else ()
+        backend = self._forced or (key[2] if self._named else AUTO)
+        read = (*key[2 + len(self._named) :], *declined)
+        key = (key, *declined) if declined else key
         choice = self.choice(target_of(device), read, backend)
         if _rehearsals:
             self._bound[key] = found = _rehearsals[-1].bind(choice), choice
@@ -80,7 +119,8 @@ class Operator:
             kernel = self.kernels[slot] = bind(choice.spec, device.index or 0)
         if len(self._bound) >= _MOST_KEYS:
             self._bound.clear()
-        self._bound[key] = found = kernel.call, choice
+        call = torch_op.refusing_negated(self.op, kernel.call) if checks_signs() else kernel.call
+        self._bound[key] = found = call, choice
         return found
 
     def choice(self, target: Target, read: tuple[Any, ...], backend: str = AUTO) -> Choice:
@@ -153,9 +193,11 @@ class Rehearsal:
             return lambda *_: self.calls.append((choice, ()))
         function, module = rehearse(choice.spec, self.multiprocessors, self.shared_limit)
 
-        def call(*arguments: Any) -> None:
-            function(*arguments)
-            self.calls.append((choice, launches(module)))
+        def call(*arguments: Any) -> Any:
+            declined = function(*arguments)
+            if declined is None:
+                self.calls.append((choice, launches(module)))
+            return declined
 
         return call
 
@@ -182,7 +224,8 @@ def operator(op: Op) -> Callable[..., Choice | None]:
 
     While torch.compile traces it, it is the registered torch operator and returns None.
     """
-    return Operator(op).function
+    _operators[op.name] = made = Operator(op)
+    return made.function
 
 
 def operators() -> dict[str, Operator]:
@@ -200,7 +243,7 @@ def _target_of(device: Any) -> Target:
     if device.type == "cpu":
         return CPU
     if device.type != "cuda":
-        raise ValueError(f"tensors must be on a cpu or cuda device; got {device}")
+        raise ValueError(f"device: a cpu or cuda device is required of tensors; got {device}")
     import torch
 
     return cuda_target(*torch.cuda.get_device_capability(device))

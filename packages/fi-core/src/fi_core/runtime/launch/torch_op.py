@@ -1,49 +1,183 @@
-"""torch.ops.fi_core.*: the out-variant of every op with a fake, so that torch.compile and export see one node per
-kernel.
+"""torch.ops.fi_core.*: the out-variant of every op with a fake, and the test whether a call must take it.
+
+A plain call launches the kernel without torch's dispatcher, which costs more than a small kernel. A call takes the
+registered operator if a dispatch mode is active (fake tensors, make_fx, export, loggers), if a tensor is of a subclass
+with its own dispatch, or if functorch (vmap, grad) wraps a tensor.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
+from fi_core.runtime.spec.arguments import Argument
 from fi_core.runtime.spec.op import Op
 
 NAMESPACE = "fi_core"
 
 
-def _never() -> bool:
-    return False
+def signals() -> dict[str, Callable[[], Any]]:
+    """C functions that an operator asks on every call: the number of dispatch modes, and whether autograd records."""
+    import torch
 
-
-is_tracing: Callable[[], bool] = _never  # torch's own function from the first registration on: torch.compile knows that
+    return {"modes": torch._C._len_torch_dispatch_stack, "records": torch.is_grad_enabled}
 
 
 @functools.cache
-def register(op: Op, function: Callable[..., Any]) -> Any:
-    """Defines `torch.ops.fi_core.<op>` once (define/impl costs 1.3 us a call, the custom_op decorator 8-11)."""
+def register(op: Op, direct: Callable[..., Any]) -> Any:
+    """Defines `torch.ops.fi_core.<op>` once (define/impl costs 1.3 us a call, the custom_op decorator 8-11).
+
+    Args:
+        op: the op.
+        direct: launches its kernel whatever the dispatcher's state is.
+    """
     import torch
 
-    global is_tracing
-    is_tracing = torch.compiler.is_dynamo_compiling
-
     def run(*arguments: Any) -> None:
-        function(*arguments)
+        refuse_autograd(op, arguments)
+        direct(*arguments)
+
+    def fake(*arguments: Any) -> None:
+        """An out-variant returns nothing: shapes and dtypes are those of its arguments."""
+        refuse_autograd(op, arguments)
+
+    def mapped(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[None, None]:
+        """vmap: one call per element, on views of the batch."""
+        for argument, value, dim in zip(op.parsed, arguments, in_dims):
+            if argument.written and value is not None and dim is None:
+                raise ValueError(f"{op.name}: {argument.name} is written, so vmap must map it too; got in_dims of None")
+        for i in range(info.batch_size):
+            call(op.name, tuple(a if dim is None else a.select(dim, i) for a, dim in zip(arguments, in_dims)))
+        return None, None
 
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     library.define(f"{op.name}{op.schema}", tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(op.name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{op.name}", _fake, lib=library)
+    torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake, lib=library)
+    torch.library.register_vmap(f"{NAMESPACE}::{op.name}", mapped, lib=library)
     return library  # kept by the cache: the registration lives as long as this object
 
 
-def _fake(*_: Any) -> None:
-    """An out-variant returns nothing: shapes and dtypes are those of its arguments."""
-
-
-def call(name: str, arguments: tuple[Any, ...]) -> None:
-    """Calls the registered op, which torch.compile traces."""
+def call(name: str, arguments: tuple[Any, ...], variant: Any = None) -> None:
+    """Calls the registered op. torch.compile traces this. Raises NotImplementedError for a user's variant."""
     import torch
 
+    if variant is not None:
+        raise NotImplementedError(f"{name}: an attention variant has no torch operator, so torch cannot trace it")
     getattr(torch.ops.fi_core, name)(*arguments)
+
+
+def dispatch(op: Op, arguments: tuple[Any, ...], variant: Any = None) -> None:
+    """Calls the registered op outside of torch.compile. Raises NotImplementedError if autograd records a tensor."""
+    check(op, arguments, wrapped=True)
+    refuse_autograd(op, arguments)
+    try:
+        call(op.name, arguments, variant)
+    except (AssertionError, RuntimeError) as error:
+        names = ", ".join(a.name for a, value in zip(op.parsed, arguments) if is_special(value))
+        if not names or type(error) not in (AssertionError, RuntimeError, NotImplementedError):
+            raise
+        kind = TypeError if isinstance(error, AssertionError) else type(error)
+        raise kind(f"{op.name}: torch's dispatcher, which alone can read {names}, refuses the call: {error}") from error
+
+
+def refuse_autograd(op: Op, arguments: tuple[Any, ...]) -> None:
+    """Raises NotImplementedError, as torch's `out=` functions do, if autograd would record the call."""
+    import torch
+
+    if not torch.is_grad_enabled():
+        return
+    for argument, value in zip(op.parsed, arguments):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise NotImplementedError(
+                f"{op.name}: there is no backward, and {argument.name} requires grad: call it under torch.no_grad() or "
+                "torch.inference_mode(), or pass detach()ed tensors"
+            )
+
+
+def is_special(value: Any) -> bool:
+    """Whether only torch's dispatcher knows what a tensor is: a subclass with its own dispatch, or a wrapped tensor."""
+    import torch
+
+    private: Any = torch  # its stubs leave some names out
+    kind: Any = type(value)
+    return isinstance(value, torch.Tensor) and (
+        kind.__torch_dispatch__ is not private.Tensor.__torch_dispatch__
+        or private._C._functorch.is_functorch_wrapped_tensor(value)
+        or private._is_functional_tensor(value)
+    )
+
+
+def check(op: Op, arguments: tuple[Any, ...], *, wrapped: bool) -> None:
+    """Raises TypeError naming the first argument that no kernel can read. wrapped: special tensors pass."""
+    pairs = sorted(zip(op.parsed, arguments), key=lambda pair: pair[0].written)  # outputs are made after inputs
+    for argument, value in pairs:
+        if argument.kind.startswith("Tensor") and not (value is None and argument.kind == "Tensor?"):
+            if wrapped and is_special(value):
+                continue
+            problem = unreadable(value)
+            if problem:
+                raise TypeError(f"{op.name}: {argument.name} must be a dense tensor with data; {problem}")
+
+
+def unreadable(value: Any) -> str:
+    """Why no kernel can read this tensor, and what to do; empty if one can."""
+    import torch
+
+    if is_special(value):
+        return "got a tensor that only torch's dispatcher can read"
+    if not isinstance(value, torch.Tensor):
+        return f"got {'None' if value is None else f'a {type(value).__name__}'}: pass a torch.Tensor"
+    if value.is_nested:
+        return "got a nested tensor: pass its values() and offsets()"
+    if value.is_quantized:
+        return "got a quantized tensor: pass its dequantize()d values"
+    if value.layout is not torch.strided:
+        return f"got layout {value.layout}: call to_dense() on it"
+    if value.is_meta:
+        return "got a meta tensor, which has no data: pass a tensor on a cpu or cuda device"
+    if value.is_conj():
+        return "got a conjugate view: call resolve_conj() on it"
+    if value.is_neg():
+        return "got a negative view: call resolve_neg() on it"
+    return ""
+
+
+def refusing_negated(op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call behind a check for negated views. Without it, they are found when a call of their kind is bound."""
+    native = [argument for argument in op.parsed if argument.native]
+    tensors = [(i, argument.name) for i, argument in enumerate(native) if argument.kind.startswith("Tensor")]
+
+    def checked(*arguments: Any) -> Any:
+        for i, name in tensors:
+            if arguments[i] is not None and arguments[i].is_neg():
+                raise TypeError(f"{op.name}: {name} must be a dense tensor with data; {unreadable(arguments[i])}")
+        return call(*arguments)
+
+    return checked
+
+
+def recover(op: Op, arguments: tuple[Any, ...], error: Exception) -> None:
+    """Returns if a failed call must take the registered op; else raises its error.
+
+    tvm-ffi converts all tensors before the kernel runs, so a call that fails for a special tensor has done nothing.
+    """
+    if not any(map(is_special, arguments)):
+        explain(op, arguments, error)
+
+
+def explain(op: Op, arguments: tuple[Any, ...], error: Exception) -> NoReturn:
+    """Raises the error of a failed call; if no kernel can read an argument, the error that names it."""
+    try:
+        check(op, arguments, wrapped=True)
+    except TypeError as named:
+        raise named from None
+    raise error
+
+
+def requires_grad(arguments: tuple[Argument, ...]) -> str:
+    """Python code for "a tensor argument requires grad"."""
+    required = [f"{a.name}.requires_grad" for a in arguments if a.kind == "Tensor"]
+    return " or ".join(required + [f"{a.name} is not None and {a.name}.requires_grad" for a in arguments
+                                   if a.kind == "Tensor?"])  # fmt: skip

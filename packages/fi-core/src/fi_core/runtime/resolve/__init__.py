@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
+from fi_core.runtime import files
 from fi_core.runtime.build import compiler, diagnose, ninja, sources
 from fi_core.runtime.env import env
 from fi_core.runtime.errors import MissingKernelError
@@ -22,10 +24,15 @@ _WAIT_SECONDS = 0.7  # R1: a compile that takes longer announces itself
 
 
 class Found(NamedTuple):
-    """A file and its origin: a provider's name, "store" or "jit"."""
+    """A file, its origin (a provider's name, "store" or "jit") and the sha256 that it must have when it is opened."""
 
     path: Path
     origin: str
+    digest: str
+
+    def opened(self) -> IO[bytes]:
+        """The verified file. Raises OSError if it is gone or differs."""
+        return files.verified(self.path, self.digest)
 
 
 def alternatives(artifact: Artifact) -> tuple[Artifact, ...]:
@@ -43,18 +50,23 @@ class Answer(NamedTuple):
     """The answer of a provider for an artifact: its file, or the reason why none fits."""
 
     provider: Provider
-    path: Path | None
+    found: Found | None
     why: str
 
 
 def answers(artifact: Artifact) -> Iterator[Answer]:
-    """The answers of the installed packages, best first; packages without such artifacts give none."""
+    """The answers of the installed packages, best first; packages without such artifacts give none.
+
+    Packages ship plain host modules, so FI_SANITIZE has them all compiled here.
+    """
+    if env.sanitize and artifact.kind != "cubin":
+        return
     choices = alternatives(artifact)
     for choice in choices:
         for provider in providers():
-            path, why = provider.find(choice)
-            if path or why:
-                yield Answer(provider, path, why)
+            file, why = provider.find(choice)
+            if file or why:
+                yield Answer(provider, Found(file.path, provider.name, file.digest) if file else None, why)
     for provider in providers():
         if provider.holds(artifact.kind) and not any(choice.id in provider.artifacts for choice in choices):
             yield Answer(provider, None, f"has no {artifact.id}")
@@ -62,20 +74,26 @@ def answers(artifact: Artifact) -> Iterator[Answer]:
 
 def prebuilt(artifact: Artifact) -> Iterator[Found]:
     """The file of each installed package that has one, best first. The reason of each other package is logged once."""
-    for provider, path, why in answers(artifact):
-        if path:
-            yield Found(path, provider.name)
+    for provider, found, why in answers(artifact):
+        if found:
+            yield found
         else:
             note(provider.name, why)
 
 
 def where(artifact: Artifact) -> Found | None:
     """Where the artifact is now, without compiling; logs nothing and does not change the store."""
-    for provider, path, _ in answers(artifact):
-        if path:
-            return Found(path, provider.name)
-    directory = store.peek(compiler.key(artifact))
-    return Found(directory / artifact.file, "store") if directory else None
+    found = next((answer.found for answer in answers(artifact) if answer.found), None)
+    directory = None if found else store.peek(compiler.key(artifact))
+    return _stored(directory, artifact, "store") if directory else found
+
+
+def _stored(directory: Path, artifact: Artifact, origin: str) -> Found | None:
+    """The artifact in an entry of the store; None if another process has removed the entry."""
+    path = directory / artifact.file
+    with contextlib.suppress(OSError):
+        return Found(path, origin, store.digest(path))
+    return None
 
 
 class _Announcement:
@@ -101,16 +119,20 @@ def built(artifact: Artifact) -> Found:
     """
     key = compiler.key(artifact)
     directory = store.lookup(key)
-    if directory:
-        return Found(directory / artifact.file, "store")
+    found = _stored(directory, artifact, "store") if directory else None
+    if found:
+        return found
     if env.jit == "off":
         raise MissingKernelError.of(artifact)
     diagnose.log_to_file()
     if env.jit == "warn":
         diagnose.logger().warning("%s is not prebuilt: compiling it", artifact.name)
     with _Announcement(artifact.name):
-        directory, now = store.get_or_build(key, lambda d: compiler.compile_artifact(artifact, d))
-    return Found(directory / artifact.file, "jit" if now else "store")
+        while True:  # until no other process removes it at once
+            directory, now = store.get_or_build(key, lambda d: compiler.compile_artifact(artifact, d))
+            found = _stored(directory, artifact, "jit" if now else "store")
+            if found:
+                return found
 
 
 @contextlib.contextmanager
@@ -129,7 +151,8 @@ def aside(artifact: Artifact) -> Iterator[Found]:
         raise MissingKernelError.of(artifact)
     with tempfile.TemporaryDirectory(prefix="fi-aside-") as folder:
         compiler.compile_artifact(artifact, Path(folder))
-        yield Found(Path(folder) / artifact.file, "jit")
+        path = Path(folder) / artifact.file
+        yield Found(path, "jit", hashlib.sha256(files.content(path)).hexdigest())
 
 
 def find(artifact: Artifact, known: Iterable[Found] | None = None) -> Iterator[Found]:
@@ -180,8 +203,7 @@ def build_all(artifacts: Sequence[Artifact], progress: bool) -> None:
     import shutil
 
     def build_in(root: Path) -> None:
-        with tempfile.TemporaryDirectory(prefix=".tmp-batch-", dir=root, ignore_cleanup_errors=True) as name:
-            scratch = Path(name)
+        with store.scratch(root) as scratch:
             ninja.write(artifacts, scratch)
             ninja.run(scratch, progress, env.jit_prebuild_max_jobs)
             for key in map(compiler.key, artifacts):

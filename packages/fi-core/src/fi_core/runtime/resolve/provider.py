@@ -8,14 +8,15 @@ What does not fit is a miss with one logged reason; it never raises and never br
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.util
 import json
 import logging
+import os
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fi_core.runtime import files, trust
 from fi_core.runtime.build import compiler, diagnose, sources
 from fi_core.runtime.env import env
 from fi_core.runtime.spec.artifact import Artifact
@@ -24,6 +25,13 @@ GROUP = "fi.artifacts"
 ENV_NAME = "FI_CUBIN_DIR"
 PACKAGES = ("fi_cubin", "fi_jit_cache")  # found by import in a plain checkout, where there are no entry points
 EMPTY = "it holds no artifacts (a source checkout builds none)"
+
+
+class Prebuilt(NamedTuple):
+    """A file of a package, and its sha256."""
+
+    path: Path
+    digest: str
 
 
 class Provider(NamedTuple):
@@ -36,37 +44,32 @@ class Provider(NamedTuple):
         """Whether it has any artifact of this kind."""
         return any(name.startswith(f"{kind}/") for name in self.artifacts)
 
-    def find(self, artifact: Artifact) -> tuple[Path | None, str]:
+    def find(self, artifact: Artifact) -> tuple[Prebuilt | None, str]:
         """(file, "") or (None, reason); the reason is empty if it has no such artifact."""
         if self.refusal:
             return None, self.refusal
         if artifact.id not in self.artifacts:
             return None, ""
-        try:
-            entry = self.artifacts[artifact.id]
-            file, closure, digest = entry["file"], entry["closure"], entry["sha256"]
-        except (KeyError, TypeError):
+        entry = self.artifacts[artifact.id]
+        entry = entry if isinstance(entry, dict) else {}
+        file, closure, digest = map(entry.get, ("file", "closure", "sha256"))
+        if not (isinstance(file, str) and isinstance(digest, str)) or "\0" in file:
             return None, f"its index says nothing usable of {artifact.id}"
+        if os.path.isabs(file) or ".." in file.split("/"):
+            return None, f"its index names a file outside the package: {file}"
         if closure != sources.closure(artifact):
             return None, f"{artifact.id} was built from other sources"
         path = self.directory / file
         try:
-            content = path.read_bytes()
+            files.verified(path, digest).close()
         except OSError as error:
-            return None, f"{file}: {error}"
-        if hashlib.sha256(content).hexdigest() != digest:
-            return None, f"{file} does not match its digest"
-        return path, ""
-
-
-@functools.cache
-def _once(level: int, message: str) -> None:
-    diagnose.logger().log(level, message)
+            return None, f"{file}: {error.strerror}"
+        return Prebuilt(path, digest), ""
 
 
 def note(provider: str, reason: str) -> None:
     """Logs one reason once per process."""
-    _once(logging.DEBUG if reason == EMPTY else logging.INFO, f"{provider} skipped: {reason}")
+    diagnose.once(logging.DEBUG if reason == EMPTY else logging.INFO, f"{provider} skipped: {reason}")
 
 
 def _version() -> str:
@@ -77,12 +80,14 @@ def _version() -> str:
 
 def _load(name: str, directory: Path) -> Provider:
     try:
-        index = json.loads((directory / "index.json").read_bytes())
+        if name == ENV_NAME:  # what is installed is as trusted as this module; a folder has to be judged
+            trust.resolve(directory, trust.owner_of(directory))
+        index = json.loads(files.content(directory / "index.json"))
         if not isinstance(index, dict) or not isinstance(index.get("artifacts"), dict):
             raise ValueError("index.json lists no artifacts")
     except FileNotFoundError:
         return Provider(name, directory, {}, f"no index.json in {directory}" if name == ENV_NAME else EMPTY)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return Provider(name, directory, {}, f"unreadable index: {error}")
     refusal = None
     if index.get("version") != _version() and not env.disable_version_check:

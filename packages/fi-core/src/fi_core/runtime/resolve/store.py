@@ -1,26 +1,31 @@
-"""Content-addressed store: many readers, many racing writers, no trust in leftovers.
+"""Content-addressed store: many readers, many racing writers, no trust in leftovers or in other users.
 
-An entry is a directory `<root>/cached_ops/<key>/` with its files and a manifest of sizes and sha256. It appears by one
-rename, so a reader sees all of it or nothing, and it is verified before it is used (dlopen of a truncated file is a
-SIGBUS). The lock only saves duplicate work: correctness never depends on it.
+An entry is a directory `<root>/cached_ops/<key>/` with its files and a manifest of sizes and sha256. It appears and
+disappears by one rename, so a reader sees all of it or nothing, and it is verified before it is used (dlopen of a
+truncated file is a SIGBUS). The lock only saves duplicate work: correctness never depends on it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from fi_core.runtime.env import Env, env
+from fi_core.runtime import files, trust
+from fi_core.runtime.build import diagnose
+from fi_core.runtime.env import env, temporary
 
 T = TypeVar("T")
 
@@ -28,7 +33,9 @@ SCHEMA = 1
 ENTRIES = "cached_ops"
 MANIFEST = "manifest.json"
 LOCK_SECONDS = 600.0  # after that a waiter builds for itself
-_STALE_SECONDS = 3600.0  # leftovers of killed builds older than this are removed by prune
+SILENT_SECONDS = 3.0  # it does so earlier if the builder has shown no life for so long: it is stopped
+_BEAT_SECONDS = 0.5
+_STALE_SECONDS = 3600.0  # leftovers of which no lock tells whether they are in use are removed after this
 
 
 class Entry(NamedTuple):
@@ -40,13 +47,20 @@ class Entry(NamedTuple):
     used: float  # when the entry was last loaded, seconds since the epoch
 
 
+class Place(NamedTuple):
+    """Where an entry is. `owner` is another user, whose store this user has named."""
+
+    path: Path
+    owner: int | None = None
+
+
 def _shared() -> list[Path]:
     """Directories in which everybody may write."""
-    return [Path(p) for p in dict.fromkeys((tempfile.gettempdir(), "/dev/shm"))]
+    return list(dict.fromkeys((temporary(), Path("/dev/shm"))))
 
 
 def roots() -> list[Path]:
-    """Where entries may live, in order: the cache directory, then places that are writable when home is not."""
+    """Where entries may be written, in order: the cache directory, then places that are writable when home is not."""
     return [p / ENTRIES for p in (env.cache_dir, *(place / f"fi-cache-{os.getuid()}" for place in _shared()))]
 
 
@@ -54,145 +68,225 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def digest(file: Path) -> str:
+    """The sha256 of a file of an entry by its manifest."""
+    return str(json.loads(files.content(file.with_name(MANIFEST)))["files"][file.name][1])
+
+
+def _verify(place: Place) -> None:
+    """Raises OSError or ValueError with the reason why the entry must not be used."""
+    trust.resolve(place.path, place.owner)
+    listed = json.loads(files.private(place.path / MANIFEST, place.owner))["files"]
+    if not listed:
+        raise ValueError("holds no file")
+    for name, (size, digest) in listed.items():
+        content = files.private(place.path / name, place.owner)
+        if len(content) != size or _sha256(content) != digest:
+            raise ValueError(f"{name} does not match its manifest")
+
+
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what `_verify` meets in a damaged entry
+
+
 def problem(directory: Path) -> str | None:
     """The reason why the entry must not be used, or None."""
     try:
-        files = json.loads((directory / MANIFEST).read_bytes())["files"]
-        if not files:
-            return "holds no file"
-        for name, (size, digest) in files.items():
-            content = (directory / name).read_bytes()
-            if len(content) != size or _sha256(content) != digest:
-                return f"{name} does not match its manifest"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"unreadable: {error}"
+        _verify(Place(directory))
+    except _DAMAGE as error:
+        return str(error)
     return None
 
 
-def _chosen(root: Path) -> bool:
-    """Whether the user named the place; sharing it with others is then the user's decision."""
-    return bool(Env.cache_dir.set_by()) and root == env.cache_dir / ENTRIES
+def refusal(root: Path, owner: int | None = None) -> str | None:
+    """The reason why nothing is read from or written to a root, or None."""
+    why = trust.problem(root, owner)
+    place = next((path for path in (root, *root.parents) if os.path.isdir(path)), root)
+    with contextlib.suppress(OSError):
+        if why is None and os.statvfs(place).f_flag & os.ST_NOEXEC:
+            return f"{place}: no program may be loaded from this file system (it is mounted noexec)"
+    return why
 
 
-def _safe(root: Path) -> bool:
-    """Whether only this user can have put entries there: below a shared directory each folder must belong to this
-    user.
-    """
-    if _chosen(root):
-        return True
-    for place in _shared():
-        for path in (root, *root.parents):
-            if place not in path.parents:
-                break
-            try:
-                found = path.lstat()  # of a link: its own owner, and a mode that is open to all
-            except OSError:
-                return False
-            if found.st_uid != os.getuid() or found.st_mode & 0o022:
-                return False
-    return True
+def _refused(root: Path, owner: int | None = None) -> bool:
+    """Whether a root is refused; the reason is logged once."""
+    why = refusal(root, owner)
+    if why:
+        diagnose.once(
+            logging.WARNING, f"no kernels are kept in {root}: {why}. Or set FI_CACHE_DIR to a directory of yours alone"
+        )
+    return why is not None
 
 
 def _usable() -> list[Path]:
-    """The roots that exist, are readable and are safe."""
-    return [root for root in roots() if os.path.isdir(root) and _safe(root)]
+    """The roots that exist and that only this user writes."""
+    return [root for root in roots() if os.path.isdir(root) and not _refused(root)]
 
 
-def _places(key: str) -> list[Path]:
-    """The directories of a key, sound or not."""
-    return [root / key for root in _usable() if os.path.isdir(root / key)]
+def _places(key: str) -> Iterator[Place]:
+    """Where a key has an entry, sound or not."""
+    yield from (Place(root / key) for root in _usable() if os.path.isdir(root / key))
+    named = env.shared_cache_dir
+    if named and os.path.isdir(named / ENTRIES / key):
+        owner = trust.owner_of(named)
+        if not _refused(named / ENTRIES, owner):
+            yield Place(named / ENTRIES / key, owner)
 
 
 def peek(key: str) -> Path | None:
     """The directory of a sound entry, or None. Unlike `lookup` it changes nothing."""
-    return next((directory for directory in _places(key) if problem(directory) is None), None)
-
-
-def lookup(key: str) -> Path | None:
-    """The directory of a sound entry, or None. A corrupt entry is set aside, because another process may have mapped
-    it.
-    """
-    for directory in _places(key):
-        if problem(directory) is None:
-            with contextlib.suppress(OSError):  # a read-only store has no last use
-                os.utime(directory)
-            return directory
-        with contextlib.suppress(OSError):
-            directory.rename(directory.with_name(f".bad-{key}-{uuid.uuid4().hex}"))
+    for place in _places(key):
+        with contextlib.suppress(*_DAMAGE):
+            _verify(place)
+            return place.path
     return None
 
 
-@contextlib.contextmanager
-def _lock(root: Path, key: str) -> Iterator[None]:
-    """Waits for another builder of the same key; continues without the lock if that fails or takes too long."""
-    import filelock
+def lookup(key: str) -> Path | None:
+    """The directory of a sound entry, or None. A damaged entry is set aside, because another process may have mapped
+    it; one that this process may not read is no damage, and the store of another user is left as it is.
+    """
+    for path, owner in _places(key):
+        try:
+            _verify(Place(path, owner))
+        except _DAMAGE as error:
+            if owner is None and getattr(error, "errno", None) != errno.EACCES:
+                with contextlib.suppress(OSError):
+                    path.rename(_aside(path))
+            continue
+        if owner is None:
+            with contextlib.suppress(OSError):  # a read-only store has no last use
+                os.utime(path)
+        return path
+    return None
 
-    lock = filelock.FileLock(root / f".lock-{key}", timeout=LOCK_SECONDS, thread_local=False)
+
+def _aside(directory: Path) -> Path:
+    """A name under which no reader looks and which `prune` removes."""
+    return directory.with_name(f".bad-{directory.name}-{uuid.uuid4().hex}")
+
+
+def _acquired(descriptor: int, limit: float) -> bool:
+    """Takes the lock of a file; False if there are no locks here, or if its holder is slow or shows no life."""
+    start = now = time.monotonic()
+    beat, last = -1, start
+    while now - start <= limit and now - last <= SILENT_SECONDS:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.02)
+        except OSError:
+            return False
+        now, seen = time.monotonic(), os.fstat(descriptor).st_mtime_ns
+        if seen != beat:
+            beat, last = seen, now
+    return False
+
+
+@contextlib.contextmanager
+def _lock(root: Path, key: str, limit: float) -> Iterator[None]:
+    """Waits for another holder of the key; continues without the lock if that fails. A holder touches the file."""
+    descriptor = os.open(root / f".lock-{key}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(_BEAT_SECONDS):
+            os.utime(descriptor)
+
+    beater = threading.Thread(target=beat, daemon=True)
     try:
-        lock.acquire()
-    except (filelock.Timeout, NotImplementedError):
-        yield
-        return
-    try:
+        if _acquired(descriptor, limit):
+            beater.start()
         yield
     finally:
-        lock.release()
+        done.set()
+        if beater.is_alive():
+            beater.join()
+        _unlock(descriptor)
+
+
+@contextlib.contextmanager
+def scratch(root: Path) -> Iterator[Path]:
+    """A temporary directory of a root. Its lock, which ends with the process, tells `prune` that it is in use."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=".tmp-", dir=root))
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if path.exists():  # else prune found it before it was locked
+            break
+        os.close(descriptor)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        _unlock(descriptor)
+
+
+def _unlock(descriptor: int) -> None:
+    """Gives the lock back although a forked process may still have the file open."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def publish(root: Path, key: str, build: Callable[[Path], None]) -> Path:
     """Builds into a temporary directory of `root` and makes it the entry by one rename."""
-    temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=root))
-    try:
+    directory = root / key
+    with scratch(root) as temporary:
         build(temporary)
-        files = {}
-        for path in sorted(path for path in temporary.rglob("*") if path.is_file()):
-            content = path.read_bytes()
-            files[path.relative_to(temporary).as_posix()] = (len(content), _sha256(content))
-        with open(temporary / MANIFEST, "w") as manifest:
-            json.dump({"schema": SCHEMA, "key": key, "files": files}, manifest)
+        listed = {}
+        for path in sorted(temporary.rglob("*")):
+            path.chmod(0o700 if path.is_dir() else 0o600)
+            if path.is_file():
+                content = path.read_bytes()
+                listed[path.relative_to(temporary).as_posix()] = (len(content), _sha256(content))
+        with files.opened(temporary / MANIFEST, "w") as manifest:
+            json.dump({"schema": SCHEMA, "key": key, "files": listed}, manifest)
             manifest.flush()
             os.fsync(manifest.fileno())
-        temporary.chmod(0o755)
-        try:
-            temporary.rename(root / key)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    directory = root / key
-    why = problem(directory)
-    if why:
-        raise OSError(errno.EIO, f"entry is unusable after publishing: {why}", str(directory))
-    return directory
+        why = problem(temporary)
+        while why is None:
+            try:
+                temporary.rename(directory)
+                return directory
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            if problem(directory) is None:
+                return directory
+            with contextlib.suppress(FileNotFoundError):
+                directory.rename(_aside(directory))
+    raise OSError(errno.EIO, f"entry is unusable after its build: {why}", str(directory))
 
 
 def in_first_root(use: Callable[[Path], T]) -> T:
-    """`use(root)` for the first root where it can write; a root that is read-only, full or not ours is skipped.
+    """`use(root)` for the first root where it can write; one that is refused, read-only or full is passed over.
 
-    Exceptions of `use` other than OSError pass through. RuntimeError if no root is left.
+    Exceptions of `use` other than OSError pass through. RuntimeError with each reason if no root is left.
     """
-    last: OSError | None = None
+    reasons = []
     for root in roots():
         try:
-            for path in reversed((root, *root.parents)):
-                if not os.path.isdir(path):
-                    path.mkdir(mode=0o777 if _chosen(root) else 0o700, exist_ok=True)
-            if not _safe(root):
-                raise OSError(errno.EPERM, "directory is not ours alone", str(root.parent))
-            return use(root)
+            if not _refused(root):
+                files.make(root)
+                return use(root)
+            reasons.append(refusal(root))
         except OSError as error:
-            last = error
-    raise RuntimeError(
-        f"no directory for compiled kernels can be written (set FI_CACHE_DIR); last tried: {last}"
-    ) from last
+            reasons.append(f"{root}: {error.strerror or error}")
+            diagnose.once(logging.INFO, f"no kernel is kept in {reasons[-1]}")
+    tried = "; ".join(filter(None, reasons))
+    raise RuntimeError(f"no directory for compiled kernels can be used (set FI_CACHE_DIR): {tried}")
 
 
 def destination() -> Path | None:
     """The root that would be written to, or None. It creates nothing."""
     for root in roots():
         place = next((path for path in (root, *root.parents) if os.path.isdir(path)), None)
-        if place and os.access(place, os.W_OK | os.X_OK) and (place != root or _safe(root)):
+        if place and os.access(place, os.W_OK | os.X_OK) and not refusal(root):
             return root
     return None
 
@@ -201,7 +295,7 @@ def get_or_build(key: str, build: Callable[[Path], None]) -> tuple[Path, bool]:
     """The entry of a key, and whether it was built now by `build(directory)`. Raises as in_first_root."""
 
     def find_or_build(root: Path) -> tuple[Path, bool]:
-        with _lock(root, key):
+        with _lock(root, key, LOCK_SECONDS):
             found = lookup(key)
             return (found, False) if found else (publish(root, key, build), True)
 
@@ -214,8 +308,9 @@ def entries() -> list[Entry]:
     found = []
     for root in _usable():
         for path in sorted(p for p in root.glob("[!.]*") if p.is_dir()):
-            sizes = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
-            found.append(Entry(path.name, path, sizes, path.stat().st_mtime))
+            with contextlib.suppress(FileNotFoundError):  # another process removes it
+                sizes = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+                found.append(Entry(path.name, path, sizes, path.stat().st_mtime))
     return found
 
 
@@ -225,26 +320,48 @@ def prune(max_age_days: float | None = None, max_bytes: int | None = None) -> li
     now = time.time()
     for root in _usable():
         for path in list(root.glob(".*")):
-            if path.name.startswith(".bad-") or now - path.stat().st_mtime > _STALE_SECONDS:
+            left = _left(path)
+            if left:
+                _remove(left)
                 removed.append(path)
-    kept = sorted(entries(), key=lambda e: e.used, reverse=True)
     total = 0
-    for entry in kept:
+    for entry in sorted(entries(), key=lambda e: e.used, reverse=True):
         total += entry.bytes
         old = max_age_days is not None and now - entry.used > max_age_days * 86400
         if old or (max_bytes is not None and total > max_bytes):
-            removed.append(entry.path)
-    for path in removed:
-        _remove(path)
+            with contextlib.suppress(OSError), _lock(entry.path.parent, entry.key, SILENT_SECONDS):
+                _remove(entry.path.rename(_aside(entry.path)))
+                removed.append(entry.path)
     return removed
 
 
 def clear() -> int:
-    """Removes every entry of every root; returns their number."""
-    count = len(entries())
-    for root in _usable():
-        shutil.rmtree(root, ignore_errors=True)
-    return count
+    """Removes every entry of every root, and what `prune` removes; returns the number of entries."""
+    return sum(not path.name.startswith(".") for path in prune(max_bytes=0))
+
+
+def _left(path: Path) -> Path | None:
+    """Renames a file or directory beside the entries that nobody uses; None if somebody may use it."""
+    if path.name.startswith(".bad-"):
+        return path
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        is_left = time.time() - os.fstat(descriptor).st_mtime > _STALE_SECONDS
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_left = is_left or path.name.startswith(".tmp-")
+        except BlockingIOError:
+            return None
+        except OSError:
+            pass  # no locks here: only its age tells
+        return path.rename(_aside(path)) if is_left else None
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

@@ -30,6 +30,11 @@ class Argument(NamedTuple):
         """Whether the C++ host entry receives it; strings are for the dispatcher."""
         return self.kind != "str"
 
+    @property
+    def reader(self) -> str:
+        """The C++ type whose `Argument` reads it from a call."""
+        return _READERS[self.kind] if self.written or self.kind == "float" else CPP_TYPES[self.kind]
+
 
 # In C++, None of a number or a flag is -1: "the default".
 CPP_TYPES = {
@@ -41,6 +46,8 @@ CPP_TYPES = {
     "bool": "bool",
     "bool?": "int64_t",
 }
+# The C++ readers of numbers and of written tensors, which check more than the type.
+_READERS = {"float": "Number", "Tensor": "Written", "Tensor?": "OptionalWritten"}
 _ARGUMENT = re.compile(r"(Tensor|int|float|bool|str)(\(\w!\))?(\?)? (\w+)(?:=(.+))?")
 _WORDS = {"None": None, "True": True, "False": False}
 

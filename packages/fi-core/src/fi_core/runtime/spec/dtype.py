@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 
@@ -29,6 +30,7 @@ DTYPES = {d.short: d for d in (F16, BF16, F32, E4M3, E5M2, I8, U8, I32, I64, BOO
 _BY_TORCH = {f"torch.{d.torch}": d.short for d in DTYPES.values()}
 
 
+@functools.cache
 def short_name(dtype: object) -> str:
     """The spec name of a torch dtype (`torch.bfloat16` -> "bf16"); other dtypes keep their torch name."""
     return _BY_TORCH.get(str(dtype), str(dtype))

@@ -91,7 +91,9 @@ class Implementation:
 
     def reservations(self, values: Values) -> tuple[str, ...]:
         """The reasons to prefer another implementation although this one supports the values."""
-        return tuple(f"is slow: {c.refusal(values)}" for c in self.preferred if not c.holds(values))
+        return tuple(
+            f"supports the request but is slow: {c.refusal(values)}" for c in self.preferred if not c.holds(values)
+        )
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,15 @@ class Op:
         arguments: a torch.library schema string with the written tensors marked, as in "Tensor(a!) out, Tensor input,
             float eps=1e-6".
         implementations: in order of preference.
-        read: a function of some arguments, by name; it returns the facts of a call that decide the request. It runs on
-            every call, so it only reads attributes (`tensor.device` creates an object and takes twice the time).
+        read: the facts of a call that decide the request, as expressions of the arguments: "q.dtype, mask is not None".
+            They are evaluated on every call, so they only read attributes (`tensor.device` creates an object and takes
+            twice the time).
         fields: the fields of a request.
         axes: the axes of device code; default: the fields.
         request: converts the facts to the values of `fields`, once for each; None: the facts are the values. Dtypes may
             be torch's.
+        found_by_entry: the field that is not read of a call: the call assumes its default, and a host entry that does
+            not support the value it finds declines and returns it. `request` takes that value as its last argument.
         config: the NamedTuple of integers of each kernel entry.
         prebuilt: requests whose kernels the binary packages ship, other fields having their default; empty: all.
         takes_variant: whether a user's device code can be compiled into its units.
@@ -119,10 +124,11 @@ class Op:
     family: str
     arguments: str
     implementations: tuple[Implementation, ...]
-    read: Callable[..., tuple[Any, ...]] | None = None
+    read: str = ""
     fields: Mapping[str, Field] = field(default_factory=dict)
     axes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     request: Callable[..., tuple[Any, ...]] | None = None
+    found_by_entry: str = ""
     config: type[tuple[int, ...]] | None = None
     prebuilt: tuple[Values, ...] = ()
     takes_variant: bool = False  # a user's device code may stand in its units

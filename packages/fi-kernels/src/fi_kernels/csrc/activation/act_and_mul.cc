@@ -1,13 +1,10 @@
 // silu_and_mul, gelu_and_mul and gelu_tanh_and_mul: checks the arguments, launches the CUDA kernel or runs the CPU one.
 #include "fi/activation/act_and_mul.h"
 
-#include <algorithm>
-
 #include "fi/generated/act_and_mul.h"
 
 #if !FI_CUDA
 #include "fi/cpu/math.h"
-#include "fi/cpu/parallel.h"
 #include "fi/cpu/row_convert.h"
 #endif
 
@@ -15,45 +12,24 @@ namespace fi {
 namespace {
 
 #if !FI_CUDA
-constexpr int64_t kChunk = 1024;  // elements per chunk: the fp32 buffers of gate and up (4 KB each) stay in L1
-
-// gate = act(gate) * up. The lower bound of x prevents -inf * 0: the limit at -inf is -0.
-FI_CLONES void apply(Activation act, bool exact, float* gate, const float* up, int64_t n) {
-  using cpu::detail::at_least, cpu::detail::at_most, cpu::detail::magnitude;
-  if (act == kSilu) {
+template <Activation kAct, bool kExact = true>
+FI_CLONES void apply(float* gate, const float* up, int64_t n) {
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) gate[i] = cpu::silu(gate[i]) * up[i];
-  } else if (act == kGeluTanh) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i)
-      gate[i] = at_least(gate[i], -200.f) * cpu::sigmoid(gelu_sigmoid_argument(gate[i])) * up[i];
-  } else if (exact) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i)
-      gate[i] = 0.5f * at_least(gate[i], -200.f) * (1.f + cpu::erf(gate[i] * 0.7071067811865476f)) * up[i];
-  } else {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) {
-      const float a = magnitude(gate[i]);
-      gate[i] = (at_least(gate[i], 0.f) - at_most(a, 200.f) * cpu::exp2(log2_gelu_tail(a))) * up[i];
-    }
-  }
+  for (int64_t i = 0; i < n; ++i) gate[i] = activate<CpuMath, kAct, kExact>(gate[i]) * up[i];
 }
 
-void run_cpu(const ActAndMulParams& p, int64_t rows, Activation act, DType dtype) {
+void run_cpu(const ActAndMulParams& p, int64_t rows, const ActAndMulArgs& a) {
+  const DType dtype = a.input.dtype();
   const cpu::LoadRow load = cpu::row_loader(dtype);
   const cpu::StoreRow store = cpu::row_storer(dtype);
-  const int64_t chunks = (p.h + kChunk - 1) / kChunk, bytes = dtype.bytes();
-  cpu::parallel_for(rows * chunks, 4, [&](int64_t begin, int64_t end) {
-    float gate[kChunk], up[kChunk];
-    for (int64_t index = begin; index < end; ++index) {
-      const int64_t row = index / chunks, first = index % chunks * kChunk, n = std::min(kChunk, p.h - first);
-      const char* input = static_cast<const char*>(p.input) + (row * p.input_row_stride + first) * bytes;
-      load(input, gate, n);
-      load(input + p.h * bytes, up, n);
-      apply(act, dtype == kF32, gate, up, n);
-      store(gate, static_cast<char*>(p.out) + (row * p.out_row_stride + first) * bytes, n);
-    }
+  const auto gelu = dtype == kF32 ? apply<kGelu> : apply<kGelu, false>;
+  const auto run = a.act == kSilu ? apply<kSilu> : a.act == kGelu ? gelu : apply<kGeluTanh>;
+  cpu::for_pieces(rows, p.h, 2, [&](int64_t row, int64_t first, int64_t n, float* gate) {
+    float* up = gate + cpu::kPiece;
+    load(a.input.at(row * p.input_row_stride + first), gate, n);
+    load(a.input.at(row * p.input_row_stride + first + p.h), up, n);
+    run(gate, up, n);
+    store(gate, a.out.at(row * p.out_row_stride + first), n);
   });
 }
 #endif
@@ -65,51 +41,36 @@ void act_and_mul(const Kernel& kernel, const ActAndMulArgs& a) {
            "input must have shape [..., 2 h], the last dimension even; got %s", a.input.shape_str().c_str());
   FI_CHECK(a.act >= kSilu && a.act <= kGeluTanh, ValueError,
            "act must be 0 (silu), 1 (gelu) or 2 (gelu_tanh); got %lld", static_cast<long long>(a.act));
-  a.out.like(a.input);
-  const int64_t h = a.input.size(-1) / 2;
-  bool fits = a.out.ndim() == a.input.ndim() && a.out.size(-1) == h;
-  for (int i = 0; fits && i + 1 < a.input.ndim(); ++i) fits = a.out.size(i) == a.input.size(i);
-  FI_CHECK(fits, ValueError, "out must have the shape of input with the last dimension halved, input being %s; got %s",
-           a.input.shape_str().c_str(), a.out.shape_str().c_str());
+  const Dim h{"h", a.input.size(-1) / 2};
+  a.out.like(a.input).shape_of(a.input, h);
 
   // 2 shape
-  ActAndMulParams p{};
+  ActAndMulParams p{a.out.data(), a.input.data(), 0, 0, h, 0, {}};
   const int64_t rows = a.input.rows(&p.input_row_stride);
   a.out.rows(&p.out_row_stride);
-  p.out = a.out.data();
-  p.input = a.input.data();
-  p.h = h;
   if (rows == 0 || h == 0) return;
 
   // 3 launch
 #if FI_CUDA
-  const int64_t bytes = a.input.dtype().bytes();
-  int64_t vec_size =
-      std::min(a.input.alignment(16, {p.input_row_stride, h}), a.out.alignment(16, {p.out_row_stride})) / bytes;
-  while (h % vec_size) vec_size /= 2;
-  const int64_t multiprocessors = kernel.multiprocessors(a.input.device());
+  const int64_t vec = vec_size(h, {a.input, a.out}), multiprocessors = kernel.multiprocessors(a.input.device());
   const Entry& entry = kernel.first_entry([&](const Entry& candidate) {
     const auto config = ActAndMulConfig::of(candidate);
     const int64_t ctas = rows * h / (config.vec_size * config.vectors_per_thread * candidate.threads);
-    return config.act == a.act && config.vec_size <= vec_size && ctas >= config.min_ctas_per_sm * multiprocessors;
+    return config.act == a.act && config.vec_size <= vec && ctas >= config.min_ctas_per_sm * multiprocessors;
   });
   const auto config = ActAndMulConfig::of(entry);
-  const int64_t vectors_per_row = h / config.vec_size, vectors_per_cta = config.vectors_per_thread * entry.threads;
-  const int64_t max_rows = 0x7fffffff / vectors_per_row;  // per launch: the kernel indexes vectors with 31 bits
-  FI_CHECK(max_rows > 0, ValueError, "input is too wide: got shape %s", a.input.shape_str().c_str());
-  p.vectors_per_row = divisor(static_cast<uint32_t>(vectors_per_row));
-  for (int64_t first = 0; first < rows; first += max_rows) {
-    const int64_t vectors = std::min(max_rows, rows - first) * vectors_per_row;
-    p.vectors = static_cast<uint32_t>(vectors);
-    p.out = a.out.data<char>() + first * p.out_row_stride * bytes;
-    p.input = a.input.data<char>() + first * p.input_row_stride * bytes;
-    Launch launch{(vectors + vectors_per_cta - 1) / vectors_per_cta};
-    launch.pdl = kernel.pdl(a.enable_pdl);
-    kernel.launch(entry, launch, a.input.device(), p);
-  }
+  const int64_t vectors_per_row = h / config.vec_size;
+  kernel.launch_rows(entry, rows, vectors_per_row, config.vectors_per_thread, kernel.pdl(a.enable_pdl), a.input,
+                     [&](int64_t first, uint32_t vectors) {
+                       p.out = a.out.at(first * p.out_row_stride);
+                       p.input = a.input.at(first * p.input_row_stride);
+                       p.vectors = vectors;
+                       p.vectors_per_row = divisor(static_cast<uint32_t>(vectors_per_row));
+                       return p;
+                     });
 #else
-  (void)kernel, (void)a.enable_pdl;
-  run_cpu(p, rows, static_cast<Activation>(a.act), a.input.dtype());
+  (void)kernel;
+  run_cpu(p, rows, a);
 #endif
 }
 

@@ -3,6 +3,7 @@
 
 #include "fi/attention/contract.h"
 #include "fi/generated/batch_decode.h"
+#include "fi/host/contents.h"
 
 #if FI_CUDA
 #include "fi/attention/decode/launch.h"
@@ -13,7 +14,23 @@
 namespace fi {
 namespace {
 
-void batch_decode(const Kernel& kernel, const BatchDecodeArgs& a, const Extras& extras) {
+// Raises unless the planned requests have their rows in q, and their pages in the table and in the cache.
+void check_tables(const Kernel& kernel, const BatchDecodeArgs& a, int64_t batch, int64_t page_size) {
+  if (a.qo_indptr) check_offsets(Integers(kernel, a.qo_indptr), a.q.size(0));
+  const int64_t at = decode_requests_offset(a.num_ranges);
+  const Integers words(kernel, a.schedule, at + 4 * batch), table(kernel, a.page_indices);
+  const auto window_left = static_cast<int32_t>(std::min<int64_t>(std::max<int64_t>(a.window_left, -1), INT32_MAX));
+  for (int64_t b = 0; b < batch; ++b) {
+    const auto kv_len = static_cast<int32_t>(words[at + 4 * b]);
+    const int64_t first = words[at + 4 * b + 1];
+    const int64_t seen = decode_kv_tiles(kv_len, static_cast<int32_t>(a.q_len), window_left).begin;
+    if (kv_len > 0)
+      check_pages(table, first + seen * kDecodeKvTile / page_size, first + (kv_len + page_size - 1) / page_size,
+                  a.k_cache.size(0), b);
+  }
+}
+
+int64_t batch_decode(const Kernel& kernel, const BatchDecodeArgs& a, const Extras& extras) {
   // 1 check
   Dim rows{"tokens"}, pages{"num_pages"}, page_size{"page_size"}, words{"words"};
   AttentionDims dims;
@@ -52,7 +69,8 @@ void batch_decode(const Kernel& kernel, const BatchDecodeArgs& a, const Extras& 
     a.draft_mask.is({kU8}).on(a.q).contiguous().shape(rows, bytes);
   }
 
-  if (rows == 0 || batch == 0 || qo_heads == 0) return;
+  if (rows == 0 || batch == 0 || qo_heads == 0) return 0;
+  if (kernel.checks_contents(a.q.device())) check_tables(kernel, a, batch, page_size);
 
   // 2 shape
   BatchDecodeParams params{};
@@ -75,7 +93,7 @@ void batch_decode(const Kernel& kernel, const BatchDecodeArgs& a, const Extras& 
   params.page_size = divisor(static_cast<uint32_t>(page_size));
   params.batch = static_cast<int32_t>(batch);
   params.num_ctas = static_cast<int32_t>(a.num_ctas);
-  params.ranges = static_cast<int32_t>(a.num_ranges);
+  params.num_ranges = static_cast<int32_t>(a.num_ranges);
   params.group_size = p.group_divisor;
   params.q_tiles_per_head = divisor(static_cast<uint32_t>((a.q_len * p.group_size + kDecodeQTile - 1) / kDecodeQTile));
   params.draft_row = p.mask.draft_row = static_cast<int32_t>(draft_row);
@@ -85,10 +103,13 @@ void batch_decode(const Kernel& kernel, const BatchDecodeArgs& a, const Extras& 
   p.aligned = rows_aligned(p, a.q, a.k_cache, a.v_cache, params.k_page, params.v_page);
   const int64_t four = 4 * a.out.dtype().bytes();
   params.out_aligned = a.out.alignment(four, {p.out_token, p.out_head}) == four;
-  launch_batch_decode(kernel, params, extras, a.k_cache, a.v_cache, a.split_kv, kernel.pdl(a.enable_pdl));
+  const int64_t misaligned = misalignment({a.q, a.k_cache, a.v_cache});
+  return launch_batch_decode(kernel, params, extras, a.k_cache, a.v_cache, misaligned, a.split_kv,
+                             kernel.pdl(a.enable_pdl));
 #else
   (void)kernel, (void)a.split_kv, (void)a.enable_pdl;
   CpuBatchDecode(params, variant_arguments(extras), a.q.dtype(), a.k_cache.dtype(), a.out.dtype()).run();
+  return 0;
 #endif
 }
 

@@ -4,6 +4,7 @@
 #include "fi/attention/contract.h"
 #include "fi/attention/prefill/prefill_problem.h"
 #include "fi/generated/batch_prefill.h"
+#include "fi/host/contents.h"
 
 #if FI_CUDA
 #include "fi/attention/prefill/launch.h"
@@ -14,7 +15,46 @@
 namespace fi {
 namespace {
 
-void batch_prefill(const Kernel& kernel, const BatchPrefillArgs& a, const Extras& extras) {
+// Raises unless the planned requests have their rows in q, their keys in the cache, and their masks in the mask. rows:
+// of q; page_size: with a page table tokens of a page, else of all keys.
+void check_tables(const Kernel& kernel, const BatchPrefillArgs& a, int64_t rows, int64_t page_size) {
+  const int64_t at = PrefillSchedule::words(0, 0);
+  const auto values = [&](const OptionalTensor& t) {
+    return Integers(kernel, t ? Tensor(t) : a.schedule, t ? t.numel() : 0);
+  };
+  const Integers words(kernel, a.schedule, at + 4 * a.batch_size), table = values(a.page_indices);
+  const Integers masks = values(a.mask_indptr), prefixes = values(a.prefix_len);
+  const auto window_left = static_cast<int32_t>(std::min<int64_t>(std::max<int64_t>(a.window_left, -1), INT32_MAX));
+  for (int64_t b = 0; b < a.batch_size; ++b) {
+    const int64_t first = words[at + 4 * b], qo_len = words[at + 4 * b + 1];
+    const int64_t begin = words[at + 4 * b + 2], kv_len = words[at + 4 * b + 3];
+    FI_CHECK(first >= 0 && first + qo_len <= rows, ValueError,
+             "q must have the rows %lld to %lld of request %lld; got %lld rows", static_cast<long long>(first),
+             static_cast<long long>(first + qo_len), static_cast<long long>(b), static_cast<long long>(rows));
+    if (qo_len == 0 || kv_len == 0) continue;
+    const Mask range = Mask::of_range(0, window_left, static_cast<int32_t>(qo_len), static_cast<int32_t>(kv_len));
+    if (a.page_indices)
+      check_pages(table, begin + range.first_key(0) / page_size, begin + (kv_len + page_size - 1) / page_size,
+                  a.k.size(0), b);
+    else
+      FI_CHECK(begin >= 0 && begin + kv_len <= page_size, ValueError,
+               "k must have the tokens %lld to %lld of request %lld; got %lld tokens", static_cast<long long>(begin),
+               static_cast<long long>(begin + kv_len), static_cast<long long>(b), static_cast<long long>(page_size));
+    if (a.custom_mask && a.mask_indptr)
+      FI_CHECK(masks[b] >= 0 && masks[b] + (qo_len * kv_len + 7) / 8 <= a.custom_mask.numel(), ValueError,
+               "custom_mask must have the bytes %lld to %lld of request %lld; got %lld bytes",
+               static_cast<long long>(masks[b]), static_cast<long long>(masks[b] + (qo_len * kv_len + 7) / 8),
+               static_cast<long long>(b), static_cast<long long>(a.custom_mask.numel()));
+    if (a.items)
+      FI_CHECK(prefixes[b] >= 0 && kv_len - prefixes[b] <= a.items.size(1), ValueError,
+               "items, the positions within items, must have %lld elements for request %lld, its kv_len less its "
+               "prefix_len %lld; got %lld",
+               static_cast<long long>(kv_len - prefixes[b]), static_cast<long long>(b),
+               static_cast<long long>(prefixes[b]), static_cast<long long>(a.items.size(1)));
+  }
+}
+
+int64_t batch_prefill(const Kernel& kernel, const BatchPrefillArgs& a, const Extras& extras) {
   // 1 check
   Dim rows{"qo_tokens"}, pages{"num_pages", 1}, page_size{"page_size"}, words{"words"};
   AttentionDims dims;
@@ -64,6 +104,8 @@ void batch_prefill(const Kernel& kernel, const BatchPrefillArgs& a, const Extras
     a.items.is({kU16}).on(a.q).contiguous().shape(batch, items_row);
   }
 
+  if (rows > 0 && qo_heads > 0 && kernel.checks_contents(a.q.device())) check_tables(kernel, a, rows, page_size);
+
   // 2 shape
   PrefillProblem params{};
   AttentionProblem& p = params.problem;
@@ -90,7 +132,7 @@ void batch_prefill(const Kernel& kernel, const BatchPrefillArgs& a, const Extras
   params.tile_tokens = static_cast<int32_t>(a.q_tile_tokens);
   params.padded_rows = a.zero_padded_rows ? static_cast<int32_t>(rows) : 0;
   params.batch = static_cast<int32_t>(a.batch_size);
-  if (rows == 0 || qo_heads == 0) return;
+  if (rows == 0 || qo_heads == 0) return 0;
 
   // 3 launch
 #if FI_CUDA
@@ -98,10 +140,13 @@ void batch_prefill(const Kernel& kernel, const BatchPrefillArgs& a, const Extras
   const int64_t kv_tokens = a.kv_tokens > 0 ? a.kv_tokens
                             : paged         ? a.page_indices.numel() * page_size
                                             : page_size.value;
-  launch_batch_prefill(kernel, params, extras, a.q, a.k, page_size, kv_tokens, a.batch_size, kernel.pdl(a.enable_pdl));
+  const int64_t misaligned = misalignment({a.q, a.k, a.v, a.out});
+  return launch_batch_prefill(kernel, params, extras, a.q, a.k, misaligned, page_size, kv_tokens, a.batch_size,
+                              kernel.pdl(a.enable_pdl));
 #else
   (void)kernel;
   CpuBatchPrefill(params, variant_arguments(extras), a.q.dtype(), a.k.dtype(), a.out.dtype()).run();
+  return 0;
 #endif
 }
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "fi/generated/decode_plan.h"
+#include "fi/host/contents.h"
 
 namespace fi {
 namespace {
@@ -22,18 +23,31 @@ void run_cpu(const DecodePlanParams& p) {
     cost += one.tiles, chunks += one.chunks;
     uniform = uniform && one.tiles == decode_cost(p, requests[0].kv_len).tiles;
   }
-  const DecodePartition division = decode_partition(p, cost, uniform);
-  schedule.header() = decode_header(p, division, chunks);
+  const DecodePartition partition = decode_partition(p, cost, uniform);
+  schedule.header() = decode_header(p, partition, chunks);
   DecodeRangeStart* starts = schedule.starts();
   std::vector<int64_t> keys;
-  for (int32_t g = 0; g <= p.ranges; ++g) {
-    starts[g] = decode_start(p, division, g, requests);
+  for (int32_t g = 0; g <= p.num_ranges; ++g) {
+    starts[g] = decode_start(p, partition, g, requests);
     keys.push_back(decode_key(p, starts[g]));
   }
-  for (int32_t g = 0; g < p.ranges; ++g) decode_link_splits(p, starts[g], keys.data());
+  for (int32_t g = 0; g < p.num_ranges; ++g) decode_link_splits(p, starts[g], keys.data());
   std::fill_n(schedule.counters(), p.counters, 0);
 }
 #endif
+
+// Raises unless offsets are in order and 32 bits count the key tiles of all requests.
+void check_tables(const Kernel& kernel, const DecodePlanArgs& a, int64_t batch) {
+  int64_t pages = batch * a.pages_per_request;
+  if (a.indptr) {
+    const Integers indptr(kernel, a.indptr);
+    check_offsets(indptr, INT32_MAX);
+    pages = indptr[batch];
+  }
+  FI_CHECK(pages * a.page_size / kDecodeKvTile + batch * (kWorkTileCost + 1) <= INT32_MAX, ValueError,
+           "the page table must have fewer than 2^31 tiles of %d keys; got %lld pages of %lld", kDecodeKvTile,
+           static_cast<long long>(pages), static_cast<long long>(a.page_size));
+}
 
 void decode_plan(const Kernel& kernel, const DecodePlanArgs& a) {
   // 1 check
@@ -66,6 +80,8 @@ void decode_plan(const Kernel& kernel, const DecodePlanArgs& a) {
   FI_CHECK(reinterpret_cast<uintptr_t>(a.schedule.data()) % 16 == 0, ValueError,
            "schedule must begin at a multiple of 16 bytes");
 
+  if (kernel.checks_contents(a.schedule.device())) check_tables(kernel, a, batch);
+
   // 2 shape
   DecodePlanParams p{};
   p.schedule = a.schedule.data<int32_t>();
@@ -80,8 +96,8 @@ void decode_plan(const Kernel& kernel, const DecodePlanArgs& a) {
   p.q_len = static_cast<int32_t>(a.q_len);
   p.window_left = static_cast<int32_t>(std::min<int64_t>(std::max<int64_t>(a.window_left, -1), largest));
   p.num_ctas = static_cast<int32_t>(a.num_ctas);
-  p.ranges = static_cast<int32_t>(a.num_ranges);
-  p.split = static_cast<int32_t>(std::min<int64_t>(std::max<int64_t>(a.split_kv, -1), 1 << 24));
+  p.num_ranges = static_cast<int32_t>(a.num_ranges);
+  p.split_kv = static_cast<int32_t>(std::min<int64_t>(std::max<int64_t>(a.split_kv, -1), 1 << 24));
   p.counters = static_cast<int32_t>(std::min<int64_t>(counters, largest));
 
   // 3 launch

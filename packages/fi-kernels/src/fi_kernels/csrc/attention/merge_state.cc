@@ -6,10 +6,7 @@
 #if FI_CUDA
 #include "fi/host/tile.h"
 #else
-#include <vector>
-
 #include "fi/cpu/merge_states.h"
-#include "fi/cpu/parallel.h"
 #endif
 
 namespace fi {
@@ -20,7 +17,7 @@ namespace {
 void launch(const Kernel& kernel, MergeStateParams& p, int64_t vector, DLDevice device) {
   for (const Entry& entry : kernel.entries) {
     const auto [vec, rows] = MergeStateConfig::of(entry);
-    if (vec > vector || p.d % vec) continue;
+    if (vec > vector) continue;
     const RowTile tile(p.d / vec, entry.threads);
     p.lanes = static_cast<int32_t>(tile.lanes);
     Launch config{(p.rows + tile.rows * rows - 1) / (tile.rows * rows)};
@@ -44,17 +41,14 @@ void run_cpu(const MergeStateParams& p, DType dtype) {
   const cpu::StoreRow store = cpu::row_storer(dtype);
   const AttentionState states[] = {p.a, p.b};
   const int64_t heads = p.heads.value;
-  cpu::parallel_for(p.rows, std::max<int64_t>(1, 8192 / p.d), [&](int64_t begin, int64_t end) {
-    std::vector<float> sum(static_cast<size_t>(p.d)), row(sum.size());
-    for (int64_t index = begin; index < end; ++index) {
-      const int64_t n = index / heads, head = index % heads;
-      if (p.mask && !p.mask[n]) continue;
-      const float merged = cpu::merge_states(
-          2, [&](int64_t i) { return *lse(states[i], n, head); },
-          [&](int64_t i) { return values(states[i], n, head, dtype.bytes()); }, load, sum.data(), row.data(), p.d);
-      store(sum.data(), const_cast<char*>(values(p.out, n, head, dtype.bytes())), p.d);
-      *lse(p.out, n, head) = merged;
-    }
+  cpu::for_rows(p.rows, 2 * int64_t{p.d}, 2 * int64_t{p.d}, [&](int64_t index, float* sum) {
+    const int64_t n = index / heads, head = index % heads;
+    if (p.mask && !p.mask[n]) return;
+    const float merged = cpu::merge_states(
+        2, [&](int64_t i) { return *lse(states[i], n, head); },
+        [&](int64_t i) { return values(states[i], n, head, dtype.bytes()); }, load, sum, sum + p.d, p.d);
+    store(sum, const_cast<char*>(values(p.out, n, head, dtype.bytes())), p.d);
+    *lse(p.out, n, head) = merged;
   });
 }
 #endif
@@ -94,9 +88,7 @@ void merge_state(const Kernel& kernel, const MergeStateArgs& a) {
 
   // 3 launch
 #if FI_CUDA
-  int64_t vector = 16;
-  for (const Tensor& t : {a.v, first, second}) vector = std::min(vector, t.alignment(16, {t.stride(0), t.stride(1)}));
-  launch(kernel, p, vector / first.dtype().bytes(), first.device());
+  launch(kernel, p, vec_size(d, {a.v, first, second}), first.device());
 #else
   (void)kernel;
   run_cpu(p, first.dtype());

@@ -6,10 +6,7 @@
 #if FI_CUDA
 #include "fi/host/tile.h"
 #else
-#include <vector>
-
 #include "fi/cpu/merge_states.h"
-#include "fi/cpu/parallel.h"
 #endif
 
 namespace fi {
@@ -20,7 +17,7 @@ namespace {
 void launch(const Kernel& kernel, MergeStatesParams& p, int64_t vector, DLDevice device) {
   for (const Entry& entry : kernel.entries) {
     const auto [vec, at_once] = MergeStatesConfig::of(entry);
-    if (vec > vector || p.d % vec) continue;
+    if (vec > vector) continue;
     const int64_t lanes = RowTile(p.d / vec, entry.threads).lanes;
     int64_t groups = 1;
     while (groups * 2 * lanes <= entry.threads && groups * 2 * at_once <= p.states) groups *= 2;
@@ -39,18 +36,14 @@ void run_cpu(const MergeStatesParams& p, DType dtype) {
   const cpu::LoadRow load = cpu::row_loader(dtype);
   const cpu::StoreRow store = cpu::row_storer(dtype);
   const int64_t heads = p.heads.value, bytes = dtype.bytes();
-  const int64_t grain = std::max<int64_t>(1, 16384 / (static_cast<int64_t>(p.d) * (p.states + 1)));
-  cpu::parallel_for(p.rows, grain, [&](int64_t begin, int64_t end) {
-    std::vector<float> sum(static_cast<size_t>(p.d)), row(sum.size());
-    for (int64_t index = begin; index < end; ++index) {
-      const int64_t n = index / heads, head = index % heads;
-      const float* s = p.s + n * p.s_row + head * p.s_head;
-      const char* v = static_cast<const char*>(p.v) + (n * p.v_row + head * p.v_head) * bytes;
-      p.out_s[index] = cpu::merge_states(
-          p.states, [&](int64_t i) { return s[i * p.s_state]; }, [&](int64_t i) { return v + i * p.v_state * bytes; },
-          load, sum.data(), row.data(), p.d);
-      store(sum.data(), static_cast<char*>(p.out) + index * p.d * bytes, p.d);
-    }
+  cpu::for_rows(p.rows, int64_t{p.d} * (p.states + 1), 2 * int64_t{p.d}, [&](int64_t index, float* sum) {
+    const int64_t n = index / heads, head = index % heads;
+    const float* s = p.s + n * p.s_row + head * p.s_head;
+    const char* v = static_cast<const char*>(p.v) + (n * p.v_row + head * p.v_head) * bytes;
+    p.out_s[index] = cpu::merge_states(
+        p.states, [&](int64_t i) { return s[i * p.s_state]; }, [&](int64_t i) { return v + i * p.v_state * bytes; },
+        load, sum, sum + p.d, p.d);
+    store(sum, static_cast<char*>(p.out) + index * p.d * bytes, p.d);
   });
 }
 #endif
@@ -86,9 +79,7 @@ void merge_states(const Kernel& kernel, const MergeStatesArgs& a) {
 
   // 3 launch
 #if FI_CUDA
-  const int64_t bytes = a.v.dtype().bytes();
-  const int64_t vector = std::min(a.v.alignment(16, {p.v_row, p.v_state, p.v_head}), a.out.alignment(16, {d})) / bytes;
-  launch(kernel, p, vector, a.v.device());
+  launch(kernel, p, vec_size(d, {a.v, a.out}), a.v.device());
 #else
   (void)kernel;
   run_cpu(p, a.v.dtype());

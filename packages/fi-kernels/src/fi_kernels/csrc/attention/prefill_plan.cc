@@ -1,10 +1,11 @@
-// prefill_plan: the tiles of query rows of a batch, in the order in which blocks take them.
+// prefill_plan: writes the q tiles of a batch in the order in which persistent CTAs take them.
 #include "fi/attention/prefill/prefill_plan.h"
 
 #include <algorithm>
 #include <cstdint>
 
 #include "fi/generated/prefill_plan.h"
+#include "fi/host/contents.h"
 
 namespace fi {
 namespace {
@@ -27,18 +28,18 @@ PrefillTileStats tiles_of(const PrefillPlanParams& p, int32_t tokens) {
 // As on the device.
 void run_cpu(const PrefillPlanParams& p) {
   const PrefillSchedule& s = p.schedule;
-  const auto least = [](const PrefillSplit& split) {
+  const auto best_cost = [](const PrefillSplit& split) {
     uint32_t best = PrefillSplit::kNever;
-    for (int32_t parts = 1; parts <= kMaxSplits; ++parts) best = std::min(best, split.cost(parts));
+    for (int32_t splits = 1; splits <= kMaxSplits; ++splits) best = std::min(best, split.cost(splits));
     return best;
   };
   PrefillTileStats tiles = tiles_of(p, p.tile_tokens);
   int32_t tokens = p.tile_tokens, items = 0;
-  if (p.short_tokens > 0 && int64_t{tiles.num_tiles} * p.kv_heads <= int64_t{4} * p.num_ctas) {
-    const PrefillTileStats low = tiles_of(p, p.short_tokens);
-    if (low.num_tiles <= p.max_tiles && prefers_short(tiles, low, p.kv_heads, p.num_ctas, p.max_partials, least)) {
+  if (p.short_tile_tokens > 0 && int64_t{tiles.num_tiles} * p.kv_heads <= int64_t{4} * p.num_ctas) {
+    const PrefillTileStats low = tiles_of(p, p.short_tile_tokens);
+    if (low.num_tiles <= p.max_tiles && prefers_short(tiles, low, p.kv_heads, p.num_ctas, p.max_partials, best_cost)) {
       tiles = low;
-      tokens = p.short_tokens;
+      tokens = p.short_tile_tokens;
     }
   }
   for (int32_t b = 0; b < p.batch; ++b) {
@@ -49,13 +50,33 @@ void run_cpu(const PrefillPlanParams& p) {
   std::stable_sort(s.tiles, s.tiles + items,
                    [&](const PrefillWorkTile& x, const PrefillWorkTile& y) { return work(x) > work(y); });
   PrefillSplit split = PrefillSplit::of(tiles, p.kv_heads, p.num_ctas, p.max_partials);
-  const int32_t units = items * p.kv_heads;
-  if (split.first < units) split.work = work(s.tiles[split.first / p.kv_heads]);
-  const int32_t parts = PrefillSplit::parts(least(split));
-  *s.header = {items, 0, 0, tokens, parts > 1 ? split.first : units, parts, (split.work + parts - 1) / parts, 0};
+  const int32_t work_tiles = items * p.kv_heads;
+  if (split.first < work_tiles) split.kv_tiles = work(s.tiles[split.first / p.kv_heads]);
+  const int32_t num_splits = PrefillSplit::num_splits(best_cost(split));
+  *s.header = {items,
+               0,
+               0,
+               tokens,
+               num_splits > 1 ? split.first : work_tiles,
+               num_splits,
+               (split.kv_tiles + num_splits - 1) / num_splits,
+               0};
   if (p.max_partials > 0) std::fill_n(s.counters, PrefillSchedule::kCounters, 0);
 }
 #endif
+
+// Raises unless offsets are in order and the tiles of all requests have room in the schedule.
+void check_tables(const Kernel& kernel, const PrefillPlanArgs& a, const PrefillPlanParams& p) {
+  if (a.kv_indptr && !a.kv_len) check_offsets(Integers(kernel, a.kv_indptr), INT32_MAX);
+  if (!a.qo_indptr) return;
+  const Integers qo_indptr(kernel, a.qo_indptr);
+  check_offsets(qo_indptr, INT32_MAX - 0xffff);  // 32-bit counters have room for a tile beyond the end
+  int64_t tiles = 0;
+  for (int64_t b = 0; b < p.batch; ++b) tiles += (qo_indptr[b + 1] - qo_indptr[b] + p.tile_tokens - 1) / p.tile_tokens;
+  FI_CHECK(tiles <= p.max_tiles && tiles * std::max(p.kv_heads, 1) <= INT32_MAX, ValueError,
+           "qo_indptr must need at most %d tiles of %d rows, for which schedule has room; got %lld", p.max_tiles,
+           p.tile_tokens, static_cast<long long>(tiles));
+}
 
 void prefill_plan(const Kernel& kernel, const PrefillPlanArgs& a) {
   // 1 check
@@ -93,11 +114,17 @@ void prefill_plan(const Kernel& kernel, const PrefillPlanArgs& a) {
   p.tile_tokens = in_range(a.q_tile_tokens, 1, "q_tile_tokens");
   p.kv_tile = 128;
   p.kv_heads = in_range(a.num_kv_heads, 0, "num_kv_heads");
-  p.short_tokens = in_range(a.short_tile_tokens, 0, "short_tile_tokens");
+  p.short_tile_tokens = in_range(a.short_tile_tokens, 0, "short_tile_tokens");
   p.max_partials = in_range(a.max_partials, 0, "max_partials");
   p.num_ctas = in_range(a.num_ctas, 0, "num_ctas");
+  FI_CHECK(a.batch_size * std::max(a.qo_len, a.pages_per_request) <= largest, ValueError,
+           "qo_len and pages_per_request must be below 2^31 / batch_size; got %lld, %lld and %lld",
+           static_cast<long long>(a.qo_len), static_cast<long long>(a.pages_per_request),
+           static_cast<long long>(a.batch_size));
   p.causal = a.causal != 0;
   p.window_left = static_cast<int32_t>(std::min(std::max<int64_t>(a.window_left, -1), largest));
+
+  if (kernel.checks_contents(a.schedule.device())) check_tables(kernel, a, p);
 
   // 3 launch
 #if FI_CUDA

@@ -6,11 +6,8 @@
 #include "fi/norm/norm_launch.h"
 
 #if !FI_CUDA
-#include <algorithm>
 #include <cmath>
-#include <vector>
 
-#include "fi/cpu/parallel.h"
 #include "fi/cpu/row_convert.h"
 #include "fi/norm/norm_cpu.h"
 #endif
@@ -35,15 +32,12 @@ void run_cpu(const LayernormParams& p, DType in, DType out) {
   const cpu::LoadRow load = cpu::row_loader(in);
   const cpu::StoreRow store = cpu::row_storer(out);
   const float out_factor = out.bits == 8 ? 1.f / *p.scale : 1.f;
-  cpu::parallel_for(p.rows, std::max<int64_t>(1, 16384 / p.d), [&](int64_t begin, int64_t end) {
-    std::vector<float> x(static_cast<size_t>(p.d));
-    for (int64_t row = begin; row < end; ++row) {
-      load(static_cast<const char*>(p.input) + row * p.input_row_stride * in.bytes(), x.data(), p.d);
-      const float mean = shifted_mean(x.data(), p.inv_d, p.d);
-      const float inv_std = 1.f / std::sqrt(cpu::sum_of_squares(x.data(), mean, p.d) * p.inv_d + p.eps);
-      normalize(x.data(), p.gamma, p.beta, mean, inv_std, out_factor, p.d);
-      store(x.data(), static_cast<char*>(p.out) + row * p.out_row_stride * out.bytes(), p.d);
-    }
+  cpu::for_rows(p.rows, p.d, p.d, [&](int64_t row, float* x) {
+    load(static_cast<const char*>(p.input) + row * p.input_row_stride * in.bytes(), x, p.d);
+    const float mean = shifted_mean(x, p.inv_d, p.d);
+    const float inv_std = 1.f / std::sqrt(cpu::sum_of_squares(x, mean, p.d) * p.inv_d + p.eps);
+    normalize(x, p.gamma, p.beta, mean, inv_std, out_factor, p.d);
+    store(x, static_cast<char*>(p.out) + row * p.out_row_stride * out.bytes(), p.d);
   });
 }
 #endif
@@ -70,16 +64,15 @@ void layernorm(const Kernel& kernel, const LayernormArgs& a) {
   p.input_row_stride = a.input.stride(0);
   p.rows = static_cast<int32_t>(n);
   p.d = static_cast<int32_t>(d);
+  FI_CHECK(a.eps >= 0, ValueError, "eps must be 0 or more; got %g", a.eps);
   p.eps = static_cast<float>(a.eps);
   p.inv_d = 1.f / static_cast<float>(p.d);
 
   // 3 launch
 #if FI_CUDA
-  const int64_t bytes = a.input.dtype().bytes(), out_bytes = a.out.dtype().bytes();
-  int64_t vec_size = a.input.alignment(16, {p.input_row_stride}) / bytes;
-  vec_size = std::min(vec_size, a.out.alignment(16 / bytes * out_bytes, {p.out_row_stride}) / out_bytes);
-  if (a.gemma.alignment(16, {}) < 16 || a.beta.alignment(16, {}) < 16) vec_size = 1;
-  const Entry& entry = norm_entry<LayernormConfig>(kernel, p.d, vec_size);
+  int64_t vec = vec_size(p.d, {a.input, a.out});
+  if (a.gemma.alignment(16, {}) < 16 || a.beta.alignment(16, {}) < 16) vec = 1;
+  const Entry& entry = norm_entry<LayernormConfig>(kernel, p.d, vec);
   kernel.launch(entry, norm_launch<LayernormConfig>(entry, p.rows, p.d, kernel.pdl(-1)), a.input.device(), p);
 #else
   (void)kernel;

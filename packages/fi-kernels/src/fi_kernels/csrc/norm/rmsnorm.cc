@@ -7,11 +7,9 @@
 #include "fi/norm/norm_launch.h"
 
 #if !FI_CUDA
-#include <algorithm>
 #include <cmath>
 #include <vector>
 
-#include "fi/cpu/parallel.h"
 #include "fi/cpu/row_convert.h"
 #include "fi/norm/norm_cpu.h"
 #endif
@@ -24,27 +22,22 @@ void run_cpu(const RmsnormParams& p, DType in, DType out) {
   const cpu::LoadRow load = cpu::row_loader(in);
   const cpu::StoreRow store_in = cpu::row_storer(in), store_out = cpu::row_storer(out);
   const float out_factor = out.bits == 8 ? 1.f / *p.scale : 1.f;
-  const auto d = static_cast<size_t>(p.d);
-  std::vector<float> weight(d);
+  std::vector<float> weight(static_cast<size_t>(p.d));
   load(p.weight, weight.data(), p.d);
   for (float& w : weight) w += p.weight_bias;
-  cpu::parallel_for(p.rows, std::max<int64_t>(1, 16384 / p.d), [&](int64_t begin, int64_t end) {
-    std::vector<float> s(d), residual_row(d);
-    for (int64_t index = begin; index < end; ++index) {
-      const int64_t row = index / p.heads.value, head = index % p.heads.value;
-      load(static_cast<const char*>(p.input) + (row * p.input_row_stride + head * p.input_head_stride) * in.bytes(),
-           s.data(), p.d);
-      if (p.residual) {
-        char* residual = static_cast<char*>(p.residual) + row * p.residual_row_stride * in.bytes();
-        load(residual, residual_row.data(), p.d);
-        cpu::add_residual(s.data(), residual_row.data(), p.d);
-        store_in(s.data(), residual, p.d);
-      }
-      const float inv_rms = 1.f / std::sqrt(cpu::sum_of_squares(s.data(), 0.f, p.d) * p.inv_d + p.eps);
-      cpu::scale_by_weight(s.data(), weight.data(), inv_rms * out_factor, p.d);
-      store_out(s.data(), static_cast<char*>(p.out) + (row * p.out_row_stride + head * p.out_head_stride) * out.bytes(),
-                p.d);
+  cpu::for_rows(p.rows, p.d, 2 * int64_t{p.d}, [&](int64_t index, float* s) {
+    const int64_t row = index / p.heads.value, head = index % p.heads.value;
+    load(static_cast<const char*>(p.input) + (row * p.input_row_stride + head * p.input_head_stride) * in.bytes(), s,
+         p.d);
+    if (p.residual) {
+      char* residual = static_cast<char*>(p.residual) + row * p.residual_row_stride * in.bytes();
+      load(residual, s + p.d, p.d);
+      cpu::add_residual(s, s + p.d, p.d);
+      store_in(s, residual, p.d);
     }
+    const float inv_rms = 1.f / std::sqrt(cpu::sum_of_squares(s, 0.f, p.d) * p.inv_d + p.eps);
+    cpu::scale_by_weight(s, weight.data(), inv_rms * out_factor, p.d);
+    store_out(s, static_cast<char*>(p.out) + (row * p.out_row_stride + head * p.out_head_stride) * out.bytes(), p.d);
   });
 }
 #endif
@@ -89,20 +82,16 @@ void rmsnorm(const Kernel& kernel, const RmsnormArgs& a) {
   p.rows = static_cast<int32_t>(n * heads);
   p.d = static_cast<int32_t>(d);
   p.heads = divisor(static_cast<uint32_t>(heads));
+  FI_CHECK(a.eps >= 0, ValueError, "eps must be 0 or more; got %g", a.eps);
+  a.out.apart(a.residual);
   p.eps = static_cast<float>(a.eps);
   p.weight_bias = static_cast<float>(a.weight_bias);
   p.inv_d = 1.f / static_cast<float>(p.d);
 
   // 3 launch
 #if FI_CUDA
-  const int64_t bytes = a.input.dtype().bytes();
-  int64_t vec_size = a.input.alignment(16, {p.input_row_stride, p.input_head_stride}) / bytes;
-  vec_size = std::min(vec_size, a.weight.alignment(16, {}) / bytes);
-  vec_size =
-      std::min(vec_size, a.out.alignment(16 / bytes * a.out.dtype().bytes(), {p.out_row_stride, p.out_head_stride}) /
-                             a.out.dtype().bytes());
-  if (a.residual) vec_size = std::min(vec_size, a.residual.alignment(16, {p.residual_row_stride}) / bytes);
-  const Entry& entry = norm_entry<RmsnormConfig>(kernel, p.d, vec_size);
+  const int64_t vec = vec_size(p.d, {a.input, a.weight, a.out, a.residual ? Tensor(a.residual) : a.input});
+  const Entry& entry = norm_entry<RmsnormConfig>(kernel, p.d, vec);
   kernel.launch(entry, norm_launch<RmsnormConfig>(entry, p.rows, p.d, kernel.pdl(a.enable_pdl)), a.input.device(), p);
 #else
   (void)kernel, (void)a.enable_pdl;

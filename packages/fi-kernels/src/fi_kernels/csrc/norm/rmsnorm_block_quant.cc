@@ -5,12 +5,10 @@
 #include "fi/norm/norm_launch.h"
 
 #if !FI_CUDA
-#include <algorithm>
 #include <cmath>
 #include <vector>
 
 #include "fi/cpu/math.h"
-#include "fi/cpu/parallel.h"
 #include "fi/cpu/row_convert.h"
 #include "fi/norm/norm_cpu.h"
 #endif
@@ -44,25 +42,21 @@ void run_cpu(const RmsnormBlockQuantParams& params, DType dtype) {
   const RmsnormParams& p = params.norm;
   const cpu::LoadRow load = cpu::row_loader(dtype);
   const cpu::StoreRow store = cpu::row_storer(dtype), store_quantized = cpu::row_storer(kE4M3);
-  const auto d = static_cast<size_t>(p.d);
-  std::vector<float> weight(d);
+  std::vector<float> weight(static_cast<size_t>(p.d));
   load(p.weight, weight.data(), p.d);
-  cpu::parallel_for(p.rows, std::max<int64_t>(1, 16384 / p.d), [&](int64_t begin, int64_t end) {
-    std::vector<float> s(d), residual_row(d);
-    for (int64_t row = begin; row < end; ++row) {
-      char* residual = static_cast<char*>(p.residual) + row * p.residual_row_stride * dtype.bytes();
-      char* normed = static_cast<char*>(p.out) + row * p.out_row_stride * dtype.bytes();
-      load(static_cast<const char*>(p.input) + row * p.input_row_stride * dtype.bytes(), s.data(), p.d);
-      load(residual, residual_row.data(), p.d);
-      cpu::add_residual(s.data(), residual_row.data(), p.d);
-      store(s.data(), residual, p.d);
-      const float inv_rms = 1.f / std::sqrt(cpu::sum_of_squares(s.data(), 0.f, p.d) * p.inv_d + p.eps);
-      cpu::scale_by_weight(s.data(), weight.data(), inv_rms, p.d);
-      store(s.data(), normed, p.d);
-      load(normed, s.data(), p.d);
-      quantize(s.data(), params.block_scale + row, params.scale_pitch, p.d);
-      store_quantized(s.data(), static_cast<char*>(params.out) + row * params.out_row_stride, p.d);
-    }
+  cpu::for_rows(p.rows, p.d, 2 * int64_t{p.d}, [&](int64_t row, float* s) {
+    char* residual = static_cast<char*>(p.residual) + row * p.residual_row_stride * dtype.bytes();
+    char* normed = static_cast<char*>(p.out) + row * p.out_row_stride * dtype.bytes();
+    load(static_cast<const char*>(p.input) + row * p.input_row_stride * dtype.bytes(), s, p.d);
+    load(residual, s + p.d, p.d);
+    cpu::add_residual(s, s + p.d, p.d);
+    store(s, residual, p.d);
+    const float inv_rms = 1.f / std::sqrt(cpu::sum_of_squares(s, 0.f, p.d) * p.inv_d + p.eps);
+    cpu::scale_by_weight(s, weight.data(), inv_rms, p.d);
+    store(s, normed, p.d);
+    load(normed, s, p.d);
+    quantize(s, params.block_scale + row, params.scale_pitch, p.d);
+    store_quantized(s, static_cast<char*>(params.out) + row * params.out_row_stride, p.d);
   });
 }
 #endif
@@ -96,6 +90,8 @@ void rmsnorm_block_quant(const Kernel& kernel, const RmsnormBlockQuantArgs& a) {
   p.norm.rows = static_cast<int32_t>(n);
   p.norm.d = static_cast<int32_t>(d);
   p.norm.heads = divisor(1);
+  FI_CHECK(a.eps >= 0, ValueError, "eps must be 0 or more; got %g", a.eps);
+  a.normed_out.apart(a.residual);
   p.norm.eps = static_cast<float>(a.eps);
   p.norm.inv_d = 1.f / static_cast<float>(p.norm.d);
   p.out = a.out.data();

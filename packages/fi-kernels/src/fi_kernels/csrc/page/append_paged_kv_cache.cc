@@ -2,6 +2,7 @@
 #include "fi/page/append_paged_kv_cache.h"
 
 #include "fi/generated/append_paged_kv_cache.h"
+#include "fi/host/contents.h"
 
 #if FI_CUDA
 #include "fi/host/tile.h"
@@ -153,6 +154,9 @@ void append_paged_kv_cache(const Kernel& kernel, const AppendPagedKvCacheArgs& g
   if (p.rows == 0 || p.heads == 0 || p.k.head_bytes + p.v.head_bytes == 0) return;
   FI_CHECK((static_cast<int64_t>(p.k.head_bytes) + p.v.head_bytes) * p.heads <= 0x7fffffff, ValueError,
            "%s is too wide: %s", a.append_key.name(), a.append_key.shape_str().c_str());
+
+  if (kernel.checks_contents(a.k_cache.device()))
+    check_append(kernel, a.batch_indices, a.positions, a.kv_indices, a.kv_indptr, pages, page_size);
 
   // 3 launch
 #if FI_CUDA

@@ -2,6 +2,7 @@
 #include "fi/page/get_batch_indices_positions.h"
 
 #include "fi/generated/get_batch_indices_positions.h"
+#include "fi/host/contents.h"
 
 #if !FI_CUDA
 #include "fi/cpu/parallel.h"
@@ -23,7 +24,7 @@ void run_cpu(const BatchPositionsParams& p) {
       }
       p.batch_indices[row] = b;
       if (b >= 0)
-        p.positions[row] = p.seq_lens[b] - (p.append_indptr[b + 1] - static_cast<int32_t>(row));
+        p.positions[row] = static_cast<int32_t>(p.seq_lens[b] - (p.append_indptr[b + 1] - row));
       else if (p.fill_positions)
         p.positions[row] = 0;
     }
@@ -42,6 +43,7 @@ void get_batch_indices_positions(const Kernel& kernel, const GetBatchIndicesPosi
   FI_CHECK(nnz <= 0x7fffffff && batch < 0x7fffffff, ValueError,
            "nnz and batch_size must be below 2^31; got %lld and %lld", static_cast<long long>(nnz),
            static_cast<long long>(batch));
+  if (kernel.checks_contents(a.append_indptr.device())) check_offsets(Integers(kernel, a.append_indptr), 0x7fffffff);
 
   // 2 shape
   BatchPositionsParams p{};

@@ -13,7 +13,8 @@ void get_seq_lens(const Kernel& kernel, const GetSeqLensArgs& a) {
   Dim bounds{"batch_size + 1", batch + 1};
   a.kv_indptr.like(a.kv_last_page_len).contiguous().shape(bounds);
   a.seq_lens.like(a.kv_last_page_len).contiguous().shape(batch);
-  FI_CHECK(a.page_size > 0, ValueError, "page_size must be > 0; got %lld", static_cast<long long>(a.page_size));
+  FI_CHECK(a.page_size > 0 && a.page_size <= 0x7fffffff, ValueError, "page_size must be in 1..2^31 - 1; got %lld",
+           static_cast<long long>(a.page_size));
 
   // 2 shape
   SeqLensParams p{};
@@ -22,6 +23,8 @@ void get_seq_lens(const Kernel& kernel, const GetSeqLensArgs& a) {
   p.kv_last_page_len = a.kv_last_page_len.data();
   p.rows = batch;
   p.page_size = a.page_size;
+  p.largest = a.seq_lens.dtype() == kI64 ? INT64_MAX : INT32_MAX;
+  p.most_full_pages = p.largest / a.page_size;
   if (p.rows == 0) return;
 
   // 3 launch

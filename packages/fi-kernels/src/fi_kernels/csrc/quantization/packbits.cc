@@ -2,6 +2,7 @@
 #include "fi/quantization/packbits.h"
 
 #include "fi/generated/packbits.h"
+#include "fi/host/contents.h"
 
 #if !FI_CUDA
 #include <algorithm>
@@ -96,6 +97,10 @@ void packbits(const Kernel& kernel, const PackbitsArgs& a) {
     p.indptr_is_int64 = a.indptr.dtype() == kI64;
   }
   if (p.bytes == 0) return;
+  if (a.indptr && kernel.checks_contents(a.x.device())) {
+    check_offsets(Integers(kernel, a.indptr), p.elements);
+    check_offsets(Integers(kernel, a.new_indptr), p.bytes);
+  }
 
   // 3 launch
 #if FI_CUDA

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "fi/generated/rope.h"
+#include "fi/host/contents.h"
 #include "fi/rope/rope_launch.h"
 
 #if !FI_CUDA
@@ -38,8 +39,8 @@ RopeOperand make_operand(const Tensor& in, const Heads& in_heads, const Tensor& 
   const auto stride_of = [](int64_t count, int64_t stride) { return count > 1 ? stride : 0; };
   const int64_t rows = in.size(0);
   RopeOperand operand{};
-  operand.in = in.data<const char>() + skip * in.dtype().bytes();
-  operand.out = out.data<char>() + skip * out.dtype().bytes();
+  operand.in = in.at(skip);
+  operand.out = out.at(skip);
   operand.in_row_stride = stride_of(rows, in_heads.row_stride);
   operand.in_head_stride = stride_of(in_heads.count, in_heads.head_stride);
   operand.out_row_stride = stride_of(rows, out_heads.row_stride);
@@ -83,6 +84,7 @@ void rope(const Kernel& kernel, const RopeArgs& given) {
   a.k.like(a.q).inner_contiguous();
   a.q_out.like(a.q).inner_contiguous();
   a.k_out.like(a.k).inner_contiguous();
+  a.q_out.as(a.q.name()).apart(a.k_out.as(a.k.name()));
   const Heads q_heads = heads_of(a.q, nnz, dim), k_heads = heads_of(a.k, nnz, dim);
   const Heads q_out_heads = heads_of(a.q_out, nnz, dim), k_out_heads = heads_of(a.k_out, nnz, dim);
   FI_CHECK(q_out_heads.count == q_heads.count && k_out_heads.count == k_heads.count, ValueError,
@@ -140,6 +142,7 @@ void rope(const Kernel& kernel, const RopeArgs& given) {
                                    a.old_context_len);
   }
   if (nnz == 0 || q_heads.count + k_heads.count == 0) return;
+  if (!a.pos_ids && kernel.checks_contents(a.q.device())) check_offsets(Integers(kernel, a.indptr), INT64_MAX);
 
   // 3 launch
 #if FI_CUDA

@@ -2,6 +2,7 @@
 #include "fi/rope/rope_quantize.h"
 
 #include "fi/generated/rope_quantize.h"
+#include "fi/host/contents.h"
 #include "fi/rope/rope_launch.h"
 
 #if !FI_CUDA
@@ -139,6 +140,8 @@ void rope_quantize(const Kernel& kernel, const RopeQuantizeArgs& a) {
   c.cos_sin_stride = stride_of(a.cos_sin_cache, 0);
   c.max_pos = max_pos;
   if (nnz == 0 || q_heads + k_heads == 0) return;
+  if (append && kernel.checks_contents(a.q_rope.device()))
+    check_append(kernel, a.batch_indices, a.positions, a.kv_indices, a.kv_indptr, a.k_cache.size(0), a.page_size);
 
   // 3 launch
 #if FI_CUDA

@@ -2,10 +2,11 @@
 #include "fi/topk/top_k.h"
 
 #include "fi/generated/top_k.h"
+#include "fi/host/contents.h"
 
-#if FI_CUDA
 #include <algorithm>
-#else
+
+#if !FI_CUDA
 #include "fi/cpu/parallel.h"
 #include "fi/topk/top_k_cpu.h"
 #endif
@@ -102,7 +103,9 @@ void run_cpu(const TopKParams& p, DType dtype) {
           continue;
         }
         int32_t found = index;
-        if (index >= 0) found = table ? table[index / p.page_size] * p.page_size + index % p.page_size : index + offset;
+        if (index >= 0)
+          found = static_cast<int32_t>(table ? int64_t{table[index / p.page_size]} * p.page_size + index % p.page_size
+                                             : int64_t{index} + offset);
         p.mapped[at] = found;
         if (p.raw) p.raw[at] = index;
       }
@@ -110,6 +113,29 @@ void run_cpu(const TopKParams& p, DType dtype) {
   });
 }
 #endif
+
+// Raises unless the segment of each row lies in a row of the page table.
+void check_page_table(const Kernel& kernel, const TopKArgs& a, int64_t rows, int64_t width) {
+  const int64_t batch = a.src_page_table.size(0), pages = a.src_page_table.size(1);
+  const auto values = [&](const OptionalTensor& t) { return Integers(kernel, t ? Tensor(t) : a.input, t ? rows : 0); };
+  const Integers lengths = values(a.lengths), row_starts = values(a.row_starts), table_rows = values(a.row_to_batch);
+  const Integers table_starts = values(a.page_table_row_starts);
+  const auto at = [](const Integers& x, int64_t i, int64_t otherwise) { return x.size() ? x[i] : otherwise; };
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t start = std::clamp<int64_t>(at(row_starts, i, 0), 0, width);
+    const int64_t length = std::min(at(lengths, i, width), width - start);
+    if (length <= 0) continue;
+    const int64_t row = at(table_rows, i, i), first = at(table_starts, i, at(row_starts, i, 0));
+    FI_CHECK(row >= 0 && row < batch, ValueError,
+             "row_to_batch must be in 0..%lld, the rows of src_page_table; got %lld at %lld",
+             static_cast<long long>(batch - 1), static_cast<long long>(row), static_cast<long long>(i));
+    const int64_t end = first + (length + a.page_size - 1) / a.page_size;
+    FI_CHECK(first >= 0 && end <= pages, ValueError,
+             "src_page_table must have columns %lld to %lld for row %lld of input; got %lld columns",
+             static_cast<long long>(first), static_cast<long long>(end), static_cast<long long>(i),
+             static_cast<long long>(pages));
+  }
+}
 
 // Returns the data of a tensor with one int32 per row, or null.
 const int32_t* per_row(const OptionalTensor& t, const Tensor& input, Dim& rows) {
@@ -172,6 +198,7 @@ void top_k(const Kernel& kernel, const TopKArgs& a) {
   p.prefer_last = a.prefer_last > 0;
   p.sorted = a.sorted > 0;
   if (rows == 0 || a.k == 0) return;
+  if (a.src_page_table && kernel.checks_contents(a.input.device())) check_page_table(kernel, a, rows, width);
 
   // 3 launch
 #if FI_CUDA

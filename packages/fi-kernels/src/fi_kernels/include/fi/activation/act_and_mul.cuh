@@ -1,24 +1,10 @@
 // Gated activations on sm_80 and later: threads index the vectors of all rows, so CTAs are full for any h.
 #pragma once
 #include "fi/activation/act_and_mul.h"
-#include "fi/cuda/ptx/math.cuh"
+#include "fi/cuda/math.cuh"
 #include "fi/cuda/vec.cuh"
 
 namespace fi {
-
-// x * sigmoid(z) = x / (1 + e^-z). The lower bound of x prevents -inf / inf: the limit at -inf is -0. NaN stays NaN.
-FI_DEVICE float scaled_sigmoid(float x, float z) {
-  constexpr float kLog2e = 1.4426950408889634f;
-  return __fdividef(fmaxf(x, -200.f), 1.f + exp2_approx(-kLog2e * z));
-}
-
-template <class T, Activation kAct>
-FI_DEVICE float activate(float x) {
-  if constexpr (kAct == kSilu) return scaled_sigmoid(x, x);
-  if constexpr (kAct == kGeluTanh) return scaled_sigmoid(x, gelu_sigmoid_argument(x));
-  if constexpr (sizeof(T) == 2) return fmaxf(x, 0.f) - fminf(fabsf(x), 200.f) * exp2_approx(log2_gelu_tail(fabsf(x)));
-  return 0.5f * fmaxf(x, -200.f) * (1.f + erff(x * 0.7071067811865476f));
-}
 
 // A CTA processes kNumVecs * blockDim.x neighbouring vectors. Each thread issues all its loads before it uses a value.
 template <class T, Activation kAct, int kVec, int kNumVecs>
@@ -47,7 +33,7 @@ FI_DEVICE void act_and_mul(const ActAndMulParams& p) {
     to_float(gate[k], x);
     to_float(up[k], y);
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) y[i] *= activate<T, kAct>(x[i]);
+    for (int i = 0; i < kVec; ++i) y[i] *= activate<CudaMath, kAct, sizeof(T) == 4>(x[i]);
     Vec<T, kVec> out_vec;
     from_float(y, out_vec);
     store(out[k], out_vec);

@@ -116,4 +116,12 @@ inline bool rows_aligned(const AttentionProblem& p, const Tensor& q, const Tenso
          v.alignment(load(v), {v_page, p.v_token, p.v_head}) == load(v);
 }
 
+// For kernels that load rows of these tensors by 16 bytes: the largest power of 2 that divides their addresses, or 0 if
+// that is 16 or more.
+inline int64_t misalignment(std::initializer_list<Tensor> tensors) {
+  int64_t found = 16;
+  for (const Tensor& t : tensors) found = std::min(found, t.row_alignment(16));
+  return found == 16 ? 0 : found;
+}
+
 }  // namespace fi

@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "fi/attention/cpu/math.h"
+#include "fi/cpu/math.h"
 #define FI_VARIANT_CODE inline
 #define __host__
 #define __device__

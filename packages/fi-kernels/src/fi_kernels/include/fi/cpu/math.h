@@ -155,3 +155,21 @@ FI_INLINE float sigmoid(float x) { return 1.0f / detail::one_plus_exp(-x); }
 FI_INLINE float silu(float x) { return detail::at_least(x, -200.0f) / detail::one_plus_exp(-x); }
 
 }  // namespace fi::cpu
+
+namespace fi {
+
+// These functions under the names that code shared with the device takes as `Math`, as of CudaMath.
+struct CpuMath {
+  FI_INLINE static float exp2(float x) { return cpu::exp2(x); }
+  FI_INLINE static float log2(float x) { return cpu::log2(x); }
+  FI_INLINE static float tanh(float x) { return cpu::tanh(x); }
+  FI_INLINE static float erf(float x) { return cpu::erf(x); }
+  FI_INLINE static float magnitude(float x) { return cpu::detail::magnitude(x); }
+  FI_INLINE static float at_least(float x, float limit) { return cpu::detail::at_least(x, limit); }
+  FI_INLINE static float at_most(float x, float limit) { return cpu::detail::at_most(x, limit); }
+  FI_INLINE static float scaled_sigmoid(float x, float z) {
+    return at_least(x, -200.0f) / cpu::detail::one_plus_exp(-z);
+  }
+};
+
+}  // namespace fi

@@ -1,7 +1,11 @@
 // Converts rows of any dtype to and from float, so that CPU kernels are compiled for float rows only.
 // One conversion loop per dtype, not one kernel per dtype: a module compiles in about a second, and a row stays in L1.
 #pragma once
+#include <algorithm>
+#include <memory>
+
 #include "fi/cpu/convert.h"
+#include "fi/cpu/parallel.h"
 #include "fi/cpu/target.h"
 #include "fi/host/tensor.h"
 
@@ -43,6 +47,29 @@ inline StoreRow row_storer(DType d) {
   if (d == kE4M3) return detail::store<e4m3_t>;
   if (d == kE5M2) return detail::store<e5m2_t>;
   raise("TypeError", "no CPU kernel writes %s", d.str().c_str());
+}
+
+// Calls f(row, scratch) for every row, in parallel. work: elements that a row costs; floats: the size of scratch, which
+// belongs to the thread and is not initialized.
+template <class F>
+void for_rows(int64_t rows, int64_t work, int64_t floats, F&& f) {
+  parallel_for(rows, std::max<int64_t>(1, 16384 / work), [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(floats)]);
+    for (int64_t row = begin; row < end; ++row) f(row, scratch.get());
+  });
+}
+
+// Calls f(row, first, n, scratch) for pieces [first, first + n) of every row, in parallel: n is at most kPiece, so that
+// a few buffers of a piece (4 KB each) stay in L1. scratch: `buffers` of them, one after another, kPiece floats each.
+constexpr int64_t kPiece = 1024;
+
+template <class F>
+void for_pieces(int64_t rows, int64_t width, int64_t buffers, F&& f) {
+  const int64_t pieces = (width + kPiece - 1) / kPiece;
+  for_rows(rows * pieces, 2 * buffers * std::min(width, kPiece), buffers * kPiece, [&](int64_t index, float* scratch) {
+    const int64_t first = index % pieces * kPiece;
+    f(index / pieces, first, std::min(kPiece, width - first), scratch);
+  });
 }
 
 }  // namespace fi::cpu

@@ -4,31 +4,30 @@
 
 namespace fi {
 
-// A position in a ring: the stage, and the parity of the phase to wait for there. Producers begin with phase 1: the
-// first pass through the ring finds all stages empty.
+// A position in a ring: the stage, and the parity of the phase to wait for there. Each role has a state of its own. A
+// producer's state begins at phase 1: no wait of the first pass through the ring blocks, as all stages are empty.
 struct PipelineState {
-  int stage = 0;
-  unsigned phase = 0;
+  int stage = 0, phase = 0;
 
   FI_DEVICE static PipelineState producer() { return {0, 1}; }
-  // The states after `uses` uses of a ring of kStages stages.
+  // The states of use number `use` of a ring of kStages stages, counted from 0.
   template <int kStages, class Count>
-  FI_DEVICE static PipelineState consumer_at(Count uses) {
-    return {static_cast<int>(uses % kStages), static_cast<unsigned>(uses / kStages % 2)};
+  FI_DEVICE static PipelineState consumer_at(Count use) {
+    return {static_cast<int>(use % kStages), static_cast<int>(use / kStages % 2)};
   }
   template <int kStages, class Count>
-  FI_DEVICE static PipelineState producer_at(Count uses) {
-    return {static_cast<int>(uses % kStages), static_cast<unsigned>(uses / kStages % 2 ^ 1)};
+  FI_DEVICE static PipelineState producer_at(Count use) {
+    return {static_cast<int>(use % kStages), static_cast<int>(use / kStages % 2 ^ 1)};
   }
-  // stages: in use, which may be fewer than the ring has.
+  // stages: the stages in use; at most those of the ring.
   FI_DEVICE void advance(int stages) {
     if (++stage == stages) stage = 0, phase ^= 1;
   }
 };
 
 // A stage is full when all producer arrivals and all expected bytes are in, and empty when all consumers have released
-// it. Every role walks the ring with a PipelineState of its own. A producer runs acquire, then one of expect (TMA and
-// bulk copies), commit_copies (cp.async) and commit (plain stores). A consumer runs wait, then release.
+// it; at first all stages are empty. A producer runs acquire, then one of expect (TMA and bulk copies), commit_copies
+// (cp.async) and commit (plain stores). A consumer runs wait, then release.
 template <int kRingStages>
 struct Pipeline {
   static constexpr int kStages = kRingStages;
@@ -45,19 +44,20 @@ struct Pipeline {
   // Waits until consumers have released the stage.
   FI_DEVICE void acquire(const PipelineState& at) { empty[at.stage].wait(at.phase); }
   // One arrival, and the bytes that copies to the returned barrier complete.
-  FI_DEVICE Barrier& expect(const PipelineState& at, unsigned bytes) {
-    full[at.stage].arrive_expect(bytes);
-    return full[at.stage];
+  FI_DEVICE Barrier& expect(int stage, unsigned bytes) {
+    full[stage].arrive_expect(bytes);
+    return full[stage];
   }
   // One arrival when this thread's cp.async copies so far have landed.
-  FI_DEVICE void commit_copies(const PipelineState& at) { full[at.stage].arrive_copies(); }
+  FI_DEVICE void commit_copies(int stage) { full[stage].arrive_copies(); }
   // One arrival. Plain stores that wgmma or TMA reads take fence_async_shared before.
-  FI_DEVICE void commit(const PipelineState& at) { full[at.stage].arrive(); }
+  FI_DEVICE void commit(int stage) { full[stage].arrive(); }
 
+  // Waits until producers have filled the stage.
   FI_DEVICE void wait(const PipelineState& at) { full[at.stage].wait(at.phase); }
-  FI_DEVICE void release(const PipelineState& at) { empty[at.stage].arrive(); }
+  FI_DEVICE void release(int stage) { empty[stage].arrive(); }
   // Releases the stage to the producer in another CTA of the cluster, whose copies are multicast.
-  FI_DEVICE void release_remote(const PipelineState& at, unsigned cta_rank) { empty[at.stage].arrive_remote(cta_rank); }
+  FI_DEVICE void release_remote(int stage, unsigned cta_rank) { empty[stage].arrive_remote(cta_rank); }
 };
 
 }  // namespace fi

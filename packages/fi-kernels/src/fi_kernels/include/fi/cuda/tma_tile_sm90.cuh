@@ -5,25 +5,25 @@
 
 namespace fi {
 
-// Loads kColumns columns, whose column blocks are kBlockStride elements apart in shared memory (kRows * 128 bytes in a
-// SwizzledTile<T, kRows>). `outer` are the coordinates above the column; the bytes complete on `full`. By one thread.
-template <int kColumns, int kBlockStride, class T, class... Outer>
-FI_DEVICE void tma_load_tile(T* tile, const TensorMap& map, Barrier& full, int column, Outer... outer) {
+// Loads kColumns columns from `column` on; column blocks are `block_stride` elements apart in shared memory (kRows *
+// 128 bytes in a SwizzledTile<T, kRows>). outer: the coordinates above the column, then an L2 policy for five of them
+// in all. The bytes complete on `full`. By one thread.
+template <int kColumns, class T, class... Outer>
+FI_DEVICE void tma_load_tile(T* tile, int block_stride, const TensorMap& map, Barrier& full, int column,
+                             Outer... outer) {
   constexpr int kBlockColumns = kSwizzleLineBytes / sizeof(T);
-  static_assert(kColumns % kBlockColumns == 0, "whole column blocks");
 #pragma unroll
-  for (int block = 0; block < kColumns / kBlockColumns; ++block)
-    tma_load(tile + block * kBlockStride, map, full, column + block * kBlockColumns, outer...);
+  for (int block = 0; block * kBlockColumns < kColumns; ++block)
+    tma_load(tile + block * block_stride, map, full, column + block * kBlockColumns, outer...);
 }
 
-// The same in the other direction, as part of this thread's bulk group. Elements outside of the tensor are dropped.
-template <int kColumns, int kBlockStride, class T, class... Outer>
-FI_DEVICE void tma_store_tile(const TensorMap& map, const T* tile, int column, Outer... outer) {
+// Stores a tile as part of this thread's bulk group. Elements outside of the tensor are dropped.
+template <int kColumns, class T, class... Outer>
+FI_DEVICE void tma_store_tile(const TensorMap& map, const T* tile, int block_stride, int column, Outer... outer) {
   constexpr int kBlockColumns = kSwizzleLineBytes / sizeof(T);
-  static_assert(kColumns % kBlockColumns == 0, "whole column blocks");
 #pragma unroll
-  for (int block = 0; block < kColumns / kBlockColumns; ++block)
-    tma_store(map, tile + block * kBlockStride, column + block * kBlockColumns, outer...);
+  for (int block = 0; block * kBlockColumns < kColumns; ++block)
+    tma_store(map, tile + block * block_stride, column + block * kBlockColumns, outer...);
 }
 
 }  // namespace fi

@@ -21,6 +21,8 @@ using Kernel = struct KernelHandle*;
 using Function = struct FunctionHandle*;
 using Stream = struct StreamHandle*;
 
+using DevicePointer = unsigned long long;
+
 enum : Result { kSuccess = 0, kInvalidContext = 201 };
 enum LaunchAttributeId : int { kClusterDimension = 4, kProgrammaticStreamSerialization = 6 };
 enum FunctionAttribute : int { kMaxDynamicSharedBytes = 8, kNonPortableClusterSize = 14 };
@@ -62,6 +64,9 @@ struct Driver {
   Result (*CtxPopCurrent)(Context*);
   Result (*DevicePrimaryCtxRetain)(Context*, Device);
   Result (*DeviceGetAttribute)(int*, int, Device);
+  Result (*MemcpyDtoHAsync)(void*, DevicePointer, size_t, Stream);
+  Result (*StreamSynchronize)(Stream);
+  Result (*StreamIsCapturing)(Stream, int*);
   Result (*GetErrorName)(Result, const char**);
   Result (*GetErrorString)(Result, const char**);
 
@@ -101,6 +106,9 @@ struct Driver {
         {&d.CtxPopCurrent, "cuCtxPopCurrent_v2"},
         {&d.DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain"},
         {&d.DeviceGetAttribute, "cuDeviceGetAttribute"},
+        {&d.MemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2"},
+        {&d.StreamSynchronize, "cuStreamSynchronize"},
+        {&d.StreamIsCapturing, "cuStreamIsCapturing"},
         {&d.GetErrorName, "cuGetErrorName"},
         {&d.GetErrorString, "cuGetErrorString"},
     };

@@ -84,6 +84,7 @@ struct Rehearsal {
 
 struct Kernel {
   std::string op, spec;
+  bool checks = false;  // of contents, where nothing is rehearsed or captured
 #if FI_CUDA
   int64_t capability = 0;         // of the image: 90 for sm_90a
   cu::Library library = nullptr;  // null: a rehearsal, nothing runs
@@ -95,6 +96,20 @@ struct Kernel {
   Kernel& operator=(const Kernel&) = delete;
   ~Kernel() {
     if (library) cu::Driver::get().LibraryUnload(library);
+  }
+
+  bool checks_contents(DLDevice device) const {
+    if (!checks || !library) return false;
+    int status = 0;  // a stream that another one's capture forbids to use fails, and is not checked either
+    return cu::Driver::get().StreamIsCapturing(stream(device), &status) == cu::kSuccess && status == 0;
+  }
+  void copy_to_host(void* to, const void* from, size_t bytes, DLDevice device) const {
+    if (bytes == 0) return;
+    cu::DeviceGuard guard(device.device_id);
+    const cu::Driver& driver = cu::Driver::get();
+    const auto address = static_cast<cu::DevicePointer>(reinterpret_cast<uintptr_t>(from));
+    driver.check(driver.MemcpyDtoHAsync(to, address, bytes, stream(device)), "cuMemcpyDtoHAsync");
+    driver.check(driver.StreamSynchronize(stream(device)), "cuStreamSynchronize");
   }
 
   // None means the target's default: on wherever the hardware has it.
@@ -134,7 +149,26 @@ struct Kernel {
     start(entry, launch, device, const_cast<Params*>(&params), const_cast<void*>(extras));
   }
 
+  // Launches an entry whose threads index the vectors of all rows with 31 bits: as many rows at a time as that allows.
+  // params_of(first_row, vectors) gives the parameters of one launch.
+  template <class ParamsOf>
+  void launch_rows(const Entry& entry, int64_t rows, int64_t vectors_per_row, int64_t vectors_per_thread, bool pdl,
+                   const Tensor& input, ParamsOf params_of) const {
+    const int64_t max_rows = 0x7fffffff / vectors_per_row, vectors_per_cta = vectors_per_thread * entry.threads;
+    FI_CHECK(max_rows > 0, ValueError, "%s is too wide: got shape %s", input.name(), input.shape_str().c_str());
+    for (int64_t first = 0; first < rows; first += max_rows) {
+      const int64_t vectors = std::min(max_rows, rows - first) * vectors_per_row;
+      Launch part{(vectors + vectors_per_cta - 1) / vectors_per_cta};
+      part.pdl = pdl;
+      launch(entry, part, input.device(), params_of(first, static_cast<uint32_t>(vectors)));
+    }
+  }
+
  private:
+  static cu::Stream stream(DLDevice device) {
+    return static_cast<cu::Stream>(TVMFFIEnvGetStream(device.device_type, device.device_id));
+  }
+
   template <cu::DeviceAttribute kAttribute>
   static int64_t attribute(DLDevice device) {
     static std::atomic<int> values[64];
@@ -173,7 +207,6 @@ struct Kernel {
       attributes[count].id = cu::kClusterDimension;
       attributes[count++].value.cluster = {launch.cluster, 1, 1};
     }
-    auto stream = static_cast<cu::Stream>(TVMFFIEnvGetStream(device.device_type, device.device_id));
     cu::LaunchConfig config{static_cast<unsigned>(launch.grid_x),
                             static_cast<unsigned>(launch.grid_y),
                             static_cast<unsigned>(launch.grid_z),
@@ -181,7 +214,7 @@ struct Kernel {
                             1,
                             1,
                             static_cast<unsigned>(launch.shared_bytes),
-                            stream,
+                            stream(device),
                             attributes,
                             count};
     void* arguments[] = {params, extras};  // the driver reads as many as the entry has
@@ -216,6 +249,8 @@ struct Kernel {
              launch.pdl ? ", pdl" : "");
     return text;
   }
+#else
+  bool checks_contents(DLDevice) const { return checks; }
 #endif
 };
 

@@ -4,9 +4,12 @@
 // that take a user's variant have `const Extras&` as a third parameter. A user's module may spell its arguments out
 // instead: FI_OP(entry, "out", "input") for `void entry(const Kernel&, Tensor out, Tensor input)`.
 //
-// A module exports bind(op, spec[, image, capability, device, entries...]) -> callable, which owns the kernel; and,
-// with device code, rehearse(op, spec, capability, multiprocessors, shared_limit, entries...) -> callable, which shapes
-// launches without making them, and last_launches() -> text.
+// An entry may return an int64_t instead of void: 0, or, if it declines the call and has done nothing, the value that
+// it found for the field that the declaration of the op names as `found_by_entry`.
+//
+// A module exports bind(op, spec, checks[, image, capability, device, entries...]) -> callable, which owns the kernel;
+// and, with device code, rehearse(op, spec, capability, multiprocessors, shared_limit, entries...) -> callable, which
+// shapes launches without making them, and last_launches() -> text.
 #pragma once
 #include <tvm/ffi/c_api.h>
 
@@ -31,6 +34,18 @@ inline const DLTensor* as_dltensor(const TVMFFIAny& any) {
   return nullptr;
 }
 
+// A null address is that of an empty tensor; a tensor with elements but no memory, such as a fake one, is refused, and
+// one whose elements lie across words.
+inline Tensor as_tensor(const DLTensor* t, const char* name) {
+  const Tensor tensor(t, name);
+  FI_CHECK(t->data || tensor.numel() == 0, TypeError, "%s has no data: pass a tensor with memory", name);
+  const uint64_t bits = t->dtype.bits;
+  FI_CHECK((reinterpret_cast<uint64_t>(tensor.data()) * 8 & (bits - 1)) == 0 || bits < 8, ValueError,
+           "%s must lie at a multiple of its element size, %llu bytes; got address %p: call .clone() on it", name,
+           static_cast<unsigned long long>(bits / 8), tensor.data());
+  return tensor;
+}
+
 struct OptionalTensor : Tensor {
   using Tensor::Tensor;
 };
@@ -40,7 +55,7 @@ struct Argument<Tensor> {
   static Tensor from(const TVMFFIAny& any, const char* name) {
     const DLTensor* t = as_dltensor(any);
     FI_CHECK(t, TypeError, "%s must be a tensor", name);
-    return {t, name};
+    return as_tensor(t, name);
   }
 };
 template <>
@@ -49,6 +64,7 @@ struct Argument<OptionalTensor> {
     if (any.type_index == kTVMFFINone) return {nullptr, name};
     const DLTensor* t = as_dltensor(any);
     FI_CHECK(t, TypeError, "%s must be a tensor or None", name);
+    as_tensor(t, name);
     return {t, name};
   }
 };
@@ -65,6 +81,31 @@ struct Argument<double> {
     if (any.type_index == kTVMFFIFloat) return any.v_float64;
     FI_CHECK(any.type_index == kTVMFFIInt || any.type_index == kTVMFFIBool, TypeError, "%s must be a number", name);
     return static_cast<double>(any.v_int64);
+  }
+};
+// A number of an op: a NaN would pass every later comparison.
+struct Number {};
+template <>
+struct Argument<Number> {
+  static double from(const TVMFFIAny& any, const char* name) {
+    const double x = Argument<double>::from(any, name);
+    FI_CHECK(x == x, ValueError, "%s must be a number; got NaN", name);
+    return x;
+  }
+};
+// A tensor that the op writes: no two of its elements share an address.
+struct Written {};
+template <>
+struct Argument<Written> {
+  static Tensor from(const TVMFFIAny& any, const char* name) { return Argument<Tensor>::from(any, name).writable(); }
+};
+struct OptionalWritten {};
+template <>
+struct Argument<OptionalWritten> {
+  static OptionalTensor from(const TVMFFIAny& any, const char* name) {
+    const OptionalTensor t = Argument<OptionalTensor>::from(any, name);
+    if (t) t.writable();
+    return t;
   }
 };
 // An integer or bool; None becomes -1, which is how "the default" is spelled on this side.
@@ -122,7 +163,7 @@ class Extras {
       if (args[i].type_index == kTVMFFINone) {
         words_[static_cast<size_t>(i)] = 0;
       } else if (const DLTensor* t = as_dltensor(args[i])) {
-        words_[static_cast<size_t>(i)] = reinterpret_cast<uint64_t>(Tensor(t, "").data());
+        words_[static_cast<size_t>(i)] = reinterpret_cast<uint64_t>(as_tensor(t, "an additional argument").data());
       } else {
         FI_CHECK(
             args[i].type_index == kTVMFFIFloat || args[i].type_index == kTVMFFIInt || args[i].type_index == kTVMFFIBool,
@@ -148,15 +189,16 @@ T argument(const TVMFFIAny* args, int32_t count, const char* const* names, size_
     return Argument<T>::from(args[i], names[i]);
 }
 
-template <class... A, size_t... I>
-void apply(void (*entry)(const Kernel&, A...), const Kernel& kernel, const TVMFFIAny* args, int32_t count,
+template <class Result, class... A, size_t... I>
+void apply(Result (*entry)(const Kernel&, A...), const Kernel& kernel, const TVMFFIAny* args, int32_t count,
            const char* const* names, std::index_sequence<I...>) {
   entry(kernel, argument<A>(args, count, names, I)...);
 }
 
-template <class... A>
-void call(void (*entry)(const Kernel&, A...), const Kernel& kernel, const TVMFFIAny* args, int32_t count,
-          const char* const* names, size_t name_count) {
+// Calls the entry; `result` receives what it returns, if that is not 0.
+template <class Result, class... A>
+void call(Result (*entry)(const Kernel&, A...), const Kernel& kernel, const TVMFFIAny* args, int32_t count,
+          const char* const* names, size_t name_count, TVMFFIAny*) {
   constexpr bool open = (std::is_same_v<A, Extras> || ...);
   constexpr size_t named = sizeof...(A) - open;
   static_assert(named > 0);
@@ -167,16 +209,23 @@ void call(void (*entry)(const Kernel&, A...), const Kernel& kernel, const TVMFFI
 
 template <class Args>
 void call(void (*entry)(const Kernel&, const Args&), const Kernel& kernel, const TVMFFIAny* args, int32_t count,
-          const char* const*, size_t) {
+          const char* const*, size_t, TVMFFIAny*) {
   FI_CHECK(count == Args::kCount, TypeError, "expects %d arguments, got %d", Args::kCount, count);
   entry(kernel, Args::from(args));
 }
 
-template <class Args>
-void call(void (*entry)(const Kernel&, const Args&, const Extras&), const Kernel& kernel, const TVMFFIAny* args,
-          int32_t count, const char* const*, size_t) {
+template <class Result, class Args>
+void call(Result (*entry)(const Kernel&, const Args&, const Extras&), const Kernel& kernel, const TVMFFIAny* args,
+          int32_t count, const char* const*, size_t, TVMFFIAny* result) {
   FI_CHECK(count >= Args::kCount, TypeError, "expects %d arguments or more, got %d", Args::kCount, count);
-  entry(kernel, Args::from(args), {args + Args::kCount, count - Args::kCount});
+  const Extras extras{args + Args::kCount, count - Args::kCount};
+  if constexpr (std::is_void_v<Result>) {
+    entry(kernel, Args::from(args), extras);
+  } else if (const int64_t found = entry(kernel, Args::from(args), extras)) {
+    result->type_index = kTVMFFIInt;
+    result->zero_padding = 0;
+    result->v_int64 = found;
+  }
 }
 
 #if FI_CUDA
@@ -195,16 +244,17 @@ inline void read_entries(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
   }
 }
 
-// Arguments of bind after op and spec: image, capability, device, entries.
+// Arguments of bind after op, spec and checks: image, capability, device, entries.
 inline void load(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
-  FI_CHECK(count >= 3, TypeError, "bind needs image, capability and device");
-  TVMFFIByteArray image = as_bytes(args[0], "image");
-  kernel.capability = Argument<int64_t>::from(args[1], "capability");
-  cu::DeviceGuard guard(static_cast<int>(Argument<int64_t>::from(args[2], "device")));
+  FI_CHECK(count >= 4, TypeError, "bind needs checks, image, capability and device");
+  kernel.checks = Argument<bool>::from(args[0], "checks");
+  TVMFFIByteArray image = as_bytes(args[1], "image");
+  kernel.capability = Argument<int64_t>::from(args[2], "capability");
+  cu::DeviceGuard guard(static_cast<int>(Argument<int64_t>::from(args[3], "device")));
   const cu::Driver& driver = cu::Driver::get();
   driver.check(driver.LibraryLoadData(&kernel.library, image.data, nullptr, nullptr, 0, nullptr, nullptr, 0),
                "cuLibraryLoadData");
-  read_entries(kernel, args + 3, count - 3);
+  read_entries(kernel, args + 4, count - 4);
   for (Entry& entry : kernel.entries) {
     driver.check(driver.LibraryGetKernel(&entry.kernel, kernel.library, entry.name.c_str()), entry.name.c_str());
     cu::Function
@@ -220,6 +270,12 @@ inline void load_rehearsal(Kernel& kernel, const TVMFFIAny* args, int32_t count)
   kernel.rehearsal.multiprocessors = Argument<int64_t>::from(args[1], "multiprocessors");
   kernel.rehearsal.shared_limit = Argument<int64_t>::from(args[2], "shared_limit");
   read_entries(kernel, args + 3, count - 3);
+}
+#else
+// Arguments of bind after op and spec: checks.
+inline void load(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
+  FI_CHECK(count == 1, TypeError, "bind needs checks");
+  kernel.checks = Argument<bool>::from(args[0], "checks");
 }
 #endif
 
@@ -269,18 +325,18 @@ inline int last_launches(TVMFFIAny* result) {
   }
 #else
 #define FI_BEGIN_CALL (void)0
-#define FI_EXPORT_BIND                                                                                \
-  FI_EXPORT int __tvm_ffi_bind(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {      \
-    return ::fi::make<fi_call>(args, count, result, [](::fi::Kernel&, const TVMFFIAny*, int32_t) {}); \
+#define FI_EXPORT_BIND                                                                           \
+  FI_EXPORT int __tvm_ffi_bind(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) { \
+    return ::fi::make<fi_call>(args, count, result, ::fi::load);                                 \
   }
 #endif
-#define FI_OP(entry, ...)                                                            \
-  static int fi_call(void* self, const TVMFFIAny* args, int32_t count, TVMFFIAny*) { \
-    static const char* const names[] = {"", ##__VA_ARGS__};                          \
-    auto& kernel = *static_cast<const ::fi::Kernel*>(self);                          \
-    return ::fi::guarded(kernel.op.c_str(), [&] {                                    \
-      FI_BEGIN_CALL;                                                                 \
-      ::fi::call(&entry, kernel, args, count, names + 1, std::size(names) - 1);      \
-    });                                                                              \
-  }                                                                                  \
+#define FI_OP(entry, ...)                                                                   \
+  static int fi_call(void* self, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) { \
+    static const char* const names[] = {"", ##__VA_ARGS__};                                 \
+    auto& kernel = *static_cast<const ::fi::Kernel*>(self);                                 \
+    return ::fi::guarded(kernel.op.c_str(), [&] {                                           \
+      FI_BEGIN_CALL;                                                                        \
+      ::fi::call(&entry, kernel, args, count, names + 1, std::size(names) - 1, result);     \
+    });                                                                                     \
+  }                                                                                         \
   FI_EXPORT_BIND

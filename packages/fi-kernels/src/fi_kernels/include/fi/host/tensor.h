@@ -2,6 +2,7 @@
 #pragma once
 #include <dlpack/dlpack.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
@@ -74,6 +75,8 @@ class Tensor {
   T* data() const {
     return reinterpret_cast<T*>(static_cast<char*>(tensor_->data) + tensor_->byte_offset);
   }
+  // The address of an element that lies `offset` elements behind the first.
+  char* at(int64_t offset) const { return data<char>() + offset * dtype().bytes(); }
   // Largest power of two <= limit (bytes) that divides the address and every given stride: the legal vector width.
   int64_t alignment(int64_t limit, std::initializer_list<int64_t> element_strides) const {
     auto low = reinterpret_cast<uintptr_t>(data());
@@ -82,12 +85,28 @@ class Tensor {
     while (width > 1 && low % width) width /= 2;
     return width;
   }
+  // The same of the addresses of all rows.
+  int64_t row_alignment(int64_t limit) const {
+    int64_t width = alignment(limit, {});
+    for (int i = 0; i + 1 < ndim(); ++i)
+      while (width > 1 && stride(i) * dtype().bytes() % width) width /= 2;
+    return width;
+  }
 
   // Binds unbound symbols and checks bound ones.
   template <class... D>
   const Tensor& shape(D&... dims) const {
     Dim* want[] = {&dims...};
     return match(want, sizeof...(D));
+  }
+  // The shape of `other`, but for the last dimension.
+  const Tensor& shape_of(const Tensor& other, const Dim& last) const {
+    bool fits = ndim() == other.ndim() && size(-1) == last;
+    for (int i = 0; fits && i + 1 < ndim(); ++i) fits = size(i) == other.size(i);
+    if (!fits)
+      raise("ValueError", "%s must have the shape of %s %s with last dimension %s = %lld; got %s", name_, other.name_,
+            other.shape_str().c_str(), last.name, static_cast<long long>(last), shape_str().c_str());
+    return *this;
   }
   const Tensor& is(std::initializer_list<DType> allowed) const {
     for (DType d : allowed)
@@ -124,6 +143,23 @@ class Tensor {
       step *= size(i);
     }
     return *this;
+  }
+  // Raises unless no two elements share memory: each stride steps over all that dimensions of smaller strides reach.
+  // Strides usually grow from the last dimension to the first.
+  const Tensor& writable() const {
+    int64_t extent = 1;
+    for (int i = ndim() - 1; tensor_->strides && i >= 0; --i) {
+      if (tensor_->shape[i] <= 1) continue;
+      if (tensor_->strides[i] < extent) return steps_over_smaller();
+      extent += (tensor_->shape[i] - 1) * tensor_->strides[i];
+    }
+    return *this;
+  }
+  // Raises if both are given, and are one memory: one of two different results would be lost.
+  void apart(const Tensor& other) const {
+    if (tensor_ && other.tensor_ && data() == other.data() && data() && numel() && other.numel())
+      raise("ValueError", "%s and %s are written, so they must not be the same memory: pass a tensor for each", name_,
+            other.name_);
   }
   // Views [..., size] as rows: returns their number and sets their stride in elements. A tensor of two dimensions may
   // have strided rows; any other must be contiguous.
@@ -168,6 +204,18 @@ class Tensor {
     raise("ValueError", "%s must have shape [%s]%s; got %s", name_, symbols.c_str(), bound.c_str(),
           shape_str().c_str());
   }
+  [[gnu::noinline]] const Tensor& steps_over_smaller() const {
+    for (int i = 0; i < ndim() && numel() > 0; ++i) {
+      int64_t extent = 1;  // of the dimensions with smaller strides
+      for (int j = 0; j < ndim(); ++j)
+        if (stride(j) < stride(i) || (stride(j) == stride(i) && j > i)) extent += (size(j) - 1) * stride(j);
+      FI_CHECK(size(i) == 1 || stride(i) >= extent, ValueError,
+               "%s is written, so no two of its elements may share memory; got shape %s with stride %lld in dimension "
+               "%d: pass a tensor of its own memory",
+               name_, shape_str().c_str(), static_cast<long long>(stride(i)), i);
+    }
+    return *this;
+  }
   [[noreturn, gnu::noinline, gnu::cold]] void wrong_dtype(std::initializer_list<DType> allowed) const {
     std::string names;
     for (DType d : allowed) names += (names.empty() ? "" : " or ") + d.str();
@@ -177,5 +225,17 @@ class Tensor {
   const DLTensor* tensor_;
   const char* name_;
 };
+
+// Elements of the widest vector, at most 16 bytes of each tensor, in which rows of `width` elements can be read.
+inline int64_t vec_size(int64_t width, std::initializer_list<Tensor> tensors) {
+  int64_t elements = 16;
+  for (const Tensor& t : tensors) {
+    const int64_t bytes = t.dtype().bytes();
+    elements = std::min(elements, 16 / bytes);
+    elements = t.row_alignment(elements * bytes) / bytes;
+  }
+  while (width % elements) elements /= 2;
+  return elements;
+}
 
 }  // namespace fi

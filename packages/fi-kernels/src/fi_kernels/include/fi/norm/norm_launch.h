@@ -12,11 +12,10 @@ namespace fi {
 // number of rows, so a row is summed in the same order in every batch.
 template <class Config>
 const Entry& norm_entry(const Kernel& kernel, int64_t d, int64_t vec_size) {
-  for (const Entry& entry : kernel.entries) {
+  return kernel.first_entry([&](const Entry& entry) {
     const auto config = Config::of(entry);
-    if (config.vec_size <= vec_size && d % config.vec_size == 0 && d <= config.max_d) return entry;
-  }
-  raise("RuntimeError", "no kernel entry of %s supports d = %lld", kernel.spec.c_str(), static_cast<long long>(d));
+    return config.vec_size <= vec_size && d % config.vec_size == 0 && d <= config.max_d;
+  });
 }
 
 // A CTA of several rows launches all threads of its entry; a CTA of one row launches the warps that the row needs.

@@ -88,7 +88,8 @@ struct RopeParams {
         high = middle;
     }
     if (low == 0 || low > segments) return 0;
-    return offsets.at(low - 1) + row - indptr.at(low - 1);
+    return static_cast<int64_t>(static_cast<uint64_t>(offsets.at(low - 1)) + static_cast<uint64_t>(row) -
+                                static_cast<uint64_t>(indptr.at(low - 1)));
   }
 };
 

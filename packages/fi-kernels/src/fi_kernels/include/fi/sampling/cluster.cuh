@@ -36,7 +36,8 @@ struct SingleCta {
   FI_DEVICE static void write(uint32_t& to, unsigned, uint32_t x) { to = x; }
   FI_DEVICE static void write(uint64_t& to, unsigned, uint64_t x) { to = x; }
   struct TransactionBarrier {
-    FI_DEVICE void init(unsigned) {}
+    FI_DEVICE void init() {}
+    FI_DEVICE void expect(unsigned) {}
     FI_DEVICE void send(TileSum& to, unsigned, uint4 x) { *reinterpret_cast<uint4*>(&to) = x; }
     FI_DEVICE void wait() { __syncthreads(); }
   };

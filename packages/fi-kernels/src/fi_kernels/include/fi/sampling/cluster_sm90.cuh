@@ -41,11 +41,12 @@ struct CtaCluster {
   // cluster of one CTA stores directly: such stores require a remote CTA.
   struct TransactionBarrier {
     Barrier barrier;
-    FI_DEVICE void init(unsigned bytes) {  // one thread calls it, before the cluster barrier
+    FI_DEVICE void init() {  // one thread calls it, before the cluster barrier
       barrier.init(1);
-      barrier.arrive_expect(bytes);
       fence_barrier_init();
     }
+    // One thread calls it, after the cluster barrier. Stores of other CTAs may arrive earlier.
+    FI_DEVICE void expect(unsigned bytes) { barrier.arrive_expect(bytes); }
     FI_DEVICE void send(TileSum& to, unsigned rank, uint4 x) {
       if (size() == 1)
         *reinterpret_cast<uint4*>(&to) = x;

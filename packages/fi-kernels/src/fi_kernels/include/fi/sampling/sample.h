@@ -85,7 +85,7 @@ FI_EXACT uint64_t random_number(const SampleParams& p, int64_t row, uint32_t i) 
 
 // Whether the row is greedy: temperature 0 takes the first of the largest logits.
 FI_EXACT bool is_greedy(const SampleParams& p, float temperature) {
-  return p.logits && p.output == kDrawToken && temperature == 0.0f;
+  return p.logits && p.output == kDrawToken && temperature <= 0.0f;
 }
 
 // The min-p threshold: elements at or above it have at least m times the largest probability.

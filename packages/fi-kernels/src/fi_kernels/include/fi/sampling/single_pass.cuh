@@ -20,7 +20,7 @@ FI_DEVICE void sample_row_single_pass(const SampleParams& p, TileSum* tiles, int
   } shared;
   __shared__ RejectionShared<Cluster, kWarps> rejection_shared;
   const int n = (p.vocab + kTileSize - 1) / kTileSize, tiles_per_cta = (n + Cluster::size() - 1) / Cluster::size();
-  if (threadIdx.x == 0) tile_barrier.init(n * sizeof(TileSum));
+  if (threadIdx.x == 0) tile_barrier.init();
   Cluster::arrive_relaxed();
   GlobalRow<T> row{static_cast<const T*>(p.input) + source * p.input_stride, p.vocab, p.logits};
   const int first = Cluster::rank() * tiles_per_cta, last = min(first + tiles_per_cta, n), warp = threadIdx.x / 32;
@@ -42,6 +42,7 @@ FI_DEVICE void sample_row_single_pass(const SampleParams& p, TileSum* tiles, int
   }
   if (!rejection) random = random_number(p, output, 0);
   Cluster::wait();
+  if (threadIdx.x == 0) tile_barrier.expect(n * sizeof(TileSum));
 #pragma unroll 1
   while (j < last) {
     uint4 record;

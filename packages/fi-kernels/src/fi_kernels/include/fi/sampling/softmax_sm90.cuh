@@ -136,7 +136,7 @@ FI_DEVICE void softmax_cluster(const SampleParams& p) {
   float* cached = reinterpret_cast<float*>(dynamic + (n + 1) / 2) + warp * p.warp_cached * kTileSize;
   const int64_t index = blockIdx.x / size;
   if (lane < p.warp_cached) arrived[warp][lane].init(1);
-  if (threadIdx.x == 0) tile_barrier.init(n * sizeof(uint64_t));
+  if (threadIdx.x == 0) tile_barrier.init();
   fence_barrier_init();
   CtaCluster::arrive_relaxed();
   pdl_wait();
@@ -153,6 +153,7 @@ FI_DEVICE void softmax_cluster(const SampleParams& p) {
     if (bytes) bulk_load(cached + lane * kTileSize, row.row + j * kTileSize, bytes, arrived[warp][lane], kEvictFirst);
   }
   CtaCluster::wait();
+  if (threadIdx.x == 0) tile_barrier.expect(n * sizeof(uint64_t));
 #pragma unroll 1
   for (int i = -1, j = first; j < last; ++i, j += kWarps) {
     float* tile = cached + i * kTileSize;

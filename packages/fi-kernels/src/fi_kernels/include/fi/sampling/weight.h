@@ -109,7 +109,7 @@ FI_EXACT Scale logits_scale(float maximum, float temperature) {
   s.lowest = bits_of(maximum) == kInfinityBits ? from_bits(kInfinityBits) : -from_bits(kMaxFiniteBits);
   s.maximum = maximum > from_bits(kMaxFiniteBits) ? from_bits(kMaxFiniteBits) : maximum;
   constexpr float log2e = 0x1.715476p+0f;
-  s.factor = temperature == 0.0f ? 0.0f : log2e / temperature;  // IEEE division on every device
+  s.factor = temperature <= 0.0f ? 0.0f : log2e / temperature;  // IEEE division on every device
   if (s.factor > 0x1p100f) s.factor = 0x1p100f;
   return s;
 }

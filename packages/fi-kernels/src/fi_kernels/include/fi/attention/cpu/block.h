@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "fi/attention/cpu/math.h"
 #include "fi/attention/rotary.h"
 #include "fi/attention/softmax.h"
+#include "fi/cpu/math.h"
 #include "fi/cpu/target.h"
 
 namespace fi::cpu {

@@ -2,36 +2,36 @@
 #pragma once
 #include "fi/attention/cuda_core_attention.cuh"
 #include "fi/attention/decode/cuda_core_epilogue.cuh"
-#include "fi/attention/decode/dynamic_ranges.cuh"
+#include "fi/attention/decode/dynamic_scheduler.cuh"
 #include "fi/attention/decode/split_kv_epilogue.cuh"
 #include "fi/attention/decode/warp_mma_tile.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
 
 namespace fi {
 
-using Team = EpilogueThreads<16>;  // parts that are read at once by one block
+using CtaEpilogueThreads = EpilogueThreads<16>;  // one CTA merges up to 16 splits
 
-// The walk of a block, in shared memory: one thread takes the steps, which saves the others thirty registers.
+// The tile scheduler of a CTA in shared memory. One thread advances it, which saves the others thirty registers.
 struct CtaTileScheduler {
-  DecodeTileScheduler walk;
-  DecodeWorkTile segment;
+  DecodeTileScheduler scheduler;
+  DecodeWorkTile work_tile;
   bool more;
   float bmm1;
 
   FI_DEVICE void begin(const BatchDecodeParams& params) {
     bmm1 = params.bmm1_scale ? *params.bmm1_scale : 1.f;
-    walk.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
+    scheduler.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
   }
-  // By all threads of the block, the first of which has called begin. A barrier.
+  // By all threads of the CTA, after the first has called begin. Also a barrier.
   FI_DEVICE bool next(const BatchDecodeParams& params) {
     __syncthreads();
     if (threadIdx.x == 0) {
-      more = walk.next(segment);
+      more = scheduler.next(work_tile);
       while (!more) {
-        const int range = next_dynamic_range(params, walk.header);
+        const int range = take_dynamic_range(params, scheduler.header);
         if (range < 0) break;
-        walk.enter(range);
-        more = walk.next(segment);
+        scheduler.enter(range);
+        more = scheduler.next(work_tile);
       }
     }
     __syncthreads();
@@ -39,55 +39,56 @@ struct CtaTileScheduler {
   }
 };
 
-// Grid: the blocks of the schedule.
+// Grid: the CTAs of the schedule.
 template <class Q, class KV, int kSlices, int kRows>
-FI_DEVICE void decode_rows(const BatchDecodeParams& params, const Variant::Arguments& arguments = {}) {
+FI_DEVICE void batch_decode_cuda_core(const BatchDecodeParams& params, const Variant::Arguments& arguments = {}) {
   using Kernel = CudaCoreAttention<Q, KV, kSlices, kRows, PagedKv>;
   __shared__ typename Kernel::Shared shared;
   __shared__ AttentionProblem problem;
-  __shared__ CtaTileScheduler walk;
+  __shared__ CtaTileScheduler scheduler;
   __shared__ Variant::Params variant_params;
   __shared__ int last;
   pdl_wait();
-  if (threadIdx.x == 0) walk.begin(params);
+  if (threadIdx.x == 0) scheduler.begin(params);
 #pragma unroll 1
-  while (walk.next(params)) {
-    const DecodeWorkTile& s = walk.segment;
+  while (scheduler.next(params)) {
+    const DecodeWorkTile& s = scheduler.work_tile;
     if (threadIdx.x == 0) {
       problem = params.request(s.request, s.kv_len, sizeof(Q), out_bytes(params.problem.out_type));
       variant_params.set(arguments, problem);
     }
     __syncthreads();
     Variant variant(variant_params, s.request);
-    const CudaCoreEpilogue finish(params, s, variant);
+    const CudaCoreEpilogue epilogue(params, s, variant);
     const PagedKv pages{params.page_indices + s.first_page, params.page_size, params.k_page, params.v_page};
     const int begin = max(s.begin * kDecodeKvTile, problem.mask.first_key(0));
     const int end = params.end_key(s);
 #pragma unroll 1
-    for (int row = 0; row < finish.rows; row += kRows) {
-      Kernel kernel(problem, shared, finish.kv_head, finish.first + row, pages);
+    for (int row = 0; row < epilogue.rows; row += kRows) {
+      Kernel kernel(problem, shared, epilogue.kv_head, epilogue.first + row, pages);
       kernel.load_queries();
       kernel.attend(begin, end, variant);
 #pragma unroll 1
-      for (int g = 0; g < min(kRows, finish.rows - row); ++g) {
+      for (int g = 0; g < min(kRows, epilogue.rows - row); ++g) {
         const float m = kernel.merged_m(g), d = kernel.merged_d(g, m);
 #pragma unroll 1
         for (int x = threadIdx.x * 4; x < problem.head_dim_vo; x += Kernel::kThreads * 4) {
           const float4 values = make_float4(kernel.merged_output(g, m, x), kernel.merged_output(g, m, x + 1),
                                             kernel.merged_output(g, m, x + 2), kernel.merged_output(g, m, x + 3));
           if (s.is_whole())
-            finish.write(row + g, x, {m, d, values});
+            epilogue.write(row + g, x, {m, d, values});
           else
-            finish.publish(s.split_idx, row + g, x, {m, d, values});
+            epilogue.store_partial(s.split_idx, row + g, x, {m, d, values});
         }
       }
     }
-    if (!s.is_whole()) finish.complete(Team{static_cast<int>(threadIdx.x), Kernel::kThreads, 1, &last});
+    if (!s.is_whole())
+      epilogue.merge_splits(CtaEpilogueThreads{static_cast<int>(threadIdx.x), Kernel::kThreads, 1, &last});
   }
   pdl_launch_dependents();
 }
 
-// Each warp takes every kWarps-th slice of kKeys keys of a segment, through a ring of its own.
+// Each warp processes every kWarps-th slice of kKeys keys of a work tile, with a pipeline of its own.
 template <class T, class Q, class KV, int kDim, int kWarps, int kKeys, int kStages>
 struct DecodeMmaKernel {
   static constexpr int kThreads = kWarps * 32;
@@ -107,7 +108,7 @@ struct DecodeMmaKernel {
     Ring rings[kWarps];
     Q queries[kDecodeQTile][Tile::kPitch];
     float2 states[kWarps][kDecodeQTile];
-    CtaTileScheduler walk;
+    CtaTileScheduler scheduler;
     int last;
   };
 
@@ -118,7 +119,7 @@ struct DecodeMmaKernel {
   FI_DEVICE DecodeMmaKernel(const BatchDecodeParams& params, Shared& shared)
       : params(params), shared(shared), lane(threadIdx.x % 32), warp(threadIdx.x / 32) {}
 
-  // The keys of a segment that are read, and where lane l finds key l % kKeys of the slice that is loaded next.
+  // Keys [low, high) of a work tile, the slice that is loaded next, and the offsets of its key l % kKeys in lane l.
   struct Slices {
     int low, high, key;
     int64_t k_offset, v_offset;
@@ -136,7 +137,7 @@ struct DecodeMmaKernel {
 
   FI_DEVICE void load(const KV* k, const KV* v, const Slices& at, int stage) const {
     Ring& ring = shared.rings[warp];
-    // Where a row is no power of two pieces, every round has places of its own, which must not all lie in registers.
+    // If a row is not a power of two of 16-byte pieces, each round has its own places, too many for registers.
     constexpr int kRounds = (kKeys * Tile::kPieces + 31) / 32,
                   kAtOnce = Tile::kPieces & (Tile::kPieces - 1) ? 2 : kRounds;
 #pragma unroll kAtOnce
@@ -152,27 +153,27 @@ struct DecodeMmaKernel {
     }
   }
 
-  FI_DEVICE void load_queries(const DecodeEpilogue& finish) const {
+  FI_DEVICE void load_queries(const DecodeEpilogue& epilogue) const {
     const AttentionProblem& p = params.problem;
     constexpr int kQueryPieces = kDim * sizeof(Q) / 16;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < finish.rows * kQueryPieces; i += kThreads) {
+    for (int i = threadIdx.x; i < epilogue.rows * kQueryPieces; i += kThreads) {
       const int r = i / kQueryPieces, piece = i % kQueryPieces * 16;
-      const Row row = params.row(finish.kv_head, finish.first + r);
-      const int64_t token = params.first_token(finish.s.request) + row.i;
+      const Row row = params.row(epilogue.kv_head, epilogue.first + r);
+      const int64_t token = params.first_token(epilogue.s.request) + row.i;
       const Q* from = static_cast<const Q*>(p.q) + token * p.q_token + row.head * p.q_head;
       cp_async_16(reinterpret_cast<char*>(shared.queries[r]) + piece, reinterpret_cast<const char*>(from) + piece);
     }
   }
 
   FI_DEVICE void run() const {
-    if (threadIdx.x == 0) shared.walk.begin(params);
+    if (threadIdx.x == 0) shared.scheduler.begin(params);
     Tile tile({4}, 0);
 #pragma unroll 1
-    while (shared.walk.next(params)) {
-      const DecodeWorkTile& s = shared.walk.segment;
+    while (shared.scheduler.next(params)) {
+      const DecodeWorkTile& s = shared.scheduler.work_tile;
       const AttentionProblem& p = params.problem;
-      const auto problem = [&] { return params.keys_of(s.request, s.kv_len, shared.walk.bmm1); };
+      const auto problem = [&] { return params.keys_of(s.request, s.kv_len, shared.scheduler.bmm1); };
       const auto first = [&] { return s.begin * kDecodeKvTile + warp * kKeys; };
       Slices at{max(s.begin * kDecodeKvTile, problem().mask.first_key(0)), params.end_key(s), first(), 0, 0};
       const int kv_head = params.kv_head(s.q_tile);
@@ -182,7 +183,7 @@ struct DecodeMmaKernel {
       load_queries(DecodeEpilogue(params, s, kDim));  // they arrive with the first keys
       constexpr int kStep = kWarps * kKeys;
       int stage = 0;
-      // Keys are asked for kStages - 1 steps ahead, by the same code from the first to the last.
+      // The loop loads keys kStages - 1 steps ahead. It has no prologue, which would repeat its code.
 #pragma unroll 1
       for (;;) {
         if (at.key < at.high) load(k, v, at, stage);
@@ -211,27 +212,28 @@ struct DecodeMmaKernel {
       }
       cp_async_wait<0>();
       __syncwarp();
-      const DecodeEpilogue finish(params, s, kDim);
-      tile.leave(finish.rows, shared.rings[warp].output[0], kOutputPitch, shared.states[warp]);
+      const DecodeEpilogue epilogue(params, s, kDim);
+      tile.leave(epilogue.rows, shared.rings[warp].output[0], kOutputPitch, shared.states[warp]);
       __syncthreads();
       int thread = threadIdx.x;
-      asm volatile("" : "+r"(thread));  // what follows from it is not computed before the loop over keys, and kept
-      Team team{thread, kThreads, 1, &shared.last};
-      finish.finish(
-          team,
+      asm volatile(""
+                   : "+r"(thread));  // else the compiler computes epilogue addresses before the mainloop and keeps them
+      CtaEpilogueThreads threads{thread, kThreads, 1, &shared.last};
+      epilogue.run(
+          threads,
           [&](int r, int x) {
             return DecodeEpilogue::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
                                                         [&](int w) { return &shared.rings[w].output[r][x]; });
           },
-          [] {}, [&](int r, int x, const PartialOutput& values) { finish.write(r, x, values); });
+          [] {}, [&](int r, int x, const PartialOutput& values) { epilogue.write(r, x, values); });
     }
     pdl_launch_dependents();
   }
 };
 
-// Grid: the blocks of the schedule.
+// Grid: the CTAs of the schedule.
 template <class T, class Q, class KV, int kDim, int kWarps, int kKeys, int kStages, int kSharedBytes>
-FI_DEVICE void decode_tiles(const BatchDecodeParams& params) {
+FI_DEVICE void batch_decode_mma(const BatchDecodeParams& params) {
   extern __shared__ uint4 bytes[];
   using Kernel = DecodeMmaKernel<T, Q, KV, kDim, kWarps, kKeys, kStages>;
   static_assert(sizeof(typename Kernel::Shared) == kSharedBytes, "the family's Python says how much to ask for");

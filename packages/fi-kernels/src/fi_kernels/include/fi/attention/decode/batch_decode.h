@@ -11,25 +11,25 @@ namespace fi {
 // Row i of request b is row b * q_len + i of q and out, or row qo_indptr[b] + i where requests differ. Token j of a
 // request lies in page page_indices[first_page + j / page_size], slot j % page_size.
 struct BatchDecodeParams {
-  TensorMap k_map, v_map;    // of the Hopper kernel
-  AttentionProblem problem;  // of request 0, its keys those of page 0; mask.kv_len is another for each request
+  TensorMap k_map, v_map;    // for the kernels that load by TMA
+  AttentionProblem problem;  // of request 0, its keys those of page 0; each request has a kv_len of its own
   int64_t k_page, v_page;    // strides in elements
   const int32_t* page_indices;
   int32_t* schedule;
-  float* workspace;           // [slots, kDecodeQTile, head_dim_vo + 2]
+  float* workspace;           // [max_partials, kDecodeQTile, head_dim_vo + 2]
   const float* sinks;         // [qo_heads], natural logarithms; null: none
   const float* bmm1_scale;    // multiplies the scores; null: 1
   const float* bmm2_scale;    // multiplies the output; null: 1
   const uint8_t* draft_mask;  // [rows of q, draft_row] bytes; null: causal where q_len > 1
   const int32_t* qo_indptr;   // [batch + 1]; null: each request has mask.qo_len rows, else as many at most
   Divisor page_size, group_size, q_tiles_per_head;
-  int32_t batch, num_ctas, ranges, draft_row;
-  int32_t out_aligned;        // four elements of out may be stored at once
-  int32_t box_keys_log2;      // 2^box_keys_log2 keys are what one copy of the Hopper kernel brings
-  int32_t evict_first_tiles;  // from so many tiles on, keys pass through L2 like other data; below, they leave it first
+  int32_t batch, num_ctas, num_ranges, draft_row;
+  int32_t out_aligned;               // four elements of out may be stored at once
+  int32_t box_keys_log2;             // one TMA copy loads 2^box_keys_log2 keys
+  int32_t evict_first_tiles;         // batches of fewer KV tiles are the first that L2 evicts
   int64_t index_bytes, query_bytes;  // from the first to the last element of page_indices and q
 
-  FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, ranges, batch}; }
+  FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, num_ranges, batch}; }
   FI_HOST_DEVICE int32_t kv_head(int32_t q_tile) const {
     return static_cast<int32_t>(divide(static_cast<uint32_t>(q_tile), q_tiles_per_head));
   }
@@ -41,7 +41,7 @@ struct BatchDecodeParams {
     return {i, kv_head * problem.group_size + (r - i * problem.group_size)};
   }
 
-  // A part of an item: m and d of each row of the tile, then of each head_dim_vo floats, unnormalised.
+  // The partial of a split: row_max and row_sum of each row of the q tile, then their unnormalised output.
   FI_HOST_DEVICE float* partial_state(int32_t index) const {
     return workspace + static_cast<int64_t>(index) * kDecodeQTile * (problem.head_dim_vo + 2);
   }
@@ -56,19 +56,19 @@ struct BatchDecodeParams {
   FI_HOST_DEVICE int64_t first_token(int32_t b) const {
     return qo_indptr ? qo_indptr[b] : static_cast<int64_t>(b) * problem.mask.qo_len;
   }
-  // Rows of the q_tile's tile: 0 where the request has no more than the tiles before it.
+  // Packed rows of a q tile: 0 if the request ends before it.
   FI_HOST_DEVICE int32_t rows(int32_t b, int32_t q_tile) const {
     const int32_t rest = qo_len(b) * problem.group_size - first_row(q_tile);
     return rest <= 0 ? 0 : rest < kDecodeQTile ? rest : kDecodeQTile;
   }
-  // Where the keys of a segment end.
+  // The key after the last one of a work tile.
   FI_HOST_DEVICE int32_t end_key(const DecodeWorkTile& s) const {
-    if (qo_indptr && rows(s.request, s.q_tile) == 0) return 0;  // no row sees them
+    if (qo_indptr && rows(s.request, s.q_tile) == 0) return 0;  // no row attends to them
     const int64_t end = static_cast<int64_t>(s.end) * kDecodeKvTile;
     return end < s.kv_len ? static_cast<int32_t>(end) : s.kv_len;
   }
 
-  // What scores and masks of one request ask for. bmm1: the value of bmm1_scale.
+  // The scores and the mask of one request. bmm1: the value of bmm1_scale.
   FI_HOST_DEVICE AttentionProblem keys_of(int32_t b, int32_t kv_len, float bmm1) const {
     AttentionProblem p = problem;
     p.mask.kv_len = kv_len;
@@ -78,7 +78,7 @@ struct BatchDecodeParams {
     return p;
   }
 
-  // The attention problem of one request. Its k and v have no meaning: pages are found by page_indices.
+  // The attention problem of one request. Its k and v are not used: page_indices locates the pages.
   FI_HOST_DEVICE AttentionProblem request(int32_t b, int32_t kv_len, int64_t q_bytes, int64_t out_bytes) const {
     AttentionProblem p = keys_of(b, kv_len, bmm1_scale ? *bmm1_scale : 1.f);
     const int64_t row = first_token(b);

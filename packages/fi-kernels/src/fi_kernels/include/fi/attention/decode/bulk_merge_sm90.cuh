@@ -5,7 +5,7 @@
 
 namespace fi {
 
-// `full` expects one arrival; room holds rows of several partials, totals the softmax states of the merged rows.
+// `full` takes one arrival per phase. room: rows of several partials; totals: the softmax states of the merged rows.
 template <int kMaxDirect, int kThreads>
 struct BulkEpilogueThreads : EpilogueThreads<kMaxDirect> {
   Barrier& full;
@@ -15,7 +15,8 @@ struct BulkEpilogueThreads : EpilogueThreads<kMaxDirect> {
   unsigned phase = 0;
 
   static constexpr int kStates = kDecodeQTile * sizeof(float2);
-  // Parts that threads read themselves; H200, 0 instead: b1 kv1k 28/4 15.2 -> 15.7 us, b4 kv4k 28.6 -> 29.6.
+  // Up to so many splits threads read from global memory; H200, 0 instead: b1 kv1k 28/4 15.2 -> 15.7 us, b4 kv4k 28.6
+  // -> 29.6.
   static constexpr int kFew = 4;
 
   FI_DEVICE BulkEpilogueThreads(int thread, int barrier, int* last, Barrier& full, float2* totals, char* room,
@@ -27,15 +28,15 @@ struct BulkEpilogueThreads : EpilogueThreads<kMaxDirect> {
         room_bytes(room_bytes) {}
 
   template <class Take>
-  FI_DEVICE void merge(const DecodeEpilogue& finish, const SplitRange& from, Take&& take) {
-    if (from.count <= kFew) return EpilogueThreads<kMaxDirect>::merge(finish, from, take);
-    const int at_once = min(finish.rows, (room_bytes / from.count - kStates) / (finish.dim * 4));
-    pitch = kStates + at_once * finish.dim * 4;
+  FI_DEVICE void merge(const DecodeEpilogue& epilogue, const SplitRange& from, Take&& take) {
+    if (from.count <= kFew) return EpilogueThreads<kMaxDirect>::merge(epilogue, from, take);
+    const int at_once = min(epilogue.rows, (room_bytes / from.count - kStates) / (epilogue.dim * 4));
+    pitch = kStates + at_once * epilogue.dim * 4;
 #pragma unroll 1
-    for (int row = 0; row < finish.rows; row += at_once) {
-      const int count = min(at_once, finish.rows - row);
-      bring(finish, from, row, count);
-      finish.each(*this, row, count, [&](int r, int x) { take(r, x, merged(finish, from, r, row, x)); });
+    for (int row = 0; row < epilogue.rows; row += at_once) {
+      const int count = min(at_once, epilogue.rows - row);
+      load(epilogue, from, row, count);
+      epilogue.each(*this, row, count, [&](int r, int x) { take(r, x, merged(epilogue, from, r, row, x)); });
       this->meet();
     }
   }
@@ -44,36 +45,36 @@ struct BulkEpilogueThreads : EpilogueThreads<kMaxDirect> {
   static constexpr int kWarps = kThreads / 32;
   int pitch;
 
-  FI_DEVICE float2* states(int part) const { return reinterpret_cast<float2*>(room + part * pitch); }
+  FI_DEVICE float2* states(int split) const { return reinterpret_cast<float2*>(room + split * pitch); }
 
-  // Rows [row, row + rows) of all parts, one behind the other; row 0 comes with the states of all rows, and what each
-  // part weighs takes the place of its m.
-  FI_DEVICE void bring(const DecodeEpilogue& finish, const SplitRange& from, int row, int rows) {
+  // Loads rows [row, row + rows) of all partials, one after the other. Row 0 brings the states of all rows, whose
+  // row_max is replaced by the factor of the partial.
+  FI_DEVICE void load(const DecodeEpilogue& epilogue, const SplitRange& from, int row, int rows) {
     const int lane = this->thread % 32, warp = this->thread / 32;
-    const int states = row == 0 ? kStates : 0, bytes = states + rows * finish.dim * 4;
+    const int states = row == 0 ? kStates : 0, bytes = states + rows * epilogue.dim * 4;
     if (this->thread == 0) full.arrive_expect(from.count * bytes);
-    // A copy takes the warp that asks for it a hundred cycles, so all warps do.
+    // A bulk copy takes its warp a hundred cycles to issue, so all warps issue some.
     fence_async_global();
 #pragma unroll 1
-    for (int part = lane * kWarps + warp; part < from.count; part += kThreads) {
-      const char* at = reinterpret_cast<const char*>(finish.partial_states(from.first + part * from.step));
-      const int skip = kStates - states + row * finish.dim * 4;
-      bulk_load(room + part * pitch + kStates - states, at + skip, bytes, full);
+    for (int split = lane * kWarps + warp; split < from.count; split += kThreads) {
+      const char* at = reinterpret_cast<const char*>(epilogue.partial_states(from.first + split * from.step));
+      const int skip = kStates - states + row * epilogue.dim * 4;
+      bulk_load(room + split * pitch + kStates - states, at + skip, bytes, full);
     }
     full.wait(phase);
     phase ^= 1;
-    if (row == 0) weigh(finish, from, lane, warp);
+    if (row == 0) compute_factors(epilogue, from, lane, warp);
   }
 
-  FI_DEVICE PartialOutput merged(const DecodeEpilogue& finish, const SplitRange& from, int r, int row, int x) const {
+  FI_DEVICE PartialOutput merged(const DecodeEpilogue& epilogue, const SplitRange& from, int r, int row, int x) const {
     constexpr int kAtOnce = 4;
-    const char* at = room + kStates + ((r - row) * finish.dim + x) * 4;
+    const char* at = room + kStates + ((r - row) * epilogue.dim + x) * 4;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
-    for (int part = 0; part < from.count; part += kAtOnce) {
+    for (int split = 0; split < from.count; split += kAtOnce) {
 #pragma unroll
-      for (int i = part; i < part + kAtOnce; ++i) {
-        const int here = min(i, from.count - 1);  // the last once more, for nothing
+      for (int i = split; i < split + kAtOnce; ++i) {
+        const int here = min(i, from.count - 1);  // the last one a second time, unused
         const float weight = i < from.count ? states(here)[r].x : 0.f;
         const float4 y = *reinterpret_cast<const float4*>(at + here * pitch);
         sum.x += weight * y.x, sum.y += weight * y.y, sum.z += weight * y.z, sum.w += weight * y.w;
@@ -82,18 +83,18 @@ struct BulkEpilogueThreads : EpilogueThreads<kMaxDirect> {
     return {totals[r].x, totals[r].y, sum};
   }
 
-  // A row a warp, a part a lane.
-  FI_DEVICE void weigh(const DecodeEpilogue& finish, const SplitRange& from, int lane, int warp) const {
+  // One warp per row, one lane per split.
+  FI_DEVICE void compute_factors(const DecodeEpilogue& epilogue, const SplitRange& from, int lane, int warp) const {
 #pragma unroll 1
-    for (int r = warp; r < finish.rows; r += kWarps) {
+    for (int r = warp; r < epilogue.rows; r += kWarps) {
       float m = kMinusInf, d = 0.f;
 #pragma unroll 1
-      for (int part = lane; part < from.count; part += 32) m = fmaxf(m, states(part)[r].x);
+      for (int split = lane; split < from.count; split += 32) m = fmaxf(m, states(split)[r].x);
 #pragma unroll
       for (int offset = 16; offset > 0; offset /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, offset));
 #pragma unroll 1
-      for (int part = lane; part < from.count; part += 32) {
-        float2& state = states(part)[r];
+      for (int split = lane; split < from.count; split += 32) {
+        float2& state = states(split)[r];
         state.x = softmax_exp2<CudaMath>(state.x, softmax_reference(m));
         d += state.x * state.y;
       }

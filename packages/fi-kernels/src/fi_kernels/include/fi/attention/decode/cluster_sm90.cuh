@@ -4,18 +4,19 @@
 #include "fi/attention/decode/split_kv_epilogue.cuh"
 #include "fi/attention/decode/warp_mma_tile.cuh"
 #include "fi/attention/paged_kv.cuh"
+#include "fi/cuda/pipeline_sm90.cuh"
 #include "fi/cuda/ptx/cluster_sm90.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
-#include "fi/cuda/ptx/tma_sm90.cuh"
+#include "fi/cuda/tma_tile_sm90.cuh"
 
 namespace fi {
 
-// What decides here is code that comes from DRAM: there is one path, which all warps run through once, and no part of
-// it is there twice. Scores take a scale and a range of keys, no more.
+// Instruction fetches from DRAM dominate the time: all warps run one path once, without repeated code. Scores take a
+// scale and a range of keys only.
 template <class T, class Q, class KV, int kDim, int kWarps, int kStages, bool kWhole, bool kGather>
 struct DecodeClusterKernel {
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kKeys = 16;  // of a box, which one warp takes
+  static constexpr int kKeys = 16;  // of a box, which one warp processes
   static constexpr int kLines = (kDim * sizeof(KV) + 127) / 128;
   static constexpr int kOutputPitch = kDim + 8;
   static constexpr int kFours = kDim / 4;
@@ -26,12 +27,12 @@ struct DecodeClusterKernel {
     struct {
       char k[kStages][Lines::kBytes], v[kStages][Lines::kBytes];
     } ring;
-    float output[kDecodeQTile][kOutputPitch];  // when all keys are done
+    float output[kDecodeQTile][kOutputPitch];  // after the mainloop
   };
   static_assert(sizeof(Room) % 1024 == 0, "the period of the swizzle");
   struct Shared {
     Room rooms[kWarps];
-    float4 values[kDecodeQTile * kFours];  // of all parts, for the elements that this block writes
+    float4 values[kDecodeQTile * kFours];  // partials of all CTAs, for the elements that this CTA writes
     float2 value_states[kDecodeQTile * kFours];
     Q queries[kDecodeQTile][Tile::kPitch];
     float2 states[kWarps][kDecodeQTile];
@@ -45,8 +46,8 @@ struct DecodeClusterKernel {
   FI_DEVICE DecodeClusterKernel(const BatchDecodeParams& params, Shared& shared)
       : params(params), shared(shared), lane(threadIdx.x % 32), warp(threadIdx.x / 32) {}
 
-  // Boxes of this warp: its first one's first key, and how far apart they are. Lane l holds page and slot of the boxes
-  // l, 32 + l, ...; slot -1: there is no such box.
+  // The boxes of this warp: the first key of the first box, and the step between boxes. Lane l holds page and slot of
+  // boxes l, 32 + l, ...; slot -1: no such box.
   struct Boxes {
     int first, step, low, kv_len, first_page;
     int page, slot;
@@ -59,7 +60,7 @@ struct DecodeClusterKernel {
     b.slot = static_cast<int>(key) - index * static_cast<int>(params.page_size.value);
     b.page = params.page_indices[b.first_page + index];
   }
-  FI_DEVICE void ask(const Boxes& b, int stage, int head) const {
+  FI_DEVICE void load_box(const Boxes& b, int stage, int head) const {
     if (b.slot < 0) return;
     auto& ring = shared.rooms[warp].ring;
     Barrier &full_k = shared.full_k[warp][stage], &full_v = shared.full_v[warp][stage];
@@ -69,14 +70,11 @@ struct DecodeClusterKernel {
     copy(ring.v[stage], params.v_map, full_v, b, head);
   }
   FI_DEVICE static void copy(char* to, const TensorMap& map, Barrier& full, const Boxes& b, int head) {
-    constexpr int kCopies = kWhole ? 1 : kLines;
-#pragma unroll
-    for (int line = 0; line < kCopies; ++line)
-      tma_load(to + line * kKeys * 128, map, full, line * 128 / static_cast<int>(sizeof(KV)), b.slot, 0, head, b.page,
-               kEvictFirst);
+    tma_load_tile<kWhole ? 1 : kDim>(reinterpret_cast<KV*>(to), kKeys * 128 / sizeof(KV), map, full, 0, b.slot, 0, head,
+                                     b.page, kEvictFirst);
   }
 
-  // Pages that are smaller than a box: single rows by cp.async. Lane l knows where key l % 16 of a box lies.
+  // Pages smaller than a box: cp.async copies single rows. Lane l holds the offsets of key l % 16 of a box.
   struct Rows {
     int64_t k, v;
   };
@@ -107,15 +105,15 @@ struct DecodeClusterKernel {
     cp_async_commit();
   }
 
-  FI_DEVICE void load_queries(const DecodeEpilogue& finish) const {
+  FI_DEVICE void load_queries(const DecodeEpilogue& epilogue) const {
     constexpr int kPieces = kDim * sizeof(Q) / 16;
     const AttentionProblem& p = params.problem;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < finish.rows * kPieces; i += kThreads) {
+    for (int i = threadIdx.x; i < epilogue.rows * kPieces; i += kThreads) {
       const int r = i / kPieces, piece = i % kPieces * 16;
       const char* from =
           static_cast<const char*>(p.q) +
-          (finish.s.request * p.q_token + (finish.kv_head * p.group_size + finish.first + r) * p.q_head) *
+          (epilogue.s.request * p.q_token + (epilogue.kv_head * p.group_size + epilogue.first + r) * p.q_head) *
               static_cast<int64_t>(sizeof(Q));
       cp_async_16(reinterpret_cast<char*>(shared.queries[r]) + piece, from + piece);
     }
@@ -132,38 +130,39 @@ struct DecodeClusterKernel {
     fence_barrier_init();
     __syncwarp();
     cluster_arrive_relaxed();
-    const unsigned parts = cluster_size(), rank = cluster_rank();
+    const unsigned num_ctas = cluster_size(), rank = cluster_rank();
     DecodeWorkTile s;
-    s.q_tile = static_cast<int>(blockIdx.x / parts), s.request = static_cast<int>(blockIdx.y);
+    s.q_tile = static_cast<int>(blockIdx.x / num_ctas), s.request = static_cast<int>(blockIdx.y);
     pdl_wait();
     if (warp == 0 && static_cast<int64_t>(lane) * 128 < params.index_bytes)
-      prefetch_l2(params.page_indices + lane * 32);  // comes while the length does
+      prefetch_l2(params.page_indices + lane * 32);  // loads at the same time as the length
     const DecodeRequest request = params.view().requests()[s.request];
     const float bmm1 = params.bmm1_scale ? *params.bmm1_scale : 1.f;
-    const DecodeEpilogue finish(params, s, kDim);
-    load_queries(finish);
+    const DecodeEpilogue epilogue(params, s, kDim);
+    load_queries(epilogue);
     Boxes boxes;
     const int low = Mask::of_range(0, params.problem.mask.window_left, 1, request.kv_len).first_key(0);
     boxes.first = low / kKeys * kKeys + static_cast<int>(rank * kWarps + warp) * kKeys;
-    boxes.step = static_cast<int>(parts) * kWarps * kKeys;
+    boxes.step = static_cast<int>(num_ctas) * kWarps * kKeys;
     boxes.low = low, boxes.kv_len = request.kv_len, boxes.first_page = request.first_page;
-    Rows rows;  // of the box that is asked for next
+    Rows rows;  // of the box that is loaded next
     if constexpr (kGather) {
-      rows = find(boxes, 0, finish.kv_head);
+      rows = find(boxes, 0, epilogue.kv_head);
 #pragma unroll 1
       for (int box = 0; box < kStages; ++box) {
         gather(boxes, box, box, rows);
-        rows = find(boxes, box + 1, finish.kv_head);
+        rows = find(boxes, box + 1, epilogue.kv_head);
       }
     } else {
       look_up(boxes, lane);
-      if (lane < kStages) ask(boxes, lane, finish.kv_head);
+      if (lane < kStages) load_box(boxes, lane, epilogue.kv_head);
     }
     if (threadIdx.x == 0) {
-      const unsigned own = (finish.rows * kFours - rank + parts - 1) / parts;  // elements, of each of which parts come
-      shared.sent.arrive_expect(own * parts * (sizeof(float4) + sizeof(float2)));
+      const unsigned own =
+          (epilogue.rows * kFours - rank + num_ctas - 1) / num_ctas;  // elements of this CTA, each from num_ctas CTAs
+      shared.sent.arrive_expect(own * num_ctas * (sizeof(float4) + sizeof(float2)));
     }
-    const auto problem = [&] {  // known to have no more, so that code for the rest is not there
+    const auto problem = [&] {  // constants, so that the compiler drops the code of other masks and scores
       AttentionProblem p = params.problem;
       p.mask = Mask::of_range(0, -1, 1, request.kv_len);
       p.scores = {p.scores.sm_scale * bmm1, 0.f, 0};
@@ -172,9 +171,8 @@ struct DecodeClusterKernel {
     Tile tile({4}, 0);
     cp_async_wait<kGather ? kStages : 0>();
     __syncthreads();
-    tile.begin(params, problem(), finish.kv_head, finish.first, finish.rows, shared.queries[0]);
-    int stage = 0;
-    unsigned round = 0;
+    tile.begin(params, problem(), epilogue.kv_head, epilogue.first, epilogue.rows, shared.queries[0]);
+    PipelineState at;
 #pragma unroll 1
     for (int box = 0, key = boxes.first; key < request.kv_len; ++box, key += boxes.step) {
       auto& ring = shared.rooms[warp].ring;
@@ -182,78 +180,78 @@ struct DecodeClusterKernel {
         cp_async_wait<kStages - 1>();
         __syncwarp();
       } else {
-        shared.full_k[warp][stage].wait(round);
+        shared.full_k[warp][at.stage].wait(at.phase);
       }
-      tile.template attend<false>(problem, shared.queries[0], ring.k[stage], ring.v[stage], key, low, request.kv_len,
-                                  [&] {
-                                    if constexpr (!kGather) shared.full_v[warp][stage].wait(round);
+      tile.template attend<false>(problem, shared.queries[0], ring.k[at.stage], ring.v[at.stage], key, low,
+                                  request.kv_len, [&] {
+                                    if constexpr (!kGather) shared.full_v[warp][at.stage].wait(at.phase);
                                   });
       __syncwarp();
       const int next = box + kStages;
       if constexpr (kGather) {
-        gather(boxes, next, stage, rows);
-        rows = find(boxes, next + 1, finish.kv_head);
+        gather(boxes, next, at.stage, rows);
+        rows = find(boxes, next + 1, epilogue.kv_head);
       } else {
         if (next % 32 == 0) look_up(boxes, next + lane);
-        if (next % 32 == lane) ask(boxes, stage, finish.kv_head);
+        if (next % 32 == lane) load_box(boxes, at.stage, epilogue.kv_head);
       }
-      if (++stage == kStages) stage = 0, round ^= 1;
+      at.advance(kStages);
     }
-    tile.leave(finish.rows, shared.rooms[warp].output[0], kOutputPitch, shared.states[warp]);
+    tile.leave(epilogue.rows, shared.rooms[warp].output[0], kOutputPitch, shared.states[warp]);
     __syncthreads();
-    cluster_wait();  // for the others' barriers, long since
-    send(finish, parts, rank);
+    cluster_wait();  // the barriers of the other CTAs are initialised
+    send(epilogue, num_ctas, rank);
     pdl_launch_dependents();
     shared.sent.wait(0);
-    merge(finish, parts, rank);
+    merge(epilogue, num_ctas, rank);
   }
 
-  // The block's sums: element e, four values, goes to block e % parts of the cluster.
-  FI_DEVICE void send(const DecodeEpilogue& finish, unsigned parts, unsigned rank) const {
+  // Sends the partial of this CTA: element e, four values, to CTA e % num_ctas of the cluster.
+  FI_DEVICE void send(const DecodeEpilogue& epilogue, unsigned num_ctas, unsigned rank) const {
 #pragma unroll 1
-    for (int e = threadIdx.x; e < finish.rows * kFours; e += kThreads) {
+    for (int e = threadIdx.x; e < epilogue.rows * kFours; e += kThreads) {
       const int r = e / kFours, x = e % kFours * 4;
       const PartialOutput part = DecodeEpilogue::merged_warps<kWarps>(
           [&](int w) { return shared.states[w][r]; }, [&](int w) { return &shared.rooms[w].output[r][x]; });
-      const unsigned to = e & (parts - 1), place = e - to + rank, barrier = cluster_address(&shared.sent, to);
+      const unsigned to = e & (num_ctas - 1), place = e - to + rank, barrier = cluster_address(&shared.sent, to);
       cluster_send_f32x4(cluster_address(&shared.values[place], to), part.x, barrier);
       cluster_send_f32x2(cluster_address(&shared.value_states[place], to), make_float2(part.m, part.d), barrier);
     }
   }
-  // Writes the elements that came here, a part a lane.
-  FI_DEVICE void merge(const DecodeEpilogue& finish, unsigned parts, unsigned rank) const {
+  // Merges and writes the elements of this CTA, one lane per partial.
+  FI_DEVICE void merge(const DecodeEpilogue& epilogue, unsigned num_ctas, unsigned rank) const {
 #pragma unroll 1
-    for (unsigned first = warp * 32; first < finish.rows * kFours; first += kThreads) {
-      const unsigned at = first + lane, part = at & (parts - 1), e = at - part + rank;
-      const bool there = e < finish.rows * kFours;
+    for (unsigned first = warp * 32; first < epilogue.rows * kFours; first += kThreads) {
+      const unsigned at = first + lane, part = at & (num_ctas - 1), e = at - part + rank;
+      const bool there = e < epilogue.rows * kFours;
       float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
       float2 state = make_float2(kMinusInf, 0.f);
       if (there) x = shared.values[at], state = shared.value_states[at];
       float m = state.x;
 #pragma unroll 1
-      for (unsigned offset = parts / 2; offset > 0; offset /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, offset));
+      for (unsigned offset = num_ctas / 2; offset > 0; offset /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, offset));
       const float weight = softmax_exp2<CudaMath>(state.x, softmax_reference(m));
       float d = state.y * weight;
       x.x *= weight, x.y *= weight, x.z *= weight, x.w *= weight;
 #pragma unroll 1
-      for (unsigned offset = parts / 2; offset > 0; offset /= 2) {
+      for (unsigned offset = num_ctas / 2; offset > 0; offset /= 2) {
         d += __shfl_xor_sync(~0u, d, offset);
         x.x += __shfl_xor_sync(~0u, x.x, offset);
         x.y += __shfl_xor_sync(~0u, x.y, offset);
         x.z += __shfl_xor_sync(~0u, x.z, offset);
         x.w += __shfl_xor_sync(~0u, x.w, offset);
       }
-      if (part == 0 && there) finish.write(static_cast<int>(e / kFours), static_cast<int>(e % kFours * 4), {m, d, x});
+      if (part == 0 && there) epilogue.write(static_cast<int>(e / kFours), static_cast<int>(e % kFours * 4), {m, d, x});
     }
   }
 };
 
 // Grid: a cluster for each q_tile, along x, and requests along y.
 template <class T, class Q, class KV, int kDim, int kWarps, int kStages, bool kWhole, bool kGather, int kSharedBytes>
-FI_DEVICE void decode_cluster(const BatchDecodeParams& params) {
+FI_DEVICE void batch_decode_cluster(const BatchDecodeParams& params) {
   extern __shared__ __align__(1024) char room[];
   using Kernel = DecodeClusterKernel<T, Q, KV, kDim, kWarps, kStages, kWhole, kGather>;
-  static_assert(sizeof(typename Kernel::Shared) == kSharedBytes, "the family's Python says how much to ask for");
+  static_assert(sizeof(typename Kernel::Shared) == kSharedBytes, "the family's Python says how much to load_box for");
   Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(room)).run();
 }
 

@@ -12,25 +12,25 @@ struct CudaCoreEpilogue : DecodeEpilogue {
       : DecodeEpilogue(params, s, params.problem.head_dim_vo), variant(variant) {}
 
   // Element x .. x + 3 of row r, over all keys.
-  FI_DEVICE void write(int r, int x, PartialOutput part) const {
+  FI_DEVICE void write(int r, int x, PartialOutput partial) const {
     if constexpr (!Variant::kCustom) {
-      DecodeEpilogue::write(r, x, part);
+      DecodeEpilogue::write(r, x, partial);
     } else {
       const AttentionProblem& p = params.problem;
       const Row row = params.row(kv_head, first + r);
       const int64_t token = params.first_token(s.request) + row.i;
       const float scale = p.value_scale(kv_head) * (params.bmm2_scale ? *params.bmm2_scale : 1.f);
-      const auto output = variant.end(row, part.m, part.d, scale);
-      const float4 y = make_float4(output(part.x.x), output(part.x.y), output(part.x.z), output(part.x.w));
+      const auto output = variant.end(row, partial.m, partial.d, scale);
+      const float4 y = make_float4(output(partial.x.x), output(partial.x.y), output(partial.x.z), output(partial.x.w));
       store_four(p.out, p.out_type, token * p.out_token + row.head * p.out_head + x, y, params.out_aligned);
-      if (p.lse && x == 0) p.lse[token * p.qo_heads + row.head] = softmax_lse<CudaMath>(part.m, part.d);
+      if (p.lse && x == 0) p.lse[token * p.qo_heads + row.head] = softmax_lse<CudaMath>(partial.m, partial.d);
     }
   }
 
-  // What comes after all rows of a part were published.
-  template <class Team>
-  FI_DEVICE void complete(Team team) const {
-    merge(team, [&](int r, int x, const PartialOutput& values) { write(r, x, values); });
+  // Merges the splits in the last CTA to arrive. All rows of this split are stored.
+  template <class Threads>
+  FI_DEVICE void merge_splits(Threads threads) const {
+    merge(threads, [&](int r, int x, const PartialOutput& values) { write(r, x, values); });
   }
 };
 

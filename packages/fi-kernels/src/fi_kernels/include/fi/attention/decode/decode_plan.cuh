@@ -1,11 +1,11 @@
-// The schedule of batch decode, written by one block.
+// The planner of batch decode: one CTA writes the schedule.
 #pragma once
 #include "fi/attention/decode/decode_plan.h"
 #include "fi/cuda/ptx/pdl.cuh"
 
 namespace fi {
 
-// The sums over the threads before this one, of the block of 1024.
+// The exclusive prefix sums over the 1024 threads of the CTA.
 FI_DEVICE DecodeCost sum_before(DecodeCost x, DecodeCost* warps, DecodeCost& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const auto scan = [&](DecodeCost y) {
@@ -27,11 +27,11 @@ FI_DEVICE DecodeCost sum_before(DecodeCost x, DecodeCost* warps, DecodeCost& tot
   return {before.tiles + here.tiles - x.tiles, before.chunks + here.chunks - x.chunks};
 }
 
-// Grid: one block of 1024.
+// Grid: one CTA of 1024 threads.
 FI_DEVICE void decode_plan(const DecodePlanParams& p) {
   constexpr int kThreads = 1024, kNear = 2048;
   __shared__ int64_t keys[kDecodeMaxRanges + 1];
-  __shared__ DecodeRequest near[kNear];  // the requests of a batch that is not larger, for the searches
+  __shared__ DecodeRequest near[kNear];  // a copy of the requests of smaller batches, for the searches
   __shared__ DecodeCost warps[32];
   const DecodeSchedule schedule = p.view();
   DecodeRequest* requests = schedule.requests();
@@ -60,18 +60,18 @@ FI_DEVICE void decode_plan(const DecodePlanParams& p) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.counters; i += kThreads) schedule.counters()[i] = 0;
   uniform = __syncthreads_and(uniform);
-  const DecodePartition division = decode_partition(p, total.tiles, uniform);
-  if (threadIdx.x == 0) schedule.header() = decode_header(p, division, total.chunks);
+  const DecodePartition partition = decode_partition(p, total.tiles, uniform);
+  if (threadIdx.x == 0) schedule.header() = decode_header(p, partition, total.chunks);
   const int g = threadIdx.x;
   DecodeRangeStart start;
-  if (g <= p.ranges) {
+  if (g <= p.num_ranges) {
     const DecodeRequest* table = requests;
     if (p.batch <= kNear) table = near;
-    start = decode_start(p, division, g, table);
+    start = decode_start(p, partition, g, table);
     keys[g] = decode_key(p, start);
   }
   __syncthreads();
-  if (g > p.ranges) return;
+  if (g > p.num_ranges) return;
   decode_link_splits(p, start, keys);
   schedule.starts()[g] = start;
 }

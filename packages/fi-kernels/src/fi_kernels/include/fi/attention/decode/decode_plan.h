@@ -11,15 +11,15 @@ struct DecodePlanParams {
   const void* kv_len;            // [batch], int32 or int64; null: from indptr and last_page_len
   int64_t pages_per_request;
   int32_t kv_len_is_wide;
-  int32_t batch, page_size, q_tiles, q_len, window_left, num_ctas, ranges;
-  int32_t split;     // > 0: tiles of a chunk; 0: ranges of equal cost and smaller ones; < 0: no item is cut
-  int32_t counters;  // how many the buffer has
+  int32_t batch, page_size, q_tiles, q_len, window_left, num_ctas, num_ranges;
+  int32_t split_kv;  // > 0: KV tiles of a chunk; 0: work ranges of about equal cost; < 0: no KV is split
+  int32_t counters;  // arrival counters of the schedule
 
-  FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, ranges, batch}; }
+  FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, num_ranges, batch}; }
 };
 
-// kv_len and first_page of request b. A request sees no more tokens than its pages hold, whatever its length says, so
-// nothing behind its page ids is ever read.
+// kv_len and first_page of request b. kv_len is at most what the pages hold, so that kernels read no page id of another
+// request.
 FI_HOST_DEVICE DecodeRequest decode_request(const DecodePlanParams& p, int32_t b) {
   const int64_t first = p.indptr ? p.indptr[b] : b * p.pages_per_request;
   const int64_t pages = p.indptr ? p.indptr[b + 1] - first : p.pages_per_request, most = pages * p.page_size;
@@ -36,29 +36,30 @@ FI_HOST_DEVICE DecodeRequest decode_request(const DecodePlanParams& p, int32_t b
 }
 
 struct DecodeCost {
-  int32_t tiles, chunks;  // cost of one q_tile in tiles; its chunks
+  int32_t tiles, chunks;  // cost of one q tile in KV tiles; its chunks
 };
 FI_HOST_DEVICE DecodeCost decode_cost(const DecodePlanParams& p, int32_t kv_len) {
   const KvTileRange tiles = decode_kv_tiles(kv_len, p.q_len, p.window_left);
   DecodeCost cost{tiles.end - tiles.begin + kWorkTileCost, 1};
-  if (p.split > 0 && tiles.end > tiles.begin) cost.chunks = (tiles.end - 1) / p.split - tiles.begin / p.split + 1;
+  if (p.split_kv > 0 && tiles.end > tiles.begin)
+    cost.chunks = (tiles.end - 1) / p.split_kv - tiles.begin / p.split_kv + 1;
   return cost;
 }
 
-// How the order of items is divided. Each item into `parts` ranges of as many tiles; or (parts 0) each group into
-// `first` ranges of equal cost, then `later` ranges that become smaller and smaller, boundaries of the first within
-// `snap` tiles of the end of an item moved there.
+// The work ranges of a plan. num_splits > 0: each item has num_splits ranges of equally many KV tiles. num_splits 0:
+// each range group has static_ranges ranges of equal cost, then dynamic_ranges ranges of decreasing cost. A boundary
+// less than `snap` KV tiles from the end of an item moves to that end.
 struct DecodePartition {
-  int64_t cost, group_cost, static_cost;  // of all q_tiles; of a group; of its first ranges
+  int64_t cost, group_cost, static_cost;  // of all q tiles; of a range group; of its static ranges
   int32_t q_tile_cost, range_groups, static_ranges, dynamic_ranges, snap, num_splits;
 
   FI_HOST_DEVICE int32_t ranges() const { return range_groups * (static_ranges + dynamic_ranges); }
-  // Where range g begins, and how far its boundary may move.
+  // The position of boundary g in the cost of all items, and the snap distance of it.
   FI_HOST_DEVICE int64_t position(int32_t g) const {
     const int32_t group = g / (static_ranges + dynamic_ranges), i = g % (static_ranges + dynamic_ranges);
     const int64_t begin = group_cost * group;
     if (i <= static_ranges) return begin + static_cost * i / static_ranges;
-    // From 7/4 of the average to 1/4.
+    // Dynamic ranges decrease from 7/4 of their average to 1/4.
     const int64_t x = i - static_ranges, n = dynamic_ranges;
     return begin + static_cost + (group_cost - static_cost) * x * (7 * n - 3 * x) / (4 * n * n);
   }
@@ -68,35 +69,36 @@ struct DecodePartition {
 };
 // uniform: all requests cost the same.
 FI_HOST_DEVICE DecodePartition decode_partition(const DecodePlanParams& p, int32_t q_tile_cost, bool uniform) {
-  constexpr int32_t kLeastRange = 4;    // tiles; H200, b1 kv1k: 4 16.8 us, 2 16.8, 1 16.0; b64 kv8k 8/1: 90 all
-  constexpr int32_t kLeastCut = 8;      // tiles of an item that is cut, where all items are alike
-  constexpr int32_t kSnapDivisor = 32;  // of a range; H200, b64 of varied lengths: 8 267.6 us, 32 261.8, 999 262.3
-  // Later ranges: an eighth of all work, the last of 16 tiles, if that makes two or more of a block. H200, b128 kv8k
+  constexpr int32_t kMinRangeTiles = 4;         // tiles; H200, b1 kv1k: 4 16.8 us, 2 16.8, 1 16.0; b64 kv8k 8/1: 90 all
+  constexpr int32_t kMinSplitTilesUniform = 8;  // KV tiles of an item that is split, where all requests cost the same
+  constexpr int32_t kSnapDivisor =
+      32;  // snap is a range's cost over this; H200, b64 of varied lengths: 8 267.6 us, 32 261.8, 999 262.3
+  // Dynamic ranges: an eighth of the cost, the last of 16 KV tiles, if that makes two or more per CTA. H200, b128 kv8k
   // 64/8: none 987 us; 8 and 16 969, 8 and 8 984, 8 and 32 1002, 16 and 8 974, 4 and 16 973.
-  constexpr int32_t kLaterShare = 8, kLeastLater = 16, kLeastLaters = 2;
+  constexpr int32_t kDynamicFraction = 8, kMinDynamicTiles = 16, kMinDynamicPerCta = 2;
   const int64_t cost = static_cast<int64_t>(q_tile_cost) * p.q_tiles;
   DecodePartition d{cost, cost, cost, q_tile_cost, 1, 1, 0, 0, 0};
   if (cost == 0) return d;
-  const int32_t idle = p.num_ctas / 16;  // blocks that may be idle where ranges are alike
+  const int32_t idle = p.num_ctas / 16;  // CTAs that may be idle for ranges of equal cost
   const int64_t items = static_cast<int64_t>(p.q_tiles) * p.batch;
-  const int64_t much = static_cast<int64_t>(4 * kLaterShare * kLeastLater * kLeastLaters) * p.num_ctas;
-  const bool later = p.split == 0 && cost >= much && p.ranges >= (1 + kLeastLaters) * p.num_ctas;
-  if (uniform && items <= p.num_ctas && p.split >= 0 && !later) {
-    // Else many blocks would end one item and begin another, and pay for both.
+  const int64_t much = static_cast<int64_t>(4 * kDynamicFraction * kMinDynamicTiles * kMinDynamicPerCta) * p.num_ctas;
+  const bool dynamic = p.split_kv == 0 && cost >= much && p.num_ranges >= (1 + kMinDynamicPerCta) * p.num_ctas;
+  if (uniform && items <= p.num_ctas && p.split_kv >= 0 && !dynamic) {
+    // Ranges of equal cost would make many CTAs begin two work tiles.
     const auto each = static_cast<int32_t>(p.num_ctas / items);
-    const int32_t tiles = q_tile_cost / p.batch - kWorkTileCost, most = tiles / kLeastRange;
+    const int32_t tiles = q_tile_cost / p.batch - kWorkTileCost, most = tiles / kMinRangeTiles;
     const int64_t longest = (tiles + each - 1) / each;
     if (each * items >= p.num_ctas - idle || longest * p.num_ctas <= (tiles + kWorkTileCost) * items) {
-      d.num_splits = tiles <= kLeastCut || most < 1 ? 1 : each < most ? each : most;
+      d.num_splits = tiles <= kMinSplitTilesUniform || most < 1 ? 1 : each < most ? each : most;
       d.range_groups = p.q_tiles, d.static_ranges = d.num_splits * p.batch;
       return d;
     }
   }
-  // The same ranges for every q_tile, if that leaves few blocks idle.
+  // Every q tile has the same ranges if that leaves few CTAs idle.
   int32_t each = p.num_ctas / p.q_tiles;
   if (each * p.q_tiles >= p.num_ctas - idle) {
     d.range_groups = p.q_tiles, d.group_cost = d.static_cost = q_tile_cost;
-    // Equal requests are not cut where the same number for each range leaves few blocks idle.
+    // Equal requests are not split if ranges of whole requests leave few CTAs idle.
     for (int32_t i = each; uniform && i * p.q_tiles >= p.num_ctas - idle; --i)
       if (p.batch % i == 0) {
         each = i;
@@ -105,16 +107,16 @@ FI_HOST_DEVICE DecodePartition decode_partition(const DecodePlanParams& p, int32
   } else {
     each = p.num_ctas;
   }
-  const int64_t most = d.group_cost / kLeastRange;
+  const int64_t most = d.group_cost / kMinRangeTiles;
   d.static_ranges = static_cast<int32_t>(each < most ? each : most > 1 ? most : 1);
-  if (later) {
-    const int64_t rest = d.group_cost / kLaterShare, finest = rest / (4 * kLeastLater);
-    const int64_t room = p.ranges / d.range_groups - d.static_ranges;
+  if (dynamic) {
+    const int64_t rest = d.group_cost / kDynamicFraction, finest = rest / (4 * kMinDynamicTiles);
+    const int64_t room = p.num_ranges / d.range_groups - d.static_ranges;
     d.dynamic_ranges = static_cast<int32_t>(room < finest ? room : finest);
     d.static_cost = d.group_cost - rest;
   }
   const int64_t snap = d.static_cost / d.static_ranges / kSnapDivisor;
-  d.snap = p.split < 0 ? 0x7fffffff : static_cast<int32_t>(snap > 1 ? snap : 1);
+  d.snap = p.split_kv < 0 ? 0x7fffffff : static_cast<int32_t>(snap > 1 ? snap : 1);
   return d;
 }
 
@@ -132,7 +134,7 @@ FI_HOST_DEVICE int32_t last_not_above(int32_t count, X x, Value&& value) {
   return low - 1;
 }
 
-// Boundary g without leader and parts.
+// Boundary g without leader and num_splits.
 FI_HOST_DEVICE DecodeRangeStart decode_start(const DecodePlanParams& p, const DecodePartition& d, int32_t g,
                                              const DecodeRequest* requests) {
   DecodeRangeStart start{p.q_tiles, 0, 0, g, 1, 0, 0, 0};
@@ -163,8 +165,8 @@ FI_HOST_DEVICE DecodeRangeStart decode_start(const DecodePlanParams& p, const De
       done = tiles.end - tiles.begin;
   }
   start.kv_tile = tiles.begin + done;
-  if (p.split > 0 && done > 0) {  // to the nearest boundary of a chunk
-    start.kv_tile = (start.kv_tile + p.split / 2) / p.split * p.split;
+  if (p.split_kv > 0 && done > 0) {  // rounded to the nearest chunk boundary
+    start.kv_tile = (start.kv_tile + p.split_kv / 2) / p.split_kv * p.split_kv;
     if (start.kv_tile < tiles.begin) start.kv_tile = tiles.begin;
   }
   if (start.kv_tile >= tiles.end && tiles.end > tiles.begin) {  // the next item
@@ -178,24 +180,24 @@ FI_HOST_DEVICE DecodeRangeStart decode_start(const DecodePlanParams& p, const De
   return start;
 }
 
-// Boundaries in one number, in the order of work.
+// A boundary as one number, which increases in the order of work.
 FI_HOST_DEVICE int64_t decode_key(const DecodePlanParams& p, const DecodeRangeStart& s) {
   return ((static_cast<int64_t>(s.q_tile) * p.batch + s.request) << 32) | static_cast<uint32_t>(s.kv_tile);
 }
 
-// Fills in leader and parts, from the keys of all boundaries.
+// Sets leader and num_splits from the keys of all boundaries.
 FI_HOST_DEVICE void decode_link_splits(const DecodePlanParams& p, DecodeRangeStart& s, const int64_t* keys) {
   const KvTileRange tiles = decode_kv_tiles(s.kv_len, p.q_len, p.window_left);
   if (s.q_tile >= p.q_tiles || s.kv_tile <= tiles.begin) return;
   const int64_t item = decode_key(p, s) >> 32;
   const auto key = [&](int32_t i) { return keys[i]; };
-  s.leader = last_not_above(p.ranges + 1, item << 32 | static_cast<uint32_t>(tiles.begin), key);
-  s.num_splits = last_not_above(p.ranges + 1, (item << 32) + 0xffffffffll, key) - s.leader + 1;
+  s.leader = last_not_above(p.num_ranges + 1, item << 32 | static_cast<uint32_t>(tiles.begin), key);
+  s.num_splits = last_not_above(p.num_ranges + 1, (item << 32) + 0xffffffffll, key) - s.leader + 1;
 }
 
-// The chunks by which parts are made: 0 if the buffer has too few counters for them.
+// KV tiles of a chunk; 0 if the buffer has too few counters for all chunks.
 FI_HOST_DEVICE int32_t decode_chunk_tiles(const DecodePlanParams& p, int32_t chunks) {
-  return p.split > 0 && static_cast<int64_t>(chunks) * p.q_tiles <= p.counters ? p.split : 0;
+  return p.split_kv > 0 && static_cast<int64_t>(chunks) * p.q_tiles <= p.counters ? p.split_kv : 0;
 }
 
 FI_HOST_DEVICE DecodeHeader decode_header(const DecodePlanParams& p, const DecodePartition& d, int32_t chunks) {

@@ -3,11 +3,11 @@
 //
 // A q tile is kDecodeQTile packed query rows (i * group_size + g) of a kv head; q_tile = kv_head * q_tiles_per_head +
 // its number in the head. The KV of a request has tiles of kDecodeKvTile tokens, counted from position 0. One request
-// times one q tile is an item of work. Items are ordered by q tile, then by request, so that all kv heads of a request
-// are read at about the same time. Range g is [starts[g], starts[g + 1]) of that order. The q tiles, or all of them
-// together, form range groups, which are divided alike: a group has static ranges, with which CTAs begin, and smaller
-// dynamic ranges, which CTAs take from a counter when they are done, since not all multiprocessors are equally fast.
-// Ranges do not depend on which CTA takes them, so results do not either.
+// times one q tile is an item. Items are ordered by q tile, then by request, so that CTAs read all kv heads of a
+// request at about the same time. Work range g is [starts[g], starts[g + 1]) of that order. Each q tile, or all q tiles
+// together, form a range group; all groups have equal boundaries. CTAs begin with the static ranges of a group. A CTA
+// that is done takes smaller dynamic ranges from a counter, since SMs are not equally fast. A range does not depend on
+// the CTA that takes it, and neither do results.
 //
 // A work tile is the part of an item that lies in one range: one of num_splits splits of its KV. The CTA of an item
 // with one split writes the output. Otherwise each split stores its softmax state and unnormalised output as a partial
@@ -24,15 +24,15 @@ constexpr int32_t kDecodeMaxRanges = 1023;
 // 1 86.3 us, 2 86.5, 4 80.9; b64 of varied lengths: 262.4, 261.8, 263.1; b1 kv8k, b1 kv1k, b256 kv512: no difference.
 constexpr int32_t kWorkTileCost = 4;
 
-// The schedule is one buffer of 32-bit words: header, starts[ranges + 1], requests[batch], counters[...], one of each
-// slot.
+// The schedule is one buffer of 32-bit words: header, starts[num_ranges + 1], requests[batch], counters[max_partials].
 struct alignas(16) DecodeHeader {
   int32_t q_tiles, batch;
-  int32_t chunk_tiles;  // tiles of a chunk where parts are chunks (batch-invariant mode); 0: parts are ranges
+  int32_t chunk_tiles;  // KV tiles of a chunk in batch-invariant mode, where splits are chunks; 0: splits end at range
+                        // boundaries
   int32_t chunks;       // of one q_tile
   int32_t cost;         // cost of all q_tiles, at most 2^31 - 1
   int32_t range_groups, static_ranges, dynamic_ranges;
-  int32_t next_dynamic;  // of the later ranges; 0 between launches
+  int32_t next_dynamic;  // the dynamic range that a CTA takes next; 0 between launches
   int32_t unused[3];
 
   // The static range of a CTA; -1: none.
@@ -42,7 +42,7 @@ struct alignas(16) DecodeHeader {
                ? cta / static_ranges * (static_ranges + dynamic_ranges) + cta % static_ranges
                : -1;
   }
-  // The i-th of the others, which are taken group by group, so that all q_tiles read the same requests; -1: no more.
+  // Dynamic range number i. CTAs take one of each group in turn, so that all q tiles read the same requests; -1: none.
   FI_HOST_DEVICE int32_t dynamic_range(int32_t i) const {
     return i < range_groups * dynamic_ranges
                ? i % range_groups * (static_ranges + dynamic_ranges) + static_ranges + i / range_groups
@@ -50,8 +50,8 @@ struct alignas(16) DecodeHeader {
   }
 };
 
-// Where a range begins. Of the item that begins or continues here: kv_len and first_page of its request, and, if it is
-// cut by ranges, the range in which it begins and the number of its parts (else 1).
+// The beginning of a work range. Of the item there: kv_len and first_page of its request, the range in which the item
+// begins (leader), and its number of splits.
 struct alignas(16) DecodeRangeStart {
   int32_t q_tile, request, kv_tile;
   int32_t leader, num_splits;
@@ -67,27 +67,27 @@ struct alignas(16) DecodeRequest {
 
 // The words before the counters, and where each table begins.
 constexpr int64_t kDecodeStartsOffset = 12;
-FI_HOST_DEVICE int64_t decode_requests_offset(int64_t ranges) { return kDecodeStartsOffset + (ranges + 1) * 8; }
-FI_HOST_DEVICE int64_t decode_counters_offset(int64_t ranges, int64_t batch) {
-  return decode_requests_offset(ranges) + batch * 4;
+FI_HOST_DEVICE int64_t decode_requests_offset(int64_t num_ranges) { return kDecodeStartsOffset + (num_ranges + 1) * 8; }
+FI_HOST_DEVICE int64_t decode_counters_offset(int64_t num_ranges, int64_t batch) {
+  return decode_requests_offset(num_ranges) + batch * 4;
 }
 
 // Views of the buffer.
 struct DecodeSchedule {
   int32_t* words;
-  int32_t ranges, batch;  // ranges: for how many there is room
+  int32_t num_ranges, batch;  // num_ranges: the capacity of starts, less 1
 
   FI_HOST_DEVICE DecodeHeader& header() const { return *reinterpret_cast<DecodeHeader*>(words); }
   FI_HOST_DEVICE DecodeRangeStart* starts() const {
     return reinterpret_cast<DecodeRangeStart*>(words + kDecodeStartsOffset);
   }
   FI_HOST_DEVICE DecodeRequest* requests() const {
-    return reinterpret_cast<DecodeRequest*>(words + decode_requests_offset(ranges));
+    return reinterpret_cast<DecodeRequest*>(words + decode_requests_offset(num_ranges));
   }
-  FI_HOST_DEVICE int32_t* counters() const { return words + decode_counters_offset(ranges, batch); }
+  FI_HOST_DEVICE int32_t* counters() const { return words + decode_counters_offset(num_ranges, batch); }
 };
 
-// The tiles of a request that its queries see: [first, end). Row 0 of q_len stands at position kv_len - q_len.
+// The KV tiles that the queries of a request attend to: [begin, end). Query token 0 is at position kv_len - q_len.
 struct KvTileRange {
   int32_t begin, end;
 };
@@ -112,8 +112,8 @@ struct DecodeWorkTile {
   }
 };
 
-// Walks through the segments of ranges: begin() with the first range of a block, or enter() with any, then next() until
-// it is false; q_len and window_left are those of the plan.
+// Gives the work tiles of work ranges: begin() enters the static range of a CTA, enter() any range; next() is false at
+// its end. q_len and window_left are those of the plan.
 struct DecodeTileScheduler {
   DecodeHeader header;
   const DecodeRangeStart* starts;
@@ -124,7 +124,7 @@ struct DecodeTileScheduler {
   FI_HOST_DEVICE void begin(const DecodeSchedule& schedule, int32_t cta, int32_t queries, int32_t window) {
     header = schedule.header(), starts = schedule.starts(), requests = schedule.requests();
     q_len = queries, window_left = window;
-    enter(cta);  // is read while the header comes, which seldom says otherwise
+    enter(cta);  // loads before the header has arrived, which confirms the range in most plans
     if (header.dynamic_ranges > 0) enter(header.range_of(cta));
   }
   FI_HOST_DEVICE void enter(int32_t index) {

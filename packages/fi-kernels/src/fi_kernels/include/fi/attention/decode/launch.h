@@ -1,4 +1,4 @@
-// Launches batch_decode on CUDA: which entry, and for Hopper the description of the caches for bulk tensor copies.
+// Launches batch_decode on CUDA: chooses the kernel entry, and describes the caches for TMA.
 #pragma once
 #include <algorithm>
 #include <numeric>
@@ -26,14 +26,13 @@ inline void describe_cache(const Kernel& kernel, TensorMap& map, const Tensor& c
   kernel.describe(map, bytes, 5, cache.data(), sizes, strides, box);
 }
 
-// Blocks of the cluster that takes a unit of a request, if that is faster than the schedule, else 0. It looks only at
-// what stays the same while a CUDA graph is replayed with other lengths; either kernel is right for all of them.
-// tokens: the most that all requests together can have.
-inline int64_t cluster_parts(const BatchDecodeParams& params, int64_t tokens, int64_t multiprocessors) {
-  // Keys of a block, on the average and if one request has all. H200, with the schedule and by clusters: b1 kv8k 32/8
-  // (1024 of a block) 21.3 and 17.9 us, kv16k 29.4 and 26.6, kv32k of fp8 keys 34.4 and 35.7; b4 kv8k 28/4 (2048) 30.5
-  // and 26.9; but b1 kv32k 8/1 (2048, of 16 blocks) 21.5 and 22.5.
-  constexpr int64_t kMostKeys = 2048, kMostKeysOfFewBlocks = 1024, kFewBlocks = 32, kMostKeysOfOne = 4096;
+// CTAs of a cluster for each q tile of a request if the cluster kernel is faster than the schedule, else 0. Depends
+// only on what a CUDA graph replay does not change; both kernels support all lengths. tokens: the most of all requests.
+inline int64_t cluster_ctas(const BatchDecodeParams& params, int64_t tokens, int64_t multiprocessors) {
+  // Keys of a CTA, on average and if one request has all. H200, with the schedule and by clusters: b1 kv8k 32/8
+  // (1024 per CTA) 21.3 and 17.9 us, kv16k 29.4 and 26.6, kv32k of fp8 keys 34.4 and 35.7; b4 kv8k 28/4 (2048) 30.5
+  // and 26.9; but b1 kv32k 8/1 (2048, 16 CTAs) 21.5 and 22.5.
+  constexpr int64_t kMaxKeys = 2048, kMaxKeysFewCtas = 1024, kFewCtas = 32, kMaxKeysOneRequest = 4096;
   const AttentionProblem& p = params.problem;
   if (p.mask.qo_len > 1 || params.draft_mask || p.scores.soft_cap > 0.f || p.scores.alibi) return 0;
   int64_t of_one = tokens;
@@ -42,15 +41,17 @@ inline int64_t cluster_parts(const BatchDecodeParams& params, int64_t tokens, in
     tokens = std::min(tokens, params.batch * of_one);
   }
   const int64_t items = static_cast<int64_t>(params.batch) * p.kv_heads * params.q_tiles_per_head.value;
-  // An H200 of 132 multiprocessors has room for 7 clusters of 16 blocks at once, 15 of 8, 30 of 4 and 66 of 2.
-  int64_t parts = 16;
-  while (items * parts > (parts > 2 ? multiprocessors * 7 / 8 : multiprocessors)) parts /= 2;
-  const int64_t keys = items * parts < kFewBlocks ? kMostKeysOfFewBlocks : kMostKeys;
-  return parts > 1 && tokens <= params.batch * keys * parts && of_one <= kMostKeysOfOne * parts ? parts : 0;
+  // An H200 (132 SMs) holds 7 clusters of 16 CTAs at once, 15 of 8, 30 of 4 and 66 of 2.
+  int64_t ctas = 16;
+  while (items * ctas > (ctas > 2 ? multiprocessors * 7 / 8 : multiprocessors)) ctas /= 2;
+  const int64_t keys = items * ctas < kFewCtas ? kMaxKeysFewCtas : kMaxKeys;
+  return ctas > 1 && tokens <= params.batch * keys * ctas && of_one <= kMaxKeysOneRequest * ctas ? ctas : 0;
 }
 
-inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params, const Extras& extras,
-                                const Tensor& k_cache, const Tensor& v_cache, int64_t split, bool pdl) {
+// Returns `misaligned`, of q and the caches, if that keeps the kernel from being launched, else 0.
+inline int64_t launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params, const Extras& extras,
+                                   const Tensor& k_cache, const Tensor& v_cache, int64_t misaligned, int64_t split,
+                                   bool pdl) {
   AttentionProblem& p = params.problem;
   const Entry* entry = nullptr;
   for (const Entry& e : kernel.entries) {
@@ -65,21 +66,20 @@ inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params,
   Launch config{params.num_ctas};
   config.pdl = pdl;
   if (BatchDecodeConfig::of(*entry).kind != DecodeKind::CUDA_CORE) {
-    FI_CHECK(p.aligned, ValueError,
-             "addresses and strides of q, k_cache and v_cache must be multiples of 16 bytes for tensor cores; use fa2");
     FI_CHECK(!p.rotary.enabled, ValueError, "backend must be fa2 for ROPE_LLAMA, which rotates keys on the fly");
+    if (misaligned) return misaligned;
   }
   const auto page_size = static_cast<int64_t>(params.page_size.value);
-  // A box stays in its page; what is beyond the end of the only page arrives as zeros.
+  // A box stays within its page. TMA fills zeros beyond the end of an only page.
   const bool one_page = k_cache.size(0) == 1 && v_cache.size(0) == 1;
   const Entry& last = kernel.entries.back();
   const auto by_cluster = BatchDecodeConfig::of(last);
   if (by_cluster.kind == DecodeKind::CLUSTER && split == 0 && (one_page || page_size % by_cluster.keys_per_copy == 0)) {
     const int64_t tokens = params.index_bytes / 4 * page_size;
-    if (const int64_t parts = cluster_parts(params, tokens, kernel.multiprocessors(k_cache.device()))) {
+    if (const int64_t ctas = cluster_ctas(params, tokens, kernel.multiprocessors(k_cache.device()))) {
       entry = &last;
-      config.cluster = static_cast<unsigned>(parts);
-      config.grid_x = parts * p.kv_heads * static_cast<int64_t>(params.q_tiles_per_head.value),
+      config.cluster = static_cast<unsigned>(ctas);
+      config.grid_x = ctas * p.kv_heads * static_cast<int64_t>(params.q_tiles_per_head.value),
       config.grid_y = params.batch;
     }
   }
@@ -94,6 +94,7 @@ inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params,
     describe_cache(kernel, params.v_map, v_cache, p.kv_heads, page_size, p.v_head, p.v_token, box_rows, whole);
   }
   kernel.launch(*entry, config, k_cache.device(), params, extras.data());
+  return 0;
 }
 
 }  // namespace fi

@@ -12,9 +12,8 @@
 
 namespace fi {
 
-// How keys lie in shared memory: lines of 128 bytes, whose 16-byte pieces are permuted by the lowest bits of the line's
-// number (the pattern of TMA's 128-byte swizzle), so that ldmatrix meets no conflict in lines that follow each other.
-// Keys come in boxes of 2^shift: of each the first line of all its keys, then the second.
+// Keys in shared memory: lines of 128 bytes in the 128-byte swizzle, so that ldmatrix on consecutive lines has no bank
+// conflicts. A box of 2^shift keys has the first line of all its keys, then the second.
 template <int kLines, int kKeys>
 struct SwizzledKvTile {
   static constexpr int kBytes = kLines * kKeys * 128;
@@ -29,7 +28,7 @@ struct SwizzledKvTile {
   }
 };
 
-// Plain stores to shared memory come before a later bulk copy to the same place.
+// Orders plain stores to shared memory before a later bulk copy to the same address.
 FI_DEVICE void fence_before_async() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -46,17 +45,17 @@ struct WarpMmaTile {
   static constexpr int kSixteens = kKeys / 16, kEights = kKeys / 8;
   static constexpr int kSteps = kDim / 16, kPieces = kDim * sizeof(KV) / 16, kLines = (kPieces + 7) / 8;
   static constexpr int kPitch = kDim + 16 / sizeof(Q);  // of rows of queries in shared memory
-  static constexpr bool kHeld = kDim <= 128;  // queries stay in registers; else they come from shared memory each time
+  static constexpr bool kHeld = kDim <= 128;  // queries stay in registers, else each step loads them from shared memory
 
   unsigned q[kHeld ? kSteps : 1][4];
   float o[kDim / 8][4], m[2], d[2];
   float scale[2], slope[2];  // of the lane's two rows
   int first;                 // packed row
-  int full_begin, full_end;  // keys that all rows see
+  int full_begin, full_end;  // keys that every row attends to
   bool special;              // scores need more than a scale
   const Lines lines;
   const int lane, place;  // of the first key in what lines hold
-  // Where the lane's row of an even piece begins, for each line and sixteen keys; the others differ in three bits.
+  // The offset of the lane's row of an even piece, for each line and sixteen keys; other pieces differ in three bits.
   unsigned k_row[kSixteens][kLines], v_row[kSixteens][kLines];
 
   FI_DEVICE WarpMmaTile(Lines lines, int place) : lines(lines), lane(threadIdx.x % 32), place(place) {
@@ -69,7 +68,7 @@ struct WarpMmaTile {
       }
   }
 
-  // rows: of the tile; queries: its row r at r * kPitch, in shared memory, until the end of the item.
+  // rows: of the tile; queries: its row r at r * kPitch, in shared memory, until the end of the work tile.
   FI_DEVICE void begin(const BatchDecodeParams& params, const AttentionProblem& p, int kv_head, int first_row, int rows,
                        const Q* queries) {
     first = first_row;
@@ -84,7 +83,7 @@ struct WarpMmaTile {
     const Row row = params.row(kv_head, first + max(min(lane % 16, rows - 1), 0));
     const HeadScores head = p.head_scores<CudaMath>(row.head);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {  // each lane has seen to one row: code that is read once instead of twice
+    for (int half = 0; half < 2; ++half) {  // each lane computes one row, then exchanges: half the code
       const int from = half * 8 + lane / 4;
       scale[half] = __shfl_sync(0xffffffffu, head.scale, from),
       slope[half] = __shfl_sync(0xffffffffu, head.slope, from);

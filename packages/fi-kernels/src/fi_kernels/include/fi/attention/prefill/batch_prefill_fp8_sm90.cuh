@@ -1,21 +1,21 @@
-// Batch prefill of e4m3 queries, keys and values on Hopper: as the 16-bit kernel, and warps that transpose values, of
-// which wgmma takes 8-bit ones by columns only (Shah et al. 2024, arXiv:2407.08608, section 3.3).
+// Batch prefill of e4m3 queries, keys and values on Hopper: the 16-bit kernel with warps that transpose values, because
+// wgmma reads 8-bit operands K-major only (Shah et al. 2024, arXiv:2407.08608, section 3.3).
 #pragma once
 #include "fi/attention/prefill/online_softmax_sm90.cuh"
 #include "fi/attention/prefill/tma_producer_sm90.cuh"
 #include "fi/attention/softmax.h"
 #include "fi/cuda/convert.cuh"
 #include "fi/cuda/math.cuh"
-#include "fi/cuda/ptx/barrier.cuh"
+#include "fi/cuda/pack.cuh"
 #include "fi/cuda/ptx/fp8.cuh"
 #include "fi/cuda/ptx/global.cuh"
 #include "fi/cuda/ptx/ldmatrix.cuh"
-#include "fi/cuda/ptx/warpgroup_sm90.cuh"
-#include "fi/cuda/ptx/wgmma_sm90.cuh"
+#include "fi/cuda/shared_memory.cuh"
+#include "fi/cuda/wgmma_tile_sm90.cuh"
 
 namespace fi {
 
-// Weights are rounded to e4m3 as well, times 256 so that the small ones are not lost; their sum takes them unrounded.
+// Probabilities are rounded to e4m3 times 256, which keeps small ones; row_sum adds the unrounded ones.
 // The tensor cores add with some 14 bits, so that a long sum would lose most of each new product (with equal weights
 // and values, 16384 keys came out 24 % too small): the products of a key tile are summed by themselves.
 template <int kKeys, bool kCapped>
@@ -24,9 +24,8 @@ struct PrefillFp8Kernel {
   static constexpr int kDim = 128, kConsumers = 3, kRows = 64 * kConsumers, kTransposers = 2;
   static constexpr int kKeyStages = 3, kValueStages = 2, kColumnStages = 3;
   static constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
-  // A block begins with 128 registers a thread; more would wait for ever.
-  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 4 * 128, "registers");
-  static constexpr float kOffset = 8.f;  // log2 of what weights are multiplied by; e4m3 ends at 448
+  static_assert(registers_fit(kProducerRegisters + kConsumers * kConsumerRegisters, kConsumers + 1), "registers");
+  static constexpr float kOffset = 8.f;  // log2 of the factor of probabilities; the largest e4m3 is 448
 
   // Tiles in the 128-byte swizzle, [rows][128]. Transposed values in the 32-byte swizzle, [keys / 32][columns][32],
   // with keys and columns in the order that `transpose` says.
@@ -35,9 +34,11 @@ struct PrefillFp8Kernel {
     alignas(1024) T k[kKeyStages][kKeys * kDim];
     alignas(1024) T v[kValueStages][kKeys * kDim];
     alignas(1024) T columns[kColumnStages][kKeys * kDim];
-    Barrier q_full[2], q_empty[2], k_full[kKeyStages], k_empty[kKeyStages], v_full[kValueStages], v_empty[kValueStages],
-        columns_full[kColumnStages], columns_empty[kColumnStages];
-    Barrier work_full[2], work_empty[2];
+    Pipeline<2> q_pipeline;
+    Pipeline<kKeyStages> k_pipeline;
+    Pipeline<kValueStages> v_pipeline;
+    Pipeline<kColumnStages> column_pipeline;
+    Pipeline<2> work_pipeline;
     WorkTile work[2];
   };
 
@@ -51,24 +52,11 @@ struct PrefillFp8Kernel {
 
   FI_DEVICE void run() {
     if (threadIdx.x == 0) {
-      for (int i = 0; i < 2; ++i) {
-        shared.q_full[i].init(1);
-        shared.q_empty[i].init(kConsumers);
-        shared.work_full[i].init(1);
-        shared.work_empty[i].init(kConsumers + 1 + kTransposers);
-      }
-      for (int s = 0; s < kKeyStages; ++s) {
-        shared.k_full[s].init(1);
-        shared.k_empty[s].init(kConsumers);
-      }
-      for (int s = 0; s < kValueStages; ++s) {
-        shared.v_full[s].init(1);
-        shared.v_empty[s].init(kTransposers);
-      }
-      for (int s = 0; s < kColumnStages; ++s) {
-        shared.columns_full[s].init(kTransposers);
-        shared.columns_empty[s].init(kConsumers);
-      }
+      shared.q_pipeline.init(1, kConsumers);
+      shared.work_pipeline.init(1, kConsumers + 1 + kTransposers);
+      shared.k_pipeline.init(1, kConsumers);
+      shared.v_pipeline.init(1, kTransposers);
+      shared.column_pipeline.init(kTransposers, kConsumers);
       fence_barrier_init();
       prefetch_tensor_map(p.q);
       prefetch_tensor_map(p.k);
@@ -76,10 +64,10 @@ struct PrefillFp8Kernel {
     }
     __syncthreads();
     pdl_wait();
-    const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    const int group = warpgroup_index();
     if (group == 0) {
       give_registers<kProducerRegisters>();
-      const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+      const int warp = warp_index();
       const Producers producers{p, shared};
       if (warp == 0)
         produce(producers);
@@ -97,35 +85,37 @@ struct PrefillFp8Kernel {
   // Copies keys and values of every tile, last key tile first.
   FI_DEVICE void produce(const Producers& producers) const {
     const int lane = threadIdx.x % 32;
-    unsigned step = 0;  // of all tiles
+    unsigned step = 0;  // counts KV tiles of all work tiles
     for (int use = 0;; ++use) {
-      shared.work_full[use % 2].wait(use / 2 % 2);
-      const Tile tile(p, shared.work[use % 2]);
+      const auto work_at = PipelineState::consumer_at<2>(use);
+      shared.work_pipeline.wait(work_at);
+      const Tile tile(p, shared.work[work_at.stage]);
       if (tile.tokens == 0) break;
       __syncwarp();
-      if (lane == 0) shared.work_empty[use % 2].arrive();
+      if (lane == 0) shared.work_pipeline.release(work_at.stage);
       if (tile.count == 0) continue;
-      int2 next = producers.place(tile, (tile.begin + tile.count - 1) * kKeys + lane * p.box_keys);
+      int2 next = producers.locate(tile, (tile.begin + tile.count - 1) * kKeys + lane * p.box_keys);
       for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j, ++step) {
         const int2 now = next;
         if (j > tile.begin)
-          next = producers.place(tile, (j - 1) * kKeys + lane * p.box_keys);  // arrives during the waits
-        const unsigned k = step % kKeyStages, v = step % kValueStages;
-        shared.k_empty[k].wait(step / kKeyStages % 2 ^ 1);
-        copy(producers, tile, p.k, shared.k[k], shared.k_full[k], j, now);
-        shared.v_empty[v].wait(step / kValueStages % 2 ^ 1);
-        copy(producers, tile, p.v, shared.v[v], shared.v_full[v], j, now);
+          next = producers.locate(tile, (j - 1) * kKeys + lane * p.box_keys);  // loads while stages are acquired
+        const auto k = PipelineState::producer_at<kKeyStages>(step);
+        const auto v = PipelineState::producer_at<kValueStages>(step);
+        shared.k_pipeline.acquire(k);
+        copy(producers, tile, p.k, shared.k[k.stage], shared.k_pipeline.full[k.stage], j, now);
+        shared.v_pipeline.acquire(v);
+        copy(producers, tile, p.v, shared.v[v.stage], shared.v_pipeline.full[v.stage], j, now);
       }
     }
   }
-  // Each lane its own boxes: the compiler makes a short loop of that, without shuffles.
+  // Each lane copies boxes of its own: a short loop without shuffles.
   FI_DEVICE void copy(const Producers& producers, const Tile& tile, const TensorMap& from, T* to, Barrier& full, int j,
                       int2 now) const {
     const int lane = threadIdx.x % 32, boxes = kKeys / p.box_keys;
     if (lane == 0) full.arrive_expect(kKeys * kDim);
     __syncwarp();
     for (int b = lane; b < boxes; b += 32) {
-      if (b >= 32) now = producers.place(tile, j * kKeys + b * p.box_keys);
+      if (b >= 32) now = producers.locate(tile, j * kKeys + b * p.box_keys);
       tma_load(to + b * p.box_keys * kDim, from, full, 0, now.x, tile.kv_head, now.y);
     }
     __syncwarp();
@@ -133,27 +123,29 @@ struct PrefillFp8Kernel {
 
   FI_DEVICE void transpose_all(int part) const {
     const int lane = threadIdx.x % 32;
-    unsigned step = 0;  // of all tiles
+    unsigned step = 0;  // counts KV tiles of all work tiles
     for (int use = 0;; ++use) {
-      shared.work_full[use % 2].wait(use / 2 % 2);
-      const Tile tile(p, shared.work[use % 2]);
+      const auto work_at = PipelineState::consumer_at<2>(use);
+      shared.work_pipeline.wait(work_at);
+      const Tile tile(p, shared.work[work_at.stage]);
       if (tile.tokens == 0) break;
       __syncwarp();
-      if (lane == 0) shared.work_empty[use % 2].arrive();
+      if (lane == 0) shared.work_pipeline.release(work_at.stage);
       for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j, ++step) {
-        const unsigned from = step % kValueStages, to = step % kColumnStages;
-        shared.v_full[from].wait(step / kValueStages % 2);
-        shared.columns_empty[to].wait(step / kColumnStages % 2 ^ 1);
+        const auto from = PipelineState::consumer_at<kValueStages>(step);
+        const auto to = PipelineState::producer_at<kColumnStages>(step);
+        shared.v_pipeline.wait(from);
+        shared.column_pipeline.acquire(to);
         const int keys = tile.request.kv_len - j * kKeys;
         if (keys < kKeys)
-          transpose<true>(shared.v[from], shared.columns[to], keys, part);
+          transpose<true>(shared.v[from.stage], shared.columns[to.stage], keys, part);
         else
-          transpose<false>(shared.v[from], shared.columns[to], keys, part);
+          transpose<false>(shared.v[from.stage], shared.columns[to.stage], keys, part);
         fence_async_shared();
         __syncwarp();
         if (lane == 0) {
-          shared.v_empty[from].arrive();
-          shared.columns_full[to].arrive();
+          shared.v_pipeline.release(from.stage);
+          shared.column_pipeline.commit(to.stage);
         }
       }
     }
@@ -199,60 +191,63 @@ struct PrefillFp8Kernel {
            (count > 9 ? 0xff000000u : 0u);
   }
 
-  // As in the 16-bit kernel: the softmax of one group runs while the products of the others do.
+  // The softmax of one warpgroup overlaps the products of the others, as in the 16-bit kernel.
   FI_DEVICE void consume(int group) const {
     const int thread = threadIdx.x % 128, lane = thread % 32;
     const int row = group * 64 + thread / 32 * 16 + lane / 4;  // and row + 8
     const uint64_t k = wgmma_operand(shared.k, 1024), v = wgmma_operand(shared.columns, 256, 16, kWgmma32Bytes);
     float o[kDim / 2];
-    unsigned step = 0;  // of all tiles
+    unsigned step = 0;  // counts KV tiles of all work tiles
     for (int use = 0;; ++use) {
-      shared.work_full[use % 2].wait(use / 2 % 2);
-      const Tile tile(p, shared.work[use % 2]);
+      const auto work_at = PipelineState::consumer_at<2>(use);
+      shared.work_pipeline.wait(work_at);
+      const Tile tile(p, shared.work[work_at.stage]);
       if (uniform(tile.tokens) == 0) break;
-      const uint64_t q = wgmma_uniform(wgmma_operand(shared.q[use % 2] + group * 64 * kDim, 1024));
-      // Tiles all of whose keys every row sees: below the first row's end, at or above the last row's beginning.
+      const auto q_at = PipelineState::consumer_at<2>(use);
+      const uint64_t q = wgmma_uniform(wgmma_operand(shared.q[q_at.stage] + group * 64 * kDim, 1024));
+      // KV tiles without a masked key: below the first row's end, at or above the last row's beginning.
       const int clear_end = uniform(tile.mask.end_key(tile.token) / kKeys);
       const int clear_begin = uniform((tile.mask.first_key(tile.token + tile.tokens - 1) + kKeys - 1) / kKeys);
       const int begin = uniform(tile.begin), end = begin + uniform(tile.count);
-      float scale[2], m[2] = {kMinusInf, kMinusInf}, d[2] = {0.f, 0.f}, alpha[2];
+      float scale[2], row_max[2] = {kMinusInf, kMinusInf}, row_sum[2] = {0.f, 0.f}, alpha[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) scale[h] = score_scale(tile.kv_head, row + 8 * h);
 #pragma unroll
       for (int i = 0; i < kDim / 2; ++i) o[i] = 0.f;
-      shared.q_full[use % 2].wait(use / 2 % 2);
+      shared.q_pipeline.wait(q_at);
       for (int j = end - 1; j >= begin; --j, ++step) {
-        const unsigned key_stage = step % kKeyStages, stage = step % kColumnStages;
+        const auto k_at = PipelineState::consumer_at<kKeyStages>(step);
+        const auto column_at = PipelineState::consumer_at<kColumnStages>(step);
         float s[kKeys / 2], part[kDim / 2];
         unsigned weights[kKeys / 32][4];
-        shared.k_full[key_stage].wait(step / kKeyStages % 2);
-        multiply_keys(s, q, wgmma_uniform(wgmma_further(k, key_stage * sizeof(shared.k[0]))));
-        wgmma_wait<0>();
-        wgmma_keep(s);
+        shared.k_pipeline.wait(k_at);
+        wgmma_shared<T, kDim>(s, q, 0, wgmma_uniform(wgmma_further(k, k_at.stage * sizeof(shared.k[0]))), 0);
+        wgmma_finish(s);
         if (thread == 0) {
-          shared.k_empty[key_stage].arrive();
-          if (j == begin) shared.q_empty[use % 2].arrive();
+          shared.k_pipeline.release(k_at.stage);
+          if (j == begin) shared.q_pipeline.release(q_at.stage);
         }
         if (kCapped) {
 #pragma unroll
           for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * scale[i / 2 % 2]);
         }
-        if (j < clear_begin || j >= clear_end) apply_mask(p, s, shared.work[use % 2], row, j * kKeys + lane % 4 * 2);
+        if (j < clear_begin || j >= clear_end)
+          apply_mask(p, s, shared.work[work_at.stage], row, j * kKeys + lane % 4 * 2);
         online_softmax(s, {kCapped ? p.soft_cap : scale[0], kCapped ? p.soft_cap : scale[1]}, kOffset, {false, false},
-                       m, d, alpha);
+                       row_max, row_sum, alpha);
         pack(s, weights);
-        shared.columns_full[stage].wait(step / kColumnStages % 2);
-        multiply_values(part, weights, wgmma_uniform(wgmma_further(v, stage * sizeof(shared.columns[0]))));
-        wgmma_wait<0>();
-        wgmma_keep(part);
-        if (thread == 0) shared.columns_empty[stage].arrive();
+        shared.column_pipeline.wait(column_at);
+        wgmma_registers<T>(part, weights, wgmma_uniform(wgmma_further(v, column_at.stage * sizeof(shared.columns[0]))),
+                           32 * kDim, false);
+        wgmma_finish(part);
+        if (thread == 0) shared.column_pipeline.release(column_at.stage);
 #pragma unroll
         for (int i = 0; i < kDim / 2; ++i) o[i] = fmaf(o[i], alpha[i / 2 % 2], part[i]);
       }
-      if (begin == end && thread == 0) shared.q_empty[use % 2].arrive();
-      store(shared.work[use % 2], o, m, d, row, lane);
-      barrier_sync(1 + group, 128);
-      if (thread == 0) shared.work_empty[use % 2].arrive();
+      if (begin == end && thread == 0) shared.q_pipeline.release(q_at.stage);
+      store(shared.work[work_at.stage], o, row_max, row_sum, row, lane);
+      warpgroup_sync(1 + group);
+      if (thread == 0) shared.work_pipeline.release(work_at.stage);
     }
   }
 
@@ -264,22 +259,6 @@ struct PrefillFp8Kernel {
     if (p.scale_k) scale *= p.scale_k[kv_head];
     if (p.bmm1_scale) scale *= *p.bmm1_scale;
     return scale;
-  }
-
-  FI_DEVICE static void multiply_keys(float (&s)[kKeys / 2], uint64_t q, uint64_t k) {
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kDim / 32; ++step)
-      wgmma_m64k32(s, wgmma_further(q, step * 32), wgmma_further(k, step * 32), step > 0, T());
-    wgmma_commit();
-  }
-
-  FI_DEVICE static void multiply_values(float (&o)[kDim / 2], const unsigned (&weights)[kKeys / 32][4], uint64_t v) {
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kKeys / 32; ++step)
-      wgmma_m64k32(o, weights[step], wgmma_further(v, step * 32 * kDim), step > 0, T());
-    wgmma_commit();
   }
 
   FI_DEVICE static void pack(const float (&s)[kKeys / 2], unsigned (&weights)[kKeys / 32][4]) {
@@ -294,11 +273,11 @@ struct PrefillFp8Kernel {
 
   // A thread has columns 4 t to 4 t + 3 of each 16 (t = lane % 4), and stores 16 bytes at a time: of 16 bits two
   // threads exchange halves, of e4m3 four threads quarters.
-  FI_DEVICE void store(const WorkTile& work, const float (&o)[kDim / 2], const float (&m)[2], const float (&d)[2],
-                       int first, int lane) const {
+  FI_DEVICE void store(const WorkTile& work, const float (&o)[kDim / 2], const float (&row_max)[2],
+                       const float (&row_sum)[2], int first, int lane) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const RowEpilogue end(p, work, first + 8 * h, kOffset, m[h], d[h]);
+      const RowEpilogue end(p, work, first + 8 * h, kOffset, row_max[h], row_sum[h]);
       float factor = end.factor;
       if (p.scale_v) factor *= p.scale_v[work.kv_head];
       if (p.bmm2_scale) factor *= *p.bmm2_scale;
@@ -331,7 +310,7 @@ struct PrefillFp8Kernel {
       }
     }
   }
-  // Four neighbours have four words each: thread t gets word t of each.
+  // Of four neighbouring threads with four words each, thread t gets word t of each.
   FI_DEVICE static void transpose_quad(unsigned (&x)[4], int lane) {
 #pragma unroll
     for (int step = 1; step <= 2; step *= 2) {
@@ -348,18 +327,13 @@ struct PrefillFp8Kernel {
     }
   }
   FI_DEVICE unsigned pair(float low, float high) const {
-    if (p.out_type == OutType::kF16) {
-      const __half2 x = __floats2half2_rn(low, high);
-      return reinterpret_cast<const unsigned&>(x);
-    }
-    const __nv_bfloat162 x = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<const unsigned&>(x);
+    return p.out_type == OutType::kF16 ? pack_pair(low, high, __half()) : pack_pair(low, high, __nv_bfloat16());
   }
 };
 
 template <int kKeys, bool kCapped, int kSharedBytes>
-FI_DEVICE void batch_prefill_fp8(const BatchPrefillParams& params) {
-  run_aligned<PrefillFp8Kernel<kKeys, kCapped>, kSharedBytes>(params);
+FI_DEVICE void batch_prefill_wgmma_fp8(const BatchPrefillParams& params) {
+  run_in_shared<PrefillFp8Kernel<kKeys, kCapped>, kSwizzlePeriod, kSharedBytes>(params);
 }
 
 }  // namespace fi

@@ -1,5 +1,5 @@
-// Batch prefill of 16-bit queries over fp8 keys and values on Hopper: the 16-bit kernel, and a warpgroup between copies
-// and products that converts tiles.
+// Batch prefill of 16-bit queries over fp8 keys and values on Hopper: the 16-bit kernel with a warpgroup that converts
+// KV tiles between the TMA producers and the consumers.
 #pragma once
 #include "fi/attention/prefill/batch_prefill_sm90.cuh"
 #include "fi/cuda/ptx/fp8.cuh"
@@ -10,18 +10,17 @@ template <class T, class KV, int kKeys, bool kCapped>
 struct PrefillMixedKernel {
   static constexpr int kDim = 128, kStages = 2;
   static constexpr int kProducerRegisters = 40, kConverterRegisters = 40, kConsumerRegisters = 216;
-  // A block begins with 128 registers a thread; more would wait for ever.
-  static_assert(kProducerRegisters + kConverterRegisters + 2 * kConsumerRegisters <= 4 * 128, "registers");
+  static_assert(registers_fit(kProducerRegisters + kConverterRegisters + 2 * kConsumerRegisters, 4), "registers");
 
   using Wide = PrefillKernel<T, kDim, kDim, kKeys, false, kCapped, 2, 226 * 1024 - 2 * kStages * kKeys * kDim>;
-  static_assert(Wide::kStages == kStages, "a stage is converted into the same");
+  static_assert(Wide::kStages == kStages, "a stage is converted into the stage of the same number");
 
-  // Tiles as they come, [keys][128] in the 128-byte swizzle.
+  // fp8 tiles, [keys][128] in the 128-byte swizzle.
   struct Shared {
     alignas(1024) KV k[kStages][kKeys * kDim];
     alignas(1024) KV v[kStages][kKeys * kDim];
     typename Wide::Shared wide;
-    Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+    Pipeline<kStages> k_pipeline, v_pipeline;
   };
 
   const BatchPrefillParams& p;
@@ -30,25 +29,21 @@ struct PrefillMixedKernel {
   FI_DEVICE void run() const {
     const Wide wide(p, shared.wide);
     if (threadIdx.x == 0) {
-      for (int s = 0; s < kStages; ++s) {
-        shared.k_full[s].init(1);
-        shared.v_full[s].init(1);
-        shared.k_empty[s].init(4);
-        shared.v_empty[s].init(4);
-      }
+      shared.k_pipeline.init(1, 4);
+      shared.v_pipeline.init(1, 4);
       wide.init(3 + 4, 4);
     }
     __syncthreads();
     pdl_wait();
-    const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    const int group = warpgroup_index();
     if (group == 0) {
       give_registers<kProducerRegisters>();
-      const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+      const int warp = warp_index();
       const typename Wide::Producers producers{p, shared.wide};
       if (warp == 0)
-        producers.template produce<kDim>(p.k, shared.k, shared.k_full, shared.k_empty);
+        producers.template produce<kDim>(p.k, shared.k, shared.k_pipeline.full, shared.k_pipeline.empty);
       else if (warp == 1)
-        producers.template produce<kDim>(p.v, shared.v, shared.v_full, shared.v_empty);
+        producers.template produce<kDim>(p.v, shared.v, shared.v_pipeline.full, shared.v_pipeline.empty);
       else if (warp == 2 && threadIdx.x % 32 == 0)
         producers.produce_queries();
       else if (warp == 3)
@@ -64,34 +59,31 @@ struct PrefillMixedKernel {
 
  private:
   FI_DEVICE void convert_all() const {
-    int stage = 0, parity = 0;
+    PipelineState at;
     for (int use = 0;; ++use) {
-      shared.wide.work_full[use % 2].wait(use / 2 % 2);
-      const typename Wide::Tile tile(p, shared.wide.work[use % 2]);
+      const auto work_at = PipelineState::consumer_at<2>(use);
+      shared.wide.work_pipeline.wait(work_at);
+      const typename Wide::Tile tile(p, shared.wide.work[work_at.stage]);
       if (tile.tokens == 0) break;
       __syncwarp();
-      if (threadIdx.x % 32 == 0) shared.wide.work_empty[use % 2].arrive();
-      // Keys of a tile are wanted a step before its values.
+      if (threadIdx.x % 32 == 0) shared.wide.work_pipeline.release(work_at.stage);
+      // Consumers need the keys of a KV tile before its values.
       for (int j = 0; j < tile.count; ++j) {
-        convert(shared.k, shared.k_full, shared.k_empty, shared.wide.k, shared.wide.k_full, shared.wide.k_empty, stage,
-                parity);
-        convert(shared.v, shared.v_full, shared.v_empty, shared.wide.v, shared.wide.v_full, shared.wide.v_empty, stage,
-                parity);
-        if (++stage == kStages) stage = 0, parity ^= 1;
+        convert(shared.k[at.stage], shared.k_pipeline, shared.wide.k[at.stage], shared.wide.k_pipeline, at);
+        convert(shared.v[at.stage], shared.v_pipeline, shared.wide.v[at.stage], shared.wide.v_pipeline, at);
+        at.advance(kStages);
       }
     }
   }
 
-  // A thread takes 8 columns of every eighth key.
-  FI_DEVICE static void convert(const KV (&from)[kStages][kKeys * kDim], Barrier (&full)[kStages],
-                                Barrier (&empty)[kStages], T (&to)[kStages][kKeys * kDim], Barrier (&to_full)[kStages],
-                                Barrier (&to_empty)[kStages], int stage, int parity) {
+  // Each thread converts 8 columns of every eighth key.
+  FI_DEVICE static void convert(const KV* from, Pipeline<kStages>& from_pipeline, T* to, Pipeline<kStages>& to_pipeline,
+                                const PipelineState& at) {
     const int key = threadIdx.x % 128 / 16, piece = threadIdx.x % 16;
-    const char* source =
-        reinterpret_cast<const char*>(from[stage]) + key * 128 + (((piece / 2) ^ key) * 2 + piece % 2) * 8;
-    char* target = reinterpret_cast<char*>(to[stage]) + piece / 8 * kKeys * 128 + key * 128 + ((piece % 8) ^ key) * 16;
-    full[stage].wait(parity);
-    to_empty[stage].wait(parity ^ 1);
+    const char* source = reinterpret_cast<const char*>(from) + swizzled_offset(key, piece / 2) + piece % 2 * 8;
+    char* target = reinterpret_cast<char*>(to) + SwizzledTile<T, kKeys>::offset(key, piece * 8);
+    from_pipeline.wait(at);
+    to_pipeline.acquire({at.stage, at.phase ^ 1});
 #pragma unroll 4
     for (int first = 0; first < kKeys; first += 8) {
       const uint2 x = *reinterpret_cast<const uint2*>(source + first * 128);
@@ -101,15 +93,15 @@ struct PrefillMixedKernel {
     fence_async_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
-      empty[stage].arrive();
-      to_full[stage].arrive();
+      from_pipeline.release(at.stage);
+      to_pipeline.commit(at.stage);
     }
   }
 };
 
 template <class T, class KV, int kKeys, bool kCapped, int kSharedBytes>
-FI_DEVICE void batch_prefill_mixed(const BatchPrefillParams& params) {
-  run_aligned<PrefillMixedKernel<T, KV, kKeys, kCapped>, kSharedBytes>(params);
+FI_DEVICE void batch_prefill_wgmma_mixed(const BatchPrefillParams& params) {
+  run_in_shared<PrefillMixedKernel<T, KV, kKeys, kCapped>, kSwizzlePeriod, kSharedBytes>(params);
 }
 
 }  // namespace fi

@@ -1,4 +1,4 @@
-// Launches batch_prefill on CUDA: the generic kernel with the problem as it is, the Hopper kernel with tensor maps.
+// Launches batch_prefill on CUDA: the mma kernel with a PrefillProblem, the wgmma kernels with tensor maps.
 #pragma once
 #include <algorithm>
 #include <initializer_list>
@@ -11,11 +11,11 @@
 #if FI_CUDA
 namespace fi {
 
-constexpr int64_t kPrefillCachedBytes = 32 << 20;  // of keys and values in L2 at a time; H200: 50 MB
+constexpr int64_t kPrefillCachedBytes = 32 << 20;  // of keys and values that should stay in L2; an H200 has 50 MB
 
 using Extents = std::initializer_list<int64_t>;
 
-// A tensor of 8 or 16 bits, the innermost dimension contiguous, for copies of boxes of it; strides in elements.
+// Describes a tensor of 8 or 16 bits, with a contiguous innermost dimension, for TMA; strides in elements.
 inline void describe(const Kernel& kernel, TensorMap& map, const void* data, int64_t bytes, Extents sizes,
                      Extents strides, Extents box) {
   uint64_t size[5], step[4];
@@ -25,14 +25,13 @@ inline void describe(const Kernel& kernel, TensorMap& map, const void* data, int
     size[i] = static_cast<uint64_t>(std::max<int64_t>(sizes.begin()[i], 1));
     part[i] = static_cast<uint32_t>(box.begin()[i]);
   }
-  for (uint32_t i = 0; i + 1 < rank; ++i)  // a stride that is never taken may be anything
+  for (uint32_t i = 0; i + 1 < rank; ++i)  // the stride of a dimension of one element is not used
     step[i] = size[i + 1] > 1 ? static_cast<uint64_t>(strides.begin()[i] * bytes) : 128;
   kernel.describe(map, bytes, rank, const_cast<void*>(data), size, step, part);
 }
 
-// How keys and values are copied: whole rows of a page at once, where the head can be counted in with another
-// dimension (a tensor map has five), else 128 bytes of columns at a time, which is all that rows of the fp8 kernel
-// have.
+// The TMA boxes of keys and values: whole rows of a page, if the head shares a dimension with another one (a tensor map
+// has five), else 128 bytes of columns, which is a whole row of the fp8 kernel.
 enum class KeyRows { kColumns, kWholeNHD, kWholeHND };
 
 inline KeyRows key_rows(const PrefillProblem& problem, int64_t bytes, int64_t page_size, int64_t box) {
@@ -55,7 +54,7 @@ inline void describe_keys(const Kernel& kernel, TensorMap& map, const void* data
            {token, 64, 8 * token, page}, {64, 8, dim / 64, box / 8, 1});
 }
 
-// The parameters of the Hopper kernel; `keys` is how many it takes a step.
+// The parameters of the wgmma kernels.
 inline BatchPrefillParams hopper_params(const Kernel& kernel, const PrefillProblem& problem, const Tensor& q,
                                         const Tensor& k, int64_t page_size, int64_t kv_tokens, int64_t box,
                                         KeyRows rows) {
@@ -103,41 +102,45 @@ inline BatchPrefillParams hopper_params(const Kernel& kernel, const PrefillProbl
   return h;
 }
 
-inline void launch_batch_prefill(const Kernel& kernel, const PrefillProblem& problem, const Extras& extras,
-                                 const Tensor& q, const Tensor& k, int64_t page_size, int64_t kv_tokens, int64_t batch,
-                                 bool pdl) {
+// Returns `misaligned`, of q, k, v and out, if that keeps the kernel from being launched, else 0.
+inline int64_t launch_batch_prefill(const Kernel& kernel, const PrefillProblem& problem, const Extras& extras,
+                                    const Tensor& q, const Tensor& k, int64_t misaligned, int64_t page_size,
+                                    int64_t kv_tokens, int64_t batch, bool pdl) {
   const AttentionProblem& p = problem.problem;
   const Entry& entry = kernel.entries.front();
   const auto chosen = BatchPrefillConfig::of(entry);
   const int64_t multiprocessors = kernel.multiprocessors(q.device());
-  const auto units = [&](int64_t tokens) {  // or a few less
+  const auto work_tiles = [&](int64_t tokens) {  // an estimate, at most a few too many
     return std::max<int64_t>((q.size(0) / tokens + batch) * p.kv_heads, 1);
   };
   Launch config{0};
   config.pdl = pdl;
   if (chosen.kind == PrefillKind::MMA) {
-    const int64_t rows = chosen.rows_per_cta, parts = (int64_t{problem.tile_tokens} * p.group_size + rows - 1) / rows;
-    const int64_t blocks =
-        units(problem.tile_tokens) * parts * ((p.head_dim_vo + chosen.columns_per_cta - 1) / chosen.columns_per_cta);
+    const int64_t rows = chosen.rows_per_cta,
+                  row_tiles = (int64_t{problem.tile_tokens} * p.group_size + rows - 1) / rows;
+    const int64_t blocks = work_tiles(problem.tile_tokens) * row_tiles *
+                           ((p.head_dim_vo + chosen.columns_per_cta - 1) / chosen.columns_per_cta);
     FI_CHECK(blocks <= 0x7fffffff, ValueError, "q is too large: %s", q.shape_str().c_str());
     config.grid_x = std::min(blocks, multiprocessors * chosen.ctas_per_sm);
     kernel.launch(entry, config, q.device(), problem, extras.data());
-    return;
+    return 0;
   }
   const bool scaled = p.scale_q || p.scale_k || p.scale_v || problem.bmm1_scale || problem.bmm2_scale;
   FI_CHECK(
       !problem.custom_mask && !problem.items && !(scaled && chosen.kind == PrefillKind::WGMMA) && !p.scores.alibi &&
-          !p.rotary.enabled && p.group_size <= 128 && p.aligned,
+          !p.rotary.enabled && p.group_size <= 128,
       ValueError,
-      "backend must be fa2 for masks, position encodings, 16-bit q with scales by head or on the device, more than 128 "
-      "query heads a kv head, and tensors that are not aligned to 16 bytes");
-  // Tiles may be of two thirds of the rows, and split.
-  const int64_t least = std::max<int64_t>(1, problem.tile_tokens * 2 / 3);
-  config.grid_x = problem.partials ? multiprocessors : std::min(units(least), multiprocessors);
+      "backend must be fa2 for masks, position encodings, 16-bit q with scales by head or on the device, and more than "
+      "128 query heads a kv head");
+  if (misaligned) return misaligned;
+  // The planner may choose tiles of two thirds of the rows, and split them.
+  const int64_t min_tokens = std::max<int64_t>(1, problem.tile_tokens * 2 / 3);
+  config.grid_x = problem.partials ? multiprocessors : std::min(work_tiles(min_tokens), multiprocessors);
   const int64_t keys = chosen.keys_per_stage, box = problem.page_indices ? std::gcd(page_size, keys) : keys;
   const KeyRows rows = key_rows(problem, k.dtype().bytes(), page_size, box);
   const Entry& by_rows = kernel.entries[rows == KeyRows::kColumns ? 0 : 1];
   kernel.launch(by_rows, config, q.device(), hopper_params(kernel, problem, q, k, page_size, kv_tokens, box, rows));
+  return 0;
 }
 
 }  // namespace fi

@@ -26,10 +26,10 @@ FI_DEVICE void apply_mask(const BatchPrefillParams& p, float (&s)[kScores], cons
   }
 }
 
-// Of one of the two rows: scores become 2^(scale s - less), and their sum.
+// Replaces the scores of row h by 2^(scale * s - less). Returns their sum.
 template <int kScores>
-FI_DEVICE float weigh(float (&s)[kScores], int h, float scale, float less) {
-  float even = 0.f, odd = 0.f;  // chains that need not wait for each other
+FI_DEVICE float exponentials(float (&s)[kScores], int h, float scale, float less) {
+  float even = 0.f, odd = 0.f;  // independent chains
 #pragma unroll
   for (int i = 0; i < kScores / 4; ++i) {
     float& x = s[4 * i + 2 * h];
@@ -42,26 +42,26 @@ FI_DEVICE float weigh(float (&s)[kScores], int h, float scale, float less) {
   return even + odd;
 }
 
-// A row's weights are relative to m (a score times its scale), once its maximum, which is raised only when weights come
-// out too large. So the maximum of a key tile need not be known beforehand: its weights tell whether it was needed.
+// Probabilities are relative to row_max (a score times its scale), which is raised only when they come out too large.
+// So the maximum of a KV tile need not be known before its probabilities are computed.
 
-// Scores become weights times 2^offset, relative to m as it is. Of a row that has seen no key hidden ones become 0, and
-// others infinite.
+// Replaces scores by 2^(scale * s - row_max + offset) with the current row_max. In a row that has seen no key, masked
+// keys become 0 and others infinite.
 template <int kScores>
-FI_DEVICE void softmax_keep_max(float (&s)[kScores], const float (&scales)[2], float offset, const float (&m)[2],
+FI_DEVICE void softmax_keep_max(float (&s)[kScores], const float (&scales)[2], float offset, const float (&row_max)[2],
                                 float (&sums)[2]) {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) sums[h] = weigh(s, h, scales[h], fmaxf(m[h], -3e38f) - offset);
+  for (int h = 0; h < 2; ++h) sums[h] = exponentials(s, h, scales[h], fmaxf(row_max[h], -3e38f) - offset);
 }
 
-// The same after m has become the row's maximum, except where `kept` says that it may stay; alpha is what earlier sums
-// must be multiplied by. d holds this thread's part of the sum.
+// The same after row_max has become the maximum of the row, except where `kept` is true. alpha: the factor that
+// rescales earlier sums. row_sum: this thread's part of the sum.
 template <int kScores>
 FI_DEVICE void online_softmax(float (&s)[kScores], const float (&scales)[2], float offset, const bool (&kept)[2],
-                              float (&m)[2], float (&d)[2], float (&alpha)[2]) {
+                              float (&row_max)[2], float (&row_sum)[2], float (&alpha)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float most[4] = {kMinusInf, kMinusInf, kMinusInf, kMinusInf};  // chains that need not wait for each other
+    float most[4] = {kMinusInf, kMinusInf, kMinusInf, kMinusInf};  // independent chains
 #pragma unroll
     for (int i = 0; i < kScores / 4; ++i) {
       most[i % 2] = fmaxf(most[i % 2], s[4 * i + 2 * h]);
@@ -70,44 +70,46 @@ FI_DEVICE void online_softmax(float (&s)[kScores], const float (&scales)[2], flo
     float top = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2)) * scales[h];
-    top = kept[h] ? m[h] : fmaxf(m[h], top);
+    top = kept[h] ? row_max[h] : fmaxf(row_max[h], top);
     const float base = softmax_reference(top);
-    alpha[h] = exp2_approx(m[h] - base);
-    m[h] = top;
-    d[h] = d[h] * alpha[h] + weigh(s, h, scales[h], base - offset);
+    alpha[h] = exp2_approx(row_max[h] - base);
+    row_max[h] = top;
+    row_sum[h] = row_sum[h] * alpha[h] + exponentials(s, h, scales[h], base - offset);
   }
 }
 
-// Whether a condition holds in all four threads of a row.
+// Whether a condition is true in all four threads of a row.
 FI_DEVICE bool all_of_quad(bool x) {
   const unsigned threads = __ballot_sync(0xffffffffu, x);
   return (threads >> (threadIdx.x % 32 & ~3u) & 15u) == 15u;
 }
 
-// What a row ends with, in all four of its threads: where its output begins, and what sums of weighted values must be
-// multiplied by. The first thread stores its LSE.
+// The epilogue of a row, in all four of its threads: where its output begins, and the factor of the unnormalised
+// output. The first thread stores the LSE.
 struct RowEpilogue {
   bool exists;
   int64_t begin;
   float factor;
 
-  FI_DEVICE RowEpilogue(const BatchPrefillParams& p, const WorkTile& work, int row, float offset, float m, float d) {
+  FI_DEVICE RowEpilogue(const BatchPrefillParams& p, const WorkTile& work, int row, float offset, float row_max,
+                        float row_sum) {
     const int group = static_cast<int>(p.group_size.value), token = divide(row, p.group_size);
     const int head = work.kv_head * group + row - token * group;
     const int64_t at = work.request.qo_begin + work.token + token;
     exists = token < work.tokens;
     begin = at * p.out_token + head * p.out_head;
     factor = p.out_scale;
-    d += __shfl_xor_sync(0xffffffffu, d, 1);
-    d += __shfl_xor_sync(0xffffffffu, d, 2);
+    row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 1);
+    row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 2);
     if (p.sinks && exists) {
-      const float sink = p.sinks[head] * kLog2e, top = fmaxf(m, sink);
-      d = d * exp2_approx(m - top) + exp2_approx(sink - top + offset);
-      factor *= exp2_approx(m - top);
-      m = top;
+      const float sink = p.sinks[head] * kLog2e, top = fmaxf(row_max, sink);
+      row_sum = row_sum * exp2_approx(row_max - top) + exp2_approx(sink - top + offset);
+      factor *= exp2_approx(row_max - top);
+      row_max = top;
     }
-    factor *= inverse_row_sum(d);
-    if (p.lse && threadIdx.x % 4 == 0 && exists) p.lse[at * p.qo_heads + head] = softmax_lse<CudaMath>(m - offset, d);
+    factor *= inverse_row_sum(row_sum);
+    if (p.lse && threadIdx.x % 4 == 0 && exists)
+      p.lse[at * p.qo_heads + head] = softmax_lse<CudaMath>(row_max - offset, row_sum);
   }
 };
 

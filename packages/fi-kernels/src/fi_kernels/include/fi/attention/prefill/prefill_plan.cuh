@@ -1,5 +1,5 @@
-// Planner of batch prefill: one block chooses the height of tiles, lists those of all requests, longest first, by
-// counting, and says how the last ones are split.
+// The planner of batch prefill: one CTA chooses the height of q tiles, sorts the q tiles of all requests by their KV
+// tiles with a counting sort, longest first, and chooses num_splits for the last work tiles.
 #pragma once
 #include "fi/attention/prefill/prefill_plan.h"
 #include "fi/cuda/ptx/pdl.cuh"
@@ -18,7 +18,7 @@ struct PrefillPlanner {
   const PrefillPlanParams& p;
   Shared& shared;
 
-  // Tiles of about equal work come in any order: which block takes a tile changes no result.
+  // The order of tiles of about equal work varies: no result depends on the CTA that runs a tile.
   FI_DEVICE void run() const {
     const int threads = blockDim.x;
     for (int i = threadIdx.x; i < kLevels; i += threads) shared.place[i] = 0;
@@ -36,14 +36,15 @@ struct PrefillPlanner {
     __syncthreads();
     PrefillTileStats tiles = measured(0);
     int tokens = p.tile_tokens;
-    // With many rounds of tiles their height matters to none but the last.
-    if (p.short_tokens > 0 && static_cast<int64_t>(tiles.num_tiles) * p.kv_heads <= 4 * p.num_ctas) {
-      measure(1, p.short_tokens);
+    // With many waves of tiles, the height matters only to the last wave.
+    if (p.short_tile_tokens > 0 && static_cast<int64_t>(tiles.num_tiles) * p.kv_heads <= 4 * p.num_ctas) {
+      measure(1, p.short_tile_tokens);
       __syncthreads();
       const PrefillTileStats low = measured(1);
-      if (low.num_tiles <= p.max_tiles && prefers_short(tiles, low, p.kv_heads, p.num_ctas, p.max_partials, least)) {
+      if (low.num_tiles <= p.max_tiles &&
+          prefers_short(tiles, low, p.kv_heads, p.num_ctas, p.max_partials, best_cost)) {
         tiles = low;
-        tokens = p.short_tokens;
+        tokens = p.short_tile_tokens;
       }
     }
     int shift = 0;
@@ -57,7 +58,7 @@ struct PrefillPlanner {
       if (at < p.max_tiles) p.schedule.tiles[at] = {b, t};
     });
     __syncthreads();
-    if (threadIdx.x < 32) finish(tiles, tokens);
+    if (threadIdx.x < 32) write_header(tiles, tokens);
   }
 
  private:
@@ -91,7 +92,7 @@ struct PrefillPlanner {
     return {static_cast<int64_t>(shared.work[which]), shared.items[which], shared.longest[which]};
   }
 
-  // Places become exclusive sums.
+  // Replaces counts by their exclusive prefix sums.
   FI_DEVICE void sum() const {
     const int lane = threadIdx.x;
     int before = 0;
@@ -109,23 +110,29 @@ struct PrefillPlanner {
     if (lane == 0) shared.total = before;
   }
 
-  // The least cost of a split: each lane tries a number of parts.
-  FI_DEVICE static unsigned least(const PrefillSplit& split) {
+  // The least cost of a split: each lane tries one num_splits.
+  FI_DEVICE static unsigned best_cost(const PrefillSplit& split) {
     return __reduce_min_sync(0xffffffffu, split.cost(threadIdx.x % 32 + 1));
   }
 
   // By one warp.
-  FI_DEVICE void finish(const PrefillTileStats& tiles, int tokens) const {
-    const int items = min(shared.total, p.max_tiles), units = items * p.kv_heads;
+  FI_DEVICE void write_header(const PrefillTileStats& tiles, int tokens) const {
+    const int items = min(shared.total, p.max_tiles), work_tiles = items * p.kv_heads;
     PrefillSplit split = PrefillSplit::of(tiles, p.kv_heads, p.num_ctas, p.max_partials);
-    if (split.first < units) {
+    if (split.first < work_tiles) {
       const PrefillWorkTile item = p.schedule.tiles[split.first / p.kv_heads];
-      split.work = p.kv_tiles(request(item.request), item.q_tile, tokens);
+      split.kv_tiles = p.kv_tiles(request(item.request), item.q_tile, tokens);
     }
-    const int parts = PrefillSplit::parts(least(split));
+    const int num_splits = PrefillSplit::num_splits(best_cost(split));
     if (threadIdx.x == 0)
-      *p.schedule.header = {
-          items, 0, 0, tokens, parts > 1 ? split.first : units, parts, (split.work + parts - 1) / parts, 0};
+      *p.schedule.header = {items,
+                            0,
+                            0,
+                            tokens,
+                            num_splits > 1 ? split.first : work_tiles,
+                            num_splits,
+                            (split.kv_tiles + num_splits - 1) / num_splits,
+                            0};
   }
 };
 

@@ -12,7 +12,7 @@ struct PrefillProblem {
   int64_t k_page, v_page;
   const int32_t* page_indices;  // null: ragged
   PrefillSchedule schedule;
-  float* partials;             // room for parts of split units, of the Hopper kernel; null: none is split
+  float* partials;             // workspace of the wgmma kernel for split-KV partials; null: no split
   const uint8_t* custom_mask;  // packed, flattened [qo_len, kv_len] of each request from a byte of its own on; null
   const int32_t* mask_indptr;  // [batch + 1], bytes; null: custom_mask is [tokens, draft_row], as Mask::draft
   const int32_t* prefix_len;   // [batch]; null: no items
@@ -22,7 +22,7 @@ struct PrefillProblem {
   const float* bmm2_scale;     // multiplies the output; null: 1
   Divisor page_size;
   int32_t tile_tokens, items_row, draft_row;
-  int32_t padded_rows, batch;  // rows of the output, those of no request to be zero; 0: they stay as they are
+  int32_t padded_rows, batch;  // rows of the output, where rows of no request become 0; 0: they are not written
 
   // The attention problem of one request, whose paged keys begin at pages + kv_begin.
   FI_HOST_DEVICE AttentionProblem request(int32_t b, int32_t q_bytes, int32_t kv_bytes, int32_t out_bytes) const {

@@ -17,7 +17,7 @@ struct alignas(8) PrefillWorkTile {
 
 // Output rows outside of all requests: padding before the first request and behind the last.
 struct PaddingRows {
-  int32_t rows, batch;  // of the output, and of the schedule; rows 0: what belongs to no request stays as it is
+  int32_t rows, batch;  // of the output, and of the schedule; rows 0: the padding is not written
   int32_t first, last;  // of the requests
 
   FI_HOST_DEVICE static PaddingRows of(int32_t rows, int32_t batch, const PrefillRequest* requests) {
@@ -32,11 +32,11 @@ struct PaddingRows {
   FI_HOST_DEVICE int32_t row(int32_t i) const { return i < first ? i : i - first + last; }
 };
 
-// A unit of work is one q tile for one kv head. Where the kernel merges partials, units from number first_split on are
-// split over KV: into max_splits splits or fewer, each of at least min_split_tiles KV tiles but the last.
+// A work tile is one q tile of one kv head. For kernels that merge partials, the KV of work tiles from number
+// first_split on is split: into at most max_splits splits, each of min_split_tiles KV tiles or more, except the last.
 struct alignas(16) PrefillHeader {
   int32_t num_tiles;
-  int32_t next_work, ctas_done;  // the next unit to hand out, blocks that are done: both 0 between launches
+  int32_t next_work, ctas_done;  // the work tile that a CTA takes next; CTAs that are done: both 0 between launches
   int32_t tile_tokens;           // query tokens of a tile
   int32_t first_split, max_splits, min_split_tiles, unused;
 };
@@ -46,7 +46,7 @@ struct alignas(16) PrefillHeader {
 struct PrefillSchedule {
   static constexpr int32_t kHeader = 8, kMaxSplitTiles = 256, kWarps = 12, kCounters = kMaxSplitTiles * kWarps;
   PrefillHeader* header;
-  int32_t* counters;  // [kMaxSplitTiles][kWarps], of the consumer warps of split units
+  int32_t* counters;  // [kMaxSplitTiles][kWarps], of the consumer warps of split tiles
   PrefillRequest* requests;
   PrefillWorkTile* tiles;
 

@@ -19,7 +19,7 @@ FI_DEVICE Variant begin_variant(Variant::Params& shared, const Variant::Argument
 
 // Grid: (tiles of packed rows, kv heads, parts of the output's columns); the longest rows of a causal mask first.
 template <class T, class Q, class KV, class Shape, int kSharedBytes>
-FI_DEVICE void attend_tiles(const SingleAttentionParams& params, const Variant::Arguments& arguments = {}) {
+FI_DEVICE void single_attention_mma(const SingleAttentionParams& params, const Variant::Arguments& arguments = {}) {
   using Kernel = MmaAttention<T, Q, KV, ContiguousKv, Shape>;
   __shared__ AttentionProblem problem;
   __shared__ QueryTile tile;
@@ -42,7 +42,8 @@ FI_DEVICE void attend_tiles(const SingleAttentionParams& params, const Variant::
 
 // Grid: (groups of kRows packed rows, kv heads, chunks).
 template <class Q, class KV, int kSlices, int kRows>
-FI_DEVICE void attend_rows(const SingleAttentionParams& params, const Variant::Arguments& arguments = {}) {
+FI_DEVICE void single_attention_cuda_core(const SingleAttentionParams& params,
+                                          const Variant::Arguments& arguments = {}) {
   using Kernel = CudaCoreAttention<Q, KV, kSlices, kRows>;
   __shared__ typename Kernel::Shared shared;
   const AttentionProblem& p = params.problem;

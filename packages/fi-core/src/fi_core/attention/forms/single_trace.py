@@ -1,0 +1,104 @@
+"""The descriptions of attention of one request, shared by decode and prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fi_core.attention.reference import attend_request
+from fi_core.observe.draw import Draw, nbytes
+from fi_core.observe.template import with_sizes
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work
+
+
+def _make(
+    draw: Draw,
+    *,
+    with_lse: bool,
+    kv_layout: str,
+    dtype: str = "bfloat16",
+    qo_len: int | None = 9,
+    kv_len: int = 37,
+    num_qo_heads: int = 6,
+    num_kv_heads: int = 2,
+    head_dim_qk: int = 40,
+    head_dim_vo: int = 24,
+    kv_dtype: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """The last tokens of a request, or one token without that axis, over strided keys."""
+    k, v = (draw.normal((kv_len, num_kv_heads, dim), kv_dtype or dtype) for dim in (head_dim_qk, head_dim_vo))
+    if kv_layout == "HND":
+        k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+    rows = () if qo_len is None else (qo_len,)
+    q = draw.rows(draw.normal((*rows, num_qo_heads, head_dim_qk), dtype))
+    return {"q": q, "k": draw.rows(k), "v": draw.rows(v), "kv_layout": kv_layout, "return_lse": with_lse, **options}
+
+
+def _samples(*options: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    dtypes = ("bfloat16", "float16", "float32")
+    return (*({"dtype": dtype, **more} for dtype in dtypes for more in ({}, *options)), {"head_dim_qk": 128})
+
+
+def _work(arguments: Mapping[str, Any]) -> Work:
+    """Every tensor once; two operations for each pair of a query and a key that it sees, head and dimension."""
+    q, k, v = (arguments[name] for name in ("q", "k", "v"))
+    qo_len, heads = q.shape[0] if q.ndim == 3 else 1, q.shape[-2]
+    kv_len = k.shape[0 if arguments["kv_layout"] == "NHD" else 1]
+    pairs = qo_len * kv_len - (qo_len * (qo_len - 1) // 2 if arguments.get("causal") else 0)
+    written = qo_len * heads * v.shape[-1] * (arguments.get("o_dtype") or q.dtype).itemsize
+    return Work(2 * pairs * heads * (q.shape[-1] + v.shape[-1]), nbytes(q, k, v) + written)
+
+
+def single_trace(
+    kind: str,
+    rows: Sequence[str],
+    reference: Callable[..., Any],
+    samples: Sequence[dict[str, Any]],
+    description: str,
+    **inputs: Tensor | Scalar,
+) -> Any:
+    """A trace for `fi_api`. rows: the axes of q before its heads; inputs: those of this kind alone."""
+
+    def template(layout: str, with_lse: bool) -> TraceTemplate:
+        tokens = ["kv_len", "num_kv_heads"] if layout == "NHD" else ["num_kv_heads", "kv_len"]
+        lse = {"lse": Tensor([*rows, "num_qo_heads"], dtype="float32", description="Base 2.")} if with_lse else {}
+        output = Tensor([*rows, "num_qo_heads", "head_dim_vo"], dtype_from="q", dtype_from_scalar="o_dtype")
+        return TraceTemplate(
+            f"single_{kind}",
+            axes={
+                **{axis: Var() for axis in (*rows, "kv_len")},
+                "num_qo_heads": Const(abbrev="h"),
+                "num_kv_heads": Const(abbrev="kv"),
+                "head_dim_qk": Const(abbrev="d"),
+                "head_dim_vo": Const(abbrev=""),
+            },
+            inputs={
+                "q": Tensor([*rows, "num_qo_heads", "head_dim_qk"]),
+                "k": Tensor([*tokens, "head_dim_qk"]),
+                "v": Tensor([*tokens, "head_dim_vo"]),
+                **inputs,
+                "kv_layout": Scalar("string", optional=True),
+                "sm_scale": Scalar(optional=True),
+                "window_left": Scalar("int32", optional=True),
+                "logits_soft_cap": Scalar(optional=True),
+            },
+            outputs={"output": output, **lse},
+            reference=(attend_request, reference),
+            op="single_attention",
+            make=with_sizes(_make, hidden, with_lse=with_lse, kv_layout=layout, **only),
+            samples=_samples(*samples),
+            work=_work,
+            tolerance={"float32": (2e-5, 2e-5)},
+            tags=(f"kv_layout:{layout}",),
+            description=description,
+        )
+
+    hidden, only = (("with_lse",), {}) if rows else (("with_lse", "qo_len"), {"qo_len": None})
+    templates = {(layout, lse): template(layout, lse) for layout in ("NHD", "HND") for lse in (False, True)}
+
+    def trace(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
+        return templates.get((arguments.get("kv_layout", "NHD"), bool(arguments.get("return_lse", False))))
+
+    trace.templates = tuple(templates.values())  # type: ignore[attr-defined]
+    return trace

@@ -1,0 +1,49 @@
+"""Attention of one request in fp64, and its keys from pages: the helpers of every attention reference.
+
+Trace files contain the text of these functions, so they name nothing outside themselves.
+"""
+
+from __future__ import annotations
+
+
+def attend_request(  # type: ignore[no-untyped-def]
+    q, k, v, sm_scale, causal=False, window_left=-1, logits_soft_cap=None, sinks=None, custom_mask=None
+):
+    """The last tokens of a request, q [qo_len, heads, d], against k and v [kv_len, heads, d]: output and base-2 lse."""
+    import torch
+
+    group, first = q.shape[1] // k.shape[1], k.shape[0] - q.shape[0]
+    position = torch.arange(q.shape[0], device=q.device)[:, None] + first
+    key = torch.arange(k.shape[0], device=q.device)
+    seen = custom_mask if custom_mask is not None else key <= position if causal else key >= 0
+    if window_left >= 0:
+        seen = seen & (key >= position - window_left)
+    out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=torch.float64)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float64)
+    for head in range(q.shape[1]):  # one at a time: the scores of all heads would be large
+        score = q[:, head].double() @ k[:, head // group].double().T * sm_scale
+        if logits_soft_cap is not None and logits_soft_cap > 0:
+            score = logits_soft_cap * torch.tanh(score / logits_soft_cap)
+        score = score.masked_fill(~seen, -torch.inf)
+        lse[:, head] = score.logsumexp(-1)
+        if sinks is not None:
+            lse[:, head] = torch.logaddexp(lse[:, head], sinks[head].double())
+        weight = (score - lse[:, head, None]).exp().nan_to_num(0.0)  # a row that sees no key gives 0
+        out[:, head] = weight @ v[:, head // group].double()
+    return out, lse * 1.4426950408889634
+
+
+def gather_pages(cache, kv_indptr, kv_indices, kv_last_page_len, seq_lens, request, kv_layout):  # type: ignore[no-untyped-def]
+    """The tokens of one request, [kv_len, heads, d]."""
+    pages = kv_indices[int(kv_indptr[request]) : int(kv_indptr[request + 1])].long()
+    tokens = (cache[pages] if kv_layout == "NHD" else cache[pages].transpose(1, 2)).flatten(0, 1)
+    page_size = cache.shape[1 if kv_layout == "NHD" else 2]
+    length = max(len(pages) - 1, 0) * page_size + int(kv_last_page_len[request]) if len(pages) else 0
+    return tokens[: length if seq_lens is None else int(seq_lens[request])]
+
+
+def gather_table(cache, block_table, kv_len):  # type: ignore[no-untyped-def]
+    """The tokens of one request from a row of a block table, [kv_len, heads, d]; the cache is HND."""
+    page_size = cache.shape[2]
+    pages = block_table[: (kv_len + page_size - 1) // page_size].long()
+    return cache[pages].transpose(1, 2).flatten(0, 1)[:kv_len]

@@ -1,0 +1,144 @@
+"""Every public function names the argument where something else than a tensor is passed for one."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import fi_core
+from fi_core.observe import api
+from fi_core.registry import described
+
+
+def functions() -> dict[str, Any]:
+    """The described public functions."""
+    for family in fi_core._MODULES:
+        importlib.import_module(f"fi_core.{family}")
+    names = (name.split(":") for name in api._functions if name.startswith("fi_core."))
+    found = {name: getattr(importlib.import_module(module), name) for module, name in names if "." not in name}
+    return {name: function for name, function in found.items() if described(name) is not None}
+
+
+@pytest.mark.parametrize("wrong", [[1.0], None, numpy.ones(3), 1.5, "x"], ids=lambda wrong: type(wrong).__name__)
+@pytest.mark.parametrize("name", functions())
+def test_it_is_named(name: str, wrong: Any) -> None:
+    function, found = functions()[name], described(name)
+    assert found is not None
+    arguments = found.template.sample(**(found.template.samples[0] if found.template.samples else {}))
+    parameters = inspect.signature(function).parameters
+    tensors = [key for key, value in arguments.items() if isinstance(value, torch.Tensor)]
+    assert tensors
+    for key in tensors:
+        if wrong is None and "None" in parameters[key].annotation:
+            continue
+        if isinstance(wrong, float) and "float" in parameters[key].annotation:
+            continue
+        with pytest.raises((TypeError, ValueError), match=rf"\b{key}\b") as caught:
+            function(**{**arguments, key: wrong})
+        assert "_cpu" not in str(caught.value), "no name of a module"
+
+
+def test_a_number_of_a_wrong_type_is_named() -> None:
+    with pytest.raises(TypeError, match=r"top_k: k must be an integer; got a float"):
+        fi_core.top_k(torch.ones(2, 8), 1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "named"),
+    [
+        ("min_p_sampling_from_probs", {"probs": torch.ones(2, 8).to_sparse(), "min_p": 0.1}, "probs must be a dense"),
+        ("gelu_tanh_and_mul", {"input": torch.ones(())}, "input: .* is required; got shape"),
+        ("top_k_renorm_probs", {"probs": torch.ones(2, 8), "top_k": torch.ones(2).cfloat()}, "top_k: an integer dtype"),
+        (
+            "top_k_mask_logits",
+            {"logits": torch.ones(2, 8).to(torch.float8_e4m3fn), "top_k": 1},
+            "logits: a float dtype",
+        ),
+    ],
+)
+def test_a_tensor_of_a_wrong_kind_is_named(name: str, arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=named):
+        getattr(fi_core, name)(**arguments)
+
+
+def test_q_and_k_rotated_in_place_are_two_tensors() -> None:
+    """One tensor would be rotated twice."""
+    q = torch.ones(2, 1, 64)
+    with pytest.raises(ValueError, match="q and k are written, so they must not be the same memory"):
+        fi_core.apply_rope_pos_ids_inplace(q, q, torch.zeros(2, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (
+            {"block_tables": torch.zeros(1, 3, dtype=torch.int32)},
+            "block_tables: 2 rows are required, batch_size; got 1",
+        ),
+        ({"qkv": [torch.ones(2, 1, 64)]}, r"qkv: a tuple \(q, kv_cache\) is required; got 1 members"),
+    ],
+)
+def test_tables_and_members_of_one_call_are_counted(wrong: dict[str, Any], named: str) -> None:
+    """A table of fewer rows would be read behind its end."""
+    indptr, lens = torch.arange(3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    given: dict[str, Any] = {
+        "qkv": (torch.ones(2, 1, 64), torch.ones(3, 2, 1, 1, 64)), "input_layout": "Q_PAGED_KV_NHD",
+        "workspace_buffer": WORKSPACE, "seq_lens": lens, "max_q_len": 1, "max_kv_len": 1, "bmm1_scale": 1.0,
+        "bmm2_scale": 1.0, "batch_size": 2, "cum_seq_lens_q": indptr, "cum_seq_lens_kv": indptr,
+        "block_tables": torch.zeros(2, 3, dtype=torch.int32),
+    }  # fmt: skip
+    fi_core.trtllm_fmha_v2_prefill(**given)
+    with pytest.raises(ValueError, match=named):
+        fi_core.trtllm_fmha_v2_prefill(**{**given, **wrong})
+
+
+WORKSPACE = torch.empty(1 << 16, dtype=torch.uint8)
+INDPTR, LAST = torch.tensor([0, 1], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"float_workspace_buffer": 3}, "float_workspace_buffer: a torch.Tensor is required"),
+        ({"jit_args": 3}, "jit_args: a tuple is required"),
+        ({"paged_kv_indptr_buffer": torch.zeros(1, dtype=torch.int32).expand(2)}, "paged_kv_indptr_buffer: a contig"),
+        ({"paged_kv_indices_buffer": INDPTR[None]}, "paged_kv_indices_buffer: a contig"),
+    ],
+)
+def test_an_argument_of_a_wrapper_is_named(wrong: dict[str, Any], named: str) -> None:
+    buffers = {
+        "paged_kv_indptr_buffer": INDPTR,
+        "paged_kv_indices_buffer": INDPTR,
+        "paged_kv_last_page_len_buffer": LAST,
+    }
+    given = {"float_workspace_buffer": WORKSPACE, "use_cuda_graph": True, **buffers, **wrong}
+    with pytest.raises((TypeError, ValueError), match=named):
+        fi_core.BatchDecodeWithPagedKVCacheWrapper(**given)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"rope_scale": torch.ones(2)}, "rope_scale: a number is required"),
+        ({"fixed_split_size": torch.ones(2)}, "fixed_split_size: pages"),
+        ({"indptr": INDPTR[None]}, "indptr: .*integers are required"),
+        ({"indices": [0]}, "indices: a torch.Tensor is required"),
+    ],
+)
+def test_an_argument_of_plan_is_named(wrong: dict[str, Any], named: str) -> None:
+    given = {"indptr": INDPTR, "indices": INDPTR, "last_page_len": LAST, "num_qo_heads": 1, "num_kv_heads": 1}
+    wrapper = fi_core.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    with pytest.raises((TypeError, ValueError), match=named):
+        wrapper.plan(**{**given, "head_dim": 64, "page_size": 1, **wrong})
+
+
+def test_other_errors_stay() -> None:
+    with pytest.raises(ValueError, match=r"input must have shape \[n, d\]"):
+        fi_core.rmsnorm(torch.ones(()), torch.ones(1))
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'weight'"):
+        fi_core.rmsnorm(torch.ones(2, 8))  # type: ignore[call-arg]

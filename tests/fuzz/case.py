@@ -1,0 +1,271 @@
+"""One case of the fuzz: from its name to a record of what a hostile call did."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from families.test_descriptions import check
+from fi_core.observe.trace import TraceTemplate
+from fi_core.runtime.errors import BackendSupportedError, FiError, GPUArchitectureError, LibraryError, UnsupportedError
+from fi_core.runtime.launch.operator import operators
+from fuzz.calls import Arguments, Scenario, invoke
+from fuzz.hostile import Change, contents, is_plain, metadata, tight
+
+KINDS = ("metadata", "contents")
+Record = dict[str, Any]
+Announce = Callable[[Record], None]
+NAMED = (ValueError, TypeError, NotImplementedError, KeyError, FiError, LibraryError, BackendSupportedError,
+         GPUArchitectureError)  # fmt: skip
+FINDINGS = ("crash", "hang", "sanitizer", "unnamed error", "wrong answer")
+_PLANS = ("plan", "fast_decode_plan", "begin_forward")  # after a failed one the session goes on
+_NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|Storage size calculation overflowed|numel.*overflow")
+_FIRST = re.compile(r"(\w+): ")
+_DRAWN = re.compile(r"sampl")
+
+
+class _Over(Exception):
+    """Ends a scenario after its hostile call."""
+
+
+class Hostile:
+    """The hook of one case: changes arguments of one call, and records what that call and later ones do."""
+
+    def __init__(self, kind: str, seed: int, step: int, announce: Announce | None = None) -> None:
+        self.kind, self.seed, self.step, self.announce = kind, seed, step, announce
+        self.count = 0
+        self.names: set[str] = set()
+        self.record: Record = {"outcome": "valid", "change": ""}
+        self.results: list[Any] = []
+        self.same = self.extreme = self.beyond = False
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        arguments: Arguments,
+        template: TraceTemplate | None = None,
+        planned: Arguments | None = None,
+    ) -> Any:
+        at, self.count = self.count, self.count + 1
+        self.names |= set(inspect.signature(function).parameters) - {"self"}
+        template_arguments = None
+        if at == self.step:
+            rng = Random(f"{self.kind} {self.seed} change")
+            arguments, changes = _changed(rng, self.kind, function, arguments)
+            self.same = bool(changes) and all(change.same for change in changes.values())
+            self.extreme = any(change.extreme for change in changes.values())
+            described = {entry.param or key for key, entry in template.inputs.items()} if template else set()
+            self.beyond = any(  # an option that no reference takes, such as a scale
+                name not in described and not isinstance(change.value, torch.Tensor) for name, change in changes.items()
+            )
+            self.record["function"] = function.__qualname__
+            self.record["change"] = "; ".join(f"{name}: {change.text}" for name, change in changes.items())
+            template_arguments = {**(planned or {}), **arguments}
+            if self.announce:
+                self.announce(self.record)
+        try:
+            result = invoke(function, arguments)
+        except Exception as error:
+            if at < self.step or self.step < 0:
+                raise
+            self._judge(error, function, later=at > self.step)
+            if function.__name__ in _PLANS and self.record["outcome"] == "named":
+                return None
+            raise _Over from None
+        self.results.append(_copied(result))
+        if at == self.step:
+            self.record["outcome"] = "returned"
+            self.returned = result, template_arguments, template
+        return result
+
+    def _judge(self, error: Exception, function: Callable[..., Any], later: bool) -> None:
+        text = str(error)
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if "/fi_core/" in f.filename]
+        where = f"{Path(own[-1].filename).name}:{own[-1].name}" if own else ""
+        words = set(re.findall(r"\w+", text))
+        named = bool(words & self.names) or _names_its_argument(text) or isinstance(error, UnsupportedError)
+        if isinstance(error, (RuntimeError, MemoryError)) and _NO_MEMORY.search(text):
+            outcome = "no memory"
+        elif isinstance(error, LibraryError) or (isinstance(error, NAMED) and named):
+            outcome = "named"
+        elif later and isinstance(error, RuntimeError) and "plan" in words:
+            outcome = "named"  # the plan before has failed
+        else:
+            outcome = "unnamed error"
+        self.record |= {
+            "outcome": outcome, "error": type(error).__name__, "text": text[:300], "where": where,
+            "raised_by": function.__qualname__,
+        }  # fmt: skip
+
+
+def _names_its_argument(text: str) -> bool:
+    """Whether it begins with a name, or a kernel's error names a declared argument of its op."""
+    first = _FIRST.match(text)
+    if not first:
+        return False
+    known = operators().get(first.group(1))
+    return known is None or bool({a.name for a in known.op.parsed} & set(re.findall(r"\w+", text)))
+
+
+def _changed(
+    rng: Random, kind: str, function: Callable[..., Any], arguments: Arguments
+) -> tuple[Arguments, dict[str, Change]]:
+    """The arguments with one to three hostile ones."""
+    made = dict(arguments)
+    if rng.random() < 0.6:
+        made = {name: _tightened(value) for name, value in made.items()}
+    others = [value for value in made.values() if is_plain(value)]
+    parameters = inspect.signature(function).parameters
+    changes: dict[str, Change] = {}
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        names = [name for name in parameters if name != "self" and name not in changes]
+        given = [name for name in names if name in made]
+        if kind == "contents":
+            name = rng.choice(given) if given else ""
+            change = contents(rng, made.get(name))
+        else:
+            name = rng.choice(given if rng.random() < 0.8 and given else names) if names else ""
+            default = parameters[name].default if name else None
+            change = metadata(rng, made.get(name, default), others) if name else None
+        if change is not None and name:
+            changes[name] = change
+            variadic = parameters[name].kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            if not variadic or isinstance(change.value, (tuple, list)):
+                made[name] = change.value
+    order = [name for name in parameters if name in made]
+    return {name: made[name] for name in order}, changes
+
+
+def _tightened(value: Any) -> Any:
+    if isinstance(value, tuple) and all(is_plain(x) for x in value):
+        return tuple(tight(x) for x in value)
+    return tight(value) if is_plain(value) else value
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_copied(x) for x in value]
+    return (
+        value.detach().clone()
+        if isinstance(value, torch.Tensor) and is_plain(value) and value.numel() < 1 << 22
+        else None
+    )
+
+
+@functools.cache
+def _steps(scenario: Scenario) -> int:
+    """The number of calls of a scenario."""
+    return run_plain(scenario, 0).count
+
+
+def run_plain(scenario: Scenario, seed: int) -> Hostile:
+    """The scenario without a change."""
+    hook = Hostile("metadata", seed, -1)
+    scenario.start(hook, seed)
+    return hook
+
+
+def parse(name: str) -> tuple[str, int]:
+    """Kind and seed of a case's name, such as "metadata:17". Raises ValueError."""
+    kind, _, seed = name.partition(":")
+    if kind not in KINDS or not seed.isdecimal():
+        raise ValueError(f"case: {' or '.join(KINDS)}, a colon and a number are required; got {name!r}")
+    return kind, int(seed)
+
+
+def run(name: str, scenarios: list[Scenario], announce: Announce = lambda record: None) -> Record:
+    """Runs a case. announce: told of the change before the call, which may not come back."""
+    kind, seed = parse(name)
+    rng = Random(name)
+    scenario = rng.choice(scenarios)
+    torch.manual_seed(seed)
+    torch.set_num_threads(1 if seed % 8 else 2)
+    record = {"case": name, "scenario": scenario.name}
+    step = rng.randrange(_steps(scenario)) if scenario.several else 0
+    hook = Hostile(kind, seed, step, lambda change: announce(record | change))
+    try:
+        scenario.start(hook, seed)
+    except _Over:
+        pass
+    except Exception as error:
+        if "function" not in hook.record:
+            raise
+        if hook.record["outcome"] in ("returned", "valid"):  # the scenario itself stumbles over what came back
+            hook.record |= {"outcome": "accepted", "text": f"{type(error).__name__}: {error}"[:200]}
+    if hook.record["outcome"] == "returned":
+        hook.record |= _answer(scenario, hook, seed)
+    return record | hook.record
+
+
+def _answer(scenario: Scenario, hook: Hostile, seed: int) -> Record:
+    """Whether the result is right, as far as anything tells: the reference, or the call without the change."""
+    result, arguments, template = hook.returned
+    if hook.extreme or _DRAWN.search(hook.record["function"]):
+        return {"outcome": "accepted"}
+    if template is not None and template.reference is not None and not hook.beyond:
+        before: list[Arguments] = []  # the call has written some of its arguments: they are made once more
+        scenario.start(_Capture(hook, before), seed)
+        try:
+            want = template.expected(before[0])
+            got = template.results(arguments, result)
+        except Exception as error:
+            return {"outcome": "accepted", "text": f"no reference: {type(error).__name__}: {error}"[:200]}
+    elif hook.same:
+        plain = run_plain(scenario, seed).results
+        pairs = list(_pairs(hook.results, plain[: len(hook.results)]))
+        wrong = [i for i, (a, b) in enumerate(pairs) if not _close(a, b)]
+        return (
+            {"outcome": "wrong answer", "text": f"result {wrong[0]} differs from the plain call's"}
+            if wrong
+            else {"outcome": "right"}
+        )
+    else:
+        return {"outcome": "accepted"}
+    try:
+        check(template, got, want)
+    except AssertionError as error:
+        return {"outcome": "wrong answer", "text": str(error)[:300]}
+    except Exception as error:
+        return {"outcome": "accepted", "text": f"not compared: {type(error).__name__}: {error}"[:200]}
+    return {"outcome": "right"}
+
+
+class _Capture:
+    """A hook that keeps the changed arguments of a call and makes none."""
+
+    def __init__(self, hook: Hostile, kept: list[Arguments]) -> None:
+        self.hook, self.kept = hook, kept
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        arguments: Arguments,
+        template: TraceTemplate | None = None,
+        planned: Arguments | None = None,
+    ) -> None:
+        rng = Random(f"{self.hook.kind} {self.hook.seed} change")
+        self.kept.append({**(planned or {}), **_changed(rng, self.hook.kind, function, arguments)[0]})
+
+
+def _pairs(a: Any, b: Any) -> Any:
+    if isinstance(a, list) and isinstance(b, list):
+        for x, y in zip(a, b):
+            yield from _pairs(x, y)
+    elif isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        yield a, b
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    x, y = a.float(), b.float()
+    return bool(torch.allclose(x, y, rtol=2e-2, atol=2e-2, equal_nan=True))

@@ -1,0 +1,25 @@
+"""The modules that the fuzz calls: those of all ops on the CPU, and a user's attention variant."""
+
+from __future__ import annotations
+
+from families import test_variants as variants
+from fi_core import aot
+from fi_core.jit.attention import gen_customize_single_decode_module, gen_customize_single_prefill_module
+from fi_core.jit.core import JitSpec
+from fi_core.runtime.launch.kernel import load_module
+from fi_core.runtime.resolve import find
+
+
+def specs() -> list[JitSpec]:
+    """The variant of the fuzz, for decode and for prefill."""
+    uri, q, kv, o, _, *rest = variants.jit_args(variants.ALIBI)
+    return [
+        gen_customize_single_decode_module(uri, q, kv, o, *rest),
+        gen_customize_single_prefill_module("fa2", uri, q, kv, o, *rest),
+    ]
+
+
+def preload() -> None:
+    """Loads every module once, so that forked workers share them."""
+    for artifact in aot.artifacts(["cpu"]):
+        load_module(next(iter(find(artifact))))

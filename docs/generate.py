@@ -244,6 +244,8 @@ TITLES = {
     "sampling": "Sampling",
     "topk": "Top-k",
     "quantization": "Quantization",
+    "gemm": "Matrix products",
+    "grouped_mm": "Grouped matrix products",
 }
 LIBRARY = ("registry", "runtime.resolve", "observe.trace", "autotuner")  # modules that compute nothing themselves
 

@@ -21,7 +21,7 @@ SMALL = {
     "rope": "--batch_size 2 --seq_len 5 --num_qo_heads 4 --num_kv_heads 2 --head_dim 16 --page_size 4",
     "page": "--batch_size 3 --s_qo 5 --s_kv 11 --num_kv_heads 2 --head_dim 16 --page_size 4",
     "cascade": "--batch_size 5 --num_qo_heads 4 --head_dim 16 --num_states 3",
-    "quantization": "--m 5 --k 13",
+    "quantization": "--m 5 --k 64 --batch_size 2",
     "topk": "--batch_size 3 --vocab_size 300 --max_len 200 --top_k 70",
     "attention": "--s_qo 7 --s_kv 19 --num_qo_heads 4 --num_kv_heads 2 --head_dim_qk 16",
     "sampling": "--batch_size 3 --vocab_size 301 --top_k 7",
@@ -31,7 +31,7 @@ VARIANTS = {
     "norm": ["--input_dtype float16", "--out_dtype fp8_e5m2 --scale 0.02"],
     "rope": ["--interleave", "--rotary_dim 8", "--input_dtype bfloat16", "--no_rope_dim 8 --kv_layout HND"],
     "page": ["--kv_layout HND", "--kv_dtype fp8_e4m3", "--s_qo 1"],
-    "quantization": ["--bitorder little", "--k 16"],
+    "quantization": ["--bitorder little", "--k 32 --sf_layout linear --no_sf_swizzled_layout", "--global_scale 20"],
     "attention": [
         "--causal",
         "--kv_layout HND",

@@ -13,6 +13,7 @@ from fi_core.registry import ops
 from fi_core.runtime.dispatch import Choice, Request, choose, explain, specs
 from fi_core.runtime.errors import UnsupportedError
 from fi_core.runtime.launch.operator import planned
+from fi_core.runtime.spec.arguments import REQUIRED
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, at_least, exactly
 from fi_core.runtime.spec.dtype import short_name
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
@@ -183,10 +184,12 @@ def bf16_call(op: Op) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for argument in op.parsed:
         quantized = op.name == "rope_quantize" and argument.name.endswith("_out")
+        quantized |= (op.name, argument.name) in (("block_quantize", "out"), ("block_dequantize", "input"))
         dtype = torch.float8_e4m3fn if quantized else torch.bfloat16
         tensor = torch.empty(shapes.get(argument.name, (3, 128)), dtype=dtype)
         usual: dict[str, Any] = {"Tensor": tensor, "int": 0, "float": 0.0, "bool": False}
-        found[argument.name] = usual.get(argument.kind)
+        number = argument.kind in ("int", "float", "bool") and argument.default is not REQUIRED
+        found[argument.name] = argument.default if number else usual.get(argument.kind)
     return found
 
 

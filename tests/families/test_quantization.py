@@ -9,7 +9,7 @@ import torch
 
 import fi_core
 from families.harness import impls, using
-from fi_core.quantization import _packbits_reference, _segment_packbits_reference
+from fi_core.quantization.packbits import _packbits_reference, _segment_packbits_reference
 
 SIZES = [0, 1, 7, 8, 9, 15, 16, 17, 31, 64, 1000, 16384, 70003]
 

@@ -102,6 +102,8 @@ FAMILIES = {
                 "mxfp4_quantize",
                 "nvfp4_quantize",
                 "nvfp4_batched_quantize",
+                "mxfp4_dequantize",
+                "block_scale_interleave",
                 "packbits",
                 "segment_packbits",
             ),

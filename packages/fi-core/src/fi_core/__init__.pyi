@@ -10,7 +10,12 @@ from fi_core import compat as compat
 from fi_core import compilation_context as compilation_context
 from fi_core import cudnn as cudnn
 from fi_core import decode as decode
+from fi_core import deep_gemm as deep_gemm
 from fi_core import errors as errors
+from fi_core import fp4_quantization as fp4_quantization
+from fi_core import fp8_quantization as fp8_quantization
+from fi_core import gemm as gemm
+from fi_core import grouped_mm as grouped_mm
 from fi_core import jit as jit
 from fi_core import norm as norm
 from fi_core import observe as observe
@@ -35,6 +40,16 @@ from fi_core.decode import (
     single_decode_with_kv_cache,
     xqa,
 )
+from fi_core.gemm import (
+    SegmentGEMMWrapper,
+    bmm_bf16,
+    bmm_fp8,
+    mm_bf16,
+    mm_fp8,
+    prepare_low_latency_gemm_weights,
+    tinygemm_bf16,
+)
+from fi_core.grouped_mm import grouped_mm_bf16, grouped_mm_fp8
 from fi_core.norm import (
     fused_add_rmsnorm,
     fused_add_rmsnorm_fp8_block_quant,
@@ -56,7 +71,31 @@ from fi_core.prefill import (
     single_prefill_with_kv_cache_return_lse,
     trtllm_fmha_v2_prefill,
 )
-from fi_core.quantization import packbits, segment_packbits
+from fi_core.quantization import (
+    SfLayout,
+    block_scale_interleave,
+    e2m1_and_ufp8sf_scale_to_float,
+    fp4_quantize,
+    get_shuffle_block_size,
+    get_shuffle_matrix_a_row_indices,
+    get_shuffle_matrix_sf_a_row_indices,
+    mxfp4_dequantize,
+    mxfp4_dequantize_host,
+    mxfp4_quantize,
+    mxfp8_dequantize_host,
+    mxfp8_grouped_quantize,
+    mxfp8_quantize,
+    nvfp4_batched_quantize,
+    nvfp4_block_scale_interleave,
+    nvfp4_quantize,
+    packbits,
+    per_token_group_quant_8bit,
+    scaled_fp4_grouped_quantize,
+    segment_packbits,
+    shuffle_matrix_a,
+    shuffle_matrix_sf_a,
+    silu_and_mul_nvfp4_quantize,
+)
 from fi_core.registry import loaded_kernels, supports
 from fi_core.rope import (
     apply_llama31_rope,
@@ -97,6 +136,8 @@ __all__ = [
     "BatchPrefillWithRaggedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
+    "SegmentGEMMWrapper",
+    "SfLayout",
     "TopKTieBreak",
     "__git_commit__",
     "__git_version__",
@@ -114,10 +155,15 @@ __all__ = [
     "apply_rope_with_cos_sin_cache",
     "apply_rope_with_cos_sin_cache_inplace",
     "autotune",
+    "block_scale_interleave",
+    "bmm_bf16",
+    "bmm_fp8",
     "chain_speculative_sampling",
     "cudnn_batch_decode_with_kv_cache",
+    "e2m1_and_ufp8sf_scale_to_float",
     "fast_decode_plan",
     "fi_trace",
+    "fp4_quantize",
     "fused_add_rmsnorm",
     "fused_add_rmsnorm_fp8_block_quant",
     "fused_add_rmsnorm_quant",
@@ -127,6 +173,11 @@ __all__ = [
     "gemma_rmsnorm",
     "get_batch_indices_positions",
     "get_seq_lens",
+    "get_shuffle_block_size",
+    "get_shuffle_matrix_a_row_indices",
+    "get_shuffle_matrix_sf_a_row_indices",
+    "grouped_mm_bf16",
+    "grouped_mm_fp8",
     "layernorm",
     "layernorm_quant",
     "loaded_kernels",
@@ -134,20 +185,38 @@ __all__ = [
     "merge_state_in_place",
     "merge_states",
     "min_p_sampling_from_probs",
+    "mm_bf16",
+    "mm_fp8",
+    "mxfp4_dequantize",
+    "mxfp4_dequantize_host",
+    "mxfp4_quantize",
+    "mxfp8_dequantize_host",
+    "mxfp8_grouped_quantize",
+    "mxfp8_quantize",
+    "nvfp4_batched_quantize",
+    "nvfp4_block_scale_interleave",
+    "nvfp4_quantize",
     "packbits",
+    "per_token_group_quant_8bit",
     "prepare",
+    "prepare_low_latency_gemm_weights",
     "rmsnorm",
     "rmsnorm_quant",
     "sample_from_logits",
     "sampling_from_logits",
     "sampling_from_probs",
+    "scaled_fp4_grouped_quantize",
     "segment_packbits",
+    "shuffle_matrix_a",
+    "shuffle_matrix_sf_a",
     "silu_and_mul",
+    "silu_and_mul_nvfp4_quantize",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
     "softmax",
     "supports",
+    "tinygemm_bf16",
     "top_k",
     "top_k_mask_logits",
     "top_k_page_table_transform",

@@ -7,7 +7,6 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,12 @@ from fi_core.compat.backend import (
     fi_experimental_api,
     get_compute_capability,
     supported_compute_capability,
+)
+from fi_core.compat.fp4 import (
+    FP4Tensor,
+    get_shuffle_block_size,
+    get_shuffle_matrix_a_row_indices,
+    get_shuffle_matrix_sf_a_row_indices,
 )
 from fi_core.runtime import errors
 from fi_core.runtime.errors import BackendSupportedError, ExperimentalWarning, GPUArchitectureError, LibraryError
@@ -46,6 +51,9 @@ __all__ = [
     "get_compute_capability",
     "get_default_generators",
     "get_device_sm_count",
+    "get_shuffle_block_size",
+    "get_shuffle_matrix_a_row_indices",
+    "get_shuffle_matrix_sf_a_row_indices",
     "is_fa3_backend_supported",
     "is_float8",
     "is_graph_capturing",
@@ -88,38 +96,6 @@ class PosEncodingMode(Enum):
     NONE = 0
     ROPE_LLAMA = 1
     ALIBI = 2
-
-
-@dataclass
-class FP4Tensor:
-    """A packed NVFP4 tensor.
-
-    Args:
-        data: uint8, two e2m1 values per byte.
-        scale: e4m3, one scale per block of 16 values.
-        scale_start_index: token index of the first scale, for tensors that share one `scale`.
-        original_shape: shape before packing.
-
-    Raises:
-        ValueError: data or scale has another dtype.
-    """
-
-    data: torch.Tensor
-    scale: torch.Tensor
-    scale_start_index: int = 0
-    original_shape: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        import torch
-
-        if self.data.dtype != torch.uint8:
-            raise ValueError(f"data must be torch.uint8, got {self.data.dtype}")
-        if self.scale.dtype != torch.float8_e4m3fn:
-            raise ValueError(f"scale must be torch.float8_e4m3fn, got {self.scale.dtype}")
-
-    @property
-    def dtype(self) -> str:
-        return "nvfp4"
 
 
 # Arithmetic

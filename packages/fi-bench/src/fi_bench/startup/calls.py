@@ -46,6 +46,12 @@ def arguments(device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
         "fused_add_rmsnorm": fused,
         "rmsnorm_quant": lambda: (rand(8, 4096).to(e4m3), rand(8, 4096), rand(4096), rand(1, dtype=single)),
         "layernorm": lambda: (rand(8, 4096), rand(4096, dtype=single), rand(4096, dtype=single)),
+        "mm_bf16": lambda: (rand(4, 256), rand(512, 256).t()),
+        "fp4_quantize": lambda: (rand(4, 256), rand(1, dtype=single).abs()),
+        "block_scale_interleave": lambda: (ints(*range(512)).to(torch.uint8).view(128, 4),),
+        "mxfp4_dequantize": lambda: (
+            ints(*range(128)).to(torch.uint8).view(2, 64), torch.full((128, 4), 127, device=device, dtype=torch.uint8)
+        ),
         "silu_and_mul": lambda: (rand(8, 8192),),
         "gelu_and_mul": lambda: (rand(8, 8192),),
         "apply_rope_pos_ids": lambda: (rand(2, 32, 128), rand(2, 8, 128), ints(0, 1)),

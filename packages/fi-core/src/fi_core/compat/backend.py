@@ -266,3 +266,41 @@ def backend_requirement(
         return wrapper  # type: ignore[return-value]
 
     return decorate
+
+
+def named_backends(
+    names: Mapping[str, str | None], supported_ccs: Iterable[int], unnamed: bool = False
+) -> Callable[[F], F]:
+    """Decorates an operator whose backends are names of the same kernels: a call costs one look-up of the name.
+
+    The operator has the queries of `backend_requirement`, and takes `skip_check=True`. Its kernels check the arguments.
+
+    Args:
+        names: by name, None, or the reason why this library cannot serve it.
+        supported_ccs: the compute capabilities of the kernels.
+        unnamed: the operator has no parameter `backend`.
+
+    Raises:
+        BackendSupportedError: (from a call) The backend is unknown or cannot serve; with the reason.
+    """
+
+    def decorate(func: F) -> F:
+        check = supported_compute_capability(list(supported_ccs))(lambda **_: True)
+        serving = {name: check for name, reason in names.items() if reason is None}
+        rules = _Requirement(func, serving, check if unnamed else None)
+        parameters = list(rules.signature.parameters)
+        place = len(parameters) if unnamed else parameters.index("backend")
+
+        @functools.wraps(func)
+        def wrapper(*args: Any, skip_check: bool = False, **kwargs: Any) -> Any:
+            backend = args[place] if len(args) > place else kwargs.get("backend")
+            if backend is not None and backend not in serving:
+                reason = names.get(backend) or f"it has {', '.join(serving)}"
+                raise BackendSupportedError(f"{rules.name} does not support backend {backend!r}: {reason}")
+            return func(*args, **kwargs)
+
+        for query in ("is_backend_supported", "is_compute_capability_supported", "has_backend", "has_backend_choices"):
+            setattr(wrapper, query, getattr(rules, query))
+        return wrapper  # type: ignore[return-value]
+
+    return decorate

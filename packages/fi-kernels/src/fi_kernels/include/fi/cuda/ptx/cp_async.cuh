@@ -1,5 +1,5 @@
-// cp.async (PTX ISA 9.7.9.25.3): copies of 16 or 8 bytes from global to shared memory that bypass registers, sm_80 and
-// later.
+// cp.async (PTX ISA 9.7.9.25.3): copies of 16, 8 or 4 bytes from global to shared memory that bypass registers, sm_80
+// and later.
 #pragma once
 #include "fi/cuda/ptx/pdl.cuh"
 
@@ -14,7 +14,13 @@ FI_DEVICE void cp_async_16(unsigned shared, const void* global, bool valid = tru
 FI_DEVICE void cp_async_16(void* shared, const void* global, bool valid = true) {
   cp_async_16(static_cast<unsigned>(__cvta_generic_to_shared(shared)), global, valid);
 }
-// The same of 8 bytes, through L1.
+// Copies the first `bytes` of 16 and writes zeros behind them; the source is not read beyond.
+FI_DEVICE void cp_async_16_part(unsigned shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(__cvta_generic_to_global(global)),
+               "r"(bytes)
+               : "memory");
+}
+// As cp_async_16 of 8 bytes, through L1.
 FI_DEVICE void cp_async_8(unsigned shared, const void* global, bool valid = true) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(__cvta_generic_to_global(global)),
                "r"(valid ? 8 : 0)
@@ -22,6 +28,13 @@ FI_DEVICE void cp_async_8(unsigned shared, const void* global, bool valid = true
 }
 FI_DEVICE void cp_async_8(void* shared, const void* global) {
   cp_async_8(static_cast<unsigned>(__cvta_generic_to_shared(shared)), global);
+}
+// The same of 4 bytes, through L1.
+FI_DEVICE void cp_async_4(void* shared, const void* global) {
+  asm volatile(
+      "cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+      "l"(__cvta_generic_to_global(global))
+      : "memory");
 }
 // Closes a group of this thread's copies.
 FI_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -1,0 +1,30 @@
+"""Matrix products of tokens and weights: dense, batched and grouped, in 16 and 8 bits."""
+
+from __future__ import annotations
+
+from fi_core.gemm.dense import bmm_bf16, bmm_fp8, mm_bf16, mm_fp8, prepare_low_latency_gemm_weights, tinygemm_bf16
+from fi_core.gemm.groupwise import (
+    batch_deepgemm_fp8_nt_groupwise,
+    fp8_blockscale_gemm_sm90,
+    gemm_fp8_nt_blockscaled,
+    gemm_fp8_nt_groupwise,
+    group_deepgemm_fp8_nt_groupwise,
+    group_gemm_fp8_nt_groupwise,
+)
+from fi_core.gemm.segment import SegmentGEMMWrapper
+
+__all__ = [
+    "SegmentGEMMWrapper",
+    "batch_deepgemm_fp8_nt_groupwise",
+    "bmm_bf16",
+    "bmm_fp8",
+    "fp8_blockscale_gemm_sm90",
+    "gemm_fp8_nt_blockscaled",
+    "gemm_fp8_nt_groupwise",
+    "group_deepgemm_fp8_nt_groupwise",
+    "group_gemm_fp8_nt_groupwise",
+    "mm_bf16",
+    "mm_fp8",
+    "prepare_low_latency_gemm_weights",
+    "tinygemm_bf16",
+]

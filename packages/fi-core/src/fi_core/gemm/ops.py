@@ -1,0 +1,259 @@
+"""Matrix products of tokens and weights: the op behind every GEMM of the public modules."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from fi_core.runtime.launch.operator import operator
+from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
+from fi_core.runtime.spec.dtype import DTYPES
+from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    import torch
+
+_SHARED = 227 * 1024  # bytes of a CTA
+_TMA_BYTES = 16  # that addresses and strides of operands are multiples of
+
+
+class GemmConfig(NamedTuple):
+    rows: int  # of a tile
+    columns: int
+    k_block_clocks: int  # of a tile of wgmma_sm90 and 128 bytes of k, for the cost model
+    load_bytes: int = 0  # of a load by mma_sm80: 16, or 1 for single elements with any strides; 0: TMA
+    stage_blocks: int = 0  # of 128 bytes along k in a stage of wgmma_small_m_sm90; 0: another kernel
+
+
+class _Tile(NamedTuple):
+    """A tile shape of the wgmma kernel. buffers: blocks of 64 rows by 128 bytes of out, for each of the two consumer
+    warpgroups, which lie beside each other along m, or along n where a tile has 64 rows.
+    """
+
+    rows: int
+    columns: int
+    stages: int
+    buffers: int
+    k_block_clocks: int
+
+
+# H200: a stage is 128 bytes of k. Tiles of fp8 have two sets of accumulators, one of the last 128 k.
+_TILES = {
+    "16 bits": (
+        _Tile(128, 256, 4, 1, 1024), _Tile(128, 192, 4, 3, 773), _Tile(128, 176, 4, 3, 737),
+        _Tile(128, 128, 5, 2, 554), _Tile(64, 256, 4, 2, 658), _Tile(64, 128, 6, 2, 420),
+    ),
+    "rows": (
+        _Tile(256, 128, 3, 4, 1260), _Tile(128, 192, 4, 3, 956), _Tile(128, 176, 4, 3, 911), _Tile(128, 128, 5, 2, 702),
+        _Tile(64, 256, 4, 2, 732), _Tile(64, 128, 6, 2, 480),
+    ),
+    "blocks": (
+        _Tile(256, 128, 3, 4, 1310), _Tile(128, 192, 4, 3, 956), _Tile(128, 176, 4, 3, 980), _Tile(128, 128, 5, 2, 700),
+        _Tile(64, 256, 4, 2, 700), _Tile(64, 128, 6, 2, 520),
+    ),
+    "column_blocks": (_Tile(128, 128, 5, 2, 800), _Tile(64, 128, 6, 2, 560)),
+}  # fmt: skip
+_SCALES = {"rows": "kRows", "blocks": "kBlocks", "column_blocks": "kColumnBlocks"}
+
+
+def _shared_bytes(tile: _Tile, scales: str) -> int:
+    """Of operands, staged output, scales and barriers, with the alignment of the tiles."""
+    blocks = 128 * tile.stages * (tile.rows + tile.columns) + 2 * tile.buffers * 64 * 128
+    floats = tile.stages * (tile.rows + tile.columns if "blocks" in scales else 8)
+    floats += tile.columns * (2 if tile.rows == 64 else 4)
+    size = blocks + 4 * floats + (16 + 20) * tile.stages + 32
+    return (size + 1023) // 1024 * 1024 + 1024
+
+
+def _unit(axes: Values) -> Unit:
+    a, b, out = (DTYPES[axes[name]] for name in ("a", "b", "out"))
+    scales = "kNone" if a.bytes == 2 else _SCALES[axes["scales"]]
+    tiles = "BatchedTiles" if axes["tiles"] == "batched" else "GroupTiles"
+    columns = "true" if axes["b_major"] == "n" else "false"
+    entries = []
+    for tile in _TILES["16 bits" if a.bytes == 2 else axes["scales"]]:
+        if axes["b_major"] == "n" and tile.columns % 64:
+            continue
+        size = _shared_bytes(tile, axes["scales"])
+        assert size <= _SHARED, tile
+        numbers = f"{tile.rows}, {tile.columns}, {min(2, tile.rows // 64)}, {tile.stages}, {tile.buffers}"
+        types = f"{a.device}, {b.device}, {out.device}"
+        body = f"gemm_sm90<{types}, {columns}, {numbers}, fi::GemmScales::{scales}, fi::{tiles}, {size}>"
+        config = GemmConfig(tile.rows, tile.columns, tile.k_block_clocks)
+        entries.append(Entry(f"gemm_{tile.rows}x{tile.columns}", body, 384, config, size, 1))
+    return Unit("fi/gemm/gemm_sm90.cuh", "GemmSm90Params", tuple(entries), flags=("--split-compile=4",))
+
+
+class _MmaTile(NamedTuple):
+    """A tile shape of the mma.sync kernel, its warps along m and n, and stages of 64 bytes of k."""
+
+    rows: int
+    columns: int
+    warps_m: int
+    warps_n: int
+    stages: int
+    vectors: bool = True
+
+
+# By bytes of an element: fp8 also has sums in fp32 beside the products, so its largest tile is smaller.
+_MMA_TILES = {
+    bytes: (largest, _MmaTile(64, 128, 2, 4, 5), _MmaTile(32, 64, 1, 4, 8), _MmaTile(64, 64, 4, 2, 2, False))
+    for bytes, largest in ((2, _MmaTile(128, 128, 2, 4, 4)), (1, _MmaTile(128, 64, 4, 2, 4)))
+}
+
+
+def _mma_unit(axes: Values) -> Unit:
+    a, b, out = (DTYPES[axes[name]] for name in ("a", "b", "out"))
+    tiles = "BatchedTilesOf" if axes["tiles"] == "batched" else "GroupTilesOf"
+    blocks = str(axes["scales"] != "rows").lower()
+    entries = []
+    for tile in _MMA_TILES[a.bytes]:
+        size = 64 * tile.stages * (tile.rows + tile.columns) + 128
+        numbers = ", ".join(map(str, tile[:5]))
+        vectors = str(tile.vectors).lower()
+        body = f"gemm_mma<{a.device}, {b.device}, {out.device}, {numbers}, {vectors}, {blocks}, fi::{tiles}, {size}>"
+        config = GemmConfig(tile.rows, tile.columns, 0, 16 if tile.vectors else 1)
+        name = f"gemm_{tile.rows}x{tile.columns}{'' if tile.vectors else '_elements'}"
+        ctas = 2 if tile.rows == 128 and a.bytes == 2 else 0
+        entries.append(Entry(name, body, 32 * tile.warps_m * tile.warps_n, config, size, ctas))
+    return Unit("fi/gemm/gemm_mma.cuh", "GemmMmaParams", tuple(entries))
+
+
+# The kernel for few tokens: warpgroups, each with 64 rows of b, and blocks of 128 bytes along k of a stage. With one or
+# two warpgroups a cluster may split k.
+_SMALL_M_TILES = ((1, 2), (2, 2), (3, 1), (4, 1))
+_SMALL_M_TOKENS = (8, 16, 32, 64)  # of a tile
+_LARGE_M = _SMALL_M_TOKENS[-1] + 1
+_SCALE_ROWS = {"rows": 0, "blocks": 128, "column_blocks": 1}
+
+
+def _small_m_unit(axes: Values) -> Unit:
+    a, b, out = (DTYPES[axes[name]] for name in ("a", "b", "out"))
+    tokens, scale_rows = axes["tokens"], _SCALE_ROWS[axes["scales"]]
+    tiles = "BatchedTiles" if axes["tiles"] == "batched" else "GroupTiles"
+    entries = []
+    for warpgroups, blocks in _SMALL_M_TILES:
+        rows = 64 * warpgroups
+        floats = 0 if scale_rows == 0 else tokens + (rows if scale_rows == 1 else warpgroups)
+        stage = blocks * ((rows + tokens) * 128 + 4 * floats) + 16
+        fixed = (rows * tokens * 4 if warpgroups <= 2 else 256) + 4 * blocks * (tokens + warpgroups) + 64 + 2048
+        stages = min(32, (_SHARED - fixed) // stage)
+        types = f"{a.device}, {b.device}, {out.device}"
+        numbers = f"{tokens}, {warpgroups}, {blocks}, {stages}, {scale_rows}"
+        body = f"gemm_small_m_sm90<{types}, {numbers}, fi::{tiles}, {_SHARED}>"
+        config = GemmConfig(tokens, rows, 0, 0, blocks)
+        entries.append(Entry(f"gemm_small_m_{tokens}x{rows}", body, 128 * warpgroups + 64, config, _SHARED, 1))
+    return Unit("fi/gemm/gemm_small_m_sm90.cuh", "GemmSmallMParams", tuple(entries))
+
+
+def _request(
+    a: torch.dtype,
+    b: torch.dtype,
+    out: torch.dtype,
+    block_scales: Any,
+    shape: tuple[int, int],
+    rows: str,
+    a_strides: tuple[int, ...],
+    b_strides: tuple[int, ...],
+    address: int,
+    m: int,
+) -> tuple[Any, ...]:
+    """The values of the fields from the facts of a call."""
+    n, k = shape
+    scales = "rows"
+    if block_scales and (tuple(block_scales) != (1, 1) or max(n, k) <= 128):
+        scales = "column_blocks" if block_scales[0] == n and n > 1 else "blocks"
+    b_major = "n" if b_strides[-1] != 1 and b_strides[-2] == 1 and k > 1 else "k"
+    if b_major == "n":
+        b_strides = (*b_strides[:-2], b_strides[-1], 1)
+    low = address
+    for strides, size in ((a_strides, a.itemsize), (b_strides, b.itemsize)):
+        for step in strides[:-1]:
+            low |= step * size
+    alignment = min(_TMA_BYTES, low & -low) if low else _TMA_BYTES
+    return a, b, out, scales, "groups" if rows != "batched" else "batched", b_major, alignment, m
+
+
+_SAME_OR_FP8 = Rule(
+    ("a", "b"),
+    "b of a's dtype, or both fp8, one of them e4m3",
+    lambda a, b: (a == b and a != "e5m2") or {a, b} == {"e4m3", "e5m2"},
+)
+
+
+def _any_m(values: Values) -> Values:
+    """The axes of a kernel for any number of tokens."""
+    return {**values, "tokens": 0}
+
+
+_HOPPER: tuple[Constraint | Rule, ...] = (*exactly(90), _SAME_OR_FP8, Constraint("alignment", ">=", _TMA_BYTES))
+_FLOATS = ("f16", "bf16", "e4m3", "e5m2")
+GEMM = Op(
+    name="gemm",
+    family="gemm",
+    arguments="Tensor(a!) out, Tensor a, Tensor b, Tensor? a_scale=None, Tensor? b_scale=None, Tensor? bias=None, "
+    "Tensor? m_indptr=None, Tensor? m_indices=None, Tensor? masked_m=None, Tensor? b_indices=None, "
+    "int expected_m=-1, int tactic=-1, bool b_constant=False, "
+    'bool? enable_pdl=None, str backend="auto"',
+    # The last: rows of a that meet a matrix of b, of groups their mean; all from _LARGE_M on count as the same.
+    read="a.dtype, b.dtype, out.dtype, b_scale is not None and b_scale.ndim == b.ndim and tuple(b_scale.shape)[-2:], "
+    "tuple(b.shape)[-2:], 'indptr' if m_indptr is not None else 'masked' if masked_m is not None else 'batched', "
+    f"a.stride(), b.stride(), (a.data_ptr() | b.data_ptr()) & {_TMA_BYTES - 1}, "
+    "min(expected_m if expected_m >= 0 else a.shape[-2] if m_indptr is None and m_indices is None else "
+    f"-(-a.shape[-2] // max(1, b.shape[0] if m_indptr is None else m_indptr.numel() - 1)), {_LARGE_M})",
+    request=_request,
+    fields={
+        "a": Field(_FLOATS, "bf16"),
+        "b": Field(_FLOATS, "bf16"),
+        "out": Field(("f16", "bf16", "f32"), "bf16"),
+        "scales": Field(("rows", "blocks", "column_blocks"), "rows"),
+        "tiles": Field(("batched", "groups"), "batched"),
+        "b_major": Field(("k", "n"), "k"),
+        "alignment": Field((1, 2, 4, 8, 16), 16),
+        "m": Field(None, _LARGE_M),
+    },
+    axes={
+        "a": _FLOATS,
+        "b": _FLOATS,
+        "out": ("f16", "bf16", "f32"),
+        "scales": ("rows", "blocks", "column_blocks"),
+        "tiles": ("batched", "groups"),
+        "b_major": ("k", "n"),
+        "tokens": (0, *_SMALL_M_TOKENS),
+    },
+    config=GemmConfig,
+    implementations=(
+        Implementation("cpu", (*ON_CPU, _SAME_OR_FP8), axes=_any_m),
+        Implementation(
+            "wgmma_small_m_sm90",
+            (*_HOPPER, Rule(("b_major",), "K-major b", lambda major: major == "k")),
+            _small_m_unit,
+            axes=lambda v: {**v, "tokens": next((t for t in _SMALL_M_TOKENS if t >= v["m"]), _SMALL_M_TOKENS[-1])},
+            preferred=(Constraint("m", "<=", _SMALL_M_TOKENS[-1]),),
+        ),
+        Implementation(
+            "wgmma_sm90",
+            (
+                *_HOPPER,
+                Rule(("a", "b_major"), "K-major b, or 16 bits", lambda a, major: major == "k" or a in ("f16", "bf16")),
+            ),
+            _unit,
+            axes=_any_m,
+        ),
+        Implementation(
+            "mma_sm80", (*at_least(80), _SAME_OR_FP8), _mma_unit, axes=_any_m
+        ),
+    ),
+    prebuilt=(
+        *({"a": dtype, "b": dtype, "out": dtype, "tiles": tiles} for dtype in ("bf16", "f16")
+          for tiles in ("batched", "groups")),
+        *({"a": "e4m3", "b": "e4m3", "scales": scales, "tiles": tiles} for scales in ("rows", "blocks")
+          for tiles in ("batched", "groups")),
+        {"a": "e4m3", "b": "e4m3", "scales": "column_blocks"},
+        *({"a": dtype, "b": dtype, "scales": scales, "tiles": tiles, "m": tokens}
+          for dtype, scales in (("bf16", "rows"), ("e4m3", "rows"), ("e4m3", "blocks"))
+          for tiles in ("batched", "groups") for tokens in _SMALL_M_TOKENS),
+    ),
+)  # fmt: skip
+gemm = operator(GEMM)

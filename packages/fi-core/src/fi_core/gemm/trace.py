@@ -1,0 +1,449 @@
+"""Descriptions of the GEMM functions, with fp64 references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fi_core.observe.draw import Draw, dtype_of, nbytes
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work
+
+_BLOCK = 128
+_INF, _NAN = float("inf"), float("nan")
+
+
+# Trace files hold the source of a reference, so each reference is whole in itself.
+def _mm_bf16_reference(a, b, bias=None):  # type: ignore[no-untyped-def]
+    out = a.double() @ b.double()
+    return out if bias is None else out + bias.double()
+
+
+def _bmm_bf16_reference(A, B):  # type: ignore[no-untyped-def]
+    return A.double() @ B.double()
+
+
+def _bmm_fp8_reference(A, B, A_scale, B_scale):  # type: ignore[no-untyped-def]
+    return (A.double() @ B.double()) * (A_scale.double() * B_scale.double())
+
+
+def _mm_fp8_reference(a, b, alpha=None, a_scale=None, b_scale=None):  # type: ignore[no-untyped-def]
+    out = a.double() @ b.double().mT
+    for scale in (alpha, a_scale if a_scale is None else a_scale.unsqueeze(-1), b_scale):
+        out = out if scale is None else out * scale.double()
+    return out
+
+
+def _tinygemm_reference(input, weight, out, bias=None):  # type: ignore[no-untyped-def]
+    result = input.double() @ weight.double().mT
+    return result if bias is None else result + bias.double()
+
+
+def _grouped_reference(a, b, m_indptr, alpha=None):  # type: ignore[no-untyped-def]
+    import torch
+
+    ends = m_indptr.tolist()
+    if ends[0] or ends[-1] != a.shape[0]:
+        raise ValueError("rows of no group are not defined")
+    parts = [a[begin:end].double() @ own.double().mT for begin, end, own in zip(ends, ends[1:], b)]
+    out = torch.cat(parts)
+    return out if alpha is None else out * alpha.double()
+
+
+def _segment_reference(x, weights, weight_column_major, seg_indptr, weight_indices):  # type: ignore[no-untyped-def]
+    import torch
+
+    ends = seg_indptr.tolist()
+    parts = []
+    for begin, end, index in zip(ends, ends[1:], weight_indices.tolist()):
+        own = weights[index].double()
+        parts.append(x[begin:end].double() @ (own.mT if weight_column_major else own))
+    return torch.cat(parts)
+
+
+def _dequantized(x, scale, mode="K"):  # type: ignore[no-untyped-def]
+    scale = (scale if mode == "K" else scale.mT).double()
+    rows, k = x.shape[-2:]
+    if scale.shape[-2] != rows:
+        scale = scale.repeat_interleave(128, -2)[..., :rows, :]
+    return x.double() * scale.repeat_interleave(128, -1)[..., :k]
+
+
+def _groupwise_reference(a, b, a_scale, b_scale, scale_major_mode="K"):  # type: ignore[no-untyped-def]
+    return _dequantized(a, a_scale, scale_major_mode) @ _dequantized(b, b_scale, scale_major_mode).mT
+
+
+def _group_groupwise_reference(a, b, a_scale, b_scale, m_indptr, scale_major_mode="MN"):  # type: ignore[no-untyped-def]
+    import torch
+
+    a, b = _dequantized(a, a_scale, scale_major_mode), _dequantized(b, b_scale, scale_major_mode)
+    ends = m_indptr.tolist()
+    if ends[0] or ends[-1] != a.shape[0]:
+        raise ValueError("rows of no group are not defined")
+    return torch.cat([a[begin:end] @ own.mT for begin, end, own in zip(ends, ends[1:], b)])
+
+
+def _group_deepgemm_reference(a, b, a_scale, b_scale, m_indices):  # type: ignore[no-untyped-def]
+    import torch
+
+    a, b = _dequantized(a, a_scale), _dequantized(b, b_scale)
+    return torch.cat([rows @ b[int(m_indices[i * 128])].mT for i, rows in enumerate(a.split(128))])
+
+
+def _batch_deepgemm_reference(a, b, a_scale, b_scale, masked_m):  # type: ignore[no-untyped-def]
+    return _dequantized(a, a_scale) @ _dequantized(b, b_scale).mT
+
+
+def _quantized(x):  # type: ignore[no-untyped-def]
+    import torch
+
+    blocks = x.float().unflatten(-1, (-1, 128))
+    scale = blocks.abs().amax(-1) / 448.0
+    quantized = blocks / scale.where(scale != 0, 1.0).unsqueeze(-1)
+    return quantized.flatten(-2).to(torch.float8_e4m3fn), scale
+
+
+def _blockscale_reference(input, weight, input_scale=None, weight_scale=None):  # type: ignore[no-untyped-def]
+    a = _dequantized(*(_quantized(input) if input_scale is None else (input, input_scale)))
+    b = _dequantized(*(_quantized(weight) if weight_scale is None else (weight, weight_scale)))
+    return a @ b.mT
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _left(draw: Draw, shape: Sequence[int], dtype: Any) -> Any:
+    """Tokens: strided rows, of which the last ends in NaN and, where the dtype has it, the one before in infinity."""
+    x = draw.normal(shape, dtype)
+    if draw.nasty and x.numel() > 2 * shape[-1]:
+        x.view(-1)[-1:] = x.new_full((1,), _NAN)
+        if x.dtype.itemsize == 2:
+            x.view(-1)[-1 - shape[-1]] = _INF
+    return draw.rows(x)
+
+
+def _right(draw: Draw, shape: Sequence[int], dtype: Any) -> Any:
+    """Weights, so small that products of 16 bits are N(0, 1); fp8 weights are N(0, 1) and have a scale."""
+    return draw.rows(draw.normal(shape, dtype, shape[-1] ** -0.5 if dtype_of(dtype).itemsize == 2 else 1.0))
+
+
+def _scale(draw: Draw, shape: Sequence[int], k: int) -> Any:
+    """Scales such that products of N(0, 1) values are about N(0, 1). If nasty the first is 0, else all are powers of
+    two: baselines that dequantise to bf16 lose nothing then.
+    """
+    x = draw.normal(shape, "float32").abs().add_(0.1).mul_(k**-0.25)
+    if not draw.nasty:
+        return x.log2().round().exp2()
+    if x.numel() > 1:
+        x.view(-1)[0] = 0.0
+    return draw.rows(x)
+
+
+def _make_mm_bf16(
+    draw: Draw, *, m: int = 5, n: int = 72, k: int = 136, dtype: str = "bfloat16", out_dtype: str = "bfloat16",
+    bias: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    found = {"a": _left(draw, (m, k), dtype), "b": _right(draw, (n, k), dtype).mT, "out_dtype": dtype_of(out_dtype)}
+    return {**found, "bias": draw.normal((n,), out_dtype)} if bias else found
+
+
+def _make_bmm_bf16(
+    draw: Draw, *, batch_size: int = 3, m: int = 5, n: int = 72, k: int = 136, dtype: str = "bfloat16",
+    out_dtype: str = "bfloat16",
+) -> dict[str, Any]:  # fmt: skip
+    a, b = _left(draw, (batch_size, m, k), dtype), _right(draw, (batch_size, n, k), dtype)
+    return {"A": a, "B": b.mT, "out_dtype": dtype_of(out_dtype)}
+
+
+def _make_bmm_fp8(
+    draw: Draw, *, batch_size: int = 3, m: int = 5, n: int = 72, k: int = 144, input_dtype: str = "float8_e4m3fn",
+    mat2_dtype: str = "float8_e4m3fn", out_dtype: str = "bfloat16",
+) -> dict[str, Any]:  # fmt: skip
+    a, b = _left(draw, (batch_size, m, k), input_dtype), _right(draw, (batch_size, n, k), mat2_dtype)
+    return {"A": a, "B": b.mT, "A_scale": _scale(draw, (1,), k), "B_scale": _scale(draw, (1,), k),
+            "dtype": dtype_of(out_dtype)}  # fmt: skip
+
+
+def _make_mm_fp8(
+    draw: Draw, *, m: int = 5, n: int = 72, k: int = 144, input_dtype: str = "float8_e4m3fn",
+    mat2_dtype: str = "float8_e4m3fn", out_dtype: str = "bfloat16", rowwise: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    found = {"a": _left(draw, (m, k), input_dtype), "b": _right(draw, (n, k), mat2_dtype)}
+    if rowwise:
+        found |= {"a_scale": _scale(draw, (m,), k), "b_scale": _scale(draw, (n,), k)}
+    else:
+        found["alpha"] = _scale(draw, (1,), k * k)
+    return {**found, "out_dtype": dtype_of(out_dtype)}
+
+
+def _make_tinygemm(draw: Draw, *, m: int = 5, n: int = 72, k: int = 136, bias: bool = True) -> dict[str, Any]:
+    found = {"input": _left(draw, (m, k), "bfloat16"), "weight": _right(draw, (n, k), "bfloat16"),
+             "out": draw.empty((m, n), "bfloat16")}  # fmt: skip
+    return {**found, "bias": draw.normal((n,), "bfloat16")} if bias else found
+
+
+def _groups(draw: Draw, groups: int, m: int) -> Any:
+    """Offsets of groups of m rows; if nasty the second is empty and the third has its rows too."""
+    sizes = [m] * groups
+    if draw.nasty and groups > 2:
+        sizes[1:3] = [0, 2 * m]
+    return draw.offsets(sizes)
+
+
+def _make_grouped(
+    draw: Draw, *, group_size: int = 4, m: int = 5, n: int = 72, k: int = 144, dtype: str = "bfloat16",
+    out_dtype: str = "bfloat16",
+) -> dict[str, Any]:  # fmt: skip
+    a, b = _left(draw, (group_size * m, k), dtype), _right(draw, (group_size, n, k), dtype)
+    found = {"a": a, "b": b, "m_indptr": _groups(draw, group_size, m), "out_dtype": dtype_of(out_dtype)}
+    return found if a.dtype.itemsize == 2 else {**found, "alpha": _scale(draw, (1,), k * k)}
+
+
+def _make_segment(
+    draw: Draw, *, batch_size: int = 5, m: int = 7, n: int = 72, k: int = 136, num_weights: int = 3,
+    dtype: str = "bfloat16", column_major: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    weights = _right(draw, (num_weights, n, k) if column_major else (num_weights, k, n), dtype)
+    return {
+        "x": _left(draw, (batch_size * m, k), dtype), "weights": weights, "batch_size": batch_size,
+        "weight_column_major": column_major, "seg_indptr": _groups(draw, batch_size, m).long(),
+        "weight_indices": draw.integers(0, num_weights, (batch_size,), "int64"),
+    }  # fmt: skip
+
+
+def _plan_segment(wrapper: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    return wrapper(arguments["x"].new_empty(0))
+
+
+def _major(shape: tuple[int, int], mode: str) -> tuple[int, int]:
+    return shape if mode == "K" else (shape[1], shape[0])
+
+
+def _make_groupwise(
+    draw: Draw, *, m: int = 5, n: int = 200, k: int = 384, mode: str = "MN", rows: int = 1,
+    out_dtype: str = "bfloat16",
+) -> dict[str, Any]:  # fmt: skip
+    a, b, blocks = _left(draw, (m, k), "float8_e4m3fn"), _right(draw, (n, k), "float8_e4m3fn"), _ceil(k, _BLOCK)
+    return {
+        "a": a, "b": b, "a_scale": _scale(draw, _major((_ceil(m, rows), blocks), mode), k),
+        "b_scale": _scale(draw, _major((_ceil(n, _BLOCK), blocks), mode), k), "scale_major_mode": mode,
+        "scale_granularity_mnk": (rows, _BLOCK, _BLOCK), "out_dtype": dtype_of(out_dtype),
+    }  # fmt: skip
+
+
+def _make_groups(draw: Draw, groups: int, m: int, n: int, k: int, mode: str = "K") -> dict[str, Any]:
+    """Rows of groups, m each, with their weights and scales."""
+    blocks, rows = _ceil(k, _BLOCK), groups * m
+    return {
+        "a": _left(draw, (rows, k), "float8_e4m3fn"), "b": _right(draw, (groups, n, k), "float8_e4m3fn"),
+        "a_scale": _scale(draw, _major((rows, blocks), mode), k),
+        "b_scale": _scale(draw, (groups, *_major((_ceil(n, _BLOCK), blocks), mode)), k),
+    }  # fmt: skip
+
+
+def _make_group_groupwise(
+    draw: Draw, *, group_size: int = 4, m: int = 8, n: int = 200, k: int = 256, mode: str = "MN",
+    out_dtype: str = "bfloat16",
+) -> dict[str, Any]:  # fmt: skip
+    found = _make_groups(draw, group_size, m, n, k, mode)
+    return {**found, "m_indptr": _groups(draw, group_size, m), "scale_major_mode": mode,
+            "out_dtype": dtype_of(out_dtype)}  # fmt: skip
+
+
+def _make_group_deepgemm(
+    draw: Draw, *, group_size: int = 3, m: int = 128, n: int = 200, k: int = 256, out_dtype: str = "bfloat16"
+) -> dict[str, Any]:
+    """m is a multiple of 128."""
+    groups = draw.permutation(group_size).repeat_interleave(m)
+    return {**_make_groups(draw, group_size, m, n, k), "m_indices": groups, "out_dtype": dtype_of(out_dtype)}
+
+
+def _make_batch_deepgemm(
+    draw: Draw, *, group_size: int = 3, m: int = 6, n: int = 200, k: int = 256, out_dtype: str = "bfloat16"
+) -> dict[str, Any]:
+    """All rows of a group exist, so that all of out is written."""
+    blocks = _ceil(k, _BLOCK)
+    return {
+        "a": _left(draw, (group_size, m, k), "float8_e4m3fn"), "b": _right(draw, (group_size, n, k), "float8_e4m3fn"),
+        "a_scale": _scale(draw, (group_size, m, blocks), k),
+        "b_scale": _scale(draw, (group_size, _ceil(n, _BLOCK), blocks), k),
+        "masked_m": draw.int32([m] * group_size), "expected_m": m, "out_dtype": dtype_of(out_dtype),
+    }  # fmt: skip
+
+
+def _make_blockscale(
+    draw: Draw, *, m: int = 5, n: int = 192, k: int = 384, input_dtype: str = "bfloat16",
+    mat2_dtype: str = "float8_e4m3fn", out_dtype: str = "bfloat16",
+) -> dict[str, Any]:  # fmt: skip
+    found = {"input": _left(draw, (m, k), input_dtype), "weight": _right(draw, (n, k), mat2_dtype)}
+    if dtype_of(input_dtype).itemsize == 1:
+        found["input_scale"] = _scale(draw, (m, _ceil(k, _BLOCK)), k)
+    if dtype_of(mat2_dtype).itemsize == 1:
+        found["weight_scale"] = _scale(draw, (_ceil(n, _BLOCK), _ceil(k, _BLOCK)), k)
+    return {**found, "out_dtype": dtype_of(out_dtype)}
+
+
+def _work(left: str = "a", right: str = "b", transposed: bool = True) -> Callable[[Mapping[str, Any]], Work]:
+    """Two operations for each product; every tensor once."""
+
+    def work(arguments: Mapping[str, Any]) -> Work:
+        a, b = arguments[left], arguments[right]
+        column_major = arguments.get("weight_column_major", transposed)
+        n, k = b.shape[-2 if column_major else -1], a.shape[-1]
+        rows = a.numel() // max(k, 1)
+        dtype = arguments.get("out_dtype") or arguments.get("dtype")
+        size = 2 if dtype is None else dtype.itemsize
+        tensors = (value for name, value in arguments.items() if name != "out")
+        unit = "matmul_fp8" if b.element_size() == 1 else "matmul"
+        return Work(2 * rows * n * k, nbytes(*tensors) + rows * n * size, unit)
+
+    return work
+
+
+_SHAPES = ((5, 72, 136), (1, 64, 512), (17, 33, 7), (130, 129, 100), (0, 64, 64), (64, 1, 1))
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+def _sizes(shapes: Sequence[tuple[int, int, int]], **more: Any) -> tuple[dict[str, Any], ...]:
+    return tuple({"m": m, "n": n, "k": k, **more} for m, n, k in shapes)
+
+
+def _template(
+    name: str,
+    axes: str,
+    inputs: Mapping[str, Tensor | Scalar],
+    output: Sequence[str],
+    reference: Any,
+    make: Callable[..., dict[str, Any]],
+    samples: Sequence[Mapping[str, Any]],
+    description: str,
+    **more: Any,
+) -> TraceTemplate:
+    """axes: names; those of n and k are constant, as a model fixes them."""
+    fixed = ("rows", "columns", "num_weights") if "num_weights" in axes else ("n", "k", "group_size")
+    result = {"output": Tensor(output, dtype_from_scalar="dtype" if name == "bmm_fp8" else "out_dtype")}
+    work = more.pop("work", _work())
+    return TraceTemplate(
+        name,
+        {axis: Const() if axis in fixed else Var() for axis in axes.split()},
+        inputs,
+        more.pop("outputs", result),
+        reference=reference,
+        op="gemm",
+        make=make,
+        samples=samples,
+        work=work,
+        description=description,
+        tolerance={"float32": (2e-5, 2e-5)},
+        **more,
+    )
+
+
+def _optional(*axes: str) -> Tensor:
+    """Scales that a call may leave out."""
+    return Tensor(axes, dtype="float32", optional=True)
+
+
+_MODE = Scalar("string", optional=True)
+MM_BF16 = _template(
+    "mm_bf16", "m n k",
+    {"a": Tensor(["m", "k"]), "b": Tensor(["k", "n"]), "bias": Tensor(["n"], optional=True)}, ["m", "n"],
+    _mm_bf16_reference, _make_mm_bf16,
+    (*_sizes(_SHAPES), *_sizes(_SHAPES[:3], dtype="float16", out_dtype="float32"), *_sizes(_SHAPES[:1], bias=True)),
+    "The product of tokens and transposed weights.", work=_work(transposed=False),
+)  # fmt: skip
+BMM_BF16 = _template(
+    "bmm_bf16", "batch_size m n k", {"A": Tensor(["batch_size", "m", "k"]), "B": Tensor(["batch_size", "k", "n"])},
+    ["batch_size", "m", "n"], _bmm_bf16_reference, _make_bmm_bf16, _sizes(_SHAPES),
+    "Products of a batch of matrices.", work=_work("A", "B", False),
+)  # fmt: skip
+BMM_FP8 = _template(
+    "bmm_fp8", "batch_size m n k one",
+    {"A": Tensor(["batch_size", "m", "k"]), "B": Tensor(["batch_size", "k", "n"]), "A_scale": Tensor(["one"]),
+     "B_scale": Tensor(["one"])},
+    ["batch_size", "m", "n"], _bmm_fp8_reference, _make_bmm_fp8,
+    (*_sizes(_SHAPES), *_sizes(_SHAPES[:2], mat2_dtype=_FP8[1]), *_sizes(_SHAPES[:2], input_dtype=_FP8[1])),
+    "Products of a batch of fp8 matrices with one scale for each operand.", work=_work("A", "B", False),
+)  # fmt: skip
+MM_FP8 = _template(
+    "mm_fp8", "m n k one",
+    {"a": Tensor(["m", "k"]), "b": Tensor(["n", "k"]), "alpha": _optional("one"), "a_scale": _optional("m"),
+     "b_scale": _optional("n")},
+    ["m", "n"], _mm_fp8_reference, _make_mm_fp8, (*_sizes(_SHAPES), *_sizes(_SHAPES[:3], rowwise=True)),
+    "The product of fp8 tokens and weights, with one scale or scales of rows.",
+)  # fmt: skip
+TINYGEMM = _template(
+    "tinygemm_bf16", "m n k",
+    {"input": Tensor(["m", "k"]), "weight": Tensor(["n", "k"]), "out": Tensor(["m", "n"]),
+     "bias": Tensor(["n"], optional=True)},
+    ["m", "n"], _tinygemm_reference, _make_tinygemm, (*_sizes(_SHAPES[:4]), *_sizes(_SHAPES[:2], bias=False)),
+    "A linear layer of few tokens.", work=_work("input", "weight"),
+    outputs={"output": Tensor(["m", "n"], param="out", dtype_from="out")},
+)  # fmt: skip
+GROUPED_BF16 = _template(
+    "grouped_mm_bf16", "cum_m n k group_size num_offsets",
+    {"a": Tensor(["cum_m", "k"]), "b": Tensor(["group_size", "n", "k"]), "m_indptr": Tensor(["num_offsets"])},
+    ["cum_m", "n"], _grouped_reference, _make_grouped, (*_sizes(_SHAPES[:4]), {"group_size": 40, "m": 2}),
+    "Groups of tokens times the weights of their experts.",
+)  # fmt: skip
+GROUPED_FP8 = _template(
+    "grouped_mm_fp8", "cum_m n k group_size num_offsets one",
+    {"a": Tensor(["cum_m", "k"]), "b": Tensor(["group_size", "n", "k"]), "m_indptr": Tensor(["num_offsets"]),
+     "alpha": _optional("one")},
+    ["cum_m", "n"], _grouped_reference,
+    lambda draw, *, group_size=4, m=5, n=72, k=144, out_dtype="bfloat16": _make_grouped(
+        draw, group_size=group_size, m=m, n=n, k=k, dtype="float8_e4m3fn", out_dtype=out_dtype),
+    _sizes(_SHAPES[:4]), "Groups of fp8 tokens times the weights of their experts.",
+)  # fmt: skip
+SEGMENT = _template(
+    "segment_gemm", "cum_m n k num_segments num_weights num_offsets rows columns",
+    {"x": Tensor(["cum_m", "k"]), "weights": Tensor(["num_weights", "rows", "columns"]),
+     "weight_column_major": Scalar("bool"), "seg_indptr": Tensor(["num_offsets"]),
+     "weight_indices": Tensor(["num_segments"])},
+    ["cum_m", "n"], _segment_reference, _make_segment,
+    ({}, {"column_major": False}, {"m": 1, "dtype": "float16"}, {"batch_size": 40, "m": 3, "n": 16, "k": 8}),
+    "Segments of tokens times matrices that indices pick.", work=_work("x", "weights"), plan=_plan_segment,
+    outputs={"output": Tensor(["cum_m", "n"], dtype_from="x")},
+)  # fmt: skip
+GROUPWISE = _template(
+    "gemm_fp8_nt_groupwise", "m n k a_scale_rows a_scale_columns b_scale_rows b_scale_columns",
+    {"a": Tensor(["m", "k"]), "b": Tensor(["n", "k"]), "a_scale": Tensor(["a_scale_rows", "a_scale_columns"]),
+     "b_scale": Tensor(["b_scale_rows", "b_scale_columns"]), "scale_major_mode": _MODE},
+    ["m", "n"], (_dequantized, _groupwise_reference), _make_groupwise,
+    ({}, {"mode": "K"}, {"m": 1, "n": 128, "k": 128}, {"m": 300, "rows": 128}, {"m": 0}, {"m": 130, "n": 129}),
+    "The product of fp8 operands with a scale for every 128 values of k.",
+)  # fmt: skip
+GROUP_GROUPWISE = _template(
+    "group_gemm_fp8_nt_groupwise",
+    "cum_m n k group_size num_offsets a_scale_rows a_scale_columns b_scale_rows b_scale_columns",
+    {"a": Tensor(["cum_m", "k"]), "b": Tensor(["group_size", "n", "k"]),
+     "a_scale": Tensor(["a_scale_rows", "a_scale_columns"]),
+     "b_scale": Tensor(["group_size", "b_scale_rows", "b_scale_columns"]), "m_indptr": Tensor(["num_offsets"]),
+     "scale_major_mode": _MODE},
+    ["cum_m", "n"], (_dequantized, _group_groupwise_reference), _make_group_groupwise,
+    ({}, {"mode": "K", "m": 3}, {"group_size": 40, "m": 2}), "As gemm_fp8_nt_groupwise for groups of tokens.",
+)  # fmt: skip
+GROUP_DEEPGEMM = _template(
+    "group_deepgemm_fp8_nt_groupwise", "cum_m n k group_size k_blocks n_blocks",
+    {"a": Tensor(["cum_m", "k"]), "b": Tensor(["group_size", "n", "k"]), "a_scale": Tensor(["cum_m", "k_blocks"]),
+     "b_scale": Tensor(["group_size", "n_blocks", "k_blocks"]), "m_indices": Tensor(["cum_m"])},
+    ["cum_m", "n"], (_dequantized, _group_deepgemm_reference), _make_group_deepgemm, ({}, {"m": 256, "n": 64}),
+    "As gemm_fp8_nt_groupwise where each row has the index of its weights.",
+)  # fmt: skip
+BATCH_DEEPGEMM = _template(
+    "batch_deepgemm_fp8_nt_groupwise", "m n k group_size k_blocks n_blocks",
+    {"a": Tensor(["group_size", "m", "k"]), "b": Tensor(["group_size", "n", "k"]),
+     "a_scale": Tensor(["group_size", "m", "k_blocks"]), "b_scale": Tensor(["group_size", "n_blocks", "k_blocks"]),
+     "masked_m": Tensor(["group_size"])},
+    ["group_size", "m", "n"], (_dequantized, _batch_deepgemm_reference), _make_batch_deepgemm,
+    ({}, {"group_size": 40, "m": 1, "k": 128}), "As gemm_fp8_nt_groupwise for the first rows of each group.",
+)  # fmt: skip
+BLOCKSCALE_SM90 = _template(
+    "fp8_blockscale_gemm_sm90", "m n k k_blocks n_blocks",
+    {"input": Tensor(["m", "k"]), "weight": Tensor(["n", "k"]), "input_scale": _optional("m", "k_blocks"),
+     "weight_scale": _optional("n_blocks", "k_blocks")},
+    ["m", "n"], (_dequantized, _quantized, _blockscale_reference), _make_blockscale,
+    ({}, {"mat2_dtype": "bfloat16"}, {"input_dtype": "float8_e4m3fn"}, {"m": 0}, {"m": 130, "n": 64, "k": 128}),
+    "The product of operands that are quantised to fp8 with a scale for every 128 values of k.",
+    work=_work("input", "weight"),
+)  # fmt: skip

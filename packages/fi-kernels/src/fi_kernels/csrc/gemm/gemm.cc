@@ -1,0 +1,339 @@
+// gemm: checks the arguments and launches the Hopper kernel with the tile shape that the cost model prefers.
+#include "fi/gemm/gemm.h"
+
+#include <algorithm>
+
+#include "fi/gemm/gemm_cost.h"
+#include "fi/gemm/gemm_mma.h"
+#include "fi/gemm/gemm_sm90.h"
+#include "fi/gemm/gemm_small_m.h"
+#include "fi/gemm/gemm_small_m_cost.h"
+#include "fi/generated/gemm.h"
+#include "fi/host/contents.h"
+
+#if !FI_CUDA
+#include "fi/gemm/gemm_cpu.h"
+#endif
+
+namespace fi {
+namespace {
+
+constexpr int64_t kLimit = 1 << 30;  // of rows and columns: row numbers of tiles are 32-bit
+
+// The contract of a scale tensor: none, one, [.., rows], or [.., rows or ceil(rows / 128), ceil(k / 128)].
+struct Scale {
+  const float* data = nullptr;
+  int64_t batch_stride = 0, row_stride = 0, k_stride = 0, rows = 1;
+  bool blocks = false;
+};
+
+Scale scale_of(const OptionalTensor& scale, const Tensor& operand, int64_t batch, int64_t rows, int64_t k) {
+  Scale s;
+  if (!scale) return s;
+  scale.is({kF32}).on(operand);
+  s.data = scale.data<float>();
+  const int64_t ndim = operand.ndim(), blocks = gemm_ceil(k, 128);
+  const bool one_block = blocks == 1 && gemm_ceil(rows, 128) == 1 && batch == 1;
+  if (scale.numel() == 1 && !(scale.ndim() == ndim && one_block)) return s;
+  s.blocks = scale.ndim() == ndim;
+  const int64_t own = s.blocks ? scale.size(-2) : scale.size(-1);
+  const bool coarse = s.blocks && own == gemm_ceil(rows, 128) && own != rows;
+  const bool fits = (s.blocks || scale.ndim() == ndim - 1) && (own == rows || coarse) &&
+                    (!s.blocks || scale.size(-1) == blocks) && (ndim == 2 || scale.size(0) == batch);
+  FI_CHECK(fits, ValueError,
+           "%s must have one element, or a scale for each row of %s [%s%lld], or for each block of 128 k of 1 or 128 "
+           "rows [%s%lld or %lld, %lld]; got %s",
+           scale.name(), operand.name(), ndim == 3 ? "batch, " : "", static_cast<long long>(rows),
+           ndim == 3 ? "batch, " : "", static_cast<long long>(rows), static_cast<long long>(gemm_ceil(rows, 128)),
+           static_cast<long long>(blocks), scale.shape_str().c_str());
+  s.rows = coarse ? 128 : 1;
+  s.batch_stride = ndim == 3 ? scale.stride(0) : 0;
+  s.row_stride = scale.stride(s.blocks ? -2 : -1);
+  s.k_stride = s.blocks ? scale.stride(-1) : 0;
+  return s;
+}
+
+int64_t batch_stride(const Tensor& x) { return x.ndim() == 3 ? x.stride(0) : 0; }
+
+// The checked problem. a and out have the batch dimension exactly where they are of three dimensions.
+GemmProblem problem_of(const GemmArgs& a) {
+  const bool indptr{a.m_indptr}, indices{a.m_indices}, masked{a.masked_m};
+  FI_CHECK(indptr + indices + masked <= 1, ValueError, "at most one of m_indptr, m_indices and masked_m may be given");
+  const bool grouped = indptr || indices;
+  Dim matrices{"batch", a.b.ndim() == 2 ? 1 : -1}, m{"m"}, n{"n"}, k{"k"};
+  a.a.is({kF16, kBF16, kE4M3, kE5M2});
+  a.b.is({kF16, kBF16, kE4M3, kE5M2}).on(a.a);
+  const bool fp8 = a.a.dtype().bits == 8;
+  FI_CHECK(fp8 ? a.b.dtype().bits == 8 && !(a.a.dtype() == kE5M2 && a.b.dtype() == kE5M2) : a.b.dtype() == a.a.dtype(),
+           TypeError,
+           "b must have the dtype of a, or both must be float8 and one of them float8_e4m3fn; got a %s, b %s",
+           a.a.dtype().str().c_str(), a.b.dtype().str().c_str());
+  if (a.b.ndim() == 2) {
+    FI_CHECK(!grouped && !masked, ValueError, "b must have shape [groups, n, k] for grouped rows; got %s",
+             a.b.shape_str().c_str());
+    a.b.shape(n, k);
+  } else {
+    a.b.shape(matrices, n, k);
+  }
+  Dim batch{"batch", a.b_indices ? -1 : int64_t{matrices}};
+  if (a.b_indices) {
+    FI_CHECK(indptr || masked, ValueError, "b_indices must come with m_indptr or masked_m");
+    a.b_indices.is({kI32}).on(a.a).shape(batch).contiguous();
+  }
+  if (a.b.ndim() == 2 || grouped) {
+    a.a.shape(m, k);
+    a.out.shape(m, n);
+  } else {
+    a.a.shape(batch, m, k);
+    a.out.shape(batch, m, n);
+  }
+  a.a.inner_contiguous();
+  if (a.b.stride(-1) == 1 || a.b.stride(-2) != 1) a.b.inner_contiguous();
+  a.out.is({kF16, kBF16, kF32}).on(a.a).inner_contiguous();
+  FI_CHECK(k >= 1 && k <= kLimit && m <= kLimit && n <= kLimit && batch <= kLimit, ValueError,
+           "k must be positive, and m, n, k and batch at most 2^30; got a %s, b %s", a.a.shape_str().c_str(),
+           a.b.shape_str().c_str());
+  if (a.bias) a.bias.like(a.out).shape(n).contiguous();
+
+  GemmProblem p{};
+  p.out = a.out.data();
+  p.a = a.a.data();
+  p.b = a.b.data();
+  p.bias = a.bias ? a.bias.data() : nullptr;
+  p.m = static_cast<int32_t>(m);
+  p.n = static_cast<int32_t>(n);
+  p.k = static_cast<int32_t>(k);
+  p.batch = static_cast<int32_t>(batch);
+  p.matrices = static_cast<int32_t>(matrices);
+  p.b_indices = a.b_indices ? a.b_indices.data<int32_t>() : nullptr;
+  p.out_batch_stride = batch_stride(a.out);
+  p.out_row_stride = a.out.stride(-2);
+  p.a_batch_stride = batch_stride(a.a);
+  p.a_row_stride = a.a.stride(-2);
+  p.b_batch_stride = batch_stride(a.b);
+  p.b_row_stride = a.b.stride(-2);
+  p.b_k_stride = p.k > 1 ? a.b.stride(-1) : 1;
+  p.rows = indptr ? GemmRows::kIndptr : indices ? GemmRows::kIndices : masked ? GemmRows::kMasked : GemmRows::kBatched;
+  const OptionalTensor& groups = indptr ? a.m_indptr : indices ? a.m_indices : a.masked_m;
+  if (groups) {
+    Dim count{indptr ? "batch + 1" : indices ? "m" : "batch", indptr ? batch + 1 : indices ? m : batch};
+    p.row_groups = groups.is({kI32}).on(a.a).shape(count).contiguous().data<int32_t>();
+  }
+  const Scale sa = scale_of(a.a_scale, a.a, batch, m, k), sb = scale_of(a.b_scale, a.b, matrices, n, k);
+  FI_CHECK(sa.blocks == sb.blocks && (!sa.blocks || fp8), ValueError,
+           "a_scale and b_scale must both be of blocks of 128 k, with float8 operands, or neither; got a_scale %s, "
+           "b_scale %s",
+           a.a_scale ? a.a_scale.shape_str().c_str() : "None", a.b_scale ? a.b_scale.shape_str().c_str() : "None");
+  p.a_scale = sa.data;
+  p.a_scale_batch_stride = sa.batch_stride;
+  p.a_scale_row_stride = sa.row_stride;
+  p.a_scale_k_stride = sa.k_stride;
+  p.a_scale_rows = static_cast<int32_t>(sa.rows);
+  p.b_scale = sb.data;
+  p.b_scale_batch_stride = sb.batch_stride;
+  p.b_scale_row_stride = sb.row_stride;
+  p.b_scale_k_stride = sb.k_stride;
+  p.b_scale_rows = static_cast<int32_t>(sb.rows);
+  return p;
+}
+
+// Raises unless the tables of groups name rows of a and matrices of b.
+void check_tables(const Kernel& kernel, const GemmArgs& a, const GemmProblem& p) {
+  const auto within = [&](const OptionalTensor& table, int64_t least, int64_t most) {
+    if (!table) return;
+    const Integers values(kernel, table);
+    for (int64_t i = 0; i < values.size(); ++i)
+      FI_CHECK(values[i] >= least && values[i] <= most, ValueError, "%s must be in %lld..%lld; got %lld at %lld",
+               table.name(), static_cast<long long>(least), static_cast<long long>(most),
+               static_cast<long long>(values[i]), static_cast<long long>(i));
+  };
+  if (a.m_indptr) check_offsets(Integers(kernel, a.m_indptr), p.m);
+  within(a.m_indices, -1, p.matrices - 1);
+  within(a.masked_m, 0, p.m);
+  within(a.b_indices, 0, p.matrices - 1);
+}
+
+#if FI_CUDA
+// Clusters' worth of tiles: all of them, or the most that groups of unknown sizes have, each of which may end in a part
+// of a tile.
+int64_t tiles_of(const GemmProblem& p, const GemmTiling& t) {
+  const int64_t columns = gemm_ceil(p.n, t.columns * t.cluster_n);
+  if (p.rows == GemmRows::kIndptr) return (p.m / t.rows + p.batch) * columns;
+  return (p.rows == GemmRows::kIndices ? 1 : p.batch) * gemm_ceil(p.m, t.rows * t.cluster_m) * columns;
+}
+
+// Describes [batch, rows, columns] for boxes of 128 bytes by box_rows; strides in elements. TMA knows no 32-bit floats
+// here: they are pairs of 16-bit elements.
+void describe(const Kernel& kernel, TensorMap& map, const void* data, int64_t bytes, int64_t columns, int64_t rows,
+              int64_t batch, int64_t row_stride, int64_t batch_stride, int64_t box_rows) {
+  const int64_t unit = std::min<int64_t>(bytes, 2), scale = bytes / unit;
+  const uint64_t sizes[] = {static_cast<uint64_t>(columns * scale), static_cast<uint64_t>(rows),
+                            static_cast<uint64_t>(batch)};
+  const uint64_t strides[] = {static_cast<uint64_t>(rows > 1 ? row_stride * bytes : 128),
+                              static_cast<uint64_t>(batch > 1 ? batch_stride * bytes : 128)};
+  const uint32_t box[] = {static_cast<uint32_t>(128 / unit), static_cast<uint32_t>(box_rows), 1};
+  kernel.describe(map, unit, 3, const_cast<void*>(data), sizes, strides, box);
+}
+
+// By mma.sync: the tile shape whose waves compute the fewest elements, of those that take the alignment.
+void launch_mma(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, int64_t rows) {
+  const int64_t bytes = a.a.dtype().bytes(), multiprocessors = kernel.multiprocessors(a.a.device());
+  const bool vectors = p.b_k_stride == 1 && a.a.alignment(16, {p.a_row_stride, p.a_batch_stride}) == 16 &&
+                       a.b.alignment(16, {p.b_row_stride, p.b_batch_stride}) == 16;
+  const Entry* best = nullptr;
+  int64_t least = 0;
+  for (const Entry& entry : kernel.entries) {
+    const auto config = GemmConfig::of(entry);
+    if ((config.load_bytes == 16) != vectors) continue;
+    const int64_t tiles = p.batch * gemm_ceil(rows, config.rows) * gemm_ceil(p.n, config.columns);
+    // Small tiles load more for each product: an SM computes 32 rows at about half of the speed of 128.
+    const int64_t cost = gemm_ceil(tiles, multiprocessors) * (config.rows + 32) * (config.columns + 32);
+    if (!best || cost < least) best = &entry, least = cost;
+  }
+  const auto config = GemmConfig::of(*best);
+  const GemmTiling tiling{config.rows, config.columns, 0, 1, 1};
+  const GemmMmaParams params{
+      p,
+      static_cast<int32_t>(gemm_ceil(p.k * bytes, 64)),
+      1,
+      1,
+      static_cast<int32_t>(gemm_group_m(tiling, multiprocessors)),
+      a.out.alignment(2 * a.out.dtype().bytes(), {p.out_row_stride, p.out_batch_stride}) == 2 * a.out.dtype().bytes()};
+  Launch launch{tiles_of(p, tiling)};
+  launch.pdl = kernel.pdl(a.enable_pdl);
+  kernel.launch(*best, launch, a.a.device(), params);
+}
+
+struct Plan {
+  const Entry* entry = nullptr;
+  GemmTiling tiling{};
+};
+
+// The cheapest of the entries and clusters, or the one that `tactic` counts: 3 for each entry, which are single CTAs,
+// and clusters along m and along n.
+Plan plan_of(const Kernel& kernel, const GemmProblem& p, const GemmShape& shape, int64_t multiprocessors,
+             int64_t tactic) {
+  const bool batched = p.rows == GemmRows::kBatched;
+  Plan best;
+  double least = 0;
+  int64_t number = 0;
+  for (const Entry& entry : kernel.entries) {
+    const auto config = GemmConfig::of(entry);
+    for (int cluster = 0; cluster < 3; ++cluster, ++number) {
+      const GemmTiling tiling{config.rows, config.columns, config.k_block_clocks, cluster == 1 ? 2 : 1,
+                              cluster == 2 ? 2 : 1};
+      if ((cluster == 1 && !batched) || (p.rows == GemmRows::kIndices && 128 % config.rows)) continue;
+      if (tactic == number) return {&entry, tiling};
+      const double cost = gemm_cost(shape, tiling, multiprocessors);
+      if (!best.entry || cost < least) best = {&entry, tiling}, least = cost;
+    }
+  }
+  FI_CHECK(best.entry && tactic < 0, ValueError, "tactic must be -1, or one of this problem below %lld; got %lld",
+           static_cast<long long>(number), static_cast<long long>(tactic));
+  return best;
+}
+
+// Launches the kernel for few tokens. `tactic` counts entries and, for each, clusters of 1, 2, 4 and 8 CTAs that split
+// k.
+void launch_small_m(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, int64_t rows) {
+  const int64_t bytes = a.a.dtype().bytes(), multiprocessors = kernel.multiprocessors(a.a.device());
+  const bool one_a = p.rows == GemmRows::kIndptr || p.rows == GemmRows::kIndices;
+  const GemmSmallMShape shape{rows, p.n, gemm_ceil(p.k * bytes, 128), p.batch};
+  const int64_t splits = p.rows == GemmRows::kBatched ? gemm_small_m_splits(shape) : 1;
+  const Entry* best = nullptr;
+  int64_t cluster = splits;
+  double least = 0;
+  for (const Entry& entry : kernel.entries) {
+    const auto config = GemmConfig::of(entry);
+    const GemmSmallMTiling tiling{config.rows, config.columns, config.stage_blocks, splits};
+    if (!gemm_small_m_fits(shape, tiling)) continue;
+    const double cost = gemm_small_m_cost(shape, tiling, multiprocessors);
+    if (!best || cost < least) best = &entry, least = cost;
+  }
+  const int64_t tactics = static_cast<int64_t>(kernel.entries.size()) * 4;
+  if (a.tactic >= 0 && a.tactic < tactics) {
+    best = &kernel.entries[a.tactic / 4];
+    cluster = int64_t{1} << a.tactic % 4;
+    const auto config = GemmConfig::of(*best);
+    if (p.rows != GemmRows::kBatched ||
+        !gemm_small_m_fits(shape, {config.rows, config.columns, config.stage_blocks, cluster}))
+      cluster = 1;
+  }
+  FI_CHECK(a.tactic < tactics, ValueError, "tactic must be -1, or below %lld; got %lld",
+           static_cast<long long>(tactics), static_cast<long long>(a.tactic));
+  const auto config = GemmConfig::of(*best);
+
+  GemmSmallMParams small{};
+  small.b_constant = a.b_constant;
+  GemmSm90Params& params = small.gemm;
+  params.problem = p;
+  params.k_blocks = static_cast<int32_t>(shape.k_blocks);
+  params.cluster_m = params.cluster_n = 1;
+  params.group_m = static_cast<int32_t>(gemm_ceil(p.m, config.rows));  // a tile of weights meets all tokens in turn
+  params.b_once = p.batch * p.n * p.k * bytes < kGemmSmallMEvictFirstBytes;
+  params.whole_rows = a.out.alignment(4, {p.out_row_stride, p.out_batch_stride}) == 4;
+  describe(kernel, params.a, p.a, bytes, p.k, p.m, one_a ? 1 : p.batch, p.a_row_stride, p.a_batch_stride, config.rows);
+  describe(kernel, params.b, p.b, bytes, p.k, p.n, p.matrices, p.b_row_stride, p.b_batch_stride, config.columns);
+
+  const int64_t n_tiles = gemm_ceil(p.n, config.columns);
+  int64_t tiles = (p.rows == GemmRows::kIndices ? 1 : p.batch) * gemm_ceil(p.m, config.rows) * n_tiles;
+  if (p.rows == GemmRows::kIndptr) tiles = (p.m / config.rows + p.batch) * n_tiles;
+  Launch launch{cluster > 1 ? tiles * cluster : std::min(tiles, multiprocessors)};
+  launch.cluster = static_cast<unsigned>(cluster);
+  launch.pdl = kernel.pdl(a.enable_pdl);
+  kernel.launch(*best, launch, a.a.device(), small);
+}
+#endif
+
+void gemm(const Kernel& kernel, const GemmArgs& a) {
+  // 1 check
+  const GemmProblem p = problem_of(a);
+  if (p.m == 0 || p.n == 0 || p.batch == 0) return;
+  if (kernel.checks_contents(a.a.device())) check_tables(kernel, a, p);
+
+  // 2 shape
+#if FI_CUDA
+  const int64_t bytes = a.a.dtype().bytes(), out_bytes = a.out.dtype().bytes();
+  const int64_t multiprocessors = kernel.multiprocessors(a.a.device());
+  const bool grouped = p.rows == GemmRows::kIndptr || p.rows == GemmRows::kIndices;
+  GemmShape shape{p.m, p.n, p.k, p.batch, bytes, out_bytes};
+  if (grouped) shape.rows = gemm_ceil(p.m, p.batch);
+  if (a.expected_m >= 0) shape.rows = std::max<int64_t>(1, a.expected_m);
+  if (GemmConfig::of(kernel.entries.front()).load_bytes > 0) return launch_mma(kernel, p, a, shape.rows);
+  if (GemmConfig::of(kernel.entries.front()).stage_blocks > 0) return launch_small_m(kernel, p, a, shape.rows);
+  const Plan plan = plan_of(kernel, p, shape, multiprocessors, a.tactic);
+  const GemmTiling& t = plan.tiling;
+  GemmSm90Params params{};
+  params.problem = p;
+  const int64_t batch = grouped ? 1 : p.batch;
+  describe(kernel, params.a, p.a, bytes, p.k, p.m, batch, p.a_row_stride, p.a_batch_stride, t.rows / t.cluster_n);
+  if (p.b_k_stride == 1)
+    describe(kernel, params.b, p.b, bytes, p.k, p.n, p.matrices, p.b_row_stride, p.b_batch_stride,
+             t.columns / t.cluster_m);
+  else
+    describe(kernel, params.b, p.b, bytes, p.n, p.k, p.matrices, p.b_k_stride, p.b_batch_stride, 128 / bytes);
+  params.whole_rows = a.out.alignment(16, {p.out_row_stride, p.out_batch_stride}) == 16;
+  if (params.whole_rows)
+    describe(kernel, params.out, p.out, out_bytes, p.n, p.m, batch, p.out_row_stride, p.out_batch_stride, 64);
+  params.k_blocks = static_cast<int32_t>(gemm_ceil(p.k * bytes, 128));
+  params.cluster_m = static_cast<int32_t>(t.cluster_m);
+  params.cluster_n = static_cast<int32_t>(t.cluster_n);
+  params.b_once = shape.rows <= t.rows * t.cluster_m;
+  params.group_m = static_cast<int32_t>(gemm_group_m(t, multiprocessors));
+
+  // 3 launch
+  const int64_t cluster = t.cluster_m * t.cluster_n;
+  Launch launch{std::min(tiles_of(p, t), std::max<int64_t>(1, multiprocessors / cluster)) * cluster};
+  launch.cluster = static_cast<unsigned>(cluster);
+  launch.pdl = kernel.pdl(a.enable_pdl);
+  kernel.launch(*plan.entry, launch, a.a.device(), params);
+#else
+  (void)kernel, (void)a.expected_m, (void)a.tactic, (void)a.b_constant, (void)a.enable_pdl;
+  cpu::gemm(p, a.a.dtype(), a.b.dtype(), a.out.dtype());
+#endif
+}
+
+}  // namespace
+}  // namespace fi
+
+FI_OP(fi::gemm)

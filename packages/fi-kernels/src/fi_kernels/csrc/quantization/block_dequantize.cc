@@ -1,0 +1,109 @@
+// block_dequantize: checks the arguments, launches the CUDA kernel or runs the CPU one.
+#include "fi/quantization/block_dequantize.h"
+
+#include "fi/generated/block_dequantize.h"
+
+#if !FI_CUDA
+#include <algorithm>
+#include <cmath>
+
+#include "fi/cpu/convert.h"
+#include "fi/cpu/parallel.h"
+#endif
+
+namespace fi {
+namespace {
+
+#if !FI_CUDA
+constexpr float kE2m1Values[] = {0.f, 0.5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
+
+float ue8m0_to_float(uint8_t code) {
+  if (code == 255) return NAN;
+  return cpu::bits_float(code ? static_cast<uint32_t>(code) << 23 : 0x00400000u);
+}
+
+float element(const uint8_t* input, int64_t i, DType dtype) {
+  if (dtype == kE4M3) return cpu::to_float(cpu::e4m3_t{input[i]});
+  if (dtype == kE5M2) return cpu::to_float(cpu::e5m2_t{input[i]});
+  const int code = input[i / 2] >> (4 * (i % 2)) & 15;
+  return code & 8 ? -kE2m1Values[code & 7] : kE2m1Values[code];
+}
+
+void run_cpu(const BlockDequantizeParams& p, DType dtype, bool ue8m0) {
+  const float global_scale = p.global_scale ? *p.global_scale : 1.f;
+  cpu::parallel_for(p.rows, std::max(1, 16384 / p.columns), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      for (int32_t column = 0; column < p.columns; ++column) {
+        const uint8_t code =
+            p.scales[scale_offset(p.layout, static_cast<int32_t>(row), column / p.block, p.scale_columns)];
+        const float scale = ue8m0 ? ue8m0_to_float(code) : cpu::to_float(cpu::e4m3_t{code});
+        const int64_t offset = row * p.columns + column;
+        p.out[offset] = element(p.input, offset, dtype) * scale * global_scale;
+      }
+    }
+  });
+}
+#endif
+
+void block_dequantize(const Kernel& kernel, const BlockDequantizeArgs& a) {
+  // 1 check
+  Dim rows{"rows"}, bytes{"bytes"};
+  a.input.is({kU8, kE4M3, kE5M2}).shape(rows, bytes).contiguous();
+  Dim columns{"columns", bytes * (a.input.dtype() == kU8 ? 2 : 1)};
+  a.out.is({kF32}).on(a.input).shape(rows, columns).contiguous();
+  FI_CHECK(a.block_size > 0 && a.block_size % 8 == 0 && columns % a.block_size == 0, ValueError,
+           "block_size must be a multiple of 8 that divides the %lld columns of input; got %lld",
+           static_cast<long long>(columns), static_cast<long long>(a.block_size));
+  FI_CHECK(a.scale_format == kE4m3Scale || a.scale_format == kUe8m0Scale, ValueError,
+           "scale_format must be 0 (e4m3) or 1 (ue8m0); got %lld", static_cast<long long>(a.scale_format));
+  FI_CHECK(a.layout >= kScales128x4 && a.layout <= kScalesLinear, ValueError,
+           "layout must be 0 (128x4), 1 (8x4) or 2 (linear); got %lld", static_cast<long long>(a.layout));
+  FI_CHECK(rows < 1 << 30 && columns < 1 << 30, ValueError, "input must have dimensions below 2^30; got %s",
+           a.input.shape_str().c_str());
+  if (a.global_scale) {
+    a.global_scale.is({kF32}).on(a.input);
+    FI_CHECK(a.global_scale.numel() == 1, ValueError, "global_scale must have one element; got %s",
+             a.global_scale.shape_str().c_str());
+  }
+
+  // 2 shape
+  BlockDequantizeParams p{};
+  p.out = a.out.data<float>();
+  p.input = a.input.data<const uint8_t>();
+  p.scales = a.scales.data<const uint8_t>();
+  p.global_scale = a.global_scale ? a.global_scale.data<const float>() : nullptr;
+  p.rows = static_cast<int32_t>(rows);
+  p.columns = static_cast<int32_t>(columns);
+  p.block = static_cast<int32_t>(a.block_size);
+  p.layout = static_cast<int32_t>(a.layout);
+  const int64_t blocks = columns / a.block_size, tile = scale_tile_rows(p.layout);
+  p.scale_columns = static_cast<int32_t>(p.layout == kScalesLinear ? blocks : (blocks + 3) / 4 * 4);
+  const int64_t expected = (rows + tile - 1) / tile * tile * p.scale_columns;
+  a.scales.is({kU8}).on(a.input).contiguous();
+  FI_CHECK(a.scales.numel() == expected, ValueError, "scales must have %lld elements in this layout; got %s",
+           static_cast<long long>(expected), a.scales.shape_str().c_str());
+  if (rows == 0 || columns == 0) return;
+
+  // 3 launch
+#if FI_CUDA
+  const int64_t vector = a.input.dtype() == kU8 ? 4 : 8;
+  FI_CHECK(a.input.alignment(vector, {}) == vector, ValueError,
+           "input must start at a multiple of %lld bytes; got address %p: copy it", static_cast<long long>(vector),
+           a.input.data());
+  p.chunks = rows * columns / 8;
+  FI_CHECK(p.chunks <= 0x7fffffff, ValueError, "input is too large: got shape %s", a.input.shape_str().c_str());
+  p.chunks_per_row = divisor(static_cast<uint32_t>(columns / 8));
+  const Entry& entry = kernel.entries[0];
+  Launch launch{(p.chunks + entry.threads - 1) / entry.threads};
+  launch.pdl = kernel.pdl(-1);
+  kernel.launch(entry, launch, a.input.device(), p);
+#else
+  (void)kernel;
+  run_cpu(p, a.input.dtype(), a.scale_format == kUe8m0Scale);
+#endif
+}
+
+}  // namespace
+}  // namespace fi
+
+FI_OP(fi::block_dequantize)

@@ -1,0 +1,280 @@
+// GEMM on the CPU: blocks of 32 rows of b times panels of 16 rows of a, by AMX where the operands fit bf16, else in
+// fp32.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "fi/cpu/amx.h"
+#include "fi/cpu/parallel.h"
+#include "fi/cpu/row_convert.h"
+#include "fi/gemm/gemm.h"
+
+namespace fi::cpu {
+namespace detail {
+
+constexpr int64_t kPanel = 16, kBlockN = 32;     // rows of a of a panel, rows of b of a block
+constexpr int64_t kChunkM = 512, kBlockK = 512;  // rows of a that are packed at once, k of a step
+constexpr int64_t kScaleK = 128, kAlignK = 32;   // k of a scale; panels are padded to a multiple of kAlignK
+
+// c[32][16 panels] += w[32][k] panel^T in fp32; a panel is [k][16].
+FI_CLONES inline void multiply_floats(const float* w, int64_t w_stride, const float* panels, int64_t panel_stride,
+                                      int64_t count, int64_t k, float* c, int64_t c_stride) {
+  constexpr int kRows = 4;
+  for (int64_t i = 0; i < count; ++i) {
+    const float* x = panels + i * panel_stride;
+    for (int64_t j = 0; j < kBlockN; j += kRows) {
+      float sum[kRows][kPanel] = {};
+      for (int64_t at = 0; at < k; ++at) {
+        for (int r = 0; r < kRows; ++r) {
+          const float weight = w[(j + r) * w_stride + at];
+#pragma omp simd
+          for (int l = 0; l < kPanel; ++l) sum[r][l] += weight * x[at * kPanel + l];
+        }
+      }
+      for (int r = 0; r < kRows; ++r) {
+#pragma omp simd
+        for (int l = 0; l < kPanel; ++l) c[(j + r) * c_stride + i * kPanel + l] += sum[r][l];
+      }
+    }
+  }
+}
+
+// Upper halves of floats: exact for values that bf16 holds.
+FI_CLONES inline void narrow(const float* src, bf16_t* dst, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) dst[i].bits = static_cast<uint16_t>(float_bits(src[i]) >> 16);
+}
+FI_CLONES inline void add_scaled_rows(float* sum, float* part, const float* a_scale, float b_scale, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) sum[i] += part[i] * (a_scale[i] * b_scale), part[i] = 0.f;
+}
+// out[i] = column i of c, scaled, plus bias.
+FI_CLONES inline void finish_row(const float* c, int64_t c_stride, float a_scale, const float* b_scale,
+                                 const float* bias, float* out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = c[i * c_stride] * (a_scale * b_scale[i]) + bias[i];
+}
+
+// Rows of one matrix of a that meet one matrix of b.
+struct GemmSegment {
+  int64_t a_batch, b_batch, row, rows;
+};
+
+// The segments of a problem; numbers of rows and groups are clamped to what the tensors have.
+inline std::vector<GemmSegment> gemm_segments(const GemmProblem& p) {
+  std::vector<GemmSegment> found;
+  const auto matrix = [&](int64_t group) { return p.b_indices ? int64_t{p.b_indices[group]} : group; };
+  if (p.rows == GemmRows::kIndices) {
+    for (int64_t row = 0, end = 0; row < p.m; row = end) {
+      for (end = row + 1; end < p.m && p.row_groups[end] == p.row_groups[row]; ++end) continue;
+      if (p.row_groups[row] >= 0) found.push_back({0, p.row_groups[row], row, end - row});
+    }
+  } else {
+    for (int64_t group = 0; group < p.batch; ++group) {
+      GemmSegment s{group, matrix(group), 0, p.m};
+      if (p.rows == GemmRows::kMasked) s.rows = std::min<int64_t>(p.row_groups[group], p.m);
+      if (p.rows == GemmRows::kIndptr)
+        s = {0, matrix(group), p.row_groups[group],
+             std::min<int64_t>(p.row_groups[group + 1], p.m) - p.row_groups[group]};
+      if (s.rows > 0) found.push_back(s);
+    }
+  }
+  return found;
+}
+
+class GemmCpu {
+ public:
+  GemmCpu(const GemmProblem& problem, DType a, DType b, DType out)
+      : p_(problem),
+        a_bytes_(a.bytes()),
+        b_bytes_(b.bytes()),
+        out_bytes_(out.bytes()),
+        load_a_(row_loader(a)),
+        load_b_(row_loader(b)),
+        load_out_(row_loader(out)),
+        store_(row_storer(out)),
+        b_is_bf16_(b == kBF16),
+        amx_(a != kF16 && has_amx()),
+        blocks_(problem.a_scale_k_stride || problem.b_scale_k_stride),
+        k_((problem.k + kAlignK - 1) / kAlignK * kAlignK),
+        element_(amx_ ? 2 : 4) {}
+
+  void run() const {
+    const std::vector<GemmSegment> segments = gemm_segments(p_);
+    const auto count = static_cast<int64_t>(segments.size());
+    // Many segments run beside each other, few ones one after another with all threads.
+    parallel_for(count, count >= 8 ? 1 : count, [&](int64_t begin, int64_t end) {
+      std::unique_ptr<char[]> panels;
+      int64_t size = 0;
+      for (int64_t i = begin; i < end; ++i) {
+        const GemmSegment& s = segments[static_cast<size_t>(i)];
+        for (int64_t first = 0; first < s.rows; first += kChunkM) {
+          const GemmSegment chunk{s.a_batch, s.b_batch, s.row + first, std::min(kChunkM, s.rows - first)};
+          const int64_t bytes = (chunk.rows + kPanel - 1) / kPanel * kPanel * k_ * element_;
+          if (bytes > size) panels.reset(new char[static_cast<size_t>(size = bytes) + 64]);
+          char* aligned = panels.get() + (64 - reinterpret_cast<uintptr_t>(panels.get()) % 64) % 64;
+          pack(chunk, aligned);
+          multiply(chunk, aligned);
+        }
+      }
+    });
+  }
+
+ private:
+  // Panels of 16 rows of a: [k / 2][16][2] bf16, or [k][16] fp32; zeros beyond the rows and beyond k.
+  void pack(const GemmSegment& s, char* panels) const {
+    const int64_t count = (s.rows + kPanel - 1) / kPanel;
+    parallel_for(count, std::max<int64_t>(1, 65536 / (k_ * kPanel)), [&](int64_t begin, int64_t end) {
+      std::vector<float> row(static_cast<size_t>(k_));
+      std::vector<bf16_t> narrowed(static_cast<size_t>(k_));
+      for (int64_t i = begin * kPanel; i < end * kPanel; ++i) {
+        char* to = panels + i / kPanel * kPanel * k_ * element_ + i % kPanel * 4;
+        if (i < s.rows) {
+          const int64_t at = s.a_batch * p_.a_batch_stride + (s.row + i) * p_.a_row_stride;
+          load_a_(static_cast<const char*>(p_.a) + at * a_bytes_, row.data(), p_.k);
+        } else if (i == s.rows) {
+          std::fill(row.begin(), row.end(), 0.f);
+        }
+        const char* from = reinterpret_cast<const char*>(row.data());
+        if (amx_) {
+          narrow(row.data(), narrowed.data(), k_);
+          from = reinterpret_cast<const char*>(narrowed.data());
+        }
+        for (int64_t word = 0; word < k_ * element_ / 4; ++word)
+          std::memcpy(to + word * 4 * kPanel, from + word * 4, 4);
+      }
+    });
+  }
+
+  void multiply(const GemmSegment& s, const char* panels) const {
+    const int64_t blocks = (p_.n + kBlockN - 1) / kBlockN;
+    const int64_t work = kBlockN * k_ * s.rows;
+    parallel_for(blocks, std::max<int64_t>(1, (int64_t{1} << 18) / work), [&](int64_t begin, int64_t end) {
+      if (amx_) {
+        const AmxTiles tiles;
+        multiply_blocks(s, panels, begin, end);
+      } else {
+        multiply_blocks(s, panels, begin, end);
+      }
+    });
+  }
+
+  // One step of k of one block of b, as the product reads it; strides of rows and of 32 k in bytes.
+  struct Weights {
+    const char* data;
+    int64_t stride, step;
+    Prefetch next;  // the next step of these rows, or the rows of the next block
+  };
+  // Rows of b in place, or copied: fp32 [32][kBlockK], or bf16 [k / 32][32][32], whose tiles are contiguous. Rows that
+  // are a power of two apart share sets of the L1 cache, which costs more than the copy if several panels read them.
+  Weights weights(const GemmSegment& s, int64_t column, int64_t k, int64_t count, float* scratch, float* row,
+                  bf16_t* narrowed) const {
+    const int64_t rows = std::min(kBlockN, p_.n - column), padded = (count + kAlignK - 1) / kAlignK * kAlignK;
+    const char* from = static_cast<const char*>(p_.b) +
+                       (s.b_batch * p_.b_batch_stride + column * p_.b_row_stride + k * p_.b_k_stride) * b_bytes_;
+    const bool bf16_rows = amx_ && b_is_bf16_ && p_.b_k_stride == 1;
+    if (bf16_rows && rows == kBlockN && padded == count && s.rows <= 2 * kPanel)
+      return {from, p_.b_row_stride * 2, 64, {}};
+    if (rows < kBlockN || padded > count) std::memset(scratch, 0, static_cast<size_t>(kBlockN * kBlockK * element_));
+    auto* tiles = reinterpret_cast<bf16_t*>(scratch);
+    if (p_.b_k_stride != 1) {  // MN-major: `rows` neighbours for each k
+      for (int64_t i = 0; i < count; ++i) {
+        load_b_(from + i * p_.b_k_stride * b_bytes_, row, rows);
+        narrow(row, narrowed, rows);
+        for (int64_t r = 0; r < rows; ++r) {
+          if (amx_)
+            tiles[i / kAlignK * kBlockN * kAlignK + r * kAlignK + i % kAlignK] = narrowed[r];
+          else
+            scratch[r * kBlockK + i] = row[r];
+        }
+      }
+    } else {
+      for (int64_t r = 0; r < rows; ++r, from += p_.b_row_stride * b_bytes_) {
+        const auto* source = reinterpret_cast<const bf16_t*>(from);
+        if (!bf16_rows) load_b_(from, amx_ ? row : scratch + r * kBlockK, count);
+        if (!amx_) continue;
+        if (!bf16_rows) narrow(row, narrowed, count), source = narrowed;
+        bf16_t* to = tiles + r * kAlignK;
+        const int64_t whole = count / kAlignK;
+        for (int64_t i = 0; i < whole; ++i)  // a cache line each
+          std::memcpy(to + i * kBlockN * kAlignK, source + i * kAlignK, kAlignK * sizeof(bf16_t));
+        std::memcpy(to + whole * kBlockN * kAlignK, source + whole * kAlignK,
+                    static_cast<size_t>(count % kAlignK) * sizeof(bf16_t));
+      }
+    }
+    if (amx_) {
+      const int64_t row_bytes = p_.b_row_stride * b_bytes_;
+      Prefetch next{from + count * b_bytes_ - rows * row_bytes, row_bytes, count * b_bytes_, rows};
+      if (k + count >= p_.k) next.from = from - k * b_bytes_, next.rows = std::min(kBlockN, p_.n - column - rows);
+      if (p_.b_k_stride != 1) next.rows = 0;
+      return {reinterpret_cast<const char*>(scratch), kAlignK * 2, kBlockN * kAlignK * 2, next};
+    }
+    return {reinterpret_cast<const char*>(scratch), kBlockK * 4, 0, {}};
+  }
+
+  void multiply_blocks(const GemmSegment& s, const char* panels, int64_t begin, int64_t end) const {
+    const int64_t count = (s.rows + kPanel - 1) / kPanel, width = count * kPanel, step = blocks_ ? kScaleK : kBlockK;
+    std::vector<float> part(static_cast<size_t>(kBlockN * width)), sum(blocks_ ? part.size() : 0), row(kBlockK);
+    std::vector<bf16_t> narrowed(kBlockK);
+    std::vector<float> scratch(static_cast<size_t>(kBlockN * kBlockK)), a_scale(static_cast<size_t>(width));
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t column = block * kBlockN, columns = std::min(kBlockN, p_.n - column);
+      std::fill(part.begin(), part.end(), 0.f);
+      std::fill(sum.begin(), sum.end(), 0.f);
+      for (int64_t k = 0; k < p_.k; k += step) {
+        const int64_t own = std::min<int64_t>(step, p_.k - k), padded = (own + kAlignK - 1) / kAlignK * kAlignK;
+        const Weights w = weights(s, column, k, own, scratch.data(), row.data(), narrowed.data());
+        const char* x = panels + k * kPanel * element_;
+        if (amx_)
+          amx_multiply(reinterpret_cast<const bf16_t*>(w.data), w.stride, w.step, reinterpret_cast<const bf16_t*>(x),
+                       kPanel * k_, count, padded, part.data(), width, w.next);
+        else
+          multiply_floats(reinterpret_cast<const float*>(w.data), w.stride / 4, reinterpret_cast<const float*>(x),
+                          kPanel * k_, count, padded, part.data(), width);
+        if (!blocks_) continue;
+        for (int64_t i = 0; i < s.rows; ++i) a_scale[static_cast<size_t>(i)] = a_scale_at(s, s.row + i, k / kScaleK);
+        for (int64_t j = 0; j < columns; ++j)
+          add_scaled_rows(sum.data() + j * width, part.data() + j * width, a_scale.data(),
+                          b_scale_at(s, column + j, k / kScaleK), s.rows);
+      }
+      store(s, column, columns, blocks_ ? sum.data() : part.data(), width);
+    }
+  }
+
+  float a_scale_at(const GemmSegment& s, int64_t row, int64_t block) const {
+    if (!p_.a_scale) return 1.f;
+    return p_.a_scale[s.a_batch * p_.a_scale_batch_stride + row / p_.a_scale_rows * p_.a_scale_row_stride +
+                      block * p_.a_scale_k_stride];
+  }
+  float b_scale_at(const GemmSegment& s, int64_t row, int64_t block) const {
+    if (!p_.b_scale) return 1.f;
+    return p_.b_scale[s.b_batch * p_.b_scale_batch_stride + row / p_.b_scale_rows * p_.b_scale_row_stride +
+                      block * p_.b_scale_k_stride];
+  }
+
+  void store(const GemmSegment& s, int64_t column, int64_t columns, const float* c, int64_t width) const {
+    float b_scale[kBlockN], bias[kBlockN] = {}, out[kBlockN];
+    for (int64_t j = 0; j < columns; ++j) b_scale[j] = blocks_ ? 1.f : b_scale_at(s, column + j, 0);
+    if (p_.bias) load_out_(static_cast<const char*>(p_.bias) + column * out_bytes_, bias, columns);
+    for (int64_t i = 0; i < s.rows; ++i) {
+      finish_row(c + i, width, blocks_ ? 1.f : a_scale_at(s, s.row + i, 0), b_scale, bias, out, columns);
+      const int64_t at = s.a_batch * p_.out_batch_stride + (s.row + i) * p_.out_row_stride + column;
+      store_(out, static_cast<char*>(p_.out) + at * out_bytes_, columns);
+    }
+  }
+
+  const GemmProblem& p_;
+  int64_t a_bytes_, b_bytes_, out_bytes_;
+  LoadRow load_a_, load_b_, load_out_;
+  StoreRow store_;
+  bool b_is_bf16_, amx_, blocks_;
+  int64_t k_, element_;  // padded k; bytes of an element that the product reads
+};
+
+}  // namespace detail
+
+inline void gemm(const GemmProblem& problem, DType a, DType b, DType out) { detail::GemmCpu(problem, a, b, out).run(); }
+
+}  // namespace fi::cpu

@@ -1,0 +1,175 @@
+// The epilogue of the Hopper GEMM: scales and bias in registers, then blocks of 64 rows by 128 bytes through shared
+// memory to TMA stores, or to row stores where rows of the block belong to others.
+#pragma once
+#include "fi/cuda/convert.cuh"
+#include "fi/cuda/pack.cuh"
+#include "fi/cuda/ptx/bulk_sm90.cuh"
+#include "fi/cuda/ptx/global.cuh"
+#include "fi/cuda/ptx/ldmatrix.cuh"
+#include "fi/cuda/ptx/tma_sm90.cuh"
+#include "fi/cuda/swizzle.cuh"
+#include "fi/cuda/warp_roles_sm90.cuh"
+#include "fi/cuda/wgmma_tile_sm90.cuh"
+#include "fi/gemm/work_tiles.cuh"
+
+namespace fi {
+
+// out = d * scale of row * scale of column + bias, for kMBlocks times 64 rows and kColumns columns of a warpgroup. It
+// is loaded before the mainloop, which hides the latency, and shared among the warpgroup behind it.
+template <class Out, bool kScales, int kMBlocks, int kColumns>
+struct OutputScales {
+  static constexpr int kLoads = (kColumns + 127) / 128;
+  // In shared memory, by column.
+  struct Shared {
+    float scale[kColumns], bias[kColumns];
+  };
+  float of_row[kMBlocks][2], of_column[kLoads];
+  bool any;
+
+  FI_DEVICE OutputScales(const GemmProblem& p, const GemmTile& tile, int row, int column)
+      : any((kScales && (p.a_scale || p.b_scale)) || p.bias) {
+    if (!any) return;
+    const int thread = threadIdx.x % 128, last_row = max(tile.rows, 1) - 1;
+#pragma unroll
+    for (int i = 0; i < 2 * kMBlocks; ++i) {
+      const int at = tile.row + min(row + wgmma_row(thread) + i / 2 * 64 + i % 2 * 8, last_row);
+      of_row[i / 2][i % 2] =
+          kScales && p.a_scale ? p.a_scale[tile.a_batch * p.a_scale_batch_stride + at * p.a_scale_row_stride] : 1.f;
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int at = min(column + i * 128 + thread, p.n - 1);
+      of_column[i] =
+          kScales && p.b_scale ? p.b_scale[tile.b_batch * p.b_scale_batch_stride + at * p.b_scale_row_stride] : 1.f;
+    }
+  }
+  // Before a barrier of the warpgroup; behind another one that follows the last apply.
+  FI_DEVICE void share(const GemmProblem& p, int column, Shared& shared) const {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int at = i * 128 + threadIdx.x % 128;
+      if (at >= kColumns) continue;
+      shared.scale[at] = of_column[i];
+      shared.bias[at] = p.bias ? to_float(static_cast<const Out*>(p.bias)[min(column + at, p.n - 1)]) : 0.f;
+    }
+  }
+  // d[0] to d[3] are rows 0, 0, 1, 1 and columns 0, 1, 0, 1 of a thread's four, from `column` on.
+  FI_DEVICE void apply(float (&d)[4], int m_block, const Shared& shared, int column) const {
+    const int at = column + threadIdx.x % 4 * 2;
+    const float2 scale = *reinterpret_cast<const float2*>(&shared.scale[at]);
+    const float2 add = *reinterpret_cast<const float2*>(&shared.bias[at]);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      d[2 * h] = d[2 * h] * (of_row[m_block][h] * scale.x) + add.x;
+      d[2 * h + 1] = d[2 * h + 1] * (of_row[m_block][h] * scale.y) + add.y;
+    }
+  }
+};
+
+// Stages the accumulators of 64 rows and up to 128 bytes of columns, from accumulator `begin` on, which is known at
+// compile time where this is inlined.
+template <class Out, bool kScaled, int kCount, class Scales>
+FI_DEVICE void stage_block(char* block, const float (&d)[kCount], int begin, const Scales& scales, int m_block,
+                           const typename Scales::Shared& shared) {
+  const int thread = threadIdx.x % 128, lane = thread % 32, warp_row = thread / 32 * 16;
+  // Lanes 8 m .. 8 m + 7 give the rows of matrix m of stmatrix: rows 0 to 7 and 8 to 15 of 8 columns, then of the next.
+  const int line = warp_row + lane / 8 % 2 * 8 + lane % 8, chunk = lane / 16;
+#pragma unroll
+  for (int i = 0; i < 64 / static_cast<int>(sizeof(Out)); i += 8) {
+    if (begin + i >= kCount) continue;
+    float x[2][4];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j / 4][j % 4] = d[begin + i + j];
+    if constexpr (kScaled) {
+      scales.apply(x[0], m_block, shared, (begin + i) * 2);
+      scales.apply(x[1], m_block, shared, (begin + i) * 2 + 8);
+    }
+    if constexpr (sizeof(Out) == 2) {
+      unsigned words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) words[j] = pack_pair(x[j / 2][j % 2 * 2], x[j / 2][j % 2 * 2 + 1], Out());
+      stmatrix_x4(block + swizzled_offset(line, i / 4 + chunk), words);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        *reinterpret_cast<float2*>(block +
+                                   swizzled_offset(warp_row + lane / 4 + j % 2 * 8, i / 2 + j / 2 * 2 + lane % 4 / 2) +
+                                   lane % 2 * 8) = {x[j / 2][j % 2 * 2], x[j / 2][j % 2 * 2 + 1]};
+    }
+  }
+}
+
+// Stores rows of a staged block by all threads of a warpgroup: `rows` and `columns` of them exist.
+template <class Out>
+FI_DEVICE void store_rows(const char* block, Out* out, int64_t row_stride, int rows, int columns, bool whole_rows) {
+  constexpr int kChunk = 16 / sizeof(Out);
+  for (int i = threadIdx.x % 128; i < 64 * 8; i += 128) {
+    const int row = i / 8, column = i % 8 * kChunk;
+    if (row >= rows || column >= columns) continue;
+    const uint4 chunk = *reinterpret_cast<const uint4*>(block + swizzled_offset(row, i % 8));
+    Out* to = out + row * row_stride + column;
+    if (whole_rows && column + kChunk <= columns) {
+      store_global(to, chunk);
+    } else {
+      const Out* x = reinterpret_cast<const Out*>(&chunk);
+#pragma unroll
+      for (int e = 0; e < kChunk; ++e)
+        if (column + e < columns) to[e] = x[e];
+    }
+  }
+}
+
+// What a warpgroup has of a tile: kMBlocks times 64 rows from `row` on, and columns from `column` on. blocks: its
+// kBuffers blocks of shared memory, which batches of blocks use in turn; `batch` counts them over all tiles. Before a
+// batch is written, the stores of the one before in its place have read it.
+template <class Out, int kBuffers, bool kScaled, int kMBlocks, int kCount, class Scales>
+FI_DEVICE void store_tile(const GemmSm90Params& p, const float (&d)[kMBlocks][kCount], const Scales& scales,
+                          char* buffers, unsigned& batch, typename Scales::Shared& shared, const GemmTile& tile,
+                          int row, int column, int barrier) {
+  constexpr int kWidth = kSwizzleLineBytes / sizeof(Out), kBlocks = (2 * kCount + kWidth - 1) / kWidth;
+  constexpr int kAll = kMBlocks * kBlocks, kBatch = kAll < kBuffers ? kAll : kBuffers, kPlaces = kBuffers / kBatch;
+  const bool first = threadIdx.x % 128 == 0;
+  const int n = p.problem.n;
+  if constexpr (kScaled) scales.share(p.problem, column, shared);
+#pragma unroll
+  for (int begin = 0; begin < kAll; begin += kBatch) {
+    char* blocks = buffers + (kPlaces > 1 ? batch++ % kPlaces * (kBatch * 64 * kSwizzleLineBytes) : 0);
+    if (first) bulk_wait_read<kPlaces - 1>();
+    warpgroup_sync(barrier);
+#pragma unroll
+    for (int i = begin; i < kAll && i < begin + kBatch; ++i)
+      stage_block<Out, kScaled>(blocks + (i - begin) * 64 * kSwizzleLineBytes, d[i / kBlocks],
+                                i % kBlocks * (kWidth / 2), scales, i / kBlocks, shared);
+    fence_async_shared();
+    warpgroup_sync(barrier);
+#pragma unroll 1
+    for (int i = begin; i < kAll && i < begin + kBatch; ++i) {
+      const char* block = blocks + (i - begin) * 64 * kSwizzleLineBytes;
+      const int at_row = row + i / kBlocks * 64, at_column = column + i % kBlocks * kWidth;
+      const int width = min(kWidth, 2 * kCount - i % kBlocks * kWidth), rows = tile.rows - at_row;
+      if (width == kWidth && rows >= 64 && p.whole_rows) {
+        // Coordinates count elements of 8 or 16 bits, of which a float has two.
+        if (first)
+          tma_store(p.out, block, at_column * static_cast<int>(sizeof(Out)) / 2, tile.row + at_row, tile.a_batch);
+      } else if (rows > 0 && at_column < n) {
+        Out* out = static_cast<Out*>(p.problem.out) + tile.a_batch * p.problem.out_batch_stride +
+                   (tile.row + at_row) * p.problem.out_row_stride + at_column;
+        store_rows(block, out, p.problem.out_row_stride, rows, min(width, n - at_column), p.whole_rows);
+      }
+    }
+    if (first) bulk_commit();
+  }
+}
+
+// The same, with scales and bias only where there are any: without them, the code is short.
+template <class Out, int kBuffers, int kMBlocks, int kCount, class Scales>
+FI_DEVICE void gemm_epilogue(const GemmSm90Params& p, const float (&d)[kMBlocks][kCount], const Scales& scales,
+                             char* buffers, unsigned& batch, typename Scales::Shared& shared, const GemmTile& tile,
+                             int row, int column, int barrier) {
+  if (scales.any)
+    store_tile<Out, kBuffers, true>(p, d, scales, buffers, batch, shared, tile, row, column, barrier);
+  else
+    store_tile<Out, kBuffers, false>(p, d, scales, buffers, batch, shared, tile, row, column, barrier);
+}
+
+}  // namespace fi

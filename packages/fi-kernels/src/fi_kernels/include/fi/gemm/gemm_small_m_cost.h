@@ -1,0 +1,60 @@
+// The cost of computing a product of few tokens with a tile shape and a split of k: a model of the Hopper kernel.
+#pragma once
+#include "fi/gemm/gemm_cost.h"
+
+namespace fi {
+
+// rows: tokens that meet a matrix of b, or the expected ones of a group. k_blocks: of 128 bytes.
+struct GemmSmallMShape {
+  int64_t rows, n, k_blocks, batch;
+};
+
+// tokens: rows of a of a tile; columns: rows of b, 64 for each warpgroup; splits: CTAs of a cluster that share a tile.
+struct GemmSmallMTiling {
+  int64_t tokens, columns, stage_blocks, splits;
+};
+
+// NVIDIA H200. Weights that are to be evicted first stream 8-15 % faster below this size (dirty lines of other kernels
+// stay where they are), 2-3 % slower above it.
+constexpr int64_t kGemmSmallMEvictFirstBytes = 200 << 20;
+// Bytes per clock: of DRAM, of one SM from L2, of all SMs from L2. Clocks of a launch.
+constexpr double kGemmSmallMDramBytes = 2500, kGemmSmallMSmBytes = 45, kGemmSmallML2Bytes = 4000,
+                 kGemmSmallMLaunchClocks = 3000;
+
+// Only CTAs of two warpgroups at most have room for partial tiles; each CTA has a stage.
+inline bool gemm_small_m_fits(const GemmSmallMShape& s, const GemmSmallMTiling& t) {
+  return t.splits == 1 || (t.columns <= 128 && t.splits <= gemm_ceil(s.k_blocks, t.stage_blocks));
+}
+
+// Clocks on `multiprocessors` SMs: of whole waves of CTAs and of the last one, which has fewer.
+inline double gemm_small_m_cost(const GemmSmallMShape& s, const GemmSmallMTiling& t, int64_t multiprocessors) {
+  const int64_t tiles = s.batch * gemm_ceil(std::max<int64_t>(1, s.rows), t.tokens) * gemm_ceil(s.n, t.columns);
+  const int64_t in_wave = std::max<int64_t>(1, multiprocessors / t.splits) * t.splits, ctas = tiles * t.splits;
+  const int64_t stages = gemm_ceil(gemm_ceil(s.k_blocks, t.stage_blocks), t.splits);
+  const double weights = static_cast<double>(t.columns * stages * t.stage_blocks * 128);
+  const double all = static_cast<double>((t.columns + t.tokens) * stages * t.stage_blocks * 128);
+  const auto wave = [&](int64_t count) {
+    const double n = static_cast<double>(count);
+    return std::max({n * weights / kGemmSmallMDramBytes, n * all / kGemmSmallML2Bytes, all / kGemmSmallMSmBytes});
+  };
+  return static_cast<double>(ctas / in_wave) * wave(in_wave) + (ctas % in_wave ? wave(ctas % in_wave) : 0.0) +
+         0.1 * all / kGemmSmallMSmBytes + kGemmSmallMLaunchClocks;
+}
+
+// CTAs that share a tile: the fewest with which 60 CTAs stream the weights; the launch of clusters and the exchange of
+// partial tiles take 1 us and more. It depends on the weights only, so that a token's result is the same in any batch.
+inline int64_t gemm_small_m_splits(const GemmSmallMShape& s) {
+  int64_t splits = 1;
+  while (splits < 8 && s.batch * gemm_ceil(s.n, 64) * splits < 60 && gemm_small_m_fits(s, {8, 64, 2, splits * 2}))
+    splits *= 2;
+  return splits;
+}
+
+// The same for the kernel with fp4 weights, whose tiles have 128 or 256 rows of b.
+inline int64_t gemm_fp4_splits(const GemmSmallMShape& s, int64_t multiprocessors) {
+  int64_t splits = 1;
+  while (splits < 8 && splits * 2 <= s.k_blocks && gemm_ceil(s.n, 128) * splits * 2 <= multiprocessors) splits *= 2;
+  return splits;
+}
+
+}  // namespace fi

@@ -1,0 +1,372 @@
+// GEMM for few tokens on Hopper: rows of b (weights) are the 64-row operand of wgmma and tokens are its columns. A warp
+// streams weights through a deep TMA ring, another one tokens and scales, and CTAs of a cluster split k.
+#pragma once
+#include "fi/cuda/pipeline_sm90.cuh"
+#include "fi/cuda/ptx/cp_async.cuh"
+#include "fi/cuda/ptx/tma_cluster_sm90.cuh"
+#include "fi/cuda/ptx/wgmma_small_sm90.cuh"
+#include "fi/cuda/shared_memory.cuh"
+#include "fi/cuda/warp_roles_sm90.cuh"
+#include "fi/cuda/wgmma_tile_sm90.cuh"
+#include "fi/gemm/gemm_small_m.h"
+#include "fi/gemm/small_m_output_sm90.cuh"
+
+namespace fi {
+
+template <class Tiles>
+struct IsBatched {
+  static constexpr bool value = false;
+};
+template <int kRows, int kColumns>
+struct IsBatched<BatchedTiles<kRows, kColumns>> {
+  static constexpr bool value = true;
+};
+
+// A tile has kTokens rows of a by kWarpgroups * 64 rows of b. A stage has kBlocks blocks of 128 bytes along k.
+// kScaleRows: rows of b that share the scale of 128 k, 1 or 128; 0: no block scales.
+//
+// The tensor cores add fp8 products with about 14 bits, so each stage (each block, if blocks have scales) has
+// accumulators of its own, which are added to the sum in fp32 while the tensor cores compute the next stage.
+//
+// The order of additions depends on n and k only: a token's result is the same in any batch.
+template <class A, class B, class Out, int kTokens, int kWarpgroups, int kBlocks, int kStages, int kScaleRows,
+          template <int, int> class Tiles>
+struct GemmSmallM {
+  static constexpr bool kFp8 = sizeof(A) == 1, kBlockScales = kScaleRows > 0, kSplits = kWarpgroups <= 2;
+  static constexpr int kRows = 64 * kWarpgroups, kConsumers = 128 * kWarpgroups, kLine = kSwizzleLineBytes;
+  static constexpr int kBlockK = kLine / sizeof(A), kCount = kTokens / 2, kGroups = kTokens / 8;
+  static constexpr int kParts = kBlockScales ? kBlocks : 1;
+  static constexpr bool kTwoSets = kParts * kCount <= (kSplits ? 32 : 16);  // of accumulators
+  static constexpr bool kBatched = IsBatched<Tiles<kTokens, kRows>>::value;
+  static constexpr bool kEarlyFactors = kSplits || kTokens < 64;  // registers are left for them
+  static constexpr int kAhead = kStages < 4 ? kStages : 4;        // stages of weights that are loaded before pdl_wait
+  static constexpr int kScales = kScaleRows == 1 ? kRows : kScaleRows == 128 ? kWarpgroups : 1;  // of b, in a block
+  static_assert(kStages >= 2, "a stage is released when the next one has arrived");
+
+  using Output = SmallMOutput<Out, kTokens, kRows, !kBlockScales, kSplits>;
+
+  struct Shared {
+    alignas(1024) char b[kStages][kBlocks][kRows * kLine];
+    alignas(1024) char a[kStages][kBlocks][kTokens * kLine];
+    typename Output::Shared output;
+    alignas(16) float a_scale[kBlockScales ? kStages : 1][kBlocks][kTokens];
+    alignas(16) float b_scale[kBlockScales ? kStages : 1][kBlocks][kScales];
+    Pipeline<kStages> pipeline;
+  };
+
+  const GemmSm90Params& p;
+  const bool b_constant;
+  Shared& shared;
+  Output output;
+  int first, steps;  // first block of k and number of stages of this CTA
+
+  FI_DEVICE GemmSmallM(const GemmSmallMParams& params, Shared& s)
+      : p(params.gemm),
+        b_constant(params.b_constant),
+        shared(s),
+        output{params.gemm, s.output, kSplits ? static_cast<int>(cluster_size()) : 1,
+               kSplits ? static_cast<int>(cluster_rank()) : 0} {
+    const int stages = (p.k_blocks + kBlocks - 1) / kBlocks, begin = stages * output.rank / output.splits;
+    first = begin * kBlocks;
+    steps = stages * (output.rank + 1) / output.splits - begin;
+  }
+
+  FI_DEVICE void run() {
+    const int warp = warp_index();
+    if (warp == kConsumers / 32) {
+      load_weights();
+    } else {
+      __syncthreads();
+      if (output.splits > 1) cluster_arrive_relaxed();
+      pdl_wait();
+      if (warp > kConsumers / 32)
+        load_tokens();
+      else
+        consume();
+    }
+  }
+
+ private:
+  FI_DEVICE Tiles<kTokens, kRows> work() const {
+    Tiles<kTokens, kRows> tiles(p);
+    if constexpr (kBatched) {  // groups are not split
+      tiles.next_tile = blockIdx.x / output.splits;
+      tiles.clusters = gridDim.x / output.splits;
+    }
+    return tiles;
+  }
+
+  // By a warp. If weights do not depend on the kernel before, their first loads precede everything else.
+  FI_DEVICE void load_weights() {
+    // Tiles are known without reading memory.
+    const bool early = kBatched && p.problem.rows == GemmRows::kBatched && b_constant;
+    const bool first_lane = threadIdx.x % 32 == 0;
+    if (first_lane) {
+      shared.pipeline.init(kBlockScales ? 34 : 2, kWarpgroups * (kBlockScales ? 4 : 1));
+      shared.output.partial_full.init(1);
+      fence_barrier_init();
+    }
+    __syncwarp();
+    if (!early) pdl_wait();
+    Tiles<kTokens, kRows> tiles = work();
+    GemmTile tile;
+    bool any = tiles.next(tile);
+    const int ahead = early && any ? min(kAhead, steps) : 0;
+    const uint64_t policy = p.b_once ? kEvictFirst : kEvictNormal;
+    PipelineState at = PipelineState::producer();
+    if (first_lane)
+      for (int i = 0; i < ahead; ++i, at.advance(kStages)) load_stage(tile, first + i * kBlocks, at, policy);
+    __syncwarp();
+    __syncthreads();
+    if (output.splits > 1) cluster_arrive_relaxed();
+    pdl_launch_dependents();
+    for (int loaded = ahead; any; any = tiles.next(tile), loaded = 0) {
+      if (first_lane)
+        for (int i = loaded; i < steps; ++i, at.advance(kStages)) {
+          shared.pipeline.acquire(at);
+          load_stage(tile, first + i * kBlocks, at, policy);
+        }
+      __syncwarp();
+    }
+    if (output.splits > 1) cluster_wait();
+  }
+  FI_DEVICE void load_stage(const GemmTile& tile, int k, const PipelineState& at, uint64_t policy) {
+    Barrier& full = shared.pipeline.expect(at.stage, kBlocks * kRows * kLine);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+      tma_load_hinted(shared.b[at.stage][block], p.b, full, policy, (k + block) * kBlockK, tile.column, tile.b_batch);
+  }
+
+  // By a warp: tokens and the scales of blocks.
+  FI_DEVICE void load_tokens() {
+    const int lane = threadIdx.x % 32;
+    Tiles<kTokens, kRows> tiles = work();
+    GemmTile tile;
+    PipelineState at = PipelineState::producer();
+    while (tiles.next(tile)) {
+      BlockScales scales(p.problem, tile, first, lane);
+      for (int i = 0; i < steps; ++i, at.advance(kStages)) {
+        const int k = first + i * kBlocks;
+        shared.pipeline.acquire(at);
+        if (lane == 0) {
+          Barrier& full = shared.pipeline.expect(at.stage, kBlocks * kTokens * kLine);
+#pragma unroll
+          for (int block = 0; block < kBlocks; ++block)
+            tma_load_hinted(shared.a[at.stage][block], p.a, full, kEvictLast, (k + block) * kBlockK, tile.row,
+                            tile.a_batch);
+        }
+        if constexpr (kBlockScales) {
+#pragma unroll
+          for (int block = 0; block < kBlocks; ++block)
+            scales.load(shared.a_scale[at.stage][block], shared.b_scale[at.stage][block], k + block + 1 < p.k_blocks,
+                        lane);
+          shared.pipeline.commit_copies(at.stage);
+        }
+      }
+      __syncwarp();
+    }
+    if (output.splits > 1) cluster_wait();
+  }
+
+  // Where the scales lie that a lane loads next.
+  struct BlockScales {
+    static constexpr int kA = (kTokens + 31) / 32, kB = (kScales + 31) / 32;
+    const float *a[kA], *b[kB];
+    int64_t a_stride, b_stride;
+
+    FI_DEVICE BlockScales(const GemmProblem& q, const GemmTile& tile, int k, int lane)
+        : a_stride(q.a_scale_k_stride), b_stride(q.b_scale_k_stride) {
+      const int last = tile.row + max(tile.rows, 1) - 1;
+#pragma unroll
+      for (int i = 0; i < kA; ++i) {
+        const int row = min(tile.row + i * 32 + lane, last);
+        a[i] = q.a_scale + tile.a_batch * q.a_scale_batch_stride +
+               (q.a_scale_rows == 1 ? row : row / 128) * q.a_scale_row_stride + k * a_stride;
+      }
+#pragma unroll
+      for (int i = 0; i < kB; ++i) {
+        const int row = min(tile.column + (i * 32 + lane) * (kScaleRows == 1 ? 1 : 64), q.n - 1);
+        b[i] = q.b_scale + tile.b_batch * q.b_scale_batch_stride +
+               (kScaleRows == 1 ? row : row / 128) * q.b_scale_row_stride + k * b_stride;
+      }
+    }
+    // more: there is a block after this one.
+    FI_DEVICE void load(float* to_a, float* to_b, bool more, int lane) {
+#pragma unroll
+      for (int i = 0; i < kA; ++i) {
+        if (i * 32 + lane < kTokens) cp_async_4(to_a + i * 32 + lane, a[i]);
+        if (more) a[i] += a_stride;
+      }
+#pragma unroll
+      for (int i = 0; i < kB; ++i) {
+        if (i * 32 + lane < kScales) cp_async_4(to_b + i * 32 + lane, b[i]);
+        if (more) b[i] += b_stride;
+      }
+    }
+  };
+
+  FI_DEVICE void consume() {
+    const int warpgroup = warpgroup_index(), thread = threadIdx.x % 128;
+    const uint64_t b = wgmma_uniform(wgmma_operand(shared.b[0][0] + warpgroup * 64 * kLine, kSwizzlePeriod));
+    const uint64_t a = wgmma_uniform(wgmma_operand(shared.a[0][0], kSwizzlePeriod));
+    const int block = warpgroup * 8 + uniform(thread / 32) * 2;  // the first of this warp's two, of 8 rows
+    Tiles<kTokens, kRows> tiles = work();
+    PipelineState at;
+    GemmTile tile;
+    while (tiles.next(tile)) {
+      float sum[kCount];
+      typename Output::Factors factors[2];
+      float2 of_tokens[kGroups];
+      if (output.splits == 1) {  // loaded here, the latency is that of the first stage
+#pragma unroll
+        for (int h = 0; h < 2; ++h) factors[h] = output.factors_of(tile, block + h);
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g)
+          if (kEarlyFactors) of_tokens[g] = output.token_factors(tile, g);
+      }
+      if constexpr (kFp8)
+        multiply_in_parts(sum, b, a, at);
+      else
+        multiply(sum, b, a, at);
+      const int groups = min(kGroups, (tile.rows + 7) / 8);
+      if (output.splits > 1) {
+        if (threadIdx.x == 0) output.expect(groups);
+        cluster_wait();  // barriers of the cluster are initialised
+      }
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        if (g >= groups) break;
+        if (!kEarlyFactors) of_tokens[g] = output.token_factors(tile, g);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float2 d = {sum[g * 4 + h * 2], sum[g * 4 + h * 2 + 1]};
+          if (output.splits > 1)
+            output.send(block + h, g, d);
+          else
+            output.store(tile, block + h, g, d, factors[h], of_tokens[g]);
+        }
+      }
+      if (output.splits > 1) output.template store_sums<4 * kWarpgroups>(tile, groups, warp_index());
+    }
+  }
+
+  // Issues the products of a stage; blocks of different parts are groups of their own.
+  FI_DEVICE static void issue(float (&d)[kParts][kCount], uint64_t b, uint64_t a, bool add) {
+    wgmma_fence();
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const int part = kParts > 1 ? block : 0;
+#pragma unroll
+      for (int step = 0; step < 4; ++step)
+        wgmma_small_step(d[part], wgmma_further(b, block * kRows * kLine + step * 32),
+                         wgmma_further(a, block * kTokens * kLine + step * 32),
+                         add || step > 0 || (kParts == 1 && block > 0), B(), A());
+      if (kParts > 1 || block == kBlocks - 1) wgmma_commit();
+    }
+  }
+  FI_DEVICE void issue_stage(float (&d)[kParts][kCount], uint64_t b, uint64_t a, const PipelineState& at, bool add) {
+    shared.pipeline.wait(at);
+    issue(d, wgmma_further(b, at.stage * sizeof(shared.b[0])), wgmma_further(a, at.stage * sizeof(shared.a[0])), add);
+  }
+
+  FI_DEVICE void release(int stage) {
+    if constexpr (kBlockScales) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) shared.pipeline.empty[stage].arrive();
+    } else {
+      if (threadIdx.x % 128 == 0) shared.pipeline.empty[stage].arrive();
+    }
+  }
+
+  FI_DEVICE void multiply(float (&sum)[kCount], uint64_t b, uint64_t a, PipelineState& at) {
+    float d[1][kCount];
+    int before = 0;
+    for (int i = 0; i < steps; ++i, at.advance(kStages)) {
+      issue_stage(d, b, a, at, i > 0);
+      wgmma_wait<1>();
+      if (i > 0) release(before);
+      before = at.stage;
+    }
+    wgmma_finish(d[0]);
+    release(before);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) sum[j] = d[0][j];
+  }
+
+  // Adds a finished stage to the sum and releases it. kPending: groups that were issued after it.
+  template <int kPending>
+  FI_DEVICE void add_stage(float (&sum)[kCount], float (&d)[kParts][kCount], int stage) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (part == 0)
+        wgmma_wait<kPending + kParts - 1>();
+      else
+        wgmma_wait<kPending>();
+      wgmma_keep(d[part]);
+      if constexpr (kBlockScales) {
+        const int row = threadIdx.x / 128 * 64 + wgmma_row(threadIdx.x % 128);
+        const float* of_rows = shared.b_scale[stage][part];
+        const float low = kScaleRows == 1 ? of_rows[row] : of_rows[threadIdx.x / 128];
+        const float high = kScaleRows == 1 ? of_rows[row + 8] : low;
+#pragma unroll
+        for (int j = 0; j < kCount; j += 4) {
+          const float2 token =
+              *reinterpret_cast<const float2*>(&shared.a_scale[stage][part][j * 2 + threadIdx.x % 4 * 2]);
+          sum[j] += d[part][j] * (low * token.x);
+          sum[j + 1] += d[part][j + 1] * (low * token.y);
+          sum[j + 2] += d[part][j + 2] * (high * token.x);
+          sum[j + 3] += d[part][j + 3] * (high * token.y);
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) sum[j] += d[part][j];
+      }
+    }
+    release(stage);
+  }
+
+  FI_DEVICE void multiply_in_parts(float (&sum)[kCount], uint64_t b, uint64_t a, PipelineState& at) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) sum[j] = 0.f;
+    if constexpr (kTwoSets) {
+      float even[kParts][kCount], odd[kParts][kCount];
+      issue_stage(even, b, a, at, false);
+      int stage = at.stage, i = 1;
+      at.advance(kStages);
+      for (; i + 1 < steps; i += 2) {
+        issue_stage(odd, b, a, at, false);
+        add_stage<kParts>(sum, even, stage);
+        stage = at.stage;
+        at.advance(kStages);
+        issue_stage(even, b, a, at, false);
+        add_stage<kParts>(sum, odd, stage);
+        stage = at.stage;
+        at.advance(kStages);
+      }
+      if (i < steps) {
+        issue_stage(odd, b, a, at, false);
+        add_stage<kParts>(sum, even, stage);
+        add_stage<0>(sum, odd, at.stage);
+        at.advance(kStages);
+      } else {
+        add_stage<0>(sum, even, stage);
+      }
+    } else {
+      float d[kParts][kCount];
+      for (int i = 0; i < steps; ++i, at.advance(kStages)) {
+        issue_stage(d, b, a, at, false);
+        add_stage<0>(sum, d, at.stage);
+      }
+    }
+  }
+};
+
+// kBytes: of shared memory that the launch asks for.
+template <class A, class B, class Out, int kTokens, int kWarpgroups, int kBlocks, int kStages, int kScaleRows,
+          template <int, int> class Tiles, int kBytes>
+FI_DEVICE void gemm_small_m_sm90(const GemmSmallMParams& p) {
+  using Kernel = GemmSmallM<A, B, Out, kTokens, kWarpgroups, kBlocks, kStages, kScaleRows, Tiles>;
+  Kernel(p, dynamic_shared<typename Kernel::Shared, 1024, kBytes>()).run();
+}
+
+}  // namespace fi

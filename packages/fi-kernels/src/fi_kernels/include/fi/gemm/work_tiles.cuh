@@ -1,0 +1,123 @@
+// The tile schedulers of GEMM, for kernels whose Params have the problem, the cluster and the raster: which tile of
+// which product a cluster computes next. Every warp of a CTA walks the same tiles by itself, so warps need no
+// communication.
+#pragma once
+#include "fi/cuda/ptx/cluster_sm90.cuh"
+#include "fi/cuda/tile_scheduler.cuh"
+#include "fi/cuda/warp_roles_sm90.cuh"
+#include "fi/gemm/gemm_sm90.h"
+
+namespace fi {
+
+// A tile of out for one CTA. Row numbers count in the matrix a_batch of a and out.
+struct GemmTile {
+  int row, column;       // the first ones
+  int rows;              // that exist, from `row` on; may be more than the tile has, or negative
+  int a_batch, b_batch;  // matrices of a (and out) and of b
+};
+
+// Tiles of a batch of equal products, and of one whose rows have the group of each 128 rows.
+template <int kRows, int kColumns, class Params>
+struct BatchedTilesOf {
+  const Params& p;
+  GroupedRaster raster;  // of clusters
+  int next_tile, clusters, rank;
+
+  FI_DEVICE explicit BatchedTilesOf(const Params& params) : p(params) {
+    const int cluster = p.cluster_m * p.cluster_n, m = kRows * p.cluster_m, n = kColumns * p.cluster_n;
+    raster = {(p.problem.m + m - 1) / m, (p.problem.n + n - 1) / n, p.group_m};
+    rank = blockIdx.x % cluster;
+    next_tile = blockIdx.x / cluster;
+    clusters = gridDim.x / cluster;
+  }
+
+  FI_DEVICE bool next(GemmTile& tile) {
+    const int tiles = raster.tiles();
+    for (; next_tile < tiles * matrices(); next_tile += clusters) {
+      const int batch = next_tile / tiles;
+      const GroupedRaster::Tile at = raster.at(next_tile - batch * tiles);
+      tile.row = (at.m * p.cluster_m + (p.cluster_m > 1 ? rank : 0)) * kRows;
+      tile.column = (at.n * p.cluster_n + (p.cluster_n > 1 ? rank : 0)) * kColumns;
+      tile.rows = p.problem.m - tile.row;
+      tile.a_batch = tile.b_batch = batch;
+      if (p.problem.rows == GemmRows::kIndices) {
+        tile.b_batch = p.problem.row_groups[tile.row];
+        tile.a_batch = 0;
+        if (tile.b_batch < 0) continue;
+      }
+      next_tile += clusters;
+      return true;
+    }
+    return false;
+  }
+
+ private:
+  FI_DEVICE int matrices() const { return p.problem.rows == GemmRows::kIndices ? 1 : p.problem.batch; }
+};
+
+// Tiles of groups whose sizes are on the device. A warp looks at 32 groups at a time: lane l at group first_group + l.
+// It looks again for every tile, which costs fewer registers than it does time. Clusters extend along n only, since
+// CTAs of a cluster share rows.
+template <int kRows, int kColumns, class Params>
+struct GroupTilesOf {
+  const Params& p;
+  int next_tile;  // counted from the first tile of first_group on
+  int first_group = 0;
+
+  FI_DEVICE explicit GroupTilesOf(const Params& params) : p(params), next_tile(blockIdx.x / params.cluster_n) {}
+
+  // By whole warps.
+  FI_DEVICE bool next(GemmTile& tile) {
+    const int n = kColumns * p.cluster_n, n_clusters = (p.problem.n + n - 1) / n;
+    int row, rows, end;
+    for (;;) {
+      look(n_clusters, row, rows, end);
+      const int all = __shfl_sync(0xffffffffu, end, 31);
+      if (next_tile < all) break;
+      first_group += 32;
+      next_tile -= all;
+      if (first_group >= p.problem.batch) return false;
+    }
+    const int lane = __popc(__ballot_sync(0xffffffffu, end <= next_tile));
+    const int group_rows = uniform(__shfl_sync(0xffffffffu, rows, lane)), m_tiles = (group_rows + kRows - 1) / kRows;
+    const int before = uniform(__shfl_sync(0xffffffffu, end, lane)) - m_tiles * n_clusters;
+    const GroupedRaster raster{m_tiles, n_clusters, p.group_m};
+    const GroupedRaster::Tile at = raster.at(next_tile - before);
+    tile.row = uniform(__shfl_sync(0xffffffffu, row, lane)) + at.m * kRows;
+    tile.column = (at.n * p.cluster_n + static_cast<int>(blockIdx.x) % p.cluster_n) * kColumns;
+    tile.rows = group_rows - at.m * kRows;
+    const int group = first_group + lane;
+    tile.b_batch = p.problem.b_indices ? uniform(p.problem.b_indices[group]) : group;
+    tile.a_batch = p.problem.rows == GemmRows::kMasked ? group : 0;
+    next_tile += gridDim.x / p.cluster_n;
+    return true;
+  }
+
+ private:
+  // Of this lane's group: its rows, and the tiles of the 32 groups up to its end.
+  FI_DEVICE void look(int n_clusters, int& row, int& rows, int& end) const {
+    const int lane = threadIdx.x % 32, group = first_group + lane;
+    row = rows = 0;
+    if (group < p.problem.batch) {
+      if (p.problem.rows == GemmRows::kMasked) {
+        rows = min(p.problem.row_groups[group], p.problem.m);
+      } else {
+        row = p.problem.row_groups[group];
+        rows = min(p.problem.row_groups[group + 1], p.problem.m) - row;
+      }
+    }
+    end = (rows + kRows - 1) / kRows * n_clusters;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int x = __shfl_up_sync(0xffffffffu, end, step);
+      if (lane >= step) end += x;
+    }
+  }
+};
+
+template <int kRows, int kColumns>
+using BatchedTiles = BatchedTilesOf<kRows, kColumns, GemmSm90Params>;
+template <int kRows, int kColumns>
+using GroupTiles = GroupTilesOf<kRows, kColumns, GemmSm90Params>;
+
+}  // namespace fi

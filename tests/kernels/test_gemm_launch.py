@@ -1,0 +1,176 @@
+"""The launcher of gemm without a GPU: tile shapes, clusters, tensor maps and refusals, seen by the mock driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernels.mock_driver import Call, Gpu, Tensor, build_driver, launches, parameters
+
+OUT, A, B, SA, SB, BIAS, GROUPS = (0x1000000 * (i + 1) for i in range(7))
+Gemm = Callable[..., list[Call]]
+
+
+@pytest.fixture(scope="module")
+def gemm(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Calls the op on [m, k] times [n, k] of a dtype, with what is changed; the driver calls."""
+    folder = tmp_path_factory.mktemp("gemm")
+    gpu = Gpu(build_driver(folder), Path(folder) / "log", 90)
+
+    def call(m: int, n: int, k: int, dtype: str = "bf16", scales: str = "rows", **change: Any) -> list[Call]:
+        arguments: dict[str, Any] = {
+            "out": Tensor(OUT, (m, n), "bf16"), "a": Tensor(A, (m, k), dtype), "b": Tensor(B, (n, k), dtype),
+        }  # fmt: skip
+        arguments |= change
+        tiles = "groups" if change.keys() & {"m_indptr", "masked_m"} else "batched"
+        b_major = "n" if "b" in change and change["b"].strides else "k"
+        axes = {
+            "a": dtype,
+            "b": dtype,
+            "out": "bf16",
+            "scales": scales,
+            "tiles": tiles,
+            "b_major": b_major,
+            "tokens": 0,
+        }
+        return gpu.call("gemm", axes, arguments, implementation="wgmma_sm90")
+
+    yield call
+    gpu.close()
+
+
+def one(calls: list[Call]) -> Call:
+    (launch,) = launches(calls)
+    return launch
+
+
+def maps(calls: list[Call]) -> dict[int, list[list[int]]]:
+    """By address: [size, stride in bytes, box] of each dimension."""
+    return {c["address"]: c["dimensions"] for c in calls if c["call"] == "tensor_map"}
+
+
+def test_a_cluster_shares_one_operand(gemm: Gemm) -> None:
+    """Tactic 1 is the first tile shape with clusters along m: each CTA loads half of the tile of b for both."""
+    calls = gemm(4096, 7168, 512, tactic=1)
+    launch = one(calls)
+    assert launch["name"] == "gemm_128x256" and launch["grid"] == [132, 1, 1] and launch["cluster"] == [2, 1, 1]
+    assert maps(calls)[A] == [[512, 2, 64], [4096, 1024, 128], [1, 128, 1]]
+    assert maps(calls)[B] == [[512, 2, 64], [7168, 1024, 128], [1, 128, 1]]
+    p = parameters(launch, "GemmSm90Params")
+    assert (p["cluster_m"], p["cluster_n"], p["k_blocks"], p["whole_rows"]) == (2, 1, 8, 1)
+    assert maps(gemm(4096, 7168, 512, tactic=2))[A][1] == [4096, 1024, 64], "along n they share a"
+
+
+def test_tiles_fill_the_waves(gemm: Gemm) -> None:
+    """384 tiles of 176 columns fill three waves of 132 SMs, where 288 of 256 columns take three longer ones."""
+    launch = one(gemm(4096, 2112, 7168))
+    assert launch["name"] == "gemm_128x176" and launch["grid"] == [132, 1, 1]
+    assert one(gemm(4096, 4096, 7168))["name"] == "gemm_128x256", "the largest tile where waves are full anyway"
+    assert one(gemm(100, 128, 512))["grid"][0] <= 2, "no more CTAs than tiles"
+
+
+def test_strides_and_scales(gemm: Gemm) -> None:
+    calls = gemm(
+        300, 256, 256, "e4m3", "blocks",
+        out=Tensor(OUT, (300, 256), "bf16", (264, 1)), a=Tensor(A, (300, 256), "e4m3", (512, 1)),
+        a_scale=Tensor(SA, (300, 2), "f32", (1, 300)), b_scale=Tensor(SB, (2, 2), "f32"), enable_pdl=False,
+    )  # fmt: skip
+    assert not one(calls)["pdl"] and maps(calls)[A][1][1] == 512 and maps(calls)[OUT][1] == [300, 528, 64]
+    p = parameters(one(calls), "GemmSm90Params")["problem"]
+    assert (p["a_scale_row_stride"], p["a_scale_k_stride"], p["a_scale_rows"]) == (1, 300, 1)
+    assert (p["b_scale_row_stride"], p["b_scale_k_stride"], p["b_scale_rows"]) == (2, 1, 128)
+
+
+def test_n_major_weights_come_by_blocks_of_64_columns(gemm: Gemm) -> None:
+    calls = gemm(300, 512, 256, b=Tensor(B, (512, 256), "bf16", (1, 512)))
+    assert maps(calls)[B] == [[512, 2, 64], [256, 1024, 64], [1, 128, 1]]
+    assert parameters(one(calls), "GemmSm90Params")["problem"]["b_k_stride"] == 512
+
+
+def test_unaligned_output_has_no_tensor_map(gemm: Gemm) -> None:
+    calls = gemm(300, 129, 256)
+    assert OUT not in maps(calls) and parameters(one(calls), "GemmSm90Params")["whole_rows"] == 0
+
+
+def test_grouped_rows(gemm: Gemm) -> None:
+    b = Tensor(B, (40, 256, 128), "bf16")
+    launch = one(gemm(5000, 256, 128, b=b, m_indptr=Tensor(GROUPS, (41,), "i32")))
+    p = parameters(launch, "GemmSm90Params")
+    assert (p["problem"]["rows"], p["problem"]["row_groups"], p["cluster_m"]) == (1, GROUPS, 1)
+    masked = {
+        "out": Tensor(OUT, (40, 512, 256), "bf16"), "a": Tensor(A, (40, 512, 128), "bf16"),
+        "masked_m": Tensor(GROUPS, (40,), "i32"), "expected_m": 60,
+    }  # fmt: skip
+    assert one(gemm(0, 256, 128, b=b, **masked))["name"].startswith("gemm_64x")
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        ({"a": Tensor(A, (100, 128), "bf16")}, ValueError, r"a must have shape \[m, k\] with k = 256"),
+        ({"out": Tensor(OUT, (100, 8), "bf16")}, ValueError, "out must have shape"),
+        ({"b": Tensor(B, (512, 256), "e4m3")}, TypeError, "b must have the dtype of a"),
+        ({"a_scale": Tensor(SA, (3,), "f32")}, ValueError, "a_scale must have one element"),
+        ({"a_scale": Tensor(SA, (100, 2), "f32")}, ValueError, "a_scale and b_scale must both be of blocks"),
+        ({"bias": Tensor(BIAS, (100,), "bf16")}, ValueError, "bias must have shape"),
+        ({"m_indptr": Tensor(GROUPS, (3,), "i32")}, ValueError, r"b must have shape \[groups, n, k\]"),
+        ({"tactic": 99}, ValueError, "tactic must be -1"),
+    ],
+)
+def test_refusals(gemm: Gemm, change: dict[str, Any], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        gemm(100, 512, 256, **change)
+
+
+def test_nothing_to_do(gemm: Gemm) -> None:
+    assert launches(gemm(0, 512, 256)) == []
+
+
+@pytest.fixture(scope="module")
+def gemm_80(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """As `gemm` on sm_80, where mma.sync computes everything."""
+    folder = tmp_path_factory.mktemp("gemm_80")
+    gpu = Gpu(build_driver(folder), Path(folder) / "log", 80)
+
+    def call(m: int, n: int, k: int, **change: Any) -> list[Call]:
+        arguments = {"out": Tensor(OUT, (m, n), "bf16"), "a": Tensor(A, (m, k), "bf16"), "b": Tensor(B, (n, k), "bf16")}
+        tiles = "groups" if "m_indptr" in change else "batched"
+        axes = {"a": "bf16", "b": "bf16", "out": "bf16", "scales": "rows", "tiles": tiles, "b_major": "k", "tokens": 0}
+        return gpu.call("gemm", axes, arguments | change, implementation="mma_sm80")
+
+    yield call
+    gpu.close()
+
+
+def test_mma_tiles_follow_the_rows(gemm_80: Gemm) -> None:
+    """Few rows take small tiles; many take 128 x 128, one CTA for each."""
+    launch = one(gemm_80(4096, 4096, 512))
+    assert launch["name"] == "gemm_128x128" and launch["grid"] == [1024, 1, 1] and not launch["pdl"]
+    p = parameters(launch, "GemmMmaParams")
+    assert (p["k_stages"], p["cluster_m"], p["cluster_n"], p["pairs"]) == (16, 1, 1, 1)
+    launch = one(gemm_80(8, 4096, 512))
+    assert launch["name"] == "gemm_32x64" and launch["grid"] == [64, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"a": Tensor(A, (64, 100), "bf16", (101, 1)), "b": Tensor(B, (72, 100), "bf16")},
+        {"a": Tensor(A, (64, 104), "bf16"), "b": Tensor(B, (72, 104), "bf16", (1, 72))},
+        {"a": Tensor(A + 2, (64, 104), "bf16"), "b": Tensor(B, (72, 104), "bf16")},
+    ],
+)
+def test_mma_loads_elements_where_rows_are_misaligned(gemm_80: Gemm, change: dict[str, Any]) -> None:
+    assert one(gemm_80(64, 72, 0, **change))["name"] == "gemm_64x64_elements"
+
+
+def test_mma_grids_cover_groups_of_unknown_sizes(gemm_80: Gemm) -> None:
+    """Each of 40 groups may end in a part of a tile."""
+    indices = {"b_indices": Tensor(SA, (40,), "i32"), "m_indptr": Tensor(GROUPS, (41,), "i32")}
+    launch = one(gemm_80(640, 256, 128, b=Tensor(B, (3, 256, 128), "bf16"), **indices))
+    p = parameters(launch, "GemmMmaParams")["problem"]
+    assert launch["name"] == "gemm_32x64" and launch["grid"] == [(640 // 32 + 40) * 4, 1, 1]
+    assert (p["batch"], p["matrices"], p["b_indices"]) == (40, 3, SA)

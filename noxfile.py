@@ -127,7 +127,7 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff and clang-format; `nox -s lint -- fix` mends what can be mended."""
+    """ruff and clang-format; `nox -s lint -- fix` applies their fixes."""
     install_tools(session, "lint")
     fix = "fix" in session.posargs
     session.run("ruff", "check", *(["--fix"] if fix else []), ".")

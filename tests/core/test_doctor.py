@@ -26,7 +26,7 @@ def levels(cli: Cli, code: int = 0) -> dict[str, tuple[str, str, str]]:
     """Level, text and remedy by what they are about."""
     found = cli.json("doctor", code=code)
     assert found["ok"] is (code == 0)
-    return {f["what"]: (f["level"], f["text"], f["mend"]) for f in found["findings"]}
+    return {f["what"]: (f["level"], f["text"], f["fix"]) for f in found["findings"]}
 
 
 def test_doctor_on_a_sound_machine(cli: Cli) -> None:
@@ -43,10 +43,10 @@ def test_doctor_without_a_compiler(cli: Cli, fresh: Fresh, tmp_path: Path, monke
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(toolchain, "nvrtc", lambda: None)
     monkeypatch.setattr(toolchain, "nvcc", lambda: None)
-    level, text, mend = levels(cli, code=1)["host modules"]
+    level, text, fix = levels(cli, code=1)["host modules"]
     assert level == "FAIL" and "there is no C++ compiler for the others" in text
-    assert mend == "apt-get install g++ (or: pip install fi-jit-cache)"
-    assert "\n      mend: apt-get install g++" in cli("doctor", code=1)
+    assert fix == "apt-get install g++ (or: pip install fi-jit-cache)"
+    assert "\n      fix: apt-get install g++" in cli("doctor", code=1)
     assert levels(cli, code=1)["CUDA compiler"][1] == "there is none, and none is needed without a GPU"
 
     every = dict.fromkeys(
@@ -59,9 +59,9 @@ def test_doctor_without_a_compiler(cli: Cli, fresh: Fresh, tmp_path: Path, monke
 
     monkeypatch.setenv("FI_CUDA_ARCH_LIST", "9.0")
     core.context.cache_clear()
-    level, text, mend = levels(cli, code=1)["device binaries"]
+    level, text, fix = levels(cli, code=1)["device binaries"]
     assert level == "FAIL" and "there is no CUDA compiler for the others" in text
-    assert "pip install nvidia-cuda-nvrtc" in mend and "pip install fi-cubin" in mend
+    assert "pip install nvidia-cuda-nvrtc" in fix and "pip install fi-cubin" in fix
 
 
 @pytest.mark.parametrize("program", ["/bin/false", "/bin/true", "g++ --no-such-option"])
@@ -69,16 +69,16 @@ def test_doctor_tries_the_compiler(program: str, cli: Cli, tmp_path: Path, monke
     """A program of that name is not yet a compiler, and trying it leaves no file."""
     monkeypatch.setenv("CXX", program)
     monkeypatch.chdir(tmp_path)
-    level, text, mend = levels(cli, code=1)["host modules"]
+    level, text, fix = levels(cli, code=1)["host modules"]
     assert level == "FAIL" and "does not compile the others: " in text
-    assert text.split(": ")[-1] and mend.startswith("apt-get install g++")
+    assert text.split(": ")[-1] and fix.startswith("apt-get install g++")
     assert [path.name for path in tmp_path.iterdir()] == ["tmp"]
 
 
 def test_doctor_with_compiling_forbidden(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FI_JIT", "off")
-    level, text, mend = levels(cli)["host modules"]
-    assert (level, mend) == ("warn", "FI_JIT=on fi-core prebuild")
+    level, text, fix = levels(cli)["host modules"]
+    assert (level, fix) == ("warn", "FI_JIT=on fi-core prebuild")
     assert "FI_JIT=off forbids to compile the others" in text
 
 
@@ -109,8 +109,8 @@ def test_doctor_on_torch(
     torch: machine.Torch | None, level: str, text: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "torch_build", lambda: torch)
-    mend = "pip install 'torch>=2.10'" if level == "FAIL" else ""
-    assert levels(cli, code=level == "FAIL")["torch"] == (level, text, mend)
+    fix = "pip install 'torch>=2.10'" if level == "FAIL" else ""
+    assert levels(cli, code=level == "FAIL")["torch"] == (level, text, fix)
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_doctor_on_torch(
 def test_doctor_on_tvm_ffi(version: str, fits: bool, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = machine.version
     monkeypatch.setattr(machine, "version", lambda name: version if name == "apache-tvm-ffi" else versions(name))
-    level, _, mend = levels(cli, code=not fits)["apache-tvm-ffi"]
-    assert (level, mend) == (("ok", "") if fits else ("FAIL", "pip install 'apache-tvm-ffi>=0.1.9,<0.2'"))
+    level, _, fix = levels(cli, code=not fits)["apache-tvm-ffi"]
+    assert (level, fix) == (("ok", "") if fits else ("FAIL", "pip install 'apache-tvm-ffi>=0.1.9,<0.2'"))
 
 
 @pytest.mark.parametrize("name", ["fi_kernels", "ninja"])
@@ -129,9 +129,9 @@ def test_doctor_finds_missing_dependencies(name: str, cli: Cli, monkeypatch: pyt
     find = doctor.importlib.util.find_spec
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda n, *rest: None if n == name else find(n, *rest))
     found = levels(cli, code=1)
-    level, _, mend = found[name.replace("_", "-")]
+    level, _, fix = found[name.replace("_", "-")]
     pin = f"=={fi_core.__version__}" if name == "fi_kernels" else ""
-    assert (level, mend) == ("FAIL", f"pip install {name.replace('_', '-')}{pin}")
+    assert (level, fix) == ("FAIL", f"pip install {name.replace('_', '-')}{pin}")
     assert ("host modules" in found) == (name == "ninja")
 
 
@@ -172,9 +172,9 @@ def test_doctor_on_packages(cli: Cli, fresh: Fresh, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(provider.metadata, "entry_points", lambda **_: [Point()])
     fresh()
-    level, text, mend = levels(cli, code=1)["fi-cubin"]
+    level, text, fix = levels(cli, code=1)["fi-cubin"]
     assert level == "FAIL" and f"its version 0.0.1 is not that of fi-core, {fi_core.__version__}" in text
-    assert mend == f"pip install fi-cubin=={fi_core.__version__}"
+    assert fix == f"pip install fi-cubin=={fi_core.__version__}"
     monkeypatch.setenv("FI_CUBIN_DIR", str(tmp_path / "nowhere"))
     fresh()
     assert levels(cli, code=1)["FI_CUBIN_DIR"][1] == f"not used: no index.json in {tmp_path / 'nowhere'}"
@@ -186,14 +186,14 @@ def test_doctor_on_the_cache(cli: Cli, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(store.os, "access", lambda path, mode: not tmp_path.samefile(path))
     text = cli("doctor")
     assert f"warn  cache: {cache} cannot be written; kernels go to {tmp_path / 'tmp'}" in text
-    assert "mend: export FI_CACHE_DIR=DIRECTORY" in text
+    assert "fix: export FI_CACHE_DIR=DIRECTORY" in text
     with monkeypatch.context() as refused:
         refused.setattr(store, "refusal", lambda root: "open to all" if root == cache else None)
         text = cli("doctor")
     assert f"warn  cache: {cache} is not used (open to all); kernels go to {tmp_path / 'tmp'}" in text
     monkeypatch.setattr(store.os, "access", lambda path, mode: False)
-    level, text, mend = levels(cli, code=1)["cache"]
-    assert (level, mend) == ("FAIL", "export FI_CACHE_DIR=DIRECTORY")
+    level, text, fix = levels(cli, code=1)["cache"]
+    assert (level, fix) == ("FAIL", "export FI_CACHE_DIR=DIRECTORY")
     assert text == f"no directory for compiled kernels can be written, {cache} neither"
     monkeypatch.setenv("FI_JIT", "off")
     assert levels(cli)["cache"][0] == "note"

@@ -34,12 +34,12 @@ COLOURS = {"ok": "green", "note": "dim", "warn": "yellow", "FAIL": "red"}
 
 
 class Finding(NamedTuple):
-    """`level`: ok, note (nothing to do), warn (works, but), FAIL (something cannot run). `mend` is a command or two."""
+    """`level`: ok, note (nothing to do), warn (works, but), FAIL (something cannot run). `fix` is a command or two."""
 
     level: str
     what: str
     text: str
-    mend: str = ""
+    fix: str = ""
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -51,9 +51,9 @@ def run(args: argparse.Namespace) -> Report:
     lines = []
     for f in findings:
         lines.append(f"{paint(f.level.ljust(4), COLOURS[f.level])}  {f.what}: {f.text}")
-        if f.mend:
-            lines.append(f"      mend: {f.mend}")
-    end = "All is well." if not failed + warned else f"{failed} to mend, {warned} to look at."
+        if f.fix:
+            lines.append(f"      fix: {f.fix}")
+    end = "All is well." if not failed + warned else f"{failed} to fix, {warned} to look at."
     data = {"ok": not failed, "findings": [f._asdict() for f in findings]}
     return Report(data, [*lines, "", end], ok=not failed)
 
@@ -157,8 +157,8 @@ def _providers() -> Iterator[Finding]:
         if provider.refusal == EMPTY:
             yield Finding("note", provider.name, EMPTY)
         elif provider.refusal:
-            mend = f"pip install {provider.name}=={fi_core.__version__}" if provider.name.startswith("fi-") else ""
-            yield Finding("FAIL", provider.name, f"not used: {provider.refusal}", mend)
+            fix = f"pip install {provider.name}=={fi_core.__version__}" if provider.name.startswith("fi-") else ""
+            yield Finding("FAIL", provider.name, f"not used: {provider.refusal}", fix)
         else:
             yield Finding("ok", provider.name, machine.describe(provider))
 
@@ -180,7 +180,7 @@ def _kernels() -> Iterator[Finding]:
         yield Finding("note", "nvcc", "a program of that name has no CUDA toolkit around it; set CUDA_HOME")
 
 
-def _obtainable(what: str, needed: str, files: list[Artifact], mend: str) -> Finding:
+def _obtainable(what: str, needed: str, files: list[Artifact], fix: str) -> Finding:
     found = [origin(artifact) for artifact in files]
     there = sum(o.path is not None for o in found)
     text = f"{there} of {len(files)} are there"
@@ -192,10 +192,10 @@ def _obtainable(what: str, needed: str, files: list[Artifact], mend: str) -> Fin
             "warn", what, f"{text}, and FI_JIT=off forbids to compile the others", "FI_JIT=on fi-core prebuild"
         )
     if made_by is None:
-        return Finding("FAIL", what, f"{text}, and there is no {needed} for the others", mend)
+        return Finding("FAIL", what, f"{text}, and there is no {needed} for the others", fix)
     broken = toolchain.cxx_problem() if files[0].kind != "cubin" else None
     if broken:
-        return Finding("FAIL", what, f"{text}, and {made_by} does not compile the others: {broken}", mend)
+        return Finding("FAIL", what, f"{text}, and {made_by} does not compile the others: {broken}", fix)
     identity = compiler.identity(files[0]).split(" Copyright")[0].split(":")[0]
     return Finding("ok", what, f"{text}; {made_by} ({identity}) compiles the others on first use")
 

@@ -10,15 +10,6 @@ namespace fi {
 // i / 4 * 8 + l % 4 * 2 + i % 2; `thread` counts in the warpgroup.
 FI_DEVICE int wgmma_row(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
 
-// One instruction: 32 bytes of columns.
-template <class T, class A, int kCount>
-FI_DEVICE void wgmma_step(float (&d)[kCount], const A& a, uint64_t b, bool accumulate) {
-  if constexpr (sizeof(T) == 1)
-    wgmma_m64k32(d, a, b, accumulate, T());
-  else
-    wgmma_m64k16(d, a, b, accumulate, T());
-}
-
 // d = a b^T, or d += a b^T: a [64, kColumns] and b [N, kColumns] K-major in shared memory, of which wgmma_operand
 // describes the first column block; the others follow a_block and b_block bytes apart. Issues one group and does not
 // wait: d must not be touched before wgmma_finish or wgmma_wait.
@@ -32,8 +23,8 @@ FI_DEVICE void wgmma_shared(float (&d)[kCount], uint64_t a, unsigned a_block, ui
   for (int block = 0; block < kColumns / kBlockColumns; ++block)
 #pragma unroll
     for (int step = 0; step < 4; ++step)
-      wgmma_step<T>(d, wgmma_further(a, block * a_block + step * 32), wgmma_further(b, block * b_block + step * 32),
-                    accumulate || block + step > 0);
+      wgmma(d, wgmma_further(a, block * a_block + step * 32), wgmma_further(b, block * b_block + step * 32),
+            accumulate || block + step > 0, T(), T());
   wgmma_commit();
 }
 
@@ -45,7 +36,7 @@ FI_DEVICE void wgmma_registers(float (&d)[kCount], const unsigned (&a)[kSteps][4
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step)
-    wgmma_step<T>(d, a[step], wgmma_further(b, step * b_step), accumulate || step > 0);
+    wgmma(d, a[step], wgmma_further(b, step * b_step), accumulate || step > 0, T(), T());
   wgmma_commit();
 }
 

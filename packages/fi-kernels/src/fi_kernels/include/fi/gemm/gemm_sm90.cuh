@@ -5,7 +5,7 @@
 #include "fi/cuda/pipeline_sm90.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/ptx/tma_cluster_sm90.cuh"
-#include "fi/cuda/ptx/wgmma_shared_sm90.cuh"
+#include "fi/cuda/ptx/wgmma_sm90.cuh"
 #include "fi/cuda/shared_memory.cuh"
 #include "fi/gemm/gemm_epilogue_sm90.cuh"
 
@@ -15,14 +15,14 @@ enum class GemmScales { kNone, kRows, kBlocks, kColumnBlocks };
 
 FI_HOST_DEVICE constexpr int gemm_common_divisor(int a, int b) { return b == 0 ? a : gemm_common_divisor(b, a % b); }
 
-// kColumnsOfB: b is MN-major, which 16-bit operands may be. kRows x kColumns: of a tile. kWarpgroupsM: consumer
+// kMnMajorB: b is MN-major, which 16-bit operands may be. kRows x kColumns: of a tile. kWarpgroupsM: consumer
 // warpgroups along m; the others are along n. kStages, kBuffers: of operands and, for each warpgroup, of out. kScales:
 // kNone for 16-bit operands (alpha and scales of rows are multiplied in the epilogue), kRows for fp8, kBlocks for
 // scales of 128 k and 1 or 128 rows of a and 128 rows of b, kColumnBlocks if each row of b has its own.
 //
 // The tensor cores add fp8 products with about 14 bits, so the products of each block of 128 k have accumulators of
 // their own (`part`), which are added to those of the tile in fp32. While one warpgroup adds, the other multiplies.
-template <class A, class B, class Out, bool kColumnsOfB, int kRows, int kColumns, int kWarpgroupsM, int kStages,
+template <class A, class B, class Out, bool kMnMajorB, int kRows, int kColumns, int kWarpgroupsM, int kStages,
           int kBuffers, GemmScales kScales, template <int, int> class Tiles>
 struct GemmSm90 {
   static constexpr int kConsumers = 2, kBlockK = kSwizzleLineBytes / sizeof(A);
@@ -35,7 +35,7 @@ struct GemmSm90 {
   static constexpr int kTileBytes = (kRows + kColumns) * kSwizzleLineBytes;
   // An MN-major tile of b is [kColumns / 64][64 k][64 columns].
   static constexpr int kColumnBlockBytes = kBlockK * kSwizzleLineBytes;
-  static_assert(!kColumnsOfB || (!kFp8 && kOwnColumns % kBlockK == 0), "whole blocks of 64 columns");
+  static_assert(!kMnMajorB || (!kFp8 && kOwnColumns % kBlockK == 0), "whole blocks of 64 columns");
   // Columns of a tile that have the same scale, wherever the tile begins.
   static constexpr int kScaleColumns = kScales == GemmScales::kColumnBlocks ? 1 : gemm_common_divisor(kOwnColumns, 128);
   static constexpr int kColumnScales = kBlockScales ? kColumns / kScaleColumns : 1;
@@ -111,7 +111,7 @@ struct GemmSm90 {
           Barrier& full = shared.pipeline.expect(at.stage, kTileBytes);
           load(shared.a[at.stage] + a_part * kSwizzleLineBytes, p.a, full, share_a, kEvictNormal, k * kBlockK,
                tile.row + a_part, tile.a_batch);
-          if constexpr (kColumnsOfB) {
+          if constexpr (kMnMajorB) {
             for (int c = share_b ? rank : 0; c < kColumns / kBlockK; c += share_b ? 2 : 1)
               load(shared.b[at.stage] + c * kColumnBlockBytes, p.b, full, share_b, b_policy, tile.column + c * kBlockK,
                    k * kBlockK, tile.b_batch);
@@ -190,7 +190,7 @@ struct GemmSm90 {
     const int row = warpgroup % kWarpgroupsM * kOwnRows, column = warpgroup / kWarpgroupsM * kOwnColumns;
     const uint64_t a = wgmma_uniform(wgmma_operand(shared.a[0] + row * kSwizzleLineBytes, kSwizzlePeriod));
     const uint64_t b = wgmma_uniform(
-        wgmma_operand(shared.b[0] + column * kSwizzleLineBytes, kSwizzlePeriod, kColumnsOfB ? kColumnBlockBytes : 16));
+        wgmma_operand(shared.b[0] + column * kSwizzleLineBytes, kSwizzlePeriod, kMnMajorB ? kColumnBlockBytes : 16));
     for (;;) {
       shared.pipeline.wait(at);
       const GemmTile tile = shared.tiles[at.stage];
@@ -224,9 +224,8 @@ struct GemmSm90 {
   FI_DEVICE static void multiply_stage(float (&d)[kCount], uint64_t a, uint64_t b, bool add) {
 #pragma unroll
     for (int step = 0; step < 4; ++step)
-      wgmma_shared_step<kColumnsOfB>(d, wgmma_further(a, step * 32),
-                                     wgmma_further(b, step * (kColumnsOfB ? 16 * kSwizzleLineBytes : 32)),
-                                     add || step > 0, A(), B());
+      wgmma<kMnMajorB>(d, wgmma_further(a, step * 32),
+                       wgmma_further(b, step * (kMnMajorB ? 16 * kSwizzleLineBytes : 32)), add || step > 0, A(), B());
   }
 
   FI_DEVICE void multiply(float (&d)[kMBlocks][kCount], uint64_t a, uint64_t b, PipelineState& at) const {
@@ -335,10 +334,10 @@ struct GemmSm90 {
 };
 
 // kBytes: of shared memory that the launch asks for.
-template <class A, class B, class Out, bool kColumnsOfB, int kRows, int kColumns, int kWarpgroupsM, int kStages,
+template <class A, class B, class Out, bool kMnMajorB, int kRows, int kColumns, int kWarpgroupsM, int kStages,
           int kBuffers, GemmScales kScales, template <int, int> class Tiles, int kBytes>
 FI_DEVICE void gemm_sm90(const GemmSm90Params& p) {
-  using Kernel = GemmSm90<A, B, Out, kColumnsOfB, kRows, kColumns, kWarpgroupsM, kStages, kBuffers, kScales, Tiles>;
+  using Kernel = GemmSm90<A, B, Out, kMnMajorB, kRows, kColumns, kWarpgroupsM, kStages, kBuffers, kScales, Tiles>;
   Kernel(p, dynamic_shared<typename Kernel::Shared, 1024, kBytes>()).run();
 }
 

@@ -4,7 +4,7 @@
 #include "fi/cuda/pipeline_sm90.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/ptx/tma_cluster_sm90.cuh"
-#include "fi/cuda/ptx/wgmma_small_sm90.cuh"
+#include "fi/cuda/ptx/wgmma_sm90.cuh"
 #include "fi/cuda/shared_memory.cuh"
 #include "fi/cuda/warp_roles_sm90.cuh"
 #include "fi/cuda/wgmma_tile_sm90.cuh"
@@ -258,9 +258,9 @@ struct GemmSmallM {
       const int part = kParts > 1 ? block : 0;
 #pragma unroll
       for (int step = 0; step < 4; ++step)
-        wgmma_small_step(d[part], wgmma_further(b, block * kRows * kLine + step * 32),
-                         wgmma_further(a, block * kTokens * kLine + step * 32),
-                         add || step > 0 || (kParts == 1 && block > 0), B(), A());
+        wgmma(d[part], wgmma_further(b, block * kRows * kLine + step * 32),
+              wgmma_further(a, block * kTokens * kLine + step * 32), add || step > 0 || (kParts == 1 && block > 0), B(),
+              A());
       if (kParts > 1 || block == kBlocks - 1) wgmma_commit();
     }
   }

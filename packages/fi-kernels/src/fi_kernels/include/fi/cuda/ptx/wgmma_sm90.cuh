@@ -1,4 +1,4 @@
-// wgmma (PTX ISA 9.7.15): 64 x N x 16 products of a warpgroup on 16-bit operands, and 64 x N x 32 on e4m3, fp32
+// wgmma (PTX ISA 9.7.15): 64 x N x 16 products of a warpgroup on 16-bit operands, and 64 x N x 32 on fp8, fp32
 // accumulators in registers.
 // Lane l of warp w holds d[4 j + i] at row 16 w + l / 4 + 8 (i / 2), column 8 j + 2 (l % 4) + i % 2.
 #pragma once
@@ -48,129 +48,122 @@ FI_DEVICE uint64_t wgmma_uniform(uint64_t operand) {
   return (operand & 0xffffffff00000000ull) | __shfl_sync(0xffffffffu, static_cast<uint32_t>(operand), 0);
 }
 
-// Text and constraints of 8 accumulators from number i on, and of n of them.
-#define FI_NAMES_0 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define FI_NAMES_8 "%8, %9, %10, %11, %12, %13, %14, %15"
-#define FI_NAMES_16 "%16, %17, %18, %19, %20, %21, %22, %23"
-#define FI_NAMES_24 "%24, %25, %26, %27, %28, %29, %30, %31"
-#define FI_NAMES_32 "%32, %33, %34, %35, %36, %37, %38, %39"
-#define FI_NAMES_40 "%40, %41, %42, %43, %44, %45, %46, %47"
-#define FI_NAMES_48 "%48, %49, %50, %51, %52, %53, %54, %55"
-#define FI_NAMES_56 "%56, %57, %58, %59, %60, %61, %62, %63"
-#define FI_NAMES_64 "%64, %65, %66, %67, %68, %69, %70, %71"
-#define FI_NAMES_72 "%72, %73, %74, %75, %76, %77, %78, %79"
-#define FI_NAMES_80 "%80, %81, %82, %83, %84, %85, %86, %87"
-#define FI_NAMES_88 "%88, %89, %90, %91, %92, %93, %94, %95"
-#define FI_NAMES_96 "%96, %97, %98, %99, %100, %101, %102, %103"
-#define FI_NAMES_104 "%104, %105, %106, %107, %108, %109, %110, %111"
-#define FI_NAMES_112 "%112, %113, %114, %115, %116, %117, %118, %119"
-#define FI_NAMES_120 "%120, %121, %122, %123, %124, %125, %126, %127"
-#define FI_REGISTERS(i)                                                                                       \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
-      "+f"(d[i + 7])
-#define FI_NAMES_UP_TO_32 FI_NAMES_0 ", " FI_NAMES_8 ", " FI_NAMES_16 ", " FI_NAMES_24
-#define FI_REGISTERS_UP_TO_32 FI_REGISTERS(0), FI_REGISTERS(8), FI_REGISTERS(16), FI_REGISTERS(24)
-#define FI_NAMES_UP_TO_40 FI_NAMES_UP_TO_32 ", " FI_NAMES_32
-#define FI_REGISTERS_UP_TO_40 FI_REGISTERS_UP_TO_32, FI_REGISTERS(32)
-#define FI_NAMES_UP_TO_48 FI_NAMES_0 ", " FI_NAMES_8 ", " FI_NAMES_16 ", " FI_NAMES_24 ", " FI_NAMES_32 ", " FI_NAMES_40
-#define FI_REGISTERS_UP_TO_48 \
-  FI_REGISTERS(0), FI_REGISTERS(8), FI_REGISTERS(16), FI_REGISTERS(24), FI_REGISTERS(32), FI_REGISTERS(40)
-#define FI_NAMES_UP_TO_56 \
-  FI_NAMES_0 ", " FI_NAMES_8 ", " FI_NAMES_16 ", " FI_NAMES_24 ", " FI_NAMES_32 ", " FI_NAMES_40 ", " FI_NAMES_48
-#define FI_REGISTERS_UP_TO_56                                                                               \
-  FI_REGISTERS(0), FI_REGISTERS(8), FI_REGISTERS(16), FI_REGISTERS(24), FI_REGISTERS(32), FI_REGISTERS(40), \
-      FI_REGISTERS(48)
-#define FI_NAMES_UP_TO_64                                                                                         \
-  FI_NAMES_0 ", " FI_NAMES_8 ", " FI_NAMES_16 ", " FI_NAMES_24 ", " FI_NAMES_32 ", " FI_NAMES_40 ", " FI_NAMES_48 \
-             ", " FI_NAMES_56
-#define FI_REGISTERS_UP_TO_64                                                                               \
-  FI_REGISTERS(0), FI_REGISTERS(8), FI_REGISTERS(16), FI_REGISTERS(24), FI_REGISTERS(32), FI_REGISTERS(40), \
-      FI_REGISTERS(48), FI_REGISTERS(56)
-#define FI_NAMES_UP_TO_80 FI_NAMES_UP_TO_64 ", " FI_NAMES_64 ", " FI_NAMES_72
-#define FI_REGISTERS_UP_TO_80 FI_REGISTERS_UP_TO_64, FI_REGISTERS(64), FI_REGISTERS(72)
-#define FI_NAMES_UP_TO_96                                                                                         \
-  FI_NAMES_0 ", " FI_NAMES_8 ", " FI_NAMES_16 ", " FI_NAMES_24 ", " FI_NAMES_32 ", " FI_NAMES_40 ", " FI_NAMES_48 \
-             ", " FI_NAMES_56 ", " FI_NAMES_64 ", " FI_NAMES_72 ", " FI_NAMES_80 ", " FI_NAMES_88
-#define FI_REGISTERS_UP_TO_96                                                                               \
-  FI_REGISTERS(0), FI_REGISTERS(8), FI_REGISTERS(16), FI_REGISTERS(24), FI_REGISTERS(32), FI_REGISTERS(40), \
-      FI_REGISTERS(48), FI_REGISTERS(56), FI_REGISTERS(64), FI_REGISTERS(72), FI_REGISTERS(80), FI_REGISTERS(88)
-#define FI_NAMES_UP_TO_128                                                                                         \
-  FI_NAMES_0 ", " FI_NAMES_8 ", " FI_NAMES_16 ", " FI_NAMES_24 ", " FI_NAMES_32 ", " FI_NAMES_40 ", " FI_NAMES_48  \
-             ", " FI_NAMES_56 ", " FI_NAMES_64 ", " FI_NAMES_72 ", " FI_NAMES_80 ", " FI_NAMES_88 ", " FI_NAMES_96 \
-             ", " FI_NAMES_104 ", " FI_NAMES_112 ", " FI_NAMES_120
-#define FI_REGISTERS_UP_TO_128                                                                                    \
-  FI_REGISTERS(0), FI_REGISTERS(8), FI_REGISTERS(16), FI_REGISTERS(24), FI_REGISTERS(32), FI_REGISTERS(40),       \
-      FI_REGISTERS(48), FI_REGISTERS(56), FI_REGISTERS(64), FI_REGISTERS(72), FI_REGISTERS(80), FI_REGISTERS(88), \
-      FI_REGISTERS(96), FI_REGISTERS(104), FI_REGISTERS(112), FI_REGISTERS(120)
+// The operands of n accumulators in the text of the instruction, and their constraints.
+#define FI_ACCUMULATORS_4 "%0, %1, %2, %3"
+#define FI_ACCUMULATORS_8 FI_ACCUMULATORS_4 ", %4, %5, %6, %7"
+#define FI_ACCUMULATORS_16 FI_ACCUMULATORS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define FI_ACCUMULATORS_32 \
+  FI_ACCUMULATORS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define FI_ACCUMULATORS_40 FI_ACCUMULATORS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define FI_ACCUMULATORS_48 FI_ACCUMULATORS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define FI_ACCUMULATORS_56 FI_ACCUMULATORS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define FI_ACCUMULATORS_64 FI_ACCUMULATORS_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define FI_ACCUMULATORS_80 \
+  FI_ACCUMULATORS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define FI_ACCUMULATORS_88 FI_ACCUMULATORS_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define FI_ACCUMULATORS_96 FI_ACCUMULATORS_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define FI_ACCUMULATORS_128                                                                                        \
+  FI_ACCUMULATORS_96                                                                                               \
+      ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, " \
+      "%114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define FI_CONSTRAINTS(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define FI_CONSTRAINTS_4 FI_CONSTRAINTS(0)
+#define FI_CONSTRAINTS_8 FI_CONSTRAINTS_4, FI_CONSTRAINTS(4)
+#define FI_CONSTRAINTS_16 FI_CONSTRAINTS_8, FI_CONSTRAINTS(8), FI_CONSTRAINTS(12)
+#define FI_CONSTRAINTS_32 \
+  FI_CONSTRAINTS_16, FI_CONSTRAINTS(16), FI_CONSTRAINTS(20), FI_CONSTRAINTS(24), FI_CONSTRAINTS(28)
+#define FI_CONSTRAINTS_40 FI_CONSTRAINTS_32, FI_CONSTRAINTS(32), FI_CONSTRAINTS(36)
+#define FI_CONSTRAINTS_48 FI_CONSTRAINTS_40, FI_CONSTRAINTS(40), FI_CONSTRAINTS(44)
+#define FI_CONSTRAINTS_56 FI_CONSTRAINTS_48, FI_CONSTRAINTS(48), FI_CONSTRAINTS(52)
+#define FI_CONSTRAINTS_64 FI_CONSTRAINTS_56, FI_CONSTRAINTS(56), FI_CONSTRAINTS(60)
+#define FI_CONSTRAINTS_80 \
+  FI_CONSTRAINTS_64, FI_CONSTRAINTS(64), FI_CONSTRAINTS(68), FI_CONSTRAINTS(72), FI_CONSTRAINTS(76)
+#define FI_CONSTRAINTS_88 FI_CONSTRAINTS_80, FI_CONSTRAINTS(80), FI_CONSTRAINTS(84)
+#define FI_CONSTRAINTS_96 FI_CONSTRAINTS_88, FI_CONSTRAINTS(88), FI_CONSTRAINTS(92)
+#define FI_CONSTRAINTS_128                                                                              \
+  FI_CONSTRAINTS_96, FI_CONSTRAINTS(96), FI_CONSTRAINTS(100), FI_CONSTRAINTS(104), FI_CONSTRAINTS(108), \
+      FI_CONSTRAINTS(112), FI_CONSTRAINTS(116), FI_CONSTRAINTS(120), FI_CONSTRAINTS(124)
 
-// d = a b, or d += a b. First a and b in shared memory, both K-major; then a in registers, as four packed pairs of
-// mma.m16n8k16, or four quadruples of mma.m16n8k32, and b MN-major if it has 16 bits, K-major if 8. The operands after
-// the `count` accumulators have the numbers x0, x1, ...
-#define FI_WGMMA(n, count, x0, x1, x2, x3, x4, x5, k, name, orders, order, type)                                       \
-  FI_DEVICE void wgmma_m64##k(float (&d)[count], uint64_t a, uint64_t b, bool add, type) {                             \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #x2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n #k ".f32." name \
-                 "." name " {" FI_NAMES_UP_TO_##count "}, %" #x0 ", %" #x1 ", p, 1, 1" orders ";\n}"                   \
-                 : FI_REGISTERS_UP_TO_##count                                                                          \
-                 : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                                        \
-  }                                                                                                                    \
-  FI_DEVICE void wgmma_m64##k(float (&d)[count], const unsigned (&a)[4], uint64_t b, bool add, type) {                 \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #x5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n #k ".f32." name \
-                 "." name " {" FI_NAMES_UP_TO_##count "}, {%" #x0 ", %" #x1 ", %" #x2 ", %" #x3 "}, %" #x4             \
-                                                      ", p, 1, 1" order ";\n}"                                         \
-                 : FI_REGISTERS_UP_TO_##count                                                                          \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));                    \
+// wgmma: d = a b, or d += a b if `add`. With a in shared memory, K-major, b there is K-major too, unless kMnMajorB
+// (only 16-bit operands can be MN-major). With a in registers, as four packed pairs of mma.m16n8k16 or four quadruples
+// of mma.m16n8k32, b is MN-major if it has 16 bits and K-major if it has 8. The operands after the `count` accumulators
+// have the numbers x0, x1, ...
+#define FI_WGMMA_TEXT(x_add, shape, types, count, a, x_b, orders)                                       \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, %" #x_add ", 0;\nwgmma.mma_async.sync.aligned." shape ".f32." types \
+  " {" FI_ACCUMULATORS_##count "}, " a ", %" #x_b ", p, 1, 1" orders ";\n}"
+#define FI_WGMMA_SHARED_16(n, count, x0, x1, x2, x3, name, type)                                     \
+  template <bool kMnMajorB = false>                                                                  \
+  FI_DEVICE void wgmma(float (&d)[count], uint64_t a, uint64_t b, bool add, type, type) {            \
+    asm volatile(FI_WGMMA_TEXT(x2, "m64n" #n "k16", name "." name, count, "%" #x0, x1, ", 0, %" #x3) \
+                 : FI_CONSTRAINTS_##count                                                            \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kMnMajorB ? 1 : 0));              \
   }
-#define FI_WGMMA_16(n, count, x0, x1, x2, x3, x4, x5)                             \
-  FI_WGMMA(n, count, x0, x1, x2, x3, x4, x5, k16, "f16", ", 0, 0", ", 1", __half) \
-  FI_WGMMA(n, count, x0, x1, x2, x3, x4, x5, k16, "bf16", ", 0, 0", ", 1", __nv_bfloat16)
-#define FI_WGMMA_8(n, count, x0, x1, x2, x3, x4, x5) \
-  FI_WGMMA(n, count, x0, x1, x2, x3, x4, x5, k32, "e4m3", "", "", __nv_fp8_e4m3)
-FI_WGMMA_16(64, 32, 32, 33, 34, 35, 36, 37)
-FI_WGMMA_16(80, 40, 40, 41, 42, 43, 44, 45)
-FI_WGMMA_16(96, 48, 48, 49, 50, 51, 52, 53)
-FI_WGMMA_16(112, 56, 56, 57, 58, 59, 60, 61)
-FI_WGMMA_16(128, 64, 64, 65, 66, 67, 68, 69)
-FI_WGMMA_16(160, 80, 80, 81, 82, 83, 84, 85)
-FI_WGMMA_16(192, 96, 96, 97, 98, 99, 100, 101)
-FI_WGMMA_16(256, 128, 128, 129, 130, 131, 132, 133)
-FI_WGMMA_8(96, 48, 48, 49, 50, 51, 52, 53)
-FI_WGMMA_8(128, 64, 64, 65, 66, 67, 68, 69)
+#define FI_WGMMA_SHARED_8(n, count, x0, x1, x2, names, type_a, type_b)                        \
+  template <bool kMnMajorB = false>                                                           \
+  FI_DEVICE void wgmma(float (&d)[count], uint64_t a, uint64_t b, bool add, type_a, type_b) { \
+    static_assert(!kMnMajorB, "fp8 operands are K-major");                                    \
+    asm volatile(FI_WGMMA_TEXT(x2, "m64n" #n "k32", names, count, "%" #x0, x1, "")            \
+                 : FI_CONSTRAINTS_##count                                                     \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(add)));                               \
+  }
+#define FI_WGMMA_REGISTERS(n, count, x0, x1, x2, x3, x4, x5, k, name, orders, type)                                  \
+  FI_DEVICE void wgmma(float (&d)[count], const unsigned (&a)[4], uint64_t b, bool add, type, type) {                \
+    asm volatile(                                                                                                    \
+        FI_WGMMA_TEXT(x5, "m64n" #n k, name "." name, count, "{%" #x0 ", %" #x1 ", %" #x2 ", %" #x3 "}", x4, orders) \
+        : FI_CONSTRAINTS_##count                                                                                     \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));                           \
+  }
+#define FI_WGMMA(n, count, x0, x1, x2, x3, x4, x5)                                          \
+  FI_WGMMA_SHARED_16(n, count, x0, x1, x2, x3, "f16", __half)                               \
+  FI_WGMMA_SHARED_16(n, count, x0, x1, x2, x3, "bf16", __nv_bfloat16)                       \
+  FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e4m3.e4m3", __nv_fp8_e4m3, __nv_fp8_e4m3)        \
+  FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e4m3.e5m2", __nv_fp8_e4m3, __nv_fp8_e5m2)        \
+  FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e5m2.e4m3", __nv_fp8_e5m2, __nv_fp8_e4m3)        \
+  FI_WGMMA_REGISTERS(n, count, x0, x1, x2, x3, x4, x5, "k16", "f16", ", 1", __half)         \
+  FI_WGMMA_REGISTERS(n, count, x0, x1, x2, x3, x4, x5, "k16", "bf16", ", 1", __nv_bfloat16) \
+  FI_WGMMA_REGISTERS(n, count, x0, x1, x2, x3, x4, x5, "k32", "e4m3", "", __nv_fp8_e4m3)
+FI_WGMMA(8, 4, 4, 5, 6, 7, 8, 9)
+FI_WGMMA(16, 8, 8, 9, 10, 11, 12, 13)
+FI_WGMMA(32, 16, 16, 17, 18, 19, 20, 21)
+FI_WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
+FI_WGMMA(80, 40, 40, 41, 42, 43, 44, 45)
+FI_WGMMA(96, 48, 48, 49, 50, 51, 52, 53)
+FI_WGMMA(112, 56, 56, 57, 58, 59, 60, 61)
+FI_WGMMA(128, 64, 64, 65, 66, 67, 68, 69)
+FI_WGMMA(160, 80, 80, 81, 82, 83, 84, 85)
+FI_WGMMA(176, 88, 88, 89, 90, 91, 92, 93)
+FI_WGMMA(192, 96, 96, 97, 98, 99, 100, 101)
+FI_WGMMA(256, 128, 128, 129, 130, 131, 132, 133)
 
-#undef FI_NAMES_0
-#undef FI_NAMES_8
-#undef FI_NAMES_16
-#undef FI_NAMES_24
-#undef FI_NAMES_32
-#undef FI_NAMES_40
-#undef FI_NAMES_48
-#undef FI_NAMES_56
-#undef FI_NAMES_64
-#undef FI_NAMES_72
-#undef FI_NAMES_80
-#undef FI_NAMES_88
-#undef FI_NAMES_96
-#undef FI_NAMES_104
-#undef FI_NAMES_112
-#undef FI_NAMES_120
-#undef FI_REGISTERS
-#undef FI_NAMES_UP_TO_32
-#undef FI_REGISTERS_UP_TO_32
-#undef FI_NAMES_UP_TO_40
-#undef FI_REGISTERS_UP_TO_40
-#undef FI_NAMES_UP_TO_48
-#undef FI_REGISTERS_UP_TO_48
-#undef FI_NAMES_UP_TO_56
-#undef FI_REGISTERS_UP_TO_56
-#undef FI_NAMES_UP_TO_64
-#undef FI_REGISTERS_UP_TO_64
-#undef FI_NAMES_UP_TO_80
-#undef FI_REGISTERS_UP_TO_80
-#undef FI_NAMES_UP_TO_96
-#undef FI_REGISTERS_UP_TO_96
-#undef FI_NAMES_UP_TO_128
-#undef FI_REGISTERS_UP_TO_128
+#undef FI_ACCUMULATORS_4
+#undef FI_ACCUMULATORS_8
+#undef FI_ACCUMULATORS_16
+#undef FI_ACCUMULATORS_32
+#undef FI_ACCUMULATORS_40
+#undef FI_ACCUMULATORS_48
+#undef FI_ACCUMULATORS_56
+#undef FI_ACCUMULATORS_64
+#undef FI_ACCUMULATORS_80
+#undef FI_ACCUMULATORS_88
+#undef FI_ACCUMULATORS_96
+#undef FI_ACCUMULATORS_128
+#undef FI_CONSTRAINTS
+#undef FI_CONSTRAINTS_4
+#undef FI_CONSTRAINTS_8
+#undef FI_CONSTRAINTS_16
+#undef FI_CONSTRAINTS_32
+#undef FI_CONSTRAINTS_40
+#undef FI_CONSTRAINTS_48
+#undef FI_CONSTRAINTS_56
+#undef FI_CONSTRAINTS_64
+#undef FI_CONSTRAINTS_80
+#undef FI_CONSTRAINTS_88
+#undef FI_CONSTRAINTS_96
+#undef FI_CONSTRAINTS_128
+#undef FI_WGMMA_TEXT
+#undef FI_WGMMA_SHARED_16
+#undef FI_WGMMA_SHARED_8
+#undef FI_WGMMA_REGISTERS
 #undef FI_WGMMA
-#undef FI_WGMMA_16
-#undef FI_WGMMA_8
 
 }  // namespace fi

@@ -12,34 +12,34 @@ MULTIPLY = {"f16": "f16", "bf16": "bf16", "e4m3": "f16", "e5m2": "f16"}
 
 
 class TileShape(NamedTuple):
-    """TileShape in mma_tile_loader.cuh: head dims per pass, blocks of 16 rows per warp, warps, keys per stage."""
+    """TileShape in mma_tile_loader.cuh: head dims per pass, m16 tiles per warp, warps, keys per stage."""
 
     dim_qk: int
     dim_vo: int
-    sixteens: int
+    m_tiles: int
     warps: int
     keys: int
     blocks: int  # a multiprocessor
 
     @property
     def rows(self) -> int:
-        return 16 * self.sixteens * self.warps
+        return 16 * self.m_tiles * self.warps
 
     @property
     def threads(self) -> int:
         return 32 * self.warps
 
     def shared_bytes(self, kv_bytes: int) -> int:
-        """sizeof(TileCopies::Shared), and the 128 bytes to which its start is aligned."""
+        """sizeof(MmaTileLoader::Shared), and the 128 bytes to which its start is aligned."""
         keys, rows = self.keys * (self.dim_qk + self.dim_vo), self.rows
         raw = keys if kv_bytes == 1 else 2 * 8 * kv_bytes
         angles = 4 * self.dim_qk if self.dim_qk > 128 else 2048
-        more = 16 * self.sixteens * self.threads + 32 * self.keys + 24 * rows + angles + 68
+        more = 16 * self.m_tiles * self.threads + 32 * self.keys + 24 * rows + angles + 68
         return round_up(2 * (rows * self.dim_qk + keys) + raw + more, 128) + 128
 
     def body(self, kernel: str, q: str, kv: str) -> str:
         names = (DTYPES[MULTIPLY[q]].device, DTYPES[q].device, DTYPES[kv].device)
-        shape = f"fi::TileShape<{self.dim_qk}, {self.dim_vo}, {self.sixteens}, {self.warps}, {self.keys}>"
+        shape = f"fi::TileShape<{self.dim_qk}, {self.dim_vo}, {self.m_tiles}, {self.warps}, {self.keys}>"
         return f"{kernel}<{', '.join(names)}, {shape}, {self.shared_bytes(DTYPES[kv].bytes)}>"
 
 

@@ -34,7 +34,7 @@ void run_cpu(const PrefillPlanParams& p) {
     return best;
   };
   PrefillTileStats tiles = tiles_of(p, p.tile_tokens);
-  int32_t tokens = p.tile_tokens, items = 0;
+  int32_t tokens = p.tile_tokens, q_tiles = 0;
   if (p.short_tile_tokens > 0 && int64_t{tiles.num_tiles} * p.kv_heads <= int64_t{4} * p.num_ctas) {
     const PrefillTileStats low = tiles_of(p, p.short_tile_tokens);
     if (low.num_tiles <= p.max_tiles && prefers_short(tiles, low, p.kv_heads, p.num_ctas, p.max_partials, best_cost)) {
@@ -44,16 +44,16 @@ void run_cpu(const PrefillPlanParams& p) {
   }
   for (int32_t b = 0; b < p.batch; ++b) {
     s.requests[b] = p.request(b);
-    for (int32_t t = 0; t < p.tiles(s.requests[b], tokens) && items < p.max_tiles; ++t) s.tiles[items++] = {b, t};
+    for (int32_t t = 0; t < p.tiles(s.requests[b], tokens) && q_tiles < p.max_tiles; ++t) s.tiles[q_tiles++] = {b, t};
   }
   const auto work = [&](const PrefillWorkTile& x) { return p.kv_tiles(s.requests[x.request], x.q_tile, tokens); };
-  std::stable_sort(s.tiles, s.tiles + items,
+  std::stable_sort(s.tiles, s.tiles + q_tiles,
                    [&](const PrefillWorkTile& x, const PrefillWorkTile& y) { return work(x) > work(y); });
   PrefillSplit split = PrefillSplit::of(tiles, p.kv_heads, p.num_ctas, p.max_partials);
-  const int32_t work_tiles = items * p.kv_heads;
+  const int32_t work_tiles = q_tiles * p.kv_heads;
   if (split.first < work_tiles) split.kv_tiles = work(s.tiles[split.first / p.kv_heads]);
   const int32_t num_splits = PrefillSplit::num_splits(best_cost(split));
-  *s.header = {items,
+  *s.header = {q_tiles,
                0,
                0,
                tokens,

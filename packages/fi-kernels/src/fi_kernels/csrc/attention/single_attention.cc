@@ -7,7 +7,7 @@
 #include "fi/generated/single_attention.h"
 
 #if !FI_CUDA
-#include "fi/attention/cpu/finish.h"
+#include "fi/attention/cpu/epilogue.h"
 #include "fi/attention/cpu/tile.h"
 #include "fi/cpu/parallel.h"
 #endif
@@ -45,19 +45,19 @@ void launch(const Kernel& kernel, const SingleAttentionParams& params, const Ext
 #else
 KeyRange keys_of(const Mask& mask, int32_t first, int32_t last) { return {mask.first_key(first), mask.end_key(last)}; }
 
-// Merges the parts that the chunks of a row left.
+// Merges the partials of the splits of a row.
 void combine(const SingleAttentionParams& params, Variant& variant, Row row, std::vector<float>& o, DType out) {
   const AttentionProblem& p = params.problem;
-  float m = kMinusInf, d = 0.f;
+  float row_max = kMinusInf, row_sum = 0.f;
   std::fill(o.begin(), o.end(), 0.f);
-  for (int32_t c = 0; c < params.num_splits; ++c) m = std::max(m, params.partial(c, row)[p.head_dim_vo]);
+  for (int32_t c = 0; c < params.num_splits; ++c) row_max = std::max(row_max, params.partial(c, row)[p.head_dim_vo]);
   for (int32_t c = 0; c < params.num_splits; ++c) {
     const float* part = params.partial(c, row);
-    const float weight = softmax_exp2<CpuMath>(part[p.head_dim_vo], softmax_reference(m));
-    d += weight * part[p.head_dim_vo + 1];
-    cpu::add_scaled<16>(o.data(), part, weight, p.head_dim_vo);
+    const float rescale = softmax_exp2<CpuMath>(part[p.head_dim_vo], softmax_reference(row_max));
+    row_sum += rescale * part[p.head_dim_vo + 1];
+    cpu::add_scaled<16>(o.data(), part, rescale, p.head_dim_vo);
   }
-  finish_row(p, variant, nullptr, row, m, d, o.data(), out);
+  store_row(p, variant, nullptr, row, row_max, row_sum, o.data(), out);
 }
 
 void run_cpu(const SingleAttentionParams& params, const Variant::Arguments& arguments, DType q, DType kv, DType out) {
@@ -65,33 +65,33 @@ void run_cpu(const SingleAttentionParams& params, const Variant::Arguments& argu
   Variant::Params variant_params;
   variant_params.set(arguments, p);
   const int32_t tile_rows = CpuTile::kRows, tiles = (p.rows() + tile_rows - 1) / tile_rows;
-  const int64_t items = static_cast<int64_t>(p.kv_heads) * tiles * params.num_splits;
+  const int64_t work_tiles = static_cast<int64_t>(p.kv_heads) * tiles * params.num_splits;
   const double work = static_cast<double>(p.rows()) * p.kv_heads * p.mask.kv_len * (p.head_dim_qk + p.head_dim_vo);
-  const int64_t grain = 1 + static_cast<int64_t>(2e5 / (work / static_cast<double>(items) + 1));
-  cpu::parallel_for(items, grain, [&](int64_t begin, int64_t end) {
+  const int64_t grain = 1 + static_cast<int64_t>(2e5 / (work / static_cast<double>(work_tiles) + 1));
+  cpu::parallel_for(work_tiles, grain, [&](int64_t begin, int64_t end) {
     const int32_t most = CpuTile::heads(p.rows());
-    CpuTile tile(p, q, kv, std::min(tile_rows, most * p.rows()), cpu::LineProducts::of(kv));
+    CpuTile tile(p, q, kv, std::min(tile_rows, most * p.rows()), cpu::KvRowProducts::of(kv));
     Variant variant(variant_params, 0);
-    for (int64_t item = begin, heads; item < end; item += heads) {
-      const auto kv_head = static_cast<int32_t>(item % p.kv_heads),
-                 chunk = static_cast<int32_t>(item / p.kv_heads % params.num_splits);
-      const auto t = static_cast<int32_t>(item / p.kv_heads / params.num_splits);
+    for (int64_t work_tile = begin, heads; work_tile < end; work_tile += heads) {
+      const auto kv_head = static_cast<int32_t>(work_tile % p.kv_heads),
+                 split = static_cast<int32_t>(work_tile / p.kv_heads % params.num_splits);
+      const auto t = static_cast<int32_t>(work_tile / p.kv_heads / params.num_splits);
       // First, last, second, ...: under a causal mask each thread's share then costs about the same.
       const int32_t first = (t % 2 ? tiles - 1 - t / 2 : t / 2) * tile_rows,
                     rows = std::min(tile_rows, p.rows() - first);
       const KeyRange all = keys_of(p.mask, first / p.group_size, (first + rows - 1) / p.group_size);
-      const KeyRange keys = split_keys(all, chunk, params.num_splits);
-      heads = std::min<int64_t>({most, p.kv_heads - kv_head, end - item});
+      const KeyRange keys = split_keys(all, split, params.num_splits);
+      heads = std::min<int64_t>({most, p.kv_heads - kv_head, end - work_tile});
       tile.attend(p, TokenPages::one(), variant, kv_head, first, rows, keys.begin, keys.end,
                   static_cast<int32_t>(heads));
       for (int32_t r = 0; r < rows * heads; ++r) {
         const Row row = tile.row(r);
         if (params.num_splits == 1) {
-          finish_row(p, variant, nullptr, row, tile.m(r), tile.d(r), tile.output(r), out);
+          store_row(p, variant, nullptr, row, tile.row_max(r), tile.row_sum(r), tile.output(r), out);
         } else {
-          float* part = params.partial(chunk, row);
+          float* part = params.partial(split, row);
           std::copy_n(tile.output(r), p.head_dim_vo, part);
-          part[p.head_dim_vo] = tile.m(r), part[p.head_dim_vo + 1] = tile.d(r);
+          part[p.head_dim_vo] = tile.row_max(r), part[p.head_dim_vo + 1] = tile.row_sum(r);
         }
       }
     }

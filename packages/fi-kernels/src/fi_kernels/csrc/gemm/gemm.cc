@@ -154,8 +154,8 @@ void check_tables(const Kernel& kernel, const GemmArgs& a, const GemmProblem& p)
 }
 
 #if FI_CUDA
-// Clusters' worth of tiles: all of them, or the most that groups of unknown sizes have, each of which may end in a part
-// of a tile.
+// The number of cluster tiles: all of them, or an upper bound for groups of unknown sizes, each of which may end in a
+// part of a tile.
 int64_t tiles_of(const GemmProblem& p, const GemmTiling& t) {
   const int64_t columns = gemm_ceil(p.n, t.columns * t.cluster_n);
   if (p.rows == GemmRows::kIndptr) return (p.m / t.rows + p.batch) * columns;

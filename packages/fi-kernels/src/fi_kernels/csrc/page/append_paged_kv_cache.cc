@@ -95,7 +95,7 @@ void append_paged_kv_cache(const Kernel& kernel, const AppendPagedKvCacheArgs& g
   // 1 check
   Dim nnz{"nnz"}, heads{"num_heads"}, k_dim{a.mla ? "head_dim_ckv" : "head_dim"},
       v_dim{a.mla ? "head_dim_kpe" : "v_head_dim"};
-  const bool fused = !a.v_cache;  // K and V lie in one tensor
+  const bool fused = !a.v_cache;  // K and V are one tensor
   Tensor v_cache = fused ? a.k_cache : Tensor(a.v_cache);
   Dim two{"2", 2};
   Dim pages{"num_pages"}, page_size{"page_size"}, batch{"batch_size"}, indices{"num_indices"};

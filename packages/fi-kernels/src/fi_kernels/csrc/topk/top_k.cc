@@ -114,7 +114,7 @@ void run_cpu(const TopKParams& p, DType dtype) {
 }
 #endif
 
-// Raises unless the segment of each row lies in a row of the page table.
+// Raises unless the segment of each row is within a row of the page table.
 void check_page_table(const Kernel& kernel, const TopKArgs& a, int64_t rows, int64_t width) {
   const int64_t batch = a.src_page_table.size(0), pages = a.src_page_table.size(1);
   const auto values = [&](const OptionalTensor& t) { return Integers(kernel, t ? Tensor(t) : a.input, t ? rows : 0); };

@@ -1,4 +1,4 @@
-// What the attention ops ask of their arguments alike, and how arguments become parts of the problem.
+// Argument checks that all attention ops share, and the conversion of arguments to parts of AttentionProblem.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -59,7 +59,7 @@ struct AttentionDims {
   Dim qo_heads{"num_qo_heads"}, kv_heads{"num_kv_heads"}, head_dim_qk{"head_dim_qk"}, head_dim_vo{"head_dim_vo"};
 };
 
-// What every attention op asks of its arguments once their shapes are bound. k, v: the caches, or ragged keys.
+// Checks the arguments of every attention op after their shapes are bound. k, v: the caches, or ragged keys.
 template <class Args>
 void check_attention(const Args& a, const Tensor& k, const Tensor& v, const AttentionDims& dims) {
   check_dtypes(a.q, k, v, a.out);

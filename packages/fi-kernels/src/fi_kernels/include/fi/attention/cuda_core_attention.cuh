@@ -12,28 +12,28 @@ namespace fi {
 
 template <class Q, class KV, int kSlices, int kRows, class Pages = ContiguousKv>
 struct CudaCoreAttention {
-  static constexpr int kThreads = 128, kDims = kSlices * 8, kMostDims = 32 * kDims;
-  static constexpr int kLeastLanes = kSlices == 1 ? 8 : 32, kMostGroups = kThreads / kLeastLanes;
+  static constexpr int kThreads = 128, kDims = kSlices * 8, kMaxDims = 32 * kDims;
+  static constexpr int kMinLanes = kSlices == 1 ? 8 : 32, kMaxGroups = kThreads / kMinLanes;
   static constexpr int kBytes = sizeof(KV) * kSlices;
   static constexpr int kUnroll =
-      kBytes < 4 && kRows > 1 ? 4 / kBytes : 1;  // keys a lane group reads before it computes
-  static_assert(kUnroll <= kRows, "rotated keys lie where the outputs come later");
+      kBytes < 4 && kRows > 1 ? 4 / kBytes : 1;  // keys a lane group loads before it computes
+  static_assert(kUnroll <= kRows, "rotated keys use the memory of the outputs");
 
   struct Shared {
-    float q[kRows][kMostDims];          // rotated and scaled: a dot product is a score
+    float q[kRows][kMaxDims];           // rotated and scaled: a dot product is a score
     float o[kThreads * kRows * kDims];  // [groups][kRows][width], unnormalised, of each lane group
-    float m[kMostGroups][kRows], d[kMostGroups][kRows];
+    float row_max[kMaxGroups][kRows], row_sum[kMaxGroups][kRows];
     HeadScores scores[kRows];
     Row row[kRows];
-    uint64_t steps[kMostDims / 2];  // rotary angles
+    uint64_t rotary_steps[kMaxDims / 2];  // rotary angles
   };
 
   const AttentionProblem& p;
   Shared& shared;
   const Pages pages;
   const int kv_head, first, rows;  // of the packed rows
-  const int lanes, groups, width;  // a power of two, of the block, dimensions of a lane group
-  const int lane, group;           // place in the lane group, number of the group
+  const int lanes, groups, width;  // a power of two; of the CTA; dimensions of a lane group
+  const int lane, group;           // in the lane group; of the CTA
 
   FI_DEVICE CudaCoreAttention(const AttentionProblem& p, Shared& shared, int kv_head, int first, Pages pages = {})
       : p(p),
@@ -51,9 +51,9 @@ struct CudaCoreAttention {
   FI_DEVICE void load_queries() {
     if (p.rotary.enabled) {
 #pragma unroll 1
-      for (int k = threadIdx.x; k < p.head_dim_qk / 2; k += kThreads) shared.steps[k] = p.rotary.step(k);
+      for (int k = threadIdx.x; k < p.head_dim_qk / 2; k += kThreads) shared.rotary_steps[k] = p.rotary.step(k);
     }
-    if (threadIdx.x < kRows) {  // places beyond the last row repeat the first one; nothing reads their result
+    if (threadIdx.x < kRows) {  // rows beyond the last repeat the first; their results are not read
       const Row row = p.row(kv_head, first + (threadIdx.x < rows ? threadIdx.x : 0));
       shared.row[threadIdx.x] = row;
       shared.scores[threadIdx.x] = p.head_scores<CudaMath>(row.head);
@@ -75,12 +75,12 @@ struct CudaCoreAttention {
 
   // Keys [begin, end).
   FI_DEVICE void attend(int begin, int end, Variant& variant) {
-    float q[kRows][kDims], o[kRows][kDims] = {}, m[kRows], d[kRows];
+    float q[kRows][kDims], o[kRows][kDims] = {}, row_max[kRows], row_sum[kRows];
     int from[kRows], to[kRows];
 #pragma unroll
     for (int g = 0; g < kRows; ++g) {
       const int i = shared.row[g].i;
-      m[g] = Variant::kSoftmax ? kMinusInf : 0.f, d[g] = 0.f;
+      row_max[g] = Variant::kSoftmax ? kMinusInf : 0.f, row_sum[g] = 0.f;
       from[g] = p.mask.first_key(i), to[g] = min(end, p.mask.end_key(i));
 #pragma unroll
       for (int x = 0; x < kDims; ++x) q[g][x] = shared.q[g][dim(x)];
@@ -89,7 +89,7 @@ struct CudaCoreAttention {
     const KV* values = static_cast<const KV*>(p.v) + kv_head * p.v_head;
 #pragma unroll 1
     for (int base = begin; base < end; base += groups * kUnroll) {
-      const int key = base + group;  // then every groups-th
+      const int key = base + group;  // and every `groups` keys from there
       Vec8<KV> k[kUnroll][kSlices], v[kUnroll][kSlices];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
@@ -123,8 +123,8 @@ struct CudaCoreAttention {
 #pragma unroll
           for (int u = 0; u < kUnroll; ++u) s[g][u] += __shfl_xor_sync(0xffffffffu, s[g][u], offset);
       }
-      if constexpr (Variant::kCustom) transform(key, from, to, s, variant);
-      if (Variant::kCustom ? p.mask.selects() : p.special()) finish(key, end, s);
+      if constexpr (Variant::kCustom) apply_variant(key, from, to, s, variant);
+      if (Variant::kCustom ? p.mask.selects() : p.special()) transform_scores(key, end, s);
 #pragma unroll
       for (int g = 0; g < kRows; ++g)
 #pragma unroll
@@ -132,7 +132,7 @@ struct CudaCoreAttention {
           const int j = key + u * groups;
           if (j < from[g] || j >= to[g]) s[g][u] = Variant::kHidden;
         }
-      if constexpr (Variant::kSoftmax) soften(s, m, d, o);
+      if constexpr (Variant::kSoftmax) update_softmax(s, row_max, row_sum, o);
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         float x[kDims];
@@ -148,44 +148,44 @@ struct CudaCoreAttention {
     for (int g = 0; g < kRows; ++g) {
 #pragma unroll
       for (int i = 0; i < kDims; ++i) output(group, g)[dim(i)] = o[g][i];
-      if (lane == 0) shared.m[group][g] = m[g], shared.d[group][g] = d[g];
+      if (lane == 0) shared.row_max[group][g] = row_max[g], shared.row_sum[group][g] = row_sum[g];
     }
     __syncthreads();
   }
 
   // Of row g over all lane groups: its state, and one dimension of its unnormalised output.
-  FI_DEVICE float merged_m(int g) const {
-    float m = kMinusInf;
+  FI_DEVICE float merged_max(int g) const {
+    float row_max = kMinusInf;
 #pragma unroll 1
-    for (int i = 0; i < groups; ++i) m = fmaxf(m, shared.m[i][g]);
-    return m;
+    for (int i = 0; i < groups; ++i) row_max = fmaxf(row_max, shared.row_max[i][g]);
+    return row_max;
   }
-  FI_DEVICE float weight(int i, int g, float m) const {
-    return softmax_exp2<CudaMath>(shared.m[i][g], softmax_reference(m));
+  FI_DEVICE float rescale(int i, int g, float row_max) const {
+    return softmax_exp2<CudaMath>(shared.row_max[i][g], softmax_reference(row_max));
   }
-  FI_DEVICE float merged_d(int g, float m) const {
-    float d = 0.f;
+  FI_DEVICE float merged_sum(int g, float row_max) const {
+    float row_sum = 0.f;
 #pragma unroll 1
-    for (int i = 0; i < groups; ++i) d += weight(i, g, m) * shared.d[i][g];
-    return d;
+    for (int i = 0; i < groups; ++i) row_sum += rescale(i, g, row_max) * shared.row_sum[i][g];
+    return row_sum;
   }
-  FI_DEVICE float merged_output(int g, float m, int dim) const {
+  FI_DEVICE float merged_output(int g, float row_max, int dim) const {
     float sum = 0.f;
 #pragma unroll 1
-    for (int i = 0; i < groups; ++i) sum += weight(i, g, m) * output(i, g)[dim];
+    for (int i = 0; i < groups; ++i) sum += rescale(i, g, row_max) * output(i, g)[dim];
     return sum;
   }
 
  private:
   FI_DEVICE static int lanes_for(int dims) {
-    int lanes = kLeastLanes;
+    int lanes = kMinLanes;
     if (lanes * kDims < dims) lanes *= 2;
     if (lanes * kDims < dims) lanes *= 2;
     return lanes;
   }
   FI_DEVICE int dim(int x) const { return (x / 8 * lanes + lane) * 8 + x % 8; }
   FI_DEVICE float* output(int group, int g) const { return shared.o + (group * kRows + g) * width; }
-  FI_DEVICE uint64_t step(int d) const { return shared.steps[rotary_pair(d, p.head_dim_qk)]; }
+  FI_DEVICE uint64_t step(int d) const { return shared.rotary_steps[rotary_pair(d, p.head_dim_qk)]; }
 
   FI_DEVICE void read(const KV* from, int dims, bool inside, Vec8<KV> (&to)[kSlices]) const {
 #pragma unroll
@@ -201,7 +201,7 @@ struct CudaCoreAttention {
     for (int slice = 0; slice < kSlices; ++slice) k[slice].floats(x + slice * 8);
   }
 
-  // This lane group's keys, rotated, to where its outputs come later.
+  // Stores the rotated keys of this lane group in the memory of its outputs.
   FI_DEVICE void rotate(const KV* keys, int key, int end) const {
     __syncwarp();
 #pragma unroll 1
@@ -215,30 +215,30 @@ struct CudaCoreAttention {
     __syncwarp();
   }
 
-  // Scores become weights; m, d and o take the new maximum.
-  FI_DEVICE static void soften(float (&s)[kRows][kUnroll], float (&m)[kRows], float (&d)[kRows],
-                               float (&o)[kRows][kDims]) {
+  // One step of the online softmax: replaces scores by exp2(score - row_max), and rescales row_sum and o.
+  FI_DEVICE static void update_softmax(float (&s)[kRows][kUnroll], float (&row_max)[kRows], float (&row_sum)[kRows],
+                                       float (&o)[kRows][kDims]) {
 #pragma unroll
     for (int g = 0; g < kRows; ++g) {
-      float top = m[g];
+      float new_max = row_max[g];
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) top = fmaxf(top, s[g][u]);
-      const float reference = softmax_reference(top), factor = softmax_exp2<CudaMath>(m[g], reference);
-      m[g] = top;
-      d[g] *= factor;
+      for (int u = 0; u < kUnroll; ++u) new_max = fmaxf(new_max, s[g][u]);
+      const float reference = softmax_reference(new_max), rescale = softmax_exp2<CudaMath>(row_max[g], reference);
+      row_max[g] = new_max;
+      row_sum[g] *= rescale;
 #pragma unroll
-      for (int i = 0; i < kDims; ++i) o[g][i] *= factor;
+      for (int i = 0; i < kDims; ++i) o[g][i] *= rescale;
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         s[g][u] = softmax_exp2<CudaMath>(s[g][u], reference);
-        d[g] += s[g][u];
+        row_sum[g] += s[g][u];
       }
     }
   }
 
-  // The scores of a variant, for the keys that each row sees.
-  FI_DEVICE void transform(int key, const int (&from)[kRows], const int (&to)[kRows], float (&s)[kRows][kUnroll],
-                           Variant& variant) const {
+  // Computes the scores of a variant, for the keys that each row sees.
+  FI_DEVICE void apply_variant(int key, const int (&from)[kRows], const int (&to)[kRows], float (&s)[kRows][kUnroll],
+                               Variant& variant) const {
 #pragma unroll
     for (int g = 0; g < kRows; ++g)
 #pragma unroll
@@ -249,9 +249,9 @@ struct CudaCoreAttention {
       }
   }
 
-  // Soft cap, ALiBi and custom mask: rare, so a loop through memory keeps the code short. The memory is that of the
-  // rotated keys, which have been used.
-  FI_DEVICE void finish(int key, int end, float (&s)[kRows][kUnroll]) const {
+  // Soft cap, ALiBi and custom mask: rare, so a loop through shared memory keeps the code short. It uses the memory of
+  // the rotated keys, which are no longer needed.
+  FI_DEVICE void transform_scores(int key, int end, float (&s)[kRows][kUnroll]) const {
     float* slot = output(group, 0) + lane;
     __syncwarp();
 #pragma unroll

@@ -6,7 +6,7 @@
 
 namespace fi {
 
-// User: a struct as variant_names.h describes it. LaunchArguments: what the user declared beside it, pointers and
+// User: a struct as variant_names.h describes it. LaunchArguments: its declared arguments, pointers and
 // numbers by name, 8 bytes each.
 template <class User, class LaunchArguments>
 class CustomVariant {
@@ -32,10 +32,10 @@ class CustomVariant {
   struct End {
     CustomVariant& variant;
     Row row;
-    float m, d, factor, scale;
+    float row_max, row_sum, factor, scale;
     FI_VARIANT_CODE float operator()(float sum) const {
       return variant.user_.OutputTransform(variant.params_, sum, variant.request_, static_cast<uint32_t>(row.i),
-                                           static_cast<uint32_t>(row.head), m, d, factor) *
+                                           static_cast<uint32_t>(row.head), row_max, row_sum, factor) *
              scale;
     }
   };
@@ -43,7 +43,7 @@ class CustomVariant {
   FI_VARIANT_CODE CustomVariant(const Params& params, int32_t request)
       : params_(params), user_(params, static_cast<uint32_t>(request), nullptr), request_(request) {}
 
-  // The score of key j in base 2, from the product q k; without a softmax its weight.
+  // The score of key j in base 2, from the product q k; without a softmax the factor of its value.
   FI_VARIANT_CODE float score(float product, Row row, int32_t kv_head, int32_t j) {
     const auto i = static_cast<uint32_t>(row.i), key = static_cast<uint32_t>(j), head = static_cast<uint32_t>(row.head),
                group = static_cast<uint32_t>(kv_head);
@@ -55,11 +55,11 @@ class CustomVariant {
       return seen ? logit : kHidden;
   }
 
-  FI_VARIANT_CODE End end(Row row, float& m, float& d, float scale) {
-    if constexpr (!kSoftmax) m = 0.f, d = 1.f;
+  FI_VARIANT_CODE End end(Row row, float& row_max, float& row_sum, float scale) {
+    if constexpr (!kSoftmax) row_max = 0.f, row_sum = 1.f;
     float factor = 1.f;
-    user_.update_m_d(params_, 0u, static_cast<uint32_t>(row.head), m, d, factor);
-    return {*this, row, m, d, factor, scale};
+    user_.update_m_d(params_, 0u, static_cast<uint32_t>(row.head), row_max, row_sum, factor);
+    return {*this, row, row_max, row_sum, factor, scale};
   }
 
  private:

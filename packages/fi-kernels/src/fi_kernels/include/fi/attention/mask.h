@@ -4,9 +4,9 @@
 
 namespace fi {
 
-// Row i of qo_len stands at position kv_len - qo_len + i, so masks are aligned to the bottom right. Ranges are what
-// causal and window leave; inside them `keeps` asks the custom mask. A custom mask replaces causal: set causal = 0
-// then.
+// Row i of qo_len stands at position kv_len - qo_len + i, so masks are aligned to the bottom right. The causal mask
+// and the window give ranges of keys; inside them `keeps` reads the custom mask. A custom mask replaces the causal one:
+// set causal = 0 with it.
 struct Mask {
   const uint8_t* custom;  // null: none; else element e = i * custom_row + j
   int64_t custom_row;
@@ -16,8 +16,8 @@ struct Mask {
   int32_t qo_len, kv_len;
   const uint8_t* draft;  // null: none; else bit t of row i, from byte i * draft_row on, for key kv_len - qo_len + t
   int32_t draft_row;
-  // Several items behind a prefix, scored in one pass (needs causal): null, or for positions from prefix_len on how far
-  // into its item a row stands, 0 at the delimiter before it. A row sees the prefix and its own item.
+  // Multi-item scoring (needs causal): null, or for each position from prefix_len on the distance to the delimiter
+  // before its item, 0 at the delimiter. A row sees the prefix and its item.
   const uint16_t* items;
   int32_t prefix_len;
 
@@ -42,7 +42,7 @@ struct Mask {
     return window_left < 0 ? qo_len : clamp(j - position(0) + window_left + 1, qo_len);
   }
 
-  // Bit b: whether row i sees key j + b, as far as range and draft say, and it is one of [low, high).
+  // Bit b: whether row i sees key j + b by range and draft mask, and the key is in [low, high).
   FI_HOST_DEVICE uint32_t seen(int32_t i, int32_t j, int32_t low, int32_t high) const {
     const int32_t first = first_key(i), end = end_key(i);
     const uint32_t range = lowest((end < high ? end : high) - j) & ~lowest((first > low ? first : low) - j);
@@ -57,10 +57,10 @@ struct Mask {
     return range & static_cast<uint32_t>(bits >> (t & 7));
   }
 
-  // Whether `keeps` must be asked at all.
+  // Whether a custom, draft or items mask exists, that is, whether `keeps` can be false.
   FI_HOST_DEVICE bool selects() const { return custom || draft || items; }
   FI_HOST_DEVICE bool keeps(int32_t i, int32_t j) const {
-    if (draft) {  // speculative tokens, the last qo_len keys, may form a tree; what precedes them all rows see
+    if (draft) {  // speculative tokens, the last qo_len keys, may form a tree; all rows see the keys before them
       const int64_t t = j - position(0);
       if (t >= 0 && !((draft[static_cast<int64_t>(i) * draft_row + (t >> 3)] >> (t & 7)) & 1)) return false;
     }

@@ -13,18 +13,19 @@
 
 namespace fi {
 
-// Head dims are multiples of 64: those that are taken at a time. kKeys keys a step, kWarps warps of 16 kM rows.
-template <int kQK, int kVO, int kSixteens, int kWarps, int kKeysOfStep>
+// kQK and kVO: the columns of head_dim_qk and head_dim_vo of one step, multiples of 64. kKeys keys a step, kWarps warps
+// of 16 kMTiles rows.
+template <int kQK, int kVO, int kTiles16, int kWarps, int kKeysOfStep>
 struct TileShape {
-  static constexpr int kDimQK = kQK, kDimVO = kVO, kM = kSixteens;
-  // Of more keys a few words do not stay in registers: beside a user's code, and on sm_100.
+  static constexpr int kDimQK = kQK, kDimVO = kVO, kMTiles = kTiles16;
+  // More keys spill a few registers, with the code of a variant and on sm_100.
 #if __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
-  static constexpr int kMostKeys = Variant::kCustom ? 32 : 48;
+  static constexpr int kMaxKeys = Variant::kCustom ? 32 : 48;
 #else
-  static constexpr int kMostKeys = Variant::kCustom ? 32 : 64;
+  static constexpr int kMaxKeys = Variant::kCustom ? 32 : 64;
 #endif
-  static constexpr int kKeys = kKeysOfStep < kMostKeys ? kKeysOfStep : kMostKeys;
-  static constexpr int kThreads = 32 * kWarps, kRows = 16 * kM * kWarps;
+  static constexpr int kKeys = kKeysOfStep < kMaxKeys ? kKeysOfStep : kMaxKeys;
+  static constexpr int kThreads = 32 * kWarps, kRows = 16 * kMTiles * kWarps;
   static_assert(2 * kKeys <= kThreads && kKeys % (kThreads / 8) == 0, "threads that find and copy keys and values");
 };
 
@@ -35,16 +36,15 @@ struct QueryTile {
 
 enum TilePart { kK, kV };
 
-// An address from which others follow: else each of those is kept in a register of its own from one step to the next,
-// and registers are scarce.
-FI_DEVICE unsigned base(size_t address) {
+// Hides how an address is computed. Otherwise the compiler keeps each address that derives from it in a register from
+// one step to the next.
+FI_DEVICE unsigned opaque(size_t address) {
   auto x = static_cast<unsigned>(address);
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// Rows in shared memory: lines of 128 bytes, whose 16-byte pieces are permuted by the lowest bits of the row's number,
-// so that ldmatrix meets no bank twice.
+// Rows in shared memory are lines of 128 bytes in the 128-byte swizzle: ldmatrix has no bank conflicts.
 template <class T, class Q, class KV, class Pages, class Shape>
 struct MmaTileLoader {
   static constexpr int kKeys = Shape::kKeys, kThreads = Shape::kThreads, kRows = Shape::kRows;
@@ -56,147 +56,148 @@ struct MmaTileLoader {
     T k[kKeys * Shape::kDimQK];
     T v[kKeys * Shape::kDimVO];
     KV raw_k[kDirect ? 8 : kKeys * Shape::kDimQK], raw_v[kDirect ? 8 : kKeys * Shape::kDimVO];  // before conversion
-    const KV* begin[2];                // the first key and the first value of the kv head
-    int64_t page_stride[2], token[2];  // of keys and values, in elements
-    const KV* at[2][2][kKeys];         // of two steps, keys and values: their rows
-    int begin_key, end_key;            // keys that any row sees
-    int full_begin, full_end;          // keys that every row sees
-    int flags;                         // what steps have in common
-    float exponent[kRows];             // from a score to an exponent of 2
+    const KV* head_base[2];                   // the first key and value of the kv head
+    int64_t page_stride[2], token_stride[2];  // of keys and values, in elements
+    const KV* row_address[2][2][kKeys];       // [stage][K or V][key]
+    int begin_key, end_key;                   // keys that any row sees
+    int full_begin, full_end;                 // keys that every row sees
+    int flags;                                // StepFlags of all steps
+    float exponent_scale[kRows];              // the factor from a score to an exponent of 2
     HeadScores scores[kRows];
     Row row[kRows];
-    // Of each thread's rows: registers are scarce. Largest scores before they are scaled, and sums of weights.
-    float most[2 * Shape::kM][kThreads], sums[2 * Shape::kM][kThreads];
-    uint64_t steps[Shape::kDimQK > 128 ? Shape::kDimQK / 2 : 256];  // rotary angles
+    // Of each thread's rows, here because registers are scarce. row_max is that of unscaled scores.
+    float row_max[2 * Shape::kMTiles][kThreads], row_sum[2 * Shape::kMTiles][kThreads];
+    uint64_t rotary_steps[Shape::kDimQK > 128 ? Shape::kDimQK / 2 : 256];  // rotary angles
   };
 
   const AttentionProblem& p;
   Shared& shared;
   const Pages& pages;
 
-  // Of the piece of 8 elements of a row of `width` elements.
-  FI_DEVICE static T* slot(T* tile, int r, int piece, int width) {
-    return tile + r * width + piece / 8 * 64 + swizzled_chunk(r, piece % 8) * 8;
+  // The address of a chunk of 8 elements in a row of `width` elements.
+  FI_DEVICE static T* slot(T* tile, int r, int chunk, int width) {
+    return tile + r * width + chunk / 8 * 64 + swizzled_chunk(r, chunk % 8) * 8;
   }
-  FI_DEVICE static unsigned address(T* tile, int r, int piece, int width) {
-    return base(__cvta_generic_to_shared(slot(tile, r, piece, width)));
+  FI_DEVICE static unsigned address(T* tile, int r, int chunk, int width) {
+    return opaque(__cvta_generic_to_shared(slot(tile, r, chunk, width)));
   }
 
-  // Whether scores are finished before the softmax, which else scales them.
-  FI_DEVICE bool finished() const { return p.special() || !(p.scores.sm_scale > 0.f); }
+  // Whether scores are transformed before the softmax. Otherwise the softmax scales them.
+  FI_DEVICE bool needs_transform() const { return p.special() || !(p.scores.sm_scale > 0.f); }
 
   FI_DEVICE void prepare(const QueryTile& tile) const {
     const int first = tile.first, rows = tile.rows, kv_head = tile.kv_head;
     if (p.rotary.enabled) {
 #pragma unroll 1
-      for (int k = threadIdx.x; k < p.head_dim_qk / 2; k += kThreads) shared.steps[k] = p.rotary.step(k);
+      for (int k = threadIdx.x; k < p.head_dim_qk / 2; k += kThreads) shared.rotary_steps[k] = p.rotary.step(k);
     }
-    if (threadIdx.x == 32) {  // not in the warp that has just begun the unit
-      shared.begin[kK] = static_cast<const KV*>(p.k) + kv_head * p.k_head;
-      shared.begin[kV] = static_cast<const KV*>(p.v) + kv_head * p.v_head;
+    if (threadIdx.x == 32) {  // the first warp is busy with the work tile
+      shared.head_base[kK] = static_cast<const KV*>(p.k) + kv_head * p.k_head;
+      shared.head_base[kV] = static_cast<const KV*>(p.v) + kv_head * p.v_head;
       shared.page_stride[kK] = pages.k_page, shared.page_stride[kV] = pages.v_page;
-      shared.token[kK] = p.k_token, shared.token[kV] = p.v_token;
+      shared.token_stride[kK] = p.k_token, shared.token_stride[kV] = p.v_token;
     }
-    if (threadIdx.x < kRows) {  // places beyond the last row repeat the first one; nothing stores their result
+    if (threadIdx.x < kRows) {  // rows beyond the last repeat the first; their results are not stored
       const Row row = p.row(kv_head, first + (threadIdx.x < rows ? threadIdx.x : 0));
       shared.row[threadIdx.x] = row;
       const HeadScores scores = p.head_scores<CudaMath>(row.head);
       shared.scores[threadIdx.x] = scores;
-      shared.exponent[threadIdx.x] = Variant::kCustom || finished() ? 1.f : scores.scale;
+      shared.exponent_scale[threadIdx.x] = Variant::kCustom || needs_transform() ? 1.f : scores.scale;
     }
     __syncthreads();
   }
 
-  // The page of this thread's key or value of a step, which locate takes; beyond the end that of the last one.
+  // The page of this thread's key or value of a step, for compute_row_addresses; beyond the end the last page.
   FI_DEVICE int page(int key, int end) const {
     return static_cast<int>(pages.page(min(key + static_cast<int>(threadIdx.x) % kKeys + 1, end) - 1));
   }
-  // Where the keys and values of a step begin.
-  FI_DEVICE void locate(int page, int key, int end, int stage) const {
+  // Stores the addresses of the keys and values of a step.
+  FI_DEVICE void compute_row_addresses(int page, int key, int end, int stage) const {
     const int r = threadIdx.x % kKeys, part = threadIdx.x / kKeys;
     if (kThreads > 2 * kKeys && part > 1) return;
-    shared.at[stage][part][r] = shared.begin[part] + page * shared.page_stride[part] +
-                                pages.slot(min(key + r + 1, end) - 1) * shared.token[part];
+    shared.row_address[stage][part][r] = shared.head_base[part] + page * shared.page_stride[part] +
+                                         pages.slot(min(key + r + 1, end) - 1) * shared.token_stride[part];
   }
 
-  // Whether elements are taken one by one, rotated or from rows that are not aligned.
-  FI_DEVICE bool each(TilePart part) const { return !p.aligned || (part == kK && p.rotary.enabled); }
+  // Whether elements are loaded one by one: rotated keys, or rows that are not aligned.
+  FI_DEVICE bool elementwise(TilePart part) const { return !p.aligned || (part == kK && p.rotary.enabled); }
 
-  // Keys or values from `key` on (zeros from `end` on), `dims` dimensions from `dim` on (then zeros), are sent on their
-  // way by this thread: one piece of 8 of each line of 64 in kFetches rows. Without branches, so that the compiler may
-  // put them between products. each: nothing is copied, which land makes good.
-  static constexpr int kRowsOnce = kThreads / 8, kFetches = kKeys / kRowsOnce;
+  // Starts this thread's copies of a K or V tile: one chunk of 8 elements of each line of 64, in kLoadsPerThread rows.
+  // Keys from `end` on and columns from `dims` on become zeros. It has no branches, so the compiler can place copies
+  // between mma. elementwise: copies nothing; finish_load loads the tile.
+  static constexpr int kRowsPerLoad = kThreads / 8, kLoadsPerThread = kKeys / kRowsPerLoad;
   template <TilePart kPart>
-  FI_DEVICE void fetch(int i, bool each, int dim, int dims, int key, int end, int stage) const {
+  FI_DEVICE void load_async(int i, bool elementwise, int dim, int dims, int key, int end, int stage) const {
     constexpr int kWidth = kPart == kK ? Shape::kDimQK : Shape::kDimVO;
-    // With 192 dimensions nothing of this may be kept from one step to the next.
-    const int thread = kWidth > 128 ? static_cast<int>(base(threadIdx.x)) : threadIdx.x;
-    const int piece = thread % 8, first = thread / 8;
-    const int limit = each || static_cast<int>(base(key + first)) + i * kRowsOnce >= end ? 0 : dims - piece * 8;
-    const KV* from = shared.at[stage][kPart][first + i * kRowsOnce] + dim + piece * 8;
+    // With 192 columns no register is left to keep these from one step to the next.
+    const int thread = kWidth > 128 ? static_cast<int>(opaque(threadIdx.x)) : threadIdx.x;
+    const int chunk = thread % 8, first = thread / 8;
+    const int limit =
+        elementwise || static_cast<int>(opaque(key + first)) + i * kRowsPerLoad >= end ? 0 : dims - chunk * 8;
+    const KV* from = shared.row_address[stage][kPart][first + i * kRowsPerLoad] + dim + chunk * 8;
 #pragma unroll
     for (int line = 0; line < kWidth / 64; ++line) {
       const bool valid = line * 64 < limit;  // else nothing is read
       if constexpr (kDirect)
-        cp_async_16(address(kPart == kK ? shared.k : shared.v, first, piece, kWidth) +
-                        (i * kRowsOnce * kWidth + line * 64) * sizeof(T),
+        cp_async_16(address(kPart == kK ? shared.k : shared.v, first, chunk, kWidth) +
+                        (i * kRowsPerLoad * kWidth + line * 64) * sizeof(T),
                     from + line * 64, valid);
       else
         cp_async_8(
-            base(__cvta_generic_to_shared((kPart == kK ? shared.raw_k : shared.raw_v) + first * kWidth + piece * 8)) +
-                i * kRowsOnce * kWidth + line * 64,
+            opaque(__cvta_generic_to_shared((kPart == kK ? shared.raw_k : shared.raw_v) + first * kWidth + chunk * 8)) +
+                i * kRowsPerLoad * kWidth + line * 64,
             from + line * 64, valid);
     }
   }
   template <TilePart kPart>
-  FI_DEVICE void fetch_all(bool each, int dim, int dims, int key, int end, int stage) const {
+  FI_DEVICE void load_tile_async(bool elementwise, int dim, int dims, int key, int end, int stage) const {
 #pragma unroll
-    for (int i = 0; i < kFetches; ++i) fetch<kPart>(i, each, dim, dims, key, end, stage);
+    for (int i = 0; i < kLoadsPerThread; ++i) load_async<kPart>(i, elementwise, dim, dims, key, end, stage);
     cp_async_commit();
   }
 
   // This thread's copies have arrived, and go to their place if they are not there.
   template <TilePart kPart>
-  FI_DEVICE void land(bool each, int dim, int dims, int key, int end, int stage) const {
+  FI_DEVICE void finish_load(bool elementwise, int dim, int dims, int key, int end, int stage) const {
     constexpr int kWidth = kPart == kK ? Shape::kDimQK : Shape::kDimVO;
-    if (kDirect && !each) return;
-    const int piece = threadIdx.x % 8;
+    if (kDirect && !elementwise) return;
+    const int chunk = threadIdx.x % 8;
 #pragma unroll 1
     for (int r = threadIdx.x / 8; r < kKeys; r += kThreads / 8)
 #pragma unroll 1
       for (int line = 0; line * 64 < min(dims, kWidth); ++line) {
-        T* to = slot(kPart == kK ? shared.k : shared.v, r, line * 8 + piece, kWidth);
-        const int x = line * 64 + piece * 8;
-        if (!each) {
+        T* to = slot(kPart == kK ? shared.k : shared.v, r, line * 8 + chunk, kWidth);
+        const int x = line * 64 + chunk * 8;
+        if (!elementwise) {
           Vec8<KV> block;
           block.read((kPart == kK ? shared.raw_k : shared.raw_v) + r * kWidth + x, true);
-          put(to, block);
+          store_vec8(to, block);
         } else if (key + r < end && x < dims) {
-          put_each(to, shared.at[stage][kPart][r], dim + x, kPart == kK && p.rotary.enabled, key + r);
+          store_elementwise(to, shared.row_address[stage][kPart][r], dim + x, kPart == kK && p.rotary.enabled, key + r);
         } else {
           *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
         }
       }
   }
 
-  // Queries, dimensions from `dim` on, zeros beyond the last row and the last dimension.
+  // Loads Q columns from `dim` on; zeros beyond the last row and column.
   FI_DEVICE void stage_q(int dim, int rows) const {
-    const int dims = p.head_dim_qk - dim, piece = threadIdx.x % 8;
-    const bool each = p.rotary.enabled || !p.aligned;
+    const int dims = p.head_dim_qk - dim, chunk = threadIdx.x % 8;
+    const bool elementwise = p.rotary.enabled || !p.aligned;
     const int64_t token = p.q_token, head = p.q_head;
     const Q* const q = static_cast<const Q*>(p.q);
-    if (sizeof(Q) == sizeof(T) && !each) {
+    if (sizeof(Q) == sizeof(T) && !elementwise) {
       const int first = threadIdx.x / 8;
-      const unsigned to = address(shared.q, first, piece, Shape::kDimQK);
+      const unsigned to = address(shared.q, first, chunk, Shape::kDimQK);
 #pragma unroll 4
       for (int r = 0; r < kRows; r += kThreads / 8) {
         const Row at = shared.row[first + r];
-        const Q* from = q + at.i * token + at.head * head + dim + piece * 8;
+        const Q* from = q + at.i * token + at.head * head + dim + chunk * 8;
 #pragma unroll
         for (int line = 0; line < Shape::kDimQK / 64; ++line)
           if (line * 64 < dims)
             cp_async_16(to + (r * Shape::kDimQK + line * 64) * sizeof(T), from + line * 64,
-                        first + r < rows && line * 64 + piece * 8 < dims);
+                        first + r < rows && line * 64 + chunk * 8 < dims);
       }
       return;
     }
@@ -205,16 +206,16 @@ struct MmaTileLoader {
       const Row at = shared.row[r];
       const Q* from = q + at.i * token + at.head * head;
 #pragma unroll 1
-      for (int x = piece * 8; x < min(round_up_64(dims), Shape::kDimQK); x += 64) {
+      for (int x = chunk * 8; x < min(round_up_64(dims), Shape::kDimQK); x += 64) {
         T* to = slot(shared.q, r, x / 8, Shape::kDimQK);
         const bool inside = r < rows && x < dims;
-        if (inside && each) {
-          put_each(to, from, dim + x, p.rotary.enabled, p.mask.position(at.i));
+        if (inside && elementwise) {
+          store_elementwise(to, from, dim + x, p.rotary.enabled, p.mask.position(at.i));
         } else {
           Vec8<Q> block;
           block.clear();
           if (inside) block.read(from + dim + x, true);
-          put(to, block);
+          store_vec8(to, block);
         }
       }
     }
@@ -223,9 +224,9 @@ struct MmaTileLoader {
  private:
   FI_DEVICE static int round_up_64(int x) { return (x + 63) / 64 * 64; }
 
-  // One row's eight elements, to shared memory as T.
+  // Converts eight elements of a row to T and stores them in shared memory.
   template <class S>
-  FI_DEVICE static void put(T* to, const Vec8<S>& x) {
+  FI_DEVICE static void store_vec8(T* to, const Vec8<S>& x) {
     uint4 words;
     if constexpr (sizeof(S) == sizeof(T)) {
       memcpy(&words, &x, sizeof words);
@@ -245,14 +246,15 @@ struct MmaTileLoader {
     *reinterpret_cast<uint4*>(to) = words;
   }
 
-  // Vec8 elements at dim of a row, one by one: rotated, or from a row that is not aligned.
+  // Loads eight elements of a row from `dim` on one by one: rotated, or from a row that is not aligned.
   template <class S>
-  FI_DEVICE void put_each(T* to, const S* row, int dim, bool rotate, int64_t position) const {
+  FI_DEVICE void store_elementwise(T* to, const S* row, int dim, bool rotate, int64_t position) const {
     const auto read = [&](int d) { return to_float(row[d]); };
 #pragma unroll 1
     for (int d = dim; d < dim + 8; ++d)
       to[d - dim] = from_float<T>(
-          rotate ? rotated(read, d, p.head_dim_qk, position, shared.steps[rotary_pair(d, p.head_dim_qk)]) : read(d));
+          rotate ? rotated(read, d, p.head_dim_qk, position, shared.rotary_steps[rotary_pair(d, p.head_dim_qk)])
+                 : read(d));
   }
 };
 

@@ -1,4 +1,4 @@
-// Addresses of KV tokens: token j lies page(j) page strides plus slot(j) token strides from the beginning of the cache.
+// Addresses of KV tokens: token j is page(j) page strides plus slot(j) token strides after the beginning of the cache.
 #pragma once
 #include "fi/cuda/ptx/pdl.cuh"
 #include "fi/divisor.h"
@@ -12,7 +12,7 @@ struct ContiguousKv {
   FI_DEVICE int slot(int j) const { return j; }
 };
 
-// Token j of a request lies in slot j % size of page ids[j / size].
+// Token j of a request is in slot j % size of page ids[j / size].
 struct PagedKv {
   const int32_t* ids;
   Divisor size;

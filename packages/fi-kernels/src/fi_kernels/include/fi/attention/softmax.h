@@ -1,6 +1,6 @@
 // Online softmax in base 2 (Milakov & Gimelshein 2018, arXiv:1805.02867); shared by device and CPU code.
-// The state of a row is its largest score m and d = sum 2^(s - m); with no visible key m = -inf, d = 0, and nothing is
-// NaN.
+// The state of a row is row_max, its largest score s, and row_sum = sum 2^(s - row_max). With no visible key row_max is
+// -inf and row_sum 0, and nothing is NaN.
 #pragma once
 #include "fi/attention/scores.h"
 
@@ -12,34 +12,33 @@ constexpr float kMinusInf = -1.f / 0.f;
 constexpr float kMinusInf = -__builtin_huge_valf();
 #endif
 
-// What scores are taken relative to: m, or 0 while no key has been seen (-inf - -inf would be NaN).
-FI_HOST_DEVICE float softmax_reference(float m) { return m == kMinusInf ? 0.f : m; }
+// The subtrahend of scores: row_max, or 0 while no key is visible (-inf - -inf would be NaN).
+FI_HOST_DEVICE float softmax_reference(float row_max) { return row_max == kMinusInf ? 0.f : row_max; }
 
-// 2^(s - base): the weight of a key, or the factor of an older state whose maximum was s.
+// 2^(s - reference): the unnormalised probability of a key, or the rescale factor of a state whose row_max was s.
 template <class Math>
-FI_HOST_DEVICE float softmax_exp2(float s, float base) {
-  return Math::exp2(s - base);
+FI_HOST_DEVICE float softmax_exp2(float s, float reference) {
+  return Math::exp2(s - reference);
 }
 
-// What the weighted sum of values is multiplied by at the end; 0 for an empty row.
-FI_HOST_DEVICE float inverse_row_sum(float d) { return d == 0.f ? 0.f : 1.f / d; }
+// The factor that normalises an output row; 0 for an empty row.
+FI_HOST_DEVICE float inverse_row_sum(float row_sum) { return row_sum == 0.f ? 0.f : 1.f / row_sum; }
 
 // log2 of the sum of 2^s; -inf for an empty row.
 template <class Math>
-FI_HOST_DEVICE float softmax_lse(float m, float d) {
-  return d == 0.f ? kMinusInf : m + Math::log2(d);
+FI_HOST_DEVICE float softmax_lse(float row_max, float row_sum) {
+  return row_sum == 0.f ? kMinusInf : row_max + Math::log2(row_sum);
 }
 
-// What a head's sink adds to the sum of a row whose largest score is m (Xiao et al. 2023, arXiv:2309.17453, as a
-// learned logit): m becomes the new maximum, and d the sum against it; the weighted values must be multiplied by the
-// result.
+// Adds the attention sink of a head, a learned logit, to the state of a row (Xiao et al. 2023, arXiv:2309.17453).
+// Returns the rescale factor of the output row.
 template <class Math>
-FI_HOST_DEVICE float add_sink(float sink, float& m, float& d) {
-  const float s = sink * kLog2e, top = s > m ? s : m, base = softmax_reference(top);
-  const float factor = softmax_exp2<Math>(m, base);
-  d = d * factor + softmax_exp2<Math>(s, base);
-  m = top;
-  return factor;
+FI_HOST_DEVICE float add_sink(float sink, float& row_max, float& row_sum) {
+  const float s = sink * kLog2e, new_max = s > row_max ? s : row_max, reference = softmax_reference(new_max);
+  const float rescale = softmax_exp2<Math>(row_max, reference);
+  row_sum = row_sum * rescale + softmax_exp2<Math>(s, reference);
+  row_max = new_max;
+  return rescale;
 }
 
 }  // namespace fi

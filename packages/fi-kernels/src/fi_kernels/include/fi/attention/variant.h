@@ -1,4 +1,4 @@
-// Where a user's attention variant joins the kernels: scores, weights and outputs; shared by device and CPU code.
+// The hooks of a user's attention variant in the kernels: scores and outputs; shared by device and CPU code.
 // A unit for a variant defines FI_VARIANT, a CustomVariant, before it includes a kernel; nothing else differs.
 #pragma once
 #include "fi/attention/problem.h"
@@ -6,7 +6,7 @@
 
 namespace fi {
 
-// The attention of the library itself. Kernels compute its scores in place; only the end of a row is spelled here.
+// The attention of the library itself. Kernels compute its scores inline; only the end of a row is here.
 class BuiltInVariant {
  public:
   static constexpr bool kCustom = false, kSoftmax = true;
@@ -16,7 +16,7 @@ class BuiltInVariant {
   struct Params {
     FI_HOST_DEVICE void set(const Arguments&, const AttentionProblem&) {}
   };
-  // From the weighted sum of values to the output.
+  // Turns an unnormalised output into the output.
   struct End {
     float factor;
     FI_HOST_DEVICE float operator()(float sum) const { return sum * factor; }
@@ -24,8 +24,9 @@ class BuiltInVariant {
 
   FI_HOST_DEVICE BuiltInVariant(const Params&, int32_t) {}
   FI_HOST_DEVICE float score(float product, Row, int32_t, int32_t) { return product; }
-  // Of a row whose keys have all been seen; m and d become those of its log-sum-exp. scale multiplies the output.
-  FI_HOST_DEVICE End end(Row, float&, float& d, float scale) { return {inverse_row_sum(d) * scale}; }
+  // The output transform of a row after its last key. A variant may change row_max and row_sum, from which the lse
+  // follows. scale multiplies the output.
+  FI_HOST_DEVICE End end(Row, float&, float& row_sum, float scale) { return {inverse_row_sum(row_sum) * scale}; }
 };
 
 #if defined(FI_VARIANT)

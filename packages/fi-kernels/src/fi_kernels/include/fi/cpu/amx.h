@@ -35,7 +35,7 @@ struct Prefetch {
 #if FI_HAS_AMX
 #define FI_AMX __attribute__((target("amx-tile,amx-bf16,avx512f")))
 
-// Whether the CPU has AMX for bf16 and the kernel lets this process use it: asked once.
+// Whether the CPU has AMX for bf16 and the kernel lets this process use it; determined once.
 inline bool has_amx() {
   static const bool found = [] {
     constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;  // of EDX

@@ -4,7 +4,7 @@
 
 namespace fi {
 
-// A handful of instructions each: they are inlined dozens of times where scores lie in registers.
+// A handful of instructions each: they are inlined for each of dozens of scores in registers.
 struct CudaMath {
   FI_DEVICE static float exp2(float x) { return exp2_approx(x); }
   FI_DEVICE static float log2(float x) { return log2_approx(x); }

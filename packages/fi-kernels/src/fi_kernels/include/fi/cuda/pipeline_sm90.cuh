@@ -4,7 +4,7 @@
 
 namespace fi {
 
-// A position in a ring: the stage, and the parity of the phase to wait for there. Each role has a state of its own. A
+// A position in a ring: the stage, and the parity of the phase to wait for there. Each role has a separate state. A
 // producer's state begins at phase 1: no wait of the first pass through the ring blocks, as all stages are empty.
 struct PipelineState {
   int stage = 0, phase = 0;

@@ -11,11 +11,11 @@ FI_DEVICE unsigned shared_offset(const void* begin) {
   return -static_cast<unsigned>(__cvta_generic_to_shared(begin)) % kAlignment;
 }
 
-// kBytes: what the launch asks for, kAlignment bytes more than the struct has.
+// kBytes: of the launch, kAlignment bytes more than the struct has.
 template <class Shared, int kAlignment, int kBytes>
 FI_DEVICE Shared& dynamic_shared() {
   extern __shared__ uint4 bytes[];
-  static_assert(sizeof(Shared) + kAlignment <= kBytes, "the launch asks for as much shared memory as the kernel has");
+  static_assert(sizeof(Shared) + kAlignment <= kBytes, "the launch requests this many bytes");
   return *reinterpret_cast<Shared*>(reinterpret_cast<char*>(bytes) + shared_offset<kAlignment>(bytes));
 }
 
@@ -25,7 +25,7 @@ template <class Kernel, int kAlignment, int kBytes, class Params>
 FI_DEVICE void run_in_shared(const Params& params) {
   using Shared = typename Kernel::Shared;
   extern __shared__ uint4 bytes[];
-  static_assert(sizeof(Shared) + kAlignment <= kBytes, "the launch asks for as much shared memory as the kernel has");
+  static_assert(sizeof(Shared) + kAlignment <= kBytes, "the launch requests this many bytes");
   const unsigned offset = -static_cast<unsigned>(__cvta_generic_to_shared(bytes)) % kAlignment;
   Kernel{params, *reinterpret_cast<Shared*>(reinterpret_cast<char*>(bytes) + offset)}.run();
 }

@@ -1,4 +1,4 @@
-// The 128-byte swizzle that TMA, wgmma and ldmatrix share: where an element of a tile lies in shared memory.
+// The 128-byte swizzle that TMA, wgmma and ldmatrix share: the offset of an element of a tile in shared memory.
 #pragma once
 #include "fi/types.h"
 

@@ -15,7 +15,7 @@
 namespace fi {
 
 // Whether the tensor cores multiply fp8. They add such products with fewer bits than fp32 has, so the sums of each 128
-// k have accumulators of their own.
+// k have separate accumulators.
 #if __CUDA_ARCH__ >= 890
 constexpr bool kFp8Mma = true;
 #else
@@ -96,7 +96,7 @@ struct GemmMma {
         cp_async_16_part(shared_to + place(line, chunk), count > 0 ? source + at : source,
                          count * static_cast<int>(sizeof(T)));
       } else {
-        unsigned words[4] = {};  // an array of elements would lie in local memory
+        unsigned words[4] = {};  // the compiler would put an array of elements in local memory
 #pragma unroll
         for (int e = 0; e < kElements; ++e)
           if (e < count) words[e * sizeof(T) / 4] |= bits(source + (at + e) * k_stride) << e * sizeof(T) % 4 * 8;
@@ -256,7 +256,7 @@ struct GemmMma {
   }
 };
 
-// kBytes: of shared memory that the launch asks for.
+// kBytes: of shared memory that the launch requests.
 template <class A, class B, class Out, int kRows, int kColumns, int kWarpsM, int kWarpsN, int kStages, bool kVectors,
           bool kBlockScales, template <int, int, class> class Tiles, int kBytes>
 FI_DEVICE void gemm_mma(const GemmMmaParams& p) {

@@ -333,7 +333,7 @@ struct GemmSm90 {
   }
 };
 
-// kBytes: of shared memory that the launch asks for.
+// kBytes: of shared memory that the launch requests.
 template <class A, class B, class Out, bool kMnMajorB, int kRows, int kColumns, int kWarpgroupsM, int kStages,
           int kBuffers, GemmScales kScales, template <int, int> class Tiles, int kBytes>
 FI_DEVICE void gemm_sm90(const GemmSm90Params& p) {

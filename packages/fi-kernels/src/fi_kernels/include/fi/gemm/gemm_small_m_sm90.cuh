@@ -250,7 +250,7 @@ struct GemmSmallM {
     }
   }
 
-  // Issues the products of a stage; blocks of different parts are groups of their own.
+  // Issues the products of a stage; blocks of different parts are separate wgmma groups.
   FI_DEVICE static void issue(float (&d)[kParts][kCount], uint64_t b, uint64_t a, bool add) {
     wgmma_fence();
 #pragma unroll
@@ -361,7 +361,7 @@ struct GemmSmallM {
   }
 };
 
-// kBytes: of shared memory that the launch asks for.
+// kBytes: of shared memory that the launch requests.
 template <class A, class B, class Out, int kTokens, int kWarpgroups, int kBlocks, int kStages, int kScaleRows,
           template <int, int> class Tiles, int kBytes>
 FI_DEVICE void gemm_small_m_sm90(const GemmSmallMParams& p) {

@@ -28,7 +28,7 @@ struct Entry {
   std::string name;
   int64_t threads = 0, shared_bytes = 0;
   std::vector<int64_t> config;
-  // Per device, what has been asked for: bytes of opt-in shared memory, and clusters of more than 8 blocks.
+  // The attributes that are set on each device: bytes of opt-in shared memory, and clusters of more than 8 CTAs.
   mutable std::array<std::atomic<int64_t>, 64> shared_allowed{};
   mutable std::array<std::atomic<bool>, 64> large_clusters{};
 };
@@ -43,7 +43,7 @@ struct Launch {
 #endif
 
 #if FI_CUDA
-// What the current call of this thread has launched, for whoever asks afterwards which kernel ran; the newest four.
+// The newest four kernels that the current call of this thread launched, for `last_choice` and reports.
 class LaunchLog {
  public:
   static LaunchLog& of_thread() {
@@ -118,7 +118,7 @@ struct Kernel {
   int64_t multiprocessors(DLDevice device) const {
     return library ? attribute<cu::kMultiprocessorCount>(device) : rehearsal.multiprocessors;
   }
-  // The most dynamic shared memory that a CTA can ask for.
+  // The most dynamic shared memory of a CTA.
   int64_t shared_limit(DLDevice device) const {
     return library ? attribute<cu::kSharedBytesOfBlock>(device) : rehearsal.shared_limit;
   }
@@ -193,7 +193,7 @@ struct Kernel {
     if (!library) return;
     cu::DeviceGuard guard(device.device_id);
     const cu::Driver& driver = cu::Driver::get();
-    // 48 KB need no asking; what an entry declares statically counts, too, and is at most 16 KB.
+    // Up to 48 KB need no attribute. Static shared memory of an entry counts too and is at most 16 KB.
     if (launch.shared_bytes > 32 * 1024)
       allow_shared(entry, std::max<int64_t>(launch.shared_bytes, 64 * 1024), device.device_id);
     if (launch.cluster > 8) allow_large_clusters(entry, device.device_id);

@@ -108,7 +108,7 @@ struct Argument<OptionalWritten> {
     return t;
   }
 };
-// An integer or bool; None becomes -1, which is how "the default" is spelled on this side.
+// An integer or bool; None becomes -1, the default.
 template <>
 struct Argument<int64_t> {
   static int64_t from(const TVMFFIAny& any, const char* name) {
@@ -152,7 +152,7 @@ int guarded(const char* label, F&& body) noexcept {
   }
 }
 
-// What a caller passes beyond the named arguments, packed as device code of a user takes it: 8 bytes each, of a tensor
+// The arguments of a caller after the named ones, packed for device code of a user: 8 bytes each, of a tensor
 // its address (None: 0). Whoever compiled that code has checked them.
 class Extras {
  public:

@@ -54,7 +54,7 @@ class Tensor {
 
   explicit operator bool() const { return tensor_ != nullptr; }
   const char* name() const { return name_; }
-  Tensor as(const char* name) const { return {tensor_, name}; }  // what the caller of this form calls it
+  Tensor as(const char* name) const { return {tensor_, name}; }  // the argument's name in another form of the op
   int ndim() const { return tensor_->ndim; }
   int64_t size(int axis) const { return tensor_->shape[axis < 0 ? axis + ndim() : axis]; }
   int64_t stride(int axis) const {

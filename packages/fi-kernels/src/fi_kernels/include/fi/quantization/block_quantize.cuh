@@ -213,7 +213,7 @@ FI_DEVICE void store_scale_bytes(const BlockQuantizeParams& p, int32_t row, int3
   }
 }
 
-// A thread holds a chunk of four rows of a tile of 128, so 64 to 128 bytes are on their way for each thread.
+// A thread holds a chunk of four rows of a tile of 128, so each thread has 64 to 128 bytes in flight.
 template <class T, class Out, int kBlock, ScaleFormat kFormat, bool kGated, bool kAligned>
 FI_DEVICE void block_quantize(const BlockQuantizeParams& p) {
   constexpr int lanes = kBlock / kChunk, rows_at_once = kGated || sizeof(T) == 4 ? 2 : 4;

@@ -45,7 +45,7 @@ FI_HOST_DEVICE uint32_t ceil_exponent(uint32_t amax, uint32_t limit) {
 // The bits of the float 2^(exponent - 127).
 FI_HOST_DEVICE uint32_t power_of_two_bits(uint32_t exponent) { return exponent ? exponent << 23 : 0x00400000u; }
 
-// e4m3 scales: what is rounded, and the factor of the values for the rounded scale.
+// e4m3 scales: the unrounded scale, and the factor of the values for the rounded scale.
 FI_HOST_DEVICE float scaled_amax(float amax, float global_scale) { return global_scale * (amax * (1.f / kE2m1Limit)); }
 FI_HOST_DEVICE float inverse_scale(float scale, float global_scale) {
   return scale == 0.f ? 0.f : 1.f / (scale / global_scale);

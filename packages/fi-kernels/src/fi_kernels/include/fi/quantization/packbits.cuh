@@ -42,7 +42,7 @@ FI_DEVICE void packbits_vectors(const PackbitsParams& p) {
 }
 
 // Any segments, any alignment: one output byte per thread. A thread reads its 8 elements as aligned 8-byte words where
-// these words lie inside the segment, else byte by byte.
+// these words are inside the segment, else byte by byte.
 FI_DEVICE void packbits_bytes(const PackbitsParams& p) {
   const int64_t out = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   pdl_wait();

@@ -23,7 +23,7 @@ FI_HOST_DEVICE int64_t indptr_at(const PackbitsParams& p, int32_t segment) {
 }
 
 // Packs eight elements, the first in the lowest byte of x. The multiplication adds shifted copies whose set bits do not
-// overlap, so the highest byte holds the bits in the order asked for.
+// overlap, so the highest byte holds the bits in the requested order.
 FI_HOST_DEVICE uint8_t pack(uint64_t x, bool big_endian) {
   const uint64_t low = 0x7f7f7f7f7f7f7f7full;
   const uint64_t set = (((x & low) + low) | x) >> 7 & 0x0101010101010101ull;

@@ -24,8 +24,8 @@ struct RopeOperand {
   int64_t in_row_stride, in_head_stride, out_row_stride, out_head_stride, out_page_stride;
 };
 
-// What rope and rope_quantize share. Heads of q and k have a rotated part (rope) and a part that is only converted
-// (nope); v is all nope.
+// Parameters that rope and rope_quantize share. Heads of q and k have a rotated part (rope) and a part that is only
+// converted (nope); v is all nope.
 struct RopeCommon {
   RopeOperand rope[2], nope[3];
   int32_t heads[3], nope_dim[3];

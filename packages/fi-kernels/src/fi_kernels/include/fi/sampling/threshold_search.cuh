@@ -101,7 +101,7 @@ struct ThresholdSearch {
                                    : static_cast<float>((row.max_key - key_of(x)) >> 19);
     return static_cast<int>(fminf(steps, kSampleBins - 1.f));
   }
-  // The key at the lower edge of so many bins.
+  // The key at the lower edge of `bins` bins.
   FI_DEVICE uint32_t key_below(int steps) const {
     if (row.logits) return max(row.min_key, key_of(row.scale.maximum - __fdividef(steps, 16.f * row.scale.factor)));
     return max(row.min_key, row.max_key - min(static_cast<uint32_t>(steps) << 19, row.max_key));

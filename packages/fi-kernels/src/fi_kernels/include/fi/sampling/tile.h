@@ -67,7 +67,7 @@ FI_EXACT bool uses_top_p_rejection(const SampleParams& p, int64_t row) {
          uses_top_p_rejection(at(p.top_k, row), at(p.top_p, row), at(p.min_p, row), p.vocab);
 }
 // Whether tile sums or quarter maxima suffice for the draw, so that the row is read once: no filter, rejection
-// sampling, or a k so small that the k largest elements probably lie in fewer than half of the quarters.
+// sampling, or a k so small that the k largest elements are probably in fewer than half of the quarters.
 FI_EXACT bool is_single_pass(int32_t k, float top_p, float min_p, int32_t vocab, bool joint) {
   if (k <= 0 || k >= vocab) return top_p >= 0.5f && !(min_p > 0.0f);
   return k <= 128 && k * (kTileSize / 2) <= vocab && (top_p >= 1.0f || !joint);

@@ -154,7 +154,7 @@ struct OrderedScan {
 
 // Sorts m items (a power of two, 4 or more) in shared memory in descending order, by Batcher's bitonic network. Two
 // strides at a time pass through registers, four items per thread; short strides stay within a warp.
-// Item i lies in slot sort_slot(i), which avoids bank conflicts at short strides.
+// Item i is in slot sort_slot(i), which avoids bank conflicts at short strides.
 FI_DEVICE int sort_slot(int i) { return i ^ ((i >> 4) & 15); }
 FI_DEVICE void order(uint64_t& a, uint64_t& b, bool descending) {
   const bool swap = (a < b) == descending;

@@ -137,63 +137,62 @@ FI_ANY_LEVEL inline void dots(const Product& p) { detail::dots<4>(p); }
 #undef FI_ANY_LEVEL
 
 // One step of the online softmax for rows [begin, end) of scores s[key][row]; both are multiples of 16.
-// s becomes the weights, m and d the new state, alpha what earlier sums must be multiplied by.
+// Replaces s by exp2(s - row_max), updates row_max and row_sum, and sets the rescale factor of earlier output.
 template <int kLanes>
-FI_CLONES void softmax_step(float* s, int64_t pitch, int64_t keys, int64_t begin, int64_t end, float* m, float* d,
-                            float* alpha) {
+FI_CLONES void softmax_step(float* s, int64_t pitch, int64_t keys, int64_t begin, int64_t end, float* row_max,
+                            float* row_sum, float* rescale) {
   for (int64_t r = begin; r < end; r += kLanes) {
-    float top[kLanes], base[kLanes], sum[kLanes] = {};
-    for (int l = 0; l < kLanes; ++l) top[l] = m[r + l];
+    float new_max[kLanes], reference[kLanes], sum[kLanes] = {};
+    for (int l = 0; l < kLanes; ++l) new_max[l] = row_max[r + l];
     for (int64_t j = 0; j < keys; ++j) {
       const float* row = s + j * pitch + r;
 #pragma omp simd
-      for (int l = 0; l < kLanes; ++l) top[l] = select(row[l] > top[l], row[l], top[l]);
+      for (int l = 0; l < kLanes; ++l) new_max[l] = select(row[l] > new_max[l], row[l], new_max[l]);
     }
 #pragma omp simd
     for (int l = 0; l < kLanes; ++l) {
-      base[l] = select(top[l] == kMinusInf, 0.f, top[l]);
-      alpha[r + l] = CpuMath::exp2(m[r + l] - base[l]);
+      reference[l] = select(new_max[l] == kMinusInf, 0.f, new_max[l]);
+      rescale[r + l] = CpuMath::exp2(row_max[r + l] - reference[l]);
     }
     for (int64_t j = 0; j < keys; ++j) {
       float* row = s + j * pitch + r;
 #pragma omp simd
       for (int l = 0; l < kLanes; ++l) {
-        row[l] = CpuMath::exp2(row[l] - base[l]);
+        row[l] = CpuMath::exp2(row[l] - reference[l]);
         sum[l] += row[l];
       }
     }
 #pragma omp simd
     for (int l = 0; l < kLanes; ++l) {
-      d[r + l] = d[r + l] * alpha[r + l] + sum[l];
-      m[r + l] = top[l];
+      row_sum[r + l] = row_sum[r + l] * rescale[r + l] + sum[l];
+      row_max[r + l] = new_max[l];
     }
   }
 }
 
-// The same step for one row of scores s[key]; keys is a multiple of 16. Returns what earlier sums must be multiplied
-// by.
+// The same step for one row of scores s[key]; keys is a multiple of 16. Returns the rescale factor of earlier output.
 template <int kLanes>
-FI_CLONES float softmax_row(float* s, int64_t keys, float* m, float* d) {
-  float top[kLanes], sum[kLanes] = {};
-  for (int l = 0; l < kLanes; ++l) top[l] = *m;
+FI_CLONES float softmax_row(float* s, int64_t keys, float* row_max, float* row_sum) {
+  float new_max[kLanes], sum[kLanes] = {};
+  for (int l = 0; l < kLanes; ++l) new_max[l] = *row_max;
   for (int64_t j = 0; j < keys; j += kLanes)
 #pragma omp simd
-    for (int l = 0; l < kLanes; ++l) top[l] = select(s[j + l] > top[l], s[j + l], top[l]);
+    for (int l = 0; l < kLanes; ++l) new_max[l] = select(s[j + l] > new_max[l], s[j + l], new_max[l]);
   for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int l = 0; l < half; ++l) top[l] = select(top[l + half] > top[l], top[l + half], top[l]);
-  const float base = softmax_reference(top[0]);
+    for (int l = 0; l < half; ++l) new_max[l] = select(new_max[l + half] > new_max[l], new_max[l + half], new_max[l]);
+  const float reference = softmax_reference(new_max[0]);
   for (int64_t j = 0; j < keys; j += kLanes)
 #pragma omp simd
     for (int l = 0; l < kLanes; ++l) {
-      s[j + l] = CpuMath::exp2(s[j + l] - base);
+      s[j + l] = CpuMath::exp2(s[j + l] - reference);
       sum[l] += s[j + l];
     }
   for (int half = kLanes / 2; half > 0; half /= 2)
     for (int l = 0; l < half; ++l) sum[l] += sum[l + half];
-  const float alpha = CpuMath::exp2(*m - base);
-  *d = *d * alpha + sum[0];
-  *m = top[0];
-  return alpha;
+  const float rescale = CpuMath::exp2(*row_max - reference);
+  *row_sum = *row_sum * rescale + sum[0];
+  *row_max = new_max[0];
+  return rescale;
 }
 
 template <int kLanes>

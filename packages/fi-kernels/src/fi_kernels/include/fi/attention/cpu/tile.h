@@ -5,15 +5,15 @@
 #include <vector>
 
 #include "fi/attention/cpu/block.h"
-#include "fi/attention/cpu/rows.h"
+#include "fi/attention/cpu/kv_rows.h"
 #include "fi/attention/variant.h"
 #include "fi/cpu/aligned_floats.h"
 #include "fi/cpu/row_convert.h"
 
 namespace fi {
 
-// Where the tokens of a request lie: token j is slot j % page_size of page pages[j / page_size], and pages begin at
-// multiples of k_page and v_page elements. Keys that are not paged are one page of any length.
+// The page table of a request: token j is slot j % page_size of page pages[j / page_size], and pages begin at multiples
+// of k_page and v_page elements. Contiguous keys are one page of unlimited length.
 struct TokenPages {
   const int32_t* pages;
   int32_t page_size;
@@ -25,15 +25,15 @@ struct TokenPages {
   }
 };
 
-// Vector lanes are rows, over scores [key][row], or with few rows keys, over scores [row][key]. Neither order needs a
-// transpose of K, nor one in the softmax.
+// Vector lanes are rows, over scores [key][row]; with few rows they are keys, over scores [row][key]. Neither order
+// transposes K or the scores.
 class CpuTile {
  public:
   static constexpr int32_t kRows = 128;  // most rows of a tile
 
-  // The problem gives what is common to all calls of attend: head dims and rotary frequencies. rows: most of any call.
-  // products: for kv, where calls with few rows are frequent.
-  CpuTile(const AttentionProblem& p, DType q, DType kv, int32_t rows, cpu::LineProducts products = {})
+  // The problem has the head dims and rotary frequencies of all calls of attend. rows: the maximum of any call.
+  // products: of the dtype of kv, if calls with few rows are frequent.
+  CpuTile(const AttentionProblem& p, DType q, DType kv, int32_t rows, cpu::KvRowProducts products = {})
       : q_bytes_(q.bytes()),
         kv_bytes_(kv.bytes()),
         load_q_(cpu::row_loader(q)),
@@ -46,60 +46,60 @@ class CpuTile {
         v_(in_place(p, p.rows()) ? 0 : kBlock * vo_),
         o_(cpu::padded(rows) * vo_),
         s_(kBlock * cpu::padded(rows)),
-        m_(cpu::padded(rows)),
-        d_(cpu::padded(rows)),
-        alpha_(cpu::padded(rows)),
+        row_max_(cpu::padded(rows)),
+        row_sum_(cpu::padded(rows)),
+        rescale_(cpu::padded(rows)),
         slope_(cpu::padded(rows)),
         position_(cpu::padded(rows)),
-        line_(qk_) {
+        q_row_(qk_) {
     if (p.rotary.enabled)
       for (int32_t k = 0; k < p.head_dim_qk / 2; ++k) steps_.push_back(p.rotary.step(k));
   }
 
-  // How many kv heads, of so many rows each, a tile takes at once: their tokens lie side by side in memory.
-  static int32_t heads(int32_t rows) { return rows <= kFew ? kTogether / std::max(rows, 1) : 1; }
+  // The number of kv heads of a tile, if each has `rows` rows: their tokens are neighbours in memory.
+  static int32_t heads(int32_t rows) { return rows <= kFewRows ? kMaxRowsOfHeads / std::max(rows, 1) : 1; }
 
-  // Rows [first, first + rows) of kv_head against keys [begin, end); rows <= kRows. count: kv heads, of so many rows
-  // each; at most heads(rows), for whose rows there is room.
+  // Rows [first, first + rows) of kv_head against keys [begin, end); rows <= kRows. count: kv heads of so many rows
+  // each; at most heads(rows).
   void attend(const AttentionProblem& p, const TokenPages& pages, Variant& variant, int32_t kv_head, int32_t first,
               int32_t rows, int32_t begin, int32_t end, int32_t count = 1) {
     p_ = &p, variant_ = &variant, pages_ = pages, kv_head_ = kv_head, first_ = first, end_ = end;
-    in_place_ = in_place(p, rows), heads_ = count, each_ = rows, rows = rows_ = rows * count;
-    pitch_ = few() ? kBlock : cpu::padded(rows);
-    std::fill_n(m_.data(), rows, Variant::kSoftmax ? kMinusInf : 0.f);
-    std::fill_n(d_.data(), rows, 0.f);
+    in_place_ = in_place(p, rows), heads_ = count, rows_per_head_ = rows, rows = rows_ = rows * count;
+    pitch_ = few_rows() ? kBlock : cpu::padded(rows);
+    std::fill_n(row_max_.data(), rows, Variant::kSoftmax ? kMinusInf : 0.f);
+    std::fill_n(row_sum_.data(), rows, 0.f);
     std::fill_n(o_.data(), rows * vo_, 0.f);
     load_queries();
     for (int32_t key = begin; key < end; key += kBlock) {
       const int32_t keys = std::min(kBlock, end - key);
-      if (few())
-        step_few(key, keys);
+      if (few_rows())
+        step_few_rows(key, keys);
       else
         step(key, keys);
     }
   }
 
-  // Which query row is row r of the last attend.
-  Row row(int32_t r) const { return p_->row(kv_head_ + r / each_, first_ + r % each_); }
-  float m(int32_t r) const { return m_[r]; }
-  float d(int32_t r) const { return d_[r]; }
+  // The query row of row r of the last attend.
+  Row row(int32_t r) const { return p_->row(kv_head_ + r / rows_per_head_, first_ + r % rows_per_head_); }
+  float row_max(int32_t r) const { return row_max_[r]; }
+  float row_sum(int32_t r) const { return row_sum_[r]; }
   float* output(int32_t r) { return o_.data() + r * vo_; }  // unnormalised, [head_dim_vo]
 
  private:
-  static constexpr int32_t kBlock = 64;          // keys a step
-  static constexpr int32_t kPart = cpu::kLines;  // of few rows, keys converted at once: they stay in L1
-  static constexpr int32_t kAhead = 16;          // rows prefetched
-  static constexpr int32_t kFew = 8;             // up to here lanes that are rows would be mostly empty
-  static constexpr int32_t kInPlace = 4;         // more rows share a conversion (8: 2250 us, in place 2550)
-  static constexpr int32_t kTogether = 16;       // rows of all heads at once
+  static constexpr int32_t kBlock = 64;                     // keys a step
+  static constexpr int32_t kKeysPerPart = cpu::kMaxKvRows;  // keys converted at a time with few rows: they stay in L1
+  static constexpr int32_t kPrefetchRows = 16;              // rows prefetched
+  static constexpr int32_t kFewRows = 8;          // up to this many rows most lanes would be empty if they were rows
+  static constexpr int32_t kInPlace = 4;          // more rows share a conversion (8: 2250 us, in place 2550)
+  static constexpr int32_t kMaxRowsOfHeads = 16;  // rows of all heads at once
 
-  // Scores of a variant are made row by row.
-  bool few() const { return Variant::kCustom || each_ <= kFew; }
-  // Whether rows are multiplied with keys and values where they lie: converting them again for each of a few rows takes
-  // no longer than to store them as floats first.
+  // A variant computes scores row by row.
+  bool few_rows() const { return Variant::kCustom || rows_per_head_ <= kFewRows; }
+  // Whether products read K and V in their dtype: to convert them for each of a few rows is no slower than to store
+  // them as floats first.
   bool in_place(const AttentionProblem& p, int32_t rows) const {
     return !Variant::kCustom && rows <= kInPlace && !p.rotary.enabled && products_.dots &&
-           cpu::LineProducts::take(p.head_dim_qk) && cpu::LineProducts::take(p.head_dim_vo);
+           cpu::KvRowProducts::supports(p.head_dim_qk) && cpu::KvRowProducts::supports(p.head_dim_vo);
   }
 
   void load_queries() {
@@ -107,11 +107,11 @@ class CpuTile {
     for (int32_t r = 0; r < rows_; ++r) {
       const Row row = this->row(r);
       const HeadScores head = p.head_scores<CpuMath>(row.head);
-      load_q_(static_cast<const char*>(p.q) + (row.i * p.q_token + row.head * p.q_head) * q_bytes_, line_.data(),
+      load_q_(static_cast<const char*>(p.q) + (row.i * p.q_token + row.head * p.q_head) * q_bytes_, q_row_.data(),
               p.head_dim_qk);
-      rotate(line_.data(), p.mask.position(row.i));
-      if constexpr (!Variant::kCustom) cpu::multiply_row<16>(line_.data(), head.scale, p.head_dim_qk);
-      for (int64_t d = 0; d < qk_; ++d) q_[few() ? r * qk_ + d : d * pitch_ + r] = line_[d];
+      rotate(q_row_.data(), p.mask.position(row.i));
+      if constexpr (!Variant::kCustom) cpu::multiply_row<16>(q_row_.data(), head.scale, p.head_dim_qk);
+      for (int64_t d = 0; d < qk_; ++d) q_[few_rows() ? r * qk_ + d : d * pitch_ + r] = q_row_[d];
       cap_ = head.cap;
       slope_[r] = head.slope;
       position_[r] = static_cast<float>(row.i);
@@ -133,20 +133,20 @@ class CpuTile {
     load(p_->v, p_->v_token, p_->v_head, pages_.v_page, p_->head_dim_vo, v_.data(), vo_, h, key, keys);
   }
 
-  void step_few(int32_t key, int32_t keys) {
+  void step_few_rows(int32_t key, int32_t keys) {
     const Mask& mask = p_->mask;
     if (mask.first_row(key) >= mask.end_row(key + keys - 1)) return;
-    for (int32_t j = 0; j < keys; j += kPart) {
-      const int32_t part = std::min(kPart, keys - j);
+    for (int32_t j = 0; j < keys; j += kKeysPerPart) {
+      const int32_t part = std::min(kKeysPerPart, keys - j);
       for (int32_t h = 0; h < heads_; ++h) {
-        const float* q = q_.data() + h * each_ * qk_;
-        float* s = s_.data() + h * each_ * pitch_ + j;
+        const float* q = q_.data() + h * rows_per_head_ * qk_;
+        float* s = s_.data() + h * rows_per_head_ * pitch_ + j;
         if (in_place_) {
-          lines(p_->k, p_->k_token, p_->k_head, pages_.k_page, qk_, h, key + j, part);
-          for (int32_t i = 0; i < each_; ++i) products_.dots(q + i * qk_, lines_, s + i * pitch_);
+          gather_rows(p_->k, p_->k_token, p_->k_head, pages_.k_page, qk_, h, key + j, part);
+          for (int32_t i = 0; i < rows_per_head_; ++i) products_.dots(q + i * qk_, kv_rows_, s + i * pitch_);
         } else {
           load_keys(key + j, part, h);
-          cpu::dots({{q, qk_, 1}, k_.data(), s, qk_, pitch_, each_, part, qk_, false});
+          cpu::dots({{q, qk_, 1}, k_.data(), s, qk_, pitch_, rows_per_head_, part, qk_, false});
         }
       }
     }
@@ -157,8 +157,8 @@ class CpuTile {
                     to = std::clamp(mask.end_key(i) - key, 0, keys);
       if constexpr (Variant::kCustom) {
         for (int32_t j = from; j < to; ++j)
-          s[j] =
-              mask.keeps(i, key + j) ? variant_->score(s[j], row(r), kv_head_ + r / each_, key + j) : Variant::kHidden;
+          s[j] = mask.keeps(i, key + j) ? variant_->score(s[j], row(r), kv_head_ + r / rows_per_head_, key + j)
+                                        : Variant::kHidden;
       } else {
         if (cap_ > 0.f) cpu::soft_cap<16>(s, cap_, keys);
         if (p_->scores.alibi) cpu::add_slope<16>(s, slope_[r], static_cast<float>(key) - position_[r], keys);
@@ -169,19 +169,21 @@ class CpuTile {
       std::fill(s, s + from, Variant::kHidden);
       std::fill(s + to, s + cpu::padded(keys), Variant::kHidden);
       if constexpr (!Variant::kSoftmax) continue;
-      const float alpha = cpu::softmax_row<16>(s, cpu::padded(keys), &m_[r], &d_[r]);
-      if (alpha != 1.f) cpu::multiply_row<16>(output(r), alpha, vo_);
+      const float rescale = cpu::softmax_row<16>(s, cpu::padded(keys), &row_max_[r], &row_sum_[r]);
+      if (rescale != 1.f) cpu::multiply_row<16>(output(r), rescale, vo_);
     }
-    for (int32_t j = 0; j < keys; j += kPart) {
-      const int32_t part = std::min(kPart, keys - j);
+    for (int32_t j = 0; j < keys; j += kKeysPerPart) {
+      const int32_t part = std::min(kKeysPerPart, keys - j);
       for (int32_t h = 0; h < heads_; ++h) {
-        const float* s = s_.data() + h * each_ * pitch_ + j;
+        const float* s = s_.data() + h * rows_per_head_ * pitch_ + j;
         if (in_place_) {
-          lines(p_->v, p_->v_token, p_->v_head, pages_.v_page, vo_, h, key + j, part);
-          for (int32_t i = 0; i < each_; ++i) products_.sum(s + i * pitch_, lines_, output(h * each_ + i));
+          gather_rows(p_->v, p_->v_token, p_->v_head, pages_.v_page, vo_, h, key + j, part);
+          for (int32_t i = 0; i < rows_per_head_; ++i)
+            products_.sum(s + i * pitch_, kv_rows_, output(h * rows_per_head_ + i));
         } else {
           load_values(key + j, part, h);
-          cpu::multiply({{s, pitch_, 1}, v_.data(), output(h * each_), vo_, vo_, each_, vo_, part, true});
+          cpu::multiply(
+              {{s, pitch_, 1}, v_.data(), output(h * rows_per_head_), vo_, vo_, rows_per_head_, vo_, part, true});
         }
       }
     }
@@ -208,12 +210,12 @@ class CpuTile {
       if (p.scores.alibi)
         cpu::add_slopes<16>(row + begin, slope_.data() + begin, position_.data() + begin, end - begin,
                             static_cast<float>(key + j));
-      hide(key + j, row, begin, end);
+      apply_mask(key + j, row, begin, end);
     }
-    cpu::softmax_step<16>(s_.data(), pitch_, keys, begin, end, m_.data(), d_.data(), alpha_.data());
+    cpu::softmax_step<16>(s_.data(), pitch_, keys, begin, end, row_max_.data(), row_sum_.data(), rescale_.data());
     load_values(key, keys);
     for (int32_t r = row_begin; r < row_end; ++r)
-      if (alpha_[r] != 1.f) cpu::multiply_row<16>(output(r), alpha_[r], vo_);
+      if (rescale_[r] != 1.f) cpu::multiply_row<16>(output(r), rescale_[r], vo_);
     cpu::multiply({{s_.data() + row_begin, 1, pitch_},
                    v_.data(),
                    output(row_begin),
@@ -225,48 +227,49 @@ class CpuTile {
                    true});
   }
 
-  // The place in this tile of the first packed row of query i.
+  // The index in this tile of the first packed row of query i.
   int32_t packed(int32_t i) const {
     return static_cast<int32_t>(std::clamp<int64_t>(static_cast<int64_t>(i) * p_->group_size - first_, 0, rows_));
   }
 
-  // Calls f with the address of each row of [key, key + keys) of head kv_head_ + h: a run of slots of a page after
-  // another.
+  // Calls f with the address of each row of [key, key + keys) of head kv_head_ + h, page after page.
   template <class F>
   void each_row(const void* from, int64_t token, int64_t head, int64_t page, int32_t h, int32_t key, int32_t keys,
                 F&& f) const {
     const char* base = static_cast<const char*>(from) + (kv_head_ + h) * head * kv_bytes_;
     while (keys > 0) {
       const int32_t slot = key % pages_.page_size, run = std::min(keys, pages_.page_size - slot);
-      const char* line = base + (pages_.pages[key / pages_.page_size] * page + slot * token) * kv_bytes_;
-      for (int32_t j = 0; j < run; ++j, line += token * kv_bytes_) f(line);
+      const char* row = base + (pages_.pages[key / pages_.page_size] * page + slot * token) * kv_bytes_;
+      for (int32_t j = 0; j < run; ++j, row += token * kv_bytes_) f(row);
       key += run, keys -= run;
     }
   }
 
-  // lines_ becomes those rows; keys <= kPart. Heads in turns read memory in its order, which the hardware sees.
-  void lines(const void* from, int64_t token, int64_t head, int64_t page, int64_t width, int32_t h, int32_t key,
-             int32_t keys) {
+  // Collects the addresses of those rows; keys <= kKeysPerPart. Heads take turns, so memory is read in order and the
+  // hardware prefetches.
+  void gather_rows(const void* from, int64_t token, int64_t head, int64_t page, int64_t width, int32_t h, int32_t key,
+                   int32_t keys) {
     int64_t count = 0;
-    each_row(from, token, head, page, h, key, keys, [&](const char* line) { lines_.at[count++] = line; });
-    std::fill(lines_.at + count, std::end(lines_.at), lines_.at[count - 1]);
-    lines_.count = count, lines_.width = width;
+    each_row(from, token, head, page, h, key, keys, [&](const char* row) { kv_rows_.at[count++] = row; });
+    std::fill(kv_rows_.at + count, std::end(kv_rows_.at), kv_rows_.at[count - 1]);
+    kv_rows_.count = count, kv_rows_.width = width;
   }
 
   void load(const void* from, int64_t token, int64_t head, int64_t page, int32_t dim, float* to, int64_t pitch,
             int32_t h, int32_t key, int32_t keys) const {
-    // Rows of one head lie far apart, in pages that are anywhere: the hardware does not look ahead (8 heads of 128,
-    // bf16, pages of 16, one core of a Xeon: 15.5 GB/s, without 10).
-    each_row(from, token, head, page, h, key + kAhead, std::min(keys, end_ - key - kAhead), [&](const char* line) {
-      for (int64_t byte = 0; byte < dim * kv_bytes_; byte += 64) __builtin_prefetch(line + byte);
-    });
-    each_row(from, token, head, page, h, key, keys, [&](const char* line) {
-      load_kv_(line, to, dim);
+    // Rows of one head are far apart, so the hardware does not prefetch them (8 heads of 128, bf16, pages of 16, one
+    // core of a Xeon: 15.5 GB/s, without 10).
+    each_row(from, token, head, page, h, key + kPrefetchRows, std::min(keys, end_ - key - kPrefetchRows),
+             [&](const char* row) {
+               for (int64_t byte = 0; byte < dim * kv_bytes_; byte += 64) __builtin_prefetch(row + byte);
+             });
+    each_row(from, token, head, page, h, key, keys, [&](const char* row) {
+      load_kv_(row, to, dim);
       to += pitch;
     });
   }
 
-  void hide(int32_t key, float* s, int64_t begin, int64_t end) const {
+  void apply_mask(int32_t key, float* s, int64_t begin, int64_t end) const {
     const Mask& mask = p_->mask;
     const int64_t from = packed(mask.first_row(key)), to = packed(mask.end_row(key));
     std::fill(s + begin, s + std::max(begin, from), kMinusInf);
@@ -281,13 +284,13 @@ class CpuTile {
   TokenPages pages_{};
   int64_t q_bytes_, kv_bytes_;
   cpu::LoadRow load_q_, load_kv_;
-  cpu::LineProducts products_;
-  cpu::Lines lines_;
+  cpu::KvRowProducts products_;
+  cpu::KvRows kv_rows_;
   bool in_place_ = false;
   int64_t qk_, vo_, pitch_ = 0;  // row lengths in floats: of q and k, of v and o, of s
-  int32_t kv_head_ = 0, heads_ = 1, each_ = 1, first_ = 0, rows_ = 0, end_ = 0;
+  int32_t kv_head_ = 0, heads_ = 1, rows_per_head_ = 1, first_ = 0, rows_ = 0, end_ = 0;
   float cap_ = 0.f;
-  cpu::AlignedFloats q_, k_, v_, o_, s_, m_, d_, alpha_, slope_, position_, line_;
+  cpu::AlignedFloats q_, k_, v_, o_, s_, row_max_, row_sum_, rescale_, slope_, position_, q_row_;
   std::vector<uint64_t> steps_;
 };
 

@@ -70,15 +70,16 @@ FI_DEVICE void batch_decode_cuda_core(const BatchDecodeParams& params, const Var
       kernel.attend(begin, end, variant);
 #pragma unroll 1
       for (int g = 0; g < min(kRows, epilogue.rows - row); ++g) {
-        const float m = kernel.merged_m(g), d = kernel.merged_d(g, m);
+        const float row_max = kernel.merged_max(g), row_sum = kernel.merged_sum(g, row_max);
 #pragma unroll 1
         for (int x = threadIdx.x * 4; x < problem.head_dim_vo; x += Kernel::kThreads * 4) {
-          const float4 values = make_float4(kernel.merged_output(g, m, x), kernel.merged_output(g, m, x + 1),
-                                            kernel.merged_output(g, m, x + 2), kernel.merged_output(g, m, x + 3));
+          const float4 values =
+              make_float4(kernel.merged_output(g, row_max, x), kernel.merged_output(g, row_max, x + 1),
+                          kernel.merged_output(g, row_max, x + 2), kernel.merged_output(g, row_max, x + 3));
           if (s.is_whole())
-            epilogue.write(row + g, x, {m, d, values});
+            epilogue.write(row + g, x, {row_max, row_sum, values});
           else
-            epilogue.store_partial(s.split_idx, row + g, x, {m, d, values});
+            epilogue.store_partial(s.split_idx, row + g, x, {row_max, row_sum, values});
         }
       }
     }
@@ -88,18 +89,18 @@ FI_DEVICE void batch_decode_cuda_core(const BatchDecodeParams& params, const Var
   pdl_launch_dependents();
 }
 
-// Each warp processes every kWarps-th slice of kKeys keys of a work tile, with a pipeline of its own.
+// Each warp processes every kWarps-th slice of kKeys keys of a work tile, with a separate pipeline.
 template <class T, class Q, class KV, int kDim, int kWarps, int kKeys, int kStages>
 struct DecodeMmaKernel {
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kOutputPitch = kDim + 8;
-  using Lines = SwizzledKvTile<(kDim * sizeof(KV) + 127) / 128, kKeys>;
-  using Tile = WarpMmaTile<T, Q, KV, kDim, Lines, kKeys>;
+  using KvTile = SwizzledKvTile<(kDim * sizeof(KV) + 127) / 128, kKeys>;
+  using Tile = WarpMmaTile<T, Q, KV, kDim, KvTile, kKeys>;
 
   struct Ring {
     union {
       struct {
-        char k[kStages][Lines::kBytes], v[kStages][Lines::kBytes];
+        char k[kStages][KvTile::kBytes], v[kStages][KvTile::kBytes];
       };
       float output[kDecodeQTile][kOutputPitch];
     };
@@ -119,7 +120,7 @@ struct DecodeMmaKernel {
   FI_DEVICE DecodeMmaKernel(const BatchDecodeParams& params, Shared& shared)
       : params(params), shared(shared), lane(threadIdx.x % 32), warp(threadIdx.x / 32) {}
 
-  // Keys [low, high) of a work tile, the slice that is loaded next, and the offsets of its key l % kKeys in lane l.
+  // Keys [low, high) of a work tile, the next slice to load, and the offsets of its key l % kKeys in lane l.
   struct Slices {
     int low, high, key;
     int64_t k_offset, v_offset;
@@ -137,32 +138,33 @@ struct DecodeMmaKernel {
 
   FI_DEVICE void load(const KV* k, const KV* v, const Slices& at, int stage) const {
     Ring& ring = shared.rings[warp];
-    // If a row is not a power of two of 16-byte pieces, each round has its own places, too many for registers.
-    constexpr int kRounds = (kKeys * Tile::kPieces + 31) / 32,
-                  kAtOnce = Tile::kPieces & (Tile::kPieces - 1) ? 2 : kRounds;
-#pragma unroll kAtOnce
+    // If the number of 16-byte chunks of a row is not a power of two, each round has its own addresses, too many for
+    // registers.
+    constexpr int kRounds = (kKeys * Tile::kChunks + 31) / 32,
+                  kUnroll = Tile::kChunks & (Tile::kChunks - 1) ? 2 : kRounds;
+#pragma unroll kUnroll
     for (int i = 0; i < kRounds; ++i) {
-      const int place = min(i * 32 + lane, kKeys * Tile::kPieces - 1);
-      const int key = place / Tile::kPieces, piece = place % Tile::kPieces;
+      const int index = min(i * 32 + lane, kKeys * Tile::kChunks - 1);
+      const int key = index / Tile::kChunks, chunk = index % Tile::kChunks;
       const int64_t k_offset = __shfl_sync(0xffffffffu, at.k_offset, key);
       const int64_t v_offset = __shfl_sync(0xffffffffu, at.v_offset, key);
       const bool inside = at.key + key >= at.low && at.key + key < at.high;
-      const int element = piece * 16 / static_cast<int>(sizeof(KV));
-      cp_async_16(ring.k[stage] + Lines{4}.offset(key, piece), inside ? k + k_offset + element : k, inside);
-      cp_async_16(ring.v[stage] + Lines{4}.offset(key, piece), inside ? v + v_offset + element : v, inside);
+      const int element = chunk * 16 / static_cast<int>(sizeof(KV));
+      cp_async_16(ring.k[stage] + KvTile{4}.offset(key, chunk), inside ? k + k_offset + element : k, inside);
+      cp_async_16(ring.v[stage] + KvTile{4}.offset(key, chunk), inside ? v + v_offset + element : v, inside);
     }
   }
 
   FI_DEVICE void load_queries(const DecodeEpilogue& epilogue) const {
     const AttentionProblem& p = params.problem;
-    constexpr int kQueryPieces = kDim * sizeof(Q) / 16;
+    constexpr int kQueryChunks = kDim * sizeof(Q) / 16;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < epilogue.rows * kQueryPieces; i += kThreads) {
-      const int r = i / kQueryPieces, piece = i % kQueryPieces * 16;
+    for (int i = threadIdx.x; i < epilogue.rows * kQueryChunks; i += kThreads) {
+      const int r = i / kQueryChunks, chunk = i % kQueryChunks * 16;
       const Row row = params.row(epilogue.kv_head, epilogue.first + r);
       const int64_t token = params.first_token(epilogue.s.request) + row.i;
       const Q* from = static_cast<const Q*>(p.q) + token * p.q_token + row.head * p.q_head;
-      cp_async_16(reinterpret_cast<char*>(shared.queries[r]) + piece, reinterpret_cast<const char*>(from) + piece);
+      cp_async_16(reinterpret_cast<char*>(shared.queries[r]) + chunk, reinterpret_cast<const char*>(from) + chunk);
     }
   }
 
@@ -213,7 +215,7 @@ struct DecodeMmaKernel {
       cp_async_wait<0>();
       __syncwarp();
       const DecodeEpilogue epilogue(params, s, kDim);
-      tile.leave(epilogue.rows, shared.rings[warp].output[0], kOutputPitch, shared.states[warp]);
+      tile.store(epilogue.rows, shared.rings[warp].output[0], kOutputPitch, shared.states[warp]);
       __syncthreads();
       int thread = threadIdx.x;
       asm volatile(""
@@ -236,7 +238,7 @@ template <class T, class Q, class KV, int kDim, int kWarps, int kKeys, int kStag
 FI_DEVICE void batch_decode_mma(const BatchDecodeParams& params) {
   extern __shared__ uint4 bytes[];
   using Kernel = DecodeMmaKernel<T, Q, KV, kDim, kWarps, kKeys, kStages>;
-  static_assert(sizeof(typename Kernel::Shared) == kSharedBytes, "the family's Python says how much to ask for");
+  static_assert(sizeof(typename Kernel::Shared) == kSharedBytes, "the launch requests this many bytes");
   pdl_wait();
   Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(bytes)).run();
 }

@@ -9,10 +9,10 @@
 namespace fi {
 
 // Row i of request b is row b * q_len + i of q and out, or row qo_indptr[b] + i where requests differ. Token j of a
-// request lies in page page_indices[first_page + j / page_size], slot j % page_size.
+// request is in page page_indices[first_page + j / page_size], slot j % page_size.
 struct BatchDecodeParams {
   TensorMap k_map, v_map;    // for the kernels that load by TMA
-  AttentionProblem problem;  // of request 0, its keys those of page 0; each request has a kv_len of its own
+  AttentionProblem problem;  // of request 0 and page 0; kv_len differs per request
   int64_t k_page, v_page;    // strides in elements
   const int32_t* page_indices;
   int32_t* schedule;

@@ -1,43 +1,43 @@
-// Merging of split-KV partials on Hopper: bulk copies bring all partials of an item to shared memory at once.
+// Merging of split-KV partials on Hopper: bulk copies load all partials of a q tile into shared memory at once.
 #pragma once
 #include "fi/attention/decode/split_kv_epilogue.cuh"
 #include "fi/cuda/ptx/bulk_sm90.cuh"
 
 namespace fi {
 
-// `full` takes one arrival per phase. room: rows of several partials; totals: the softmax states of the merged rows.
+// `full` takes one arrival per phase. buffer: rows of several partials; totals: the softmax states of the merged rows.
 template <int kMaxDirect, int kThreads>
 struct BulkEpilogueThreads : EpilogueThreads<kMaxDirect> {
   Barrier& full;
   float2* totals;
-  char* room;
-  int room_bytes;
+  char* buffer;
+  int buffer_bytes;
   unsigned phase = 0;
 
   static constexpr int kStates = kDecodeQTile * sizeof(float2);
-  // Up to so many splits threads read from global memory; H200, 0 instead: b1 kv1k 28/4 15.2 -> 15.7 us, b4 kv4k 28.6
+  // Threads read up to this many splits from global memory. H200, 0 instead: b1 kv1k 28/4 15.2 -> 15.7 us, b4 kv4k 28.6
   // -> 29.6.
-  static constexpr int kFew = 4;
+  static constexpr int kMaxGlobalSplits = 4;
 
-  FI_DEVICE BulkEpilogueThreads(int thread, int barrier, int* last, Barrier& full, float2* totals, char* room,
-                                int room_bytes)
+  FI_DEVICE BulkEpilogueThreads(int thread, int barrier, int* last, Barrier& full, float2* totals, char* buffer,
+                                int buffer_bytes)
       : EpilogueThreads<kMaxDirect>{thread, kThreads, barrier, last},
         full(full),
         totals(totals),
-        room(room),
-        room_bytes(room_bytes) {}
+        buffer(buffer),
+        buffer_bytes(buffer_bytes) {}
 
   template <class Take>
   FI_DEVICE void merge(const DecodeEpilogue& epilogue, const SplitRange& from, Take&& take) {
-    if (from.count <= kFew) return EpilogueThreads<kMaxDirect>::merge(epilogue, from, take);
-    const int at_once = min(epilogue.rows, (room_bytes / from.count - kStates) / (epilogue.dim * 4));
+    if (from.count <= kMaxGlobalSplits) return EpilogueThreads<kMaxDirect>::merge(epilogue, from, take);
+    const int at_once = min(epilogue.rows, (buffer_bytes / from.count - kStates) / (epilogue.dim * 4));
     pitch = kStates + at_once * epilogue.dim * 4;
 #pragma unroll 1
     for (int row = 0; row < epilogue.rows; row += at_once) {
       const int count = min(at_once, epilogue.rows - row);
       load(epilogue, from, row, count);
-      epilogue.each(*this, row, count, [&](int r, int x) { take(r, x, merged(epilogue, from, r, row, x)); });
-      this->meet();
+      epilogue.for_each_float4(*this, row, count, [&](int r, int x) { take(r, x, merged(epilogue, from, r, row, x)); });
+      this->sync();
     }
   }
 
@@ -45,10 +45,10 @@ struct BulkEpilogueThreads : EpilogueThreads<kMaxDirect> {
   static constexpr int kWarps = kThreads / 32;
   int pitch;
 
-  FI_DEVICE float2* states(int split) const { return reinterpret_cast<float2*>(room + split * pitch); }
+  FI_DEVICE float2* states(int split) const { return reinterpret_cast<float2*>(buffer + split * pitch); }
 
-  // Loads rows [row, row + rows) of all partials, one after the other. Row 0 brings the states of all rows, whose
-  // row_max is replaced by the factor of the partial.
+  // Loads rows [row, row + rows) of all partials, one after the other. Row 0 also loads the states of all rows, whose
+  // row_max is replaced by the rescale factor of the partial.
   FI_DEVICE void load(const DecodeEpilogue& epilogue, const SplitRange& from, int row, int rows) {
     const int lane = this->thread % 32, warp = this->thread / 32;
     const int states = row == 0 ? kStates : 0, bytes = states + rows * epilogue.dim * 4;
@@ -59,7 +59,7 @@ struct BulkEpilogueThreads : EpilogueThreads<kMaxDirect> {
     for (int split = lane * kWarps + warp; split < from.count; split += kThreads) {
       const char* at = reinterpret_cast<const char*>(epilogue.partial_states(from.first + split * from.step));
       const int skip = kStates - states + row * epilogue.dim * 4;
-      bulk_load(room + split * pitch + kStates - states, at + skip, bytes, full);
+      bulk_load(buffer + split * pitch + kStates - states, at + skip, bytes, full);
     }
     full.wait(phase);
     phase ^= 1;
@@ -67,17 +67,17 @@ struct BulkEpilogueThreads : EpilogueThreads<kMaxDirect> {
   }
 
   FI_DEVICE PartialOutput merged(const DecodeEpilogue& epilogue, const SplitRange& from, int r, int row, int x) const {
-    constexpr int kAtOnce = 4;
-    const char* at = room + kStates + ((r - row) * epilogue.dim + x) * 4;
+    constexpr int kUnroll = 4;
+    const char* at = buffer + kStates + ((r - row) * epilogue.dim + x) * 4;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
-    for (int split = 0; split < from.count; split += kAtOnce) {
+    for (int split = 0; split < from.count; split += kUnroll) {
 #pragma unroll
-      for (int i = split; i < split + kAtOnce; ++i) {
+      for (int i = split; i < split + kUnroll; ++i) {
         const int here = min(i, from.count - 1);  // the last one a second time, unused
-        const float weight = i < from.count ? states(here)[r].x : 0.f;
+        const float rescale = i < from.count ? states(here)[r].x : 0.f;
         const float4 y = *reinterpret_cast<const float4*>(at + here * pitch);
-        sum.x += weight * y.x, sum.y += weight * y.y, sum.z += weight * y.z, sum.w += weight * y.w;
+        sum.x += rescale * y.x, sum.y += rescale * y.y, sum.z += rescale * y.z, sum.w += rescale * y.w;
       }
     }
     return {totals[r].x, totals[r].y, sum};
@@ -87,22 +87,23 @@ struct BulkEpilogueThreads : EpilogueThreads<kMaxDirect> {
   FI_DEVICE void compute_factors(const DecodeEpilogue& epilogue, const SplitRange& from, int lane, int warp) const {
 #pragma unroll 1
     for (int r = warp; r < epilogue.rows; r += kWarps) {
-      float m = kMinusInf, d = 0.f;
+      float row_max = kMinusInf, row_sum = 0.f;
 #pragma unroll 1
-      for (int split = lane; split < from.count; split += 32) m = fmaxf(m, states(split)[r].x);
+      for (int split = lane; split < from.count; split += 32) row_max = fmaxf(row_max, states(split)[r].x);
 #pragma unroll
-      for (int offset = 16; offset > 0; offset /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, offset));
+      for (int offset = 16; offset > 0; offset /= 2)
+        row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, offset));
 #pragma unroll 1
       for (int split = lane; split < from.count; split += 32) {
         float2& state = states(split)[r];
-        state.x = softmax_exp2<CudaMath>(state.x, softmax_reference(m));
-        d += state.x * state.y;
+        state.x = softmax_exp2<CudaMath>(state.x, softmax_reference(row_max));
+        row_sum += state.x * state.y;
       }
 #pragma unroll
-      for (int offset = 16; offset > 0; offset /= 2) d += __shfl_xor_sync(0xffffffffu, d, offset);
-      if (lane == 0) totals[r] = make_float2(m, d);
+      for (int offset = 16; offset > 0; offset /= 2) row_sum += __shfl_xor_sync(0xffffffffu, row_sum, offset);
+      if (lane == 0) totals[r] = make_float2(row_max, row_sum);
     }
-    this->meet();
+    this->sync();
   }
 };
 

@@ -19,24 +19,24 @@ struct DecodeClusterKernel {
   static constexpr int kKeys = 16;  // of a box, which one warp processes
   static constexpr int kLines = (kDim * sizeof(KV) + 127) / 128;
   static constexpr int kOutputPitch = kDim + 8;
-  static constexpr int kFours = kDim / 4;
-  using Lines = SwizzledKvTile<kLines, kKeys>;
-  using Tile = WarpMmaTile<T, Q, KV, kDim, Lines, kKeys>;
+  static constexpr int kFloat4s = kDim / 4;
+  using KvTile = SwizzledKvTile<kLines, kKeys>;
+  using Tile = WarpMmaTile<T, Q, KV, kDim, KvTile, kKeys>;
 
-  union Room {
+  union WarpBuffer {
     struct {
-      char k[kStages][Lines::kBytes], v[kStages][Lines::kBytes];
+      char k[kStages][KvTile::kBytes], v[kStages][KvTile::kBytes];
     } ring;
     float output[kDecodeQTile][kOutputPitch];  // after the mainloop
   };
-  static_assert(sizeof(Room) % 1024 == 0, "the period of the swizzle");
+  static_assert(sizeof(WarpBuffer) % 1024 == 0, "the period of the swizzle");
   struct Shared {
-    Room rooms[kWarps];
-    float4 values[kDecodeQTile * kFours];  // partials of all CTAs, for the elements that this CTA writes
-    float2 value_states[kDecodeQTile * kFours];
+    WarpBuffer warp_buffers[kWarps];
+    float4 values[kDecodeQTile * kFloat4s];  // partials of all CTAs, for the elements that this CTA writes
+    float2 value_states[kDecodeQTile * kFloat4s];
     Q queries[kDecodeQTile][Tile::kPitch];
     float2 states[kWarps][kDecodeQTile];
-    Barrier full_k[kWarps][kStages], full_v[kWarps][kStages], sent;
+    Barrier full_k[kWarps][kStages], full_v[kWarps][kStages], partials_full;
   };
 
   const BatchDecodeParams& params;
@@ -62,11 +62,11 @@ struct DecodeClusterKernel {
   }
   FI_DEVICE void load_box(const Boxes& b, int stage, int head) const {
     if (b.slot < 0) return;
-    auto& ring = shared.rooms[warp].ring;
+    auto& ring = shared.warp_buffers[warp].ring;
     Barrier &full_k = shared.full_k[warp][stage], &full_v = shared.full_v[warp][stage];
-    full_k.arrive_expect(Lines::kBytes);
+    full_k.arrive_expect(KvTile::kBytes);
     copy(ring.k[stage], params.k_map, full_k, b, head);
-    full_v.arrive_expect(Lines::kBytes);
+    full_v.arrive_expect(KvTile::kBytes);
     copy(ring.v[stage], params.v_map, full_v, b, head);
   }
   FI_DEVICE static void copy(char* to, const TensorMap& map, Barrier& full, const Boxes& b, int head) {
@@ -75,10 +75,10 @@ struct DecodeClusterKernel {
   }
 
   // Pages smaller than a box: cp.async copies single rows. Lane l holds the offsets of key l % 16 of a box.
-  struct Rows {
+  struct RowOffsets {
     int64_t k, v;
   };
-  FI_DEVICE Rows find(const Boxes& b, int box, int head) const {
+  FI_DEVICE RowOffsets row_offsets(const Boxes& b, int box, int head) const {
     const int64_t key = b.first + static_cast<int64_t>(box) * b.step + lane % kKeys;
     if (key < b.low || key >= b.kv_len) return {0, 0};
     const PagedKv tokens{params.page_indices + b.first_page, params.page_size, 0, 0};
@@ -86,36 +86,36 @@ struct DecodeClusterKernel {
     return {page * params.k_page + slot * params.problem.k_token + head * params.problem.k_head,
             page * params.v_page + slot * params.problem.v_token + head * params.problem.v_head};
   }
-  FI_DEVICE void gather(const Boxes& b, int box, int stage, const Rows& rows) const {
-    constexpr int kPieces = kDim * sizeof(KV) / 16;
-    auto& ring = shared.rooms[warp].ring;
+  FI_DEVICE void gather(const Boxes& b, int box, int stage, const RowOffsets& rows) const {
+    constexpr int kChunks = kDim * sizeof(KV) / 16;
+    auto& ring = shared.warp_buffers[warp].ring;
     const int64_t at = b.first + static_cast<int64_t>(box) * b.step;
     if (at < b.kv_len) {
 #pragma unroll 2
-      for (int round = 0; round < (kKeys * kPieces + 31) / 32; ++round) {
-        const int place = min(round * 32 + lane, kKeys * kPieces - 1), key = place / kPieces, piece = place % kPieces;
+      for (int round = 0; round < (kKeys * kChunks + 31) / 32; ++round) {
+        const int index = min(round * 32 + lane, kKeys * kChunks - 1), key = index / kChunks, chunk = index % kChunks;
         const KV* k = static_cast<const KV*>(params.problem.k) + __shfl_sync(~0u, rows.k, key);
         const KV* v = static_cast<const KV*>(params.problem.v) + __shfl_sync(~0u, rows.v, key);
         const bool inside = at + key >= b.low && at + key < b.kv_len;
-        const unsigned to = Lines{4}.offset(key, piece);
-        cp_async_16(ring.k[stage] + to, reinterpret_cast<const char*>(k) + piece * 16, inside);
-        cp_async_16(ring.v[stage] + to, reinterpret_cast<const char*>(v) + piece * 16, inside);
+        const unsigned to = KvTile{4}.offset(key, chunk);
+        cp_async_16(ring.k[stage] + to, reinterpret_cast<const char*>(k) + chunk * 16, inside);
+        cp_async_16(ring.v[stage] + to, reinterpret_cast<const char*>(v) + chunk * 16, inside);
       }
     }
     cp_async_commit();
   }
 
   FI_DEVICE void load_queries(const DecodeEpilogue& epilogue) const {
-    constexpr int kPieces = kDim * sizeof(Q) / 16;
+    constexpr int kChunks = kDim * sizeof(Q) / 16;
     const AttentionProblem& p = params.problem;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < epilogue.rows * kPieces; i += kThreads) {
-      const int r = i / kPieces, piece = i % kPieces * 16;
+    for (int i = threadIdx.x; i < epilogue.rows * kChunks; i += kThreads) {
+      const int r = i / kChunks, chunk = i % kChunks * 16;
       const char* from =
           static_cast<const char*>(p.q) +
           (epilogue.s.request * p.q_token + (epilogue.kv_head * p.group_size + epilogue.first + r) * p.q_head) *
               static_cast<int64_t>(sizeof(Q));
-      cp_async_16(reinterpret_cast<char*>(shared.queries[r]) + piece, from + piece);
+      cp_async_16(reinterpret_cast<char*>(shared.queries[r]) + chunk, from + chunk);
     }
     cp_async_commit();
   }
@@ -124,7 +124,7 @@ struct DecodeClusterKernel {
     if (!kGather && lane == 0)
       for (int i = 0; i < kStages; ++i) shared.full_k[warp][i].init(1), shared.full_v[warp][i].init(1);
     if (threadIdx.x == 0) {
-      shared.sent.init(1);
+      shared.partials_full.init(1);
       if (!kGather) prefetch_tensor_map(params.k_map), prefetch_tensor_map(params.v_map);
     }
     fence_barrier_init();
@@ -145,13 +145,13 @@ struct DecodeClusterKernel {
     boxes.first = low / kKeys * kKeys + static_cast<int>(rank * kWarps + warp) * kKeys;
     boxes.step = static_cast<int>(num_ctas) * kWarps * kKeys;
     boxes.low = low, boxes.kv_len = request.kv_len, boxes.first_page = request.first_page;
-    Rows rows;  // of the box that is loaded next
+    RowOffsets rows;  // of the box that is loaded next
     if constexpr (kGather) {
-      rows = find(boxes, 0, epilogue.kv_head);
+      rows = row_offsets(boxes, 0, epilogue.kv_head);
 #pragma unroll 1
       for (int box = 0; box < kStages; ++box) {
         gather(boxes, box, box, rows);
-        rows = find(boxes, box + 1, epilogue.kv_head);
+        rows = row_offsets(boxes, box + 1, epilogue.kv_head);
       }
     } else {
       look_up(boxes, lane);
@@ -159,10 +159,10 @@ struct DecodeClusterKernel {
     }
     if (threadIdx.x == 0) {
       const unsigned own =
-          (epilogue.rows * kFours - rank + num_ctas - 1) / num_ctas;  // elements of this CTA, each from num_ctas CTAs
-      shared.sent.arrive_expect(own * num_ctas * (sizeof(float4) + sizeof(float2)));
+          (epilogue.rows * kFloat4s - rank + num_ctas - 1) / num_ctas;  // elements of this CTA, each from num_ctas CTAs
+      shared.partials_full.arrive_expect(own * num_ctas * (sizeof(float4) + sizeof(float2)));
     }
-    const auto problem = [&] {  // constants, so that the compiler drops the code of other masks and scores
+    const auto problem = [&] {  // constants: the compiler drops the code of other masks and scores
       AttentionProblem p = params.problem;
       p.mask = Mask::of_range(0, -1, 1, request.kv_len);
       p.scores = {p.scores.sm_scale * bmm1, 0.f, 0};
@@ -175,7 +175,7 @@ struct DecodeClusterKernel {
     PipelineState at;
 #pragma unroll 1
     for (int box = 0, key = boxes.first; key < request.kv_len; ++box, key += boxes.step) {
-      auto& ring = shared.rooms[warp].ring;
+      auto& ring = shared.warp_buffers[warp].ring;
       if constexpr (kGather) {
         cp_async_wait<kStages - 1>();
         __syncwarp();
@@ -190,58 +190,62 @@ struct DecodeClusterKernel {
       const int next = box + kStages;
       if constexpr (kGather) {
         gather(boxes, next, at.stage, rows);
-        rows = find(boxes, next + 1, epilogue.kv_head);
+        rows = row_offsets(boxes, next + 1, epilogue.kv_head);
       } else {
         if (next % 32 == 0) look_up(boxes, next + lane);
         if (next % 32 == lane) load_box(boxes, at.stage, epilogue.kv_head);
       }
       at.advance(kStages);
     }
-    tile.leave(epilogue.rows, shared.rooms[warp].output[0], kOutputPitch, shared.states[warp]);
+    tile.store(epilogue.rows, shared.warp_buffers[warp].output[0], kOutputPitch, shared.states[warp]);
     __syncthreads();
     cluster_wait();  // the barriers of the other CTAs are initialised
     send(epilogue, num_ctas, rank);
     pdl_launch_dependents();
-    shared.sent.wait(0);
+    shared.partials_full.wait(0);
     merge(epilogue, num_ctas, rank);
   }
 
   // Sends the partial of this CTA: element e, four values, to CTA e % num_ctas of the cluster.
   FI_DEVICE void send(const DecodeEpilogue& epilogue, unsigned num_ctas, unsigned rank) const {
 #pragma unroll 1
-    for (int e = threadIdx.x; e < epilogue.rows * kFours; e += kThreads) {
-      const int r = e / kFours, x = e % kFours * 4;
-      const PartialOutput part = DecodeEpilogue::merged_warps<kWarps>(
-          [&](int w) { return shared.states[w][r]; }, [&](int w) { return &shared.rooms[w].output[r][x]; });
-      const unsigned to = e & (num_ctas - 1), place = e - to + rank, barrier = cluster_address(&shared.sent, to);
-      cluster_send_f32x4(cluster_address(&shared.values[place], to), part.x, barrier);
-      cluster_send_f32x2(cluster_address(&shared.value_states[place], to), make_float2(part.m, part.d), barrier);
+    for (int e = threadIdx.x; e < epilogue.rows * kFloat4s; e += kThreads) {
+      const int r = e / kFloat4s, x = e % kFloat4s * 4;
+      const PartialOutput partial = DecodeEpilogue::merged_warps<kWarps>(
+          [&](int w) { return shared.states[w][r]; }, [&](int w) { return &shared.warp_buffers[w].output[r][x]; });
+      const unsigned to = e & (num_ctas - 1), index = e - to + rank,
+                     barrier = cluster_address(&shared.partials_full, to);
+      cluster_send_f32x4(cluster_address(&shared.values[index], to), partial.output, barrier);
+      cluster_send_f32x2(cluster_address(&shared.value_states[index], to),
+                         make_float2(partial.row_max, partial.row_sum), barrier);
     }
   }
   // Merges and writes the elements of this CTA, one lane per partial.
   FI_DEVICE void merge(const DecodeEpilogue& epilogue, unsigned num_ctas, unsigned rank) const {
 #pragma unroll 1
-    for (unsigned first = warp * 32; first < epilogue.rows * kFours; first += kThreads) {
-      const unsigned at = first + lane, part = at & (num_ctas - 1), e = at - part + rank;
-      const bool there = e < epilogue.rows * kFours;
+    for (unsigned first = warp * 32; first < epilogue.rows * kFloat4s; first += kThreads) {
+      const unsigned at = first + lane, source = at & (num_ctas - 1), e = at - source + rank;
+      const bool inside = e < epilogue.rows * kFloat4s;
       float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
       float2 state = make_float2(kMinusInf, 0.f);
-      if (there) x = shared.values[at], state = shared.value_states[at];
-      float m = state.x;
+      if (inside) x = shared.values[at], state = shared.value_states[at];
+      float row_max = state.x;
 #pragma unroll 1
-      for (unsigned offset = num_ctas / 2; offset > 0; offset /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, offset));
-      const float weight = softmax_exp2<CudaMath>(state.x, softmax_reference(m));
-      float d = state.y * weight;
-      x.x *= weight, x.y *= weight, x.z *= weight, x.w *= weight;
+      for (unsigned offset = num_ctas / 2; offset > 0; offset /= 2)
+        row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, offset));
+      const float rescale = softmax_exp2<CudaMath>(state.x, softmax_reference(row_max));
+      float row_sum = state.y * rescale;
+      x.x *= rescale, x.y *= rescale, x.z *= rescale, x.w *= rescale;
 #pragma unroll 1
       for (unsigned offset = num_ctas / 2; offset > 0; offset /= 2) {
-        d += __shfl_xor_sync(~0u, d, offset);
+        row_sum += __shfl_xor_sync(~0u, row_sum, offset);
         x.x += __shfl_xor_sync(~0u, x.x, offset);
         x.y += __shfl_xor_sync(~0u, x.y, offset);
         x.z += __shfl_xor_sync(~0u, x.z, offset);
         x.w += __shfl_xor_sync(~0u, x.w, offset);
       }
-      if (part == 0 && there) epilogue.write(static_cast<int>(e / kFours), static_cast<int>(e % kFours * 4), {m, d, x});
+      if (source == 0 && inside)
+        epilogue.write(static_cast<int>(e / kFloat4s), static_cast<int>(e % kFloat4s * 4), {row_max, row_sum, x});
     }
   }
 };
@@ -249,10 +253,10 @@ struct DecodeClusterKernel {
 // Grid: a cluster for each q_tile, along x, and requests along y.
 template <class T, class Q, class KV, int kDim, int kWarps, int kStages, bool kWhole, bool kGather, int kSharedBytes>
 FI_DEVICE void batch_decode_cluster(const BatchDecodeParams& params) {
-  extern __shared__ __align__(1024) char room[];
+  extern __shared__ __align__(1024) char buffer[];
   using Kernel = DecodeClusterKernel<T, Q, KV, kDim, kWarps, kStages, kWhole, kGather>;
-  static_assert(sizeof(typename Kernel::Shared) == kSharedBytes, "the family's Python says how much to load_box for");
-  Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(room)).run();
+  static_assert(sizeof(typename Kernel::Shared) == kSharedBytes, "the launch requests this many bytes");
+  Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(buffer)).run();
 }
 
 }  // namespace fi

@@ -20,10 +20,12 @@ struct CudaCoreEpilogue : DecodeEpilogue {
       const Row row = params.row(kv_head, first + r);
       const int64_t token = params.first_token(s.request) + row.i;
       const float scale = p.value_scale(kv_head) * (params.bmm2_scale ? *params.bmm2_scale : 1.f);
-      const auto output = variant.end(row, partial.m, partial.d, scale);
-      const float4 y = make_float4(output(partial.x.x), output(partial.x.y), output(partial.x.z), output(partial.x.w));
+      const auto output = variant.end(row, partial.row_max, partial.row_sum, scale);
+      const float4 y = make_float4(output(partial.output.x), output(partial.output.y), output(partial.output.z),
+                                   output(partial.output.w));
       store_four(p.out, p.out_type, token * p.out_token + row.head * p.out_head + x, y, params.out_aligned);
-      if (p.lse && x == 0) p.lse[token * p.qo_heads + row.head] = softmax_lse<CudaMath>(partial.m, partial.d);
+      if (p.lse && x == 0)
+        p.lse[token * p.qo_heads + row.head] = softmax_lse<CudaMath>(partial.row_max, partial.row_sum);
     }
   }
 

@@ -46,15 +46,15 @@ FI_HOST_DEVICE DecodeCost decode_cost(const DecodePlanParams& p, int32_t kv_len)
   return cost;
 }
 
-// The work ranges of a plan. num_splits > 0: each item has num_splits ranges of equally many KV tiles. num_splits 0:
-// each range group has static_ranges ranges of equal cost, then dynamic_ranges ranges of decreasing cost. A boundary
-// less than `snap` KV tiles from the end of an item moves to that end.
+// The work ranges of a plan. num_splits > 0: each output tile has num_splits ranges of equally many KV tiles.
+// num_splits 0: each range group has static_ranges ranges of equal cost, then dynamic_ranges ranges of decreasing cost.
+// A boundary less than `snap` KV tiles from the end of an output tile moves to that end.
 struct DecodePartition {
   int64_t cost, group_cost, static_cost;  // of all q tiles; of a range group; of its static ranges
   int32_t q_tile_cost, range_groups, static_ranges, dynamic_ranges, snap, num_splits;
 
   FI_HOST_DEVICE int32_t ranges() const { return range_groups * (static_ranges + dynamic_ranges); }
-  // The position of boundary g in the cost of all items, and the snap distance of it.
+  // The position of boundary g in the cost of all output tiles, and the snap distance of it.
   FI_HOST_DEVICE int64_t position(int32_t g) const {
     const int32_t group = g / (static_ranges + dynamic_ranges), i = g % (static_ranges + dynamic_ranges);
     const int64_t begin = group_cost * group;
@@ -69,8 +69,9 @@ struct DecodePartition {
 };
 // uniform: all requests cost the same.
 FI_HOST_DEVICE DecodePartition decode_partition(const DecodePlanParams& p, int32_t q_tile_cost, bool uniform) {
-  constexpr int32_t kMinRangeTiles = 4;         // tiles; H200, b1 kv1k: 4 16.8 us, 2 16.8, 1 16.0; b64 kv8k 8/1: 90 all
-  constexpr int32_t kMinSplitTilesUniform = 8;  // KV tiles of an item that is split, where all requests cost the same
+  constexpr int32_t kMinRangeTiles = 4;  // tiles; H200, b1 kv1k: 4 16.8 us, 2 16.8, 1 16.0; b64 kv8k 8/1: 90 all
+  constexpr int32_t kMinSplitTilesUniform =
+      8;  // the least KV tiles of a split output tile if all requests cost the same
   constexpr int32_t kSnapDivisor =
       32;  // snap is a range's cost over this; H200, b64 of varied lengths: 8 267.6 us, 32 261.8, 999 262.3
   // Dynamic ranges: an eighth of the cost, the last of 16 KV tiles, if that makes two or more per CTA. H200, b128 kv8k
@@ -80,25 +81,25 @@ FI_HOST_DEVICE DecodePartition decode_partition(const DecodePlanParams& p, int32
   DecodePartition d{cost, cost, cost, q_tile_cost, 1, 1, 0, 0, 0};
   if (cost == 0) return d;
   const int32_t idle = p.num_ctas / 16;  // CTAs that may be idle for ranges of equal cost
-  const int64_t items = static_cast<int64_t>(p.q_tiles) * p.batch;
+  const int64_t output_tiles = static_cast<int64_t>(p.q_tiles) * p.batch;
   const int64_t much = static_cast<int64_t>(4 * kDynamicFraction * kMinDynamicTiles * kMinDynamicPerCta) * p.num_ctas;
   const bool dynamic = p.split_kv == 0 && cost >= much && p.num_ranges >= (1 + kMinDynamicPerCta) * p.num_ctas;
-  if (uniform && items <= p.num_ctas && p.split_kv >= 0 && !dynamic) {
+  if (uniform && output_tiles <= p.num_ctas && p.split_kv >= 0 && !dynamic) {
     // Ranges of equal cost would make many CTAs begin two work tiles.
-    const auto each = static_cast<int32_t>(p.num_ctas / items);
+    const auto each = static_cast<int32_t>(p.num_ctas / output_tiles);
     const int32_t tiles = q_tile_cost / p.batch - kWorkTileCost, most = tiles / kMinRangeTiles;
     const int64_t longest = (tiles + each - 1) / each;
-    if (each * items >= p.num_ctas - idle || longest * p.num_ctas <= (tiles + kWorkTileCost) * items) {
+    if (each * output_tiles >= p.num_ctas - idle || longest * p.num_ctas <= (tiles + kWorkTileCost) * output_tiles) {
       d.num_splits = tiles <= kMinSplitTilesUniform || most < 1 ? 1 : each < most ? each : most;
       d.range_groups = p.q_tiles, d.static_ranges = d.num_splits * p.batch;
       return d;
     }
   }
-  // Every q tile has the same ranges if that leaves few CTAs idle.
+  // All q tiles have the same ranges if few CTAs are then idle.
   int32_t each = p.num_ctas / p.q_tiles;
   if (each * p.q_tiles >= p.num_ctas - idle) {
     d.range_groups = p.q_tiles, d.group_cost = d.static_cost = q_tile_cost;
-    // Equal requests are not split if ranges of whole requests leave few CTAs idle.
+    // Equal requests are not split if few CTAs are idle with ranges of whole requests.
     for (int32_t i = each; uniform && i * p.q_tiles >= p.num_ctas - idle; --i)
       if (p.batch % i == 0) {
         each = i;
@@ -141,10 +142,10 @@ FI_HOST_DEVICE DecodeRangeStart decode_start(const DecodePlanParams& p, const De
   if (g >= d.ranges() || d.cost == 0) return start;
   DecodeRequest r;
   KvTileRange tiles;
-  int32_t done;  // tiles of the item before the boundary
+  int32_t done;  // tiles of the output tile before the boundary
   if (d.num_splits > 0) {
-    const int32_t item = g / d.num_splits;
-    start.q_tile = item / p.batch, start.request = item % p.batch;
+    const int32_t output_tile = g / d.num_splits;
+    start.q_tile = output_tile / p.batch, start.request = output_tile % p.batch;
     r = requests[start.request];
     tiles = decode_kv_tiles(r.kv_len, p.q_len, p.window_left);
     done = static_cast<int32_t>(static_cast<int64_t>(tiles.end - tiles.begin) * (g % d.num_splits) / d.num_splits);
@@ -169,7 +170,7 @@ FI_HOST_DEVICE DecodeRangeStart decode_start(const DecodePlanParams& p, const De
     start.kv_tile = (start.kv_tile + p.split_kv / 2) / p.split_kv * p.split_kv;
     if (start.kv_tile < tiles.begin) start.kv_tile = tiles.begin;
   }
-  if (start.kv_tile >= tiles.end && tiles.end > tiles.begin) {  // the next item
+  if (start.kv_tile >= tiles.end && tiles.end > tiles.begin) {  // the next output tile
     start.kv_tile = 0;
     if (++start.request == p.batch) start.request = 0, ++start.q_tile;
     if (start.q_tile == p.q_tiles) return start;
@@ -189,10 +190,10 @@ FI_HOST_DEVICE int64_t decode_key(const DecodePlanParams& p, const DecodeRangeSt
 FI_HOST_DEVICE void decode_link_splits(const DecodePlanParams& p, DecodeRangeStart& s, const int64_t* keys) {
   const KvTileRange tiles = decode_kv_tiles(s.kv_len, p.q_len, p.window_left);
   if (s.q_tile >= p.q_tiles || s.kv_tile <= tiles.begin) return;
-  const int64_t item = decode_key(p, s) >> 32;
+  const int64_t output_tile = decode_key(p, s) >> 32;
   const auto key = [&](int32_t i) { return keys[i]; };
-  s.leader = last_not_above(p.num_ranges + 1, item << 32 | static_cast<uint32_t>(tiles.begin), key);
-  s.num_splits = last_not_above(p.num_ranges + 1, (item << 32) + 0xffffffffll, key) - s.leader + 1;
+  s.leader = last_not_above(p.num_ranges + 1, output_tile << 32 | static_cast<uint32_t>(tiles.begin), key);
+  s.num_splits = last_not_above(p.num_ranges + 1, (output_tile << 32) + 0xffffffffll, key) - s.leader + 1;
 }
 
 // KV tiles of a chunk; 0 if the buffer has too few counters for all chunks.

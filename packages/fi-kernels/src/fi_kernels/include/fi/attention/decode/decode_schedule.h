@@ -2,14 +2,14 @@
 // code.
 //
 // A q tile is kDecodeQTile packed query rows (i * group_size + g) of a kv head; q_tile = kv_head * q_tiles_per_head +
-// its number in the head. The KV of a request has tiles of kDecodeKvTile tokens, counted from position 0. One request
-// times one q tile is an item. Items are ordered by q tile, then by request, so that CTAs read all kv heads of a
-// request at about the same time. Work range g is [starts[g], starts[g + 1]) of that order. Each q tile, or all q tiles
-// together, form a range group; all groups have equal boundaries. CTAs begin with the static ranges of a group. A CTA
-// that is done takes smaller dynamic ranges from a counter, since SMs are not equally fast. A range does not depend on
-// the CTA that takes it, and neither do results.
+// its number in the head. The KV of a request has tiles of kDecodeKvTile tokens, counted from position 0. A request
+// and a q tile give one output tile. Output tiles are ordered by q tile, then by request, so that CTAs read all kv
+// heads of a request at about the same time. Work range g is [starts[g], starts[g + 1]) of that order. Each q tile, or
+// all q tiles together, form a range group; all groups have equal boundaries. CTAs begin with the static ranges of a
+// group. A CTA that is done takes smaller dynamic ranges from a counter, since SMs are not equally fast. A range does
+// not depend on the CTA that takes it, and neither do results.
 //
-// A work tile is the part of an item that lies in one range: one of num_splits splits of its KV. The CTA of an item
+// A work tile is the part of an output tile in one range: one of num_splits splits of its KV. The CTA of an output tile
 // with one split writes the output. Otherwise each split stores its softmax state and unnormalised output as a partial
 // in the workspace, and the last CTA to arrive merges the partials in order of position.
 #pragma once
@@ -32,7 +32,7 @@ struct alignas(16) DecodeHeader {
   int32_t chunks;       // of one q_tile
   int32_t cost;         // cost of all q_tiles, at most 2^31 - 1
   int32_t range_groups, static_ranges, dynamic_ranges;
-  int32_t next_dynamic;  // the dynamic range that a CTA takes next; 0 between launches
+  int32_t next_dynamic;  // the next dynamic range; 0 between launches
   int32_t unused[3];
 
   // The static range of a CTA; -1: none.
@@ -50,8 +50,8 @@ struct alignas(16) DecodeHeader {
   }
 };
 
-// The beginning of a work range. Of the item there: kv_len and first_page of its request, the range in which the item
-// begins (leader), and its number of splits.
+// The beginning of a work range. Of its first output tile: kv_len and first_page of the request, the range in which the
+// output tile begins (leader), and its number of splits.
 struct alignas(16) DecodeRangeStart {
   int32_t q_tile, request, kv_tile;
   int32_t leader, num_splits;
@@ -65,7 +65,7 @@ struct alignas(16) DecodeRequest {
   int32_t chunks;      // sum of their chunks
 };
 
-// The words before the counters, and where each table begins.
+// The number of words before the counters, and the offset of each table.
 constexpr int64_t kDecodeStartsOffset = 12;
 FI_HOST_DEVICE int64_t decode_requests_offset(int64_t num_ranges) { return kDecodeStartsOffset + (num_ranges + 1) * 8; }
 FI_HOST_DEVICE int64_t decode_counters_offset(int64_t num_ranges, int64_t batch) {
@@ -141,7 +141,8 @@ struct DecodeTileScheduler {
   }
   FI_HOST_DEVICE bool next(DecodeWorkTile& s) {
     if (done()) return false;
-    const bool last = at.q_tile == end.q_tile && at.request == end.request;  // the item that the next range continues
+    const bool last =
+        at.q_tile == end.q_tile && at.request == end.request;  // the output tile that the next range continues
     const KvTileRange tiles = decode_kv_tiles(at.kv_len, q_len, window_left);
     const int32_t limit = last ? end.kv_tile : tiles.end;
     s.q_tile = at.q_tile, s.request = at.request, s.kv_len = at.kv_len, s.first_page = at.first_page;

@@ -9,9 +9,9 @@
 #if FI_CUDA
 namespace fi {
 
-// A cache as [pages, heads, lines, tokens of a page, elements of a line], a line being 128 bytes, so that a copy leaves
-// the first line of all its tokens, then the second. `whole`: it brings all lines, else each line takes one, and lines
-// are offsets in a row.
+// A cache as [pages, heads, lines, tokens of a page, elements of a line], a line being 128 bytes: a copy writes the
+// first line of all its tokens, then the second. `whole`: one copy loads all lines; otherwise each line takes a copy,
+// and lines are offsets in a row.
 inline void describe_cache(const Kernel& kernel, TensorMap& map, const Tensor& cache, int64_t heads, int64_t page_size,
                            int64_t head, int64_t token, int64_t box_rows, bool whole) {
   const int64_t bytes = cache.dtype().bytes(), dim = cache.size(-1), line = 128 / bytes;
@@ -40,11 +40,11 @@ inline int64_t cluster_ctas(const BatchDecodeParams& params, int64_t tokens, int
     of_one = std::min<int64_t>(tokens, static_cast<int64_t>(p.mask.window_left) + 1);
     tokens = std::min(tokens, params.batch * of_one);
   }
-  const int64_t items = static_cast<int64_t>(params.batch) * p.kv_heads * params.q_tiles_per_head.value;
+  const int64_t output_tiles = static_cast<int64_t>(params.batch) * p.kv_heads * params.q_tiles_per_head.value;
   // An H200 (132 SMs) holds 7 clusters of 16 CTAs at once, 15 of 8, 30 of 4 and 66 of 2.
   int64_t ctas = 16;
-  while (items * ctas > (ctas > 2 ? multiprocessors * 7 / 8 : multiprocessors)) ctas /= 2;
-  const int64_t keys = items * ctas < kFewCtas ? kMaxKeysFewCtas : kMaxKeys;
+  while (output_tiles * ctas > (ctas > 2 ? multiprocessors * 7 / 8 : multiprocessors)) ctas /= 2;
+  const int64_t keys = output_tiles * ctas < kFewCtas ? kMaxKeysFewCtas : kMaxKeys;
   return ctas > 1 && tokens <= params.batch * keys * ctas && of_one <= kMaxKeysOneRequest * ctas ? ctas : 0;
 }
 

@@ -9,11 +9,11 @@ namespace fi {
 
 // The softmax state of a row, and four elements of its unnormalised output.
 struct PartialOutput {
-  float m, d;
-  float4 x;
+  float row_max, row_sum;
+  float4 output;
 };
 
-// `count` splits of an item: first, first + step, ...
+// `count` splits of a q tile: first, first + step, ...
 struct SplitRange {
   int first, count, step;
 };
@@ -34,22 +34,24 @@ struct DecodeEpilogue {
         rows(params.rows(s.request, s.q_tile)) {}
 
   // Element x .. x + 3 of row r, over all keys.
-  FI_DEVICE void write(int r, int x, PartialOutput part) const {
+  FI_DEVICE void write(int r, int x, PartialOutput partial) const {
     const AttentionProblem& p = params.problem;
     const Row row = params.row(kv_head, first + r);
     const int64_t token = params.first_token(s.request) + row.i;
     float factor = 1.f;
-    if (params.sinks) factor = add_sink<CudaMath>(params.sinks[row.head], part.m, part.d);
-    factor *= inverse_row_sum(part.d) * p.value_scale(kv_head) * (params.bmm2_scale ? *params.bmm2_scale : 1.f);
-    part.x.x *= factor, part.x.y *= factor, part.x.z *= factor, part.x.w *= factor;
-    store_four(p.out, p.out_type, token * p.out_token + row.head * p.out_head + x, part.x, params.out_aligned);
-    if (p.lse && x == 0) p.lse[token * p.qo_heads + row.head] = softmax_lse<CudaMath>(part.m, part.d);
+    if (params.sinks) factor = add_sink<CudaMath>(params.sinks[row.head], partial.row_max, partial.row_sum);
+    factor *=
+        inverse_row_sum(partial.row_sum) * p.value_scale(kv_head) * (params.bmm2_scale ? *params.bmm2_scale : 1.f);
+    partial.output.x *= factor, partial.output.y *= factor, partial.output.z *= factor, partial.output.w *= factor;
+    store_four(p.out, p.out_type, token * p.out_token + row.head * p.out_head + x, partial.output, params.out_aligned);
+    if (p.lse && x == 0) p.lse[token * p.qo_heads + row.head] = softmax_lse<CudaMath>(partial.row_max, partial.row_sum);
   }
 
-  FI_DEVICE void store_partial(int part, int r, int x, const PartialOutput& values) const {
-    store_global(slot(part) + r * dim + x, make_uint4(__float_as_uint(values.x.x), __float_as_uint(values.x.y),
-                                                      __float_as_uint(values.x.z), __float_as_uint(values.x.w)));
-    if (x == 0) partial_states(part)[r] = make_float2(values.m, values.d);
+  FI_DEVICE void store_partial(int split, int r, int x, const PartialOutput& values) const {
+    store_global(slot(split) + r * dim + x,
+                 make_uint4(__float_as_uint(values.output.x), __float_as_uint(values.output.y),
+                            __float_as_uint(values.output.z), __float_as_uint(values.output.w)));
+    if (x == 0) partial_states(split)[r] = make_float2(values.row_max, values.row_sum);
   }
 
   // Merges four values of a row over the warps of the CTA: state(w) and values(w), unnormalised.
@@ -57,30 +59,30 @@ struct DecodeEpilogue {
   FI_DEVICE static PartialOutput merged_warps(State&& state, Values&& values) {
     PartialOutput sum{kMinusInf, 0.f, make_float4(0.f, 0.f, 0.f, 0.f)};
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum.m = fmaxf(sum.m, state(w).x);
+    for (int w = 0; w < kWarps; ++w) sum.row_max = fmaxf(sum.row_max, state(w).x);
 #pragma unroll
     for (int w = 0; w < kWarps; ++w)
-      add(sum, softmax_exp2<CudaMath>(state(w).x, softmax_reference(sum.m)), state(w).y,
+      add(sum, softmax_exp2<CudaMath>(state(w).x, softmax_reference(sum.row_max)), state(w).y,
           *reinterpret_cast<const float4*>(values(w)));
     return sum;
   }
 
-  // The output of partial i of the item, and its softmax states.
+  // The output of partial i of the q tile, and its softmax states.
   FI_DEVICE float* slot(int i) const { return partial_of(i) + 2 * kDecodeQTile; }
   FI_DEVICE float2* partial_states(int i) const { return reinterpret_cast<float2*>(partial_of(i)); }
   FI_DEVICE int64_t partial_floats() const { return static_cast<int64_t>(kDecodeQTile) * (dim + 2); }
 
-  // The whole epilogue: own(r, x) gives this split's values of a row, write(r, x, values) takes those of all splits.
-  // released() is called after the last own. The code lies in the order in which it runs: it is fetched from DRAM, and
+  // The whole epilogue: own(r, x) returns this split's values of a row, write(r, x, values) writes those of all splits.
+  // released() is called after the last own. The code is in the order in which it runs: it is fetched from DRAM, and
   // a jump misses (H200, b4 kv1k of fp8 keys: storing partials takes 3.0 us, with the code in the SM 0.6).
   template <class Threads, class Own, class Released, class Write>
   FI_DEVICE void run(Threads& threads, Own&& own, Released&& released, Write&& write) const {
     if (s.is_whole()) {
-      each(threads, 0, rows, [&](int r, int x) { write(r, x, own(r, x)); });
+      for_each_float4(threads, 0, rows, [&](int r, int x) { write(r, x, own(r, x)); });
       released();
       return;
     }
-    each(threads, 0, rows, [&](int r, int x) { store_partial(s.split_idx, r, x, own(r, x)); });
+    for_each_float4(threads, 0, rows, [&](int r, int x) { store_partial(s.split_idx, r, x, own(r, x)); });
     released();
     merge(threads, write);
   }
@@ -116,7 +118,7 @@ struct DecodeEpilogue {
 
   // f(r, x) for each four values of `count` rows.
   template <class Threads, class F>
-  FI_DEVICE void each(const Threads& threads, int row, int count, F&& f) const {
+  FI_DEVICE void for_each_float4(const Threads& threads, int row, int count, F&& f) const {
     const int width = dim / 4;
 #pragma unroll 1
     for (int at = threads.thread; at < count * width; at += threads.count) f(row + at / width, at % width * 4);
@@ -128,8 +130,8 @@ struct DecodeEpilogue {
   FI_DEVICE PartialOutput merged(const SplitRange& from, int r, int x) const {
     constexpr int kLoadsInFlight = 4;
     const int64_t step = from.step * s.partial_stride * partial_floats();
-    const float* part = partial_of(from.first ? from.first : from.step);
-    if (from.first == 0) part -= step;  // partial 0 lies elsewhere
+    const float* partial = partial_of(from.first ? from.first : from.step);
+    if (from.first == 0) partial -= step;  // partial 0 is not in this sequence
     PartialOutput sum{kMinusInf, 0.f, make_float4(0.f, 0.f, 0.f, 0.f)};
 #pragma unroll 1
     for (int first = 0; first < from.count; first += kLoadsInFlight) {
@@ -137,22 +139,23 @@ struct DecodeEpilogue {
       float4 value[kLoadsInFlight];
 #pragma unroll
       for (int i = 0; i < kLoadsInFlight; ++i) {
-        const float* here = i == 0 && from.first + first == 0 ? partial_of(0) : part;
+        const float* here = i == 0 && from.first + first == 0 ? partial_of(0) : partial;
         state[i] = __ldcg(reinterpret_cast<const float2*>(here) + r);
         value[i] = __ldcg(reinterpret_cast<const float4*>(here + 2 * kDecodeQTile + r * dim + x));
-        if (first + i + 1 < from.count) part += step;  // else the last one a second time, unused
+        if (first + i + 1 < from.count) partial += step;  // else the last one a second time, unused
       }
-      float top = sum.m;
+      float new_max = sum.row_max;
 #pragma unroll
       for (int i = 0; i < kLoadsInFlight; ++i) {
         if (first + i >= from.count) state[i].x = kMinusInf;
-        top = fmaxf(top, state[i].x);
+        new_max = fmaxf(new_max, state[i].x);
       }
-      const float base = softmax_reference(top);
-      scale(sum, softmax_exp2<CudaMath>(sum.m, base));
-      sum.m = top;
+      const float reference = softmax_reference(new_max);
+      scale(sum, softmax_exp2<CudaMath>(sum.row_max, reference));
+      sum.row_max = new_max;
 #pragma unroll
-      for (int i = 0; i < kLoadsInFlight; ++i) add(sum, softmax_exp2<CudaMath>(state[i].x, base), state[i].y, value[i]);
+      for (int i = 0; i < kLoadsInFlight; ++i)
+        add(sum, softmax_exp2<CudaMath>(state[i].x, reference), state[i].y, value[i]);
     }
     return sum;
   }
@@ -165,25 +168,27 @@ struct DecodeEpilogue {
   // Whether this CTA is the last of `count` to arrive. All threads of the epilogue call it.
   template <class Threads>
   FI_DEVICE bool arrive(const Threads& threads, int32_t* counter, int count) const {
-    threads.meet();
+    threads.sync();
     if (threads.thread == 0) {
-      *threads.last = count_device(counter) == count - 1;  // by one thread for all that it met at the barrier
+      *threads.last = count_device(counter) == count - 1;  // by one thread for all threads of the barrier
       if (*threads.last) *counter = 0;                     // for the next launch
     }
-    threads.meet();
+    threads.sync();
     return *threads.last;
   }
 
-  FI_DEVICE static void scale(PartialOutput& part, float factor) {
-    part.d *= factor, part.x.x *= factor, part.x.y *= factor, part.x.z *= factor, part.x.w *= factor;
+  FI_DEVICE static void scale(PartialOutput& partial, float factor) {
+    partial.row_sum *= factor, partial.output.x *= factor, partial.output.y *= factor, partial.output.z *= factor,
+        partial.output.w *= factor;
   }
-  FI_DEVICE static void add(PartialOutput& part, float weight, float d, float4 x) {
-    part.d += weight * d;
-    part.x.x += weight * x.x, part.x.y += weight * x.y, part.x.z += weight * x.z, part.x.w += weight * x.w;
+  FI_DEVICE static void add(PartialOutput& partial, float rescale, float row_sum, float4 output) {
+    partial.row_sum += rescale * row_sum;
+    partial.output.x += rescale * output.x, partial.output.y += rescale * output.y,
+        partial.output.z += rescale * output.z, partial.output.w += rescale * output.w;
   }
 };
 
-// The threads that run an epilogue together: warps that meet at a named barrier. Each thread reads the partials that it
+// The threads that run an epilogue together: warps that share a named barrier. Each thread reads the partials that it
 // merges from global memory. `last` is in shared memory.
 template <int kMaxDirect>
 struct EpilogueThreads {
@@ -191,19 +196,19 @@ struct EpilogueThreads {
   int thread, count, barrier;
   int* last;
 
-  FI_DEVICE void meet() const { barrier_sync(barrier, count); }
+  FI_DEVICE void sync() const { barrier_sync(barrier, count); }
 
   // Calls take(r, x, values) for all rows. take may overwrite the partials of a row, which all threads have read.
   template <class Take>
-  FI_DEVICE void merge(const DecodeEpilogue& finish, const SplitRange& from, Take&& take) {
-    const int width = finish.dim / 4;
+  FI_DEVICE void merge(const DecodeEpilogue& epilogue, const SplitRange& from, Take&& take) {
+    const int width = epilogue.dim / 4;
 #pragma unroll 1
-    for (int base = 0; base < finish.rows * width; base += count) {
-      const int at = base + thread, r = at / width, x = at % width * 4;
+    for (int first = 0; first < epilogue.rows * width; first += count) {
+      const int at = first + thread, r = at / width, x = at % width * 4;
       PartialOutput values;
-      if (r < finish.rows) values = finish.merged(from, r, x);
-      meet();
-      if (r < finish.rows) take(r, x, values);
+      if (r < epilogue.rows) values = epilogue.merged(from, r, x);
+      sync();
+      if (r < epilogue.rows) take(r, x, values);
     }
   }
 };

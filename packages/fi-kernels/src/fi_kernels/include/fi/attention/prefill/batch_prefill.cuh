@@ -26,7 +26,7 @@ struct PrefillGrid {
 // The next work tile of a CTA, and its entries of the schedule, which load while the CTA runs the present one.
 struct NextWorkTile {
   PrefillRequest request;
-  PrefillWorkTile item;
+  PrefillWorkTile entry;
   int work_tile, kv_head, row_tile, column;
   int loads;  // of two dependent loads, those issued
 
@@ -34,16 +34,16 @@ struct NextWorkTile {
   FI_DEVICE void load_next(const PrefillSchedule& schedule, const PrefillGrid& grid) {
     if (loads == 0) {
       work_tile = take_tile(&schedule.header->next_work);
-      if (work_tile < grid.count) cp_async_8(&item, &schedule.tiles[place(grid)]);
+      if (work_tile < grid.count) cp_async_8(&entry, &schedule.tiles[index(grid)]);
     } else if (work_tile < grid.count) {
-      cp_async_16(&request, &schedule.requests[item.request]);
+      cp_async_16(&request, &schedule.requests[entry.request]);
     }
     cp_async_commit();
     ++loads;
   }
 
  private:
-  FI_DEVICE int place(const PrefillGrid& grid) {  // in the schedule
+  FI_DEVICE int index(const PrefillGrid& grid) {  // in the schedule
     int at = work_tile;
     row_tile = column = 0;
     if (grid.row_tiles * grid.columns > 1) {
@@ -67,12 +67,12 @@ FI_DEVICE void batch_prefill_mma(const PrefillProblem& params, const Variant::Ar
   __shared__ NextWorkTile next_tile;
   // In shared memory: no registers are left to keep them over the loop.
   __shared__ PrefillGrid grid;
-  __shared__ int item_rows, work_tile;
+  __shared__ int q_tile_rows, work_tile;
   pdl_wait();
   const AttentionProblem& common = params.problem;
   if (threadIdx.x == 0) {
-    item_rows = params.schedule.header->tile_tokens * common.group_size;
-    const int row_tiles = (item_rows + Kernel::kRows - 1) / Kernel::kRows;
+    q_tile_rows = params.schedule.header->tile_tokens * common.group_size;
+    const int row_tiles = (q_tile_rows + Kernel::kRows - 1) / Kernel::kRows;
     const int columns = (common.head_dim_vo + Kernel::kColumns - 1) / Kernel::kColumns;
     grid = {params.schedule.header->num_tiles * common.kv_heads * row_tiles * columns, common.kv_heads, row_tiles,
             columns};
@@ -91,9 +91,9 @@ FI_DEVICE void batch_prefill_mma(const PrefillProblem& params, const Variant::Ar
       work_tile = next_tile.work_tile;
       next_tile.loads = 0;
       if (work_tile < grid.count) {
-        const PrefillWorkTile item = next_tile.item;
+        const PrefillWorkTile entry = next_tile.entry;
         const PrefillRequest request = next_tile.request;
-        params.become(problem, item.request, request, sizeof(Q), sizeof(KV), out_bytes(common.out_type));
+        params.become(problem, entry.request, request, sizeof(Q), sizeof(KV), out_bytes(common.out_type));
         variant_params.set(arguments, problem);
         // Ragged keys are one long page; its page id is not used.
         const Divisor longest{0x7fffffff, 3, 31};
@@ -101,9 +101,9 @@ FI_DEVICE void batch_prefill_mma(const PrefillProblem& params, const Variant::Ar
           pages = {params.page_indices + request.kv_begin, params.page_size, params.k_page, params.v_page};
         else
           pages = {&params.schedule.header->num_tiles, longest, 0, 0};
-        const int begin = item.q_tile * item_rows, first = begin + next_tile.row_tile * Kernel::kRows;
-        const int rows = min(Kernel::kRows, min(begin + item_rows, problem.rows()) - first);
-        tile = {item.request, next_tile.kv_head, first, rows, next_tile.column * Kernel::kColumns};
+        const int begin = entry.q_tile * q_tile_rows, first = begin + next_tile.row_tile * Kernel::kRows;
+        const int rows = min(Kernel::kRows, min(begin + q_tile_rows, problem.rows()) - first);
+        tile = {entry.request, next_tile.kv_head, first, rows, next_tile.column * Kernel::kColumns};
       }
     }
     __syncthreads();

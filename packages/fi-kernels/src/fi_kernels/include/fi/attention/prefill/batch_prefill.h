@@ -7,10 +7,10 @@
 namespace fi {
 
 // TMA reads q, k and v. q: [head_dim, query head of the kv head, kv head, token]. k and v: [head_dim, token of a page,
-// kv head, page]; a copy brings 64 columns of `box_keys` keys, and ragged keys are one long page. Where pages are
+// kv head, page]; a copy loads 64 columns of `box_keys` keys, and ragged keys are one long page. Where pages are
 // copied by whole rows, which takes fewer copies of small pages, k and v are [64 columns, 8 tokens, column blocks,
 // groups of 8 tokens, page]: the kv head is part of the third coordinate (heads_in_column_blocks) or of the fourth
-// (row_groups_per_head), and a copy brings `box_keys` whole rows. A row of 128 fp8 columns is one column block.
+// (row_groups_per_head), and a copy loads `box_keys` whole rows. A row of 128 fp8 columns is one column block.
 // Strides in elements.
 struct BatchPrefillParams {
   TensorMap q, k, v;
@@ -29,7 +29,7 @@ struct BatchPrefillParams {
   int64_t out_token, out_head;
   Divisor group_size, page_size;
   int32_t qo_heads, kv_heads;
-  int32_t l2_kv_heads;  // kv heads whose keys and values fit into L2: the scheduler walks so many heads at a time
+  int32_t l2_kv_heads;  // kv heads whose keys and values fit into L2: the scheduler processes this many heads at a time
   int32_t tile_tokens;  // query tokens of a work tile, which has tile_tokens * group_size rows
   int32_t box_keys;     // keys of one TMA copy
   int32_t head_dim_vo, padded_rows, batch;  // as in PrefillProblem

@@ -28,7 +28,7 @@ struct PrefillFp8Kernel {
   static constexpr float kOffset = 8.f;  // log2 of the factor of probabilities; the largest e4m3 is 448
 
   // Tiles in the 128-byte swizzle, [rows][128]. Transposed values in the 32-byte swizzle, [keys / 32][columns][32],
-  // with keys and columns in the order that `transpose` says.
+  // with keys and columns in the order of `transpose`.
   struct Shared {
     alignas(1024) T q[2][kRows * kDim];
     alignas(1024) T k[kKeyStages][kKeys * kDim];
@@ -108,7 +108,7 @@ struct PrefillFp8Kernel {
       }
     }
   }
-  // Each lane copies boxes of its own: a short loop without shuffles.
+  // Each lane copies other boxes: a short loop without shuffles.
   FI_DEVICE void copy(const Producers& producers, const Tile& tile, const TensorMap& from, T* to, Barrier& full, int j,
                       int2 now) const {
     const int lane = threadIdx.x % 32, boxes = kKeys / p.box_keys;
@@ -152,8 +152,8 @@ struct PrefillFp8Kernel {
   }
 
   // A warp transposes its part of the columns. Of 16 keys, number 2 t + 8 a + b (t < 4, a < 2, b < 2) becomes number 4
-  // t + 2 a + b: the four that a thread has of a row of scores are then neighbours, as the product with weights in
-  // registers wants them. Of 16 columns the even ones come first. Zeros values from `keys` on: what lies beyond the
+  // t + 2 a + b: the four that a thread has of a row of scores are then neighbours, which is the layout of a
+  // register operand. Of 16 columns the even ones come first. Zeroes values from `keys` on: memory beyond the
   // last key may be NaN.
   template <bool kEnds>
   FI_DEVICE static void transpose(const T* values, T* columns, int keys, int part) {

@@ -42,7 +42,7 @@ struct PrefillKernel {
   static constexpr int kQueryStages = kTileBytes + kRows * kDimQK * sizeof(T) <= kBytes ? 2 : 1;
 
   // Tiles in the 128-byte swizzle: [dim / 64][rows][64], or keys and values [rows / 8][dim / 64][8][64] where copies
-  // bring whole rows.
+  // load whole rows.
   struct Shared {
     alignas(1024) T q[kQueryStages][kRows * kDimQK];
     alignas(1024) T k[kStages][kKeys * kDimQK];

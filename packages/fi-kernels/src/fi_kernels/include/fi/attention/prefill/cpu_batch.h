@@ -3,7 +3,7 @@
 #include <atomic>
 #include <cstring>
 
-#include "fi/attention/cpu/finish.h"
+#include "fi/attention/cpu/epilogue.h"
 #include "fi/attention/cpu/tile.h"
 #include "fi/attention/prefill/prefill_problem.h"
 #include "fi/cpu/parallel.h"
@@ -43,24 +43,25 @@ class CpuBatchPrefill {
     return 1 + static_cast<int64_t>(2e5 / (work / static_cast<double>(units) + 1));
   }
 
-  void attend(const PrefillWorkTile& item, int32_t kv_head, CpuTile& tile) const {
-    const AttentionProblem p = params_.request(item.request, static_cast<int32_t>(q_.bytes()),
+  void attend(const PrefillWorkTile& work_tile, int32_t kv_head, CpuTile& tile) const {
+    const AttentionProblem p = params_.request(work_tile.request, static_cast<int32_t>(q_.bytes()),
                                                static_cast<int32_t>(kv_.bytes()), static_cast<int32_t>(out_.bytes()));
     Variant::Params variant_params;
     variant_params.set(arguments_, p);
-    Variant variant(variant_params, item.request);
+    Variant variant(variant_params, work_tile.request);
     TokenPages pages = TokenPages::one();
     if (params_.page_indices)
-      pages = {params_.page_indices + params_.schedule.requests[item.request].kv_begin,
+      pages = {params_.page_indices + params_.schedule.requests[work_tile.request].kv_begin,
                static_cast<int32_t>(params_.page_size.value), params_.k_page, params_.v_page};
-    const int32_t begin = item.q_tile * params_.tile_tokens * p.group_size,
+    const int32_t begin = work_tile.q_tile * params_.tile_tokens * p.group_size,
                   end = std::min(begin + params_.tile_tokens * p.group_size, p.rows());
     for (int32_t first = begin; first < end; first += CpuTile::kRows) {
       const int32_t rows = std::min(CpuTile::kRows, end - first);
       tile.attend(p, pages, variant, kv_head, first, rows, p.mask.first_key(first / p.group_size),
                   p.mask.end_key((first + rows - 1) / p.group_size));
       for (int32_t r = 0; r < rows; ++r)
-        finish_row(p, variant, params_.sinks, p.row(kv_head, first + r), tile.m(r), tile.d(r), tile.output(r), out_);
+        store_row(p, variant, params_.sinks, p.row(kv_head, first + r), tile.row_max(r), tile.row_sum(r),
+                  tile.output(r), out_);
     }
   }
 

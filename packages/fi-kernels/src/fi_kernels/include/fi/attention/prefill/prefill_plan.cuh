@@ -12,7 +12,7 @@ struct PrefillPlanner {
     int32_t place[kLevels];
     PrefillRequest requests[kNear];  // loaded once: table reads dominate the plan
     unsigned long long work[2];
-    int32_t items[2], longest[2], total;
+    int32_t q_tiles[2], longest[2], total;
   };
 
   const PrefillPlanParams& p;
@@ -22,7 +22,7 @@ struct PrefillPlanner {
   FI_DEVICE void run() const {
     const int threads = blockDim.x;
     for (int i = threadIdx.x; i < kLevels; i += threads) shared.place[i] = 0;
-    if (threadIdx.x < 2) shared.work[threadIdx.x] = 0, shared.items[threadIdx.x] = shared.longest[threadIdx.x] = 0;
+    if (threadIdx.x < 2) shared.work[threadIdx.x] = 0, shared.q_tiles[threadIdx.x] = shared.longest[threadIdx.x] = 0;
     pdl_wait();
     for (int b = threadIdx.x; b < p.batch; b += threads) {
       const PrefillRequest r = p.request(b);
@@ -76,20 +76,20 @@ struct PrefillPlanner {
 
   FI_DEVICE void measure(int which, int tokens) const {
     long long work = 0;
-    int items = 0, longest = 0;
+    int q_tiles = 0, longest = 0;
     each_tile(tokens, [&](int, int, int more) {
       work += more;
-      ++items;
+      ++q_tiles;
       longest = max(longest, more);
     });
-    if (items > 0) {
+    if (q_tiles > 0) {
       atomicAdd(&shared.work[which], static_cast<unsigned long long>(work));
-      atomicAdd(&shared.items[which], items);
+      atomicAdd(&shared.q_tiles[which], q_tiles);
       atomicMax(&shared.longest[which], longest);
     }
   }
   FI_DEVICE PrefillTileStats measured(int which) const {
-    return {static_cast<int64_t>(shared.work[which]), shared.items[which], shared.longest[which]};
+    return {static_cast<int64_t>(shared.work[which]), shared.q_tiles[which], shared.longest[which]};
   }
 
   // Replaces counts by their exclusive prefix sums.
@@ -117,15 +117,15 @@ struct PrefillPlanner {
 
   // By one warp.
   FI_DEVICE void write_header(const PrefillTileStats& tiles, int tokens) const {
-    const int items = min(shared.total, p.max_tiles), work_tiles = items * p.kv_heads;
+    const int q_tiles = min(shared.total, p.max_tiles), work_tiles = q_tiles * p.kv_heads;
     PrefillSplit split = PrefillSplit::of(tiles, p.kv_heads, p.num_ctas, p.max_partials);
     if (split.first < work_tiles) {
-      const PrefillWorkTile item = p.schedule.tiles[split.first / p.kv_heads];
-      split.kv_tiles = p.kv_tiles(request(item.request), item.q_tile, tokens);
+      const PrefillWorkTile entry = p.schedule.tiles[split.first / p.kv_heads];
+      split.kv_tiles = p.kv_tiles(request(entry.request), entry.q_tile, tokens);
     }
     const int num_splits = PrefillSplit::num_splits(best_cost(split));
     if (threadIdx.x == 0)
-      *p.schedule.header = {items,
+      *p.schedule.header = {q_tiles,
                             0,
                             0,
                             tokens,

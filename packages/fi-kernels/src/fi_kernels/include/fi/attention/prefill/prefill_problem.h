@@ -6,14 +6,14 @@
 
 namespace fi {
 
-// Strides in elements. With pages, token j of a request lies in slot j % page_size of pages[kv_begin + j / page_size].
+// Strides in elements. With pages, token j of a request is in slot j % page_size of pages[kv_begin + j / page_size].
 struct PrefillProblem {
   AttentionProblem problem;  // q, out and lse of token 0; k and v of page 0, or of key 0; lengths are those of requests
   int64_t k_page, v_page;
   const int32_t* page_indices;  // null: ragged
   PrefillSchedule schedule;
   float* partials;             // workspace of the wgmma kernel for split-KV partials; null: no split
-  const uint8_t* custom_mask;  // packed, flattened [qo_len, kv_len] of each request from a byte of its own on; null
+  const uint8_t* custom_mask;  // packed, flattened [qo_len, kv_len] of each request, which begins at a new byte; null
   const int32_t* mask_indptr;  // [batch + 1], bytes; null: custom_mask is [tokens, draft_row], as Mask::draft
   const int32_t* prefix_len;   // [batch]; null: no items
   const uint16_t* items;       // [batch, items_row], as Mask::items

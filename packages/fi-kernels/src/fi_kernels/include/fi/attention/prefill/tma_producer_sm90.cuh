@@ -17,8 +17,8 @@ struct WorkTile {
 };
 
 // Shared: q, k, v, work, and a pipeline for each. Packed rows r = token * group + head of the group: a tile
-// reads each key once for all heads that share it. Tiles lie in the 128-byte swizzle, [dim / kColumns][rows][kColumns],
-// or keys and values [rows / 8][dim / kColumns][8][kColumns] where copies bring whole rows.
+// reads each key once for all heads that share it. Tiles are in the 128-byte swizzle, [dim / kColumns][rows][kColumns],
+// or keys and values [rows / 8][dim / kColumns][8][kColumns] where copies load whole rows.
 template <class Shared, class T, int kDimQK, int kKeys, bool kWholeRows>
 struct PrefillProducers {
   static constexpr int kRows = sizeof(Shared::q[0]) / (kDimQK * sizeof(T));
@@ -50,11 +50,11 @@ struct PrefillProducers {
     if (unsplit >= plan.num_tiles * p.kv_heads) return {{0, 0, 0, 0}, 0, 0, 0, 0, 1, 0};
     const int section = unsplit / (plan.num_tiles * p.l2_kv_heads),
               in_section = unsplit - section * plan.num_tiles * p.l2_kv_heads;
-    const int heads = min(p.l2_kv_heads, p.kv_heads - section * p.l2_kv_heads), item = in_section / heads;
-    const PrefillWorkTile found = p.schedule.tiles[item];
+    const int heads = min(p.l2_kv_heads, p.kv_heads - section * p.l2_kv_heads), q_tile = in_section / heads;
+    const PrefillWorkTile found = p.schedule.tiles[q_tile];
     const PrefillRequest request = p.schedule.requests[found.request];
     const int token = found.q_tile * plan.tile_tokens, tokens = min(plan.tile_tokens, request.qo_len - token);
-    WorkTile work{request, section * p.l2_kv_heads + in_section - item * heads, token, tokens, 0, 1, 0};
+    WorkTile work{request, section * p.l2_kv_heads + in_section - q_tile * heads, token, tokens, 0, 1, 0};
     if (max_splits > 1) {
       work.split_tile = unsplit - plan.first_split;
       work.num_splits =

@@ -7,7 +7,7 @@
 
 namespace fi {
 
-// By all threads of a block. `shared`: in shared memory.
+// By all threads of the CTA. `shared`: in shared memory.
 FI_DEVICE Variant begin_variant(Variant::Params& shared, const Variant::Arguments& arguments,
                                 const AttentionProblem& p) {
   if constexpr (Variant::kCustom) {
@@ -17,7 +17,7 @@ FI_DEVICE Variant begin_variant(Variant::Params& shared, const Variant::Argument
   return {shared, 0};
 }
 
-// Grid: (tiles of packed rows, kv heads, parts of the output's columns); the longest rows of a causal mask first.
+// Grid: (tiles of packed rows, kv heads, column tiles of the output); the longest rows of a causal mask first.
 template <class T, class Q, class KV, class Shape, int kSharedBytes>
 FI_DEVICE void single_attention_mma(const SingleAttentionParams& params, const Variant::Arguments& arguments = {}) {
   using Kernel = MmaAttention<T, Q, KV, ContiguousKv, Shape>;
@@ -40,7 +40,7 @@ FI_DEVICE void single_attention_mma(const SingleAttentionParams& params, const V
   kernel.store(variant);
 }
 
-// Grid: (groups of kRows packed rows, kv heads, chunks).
+// Grid: (groups of kRows packed rows, kv heads, splits).
 template <class Q, class KV, int kSlices, int kRows>
 FI_DEVICE void single_attention_cuda_core(const SingleAttentionParams& params,
                                           const Variant::Arguments& arguments = {}) {
@@ -60,29 +60,29 @@ FI_DEVICE void single_attention_cuda_core(const SingleAttentionParams& params,
 #pragma unroll 1
   for (int g = 0; g < kernel.rows; ++g) {
     const Row row = shared.row[g];
-    const float top = kernel.merged_m(g), sum = kernel.merged_d(g, top);
-    const bool part = params.num_splits > 1;
-    float m = top, d = sum;
-    const auto output = variant.end(row, m, d, p.value_scale(kv_head));
-    float* to = part ? params.partial(blockIdx.z, row) : nullptr;
+    const float merged_max = kernel.merged_max(g), merged_sum = kernel.merged_sum(g, merged_max);
+    const bool split = params.num_splits > 1;
+    float row_max = merged_max, row_sum = merged_sum;
+    const auto output = variant.end(row, row_max, row_sum, p.value_scale(kv_head));
+    float* to = split ? params.partial(blockIdx.z, row) : nullptr;
     const int64_t out = row.i * p.out_token + row.head * p.out_head;
 #pragma unroll 1
     for (int x = threadIdx.x; x < p.head_dim_vo; x += Kernel::kThreads) {
-      const float y = kernel.merged_output(g, top, x);
-      if (part)
+      const float y = kernel.merged_output(g, merged_max, x);
+      if (split)
         to[x] = y;
       else
         store_output(p.out, p.out_type, out + x, output(y));
     }
     if (threadIdx.x > 0) continue;
-    if (part)
-      to[p.head_dim_vo] = top, to[p.head_dim_vo + 1] = sum;
+    if (split)
+      to[p.head_dim_vo] = merged_max, to[p.head_dim_vo + 1] = merged_sum;
     else if (p.lse)
-      p.lse[static_cast<int64_t>(row.i) * p.qo_heads + row.head] = softmax_lse<CudaMath>(m, d);
+      p.lse[static_cast<int64_t>(row.i) * p.qo_heads + row.head] = softmax_lse<CudaMath>(row_max, row_sum);
   }
 }
 
-// Grid: one block a row (i, head): merges what its chunks left.
+// Grid: one CTA per row (i, head). Merges the partials of its splits.
 FI_DEVICE void combine_chunks(const SingleAttentionParams& params, const Variant::Arguments& arguments = {}) {
   constexpr int kMaxSplits = 1024;
   __shared__ float weight[kMaxSplits];
@@ -92,34 +92,35 @@ FI_DEVICE void combine_chunks(const SingleAttentionParams& params, const Variant
   pdl_wait();
   __shared__ Variant::Params variant_params;
   Variant variant = begin_variant(variant_params, arguments, p);
-  const float* part = params.partial(0, row);
-  const int64_t next = params.partial(1, row) - part;
-  float m = kMinusInf, d = 0.f;  // every warp finds the same
+  const float* partial = params.partial(0, row);
+  const int64_t next = params.partial(1, row) - partial;
+  float row_max = kMinusInf, row_sum = 0.f;  // every warp computes the same
 #pragma unroll 1
-  for (int c = lane; c < params.num_splits; c += 32) m = fmaxf(m, part[c * next + p.head_dim_vo]);
+  for (int c = lane; c < params.num_splits; c += 32) row_max = fmaxf(row_max, partial[c * next + p.head_dim_vo]);
 #pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, offset));
+  for (int offset = 16; offset > 0; offset /= 2)
+    row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, offset));
 #pragma unroll 1
   for (int c = lane; c < params.num_splits; c += 32) {
-    const float w = softmax_exp2<CudaMath>(part[c * next + p.head_dim_vo], softmax_reference(m));
-    d += w * part[c * next + p.head_dim_vo + 1];
+    const float w = softmax_exp2<CudaMath>(partial[c * next + p.head_dim_vo], softmax_reference(row_max));
+    row_sum += w * partial[c * next + p.head_dim_vo + 1];
     if (threadIdx.x < 32) weight[c] = w;
   }
-  d = warp_sum(d);
+  row_sum = warp_sum(row_sum);
   pdl_launch_dependents();
   __syncthreads();
-  const auto output = variant.end(row, m, d, p.value_scale(row.head / p.group_size));
+  const auto output = variant.end(row, row_max, row_sum, p.value_scale(row.head / p.group_size));
   const int64_t out = row.i * p.out_token + row.head * p.out_head;
 #pragma unroll 1
   for (int x = threadIdx.x; x < p.head_dim_vo; x += blockDim.x) {
     float sum = 0.f;
-    const float* value = part + x;
+    const float* value = partial + x;
 #pragma unroll 4
     for (int c = 0; c < params.num_splits; ++c, value += next) sum += weight[c] * *value;
     store_output(p.out, p.out_type, out + x, output(sum));
   }
   if (threadIdx.x == 0 && p.lse)
-    p.lse[static_cast<int64_t>(row.i) * p.qo_heads + row.head] = softmax_lse<CudaMath>(m, d);
+    p.lse[static_cast<int64_t>(row.i) * p.qo_heads + row.head] = softmax_lse<CudaMath>(row_max, row_sum);
 }
 
 }  // namespace fi

@@ -4,8 +4,8 @@
 
 namespace fi {
 
-// With num_splits > 1 the keys of every row are split, and each part leaves in the workspace, per row (i, head), its
-// unnormalised output [head_dim_vo] and its softmax state m, d: [num_splits, qo_len * qo_heads, head_dim_vo + 2].
+// With num_splits > 1 the keys of every row are split. The workspace holds, per split and row (i, head), the
+// unnormalised output [head_dim_vo] and the state row_max, row_sum: [num_splits, qo_len * qo_heads, head_dim_vo + 2].
 struct SingleAttentionParams {
   AttentionProblem problem;
   float* workspace;
@@ -18,15 +18,15 @@ struct SingleAttentionParams {
   }
 };
 
-// The part of keys [begin, end) that a chunk takes; the last parts may be empty.
+// The keys of a split of [begin, end); the last splits may be empty.
 struct KeyRange {
   int32_t begin, end;
 };
 FI_HOST_DEVICE KeyRange split_keys(KeyRange all, int32_t split, int32_t num_splits) {
-  const int32_t share = (all.end - all.begin + num_splits - 1) / num_splits;
-  const int64_t begin = all.begin + static_cast<int64_t>(split) * share;
+  const int32_t length = (all.end - all.begin + num_splits - 1) / num_splits;
+  const int64_t begin = all.begin + static_cast<int64_t>(split) * length;
   if (begin >= all.end) return {all.end, all.end};
-  return {static_cast<int32_t>(begin), static_cast<int32_t>(begin + share < all.end ? begin + share : all.end)};
+  return {static_cast<int32_t>(begin), static_cast<int32_t>(begin + length < all.end ? begin + length : all.end)};
 }
 
 }  // namespace fi

@@ -24,7 +24,7 @@ FI_DEVICE void bulk_load(void* shared, const void* global, unsigned bytes, Barri
 }
 // Orders this thread's plain accesses to global memory, and those it has seen, before later bulk copies.
 FI_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-// Global to L2: what is read later is on its way.
+// Prefetches global memory into L2.
 FI_DEVICE void bulk_prefetch(const void* global, unsigned bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(global)), "r"(bytes)
                : "memory");

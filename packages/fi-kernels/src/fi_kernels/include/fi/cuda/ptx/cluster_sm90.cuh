@@ -77,7 +77,7 @@ FI_DEVICE void cluster_store_u32x4(unsigned address, uint4 x) {
                "r"(x.w)
                : "memory");
 }
-// Stores that complete as so many bytes on a barrier in the block that they go to, as copies do (PTX ISA, st.async).
+// Stores to another CTA that complete their bytes on a barrier of that CTA (PTX ISA, st.async).
 FI_DEVICE void cluster_send_u64(unsigned address, uint64_t x, unsigned barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address), "l"(x),
                "r"(barrier)

@@ -38,7 +38,7 @@ FI_DEVICE void cp_async_4(void* shared, const void* global) {
 }
 // Closes a group of this thread's copies.
 FI_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most kPending of this thread's groups are on their way.
+// Waits until at most kPending of this thread's groups are in flight.
 template <int kPending>
 FI_DEVICE void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

@@ -28,7 +28,7 @@ FI_DEVICE uint4 load_once(const void* p, bool again = false) {
   return x;
 }
 
-// The line at p on its way into L2; L2 is where all writes meet, so it is never stale.
+// Prefetches the line at p into L2, which all SMs share: the line is never stale.
 FI_DEVICE void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p)));
 }

@@ -10,7 +10,7 @@ FI_DEVICE void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Coordinates from the innermost dimension on. What lies outside of the tensor arrives as zeros.
+// Coordinates from the innermost dimension on. Elements outside of the tensor arrive as zeros.
 FI_DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, int x0, int x1) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(

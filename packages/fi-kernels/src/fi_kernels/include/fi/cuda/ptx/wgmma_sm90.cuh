@@ -38,7 +38,7 @@ FI_DEVICE uint64_t wgmma_operand(const void* shared, unsigned group, unsigned le
   return address | static_cast<uint64_t>(leading >> 4) << 16 | static_cast<uint64_t>(group >> 4) << 32 |
          static_cast<uint64_t>(swizzle) << 62;
 }
-// The same operand so many bytes further: one addition, where building it anew takes five instructions in a chain.
+// The same operand `bytes` further: one addition instead of a chain of five instructions.
 FI_DEVICE uint64_t wgmma_further(uint64_t operand, unsigned bytes) {
   return (operand & 0xffffffff00000000ull) | (static_cast<uint32_t>(operand) + (bytes >> 4));
 }
@@ -62,10 +62,10 @@ FI_DEVICE uint64_t wgmma_uniform(uint64_t operand) {
   FI_ACCUMULATORS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define FI_ACCUMULATORS_88 FI_ACCUMULATORS_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define FI_ACCUMULATORS_96 FI_ACCUMULATORS_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
-#define FI_ACCUMULATORS_128                                                                                        \
-  FI_ACCUMULATORS_96                                                                                               \
-      ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, " \
-      "%114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define FI_ACCUMULATORS_128                                                                                    \
+  FI_ACCUMULATORS_96                                                                                           \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, " \
+  "%114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define FI_CONSTRAINTS(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define FI_CONSTRAINTS_4 FI_CONSTRAINTS(0)
 #define FI_CONSTRAINTS_8 FI_CONSTRAINTS_4, FI_CONSTRAINTS(4)

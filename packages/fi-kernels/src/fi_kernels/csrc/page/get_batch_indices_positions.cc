@@ -58,10 +58,7 @@ void get_batch_indices_positions(const Kernel& kernel, const GetBatchIndicesPosi
 
   // 3 launch
 #if FI_CUDA
-  const Entry& entry = kernel.entries[0];
-  Launch launch{(p.rows + entry.threads - 1) / entry.threads};
-  launch.pdl = kernel.pdl(-1);
-  kernel.launch(entry, launch, a.seq_lens.device(), p);
+  kernel.launch_threads(kernel.entries.front(), p.rows, a.seq_lens.device(), p);
 #else
   (void)kernel;
   run_cpu(p);

@@ -30,9 +30,7 @@ void get_seq_lens(const Kernel& kernel, const GetSeqLensArgs& a) {
   // 3 launch
 #if FI_CUDA
   const Entry& entry = kernel.entries[a.seq_lens.dtype() == kI64];  // one entry per integer type; no config
-  Launch launch{(p.rows + entry.threads - 1) / entry.threads};
-  launch.pdl = kernel.pdl(-1);
-  kernel.launch(entry, launch, a.seq_lens.device(), p);
+  kernel.launch_threads(entry, p.rows, a.seq_lens.device(), p);
 #else
   (void)kernel;
   const auto run = a.seq_lens.dtype() == kI64 ? seq_len<int64_t> : seq_len<int32_t>;

@@ -93,10 +93,7 @@ void block_dequantize(const Kernel& kernel, const BlockDequantizeArgs& a) {
   p.chunks = rows * columns / 8;
   FI_CHECK(p.chunks <= 0x7fffffff, ValueError, "input is too large: got shape %s", a.input.shape_str().c_str());
   p.chunks_per_row = divisor(static_cast<uint32_t>(columns / 8));
-  const Entry& entry = kernel.entries[0];
-  Launch launch{(p.chunks + entry.threads - 1) / entry.threads};
-  launch.pdl = kernel.pdl(-1);
-  kernel.launch(entry, launch, a.input.device(), p);
+  kernel.launch_threads(kernel.entries.front(), p.chunks, a.input.device(), p);
 #else
   (void)kernel;
   run_cpu(p, a.input.dtype(), a.scale_format == kUe8m0Scale);

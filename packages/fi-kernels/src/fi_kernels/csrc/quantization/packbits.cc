@@ -26,9 +26,7 @@ void launch_packbits(const Kernel& kernel, const PackbitsParams& p, DLDevice dev
     const int64_t elements_per_thread = PackbitsConfig::of(entry).elements_per_thread;
     if (elements_per_thread > 8 && !vectorizable) continue;
     const int64_t threads = (p.bytes * 8 + elements_per_thread - 1) / elements_per_thread;
-    Launch launch{(threads + entry.threads - 1) / entry.threads};
-    launch.pdl = kernel.pdl(-1);
-    return kernel.launch(entry, launch, device, p);
+    return kernel.launch_threads(entry, threads, device, p);
   }
   raise("RuntimeError", "no kernel entry supports x and y");
 }

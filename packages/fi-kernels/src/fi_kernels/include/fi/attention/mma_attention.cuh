@@ -143,7 +143,7 @@ struct MmaAttention {
               softmax_lse<CudaMath>(row_maxes[x][half], row_sums[x][half]);
       });
     }
-    constexpr OutType kOutTypeOfT = IsHalf<T>::value ? OutType::kF16 : OutType::kBF16;
+    constexpr OutType kOutTypeOfT = kIsSame<T, __half> ? OutType::kF16 : OutType::kBF16;
     const auto alignment = reinterpret_cast<uint64_t>(p.out) | (out_token | out_head) * sizeof(T);
     if (type == kOutTypeOfT && alignment % 16 == 0) return store_as_t(width);
     const int lane =

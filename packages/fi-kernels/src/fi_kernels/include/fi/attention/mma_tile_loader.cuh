@@ -48,7 +48,7 @@ FI_DEVICE unsigned opaque(size_t address) {
 template <class T, class Q, class KV, class Pages, class Shape>
 struct MmaTileLoader {
   static constexpr int kKeys = Shape::kKeys, kThreads = Shape::kThreads, kRows = Shape::kRows;
-  static constexpr bool kHalf = IsHalf<T>::value;
+  static constexpr bool kHalf = kIsSame<T, __half>;
   static constexpr bool kDirect = sizeof(KV) == sizeof(T);
 
   struct Shared {

@@ -74,6 +74,15 @@ FI_INLINE uint32_t encode_magnitude(uint32_t magnitude) {
   return static_cast<uint32_t>(std::max(static_cast<int32_t>(rounded) >> shift, static_cast<int32_t>(subnormal)));
 }
 
+// The bits of a float in the format; `nan` stands for NaN, and magnitudes above `limit` become `limit`.
+template <int kExponent, int kMantissa>
+FI_INLINE uint32_t encode(float value, uint32_t nan, uint32_t limit) {
+  const uint32_t u = float_bits(value), magnitude = u & ~kSignMask;
+  const uint32_t finite = encode_magnitude<kExponent, kMantissa>(magnitude);
+  const uint32_t encoded = select(magnitude > kFloatInf, nan, std::min(finite, limit));
+  return encoded | (u & kSignMask) >> (31 - kExponent - kMantissa);
+}
+
 }  // namespace detail
 
 // Converts to float, exactly for every value. NaN stays NaN.
@@ -129,26 +138,17 @@ FI_INLINE bf16_t from_float(float value) {
 
 template <>
 FI_INLINE f16_t from_float(float value) {
-  const uint32_t u = float_bits(value), magnitude = u & ~detail::kSignMask;
-  const uint32_t finite = detail::encode_magnitude<5, 10>(magnitude);
-  const uint32_t encoded = select(magnitude > detail::kFloatInf, 0x7e00u, std::min(finite, 0x7c00u));
-  return {static_cast<uint16_t>(encoded | ((u & detail::kSignMask) >> 16))};
+  return {static_cast<uint16_t>(detail::encode<5, 10>(value, 0x7e00u, 0x7c00u))};
 }
 
 template <>
 FI_INLINE e4m3_t from_float(float value) {
-  const uint32_t u = float_bits(value), magnitude = u & ~detail::kSignMask;
-  const uint32_t finite = detail::encode_magnitude<4, 3>(magnitude);
-  const uint32_t encoded = select(magnitude > detail::kFloatInf, 0x7fu, std::min(finite, 0x7eu));
-  return {static_cast<uint8_t>(encoded | ((u & detail::kSignMask) >> 24))};
+  return {static_cast<uint8_t>(detail::encode<4, 3>(value, 0x7fu, 0x7eu))};
 }
 
 template <>
 FI_INLINE e5m2_t from_float(float value) {
-  const uint32_t u = float_bits(value), magnitude = u & ~detail::kSignMask;
-  const uint32_t finite = detail::encode_magnitude<5, 2>(magnitude);
-  const uint32_t encoded = select(magnitude > detail::kFloatInf, 0x7fu, std::min(finite, 0x7bu));
-  return {static_cast<uint8_t>(encoded | ((u & detail::kSignMask) >> 24))};
+  return {static_cast<uint8_t>(detail::encode<5, 2>(value, 0x7fu, 0x7bu))};
 }
 
 }  // namespace fi::cpu

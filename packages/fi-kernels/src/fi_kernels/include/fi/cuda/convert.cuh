@@ -9,14 +9,11 @@
 
 namespace fi {
 
+// std::is_same_v, which NVRTC does not have.
+template <class A, class B>
+constexpr bool kIsSame = false;
 template <class T>
-struct IsHalf {
-  static constexpr bool value = false;
-};
-template <>
-struct IsHalf<__half> {
-  static constexpr bool value = true;
-};
+constexpr bool kIsSame<T, T> = true;
 
 FI_DEVICE float to_float(float x) { return x; }
 FI_DEVICE float to_float(__half x) { return __half2float(x); }

@@ -22,21 +22,12 @@ constexpr bool kFp8Mma = true;
 constexpr bool kFp8Mma = false;
 #endif
 
-template <class T>
-struct IsE4m3 {
-  static constexpr bool value = false;
-};
-template <>
-struct IsE4m3<__nv_fp8_e4m3> {
-  static constexpr bool value = true;
-};
-
 // Two fp8 as halves, NaN included: without an instruction, halves() gives 480 for it, which is no e4m3 number.
 template <class T>
 FI_DEVICE unsigned halves_or_nan(unsigned quad, bool upper) {
   unsigned x = upper ? upper_halves(quad, T()) : halves(quad, T());
 #if __CUDA_ARCH__ < 890
-  if constexpr (IsE4m3<T>::value) {
+  if constexpr (kIsSame<T, __nv_fp8_e4m3>) {
     unsigned nan;
     asm("set.eq.u32.f16x2 %0, %1, %2;" : "=r"(nan) : "r"(x & 0x7fff7fffu), "r"(0x5f805f80u));
     x |= nan & 0x7fff7fffu;

@@ -149,6 +149,13 @@ struct Kernel {
     start(entry, launch, device, const_cast<Params*>(&params), const_cast<void*>(extras));
   }
 
+  // Launches whole CTAs of at least `threads` threads in all.
+  template <class Params>
+  void launch_threads(const Entry& entry, int64_t threads, DLDevice device, const Params& params) const {
+    Launch grid{(threads + entry.threads - 1) / entry.threads};
+    grid.pdl = pdl(-1);
+    launch(entry, grid, device, params);
+  }
   // Launches an entry whose threads index the vectors of all rows with 31 bits: as many rows at a time as that allows.
   // params_of(first_row, vectors) gives the parameters of one launch.
   template <class ParamsOf>

@@ -16,23 +16,20 @@ namespace detail {
 FI_CLONES inline float largest(const float* x, int64_t n) {
   return cpu::maximum(n, [=](int64_t i) __attribute__((always_inline)) { return x[i]; });
 }
-FI_CLONES inline void weigh_logits(const float* x, uint32_t* w, int64_t n, Scale s) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) w[i] = cpu::select(x[i] >= s.lowest, coarse_weight(logit_weight(x[i], s)), 0u);
+template <bool kLogits>
+FI_INLINE Weight weight_of(float x, const Scale& s) {
+  return kLogits ? logit_weight(x, s) : prob_weight(x, s);
 }
-FI_CLONES inline void weigh_probs(const float* x, uint32_t* w, int64_t n, Scale s) {
+template <bool kLogits>
+FI_CLONES inline void weigh(const float* x, uint32_t* w, int64_t n, Scale s) {
 #pragma omp simd
-  for (int64_t i = 0; i < n; ++i) w[i] = cpu::select(x[i] >= s.lowest, coarse_weight(prob_weight(x[i], s)), 0u);
+  for (int64_t i = 0; i < n; ++i) w[i] = cpu::select(x[i] >= s.lowest, coarse_weight(weight_of<kLogits>(x[i], s)), 0u);
 }
 // Computes the weights of a tile relative to the tile's own maximum.
-FI_CLONES inline void weigh_tile(const float* x, uint32_t* w, int64_t n, Scale s, bool logits) {
-  if (logits) {
+template <bool kLogits>
+FI_CLONES inline void weigh_tile(const float* x, uint32_t* w, int64_t n, Scale s) {
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) w[i] = cpu::select(x[i] >= s.lowest, tile_weight(logit_weight(x[i], s)), 0u);
-  } else {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) w[i] = cpu::select(x[i] >= s.lowest, tile_weight(prob_weight(x[i], s)), 0u);
-  }
+  for (int64_t i = 0; i < n; ++i) w[i] = cpu::select(x[i] >= s.lowest, tile_weight(weight_of<kLogits>(x[i], s)), 0u);
 }
 FI_CLONES inline uint64_t sum_weights_from(const float* x, const uint32_t* w, int64_t n, float lowest) {
   uint64_t sum = 0;
@@ -42,23 +39,14 @@ FI_CLONES inline uint64_t sum_weights_from(const float* x, const uint32_t* w, in
 }
 // Writes `y[i]` = probability of x[i] over that of the row's maximum, or 0 below `lowest`. Returns the sum in fine
 // weights.
-FI_CLONES inline uint64_t ratios_of_logits(const float* x, float* y, int64_t n, Scale s, float lowest) {
+template <bool kLogits>
+FI_CLONES inline uint64_t ratios(const float* x, float* y, int64_t n, Scale s, float lowest) {
   uint64_t sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < n; ++i) {
     const uint64_t keep = 0 - uint64_t(x[i] >= lowest);
-    y[i] = cpu::select(x[i] >= lowest, logit_ratio(x[i], s), 0.0f);
-    sum += fine_weight(logit_weight(x[i], s)) & keep;
-  }
-  return sum;
-}
-FI_CLONES inline uint64_t ratios_of_probs(const float* x, float* y, int64_t n, Scale s, float lowest) {
-  uint64_t sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; ++i) {
-    const uint64_t keep = 0 - uint64_t(x[i] >= lowest);
-    y[i] = cpu::select(x[i] >= lowest, prob_ratio(x[i], s), 0.0f);
-    sum += fine_weight(prob_weight(x[i], s)) & keep;
+    y[i] = cpu::select(x[i] >= lowest, kLogits ? logit_ratio(x[i], s) : prob_ratio(x[i], s), 0.0f);
+    sum += fine_weight(weight_of<kLogits>(x[i], s)) & keep;
   }
   return sum;
 }
@@ -117,7 +105,7 @@ struct CpuRowSampler {
   }
   void weigh() {
     w.resize(static_cast<size_t>(n));
-    (logits ? detail::weigh_logits : detail::weigh_probs)(x, w.data(), n, scale);
+    (logits ? detail::weigh<true> : detail::weigh<false>)(x, w.data(), n, scale);
   }
 
   // Returns the k-th largest element, or `lowest` if fewer elements exist. The k-th largest maximum over groups of 64
@@ -207,7 +195,8 @@ struct CpuRowSampler {
       const float largest = detail::largest(x + begin, size);
       if (!(largest >= min_value())) continue;
       const Scale tile = tile_scale(largest, scale.factor, logits);
-      detail::weigh_tile(x + begin, tile_weights.data() + begin, size, tile, logits);
+      (logits ? detail::weigh_tile<true> : detail::weigh_tile<false>)(x + begin, tile_weights.data() + begin, size,
+                                                                      tile);
       part.sum = detail::sum_weights_from(x + begin, tile_weights.data() + begin, size, tile.lowest);
       part.max_key = bucket(largest);
     }
@@ -239,7 +228,7 @@ struct CpuRowSampler {
   void renormalise(bool valid, float lowest, float* y) const {
     uint64_t total = 0;
     if (valid)
-      total = (logits ? detail::ratios_of_logits : detail::ratios_of_probs)(x, y, n, scale, lowest);
+      total = (logits ? detail::ratios<true> : detail::ratios<false>)(x, y, n, scale, lowest);
     else
       std::fill_n(y, n, 0.0f);
     detail::normalise(x, y, n, total ? kFineOne / static_cast<float>(total) : 0.0f);

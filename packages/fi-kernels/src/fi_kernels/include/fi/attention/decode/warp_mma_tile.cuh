@@ -7,6 +7,7 @@
 #include "fi/cuda/pack.cuh"
 #include "fi/cuda/ptx/fp8.cuh"
 #include "fi/cuda/ptx/ldmatrix.cuh"
+#include "fi/cuda/ptx/mbarrier_sm90.cuh"
 #include "fi/cuda/ptx/mma_sm80.cuh"
 #include "fi/cuda/swizzle.cuh"
 
@@ -27,13 +28,6 @@ struct SwizzledKvTile {
     return swizzled_offset(line, chunk % 8);
   }
 };
-
-// Orders plain stores to shared memory before a later bulk copy to the same address.
-FI_DEVICE void fence_before_async() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
 
 // T: the operand type of mma. fp8 keys are converted to halves in registers. ldmatrix gives a lane four neighbours of
 // an fp8 row, but the mma operand has two of them and two that are eight columns further. The columns of a step of 16
@@ -292,7 +286,9 @@ struct WarpMmaTile {
       if (key < begin || key >= end)
         *reinterpret_cast<uint4*>(v + kv_tile.offset(first_key + key, chunk)) = make_uint4(0, 0, 0, 0);
     }
-    fence_before_async();
+#if __CUDA_ARCH__ >= 900
+    fence_async_shared();  // before a later bulk copy to the same address
+#endif
     __syncwarp();
   }
 };

@@ -86,14 +86,8 @@ struct PrefillFp8Kernel {
   FI_DEVICE void produce(const Producers& producers) const {
     const int lane = threadIdx.x % 32;
     unsigned step = 0;  // counts KV tiles of all work tiles
-    for (int use = 0;; ++use) {
-      const auto work_at = PipelineState::consumer_at<2>(use);
-      shared.work_pipeline.wait(work_at);
-      const Tile tile(p, shared.work[work_at.stage]);
-      if (tile.tokens == 0) break;
-      __syncwarp();
-      if (lane == 0) shared.work_pipeline.release(work_at.stage);
-      if (tile.count == 0) continue;
+    producers.for_each_tile([&](const Tile& tile) {
+      if (tile.count == 0) return;
       int2 next = producers.locate(tile, (tile.begin + tile.count - 1) * kKeys + lane * p.box_keys);
       for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j, ++step) {
         const int2 now = next;
@@ -106,7 +100,7 @@ struct PrefillFp8Kernel {
         shared.v_pipeline.acquire(v);
         copy(producers, tile, p.v, shared.v[v.stage], shared.v_pipeline.full[v.stage], j, now);
       }
-    }
+    });
   }
   // Each lane copies other boxes: a short loop without shuffles.
   FI_DEVICE void copy(const Producers& producers, const Tile& tile, const TensorMap& from, T* to, Barrier& full, int j,
@@ -124,13 +118,7 @@ struct PrefillFp8Kernel {
   FI_DEVICE void transpose_all(int part) const {
     const int lane = threadIdx.x % 32;
     unsigned step = 0;  // counts KV tiles of all work tiles
-    for (int use = 0;; ++use) {
-      const auto work_at = PipelineState::consumer_at<2>(use);
-      shared.work_pipeline.wait(work_at);
-      const Tile tile(p, shared.work[work_at.stage]);
-      if (tile.tokens == 0) break;
-      __syncwarp();
-      if (lane == 0) shared.work_pipeline.release(work_at.stage);
+    Producers{p, shared}.for_each_tile([&](const Tile& tile) {
       for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j, ++step) {
         const auto from = PipelineState::consumer_at<kValueStages>(step);
         const auto to = PipelineState::producer_at<kColumnStages>(step);
@@ -148,7 +136,7 @@ struct PrefillFp8Kernel {
           shared.column_pipeline.commit(to.stage);
         }
       }
-    }
+    });
   }
 
   // A warp transposes its part of the columns. Of 16 keys, number 2 t + 8 a + b (t < 4, a < 2, b < 2) becomes number 4

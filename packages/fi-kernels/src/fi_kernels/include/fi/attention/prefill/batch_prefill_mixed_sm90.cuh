@@ -59,21 +59,15 @@ struct PrefillMixedKernel {
 
  private:
   FI_DEVICE void convert_all() const {
-    PipelineState at;
-    for (int use = 0;; ++use) {
-      const auto work_at = PipelineState::consumer_at<2>(use);
-      shared.wide.work_pipeline.wait(work_at);
-      const typename Wide::Tile tile(p, shared.wide.work[work_at.stage]);
-      if (tile.tokens == 0) break;
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) shared.wide.work_pipeline.release(work_at.stage);
-      // Consumers need the keys of a KV tile before its values.
-      for (int j = 0; j < tile.count; ++j) {
-        convert(shared.k[at.stage], shared.k_pipeline, shared.wide.k[at.stage], shared.wide.k_pipeline, at);
-        convert(shared.v[at.stage], shared.v_pipeline, shared.wide.v[at.stage], shared.wide.v_pipeline, at);
-        at.advance(kStages);
-      }
-    }
+    typename Wide::Producers{p, shared.wide}.for_each_tile(
+        [this, at = PipelineState()](const typename Wide::Tile& tile) mutable {
+          // Consumers need the keys of a KV tile before its values.
+          for (int j = 0; j < tile.count; ++j) {
+            convert(shared.k[at.stage], shared.k_pipeline, shared.wide.k[at.stage], shared.wide.k_pipeline, at);
+            convert(shared.v[at.stage], shared.v_pipeline, shared.wide.v[at.stage], shared.wide.v_pipeline, at);
+            at.advance(kStages);
+          }
+        });
   }
 
   // Each thread converts 8 columns of every eighth key.

@@ -135,14 +135,8 @@ struct PrefillProducers {
     constexpr int kColumns = 128 / sizeof(KV);
     const int boxes = kKeys / p.box_keys, lane = threadIdx.x % 32;
     auto at = PipelineState::producer();
-    for (int use = 0;; ++use) {
-      const auto work_at = PipelineState::consumer_at<2>(use);
-      shared.work_pipeline.wait(work_at);
-      const Tile tile(p, shared.work[work_at.stage]);
-      if (tile.tokens == 0) break;
-      __syncwarp();
-      if (lane == 0) shared.work_pipeline.release(work_at.stage);
-      if (tile.count == 0) continue;
+    for_each_tile([&](const Tile& tile) {
+      if (tile.count == 0) return;
       int2 next = locate(tile, (tile.begin + tile.count - 1) * kKeys + lane * p.box_keys);
       for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j) {
         int2 now = next;
@@ -168,6 +162,20 @@ struct PrefillProducers {
         }
         at.advance(kStages);
       }
+    });
+  }
+
+  // Calls body(tile) for each work tile of this CTA. By a warp, which copies the tile and then releases it.
+  template <class Body>
+  FI_DEVICE void for_each_tile(Body&& body) const {
+    for (int use = 0;; ++use) {
+      const auto at = PipelineState::consumer_at<2>(use);
+      shared.work_pipeline.wait(at);
+      const Tile tile(p, shared.work[at.stage]);
+      if (tile.tokens == 0) break;
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) shared.work_pipeline.release(at.stage);
+      body(tile);
     }
   }
 

@@ -40,6 +40,13 @@ def test_own_headers_exist() -> None:
     assert not (INCLUDE / "fi" / "generated").exists(), "generated headers are written where a unit is compiled"
 
 
+def test_an_op_is_four_short_files() -> None:
+    """silu_and_mul with its two relatives, the CPU and CUDA kernels, the description and the reference."""
+    own = [CORE / "activation.py", *(path for path in NATIVE if path.stem == "act_and_mul")]
+    lengths = {relative(path): len(path.read_text().splitlines()) for path in own}
+    assert len(lengths) == 4 and sum(lengths.values()) <= 280, lengths
+
+
 def test_device_units_reach_only_device_headers() -> None:
     """Follows the includes of each .cuh: nothing of the host or of the C++ library is reached."""
     wrong = []

@@ -15,7 +15,7 @@ from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
 if TYPE_CHECKING:
     import torch
 
-_SILU, _GELU, _GELU_TANH = range(3)  # enum Activation of act_and_mul.h
+_SILU, _GELU, _GELU_TANH = range(3)  # enum Activation of fi/activation.h
 
 
 class _Config(NamedTuple):
@@ -31,8 +31,7 @@ def _unit(axes: Values) -> Unit:
     for act, name in enumerate(("Silu", "Gelu", "GeluTanh")):
         for vec, num_vecs, min_ctas in ((16 // dtype.bytes, 4, 2), (16 // dtype.bytes, 1, 0), (2, 4, 0), (1, 4, 0)):
             body = f"act_and_mul<{dtype.device}, fi::k{name}, {vec}, {num_vecs}>"
-            config = _Config(act, vec, num_vecs, min_ctas)
-            entries.append(Entry(f"{name.lower()}_{vec}_{num_vecs}", body, 256, config))
+            entries.append(Entry(f"{name.lower()}_{vec}_{num_vecs}", body, 256, _Config(act, vec, num_vecs, min_ctas)))
     return Unit("fi/activation/act_and_mul.cuh", "ActAndMulParams", tuple(entries))
 
 
@@ -75,12 +74,11 @@ def _gelu_tanh_reference(input):  # type: ignore[no-untyped-def]
 
 def _make(draw: Draw, *, dtype: str = "bfloat16", batch_size: int = 5, hidden_size: int = 130) -> dict[str, Any]:
     """hidden_size is h, the length of a row of the result."""
-    import torch
-
-    shape, inf, nan = (batch_size, hidden_size), float("inf"), float("nan")
-    gate = draw.special(draw.normal(shape, dtype, 2.0 if draw.nasty else 1.0), inf, -inf, nan, 0.0, -0.0, 88.5, -127.0)
-    up = draw.special(draw.normal(shape, dtype), inf, nan)
-    return {"input": draw.rows(torch.cat((gate, up), dim=-1))}
+    inf, nan = float("inf"), float("nan")
+    input = draw.normal((batch_size, 2 * hidden_size), dtype, 2.0 if draw.nasty else 1.0)
+    draw.special(input[-1:, :hidden_size], inf, -inf, nan, 0.0, -0.0, 88.5, -127.0)
+    draw.special(input[-1:, hidden_size:], inf, nan)
+    return {"input": draw.rows(input)}
 
 
 def _trace(name: str, reference: Any, word: str, **options: str) -> TraceTemplate:

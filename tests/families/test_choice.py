@@ -11,9 +11,9 @@ import torch
 
 import fi_core
 from fi_core.observe.draw import Outline
-from fi_core.registry import described, ops
+from fi_core.registry import described, operator, ops
 from fi_core.runtime.errors import UnsupportedError
-from fi_core.runtime.launch.operator import Rehearsal, multiprocessors_of, target_of
+from fi_core.runtime.launch.operator import OTHER_DEVICE, Rehearsal, multiprocessors_of, target_of
 from fi_core.runtime.spec.target import Target, cuda_target
 
 HOPPER = cuda_target(9, 0)
@@ -175,3 +175,20 @@ def _units(op: Any) -> Iterator[tuple[Any, ...]]:
         unit = kernel.spec.unit()
         if unit:
             yield unit.entries
+
+
+def test_a_call_finds_the_kernel_of_its_device() -> None:
+    """A kernel declines tensors of another device; this call and later ones use the kernel of theirs."""
+    found, asked = operator("rmsnorm"), []
+    x, weight = torch.randn(3, 64), torch.ones(64)
+    found.forget()
+    want = fi_core.rmsnorm(x, weight)
+    ((key, own),) = found._bound.items()
+
+    def elsewhere(*_: Any) -> int:
+        asked.append(key)
+        return OTHER_DEVICE
+
+    found._bound[key] = elsewhere, own[1]
+    assert torch.equal(fi_core.rmsnorm(x, weight), want) and torch.equal(fi_core.rmsnorm(x, weight), want)
+    assert len(asked) == 1 and found._bound[key] is own

@@ -91,6 +91,10 @@ class Gpu:
         self.pool.submit(_call, op, axes, dict(arguments), stream, options).result()
         return self.calls()
 
+    def result(self, op: str, axes: Call, arguments: Mapping[str, object], **options: Any) -> int | None:
+        """What a call returns to Python: None, or why the kernel declines it."""
+        return self.pool.submit(_call, op, axes, dict(arguments), 0, options).result()
+
     def bind(self, op: str, axes: Call, **options: Any) -> dict[str, tuple[Path, str]]:
         """Where the files came from: {"host": (path, origin), "cubin": ...}.
 
@@ -178,7 +182,7 @@ def _messages() -> list[str]:
     return _said
 
 
-def _call(name: str, axes: Call, given: Call, stream: int, options: dict[str, Any]) -> None:
+def _call(name: str, axes: Call, given: Call, stream: int, options: dict[str, Any]) -> int | None:
     import tvm_ffi
 
     from fi_core.registry import operator
@@ -188,7 +192,9 @@ def _call(name: str, axes: Call, given: Call, stream: int, options: dict[str, An
     with contextlib.ExitStack() as stack:
         for device in {a.device for a in arguments if isinstance(a, Tensor) and a.device_type == CUDA}:
             stack.enter_context(tvm_ffi.use_raw_stream(tvm_ffi.device(f"cuda:{device}"), stream))
-        kernel.call(*(tvm_ffi.from_dlpack(_Exporter(a)) if isinstance(a, Tensor) else a for a in arguments))
+        given_tensors = (tvm_ffi.from_dlpack(_Exporter(a)) if isinstance(a, Tensor) else a for a in arguments)
+        result: int | None = kernel.call(*given_tensors)
+        return result
 
 
 def in_order(op: Any, given: Mapping[str, object]) -> list[Any]:
@@ -217,7 +223,7 @@ class _DLTensor(ctypes.Structure):
     )
 
 
-_exported: list[_DLTensor] = []  # kept for the life of the process: nobody says when they are no longer used
+_exported: list[_DLTensor] = []  # kept for the life of the process: their last use is not known
 
 
 class _Exporter:

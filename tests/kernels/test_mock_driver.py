@@ -18,6 +18,7 @@ from fi_core.norm.ops import NormConfig
 from fi_core.registry import operator, ops
 from fi_core.runtime.build import compiler, sources
 from fi_core.runtime.errors import MissingKernelError
+from fi_core.runtime.launch.operator import OTHER_DEVICE
 from fi_core.runtime.resolve import built
 from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.op import Entry, Op, Spec
@@ -191,6 +192,22 @@ def test_the_stream_and_the_device_of_the_tensors(start: Start) -> None:
     assert launch(gpu)["device"] == 0, "and the device is current for the launch only"
 
 
+def test_a_kernel_declines_tensors_of_a_device_that_it_does_not_serve(start: Start) -> None:
+    """The operator then binds a kernel for that device; the first tensor decides."""
+    gpu = start()
+    tensors = {"out": Tensor(OUT, (4, 4096), "bf16"), "input": Tensor(X, (4, 4096), "bf16")}
+    given = tensors | {"weight": Tensor(W, (4096,), "bf16")}
+    assert gpu.result("rmsnorm", AXES, given) is None
+    assert len(launches(gpu.calls())) == 1
+    on_cpu = {name: tensor._replace(device_type=CPU) for name, tensor in given.items()}
+    assert gpu.result("rmsnorm", AXES, on_cpu) == OTHER_DEVICE
+    assert launches(gpu.calls()) == []
+    mixed = start(FI_MOCK_CAPABILITY="90,80")  # of GPU 0 and of the others
+    on_other = {name: tensor._replace(device=1) for name, tensor in given.items()}
+    assert mixed.result("rmsnorm", AXES, on_other, arch="90a") == OTHER_DEVICE
+    assert launches(mixed.calls()) == []
+
+
 @pytest.mark.parametrize(("rows", "d"), [(0, 4096), (4, 0)])
 def test_nothing_is_launched_for_nothing(start: Start, rows: int, d: int) -> None:
     assert launches(rmsnorm(start(), rows=rows, d=d)) == []
@@ -200,7 +217,7 @@ def test_nothing_is_launched_for_nothing(start: Start, rows: int, d: int) -> Non
     ("change", "error", "words"),
     [
         ({"weight": Tensor(W, (4096,), "bf16", device=1)}, ValueError, r"weight must be on .*cuda:0.*; got cuda:1"),
-        ({"out": Tensor(OUT, (4, 4096), "bf16", device_type=CPU)}, ValueError, r"out must be on .*cuda:0.*; got cpu"),
+        ({"weight": Tensor(W, (4096,), "bf16", device_type=CPU)}, ValueError, r"weight must be on .*cuda:0.*; got cpu"),
         ({"weight": Tensor(W, (4095,), "bf16")}, ValueError, r"weight must have shape .*4096.*got \[4095\]"),
         ({"weight": Tensor(W, (4096,), "f16")}, TypeError, r"weight must .*bfloat16; got float16"),
         ({"input": Tensor(X, (4, 4096), "bf16", (1, 4))}, ValueError, r"input must be contiguous in its last"),

@@ -43,8 +43,8 @@ class UserModule(core.JitSpec):
                 positions only, and torch does not see it.
 
         Raises:
-            ValueError: device is no index of a visible GPU; arguments is no schema, or not that of an earlier bind of
-                this name.
+            ValueError: device is not the index of a visible GPU; arguments is not a schema, or not that of an earlier
+                bind of this name.
         """
         call = self._bind_entry(device)
         if arguments is None:
@@ -78,16 +78,18 @@ _CPU = -1  # get_device() of a tensor on the CPU
 class _Declared(Operator):
     """The torch operator of a user's module; its entry is bound for each device by `bind`."""
 
+    reads_device = True
+
     def __init__(self, op: Op) -> None:
         self.calls: dict[int, Callable[..., Any]] = {}
         super().__init__(op)
 
-    def _bind(self, key: tuple[Any, ...], arguments: tuple[Any, ...], *declined: int) -> Any:
-        torch_op.check(self.op, arguments, wrapped=key[1] is None)
-        if key[0] not in self.calls:
+    def _bind(self, key: tuple[Any, ...], arguments: tuple[Any, ...], declined: tuple[int, ...] = ()) -> Any:
+        torch_op.check(self.op, arguments, wrapped=key[0] is None)
+        if key[1] not in self.calls:
             places = ", ".join("the CPU" if d == _CPU else f"GPU {d}" for d in self.calls)
             raise ValueError(f"{self.op.name}: tensors must be on {places}, where it is bound; call bind for others")
-        found: Any = self.calls[key[0]], None  # it has no Choice
+        found: Any = self.calls[key[1]], None  # it has no Choice
         self._bound[key] = found
         return found
 

@@ -12,13 +12,12 @@ from fi_core.utils import get_default_generators
 if TYPE_CHECKING:
     import torch
 
-_NATIVE = ("f32", "bf16", "f16")
 _MAX_SIGNED = (1 << 63) - 1
 Arguments = dict[str, Any]  # of the op, by name
 
 
 class _Range(NamedTuple):
-    """What a sampling parameter may be as a number, and the argument of the op that takes the number."""
+    """The range of a sampling parameter, and the argument of the op that takes it as a number."""
 
     argument: str
     low: float
@@ -71,7 +70,7 @@ def row_arguments(parameters: Mapping[str, torch.Tensor | float], rows: int) -> 
 
 
 def _int32(top_k: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor as int32; what does not fit becomes the nearest value, and thus turns the filter off."""
+    """Returns the tensor as int32; a value that does not fit becomes the nearest one, which turns the filter off."""
     if top_k.itemsize <= 4 and not top_k.is_floating_point():
         return top_k.int()
     if top_k.is_complex() or top_k.itemsize == 1:
@@ -98,9 +97,22 @@ def _one_each(value: torch.Tensor, name: str, rows: int) -> torch.Tensor:
     )
 
 
+@functools.cache
+def _is_native(dtype: torch.dtype) -> bool:
+    return short_name(dtype) in ("f32", "bf16", "f16")
+
+
+@functools.cache
+def result_dtypes() -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of tokens and of flags; an import statement in each call takes twice the time of this one."""
+    import torch
+
+    return torch.int32, torch.bool
+
+
 def native(x: torch.Tensor, name: str) -> torch.Tensor:
     """Returns rows of a dtype that kernels read; other float dtypes are copied to fp32."""
-    if short_name(x.dtype) in _NATIVE:
+    if _is_native(x.dtype):
         return x
     if not x.is_floating_point() or x.itemsize == 1:
         raise TypeError(f"{name}: a float dtype of 16 bits or more is required; got {x.dtype}")
@@ -180,7 +192,9 @@ def randomness(
         elif generator.device.type != input.device.type:
             raise ValueError(f"generator: one for {input.device} is required; got one for {generator.device}")
         first, second = _advance(generator, increment, index < 0)
-        return _signed(first), _signed(second), None, None
+        if first > _MAX_SIGNED or second > _MAX_SIGNED:
+            first, second = _signed(first), _signed(second)
+        return first, second, None, None
     if seed is None or offset is None:
         raise ValueError("seed and offset: give both or neither")
     given = [hasattr(value, "ndim") for value in (seed, offset)]
@@ -208,4 +222,4 @@ def rows_of(x: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
     shape = x.shape
     if len(shape) != 2:
         raise ValueError(f"{name}: shape [rows, vocab] is required; got {list(shape)}")
-    return x if short_name(x.dtype) in _NATIVE else native(x, name), shape[0]
+    return x if _is_native(x.dtype) else native(x, name), shape[0]

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from fi_core.observe.log import fi_api
 from fi_core.sampling import ops, trace
-from fi_core.sampling.arguments import Arguments, randomness, require_no_nan, row_arguments, rows_of
+from fi_core.sampling.arguments import Arguments, randomness, require_no_nan, result_dtypes, row_arguments, rows_of
 
 if TYPE_CHECKING:
     import torch
 
 
-_RETRIES = 32  # FlashInfer's random numbers per filtered row: generators advance alike
+_RETRIES = 32  # FlashInfer's random numbers per filtered row, so that generators advance equally
 
 
 def _draw(
@@ -31,13 +31,12 @@ def _draw(
     adjustments: Arguments | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draws a token for each row, or for each of `indices`; the generator advances by `increment` per output."""
-    import torch
-
+    token_dtype, flag_dtype = result_dtypes()
     input, rows = rows_of(input, name)
     if check_nan:
         require_no_nan(input, name)
     if indices is None:
-        batch, dtype = rows, torch.int32
+        batch, dtype = rows, token_dtype
     else:
         if indices.ndim != 1:
             raise ValueError(f"indices: shape [batch] is required; got {list(indices.shape)}")
@@ -49,7 +48,7 @@ def _draw(
     if seed is not None:
         arguments.update(seed=seed, offset=offset)
     out = input.new_empty(batch, dtype=dtype)
-    valid = input.new_empty(batch, dtype=torch.bool) if return_valid else None
+    valid = input.new_empty(batch, dtype=flag_dtype) if return_valid else None
     if adjustments:
         arguments.update(adjustments)
     ops.sample(out, input, name == "logits", joint, valid, indices=indices, **arguments)

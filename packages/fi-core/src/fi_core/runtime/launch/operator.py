@@ -17,18 +17,24 @@ from fi_core.runtime.spec.dtype import short_name
 from fi_core.runtime.spec.op import Op
 from fi_core.runtime.spec.target import CPU, Target, cuda_target
 
-Bound = tuple[Callable[..., None], Choice]
+Bound = tuple[Callable[..., Any], Choice]
 _MOST_KEYS = 4096  # kept by an operator
+OTHER_DEVICE = -1  # kOtherDevice of fi/host/op.h
 
 
 class Operator:
-    """The callable of an op, and the kernels that it has bound."""
+    """The callable of an op, and the kernels that it has bound.
+
+    A call looks for a kernel by type and facts of its arguments. The kernel itself sees whether it serves their device.
+    """
+
+    reads_device = False  # whether the device is a fact, since the kernels do not look
 
     def __init__(self, op: Op) -> None:
         self.op = op
         self.kernels: dict[Any, Kernel] = {}  # by choice and device
-        self._bound: dict[Any, Bound] = {}  # by what the op reads of a call
-        self._choices: dict[Any, Choice] = {}
+        self._bound: dict[Any, Bound] = {}  # by what the op reads of a call: the kernel of the newest device
+        self._placed: dict[Any, Bound] = {}  # by that, the index of the device, and the values that were declined
         self._forced: str | None = None
         self._named = [argument.name for argument in op.parsed if argument.name == "backend"]
         self.function: Callable[..., Choice | None] = self._compile()
@@ -50,7 +56,8 @@ class Operator:
         op, arguments = self.op, self.op.parsed
         names = [argument.name for argument in arguments]
         first = next(argument.name for argument in arguments if argument.kind == "Tensor")
-        key = [f"{first}.get_device()", "KIND", *self._named, *([op.read] if op.read else [])]
+        device = [f"{first}.get_device()"] if self.reads_device else []
+        key = ["KIND", *device, *self._named, *([op.read] if op.read else [])]
         parameters = [a.name if a.default is REQUIRED else f"{a.name}={a.default!r}" for a in arguments]
         if op.takes_variant:
             parameters += ["*", "variant=None"]
@@ -59,16 +66,10 @@ class Operator:
         body = [
             f"key = {', '.join(key)},",
             f"call, choice = bound.get(key) or bind(key, {given})",
+            f"if (found := call({native})) is not None:",
+            f"    return call_another(key, {given}, ({native},), found)",
+            "return choice",
         ]
-        if op.found_by_entry:
-            body += [
-                f"if (found := call({native})) is not None:",
-                f"    call, choice = bound.get((key, found)) or bind(key, {given}, found)",
-                f"    decline(call({native}))",
-            ]
-        else:
-            body.append(f"call({native})")
-        body.append("return choice")
         if op.takes_variant:
             body = ["if variant is not None:", f"    return decline(variant.call({native}, *variant.extras))", *body]
         traced = f"{given}{', variant' if op.takes_variant else ''}"
@@ -90,7 +91,7 @@ class Operator:
         ]
         scope: dict[str, Any] = {
             "torch_op": torch_op, "op": op, "bound": self._bound, "bind": self._bind, "decline": self._decline,
-            "modes": self.register,
+            "call_another": self._call_another, "modes": self.register,
         }  # fmt: skip
         exec(compile("\n".join(lines), f"<operator {op.name}>", "exec"), scope)
         scope[op.name]._torchdynamo_inline = scope["traced"]
@@ -98,29 +99,52 @@ class Operator:
 
     def _decline(self, found: int | None) -> None:
         """Raises if a kernel, for which there is no substitute, has declined a call."""
+        if found == OTHER_DEVICE:
+            raise ValueError(f"{self.op.name}: the kernel was planned for another device than that of the tensors")
         if found is not None:
             field = self.op.found_by_entry
             need = self.op.fields[field].default
             raise ValueError(f"{self.op.name}: {field} {need} is required of the tensors; got {found}")
 
-    def _bind(self, key: tuple[Any, ...], arguments: tuple[Any, ...], *declined: int) -> Bound:
-        torch_op.check(self.op, arguments, wrapped=key[1] is None)
+    def _call_another(
+        self, key: tuple[Any, ...], arguments: tuple[Any, ...], native: tuple[Any, ...], found: int
+    ) -> Choice:
+        """Calls the kernel that serves a call, which the kernel of its key has declined, and returns its choice."""
+        declined: tuple[int, ...] = ()
+        while True:
+            if found != OTHER_DEVICE:
+                if declined:
+                    self._decline(found)
+                declined = (found,)
+            bound = self._placed.get((key, native[0].get_device(), declined))
+            if bound is None:
+                bound = self._bind(key, arguments, declined)
+            elif not declined:
+                self._bound[key] = bound
+            call, choice = bound
+            found = call(*native)
+            if found is None:
+                return choice
+
+    def _bind(self, key: tuple[Any, ...], arguments: tuple[Any, ...], declined: tuple[int, ...] = ()) -> Bound:
+        torch_op.check(self.op, arguments, wrapped=key[0] is None)
         device = next(a.device for a in arguments if hasattr(a, "device"))
-        backend = self._forced or (key[2] if self._named else AUTO)
-        read = (*key[2 + len(self._named) :], *declined)
-        key = (key, *declined) if declined else key
+        backend = self._forced or (key[1] if self._named else AUTO)
+        read = (*key[1 + len(self._named) :], *declined)
         choice = self.choice(target_of(device), read, backend)
         if _rehearsals:
-            self._bound[key] = found = _rehearsals[-1].bind(choice), choice
-            return found
-        slot = choice.spec, device.index
-        kernel = self.kernels.get(slot)
-        if kernel is None:
-            kernel = self.kernels[slot] = bind(choice.spec, device.index or 0)
-        if len(self._bound) >= _MOST_KEYS:
-            self._bound.clear()
-        call = torch_op.refusing_negated(self.op, kernel.call) if checks_signs() else kernel.call
-        self._bound[key] = found = call, choice
+            call = _rehearsals[-1].bind(choice)
+        else:
+            slot = choice.spec, device.index
+            kernel = self.kernels.get(slot)
+            if kernel is None:
+                kernel = self.kernels[slot] = bind(choice.spec, device.index or 0)
+            call = torch_op.refusing_negated(self.op, kernel.call) if checks_signs() else kernel.call
+        if len(self._placed) >= _MOST_KEYS:
+            self.forget()
+        found = self._placed[key, -1 if device.index is None else device.index, declined] = call, choice
+        if not declined:
+            self._bound[key] = found
         return found
 
     def choice(self, target: Target, read: tuple[Any, ...], backend: str = AUTO) -> Choice:
@@ -135,20 +159,22 @@ class Operator:
     def forget(self) -> None:
         """Drops the bound calls; kernels stay loaded."""
         self._bound.clear()
+        self._placed.clear()
 
     @contextlib.contextmanager
     def using(self, implementation: str) -> Iterator[None]:
         """Forces the named implementation inside the block, for tests and benchmarks (not thread safe)."""
         self.op.implementation(implementation)
-        forced, bound = self._forced, dict(self._bound)
+        forced, bound, placed = self._forced, dict(self._bound), dict(self._placed)
         self._forced = implementation
-        self._bound.clear()
+        self.forget()
         try:
             yield
         finally:
             self._forced = forced
-            self._bound.clear()
+            self.forget()
             self._bound.update(bound)
+            self._placed.update(placed)
 
 
 def _short(values: tuple[Any, ...]) -> tuple[Any, ...]:

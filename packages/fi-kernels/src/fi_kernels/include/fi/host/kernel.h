@@ -88,6 +88,7 @@ struct Kernel {
 #if FI_CUDA
   int64_t capability = 0;         // of the image: 90 for sm_90a
   cu::Library library = nullptr;  // null: a rehearsal, nothing runs
+  int64_t device = 0;             // the GPU that it is bound to
   std::vector<Entry> entries;
   Rehearsal rehearsal;
 
@@ -96,6 +97,15 @@ struct Kernel {
   Kernel& operator=(const Kernel&) = delete;
   ~Kernel() {
     if (library) cu::Driver::get().LibraryUnload(library);
+  }
+
+  // Whether it runs on tensors of a device: on every GPU of the compute capability that it is bound to.
+  bool serves(DLDevice other) const {
+    if (!library) return true;
+    if (other.device_type != kDLCUDA) return false;
+    const DLDevice own{kDLCUDA, static_cast<int32_t>(device)};
+    return other.device_id == own.device_id || (attribute<cu::kMajor>(other) == attribute<cu::kMajor>(own) &&
+                                                attribute<cu::kMinor>(other) == attribute<cu::kMinor>(own));
   }
 
   bool checks_contents(DLDevice device) const {
@@ -257,6 +267,7 @@ struct Kernel {
     return text;
   }
 #else
+  bool serves(DLDevice other) const { return other.device_type == kDLCPU; }
   bool checks_contents(DLDevice) const { return checks; }
 #endif
 };

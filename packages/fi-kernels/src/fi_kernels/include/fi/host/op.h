@@ -5,7 +5,8 @@
 // instead: FI_OP(entry, "out", "input") for `void entry(const Kernel&, Tensor out, Tensor input)`.
 //
 // An entry may return an int64_t instead of void: 0, or, if it declines the call and has done nothing, the value that
-// it found for the field that the declaration of the op names as `found_by_entry`.
+// it found for the field that the declaration of the op names as `found_by_entry`. A call with tensors of a device that
+// its kernel does not serve is declined too, with kOtherDevice.
 //
 // A module exports bind(op, spec, checks[, image, capability, device, entries...]) -> callable, which owns the kernel;
 // and, with device code, rehearse(op, spec, capability, multiprocessors, shared_limit, entries...) -> callable, which
@@ -207,10 +208,26 @@ void call(Result (*entry)(const Kernel&, A...), const Kernel& kernel, const TVMF
   apply(entry, kernel, args, count, names, std::index_sequence_for<A...>{});
 }
 
+// Python finds a kernel without reading the device, which costs 0.05 us, and binds another one if a call returns this.
+constexpr int64_t kOtherDevice = -1;
+
+inline void decline(TVMFFIAny* result, int64_t found) {
+  result->type_index = kTVMFFIInt;
+  result->zero_padding = 0;
+  result->v_int64 = found;
+}
+
+// By its first argument, a tensor; the host entry checks that the others are on the same device.
+inline bool is_elsewhere(const Kernel& kernel, const TVMFFIAny* args) {
+  const DLTensor* first = as_dltensor(args[0]);
+  return first && !kernel.serves(first->device);
+}
+
 template <class Args>
 void call(void (*entry)(const Kernel&, const Args&), const Kernel& kernel, const TVMFFIAny* args, int32_t count,
-          const char* const*, size_t, TVMFFIAny*) {
+          const char* const*, size_t, TVMFFIAny* result) {
   FI_CHECK(count == Args::kCount, TypeError, "expects %d arguments, got %d", Args::kCount, count);
+  if (is_elsewhere(kernel, args)) return decline(result, kOtherDevice);
   entry(kernel, Args::from(args));
 }
 
@@ -218,13 +235,12 @@ template <class Result, class Args>
 void call(Result (*entry)(const Kernel&, const Args&, const Extras&), const Kernel& kernel, const TVMFFIAny* args,
           int32_t count, const char* const*, size_t, TVMFFIAny* result) {
   FI_CHECK(count >= Args::kCount, TypeError, "expects %d arguments or more, got %d", Args::kCount, count);
+  if (is_elsewhere(kernel, args)) return decline(result, kOtherDevice);
   const Extras extras{args + Args::kCount, count - Args::kCount};
   if constexpr (std::is_void_v<Result>) {
     entry(kernel, Args::from(args), extras);
   } else if (const int64_t found = entry(kernel, Args::from(args), extras)) {
-    result->type_index = kTVMFFIInt;
-    result->zero_padding = 0;
-    result->v_int64 = found;
+    decline(result, found);
   }
 }
 
@@ -250,7 +266,8 @@ inline void load(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
   kernel.checks = Argument<bool>::from(args[0], "checks");
   TVMFFIByteArray image = as_bytes(args[1], "image");
   kernel.capability = Argument<int64_t>::from(args[2], "capability");
-  cu::DeviceGuard guard(static_cast<int>(Argument<int64_t>::from(args[3], "device")));
+  kernel.device = Argument<int64_t>::from(args[3], "device");
+  cu::DeviceGuard guard(static_cast<int>(kernel.device));
   const cu::Driver& driver = cu::Driver::get();
   driver.check(driver.LibraryLoadData(&kernel.library, image.data, nullptr, nullptr, 0, nullptr, nullptr, 0),
                "cuLibraryLoadData");

@@ -57,9 +57,9 @@ def table(device: str, page_size: int = 4) -> dict[str, torch.Tensor]:
 def expect(k: torch.Tensor, v: torch.Tensor, cache: Any, t: dict[str, torch.Tensor], layout: str) -> None:
     """Appends by the reference of the trace template."""
     template = page.trace.append(paged_kv_cache=torch.empty(1, 1, 1, 1, 1), kv_layout=layout)
-    assert template is not None and callable(template.reference)
+    assert template is not None and isinstance(template.reference, tuple)
     k_cache, v_cache = (c.view(torch.uint8) for c in _unpack_paged_kv_cache(cache, layout))  # fp8 has no index_put
-    template.reference(k.view(torch.uint8), v.view(torch.uint8), k_cache, v_cache, **t)
+    template.reference[-1](k.view(torch.uint8), v.view(torch.uint8), k_cache, v_cache, **t)
 
 
 def shape_of(layout: str, pages: int, page_size: int, heads: int, dim: int) -> tuple[int, ...]:

@@ -15,29 +15,30 @@ def _paged(layout: str, part: str, dim: str) -> Tensor:
     return Tensor(["num_pages", *tokens, dim], param="paged_kv_cache", tuple_idx=index)
 
 
+def _write_rows(rows, caches, batch_indices, positions, kv_indices, kv_indptr):  # type: ignore[no-untyped-def]
+    """caches: [pages, page_size, ...]; a position of a row is one of its request."""
+    import torch
+
+    real = (batch_indices >= 0).nonzero().flatten()
+    position, page_size = positions[real].long(), caches[0].shape[1]
+    page = kv_indices[kv_indptr[batch_indices[real].long()].long() + position // page_size].long()
+    for cache, new in zip(caches, rows):  # as bytes, since fp8 has no index_put
+        cache.view(torch.uint8)[page, position % page_size] = new[real].view(torch.uint8)
+    return caches
+
+
 def _append_reference(  # type: ignore[no-untyped-def]
     append_key, append_value, k_cache, v_cache, batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len
 ):
-    import torch
-
-    rows = (batch_indices >= 0).nonzero().flatten()
-    nth, slot = positions[rows].long() // k_cache.shape[1], positions[rows].long() % k_cache.shape[1]
-    page = kv_indices[kv_indptr[batch_indices[rows].long()].long() + nth].long()
-    for cache, new in ((k_cache, append_key), (v_cache, append_value)):
-        cache.view(torch.uint8)[page, slot] = new[rows].view(torch.uint8)  # bytes: fp8 has no index_put
-    return k_cache, v_cache
+    rows = (append_key, append_value)
+    return _write_rows(rows, (k_cache, v_cache), batch_indices, positions, kv_indices, kv_indptr)
 
 
 def _append_head_major_reference(  # type: ignore[no-untyped-def]
     append_key, append_value, k_cache, v_cache, batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len
 ):
-    import torch
-
-    rows = (batch_indices >= 0).nonzero().flatten()
-    nth, slot = positions[rows].long() // k_cache.shape[2], positions[rows].long() % k_cache.shape[2]
-    page = kv_indices[kv_indptr[batch_indices[rows].long()].long() + nth].long()
-    for cache, new in ((k_cache, append_key), (v_cache, append_value)):
-        cache.view(torch.uint8)[page, :, slot] = new[rows].view(torch.uint8)  # bytes: fp8 has no index_put
+    rows, caches = (append_key, append_value), (k_cache.transpose(1, 2), v_cache.transpose(1, 2))
+    _write_rows(rows, caches, batch_indices, positions, kv_indices, kv_indptr)
     return k_cache, v_cache
 
 
@@ -139,7 +140,7 @@ def _append_template(layout: str) -> TraceTemplate:
                 caches["v_cache"].dim_names, param="paged_kv_cache", tuple_idx=1, dtype_from="append_value"
             ),
         },
-        reference=_append_reference if layout == "NHD" else _append_head_major_reference,
+        reference=(_write_rows, _append_reference if layout == "NHD" else _append_head_major_reference),
         tags=(f"kv_layout:{layout}",),
         op="append_paged_kv_cache",
         make=_make_append(layout),
@@ -164,14 +165,8 @@ append.templates = tuple(_APPEND_TEMPLATES.values())  # type: ignore[attr-define
 def _append_mla_reference(  # type: ignore[no-untyped-def]
     append_ckv, append_kpe, ckv_cache, kpe_cache, batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len
 ):
-    import torch
-
-    rows = (batch_indices >= 0).nonzero().flatten()
-    nth, slot = positions[rows].long() // ckv_cache.shape[1], positions[rows].long() % ckv_cache.shape[1]
-    page = kv_indices[kv_indptr[batch_indices[rows].long()].long() + nth].long()
-    for cache, new in ((ckv_cache, append_ckv), (kpe_cache, append_kpe)):
-        cache.view(torch.uint8)[page, slot] = new[rows].view(torch.uint8)  # bytes: fp8 has no index_put
-    return ckv_cache, kpe_cache
+    rows = (append_ckv, append_kpe)
+    return _write_rows(rows, (ckv_cache, kpe_cache), batch_indices, positions, kv_indices, kv_indptr)
 
 
 def _make_append_mla(
@@ -212,7 +207,7 @@ APPEND_MLA = TraceTemplate(
         "ckv_cache": Tensor(["num_pages", "page_size", "head_dim_ckv"], param="ckv_cache", dtype_from="append_ckv"),
         "kpe_cache": Tensor(["num_pages", "page_size", "head_dim_kpe"], param="kpe_cache", dtype_from="append_kpe"),
     },
-    reference=_append_mla_reference,
+    reference=(_write_rows, _append_mla_reference),
     op="append_paged_kv_cache",
     make=_make_append_mla,
     samples=_SAMPLES,

@@ -20,6 +20,11 @@ def _itemsize(dtype: torch.dtype | None) -> int:
     return 2 if dtype is None else dtype.itemsize  # None is bfloat16
 
 
+def _tera_per_second(count: int, time: float) -> float:
+    """A count of operations or bytes per time in milliseconds; 0.0 if the time is NaN."""
+    return 0.0 if math.isnan(time) else count / time / 1e9
+
+
 def attention_flops(
     batch_size: int,
     qo_seqlen: int,
@@ -45,8 +50,8 @@ def attention_flops(
     """
     if qo_seqlen > kv_seqlen:
         raise ValueError(f"qo_seqlen must be at most kv_seqlen ({kv_seqlen}), got {qo_seqlen}")
-    rows = 2 * kv_seqlen - qo_seqlen if causal else 2 * kv_seqlen
-    return batch_size * rows * qo_seqlen * num_qo_heads * (head_dim_qk + head_dim_vo)
+    lengths = [qo_seqlen] * batch_size, [kv_seqlen] * batch_size
+    return attention_flops_with_actual_seq_lens(*lengths, head_dim_qk, head_dim_vo, num_qo_heads, causal)
 
 
 def attention_flops_with_actual_seq_lens(
@@ -101,7 +106,7 @@ def attention_tflops_per_sec(
         time: milliseconds.
     """
     flops = attention_flops(batch_size, qo_seqlen, kv_seqlen, head_dim_qk, head_dim_vo, num_qo_heads, causal)
-    return 0.0 if math.isnan(time) else flops / time / 1e9
+    return _tera_per_second(flops, time)
 
 
 def attention_tflops_per_sec_with_actual_seq_lens(
@@ -127,7 +132,7 @@ def attention_tflops_per_sec_with_actual_seq_lens(
     flops = attention_flops_with_actual_seq_lens(
         actual_seq_lens_q, actual_seq_lens_kv, head_dim_qk, head_dim_vo, num_qo_heads, causal
     )
-    return 0.0 if math.isnan(time) else flops / time / 1e9
+    return _tera_per_second(flops, time)
 
 
 def attention_tb_per_sec(
@@ -203,9 +208,7 @@ def attention_tb_per_sec_with_actual_seq_lens(
         v_dtype: dtype of v; bfloat16 if None.
         o_dtype: dtype of the output; bfloat16 if None.
     """
-    if math.isnan(time):
-        return 0.0
     q_rows, kv_rows = sum(_lengths(actual_seq_lens_q)), sum(_lengths(actual_seq_lens_kv))
     q_bytes = head_dim_qk * _itemsize(q_dtype) + head_dim_vo * _itemsize(o_dtype)
     kv_bytes = head_dim_qk * _itemsize(k_dtype) + head_dim_vo * _itemsize(v_dtype)
-    return (q_rows * num_qo_heads * q_bytes + kv_rows * num_kv_heads * kv_bytes) / time / 1e9
+    return _tera_per_second(q_rows * num_qo_heads * q_bytes + kv_rows * num_kv_heads * kv_bytes, time)

@@ -90,14 +90,6 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             float_workspace_buffer, kv_layout, buffers if use_cuda_graph else None, custom_mask_buf, mask_indptr_buf,
             backend, jit_args, jit_kwargs, variant_owns_mask,
         )  # fmt: skip
-        if use_cuda_graph:
-            self._fixed_batch_size = batch = len(qo_indptr_buf) - 1  # type: ignore[arg-type]
-            for name, length in (("paged_kv_indptr_buf", batch + 1), ("paged_kv_last_page_len_buf", batch)):
-                if len(buffers[name]) != length:  # type: ignore[arg-type]
-                    raise ValueError(
-                        f"{name}: length {length} is required, since qo_indptr_buf has {batch + 1}; "
-                        f"got {len(buffers[name])}"  # type: ignore[arg-type]
-                    )
 
     def workspace_size(
         self,

@@ -40,6 +40,18 @@ if TYPE_CHECKING:
 _INT_WORKSPACE = 8 << 20  # bytes; enough for a million work tiles
 
 
+def _fixed_batch_size(buffers: Mapping[str, Any]) -> int:
+    """The batch size that the buffers of use_cuda_graph fix. Raises ValueError for one that does not fit."""
+    for name, buffer in buffers.items():
+        check_graph_buffer(buffer, name)
+    rows = len(buffers["qo_indptr_buf"])
+    for name, buffer in buffers.items():
+        length = rows if name.endswith("indptr_buf") else rows - 1
+        if len(buffer) != length and not name.endswith("indices_buf"):
+            raise ValueError(f"{name}: length {length} is required, since qo_indptr_buf has {rows}; got {len(buffer)}")
+    return rows - 1
+
+
 class BatchPrefillPlan(BatchWrapper):
     """The planning half of BatchPrefillWithPagedKVCacheWrapper and BatchPrefillWithRaggedKVCacheWrapper."""
 
@@ -73,14 +85,12 @@ class BatchPrefillPlan(BatchWrapper):
         self._kv_layout, self._backend = kv_layout, backend
         self._allowed = "fa2" if self._variant is not None else BACKENDS[backend]
         self._use_cuda_graph = graph_buffers is not None
-        for name, buffer in (graph_buffers or {}).items():
-            check_graph_buffer(buffer, name)
+        self._fixed_batch_size = _fixed_batch_size(graph_buffers) if graph_buffers else 0
         self._custom_mask_buf: Any = custom_mask_buf
         self._mask_indptr_buf: Any = mask_indptr_buf
         if self._use_cuda_graph and custom_mask_buf is not None and mask_indptr_buf is None:
             raise ValueError("mask_indptr_buf: a tensor is required with custom_mask_buf; got None")
         self._graph_masks = custom_mask_buf if self._use_cuda_graph else None
-        self._fixed_batch_size = 0
         self._max_total_num_rows: int | None = None
         self._copies = {}
         self._qo_indptr_last: int | None = None  # None: only the device knows

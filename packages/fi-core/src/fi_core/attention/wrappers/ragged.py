@@ -55,13 +55,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
             float_workspace_buffer, kv_layout, buffers if use_cuda_graph else None, custom_mask_buf, mask_indptr_buf,
             backend, jit_args, jit_kwargs, variant_owns_mask,
         )  # fmt: skip
-        if use_cuda_graph:
-            self._fixed_batch_size = len(qo_indptr_buf) - 1  # type: ignore[arg-type]
-            if len(kv_indptr_buf) != len(qo_indptr_buf):  # type: ignore[arg-type]
-                raise ValueError(
-                    f"kv_indptr_buf: length {len(qo_indptr_buf)} is required, that of qo_indptr_buf; "  # type: ignore[arg-type]
-                    f"got {len(kv_indptr_buf)}"  # type: ignore[arg-type]
-                )
 
     def workspace_size(
         self,

@@ -314,7 +314,7 @@ MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTAL
 
 
 def filled(text: str) -> str:
-    """The text of a page with each marked table made anew."""
+    """The text of a page with each marked table generated again."""
     return MARKED.sub(lambda m: f"{m[1]}\n{TABLES[m[2]]()}\n\n{m[4]}", text)
 
 

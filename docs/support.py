@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 ROOT = "fi_core."
-USERS = ("fi_core.attention.custom", "fi_core.jit")  # compile the code of a user, which is no op of the registry
+USERS = ("fi_core.attention.custom", "fi_core.jit")  # compile a user's code, which is not an op of the registry
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

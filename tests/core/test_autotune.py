@@ -247,7 +247,7 @@ def test_a_file_of_another_machine_is_ignored_and_kept(
     assert path.read_text() == text
     monkeypatch.setattr(autotuner, "_metadata", lambda: {"cuda_version": "13.0"})
     with autotune(False, cache=path):
-        assert choose(tuner, 16) == ("Generic", 1), "what is not known is no difference"
+        assert choose(tuner, 16) == ("Generic", 1), "an unknown property does not make a difference"
 
 
 def test_metadata_names_the_deciding_facts(tuner: AutoTuner, monkeypatch: pytest.MonkeyPatch) -> None:

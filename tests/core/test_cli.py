@@ -100,7 +100,7 @@ def test_a_failure_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_started_as_a_module(python: Any, tmp_path: Path) -> None:
-    """No torch for any command that can do without, also in the program itself; a closed pipe is no traceback."""
+    """Commands that need no torch do not import it, also in the program itself; a closed pipe prints no traceback."""
     words = [
         ["--help"],
         ["list-modules"],
@@ -225,7 +225,7 @@ def test_why_tells_where_each_file_comes_from(
     entry = store.entries()[0]
     os.utime(entry.path, (1, 1))
     assert f"{host.file}: store {entry.path / host.file}" in lines()
-    assert store.entries()[0].used == 1, "asking is no use"
+    assert store.entries()[0].used == 1, "a query does not count as a use"
 
     folder = pack(tmp_path / "prebuilt", {image: b"image"})
     monkeypatch.setenv("FI_CUBIN_DIR", str(folder))

@@ -103,7 +103,7 @@ def test_without_a_driver(no_driver: None) -> None:
 def test_a_driver_that_shows_nothing(
     status: str, problem: str | None, gpus: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A driver without devices is no failure; a failing driver is logged. Both leave the set empty."""
+    """A driver without devices is not a failure; a failing driver is logged. Both leave the set empty."""
     monkeypatch.setenv("FI_MOCK_STATUS", status)
     found = driver.driver()
     assert found is not None

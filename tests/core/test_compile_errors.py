@@ -122,7 +122,7 @@ def test_a_missing_launcher_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_compiler_warnings_are_kept(tree: Path) -> None:
-    """A warning is no error; its log is stored beside the file."""
+    """A warning is not an error; its log is stored beside the file."""
     host, device = toy.artifacts()
     assert [p.suffix for p in built(host).path.parent.iterdir() if p.suffix == ".log"] == []
     break_source(tree, "include/fi/toy/constant.h", "#warning mind the gap")

@@ -81,7 +81,7 @@ def test_every_header_of_a_real_kernel(fresh: Fresh, tmp_path: Path) -> None:
         artifacts = sources.artifacts(spec)
         reached = {a.kind: set(sources.headers(a)) for a in artifacts}
         before = {a.kind: compiler.key(a) for a in artifacts}
-        assert before == here, "the place of the tree is no part of the identity"
+        assert before == here, "the path of the tree is not part of the identity"
         assert {"fi/norm/rmsnorm.h", "fi/types.h"} <= reached["cuda"] & reached["cubin"]
         for path in sorted((root / "include").rglob("*.*h")):
             text, name = path.read_text(), path.relative_to(root / "include").as_posix()

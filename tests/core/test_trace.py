@@ -262,7 +262,7 @@ def test_fi_init() -> None:
         (TraceTemplate("op", {"d": Const()}, {}, {}), "axis 'd' is constant"),
         (TraceTemplate("op", {}, {"x": Tensor(["n"])}, {}), "undeclared axis 'n'"),
         (TraceTemplate("op", {"n": Var()}, {"x": Tensor(["n"])}, {"z": Tensor([])}), "dtype of output 'z'"),
-        (TraceTemplate("op", {}, {}, {"z": Tensor([], dtype_from="w")}), "'w', which is no input"),
+        (TraceTemplate("op", {}, {}, {"z": Tensor([], dtype_from="w")}), "'w', which is not an input"),
     ],
 )
 def test_a_template_that_does_not_fit_warns_at_import(template: TraceTemplate, words: str) -> None:

@@ -140,7 +140,7 @@ def test_canonicalize_dtype() -> None:
     assert utils.canonicalize_torch_dtype(torch.float16) is torch.float16
     with pytest.raises(TypeError, match="got int"):
         utils.canonicalize_torch_dtype(16)  # type: ignore[arg-type]
-    for wrong in ("bf16", "nn"):  # torch.nn exists, but is no dtype
+    for wrong in ("bf16", "nn"):  # torch.nn exists, but is not a dtype
         with pytest.raises(ValueError, match=wrong):
             utils.canonicalize_torch_dtype(wrong)
 

@@ -30,7 +30,7 @@ def test_prefill() -> None:
 
 
 def test_decoder_block() -> None:
-    """A decoder block on the bytes of a text, every op checked; what is no text is refused in one line."""
+    """A decoder block on the bytes of a text, every op checked; input that is not text is refused in one line."""
     command = [sys.executable, str(EXAMPLES / "decoder_block.py"), str(ROOT / "missing")]
     refused = subprocess.run(command, capture_output=True, text=True)
     assert refused.returncode == 1

@@ -46,7 +46,7 @@ def test_python_runs(page: Path) -> None:
 @pytest.mark.parametrize(("page", "line"), COMMANDS)
 def test_command_is_one(page: Path, line: str) -> None:
     args = parser().parse_args(shlex.split(line, comments=True)[1:])
-    assert args.run, "a group of commands is no command"
+    assert args.run, "a group of commands is not a command"
 
 
 def test_there_are_snippets() -> None:

@@ -146,7 +146,7 @@ def test_vllm_pattern(device: str) -> None:
             *on_host(p), pos_encoding_mode="NONE", sm_scale=0.3, window_left=-1, logits_soft_cap=0.0,
             q_data_type=HALF, kv_data_type=HALF, o_data_type=HALF, fixed_split_size=-1, disable_split_kv=False,
         )  # fmt: skip
-        assert wrapper._plan_info is not None and wrapper._plan_info[3] == decode.ops.BALANCED, "-1 is no fixed size"
+        assert wrapper._plan_info is not None and wrapper._plan_info[3] == decode.ops.BALANCED, "-1 is not a fixed size"
         assert (wrapper._window_left, wrapper._logits_soft_cap, wrapper._sm_scale) == (-1, 0.0, 0.3)
         output = torch.zeros(10, 8, 64, dtype=HALF, device=device)
         wrapper.run(p.q, p.cache, k_scale=1.0, v_scale=1.0, out=output[: len(lengths)])

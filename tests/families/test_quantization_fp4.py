@@ -148,7 +148,7 @@ def test_forms_of_the_input(device: str) -> None:
     for i in range(6):
         alone = fi_core.fp4_quantize(x[i], scale)
         same((batched[0][i], batched[1][i]), (alone[0], alone[1].flatten()))
-    # An odd address, rows that are no multiple of 16 bytes apart, and a column-major matrix.
+    # An odd address, rows whose stride is not a multiple of 16 bytes, and a column-major matrix.
     canvas = torch.zeros(30 * 67 + 1, dtype=x.dtype, device=device)[1:].view(30, 67)[:, :64]
     same(fi_core.fp4_quantize(canvas.copy_(x.view(30, 64)), scale), flat)
     column_q, column_scales = fi_core.fp4_quantize(x.view(30, 64).T, scale)

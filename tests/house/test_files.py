@@ -79,7 +79,7 @@ def test_nothing_mentions(what: str, pattern: str) -> None:
 
 
 def _reads_environment(tree: ast.AST) -> list[int]:
-    """Lines with os.environ, os.getenv and their kin, or imports of them."""
+    """Lines with os.environ, os.getenv and similar functions, or imports of them."""
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     found = []
     for node in ast.walk(tree):

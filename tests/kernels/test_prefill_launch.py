@@ -84,7 +84,7 @@ def test_hopper_launch(prefill: Prefill) -> None:
 
 
 def test_small_pages_come_by_columns(prefill: Prefill) -> None:
-    """Pages that are no multiple of 8 tokens have no whole rows to copy."""
+    """Pages whose size is not a multiple of 8 tokens have no whole rows to copy."""
     pool = (NUM_PAGES, 4, KV_HEADS, 128)
     calls = prefill(k=Tensor(K, pool, "bf16"), v=Tensor(V, pool, "bf16"))
     assert one(calls)["name"] == "batch_prefill_wgmma" and parameters(one(calls), "BatchPrefillParams")["box_keys"] == 4

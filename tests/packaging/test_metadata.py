@@ -184,7 +184,7 @@ def test_binary_wheels_hold_the_grid_of_every_op(wheels: dict[str, Path]) -> Non
 
 
 def test_tags(wheels: dict[str, Path]) -> None:
-    """fi-jit-cache says which glibc it needs; all else runs on any platform."""
+    """fi-jit-cache names the glibc that it needs; every other wheel runs on any platform."""
     tags = {name: wheel.stem.split("-", 2)[2] for name, wheel in wheels.items()}
     jit_cache = tags.pop("fi_jit_cache")
     assert set(tags.values()) == {"py3-none-any"}

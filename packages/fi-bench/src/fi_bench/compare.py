@@ -194,7 +194,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _measure_in_turns(args: Namespace, flags: Sequence[str]) -> None:
-    """Append the rows of so many processes to A and to B, alternating, so that drift hits both."""
+    """Append the rows of a number of processes to A and to B, alternating, so that drift hits both."""
     if not (args.python_a and args.python_b and flags):
         raise UsageError("to measure both sides now give --python_a, --python_b, and after -- the flags of a run")
     if {"@"} & {*args.a, *args.b} or args.a == args.b:

@@ -95,7 +95,7 @@ def described(
     call      the timed call; None: with the arguments of the description
     which     chooses among several descriptions of the function
     backend   for a wrapper: (name of a backend, inputs) -> what it changes in the arguments of constructor and plan
-    add       more inputs: preallocated outputs, options that are no tensors, inputs of baselines
+    add       more inputs: preallocated outputs, options that are not tensors, inputs of baselines
     torch     returns the outputs in the order of the description, also those that the function writes in place
     compared  (inputs, outputs) -> what is checked, where several results are right; it applies to the reference too
     """

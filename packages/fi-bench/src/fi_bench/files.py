@@ -30,7 +30,7 @@ def writable(path: Path, flag: str) -> Path:
 
 
 def append(path: Path, text: str) -> None:
-    """Adds text that is on disk when this returns. Raises OutputError, and keeps what was there."""
+    """Adds text that is on disk when this returns. Raises OutputError, and keeps the earlier text."""
     try:
         with path.open("a", encoding="utf-8", newline="") as file:
             file.write(text)

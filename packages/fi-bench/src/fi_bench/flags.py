@@ -118,7 +118,7 @@ GENERAL = (
     switch("resume", "skip the rows that --output_path already holds"),
     switch("fail_fast", "stop at the first failure"),
     switch("zip", "advance all swept flags together instead of taking their product"),
-    Flag("draw", "time only so many points, drawn at random by --random_seed", int, metavar="N"),
+    Flag("draw", "time only N points, drawn at random by --random_seed", int, metavar="N"),
     Flag("preset", "flags of a served model, as `fi-bench list presets` shows them", str, metavar="NAME"),
     Flag(
         "format",

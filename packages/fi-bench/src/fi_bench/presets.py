@@ -72,7 +72,7 @@ def decode_more() -> Iterator[str]:
 
 
 def _decode_grid(least_gb: float, most_gb: float) -> Callable[[], Iterator[str]]:
-    """Batch sizes, lengths, heads, data types and page sizes whose caches take so many GB."""
+    """Batch sizes, lengths, heads, data types and page sizes whose caches take a number of GB."""
 
     def lines() -> Iterator[str]:
         axes = ((512, 1024, 4096, 8192, 32768, 131072), ("32/8", "64/8", "32/32", "28/4", "8/1"),

@@ -1,4 +1,4 @@
-"""The pytest fixture `fi_bench`: times a case inside a test and hands back its records."""
+"""The pytest fixture `fi_bench`: times a case inside a test and returns its records."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def _title(job: Job) -> str:
 
 
 def _drawn(lines: Sequence[parsing.Line], args: Namespace) -> list[parsing.Line]:
-    """--draw: so many points of all lines, at random."""
+    """--draw N: N points of all lines, at random."""
     places = [(i, j) for i, line in enumerate(lines) for j in range(len(line.points))]
     if args.draw is None or args.draw >= len(places):
         return list(lines)

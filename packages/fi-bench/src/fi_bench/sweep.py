@@ -52,7 +52,7 @@ def integers(text: str) -> int | Axis:
         values = [v for word in text.split(",") for v in (_range(word) if ":" in word else [_number(word)])]
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no integer, list 1,8,64 or range 1:128:*2, 256:1024:256, 2^4:2^12"
+            f"{text!r} must be an integer, a list 1,8,64 or a range 1:128:*2, 256:1024:256, 2^4:2^12"
         ) from None
     return one_or_axis(values)
 
@@ -80,7 +80,7 @@ def batch(text: str) -> str:
         requests(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no batch such as mix=8192,32*1@8192 (each [COUNT*]QO[@KV], with QO <= KV)"
+            f"{text!r} must be a batch such as mix=8192,32*1@8192 (each [COUNT*]QO[@KV], with QO <= KV)"
         ) from None
     return text
 

@@ -22,7 +22,7 @@ class _Config(NamedTuple):
     act: int
     vec_size: int  # elements per vector
     vectors_per_thread: int
-    min_ctas_per_sm: int  # the entry is used only for a grid of at least so many CTAs per SM
+    min_ctas_per_sm: int  # the entry requires a grid of at least this many CTAs per SM
 
 
 def _unit(axes: Values) -> Unit:

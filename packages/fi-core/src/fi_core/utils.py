@@ -255,7 +255,7 @@ def canonicalize_torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """Returns a torch dtype, given the dtype or its name, such as "float16".
 
     Raises:
-        ValueError: The name is no torch dtype.
+        ValueError: The name is not a torch dtype.
         TypeError: dtype is neither a str nor a torch dtype.
     """
     import torch

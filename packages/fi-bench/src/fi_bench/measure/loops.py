@@ -85,8 +85,8 @@ def walk(calls: Sequence[Run]) -> Run:
 def replay_ns(replay: Run, count: int, wait_cycles: int = 0) -> list[float]:
     """Nanoseconds of each replay between two CUDA events.
 
-    wait_cycles: the device spins so long before the first event, while the host enqueues calls that are no graph; then
-    they run without launch gaps.
+    wait_cycles: the device spins this long before the first event, while the host enqueues calls that are not a graph;
+    then they run without launch gaps.
     """
     import torch
 

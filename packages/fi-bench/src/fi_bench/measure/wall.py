@@ -15,7 +15,7 @@ _HOST_BATCHES = 10
 
 
 def measure_cpu(call: Call, inputs: Inputs, work_bytes: int, options: Options) -> Measurement:
-    """Each sample is the mean of so many calls that it lasts 20 us; warm unless cold was asked for."""
+    """Each sample is the mean of enough calls to last 20 us; warm unless cold was asked for."""
     import torch
 
     device = torch.device("cpu")

@@ -212,7 +212,7 @@ def _parser() -> Parser:
     parser.add_argument("--testlist", metavar="FILE", help="cases of a file, one set of flags per line")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains the text")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="turns of each side that count (9)")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no further case after so many seconds")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no further case after SECONDS")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threshold", type=float, default=0.02, help="smallest difference that matters (0.02)")
     parser.add_argument("--output_path", type=Path, metavar="FILE.jsonl", help="rows are appended")

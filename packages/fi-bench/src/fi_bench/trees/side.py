@@ -120,7 +120,7 @@ class Turns:
         return metrics
 
     def _walk(self, calls: list[Callable[[], object]]) -> tuple[Callable[[], object], int]:
-        """All calls as one graph; where they cannot be captured, one after another behind a wait of so many cycles."""
+        """All calls as one graph; where they cannot be captured, one after another behind a wait of these cycles."""
         import torch
 
         def eager() -> None:

@@ -69,7 +69,7 @@ def pack(mask: torch.Tensor, elements: torch.Tensor, buffer: torch.Tensor | None
     else:
         packed = buffer[:size]
     elements, bounds = (x.to(mask.device, non_blocking=True) for x in (elements, bounds))
-    # An empty segment at the end takes what the packed mask is longer than its contents.
+    # An empty segment at the end covers the bytes of the packed mask beyond its contents.
     ends = torch.cat((bounds, bounds.new_full((1,), size).maximum(bounds[-1:])))
     packbits_segments(packed, mask.contiguous(), torch.cat((elements, elements[-1:])), ends)
     return packed, bounds

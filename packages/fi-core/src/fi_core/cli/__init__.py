@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.parser.print_help()
             return OK
         return _answer(args)
-    except SystemExit as stop:  # argparse has printed its help, or what is wrong with the arguments
+    except SystemExit as stop:  # argparse has printed its help or an error
         return stop.code if isinstance(stop.code, int) else USAGE
     except BrokenPipeError:  # the reader of a pipe left; what Python flushes at exit has nowhere to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -38,7 +38,7 @@ def _answer(args: argparse.Namespace) -> int:
     except UsageError as error:
         parser: argparse.ArgumentParser = args.parser
         parser.error(str(error))
-    except (OSError, RuntimeError, ValueError) as error:  # FiError and what the system refuses
+    except (OSError, RuntimeError, ValueError) as error:  # FiError, and errors of the system
         report = Report({"error": str(error)}, [], ok=False)
         print(f"fi-core: {error}", file=sys.stderr)
     if args.json:

@@ -132,7 +132,7 @@ def parser() -> argparse.ArgumentParser:
     cache.add("verify", "cache:verify", "Check every entry against its manifest; fails if one is damaged.")
     text = "Remove leftovers, and entries beyond the limits, least recently used first."
     prune = cache.add("prune", "cache:prune", text)
-    prune.add_argument("--max-age-days", type=_days, metavar="DAYS", help="keep entries used within so many days")
+    prune.add_argument("--max-age-days", type=_days, metavar="DAYS", help="keep entries used within DAYS days")
     prune.add_argument("--max-bytes", type=_size, metavar="SIZE", help="keep at most this much, such as 500M")
     cache.add("clear", "cache:clear", "Remove every entry.")
     commands.add("clear-cache", "cache:clear", "Remove every entry, as `cache clear` does.")

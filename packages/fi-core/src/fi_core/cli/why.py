@@ -1,4 +1,4 @@
-"""`fi-core why`: how a call is computed, and why so: the Choice of each op, what it launches, where its files are."""
+"""`fi-core why`: how a call is computed, and why: the Choice of each op, its launches, and the places of its files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Chooses (runner, tactic) pairs from tables made offline, behind the interface of FlashInfer's autotuner.
 
 fi measures nothing at run time. Pure functions of the shape choose the configuration of its kernels, so a call inside
-`autotune()` gives the same result as outside, and all ranks choose alike. Operators with several runners look up
+`autotune()` gives the same result as outside, and all ranks choose the same. Operators with several runners look up
 shapes in a table file; a shape that the table lacks takes runner 0 with its default tactic, -1.
 """
 
@@ -194,7 +194,7 @@ class AutoTuner:
             Whether the file is used. A file made for another GPU or version is not, and a warning tells so.
 
         Raises:
-            ValueError: The file is no JSON object.
+            ValueError: The file is not a JSON object.
         """
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(raw, dict):

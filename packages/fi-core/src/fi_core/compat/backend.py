@@ -48,7 +48,7 @@ def supported_compute_capability(supported_ccs: Iterable[int]) -> Callable[[F], 
         supported_ccs: list of `major * 10 + minor`.
 
     Raises:
-        TypeError: supported_ccs is no list of int.
+        TypeError: supported_ccs is not a list of int.
     """
     if not isinstance(supported_ccs, list):
         raise TypeError(f"supported_ccs: must be a list of int, got {type(supported_ccs).__name__}")

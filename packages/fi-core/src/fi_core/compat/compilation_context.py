@@ -65,7 +65,7 @@ def parse_target(word: str) -> Target:
     """Parses a target: "cpu", "sm_90a", "90a" or "9.0a". Without a suffix it is the target of calls on such a GPU.
 
     Raises:
-        ValueError: word is no target.
+        ValueError: word is not a target.
     """
     if word == "cpu":
         return CPU

@@ -182,7 +182,7 @@ def bmm_fp8(
 
 
 def _flat(scale: torch.Tensor) -> torch.Tensor:
-    """One element has one dimension, so that it is no scale of a block."""
+    """One element has one dimension, so it is not a block scale."""
     return scale.reshape(1) if scale.ndim > 1 and scale.numel() == 1 else scale
 
 

@@ -225,7 +225,7 @@ def build_jit_specs(specs: Iterable[JitSpec], verbose: bool = False, skip_prebui
         skip_prebuilt: whether files that exist are not compiled again.
 
     Raises:
-        TypeError: An element is no JitSpec.
+        TypeError: An element is not a JitSpec.
         MissingJITCacheError: FI_JIT=off forbids compiling.
         CompileError: A compiler fails.
     """

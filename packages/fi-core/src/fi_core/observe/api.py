@@ -42,5 +42,7 @@ def _find(known: dict[str, Any], name: str, kind: str) -> Any:
         for family in sys.modules["fi_core"]._MODULES:  # the public modules, by fi_core's own list
             importlib.import_module(f"fi_core.{family}")
     if name not in known:
-        raise LookupError(f"{name!r} is no {kind} of the API; only what fi_api marks is replayed")
+        raise LookupError(
+            f"{name!r} is not a {kind} of the API; only functions and classes that fi_api marks are replayed"
+        )
     return known[name]

@@ -190,7 +190,7 @@ def _enums(base: type[Enum] = Enum) -> Iterator[type[Enum]]:
 def _enum(name: str, member: str) -> Enum:
     known = {name_of(cls): cls for cls in _enums()}
     if name not in known:
-        raise LookupError(f"{name!r} is no enum of fi_core")
+        raise LookupError(f"{name!r} is not an enum of fi_core")
     if member not in known[name].__members__:
         raise LookupError(f"{name!r} has no member {member!r}")
     return known[name].__members__[member]

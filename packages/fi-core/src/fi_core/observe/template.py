@@ -84,10 +84,10 @@ class TraceTemplate:
     make       (draw, **sizes) -> the arguments of one call by parameter; `draw` is a `Draw`, sizes have defaults
     plan       (wrapper class, arguments) -> a planned wrapper, if the function is its `run`; arguments of the
                constructor and of `plan` are then arguments of the call too
-    samples    sizes and dtypes for tests, as the function `samples` gives them; () if the defaults of `make` do
+    samples    sizes and dtypes for tests, as the function `samples` gives them; (): the defaults of `make`
     work       arguments -> Work; or a number: so many operations an element of the outputs, and every tensor once
     eager      the function in eager torch, of the same arguments as the reference and in their dtypes: a baseline
-    tolerance  (rtol, atol) by output name or by dtype, where `default_tolerances` does not do
+    tolerance  (rtol, atol) by output name or by dtype, where `default_tolerances` does not fit
     """
 
     op_type: str
@@ -152,7 +152,7 @@ class TraceTemplate:
         source = reference or self.reference
         function = source[-1] if isinstance(source, Sequence) and not isinstance(source, str) else source
         if not callable(function):
-            raise ValueError(f"{self.op_type}: its reference is no function")
+            raise ValueError(f"{self.op_type}: its reference is not a function")
         given = self.values(arguments)
         outputs = function(**{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in given.items()})
         return dict(zip(self.outputs, outputs if isinstance(outputs, tuple) else (outputs,)))
@@ -206,7 +206,7 @@ class TraceTemplate:
             if isinstance(entry, Tensor):
                 yield from (f"{key!r} has the undeclared axis {a!r}" for a in entry.dim_names if a not in self.axes)
                 if entry.dtype_from is not None and entry.dtype_from not in self.inputs:
-                    yield f"{key!r} takes its dtype from {entry.dtype_from!r}, which is no input"
+                    yield f"{key!r} takes its dtype from {entry.dtype_from!r}, which is not an input"
         for key, entry in self.outputs.items():
             if isinstance(entry, Tensor) and not (entry.dtype or entry.dtype_from or entry.dtype_from_scalar):
                 if not any(set(entry.dim_names) & set(other.dim_names) for other in shaped):
@@ -293,7 +293,7 @@ class TraceTemplate:
 def with_sizes(
     make: Callable[..., dict[str, Any]], hidden: Sequence[str], **usual: Any
 ) -> Callable[..., dict[str, Any]]:
-    """A `make` with these defaults; the hidden parameters are no sizes that a user can choose."""
+    """A `make` with these defaults; the hidden parameters are not sizes that a user can choose."""
     found = functools.partial(make, **usual)
     parameters = inspect.signature(found).parameters.values()
     found.__signature__ = inspect.Signature([p for p in parameters if p.name not in hidden])  # type: ignore[attr-defined]

@@ -458,7 +458,7 @@ def shuffle_matrix_a(input_tensor: torch.Tensor, epilogue_tile_m: int) -> torch.
     """Permutes the rows of a weight for a trtllm-style kernel, as `get_shuffle_matrix_a_row_indices` defines it.
 
     Args:
-        input_tensor: `[m, k]`, any dtype; m a multiple of 32, or of 16 if epilogue_tile_m is no multiple of 128.
+        input_tensor: `[m, k]`, any dtype; m a multiple of 32, or of 16 if epilogue_tile_m is not a multiple of 128.
         epilogue_tile_m: rows of the epilogue tile of the kernel.
 
     Returns:

@@ -30,7 +30,7 @@ class UnknownWordError(FiError, KeyError):
 
 
 def blame(error: Exception, **tensors: Any) -> NoReturn:
-    """Raises a TypeError for the first of these arguments of a failed call that is no dense tensor, else the error."""
+    """Raises a TypeError for the first of these arguments that is not a dense tensor, else the error of the call."""
     import torch
 
     for name, value in tensors.items():

@@ -31,7 +31,7 @@ def make(path: Path) -> None:
 
 
 def opened(path: Path, mode: str) -> IO[Any]:
-    """Opens a file to write ("w", "wb": anew) or to append ("a"): ours alone, with mode 0600 and no link, or a device.
+    """Opens an empty file ("w", "wb") or one to append to ("a"): owned by this user, mode 0600, no links; or a device.
 
     Raises:
         PermissionError: Another user could have put it there, or it has a second name elsewhere.
@@ -91,7 +91,7 @@ def _reader(path: Path) -> IO[bytes]:
 
 
 def content(path: Path) -> bytes:
-    """The bytes of a regular file, whoever wrote it."""
+    """The bytes of a regular file of any owner."""
     with _reader(path) as file:
         return file.read()
 

@@ -38,7 +38,7 @@ class BenchTimes(tuple[float, float]):
         self.samples = list(samples)
         return self
 
-    # numpy.std(x) calls x.std() if x has that attribute, hence the longer names.
+    # numpy.std(x) calls x.std() if x has that attribute, so the names are longer.
     @property
     def median_ms(self) -> float:
         return self[0]

@@ -67,7 +67,7 @@ def per_request(x: torch.Tensor) -> Operand:
 
 
 def page_table(x: torch.Tensor, pages: int) -> Operand:
-    """`[batch, max_pages]` page ids, contiguous in the last dimension, limited to so many pages of each request."""
+    """`[batch, max_pages]` page ids, contiguous in the last dimension, limited to a number of pages per request."""
     pitch = x.stride(0) if x.shape[0] > 1 else x.shape[1]
     return Operand(x, (x.shape[0], 1, min(pages, x.shape[1]), 1), (pitch, pitch, 1, 1))
 
@@ -195,7 +195,7 @@ def attend(operands: dict[str, Operand], workspace: torch.Tensor, scale: float, 
                 raise UnsupportedError(f"{name}: float16 or bfloat16 is required; got {operands[name].data.dtype}")
         options: dict[str, Any] = {"attn_scale": scale, "causal": causal, "window_left": window_left}
         table = operands.get("paged_attention_k_table")
-        if table is not None:  # cuDNN wants it to have just the pages that so many keys take
+        if table is not None:  # cuDNN requires exactly the pages that this many keys take
             options["paged_attention_max_seq_len_kv"] = table.shape[2] * operands["k"].shape[2]
         if len(_graphs) == _MOST_GRAPHS:
             del _graphs[next(iter(_graphs))]

@@ -103,7 +103,7 @@ class PlannedBatch:
         return dense(x.unflatten(0, (len(self._kept["lens_q"]), -1)).transpose(1, 2))
 
     def without_keys(self, rows: int) -> torch.Tensor:
-        """Which of so many rows belong to a request without keys: bool `[rows]`."""
+        """Which of the first rows belong to a request without keys: bool `[rows]`."""
         import torch
 
         ends = self._kept["rows"][1:]

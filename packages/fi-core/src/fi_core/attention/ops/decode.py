@@ -251,7 +251,7 @@ class Buffers(NamedTuple):
         num_ctas: CTAs of the persistent kernel.
         num_ranges: most work ranges of the schedule. A work range is a run of consecutive work tiles for one CTA.
         split_kv: how the keys of a request are split. BALANCED: over CTAs of equal work. NO_SPLIT: not at all. A
-            positive number (`kv_chunk_tiles`): into chunks of so many KV tiles of 64 tokens from position 0, so that
+            positive number (`kv_chunk_tiles`): into chunks of this many KV tiles of 64 tokens from position 0, so that
             the result of a request does not depend on its batch.
     """
 
@@ -298,7 +298,7 @@ def num_q_tiles(num_qo_heads: int, num_kv_heads: int, q_len: int = 1) -> int:
 
 
 def kv_chunk_tiles(chunk_tokens: int) -> int:
-    """The value of `split_kv` for chunks of at least so many tokens: whole KV tiles of 64."""
+    """The value of `split_kv` for chunks of at least this many tokens: whole KV tiles of 64."""
     return ceil_div(max(1, chunk_tokens), KV_TILE)
 
 

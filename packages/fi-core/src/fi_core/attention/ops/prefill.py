@@ -282,7 +282,7 @@ def requests(schedule: torch.Tensor, batch_size: int) -> torch.Tensor:
 
 
 def schedule_words(batch_size: int, qo_tokens: int, tile_tokens: int) -> int:
-    """Length of the schedule of a batch of so many query tokens, in work tiles of `tile_tokens`."""
+    """Length of the schedule of a batch of this many query tokens, in work tiles of `tile_tokens`."""
     return _HEADER + _COUNTERS + 4 * batch_size + 2 * (qo_tokens // tile_tokens + batch_size)
 
 

@@ -60,4 +60,4 @@ def lengths(
 def check_lengths(found: Sequence[int], q_len: int) -> None:
     if short := [b for b, n in enumerate(found) if n < q_len]:
         b = short[0]
-        raise ValueError(f"q_len_per_req: all requests must have so many tokens, {q_len}; request {b} has {found[b]}")
+        raise ValueError(f"q_len_per_req: all requests must have {q_len} tokens; request {b} has {found[b]}")

@@ -225,8 +225,8 @@ class BatchDecodePlan(BatchWrapper):
             block_tables: kept as `_block_tables`. With backend "cudnn" its width bounds the lengths; without it plan
                 synchronises to read them.
             seq_lens: int32, uint32 or int64 `[batch_size]`; lengths, instead of those by last_page_len.
-            fixed_split_size: splits each request into chunks of so many pages, rounded up to 64 tokens; None or -1: no
-                chunks. The result of a request then has the same bits alone and in any batch.
+            fixed_split_size: splits each request into chunks of this many pages, rounded up to 64 tokens; None or -1:
+                no chunks. The result of a request then has the same bits alone and in any batch.
             disable_split_kv: requests are not split. The result of a request then has the same bits alone and in any
                 batch.
             q_len_per_req: query tokens of each request, its last ones; each attends to the keys up to its own position.

@@ -61,7 +61,7 @@ class Planner:
     ) -> list[int]:
         """Plans for the wrapper that owns the int workspace; its page table must be in place.
 
-        Arguments that are not listed are ignored. Options of the wrapper's plan that are no arguments here are kept.
+        Arguments that are not listed are ignored. Options of the wrapper's plan that are not arguments here are kept.
 
         Args:
             int_workspace_buffer: identifies the wrapper.

@@ -143,7 +143,7 @@ def peek(key: str) -> Path | None:
 
 def lookup(key: str) -> Path | None:
     """The directory of a sound entry, or None. A damaged entry is set aside, because another process may have mapped
-    it; one that this process may not read is no damage, and the store of another user is left as it is.
+    it; one that this process may not read is not damaged, and the store of another user is not changed.
     """
     for path, owner in _places(key):
         try:

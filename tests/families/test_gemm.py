@@ -111,6 +111,17 @@ def test_groups(dtype: torch.dtype, device: str) -> None:
         assert_guards(out)
 
 
+def test_an_index_is_that_of_128_rows() -> None:
+    x, scale = torch.ones(256, 128).to(E4M3), torch.ones(256, 1)
+    b, b_scale = torch.ones(2, 128, 128).to(E4M3), torch.ones(2, 1, 1)
+    indices = torch.tensor([0] * 128 + [1] * 100 + [-1] * 28, dtype=torch.int32)
+    out = fi_core.gemm.group_deepgemm_fp8_nt_groupwise(x, b, scale, b_scale, indices)
+    assert (out[:228] == 128).all()
+    indices[200] = 0
+    with pytest.raises(ValueError, match=r"m_indices must be the same, or -1, for each 128 rows.*got 0 at 200 after 1"):
+        fi_core.gemm.group_deepgemm_fp8_nt_groupwise(x, b, scale, b_scale, indices)
+
+
 def test_masked_rows_and_row_indices(device: str) -> None:
     a, b = rand(4, 150, 128, dtype=E4M3, device=device), rand(4, 200, 128, dtype=E4M3, device=device, seed=1)
     sa, sb = (rand(4, s, 1, dtype=torch.float32, device=device).abs() for s in (150, 2))

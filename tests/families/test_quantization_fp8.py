@@ -151,6 +151,11 @@ X = torch.zeros(4, 64, dtype=torch.bfloat16)
             ValueError,
             r"scale_tensor: \[sf_rows, sf_columns\] is required; got shape \(9,\)",
         ),
+        (
+            lambda: fi_core.mxfp8_dequantize_host(X.to(torch.int8), torch.zeros(128, 4, dtype=torch.uint8)),
+            TypeError,
+            "input: uint8 or float8_e4m3fn is required; got torch.int8",
+        ),
     ],
 )
 def test_refusals_name_the_argument(call: Any, error: type[Exception], words: str) -> None:

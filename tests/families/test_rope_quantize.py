@@ -294,7 +294,11 @@ def test_rejects(change: dict[str, Any], error: type[Exception], words: str) -> 
         ({"paged_kv_cache": tuple(x.half() for x in _PAGED["paged_kv_cache"])}, ValueError, "requires out in"),
         ({"paged_kv_cache": _PAGED["paged_kv_cache"][:1] * 2}, ValueError, "v_cache must have shape"),
         ({"v": None}, ValueError, "v must be a tensor where k_rope has heads"),
-        ({"v": None, "paged_kv_cache": torch.zeros(1)}, TypeError, "paged_kv_cache must be tuple"),
+        (
+            {"v": None, "paged_kv_cache": torch.zeros(1)},
+            TypeError,
+            r"paged_kv_cache: a tuple \(ckv_cache, kpe_cache\) is required",
+        ),
         ({"batch_indices": _INDEX[:3]}, ValueError, "batch_indices must have shape"),
         ({"positions": _INDEX.float()}, TypeError, "positions must be int32 or int64"),
         ({"kv_indices": torch.zeros(8, dtype=torch.int32)[::2]}, ValueError, "kv_indices must be contiguous"),

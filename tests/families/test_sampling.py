@@ -423,7 +423,7 @@ def test_check_nan(device: str) -> None:
         ({"min_p": 2}, ValueError, "min_p"),
         ({"top_k": -2}, ValueError, "top_k"),
         ({"top_k": 2.5}, TypeError, "top_k must be .* integer or None; got a float"),
-        ({"top_k": "3"}, TypeError, "top_k must be .*; got a str"),
+        ({"top_k": "3"}, TypeError, "top_k: a number or a 1D tensor is required; got str"),
         ({"top_k": math.inf}, TypeError, "top_k must be .* integer or None; got a float"),
         ({"temperature": -1.0}, ValueError, "temperature"),
         ({"temperature": torch.ones(2).int()}, ValueError, "temperature: a tensor of a float dtype is required"),
@@ -451,7 +451,7 @@ def test_errors_name_the_argument(arguments: dict[str, Any], error: type[Excepti
     "draw", [fi_core.top_p_sampling_from_probs, fi_core.top_k_mask_logits, fi_core.top_k_renorm_probs]
 )
 def test_a_filter_is_required(draw: Draw) -> None:
-    with pytest.raises(TypeError, match=r"top_[kp] must be a torch.Tensor or .*; got None"):
+    with pytest.raises(TypeError, match=r"top_[kp]: a number or a 1D tensor is required; got NoneType"):
         draw(torch.ones(2, 8), None)
 
 
@@ -468,29 +468,6 @@ def test_wrong_rows_are_refused() -> None:
         fi_core.sampling_from_probs(torch.ones(2, 0), seed=0, offset=0)
     double = torch.ones(2, 8).double()
     assert fi_core.sampling_from_probs(double, seed=0, offset=0).dtype == torch.int32
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("impl", ["cluster", "cuda"])
-def test_graphs_read_seeds_on_the_device(impl: str) -> None:
-    if impl not in impls("sample", "cuda"):
-        pytest.skip(f"{impl} does not run on this device")
-    x = normal_logits(5, 128256, "cuda", scale=2.0)
-    seed, offset = torch.zeros(5, dtype=torch.int64, device="cuda"), torch.zeros(5, dtype=torch.int64, device="cuda")
-    p = torch.full((5,), 0.9, device="cuda")
-    with using("sample", impl):
-        sample_from_logits(x, seed=seed, offset=offset, top_p=p)
-        stream = torch.cuda.Stream()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            tokens, valid = sample_from_logits(x, seed=seed, offset=offset, top_p=p)
-        for step in range(4):
-            seed.fill_(step)
-            offset.copy_(torch.arange(5) * step)
-            p.fill_(0.5 + 0.1 * step)
-            graph.replay()
-            want, _ = sample_from_logits(x, seed=seed.clone(), offset=offset.clone(), top_p=p.clone())
-            assert torch.equal(tokens, want) and bool(valid.all())
 
 
 def test_fully_masked_rows(device: str) -> None:

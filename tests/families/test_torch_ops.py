@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fi_core
 from families.harness import FP8
 from fi_bench.startup.calls import arguments as arguments_of
+from fi_core.gemm.ops import gemm
 from fi_core.registry import load, ops, supports
 from fi_core.runtime.launch.operator import operators
 from fi_core.runtime.resolve import checks
@@ -119,6 +120,14 @@ def test_opcheck(name: str, calls: dict[str, tuple[Any, ...]]) -> None:
     if not any(isinstance(a, torch.Tensor) and a.dtype in FP8 for a in calls[name]):
         checks += ["test_schema", "test_aot_dispatch_dynamic"]
     torch.library.opcheck(getattr(torch.ops.fi_core, name).default, calls[name], test_utils=checks)
+
+
+def test_a_fake_tensor_among_others_has_no_memory() -> None:
+    """Outside of its mode its address is its offset in bytes, so the kernel of a like call before would read there."""
+    x, w, out = (torch.randn(rows, 64).half() for rows in (4, 70, 4))
+    gemm(out, x, w[6:])
+    with pytest.raises(TypeError, match="gemm: torch's dispatcher, which alone can read b, refuses the call"):
+        gemm(out, x, FakeTensorMode().from_tensor(w)[6:])
 
 
 @EACH_OP

@@ -285,6 +285,7 @@ def test_arguments_are_checked(device: str) -> None:
             "^mask_begin: declared int32_t.*int32 is required; got torch.float32",
         ),
         ((bits, begin.repeat(2)[::2], SM_SCALE), ValueError, "^mask_begin: .*contiguous"),
+        ((bits, begin.to("meta"), SM_SCALE), TypeError, "^mask_begin: a dense tensor with data.*got a meta tensor"),
         ((bits, begin, "0.1"), TypeError, "^sm_scale: declared double, so a number is required; got str"),
         ((bits, begin, SM_SCALE, 1), TypeError, "mask_bits, mask_begin, sm_scale are taken; got 4"),
     ):

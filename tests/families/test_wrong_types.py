@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -108,6 +111,8 @@ INDPTR, LAST = torch.tensor([0, 1], dtype=torch.int32), torch.ones(1, dtype=torc
         ({"jit_args": 3}, "jit_args: a tuple is required"),
         ({"paged_kv_indptr_buffer": torch.zeros(1, dtype=torch.int32).expand(2)}, "paged_kv_indptr_buffer: a contig"),
         ({"paged_kv_indices_buffer": INDPTR[None]}, "paged_kv_indices_buffer: a contig"),
+        ({"float_workspace_buffer": torch._neg_view(WORKSPACE)}, "float_workspace_buffer: .*got negated"),
+        ({"jit_kwargs": torch.ones(2)}, "WithPagedKVCacheWrapper: jit_kwargs must be a dict or None; got a Tensor"),
     ],
 )
 def test_an_argument_of_a_wrapper_is_named(wrong: dict[str, Any], named: str) -> None:
@@ -125,16 +130,36 @@ def test_an_argument_of_a_wrapper_is_named(wrong: dict[str, Any], named: str) ->
     ("wrong", "named"),
     [
         ({"rope_scale": torch.ones(2)}, "rope_scale: a number is required"),
-        ({"fixed_split_size": torch.ones(2)}, "fixed_split_size: pages"),
+        ({"fixed_split_size": torch.ones(2)}, "plan: fixed_split_size must be an integer or None; got a Tensor"),
         ({"indptr": INDPTR[None]}, "indptr: .*integers are required"),
         ({"indices": [0]}, "indices: a torch.Tensor is required"),
+        ({"is_causal": torch.ones(2)}, "plan: is_causal must be a bool or None; got a Tensor"),
+        (
+            {"seq_lens": LAST.to_sparse(), "q_len_per_req": 2},
+            "plan: seq_lens must be a dense tensor with data; got layout torch.sparse_coo",
+        ),
     ],
 )
 def test_an_argument_of_plan_is_named(wrong: dict[str, Any], named: str) -> None:
     given = {"indptr": INDPTR, "indices": INDPTR, "last_page_len": LAST, "num_qo_heads": 1, "num_kv_heads": 1}
-    wrapper = fi_core.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper = fi_core.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, use_tensor_cores=True)
     with pytest.raises((TypeError, ValueError), match=named):
         wrapper.plan(**{**given, "head_dim": 64, "page_size": 1, **wrong})
+
+
+def test_integers_have_64_bits() -> None:
+    with pytest.raises(
+        ValueError, match=r"mxfp8_quantize: alignment must be an integer of 64 bits; got 9223372036854775808"
+    ):
+        fi_core.mxfp8_quantize(torch.ones(2, 32), alignment=2**63)
+
+
+def test_values_that_shape_a_result_need_data() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    offsets = FakeTensorMode().from_tensor(INDPTR)
+    with pytest.raises(NotImplementedError, match="segment_packbits: values of indptr shape the result"):
+        fi_core.segment_packbits(torch.ones(1, dtype=torch.bool), offsets)
 
 
 def test_other_errors_stay() -> None:
@@ -142,3 +167,45 @@ def test_other_errors_stay() -> None:
         fi_core.rmsnorm(torch.ones(()), torch.ones(1))
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'weight'"):
         fi_core.rmsnorm(torch.ones(2, 8))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: fi_core.silu_and_mul(torch.empty(4, 8, device="meta")),
+        lambda: fi_core.rmsnorm(torch.ones(4, 8), torch.ones(9)),
+        lambda: fi_core.rmsnorm([1.0], torch.ones(9)),  # type: ignore[arg-type]
+    ],
+)
+def test_no_frames_of_ours_in_a_traceback(call: Callable[[], Any]) -> None:
+    """Words of our own need no frames: those of the caller, the function and its check remain; none of C++."""
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call()
+    files = [Path(entry.filename).name for entry in traceback.extract_tb(caught.value.__traceback__)]
+    assert len(files) <= 4 and "<unknown>" not in files, files
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_tables_of_64_bits(graph: bool, device: str) -> None:
+    """`plan` converts them, for decode and prefill alike, and copies them into the buffers of a CUDA graph."""
+    q, cache = torch.randn(2, 4, 64, device=device).half(), torch.randn(3, 2, 16, 2, 64, device=device).half()
+    workspace = torch.empty(1 << 24, dtype=torch.uint8, device=device)
+    indptr, indices, last = torch.tensor([0, 1, 3]), torch.tensor([2, 0, 1]), torch.tensor([7, 16])
+    rows = torch.tensor([0, 1, 2])
+    results = []
+    for dtype in (torch.int32, torch.int64):
+        tables = [table.to(device, dtype) for table in (indptr, indices, last)]
+        buffers = [table.to(torch.int32) for table in tables]
+        decode = (
+            fi_core.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace, *buffers)
+            if graph
+            else fi_core.BatchDecodeWithPagedKVCacheWrapper(workspace)
+        )
+        decode.plan(*tables, 4, 2, 64, 16)
+        results.append(decode.run(q, cache))
+        prefill = fi_core.BatchPrefillWithPagedKVCacheWrapper(workspace)
+        prefill.plan(rows.to(device, dtype), *tables, 4, 2, 64, 16, causal=True)
+        results.append(prefill.run(q, cache))
+    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
+    with pytest.raises(TypeError, match="int32"):
+        fi_core.BatchDecodeWithPagedKVCacheWrapper(workspace).plan(indptr.float(), indices, last, 4, 2, 64, 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -137,6 +138,20 @@ def _custom(kind: str) -> tuple[Any, ...]:
     return module, q[0] if kind == "decode" else q, k, v, *example.make(lens, variants.HEADS[0], "cpu"), *example.values
 
 
+def _with_slopes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as a user calls it who wrote the variant: what code of a user reads is for the user to check."""
+
+    @functools.wraps(function)
+    def call(*given: Any, **options: Any) -> Any:
+        slopes = given[4] if len(given) > 4 else None
+        heads = given[1].shape[-2] if isinstance(given[1], torch.Tensor) and given[1].ndim > 1 else 0
+        if isinstance(slopes, torch.Tensor) and slopes.numel() < heads:
+            raise ValueError(f"args: a slope for each of {heads} heads is required; got {slopes.numel()}")
+        return function(*given, **options)
+
+    return call
+
+
 def _find(name: str) -> Callable[..., Any]:
     found: Any = fi_core
     for word in name.split("."):
@@ -166,8 +181,9 @@ def _examples() -> Iterator[Scenario]:
         ("cudnn prefill", fi_core.prefill.cudnn_batch_prefill_with_kv_cache, lambda: {
             "q": b.q, "k_cache": b.cache[0], "v_cache": b.cache[1], **cudnn.prefill_arguments(b),
         }),
-        ("custom decode", decode.single_decode_with_kv_cache_with_jit_module, lambda: _custom("decode")),
-        ("custom prefill", fi_core.prefill.single_prefill_with_kv_cache_with_jit_module, lambda: _custom("prefill")),
+        ("custom decode", _with_slopes(decode.single_decode_with_kv_cache_with_jit_module), lambda: _custom("decode")),
+        ("custom prefill", _with_slopes(fi_core.prefill.single_prefill_with_kv_cache_with_jit_module),
+         lambda: _custom("prefill")),
     ):  # fmt: skip
         yield _plain(name, function, make)
 

@@ -243,7 +243,9 @@ def scalar(rng: Random, value: Any, wild: bool = False) -> Change:
         return Change(*_named(rng.choice(DTYPES)))
     if isinstance(value, float):
         number = float(rng.choice(NUMBERS))
-        return Change(repr(number), number, extreme=not 1e-4 < abs(number) < 1e4)
+        # A factor that is much larger also magnifies roundings beyond the tolerance.
+        usual = 1e-4 < abs(number) < 1e4 and abs(number) <= max(2.0, 16 * abs(value))
+        return Change(repr(number), number, extreme=not usual)
     if isinstance(value, int) and not wild:
         return Change(*_named(rng.choice([n for n in NUMBERS if isinstance(n, int)])))
     number = rng.choice(NUMBERS)

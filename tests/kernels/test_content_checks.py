@@ -7,7 +7,7 @@ import pytest
 from kernels.mock_driver import Gpu, Tensor, launches
 from kernels.test_mock_driver import Start, driver, start  # noqa: F401  (fixtures)
 
-X, Y, INDPTR, NEW = 0x100000, 0x200000, 0x300000, 0x400000
+X, Y, INDPTR, NEW = 0x7F000100000, 0x7F000200000, 0x7F000300000, 0x7F000400000
 
 
 def call(gpu: Gpu, elements: int) -> list[str]:

@@ -15,24 +15,24 @@ from kernels.test_mock_driver import Start, driver, start  # noqa: F401  (fixtur
 
 BATCH, CTAS, Q_HEADS, KV_HEADS, PAGES, PAGE = 3, 132, 32, 8, 100, 16
 RANGES = 3 * CTAS
-K, V, Q = 0x1000000, 0x2000000, 0x3000000
+K, V, Q = 0x7F001000000, 0x7F002000000, 0x7F003000000
 
 
-MANY = Tensor(0x7000000, (100_000,), "i32")
+MANY = Tensor(0x7F007000000, (100_000,), "i32")
 
 
 def call(start: Start, implementation: str, dim: int = 128, kv: str = "bf16", **change: Any) -> list[Call]:  # noqa: F811
     shape = (PAGES, PAGE, KV_HEADS, dim)
     words, partials = 12 + (RANGES + 1) * 8 + BATCH * 4 + 2 * RANGES, 2 * RANGES
     arguments: dict[str, Any] = {
-        "out": Tensor(0x4000000, (BATCH, Q_HEADS, dim), "bf16"),
+        "out": Tensor(0x7F004000000, (BATCH, Q_HEADS, dim), "bf16"),
         "lse": None,
-        "workspace": Tensor(0x5000000, (partials, 16, dim + 2), "f32"),
-        "schedule": Tensor(0x6000000, (words,), "i32"),
+        "workspace": Tensor(0x7F005000000, (partials, 16, dim + 2), "f32"),
+        "schedule": Tensor(0x7F006000000, (words,), "i32"),
         "q": Tensor(Q, (BATCH, Q_HEADS, dim), "bf16"),
         "k_cache": Tensor(K, shape, kv),
         "v_cache": Tensor(V, shape, kv),
-        "page_indices": Tensor(0x7000000, (PAGES,), "i32"),
+        "page_indices": Tensor(0x7F007000000, (PAGES,), "i32"),
         "kv_layout": 0,
         "num_ctas": CTAS,
         "num_ranges": RANGES,
@@ -80,10 +80,10 @@ def test_a_copy_brings_whole_rows_of_one_page(start: Start, page: int, dim: int,
 def test_little_work_is_that_of_clusters(start: Start, q_heads: int, kv_heads: int, parts: int) -> None:  # noqa: F811
     change = {
         "q": Tensor(Q, (BATCH, q_heads, 128), "bf16"),
-        "out": Tensor(0x4000000, (BATCH, q_heads, 128), "bf16"),
+        "out": Tensor(0x7F004000000, (BATCH, q_heads, 128), "bf16"),
         "k_cache": Tensor(K, (PAGES, PAGE, kv_heads, 128), "bf16"),
         "v_cache": Tensor(V, (PAGES, PAGE, kv_heads, 128), "bf16"),
-        "page_indices": Tensor(0x7000000, (64,), "i32"),
+        "page_indices": Tensor(0x7F007000000, (64,), "i32"),
     }
     q_tiles = kv_heads * -(-q_heads // kv_heads // 16)
     for more in {}, {"page_indices": MANY, "window_left": 1000}:
@@ -114,7 +114,7 @@ def test_clusters_take_nothing_that_they_cannot(start: Start, change: dict[str, 
 
 def test_clusters_take_rows_where_pages_are_small(start: Start) -> None:  # noqa: F811
     pages = {name: Tensor(at, (PAGES, 3, KV_HEADS, 128), "bf16") for name, at in (("k_cache", K), ("v_cache", V))}
-    calls = call(start, "mma_sm80", page_indices=Tensor(0x7000000, (64,), "i32"), **pages)
+    calls = call(start, "mma_sm80", page_indices=Tensor(0x7F007000000, (64,), "i32"), **pages)
     (one,) = launches(calls)
     assert one["name"] == "batch_decode_cluster" and not any(c["call"] == "tensor_map" for c in calls)
     (one,) = launches(call(start, "mma_sm80", page_indices=MANY))
@@ -155,10 +155,10 @@ def test_only_cuda_cores_load_misaligned_rows(start: Start, implementation: str,
         ("tma_sm90", {"pos_encoding_mode": 1}, "backend must be fa2 for ROPE_LLAMA"),
         (
             "tma_sm90",
-            {"workspace": Tensor(0x5000000, (10, 16, 130), "f32")},
+            {"workspace": Tensor(0x7F005000000, (10, 16, 130), "f32")},
             "workspace must have 2 partials or more for each of 396 work ranges",
         ),
-        ("tma_sm90", {"schedule": Tensor(0x6000000, (100,), "i32")}, "schedule must have 3992 words"),
+        ("tma_sm90", {"schedule": Tensor(0x7F006000000, (100,), "i32")}, "schedule must have 3992 words"),
         ("tma_sm90", {"q_len": 2}, "q must have a multiple of q_len = 2 rows"),
     ],
 )

@@ -27,7 +27,7 @@ from kernels.mock_driver import CPU, INCLUDE, Call, Gpu, Tensor, build_driver, h
 
 Start = Callable[..., Gpu]
 AXES = {"dtype": "bf16", "out": "bf16", "residual": False}
-X, OUT, W, R, SCALE = 0x100000, 0x200000, 0x300000, 0x400000, 0x500000
+X, OUT, W, R, SCALE = 0x7F000100000, 0x7F000200000, 0x7F000300000, 0x7F000400000, 0x7F000500000
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from fi_core.attention.ops import prefill as ops
 from fi_core.runtime.spec.target import Target
 from kernels.mock_driver import Call, Gpu, Tensor, build_driver, launches, parameters
 
-OUT, LSE, SCHEDULE, Q, K, V, PAGES, SINKS, MASK, BOUNDS = (0x100000 * (i + 1) for i in range(10))
+OUT, LSE, SCHEDULE, Q, K, V, PAGES, SINKS, MASK, BOUNDS = (0x7F000100000 * (i + 1) for i in range(10))
 BATCH, ROWS, HEADS, KV_HEADS, NUM_PAGES, PAGE = 4, 1000, 32, 8, 300, 16
 TILE = ops.q_tile_tokens(HEADS, KV_HEADS)
 Prefill = Callable[..., list[Call]]

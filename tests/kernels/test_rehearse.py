@@ -26,10 +26,10 @@ DECODE = chosen(operator("batch_decode").op, HOPPER)
 
 def rmsnorm(rows: int, d: int) -> Call:
     return {
-        "out": Tensor(0x200000, (rows, d), "bf16"),
-        "input": Tensor(0x100000, (rows, d), "bf16"),
+        "out": Tensor(0x7F000200000, (rows, d), "bf16"),
+        "input": Tensor(0x7F000100000, (rows, d), "bf16"),
         "residual": None,
-        "weight": Tensor(0x300000, (d,), "bf16"),
+        "weight": Tensor(0x7F000300000, (d,), "bf16"),
         "scale": None,
         "eps": 1e-6,
         "weight_bias": 0.0,
@@ -40,14 +40,14 @@ def rmsnorm(rows: int, d: int) -> Call:
 def decode(pages_in_use: int) -> Call:
     cache, words = (PAGES, PAGE, KV_HEADS, 128), 12 + (RANGES + 1) * 8 + BATCH * 4 + 2 * RANGES
     return {
-        "out": Tensor(0x4000000, (BATCH, Q_HEADS, 128), "bf16"),
+        "out": Tensor(0x7F004000000, (BATCH, Q_HEADS, 128), "bf16"),
         "lse": None,
-        "workspace": Tensor(0x5000000, (2 * RANGES, 16, 130), "f32"),
-        "schedule": Tensor(0x6000000, (words,), "i32"),
-        "q": Tensor(0x3000000, (BATCH, Q_HEADS, 128), "bf16"),
-        "k_cache": Tensor(0x1000000, cache, "bf16"),
-        "v_cache": Tensor(0x2000000, cache, "bf16"),
-        "page_indices": Tensor(0x7000000, (pages_in_use,), "i32"),
+        "workspace": Tensor(0x7F005000000, (2 * RANGES, 16, 130), "f32"),
+        "schedule": Tensor(0x7F006000000, (words,), "i32"),
+        "q": Tensor(0x7F003000000, (BATCH, Q_HEADS, 128), "bf16"),
+        "k_cache": Tensor(0x7F001000000, cache, "bf16"),
+        "v_cache": Tensor(0x7F002000000, cache, "bf16"),
+        "page_indices": Tensor(0x7F007000000, (pages_in_use,), "i32"),
         "kv_layout": 0,
         "num_ctas": CTAS,
         "num_ranges": RANGES,

@@ -27,8 +27,8 @@ def calls_of(
     """The launches of a draw from `rows` rows, or of softmax (output 1). Filters: numbers, or tensors `[rows]`."""
     arguments = {
         **dict.fromkeys(("valid", "adjusted", "indices", "bias", "bitmask", "seen", "seen_count")),
-        "out": Tensor(0x200000, (rows, vocab), "f32") if output else Tensor(0x200000, (rows,), "i32"),
-        "input": Tensor(0x100000, (rows, vocab), dtype),
+        "out": Tensor(0x7F000200000, (rows, vocab), "f32") if output else Tensor(0x7F000200000, (rows,), "i32"),
+        "input": Tensor(0x7F000100000, (rows, vocab), dtype),
         **filter_of("temperature", 1.0),
         **filter_of("top_k", top_k, 0),
         **filter_of("top_p", top_p, 1.0),
@@ -103,7 +103,7 @@ def test_filters_as_numbers_launch_one_kernel(start: Start, filters: dict[str, A
 
 def test_filters_as_tensors_launch_both_kernels(start: Start) -> None:  # noqa: F811
     """Each kernel skips the rows of the other; only the device knows the values."""
-    for filters in ({"top_k": Tensor(0x300000, (3,), "i32")}, {"top_p": Tensor(0x300000, (3,), "f32")}):
+    for filters in ({"top_k": Tensor(0x7F000300000, (3,), "i32")}, {"top_p": Tensor(0x7F000300000, (3,), "f32")}):
         both = calls_of(start(90), 3, 32000, **filters)
         assert [one["name"].rsplit("_", 1)[0] for one in both] == ["sample_single_pass", "sample_cluster"]
         assert all(parameters(one, "SampleParams")["single_pass"] for one in both)

@@ -17,10 +17,10 @@ NON_PORTABLE = 14
 
 def calls_of(gpu: Gpu, rows: int, width: int, k: int, dtype: str = "f32", *, by_value: bool = False) -> list[Call]:
     arguments = {
-        "input": Tensor(0x100000, (rows, width), dtype),
+        "input": Tensor(0x7F000100000, (rows, width), dtype),
         "k": k,
-        "values": Tensor(0x200000, (rows, k), dtype),
-        "indices": Tensor(0x300000, (rows, k), "i64"),
+        "values": Tensor(0x7F000200000, (rows, k), dtype),
+        "indices": Tensor(0x7F000300000, (rows, k), "i64"),
         **dict.fromkeys(("out", "out_raw_indices", "lengths", "row_starts")),
         **dict.fromkeys(("src_page_table", "row_to_batch", "page_table_row_starts", "offsets")),
         "page_size": 1,

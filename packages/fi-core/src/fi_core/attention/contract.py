@@ -67,15 +67,27 @@ def check_workspace(buffer: torch.Tensor, name: str, contiguous: bool = True) ->
     """Raises ValueError unless the bytes of a workspace may be used for anything, and TypeError for no tensor."""
     if not hasattr(buffer, "layout"):
         blame(TypeError(), **{name: buffer})
-    if str(buffer.layout) != "torch.strided" or buffer.is_quantized or not buffer.ndim:
+    form = "nested" if buffer.is_nested else "conjugate" if buffer.is_conj() else "negated" if buffer.is_neg() else ""
+    if form or str(buffer.layout) != "torch.strided" or buffer.is_quantized or not buffer.ndim:
         raise ValueError(
-            f"{name}: a dense tensor of plain numbers is required, with a dimension; got {buffer.layout}, "
-            f"{buffer.dtype}, {buffer.ndim} dimensions"
+            f"{name}: a dense tensor of plain numbers is required, with a dimension; got "
+            f"{form or buffer.layout}, {buffer.dtype}, {buffer.ndim} dimensions"
         )
     if buffer.data_ptr() % 16:
         raise ValueError(f"{name}: alignment to 16 bytes is required; got address {buffer.data_ptr():#x}")
     if contiguous and not buffer.is_contiguous():
         raise ValueError(f"{name}: a contiguous tensor is required; got strides {buffer.stride()}")
+
+
+def viewed(name: str, x: torch.Tensor, *shape: int) -> torch.Tensor:
+    """A view of the tensor in another shape. Raises ValueError, naming the argument, if its strides permit none."""
+    try:
+        return x.view(*shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: strides that permit a view of shape {list(shape)} are required; got shape {list(x.shape)} with "
+            f"strides {x.stride()}: call .contiguous()"
+        ) from None
 
 
 def check_graph_buffer(buffer: torch.Tensor, name: str) -> None:

@@ -92,6 +92,11 @@ class CustomAttention:
         """One request; q `[heads, d]` or `[qo_len, heads, d]`."""
         if self.custom.op.name != "single_attention":
             raise ValueError(f"jit_module: one for a single request is required; got one for {self.custom.op.name}")
+        for name, x, ranks in (("q", q, (2, 3)), ("k", k, (3,)), ("v", v, (3,))):
+            if x.ndim not in ranks:
+                raise ValueError(
+                    f"{name}: {' or '.join(map(str, ranks))} dimensions are required; got {tuple(x.shape)}"
+                )
         self.check(q.dtype, k.dtype, self.dtypes[2], q.shape[-1], v.shape[-1])
         extras = self.variant.arguments(given, {}, {}, q.device)
         few = bool(dict(self.custom.axes)["few"])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fi_core.runtime.build import sources
 from fi_core.runtime.build.diagnose import USER_TEXT
 from fi_core.runtime.dispatch import Request, choose
+from fi_core.runtime.launch import torch_op
 from fi_core.runtime.launch.kernel import bind_artifacts
 from fi_core.runtime.launch.operator import target_of
 from fi_core.runtime.spec.artifact import Artifact
@@ -151,6 +152,8 @@ class Variant:
             if name.startswith("maybe"):
                 return None
             raise ValueError(f"{name}: the tensor ({kind}*) is missing; pass it after q, k and v")
+        if problem := torch_op.unreadable(value):
+            raise TypeError(f"{name}: a dense tensor with data is required; {problem}")
         if str(value.dtype).removeprefix("torch.") not in TENSOR_TYPES[kind]:
             wanted = " or ".join(TENSOR_TYPES[kind])
             raise TypeError(f"{name}: declared {kind}*, so dtype {wanted} is required; got {value.dtype}")
@@ -160,6 +163,8 @@ class Variant:
             raise ValueError(
                 f"{name}: the variant gets its address alone, so it must be contiguous; call .contiguous()"
             )
+        if value.data_ptr() % value.element_size():
+            raise ValueError(f"{name}: an address at a multiple of its element size is required; call .clone()")
         return value
 
 

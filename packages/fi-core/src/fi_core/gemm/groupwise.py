@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 
 _BLOCK = 128
 _E4M3_MAX = 448.0
-Granularity = tuple[int, int, int]
 Shape = tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=4096)
 def _check_shapes(
-    a: Shape, b: Shape, a_scale: Shape, b_scale: Shape, mode: str, granularity: Granularity, groups: bool
+    a: Shape, b: Shape, a_scale: Shape, b_scale: Shape, mode: str, granularity: tuple[int, int, int], groups: bool
 ) -> None:
     """Raises unless the shapes are those of a product with blocks of k; once for each combination."""
     *_, k = a
@@ -55,12 +54,15 @@ def _multiply(
     a_scale: torch.Tensor,
     b_scale: torch.Tensor,
     mode: str,
-    granularity: Granularity,
+    granularity: tuple[int, int, int],
     groups: bool = False,
     **more: Any,
 ) -> torch.Tensor:
     """Checks and computes a product; more: arguments of the op that name the groups."""
-    _check_shapes(a.shape, b.shape, a_scale.shape, b_scale.shape, mode, granularity, groups)
+    try:
+        _check_shapes(a.shape, b.shape, a_scale.shape, b_scale.shape, mode, granularity, groups)
+    except TypeError:  # of a key that has no hash
+        raise TypeError(f"scale_granularity_mnk must be a tuple of three integers; got {granularity!r}") from None
     if mode == "MN":
         a_scale, b_scale = a_scale.mT, b_scale.mT
     out = output(a, (*a.shape[:-1], b.shape[-2]), out, out_dtype)
@@ -98,7 +100,7 @@ def gemm_fp8_nt_groupwise(
     b_scale: torch.Tensor,
     scale_major_mode: str | None = None,
     mma_sm: int = 1,
-    scale_granularity_mnk: Granularity = (1, 128, 128),
+    scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     backend: str = "cutlass",
@@ -160,7 +162,7 @@ def group_gemm_fp8_nt_groupwise(
     a_scale: torch.Tensor,
     b_scale: torch.Tensor,
     m_indptr: torch.Tensor,
-    scale_granularity_mnk: Granularity = (1, 128, 128),
+    scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
     scale_major_mode: str = "MN",
     mma_sm: int = 1,
     out: torch.Tensor | None = None,
@@ -201,7 +203,7 @@ def group_deepgemm_fp8_nt_groupwise(
     a_scale: torch.Tensor,
     b_scale: torch.Tensor,
     m_indices: torch.Tensor,
-    scale_granularity_mnk: Granularity = (1, 128, 128),
+    scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
@@ -212,7 +214,8 @@ def group_deepgemm_fp8_nt_groupwise(
         b: `[groups, n, k]`, e4m3.
         a_scale: `[m, k / 128]`, fp32.
         b_scale: `[groups, ceil(n / 128), k / 128]`, fp32.
-        m_indices: `[m]`, int32. It is the same for each 128 rows, counted from 0; -1 marks rows that are not computed.
+        m_indices: `[m]`, int32. It is the same for each 128 rows, counted from 0, or -1, which marks rows whose result
+            is not defined.
         scale_granularity_mnk: (1, 128, 128).
         out: `[m, n]`; allocated if None.
         out_dtype: bf16, fp16 or fp32; None means that of out, or bf16.
@@ -235,7 +238,7 @@ def batch_deepgemm_fp8_nt_groupwise(
     b_scale: torch.Tensor,
     masked_m: torch.Tensor,
     expected_m: int,
-    scale_granularity_mnk: Granularity = (1, 128, 128),
+    scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     backend: str = "deepgemm",

@@ -8,7 +8,6 @@ from fi_core.gemm import trace
 from fi_core.gemm.dense import output
 from fi_core.gemm.ops import gemm
 from fi_core.observe.log import fi_api
-from fi_core.runtime.errors import blame
 
 if TYPE_CHECKING:
     from typing import Any
@@ -62,7 +61,7 @@ class SegmentGEMMWrapper:
             weight_column_major: the order of weights.
             out: `[cum_m, d_out]`; allocated in the dtype of x (bf16 for fp8) if None.
             seg_lens: `[batch_size]`, rows of each segment, which may be 0; required if seg_indptr is None.
-            seg_indptr: `[batch_size + 1]`, int32 or int64, offsets into x.
+            seg_indptr: `[batch_size + 1]`, int32 or int64, offsets into x. Rows of no segment are not written.
             weight_indices: `[batch_size]`, int32 or int64; None: segment i meets weights[i].
 
         Returns:
@@ -72,36 +71,29 @@ class SegmentGEMMWrapper:
             ValueError: Neither seg_lens nor seg_indptr is given, or a shape, stride or device does not fit.
             TypeError: A dtype does not fit.
         """
-        try:
-            return self._run(x, weights, batch_size, weight_column_major, out, seg_lens, seg_indptr, weight_indices)
-        except (AttributeError, TypeError) as error:
-            tables = {"seg_lens": seg_lens, "seg_indptr": seg_indptr, "weight_indices": weight_indices, "out": out}
-            blame(error, x=x, weights=weights, **{name: t for name, t in tables.items() if t is not None})
-
-    @staticmethod
-    def _run(
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        batch_size: int,
-        weight_column_major: bool,
-        out: torch.Tensor | None,
-        seg_lens: torch.Tensor | None,
-        seg_indptr: torch.Tensor | None,
-        weight_indices: torch.Tensor | None,
-    ) -> torch.Tensor:
-        if seg_indptr is None:
-            if seg_lens is None:
-                raise ValueError("seg_indptr must be given if seg_lens is None")
-            seg_indptr = seg_lens.new_zeros(batch_size + 1)
-            seg_indptr[1:] = seg_lens.cumsum(0)
-        if seg_indptr.shape != (batch_size + 1,):
-            raise ValueError(f"seg_indptr must have shape [{batch_size + 1}]; got {list(seg_indptr.shape)}")
+        offsets = _offsets(seg_lens, batch_size) if seg_indptr is None else seg_indptr
+        if offsets.shape != (batch_size + 1,):
+            raise ValueError(f"seg_indptr must have shape [{batch_size + 1}]; got {list(offsets.shape)}")
         if weight_indices is not None and weight_indices.shape != (batch_size,):
             raise ValueError(f"weight_indices must have shape [{batch_size}]; got {list(weight_indices.shape)}")
+        if x.ndim != 2 or weights.ndim != 3:
+            raise ValueError(
+                f"x and weights must have shapes [cum_m, d_in] and [num_weights, ..]; got {list(x.shape)} and "
+                f"{list(weights.shape)}"
+            )
         b = weights if weight_column_major else weights.mT
         out = output(x, (x.shape[0], b.shape[1]), out, x.dtype if out is None and x.dtype.itemsize > 1 else None)
         indices = None if weight_indices is None else weight_indices.int()
-        gemm(out, x, b, m_indptr=seg_indptr.int(), b_indices=indices)
+        gemm(out, x, b, m_indptr=offsets.int(), b_indices=indices)
         return out
 
     forward = run
+
+
+def _offsets(seg_lens: torch.Tensor | None, batch_size: int) -> torch.Tensor:
+    """The offsets of segments of these lengths."""
+    if seg_lens is None:
+        raise ValueError("seg_indptr must be given if seg_lens is None")
+    offsets = seg_lens.new_zeros(batch_size + 1)
+    offsets[1:] = seg_lens.cumsum(0)
+    return offsets

@@ -38,26 +38,24 @@ def _tinygemm_reference(input, weight, out, bias=None):  # type: ignore[no-untyp
     return result if bias is None else result + bias.double()
 
 
-def _grouped_reference(a, b, m_indptr, alpha=None):  # type: ignore[no-untyped-def]
+def _groups_reference(a, b, ends):  # type: ignore[no-untyped-def]
+    """Rows from an end to the next meet a matrix of their own; rows of no group are zero."""
     import torch
 
-    ends = m_indptr.tolist()
-    if ends[0] or ends[-1] != a.shape[0]:
-        raise ValueError("rows of no group are not defined")
-    parts = [a[begin:end].double() @ own.double().mT for begin, end, own in zip(ends, ends[1:], b)]
-    out = torch.cat(parts)
+    out = a.new_zeros(len(a), b.shape[1], dtype=torch.float64)
+    for begin, end, own in zip(ends.tolist(), ends[1:].tolist(), b):
+        out[begin:end] = a[begin:end].double() @ own.double().mT
+    return out
+
+
+def _grouped_reference(a, b, m_indptr, alpha=None):  # type: ignore[no-untyped-def]
+    out = _groups_reference(a, b, m_indptr)
     return out if alpha is None else out * alpha.double()
 
 
 def _segment_reference(x, weights, weight_column_major, seg_indptr, weight_indices):  # type: ignore[no-untyped-def]
-    import torch
-
-    ends = seg_indptr.tolist()
-    parts = []
-    for begin, end, index in zip(ends, ends[1:], weight_indices.tolist()):
-        own = weights[index].double()
-        parts.append(x[begin:end].double() @ (own.mT if weight_column_major else own))
-    return torch.cat(parts)
+    b = weights.double()[weight_indices]
+    return _groups_reference(x, b if weight_column_major else b.mT, seg_indptr)
 
 
 def _dequantized(x, scale, mode="K"):  # type: ignore[no-untyped-def]
@@ -73,13 +71,8 @@ def _groupwise_reference(a, b, a_scale, b_scale, scale_major_mode="K"):  # type:
 
 
 def _group_groupwise_reference(a, b, a_scale, b_scale, m_indptr, scale_major_mode="MN"):  # type: ignore[no-untyped-def]
-    import torch
-
     a, b = _dequantized(a, a_scale, scale_major_mode), _dequantized(b, b_scale, scale_major_mode)
-    ends = m_indptr.tolist()
-    if ends[0] or ends[-1] != a.shape[0]:
-        raise ValueError("rows of no group are not defined")
-    return torch.cat([a[begin:end] @ own.mT for begin, end, own in zip(ends, ends[1:], b)])
+    return _groups_reference(a, b, m_indptr)
 
 
 def _group_deepgemm_reference(a, b, a_scale, b_scale, m_indices):  # type: ignore[no-untyped-def]
@@ -308,6 +301,24 @@ def _sizes(shapes: Sequence[tuple[int, int, int]], **more: Any) -> tuple[dict[st
     return tuple({"m": m, "n": n, "k": k, **more} for m, n, k in shapes)
 
 
+def _rows_of_groups(**given: Any) -> dict[str, Any]:
+    import torch
+
+    ends = given["m_indptr" if "m_indptr" in given else "seg_indptr"]
+    rows = torch.arange(len(given["a" if "a" in given else "x"]))
+    return {"output": ((rows >= ends[0]) & (rows < ends[-1])).unsqueeze(-1)}
+
+
+def _rows_of_indices(m_indices: Any, **_: Any) -> dict[str, Any]:
+    return {"output": (m_indices >= 0).unsqueeze(-1)}
+
+
+def _first_rows(a: Any, masked_m: Any, **_: Any) -> dict[str, Any]:
+    import torch
+
+    return {"output": (torch.arange(a.shape[1]) < masked_m.unsqueeze(-1)).unsqueeze(-1)}
+
+
 def _template(
     name: str,
     axes: str,
@@ -383,26 +394,28 @@ TINYGEMM = _template(
 GROUPED_BF16 = _template(
     "grouped_mm_bf16", "cum_m n k group_size num_offsets",
     {"a": Tensor(["cum_m", "k"]), "b": Tensor(["group_size", "n", "k"]), "m_indptr": Tensor(["num_offsets"])},
-    ["cum_m", "n"], _grouped_reference, _make_grouped, (*_sizes(_SHAPES[:4]), {"group_size": 40, "m": 2}),
-    "Groups of tokens times the weights of their experts.",
+    ["cum_m", "n"], (_groups_reference, _grouped_reference), _make_grouped,
+    (*_sizes(_SHAPES[:4]), {"group_size": 40, "m": 2}),
+    "Groups of tokens times the weights of their experts.", written=_rows_of_groups,
 )  # fmt: skip
 GROUPED_FP8 = _template(
     "grouped_mm_fp8", "cum_m n k group_size num_offsets one",
     {"a": Tensor(["cum_m", "k"]), "b": Tensor(["group_size", "n", "k"]), "m_indptr": Tensor(["num_offsets"]),
      "alpha": _optional("one")},
-    ["cum_m", "n"], _grouped_reference,
+    ["cum_m", "n"], (_groups_reference, _grouped_reference),
     lambda draw, *, group_size=4, m=5, n=72, k=144, out_dtype="bfloat16": _make_grouped(
         draw, group_size=group_size, m=m, n=n, k=k, dtype="float8_e4m3fn", out_dtype=out_dtype),
-    _sizes(_SHAPES[:4]), "Groups of fp8 tokens times the weights of their experts.",
+    _sizes(_SHAPES[:4]), "Groups of fp8 tokens times the weights of their experts.", written=_rows_of_groups,
 )  # fmt: skip
 SEGMENT = _template(
     "segment_gemm", "cum_m n k num_segments num_weights num_offsets rows columns",
     {"x": Tensor(["cum_m", "k"]), "weights": Tensor(["num_weights", "rows", "columns"]),
      "weight_column_major": Scalar("bool"), "seg_indptr": Tensor(["num_offsets"]),
      "weight_indices": Tensor(["num_segments"])},
-    ["cum_m", "n"], _segment_reference, _make_segment,
+    ["cum_m", "n"], (_groups_reference, _segment_reference), _make_segment,
     ({}, {"column_major": False}, {"m": 1, "dtype": "float16"}, {"batch_size": 40, "m": 3, "n": 16, "k": 8}),
     "Segments of tokens times matrices that indices pick.", work=_work("x", "weights"), plan=_plan_segment,
+    written=_rows_of_groups,
     outputs={"output": Tensor(["cum_m", "n"], dtype_from="x")},
 )  # fmt: skip
 GROUPWISE = _template(
@@ -420,15 +433,16 @@ GROUP_GROUPWISE = _template(
      "a_scale": Tensor(["a_scale_rows", "a_scale_columns"]),
      "b_scale": Tensor(["group_size", "b_scale_rows", "b_scale_columns"]), "m_indptr": Tensor(["num_offsets"]),
      "scale_major_mode": _MODE},
-    ["cum_m", "n"], (_dequantized, _group_groupwise_reference), _make_group_groupwise,
+    ["cum_m", "n"], (_dequantized, _groups_reference, _group_groupwise_reference), _make_group_groupwise,
     ({}, {"mode": "K", "m": 3}, {"group_size": 40, "m": 2}), "As gemm_fp8_nt_groupwise for groups of tokens.",
+    written=_rows_of_groups,
 )  # fmt: skip
 GROUP_DEEPGEMM = _template(
     "group_deepgemm_fp8_nt_groupwise", "cum_m n k group_size k_blocks n_blocks",
     {"a": Tensor(["cum_m", "k"]), "b": Tensor(["group_size", "n", "k"]), "a_scale": Tensor(["cum_m", "k_blocks"]),
      "b_scale": Tensor(["group_size", "n_blocks", "k_blocks"]), "m_indices": Tensor(["cum_m"])},
     ["cum_m", "n"], (_dequantized, _group_deepgemm_reference), _make_group_deepgemm, ({}, {"m": 256, "n": 64}),
-    "As gemm_fp8_nt_groupwise where each row has the index of its weights.",
+    "As gemm_fp8_nt_groupwise where each row has the index of its weights.", written=_rows_of_indices,
 )  # fmt: skip
 BATCH_DEEPGEMM = _template(
     "batch_deepgemm_fp8_nt_groupwise", "m n k group_size k_blocks n_blocks",
@@ -437,6 +451,7 @@ BATCH_DEEPGEMM = _template(
      "masked_m": Tensor(["group_size"])},
     ["group_size", "m", "n"], (_dequantized, _batch_deepgemm_reference), _make_batch_deepgemm,
     ({}, {"group_size": 40, "m": 1, "k": 128}), "As gemm_fp8_nt_groupwise for the first rows of each group.",
+    written=_first_rows,
 )  # fmt: skip
 BLOCKSCALE_SM90 = _template(
     "fp8_blockscale_gemm_sm90", "m n k k_blocks n_blocks",

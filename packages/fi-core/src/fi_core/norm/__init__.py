@@ -156,7 +156,8 @@ def rmsnorm_quant(
         input: as for `rmsnorm`.
         weight: as for `rmsnorm`.
         scale: `[]` or `[1]`, fp32, on the device of input: the dequantization scale, real value = out * scale. The
-            kernel reads it on the device. A number is accepted with a FutureWarning, because converting it to a tensor
+            kernel reads it on the device and multiplies by 1 / scale in fp32, which is infinite for a scale below
+            2^-128. A number is accepted with a FutureWarning, because converting it to a tensor
             allocates and launches a kernel in each call.
         eps: added to the mean of the squares.
         enable_pdl: programmatic dependent launch, as for `rmsnorm`.

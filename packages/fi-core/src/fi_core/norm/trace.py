@@ -143,7 +143,8 @@ def _rmsnorm_quant_reference(out, hidden_states, weight, scale, eps=1e-6):  # ty
     import torch
 
     x = hidden_states.double()
-    y = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double() / float(scale)
+    factor = 1.0 / torch.as_tensor(scale, dtype=torch.float32)
+    y = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double() * factor
     top = torch.finfo(out.dtype).max
     return y.clamp(-top, top).to(out.dtype)
 
@@ -152,7 +153,8 @@ def _fused_add_rmsnorm_quant_reference(out, hidden_states, residual, weight, sca
     import torch
 
     s = hidden_states.double() + residual.double()
-    y = s * (s.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double() / float(scale)
+    factor = 1.0 / torch.as_tensor(scale, dtype=torch.float32)
+    y = s * (s.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double() * factor
     top = torch.finfo(out.dtype).max
     return y.clamp(-top, top).to(out.dtype), s
 
@@ -168,7 +170,8 @@ def _layernorm_quant_reference(out, hidden_states, gemma, beta, scale, eps=1e-6)
     import torch
 
     x = hidden_states.double()
-    y = torch.nn.functional.layer_norm(x, x.shape[-1:], gemma.double(), beta.double(), eps) / float(scale)
+    factor = 1.0 / torch.as_tensor(scale, dtype=torch.float32)
+    y = torch.nn.functional.layer_norm(x, x.shape[-1:], gemma.double(), beta.double(), eps) * factor
     top = torch.finfo(out.dtype).max
     return y.clamp(-top, top).to(out.dtype)
 
@@ -244,6 +247,14 @@ def _block_quant_work(arguments: Mapping[str, Any]) -> Work:
     return Work(8 * arguments["input"].numel(), nbytes(*once) + 2 * nbytes(arguments["residual"]))
 
 
+def _block_scales(hidden_states: Any, residual: Any, weight: Any, eps: float = 1e-6) -> dict[str, Any]:
+    """Those of rows, not of the padding."""
+    import torch
+
+    rows = len(hidden_states)
+    return {"block_scale": torch.arange(-(-rows // 4) * 4) < rows}
+
+
 FUSED_ADD_RMSNORM_FP8_BLOCK_QUANT = TraceTemplate(
     "fused_add_rmsnorm_fp8_block_quant",
     axes={"batch_size": Var(), "hidden_size": Const(abbrev="h"), "num_blocks": Var(), "padded_batch_size": Var()},
@@ -263,6 +274,7 @@ FUSED_ADD_RMSNORM_FP8_BLOCK_QUANT = TraceTemplate(
     reference=_block_quant_reference,
     op="rmsnorm_block_quant",
     make=_make_block_quant,
+    written=_block_scales,
     samples=samples({"dtype": FLOATS[:2], "batch_size, hidden_size": ((5, 384), (8, 128))}),
     work=_block_quant_work,
     # The scale is computed from rounded values, and a value halfway between two fp8 numbers may round to either.

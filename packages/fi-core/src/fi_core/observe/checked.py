@@ -20,7 +20,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _PREFIX: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 _TYPES: dict[str, tuple[type, ...]] = {
     "None": (type(None),), "bool": (numbers.Integral,), "int": (numbers.Integral,), "float": (numbers.Real,),
-    "str": (str,), "tuple": (tuple, list), "list": (tuple, list), "Sequence": (tuple, list),
+    "str": (str,), "tuple": (tuple, list), "list": (tuple, list), "Sequence": (tuple, list), "dict": (Mapping,),
+    "Mapping": (Mapping,),
 }  # fmt: skip
 _WORDS = {
     "torch.Tensor": "a torch.Tensor",
@@ -28,6 +29,9 @@ _WORDS = {
     "float": "a number",
     "str": "a string",
     "bool": "a bool",
+    "Sequence": "a tuple or list",
+    "dict": "a dict",
+    "Mapping": "a dict",
 }
 
 
@@ -59,35 +63,53 @@ def checked(function: F) -> F:
 
 def _explain(error: Exception, function: Callable[..., Any], /, *args: Any, **options: Any) -> NoReturn:
     """Raises the error of a failed call, or one that names the first argument that its annotation does not allow, that
-    no kernel can read, or, if the error names none, whose rank its description does not have.
+    has more than 64 bits, that no kernel can read, or, if the error names none, whose rank does not fit.
     """
     signature = inspect.signature(function)
     try:
         given = signature.bind_partial(*args, **options).arguments
     except TypeError:  # a function that takes more than its signature shows
         raise error from None
+    called, words = _name(function, given), re.findall(r"\w+", str(error))
     for name, value in given.items():
         parameter = signature.parameters[name]
         wanted = "Any" if parameter.kind in _PREFIX or parameter.annotation is parameter.empty else parameter.annotation
-        words = [re.sub(r"\[.*\]", "", word) for word in re.split(r" \| (?![^\[]*\])", str(wanted))]
-        if not any(_matches(word, value) for word in words):
-            required = " or ".join(_WORDS.get(word, word) for word in words)
-            got = "None" if value is None else f"a {type(value).__name__}"
-            raise TypeError(f"{function.__name__}: {name} must be {required}; got {got}") from None
+        kinds = [re.sub(r"\[.*\]", "", word) for word in re.split(r" \| (?![^\[]*\])", str(wanted))]
+        if str(error).startswith(name) and words[0] == name:  # in words of our own
+            break
+        if not any(_matches(kind, value) for kind in kinds):
+            required = " or ".join(_WORDS.get(kind, kind) for kind in kinds)
+            kind = type(value).__name__
+            got = "None" if value is None else f"{'an' if kind[0] in 'aeio' else 'a'} {kind}"
+            raise TypeError(f"{called}: {name} must be {required}; got {got}") from None
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{called}: {name} must be an integer of 64 bits; got {value}") from None
     # A text of Python's own may have the name of an argument as a word: "tuple index out of range".
-    if isinstance(error, (AttributeError, IndexError)) or given.keys().isdisjoint(re.findall(r"\w+", str(error))):
-        _explain_tensors(error, function, given)
+    if isinstance(error, (AttributeError, IndexError)) or given.keys().isdisjoint(words):
+        _explain_tensors(error, function, given, called)
     raise error
 
 
-def _explain_tensors(error: Exception, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raises the error that names a tensor which no kernel can read, or whose rank the description does not have."""
+def _name(function: Callable[..., Any], given: Mapping[str, Any]) -> str:
+    """The function as a caller knows it: a constructor by its class."""
+    return type(given["self"]).__name__ if function.__name__ == "__init__" else function.__name__
+
+
+def _explain_tensors(error: Exception, function: Callable[..., Any], given: Mapping[str, Any], called: str) -> None:
+    """Raises the error that names a tensor which no kernel can read, whose values a call needs that has none, or whose
+    rank the description does not have.
+    """
     import torch
+    from torch._subclasses.fake_tensor import DataDependentOutputException
 
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
     for name, value in tensors.items():
         if not torch_op.is_special(value) and (problem := torch_op.unreadable(value)):
-            raise TypeError(f"{function.__name__}: {name} must be a dense tensor with data; {problem}") from None
+            raise TypeError(f"{called}: {name} must be a dense tensor with data; {problem}") from None
+    if isinstance(error, DataDependentOutputException):
+        special = [name for name, value in tensors.items() if torch_op.is_special(value)]
+        raise NotImplementedError(f"{called}: values of {', '.join(special)} shape the result, so data is required "
+                                  "that a fake tensor does not have") from error  # fmt: skip
     if isinstance(error, (RuntimeError, FiError)):  # of a device, or in words of our own
         return
     trace = getattr(getattr(function, "fi_trace", None), "trace", None)
@@ -98,7 +120,11 @@ def _explain_tensors(error: Exception, function: Callable[..., Any], given: Mapp
         if dims and value.ndim not in map(len, dims):
             forms = " or ".join(dict.fromkeys(f"[{', '.join(names)}]" for names in dims))
             got = tuple(value.shape)
-            raise ValueError(f"{function.__name__}: {name}: {forms} is required; got shape {got}") from error
+            raise ValueError(f"{called}: {name}: {forms} is required; got shape {got}") from error
+    if isinstance(error, IndexError):
+        for name, value in tensors.items():
+            if not value.ndim:
+                raise ValueError(f"{called}: {name}: a tensor with dimensions is required; got shape ()") from error
 
 
 def _matches(word: str, value: Any) -> bool:

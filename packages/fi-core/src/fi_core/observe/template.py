@@ -84,6 +84,8 @@ class TraceTemplate:
     make       (draw, **sizes) -> the arguments of one call by parameter; `draw` is a `Draw`, sizes have defaults
     plan       (wrapper class, arguments) -> a planned wrapper, if the function is its `run`; arguments of the
                constructor and of `plan` are then arguments of the call too
+    written    of the inputs as the reference takes them: the elements of outputs that a call writes, where these are
+               not all, as booleans by output that broadcast
     samples    sizes and dtypes for tests, as the function `samples` gives them; (): the defaults of `make`
     work       arguments -> Work; or a number: so many operations an element of the outputs, and every tensor once
     eager      the function in eager torch, of the same arguments as the reference and in their dtypes: a baseline
@@ -105,6 +107,7 @@ class TraceTemplate:
     op: str | Sequence[str] = ()
     make: Callable[..., dict[str, Any]] | None = None
     plan: Callable[[Callable[..., Any], Mapping[str, Any]], Any] | None = None
+    written: Callable[..., Mapping[str, Any]] | None = None
     samples: Sequence[Mapping[str, Any]] = field(default=())
     work: Callable[[Mapping[str, Any]], Work] | int | None = None
     eager: Callable[..., Any] | None = None
@@ -156,6 +159,18 @@ class TraceTemplate:
         given = self.values(arguments)
         outputs = function(**{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in given.items()})
         return dict(zip(self.outputs, outputs if isinstance(outputs, tuple) else (outputs,)))
+
+    def where_written(
+        self, arguments: Mapping[str, Any], got: Mapping[str, Any], want: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """`want` where a call writes, and `got` elsewhere."""
+        written = self.written(**self.values(arguments)) if self.written else {}
+        return {
+            name: value.double().where(written[name], got[name].to(value.device).double())
+            if name in written and got[name].shape == value.shape
+            else value
+            for name, value in want.items()
+        }
 
     def layouts(self, arguments: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of each output of a call; its axes are axes of inputs or follow from `constraints`."""

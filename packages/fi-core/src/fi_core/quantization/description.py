@@ -76,6 +76,7 @@ def described(
     *,
     op: str = "block_quantize",
     tolerance: tuple[float, float] = (0.0, 0.0),
+    written: Callable[..., Mapping[str, Any]] | None = None,
 ) -> TraceTemplate:
     tensors = (entry for entry in (*inputs.values(), *outputs.values()) if isinstance(entry, Tensor))
     axes = {axis: Var() for entry in tensors for axis in entry.dim_names}
@@ -89,6 +90,7 @@ def described(
         make=make,
         samples=samples,
         work=work,
+        written=written,
         tolerance=dict.fromkeys(outputs, tolerance),
         description=description,
     )

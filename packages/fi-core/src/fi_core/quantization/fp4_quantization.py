@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from fi_core.observe.log import fi_api
 from fi_core.quantization import inverse_trace, ops, trace
-from fi_core.quantization.layout import SfLayout, checked_layout, layout_of, matrix_of, scale_shape
+from fi_core.quantization.layout import SfLayout, bytes_of, checked_layout, layout_of, matrix_of, scale_shape
 from fi_core.quantization.ops import E4M3_SCALE, UE8M0_SCALE
+from fi_core.runtime.errors import WrongDtypeError
 from fi_core.utils import (
     get_shuffle_block_size,
     get_shuffle_matrix_a_row_indices,
@@ -337,18 +338,21 @@ def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | N
         out.
 
     Raises:
-        AssertionError: unswizzled_sf has another dtype.
+        TypeError: unswizzled_sf has another dtype; it is an AssertionError too, as FlashInfer's.
         ValueError: A shape or device does not fit; the text names the argument.
     """
     import torch
 
     if unswizzled_sf.dtype not in (torch.uint8, torch.bfloat16):
-        raise AssertionError(f"unswizzled_sf: uint8 or bfloat16 is required; got {unswizzled_sf.dtype}")
+        raise WrongDtypeError(f"unswizzled_sf: uint8 or bfloat16 is required; got {unswizzled_sf.dtype}")
     if unswizzled_sf.ndim not in (2, 3):
         raise ValueError(f"unswizzled_sf: shape [m, c] or [e, m, c] is required; got {list(unswizzled_sf.shape)}")
     if out is None:
         *batch, m, c = unswizzled_sf.shape
-        out = unswizzled_sf.new_empty((batch[0] if batch else 1) * round_up(m, 128) * round_up(c, 4))
+        size = (batch[0] if batch else 1) * round_up(m, 128) * round_up(c, 4)
+        if size >= 2**63:
+            raise ValueError(f"unswizzled_sf: too large with its padding; got {list(unswizzled_sf.shape)}")
+        out = unswizzled_sf.new_empty(size)
     ops.block_scale_interleave(out, unswizzled_sf.contiguous())
     return out
 
@@ -357,18 +361,16 @@ nvfp4_block_scale_interleave = block_scale_interleave
 
 
 def _dequantize(
-    values: torch.Tensor,
-    scales: torch.Tensor,
-    layout: SfLayout,
-    block: int,
-    scale_format: int,
-    global_scale: torch.Tensor | None = None,
+    layout: SfLayout, block: int, scale_format: int, global_scale: torch.Tensor | None = None, **named: torch.Tensor
 ) -> torch.Tensor:
+    """The inverse of a quantizer. named: values and scales, by the names of the public function."""
     import torch
 
-    matrix = matrix_of("e2m1", values.view(torch.uint8), "k / 2").contiguous()
+    (name, values), (scales_name, scales) = named.items()
+    matrix = matrix_of(name, bytes_of(name, values, "float4_e2m1fn_x2"), "k / 2").contiguous()
     out = torch.empty(matrix.shape[0], 2 * matrix.shape[1], dtype=torch.float32, device=values.device)
-    scales = scales.view(torch.uint8).contiguous()
+    kind = "float8_e4m3fn" if scale_format == E4M3_SCALE else "float8_e8m0fnu"
+    scales = bytes_of(scales_name, scales, kind).contiguous()
     ops.block_dequantize(
         out, matrix, scales, _float(global_scale), block_size=block, scale_format=scale_format, layout=layout.value
     )
@@ -389,7 +391,7 @@ def e2m1_and_ufp8sf_scale_to_float(
 
     Args:
         e2m1_tensor: `[m, k / 2]`, uint8, on any device; copied to the CPU.
-        ufp8_scale_tensor: the scales, one byte each, in any shape, on any device.
+        ufp8_scale_tensor: the scales, in any shape, on any device: uint8, or the dtype that ufp8_type names.
         global_scale_tensor: `[1]`, 1 / the global scale of the quantization; None: 1.
         sf_vec_size: elements of a block.
         ufp8_type: 1: e4m3 scales; 0: ue8m0.
@@ -401,16 +403,17 @@ def e2m1_and_ufp8sf_scale_to_float(
 
     Raises:
         ValueError: A shape or ufp8_type does not fit; the text names the argument.
+        TypeError: A dtype does not fit.
     """
     if ufp8_type not in (0, 1):
         raise ValueError(f"ufp8_type: 0 (ue8m0) or 1 (e4m3) is required; got {ufp8_type}")
     return _dequantize(
-        e2m1_tensor.cpu(),
-        ufp8_scale_tensor.cpu(),
         layout_of(is_sf_swizzled_layout, is_sf_8x4_layout),
         sf_vec_size,
         E4M3_SCALE if ufp8_type else UE8M0_SCALE,
         None if global_scale_tensor is None else global_scale_tensor.cpu(),
+        e2m1_tensor=e2m1_tensor.cpu(),
+        ufp8_scale_tensor=ufp8_scale_tensor.cpu(),
     )
 
 
@@ -424,7 +427,7 @@ def mxfp4_dequantize(
 
     Args:
         a_fp4: `[m, k / 2]`, uint8.
-        a_sf: the scales of blocks of 32, uint8, in any shape.
+        a_sf: the scales of blocks of 32, uint8 or float8_e8m0fnu, in any shape.
         sfLayout: their layout.
 
     Returns:
@@ -432,8 +435,9 @@ def mxfp4_dequantize(
 
     Raises:
         ValueError: A shape, device or layout does not fit; the text names the argument.
+        TypeError: A dtype does not fit.
     """
-    return _dequantize(a_fp4, a_sf, checked_layout("sfLayout", sfLayout), 32, UE8M0_SCALE)
+    return _dequantize(checked_layout("sfLayout", sfLayout), 32, UE8M0_SCALE, a_fp4=a_fp4, a_sf=a_sf)
 
 
 @fi_api(trace=inverse_trace.MXFP4_DEQUANTIZE_HOST)
@@ -442,7 +446,7 @@ def mxfp4_dequantize_host(weight: torch.Tensor, scale: torch.Tensor, group_size:
 
     Args:
         weight: `[m, k / 2]`, uint8.
-        scale: `[m, k / group_size]`, uint8.
+        scale: `[m, k / group_size]`, or so many elements in another shape; uint8 or float8_e8m0fnu.
         group_size: elements of a block.
 
     Returns:
@@ -450,8 +454,9 @@ def mxfp4_dequantize_host(weight: torch.Tensor, scale: torch.Tensor, group_size:
 
     Raises:
         ValueError: A shape or device does not fit; the text names the argument.
+        TypeError: A dtype does not fit.
     """
-    return _dequantize(weight, scale, SfLayout.layout_linear, group_size, UE8M0_SCALE)
+    return _dequantize(SfLayout.layout_linear, group_size, UE8M0_SCALE, weight=weight, scale=scale)
 
 
 def shuffle_matrix_a(input_tensor: torch.Tensor, epilogue_tile_m: int) -> torch.Tensor:

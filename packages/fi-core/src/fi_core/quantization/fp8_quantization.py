@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fi_core.observe.log import fi_api
 from fi_core.quantization import inverse_trace, ops, trace
 from fi_core.quantization.fp4_quantization import grouped_scales
-from fi_core.quantization.layout import SfLayout, checked_layout, layout_of, matrix_of, scale_shape
+from fi_core.quantization.layout import SfLayout, bytes_of, checked_layout, layout_of, matrix_of, scale_shape
 from fi_core.quantization.ops import FLOAT_SCALE, POWER_OF_TWO_SCALE, UE8M0_SCALE
 from fi_core.utils import round_up
 
@@ -115,7 +115,7 @@ def mxfp8_dequantize_host(
 
     Args:
         input: `[m, k]`, e4m3, or uint8 with the same bits.
-        scale_tensor: the scales of blocks of 32, uint8, in any shape.
+        scale_tensor: the scales of blocks of 32, uint8 or float8_e8m0fnu, in any shape.
         is_sf_swizzled_layout: as for `mxfp8_quantize`.
         sf_swizzle_layout: as for `mxfp8_quantize`.
 
@@ -124,13 +124,15 @@ def mxfp8_dequantize_host(
 
     Raises:
         ValueError: A shape or device does not fit; the text names the argument.
+        TypeError: A dtype does not fit.
     """
     import torch
 
     layout = _layout(is_sf_swizzled_layout, sf_swizzle_layout)
-    matrix = matrix_of("input", input).contiguous().view(torch.float8_e4m3fn)
+    values = bytes_of("input", input, "float8_e4m3fn").view(torch.float8_e4m3fn)
+    matrix = matrix_of("input", values).contiguous()
     out = torch.empty(matrix.shape, dtype=torch.float32, device=input.device)
-    scales = scale_tensor.view(torch.uint8).contiguous()
+    scales = bytes_of("scale_tensor", scale_tensor, "float8_e8m0fnu").contiguous()
     ops.block_dequantize(out, matrix, scales, block_size=_MX_BLOCK, scale_format=UE8M0_SCALE, layout=layout.value)
     return out.view(input.shape)
 

@@ -49,6 +49,17 @@ def checked_layout(name: str, layout: SfLayout) -> SfLayout:
     return layout
 
 
+def bytes_of(name: str, x: torch.Tensor, kind: str) -> torch.Tensor:
+    """x as uint8; raises TypeError, naming the argument, unless it is of uint8 or of torch's dtype `kind`."""
+    import torch
+
+    if x.dtype is torch.uint8:
+        return x
+    if str(x.dtype) != f"torch.{kind}":
+        raise TypeError(f"{name}: uint8 or {kind} is required; got {x.dtype}")
+    return x.view(torch.uint8)
+
+
 def matrix_of(name: str, x: torch.Tensor, last: str = "k") -> torch.Tensor:
     """x, of two dimensions or more, as `[rows, k]`."""
     if x.ndim < 2:

@@ -38,7 +38,7 @@ def e4m3_scaled(x, block, global_scale):  # type: ignore[no-untyped-def]
 
     blocks = x.float().unflatten(-1, (-1, block))
     wanted = global_scale * (block_amax(blocks) * (1.0 / torch.tensor(6.0, device=x.device)))
-    scale = wanted.clamp(-448, 448).to(torch.float8_e4m3fn)
+    scale = wanted.clamp(-448, 448).where(~wanted.isnan(), float("nan")).to(torch.float8_e4m3fn)  # the positive NaN
     factor = torch.where(scale.float() == 0, 0.0, 1 / (scale.float() / global_scale))
     return e2m1((blocks * factor[..., None]).flatten(-2), x.float().signbit()), scale.view(torch.uint8)
 
@@ -109,6 +109,8 @@ def grouped_reference(a, mask, a_global_sf):  # type: ignore[no-untyped-def]
     import torch
 
     found = [e4m3_scaled(x, 16, a_global_sf[i : i + 1]) for i, x in enumerate(a)]
+    for (_, scale), valid in zip(found, mask.tolist()):
+        scale[max(valid, 0) :] = 0
     q, scales = torch.stack([q for q, _ in found]), torch.stack([swizzled(s, 128) for _, s in found])
     tiles = scales.view(torch.float8_e4m3fn).view(len(a), scales.shape[1] // 128, -1, 32, 4, 4)
     return q.permute(1, 2, 0), tiles.permute(3, 4, 1, 5, 2, 0)
@@ -133,9 +135,9 @@ def mxfp8_reference(input, is_sf_swizzled_layout=True, alignment=32, sf_swizzle_
 def mxfp8_grouped_reference(a, mask):  # type: ignore[no-untyped-def]
     import torch
 
-    if mask.min() < 0 or mask.max() > a.shape[1]:
-        raise ValueError("a mask names 0 to m rows")
     found = [mxfp8(x, -(-a.shape[-1] // 128) * 128) for x in a]
+    for (_, scale), valid in zip(found, mask.tolist()):
+        scale[max(valid, 0) :] = 0
     q, scales = torch.stack([q for q, _ in found]), torch.stack([swizzled(s, 128) for _, s in found])
     tiles = scales.view(len(a), scales.shape[1] // 128, -1, 32, 4, 4)
     return q.permute(1, 2, 0), tiles.permute(3, 4, 1, 5, 2, 0)
@@ -204,10 +206,14 @@ def mxfp4_dequantize_reference(a_fp4, a_sf, sfLayout=None):  # type: ignore[no-u
 
 
 def host_reference(weight, scale, group_size=32):  # type: ignore[no-untyped-def]
-    return e2m1_values(weight).double() * powers(scale).repeat_interleave(group_size, -1)
+    scales = powers(scale).reshape(weight.shape[0], 2 * weight.shape[1] // group_size)
+    return e2m1_values(weight).double() * scales.repeat_interleave(group_size, -1)
 
 
 def mxfp8_host_reference(input, scale_tensor, is_sf_swizzled_layout=True, sf_swizzle_layout=None):  # type: ignore[no-untyped-def]
+    import torch
+
     layout = sf_swizzle_layout.value if sf_swizzle_layout else 0 if is_sf_swizzled_layout else 2
     scales = linear(scale_tensor, input.shape[0], input.shape[1] // 32, (128, 8, 1)[layout])
-    return input.double() * powers(scales).repeat_interleave(32, -1)
+    values = input.contiguous().view(torch.float8_e4m3fn).double()
+    return values * powers(scales).repeat_interleave(32, -1)

@@ -9,6 +9,7 @@ from fi_core.observe.trace import Scalar, Tensor
 from fi_core.quantization import reference
 from fi_core.quantization.description import LAYOUTS, SPECIAL, described, global_scale_of, rows_of, work_of
 from fi_core.quantization.layout import SfLayout
+from fi_core.utils import round_up
 
 _E4M3_SCALED = (reference.e2m1, reference.block_amax, reference.swizzled, reference.e4m3_scaled)
 _POWER_SCALED = (reference.e2m1, reference.block_amax, reference.swizzled, reference.exponents)
@@ -181,6 +182,14 @@ def _make_grouped(
     return {"a": a, "mask": draw.int32([rows] * batch_size)}
 
 
+def _valid_rows(a: Any, mask: Any, a_global_sf: Any = None) -> dict[str, Any]:
+    """Values of the valid rows, and scales of the tiles of 128 rows that have one."""
+    import torch
+
+    rows = torch.arange(round_up(a.shape[1], 128)).unsqueeze(-1) < mask.clamp(0, a.shape[1])
+    return {"x_q": rows[: a.shape[1], None], "sf": rows[::128].view(1, 1, -1, 1, 1, len(a))}
+
+
 _GROUPS = ("tile_rows", "quarters", "row_tiles", "tile_columns", "column_tiles", "batch")
 SCALED_FP4_GROUPED_QUANTIZE = described(
     "scaled_fp4_grouped_quantize",
@@ -201,6 +210,7 @@ SCALED_FP4_GROUPED_QUANTIZE = described(
     },
     work_of(16, 2),
     "Quantizes the valid rows of each group to e2m1 with e4m3 scales.",
+    written=_valid_rows,
 )
 MXFP8_GROUPED_QUANTIZE = described(
     "mxfp8_grouped_quantize",
@@ -214,6 +224,7 @@ MXFP8_GROUPED_QUANTIZE = described(
     },
     work_of(32, 1),
     "Quantizes the valid rows of each group to e4m3 with power-of-two scales.",
+    written=_valid_rows,
 )
 
 

@@ -29,6 +29,10 @@ class UnknownWordError(FiError, KeyError):
         return str(self.args[0])
 
 
+class WrongDtypeError(FiError, TypeError, AssertionError):
+    """Raised for a dtype where FlashInfer's function has an assertion: a TypeError, as in other functions here."""
+
+
 def blame(error: Exception, **tensors: Any) -> NoReturn:
     """Raises a TypeError for the first of these arguments that is not a dense tensor, else the error of the call."""
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import POS_ENCODINGS, flat_tables, scale_product
+from fi_core.attention.contract import POS_ENCODINGS, flat_tables, scale_product, viewed
 from fi_core.attention.forms.tables_prefill import attend_once, results
 from fi_core.observe.log import fi_api
 from fi_core.utils import _unpack_paged_kv_cache, int32_index
@@ -173,7 +173,11 @@ def trtllm_fmha_v2_prefill(
         pages, pitch = flat_tables(block_tables)
         if block_tables.shape[0] < batch_size:
             raise ValueError(f"block_tables: {batch_size} rows are required, batch_size; got {block_tables.shape[0]}")
-        tables = {"kv_len": int32_index(seq_lens.view(-1)), "page_indices": pages, "pages_per_request": pitch}
+        tables = {
+            "kv_len": int32_index(viewed("seq_lens", seq_lens, -1)),
+            "page_indices": pages,
+            "pages_per_request": pitch,
+        }
         page_size = k.shape[1 + layout]
     if mask_mode == "chunked":
         if chunked_attention_size % page_size:

@@ -121,7 +121,8 @@ def single_prefill_with_kv_cache(
         raise no_nvfp4("kv_cache_sf")
     if q.ndim != 3:
         raise ValueError(f"q must have shape [qo_len, num_qo_heads, head_dim_qk]; got {tuple(q.shape)}")
-    code(LAYOUTS, kv_layout, "kv_layout"), code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
+    code(LAYOUTS, kv_layout, "kv_layout")
+    code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
     options: dict[str, Any] = {"causal": causal, "window_left": window_left, "logits_soft_cap": logits_soft_cap or 0.0}
     scales: dict[str, Any] = {"scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v}
     plain = custom_mask is packed_custom_mask is None
@@ -191,6 +192,7 @@ def single_prefill_with_kv_cache_with_jit_module(
 
     if mask_mode == MaskMode.MULTIITEMSCORING.value:
         raise unsupported("mask_mode", mask_mode, "items (3) are an option of plan of the batch wrappers")
-    MaskMode(mask_mode)  # ValueError
+    if mask_mode not in (mode.value for mode in MaskMode):
+        raise ValueError(f"mask_mode: a value of MaskMode is required, 0 to 2; got {mask_mode}")
     causal = mask_mode == MaskMode.CAUSAL.value
     return custom_attention(jit_module).attend(q, k, v, args, kv_layout, causal, window_left, return_lse)

@@ -17,6 +17,7 @@ from fi_core.attention.contract import (
     refuse_split_tables,
     scale_product,
     unsupported,
+    viewed,
 )
 from fi_core.attention.forms.decode_trace import tables_trace
 from fi_core.attention.ops import decode as ops
@@ -74,7 +75,7 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
     layout = code(LAYOUTS, c.kv_layout, "kv_layout")
     pages, pitch = flat_tables(c.block_tables)
     batch_size = c.block_tables.shape[0]
-    seq_lens, mask = c.seq_lens.view(-1), c.mask
+    seq_lens, mask = viewed("seq_lens", c.seq_lens, -1), c.mask
     if len(seq_lens) != batch_size or (qo_indptr is None and q.shape[0] != batch_size * q_len):
         raise ValueError(
             f"query: batch_size * q_len_per_req rows are required, with one row of block_tables ({batch_size}) and one "
@@ -84,6 +85,11 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
     if kv_heads < 1 or q.shape[1] % kv_heads:
         raise ValueError(f"query: a multiple of the cache's {kv_heads} heads is required; got {q.shape[1]}")
     if mask is not None:
+        if mask.ndim not in (2, 3) or not mask.is_contiguous() or mask.numel() % max(1, q.shape[0]):
+            raise ValueError(
+                f"mask: uint16 [batch_size, q_len_per_req, words] is required, contiguous, for {q.shape[0]} rows; got "
+                f"{tuple(mask.shape)} of {mask.dtype} with strides {mask.stride()}"
+            )
         mask = mask.view(torch.uint8)
         mask = mask if mask.ndim == 2 else mask.view(q.shape[0], -1)
     q_tiles = ops.num_q_tiles(q.shape[1], kv_heads, q_len)
@@ -409,7 +415,8 @@ def xqa(
             f"required; got shape {tuple(k_cache.shape)}"
         )
     check_shape_dtype_device(output, (*q.shape[:-1], v_cache.shape[3]), None, q.device, "output")
-    out, query = output.view(-1, q.shape[-2], v_cache.shape[3]), q.view(-1, *q.shape[-2:])
+    out = viewed("output", output, -1, q.shape[-2], v_cache.shape[3])
+    query = viewed("q", q, -1, *q.shape[-2:])
     score_scale, out_scale = (
         scale_product(q.shape[-1] ** -0.5, q_scale, kv_scale),
         scale_product(rcp_out_scale, kv_scale),

@@ -13,6 +13,7 @@ from fi_core.attention.contract import (
     refuse_split_tables,
     scale_product,
     unsupported,
+    viewed,
 )
 from fi_core.attention.forms.prefill_trace import tables_trace
 from fi_core.attention.ops import prefill as ops
@@ -136,7 +137,7 @@ def attend_tables(
         )
     attend_once(
         out, lse, query, k, v, layout, batch_size, qo_indptr=int32_index(qo_indptr),
-        kv_len=int32_index(seq_lens.view(-1)), page_indices=pages, pages_per_request=pitch, **options,
+        kv_len=int32_index(viewed("seq_lens", seq_lens, -1)), page_indices=pages, pages_per_request=pitch, **options,
     )  # fmt: skip
 
 
@@ -286,6 +287,9 @@ def trtllm_ragged_attention_deepseek(
     if backend not in _BACKENDS:
         raise UnknownWordError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
     refuse_nvfp4(None, out, None, None if o_sf_scale in (1.0, -1.0) else o_sf_scale, None)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim != 3:
+            raise ValueError(f"{name}: shape [tokens, heads, head_dim] is required; got {tuple(x.shape)}")
     result, lse = results(query, value.shape[2], out, None, lse, return_lse)
     attend_once(
         result, lse, query, key, value, 0, batch_size, qo_indptr=int32_index(cum_seq_lens_q),

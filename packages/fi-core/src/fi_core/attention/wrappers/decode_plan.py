@@ -404,6 +404,8 @@ def _copy(buffers: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], non_b
     for buffer, table in zip(buffers, tables):
         if table.data_ptr() == buffer.data_ptr():
             continue
+        if table.ndim != 1:
+            raise ValueError(f"indptr, indices and last_page_len: one dimension is required; got {tuple(table.shape)}")
         if table.dtype is not buffer.dtype:
             raise TypeError(f"indptr, indices and last_page_len: {buffer.dtype} as in the buffers; got {table.dtype}")
         target = buffer if table.shape == buffer.shape else buffer[: table.numel()]

@@ -74,9 +74,10 @@ def dispatch(op: Op, arguments: tuple[Any, ...], variant: Any = None) -> None:
     refuse_autograd(op, arguments)
     try:
         call(op.name, arguments, variant)
-    except (AssertionError, RuntimeError) as error:
+    except (AssertionError, RuntimeError, TypeError) as error:
         names = ", ".join(a.name for a, value in zip(op.parsed, arguments) if is_special(value))
-        if not names or type(error) not in (AssertionError, RuntimeError, NotImplementedError):
+        own = isinstance(error, TypeError) and str(error).startswith(f"{op.name}: ")
+        if not names or own or type(error) not in (AssertionError, RuntimeError, NotImplementedError, TypeError):
             raise
         kind = TypeError if isinstance(error, AssertionError) else type(error)
         raise kind(f"{op.name}: torch's dispatcher, which alone can read {names}, refuses the call: {error}") from error

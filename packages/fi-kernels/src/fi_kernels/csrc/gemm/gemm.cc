@@ -137,7 +137,7 @@ GemmProblem problem_of(const GemmArgs& a) {
   return p;
 }
 
-// Raises unless the tables of groups name rows of a and matrices of b.
+// Raises unless the tables of groups name rows of a and matrices of b, one matrix for each 128 rows of m_indices.
 void check_tables(const Kernel& kernel, const GemmArgs& a, const GemmProblem& p) {
   const auto within = [&](const OptionalTensor& table, int64_t least, int64_t most) {
     if (!table) return;
@@ -149,6 +149,14 @@ void check_tables(const Kernel& kernel, const GemmArgs& a, const GemmProblem& p)
   };
   if (a.m_indptr) check_offsets(Integers(kernel, a.m_indptr), p.m);
   within(a.m_indices, -1, p.matrices - 1);
+  if (a.m_indices) {
+    const Integers values(kernel, a.m_indices);
+    for (int64_t i = 0; i < values.size(); ++i)
+      FI_CHECK(values[i] == -1 || values[i] == values[i / 128 * 128], ValueError,
+               "%s must be the same, or -1, for each 128 rows, counted from 0; got %lld at %lld after %lld",
+               values.name(), static_cast<long long>(values[i]), static_cast<long long>(i),
+               static_cast<long long>(values[i / 128 * 128]));
+  }
   within(a.masked_m, 0, p.m);
   within(a.b_indices, 0, p.matrices - 1);
 }

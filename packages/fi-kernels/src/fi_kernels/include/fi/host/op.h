@@ -12,7 +12,9 @@
 // and, with device code, rehearse(op, spec, capability, multiprocessors, shared_limit, entries...) -> callable, which
 // shapes launches without making them, and last_launches() -> text.
 #pragma once
+#include <sys/mman.h>
 #include <tvm/ffi/c_api.h>
+#include <unistd.h>
 
 #include <array>
 #include <iterator>
@@ -35,11 +37,23 @@ inline const DLTensor* as_dltensor(const TVMFFIAny& any) {
   return nullptr;
 }
 
+// Whether a tensor with elements has memory. The address of a fake tensor is its offset in bytes from 0, where programs
+// and drivers place nothing; lower addresses than usual ones are asked for.
+inline bool has_memory(const Tensor& tensor) {
+  const auto address = reinterpret_cast<uintptr_t>(tensor.data());
+  if (address >> 40) return true;
+  if (!address) return false;
+  if (tensor.device().device_type != kDLCPU) return address >> 32;
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  unsigned char resident = 0;
+  return mincore(reinterpret_cast<void*>(address / page * page), 1, &resident) == 0;
+}
+
 // A null address is that of an empty tensor; a tensor with elements but no memory, such as a fake one, is refused, and
 // one whose elements lie across words.
 inline Tensor as_tensor(const DLTensor* t, const char* name) {
   const Tensor tensor(t, name);
-  FI_CHECK(t->data || tensor.numel() == 0, TypeError, "%s has no data: pass a tensor with memory", name);
+  FI_CHECK(has_memory(tensor) || tensor.numel() == 0, TypeError, "%s has no data: pass a tensor with memory", name);
   const uint64_t bits = t->dtype.bits;
   FI_CHECK((reinterpret_cast<uint64_t>(tensor.data()) * 8 & (bits - 1)) == 0 || bits < 8, ValueError,
            "%s must lie at a multiple of its element size, %llu bytes; got address %p: call .clone() on it", name,

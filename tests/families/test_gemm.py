@@ -204,7 +204,8 @@ def test_scales_of_square_shape_are_read_by_strides(device: str) -> None:
     for scale_a in (sa.t().contiguous(), sa.t().contiguous().t()):  # m is the contiguous dimension
         for scale_b in (sb, sb.t()):
             got = gemm_fp8_nt_groupwise(a, b, scale_a, scale_b, backend="trtllm", out_dtype=torch.float32)
-            assert_close(got, want, tolerance=tolerance(E4M3))
+            relative, absolute = tolerance(E4M3)
+            assert_close(got, want, tolerance=(relative, absolute * 4 * 16))  # the largest scales
     for scale_a in (sa, sa.t().contiguous().t()):
         got = fp8_blockscale_gemm_sm90(a, b, scale_a, sb)
         assert_close(got, want, tolerance=(1e-2, 1e-1))

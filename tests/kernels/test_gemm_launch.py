@@ -1,4 +1,4 @@
-"""The launcher of gemm without a GPU: tile shapes, clusters, tensor maps and refusals, seen by the mock driver."""
+"""The launcher of gemm without a GPU: tile shapes, tensor maps and refusals, seen by the mock driver."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from kernels.mock_driver import Call, Gpu, Tensor, build_driver, launches, parameters
 
-OUT, A, B, SA, SB, BIAS, GROUPS = (0x1000000 * (i + 1) for i in range(7))
+OUT, A, B, SA, SB, BIAS, GROUPS = (0x7F001000000 * (i + 1) for i in range(7))
 Gemm = Callable[..., list[Call]]
 
 
@@ -52,16 +52,15 @@ def maps(calls: list[Call]) -> dict[int, list[list[int]]]:
     return {c["address"]: c["dimensions"] for c in calls if c["call"] == "tensor_map"}
 
 
-def test_a_cluster_shares_one_operand(gemm: Gemm) -> None:
-    """Tactic 1 is the first tile shape with clusters along m: each CTA loads half of the tile of b for both."""
-    calls = gemm(4096, 7168, 512, tactic=1)
+def test_a_tactic_names_a_tile_shape(gemm: Gemm) -> None:
+    calls = gemm(4096, 7168, 512, tactic=0)
     launch = one(calls)
-    assert launch["name"] == "gemm_128x256" and launch["grid"] == [132, 1, 1] and launch["cluster"] == [2, 1, 1]
+    assert launch["name"] == "gemm_128x256" and launch["grid"] == [132, 1, 1] and launch["cluster"] == [1, 1, 1]
     assert maps(calls)[A] == [[512, 2, 64], [4096, 1024, 128], [1, 128, 1]]
-    assert maps(calls)[B] == [[512, 2, 64], [7168, 1024, 128], [1, 128, 1]]
+    assert maps(calls)[B] == [[512, 2, 64], [7168, 1024, 256], [1, 128, 1]]
     p = parameters(launch, "GemmSm90Params")
-    assert (p["cluster_m"], p["cluster_n"], p["k_blocks"], p["whole_rows"]) == (2, 1, 8, 1)
-    assert maps(gemm(4096, 7168, 512, tactic=2))[A][1] == [4096, 1024, 64], "along n they share a"
+    assert (p["k_blocks"], p["whole_rows"]) == (8, 1)
+    assert one(gemm(4096, 7168, 512, tactic=1))["name"] == "gemm_128x192"
 
 
 def test_tiles_fill_the_waves(gemm: Gemm) -> None:
@@ -78,7 +77,7 @@ def test_strides_and_scales(gemm: Gemm) -> None:
         out=Tensor(OUT, (300, 256), "bf16", (264, 1)), a=Tensor(A, (300, 256), "e4m3", (512, 1)),
         a_scale=Tensor(SA, (300, 2), "f32", (1, 300)), b_scale=Tensor(SB, (2, 2), "f32"), enable_pdl=False,
     )  # fmt: skip
-    assert not one(calls)["pdl"] and maps(calls)[A][1][1] == 512 and maps(calls)[OUT][1] == [300, 528, 64]
+    assert not one(calls)["pdl"] and maps(calls)[A][1][1] == 512
     p = parameters(one(calls), "GemmSm90Params")["problem"]
     assert (p["a_scale_row_stride"], p["a_scale_k_stride"], p["a_scale_rows"]) == (1, 300, 1)
     assert (p["b_scale_row_stride"], p["b_scale_k_stride"], p["b_scale_rows"]) == (2, 1, 128)
@@ -90,16 +89,16 @@ def test_n_major_weights_come_by_blocks_of_64_columns(gemm: Gemm) -> None:
     assert parameters(one(calls), "GemmSm90Params")["problem"]["b_k_stride"] == 512
 
 
-def test_unaligned_output_has_no_tensor_map(gemm: Gemm) -> None:
-    calls = gemm(300, 129, 256)
-    assert OUT not in maps(calls) and parameters(one(calls), "GemmSm90Params")["whole_rows"] == 0
+def test_rows_of_an_unaligned_output_are_stored_by_elements(gemm: Gemm) -> None:
+    assert parameters(one(gemm(300, 128, 256)), "GemmSm90Params")["whole_rows"] == 1
+    assert parameters(one(gemm(300, 129, 256)), "GemmSm90Params")["whole_rows"] == 0
 
 
 def test_grouped_rows(gemm: Gemm) -> None:
     b = Tensor(B, (40, 256, 128), "bf16")
     launch = one(gemm(5000, 256, 128, b=b, m_indptr=Tensor(GROUPS, (41,), "i32")))
     p = parameters(launch, "GemmSm90Params")
-    assert (p["problem"]["rows"], p["problem"]["row_groups"], p["cluster_m"]) == (1, GROUPS, 1)
+    assert (p["problem"]["rows"], p["problem"]["row_groups"]) == (1, GROUPS)
     masked = {
         "out": Tensor(OUT, (40, 512, 256), "bf16"), "a": Tensor(A, (40, 512, 128), "bf16"),
         "masked_m": Tensor(GROUPS, (40,), "i32"), "expected_m": 60,
@@ -150,7 +149,7 @@ def test_mma_tiles_follow_the_rows(gemm_80: Gemm) -> None:
     launch = one(gemm_80(4096, 4096, 512))
     assert launch["name"] == "gemm_128x128" and launch["grid"] == [1024, 1, 1] and not launch["pdl"]
     p = parameters(launch, "GemmMmaParams")
-    assert (p["k_stages"], p["cluster_m"], p["cluster_n"], p["pairs"]) == (16, 1, 1, 1)
+    assert (p["k_stages"], p["pairs"]) == (16, 1)
     launch = one(gemm_80(8, 4096, 512))
     assert launch["name"] == "gemm_32x64" and launch["grid"] == [64, 1, 1]
 

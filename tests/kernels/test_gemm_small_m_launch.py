@@ -13,7 +13,7 @@ from fi_core.runtime.dispatch import Request, choose
 from fi_core.runtime.spec.target import Target
 from kernels.mock_driver import Call, Gpu, Tensor, build_driver, launches, parameters
 
-OUT, A, B, SA, SB, GROUPS = (0x1000000 * (i + 1) for i in range(6))
+OUT, A, B, SA, SB, GROUPS = (0x7F001000000 * (i + 1) for i in range(6))
 Gemm = Callable[..., list[Call]]
 
 
@@ -56,16 +56,18 @@ def maps(calls: list[Call]) -> dict[int, list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("m", "name", "tokens"),
+    ("m", "k", "name", "tokens"),
     [
-        (1, "wgmma_small_m_sm90", 8),
-        (9, "wgmma_small_m_sm90", 16),
-        (64, "wgmma_small_m_sm90", 64),
-        (65, "wgmma_sm90", 0),
+        (1, "long", "wgmma_small_m_sm90", 8),
+        (9, "long", "wgmma_small_m_sm90", 16),
+        (64, "long", "wgmma_small_m_sm90", 64),
+        (65, "long", "wgmma_sm90", 0),
+        (16, "short", "wgmma_small_m_sm90", 16),
+        (17, "short", "wgmma_sm90", 0),
     ],
 )
-def test_few_tokens_have_a_kernel_of_their_own(m: int, name: str, tokens: int) -> None:
-    choice = choose(Request.of(GEMM, Target("cuda", "90a"), {"m": min(m, 65)}))
+def test_few_tokens_have_a_kernel_of_their_own(m: int, k: str, name: str, tokens: int) -> None:
+    choice = choose(Request.of(GEMM, Target("cuda", "90a"), {"m": m, "k": k}))
     assert choice.implementation == name and dict(choice.spec.axes)["tokens"] == tokens
 
 
@@ -77,7 +79,7 @@ def test_boxes_are_tiles_of_128_bytes(gemm: Gemm) -> None:
     columns = int(one(calls)["name"].rpartition("x")[2])
     assert maps(calls)[A] == [[1000, 1, 128], [9, 1024, 16], [1, 128, 1]]
     assert maps(calls)[B] == [[1000, 1, 128], [1000, 1008, columns], [1, 128, 1]]
-    assert (p["k_blocks"], p["whole_rows"], p["cluster_m"], p["cluster_n"], p["group_m"]) == (8, 1, 1, 1, 1)
+    assert (p["k_blocks"], p["whole_rows"], p["group_m"]) == (8, 1, 1)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3"])

@@ -128,11 +128,23 @@ def _run_deep_gemm(planned: tuple[Any, ...], x: Inputs) -> torch.Tensor:
     return out
 
 
+def _plan_cublas_groupwise(x: Inputs) -> Callable[[], torch.Tensor]:
+    """cuBLASLt's product with block scales, which it takes MN-major for a and K-major for b."""
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    a_scale, b_scale = (s if x.scale_major_mode == "K" else s.mT for s in (x.a_scale, x.b_scale))
+    columns, b_columns = a_scale.mT.contiguous().mT, b_scale.contiguous().mT
+    one, block = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    return lambda: scaled_mm(x.a, x.b.mT, columns, one, b_columns, block, output_dtype=x.out.dtype)
+
+
 def _unsupported_groupwise(backend: str, p: Namespace) -> str | None:
     if p.n % _BLOCK or p.k % _BLOCK:
         return f"--n and --k must be multiples of {_BLOCK}, got {p.n} and {p.k}"
     if backend == "deepgemm" and p.out_dtype != "bfloat16":
         return f"deepgemm writes --out_dtype bfloat16, got {p.out_dtype}"
+    if backend == "cublas" and (p.m == 1 or p.out_dtype != "bfloat16"):
+        return f"cuBLASLt's product with block scales takes --m above 1 and bfloat16, got {p.m} and {p.out_dtype}"
     if backend == "deepgemm" and p.routine.startswith("group") and p.m % _BLOCK:
         return f"deepgemm's grouped product takes groups of a multiple of {_BLOCK} rows, got --m {p.m}"
     return None
@@ -184,6 +196,9 @@ def _fp8(routine: str, sizes: Callable[[Namespace], dict[str, Any]], call: Calla
 
 
 def _groupwise(routine: str, call: Callable[[Any, Inputs], Any]) -> Case:
+    rivals = {"deepgemm": Planned(_plan_deep_gemm, _run_deep_gemm)}
+    if not routine.startswith("group"):
+        rivals["cublas"] = Planned(_plan_cublas_groupwise, lambda run, _: run())
     return described(
         f"gemm.{routine}",
         _groupwise_sizes,
@@ -191,7 +206,7 @@ def _groupwise(routine: str, call: Callable[[Any, Inputs], Any]) -> Case:
         _torch_groupwise,
         add=_out,
         op="gemm",
-        rivals={"deepgemm": Planned(_plan_deep_gemm, _run_deep_gemm)},
+        rivals=rivals,
         poison=("out",),
         tolerance=_FINE,
         unsupported=_unsupported_groupwise,

@@ -27,57 +27,58 @@ class GemmConfig(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """A tile shape of the wgmma kernel. buffers: blocks of 64 rows by 128 bytes of out, for each of the two consumer
-    warpgroups, which lie beside each other along m, or along n where a tile has 64 rows.
+    """A tile shape of the wgmma kernel. The two consumer warpgroups lie beside each other along m, or along n where a
+    tile has 64 rows.
     """
 
     rows: int
     columns: int
     stages: int
-    buffers: int
     k_block_clocks: int
 
 
 # H200: a stage is 128 bytes of k. Tiles of fp8 have two sets of accumulators, one of the last 128 k.
 _TILES = {
     "16 bits": (
-        _Tile(128, 256, 4, 1, 1024), _Tile(128, 192, 4, 3, 773), _Tile(128, 176, 4, 3, 737),
-        _Tile(128, 128, 5, 2, 554), _Tile(64, 256, 4, 2, 658), _Tile(64, 128, 6, 2, 420),
+        _Tile(128, 256, 4, 1024), _Tile(128, 192, 5, 805), _Tile(128, 176, 5, 730),
+        _Tile(128, 128, 6, 590), _Tile(64, 256, 5, 615), _Tile(64, 128, 8, 450),
     ),
     "rows": (
-        _Tile(256, 128, 3, 4, 1260), _Tile(128, 192, 4, 3, 956), _Tile(128, 176, 4, 3, 911), _Tile(128, 128, 5, 2, 702),
-        _Tile(64, 256, 4, 2, 732), _Tile(64, 128, 6, 2, 480),
+        _Tile(256, 128, 4, 1035), _Tile(128, 192, 5, 820), _Tile(128, 176, 5, 735), _Tile(128, 128, 6, 620),
+        _Tile(64, 256, 5, 600), _Tile(64, 128, 8, 450),
     ),
     "blocks": (
-        _Tile(256, 128, 3, 4, 1310), _Tile(128, 192, 4, 3, 956), _Tile(128, 176, 4, 3, 980), _Tile(128, 128, 5, 2, 700),
-        _Tile(64, 256, 4, 2, 700), _Tile(64, 128, 6, 2, 520),
+        _Tile(256, 128, 4, 1240), _Tile(128, 192, 5, 937), _Tile(128, 176, 5, 930), _Tile(128, 128, 6, 650),
+        _Tile(64, 256, 5, 660), _Tile(64, 128, 8, 500),
     ),
-    "column_blocks": (_Tile(128, 128, 5, 2, 800), _Tile(64, 128, 6, 2, 560)),
+    "column_blocks": (_Tile(128, 128, 6, 800), _Tile(64, 128, 8, 560)),
 }  # fmt: skip
-_SCALES = {"rows": "kRows", "blocks": "kBlocks", "column_blocks": "kColumnBlocks"}
+_SCALES = {"16 bits": "kNone", "rows": "kRows", "blocks": "kBlocks", "column_blocks": "kColumnBlocks"}
 
 
-def _shared_bytes(tile: _Tile, scales: str) -> int:
+def _shared_bytes(tile: _Tile, kind: str) -> int:
     """Of operands, staged output, scales and barriers, with the alignment of the tiles."""
-    blocks = 128 * tile.stages * (tile.rows + tile.columns) + 2 * tile.buffers * 64 * 128
-    floats = tile.stages * (tile.rows + tile.columns if "blocks" in scales else 8)
+    blocks = 128 * tile.stages * (tile.rows + tile.columns) + 2 * 64 * 128
+    column_scales = {"blocks": tile.columns // 16, "column_blocks": tile.columns}.get(kind)
+    floats = 8 if column_scales is None else 3 * 4 * (tile.rows + column_scales)
     floats += tile.columns * (2 if tile.rows == 64 else 4)
-    size = blocks + 4 * floats + (16 + 20) * tile.stages + 32
+    size = blocks + 4 * floats + (16 + 20) * tile.stages + 112
     return (size + 1023) // 1024 * 1024 + 1024
 
 
 def _unit(axes: Values) -> Unit:
     a, b, out = (DTYPES[axes[name]] for name in ("a", "b", "out"))
-    scales = "kNone" if a.bytes == 2 else _SCALES[axes["scales"]]
+    kind = "16 bits" if a.bytes == 2 else axes["scales"]
+    scales = _SCALES[kind]
     tiles = "BatchedTiles" if axes["tiles"] == "batched" else "GroupTiles"
     columns = "true" if axes["b_major"] == "n" else "false"
     entries = []
-    for tile in _TILES["16 bits" if a.bytes == 2 else axes["scales"]]:
+    for tile in _TILES[kind]:
         if axes["b_major"] == "n" and tile.columns % 64:
             continue
-        size = _shared_bytes(tile, axes["scales"])
+        size = _shared_bytes(tile, kind)
         assert size <= _SHARED, tile
-        numbers = f"{tile.rows}, {tile.columns}, {min(2, tile.rows // 64)}, {tile.stages}, {tile.buffers}"
+        numbers = f"{tile.rows}, {tile.columns}, {min(2, tile.rows // 64)}, {tile.stages}"
         types = f"{a.device}, {b.device}, {out.device}"
         body = f"gemm_sm90<{types}, {columns}, {numbers}, fi::GemmScales::{scales}, fi::{tiles}, {size}>"
         config = GemmConfig(tile.rows, tile.columns, tile.k_block_clocks)
@@ -125,6 +126,10 @@ def _mma_unit(axes: Values) -> Unit:
 _SMALL_M_TILES = ((1, 2), (2, 2), (3, 1), (4, 1))
 _SMALL_M_TOKENS = (8, 16, 32, 64)  # of a tile
 _LARGE_M = _SMALL_M_TOKENS[-1] + 1
+# Bytes of a row of b with which the epilogue decides, where whole lines are stored faster by the kernel for any number
+# of tokens. H200, 128 products, us of wgmma_small_m_sm90 and wgmma_sm90: bf16 64 x 512 x 128 18.6 and 13.7, fp8 14.8
+# and 11.3; bf16 16 x 512 x 128 14.4 and 13.1, fp8 10.4 and 11.0.
+_SHORT_K_BYTES, _SHORT_K_TOKENS = 1024, 16
 _SCALE_ROWS = {"rows": 0, "blocks": 128, "column_blocks": 1}
 
 
@@ -172,7 +177,8 @@ def _request(
         for step in strides[:-1]:
             low |= step * size
     alignment = min(_TMA_BYTES, low & -low) if low else _TMA_BYTES
-    return a, b, out, scales, "groups" if rows != "batched" else "batched", b_major, alignment, m
+    length = "short" if k * b.itemsize <= _SHORT_K_BYTES else "long"
+    return a, b, out, scales, "groups" if rows != "batched" else "batched", b_major, alignment, m, length
 
 
 _SAME_OR_FP8 = Rule(
@@ -212,6 +218,7 @@ GEMM = Op(
         "b_major": Field(("k", "n"), "k"),
         "alignment": Field((1, 2, 4, 8, 16), 16),
         "m": Field(None, _LARGE_M),
+        "k": Field(("short", "long"), "long"),
     },
     axes={
         "a": _FLOATS,
@@ -230,7 +237,11 @@ GEMM = Op(
             (*_HOPPER, Rule(("b_major",), "K-major b", lambda major: major == "k")),
             _small_m_unit,
             axes=lambda v: {**v, "tokens": next((t for t in _SMALL_M_TOKENS if t >= v["m"]), _SMALL_M_TOKENS[-1])},
-            preferred=(Constraint("m", "<=", _SMALL_M_TOKENS[-1]),),
+            preferred=(
+                Constraint("m", "<=", _SMALL_M_TOKENS[-1]),
+                Rule(("m", "k"), f"at most {_SHORT_K_TOKENS} tokens where k is short",
+                     lambda m, k: k == "long" or m <= _SHORT_K_TOKENS),
+            ),
         ),
         Implementation(
             "wgmma_sm90",
@@ -246,8 +257,7 @@ GEMM = Op(
         ),
     ),
     prebuilt=(
-        *({"a": dtype, "b": dtype, "out": dtype, "tiles": tiles} for dtype in ("bf16", "f16")
-          for tiles in ("batched", "groups")),
+        *({"a": "bf16", "b": "bf16", "tiles": tiles} for tiles in ("batched", "groups")),
         *({"a": "e4m3", "b": "e4m3", "scales": scales, "tiles": tiles} for scales in ("rows", "blocks")
           for tiles in ("batched", "groups")),
         {"a": "e4m3", "b": "e4m3", "scales": "column_blocks"},

@@ -162,12 +162,12 @@ void check_tables(const Kernel& kernel, const GemmArgs& a, const GemmProblem& p)
 }
 
 #if FI_CUDA
-// The number of cluster tiles: all of them, or an upper bound for groups of unknown sizes, each of which may end in a
-// part of a tile.
+// The number of tiles: all of them, or an upper bound for groups of unknown sizes, each of which may end in a part of a
+// tile.
 int64_t tiles_of(const GemmProblem& p, const GemmTiling& t) {
-  const int64_t columns = gemm_ceil(p.n, t.columns * t.cluster_n);
+  const int64_t columns = gemm_ceil(p.n, t.columns);
   if (p.rows == GemmRows::kIndptr) return (p.m / t.rows + p.batch) * columns;
-  return (p.rows == GemmRows::kIndices ? 1 : p.batch) * gemm_ceil(p.m, t.rows * t.cluster_m) * columns;
+  return (p.rows == GemmRows::kIndices ? 1 : p.batch) * gemm_ceil(p.m, t.rows) * columns;
 }
 
 // Describes [batch, rows, columns] for boxes of 128 bytes by box_rows; strides in elements. TMA knows no 32-bit floats
@@ -199,13 +199,9 @@ void launch_mma(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, i
     if (!best || cost < least) best = &entry, least = cost;
   }
   const auto config = GemmConfig::of(*best);
-  const GemmTiling tiling{config.rows, config.columns, 0, 1, 1};
+  const GemmTiling tiling{config.rows, config.columns, 0};
   const GemmMmaParams params{
-      p,
-      static_cast<int32_t>(gemm_ceil(p.k * bytes, 64)),
-      1,
-      1,
-      static_cast<int32_t>(gemm_group_m(tiling, multiprocessors)),
+      p, static_cast<int32_t>(gemm_ceil(p.k * bytes, 64)), static_cast<int32_t>(gemm_group_m(tiling, multiprocessors)),
       a.out.alignment(2 * a.out.dtype().bytes(), {p.out_row_stride, p.out_batch_stride}) == 2 * a.out.dtype().bytes()};
   Launch launch{tiles_of(p, tiling)};
   launch.pdl = kernel.pdl(a.enable_pdl);
@@ -217,24 +213,20 @@ struct Plan {
   GemmTiling tiling{};
 };
 
-// The cheapest of the entries and clusters, or the one that `tactic` counts: 3 for each entry, which are single CTAs,
-// and clusters along m and along n.
+// The cheapest of the entries, or the one that `tactic` counts.
 Plan plan_of(const Kernel& kernel, const GemmProblem& p, const GemmShape& shape, int64_t multiprocessors,
              int64_t tactic) {
-  const bool batched = p.rows == GemmRows::kBatched;
   Plan best;
   double least = 0;
   int64_t number = 0;
   for (const Entry& entry : kernel.entries) {
     const auto config = GemmConfig::of(entry);
-    for (int cluster = 0; cluster < 3; ++cluster, ++number) {
-      const GemmTiling tiling{config.rows, config.columns, config.k_block_clocks, cluster == 1 ? 2 : 1,
-                              cluster == 2 ? 2 : 1};
-      if ((cluster == 1 && !batched) || (p.rows == GemmRows::kIndices && 128 % config.rows)) continue;
-      if (tactic == number) return {&entry, tiling};
-      const double cost = gemm_cost(shape, tiling, multiprocessors);
-      if (!best.entry || cost < least) best = {&entry, tiling}, least = cost;
-    }
+    const GemmTiling tiling{config.rows, config.columns, config.k_block_clocks};
+    const bool fits = p.rows != GemmRows::kIndices || 128 % config.rows == 0;
+    if (fits && tactic == number) return {&entry, tiling};
+    const double cost = gemm_cost(shape, tiling, multiprocessors);
+    if (fits && (!best.entry || cost < least)) best = {&entry, tiling}, least = cost;
+    ++number;
   }
   FI_CHECK(best.entry && tactic < 0, ValueError, "tactic must be -1, or one of this problem below %lld; got %lld",
            static_cast<long long>(number), static_cast<long long>(tactic));
@@ -276,7 +268,6 @@ void launch_small_m(const Kernel& kernel, const GemmProblem& p, const GemmArgs& 
   GemmSm90Params& params = small.gemm;
   params.problem = p;
   params.k_blocks = static_cast<int32_t>(shape.k_blocks);
-  params.cluster_m = params.cluster_n = 1;
   params.group_m = static_cast<int32_t>(gemm_ceil(p.m, config.rows));  // a tile of weights meets all tokens in turn
   params.b_once = p.batch * p.n * p.k * bytes < kGemmSmallMEvictFirstBytes;
   params.whole_rows = a.out.alignment(4, {p.out_row_stride, p.out_batch_stride}) == 4;
@@ -314,25 +305,18 @@ void gemm(const Kernel& kernel, const GemmArgs& a) {
   GemmSm90Params params{};
   params.problem = p;
   const int64_t batch = grouped ? 1 : p.batch;
-  describe(kernel, params.a, p.a, bytes, p.k, p.m, batch, p.a_row_stride, p.a_batch_stride, t.rows / t.cluster_n);
+  describe(kernel, params.a, p.a, bytes, p.k, p.m, batch, p.a_row_stride, p.a_batch_stride, t.rows);
   if (p.b_k_stride == 1)
-    describe(kernel, params.b, p.b, bytes, p.k, p.n, p.matrices, p.b_row_stride, p.b_batch_stride,
-             t.columns / t.cluster_m);
+    describe(kernel, params.b, p.b, bytes, p.k, p.n, p.matrices, p.b_row_stride, p.b_batch_stride, t.columns);
   else
     describe(kernel, params.b, p.b, bytes, p.n, p.k, p.matrices, p.b_k_stride, p.b_batch_stride, 128 / bytes);
   params.whole_rows = a.out.alignment(16, {p.out_row_stride, p.out_batch_stride}) == 16;
-  if (params.whole_rows)
-    describe(kernel, params.out, p.out, out_bytes, p.n, p.m, batch, p.out_row_stride, p.out_batch_stride, 64);
   params.k_blocks = static_cast<int32_t>(gemm_ceil(p.k * bytes, 128));
-  params.cluster_m = static_cast<int32_t>(t.cluster_m);
-  params.cluster_n = static_cast<int32_t>(t.cluster_n);
-  params.b_once = shape.rows <= t.rows * t.cluster_m;
+  params.b_once = shape.rows <= t.rows;
   params.group_m = static_cast<int32_t>(gemm_group_m(t, multiprocessors));
 
   // 3 launch
-  const int64_t cluster = t.cluster_m * t.cluster_n;
-  Launch launch{std::min(tiles_of(p, t), std::max<int64_t>(1, multiprocessors / cluster)) * cluster};
-  launch.cluster = static_cast<unsigned>(cluster);
+  Launch launch{std::min(tiles_of(p, t), multiprocessors)};
   launch.pdl = kernel.pdl(a.enable_pdl);
   kernel.launch(*plan.entry, launch, a.a.device(), params);
 #else

@@ -14,38 +14,35 @@ struct GemmShape {
 
 // k_block_clocks: of a tile and 128 bytes of k, measured.
 struct GemmTiling {
-  int64_t rows, columns, k_block_clocks, cluster_m, cluster_n;
+  int64_t rows, columns, k_block_clocks;
 };
 
 // Per SM and clock: bytes of L2, of DRAM, and of out that the epilogue moves; clocks of a tile and of a launch that are
 // not in the mainloop. NVIDIA H200.
 constexpr double kGemmL2Bytes = 62, kGemmDramBytes = 19, kGemmOutBytes = 64, kGemmTileClocks = 1500,
                  kGemmLaunchClocks = 3000;
-constexpr double kGemmClusterFactor = 1.03;  // CTAs of a cluster wait for each other
 
 inline int64_t gemm_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Clocks on `multiprocessors` SMs.
 inline double gemm_cost(const GemmShape& s, const GemmTiling& t, int64_t multiprocessors) {
-  const int64_t clusters = s.batch * gemm_ceil(s.rows, t.rows * t.cluster_m) * gemm_ceil(s.n, t.columns * t.cluster_n);
-  const int64_t waves = gemm_ceil(clusters, std::max<int64_t>(1, multiprocessors / (t.cluster_m * t.cluster_n)));
+  const int64_t waves = gemm_ceil(s.batch * gemm_ceil(s.rows, t.rows) * gemm_ceil(s.n, t.columns), multiprocessors);
   const double k_blocks = static_cast<double>(gemm_ceil(s.k * s.bytes, 128));
-  const double loads = static_cast<double>(t.rows / t.cluster_n + t.columns / t.cluster_m) * 128 / kGemmL2Bytes;
-  const double cluster = t.cluster_m * t.cluster_n > 1 ? kGemmClusterFactor : 1;
+  const double loads = static_cast<double>(t.rows + t.columns) * 128 / kGemmL2Bytes;
   const double epilogue = static_cast<double>(t.rows * t.columns * s.out_bytes) / kGemmOutBytes + kGemmTileClocks;
   const double mainloop = k_blocks * std::max(static_cast<double>(t.k_block_clocks), loads);
-  const double compute = static_cast<double>(waves) * cluster * (mainloop + epilogue);
+  const double compute = static_cast<double>(waves) * (mainloop + epilogue);
   const double bytes = static_cast<double>(s.batch * ((s.rows + s.n) * s.k * s.bytes + s.rows * s.n * s.out_bytes));
   // Where DRAM decides, less computation still hides better.
   const double memory = bytes / (kGemmDramBytes * static_cast<double>(multiprocessors));
   return std::max(compute, memory) + std::min(compute, memory) / 8 + kGemmLaunchClocks;
 }
 
-// Clusters along m that the raster walks together: the operands of the tiles that run at the same time are smallest
+// Tiles along m that the raster walks together: the operands of the tiles that run at the same time are smallest
 // where these tiles cover a square.
 inline int64_t gemm_group_m(const GemmTiling& t, int64_t multiprocessors) {
   const double area = static_cast<double>(multiprocessors * t.rows * t.columns);
-  return std::max<int64_t>(1, std::llround(std::sqrt(area) / static_cast<double>(t.rows * t.cluster_m)));
+  return std::max<int64_t>(1, std::llround(std::sqrt(area) / static_cast<double>(t.rows)));
 }
 
 }  // namespace fi

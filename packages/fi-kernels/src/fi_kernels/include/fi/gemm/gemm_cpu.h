@@ -18,6 +18,10 @@ namespace detail {
 constexpr int64_t kPanel = 16, kBlockN = 32;     // rows of a of a panel, rows of b of a block
 constexpr int64_t kChunkM = 512, kBlockK = 512;  // rows of a that are packed at once, k of a step
 constexpr int64_t kScaleK = 128, kAlignK = 32;   // k of a scale; panels are padded to a multiple of kAlignK
+// Blocks whose sums, of so many floats at most, advance together by a step of k: the panels of the step are read from
+// L2 then. One after another, 256 rows of k = 4096 come from L3 for each block: 27.3 -> 18.7 ms of one core (6144
+// columns).
+constexpr int64_t kGroup = 8, kGroupFloats = 65536;
 
 // c[32][16 panels] += w[32][k] panel^T in fp32; a panel is [k][16].
 FI_CLONES inline void multiply_floats(const float* w, int64_t w_stride, const float* panels, int64_t panel_stride,
@@ -169,11 +173,10 @@ class GemmCpu {
   };
   // Rows of b in place, or copied: fp32 [32][kBlockK], or bf16 [k / 32][32][32], whose tiles are contiguous. Rows that
   // are a power of two apart share sets of the L1 cache, which costs more than the copy if several panels read them.
-  Weights weights(const GemmSegment& s, int64_t column, int64_t k, int64_t count, float* scratch, float* row,
-                  bf16_t* narrowed) const {
+  Weights weights(const GemmSegment& s, int64_t column, int64_t k, int64_t count, Prefetch next, float* scratch,
+                  float* row, bf16_t* narrowed) const {
     const int64_t rows = std::min(kBlockN, p_.n - column), padded = (count + kAlignK - 1) / kAlignK * kAlignK;
-    const char* from = static_cast<const char*>(p_.b) +
-                       (s.b_batch * p_.b_batch_stride + column * p_.b_row_stride + k * p_.b_k_stride) * b_bytes_;
+    const char* from = b_at(s, column, k);
     const bool bf16_rows = amx_ && b_is_bf16_ && p_.b_k_stride == 1;
     if (bf16_rows && rows == kBlockN && padded == count && s.rows <= 2 * kPanel)
       return {from, p_.b_row_stride * 2, 64, {}};
@@ -204,42 +207,62 @@ class GemmCpu {
                     static_cast<size_t>(count % kAlignK) * sizeof(bf16_t));
       }
     }
-    if (amx_) {
-      const int64_t row_bytes = p_.b_row_stride * b_bytes_;
-      Prefetch next{from + count * b_bytes_ - rows * row_bytes, row_bytes, count * b_bytes_, rows};
-      if (k + count >= p_.k) next.from = from - k * b_bytes_, next.rows = std::min(kBlockN, p_.n - column - rows);
-      if (p_.b_k_stride != 1) next.rows = 0;
-      return {reinterpret_cast<const char*>(scratch), kAlignK * 2, kBlockN * kAlignK * 2, next};
-    }
+    if (amx_) return {reinterpret_cast<const char*>(scratch), kAlignK * 2, kBlockN * kAlignK * 2, next};
     return {reinterpret_cast<const char*>(scratch), kBlockK * 4, 0, {}};
+  }
+  const char* b_at(const GemmSegment& s, int64_t column, int64_t k) const {
+    return static_cast<const char*>(p_.b) +
+           (s.b_batch * p_.b_batch_stride + column * p_.b_row_stride + k * p_.b_k_stride) * b_bytes_;
+  }
+  Prefetch prefetch(const GemmSegment& s, int64_t column, int64_t k, int64_t step) const {
+    if (p_.b_k_stride != 1 || column >= p_.n || k >= p_.k) return {};
+    return {b_at(s, column, k), p_.b_row_stride * b_bytes_, std::min<int64_t>(step, p_.k - k) * b_bytes_,
+            std::min(kBlockN, p_.n - column)};
   }
 
   void multiply_blocks(const GemmSegment& s, const char* panels, int64_t begin, int64_t end) const {
     const int64_t count = (s.rows + kPanel - 1) / kPanel, width = count * kPanel, step = blocks_ ? kScaleK : kBlockK;
-    std::vector<float> part(static_cast<size_t>(kBlockN * width)), sum(blocks_ ? part.size() : 0), row(kBlockK);
-    std::vector<bf16_t> narrowed(kBlockK);
+    const int64_t floats = kBlockN * width;
+    const int64_t most = count > 2 ? std::clamp<int64_t>(kGroupFloats / floats, 1, kGroup) : 1;
+    std::vector<float> sums(static_cast<size_t>(floats * most)), part(static_cast<size_t>(blocks_ ? floats : 0));
     std::vector<float> scratch(static_cast<size_t>(kBlockN * kBlockK)), a_scale(static_cast<size_t>(width));
-    for (int64_t block = begin; block < end; ++block) {
-      const int64_t column = block * kBlockN, columns = std::min(kBlockN, p_.n - column);
-      std::fill(part.begin(), part.end(), 0.f);
-      std::fill(sum.begin(), sum.end(), 0.f);
+    std::vector<float> row(kBlockK);
+    std::vector<bf16_t> narrowed(kBlockK);
+    for (int64_t first = begin; first < end; first += most) {
+      const int64_t group = std::min(most, end - first);
+      std::fill(sums.begin(), sums.end(), 0.f);
       for (int64_t k = 0; k < p_.k; k += step) {
         const int64_t own = std::min<int64_t>(step, p_.k - k), padded = (own + kAlignK - 1) / kAlignK * kAlignK;
-        const Weights w = weights(s, column, k, own, scratch.data(), row.data(), narrowed.data());
         const char* x = panels + k * kPanel * element_;
-        if (amx_)
-          amx_multiply(reinterpret_cast<const bf16_t*>(w.data), w.stride, w.step, reinterpret_cast<const bf16_t*>(x),
-                       kPanel * k_, count, padded, part.data(), width, w.next);
-        else
-          multiply_floats(reinterpret_cast<const float*>(w.data), w.stride / 4, reinterpret_cast<const float*>(x),
-                          kPanel * k_, count, padded, part.data(), width);
-        if (!blocks_) continue;
-        for (int64_t i = 0; i < s.rows; ++i) a_scale[static_cast<size_t>(i)] = a_scale_at(s, s.row + i, k / kScaleK);
-        for (int64_t j = 0; j < columns; ++j)
-          add_scaled_rows(sum.data() + j * width, part.data() + j * width, a_scale.data(),
-                          b_scale_at(s, column + j, k / kScaleK), s.rows);
+        if (blocks_)
+          for (int64_t i = 0; i < s.rows; ++i) a_scale[static_cast<size_t>(i)] = a_scale_at(s, s.row + i, k / kScaleK);
+        for (int64_t i = 0; i < group; ++i) {
+          const int64_t column = (first + i) * kBlockN;
+          const bool last = i == group - 1, ends = last && k + own >= p_.k;
+          const Prefetch next = prefetch(s, (last && !ends ? first : first + i + 1) * kBlockN,
+                                         ends   ? 0
+                                         : last ? k + own
+                                                : k,
+                                         step);
+          const Weights w = weights(s, column, k, own, next, scratch.data(), row.data(), narrowed.data());
+          float* sum = sums.data() + i * floats;
+          float* to = blocks_ ? part.data() : sum;
+          if (amx_)
+            amx_multiply(reinterpret_cast<const bf16_t*>(w.data), w.stride, w.step, reinterpret_cast<const bf16_t*>(x),
+                         kPanel * k_, count, padded, to, width, w.next);
+          else
+            multiply_floats(reinterpret_cast<const float*>(w.data), w.stride / 4, reinterpret_cast<const float*>(x),
+                            kPanel * k_, count, padded, to, width);
+          if (!blocks_) continue;
+          for (int64_t j = 0; j < std::min(kBlockN, p_.n - column); ++j)
+            add_scaled_rows(sum + j * width, to + j * width, a_scale.data(), b_scale_at(s, column + j, k / kScaleK),
+                            s.rows);
+        }
       }
-      store(s, column, columns, blocks_ ? sum.data() : part.data(), width);
+      for (int64_t i = 0; i < group; ++i) {
+        const int64_t column = (first + i) * kBlockN;
+        store(s, column, std::min(kBlockN, p_.n - column), sums.data() + i * floats, width);
+      }
     }
   }
 

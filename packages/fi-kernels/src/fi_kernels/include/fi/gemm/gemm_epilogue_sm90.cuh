@@ -1,12 +1,10 @@
-// The epilogue of the Hopper GEMM: scales and bias in registers, then blocks of 64 rows by 128 bytes through shared
-// memory to TMA stores, or to row stores where rows of the block belong to others.
+// The epilogue of the Hopper GEMM: scales and bias in registers, then blocks of 16 rows by 128 bytes of a warp through
+// shared memory to stores of whole lines.
 #pragma once
 #include "fi/cuda/convert.cuh"
 #include "fi/cuda/pack.cuh"
-#include "fi/cuda/ptx/bulk_sm90.cuh"
 #include "fi/cuda/ptx/global.cuh"
 #include "fi/cuda/ptx/ldmatrix.cuh"
-#include "fi/cuda/ptx/tma_sm90.cuh"
 #include "fi/cuda/swizzle.cuh"
 #include "fi/cuda/warp_roles_sm90.cuh"
 #include "fi/cuda/wgmma_tile_sm90.cuh"
@@ -99,77 +97,66 @@ FI_DEVICE void stage_block(char* block, const float (&d)[kCount], int begin, con
   }
 }
 
-// Stores rows of a staged block by all threads of a warpgroup: `rows` and `columns` of them exist.
+// Stores the 16 rows of a staged block that this warp has staged: `rows` and `columns` of the block exist.
 template <class Out>
 FI_DEVICE void store_rows(const char* block, Out* out, int64_t row_stride, int rows, int columns, bool whole_rows) {
   constexpr int kChunk = 16 / sizeof(Out);
-  for (int i = threadIdx.x % 128; i < 64 * 8; i += 128) {
-    const int row = i / 8, column = i % 8 * kChunk;
+  const int first = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 8, chunk = threadIdx.x % 8;
+  const int column = chunk * kChunk;
+  uint4 x[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[i] = *reinterpret_cast<const uint4*>(block + swizzled_offset(first + i * 4, chunk));
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = first + i * 4;
     if (row >= rows || column >= columns) continue;
-    const uint4 chunk = *reinterpret_cast<const uint4*>(block + swizzled_offset(row, i % 8));
     Out* to = out + row * row_stride + column;
     if (whole_rows && column + kChunk <= columns) {
-      store_global(to, chunk);
+      store_global(to, x[i]);
     } else {
-      const Out* x = reinterpret_cast<const Out*>(&chunk);
+      const Out* values = reinterpret_cast<const Out*>(&x[i]);
 #pragma unroll
       for (int e = 0; e < kChunk; ++e)
-        if (column + e < columns) to[e] = x[e];
+        if (column + e < columns) to[e] = values[e];
     }
   }
 }
 
-// What a warpgroup has of a tile: kMBlocks times 64 rows from `row` on, and columns from `column` on. blocks: its
-// kBuffers blocks of shared memory, which batches of blocks use in turn; `batch` counts them over all tiles. Before a
-// batch is written, the stores of the one before in its place have read it.
-template <class Out, int kBuffers, bool kScaled, int kMBlocks, int kCount, class Scales>
+// What a warpgroup has of a tile: kMBlocks times 64 rows from `row` on, and columns from `column` on. block: its 64
+// rows by 128 bytes of shared memory, 16 rows of each warp: warps stage and store by themselves.
+template <class Out, bool kScaled, int kMBlocks, int kCount, class Scales>
 FI_DEVICE void store_tile(const GemmSm90Params& p, const float (&d)[kMBlocks][kCount], const Scales& scales,
-                          char* buffers, unsigned& batch, typename Scales::Shared& shared, const GemmTile& tile,
-                          int row, int column, int barrier) {
+                          char* block, typename Scales::Shared& shared, const GemmTile& tile, int row, int column,
+                          int barrier) {
   constexpr int kWidth = kSwizzleLineBytes / sizeof(Out), kBlocks = (2 * kCount + kWidth - 1) / kWidth;
-  constexpr int kAll = kMBlocks * kBlocks, kBatch = kAll < kBuffers ? kAll : kBuffers, kPlaces = kBuffers / kBatch;
-  const bool first = threadIdx.x % 128 == 0;
-  const int n = p.problem.n;
-  if constexpr (kScaled) scales.share(p.problem, column, shared);
-#pragma unroll
-  for (int begin = 0; begin < kAll; begin += kBatch) {
-    char* blocks = buffers + (kPlaces > 1 ? batch++ % kPlaces * (kBatch * 64 * kSwizzleLineBytes) : 0);
-    if (first) bulk_wait_read<kPlaces - 1>();
+  const GemmProblem& q = p.problem;
+  if constexpr (kScaled) {
+    warpgroup_sync(barrier);  // all have read those of the tile before
+    scales.share(q, column, shared);
     warpgroup_sync(barrier);
+  }
+  Out* out =
+      static_cast<Out*>(q.out) + tile.a_batch * q.out_batch_stride + (tile.row + row) * q.out_row_stride + column;
 #pragma unroll
-    for (int i = begin; i < kAll && i < begin + kBatch; ++i)
-      stage_block<Out, kScaled>(blocks + (i - begin) * 64 * kSwizzleLineBytes, d[i / kBlocks],
-                                i % kBlocks * (kWidth / 2), scales, i / kBlocks, shared);
-    fence_async_shared();
-    warpgroup_sync(barrier);
-#pragma unroll 1
-    for (int i = begin; i < kAll && i < begin + kBatch; ++i) {
-      const char* block = blocks + (i - begin) * 64 * kSwizzleLineBytes;
-      const int at_row = row + i / kBlocks * 64, at_column = column + i % kBlocks * kWidth;
-      const int width = min(kWidth, 2 * kCount - i % kBlocks * kWidth), rows = tile.rows - at_row;
-      if (width == kWidth && rows >= 64 && p.whole_rows) {
-        // Coordinates count elements of 8 or 16 bits, of which a float has two.
-        if (first)
-          tma_store(p.out, block, at_column * static_cast<int>(sizeof(Out)) / 2, tile.row + at_row, tile.a_batch);
-      } else if (rows > 0 && at_column < n) {
-        Out* out = static_cast<Out*>(p.problem.out) + tile.a_batch * p.problem.out_batch_stride +
-                   (tile.row + at_row) * p.problem.out_row_stride + at_column;
-        store_rows(block, out, p.problem.out_row_stride, rows, min(width, n - at_column), p.whole_rows);
-      }
-    }
-    if (first) bulk_commit();
+  for (int i = 0; i < kMBlocks * kBlocks; ++i) {
+    const int at_row = i / kBlocks * 64, at_column = i % kBlocks * kWidth;
+    __syncwarp();
+    stage_block<Out, kScaled>(block, d[i / kBlocks], i % kBlocks * (kWidth / 2), scales, i / kBlocks, shared);
+    __syncwarp();
+    store_rows(block, out + at_row * q.out_row_stride + at_column, q.out_row_stride, tile.rows - row - at_row,
+               min(min(kWidth, 2 * kCount - at_column), q.n - column - at_column), p.whole_rows);
   }
 }
 
 // The same, with scales and bias only where there are any: without them, the code is short.
-template <class Out, int kBuffers, int kMBlocks, int kCount, class Scales>
+template <class Out, int kMBlocks, int kCount, class Scales>
 FI_DEVICE void gemm_epilogue(const GemmSm90Params& p, const float (&d)[kMBlocks][kCount], const Scales& scales,
-                             char* buffers, unsigned& batch, typename Scales::Shared& shared, const GemmTile& tile,
-                             int row, int column, int barrier) {
+                             char* block, typename Scales::Shared& shared, const GemmTile& tile, int row, int column,
+                             int barrier) {
   if (scales.any)
-    store_tile<Out, kBuffers, true>(p, d, scales, buffers, batch, shared, tile, row, column, barrier);
+    store_tile<Out, true>(p, d, scales, block, shared, tile, row, column, barrier);
   else
-    store_tile<Out, kBuffers, false>(p, d, scales, buffers, batch, shared, tile, row, column, barrier);
+    store_tile<Out, false>(p, d, scales, block, shared, tile, row, column, barrier);
 }
 
 }  // namespace fi

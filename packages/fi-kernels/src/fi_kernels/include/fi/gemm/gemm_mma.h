@@ -6,10 +6,9 @@ namespace fi {
 
 struct GemmMmaParams {
   GemmProblem problem;
-  int32_t k_stages;              // of 64 bytes
-  int32_t cluster_m, cluster_n;  // 1: the tile schedulers count clusters
-  int32_t group_m;               // tiles along m of a group of the raster
-  int32_t pairs;                 // pairs of columns of out are aligned
+  int32_t k_stages;  // of 64 bytes
+  int32_t group_m;   // tiles along m of a group of the raster
+  int32_t pairs;     // pairs of columns of out are aligned
 };
 
 }  // namespace fi

@@ -1,6 +1,5 @@
 // GEMM on Hopper: persistent warp-specialised CTAs. A TMA warp fills a ring of operand tiles, a second warp brings the
-// scales of blocks, and two consumer warpgroups multiply (wgmma) and store. Two CTAs of a cluster may share the tiles
-// of one operand by multicast.
+// scales of blocks, and two consumer warpgroups multiply (wgmma) and store.
 #pragma once
 #include "fi/cuda/pipeline_sm90.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
@@ -16,14 +15,14 @@ enum class GemmScales { kNone, kRows, kBlocks, kColumnBlocks };
 FI_HOST_DEVICE constexpr int gemm_common_divisor(int a, int b) { return b == 0 ? a : gemm_common_divisor(b, a % b); }
 
 // kMnMajorB: b is MN-major, which 16-bit operands may be. kRows x kColumns: of a tile. kWarpgroupsM: consumer
-// warpgroups along m; the others are along n. kStages, kBuffers: of operands and, for each warpgroup, of out. kScales:
+// warpgroups along m; the others are along n. kStages: of operands. kScales:
 // kNone for 16-bit operands (alpha and scales of rows are multiplied in the epilogue), kRows for fp8, kBlocks for
 // scales of 128 k and 1 or 128 rows of a and 128 rows of b, kColumnBlocks if each row of b has its own.
 //
 // The tensor cores add fp8 products with about 14 bits, so the products of each block of 128 k have accumulators of
 // their own (`part`), which are added to those of the tile in fp32. While one warpgroup adds, the other multiplies.
 template <class A, class B, class Out, bool kMnMajorB, int kRows, int kColumns, int kWarpgroupsM, int kStages,
-          int kBuffers, GemmScales kScales, template <int, int> class Tiles>
+          GemmScales kScales, template <int, int> class Tiles>
 struct GemmSm90 {
   static constexpr int kConsumers = 2, kBlockK = kSwizzleLineBytes / sizeof(A);
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -39,19 +38,22 @@ struct GemmSm90 {
   // Columns of a tile that have the same scale, wherever the tile begins.
   static constexpr int kScaleColumns = kScales == GemmScales::kColumnBlocks ? 1 : gemm_common_divisor(kOwnColumns, 128);
   static constexpr int kColumnScales = kBlockScales ? kColumns / kScaleColumns : 1;
-  static constexpr int kRowScales = kBlockScales ? kRows : 1;
+  // Block scales have a ring of their own, whose stages have those of kScaleBlocks blocks of k: 16 bytes of a row-major
+  // a_scale are one copy.
+  static constexpr int kScaleStages = 3, kScaleBlocks = 4;
 
   using Scales = OutputScales<Out, !kBlockScales, kMBlocks, kOwnColumns>;
 
   struct Shared {
     alignas(1024) char a[kStages][kRows * kSwizzleLineBytes];
     alignas(1024) char b[kStages][kColumns * kSwizzleLineBytes];
-    alignas(1024) char out[kConsumers][kBuffers][64 * kSwizzleLineBytes];
-    alignas(16) float a_scale[kStages][kRowScales];
-    alignas(16) float b_scale[kStages][kColumnScales];
+    alignas(1024) char out[kConsumers][64 * kSwizzleLineBytes];
+    alignas(16) float a_scale[kBlockScales ? kScaleStages : 1][kBlockScales ? kScaleBlocks * kRows : 1];
+    alignas(16) float b_scale[kBlockScales ? kScaleStages : 1][kScaleBlocks][kColumnScales];
     alignas(16) typename Scales::Shared scales[kConsumers];
     GemmTile tiles[kStages];  // of a stage that is the first of a tile
     Pipeline<kStages> pipeline;
+    Pipeline<kBlockScales ? kScaleStages : 1> scale_pipeline;
   };
 
   static constexpr int kNoTile = -0x7fffffff;  // rows of the tile that ends the work
@@ -62,16 +64,14 @@ struct GemmSm90 {
   FI_DEVICE GemmSm90(const GemmSm90Params& params, Shared& s) : p(params), shared(s) {}
 
   FI_DEVICE void run() const {
-    const int cluster = p.cluster_m * p.cluster_n;
     if (threadIdx.x == 0) {
-      shared.pipeline.init(kBlockScales ? 1 + 32 : 1, kConsumers * 4 * cluster);
+      shared.pipeline.init(1, kConsumers * 4);
+      if (kBlockScales) shared.scale_pipeline.init(32, kConsumers * 4);
       fence_barrier_init();
       prefetch_tensor_map(p.a);
       prefetch_tensor_map(p.b);
-      prefetch_tensor_map(p.out);
     }
     __syncthreads();
-    if (cluster > 1) cluster_sync();
     pdl_wait();
     const int warpgroup = warpgroup_index();
     if (warpgroup == kConsumers) {
@@ -85,11 +85,6 @@ struct GemmSm90 {
       take_registers<kConsumerRegisters>();
       consume(warpgroup);
     }
-    // A CTA stays while the other one may write its shared memory or arrive at its barriers.
-    if (cluster > 1) {
-      __syncwarp();
-      cluster_sync();
-    }
   }
 
  private:
@@ -97,9 +92,6 @@ struct GemmSm90 {
   FI_DEVICE void load_operands() const {
     Tiles<kRows, kColumns> tiles(p);
     GemmTile tile;
-    const int rank = p.cluster_m * p.cluster_n > 1 ? cluster_rank() : 0;
-    const bool share_a = p.cluster_n > 1, share_b = p.cluster_m > 1;
-    const int a_part = share_a ? rank * (kRows / 2) : 0, b_part = share_b ? rank * (kColumns / 2) : 0;
     const uint64_t b_policy = p.b_once ? kEvictFirst : kEvictNormal;
     PipelineState at = PipelineState::producer();
     while (tiles.next(tile)) {
@@ -109,15 +101,13 @@ struct GemmSm90 {
         for (int k = 0; k < p.k_blocks; ++k) {
           shared.pipeline.acquire(at);
           Barrier& full = shared.pipeline.expect(at.stage, kTileBytes);
-          load(shared.a[at.stage] + a_part * kSwizzleLineBytes, p.a, full, share_a, kEvictNormal, k * kBlockK,
-               tile.row + a_part, tile.a_batch);
+          tma_load_hinted(shared.a[at.stage], p.a, full, kEvictNormal, k * kBlockK, tile.row, tile.a_batch);
           if constexpr (kMnMajorB) {
-            for (int c = share_b ? rank : 0; c < kColumns / kBlockK; c += share_b ? 2 : 1)
-              load(shared.b[at.stage] + c * kColumnBlockBytes, p.b, full, share_b, b_policy, tile.column + c * kBlockK,
-                   k * kBlockK, tile.b_batch);
+            for (int c = 0; c < kColumns / kBlockK; ++c)
+              tma_load_hinted(shared.b[at.stage] + c * kColumnBlockBytes, p.b, full, b_policy,
+                              tile.column + c * kBlockK, k * kBlockK, tile.b_batch);
           } else {
-            load(shared.b[at.stage] + b_part * kSwizzleLineBytes, p.b, full, share_b, b_policy, k * kBlockK,
-                 tile.column + b_part, tile.b_batch);
+            tma_load_hinted(shared.b[at.stage], p.b, full, b_policy, k * kBlockK, tile.column, tile.b_batch);
           }
           at.advance(kStages);
         }
@@ -132,61 +122,71 @@ struct GemmSm90 {
     __syncwarp();
     pdl_launch_dependents();
   }
-  FI_DEVICE static void load(char* to, const TensorMap& map, Barrier& full, bool share, uint64_t policy, int column,
-                             int row, int batch) {
-    if (share)
-      tma_load_multicast(to, map, full, 3, policy, column, row, batch);
-    else
-      tma_load_hinted(to, map, full, policy, column, row, batch);
+
+  // Whether kScaleBlocks k of a row of a_scale are 16 aligned bytes: one copy, where 4 bytes each would touch as many
+  // lines of L1 as there are rows for every k. They lie in shared memory as [row][k] then, else as [k][row].
+  FI_DEVICE bool a_scale_by_rows() const {
+    const GemmProblem& q = p.problem;
+    return q.a_scale_rows == 1 && q.a_scale_k_stride == 1 &&
+           aligned(q.a_scale, q.a_scale_row_stride | q.a_scale_batch_stride);
+  }
+  FI_DEVICE static bool aligned(const float* x, int64_t strides) {
+    return ((reinterpret_cast<uint64_t>(x) | static_cast<uint64_t>(strides) * 4) & 15) == 0;
   }
 
-  // By a warp: the scales of a stage, one float at a time, since they may lie anywhere.
+  // By a warp: the block scales.
   FI_DEVICE void load_scales() const {
     const GemmProblem& q = p.problem;
     const int lane = threadIdx.x % 32;
+    const bool by_rows = a_scale_by_rows();
+    const bool by_columns = q.a_scale_rows == 1 && q.a_scale_row_stride == 1 &&
+                            aligned(q.a_scale, q.a_scale_k_stride | q.a_scale_batch_stride);
     Tiles<kRows, kColumns> tiles(p);
     GemmTile tile;
     PipelineState at = PipelineState::producer();
     while (tiles.next(tile)) {
-      constexpr int kA = kRows / 32, kB = (kColumnScales + 31) / 32;
-      const float* a[kA];
-      const float* b[kB];
-      const int a_limit = tile.row + max(tile.rows, 1) - 1;
-#pragma unroll
-      for (int i = 0; i < kA; ++i) {
-        const int row = min(tile.row + i * 32 + lane, a_limit);
-        a[i] = q.a_scale + tile.a_batch * q.a_scale_batch_stride +
-               (q.a_scale_rows == 1 ? row : row / 128) * q.a_scale_row_stride;
-      }
-#pragma unroll
-      for (int i = 0; i < kB; ++i) {
-        const int column = min(tile.column + (i * 32 + lane) * kScaleColumns, q.n - 1);
-        b[i] = q.b_scale + tile.b_batch * q.b_scale_batch_stride +
-               (kScales == GemmScales::kColumnBlocks ? column : column / 128) * q.b_scale_row_stride;
-      }
-      for (int k = 0; k < p.k_blocks; ++k) {
-        shared.pipeline.acquire(at);
-#pragma unroll
-        for (int i = 0; i < kA; ++i) {
-          cp_async_4(&shared.a_scale[at.stage][i * 32 + lane], a[i]);
-          a[i] += q.a_scale_k_stride;
+      const float* a = q.a_scale + tile.a_batch * q.a_scale_batch_stride;
+      const float* b = q.b_scale + tile.b_batch * q.b_scale_batch_stride;
+      for (int k = 0; k < p.k_blocks; k += kScaleBlocks, at.advance(kScaleStages)) {
+        const int blocks = min(kScaleBlocks, p.k_blocks - k);
+        float* to = shared.a_scale[at.stage];
+        shared.scale_pipeline.acquire(at);
+        if (by_rows) {
+          const float* from = a + (tile.row + lane) * q.a_scale_row_stride + k;
+#pragma unroll 4
+          for (int row = lane; row < kRows; row += 32, from += 32 * q.a_scale_row_stride)
+            if (row < tile.rows) cp_async_16_part(to + row * kScaleBlocks, from, blocks * 4);
+        } else if (by_columns && tile.row % 4 == 0) {
+          const float* from = a + k * q.a_scale_k_stride + tile.row;
+#pragma unroll 1
+          for (int block = 0; block < blocks; ++block, from += q.a_scale_k_stride)
+            for (int row = lane * 4; row < kRows; row += 128)
+              if (row < tile.rows) cp_async_16_part(to + block * kRows + row, from + row, min(tile.rows - row, 4) * 4);
+        } else {
+#pragma unroll 1
+          for (int row = lane; row < min(kRows, tile.rows); row += 32) {
+            const int from_row = q.a_scale_rows == 1 ? tile.row + row : (tile.row + row) / 128;
+            const float* from = a + from_row * q.a_scale_row_stride + k * q.a_scale_k_stride;
+            for (int block = 0; block < blocks; ++block, from += q.a_scale_k_stride)
+              cp_async_4(to + block * kRows + row, from);
+          }
         }
-#pragma unroll
-        for (int i = 0; i < kB; ++i) {
-          if (i * 32 + lane < kColumnScales) cp_async_4(&shared.b_scale[at.stage][i * 32 + lane], b[i]);
-          b[i] += q.b_scale_k_stride;
+#pragma unroll 1
+        for (int i = lane; i < kScaleBlocks * kColumnScales; i += 32) {
+          const int block = i / kColumnScales, column = tile.column + i % kColumnScales * kScaleColumns;
+          if (block < blocks && column < q.n)
+            cp_async_4(&shared.b_scale[at.stage][0][i],
+                       b + (kScales == GemmScales::kColumnBlocks ? column : column / 128) * q.b_scale_row_stride +
+                           (k + block) * q.b_scale_k_stride);
         }
-        shared.pipeline.commit_copies(at.stage);
-        at.advance(kStages);
+        shared.scale_pipeline.commit_copies(at.stage);
       }
     }
-    shared.pipeline.acquire(at);
-    shared.pipeline.commit(at.stage);
   }
 
   FI_DEVICE void consume(int warpgroup) const {
-    PipelineState at;
-    unsigned batch = 0;  // of staged blocks of out
+    PipelineState at, scale_at;
+    const bool scales_by_rows = kBlockScales && a_scale_by_rows();
     const int row = warpgroup % kWarpgroupsM * kOwnRows, column = warpgroup / kWarpgroupsM * kOwnColumns;
     const uint64_t a = wgmma_uniform(wgmma_operand(shared.a[0] + row * kSwizzleLineBytes, kSwizzlePeriod));
     const uint64_t b = wgmma_uniform(
@@ -197,27 +197,21 @@ struct GemmSm90 {
       if (uniform(tile.rows) == kNoTile) break;
       const Scales scales(p.problem, tile, row, tile.column + column);
       float d[kMBlocks][kCount];
-      if constexpr (kFp8 && kScales == GemmScales::kRows && kMBlocks == 1)
-        multiply_in_long_parts(d[0], a, b, at);
-      else if constexpr (kFp8)
-        multiply_in_parts(d, a, b, row, column, at);
-      else
+      if constexpr (!kFp8)
         multiply(d, a, b, at);
-      gemm_epilogue<Out, kBuffers>(p, d, scales, shared.out[warpgroup][0], batch, shared.scales[warpgroup], tile, row,
-                                   tile.column + column, 1 + warpgroup);
+      else if (kBlockScales && scales_by_rows)
+        multiply_in_parts<true>(d, a, b, row, column, at, scale_at);
+      else
+        multiply_in_parts<false>(d, a, b, row, column, at, scale_at);
+      gemm_epilogue<Out>(p, d, scales, shared.out[warpgroup], shared.scales[warpgroup], tile, row, tile.column + column,
+                         1 + warpgroup);
     }
-    if (threadIdx.x % kWarpgroup == 0) bulk_wait_read<0>();  // shared memory ends with the CTA
   }
 
   // By a warp, which no longer reads the stage.
   FI_DEVICE void release(int stage) const {
-    const int cluster = p.cluster_m * p.cluster_n, lane = threadIdx.x % 32;
     __syncwarp();
-    if (cluster == 1) {
-      if (lane == 0) shared.pipeline.empty[stage].arrive();
-    } else if (lane < 2) {
-      shared.pipeline.empty[stage].arrive_remote(lane);
-    }
+    if (threadIdx.x % 32 == 0) shared.pipeline.release(stage);
   }
 
   // One m64 block times one stage; accumulators are added to, but for the first instruction if `add` is false.
@@ -250,94 +244,80 @@ struct GemmSm90 {
     release(before);
   }
 
-  // Without scales, the products of kPartBlocks blocks of k share accumulators where registers allow it: all of them
-  // wait for the next blocks.
-  FI_DEVICE void multiply_in_long_parts(float (&d)[kCount], uint64_t a, uint64_t b, PipelineState& at) const {
-    constexpr int kPartBlocks = 2;
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) d[j] = 0.f;
-    for (int k = 0; k < p.k_blocks; k += kPartBlocks) {
-      float part[kCount];
-      int before = 0;
-      const int blocks = min(p.k_blocks - k, kPartBlocks);
-      for (int i = 0; i < blocks; ++i) {
-        const uint64_t a_stage = wgmma_further(a, at.stage * sizeof(shared.a[0]));
-        const uint64_t b_stage = wgmma_further(b, at.stage * sizeof(shared.b[0]));
-        shared.pipeline.wait(at);
-        wgmma_fence();
-        multiply_stage(part, a_stage, b_stage, i > 0);
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (i > 0) release(before);
-        before = at.stage;
-        at.advance(kStages);
-      }
-      wgmma_wait<0>();
-      wgmma_keep(part);
-      release(before);
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) d[j] += part[j];
-    }
-  }
-
+  // scale_at: the next stage of block scales. kByRows: a_scale_by_rows.
+  template <bool kByRows>
   FI_DEVICE void multiply_in_parts(float (&d)[kMBlocks][kCount], uint64_t a, uint64_t b, int row, int column,
-                                   PipelineState& at) const {
-    const int own_row = row + wgmma_row(threadIdx.x % 128);
+                                   PipelineState& at, PipelineState& scale_at) const {
+    constexpr int kRowStep = kByRows ? kScaleBlocks : 1, kBlockStep = kByRows ? 1 : kRows;  // of scales of a
+    const int own_row = kBlockScales ? (row + wgmma_row(threadIdx.x % 128)) * kRowStep : 0;
 #pragma unroll
     for (int i = 0; i < kMBlocks; ++i)
 #pragma unroll
       for (int j = 0; j < kCount; ++j) d[i][j] = 0.f;
-    for (int k = 0; k < p.k_blocks; ++k) {
-      const uint64_t a_stage = wgmma_further(a, at.stage * sizeof(shared.a[0]));
-      const uint64_t b_stage = wgmma_further(b, at.stage * sizeof(shared.b[0]));
-      shared.pipeline.wait(at);
+    bool ready = false;  // the stage `at` is full
+    for (int k = 0; k < p.k_blocks;) {
+      const int end = kBlockScales ? min(k + kScaleBlocks, p.k_blocks) : p.k_blocks;
+      const float* a_scale = shared.a_scale[scale_at.stage] + own_row;
+      const float* b_scale = shared.b_scale[scale_at.stage][0];
+      if (kBlockScales) shared.scale_pipeline.wait(scale_at);
+      for (; k < end; ++k, at.advance(kStages), a_scale += kBlockStep, b_scale += kColumnScales) {
+        const uint64_t a_stage = wgmma_further(a, at.stage * sizeof(shared.a[0]));
+        const uint64_t b_stage = wgmma_further(b, at.stage * sizeof(shared.b[0]));
+        if (!ready) shared.pipeline.wait(at);
+        PipelineState following = at;
+        following.advance(kStages);
 #pragma unroll
-      for (int i = 0; i < kMBlocks; ++i) {
-        float part[kCount], of_row[2] = {1.f, 1.f};
-        if constexpr (kBlockScales) {
-          of_row[0] = shared.a_scale[at.stage][own_row + i * 64];
-          of_row[1] = shared.a_scale[at.stage][own_row + i * 64 + 8];
-        }
-        float of_column[kScaleColumns < 8 ? 1 : kOwnColumns / kScaleColumns];
-        if constexpr (kScales == GemmScales::kBlocks) {
-#pragma unroll
-          for (int c = 0; c < kOwnColumns / kScaleColumns; ++c)
-            of_column[c] = shared.b_scale[at.stage][column / kScaleColumns + c];
-        }
-        wgmma_fence();
-        multiply_stage(part, wgmma_further(a_stage, i * 64 * kSwizzleLineBytes), b_stage, false);
-        wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_keep(part);
-        if constexpr (kScales == GemmScales::kRows) {
-          if (i == kMBlocks - 1) release(at.stage);
-#pragma unroll
-          for (int j = 0; j < kCount; ++j) d[i][j] += part[j];
-        } else if constexpr (kScales == GemmScales::kBlocks) {
-          if (i == kMBlocks - 1) release(at.stage);
-#pragma unroll
-          for (int j = 0; j < kCount; ++j) d[i][j] += part[j] * (of_row[j / 2 % 2] * of_column[j * 2 / kScaleColumns]);
-        } else {
-#pragma unroll
-          for (int j = 0; j < kCount; j += 4) {
-            const float2 c =
-                *reinterpret_cast<const float2*>(&shared.b_scale[at.stage][column + j * 2 + threadIdx.x % 4 * 2]);
-            d[i][j] += part[j] * (of_row[0] * c.x), d[i][j + 1] += part[j + 1] * (of_row[0] * c.y);
-            d[i][j + 2] += part[j + 2] * (of_row[1] * c.x), d[i][j + 3] += part[j + 3] * (of_row[1] * c.y);
+        for (int i = 0; i < kMBlocks; ++i) {
+          float part[kCount], of_row[2] = {1.f, 1.f};
+          if constexpr (kBlockScales) {
+            of_row[0] = a_scale[i * 64 * kRowStep];
+            of_row[1] = a_scale[(i * 64 + 8) * kRowStep];
           }
+          float of_column[kScaleColumns < 8 ? 1 : kOwnColumns / kScaleColumns];
+          if constexpr (kScales == GemmScales::kBlocks) {
+#pragma unroll
+            for (int c = 0; c < kOwnColumns / kScaleColumns; ++c) of_column[c] = b_scale[column / kScaleColumns + c];
+          }
+          wgmma_fence();
+          multiply_stage(part, wgmma_further(a_stage, i * 64 * kSwizzleLineBytes), b_stage, false);
+          wgmma_commit();
+          // Asked while the tensor cores compute: little lies between the additions and the next products then.
+          if (i == kMBlocks - 1)
+            ready = k + 1 < p.k_blocks && shared.pipeline.full[following.stage].try_wait(following.phase);
+          wgmma_wait<0>();
+          wgmma_keep(part);
           if (i == kMBlocks - 1) release(at.stage);
+          if constexpr (kScales == GemmScales::kRows) {
+#pragma unroll
+            for (int j = 0; j < kCount; ++j) d[i][j] += part[j];
+          } else if constexpr (kScales == GemmScales::kBlocks) {
+#pragma unroll
+            for (int j = 0; j < kCount; ++j)
+              d[i][j] += part[j] * (of_row[j / 2 % 2] * of_column[j * 2 / kScaleColumns]);
+          } else {
+#pragma unroll
+            for (int j = 0; j < kCount; j += 4) {
+              const float2 c = *reinterpret_cast<const float2*>(&b_scale[column + j * 2 + threadIdx.x % 4 * 2]);
+              d[i][j] += part[j] * (of_row[0] * c.x), d[i][j + 1] += part[j + 1] * (of_row[0] * c.y);
+              d[i][j + 2] += part[j + 2] * (of_row[1] * c.x), d[i][j + 3] += part[j + 3] * (of_row[1] * c.y);
+            }
+          }
         }
       }
-      at.advance(kStages);
+      if (kBlockScales) {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) shared.scale_pipeline.release(scale_at.stage);
+        scale_at.advance(kScaleStages);
+      }
     }
   }
 };
 
-// kBytes: of shared memory that the launch requests.
+// kBytes: of shared memory that the launch asks for.
 template <class A, class B, class Out, bool kMnMajorB, int kRows, int kColumns, int kWarpgroupsM, int kStages,
-          int kBuffers, GemmScales kScales, template <int, int> class Tiles, int kBytes>
+          GemmScales kScales, template <int, int> class Tiles, int kBytes>
 FI_DEVICE void gemm_sm90(const GemmSm90Params& p) {
-  using Kernel = GemmSm90<A, B, Out, kMnMajorB, kRows, kColumns, kWarpgroupsM, kStages, kBuffers, kScales, Tiles>;
+  using Kernel = GemmSm90<A, B, Out, kMnMajorB, kRows, kColumns, kWarpgroupsM, kStages, kScales, Tiles>;
   Kernel(p, dynamic_shared<typename Kernel::Shared, 1024, kBytes>()).run();
 }
 

@@ -5,16 +5,15 @@
 
 namespace fi {
 
-// TMA reads a and b and writes out, as [k or n, row, matrix]. A box is 128 bytes by the rows that one CTA loads of a
-// tile: half of a tile that it shares with the other CTA of its cluster.
+// TMA reads a and b as [k or n, row, matrix]. A box is 128 bytes by the rows that one CTA loads of a
+// tile.
 struct GemmSm90Params {
-  TensorMap a, b, out;
+  TensorMap a, b;
   GemmProblem problem;
-  int32_t k_blocks;              // of 128 bytes
-  int32_t cluster_m, cluster_n;  // CTAs of a cluster along m and n; at most one of them is 2
-  int32_t group_m;               // clusters along m of a group of the raster
-  int32_t b_once;                // no tile of b is loaded twice
-  int32_t whole_rows;            // rows of out are aligned to 16 bytes
+  int32_t k_blocks;    // of 128 bytes
+  int32_t group_m;     // tiles along m of a group of the raster
+  int32_t b_once;      // no tile of b is loaded twice
+  int32_t whole_rows;  // rows of out are aligned to 16 bytes
 };
 
 }  // namespace fi

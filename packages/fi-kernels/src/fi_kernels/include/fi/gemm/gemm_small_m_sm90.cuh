@@ -76,7 +76,7 @@ struct GemmSmallM {
     if (warp == kConsumers / 32) {
       load_weights();
     } else {
-      __syncthreads();
+      sync_roles();
       if (output.splits > 1) cluster_arrive_relaxed();
       pdl_wait();
       if (warp > kConsumers / 32)
@@ -91,10 +91,13 @@ struct GemmSmallM {
     Tiles<kTokens, kRows> tiles(p);
     if constexpr (kBatched) {  // groups are not split
       tiles.next_tile = blockIdx.x / output.splits;
-      tiles.clusters = gridDim.x / output.splits;
+      tiles.step = gridDim.x / output.splits;
     }
     return tiles;
   }
+
+  // All threads of the CTA. The roles meet at different places of the code, which PTX allows and synccheck reports.
+  FI_DEVICE static void sync_roles() { barrier_sync(1, kConsumers + 64); }
 
   // By a warp. If weights do not depend on the kernel before, their first loads precede everything else.
   FI_DEVICE void load_weights() {
@@ -117,7 +120,7 @@ struct GemmSmallM {
     if (first_lane)
       for (int i = 0; i < ahead; ++i, at.advance(kStages)) load_stage(tile, first + i * kBlocks, at, policy);
     __syncwarp();
-    __syncthreads();
+    sync_roles();
     if (output.splits > 1) cluster_arrive_relaxed();
     pdl_launch_dependents();
     for (int loaded = ahead; any; any = tiles.next(tile), loaded = 0) {

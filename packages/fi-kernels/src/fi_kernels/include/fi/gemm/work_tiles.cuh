@@ -1,8 +1,7 @@
-// The tile schedulers of GEMM, for kernels whose Params have the problem, the cluster and the raster: which tile of
-// which product a cluster computes next. Every warp of a CTA walks the same tiles by itself, so warps need no
+// The tile schedulers of GEMM, for kernels whose Params have the problem and the raster: which tile of which product a
+// CTA computes next. Every warp of a CTA walks the same tiles by itself, so warps need no
 // communication.
 #pragma once
-#include "fi/cuda/ptx/cluster_sm90.cuh"
 #include "fi/cuda/tile_scheduler.cuh"
 #include "fi/cuda/warp_roles_sm90.cuh"
 #include "fi/gemm/gemm_sm90.h"
@@ -20,24 +19,22 @@ struct GemmTile {
 template <int kRows, int kColumns, class Params>
 struct BatchedTilesOf {
   const Params& p;
-  GroupedRaster raster;  // of clusters
-  int next_tile, clusters, rank;
+  GroupedRaster raster;
+  int next_tile, step;
 
   FI_DEVICE explicit BatchedTilesOf(const Params& params) : p(params) {
-    const int cluster = p.cluster_m * p.cluster_n, m = kRows * p.cluster_m, n = kColumns * p.cluster_n;
-    raster = {(p.problem.m + m - 1) / m, (p.problem.n + n - 1) / n, p.group_m};
-    rank = blockIdx.x % cluster;
-    next_tile = blockIdx.x / cluster;
-    clusters = gridDim.x / cluster;
+    raster = {(p.problem.m + kRows - 1) / kRows, (p.problem.n + kColumns - 1) / kColumns, p.group_m};
+    next_tile = blockIdx.x;
+    step = gridDim.x;
   }
 
   FI_DEVICE bool next(GemmTile& tile) {
     const int tiles = raster.tiles();
-    for (; next_tile < tiles * matrices(); next_tile += clusters) {
+    for (; next_tile < tiles * matrices(); next_tile += step) {
       const int batch = next_tile / tiles;
       const GroupedRaster::Tile at = raster.at(next_tile - batch * tiles);
-      tile.row = (at.m * p.cluster_m + (p.cluster_m > 1 ? rank : 0)) * kRows;
-      tile.column = (at.n * p.cluster_n + (p.cluster_n > 1 ? rank : 0)) * kColumns;
+      tile.row = at.m * kRows;
+      tile.column = at.n * kColumns;
       tile.rows = p.problem.m - tile.row;
       tile.a_batch = tile.b_batch = batch;
       if (p.problem.rows == GemmRows::kIndices) {
@@ -45,7 +42,7 @@ struct BatchedTilesOf {
         tile.a_batch = 0;
         if (tile.b_batch < 0) continue;
       }
-      next_tile += clusters;
+      next_tile += step;
       return true;
     }
     return false;
@@ -56,22 +53,21 @@ struct BatchedTilesOf {
 };
 
 // Tiles of groups whose sizes are on the device. A warp looks at 32 groups at a time: lane l at group first_group + l.
-// It looks again for every tile, which costs fewer registers than it does time. Clusters extend along n only, since
-// CTAs of a cluster share rows.
+// It looks again for every tile, which costs fewer registers than it does time.
 template <int kRows, int kColumns, class Params>
 struct GroupTilesOf {
   const Params& p;
   int next_tile;  // counted from the first tile of first_group on
   int first_group = 0;
 
-  FI_DEVICE explicit GroupTilesOf(const Params& params) : p(params), next_tile(blockIdx.x / params.cluster_n) {}
+  FI_DEVICE explicit GroupTilesOf(const Params& params) : p(params), next_tile(blockIdx.x) {}
 
   // By whole warps.
   FI_DEVICE bool next(GemmTile& tile) {
-    const int n = kColumns * p.cluster_n, n_clusters = (p.problem.n + n - 1) / n;
+    const int n_tiles = (p.problem.n + kColumns - 1) / kColumns;
     int row, rows, end;
     for (;;) {
-      look(n_clusters, row, rows, end);
+      look(n_tiles, row, rows, end);
       const int all = __shfl_sync(0xffffffffu, end, 31);
       if (next_tile < all) break;
       first_group += 32;
@@ -80,22 +76,22 @@ struct GroupTilesOf {
     }
     const int lane = __popc(__ballot_sync(0xffffffffu, end <= next_tile));
     const int group_rows = uniform(__shfl_sync(0xffffffffu, rows, lane)), m_tiles = (group_rows + kRows - 1) / kRows;
-    const int before = uniform(__shfl_sync(0xffffffffu, end, lane)) - m_tiles * n_clusters;
-    const GroupedRaster raster{m_tiles, n_clusters, p.group_m};
+    const int before = uniform(__shfl_sync(0xffffffffu, end, lane)) - m_tiles * n_tiles;
+    const GroupedRaster raster{m_tiles, n_tiles, p.group_m};
     const GroupedRaster::Tile at = raster.at(next_tile - before);
     tile.row = uniform(__shfl_sync(0xffffffffu, row, lane)) + at.m * kRows;
-    tile.column = (at.n * p.cluster_n + static_cast<int>(blockIdx.x) % p.cluster_n) * kColumns;
+    tile.column = at.n * kColumns;
     tile.rows = group_rows - at.m * kRows;
     const int group = first_group + lane;
     tile.b_batch = p.problem.b_indices ? uniform(p.problem.b_indices[group]) : group;
     tile.a_batch = p.problem.rows == GemmRows::kMasked ? group : 0;
-    next_tile += gridDim.x / p.cluster_n;
+    next_tile += gridDim.x;
     return true;
   }
 
  private:
   // Of this lane's group: its rows, and the tiles of the 32 groups up to its end.
-  FI_DEVICE void look(int n_clusters, int& row, int& rows, int& end) const {
+  FI_DEVICE void look(int n_tiles, int& row, int& rows, int& end) const {
     const int lane = threadIdx.x % 32, group = first_group + lane;
     row = rows = 0;
     if (group < p.problem.batch) {
@@ -106,7 +102,7 @@ struct GroupTilesOf {
         rows = min(p.problem.row_groups[group + 1], p.problem.m) - row;
       }
     }
-    end = (rows + kRows - 1) / kRows * n_clusters;
+    end = (rows + kRows - 1) / kRows * n_tiles;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int x = __shfl_up_sync(0xffffffffu, end, step);

@@ -20,6 +20,9 @@ FI_DEVICE void cp_async_16_part(unsigned shared, const void* global, int bytes) 
                "r"(bytes)
                : "memory");
 }
+FI_DEVICE void cp_async_16_part(void* shared, const void* global, int bytes) {
+  cp_async_16_part(static_cast<unsigned>(__cvta_generic_to_shared(shared)), global, bytes);
+}
 // As cp_async_16 of 8 bytes, through L1.
 FI_DEVICE void cp_async_8(unsigned shared, const void* global, bool valid = true) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(__cvta_generic_to_global(global)),

@@ -250,9 +250,9 @@ X, ONE = torch.zeros(4, 64, dtype=torch.bfloat16), torch.ones(1)
         (lambda: fi_core.nvfp4_quantize(X, ONE, 3), ValueError, "sfLayout: a member of SfLayout is required; got 3"),
         (lambda: fi_core.nvfp4_quantize(X, ONE, do_shuffle=True), ValueError, r"do_shuffle: .*got layout_128x4 and"),
         (
-            lambda: fi_core.nvfp4_quantize(X, ONE, per_token_activation=True),
-            NotImplementedError,
-            "per_token_activation: False is required",
+            lambda: fi_core.nvfp4_quantize(X[None], ONE, per_token_activation=True),
+            ValueError,
+            r"per_token_activation: a of shape \[m, k\]",
         ),
         (lambda: fi_core.mxfp4_quantize(X[:, :48]), ValueError, "input must have .* multiple of 32"),
         (
@@ -295,6 +295,27 @@ X, ONE = torch.zeros(4, 64, dtype=torch.bfloat16), torch.ones(1)
 def test_refusals_name_the_argument(call: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()
+
+
+@pytest.mark.parametrize("layout", list(SfLayout))
+def test_scales_of_tokens(layout: SfLayout, device: str) -> None:
+    """Each row has the values and scales that it gets alone with its own global scale; a row of zeros has scale 0."""
+    x = torch.randn(37, 96, generator=torch.Generator().manual_seed(3)) * torch.logspace(-3, 3, 37).unsqueeze(1)
+    x[5] = 0
+    x = x.to(torch.bfloat16).to(device)
+    factor = torch.full((1,), 1 / (448 * 6), device=device)
+    values, scales, tokens = fi_core.nvfp4_quantize(x, factor, layout, per_token_activation=True)
+    assert torch.equal(tokens, x.float().abs().amax(1) * factor)
+    for row in (0, 5, 36):
+        own = 1 / torch.where(tokens[row : row + 1] == 0, 1.0, tokens[row : row + 1])
+        one, _ = fi_core.nvfp4_quantize(x[row : row + 1], own, layout)
+        assert torch.equal(values[row : row + 1], one)
+    swizzled, small = layout is not SfLayout.layout_linear, layout is SfLayout.layout_8x4
+    wide = fi_core.e2m1_and_ufp8sf_scale_to_float(
+        values, scales, is_sf_swizzled_layout=swizzled, is_sf_8x4_layout=small
+    ) * tokens.cpu().unsqueeze(1)
+    error = (wide - x.float().cpu()).abs().amax(1)
+    assert (error <= x.float().cpu().abs().amax(1) / 5).all(), "half a step of the largest values, and their scales"
 
 
 def test_the_earlier_module_paths_hold_the_same_functions() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fi_core.gemm import trace
+from fi_core.gemm import block_scaled_trace, trace
 from fi_core.gemm.backends import takes_backends
+from fi_core.gemm.block_scaled import MXFP8, Scaled, fp4_format, scaled
 from fi_core.gemm.dense import is_16_bit, is_fp8, output
 from fi_core.gemm.ops import gemm
 from fi_core.observe.log import fi_api
@@ -89,3 +90,107 @@ def grouped_mm_fp8(
         is_fp8(a, b)
         raise
     return out
+
+
+def _multiply(
+    left: Scaled,
+    right: Scaled,
+    m_indptr: torch.Tensor,
+    alpha: torch.Tensor | None,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    n: int,
+) -> torch.Tensor:
+    if alpha is not None and alpha.numel() != 1:
+        raise ValueError(f"alpha must have one element; got {list(alpha.shape)}")
+    a, b = left.bf16(), right.bf16()
+    out = output(a, (a.shape[0], n), out, out_dtype)
+    gemm(out, a, b.view(-1, n, b.shape[-1]), None if alpha is None else alpha.reshape(1), m_indptr=m_indptr)
+    return out
+
+
+def _check(a: torch.Tensor, b: torch.Tensor) -> None:
+    if a.ndim != 2 or b.ndim != 3 or a.shape[1] != b.shape[2]:
+        raise ValueError(
+            f"a must have shape [cum_m, k] and b [groups, n, k] (fp4: k / 2); got {list(a.shape)} and {list(b.shape)}"
+        )
+
+
+@fi_api(trace=block_scaled_trace.GROUPED_FP4)
+@takes_backends("cudnn", "auto")
+def grouped_mm_fp4(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_descale: torch.Tensor,
+    b_descale: torch.Tensor,
+    m_indptr: torch.Tensor,
+    alpha: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    block_size: int = 16,
+    *,
+    backend: str = "cudnn",
+    tactic: int = -1,
+) -> torch.Tensor:
+    """As `grouped_mm_bf16` for fp4 operands with block scales, times alpha. Both operands become bf16 first.
+
+    Args:
+        a: `[cum_m, k / 2]`, uint8: two e2m1 a byte, an even k in the lower half.
+        b: `[groups, n, k / 2]`, uint8.
+        a_descale: `[cum_m, k / block_size]`, or in the 128x4 layout
+            `[cum_m padded to 128, k / block_size padded to 4]`; uint8 or e4m3 (block_size 32: ue8m0). A shape that fits
+            both is read as the latter.
+        b_descale: `[groups, n, k / block_size]`; or in the 128x4 layout, flat for all rows, or
+            `[groups, n padded to 128, k / block_size padded to 4]`.
+        m_indptr: `[groups + 1]`, int32. Groups may be empty. Rows of no group are not written.
+        alpha: one fp32 element; None means 1.
+        out: `[cum_m, n]`; allocated if None.
+        out_dtype: bf16, fp16 or fp32; None means that of out, or bf16.
+        block_size: 16 (NVFP4) or 32 (MXFP4).
+        backend, tactic: as for `grouped_mm_bf16`.
+
+    Returns:
+        out.
+
+    Raises:
+        ValueError: A shape, stride, dtype or device does not fit; the text names the argument.
+    """
+    _check(a, b)
+    format = fp4_format(block_size)
+    left, right = scaled("a", a, "a_descale", a_descale, format), scaled("b", b, "b_descale", b_descale, format)
+    return _multiply(left, right, m_indptr, alpha, out, out_dtype, b.shape[1])
+
+
+@fi_api(trace=block_scaled_trace.GROUPED_MXFP8)
+@takes_backends("cudnn", "auto")
+def grouped_mm_mxfp8(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_descale: torch.Tensor,
+    b_descale: torch.Tensor,
+    m_indptr: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    backend: str = "cudnn",
+    tactic: int = -1,
+) -> torch.Tensor:
+    """As `grouped_mm_bf16` for MXFP8 operands. Both operands become bf16 first, which holds them exactly.
+
+    Args:
+        a: `[cum_m, k]`, e4m3; k is a multiple of 32.
+        b: `[groups, n, k]`, e4m3.
+        a_descale: powers of two (ue8m0) of 32 values of k, uint8: `[cum_m, k / 32]`, or flat in the 128x4 layout.
+        b_descale: `[groups, n, k / 32]`; or in the 128x4 layout, flat for all rows, or
+            `[groups, n padded to 128, k / 32 padded to 4]`.
+        m_indptr, out, out_dtype, backend, tactic: as for `grouped_mm_bf16`.
+
+    Returns:
+        out.
+
+    Raises:
+        ValueError: A shape, stride, dtype or device does not fit; the text names the argument.
+    """
+    _check(a, b)
+    left, right = scaled("a", a, "a_descale", a_descale, MXFP8), scaled("b", b, "b_descale", b_descale, MXFP8)
+    return _multiply(left, right, m_indptr, None, out, out_dtype, b.shape[1])

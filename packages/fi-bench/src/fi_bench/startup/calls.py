@@ -47,6 +47,10 @@ def arguments(device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
         "rmsnorm_quant": lambda: (rand(8, 4096).to(e4m3), rand(8, 4096), rand(4096), rand(1, dtype=single)),
         "layernorm": lambda: (rand(8, 4096), rand(4096, dtype=single), rand(4096, dtype=single)),
         "mm_bf16": lambda: (rand(4, 256), rand(512, 256).t()),
+        "mm_bf16_fp4": lambda: (
+            rand(4, 128), ints(*range(128)).to(torch.uint8).view(2, 64),
+            torch.full((128, 8), 56, device=device, dtype=torch.uint8),
+        ),
         "fp4_quantize": lambda: (rand(4, 256), rand(1, dtype=single).abs()),
         "block_scale_interleave": lambda: (ints(*range(512)).to(torch.uint8).view(128, 4),),
         "mxfp4_dequantize": lambda: (

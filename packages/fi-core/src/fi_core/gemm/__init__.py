@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fi_core.gemm.block_scaled import bmm_mxfp8, mm_bf16_fp4, mm_fp4, mm_mxfp8, prepare_bf16_fp4_weights
 from fi_core.gemm.dense import bmm_bf16, bmm_fp8, mm_bf16, mm_fp8, prepare_low_latency_gemm_weights, tinygemm_bf16
 from fi_core.gemm.groupwise import (
     batch_deepgemm_fp8_nt_groupwise,
@@ -18,13 +19,18 @@ __all__ = [
     "batch_deepgemm_fp8_nt_groupwise",
     "bmm_bf16",
     "bmm_fp8",
+    "bmm_mxfp8",
     "fp8_blockscale_gemm_sm90",
     "gemm_fp8_nt_blockscaled",
     "gemm_fp8_nt_groupwise",
     "group_deepgemm_fp8_nt_groupwise",
     "group_gemm_fp8_nt_groupwise",
     "mm_bf16",
+    "mm_bf16_fp4",
+    "mm_fp4",
     "mm_fp8",
+    "mm_mxfp8",
+    "prepare_bf16_fp4_weights",
     "prepare_low_latency_gemm_weights",
     "tinygemm_bf16",
 ]

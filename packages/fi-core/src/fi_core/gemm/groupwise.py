@@ -11,6 +11,7 @@ from fi_core.gemm.backends import on_hopper, takes_backends
 from fi_core.gemm.dense import is_fp8, output
 from fi_core.gemm.ops import gemm
 from fi_core.observe.log import fi_api
+from fi_core.quantization.ops import FLOAT_SCALE, block_quantize
 
 if TYPE_CHECKING:
     from typing import Any
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
 _BLOCK = 128
-_E4M3_MAX = 448.0
 Shape = tuple[int, ...]
 
 
@@ -273,10 +273,10 @@ def quantize_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 of x `[m, k]`, and the fp32 scales `[m, k / 128]` that give it back: largest magnitude / 448."""
     import torch
 
-    blocks = x.float().unflatten(-1, (-1, _BLOCK))
-    scale = blocks.abs().amax(-1) / _E4M3_MAX
-    quantized = blocks / torch.where(scale == 0, 1.0, scale).unsqueeze(-1)
-    return quantized.flatten(-2).to(torch.float8_e4m3fn), scale
+    quantized = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+    scale = x.new_empty((x.shape[0], x.shape[1] // _BLOCK), dtype=torch.float32)
+    block_quantize(quantized, scale, x, block_size=_BLOCK, scale_format=FLOAT_SCALE)
+    return quantized, scale
 
 
 @fi_api(trace=trace.BLOCKSCALE_SM90)
@@ -291,7 +291,8 @@ def fp8_blockscale_gemm_sm90(
 ) -> torch.Tensor:
     """Computes `input @ weight.T` in fp8 with a scale for every 128 k, on Hopper and on CPUs.
 
-    bf16 operands are converted to e4m3: `scale = max|x| / 448` of 128 values, `q = round(x / scale)`.
+    bf16 operands are converted to e4m3: `scale = max|x| / 448` of 128 values, `q = round(x / scale)`. NaN does not
+    count for a scale and stays NaN; of a block with an infinity all results are NaN.
 
     Args:
         input: `[m, k]`, bf16 or e4m3; k is a multiple of 128.

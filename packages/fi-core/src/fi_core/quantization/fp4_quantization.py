@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from fi_core.observe.log import fi_api
 from fi_core.quantization import inverse_trace, ops, trace
-from fi_core.quantization.layout import SfLayout, bytes_of, checked_layout, layout_of, matrix_of, scale_shape
+from fi_core.quantization.fp4_dequantization import (
+    e2m1_and_ufp8sf_scale_to_float,
+    mxfp4_dequantize,
+    mxfp4_dequantize_host,
+)
+from fi_core.quantization.layout import SfLayout, checked_layout, in_fp32, layout_of, matrix_of, scale_shape
 from fi_core.quantization.ops import E4M3_SCALE, UE8M0_SCALE
 from fi_core.runtime.errors import WrongDtypeError
 from fi_core.utils import (
@@ -50,10 +56,6 @@ def _check_block(sf_vec_size: int, *supported: int) -> None:
         raise NotImplementedError(f"sf_vec_size: {' or '.join(map(str, supported))} is required; got {sf_vec_size}")
 
 
-def _float(scale: torch.Tensor | None) -> torch.Tensor | None:
-    return scale if scale is None or scale.dtype.itemsize == 4 else scale.float()
-
-
 def _quantize(
     x: torch.Tensor,
     layout: SfLayout,
@@ -74,7 +76,7 @@ def _quantize(
     out = x.new_empty((rows, k // 2), dtype=torch.uint8)
     scales = x.new_empty(scale_shape(layout, rows, k // block), dtype=torch.uint8)
     ops.block_quantize(
-        out, scales, matrix, _float(global_scale), block_size=block, scale_format=scale_format, layout=layout.value,
+        out, scales, matrix, in_fp32(global_scale), block_size=block, scale_format=scale_format, layout=layout.value,
         gated=gated, inverse_global_scale=inverse, shuffle=shuffle, enable_pdl=enable_pdl,
     )  # fmt: skip
     return out if x.ndim == 2 else out.view(*x.shape[:-1], k // 2), scales
@@ -148,7 +150,8 @@ def nvfp4_quantize(
     enable_pdl: bool | None = None,
     backend: str = "cuda",
     per_token_activation: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    nvfp4_4over6: object = None,
+) -> tuple[torch.Tensor, ...]:
     """Quantizes to NVFP4: e2m1 with an e4m3 scale per block of 16 and one global scale, as `fp4_quantize`.
 
     Args:
@@ -160,13 +163,16 @@ def nvfp4_quantize(
         sf_vec_size: elements of a block, 16 or 32.
         enable_pdl: programmatic dependent launch, as for `fp4_quantize`.
         backend: as for `fp4_quantize`.
-        per_token_activation: a scale per row besides; only False is supported.
+        per_token_activation: each row gets a scale `s = max(abs(row)) * a_global_sf` instead, so that
+            `a = a_fp4 * a_sf * s`; a_global_sf is conventionally `1 / (448 * 6)` then. NaN in a row makes s NaN.
+        nvfp4_4over6: a recipe that chooses the scale of a block by its error; only None is supported.
 
     Returns:
-        (a_fp4, a_sf): `[m, k / 2]`, uint8, and the scales, uint8, as `fp4_quantize` returns them.
+        (a_fp4, a_sf): `[m, k / 2]`, uint8, and the scales, uint8, as `fp4_quantize` returns them. With
+        per_token_activation also s: `[m]`, fp32.
 
     Raises:
-        NotImplementedError: sf_vec_size or per_token_activation is not supported.
+        NotImplementedError: sf_vec_size or nvfp4_4over6 is not supported.
         ValueError: A shape, device, layout or backend does not fit; the text names the argument.
         TypeError: A dtype does not fit.
     """
@@ -174,8 +180,8 @@ def nvfp4_quantize(
         raise TypeError("a_global_sf must be a torch.Tensor; got None")
     _check_backend(backend)
     _check_block(sf_vec_size, 16, 32)
-    if per_token_activation:
-        raise NotImplementedError("per_token_activation: False is required; got True")
+    if nvfp4_4over6 is not None:
+        raise NotImplementedError(f"nvfp4_4over6: None is required; got {nvfp4_4over6!r}")
     layout = checked_layout("sfLayout", sfLayout)
     if do_shuffle and (
         layout is not SfLayout.layout_128x4 or a.ndim != 2 or a.shape[0] % 128 or a.shape[1] % (4 * sf_vec_size)
@@ -184,7 +190,19 @@ def nvfp4_quantize(
             f"do_shuffle: sfLayout 128x4 and a of shape [m, k] with m a multiple of 128 and k of {4 * sf_vec_size} are "
             f"required; got {layout.name} and {list(a.shape)}"
         )
-    return _quantize(a, layout, sf_vec_size, global_scale=a_global_sf, shuffle=do_shuffle, enable_pdl=enable_pdl)
+    if not per_token_activation:
+        return _quantize(a, layout, sf_vec_size, global_scale=a_global_sf, shuffle=do_shuffle, enable_pdl=enable_pdl)
+    import torch
+
+    if a.ndim != 2 or a.dtype.itemsize == 1 or a_global_sf.numel() != 1:
+        got = f"{a.dtype} {list(a.shape)} and a_global_sf {list(a_global_sf.shape)}"
+        raise ValueError(f"per_token_activation: a of shape [m, k] in 16 or 32 bits is required; got {got}")
+    scale = torch.linalg.vector_norm(a, math.inf, -1, dtype=torch.float32) * a_global_sf.reshape(1)
+    safe = torch.where(scale == 0, 1.0, scale)
+    fp4, sf = _quantize(
+        a, layout, sf_vec_size, global_scale=safe, inverse=True, shuffle=do_shuffle, enable_pdl=enable_pdl
+    )
+    return fp4, sf, scale
 
 
 @fi_api(trace=trace.MXFP4_QUANTIZE)
@@ -260,7 +278,7 @@ def _quantize_batch(
     b, m, k = a.shape
     out = a.new_empty((b, m, k // 2), dtype=torch.uint8)
     scales = a.new_empty((b, *scale_shape(SfLayout.layout_128x4, m, k // block)), dtype=torch.uint8)
-    ops.block_quantize(out, scales, a, _float(global_scale), mask, block_size=block)
+    ops.block_quantize(out, scales, a, in_fp32(global_scale), mask, block_size=block)
     return out, scales
 
 
@@ -358,105 +376,6 @@ def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | N
 
 
 nvfp4_block_scale_interleave = block_scale_interleave
-
-
-def _dequantize(
-    layout: SfLayout, block: int, scale_format: int, global_scale: torch.Tensor | None = None, **named: torch.Tensor
-) -> torch.Tensor:
-    """The inverse of a quantizer. named: values and scales, by the names of the public function."""
-    import torch
-
-    (name, values), (scales_name, scales) = named.items()
-    matrix = matrix_of(name, bytes_of(name, values, "float4_e2m1fn_x2"), "k / 2").contiguous()
-    out = torch.empty(matrix.shape[0], 2 * matrix.shape[1], dtype=torch.float32, device=values.device)
-    kind = "float8_e4m3fn" if scale_format == E4M3_SCALE else "float8_e8m0fnu"
-    scales = bytes_of(scales_name, scales, kind).contiguous()
-    ops.block_dequantize(
-        out, matrix, scales, _float(global_scale), block_size=block, scale_format=scale_format, layout=layout.value
-    )
-    return out.view(*values.shape[:-1], -1) if values.ndim > 2 else out
-
-
-@fi_api(trace=inverse_trace.E2M1_AND_UFP8SF_SCALE_TO_FLOAT)
-def e2m1_and_ufp8sf_scale_to_float(
-    e2m1_tensor: torch.Tensor,
-    ufp8_scale_tensor: torch.Tensor,
-    global_scale_tensor: torch.Tensor | None = None,
-    sf_vec_size: int = 16,
-    ufp8_type: int = 1,
-    is_sf_swizzled_layout: bool = True,
-    is_sf_8x4_layout: bool = False,
-) -> torch.Tensor:
-    """Computes `e2m1 * scale * global_scale` in fp32 on the CPU: the inverse of `fp4_quantize`.
-
-    Args:
-        e2m1_tensor: `[m, k / 2]`, uint8, on any device; copied to the CPU.
-        ufp8_scale_tensor: the scales, in any shape, on any device: uint8, or the dtype that ufp8_type names.
-        global_scale_tensor: `[1]`, 1 / the global scale of the quantization; None: 1.
-        sf_vec_size: elements of a block.
-        ufp8_type: 1: e4m3 scales; 0: ue8m0.
-        is_sf_swizzled_layout: as for `fp4_quantize`.
-        is_sf_8x4_layout: as for `fp4_quantize`.
-
-    Returns:
-        `[m, k]`, fp32, on the CPU.
-
-    Raises:
-        ValueError: A shape or ufp8_type does not fit; the text names the argument.
-        TypeError: A dtype does not fit.
-    """
-    if ufp8_type not in (0, 1):
-        raise ValueError(f"ufp8_type: 0 (ue8m0) or 1 (e4m3) is required; got {ufp8_type}")
-    return _dequantize(
-        layout_of(is_sf_swizzled_layout, is_sf_8x4_layout),
-        sf_vec_size,
-        E4M3_SCALE if ufp8_type else UE8M0_SCALE,
-        None if global_scale_tensor is None else global_scale_tensor.cpu(),
-        e2m1_tensor=e2m1_tensor.cpu(),
-        ufp8_scale_tensor=ufp8_scale_tensor.cpu(),
-    )
-
-
-@fi_api(trace=inverse_trace.MXFP4_DEQUANTIZE)
-def mxfp4_dequantize(
-    a_fp4: torch.Tensor,
-    a_sf: torch.Tensor,
-    sfLayout: SfLayout = SfLayout.layout_128x4,
-) -> torch.Tensor:
-    """Computes `e2m1 * 2^(scale - 127)` in fp32, the inverse of `mxfp4_quantize`, on the device of a_fp4.
-
-    Args:
-        a_fp4: `[m, k / 2]`, uint8.
-        a_sf: the scales of blocks of 32, uint8 or float8_e8m0fnu, in any shape.
-        sfLayout: their layout.
-
-    Returns:
-        `[m, k]`, fp32.
-
-    Raises:
-        ValueError: A shape, device or layout does not fit; the text names the argument.
-        TypeError: A dtype does not fit.
-    """
-    return _dequantize(checked_layout("sfLayout", sfLayout), 32, UE8M0_SCALE, a_fp4=a_fp4, a_sf=a_sf)
-
-
-@fi_api(trace=inverse_trace.MXFP4_DEQUANTIZE_HOST)
-def mxfp4_dequantize_host(weight: torch.Tensor, scale: torch.Tensor, group_size: int = 32) -> torch.Tensor:
-    """Computes `e2m1 * 2^(scale - 127)` in fp32 for linear scales.
-
-    Args:
-        weight: `[m, k / 2]`, uint8.
-        scale: `[m, k / group_size]`, or so many elements in another shape; uint8 or float8_e8m0fnu.
-        group_size: elements of a block.
-
-    Returns:
-        `[m, k]`, fp32, on the device of weight.
-
-    Raises:
-        ValueError: A shape or device does not fit; the text names the argument.
-        TypeError: A dtype does not fit.
-    """
-    return _dequantize(SfLayout.layout_linear, group_size, UE8M0_SCALE, weight=weight, scale=scale)
 
 
 def shuffle_matrix_a(input_tensor: torch.Tensor, epilogue_tile_m: int) -> torch.Tensor:

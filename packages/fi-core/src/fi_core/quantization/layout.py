@@ -65,3 +65,7 @@ def matrix_of(name: str, x: torch.Tensor, last: str = "k") -> torch.Tensor:
     if x.ndim < 2:
         raise ValueError(f"{name}: shape [..., m, {last}] is required; got {list(x.shape)}")
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def in_fp32(scale: torch.Tensor | None) -> torch.Tensor | None:
+    return scale if scale is None or scale.dtype.itemsize == 4 else scale.float()

@@ -93,7 +93,8 @@ BLOCK_SCALE_INTERLEAVE = Op(
 
 def _dequantize_unit(axes: Values) -> Unit:
     dtype = "E2m1" if axes["input"] == "e2m1" else DTYPES[axes["input"]].device
-    body = f"block_dequantize<{'fi::' if dtype == 'E2m1' else ''}{dtype}, {str(axes['scale'] == 'ue8m0').lower()}>"
+    types = f"{'fi::' if dtype == 'E2m1' else ''}{dtype}, {DTYPES[axes['out']].device}"
+    body = f"block_dequantize<{types}, {str(axes['scale'] == 'ue8m0').lower()}>"
     return Unit(
         "fi/quantization/block_dequantize.cuh", "BlockDequantizeParams", (Entry("block_dequantize", body, 256),)
     )
@@ -104,12 +105,21 @@ BLOCK_DEQUANTIZE = Op(
     family="quantization",
     arguments="Tensor(a!) out, Tensor input, Tensor scales, Tensor? global_scale=None, int block_size=16, "
     "int scale_format=0, int layout=0",
-    read="input.dtype, scale_format",
-    request=lambda dtype, scale: (_packed(dtype), _FORMATS[scale]),
-    fields={"input": Field(("e2m1", "e4m3", "e5m2"), "e2m1"), "scale": Field(("e4m3", "ue8m0"), "e4m3")},
+    read="input.dtype, out.dtype, scale_format",
+    request=lambda dtype, out, scale: (_packed(dtype), out, _FORMATS[scale]),
+    fields={
+        "input": Field(("e2m1", "e4m3", "e5m2"), "e2m1"),
+        "out": Field(("f32", "bf16"), "f32"),
+        "scale": Field(("e4m3", "ue8m0"), "e4m3"),
+    },
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _dequantize_unit)),
-    prebuilt=({"scale": "e4m3"}, {"scale": "ue8m0"}),
-)
+    prebuilt=(
+        {"scale": "e4m3"},
+        {"scale": "ue8m0"},
+        *({"input": dtype, "out": "bf16", "scale": scale}
+          for dtype, scale in (("e2m1", "e4m3"), ("e2m1", "ue8m0"), ("e4m3", "ue8m0"))),
+    ),
+)  # fmt: skip
 
 block_quantize = operator(BLOCK_QUANTIZE)
 block_scale_interleave = operator(BLOCK_SCALE_INTERLEAVE)

@@ -6,9 +6,11 @@
 #if !FI_CUDA
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "fi/cpu/convert.h"
 #include "fi/cpu/parallel.h"
+#include "fi/cpu/row_convert.h"
 #endif
 
 namespace fi {
@@ -29,17 +31,22 @@ float element(const uint8_t* input, int64_t i, DType dtype) {
   return code & 8 ? -kE2m1Values[code & 7] : kE2m1Values[code];
 }
 
-void run_cpu(const BlockDequantizeParams& p, DType dtype, bool ue8m0) {
+void run_cpu(const BlockDequantizeParams& p, DType dtype, DType out, bool ue8m0, int64_t batch) {
   const float global_scale = p.global_scale ? *p.global_scale : 1.f;
-  cpu::parallel_for(p.rows, std::max(1, 16384 / p.columns), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
+  const cpu::StoreRow store = cpu::row_storer(out);
+  cpu::parallel_for(batch * p.rows, std::max(1, 16384 / p.columns), [&](int64_t begin, int64_t end) {
+    std::vector<float> values(static_cast<size_t>(p.columns));
+    for (int64_t line = begin; line < end; ++line) {
+      const int64_t matrix = line / p.rows, row = line % p.rows;
+      const uint8_t* from = p.input + matrix * p.input_batch_stride + row * p.input_row_stride;
+      const uint8_t* scales = p.scales + matrix * p.scale_batch_stride;
       for (int32_t column = 0; column < p.columns; ++column) {
         const uint8_t code =
-            p.scales[scale_offset(p.layout, static_cast<int32_t>(row), column / p.block, p.scale_columns)];
+            scales[scale_offset(p.layout, static_cast<int32_t>(row), column / p.block, p.scale_columns)];
         const float scale = ue8m0 ? ue8m0_to_float(code) : cpu::to_float(cpu::e4m3_t{code});
-        const int64_t offset = row * p.columns + column;
-        p.out[offset] = element(p.input, offset, dtype) * scale * global_scale;
+        values[static_cast<size_t>(column)] = element(from, column, dtype) * scale * global_scale;
       }
+      store(values.data(), static_cast<char*>(p.out) + line * p.columns * out.bytes(), p.columns);
     }
   });
 }
@@ -47,10 +54,18 @@ void run_cpu(const BlockDequantizeParams& p, DType dtype, bool ue8m0) {
 
 void block_dequantize(const Kernel& kernel, const BlockDequantizeArgs& a) {
   // 1 check
-  Dim rows{"rows"}, bytes{"bytes"};
-  a.input.is({kU8, kE4M3, kE5M2}).shape(rows, bytes).contiguous();
+  Dim batch{"batch", a.input.ndim() == 2 ? 1 : -1}, rows{"rows"}, bytes{"bytes"};
+  a.input.is({kU8, kE4M3, kE5M2}).inner_contiguous();
+  if (a.input.ndim() == 2)
+    a.input.shape(rows, bytes);
+  else
+    a.input.shape(batch, rows, bytes);
   Dim columns{"columns", bytes * (a.input.dtype() == kU8 ? 2 : 1)};
-  a.out.is({kF32}).on(a.input).shape(rows, columns).contiguous();
+  a.out.is({kF32, kBF16}).on(a.input).contiguous();
+  if (a.input.ndim() == 2)
+    a.out.shape(rows, columns);
+  else
+    a.out.shape(batch, rows, columns);
   FI_CHECK(a.block_size > 0 && a.block_size % 8 == 0 && columns % a.block_size == 0, ValueError,
            "block_size must be a multiple of 8 that divides the %lld columns of input; got %lld",
            static_cast<long long>(columns), static_cast<long long>(a.block_size));
@@ -68,7 +83,7 @@ void block_dequantize(const Kernel& kernel, const BlockDequantizeArgs& a) {
 
   // 2 shape
   BlockDequantizeParams p{};
-  p.out = a.out.data<float>();
+  p.out = a.out.data();
   p.input = a.input.data<const uint8_t>();
   p.scales = a.scales.data<const uint8_t>();
   p.global_scale = a.global_scale ? a.global_scale.data<const float>() : nullptr;
@@ -78,25 +93,30 @@ void block_dequantize(const Kernel& kernel, const BlockDequantizeArgs& a) {
   p.layout = static_cast<int32_t>(a.layout);
   const int64_t blocks = columns / a.block_size, tile = scale_tile_rows(p.layout);
   p.scale_columns = static_cast<int32_t>(p.layout == kScalesLinear ? blocks : (blocks + 3) / 4 * 4);
-  const int64_t expected = (rows + tile - 1) / tile * tile * p.scale_columns;
+  p.input_row_stride = a.input.stride(-2);
+  p.input_batch_stride = a.input.ndim() == 2 ? 0 : a.input.stride(0);
+  p.scale_batch_stride = (rows + tile - 1) / tile * tile * p.scale_columns;
+  const int64_t expected = batch * p.scale_batch_stride;
   a.scales.is({kU8}).on(a.input).contiguous();
   FI_CHECK(a.scales.numel() == expected, ValueError, "scales must have %lld elements in this layout; got %s",
            static_cast<long long>(expected), a.scales.shape_str().c_str());
-  if (rows == 0 || columns == 0) return;
+  if (batch == 0 || rows == 0 || columns == 0) return;
 
   // 3 launch
 #if FI_CUDA
   const int64_t vector = a.input.dtype() == kU8 ? 4 : 8;
-  FI_CHECK(a.input.alignment(vector, {}) == vector, ValueError,
-           "input must start at a multiple of %lld bytes; got address %p: copy it", static_cast<long long>(vector),
-           a.input.data());
-  p.chunks = rows * columns / 8;
+  FI_CHECK(a.input.row_alignment(vector) == vector, ValueError,
+           "rows of input must start at multiples of %lld bytes; got address %p and strides of %lld and %lld: copy it",
+           static_cast<long long>(vector), a.input.data(), static_cast<long long>(p.input_batch_stride),
+           static_cast<long long>(p.input_row_stride));
+  p.chunks = batch * rows * columns / 8;
   FI_CHECK(p.chunks <= 0x7fffffff, ValueError, "input is too large: got shape %s", a.input.shape_str().c_str());
   p.chunks_per_row = divisor(static_cast<uint32_t>(columns / 8));
+  p.rows_per_matrix = divisor(static_cast<uint32_t>(rows));
   kernel.launch_threads(kernel.entries.front(), p.chunks, a.input.device(), p);
 #else
   (void)kernel;
-  run_cpu(p, a.input.dtype(), a.scale_format == kUe8m0Scale);
+  run_cpu(p, a.input.dtype(), a.out.dtype(), a.scale_format == kUe8m0Scale, batch);
 #endif
 }
 

@@ -53,11 +53,13 @@ void check_optional(const BlockQuantizeArgs& a, BlockQuantizeParams& p) {
   if (a.global_scale) {
     a.global_scale.is({kF32}).on(a.input).contiguous();
     const int64_t n = a.global_scale.numel();
-    FI_CHECK(n == 1 || n == p.batch, ValueError,
-             "global_scale must have 1 element, or one for each of %d matrices; got %s", p.batch,
-             a.global_scale.shape_str().c_str());
+    const bool of_rows = a.input.ndim() == 2 && n == p.rows;
+    FI_CHECK(n == 1 || n == p.batch || of_rows, ValueError,
+             "global_scale must have 1 element, or one for each of %d matrices or of the %d rows of one; got %s",
+             p.batch, p.rows, a.global_scale.shape_str().c_str());
     p.global_scale = a.global_scale.data<const float>();
-    p.global_scale_stride = n > 1;
+    p.global_scale_stride = n > 1 && !of_rows;
+    p.global_scale_row_stride = n > 1 && of_rows;
   }
   if (a.mask) {
     Dim batch{"batch", p.batch};

@@ -25,14 +25,16 @@ constexpr int kBytesOfEight = 8;
 template <>
 constexpr int kBytesOfEight<E2m1> = 4;
 
-template <class In, bool kUe8m0>
+template <class In, class Out, bool kUe8m0>
 FI_DEVICE void block_dequantize(const BlockDequantizeParams& p) {
-  const uint32_t index = blockIdx.x * blockDim.x + threadIdx.x, row = divide(index, p.chunks_per_row);
-  const int32_t column = static_cast<int32_t>(index - row * p.chunks_per_row.value) * 8;
+  const uint32_t index = blockIdx.x * blockDim.x + threadIdx.x, line = divide(index, p.chunks_per_row);
+  const int32_t column = static_cast<int32_t>(index - line * p.chunks_per_row.value) * 8;
   pdl_wait();
   pdl_launch_dependents();
   if (index >= p.chunks) return;
-  const uint8_t code = p.scales[scale_offset(p.layout, static_cast<int32_t>(row), column / p.block, p.scale_columns)];
+  const uint32_t matrix = divide(line, p.rows_per_matrix), row = line - matrix * p.rows_per_matrix.value;
+  const uint8_t code = p.scales[matrix * p.scale_batch_stride +
+                                scale_offset(p.layout, static_cast<int32_t>(row), column / p.block, p.scale_columns)];
   float scale;
   if constexpr (kUe8m0) {
     scale = code == 255 ? __uint_as_float(0x7fffffffu) : __uint_as_float(code ? code << 23 : 0x00400000u);
@@ -44,14 +46,21 @@ FI_DEVICE void block_dequantize(const BlockDequantizeParams& p) {
   const float global_scale = p.global_scale ? *p.global_scale : 1.f;
   float y[8];
   constexpr int bytes = kBytesOfEight<In>;
-  const int64_t chunk = static_cast<int64_t>(row) * p.columns + column;
-  values_of(load<uint8_t, bytes>(p.input + chunk * bytes / 8), y, In{});
+  const uint8_t* from = p.input + matrix * p.input_batch_stride + row * p.input_row_stride + column * bytes / 8;
+  values_of(load<uint8_t, bytes>(from), y, In{});
 #pragma unroll
   for (int i = 0; i < 8; ++i) y[i] = y[i] * scale * global_scale;
+  constexpr int vec = 16 / sizeof(Out);
+  Out* to = static_cast<Out*>(p.out) + static_cast<int64_t>(line) * p.columns + column;
 #pragma unroll
-  for (int i = 0; i < 8; i += 4)
-    store_global(p.out + chunk + i, make_uint4(__float_as_uint(y[i]), __float_as_uint(y[i + 1]),
-                                               __float_as_uint(y[i + 2]), __float_as_uint(y[i + 3])));
+  for (int i = 0; i < 8; i += vec) {
+    float part[vec];
+#pragma unroll
+    for (int e = 0; e < vec; ++e) part[e] = y[i + e];
+    Vec<Out, vec> packed;
+    from_float(part, packed);
+    store(to + i, packed);
+  }
 }
 
 }  // namespace fi

@@ -125,6 +125,12 @@ FI_DEVICE BlockScale block_scale(float amax, float global_scale, float eps, cons
   }
 }
 
+// The scale of NVFP4 where each row has a global scale, so that there is no table of factors.
+FI_DEVICE BlockScale row_scale(float amax, float global_scale) {
+  const __nv_fp8_e4m3 scale(scaled_amax(amax, global_scale));
+  return {scale.__x, inverse_scale(to_float(scale), global_scale)};
+}
+
 // x = x / scale, rounded as by a division: the quotient by the reciprocal, corrected by its remainder (Markstein,
 // "IA-64 and Elementary Functions", 2000), where neither can overflow or lose bits. The remainder has the sign with
 // which -0 stays -0.
@@ -263,7 +269,13 @@ FI_DEVICE void block_quantize(const BlockQuantizeParams& p) {
       const int32_t r = row + 32 * (first_row + j);
       if constexpr (kGated) gate_chunk(x[j], up[j]);
       const float amax = warp_max(x[j].magnitude(), lanes);
-      const BlockScale scale = block_scale<kFormat, Out>(amax, global_scale, p.eps, factors);
+      BlockScale scale;
+      if (kFormat == kE4m3Scale && p.global_scale_row_stride) {
+        const float of_row = p.global_scale[min(r, p.rows - 1)];
+        scale = row_scale(amax, p.inverse_global_scale ? 1.f / of_row : of_row);
+      } else {
+        scale = block_scale<kFormat, Out>(amax, global_scale, p.eps, factors);
+      }
       if constexpr (byte_scales) codes |= scale.bits << (8 * (first_row + j));
       if (r >= rows || column >= p.width) continue;
       const Quantized<Out> quantized = quantize<Out, kFormat>(x[j], scale);

@@ -11,12 +11,12 @@ struct BlockQuantizeParams {
   void* out;                  // [batch, rows, width]: e2m1 (two values a byte), e4m3, e5m2 or int8
   void* scales;               // [batch, padded_rows, scale_columns] in `layout`; fp32: by the strides below
   const void* input;          // [batch, rows, columns], gated: [batch, rows, 2 columns]
-  const float* global_scale;  // [batch] or [1] (global_scale_stride 0); null: 1
+  const float* global_scale;  // [batch], [rows] or [1], with the strides below; null: 1
   const int32_t* mask;        // [batch], valid rows; null: all. Later rows are not written
   int64_t out_row_stride, out_batch_stride;
   int64_t input_row_stride, input_batch_stride;
   int64_t scale_row_stride, scale_column_stride;  // fp32 scales only
-  int32_t global_scale_stride, inverse_global_scale;
+  int32_t global_scale_stride, global_scale_row_stride, inverse_global_scale;
   int32_t batch, rows, padded_rows, columns, width, scale_columns;
   int32_t layout;   // ScaleLayout
   int32_t shuffle;  // 1: rows of out and scales are permuted by shuffled_row

@@ -144,7 +144,9 @@ inline void block_quantize(const BlockQuantizeParams& p, DType dtype, DType out_
             store(x.data(), rounded.data(), p.columns);
             load(rounded.data(), x.data(), p.columns);
           }
-          float global_scale = p.global_scale ? p.global_scale[batch * p.global_scale_stride] : 1.f;
+          float global_scale = 1.f;
+          if (p.global_scale)
+            global_scale = p.global_scale[batch * p.global_scale_stride + row * p.global_scale_row_stride];
           if (p.inverse_global_scale) global_scale = 1.f / global_scale;
           quantize_row(p, batch, row, x.data(), y.data(), out_type, format, block, global_scale);
         }

@@ -1,0 +1,347 @@
+"""Products of 4-bit and 8-bit operands whose blocks of 16 or 32 values of k share a scale: NVFP4, MXFP4 and MXFP8.
+
+Both operands become bf16, which holds their values exactly, and meet in a bf16 product.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from fi_core.gemm import block_scaled_trace as trace
+from fi_core.gemm.backends import takes_backends
+from fi_core.gemm.dense import are_columns, output
+from fi_core.gemm.ops import gemm
+from fi_core.observe.log import fi_api
+from fi_core.quantization.fp4_quantization import block_scale_interleave
+from fi_core.quantization.layout import SfLayout, scale_shape
+from fi_core.quantization.ops import E4M3_SCALE, UE8M0_SCALE, block_dequantize
+from fi_core.utils import get_shuffle_matrix_a_row_indices
+
+if TYPE_CHECKING:
+    import torch
+
+_EPILOGUE_ROWS = 128  # of the trtllm kernels that shuffled weights are for
+
+
+class Format(NamedTuple):
+    """A format of values and scales."""
+
+    dtype: str
+    values: int  # of an element of the tensor
+    block: int  # values that share a scale
+    scale: int  # the format of scales
+    scale_dtypes: tuple[str, ...]
+    matrix_is_linear: bool  # scales of shape [rows, k / block] are linear also where the padded shape is the same
+
+
+NVFP4 = Format("uint8", 2, 16, E4M3_SCALE, ("uint8", "float8_e4m3fn"), False)
+MXFP4 = Format("uint8", 2, 32, UE8M0_SCALE, ("uint8", "float8_e8m0fnu"), False)
+MXFP8 = Format("float8_e4m3fn", 1, 32, UE8M0_SCALE, ("uint8", "float8_e8m0fnu"), True)
+
+
+class Scaled(NamedTuple):
+    """An operand `[.., rows, k]` and its scales as bytes, by their names in the call."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    layout: SfLayout
+    format: Format
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.values.shape[:-1], self.values.shape[-1] * self.format.values)
+
+    def bf16(self) -> torch.Tensor:
+        """The values times the scales; bf16 holds them exactly."""
+        import torch
+
+        out = self.values.new_empty(self.shape, dtype=torch.bfloat16)
+        block, scale = self.format.block, self.format.scale
+        block_dequantize(out, self.values, self.scales, block_size=block, scale_format=scale, layout=self.layout.value)
+        return out
+
+
+def fp4_format(block_size: int, use_nvfp4: bool | None = None) -> Format:
+    """The format of fp4 operands with this block size; raises ValueError if there is none."""
+    found = {16: NVFP4, 32: MXFP4}.get(block_size)
+    if found is None or use_nvfp4 not in (None, found is NVFP4):
+        raise ValueError(
+            "block_size must be 16 with use_nvfp4=True (e4m3 scales), or 32 with use_nvfp4=False (ue8m0 scales); got "
+            f"{block_size} and use_nvfp4={use_nvfp4}"
+        )
+    return found
+
+
+def scaled(
+    name: str,
+    x: torch.Tensor,
+    scale_name: str,
+    scales: torch.Tensor,
+    format: Format,
+    swizzled: SfLayout = SfLayout.layout_128x4,
+) -> Scaled:
+    """Checks an operand `[.., rows, k]` and its scales.
+
+    Scales of shape `[.., rows, k / block]` are linear. Those of the padded shape are swizzled, each matrix of a batch
+    by itself. Flat ones are swizzled, all rows of a batch as one matrix.
+    """
+    import torch
+
+    if x.dtype is not getattr(torch, format.dtype):
+        raise ValueError(f"{name} must be {format.dtype}; got {x.dtype}")
+    if str(scales.dtype).removeprefix("torch.") not in format.scale_dtypes:
+        raise ValueError(f"{scale_name} must be {' or '.join(format.scale_dtypes)}; got {scales.dtype}")
+    *batch, rows, k = (*x.shape[:-1], x.shape[-1] * format.values)
+    if k == 0 or k % format.block:
+        raise ValueError(f"{name} must have a positive k that is a multiple of {format.block}; got {list(x.shape)}")
+    linear, shape = (*batch, rows, k // format.block), tuple(scales.shape)
+    padded = (*batch, *scale_shape(swizzled, rows, k // format.block))
+    if shape == linear and (linear != padded or format.matrix_is_linear):
+        return Scaled(x, scales.contiguous().view(torch.uint8).view(-1), SfLayout.layout_linear, format)
+    if not scales.is_contiguous():
+        raise ValueError(f"{scale_name} must be contiguous in the order of {name}; got strides {scales.stride()}")
+    flat = scales.view(torch.uint8).view(-1)
+    if shape in (padded, (*batch, math.prod(padded[-2:]))):
+        return Scaled(x, flat, swizzled, format)
+    if shape == (math.prod(scale_shape(swizzled, math.prod(batch) * rows, k // format.block)),):
+        return Scaled(x.reshape(-1, x.shape[-1]), flat, swizzled, format)
+    if shape == (math.prod(linear),):
+        return Scaled(x, flat, SfLayout.layout_linear, format)
+    raise ValueError(
+        f"{scale_name} must have shape {list(linear)}, or {list(padded)} in layout {swizzled.name}, for {name} "
+        f"{list(x.shape)}; got {list(scales.shape)}"
+    )
+
+
+def _scalar(name: str, x: torch.Tensor | None) -> torch.Tensor | None:
+    if x is not None and x.numel() != 1:
+        raise ValueError(f"{name} must have one element; got {list(x.shape)}")
+    return x if x is None else x.reshape(1)
+
+
+@functools.lru_cache(maxsize=256)
+def _place_of_row(n: int, device: torch.device) -> torch.Tensor:
+    """Where `shuffle_matrix_a` puts each row of weights."""
+    import torch
+
+    return get_shuffle_matrix_a_row_indices(torch.empty(n, 1), _EPILOGUE_ROWS).argsort().to(device)
+
+
+@fi_api(trace=trace.MM_FP4)
+@takes_backends("auto", "cudnn", "trtllm", "cutlass", "cute-dsl", "cutedsl_low_latency", "b12x", "cake")
+def mm_fp4(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_descale: torch.Tensor,
+    b_descale: torch.Tensor,
+    alpha: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    block_size: int = 16,
+    use_8x4_sf_layout: bool = False,
+    backend: str = "auto",
+    use_nvfp4: bool = True,
+    enable_pdl: bool = True,
+) -> torch.Tensor:
+    """Computes `alpha * (a * a_descale) @ (b * b_descale)` of fp4 operands with fp32 sums.
+
+    GPUs without fp4 matrix units widen both operands to bf16, which holds their values exactly.
+
+    Args:
+        a: `[m, k / 2]`, uint8: two e2m1 a byte, an even k in the lower half. k is a multiple of block_size; rows may be
+            strided.
+        b: `[k / 2, n]`, uint8: the transposed view of weights `[n, k / 2]`.
+        a_descale: `[m, k / block_size]`, or in the 128x4 layout `[m padded to 128, k / block_size padded to 4]`; uint8
+            or e4m3 (block_size 32: ue8m0). A shape that fits both is read as the latter.
+        b_descale: the transposed view of the same for weights.
+        alpha: one fp32 element; None means 1.
+        out_dtype: bf16, fp16 or fp32; None means that of out, or bf16.
+        out: `[m, n]`; rows may be strided. Allocated if None.
+        block_size: 16 (NVFP4: e4m3 scales) or 32 (MXFP4: power-of-two scales).
+        use_8x4_sf_layout: a_descale is in the 8x4 layout.
+        backend: a name of FlashInfer; all of them select the kernels of this library. "trtllm" takes weights and scales
+            from `shuffle_matrix_a` and `shuffle_matrix_sf_a` with an epilogue tile of 128, n a multiple of 128.
+        use_nvfp4: whether block_size is 16.
+        enable_pdl: accepted; programmatic dependent launch is on where the hardware has it.
+
+    Returns:
+        out.
+
+    Raises:
+        ValueError: A shape, stride, dtype or device does not fit; the text names the argument.
+        BackendSupportedError: There is no backend of this name.
+    """
+    format = fp4_format(block_size, use_nvfp4)
+    are_columns(b, a)
+    layout = SfLayout.layout_8x4 if use_8x4_sf_layout else SfLayout.layout_128x4
+    left = scaled("a", a, "a_descale", a_descale, format, layout)
+    right = scaled("b", b.t(), "b_descale", b_descale.t() if b_descale.ndim == 2 else b_descale, format)
+    n = b.shape[1]
+    if backend == "trtllm" and n % _EPILOGUE_ROWS:
+        raise ValueError(f'b must have n a multiple of 128 for backend "trtllm"; got {list(b.shape)}')
+    out = output(a, (a.shape[0], n), out, out_dtype)
+    gemm(out, left.bf16(), right.bf16(), _scalar("alpha", alpha))
+    return out.copy_(out.index_select(1, _place_of_row(n, out.device))) if backend == "trtllm" else out
+
+
+@fi_api(trace=trace.MM_BF16_FP4)
+@takes_backends("cudnn", "cute-dsl", "cute-dsl-native", "blackwell-native", "blackwell-tiled", "auto")
+def mm_bf16_fp4(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    b_descale: torch.Tensor,
+    alpha: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    block_size: int = 16,
+    backend: str = "cudnn",
+    enable_pdl: bool = True,
+) -> torch.Tensor:
+    """Computes `alpha * a @ (b * b_descale).T` of bf16 tokens and fp4 weights (W4A16) with fp32 sums.
+
+    Args:
+        a: `[m, k]`, bf16; k is a multiple of block_size, rows may be strided. Any m works, 0 too.
+        b: `[n, k / 2]`, uint8: two e2m1 a byte, an even k in the lower half; as `prepare_bf16_fp4_weights` returns it.
+        b_descale: `[n, k / block_size]`, or in the 128x4 layout `[n padded to 128, k / block_size padded to 4]`; uint8
+            or e4m3 (block_size 32: ue8m0). A shape that fits both is read as the latter, which is faster.
+        alpha: one fp32 element; None means 1.
+        out_dtype: bf16, fp16 or fp32; None means that of out, or bf16.
+        out: `[m, n]`; rows may be strided. Allocated if None.
+        block_size: 16 (NVFP4: e4m3 scales) or 32 (MXFP4: power-of-two scales; weights beyond the range of bf16 are
+            infinite).
+        backend: a name of FlashInfer; all of them select the kernels of this library.
+        enable_pdl: accepted; programmatic dependent launch is on where the hardware has it.
+
+    Returns:
+        out.
+
+    Raises:
+        ValueError: A shape, stride, dtype or device does not fit; the text names the argument.
+    """
+    import torch
+
+    right = scaled("b", b, "b_descale", b_descale, fp4_format(block_size))
+    if a.dtype is not torch.bfloat16:
+        raise ValueError(f"a must be bfloat16; got {a.dtype}")
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != right.shape[1]:
+        raise ValueError(f"a must have shape [m, {right.shape[-1]}] for b {list(b.shape)}; got {list(a.shape)}")
+    out = output(a, (a.shape[0], b.shape[0]), out, out_dtype)
+    gemm(out, a, right.bf16(), _scalar("alpha", alpha))
+    return out
+
+
+def prepare_bf16_fp4_weights(
+    b: torch.Tensor,
+    b_descale: torch.Tensor,
+    alpha: torch.Tensor | None = None,
+    block_size: int = 16,
+    backend: str = "cudnn",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Prepares fp4 weights for `mm_bf16_fp4`, which reads them as they are; only linear scales change their layout.
+
+    Args:
+        b: `[n, k / 2]`, uint8.
+        b_descale: as for `mm_bf16_fp4`.
+        alpha: one fp32 element.
+        block_size: 16 or 32.
+        backend: accepted; all backends read the same weights.
+
+    Returns:
+        (b, b_descale, alpha): b and alpha themselves, and the scales in the 128x4 layout.
+
+    Raises:
+        ValueError: A shape or dtype does not fit; the text names the argument.
+    """
+    right = scaled("b", b, "b_descale", b_descale, fp4_format(block_size))
+    if right.layout is SfLayout.layout_linear:
+        rows, columns = scale_shape(SfLayout.layout_128x4, right.shape[0], right.shape[1] // block_size)
+        b_descale = block_scale_interleave(right.scales.view(right.shape[0], -1)).view(rows, columns)
+    return b, b_descale, _scalar("alpha", alpha)
+
+
+def _mxfp8(name: str, x: torch.Tensor, scale_name: str, scales: torch.Tensor, layout: SfLayout) -> torch.Tensor:
+    return scaled(name, x, scale_name, scales, MXFP8, layout).bf16().view(x.shape)
+
+
+def _rows_of(scales: torch.Tensor) -> torch.Tensor:
+    """Scales of weights in the order of weights: linear ones come transposed."""
+    return scales.mT if scales.ndim > 1 else scales
+
+
+@fi_api(trace=trace.MM_MXFP8)
+@takes_backends("auto", "cutlass", "trtllm", "cute-dsl", "cutedsl_low_latency", "cudnn", "b12x")
+def mm_mxfp8(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_descale: torch.Tensor,
+    b_descale: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_8x4_sf_layout: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Computes `(a * a_descale) @ (b * b_descale)` of MXFP8 operands, by a bf16 product, which holds them exactly.
+
+    Args:
+        a: `[m, k]`, e4m3; k is a multiple of 32, rows may be strided.
+        b: `[k, n]`, e4m3: the transposed view of weights `[n, k]`.
+        a_descale: powers of two (ue8m0) of 32 values of k, uint8: `[m, k / 32]`, or flat in the 128x4 layout as
+            `mxfp8_quantize` returns it.
+        b_descale: the same for weights: `[k / 32, n]`, a transposed view, or flat in the 128x4 layout.
+        out: `[m, n]`; rows may be strided. Allocated if None.
+        out_dtype: bf16, fp16 or fp32; None means that of out, or bf16.
+        use_8x4_sf_layout: a_descale is in the 8x4 layout.
+        backend: a name of FlashInfer; all of them select the kernels of this library.
+
+    Returns:
+        out.
+
+    Raises:
+        ValueError: A shape, stride, dtype or device does not fit; the text names the argument.
+    """
+    are_columns(b, a)
+    layout = SfLayout.layout_8x4 if use_8x4_sf_layout else SfLayout.layout_128x4
+    left = _mxfp8("a", a, "a_descale", a_descale, layout)
+    right = _mxfp8("b", b.t(), "b_descale", _rows_of(b_descale), SfLayout.layout_128x4)
+    out = output(a, (a.shape[0], b.shape[1]), out, out_dtype)
+    gemm(out, left, right)
+    return out
+
+
+@fi_api(trace=trace.BMM_MXFP8)
+@takes_backends("cudnn", "auto")
+def bmm_mxfp8(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    A_scale: torch.Tensor,
+    B_scale: torch.Tensor,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+    backend: str = "cudnn",
+) -> torch.Tensor:
+    """Computes `(A[i] * A_scale[i]) @ (B[i] * B_scale[i])` for each matrix of a batch, as `mm_mxfp8`.
+
+    Args:
+        A: `[batch, m, k]`, e4m3; k is a multiple of 32.
+        B: `[batch, k, n]`, e4m3: the transposed view of weights `[batch, n, k]`.
+        A_scale: `[batch, m, k / 32]`, uint8; or in the 128x4 layout, flat for all rows as `mxfp8_quantize` returns it,
+            or `[batch, m padded to 128, k / 32 padded to 4]`.
+        B_scale: the same for weights; a linear one is `[batch, k / 32, n]`, a transposed view.
+        dtype: of the result, bf16, fp16 or fp32.
+        out: `[batch, m, n]`; allocated if None.
+        backend: as for `mm_mxfp8`.
+
+    Returns:
+        out.
+
+    Raises:
+        ValueError: A shape, stride, dtype or device does not fit; the text names the argument.
+    """
+    are_columns(B, A, "B")
+    left = _mxfp8("A", A, "A_scale", A_scale, SfLayout.layout_128x4)
+    right = _mxfp8("B", B.mT, "B_scale", _rows_of(B_scale), SfLayout.layout_128x4)
+    out = output(A, (*A.shape[:-1], B.shape[-1]), out, dtype)
+    gemm(out, left, right)
+    return out

@@ -1,0 +1,295 @@
+"""Descriptions of the GEMM functions whose operands have block scales, with fp64 references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fi_core.observe.draw import Draw, dtype_of, nbytes
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work
+from fi_core.quantization.layout import SfLayout, scale_shape
+from fi_core.quantization.reference import e2m1_values, linear, powers
+
+_NAN_CODES = {16: 0x7F, 32: 0xFF}  # of scales, by block size
+
+
+def _scaled_values(x, scales, block, tile_rows=128):  # type: ignore[no-untyped-def]
+    """A matrix times its scales, which are linear if they have that shape and it is not the padded one."""
+    import torch
+
+    values = e2m1_values(x) if x.dtype == torch.uint8 else x
+    rows, columns = values.shape[0], values.shape[1] // block
+    padded = rows % tile_rows == 0 and columns % 4 == 0 and x.dtype == torch.uint8
+    if tuple(scales.shape) == (rows, columns) and not padded:
+        tile_rows = 1
+    found = linear(scales.contiguous().view(torch.uint8), rows, columns, tile_rows)
+    wide = found.contiguous().view(torch.float8_e4m3fn).double() if block == 16 else powers(found)
+    return values.double() * wide.repeat_interleave(block, -1)
+
+
+def _mm_fp4_reference(a, b, a_descale, b_descale, alpha=None, block_size=16, use_8x4_sf_layout=False):  # type: ignore[no-untyped-def]
+    left = _scaled_values(a, a_descale, block_size, 8 if use_8x4_sf_layout else 128)
+    out = left @ _scaled_values(b.t(), b_descale.t(), block_size).t()
+    return out if alpha is None else out * alpha.double()
+
+
+def _mm_bf16_fp4_reference(a, b, b_descale, alpha=None, block_size=16):  # type: ignore[no-untyped-def]
+    out = a.double() @ _scaled_values(b, b_descale, block_size).t()
+    return out if alpha is None else out * alpha.double()
+
+
+def _mm_mxfp8_reference(a, b, a_descale, b_descale, use_8x4_sf_layout=False):  # type: ignore[no-untyped-def]
+    left = _scaled_values(a, a_descale, 32, 8 if use_8x4_sf_layout else 128)
+    return left @ _scaled_values(b.t(), b_descale.t() if b_descale.ndim == 2 else b_descale, 32).t()
+
+
+def _bmm_mxfp8_reference(A, B, A_scale, B_scale):  # type: ignore[no-untyped-def]
+    batch, m, k = A.shape
+    left = _scaled_values(A.reshape(-1, k), A_scale, 32).view(batch, m, k)
+    return left @ _scaled_values(B.mT.reshape(-1, k), B_scale, 32).view(batch, -1, k).mT
+
+
+def _grouped_scaled_reference(a, b, a_descale, b_descale, m_indptr, alpha=None, block_size=32):  # type: ignore[no-untyped-def]
+    import torch
+
+    ends, left = m_indptr.tolist(), _scaled_values(a, a_descale, block_size)
+    if ends[0] or ends[-1] != a.shape[0]:
+        raise ValueError("rows of no group are not defined")
+    own = b_descale.view(b.shape[0], -1)
+    parts = [left[begin:end] @ _scaled_values(w, s, block_size).t() for begin, end, w, s in zip(ends, ends[1:], b, own)]
+    out = torch.cat(parts)
+    return out if alpha is None else out * alpha.double()
+
+
+def _scales(draw: Draw, rows: int, k: int, block: int, layout: SfLayout, batch: tuple[int, ...] = ()) -> Any:
+    """Scales between 1/4 and 2. If nasty one is 0, or the smallest power of two, and padding is NaN."""
+    import torch
+
+    low, high = (0x28, 0x41) if block == 16 else (125, 129)
+    x = draw.integers(low, high, (*batch, *scale_shape(layout, rows, k // block)), "uint8")
+    if draw.nasty and x.numel():
+        x.view(-1)[0] = 0
+        if layout is not SfLayout.layout_linear:
+            columns = torch.arange(x.shape[-1] * x.shape[-2], device=x.device) % 512 % 4
+            tiles = torch.arange(columns.numel(), device=x.device) // 512 % (x.shape[-1] // 4)
+            if layout is SfLayout.layout_128x4:
+                x.view(*batch, -1)[..., (columns + 4 * tiles) * block >= k] = _NAN_CODES[block]
+    return x.view(torch.float8_e4m3fn) if block == 16 else x
+
+
+def _packed(draw: Draw, *shape: int) -> Any:
+    return draw.rows(draw.integers(0, 256, (*shape[:-1], shape[-1] // 2), "uint8"))
+
+
+def _alpha(draw: Draw, k: int) -> Any:
+    """Such that products of random codes are about N(0, 1)."""
+    x = draw.normal((1,), "float32").abs().add_(0.5)
+    return x.mul_(k**-0.5 / 16)
+
+
+def _make_mm_fp4(
+    draw: Draw, *, m: int = 5, n: int = 72, k: int = 160, use_nvfp4: bool = True, layout: str = "128x4",
+    out_dtype: str = "bfloat16",
+) -> dict[str, Any]:  # fmt: skip
+    block = 16 if use_nvfp4 else 32
+    of_weights = SfLayout.layout_linear if layout == "linear" else SfLayout.layout_128x4
+    return {
+        "a": _packed(draw, m, k), "b": _packed(draw, n, k).t(),
+        "a_descale": _scales(draw, m, k, block, SfLayout[f"layout_{layout}"]),
+        "b_descale": _scales(draw, n, k, block, of_weights).t(), "alpha": _alpha(draw, k),
+        "block_size": block, "use_nvfp4": use_nvfp4, "use_8x4_sf_layout": layout == "8x4",
+        "out_dtype": dtype_of(out_dtype),
+    }  # fmt: skip
+
+
+def _tokens(draw: Draw, m: int, k: int) -> Any:
+    """Strided rows, of which the last ends in NaN and the one before in infinity."""
+    x = draw.normal((m, k), "bfloat16")
+    if draw.nasty and m > 2:
+        x[-1, -1], x[-2, -1] = float("nan"), float("inf")
+    return draw.rows(x)
+
+
+def _make_mm_bf16_fp4(
+    draw: Draw, *, m: int = 5, n: int = 72, k: int = 160, block_size: int = 16, layout: str = "128x4",
+    out_dtype: str = "bfloat16",
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "a": _tokens(draw, m, k), "b": _packed(draw, n, k),
+        "b_descale": _scales(draw, n, k, block_size, SfLayout[f"layout_{layout}"]),
+        "alpha": _alpha(draw, k), "block_size": block_size, "out_dtype": dtype_of(out_dtype),
+    }  # fmt: skip
+
+
+def _mxfp8(draw: Draw, rows: int, k: int, scale: float) -> Any:
+    return draw.rows(draw.normal((rows, k), "float8_e4m3fn", scale))
+
+
+def _make_mm_mxfp8(
+    draw: Draw, *, m: int = 5, n: int = 72, k: int = 160, layout: str = "128x4", out_dtype: str = "bfloat16"
+) -> dict[str, Any]:
+    of_weights = SfLayout.layout_linear if layout == "linear" else SfLayout.layout_128x4
+    a_scale, b_scale = (
+        _scales(draw, rows, k, 32, own) for rows, own in ((m, SfLayout[f"layout_{layout}"]), (n, of_weights))
+    )
+    flat = layout != "linear"
+    return {
+        "a": _mxfp8(draw, m, k, 1.0), "b": _mxfp8(draw, n, k, k**-0.5).t(),
+        "a_descale": a_scale.view(-1) if flat else a_scale, "b_descale": b_scale.view(-1) if flat else b_scale.t(),
+        "use_8x4_sf_layout": layout == "8x4", "out_dtype": dtype_of(out_dtype),
+    }  # fmt: skip
+
+
+def _make_bmm_mxfp8(
+    draw: Draw, *, batch_size: int = 3, m: int = 5, n: int = 72, k: int = 160, out_dtype: str = "bfloat16"
+) -> dict[str, Any]:
+    """Scales are those of `mxfp8_quantize`, padded once for all rows."""
+    return {
+        "A": draw.rows(draw.normal((batch_size, m, k), "float8_e4m3fn")),
+        "B": draw.rows(draw.normal((batch_size, n, k), "float8_e4m3fn", k**-0.5)).mT,
+        "A_scale": _scales(draw, batch_size * m, k, 32, SfLayout.layout_128x4).view(-1),
+        "B_scale": _scales(draw, batch_size * n, k, 32, SfLayout.layout_128x4).view(-1), "dtype": dtype_of(out_dtype),
+    }  # fmt: skip
+
+
+def _groups(draw: Draw, groups: int, m: int) -> Any:
+    """Offsets of groups of m rows; if nasty the second is empty and the third has its rows too."""
+    sizes = [m] * groups
+    if draw.nasty and groups > 2:
+        sizes[1:3] = [0, 2 * m]
+    return draw.offsets(sizes)
+
+
+def _make_grouped_fp4(
+    draw: Draw, *, group_size: int = 4, m: int = 5, n: int = 72, k: int = 160, block_size: int = 16,
+    layout: str = "linear", out_dtype: str = "bfloat16",
+) -> dict[str, Any]:  # fmt: skip
+    of_tokens = _scales(draw, group_size * m, k, block_size, SfLayout[f"layout_{layout}"])
+    return {
+        "a": _packed(draw, group_size * m, k), "b": _packed(draw, group_size, n, k),
+        "a_descale": draw.rows(of_tokens) if layout == "linear" else of_tokens,
+        "b_descale": _scales(draw, n, k, block_size, SfLayout.layout_128x4, (group_size,)),
+        "m_indptr": _groups(draw, group_size, m), "alpha": _alpha(draw, k), "block_size": block_size,
+        "out_dtype": dtype_of(out_dtype),
+    }  # fmt: skip
+
+
+def _make_grouped_mxfp8(
+    draw: Draw, *, group_size: int = 4, m: int = 5, n: int = 72, k: int = 160, out_dtype: str = "bfloat16"
+) -> dict[str, Any]:
+    return {
+        "a": _mxfp8(draw, group_size * m, k, 1.0),
+        "b": draw.rows(draw.normal((group_size, n, k), "float8_e4m3fn", k**-0.5)),
+        "a_descale": _scales(draw, group_size * m, k, 32, SfLayout.layout_128x4).view(-1),
+        "b_descale": _scales(draw, n, k, 32, SfLayout.layout_128x4, (group_size,)),
+        "m_indptr": _groups(draw, group_size, m), "out_dtype": dtype_of(out_dtype),
+    }  # fmt: skip
+
+
+def _work(left: str = "a", right: str = "b", transposed: bool = False) -> Callable[[Mapping[str, Any]], Work]:
+    """Two operations for each product; every tensor once. transposed: the function takes b as `[.., k, n]`."""
+
+    def work(arguments: Mapping[str, Any]) -> Work:
+        a, b = arguments[left], arguments[right]
+        columns = b.mT if transposed else b
+        n, k = columns.shape[-2], columns.shape[-1] * (2 if str(columns.dtype) == "torch.uint8" else 1)
+        rows = a.numel() // max(a.shape[-1], 1)
+        dtype = arguments.get("out_dtype") or arguments.get("dtype")
+        tensors = (value for name, value in arguments.items() if name != "out")
+        return Work(2 * rows * n * k, nbytes(*tensors) + rows * n * (2 if dtype is None else dtype.itemsize), "matmul")
+
+    return work
+
+
+_SHAPES = ((5, 72, 160), (1, 200, 512), (33, 130, 96), (140, 129, 64), (0, 64, 64), (16, 256, 1024))
+
+
+def _sizes(shapes: Sequence[tuple[int, int, int]], **more: Any) -> tuple[dict[str, Any], ...]:
+    return tuple({"m": m, "n": n, "k": k, **more} for m, n, k in shapes)
+
+
+def _template(
+    name: str,
+    axes: str,
+    inputs: Mapping[str, Tensor | Scalar],
+    output: Sequence[str],
+    reference: Callable[..., Any],
+    make: Callable[..., dict[str, Any]],
+    samples: Sequence[Mapping[str, Any]],
+    description: str,
+    work: Callable[[Mapping[str, Any]], Work],
+    op: str = "gemm",
+) -> TraceTemplate:
+    fixed = ("n", "k", "k_bytes", "group_size")
+    dtype = "dtype" if name == "bmm_mxfp8" else "out_dtype"
+    return TraceTemplate(
+        name,
+        {axis: Const() if axis in fixed else Var() for axis in axes.split()},
+        inputs,
+        {"output": Tensor(output, dtype_from_scalar=dtype)},
+        reference=(linear, e2m1_values, powers, _scaled_values, reference),
+        op=op,
+        make=make,
+        samples=samples,
+        work=work,
+        description=description,
+        tolerance={"float32": (2e-5, 2e-5)},
+    )
+
+
+_ALPHA = Tensor(["one"], dtype="float32", optional=True)
+_BLOCK = Scalar("int32", optional=True)
+_FLAG = Scalar("bool", optional=True)
+MM_FP4 = _template(
+    "mm_fp4", "m n k_bytes a_scale_rows a_scale_columns b_scale_columns b_scale_rows one",
+    {"a": Tensor(["m", "k_bytes"]), "b": Tensor(["k_bytes", "n"]),
+     "a_descale": Tensor(["a_scale_rows", "a_scale_columns"]),
+     "b_descale": Tensor(["b_scale_columns", "b_scale_rows"]), "alpha": _ALPHA, "block_size": _BLOCK,
+     "use_8x4_sf_layout": _FLAG},
+    ["m", "n"], _mm_fp4_reference, _make_mm_fp4,
+    (*_sizes(_SHAPES), *_sizes(_SHAPES[:3], use_nvfp4=False), *_sizes(_SHAPES[:2], layout="8x4"),
+     *_sizes(_SHAPES[:2], layout="linear", out_dtype="float16"), *_sizes(((7, 40, 48),), out_dtype="float32")),
+    "The product of fp4 tokens and weights with block scales.", _work(transposed=True),
+)  # fmt: skip
+MM_BF16_FP4 = _template(
+    "mm_bf16_fp4", "m n k k_bytes b_scale_rows b_scale_columns one",
+    {"a": Tensor(["m", "k"]), "b": Tensor(["n", "k_bytes"]), "b_descale": Tensor(["b_scale_rows", "b_scale_columns"]),
+     "alpha": _ALPHA, "block_size": _BLOCK},
+    ["m", "n"], _mm_bf16_fp4_reference, _make_mm_bf16_fp4,
+    (*_sizes(_SHAPES), *_sizes(_SHAPES[:3], block_size=32), *_sizes(_SHAPES[:2], layout="linear"),
+     *_sizes(_SHAPES[:2], out_dtype="float32")),
+    "The product of bf16 tokens and fp4 weights with block scales.", _work(),
+)  # fmt: skip
+MM_MXFP8 = _template(
+    "mm_mxfp8", "m n k a_scales b_scales",
+    {"a": Tensor(["m", "k"]), "b": Tensor(["k", "n"]), "a_descale": Tensor(["a_scales"]),
+     "b_descale": Tensor(["b_scales"]), "use_8x4_sf_layout": _FLAG},
+    ["m", "n"], _mm_mxfp8_reference, _make_mm_mxfp8,
+    (*_sizes(_SHAPES), *_sizes(_SHAPES[:2], layout="8x4"), *_sizes(_SHAPES[:1], out_dtype="float32")),
+    "The product of MXFP8 tokens and weights.", _work(transposed=True),
+)  # fmt: skip
+BMM_MXFP8 = _template(
+    "bmm_mxfp8", "batch_size m n k a_scales b_scales",
+    {"A": Tensor(["batch_size", "m", "k"]), "B": Tensor(["batch_size", "k", "n"]), "A_scale": Tensor(["a_scales"]),
+     "B_scale": Tensor(["b_scales"])},
+    ["batch_size", "m", "n"], _bmm_mxfp8_reference, _make_bmm_mxfp8, _sizes(_SHAPES[:5]),
+    "Products of a batch of MXFP8 matrices.", _work("A", "B", True),
+)  # fmt: skip
+GROUPED_FP4 = _template(
+    "grouped_mm_fp4",
+    "cum_m n k_bytes group_size num_offsets a_scale_rows a_scale_columns b_scale_rows b_scale_columns one",
+    {"a": Tensor(["cum_m", "k_bytes"]), "b": Tensor(["group_size", "n", "k_bytes"]),
+     "a_descale": Tensor(["a_scale_rows", "a_scale_columns"]),
+     "b_descale": Tensor(["group_size", "b_scale_rows", "b_scale_columns"]), "m_indptr": Tensor(["num_offsets"]),
+     "alpha": _ALPHA, "block_size": _BLOCK},
+    ["cum_m", "n"], _grouped_scaled_reference, _make_grouped_fp4,
+    (*_sizes(_SHAPES[:3]), *_sizes(_SHAPES[:2], block_size=32, layout="128x4")),
+    "Groups of fp4 tokens times the weights of their experts.", _work(),
+)  # fmt: skip
+GROUPED_MXFP8 = _template(
+    "grouped_mm_mxfp8", "cum_m n k group_size num_offsets a_scales b_scale_rows b_scale_columns",
+    {"a": Tensor(["cum_m", "k"]), "b": Tensor(["group_size", "n", "k"]), "a_descale": Tensor(["a_scales"]),
+     "b_descale": Tensor(["group_size", "b_scale_rows", "b_scale_columns"]), "m_indptr": Tensor(["num_offsets"])},
+    ["cum_m", "n"], _grouped_scaled_reference, _make_grouped_mxfp8, _sizes(_SHAPES[:3]),
+    "Groups of MXFP8 tokens times the weights of their experts.", _work(),
+)  # fmt: skip

@@ -16,7 +16,7 @@ from fi_core.runtime.dispatch import Request
 from fi_core.runtime.resolve import prebuilt, provider, store
 from fi_core.runtime.spec.target import CPU, PREBUILT_ARCHS, Target
 
-LARGEST = 180  # device binaries of one architecture: the wheels must stay small
+LARGEST = 190  # device binaries of one architecture: the wheels must stay small
 
 
 def test_every_op_is_shipped_for_every_target() -> None:

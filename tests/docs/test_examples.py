@@ -42,6 +42,20 @@ def test_decoder_block() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_latent_attention(device: str) -> None:
+    """MLA in prefill and absorbed in decode give the tokens of transformers' eager attention.
+
+    On the GPU, in float16, a token may be the second likeliest, within the rounding of the logits.
+    """
+    pytest.importorskip("transformers", reason="needs transformers, which `nox -s tests` installs")
+    said = json.loads(run("latent_attention.py", "--device", device, "--json"))
+    assert said["tokens"] == sum(map(len, said["generated"])) == 96
+    assert said["worst_gap"] <= (0.05 if device == "cuda" else 0.0)
+    assert said["equal"] >= said["tokens"] - (3 if device == "cuda" else 0)
+    assert len(set(map(tuple, said["generated"]))) == 4
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_generate(device: str) -> None:
     """Requests come and go, prompts in chunks, pages run out: every token is that of transformers' eager generate().
 

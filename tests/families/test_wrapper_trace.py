@@ -29,6 +29,7 @@ NAMES = {
     "ragged HND": "gqa_ragged_prefill_h4_kv2_d64",
     "sinks": "gqa_paged_prefill_h4_kv2_d64_ps16",
     "cascade": "gqa_paged_cascade_3_levels_h4_kv2_d64_ps16",
+    "mla": "mla_paged_h16_ckv512_kpe64_ps16",
 }
 ONE_LEVEL = "gqa_paged_cascade_1_levels_h4_kv2_d64_ps16"
 

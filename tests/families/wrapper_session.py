@@ -16,6 +16,7 @@ from fi_core.decode import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
 )
+from fi_core.mla import BatchMLAPagedAttentionWrapper
 from fi_core.prefill import (
     BatchAttentionWithAttentionSinkWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
@@ -29,6 +30,7 @@ WRAPPERS: tuple[Any, ...] = (
     BatchPrefillWithRaggedKVCacheWrapper,
     BatchAttentionWithAttentionSinkWrapper,
     MultiLevelCascadeAttentionWrapper,
+    BatchMLAPagedAttentionWrapper,
 )
 
 
@@ -145,6 +147,25 @@ def cascade() -> Iterator[Run]:
     yield Run("cascade of one level", single, {"q": q, "paged_kv_cache": cache})
 
 
+def mla() -> Iterator[Run]:
+    """Requests of one query token and of three, and of no key; causal, then not."""
+    lens, half = torch.tensor([37, 0, 20], dtype=torch.int32), torch.bfloat16
+    kv_indptr, kv_indices = (
+        torch.tensor([0, 3, 3, 5], dtype=torch.int32),
+        torch.tensor([4, 0, 2, 5, 1], dtype=torch.int32),
+    )
+    qo_indptr = torch.tensor([0, 3, 3, 4], dtype=torch.int32)
+    q, cache = rand(4, 16, 576, dtype=half, device="cpu"), rand(6, 16, 576, dtype=half, device="cpu", seed=1)
+    wrapper = BatchMLAPagedAttentionWrapper(workspace("cpu", 1 << 20))
+    tables = qo_indptr, kv_indptr, kv_indices, lens
+    wrapper.plan(*tables, 16, 512, 64, 16, True, 0.07, half, half)
+    parts = {"q_nope": q[..., :512], "q_pe": q[..., 512:]}
+    yield Run("mla", wrapper, {**parts, "ckv_cache": cache[..., :512], "kpe_cache": cache[..., 512:]})
+    wrapper.plan(*tables, 16, 512, 64, 16, False, 0.1, half, half)
+    halves = {"ckv_cache": cache[..., :512], "kpe_cache": cache[..., 512:]}
+    yield Run("mla of all keys", wrapper, {**parts, **halves, "out": torch.empty(4, 16, 512, dtype=half)})
+
+
 SESSIONS: dict[str, Callable[[], Iterator[Run]]] = {
     "decode": decode,
     "decode HND": lambda: decode("fused", kv_layout="HND", dtype=torch.bfloat16),
@@ -156,6 +177,7 @@ SESSIONS: dict[str, Callable[[], Iterator[Run]]] = {
     "ragged HND": lambda: prefill_ragged("HND"),
     "sinks": prefill_sinks,
     "cascade": cascade,
+    "mla": mla,
 }
 
 

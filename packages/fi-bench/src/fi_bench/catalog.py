@@ -142,7 +142,13 @@ FAMILIES = {
         Family(
             "page",
             flags.PAGE,
-            ("append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
+            (
+                "append_paged_kv_cache",
+                "append_paged_mla_kv_cache",
+                "concat_mla_k",
+                "get_batch_indices_positions",
+                "get_seq_lens",
+            ),
         ),
         Family("cascade", flags.CASCADE, ("merge_state", "merge_state_in_place", "merge_states")),
         Family("mamba", flags.MAMBA, ("selective_state_update",), ("flashinfer",)),

@@ -61,6 +61,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ),
     "topk": ("TopKTieBreak", "top_k", "top_k_page_table_transform", "top_k_ragged_transform"),
     "cascade": ("MultiLevelCascadeAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states"),
+    "mla": ("BatchMLAPagedAttentionWrapper",),
+    "concat_ops": ("concat_mla_k",),
     "page": ("append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
     "norm": (
         "fused_add_rmsnorm",

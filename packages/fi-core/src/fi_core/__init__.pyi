@@ -8,6 +8,7 @@ from fi_core import cascade as cascade
 from fi_core import cli as cli
 from fi_core import compat as compat
 from fi_core import compilation_context as compilation_context
+from fi_core import concat_ops as concat_ops
 from fi_core import cudnn as cudnn
 from fi_core import decode as decode
 from fi_core import deep_gemm as deep_gemm
@@ -17,6 +18,7 @@ from fi_core import fp8_quantization as fp8_quantization
 from fi_core import gemm as gemm
 from fi_core import grouped_mm as grouped_mm
 from fi_core import jit as jit
+from fi_core import mla as mla
 from fi_core import norm as norm
 from fi_core import observe as observe
 from fi_core import page as page
@@ -32,6 +34,7 @@ from fi_core import utils as utils
 from fi_core.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from fi_core.autotuner import autotune
 from fi_core.cascade import MultiLevelCascadeAttentionWrapper, merge_state, merge_state_in_place, merge_states
+from fi_core.concat_ops import concat_mla_k
 from fi_core.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
@@ -55,6 +58,7 @@ from fi_core.gemm import (
     tinygemm_bf16,
 )
 from fi_core.grouped_mm import grouped_mm_bf16, grouped_mm_fp4, grouped_mm_fp8, grouped_mm_mxfp8
+from fi_core.mla import BatchMLAPagedAttentionWrapper
 from fi_core.norm import (
     fused_add_rmsnorm,
     fused_add_rmsnorm_fp8_block_quant,
@@ -137,6 +141,7 @@ from fi_core.topk import TopKTieBreak, top_k, top_k_page_table_transform, top_k_
 __all__ = [
     "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
@@ -165,6 +170,7 @@ __all__ = [
     "bmm_fp8",
     "bmm_mxfp8",
     "chain_speculative_sampling",
+    "concat_mla_k",
     "cudnn_batch_decode_with_kv_cache",
     "e2m1_and_ufp8sf_scale_to_float",
     "fast_decode_plan",

@@ -7,6 +7,10 @@ from fi_core.attention.forms.single_decode import (
     single_decode_with_kv_cache_with_jit_module,
 )
 from fi_core.attention.forms.tables_decode import trtllm_batch_decode_with_kv_cache, xqa, xqa_batch_decode_with_kv_cache
+from fi_core.attention.forms.tables_mla import (
+    trtllm_batch_decode_with_kv_cache_mla,
+    xqa_batch_decode_with_kv_cache_mla,
+)
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.wrappers.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
@@ -32,6 +36,8 @@ __all__ = [
     "single_decode_with_kv_cache",
     "single_decode_with_kv_cache_with_jit_module",
     "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache_mla",
     "xqa",
     "xqa_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache_mla",
 ]

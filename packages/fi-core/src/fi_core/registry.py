@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from fi_core.observe.trace import Described
 
 # The modules that declare the ops of a family, where it is not the one of that name.
-_MODULES = {"attention": ("attention.merge", "attention.ops.decode", "attention.ops.prefill", "attention.ops.single")}
+_MODULES = {
+    "attention": (
+        "attention.merge", "attention.ops.decode", "attention.ops.mla", "attention.ops.prefill", "attention.ops.single",
+    )
+}  # fmt: skip
 
 
 @functools.cache

@@ -85,7 +85,7 @@ def _plan(wrapper: Callable[..., Any], x: Inputs, backend: str) -> Any:
     import torch
 
     workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=x.cache.device)
-    planned = wrapper(workspace, backend=backend)
+    planned = wrapper(workspace, backend="auto" if backend == "cpu" else backend)
     planned.plan(
         x.qo_indptr, x.kv_indptr, x.kv_indices, x.kv_len, x.q_nope.shape[1], x.ckv.shape[-1], x.kpe.shape[-1],
         x.cache.shape[1], True, x.scale, x.q_nope.dtype, x.cache.dtype,
@@ -141,6 +141,8 @@ CASES = (
     Case(
         routine="BatchMLAPagedAttentionWrapper",
         function="mla.BatchMLAPagedAttentionWrapper",
+        op="batch_mla",
+        also=("mla_plan",),
         make=_make,
         plan=_plan,
         call=lambda planned, x: planned.run(x.q_nope, x.q_pe, x.ckv, x.kpe),

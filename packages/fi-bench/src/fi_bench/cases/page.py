@@ -43,6 +43,13 @@ def _torch_mla(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return _write(x, x.ckv_cache, x.append_ckv, page_size), _write(x, x.kpe_cache, x.append_kpe, page_size)
 
 
+def _torch_concat(x: Inputs) -> torch.Tensor:
+    x.k[..., : x.k_nope.shape[-1]] = x.k_nope
+    x.k[..., x.k_nope.shape[-1] :] = x.k_rope
+    k: torch.Tensor = x.k
+    return k
+
+
 def _torch_positions(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
@@ -79,6 +86,14 @@ CASES = (
         ),
         _torch_mla,
         op="append_paged_kv_cache",
+    ),
+    described(
+        "concat_ops.concat_mla_k",
+        lambda p: {"n": p.batch_size * p.s_qo, **sizes_of(p, heads="num_kv_heads")},
+        lambda f, x: f(x.k, x.k_nope, x.k_rope),
+        _torch_concat,
+        op="concat_mla_k",
+        poison=("k",),
     ),
     described(
         "page.get_batch_indices_positions",

@@ -73,6 +73,11 @@ def arguments(device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
         "append_paged_mla_kv_cache": lambda: (
             rand(2, 512), rand(2, 64), *table(), rand(4, 16, 512), rand(4, 16, 64), *pages()
         ),
+        "concat_mla_k": lambda: (rand(2, 8, 192), rand(2, 8, 128), rand(2, 1, 64)),
+        "mla.trtllm_batch_decode_with_kv_cache_mla": lambda: (
+            rand(2, 1, 16, 576), rand(4, 64, 576), torch.empty(16 << 20, device=device, dtype=torch.uint8), 128, 512,
+            64, ints(0, 1, 2, 3).view(2, 2), ints(20, 100), 100,
+        ),
         "get_batch_indices_positions": lambda: (ints(0, 2), ints(5), 2),
         "get_seq_lens": lambda: (*pages()[1:], 16),
         "merge_state": lambda: (*states(4, 8), *states(4, 8)),

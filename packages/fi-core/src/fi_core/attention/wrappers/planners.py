@@ -24,7 +24,7 @@ def add(wrapper: Any) -> None:
     _wrappers[wrapper._int_workspace_buffer.data_ptr()] = wrapper
 
 
-def _owner(int_workspace_buffer: torch.Tensor) -> Any:
+def owner(int_workspace_buffer: torch.Tensor) -> Any:
     """The wrapper that owns the workspace. Raises ValueError if none does."""
     wrapper = _wrappers.get(int_workspace_buffer.data_ptr())
     if wrapper is None:
@@ -76,7 +76,7 @@ class Planner:
         Returns:
             The plan info.
         """
-        wrapper = _owner(int_workspace_buffer)
+        wrapper = owner(int_workspace_buffer)
         head_dims = {"head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo}
         wrapper._begin_plan(num_qo_heads, num_kv_heads, page_size, **head_dims)
         info: list[int] = wrapper._replan_lengths(
@@ -124,7 +124,7 @@ class DecodePlanner:
         Returns:
             The plan info.
         """
-        wrapper = _owner(int_workspace_buffer)
+        wrapper = owner(int_workspace_buffer)
         wrapper._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim_qk)
         wrapper._logits_soft_cap = logits_soft_cap
         info: list[int] = wrapper._replan(

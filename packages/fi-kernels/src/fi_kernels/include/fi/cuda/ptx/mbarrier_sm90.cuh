@@ -43,11 +43,21 @@ struct Barrier {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
-#if __CUDA_ARCH__ >= 900
         "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-#else
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(done)
+        : "r"(address()), "r"(parity)
+        : "memory");
+    return done != 0;
+  }
+  // The same without suspending the thread.
+  FI_DEVICE bool test_wait(unsigned parity) {
+    unsigned done;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
         "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-#endif
         "selp.u32 %0, 1, 0, p;\n"
         "}"
         : "=r"(done)
@@ -62,11 +72,7 @@ struct Barrier {
 };
 
 // Makes initialised barriers visible to the cluster and to asynchronous copies.
-FI_DEVICE void fence_barrier_init() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-}
+FI_DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // Orders this thread's plain shared-memory accesses before later asynchronous ones (bulk copies, wgmma).
 FI_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -1,0 +1,222 @@
+"""MLA decode in one call over block tables, dense or sparse: the names of TensorRT-LLM's and XQA's kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fi_core.attention.contract import check_workspace, flat_tables, number, unsupported
+from fi_core.attention.ops import mla as ops
+from fi_core.observe.log import fi_api
+from fi_core.utils import check_shape_dtype_device, round_up
+
+if TYPE_CHECKING:
+    import torch
+
+_LSE_BASES = {None: False, "base2": False, "basee": True}
+
+
+def _check_widths(kv_lora_rank: int, qk_rope_head_dim: int) -> None:
+    for name, value, required in (
+        ("kv_lora_rank", kv_lora_rank, ops.LATENT),
+        ("qk_rope_head_dim", qk_rope_head_dim, ops.ROPE),
+    ):
+        if value != required:
+            raise ValueError(f"{name}: {required} is required; got {value!r}")
+
+
+def _cache_of(kv_cache: torch.Tensor) -> torch.Tensor:
+    """The cache as `[num_pages, page_size, 576]`. Raises ValueError."""
+    cache = kv_cache.squeeze(1) if kv_cache.ndim == 4 and kv_cache.shape[1] == 1 else kv_cache
+    if cache.ndim != 3 or cache.shape[-1] != ops.LATENT + ops.ROPE:
+        raise ValueError(
+            f"kv_cache: [num_pages, page_size, {ops.LATENT + ops.ROPE}], or with an axis of 1 behind num_pages, is "
+            f"required; got {tuple(kv_cache.shape)}"
+        )
+    return cache
+
+
+def _slots_of(cache: torch.Tensor) -> torch.Tensor:
+    """The cache as `[slots, 1, 576]`, which the indices of sparse attention name. Raises ValueError."""
+    pages, page_size, width = cache.shape
+    if pages > 1 and cache.stride(0) != page_size * cache.stride(1):
+        raise ValueError(f"kv_cache: pages side by side are required for sparse indices; got strides {cache.stride()}")
+    return cache.as_strided((pages * page_size, 1, width), (cache.stride(1), cache.stride(1), 1))
+
+
+@fi_api
+def trtllm_batch_decode_with_kv_cache_mla(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    sparse_mla_top_k: int = 0,
+    out: torch.Tensor | None = None,
+    bmm1_scale: float = 1.0,
+    bmm2_scale: float = 1.0,
+    sinks: Any = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    is_var_seq: bool = True,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    cute_dsl_impl: str = "auto",
+    kv_scale_format: str = "auto",
+    cum_seq_lens_q: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    sparse_mla_top_k_lens: torch.Tensor | None = None,
+    enable_dcp: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: torch.Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    return_lse_base: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """MLA decode with absorbed weights over block tables; with sparse_mla_top_k over the listed tokens only.
+
+    It plans and runs in one call, without synchronising. Arguments that are not listed have no effect.
+
+    Args:
+        query: `[batch_size, q_len, heads, 576]`, latent part first; with cum_seq_lens_q `[tokens, heads, 576]`. fp16 or
+            bf16; bf16 with a float8_e4m3fn cache.
+        kv_cache: `[num_pages, page_size, 576]` or `[num_pages, 1, page_size, 576]`.
+        workspace_buffer: schedules and partials; contiguous, aligned to 16 bytes, not shared by streams.
+        kv_lora_rank: 512.
+        qk_rope_head_dim: 64.
+        block_tables: int32 `[batch_size, max_pages]`, page ids; sparse: int32 `[batch_size, q_len, top_k]`, slots
+            of the cache (`page * page_size + offset`) that each query token attends to, -1 for none.
+        seq_lens: `[batch_size]`, tokens of each request, its query tokens included. Not read for sparse attention.
+        sparse_mla_top_k: 0, or the width of block_tables for sparse attention.
+        out: `[batch_size, q_len, heads, 512]`, of query's dtype; allocated if None.
+        bmm1_scale: factor of the scores, `sm_scale` and scales of query and cache included.
+        bmm2_scale: factor of the output.
+        backend: "auto"; "trtllm-gen", "xqa" and "cute-dsl" mean "auto"; "fa2" and "fa3" as in the MLA wrapper.
+        lse: fp32 `[batch_size * q_len, heads]`, written if given.
+        return_lse: also return lse.
+        cum_seq_lens_q: int32 `[batch_size + 1]`, offsets of query tokens.
+        sparse_mla_top_k_lens: int32 `[batch_size * q_len]`, entries of each row of block_tables; default: all.
+        return_lse_base: "base2" (the default) or "basee".
+
+    Returns:
+        out, or (out, lse). With several query tokens attention is causal.
+
+    Raises:
+        ValueError: shape, dtype, device, stride or width.
+        NotImplementedError: sinks, decode context parallelism, scales on the device.
+    """
+    for name, value in (("sinks", sinks), ("causal_seqlens_kv_global", causal_seqlens_kv_global)):
+        if value is not None:
+            raise unsupported(name, value, "pass None")
+    if enable_dcp:
+        raise unsupported("enable_dcp", enable_dcp, "merge the states of ranks with merge_states")
+    if return_lse_base not in _LSE_BASES:
+        raise ValueError(f"return_lse_base: base2 or basee is required; got {return_lse_base!r}")
+    for name, scale in (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)):
+        if hasattr(scale, "device"):
+            raise unsupported(name, scale, "pass a number")
+    _check_widths(kv_lora_rank, qk_rope_head_dim)
+    cache = _cache_of(kv_cache)
+    if query.ndim != (4 if cum_seq_lens_q is None else 3) or query.shape[-1] != ops.LATENT + ops.ROPE:
+        required = "[batch_size, q_len, heads, 576]" if cum_seq_lens_q is None else "[tokens, heads, 576]"
+        raise ValueError(f"query: {required} is required; got {tuple(query.shape)}")
+    q_len = query.shape[1] if query.ndim == 4 else 0
+    q = query.flatten(0, 1) if query.ndim == 4 else query
+    shape = (*query.shape[:-1], ops.LATENT)
+    if out is None:
+        out = query.new_empty(shape)
+    else:
+        check_shape_dtype_device(out, shape, query.dtype, query.device, "out")
+    if lse is not None:
+        check_shape_dtype_device(lse, q.shape[:2], _float32(), query.device, "lse")
+    elif return_lse:
+        lse = query.new_empty(q.shape[:2], dtype=_float32())
+    sparse = sparse_mla_top_k > 0
+    if sparse:
+        table, width, lengths, indptr, per_request = _sparse_tables(
+            block_tables, sparse_mla_top_k, sparse_mla_top_k_lens, q.shape[0], query
+        )
+        cache = _slots_of(cache)
+    else:
+        table, width = flat_tables(block_tables)
+        lengths, indptr, per_request = seq_lens, cum_seq_lens_q, q_len
+    size, schedule, partials = _carve(workspace_buffer, q.shape[1], lengths.numel())
+    ops.mla_plan(
+        schedule, lengths, cache.shape[1], q.shape[1], size.max_ranges, size.narrow_ranges, size.wide_ranges,
+        ops.NARROW_ROWS, ops.WIDE_ROWS * size.cluster, indptr, pages_per_request=width, qo_len=per_request,
+    )  # fmt: skip
+    scale, value_scale = number(bmm1_scale, "bmm1_scale"), number(bmm2_scale, "bmm2_scale")
+    if not value_scale > 0:
+        raise ValueError(f"bmm2_scale: a positive number is required; got {value_scale!r}")
+    ops.batch_mla(
+        out.flatten(0, 1) if out.ndim == 4 else out, lse, partials, schedule, q[..., : ops.LATENT],
+        q[..., ops.LATENT :], cache[..., : ops.LATENT], cache[..., ops.LATENT :], table, lengths.numel(),
+        size.max_ranges, size.narrow_ranges, size.wide_ranges, size.cluster, scale / value_scale,
+        causal=not sparse and q_len != 1, ckv_scale=value_scale, kpe_scale=value_scale,
+        lse_base_e=_LSE_BASES[return_lse_base], sparse=sparse, enable_pdl=enable_pdl,
+        backend=backend if backend in ("fa2", "fa3") else "auto",
+    )  # fmt: skip
+    return (out, lse) if return_lse and lse is not None else out
+
+
+def xqa_batch_decode_with_kv_cache_mla(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    out: torch.Tensor | None = None,
+    bmm1_scale: float = 1.0,
+    bmm2_scale: float = 1.0,
+    sinks: Any = None,
+    enable_pdl: bool | None = None,
+) -> Any:
+    """`trtllm_batch_decode_with_kv_cache_mla` for dense attention, under XQA's name."""
+    return trtllm_batch_decode_with_kv_cache_mla(
+        query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens,
+        max_seq_len, 0, out, bmm1_scale, bmm2_scale, sinks, enable_pdl=enable_pdl,
+    )  # fmt: skip
+
+
+def _float32() -> torch.dtype:
+    import torch
+
+    return torch.float32
+
+
+def _sparse_tables(
+    block_tables: torch.Tensor, top_k: int, lens: torch.Tensor | None, tokens: int, query: torch.Tensor
+) -> tuple[torch.Tensor, int, torch.Tensor, None, int]:
+    """The tables of sparse attention, in which each query token is a request of its own."""
+    if block_tables.shape[-1] != top_k or block_tables.numel() != tokens * top_k or not block_tables.is_contiguous():
+        raise ValueError(
+            f"block_tables: contiguous indices of {tokens} query tokens times sparse_mla_top_k {top_k} are required; "
+            f"got {tuple(block_tables.shape)}"
+        )
+    if lens is None:
+        lens = query.new_full((tokens,), top_k, dtype=block_tables.dtype)
+    elif lens.numel() != tokens:
+        raise ValueError(f"sparse_mla_top_k_lens: {tokens} lengths are required; got {lens.numel()}")
+    return block_tables.view(-1), top_k, lens.view(-1), None, 1
+
+
+def _carve(workspace: torch.Tensor, heads: int, batch_size: int) -> tuple[ops.Sizes, torch.Tensor, torch.Tensor]:
+    """The schedules at the beginning of a workspace, and the partials behind them."""
+    import torch
+
+    check_workspace(workspace, "workspace_buffer")
+    flat = workspace.view(torch.uint8).view(-1)
+    first = round_up(4 * ops.words(ops.sizes(workspace.device, heads), batch_size), 256)
+    if flat.numel() <= first:
+        raise ValueError(f"workspace_buffer: more than {first} bytes are required; got {flat.numel()}")
+    return ops.place(flat[:first], flat[first:], heads, batch_size)

@@ -1,0 +1,236 @@
+"""The ops behind batch MLA: `mla_plan` writes the schedules of a batch, `batch_mla` computes attention by one of them.
+
+The number of query tokens need not be known on the host: a plan writes one schedule for narrow q tiles (few packed
+rows of a request) and one for wide ones, and `batch_mla` takes the one of the kernel that the shape of q selects.
+"""
+
+from __future__ import annotations
+
+import functools
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fi_core.runtime.launch.operator import multiprocessors_of, operator, target_of
+from fi_core.runtime.spec.constraint import ON_CPU, Constraint, at_least, exactly
+from fi_core.runtime.spec.dtype import DTYPES
+from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
+
+if TYPE_CHECKING:
+    import torch
+
+LATENT, ROPE, SCALE_GROUP = 512, 64, 128  # kMlaLatent, kMlaRope and kMlaScaleGroup of batch_mla.h
+NARROW_ROWS, WIDE_ROWS = 16, 64  # packed query rows of a CTA
+_CPU_RANGES = 64
+_WIDTH = LATENT + ROPE
+
+# schedule: int32 `[2, words]`, of which `words` gives the size. kv_len: int32 or int64 `[batch_size]`, tokens in the
+# cache. qo_indptr: int32 `[batch_size + 1]`; without it each request has qo_len query tokens. kv_indptr: int32
+# `[batch_size + 1]`, offsets in the page table; without it request b has pages_per_request entries from
+# b * pages_per_request on.
+MLA_PLAN = Op(
+    name="mla_plan",
+    family="attention",
+    arguments="Tensor(a!) schedule, Tensor kv_len, int page_size, int heads, int max_ranges, int narrow_ranges, "
+    "int wide_ranges, int narrow_rows, int wide_rows, Tensor? qo_indptr=None, Tensor? kv_indptr=None, "
+    "int pages_per_request=0, int qo_len=1",
+    implementations=(
+        Implementation("cpu", ON_CPU),
+        Implementation(
+            "cuda",
+            at_least(80),
+            lambda axes: Unit(
+                "fi/attention/mla/mla_plan.cuh", "MlaPlanParams", (Entry("mla_plan", "mla_plan", 1024, ctas_per_sm=1),)
+            ),
+        ),
+    ),
+)
+mla_plan = operator(MLA_PLAN)
+
+
+class MlaKind(IntEnum):
+    """The kernel that a kernel entry of batch_mla instantiates; `MlaKind` of launch.h."""
+
+    MERGE = 0
+    MMA = 1  # mma.sync, keys by cp.async
+    PRODUCER = 2  # mma.sync, keys by cp.async of a producer warpgroup
+    GATHER = 3  # wgmma, keys by cp.async
+    TMA = 4  # wgmma, keys by TMA
+
+
+class MlaConfig(NamedTuple):
+    kind: MlaKind
+    rows: int = 0  # packed query rows of a CTA
+
+
+def _merge_entry(axes: Values) -> Entry:
+    return Entry("batch_mla_merge", f"batch_mla_merge<{DTYPES[axes['q']].device}>", 128, MlaConfig(MlaKind.MERGE))
+
+
+def _mma_entry(axes: Values, tile: int, stages: int, producer: bool) -> Entry:
+    q, kv = DTYPES[axes["q"]], DTYPES[axes["kv"]]
+    pitch, groups = 2 * _WIDTH + 16, 4 if kv.bytes == 1 else 1
+    raw = _WIDTH + 16 if kv.bytes == 1 else pitch
+    fp8 = kv.bytes == 1
+    shared = stages * (32 * raw + 32 + 16) + NARROW_ROWS * pitch + groups * NARROW_ROWS * (tile + 8) * 2
+    shared += 512 * (stages if fp8 else 1) + tile * NARROW_ROWS + 128 + 64
+    kind = MlaKind.PRODUCER if producer else MlaKind.MMA
+    body = f"batch_mla_mma<{q.device}, {kv.device}, {tile}, {stages}, {str(producer).lower()}, {shared}>"
+    name = f"batch_mla_{'producer' if producer else 'mma'}_{tile}x{stages}"
+    return Entry(name, body, 384 if producer else 256, MlaConfig(kind, NARROW_ROWS), shared, 1)
+
+
+def _mma_unit(axes: Values) -> Unit:
+    """mma.sync for any device: 163 KB of shared memory (sm_80), else 99 KB (sm_86, sm_89, sm_120)."""
+    if axes["kv"] == "e4m3":
+        entries = [_mma_entry(axes, 32, 4, False), _mma_entry(axes, 32, 3, False)]
+    else:
+        entries = [_mma_entry(axes, 32, 3, False), _mma_entry(axes, 32, 2, False)]
+    return Unit("fi/attention/mla/batch_mla.cuh", "BatchMlaParams", (*entries, _merge_entry(axes)))
+
+
+def _producer_unit(axes: Values) -> Unit:
+    """mma.sync with a producer warpgroup: every page size is as fast."""
+    entry = _mma_entry(axes, 64, 8 if axes["kv"] == "e4m3" else 5, True)
+    return Unit("fi/attention/mla/batch_mla.cuh", "BatchMlaParams", (entry, _merge_entry(axes)))
+
+
+def _wgmma_unit(axes: Values) -> Unit:
+    q = DTYPES[axes["q"]].device
+    shared = 227 * 1024  # all of it
+    entries = tuple(
+        Entry(
+            f"batch_mla_wgmma_{name}",
+            f"batch_mla_wgmma<{q}, {str(kind is MlaKind.TMA).lower()}, {shared}>",
+            384,
+            MlaConfig(kind, WIDE_ROWS),
+            shared,
+            1,
+        )
+        for name, kind in (("tma", MlaKind.TMA), ("gather", MlaKind.GATHER))
+    )
+    return Unit("fi/attention/mla/batch_mla_sm90.cuh", "BatchMlaParams", (*entries, _merge_entry(axes)))
+
+
+# rows: "narrow" if the requests have at most 16 packed query rows (tokens times heads) on average, else "wide".
+FIELDS = {
+    "q": Field(("f16", "bf16"), "bf16"),
+    "kv": Field(("f16", "bf16", "e4m3"), "bf16"),
+    "rows": Field(("narrow", "wide"), "narrow"),
+    "has_rope": Field((False, True), True),
+    "sparse": Field((False, True), False),
+}
+
+
+def _request(q: torch.dtype, kv: torch.dtype, rows: int, batch_size: int, rope: int, sparse: bool) -> tuple[Any, ...]:
+    return q, kv, "narrow" if rows <= NARROW_ROWS * batch_size else "wide", rope > 0, sparse
+
+
+def _types(values: Values) -> Values:
+    return {"q": values["q"], "kv": values["kv"]}
+
+
+# out, q_nope: `[tokens, heads, 512]`, fp16 or bf16. lse: fp32 `[tokens, heads]` contiguous, or None. q_pe: `[tokens,
+# heads, 64]`. ckv_cache: `[num_pages, page_size, 512]`, kpe_cache: `[num_pages, page_size, 64]`, of q's dtype or e4m3.
+# Any strides with a contiguous last dimension, rows aligned to 16 bytes. q_pe and kpe_cache have width 0 without rope.
+# ckv_scales: fp32 `[num_pages, page_size, 4]` with e4m3, scales of 128 columns each. page_indices: int32, contiguous;
+# sparse: slots of the cache (page_size 1), -1 is no token.
+# workspace, schedule, max_ranges, narrow_ranges, wide_ranges, cluster, batch_size: of the plan.
+BATCH_MLA = Op(
+    name="batch_mla",
+    family="attention",
+    arguments="Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) workspace, Tensor schedule, Tensor q_nope, Tensor q_pe, "
+    "Tensor ckv_cache, Tensor kpe_cache, Tensor page_indices, int batch_size, int max_ranges, int narrow_ranges, "
+    "int wide_ranges, int cluster, float sm_scale, bool causal=False, float ckv_scale=1.0, float kpe_scale=1.0, "
+    'Tensor? ckv_scales=None, bool lse_base_e=False, bool sparse=False, bool? enable_pdl=None, str backend="auto"',
+    read="q_nope.dtype, ckv_cache.dtype, q_nope.shape[0] * q_nope.shape[1], batch_size, q_pe.shape[-1], sparse",
+    request=_request,
+    fields=FIELDS,
+    axes={"q": ("f16", "bf16"), "kv": ("f16", "bf16", "e4m3")},
+    config=MlaConfig,
+    implementations=(
+        Implementation("cpu", ON_CPU, axes=_types, backends=("cpu", "fa2", "fa3")),
+        Implementation(
+            "wgmma_sm90",
+            (
+                *exactly(90),
+                Constraint("kv", "in", ("f16", "bf16")),
+                Constraint("has_rope", "==", True),
+                Constraint("rows", "==", "wide"),
+            ),
+            _wgmma_unit,
+            _types,
+            ("fa3",),
+        ),
+        Implementation("mma_sm90", exactly(90), _producer_unit, _types, ("fa3",)),
+        Implementation("mma_sm80", at_least(80), _mma_unit, _types, ("fa2",)),
+    ),
+    prebuilt=(  # the models are bf16
+        {"q": "bf16", "kv": "bf16", "rows": "narrow"},
+        {"q": "bf16", "kv": "bf16", "rows": "wide"},
+        {"q": "bf16", "kv": "e4m3", "rows": "narrow"},
+    ),
+)
+batch_mla = operator(BATCH_MLA)
+
+
+class Sizes(NamedTuple):
+    """The grid of a batch: work ranges of both schedules, and CTAs that share the KV of a wide q tile."""
+
+    max_ranges: int
+    narrow_ranges: int
+    wide_ranges: int
+    cluster: int
+
+    @property
+    def schedule_words(self) -> int:
+        """Words of a schedule without requests."""
+        return 4 + (self.max_ranges + 1) * 12
+
+    @property
+    def workspace_floats(self) -> int:
+        """Floats of the partials: two of each work range."""
+        rows = max(self.narrow_ranges * NARROW_ROWS, self.wide_ranges * self.cluster * WIDE_ROWS)
+        return 2 * rows * (LATENT + 2)
+
+
+@functools.lru_cache(maxsize=64)
+def sizes(device: torch.device, heads: int) -> Sizes:
+    """The grid for a device: all its SMs, in pairs if the heads of one token need two wide CTAs."""
+    ctas = _CPU_RANGES if target_of(device).kind == "cpu" else min(1023, multiprocessors_of(device))
+    cluster = 2 if heads > WIDE_ROWS and ctas > 1 else 1
+    return Sizes(ctas, ctas, ctas // cluster, cluster)
+
+
+def words(size: Sizes, batch_size: int) -> int:
+    """Words of both schedules of a batch."""
+    return 2 * (size.schedule_words + 8 * batch_size)
+
+
+def place(
+    int_workspace: torch.Tensor, float_workspace: torch.Tensor, heads: int, batch_size: int
+) -> tuple[Sizes, torch.Tensor, torch.Tensor]:
+    """(grid, schedules, partials) of a batch in the two workspaces, which are contiguous.
+
+    A small float workspace limits the number of work ranges.
+
+    Raises:
+        ValueError: names the workspace that is too small, and the bytes that are required.
+    """
+    import torch
+
+    size = sizes(int_workspace.device, heads)
+    flat = float_workspace.view(torch.uint8).view(-1)
+    room = flat[: flat.numel() // 4 * 4].view(torch.float32)
+    row_floats = 2 * (LATENT + 2)
+    narrow, wide = row_floats * NARROW_ROWS, row_floats * WIDE_ROWS * size.cluster
+    if room.numel() < max(narrow, wide):
+        raise ValueError(f"float_workspace_buffer: {4 * max(narrow, wide)} bytes are required; got {flat.numel()}")
+    size = size._replace(
+        narrow_ranges=min(size.narrow_ranges, room.numel() // narrow),
+        wide_ranges=min(size.wide_ranges, room.numel() // wide),
+    )
+    needed = words(size, batch_size)
+    if int_workspace.nbytes < 4 * needed:
+        raise ValueError(f"int_workspace_buffer: {4 * needed} bytes are required; got {int_workspace.nbytes}")
+    schedule = int_workspace.view(torch.int32)[:needed].view(2, needed // 2)
+    return size, schedule, room[: size.workspace_floats]

@@ -1,0 +1,73 @@
+// Parameters of batch_mla, shared by launcher, device code and CPU code.
+#pragma once
+#include "fi/attention/mla/mla_schedule.h"
+#include "fi/attention/scores.h"
+#include "fi/attention/softmax.h"
+#include "fi/divisor.h"
+#include "fi/tensor_map.h"
+
+namespace fi {
+
+constexpr int32_t kMlaLatent = 512, kMlaRope = 64, kMlaWidth = kMlaLatent + kMlaRope, kMlaScaleGroup = 128;
+
+// Token j of request b lies in page page_indices[first_page + j / page_size], slot j % page_size. With sparse tables
+// page_size is 1 and an index of -1 is no token. Strides are in elements.
+struct BatchMlaParams {
+  TensorMap ckv_map, kpe_map;  // of whole pages, for the kernel that loads by TMA
+  const void* q_nope;          // [tokens, heads, 512]
+  const void* q_pe;            // [tokens, heads, 64]; not read without has_rope
+  const void* ckv;             // [num_pages, page_size, 512]
+  const void* kpe;             // [num_pages, page_size, 64]
+  const float* ckv_scales;     // [num_pages * page_size, 4], of 128 columns each; null: none
+  void* out;                   // [tokens, heads, 512]
+  float* lse;                  // [tokens, heads]; null: none
+  int64_t q_nope_token, q_nope_head, q_pe_token, q_pe_head;
+  int64_t ckv_page, ckv_token, kpe_page, kpe_token, scales_page, scales_token, out_token, out_head;
+  const int32_t* page_indices;
+  int32_t* schedule;  // the one of this kernel's q tiles
+  float* workspace;   // partials of tile_rows * (512 + 2) floats
+  float score_scale;  // sm_scale * log2(e) * the scale of ckv
+  float rope_factor;  // scale of kpe / scale of ckv
+  float out_scale;    // the scale of ckv
+  float lse_factor;   // 1, or ln(2) for natural logarithms
+  Divisor page_size, heads;
+  int32_t batch, max_ranges, tokens, tile_rows, cluster;
+  int32_t causal, has_rope, sparse;
+
+  FI_HOST_DEVICE MlaSchedule view() const { return {schedule, max_ranges, batch}; }
+
+  // The partial of a slot: the output of each row relative to row_max, unnormalised, then row_max and row_sum.
+  FI_HOST_DEVICE int64_t partial_floats() const { return static_cast<int64_t>(tile_rows) * (kMlaLatent + 2); }
+  FI_HOST_DEVICE float* partial_output(int32_t slot) const { return workspace + slot * partial_floats(); }
+  FI_HOST_DEVICE float* partial_states(int32_t slot) const {
+    return partial_output(slot) + static_cast<int64_t>(tile_rows) * kMlaLatent;
+  }
+
+  // Packed row r of a request: its token there, and its head.
+  struct RowOf {
+    int32_t token, head;
+  };
+  FI_HOST_DEVICE RowOf row(int32_t r) const {
+    const auto token = static_cast<int32_t>(divide(static_cast<uint32_t>(r), heads));
+    return {token, r - token * static_cast<int32_t>(heads.value)};
+  }
+  // The keys that query token i of a request attends to: [0, end).
+  FI_HOST_DEVICE int32_t end_key(const MlaRequest& request, int32_t token) const {
+    if (!causal) return request.kv_len;
+    const int32_t end = request.kv_len - request.qo_len + token + 1;
+    return end > 0 ? end : 0;
+  }
+  // The keys that a work tile of rows [first, first + count) of a request reads end here.
+  FI_HOST_DEVICE int32_t high(const MlaWorkTile& s, int32_t first, int32_t count) const {
+    const int32_t rows = s.request.qo_len * static_cast<int32_t>(heads.value);
+    if (first >= rows) return 0;
+    const int32_t last = first + count < rows ? first + count : rows;
+    const int32_t end = end_key(s.request, row(last - 1).token);
+    const int64_t stop = static_cast<int64_t>(s.end) * kMlaKvTile;
+    return stop < end ? static_cast<int32_t>(stop) : end;
+  }
+  FI_HOST_DEVICE int64_t ckv_offset(int32_t page, int32_t slot) const { return page * ckv_page + slot * ckv_token; }
+  FI_HOST_DEVICE int64_t kpe_offset(int32_t page, int32_t slot) const { return page * kpe_page + slot * kpe_token; }
+};
+
+}  // namespace fi

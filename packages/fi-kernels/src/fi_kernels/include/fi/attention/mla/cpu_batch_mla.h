@@ -1,0 +1,141 @@
+// Batch MLA on the CPU: one task for each query token and group of heads, in fp32, one KV tile after another.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "fi/attention/mla/batch_mla.h"
+#include "fi/cpu/math.h"
+#include "fi/cpu/parallel.h"
+#include "fi/cpu/row_convert.h"
+
+namespace fi {
+
+FI_CLONES inline float mla_dot(const float* a, const float* b, int64_t n) {
+  float sum = 0.f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
+  return sum;
+}
+// out = out * alpha + weight * x
+FI_CLONES inline void mla_accumulate(float* out, float alpha, float weight, const float* x, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) out[i] = out[i] * alpha + weight * x[i];
+}
+FI_CLONES inline void mla_scale(float* x, float factor, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) x[i] *= factor;
+}
+
+class CpuBatchMla {
+ public:
+  CpuBatchMla(const BatchMlaParams& p, DType q, DType kv)
+      : p_(p),
+        load_q_(cpu::row_loader(q)),
+        load_kv_(cpu::row_loader(kv)),
+        store_(cpu::row_storer(q)),
+        q_bytes_(q.bytes()),
+        kv_bytes_(kv.bytes()) {}
+
+  void run() const {
+    const int32_t heads = static_cast<int32_t>(p_.heads.value), groups = (heads + kHeads - 1) / kHeads;
+    std::vector<Task> tasks;
+    const MlaRequest* requests = p_.view().requests();
+    for (int32_t b = 0; b < p_.batch; ++b)
+      for (int32_t token = 0; token < requests[b].qo_len; ++token)
+        for (int32_t g = 0; g < groups; ++g) tasks.push_back({b, token, g * kHeads});
+    cpu::parallel_for(static_cast<int64_t>(tasks.size()), 1, [&](int64_t begin, int64_t end) {
+      std::vector<float> room(kHeads * (kMlaWidth + kMlaLatent) + kMlaKvTile * kMlaWidth);
+      for (int64_t i = begin; i < end; ++i) attend(tasks[static_cast<size_t>(i)], room.data());
+    });
+  }
+
+ private:
+  static constexpr int32_t kHeads = 16;  // of a task: they share the conversion of a KV tile
+  struct Task {
+    int32_t request, token, head;
+  };
+
+  void attend(const Task& task, float* room) const {
+    const MlaRequest& request = p_.view().requests()[task.request];
+    const int32_t heads = std::min(kHeads, static_cast<int32_t>(p_.heads.value) - task.head);
+    const int64_t row = request.qo_begin + task.token;
+    float *queries = room, *out = queries + kHeads * kMlaWidth, *keys = out + kHeads * kMlaLatent;
+    float row_max[kHeads], row_sum[kHeads];
+    for (int32_t h = 0; h < heads; ++h) {
+      float* q = queries + h * kMlaWidth;
+      load_q_(at(p_.q_nope, row * p_.q_nope_token + (task.head + h) * p_.q_nope_head, q_bytes_), q, kMlaLatent);
+      std::fill_n(q + kMlaLatent, kMlaRope, 0.f);
+      if (p_.has_rope) {
+        load_q_(at(p_.q_pe, row * p_.q_pe_token + (task.head + h) * p_.q_pe_head, q_bytes_), q + kMlaLatent, kMlaRope);
+        mla_scale(q + kMlaLatent, p_.rope_factor, kMlaRope);
+      }
+      std::fill_n(out + h * kMlaLatent, kMlaLatent, 0.f);
+      row_max[h] = kMinusInf, row_sum[h] = 0.f;
+    }
+    const int32_t end = p_.end_key(request, task.token);
+    for (int32_t first = 0; first < end; first += kMlaKvTile) {
+      const int32_t count = load_tile(request, first, std::min(kMlaKvTile, end - first), keys);
+      for (int32_t h = 0; h < heads && count > 0; ++h)
+        add_tile(queries + h * kMlaWidth, keys, count, out + h * kMlaLatent, row_max[h], row_sum[h]);
+    }
+    for (int32_t h = 0; h < heads; ++h) {
+      float* o = out + h * kMlaLatent;
+      mla_scale(o, inverse_row_sum(row_sum[h]) * p_.out_scale, kMlaLatent);
+      store_(o, static_cast<char*>(p_.out) + (row * p_.out_token + (task.head + h) * p_.out_head) * q_bytes_,
+             kMlaLatent);
+      if (p_.lse) {
+        const float lse = softmax_lse<CpuMath>(row_max[h], row_sum[h]);
+        p_.lse[row * static_cast<int32_t>(p_.heads.value) + task.head + h] = lse * p_.lse_factor;
+      }
+    }
+  }
+
+  // Loads the tokens of a KV tile that exist, one after another; returns their number.
+  int32_t load_tile(const MlaRequest& request, int32_t first, int32_t count, float* keys) const {
+    int32_t found = 0;
+    for (int32_t i = 0; i < count; ++i) {
+      const auto key = static_cast<uint32_t>(first + i), index = divide(key, p_.page_size);
+      const int32_t page = p_.page_indices[request.first_page + static_cast<int32_t>(index)];
+      const auto slot = static_cast<int32_t>(key - index * p_.page_size.value);
+      if (p_.sparse && page < 0) continue;
+      float* to = keys + found++ * kMlaWidth;
+      load_kv_(at(p_.ckv, p_.ckv_offset(page, slot), kv_bytes_), to, kMlaLatent);
+      if (p_.ckv_scales) {
+        const float* scales = p_.ckv_scales + page * p_.scales_page + slot * p_.scales_token;
+        for (int32_t g = 0; g < kMlaLatent / kMlaScaleGroup; ++g)
+          mla_scale(to + g * kMlaScaleGroup, scales[g], kMlaScaleGroup);
+      }
+      std::fill_n(to + kMlaLatent, kMlaRope, 0.f);
+      if (p_.has_rope) load_kv_(at(p_.kpe, p_.kpe_offset(page, slot), kv_bytes_), to + kMlaLatent, kMlaRope);
+    }
+    return found;
+  }
+
+  void add_tile(const float* q, const float* keys, int32_t count, float* out, float& row_max, float& row_sum) const {
+    float scores[kMlaKvTile], top = row_max;
+    for (int32_t i = 0; i < count; ++i) {
+      scores[i] = mla_dot(q, keys + i * kMlaWidth, kMlaWidth) * p_.score_scale;
+      top = std::max(top, scores[i]);
+    }
+    const float base = softmax_reference(top);
+    float alpha = softmax_exp2<CpuMath>(row_max, base);
+    row_sum *= alpha;
+    for (int32_t i = 0; i < count; ++i, alpha = 1.f) {
+      const float weight = softmax_exp2<CpuMath>(scores[i], base);
+      row_sum += weight;
+      mla_accumulate(out, alpha, weight, keys + i * kMlaWidth, kMlaLatent);
+    }
+    row_max = top;
+  }
+
+  static const char* at(const void* base, int64_t offset, int64_t bytes) {
+    return static_cast<const char*>(base) + offset * bytes;
+  }
+
+  const BatchMlaParams& p_;
+  cpu::LoadRow load_q_, load_kv_;
+  cpu::StoreRow store_;
+  int64_t q_bytes_, kv_bytes_;
+};
+
+}  // namespace fi

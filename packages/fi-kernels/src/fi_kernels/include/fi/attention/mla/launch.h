@@ -1,0 +1,66 @@
+// Launches batch_mla on CUDA: chooses the kernel entry, describes the cache for TMA, and merges splits.
+#pragma once
+#include <algorithm>
+
+#include "fi/attention/contract.h"
+#include "fi/attention/mla/batch_mla.h"
+#include "fi/generated/batch_mla.h"
+
+#if FI_CUDA
+namespace fi {
+
+// A cache as [pages, tokens of a page, columns]: one box has 64 columns of a KV tile.
+inline void describe_cache(const Kernel& kernel, TensorMap& map, const Tensor& cache) {
+  const int64_t bytes = cache.dtype().bytes();
+  const auto size = [&](int axis) { return static_cast<uint64_t>(cache.size(axis)); };
+  const auto step = [&](int axis) {
+    return static_cast<uint64_t>(cache.size(axis) > 1 ? cache.stride(axis) * bytes : 128);
+  };
+  const uint64_t sizes[] = {size(2), size(1), size(0)}, strides[] = {step(1), step(0)};
+  const uint32_t box[] = {64, kMlaKvTile, 1};
+  kernel.describe(map, bytes, 3, cache.data(), sizes, strides, box);
+}
+
+// schedule_words: from one schedule to the next.
+inline void launch_batch_mla(const Kernel& kernel, BatchMlaParams& p, const BatchMlaArgs& a, int64_t schedule_words,
+                             bool pdl) {
+  std::initializer_list<Tensor> all = {a.q_nope, a.ckv_cache, a.out},
+                                with_rope = {a.q_nope, a.q_pe, a.ckv_cache, a.kpe_cache, a.out};
+  const int64_t misaligned = misalignment(p.has_rope ? with_rope : all);
+  FI_CHECK(misaligned == 0, ValueError,
+           "q_nope, q_pe, ckv_cache, kpe_cache and out must have rows at multiples of 16 bytes; got %lld",
+           static_cast<long long>(misaligned));
+  const auto page_size = static_cast<int64_t>(p.page_size.value);
+  const int64_t limit = kernel.shared_limit(a.q_nope.device());
+  const Entry& entry = kernel.first_entry([&](const Entry& e) {
+    const auto config = BatchMlaConfig::of(e);
+    if (config.kind == MlaKind::MERGE || e.shared_bytes > limit) return false;
+    if (p.sparse && config.rows > kMlaKvTile / 2) return config.kind == MlaKind::GATHER;
+    return config.kind != MlaKind::TMA || (page_size % kMlaKvTile == 0 && a.ckv_cache.size(0) > 0);
+  });
+  const auto config = BatchMlaConfig::of(entry);
+  const bool wide = config.kind >= MlaKind::GATHER;
+  const int64_t ranges = wide ? a.wide_ranges : a.narrow_ranges;
+  if (wide) p.schedule += schedule_words, p.cluster = static_cast<int32_t>(a.cluster);
+  p.tile_rows = static_cast<int32_t>(config.rows * p.cluster);
+  FI_CHECK(a.workspace.numel() >= 2 * ranges * p.partial_floats(), ValueError,
+           "workspace must have %lld floats or more for %lld work ranges; got %lld",
+           static_cast<long long>(2 * ranges * p.partial_floats()), static_cast<long long>(ranges),
+           static_cast<long long>(a.workspace.numel()));
+  if (config.kind == MlaKind::TMA) {
+    describe_cache(kernel, p.ckv_map, a.ckv_cache);
+    describe_cache(kernel, p.kpe_map, a.kpe_cache);
+  }
+  Launch launch{ranges * p.cluster};
+  launch.cluster = static_cast<unsigned>(p.cluster);
+  launch.pdl = pdl;
+  kernel.launch(entry, launch, a.q_nope.device(), p);
+  const Entry& merge = kernel.first_entry([](const Entry& e) { return BatchMlaConfig::of(e).kind == MlaKind::MERGE; });
+  constexpr int64_t kMergeCtasPerSm = 4;
+  Launch merging{kMergeCtasPerSm * kernel.multiprocessors(a.q_nope.device())};
+  merging.pdl = pdl;
+  kernel.launch(merge, merging, a.q_nope.device(), p);
+}
+
+}  // namespace fi
+#endif

@@ -1,0 +1,149 @@
+// Parameters of mla_plan, and the arithmetic that its device and CPU forms share.
+#pragma once
+#include "fi/attention/mla/mla_schedule.h"
+
+namespace fi {
+
+struct MlaPlanParams {
+  int32_t* schedule;         // [kMlaSchedules, schedule_words]
+  const int32_t* qo_indptr;  // [batch + 1]; null: qo_len tokens each
+  const int32_t* kv_indptr;  // [batch + 1], of page_indices; null: pages_per_request for each
+  const void* kv_len;        // [batch], int32 or int64
+  int64_t schedule_words, pages_per_request;
+  int32_t kv_len_is_wide, batch, page_size, heads, qo_len, max_ranges;
+  int32_t tile_rows[kMlaSchedules], ranges[kMlaSchedules];  // ranges: CTAs or clusters of the kernel
+
+  FI_HOST_DEVICE MlaSchedule view(int32_t i) const { return {schedule + i * schedule_words, max_ranges, batch}; }
+};
+
+// Request b without `cost`. kv_len is at most what the pages hold, so that kernels read no page id of another request.
+FI_HOST_DEVICE MlaRequest mla_request(const MlaPlanParams& p, int32_t b, int32_t tile_rows) {
+  const int64_t first = p.kv_indptr ? p.kv_indptr[b] : b * p.pages_per_request;
+  const int64_t most = (p.kv_indptr ? p.kv_indptr[b + 1] - first : p.pages_per_request) * p.page_size;
+  int64_t length =
+      p.kv_len_is_wide ? static_cast<const int64_t*>(p.kv_len)[b] : static_cast<const int32_t*>(p.kv_len)[b];
+  if (length > most) length = most;
+  if (length < 0) length = 0;
+  if (length > 0x7fffffc0) length = 0x7fffffc0;
+  const int32_t begin = p.qo_indptr ? p.qo_indptr[b] : b * p.qo_len;
+  const int32_t tokens = p.qo_indptr ? p.qo_indptr[b + 1] - begin : p.qo_len;
+  const int64_t rows = tokens > 0 ? static_cast<int64_t>(tokens) * p.heads : 0;
+  return {static_cast<int32_t>(length),
+          static_cast<int32_t>(first),
+          begin,
+          tokens > 0 ? tokens : 0,
+          0,
+          static_cast<int32_t>((rows + tile_rows - 1) / tile_rows),
+          static_cast<int32_t>((length + kMlaKvTile - 1) / kMlaKvTile) + kMlaWorkTileCost};
+}
+FI_HOST_DEVICE int64_t mla_cost(const MlaRequest& r) { return static_cast<int64_t>(r.q_tiles) * r.item_cost; }
+
+// The work ranges of a schedule: equal cost, or num_splits equal ranges for each item.
+struct MlaPartition {
+  int64_t cost;
+  int32_t ranges, num_splits, snap, q_tiles;
+};
+// uniform: all requests have equal q tiles and lengths, those of `first`.
+FI_HOST_DEVICE MlaPartition mla_partition(const MlaPlanParams& p, int32_t max_ranges, int64_t cost,
+                                          const MlaRequest& first, bool uniform) {
+  constexpr int32_t kMinRangeTiles = 4;  // KV tiles; fewer do not pay for the merge
+  constexpr int32_t kSnapDivisor = 32;   // a boundary this part of a range from the end of an item moves there
+  MlaPartition d{cost, 1, 0, 1, first.q_tiles};
+  if (cost == 0) return d;
+  const int64_t items = static_cast<int64_t>(p.batch) * first.q_tiles;
+  const int32_t idle = max_ranges / 16, tiles = first.item_cost - kMlaWorkTileCost;
+  if (uniform && items <= max_ranges) {
+    const int32_t each = static_cast<int32_t>(max_ranges / items), most = tiles / kMinRangeTiles;
+    if (each * items >= max_ranges - idle || each > most) {
+      d.num_splits = each < most ? each : most > 1 ? most : 1;
+      d.ranges = static_cast<int32_t>(d.num_splits * items);
+      return d;
+    }
+  }
+  const int64_t most = cost / kMinRangeTiles;
+  d.ranges = static_cast<int32_t>(max_ranges < most ? max_ranges : most > 1 ? most : 1);
+  for (int32_t i = d.ranges; uniform && i >= max_ranges - idle && i > 0; --i)
+    if (items % i == 0) {  // whole items leave few CTAs idle
+      d.ranges = i;
+      break;
+    }
+  const int64_t snap = cost / d.ranges / kSnapDivisor;
+  d.snap = static_cast<int32_t>(snap > 1 ? snap : 1);
+  return d;
+}
+
+FI_HOST_DEVICE int32_t mla_header_cost(const MlaPartition& d) {
+  return d.cost < 0x7fffffff ? static_cast<int32_t>(d.cost) : 0x7fffffff;
+}
+
+// The last i < count with value(i) <= x; value(0) <= x, not decreasing.
+template <class Value>
+FI_HOST_DEVICE int32_t mla_last_not_above(int32_t count, int64_t x, Value&& value) {
+  int32_t low = 1, high = count;  // value(i) <= x for all i < low, > x for all i >= high
+  while (low < high) {
+    const int32_t middle = (low + high) >> 1;
+    if (value(middle) <= x)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low - 1;
+}
+
+// Boundary g without leader and num_splits.
+FI_HOST_DEVICE MlaRangeStart mla_start(const MlaPlanParams& p, const MlaPartition& d, int32_t g,
+                                       const MlaRequest* requests) {
+  MlaRangeStart start{p.batch, 0, 0, g, 1, 0, 0, 0, 0, 0, 0, 0};
+  if (g >= d.ranges || d.cost == 0) return start;
+  int32_t done;  // KV tiles of the item before the boundary
+  MlaRequest r;
+  if (d.num_splits > 0) {
+    const int32_t item = g / d.num_splits;
+    start.request = item / d.q_tiles, start.q_tile = item % d.q_tiles;
+    r = requests[start.request];
+    done =
+        static_cast<int32_t>(static_cast<int64_t>(r.item_cost - kMlaWorkTileCost) * (g % d.num_splits) / d.num_splits);
+  } else {
+    const int64_t at = d.cost / d.ranges * g + d.cost % d.ranges * g / d.ranges;
+    start.request = mla_last_not_above(p.batch, at, [&](int32_t b) { return requests[b].cost; });
+    r = requests[start.request];
+    const int64_t offset = at - r.cost;
+    start.q_tile = static_cast<int32_t>(offset / r.item_cost);
+    done = static_cast<int32_t>(offset - static_cast<int64_t>(start.q_tile) * r.item_cost) - kMlaWorkTileCost;
+    if (done < 0) done = 0;
+    const int32_t rest = r.item_cost - kMlaWorkTileCost - done;
+    if (done <= rest && done < d.snap)
+      done = 0;
+    else if (rest < d.snap)
+      done += rest;
+  }
+  start.kv_tile = done;
+  if (done > 0 && done >= r.item_cost - kMlaWorkTileCost) {  // the next item
+    start.kv_tile = 0;
+    if (++start.q_tile >= r.q_tiles) {
+      start.q_tile = 0;
+      if (++start.request == p.batch) return start;
+      r = requests[start.request];
+    }
+  }
+  start.q_tiles = r.q_tiles, start.item_cost = r.item_cost;
+  start.kv_len = r.kv_len, start.first_page = r.first_page, start.qo_begin = r.qo_begin, start.qo_len = r.qo_len;
+  return start;
+}
+
+// A boundary as one number, which increases in the order of work. q tiles of a request are fewer than 2^20.
+FI_HOST_DEVICE int64_t mla_key(const MlaRangeStart& s) {
+  return (static_cast<int64_t>(s.request) << 44) | (static_cast<int64_t>(s.q_tile) << 24) | s.kv_tile;
+}
+
+// Sets leader and num_splits from the keys of all boundaries, count of them.
+FI_HOST_DEVICE void mla_link_splits(MlaRangeStart& s, int32_t count, const int64_t* keys) {
+  if (s.kv_tile == 0) return;
+  const int64_t item = mla_key(s) & ~0xffffffll;
+  const auto key = [&](int32_t i) { return keys[i]; };
+  // The last boundary at or before the item's beginning is the range in which it begins.
+  s.leader = mla_last_not_above(count, item, key);
+  s.num_splits = mla_last_not_above(count, item | 0xffffffll, key) - s.leader + 1;
+}
+
+}  // namespace fi

@@ -1,0 +1,241 @@
+// The producer warpgroup of wide q tiles on Hopper: loads queries and KV tiles, and publishes work tiles.
+#pragma once
+#include "fi/attention/mla/batch_mla.h"
+#include "fi/cuda/pipeline_sm90.cuh"
+#include "fi/cuda/ptx/cp_async.cuh"
+#include "fi/cuda/ptx/tma_cluster_sm90.cuh"
+#include "fi/cuda/swizzle.cuh"
+#include "fi/cuda/warp_roles_sm90.cuh"
+
+namespace fi {
+
+// kTma: KV tiles lie in whole pages and are loaded by TMA; otherwise by cp.async, from pages of any size.
+// NOTE: the two CTAs of a cluster need the same tiles. Each loading half of a tile for both by multicast is slower:
+// H200, b128 kv4k h128 317 us, without 256; b16 kv8k h128 99 us, 82. A stage is then free when both CTAs have read it.
+template <class T, bool kTma>
+struct MlaProducer {
+  static constexpr int kRows = 64, kKeys = kMlaKvTile, kStages = 2;
+  static constexpr int kBlocks = kMlaWidth / 64, kLatentBlocks = kMlaLatent / 64;  // of 64 columns
+  // A stage is filled and freed in parts: the half of the latent columns that consumer warpgroup 0 multiplies with,
+  // that of warpgroup 1, and the rotary block.
+  static constexpr int kParts = 3, kPartBlocks = 4;
+  static constexpr int kBlock = 64 * 64;  // elements
+  // Batches of fewer KV tiles (100 MB) are the first that L2 evicts: as in batch decode.
+  static constexpr int kEvictFirstTiles = (100 << 20) / (kKeys * kMlaWidth * 2);
+
+  struct Shared {
+    alignas(1024) T q[kBlocks][kBlock];
+    alignas(1024) T kv[kStages][kBlocks][kBlock];
+    alignas(1024) T p[kBlock];  // probabilities of one KV tile: who reads one writes the next
+    float row_max[kRows], alpha[kRows], row_sum[2][kRows];
+    MlaWorkTile work[2];                           // index -1: no more
+    alignas(8) unsigned short exists[kStages][4];  // bit r: key 16 w + r of the stage exists; by cp.async only
+    Barrier full[kStages][kParts], empty[kStages][kParts], q_full, q_empty, p_full;
+    Pipeline<2> work_pipeline;
+  };
+
+  const BatchMlaParams& params;
+  Shared& shared;
+
+  // By one thread.
+  FI_DEVICE void init() const {
+    for (int stage = 0; stage < kStages; ++stage) {
+      for (int part = 0; part < kParts; ++part)
+        shared.full[stage][part].init(kTma ? 1 : part == 2 ? kWarpgroup + 4 : kWarpgroup);
+      for (Barrier& empty : shared.empty[stage]) empty.init(4);
+    }
+    shared.q_full.init(kTma ? 96 : kWarpgroup);
+    shared.q_empty.init(8);
+    shared.p_full.init(kWarpgroup);
+    shared.work_pipeline.init(1, 8);
+    fence_barrier_init();
+    if (kTma) {
+      prefetch_tensor_map(params.ckv_map);
+      prefetch_tensor_map(params.kpe_map);
+    }
+  }
+
+  // The key after the last one that the CTA loads.
+  FI_DEVICE int high(const MlaWorkTile& s, int first) const { return params.high(s, first_row(s, first), kRows); }
+  // By a consumer warp: four of them use a part last.
+  FI_DEVICE void release(int stage, int part) const {
+    if (threadIdx.x % 32 == 0) shared.empty[stage][part].arrive();
+  }
+  // The order in which warpgroup j % 2 reads the parts of KV tile j.
+  FI_DEVICE static int part_of(int j, int i) { return i == 2 ? 2 : (i ^ j) & 1; }
+
+  // By the producer warpgroup. first: the first row of this CTA in a q tile.
+  FI_DEVICE void run(int range, int first) const {
+    MlaTileScheduler scheduler;
+    scheduler.enter(params.view(), range);
+    if constexpr (!kTma)
+      produce(scheduler, first);
+    else if (warp_index() == 0)
+      produce_tma(scheduler, first);
+    else
+      load_all_queries(scheduler, first, 32, 96);
+  }
+
+  // The first packed row of this CTA in a work tile.
+  FI_DEVICE int first_row(const MlaWorkTile& s, int first) const { return s.q_tile * params.tile_rows + first; }
+
+  // Loads the queries of a work tile: rows beyond the request become zeros. thread: of `threads`.
+  FI_DEVICE void load_queries(const MlaWorkTile& s, int row0, int thread, int threads) const {
+    const int rows = s.request.qo_len * static_cast<int>(params.heads.value);
+#pragma unroll 1
+    for (int i = thread; i < kRows * 8; i += threads) {
+      const int r = i / 8, chunk = i % 8;
+      const bool valid = row0 + r < rows;
+      const auto row = params.row(valid ? row0 + r : 0);
+      const int64_t token = s.request.qo_begin + row.token;
+      const T* nope = static_cast<const T*>(params.q_nope) + token * params.q_nope_token +
+                      row.head * params.q_nope_head + chunk * 8;
+      char* to = reinterpret_cast<char*>(shared.q) + swizzled_offset(r, chunk);
+#pragma unroll
+      for (int block = 0; block < kLatentBlocks; ++block)
+        cp_async_16(to + block * (kBlock * 2), nope + block * 64, valid);
+      const T* pe = static_cast<const T*>(params.q_pe) + token * params.q_pe_token + row.head * params.q_pe_head;
+      cp_async_16(to + kLatentBlocks * (kBlock * 2), pe + chunk * 8, valid);
+    }
+  }
+  FI_DEVICE void load_all_queries(MlaTileScheduler& scheduler, int first, int begin, int threads) const {
+    MlaWorkTile s;
+    for (int use = 0; scheduler.next(s); ++use) {
+      shared.q_empty.wait(use % 2 ^ 1);
+      load_queries(s, first_row(s, first), static_cast<int>(threadIdx.x) - begin, threads);
+      shared.q_full.arrive_copies();
+    }
+  }
+
+  // By warp 0 and others: the next work tile, which thread 0 gives to the consumers.
+  FI_DEVICE bool next(MlaTileScheduler& scheduler, MlaWorkTile& s, int use) const {
+    const bool more = scheduler.next(s);
+    if (threadIdx.x == 0) {
+      const auto at = PipelineState::producer_at<2>(use);
+      shared.work_pipeline.acquire(at);
+      if (!more) s.index = -1;
+      shared.work[at.stage] = s;
+      shared.work_pipeline.commit(at.stage);
+    }
+    __syncwarp();
+    return more;
+  }
+
+  FI_DEVICE void produce_tma(MlaTileScheduler& scheduler, int first) const {
+    MlaWorkTile s;
+    auto at = PipelineState::producer();
+    const int lane = threadIdx.x % 32;
+    // Both CTAs of a cluster read the same tiles.
+    const bool once = params.cluster == 1 && params.view().header().cost < kEvictFirstTiles;
+    const uint64_t policy = once ? kEvictFirst : kEvictNormal;
+    for (int use = 0; next(scheduler, s, use); ++use) {
+      const int high = this->high(s, first);
+      // Lane l looks up the page of tiles l, l + 32, ... of the work tile, 32 tiles ahead.
+      int page = 0, slot = 0, next_page, next_slot;
+      const auto look_up = [&](int first, int& page, int& slot) {
+        const int key = (first + lane) * kKeys;
+        page = slot = 0;
+        if (key >= high) return;
+        const auto index = static_cast<int>(divide(static_cast<uint32_t>(key), params.page_size));
+        page = params.page_indices[s.request.first_page + index];
+        slot = key - index * static_cast<int>(params.page_size.value);
+      };
+      look_up(s.begin, next_page, next_slot);
+      for (int tile = s.begin, i = 0; tile * kKeys < high; ++tile, ++i) {
+        if (i % 32 == 0) {
+          page = next_page, slot = next_slot;
+          look_up(tile + 32, next_page, next_slot);
+        }
+        const int here = __shfl_sync(0xffffffffu, page, i % 32), token = __shfl_sync(0xffffffffu, slot, i % 32);
+        if (lane == 0) {
+#pragma unroll
+          for (int n = 0; n < kParts; ++n) {
+            const int part = part_of(i, n), blocks = n < 2 ? kPartBlocks : 1;
+            shared.empty[at.stage][part].wait(at.phase);
+            Barrier& full = shared.full[at.stage][part];
+            full.arrive_expect(blocks * kBlock * 2);
+#pragma unroll
+            for (int k = 0; k < blocks; ++k) {
+              const int b = part * kPartBlocks + k;
+              const TensorMap& map = n < 2 ? params.ckv_map : params.kpe_map;
+              const int column = n < 2 ? b * 64 : 0;
+              tma_load_hinted(shared.kv[at.stage][b], map, full, policy, column, token, here);
+            }
+          }
+        }
+        __syncwarp();
+        at.advance(kStages);
+      }
+    }
+    pdl_launch_dependents();
+  }
+
+  // By cp.async: warp w loads keys 16 w .. 16 w + 15 of a tile, four at a time with eight lanes for each.
+  FI_DEVICE void produce(MlaTileScheduler& scheduler, int first) const {
+    MlaWorkTile s;
+    auto at = PipelineState::producer();
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 8, chunk = lane % 8;
+    for (int use = 0; next(scheduler, s, use); ++use) {
+      const int high = this->high(s, first);
+      const auto look_up = [&](int tile, int (&pages)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int key = tile * kKeys + row + i * 4;
+          pages[i] = -1;
+          if (key < high)
+            pages[i] = params.page_indices[s.request.first_page + static_cast<int>(divide(key, params.page_size))];
+        }
+      };
+      int pages[4], next[4];
+      look_up(s.begin, pages);
+      shared.q_empty.wait(use % 2 ^ 1);
+      load_queries(s, first_row(s, first), threadIdx.x, kWarpgroup);
+      shared.q_full.arrive_copies();
+      for (int tile = s.begin; tile * kKeys < high; ++tile) {
+        look_up(tile + 1, next);
+        const T *ckv[4], *kpe[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int key = tile * kKeys + row + i * 4, page = pages[i] < 0 ? 0 : pages[i];
+          const int slot = key - static_cast<int>(divide(key, params.page_size) * params.page_size.value);
+          ckv[i] = static_cast<const T*>(params.ckv) + params.ckv_offset(page, slot) + chunk * 8;
+          kpe[i] = static_cast<const T*>(params.kpe) + params.kpe_offset(page, slot) + chunk * 8;
+        }
+        char* to = reinterpret_cast<char*>(shared.kv[at.stage]) + swizzled_offset(row, chunk);
+        char* to_odd = reinterpret_cast<char*>(shared.kv[at.stage]) + swizzled_offset(row + 4, chunk) - 4 * 128;
+#pragma unroll
+        for (int n = 0; n < kParts; ++n) {
+          const int part = part_of(tile - s.begin, n), blocks = n < 2 ? kPartBlocks : 1;
+          shared.empty[at.stage][part].wait(at.phase);
+#pragma unroll
+          for (int k = 0; k < blocks; ++k) {
+            const int b = part * kPartBlocks + k;
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              cp_async_16((i % 2 ? to_odd : to) + b * (kBlock * 2) + i * 4 * 128, n < 2 ? ckv[i] + b * 64 : kpe[i],
+                          pages[i] >= 0);
+          }
+          if (n == 2) {
+            unsigned exist = 0;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const unsigned votes = __ballot_sync(0xffffffffu, pages[i] >= 0);  // of eight lanes each
+              exist |= ((votes & 1) | (votes >> 7 & 2) | (votes >> 14 & 4) | (votes >> 21 & 8)) << (4 * i);
+            }
+            if (lane == 0) {
+              shared.exists[at.stage][threadIdx.x / 32] = static_cast<unsigned short>(exist);
+              shared.full[at.stage][part].arrive();
+            }
+          }
+          shared.full[at.stage][part].arrive_copies();
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pages[i] = next[i];
+        at.advance(kStages);
+      }
+    }
+    pdl_launch_dependents();
+  }
+};
+
+}  // namespace fi

@@ -1,0 +1,117 @@
+// The split-KV schedule of batch MLA, shared by device and CPU code.
+//
+// All heads share one latent KV head, so the packed query rows of a request are token * heads + head. One request times
+// one q tile of tile_rows packed rows is an item; its KV has tiles of kMlaKvTile tokens. Items are ordered by request,
+// then by q tile. Work range g is [starts[g], starts[g + 1]) of that order, for one CTA or one cluster. A work tile is
+// the part of an item that lies in one range: one of num_splits splits of its KV. An item with one split writes the
+// output; otherwise each split stores a partial, and the merge kernel adds the partials in order of position.
+//
+// The number of query tokens is not known on the host, so a plan holds one schedule for each kind of q tile, and a run
+// takes the one of its kernel.
+#pragma once
+#include "fi/types.h"
+
+namespace fi {
+
+constexpr int32_t kMlaKvTile = 64;  // tokens
+constexpr int32_t kMlaMaxRanges = 1023;
+constexpr int32_t kMlaSchedules = 2;  // narrow q tiles, wide q tiles
+// Cost of beginning a work tile, in KV tiles: it loads queries, fills the pipeline and stores [rows, 512].
+constexpr int32_t kMlaWorkTileCost = 4;
+
+// A schedule is a run of 32-bit words: header, starts[max_ranges + 1], requests[batch].
+struct alignas(16) MlaHeader {
+  int32_t ranges, tile_rows, max_splits;
+  int32_t cost;  // of all items in KV tiles, at most 2^31 - 1
+};
+
+// The beginning of a work range; of the item there the range in which it begins (leader), and its number of splits; and
+// a copy of its request, so that a CTA begins with one load less.
+struct alignas(16) MlaRangeStart {
+  int32_t request, q_tile, kv_tile, leader;
+  int32_t num_splits, q_tiles, item_cost, unused;
+  int32_t kv_len, first_page, qo_begin, qo_len;
+};
+
+struct alignas(16) MlaRequest {
+  int32_t kv_len;
+  int32_t first_page;          // index of its first page in page_indices
+  int32_t qo_begin, qo_len;    // its query tokens
+  int64_t cost;                // sum of the costs of the requests before, in KV tiles
+  int32_t q_tiles, item_cost;  // its q tiles, and the cost of one
+};
+
+constexpr int64_t kMlaStartsOffset = 4;
+FI_HOST_DEVICE int64_t mla_requests_offset(int64_t max_ranges) { return kMlaStartsOffset + (max_ranges + 1) * 12; }
+FI_HOST_DEVICE int64_t mla_schedule_words(int64_t max_ranges, int64_t batch) {
+  return mla_requests_offset(max_ranges) + batch * 8;
+}
+
+// Views of one schedule.
+struct MlaSchedule {
+  int32_t* words;
+  int32_t max_ranges, batch;
+
+  FI_HOST_DEVICE MlaHeader& header() const { return *reinterpret_cast<MlaHeader*>(words); }
+  FI_HOST_DEVICE MlaRangeStart* starts() const { return reinterpret_cast<MlaRangeStart*>(words + kMlaStartsOffset); }
+  FI_HOST_DEVICE MlaRequest* requests() const {
+    return reinterpret_cast<MlaRequest*>(words + mla_requests_offset(max_ranges));
+  }
+};
+
+// The KV tiles [begin, end) of one item that a CTA processes.
+struct MlaWorkTile {
+  MlaRequest request;
+  int32_t index, q_tile, begin, end;
+  int32_t num_splits, partial;  // partial: where this split stores its own
+
+  FI_HOST_DEVICE bool is_whole() const { return num_splits == 1; }
+};
+
+// The slot of split i of an item that begins in range `leader`. A range stores at most two partials: of the item that
+// it continues, and of the one that it begins.
+FI_HOST_DEVICE int32_t mla_partial(int32_t leader, int32_t i) { return i ? 2 * (leader + i) : 2 * leader + 1; }
+
+// Gives the work tiles of one range; next() is false at its end.
+struct MlaTileScheduler {
+  MlaSchedule schedule;
+  MlaRangeStart at;
+  int32_t end_request, end_q_tile, end_kv_tile, end_num_splits, range;
+
+  FI_HOST_DEVICE void enter(const MlaSchedule& of, int32_t index) {
+    schedule = of, range = index;
+    at = of.starts()[index];
+    const MlaRangeStart& end = of.starts()[index + 1];
+    end_request = end.request, end_q_tile = end.q_tile, end_kv_tile = end.kv_tile, end_num_splits = end.num_splits;
+  }
+  FI_HOST_DEVICE bool next(MlaWorkTile& s) {
+    while (at.q_tile >= at.q_tiles && at.request < end_request) advance();  // requests without query tokens
+    if (at.request > end_request ||
+        (at.request == end_request &&
+         (at.q_tile > end_q_tile || (at.q_tile == end_q_tile && at.kv_tile >= end_kv_tile))))
+      return false;
+    const bool last = at.request == end_request && at.q_tile == end_q_tile;  // the item that the next range continues
+    const bool begins = at.kv_tile == 0;
+    s.request = {at.kv_len, at.first_page, at.qo_begin, at.qo_len, 0, at.q_tiles, at.item_cost};
+    s.index = at.request, s.q_tile = at.q_tile, s.begin = at.kv_tile;
+    s.end = last ? end_kv_tile : at.item_cost - kMlaWorkTileCost;
+    s.num_splits = !begins ? at.num_splits : last ? end_num_splits : 1;
+    s.partial = begins ? mla_partial(range, 0) : 2 * range;
+    if (last)
+      at.kv_tile = end_kv_tile;
+    else if (at.kv_tile = 0, ++at.q_tile >= at.q_tiles)
+      advance();
+    return true;
+  }
+
+ private:
+  FI_HOST_DEVICE void advance() {
+    ++at.request, at.q_tile = at.kv_tile = at.q_tiles = 0;
+    if (at.request > end_request || at.request >= schedule.batch) return;
+    const MlaRequest r = schedule.requests()[at.request];
+    at.kv_len = r.kv_len, at.first_page = r.first_page, at.qo_begin = r.qo_begin, at.qo_len = r.qo_len;
+    at.q_tiles = r.q_tiles, at.item_cost = r.item_cost;
+  }
+};
+
+}  // namespace fi

@@ -1,0 +1,36 @@
+// concat_mla_k on sm_80 and later: one CTA per token.
+#pragma once
+#include "fi/concat_ops/concat_mla_k.h"
+#include "fi/cuda/vec.cuh"
+
+namespace fi {
+
+template <int kBytes>
+FI_DEVICE void concat_mla_k(const ConcatMlaKParams& p) {
+  constexpr int kLoadsInFlight = 4;
+  const int64_t token = blockIdx.x;
+  const char* nope = p.k_nope + token * p.nope_token;
+  const char* rope = p.k_rope + token * p.rope_token;
+  char* k = p.k + token * p.k_token;
+  pdl_wait();
+#pragma unroll 1
+  for (int first = threadIdx.x; first < p.vectors; first += kLoadsInFlight * blockDim.x) {
+    Vec<uint8_t, kBytes> x[kLoadsInFlight];
+    int64_t to[kLoadsInFlight];
+#pragma unroll
+    for (int i = 0; i < kLoadsInFlight; ++i) {
+      const int at = first + i * blockDim.x;
+      const int head = divide(at, p.width), column = at - head * static_cast<int>(p.width.value);
+      to[i] = head * p.k_head + column * kBytes;
+      if (at >= p.vectors) continue;
+      x[i] = load<uint8_t, kBytes>(reinterpret_cast<const uint8_t*>(
+          column < p.nope ? nope + head * p.nope_head + column * kBytes : rope + (column - p.nope) * kBytes));
+    }
+#pragma unroll
+    for (int i = 0; i < kLoadsInFlight; ++i)
+      if (first + i * static_cast<int>(blockDim.x) < p.vectors) store(reinterpret_cast<uint8_t*>(k + to[i]), x[i]);
+  }
+  pdl_launch_dependents();
+}
+
+}  // namespace fi

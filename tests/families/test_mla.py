@@ -1,0 +1,371 @@
+"""BatchMLAPagedAttentionWrapper and the block-table forms against fp64: lengths, heads, pages, drafts, fp8, sparse."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from families.harness import assert_close, rand
+from fi_core.mla import BatchMLAPagedAttentionWrapper as Wrapper
+from fi_core.mla import get_batch_mla_module, trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
+
+SCALE = 192**-0.5
+LENGTHS = (0, 1, 63, 64, 65, 300)
+LSE = (1e-3, 1e-3)
+FP8 = torch.float8_e4m3fn
+TOLERANCE = {torch.float16: (3e-3, 3e-3), torch.bfloat16: (2e-2, 2e-2)}
+
+
+@dataclass
+class Batch:
+    """Requests over shuffled pages; the cache is NaN (or large, fp8) wherever no token lies."""
+
+    q: torch.Tensor  # [tokens, heads, 512 + kpe]
+    cache: torch.Tensor  # [pages, page_size, 512 + kpe]
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    kv_len: torch.Tensor
+    causal: bool
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[1]
+
+    def plan_arguments(self) -> tuple[Any, ...]:
+        width = self.q.shape[2] - 512
+        return (
+            self.qo_indptr, self.kv_indptr, self.kv_indices, self.kv_len, self.heads, 512, width, self.cache.shape[1],
+            self.causal, SCALE, self.q.dtype, self.cache.dtype,
+        )  # fmt: skip
+
+    def run_arguments(self) -> tuple[torch.Tensor, ...]:
+        """Slices of one tensor each, whose rows are not contiguous."""
+        return self.q[..., :512], self.q[..., 512:], self.cache[..., :512], self.cache[..., 512:]
+
+    def requests(self) -> list[tuple[slice, torch.Tensor, int]]:
+        """(rows of q, page ids, tokens) of each request."""
+        rows, pages = self.qo_indptr.tolist(), self.kv_indptr.tolist()
+        bounds = zip(itertools.pairwise(rows), itertools.pairwise(pages), self.kv_len.tolist())
+        return [(slice(*r), self.kv_indices[p[0] : p[1]].long(), n) for r, p, n in bounds]
+
+    def expected(self, scales: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse in base 2) in fp64; scales: `[pages, page_size, 512 + kpe]` of the cache."""
+        cache = self.cache.double() * (1.0 if scales is None else scales.double())
+        out = torch.zeros(*self.q.shape[:2], 512, dtype=torch.float64, device=self.q.device)
+        lse = torch.full(self.q.shape[:2], -math.inf, dtype=torch.float64, device=self.q.device)
+        for rows, pages, n in self.requests():
+            keys = cache[pages].flatten(0, 1)[:n]
+            x = torch.einsum("qhd,kd->qhk", self.q[rows].double(), keys) * SCALE
+            if self.causal:
+                token = torch.arange(x.shape[0], device=x.device)[:, None, None]
+                x = x.masked_fill(torch.arange(n, device=x.device) > n - x.shape[0] + token, -math.inf)
+            if n:
+                seen = (x > -math.inf).any(-1, keepdim=True)
+                weights = torch.where(seen, x, 0.0).softmax(-1) * seen
+                out[rows] = torch.einsum("qhk,kd->qhd", weights, keys[:, :512])
+                lse[rows] = x.logsumexp(-1) / math.log(2)
+        return out, lse
+
+
+def batch(
+    lengths: Sequence[int],
+    qo_len: int | Sequence[int] = 1,
+    heads: int = 16,
+    page_size: int = 64,
+    *,
+    causal: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+    kpe: int = 64,
+    device: str = "cpu",
+) -> Batch:
+    counts = [-(-n // page_size) for n in lengths]
+    rows = [qo_len] * len(lengths) if isinstance(qo_len, int) else list(qo_len)
+    total = sum(counts)
+    indices = torch.randperm(total + 2, generator=torch.Generator().manual_seed(total))[:total].int()
+    fill = 448.0 if kv_dtype is FP8 else math.nan
+    cache = torch.full((total + 2, page_size, 512 + kpe), fill, dtype=torch.float32)
+    starts = [0, *itertools.accumulate(counts)]
+    for b, n in enumerate(lengths):
+        for token in range(0, n, page_size):
+            page = indices[starts[b] + token // page_size]
+            here = min(page_size, n - token)
+            cache[page, :here] = torch.randn(here, 512 + kpe, generator=torch.Generator().manual_seed(token + b))
+    q = rand(sum(rows), heads, 512 + kpe, dtype=dtype, device="cpu")
+    tables = [torch.tensor(x, dtype=torch.int32) for x in ([0, *itertools.accumulate(rows)], starts)]
+    lens = torch.tensor(list(lengths), dtype=torch.int32)
+    tensors = (q, cache.to(kv_dtype or dtype), *tables, indices, lens)
+    return Batch(*(x.to(device) for x in tensors), causal)
+
+
+def workspace(device: str, megabytes: int = 40) -> torch.Tensor:
+    """A workspace of NaN: its content must not matter."""
+    return torch.full((megabytes << 18,), math.nan, device=device)
+
+
+def backends(device: str) -> tuple[str, ...]:
+    return ("auto", "fa2", "fa3") if device == "cuda" else ("auto",)
+
+
+def check(b: Batch, scales: torch.Tensor | None = None, **options: Any) -> None:
+    want, want_lse = b.expected(scales)
+    for backend in backends(b.q.device.type):
+        wrapper = Wrapper(workspace(b.q.device.type), backend=backend)
+        wrapper.plan(*b.plan_arguments())
+        out, lse = wrapper.run(*b.run_arguments(), return_lse=True, **options)
+        assert out.dtype == b.q.dtype and lse.dtype == torch.float32
+        assert_close(out, want, tolerance=TOLERANCE[out.dtype])
+        assert_close(lse, want_lse, tolerance=LSE)
+        assert torch.equal(wrapper.run(*b.run_arguments(), **options), out)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
+@pytest.mark.parametrize("heads", [8, 16, 24, 32, 48, 64, 96, 128])
+def test_heads_and_pages(heads: int, page_size: int, device: str) -> None:
+    check(batch(LENGTHS, heads=heads, page_size=page_size, device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kpe", [0, 64])
+def test_types_and_rope_width(kpe: int, dtype: torch.dtype, device: str) -> None:
+    check(batch((4095, 0, 65), dtype=dtype, kpe=kpe, page_size=32, device=device))
+
+
+@pytest.mark.parametrize("heads", [16, 40, 128])
+@pytest.mark.parametrize("qo_len", [2, 3, 4, (5, 1, 0, 17, 2, 1)])
+def test_drafts_are_causal(qo_len: Any, heads: int, device: str) -> None:
+    check(batch((17, 1, 63, 64, 65, 300), qo_len, heads, causal=True, device=device))
+    check(batch((2, 1, 63, 64, 65, 300), qo_len, heads, 16, device=device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+def test_split_kv(heads: int) -> None:
+    """One long request on all SMs, equal requests, and requests of very different lengths."""
+    for lengths in ((100_000,), (777,) * 157, (1024,) * 64, (60_000, 3, 50, 0, 700)):
+        check(batch(lengths, heads=heads, device="cuda"))
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_fp8_cache(heads: int, by_group: bool, device: str) -> None:
+    b = batch(LENGTHS, heads=heads, kv_dtype=FP8, device=device)
+    scales = torch.empty(b.cache.shape, device=device)
+    options: dict[str, Any]
+    if by_group:
+        array = torch.rand(*b.cache.shape[:2], 4, generator=torch.Generator().manual_seed(1)) * 2 + 1e-3
+        scales[..., :512] = array.to(device).repeat_interleave(128, -1)
+        scales[..., 512:] = 0.75
+        options = {"ckv_scale_arr": array.to(device), "kpe_scale": 0.75}
+    else:
+        scales[..., :512], scales[..., 512:] = 0.3, 1.7
+        options = {"ckv_scale": 0.3, "kpe_scale": 1.7}
+    check(b, scales, **options)
+
+
+def test_lse_base_and_buffers(device: str) -> None:
+    b = batch((65, 0, 7), device=device)
+    wrapper = Wrapper(workspace(device))
+    wrapper.plan(*b.plan_arguments())
+    want, want_lse = wrapper.run(*b.run_arguments(), return_lse=True)
+    out, lse = torch.empty_like(want), torch.empty_like(want_lse)
+    found = wrapper.run(*b.run_arguments(), out=out, lse=lse, return_lse=True, return_lse_base_on_e=True)
+    assert found[0] is out and found[1] is lse and torch.equal(out, want)
+    assert_close(lse, want_lse.double() * math.log(2), tolerance=(1e-6, 1e-6))
+
+
+def test_tables_on_the_host_or_the_device(device: str) -> None:
+    b = batch(LENGTHS, device=device)
+    wrapper = Wrapper(workspace(device))
+    wrapper.plan(*b.plan_arguments())
+    want = wrapper.run(*b.run_arguments())
+    wrapper.plan(*(x.cpu().long() if isinstance(x, torch.Tensor) else x for x in b.plan_arguments()))
+    assert torch.equal(wrapper.run(*b.run_arguments()), want)
+
+
+def graph_wrapper(b: Batch, capacity: int) -> Wrapper:
+    device, size = b.q.device, b.kv_len.numel()
+    sizes = (size + 1, size + 1, capacity, size)
+    tables = [torch.zeros(n, dtype=torch.int32, device=device) for n in sizes]
+    return Wrapper(workspace(device.type), True, *tables)
+
+
+def test_a_graph_wrapper_keeps_its_buffers(device: str) -> None:
+    """plan copies into the buffers; an engine's planner plans new lengths from host tables."""
+    first, then = batch((65, 200), device=device), batch((300, 1), device=device)
+    wrapper = graph_wrapper(first, 16)
+    buffers = wrapper._kv_indices_buf
+    for b in (first, then):
+        wrapper.plan(*b.plan_arguments())
+        assert wrapper._kv_indices_buf is buffers
+        assert_close(wrapper.run(*b.run_arguments()), b.expected()[0], tolerance=TOLERANCE[b.q.dtype])
+    buffers[: first.kv_indices.numel()] = first.kv_indices
+    for plan in (wrapper._cached_module.plan, get_batch_mla_module("fa3").plan.default):
+        plan(
+            wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer,
+            first.qo_indptr.cpu(), first.kv_indptr.cpu(), first.kv_len.cpu(), 16, 512, False,
+        )  # fmt: skip
+        assert_close(wrapper.run(*first.run_arguments()), first.expected()[0], tolerance=TOLERANCE[first.q.dtype])
+    with pytest.raises(ValueError, match="kv_indices: the buffer holds 16"):
+        wrapper.plan(*batch((5000, 1), device=device).plan_arguments())
+    with pytest.raises(RuntimeError, match="plan"):
+        wrapper.run(*first.run_arguments())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_replayed_graph_computes_the_new_batch(heads: int) -> None:
+    first, then = (batch(n, heads=heads, device="cuda") for n in ((65, 2000), (3000, 1)))
+    wrapper = graph_wrapper(first, 64)
+    pool = torch.zeros(64, 64, 576, dtype=first.cache.dtype, device="cuda")
+    q = first.q.clone()
+    out = torch.empty_like(q[..., :512])
+    wrapper.plan(*first.plan_arguments())
+    arguments = q[..., :512], q[..., 512:], pool[..., :512], pool[..., 512:]
+    wrapper.run(*arguments, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        wrapper.run(*arguments, out=out)
+    for b in (then, first):
+        pool[: b.cache.shape[0]].copy_(b.cache)
+        q.copy_(b.q)
+        wrapper.plan(*b.plan_arguments())
+        graph.replay()
+        assert_close(out, b.expected()[0], tolerance=TOLERANCE[q.dtype])
+
+
+def block_tables(b: Batch) -> torch.Tensor:
+    requests = b.requests()
+    table = torch.zeros(len(requests), max(len(pages) for _, pages, _ in requests) + 1, dtype=torch.int32)
+    for row, (_, pages, _) in zip(table, requests):
+        row[: len(pages)] = pages.int()
+    return table.to(b.q.device)
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_block_tables(q_len: int, device: str) -> None:
+    b = batch((65, 3, 300), q_len, page_size=32, causal=q_len > 1, device=device)
+    q, table = b.q.view(3, q_len, 16, 576), block_tables(b)
+    arguments = (q, b.cache.unsqueeze(1), workspace(device), 128, 512, 64, table, b.kv_len, 300)
+    want, want_lse = b.expected()
+    options = {"bmm1_scale": SCALE, "bmm2_scale": 0.5}
+    out, lse = trtllm_batch_decode_with_kv_cache_mla(*arguments, **options, return_lse=True, return_lse_base="basee")
+    assert out.shape == (3, q_len, 16, 512)
+    assert_close(out.flatten(0, 1), 0.5 * want, tolerance=TOLERANCE[q.dtype])
+    assert_close(lse, want_lse * math.log(2), tolerance=LSE)
+    compact = trtllm_batch_decode_with_kv_cache_mla(b.q, *arguments[1:], **options, cum_seq_lens_q=b.qo_indptr)
+    assert torch.equal(compact.view(out.shape), out)
+    assert torch.equal(xqa_batch_decode_with_kv_cache_mla(*arguments, **options), out)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_sparse_tables(heads: int, device: str) -> None:
+    """Each query token attends to its slots; -1 is none, and a slot may be listed twice."""
+    tokens, top_k, slots = 4, 200, 64 * 9
+    cache = rand(9, 64, 576, dtype=torch.bfloat16, device=device)
+    q = rand(2, 2, heads, 576, dtype=torch.bfloat16, device=device, seed=1)
+    indices = torch.randint(0, slots, (tokens, top_k), generator=torch.Generator().manual_seed(5), dtype=torch.int32)
+    indices[0, 3:60], indices[1, :], indices[2, 130:] = -1, -1, -1
+    indices[3, 5] = indices[3, 6]
+    out, lse = trtllm_batch_decode_with_kv_cache_mla(
+        q, cache, workspace(device), 128, 512, 64, indices.view(2, 2, top_k).to(device),
+        torch.full((2,), slots, dtype=torch.int32, device=device), slots, top_k, bmm1_scale=SCALE, return_lse=True,
+    )  # fmt: skip
+    rows = cache.view(slots, 576).double()
+    for i, (x, y) in enumerate(zip(q.flatten(0, 1).double(), out.flatten(0, 1))):
+        keys = rows[indices[i][indices[i] >= 0].long().to(device)]
+        s = x @ keys.T * SCALE
+        want = s.softmax(-1) @ keys[:, :512] if len(keys) else torch.zeros_like(y, dtype=torch.float64)
+        assert_close(y, want, tolerance=TOLERANCE[y.dtype])
+        assert_close(lse[i], s.logsumexp(-1) / math.log(2), tolerance=LSE)
+
+
+def test_bad_plans_name_the_argument(device: str) -> None:
+    b = batch((65, 3), device=device)
+    wrapper, good = Wrapper(workspace(device)), list(b.plan_arguments())
+    for at, value, error, words in (
+        (1, b.kv_indptr[:-1], ValueError, "kv_indptr: length 3"),
+        (3, b.kv_len.float(), ValueError, "kv_len_arr: int32"),
+        (4, 0, ValueError, "num_heads"),
+        (5, 256, ValueError, "head_dim_ckv: 512"),
+        (6, -1, ValueError, "head_dim_kpe: 64"),
+        (7, 0, ValueError, "page_size"),
+        (9, "x", TypeError, "sm_scale"),
+        (10, torch.float32, ValueError, "q_data_type"),
+        (11, torch.float8_e5m2, ValueError, "kv_data_type"),
+        (11, torch.float16, ValueError, "kv_data_type"),
+    ):
+        with pytest.raises(error, match=words):
+            wrapper.plan(*good[:at], value, *good[at + 1 :])
+        with pytest.raises(RuntimeError, match="plan"):
+            wrapper.run(*b.run_arguments())
+    with pytest.raises(NotImplementedError, match="use_profiler"):
+        wrapper.plan(*good, True)
+    with pytest.raises(ValueError, match=r"float_workspace_buffer: .* bytes are required"):
+        Wrapper(torch.empty(16, device=device)).plan(*good)
+    for backend, error in (("cutlass", NotImplementedError), ("fa4", ValueError)):
+        with pytest.raises(error, match="backend"):
+            Wrapper(workspace(device), backend=backend)
+
+
+def test_bad_runs_name_the_argument(device: str) -> None:
+    b = batch((65, 3), device=device)
+    wrapper = Wrapper(workspace(device))
+    wrapper.plan(*b.plan_arguments())
+    good = list(b.run_arguments())
+    for at, value, words in (
+        (0, good[0].half(), "q_nope: torch.bfloat16 was planned"),
+        (1, good[1].half(), "q_pe: torch.bfloat16"),
+        (2, good[2].half(), "ckv_cache: torch.bfloat16"),
+        (3, good[3].half(), "kpe_cache: torch.bfloat16"),
+        (0, good[0][:, :8], "q_nope: shape"),
+        (1, good[1][..., :32], "q_pe: shape"),
+        (2, good[2][:, :32], "ckv_cache: shape"),
+        (3, good[3][..., :32], "kpe_cache: shape"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            wrapper.run(*good[:at], value, *good[at + 1 :])
+    for name in ("ckv_scale", "kpe_scale", "ckv_scale_arr"):
+        with pytest.raises(ValueError, match=f"{name}: must be None"):
+            wrapper.run(*good, **{name: 1.0})
+    with pytest.raises(ValueError, match="kv_len: must be None"):
+        wrapper.run(*good, kv_len=b.kv_len)
+    with pytest.raises(ValueError, match="out"):
+        wrapper.run(*good, out=torch.empty(1, device=device))
+
+
+def test_bad_scales_name_the_argument(device: str) -> None:
+    b = batch((65, 3), kv_dtype=FP8, device=device)
+    wrapper = Wrapper(workspace(device))
+    wrapper.plan(*b.plan_arguments())
+    array = torch.ones(*b.cache.shape[:2], 4, device=device)
+    for options, words in (
+        ({"kpe_scale": 1.0}, "exactly one of ckv_scale and ckv_scale_arr is required; got neither"),
+        ({"kpe_scale": 1.0, "ckv_scale": 1.0, "ckv_scale_arr": array}, "got both"),
+        ({"kpe_scale": 1.0, "ckv_scale": -1.0}, "ckv_scale: a finite positive"),
+        ({"ckv_scale": 1.0}, "kpe_scale: a finite positive"),
+        ({"kpe_scale": math.inf, "ckv_scale": 1.0}, "kpe_scale: a finite positive"),
+        ({"kpe_scale": 1.0, "ckv_scale_arr": array[..., :2]}, "ckv_scales"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            wrapper.run(*b.run_arguments(), **options)
+
+
+def test_lying_tables_are_found_on_the_cpu() -> None:
+    b = batch((65, 3))
+    wrapper = Wrapper(workspace("cpu"))
+    b.kv_indices[1] = 1000
+    wrapper.plan(*b.plan_arguments())
+    with pytest.raises(ValueError, match="must name pages of the cache"):
+        wrapper.run(*b.run_arguments())
+    good = batch((65, 3))
+    wrapper.plan(*good.plan_arguments())
+    with pytest.raises(ValueError, match="rows of q_nope"):
+        wrapper.run(good.q[:1, :, :512], good.q[:1, :, 512:], *good.run_arguments()[2:])

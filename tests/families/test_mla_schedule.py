@@ -1,0 +1,111 @@
+"""The schedules that mla_plan writes: each KV tile is in one work range, and each partial has a slot of its own."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from fi_core.attention.ops import mla
+
+KV_TILE, WORK_TILE_COST = 64, 4  # kMlaKvTile, kMlaWorkTileCost
+MAX_RANGES = 132
+
+
+class Start(NamedTuple):
+    """MlaRangeStart of mla_schedule.h."""
+
+    request: int
+    q_tile: int
+    kv_tile: int
+    leader: int
+    num_splits: int
+    q_tiles: int
+    item_cost: int
+    unused: int
+    kv_len: int
+    first_page: int
+    qo_begin: int
+    qo_len: int
+
+    @property
+    def position(self) -> tuple[int, int, int]:
+        return self.request, self.q_tile, self.kv_tile
+
+
+class Work(NamedTuple):
+    begin: int
+    end: int
+    range: int
+    slot: int  # of its partial
+
+
+def plan(lengths: Sequence[int], qo_lens: Sequence[int], heads: int, rows: int, ranges: int) -> list[Start]:
+    """The starts of the ranges, and behind them the end of the last one."""
+    size = mla.Sizes(MAX_RANGES, ranges, ranges, 1)
+    schedule = torch.full((2, mla.words(size, len(lengths)) // 2), 0x55555555, dtype=torch.int32)
+    qo_indptr = torch.tensor([0, *itertools.accumulate(qo_lens)], dtype=torch.int32)
+    kv_indptr = torch.tensor([0, *itertools.accumulate(-(-n // KV_TILE) for n in lengths)], dtype=torch.int32)
+    mla.mla_plan(
+        schedule, torch.tensor(lengths, dtype=torch.int32), KV_TILE, heads, MAX_RANGES, ranges, ranges, rows, rows,
+        qo_indptr, kv_indptr,
+    )  # fmt: skip
+    count, tile_rows, most, cost = schedule[1, :4].tolist()
+    assert count <= ranges and tile_rows == rows
+    starts = [Start(*x) for x in schedule[1, 4 : 4 + 12 * (MAX_RANGES + 1)].view(-1, 12).tolist()][: count + 1]
+    items = [(-(-n * heads // rows), -(-kv // KV_TILE) + WORK_TILE_COST) for n, kv in zip(qo_lens, lengths)]
+    assert cost == sum(a * b for a, b in items) and most == max(s.num_splits for s in starts)
+    assert [s.position for s in starts] == sorted(s.position for s in starts)
+    return starts
+
+
+def work_of(starts: Sequence[Start], items: Sequence[int], tiles: Sequence[int]) -> dict[tuple[int, int], list[Work]]:
+    """The work tiles of each item (request, q tile)."""
+    found: dict[tuple[int, int], list[Work]] = defaultdict(list)
+    for g, (begin, end) in enumerate(itertools.pairwise(starts)):
+        for request, q_tile in ((b, t) for b in range(len(items)) for t in range(items[b])):
+            first = begin.kv_tile if (request, q_tile) == begin.position[:2] else 0
+            last = end.kv_tile if (request, q_tile) == end.position[:2] else tiles[request]
+            if begin.position[:2] <= (request, q_tile) and (request, q_tile, first) < end.position:
+                found[request, q_tile].append(Work(first, last, g, 2 * g + (first == 0)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_kv_tile_has_one_range(seed: int) -> None:
+    draw = random.Random(seed)
+    heads, rows = draw.choice(((8, 16), (16, 16), (40, 64), (128, 128)))
+    ranges, batch = draw.choice((1, 7, 66, 132)), draw.randint(1, 12)
+    lengths = [draw.choice((0, draw.randint(1, 100), draw.randint(1, 9000))) for _ in range(batch)]
+    if seed % 4 == 0:
+        lengths = lengths[:1] * batch
+    qo_lens = [draw.choice((0, 1, 3)) if seed % 3 == 0 else 1 for _ in range(batch)]
+    starts = plan(lengths, qo_lens, heads, rows, ranges)
+    tiles = [-(-n // KV_TILE) for n in lengths]
+    items = [-(-n * heads // rows) for n in qo_lens]
+    work = work_of(starts, items, tiles)
+    assert work.keys() == {(b, t) for b in range(batch) for t in range(items[b])}
+    for (request, q_tile), parts in work.items():
+        assert parts[0].begin == 0 and parts[-1].end == tiles[request]
+        assert all(a.end == b.begin for a, b in itertools.pairwise(parts))
+        inside = [s for s in starts if s.position[:2] == (request, q_tile) and s.kv_tile > 0]
+        leader = parts[0].range
+        assert [(s.leader, s.num_splits) for s in inside] == [(leader, len(parts))] * len(inside)
+        assert [p.slot for p in parts] == [2 * leader + 1, *(2 * (leader + i) for i in range(1, len(parts)))]
+    slots = [p.slot for parts in work.values() if len(parts) > 1 for p in parts]
+    assert len(slots) == len(set(slots)) and all(0 <= s < 2 * ranges for s in slots)
+
+
+def test_equal_requests_are_not_split_where_whole_ones_fill_the_ranges() -> None:
+    starts = plan([4096] * 128, [1] * 128, 128, 128, 66)
+    assert len(starts) == 65 and all(s.kv_tile == 0 for s in starts), "64 ranges of two requests"
+
+
+def test_one_request_is_split_into_equal_ranges() -> None:
+    starts = plan([32768], [1], 16, 16, 132)
+    assert len(starts) == 129 and {b.kv_tile - a.kv_tile for a, b in itertools.pairwise(starts[:-1])} == {4}

@@ -1,0 +1,94 @@
+"""The launcher of batch_mla without a GPU: entries, grids, clusters, tensor maps and refusals, by the mock driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fi_core.attention.ops.mla import Sizes
+from kernels.mock_driver import Call, Gpu, Tensor, build_driver, launches, parameters
+
+OUT, Q, CKV, TABLE, SCHEDULE, WORKSPACE = (0x7F001000000 * (i + 1) for i in range(6))
+RANGES, BATCH = 132, 4
+Mla = Callable[..., list[Call]]
+
+
+@pytest.fixture(scope="module")
+def mla(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Calls the op for so many query heads and a page size, by an implementation; the driver calls."""
+    folder = tmp_path_factory.mktemp("mla")
+    gpu = Gpu(build_driver(folder), Path(folder) / "log", 90)
+
+    def call(heads: int, page_size: int, implementation: str, pages: int = 32, **change: Any) -> list[Call]:
+        cluster = 2 if heads > 64 else 1
+        words = Sizes(RANGES, RANGES, RANGES // cluster, cluster).schedule_words + 8 * BATCH
+        cache, q = (576 * page_size, 576, 1), (576 * heads, 576, 1)
+        arguments: dict[str, Any] = {
+            "out": Tensor(OUT, (BATCH, heads, 512), "bf16"),
+            "lse": None,
+            "workspace": Tensor(WORKSPACE, (1 << 24,), "f32"),
+            "schedule": Tensor(SCHEDULE, (2, words), "i32"),
+            "q_nope": Tensor(Q, (BATCH, heads, 512), "bf16", q),
+            "q_pe": Tensor(Q + 1024, (BATCH, heads, 64), "bf16", q),
+            "ckv_cache": Tensor(CKV, (pages, page_size, 512), "bf16", cache),
+            "kpe_cache": Tensor(CKV + 1024, (pages, page_size, 64), "bf16", cache),
+            "page_indices": Tensor(TABLE, (pages,), "i32"),
+            "batch_size": BATCH, "max_ranges": RANGES, "narrow_ranges": RANGES, "wide_ranges": RANGES // cluster,
+            "cluster": cluster, "sm_scale": 0.1,
+        }  # fmt: skip
+        axes = {"q": "bf16", "kv": "bf16"}
+        return gpu.call("batch_mla", axes, arguments | change, implementation=implementation)
+
+    yield call
+    gpu.close()
+
+
+def attention(calls: list[Call]) -> Call:
+    """The launch before the merge."""
+    first, merge = launches(calls)
+    assert merge["name"] == "batch_mla_merge"
+    return first
+
+
+def test_few_rows_run_one_cta_on_each_sm(mla: Mla) -> None:
+    launch = attention(mla(16, 1, "mma_sm90"))
+    assert launch["name"] == "batch_mla_producer_64x5" and launch["grid"] == [RANGES, 1, 1]
+    p = parameters(launch, "BatchMlaParams")
+    assert (p["tile_rows"], p["cluster"], p["schedule"]) == (16, 1, SCHEDULE)
+
+
+def test_many_heads_run_in_pairs_of_ctas_with_the_second_schedule(mla: Mla) -> None:
+    calls = mla(128, 64, "wgmma_sm90")
+    launch = attention(calls)
+    assert launch["name"] == "batch_mla_wgmma_tma" and launch["grid"] == [RANGES, 1, 1]
+    assert launch["cluster"] == [2, 1, 1]
+    p = parameters(launch, "BatchMlaParams")
+    assert (p["tile_rows"], p["cluster"]) == (128, 2) and p["schedule"] > SCHEDULE
+    maps = {c["address"]: c["dimensions"] for c in calls if c["call"] == "tensor_map"}
+    assert maps[CKV] == [[512, 2, 64], [64, 1152, 64], [32, 64 * 1152, 1]]
+    assert maps[CKV + 1024] == [[64, 2, 64], [64, 1152, 64], [32, 64 * 1152, 1]]
+
+
+@pytest.mark.parametrize("change", [{"page_size": 32}, {"page_size": 64, "pages": 0}])
+def test_tma_needs_whole_tiles_in_a_page(mla: Mla, change: dict[str, int]) -> None:
+    assert attention(mla(64, implementation="wgmma_sm90", **change))["name"] == "batch_mla_wgmma_gather"
+
+
+def test_sparse_tables_are_gathered(mla: Mla) -> None:
+    launch = attention(mla(128, 1, "wgmma_sm90", sparse=True))
+    assert launch["name"] == "batch_mla_wgmma_gather" and parameters(launch, "BatchMlaParams")["sparse"] == 1
+
+
+def test_refusals_name_the_argument(mla: Mla) -> None:
+    odd = Tensor(CKV + 2, (32, 64, 512), "bf16", (576 * 64, 576, 1))
+    for change, words in (
+        ({"ckv_cache": odd}, "must have rows at multiples of 16 bytes"),
+        ({"workspace": Tensor(WORKSPACE, (1000,), "f32")}, "workspace must have"),
+        ({"schedule": Tensor(SCHEDULE, (2, 64), "i32")}, "schedule must have rows"),
+        ({"sparse": True}, "ckv_cache must have page_size 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            mla(64, 64, "wgmma_sm90", **change)

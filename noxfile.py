@@ -183,7 +183,20 @@ def wheels(session: nox.Session) -> None:
     for name in PACKAGES:
         command = ("-m", "build", "--wheel", "--no-isolation", "--outdir", str(dist), f"packages/{name}")
         session.run("python", *command, env=store)
-    for wheel in sorted(dist.glob("*.whl")):
+    # Host modules for Grace machines, by the cross compiler; in a folder of their own, since pip cannot install them
+    # here. The tests ask for the wheel, and say how to get the compiler.
+    if shutil.which("aarch64-linux-gnu-g++"):
+        command = (
+            "-m",
+            "build",
+            "--wheel",
+            "--no-isolation",
+            "--outdir",
+            str(dist / "aarch64"),
+            "packages/fi-jit-cache",
+        )
+        session.run("python", *command, env={**store, "FI_AOT_MACHINE": "aarch64"})
+    for wheel in sorted(dist.rglob("*.whl")):
         session.log(f"{wheel.stat().st_size / 1e6:6.2f} MB  {wheel.name}")
     session.install("--no-deps", "--force-reinstall", *map(str, sorted(dist.glob("*.whl"))))
     session.install("--find-links", str(dist), *PACKAGES)  # what the wheels ask for and is not here yet

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ import torch
 from serving import Engine, Llama, Request, Scheduler
 
 import fi_core
+from fi_core.integrations.transformers import register
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE_SIZE = 16
@@ -48,6 +50,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pages", type=int, default=60, help=f"pages of {PAGE_SIZE} tokens in the cache")
     parser.add_argument(
         "--no-cuda-graph", action="store_true", help="on a GPU: run steps that only generate without a CUDA graph"
+    )
+    parser.add_argument(
+        "--attn", choices=("eager", "fi"), default="eager", help="attention of transformers' generate()"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
@@ -82,7 +87,9 @@ def model_of(device: str, dtype: torch.dtype) -> Any:
         bos_token_id=None,
         eos_token_id=None,
         attn_implementation="eager",
+        dtype=dtype,
     )
+    fi_core.prepare(config, device=device, page_size=PAGE_SIZE, wait=False)  # compiles while the weights are made
     # The seed of 800 whose texts stay farthest from ties: the two largest logits differ by at least 0.013. Rounding to
     # float16 changes that difference by 0.006 (standard deviation, on a CPU).
     torch.manual_seed(82)
@@ -132,10 +139,13 @@ class Check(NamedTuple):
 
 
 @torch.inference_mode()
-def compare(model: Any, requests: list[Request]) -> Check:
+def compare(model: Any, requests: list[Request], attn: str) -> Check:
     """Tokens and logits of the requests against transformers. Leaves the model in float64."""
     wanted, eager = [], []
+    if attn == "fi":
+        register()
     for r in requests:
+        model.set_attn_implementation(attn)
         prompt = torch.tensor([r.prompt], device=model.device)
         ids = model.generate(
             prompt,
@@ -145,6 +155,7 @@ def compare(model: Any, requests: list[Request]) -> Check:
             pad_token_id=0,
         )
         wanted.append(ids[0, len(r.prompt) :].tolist())
+        model.set_attn_implementation("eager")
         eager.append(forward(model, r))
     model.double()
     equal, distances, errors, eager_errors = 0, [], [], []
@@ -205,7 +216,7 @@ def report(result: dict[str, Any], requests: list[Request]) -> None:
         diverged = f"{check['leave']} requests diverge at a tie, logits {check['distance']:.1e} apart\n"
         diverged = diverged if check["leave"] else ""
         print(
-            f"{check['equal']} of {check['tokens']} tokens equal those of transformers' eager generate()\n"
+            f"{check['equal']} of {check['tokens']} tokens equal those of transformers' generate()\n"
             f"{diverged}"
             f"largest error of a logit {check['error']:.1e}, of transformers' own {check['eager_error']:.1e}\n"
             f"{'passed' if check['passed'] else 'WRONG'}"
@@ -218,14 +229,17 @@ def main() -> int:
     model = Llama(reference, max_positions=2048)
     graph = options.device == "cuda" and not options.no_cuda_graph
     served: list[list[int]] = []
+    seconds: list[float] = []
     for _ in range(2):  # the first time loads kernels, the second is measured
         requests = requests_of(options)
         for request in requests:
             request.logits = []
+        start = time.perf_counter()
         engine = Engine(
             model, Scheduler(options.pages, PAGE_SIZE, options.token_budget, options.max_running), cuda_graph=graph
         )
         engine.serve(requests)
+        seconds.append(time.perf_counter() - start)
         served.append([token for request in requests for token in request.generated])
     result = {
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
@@ -233,10 +247,11 @@ def main() -> int:
         "token_budget": options.token_budget,
         "backends": {"prefill": engine.prefill.resolved_backend, "decode": engine.decode.resolved_backend},
         **rates(engine),
+        "serve_seconds": seconds,
         "repeatable": served[0] == served[1],
         "kernels": fi_core.loaded_kernels(),
     }
-    check = compare(reference, requests) if options.temperature == 0 else None
+    check = compare(reference, requests, options.attn) if options.temperature == 0 else None
     if check:
         result["check"] = check._asdict() | {"passed": check.passed}
     if options.json:

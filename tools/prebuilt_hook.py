@@ -27,15 +27,17 @@ LIMITS: dict[str, tuple[int, ...]] = {"GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13
 
 def platform_tag(modules: Iterable[Path]) -> str:
     """The manylinux tag that the modules need, by the versions of the symbols they import."""
+    machine = os.environ.get("FI_AOT_MACHINE") or platform.machine()
+    objdump = "objdump" if machine == platform.machine() else f"{machine}-linux-gnu-objdump"
     need: dict[str, tuple[int, ...]] = {"GLIBC": (2, 17)}
     for module in modules:
-        symbols = subprocess.run(["objdump", "-T", str(module)], capture_output=True, text=True, check=True).stdout
+        symbols = subprocess.run([objdump, "-T", str(module)], capture_output=True, text=True, check=True).stdout
         for library, version in re.findall(r"\(?\b(GLIBC|GLIBCXX|CXXABI|GOMP)_(\d[\d.]*)", symbols):
             need[library] = max(need.get(library, (0,)), tuple(map(int, version.split("."))))
     for library, limit in LIMITS.items():
         if need.get(library, (0,)) > limit:
             raise RuntimeError(f"modules need {library} {need[library]}, newer than {limit}: build with an older GCC")
-    return f"manylinux_{need['GLIBC'][0]}_{need['GLIBC'][1]}_{platform.machine()}"
+    return f"manylinux_{need['GLIBC'][0]}_{need['GLIBC'][1]}_{machine}"
 
 
 class PrebuiltHook(BuildHookInterface):  # type: ignore[type-arg]

@@ -65,7 +65,11 @@ def test_help_and_version(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nothing"], "invalid choice: 'nothing'"),
+        (["nothing"], "there is no 'nothing'; choose from show-config, "),
+        (["wyh", "rmsnorm"], "there is no 'wyh'; did you mean why?"),
+        (["cache", "cler"], "there is no 'cler'; did you mean clear?"),
+        (["prebuild", "--modle", "llama-8b"], "there is no option --modle; did you mean --model"),
+        (["prebuild", "--xyz"], "unrecognized arguments: --xyz"),
         (["why"], "the following arguments are required: NAME"),
         (["why", "rmsnrm"], "no op or described function is named 'rmsnrm'; did you mean rmsnorm"),
         (["why", "rmsnorm", "bf16"], "expected key=value, such as dtype=bf16; got 'bf16'"),
@@ -77,7 +81,7 @@ def test_help_and_version(cli: Cli) -> None:
         (["why", *RMSNORM, "--backend", "fast"], "backend: rmsnorm has auto, cpu, cuda; got 'fast'"),
         (["prebuild", "--ops", "rmsnorm,nothing"], "argument --ops: op: no op is named 'nothing'"),
         (["prebuild", "--ops", SMALL, "--target", "7.5"], f"nothing is built ahead of {SMALL} on sm_75"),
-        (["module-status", "--filter", "some"], "argument --filter: invalid choice: 'some'"),
+        (["module-status", "--filter", "some"], "argument --filter: there is no 'some'"),
         (["cache", "prune", "--max-bytes", "2T"], "expected bytes, such as 500M or 2G; got '2T'"),
         (["cache", "prune", "--max-age-days", "-1"], "expected a number of days >= 0; got '-1'"),
         (["export-compile-commands", "a.json", "-o", "b.json"], "PATH and --output name the same file"),
@@ -323,7 +327,7 @@ def test_prebuilt_modules_are_aot(cli: Cli, fresh: Fresh, tmp_path: Path, monkey
 def test_a_failed_prebuild(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FI_EXTRA_CFLAGS", "-DTVMFFIAny=3")
     assert cli("prebuild", "--ops", SMALL, code=1) == ""
-    assert re.match(rf"fi-core: building {SMALL}_cpu.so failed: .*error", cli.err)
+    assert re.match(rf"fi-core: building {SMALL}_cpu failed: .*error", cli.err)
     monkeypatch.setenv("FI_JIT", "off")
     assert f"kernel '{SMALL}_cpu' is not prebuilt" in cli.json("prebuild", "--ops", SMALL, code=1)["error"]
 

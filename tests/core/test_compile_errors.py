@@ -10,9 +10,10 @@ import pytest
 
 from core import toy
 from core.test_resolve import Fresh, image
+from fi_core.ahead import prepare
 from fi_core.runtime.build import toolchain
 from fi_core.runtime.errors import CompileError
-from fi_core.runtime.resolve import built, prepare, store
+from fi_core.runtime.resolve import built, store
 from fi_core.runtime.spec.artifact import Artifact
 
 pytestmark = pytest.mark.usefixtures("tree", "no_other_packages")

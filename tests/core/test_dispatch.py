@@ -133,9 +133,9 @@ def test_specs_are_of_all_that_take_it_here() -> None:
 
 def test_a_plan_asks_with_the_dtypes_of_torch() -> None:
     op = dataclasses.replace(MIX, name="mix_types", fields={"q": Field(("bf16",), "bf16")}, axes={"q": ("bf16",)})
-    found = planned(op, torch.device("cpu"), "auto", torch.bfloat16)
+    found = planned(op, torch.device("cpu"), "auto", torch.bfloat16, ahead=False)
     assert found.spec.axes == (("q", "bf16"),)
-    assert planned(op, torch.device("cpu"), "auto", torch.bfloat16) is found
+    assert planned(op, torch.device("cpu"), "auto", torch.bfloat16, ahead=False) is found
 
 
 # These tests run over every op of every family.

@@ -29,6 +29,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("workspace_base", "FI_WORKSPACE_BASE", "~/x", Path.home() / "x"),
         ("cache_dir", "FI_CACHE_DIR", "/cache", Path("/cache")),
+        ("xdg_cache_home", "XDG_CACHE_HOME", "/xdg", Path("/xdg")),
         ("shared_cache_dir", "FI_SHARED_CACHE_DIR", "shared", Path.cwd() / "shared"),
         ("cubin_dir", "FI_CUBIN_DIR", "/cubins", Path("/cubins")),
         ("disable_version_check", "FI_DISABLE_VERSION_CHECK", "0", True),  # any non-empty value
@@ -40,6 +41,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ("jit_lineinfo", "FI_JIT_LINEINFO", "on", True),
         ("jit_prebuild_max_jobs", "FI_JIT_PREBUILD_MAX_JOBS", "3", 3),
         ("aot_store", "FI_AOT_STORE", "1", True),
+        ("aot_machine", "FI_AOT_MACHINE", "aarch64", "aarch64"),
         ("max_jobs", "MAX_JOBS", "7", 7),
         ("no_color", "NO_COLOR", "1", True),
         ("force_color", "FORCE_COLOR", "1", True),
@@ -118,6 +120,16 @@ def test_bad_values_name_variable_allowed_and_got(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match=name) as caught:
         getattr(env, row.name.removeprefix("FI_").lower())
     assert str(caught.value) == f"{name}: allowed are {row.allowed}; got {text!r}"
+
+
+def test_cache_dir_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where fi's own variables do not say otherwise."""
+    monkeypatch.delenv("FI_CACHE_DIR", raising=False)
+    monkeypatch.delenv("FI_WORKSPACE_BASE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert env.cache_dir == tmp_path / "xdg" / "fi"
+    monkeypatch.setenv("FI_WORKSPACE_BASE", str(tmp_path))
+    assert env.cache_dir == tmp_path / ".cache" / "fi"
 
 
 def test_cache_dir_follows_workspace_base(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ import pytest
 from core import toy
 from core.console import Cli
 from core.package import pack
+from fi_core.ahead import prepare
 from fi_core.jit import ops
 from fi_core.observe import log
 from fi_core.runtime import files, trust
 from fi_core.runtime.build import diagnose
 from fi_core.runtime.env import env
 from fi_core.runtime.launch import kernel
-from fi_core.runtime.resolve import built, prebuilt, prepare, store
+from fi_core.runtime.resolve import built, prebuilt, store
 
 pytestmark = pytest.mark.usefixtures("tree")
 KEY = "demo-0123456789"

@@ -37,7 +37,7 @@ NAMES = [
     ("fi_core.topk", "top_k.__globals__"),
     ("fi_core.topk", "__builtins__"),
     ("fi_core.topk", "__class__.__init__.__globals__"),
-    ("fi_core.runtime.build.ninja", "run"),
+    ("fi_core.runtime.build.compiler", "compile_artifact"),
     ("fi_core.topk:top_k", "__call__"),
     ("", ""),
 ]

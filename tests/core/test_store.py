@@ -270,7 +270,8 @@ import os, subprocess, sys
 from core import toy
 from fi_core.runtime.build import compiler
 from fi_core.runtime.env import env
-from fi_core.runtime.resolve import built, prepare, store
+from fi_core.ahead import prepare
+from fi_core.runtime.resolve import built, store
 toy.use(sys.argv[1])
 env.cache_dir.mkdir()
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12k", "none", str(env.cache_dir)], check=True)
@@ -289,7 +290,7 @@ def can_mount() -> bool:
 
 @pytest.mark.skipif(not can_mount(), reason="nobody may mount a file system here; another test simulates a full one")
 def test_on_a_full_disk_compilers_use_the_next_root(python: Python, tree: Path) -> None:
-    """g++ and NVRTC, one by one and by ninja, against a file system of 12 KB."""
+    """g++ and NVRTC, one by one and in parallel, against a file system of 12 KB."""
     *paths, left = python.run(FULL, tree, before=MOUNT).splitlines()
     assert len(paths) == 3
     place = Path(tempfile.gettempdir())  # not second(): in the namespace we may have another uid

@@ -16,9 +16,10 @@ import pytest
 
 from core import toy
 from core.test_store import KEY, SLEEPER, build, names, refuse, wait_for_build
+from fi_core.ahead import prepare
 from fi_core.runtime.build import compiler
 from fi_core.runtime.launch import kernel
-from fi_core.runtime.resolve import built, prepare, store
+from fi_core.runtime.resolve import built, store
 from fi_core.runtime.spec.artifact import Artifact
 
 if TYPE_CHECKING:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 import fi_kernels
+from fi_core.runtime.build import compiler
 from fi_core.runtime.dispatch import AUTO, Request, choose
 from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.constraint import ON_CPU, at_least
@@ -91,3 +95,17 @@ def artifacts(n: int = 1, arch: str = "80") -> tuple[Artifact, Artifact]:
     host, image = sources.artifacts(spec(n, arch))
     assert (host.kind, image.kind, host.target) == ("cuda", "cubin", CPU)
     return host, image
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, before: Callable[[], None] = lambda: None) -> list[str]:
+    """The names that are compiled from now on; `before` runs in each compile."""
+    names: list[str] = []
+    compile_artifact = compiler.compile_artifact
+
+    def compile_counted(artifact: Artifact, directory: Path) -> None:
+        names.append(artifact.name)
+        before()
+        compile_artifact(artifact, directory)
+
+    monkeypatch.setattr(compiler, "compile_artifact", compile_counted)
+    return names

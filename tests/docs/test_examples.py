@@ -41,6 +41,15 @@ def test_decoder_block() -> None:
         assert re.search(rf"^{op} .* ms .* us .*(jit|store|fi-\w+|kernel of a line above)", said, re.MULTILINE)
 
 
+def test_transformers_models() -> None:
+    """A row for each family: every token is that of eager attention. tests/integrations has the details."""
+    pytest.importorskip("transformers", reason="needs transformers, which `nox -s tests` installs")
+    options = ("--device", "cpu", "--families", "llama,gpt-oss", "--new-tokens", "4", "--replace", "--json")
+    rows = [json.loads(line) for line in run("transformers_models.py", *options).splitlines()]
+    assert [row["model"] for row in rows] == ["llama", "gpt-oss"]
+    assert all(row["equal"] == row["tokens"] == 12 and row["fi tokens/s"] > 0 for row in rows)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_latent_attention(device: str) -> None:
     """MLA in prefill and absorbed in decode give the tokens of transformers' eager attention.
@@ -63,6 +72,9 @@ def test_generate(device: str) -> None:
     """
     pytest.importorskip("transformers", reason="needs transformers, which `nox -s tests` installs")
     said = json.loads(run("generate.py", "--device", device, "--json"))
+    if device == "cpu":  # transformers' own generate() on fi's attention gives the same tokens
+        through = json.loads(run("generate.py", "--device", device, "--attn", "fi", "--json"))
+        assert through["check"]["passed"] and through["check"]["equal"] == said["check"]["tokens"]
     check = said["check"]
     assert check["passed"] and said["repeatable"]
     assert check["tokens"] == sum(len(r["generated"]) for r in said["requests"]) > 200

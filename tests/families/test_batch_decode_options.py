@@ -175,8 +175,8 @@ CALL = (
         ({"head_dim": 60}, ValueError, "Unsupported head_dim"),
         ({"indptr": torch.zeros(4, dtype=torch.int32)}, ValueError, "indptr: length 3 is required"),
         ({"indptr": torch.zeros(3)}, TypeError, "indptr must be int32; got float32"),
-        ({"last_page_len": torch.ones(2, dtype=torch.int64)}, TypeError, "last_page_len must be int32"),
-        ({"indices": torch.ones(9, dtype=torch.int64)}, TypeError, "page_indices must be int32; got int64"),
+        ({"last_page_len": torch.ones(2, dtype=torch.int16)}, TypeError, "last_page_len must be int32"),
+        ({"indices": torch.ones(9, dtype=torch.int16)}, TypeError, "page_indices must be int32; got int16"),
         ({"indices": torch.ones(2, dtype=torch.int32)}, ValueError, "indices: 3 are required, .* got 2"),
         ({"seq_lens": torch.ones(3, dtype=torch.int32)}, ValueError, "seq_lens: length 2 is required"),
         ({"fixed_split_size": 0}, ValueError, "fixed_split_size: pages of a chunk, or None or -1 .* got 0"),
@@ -237,8 +237,8 @@ def test_graph_mode_refuses_other_batches() -> None:
         wrapper.plan(*p.only([0]).plan_arguments())
     with pytest.raises(ValueError, match="indices: paged_kv_indices_buffer has room for 3; got 5"):
         wrapper.plan(*paged([40, 20]).plan_arguments())
-    with pytest.raises(TypeError, match=r"torch.int32 as in the buffers; got torch.int64"):
-        wrapper.plan(p.indptr.long(), *p.plan_arguments()[1:])
+    with pytest.raises(TypeError, match=r"torch.int32 as in the buffers; got torch.int16"):
+        wrapper.plan(p.indptr.short(), *p.plan_arguments()[1:])
     with pytest.raises(ValueError, match="q_len_per_req: fixed at 1 by the first plan"):
         wrapper.plan(*p.plan_arguments(), q_len_per_req=2)
 

@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "prefill",
     ),
     ("registry",),
-    ("aot", "jit"),
+    ("ahead", "aot", "integrations", "jit"),
     ("cli", "__main__", ""),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

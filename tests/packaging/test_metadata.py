@@ -33,7 +33,7 @@ REQUIRES = {
         f"fi-core=={VERSION}", "jinja2", "rich", "rich-argparse", "nvidia-ml-py", "tomli; python_version < '3.11'",
     },
     "fi_core": {
-        f"fi-kernels=={VERSION}", "apache-tvm-ffi<0.2,>=0.1.9", "ninja", "jinja2", "torch>=2.10",
+        f"fi-kernels=={VERSION}", "apache-tvm-ffi<0.2,>=0.1.9", "jinja2", "torch>=2.10",
     },
     "fi_cubin": set(),
     "fi_jit_cache": set(),

@@ -17,7 +17,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "autotuner": ("autotune",),
     "observe.trace": ("fi_trace",),
     "registry": ("loaded_kernels", "supports"),
-    "runtime.resolve": ("prepare",),
+    "ahead": ("prepare",),
     "decode": (
         "BatchDecodeWithPagedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",

@@ -1,6 +1,7 @@
 """The names that fi_core loads on first use. Written by tools/stubs.py; do not edit."""
 
 from fi_core import activation as activation
+from fi_core import ahead as ahead
 from fi_core import aot as aot
 from fi_core import attention as attention
 from fi_core import autotuner as autotuner
@@ -17,6 +18,7 @@ from fi_core import fp4_quantization as fp4_quantization
 from fi_core import fp8_quantization as fp8_quantization
 from fi_core import gemm as gemm
 from fi_core import grouped_mm as grouped_mm
+from fi_core import integrations as integrations
 from fi_core import jit as jit
 from fi_core import mla as mla
 from fi_core import norm as norm
@@ -32,6 +34,7 @@ from fi_core import testing as testing
 from fi_core import topk as topk
 from fi_core import utils as utils
 from fi_core.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from fi_core.ahead import prepare
 from fi_core.autotuner import autotune
 from fi_core.cascade import MultiLevelCascadeAttentionWrapper, merge_state, merge_state_in_place, merge_states
 from fi_core.concat_ops import concat_mla_k
@@ -118,7 +121,6 @@ from fi_core.rope import (
     apply_rope_with_cos_sin_cache,
     apply_rope_with_cos_sin_cache_inplace,
 )
-from fi_core.runtime.resolve import prepare
 from fi_core.sampling import (
     chain_speculative_sampling,
     min_p_sampling_from_probs,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import json
 import sys
@@ -18,10 +19,10 @@ import fi_core
 from fi_core.compat.compilation_context import parse_target
 from fi_core.registry import ops
 from fi_core.runtime import dispatch
-from fi_core.runtime.build import compiler, ninja, sources
+from fi_core.runtime.build import compiler, sources
 from fi_core.runtime.dispatch import Request
 from fi_core.runtime.env import env
-from fi_core.runtime.resolve import build_all, store
+from fi_core.runtime.resolve import build_all, run_all, store
 from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.op import Op, Spec
 from fi_core.runtime.spec.target import CPU, PREBUILT_ARCHS, Target
@@ -43,9 +44,11 @@ def specs(op: Op, target: Target) -> Iterator[Spec]:
 
 
 def artifacts(kinds: Collection[str] = KINDS) -> list[Artifact]:
-    """Every file of these kinds, each once. A host module serves all architectures."""
+    """Every file of these kinds, each once. A host module serves all CUDA architectures of FI_AOT_MACHINE."""
     all_specs = (spec for op in ops().values() for target in targets() for spec in specs(op, target))
-    found = dict.fromkeys(a for spec in all_specs for a in sources.artifacts(spec) if a.kind in kinds)
+    host = Target("cpu", env.aot_machine)
+    every = (a if a.kind == "cubin" else a._replace(target=host) for spec in all_specs for a in sources.artifacts(spec))
+    found = dict.fromkeys(a for a in every if a.kind in kinds)
     return sorted(found, key=lambda a: a.id)
 
 
@@ -60,9 +63,11 @@ def _compiled(wanted: Sequence[Artifact], progress: bool) -> Iterator[dict[Artif
         yield {artifact: folder / artifact.file for artifact, folder in folders.items() if folder}
         return
     with tempfile.TemporaryDirectory(prefix="fi-prebuilt-") as scratch:
-        ninja.write(wanted, Path(scratch))
-        ninja.run(Path(scratch), progress)
-        yield {artifact: Path(scratch) / compiler.key(artifact) / artifact.file for artifact in wanted}
+        places = {artifact: Path(scratch) / compiler.key(artifact) for artifact in wanted}
+        for place in places.values():
+            place.mkdir()
+        run_all({a: functools.partial(compiler.compile_artifact, a, place) for a, place in places.items()}, progress)
+        yield {artifact: place / artifact.file for artifact, place in places.items()}
 
 
 def build(directory: Path, kinds: Collection[str], progress: bool = False) -> list[Path]:

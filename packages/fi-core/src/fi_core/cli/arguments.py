@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,36 @@ def _days(word: str) -> float:
     return value
 
 
+class _Parser(argparse.ArgumentParser):
+    """Suggests the closest command or option for one that it does not know."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        options["allow_abbrev"] = False
+        super().__init__(*args, **options)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            words = list(action.choices)
+            hint = _close(str(value), words) or f"choose from {', '.join(words)}"
+            raise argparse.ArgumentError(action, f"there is no {value!r}; {hint}")
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  # its overloads
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        known = [name for action in self._actions for name in action.option_strings]
+        for flag in flags:
+            if hint := _close(flag, known):
+                self.error(f"there is no option {flag}; {hint}")
+        return found, unknown
+
+
+def _close(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, 3, 0.5)
+    return f"did you mean {' or '.join(close)}?" if close else ""
+
+
 class _Commands:
     """Adds commands to a parser; each has --json, and commands with targets have --target."""
 
@@ -89,7 +120,7 @@ class _Commands:
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    top = argparse.ArgumentParser(prog="fi-core", description="Inspects, builds and replays the kernels of fi.")
+    top = _Parser(prog="fi-core", description="Inspects, builds and replays the kernels of fi.")
     top.add_argument("--version", action="version", version=f"fi-core {fi_core.__version__}")
     top.set_defaults(run=None, parser=top)
     commands = _Commands(top)
@@ -120,6 +151,11 @@ def parser() -> argparse.ArgumentParser:
     text = "Compile missing modules ahead of the first call."
     prebuild = commands.add("prebuild", "modules:prebuild", text, targets=True)
     prebuild.add_argument("--ops", type=_ops, metavar="OP,...", help="only these ops")
+    names = "only the kernels of a model: a name such as llama-8b, or a folder with config.json"
+    prebuild.add_argument("--model", metavar="MODEL", help=names)
+    prebuild.add_argument("--backend", default="auto", help="of the model's attention: auto, fa2 or fa3")
+    prebuild.add_argument("--kv-dtype", help="dtype of the model's KV cache; default: the model's dtype")
+    prebuild.add_argument("--page-size", type=int, default=16, metavar="N", help="of the model's KV cache; default: 16")
     prebuild.add_argument("--progress", action="store_true", help="print a line for each file, also into a file")
     prebuild.add_argument("--rebuild", action="store_true", help="also compile modules that exist")
     text = "Write compile_commands.json for editors."
@@ -136,6 +172,10 @@ def parser() -> argparse.ArgumentParser:
     prune.add_argument("--max-bytes", type=_size, metavar="SIZE", help="keep at most this much, such as 500M")
     cache.add("clear", "cache:clear", "Remove every entry.")
     commands.add("clear-cache", "cache:clear", "Remove every entry, as `cache clear` does.")
+
+    text = "Run a command in which `import flashinfer` is fi, also in the processes that it starts."
+    execute = commands.add("exec", "execute:run", text)
+    execute.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="such as -- vllm serve MODEL")
 
     replay = commands.add("replay", "replay:run", "Run dumped calls again and compare what they return.")
     replay.add_argument("--dir", type=Path, required=True, help="a dump, or the folder of a session of dumps")

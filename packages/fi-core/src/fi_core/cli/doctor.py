@@ -84,8 +84,6 @@ def _packages() -> Iterator[Finding]:
     torch = machine.torch_build()
     yield _version("torch", torch.version if torch else None, *TORCH)
     yield _version("apache-tvm-ffi", machine.version("apache-tvm-ffi"), *TVM_FFI)
-    if importlib.util.find_spec("ninja") is None:
-        yield Finding("FAIL", "ninja", "missing", "pip install ninja")
 
 
 def _version(name: str, found: str | None, least: str, below: str | None) -> Finding:
@@ -187,15 +185,16 @@ def _obtainable(what: str, needed: str, files: list[Artifact], fix: str) -> Find
     if there == len(files):
         return Finding("ok", what, text)
     made_by = builder(files[0])
-    if env.jit == "off":
-        return Finding(
-            "warn", what, f"{text}, and FI_JIT=off forbids to compile the others", "FI_JIT=on fi-core prebuild"
-        )
+    broken = toolchain.cxx_problem() if made_by and files[0].kind != "cubin" else None
+    allowed = env.jit != "off"
+    level = "FAIL" if allowed else "warn"
+    text = text if allowed else f"{text}, FI_JIT=off forbids to compile the others"
     if made_by is None:
-        return Finding("FAIL", what, f"{text}, and there is no {needed} for the others", fix)
-    broken = toolchain.cxx_problem() if files[0].kind != "cubin" else None
+        return Finding(level, what, f"{text}, and there is no {needed} for the others", fix)
     if broken:
-        return Finding("FAIL", what, f"{text}, and {made_by} does not compile the others: {broken}", fix)
+        return Finding(level, what, f"{text}, and {made_by} does not compile the others: {broken}", fix)
+    if not allowed:
+        return Finding(level, what, text, "FI_JIT=on fi-core prebuild")
     identity = compiler.identity(files[0]).split(" Copyright")[0].split(":")[0]
     return Finding("ok", what, f"{text}; {made_by} ({identity}) compiles the others on first use")
 

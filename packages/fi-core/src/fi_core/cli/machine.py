@@ -26,7 +26,6 @@ from fi_core.runtime.resolve.provider import Provider, providers
 SIBLINGS = ("fi-kernels", "fi-jit-cache", "fi-cubin", "fi-bench")
 OTHERS = (
     "apache-tvm-ffi",
-    "ninja",
     "nvidia-cuda-nvrtc",
     "nvidia-cuda-runtime",
     "triton",

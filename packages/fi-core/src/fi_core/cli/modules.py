@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fi_core import aot
+from fi_core.ahead import model_of, specs_of_model
 from fi_core.cli.report import Report, UsageError, paint, section, table
 from fi_core.jit.core import default_targets
 from fi_core.jit.env import GENERATED
@@ -140,7 +141,12 @@ def _origins(state: State) -> str:
 def prebuild(args: argparse.Namespace) -> Report:
     targets = args.targets or default_targets()
     wanted = args.ops or list(ops().values())
-    modules = [view(spec) for spec in specs_of(wanted, targets)]
+    if args.model:
+        of = model_of(args.model)
+        options = {"kv_dtype": args.kv_dtype, "page_size": args.page_size, "backend": args.backend}
+        modules = [view(spec) for target in targets for spec in specs_of_model(of, target, **options)]
+    else:
+        modules = [view(spec) for spec in specs_of(wanted, targets)]
     if not modules:
         raise UsageError(
             f"nothing is built ahead of {', '.join(op.name for op in wanted)} on {', '.join(map(str, targets))}"

@@ -75,7 +75,7 @@ def _explain(error: Exception, function: Callable[..., Any], /, *args: Any, **op
         parameter = signature.parameters[name]
         wanted = "Any" if parameter.kind in _PREFIX or parameter.annotation is parameter.empty else parameter.annotation
         kinds = [re.sub(r"\[.*\]", "", word) for word in re.split(r" \| (?![^\[]*\])", str(wanted))]
-        if str(error).startswith(name) and words[0] == name:  # in words of our own
+        if isinstance(error, TypeError) and str(error).startswith(name) and words[0] == name:  # in words of our own
             break
         if not any(_matches(kind, value) for kind in kinds):
             required = " or ".join(_WORDS.get(kind, kind) for kind in kinds)
@@ -87,7 +87,7 @@ def _explain(error: Exception, function: Callable[..., Any], /, *args: Any, **op
     # A text of Python's own may have the name of an argument as a word: "tuple index out of range".
     if isinstance(error, (AttributeError, IndexError)) or given.keys().isdisjoint(words):
         _explain_tensors(error, function, given, called)
-    raise error
+    raise error.with_traceback(None) if torch_op.is_explained(error) else error
 
 
 def _name(function: Callable[..., Any], given: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ value counts as unset; unknown variables are ignored.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -193,8 +194,11 @@ class Env:
         Path("~/.cache/fi"),
         "call",
         "Root of everything fi writes: compiled kernels, generated sources, logs.",
-        derive=lambda: env.workspace_base / ".cache" / "fi",
-        default_doc="$FI_WORKSPACE_BASE/.cache/fi",
+        derive=lambda: env._default_cache(),
+        default_doc="$FI_WORKSPACE_BASE/.cache/fi if that is set, $XDG_CACHE_HOME/fi, ~/.cache/fi",
+    )
+    xdg_cache_home = Variable[Path | None](
+        PATH, None, "call", "Directory of the caches of a user.", prefixed=False, default_doc="~/.cache"
     )
     shared_cache_dir = Variable[Path | None](
         PATH, None, "call", "A store that another user fills: its owner is trusted, it is read and never written."
@@ -238,6 +242,10 @@ class Env:
     aot_store = Variable[bool](
         BOOL, False, "build", "Build binary packages from the compiled kernels in FI_CACHE_DIR; add what it lacks."
     )
+    aot_machine = Variable[str](
+        _choice("x86_64", "aarch64"), "", "build", "Machine of the host modules of a binary package; others than this "
+        "one need the cross compiler of Debian.", derive=platform.machine, default_doc="this machine"
+    )  # fmt: skip
     max_jobs = Variable[int | None](
         POSITIVE, None, "build", "Compile jobs at once.", prefixed=False, default_doc="from the cores and the memory"
     )
@@ -294,6 +302,11 @@ class Env:
         NOT_ZERO, False, "import", "Write a benchmark definition for each op and its constants."
     )
     trace_dump_dir = Variable[Path | None](PATH, None, "call", "Where FI_TRACE_DUMP writes; unset: nothing is written.")
+
+    def _default_cache(self) -> Path:
+        if type(self).workspace_base.set_by() is None and self.xdg_cache_home:
+            return self.xdg_cache_home / "fi"
+        return self.workspace_base / ".cache" / "fi"
 
     def table(self) -> Iterator[EnvRow]:
         """One row per variable, in the order of this class, for the documentation and the CLI."""

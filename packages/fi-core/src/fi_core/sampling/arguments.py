@@ -142,6 +142,7 @@ def get_seed_and_offset(
 
     Raises:
         ValueError: neither a generator nor a device is given.
+        RuntimeError: the current stream captures a CUDA graph, in which the two are known on the device only.
     """
     if generator is None:
         if device is None:
@@ -158,6 +159,25 @@ def _advance(generator: torch.Generator, increment: int, on_cpu: bool) -> tuple[
     offset = generator.get_offset()
     generator.set_offset(offset + (increment + 3) // 4 * 4)
     return generator.initial_seed(), offset
+
+
+def _captured_seed(generator: torch.Generator, refusal: RuntimeError) -> torch.Tensor:
+    """Returns an int64 `[1]` on the device: 63 random bits, new in each replay of the CUDA graph under capture.
+
+    A captured kernel reads the generator's offset from device memory, which each replay advances. Only torch's own
+    kernels know that memory, so one of them draws the seed.
+    """
+    import torch
+
+    if not torch.cuda.is_current_stream_capturing():
+        raise refusal
+    try:
+        return torch.empty(1, dtype=torch.int64, device=generator.device).random_(generator=generator)
+    except RuntimeError as error:
+        raise ValueError(
+            "generator: one that the CUDA graph under capture knows is required; call "
+            f"graph.register_generator_state(generator) before the capture ({error})"
+        ) from error
 
 
 _default_generators: dict[int, torch.Generator] = {}  # by device index: torch creates them once
@@ -179,7 +199,8 @@ def randomness(
 ) -> tuple[int, int, torch.Tensor | None, torch.Tensor | None]:
     """Returns seed and offset as the op takes them: as given, or from the generator, which advances by `increment`.
 
-    They are two numbers and two tensors; where tensors are given, the numbers are 0.
+    They are two numbers and two tensors; where tensors are given, the numbers are 0. Under capture of a CUDA graph the
+    generator gives a seed on the device, and advances by 4.
     """
     if type(seed) is int and type(offset) is int and 0 <= seed <= _MAX_SIGNED and 0 <= offset <= _MAX_SIGNED:
         return seed, offset, None, None
@@ -191,7 +212,10 @@ def randomness(
                 generator = _default_generators[index] = get_default_generators(input.device)
         elif generator.device.type != input.device.type:
             raise ValueError(f"generator: one for {input.device} is required; got one for {generator.device}")
-        first, second = _advance(generator, increment, index < 0)
+        try:
+            first, second = _advance(generator, increment, index < 0)
+        except RuntimeError as error:  # torch refuses to read the offset of a generator under capture
+            return 0, 0, _captured_seed(generator, error), None
         if first > _MAX_SIGNED or second > _MAX_SIGNED:
             first, second = _signed(first), _signed(second)
         return first, second, None, None

@@ -82,7 +82,8 @@ def sampling_from_logits(
         indices: `[batch]`, int32 or int64: output i is drawn from row `indices[i]`. None: one output per row.
         deterministic: accepted for compatibility; results are always deterministic.
         generator: the source of seed and offset if both are None; None: torch's default generator of the device. It
-            advances by vocab per output, as if a number were drawn for every element.
+            advances by vocab per output, as if a number were drawn for every element; under CUDA graph capture by 4 per
+            call and replay, and each replay draws anew. A capture needs `graph.register_generator_state(generator)`.
         check_nan: whether to raise ValueError if logits contains NaN. The check synchronises with the device.
         seed: an int, or an int64 or uint64 tensor `[1]` or `[batch]`; given together with offset. A tensor with one
             element per output makes the draw independent of the position in the batch.

@@ -168,6 +168,7 @@ def _as_batch(
     choice = planned(
         ops.BATCH_DECODE, device, "auto", q.dtype, k.dtype, q.dtype, dim, dim, q.shape[0] // heads, ops.KV_TILE, "NONE",
         "plain", False, False, LOAD_BYTES,
+        ahead=False,
     )  # fmt: skip
     buffers = ops.allocate(device, _sizes(device, q_tiles, choice), dim)
     whole, first = constants(0x7FFFFFFF, 1, device), constants(0, 1, device)

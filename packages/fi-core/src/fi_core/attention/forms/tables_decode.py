@@ -96,6 +96,7 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
     choice = planned(
         ops.BATCH_DECODE, q.device, "auto", q.dtype, k.dtype, c.out.dtype, q.shape[2], v.shape[3],
         q.shape[1] // kv_heads, page_size, "NONE", "plain", False, False, LOAD_BYTES,
+        ahead=False,
     )  # fmt: skip
     split_kv = ops.NO_SPLIT if c.disable_split_kv else ops.BALANCED
     buffers = _buffers(c.workspace, batch_size, q_tiles, v.shape[3], split_kv, choice)

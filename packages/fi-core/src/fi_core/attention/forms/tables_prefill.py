@@ -79,6 +79,7 @@ def attend_once(
         ops.BATCH_PREFILL, q.device, backend, q.dtype, k.dtype, out.dtype, dim, v.shape[-1], heads // kv_heads,
         0 if page_indices is None else page_size, PosEncodingMode(pos_encoding_mode).name,
         "plain" if custom_mask is None else "custom", logits_soft_cap > 0.0, scaled, LOAD_BYTES,
+        ahead=False,
     )  # fmt: skip
     tile_tokens = ops.q_tile_tokens(heads, kv_heads, ops.q_tile_rows(choice))
     schedule = q.new_empty(ops.schedule_words(batch_size, rows, tile_tokens), dtype=torch.int32)
@@ -255,13 +256,14 @@ def trtllm_ragged_attention_deepseek(
     skip_softmax_threshold_scale_factor: float | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-    *,
+    sage_attn_sfs: Any = (None, None, None, None),
+    num_elts_per_sage_attn_blk: Any = (0, 0, 0, 0),
     backend: str = "trtllm-gen",
     q_seq_lens_cpu: torch.Tensor | None = None,
     kv_seq_lens_cpu: torch.Tensor | None = None,
-    skip_all_rows_active_check: bool = False,
-    sage_attn_sfs: Any = None,
-    num_elts_per_sage_attn_blk: Any = None,
+    skip_all_rows_active_check: bool = True,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Prefill attention over ragged K and V, for MLA prefill: `softmax(mask(q k^T * bmm1_scale)) v * bmm2_scale`.
 
@@ -276,13 +278,14 @@ def trtllm_ragged_attention_deepseek(
         cum_seq_lens_q, cum_seq_lens_kv: int32 `[batch_size + 1]` on the device, offsets of the requests.
         is_causal: causal mask, aligned to the bottom right.
         attention_sinks: the sinks.
-        sage_attn_sfs, num_elts_per_sage_attn_blk: scale factors of SageAttention, not supported.
+        sage_attn_sfs, num_elts_per_sage_attn_blk: scale factors of SageAttention, not supported; None and 0 are none.
 
     Raises:
         NotImplementedError: SageAttention.
     """
     for name, came in (("sage_attn_sfs", sage_attn_sfs), ("num_elts_per_sage_attn_blk", num_elts_per_sage_attn_blk)):
-        if came is not None and any(x is not None for x in (came if isinstance(came, (tuple, list)) else (came,))):
+        members = came if isinstance(came, (tuple, list)) else (came,)
+        if any(x is not None and not (isinstance(x, int) and x == 0) for x in members):
             raise unsupported(name, came, "pass 16-bit tensors, or e4m3 ones with their scale in bmm1_scale")
     if backend not in _BACKENDS:
         raise UnknownWordError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")

@@ -256,5 +256,5 @@ def single_choice(
     qo_len = min(q.shape[0], _LEAST_PREFILL_ROWS) if q.ndim == 3 else 1
     return planned(
         SINGLE_ATTENTION, q.device, backend, q.dtype, k.dtype, out_dtype, q.shape[-1], v.shape[-1], heads // kv_heads,
-        0, pos_encoding_mode, mask, soft_cap, scaled, alignment, qo_len, decode,
+        0, pos_encoding_mode, mask, soft_cap, scaled, alignment, qo_len, decode, ahead=False,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fi_core.attention.contract import POS_ENCODINGS, check_workspace, code, computed, number
 from fi_core.attention.wrappers import planners
 from fi_core.attention.wrappers.plan_state import PlanState
+from fi_core.utils import int32_index
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +59,8 @@ class BatchWrapper(PlanState):
         return self._pinned
 
     def _on_device(self, name: str, table: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+        """A table as kernels read it: on the device, int64 and uint32 converted to int32 (a small kernel each)."""
+        table = int32_index(table)
         if table.device == self.device:
             return table
         kept = self._copies.get(name)

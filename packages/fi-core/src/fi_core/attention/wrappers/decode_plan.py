@@ -29,7 +29,7 @@ from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.errors import blame
 from fi_core.runtime.launch.operator import planned
-from fi_core.utils import _get_range_buf, constants
+from fi_core.utils import _get_range_buf, constants, int32_index
 
 if TYPE_CHECKING:
     import torch
@@ -202,7 +202,8 @@ class BatchDecodePlan(BatchWrapper):
         The schedule is computed on the device.
 
         Each table may be on the host or on the device. A host table is copied in the order of the current stream, so a
-        pinned tensor must keep its values until then. `last_choice` is then the choice for runs with aligned tensors.
+        pinned tensor must keep its values until then. An int64 table is converted here, which costs a small kernel or
+        host copy each. `last_choice` is then the choice for runs with aligned tensors.
 
         Args:
             indptr: int32 `[batch_size + 1]`; request b has the pages `indices[indptr[b] : indptr[b + 1]]`.
@@ -393,6 +394,7 @@ class BatchDecodePlan(BatchWrapper):
             ops.BATCH_DECODE, self.device, self._allowed, self._cached_q_data_type, self._cached_kv_data_type,
             self._cached_o_data_type, self._head_dim, head_dim_vo, self._num_qo_heads // self._num_kv_heads,
             self._page_size, self._pos_encoding_mode, "plain", self._logits_soft_cap > 0.0, scaled, LOAD_BYTES,
+            ahead=self._variant is None,
         )  # fmt: skip
 
 
@@ -401,7 +403,7 @@ def _copy(buffers: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], non_b
     import torch
 
     together: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-    for buffer, table in zip(buffers, tables):
+    for buffer, table in zip(buffers, map(int32_index, tables)):
         if table.data_ptr() == buffer.data_ptr():
             continue
         if table.ndim != 1:

@@ -180,9 +180,6 @@ class BatchPrefillPlan(BatchWrapper):
                 )
         self._qo_indptr_last, self._kv_indptr_last = rows, last_value(kv_indptr, "kv_indptr")
 
-    def _on_device(self, name: str, table: torch.Tensor, non_blocking: bool) -> torch.Tensor:
-        return super()._on_device(name, int32_index(table), non_blocking)
-
     def _place(self, name: str, table: torch.Tensor, non_blocking: bool) -> None:
         """Sets the attribute `_<name>_buf`: to a device copy of the table, or by copying into the buffer of the
         graph.
@@ -191,7 +188,9 @@ class BatchPrefillPlan(BatchWrapper):
         if not self._use_cuda_graph:
             setattr(self, attribute, self._on_device(name, table, non_blocking))
             return
-        buffer = getattr(self, attribute)
+        buffer, table = getattr(self, attribute), int32_index(table)
+        if table.dtype is not buffer.dtype:
+            raise TypeError(f"{name}: {buffer.dtype}, as {name}_buf has it, or int64 is required; got {table.dtype}")
         if table.numel() > buffer.numel():
             raise ValueError(f"{name}: {name}_buf has room for {buffer.numel()}; got {table.numel()}")
         if table.data_ptr() != buffer.data_ptr():
@@ -354,7 +353,7 @@ class BatchPrefillPlan(BatchWrapper):
             ops.BATCH_PREFILL, self.device, self._allowed, self._cached_q_data_type, self._cached_kv_data_type,
             self._out_dtype(), self._head_dim_qk, self._head_dim_vo, self._num_qo_heads // self._num_kv_heads,
             0 if self._paged_kv_indices_buf is None else self._page_size, self._pos_encoding_mode, mask,
-            self._logits_soft_cap > 0.0, scaled, LOAD_BYTES,
+            self._logits_soft_cap > 0.0, scaled, LOAD_BYTES, ahead=self._variant is None,
         )  # fmt: skip
 
     def _out_dtype(self) -> torch.dtype:

@@ -64,7 +64,7 @@ def _search(artifact: Artifact, directory: Path) -> list[str]:
 def identity(artifact: Artifact) -> str:
     """The compiler and its headers: NVRTC and nvcc generate different machine code from one source."""
     if artifact.kind != "cubin":
-        return f"{toolchain.cxx_identity()} tvm-ffi {toolchain.tvm_ffi_version()}"
+        return f"{toolchain.cxx_identity(artifact.target.arch)} tvm-ffi {toolchain.tvm_ffi_version()}"
     if device_compiler() == "nvcc":
         return f"nvcc {toolchain.nvcc_identity()}"
     found = toolchain.nvrtc()
@@ -123,15 +123,20 @@ def command(artifact: Artifact, directory: Path) -> list[str]:
             str(out),
             str(unit),
         ]
-    compiler = toolchain.cxx()
-    if compiler is None:
-        raise CompileError(f"no C++ compiler found (looked for {env.cxx[0]!r})", hint=diagnose.NO_HOST_COMPILER)
+    machine = artifact.target.arch
+    try:
+        compilers = toolchain.cxx_words(machine)
+    except FileNotFoundError as error:
+        raise CompileError(
+            f"no C++ compiler found (looked for {str(error)!r})", hint=diagnose.NO_HOST_COMPILER
+        ) from None
     ffi = toolchain.tvm_ffi_root()
     prefix_maps = (f"-ffile-prefix-map={sources.root()}=fi_kernels", f"-ffile-prefix-map={ffi}=tvm_ffi")
     return [
-        *env.cxx_launcher, compiler, *env.cxx[1:], *prefix_maps, f"-ffile-prefix-map={directory}=generated", *search,
+        *env.cxx_launcher, *compilers, *prefix_maps, f"-ffile-prefix-map={directory}=generated", *search,
         f"-isystem{ffi / 'include'}", "-o", str(out), str(unit), *flags(artifact),
-        f"-L{ffi / 'lib'}", "-ltvm_ffi",  # libraries among the flags come last
+        # Libraries among the flags come last. A module names the library, also where it is linked with an empty one.
+        f"-L{toolchain.tvm_ffi_libraries(machine)}", "-Wl,--no-as-needed", "-ltvm_ffi",
     ]  # fmt: skip
 
 

@@ -1,28 +1,14 @@
-"""Many artifacts at once: one ninja file, jobs by memory, one progress line."""
+"""Build files for people and editors: build.ninja and compile_commands.json. Nothing here runs them."""
 
 from __future__ import annotations
 
-import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from fi_core.runtime import files
-from fi_core.runtime.build import compiler, diagnose
-from fi_core.runtime.env import env, for_child
+from fi_core.runtime.build import compiler
 from fi_core.runtime.spec.artifact import Artifact
-
-BYTES_PER_JOB = 2 << 30  # R21: a unit must not need more
-
-
-def jobs() -> int:
-    """Compile jobs at once: MAX_JOBS, else by cores and memory."""
-    if env.max_jobs:
-        return env.max_jobs
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(len(os.sched_getaffinity(0)), memory // BYTES_PER_JOB))
 
 
 def _escape(word: str) -> str:
@@ -48,32 +34,6 @@ def write(artifacts: Sequence[Artifact], directory: Path) -> Path:
     path = directory / "build.ninja"
     files.write_if_new(path, "\n".join(lines))
     return path
-
-
-def run(directory: Path, progress: bool, max_jobs: int | None = None) -> None:
-    """Runs the ninja file of `write`. Raises CompileError of the first unit that fails."""
-    import ninja
-
-    # pyright takes `ninja` for this file.
-    program = Path(ninja.BIN_DIR) / "ninja"  # pyright: ignore[reportAttributeAccessIssue]
-    line = [str(program), "-C", str(directory), f"-j{max_jobs or jobs()}"]
-    pipe, child = subprocess.PIPE, for_child(TMPDIR=str(directory))
-    with subprocess.Popen(line, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=child) as process:
-        assert process.stdout is not None
-        output = []
-        live = progress and sys.stderr.isatty()
-        for text in process.stdout:
-            output.append(text)
-            if progress and text.startswith("["):
-                sys.stderr.write(f"\r\x1b[K{text.rstrip()}" if live else text)
-                sys.stderr.flush()
-        if live:
-            sys.stderr.write("\r\x1b[K")
-    if process.returncode:
-        whole = "".join(output)
-        failed = next((t.split("FAILED: ", 1)[1].strip() for t in output if "FAILED: " in t), "a unit")
-        after = whole.split("FAILED: ", 1)[-1]
-        raise diagnose.failure(Path(failed.split()[-1]).name, line, "\n".join(after.splitlines()[2:]) or whole)
 
 
 def compile_commands(artifacts: Sequence[Artifact], directory: Path) -> list[dict[str, str]]:

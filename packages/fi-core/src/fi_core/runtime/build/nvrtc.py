@@ -65,7 +65,7 @@ def compile_cubin(source: str, name: str, options: Sequence[str]) -> Cubin:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-if __name__ == "__main__":  # as ninja runs it: UNIT OUT OPTIONS...
+if __name__ == "__main__":  # as build.ninja and compile_commands.json run it: UNIT OUT OPTIONS...
     unit, out = Path(sys.argv[1]), Path(sys.argv[2])
     try:
         out.write_bytes(compile_cubin(unit.read_text(), unit.stem, sys.argv[3:]).image)

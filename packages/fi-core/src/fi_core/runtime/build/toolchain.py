@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
+import platform
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,10 +71,21 @@ def nvcc() -> str | None:
     return env.nvcc or (str(home / "bin/nvcc") if home else None)
 
 
+MACHINE = platform.machine()
+
+
 @functools.cache
-def cxx() -> str | None:
-    """The C++ compiler's path, or None."""
-    return shutil.which(env.cxx[0])
+def cxx(machine: str = MACHINE) -> str | None:
+    """The path of the C++ compiler for a machine, or None: CXX, or a cross compiler by Debian's name."""
+    return shutil.which(env.cxx[0] if machine == MACHINE else f"{machine}-linux-gnu-g++")
+
+
+def cxx_words(machine: str = MACHINE) -> list[str]:
+    """The first words of a C++ compile. Raises FileNotFoundError where there is no compiler."""
+    path = cxx(machine)
+    if path is None:
+        raise FileNotFoundError(env.cxx[0] if machine == MACHINE else f"{machine}-linux-gnu-g++")
+    return [path, *(env.cxx[1:] if machine == MACHINE else ())]
 
 
 @functools.cache
@@ -80,10 +94,10 @@ def _output(*command: str) -> str:
     return " ".join(done.stdout.split())
 
 
-def cxx_identity() -> str:
+def cxx_identity(machine: str = MACHINE) -> str:
     """The version of the whole CXX: in "ccache g++" the program is only the launcher of the compiler."""
-    path = cxx()
-    return f"{Path(path).name} {_output(path, *env.cxx[1:], '--version')}" if path else "none"
+    path = cxx(machine)
+    return f"{Path(path).name} {_output(*cxx_words(machine), '--version')}" if path else "none"
 
 
 def cxx_problem() -> str | None:
@@ -112,6 +126,21 @@ def tvm_ffi_root() -> Path:
     if spec is None or spec.origin is None:
         raise RuntimeError("the package apache-tvm-ffi is missing: pip install 'apache-tvm-ffi>=0.1.9,<0.2'")
     return Path(spec.origin).parent
+
+
+@functools.cache
+def tvm_ffi_libraries(machine: str = MACHINE) -> Path:
+    """The folder of libtvm_ffi.so to link with. For another machine than this one the library is empty: a module needs
+    its name, and finds the symbols when it is loaded.
+    """
+    if machine == MACHINE:
+        return tvm_ffi_root() / "lib"
+    folder = Path(tempfile.mkdtemp(prefix="fi-link-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    library = folder / "libtvm_ffi.so"
+    line = [*cxx_words(machine), "-shared", "-nostdlib", f"-Wl,-soname,{library.name}", "-x", "c++", "-", "-o"]
+    subprocess.run([*line, str(library)], input="", text=True, check=True)
+    return folder
 
 
 @functools.cache

@@ -6,12 +6,11 @@ import fcntl
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from fi_core.runtime.build import sources
-from fi_core.runtime.resolve import Found, aside, built, find, prebuilt
+from fi_core.runtime.resolve import Found, aside, built, find, prebuilt, start
 from fi_core.runtime.resolve.checks import checks_contents
 from fi_core.runtime.resolve.provider import note
 from fi_core.runtime.spec.artifact import Artifact
@@ -147,9 +146,8 @@ def bind_artifacts(
     (image,) = images
     has_cubin, cubins = _peek(prebuilt(image))
     if not has_host and not has_cubin:
-        with ThreadPoolExecutor(1) as pool:  # both compilers at once: a cold first call costs the slower one
-            other = pool.submit(built, host)
-            cubins, hosts = [built(image)], [other.result()]
+        start([host])  # both compilers at once: a cold first call costs the slower one
+        cubins, hosts = [built(image)], [built(host)]
     module, host_found = _first(host, hosts, load_module)
     words = _words(entries)
 
@@ -162,6 +160,13 @@ def bind_artifacts(
 
     call, image_found = _first(image, cubins, use)
     return call, {"host": host_found, "cubin": image_found}, module
+
+
+@functools.cache
+def begin(spec: Spec) -> None:
+    """Begins to compile, on other threads, the files of a spec that are not there. `bind` waits for them."""
+    if spec.target.kind == "cpu" or spec.unit() is not None:
+        start(sources.artifacts(spec))
 
 
 def rehearse(spec: Spec, multiprocessors: int, shared_limit: int) -> tuple[Callable[..., None], Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fi_core.runtime.dispatch import AUTO, Choice, Request, choose
 from fi_core.runtime.launch import torch_op
-from fi_core.runtime.launch.kernel import Kernel, Launch, bind, launches, rehearse
+from fi_core.runtime.launch.kernel import Kernel, Launch, begin, bind, launches, rehearse
 from fi_core.runtime.resolve.checks import checks_signs
 from fi_core.runtime.spec.arguments import REQUIRED
 from fi_core.runtime.spec.dtype import short_name
@@ -182,21 +182,29 @@ def _short(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(short_name(v) if type(v).__name__ == "dtype" else v for v in values)
 
 
-def planned(op: Op, device: Any, backend: str, *values: Any) -> Choice:
+def planned(op: Op, device: Any, backend: str, *values: Any, ahead: bool = True) -> Choice:
     """The choice for calls with these values of the op's fields, in order; dtypes of torch or short names.
 
     It is for a plan, which has no tensors yet. Cached: one look-up per call.
+
+    Args:
+        op, device, backend, values: the request.
+        ahead: begin to compile the kernel of the choice on other threads, if that is necessary; False where the call
+            follows at once.
 
     Raises:
         UnsupportedError: no implementation supports the values.
         ValueError: backend.
     """
-    return _planned(op, target_of(device), backend, values)
+    return _planned(op, target_of(device), backend, values, ahead and not _rehearsals)
 
 
 @functools.lru_cache(maxsize=4096)
-def _planned(op: Op, target: Target, backend: str, values: tuple[Any, ...]) -> Choice:
-    return choose(Request(op, target, _short(values), backend))
+def _planned(op: Op, target: Target, backend: str, values: tuple[Any, ...], ahead: bool) -> Choice:
+    choice = choose(Request(op, target, _short(values), backend))
+    if ahead:
+        begin(choice.spec)
+    return choice
 
 
 class Rehearsal:

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from fi_core.runtime.errors import FiError
 from fi_core.runtime.spec.arguments import Argument
 from fi_core.runtime.spec.op import Op
 
@@ -173,8 +174,23 @@ def explain(op: Op, arguments: tuple[Any, ...], error: Exception) -> NoReturn:
     try:
         check(op, arguments, wrapped=True)
     except TypeError as named:
-        raise named from None
-    raise error
+        raise named.with_traceback(None) from None
+    raise without_frames(error)
+
+
+def without_frames(error: Exception) -> Exception:
+    """An error in words of our own without the frames that found it: they tell a user nothing."""
+    native = type(error) in (ValueError, TypeError)  # by the host entry
+    return error.with_traceback(None) if native or isinstance(error, FiError) else error
+
+
+def is_explained(error: Exception) -> bool:
+    """Whether the words of an error are ours, so that no frame is needed to understand it."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    raised_here = last is not None and last.tb_frame.f_code in (explain.__code__, dispatch.__code__)
+    return raised_here or isinstance(error, FiError)
 
 
 def requires_grad(arguments: tuple[Argument, ...]) -> str:

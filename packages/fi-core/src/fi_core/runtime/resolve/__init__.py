@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import functools
 import hashlib
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from fi_core.runtime import files
-from fi_core.runtime.build import compiler, diagnose, ninja, sources
+from fi_core.runtime.build import compiler, diagnose
 from fi_core.runtime.env import env
 from fi_core.runtime.errors import MissingKernelError
 from fi_core.runtime.resolve import store
-from fi_core.runtime.resolve.provider import Provider, note, providers
+from fi_core.runtime.resolve.pool import pool
+from fi_core.runtime.resolve.provider import LACKS, Provider, note, providers
 from fi_core.runtime.spec.artifact import Artifact
-from fi_core.runtime.spec.op import Spec
 
-_WAIT_SECONDS = 0.7  # R1: a compile that takes longer announces itself
+_WAIT_SECONDS = 1.0  # R1: a compile that takes longer announces itself
 
 
 class Found(NamedTuple):
@@ -69,7 +72,7 @@ def answers(artifact: Artifact) -> Iterator[Answer]:
                 yield Answer(provider, Found(file.path, provider.name, file.digest) if file else None, why)
     for provider in providers():
         if provider.holds(artifact.kind) and not any(choice.id in provider.artifacts for choice in choices):
-            yield Answer(provider, None, f"has no {artifact.id}")
+            yield Answer(provider, None, f"{LACKS}{artifact.name}")
 
 
 def prebuilt(artifact: Artifact) -> Iterator[Found]:
@@ -97,11 +100,21 @@ def _stored(directory: Path, artifact: Artifact, origin: str) -> Found | None:
 
 
 class _Announcement:
-    """Logs that a compile is in progress, if it takes longer than a moment."""
+    """Logs that a compile is awaited, if that takes longer than a moment; a process logs one line a second at most."""
+
+    _last = -1e9  # time of the last line
 
     def __init__(self, name: str) -> None:
-        self._timer = threading.Timer(_WAIT_SECONDS, lambda: diagnose.logger().info("compiling %s ...", name))
+        self._name = name
+        self._timer = threading.Timer(_WAIT_SECONDS, self._log)
         self._timer.daemon = True
+
+    def _log(self) -> None:
+        now = time.monotonic()
+        if now - _Announcement._last >= 1.0:
+            _Announcement._last = now
+            others = pool().waiting() - 1
+            diagnose.logger().info("compiling %s ...%s", self._name, f" and {others} more" if others > 0 else "")
 
     def __enter__(self) -> None:
         self._timer.start()
@@ -110,29 +123,58 @@ class _Announcement:
         self._timer.cancel()
 
 
+def _in_store(artifact: Artifact) -> Found | None:
+    directory = store.lookup(compiler.key(artifact))
+    return _stored(directory, artifact, "store") if directory else None
+
+
+def _compiled(artifact: Artifact) -> Found:
+    """The artifact from the store; if it is not there, compiled on this thread."""
+    key = compiler.key(artifact)
+    diagnose.log_to_file()
+    if env.jit == "warn":
+        diagnose.logger().warning("%s is not prebuilt: compiling it", artifact.name)
+    while True:  # until no other process removes it at once
+        directory, now = store.get_or_build(key, lambda d: compiler.compile_artifact(artifact, d))
+        found = _stored(directory, artifact, "jit" if now else "store")
+        if found:
+            return found
+
+
 def built(artifact: Artifact) -> Found:
-    """The artifact from the store, else compiled now.
+    """The artifact from the store, else compiled now, or by the pool, where `start` has begun that.
 
     Raises:
         MissingKernelError: FI_JIT=off and the store does not have it.
         CompileError: a compiler rejects it.
     """
-    key = compiler.key(artifact)
-    directory = store.lookup(key)
-    found = _stored(directory, artifact, "store") if directory else None
+    found = _in_store(artifact)
     if found:
         return found
     if env.jit == "off":
         raise MissingKernelError.of(artifact)
-    diagnose.log_to_file()
-    if env.jit == "warn":
-        diagnose.logger().warning("%s is not prebuilt: compiling it", artifact.name)
     with _Announcement(artifact.name):
-        while True:  # until no other process removes it at once
-            directory, now = store.get_or_build(key, lambda d: compiler.compile_artifact(artifact, d))
-            found = _stored(directory, artifact, "jit" if now else "store")
-            if found:
-                return found
+        found = pool().result(artifact, functools.partial(_compiled, artifact))
+        assert isinstance(found, Found)
+        return found
+
+
+def missing(artifacts: Iterable[Artifact]) -> list[Artifact]:
+    """The artifacts, each once, that no installed package and no store has."""
+    return [a for a in dict.fromkeys(artifacts) if (next(prebuilt(a), None) or where(a)) is None]
+
+
+def start(artifacts: Iterable[Artifact]) -> int:
+    """Begins to compile, on other threads, what no package and no store has, and returns how many files that are.
+
+    An error surfaces in the `built` of its artifact. With FI_JIT=off nothing is begun.
+    """
+    if env.jit == "off":
+        return 0
+    wanted = missing(artifacts)
+    for artifact in wanted:
+        pool().start(artifact, functools.partial(_compiled, artifact))
+    return len(wanted)
 
 
 @contextlib.contextmanager
@@ -164,11 +206,11 @@ def find(artifact: Artifact, known: Iterable[Found] | None = None) -> Iterator[F
     yield built(artifact)
 
 
-def prepare(specs: Iterable[Spec], *, progress: bool | None = None, rebuild: bool = False) -> int:
-    """Builds the files of the specs that are neither prebuilt nor in the store, through one ninja file.
+def build_missing(artifacts: Iterable[Artifact], *, progress: bool | None = None, rebuild: bool = False) -> int:
+    """Builds the artifacts that neither a package nor the store has, in parallel.
 
     Args:
-        specs: what to build.
+        artifacts: what to build.
         progress: print a line per file; None: only on a terminal.
         rebuild: also build files that exist.
 
@@ -179,35 +221,46 @@ def prepare(specs: Iterable[Spec], *, progress: bool | None = None, rebuild: boo
         CompileError: the first unit that fails.
         MissingKernelError: FI_JIT=off.
     """
-    return build_missing((a for spec in specs for a in sources.artifacts(spec)), progress=progress, rebuild=rebuild)
-
-
-def build_missing(artifacts: Iterable[Artifact], *, progress: bool | None = None, rebuild: bool = False) -> int:
-    """`prepare` for artifacts."""
-    import sys
-
-    missing = [a for a in dict.fromkeys(artifacts) if rebuild or (next(prebuilt(a), None) or where(a)) is None]
-    if not missing:
+    wanted = list(dict.fromkeys(artifacts)) if rebuild else missing(artifacts)
+    if not wanted:
         return 0
     if env.jit == "off":
-        raise MissingKernelError.of(missing[0])
-    start = time.perf_counter()
-    diagnose.log_to_file()
-    build_all(missing, sys.stderr.isatty() if progress is None else progress)
-    diagnose.logger().debug("prepared %d files in %.1f s", len(missing), time.perf_counter() - start)
-    return len(missing)
+        raise MissingKernelError.of(wanted[0])
+    begin = time.perf_counter()
+    build_all(wanted, sys.stderr.isatty() if progress is None else progress, rebuild=rebuild)
+    diagnose.logger().debug("prepared %d files in %.1f s", len(wanted), time.perf_counter() - begin)
+    return len(wanted)
 
 
-def build_all(artifacts: Sequence[Artifact], progress: bool) -> None:
-    """Compiles all in a scratch directory of the store and publishes each."""
-    import shutil
+def build_all(artifacts: Sequence[Artifact], progress: bool, *, rebuild: bool = False) -> None:
+    """Compiles all in parallel and publishes each in the store. rebuild: also those that are there."""
+    run_all({a: functools.partial(_rebuilt if rebuild else _compiled, a) for a in artifacts}, progress)
 
-    def build_in(root: Path) -> None:
-        with store.scratch(root) as scratch:
-            ninja.write(artifacts, scratch)
-            ninja.run(scratch, progress, env.jit_prebuild_max_jobs)
-            for key in map(compiler.key, artifacts):
-                store.lookup(key)  # sets a damaged entry aside
-                store.publish(root, key, lambda d, key=key: shutil.copytree(scratch / key, d, dirs_exist_ok=True))  # type: ignore[misc]
 
-    store.in_first_root(build_in)
+def _rebuilt(artifact: Artifact) -> Found:
+    """The artifact, compiled now; a sound entry of the store stays."""
+    key = compiler.key(artifact)
+    directory = store.in_first_root(
+        lambda root: store.publish(root, key, lambda d: compiler.compile_artifact(artifact, d))
+    )
+    return Found(directory / artifact.file, "jit", store.digest(directory / artifact.file))
+
+
+def run_all(works: Mapping[Artifact, Callable[[], Any]], progress: bool) -> None:
+    """Runs the works on the pool, with a line for each that ends. Raises the first error, and drops what is left."""
+    futures = {pool().start(artifact, work): artifact for artifact, work in works.items()}
+    live = progress and sys.stderr.isatty()
+    try:
+        for count, future in enumerate(concurrent.futures.as_completed(futures), 1):
+            artifact = futures[future]
+            pool().result(artifact, future.result)
+            if progress:
+                line = f"[{count}/{len(futures)}] {artifact.name} [{artifact.target}]"
+                sys.stderr.write(f"\r\x1b[K{line}" if live else f"{line}\n")
+                sys.stderr.flush()
+    except BaseException:
+        pool().drop()
+        raise
+    finally:
+        if live:
+            sys.stderr.write("\r\x1b[K")

@@ -24,6 +24,7 @@ from fi_core.runtime.spec.artifact import Artifact
 GROUP = "fi.artifacts"
 ENV_NAME = "FI_CUBIN_DIR"
 PACKAGES = ("fi_cubin", "fi_jit_cache")  # found by import in a plain checkout, where there are no entry points
+LACKS = "has no "  # and the name of a file that the package does not ship
 EMPTY = "it holds no artifacts (a source checkout builds none)"
 
 
@@ -68,8 +69,9 @@ class Provider(NamedTuple):
 
 
 def note(provider: str, reason: str) -> None:
-    """Logs one reason once per process."""
-    diagnose.once(logging.DEBUG if reason == EMPTY else logging.INFO, f"{provider} skipped: {reason}")
+    """Logs one reason once per process; below INFO if nothing is wrong with the package."""
+    expected = reason == EMPTY or reason.startswith(LACKS)
+    diagnose.once(logging.DEBUG if expected else logging.INFO, f"{provider} skipped: {reason}")
 
 
 def _version() -> str:

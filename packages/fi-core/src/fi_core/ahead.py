@@ -1,0 +1,223 @@
+"""Compiles the kernels of a model, or of specs, before their first call."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fi_core.registry import ops
+from fi_core.runtime import files
+from fi_core.runtime.build import sources
+from fi_core.runtime.dispatch import AUTO, Request, choose
+from fi_core.runtime.resolve import build_missing, start
+from fi_core.runtime.spec.dtype import DTYPES
+from fi_core.runtime.spec.op import Spec
+from fi_core.runtime.spec.target import CPU, Target
+
+
+@dataclass(frozen=True)
+class Model:
+    """What decides the kernels of a decoder's step.
+
+    Args:
+        num_qo_heads, num_kv_heads, head_dim: of a layer.
+        soft_cap: whether scores are capped.
+        dtype: short name of the dtype of activations.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    soft_cap: bool = False
+    dtype: str = "bf16"
+
+    @classmethod
+    def of_config(cls, config: Any) -> Model:
+        """The model of a transformers configuration, an object or a dict.
+
+        Raises:
+            ValueError: it lacks the number of heads, or its attention is not over paged keys and values.
+        """
+
+        def get(name: str) -> Any:
+            """A setting of the text model, whose configuration may be within that of several."""
+            places = (_setting(config, "text_config"), config)
+            return next((found for place in places if (found := _setting(place, name)) is not None), None)
+
+        if get("kv_lora_rank"):
+            raise ValueError("model: attention with latent keys (kv_lora_rank) cannot be prepared by a configuration")
+        heads, hidden = get("num_attention_heads"), get("hidden_size")
+        head_dim = get("head_dim") or (hidden // heads if heads and hidden else None)
+        if not heads or not head_dim:
+            raise ValueError("model: num_attention_heads, and head_dim or hidden_size, are required of a configuration")
+        return cls(
+            heads,
+            get("num_key_value_heads") or heads,
+            head_dim,
+            bool(get("attn_logit_softcapping")),
+            _dtype(get("dtype") or get("torch_dtype") or "bfloat16", "dtype"),
+        )
+
+
+MODELS = {
+    "llama-1b": Model(32, 8, 64),
+    "llama-3b": Model(24, 8, 128),
+    "llama-8b": Model(32, 8, 128),
+    "llama-70b": Model(64, 8, 128),
+    "mistral-7b": Model(32, 8, 128),
+    "qwen3-0.6b": Model(16, 8, 128),
+    "qwen3-8b": Model(32, 8, 128),
+    "qwen3-32b": Model(64, 8, 128),
+    "gemma2-2b": Model(8, 4, 256, soft_cap=True),
+    "gemma2-9b": Model(16, 8, 256, soft_cap=True),
+    "gemma2-27b": Model(32, 16, 128, soft_cap=True),
+    "gemma3-4b": Model(8, 4, 256),
+    "gemma3-27b": Model(32, 16, 128),
+    "gpt-oss-20b": Model(64, 8, 64),
+}
+
+
+def _setting(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def _dtype(value: Any, name: str) -> str:
+    """The short name of a dtype: of torch, or a name such as "bfloat16" or "bf16"."""
+    word = str(value).removeprefix("torch.") if type(value).__name__ in ("dtype", "str") else ""
+    found = next((d.short for d in DTYPES.values() if word in (d.short, d.torch)), None)
+    if found is None:
+        raise ValueError(f"{name}: a dtype such as bfloat16, float16 or float8_e4m3fn is required; got {value!r}")
+    return found
+
+
+def model_of(model: Any) -> Model:
+    """A Model by its name in MODELS, by a folder with transformers' config.json, or by a configuration.
+
+    Raises:
+        ValueError: there is none of that name, or the configuration does not tell.
+    """
+    if isinstance(model, Model):
+        return model
+    if not isinstance(model, (str, Path)):
+        return Model.of_config(model)
+    if str(model) in MODELS:
+        return MODELS[str(model)]
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if path.is_file():
+        return Model.of_config(json.loads(files.content(path)))
+    close = difflib.get_close_matches(str(model), MODELS, 3, 0.4)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"names are {', '.join(MODELS)}"
+    raise ValueError(f"model: a name, or a folder with config.json, is required; got {str(model)!r}; {hint}")
+
+
+def specs_of_model(
+    model: Any, target: Target, *, kv_dtype: Any = None, page_size: int = 16, backend: str = AUTO
+) -> list[Spec]:
+    """The specs of a step of a dense model on an engine: norms, activation, rope, cache, attention, sampling.
+
+    Args:
+        model: as for `model_of`.
+        target: where it runs.
+        kv_dtype: of the cache; None: the model's dtype.
+        page_size: tokens of a page.
+        backend: of the attention wrappers.
+
+    Raises:
+        ValueError: an argument.
+        UnsupportedError: no kernel of the backend serves the model.
+    """
+    of = model_of(model)
+    one = {"dtype": of.dtype}
+    attention = {
+        "q": of.dtype,
+        "kv": of.dtype if kv_dtype is None else _dtype(kv_dtype, "kv_dtype"),
+        "out": of.dtype,
+        "head_dim_qk": of.head_dim,
+        "head_dim_vo": of.head_dim,
+        "group_size": of.num_qo_heads // of.num_kv_heads,
+        "page_size": page_size,
+        "soft_cap": of.soft_cap,
+    }
+    wanted: list[tuple[str, dict[str, Any]]] = [  # those that compile longest come first
+        ("batch_prefill", attention),
+        ("sample", one),
+        ("sample", {"dtype": "f32"}),
+        ("batch_decode", attention),
+        ("prefill_plan", {}),
+        ("decode_plan", {}),
+        *(("rmsnorm", {**one, "out": of.dtype, "residual": residual}) for residual in (False, True)),
+        ("rope", one),
+        ("act_and_mul", one),
+        ("append_paged_kv_cache", {}),
+        ("get_batch_indices_positions", {}),
+    ]
+    known = ops()
+    return [
+        choose(Request.of(known[name], target, values, backend if values is attention else AUTO)).spec
+        for name, values in wanted
+    ]
+
+
+def prepare(
+    what: Any,
+    *,
+    device: Any = None,
+    kv_dtype: Any = None,
+    page_size: int = 16,
+    backend: str = AUTO,
+    wait: bool = True,
+    progress: bool | None = None,
+    rebuild: bool = False,
+) -> int:
+    """Compiles the kernels of a model, or of specs, that are neither prebuilt nor in the store, in parallel.
+
+    A serving engine calls it with its model's configuration before it loads the weights: `wait=False` returns at once,
+    and calls that need a kernel wait for that kernel alone.
+
+    Args:
+        what: a name such as "llama-8b" (the keys of `fi_core.ahead.MODELS`), a folder with transformers' config.json,
+            such a configuration, or an iterable of specs.
+        device: torch device, or a Target, for which a model is prepared; None: the current CUDA device, or the CPU
+            where torch sees none.
+        kv_dtype: dtype of a model's KV cache; None: its own dtype.
+        page_size: of a model's KV cache.
+        backend: of a model's attention.
+        wait: return when all is compiled; errors are raised here. False: errors surface in the calls.
+        progress: print a line per file; None: only on a terminal.
+        rebuild: also compile files that exist.
+
+    Returns:
+        The number of files that were missing.
+
+    Raises:
+        ValueError: what, or an option of a model.
+        UnsupportedError: no kernel of the backend serves the model.
+        CompileError: the first unit that fails.
+        MissingKernelError: FI_JIT=off, and a file is missing.
+    """
+    configured = any(hasattr(what, name) for name in ("num_attention_heads", "text_config"))  # and iterable, too
+    if configured or isinstance(what, (str, Path, Mapping, Model)):
+        specs = specs_of_model(what, _target(device), kv_dtype=kv_dtype, page_size=page_size, backend=backend)
+    else:
+        specs = list(what)
+    artifacts = [artifact for spec in specs for artifact in sources.artifacts(spec)]
+    if wait or rebuild:
+        return build_missing(artifacts, progress=progress, rebuild=rebuild)
+    return start(artifacts)
+
+
+def _target(device: Any) -> Target:
+    if isinstance(device, Target):
+        return device
+    import torch
+
+    from fi_core.runtime.launch.operator import target_of
+
+    if device is None:
+        return target_of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else CPU
+    return target_of(torch.device(device))

@@ -16,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import docstrings
+import names as flashinfer_names
 import support
 
 
@@ -246,6 +247,10 @@ TITLES = {
     "quantization": "Quantization",
     "gemm": "Matrix products",
     "grouped_mm": "Grouped matrix products",
+    "fused_moe": "Expert weights",
+    "comm": "Communication",
+    "concat_ops": "Keys of MLA",
+    "logits_processor": "Logits pipelines",
 }
 LIBRARY = ("registry", "ahead", "observe.trace", "autotuner")  # modules that compute nothing themselves
 
@@ -313,6 +318,26 @@ def functions() -> str:
     return "\n".join(lines) + "\n"
 
 
+def flashinfer() -> str:
+    """The public names of FlashInfer, and what a caller meets here."""
+    rows = flashinfer_names.rows()
+    count = {state: sum(row.state == state for row in rows) for state in dict.fromkeys(row.state for row in rows)}
+    lines = [
+        "# Names of FlashInfer",
+        "",
+        "Every public name of FlashInfer that fi has, and those that it lacks. *same*: fi takes every call that",
+        "FlashInfer takes. *differs*: as the last column says, and the page of the function. *Blackwell only*:",
+        "FlashInfer's kernels need sm_100 or later; the last column says what to use on other GPUs. *not yet*: fi will",
+        "have it. A module and the top of the package may both have a name; it stands here once or twice, as callers",
+        "import it.",
+        "",
+        f"{'; '.join(f'{state}: {number}' for state, number in count.items())}.",
+        "",
+        *table(("name", "here", "how, or what to use"), ((f"`{row.name}`", row.state, row.how) for row in rows)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def errors() -> str:
     import fi_core.runtime.errors as module
 
@@ -344,6 +369,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "command-line.md": command_line,
     "environment.md": environment,
     "errors.md": errors,
+    "flashinfer.md": flashinfer,
     "jit.md": jit,
     "testing.md": testing,
 }

@@ -241,11 +241,11 @@ def test_a_file_of_another_machine_is_ignored_and_kept(
     key = config_key("gemm", "Generic", profile(16))
     text = json.dumps({"_metadata": {"gpu": "H100", "unknown": "1"}, key: ["Generic", 1]})
     path.write_text(text)
-    monkeypatch.setattr(autotuner, "_metadata", lambda: {"gpu": "H200", "cuda_version": "13.0"})
+    monkeypatch.setattr(autotuner, "_collect_metadata", lambda: {"gpu": "H200", "cuda_version": "13.0"})
     with pytest.warns(UserWarning, match=r"gpu H100 \(here H200\)"), autotune(cache=path):
         assert choose(tuner, 16) == ("Generic", -1)
     assert path.read_text() == text
-    monkeypatch.setattr(autotuner, "_metadata", lambda: {"cuda_version": "13.0"})
+    monkeypatch.setattr(autotuner, "_collect_metadata", lambda: {"cuda_version": "13.0"})
     with autotune(False, cache=path):
         assert choose(tuner, 16) == ("Generic", 1), "an unknown property does not make a difference"
 
@@ -255,7 +255,7 @@ def test_metadata_names_the_deciding_facts(tuner: AutoTuner, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91000)
-    found = autotuner._metadata()
+    found = autotuner._collect_metadata()
     assert {key: found[key] for key in ("cuda_version", "gpu", "cudnn_version")} == {
         "cuda_version": "13.0",
         "gpu": "NVIDIA H200",

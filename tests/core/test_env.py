@@ -59,6 +59,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cuda_home", "CUDA_HOME", "/cuda", Path("/cuda")),
         ("check", "FI_CHECK", "1", True),
         ("allow_experimental_auto_backends", "FI_ALLOW_EXPERIMENTAL_AUTO_BACKENDS", "1", True),
+        ("autotune_cache_dir", "FI_AUTOTUNE_CACHE_DIR", "a", Path.cwd() / "a"),
         ("logging_level", "FI_LOGGING_LEVEL", "DEBUG", "debug"),
         ("loglevel", "FI_LOGLEVEL", "10", 10),
         ("logdest", "FI_LOGDEST", "log_%i.txt", "log_%i.txt"),
@@ -168,7 +169,9 @@ def test_cuda_home_before_cuda_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_table_documents_every_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in env.present():
         monkeypatch.delenv(name)
-    assert len(ROWS) == len({name for name in vars(Env) if not name.startswith("_")} - {"table", "present"})
+    assert len(ROWS) == len(
+        {name for name in vars(Env) if not name.startswith("_")} - {"table", "present", "with_module_path"}
+    )
     for row in env.table():
         assert row.doc.endswith(".")
         assert row.allowed

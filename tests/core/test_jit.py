@@ -407,6 +407,43 @@ def test_flags_headers_and_adapter(tmp_path: Path, fresh: Fresh) -> None:
     assert make(2).is_compiled, "the first one is still there"
 
 
+def test_files_of_one_side_are_one_unit(tmp_path: Path) -> None:
+    """Several C++ files are compiled together, in their order; an edit of each is seen."""
+    one = "// One.\nconstexpr int HALF = 21;\n"
+    two = (
+        "// Two.\n#include <tvm/ffi/function.h>\nint64_t all() { return HALF * 2; }\n"
+        "TVM_FFI_DLL_EXPORT_TYPED_FUNC(all, all);\n"
+    )
+    files = write(tmp_path / "mine", one__cc=one, two__cc=two)
+    spec = jit.gen_jit_spec("both", list(files.values()), needs_device_linking=True)
+    assert spec.try_load() is None
+    assert spec.build_and_load().all() == 42
+    assert spec.try_load() is not None
+    [path] = spec.get_library_paths()
+    assert path == spec.get_library_path() and path.is_file()
+    assert spec.lock_path.name.startswith(".lock-")
+    files["one__cc"].write_text(one.replace("21", "22"))
+    assert jit.gen_jit_spec("both", list(files.values())).build_and_load().all() == 44
+
+
+def test_attention_modules_by_position() -> None:
+    """FlashInfer's order of the arguments; a configuration without a kernel is refused."""
+    bf16, i32 = torch.bfloat16, torch.int32
+    decode = jit.gen_batch_decode_module(bf16, bf16, bf16, i32, 128, 128, 0, False, True, targets=[CPU, HOPPER])
+    assert {spec.op.name for spec in decode.specs} == {"batch_decode"} and len(decode.specs) > 1  # type: ignore[attr-defined]
+    prefill = jit.gen_batch_prefill_module(
+        "fa3", bf16, bf16, bf16, i32, 128, 128, 0, False, False, False, targets=[HOPPER]
+    )
+    assert prefill.name.startswith("batch_prefill_with_kv_cache_q_bf16_") and prefill.specs  # type: ignore[attr-defined]
+    assert prefill.name != decode.name
+    with pytest.raises(ValueError, match="backend: fa2 or fa3 is required; got 'fa4'"):
+        jit.gen_batch_prefill_module("fa4", bf16, bf16, bf16, i32, 128, 128)
+    with pytest.raises(ValueError, match="requires q in f16"):
+        jit.gen_batch_decode_module(torch.int8, bf16, bf16, i32, 128, 128, targets=[HOPPER])
+    with pytest.raises(ValueError, match="act_func_def: must be None"):
+        jit.gen_act_and_mul_module("silu", "x", targets=[CPU])
+
+
 def test_a_compile_error_names_the_line(tmp_path: Path) -> None:
     files = write(tmp_path / "mine", wrong__cc="// Wrong.\nint wrong() { return nothing; }\n")
     spec = jit.gen_jit_spec("wrong", list(files.values()))
@@ -420,16 +457,18 @@ def test_a_compile_error_names_the_line(tmp_path: Path) -> None:
     [
         (
             {"sources": []},
-            r"sources: must be one C\+\+ file \(.*\) and at most one .cu file, .*; got none",
+            r"sources: at least one C\+\+ file \(.*\), and else .cu files, are required; got none",
         ),
-        ({"sources": ["scale.cu"]}, "sources: must be one C.* got scale.cu"),
-        ({"sources": ["scale.cc", "scale.cc"]}, "got scale.cc, scale.cc"),
-        ({"sources": ["scale.cc", "scale.cu", "scale.cu"]}, "sources: must be one C.* file"),
+        ({"sources": ["scale.cu"]}, "sources: at least one C.* got scale.cu"),
         ({"sources": ["scale.cc", "scale.h"]}, "got scale.cc, scale.h"),
         ({"sources": ["nothing.cc"]}, "sources: .*nothing.cc is not a file"),
         ({"name": "a/b"}, "name: must have letters, digits and _.- only, because it names files; got 'a/b'"),
         ({"name": ""}, "name: must have letters"),
-        ({"needs_device_linking": True}, "needs_device_linking: must be False, because device code is one unit"),
+        ({"embedded_cubin_factory": dict}, "embedded_cubin_factory: must be None; give the source of the kernels"),
+        (
+            {"extra_cuda_cflags_by_source": {"other.cu": ["-DA"]}},
+            "extra_cuda_cflags_by_source: the same flags for all .cu files are required; other.cu is no .cu file",
+        ),
     ],
 )
 def test_gen_jit_spec_rejects(arguments: dict[str, Any], message: str) -> None:

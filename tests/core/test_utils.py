@@ -243,10 +243,12 @@ def test_range_buf_is_cached() -> None:
     first = utils._get_range_buf(5, CPU)
     assert first.dtype is torch.int32
     assert first.tolist() == [0, 1, 2, 3, 4]
-    assert utils._get_range_buf(900, CPU).data_ptr() == first.data_ptr()
+    assert utils._get_range_buf(8, CPU).data_ptr() == first.data_ptr()
     big = utils._get_range_buf(3000, CPU)
     assert big.tolist() == list(range(3000))
     assert utils._get_range_buf(5, CPU).data_ptr() == first.data_ptr(), "a bigger one does not replace it"
+    utils._get_range_buf(5, "cpu")
+    assert utils._cache_buf[f"range_{utils._ceil_pow2(5)}", "cpu"].tolist() == list(range(8)), "where engines pin it"
 
 
 def test_is_graph_capturing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,8 +57,8 @@ def test_every_family_has_a_page(generate: ModuleType, monkeypatch: pytest.Monke
     index = (ROOT / "docs" / "reference" / "index.md").read_text() + generate.functions()
     listed = set(re.findall(r"^(?:_generated/)?([a-z]+[\w-]*)$", index, re.MULTILINE))
     assert listed == {name.removesuffix(".md") for name in generate.PAGES}
-    monkeypatch.setitem(fi_core._MODULES, "fused_moe", ())
-    assert "fused_moe" in generate.families() and generate.title("fused_moe") == "Fused moe"
+    monkeypatch.setitem(fi_core._MODULES, "gdn_decode", ())
+    assert "gdn_decode" in generate.families() and generate.title("gdn_decode") == "Gdn decode"
 
 
 def test_support_matrix(generate: ModuleType) -> None:

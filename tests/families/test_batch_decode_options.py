@@ -258,6 +258,8 @@ def test_a_workspace_that_is_too_small_says_how_much_is_needed() -> None:
     assert_close(small.run(p.q, p.cache), p.expected()[0])
     longer = paged([50000, 1], page_size=16)
     assert small.workspace_size(*longer.plan_arguments()) == (need, own), "lengths do not matter"
+    with pytest.warns(DeprecationWarning, match="workspace_size: pass pos_encoding_mode, window_left by keyword"):
+        assert small.workspace_size(*p.plan_arguments(), "NONE", -1) == (need, own)
 
 
 @pytest.mark.usefixtures("checked")

@@ -341,6 +341,40 @@ def test_the_lse_of_requests_without_keys(device: str) -> None:
         torch.testing.assert_close(lse[2:5].cpu(), torch.tensor([alone] * 3))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_offsets_units": "bytes"}, "batch_offsets_units: elements or tokens is required; got 'bytes'"),
+        ({"lse_base": "e"}, "lse_base: log2 or ln is required; got 'e'"),
+        ({"actual_seq_lens_kv": None}, "actual_seq_lens_kv: the lengths of the requests are required where there are"),
+    ],
+)
+def test_units_of_prefill(change: dict[str, Any], message: str) -> None:
+    q = torch.zeros(4, 2, 64, dtype=torch.bfloat16)
+    lens = torch.tensor([4])
+    given = {"actual_seq_lens_q": lens, "actual_seq_lens_kv": lens} | change
+    with pytest.raises(ValueError, match=message):
+        cudnn_batch_prefill_with_kv_cache(
+            q, q, q, 0.1, q, max_token_per_sequence=4, max_sequence_kv=4, causal=False, return_lse=False, **given
+        )
+
+
+def test_lengths_of_prefill_from_offsets(device: str) -> None:
+    """Offsets in tokens alone describe the batch; lse may be natural."""
+    b = batch([(5, 9), (7, 7)], heads=(4, 4), dims=(128, 128), dtype=torch.bfloat16, device=device)
+    k, v = b.ragged()
+    got = result(
+        cudnn_batch_prefill_with_kv_cache, device, b.q, k, v, 128**-0.5,
+        room(device), max_token_per_sequence=7, max_sequence_kv=9,
+        causal=True, return_lse=True, batch_offsets_q=b.qo_indptr, batch_offsets_o=b.qo_indptr,
+        batch_offsets_k=b.kv_indptr, batch_offsets_v=b.kv_indptr, batch_offsets_units="tokens", lse_base="ln",
+    )  # fmt: skip
+    if got is not None:
+        want, lse = b.expected(causal=True)
+        assert_close(got[0], want)
+        assert_close(torch.cat([got[1][0, :5], got[1][1, :7]]) / math.log(2.0), lse, tolerance=LSE)
+
+
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     p = paged([20, 9], kv_layout="HND")
     given = decode_arguments(p)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -101,6 +102,11 @@ def test_contiguous_keys_in_one_call(device: str) -> None:
             b.q, k, v, workspace(device), b.pool.seq_lens(), 70, 130, 0.1, 1.0, 1.0, 5, -1, b.qo_indptr, b.kv_indptr,
             None, True, False, sage_attn_sfs=(torch.ones(3), None, None, None),
         )  # fmt: skip
+    by_position = trtllm_ragged_attention_deepseek(  # with FlashInfer's defaults, in its order
+        b.q, k, v, workspace(device), b.pool.seq_lens(), 70, 130, 0.1, 1.0, 1.0, 5, -1, b.qo_indptr, b.kv_indptr,
+        None, True, False, None, None, None, None, (None,) * 4, (0,) * 4, "trtllm-gen", None, None, True, None, None,
+    )  # fmt: skip
+    assert torch.equal(by_position, out)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
@@ -135,17 +141,43 @@ def test_layouts_of_fmha(kv_layout: str, device: str) -> None:
         for encoding in ("NONE", "ROPE_LLAMA", "ALIBI"):
             out = fi_core.trtllm_fmha_v2_prefill(qkv, pos_encoding_mode=encoding, **common)
             assert_close(out, b.expected(sm_scale=0.1, v_scale=0.5, causal=True, pos_encoding_mode=encoding)[0])
+        out, stats = fi_core.trtllm_fmha_v2_prefill(qkv, mask_mode="CAUSAL", save_softmax_stats=True, **common)
+        want, lse = b.expected(sm_scale=0.1, v_scale=0.5, causal=True)
+        assert_close(out, want)
+        assert_close((stats[..., 0] + stats[..., 1].log()) / math.log(2.0), lse, tolerance=LSE)
+        alibi = fi_core.trtllm_fmha_v2_prefill(qkv, pos_encoding_mode="alibi", **common)
+        assert_close(alibi, b.expected(sm_scale=0.1, v_scale=0.5, causal=True, pos_encoding_mode="ALIBI")[0])
         for change, words in (
             ({"mask_mode": "local"}, "mask_mode: allowed are causal, sliding_window, chunked, padding; got 'local'"),
             ({"mask_mode": "chunked"}, "chunked_attention_size: a positive number is required"),
             ({"chunked_attention_size": 16}, "chunked_attention_size: .* got 16 with 'causal'"),
-            ({"save_softmax_stats": True}, "save_softmax_stats: .* return_lse"),
             ({"pos_encoding_mode": "ROPE"}, "pos_encoding_mode: allowed are None, NONE, ROPE_LLAMA, ALIBI; got 'ROPE'"),
             ({"input_layout": "QKV"}, "input_layout"),
             ({"block_tables": None if layout == paged else b.pool.block_tables()}, "block_tables"),
         ):
             with pytest.raises(ValueError, match=words):
                 fi_core.trtllm_fmha_v2_prefill(qkv, **common | change)
+
+
+def test_separate_pages_of_keys_and_values(device: str) -> None:
+    """[batch, 2, pages]: those of V are counted from k_cache, as SGLang's halves of one pool need it."""
+    b = batch([(17, 17), (70, 70)], heads=(4, 4), dims=(64, 64), kv_layout="HND", device=device)
+    pool = torch.stack(b.cache) if isinstance(b.cache, tuple) else b.cache.transpose(0, 1).contiguous()
+    pages = b.pool.block_tables()
+    common: dict[str, Any] = {
+        "input_layout": "Q_PAGED_KV_HND", "workspace_buffer": workspace(device), "seq_lens": b.pool.seq_lens(),
+        "max_q_len": 70, "max_kv_len": 70, "bmm1_scale": 0.1, "bmm2_scale": 0.5, "batch_size": 2,
+        "cum_seq_lens_q": b.qo_indptr, "cum_seq_lens_kv": b.kv_indptr,
+    }  # fmt: skip
+    both = torch.stack([pages, pages + pool.shape[1]], dim=1)
+    out = fi_core.trtllm_fmha_v2_prefill((b.q, (pool[0], pool[1])), block_tables=both, **common)
+    assert_close(out, b.expected(sm_scale=0.1, v_scale=0.5, causal=True)[0])
+    with pytest.raises(ValueError, match=r"block_tables: \[batch_size, 2, max_pages\] is required; got shape"):
+        fi_core.trtllm_fmha_v2_prefill((b.q, (pool[0], pool[1])), block_tables=both[:, :1], **common)
+    if device == "cpu":  # where tables are checked
+        wrong = torch.stack([pages, pages], dim=1)
+        with pytest.raises(ValueError, match="a page of V must be its page of K"):
+            fi_core.trtllm_fmha_v2_prefill((b.q, (pool[0], pool[1])), block_tables=wrong, **common)
 
 
 @pytest.mark.parametrize("size", [16, 48, 400])

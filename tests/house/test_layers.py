@@ -17,9 +17,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime.build",),
     ("runtime.dispatch", "runtime.resolve"),
     ("runtime.launch",),
-    ("compat", "autotuner", "compilation_context", "utils"),
-    ("observe", "testing", "jit.core", "jit.env", "jit.custom"),
+    ("compat", "autotuner", "compilation_context", "tllm_enums", "utils"),
+    ("comm", "fused_moe"),
+    ("observe", "api_logging", "testing", "jit.core", "jit.env", "jit.custom"),
     FAMILIES,
+    ("logits_processor",),
     (
         "attention.contract",
         "attention.mask",
@@ -44,7 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("registry",),
     ("ahead", "aot", "integrations", "jit"),
-    ("cli", "__main__", ""),
+    ("cli", "__main__", "collect_env", ""),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # The launch path never reads the environment.

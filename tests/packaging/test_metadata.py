@@ -49,7 +49,7 @@ EXTRAS = {
 
 def metadata_of(wheel: Path) -> Message:
     with zipfile.ZipFile(wheel) as archive:
-        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        name = f"{wheel.stem.split('-')[0]}-{VERSION}.dist-info/METADATA"  # fi-core has others inside, for its alias
         return Parser().parsestr(archive.read(name).decode())
 
 

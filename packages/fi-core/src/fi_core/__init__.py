@@ -14,7 +14,7 @@ __git_commit__ = __git_version__ = "unknown"  # FlashInfer's names; builds are i
 
 # Where each public name lives; tools/stubs.py writes __init__.pyi from it.
 _MODULES: dict[str, tuple[str, ...]] = {
-    "autotuner": ("autotune",),
+    "autotuner": ("autotune", "autotune_v2", "autotune_v2_reload"),
     "observe.trace": ("fi_trace",),
     "registry": ("loaded_kernels", "supports"),
     "ahead": ("prepare",),
@@ -106,6 +106,9 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "prepare_low_latency_gemm_weights",
         "tinygemm_bf16",
     ),
+    "fused_moe": ("ActivationType", "RoutingMethodType", "reorder_rows_for_gated_act_gemm"),
+    "comm": (),
+    "logits_processor": (),
     "grouped_mm": ("grouped_mm_bf16", "grouped_mm_fp4", "grouped_mm_fp8", "grouped_mm_mxfp8"),
     "activation": ("gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul"),
     "rope": (

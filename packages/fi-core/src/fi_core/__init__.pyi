@@ -3,10 +3,13 @@
 from fi_core import activation as activation
 from fi_core import ahead as ahead
 from fi_core import aot as aot
+from fi_core import api_logging as api_logging
 from fi_core import attention as attention
 from fi_core import autotuner as autotuner
 from fi_core import cascade as cascade
 from fi_core import cli as cli
+from fi_core import collect_env as collect_env
+from fi_core import comm as comm
 from fi_core import compat as compat
 from fi_core import compilation_context as compilation_context
 from fi_core import concat_ops as concat_ops
@@ -16,10 +19,12 @@ from fi_core import deep_gemm as deep_gemm
 from fi_core import errors as errors
 from fi_core import fp4_quantization as fp4_quantization
 from fi_core import fp8_quantization as fp8_quantization
+from fi_core import fused_moe as fused_moe
 from fi_core import gemm as gemm
 from fi_core import grouped_mm as grouped_mm
 from fi_core import integrations as integrations
 from fi_core import jit as jit
+from fi_core import logits_processor as logits_processor
 from fi_core import mla as mla
 from fi_core import norm as norm
 from fi_core import observe as observe
@@ -31,11 +36,12 @@ from fi_core import rope as rope
 from fi_core import runtime as runtime
 from fi_core import sampling as sampling
 from fi_core import testing as testing
+from fi_core import tllm_enums as tllm_enums
 from fi_core import topk as topk
 from fi_core import utils as utils
 from fi_core.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from fi_core.ahead import prepare
-from fi_core.autotuner import autotune
+from fi_core.autotuner import autotune, autotune_v2, autotune_v2_reload
 from fi_core.cascade import MultiLevelCascadeAttentionWrapper, merge_state, merge_state_in_place, merge_states
 from fi_core.concat_ops import concat_mla_k
 from fi_core.decode import (
@@ -46,6 +52,7 @@ from fi_core.decode import (
     single_decode_with_kv_cache,
     xqa,
 )
+from fi_core.fused_moe import ActivationType, RoutingMethodType, reorder_rows_for_gated_act_gemm
 from fi_core.gemm import (
     SegmentGEMMWrapper,
     bmm_bf16,
@@ -141,6 +148,7 @@ from fi_core.sampling import (
 from fi_core.topk import TopKTieBreak, top_k, top_k_page_table_transform, top_k_ragged_transform
 
 __all__ = [
+    "ActivationType",
     "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchMLAPagedAttentionWrapper",
@@ -148,6 +156,7 @@ __all__ = [
     "BatchPrefillWithRaggedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
+    "RoutingMethodType",
     "SegmentGEMMWrapper",
     "SfLayout",
     "TopKTieBreak",
@@ -167,6 +176,8 @@ __all__ = [
     "apply_rope_with_cos_sin_cache",
     "apply_rope_with_cos_sin_cache_inplace",
     "autotune",
+    "autotune_v2",
+    "autotune_v2_reload",
     "block_scale_interleave",
     "bmm_bf16",
     "bmm_fp8",
@@ -220,6 +231,7 @@ __all__ = [
     "prepare",
     "prepare_bf16_fp4_weights",
     "prepare_low_latency_gemm_weights",
+    "reorder_rows_for_gated_act_gemm",
     "rmsnorm",
     "rmsnorm_quant",
     "sample_from_logits",

@@ -121,8 +121,8 @@ def last_positive_power_of_2(x: int) -> int:
     return 1 if x < 1 else 1 << (x.bit_length() - 1)
 
 
-def version_at_least(version: str, base: str) -> bool:
-    """Returns whether the numeric release of `version` is at least that of `base`; "13.0" equals "13.0.0".
+def version_at_least(version: str, base_version: str) -> bool:
+    """Returns whether the numeric release of `version` is at least that of `base_version`; "13.0" equals "13.0.0".
 
     Raises:
         ValueError: A version does not start with digits.
@@ -134,7 +134,7 @@ def version_at_least(version: str, base: str) -> bool:
             raise ValueError(f"version: must start with digits, got {text!r}")
         return [int(part) for part in match[0].split(".")]
 
-    mine, other = release(version), release(base)
+    mine, other = release(version), release(base_version)
     width = max(len(mine), len(other))
     return mine + [0] * (width - len(mine)) >= other + [0] * (width - len(other))
 
@@ -355,23 +355,25 @@ def _unpack_paged_kv_cache(
     raise errors.UnknownWordError(f"paged_kv_cache: must be a tensor or a tuple (k_cache, v_cache), got {got}")
 
 
-@functools.cache
-def _cached_range(size: int, device: torch.device) -> torch.Tensor:
-    import torch
-
-    return torch.arange(size, dtype=torch.int32, device=device)
+_cache_buf: dict[tuple[str, Any], torch.Tensor] = {}  # what engines pin: ("range_<size>", device) -> [0, ..., size - 1]
+_ceil_pow2 = next_positive_power_of_2  # FlashInfer's name
 
 
-def _get_range_buf(seq_len: int, device: torch.device) -> torch.Tensor:
+def _get_range_buf(seq_len: int, device: torch.device | str) -> torch.Tensor:
     """Returns [0, ..., seq_len - 1], int32: a slice of a cached tensor, so the caller must not write it."""
     import torch
 
+    place: Any = device  # as it is given, for the host; engines look up ("range_<size>", "cpu")
     device = torch.device(device)
     if device.type == "cuda":
-        device = torch.device("cuda", cuda_index(device, "_get_range_buf"))
+        place = device = torch.device("cuda", cuda_index(device, "_get_range_buf"))
         if is_graph_capturing():  # a tensor of the capture is filled at replay only, so it must not enter the cache
             return torch.arange(seq_len, dtype=torch.int32, device=device)
-    return _cached_range(max(1024, next_positive_power_of_2(seq_len)), device)[:seq_len]
+    key = f"range_{_ceil_pow2(seq_len)}", place
+    found = _cache_buf.get(key)
+    if found is None:
+        found = _cache_buf[key] = torch.arange(_ceil_pow2(seq_len), dtype=torch.int32, device=device)
+    return found[:seq_len]
 
 
 _constants: dict[Any, torch.Tensor] = {}
@@ -393,12 +395,12 @@ def constants(value: int, count: int, device: torch.device) -> torch.Tensor:
 # Attention
 
 
-def get_trtllm_gen_multi_ctas_kv_counter_bytes(*sizes: int) -> int:
+def get_trtllm_gen_multi_ctas_kv_counter_bytes(batch_size: int, num_qo_heads: int, sm_count: int) -> int:
     """Returns the bytes of `multi_ctas_kv_counter_buffer`, which engines allocate: 0, because fi needs no counters."""
     return 0
 
 
-def get_alibi_slopes(n_heads: int) -> torch.Tensor:
+def get_alibi_slopes(n_heads: int, device: torch.device | str | None = None) -> torch.Tensor:
     """Computes the ALiBi slope of each head (arXiv:2108.12409).
 
     With n the largest power of two <= n_heads, the first n slopes are `2^(-8 k / n)`, k = 1, ..., n. The others are
@@ -406,6 +408,7 @@ def get_alibi_slopes(n_heads: int) -> torch.Tensor:
 
     Args:
         n_heads: number of heads.
+        device: where the result lies; None: the CPU.
 
     Returns:
         `[n_heads]`, fp32.
@@ -415,7 +418,7 @@ def get_alibi_slopes(n_heads: int) -> torch.Tensor:
     n2 = last_positive_power_of_2(n_heads)
     exponents: Iterable[float] = [-8 * k / n2 for k in range(1, n2 + 1)]
     extra = [-4 * (2 * k - 1) / n2 for k in range(1, n_heads - n2 + 1)]
-    return torch.tensor([math.pow(2.0, e) for e in [*exponents, *extra]], dtype=torch.float32)
+    return torch.tensor([math.pow(2.0, e) for e in [*exponents, *extra]], dtype=torch.float32, device=device)
 
 
 def is_fa3_backend_supported(

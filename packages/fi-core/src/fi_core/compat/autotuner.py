@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 import json
 import os
+import statistics
 import threading
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -124,10 +127,20 @@ class _Scopes(threading.local):
 
 @dataclass
 class AutoTuner:
-    """The tactic table of this process; `AutoTuner.get()` returns it."""
+    """The tactic table of this process; `AutoTuner.get()` returns it.
 
+    Args:
+        warmup: calls of a tactic before it is timed.
+        repeat: calls that are timed.
+        stream_delay_micro_secs: accepted for compatibility.
+    """
+
+    warmup: int = 3
+    repeat: int = 10
+    stream_delay_micro_secs: int = 1000
     table: dict[str, tuple[str, Any]] = field(default_factory=dict)  # key -> (runner class, tactic)
     stats: Counter[str] = field(default_factory=Counter)  # hits, misses
+    _dirty: bool = False  # whether the table has entries that no file has; engines save it then
     _scopes: _Scopes = field(default_factory=_Scopes)
 
     @classmethod
@@ -166,17 +179,85 @@ class AutoTuner:
         if not runners:
             raise ValueError(f"runners: at least one is required for {custom_op}")
         if custom_op not in self._scopes.current.skip_ops and self.table:
-            profile = self._profile(tuning_config, inputs)
-            for runner in runners:
-                found = self.table.get(_key(custom_op, runner, profile, inputs))
-                if found is not None and found[0] == type(runner).__name__:
-                    tactic = found[1]
-                    if tactic == -1 or tactic in runner.get_valid_tactics(inputs, profile):
-                        self.stats["hits"] += 1
-                        return runner, tactic
-                    _warn_stale(custom_op, found[0], repr(tactic))
+            _, index, tactic, profile = self._search(custom_op, runners, tuning_config, inputs)
+            if index is not None:
+                if tactic == -1 or tactic in runners[index].get_valid_tactics(inputs, profile):
+                    self.stats["hits"] += 1
+                    return runners[index], tactic
+                _warn_stale(custom_op, type(runners[index]).__name__, repr(tactic))
         self.stats["misses"] += 1
         return runners[0], -1
+
+    def _search(
+        self, custom_op: str, runners: Sequence[TunableRunner], config: TuningConfig, inputs: Sequence[Any]
+    ) -> tuple[bool, int | None, Any, Shapes]:
+        """(hit, index of the runner, tactic, bucketed shapes)."""
+        profile = self._profile(config, inputs)
+        for index, runner in enumerate(runners):
+            found = self.table.get(_key(custom_op, runner, profile, inputs))
+            if found is not None and found[0] == type(runner).__name__:
+                return True, index, found[1], profile
+        return False, None, -1, profile
+
+    def search_cache(
+        self,
+        custom_op: str,
+        runners: Sequence[TunableRunner],
+        input_shapes: Sequence[Sequence[int]],
+        tuning_config: TuningConfig,
+        **kwargs: Any,
+    ) -> tuple[bool, int, Any, Shapes | None]:
+        """Looks up the table for inputs of these shapes.
+
+        Returns:
+            (True, index of the runner, its tactic, the bucketed shapes), or (False, 0, -1, None).
+        """
+        inputs = [_Shaped(tuple(shape)) for shape in input_shapes]
+        hit, index, tactic, profile = self._search(custom_op, runners, tuning_config, inputs)
+        return (True, index or 0, tactic, profile) if hit else (False, 0, -1, None)
+
+    def profile_tactic(self, runner: TunableRunner, inputs: Sequence[Any], tactic: Any, **kwargs: Any) -> float:
+        """Times a tactic: the median of `repeat` calls in milliseconds, after `warmup` calls. It synchronizes."""
+        import torch
+
+        for _ in range(self.warmup):
+            runner.forward(inputs, tactic=tactic, **kwargs)
+        if not any(getattr(value, "is_cuda", False) for value in inputs):
+            seconds = []
+            for _ in range(self.repeat):
+                start = time.perf_counter()
+                runner.forward(inputs, tactic=tactic, **kwargs)
+                seconds.append(time.perf_counter() - start)
+            return statistics.median(seconds) * 1e3
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(self.repeat + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            runner.forward(inputs, tactic=tactic, **kwargs)
+            mark.record()
+        marks[-1].synchronize()
+        return float(statistics.median(start.elapsed_time(end) for start, end in itertools.pairwise(marks)))
+
+    def rank_tactics(
+        self,
+        custom_op: str,
+        runners: Sequence[TunableRunner],
+        tuning_config: TuningConfig,
+        inputs: Sequence[Any],
+        **kwargs: Any,
+    ) -> list[tuple[TunableRunner, Any, float]]:
+        """Times every valid tactic of every runner; nothing is stored.
+
+        Returns:
+            (runner, tactic, milliseconds), the fastest first.
+        """
+        profile = self._profile(tuning_config, inputs)
+        tactics = [(runner, tactic) for runner in runners for tactic in runner.get_valid_tactics(inputs, profile)]
+        timed = [(runner, tactic, self.profile_tactic(runner, inputs, tactic, **kwargs)) for runner, tactic in tactics]
+        return sorted(timed, key=lambda found: found[2])
+
+    def reset_statistics(self) -> None:
+        """Clears `stats`."""
+        self.stats.clear()
 
     def _profile(self, config: TuningConfig, inputs: Sequence[Any]) -> Shapes:
         shapes = [list(map(int, getattr(value, "shape", ()))) for value in inputs]
@@ -199,11 +280,13 @@ class AutoTuner:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(raw, dict):
             raise ValueError(f"path: a JSON object is required, got {type(raw).__name__} in {path}")
-        differing = _mismatch(raw.pop(METADATA, {}))
-        if differing:
+        hard, _ = _classify_metadata_mismatches(raw.pop(METADATA, {}), _collect_metadata())
+        if hard:
+            differing = ", ".join(f"{key} {made} (here {now})" for key, (made, now) in hard.items())
             warnings.warn(f"tuned configs {path} are not used: made for {differing}", stacklevel=2)
             return False
         self.table = {key: (runner, _hashable(tactic)) for key, (runner, tactic) in raw.items()}
+        self._dirty = False
         return True
 
     def save_configs(self, path: str | Path) -> None:
@@ -211,13 +294,22 @@ class AutoTuner:
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f"{target.name}.{os.getpid()}.part")
-        part.write_text(json.dumps({METADATA: _metadata(), **self.table}, indent=2), encoding="utf-8")
+        part.write_text(json.dumps({METADATA: _collect_metadata(), **self.table}, indent=2), encoding="utf-8")
         part.replace(target)
+        self._dirty = False
 
     def clear_cache(self) -> None:
         """Clears the table and the statistics."""
         self.table = {}
+        self._dirty = False
         self.stats.clear()
+
+
+class _Shaped:
+    """Stands for a tensor whose shape alone is known."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
 
 
 def config_key(custom_op: str, runner_name: str, profile: Shapes, extras: tuple[Any, ...] = ()) -> str:
@@ -240,7 +332,8 @@ def _warn_stale(custom_op: str, runner: str, tactic: str) -> None:
     )
 
 
-def _metadata() -> dict[str, str]:
+def _collect_metadata() -> dict[str, str]:
+    """Returns what a table belongs to: the GPU and the versions."""
     import torch
 
     known = {"cuda_version": torch.version.cuda}
@@ -253,11 +346,19 @@ def _metadata() -> dict[str, str]:
     return {key: value for key, value in known.items() if value is not None}
 
 
-def _mismatch(recorded: Mapping[str, Any]) -> str:
-    """Describes where the metadata of a file and of this process differ; a key that one of them lacks is ignored."""
-    here = _metadata()
-    pairs = ((key, recorded[key], here[key]) for key in sorted(recorded.keys() & here.keys()))
-    return ", ".join(f"{key} {made} (here {now})" for key, made, now in pairs if made != now)
+Mismatches = dict[str, tuple[Any, Any]]
+
+
+def _classify_metadata_mismatches(
+    saved: Mapping[str, Any], current: Mapping[str, Any]
+) -> tuple[Mismatches, Mismatches]:
+    """Compares the metadata of a table with those of this process; a key that one of them lacks is ignored.
+
+    Returns:
+        (those for which the table is not used, those that do not matter), by key (saved, current). All matter.
+    """
+    pairs = {key: (saved[key], current[key]) for key in sorted(saved.keys() & current.keys())}
+    return {key: (made, now) for key, (made, now) in pairs.items() if made != now}, {}
 
 
 def _checked_buckets(tuning_buckets: Iterable[int] | None) -> Buckets | None:

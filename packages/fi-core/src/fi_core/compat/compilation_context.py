@@ -32,6 +32,11 @@ class CompilationContext:
                 major, minor = gpu.capability
                 self.TARGET_CUDA_ARCHS.add((major, default_suffix(major, minor)))
 
+    @staticmethod
+    def _normalize_cuda_arch(major: int, minor: int) -> tuple[int, str]:
+        """Returns the element of `TARGET_CUDA_ARCHS` for a GPU of this compute capability."""
+        return major, default_suffix(major, minor)
+
     def targets(self) -> tuple[Target, ...]:
         """Returns the targets of calls on GPUs of these architectures, oldest first; capability decides the suffix."""
         capabilities = {(major, int(minor.rstrip("af"))) for major, minor in self.TARGET_CUDA_ARCHS}

@@ -30,7 +30,12 @@ _HOMES = {
         "gen_customize_single_prefill_module",
     ),
     "fi_core.jit.custom": ("gen_jit_spec",),
-    "fi_core.jit.ops": ("gen_act_and_mul_module", "gen_module"),
+    "fi_core.jit.ops": (
+        "gen_act_and_mul_module",
+        "gen_batch_decode_module",
+        "gen_batch_prefill_module",
+        "gen_module",
+    ),
     "fi_core.compat.compilation_context": ("CompilationContext",),
     "fi_core.runtime.errors": ("MissingJITCacheError",),
 }

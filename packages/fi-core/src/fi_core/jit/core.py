@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -27,9 +29,14 @@ def context() -> CompilationContext:
     return CompilationContext()
 
 
+logger = logging.getLogger("fi_core.jit")  # of builds; `runtime.build.diagnose` sets it up
+
+
 def __getattr__(name: str) -> Any:
     if name == "current_compilation_context":  # queries the driver: not at import
         return context()
+    if name == "gen_jit_spec":  # FlashInfer has it here too
+        return importlib.import_module("fi_core.jit.custom").gen_jit_spec
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -121,8 +128,19 @@ class JitSpec(ABC):
         """Whether all files exist, installed or in the store, so that nothing has to be compiled."""
         return all(where(artifact) for artifact in self.artifacts)
 
+    @property
+    def lock_path(self) -> Path:
+        """The lock of the library's compilation; a process that cannot have it compiles without it."""
+        return store.roots()[0] / f".lock-{compiler.key(self.host)}"
+
     def get_library_path(self) -> Path:
         return self.aot_path or self.jit_library_path
+
+    def get_library_paths(self) -> list[Path]:
+        """The paths of all files, host modules and device binaries; where a file is missing, the one it will have."""
+        root = store.roots()[0]
+        found = {artifact: where(artifact) for artifact in self.artifacts}
+        return [at.path if at else root / compiler.key(artifact) / artifact.file for artifact, at in found.items()]
 
     def write_ninja(self) -> None:
         """Writes build.ninja and the units of device code, for inspection or for a manual run of `ninja`."""
@@ -152,6 +170,10 @@ class JitSpec(ABC):
         Raises:
             FileNotFoundError: A file is not compiled.
         """
+
+    def try_load(self) -> Any:
+        """Returns the functions of the compiled files, as `load`; None if a file is not compiled."""
+        return self.load() if self.is_compiled else None
 
     def build_and_load(self) -> Any:
         self.build()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fi_core.jit import core
 from fi_core.runtime.build.driver import driver
+from fi_core.runtime.build.sources import joined as unit_of
 from fi_core.runtime.launch import torch_op
 from fi_core.runtime.launch.kernel import bind_artifacts
 from fi_core.runtime.launch.operator import Operator
@@ -109,26 +110,31 @@ def gen_jit_spec(
     extra_ldflags: Sequence[str] | None = None,
     extra_include_paths: Iterable[str | Path] | None = None,
     needs_device_linking: bool = False,
-    *,
     post_load_adapter: Callable[[Any], Any] | None = None,
+    embedded_cubin_factory: Any = None,
     use_fast_math: bool = True,
+    extra_cuda_cflags_by_source: Mapping[str | Path, Sequence[str]] | None = None,
+    *,
     entries: Sequence[Entry] = (),
 ) -> UserModule:
     """Describes a user module; it compiles nothing.
 
     Args:
         name: the module's name; it names files.
-        sources: one C++ file and at most one .cu file; they include any other file. The C++ file can include the
-            headers of fi-kernels ("fi/host/op.h"); FI_CUDA is 1 in it if there is a .cu file, else 0. The .cu
-            file is compiled separately, into one binary per target.
+        sources: C++ files, at least one, and .cu files. The C++ files are compiled as one unit, in this order; they can
+            include the headers of fi-kernels ("fi/host/op.h"); FI_CUDA is 1 in them if there is a .cu file, else 0. The
+            .cu files are one unit too, compiled separately, into one binary per target.
         extra_cflags: more flags of the C++ compiler.
         extra_cuda_cflags: more flags of the CUDA compiler. `-gencode=` flags name the targets; without them the targets
             are those of CompilationContext.
         extra_ldflags: more flags of the linker.
         extra_include_paths: more include folders.
-        needs_device_linking: must be False, because device code is one unit.
+        needs_device_linking: without effect: device code is one unit, so there is nothing to link.
         post_load_adapter: called with the loaded module; `load` returns its result.
+        embedded_cubin_factory: must be None; binaries are compiled from the sources.
         use_fast_math: whether device code is compiled with -use_fast_math.
+        extra_cuda_cflags_by_source: more flags of the CUDA compiler for a .cu file. As device code is one unit, all .cu
+            files must have the same.
         entries: the `__global__` functions of the .cu file, which the host entry finds in `kernel.entries` (`body` is
             not used).
 
@@ -136,27 +142,27 @@ def gen_jit_spec(
         The module, registered in `jit_spec_registry`.
 
     Raises:
-        ValueError: name, sources or needs_device_linking does not fit.
+        ValueError: name, sources, embedded_cubin_factory or extra_cuda_cflags_by_source does not fit.
         RuntimeError: There is device code but no target.
     """
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise ValueError(f"name: must have letters, digits and _.- only, because it names files; got {name!r}")
-    if needs_device_linking:
-        raise ValueError(
-            "needs_device_linking: must be False, because device code is one unit; include the other files from it"
-        )
+    if embedded_cubin_factory is not None:
+        raise ValueError("embedded_cubin_factory: must be None; give the source of the kernels as a .cu file")
     paths = [Path(source).resolve() for source in sources]
     host, device = _split(paths)
     includes = tuple(str(Path(path).resolve()) for path in extra_include_paths or ())
-    device_flags = [*(["-use_fast_math"] if use_fast_math else []), *(extra_cuda_cflags or ())]
+    own_flags = _flags_of_all(device, extra_cuda_cflags_by_source or {})
+    device_flags = [*(["-use_fast_math"] if use_fast_math else []), *(extra_cuda_cflags or ()), *own_flags]
+    folders = {side: tuple(dict.fromkeys(str(path.parent) for path in side)) for side in (host, device)}
     artifacts = [
         Artifact(
             f"{name}_{'cuda' if device else 'cpu'}",
             "cuda" if device else "cpu",
             CPU,
-            str(host),
+            unit_of(name, host),
             (*(extra_cflags or ()), *(extra_ldflags or ())),
-            (str(host.parent), *includes),
+            (*folders[host], *includes),
         )
     ]
     if device:
@@ -165,23 +171,34 @@ def gen_jit_spec(
             core.check_cuda_arch()
             targets = [target for target in core.context().targets() if target.capability >= core.OLDEST]
         flags = tuple(flag for flag in device_flags if not _GENCODE.fullmatch(flag))
-        unit = Artifact(name, "cubin", targets[0], str(device), flags, (str(device.parent), *includes))
+        unit = Artifact(name, "cubin", targets[0], unit_of(name, device), flags, (*folders[device], *includes))
         artifacts += [_image(name, target, unit) for target in targets]
     spec = UserModule(name, tuple(artifacts), tuple(entries), post_load_adapter)
     core.jit_spec_registry.register(spec)
     return spec
 
 
-def _split(paths: Sequence[Path]) -> tuple[Path, Path | None]:
-    """Returns the host source and the device source."""
+def _flags_of_all(paths: Sequence[Path], by_source: Mapping[str | Path, Sequence[str]]) -> tuple[str, ...]:
+    """The flags of the device unit, which are those of each of its files."""
+    given = {Path(path).resolve(): tuple(flags) for path, flags in by_source.items()}
+    wrong = [path.name for path in given if path not in paths]
+    found = {given.get(path, ()) for path in paths}
+    if wrong or len(found) > 1:
+        what = f"{', '.join(wrong)} is no .cu file of sources" if wrong else "files have different flags"
+        raise ValueError(f"extra_cuda_cflags_by_source: the same flags for all .cu files are required; {what}")
+    return found.pop() if found else ()
+
+
+def _split(paths: Sequence[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """Returns the host sources and the device sources."""
     for path in paths:
         if not path.is_file():
             raise ValueError(f"sources: {path} is not a file")
-    host = [path for path in paths if path.suffix in HOST_SUFFIXES]
-    device = [path for path in paths if path.suffix == ".cu"]
-    if len(host) != 1 or len(device) > 1 or len(host) + len(device) != len(paths):
+    host = tuple(path for path in paths if path.suffix in HOST_SUFFIXES)
+    device = tuple(path for path in paths if path.suffix == ".cu")
+    if not host or len(host) + len(device) != len(paths):
         raise ValueError(
-            f"sources: must be one C++ file ({', '.join(HOST_SUFFIXES)}) and at most one .cu file, which include the "
-            f"other files; got {', '.join(path.name for path in paths) or 'none'}"
+            f"sources: at least one C++ file ({', '.join(HOST_SUFFIXES)}), and else .cu files, are required; got "
+            f"{', '.join(path.name for path in paths) or 'none'}"
         )
-    return host[0], device[0] if device else None
+    return host, device

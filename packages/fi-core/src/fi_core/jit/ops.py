@@ -10,10 +10,13 @@ from typing import Any
 from fi_core import aot
 from fi_core.jit import core
 from fi_core.registry import operator, ops
+from fi_core.runtime import dispatch
 from fi_core.runtime.build import sources
+from fi_core.runtime.dispatch import Request
 from fi_core.runtime.spec.dtype import short_name
 from fi_core.runtime.spec.op import Op, Spec
 from fi_core.runtime.spec.target import Target
+from fi_core.utils import PosEncodingMode
 
 # FlashInfer's names of some operators of the attention family.
 _GROUPS = {"cascade": ("merge_state", "merge_states")}
@@ -78,20 +81,122 @@ def gen_module(word: str, *, targets: Iterable[Target] | None = None, **axes: An
     return _module(word, chosen, targets, axes)
 
 
-def gen_act_and_mul_module(act_func_name: str, *, targets: Iterable[Target] | None = None, **axes: Any) -> core.JitSpec:
+def gen_act_and_mul_module(
+    act_func_name: str, act_func_def: str | None = None, *, targets: Iterable[Target] | None = None, **axes: Any
+) -> core.JitSpec:
     """Returns `gen_module` of one activation; all activations are in the same files.
 
     Args:
         act_func_name: "silu", "gelu" or "gelu_tanh".
+        act_func_def: must be None; a user's activation is a module of `gen_jit_spec`.
         targets: as for `gen_module`.
         **axes: as for `gen_module`.
 
     Raises:
-        ValueError: act_func_name is unknown, or no configuration is left.
+        ValueError: act_func_name is unknown, act_func_def is given, or no configuration is left.
     """
+    if act_func_def is not None:
+        raise ValueError("act_func_def: must be None; write a module with gen_jit_spec")
     if act_func_name not in ACTIVATIONS:
         raise ValueError(f"act_func_name: must be one of {', '.join(ACTIVATIONS)}; got {act_func_name!r}")
     return _module(f"{act_func_name}_and_mul", [ops()["act_and_mul"]], targets, axes)
+
+
+def gen_batch_decode_module(
+    dtype_q: Any = None,
+    dtype_kv: Any = None,
+    dtype_o: Any = None,
+    dtype_idx: Any = None,
+    head_dim_qk: int | None = None,
+    head_dim_vo: int | None = None,
+    pos_encoding_mode: int = 0,
+    use_sliding_window: bool = False,
+    use_logits_soft_cap: bool = False,
+    *,
+    targets: Iterable[Target] | None = None,
+    **axes: Any,
+) -> core.JitSpec:
+    """Returns the kernels of batch decode for one configuration; `gen_module("batch_decode")` without a dtype.
+
+    Args:
+        dtype_q, dtype_kv, dtype_o: torch dtypes.
+        dtype_idx, use_sliding_window: without effect: kernels read int32 and take any window.
+        head_dim_qk, head_dim_vo: head dimensions.
+        pos_encoding_mode: code of `PosEncodingMode`.
+        use_logits_soft_cap: whether scores are capped.
+        targets: `core.default_targets()` if None.
+        axes: as for `gen_module`.
+
+    Raises:
+        UnsupportedError: (a ValueError) No implementation supports it.
+    """
+    if dtype_q is None:
+        return gen_module("batch_decode", targets=targets, **axes)
+    fields = _attention_fields(dtype_q, dtype_kv, dtype_o, head_dim_qk, head_dim_vo, pos_encoding_mode)
+    fields["soft_cap"] = use_logits_soft_cap
+    return _attention("batch_decode", fields, targets)
+
+
+def gen_batch_prefill_module(
+    backend: str | None = None,
+    dtype_q: Any = None,
+    dtype_kv: Any = None,
+    dtype_o: Any = None,
+    dtype_idx: Any = None,
+    head_dim_qk: int | None = None,
+    head_dim_vo: int | None = None,
+    pos_encoding_mode: int = 0,
+    use_sliding_window: bool = False,
+    use_logits_soft_cap: bool = False,
+    use_fp16_qk_reduction: bool = False,
+    *,
+    targets: Iterable[Target] | None = None,
+    **axes: Any,
+) -> core.JitSpec:
+    """Returns the kernels of batch prefill for one configuration; `gen_module("batch_prefill")` without a backend.
+
+    Args:
+        backend: "fa2" or "fa3"; the module has the kernels of both.
+        dtype_q, dtype_kv, dtype_o: torch dtypes.
+        dtype_idx, use_sliding_window, use_fp16_qk_reduction: without effect: kernels read int32, take any window and
+            accumulate in fp32.
+        head_dim_qk, head_dim_vo: head dimensions.
+        pos_encoding_mode: code of `PosEncodingMode`.
+        use_logits_soft_cap: whether scores are capped.
+        targets: `core.default_targets()` if None.
+        axes: as for `gen_module`.
+
+    Raises:
+        ValueError: backend is another word.
+        UnsupportedError: (a ValueError) No implementation supports it.
+    """
+    if backend is None:
+        return gen_module("batch_prefill", targets=targets, **axes)
+    if backend not in ("auto", "fa2", "fa3"):
+        raise ValueError(f"backend: fa2 or fa3 is required; got {backend!r}")
+    fields = _attention_fields(dtype_q, dtype_kv, dtype_o, head_dim_qk, head_dim_vo, pos_encoding_mode)
+    fields["soft_cap"] = use_logits_soft_cap
+    return _attention("batch_prefill", fields, targets)
+
+
+def _attention_fields(q: Any, kv: Any, out: Any, head_dim_qk: Any, head_dim_vo: Any, encoding: int) -> dict[str, Any]:
+    dtypes = {"q": short_name(q), "kv": short_name(kv), "out": short_name(out)}
+    dims = {"head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo}
+    return {**dtypes, **dims, "pos_encoding": PosEncodingMode(encoding).name}
+
+
+def _attention(word: str, fields: dict[str, Any], targets: Iterable[Target] | None) -> core.JitSpec:
+    """All implementations of an attention op that support a request."""
+    places = core.default_targets() if targets is None else tuple(targets)
+    requests = [Request.of(ops()[word], target, fields) for target in places]
+    for request in requests:
+        dispatch.choose(request)  # refuses with the reasons
+    made = OpModule.of(
+        "_".join([f"{word}_with_kv_cache", *(f"{field}_{value}" for field, value in fields.items())]),
+        dict.fromkeys(spec for request in requests for spec in dispatch.specs(request)),
+    )
+    core.jit_spec_registry.register(made)
+    return made
 
 
 def _module(name: str, chosen: list[Op], targets: Iterable[Target] | None, axes: dict[str, Any]) -> core.JitSpec:

@@ -154,18 +154,21 @@ def every_described() -> Iterator[Described]:
 
 
 def fi_trace(
-    func: Callable[..., Any], save_dir: str | Path | None = None, name: str | None = None, **arguments: Any
+    func_or_method: Callable[..., Any], save_dir: str | Path | None = None, name: str | None = None, **arguments: Any
 ) -> dict[str, Any]:
-    """The definition of a call of `func`, an op or a bound or unbound method; written to `save_dir` if that is given.
+    """The definition of a call of `func_or_method`, an op or a bound or unbound method.
+
+    It is written to `save_dir` if that is given.
 
     Nothing is computed: the arguments only lend their shapes and dtypes. A bound method reads the arguments of
     `plan` from its object; an unbound one takes them as arguments too.
     """
-    traced = getattr(func, "fi_trace", None)
+    traced = getattr(func_or_method, "fi_trace", None)
     if traced is None:
-        raise ValueError(f"func: an op with a trace template is required, got {getattr(func, '__qualname__', func)}")
-    if inspect.ismethod(func):
-        arguments["self"] = func.__self__
+        came = getattr(func_or_method, "__qualname__", func_or_method)
+        raise ValueError(f"func_or_method: an op with a trace template is required, got {came}")
+    if inspect.ismethod(func_or_method):
+        arguments["self"] = func_or_method.__self__
     return traced(save_dir=save_dir, name=name, **arguments)  # type: ignore[no-any-return]
 
 

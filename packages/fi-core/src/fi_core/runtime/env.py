@@ -287,6 +287,11 @@ class Env:
     force_color = Variable[bool](FLAG, False, "call", "Colours also where there is no terminal.", prefixed=False)
     term = Variable[str](TEXT, "", "call", "Terminal type; dumb means no colours and no live progress.", prefixed=False)
 
+    # Tables of tuned tactics
+    autotune_cache_dir = Variable[Path | None](
+        PATH, None, "call", "Where autotune_v2 keeps its tables.", default_doc="autotune below the cache folder"
+    )
+
     # Logging, dumps, traces
     logging_level = Variable[Literal["debug", "info", "warning", "error", "critical"]](
         _choice("debug", "info", "warning", "error", "critical"), "info", "import", "Level of the build logger."
@@ -313,6 +318,11 @@ class Env:
         for variable in vars(type(self)).values():
             if isinstance(variable, Variable):
                 yield variable.row()
+
+    def with_module_path(self, folder: Path) -> dict[str, str]:
+        """The environment for a command whose Python processes look for modules in a folder first."""
+        given = os.environ.get("PYTHONPATH")
+        return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{given}" if given else str(folder)}
 
     def present(self) -> dict[str, str]:
         """The raw values of every FI_*, FLASHINFER_* and table variable that is set, for environment reports."""

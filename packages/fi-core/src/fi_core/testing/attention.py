@@ -116,7 +116,7 @@ def attention_tflops_per_sec_with_actual_seq_lens(
     head_dim_vo: int,
     num_qo_heads: int,
     causal: bool,
-    time: float,
+    ms: float,
 ) -> float:
     """Computes as `attention_tflops_per_sec` does, with a length per request.
 
@@ -127,12 +127,12 @@ def attention_tflops_per_sec_with_actual_seq_lens(
         head_dim_vo: head dimension of v and the output.
         num_qo_heads: query heads.
         causal: whether the mask is causal, aligned to the last key.
-        time: milliseconds.
+        ms: milliseconds.
     """
     flops = attention_flops_with_actual_seq_lens(
         actual_seq_lens_q, actual_seq_lens_kv, head_dim_qk, head_dim_vo, num_qo_heads, causal
     )
-    return _tera_per_second(flops, time)
+    return _tera_per_second(flops, ms)
 
 
 def attention_tb_per_sec(

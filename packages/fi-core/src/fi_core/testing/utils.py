@@ -54,15 +54,15 @@ def count_bytes(*tensors: Any) -> int:
     return total
 
 
-def aggregate_gpu_time_across_ranks(times: Sequence[float], aggregate_op: Callable[[Any], float] = max) -> list[float]:
-    """Reduces each time over the ranks of torch.distributed; with one rank the times are unchanged."""
+def aggregate_gpu_time_across_ranks(x: Sequence[float], op: Callable[[Any], float] = max) -> list[float]:
+    """Reduces each time over the ranks of torch.distributed; with one rank they are unchanged."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return list(times)
+        return list(x)
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, list(times))
-    return [aggregate_op(column) for column in zip(*gathered, strict=True)]
+    dist.all_gather_object(gathered, list(x))
+    return [op(column) for column in zip(*gathered, strict=True)]
 
 
 def bench_kineto(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from fi_core.attention.contract import unsupported
@@ -20,6 +21,17 @@ def starts(lens: torch.Tensor, step: int) -> torch.Tensor:
     return torch.nn.functional.pad(lens.cumsum(0), (1, 0)) * step
 
 
+def lengths(
+    name: str, given: torch.Tensor | None, x: torch.Tensor, offsets: torch.Tensor | None, in_tokens: bool
+) -> torch.Tensor:
+    """The lengths of the requests, from their offsets in x if they are not given."""
+    if given is not None:
+        return given
+    if offsets is None:
+        raise ValueError(f"{name}: the lengths of the requests are required where there are no batch_offsets")
+    return offsets.diff() if in_tokens else offsets.diff() // x.stride(0)
+
+
 @fi_api
 def cudnn_batch_prefill_with_kv_cache(
     q: torch.Tensor,
@@ -30,8 +42,8 @@ def cudnn_batch_prefill_with_kv_cache(
     *,
     max_token_per_sequence: int,
     max_sequence_kv: int,
-    actual_seq_lens_q: torch.Tensor,
-    actual_seq_lens_kv: torch.Tensor,
+    actual_seq_lens_q: torch.Tensor | None = None,
+    actual_seq_lens_kv: torch.Tensor | None = None,
     block_tables: torch.Tensor | None = None,
     causal: bool,
     return_lse: bool,
@@ -48,6 +60,8 @@ def cudnn_batch_prefill_with_kv_cache(
     is_cuda_graph_compatible: bool = False,
     backend: str | None = None,
     o_data_type: torch.dtype | None = None,
+    batch_offsets_units: str = "elements",
+    lse_base: str = "log2",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Prefill attention by cuDNN: `softmax(mask(q k^T * scale)) v` for each request.
 
@@ -61,14 +75,14 @@ def cudnn_batch_prefill_with_kv_cache(
         workspace_buffer: scratch of cuDNN, on the device.
         max_token_per_sequence, max_sequence_kv: upper bounds of qo_len and kv_len.
         actual_seq_lens_q, actual_seq_lens_kv: integers `[batch_size]` or `[batch_size, 1, 1, 1]`, on the host or on the
-            device.
+            device. None: the distances of batch_offsets_q and batch_offsets_k.
         block_tables: int32 `[batch_size, max_pages]`; None: ragged keys.
         causal: causal mask, aligned to the bottom right.
         return_lse: also return lse.
         q_scale, k_scale: factors of the scores, numbers or one-element host tensors.
         v_scale: factor of the output, a number or a tensor.
         batch_offsets_q, batch_offsets_o, batch_offsets_k, batch_offsets_v: int32 or int64 `[batch_size + 1]`, on the
-            device, offsets of the requests in q, out, k_cache and v_cache, in elements; default: concatenated.
+            device, offsets of the requests in q, out, k_cache and v_cache; default: concatenated.
         batch_offsets_stats: not supported.
         out: written and returned if given.
         lse: fp32, written if given.
@@ -76,14 +90,16 @@ def cudnn_batch_prefill_with_kv_cache(
             of the same shapes.
         backend: None or "cudnn".
         o_data_type: None, or q's dtype.
+        batch_offsets_units: unit of the offsets, "elements" or "tokens".
+        lse_base: base of lse, "log2" or "ln".
 
     Returns:
         (out `[qo_tokens, num_qo_heads, head_dim_vo]`, None), or with return_lse (out, lse) with lse fp32 `[batch_size,
-        max_token_per_sequence, num_qo_heads]`, base 2; its rows beyond those of a request are undefined.
+        max_token_per_sequence, num_qo_heads]`; its rows beyond those of a request are undefined.
 
     Raises:
         LibraryError: cuDNN's Python frontend is missing.
-        ValueError: shape, dtype, device, workspace or backend.
+        ValueError: shape, dtype, device, workspace, backend, batch_offsets_units or lse_base; no lengths.
         NotImplementedError: scales on the device, batch_offsets_stats.
         UnsupportedError: cuDNN does not support the request; with its message.
     """
@@ -93,6 +109,13 @@ def cudnn_batch_prefill_with_kv_cache(
         raise unsupported("batch_offsets_stats", batch_offsets_stats, "lse is padded to max_token_per_sequence rows")
     if backend not in (None, "cudnn"):
         raise ValueError(f'backend: None or "cudnn" is required; got {backend!r}')
+    if batch_offsets_units not in ("elements", "tokens"):
+        raise ValueError(f"batch_offsets_units: elements or tokens is required; got {batch_offsets_units!r}")
+    if lse_base not in ("log2", "ln"):
+        raise ValueError(f"lse_base: log2 or ln is required; got {lse_base!r}")
+    in_tokens = batch_offsets_units == "tokens"
+    actual_seq_lens_q = lengths("actual_seq_lens_q", actual_seq_lens_q, q, batch_offsets_q, in_tokens)
+    actual_seq_lens_kv = lengths("actual_seq_lens_kv", actual_seq_lens_kv, k_cache, batch_offsets_k, in_tokens)
     frontend()
     for name, factor in (("q_scale", q_scale), ("k_scale", k_scale)):
         if factor is not None:
@@ -116,7 +139,9 @@ def cudnn_batch_prefill_with_kv_cache(
         lse = q.new_empty(lse_shape, dtype=torch.float32)
 
     def ragged(x: torch.Tensor, longest: int, lens: torch.Tensor, offsets: torch.Tensor | None) -> Operand:
-        return packed(x, longest, starts(lens, x.stride(0)) if offsets is None else offsets)
+        if offsets is None:
+            return packed(x, longest, starts(lens, x.stride(0)))
+        return packed(x, longest, offsets * x.stride(0) if in_tokens else offsets)
 
     operands = {
         "q": ragged(q, most, lens_q, batch_offsets_q),
@@ -137,6 +162,8 @@ def cudnn_batch_prefill_with_kv_cache(
     attend(operands, workspace_buffer, float(scale), causal, -1)
     if lse is not None:
         finish_lse(lse, (lens_kv == 0).view(-1, 1).expand(-1, most))
+        if lse_base == "ln":
+            lse.mul_(math.log(2.0))
     if v_scale is not None:
         out.mul_(v_scale)
     return out, lse if return_lse else None

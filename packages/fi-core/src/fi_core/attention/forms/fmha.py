@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.contract import POS_ENCODINGS, flat_tables, scale_product, viewed
 from fi_core.attention.forms.tables_prefill import attend_once, results
 from fi_core.observe.log import fi_api
+from fi_core.runtime.env import env
 from fi_core.utils import _unpack_paged_kv_cache, int32_index
 
 if TYPE_CHECKING:
@@ -84,6 +86,24 @@ def _chunked(
     }
 
 
+def _table_of_both(block_tables: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The pages of K and V, from separate pages of K and of V, both counted from the first page of k."""
+    if block_tables.shape[1] != 2:
+        raise ValueError(f"block_tables: [batch_size, 2, max_pages] is required; got shape {tuple(block_tables.shape)}")
+    pages, bytes_of_page = block_tables[:, 0], k.stride(0) * k.element_size()
+    apart, rest = divmod(v.data_ptr() - k.data_ptr(), bytes_of_page or 1)
+    if rest:
+        raise ValueError(
+            f"block_tables: pages of V are counted in pages of K, {bytes_of_page} bytes, but v_cache begins "
+            f"{v.data_ptr() - k.data_ptr()} bytes after k_cache; pass [batch_size, max_pages]"
+        )
+    if (env.check or (env.check is None and not k.is_cuda)) and not (block_tables[:, 1] - pages == apart).all():
+        raise ValueError(
+            f"block_tables: a page of V must be its page of K + {apart}, the distance of the caches in pages"
+        )
+    return pages
+
+
 @fi_api
 def trtllm_fmha_v2_prefill(
     qkv: Any,
@@ -108,7 +128,7 @@ def trtllm_fmha_v2_prefill(
     chunked_attention_size: int = 0,
     save_softmax_stats: bool = False,
     skip_softmax_threshold_scale_factor: float | None = 0,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Prefill attention without a plan: `softmax(mask(q k^T * bmm1_scale)) v * bmm2_scale` (TensorRT-LLM's FMHA v2).
 
     All tensors are on the device.
@@ -125,27 +145,33 @@ def trtllm_fmha_v2_prefill(
         bmm2_scale: factor of the output, likewise.
         batch_size: number of requests.
         cum_seq_lens_q, cum_seq_lens_kv: int32 `[batch_size + 1]`, offsets of the requests.
-        block_tables: int32 `[batch_size, max_pages]`, for paged layouts.
+        block_tables: int32 `[batch_size, max_pages]`, for paged layouts. With a cache that is a tuple also int32
+            `[batch_size, 2, max_pages]`: pages of K, and pages of V counted from the first page of k_cache; both caches
+            must have the same pages, which is checked where tables are checked.
         out: written and returned if given.
         out_dtype: dtype of a new output; default q's.
         sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to row_sum.
-        pos_encoding_mode: None or "NONE"; "ROPE_LLAMA" or "ALIBI", as in the wrappers.
+        pos_encoding_mode: None or "NONE"; "ROPE_LLAMA" or "ALIBI", as in the wrappers. Case does not matter.
         logits_soft_cap_scale: c > 0 replaces scores by `c tanh(score / c)`.
         mask_mode: "causal" (aligned to the bottom right), "sliding_window" (causal, and window_left keys before a row's
-            own), "chunked" (causal within the row's chunk of keys) or "padding" (all keys of the request).
+            own), "chunked" (causal within the chunk of keys of the row) or "padding" (all keys). Case does not
+            matter.
         window_left: number of keys before its own that a row attends to; -1: all.
         chunked_attention_size: keys of a chunk, a multiple of the page size, for "chunked".
-        save_softmax_stats: not supported.
+        save_softmax_stats: also return the statistics of the softmax.
         skip_softmax_threshold_scale_factor: without effect; no softmax is skipped.
 
     Returns:
-        out `[qo_tokens, num_qo_heads, head_dim]`.
+        out `[qo_tokens, num_qo_heads, head_dim]`. With save_softmax_stats (out, stats), stats fp32 `[qo_tokens,
+        num_qo_heads, 2]`: (m, s) with `exp(m) s` the sum of the exponentials of a row. TensorRT-LLM's m is the maximum;
+        here it is the logarithm of the sum and s is 1, which merges alike. A row without keys has (-inf, 0).
 
     Raises:
-        ValueError: layout, shape, dtype, device, mask_mode, pos_encoding_mode or save_softmax_stats.
+        ValueError: layout, shape, dtype, device, block_tables, mask_mode or pos_encoding_mode.
     """
     import torch
 
+    mask_mode = mask_mode.lower()
     if mask_mode not in _CAUSAL:
         raise ValueError(f"mask_mode: allowed are {', '.join(_CAUSAL)}; got {mask_mode!r}")
     if (mask_mode == "chunked") != (chunked_attention_size > 0):
@@ -153,23 +179,19 @@ def trtllm_fmha_v2_prefill(
             'chunked_attention_size: a positive number is required with mask_mode "chunked", and 0 with others; got '
             f"{chunked_attention_size} with {mask_mode!r}"
         )
-    if save_softmax_stats:
-        raise ValueError(
-            "save_softmax_stats: maximum and sum of a row are not kept apart; trtllm_batch_context_with_kv_cache and "
-            "trtllm_ragged_attention_deepseek give their logarithm with return_lse"
-        )
-    encoding = POS_ENCODINGS.get(pos_encoding_mode or "NONE")
+    encoding = POS_ENCODINGS.get((pos_encoding_mode or "NONE").upper())
     if encoding is None:
         raise ValueError(f"pos_encoding_mode: allowed are None, {', '.join(POS_ENCODINGS)}; got {pos_encoding_mode!r}")
     q, k, v, layout = _split(qkv, input_layout)
     paged = k.ndim == 4
     if paged == (block_tables is None):
         raise ValueError(f"block_tables: for paged layouts, and no others; got {input_layout} with {block_tables!r}")
-    result, _ = results(q, v.shape[-1], out, out_dtype, None, False)
+    result, lse = results(q, v.shape[-1], out, out_dtype, None, save_softmax_stats)
     qo_indptr, kv_indptr = int32_index(cum_seq_lens_q), int32_index(cum_seq_lens_kv)
     tables: dict[str, Any] = {"kv_indptr": kv_indptr}
     page_size = 1
     if block_tables is not None:
+        block_tables = _table_of_both(block_tables, k, v) if block_tables.ndim == 3 else block_tables
         pages, pitch = flat_tables(block_tables)
         if block_tables.shape[0] < batch_size:
             raise ValueError(f"block_tables: {batch_size} rows are required, batch_size; got {block_tables.shape[0]}")
@@ -199,8 +221,10 @@ def trtllm_fmha_v2_prefill(
         batch_size, pieces = _chunked(chunked_attention_size, max_q_len, page_size, qo_indptr, kv_len, begins)
         qo_indptr, tables = pieces.pop("qo_indptr"), tables | pieces
     attend_once(
-        result, None, q, k, v, layout, batch_size, qo_indptr=qo_indptr, causal=_CAUSAL[mask_mode],
+        result, lse, q, k, v, layout, batch_size, qo_indptr=qo_indptr, causal=_CAUSAL[mask_mode],
         pos_encoding_mode=encoding, window_left=window_left, logits_soft_cap=logits_soft_cap_scale or 0.0,
         score_scale=scale_product(1.0, bmm1_scale), out_scale=scale_product(1.0, bmm2_scale), sinks=sinks, **tables,
     )  # fmt: skip
-    return result
+    if lse is None:
+        return result
+    return result, torch.stack((lse * math.log(2.0), lse.isfinite().float()), dim=-1)

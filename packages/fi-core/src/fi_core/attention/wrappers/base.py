@@ -86,6 +86,18 @@ class BatchWrapper(PlanState):
         self._rope_scale = 1.0 if rope_scale is None else number(rope_scale, "rope_scale")
         self._rope_theta = 1e4 if rope_theta is None else number(rope_theta, "rope_theta")
 
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Checks its argument only: one kernel accepts K and V of different strides.
+
+        Raises:
+            ValueError: variant.
+            RuntimeError: no plan.
+        """
+        if variant != "independent":
+            raise ValueError(f'variant: "independent" is required; got {variant!r}')
+        if self._plan_info is None:
+            raise self._no_plan("prewarm_paged_kv_stride_variant")
+
     def forward_return_lse(self, *args: Any, **options: Any) -> Any:
         """`forward`, with the log-sum-exp."""
         return self.forward(*args, **options, return_lse=True)

@@ -170,6 +170,11 @@ class MultiLevelCascadeAttentionWrapper:
 
     forward = run
 
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """As in BatchPrefillWithPagedKVCacheWrapper."""
+        for wrapper in self._batch_prefill_wrappers:
+            wrapper.prewarm_paged_kv_stride_variant(variant)
+
     def _check_levels(self, **tables: Sequence[torch.Tensor]) -> None:
         levels = len(self._batch_prefill_wrappers)
         for name, given in tables.items():

@@ -26,7 +26,7 @@ _FIXED = 8  # positional parameters of plan, self included
 
 
 def deprecated_positional(plan: F) -> F:
-    """Accepts the keyword-only options of `plan` by position, with a warning."""
+    """Accepts the keyword-only options of `plan` or `workspace_size` by position, with a warning."""
 
     @functools.wraps(plan)
     def wrapper(*args: Any, **options: Any) -> Any:
@@ -34,12 +34,12 @@ def deprecated_positional(plan: F) -> F:
             more = args[_FIXED:]
             if len(more) > len(_POSITIONAL):
                 most = _FIXED - 1 + len(_POSITIONAL)
-                raise TypeError(f"plan: at most {most} positional arguments are taken; got {len(args) - 1}")
+                raise TypeError(f"{plan.__name__}: at most {most} positional arguments are taken; got {len(args) - 1}")
             named = dict(zip(_POSITIONAL, more))
             twice = [name for name in named if name in options]
             if twice:
-                raise TypeError(f"plan: {', '.join(twice)} given by position and by keyword")
-            warnings.warn(f"plan: pass {', '.join(named)} by keyword", DeprecationWarning, stacklevel=2)
+                raise TypeError(f"{plan.__name__}: {', '.join(twice)} given by position and by keyword")
+            warnings.warn(f"{plan.__name__}: pass {', '.join(named)} by keyword", DeprecationWarning, stacklevel=2)
             args, options = args[:_FIXED], {**named, **options}
         return plan(*args, **options)
 

@@ -134,6 +134,7 @@ class BatchDecodePlan(BatchWrapper):
         """Length of the longest request of the last plan; synchronises."""
         return max(lengths(*self._schedule.tables, self._page_size), default=0)
 
+    @deprecated_positional
     def workspace_size(
         self,
         indptr: torch.Tensor,

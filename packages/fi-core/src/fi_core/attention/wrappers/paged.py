@@ -354,15 +354,3 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             rope_theta,
         )  # fmt: skip
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
-
-    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Checks its argument only: one kernel accepts K and V of different strides.
-
-        Raises:
-            ValueError: variant.
-            RuntimeError: no plan.
-        """
-        if variant != "independent":
-            raise ValueError(f'variant: "independent" is required; got {variant!r}')
-        if self._plan_info is None:
-            raise self._no_plan("prewarm_paged_kv_stride_variant")

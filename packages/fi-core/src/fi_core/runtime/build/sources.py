@@ -8,7 +8,7 @@ import hashlib
 import json
 import posixpath
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -76,6 +76,14 @@ def variant_module(op: Op, name: str, variant: str, flags: tuple[str, ...]) -> A
     data = {"title": f"{name} on the CPU", "variant": variant, "source": op.source}
     source = _text("variant.cc.jinja", data, (op.source, *_includes(variant.encode())))
     return Artifact(f"{name}_cpu", "cpu", CPU, source, flags, (str(root()),), (generated_header(op),))
+
+
+def joined(title: str, paths: Sequence[Path]) -> str | Text:
+    """The source of one unit: a file, or a text that includes several files."""
+    if len(paths) == 1:
+        return str(paths[0])
+    files = [str(path) for path in paths]
+    return _text("sources.jinja", {"title": title, "files": files}, tuple(files))
 
 
 @functools.cache

@@ -1,0 +1,114 @@
+"""How the ranks of a group exchange Python objects, over torch.distributed or what the caller brings."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch.distributed
+
+__all__ = ["CommBackend", "MnnvlConfig", "TorchDistBackend", "all_ranks_agree"]
+
+
+class CommBackend(ABC):
+    """The ranks of a group, with mpi4py's names; engines derive their own."""
+
+    @abstractmethod
+    def Get_rank(self) -> int:
+        """This process's rank."""
+
+    @abstractmethod
+    def Get_size(self) -> int:
+        """The number of ranks."""
+
+    @abstractmethod
+    def allgather(self, data: Any) -> Any:
+        """The objects of all ranks, by rank."""
+
+    @abstractmethod
+    def bcast(self, data: Any, root: int) -> Any:
+        """The object of rank `root`."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+
+    @abstractmethod
+    def Split(self, color: int, key: int) -> Any:
+        """The group of the ranks with the same color, ordered by key."""
+
+
+class TorchDistBackend(CommBackend):
+    """The ranks of a process group of torch.distributed.
+
+    Args:
+        group: the group; None is the world.
+    """
+
+    def __init__(self, group: torch.distributed.ProcessGroup | None = None) -> None:
+        import torch.distributed as dist
+
+        self._dist, self._group = dist, group
+
+    def Get_rank(self) -> int:
+        return self._dist.get_rank(self._group)
+
+    def Get_size(self) -> int:
+        return self._dist.get_world_size(self._group)
+
+    def allgather(self, data: Any) -> tuple[Any, ...]:
+        gathered: list[Any] = [None] * self.Get_size()
+        self._dist.all_gather_object(gathered, data, group=self._group)
+        return tuple(gathered)
+
+    def bcast(self, data: Any, root: int = 0) -> Any:
+        """The object of rank `root` of the group."""
+        held = [data]
+        self._dist.broadcast_object_list(held, group=self._group, group_src=root)
+        return held[0]
+
+    def barrier(self) -> None:
+        self._dist.barrier(group=self._group)
+
+    def Split(self, color: int, key: int) -> TorchDistBackend:
+        """The group of the ranks with the same color, in the order of ranks, which torch takes instead of the keys.
+
+        Every rank of the world must call it.
+        """
+        mine = (color, self._dist.get_rank())
+        world: list[Any] = [None] * self._dist.get_world_size()
+        self._dist.all_gather_object(world, (self._ranks(), mine))
+        found = self
+        for ranks in dict.fromkeys(ranks for ranks, _ in world):
+            members = [given for theirs, given in world if theirs == ranks]
+            for wanted in sorted({c for c, _ in members}):
+                chosen = sorted(rank for c, rank in members if c == wanted)
+                group = self._dist.new_group(chosen)
+                if mine[1] in chosen:
+                    found = TorchDistBackend(group)
+        return found
+
+    def _ranks(self) -> tuple[int, ...]:
+        return tuple(self._dist.get_process_group_ranks(self._group or self._dist.group.WORLD))
+
+
+@dataclass
+class MnnvlConfig:
+    """How memory that several GPUs map is allocated.
+
+    Args:
+        comm_backend: exchanges the handles; None: torch.distributed's world.
+        fabric_page_size: bytes of a page.
+        allocation_granularity: bytes; 0: the device's.
+    """
+
+    comm_backend: CommBackend | None = None
+    fabric_page_size: int = 1 << 29
+    allocation_granularity: int = 0
+
+
+def all_ranks_agree(comm_backend: CommBackend, value: bool) -> bool:
+    """Whether the value is true on every rank of the group; every rank must call it."""
+    return all(comm_backend.allgather(bool(value)))

@@ -1,0 +1,90 @@
+"""fi_core.comm: which rank does what, and how ranks exchange objects."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from fi_core.comm import CommBackend, Mapping, MnnvlConfig, TorchDistBackend, compute_fp4_swizzled_layout_sf_size
+from fi_core.comm.mnnvl import all_ranks_agree
+
+
+def test_the_example_of_two_stages() -> None:
+    """8 ranks, 4 of tensor parallelism and 2 stages: neighbours share a layer."""
+    ranks = [Mapping(8, rank, 8, tp_size=4, pp_size=2) for rank in range(8)]
+    assert [m.tp_rank for m in ranks] == [0, 1, 2, 3] * 2
+    assert [m.pp_rank for m in ranks] == [0] * 4 + [1] * 4
+    assert ranks[5].tp_group == [4, 5, 6, 7] and ranks[5].pp_group == [1, 5] and ranks[5].cp_group == [5]
+    assert ranks[0].is_first_pp_rank() and ranks[7].is_last_pp_rank() and ranks[5].prev_pp_rank() == 1
+    assert ranks[1].pp_layers(5) == [0, 1, 2] and ranks[6].pp_layers(5) == [3, 4]
+    assert not ranks[0].is_multi_node() and Mapping(16, 9, tp_size=16).node_rank == 1
+    assert Mapping(16, 9, tp_size=16).local_rank == 1
+
+
+def test_groups_divide_the_ranks() -> None:
+    """Every dimension's groups are a partition, and its rank is the place in the group."""
+    for rank in range(16):
+        m = Mapping(16, rank, tp_size=4, cp_size=2, pp_size=2, moe_ep_size=2, moe_tp_size=2)
+        for group, place in (
+            (m.tp_group, m.tp_rank), (m.cp_group, m.cp_rank), (m.pp_group, m.pp_rank),
+            (m.moe_ep_group, m.moe_ep_rank), (m.moe_tp_group, m.moe_tp_rank),
+        ):  # fmt: skip
+            assert group[place] == rank
+            assert len(set(group)) == len(group)
+        assert m.rank == m.pp_rank * 8 + m.cp_rank * 4 + m.tp_rank
+        assert m.moe_tp_rank * 2 + m.moe_ep_rank == m.tp_rank
+    assert m.has_tp() and m.has_cp() and m.has_pp() and m.has_moe_ep() and m.has_moe_tp() and not m.has_moe_cluster()
+    assert Mapping(4, 3, tp_size=4, moe_ep_size=4).ep_experts(8) == [6, 7]
+    assert Mapping(4, 3, tp_size=4, enable_attention_dp=True).dp_size == 4
+    assert Mapping(4, 1, tp_size=4) == Mapping(4, 1, tp_size=4) != Mapping(4, 2, tp_size=4)
+    assert len({Mapping(4, 1, tp_size=4), Mapping(4, 1, tp_size=4)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"world_size": 8, "tp_size": 4}, r"world_size: tp_size \* pp_size \* cp_size is required; got 8 and 4 \* 1"),
+        ({"world_size": 4, "tp_size": 4, "rank": 4}, "rank: 0 to world_size - 1, 3, is required; got 4"),
+        ({"world_size": 4, "tp_size": 4, "moe_ep_size": 3}, "moe_tp_size: .* must be tp_size, 4; got 1"),
+        ({"world_size": 4, "tp_size": 4, "attn_tp_size": 3}, "attn_tp_size: .* must be tp_size . cp_size, 4"),
+    ],
+)
+def test_sizes_that_do_not_fit(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Mapping(**sizes)
+
+
+def _rank(rank: int, port: int, folder: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=3)
+    ranks: CommBackend = TorchDistBackend()
+    assert (ranks.Get_rank(), ranks.Get_size()) == (rank, 3)
+    assert ranks.allgather(rank * 10) == (0, 10, 20)
+    assert ranks.bcast({"from": rank}, 1) == {"from": 1}
+    assert all_ranks_agree(ranks, True) and not all_ranks_agree(ranks, rank != 2)
+    half = ranks.Split(rank % 2, rank)
+    assert half.allgather(rank) == ((0, 2) if rank % 2 == 0 else (1,))
+    assert half.bcast(rank, 0) == rank % 2
+    ranks.barrier()
+    Path(folder, str(rank)).touch()
+    dist.destroy_process_group()
+
+
+def test_ranks_exchange_objects(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_rank, (port, str(tmp_path)), nprocs=3)  # type: ignore[no-untyped-call]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_config_and_sizes() -> None:
+    assert MnnvlConfig(comm_backend=None, fabric_page_size=1 << 29, allocation_granularity=0) == MnnvlConfig()
+    assert compute_fp4_swizzled_layout_sf_size(129, 5) == 256 * 8
+    assert torch.distributed.is_available()

@@ -56,7 +56,10 @@ def test_light_verbs_import_no_torch_and_start_fast(tmp_path: Path) -> None:
         ["compare", results, results],
         ["report", results, "-o", str(tmp_path / "r.html")],
     ):
-        spent, budget = cpu_seconds(LIGHT.format(words=words), tmp_path), unit * (0.4 if words == ["list"] else 0.2)
+        budget = unit * (0.4 if words == ["list"] else 0.2)
+        for _ in range(3):  # a neighbour on the core makes a start longer, never shorter
+            if (spent := cpu_seconds(LIGHT.format(words=words), tmp_path)) < budget:
+                break
         assert spent < budget, f"{words} takes {spent:.3f} s, allowed are {budget:.3f} s"
 
 

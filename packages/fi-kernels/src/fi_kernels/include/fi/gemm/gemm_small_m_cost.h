@@ -50,11 +50,4 @@ inline int64_t gemm_small_m_splits(const GemmSmallMShape& s) {
   return splits;
 }
 
-// The same for the kernel with fp4 weights, whose tiles have 128 or 256 rows of b.
-inline int64_t gemm_fp4_splits(const GemmSmallMShape& s, int64_t multiprocessors) {
-  int64_t splits = 1;
-  while (splits < 8 && splits * 2 <= s.k_blocks && gemm_ceil(s.n, 128) * splits * 2 <= multiprocessors) splits *= 2;
-  return splits;
-}
-
 }  // namespace fi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,8 @@ from fi_core import aot
 from fi_core.registry import ops
 from fi_core.runtime.build import compiler
 from fi_core.runtime.dispatch import Request
-from fi_core.runtime.resolve import prebuilt, provider, store
+from fi_core.runtime.files import packed
+from fi_core.runtime.resolve import built, prebuilt, provider, store
 from fi_core.runtime.spec.target import CPU, PREBUILT_ARCHS, Target
 
 LARGEST = 190  # device binaries of one architecture: the wheels must stay small
@@ -54,13 +56,16 @@ def test_the_resolver_uses_the_built_files(tmp_path: Path, monkeypatch: pytest.M
     wanted = aot.artifacts(("cuda", "cubin"))
     files = aot.build(tmp_path, ("cuda", "cubin"))
     assert sorted(path.relative_to(tmp_path).as_posix() for path in files) == [
-        "sm_90a/get_seq_lens_cuda_sm_90a.cubin",
+        "sm_90a/get_seq_lens_cuda_sm_90a.cubin.xz",
         f"{CPU}/get_seq_lens_cuda.so",
     ]
     loaded = provider._load("here", tmp_path)
     assert loaded.refusal is None
     found = [loaded.find(artifact) for artifact in wanted]
     assert {(file.path, why) for file, why in found if file} == {(path, "") for path in files}
+    monkeypatch.setattr("fi_core.runtime.resolve.providers", lambda: (loaded,))
+    for artifact in wanted:
+        assert next(prebuilt(artifact)).content() == built(artifact).content()
     index = json.loads((tmp_path / "index.json").read_text())
     assert index["compiler"]["cubin"].startswith("libnvrtc-builtins.so.13")
     assert str(tmp_path) not in (tmp_path / "index.json").read_text()
@@ -81,11 +86,11 @@ def test_the_store_serves_a_build_that_asks_for_it(
 
     store.in_first_root(lambda root: store.publish(root, compiler.key(image), fill))
     compiled = {path.name: path.read_bytes() for path in aot.build(tmp_path / "compiled", ("cuda", "cubin"))}
-    assert compiled[image.file].startswith(b"\x7fELF")
+    assert lzma.decompress(compiled[f"{image.file}.xz"]).startswith(b"\x7fELF")
     assert store.peek(compiler.key(module)) is None
     monkeypatch.setenv("FI_AOT_STORE", "1")
     taken = {path.name: path.read_bytes() for path in aot.build(tmp_path / "taken", ("cuda", "cubin"))}
-    assert taken == {image.file: b"from the store", module.file: compiled[module.file]}
+    assert taken == {f"{image.file}.xz": packed(b"from the store"), module.file: compiled[module.file]}
     folder = store.peek(compiler.key(module))
     assert folder and (folder / module.file).read_bytes() == compiled[module.file]
 

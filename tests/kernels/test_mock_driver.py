@@ -18,6 +18,7 @@ from fi_core.norm.ops import NormConfig
 from fi_core.registry import operator, ops
 from fi_core.runtime.build import compiler, sources
 from fi_core.runtime.errors import MissingKernelError
+from fi_core.runtime.files import packed
 from fi_core.runtime.launch.operator import OTHER_DEVICE
 from fi_core.runtime.resolve import built
 from fi_core.runtime.spec.artifact import Artifact
@@ -265,28 +266,34 @@ def image_of(arch: str) -> Artifact:
     return image
 
 
-def provider(folder: Path, image: Artifact, content: bytes) -> Path:
+def provider(folder: Path, image: Artifact, content: bytes, file: str = "one.cubin") -> Path:
     """A prebuilt package of one device binary."""
     folder.mkdir()
-    (folder / "one.cubin").write_bytes(content)
-    entry = {"closure": sources.closure(image), "sha256": hashlib.sha256(content).hexdigest(), "file": "one.cubin"}
+    (folder / file).write_bytes(content)
+    entry = {"closure": sources.closure(image), "sha256": hashlib.sha256(content).hexdigest(), "file": file}
     head = {"version": fi_core.__version__, "schema": compiler.SCHEMA, "abi": compiler.FFI_ABI}
     (folder / "index.json").write_text(json.dumps(head | {"artifacts": {image.id: entry}}))
     return folder
 
 
-@pytest.mark.parametrize("content", ["of another architecture", "no device binary", "without the entries"])
+@pytest.mark.parametrize(
+    "content", ["of another architecture", "no device binary", "without the entries", "not packed", "half of it"]
+)
 def test_a_prebuilt_image_that_the_driver_refuses(start: Start, tmp_path: Path, content: str) -> None:
-    """One line says so, and the next place serves."""
+    """One line says so, and the next place serves; likewise for a file that cannot be unpacked."""
+    file = "one.cubin"
     if content == "of another architecture":
         binary, reason = built(image_of("80")).path.read_bytes(), "CUDA_ERROR_NO_BINARY_FOR_GPU"
     elif content == "no device binary":
         binary, reason = b"\x7fELF" + bytes(60), "CUDA_ERROR_INVALID_IMAGE"
+    elif content in ("not packed", "half of it"):
+        binary, reason, file = built(image_of("90a")).path.read_bytes(), "it cannot be unpacked", "one.cubin.xz"
+        binary = packed(binary)[:1000] if content == "half of it" else binary
     else:
         binary = built(image_of("90a")).path.read_bytes().replace(b"rmsnorm_scalar", b"rmsnorm_sculpt")
         assert b"rmsnorm_sculpt" in binary
         reason = "CUDA_ERROR_NOT_FOUND"
-    package = provider(tmp_path / "package", image_of("90a"), binary)
+    package = provider(tmp_path / "package", image_of("90a"), binary, file)
     gpu = start(90, FI_CUBIN_DIR=str(package))
     origin = gpu.bind("rmsnorm", AXES)["cubin"]
     assert origin[1] in ("store", "jit")
@@ -305,9 +312,10 @@ def test_an_image_built_here_that_the_driver_refuses(start: Start) -> None:
 def test_a_prebuilt_image_of_an_older_target_serves(start: Start, tmp_path: Path) -> None:
     """An sm_86 card runs what was built for sm_80, and compiles nothing: FI_JIT=off."""
     built_before = [built(a) for a in sources.artifacts(toy.chosen(operator("rmsnorm").op, Target("cuda", "80"), AXES))]
-    package = provider(tmp_path / "package", image_of("80"), built_before[1].path.read_bytes())
+    content = packed(built_before[1].path.read_bytes())  # as fi-cubin ships it
+    package = provider(tmp_path / "package", image_of("80"), content, "one.cubin.xz")
     gpu = start(86, FI_CUBIN_DIR=str(package), FI_JIT="off")
-    assert gpu.bind("rmsnorm", AXES)["cubin"][:2] == (package / "one.cubin", "FI_CUBIN_DIR")
+    assert gpu.bind("rmsnorm", AXES)["cubin"][:2] == (package / "one.cubin.xz", "FI_CUBIN_DIR")
     assert launch(gpu)["pdl"] is False
     with pytest.raises(MissingKernelError, match="rmsnorm_dtype_bf16_out_bf16_residual_False_cuda_sm_90a"):
         start(90, FI_CUBIN_DIR=str(package), FI_JIT="off", FI_CACHE_DIR=str(tmp_path / "empty")).bind("rmsnorm", AXES)

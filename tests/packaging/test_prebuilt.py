@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from clean_site import HERE, ROOT, Site, open_folder, open_store
 
+from fi_core.runtime.files import packed
 from fi_core.runtime.spec.target import PREBUILT_ARCHS, Target
 
 pytestmark = pytest.mark.slow
@@ -162,7 +163,7 @@ def test_what_does_not_fit_is_passed_over(case: str, site: Callable[..., Site]) 
 def test_an_image_that_the_driver_refuses_is_passed_over(site: Callable[..., Site], mock_driver: Path) -> None:
     with open_folder("fi-unfit-") as folder:
         here = site(*BOTH).copy(folder / "site")
-        forge(here, "fi_cubin", f"{OP}_cuda_sm_90a", b"not an image")
+        forge(here, "fi_cubin", f"{OP}_cuda_sm_90a", packed(b"not an image"))
         found = here.probe(f"{OP}_cuda_sm_90a", FI_JIT="off", LD_LIBRARY_PATH=str(mock_driver))
     assert found["kernels"][f"{OP}_cuda_sm_90a"].startswith("MissingKernelError")
     (line,) = (line for line in found["log"] if "skipped" in line)

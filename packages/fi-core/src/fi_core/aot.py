@@ -22,6 +22,7 @@ from fi_core.runtime import dispatch
 from fi_core.runtime.build import compiler, sources
 from fi_core.runtime.dispatch import Request
 from fi_core.runtime.env import env
+from fi_core.runtime.files import PACKED, packed
 from fi_core.runtime.resolve import build_all, run_all, store
 from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.op import Op, Spec
@@ -73,6 +74,8 @@ def _compiled(wanted: Sequence[Artifact], progress: bool) -> Iterator[dict[Artif
 def build(directory: Path, kinds: Collection[str], progress: bool = False) -> list[Path]:
     """Compiles the artifacts into `directory`, with the index that `resolve.provider` reads; returns the files.
 
+    Device binaries are packed; host modules are not, since the dynamic loader takes files.
+
     The same sources and compilers give the same bytes, wherever the tree and the directory lie, and whether or not
     they come from the store. Raises CompileError of the first unit that fails, ValueError if FI_SANITIZE is set.
     """
@@ -82,8 +85,10 @@ def build(directory: Path, kinds: Collection[str], progress: bool = False) -> li
     wanted = artifacts(kinds)
     with _compiled(wanted, progress) as compiled:
         for artifact in wanted:
-            content = compiled[artifact].read_bytes()
-            path = directory / str(artifact.target) / artifact.file
+            content, name = compiled[artifact].read_bytes(), artifact.file
+            if artifact.kind == "cubin":
+                content, name = packed(content), name + PACKED
+            path = directory / str(artifact.target) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
             files.append(path)

@@ -109,6 +109,33 @@ def private(path: Path, owner: int | None = None) -> bytes:
         return file.read()
 
 
+PACKED = ".xz"
+# Machine code of 16 bytes an instruction: its place in one tells the meaning of a byte. The 631 device binaries of
+# version 0.1 take 0.18 of their 60 MB, 0.28 by deflate; a file of 95 KB is unpacked in 1.2 ms.
+_FILTERS = ({"id": 0x21, "preset": 6, "lc": 0, "lp": 2, "pb": 4},)  # lzma.FILTER_LZMA2
+
+
+def packed(content: bytes) -> bytes:
+    """A device binary as packages ship it, in a file whose name ends in PACKED."""
+    import lzma
+
+    return lzma.compress(content, filters=_FILTERS)
+
+
+def unpacked(path: Path, content: bytes) -> bytes:
+    """The content of a file, unpacked if its name ends in PACKED. Raises OSError if that fails."""
+    if path.suffix != PACKED:
+        return content
+    try:
+        import lzma  # a Python may be built without it
+    except ImportError as error:
+        raise OSError(errno.ENOSYS, f"{error}: this Python cannot unpack it", str(path)) from None
+    try:
+        return lzma.decompress(content, lzma.FORMAT_XZ)
+    except (lzma.LZMAError, MemoryError) as error:
+        raise OSError(errno.EIO, f"it cannot be unpacked: {error}", str(path)) from None
+
+
 def verified(path: Path, digest: str) -> IO[bytes]:
     """Opens a file whose content has this sha256; what is then read or loaded through it is what was hashed.
 

@@ -152,10 +152,8 @@ def bind_artifacts(
     words = _words(entries)
 
     def use(found: Found) -> Callable[..., None]:
-        with found.opened() as file:
-            content = file.read()
         checks = checks_contents("cuda")
-        bound = module["bind"](op, name, checks, content, image.target.capability, device, *words)
+        bound = module["bind"](op, name, checks, found.content(), image.target.capability, device, *words)
         return bound  # type: ignore[no-any-return]
 
     call, image_found = _first(image, cubins, use)

@@ -37,6 +37,11 @@ class Found(NamedTuple):
         """The verified file. Raises OSError if it is gone or differs."""
         return files.verified(self.path, self.digest)
 
+    def content(self) -> bytes:
+        """The bytes of the artifact, unpacked. Raises OSError if the file is gone, differs or cannot be unpacked."""
+        with self.opened() as file:
+            return files.unpacked(self.path, file.read())
+
 
 def alternatives(artifact: Artifact) -> tuple[Artifact, ...]:
     """The artifact, and for a device binary the same unit built for older targets that run here."""

@@ -284,7 +284,7 @@ def test_arguments_are_checked(device: str) -> None:
             TypeError,
             "^mask_begin: declared int32_t.*int32 is required; got torch.float32",
         ),
-        ((bits, begin.repeat(2)[::2], SM_SCALE), ValueError, "^mask_begin: .*contiguous"),
+        ((bits, begin.repeat(2)[::2], SM_SCALE), ValueError, "mask_begin: .*contiguous"),
         ((bits, begin.to("meta"), SM_SCALE), TypeError, "^mask_begin: a dense tensor with data.*got a meta tensor"),
         ((bits, begin, "0.1"), TypeError, "^sm_scale: declared double, so a number is required; got str"),
         ((bits, begin, SM_SCALE, 1), TypeError, "mask_bits, mask_begin, sm_scale are taken; got 4"),
@@ -292,9 +292,9 @@ def test_arguments_are_checked(device: str) -> None:
         with pytest.raises(error, match=says):
             call(*extra)
     if device == "cuda":
-        with pytest.raises(ValueError, match=r"^mask_bits: a tensor on cuda:0.*got cpu"):
+        with pytest.raises(ValueError, match=r"mask_bits: a tensor on cuda:0.*got cpu"):
             call(bits.cpu(), begin, SM_SCALE)
-    with pytest.raises(ValueError, match=r"^dtype_q: masked was made for torch.float16; got torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"dtype_q: masked was made for torch.float16; got torch.bfloat16"):
         single_decode_with_kv_cache_with_jit_module(single(MASKED, "decode"), q.bfloat16(), k, k, bits, begin, 1.0)
     with pytest.raises(TypeError, match=r"^jit_module: what build_and_load"):
         single_decode_with_kv_cache_with_jit_module("no module", q, k, k)
@@ -303,7 +303,7 @@ def test_arguments_are_checked(device: str) -> None:
 def test_a_plan_must_fit_the_declaration() -> None:
     p = paged((5,), heads=HEADS, dim=DIM)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), jit_args=jit_args(SINK))
-    with pytest.raises(ValueError, match=r"^dtype_o: sink was made for torch.float16; got torch.float32"):
+    with pytest.raises(ValueError, match=r"dtype_o: sink was made for torch.float16; got torch.float32"):
         wrapper.plan(*p.plan_arguments(), **p.dtypes, o_data_type=torch.float32)
 
 

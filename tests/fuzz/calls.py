@@ -144,7 +144,8 @@ def _with_slopes(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*given: Any, **options: Any) -> Any:
         slopes = given[4] if len(given) > 4 else None
-        heads = given[1].shape[-2] if isinstance(given[1], torch.Tensor) and given[1].ndim > 1 else 0
+        q = given[1]
+        heads = q.shape[-2] if isinstance(q, torch.Tensor) and not q.is_nested and q.ndim > 1 else 0
         if isinstance(slopes, torch.Tensor) and slopes.numel() < heads:
             raise ValueError(f"args: a slope for each of {heads} heads is required; got {slopes.numel()}")
         return function(*given, **options)

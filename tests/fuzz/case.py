@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from families.test_descriptions import check
+from fi_core.observe.checked import names
 from fi_core.observe.trace import TraceTemplate
 from fi_core.runtime.errors import BackendSupportedError, FiError, GPUArchitectureError, LibraryError, UnsupportedError
 from fi_core.runtime.launch.operator import operators
@@ -93,7 +94,11 @@ class Hostile:
         own = [f for f in frames if "/fi_core/" in f.filename]
         where = f"{Path(own[-1].filename).name}:{own[-1].name}" if own else ""
         words = set(re.findall(r"\w+", text))
-        named = bool(words & self.names) or _names_its_argument(text) or isinstance(error, UnsupportedError)
+        named = (
+            any(names(text, name) for name in self.names)
+            or _names_its_argument(text)
+            or isinstance(error, UnsupportedError)
+        )
         if isinstance(error, (RuntimeError, MemoryError)) and _NO_MEMORY.search(text):
             outcome = "no memory"
         elif isinstance(error, LibraryError) or (isinstance(error, NAMED) and named):

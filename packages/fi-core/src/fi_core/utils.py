@@ -321,9 +321,11 @@ def _with_page_axis(x: torch.Tensor, kv_layout: str, ndim: int, name: str) -> to
     """Returns x with `ndim` axes. One axis fewer means page size 1: an axis of size 1 is inserted."""
     _check_kv_layout(kv_layout)
     if getattr(x, "ndim", None) not in (ndim - 1, ndim):
-        if not hasattr(x, "shape"):
-            errors.blame(TypeError(), **{name: x})
-        raise ValueError(f"{name}: must have {ndim - 1} or {ndim} dimensions, got shape {tuple(x.shape)}")
+        try:
+            shape = tuple(x.shape)
+        except (AttributeError, RuntimeError) as error:
+            errors.blame(error, **{name: x})
+        raise ValueError(f"{name}: must have {ndim - 1} or {ndim} dimensions, got shape {shape}")
     return x if x.ndim == ndim else x.unsqueeze(-3 if kv_layout == "NHD" else -2)
 
 

@@ -142,7 +142,10 @@ def unpack(
             return cache.unbind(1)  # type: ignore[union-attr, return-value]
         return _unpack_paged_kv_cache(cache, kv_layout)
     except (AttributeError, RuntimeError) as error:
-        blame(error, **{f"paged_kv_cache (kv_cache)[{i}]": member for i, member in enumerate(cache)})
+        name = "paged_kv_cache (kv_cache)"
+        if hasattr(cache, "layout"):
+            blame(error, **{name: cache})
+        blame(error, **{f"{name}[{i}]": member for i, member in enumerate(cache)})
 
 
 def cache_pair(
@@ -152,6 +155,14 @@ def cache_pair(
     if getattr(kv_cache, "ndim", 0) == 5 and kv_cache.shape[1] == 1:  # type: ignore[union-attr]
         return kv_cache[:, 0], kv_cache[:, 0]  # type: ignore[call-overload]
     return unpack(kv_cache, kv_layout)
+
+
+def flag(name: str, value: Any) -> bool:
+    """The truth of a flag; raises TypeError if it has none, as a tensor of several elements."""
+    try:
+        return bool(value)
+    except (RuntimeError, ValueError):
+        raise TypeError(f"{name}: a bool is required; got a {type(value).__name__}") from None
 
 
 def per_head(args: tuple[Any, ...]) -> tuple[float, float, tuple[Any, Any, Any]]:

@@ -35,6 +35,10 @@ _WORDS = {
 }
 
 
+# Classes of errors that fi itself raises as subclasses only.
+_FOREIGN = (AttributeError, IndexError, RuntimeError, AssertionError, ZeroDivisionError, OverflowError)
+
+
 def checked(function: F) -> F:
     """The function, which names the argument whose type made a call fail; signature and attributes are the same."""
     parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
@@ -84,10 +88,15 @@ def _explain(error: Exception, function: Callable[..., Any], /, *args: Any, **op
             raise TypeError(f"{called}: {name} must be {required}; got {got}") from None
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError(f"{called}: {name} must be an integer of 64 bits; got {value}") from None
-    # A text of Python's own may have the name of an argument as a word: "tuple index out of range".
-    if isinstance(error, (AttributeError, IndexError)) or given.keys().isdisjoint(words):
+    # A text of Python's or torch's own may have the name of an argument as a word: "tuple index out of range".
+    if type(error) in _FOREIGN or not any(names(str(error), name) for name in given):
         _explain_tensors(error, function, given, called)
     raise error.with_traceback(None) if torch_op.is_explained(error) else error
+
+
+def names(text: str, name: str) -> bool:
+    """Whether a text of ours names an argument. `a` is an article as well."""
+    return bool(re.search(rf"\b{name}\b" if name != "a" else r"\ba(:| must| has|, [a-z]\b| and [a-z]\b)", text))
 
 
 def _name(function: Callable[..., Any], given: Mapping[str, Any]) -> str:
@@ -97,7 +106,7 @@ def _name(function: Callable[..., Any], given: Mapping[str, Any]) -> str:
 
 def _explain_tensors(error: Exception, function: Callable[..., Any], given: Mapping[str, Any], called: str) -> None:
     """Raises the error that names a tensor which no kernel can read, whose values a call needs that has none, or whose
-    rank the description does not have.
+    rank the description does not have; else, of a wrong value, one with the shapes of all tensors.
     """
     import torch
     from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -110,21 +119,21 @@ def _explain_tensors(error: Exception, function: Callable[..., Any], given: Mapp
         special = [name for name, value in tensors.items() if torch_op.is_special(value)]
         raise NotImplementedError(f"{called}: values of {', '.join(special)} shape the result, so data is required "
                                   "that a fake tensor does not have") from error  # fmt: skip
-    if isinstance(error, (RuntimeError, FiError)):  # of a device, or in words of our own
-        return
+    if isinstance(error, (RuntimeError, FiError, LookupError)) and type(error) is not IndexError:
+        return  # of a device, or in words of our own
     trace = getattr(getattr(function, "fi_trace", None), "trace", None)
     templates = [template for template in getattr(trace, "templates", (trace,)) if template]
     inputs = [(entry.param or key, entry) for template in templates for key, entry in template.inputs.items()]
     for name, value in tensors.items():
         dims = [entry.dim_names for key, entry in inputs if key == name and isinstance(entry, Tensor)]
         if dims and value.ndim not in map(len, dims):
-            forms = " or ".join(dict.fromkeys(f"[{', '.join(names)}]" for names in dims))
+            forms = " or ".join(dict.fromkeys(f"[{', '.join(each)}]" for each in dims))
             got = tuple(value.shape)
             raise ValueError(f"{called}: {name}: {forms} is required; got shape {got}") from error
-    if isinstance(error, IndexError):
-        for name, value in tensors.items():
-            if not value.ndim:
-                raise ValueError(f"{called}: {name}: a tensor with dimensions is required; got shape ()") from error
+    if tensors and type(error) in (ValueError, IndexError):  # of a kernel that names what it derives from them
+        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in tensors.items())
+        said = "a tensor has too few dimensions" if isinstance(error, IndexError) else str(error)
+        raise ValueError(f"{called}: {said}; got tensors of shapes {shapes}") from error
 
 
 def _matches(word: str, value: Any) -> bool:

@@ -33,6 +33,10 @@ class WrongDtypeError(FiError, TypeError, AssertionError):
     """Raised for a dtype where FlashInfer's function has an assertion: a TypeError, as in other functions here."""
 
 
+class WrongBackendError(FiError, ValueError, AssertionError):
+    """Raised for a backend where FlashInfer's wrapper has an assertion: a ValueError, as in other wrappers here."""
+
+
 def blame(error: Exception, **tensors: Any) -> NoReturn:
     """Raises a TypeError for the first of these arguments that is not a dense tensor, else the error of the call."""
     import torch

@@ -123,9 +123,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
             raise unsupported(name, scale, "pass a number")
     _check_widths(kv_lora_rank, qk_rope_head_dim)
     cache = _cache_of(kv_cache)
-    if query.ndim != (4 if cum_seq_lens_q is None else 3) or query.shape[-1] != ops.LATENT + ops.ROPE:
+    rank = 4 if cum_seq_lens_q is None else 3
+    if query.ndim != rank or query.shape[-1] != ops.LATENT + ops.ROPE or not query.shape[-2]:
         required = "[batch_size, q_len, heads, 576]" if cum_seq_lens_q is None else "[tokens, heads, 576]"
-        raise ValueError(f"query: {required} is required; got {tuple(query.shape)}")
+        raise ValueError(f"query: {required} is required, of 1 head or more; got {tuple(query.shape)}")
     q_len = query.shape[1] if query.ndim == 4 else 0
     q = query.flatten(0, 1) if query.ndim == 4 else query
     shape = (*query.shape[:-1], ops.LATENT)

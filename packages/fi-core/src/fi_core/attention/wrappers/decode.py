@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import POS_ENCODINGS, no_nvfp4, per_head, scale_product, unpack
+from fi_core.attention.contract import POS_ENCODINGS, flag, no_nvfp4, per_head, scale_product, unpack
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.decode_plan import BatchDecodePlan
@@ -141,6 +141,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         if dim_vo != self._head_dim:
             buffers = self._schedule.buffers_for(dim_vo)
         shape, out_dtype = (*self._q_shape[:2], dim_vo), self._cached_o_data_type
+        return_lse = return_lse is True or (return_lse is not False and flag("return_lse", return_lse))
         if out is not None:
             check_shape_dtype_device(out, shape, out_dtype, q.device, "out")
         elif out_dtype is q.dtype and shape == self._q_shape:

@@ -51,7 +51,7 @@ def lengths(
 ) -> list[int]:
     """Tokens of each request; synchronises if a table is on the device."""
     if seq_lens is not None:
-        return [int(n) for n in seq_lens.tolist()]
+        return [int(n) for n in seq_lens.flatten().tolist()]
     assert last_page_len is not None
     starts, last = indptr.tolist(), last_page_len.tolist()
     return [(end - begin - 1) * page_size + n if end > begin else 0 for begin, end, n in zip(starts, starts[1:], last)]

@@ -7,7 +7,7 @@ import math
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import check_backend, check_graph_buffer, check_workspace, computed, number
+from fi_core.attention.contract import check_backend, check_graph_buffer, check_workspace, computed, flag, number
 from fi_core.attention.ops import mla as ops
 from fi_core.attention.wrappers import mla_trace, planners
 from fi_core.attention.wrappers.plan_state import PlanState
@@ -319,6 +319,7 @@ class BatchMLAPagedAttentionWrapper(PlanState):
         except (AttributeError, RuntimeError, IndexError) as error:
             blame(error, q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
         ckv, kpe = self._scales(ckv_scale, ckv_scale_arr, kpe_scale)
+        return_lse = return_lse is True or (return_lse is not False and flag("return_lse", return_lse))
         if out is None:
             out = torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
         else:

@@ -16,6 +16,7 @@ from fi_core.attention.contract import (
     code,
     computed,
     data_types,
+    flag,
     last_value,
     per_head,
     scale_product,
@@ -403,6 +404,7 @@ class BatchPrefillPlan(BatchWrapper):
         rows, heads, _ = q.shape
         shape, out_dtype = (rows, heads, self._head_dim_vo), self._out_dtype()
         zero_padded_rows = False
+        return_lse = return_lse is True or (return_lse is not False and flag("return_lse", return_lse))
         if out is not None:
             check_shape_dtype_device(out, shape, out_dtype, q.device, "out")
         else:

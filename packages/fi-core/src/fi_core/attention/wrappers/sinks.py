@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.log import fi_api
+from fi_core.runtime.errors import WrongBackendError
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         window_left: must equal that of `plan`.
 
     Raises:
-        AssertionError: backend.
+        ValueError: backend; it is an AssertionError too, as FlashInfer's.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         head_dim_vo: int = 128,
         window_left: int = -1,
     ) -> None:
-        assert backend in ("auto", "fa2", "fa3"), f"backend: auto, fa2 or fa3 is required; got {backend!r}"
+        if backend not in ("auto", "fa2", "fa3"):
+            raise WrongBackendError(f"backend: auto, fa2 or fa3 is required; got {backend!r}")
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf,
             paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend,

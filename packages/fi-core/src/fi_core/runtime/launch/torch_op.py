@@ -8,6 +8,8 @@ with its own dispatch, or if functorch (vmap, grad) wraps a tensor.
 from __future__ import annotations
 
 import functools
+import numbers
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -72,6 +74,8 @@ def call(name: str, arguments: tuple[Any, ...], variant: Any = None) -> None:
 def dispatch(op: Op, arguments: tuple[Any, ...], variant: Any = None) -> None:
     """Calls the registered op outside of torch.compile. Raises NotImplementedError if autograd records a tensor."""
     check(op, arguments, wrapped=True)
+    _check_options(op, arguments)
+    _refuse_mixture(op, arguments)
     refuse_autograd(op, arguments)
     try:
         call(op.name, arguments, variant)
@@ -82,6 +86,34 @@ def dispatch(op: Op, arguments: tuple[Any, ...], variant: Any = None) -> None:
             raise
         kind = TypeError if isinstance(error, AssertionError) else type(error)
         raise kind(f"{op.name}: torch's dispatcher, which alone can read {names}, refuses the call: {error}") from error
+
+
+_OPTIONS: dict[str, tuple[type, str]] = {
+    "int": (numbers.Integral, "an integer"), "float": (numbers.Real, "a number"), "bool": (numbers.Integral, "a bool"),
+    "str": (str, "a string"),
+}  # fmt: skip
+
+
+def _check_options(op: Op, arguments: tuple[Any, ...]) -> None:
+    """Raises TypeError naming the first number, flag or word of a wrong type; host entries do so in direct calls."""
+    for argument, value in zip(op.parsed, arguments):
+        kind, words = _OPTIONS.get(argument.kind.removesuffix("?"), (object, ""))
+        if not isinstance(value, kind) and not (value is None and argument.kind.endswith("?")):
+            raise TypeError(f"{op.name}: {argument.name} must be {words}; got a {type(value).__name__}")
+
+
+def _refuse_mixture(op: Op, arguments: tuple[Any, ...]) -> None:
+    """Raises TypeError naming a tensor with data beside a fake one; torch's error prints all elements."""
+    known: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    fakes = {a.name: x for a, x in zip(op.parsed, arguments) if known and isinstance(x, known.FakeTensor)}
+    if not fakes or next(iter(fakes.values())).fake_mode.allow_non_fake_inputs:
+        return
+    for argument, value in zip(op.parsed, arguments):
+        if argument.kind.startswith("Tensor") and value is not None and argument.name not in fakes:
+            raise TypeError(
+                f"{op.name}: fake tensors and others do not go together; {', '.join(fakes)} got a fake one, "
+                f"{argument.name} one with data: make all or none by the FakeTensorMode"
+            )
 
 
 def refuse_autograd(op: Op, arguments: tuple[Any, ...]) -> None:
@@ -99,15 +131,22 @@ def refuse_autograd(op: Op, arguments: tuple[Any, ...]) -> None:
 
 
 def is_special(value: Any) -> bool:
-    """Whether only torch's dispatcher knows what a tensor is: a subclass with its own dispatch, or a wrapped tensor."""
+    """Whether only torch's dispatcher knows what a tensor is: a subclass with its own dispatch, or a wrapped tensor.
+
+    A nested tensor is none: no operator takes it.
+    """
     import torch
 
     private: Any = torch  # its stubs leave some names out
     kind: Any = type(value)
-    return isinstance(value, torch.Tensor) and (
-        kind.__torch_dispatch__ is not private.Tensor.__torch_dispatch__
-        or private._C._functorch.is_functorch_wrapped_tensor(value)
-        or private._is_functional_tensor(value)
+    return (
+        isinstance(value, torch.Tensor)
+        and not value.is_nested
+        and (
+            kind.__torch_dispatch__ is not private.Tensor.__torch_dispatch__
+            or private._C._functorch.is_functorch_wrapped_tensor(value)
+            or private._is_functional_tensor(value)
+        )
     )
 
 

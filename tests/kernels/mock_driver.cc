@@ -217,6 +217,12 @@ MOCK cuDeviceGetAttribute(int* value, int attribute, Device of) {
   }
 }
 
+// Nothing lies below 64 GiB.
+MOCK cuPointerGetAttribute(void* value, int attribute, fi::cu::DevicePointer at) {
+  if (attribute != fi::cu::kMemoryType || at >> 36 == 0) return kInvalidValue;
+  return *static_cast<unsigned*>(value) = 2, kSuccess;  // of a device
+}
+
 MOCK cuDevicePrimaryCtxRetain(Context* context, Device of) {
   if (!exists(of)) return kInvalidDevice;
   return *context = reinterpret_cast<Context>(static_cast<uintptr_t>(0x1000 + of)), kSuccess;

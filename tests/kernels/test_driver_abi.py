@@ -17,6 +17,8 @@ TEXT = (INCLUDE / "fi/host/driver.h").read_text()
 # Our enumerators and those of cuda.h; one that is missing here fails test_every_number_is_known.
 NUMBERS = {
     "kSuccess": "CUDA_SUCCESS",
+    "kInvalidValue": "CUDA_ERROR_INVALID_VALUE",
+    "kMemoryType": "CU_POINTER_ATTRIBUTE_MEMORY_TYPE",
     "kInvalidContext": "CUDA_ERROR_INVALID_CONTEXT",
     "kClusterDimension": "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION",
     "kProgrammaticStreamSerialization": "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION",

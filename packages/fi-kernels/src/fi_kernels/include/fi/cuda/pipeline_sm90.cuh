@@ -56,8 +56,6 @@ struct Pipeline {
   // Waits until producers have filled the stage.
   FI_DEVICE void wait(const PipelineState& at) { full[at.stage].wait(at.phase); }
   FI_DEVICE void release(int stage) { empty[stage].arrive(); }
-  // Releases the stage to the producer in another CTA of the cluster, whose copies are multicast.
-  FI_DEVICE void release_remote(int stage, unsigned cta_rank) { empty[stage].arrive_remote(cta_rank); }
 };
 
 }  // namespace fi

@@ -3,7 +3,7 @@
 #pragma once
 #include "fi/cuda/pipeline_sm90.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
-#include "fi/cuda/ptx/tma_cluster_sm90.cuh"
+#include "fi/cuda/ptx/tma_sm90.cuh"
 #include "fi/cuda/ptx/wgmma_sm90.cuh"
 #include "fi/cuda/shared_memory.cuh"
 #include "fi/gemm/gemm_epilogue_sm90.cuh"

@@ -3,7 +3,7 @@
 #pragma once
 #include "fi/cuda/pipeline_sm90.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
-#include "fi/cuda/ptx/tma_cluster_sm90.cuh"
+#include "fi/cuda/ptx/tma_sm90.cuh"
 #include "fi/cuda/ptx/wgmma_sm90.cuh"
 #include "fi/cuda/shared_memory.cuh"
 #include "fi/cuda/warp_roles_sm90.cuh"
@@ -39,7 +39,7 @@ struct GemmSmallM {
   static constexpr bool kTwoSets = kParts * kCount <= (kSplits ? 32 : 16);  // of accumulators
   static constexpr bool kBatched = IsBatched<Tiles<kTokens, kRows>>::value;
   static constexpr bool kEarlyFactors = kSplits || kTokens < 64;  // registers are left for them
-  static constexpr int kAhead = kStages < 4 ? kStages : 4;        // stages of weights that are loaded before pdl_wait
+  static constexpr int kAhead = kStages < 4 ? kStages : 4;        // stages of weights that are loaded before roles meet
   static constexpr int kScales = kScaleRows == 1 ? kRows : kScaleRows == 128 ? kWarpgroups : 1;  // of b, in a block
   static_assert(kStages >= 2, "a stage is released when the next one has arrived");
 
@@ -73,11 +73,12 @@ struct GemmSmallM {
 
   FI_DEVICE void run() {
     const int warp = warp_index();
+    const int loaded = warp == kConsumers / 32 ? begin() : 0;
+    __syncthreads();  // all roles meet at one place of the code
+    if (output.splits > 1) cluster_arrive_relaxed();
     if (warp == kConsumers / 32) {
-      load_weights();
+      load_weights(loaded);
     } else {
-      sync_roles();
-      if (output.splits > 1) cluster_arrive_relaxed();
       pdl_wait();
       if (warp > kConsumers / 32)
         load_tokens();
@@ -96,13 +97,12 @@ struct GemmSmallM {
     return tiles;
   }
 
-  // All threads of the CTA. The roles meet at different places of the code, which PTX allows and synccheck reports.
-  FI_DEVICE static void sync_roles() { barrier_sync(1, kConsumers + 64); }
+  // Whether tiles are known without reading memory.
+  FI_DEVICE bool loads_early() const { return kBatched && p.problem.rows == GemmRows::kBatched; }
 
-  // By a warp. If weights do not depend on the kernel before, their first loads precede everything else.
-  FI_DEVICE void load_weights() {
-    // Tiles are known without reading memory.
-    const bool early = kBatched && p.problem.rows == GemmRows::kBatched && b_constant;
+  // By the warp that loads weights: initialises the barriers. Early loads precede the meeting of the roles, and the end
+  // of the kernel before if weights do not depend on it; returns the number of stages that they fill.
+  FI_DEVICE int begin() {
     const bool first_lane = threadIdx.x % 32 == 0;
     if (first_lane) {
       shared.pipeline.init(kBlockScales ? 34 : 2, kWarpgroups * (kBlockScales ? 4 : 1));
@@ -110,30 +110,37 @@ struct GemmSmallM {
       fence_barrier_init();
     }
     __syncwarp();
-    if (!early) pdl_wait();
+    int ahead = 0;
+    if (loads_early()) {
+      if (!b_constant) pdl_wait();
+      Tiles<kTokens, kRows> tiles = work();
+      GemmTile tile;
+      PipelineState at = PipelineState::producer();
+      if (tiles.next(tile)) ahead = min(kAhead, steps);
+      if (first_lane)
+        for (int i = 0; i < ahead; ++i, at.advance(kStages)) load_stage(tile, first + i * kBlocks, at);
+      __syncwarp();
+    }
+    return ahead;
+  }
+  FI_DEVICE void load_weights(int loaded) {
+    if (!loads_early()) pdl_wait();
+    pdl_launch_dependents();
     Tiles<kTokens, kRows> tiles = work();
     GemmTile tile;
-    bool any = tiles.next(tile);
-    const int ahead = early && any ? min(kAhead, steps) : 0;
-    const uint64_t policy = p.b_once ? kEvictFirst : kEvictNormal;
-    PipelineState at = PipelineState::producer();
-    if (first_lane)
-      for (int i = 0; i < ahead; ++i, at.advance(kStages)) load_stage(tile, first + i * kBlocks, at, policy);
-    __syncwarp();
-    sync_roles();
-    if (output.splits > 1) cluster_arrive_relaxed();
-    pdl_launch_dependents();
-    for (int loaded = ahead; any; any = tiles.next(tile), loaded = 0) {
-      if (first_lane)
+    PipelineState at = PipelineState::producer_at<kStages>(loaded);
+    for (; tiles.next(tile); loaded = 0) {
+      if (threadIdx.x % 32 == 0)
         for (int i = loaded; i < steps; ++i, at.advance(kStages)) {
           shared.pipeline.acquire(at);
-          load_stage(tile, first + i * kBlocks, at, policy);
+          load_stage(tile, first + i * kBlocks, at);
         }
       __syncwarp();
     }
     if (output.splits > 1) cluster_wait();
   }
-  FI_DEVICE void load_stage(const GemmTile& tile, int k, const PipelineState& at, uint64_t policy) {
+  FI_DEVICE void load_stage(const GemmTile& tile, int k, const PipelineState& at) {
+    const uint64_t policy = p.b_once ? kEvictFirst : kEvictNormal;
     Barrier& full = shared.pipeline.expect(at.stage, kBlocks * kRows * kLine);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)

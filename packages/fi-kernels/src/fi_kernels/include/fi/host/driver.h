@@ -23,10 +23,11 @@ using Stream = struct StreamHandle*;
 
 using DevicePointer = unsigned long long;
 
-enum : Result { kSuccess = 0, kInvalidContext = 201 };
+enum : Result { kSuccess = 0, kInvalidValue = 1, kInvalidContext = 201 };
 enum LaunchAttributeId : int { kClusterDimension = 4, kProgrammaticStreamSerialization = 6 };
 enum FunctionAttribute : int { kMaxDynamicSharedBytes = 8, kNonPortableClusterSize = 14 };
 enum DeviceAttribute : int { kMultiprocessorCount = 16, kMajor = 75, kMinor = 76, kSharedBytesOfBlock = 97 };
+enum PointerAttribute : int { kMemoryType = 2 };
 enum TensorMapValue : int { kTensorU8 = 0, kTensorU16 = 1, kSwizzle128B = 3, kPromoteL2To128B = 2 };
 
 union alignas(8) LaunchAttributeValue {
@@ -64,6 +65,7 @@ struct Driver {
   Result (*CtxPopCurrent)(Context*);
   Result (*DevicePrimaryCtxRetain)(Context*, Device);
   Result (*DeviceGetAttribute)(int*, int, Device);
+  Result (*PointerGetAttribute)(void*, int, DevicePointer);
   Result (*MemcpyDtoHAsync)(void*, DevicePointer, size_t, Stream);
   Result (*StreamSynchronize)(Stream);
   Result (*StreamIsCapturing)(Stream, int*);
@@ -106,6 +108,7 @@ struct Driver {
         {&d.CtxPopCurrent, "cuCtxPopCurrent_v2"},
         {&d.DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain"},
         {&d.DeviceGetAttribute, "cuDeviceGetAttribute"},
+        {&d.PointerGetAttribute, "cuPointerGetAttribute"},
         {&d.MemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2"},
         {&d.StreamSynchronize, "cuStreamSynchronize"},
         {&d.StreamIsCapturing, "cuStreamIsCapturing"},

@@ -38,12 +38,17 @@ inline const DLTensor* as_dltensor(const TVMFFIAny& any) {
 }
 
 // Whether a tensor with elements has memory. The address of a fake tensor is its offset in bytes from 0, where programs
-// and drivers place nothing; lower addresses than usual ones are asked for.
+// and drivers place little: for lower addresses than usual ones the system or the driver is asked.
 inline bool has_memory(const Tensor& tensor) {
   const auto address = reinterpret_cast<uintptr_t>(tensor.data());
   if (address >> 40) return true;
   if (!address) return false;
-  if (tensor.device().device_type != kDLCPU) return address >> 32;
+#if FI_CUDA
+  if (tensor.device().device_type == kDLCUDA) {
+    unsigned kind;
+    return cu::Driver::get().PointerGetAttribute(&kind, cu::kMemoryType, address) != cu::kInvalidValue;
+  }
+#endif
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   unsigned char resident = 0;
   return mincore(reinterpret_cast<void*>(address / page * page), 1, &resident) == 0;

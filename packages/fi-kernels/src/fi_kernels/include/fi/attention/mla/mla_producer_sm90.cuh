@@ -3,7 +3,7 @@
 #include "fi/attention/mla/batch_mla.h"
 #include "fi/cuda/pipeline_sm90.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
-#include "fi/cuda/ptx/tma_cluster_sm90.cuh"
+#include "fi/cuda/ptx/tma_sm90.cuh"
 #include "fi/cuda/swizzle.cuh"
 #include "fi/cuda/warp_roles_sm90.cuh"
 

@@ -1,5 +1,5 @@
-// Named barriers of a block (PTX ISA 9.7.13.1): bar.sync and bar.red wait, bar.arrive does not; `threads`, a multiple
-// of 32, is how many do either. Barrier 0 is that of __syncthreads.
+// Named barriers of a block (PTX ISA 9.7.13.1): `threads`, a multiple of 32, is how many meet. Barrier 0 is that of
+// __syncthreads.
 #pragma once
 #include "fi/cuda/ptx/pdl.cuh"
 
@@ -7,9 +7,6 @@ namespace fi {
 
 FI_DEVICE void barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-FI_DEVICE void barrier_arrive(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 // Whether x of any of them is true. NOTE: the vote tells the compiler that all lanes get the same.
 FI_DEVICE bool barrier_any(int barrier, int threads, bool x) {

@@ -40,19 +40,6 @@ FI_DEVICE uint32_t cluster_load_u32(unsigned address) {
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
   return x;
 }
-FI_DEVICE uint64_t cluster_load_u64(unsigned address) {
-  uint64_t x;
-  asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(x) : "r"(address) : "memory");
-  return x;
-}
-FI_DEVICE float4 cluster_load_f32x4(unsigned address) {
-  float4 x;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(address)
-               : "memory");
-  return x;
-}
 FI_DEVICE uint4 cluster_load_u32x4(unsigned address) {
   uint4 x;
   asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -66,11 +53,6 @@ FI_DEVICE void cluster_store_u32(unsigned address, uint32_t x) {
 }
 FI_DEVICE void cluster_store_u64(unsigned address, uint64_t x) {
   asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(x) : "memory");
-}
-FI_DEVICE void cluster_store_f32x4(unsigned address, float4 x) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z),
-               "f"(x.w)
-               : "memory");
 }
 FI_DEVICE void cluster_store_u32x4(unsigned address, uint4 x) {
   asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z),
@@ -99,15 +81,6 @@ FI_DEVICE void cluster_send_f32x2(unsigned address, float2 x, unsigned barrier) 
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
                "f"(x.x), "f"(x.y), "r"(barrier)
                : "memory");
-}
-FI_DEVICE void cluster_add_u32(unsigned address, uint32_t x) {
-  asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
-}
-FI_DEVICE void cluster_add_u64(unsigned address, uint64_t x) {
-  asm volatile("red.relaxed.cluster.shared::cluster.add.u64 [%0], %1;" ::"r"(address), "l"(x) : "memory");
-}
-FI_DEVICE void cluster_max_u64(unsigned address, uint64_t x) {
-  asm volatile("red.relaxed.cluster.shared::cluster.max.u64 [%0], %1;" ::"r"(address), "l"(x) : "memory");
 }
 
 }  // namespace fi

@@ -25,19 +25,6 @@ struct Barrier {
   FI_DEVICE void arrive_copies() {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address()) : "memory");
   }
-  // One arrival on the barrier at the same place in another CTA of the cluster, after this thread's shared-memory
-  // reads. NOTE: with .release.cluster it takes a fence of the device, 1000 clocks; a consumer that only read needs
-  // none.
-  FI_DEVICE void arrive_remote(unsigned rank) {
-    asm volatile(
-        "{\n"
-        ".reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-        "}" ::"r"(address()),
-        "r"(rank)
-        : "memory");
-  }
   FI_DEVICE bool try_wait(unsigned parity) {
     unsigned done;
     asm volatile(

@@ -49,13 +49,12 @@ FI_DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, in
       "l"(&map), "r"(barrier.address()), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "l"(policy)
       : "memory");
 }
-
-// To the same place in every CTA of the cluster whose bit is set; the bytes complete on the barrier of each.
-FI_DEVICE void tma_load_multicast(void* shared, const TensorMap& map, Barrier& barrier, uint16_t ctas, int x0, int x1) {
+FI_DEVICE void tma_load_hinted(void* shared, const TensorMap& map, Barrier& barrier, uint64_t policy, int x0, int x1,
+                               int x2) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, "
-      "%4}], [%2], %5;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
-      "l"(&map), "r"(barrier.address()), "r"(x0), "r"(x1), "h"(ctas)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, "
+      "%5}], [%2], %6;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+      "l"(&map), "r"(barrier.address()), "r"(x0), "r"(x1), "r"(x2), "l"(policy)
       : "memory");
 }
 

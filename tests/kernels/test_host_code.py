@@ -1,6 +1,6 @@
 """Host modules as they are shipped: no warning, no dependency but tvm-ffi and the compiler's own, few exported symbols.
 
-That they compile for aarch64 is checked with the headers, in test_headers.py.
+That they compile for aarch64 is checked with the wheel for it, in tests/packaging/test_aarch64.py.
 """
 
 from __future__ import annotations

@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 from clean_site import ROOT
 
+from fi_core import aot
+from fi_core.runtime.build import compiler
+from fi_core.runtime.resolve import store
+
 pytestmark = pytest.mark.slow
 OBJDUMP = "aarch64-linux-gnu-objdump"
 INDEX = "fi_jit_cache/data/index.json"
@@ -36,6 +40,17 @@ def test_it_has_what_this_machines_wheel_has(foreign: Path, wheels: dict[str, Pa
     assert {key: index[0][key] for key in ("version", "schema", "abi")} == {
         key: index[1][key] for key in ("version", "schema", "abi")
     }
+
+
+def test_its_compiler_has_no_complaint(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warnings of the cross compiler lie beside the modules in the store, from which the wheel is made."""
+    monkeypatch.setenv("FI_AOT_MACHINE", "aarch64")
+    modules = aot.artifacts(("cpu", "cuda"))
+    assert {module.target.arch for module in modules} == {"aarch64"}
+    places = [store.peek(compiler.key(module)) for module in modules]
+    assert None not in places, "run `nox -s wheels`"
+    said = {log.name: log.read_text() for place in places if place for log in place.glob("*.log")}
+    assert said == {}
 
 
 def test_its_modules_are_of_aarch64(foreign: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = (ROOT / "VERSION").read_text().strip()
 LIMIT = 20_000_000  # bytes of the five wheels together
-SAMPLED = 23  # of so many device binaries one is compiled again: a second each
+SAMPLED, SAMPLED_HOST = 23, 9  # of so many binaries one is compiled again: a second each, and 4 of a host module
 REQUIRES = {
     "fi_bench": {
         f"fi-core=={VERSION}", "jinja2", "rich", "rich-argparse", "nvidia-ml-py", "tomli; python_version < '3.11'",
@@ -115,14 +115,17 @@ def test_a_wheel_from_the_sdist_is_the_same(package: str, wheels: dict[str, Path
 
 
 def test_jit_cache_is_reproducible(wheels: dict[str, Path], tmp_path: Path) -> None:
-    """Built again, from the sdist, in another folder, with nothing but what it asks pip for: the same bytes."""
-    _, built = build("fi-jit-cache", tmp_path)
+    """Built again, from the sdist, in another folder, with nothing but what it asks pip for: the same bytes.
+
+    The keys of its modules find them in the store; the test after the next compiles a sample.
+    """
+    _, built = build("fi-jit-cache", tmp_path, FI_AOT_STORE="1")
     assert built.name == wheels["fi_jit_cache"].name
     assert built.read_bytes() == wheels["fi_jit_cache"].read_bytes()
 
 
 def test_cubin_is_reproducible(wheels: dict[str, Path], tmp_path: Path) -> None:
-    """As above, for one architecture: its files are those of the whole wheel. Their keys find them in the store."""
+    """As above, for one architecture: its files are those of the whole wheel."""
     _, narrow = build("fi-cubin", tmp_path, FI_CUDA_ARCH_LIST="8.0", FI_AOT_STORE="1")
     assert narrow.name == wheels["fi_cubin"].name
     part, whole = data_of(narrow), data_of(wheels["fi_cubin"])
@@ -132,13 +135,14 @@ def test_cubin_is_reproducible(wheels: dict[str, Path], tmp_path: Path) -> None:
     assert index == full
 
 
-def test_device_binaries_are_what_the_compiler_makes(wheels: dict[str, Path], tmp_path: Path) -> None:
-    """A sample, compiled now: the wheel may hold what the store had."""
-    shipped = data_of(wheels["fi_cubin"])
-    for artifact in aot.artifacts(("cubin",))[::SAMPLED]:
+def test_binaries_are_what_the_compilers_make(wheels: dict[str, Path], tmp_path: Path) -> None:
+    """A sample, compiled now in another folder: the wheels may hold what the store had."""
+    device, host = data_of(wheels["fi_cubin"]), data_of(wheels["fi_jit_cache"])
+    shipped = {name.removesuffix(".xz"): lzma.decompress(content) for name, content in device.items() if "/" in name}
+    for artifact in [*aot.artifacts(("cubin",))[::SAMPLED], *aot.artifacts(("cpu", "cuda"))[::SAMPLED_HOST]]:
         compiler.compile_artifact(artifact, tmp_path)
-        name = f"{artifact.target}/{artifact.file}.xz"
-        assert (tmp_path / artifact.file).read_bytes() == lzma.decompress(shipped[name]), name
+        name = f"{artifact.target}/{artifact.file}"
+        assert (tmp_path / artifact.file).read_bytes() == (shipped | host)[name], name
 
 
 @pytest.mark.parametrize("package", ["fi-cubin", "fi-jit-cache"])

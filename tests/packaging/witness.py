@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -34,18 +33,17 @@ def written() -> set[Path]:
 
 
 BEFORE = written()
-EVERY = 5  # of the cases of a test; `nox -s tests` runs all of them on modules of the same bytes
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps the first case of each test and every fifth after it."""
-    seen: Counter[str] = Counter()
+    """Keeps the first case of each test; `nox -s tests` runs all of them on modules of the same bytes."""
+    seen: set[str] = set()
     chosen, left_out = [], []
     for item in items:
         test = item.nodeid.partition("[")[0]
-        (left_out if seen[test] % EVERY else chosen).append(item)
-        seen[test] += 1
+        (left_out if test in seen else chosen).append(item)
+        seen.add(test)
     items[:] = chosen
     config.hook.pytest_deselected(items=left_out)
 

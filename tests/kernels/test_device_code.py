@@ -118,11 +118,11 @@ def run(*command: str | Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def said_of(binary: Path, name: str, option: str, pick: Callable[[str], str] = str) -> str:
+def said_of(binary: Path, name: str, *options: str, pick: Callable[[str], str] = str) -> str:
     """What a tool says of a binary; `pick` takes from it what is kept."""
     program = Path(tool(name))
-    version = f"{name} {option} {program.stat().st_size}"
-    return kept(name, version, binary.read_bytes(), ask=lambda: pick(run(program, option, binary)))
+    version = f"{name} {' '.join(options)} {program.stat().st_size}"
+    return kept(name, version, binary.read_bytes(), ask=lambda: pick(run(program, *options, binary)))
 
 
 def complaints(binary: Path, most: int = 0) -> list[str]:
@@ -152,7 +152,7 @@ def opcodes(text: str) -> str:
 
 def machine_code(binary: Path) -> dict[str, list[str]]:
     """The instructions that each function of a binary has."""
-    return json.loads(said_of(binary, "nvdisasm", "-c", opcodes))  # type: ignore[no-any-return]
+    return json.loads(said_of(binary, "nvdisasm", "-c", "-ndf", pick=opcodes))  # type: ignore[no-any-return]
 
 
 def width(instruction: str) -> int:

@@ -251,6 +251,7 @@ TITLES = {
     "comm": "Communication",
     "concat_ops": "Keys of MLA",
     "logits_processor": "Logits pipelines",
+    "green_ctx": "Green contexts",
 }
 LIBRARY = ("registry", "ahead", "observe.trace", "autotuner")  # modules that compute nothing themselves
 

@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime.dispatch", "runtime.resolve"),
     ("runtime.launch",),
     ("compat", "autotuner", "compilation_context", "tllm_enums", "utils"),
-    ("comm", "fused_moe"),
+    ("comm", "fused_moe", "green_ctx"),
     ("observe", "api_logging", "testing", "jit.core", "jit.env", "jit.custom"),
     FAMILIES,
     ("logits_processor",),

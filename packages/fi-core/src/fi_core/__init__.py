@@ -109,6 +109,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "fused_moe": ("ActivationType", "RoutingMethodType", "reorder_rows_for_gated_act_gemm"),
     "comm": (),
     "logits_processor": (),
+    "green_ctx": (),
     "grouped_mm": ("grouped_mm_bf16", "grouped_mm_fp4", "grouped_mm_fp8", "grouped_mm_mxfp8"),
     "activation": ("gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul"),
     "rope": (

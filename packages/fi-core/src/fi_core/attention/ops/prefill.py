@@ -86,7 +86,7 @@ def _wgmma_shared_bytes(qk: int, vo: int, keys: int, groups: int) -> int:
     q_bytes = 2 * 64 * groups * qk
     tiles = q_bytes + 2 * 2 * keys * (qk + vo)
     query_stages = 2 if tiles + q_bytes <= 226 * 1024 else 1
-    return round_up(tiles + q_bytes * (query_stages - 1) + (12 + 2 * query_stages) * 8 + 2 * _WORK, 1024) + 1024
+    return round_up(tiles + q_bytes * (query_stages - 1) + (16 + 2 * query_stages) * 8 + 2 * _WORK, 1024) + 1024
 
 
 def _wgmma_unit(axes: Values) -> Unit:

@@ -12,8 +12,16 @@ namespace fi {
 // groups of 8 tokens, page]: the kv head is part of the third coordinate (heads_in_column_blocks) or of the fourth
 // (row_groups_per_head), and a copy loads `box_keys` whole rows. A row of 128 fp8 columns is one column block.
 // Strides in elements.
+
+// Rows of keys or values for copies by cp.async; strides in bytes.
+struct KvRows {
+  const void* data;
+  int64_t page, token, head;
+};
+
 struct BatchPrefillParams {
   TensorMap q, k, v;
+  KvRows k_rows, v_rows;
   void* out;                    // [tokens, qo_heads, head_dim_vo]
   float* lse;                   // [tokens, qo_heads]; null: not wanted
   const float* sinks;           // [qo_heads]; null: none
@@ -32,6 +40,8 @@ struct BatchPrefillParams {
   int32_t l2_kv_heads;  // kv heads whose keys and values fit into L2: the scheduler processes this many heads at a time
   int32_t tile_tokens;  // query tokens of a work tile, which has tile_tokens * group_size rows
   int32_t box_keys;     // keys of one TMA copy
+  int32_t gathered;     // 1: pages are no whole groups of 8 keys, and cp.async copies k_rows and v_rows
+  int32_t num_pages;
   int32_t head_dim_vo, padded_rows, batch;  // as in PrefillProblem
   int32_t heads_in_column_blocks, row_groups_per_head;
   int32_t causal, window_left;

@@ -50,6 +50,7 @@ struct PrefillKernel {
     Pipeline<kQueryStages> q_pipeline;
     Pipeline<kStages> k_pipeline, v_pipeline;
     Pipeline<2> work_pipeline;
+    Barrier k_landed[kStages], v_landed[kStages];  // of gathered keys and values
     WorkTile work[2];
   };
 
@@ -73,7 +74,9 @@ struct PrefillKernel {
       give_registers<kProducerRegisters>();
       const int warp = warp_index();
       const Producers producers{p, shared};
-      if (warp < 2)
+      if (!kWholeRows && p.gathered)
+        gather(producers, warp);
+      else if (warp < 2)
         produce(producers, warp == 0);
       else if (warp == 2 && threadIdx.x % 32 == 0)
         producers.produce_queries();
@@ -98,12 +101,34 @@ struct PrefillKernel {
     }
   }
 
+  // By the warps of the producer warpgroup: K, V, relay, and the tile scheduler.
+  FI_DEVICE void gather(const Producers& producers, int warp) const {
+    if (warp == 2) {
+      producers.relay_copies();
+    } else if (warp == 3) {
+      producers.template schedule<true>();
+    } else if constexpr (kDimQK == kDimVO) {
+      const bool keys = warp == 0;
+      producers.template gather<kDimQK>(keys ? p.k_rows : p.v_rows, keys ? shared.k : shared.v,
+                                        keys ? shared.k_landed : shared.v_landed,
+                                        keys ? shared.k_pipeline.empty : shared.v_pipeline.empty);
+    } else if (warp == 0) {
+      producers.template gather<kDimQK>(p.k_rows, shared.k, shared.k_landed, shared.k_pipeline.empty);
+    } else {
+      producers.template gather<kDimVO>(p.v_rows, shared.v, shared.v_landed, shared.v_pipeline.empty);
+    }
+  }
+
   // By one thread. readers: of work tiles, besides consumers; writers: the arrivals that fill a stage of K or V.
   FI_DEVICE void init(int readers, int writers) const {
     shared.q_pipeline.init(1, kConsumers);
     shared.work_pipeline.init(1, kConsumers + readers);
     shared.k_pipeline.init(writers, kConsumers);
     shared.v_pipeline.init(writers, kConsumers);
+    for (int i = 0; i < kStages; ++i) {
+      shared.k_landed[i].init(32);
+      shared.v_landed[i].init(32);
+    }
     fence_barrier_init();
     prefetch_tensor_map(p.q);
     prefetch_tensor_map(p.k);

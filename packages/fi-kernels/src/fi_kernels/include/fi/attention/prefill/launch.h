@@ -67,6 +67,10 @@ inline BatchPrefillParams hopper_params(const Kernel& kernel, const PrefillProbl
                 page_size, pages, box);
   describe_keys(kernel, h.v, p.v, bytes, rows, p.head_dim_vo, p.v_token, p.v_head, problem.v_page, p.kv_heads,
                 page_size, pages, box);
+  h.k_rows = {p.k, problem.k_page * bytes, p.k_token * bytes, p.k_head * bytes};
+  h.v_rows = {p.v, problem.v_page * bytes, p.v_token * bytes, p.v_head * bytes};
+  h.gathered = problem.page_indices && box % 8;
+  h.num_pages = static_cast<int32_t>(pages);
   h.out = p.out;
   h.lse = p.lse;
   h.sinks = problem.sinks;

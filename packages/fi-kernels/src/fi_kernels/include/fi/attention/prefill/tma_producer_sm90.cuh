@@ -1,7 +1,9 @@
-// The producer warps of the Hopper prefill kernels: a tile scheduler warp, and TMA producers of Q, K and V.
+// The producer warps of the Hopper prefill kernels: a tile scheduler warp, and producers of Q, K and V by TMA, or of K
+// and V by cp.async where pages are small.
 #pragma once
 #include "fi/attention/prefill/batch_prefill.h"
 #include "fi/cuda/pipeline_sm90.cuh"
+#include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/ptx/global.cuh"
 #include "fi/cuda/tile_scheduler.cuh"
 #include "fi/cuda/tma_tile_sm90.cuh"
@@ -163,6 +165,75 @@ struct PrefillProducers {
         at.advance(kStages);
       }
     });
+  }
+
+  // Copies the keys or the values of every tile by cp.async, last key tile first. Keys from kv_len on and keys of pages
+  // outside of the pool become zeros. By a warp: eight lanes copy 128 bytes of a row. `landed` gets an arrival of each
+  // lane.
+  template <int kDim, int kStages, class KV>
+  FI_DEVICE void gather(const KvRows& from, KV (&to)[kStages][kKeys * kDim], Barrier (&landed)[kStages],
+                        Barrier (&empty)[kStages]) const {
+    constexpr int kBlocks = kDim * sizeof(KV) / kSwizzleLineBytes, kBatches = (kKeys + 31) / 32;
+    const int lane = threadIdx.x % 32, row = lane / 8, chunk = lane % 8;
+    const int even = swizzled_offset(row, chunk), odd = swizzled_offset(row + 4, chunk);
+    auto at = PipelineState::producer();
+    for_each_tile([&](const Tile& tile) {
+      const char* head = static_cast<const char*>(from.data) + tile.kv_head * from.head;
+      for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j) {
+        int pages[kBatches];  // of key `lane` of each 32; they load while the stage is acquired
+#pragma unroll
+        for (int i = 0; i < kBatches; ++i) pages[i] = page(tile, j * kKeys + i * 32 + lane);
+        empty[at.stage].wait(at.phase);
+        auto line = static_cast<unsigned>(__cvta_generic_to_shared(to[at.stage]));
+#pragma unroll
+        for (int i = 0; i < kBatches; ++i) {
+          const int key = j * kKeys + i * 32 + lane;
+          const bool exists = key < tile.request.kv_len && static_cast<unsigned>(pages[i]) < p.num_pages;
+          const unsigned all = __ballot_sync(0xffffffffu, exists) >> row;
+          const char* mine = head + (exists ? pages[i] * from.page + slot(key) * from.token : 0);
+#pragma unroll 1
+          for (int first = 0; first < min(32, kKeys - i * 32); first += 8, line += 8 * 128) {
+#pragma unroll
+            for (int half = 0; half < 8; half += 4) {
+              const char* source = reinterpret_cast<const char*>(
+                  __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(mine), first + half + row) + chunk * 16);
+#pragma unroll
+              for (int block = 0; block < kBlocks; ++block)
+                cp_async_16(line + (half ? odd : even) + block * kKeys * 128, source + block * 128,
+                            all >> (first + half) & 1);
+            }
+          }
+        }
+        landed[at.stage].arrive_copies();
+        at.advance(kStages);
+      }
+    });
+  }
+  FI_DEVICE int page(const Tile& tile, int key) const {
+    return p.page_indices[tile.request.kv_begin +
+                          static_cast<int>(divide(min(key, tile.request.kv_len - 1), p.page_size))];
+  }
+  FI_DEVICE int slot(int key) const {
+    return key - static_cast<int>(divide(key, p.page_size) * p.page_size.value);
+  }
+
+  // Makes copies of cp.async, which write through the generic proxy, visible to wgmma, which reads through the async
+  // proxy. By a warp, so that consumers need no fence.
+  FI_DEVICE void relay_copies() const {
+    auto at = PipelineState();
+    for_each_tile([&](const Tile& tile) {
+      for (int i = 0; i < tile.count; ++i) {
+        relay(shared.k_landed, shared.k_pipeline, at);
+        relay(shared.v_landed, shared.v_pipeline, at);
+        at.advance(decltype(Shared::k_pipeline)::kStages);
+      }
+    });
+  }
+  template <int kStages>
+  FI_DEVICE static void relay(Barrier (&landed)[kStages], Pipeline<kStages>& pipeline, const PipelineState& at) {
+    landed[at.stage].wait(at.phase);
+    fence_async_shared();
+    if (threadIdx.x % 32 == 0) pipeline.commit(at.stage);
   }
 
   // Calls body(tile) for each work tile of this CTA. By a warp, which copies the tile and then releases it.

@@ -81,6 +81,7 @@ int64_t batch_decode(const Kernel& kernel, const BatchDecodeArgs& a, const Extra
   params.k_page = a.k_cache.stride(0);
   params.v_page = a.v_cache.stride(0);
   params.page_indices = a.page_indices.data<const int32_t>();
+  params.last_page = last_page(a.k_cache);
   params.schedule = a.schedule.data<int32_t>();
   params.workspace = a.workspace.data<float>();
   params.sinks = factors(a.sinks, a.q, qo_heads);

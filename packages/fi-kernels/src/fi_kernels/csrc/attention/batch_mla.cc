@@ -101,6 +101,7 @@ void batch_mla(const Kernel& kernel, const BatchMlaArgs& a) {
     p.scales_page = a.ckv_scales.stride(0), p.scales_token = a.ckv_scales.stride(1);
   }
   p.page_indices = a.page_indices.data<const int32_t>();
+  p.last_page = last_page(a.ckv_cache);
   p.schedule = a.schedule.data<int32_t>();
   p.workspace = a.workspace.data<float>();
   p.score_scale = static_cast<float>(a.sm_scale * a.ckv_scale) * kLog2e;

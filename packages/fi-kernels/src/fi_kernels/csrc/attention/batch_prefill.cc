@@ -115,6 +115,7 @@ int64_t batch_prefill(const Kernel& kernel, const BatchPrefillArgs& a, const Ext
   params.k_page = paged ? a.k.stride(0) : 0;
   params.v_page = paged ? a.v.stride(0) : 0;
   params.page_indices = paged ? a.page_indices.data<const int32_t>() : nullptr;
+  params.last_page = paged ? last_page(a.k) : 0;
   params.schedule = PrefillSchedule::at(a.schedule.data<int32_t>(), a.batch_size);
   params.partials = a.workspace ? static_cast<float*>(a.workspace.data()) : nullptr;
   if (a.items) {

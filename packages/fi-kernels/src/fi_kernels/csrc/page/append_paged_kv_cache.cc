@@ -149,6 +149,7 @@ void append_paged_kv_cache(const Kernel& kernel, const AppendPagedKvCacheArgs& g
   p.kv_indices = a.kv_indices.data<int32_t>();
   p.kv_indptr = a.kv_indptr.data<int32_t>();
   p.rows = nnz;
+  p.last_page = last_page(a.k_cache);
   p.heads = static_cast<int32_t>(heads);
   p.page_size = divisor(static_cast<uint32_t>(page_size));
   if (p.rows == 0 || p.heads == 0 || p.k.head_bytes + p.v.head_bytes == 0) return;

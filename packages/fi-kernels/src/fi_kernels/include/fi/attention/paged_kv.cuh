@@ -12,12 +12,14 @@ struct ContiguousKv {
   FI_DEVICE int slot(int j) const { return j; }
 };
 
-// Token j of a request is in slot j % size of page ids[j / size].
+// Token j of a request is in slot j % size of page ids[j / size]. An id outside of the cache reads the last page: a wrong
+// table gives wrong results, not an illegal access that ends the process.
 struct PagedKv {
   const int32_t* ids;
+  uint32_t last_page;
   Divisor size;
   int64_t k_page, v_page;
-  FI_DEVICE int64_t page(int j) const { return ids[divide(j, size)]; }
+  FI_DEVICE int64_t page(int j) const { return min(static_cast<uint32_t>(ids[divide(j, size)]), last_page); }
   FI_DEVICE int slot(int j) const { return j - static_cast<int>(divide(j, size) * size.value); }
 };
 

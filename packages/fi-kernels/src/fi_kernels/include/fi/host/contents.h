@@ -1,6 +1,7 @@
 // Checks of the contents of index tensors, before any of them becomes an address. Host entries call them where
 // Kernel::checks_contents: on the CPU unless FI_CHECK=0, on CUDA, where they wait for the stream, with FI_CHECK=1.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -62,6 +63,11 @@ inline void check_pages(const Integers& table, int64_t begin, int64_t end, int64
              "%s, the page table, must name pages of the cache, 0 to %lld; got %lld at %lld, of request %lld",
              table.name(), static_cast<long long>(pages - 1), static_cast<long long>(table[i]),
              static_cast<long long>(i), static_cast<long long>(request));
+}
+
+// The last page of a cache [pages, ...]. Kernels compare page ids with it, so that no id makes an address outside.
+inline uint32_t last_page(const Tensor& cache) {
+  return static_cast<uint32_t>(std::min<int64_t>(std::max<int64_t>(cache.size(0), 1) - 1, INT32_MAX));
 }
 
 // Raises unless each row with batch_indices[i] >= 0 has a place in a page of its request: entry positions[i] /

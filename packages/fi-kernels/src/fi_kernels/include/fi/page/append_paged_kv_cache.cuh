@@ -50,7 +50,7 @@ FI_DEVICE void append_rows(const AppendParams& p) {
   }
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i)
-    if (batch[i] >= 0)
+    if (batch[i] >= 0 && static_cast<uint32_t>(page[i]) <= p.last_page)
       store(reinterpret_cast<Word*>(dst + page[i] * operand.dst_page_stride + slot[i] * operand.dst_slot_stride),
             data[i]);
 }

@@ -13,11 +13,12 @@ struct AppendOperand {
 };
 
 // Row i goes to slot t % page_size of page kv_indices[kv_indptr[b] + t / page_size], where t = positions[i] and
-// b = batch_indices[i]; a row with b < 0 is skipped.
+// b = batch_indices[i]; a row with b < 0 or with no such page is skipped.
 struct AppendParams {
   AppendOperand k, v;
   const int32_t *batch_indices, *positions, *kv_indices, *kv_indptr;
   int64_t rows;
+  uint32_t last_page;  // num_pages - 1
   Divisor page_size;
   int32_t heads;
   int32_t threads_per_row;  // within one CTA; blockIdx.y covers the rest of a row that is wider

@@ -60,7 +60,7 @@ FI_DEVICE void batch_decode_cuda_core(const BatchDecodeParams& params, const Var
     __syncthreads();
     Variant variant(variant_params, s.request);
     const CudaCoreEpilogue epilogue(params, s, variant);
-    const PagedKv pages{params.page_indices + s.first_page, params.page_size, params.k_page, params.v_page};
+    const PagedKv pages{params.page_indices + s.first_page, params.last_page, params.page_size, params.k_page, params.v_page};
     const int begin = max(s.begin * kDecodeKvTile, problem.mask.first_key(0));
     const int end = params.end_key(s);
 #pragma unroll 1
@@ -129,7 +129,7 @@ struct DecodeMmaKernel {
     const int j = at.key + lane % kKeys;
     int64_t page = 0, slot = 0;
     if (j >= at.low && j < at.high) {
-      const PagedKv tokens{params.page_indices + s.first_page, params.page_size, 0, 0};
+      const PagedKv tokens{params.page_indices + s.first_page, params.last_page, params.page_size, 0, 0};
       page = tokens.page(j), slot = tokens.slot(j);
     }
     at.k_offset = page * params.k_page + slot * params.problem.k_token;

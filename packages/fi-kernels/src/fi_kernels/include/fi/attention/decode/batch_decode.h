@@ -22,6 +22,7 @@ struct BatchDecodeParams {
   const float* bmm2_scale;    // multiplies the output; null: 1
   const uint8_t* draft_mask;  // [rows of q, draft_row] bytes; null: causal where q_len > 1
   const int32_t* qo_indptr;   // [batch + 1]; null: each request has mask.qo_len rows, else as many at most
+  uint32_t last_page;         // num_pages - 1
   Divisor page_size, group_size, q_tiles_per_head;
   int32_t batch, num_ctas, num_ranges, draft_row;
   int32_t out_aligned;               // four elements of out may be stored at once

@@ -81,7 +81,7 @@ struct DecodeClusterKernel {
   FI_DEVICE RowOffsets row_offsets(const Boxes& b, int box, int head) const {
     const int64_t key = b.first + static_cast<int64_t>(box) * b.step + lane % kKeys;
     if (key < b.low || key >= b.kv_len) return {0, 0};
-    const PagedKv tokens{params.page_indices + b.first_page, params.page_size, 0, 0};
+    const PagedKv tokens{params.page_indices + b.first_page, params.last_page, params.page_size, 0, 0};
     const int64_t page = tokens.page(static_cast<int>(key)), slot = tokens.slot(static_cast<int>(key));
     return {page * params.k_page + slot * params.problem.k_token + head * params.problem.k_head,
             page * params.v_page + slot * params.problem.v_token + head * params.problem.v_head};

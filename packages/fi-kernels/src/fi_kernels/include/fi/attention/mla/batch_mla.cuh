@@ -114,7 +114,7 @@ struct MlaMmaKernel {
   FI_DEVICE Place place(const MlaWorkTile& s, int key, int high) const {
     if (key >= high) return {-1, 0};
     const auto index = static_cast<int>(divide(static_cast<uint32_t>(key), params.page_size));
-    return {params.page_indices[s.request.first_page + index], key - index * static_cast<int>(params.page_size.value)};
+    return {params.page(s.request.first_page + index), key - index * static_cast<int>(params.page_size.value)};
   }
 
 #if __CUDA_ARCH__ >= 900

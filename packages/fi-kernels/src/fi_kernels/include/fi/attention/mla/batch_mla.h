@@ -31,6 +31,7 @@ struct BatchMlaParams {
   float out_scale;    // the scale of ckv
   float lse_factor;   // 1, or ln(2) for natural logarithms
   Divisor page_size, heads;
+  uint32_t last_page;  // num_pages - 1
   int32_t batch, max_ranges, tokens, tile_rows, cluster;
   int32_t causal, has_rope, sparse;
 
@@ -41,6 +42,12 @@ struct BatchMlaParams {
   FI_HOST_DEVICE float* partial_output(int32_t slot) const { return workspace + slot * partial_floats(); }
   FI_HOST_DEVICE float* partial_states(int32_t slot) const {
     return partial_output(slot) + static_cast<int64_t>(tile_rows) * kMlaLatent;
+  }
+
+  // Entry `index` of the page table; -1 if it names no page of the cache.
+  FI_HOST_DEVICE int32_t page(int64_t index) const {
+    const int32_t id = page_indices[index];
+    return static_cast<uint32_t>(id) <= last_page ? id : -1;
   }
 
   // Packed row r of a request: its token there, and its head.

@@ -183,7 +183,7 @@ struct MlaProducer {
           const int key = tile * kKeys + row + i * 4;
           pages[i] = -1;
           if (key < high)
-            pages[i] = params.page_indices[s.request.first_page + static_cast<int>(divide(key, params.page_size))];
+            pages[i] = params.page(s.request.first_page + static_cast<int>(divide(key, params.page_size)));
         }
       };
       int pages[4], next[4];

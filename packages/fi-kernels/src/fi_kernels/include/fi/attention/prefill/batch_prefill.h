@@ -41,7 +41,7 @@ struct BatchPrefillParams {
   int32_t tile_tokens;  // query tokens of a work tile, which has tile_tokens * group_size rows
   int32_t box_keys;     // keys of one TMA copy
   int32_t gathered;     // 1: pages are no whole groups of 8 keys, and cp.async copies k_rows and v_rows
-  int32_t num_pages;
+  uint32_t last_page;   // as in PrefillProblem
   int32_t head_dim_vo, padded_rows, batch;  // as in PrefillProblem
   int32_t heads_in_column_blocks, row_groups_per_head;
   int32_t causal, window_left;

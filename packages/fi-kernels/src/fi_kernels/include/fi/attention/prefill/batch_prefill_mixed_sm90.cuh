@@ -29,8 +29,8 @@ struct PrefillMixedKernel {
   FI_DEVICE void run() const {
     const Wide wide(p, shared.wide);
     if (threadIdx.x == 0) {
-      shared.k_pipeline.init(1, 4);
-      shared.v_pipeline.init(1, 4);
+      shared.k_pipeline.init(p.gathered ? 32 : 1, 4);
+      shared.v_pipeline.init(p.gathered ? 32 : 1, 4);
       wide.init(3 + 4, 4);
     }
     __syncthreads();
@@ -40,10 +40,8 @@ struct PrefillMixedKernel {
       give_registers<kProducerRegisters>();
       const int warp = warp_index();
       const typename Wide::Producers producers{p, shared.wide};
-      if (warp == 0)
-        producers.template produce<kDim>(p.k, shared.k, shared.k_pipeline.full, shared.k_pipeline.empty);
-      else if (warp == 1)
-        producers.template produce<kDim>(p.v, shared.v, shared.v_pipeline.full, shared.v_pipeline.empty);
+      if (warp < 2)
+        produce(producers, warp == 0);
       else if (warp == 2 && threadIdx.x % 32 == 0)
         producers.produce_queries();
       else if (warp == 3)
@@ -58,6 +56,16 @@ struct PrefillMixedKernel {
   }
 
  private:
+  // Plain loads read the fp8 tiles, so that rows copied by cp.async need no relay.
+  FI_DEVICE void produce(const typename Wide::Producers& producers, bool keys) const {
+    auto& to = keys ? shared.k : shared.v;
+    auto& pipeline = keys ? shared.k_pipeline : shared.v_pipeline;
+    if (p.gathered)
+      producers.template gather<kDim>(keys ? p.k_rows : p.v_rows, to, pipeline.full, pipeline.empty);
+    else
+      producers.template produce<kDim>(keys ? p.k : p.v, to, pipeline.full, pipeline.empty);
+  }
+
   FI_DEVICE void convert_all() const {
     typename Wide::Producers{p, shared.wide}.for_each_tile(
         [this, at = PipelineState()](const typename Wide::Tile& tile) mutable {

@@ -70,7 +70,7 @@ inline BatchPrefillParams hopper_params(const Kernel& kernel, const PrefillProbl
   h.k_rows = {p.k, problem.k_page * bytes, p.k_token * bytes, p.k_head * bytes};
   h.v_rows = {p.v, problem.v_page * bytes, p.v_token * bytes, p.v_head * bytes};
   h.gathered = problem.page_indices && box % 8;
-  h.num_pages = static_cast<int32_t>(pages);
+  h.last_page = problem.last_page;
   h.out = p.out;
   h.lse = p.lse;
   h.sinks = problem.sinks;

@@ -188,10 +188,10 @@ struct PrefillProducers {
 #pragma unroll
         for (int i = 0; i < kBatches; ++i) {
           const int key = j * kKeys + i * 32 + lane;
-          const bool exists = key < tile.request.kv_len && static_cast<unsigned>(pages[i]) < p.num_pages;
+          const bool exists = key < tile.request.kv_len && static_cast<unsigned>(pages[i]) <= p.last_page;
           const unsigned all = __ballot_sync(0xffffffffu, exists) >> row;
           const char* mine = head + (exists ? pages[i] * from.page + slot(key) * from.token : 0);
-#pragma unroll 1
+#pragma unroll 2
           for (int first = 0; first < min(32, kKeys - i * 32); first += 8, line += 8 * 128) {
 #pragma unroll
             for (int half = 0; half < 8; half += 4) {

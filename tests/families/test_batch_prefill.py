@@ -36,7 +36,7 @@ def test_shapes(heads: tuple[int, int], dims: tuple[int, int], causal: bool, dty
     check(batch(MIX, heads=heads, dims=dims, dtype=dtype, device=device), causal=causal)
 
 
-@pytest.mark.parametrize("page_size", [1, 5, 16, 64, 128])
+@pytest.mark.parametrize("page_size", [1, 2, 5, 16, 64, 128])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("form", ["tuple", "fused", "strided"])
 def test_pages(page_size: int, kv_layout: str, form: str, device: str) -> None:
@@ -158,7 +158,7 @@ def assert_fp8(w: Any, b: Any, out: torch.Tensor, lse: torch.Tensor, **options: 
         return
     most, _ = replace(b, v=[v.float().abs() for v in b.v]).expected(**options)
     error = (out.cpu().double() - want).abs()
-    rounding, rms = (2**-4, 0.05) if out.dtype in FP8 else (2**-8, 0.03)
+    rounding, rms = {torch.float8_e4m3fn: (2**-4, 0.05), torch.float8_e5m2: (2**-3, 0.1)}.get(out.dtype, (2**-8, 0.03))
     assert not want.isnan().any() and (error <= most / 16 + want.abs() * rounding + 1e-3).all()
     if error.numel() > 10000:
         assert error.square().mean().sqrt() < rms * want.square().mean().sqrt(), "errors of weights are independent"
@@ -166,9 +166,9 @@ def assert_fp8(w: Any, b: Any, out: torch.Tensor, lse: torch.Tensor, **options: 
 
 @pytest.mark.parametrize("o_dtype", [torch.bfloat16, None])
 @pytest.mark.parametrize("dtype", FP8)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_fp8(dtype: torch.dtype, dim: int, o_dtype: torch.dtype | None, device: str) -> None:
-    b = batch([(20, 70), (3, 9)], heads=(4, 2), dims=(dim, dim), dtype=dtype, device=device)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_fp8(dtype: torch.dtype, dims: tuple[int, int], o_dtype: torch.dtype | None, device: str) -> None:
+    b = batch([(20, 70), (3, 9)], heads=(4, 2), dims=dims, dtype=dtype, device=device)
     scales = {
         name: rand(n, dtype=torch.float32, device=device, seed=i).abs() + 0.5
         for i, (name, n) in enumerate((("scale_q", 4), ("scale_k", 2), ("scale_v", 2)))
@@ -184,14 +184,25 @@ def test_fp8(dtype: torch.dtype, dim: int, o_dtype: torch.dtype | None, device: 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window_left": 100}, {"logits_soft_cap": 3.0}])
 @pytest.mark.parametrize(
-    ("heads", "page_size", "kv_layout"), [((4, 1), 16, "NHD"), ((3, 3), 5, "HND"), ((7, 1), 64, "NHD")]
+    ("heads", "dims", "page_size", "kv_layout"),
+    [
+        ((4, 1), (128, 128), 16, "NHD"),
+        ((3, 3), (256, 256), 5, "HND"),
+        ((7, 1), (64, 64), 64, "NHD"),
+        ((4, 1), (192, 128), 1, "NHD"),
+    ],
 )
 def test_fp8_tiles(
-    options: dict[str, Any], heads: tuple[int, int], page_size: int, kv_layout: str, device: str
+    options: dict[str, Any],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    page_size: int,
+    kv_layout: str,
+    device: str,
 ) -> None:
     """Lengths around the tile sizes of the kernels; NaN after every last key."""
     lens = [*MIX, (192, 192), (130, 385), (33, 200)]
-    b = batch(lens, heads=heads, dims=(128, 128), dtype=torch.float8_e4m3fn, page_size=page_size, kv_layout=kv_layout,
+    b = batch(lens, heads=heads, dims=dims, dtype=torch.float8_e4m3fn, page_size=page_size, kv_layout=kv_layout,
               device=device)  # fmt: skip
     for wrapper in (BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper):
         is_paged = wrapper is BatchPrefillWithPagedKVCacheWrapper

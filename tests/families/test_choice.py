@@ -70,8 +70,8 @@ def test_the_kernel_entry_of_decode_on_hopper(facts: dict[str, Any], expected: s
     ("facts", "expected"),
     [
         ({}, "batch_prefill_wgmma_whole_rows"),
-        ({"page_size": 1}, "batch_prefill_mma"),
-        ({"page_size": 1, "backend": "fa3"}, "batch_prefill_wgmma"),
+        ({"page_size": 1}, "batch_prefill_wgmma"),
+        ({"page_size": 1, "backend": "fa2"}, "batch_prefill_mma"),
         ({"pos_encoding_mode": "ALIBI"}, "batch_prefill_mma"),
         ({"kv_dtype": "float8_e4m3fn"}, "batch_prefill_wgmma_mixed"),
     ],

@@ -89,6 +89,9 @@ def test_small_pages_come_by_columns(prefill: Prefill) -> None:
     calls = prefill(k=Tensor(K, pool, "bf16"), v=Tensor(V, pool, "bf16"))
     assert one(calls)["name"] == "batch_prefill_wgmma" and parameters(one(calls), "BatchPrefillParams")["box_keys"] == 4
     token = KV_HEADS * 256
+    p = parameters(one(calls), "BatchPrefillParams")
+    assert p["gathered"] == 1 and p["last_page"] == NUM_PAGES - 1, "a page of 4 tokens is copied row by row"
+    assert p["k_rows"] == {"data": K, "page": 4 * token, "token": token, "head": 256}
     assert maps(calls)[K] == [[128, 2, 64], [4, token, 4], [KV_HEADS, 256, 1], [NUM_PAGES, 4 * token, 1]]
 
 
@@ -131,14 +134,14 @@ def test_fp8_launch(prefill: Prefill) -> None:
     assert (
         launch["name"] == "batch_prefill_wgmma_fp8" and launch["grid"] == [132, 1, 1] and launch["block"] == [512, 1, 1]
     )
-    assert launch["shared_bytes"] == ops._fp8_shared_bytes(ops._FP8_KEYS)
+    assert launch["shared_bytes"] == ops._fp8_shared_bytes(*ops._FP8_TILES[128])
     p = parameters(launch, "BatchPrefillParams")
     assert (p["scale_q"], p["scale_k"], p["bmm1_scale"], p["bmm2_scale"], p["out_type"]) == (SINKS, None, None, MASK, 1)
     assert p["box_keys"] == 16, "rows of 128 bytes come whole"
     token = KV_HEADS * 128
     assert maps(calls)[Q] == [[128, 1, 128], [4, 128, 4], [KV_HEADS, 512, 1], [ROWS, HEADS * 128, TILE]]
     assert maps(calls)[K] == [[128, 1, 128], [PAGE, token, PAGE], [KV_HEADS, 128, 1], [NUM_PAGES, PAGE * token, 1]]
-    for out_type, dtype in ((0, "f16"), (3, "e4m3")):
+    for out_type, dtype in ((0, "f16"), (3, "e4m3"), (4, "e5m2")):
         launch = one(prefill(**fp8(out=Tensor(OUT, (ROWS, HEADS, 128), dtype))))
         assert parameters(launch, "BatchPrefillParams")["out_type"] == out_type
 
@@ -149,6 +152,7 @@ def test_head_major_pages(prefill: Prefill) -> None:
     assert parameters(one(calls), "BatchPrefillParams")["box_keys"] == 16, "what divides the page and the tile of keys"
     p = parameters(one(calls), "BatchPrefillParams")
     assert (p["heads_in_column_blocks"], p["row_groups_per_head"]) == (0, 6), "heads count in groups of 8 tokens"
+    assert p["gathered"] == 0
     page = [NUM_PAGES, KV_HEADS * 48 * 128, 1]
     assert maps(calls)[K] == [[64, 2, 64], [8, 128, 8], [1, 128, 1], [6 * KV_HEADS, 1024, 2], page]
 

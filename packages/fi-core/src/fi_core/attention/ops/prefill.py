@@ -47,8 +47,8 @@ class PrefillKind(IntEnum):
     """The kernel that a kernel entry of batch_prefill instantiates."""
 
     MMA = 0  # mma.sync, keys by cp.async
-    WGMMA = 1  # wgmma on 16-bit operands, keys by TMA
-    WGMMA_FP8 = 2  # wgmma on e4m3 operands
+    WGMMA = 1  # wgmma on 16-bit operands, keys by TMA, or by cp.async from pages of no whole groups of 8 tokens
+    WGMMA_FP8 = 2  # wgmma on fp8 operands
 
 
 class PrefillConfig(NamedTuple):
@@ -76,17 +76,21 @@ def _mma_unit(axes: Values) -> Unit:
 # are not measured.
 _WGMMA_TILES = {64: (64, 64, 128, 3), 128: (128, 128, 128, 3), 192: (192, 128, 128, 2), 256: (256, 256, 80, 2)}
 _WGMMA_HEAD_DIM_VO = {qk: vo for qk, vo, *_ in _WGMMA_TILES.values()}
-# The kernels for e4m3 and for 16-bit q over fp8 keys: keys per stage; head dims are 128. H200, one sequence of 16k,
-# page size 16, TFLOP/s: e4m3 909 with 128 keys, 861 with 96; 16-bit q 433 with 128 keys (others not measured).
-_FP8_KEYS, _FP8_Q_TILE, _MIXED_KEYS, _FP8_DIM = 128, 192, 128, 128
+# The fp8 kernel, as _WGMMA_TILES. H200, one sequence of 16k, page size 16, head_dim 128, TFLOP/s: 909 with 128 keys,
+# 861 with 96.
+_FP8_TILES = {64: (64, 64, 128, 3), 128: (128, 128, 128, 3), 192: (192, 128, 128, 3), 256: (256, 256, 128, 2)}
+# The kernel of 16-bit q over fp8 keys: axis head_dim -> (head_dim_qk, head_dim_vo, keys per stage, with a soft cap; fp8
+# stages). H200, one sequence of 16k, page size 16, head_dim 128: 433 TFLOP/s with 128 keys (others not measured).
+# With head_dim 256 a consumer needs more registers than four warpgroups leave it.
+_MIXED_TILES = {64: (64, 64, 128, 128, 2), 128: (128, 128, 128, 112, 2), 192: (192, 128, 80, 80, 2)}
 
 
-def _wgmma_shared_bytes(qk: int, vo: int, keys: int, groups: int) -> int:
-    """sizeof(PrefillKernel::Shared), and the 1024 bytes to which its start is aligned."""
+def _wgmma_shared_bytes(qk: int, vo: int, keys: int, groups: int, most: int = 226 * 1024) -> int:
+    """sizeof(PrefillKernel::Shared), and the 1024 bytes to which its start is aligned. most: of tiles."""
     q_bytes = 2 * 64 * groups * qk
     tiles = q_bytes + 2 * 2 * keys * (qk + vo)
-    query_stages = 2 if tiles + q_bytes <= 226 * 1024 else 1
-    return round_up(tiles + q_bytes * (query_stages - 1) + (16 + 2 * query_stages) * 8 + 2 * _WORK, 1024) + 1024
+    query_stages = 2 if tiles + q_bytes <= most else 1
+    return round_up(tiles + q_bytes * (query_stages - 1) + (12 + 2 * query_stages) * 8 + 2 * _WORK, 1024) + 1024
 
 
 def _wgmma_unit(axes: Values) -> Unit:
@@ -112,29 +116,37 @@ def _wgmma_unit(axes: Values) -> Unit:
     return Unit("fi/attention/prefill/batch_prefill_sm90.cuh", "BatchPrefillParams", entries)
 
 
-def _fp8_shared_bytes(keys: int) -> int:
+def _fp8_shared_bytes(qk: int, vo: int, keys: int, groups: int) -> int:
     """sizeof(PrefillFp8Kernel::Shared), and the 1024 bytes to which its start is aligned."""
-    return round_up(_FP8_DIM * (2 * _FP8_Q_TILE + 8 * keys) + 24 * 8 + 2 * _WORK, 1024) + 1024
+    padded_qk, padded_vo = round_up(qk, 128), round_up(vo, 128)
+    query_stages, key_stages = 1 if vo > 128 else 2, 2 if padded_qk > 128 else 3
+    tiles = query_stages * 64 * groups * padded_qk + keys * (key_stages * (padded_qk + vo) + 2 * padded_vo)
+    return round_up(tiles + (2 * query_stages + 4 * key_stages + 8) * 8 + 2 * _WORK, 1024) + 1024
 
 
 def _fp8_unit(axes: Values) -> Unit:
-    """wgmma on e4m3: queries, keys, values and softmax weights."""
-    keys = 96 if axes["soft_cap"] else _FP8_KEYS
-    size, capped = _fp8_shared_bytes(keys), "true" if axes["soft_cap"] else "false"
-    config = PrefillConfig(PrefillKind.WGMMA_FP8, _FP8_Q_TILE, keys, _FP8_DIM, 1)
-    entry = Entry("batch_prefill_wgmma_fp8", f"batch_prefill_wgmma_fp8<{keys}, {capped}, {size}>", 512, config, size, 1)
+    """wgmma on fp8: queries, keys, values and softmax weights."""
+    qk, vo, keys, groups = _FP8_TILES[axes["head_dim"]]
+    if axes["soft_cap"]:
+        keys = 96
+    size, capped = _fp8_shared_bytes(qk, vo, keys, groups), "true" if axes["soft_cap"] else "false"
+    config = PrefillConfig(PrefillKind.WGMMA_FP8, 64 * groups, keys, vo, 1)
+    body = f"batch_prefill_wgmma_fp8<{DTYPES[axes['q']].device}, {qk}, {vo}, {keys}, {capped}, {groups}, {size}>"
+    entry = Entry("batch_prefill_wgmma_fp8", body, 128 * (groups + 1), config, size, 1)
     return Unit("fi/attention/prefill/batch_prefill_fp8_sm90.cuh", "BatchPrefillParams", (entry,))
 
 
 def _mixed_unit(axes: Values) -> Unit:
     """The 16-bit wgmma kernel with one more warpgroup, which converts keys and values from fp8."""
     q, kv = DTYPES[axes["q"]], DTYPES[axes["kv"]]
-    keys = 112 if axes["soft_cap"] else _MIXED_KEYS
-    size = 2 * _FP8_DIM * (Q_TILE + 6 * keys) + 3 * 1024  # barriers of either kernel, and the alignment
-    capped = "true" if axes["soft_cap"] else "false"
-    body = f"batch_prefill_wgmma_mixed<{q.device}, {kv.device}, {keys}, {capped}, {size}>"
-    config = PrefillConfig(PrefillKind.WGMMA, Q_TILE, keys, _FP8_DIM, 1)
-    entry = Entry("batch_prefill_wgmma_mixed", body, 512, config, size, 1)
+    qk, vo, plain_keys, capped_keys, stages = _MIXED_TILES[axes["head_dim"]]
+    keys, capped = (capped_keys, "true") if axes["soft_cap"] else (plain_keys, "false")
+    raw = stages * keys * (round_up(qk, 128) + round_up(vo, 128))
+    # The 16-bit kernel's Shared with the shared memory that the fp8 stages leave, and barriers.
+    size = raw + _wgmma_shared_bytes(qk, vo, keys, 2, 226 * 1024 - raw) + 1024
+    types = f"{q.device}, {kv.device}, {qk}, {vo}, {keys}, {capped}, {stages}"
+    config = PrefillConfig(PrefillKind.WGMMA, Q_TILE, keys, vo, 1)
+    entry = Entry("batch_prefill_wgmma_mixed", f"batch_prefill_wgmma_mixed<{types}, {size}>", 512, config, size, 1)
     return Unit("fi/attention/prefill/batch_prefill_mixed_sm90.cuh", "BatchPrefillParams", (entry,))
 
 
@@ -144,15 +156,18 @@ def _fp8(dtype: str) -> bool:
 
 # Constraints of the wgmma kernels, for paged and ragged keys.
 WGMMA = (
-    Constraint("q", "in", ("f16", "bf16", "e4m3")),
+    Constraint("q", "in", ("f16", "bf16", "e4m3", "e5m2")),
     Constraint("kv", "in", ("f16", "bf16", "e4m3", "e5m2")),
     Rule(("q", "kv"), "kv of q's dtype, or fp8 with a 16-bit q", lambda q, kv: q == kv or (_fp8(kv) and not _fp8(q))),
     Rule(
-        ("q", "out"), "output of q's dtype, or of 16 bits for e4m3",
-        lambda q, out: q == out or (q == "e4m3" and element_bytes(out) == 2),
+        ("q", "kv", "out"), "output of q's dtype, or of 16 bits for fp8 keys, or of 8 for fp8 queries",
+        lambda q, kv, out: q == out or (_fp8(kv) and element_bytes(out) == 2) or (_fp8(q) and _fp8(out)),
     ),
     Constraint("head_dim_qk", "in", tuple(_WGMMA_TILES)),
-    Rule(("kv", "head_dim_qk"), "head_dim_qk 128 for fp8", lambda kv, dim: not _fp8(kv) or dim == _FP8_DIM),
+    Rule(
+        ("q", "kv", "head_dim_qk"), "head_dim_qk up to 192 for a 16-bit q over fp8",
+        lambda q, kv, dim: _fp8(q) or not _fp8(kv) or dim in _MIXED_TILES,
+    ),
     Rule(
         ("head_dim_qk", "head_dim_vo"), "head_dim_vo == head_dim_qk, or 128 for 192",
         lambda qk, vo: vo == _WGMMA_HEAD_DIM_VO.get(qk, qk),
@@ -160,12 +175,12 @@ WGMMA = (
     Constraint("group_size", "<=", Q_TILE),
     Constraint("pos_encoding", "==", "NONE"),
     Constraint("mask", "==", "plain"),
-    Rule(("q", "scaled"), "no scales by head or on the device, or e4m3", lambda q, scaled: q == "e4m3" or not scaled),
+    Rule(
+        ("kv", "scaled"), "no scales by head or on the device, or fp8 keys",
+        lambda kv, scaled: _fp8(kv) or not scaled,
+    ),
     ALIGNED,
 )  # fmt: skip
-# A TMA copy ends with its page, so small pages need many copies. H200, 16 prompts of 1024, 32/8 heads of 128: 406 us
-# with page size 16 and 2956 us with page size 1, which is slower than the mma.sync kernel.
-_WHOLE_COPIES = Constraint("page_size", "multiple of", 8)
 
 
 def _compiled(values: Values) -> Values:
@@ -228,9 +243,7 @@ BATCH_PREFILL = Op(
     takes_variant=True,
     implementations=(
         Implementation("cpu", ON_CPU, axes=_general, backends=("cpu", "fa2")),
-        Implementation(
-            "wgmma_sm90", (*exactly(90), *WGMMA), _wgmma_unit, _compiled, ("fa3",), preferred=(_WHOLE_COPIES,)
-        ),
+        Implementation("wgmma_sm90", (*exactly(90), *WGMMA), _wgmma_unit, _compiled, ("fa3",)),
         Implementation(
             "mma_sm80", (*at_least(80), Constraint("q", "in", tuple(MULTIPLY))), _mma_unit, _general, ("fa2",)
         ),

@@ -6,22 +6,21 @@
 
 namespace fi {
 
+// Rows of keys or values for copies by cp.async; strides in bytes.
+struct GatheredRows {
+  const void* data;
+  int64_t page, token, head;
+};
+
 // TMA reads q, k and v. q: [head_dim, query head of the kv head, kv head, token]. k and v: [head_dim, token of a page,
 // kv head, page]; a copy loads 64 columns of `box_keys` keys, and ragged keys are one long page. Where pages are
 // copied by whole rows, which takes fewer copies of small pages, k and v are [64 columns, 8 tokens, column blocks,
 // groups of 8 tokens, page]: the kv head is part of the third coordinate (heads_in_column_blocks) or of the fourth
 // (row_groups_per_head), and a copy loads `box_keys` whole rows. A row of 128 fp8 columns is one column block.
 // Strides in elements.
-
-// Rows of keys or values for copies by cp.async; strides in bytes.
-struct KvRows {
-  const void* data;
-  int64_t page, token, head;
-};
-
 struct BatchPrefillParams {
   TensorMap q, k, v;
-  KvRows k_rows, v_rows;
+  GatheredRows k_rows, v_rows;
   void* out;                    // [tokens, qo_heads, head_dim_vo]
   float* lse;                   // [tokens, qo_heads]; null: not wanted
   const float* sinks;           // [qo_heads]; null: none

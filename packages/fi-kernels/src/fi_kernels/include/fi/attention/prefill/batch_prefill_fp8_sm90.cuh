@@ -1,4 +1,4 @@
-// Batch prefill of e4m3 queries, keys and values on Hopper: the 16-bit kernel with warps that transpose values, because
+// Batch prefill of fp8 queries, keys and values on Hopper: the 16-bit kernel with warps that transpose values, because
 // wgmma reads 8-bit operands K-major only (Shah et al. 2024, arXiv:2407.08608, section 3.3).
 #pragma once
 #include "fi/attention/prefill/online_softmax_sm90.cuh"
@@ -15,26 +15,28 @@
 
 namespace fi {
 
-// Probabilities are rounded to e4m3 times 256, which keeps small ones; row_sum adds the unrounded ones.
+// T: e4m3 or e5m2. Probabilities are rounded to e4m3 times 256, which keeps small ones; row_sum adds the unrounded ones.
 // The tensor cores add with some 14 bits, so that a long sum would lose most of each new product (with equal weights
 // and values, 16384 keys came out 24 % too small): the products of a key tile are summed by themselves.
-template <int kKeys, bool kCapped>
+template <class T, int kDimQK, int kDimVO, int kKeys, bool kCapped, int kConsumers>
 struct PrefillFp8Kernel {
-  using T = __nv_fp8_e4m3;
-  static constexpr int kDim = 128, kConsumers = 3, kRows = 64 * kConsumers, kTransposers = 2;
-  static constexpr int kKeyStages = 3, kValueStages = 2, kColumnStages = 3;
-  static constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
+  static constexpr int kRows = 64 * kConsumers, kTransposers = 2;
+  static constexpr int kPaddedQK = (kDimQK + 127) / 128 * 128, kPaddedVO = (kDimVO + 127) / 128 * 128;
+  static constexpr int kQueryStages = kDimVO > 128 ? 1 : 2, kKeyStages = kPaddedQK > 128 ? 2 : 3, kValueStages = 2,
+                       kColumnStages = kKeyStages;
+  static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : 40, kConsumerRegisters = kConsumers > 2 ? 160 : 232;
   static_assert(registers_fit(kProducerRegisters + kConsumers * kConsumerRegisters, kConsumers + 1), "registers");
   static constexpr float kOffset = 8.f;  // log2 of the factor of probabilities; the largest e4m3 is 448
+  static constexpr int kPartColumns = kDimVO < 128 ? kDimVO : 128;  // of one product, whose sum needs registers
 
-  // Tiles in the 128-byte swizzle, [rows][128]. Transposed values in the 32-byte swizzle, [keys / 32][columns][32],
-  // with keys and columns in the order of `transpose`.
+  // Tiles in the 128-byte swizzle, [dim / 128][rows][128], where the last block may be partly used. Transposed values in
+  // the 32-byte swizzle, [keys / 32][columns][32], with keys and columns in the order of `transpose`.
   struct Shared {
-    alignas(1024) T q[2][kRows * kDim];
-    alignas(1024) T k[kKeyStages][kKeys * kDim];
-    alignas(1024) T v[kValueStages][kKeys * kDim];
-    alignas(1024) T columns[kColumnStages][kKeys * kDim];
-    Pipeline<2> q_pipeline;
+    alignas(1024) T q[kQueryStages][kRows * kPaddedQK];
+    alignas(1024) T k[kKeyStages][kKeys * kPaddedQK];
+    alignas(1024) T v[kValueStages][kKeys * kPaddedVO];
+    alignas(1024) T columns[kColumnStages][kKeys * kDimVO];
+    Pipeline<kQueryStages> q_pipeline;
     Pipeline<kKeyStages> k_pipeline;
     Pipeline<kValueStages> v_pipeline;
     Pipeline<kColumnStages> column_pipeline;
@@ -42,7 +44,7 @@ struct PrefillFp8Kernel {
     WorkTile work[2];
   };
 
-  using Producers = PrefillProducers<Shared, T, kDim, kKeys, false>;
+  using Producers = PrefillProducers<Shared, T, kDimQK, kKeys, false>;
   using Tile = typename Producers::Tile;
 
   const BatchPrefillParams& p;
@@ -55,7 +57,7 @@ struct PrefillFp8Kernel {
       shared.q_pipeline.init(1, kConsumers);
       shared.work_pipeline.init(1, kConsumers + 1 + kTransposers);
       shared.k_pipeline.init(1, kConsumers);
-      shared.v_pipeline.init(1, kTransposers);
+      shared.v_pipeline.init(p.gathered ? 32 : 1, kTransposers);
       shared.column_pipeline.init(kTransposers, kConsumers);
       fence_barrier_init();
       prefetch_tensor_map(p.q);
@@ -69,7 +71,9 @@ struct PrefillFp8Kernel {
       give_registers<kProducerRegisters>();
       const int warp = warp_index();
       const Producers producers{p, shared};
-      if (warp == 0)
+      if (warp == 0 && p.gathered)
+        gather(producers);
+      else if (warp == 0)
         produce(producers);
       else if (warp == 3)
         producers.template schedule<true>();
@@ -96,23 +100,43 @@ struct PrefillFp8Kernel {
         const auto k = PipelineState::producer_at<kKeyStages>(step);
         const auto v = PipelineState::producer_at<kValueStages>(step);
         shared.k_pipeline.acquire(k);
-        copy(producers, tile, p.k, shared.k[k.stage], shared.k_pipeline.full[k.stage], j, now);
+        copy<kPaddedQK>(producers, tile, p.k, shared.k[k.stage], shared.k_pipeline.full[k.stage], j, now);
         shared.v_pipeline.acquire(v);
-        copy(producers, tile, p.v, shared.v[v.stage], shared.v_pipeline.full[v.stage], j, now);
+        copy<kPaddedVO>(producers, tile, p.v, shared.v[v.stage], shared.v_pipeline.full[v.stage], j, now);
       }
     });
   }
   // Each lane copies other boxes: a short loop without shuffles.
+  template <int kPadded>
   FI_DEVICE void copy(const Producers& producers, const Tile& tile, const TensorMap& from, T* to, Barrier& full, int j,
                       int2 now) const {
     const int lane = threadIdx.x % 32, boxes = kKeys / p.box_keys;
-    if (lane == 0) full.arrive_expect(kKeys * kDim);
+    if (lane == 0) full.arrive_expect(kKeys * kPadded);
     __syncwarp();
     for (int b = lane; b < boxes; b += 32) {
       if (b >= 32) now = producers.locate(tile, j * kKeys + b * p.box_keys);
-      tma_load(to + b * p.box_keys * kDim, from, full, 0, now.x, tile.kv_head, now.y);
+      tma_load_tile<kPadded>(to + b * p.box_keys * 128, kKeys * 128, from, full, 0, now.x, tile.kv_head, now.y);
     }
     __syncwarp();
+  }
+  // The same by cp.async. Transposers read values by plain loads, so only keys are passed on to another proxy.
+  FI_DEVICE void gather(const Producers& producers) const {
+    auto k = PipelineState::producer(), v = k;
+    producers.for_each_tile([&](const Tile& tile) {
+      for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j) {
+        const typename Producers::template Pages<1> pages(producers, tile, j, 0);
+        shared.k_pipeline.acquire(k);
+        producers.template gather_tile<kDimQK>(p.k_rows, shared.k[k.stage], tile, j, pages);
+        cp_async_commit();
+        bool keys = true;
+        Producers::acquire(shared.v_pipeline, v, keys, shared.k_pipeline.full[k.stage]);
+        producers.template gather_tile<kDimVO>(p.v_rows, shared.v[v.stage], tile, j, pages);
+        shared.v_pipeline.commit_copies(v.stage);
+        Producers::pass_on_previous(keys, shared.k_pipeline.full[k.stage]);
+        k.advance(kKeyStages);
+        v.advance(kValueStages);
+      }
+    });
   }
 
   FI_DEVICE void transpose_all(int part) const {
@@ -156,10 +180,10 @@ struct PrefillFp8Kernel {
         seen[1] = bytes_before(keys - step * 32 - lane % 4 * 2 - 16);
       }
 #pragma unroll
-      for (int i = 0; i < kDim / 16 / kTransposers; ++i) {
-        const int block = part * (kDim / 16 / kTransposers) + i;  // of 16 columns
+      for (int i = 0; i < kDimVO / 16 / kTransposers; ++i) {
+        const int block = part * (kDimVO / 16 / kTransposers) + i;  // of 16 columns
         unsigned x[4], y[4];  // in x two keys of columns 2 i and 2 i + 1, in y four of one column
-        ldmatrix_x4_trans(x, from + step * 32 * 128 + ((block ^ row) * 16));
+        ldmatrix_x4_trans(x, from + block / 8 * (kKeys * 128) + step * 32 * 128 + ((block % 8 ^ row) * 16));
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           y[2 * h] = __byte_perm(x[2 * h], x[2 * h + 1], 0x6420);
@@ -169,7 +193,7 @@ struct PrefillFp8Kernel {
             y[2 * h + 1] &= seen[h];
           }
         }
-        stmatrix_x4(to + step * 32 * kDim + block * 512, y);
+        stmatrix_x4(to + step * 32 * kDimVO + block * 512, y);
       }
     }
   }
@@ -184,32 +208,33 @@ struct PrefillFp8Kernel {
     const int thread = threadIdx.x % 128, lane = thread % 32;
     const int row = group * 64 + thread / 32 * 16 + lane / 4;  // and row + 8
     const uint64_t k = wgmma_operand(shared.k, 1024), v = wgmma_operand(shared.columns, 256, 16, kWgmma32Bytes);
-    float o[kDim / 2];
+    float o[kDimVO / 2];
     unsigned step = 0;  // counts KV tiles of all work tiles
     for (int use = 0;; ++use) {
       const auto work_at = PipelineState::consumer_at<2>(use);
       shared.work_pipeline.wait(work_at);
       const Tile tile(p, shared.work[work_at.stage]);
       if (uniform(tile.tokens) == 0) break;
-      const auto q_at = PipelineState::consumer_at<2>(use);
-      const uint64_t q = wgmma_uniform(wgmma_operand(shared.q[q_at.stage] + group * 64 * kDim, 1024));
+      const auto q_at = PipelineState::consumer_at<kQueryStages>(use);
+      const uint64_t q = wgmma_uniform(wgmma_operand(shared.q[q_at.stage] + group * 64 * 128, 1024));
       // KV tiles without a masked key: below the first row's end, at or above the last row's beginning.
       const int clear_end = uniform(tile.mask.end_key(tile.token) / kKeys);
       const int clear_begin = uniform((tile.mask.first_key(tile.token + tile.tokens - 1) + kKeys - 1) / kKeys);
       const int begin = uniform(tile.begin), end = begin + uniform(tile.count);
       float scale[2], row_max[2] = {kMinusInf, kMinusInf}, row_sum[2] = {0.f, 0.f}, alpha[2];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) scale[h] = score_scale(tile.kv_head, row + 8 * h);
+      for (int h = 0; h < 2; ++h) scale[h] = row_scale(p, tile.kv_head, row + 8 * h);
 #pragma unroll
-      for (int i = 0; i < kDim / 2; ++i) o[i] = 0.f;
+      for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
       shared.q_pipeline.wait(q_at);
       for (int j = end - 1; j >= begin; --j, ++step) {
         const auto k_at = PipelineState::consumer_at<kKeyStages>(step);
         const auto column_at = PipelineState::consumer_at<kColumnStages>(step);
-        float s[kKeys / 2], part[kDim / 2];
+        float s[kKeys / 2], part[kPartColumns / 2];
         unsigned weights[kKeys / 32][4];
         shared.k_pipeline.wait(k_at);
-        wgmma_shared<T, kDim>(s, q, 0, wgmma_uniform(wgmma_further(k, k_at.stage * sizeof(shared.k[0]))), 0);
+        wgmma_shared<T, kDimQK>(s, q, kRows * 128, wgmma_uniform(wgmma_further(k, k_at.stage * sizeof(shared.k[0]))),
+                                kKeys * 128);
         wgmma_finish(s);
         if (thread == 0) {
           shared.k_pipeline.release(k_at.stage);
@@ -225,28 +250,22 @@ struct PrefillFp8Kernel {
                        row_max, row_sum, alpha);
         pack(s, weights);
         shared.column_pipeline.wait(column_at);
-        wgmma_registers<T>(part, weights, wgmma_uniform(wgmma_further(v, column_at.stage * sizeof(shared.columns[0]))),
-                           32 * kDim, false);
-        wgmma_finish(part);
-        if (thread == 0) shared.column_pipeline.release(column_at.stage);
+        const uint64_t columns = wgmma_uniform(wgmma_further(v, column_at.stage * sizeof(shared.columns[0])));
 #pragma unroll
-        for (int i = 0; i < kDim / 2; ++i) o[i] = fmaf(o[i], alpha[i / 2 % 2], part[i]);
+        for (int first = 0; first < kDimVO; first += kPartColumns) {
+          wgmma_registers<__nv_fp8_e4m3, T>(part, weights, wgmma_further(columns, first * 32), 32 * kDimVO, false);
+          wgmma_finish(part);
+          if (first + kPartColumns == kDimVO && thread == 0) shared.column_pipeline.release(column_at.stage);
+#pragma unroll
+          for (int i = 0; i < kPartColumns / 2; ++i)
+            o[first / 2 + i] = fmaf(o[first / 2 + i], alpha[i / 2 % 2], part[i]);
+        }
       }
       if (begin == end && thread == 0) shared.q_pipeline.release(q_at.stage);
       store(shared.work[work_at.stage], o, row_max, row_sum, row, lane);
       warpgroup_sync(1 + group);
       if (thread == 0) shared.work_pipeline.release(work_at.stage);
     }
-  }
-
-  FI_DEVICE float score_scale(int kv_head, int row) const {
-    float scale = p.score_scale;
-    const int group = p.group_size.value,
-              head = kv_head * group + row - static_cast<int>(divide(row, p.group_size)) * group;
-    if (p.scale_q) scale *= p.scale_q[head];
-    if (p.scale_k) scale *= p.scale_k[kv_head];
-    if (p.bmm1_scale) scale *= *p.bmm1_scale;
-    return scale;
   }
 
   FI_DEVICE static void pack(const float (&s)[kKeys / 2], unsigned (&weights)[kKeys / 32][4]) {
@@ -261,41 +280,49 @@ struct PrefillFp8Kernel {
 
   // A thread has columns 4 t to 4 t + 3 of each 16 (t = lane % 4), and stores 16 bytes at a time: of 16 bits two
   // threads exchange halves, of e4m3 four threads quarters.
-  FI_DEVICE void store(const WorkTile& work, const float (&o)[kDim / 2], const float (&row_max)[2],
+  FI_DEVICE void store(const WorkTile& work, float (&o)[kDimVO / 2], const float (&row_max)[2],
                        const float (&row_sum)[2], int first, int lane) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const RowEpilogue end(p, work, first + 8 * h, kOffset, row_max[h], row_sum[h]);
-      float factor = end.factor;
-      if (p.scale_v) factor *= p.scale_v[work.kv_head];
-      if (p.bmm2_scale) factor *= *p.bmm2_scale;
+      const float factor = end.factor * value_scale(p, work.kv_head);
+#pragma unroll
+      for (int i = 2 * h; i < kDimVO / 2; i += i % 2 == 0 ? 1 : 3) o[i] *= factor;
+      char* bytes = static_cast<char*>(p.out) + end.begin;
       if (p.out_type == OutType::kE4M3) {
-        char* out = static_cast<char*>(p.out) + end.begin;
-#pragma unroll
-        for (int block = 0; block < kDim / 16; block += 4) {
-          unsigned x[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float* y = o + (block + i) * 8 + 2 * h;
-            x[i] = e4m3_quad(y[0] * factor, y[4] * factor, y[1] * factor, y[5] * factor);
-          }
-          transpose_quad(x, lane);
-          if (end.exists) store_global(out + (block + lane % 4) * 16, uint4{x[0], x[1], x[2], x[3]});
-        }
+        store_bytes(bytes, o, h, lane, end.exists, e4m3_quad);
+        continue;
+      }
+      if (p.out_type == OutType::kE5M2) {
+        store_bytes(bytes, o, h, lane, end.exists, e5m2_quad);
         continue;
       }
       unsigned short* out = static_cast<unsigned short*>(p.out) + end.begin;
 #pragma unroll
-      for (int block = 0; block < kDim / 16; block += 2) {
+      for (int block = 0; block < kDimVO / 16; block += 2) {
         const float *x = o + block * 8 + 2 * h, *y = x + 8;
-        const unsigned x0 = pair(x[0] * factor, x[4] * factor), x1 = pair(x[1] * factor, x[5] * factor);
-        const unsigned y0 = pair(y[0] * factor, y[4] * factor), y1 = pair(y[1] * factor, y[5] * factor);
+        const unsigned x0 = pack_output(p, x[0], x[4]), x1 = pack_output(p, x[1], x[5]);
+        const unsigned y0 = pack_output(p, y[0], y[4]), y1 = pack_output(p, y[1], y[5]);
         const bool odd = lane % 2;
         const unsigned other0 = __shfl_xor_sync(0xffffffffu, odd ? x0 : y0, 1);
         const unsigned other1 = __shfl_xor_sync(0xffffffffu, odd ? x1 : y1, 1);
         const uint4 piece = odd ? uint4{other0, other1, y0, y1} : uint4{x0, x1, other0, other1};
         if (end.exists) store_global(out + (block + lane % 2) * 16 + lane % 4 / 2 * 8, piece);
       }
+    }
+  }
+  template <class Quad>
+  FI_DEVICE static void store_bytes(char* out, const float (&o)[kDimVO / 2], int h, int lane, bool exists, Quad quad) {
+#pragma unroll
+    for (int block = 0; block < kDimVO / 16; block += 4) {
+      unsigned x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* y = o + (block + i) * 8 + 2 * h;
+        x[i] = quad(y[0], y[4], y[1], y[5]);
+      }
+      transpose_quad(x, lane);
+      if (exists) store_global(out + (block + lane % 4) * 16, uint4{x[0], x[1], x[2], x[3]});
     }
   }
   // Of four neighbouring threads with four words each, thread t gets word t of each.
@@ -314,14 +341,12 @@ struct PrefillFp8Kernel {
       }
     }
   }
-  FI_DEVICE unsigned pair(float low, float high) const {
-    return p.out_type == OutType::kF16 ? pack_pair(low, high, __half()) : pack_pair(low, high, __nv_bfloat16());
-  }
 };
 
-template <int kKeys, bool kCapped, int kSharedBytes>
+template <class T, int kDimQK, int kDimVO, int kKeys, bool kCapped, int kConsumers, int kSharedBytes>
 FI_DEVICE void batch_prefill_wgmma_fp8(const BatchPrefillParams& params) {
-  run_in_shared<PrefillFp8Kernel<kKeys, kCapped>, kSwizzlePeriod, kSharedBytes>(params);
+  using Kernel = PrefillFp8Kernel<T, kDimQK, kDimVO, kKeys, kCapped, kConsumers>;
+  run_in_shared<Kernel, kSwizzlePeriod, kSharedBytes>(params);
 }
 
 }  // namespace fi

@@ -6,21 +6,22 @@
 
 namespace fi {
 
-template <class T, class KV, int kKeys, bool kCapped>
+template <class T, class KV, int kDimQK, int kDimVO, int kKeys, bool kCapped, int kRawStages>
 struct PrefillMixedKernel {
-  static constexpr int kDim = 128, kStages = 2;
+  static constexpr int kStages = 2, kPaddedQK = (kDimQK + 127) / 128 * 128, kPaddedVO = (kDimVO + 127) / 128 * 128;
   static constexpr int kProducerRegisters = 40, kConverterRegisters = 40, kConsumerRegisters = 216;
   static_assert(registers_fit(kProducerRegisters + kConverterRegisters + 2 * kConsumerRegisters, 4), "registers");
 
-  using Wide = PrefillKernel<T, kDim, kDim, kKeys, false, kCapped, 2, 226 * 1024 - 2 * kStages * kKeys * kDim>;
-  static_assert(Wide::kStages == kStages, "a stage is converted into the stage of the same number");
+  using Wide = PrefillKernel<T, kDimQK, kDimVO, kKeys, false, kCapped, 2,
+                             226 * 1024 - kRawStages * kKeys * (kPaddedQK + kPaddedVO), true>;
+  static_assert(Wide::kStages == kStages, "16-bit stages");
 
-  // fp8 tiles, [keys][128] in the 128-byte swizzle.
+  // fp8 tiles, [dim / 128][keys][128] in the 128-byte swizzle, where the last block may be partly used.
   struct Shared {
-    alignas(1024) KV k[kStages][kKeys * kDim];
-    alignas(1024) KV v[kStages][kKeys * kDim];
+    alignas(1024) KV k[kRawStages][kKeys * kPaddedQK];
+    alignas(1024) KV v[kRawStages][kKeys * kPaddedVO];
     typename Wide::Shared wide;
-    Pipeline<kStages> k_pipeline, v_pipeline;
+    Pipeline<kRawStages> k_pipeline, v_pipeline;
   };
 
   const BatchPrefillParams& p;
@@ -40,8 +41,10 @@ struct PrefillMixedKernel {
       give_registers<kProducerRegisters>();
       const int warp = warp_index();
       const typename Wide::Producers producers{p, shared.wide};
-      if (warp < 2)
-        produce(producers, warp == 0);
+      if (warp == 0)
+        produce<kDimQK>(producers, p.k, p.k_rows, shared.k, shared.k_pipeline);
+      else if (warp == 1)
+        produce<kDimVO>(producers, p.v, p.v_rows, shared.v, shared.v_pipeline);
       else if (warp == 2 && threadIdx.x % 32 == 0)
         producers.produce_queries();
       else if (warp == 3)
@@ -57,53 +60,60 @@ struct PrefillMixedKernel {
 
  private:
   // Plain loads read the fp8 tiles, so that rows copied by cp.async need no relay.
-  FI_DEVICE void produce(const typename Wide::Producers& producers, bool keys) const {
-    auto& to = keys ? shared.k : shared.v;
-    auto& pipeline = keys ? shared.k_pipeline : shared.v_pipeline;
+  template <int kDim, int kSize>
+  FI_DEVICE void produce(const typename Wide::Producers& producers, const TensorMap& map, const GatheredRows& rows,
+                         KV (&to)[kRawStages][kSize], Pipeline<kRawStages>& pipeline) const {
     if (p.gathered)
-      producers.template gather<kDim>(keys ? p.k_rows : p.v_rows, to, pipeline.full, pipeline.empty);
+      producers.template gather<kDim>(rows, to, pipeline.full, pipeline.empty);
     else
-      producers.template produce<kDim>(keys ? p.k : p.v, to, pipeline.full, pipeline.empty);
+      producers.template produce<kSize / kKeys>(map, to, pipeline.full, pipeline.empty);
   }
 
   FI_DEVICE void convert_all() const {
     typename Wide::Producers{p, shared.wide}.for_each_tile(
-        [this, at = PipelineState()](const typename Wide::Tile& tile) mutable {
+        [this, from = PipelineState(), at = PipelineState()](const typename Wide::Tile& tile) mutable {
           // Consumers need the keys of a KV tile before its values.
           for (int j = 0; j < tile.count; ++j) {
-            convert(shared.k[at.stage], shared.k_pipeline, shared.wide.k[at.stage], shared.wide.k_pipeline, at);
-            convert(shared.v[at.stage], shared.v_pipeline, shared.wide.v[at.stage], shared.wide.v_pipeline, at);
+            convert<kDimQK>(shared.k[from.stage], shared.k_pipeline, from, shared.wide.k[at.stage],
+                            shared.wide.k_pipeline, at);
+            convert<kDimVO>(shared.v[from.stage], shared.v_pipeline, from, shared.wide.v[at.stage],
+                            shared.wide.v_pipeline, at);
+            from.advance(kRawStages);
             at.advance(kStages);
           }
         });
   }
 
-  // Each thread converts 8 columns of every eighth key.
-  FI_DEVICE static void convert(const KV* from, Pipeline<kStages>& from_pipeline, T* to, Pipeline<kStages>& to_pipeline,
-                                const PipelineState& at) {
-    const int key = threadIdx.x % 128 / 16, piece = threadIdx.x % 16;
-    const char* source = reinterpret_cast<const char*>(from) + swizzled_offset(key, piece / 2) + piece % 2 * 8;
-    char* target = reinterpret_cast<char*>(to) + SwizzledTile<T, kKeys>::offset(key, piece * 8);
-    from_pipeline.wait(at);
+  // Each thread converts 8 columns at a time.
+  template <int kDim>
+  FI_DEVICE static void convert(const KV* raw, Pipeline<kRawStages>& raw_pipeline, const PipelineState& from, T* to,
+                                Pipeline<kStages>& to_pipeline, const PipelineState& at) {
+    constexpr int kPieces = kDim / 8;
+    raw_pipeline.wait(from);
     to_pipeline.acquire({at.stage, at.phase ^ 1});
 #pragma unroll 4
-    for (int first = 0; first < kKeys; first += 8) {
-      const uint2 x = *reinterpret_cast<const uint2*>(source + first * 128);
-      *reinterpret_cast<uint4*>(target + first * 128) = {widened(x.x, KV(), T()), widened(x.x >> 16, KV(), T()),
-                                                         widened(x.y, KV(), T()), widened(x.y >> 16, KV(), T())};
+    for (int i = threadIdx.x % 128; i < kKeys * kPieces; i += 128) {
+      const int key = i / kPieces, piece = i % kPieces;
+      const uint2 x =
+          *reinterpret_cast<const uint2*>(reinterpret_cast<const char*>(raw) + piece / 16 * (kKeys * 128) +
+                                          swizzled_offset(key, piece % 16 / 2) + piece % 2 * 8);
+      *reinterpret_cast<uint4*>(reinterpret_cast<char*>(to) + SwizzledTile<T, kKeys>::offset(key, piece * 8)) = {
+          widened(x.x, KV(), T()), widened(x.x >> 16, KV(), T()), widened(x.y, KV(), T()),
+          widened(x.y >> 16, KV(), T())};
     }
     fence_async_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
-      from_pipeline.release(at.stage);
+      raw_pipeline.release(from.stage);
       to_pipeline.commit(at.stage);
     }
   }
 };
 
-template <class T, class KV, int kKeys, bool kCapped, int kSharedBytes>
+template <class T, class KV, int kDimQK, int kDimVO, int kKeys, bool kCapped, int kRawStages, int kSharedBytes>
 FI_DEVICE void batch_prefill_wgmma_mixed(const BatchPrefillParams& params) {
-  run_in_shared<PrefillMixedKernel<T, KV, kKeys, kCapped>, kSwizzlePeriod, kSharedBytes>(params);
+  using Kernel = PrefillMixedKernel<T, KV, kDimQK, kDimVO, kKeys, kCapped, kRawStages>;
+  run_in_shared<Kernel, kSwizzlePeriod, kSharedBytes>(params);
 }
 
 }  // namespace fi

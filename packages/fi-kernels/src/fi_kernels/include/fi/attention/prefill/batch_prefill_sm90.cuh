@@ -15,11 +15,12 @@
 namespace fi {
 
 // Rows r = token * group + head of the group: a tile reads each key once for all heads that share it.
-// kConsumers: groups of 64 rows. kBytes: of shared memory for tiles.
+// kConsumers: groups of 64 rows. kBytes: of shared memory for tiles. kMixed: k and v were fp8, so that scales differ by
+// head, and the output has any 16-bit type.
 template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped, int kConsumers,
-          int kBytes = 226 * 1024>
+          int kBytes = 226 * 1024, bool kMixed = false>
 struct PrefillKernel {
-  static constexpr int kRows = 64 * kConsumers, kStages = 2;
+  static constexpr int kRows = 64 * kConsumers, kStages = 2, kGatherWarps = 3;
   static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kDimVO > 128 ? 40 : 56;
   static constexpr int kConsumerRegisters = kConsumers > 2 ? 160 : kDimVO > 128 ? 232 : 224;
   static_assert(registers_fit(kProducerRegisters + kConsumers * kConsumerRegisters, kConsumers + 1), "registers");
@@ -50,7 +51,6 @@ struct PrefillKernel {
     Pipeline<kQueryStages> q_pipeline;
     Pipeline<kStages> k_pipeline, v_pipeline;
     Pipeline<2> work_pipeline;
-    Barrier k_landed[kStages], v_landed[kStages];  // of gathered keys and values
     WorkTile work[2];
   };
 
@@ -63,7 +63,7 @@ struct PrefillKernel {
   FI_DEVICE PrefillKernel(const BatchPrefillParams& params, Shared& s) : p(params), shared(s) {}
 
   FI_DEVICE void run() const {
-    if (threadIdx.x == 0) init(3, 1);
+    if (threadIdx.x == 0) init(3, p.gathered ? kGatherWarps : 1);
     __syncthreads();
     pdl_wait();
     // The first work tile is found through three dependent loads. Prefetching all three waits for memory once.
@@ -74,9 +74,12 @@ struct PrefillKernel {
       give_registers<kProducerRegisters>();
       const int warp = warp_index();
       const Producers producers{p, shared};
-      if (!kWholeRows && p.gathered)
-        gather(producers, warp);
-      else if (warp < 2)
+      if (!kWholeRows && p.gathered) {
+        if (warp < kGatherWarps)
+          gather(producers, warp);
+        else
+          producers.template schedule<true>();
+      } else if (warp < 2)
         produce(producers, warp == 0);
       else if (warp == 2 && threadIdx.x % 32 == 0)
         producers.produce_queries();
@@ -101,22 +104,29 @@ struct PrefillKernel {
     }
   }
 
-  // By the warps of the producer warpgroup: K, V, relay, and the tile scheduler.
-  FI_DEVICE void gather(const Producers& producers, int warp) const {
-    if (warp == 2) {
-      producers.relay_copies();
-    } else if (warp == 3) {
-      producers.template schedule<true>();
-    } else if constexpr (kDimQK == kDimVO) {
-      const bool keys = warp == 0;
-      producers.template gather<kDimQK>(keys ? p.k_rows : p.v_rows, keys ? shared.k : shared.v,
-                                        keys ? shared.k_landed : shared.v_landed,
-                                        keys ? shared.k_pipeline.empty : shared.v_pipeline.empty);
-    } else if (warp == 0) {
-      producers.template gather<kDimQK>(p.k_rows, shared.k, shared.k_landed, shared.k_pipeline.empty);
-    } else {
-      producers.template gather<kDimVO>(p.v_rows, shared.v, shared.v_landed, shared.v_pipeline.empty);
-    }
+  // By kGatherWarps warps, each of which copies a part of every tile of K and of V. One that waits for an empty stage
+  // has passed on all that it copied.
+  FI_DEVICE void gather(const Producers& producers, int part) const {
+    auto at = PipelineState::producer();
+    producers.for_each_tile([&](const Tile& tile) {
+      bool keys = false, values = false;  // whether a tile is copied and not passed on
+      for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j) {
+        const typename Producers::template Pages<kGatherWarps> pages(producers, tile, j, part);
+        Barrier &key_full = shared.k_pipeline.full[at.stage], &value_full = shared.v_pipeline.full[before(at.stage)];
+        Producers::acquire(shared.k_pipeline, at, values, value_full);
+        producers.template gather_tile<kDimQK>(p.k_rows, shared.k[at.stage], tile, j, pages);
+        Producers::pass_on_previous(values, value_full);
+        keys = true;
+        Producers::acquire(shared.v_pipeline, at, keys, key_full);
+        producers.template gather_tile<kDimVO>(p.v_rows, shared.v[at.stage], tile, j, pages);
+        Producers::pass_on_previous(keys, key_full);
+        values = true;
+        at.advance(kStages);
+      }
+      if (!values) return;
+      cp_async_wait<0>();
+      Producers::pass_on(shared.v_pipeline.full[before(at.stage)]);
+    });
   }
 
   // By one thread. readers: of work tiles, besides consumers; writers: the arrivals that fill a stage of K or V.
@@ -125,10 +135,6 @@ struct PrefillKernel {
     shared.work_pipeline.init(1, kConsumers + readers);
     shared.k_pipeline.init(writers, kConsumers);
     shared.v_pipeline.init(writers, kConsumers);
-    for (int i = 0; i < kStages; ++i) {
-      shared.k_landed[i].init(32);
-      shared.v_landed[i].init(32);
-    }
     fence_barrier_init();
     prefetch_tensor_map(p.q);
     prefetch_tensor_map(p.k);
@@ -165,6 +171,8 @@ struct PrefillKernel {
       const int clear_begin = uniform((tile.mask.first_key(tile.token + last_token) + kKeys - 1) / kKeys);
       const bool half = uniform(end_key - (seen_end - 1) * kKeys) <= kHalf;
       float row_max[2] = {kMinusInf, kMinusInf}, row_sum[2] = {0.f, 0.f};
+      float scales[2] = {};
+      if constexpr (kMixed) scales[0] = row_scale(p, tile.kv_head, row), scales[1] = row_scale(p, tile.kv_head, row + 8);
       bool values_running = false;  // whether P V of the last KV tile runs
       bool fresh = true;            // whether no KV tile was accumulated
 #pragma unroll
@@ -182,7 +190,8 @@ struct PrefillKernel {
                         group,
                         row,
                         j < clear_begin || j >= clear_end,
-                        j == begin ? q_at.stage : -1};
+                        j == begin ? q_at.stage : -1,
+                        {scales[0], scales[1]}};
         if (j >= seen_end || j < seen_begin) {
           skip(step, values_running);
           values_running = false;
@@ -223,6 +232,7 @@ struct PrefillKernel {
     int work, tile, group, row;
     bool masked;
     int last_of;  // the stage of Q if this is the last KV tile of the work tile, else -1
+    float scale[2];  // of the rows, if kMixed
   };
 
   // No row of the warpgroup attends to the KV tile. values_running, here and below: whether P V of the last one runs.
@@ -244,7 +254,7 @@ struct PrefillKernel {
     float s[kKeys / 2], sums[2];
     unsigned weights[kKeys / 16][4];
     score(step, values_running, s, o);
-    softmax_keep_max(s, {scale(), scale()}, 0.f, row_max, sums);
+    softmax_keep_max(s, {scale(step, 0), scale(step, 1)}, 0.f, row_max, sums);
     shared.v_pipeline.wait(step.at);
     pack(s, weights);
     const bool large[2] = {sums[0] > kMaxSum, sums[1] > kMaxSum};
@@ -268,7 +278,7 @@ struct PrefillKernel {
     unsigned weights[kCount / 16][4];
     score(step, false, s, o);
     release_keys(step);
-    online_softmax(s, {scale(), scale()}, 0.f, kept, row_max, row_sum, alpha);
+    online_softmax(s, {scale(step, 0), scale(step, 1)}, 0.f, kept, row_max, row_sum, alpha);
     pack(s, weights);
 #pragma unroll
     for (int i = 0; i < kDimVO / 2; ++i) o[i] *= alpha[i / 2 % 2];
@@ -286,7 +296,7 @@ struct PrefillKernel {
     if (kOverlapValues && values_running) release(shared.v_pipeline.empty[before(step.at.stage)]);
     if constexpr (kCapped) {
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) s[i] = CudaMath::tanh(s[i] * p.score_scale);
+      for (int i = 0; i < kScores; ++i) s[i] = CudaMath::tanh(s[i] * score_scale(step, i / 2 % 2));
     }
     if (step.masked)
       apply_mask(p, s, shared.work[step.work], step.row, step.tile * kKeys + static_cast<int>(threadIdx.x) % 4 * 2);
@@ -294,7 +304,7 @@ struct PrefillKernel {
 
   template <int kCount>
   FI_DEVICE void add_values(const Step& step, const unsigned (&weights)[kCount / 16][4], float (&o)[kDimVO / 2]) const {
-    if (step.masked) {  // rows beyond the last key may be NaN
+    if (step.masked && !p.gathered) {  // rows beyond the last key may be NaN
       const int keys = uniform(shared.work[step.work].request.kv_len - step.tile * kKeys);
       if (keys < kCount) clear(shared.v[step.at.stage], keys, kCount, 1 + step.group);
     }
@@ -305,7 +315,10 @@ struct PrefillKernel {
     }
   }
 
-  FI_DEVICE float scale() const { return kCapped ? p.soft_cap : p.score_scale; }
+  // The factor of raw scores of row h.
+  FI_DEVICE float score_scale(const Step& step, int h) const { return kMixed ? step.scale[h] : p.score_scale; }
+  // The same once the soft cap is applied.
+  FI_DEVICE float scale(const Step& step, int h) const { return kCapped ? p.soft_cap : score_scale(step, h); }
 
   // By all threads of a warpgroup. NOTE: takes a barrier; with a stage, ptxas schedules the mask otherwise.
   FI_DEVICE static void release(Barrier& empty) {
@@ -394,6 +407,7 @@ struct PrefillKernel {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const RowEpilogue end(p, work, first + 8 * h, 0.f, row_max[h], row_sum[h]);
+      const float factor = kMixed ? end.factor * value_scale(p, work.kv_head) : end.factor;
       T* out = static_cast<T*>(p.out) + end.begin + lane % 4 * 8;
 #pragma unroll
       for (int block = 0; block < kDimVO / 8; block += 4) {
@@ -401,7 +415,8 @@ struct PrefillKernel {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float* pair = o + (block + i) * 4 + 2 * h;
-          x[i] = pack_pair(pair[0] * end.factor, pair[1] * end.factor, T());
+          x[i] = kMixed ? pack_output(p, pair[0] * factor, pair[1] * factor)
+                        : pack_pair(pair[0] * factor, pair[1] * factor, T());
         }
         const uint4 piece = transpose_of_four(x);
         if (end.exists) store_global(out + block * 8, piece);

@@ -3,6 +3,7 @@
 #include "fi/attention/prefill/tma_producer_sm90.cuh"
 #include "fi/attention/softmax.h"
 #include "fi/cuda/math.cuh"
+#include "fi/cuda/pack.cuh"
 #include "fi/cuda/ptx/math.cuh"
 
 namespace fi {
@@ -82,6 +83,25 @@ FI_DEVICE void online_softmax(float (&s)[kScores], const float (&scales)[2], flo
 FI_DEVICE bool all_of_quad(bool x) {
   const unsigned threads = __ballot_sync(0xffffffffu, x);
   return (threads >> (threadIdx.x % 32 & ~3u) & 15u) == 15u;
+}
+
+// Scales by head and on the device, of fp8 keys and values. The factor of the scores of a row:
+FI_DEVICE float row_scale(const BatchPrefillParams& p, int kv_head, int row) {
+  float scale = p.score_scale;
+  const int group = p.group_size.value,
+            head = kv_head * group + row - static_cast<int>(divide(row, p.group_size)) * group;
+  if (p.scale_q) scale *= p.scale_q[head];
+  if (p.scale_k) scale *= p.scale_k[kv_head];
+  if (p.bmm1_scale) scale *= *p.bmm1_scale;
+  return scale;
+}
+// The factor of the output.
+FI_DEVICE float value_scale(const BatchPrefillParams& p, int kv_head) {
+  return (p.scale_v ? p.scale_v[kv_head] : 1.f) * (p.bmm2_scale ? *p.bmm2_scale : 1.f);
+}
+// 16 bits each, of an output of fp16 or bf16.
+FI_DEVICE unsigned pack_output(const BatchPrefillParams& p, float low, float high) {
+  return p.out_type == OutType::kF16 ? pack_pair(low, high, __half()) : pack_pair(low, high, __nv_bfloat16());
 }
 
 // The epilogue of a row, in all four of its threads: where its output begins, and the factor of the unnormalised

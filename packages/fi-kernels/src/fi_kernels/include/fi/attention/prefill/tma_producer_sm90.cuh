@@ -23,7 +23,8 @@ struct WorkTile {
 // or keys and values [rows / 8][dim / kColumns][8][kColumns] where copies load whole rows.
 template <class Shared, class T, int kDimQK, int kKeys, bool kWholeRows>
 struct PrefillProducers {
-  static constexpr int kRows = sizeof(Shared::q[0]) / (kDimQK * sizeof(T));
+  static constexpr int kRowBytes = (kDimQK * sizeof(T) + 127) / 128 * 128;  // of a query in shared memory
+  static constexpr int kRows = sizeof(Shared::q[0]) / kRowBytes;
 
   // A work tile and its KV tiles [begin, begin + count), which every role computes.
   struct Tile : WorkTile {
@@ -124,13 +125,14 @@ struct PrefillProducers {
     auto& pipeline = shared.q_pipeline;
     const auto at = PipelineState::producer_at<decltype(Shared::q_pipeline)::kStages>(use);
     pipeline.acquire(at);
-    Barrier& full = pipeline.expect(at.stage, p.tile_tokens * p.group_size.value * kDimQK * sizeof(T));
+    Barrier& full = pipeline.expect(at.stage, p.tile_tokens * p.group_size.value * kRowBytes);
     tma_load_tile<kDimQK>(shared.q[at.stage], kRows * 128 / sizeof(T), p.q, full, 0, 0, work.kv_head,
                           work.request.qo_begin + work.token);
   }
 
   // Copies the keys or the values of every tile, last key tile first.
   // NOTE: the barriers of a Pipeline, one array each. Selected by way of the Pipeline, ptxas spills at head_dim 128.
+  // kDim: columns of the tile in shared memory, whole 128 bytes.
   template <int kDim, int kStages, class KV>
   FI_DEVICE void produce(const TensorMap& from, KV (&to)[kStages][kKeys * kDim], Barrier (&full)[kStages],
                          Barrier (&empty)[kStages]) const {
@@ -167,73 +169,102 @@ struct PrefillProducers {
     });
   }
 
-  // Copies the keys or the values of every tile by cp.async, last key tile first. Keys from kv_len on and keys of pages
-  // outside of the pool become zeros. By a warp: eight lanes copy 128 bytes of a row. `landed` gets an arrival of each
-  // lane.
-  template <int kDim, int kStages, class KV>
-  FI_DEVICE void gather(const KvRows& from, KV (&to)[kStages][kKeys * kDim], Barrier (&landed)[kStages],
+  // Copies the keys or the values of every tile by cp.async, last key tile first. By a warp; `full` gets an arrival of
+  // each lane. For tiles that plain loads read: wgmma reads through another proxy.
+  template <int kDim, int kStages, class KV, int kSize>
+  FI_DEVICE void gather(const GatheredRows& from, KV (&to)[kStages][kSize], Barrier (&full)[kStages],
                         Barrier (&empty)[kStages]) const {
-    constexpr int kBlocks = kDim * sizeof(KV) / kSwizzleLineBytes, kBatches = (kKeys + 31) / 32;
-    const int lane = threadIdx.x % 32, row = lane / 8, chunk = lane % 8;
-    const int even = swizzled_offset(row, chunk), odd = swizzled_offset(row + 4, chunk);
     auto at = PipelineState::producer();
     for_each_tile([&](const Tile& tile) {
-      const char* head = static_cast<const char*>(from.data) + tile.kv_head * from.head;
       for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j) {
-        int pages[kBatches];  // of key `lane` of each 32; they load while the stage is acquired
-#pragma unroll
-        for (int i = 0; i < kBatches; ++i) pages[i] = page(tile, j * kKeys + i * 32 + lane);
+        const Pages<1> pages(*this, tile, j, 0);  // they load while the stage is acquired
         empty[at.stage].wait(at.phase);
-        auto line = static_cast<unsigned>(__cvta_generic_to_shared(to[at.stage]));
-#pragma unroll
-        for (int i = 0; i < kBatches; ++i) {
-          const int key = j * kKeys + i * 32 + lane;
-          const bool exists = key < tile.request.kv_len && static_cast<unsigned>(pages[i]) <= p.last_page;
-          const unsigned all = __ballot_sync(0xffffffffu, exists) >> row;
-          const char* mine = head + (exists ? pages[i] * from.page + slot(key) * from.token : 0);
-#pragma unroll 2
-          for (int first = 0; first < min(32, kKeys - i * 32); first += 8, line += 8 * 128) {
-#pragma unroll
-            for (int half = 0; half < 8; half += 4) {
-              const char* source = reinterpret_cast<const char*>(
-                  __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(mine), first + half + row) + chunk * 16);
-#pragma unroll
-              for (int block = 0; block < kBlocks; ++block)
-                cp_async_16(line + (half ? odd : even) + block * kKeys * 128, source + block * 128,
-                            all >> (first + half) & 1);
-            }
-          }
-        }
-        landed[at.stage].arrive_copies();
+        gather_tile<kDim>(from, to[at.stage], tile, j, pages);
+        full[at.stage].arrive_copies();
         at.advance(kStages);
       }
     });
   }
-  FI_DEVICE int page(const Tile& tile, int key) const {
-    return p.page_indices[tile.request.kv_begin +
-                          static_cast<int>(divide(min(key, tile.request.kv_len - 1), p.page_size))];
-  }
-  FI_DEVICE int slot(int key) const {
-    return key - static_cast<int>(divide(key, p.page_size) * p.page_size.value);
+
+  // The pages of the rows of a KV tile that one of kWarps warps copies: it takes every kWarps-th group of 8 rows. Lane l
+  // has those of its rows l, 32 + l, ... Beyond the last key they are any entries.
+  template <int kWarps>
+  struct Pages {
+    static constexpr int kGroups = (kKeys / 8 + kWarps - 1) / kWarps, kBatches = (kGroups + 3) / 4;
+    int ids[kBatches], part;
+
+    FI_DEVICE Pages(const PrefillProducers& producers, const Tile& tile, int j, int part) : part(part) {
+      const BatchPrefillParams& p = producers.p;
+#pragma unroll
+      for (int i = 0; i < kBatches; ++i) {
+        const int known = min(key(j, i), tile.request.kv_len - 1);
+        ids[i] = p.page_indices[tile.request.kv_begin + static_cast<int>(divide(known, p.page_size))];
+      }
+    }
+    FI_DEVICE int group(int i) const { return part + i * kWarps; }
+    FI_DEVICE int key(int j, int batch) const {
+      const unsigned lane = threadIdx.x % 32;
+      return j * kKeys + group(batch * 4) * 8 + static_cast<int>(lane / 8 * (8 * kWarps) + lane % 8);
+    }
+  };
+
+  // Starts copies of a KV tile: eight lanes copy 128 bytes of a row. Keys from kv_len on and keys of pages outside of
+  // the cache become zeros.
+  template <int kDim, class KV, int kWarps>
+  FI_DEVICE void gather_tile(const GatheredRows& from, KV* to, const Tile& tile, int j,
+                             const Pages<kWarps>& pages) const {
+    constexpr int kRowBytes = kDim * sizeof(KV), kBlocks = (kRowBytes + 127) / 128, kStep = kWarps * 8 * 128;
+    const int lane = threadIdx.x % 32, row = lane / 8, chunk = lane % 8;
+    const int even = swizzled_offset(row, chunk), odd = swizzled_offset(row + 4, chunk);
+    const char* head = static_cast<const char*>(from.data) + tile.kv_head * from.head;
+    unsigned line = static_cast<unsigned>(__cvta_generic_to_shared(to)) + pages.part * 8 * 128;
+#pragma unroll
+    for (int i = 0; i < pages.kBatches; ++i) {
+      const int key = pages.key(j, i), page = pages.ids[i];
+      const bool exists = key < tile.request.kv_len && static_cast<unsigned>(page) <= p.last_page;
+      unsigned valid = __ballot_sync(0xffffffffu, exists) >> row;
+      const int slot = key - static_cast<int>(divide(key, p.page_size) * p.page_size.value);
+      const char* mine = head + (exists ? page * from.page + slot * from.token : 0);
+#pragma unroll kRowBytes % 128 == 0 ? 2 : 1
+      for (int first = 0; first < min(32, pages.kGroups * 8 - i * 32); first += 8, line += kStep, valid >>= 8) {
+        if (kKeys / 8 % kWarps != 0 && pages.group(i * 4 + first / 8) >= kKeys / 8) break;
+#pragma unroll
+        for (int half = 0; half < 8; half += 4) {
+          const char* source = reinterpret_cast<const char*>(
+              __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(mine), first + half + row) + chunk * 16);
+          const bool inside = valid >> half & 1;
+#pragma unroll
+          for (int block = 0; block < kBlocks; ++block)
+            cp_async_16(line + (half ? odd : even) + block * kKeys * 128, source + block * 128,
+                        inside && (kRowBytes % 128 == 0 || block * 128 + chunk * 16 < kRowBytes));
+        }
+      }
+    }
   }
 
-  // Makes copies of cp.async, which write through the generic proxy, visible to wgmma, which reads through the async
-  // proxy. By a warp, so that consumers need no fence.
-  FI_DEVICE void relay_copies() const {
-    auto at = PipelineState();
-    for_each_tile([&](const Tile& tile) {
-      for (int i = 0; i < tile.count; ++i) {
-        relay(shared.k_landed, shared.k_pipeline, at);
-        relay(shared.v_landed, shared.v_pipeline, at);
-        at.advance(decltype(Shared::k_pipeline)::kStages);
-      }
-    });
-  }
-  template <int kStages>
-  FI_DEVICE static void relay(Barrier (&landed)[kStages], Pipeline<kStages>& pipeline, const PipelineState& at) {
-    landed[at.stage].wait(at.phase);
+  // Passes tiles that this warp has copied on to wgmma. All copies of the tile must have landed.
+  FI_DEVICE static void pass_on(Barrier& full) {
     fence_async_shared();
-    if (threadIdx.x % 32 == 0) pipeline.commit(at.stage);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) full.arrive();
+  }
+  // Waits for an empty stage. If `copied` (another tile) is not passed on, a wait that blocks passes it on first.
+  template <int kStages>
+  FI_DEVICE static void acquire(Pipeline<kStages>& pipeline, const PipelineState& at, bool& pending, Barrier& copied) {
+    if (pending && !uniform(pipeline.empty[at.stage].test_wait(at.phase))) {
+      cp_async_wait<0>();
+      pass_on(copied);
+      pending = false;
+    }
+    pipeline.acquire(at);
+  }
+  // This warp's last copies of another tile than `copied` are under way: passes that one on once it has landed.
+  FI_DEVICE static void pass_on_previous(bool& pending, Barrier& copied) {
+    cp_async_commit();
+    if (!pending) return;
+    cp_async_wait<1>();
+    pass_on(copied);
+    pending = false;
   }
 
   // Calls body(tile) for each work tile of this CTA. By a warp, which copies the tile and then releases it.

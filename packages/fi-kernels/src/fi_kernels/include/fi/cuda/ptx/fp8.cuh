@@ -1,5 +1,5 @@
 // Pairs of fp8 to pairs of half (PTX ISA 9.7.9.21, cvt): one instruction from sm_89 on, a few integer ones before; and
-// floats to e4m3.
+// floats to fp8.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -41,6 +41,16 @@ FI_DEVICE unsigned widened(unsigned pair, KV, __nv_bfloat16) {
 FI_DEVICE unsigned e4m3_quad(float x0, float x1, float x2, float x3) {
   unsigned y;
   asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n}"
+      : "=r"(y)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return y;
+}
+
+// The same in e5m2; beyond 57344 they become 57344.
+FI_DEVICE unsigned e5m2_quad(float x0, float x1, float x2, float x3) {
+  unsigned y;
+  asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e5m2x2.f32 low, %2, %1;\ncvt.rn.satfinite.e5m2x2.f32 high, %4, %3;\n"
       "mov.b32 %0, {low, high};\n}"
       : "=r"(y)
       : "f"(x0), "f"(x1), "f"(x2), "f"(x3));

@@ -143,9 +143,19 @@ def test_items(lens: list[tuple[int, int]], device: str) -> None:
 
 @pytest.mark.parametrize("kv_dtype", FP8)
 @pytest.mark.parametrize("dtype", HALVES)
-def test_fp8_keys(dtype: torch.dtype, kv_dtype: torch.dtype, device: str) -> None:
-    b = batch([(20, 70), (3, 9)], dims=(128, 128), dtype=dtype, kv_dtype=kv_dtype, device=device)
+@pytest.mark.parametrize(("dims", "page_size"), [((64, 64), 16), ((128, 128), 1), ((192, 128), 3)])
+def test_fp8_keys(
+    dims: tuple[int, int], page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: str
+) -> None:
+    """The output may have the other 16-bit type; scales may be tensors."""
+    b = batch([(20, 70), (3, 9), (200, 330)], dims=dims, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size,
+              device=device)  # fmt: skip
     check(b, causal=True, run={"k_scale": 1.3, "v_scale": 0.7}, expect={"k_scale": 1.3, "v_scale": 0.7})
+    scales = {name: torch.tensor([x], device=device) for name, x in (("k_scale", 1.3), ("v_scale", 0.7))}
+    (other,) = {*HALVES} - {dtype}
+    tolerance = TOLERANCE[torch.bfloat16]  # that of the probabilities
+    check(b, run=scales, expect={"k_scale": 1.3, "v_scale": 0.7}, tolerance=tolerance, logits_soft_cap=3.0,
+          o_data_type=other)  # fmt: skip
 
 
 def assert_fp8(w: Any, b: Any, out: torch.Tensor, lse: torch.Tensor, **options: Any) -> None:

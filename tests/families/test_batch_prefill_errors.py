@@ -157,12 +157,13 @@ def test_fa3_refuses_with_reasons() -> None:
     [
         ({}, "wgmma_sm90", ""),
         ({"mask": "custom"}, "mma_sm80", "requires mask == plain, got custom"),
-        ({"scaled": True}, "mma_sm80", "requires no scales by head or on the device, or an fp8 q"),
+        ({"scaled": True}, "mma_sm80", "requires no scales by head or on the device, or fp8 keys"),
         ({"alignment": 8}, "mma_sm80", "requires alignment >= 16, got 8"),
         ({"group_size": 256}, "mma_sm80", "requires group_size <= 128, got 256"),
         ({"page_size": 1}, "wgmma_sm90", ""),
         ({"q": "e5m2", "kv": "e5m2", "out": "e4m3", "head_dim_qk": 256, "head_dim_vo": 256}, "wgmma_sm90", ""),
-        ({"kv": "e4m3", "head_dim_qk": 64, "head_dim_vo": 64}, "mma_sm80", "head_dim_qk 128 for a 16-bit q over fp8"),
+        ({"kv": "e4m3", "head_dim_qk": 64, "head_dim_vo": 64, "out": "f16", "scaled": True}, "wgmma_sm90", ""),
+        ({"kv": "e4m3", "head_dim_qk": 256, "head_dim_vo": 256}, "mma_sm80", "head_dim_qk up to 192 for a 16-bit q"),
         ({"page_size": 0}, "wgmma_sm90", ""),  # ragged
         ({"head_dim_qk": 192, "head_dim_vo": 128}, "wgmma_sm90", ""),
         ({"head_dim_qk": 192, "head_dim_vo": 192}, "mma_sm80", "requires head_dim_vo == head_dim_qk, or 128 for 192"),

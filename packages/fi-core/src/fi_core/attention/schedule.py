@@ -154,9 +154,10 @@ class DecodeSchedule:
         self.batch_size, self.page_size, self.q_len = indptr.numel() - 1, page_size, q_len
         self.tables = indptr, last_page_len, kv_len
         split_kv = _split_kv(fixed_split_size, page_size, disable_split_kv)
-        indices = indices if split_kv > 0 else 0
-        self._shape = self.batch_size, indices, heads, kv_heads, page_size, q_len, split_kv, choice
         self._q_tiles = ops.num_q_tiles(heads, kv_heads, q_len)
+        if split_kv <= 0:  # sizes depend on whether there is little work; then one page stands for all
+            indices = int(indices * page_size // ops.KV_TILE * self._q_tiles <= ops.MOST_TILES_OF_TWO_CTAS)
+        self._shape = self.batch_size, indices, heads, kv_heads, page_size, q_len, split_kv, choice
         self.buffers = self.buffers_for(head_dim)
         self.replan(window_left)
         return [self.batch_size, self._q_tiles, self.buffers.num_ctas, split_kv, q_len, window_left]

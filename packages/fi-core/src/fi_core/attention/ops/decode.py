@@ -93,13 +93,18 @@ def _device_types(axes: Values) -> tuple[str, int, int, int]:
     return f"{operand.device}, {q.device}, {kv.device}", q.bytes, kv.bytes, lines * 128
 
 
-def _mma_ctas_per_sm(fp8: bool) -> int:
-    """CTAs per SM of the mma_sm80 kernel.
+# The most KV tiles of all query tiles for which the mma_sm80 kernel has two CTAs per SM. H200, page size 1, bf16, us
+# with 2 and with 3: b4 kv4k (2048 tiles) 33.9, 35.3; b64 kv1k 28/4 (4096) 50.7, 54.4; b8 kv16k 28/4 (8192) 85.1, 87.0;
+# b64 kv1k (8192) 83.8, 83.2; b16 kv8k (16384) 145.0, 141.6; b256 kv512 (16384) 157, 146.
+MOST_TILES_OF_TWO_CTAS = 8192
 
-    H200, page size 1, us with 2 and with 3: bf16 keys, b16 kv8k 144.7, 140.6; b64 of varied lengths 281, 263; b256
-    kv512 160, 147; b1 kv8k 28.1, 29.5; fp8 keys, b64 kv8k 298.5, 300.
+
+def _mma_ctas_per_sm(fp8: bool, tiles: int = 1 << 31) -> int:
+    """CTAs per SM of the mma_sm80 kernel. tiles: KV tiles of all query tiles.
+
+    H200, fp8 keys, page size 1, b64 kv8k, us with 2 and with 3: 298.5, 300.
     """
-    return 2 if fp8 else 3
+    return 2 if fp8 or tiles <= MOST_TILES_OF_TWO_CTAS else 3
 
 
 def _mma_unit(axes: Values) -> Unit:
@@ -112,7 +117,9 @@ def _mma_unit(axes: Values) -> Unit:
     pipeline = max(stages * 2 * keys * line, Q_TILE * (dim + 8) * 4)
     shared = warps * pipeline + Q_TILE * (dim * q_bytes + 16) + warps * Q_TILE * 8 + 192 + 16
     body = f"batch_decode_mma<{types}, {dim}, {warps}, {keys}, {stages}, {shared}>"
-    config = DecodeConfig(DecodeKind.MMA, dim)
+    # evict_first_mb. H200, page size 1, us with 0, 100 and 200: b16 kv1k (67 MB) 33.2, 29.9, 30.2; b1 kv32k (134 MB)
+    # 55.8, 55.9, 51.6; b64 kv1k 28/4 (134 MB) 50.4, 50.8, 46.5; more than 200 MB equal.
+    config = DecodeConfig(DecodeKind.MMA, dim, 0, 200 if axes["capability"] == 90 else 0)
     entry = Entry("batch_decode_mma", body, warps * 32, config, shared, _mma_ctas_per_sm(kv_bytes == 1))
     if axes["capability"] != 90 or dim > 128:
         return Unit("fi/attention/decode/batch_decode.cuh", "BatchDecodeParams", (entry,))
@@ -272,21 +279,23 @@ class Sizes(NamedTuple):
     split_kv: int
 
 
-def grid_of(device: torch.device, choice: Choice | None = None) -> tuple[int, int]:
-    """(num_ctas, num_ranges): the CTAs that are resident on a device at once, and the most work ranges for them.
+def grid_of(device: torch.device, choice: Choice | None = None, tiles: int = 1 << 31) -> tuple[int, int]:
+    """(num_ctas, num_ranges): the CTAs of the persistent kernel, and the most work ranges for them.
 
-    A CPU has a fixed number. choice: the kernel that is expected to run; another kernel also works.
+    A CPU has a fixed number. choice: the kernel that is expected to run; another kernel also works. tiles: the most KV
+    tiles of all query tiles, if known.
     """
     if target_of(device).kind == "cpu":
         return CPU_CTAS, 3 * CPU_CTAS
-    return _grid(choice, multiprocessors_of(device))
+    return _grid(choice, multiprocessors_of(device), tiles <= MOST_TILES_OF_TWO_CTAS)
 
 
 @functools.lru_cache(maxsize=4096)
-def _grid(choice: Choice | None, multiprocessors: int) -> tuple[int, int]:
+def _grid(choice: Choice | None, multiprocessors: int, few_tiles: bool) -> tuple[int, int]:
     name = choice.implementation if choice else ""
     fp8 = choice is not None and dict(choice.spec.axes)["kv"] in ("e4m3", "e5m2")
-    ctas_per_sm = {"mma_sm80": _mma_ctas_per_sm(fp8), "cuda_core": 4}.get(name, 1)
+    mma = _mma_ctas_per_sm(fp8, MOST_TILES_OF_TWO_CTAS) if few_tiles else _mma_ctas_per_sm(fp8)
+    ctas_per_sm = {"mma_sm80": mma, "cuda_core": 4}.get(name, 1)
     num_ctas = min(MAX_RANGES, ctas_per_sm * multiprocessors)
     # A memory-bound kernel runs faster on some SMs, so its tile scheduler hands out smaller ranges dynamically.
     return num_ctas, min(MAX_RANGES, 3 * num_ctas) if name == "tma_sm90" and not fp8 else num_ctas
@@ -317,11 +326,11 @@ def buffer_sizes(
         batch_size: number of requests.
         q_tiles: `num_q_tiles(...)`.
         split_kv: as in `Buffers`.
-        tokens: for chunks, the most tokens of all requests together: page_size times the number of page indices, or
-            of the entries of a block table.
+        tokens: the most tokens of all requests together: page_size times the number of page indices, or of the
+            entries of a block table. 0: not known; chunks need it.
         choice: as in `grid_of`.
     """
-    num_ctas, num_ranges = grid_of(device, choice)
+    num_ctas, num_ranges = grid_of(device, choice, tokens // KV_TILE * q_tiles if tokens else 1 << 31)
     max_partials = 2 * num_ranges
     if split_kv > 0:
         max_partials = max(max_partials, q_tiles * (tokens // (split_kv * KV_TILE) + 2 * batch_size))

@@ -120,8 +120,8 @@ void rope_quantize(const Kernel& kernel, const RopeQuantizeArgs& a) {
     c.rope[kRopeK] = make_paged_operand(a.k_rope, mla ? a.v_cache : a.k_cache, a.head_major, 0);
     if (a.k_nope) c.nope[kRopeK] = make_paged_operand(a.k_nope, a.k_cache, a.head_major, mla ? 0 : rope_dim);
     if (a.v) c.nope[kRopeV] = make_paged_operand(a.v, a.v_cache, a.head_major, 0);
-    p.pages = {index_array(a.kv_indices), index_array(a.kv_indptr), index_array(a.batch_indices),
-               index_array(a.positions), static_cast<int32_t>(a.page_size), a.k_cache.size(0)};
+    p.pages = {index_array(a.kv_indices), index_array(a.kv_indptr),          index_array(a.batch_indices),
+               index_array(a.positions),  static_cast<int32_t>(a.page_size), a.k_cache.size(0)};
   } else {
     c.rope[kRopeK] = make_operand(a.k_rope, a.k_rope_out);
     if (a.k_nope) c.nope[kRopeK] = make_operand(a.k_nope, a.k_nope_out);

@@ -12,8 +12,8 @@ struct ContiguousKv {
   FI_DEVICE int slot(int j) const { return j; }
 };
 
-// Token j of a request is in slot j % size of page ids[j / size]. An id outside of the cache reads the last page: a wrong
-// table gives wrong results, not an illegal access that ends the process.
+// Token j of a request is in slot j % size of page ids[j / size]. An id outside of the cache reads the last page: a
+// wrong table gives wrong results, not an illegal access that ends the process.
 struct PagedKv {
   const int32_t* ids;
   uint32_t last_page;

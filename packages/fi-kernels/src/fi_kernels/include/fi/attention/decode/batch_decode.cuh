@@ -5,6 +5,7 @@
 #include "fi/attention/decode/dynamic_scheduler.cuh"
 #include "fi/attention/decode/split_kv_epilogue.cuh"
 #include "fi/attention/decode/warp_mma_tile.cuh"
+#include "fi/cuda/ptx/bulk_sm90.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
 
 namespace fi {
@@ -60,7 +61,8 @@ FI_DEVICE void batch_decode_cuda_core(const BatchDecodeParams& params, const Var
     __syncthreads();
     Variant variant(variant_params, s.request);
     const CudaCoreEpilogue epilogue(params, s, variant);
-    const PagedKv pages{params.page_indices + s.first_page, params.last_page, params.page_size, params.k_page, params.v_page};
+    const PagedKv pages{params.page_indices + s.first_page, params.last_page, params.page_size, params.k_page,
+                        params.v_page};
     const int begin = max(s.begin * kDecodeKvTile, problem.mask.first_key(0));
     const int end = params.end_key(s);
 #pragma unroll 1
@@ -136,7 +138,15 @@ struct DecodeMmaKernel {
     at.v_offset = page * params.v_page + slot * params.problem.v_token;
   }
 
-  FI_DEVICE void load(const KV* k, const KV* v, const Slices& at, int stage) const {
+  // policy: of L2, on sm_90.
+  FI_DEVICE static void copy(char* shared, const KV* from, bool valid, uint64_t policy) {
+#if __CUDA_ARCH__ == 900
+    cp_async_16_hinted(static_cast<unsigned>(__cvta_generic_to_shared(shared)), from, valid, policy);
+#else
+    cp_async_16(shared, from, valid);
+#endif
+  }
+  FI_DEVICE void load(const KV* k, const KV* v, const Slices& at, int stage, uint64_t policy) const {
     Ring& ring = shared.rings[warp];
     // If the number of 16-byte chunks of a row is not a power of two, each round has its own addresses, too many for
     // registers.
@@ -150,8 +160,8 @@ struct DecodeMmaKernel {
       const int64_t v_offset = __shfl_sync(0xffffffffu, at.v_offset, key);
       const bool inside = at.key + key >= at.low && at.key + key < at.high;
       const int element = chunk * 16 / static_cast<int>(sizeof(KV));
-      cp_async_16(ring.k[stage] + KvTile{4}.offset(key, chunk), inside ? k + k_offset + element : k, inside);
-      cp_async_16(ring.v[stage] + KvTile{4}.offset(key, chunk), inside ? v + v_offset + element : v, inside);
+      copy(ring.k[stage] + KvTile{4}.offset(key, chunk), inside ? k + k_offset + element : k, inside, policy);
+      copy(ring.v[stage] + KvTile{4}.offset(key, chunk), inside ? v + v_offset + element : v, inside, policy);
     }
   }
 
@@ -185,10 +195,12 @@ struct DecodeMmaKernel {
       load_queries(DecodeEpilogue(params, s, kDim));  // they arrive with the first keys
       constexpr int kStep = kWarps * kKeys;
       int stage = 0;
+      const uint64_t policy =
+          shared.scheduler.scheduler.header.cost < params.evict_first_tiles ? kEvictFirst : kEvictNormal;
       // The loop loads keys kStages - 1 steps ahead. It has no prologue, which would repeat its code.
 #pragma unroll 1
       for (;;) {
-        if (at.key < at.high) load(k, v, at, stage);
+        if (at.key < at.high) load(k, v, at, stage, policy);
         cp_async_commit();
         const int key = at.key - (kStages - 1) * kStep;
         at.key += kStep;

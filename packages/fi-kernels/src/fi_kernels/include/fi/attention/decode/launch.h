@@ -84,12 +84,12 @@ inline int64_t launch_batch_decode(const Kernel& kernel, BatchDecodeParams& para
     }
   }
   const auto chosen = BatchDecodeConfig::of(*entry);
+  params.evict_first_tiles = static_cast<int32_t>(
+      (chosen.evict_first_mb << 20) / (kDecodeKvTile * (p.head_dim_qk + p.head_dim_vo) * k_cache.dtype().bytes()));
   if (chosen.kind >= DecodeKind::TMA && chosen.keys_per_copy > 1) {
     const bool whole = chosen.whole_rows != 0;
     const int64_t box_rows = one_page ? chosen.keys_per_copy : std::gcd(page_size, chosen.keys_per_copy);
     params.box_keys_log2 = __builtin_ctzll(static_cast<uint64_t>(box_rows));
-    params.evict_first_tiles = static_cast<int32_t>(
-        (chosen.evict_first_mb << 20) / (kDecodeKvTile * (p.head_dim_qk + p.head_dim_vo) * k_cache.dtype().bytes()));
     describe_cache(kernel, params.k_map, k_cache, p.kv_heads, page_size, p.k_head, p.k_token, box_rows, whole);
     describe_cache(kernel, params.v_map, v_cache, p.kv_heads, page_size, p.v_head, p.v_token, box_rows, whole);
   }

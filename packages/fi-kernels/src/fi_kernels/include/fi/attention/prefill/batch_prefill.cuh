@@ -98,7 +98,8 @@ FI_DEVICE void batch_prefill_mma(const PrefillProblem& params, const Variant::Ar
         // Ragged keys are one long page; its page id is not used.
         const Divisor longest{0x7fffffff, 3, 31};
         if (params.page_indices)
-          pages = {params.page_indices + request.kv_begin, params.last_page, params.page_size, params.k_page, params.v_page};
+          pages = {params.page_indices + request.kv_begin, params.last_page, params.page_size, params.k_page,
+                   params.v_page};
         else
           pages = {&params.schedule.header->num_tiles, 0, longest, 0, 0};
         const int begin = entry.q_tile * q_tile_rows, first = begin + next_tile.row_tile * Kernel::kRows;

@@ -15,9 +15,9 @@
 
 namespace fi {
 
-// T: e4m3 or e5m2. Probabilities are rounded to e4m3 times 256, which keeps small ones; row_sum adds the unrounded ones.
-// The tensor cores add with some 14 bits, so that a long sum would lose most of each new product (with equal weights
-// and values, 16384 keys came out 24 % too small): the products of a key tile are summed by themselves.
+// T: e4m3 or e5m2. Probabilities are rounded to e4m3 times 256, which keeps small ones; row_sum adds the unrounded
+// ones. The tensor cores add with some 14 bits, so that a long sum would lose most of each new product (with equal
+// weights and values, 16384 keys came out 24 % too small): the products of a key tile are summed by themselves.
 template <class T, int kDimQK, int kDimVO, int kKeys, bool kCapped, int kConsumers>
 struct PrefillFp8Kernel {
   static constexpr int kRows = 64 * kConsumers, kTransposers = 2;
@@ -29,8 +29,8 @@ struct PrefillFp8Kernel {
   static constexpr float kOffset = 8.f;  // log2 of the factor of probabilities; the largest e4m3 is 448
   static constexpr int kPartColumns = kDimVO < 128 ? kDimVO : 128;  // of one product, whose sum needs registers
 
-  // Tiles in the 128-byte swizzle, [dim / 128][rows][128], where the last block may be partly used. Transposed values in
-  // the 32-byte swizzle, [keys / 32][columns][32], with keys and columns in the order of `transpose`.
+  // Tiles in the 128-byte swizzle, [dim / 128][rows][128], where the last block may be partly used. Transposed values
+  // in the 32-byte swizzle, [keys / 32][columns][32], with keys and columns in the order of `transpose`.
   struct Shared {
     alignas(1024) T q[kQueryStages][kRows * kPaddedQK];
     alignas(1024) T k[kKeyStages][kKeys * kPaddedQK];

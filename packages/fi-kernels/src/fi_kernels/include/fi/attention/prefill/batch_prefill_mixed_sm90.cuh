@@ -13,7 +13,7 @@ struct PrefillMixedKernel {
   static_assert(registers_fit(kProducerRegisters + kConverterRegisters + 2 * kConsumerRegisters, 4), "registers");
 
   using Wide = PrefillKernel<T, kDimQK, kDimVO, kKeys, false, kCapped, 2,
-                             226 * 1024 - kRawStages * kKeys * (kPaddedQK + kPaddedVO), true>;
+                             226 * 1024 - kRawStages * kKeys*(kPaddedQK + kPaddedVO), true>;
   static_assert(Wide::kStages == kStages, "16-bit stages");
 
   // fp8 tiles, [dim / 128][keys][128] in the 128-byte swizzle, where the last block may be partly used.
@@ -94,9 +94,8 @@ struct PrefillMixedKernel {
 #pragma unroll 4
     for (int i = threadIdx.x % 128; i < kKeys * kPieces; i += 128) {
       const int key = i / kPieces, piece = i % kPieces;
-      const uint2 x =
-          *reinterpret_cast<const uint2*>(reinterpret_cast<const char*>(raw) + piece / 16 * (kKeys * 128) +
-                                          swizzled_offset(key, piece % 16 / 2) + piece % 2 * 8);
+      const uint2 x = *reinterpret_cast<const uint2*>(reinterpret_cast<const char*>(raw) + piece / 16 * (kKeys * 128) +
+                                                      swizzled_offset(key, piece % 16 / 2) + piece % 2 * 8);
       *reinterpret_cast<uint4*>(reinterpret_cast<char*>(to) + SwizzledTile<T, kKeys>::offset(key, piece * 8)) = {
           widened(x.x, KV(), T()), widened(x.x >> 16, KV(), T()), widened(x.y, KV(), T()),
           widened(x.y >> 16, KV(), T())};

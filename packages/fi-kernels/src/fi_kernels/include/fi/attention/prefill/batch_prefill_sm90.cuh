@@ -172,7 +172,8 @@ struct PrefillKernel {
       const bool half = uniform(end_key - (seen_end - 1) * kKeys) <= kHalf;
       float row_max[2] = {kMinusInf, kMinusInf}, row_sum[2] = {0.f, 0.f};
       float scales[2] = {};
-      if constexpr (kMixed) scales[0] = row_scale(p, tile.kv_head, row), scales[1] = row_scale(p, tile.kv_head, row + 8);
+      if constexpr (kMixed)
+        scales[0] = row_scale(p, tile.kv_head, row), scales[1] = row_scale(p, tile.kv_head, row + 8);
       bool values_running = false;  // whether P V of the last KV tile runs
       bool fresh = true;            // whether no KV tile was accumulated
 #pragma unroll
@@ -231,7 +232,7 @@ struct PrefillKernel {
     PipelineState at;
     int work, tile, group, row;
     bool masked;
-    int last_of;  // the stage of Q if this is the last KV tile of the work tile, else -1
+    int last_of;     // the stage of Q if this is the last KV tile of the work tile, else -1
     float scale[2];  // of the rows, if kMixed
   };
 

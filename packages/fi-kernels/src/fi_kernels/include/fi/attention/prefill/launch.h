@@ -130,12 +130,12 @@ inline int64_t launch_batch_prefill(const Kernel& kernel, const PrefillProblem& 
     return 0;
   }
   const bool scaled = p.scale_q || p.scale_k || p.scale_v || problem.bmm1_scale || problem.bmm2_scale;
-  FI_CHECK(
-      !problem.custom_mask && !problem.items && !(scaled && chosen.kind == PrefillKind::WGMMA) && !p.scores.alibi &&
-          !p.rotary.enabled && p.group_size <= 128,
-      ValueError,
-      "backend must be fa2 for masks, position encodings, 16-bit q with scales by head or on the device, and more than "
-      "128 query heads a kv head");
+  FI_CHECK(!problem.custom_mask && !problem.items && !(scaled && k.dtype().bits == 16) && !p.scores.alibi &&
+               !p.rotary.enabled && p.group_size <= 128,
+           ValueError,
+           "backend must be fa2 for masks, position encodings, 16-bit keys with scales by head or on the device, and "
+           "more than "
+           "128 query heads a kv head");
   if (misaligned) return misaligned;
   // The planner may choose tiles of two thirds of the rows, and split them.
   const int64_t min_tokens = std::max<int64_t>(1, problem.tile_tokens * 2 / 3);

@@ -21,7 +21,7 @@ struct PrefillProblem {
   const float* bmm1_scale;     // multiplies the scores; null: 1
   const float* bmm2_scale;     // multiplies the output; null: 1
   Divisor page_size;
-  uint32_t last_page;          // num_pages - 1
+  uint32_t last_page;  // num_pages - 1
   int32_t tile_tokens, items_row, draft_row;
   int32_t padded_rows, batch;  // rows of the output, where rows of no request become 0; 0: they are not written
 

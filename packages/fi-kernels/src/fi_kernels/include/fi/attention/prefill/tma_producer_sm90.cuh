@@ -186,8 +186,8 @@ struct PrefillProducers {
     });
   }
 
-  // The pages of the rows of a KV tile that one of kWarps warps copies: it takes every kWarps-th group of 8 rows. Lane l
-  // has those of its rows l, 32 + l, ... Beyond the last key they are any entries.
+  // The pages of the rows of a KV tile that one of kWarps warps copies: it takes every kWarps-th group of 8 rows. Lane
+  // l has those of its rows l, 32 + l, ... Beyond the last key they are any entries.
   template <int kWarps>
   struct Pages {
     static constexpr int kGroups = (kKeys / 8 + kWarps - 1) / kWarps, kBatches = (kGroups + 3) / 4;

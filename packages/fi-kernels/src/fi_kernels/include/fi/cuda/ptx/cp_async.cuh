@@ -2,6 +2,7 @@
 // and later.
 #pragma once
 #include "fi/cuda/ptx/pdl.cuh"
+#include "fi/types.h"
 
 namespace fi {
 
@@ -22,6 +23,15 @@ FI_DEVICE void cp_async_16_part(unsigned shared, const void* global, int bytes) 
 }
 FI_DEVICE void cp_async_16_part(void* shared, const void* global, int bytes) {
   cp_async_16_part(static_cast<unsigned>(__cvta_generic_to_shared(shared)), global, bytes);
+}
+// As cp_async_16 with an L2 policy: kEvictFirst or kEvictNormal. sm_90.
+// NOTE: with an address in two parts, one of them in a uniform register, ptxas 13.0 makes an illegal instruction.
+FI_DEVICE void cp_async_16_hinted(unsigned shared, const void* global, bool valid, uint64_t policy) {
+  auto address = __cvta_generic_to_global(global);
+  asm volatile("" : "+l"(address));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(address),
+               "r"(valid ? 16 : 0), "l"(policy)
+               : "memory");
 }
 // As cp_async_16 of 8 bytes, through L1.
 FI_DEVICE void cp_async_8(unsigned shared, const void* global, bool valid = true) {

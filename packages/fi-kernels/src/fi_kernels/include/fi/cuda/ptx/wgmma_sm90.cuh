@@ -106,23 +106,22 @@ FI_DEVICE uint64_t wgmma_uniform(uint64_t operand) {
                  : FI_CONSTRAINTS_##count                                                     \
                  : "l"(a), "l"(b), "r"(static_cast<int>(add)));                               \
   }
-#define FI_WGMMA_REGISTERS(n, count, x0, x1, x2, x3, x4, x5, k, names, orders, type_a, type_b)                \
-  FI_DEVICE void wgmma(float (&d)[count], const unsigned (&a)[4], uint64_t b, bool add, type_a, type_b) {     \
-    asm volatile(                                                                                             \
-        FI_WGMMA_TEXT(x5, "m64n" #n k, names, count, "{%" #x0 ", %" #x1 ", %" #x2 ", %" #x3 "}", x4, orders)  \
-        : FI_CONSTRAINTS_##count                                                                              \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));                    \
+#define FI_WGMMA_REGISTERS(n, count, x0, x1, x2, x3, x4, x5, k, names, orders, type_a, type_b)                        \
+  FI_DEVICE void wgmma(float (&d)[count], const unsigned (&a)[4], uint64_t b, bool add, type_a, type_b) {             \
+    asm volatile(FI_WGMMA_TEXT(x5, "m64n" #n k, names, count, "{%" #x0 ", %" #x1 ", %" #x2 ", %" #x3 "}", x4, orders) \
+                 : FI_CONSTRAINTS_##count                                                                             \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));                   \
   }
-#define FI_WGMMA(n, count, x0, x1, x2, x3, x4, x5)                                          \
-  FI_WGMMA_SHARED_16(n, count, x0, x1, x2, x3, "f16", __half)                               \
-  FI_WGMMA_SHARED_16(n, count, x0, x1, x2, x3, "bf16", __nv_bfloat16)                       \
-  FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e4m3.e4m3", __nv_fp8_e4m3, __nv_fp8_e4m3)        \
-  FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e4m3.e5m2", __nv_fp8_e4m3, __nv_fp8_e5m2)        \
-  FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e5m2.e4m3", __nv_fp8_e5m2, __nv_fp8_e4m3)        \
-  FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e5m2.e5m2", __nv_fp8_e5m2, __nv_fp8_e5m2)        \
-  FI_WGMMA_REGISTERS(n, count, x0, x1, x2, x3, x4, x5, "k16", "f16.f16", ", 1", __half, __half) \
+#define FI_WGMMA(n, count, x0, x1, x2, x3, x4, x5)                                                              \
+  FI_WGMMA_SHARED_16(n, count, x0, x1, x2, x3, "f16", __half)                                                   \
+  FI_WGMMA_SHARED_16(n, count, x0, x1, x2, x3, "bf16", __nv_bfloat16)                                           \
+  FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e4m3.e4m3", __nv_fp8_e4m3, __nv_fp8_e4m3)                            \
+  FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e4m3.e5m2", __nv_fp8_e4m3, __nv_fp8_e5m2)                            \
+  FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e5m2.e4m3", __nv_fp8_e5m2, __nv_fp8_e4m3)                            \
+  FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e5m2.e5m2", __nv_fp8_e5m2, __nv_fp8_e5m2)                            \
+  FI_WGMMA_REGISTERS(n, count, x0, x1, x2, x3, x4, x5, "k16", "f16.f16", ", 1", __half, __half)                 \
   FI_WGMMA_REGISTERS(n, count, x0, x1, x2, x3, x4, x5, "k16", "bf16.bf16", ", 1", __nv_bfloat16, __nv_bfloat16) \
-  FI_WGMMA_REGISTERS(n, count, x0, x1, x2, x3, x4, x5, "k32", "e4m3.e4m3", "", __nv_fp8_e4m3, __nv_fp8_e4m3) \
+  FI_WGMMA_REGISTERS(n, count, x0, x1, x2, x3, x4, x5, "k32", "e4m3.e4m3", "", __nv_fp8_e4m3, __nv_fp8_e4m3)    \
   FI_WGMMA_REGISTERS(n, count, x0, x1, x2, x3, x4, x5, "k32", "e4m3.e5m2", "", __nv_fp8_e4m3, __nv_fp8_e5m2)
 FI_WGMMA(8, 4, 4, 5, 6, 7, 8, 9)
 FI_WGMMA(16, 8, 8, 9, 10, 11, 12, 13)

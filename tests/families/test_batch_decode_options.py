@@ -184,8 +184,6 @@ CALL = (
         ({"q_len_per_req": 0, "use_tensor_cores": True}, ValueError, "q_len_per_req: at least 1"),
         ({"q_len_per_req": 10, "use_tensor_cores": True}, ValueError, "q_len_per_req: all requests .* request 1 has 9"),
         ({"q_len_per_req": 2, "use_tensor_cores": True}, ValueError, r"q: shape \(4, 4, 64\) was planned"),
-        ({"window_right": 1}, NotImplementedError, "window_right: not supported, .* pass 0; got 1"),
-        ({"is_causal": True}, NotImplementedError, "is_causal: leave it out, or pass what q_len_per_req > 1 is"),
         ({"rope_theta": -1.0, "pos_encoding_mode": "ROPE_LLAMA"}, ValueError, "rope_theta must be positive"),
     ],
 )  # fmt: skip

@@ -10,8 +10,12 @@ import torch
 
 from families.attention_reference import attention
 from families.harness import FP8, TOLERANCE, assert_close, rand
-from families.prefill_batch import HALVES, batch, check, planned
-from fi_core.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+from families.prefill_batch import HALVES, batch, check, planned, workspace
+from fi_core.prefill import (
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    single_prefill_with_kv_cache,
+)
 
 # (qo_len, kv_len): self attention, append, no queries, no keys, more queries than keys, one row, more than a tile
 MIX = [(5, 5), (0, 9), (17, 90), (3, 0), (12, 4), (1, 130), (70, 70)]
@@ -134,11 +138,39 @@ def test_items(lens: list[tuple[int, int]], device: str) -> None:
         want, want_lse = b.expected(masks, window_left=window)
         for w in planned(
             b, window_left=window, prefix_len_ptr=torch.tensor(prefixes, dtype=torch.uint32, device=device),
-            token_pos_in_items_ptr=table, token_pos_in_items_len=width,
+            token_pos_in_items_ptr=table[:31], token_pos_in_items_len=width,  # without zeros at the end
+            max_item_len_ptr=torch.tensor(7, dtype=torch.uint16, device=device),
         ):  # fmt: skip
             out, lse = w.run_return_lse(b.q, b.cache)
             assert_close(out, want)
             assert_close(lse, want_lse, tolerance=(1e-4, 1e-4))
+
+
+def test_one_prefix_for_all_requests(device: str) -> None:
+    b = batch([(6, 9), (8, 8)], device=device)
+    own = torch.tensor([0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6], dtype=torch.uint16, device=device)
+    one, each = (torch.tensor(x, dtype=torch.int32, device=device) for x in (2, [2, 2]))
+    outs = []
+    for prefix in (one, each):
+        w = BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+        w.plan(
+            *b.paged_plan(), **b.types(), prefix_len_ptr=prefix, token_pos_in_items_ptr=own, token_pos_in_items_len=8
+        )
+        outs.append(w.run(b.q, b.cache))
+    assert torch.equal(*outs)
+    with pytest.raises(ValueError, match="prefix_len_ptr: one element, or 2"):
+        w.plan(*b.paged_plan(), prefix_len_ptr=each.repeat(2), token_pos_in_items_ptr=own, token_pos_in_items_len=8)
+
+
+def test_a_mask_of_any_shape(device: str) -> None:
+    b = batch([(6, 9), (8, 8)], device=device)
+    masks = masks_of([(6, 9), (8, 8)], device)
+    flat = torch.cat([m.flatten() for m in masks])
+    w = BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    w.plan(*b.paged_plan(), **b.types(), custom_mask=flat.view(2, -1, 59))
+    assert_close(w.run(b.q, b.cache), b.expected(masks)[0])
+    out = single_prefill_with_kv_cache(b.q[:6], b.k[0], b.v[0], custom_mask=masks[0].flatten())
+    assert_close(out, attention(b.q[:6], b.k[0], b.v[0], custom_mask=masks[0])[0])
 
 
 @pytest.mark.parametrize("kv_dtype", FP8)

@@ -51,7 +51,7 @@ def test_errors_of_the_constructor(device: str) -> None:
             "paged_kv_indices: 21 are required, .* 9",
         ),
         ({"seq_lens": torch.zeros(4, dtype=torch.int32)}, ValueError, "seq_lens: length 5"),
-        ({"custom_mask": torch.ones(7)}, ValueError, "custom_mask: a flat boolean tensor"),
+        ({"custom_mask": torch.ones(7)}, ValueError, "custom_mask: a boolean tensor"),
         ({"custom_mask": torch.ones(7, dtype=torch.bool)}, ValueError, "custom_mask: 6560 elements are required"),
         ({"prefix_len_ptr": torch.zeros(5, dtype=torch.int32)}, ValueError, "token_pos_in_items_ptr"),
         ({"qo_indptr": torch.zeros(6)}, TypeError, "qo_indptr must be int32"),

@@ -66,6 +66,33 @@ def test_levels(kind: str, causal: bool, device: str) -> None:
         assert torch.equal(w.forward(q, cache), out)
 
 
+@pytest.mark.parametrize("options", [
+    {"window_left": 40}, {"pos_encoding_mode": "ROPE_LLAMA", "rope_theta": 1e3}, {"pos_encoding_mode": "ALIBI"},
+    {"window_left": 130, "causal": True, "pos_encoding_mode": "ROPE_LLAMA", "logits_soft_cap": 3.0},
+])  # fmt: skip
+def test_positions_across_levels(options: dict[str, Any], device: str) -> None:
+    """Keys of all levels have their positions in the request; shared levels fill their pages."""
+    everything = [(20, 64), (9, 32), (11, 0), (3, 3), (6, 20), (11, 7), (0, 5)]
+    whole = batch(everything, heads=(8, 2), dims=(64, 64), device=device)
+    found = [whole.only(requests) for requests in ([0], [1, 2], [3, 4, 5, 6])]
+    q, groups = whole.q[:20], ([0, 0, 0, 0], [0, 0, 1, 1])
+    w = Wrapper(3, workspace(device))
+    plan(w, found, **options)
+    want = []
+    for i, rows in enumerate(q.split([3, 6, 11, 0])):
+        parts = [(found[0], groups[0][i]), (found[1], groups[1][i]), (found[2], i)]
+        k, v = (torch.cat([getattr(b, name)[at] for b, at in parts]) for name in ("k", "v"))
+        want.append(attention(rows, k, v, **options)[0])
+    # The logits of ALiBi are those of a call: rows count from 0 in their request.
+    assert_close(w.run(q, whole.cache), torch.cat(want), tolerance=(5e-3, 3e-3))
+    plan(w, found)
+    assert not torch.equal(w.run(q, whole.cache), w.run(q.flip(0), whole.cache)), "levels on their own again"
+    tables = [list(arrays) for arrays in zip(*(b.paged_plan()[:4] for b in found))]
+    tables[0][1] = torch.tensor([0, 5, 20], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"qo_indptr_arr\[1\]: groups of whole requests"):
+        w.plan(*tables, *found[0].paged_plan()[4:], **options)
+
+
 def test_one_level_is_prefill(device: str) -> None:
     b = batch([(17, 90), (3, 0), (70, 70)], device=device)
     w = Wrapper(1, workspace(device))
@@ -115,12 +142,11 @@ def batch_without_keys(b: Batch, drop: int) -> Batch:
 def test_refusals() -> None:
     found = levels("cpu", 64, torch.float16, torch.float16)
     w = Wrapper(3, workspace("cpu"))
-    for options, error, words in (
-        ({"window_left": 5}, NotImplementedError, "window_left: .* positions of its keys in a request: pass -1; got 5"),
-        ({"pos_encoding_mode": "ALIBI"}, NotImplementedError, "pos_encoding_mode: .*pass 'NONE'; got 'ALIBI'"),
-    ):
-        with pytest.raises(error, match=words):
-            plan(w, found, **options)
+    plan(w, found)
+    with pytest.raises(ValueError, match=r"paged_kv_last_page_len\[0\]: 16, full pages, are required"):
+        plan(w, found, window_left=5)
+    with pytest.raises(RuntimeError, match="the last plan failed"):
+        w.run(found[0].q, found[0].cache)
     with pytest.raises(ValueError, match="qo_indptr_arr: one for each of the 3 levels is required; got 2"):
         plan(w, found[:2])
     with pytest.raises(ValueError, match="int_workspace_buffers: one for each of the 3 levels"):

@@ -91,7 +91,7 @@ BAD: dict[str, Any] = {
     "num_qo_heads": 5, "num_kv_heads": 3, "head_dim": 65, "head_dim_qk": 65, "head_dim_vo": 520, "page_size": 0,
     "pos_encoding_mode": "ROPE", "q_data_type": 16, "kv_data_type": "float3", "o_data_type": torch.int8,
     "indptr": _SHORT, "indices": _SHORT, "last_page_len": _SHORT, "seq_lens": _SHORT, "q_len_per_req": 0,
-    "window_right": 1, "is_causal": True, "fixed_split_size": 0, "qo_indptr": _SHORT, "kv_indptr": _SHORT,
+    "window_right": -2, "fixed_split_size": 0, "qo_indptr": _SHORT, "kv_indptr": _SHORT,
     "paged_kv_indptr": _SHORT, "paged_kv_indices": _SHORT, "paged_kv_last_page_len": _SHORT, "v_indptr": _SHORT,
     "custom_mask": torch.ones(7, dtype=torch.bool), "packed_custom_mask": torch.ones(2, dtype=torch.uint8),
     "prefix_len_ptr": _SHORT, "qo_indptr_arr": [_SHORT], "paged_kv_indptr_arr": [_SHORT],

@@ -411,6 +411,14 @@ def test_batch_indices_positions_rejects(change: dict[str, Any], error: type[Exc
         fi_core.get_batch_indices_positions(**(given | change))
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.uint32])
+def test_seq_lens_of_other_integers(dtype: torch.dtype, device: str) -> None:
+    indptr, last = ints([0, 3, 3, 4], device, torch.int64), ints([2, 0, 1], device, dtype)
+    for offsets in (indptr, indptr.to(dtype)):
+        got = fi_core.get_seq_lens(offsets, last, 16)
+        assert got.dtype == dtype and got.tolist() == [34, 0, 1]
+
+
 @pytest.mark.parametrize("dtype", [I32, torch.int64])
 def test_seq_lens(dtype: torch.dtype, device: str) -> None:
     for impl in impls("get_seq_lens", device):
@@ -427,7 +435,7 @@ def test_seq_lens(dtype: torch.dtype, device: str) -> None:
     ("indptr", "last", "page_size", "error", "words"),
     [
         (ints([0, 1, 2], "cpu"), ints([1], "cpu"), 4, ValueError, "kv_indptr must have shape"),
-        (ints([0, 1], "cpu", torch.int64), ints([1], "cpu"), 4, TypeError, "kv_indptr must have the dtype of kv_last"),
+        (torch.zeros(2), ints([1], "cpu"), 4, TypeError, "kv_indptr must have the dtype of kv_last"),
         (torch.zeros(2), torch.zeros(1), 4, TypeError, "kv_last_page_len must be int32 or int64; got float32"),
         (ints([0, 1], "cpu"), ints([1], "cpu"), 0, ValueError, "page_size must be in 1..2.31 - 1; got 0"),
     ],

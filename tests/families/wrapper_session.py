@@ -10,18 +10,25 @@ import torch
 from families.harness import rand
 from families.paged import paged
 from families.prefill_batch import batch, workspace
-from fi_core.cascade import MultiLevelCascadeAttentionWrapper
+from fi_core.attention import BatchAttention, BatchPrefillWithCausalBidirectionalRangesWrapper
+from fi_core.cascade import (
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+    MultiLevelCascadeAttentionWrapper,
+)
 from fi_core.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
 )
 from fi_core.mla import BatchMLAPagedAttentionWrapper
+from fi_core.pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
 from fi_core.prefill import (
     BatchAttentionWithAttentionSinkWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
 )
+from fi_core.sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 
 WRAPPERS: tuple[Any, ...] = (
     BatchDecodeWithPagedKVCacheWrapper,
@@ -31,6 +38,14 @@ WRAPPERS: tuple[Any, ...] = (
     BatchAttentionWithAttentionSinkWrapper,
     MultiLevelCascadeAttentionWrapper,
     BatchMLAPagedAttentionWrapper,
+    BatchAttention,
+    BatchPODWithPagedKVCacheWrapper,
+    PODWithPagedKVCacheWrapper,
+    BlockSparseAttentionWrapper,
+    VariableBlockSparseAttentionWrapper,
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithCausalBidirectionalRangesWrapper,
 )
 
 
@@ -166,6 +181,64 @@ def mla() -> Iterator[Run]:
     yield Run("mla of all keys", wrapper, {**parts, **halves, "out": torch.empty(4, 16, 512, dtype=half)})
 
 
+def mixed() -> Iterator[Run]:
+    """Decode requests, then prompts: by BatchAttention, and by both POD wrappers."""
+    b = batch([(1, 37), (1, 16), (5, 37), (16, 16)])
+    q, cache, heads, types = b.q, b.cache, (*b.heads, 64), {"q_data_type": b.q.dtype, "kv_data_type": b.q.dtype}
+    both = BatchAttention(device="cpu")
+    both.plan(b.qo_indptr, b.pool.indptr, b.pool.indices, b.pool.seq_lens(), *heads, 64, 16, causal=True, **types)
+    yield Run("mixed", both, {"q": q, "kv_cache": cache})
+    decode_half, prompts = b.only([0, 1]), b.only([2, 3])
+    pods = BatchPODWithPagedKVCacheWrapper(workspace("cpu", 1 << 16))
+    pods.plan(*prompts.paged_plan()[:4], *decode_half.paged_plan()[:4], *heads, 16, **types)
+    halves = {"q_p": prompts.q, "paged_kv_cache_p": cache, "q_d": decode_half.q, "paged_kv_cache_d": cache}
+    yield Run("batch pod", pods, {**halves, "causal_p": True, "return_lse": True})
+    pod = PODWithPagedKVCacheWrapper(workspace("cpu", 1 << 16))
+    pod.plan(*decode_half.paged_plan()[1:4], *heads, 16, **types)
+    prompt = {"q_p": prompts.q[:5], "k_p": b.k[2], "v_p": b.v[2], "causal_p": True}
+    yield Run("pod", pod, {**prompt, "q_d": decode_half.q, "paged_kv_cache_d": cache})
+
+
+def sparse() -> Iterator[Run]:
+    q, k, v = (rand(n, h, 64, dtype=torch.float16, device="cpu", seed=n) for n, h in ((40, 4), (48, 2), (48, 2)))
+    indptr, indices = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 2, 3], [0, 2, 1]))
+    blocks = BlockSparseAttentionWrapper(workspace("cpu"))
+    blocks.plan(indptr, indices, 40, 48, 16, 16, 4, 2, 64)
+    yield Run("blocks", blocks, {"q": q, "k": k, "v": v, "return_lse": True})
+    mask = torch.tensor([[[1, 0], [1, 1]], [[0, 1], [0, 0]]], dtype=torch.bool)
+    rows, columns = torch.tensor([[30, 10], [8, 32]]), torch.tensor([[16, 32], [32, 16]])
+    sizes = VariableBlockSparseAttentionWrapper(workspace("cpu"))
+    sizes.plan(mask, rows, columns, 4, 2, 64)
+    yield Run("blocks of sizes", sizes, {"q": q.transpose(0, 1), "k": k.transpose(0, 1), "v": v.transpose(0, 1)})
+
+
+def shared_prefix() -> Iterator[Run]:
+    k, v = (rand(30, 2, 64, dtype=torch.float16, device="cpu", seed=s) for s in (1, 2))
+    shared = {"k_shared": k, "v_shared": v}
+    b, p = batch([(3, 20), (8, 8)]), paged([20, 3])
+    prompts = BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace("cpu"))
+    prompts.begin_forward(*b.paged_plan())
+    yield Run("shared prefix of prompts", prompts, {"q": b.q, **shared, "unique_kv_cache": b.cache, "causal": True})
+    decoded = BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace("cpu", 1 << 16))
+    decoded.begin_forward(*p.plan_arguments())
+    yield Run("shared prefix", decoded, {"q": p.q, **shared, "unique_kv_cache": p.cache})
+
+
+def ranges() -> Iterator[Run]:
+    b = batch([(6, 20), (8, 8)])
+    spans = torch.tensor([[-1, -1]] * 3 + [[17, 19]] * 3 + [[0, 3]] * 4 + [[-1, -1]] * 4, dtype=torch.int32)
+    w = BatchPrefillWithCausalBidirectionalRangesWrapper(workspace("cpu"))
+    w.plan(*b.paged_plan(), window_left=9)
+    yield Run("ranges", w, {"q": b.q, "paged_kv_cache": b.cache, "bidirectional_ranges": spans})
+
+
+# Wrappers that run others, which have the traces.
+COMPOSED: dict[str, Callable[[], Iterator[Run]]] = {
+    "mixed": mixed,
+    "sparse": sparse,
+    "shared prefix": shared_prefix,
+}
+COMPILED: dict[str, Callable[[], Iterator[Run]]] = {"ranges": ranges}  # of a variant, so its kernel is never prebuilt
 SESSIONS: dict[str, Callable[[], Iterator[Run]]] = {
     "decode": decode,
     "decode HND": lambda: decode("fused", kv_layout="HND", dtype=torch.bfloat16),
@@ -181,14 +254,14 @@ SESSIONS: dict[str, Callable[[], Iterator[Run]]] = {
 }
 
 
-def main() -> None:
-    """Runs all sessions, in the forms that change a plan too; prints the number of runs."""
+def main(compiled: bool) -> None:
+    """Runs COMPILED or all other sessions, these in the forms that change a plan too; prints the number of runs."""
     count = 0
-    for session in SESSIONS.values():
+    for session in COMPILED.values() if compiled else (*SESSIONS.values(), *COMPOSED.values()):
         for run in session():
             run()
             count += 1
-    for session in (decode, prefill_paged):
+    for session in () if compiled else (decode, prefill_paged):
         run = next(session())  # the others would plan another batch
         run.wrapper.forward(**run.arguments, sm_scale=0.7, window_left=4)
         run.wrapper.run_return_lse(**run.arguments)

@@ -251,7 +251,7 @@ def _again() -> Iterator[Callable[[], Any]]:
 
 def scenarios() -> list[Scenario]:
     """All of them; each marked function and method is called by one."""
-    sessions = {**wrapper_session.SESSIONS, "other names": _again}
+    sessions = {**wrapper_session.SESSIONS, **wrapper_session.COMPOSED, "other names": _again}
     return [
         *map(_described, DESCRIBED),
         *_examples(),

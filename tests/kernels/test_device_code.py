@@ -45,7 +45,7 @@ NARROW = {
     "gemm": r"_elements",
     "get_seq_lens": r"_int\d+",
     "merge_state": r"_1_wide",
-    "merge_states": r"_1_wide",
+    "merge_states": r"_1_wide_4",
     "packbits": r"_bytes",
     "rope": r"_1",
     "rope_quantize": r"_1",

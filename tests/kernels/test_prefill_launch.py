@@ -164,6 +164,14 @@ def test_little_work_takes_few_blocks(prefill: Prefill) -> None:
     assert one(prefill("mma_sm80", **few, batch_size=1, schedule=schedule))["grid"] == [KV_HEADS, 1, 1]
 
 
+@pytest.mark.parametrize("implementation", ["wgmma_sm90", "mma_sm80"])
+def test_another_kernel_runs_on_the_other_sms(prefill: Prefill, implementation: str) -> None:
+    assert one(prefill(implementation, num_ctas=40))["grid"] == [40, 1, 1]
+    most = one(prefill(implementation))["grid"]
+    assert one(prefill("wgmma_sm90", num_ctas=4000))["grid"] == one(prefill())["grid"]
+    assert most[0] > 40
+
+
 def test_tiles_launch(prefill: Prefill) -> None:
     launch = one(prefill("mma_sm80", sinks=Tensor(SINKS, (HEADS,), "f32"), logits_soft_cap=5.0))
     assert launch["grid"] == [132 * 2, 1, 1] and launch["block"] == [128, 1, 1]

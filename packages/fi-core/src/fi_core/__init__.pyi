@@ -30,12 +30,14 @@ from fi_core import mla as mla
 from fi_core import norm as norm
 from fi_core import observe as observe
 from fi_core import page as page
+from fi_core import pod as pod
 from fi_core import prefill as prefill
 from fi_core import quantization as quantization
 from fi_core import registry as registry
 from fi_core import rope as rope
 from fi_core import runtime as runtime
 from fi_core import sampling as sampling
+from fi_core import sparse as sparse
 from fi_core import testing as testing
 from fi_core import tllm_enums as tllm_enums
 from fi_core import topk as topk
@@ -43,7 +45,14 @@ from fi_core import utils as utils
 from fi_core.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from fi_core.ahead import prepare
 from fi_core.autotuner import autotune, autotune_v2, autotune_v2_reload
-from fi_core.cascade import MultiLevelCascadeAttentionWrapper, merge_state, merge_state_in_place, merge_states
+from fi_core.cascade import (
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+    MultiLevelCascadeAttentionWrapper,
+    merge_state,
+    merge_state_in_place,
+    merge_states,
+)
 from fi_core.concat_ops import concat_mla_k
 from fi_core.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
@@ -83,8 +92,11 @@ from fi_core.norm import (
 )
 from fi_core.observe.trace import fi_trace
 from fi_core.page import append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens
+from fi_core.pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
 from fi_core.prefill import (
+    BatchAttention,
     BatchAttentionWithAttentionSinkWrapper,
+    BatchPrefillWithCausalBidirectionalRangesWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
     single_prefill_with_kv_cache,
@@ -146,21 +158,30 @@ from fi_core.sampling import (
     top_p_renorm_probs,
     top_p_sampling_from_probs,
 )
+from fi_core.sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 from fi_core.topk import TopKTieBreak, top_k, top_k_page_table_transform, top_k_ragged_transform
 
 __all__ = [
     "ActivationType",
+    "BatchAttention",
     "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
     "BatchMLAPagedAttentionWrapper",
+    "BatchPODWithPagedKVCacheWrapper",
+    "BatchPrefillWithCausalBidirectionalRangesWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "BlockSparseAttentionWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
+    "PODWithPagedKVCacheWrapper",
     "RoutingMethodType",
     "SegmentGEMMWrapper",
     "SfLayout",
     "TopKTieBreak",
+    "VariableBlockSparseAttentionWrapper",
     "__git_commit__",
     "__git_version__",
     "__version__",

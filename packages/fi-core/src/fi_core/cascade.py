@@ -4,5 +4,16 @@ from __future__ import annotations
 
 from fi_core.attention.merge import merge_state, merge_state_in_place, merge_states
 from fi_core.attention.wrappers.cascade import MultiLevelCascadeAttentionWrapper
+from fi_core.attention.wrappers.shared_prefix import (
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+)
 
-__all__ = ["MultiLevelCascadeAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states"]
+__all__ = [
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+]

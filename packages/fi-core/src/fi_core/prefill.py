@@ -11,6 +11,8 @@ from fi_core.attention.forms.single_prefill import (
 )
 from fi_core.attention.forms.tables_prefill import trtllm_batch_context_with_kv_cache, trtllm_ragged_attention_deepseek
 from fi_core.attention.ops import prefill as ops
+from fi_core.attention.wrappers.batch_attention import BatchAttention
+from fi_core.attention.wrappers.bidirectional_ranges import BatchPrefillWithCausalBidirectionalRangesWrapper
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.attention.wrappers.planners import get_batch_prefill_module
 from fi_core.attention.wrappers.ragged import BatchPrefillWithRaggedKVCacheWrapper
@@ -19,7 +21,9 @@ from fi_core.cudnn import cudnn_batch_prefill_with_kv_cache
 from fi_core.page import get_seq_lens
 
 __all__ = [
+    "BatchAttention",
     "BatchAttentionWithAttentionSinkWrapper",
+    "BatchPrefillWithCausalBidirectionalRangesWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "cudnn_batch_prefill_with_kv_cache",

@@ -8,7 +8,11 @@ from typing import Any
 from fi_core.runtime.errors import missing_attribute
 
 # What FlashInfer exports at this path.
-_HOME = {"BatchAttentionWithAttentionSinkWrapper": "fi_core.attention.wrappers.sinks"}
+_HOME = {
+    "BatchAttention": "fi_core.attention.wrappers.batch_attention",
+    "BatchAttentionWithAttentionSinkWrapper": "fi_core.attention.wrappers.sinks",
+    "BatchPrefillWithCausalBidirectionalRangesWrapper": "fi_core.attention.wrappers.bidirectional_ranges",
+}
 __all__ = [*_HOME]
 
 

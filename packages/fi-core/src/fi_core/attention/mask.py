@@ -40,16 +40,14 @@ def check_packed(packed: torch.Tensor, bounds: torch.Tensor) -> None:
 
 
 def pack(mask: torch.Tensor, elements: torch.Tensor, buffer: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(packed mask, byte bounds) of a flat boolean mask, on its device; into `buffer` if given.
+    """(packed mask, byte bounds) of a boolean mask in any shape, on its device; into `buffer` if given.
 
     It does not synchronise. If the bounds are on the device, the packed mask has room for any.
     """
     import torch
 
-    if mask.ndim != 1 or mask.dtype not in (torch.bool, torch.uint8):
-        raise ValueError(
-            f"custom_mask: a flat boolean tensor is required; got {mask.dtype} of shape {tuple(mask.shape)}"
-        )
+    if mask.dtype not in (torch.bool, torch.uint8):
+        raise ValueError(f"custom_mask: a boolean tensor is required; got {mask.dtype} of shape {tuple(mask.shape)}")
     bounds = byte_bounds(elements)
     if elements.device.type == "cpu":
         if elements[-1] != mask.numel():
@@ -71,5 +69,16 @@ def pack(mask: torch.Tensor, elements: torch.Tensor, buffer: torch.Tensor | None
     elements, bounds = (x.to(mask.device, non_blocking=True) for x in (elements, bounds))
     # An empty segment at the end covers the bytes of the packed mask beyond its contents.
     ends = torch.cat((bounds, bounds.new_full((1,), size).maximum(bounds[-1:])))
-    packbits_segments(packed, mask.contiguous(), torch.cat((elements, elements[-1:])), ends)
+    packbits_segments(packed, mask.reshape(-1).contiguous(), torch.cat((elements, elements[-1:])), ends)
     return packed, bounds
+
+
+def pack_drafts(seen: torch.Tensor) -> torch.Tensor:
+    """The draft_mask of batch decode, uint8 `[requests * q_len, ceil(q_len / 32) * 4]`, from bool `[requests, q_len,
+    q_len]`: whether a row attends to each of the last q_len keys.
+    """
+    import torch
+
+    q_len = seen.shape[-1]
+    bits = torch.nn.functional.pad(seen, (0, -q_len % 32)).view(-1, (q_len + 31) // 32 * 4, 8)
+    return (bits << torch.arange(8, dtype=torch.uint8, device=seen.device)).sum(-1, dtype=torch.uint8)

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 class _MergeStateConfig(NamedTuple):
     vector: int  # elements
-    rows_per_thread: int
+    compact: int  # 1: rows without gaps, a power of 2 of vectors each
 
 
 class _MergeStatesConfig(NamedTuple):
     vector: int  # elements
     states_in_flight: int
+    few: int  # 1: states_in_flight are the most, and rows are a power of 2 of vectors
 
 
 def _merge_state_unit(axes: Values) -> Unit:
@@ -35,12 +36,12 @@ def _merge_state_unit(axes: Values) -> Unit:
         "MergeStateParams",
         tuple(
             Entry(
-                f"merge_state_{vec}_wide",
-                f"merge_state<{dtype.device}, {vec}, {rows}>",
+                f"merge_state_{vec}_wide{'_compact' * compact}",
+                f"merge_state{'_compact' * compact}<{dtype.device}, {vec}>",
                 256,
-                _MergeStateConfig(vec, rows),
+                _MergeStateConfig(vec, compact),
             )
-            for vec, rows in ((16 // dtype.bytes, 2), (1, 1))
+            for vec, compact in ((16 // dtype.bytes, 1), (16 // dtype.bytes, 0), (1, 0))
         ),
     )
 
@@ -52,8 +53,18 @@ def _merge_states_unit(axes: Values) -> Unit:
         "fi/attention/merge/merge_states.cuh",
         "MergeStatesParams",
         tuple(
-            Entry(f"merge_states_{vec}_wide", f"merge_states<{dtype.device}, {vec}>", 256, _MergeStatesConfig(vec, 4))
-            for vec in (16 // dtype.bytes, 1)
+            Entry(
+                f"merge_states_{vec}_wide_{'few_' * few}{count}",
+                f"{'merge_few_states' if few else 'merge_states'}<{dtype.device}, {vec}, {count}>",
+                256,
+                _MergeStatesConfig(vec, count, few),
+            )
+            for vec, count, few in (
+                (16 // dtype.bytes, 4, 1),
+                (16 // dtype.bytes, 8, 1),
+                (16 // dtype.bytes, 4, 0),
+                (1, 4, 0),
+            )
         ),
     )
 

@@ -89,6 +89,7 @@ class DecodeSchedule:
 
     def __init__(self, int_workspace: torch.Tensor, float_workspace: torch.Tensor, capacity: int | None) -> None:
         self.int_workspace, self.float_workspace, self.capacity = int_workspace, float_workspace, capacity
+        self.most_ctas = ops.MAX_RANGES  # fewer than fit, where another kernel runs beside this one
         self.buffers: ops.Buffers | None = None  # None before the first plan
         self._carved: dict[Any, ops.Buffers] = {}
 
@@ -104,7 +105,8 @@ class DecodeSchedule:
         choice: Choice | None = None,
     ) -> ops.Sizes:
         q_tiles, tokens = ops.num_q_tiles(heads, kv_heads, q_len), (self.capacity or indices) * page_size
-        return ops.buffer_sizes(self.int_workspace.device, batch_size, q_tiles, split_kv, tokens, choice)
+        sizes = ops.buffer_sizes(self.int_workspace.device, batch_size, q_tiles, split_kv, tokens, choice)
+        return sizes._replace(num_ctas=min(sizes.num_ctas, self.most_ctas))
 
     def workspace_bytes(
         self,
@@ -154,7 +156,7 @@ class DecodeSchedule:
         self.batch_size, self.page_size, self.q_len = indptr.numel() - 1, page_size, q_len
         self.tables = indptr, last_page_len, kv_len
         split_kv = _split_kv(fixed_split_size, page_size, disable_split_kv)
-        self._q_tiles = ops.num_q_tiles(heads, kv_heads, q_len)
+        self._q_tiles, self._head_dim = ops.num_q_tiles(heads, kv_heads, q_len), head_dim
         if split_kv <= 0:  # sizes depend on whether there is little work; then one page stands for all
             indices = int(indices * page_size // ops.KV_TILE * self._q_tiles <= ops.MOST_TILES_OF_TWO_CTAS)
         self._shape = self.batch_size, indices, heads, kv_heads, page_size, q_len, split_kv, choice
@@ -168,9 +170,16 @@ class DecodeSchedule:
         ops.plan(self.buffers, *self.tables, self.page_size, self._q_tiles, q_len=self.q_len, window_left=window_left)
         self.window_left = window_left
 
+    def limit_ctas(self, most: int) -> None:
+        """Computes the schedule of the same batch for at most this many CTAs."""
+        if most != self.most_ctas:
+            self.most_ctas = most
+            self.buffers = self.buffers_for(self._head_dim)
+            self.replan(self.window_left)
+
     def buffers_for(self, head_dim_vo: int) -> ops.Buffers:
         """The buffers of the planned batch for values of this head dim."""
-        key = self._shape, head_dim_vo
+        key = self._shape, self.most_ctas, head_dim_vo
         if key not in self._carved:
             if len(self._carved) == _MAX_CARVED:
                 self._carved.clear()

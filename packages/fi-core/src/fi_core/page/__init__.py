@@ -243,13 +243,14 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     `num_pages = kv_indptr[b + 1] - kv_indptr[b]`.
 
     Args:
-        kv_indptr: `[batch_size + 1]`, int32 or int64, contiguous, offsets in pages.
-        kv_last_page_len: `[batch_size]`, dtype of kv_indptr, contiguous. It is the length of a request without pages,
-            so pass 0 there.
+        kv_indptr: `[batch_size + 1]`, integers, contiguous, offsets in pages. Tables that are not both int32 or both
+            int64 are converted to int64.
+        kv_last_page_len: `[batch_size]`, integers, contiguous. It is the length of a request without pages, so pass 0
+            there.
         page_size: tokens per page.
 
     Returns:
-        `[batch_size]`, dtype of kv_indptr.
+        `[batch_size]`, dtype of kv_last_page_len.
 
     Raises:
         ValueError: A shape, a device or page_size does not fit.
@@ -257,6 +258,10 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     """
     import torch
 
+    integers = {torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32}
+    dtype, other = (getattr(x, "dtype", None) for x in (kv_last_page_len, kv_indptr))
+    if {dtype, other} <= integers and not (dtype is other and dtype in (torch.int32, torch.int64)):
+        return get_seq_lens(kv_indptr.long(), kv_last_page_len.long(), page_size).to(dtype)
     seq_lens = torch.empty_like(kv_last_page_len)
     _seq_lens(seq_lens, kv_indptr, kv_last_page_len, page_size=page_size)
     return seq_lens

@@ -65,6 +65,8 @@ def single_prefill_with_kv_cache(
     kv_cache_sf: object = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
+    *,
+    num_ctas: int = 0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of one request: `softmax(mask(q k^T * sm_scale)) v` for each head (arXiv:1706.03762).
 
@@ -81,7 +83,8 @@ def single_prefill_with_kv_cache(
         scale_q, scale_k, scale_v: fp32 `[num_qo_heads]`, `[num_kv_heads]`, `[num_kv_heads]`, factors of q, k and v per
             head, for fp8; default 1.
         o_dtype: dtype of the output; default q's.
-        custom_mask: bool `[qo_len, kv_len]`, True: the row attends to the key. It replaces causal.
+        custom_mask: bool `[qo_len, kv_len]`, or as many elements in another shape; True: the row attends to the key. It
+            replaces causal.
         packed_custom_mask: uint8, the same mask flattened, element e in bit e % 8 of byte e // 8. It takes precedence
             over custom_mask.
         causal: a row attends to keys j <= p; requires kv_len >= qo_len.
@@ -101,6 +104,8 @@ def single_prefill_with_kv_cache(
         kv_cache_sf: NVFP4 keys and values, not supported.
         k_scale: factor of sm_scale.
         v_scale: factor of the output.
+        num_ctas: the most thread blocks of the Hopper kernel, so that another kernel can run beside it; 0: as many as
+            fit (not an argument of FlashInfer).
 
     Returns:
         out `[qo_len, num_qo_heads, head_dim_vo]`, or (out, lse) with lse `[qo_len, num_qo_heads]`, fp32,
@@ -126,6 +131,9 @@ def single_prefill_with_kv_cache(
     options: dict[str, Any] = {"causal": causal, "window_left": window_left, "logits_soft_cap": logits_soft_cap or 0.0}
     scales: dict[str, Any] = {"scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v}
     plain = custom_mask is packed_custom_mask is None
+    if custom_mask is not None and custom_mask.ndim != 2 and k.ndim == 3:
+        shape = q.shape[0], k.shape[LAYOUTS[kv_layout]]
+        custom_mask = custom_mask.reshape(shape) if custom_mask.numel() == shape[0] * shape[1] else custom_mask
     if _is_regular(q, k, v, kv_layout, causal) and not torch.compiler.is_compiling():
         layout = LAYOUTS[kv_layout]
         choice = single_choice(
@@ -139,7 +147,8 @@ def single_prefill_with_kv_cache(
             scale = (q.shape[2] ** -0.5 if sm_scale is None else sm_scale) * (1.0 if k_scale is None else k_scale)
             attend_once(
                 out, lse, q, k, v, layout, 1, pages_per_request=k.shape[layout], score_scale=(scale, None),
-                out_scale=(1.0 if v_scale is None else v_scale, None), backend="fa3", **options, **scales,
+                out_scale=(1.0 if v_scale is None else v_scale, None), backend="fa3", num_ctas=num_ctas, **options,
+                **scales,
             )  # fmt: skip
             return out if lse is None else (out, lse)
     return attend(

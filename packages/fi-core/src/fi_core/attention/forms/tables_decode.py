@@ -19,6 +19,7 @@ from fi_core.attention.contract import (
     unsupported,
     viewed,
 )
+from fi_core.attention.forms.decode_masks import mask_of_rank, pages_of_heads
 from fi_core.attention.forms.decode_trace import tables_trace
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.ops.request import LOAD_BYTES
@@ -149,6 +150,34 @@ def _attend_ragged(c: _Call, qo_indptr: torch.Tensor, most: int | None, name: st
     )  # fmt: skip
 
 
+def _attend_heads(c: _Call, q_len: int) -> None:
+    """`_attend` for a block table of each kv head: every one is a request of its own, with one kv head."""
+    layout = code(LAYOUTS, c.kv_layout, "kv_layout")
+    cache, tables, lengths = pages_of_heads(c.cache, layout, c.block_tables, c.seq_lens)
+    heads, batch_size = c.block_tables.shape[:2]
+    if c.q.ndim != 3 or c.q.shape[0] != batch_size * q_len or c.q.shape[1] % heads:
+        raise ValueError(
+            f"query: [{batch_size * q_len}, a multiple of {heads}, head_dim] is required; got {tuple(c.q.shape)}"
+        )
+
+    def by_head(x: torch.Tensor) -> torch.Tensor:
+        """Rows of request, kv head and token, each with the query heads of the kv head."""
+        return x.unflatten(0, (batch_size, q_len)).unflatten(2, (heads, -1)).transpose(1, 2).flatten(0, 2)  # type: ignore[no-any-return]
+
+    out, lse = by_head(c.out), None if c.lse is None else by_head(c.lse)
+    mask = None if c.mask is None else c.mask.repeat_interleave(heads, 0)
+    call = c._replace(
+        out=out, lse=lse, q=by_head(c.q), cache=cache, block_tables=tables, seq_lens=lengths, mask=mask, sinks=None
+    )
+    if c.sinks is not None:
+        raise unsupported("sinks", c.sinks, "leave them out with enable_block_sparse_attention")
+    _attend(call, q_len)
+    for given, written in ((c.out, out), (c.lse, lse)):
+        if written is not None and given is not None and written.data_ptr() != given.data_ptr():
+            rows = written.unflatten(0, (batch_size, heads, q_len)).transpose(1, 2)
+            given.view(rows.shape).copy_(rows)
+
+
 # Views of each live workspace, by its id. They are kept because making them takes as long as a launch.
 _carved: dict[int, tuple[weakref.ref[torch.Tensor], dict[Any, ops.Buffers]]] = {}
 
@@ -258,8 +287,14 @@ def trtllm_batch_decode_with_kv_cache(
         o_scale, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode, request_order, request_order_plan: not
             needed.
         uses_shared_paged_kv_idx: must be True; separate tables of K and V are not supported.
-        enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global: sparse blocks and context
-            parallelism, not supported.
+        enable_block_sparse_attention: block_tables has the pages of each kv head, int32 `[num_kv_heads, batch_size,
+            max_pages]`, and seq_lens counts the tokens in them, `[batch_size]` or `[num_kv_heads, batch_size]`.
+            Causality and window count the listed keys.
+        cp_world, cp_rank: ranks that share the keys of a request, and this one (context parallelism): key i of its
+            cache is token `i * cp_world + cp_rank`, and seq_lens counts the keys of this rank. Merge the results of all
+            ranks with `merge_states`.
+        causal_seqlens_kv_global: `[batch_size]` on the device, lengths over all ranks, required for q_len_per_req > 1
+            with cp_world > 1.
         disable_split_kv: no request is split, so its result has the same bits alone and in any batch of the same
             q_len_per_req or max_q_len (not an argument of FlashInfer).
 
@@ -269,7 +304,8 @@ def trtllm_batch_decode_with_kv_cache(
     Raises:
         KeyError: backend or kv_layout.
         ValueError: shape, dtype or device.
-        NotImplementedError: NVFP4, separate tables of K and V, sparse blocks, context parallelism.
+        NotImplementedError: NVFP4, separate tables of K and V; sparse blocks or context parallelism with cum_seq_lens_q
+            or mask.
     """
     import torch
 
@@ -277,14 +313,13 @@ def trtllm_batch_decode_with_kv_cache(
         raise UnknownWordError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
     refuse_nvfp4(kv_cache_sf, out, out_dtype, o_sf_scale, o_sf_vec_size)
     refuse_split_tables(uses_shared_paged_kv_idx)
-    if enable_block_sparse_attention:
-        raise unsupported("enable_block_sparse_attention", True, "list the pages that are wanted in block_tables")
-    if cp_world != 1:
+    others = (cum_seq_lens_q is not None, mask is not None, cp_world > 1 and window_left >= 0)
+    if (enable_block_sparse_attention or cp_world != 1 or causal_seqlens_kv_global is not None) and any(others):
         raise unsupported(
-            "cp_world", cp_world, "run each rank on its own keys with return_lse, and merge by merge_state"
+            "enable_block_sparse_attention, cp_world",
+            (enable_block_sparse_attention, cp_world),
+            "leave out cum_seq_lens_q and mask, and window_left with cp_world",
         )
-    if causal_seqlens_kv_global is not None:
-        raise unsupported("causal_seqlens_kv_global", causal_seqlens_kv_global, "it belongs to cp_world > 1")
     q_len = 1 if q_len_per_req is None else q_len_per_req
     k, v = cache_pair(kv_cache, kv_layout)
     shape = (*query.shape[:2], v.shape[3])
@@ -302,11 +337,15 @@ def trtllm_batch_decode_with_kv_cache(
     elif return_lse:
         lse = query.new_empty(*shape[:2], dtype=torch.float32)
     score_scale = scale_product(1.0, bmm1_scale) if bmm1_scale_log2 is None else (_LN2, bmm1_scale_log2)
+    if causal_seqlens_kv_global is not None or cp_world != 1:
+        mask = mask_of_rank(q_len, seq_lens, causal_seqlens_kv_global, cp_world, cp_rank)
     call = _Call(
         result, lse, query, (k, v), kv_layout, workspace_buffer, block_tables, seq_lens, score_scale,
         scale_product(1.0, bmm2_scale), window_left, sinks, mask, enable_pdl, disable_split_kv,
     )  # fmt: skip
-    if cum_seq_lens_q is not None:
+    if enable_block_sparse_attention:
+        _attend_heads(call, q_len)
+    elif cum_seq_lens_q is not None:
         _attend_ragged(call, cum_seq_lens_q, max_q_len, "max_q_len")
     else:
         _attend(call, q_len)

@@ -219,7 +219,8 @@ def _general(values: Values) -> Values:
 # p - items[b][p - prefix_len[b]] + 1 on (uint16 `[batch_size, n]`). window_left w >= 0 also masks keys j < p - w.
 #
 # workspace: uint8, aligned to 16 bytes, for partials; private while the kernel runs; needed if `plan` was given
-# max_partials. kv_tokens: tokens of all requests, if known; it decides how many heads share the L2 cache.
+# max_partials. kv_tokens: tokens of all requests, if known; it decides how many heads share the L2 cache. num_ctas: the
+# most CTAs of a persistent kernel, so that another kernel runs beside it; 0: as many as fit.
 BATCH_PREFILL = Op(
     name="batch_prefill",
     family="attention",
@@ -229,7 +230,7 @@ BATCH_PREFILL = Op(
     "float rope_scale=1.0, float rope_theta=10000.0, Tensor? sinks=None, Tensor? scale_q=None, Tensor? scale_k=None, "
     "Tensor? scale_v=None, Tensor? bmm1_scale=None, Tensor? bmm2_scale=None, Tensor? custom_mask=None, "
     "Tensor? mask_indptr=None, Tensor? prefix_len=None, Tensor? items=None, int kv_tokens=0, "
-    'bool zero_padded_rows=False, bool? enable_pdl=None, str backend="auto"',
+    'bool zero_padded_rows=False, int num_ctas=0, bool? enable_pdl=None, str backend="auto"',
     read="q.dtype, k.dtype, out.dtype, tuple(q.shape)[1:], "
     "tuple(k.shape)[1:] if page_indices is not None or kv_layout == 0 else (k.shape[0], 0), v.shape[-1], "
     "page_indices is not None, kv_layout, pos_encoding_mode, "

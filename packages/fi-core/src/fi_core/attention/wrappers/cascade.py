@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import unsupported
 from fi_core.attention.merge import merge_state_in_place
 from fi_core.attention.wrappers import trace
+from fi_core.attention.wrappers.joined_levels import joined
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.log import fi_api
 
@@ -62,10 +62,16 @@ class MultiLevelCascadeAttentionWrapper:
                 raise ValueError(f"{name}_arr: {num_levels} buffers are required with use_cuda_graph; got {got}")
             for level, buffer in zip(buffers, arrays):
                 level[name] = buffer
+        self._joined = False  # whether the last wrapper has the pages of all levels
         self._batch_prefill_wrappers = [
             BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, **level)
             for level in buffers
         ]
+
+    @property
+    def _planned_levels(self) -> list[BatchPrefillWithPagedKVCacheWrapper]:
+        """The wrappers that run."""
+        return self._batch_prefill_wrappers[-1:] if self._joined else self._batch_prefill_wrappers
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -104,6 +110,8 @@ class MultiLevelCascadeAttentionWrapper:
     ) -> None:
         """Plans the next `run` calls, one prefill per level. It does not synchronise.
 
+        With a window or a position encoding, where the position of a key in its request matters, the levels are joined
+        to one page table: each request then reads all its keys itself, and plan reads the tables, which synchronises.
         Arguments that are not listed are those of `BatchPrefillWithPagedKVCacheWrapper.plan`.
 
         Args:
@@ -111,11 +119,11 @@ class MultiLevelCascadeAttentionWrapper:
             paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len: the page table of each level.
             num_qo_heads, num_kv_heads, head_dim, page_size: common to all levels.
             causal: applies to the last level. All rows of a group attend to all keys of the other levels.
+            pos_encoding_mode, window_left: by positions in a request, whose keys are those of all levels in order.
 
         Raises:
-            ValueError: number of levels.
-            NotImplementedError: position encodings and window_left with several levels, because a level does not know
-                the positions of its keys. All other errors are those of BatchPrefillWithPagedKVCacheWrapper.plan.
+            ValueError: number of levels; with a window or a position encoding, shared levels that do not end with a
+                full page. All other errors are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
         for wrapper in self._batch_prefill_wrappers:
             wrapper._forget_plan()
@@ -124,22 +132,12 @@ class MultiLevelCascadeAttentionWrapper:
             paged_kv_indices_arr=paged_kv_indices_arr, paged_kv_last_page_len=paged_kv_last_page_len,
         )  # fmt: skip
         last = self._batch_prefill_wrappers[-1]
-        if len(self._batch_prefill_wrappers) > 1:
-            for name, value, plain in (
-                ("pos_encoding_mode", pos_encoding_mode, "NONE"),
-                ("window_left", window_left, -1),
-            ):
-                if value != plain:
-                    raise unsupported(
-                        name, value, f"a level does not know the positions of its keys in a request: pass {plain!r}"
-                    )
-        for wrapper, qo_indptr, indptr, indices, last_page_len in zip(
-            self._batch_prefill_wrappers, qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr,
-            paged_kv_last_page_len,
-        ):  # fmt: skip
+        tables = qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len
+        self._joined = pos_encoding_mode != "NONE" or window_left >= 0
+        planned = [joined(*tables, page_size)] if self._joined else list(zip(*tables))
+        for wrapper, level in zip(self._planned_levels, planned):
             wrapper.plan(
-                qo_indptr, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
-                causal=causal and wrapper is last,
+                *level, num_qo_heads, num_kv_heads, head_dim, page_size, causal=causal and wrapper is last,
                 pos_encoding_mode=pos_encoding_mode, use_fp16_qk_reduction=use_fp16_qk_reduction, sm_scale=sm_scale,
                 window_left=window_left, logits_soft_cap=logits_soft_cap, rope_scale=rope_scale, rope_theta=rope_theta,
                 q_data_type=q_data_type, kv_data_type=kv_data_type,
@@ -160,7 +158,7 @@ class MultiLevelCascadeAttentionWrapper:
         Returns:
             `[rows, num_qo_heads, head_dim]` in q's dtype.
         """
-        *shared, last = self._batch_prefill_wrappers
+        *shared, last = self._planned_levels
         if not shared:
             return last.run(q, paged_kv_cache)  # type: ignore[no-any-return]
         out, lse = last.run(q, paged_kv_cache, return_lse=True)
@@ -172,7 +170,7 @@ class MultiLevelCascadeAttentionWrapper:
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """As in BatchPrefillWithPagedKVCacheWrapper."""
-        for wrapper in self._batch_prefill_wrappers:
+        for wrapper in self._planned_levels:
             wrapper.prewarm_paged_kv_stride_variant(variant)
 
     def _check_levels(self, **tables: Sequence[torch.Tensor]) -> None:

@@ -182,8 +182,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             out, lse, buffers.workspace, buffers.schedule, q, k, v, self._paged_kv_indices_buf, self._layout,
             buffers.num_ctas, buffers.num_ranges, buffers.split_kv, self._q_len_per_req, encoding, self._window_left,
             self._logits_soft_cap or 0.0, score_scale, out_scale, self._rope_scale or 1.0, self._rope_theta or 1e4,
-            sinks, scales[0], scales[1], scales[2], bmm1, bmm2, enable_pdl=enable_pdl, backend=self._allowed,
-            variant=variant,
+            sinks, scales[0], scales[1], scales[2], bmm1, bmm2, self._drafts, enable_pdl=enable_pdl,
+            backend=self._allowed, variant=variant,
         )  # fmt: skip
         self.last_choice = ran or self.last_choice
         return (out, lse) if return_lse and lse is not None else out

@@ -19,6 +19,7 @@ from fi_core.attention.contract import (
     unsupported,
 )
 from fi_core.attention.cudnn import planned as cudnn
+from fi_core.attention.mask import pack_drafts
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.ops.request import LOAD_BYTES
 from fi_core.attention.schedule import DecodeSchedule
@@ -81,6 +82,8 @@ class BatchDecodePlan(BatchWrapper):
         self._fixed_batch_size = self._check_graph_buffers() if use_cuda_graph else 0
         self._block_tables: torch.Tensor | None = None
         self._copies = {}
+        self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._drafts: torch.Tensor | None = None  # the mask of the last plan, over the last q_len_per_req keys
         self._q_len_per_req, self._is_causal, self._batch_size = 1, False, 0
         self.device = float_workspace_buffer.device
         self._cudnn = cudnn.PlannedBatch(use_cuda_graph) if backend == "cudnn" else None
@@ -217,7 +220,8 @@ class BatchDecodePlan(BatchWrapper):
             page_size: tokens of a page.
             pos_encoding_mode: "NONE", "ROPE_LLAMA" (keys and queries are rotated by their positions) or "ALIBI".
             window_left: number of keys before its own that a query attends to; -1: all.
-            window_right: must be 0.
+            window_right: keys behind its own that a query attends to, among those of the last q_len_per_req tokens; -1:
+                all.
             logits_soft_cap: c > 0 replaces scores by `c tanh(score / c)`.
             q_data_type, kv_data_type, o_data_type: dtypes; the last two default to q_data_type.
             data_type: fills q_data_type and kv_data_type where they are None.
@@ -232,22 +236,20 @@ class BatchDecodePlan(BatchWrapper):
             disable_split_kv: requests are not split. The result of a request then has the same bits alone and in any
                 batch.
             q_len_per_req: query tokens of each request, its last ones; each attends to the keys up to its own position.
-            is_causal: None, or `q_len_per_req > 1`.
+            is_causal: False means window_right = -1; None and True change nothing.
 
         Raises:
             ValueError: shapes or sizes; lengths below q_len_per_req, if all tables are on the host.
             TypeError: dtypes.
             KeyError: pos_encoding_mode.
-            NotImplementedError: window_right, another is_causal, NVFP4 keys.
+            NotImplementedError: window_right with backend "cudnn", NVFP4 keys.
             UnsupportedError: the backend does not support the request.
         """
         self._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim)
-        if window_right != 0:
-            raise unsupported("window_right", window_right, "there are no keys behind a decoded token: pass 0")
-        if is_causal is not None and bool(is_causal) != (q_len_per_req > 1):
-            raise NotImplementedError(
-                f"is_causal: leave it out, or pass what q_len_per_req > 1 is ({q_len_per_req > 1}); got {is_causal}"
-            )
+        if not isinstance(window_right, int) or window_right < -1:
+            raise ValueError(f"window_right: -1 or more is required; got {window_right!r}")
+        if is_causal is not None and not is_causal:
+            window_right = -1
         self._check_table(indptr, indices, last_page_len, seq_lens, page_size, q_len_per_req)
         if self._use_cuda_graph:
             _copy(
@@ -260,6 +262,7 @@ class BatchDecodePlan(BatchWrapper):
             self._paged_kv_indices_buf = self._on_device("indices", indices, non_blocking)
             self._paged_kv_last_page_len_buf = self._on_device("last_page_len", last_page_len, non_blocking)
         self._block_tables = block_tables
+        drafts = self._keys_behind(indptr.numel() - 1, q_len_per_req, window_right)
         self._set_options(
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta,
             data_types(q_data_type, kv_data_type, o_data_type, data_type),
@@ -268,8 +271,24 @@ class BatchDecodePlan(BatchWrapper):
             self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf, seq_lens, num_qo_heads, num_kv_heads, head_dim,
             page_size, window_left, q_len_per_req, fixed_split_size, disable_split_kv, non_blocking,
         )  # fmt: skip
+        self._drafts = drafts
 
     begin_forward = plan
+
+    def _keys_behind(self, batch_size: int, q_len: int, window_right: int) -> torch.Tensor | None:
+        """The draft mask of queries that attend to keys behind their own; kept, so that CUDA graphs find it again."""
+        import torch
+
+        if q_len == 1 or window_right == 0:
+            return None
+        if self._cudnn is not None:
+            raise unsupported("window_right", window_right, 'leave backend "cudnn" out')
+        key = batch_size, q_len, window_right
+        if key not in self._masks:
+            token = torch.arange(q_len, device=self.device)
+            seen = token - token[:, None] <= (q_len if window_right < 0 else window_right)
+            self._masks[key] = pack_drafts(seen.expand(batch_size, q_len, q_len))
+        return self._masks[key]
 
     def _check_table(
         self, indptr: Any, indices: Any, last_page_len: Any, seq_lens: Any, page_size: int, q_len: int
@@ -338,6 +357,7 @@ class BatchDecodePlan(BatchWrapper):
         kv_lens take precedence over last_page_len.
         """
         self._num_qo_heads, self._num_kv_heads, self._head_dim = num_qo_heads, num_kv_heads, head_dim
+        self._drafts = None
         self._batch_size = indptr.numel() - 1
         self._q_len_per_req, self._is_causal = q_len, q_len > 1
         self._q_shape = self._batch_size * q_len, num_qo_heads, head_dim

@@ -171,8 +171,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
                 ratio.
             head_dim_qk, head_dim_vo: multiples of 8 up to 512; head_dim_vo defaults to head_dim_qk.
             page_size: tokens of a page.
-            custom_mask: bool, the `[qo_len, kv_len]` masks of all requests, flattened and concatenated; True: the row
-                attends to the key. It replaces causal, and may be on any device.
+            custom_mask: bool, the `[qo_len, kv_len]` masks of all requests, flattened and concatenated, in any shape;
+                True: the row attends to the key. It replaces causal, and may be on any device.
             packed_custom_mask: uint8, the same masks as bits (little endian), each request from a new byte on, as
                 `segment_packbits` makes them. It takes precedence over custom_mask.
             causal: a row attends to keys j <= p.
@@ -184,10 +184,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             rope_scale, rope_theta: of "ROPE_LLAMA"; default 1 and 1e4.
             q_data_type, kv_data_type, o_data_type: dtypes; the last two default to q_data_type.
             non_blocking: copy host tables without blocking.
-            prefix_len_ptr: uint32 `[batch_size]`; multi-item scoring, which replaces all masks: several items follow
-                one prefix of this length, and a row attends to the prefix and to its own item.
+            prefix_len_ptr: uint32 `[batch_size]`, or one element for all; multi-item scoring, which replaces all masks:
+                several items follow one prefix of this length, and a row attends to the prefix and to its own item.
             token_pos_in_items_ptr: uint16 `[batch_size * token_pos_in_items_len]`, the position within its item of each
-                token after the prefix; 0 at the delimiter before an item.
+                token after the prefix; 0 at the delimiter before an item. Zeros at the end may be left out.
             token_pos_in_items_len: elements of each request in token_pos_in_items_ptr.
             max_item_len_ptr, seq_lens_q, uniform_q_len: hints without effect.
             seq_lens: int32 or uint32 `[batch_size]`; lengths, instead of those by the last pages.

@@ -57,6 +57,7 @@ class BatchPrefillPlan(BatchWrapper):
     """The planning half of BatchPrefillWithPagedKVCacheWrapper and BatchPrefillWithRaggedKVCacheWrapper."""
 
     _paged_kv_indices_buf: Any = None  # of pages
+    _num_ctas = 0  # of run, where another kernel runs beside it; 0: as many as fit
 
     def __init__(
         self,
@@ -179,6 +180,7 @@ class BatchPrefillPlan(BatchWrapper):
                     f"qo_indptr: at most {most} rows, those of the first plan, are allowed with "
                     f"use_cuda_graph; got {rows}"
                 )
+        self._batch_size = qo_indptr.numel() - 1
         self._qo_indptr_last, self._kv_indptr_last = rows, last_value(kv_indptr, "kv_indptr")
 
     def _place(self, name: str, table: torch.Tensor, non_blocking: bool) -> None:
@@ -248,15 +250,23 @@ class BatchPrefillPlan(BatchWrapper):
         self._items = None
         if prefix_len is None:
             return
-        if positions is None or len(positions) != len(prefix_len) * length:
+        batch, given = self._batch_size, 0 if positions is None else positions.numel()
+        if positions is None or not 0 < given <= batch * length:
             raise ValueError(
-                "token_pos_in_items_ptr: batch_size * token_pos_in_items_len elements are required with "
-                f"prefix_len_ptr; got {None if positions is None else len(positions)}"
+                f"token_pos_in_items_ptr: 1 to batch_size * token_pos_in_items_len = {batch} * {length} elements are "
+                f"required with prefix_len_ptr; got {None if positions is None else given}"
             )
+        if prefix_len.numel() not in (1, batch):
+            raise ValueError(f"prefix_len_ptr: one element, or {batch}, is required; got {prefix_len.numel()}")
         if positions.dtype is not torch.uint16:
             raise ValueError(f"token_pos_in_items_ptr: dtype torch.uint16 is required; got {positions.dtype}")
-        self._prefix_len_ptr = self._on_device("prefix_len", prefix_len, non_blocking)
-        self._items = self._on_device("items", positions, non_blocking).view(-1, length)
+        prefix_len = self._on_device("prefix_len", prefix_len.reshape(-1), non_blocking)
+        self._prefix_len_ptr = prefix_len.expand(batch).contiguous()
+        items = self._on_device("items", positions.reshape(-1), non_blocking)
+        if given < batch * length:  # the rest is padding, which may be left out
+            rest = torch.zeros(batch * length - given, dtype=torch.int16, device=items.device)
+            items = torch.cat((items.view(torch.int16), rest))
+        self._items = items.view(torch.uint16).view(batch, length)
 
     def _set_options(
         self,
@@ -458,7 +468,8 @@ class BatchPrefillPlan(BatchWrapper):
                 self._paged_kv_indices_buf, self._partials if self._splits_kv else None, causal, encoding,
                 self._window_left, self._logits_soft_cap, scale, out_scale, self._rope_scale, self._rope_theta, sinks,
                 by_head[0], by_head[1], by_head[2], bmm1, bmm2, custom, self._mask_indptr_buf, self._prefix_len_ptr,
-                self._items, self._kv_tokens, zero_padded_rows, enable_pdl, backend=self._allowed, variant=variant,
+                self._items, self._kv_tokens, zero_padded_rows, self._num_ctas, enable_pdl, backend=self._allowed,
+                variant=variant,
             )  # fmt: skip
             self.last_choice = ran or self.last_choice
         if written is None:

@@ -308,7 +308,7 @@ PLANNED_RAGGED: Planned = {**_PREFILL, "kv_indptr": "_kv_indptr_buf", "sinks": "
 
 
 def _of_levels(attribute: str) -> Callable[[Any], Any]:
-    return lambda wrapper: tuple(getattr(level, attribute) for level in wrapper._batch_prefill_wrappers)
+    return lambda wrapper: tuple(getattr(level, attribute) for level in wrapper._planned_levels)
 
 
 def _of_last(held: str | Callable[[Any], Any]) -> Callable[[Any], Any]:

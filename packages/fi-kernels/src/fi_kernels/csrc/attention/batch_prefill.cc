@@ -85,6 +85,7 @@ int64_t batch_prefill(const Kernel& kernel, const BatchPrefillArgs& a, const Ext
   const int64_t least = PrefillSchedule::words(a.batch_size, rows / a.q_tile_tokens + a.batch_size);
   FI_CHECK(a.batch_size >= 0 && words >= least, ValueError, "schedule must have %lld words or more; got %lld",
            static_cast<long long>(least), static_cast<long long>(words));
+  FI_CHECK(a.num_ctas >= 0, ValueError, "num_ctas must not be negative; got %lld", static_cast<long long>(a.num_ctas));
   if (a.workspace) {
     a.workspace.is({kU8}).on(a.q).contiguous();
     FI_CHECK(reinterpret_cast<uintptr_t>(a.workspace.data()) % 16 == 0, ValueError,
@@ -143,7 +144,7 @@ int64_t batch_prefill(const Kernel& kernel, const BatchPrefillArgs& a, const Ext
                                             : page_size.value;
   const int64_t misaligned = misalignment({a.q, a.k, a.v, a.out});
   return launch_batch_prefill(kernel, params, extras, a.q, a.k, misaligned, page_size, kv_tokens, a.batch_size,
-                              kernel.pdl(a.enable_pdl));
+                              a.num_ctas, kernel.pdl(a.enable_pdl));
 #else
   (void)kernel;
   CpuBatchPrefill(params, variant_arguments(extras), a.q.dtype(), a.k.dtype(), a.out.dtype()).run();

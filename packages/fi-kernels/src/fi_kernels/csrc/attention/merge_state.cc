@@ -13,14 +13,27 @@ namespace fi {
 namespace {
 
 #if FI_CUDA
+constexpr int64_t kStreamedBytes = 200 << 20;  // of both states, up to which L2 gives them up first
+
+// Whether rows of v lie one behind another, and s likewise.
+bool is_dense(const MergeStateParams& p, const AttentionState& x) {
+  const int64_t heads = p.heads.value;
+  return x.v_head == p.d && x.v_row == heads * p.d && x.s_head == 1 && x.s_row == heads;
+}
+
 // Entries are in order of preference.
-void launch(const Kernel& kernel, MergeStateParams& p, int64_t vector, DLDevice device) {
+void launch(const Kernel& kernel, MergeStateParams& p, int64_t vector, int64_t bytes, DLDevice device) {
+  p.again = 2 * p.rows * p.d * bytes > kStreamedBytes;
   for (const Entry& entry : kernel.entries) {
-    const auto [vec, rows] = MergeStateConfig::of(entry);
+    const auto [vec, compact] = MergeStateConfig::of(entry);
     if (vec > vector) continue;
     const RowTile tile(p.d / vec, entry.threads);
-    p.lanes = static_cast<int32_t>(tile.lanes);
-    Launch config{(p.rows + tile.rows * rows - 1) / (tile.rows * rows)};
+    p.lanes = divisor(static_cast<uint32_t>(tile.lanes));
+    p.rows_per_cta = static_cast<int32_t>(tile.rows);
+    const bool whole =
+        tile.lanes * vec == p.d && (tile.lanes & (tile.lanes - 1)) == 0 && p.rows < (1 << 30) / tile.lanes;
+    if (compact && !(whole && !p.mask && is_dense(p, p.out) && is_dense(p, p.a) && is_dense(p, p.b))) continue;
+    Launch config{(p.rows + tile.rows - 1) / tile.rows};
     config.threads = tile.threads;
     config.pdl = kernel.pdl(-1);
     return kernel.launch(entry, config, device, p);
@@ -88,7 +101,7 @@ void merge_state(const Kernel& kernel, const MergeStateArgs& a) {
 
   // 3 launch
 #if FI_CUDA
-  launch(kernel, p, vec_size(d, {a.v, first, second}), first.device());
+  launch(kernel, p, vec_size(d, {a.v, first, second}), first.dtype().bytes(), first.device());
 #else
   (void)kernel;
   run_cpu(p, first.dtype());

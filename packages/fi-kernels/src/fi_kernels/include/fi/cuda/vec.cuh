@@ -15,6 +15,18 @@ template <class T, int N>
 FI_DEVICE Vec<T, N> load(const T* p) {
   return *reinterpret_cast<const Vec<T, N>*>(p);
 }
+// By `load_once` where it is a vector of 16 bytes. again: as there.
+template <class T, int N>
+FI_DEVICE Vec<T, N> load_streamed(const T* p, bool again) {
+  if constexpr (sizeof(Vec<T, N>) == 16) {
+    const uint4 words = load_once(p, again);
+    Vec<T, N> x;
+    memcpy(&x, &words, sizeof x);
+    return x;
+  } else {
+    return load<T, N>(p);
+  }
+}
 // To global memory.
 template <class T, int N>
 FI_DEVICE void store(T* p, const Vec<T, N>& x) {

@@ -138,7 +138,9 @@ struct DecodeTmaKernel {
     Boxes now, then;
     then.s.q_tile = then.s.begin = then.low = then.high = 0;  // an empty work tile before the first: the loop needs
     auto at = PipelineState::producer();                      // no prologue
-    const int stages = scheduler.header.cost < params.num_ctas * kShortRange ? kStages : kLong;
+    // Fewer CTAs than SMs need more stages for as many bytes in flight.
+    const int in_flight = min(kStages, (kLong * params.multiprocessors + params.num_ctas - 1) / params.num_ctas);
+    const int stages = scheduler.header.cost < params.num_ctas * kShortRange ? kStages : in_flight;
     if (lane == 0 && values) shared.stages = stages;
     DynamicRanges ranges{values, false, 0, -1};
 #pragma unroll 1

@@ -90,6 +90,7 @@ inline int64_t launch_batch_decode(const Kernel& kernel, BatchDecodeParams& para
     const bool whole = chosen.whole_rows != 0;
     const int64_t box_rows = one_page ? chosen.keys_per_copy : std::gcd(page_size, chosen.keys_per_copy);
     params.box_keys_log2 = __builtin_ctzll(static_cast<uint64_t>(box_rows));
+    params.multiprocessors = static_cast<int32_t>(kernel.multiprocessors(k_cache.device()));
     describe_cache(kernel, params.k_map, k_cache, p.kv_heads, page_size, p.k_head, p.k_token, box_rows, whole);
     describe_cache(kernel, params.v_map, v_cache, p.kv_heads, page_size, p.v_head, p.v_token, box_rows, whole);
   }

@@ -17,7 +17,9 @@ struct MergeStateParams {
   const uint8_t* mask;  // [n], or null: all
   int64_t rows;         // n * heads
   Divisor heads;
-  int32_t d, lanes;  // lanes: threads a row
+  Divisor lanes;  // threads of a row
+  int32_t d, rows_per_cta;
+  int32_t again;  // whether L2 should keep what is read
 };
 
 }  // namespace fi

@@ -23,24 +23,66 @@ struct Sum {
 
 }  // namespace merge_states_detail
 
-// A row takes lanes * groups threads: group g adds states g, g + groups, ..., four at a time; then the groups' sums are
-// added in order. The order depends on the number of states and d alone.
-template <class T, int kVec>
+// Of at most kMost states, in rows of a power of 2 of vectors that lie within a CTA. All loads are issued before one is
+// used. Few instructions: see merge_state_compact.
+template <class T, int kVec, int kMost>
+FI_DEVICE void merge_few_states(const MergeStatesParams& p) {
+  const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x, row = i >> p.lanes.shift;
+  const uint32_t n = divide(row, p.heads), head = row - n * p.heads.value, lane = i & (p.lanes.value - 1);
+  const T* v = static_cast<const T*>(p.v) + n * p.v_row + head * p.v_head + lane * kVec;
+  const float* s = p.s + n * p.s_row + head * p.s_head;
+  pdl_wait();
+  if (row >= p.rows) return;
+  float lse[kMost], top = -infinity(), total = 0.f, sum[kVec] = {};
+  Vec<T, kVec> values[kMost];
+#pragma unroll
+  for (int j = 0; j < kMost; ++j) {
+    if (j >= p.states) break;
+    lse[j] = s[j * p.s_state];
+    values[j] = load_streamed<T, kVec>(v + j * p.v_state, p.again);
+  }
+  pdl_launch_dependents();
+#pragma unroll
+  for (int j = 0; j < kMost; ++j)
+    if (j < p.states) top = fmaxf(top, lse[j]);
+#pragma unroll
+  for (int j = 0; j < kMost; ++j) {
+    if (j >= p.states) break;
+    const float weight = state_weight(lse[j], top);
+    float x[kVec];
+    to_float(weight == 0.f ? Vec<T, kVec>{} : values[j], x);  // values of weight zero may be NaN
+    total += weight;
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) sum[e] += weight * x[e];
+  }
+  const float scale = inverse_total(total);
+#pragma unroll
+  for (int e = 0; e < kVec; ++e) sum[e] *= scale;
+  Vec<T, kVec> merged;
+  from_float(sum, merged);
+  store(static_cast<T*>(p.out) + int64_t{i} * kVec, merged);
+  if (lane == 0) p.out_s[row] = state_lse(top, total);
+}
+
+// A row takes lanes * groups threads: group g adds states g, g + groups, ..., kAtOnce at a time; then the groups' sums
+// are added in order. The order depends on the number of states and d alone.
+template <class T, int kVec, int kAtOnce>
 FI_DEVICE void merge_states(const MergeStatesParams& p) {
-  constexpr int kAtOnce = 4;
   __shared__ float shared[(kVec + 2) * 256];
-  const int per_row = p.lanes * p.groups, height = blockDim.x / per_row, place = threadIdx.x / per_row;
-  const int group = (threadIdx.x - place * per_row) / p.lanes, lane = threadIdx.x - place * per_row - group * p.lanes;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * height + place;
-  const bool inside = place < height && row < p.rows;
+  const int lanes = static_cast<int>(p.lanes.value);
+  const uint32_t place = divide(threadIdx.x, p.per_row), in_row = threadIdx.x - place * p.per_row.value;
+  const int group = static_cast<int>(divide(in_row, p.lanes)), lane = static_cast<int>(in_row) - group * lanes;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * p.rows_per_cta + place;
+  const bool inside = place < static_cast<uint32_t>(p.rows_per_cta) && row < p.rows;
   const uint32_t n = divide(static_cast<uint32_t>(row), p.heads), head = static_cast<uint32_t>(row) - n * p.heads.value;
   const T* v = static_cast<const T*>(p.v) + n * p.v_row + head * p.v_head;
   const float* s = p.s + n * p.s_row + head * p.s_head;
   pdl_wait();
-  for (int base = 0; base < p.d; base += p.lanes * kVec) {  // once, unless a row has more vectors than a block threads
+  for (int base = 0; base < p.d; base += lanes * kVec) {  // once, unless a row has more vectors than a CTA has threads
     const int at = base + lane * kVec;
     const bool mine = inside && at < p.d;
     merge_states_detail::Sum<kVec> sum;
+#pragma unroll 1
     for (int64_t k = group; mine && k < p.states; k += kAtOnce * p.groups) {
       float lse[kAtOnce];
       Vec<T, kVec> values[kAtOnce];
@@ -49,22 +91,27 @@ FI_DEVICE void merge_states(const MergeStatesParams& p) {
       for (int j = 0; j < kAtOnce; ++j) {
         const int64_t state = k + j * p.groups;
         lse[j] = -infinity();
+        values[j] = Vec<T, kVec>{};
         if (state < p.states) {
           lse[j] = s[state * p.s_state];
-          values[j] = load<T, kVec>(v + state * p.v_state + at);
+          values[j] = load_streamed<T, kVec>(v + state * p.v_state + at, p.again);
         }
       }
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) top = fmaxf(top, lse[j]);
-      sum.raise(top);
+      if (k >= kAtOnce * p.groups)
+        sum.raise(top);
+      else
+        sum.top = top;
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
+        if (j > 0 && k + j * p.groups >= p.states) break;
         const float weight = state_weight(lse[j], top);
         float x[kVec];
-        to_float(values[j], x);
+        to_float(weight == 0.f ? Vec<T, kVec>{} : values[j], x);  // values of weight zero may be NaN
         sum.total += weight;
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) sum.x[i] += weighted(weight, x[i]);
+        for (int i = 0; i < kVec; ++i) sum.x[i] += weight * x[i];
       }
     }
     if (base == 0) pdl_launch_dependents();
@@ -77,7 +124,7 @@ FI_DEVICE void merge_states(const MergeStatesParams& p) {
       mailbox[kVec * 256 + 256] = sum.total;
       __syncthreads();
       for (int g = 1; mine && group == 0 && g < p.groups; ++g) {
-        const float* other = mailbox + g * p.lanes;
+        const float* other = mailbox + g * lanes;
         const float other_top = other[kVec * 256], top = fmaxf(sum.top, other_top);
         sum.raise(top);
         const float weight = state_weight(other_top, top), part = weight * other[kVec * 256 + 256];

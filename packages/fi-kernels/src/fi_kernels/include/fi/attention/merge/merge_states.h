@@ -14,8 +14,10 @@ struct MergeStatesParams {
   int64_t v_row, v_state, v_head, s_row, s_state, s_head;
   int64_t rows;  // n * heads
   Divisor heads;
+  Divisor lanes, per_row;  // threads of a state's row; threads of a row of the output: lanes * groups
   int32_t states, d;
-  int32_t lanes, groups;  // threads a state's row, and states at once
+  int32_t groups, rows_per_cta;
+  int32_t again;  // whether L2 should keep what is read
 };
 
 }  // namespace fi

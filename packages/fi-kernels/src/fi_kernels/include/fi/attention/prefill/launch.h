@@ -106,10 +106,11 @@ inline BatchPrefillParams hopper_params(const Kernel& kernel, const PrefillProbl
   return h;
 }
 
-// Returns `misaligned`, of q, k, v and out, if that keeps the kernel from being launched, else 0.
+// Returns `misaligned`, of q, k, v and out, if that keeps the kernel from being launched, else 0. num_ctas: the most;
+// 0: as many as fit.
 inline int64_t launch_batch_prefill(const Kernel& kernel, const PrefillProblem& problem, const Extras& extras,
                                     const Tensor& q, const Tensor& k, int64_t misaligned, int64_t page_size,
-                                    int64_t kv_tokens, int64_t batch, bool pdl) {
+                                    int64_t kv_tokens, int64_t batch, int64_t num_ctas, bool pdl) {
   const AttentionProblem& p = problem.problem;
   const Entry& entry = kernel.entries.front();
   const auto chosen = BatchPrefillConfig::of(entry);
@@ -125,7 +126,7 @@ inline int64_t launch_batch_prefill(const Kernel& kernel, const PrefillProblem& 
     const int64_t blocks = work_tiles(problem.tile_tokens) * row_tiles *
                            ((p.head_dim_vo + chosen.columns_per_cta - 1) / chosen.columns_per_cta);
     FI_CHECK(blocks <= 0x7fffffff, ValueError, "q is too large: %s", q.shape_str().c_str());
-    config.grid_x = std::min(blocks, multiprocessors * chosen.ctas_per_sm);
+    config.grid_x = std::min(blocks, num_ctas > 0 ? num_ctas : multiprocessors * chosen.ctas_per_sm);
     kernel.launch(entry, config, q.device(), problem, extras.data());
     return 0;
   }
@@ -139,7 +140,8 @@ inline int64_t launch_batch_prefill(const Kernel& kernel, const PrefillProblem& 
   if (misaligned) return misaligned;
   // The planner may choose tiles of two thirds of the rows, and split them.
   const int64_t min_tokens = std::max<int64_t>(1, problem.tile_tokens * 2 / 3);
-  config.grid_x = problem.partials ? multiprocessors : std::min(work_tiles(min_tokens), multiprocessors);
+  const int64_t most = num_ctas > 0 ? std::min(num_ctas, multiprocessors) : multiprocessors;
+  config.grid_x = problem.partials ? most : std::min(work_tiles(min_tokens), most);
   const int64_t keys = chosen.keys_per_stage, box = problem.page_indices ? std::gcd(page_size, keys) : keys;
   const KeyRows rows = key_rows(problem, k.dtype().bytes(), page_size, box);
   const Entry& by_rows = kernel.entries[rows == KeyRows::kColumns ? 0 : 1];

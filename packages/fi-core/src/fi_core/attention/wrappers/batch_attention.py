@@ -1,0 +1,211 @@
+"""BatchAttention: prompts and decode requests of one batch in any order, over one paged KV cache."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from fi_core.attention.contract import LAYOUTS, check_shape, code, number, unpack
+from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
+from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
+from fi_core.attention.wrappers.plan_state import PlanState
+from fi_core.attention.wrappers.side_by_side import divide, operations, side_by_side, workspaces
+from fi_core.observe.log import fi_api
+from fi_core.utils import check_shape_dtype_device, int32_index
+
+if TYPE_CHECKING:
+    import torch
+
+    Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+_WORKSPACE = 160 << 20  # bytes, for both halves
+
+
+@fi_api
+class BatchAttention(PlanState):
+    """Attention of a batch that mixes prompts and decode requests: `plan` once per step, `run` once per layer.
+
+    Where requests of one row begin or end the batch, as engines order it, they take the decode kernel and the others
+    the prefill kernel, at the same time on different SMs if both take long enough. Other batches take the prefill
+    kernel.
+
+    Args:
+        kv_layout: "NHD" or "HND".
+        device: of the wrapper's own workspaces, 176 MiB.
+
+    Raises:
+        KeyError: kv_layout.
+        ValueError: device.
+    """
+
+    def __init__(self, kv_layout: str = "NHD", device: torch.device | str = "cuda") -> None:
+        import torch
+
+        code(LAYOUTS, kv_layout, "kv_layout")
+        try:
+            self._kv_layout, self.device = kv_layout, torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device: a device of torch is required; got {device!r} ({error})") from None
+        of_prefill, of_decode = workspaces(torch.empty(_WORKSPACE, dtype=torch.uint8, device=device))
+        self._prefill = BatchPrefillWithPagedKVCacheWrapper(of_prefill, kv_layout)
+        self._decode = BatchDecodeWithPagedKVCacheWrapper(of_decode, kv_layout, use_tensor_cores=True)
+
+    @fi_api
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        page_size: int,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        q_data_type: torch.dtype | str = "bfloat16",
+        kv_data_type: torch.dtype | str = "bfloat16",
+        use_profiler: bool = False,
+    ) -> None:
+        """Plans the next `run` calls. It synchronises where qo_indptr, kv_indptr or kv_len_arr is on the device.
+
+        Args:
+            qo_indptr: int32 `[batch_size + 1]`; request b has rows `q[qo_indptr[b] : qo_indptr[b + 1]]`.
+            kv_indptr: int32 `[batch_size + 1]`; request b has pages `kv_indices[kv_indptr[b] : kv_indptr[b + 1]]`.
+            kv_indices: int32 `[kv_indptr[-1]]` or longer, page ids.
+            kv_len_arr: int32 `[batch_size]`, tokens of each request.
+            num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size, causal, sm_scale, logits_soft_cap,
+                q_data_type, kv_data_type: as in `BatchPrefillWithPagedKVCacheWrapper.plan`. Head dims are up to 256.
+            use_profiler: must be False.
+
+        Raises:
+            ValueError: head dims above 256; other errors are those of that function.
+            NotImplementedError: use_profiler.
+        """
+        import torch
+
+        self._forget_plan()
+        check_shape(num_qo_heads, num_kv_heads, page_size, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
+        for name, dim in (("head_dim_qk", head_dim_qk), ("head_dim_vo", head_dim_vo)):
+            if dim > 256:
+                raise ValueError(f"{name}: at most 256 is required; got {dim}")
+        if use_profiler:
+            raise NotImplementedError("use_profiler: not supported, profile with fi-bench or Nsight; pass False")
+        if not qo_indptr.numel() == kv_indptr.numel() == kv_len_arr.numel() + 1:
+            raise ValueError(
+                f"qo_indptr, kv_indptr and kv_len_arr: lengths batch_size + 1, batch_size + 1 and batch_size are "
+                f"required; got {qo_indptr.numel()}, {kv_indptr.numel()} and {kv_len_arr.numel()}"
+            )
+        host = tuple(int32_index(x.cpu()) for x in (qo_indptr, kv_indptr, kv_len_arr))
+        for name, x in zip(("qo_indptr", "kv_indptr", "kv_len_arr"), host):
+            if x.dtype is not torch.int32 or x.ndim != 1:
+                raise TypeError(f"{name}: a flat int32 tensor is required; got {x.dtype} of shape {tuple(x.shape)}")
+        rows, pages, tokens = (x.tolist() for x in host)
+        qo_lens = [after - before for before, after in itertools.pairwise(rows)]
+        first, last = _decode_range(qo_lens)
+        begin, end = (last, len(qo_lens)) if first == 0 else (0, first)  # the requests of prefill
+        options: dict[str, Any] = {
+            "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "q_data_type": q_data_type,
+            "kv_data_type": kv_data_type,
+        }  # fmt: skip
+
+        def tables(from_: int, to: int) -> tuple[Any, ...]:
+            """qo_indptr, kv_indptr, kv_indices and lengths of some of the requests."""
+            qo, kv = (x[from_ : to + 1] - x[from_] for x in host[:2])
+            return qo, kv, kv_indices[pages[from_] : pages[to]], host[2][from_:to]
+
+        shape = num_qo_heads, num_kv_heads
+        if last > first:
+            _, kv, indices, lens = tables(first, last)
+            self._decode.plan(kv, indices, lens, *shape, head_dim_qk, page_size, seq_lens=lens, **options)
+        if end > begin or last == first:
+            qo, kv, indices, lens = tables(begin, end)
+            self._prefill.plan(
+                qo, kv, indices, lens, *shape, head_dim_qk, page_size, head_dim_vo, causal=causal, seq_lens=lens,
+                **options,
+            )  # fmt: skip
+        self._rows = rows[begin], rows[end], rows[first], rows[last], rows[-1]
+        self._head_dim_vo = head_dim_vo
+        lengths = [(float(q), float(kv)) for q, kv in zip(qo_lens[begin:end], tokens[begin:end])]
+        self._operations = operations(num_qo_heads, head_dim_qk + head_dim_vo, causal, lengths)
+        self._end_plan([len(qo_lens), begin, end, first, last, rows[-1]])
+
+    @fi_api
+    def run(
+        self,
+        q: torch.Tensor,
+        kv_cache: Cache,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+        profiler_buffer: torch.Tensor | None = None,
+        kv_cache_sf: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the planned batch.
+
+        Args:
+            q, kv_cache, out, lse, k_scale, v_scale, kv_cache_sf: as q, paged_kv_cache and options of
+                `BatchPrefillWithPagedKVCacheWrapper.run`.
+            logits_soft_cap: 0, or instead of the planned one, which must be positive too.
+            profiler_buffer: without effect.
+
+        Returns:
+            (out `[qo_indptr[-1], num_qo_heads, head_dim_vo]` of q's dtype, lse fp32 `[qo_indptr[-1], num_qo_heads]`,
+            base 2).
+
+        Raises:
+            RuntimeError: no plan.
+            ValueError: logits_soft_cap without one in the plan; other errors are those of that function.
+        """
+        import torch
+
+        if self._plan_info is None:
+            raise self._no_plan()
+        prefill, decode = self._prefill, self._decode
+        begin, end, first, last, rows = self._rows
+        if q.ndim != 3 or q.shape[0] != rows:
+            raise ValueError(f"q: {rows} rows were planned (qo_indptr[-1]); got shape {tuple(q.shape)}")
+        shape = (*q.shape[:2], self._head_dim_vo)
+        if out is None:
+            out = q.new_empty(shape)
+        else:
+            check_shape_dtype_device(out, shape, q.dtype, q.device, "out")
+        if lse is None:
+            lse = q.new_empty(shape[:2], dtype=torch.float32)
+        else:
+            check_shape_dtype_device(lse, shape[:2], torch.float32, q.device, "lse")
+        written = out, lse
+        options: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "kv_cache_sf": kv_cache_sf}
+        halves: list[Any] = [half for half, used in ((prefill, end > begin), (decode, last > first)) if used]
+        for half in halves if number(logits_soft_cap, "logits_soft_cap") > 0.0 else ():
+            if half._logits_soft_cap <= 0.0:
+                raise ValueError(f"logits_soft_cap: the plan had none; got {logits_soft_cap}")
+            half._logits_soft_cap = logits_soft_cap
+
+        def attend(half: Any, from_: int, to: int) -> None:
+            part = {"out": written[0][from_:to], "lse": written[1][from_:to], "return_lse": True}
+            half.run(q[from_:to], kv_cache, **part, **options)
+
+        ctas = 0
+        if last > first:
+            _, v = unpack(kv_cache, self._kv_layout)
+            ctas = divide(decode, v, self._operations if len(halves) == 2 else 0.0)
+        prefill._num_ctas = ctas
+        side_by_side(
+            ctas,
+            q.device,
+            lambda: attend(prefill, begin, end) if decode not in halves or prefill in halves else None,
+            lambda: attend(decode, first, last) if decode in halves else None,
+        )
+        return out, lse
+
+
+def _decode_range(qo_lens: list[int]) -> tuple[int, int]:
+    """The requests [first, last) of one row at the beginning of a batch, or at its end if those are more."""
+    leading = next((i for i, rows in enumerate(qo_lens) if rows != 1), len(qo_lens))
+    trailing = next((i for i, rows in enumerate(reversed(qo_lens)) if rows != 1), len(qo_lens))
+    return (0, leading) if leading >= trailing else (len(qo_lens) - trailing, len(qo_lens))

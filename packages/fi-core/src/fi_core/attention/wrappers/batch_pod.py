@@ -1,0 +1,163 @@
+"""POD attention of batches: prompts and decode requests of one step, at the same time on different SMs."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from fi_core.attention.contract import last_value, unpack, unsupported
+from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
+from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
+from fi_core.attention.wrappers.side_by_side import divide, lengths_of, operations, side_by_side, workspaces
+from fi_core.observe.log import fi_api
+
+if TYPE_CHECKING:
+    import torch
+
+    Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+@fi_api
+class BatchPODWithPagedKVCacheWrapper:
+    """Prefill of a batch and decode of another one over paged KV caches, in one call (arXiv:2410.18038).
+
+    The results are those of BatchPrefillWithPagedKVCacheWrapper and BatchDecodeWithPagedKVCacheWrapper. On CUDA, if
+    both take long enough, the two kernels run at the same time, each on a part of the SMs.
+
+    Args:
+        float_workspace_buffer, kv_layout: as in these wrappers; the two halves use different parts of the workspace.
+    """
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+        of_prefill, of_decode = workspaces(float_workspace_buffer)
+        self._prefill = BatchPrefillWithPagedKVCacheWrapper(of_prefill, kv_layout)
+        self._decode = BatchDecodeWithPagedKVCacheWrapper(of_decode, kv_layout, use_tensor_cores=True)
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return False
+
+    @fi_api
+    def plan(
+        self,
+        qo_indptr_p: torch.Tensor,
+        kv_indptr_p: torch.Tensor,
+        kv_indices_p: torch.Tensor,
+        last_page_len_p: torch.Tensor,
+        qo_indptr_d: torch.Tensor,
+        kv_indptr_d: torch.Tensor,
+        kv_indices_d: torch.Tensor,
+        last_page_len_d: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        q_data_type: torch.dtype | str = "float16",
+        kv_data_type: torch.dtype | str | None = None,
+        data_type: torch.dtype | str | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+    ) -> None:
+        """Plans the next `run` calls. It does not synchronise.
+
+        Args:
+            qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p: tables of the prompts, as in
+                `BatchPrefillWithPagedKVCacheWrapper.plan`.
+            qo_indptr_d: int32 `[decode batch_size + 1]`, 0, 1, 2, ...: one row a request.
+            kv_indptr_d, kv_indices_d, last_page_len_d: tables of the decode batch, as in
+                `BatchDecodeWithPagedKVCacheWrapper.plan`.
+            num_qo_heads, num_kv_heads, head_dim, page_size, and other options: of both.
+        """
+        self._prefill._forget_plan()
+        self._decode._forget_plan()
+        for name, table in (("qo_indptr_p", qo_indptr_p), ("kv_indptr_p", kv_indptr_p), ("qo_indptr_d", qo_indptr_d)):
+            last_value(table, name)  # raises unless it is a table
+        if qo_indptr_d.numel() != kv_indptr_d.numel():
+            raise ValueError(
+                f"qo_indptr_d: length {kv_indptr_d.numel()} is required, that of kv_indptr_d; got {qo_indptr_d.numel()}"
+            )
+        if qo_indptr_d.is_cpu and qo_indptr_d.numel() and not (qo_indptr_d.diff() == 1).all():
+            raise ValueError("qo_indptr_d: one row of each decode request is required; pass longer ones as prompts")
+        options: dict[str, Any] = {
+            "pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "sm_scale": sm_scale,
+            "rope_scale": rope_scale, "rope_theta": rope_theta, "non_blocking": non_blocking,
+        }  # fmt: skip
+        decode, prefill = self._decode, self._prefill
+        lengths = lengths_of(qo_indptr_p, kv_indptr_p, kv_indices_p.numel(), page_size)
+        self._operations = functools.partial(operations, num_qo_heads, 2 * head_dim, lengths=lengths)
+        decode.plan(
+            kv_indptr_d, kv_indices_d, last_page_len_d, num_qo_heads, num_kv_heads, head_dim, page_size,
+            q_data_type=q_data_type, kv_data_type=kv_data_type, data_type=data_type, **options,
+        )  # fmt: skip
+        prefill.plan(
+            qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p, num_qo_heads, num_kv_heads, head_dim, page_size,
+            causal=True,  # as prompts are: tiles are sorted for it, and run may be given another mask
+            q_data_type=decode._cached_q_data_type, kv_data_type=decode._cached_kv_data_type, **options,
+        )  # fmt: skip
+
+    begin_forward = plan
+
+    @fi_api
+    def run(
+        self,
+        q_p: torch.Tensor,
+        paged_kv_cache_p: Cache,
+        q_d: torch.Tensor,
+        paged_kv_cache_d: Cache,
+        custom_mask_p: torch.Tensor | None = None,
+        packed_custom_mask_p: torch.Tensor | None = None,
+        causal_p: bool = False,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        return_lse: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> Any:
+        """Attention of the planned prompts (`_p`) and of the planned decode batch (`_d`).
+
+        Args:
+            q_p, paged_kv_cache_p, q_d, paged_kv_cache_d: as in the `run` of the two wrappers.
+            custom_mask_p, packed_custom_mask_p: must be None.
+            causal_p: causal mask of the prompts.
+            q_scale, k_scale, v_scale, enable_pdl: of both, as in these functions.
+            return_lse: also return the lse of both.
+            use_fp16_qk_reduction: without effect; sums are fp32.
+
+        Returns:
+            (out_p, out_d), or ((out_p, lse_p), (out_d, lse_d)).
+
+        Raises:
+            NotImplementedError: masks. Other errors are those of the two functions.
+        """
+        import torch
+
+        for name, mask in (("custom_mask_p", custom_mask_p), ("packed_custom_mask_p", packed_custom_mask_p)):
+            if mask is not None:
+                raise unsupported(name, mask, "plan it with BatchPrefillWithPagedKVCacheWrapper")
+        prefill, decode = self._prefill, self._decode
+        for half in (prefill, decode):
+            if half._plan_info is None:
+                raise half._no_plan()
+        prefill._causal = bool(causal_p)
+        _, v_d = unpack(paged_kv_cache_d, decode._kv_layout)
+        prefill._num_ctas = ctas = divide(decode, v_d, self._operations(prefill._causal))
+        out_d = q_d.new_empty(*q_d.shape[:-1], v_d.shape[-1], dtype=decode._cached_o_data_type)
+        lse_d = torch.empty(q_d.shape[:-1], dtype=torch.float32, device=q_d.device) if return_lse else None
+        options: dict[str, Any] = {
+            "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "return_lse": return_lse,
+            "enable_pdl": enable_pdl,
+        }  # fmt: skip
+        found = side_by_side(
+            ctas,
+            decode.device,
+            lambda: prefill.run(q_p, paged_kv_cache_p, **options),
+            lambda: decode.run(q_d, paged_kv_cache_d, out=out_d, lse=lse_d, **options),
+        )
+        return (found, (out_d, lse_d)) if return_lse else (found, out_d)
+
+    forward = run

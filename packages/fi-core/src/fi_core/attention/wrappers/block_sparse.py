@@ -1,0 +1,197 @@
+"""Block-sparse attention: the selected blocks of keys are the pages of a request, and each row of blocks is one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fi_core.attention.contract import unsupported
+from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
+from fi_core.observe.log import fi_api
+
+if TYPE_CHECKING:
+    import torch
+
+
+@fi_api
+class BlockSparseAttentionWrapper:
+    """Attention of M query tokens over the blocks of N keys that a matrix of blocks (BSR) selects, for all heads alike.
+
+    A row of blocks is a request of R query tokens, whose pages of C tokens are the selected blocks of k and v.
+
+    Args:
+        float_workspace_buffer, backend: as in BatchPrefillWithPagedKVCacheWrapper.
+    """
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
+        self._prefill = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, "NHD", backend=backend)
+        self.reset_workspace_buffer = self._prefill.reset_workspace_buffer
+
+    @property
+    def resolved_backend(self) -> str:
+        """As in BatchPrefillWithPagedKVCacheWrapper."""
+        return self._prefill.resolved_backend
+
+    @fi_api
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        M: int,
+        N: int,
+        R: int,
+        C: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        mask: torch.Tensor | None = None,
+        packed_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: torch.dtype | str = "float16",
+        kv_data_type: torch.dtype | str | None = None,
+        o_data_type: torch.dtype | str = "float16",
+        non_blocking: bool = True,
+        block_mask: torch.Tensor | None = None,
+        kv_block_lens: torch.Tensor | None = None,
+        q2k_indices: torch.Tensor | None = None,
+        q2k_num: torch.Tensor | None = None,
+        kv_splits: int | None = None,
+        use_clc: bool | None = None,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+    ) -> None:
+        """Plans the next `run` calls. It reads indptr and indices, so it synchronises where they are on the device.
+
+        Args:
+            indptr: int32 `[ceil(M / R) + 1]`; row r of blocks has the columns `indices[indptr[r] : indptr[r + 1]]`.
+            indices: int32 `[nnz]`, columns of blocks below N / C. A column equal to N / C is left out.
+            M, N: query tokens and keys. R, C: those of a block; N is a multiple of C.
+            num_qo_heads, num_kv_heads, head_dim: as in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+            mask: bool `[nnz, R, C]`, the keys that a row of a selected block attends to; default all.
+            packed_mask: uint8, the same as bits: the masks `[R, selected columns * C]` of the rows of blocks, each from
+                a new byte on, as `segment_packbits` makes them. It takes precedence over mask.
+            causal: row i of R sees the selected keys j <= i + (number of selected keys) - R, by their place among the
+                selected keys.
+            pos_encoding_mode: positions are those among the selected keys as well.
+            o_data_type: dtype of the output, float16 unless given, also for other dtypes of q.
+            kv_splits, use_clc: without effect.
+            block_mask, kv_block_lens, q2k_indices, q2k_num: another form of the pattern, not supported.
+            q_scale, k_scale, v_scale: factors of the scores and of the output.
+            others: as in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+
+        Raises:
+            ValueError: a shape, or an index out of bounds. Other errors are those of that function.
+            NotImplementedError: another form of the pattern.
+        """
+        import torch
+
+        prefill = self._prefill
+        prefill._forget_plan()
+        for name, given in (("block_mask", block_mask), ("kv_block_lens", kv_block_lens), ("q2k_indices", q2k_indices),
+                            ("q2k_num", q2k_num)):  # fmt: skip
+            if given is not None:
+                raise unsupported(name, given, "pass the pattern as indptr and indices")
+        for name, value in (("M", M), ("N", N), ("R", R), ("C", C)):
+            if not isinstance(value, int) or value < (name in "RC"):
+                raise ValueError(f"{name}: {'a positive' if name in 'RC' else 'no negative'} integer; got {value!r}")
+        rows = -(-M // R)
+        if N % C or indptr.ndim != 1 or len(indptr) != rows + 1 or indices.ndim != 1:
+            raise ValueError(
+                f"indptr: N a multiple of C, ceil(M / R) + 1 = {rows + 1} offsets and flat indices are required; got N "
+                f"= {N}, C = {C}, indptr of shape {tuple(indptr.shape)} and indices of shape {tuple(indices.shape)}"
+            )
+        begins, columns = indptr.cpu().long(), indices.cpu().long()
+        if rows and (begins[0] != 0 or (begins.diff() < 0).any() or begins[-1] > len(columns)):
+            raise ValueError(f"indptr: ascending offsets from 0 to at most {len(columns)} are required; got {indptr}")
+        columns = columns[: int(begins[-1])]
+        if len(columns) and not 0 <= int(columns.min()) <= int(columns.max()) <= N // C:
+            raise ValueError(
+                f"indices out of bound: columns of blocks below N / C = {N // C} are required; got "
+                f"{int(columns.min())} to {int(columns.max())}"
+            )
+        kept = columns < N // C
+        if not kept.all():
+            if packed_mask is not None:
+                raise ValueError(f"indices: below N / C = {N // C} is required with packed_mask; got {N // C}")
+            mask = None if mask is None else mask[kept.to(mask.device)]
+            begins, columns = torch.nn.functional.pad(kept.cumsum(0), (1, 0))[begins], columns[kept]
+        qo_indptr = (torch.arange(rows + 1) * R).clamp(max=M)
+        if packed_mask is None and mask is not None:
+            mask = _by_row(mask, begins, len(columns), R, C)[: int((qo_indptr.diff() * begins.diff()).sum()) * C]
+        self._shape = N, C
+        self._scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        prefill.plan(
+            qo_indptr.int(), begins.int(), columns.int(), torch.full((rows,), C, dtype=torch.int32), num_qo_heads,
+            num_kv_heads, head_dim, C, custom_mask=mask, packed_custom_mask=packed_mask, causal=causal,
+            pos_encoding_mode=pos_encoding_mode, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
+            rope_scale=rope_scale, rope_theta=rope_theta, q_data_type=q_data_type, kv_data_type=kv_data_type,
+            o_data_type=o_data_type, non_blocking=non_blocking,
+        )  # fmt: skip
+
+    begin_forward = plan
+
+    @fi_api
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None,
+        scale_v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> Any:
+        """Attention of the planned pattern.
+
+        Args:
+            q: `[M, num_qo_heads, head_dim]`.
+            k, v: `[N, num_kv_heads, head_dim]`.
+            scale_q, scale_k, scale_v: factors by head, for fp8, as in `BatchPrefillWithPagedKVCacheWrapper.run`.
+            out, lse, return_lse, enable_pdl: as in that function, which also has the errors.
+
+        Returns:
+            out `[M, num_qo_heads, head_dim]` in o_data_type, or (out, lse) with lse `[M, num_qo_heads]`, base 2. Rows
+            without blocks have out = 0 and lse = -inf.
+        """
+        if self._prefill._plan_info is None:
+            raise self._prefill._no_plan()
+        tokens, size = self._shape
+        for name, x in (("k", k), ("v", v)):
+            if x.ndim != 3 or x.shape[0] != tokens:
+                raise ValueError(f"{name}: [N = {tokens}, num_kv_heads, head_dim] is required; got {tuple(x.shape)}")
+        scales = () if scale_q is scale_k is scale_v is None else (scale_q, scale_k, scale_v)
+        k, v = (x.unflatten(0, (tokens // size, size)) for x in (k, v))
+        given = tuple(1.0 if scale is None else scale for scale in scales)
+        return self._prefill.run(
+            q, (k, v), *given, **self._scales, out=out, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl
+        )
+
+    forward = run
+
+    def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        """`run` with return_lse: (out, lse)."""
+        return self.run(q, k, v, return_lse=True, **options)
+
+    def end_forward(self) -> None:
+        """Does nothing; older callers end a plan with it."""
+
+
+def _by_row(mask: torch.Tensor, begins: torch.Tensor, nnz: int, R: int, C: int) -> torch.Tensor:
+    """The masks `[R, C]` of blocks, flat, in the order of the keys of each row of blocks."""
+    import torch
+
+    if mask.ndim != 3 or mask.shape[1:] != (R, C) or mask.shape[0] < nnz:
+        raise ValueError(f"mask: [nnz, R, C] = [{nnz}, {R}, {C}] is required; got {tuple(mask.shape)}")
+    # An element (block, row of it) goes before one of a later row of blocks, or of a later row of the same.
+    block_row = torch.repeat_interleave(torch.arange(len(begins) - 1), begins.diff())
+    order = (block_row[:, None] * R + torch.arange(R)).flatten().argsort(stable=True).to(mask.device)
+    return mask[:nnz].reshape(nnz * R, C)[order].flatten()

@@ -1,0 +1,166 @@
+"""Block-sparse attention with a pattern and block sizes for each kv head."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
+from fi_core.observe.log import fi_api
+from fi_core.runtime.errors import blame
+
+if TYPE_CHECKING:
+    import torch
+
+
+@fi_api
+class VariableBlockSparseAttentionWrapper:
+    """Attention over the blocks of keys that a mask of blocks selects for each kv head; blocks may differ in size.
+
+    Each kv head has its own keys, as if it were a sequence, and each of its rows of blocks is a request.
+
+    Args:
+        float_workspace_buffer, backend: as in BatchPrefillWithPagedKVCacheWrapper.
+    """
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
+        self._prefill = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, "NHD", backend=backend)
+        self.reset_workspace_buffer = self._prefill.reset_workspace_buffer
+
+    @property
+    def resolved_backend(self) -> str:
+        """As in BatchPrefillWithPagedKVCacheWrapper."""
+        return self._prefill.resolved_backend
+
+    @fi_api
+    def plan(
+        self,
+        block_mask_map: torch.Tensor,
+        block_row_sz: torch.Tensor,
+        block_col_sz: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        q_data_type: torch.dtype | str = "float16",
+        kv_data_type: torch.dtype | str | None = None,
+    ) -> None:
+        """Plans the next `run` calls. It synchronises, to read the sizes of blocks.
+
+        The greatest common divisor of the sizes of columns is the page size: larger ones are faster.
+
+        Args:
+            block_mask_map: bool `[num_kv_heads, MB, NB]`, the blocks that each kv head selects.
+            block_row_sz: integers `[num_kv_heads, MB]`, query tokens of each row of blocks; the same sum for each head.
+            block_col_sz: integers `[num_kv_heads, NB]`, keys of each column of blocks; the same sum for each head.
+            causal, pos_encoding_mode: by the places of keys among the selected ones.
+            others: as in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+
+        Raises:
+            ValueError: shapes, or sums that differ. Other errors are those of that function.
+        """
+        import torch
+
+        self._prefill._forget_plan()
+        heads, *grid = block_mask_map.shape if block_mask_map.ndim == 3 else (0, 0, 0)
+        for name, sizes, blocks in (("block_row_sz", block_row_sz, grid[0]), ("block_col_sz", block_col_sz, grid[1])):
+            wanted = (num_kv_heads, blocks)
+            if tuple(sizes.shape) != wanted or heads != num_kv_heads:
+                raise ValueError(
+                    f"{name}: shape {wanted} is required, by num_kv_heads and block_mask_map of shape "
+                    f"{tuple(block_mask_map.shape)}; got {tuple(sizes.shape)}"
+                )
+        try:
+            rows, columns, mask = block_row_sz.cpu().long(), block_col_sz.cpu().long(), block_mask_map != 0
+            mask = mask if mask.device == self._prefill.device else mask.cpu()
+        except (RuntimeError, NotImplementedError) as error:
+            blame(error, block_mask_map=block_mask_map, block_row_sz=block_row_sz, block_col_sz=block_col_sz)
+        lengths = []
+        for name, sizes in (("block_row_sz", rows), ("block_col_sz", columns)):
+            sums = sizes.sum(1)
+            if not len(sums) or not ((sums == sums[0]).all() and (sizes >= 0).all()):
+                raise ValueError(
+                    f"{name}: sizes with the same sum for each kv head are required; got the sums {sums.tolist()}"
+                )
+            lengths.append(int(sums[0]))
+        qo_len, kv_len = lengths
+        page_size = math.gcd(*columns.flatten().tolist()) or 1
+        pages = kv_len // page_size  # of a kv head
+        block_of_page = torch.repeat_interleave(
+            torch.arange(columns.shape[1]).repeat(num_kv_heads), columns.flatten() // page_size
+        ).view(num_kv_heads, pages)
+        selected = mask.gather(2, block_of_page.to(mask.device)[:, None].expand(-1, mask.shape[1], -1))
+        head, _, page = selected.nonzero(as_tuple=True)
+
+        def offsets(counts: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.pad(counts.flatten().cumsum(0), (1, 0)).int()
+
+        last = torch.full((rows.numel(),), page_size, dtype=torch.int32)
+        self._shape = num_kv_heads, qo_len, kv_len, page_size, num_qo_heads // max(num_kv_heads, 1)
+        self._prefill.plan(
+            offsets(rows), offsets(selected.sum(2)), (head * pages + page).int(), last, self._shape[4], 1, head_dim,
+            page_size, causal=causal, pos_encoding_mode=pos_encoding_mode, sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap, rope_scale=rope_scale, rope_theta=rope_theta, q_data_type=q_data_type,
+            kv_data_type=kv_data_type, non_blocking=non_blocking,
+        )  # fmt: skip
+
+    begin_forward = plan
+
+    @fi_api
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> Any:
+        """Attention of the planned pattern. Heads come first in all tensors.
+
+        Args:
+            q: `[num_qo_heads, qo_len, head_dim]`.
+            k, v: `[num_kv_heads, kv_len, head_dim]`.
+            out: written if given: `[num_kv_heads * qo_len, num_qo_heads / num_kv_heads, head_dim]`.
+            lse: likewise, fp32 without the last axis.
+            return_lse, enable_pdl: as in `BatchPrefillWithPagedKVCacheWrapper.run`, which also has the errors.
+
+        Returns:
+            out `[num_qo_heads, qo_len, head_dim]`, or (out, lse) with lse `[num_qo_heads, qo_len]`, base 2. Rows
+            without blocks have out = 0 and lse = -inf.
+        """
+        if self._prefill._plan_info is None:
+            raise self._prefill._no_plan()
+        heads, qo_len, kv_len, page_size, group = self._shape
+        for name, x, first, tokens in (
+            ("q", q, heads * group, qo_len),
+            ("k", k, heads, kv_len),
+            ("v", v, heads, kv_len),
+        ):
+            if x.ndim != 3 or tuple(x.shape[:2]) != (first, tokens):
+                raise ValueError(f"{name}: [{first}, {tokens}, head_dim] was planned; got {tuple(x.shape)}")
+        rows = q.unflatten(0, (heads, group)).transpose(1, 2).flatten(0, 1).contiguous()
+        k, v = (x.contiguous().view(heads * kv_len // page_size, page_size, 1, x.shape[2]) for x in (k, v))
+        found = self._prefill.run(rows, (k, v), out=out, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl)
+
+        def by_head(x: torch.Tensor) -> torch.Tensor:
+            return x.unflatten(0, (heads, qo_len)).transpose(1, 2).flatten(0, 1)  # type: ignore[no-any-return]
+
+        return (by_head(found[0]), by_head(found[1])) if return_lse else by_head(found)
+
+    forward = run
+
+    def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        """`run` with return_lse: (out, lse)."""
+        return self.run(q, k, v, return_lse=True, **options)
+
+    def end_forward(self) -> None:
+        """Does nothing; older callers end a plan with it."""

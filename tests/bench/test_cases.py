@@ -109,10 +109,11 @@ def test_inputs_are_random_and_work_is_counted(found: case.Case) -> None:
 
 
 def test_every_op_of_fi_core_has_a_case_and_every_case_its_op() -> None:
+    from fi_bench import collectives
     from fi_core.runtime.launch.operator import operators
 
     ready = [found for found in CASES if backends.exists(found)]  # this imports the families
-    covered = {op for found in ready for op in (found.op, *found.also)}
+    covered = {op for found in ready for op in (found.op, *found.also)} | set(collectives.OPS)
     assert operators().keys() <= covered, f"ops without a benchmark: {operators().keys() - covered}"
     assert covered <= operators().keys(), f"cases of unknown ops: {covered - operators().keys()}"
 

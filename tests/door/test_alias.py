@@ -111,7 +111,7 @@ for use in uses:
         assert "is not in fi: its kernels are for Blackwell (sm_100 and later); use " in str(error), error
     else:
         raise AssertionError(use)
-for name, module in (("cutlass_fused_moe", flashinfer.fused_moe), ("allreduce_fusion", flashinfer.comm)):
+for name, module in (("cutlass_fused_moe", flashinfer.fused_moe), ("PcieIpcAllReduceWorkspace", flashinfer.comm)):
     assert not hasattr(module, name), "engines ask, and take another path"
 try:
     from flashinfer.gdn_prefill import chunk_gated_delta_rule

@@ -127,6 +127,7 @@ HEADERS: dict[str, set[str]] = {
     "cpu": {"", "host"},
     "cuda": {""},
     "attention": SHARED | {"rope"},
+    "comm": SHARED | {"norm", "quantization"},
     "sampling": SHARED | {"topk"},
 }
 

@@ -41,7 +41,24 @@ def arguments(device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
     def cache(dtype: torch.dtype) -> tuple[Any, ...]:
         return rand(4, 16, 8, 128).to(dtype), rand(4, 16, 8, 128).to(dtype)
 
+    def one_rank() -> Any:
+        from fi_core.comm import AllToAllWorkspace
+        from fi_core.comm.mnnvl import OneRank
+
+        return AllToAllWorkspace(torch.device(device), OneRank())
+
+    def reduction() -> tuple[Any, ...]:
+        from fi_core.comm import create_allreduce_fusion_workspace
+        from fi_core.comm.mnnvl import OneRank
+
+        workspace = create_allreduce_fusion_workspace(
+            max_token_num=8, hidden_dim=256, dtype=half, comm_backend=OneRank(), device=torch.device(device)
+        )
+        return rand(8, 256), workspace, 0
+
     return {
+        "comm.allreduce_fusion": reduction,
+        "comm.AllToAllWorkspace.all_to_all": lambda: (one_rank(), rand(1, 2, 128), rand(1, 2, 128)),
         "rmsnorm": lambda: (rand(8, 4096), rand(4096)),
         "fused_add_rmsnorm": fused,
         "rmsnorm_quant": lambda: (rand(8, 4096).to(e4m3), rand(8, 4096), rand(4096), rand(1, dtype=single)),

@@ -1,17 +1,76 @@
-"""Communication between GPUs: which rank does what, and how ranks agree. The kernels are not here yet."""
+"""Collectives over the GPUs of a host, fused with what follows them; which rank does what, and how ranks agree."""
 
 from __future__ import annotations
 
-from fi_core.comm.fusion import AllReduceFusionPattern, QuantizationSFLayout, compute_fp4_swizzled_layout_sf_size
+from fi_core.comm.dcp_alltoall import AllToAllWorkspace
+from fi_core.comm.fusion import (
+    AllReduceFusionPattern,
+    QuantizationSFLayout,
+    allreduce_fusion,
+    compute_fp4_swizzled_layout_sf_size,
+)
 from fi_core.comm.mapping import Mapping
+from fi_core.comm.memory import CudaRTLibrary, create_shared_buffer, free_shared_buffer
 from fi_core.comm.mnnvl import CommBackend, MnnvlConfig, TorchDistBackend
+from fi_core.comm.moe_alltoall import (
+    MoeAlltoAll,
+    moe_a2a_combine,
+    moe_a2a_dispatch,
+    moe_a2a_get_workspace_size_per_rank,
+    moe_a2a_initialize,
+    moe_a2a_sanitize_expert_ids,
+    moe_a2a_wrap_payload_tensor_in_workspace,
+)
+from fi_core.comm.trtllm_ar import (
+    trtllm_allreduce_fusion,
+    trtllm_create_ipc_workspace_for_all_reduce_fusion,
+    trtllm_destroy_ipc_workspace_for_all_reduce_fusion,
+    trtllm_lamport_initialize,
+    trtllm_lamport_initialize_all,
+)
+from fi_core.comm.vllm_ar import (
+    vllm_all_reduce,
+    vllm_dispose,
+    vllm_get_graph_buffer_ipc_meta,
+    vllm_init_custom_ar,
+    vllm_meta_size,
+    vllm_register_buffer,
+    vllm_register_graph_buffers,
+)
+from fi_core.comm.workspace import AllReduceFusionWorkspace, create_allreduce_fusion_workspace
 
 __all__ = [
     "AllReduceFusionPattern",
+    "AllReduceFusionWorkspace",
+    "AllToAllWorkspace",
     "CommBackend",
+    "CudaRTLibrary",
     "Mapping",
     "MnnvlConfig",
+    "MoeAlltoAll",
     "QuantizationSFLayout",
     "TorchDistBackend",
+    "allreduce_fusion",
     "compute_fp4_swizzled_layout_sf_size",
+    "create_allreduce_fusion_workspace",
+    "create_shared_buffer",
+    "free_shared_buffer",
+    "moe_a2a_combine",
+    "moe_a2a_dispatch",
+    "moe_a2a_get_workspace_size_per_rank",
+    "moe_a2a_initialize",
+    "moe_a2a_sanitize_expert_ids",
+    "moe_a2a_wrap_payload_tensor_in_workspace",
+    "trtllm_allreduce_fusion",
+    "trtllm_create_ipc_workspace_for_all_reduce_fusion",
+    "trtllm_destroy_ipc_workspace_for_all_reduce_fusion",
+    "trtllm_lamport_initialize",
+    "trtllm_lamport_initialize_all",
+    "vllm_all_reduce",
+    "vllm_dispose",
+    "vllm_get_graph_buffer_ipc_meta",
+    "vllm_init_custom_ar",
+    "vllm_meta_size",
+    "vllm_register_buffer",
+    "vllm_register_graph_buffers",
 ]

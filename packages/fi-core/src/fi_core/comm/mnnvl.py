@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch.distributed
 
-__all__ = ["CommBackend", "MnnvlConfig", "TorchDistBackend", "all_ranks_agree"]
+__all__ = ["CommBackend", "MnnvlConfig", "OneRank", "TorchDistBackend", "all_ranks_agree"]
 
 
 class CommBackend(ABC):
@@ -92,6 +92,28 @@ class TorchDistBackend(CommBackend):
 
     def _ranks(self) -> tuple[int, ...]:
         return tuple(self._dist.get_process_group_ranks(self._group or self._dist.group.WORLD))
+
+
+class OneRank(CommBackend):
+    """The group of one rank, which needs no torch.distributed."""
+
+    def Get_rank(self) -> int:
+        return 0
+
+    def Get_size(self) -> int:
+        return 1
+
+    def allgather(self, data: Any) -> tuple[Any, ...]:
+        return (data,)
+
+    def bcast(self, data: Any, root: int = 0) -> Any:
+        return data
+
+    def barrier(self) -> None:
+        return
+
+    def Split(self, color: int, key: int) -> OneRank:
+        return self
 
 
 @dataclass

@@ -36,6 +36,11 @@ FI_DEVICE void bulk_store(void* global, const void* shared, unsigned bytes) {
                : "memory");
 }
 FI_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all but kPending of this thread's groups are complete: their writes are visible to this thread.
+template <int kPending>
+FI_DEVICE void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
 // Until the sources of all but kPending of this thread's groups may be overwritten.
 template <int kPending>
 FI_DEVICE void bulk_wait_read() {

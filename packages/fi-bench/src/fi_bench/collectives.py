@@ -1,0 +1,161 @@
+"""Times the collectives of fi_core.comm beside NCCL and torch's symmetric memory, on the GPUs of a host.
+
+torchrun --nproc-per-node 2 -m fi_bench.collectives [--json FILE]
+
+The time of a call is the median over replays of a CUDA graph of 20 calls, of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+OPS = ("all_reduce", "all_to_all", "moe_dispatch", "moe_combine")  # of fi_core; they have no case, which is one process
+_SIZES = ((1, 4096), (8, 4096), (32, 7168), (128, 7168), (512, 7168), (2048, 8192), (8192, 8192))
+_MOE_TOKENS = (1, 16, 128, 1024)
+_CALLS, _REPLAYS = 20, 15
+
+Routine = tuple[str, str, Callable[[], Any]]  # case, provider, call
+
+
+def microseconds(call: Callable[[], Any]) -> float:
+    """The time of a call; collective."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_CALLS):
+            call()
+    times = []
+    for _ in range(_REPLAYS):
+        dist.barrier()
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / _CALLS)
+    slowest = torch.tensor([statistics.median(times)], device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def _reductions(tokens: int, hidden: int) -> Iterator[Routine]:
+    from torch.distributed import _symmetric_memory as symmetric
+
+    from fi_core import comm
+
+    workspace = comm.create_allreduce_fusion_workspace(max_token_num=tokens, hidden_dim=hidden, dtype=torch.bfloat16)
+    x, residual = (torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out, normed = torch.empty_like(x), torch.empty_like(x)
+    weight = torch.rand(hidden, device="cuda", dtype=torch.bfloat16)
+    case = f"all_reduce {tokens}x{hidden}"
+    yield case, "fi", lambda: comm.allreduce_fusion(x, workspace, 0, output=out)
+    yield case, "nccl", lambda: dist.all_reduce(out)
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    shared = symmetric.empty(x.numel(), device=x.device, dtype=x.dtype)
+    symmetric.rendezvous(shared, group)
+    shared.zero_()
+    ops = torch.ops.symm_mem
+    yield case, "symm one-shot", lambda: ops.one_shot_all_reduce_out(shared, "sum", group, out.view(-1))
+    yield case, "symm two-shot", lambda: ops.two_shot_all_reduce_(shared, "sum", group)
+    case = f"all_reduce + add + rmsnorm {tokens}x{hidden}"
+    fused: dict[str, Any] = {"residual_in": residual, "residual_out": out, "norm_out": normed, "rms_gamma": weight}
+    yield case, "fi", lambda: comm.allreduce_fusion(x, workspace, 1, **fused)
+
+    def nccl_and_torch() -> None:
+        dist.all_reduce(out)
+        residual.add_(out)
+        torch.nn.functional.rms_norm(residual, (hidden,), weight, 1e-6)
+
+    yield case, "nccl + torch", nccl_and_torch
+    workspace.destroy()
+
+
+def _all_to_all(tokens: int, hidden: int) -> Iterator[Routine]:
+    from fi_core import comm
+
+    workspace = comm.AllToAllWorkspace(torch.device("cuda", torch.cuda.current_device()), comm.TorchDistBackend())
+    x = torch.randn(
+        dist.get_world_size(), tokens * hidden // dist.get_world_size(), device="cuda", dtype=torch.bfloat16
+    )
+    out = torch.empty_like(x)
+    yield f"all_to_all {tokens}x{hidden}", "fi", lambda: workspace.all_to_all(x, out)
+    yield f"all_to_all {tokens}x{hidden}", "nccl", lambda: dist.all_to_all_single(out, x)
+    workspace.destroy()
+
+
+def _experts(tokens: int) -> Iterator[Routine]:
+    from fi_core import comm
+
+    hidden, top_k, experts, world = 7168, 8, 128, dist.get_world_size()
+    mapping = comm.Mapping(world, dist.get_rank(), tp_size=world, moe_ep_size=world)
+    exchange = comm.MoeAlltoAll(mapping, tokens, top_k, experts, hidden_size=hidden)
+    chosen = torch.rand(tokens, experts, device="cuda").topk(top_k).indices.int()
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(x)
+    padded = torch.randn(world, tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    received = torch.empty_like(padded)
+
+    def dispatch_and_combine() -> None:
+        exchange.dispatch(chosen, [x, chosen], tokens)
+        results = exchange.get_combine_payload_tensor_in_workspace(tokens, hidden, x.dtype)
+        exchange.combine(results, tokens, payload_in_workspace=True, output=out)
+
+    def two_all_to_alls() -> None:
+        dist.all_to_all_single(received, padded)
+        dist.all_to_all_single(padded, received)
+
+    yield f"moe dispatch + combine {tokens}x{hidden}", "fi", dispatch_and_combine
+    yield f"moe dispatch + combine {tokens}x{hidden}", "nccl, padded", two_all_to_alls
+    exchange.destroy()
+
+
+def warm_up(seconds: float = 2.0) -> None:
+    """Computes until the clocks are up: calls in the first seconds take 10 to 30 % longer (H200)."""
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        torch.mm(x, x)
+        torch.cuda.synchronize()
+
+
+def routines() -> Iterator[Routine]:
+    """Every case, in an order that is the same on all ranks."""
+    for tokens, hidden in _SIZES:
+        yield from _reductions(tokens, hidden)
+        yield from _all_to_all(tokens, hidden)
+    for tokens in _MOE_TOKENS:
+        yield from _experts(tokens)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="fi_bench.collectives", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a row for each case and provider")
+    options = parser.parse_args()
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    warm_up()
+    rows = []
+    for case, provider, call in routines():
+        row = {"case": case, "provider": provider, "ranks": dist.get_world_size(), "us": round(microseconds(call), 2)}
+        rows.append(row)
+        if dist.get_rank() == 0:
+            print(f"{row['us']:9.2f} us  {case}  {provider}", flush=True)
+    if options.json and dist.get_rank() == 0:
+        options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""All-to-all of decode context parallelism: partial attention results go to the ranks of their heads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fi_core.comm import ops
+from fi_core.comm.mapping import Mapping
+from fi_core.comm.mnnvl import CommBackend, MnnvlConfig, TorchDistBackend
+from fi_core.comm.workspace import CommWorkspace, current_device, find_by_address
+from fi_core.observe.log import fi_api
+from fi_core.utils import round_up
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "AllToAllWorkspace",
+    "decode_cp_a2a_allocate_mnnvl_workspace",
+    "decode_cp_a2a_alltoall",
+    "decode_cp_a2a_init_workspace",
+]
+
+_MAX_BYTES = 16 << 20  # for each other rank; a larger message takes several launches
+_MAX_FLAGS = 4096  # of chunks of 4 KB
+
+
+class AllToAllWorkspace(CommWorkspace):
+    """Memory for `all_to_all` on the ranks of a group.
+
+    Args:
+        device, comm_backend, timeout: as of `CommWorkspace`.
+    """
+
+    def __init__(self, device: torch.device, comm_backend: CommBackend, timeout: float = 300.0) -> None:
+        others = comm_backend.Get_size() - 1
+        bulk = 2 * others * (4 * _MAX_FLAGS + _MAX_BYTES) if device.type == "cuda" else 0
+        super().__init__(device, comm_backend, 128 if bulk else 1 << 20, bulk, timeout)
+
+    def all_to_all(self, input: torch.Tensor, out: torch.Tensor) -> None:
+        """`out[j]` of rank i becomes `input[i]` of rank j.
+
+        Args:
+            input, out: `[ranks, ...]` of any dtype, contiguous, rows of a multiple of 16 bytes.
+
+        Raises:
+            ValueError: A shape or address does not fit.
+            RuntimeError: An earlier call has failed; the text names the rank.
+        """
+        flags = _MAX_FLAGS if self.buffer.device.type == "cuda" else 0
+        ops.all_to_all(input, max_flags=flags, out=out, **self.shared)
+
+
+_workspaces: dict[int, AllToAllWorkspace] = {}  # by the address of the tensor
+
+
+def decode_cp_a2a_allocate_mnnvl_workspace(mapping: Mapping, mnnvl_config: MnnvlConfig | None = None) -> torch.Tensor:
+    """Allocates the workspace of `decode_cp_a2a_alltoall`; collective over the context-parallel ranks.
+
+    Args:
+        mapping: the ranks; cp_size and cp_rank count.
+        mnnvl_config: its comm_backend exchanges the handles; None: torch.distributed's world.
+
+    Returns:
+        A tensor that stands for the workspace: this rank's bytes.
+
+    Raises:
+        RuntimeError: The GPUs cannot access each other.
+    """
+    comm = (mnnvl_config or MnnvlConfig()).comm_backend or TorchDistBackend()
+    if comm.Get_size() != mapping.cp_size:
+        comm = comm.Split(min(mapping.cp_group), comm.Get_rank())
+    workspace = AllToAllWorkspace(current_device(), comm)
+    _workspaces[workspace.buffer.data_ptr()] = workspace
+    return workspace.buffer
+
+
+def _workspace(workspace: torch.Tensor, cp_rank: int, cp_size: int) -> AllToAllWorkspace:
+    found = find_by_address(_workspaces, workspace, "workspace")
+    if found is None:
+        raise ValueError("workspace: that of decode_cp_a2a_allocate_mnnvl_workspace is required")
+    if (cp_rank, cp_size) != (found.rank, found.world_size):
+        raise ValueError(
+            f"cp_rank, cp_size: {found.rank} and {found.world_size} of the workspace are required; got {cp_rank} and "
+            f"{cp_size}"
+        )
+    return found
+
+
+def decode_cp_a2a_init_workspace(workspace: torch.Tensor, cp_rank: int, cp_size: int) -> None:
+    """Checks that a workspace is of these ranks; its memory is ready when it is allocated.
+
+    Raises:
+        ValueError: workspace, cp_rank or cp_size.
+    """
+    _workspace(workspace, cp_rank, cp_size)
+
+
+@fi_api
+def decode_cp_a2a_alltoall(
+    partial_o: torch.Tensor,
+    softmax_stats: torch.Tensor,
+    workspace: torch.Tensor,
+    cp_rank: int,
+    cp_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exchanges partial attention results: rank i gets what every rank has computed for it.
+
+    Args:
+        partial_o: `[..., cp_size, head_dim]`: row j is for rank j.
+        softmax_stats: `[..., cp_size, n]`, of the same leading dimensions, such as maximum and sum.
+        workspace: of `decode_cp_a2a_allocate_mnnvl_workspace`.
+        cp_rank, cp_size: of the workspace.
+
+    Returns:
+        partial_o and softmax_stats with the shapes of the arguments: row j is of rank j, for this rank.
+
+    Raises:
+        ValueError: A shape, or the workspace, does not fit.
+        RuntimeError: An earlier call has failed; the text names the rank.
+    """
+    import torch
+
+    found = _workspace(workspace, cp_rank, cp_size)
+    for name, tensor in (("partial_o", partial_o), ("softmax_stats", softmax_stats)):
+        if tensor.dim() < 2 or tensor.shape[-2] != cp_size:
+            raise ValueError(f"{name}: shape [..., {cp_size}, n] is required; got {list(tensor.shape)}")
+    parts = [t.movedim(-2, 0).reshape(cp_size, -1).contiguous().view(torch.uint8) for t in (partial_o, softmax_stats)]
+    widths = [part.shape[1] for part in parts]
+    sent = partial_o.new_empty(cp_size, round_up(sum(widths), 16), dtype=torch.uint8)
+    sent[:, : widths[0]] = parts[0]
+    sent[:, widths[0] : sum(widths)] = parts[1]
+    received = torch.empty_like(sent)
+    found.all_to_all(sent, received)
+
+    def restored(like: torch.Tensor, first: int, width: int) -> torch.Tensor:
+        rows = received[:, first : first + width].contiguous().view(like.dtype)
+        return rows.view(cp_size, *like.shape[:-2], like.shape[-1]).movedim(0, -2).contiguous()
+
+    return restored(partial_o, 0, widths[0]), restored(softmax_stats, widths[0], widths[1])

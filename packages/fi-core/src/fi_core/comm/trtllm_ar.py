@@ -1,0 +1,194 @@
+"""The all-reduce functions with TensorRT-LLM's names, which take raw pointers instead of a workspace object."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fi_core.comm import fusion
+from fi_core.comm.memory import bytes_at
+from fi_core.comm.mnnvl import CommBackend, TorchDistBackend
+from fi_core.comm.workspace import AllReduceFusionWorkspace, check_group, current_device, find_by_address
+from fi_core.observe.log import fi_api
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "trtllm_allreduce_fusion",
+    "trtllm_create_ipc_workspace_for_all_reduce_fusion",
+    "trtllm_destroy_ipc_workspace_for_all_reduce_fusion",
+    "trtllm_lamport_initialize",
+    "trtllm_lamport_initialize_all",
+]
+
+_workspaces: dict[int, AllReduceFusionWorkspace] = {}  # by the address of the tensor of pointers
+
+
+def trtllm_create_ipc_workspace_for_all_reduce_fusion(
+    tp_rank: int,
+    tp_size: int,
+    max_token_num: int,
+    hidden_dim: int,
+    use_fp32_lamport: bool = False,
+    group: torch.distributed.ProcessGroup | None = None,
+    create_metadata: bool = False,
+    comm_backend: CommBackend | None = None,
+    use_symm_dev_mem: bool = False,
+) -> tuple[Any, ...]:
+    """Allocates the workspace of `trtllm_allreduce_fusion`; collective.
+
+    Args:
+        tp_rank, tp_size: this rank and the number of ranks, as of the group.
+        max_token_num, hidden_dim: the largest message.
+        use_fp32_lamport: messages are fp32; else of 16 bits.
+        group: the ranks; None: the world.
+        create_metadata: also return a dict of the sizes, for the `metadata` of calls.
+        comm_backend: the group, as an object; takes the place of `group`.
+        use_symm_dev_mem: accepted; the memory is always shared by CUDA IPC.
+
+    Returns:
+        ipc_handles, a list with the list of the ranks' addresses, for the destruction; workspace_tensor, int64 on the
+        device, the same addresses, which calls take; and the metadata if asked for.
+
+    Raises:
+        ValueError: tp_rank or tp_size is not that of the group.
+        RuntimeError: The GPUs cannot access each other.
+    """
+    import torch
+
+    comm = comm_backend or TorchDistBackend(group)
+    dtype = torch.float32 if use_fp32_lamport else torch.bfloat16
+    check_group(comm, tp_rank, tp_size, "tp_rank", "tp_size")
+    workspace = AllReduceFusionWorkspace(max_token_num, hidden_dim, dtype, current_device(), comm)
+    peers = workspace.shared["peers"]
+    tensor = peers.to(workspace.buffer.device)
+    _workspaces[tensor.data_ptr()] = workspace
+    workspace.workspace_tensor = tensor
+    workspace.ipc_handles = [peers.tolist()]
+    if not create_metadata:
+        return workspace.ipc_handles, tensor
+    metadata = {
+        "tp_rank": tp_rank, "tp_size": tp_size, "max_token_num": max_token_num, "hidden_dim": hidden_dim,
+        "use_fp32_lamport": use_fp32_lamport, "buffer_size": workspace.max_bytes,
+    }  # fmt: skip
+    return workspace.ipc_handles, tensor, metadata
+
+
+def trtllm_destroy_ipc_workspace_for_all_reduce_fusion(
+    workspace: list[list[int]], group: torch.distributed.ProcessGroup | None = None
+) -> None:
+    """Frees a workspace; collective.
+
+    Args:
+        workspace: the ipc_handles of its creation.
+        group: accepted; the workspace knows its group.
+
+    Raises:
+        ValueError: workspace is not of trtllm_create_ipc_workspace_for_all_reduce_fusion, or is freed.
+    """
+    for address, known in _workspaces.items():
+        if known.ipc_handles == workspace:
+            del _workspaces[address]
+            known.destroy()
+            return
+    raise ValueError(
+        "workspace: ipc_handles of trtllm_create_ipc_workspace_for_all_reduce_fusion, not yet freed, is required"
+    )
+
+
+@fi_api
+def trtllm_allreduce_fusion(
+    allreduce_in: torch.Tensor,
+    world_size: int,
+    world_rank: int,
+    token_num: int,
+    hidden_dim: int,
+    workspace_ptrs: torch.Tensor,
+    launch_with_pdl: bool,
+    trigger_completion_at_end: bool,
+    fp32_acc: bool,
+    pattern_code: int,
+    use_oneshot: bool | None,
+    allreduce_out: torch.Tensor | None,
+    residual_in: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+    norm_out: torch.Tensor | None,
+    quant_out: torch.Tensor | None,
+    scale_out: torch.Tensor | None,
+    rms_gamma: torch.Tensor | None,
+    rms_eps: float | None,
+    scale_factor: torch.Tensor | float | None,
+    layout_code: int | None,
+    metadata: dict[str, Any] | None = None,
+) -> None:
+    """As `allreduce_fusion`, on a workspace of `trtllm_create_ipc_workspace_for_all_reduce_fusion`.
+
+    Args:
+        allreduce_in: `[token_num, hidden_dim]`, or flat.
+        world_size, world_rank: of the workspace.
+        token_num, hidden_dim: the shape of the message.
+        workspace_ptrs: the workspace_tensor of its creation.
+        pattern_code: of `AllReduceFusionPattern`.
+        allreduce_out, residual_out, norm_out, quant_out, scale_out: the outputs of the pattern; flat ones are accepted.
+        metadata: of the creation; the message is checked against it.
+        launch_with_pdl, trigger_completion_at_end, fp32_acc, use_oneshot, residual_in, rms_gamma, rms_eps,
+            scale_factor, layout_code: as for `allreduce_fusion`.
+
+    Raises:
+        ValueError: workspace_ptrs is of no workspace, or the message does not fit it.
+        TypeError: A dtype does not fit, or a tensor that the pattern needs is missing.
+        RuntimeError: As for `allreduce_fusion`.
+    """
+    workspace = find_by_address(_workspaces, workspace_ptrs, "workspace_ptrs")
+    if workspace is None:
+        raise ValueError("workspace_ptrs: the workspace_tensor of a workspace that is not destroyed is required")
+    if (world_rank, world_size) != (workspace.rank, workspace.world_size):
+        raise ValueError(
+            f"world_rank, world_size: {workspace.rank} and {workspace.world_size} of the workspace are required; got "
+            f"{world_rank} and {world_size}"
+        )
+    needed, held = token_num * hidden_dim * allreduce_in.element_size(), workspace.max_bytes
+    if metadata is not None and "buffer_size" not in metadata:
+        raise ValueError(f"metadata: what the creation of the workspace returned is required; got {metadata}")
+    if metadata is not None and needed > metadata["buffer_size"]:
+        raise ValueError(f"token_num, hidden_dim: at most {held} bytes fit the workspace; got {needed}")
+
+    def rows(name: str, tensor: torch.Tensor | None, width: int = hidden_dim) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        try:
+            return tensor.view(token_num, width)
+        except RuntimeError:
+            raise ValueError(
+                f"{name}: {token_num} x {width} contiguous elements, token_num and hidden_dim, are required; got shape "
+                f"{list(tensor.shape)}"
+            ) from None
+
+    given = rows("allreduce_in", allreduce_in)
+    assert given is not None
+    fusion.allreduce_fusion(
+        given, workspace, pattern_code, launch_with_pdl, trigger_completion_at_end,
+        output=rows("allreduce_out", allreduce_out), residual_out=rows("residual_out", residual_out),
+        norm_out=rows("norm_out", norm_out),
+        quant_out=rows("quant_out", quant_out, hidden_dim // 2 if pattern_code in (3, 5) else hidden_dim),
+        scale_out=scale_out, residual_in=rows("residual_in", residual_in), rms_gamma=rms_gamma,
+        rms_eps=1e-6 if rms_eps is None else rms_eps, scale_factor=scale_factor, layout_code=layout_code,
+        use_oneshot=use_oneshot, fp32_acc=fp32_acc,
+    )  # fmt: skip
+
+
+def trtllm_lamport_initialize(ptr: int, size: int, dtype: torch.dtype) -> None:
+    """Fills memory of the current CUDA device with -0, as buffers of a caller's own exchange need.
+
+    Args:
+        ptr: the address.
+        size: number of elements.
+        dtype: of the elements, a floating-point type.
+    """
+    bytes_at(ptr, size * dtype.itemsize, current_device()).view(dtype).fill_(-0.0)
+
+
+def trtllm_lamport_initialize_all(p0: int, p1: int, p2: int, size: int, dtype: torch.dtype) -> None:
+    """`trtllm_lamport_initialize` of three buffers."""
+    for pointer in (p0, p1, p2):
+        trtllm_lamport_initialize(pointer, size, dtype)

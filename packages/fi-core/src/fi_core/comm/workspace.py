@@ -1,0 +1,190 @@
+"""The workspace of all-reduce: memory that the ranks share, and what a call needs to know about the group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fi_core.comm.memory import SharedMemory
+from fi_core.comm.mnnvl import CommBackend, TorchDistBackend
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["AllReduceFusionWorkspace", "create_allreduce_fusion_workspace"]
+
+Found = TypeVar("Found")
+
+HEADER = 4096  # kCommHeader of fi/comm/workspace.h
+ROTATIONS = 3
+MAX_WORLD = 8
+
+# The largest message, in bytes, that is sent in one shot, by the number of ranks. With two ranks both forms send the
+# same bytes, and one shot has one hop less.
+_ONE_SHOT_BYTES = {1: 2**62, 2: 2**62, 3: 512 << 10, 4: 512 << 10}
+_ONE_SHOT_BYTES_OF_MORE = 128 << 10
+# A larger message takes several launches.
+_MAX_ROTATION_BYTES = 128 << 20
+
+
+def shots_of(message_bytes: int, world_size: int, use_oneshot: bool | None) -> int:
+    """1 or 2: the form in which a message is sent."""
+    if use_oneshot is not None:
+        return 1 if use_oneshot else 2
+    return 1 if message_bytes <= _ONE_SHOT_BYTES.get(world_size, _ONE_SHOT_BYTES_OF_MORE) else 2
+
+
+def rotation_bytes(message_bytes: int, row_bytes: int, world_size: int) -> int:
+    """Bytes of the workspace that one launch fills, for messages up to this size; a multiple of 16."""
+    rows = -(-message_bytes // row_bytes)
+    one_shot = (world_size - 1) * min(message_bytes, _ONE_SHOT_BYTES.get(world_size, _ONE_SHOT_BYTES_OF_MORE))
+    two_shot = ((world_size - 1) * -(-rows // world_size) + rows) * row_bytes if world_size > 2 else 0
+    least = 2 * world_size * max(row_bytes, 65536)  # a row in either form, or a CTA's part of a flat message
+    return -(-max(min(max(one_shot, two_shot), _MAX_ROTATION_BYTES), least) // 16) * 16
+
+
+def current_device() -> torch.device:
+    """The current CUDA device, or the CPU where there is none."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def check_group(comm_backend: CommBackend, rank: int | None, size: int | None, rank_name: str, size_name: str) -> None:
+    """Raises ValueError unless rank and size are the group's; None agrees."""
+    for name, given, found in ((rank_name, rank, comm_backend.Get_rank()), (size_name, size, comm_backend.Get_size())):
+        if given is not None and given != found:
+            raise ValueError(f"{name}: {found}, that of the group, is required; got {given}")
+
+
+def find_by_address(known: dict[int, Found], tensor: torch.Tensor, name: str) -> Found | None:
+    """What is known of the address of a tensor. Raises TypeError for anything that has none."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+        raise TypeError(f"{name}: a dense tensor is required; got {type(tensor).__name__}")
+    return known.get(tensor.data_ptr())
+
+
+class CommWorkspace:
+    """Memory that the ranks of a group share for one kind of collective.
+
+    Calls on all ranks must come in the same order, on one stream of each rank at a time. Making one is collective.
+
+    Args:
+        device: a CUDA device, or the CPU.
+        comm_backend: the group.
+        rotation_bytes: of each of the three parts that calls use in turn.
+        more_bytes: behind them.
+        timeout: seconds that a call waits for another rank before it fails.
+
+    Raises:
+        ValueError: The group has more than 8 ranks.
+        RuntimeError: The GPUs cannot access each other.
+    """
+
+    def __init__(
+        self, device: torch.device, comm_backend: CommBackend, rotation_bytes: int, more_bytes: int, timeout: float
+    ) -> None:
+        import torch
+
+        self.rank, self.world_size = comm_backend.Get_rank(), comm_backend.Get_size()
+        if self.world_size > MAX_WORLD:
+            raise ValueError(f"group: 1 to {MAX_WORLD} ranks of one host are required; got {self.world_size}")
+        self.rotation_bytes = rotation_bytes
+        self.more_offset = HEADER + ROTATIONS * rotation_bytes
+        self.memory = SharedMemory(self.more_offset + more_bytes, device, comm_backend)
+        self.buffer = self.memory.tensor()
+        peers = torch.tensor(self.memory.pointers, dtype=torch.int64)
+        status = torch.zeros(4, dtype=torch.int32, pin_memory=device.type == "cuda")
+        # The arguments that every collective has.
+        self.shared: dict[str, Any] = {
+            "workspace": self.buffer, "peers": peers, "status": status, "rank": self.rank,
+            "rotation_bytes": rotation_bytes, "timeout_ms": max(1, round(timeout * 1000)),
+        }  # fmt: skip
+
+    def destroy(self) -> None:
+        """Frees the memory; collective."""
+        self.memory.close()
+        self.shared.clear()
+        del self.buffer
+
+
+class AllReduceFusionWorkspace(CommWorkspace):
+    """Memory for `allreduce_fusion` on the ranks of a group; `create_allreduce_fusion_workspace` makes it.
+
+    Args:
+        max_token_num, hidden_dim, dtype: the largest message.
+        device, comm_backend, timeout: as of `CommWorkspace`.
+    """
+
+    backend = "trtllm"
+    workspace_tensor: torch.Tensor | None = None  # of the functions with TensorRT-LLM's names
+    ipc_handles: list[list[int]] | None = None
+
+    def __init__(
+        self,
+        max_token_num: int,
+        hidden_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        comm_backend: CommBackend,
+        timeout: float = 300.0,
+    ) -> None:
+        self.max_bytes = max_token_num * hidden_dim * dtype.itemsize
+        size = rotation_bytes(self.max_bytes, hidden_dim * dtype.itemsize, comm_backend.Get_size())
+        super().__init__(device, comm_backend, size, 0, timeout)
+
+    def is_buffer_size_sufficient(
+        self,
+        tp_size: int,
+        num_tokens: int,
+        hidden_dim: int,
+        dtype: torch.dtype,
+        use_oneshot: bool | None = None,
+    ) -> bool:
+        """Whether the workspace was made for this group size and for messages of `[num_tokens, hidden_dim]`."""
+        return tp_size == self.world_size and num_tokens * hidden_dim * dtype.itemsize <= self.max_bytes
+
+
+def create_allreduce_fusion_workspace(
+    backend: str = "auto",
+    world_size: int | None = None,
+    rank: int | None = None,
+    max_token_num: int | None = None,
+    hidden_dim: int | None = None,
+    dtype: torch.dtype | None = None,
+    gpus_per_node: int | None = None,
+    comm_backend: CommBackend | None = None,
+    force_oneshot_support: bool = False,
+    group: torch.distributed.ProcessGroup | None = None,
+    *,
+    device: torch.device | None = None,
+    timeout: float = 300.0,
+) -> AllReduceFusionWorkspace:
+    """Allocates the workspace of `allreduce_fusion`; collective, with equal arguments on all ranks.
+
+    Args:
+        backend: "auto" or "trtllm": memory that the GPUs of a host share by CUDA IPC (CPUs: POSIX shared memory).
+        world_size, rank: of the group; None: not checked.
+        max_token_num, hidden_dim, dtype: the largest message.
+        gpus_per_node: accepted; the ranks must be on one host.
+        comm_backend: the group, as an object; takes the place of `group`.
+        force_oneshot_support: accepted; a message of any size can be sent in one shot.
+        group: the ranks; None: the world of torch.distributed.
+        device: where the tensors are; None: the current CUDA device, or the CPU where there is none.
+        timeout: seconds that a call waits for another rank before it fails.
+
+    Raises:
+        RuntimeError: backend is unknown, or the GPUs cannot access each other.
+        ValueError: A size is missing, or world_size or rank is not the group's.
+    """
+    if backend not in ("auto", "trtllm"):
+        raise RuntimeError(
+            f"backend: 'auto' or 'trtllm' is required (this host has no multi-node NVLink); got {backend!r}"
+        )
+    comm_backend = comm_backend or TorchDistBackend(group)
+    check_group(comm_backend, rank, world_size, "rank", "world_size")
+    if max_token_num is None or hidden_dim is None or dtype is None:
+        missing = "max_token_num" if max_token_num is None else "hidden_dim" if hidden_dim is None else "dtype"
+        raise ValueError(f"{missing}: the size of the largest message is required; got None")
+    return AllReduceFusionWorkspace(max_token_num, hidden_dim, dtype, device or current_device(), comm_backend, timeout)

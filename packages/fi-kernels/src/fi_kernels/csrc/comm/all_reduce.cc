@@ -1,0 +1,139 @@
+// all_reduce: checks the arguments, divides the message, launches the CUDA kernels or exchanges on the CPU.
+#include "fi/comm/all_reduce.h"
+
+#include "fi/comm/all_reduce_plan.h"
+#include "fi/comm/contract.h"
+#include "fi/generated/all_reduce.h"
+#include "fi/quantization/scale_layout.h"
+
+#if !FI_CUDA
+#include "fi/comm/all_reduce_cpu.h"
+#endif
+
+namespace fi {
+namespace {
+
+void all_reduce(const Kernel& kernel, const AllReduceArgs& a) {
+  // 1 check
+  a.input.is({kF16, kBF16, kF32}).contiguous();
+  const int64_t vec = 16 / a.input.dtype().bytes(), numel = a.input.numel();
+  FI_CHECK(numel % vec == 0 && a.input.alignment(16, {}) == 16, ValueError,
+           "input must start at a multiple of 16 bytes and have a multiple of %lld elements; got address %p, shape %s",
+           static_cast<long long>(vec), a.input.data(), a.input.shape_str().c_str());
+  const bool norm = static_cast<bool>(a.weight);
+  int64_t d = numel, tokens = 1;
+  if (norm) {
+    Dim n{"tokens"}, h{"hidden"};
+    a.input.is({kF16, kBF16}).shape(n, h);
+    d = h, tokens = n;
+    FI_CHECK(d % vec == 0, ValueError, "input must have a last dimension that is a multiple of %lld; got %s",
+             static_cast<long long>(vec), a.input.shape_str().c_str());
+    a.weight.like(a.input).contiguous().shape(h);
+    FI_CHECK(a.residual_in, TypeError, "residual_in must be a tensor when a norm follows; got None");
+    a.residual_in.like(a.input).contiguous().shape(n, h);
+    if (a.norm_out) a.norm_out.like(a.input).contiguous().shape(n, h);
+  }
+  if (a.out) {
+    FI_CHECK(a.out.numel() == numel, ValueError, "out must have the shape of input, %s; got %s",
+             a.input.shape_str().c_str(), a.out.shape_str().c_str());
+    a.out.like(a.input).contiguous();
+  }
+  ReduceOutput output = norm ? kReduceNorm : kReduceSum;
+  AllReduceParams p{};
+  if (a.quant_out) {
+    FI_CHECK(norm, TypeError, "weight must be a tensor when quant_out is given; got None");
+    a.quant_out.on(a.input).contiguous();
+    output = a.quant_out.dtype() == kE4M3 ? kReduceE4m3 : kReduceE2m1;
+    Dim n{"tokens", tokens}, h{output == kReduceE4m3 ? "hidden" : "hidden / 2", output == kReduceE4m3 ? d : d / 2};
+    a.quant_out.is({kE4M3, kU8}).shape(n, h);
+    if (output == kReduceE2m1) {
+      FI_CHECK(d % 16 == 0, ValueError, "input must have a last dimension that is a multiple of 16; got %s",
+               a.input.shape_str().c_str());
+      FI_CHECK(a.layout >= 0 && a.layout <= 2, ValueError, "layout must be 0, 1 or 2; got %lld",
+               static_cast<long long>(a.layout));
+      FI_CHECK(a.scale_out, TypeError, "scale_out must be a tensor when quant_out is fp4; got None");
+      p.layout = static_cast<int32_t>(a.layout);
+      p.scale_columns = static_cast<int32_t>(a.layout == kScalesLinear ? d / 16 : (d / 16 + 3) / 4 * 4);
+      const int64_t tile = scale_tile_rows(p.layout), needed = (tokens + tile - 1) / tile * tile * p.scale_columns;
+      a.scale_out.is({kU8, kE4M3}).on(a.input).contiguous();
+      FI_CHECK(a.scale_out.numel() >= needed, ValueError, "scale_out must have %lld elements or more; got %s",
+               static_cast<long long>(needed), a.scale_out.shape_str().c_str());
+    }
+    if (a.scale) {
+      a.scale.is({kF32}).on(a.input);
+      FI_CHECK(a.scale.numel() == 1, ValueError, "scale must have one element; got %s", a.scale.shape_str().c_str());
+    }
+  }
+  for (const Tensor& t : {Tensor(a.out), Tensor(a.residual_in), Tensor(a.weight), Tensor(a.norm_out)})
+    FI_CHECK(!t || t.alignment(16, {}) == 16, ValueError, "%s must start at a multiple of 16 bytes; got address %p",
+             t.name(), t.data());
+  FI_CHECK(!a.quant_out || a.quant_out.alignment(8, {}) == 8, ValueError,
+           "quant_out must start at a multiple of 8 bytes; got address %p", a.quant_out.data());
+  a.out.apart(a.norm_out);
+  FI_CHECK(a.eps >= 0, ValueError, "eps must be 0 or more; got %g", a.eps);
+  FI_CHECK(a.shots == 1 || a.shots == 2, ValueError, "shots must be 1 or 2; got %lld", static_cast<long long>(a.shots));
+  p.comm = comm_params(a, a.input,
+                       call_of({0, numel, d, a.input.dtype().code * 256 + a.input.dtype().bits, output, a.shots}));
+  if (numel == 0) return;
+
+  // 2 shape
+  p.input = a.input.data();
+  p.out = a.out ? a.out.data() : nullptr;
+  p.residual_in = norm ? a.residual_in.data() : nullptr;
+  p.weight = norm ? a.weight.data() : nullptr;
+  p.scale = a.quant_out && a.scale ? a.scale.data<float>() : nullptr;
+  p.norm_out = norm && a.norm_out ? a.norm_out.data() : nullptr;
+  p.quant_out = a.quant_out ? a.quant_out.data() : nullptr;
+  p.scale_out = output == kReduceE2m1 ? a.scale_out.data() : nullptr;
+  p.eps = static_cast<float>(a.eps);
+  p.inv_d = 1.f / static_cast<float>(d);
+  p.early_trigger = !a.trigger_at_end;
+  const auto shots = static_cast<int32_t>(a.shots);
+  const int64_t world = p.comm.world;
+
+  // 3 launch
+#if FI_CUDA
+  const int64_t message = numel / vec;  // vectors
+  // A piece of a flat message is a CTA's: 256 threads for little, since 512 take 0.1 to 0.2 us more (H200, up to 0.5
+  // MB), 512 from 2 MB on, where more bytes in flight count.
+  const int64_t vectors = norm ? d / vec : std::min<int64_t>(message, message * 16 <= 2 << 20 ? 256 : 512);
+  const Entry& entry = kernel.first_entry([&](const Entry& candidate) {
+    const auto config = AllReduceConfig::of(candidate);
+    return config.max_world >= world && config.vecs * candidate.threads >= vectors;
+  });
+  const int64_t vecs = AllReduceConfig::of(entry).vecs, threads = (vectors + vecs * 32 - 1) / (vecs * 32) * 32;
+  const int64_t rows = (message + vectors - 1) / vectors;
+  const int64_t at_once = rows_at_once(shots, rows, vectors, world, p.comm.rotation_bytes);
+  FI_CHECK(at_once > 0, ValueError, "workspace is too small for a row of input, %lld bytes; got %s",
+           static_cast<long long>(vectors * 16), a.workspace.shape_str().c_str());
+  const int64_t resident = kernel.multiprocessors(a.input.device()) * std::max<int64_t>(1, entry.threads / threads);
+  p.vectors = static_cast<int32_t>(vectors);
+  for (int64_t first = 0; first < rows; first += at_once) {
+    AllReduceParams part = p;
+    const int64_t now = std::min(at_once, rows - first), offset = first * vectors;
+    part.rows = static_cast<int32_t>(now);
+    part.total = std::min(message - offset, now * vectors);
+    part.used = static_cast<int32_t>(workspace_vectors(shots, now, vectors, world));
+    part.input = static_cast<const char*>(p.input) + offset * 16;
+    if (p.out) part.out = static_cast<char*>(p.out) + offset * 16;
+    if (p.residual_in) part.residual_in = static_cast<const char*>(p.residual_in) + offset * 16;
+    if (p.norm_out) part.norm_out = static_cast<char*>(p.norm_out) + offset * 16;
+    if (p.quant_out) part.quant_out = static_cast<char*>(p.quant_out) + offset * (output == kReduceE4m3 ? 8 : 4);
+    part.first_row = static_cast<int32_t>(first);
+    const int64_t items = shots == 1 ? now : (now + world - 1) / world;
+    Launch launch{std::min(items, a.ctas > 0 ? std::min(a.ctas, resident) : resident)};
+    launch.threads = threads;
+    launch.pdl = kernel.pdl(a.enable_pdl);
+    kernel.launch(entry, launch, a.input.device(), part);
+  }
+#else
+  (void)kernel, (void)shots, (void)world;
+  cpu::all_reduce(p, a.input.dtype(), output, numel, norm ? d : std::min<int64_t>(d, 4096));
+  check_status(a.status);
+#endif
+}
+
+}  // namespace
+}  // namespace fi
+
+FI_OP(fi::all_reduce)

@@ -1,0 +1,75 @@
+// The CPU twin of all_reduce: each rank publishes its input, waits for the others, and adds all in the order of ranks.
+#pragma once
+#include <cmath>
+#include <vector>
+
+#include "fi/comm/all_reduce.h"
+#include "fi/comm/exchange_cpu.h"
+#include "fi/cpu/math.h"
+#include "fi/cpu/row_convert.h"
+#include "fi/norm/norm_cpu.h"
+#include "fi/quantization/block_quantize_cpu.h"
+
+namespace fi::cpu {
+
+inline FI_CLONES void add_row(float* sum, const float* x, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) sum[i] += x[i];
+}
+
+// A message of `numel` elements; d: the length of a row that is normalized, or of a piece of a flat message.
+inline void all_reduce(const AllReduceParams& p, DType dtype, ReduceOutput output, int64_t numel, int64_t d) {
+  const LoadRow load = row_loader(dtype);
+  const StoreRow store = row_storer(dtype), store_quantized = row_storer(kE4M3);
+  const int64_t bytes = d * dtype.bytes();
+  std::vector<float> weight(output == kReduceSum ? 0 : static_cast<size_t>(d));
+  if (p.weight) load(p.weight, weight.data(), d);
+  const float scale = p.scale ? *p.scale : 1.f;
+  BlockQuantizeParams blocks{};
+  blocks.out = p.quant_out;
+  blocks.scales = p.scale_out;
+  blocks.out_row_stride = d / 2;
+  blocks.columns = blocks.width = static_cast<int32_t>(d);
+  blocks.layout = p.layout;
+  blocks.scale_columns = p.scale_columns;
+  const int64_t at_once = p.comm.rotation_bytes / bytes * d;  // elements
+  FI_CHECK(at_once > 0, ValueError, "workspace is too small for a row of input, %lld bytes",
+           static_cast<long long>(bytes));
+  for (int64_t begin = 0; begin < numel; begin += at_once) {
+    const int64_t now = std::min(at_once, numel - begin);
+    if (!publish(p.comm, static_cast<const char*>(p.input) + begin * dtype.bytes(), now * dtype.bytes())) return;
+    for_rows((now + d - 1) / d, d * p.comm.world, 2 * d, [&](int64_t index, float* sum) {
+      const int64_t n = std::min(d, now - index * d), first = (begin + index * d) * dtype.bytes();
+      float* x = sum + d;
+      std::fill(sum, sum + n, 0.f);
+      for (int32_t rank = 0; rank < p.comm.world; ++rank) {
+        load(published_data(p.comm, rank) + index * bytes, x, n);
+        add_row(sum, x, n);
+      }
+      if (p.residual_in) {
+        load(static_cast<const char*>(p.residual_in) + first, x, n);
+        add_row(sum, x, n);
+      }
+      std::vector<char> rounded(static_cast<size_t>(bytes));
+      char* out = p.out ? static_cast<char*>(p.out) + first : rounded.data();
+      store(sum, out, n);
+      if (output == kReduceSum) return;
+      load(out, sum, d);
+      const auto width = static_cast<int32_t>(d);
+      const float inv_rms = 1.f / std::sqrt(sum_of_squares(sum, 0.f, width) * p.inv_d + p.eps);
+      scale_by_weight(sum, weight.data(), inv_rms, width);
+      char* normed = p.norm_out ? static_cast<char*>(p.norm_out) + first : rounded.data();
+      store(sum, normed, d);
+      load(normed, sum, d);
+      const int64_t row = begin / d + index;
+      if (output == kReduceE4m3) {
+        for (int64_t i = 0; i < d; ++i) sum[i] *= 1.f / scale;
+        store_quantized(sum, static_cast<char*>(p.quant_out) + row * d, d);
+      } else if (output == kReduceE2m1) {
+        quantize_row(blocks, 0, static_cast<int32_t>(row), sum, x, kU8, kE4m3Scale, 16, scale);
+      }
+    });
+  }
+}
+
+}  // namespace fi::cpu

@@ -1,0 +1,113 @@
+// What a rank does with a reduced row: stores it, normalizes it, quantizes the norm.
+#pragma once
+#include "fi/comm/all_reduce.h"
+#include "fi/cuda/reduce.cuh"
+#include "fi/cuda/vec.cuh"
+#include "fi/quantization/block_quantize.h"
+#include "fi/quantization/e2m1.cuh"
+
+namespace fi {
+
+template <class T>
+struct ReducedRow {
+  static constexpr int kVec = 16 / sizeof(T);
+  using V = Vec<T, kVec>;
+
+  FI_DEVICE static void to_words(const float (&f)[kVec], uint4& words) {
+    V x;
+    from_float(f, x);
+    memcpy(&words, &x, sizeof x);
+  }
+  FI_DEVICE static void to_floats(const uint4& words, float (&f)[kVec]) {
+    V x;
+    memcpy(&x, &words, sizeof x);
+    to_float(x, f);
+  }
+  FI_DEVICE static void add(const uint4& words, float (&sum)[kVec]) {
+    float f[kVec];
+    to_floats(words, f);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) sum[i] += f[i];
+  }
+
+  // s: the vectors of this thread of row `row`, rounded to T; w: its weights. All threads of the CTA call it.
+  template <int kOutput, int kVecs>
+  FI_DEVICE static void store(const AllReduceParams& p, int row, const uint4 (&s)[kVecs], const uint4 (&w)[kVecs],
+                              float* warp_sums) {
+    const int64_t first = static_cast<int64_t>(row) * p.vectors;
+    const int64_t left = p.total - first;
+    const int vectors = left < p.vectors ? static_cast<int>(left) : p.vectors;
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      const int i = static_cast<int>(threadIdx.x) + k * static_cast<int>(blockDim.x);
+      if (i < vectors && p.out) store_global(static_cast<uint4*>(p.out) + first + i, s[k]);
+    }
+    if constexpr (kOutput != kReduceSum) {
+      float squares = 0.f;
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) {
+        const int i = static_cast<int>(threadIdx.x) + k * static_cast<int>(blockDim.x);
+        if (i < vectors) {
+          float f[kVec];
+          to_floats(s[k], f);
+#pragma unroll
+          for (int j = 0; j < kVec; ++j) squares += f[j] * f[j];
+        }
+      }
+      const float inv_rms = rsqrtf(block_sum(squares, warp_sums) * p.inv_d + p.eps);
+      const float scale = kOutput == kReduceNorm || !p.scale ? 1.f : *p.scale;
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) {
+        const int i = static_cast<int>(threadIdx.x) + k * static_cast<int>(blockDim.x);
+        float y[kVec];
+        uint4 normed = make_uint4(0, 0, 0, 0);
+        if (i < vectors) {
+          float f[kVec];
+          to_floats(s[k], f);
+          to_floats(kVecs < 4 ? w[k] : static_cast<const uint4*>(p.weight)[i], y);
+#pragma unroll
+          for (int j = 0; j < kVec; ++j) y[j] *= f[j] * inv_rms;
+          to_words(y, normed);
+          if (p.norm_out) store_global(static_cast<uint4*>(p.norm_out) + first + i, normed);
+        }
+        to_floats(normed, y);
+        if constexpr (kOutput == kReduceE4m3) {
+          if (i < vectors) store_e4m3(p, first + i, y, 1.f / scale);
+        } else if constexpr (kOutput == kReduceE2m1) {
+          store_e2m1(p, row, i, i < vectors, first, y, normed, scale);
+        }
+      }
+      __syncthreads();  // warp_sums is free again
+    }
+  }
+
+  FI_DEVICE static void store_e4m3(const AllReduceParams& p, int64_t vector, float (&y)[kVec], float factor) {
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) y[j] *= factor;
+    Vec<__nv_fp8_e4m3, kVec> q;
+    from_float(y, q);
+    fi::store(static_cast<__nv_fp8_e4m3*>(p.quant_out) + vector * kVec, q);
+  }
+  // Two neighbouring lanes hold a block of 16 elements, as block_quantize with an e4m3 scale.
+  FI_DEVICE static void store_e2m1(const AllReduceParams& p, int row, int i, bool inside, int64_t first,
+                                   float (&y)[kVec], const uint4& words, float global_scale) {
+    if constexpr (kVec == 8) {
+      float amax = 0.f;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) amax = fmaxf(amax, fabsf(y[j]));
+      amax = warp_max(amax, 2);
+      if (!inside) return;
+      const __nv_fp8_e4m3 code(scaled_amax(amax, global_scale));
+      const float factor = inverse_scale(to_float(code), global_scale);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) y[j] *= factor;
+      const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
+      static_cast<uint32_t*>(p.quant_out)[first + i] = e2m1_magnitudes(y) | e2m1_signs(pairs);
+      if (i % 2 == 0)
+        static_cast<uint8_t*>(p.scale_out)[scale_offset(p.layout, p.first_row + row, i / 2, p.scale_columns)] =
+            code.__x;
+    }
+  }
+};
+
+}  // namespace fi

@@ -1,0 +1,145 @@
+"""Small valid calls of the collectives, by the only rank of a group on the CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from families.harness import rand
+from fi_core import comm
+from fi_core.comm import dcp_alltoall, moe_alltoall, trtllm_ar, vllm_ar
+from fi_core.comm.mnnvl import MnnvlConfig, OneRank
+from fi_core.comm.workspace import AllReduceFusionWorkspace, CommWorkspace
+
+Call = tuple[Callable[..., Any], dict[str, Any]]
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+MOST = 8  # tokens
+
+
+def _rows() -> torch.Tensor:
+    return rand(3, 64, dtype=BF16, device="cpu")
+
+
+def _chosen() -> torch.Tensor:
+    return torch.tensor([[0, 3], [-1, 4], [2, 2]], dtype=torch.int32)
+
+
+def _sizes() -> dict[str, Any]:
+    return {
+        "mapping": comm.Mapping(1, 0, tp_size=1, moe_ep_size=1), "max_num_tokens": MOST, "top_k": 2, "num_experts": 4,
+        "hidden_size": 64, "mnnvl_config": MnnvlConfig(comm_backend=OneRank()), "device": CPU, "timeout": 20.0,
+    }  # fmt: skip
+
+
+def _after(before: Callable[[], Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, before each call of which the exchange gets into the state that it needs."""
+
+    @functools.wraps(function)
+    def call(*given: Any, **options: Any) -> Any:
+        before()
+        return function(*given, **options)
+
+    return call
+
+
+def _exchange() -> tuple[comm.MoeAlltoAll, Callable[[], None], Callable[[], None]]:
+    """An exchange, what forgets its dispatch, and what makes one."""
+    exchange, chosen, x = comm.MoeAlltoAll(**_sizes()), _chosen(), _rows()
+
+    def forget() -> None:
+        exchange._exchange.rows = None
+
+    def dispatch() -> None:
+        forget()
+        exchange.dispatch(chosen, [x], MOST)
+
+    return exchange, forget, dispatch
+
+
+def _init() -> Call:
+    return comm.MoeAlltoAll.__init__, {"self": object.__new__(comm.MoeAlltoAll), **_sizes()}
+
+
+def _dispatch() -> Call:
+    exchange, forget, _ = _exchange()
+    return _after(forget, comm.MoeAlltoAll.dispatch), {
+        "self": exchange, "token_selected_experts": _chosen(), "input_payloads": [_rows(), _chosen()],
+        "runtime_max_tokens_per_rank": MOST, "invalid_token_expert_id": -1, "expert_id_payload_index": 1,
+    }  # fmt: skip
+
+
+def _combine() -> Call:
+    exchange, _, dispatch = _exchange()
+    payload = rand(1, MOST, 64, dtype=BF16, device="cpu")
+    return _after(dispatch, comm.MoeAlltoAll.combine), {
+        "self": exchange, "payload": payload, "runtime_max_tokens_per_rank": MOST,
+    }  # fmt: skip
+
+
+def _of_group(exchange: comm.MoeAlltoAll) -> dict[str, Any]:
+    return {
+        "workspace": exchange.workspace,
+        "metainfo": moe_alltoall.moe_a2a_initialize(exchange.workspace, 0, 1, MOST),
+        "runtime_max_tokens_per_rank": MOST, "ep_rank": 0, "ep_size": 1, "top_k": 2,
+    }  # fmt: skip
+
+
+def _plain_dispatch() -> Call:
+    exchange, forget, _ = _exchange()
+    given = {"token_selected_experts": _chosen(), "input_payloads": [_rows()], **_of_group(exchange), "num_experts": 4}
+    return _after(forget, moe_alltoall.moe_a2a_dispatch), given
+
+
+def _plain_combine() -> Call:
+    exchange, _, dispatch = _exchange()
+    payload = rand(1, MOST, 64, dtype=BF16, device="cpu")
+    return _after(dispatch, moe_alltoall.moe_a2a_combine), {
+        "payload": payload, "local_num_tokens": 3, **_of_group(exchange), "combine_payload_offset": 1024,
+    }  # fmt: skip
+
+
+def _partial_attention() -> Call:
+    workspace = dcp_alltoall.AllToAllWorkspace(CPU, OneRank())
+    dcp_alltoall._workspaces[workspace.buffer.data_ptr()] = workspace
+    return dcp_alltoall.decode_cp_a2a_alltoall, {
+        "partial_o": rand(3, 1, 64, dtype=BF16, device="cpu"), "softmax_stats": torch.ones(3, 1, 2),
+        "workspace": workspace.buffer, "cp_rank": 0, "cp_size": 1,
+    }  # fmt: skip
+
+
+def _all_reduce() -> Call:
+    workspace = AllReduceFusionWorkspace(MOST, 64, BF16, CPU, OneRank(), 20.0)
+    pointers = workspace.shared["peers"]
+    trtllm_ar._workspaces[pointers.data_ptr()] = workspace
+    x = _rows()
+    missing = ("allreduce_out", "quant_out", "scale_out", "scale_factor", "layout_code")
+    return trtllm_ar.trtllm_allreduce_fusion, {
+        "allreduce_in": x.view(-1), "world_size": 1, "world_rank": 0, "token_num": 3, "hidden_dim": 64,
+        "workspace_ptrs": pointers, "launch_with_pdl": True, "trigger_completion_at_end": True, "fp32_acc": False,
+        "pattern_code": 1, "use_oneshot": True, **dict.fromkeys(missing), "residual_in": _rows(),
+        "residual_out": torch.empty_like(x), "norm_out": torch.empty_like(x),
+        "rms_gamma": torch.ones(64, dtype=BF16), "rms_eps": 1e-5, "metadata": {"buffer_size": workspace.max_bytes},
+    }  # fmt: skip
+
+
+def _custom_all_reduce() -> Call:
+    """With a handle of the CPU, which `vllm_init_custom_ar` does not make."""
+    workspace = CommWorkspace(CPU, OneRank(), vllm_ar._ROTATION_BYTES, 0, 20.0)
+    shared = {name: workspace.shared[name] for name in ("peers", "status", "rank")}
+    handles: dict[int, Any] = vllm_ar._handles
+    handles[1] = SimpleNamespace(buffer=workspace.buffer, world_size=1, kept=workspace, **shared)
+    x = _rows()
+    return vllm_ar.vllm_all_reduce, {
+        "fa": 1, "inp": x, "out": torch.empty_like(x), "reg_buffer": 0, "reg_buffer_sz_bytes": 0, "num_ctas": 16,
+    }  # fmt: skip
+
+
+CALLS: dict[str, Callable[[], Call]] = {
+    "exchange": _init, "dispatch": _dispatch, "combine": _combine, "dispatch of a workspace": _plain_dispatch,
+    "combine of a workspace": _plain_combine, "partial attention": _partial_attention, "all-reduce": _all_reduce,
+    "custom all-reduce": _custom_all_reduce,
+}  # fmt: skip

@@ -54,7 +54,7 @@ def test_rows(names: ModuleType) -> None:
     assert by_name["norm.rmsnorm"] == ("norm.rmsnorm", "same", "")
     assert by_name["prefill.trtllm_fmha_v2_prefill"].state == "differs"
     assert by_name["prims_ts.gemm.fp4_linear"].state == "Blackwell only"
-    assert by_name["gdn_prefill.chunk_gated_delta_rule"].state == "not yet"
+    assert by_name["kda.recurrent_kda"].state == "not yet"
     lacking = [row for row in rows if row.state == "differs" and "`" in row.how and ("missing" in row.how)]
     assert lacking == [], "no parameter of FlashInfer is missing"
 

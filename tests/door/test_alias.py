@@ -114,15 +114,15 @@ for use in uses:
 for name, module in (("cutlass_fused_moe", flashinfer.fused_moe), ("PcieIpcAllReduceWorkspace", flashinfer.comm)):
     assert not hasattr(module, name), "engines ask, and take another path"
 try:
-    from flashinfer.gdn_prefill import chunk_gated_delta_rule
+    from flashinfer.kda import recurrent_kda
 except ImportError:
     pass
 else:
     raise AssertionError
 try:
-    flashinfer.gdn_prefill.chunk_gated_delta_rule
+    flashinfer.kda.recurrent_kda
 except AttributeError as error:
-    assert str(error).startswith("flashinfer.gdn_prefill.chunk_gated_delta_rule is not in fi yet; use the Triton")
+    assert str(error).startswith("flashinfer.kda.recurrent_kda is not in fi yet; use the Triton")
 try:
     flashinfer.rmsnrom
 except AttributeError as error:

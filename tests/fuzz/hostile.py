@@ -262,12 +262,15 @@ def contents(rng: Random, value: Any) -> Change | None:
         return scalar(rng, value)
     if not isinstance(value, torch.Tensor) or not is_plain(value) or not value.numel():
         return None
+    own = value  # one element of each that share memory
+    for axis in range(value.ndim):
+        own = own.narrow(axis, 0, 1) if value.stride(axis) == 0 else own
     if value.dtype.is_floating_point:
-        return _floats(rng, value)
+        return _floats(rng, own)._replace(value=value)
     if value.dtype in (torch.bool, torch.uint8):
-        _fill(rng, value, [rng.randrange(2 if value.dtype is torch.bool else 256)])
+        _fill(rng, own, [rng.randrange(2 if value.dtype is torch.bool else 256)])
         return Change("other bits", value)
-    return _integers(rng, value)
+    return _integers(rng, own)._replace(value=value)
 
 
 def _fill(rng: Random, x: torch.Tensor, values: Sequence[Any]) -> None:

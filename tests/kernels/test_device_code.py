@@ -39,6 +39,7 @@ NARROW = {
     "block_dequantize": r"block_dequantize",
     "block_quantize": r"_elements",
     "block_scale_interleave": r"_4",
+    "chunk_gated_delta_rule": r"carry_states",
     "concat_mla_k": r"_[1248]",
     "decode_plan": r"",
     "get_batch_indices_positions": r"",
@@ -53,7 +54,8 @@ NARROW = {
     "single_attention": r"combine_chunks",
 }
 # Bytes of stack that kernels of an op may have. MLA has two to twenty registers too few, of 168 or 255.
-STACK = {"batch_mla": 80, "concat_mla_k": 8}
+# prepare_chunks has up to six too few, of the 128 that let an SM have four CTAs.
+STACK = {"batch_mla": 80, "chunk_gated_delta_rule": 24, "concat_mla_k": 8}
 # Bits of the widest load where it is not 128: attention takes eight elements at a time (head dims are such).
 LOADS = {"single_attention": {"e4m3": 64, "e5m2": 64}}
 # Bits of the widest store of an op or an entry where it is not 128: outputs that are smaller than inputs, and one
@@ -61,6 +63,7 @@ LOADS = {"single_attention": {"e4m3": 64, "e5m2": 64}}
 STORES = {
     "batch_mla": 64,
     "chain_speculative": 32,
+    "chunk_gated_delta_rule": 64,
     "gemm": 32,
     "packbits": 16,
     "sample_single_pass_512": 64,

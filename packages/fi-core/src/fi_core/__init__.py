@@ -122,6 +122,9 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "logits_processor": (),
     "green_ctx": (),
     "grouped_mm": ("grouped_mm_bf16", "grouped_mm_fp4", "grouped_mm_fp8", "grouped_mm_mxfp8"),
+    "gdn_prefill": ("chunk_gated_delta_rule",),
+    "gdn_decode": (),
+    "mamba": (),
     "activation": ("gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul"),
     "rope": (
         "apply_llama31_rope",

@@ -20,12 +20,16 @@ from fi_core import errors as errors
 from fi_core import fp4_quantization as fp4_quantization
 from fi_core import fp8_quantization as fp8_quantization
 from fi_core import fused_moe as fused_moe
+from fi_core import gdn_decode as gdn_decode
+from fi_core import gdn_prefill as gdn_prefill
 from fi_core import gemm as gemm
 from fi_core import green_ctx as green_ctx
 from fi_core import grouped_mm as grouped_mm
 from fi_core import integrations as integrations
 from fi_core import jit as jit
+from fi_core import linear_attention as linear_attention
 from fi_core import logits_processor as logits_processor
+from fi_core import mamba as mamba
 from fi_core import mla as mla
 from fi_core import norm as norm
 from fi_core import observe as observe
@@ -63,6 +67,7 @@ from fi_core.decode import (
     xqa,
 )
 from fi_core.fused_moe import ActivationType, RoutingMethodType, reorder_rows_for_gated_act_gemm
+from fi_core.gdn_prefill import chunk_gated_delta_rule
 from fi_core.gemm import (
     SegmentGEMMWrapper,
     bmm_bf16,
@@ -205,6 +210,7 @@ __all__ = [
     "bmm_fp8",
     "bmm_mxfp8",
     "chain_speculative_sampling",
+    "chunk_gated_delta_rule",
     "concat_mla_k",
     "cudnn_batch_decode_with_kv_cache",
     "e2m1_and_ufp8sf_scale_to_float",

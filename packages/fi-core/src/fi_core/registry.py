@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "attention": (
         "attention.merge", "attention.ops.decode", "attention.ops.mla", "attention.ops.prefill", "attention.ops.single",
-    )
+    ),
+    "linear_attention": ("gdn_decode", "gdn_prefill", "mamba"),
 }  # fmt: skip
 
 

@@ -95,6 +95,17 @@ def arguments(device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
             rand(2, 1, 16, 576), rand(4, 64, 576), torch.empty(16 << 20, device=device, dtype=torch.uint8), 128, 512,
             64, ints(0, 1, 2, 3).view(2, 2), ints(20, 100), 100,
         ),
+        "chunk_gated_delta_rule": lambda: (
+            rand(70, 2, 128), rand(70, 2, 128), rand(70, 4, 128), None, None, None, None, False, ints(0, 5, 70), True,
+        ),
+        "gdn_decode.gated_delta_rule_decode_pretranspose": lambda: (
+            rand(2, 1, 2, 128), rand(2, 1, 2, 128), rand(2, 1, 4, 128), rand(2, 4, 128, 128, dtype=single),
+            rand(4, dtype=single), rand(2, 1, 4), rand(4, dtype=single), rand(2, 1, 4),
+        ),
+        "mamba.selective_state_update": lambda: (
+            rand(2, 4, 64, 128, dtype=single), rand(2, 4, 64), rand(2, 4, 1).expand(2, 4, 64),
+            rand(4, 1, 1, dtype=single).expand(4, 64, 128), rand(2, 2, 128), rand(2, 2, 128), None,
+        ),
         "get_batch_indices_positions": lambda: (ints(0, 2), ints(5), 2),
         "get_seq_lens": lambda: (*pages()[1:], 16),
         "merge_state": lambda: (*states(4, 8), *states(4, 8)),

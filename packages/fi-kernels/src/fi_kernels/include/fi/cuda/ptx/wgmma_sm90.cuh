@@ -26,12 +26,13 @@ FI_DEVICE void wgmma_keep(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-enum WgmmaSwizzle : unsigned { kWgmma128Bytes = 1, kWgmma32Bytes = 3 };
+enum WgmmaSwizzle : unsigned { kWgmmaNone = 0, kWgmma128Bytes = 1, kWgmma32Bytes = 3 };
 
 // An operand in shared memory in the 128-byte swizzle, 1024-byte aligned but for steps within a row (PTX
 // ISA 9.7.15.5.1). K-major (rows of 64 elements along k): groups of 8 rows are `group` bytes apart. MN-major (rows of
 // 64 elements along m or n): groups of 8 k are `group` bytes apart, and blocks of 64 columns `leading` bytes. In the
-// 32-byte swizzle rows are as long, and operands are aligned to 256 bytes.
+// 32-byte swizzle rows are as long, and operands are aligned to 256 bytes. Without swizzle a K-major operand consists
+// of 8x8 matrices of 128 contiguous bytes: `group` bytes apart along m or n, `leading` bytes along k.
 FI_DEVICE uint64_t wgmma_operand(const void* shared, unsigned group, unsigned leading = 16,
                                  WgmmaSwizzle swizzle = kWgmma128Bytes) {
   const uint64_t address = (static_cast<unsigned>(__cvta_generic_to_shared(shared)) & 0x3ffff) >> 4;
@@ -86,8 +87,8 @@ FI_DEVICE uint64_t wgmma_uniform(uint64_t operand) {
 
 // wgmma: d = a b, or d += a b if `add`. With a in shared memory, K-major, b there is K-major too, unless kMnMajorB
 // (only 16-bit operands can be MN-major). With a in registers, as four packed pairs of mma.m16n8k16 or four quadruples
-// of mma.m16n8k32, b is MN-major if it has 16 bits and K-major if it has 8. The operands after the `count` accumulators
-// have the numbers x0, x1, ...
+// of mma.m16n8k32, b of 16 bits is MN-major unless kMnMajorB is false, and b of 8 bits is K-major. The operands after
+// the `count` accumulators have the numbers x0, x1, ...
 #define FI_WGMMA_TEXT(x_add, shape, types, count, a, x_b, orders)                                       \
   "{\n.reg .pred p;\nsetp.ne.b32 p, %" #x_add ", 0;\nwgmma.mma_async.sync.aligned." shape ".f32." types \
   " {" FI_ACCUMULATORS_##count "}, " a ", %" #x_b ", p, 1, 1" orders ";\n}"
@@ -106,35 +107,44 @@ FI_DEVICE uint64_t wgmma_uniform(uint64_t operand) {
                  : FI_CONSTRAINTS_##count                                                     \
                  : "l"(a), "l"(b), "r"(static_cast<int>(add)));                               \
   }
-#define FI_WGMMA_REGISTERS(n, count, x0, x1, x2, x3, x4, x5, k, names, orders, type_a, type_b)                        \
+#define FI_WGMMA_REGISTERS_16(n, count, x0, x1, x2, x3, x4, x5, x6, name, type)                                       \
+  template <bool kMnMajorB = true>                                                                                    \
+  FI_DEVICE void wgmma(float (&d)[count], const unsigned (&a)[4], uint64_t b, bool add, type, type) {                 \
+    asm volatile(FI_WGMMA_TEXT(x5, "m64n" #n "k16", name "." name, count, "{%" #x0 ", %" #x1 ", %" #x2 ", %" #x3 "}", \
+                               x4, ", %" #x6)                                                                         \
+                 : FI_CONSTRAINTS_##count                                                                             \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)),                    \
+                   "n"(kMnMajorB ? 1 : 0));                                                                           \
+  }
+#define FI_WGMMA_REGISTERS_8(n, count, x0, x1, x2, x3, x4, x5, names, type_a, type_b)                                 \
   FI_DEVICE void wgmma(float (&d)[count], const unsigned (&a)[4], uint64_t b, bool add, type_a, type_b) {             \
-    asm volatile(FI_WGMMA_TEXT(x5, "m64n" #n k, names, count, "{%" #x0 ", %" #x1 ", %" #x2 ", %" #x3 "}", x4, orders) \
+    asm volatile(FI_WGMMA_TEXT(x5, "m64n" #n "k32", names, count, "{%" #x0 ", %" #x1 ", %" #x2 ", %" #x3 "}", x4, "") \
                  : FI_CONSTRAINTS_##count                                                                             \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));                   \
   }
-#define FI_WGMMA(n, count, x0, x1, x2, x3, x4, x5)                                                              \
-  FI_WGMMA_SHARED_16(n, count, x0, x1, x2, x3, "f16", __half)                                                   \
-  FI_WGMMA_SHARED_16(n, count, x0, x1, x2, x3, "bf16", __nv_bfloat16)                                           \
-  FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e4m3.e4m3", __nv_fp8_e4m3, __nv_fp8_e4m3)                            \
-  FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e4m3.e5m2", __nv_fp8_e4m3, __nv_fp8_e5m2)                            \
-  FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e5m2.e4m3", __nv_fp8_e5m2, __nv_fp8_e4m3)                            \
-  FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e5m2.e5m2", __nv_fp8_e5m2, __nv_fp8_e5m2)                            \
-  FI_WGMMA_REGISTERS(n, count, x0, x1, x2, x3, x4, x5, "k16", "f16.f16", ", 1", __half, __half)                 \
-  FI_WGMMA_REGISTERS(n, count, x0, x1, x2, x3, x4, x5, "k16", "bf16.bf16", ", 1", __nv_bfloat16, __nv_bfloat16) \
-  FI_WGMMA_REGISTERS(n, count, x0, x1, x2, x3, x4, x5, "k32", "e4m3.e4m3", "", __nv_fp8_e4m3, __nv_fp8_e4m3)    \
-  FI_WGMMA_REGISTERS(n, count, x0, x1, x2, x3, x4, x5, "k32", "e4m3.e5m2", "", __nv_fp8_e4m3, __nv_fp8_e5m2)
-FI_WGMMA(8, 4, 4, 5, 6, 7, 8, 9)
-FI_WGMMA(16, 8, 8, 9, 10, 11, 12, 13)
-FI_WGMMA(32, 16, 16, 17, 18, 19, 20, 21)
-FI_WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
-FI_WGMMA(80, 40, 40, 41, 42, 43, 44, 45)
-FI_WGMMA(96, 48, 48, 49, 50, 51, 52, 53)
-FI_WGMMA(112, 56, 56, 57, 58, 59, 60, 61)
-FI_WGMMA(128, 64, 64, 65, 66, 67, 68, 69)
-FI_WGMMA(160, 80, 80, 81, 82, 83, 84, 85)
-FI_WGMMA(176, 88, 88, 89, 90, 91, 92, 93)
-FI_WGMMA(192, 96, 96, 97, 98, 99, 100, 101)
-FI_WGMMA(256, 128, 128, 129, 130, 131, 132, 133)
+#define FI_WGMMA(n, count, x0, x1, x2, x3, x4, x5, x6)                                              \
+  FI_WGMMA_SHARED_16(n, count, x0, x1, x2, x3, "f16", __half)                                       \
+  FI_WGMMA_SHARED_16(n, count, x0, x1, x2, x3, "bf16", __nv_bfloat16)                               \
+  FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e4m3.e4m3", __nv_fp8_e4m3, __nv_fp8_e4m3)                \
+  FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e4m3.e5m2", __nv_fp8_e4m3, __nv_fp8_e5m2)                \
+  FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e5m2.e4m3", __nv_fp8_e5m2, __nv_fp8_e4m3)                \
+  FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e5m2.e5m2", __nv_fp8_e5m2, __nv_fp8_e5m2)                \
+  FI_WGMMA_REGISTERS_16(n, count, x0, x1, x2, x3, x4, x5, x6, "f16", __half)                        \
+  FI_WGMMA_REGISTERS_16(n, count, x0, x1, x2, x3, x4, x5, x6, "bf16", __nv_bfloat16)                \
+  FI_WGMMA_REGISTERS_8(n, count, x0, x1, x2, x3, x4, x5, "e4m3.e4m3", __nv_fp8_e4m3, __nv_fp8_e4m3) \
+  FI_WGMMA_REGISTERS_8(n, count, x0, x1, x2, x3, x4, x5, "e4m3.e5m2", __nv_fp8_e4m3, __nv_fp8_e5m2)
+FI_WGMMA(8, 4, 4, 5, 6, 7, 8, 9, 10)
+FI_WGMMA(16, 8, 8, 9, 10, 11, 12, 13, 14)
+FI_WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
+FI_WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
+FI_WGMMA(80, 40, 40, 41, 42, 43, 44, 45, 46)
+FI_WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)
+FI_WGMMA(112, 56, 56, 57, 58, 59, 60, 61, 62)
+FI_WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
+FI_WGMMA(160, 80, 80, 81, 82, 83, 84, 85, 86)
+FI_WGMMA(176, 88, 88, 89, 90, 91, 92, 93, 94)
+FI_WGMMA(192, 96, 96, 97, 98, 99, 100, 101, 102)
+FI_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
 #undef FI_ACCUMULATORS_4
 #undef FI_ACCUMULATORS_8
@@ -164,7 +174,8 @@ FI_WGMMA(256, 128, 128, 129, 130, 131, 132, 133)
 #undef FI_WGMMA_TEXT
 #undef FI_WGMMA_SHARED_16
 #undef FI_WGMMA_SHARED_8
-#undef FI_WGMMA_REGISTERS
+#undef FI_WGMMA_REGISTERS_16
+#undef FI_WGMMA_REGISTERS_8
 #undef FI_WGMMA
 
 }  // namespace fi

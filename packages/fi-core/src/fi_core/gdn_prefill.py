@@ -1,0 +1,151 @@
+"""Prefill with a gated delta rule: packed sequences, in chunks of tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fi_core.linear_attention.ops import CHUNK_MATRIX
+from fi_core.linear_attention.ops import chunk_gated_delta_rule as _chunk
+from fi_core.linear_attention.trace import PREFILL
+from fi_core.observe.log import fi_api
+from fi_core.runtime.launch.operator import multiprocessors_of
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["chunk_gated_delta_rule"]
+
+_BACKENDS = ("auto", "flashinfer", "sm90", "cutlass")
+_CHUNK = 64  # tokens
+# A split computes all but the outputs twice, so it pays from about three segments on. H200, 2/8 heads, 32768 tokens:
+# 292 us in 8 segments; FlashInfer's kernel without segments 1637.
+_LEAST_SEGMENTS = 3
+_LEAST_LENGTH = 256  # tokens
+
+
+def _segment_tokens(q: torch.Tensor, heads: int, sequences: int, use_cp: bool | str, length: int | None) -> int:
+    """The tokens of a segment, if sequences are split so that each SM gets 64 columns of a state; else 0."""
+    if not q.is_cuda or use_cp is False or sequences <= 0 or heads == 0:
+        return 0
+    if not length:
+        most = multiprocessors_of(q.device) // (heads * (q.shape[-1] // 64 or 1)) - (sequences - 1)
+        if most < _LEAST_SEGMENTS * sequences:
+            return 0
+        length = max(-(-q.shape[0] // most), _LEAST_LENGTH)
+        if length * _LEAST_SEGMENTS * sequences > q.shape[0]:
+            return 0
+    return -(-length // _CHUNK) * _CHUNK
+
+
+def _workspace(q: torch.Tensor, heads: int, sequences: int, segment_tokens: int) -> torch.Tensor | None:
+    """What the parallel parts of the computation leave for the sequential ones: two matrices and four vectors of each
+    chunk and head, three states of each segment and head.
+    """
+    import torch
+
+    if not q.is_cuda:
+        return None
+    chunks = q.shape[0] // _CHUNK + sequences
+    size = chunks * heads * (2 * 2 * CHUNK_MATRIX + 4 * 4 * _CHUNK)
+    if segment_tokens:
+        size += (q.shape[0] // segment_tokens + sequences) * heads * 3 * 4 * q.shape[-1] ** 2
+    return q.new_empty(size, dtype=torch.uint8)
+
+
+@fi_api(trace=PREFILL)
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    output: torch.Tensor | None = None,
+    output_state: torch.Tensor | None = None,
+    state_checkpoints: torch.Tensor | None = None,
+    checkpoint_cu_starts: torch.Tensor | None = None,
+    checkpoint_every_n_tokens: int = 0,
+    use_cp: bool | str = "auto",
+    state_indices: torch.Tensor | None = None,
+    _cp_chunk_len: int | None = None,
+    backend: str = "auto",
+    max_seqlen: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Computes a gated delta rule over packed sequences (arXiv:2412.06464).
+
+    For each token and head with the state S `[V, K]`: `S *= g`, `u = beta (v - S k)`, `S += u k^T`,
+    `output = scale S q`. Sums are in fp32; operands of products, the state among them, are rounded to the dtype of q.
+
+    Args:
+        q: `[T, Hq, D]`, bf16 or fp16; on CUDA D is 64 or 128. Inputs may be strided, with contiguous last dimension.
+        k: `[T, Hk, D]`, dtype of q.
+        v: `[T, Hv, D]`, dtype of q. H = max(Hq, Hv) heads have a state; Hq, Hk and Hv divide H.
+        g: `[T, H]`, fp32, the decay itself (not its logarithm), in [0, 1]; None means 1.
+        beta: `[T, H]`, fp32; None means 1.
+        scale: of q; None or 0 means `1 / sqrt(D)`.
+        initial_state: `[N, H, V, K]`, fp32, bf16 or fp16; None means zeros.
+        output_final_state: whether the state after each sequence is returned.
+        cu_seqlens: `[N + 1]`, int32 or int64, offsets of the sequences; required. Sequences may be empty.
+        use_qk_l2norm_in_kernel: whether q and k are divided by `sqrt(sum(x^2) + 1e-6)` first.
+        output: `[T, H, D]`, dtype of q; allocated if None. Tokens of no sequence are not written.
+        output_state: `[N, H, V, K]`; allocated in fp32 if None and output_final_state.
+        state_checkpoints: `[.., H, V, K]`, receives the state after each checkpoint_every_n_tokens tokens of sequence
+            i, from row `checkpoint_cu_starts[i]` on.
+        checkpoint_cu_starts: `[N + 1]`, int32 or int64.
+        checkpoint_every_n_tokens: a multiple of 64, or 0.
+        use_cp: "auto" or True: long sequences are split into segments where there are few heads, which changes results
+            by rounding; False: they are not.
+        state_indices: `[N]`, int32 or int64, distinct slots: initial_state and output_state are pools
+            `[P, H, V, K]` whose rows are read and written. Both must then be given to be read and written.
+        _cp_chunk_len: tokens of a segment, if use_cp is not False; None: the library's choice.
+        backend: "auto", "flashinfer", "sm90" or "cutlass"; all of them select the kernels of this library.
+        max_seqlen: accepted; it has no effect.
+
+    Returns:
+        output, or (output, output_state) if output_final_state.
+
+    Raises:
+        AssertionError: cu_seqlens is None.
+        ValueError: a shape, stride, device, backend, use_cp or checkpoint_every_n_tokens is wrong.
+        TypeError: a dtype is wrong.
+    """
+    assert cu_seqlens is not None, "cu_seqlens must be given"
+    for name, x, shape in (("q", q, "[T, Hq, D]"), ("v", v, "[T, Hv, D]")):
+        if x.ndim != 3:
+            raise ValueError(f"{name} must have shape {shape}; got {list(x.shape)}")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens must have shape [N + 1]; got {list(cu_seqlens.shape)}")
+    if use_cp not in ("auto", True, False):
+        raise ValueError(f"use_cp must be 'auto', True or False; got {use_cp!r}")
+    if backend not in _BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(_BACKENDS)}; got {backend!r}")
+    if checkpoint_every_n_tokens < 0 or checkpoint_every_n_tokens % _CHUNK:
+        raise ValueError(f"checkpoint_every_n_tokens must be a multiple of {_CHUNK}; got {checkpoint_every_n_tokens}")
+    if checkpoint_every_n_tokens and (state_checkpoints is None or checkpoint_cu_starts is None):
+        raise ValueError("state_checkpoints and checkpoint_cu_starts must be given with checkpoint_every_n_tokens")
+    heads, sequences = max(q.shape[1], v.shape[1]), cu_seqlens.shape[0] - 1
+    if output is None:
+        output = q.new_empty((q.shape[0], heads, v.shape[-1]))
+    if output_state is None and output_final_state:
+        if state_indices is not None:
+            raise ValueError("output_state must be given with state_indices")
+        import torch
+
+        output_state = q.new_empty((sequences, heads, v.shape[-1], q.shape[-1]), dtype=torch.float32)
+    segment_tokens = _segment_tokens(q, heads, sequences, use_cp, _cp_chunk_len)
+    _chunk(
+        output, q, k, v, cu_seqlens=cu_seqlens, workspace=_workspace(q, heads, sequences, segment_tokens),
+        scale=scale or (q.shape[-1] or 1) ** -0.5, g=g, beta=beta,
+        use_qk_l2norm=use_qk_l2norm_in_kernel, initial_state=initial_state, output_state=output_state,
+        state_indices=state_indices, state_checkpoints=state_checkpoints if checkpoint_every_n_tokens else None,
+        checkpoint_cu_starts=checkpoint_cu_starts if checkpoint_every_n_tokens else None,
+        checkpoint_every_n_tokens=checkpoint_every_n_tokens, segment_tokens=segment_tokens,
+    )  # fmt: skip
+    if output_final_state:
+        assert output_state is not None
+        return output, output_state
+    return output

@@ -1,0 +1,1 @@
+"""Linear attention: gated delta rules (GDN, KDA) and selective state spaces (Mamba-2)."""

@@ -1,0 +1,219 @@
+"""Declares the operators of linear attention, and their kernel entries."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fi_core.runtime.launch.operator import operator
+from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
+from fi_core.runtime.spec.dtype import DTYPES
+from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
+
+_THREADS = 128
+_STATE_COLUMNS = (64, 128, 256)  # of a state that CUDA kernels hold in registers
+_LANES = 8  # that share a row of a state
+_CTAS_PER_SM = {64: 5, 128: 4, 256: 3, 512: 2}  # by elements of 8 lanes, of a state
+# See rows_of_cta. H200, GDN: 16 requests 25.9 us with 4 CTAs for each SM left by passes, 29.3 with one pass; 256
+# requests 280 us with 2 rows of a lane, 292 with 4, 286 with 1.
+_ENTRY_CTAS, _PASS_CTAS = 4, 4
+
+
+class RecurrentConfig(NamedTuple):
+    rows_per_pass: int  # of a state, of a CTA
+    entry_ctas: int  # for each SM, so that the entry is taken
+    pass_ctas: int  # for each SM, so that a CTA makes several passes
+
+
+def _rows_of_lane(columns: int) -> tuple[int, ...]:
+    """Rows of a state that a lane holds: many only where there are many states."""
+    return tuple(rows for rows in (1, 2) if rows * columns <= 512)
+
+
+def _recurrent_config(rows: int) -> RecurrentConfig:
+    return RecurrentConfig(_THREADS // _LANES * rows, _ENTRY_CTAS, _PASS_CTAS)
+
+
+def _recurrent_unit(axes: Values) -> Unit:
+    dtype, state, columns = DTYPES[axes["dtype"]], DTYPES[axes["state"]], axes["dim_k"]
+    k_last = axes["contiguous"] == "k"
+    flags = f"{str(axes['gate'] == 'channel').lower()}, {str(k_last).lower()}"
+    entries = []
+    for rows in _rows_of_lane(columns) if k_last else (16 // state.bytes,):
+        body = f"recurrent_gated_delta_rule<{dtype.device}, {state.device}, {columns}, {rows}, {flags}>"
+        config, ctas = _recurrent_config(rows), _CTAS_PER_SM[rows * columns]
+        if axes["gate"] == "channel":
+            ctas = 0  # the gates of 16 channels are computed side by side: with a bound they spill
+        entries.append(Entry(f"recurrent_gated_delta_rule_{rows}", body, _THREADS, config, ctas_per_sm=ctas))
+    header = "fi/linear_attention/recurrent_gated_delta_rule.cuh"
+    return Unit(header, "RecurrentGatedDeltaRuleParams", tuple(entries))
+
+
+_FLOATS_16 = ("bf16", "f16")
+RECURRENT_GATED_DELTA_RULE = Op(
+    name="recurrent_gated_delta_rule",
+    family="linear_attention",
+    arguments="Tensor(a!) out, Tensor(b!) state, Tensor q, Tensor k, Tensor v, Tensor A_log, Tensor a, Tensor dt_bias, "
+    "Tensor b, float scale, bool use_qk_l2norm=True, Tensor? state_indices=None, Tensor? output_state_indices=None, "
+    "Tensor(c!)? intermediate_states=None, Tensor? token_state_indices=None, bool update_state=True, "
+    "bool? enable_pdl=None",
+    read="q.dtype, state.dtype, q.shape[-1], 'channel' if a.ndim == 4 else 'head', "
+    "'k' if state.stride(-1) == 1 else 'v'",
+    fields={
+        "dtype": Field(_FLOATS_16, "bf16"),
+        "state": Field(("f32", "bf16"), "f32"),
+        "dim_k": Field(None, 128),
+        "gate": Field(("head", "channel"), "head"),
+        "contiguous": Field(("k", "v"), "k"),
+    },
+    axes={
+        "dtype": _FLOATS_16,
+        "state": ("f32", "bf16"),
+        "dim_k": _STATE_COLUMNS,
+        "gate": ("head", "channel"),
+        "contiguous": ("k", "v"),
+    },
+    config=RecurrentConfig,
+    implementations=(
+        Implementation("cpu", ON_CPU),
+        Implementation(
+            "cuda_core",
+            (
+                *at_least(80),
+                Constraint("dim_k", "in", _STATE_COLUMNS),
+                Rule(
+                    ("state", "dim_k", "contiguous"),
+                    "a state with contiguous k, or one of fp32 with k = 64 or 128",
+                    lambda state, dim_k, contiguous: contiguous == "k" or (state == "f32" and dim_k <= 128),
+                ),
+            ),
+            _recurrent_unit,
+        ),
+    ),
+    prebuilt=({"dtype": "bf16"},),
+)
+
+
+def _selective_unit(axes: Values) -> Unit:
+    dtype, state, columns = DTYPES[axes["dtype"]], DTYPES[axes["state"]], axes["dstate"]
+    entries = []
+    for rows in _rows_of_lane(columns):
+        body = f"selective_state_update<{dtype.device}, {state.device}, {columns}, {rows}>"
+        config = _recurrent_config(rows)
+        entries.append(
+            Entry(
+                f"selective_state_update_{rows}",
+                body,
+                _THREADS,
+                config,
+                ctas_per_sm=min(3, _CTAS_PER_SM[rows * columns]),
+            )
+        )
+    header = "fi/linear_attention/selective_state_update.cuh"
+    return Unit(header, "SelectiveStateUpdateParams", tuple(entries))
+
+
+_FLOATS = ("bf16", "f16", "f32")
+SELECTIVE_STATE_UPDATE = Op(
+    name="selective_state_update",
+    family="linear_attention",
+    arguments="Tensor(a!) out, Tensor(b!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D=None, "
+    "Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, Tensor? state_batch_indices=None, "
+    "Tensor? dst_state_batch_indices=None, int pad_slot_id=-1, bool disable_state_update=False, "
+    "Tensor(c!)? intermediate_states_buffer=None, Tensor? intermediate_state_indices=None, Tensor? cu_seqlens=None, "
+    "Tensor? num_accepted_tokens=None, bool? enable_pdl=None",
+    read="x.dtype, state.dtype, state.shape[-1]",
+    fields={
+        "dtype": Field(_FLOATS, "bf16"),
+        "state": Field(("f32", "bf16", "f16"), "f32"),
+        "dstate": Field(None, 128),
+    },
+    axes={"dtype": _FLOATS, "state": ("f32", "bf16", "f16"), "dstate": _STATE_COLUMNS},
+    config=RecurrentConfig,
+    implementations=(
+        Implementation("cpu", ON_CPU),
+        Implementation("cuda_core", (*at_least(80), Constraint("dstate", "in", _STATE_COLUMNS)), _selective_unit),
+    ),
+    prebuilt=({"dtype": "bf16"},),
+)
+
+
+class ChunkConfig(NamedTuple):
+    step: int  # 0: prepares chunks, 1: maps segments, 2: carries states from segment to segment, 3: computes outputs
+    columns: int  # of a state that a CTA computes
+
+
+_CHUNK = 64  # tokens
+CHUNK_MATRIX = 2560  # elements of a lower triangular matrix of a chunk: 10 blocks of 16 x 16
+_STAGES = 2
+_MAP_COLUMNS = 64
+
+
+class _Chunks(NamedTuple):
+    """What the kernels of an implementation are called, and the form of their shared memory."""
+
+    suffix: str
+    columns: tuple[int, ...]  # of a state that a CTA may have
+    matrix: int  # elements of a matrix of a chunk
+    alignment: int
+
+    def shared_bytes(self, dim: int, columns: int, outputs: bool) -> int:
+        """Of stages with k, a matrix of a chunk, v and four vectors; for outputs also q and the scores."""
+        tiles = (1 + outputs) * (_CHUNK * dim + self.matrix) + _CHUNK * columns
+        return _STAGES * (2 * tiles + 4 * 4 * _CHUNK) + self.alignment
+
+    def entries(self, axes: Values) -> tuple[Entry, ...]:
+        dtype, dim = DTYPES[axes["dtype"]], axes["dim"]
+        size = 2 * 2 * _CHUNK * dim + 4 * (_CHUNK * (_CHUNK + 4) + 4 * _CHUNK) + 128
+        body = f"prepare_chunks<{dtype.device}, {dim}, {size}>"
+        entries = [Entry("prepare_chunks", body, 128, ChunkConfig(0, 0), size, 4)]
+        size = self.shared_bytes(dim, _MAP_COLUMNS, False)
+        body = f"map_segments{self.suffix}<{dtype.device}, {dim}, {_MAP_COLUMNS}, {size}>"
+        entries.append(Entry("map_segments", body, 2 * _MAP_COLUMNS, ChunkConfig(1, _MAP_COLUMNS), size, 1))
+        size = 4 * (4 + 1) * 8 * dim + 128
+        entries.append(Entry("carry_states", f"carry_states<{dim}, {size}>", 4 * dim, ChunkConfig(2, dim), size))
+        for columns in self.columns:
+            if columns <= dim:
+                size = self.shared_bytes(dim, columns, True)
+                body = f"chunk_gated_delta_rule{self.suffix}<{dtype.device}, {dim}, {columns}, {size}>"
+                entries.append(Entry(f"chunk_states_{columns}", body, 2 * columns, ChunkConfig(3, columns), size, 1))
+        return tuple(entries)
+
+
+def _chunk_unit(axes: Values) -> Unit:
+    entries = _Chunks("", (32, 64), CHUNK_MATRIX, 128).entries(axes)
+    return Unit("fi/linear_attention/chunk_gated_delta_rule.cuh", "ChunkGatedDeltaRuleParams", entries)
+
+
+def _chunk_wgmma_unit(axes: Values) -> Unit:
+    entries = _Chunks("_wgmma", (64, 128), _CHUNK * _CHUNK, 1024).entries(axes)
+    return Unit("fi/linear_attention/chunk_gated_delta_rule_sm90.cuh", "ChunkGatedDeltaRuleParams", entries)
+
+
+_CHUNK_HEADS = (
+    Constraint("dim", "in", (64, 128)),
+    Rule(("dim", "dim_v"), "heads of v as wide as those of k", lambda dim, dim_v: dim == dim_v),
+)
+CHUNK_GATED_DELTA_RULE = Op(
+    name="chunk_gated_delta_rule",
+    family="linear_attention",
+    arguments="Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float scale, "
+    "Tensor(b!)? workspace=None, Tensor? g=None, Tensor? beta=None, bool use_qk_l2norm=False, "
+    "Tensor? initial_state=None, Tensor(c!)? output_state=None, Tensor? state_indices=None, "
+    "Tensor(d!)? state_checkpoints=None, Tensor? checkpoint_cu_starts=None, int checkpoint_every_n_tokens=0, "
+    "int segment_tokens=0, bool? enable_pdl=None",
+    read="q.dtype, q.shape[-1], v.shape[-1]",
+    fields={"dtype": Field(_FLOATS_16, "bf16"), "dim": Field(None, 128), "dim_v": Field(None, 128)},
+    axes={"dtype": _FLOATS_16, "dim": (64, 128), "dim_v": (64, 128)},
+    config=ChunkConfig,
+    implementations=(
+        Implementation("cpu", ON_CPU),
+        # H200, 16/32 heads: 233 us against 252 for 4096 tokens, 467 against 530 for 8 x 2048.
+        Implementation("wgmma_sm90", (*exactly(90), *_CHUNK_HEADS), _chunk_wgmma_unit),
+        Implementation("mma_sm80", (*at_least(80), *_CHUNK_HEADS), _chunk_unit),
+    ),
+    prebuilt=({"dtype": "bf16"},),
+)
+
+recurrent_gated_delta_rule = operator(RECURRENT_GATED_DELTA_RULE)
+selective_state_update = operator(SELECTIVE_STATE_UPDATE)
+chunk_gated_delta_rule = operator(CHUNK_GATED_DELTA_RULE)

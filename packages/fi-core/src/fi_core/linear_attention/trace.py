@@ -1,0 +1,364 @@
+"""Trace templates of linear attention: references, inputs and work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fi_core.observe.draw import FLOATS, Draw, nbytes
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work, samples
+
+_OPERATIONS = 6  # of an element of a state for each token: two products with vectors and an update
+
+
+def _gated_delta_rule(q, k, v, alpha, beta, state, scale, l2norm):  # type: ignore[no-untyped-def]
+    """One sequence: q, k [T, heads, K], v [T, heads, V], gates [T, heads], state [heads, V, K]; output and states."""
+    import torch
+
+    states, outputs = [], []
+    for t in range(q.shape[0]):
+        query, key = q[t], k[t]
+        if l2norm:
+            query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
+        state = state * alpha[t, :, None, None]
+        u = beta[t, :, None] * (v[t] - (state @ key[..., None])[..., 0])
+        state = state + u[..., None] * key[:, None, :]
+        outputs.append(scale * (state @ query[..., None])[..., 0])
+        states.append(state)
+    return torch.stack(outputs) if outputs else v[:0], state, states
+
+
+def _prefill_reference(q, k, v, g, beta, cu_seqlens, initial_state, use_qk_l2norm_in_kernel=False):  # type: ignore[no-untyped-def]
+    import torch
+
+    heads, scale = initial_state.shape[1], q.shape[-1] ** -0.5
+    q, k, v = (x.double().repeat_interleave(heads // x.shape[1], 1) for x in (q, k, v))
+    output, state = torch.zeros_like(v), initial_state.double()
+    for i, (first, end) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:])):
+        own = slice(first, end)
+        output[own], state[i], _ = _gated_delta_rule(
+            q[own], k[own], v[own], g[own].double(), beta[own].double(), state[i], scale, use_qk_l2norm_in_kernel
+        )
+    return output, state
+
+
+def _decode_reference(q, k, v, state, A_log, a, dt_bias, b, use_qk_l2norm=True):  # type: ignore[no-untyped-def]
+    import torch
+
+    heads, scale = state.shape[1], q.shape[-1] ** -0.5
+    q, k, v = (x.double().repeat_interleave(heads // x.shape[2], 2) for x in (q, k, v))
+    alpha = torch.exp(-A_log.double().exp() * torch.nn.functional.softplus(a.double() + dt_bias.double()))
+    output, state = torch.zeros_like(v), state.double()
+    for i in range(q.shape[0]):
+        output[i], state[i], _ = _gated_delta_rule(
+            q[i], k[i], v[i], alpha[i], b[i].double().sigmoid(), state[i], scale, use_qk_l2norm
+        )
+    return output, state
+
+
+def _decode_v_last_reference(q, k, v, state, A_log, a, dt_bias, b, use_qk_l2norm=True):  # type: ignore[no-untyped-def]
+    output, state = _decode_reference(q, k, v, state.mT, A_log, a, dt_bias, b, use_qk_l2norm)
+    return output, state.mT
+
+
+def _mtp_reference(  # type: ignore[no-untyped-def]
+    q, k, v, initial_state, initial_state_indices, A_log, a, dt_bias, b, use_qk_l2norm=True
+):
+    real, pool = initial_state_indices >= 0, initial_state.double()
+    slots = initial_state_indices[real].long()
+    output = v.double() * 0.0
+    output[real], pool[slots] = _decode_reference(
+        q[real], k[real], v[real], initial_state[slots], A_log, a[real], dt_bias, b[real], use_qk_l2norm
+    )
+    return output, pool
+
+
+def _selective_reference(  # type: ignore[no-untyped-def]
+    state, x, dt, A, B, C, D, dt_bias, state_batch_indices, z=None, dt_softplus=False
+):
+    import torch
+
+    real, pool, heads = state_batch_indices >= 0, state.double(), state.shape[1]
+    slots, out = state_batch_indices[real].long(), x.double()  # rows of padding are not written
+    x, dt, B, C = x[real], dt[real], B[real], C[real]
+    b, c = (t.double().repeat_interleave(heads // t.shape[1], 1)[:, :, None, :] for t in (B, C))
+    step = (dt.double() + dt_bias.double())[..., None]
+    if dt_softplus:
+        step = torch.nn.functional.softplus(step)
+    pool[slots] = pool[slots] * torch.exp(step * A.double()) + step * x.double()[..., None] * b
+    y = (pool[slots] * c).sum(-1) + D.double() * x.double()
+    out[real] = y if z is None else y * torch.nn.functional.silu(z[real].double())
+    return out, pool
+
+
+def _written(slots: Any) -> dict[str, Any]:
+    """A negative slot is padding; of rows that share a slot any may write it, after any has read it."""
+    alone = (slots[:, None] == slots).sum(1) == 1
+    return {"rows": (slots >= 0) & alone, "shared": slots[~alone & (slots >= 0)].unique().long()}
+
+
+def _written_of_pool(slots: Any, pool: Any, ndim: int) -> dict[str, Any]:
+    import torch
+
+    found = _written(slots)
+    state = torch.ones(pool.shape[0], dtype=torch.bool, device=pool.device)
+    state[found["shared"]] = False
+    return {"output": found["rows"].view(-1, *[1] * (ndim - 1)), "state": state.view(-1, 1, 1, 1)}
+
+
+def _written_prefill(cu_seqlens: Any, v: Any, **_: Any) -> dict[str, Any]:
+    """Tokens of no sequence are not written."""
+    import torch
+
+    token = torch.arange(v.shape[0], device=v.device)
+    return {"output": ((token >= cu_seqlens[0]) & (token < cu_seqlens[-1])).view(-1, 1, 1)}
+
+
+def _written_drafts(initial_state: Any, initial_state_indices: Any, q: Any, **_: Any) -> dict[str, Any]:
+    return _written_of_pool(initial_state_indices, initial_state, q.ndim)
+
+
+def _written_selective(state: Any, state_batch_indices: Any, x: Any, **_: Any) -> dict[str, Any]:
+    return _written_of_pool(state_batch_indices, state, x.ndim)
+
+
+def _heads(draw: Draw, rows: tuple[int, ...], dtype: Any, heads: tuple[int, int], size: int) -> dict[str, Any]:
+    h, hv = heads
+    return {name: draw.rows(draw.normal((*rows, n, size), dtype)) for name, n in (("q", h), ("k", h), ("v", hv))}
+
+
+def _make_prefill(
+    draw: Draw, *, dtype: str = "bfloat16", state_dtype: str = "float32", batch_size: int = 3, seq_len: int = 70,
+    num_q_heads: int = 2, num_v_heads: int = 4, head_size: int = 64,
+) -> dict[str, Any]:  # fmt: skip
+    lengths = [seq_len] * batch_size
+    if draw.nasty and batch_size > 1:  # one sequence is longer, one empty
+        lengths[:2] = [2 * seq_len, 0]
+    rows = sum(lengths)
+    gates = (draw.normal((rows, num_v_heads), "float32", 2.0).sigmoid() for _ in range(2))
+    g, beta = (draw.special(x, 0.0, 1.0) for x in gates)
+    states = (batch_size, num_v_heads, head_size, head_size)
+    return {
+        **_heads(draw, (rows,), dtype, (num_q_heads, num_v_heads), head_size),
+        "g": g, "beta": beta, "cu_seqlens": draw.offsets(lengths), "use_qk_l2norm_in_kernel": True,
+        "initial_state": draw.rows(draw.normal(states, state_dtype)), "output_final_state": True,
+    }  # fmt: skip
+
+
+def _make_decode(
+    draw: Draw, *, dtype: str = "bfloat16", state_dtype: str = "float32", batch_size: int = 3, seq_len: int = 1,
+    num_q_heads: int = 2, num_v_heads: int = 4, head_size: int = 128,
+) -> dict[str, Any]:  # fmt: skip
+    rows, heads = (batch_size, seq_len), (num_q_heads, num_v_heads)
+    return {
+        **_heads(draw, rows, dtype, heads, head_size),
+        "state": draw.rows(draw.normal((batch_size, num_v_heads, head_size, head_size), state_dtype)),
+        "A_log": draw.normal((num_v_heads,), "float32"),
+        "a": draw.rows(draw.normal((*rows, num_v_heads), dtype)),
+        "dt_bias": draw.normal((num_v_heads,), "float32"),
+        "b": draw.special(draw.normal((*rows, num_v_heads), dtype), -100.0, 100.0),
+    }  # fmt: skip
+
+
+def _make_mtp(
+    draw: Draw, *, dtype: str = "bfloat16", batch_size: int = 3, seq_len: int = 4, num_q_heads: int = 2,
+    num_v_heads: int = 4, head_size: int = 128,
+) -> dict[str, Any]:  # fmt: skip
+    arguments = _make_decode(
+        draw, dtype=dtype, batch_size=batch_size, seq_len=seq_len, num_q_heads=num_q_heads, num_v_heads=num_v_heads,
+        head_size=head_size,
+    )  # fmt: skip
+    del arguments["state"]
+    pool = draw.normal((batch_size + 1, num_v_heads, head_size, head_size), "float32")
+    slots = draw.permutation(batch_size + 1)[:batch_size].contiguous()
+    return {
+        **arguments, "initial_state": draw.rows(pool), "initial_state_indices": slots, "disable_state_update": False,
+    }  # fmt: skip
+
+
+def _make_selective(
+    draw: Draw, *, dtype: str = "bfloat16", state_dtype: str = "float32", batch_size: int = 3, nheads: int = 4,
+    dim: int = 64, dstate: int = 128, ngroups: int = 2, has_z: bool = True, dt_softplus: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    def of_heads(x: Any, *shape: int) -> Any:
+        """One number for each head."""
+        return x.view(*x.shape, *[1] * (len(shape) - x.ndim)).expand(shape)
+
+    x, z = (draw.rows(draw.normal((batch_size, nheads, dim), dtype)) for _ in range(2))
+    b, c = (draw.rows(draw.normal((batch_size, ngroups, dstate), dtype)) for _ in range(2))
+    return {
+        "state": draw.rows(draw.normal((batch_size + 1, nheads, dim, dstate), state_dtype)), "x": x,
+        "dt": of_heads(draw.normal((batch_size, nheads), dtype), batch_size, nheads, dim),
+        "A": of_heads(-draw.normal((nheads,), "float32").abs(), nheads, dim, dstate), "B": b, "C": c,
+        "D": of_heads(draw.normal((nheads,), "float32"), nheads, dim), "z": z if has_z else None,
+        "dt_bias": of_heads(draw.normal((nheads,), "float32"), nheads, dim), "dt_softplus": dt_softplus,
+        "state_batch_indices": draw.permutation(batch_size + 1)[:batch_size].contiguous(),
+    }  # fmt: skip
+
+
+def _work(arguments: Mapping[str, Any]) -> Work:
+    """Reads the inputs and the states of the batch, writes these and the outputs."""
+    found = dict(arguments)
+    pool = next(found.pop(name) for name in ("state", "initial_state") if found.get(name) is not None)
+    last = found["v"] if "v" in found else found["x"]
+    slots = found.get("state_batch_indices", found.get("initial_state_indices"))
+    states = pool.shape[0] if slots is None else slots.shape[0]
+    elements = states * pool[:1].numel()
+    tokens = last.numel() // last.shape[-1] // last.shape[-2]  # of all rows
+    operations = _OPERATIONS * tokens * pool[:1].numel()
+    dense = [x for x in found.values() if hasattr(x, "stride") and 0 not in x.stride()]
+    return Work(operations, 2 * elements * pool.element_size() + nbytes(*dense, last))
+
+
+_HEADS: dict[str, Var | Const] = {
+    "num_q_heads": Const(abbrev="qk"),
+    "num_k_heads": Const(abbrev=""),
+    "num_v_heads": Const(abbrev="v"),
+    "head_size": Const(abbrev="d"),
+}
+_ROWS = {
+    "q": Tensor(["batch_size", "seq_len", "num_q_heads", "head_size"]),
+    "k": Tensor(["batch_size", "seq_len", "num_k_heads", "head_size"]),
+    "v": Tensor(["batch_size", "seq_len", "num_v_heads", "head_size"]),
+}
+_GATES: dict[str, Tensor | Scalar] = {
+    "A_log": Tensor(["num_v_heads"]),
+    "a": Tensor(["batch_size", "seq_len", "num_v_heads"]),
+    "dt_bias": Tensor(["num_v_heads"]),
+    "b": Tensor(["batch_size", "seq_len", "num_v_heads"]),
+    "use_qk_l2norm": Scalar("bool", optional=True),
+}
+_BATCH: dict[str, Var | Const] = {"batch_size": Var(), "seq_len": Var(), "num_slots": Var()}
+_STATE = {"state": (1e-2, 1e-2)}  # of bf16; fp32 states are closer, see tests/families
+_OUTPUT = Tensor(["batch_size", "seq_len", "num_v_heads", "head_size"], dtype_from="q")
+
+PREFILL = TraceTemplate(
+    "gdn",
+    name_prefix="gdn_prefill",
+    axes={"total_tokens": Var(), "num_seqs": Var(), "len_cu_seqlens": Var(), **_HEADS},
+    inputs={
+        "q": Tensor(["total_tokens", "num_q_heads", "head_size"]),
+        "k": Tensor(["total_tokens", "num_k_heads", "head_size"]),
+        "v": Tensor(["total_tokens", "num_v_heads", "head_size"]),
+        "g": Tensor(["total_tokens", "num_v_heads"]),
+        "beta": Tensor(["total_tokens", "num_v_heads"]),
+        "cu_seqlens": Tensor(["len_cu_seqlens"]),
+        "initial_state": Tensor(["num_seqs", "num_v_heads", "head_size", "head_size"]),
+        "use_qk_l2norm_in_kernel": Scalar("bool", optional=True),
+    },
+    outputs={
+        "output": Tensor(["total_tokens", "num_v_heads", "head_size"], dtype_from="q"),
+        "final_state": Tensor(["num_seqs", "num_v_heads", "head_size", "head_size"], dtype="float32"),
+    },
+    reference=(_gated_delta_rule, _prefill_reference),
+    op="chunk_gated_delta_rule",
+    make=_make_prefill,
+    written=_written_prefill,
+    samples=samples({"dtype": ("bfloat16", "float16"), "num_q_heads, num_v_heads": ((2, 4), (2, 2))}),
+    work=_work,
+    tolerance={"final_state": (1e-4, 1e-4)},
+    description="Gated delta rule over packed sequences.",
+)
+
+PRETRANSPOSE = TraceTemplate(
+    "gdn",
+    name_prefix="gdn_decode",
+    axes={"batch_size": Var(), "seq_len": Var(), **_HEADS},
+    inputs={**_ROWS, "state": Tensor(["batch_size", "num_v_heads", "head_size", "head_size"]), **_GATES},
+    outputs={
+        "output": _OUTPUT,
+        "state": Tensor(["batch_size", "num_v_heads", "head_size", "head_size"], param="state", dtype_from="state"),
+    },
+    reference=(_gated_delta_rule, _decode_reference),
+    tags=("state_layout:k_last",),
+    op="recurrent_gated_delta_rule",
+    make=_make_decode,
+    samples=samples({"dtype": ("bfloat16", "float16"), "state_dtype": ("float32", "bfloat16"), "seq_len": (1, 3)}),
+    work=_work,
+    tolerance=_STATE,
+    description="Gated delta rule for one or a few tokens of each request, on states with K last.",
+)
+
+DECODE = TraceTemplate(
+    "gdn",
+    name_prefix="gdn_decode_v_last",
+    axes={"batch_size": Var(), "seq_len": Var(), **_HEADS},
+    inputs={**_ROWS, "state": Tensor(["batch_size", "num_v_heads", "head_size", "head_size"]), **_GATES},
+    outputs=PRETRANSPOSE.outputs,
+    reference=(_gated_delta_rule, _decode_reference, _decode_v_last_reference),
+    tags=("state_layout:v_last",),
+    op="recurrent_gated_delta_rule",
+    make=_make_decode,
+    samples=samples({"dtype": ("bfloat16", "float16")}),
+    work=_work,
+    tolerance=_STATE,
+    description="Gated delta rule for one token of each request, on states with V last.",
+)
+
+MTP = TraceTemplate(
+    "gdn",
+    name_prefix="gdn_mtp",
+    axes={**_BATCH, **_HEADS},
+    inputs={
+        **_ROWS,
+        "initial_state": Tensor(["num_slots", "num_v_heads", "head_size", "head_size"]),
+        "initial_state_indices": Tensor(["batch_size"]),
+        **_GATES,
+    },
+    outputs={
+        "output": _OUTPUT,
+        "state": Tensor(
+            ["num_slots", "num_v_heads", "head_size", "head_size"], param="initial_state", dtype_from="initial_state"
+        ),
+    },
+    reference=(_gated_delta_rule, _decode_reference, _mtp_reference),
+    op="recurrent_gated_delta_rule",
+    make=_make_mtp,
+    written=_written_drafts,
+    samples=samples({"dtype": ("bfloat16",), "seq_len": (1, 4)}),
+    work=_work,
+    tolerance=_STATE,
+    description="Gated delta rule for drafted tokens, on a pool of states.",
+)
+
+SELECTIVE = TraceTemplate(
+    "mamba_ssu",
+    axes={
+        **{name: Var() for name in ("batch_size", "num_slots")},
+        "nheads": Const(abbrev="h"),
+        "dim": Const(abbrev="d"),
+        "dstate": Const(abbrev="s"),
+        "ngroups": Const(abbrev="ng"),
+    },
+    inputs={
+        "state": Tensor(["num_slots", "nheads", "dim", "dstate"]),
+        "x": Tensor(["batch_size", "nheads", "dim"]),
+        "dt": Tensor(["batch_size", "nheads", "dim"]),
+        "A": Tensor(["nheads", "dim", "dstate"]),
+        "B": Tensor(["batch_size", "ngroups", "dstate"]),
+        "C": Tensor(["batch_size", "ngroups", "dstate"]),
+        "D": Tensor(["nheads", "dim"]),
+        "z": Tensor(["batch_size", "nheads", "dim"], optional=True),
+        "dt_softplus": Scalar("bool", optional=True),
+        "dt_bias": Tensor(["nheads", "dim"]),
+        "state_batch_indices": Tensor(["batch_size"]),
+    },
+    outputs={
+        "output": Tensor(["batch_size", "nheads", "dim"], dtype_from="x"),
+        "state": Tensor(["num_slots", "nheads", "dim", "dstate"], param="state", dtype_from="state"),
+    },
+    reference=_selective_reference,
+    op="selective_state_update",
+    make=_make_selective,
+    written=_written_selective,
+    samples=samples(
+        {
+            "dtype": FLOATS,
+            "state_dtype": ("float32", "bfloat16", "float16"),
+            "has_z, dt_softplus": ((True, True), (False, False)),
+        }
+    ),
+    work=_work,
+    tolerance=_STATE,
+    description="Mamba-2: one step of selective state spaces, with softplus of dt and a gate.",
+)

@@ -1,0 +1,229 @@
+// chunk_gated_delta_rule: checks the arguments; launches the kernel that prepares all chunks in parallel, those that
+// map segments and carry states if there are segments, and the one that goes through the chunks; or runs the CPU
+// kernel, token by token.
+#include "fi/linear_attention/chunk_gated_delta_rule.h"
+
+#include "fi/generated/chunk_gated_delta_rule.h"
+#include "fi/linear_attention/contract.h"
+
+#if !FI_CUDA
+#include "fi/linear_attention/recurrence_cpu.h"
+#endif
+
+namespace fi {
+namespace {
+
+#if !FI_CUDA
+DType dtype_of(NumberType type) { return type == NumberType::kF32 ? kF32 : type == NumberType::kF16 ? kF16 : kBF16; }
+
+void run_cpu(const ChunkGatedDeltaRuleParams& p, DType dtype) {
+  const cpu::LoadRow load = cpu::row_loader(dtype);
+  const cpu::StoreRow store = cpu::row_storer(dtype);
+  const int64_t bytes = dtype.bytes(), dim_v = p.dim_v, dim_k = p.dim_k;
+  const int64_t floats = dim_v * dim_k + 3 * dim_k + 2 * dim_v;
+  cpu::for_rows(p.sequences * p.heads, 16 * dim_v * dim_k, floats, [&](int64_t index, float* state) {
+    const int64_t i = index / p.heads, h = index % p.heads;
+    float *q = state + dim_v * dim_k, *k = q + dim_k, *alpha = k + dim_k, *v = alpha + dim_k, *out = v + dim_v;
+    const int64_t first = p.offsets.at(i), end = p.offsets.at(i + 1), slot = p.slots.or_row(i);
+    const auto row_of = [&](const void* base, const int64_t* strides, int64_t t, int64_t head) {
+      return static_cast<char*>(const_cast<void*>(base)) + (t * strides[0] + head * strides[1]) * bytes;
+    };
+    const auto move = [&](const ChunkStatesView& view, int64_t row, bool stores) {
+      const cpu::StateRows rows{dtype_of(view.type), dim_v, dim_k, view.strides[2], 1};
+      char* at = static_cast<char*>(view.data) + (row * view.strides[0] + h * view.strides[1]) * rows.dtype.bytes();
+      if (stores) {
+        rows.store(state, at);
+      } else {
+        rows.load(at, state);
+      }
+    };
+    if (p.initial.data && slot >= 0) {
+      move(p.initial, slot, false);
+    } else {
+      std::fill_n(state, dim_v * dim_k, 0.f);
+    }
+    for (int64_t t = first; t < end; ++t) {
+      load(row_of(p.q, p.q_strides, t, h / p.q_group.value), q, dim_k);
+      load(row_of(p.k, p.k_strides, t, h / p.k_group.value), k, dim_k);
+      load(row_of(p.v, p.v_strides, t, h / p.v_group.value), v, dim_v);
+      cpu::scale_row_of_heads(q, dim_k, p.l2norm, p.scale);
+      cpu::scale_row_of_heads(k, dim_k, p.l2norm, 1.f);
+      std::fill_n(alpha, dim_k, p.g ? p.g[t * p.g_strides[0] + h * p.g_strides[1]] : 1.f);
+      const float beta = p.beta ? p.beta[t * p.beta_strides[0] + h * p.beta_strides[1]] : 1.f;
+      cpu::gated_delta_step(state, alpha, beta, k, q, v, out, dim_v, dim_k);
+      store(out, row_of(p.out, p.out_strides, t, h), dim_v);
+      const int64_t done = t + 1 - first;
+      if (p.checkpoint_tokens && done % p.checkpoint_tokens == 0)
+        move(p.checkpoints, p.checkpoint_starts.at(i) + done / p.checkpoint_tokens - 1, true);
+    }
+    if (p.output.data && slot >= 0) move(p.output, slot, true);
+  });
+}
+#endif
+
+// The states of an argument; `rows` is bound by the first that is given.
+ChunkStatesView states_of(const OptionalTensor& t, const Tensor& q, Dim& rows, Dim& heads, Dim& dim_v, Dim& dim_k) {
+  if (!t) return {};
+  t.is({kF32, kBF16, kF16}).on(q).inner_contiguous().shape(rows, heads, dim_v, dim_k);
+  return {t.data(), numbers_of(t).type, {t.stride(0), t.stride(1), t.stride(2)}};
+}
+
+const float* gates_of(const OptionalTensor& t, const Tensor& q, Dim& tokens, Dim& heads, int64_t (&strides)[2]) {
+  if (!t) return nullptr;
+  t.is({kF32}).on(q).shape(tokens, heads);
+  strides[0] = t.stride(0), strides[1] = t.stride(1);
+  return t.data<float>();
+}
+
+// Raises unless the checkpoints of each sequence have rows.
+void check_checkpoints(const Integers& offsets, const Integers& starts, int64_t tokens, int64_t rows) {
+  for (int64_t i = 0; i + 1 < offsets.size(); ++i) {
+    const int64_t count = (offsets[i + 1] - offsets[i]) / tokens;
+    FI_CHECK(count == 0 || (starts[i] >= 0 && starts[i] + count <= rows), ValueError,
+             "checkpoint_cu_starts must leave %lld rows of state_checkpoints, of %lld, for sequence %lld; got %lld",
+             static_cast<long long>(count), static_cast<long long>(rows), static_cast<long long>(i),
+             static_cast<long long>(starts[i]));
+  }
+}
+
+#if FI_CUDA
+enum Step : int64_t { kPrepare, kMap, kCarry, kStates };  // of ChunkConfig
+
+const Entry& entry_of(const Kernel& kernel, int64_t step) {
+  return kernel.first_entry([=](const Entry& entry) { return ChunkGatedDeltaRuleConfig::of(entry).step == step; });
+}
+// The entry with the most columns of a state for each CTA that still gives each SM a CTA.
+const Entry& states_entry(const Kernel& kernel, int64_t states, int64_t dim_v, int64_t multiprocessors) {
+  const Entry* best = nullptr;
+  for (const Entry& entry : kernel.entries) {
+    const auto [step, columns] = ChunkGatedDeltaRuleConfig::of(entry);
+    if (step == kStates && (!best || states * (dim_v / columns) >= multiprocessors)) best = &entry;
+  }
+  return *best;
+}
+#endif
+
+void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs& a) {
+  // 1 check
+  Dim tokens{"tokens"}, q_heads{"q_heads"}, k_heads{"k_heads"}, v_heads{"v_heads"}, dim_k{"K"}, dim_v{"V"};
+  Dim ends{"sequences + 1"};
+  a.q.is({kF16, kBF16}).inner_contiguous().shape(tokens, q_heads, dim_k);
+  a.k.like(a.q).inner_contiguous().shape(tokens, k_heads, dim_k);
+  a.v.like(a.q).inner_contiguous().shape(tokens, v_heads, dim_v);
+  Dim heads{"heads", std::max<int64_t>(q_heads, v_heads)};
+  a.out.like(a.q).inner_contiguous().shape(tokens, heads, dim_v);
+  a.cu_seqlens.is({kI32, kI64}).on(a.q).contiguous().shape(ends);
+  FI_CHECK(ends >= 1, ValueError, "cu_seqlens must have shape [sequences + 1]; got %s",
+           a.cu_seqlens.shape_str().c_str());
+  const int64_t sequences = ends - 1;
+  ChunkGatedDeltaRuleParams p{};
+  p.g = gates_of(a.g, a.q, tokens, heads, p.g_strides);
+  p.beta = gates_of(a.beta, a.q, tokens, heads, p.beta_strides);
+  p.slots = index_table(a.state_indices, a.q, sequences, 0);
+  Dim rows{a.state_indices ? "slots" : "sequences", a.state_indices ? -1 : sequences}, kept{"checkpoints"};
+  p.initial = states_of(a.initial_state, a.q, rows, heads, dim_v, dim_k);
+  p.output = states_of(a.output_state, a.q, rows, heads, dim_v, dim_k);
+  FI_CHECK(a.checkpoint_every_n_tokens >= 0 && a.checkpoint_every_n_tokens % kChunkTokens == 0 &&
+               a.checkpoint_every_n_tokens < (int64_t{1} << 31),
+           ValueError, "checkpoint_every_n_tokens must be a multiple of %d; got %lld", kChunkTokens,
+           static_cast<long long>(a.checkpoint_every_n_tokens));
+  if (a.checkpoint_every_n_tokens) {
+    FI_CHECK(a.state_checkpoints && a.checkpoint_cu_starts, ValueError,
+             "state_checkpoints and checkpoint_cu_starts must be given with checkpoint_every_n_tokens");
+    p.checkpoints = states_of(a.state_checkpoints, a.q, kept, heads, dim_v, dim_k);
+    a.checkpoint_cu_starts.is({kI32, kI64}).on(a.q).contiguous();
+    p.checkpoint_starts = index_table(a.checkpoint_cu_starts, a.q, ends, 0);
+    p.checkpoint_tokens = static_cast<int32_t>(a.checkpoint_every_n_tokens);
+  }
+  FI_CHECK(a.segment_tokens >= 0 && a.segment_tokens % kChunkTokens == 0 && a.segment_tokens < (int64_t{1} << 31),
+           ValueError, "segment_tokens must be a multiple of %d; got %lld", kChunkTokens,
+           static_cast<long long>(a.segment_tokens));
+  p.segment_tokens = static_cast<int32_t>(a.segment_tokens);
+  p.offsets = {a.cu_seqlens.data(), 1, 0, a.cu_seqlens.dtype().bits == 64};
+  if (sequences == 0 || heads == 0 || dim_v == 0) return;
+  if (tokens > 0) {
+    p.q_group = head_group(a.q, q_heads, heads);
+    p.k_group = head_group(a.k, k_heads, heads);
+    p.v_group = head_group(a.v, v_heads, heads);
+  } else {
+    p.q_group = p.k_group = p.v_group = divisor(1);
+  }
+  if (kernel.checks_contents(a.q.device())) {
+    check_offsets(Integers(kernel, a.cu_seqlens), tokens);
+    check_slots(kernel, a.state_indices, rows);
+    if (p.checkpoint_tokens)
+      check_checkpoints(Integers(kernel, a.cu_seqlens), Integers(kernel, a.checkpoint_cu_starts), p.checkpoint_tokens,
+                        kept);
+  }
+
+  // 2 shape
+  p.out = a.out.data();
+  p.q = a.q.data();
+  p.k = a.k.data();
+  p.v = a.v.data();
+  for (int i = 0; i < 2; ++i) {
+    p.q_strides[i] = a.q.stride(i);
+    p.k_strides[i] = a.k.stride(i);
+    p.v_strides[i] = a.v.stride(i);
+    p.out_strides[i] = a.out.stride(i);
+  }
+  p.sequences = static_cast<int32_t>(sequences);
+  p.heads = static_cast<int32_t>(heads);
+  p.dim_k = static_cast<int32_t>(dim_k);
+  p.dim_v = static_cast<int32_t>(dim_v);
+  p.scale = static_cast<float>(a.scale);
+  p.l2norm = a.use_qk_l2norm;
+
+  // 3 launch
+#if FI_CUDA
+  for (const Tensor& t : {a.q, a.k, a.v})
+    FI_CHECK(t.row_alignment(16) == 16, ValueError,
+             "%s must have rows that lie at multiples of 16 bytes; got address %p, strides %lld and %lld: call "
+             ".contiguous() on a copy",
+             t.name(), t.data(), static_cast<long long>(t.stride(0)), static_cast<long long>(t.stride(1)));
+  FI_CHECK(a.out.row_alignment(4) == 4, ValueError,
+           "out must have rows that lie at multiples of 4 bytes; got address %p, strides %lld and %lld", a.out.data(),
+           static_cast<long long>(a.out.stride(0)), static_cast<long long>(a.out.stride(1)));
+  for (const Tensor& t : {Tensor(a.initial_state), Tensor(a.output_state), Tensor(a.state_checkpoints)})
+    FI_CHECK(!t || t.row_alignment(8) == 8, ValueError, "%s must have rows that lie at multiples of 8 bytes; got %p",
+             t.name(), t.data());
+  const int64_t chunks = tokens / kChunkTokens + sequences, matrices = chunks * heads, bytes = a.q.dtype().bytes();
+  const int64_t segments = p.segment_tokens ? tokens / p.segment_tokens + sequences : sequences;
+  const int64_t mapped = p.segment_tokens ? segments * heads * dim_k * dim_v : 0;
+  const int64_t needed = matrices * (2 * kChunkMatrix * bytes + 4 * kChunkTokens * 4) + 3 * 4 * mapped;
+  FI_CHECK(a.workspace, ValueError, "workspace must be given on CUDA: %lld bytes", static_cast<long long>(needed));
+  a.workspace.is({kU8}).on(a.q).contiguous();
+  FI_CHECK(a.workspace.numel() >= needed && a.workspace.alignment(16, {}) == 16, ValueError,
+           "workspace must have %lld bytes at a multiple of 16; got %lld at %p", static_cast<long long>(needed),
+           static_cast<long long>(a.workspace.numel()), a.workspace.data());
+  p.solved = a.workspace.data();
+  p.scores = a.workspace.data<char>() + matrices * kChunkMatrix * bytes;
+  p.factors = reinterpret_cast<float*>(a.workspace.data<char>() + 2 * matrices * kChunkMatrix * bytes);
+  p.maps = p.factors + matrices * 4 * kChunkTokens;
+  p.carried = p.maps + 2 * mapped;
+  p.k_heads = divisor(static_cast<uint32_t>(std::max<int64_t>(k_heads, 1)));
+  const auto start = [&](const Entry& entry, int64_t ctas) {
+    Launch launch{ctas};
+    launch.pdl = kernel.pdl(a.enable_pdl);
+    kernel.launch(entry, launch, a.q.device(), p);
+  };
+  if (tokens > 0) start(entry_of(kernel, kPrepare), chunks * k_heads);
+  if (p.segment_tokens) {
+    const Entry& map = entry_of(kernel, kMap);
+    p.map_slices = divisor(static_cast<uint32_t>(2 * dim_v / ChunkGatedDeltaRuleConfig::of(map).columns));
+    start(map, segments * heads * p.map_slices.value);
+    start(entry_of(kernel, kCarry), sequences * heads * (dim_v / 8));
+  }
+  const Entry& states = states_entry(kernel, segments * heads, dim_v, kernel.multiprocessors(a.q.device()));
+  p.slices = divisor(static_cast<uint32_t>(dim_v / ChunkGatedDeltaRuleConfig::of(states).columns));
+  start(states, segments * heads * p.slices.value);
+#else
+  (void)a.enable_pdl, (void)a.workspace;
+  run_cpu(p, a.q.dtype());
+#endif
+}
+
+}  // namespace
+}  // namespace fi
+
+FI_OP(fi::chunk_gated_delta_rule)

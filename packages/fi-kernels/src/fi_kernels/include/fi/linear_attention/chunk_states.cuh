@@ -1,0 +1,277 @@
+// The part of chunk_gated_delta_rule that goes through the chunks of a sequence, with the state in registers.
+#pragma once
+#include "fi/cuda/ptx/movmatrix.cuh"
+#include "fi/cuda/shared_memory.cuh"
+#include "fi/cuda/vec.cuh"
+#include "fi/linear_attention/chunk_tiles.cuh"
+
+namespace fi {
+
+template <int kD, int kColumns, class Products, bool kOutputs>
+struct ChunkStages {
+  static constexpr int kStages = 2;
+  alignas(Products::kAlignment) char k[kStages][ChunkTile<kD>::kBytes];
+  alignas(128) char solved[kStages][Products::Matrix::kBytes];
+  alignas(128) char v[kStages][ChunkTile<kColumns>::kBytes];
+  alignas(16) float factors[kStages][4 * kChunkTokens];
+};
+template <int kD, int kColumns, class Products>
+struct ChunkStages<kD, kColumns, Products, true> : ChunkStages<kD, kColumns, Products, false> {
+  alignas(Products::kAlignment) char q[2][ChunkTile<kD>::kBytes];
+  alignas(128) char scores[2][Products::Matrix::kBytes];
+};
+
+// A CTA has kColumns of the V columns of the state of a head, a warp 16 of them. All products are of transposed
+// matrices: the accumulators of one are, rounded, the operand a of the next, so warps exchange nothing, and the state
+// never leaves registers. Products computes them, by mma.sync or wgmma; both have the same accumulators.
+// kMaps: without outputs. The first CTAs of a segment and head compute N, from a state of 0; the others M, from the
+// identity and without v.
+template <class T, int kD, int kColumns, class Products, bool kMaps = false>
+struct ChunkStates {
+  static constexpr int kThreads = 2 * kColumns, kStages = 2, kSteps = kD / 16, kBlocks = kChunkTokens / 16;
+  static constexpr int kCount = kChunkTokens / 2, kStateCount = kD / 2;  // accumulators of a lane
+  using Tile = ChunkTile<kD>;
+  using Matrix = typename Products::Matrix;
+  using Values = ChunkTile<kColumns>;
+
+  using Shared = ChunkStages<kD, kColumns, Products, !kMaps>;
+  struct Place {
+    TokenSpan span;
+    int head, column;    // column: the first of the CTA
+    int chunk;           // number of the first
+    bool is_map;         // of M
+    const T *k, *q, *v;  // of the first token
+  };
+
+  const ChunkGatedDeltaRuleParams& p;
+  Shared& shared;
+
+  FI_DEVICE void run() const {
+    const Divisor& slices = kMaps ? p.map_slices : p.slices;
+    const int unit = divide(blockIdx.x, slices), number = unit / p.heads;
+    Place place;
+    place.head = unit - number * p.heads;
+    place.column = (blockIdx.x - unit * slices.value) * kColumns;
+    place.is_map = kMaps && place.column >= kD;
+    if (place.is_map) place.column -= kD;
+    pdl_wait();
+    place.span = p.segment_tokens ? TokenSpan::numbered(p, number, p.segment_tokens) : TokenSpan::whole(p, number);
+    const TokenSpan& span = place.span;
+    if (!span.exists || (kMaps && span.is_last(p))) return pdl_launch_dependents();
+    place.chunk = TokenSpan::first_number(p, span.sequence, kChunkTokens) + static_cast<int>(span.begin / kChunkTokens);
+    place.k = head_of(p.k, p.k_strides, span.token, place.head, p.k_group);
+    place.q = head_of(p.q, p.q_strides, span.token, place.head, p.q_group);
+    place.v = head_of(p.v, p.v_strides, span.token, place.head, p.v_group) + place.column;
+    const int chunks = static_cast<int>((span.tokens + kChunkTokens - 1) / kChunkTokens);
+
+    Matrix::template clear<kThreads>(shared.solved);
+    if constexpr (!kMaps) Matrix::template clear<kThreads>(shared.scores);
+    const int64_t slot = p.slots.or_row(span.sequence);
+    float state[kStateCount] = {};
+    if (chunks > 0) load_stage(place, 0);
+    cp_async_commit();
+    if constexpr (kMaps) {
+      if (place.is_map) make_identity(place, state);
+    } else if (p.segment_tokens) {
+      move_state_of<false, float>(segment_states(p.carried, 1), number, place, state);
+    } else if (p.initial.data) {
+      if (slot >= 0) move_state<false>(p.initial, slot, place, state);
+    }
+    for (int c = 0; c < chunks; ++c) {
+      if (c + 1 < chunks) load_stage(place, c + 1);
+      cp_async_commit();
+      cp_async_wait<1>();
+      Products::fence();
+      __syncthreads();
+      compute(place, c, state);
+      const int64_t done = int64_t{c + 1} * kChunkTokens, in_all = span.begin + done;
+      if (!kMaps && p.checkpoint_tokens && done <= span.tokens && in_all % p.checkpoint_tokens == 0)
+        move_state<true>(p.checkpoints, p.checkpoint_starts.at(span.sequence) + in_all / p.checkpoint_tokens - 1, place,
+                         state);
+      __syncthreads();
+    }
+    pdl_launch_dependents();
+    if constexpr (kMaps) {
+      move_state_of<true, float>(segment_states(p.maps + (place.is_map ? kD * kD : 0), 2), number, place, state);
+    } else {
+      if (p.output.data && slot >= 0 && span.is_last(p)) move_state<true>(p.output, slot, place, state);
+    }
+  }
+
+ private:
+  FI_DEVICE static unsigned address(const void* shared) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  }
+  FI_DEVICE static int lane() { return threadIdx.x % 32; }
+  FI_DEVICE static int warp() { return threadIdx.x / 32; }
+
+  FI_DEVICE static const T* head_of(const void* base, const int64_t (&strides)[2], int64_t token, int head,
+                                    const Divisor& group) {
+    return static_cast<const T*>(base) + token * strides[0] + divide(head, group) * strides[1];
+  }
+  // States in the workspace, `each` for a segment and head.
+  FI_DEVICE ChunkStatesView segment_states(float* data, int each) const {
+    const int64_t size = int64_t{each} * kD * kD;
+    return {data, NumberType::kF32, {p.heads * size, size, kD}};
+  }
+  FI_DEVICE static void make_identity(const Place& place, float (&state)[kStateCount]) {
+    const int row = place.column + 16 * warp() + lane() / 4;
+#pragma unroll
+    for (int i = 0; i < kStateCount; ++i)
+      state[i] = row + i / 2 % 2 * 8 == i / 4 * 8 + 2 * (lane() % 4) + i % 2 ? 1.f : 0.f;
+  }
+
+  FI_DEVICE void load_stage(const Place& place, int c) const {
+    const int64_t token = int64_t{c} * kChunkTokens, left = place.span.tokens - token;
+    const int stage = c % kStages, rows = static_cast<int>(min(left, int64_t{kChunkTokens}));
+    Tile::template load<kThreads>(address(shared.k[stage]), place.k + token * p.k_strides[0], p.k_strides[0], rows);
+    if constexpr (!kMaps)
+      Tile::template load<kThreads>(address(shared.q[stage]), place.q + token * p.q_strides[0], p.q_strides[0], rows);
+    Values::template load<kThreads>(address(shared.v[stage]), place.v + token * p.v_strides[0], p.v_strides[0],
+                                    place.is_map ? 0 : rows);
+    const int64_t matrix = int64_t{place.chunk + c} * p.heads + place.head;
+    const char* solved = static_cast<const char*>(p.solved) + matrix * LowerTriangle::kBytes;
+    const char* scores = static_cast<const char*>(p.scores) + matrix * LowerTriangle::kBytes;
+    Matrix::template load<kThreads>([&](int at, int source) {
+      cp_async_16(address(shared.solved[stage]) + at, solved + source);
+      if constexpr (!kMaps) cp_async_16(address(shared.scores[stage]) + at, scores + source);
+    });
+    if (threadIdx.x < kChunkTokens)
+      cp_async_16(&shared.factors[stage][4 * threadIdx.x], p.factors + matrix * 4 * kChunkTokens + 4 * threadIdx.x);
+  }
+
+  // Between the accumulators of this lane and a state in global memory.
+  template <bool kStores>
+  FI_DEVICE void move_state(const ChunkStatesView& view, int64_t row, const Place& place,
+                            float (&state)[kStateCount]) const {
+    switch (view.type) {
+      case NumberType::kF32:
+        return move_state_of<kStores, float>(view, row, place, state);
+      case NumberType::kF16:
+        return move_state_of<kStores, __half>(view, row, place, state);
+      case NumberType::kBF16:
+        return move_state_of<kStores, __nv_bfloat16>(view, row, place, state);
+    }
+  }
+  template <bool kStores, class S>
+  FI_DEVICE void move_state_of(const ChunkStatesView& view, int64_t row, const Place& place,
+                               float (&state)[kStateCount]) const {
+    S* base = static_cast<S*>(view.data) + row * view.strides[0] + place.head * view.strides[1] +
+              (place.column + 16 * warp() + lane() / 4) * view.strides[2] + 2 * (lane() % 4);
+#pragma unroll
+    for (int n = 0; n < kD / 8; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        S* at = base + 8 * half * view.strides[2] + 8 * n;
+        const int own = 4 * n + 2 * half;
+        Vec<S, 2> pair;
+        if constexpr (kStores) {
+          const float f[2] = {state[own], state[own + 1]};
+          from_float(f, pair);
+          store(at, pair);
+        } else {
+          float f[2];
+          pair = fi::load<S, 2>(at);
+          to_float(pair, f);
+          state[own] = f[0], state[own + 1] = f[1];
+        }
+      }
+  }
+
+  FI_DEVICE void compute(const Place& place, int c, float (&state)[kStateCount]) const {
+    const int stage = c % kStages;
+    const float* factors = shared.factors[stage];
+    const auto factor = [&](int which, int n) {
+      return *reinterpret_cast<const float2*>(factors + which * kChunkTokens + 8 * n + 2 * (lane() % 4));
+    };
+    unsigned s[kSteps][4];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) operand_of<T>(s[step], state, step);
+
+    // X^T = V^T - S K^T diag(G)
+    float d[kCount], o[kCount];
+    Products::rows(d, s, shared.k[stage]);
+    if constexpr (Products::kAsync && !kMaps) Products::rows(o, s, shared.q[stage]);
+    Products::template finish<kMaps ? 0 : 1>(d);
+    unsigned x[kBlocks][4];
+#pragma unroll
+    for (int pair = 0; pair < kBlocks; ++pair) {
+      unsigned v[4];
+      Values::transposed(v, address(shared.v[stage]), warp(), pair);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int own = 8 * pair + 4 * half;
+        const float2 f = factor(0, 2 * pair + half);
+        float low[2], high[2];
+        split(v[2 * half], low);
+        split(v[2 * half + 1], high);
+        d[own] = low[0] - f.x * d[own], d[own + 1] = low[1] - f.y * d[own + 1];
+        d[own + 2] = high[0] - f.x * d[own + 2], d[own + 3] = high[1] - f.y * d[own + 3];
+      }
+      operand_of<T>(x[pair], d, pair);
+    }
+
+    // U^T = X^T T^T, as operand of the output, and scaled as that of the state.
+    float u[kCount];
+    Products::lower(u, x, shared.solved[stage], false);
+    Products::template finish<0>(u);
+    unsigned scaled[kBlocks][4];
+#pragma unroll
+    for (int pair = 0; pair < kBlocks; ++pair) {
+      operand_of<T>(x[pair], u, pair);
+      scale(u, 2 * pair, factor(2, 2 * pair));
+      scale(u, 2 * pair + 1, factor(2, 2 * pair + 1));
+      operand_of<T>(scaled[pair], u, pair);
+    }
+
+    if constexpr (!kMaps) {
+      // O^T = S Q^T diag(scale G) + U^T scores^T
+      if constexpr (!Products::kAsync) Products::rows(o, s, shared.q[stage]);
+      Products::template finish<0>(o);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) scale(o, n, factor(1, n));
+      Products::lower(o, x, shared.scores[stage], true);
+      if constexpr (!Products::kAsync) write(place, c, o);
+    }
+
+    // S = G_last S + U^T diag(G_last / G) K, while the outputs are stored.
+    const float last = factors[3 * kChunkTokens];
+#pragma unroll
+    for (int n = 0; n < kD / 8; ++n) scale(state, n, make_float2(last, last));
+    Products::columns(state, scaled, shared.k[stage]);
+    if constexpr (Products::kAsync && !kMaps) {
+      Products::template finish<1>(o);
+      write(place, c, o);
+    }
+    Products::template finish<0>(state);
+  }
+
+  FI_DEVICE static void split(unsigned word, float (&f)[2]) {
+    Vec<T, 2> pair;
+    memcpy(&pair, &word, sizeof word);
+    to_float(pair, f);
+  }
+  template <int kSize>
+  FI_DEVICE static void scale(float (&d)[kSize], int n, float2 f) {
+    d[4 * n] *= f.x, d[4 * n + 1] *= f.y, d[4 * n + 2] *= f.x, d[4 * n + 3] *= f.y;
+  }
+
+  // Stores the transposed accumulators: 4 bytes a lane, 32 contiguous ones of a token by a warp.
+  FI_DEVICE void write(const Place& place, int c, const float (&o)[kCount]) const {
+    const int64_t first = int64_t{c} * kChunkTokens + lane() / 4;
+    T* out = static_cast<T*>(p.out) + (place.span.token + first) * p.out_strides[0] + place.head * p.out_strides[1] +
+             place.column + 16 * warp() + 2 * (lane() % 4);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const unsigned low = movmatrix_trans(pack_pair(o[4 * n], o[4 * n + 1], T()));
+      const unsigned high = movmatrix_trans(pack_pair(o[4 * n + 2], o[4 * n + 3], T()));
+      if (first + 8 * n < place.span.tokens) {
+        unsigned* at = reinterpret_cast<unsigned*>(out + 8 * n * p.out_strides[0]);
+        at[0] = low;
+        at[4] = high;
+      }
+    }
+  }
+};
+
+}  // namespace fi

@@ -1,0 +1,76 @@
+// What the host entries of the recurrences check alike: heads, numbers, index tables and states.
+#pragma once
+#include <initializer_list>
+
+#include "fi/divisor.h"
+#include "fi/host/contents.h"
+#include "fi/host/op.h"
+#include "fi/linear_attention/tables.h"
+
+namespace fi {
+
+inline Numbers numbers_of(const Tensor& t) {
+  return {t.data(), t.dtype() == kF32 ? NumberType::kF32 : t.dtype() == kF16 ? NumberType::kF16 : NumberType::kBF16};
+}
+
+// A table of [batch] or [batch, tokens] slots; none if absent.
+inline IndexTable index_table(const OptionalTensor& t, const Tensor& other, int64_t batch, int64_t tokens) {
+  if (!t) return {};
+  t.is({kI32, kI64}).on(other);
+  Dim rows{"batch", batch}, columns{"tokens", tokens};
+  if (tokens) {
+    t.shape(rows, columns);
+  } else {
+    t.shape(rows);
+  }
+  return {t.data(), t.stride(0), tokens ? t.stride(1) : 0, t.dtype().bits == 64};
+}
+
+// How many of `heads` share one of the `own` heads of a tensor.
+inline Divisor head_group(const Tensor& t, int64_t own, int64_t heads) {
+  FI_CHECK(own > 0 && heads % own == 0, ValueError,
+           "%s must have a number of heads that divides %lld, the heads of the state; got %lld", t.name(),
+           static_cast<long long>(heads), static_cast<long long>(own));
+  return divisor(static_cast<uint32_t>(heads / own));
+}
+
+template <int kCount>
+void strides_of(const Tensor& t, int64_t (&strides)[kCount]) {
+  for (int i = 0; i < kCount; ++i) strides[i] = t.stride(i);
+}
+
+// Raises unless each slot is below `slots`; negative ones, and `pad`, are padding.
+inline void check_slots(const Kernel& kernel, const OptionalTensor& table, int64_t slots, int64_t pad = -1) {
+  if (!table) return;
+  FI_CHECK(table.ndim() == 1 ? table.stride(0) == 1 || table.size(0) < 2 : table.numel() == 0 || table.stride(-1) == 1,
+           ValueError, "%s must be contiguous where FI_CHECK reads it; got stride %lld: call .contiguous() on it",
+           table.name(), static_cast<long long>(table.stride(-1)));
+  const Integers values(kernel, table);
+  for (int64_t i = 0; i < values.size(); ++i)
+    FI_CHECK(values[i] < slots || values[i] == pad, ValueError,
+             "%s must be below %lld, the slots of the state; got %lld at %lld", table.name(),
+             static_cast<long long>(slots), static_cast<long long>(values[i]), static_cast<long long>(i));
+}
+
+#if FI_CUDA
+struct RowsOfCta {
+  const Entry* entry;
+  int64_t rows;  // of a state, of a CTA: a multiple of those of a pass
+};
+// The entry with the most rows of a lane that leaves `entry_ctas` CTAs for each SM, and for it the most passes that
+// leave `pass_ctas`; entries are in order of growing rows.
+template <class Config>
+RowsOfCta rows_of_cta(const Kernel& kernel, int64_t states, int64_t rows, int64_t multiprocessors) {
+  const auto leaves = [=](int64_t own, int64_t ctas) {
+    return states * ((rows + own - 1) / own) >= ctas * multiprocessors;
+  };
+  const Entry* best = &kernel.entries.front();
+  for (const Entry& entry : kernel.entries)
+    if (leaves(Config::of(entry).rows_per_pass, Config::of(entry).entry_ctas)) best = &entry;
+  int64_t own = Config::of(*best).rows_per_pass;
+  while (2 * own <= rows && leaves(2 * own, Config::of(*best).pass_ctas)) own *= 2;
+  return {best, own};
+}
+#endif
+
+}  // namespace fi

@@ -1,0 +1,116 @@
+// selective_state_update on sm_80 and later: a warp holds rows of the state in registers over all tokens, so the state
+// is read and written once. Warps are independent: no shared memory, no barriers.
+#pragma once
+#include "fi/cuda/math.cuh"
+#include "fi/linear_attention/selective_state_update.h"
+#include "fi/linear_attention/state_tile.cuh"
+
+namespace fi {
+
+// T: of x, z, B, C and out. S: of the state. kRows: of a lane.
+template <class T, class S, int kK, int kRows>
+FI_DEVICE void selective_state_update(const SelectiveStateUpdateParams& p) {
+  using Tile = StateTile<S, kK, kRows>;
+  const uint32_t head_row = divide(blockIdx.x, p.tiles), b = divide(head_row, p.heads);
+  const int h = head_row - b * p.heads.value, tile = blockIdx.x - head_row * p.tiles.value;
+  // The CTA goes through its rows in passes; the rows of the next pass are on their way during one.
+  const int pass_rows = blockDim.x / 32 * Tile::kWarpRows, end = min(p.dim, (tile + 1) * p.rows_per_cta);
+  const int begin_row = tile * p.rows_per_cta;
+  int row = begin_row + threadIdx.x / 32 * Tile::kWarpRows + Tile::first_row();  // the first of this lane
+  pdl_wait();
+  int64_t begin = 0;  // token of the packed ones
+  int tokens = p.tokens;
+  if (p.cu_seqlens) {
+    const IndexTable offsets{p.cu_seqlens, 1, 0, p.cu_is_wide};
+    begin = offsets.at(b);
+    tokens = static_cast<int>(offsets.at(b + 1) - begin);
+  }
+  int64_t start = 0;
+  if (p.accepted) start = IndexTable{p.accepted, 1, 0, p.accepted_is_wide}.at(b) - 1;
+  const int64_t slot = p.slots.or_row(b, start > 0 ? start : 0);
+  const int64_t group = divide(h, p.group);
+  const auto at_row = [&](const void* base, const int64_t (&strides)[3], int64_t head) {
+    return static_cast<const T*>(base) + b * strides[0] + begin * strides[1] + head * strides[2];
+  };
+  T* out = const_cast<T*>(at_row(p.out, p.out_strides, h));
+  const T *x = at_row(p.x, p.x_strides, h), *z = at_row(p.z, p.z_strides, h);
+  const T *inputs = at_row(p.b, p.b_strides, group), *outputs = at_row(p.c, p.c_strides, group);
+  if (tokens <= 0 || p.is_padding(slot)) {
+    pdl_launch_dependents();
+    return;
+  }
+  const float rate = p.a[h * p.a_stride], skip = p.d.data ? number(p.d, h * p.d_stride) : 0.f;
+  const float bias = p.dt_bias.data ? number(p.dt_bias, h * p.dt_bias_stride) : 0.f;
+  S* states = static_cast<S*>(p.state) + h * p.state_strides[1];
+  const S* from = states + slot * p.state_strides[0];
+  float in[Tile::kColumns], weights[Tile::kColumns], dt, decay;
+  const auto load_token = [&](int t) {
+    Tile::load_columns(inputs + t * p.b_strides[1], p.vectors, in);
+    Tile::load_columns(outputs + t * p.c_strides[1], p.vectors, weights);
+    dt = number(p.dt, b * p.dt_strides[0] + (begin + t) * p.dt_strides[1] + h * p.dt_strides[2]) + bias;
+    if (p.softplus) dt = softplus(dt);
+    decay = expf(dt * rate);
+  };
+  const auto load_values = [&](float (&value)[kRows], int t, int first) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) value[r] = first + r < end ? to_float(x[t * p.x_strides[1] + first + r]) : 0.f;
+  };
+  const auto move_to = [&](const Tile& state, S* to, int64_t row_stride) {
+    state.store(to + row * row_stride, row_stride, 1, end - row);
+  };
+  const int64_t to = !p.updates_state || p.each_token ? -1 : p.to_slots.data ? p.to_slots.at(b) : slot;
+
+  typename Tile::Words next;
+  float next_value[kRows];
+  next.load(from + row * p.state_strides[2], p.state_strides[2], 1, end - row);
+  load_values(next_value, 0, row);
+  load_token(0);
+  int loaded = 0;
+  for (int pass = begin_row; pass < end; pass += pass_rows, row += pass_rows) {  // the same for all lanes of a warp
+    Tile state(next);
+    float value[kRows], result[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) value[r] = next_value[r];
+    if (pass + pass_rows < end) {
+      const int after = row + pass_rows;
+      next.load(from + after * p.state_strides[2], p.state_strides[2], 1, end - after);
+      load_values(next_value, 0, after);
+    }
+    for (int t = 0; t < tokens; ++t) {
+      if (t != loaded) load_token(t), loaded = t;
+      if (t > 0) load_values(value, t, row);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const float added = dt * value[r];
+#pragma unroll
+        for (int i = 0; i < Tile::kColumns; ++i) state.x[r][i] = decay * state.x[r][i] + added * in[i];
+      }
+      state.multiply(weights, result);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        result[r] += skip * value[r];
+        if (p.z) {
+          const float gate = row + r < end ? to_float(z[t * p.z_strides[1] + row + r]) : 0.f;
+          result[r] *= CudaMath::scaled_sigmoid(gate, gate);
+        }
+      }
+      Tile::store_rows(out + t * p.out_strides[1] + row, result, end - row);
+      if (p.intermediate) {
+        const int64_t kept = p.intermediate_rows.or_row(b);
+        const int64_t* strides = p.intermediate_strides;
+        if (kept >= 0)
+          move_to(state, static_cast<S*>(p.intermediate) + kept * strides[0] + t * strides[1] + h * strides[2],
+                  strides[3]);
+      }
+      if (p.each_token) {
+        const int64_t own = p.to_slots.at(b, t);
+        if (!p.is_padding(own)) move_to(state, states + own * p.state_strides[0], p.state_strides[2]);
+      }
+    }
+    if (to >= 0 && !(p.to_slots.data && to == p.pad_slot))
+      move_to(state, states + to * p.state_strides[0], p.state_strides[2]);
+  }
+  pdl_launch_dependents();
+}
+
+}  // namespace fi

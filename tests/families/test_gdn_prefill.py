@@ -1,0 +1,207 @@
+"""Prefill with a gated delta rule: packed sequences, shared heads, pools, checkpoints, extremes, refusals."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import fi_core
+from families.harness import assert_close, assert_guards, guarded, impls, rand, strided, using
+from families.linear_attention_reference import gated_delta_rule
+from fi_core.gdn_decode import gated_delta_rule_decode_pretranspose
+from fi_core.gdn_prefill import chunk_gated_delta_rule
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+LENGTHS = [65, 0, 1, 130, 0, 63, 64]
+
+
+def inputs(
+    lengths: list[int], device: str, *, dtype: torch.dtype = BF16, heads: tuple[int, int, int] = (2, 2, 4),
+    dim: int = 128, index: torch.dtype = torch.int32,
+) -> dict[str, Any]:  # fmt: skip
+    total, (hq, hk, hv) = sum(lengths), heads
+    h = max(hq, hv)
+    return {
+        "q": strided(rand(total, hq, dim, dtype=dtype, device=device)),
+        "k": strided(rand(total, hk, dim, dtype=dtype, device=device, seed=1)),
+        "v": strided(rand(total, hv, dim, dtype=dtype, device=device, seed=2)),
+        "g": torch.sigmoid(rand(total, h, dtype=F32, device=device, seed=3) + 3),
+        "beta": torch.sigmoid(rand(total, h, dtype=F32, device=device, seed=4)),
+        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(index).to(device),
+        "use_qk_l2norm_in_kernel": True,
+    }
+
+
+def expected(x: dict[str, Any], start: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Outputs of all sequences; the states of each before its first token, after each 64 and after the last."""
+    ends, outputs, states = x["cu_seqlens"].tolist(), [], []
+    q, k, v, g, beta = (x[name].cpu() for name in ("q", "k", "v", "g", "beta"))
+    for i, (first, end) in enumerate(itertools.pairwise(ends)):
+        own = slice(first, end)
+        out, state = gated_delta_rule(
+            q[own], k[own], v[own], g[own], beta[own], start[i].cpu(), q.shape[-1] ** -0.5,
+            x["use_qk_l2norm_in_kernel"], every=64,
+        )  # fmt: skip
+        outputs.append(out)
+        states.append(state)
+    return torch.cat([o.reshape(-1, *outputs[0].shape[1:]) for o in outputs]), states
+
+
+def tolerance(device: str, dtype: torch.dtype, state: bool = False) -> tuple[float, float]:
+    """CUDA kernels round operands of products to the dtype of q, the CPU rounds outputs only."""
+    if device == "cpu":
+        return (1e-4, 1e-4) if state else {BF16: (1e-2, 1e-2), F16: (1.5e-3, 1e-3)}[dtype]
+    return {BF16: (2e-2, 2e-2), F16: (3e-3, 3e-3)}[dtype]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize(("heads", "dim"), [((2, 2, 4), 128), ((4, 2, 2), 128), ((2, 2, 2), 64)])
+def test_packed_sequences(dtype: torch.dtype, heads: tuple[int, int, int], dim: int, device: str) -> None:
+    """Lengths around a chunk, empty sequences; value heads that share keys, query heads that share them."""
+    x = inputs(LENGTHS, device, dtype=dtype, heads=heads, dim=dim, index=torch.int64)
+    start = rand(len(LENGTHS), max(heads), dim, dim, dtype=F32, device=device)
+    want, states = expected(x, start)
+    for impl, segment in itertools.product(impls("chunk_gated_delta_rule", device), (None, 64, 128)):
+        out = guarded(want.shape, dtype, device, row_padding=8)
+        final = guarded(start.shape, F32, device)
+        with using("chunk_gated_delta_rule", impl):
+            got, last = chunk_gated_delta_rule(
+                **x, initial_state=start, output_final_state=True, output=out, output_state=final, _cp_chunk_len=segment
+            )
+        assert got is out
+        assert last is final
+        assert_close(out, want, tolerance=tolerance(device, dtype))
+        assert_close(final, torch.stack([s[-1] for s in states]), tolerance=tolerance(device, dtype, True))
+        assert torch.equal(final[1], start[1])  # of an empty sequence
+        assert_guards(out)
+        assert_guards(final)
+
+
+def test_defaults(device: str) -> None:
+    """No gates, no initial state, no normalisation, only the output."""
+    x = inputs([70, 3], device, heads=(2, 2, 2))
+    x["k"] = x["k"] * 128**-0.5
+    x["use_qk_l2norm_in_kernel"] = False
+    ones = {"g": torch.ones_like(x["g"]), "beta": torch.ones_like(x["beta"])}
+    want, _ = expected({**x, **ones}, torch.zeros(2, 2, 128, 128))
+    plain = {name: value for name, value in x.items() if name not in ones}
+    assert_close(fi_core.chunk_gated_delta_rule(**plain), want, tolerance=tolerance(device, BF16))
+    scaled = chunk_gated_delta_rule(**plain, scale=0.5).double() / (0.5 * 128**0.5)
+    assert_close(scaled, want, tolerance=tolerance(device, BF16))
+
+
+@pytest.mark.parametrize("segment", [None, 64])
+def test_pools_and_checkpoints(segment: int | None, device: str) -> None:
+    lengths = [128, 0, 200, 63]
+    x = inputs(lengths, device)
+    slots = torch.tensor([4, 0, 2, 5], device=device)
+    pool = guarded((6, 4, 128, 128), F32, device)
+    pool[slots] = rand(4, 4, 128, 128, dtype=F32, device=device)
+    before = pool.clone()
+    starts = torch.tensor([0, 1, 1, 4, 4], dtype=torch.int32, device=device)  # one row is left out
+    checkpoints = guarded((5, 4, 128, 128), F32, device)
+    want, states = expected(x, before[slots])
+    out, returned = chunk_gated_delta_rule(
+        **x, initial_state=pool, output_state=pool, output_final_state=True, state_indices=slots,
+        state_checkpoints=checkpoints, checkpoint_cu_starts=starts, checkpoint_every_n_tokens=128,
+        _cp_chunk_len=segment,
+    )  # fmt: skip
+    assert returned is pool
+    assert_close(out, want, tolerance=tolerance(device, BF16))
+    for i, slot in enumerate(slots.tolist()):
+        assert_close(pool[slot], states[i][-1], tolerance=tolerance(device, BF16, True))
+    assert pool[1].isnan().all()
+    assert_close(checkpoints[0], states[0][2], tolerance=tolerance(device, BF16, True))
+    assert_close(checkpoints[1], states[2][2], tolerance=tolerance(device, BF16, True))
+    assert checkpoints[2:].isnan().all()
+    assert_guards(pool)
+
+
+@pytest.mark.parametrize("state_dtype", [BF16, F16])
+def test_narrow_states(state_dtype: torch.dtype, device: str) -> None:
+    x = inputs([66], device)
+    start = rand(1, 4, 128, 128, dtype=state_dtype, device=device)
+    final = torch.empty_like(start)
+    want, states = expected(x, start)
+    out = chunk_gated_delta_rule(**x, initial_state=start, output_state=final)
+    assert_close(out, want, tolerance=tolerance(device, BF16))
+    assert_close(final[0], states[0][-1], tolerance=(2e-2, 2e-2))
+
+
+@pytest.mark.parametrize("which", ["g=0", "g=1", "some g=0", "tiny g", "beta=0", "beta=1", "k=0", "same k"])
+def test_extremes(which: str, device: str) -> None:
+    x = inputs([150], device, heads=(2, 2, 2))
+    g, beta, k = x["g"], x["beta"], x["k"].clone()
+    if which in ("g=0", "g=1"):
+        g.fill_(float(which[-1]))
+    elif which == "some g=0":
+        g[::7] = 0
+    elif which == "tiny g":
+        g[5::9] = 1e-30
+        g[6::9] = 1e-42
+    elif which.startswith("beta"):
+        beta.fill_(float(which[-1]))
+    elif which == "k=0":
+        k[3::5] = 0
+    else:
+        k[:] = k[:1]
+    x["k"] = k
+    start = rand(1, 2, 128, 128, dtype=F32, device=device)
+    want, states = expected(x, start)
+    for segment in (None, 64):
+        out, final = chunk_gated_delta_rule(**x, initial_state=start, output_final_state=True, _cp_chunk_len=segment)
+        assert_close(out, want, tolerance=tolerance(device, BF16))
+        assert_close(final[0], states[0][-1], tolerance=tolerance(device, BF16, True))
+
+
+def test_decode_continues_prefill(device: str) -> None:
+    """A state of prefill is one of decode: both have K last."""
+    x = inputs([40], device)
+    want, _ = expected(x, torch.zeros(1, 4, 128, 128))
+    first = {name: value[:39] if name in ("q", "k", "v", "g", "beta") else value for name, value in x.items()}
+    first["cu_seqlens"] = torch.tensor([0, 39], device=device)
+    _, state = chunk_gated_delta_rule(**first, output_final_state=True)
+    last = {name: x[name][39][None, None] for name in ("q", "k", "v")}
+    a = torch.log(torch.expm1(-torch.log(x["g"][39])))[None, None]  # softplus(a) = -log g
+    out, _ = gated_delta_rule_decode_pretranspose(
+        **last, state=state, A_log=torch.zeros(4, device=device), a=a, dt_bias=torch.zeros(4, device=device),
+        b=torch.logit(x["beta"][39])[None, None],
+    )  # fmt: skip
+    assert_close(out[0, 0], want[39], tolerance=tolerance(device, BF16))
+
+
+def test_no_tokens_and_no_sequences(device: str) -> None:
+    start = rand(2, 4, 128, 128, dtype=F32, device=device)
+    out, final = chunk_gated_delta_rule(**inputs([0, 0], device), initial_state=start, output_final_state=True)
+    assert out.shape == (0, 4, 128)
+    assert torch.equal(final, start)
+    assert chunk_gated_delta_rule(**inputs([], device)).shape == (0, 4, 128)
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"cu_seqlens": None}, AssertionError, "cu_seqlens must be given"),
+    ({"cu_seqlens": torch.zeros(2)}, TypeError, "cu_seqlens must be int32 or int64"),
+    ({"use_cp": "yes"}, ValueError, "use_cp must be"),
+    ({"backend": "triton"}, ValueError, "backend must be one of"),
+    ({"checkpoint_every_n_tokens": 65}, ValueError, "checkpoint_every_n_tokens must be a multiple of 64"),
+    ({"checkpoint_every_n_tokens": 64}, ValueError, "state_checkpoints and checkpoint_cu_starts must be given"),
+    ({"state_indices": torch.zeros(1, dtype=torch.int32), "output_final_state": True}, ValueError,
+     "output_state must be given"),
+    ({"g": torch.ones(5, 2)}, ValueError, "g must have shape"),
+    ({"beta": torch.ones(5, 4, dtype=BF16)}, TypeError, "beta must be float32"),
+    ({"k": torch.zeros(5, 3, 128, dtype=BF16)}, ValueError, "k must have a number of heads that divides 4"),
+    ({"v": torch.zeros(5, 4, 128, dtype=F16)}, TypeError, "v must have the dtype of q"),
+    ({"initial_state": torch.zeros(2, 4, 128, 128)}, ValueError, "initial_state must have shape"),
+    ({"output": torch.zeros(5, 4, 128)}, TypeError, "out must have the dtype of q"),
+    ({"cu_seqlens": torch.tensor([0, 6])}, ValueError, "cu_seqlens must end at 5 or less; got 6"),
+    ({"cu_seqlens": torch.tensor([0, 3, 2])}, ValueError, "cu_seqlens must not decrease"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSED)
+def test_refusals(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        chunk_gated_delta_rule(**{**inputs([5], "cpu"), **changes})

@@ -16,6 +16,8 @@ from fi_bench.runner import fresh
 
 SMALL = {
     "gemm": "--m 5 --n 128 --k 256 --batch_size 2 --group_size 3",
+    "moe": "--num_tokens 9 --hidden_size 256 --intermediate_size 128 --num_experts 8 --top_k 2",
+    "moe_routing": "--num_tokens 9 --num_experts 16 --top_k 3",
     "norm": "--batch_size 3 --hidden_size 128",
     "activation": "--batch_size 3 --hidden_size 32",
     "rope": "--batch_size 2 --seq_len 5 --num_qo_heads 4 --num_kv_heads 2 --head_dim 16 --page_size 4",
@@ -29,6 +31,13 @@ SMALL = {
     "sampling": "--batch_size 3 --vocab_size 301 --top_k 7",
 }
 VARIANTS = {
+    "moe": [
+        "--input_dtype float16 --routing_skew 1.5",
+        "--cutlass_variant fp8_block_scale",
+        "--cutlass_variant mxfp4",
+        "--ep_size 2 --ep_rank 1 --n_group 4 --topk_group 2",
+    ],
+    "moe_routing": ["--n_group 4 --topk_group 2 --routing_skew 1"],
     "gemm": ["--scale_major_mode K", "--out_dtype float16"],
     "norm": ["--input_dtype float16", "--out_dtype fp8_e5m2 --scale 0.02"],
     "rope": ["--interleave", "--rotary_dim 8", "--input_dtype bfloat16", "--no_rope_dim 8 --kv_layout HND"],

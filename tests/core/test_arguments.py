@@ -121,7 +121,7 @@ def files() -> dict[str, Artifact]:
     """The files of one configuration of each op, by kind and op."""
     found = {}
     for name, op in ops().items():
-        for target in (CPU, Target("cuda", "80")):
+        for target in (CPU, Target("cuda", "90a" if name in toy.HOPPER_ALONE else "80")):
             for artifact in sources.artifacts(toy.chosen(op, target, next(op.grid()))):
                 found[f"{artifact.kind} {name}"] = artifact
     return found

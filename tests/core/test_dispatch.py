@@ -186,6 +186,7 @@ def bf16_call(op: Op) -> dict[str, Any]:
         quantized = op.name == "rope_quantize" and argument.name.endswith("_out")
         quantized |= (op.name, argument.name) in (("block_quantize", "out"), ("block_dequantize", "input"))
         dtype = torch.float8_e4m3fn if quantized else torch.bfloat16
+        dtype = torch.int32 if (op.name, argument.name) == ("moe_sort", "ids") else dtype
         tensor = torch.empty(shapes.get(argument.name, (3, 128)), dtype=dtype)
         usual: dict[str, Any] = {"Tensor": tensor, "int": 0, "float": 0.0, "bool": False}
         number = argument.kind in ("int", "float", "bool") and argument.default is not REQUIRED

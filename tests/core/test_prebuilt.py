@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from core import toy
 from fi_core import aot
 from fi_core.registry import ops
 from fi_core.runtime.build import compiler
@@ -18,7 +19,7 @@ from fi_core.runtime.files import packed
 from fi_core.runtime.resolve import built, prebuilt, provider, store
 from fi_core.runtime.spec.target import CPU, PREBUILT_ARCHS, Target
 
-LARGEST = 190  # device binaries of one architecture: the wheels must stay small
+LARGEST = 195  # device binaries of one architecture: the wheels must stay small
 
 
 def test_every_op_is_shipped_for_every_target() -> None:
@@ -29,7 +30,8 @@ def test_every_op_is_shipped_for_every_target() -> None:
             taken = {i.name for i in ours if not all(i.refusals(facts) for facts in asked)}
             found = list(aot.specs(op, target))
             assert {spec.implementation for spec in found} == taken, f"{op.name} on {target}"
-            assert taken, f"{op.name}: nothing is built ahead for {target}"
+            held = op.name not in toy.HOPPER_ALONE or target in (CPU, Target("cuda", "90a"))
+            assert bool(taken) == held, f"{op.name}: nothing is built ahead for {target}"
             assert all(spec.target == target for spec in found)
 
 

@@ -52,9 +52,10 @@ def test_weights_of_4_bits(block: int, m: int, n: int, k: int, device: str) -> N
     codes = scales(n, k // block, device, *low)
     alpha = torch.tensor([0.25], device=device)
     want = a.cpu().double() @ wide(b, codes, block).T * 0.25
+    near_zero = float(want.abs().max()) * max(1e-6, k * 4e-10)  # tensor cores cut each of k / 16 sums to 24 bits
     for dtype in (torch.float32, torch.bfloat16):
         out = fi_core.mm_bf16_fp4(a, b, swizzled(codes), alpha, dtype, block_size=block)
-        assert_close(out, want, tolerance=(1e-5 if dtype is torch.float32 else 4e-3, 1e-6 * float(want.abs().max())))
+        assert_close(out, want, tolerance=(1e-5 if dtype is torch.float32 else 4e-3, near_zero))
 
 
 @pytest.mark.parametrize("block", [16, 32])

@@ -23,6 +23,7 @@ from families.test_descriptions import DESCRIBED
 from fi_bench.startup.calls import arguments as first_calls
 from fi_core.observe import api
 from fi_core.observe.trace import Described, TraceTemplate
+from fuzz import comm_calls, moe_calls
 
 Arguments = dict[str, Any]  # by parameter; the rest of `*args` is one tuple
 
@@ -86,6 +87,16 @@ def _plain(name: str, function: Callable[..., Any], make: Callable[[], tuple[Any
         torch.manual_seed(seed)
         given = make()
         return hook(function, bound(function, given, {}) if isinstance(given, tuple) else given)
+
+    return Scenario(name, start)
+
+
+def _made(name: str, make: Callable[[], tuple[Callable[..., Any], Arguments]]) -> Scenario:
+    """A call whose function knows the objects that its arguments are of."""
+
+    def start(hook: Hook, seed: int) -> Any:
+        torch.manual_seed(seed)
+        return hook(*make())
 
     return Scenario(name, start)
 
@@ -185,6 +196,7 @@ def _examples() -> Iterator[Scenario]:
         ("custom decode", _with_slopes(decode.single_decode_with_kv_cache_with_jit_module), lambda: _custom("decode")),
         ("custom prefill", _with_slopes(fi_core.prefill.single_prefill_with_kv_cache_with_jit_module),
          lambda: _custom("prefill")),
+        *moe_calls.calls(),
     ):  # fmt: skip
         yield _plain(name, function, make)
 
@@ -251,10 +263,12 @@ def _again() -> Iterator[Callable[[], Any]]:
 
 def scenarios() -> list[Scenario]:
     """All of them; each marked function and method is called by one."""
-    sessions = {**wrapper_session.SESSIONS, **wrapper_session.COMPOSED, "other names": _again}
+    w = wrapper_session
+    sessions = {**w.SESSIONS, **w.COMPOSED, **w.COMPILED, "other names": _again}
     return [
         *map(_described, DESCRIBED),
         *_examples(),
+        *(_made(f"ranks:{name}", make) for name, make in comm_calls.CALLS.items()),
         *(_session(name, session) for name, session in sessions.items()),
     ]
 

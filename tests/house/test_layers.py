@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime.dispatch", "runtime.resolve"),
     ("runtime.launch",),
     ("compat", "autotuner", "compilation_context", "tllm_enums", "utils"),
-    ("comm", "fused_moe", "green_ctx"),
+    ("comm", "green_ctx"),
     ("observe", "api_logging", "testing", "jit.core", "jit.env", "jit.custom"),
     FAMILIES,
     ("logits_processor",),
@@ -131,6 +131,7 @@ HEADERS: dict[str, set[str]] = {
     "cuda": {""},
     "attention": SHARED | {"rope"},
     "comm": SHARED | {"norm", "quantization"},
+    "fused_moe": SHARED | {"gemm", "norm", "quantization"},
     "sampling": SHARED | {"topk"},
 }
 

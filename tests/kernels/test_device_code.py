@@ -46,6 +46,10 @@ NARROW = {
     "gemm": r"_elements",
     "get_seq_lens": r"_int\d+",
     "merge_state": r"_1_wide",
+    "moe_activation": r"_elements",
+    "moe_finalize": r"_1",
+    "moe_route": r"",
+    "moe_sort": r"",
     "merge_states": r"_1_wide_4",
     "packbits": r"_bytes",
     "rope": r"_1",
@@ -53,9 +57,17 @@ NARROW = {
     "prefill_plan": r"prefill_plan",
     "single_attention": r"combine_chunks",
 }
-# Bytes of stack that kernels of an op may have. MLA has two to twenty registers too few, of 168 or 255.
-# prepare_chunks has up to six too few, of the 128 that let an SM have four CTAs.
-STACK = {"batch_mla": 80, "chunk_gated_delta_rule": 24, "concat_mla_k": 8}
+# Bytes of stack that kernels of an op may have. MLA has two to twenty registers too few, of 168 or 255; prepare_chunks
+# has up to six too few, of the 128 that let an SM have four CTAs; routing on sm_80 keeps up to 20 of its lane's experts
+# there, on sm_90 none.
+STACK = {
+    "batch_mla": 80,
+    "chunk_gated_delta_rule": 24,
+    "concat_mla_k": 8,
+    "moe_finalize": 16,
+    "moe_gather": 8,
+    "moe_route": 80,
+}
 # Bits of the widest load where it is not 128: attention takes eight elements at a time (head dims are such).
 LOADS = {"single_attention": {"e4m3": 64, "e5m2": 64}}
 # Bits of the widest store of an op or an entry where it is not 128: outputs that are smaller than inputs, and one
@@ -65,6 +77,8 @@ STORES = {
     "chain_speculative": 32,
     "chunk_gated_delta_rule": 64,
     "gemm": 32,
+    "moe_mixed_gemm": 16,
+    "moe_experts": 32,
     "packbits": 16,
     "sample_single_pass_512": 64,
     "single_attention": 32,

@@ -70,6 +70,7 @@ FAMILIES = {
                 "bgmv_moe",
             ),
         ),
+        Family("moe_routing", flags.MOE_ROUTING, ("fused_topk_deepseek",)),
         Family("moe_comm", flags.MOE_COMM, ("moe_a2a_dispatch_combine",)),
         Family("allreduce_comm", flags.ALLREDUCE, ("allreduce_fusion",)),
         Family("mixed_comm", flags.MIXED_COMM, ("mixed_comm",)),

@@ -183,6 +183,7 @@ GEMM = (
     switch("bias", "add a bias"),
     switch("autotune", "accepted for compatibility; fi-core chooses from offline tables"),
 )
+ROUTING_SKEW = real("routing_skew", 0.0, "the n-th most popular expert has n ** -X of the first's tokens; 0 is even")
 MOE = (
     number("num_tokens", None, "tokens", True),
     number("hidden_size", None, "model dimension", True),
@@ -208,7 +209,13 @@ MOE = (
     switch("use_routing_scales_on_input", "scale before the experts"),
     Flag("activation_type", "activation", str, "Swiglu", metavar="NAME"),
     choice("fp4_mode", ("nvfp4", "mxfp4_mxfp8", "mxfp4_bf16"), "nvfp4", "fp4 format"),
-    choice("cutlass_variant", ("base", "fp8", "nvfp4"), "base", "weights of cutlass_fused_moe"),
+    choice(
+        "cutlass_variant",
+        ("base", "fp8", "nvfp4", "fp8_block_scale", "mxfp4"),
+        "base",
+        "weights of cutlass_fused_moe",
+    ),
+    ROUTING_SKEW,
     switch("quantized_input", "input already quantised"),
     number("tp_size", 1, "tensor parallel size"),
     number("tp_rank", 0, "tensor parallel rank", least=0),
@@ -220,6 +227,15 @@ MOE = (
     number("rank", 32, "LoRA rank"),
     number("num_loras", 8, "LoRA adapters"),
     number("num_slices", 1, "LoRA slices"),
+)
+MOE_ROUTING = (
+    number("num_tokens", None, "tokens", True),
+    number("num_experts", None, "experts", True),
+    number("top_k", None, "experts per token", True),
+    number("n_group", None, "expert groups"),
+    number("topk_group", None, "groups per token"),
+    real("routed_scaling_factor", 2.5, "factor of the routed output"),
+    ROUTING_SKEW,
 )
 MOE_COMM = (
     *MOE,

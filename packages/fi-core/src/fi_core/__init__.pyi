@@ -66,7 +66,20 @@ from fi_core.decode import (
     single_decode_with_kv_cache,
     xqa,
 )
-from fi_core.fused_moe import ActivationType, RoutingMethodType, reorder_rows_for_gated_act_gemm
+from fi_core.fused_moe import (
+    ActivationType,
+    RoutingMethodType,
+    cutlass_fused_moe,
+    reorder_rows_for_gated_act_gemm,
+    trtllm_bf16_moe,
+    trtllm_bf16_routed_moe,
+    trtllm_fp4_block_scale_moe,
+    trtllm_fp4_block_scale_routed_moe,
+    trtllm_fp8_block_scale_moe,
+    trtllm_fp8_block_scale_routed_moe,
+    trtllm_fp8_per_tensor_scale_moe,
+    trtllm_fp8_per_tensor_scale_routed_moe,
+)
 from fi_core.gdn_prefill import chunk_gated_delta_rule
 from fi_core.gemm import (
     SegmentGEMMWrapper,
@@ -213,6 +226,7 @@ __all__ = [
     "chunk_gated_delta_rule",
     "concat_mla_k",
     "cudnn_batch_decode_with_kv_cache",
+    "cutlass_fused_moe",
     "e2m1_and_ufp8sf_scale_to_float",
     "fast_decode_plan",
     "fi_trace",
@@ -289,7 +303,15 @@ __all__ = [
     "top_p_renorm_prob",
     "top_p_renorm_probs",
     "top_p_sampling_from_probs",
+    "trtllm_bf16_moe",
+    "trtllm_bf16_routed_moe",
     "trtllm_fmha_v2_prefill",
+    "trtllm_fp4_block_scale_moe",
+    "trtllm_fp4_block_scale_routed_moe",
+    "trtllm_fp8_block_scale_moe",
+    "trtllm_fp8_block_scale_routed_moe",
+    "trtllm_fp8_per_tensor_scale_moe",
+    "trtllm_fp8_per_tensor_scale_routed_moe",
     "xqa",
 ]
 

@@ -56,6 +56,10 @@ def arguments(device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
         )
         return rand(8, 256), workspace, 0
 
+    def fp4(rows: int) -> tuple[Any, ...]:
+        codes = torch.arange(4 * rows * 64, device=device) % 255
+        return codes.to(torch.uint8).view(4, rows, 64), torch.full((4, rows * 4), 120, device=device, dtype=torch.uint8)
+
     return {
         "comm.allreduce_fusion": reduction,
         "comm.AllToAllWorkspace.all_to_all": lambda: (one_rank(), rand(1, 2, 128), rand(1, 2, 128)),
@@ -64,6 +68,14 @@ def arguments(device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
         "rmsnorm_quant": lambda: (rand(8, 4096).to(e4m3), rand(8, 4096), rand(4096), rand(1, dtype=single)),
         "layernorm": lambda: (rand(8, 4096), rand(4096, dtype=single), rand(4096, dtype=single)),
         "mm_bf16": lambda: (rand(4, 256), rand(512, 256).t()),
+        "cutlass_fused_moe": lambda: (
+            rand(3, 128), ints(0, 1, 2, 3, 1, 0).view(3, 2), rand(3, 2, dtype=single), rand(4, 256, 128),
+            rand(4, 128, 128), half,
+        ),
+        "trtllm_fp4_block_scale_moe": lambda: (
+            rand(3, 4), None, rand(3, 128), None, *fp4(256), None, None, None, None, *fp4(128), None, None, None, None,
+            4, 2, None, None, 128, 0, 4, None,
+        ),
         "mm_bf16_fp4": lambda: (
             rand(4, 128), ints(*range(128)).to(torch.uint8).view(2, 64),
             torch.full((128, 8), 56, device=device, dtype=torch.uint8),

@@ -1,8 +1,23 @@
-"""Mixture of experts: the layouts in which expert weights are stored, and their codes. The kernels are not here yet."""
+"""Mixture of experts: routing, the experts of a layer, and the layouts in which expert weights are stored."""
 
 from __future__ import annotations
 
-from fi_core.fused_moe.core import convert_to_block_layout, reorder_rows_for_gated_act_gemm
+from fi_core.fused_moe.core import (
+    convert_to_block_layout,
+    interleave_moe_scales_for_sm90_mixed_gemm,
+    interleave_moe_weights_for_sm90_mixed_gemm,
+    reorder_rows_for_gated_act_gemm,
+)
+from fi_core.fused_moe.cutlass import cutlass_fused_moe
+from fi_core.fused_moe.routing import fused_topk_deepseek
+from fi_core.fused_moe.trtllm_bf16 import trtllm_bf16_moe, trtllm_bf16_routed_moe
+from fi_core.fused_moe.trtllm_fp4 import trtllm_fp4_block_scale_moe, trtllm_fp4_block_scale_routed_moe
+from fi_core.fused_moe.trtllm_fp8 import (
+    trtllm_fp8_block_scale_moe,
+    trtllm_fp8_block_scale_routed_moe,
+    trtllm_fp8_per_tensor_scale_moe,
+    trtllm_fp8_per_tensor_scale_routed_moe,
+)
 from fi_core.tllm_enums import (
     ActivationType,
     Fp8QuantizationType,
@@ -21,6 +36,18 @@ __all__ = [
     "RoutingMethodType",
     "WeightLayout",
     "convert_to_block_layout",
+    "cutlass_fused_moe",
+    "fused_topk_deepseek",
+    "interleave_moe_scales_for_sm90_mixed_gemm",
+    "interleave_moe_weights_for_sm90_mixed_gemm",
     "is_gated_activation",
     "reorder_rows_for_gated_act_gemm",
+    "trtllm_bf16_moe",
+    "trtllm_bf16_routed_moe",
+    "trtllm_fp4_block_scale_moe",
+    "trtllm_fp4_block_scale_routed_moe",
+    "trtllm_fp8_block_scale_moe",
+    "trtllm_fp8_block_scale_routed_moe",
+    "trtllm_fp8_per_tensor_scale_moe",
+    "trtllm_fp8_per_tensor_scale_routed_moe",
 ]

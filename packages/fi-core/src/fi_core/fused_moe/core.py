@@ -19,6 +19,8 @@ __all__ = [
     "convert_to_block_layout",
     "get_reorder_rows_for_gated_act_gemm_row_indices",
     "get_w2_permute_indices_with_cache",
+    "interleave_moe_scales_for_sm90_mixed_gemm",
+    "interleave_moe_weights_for_sm90_mixed_gemm",
     "reorder_rows_for_gated_act_gemm",
 ]
 
@@ -144,3 +146,43 @@ def get_w2_permute_indices_with_cache(
     if found is None:
         found = _cache_permute_indices[key] = _shuffle_indices(w, epilogue_tile_m, num_elts_per_sf).to(w.device)
     return found
+
+
+def interleave_moe_weights_for_sm90_mixed_gemm(weight: torch.Tensor, quant_type: str = "fp4") -> torch.Tensor:
+    """Returns 4-bit weights in the order that `cutlass_fused_moe` reads: rows as they are, contiguous.
+
+    Args:
+        weight: `[experts, n, k / 2]`, uint8: two values a byte, an even k in the lower half.
+        quant_type: "fp4" (e2m1) or "int4" (signed).
+
+    Returns:
+        As weight; itself if it is contiguous.
+
+    Raises:
+        ValueError: weight or quant_type is something else.
+    """
+    if quant_type not in ("fp4", "int4"):
+        raise ValueError(f'quant_type must be "fp4" or "int4"; got {quant_type!r}')
+    if weight.ndim != 3 or str(weight.dtype) != "torch.uint8":
+        raise ValueError(f"weight must be uint8 [experts, n, k / 2]; got {weight.dtype} {list(weight.shape)}")
+    return weight.contiguous()
+
+
+def interleave_moe_scales_for_sm90_mixed_gemm(scales: torch.Tensor, group_size: int = 32) -> torch.Tensor:
+    """Returns the scales of 4-bit weights in the order that `cutlass_fused_moe` reads: as they are, contiguous.
+
+    Args:
+        scales: `[experts, n, k / group_size]`, uint8 (ue8m0) for groups of 32, 16 bits for groups of 128.
+        group_size: 32 or 128.
+
+    Returns:
+        As scales; itself if it is contiguous.
+
+    Raises:
+        ValueError: scales or group_size is something else.
+    """
+    if group_size not in (32, 128):
+        raise ValueError(f"group_size must be 32 or 128; got {group_size}")
+    if scales.ndim != 3:
+        raise ValueError(f"scales must have shape [experts, n, k / {group_size}]; got {list(scales.shape)}")
+    return scales.contiguous()

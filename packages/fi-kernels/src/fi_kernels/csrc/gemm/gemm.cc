@@ -33,7 +33,7 @@ Scale scale_of(const OptionalTensor& scale, const Tensor& operand, int64_t batch
   scale.is({kF32}).on(operand);
   s.data = scale.data<float>();
   const int64_t ndim = operand.ndim(), blocks = gemm_ceil(k, 128);
-  const bool one_block = blocks == 1 && gemm_ceil(rows, 128) == 1 && batch == 1;
+  const bool one_block = blocks == 1 && gemm_ceil(rows, 128) == 1 && (ndim == 2 || batch == 1);
   if (scale.numel() == 1 && !(scale.ndim() == ndim && one_block)) return s;
   s.blocks = scale.ndim() == ndim;
   const int64_t own = s.blocks ? scale.size(-2) : scale.size(-1);

@@ -1,14 +1,11 @@
 // GEMM for few tokens on Hopper: rows of b (weights) are the 64-row operand of wgmma and tokens are its columns. A warp
 // streams weights through a deep TMA ring, another one tokens and scales, and CTAs of a cluster split k.
 #pragma once
-#include "fi/cuda/pipeline_sm90.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/ptx/tma_sm90.cuh"
-#include "fi/cuda/ptx/wgmma_sm90.cuh"
 #include "fi/cuda/shared_memory.cuh"
-#include "fi/cuda/warp_roles_sm90.cuh"
-#include "fi/cuda/wgmma_tile_sm90.cuh"
 #include "fi/gemm/gemm_small_m.h"
+#include "fi/gemm/small_m_mainloop_sm90.cuh"
 #include "fi/gemm/small_m_output_sm90.cuh"
 
 namespace fi {
@@ -25,32 +22,24 @@ struct IsBatched<BatchedTiles<kRows, kColumns>> {
 // A tile has kTokens rows of a by kWarpgroups * 64 rows of b. A stage has kBlocks blocks of 128 bytes along k.
 // kScaleRows: rows of b that share the scale of 128 k, 1 or 128; 0: no block scales.
 //
-// The tensor cores add fp8 products with about 14 bits, so each stage (each block, if blocks have scales) has
-// accumulators of its own, which are added to the sum in fp32 while the tensor cores compute the next stage.
-//
 // The order of additions depends on n and k only: a token's result is the same in any batch.
 template <class A, class B, class Out, int kTokens, int kWarpgroups, int kBlocks, int kStages, int kScaleRows,
           template <int, int> class Tiles>
 struct GemmSmallM {
-  static constexpr bool kFp8 = sizeof(A) == 1, kBlockScales = kScaleRows > 0, kSplits = kWarpgroups <= 2;
+  using Mainloop = SmallMMainloop<A, B, kTokens, kWarpgroups, kBlocks, kStages, kScaleRows>;
+  static constexpr bool kBlockScales = kScaleRows > 0, kSplits = kWarpgroups <= 2;
   static constexpr int kRows = 64 * kWarpgroups, kConsumers = 128 * kWarpgroups, kLine = kSwizzleLineBytes;
-  static constexpr int kBlockK = kLine / sizeof(A), kCount = kTokens / 2, kGroups = kTokens / 8;
-  static constexpr int kParts = kBlockScales ? kBlocks : 1;
-  static constexpr bool kTwoSets = kParts * kCount <= (kSplits ? 32 : 16);  // of accumulators
+  static constexpr int kBlockK = kLine / sizeof(A), kGroups = kTokens / 8, kScales = Mainloop::kScales;
   static constexpr bool kBatched = IsBatched<Tiles<kTokens, kRows>>::value;
   static constexpr bool kEarlyFactors = kSplits || kTokens < 64;  // registers are left for them
   static constexpr int kAhead = kStages < 4 ? kStages : 4;        // stages of weights that are loaded before roles meet
-  static constexpr int kScales = kScaleRows == 1 ? kRows : kScaleRows == 128 ? kWarpgroups : 1;  // of b, in a block
-  static_assert(kStages >= 2, "a stage is released when the next one has arrived");
 
   using Output = SmallMOutput<Out, kTokens, kRows, !kBlockScales, kSplits>;
 
   struct Shared {
-    alignas(1024) char b[kStages][kBlocks][kRows * kLine];
-    alignas(1024) char a[kStages][kBlocks][kTokens * kLine];
+    typename Mainloop::Operands operands;
     typename Output::Shared output;
-    alignas(16) float a_scale[kBlockScales ? kStages : 1][kBlocks][kTokens];
-    alignas(16) float b_scale[kBlockScales ? kStages : 1][kBlocks][kScales];
+    typename Mainloop::Scales scales;
     Pipeline<kStages> pipeline;
   };
 
@@ -105,7 +94,7 @@ struct GemmSmallM {
   FI_DEVICE int begin() {
     const bool first_lane = threadIdx.x % 32 == 0;
     if (first_lane) {
-      shared.pipeline.init(kBlockScales ? 34 : 2, kWarpgroups * (kBlockScales ? 4 : 1));
+      shared.pipeline.init(kBlockScales ? 34 : 2, Mainloop::kReleases);
       shared.output.partial_full.init(1);
       fence_barrier_init();
     }
@@ -144,7 +133,8 @@ struct GemmSmallM {
     Barrier& full = shared.pipeline.expect(at.stage, kBlocks * kRows * kLine);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
-      tma_load_hinted(shared.b[at.stage][block], p.b, full, policy, (k + block) * kBlockK, tile.column, tile.b_batch);
+      tma_load_hinted(shared.operands.b[at.stage][block], p.b, full, policy, (k + block) * kBlockK, tile.column,
+                      tile.b_batch);
   }
 
   // By a warp: tokens and the scales of blocks.
@@ -162,13 +152,13 @@ struct GemmSmallM {
           Barrier& full = shared.pipeline.expect(at.stage, kBlocks * kTokens * kLine);
 #pragma unroll
           for (int block = 0; block < kBlocks; ++block)
-            tma_load_hinted(shared.a[at.stage][block], p.a, full, kEvictLast, (k + block) * kBlockK, tile.row,
+            tma_load_hinted(shared.operands.a[at.stage][block], p.a, full, kEvictLast, (k + block) * kBlockK, tile.row,
                             tile.a_batch);
         }
         if constexpr (kBlockScales) {
 #pragma unroll
           for (int block = 0; block < kBlocks; ++block)
-            scales.load(shared.a_scale[at.stage][block], shared.b_scale[at.stage][block], k + block + 1 < p.k_blocks,
+            scales.load(shared.scales.a[at.stage][block], shared.scales.b[at.stage][block], k + block + 1 < p.k_blocks,
                         lane);
           shared.pipeline.commit_copies(at.stage);
         }
@@ -217,14 +207,13 @@ struct GemmSmallM {
 
   FI_DEVICE void consume() {
     const int warpgroup = warpgroup_index(), thread = threadIdx.x % 128;
-    const uint64_t b = wgmma_uniform(wgmma_operand(shared.b[0][0] + warpgroup * 64 * kLine, kSwizzlePeriod));
-    const uint64_t a = wgmma_uniform(wgmma_operand(shared.a[0][0], kSwizzlePeriod));
     const int block = warpgroup * 8 + uniform(thread / 32) * 2;  // the first of this warp's two, of 8 rows
     Tiles<kTokens, kRows> tiles = work();
+    Mainloop mainloop(shared.operands, shared.scales, shared.pipeline, steps);
     PipelineState at;
     GemmTile tile;
     while (tiles.next(tile)) {
-      float sum[kCount];
+      float sum[Mainloop::kCount];
       typename Output::Factors factors[2];
       float2 of_tokens[kGroups];
       if (output.splits == 1) {  // loaded here, the latency is that of the first stage
@@ -234,10 +223,7 @@ struct GemmSmallM {
         for (int g = 0; g < kGroups; ++g)
           if (kEarlyFactors) of_tokens[g] = output.token_factors(tile, g);
       }
-      if constexpr (kFp8)
-        multiply_in_parts(sum, b, a, at);
-      else
-        multiply(sum, b, a, at);
+      mainloop.run(sum, at);
       const int groups = min(kGroups, (tile.rows + 7) / 8);
       if (output.splits > 1) {
         if (threadIdx.x == 0) output.expect(groups);
@@ -257,116 +243,6 @@ struct GemmSmallM {
         }
       }
       if (output.splits > 1) output.template store_sums<4 * kWarpgroups>(tile, groups, warp_index());
-    }
-  }
-
-  // Issues the products of a stage; blocks of different parts are separate wgmma groups.
-  FI_DEVICE static void issue(float (&d)[kParts][kCount], uint64_t b, uint64_t a, bool add) {
-    wgmma_fence();
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      const int part = kParts > 1 ? block : 0;
-#pragma unroll
-      for (int step = 0; step < 4; ++step)
-        wgmma(d[part], wgmma_further(b, block * kRows * kLine + step * 32),
-              wgmma_further(a, block * kTokens * kLine + step * 32), add || step > 0 || (kParts == 1 && block > 0), B(),
-              A());
-      if (kParts > 1 || block == kBlocks - 1) wgmma_commit();
-    }
-  }
-  FI_DEVICE void issue_stage(float (&d)[kParts][kCount], uint64_t b, uint64_t a, const PipelineState& at, bool add) {
-    shared.pipeline.wait(at);
-    issue(d, wgmma_further(b, at.stage * sizeof(shared.b[0])), wgmma_further(a, at.stage * sizeof(shared.a[0])), add);
-  }
-
-  FI_DEVICE void release(int stage) {
-    if constexpr (kBlockScales) {
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) shared.pipeline.empty[stage].arrive();
-    } else {
-      if (threadIdx.x % 128 == 0) shared.pipeline.empty[stage].arrive();
-    }
-  }
-
-  FI_DEVICE void multiply(float (&sum)[kCount], uint64_t b, uint64_t a, PipelineState& at) {
-    float d[1][kCount];
-    int before = 0;
-    for (int i = 0; i < steps; ++i, at.advance(kStages)) {
-      issue_stage(d, b, a, at, i > 0);
-      wgmma_wait<1>();
-      if (i > 0) release(before);
-      before = at.stage;
-    }
-    wgmma_finish(d[0]);
-    release(before);
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) sum[j] = d[0][j];
-  }
-
-  // Adds a finished stage to the sum and releases it. kPending: groups that were issued after it.
-  template <int kPending>
-  FI_DEVICE void add_stage(float (&sum)[kCount], float (&d)[kParts][kCount], int stage) {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      if (part == 0)
-        wgmma_wait<kPending + kParts - 1>();
-      else
-        wgmma_wait<kPending>();
-      wgmma_keep(d[part]);
-      if constexpr (kBlockScales) {
-        const int row = threadIdx.x / 128 * 64 + wgmma_row(threadIdx.x % 128);
-        const float* of_rows = shared.b_scale[stage][part];
-        const float low = kScaleRows == 1 ? of_rows[row] : of_rows[threadIdx.x / 128];
-        const float high = kScaleRows == 1 ? of_rows[row + 8] : low;
-#pragma unroll
-        for (int j = 0; j < kCount; j += 4) {
-          const float2 token =
-              *reinterpret_cast<const float2*>(&shared.a_scale[stage][part][j * 2 + threadIdx.x % 4 * 2]);
-          sum[j] += d[part][j] * (low * token.x);
-          sum[j + 1] += d[part][j + 1] * (low * token.y);
-          sum[j + 2] += d[part][j + 2] * (high * token.x);
-          sum[j + 3] += d[part][j + 3] * (high * token.y);
-        }
-      } else {
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) sum[j] += d[part][j];
-      }
-    }
-    release(stage);
-  }
-
-  FI_DEVICE void multiply_in_parts(float (&sum)[kCount], uint64_t b, uint64_t a, PipelineState& at) {
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) sum[j] = 0.f;
-    if constexpr (kTwoSets) {
-      float even[kParts][kCount], odd[kParts][kCount];
-      issue_stage(even, b, a, at, false);
-      int stage = at.stage, i = 1;
-      at.advance(kStages);
-      for (; i + 1 < steps; i += 2) {
-        issue_stage(odd, b, a, at, false);
-        add_stage<kParts>(sum, even, stage);
-        stage = at.stage;
-        at.advance(kStages);
-        issue_stage(even, b, a, at, false);
-        add_stage<kParts>(sum, odd, stage);
-        stage = at.stage;
-        at.advance(kStages);
-      }
-      if (i < steps) {
-        issue_stage(odd, b, a, at, false);
-        add_stage<kParts>(sum, even, stage);
-        add_stage<0>(sum, odd, at.stage);
-        at.advance(kStages);
-      } else {
-        add_stage<0>(sum, even, stage);
-      }
-    } else {
-      float d[kParts][kCount];
-      for (int i = 0; i < steps; ++i, at.advance(kStages)) {
-        issue_stage(d, b, a, at, false);
-        add_stage<0>(sum, d, at.stage);
-      }
     }
   }
 };

@@ -43,5 +43,12 @@ FI_DEVICE int count_device(int* counter) {
                : "memory");
   return before;
 }
+// The value of a counter that other CTAs increment by count_device. Orders later accesses of this thread, and of those
+// that meet it at a barrier, behind what the counting threads did before.
+FI_DEVICE int load_device(const int* counter) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(__cvta_generic_to_global(counter)) : "memory");
+  return x;
+}
 
 }  // namespace fi

@@ -1,0 +1,46 @@
+"""The activation of an expert from the arguments of the public functions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fi_core.fused_moe.layer import Activation
+from fi_core.tllm_enums import ActivationType
+
+if TYPE_CHECKING:
+    import torch
+
+
+def activation_of(
+    activation_type: int,
+    alpha: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    limit: torch.Tensor | None = None,
+    clamped_relu2_limit: float | None = None,
+    situ_beta: float | None = None,
+    situ_linear_beta: float | None = None,
+) -> Activation:
+    """The activation with its constants; alpha, beta or limit turn Swiglu into SwigluBias.
+
+    Raises:
+        ValueError: activation_type is no activation, or lacks its constant.
+    """
+    try:
+        kind = ActivationType(activation_type)
+    except ValueError:
+        kind = ActivationType.InvalidType
+    if kind is ActivationType.InvalidType:
+        raise ValueError(f"activation_type must be a value of ActivationType; got {activation_type!r}")
+    if kind is ActivationType.Swiglu and not (alpha is None and beta is None and limit is None):
+        kind = ActivationType.SwigluBias
+    if kind is ActivationType.SwigluBias:
+        return Activation(kind, alpha, beta, limit)
+    if kind is ActivationType.SwigluStep:
+        return Activation(kind, limit=limit, limit_value=7.0)
+    if kind is ActivationType.Situ:
+        return Activation(kind, alpha_value=situ_linear_beta or 25.0, beta_value=situ_beta or 4.0)
+    if kind is ActivationType.ClampedRelu2:
+        if clamped_relu2_limit is None or not clamped_relu2_limit > 0:
+            raise ValueError(f"clamped_relu2_limit must be positive for ClampedRelu2; got {clamped_relu2_limit}")
+        return Activation(kind, limit_value=clamped_relu2_limit)
+    return Activation(kind)

@@ -1,0 +1,155 @@
+"""cutlass_fused_moe: a layer whose experts the caller has chosen, in the formats of weights that FlashInfer takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fi_core.fused_moe.activations import activation_of
+from fi_core.fused_moe.experts import run_experts, sort_slots, sum_experts
+from fi_core.fused_moe.formats import check_experts, layer_of
+from fi_core.observe.log import fi_api
+from fi_core.tllm_enums import ActivationType
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+
+@fi_api
+def cutlass_fused_moe(
+    input: torch.Tensor,
+    token_selected_experts: torch.Tensor,
+    token_final_scales: torch.Tensor | None,
+    fc1_expert_weights: torch.Tensor,
+    fc2_expert_weights: torch.Tensor,
+    output_dtype: torch.dtype,
+    quant_scales: Sequence[torch.Tensor] | None = None,
+    fc1_expert_biases: torch.Tensor | None = None,
+    fc2_expert_biases: torch.Tensor | None = None,
+    input_sf: torch.Tensor | None = None,
+    swiglu_alpha: torch.Tensor | None = None,
+    swiglu_beta: torch.Tensor | None = None,
+    swiglu_limit: torch.Tensor | None = None,
+    tp_size: int = 1,
+    tp_rank: int = 0,
+    ep_size: int = 1,
+    ep_rank: int = 0,
+    cluster_size: int = 1,
+    cluster_rank: int = 0,
+    output: torch.Tensor | None = None,
+    enable_alltoall: bool = False,
+    use_deepseek_fp8_block_scale: bool = False,
+    use_w4_group_scaling: bool = False,
+    use_mxfp8_act_scaling: bool = False,
+    min_latency_mode: bool = False,
+    use_packed_weights: bool = False,
+    tune_max_num_tokens: int = 8192,
+    enable_pdl: bool | None = None,
+    activation_type: int = ActivationType.Swiglu,
+    swizzled_input_sf: bool = True,
+    use_fused_finalize: bool = True,
+    profile_ids: Sequence[int] | None = None,
+    workspace_buffer: torch.Tensor | None = None,
+    *,
+    use_wfp4afp8_humming: bool = False,
+    clamped_relu2_limit: float | None = None,
+    situ_beta: float | None = None,
+    situ_linear_beta: float | None = None,
+    backend: str = "cutlass",
+) -> torch.Tensor:
+    """Computes a mixture of experts: `out[t] = sum over j of scales[t, j] fc2_e(act(fc1_e(x[t])))`, e the j-th expert.
+
+    A gated activation is that of the second half of the outputs of fc1 (the gate) and the first half (the linear
+    projection): `silu(gate) * linear` by default. The result is the same in every run: experts are added in the order
+    of the slots, without atomics. Nothing waits for the device, so calls can be captured in CUDA graphs.
+
+    Formats, by arguments; scales are lists of tensors:
+
+    * 16 bits: fp16 or bf16 input and weights; quant_scales None or empty.
+    * fp8 per tensor: e4m3 input and weights; `[fc1_dequant [e], fc2_quant [1], fc2_dequant [e], input_dequant]`, fp32.
+      fc1_dequant includes input_dequant, fc2_dequant `1 / fc2_quant`.
+    * fp8 with scales of 128 x 128 (use_deepseek_fp8_block_scale): bf16 or fp16 input, quantised here, e4m3 weights;
+      `[fc1_scales [e, n / 128, hidden / 128], fc2_scales [e, hidden / 128, inter / 128]]`, fp32.
+    * mxfp4 weights, 16-bit input (use_w4_group_scaling): weights and scales through
+      `interleave_moe_weights_for_sm90_mixed_gemm` and `interleave_moe_scales_for_sm90_mixed_gemm`; `[fc1, fc2]`.
+    * int4 weights, 16-bit input (use_w4_group_scaling and use_packed_weights): groups of 128;
+      `[fc1_scales, fc2_scales, fc1_input_scale, fc2_input_scale, fc1_zeros, fc2_zeros, fc1_alpha, fc2_alpha]`.
+    * NVFP4 weights, and MXFP8 or MXFP4 weights with MXFP8 input (use_mxfp8_act_scaling): computed with 16-bit
+      activations; `[a1_scale, w1_scales, 1 / (a1_scale w1_scale), a2_scale, w2_scales, 1 / (a2_scale w2_scale)]` and
+      `[w1_scales, ones, w2_scales, ones]`.
+
+    Args:
+        input: `[tokens, hidden]`; fp4: uint8 `[tokens, hidden / 2]`. Any number of tokens works, 0 too.
+        token_selected_experts: `[tokens, top_k]`, int32 or int64, of all ranks' experts; others, such as -1, add 0.
+        token_final_scales: `[tokens, top_k]`, fp32 or bf16; None means ones.
+        fc1_expert_weights: `[e, n, hidden]` of this rank's experts, n = 2 inter for a gated activation, else inter.
+        fc2_expert_weights: `[e, hidden, inter]`.
+        output_dtype: bf16, fp16 or fp32.
+        quant_scales: as above.
+        fc1_expert_biases, fc2_expert_biases: `[e, n]` and `[e, hidden]`, fp32 or 16 bits. Of tensor-parallel ranks, the
+            first adds the second.
+        input_sf: the scales of MXFP8 or NVFP4 input, uint8.
+        swiglu_alpha, swiglu_beta, swiglu_limit: fp32 `[e]`; any of them selects
+            `g sigmoid(alpha g) (u + beta)` with `g = min(gate, limit)` and u the linear projection within +-limit.
+        tp_size, tp_rank: the slice of inter that the weights hold; the result is a partial sum.
+        ep_size, ep_rank: this rank has experts `ep_rank e` to `(ep_rank + 1) e - 1`; the result is a partial sum.
+        cluster_size, cluster_rank: 1 and 0.
+        output: `[tokens, hidden]`, output_dtype; allocated if None.
+        enable_alltoall: the tokens have been dispatched to this rank; changes nothing here.
+        min_latency_mode: False.
+        tune_max_num_tokens, profile_ids, use_fused_finalize, backend: accepted; kernels are chosen by size.
+        enable_pdl: accepted; programmatic dependent launch is on where the hardware has it.
+        activation_type: an `ActivationType`.
+        swizzled_input_sf: whether input_sf has the 128x4 layout, or is linear.
+        workspace_buffer: accepted; memory comes from torch.
+        use_wfp4afp8_humming: False.
+        clamped_relu2_limit, situ_beta, situ_linear_beta: constants of ClampedRelu2 and Situ (4 and 25).
+
+    Returns:
+        output.
+
+    Raises:
+        ValueError: A shape, device or option does not fit; the text names the argument.
+        TypeError: A dtype does not fit.
+        NotImplementedError: min_latency_mode, cluster_size or use_wfp4afp8_humming is asked for.
+    """
+    import torch
+
+    asked = {
+        "min_latency_mode": min_latency_mode,
+        "cluster_size": cluster_size != 1,
+        "use_wfp4afp8_humming": use_wfp4afp8_humming,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise NotImplementedError(
+                f"{name} is not supported: leave it out, kernels are chosen by the number of tokens"
+            )
+    activation = activation_of(
+        activation_type, swiglu_alpha, swiglu_beta, swiglu_limit, clamped_relu2_limit, situ_beta, situ_linear_beta
+    )
+    layer = layer_of(
+        input, fc1_expert_weights, fc2_expert_weights, quant_scales or (), output_dtype, input_sf, swizzled_input_sf,
+        use_deepseek_fp8_block_scale, use_w4_group_scaling, use_mxfp8_act_scaling, use_packed_weights,
+    )  # fmt: skip
+    tokens, hidden = layer.x.shape
+    check_experts(
+        layer, activation.kind, token_selected_experts, token_final_scales, tp_size, tp_rank, ep_size, ep_rank
+    )
+    if output is None:
+        output = torch.empty((tokens, hidden), dtype=output_dtype, device=input.device)
+    elif output.shape != (tokens, hidden) or output.dtype is not output_dtype or output.device != input.device:
+        raise ValueError(
+            f"output must be {output_dtype} of shape [{tokens}, {hidden}] on {input.device}; got {output.dtype} "
+            f"{list(output.shape)} on {output.device}"
+        )
+    if tokens == 0:
+        return output
+    experts = layer.up.weight.shape[0]
+    tables = sort_slots(token_selected_experts, experts, ep_rank * experts)
+    up = layer.up._replace(bias=fc1_expert_biases)
+    down = layer.down._replace(bias=fc2_expert_biases if tp_rank == 0 else None)
+    rows = run_experts(layer._replace(up=up, down=down), tables, activation, experts * ep_size)
+    sum_experts(output, rows, tables, token_final_scales, down)
+    return output

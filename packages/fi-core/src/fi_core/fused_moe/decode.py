@@ -1,0 +1,171 @@
+"""The experts of few tokens on Hopper: one launch for both products, which streams the weights of active experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fi_core.fused_moe.ops import MXFP4
+from fi_core.quantization.layout import SfLayout
+from fi_core.runtime.launch.operator import operator, target_of
+from fi_core.runtime.spec.constraint import ON_CPU, Rule, exactly
+from fi_core.runtime.spec.dtype import DTYPES
+from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
+from fi_core.tllm_enums import ActivationType, is_gated_activation
+
+if TYPE_CHECKING:
+    import torch
+
+    from fi_core.fused_moe.layer import Activation, Layer, Tables
+
+_SHARED = 227 * 1024  # bytes of a CTA
+_PASSES = 640  # most passes of a launch: kMaxExpertPasses
+COUNTERS = _PASSES + 1  # of a launch, zeros before it
+_MOST_EXPERTS = 512
+# Mean rows of an expert up to which this kernel is faster than the chain of grouped GEMMs, by the dtype of weights.
+# H200, us of both, with the rest of the layer: bf16 Qwen3-30B T256 (16 rows) 314 and 348, a DeepSeek-V3 rank T1024 (32)
+# 829 and 752; fp8 Qwen3-30B T64 (4) 170 and 171, DeepSeek-V3 T256 (8) 2644 and 2573, Mixtral T64 (16) 423 and 367.
+_MOST_ROWS = {"bfloat16": 16, "float16": 16, "float8_e4m3fn": 4, "uint8": 16}
+_TOKENS = (8, 16, 32, 64)  # of a tile
+_FP4_TOKENS = 32  # most of a tile of mxfp4 weights: registers hold weights too
+_ACTIVATIONS = ("Swiglu", "SwigluBias", "Relu2")
+
+
+class ExpertsConfig(NamedTuple):
+    tokens: int  # of a tile
+    weight_rows: int
+
+
+class _Tile(NamedTuple):
+    warpgroups: int  # of 64 rows of weights each
+    blocks: int  # of 128 bytes along k of a stage
+    loaders: int  # warps that load rows, at most the stages of the ring
+
+
+# H200, us of both products by 4 warpgroups, 2 with one block, 2 with two blocks: fp8 Qwen3-30B T256 171, 204, 220; a
+# DeepSeek-V3 rank T256 353, 349, 340; bf16 Mixtral T64 712, 666, 653. Three loaders take up to 1.25 times as long.
+def _tile(kind: str, tokens: int) -> _Tile:
+    if kind == "u8":
+        return _Tile(2, 1, 3 if tokens == 32 else 6)
+    if kind == "e4m3" and tokens >= 32:
+        return _Tile(4, 1, 5 if tokens == 32 else 3)
+    return _Tile(2, 2, 4 if tokens == 64 else 5)
+
+
+def _unit(axes: Values) -> Unit:
+    weight, x = DTYPES[axes["weight"]], DTYPES[axes["x"]]
+    tokens, kind = axes["tokens"], axes["weight"]
+    tile = _tile(kind, tokens)
+    rows = 64 * tile.warpgroups
+    scales = {"e4m3": 4 * (tokens + 2 * tile.warpgroups), "u8": 8 * rows}.get(kind, 0)  # bytes of a block
+    stage = tile.blocks * ((rows + tokens * (4 if kind == "u8" else 1)) * 128 + scales) + 16
+    stages = min(32, (_SHARED - 3 * 1024 - 256 - 8 * _PASSES - 4) // stage)
+    numbers = f"{tokens}, {tile.warpgroups}, {tile.blocks}, {stages}, {tile.loaders}"
+    body = (
+        f"expert_gemm_sm90<{'fi::E2m1' if kind == 'u8' else weight.device}, {x.device}, {x.device}, {numbers}, "
+        f"fi::kExpert{axes['activation']}, "
+        f"{_SHARED}>"
+    )
+    threads = 128 * tile.warpgroups + 32 + 32 * tile.loaders
+    entry = Entry(f"moe_experts_{tokens}x{rows}", body, threads, ExpertsConfig(tokens, rows), _SHARED, 1)
+    return Unit("fi/fused_moe/moe_experts_sm90.cuh", "ExpertGemmParams", (entry,))
+
+
+def _request(x: Any, weight: Any, activation: int, tokens: int) -> tuple[Any, ...]:
+    most = _FP4_TOKENS if str(weight) == "torch.uint8" else _TOKENS[-1]
+    return x, weight, ActivationType(activation).name, next(t for t in _TOKENS if t >= min(tokens, most))
+
+
+_WEIGHTS = Rule(("x", "weight"), "weights of x's dtype, e4m3 or mxfp4", lambda x, weight: weight in (x, "e4m3", "u8"))
+MOE_EXPERTS = Op(
+    name="moe_experts",
+    family="fused_moe",
+    arguments="Tensor(a!) out, Tensor(b!) activated, Tensor x, Tensor up, Tensor down, Tensor offsets, Tensor rows, "
+    "Tensor(c!) progress, Tensor? up_scale=None, Tensor? down_scale=None, Tensor? bias=None, Tensor? alpha=None, "
+    "Tensor? beta=None, Tensor? limit=None, int activation=3, float alpha_value=1.0, float beta_value=0.0, "
+    "float limit_value=3.4e38, int expected_tokens=8, bool? enable_pdl=None",
+    # The last: rows that a tile is to hold; experts with more take several tiles.
+    read="x.dtype, up.dtype, activation, expected_tokens",
+    request=_request,
+    fields={
+        "x": Field(("bf16", "f16"), "bf16"),
+        "weight": Field(("bf16", "f16", "e4m3", "u8"), "bf16"),  # u8: mxfp4
+        "activation": Field(_ACTIVATIONS, "Swiglu"),
+        "tokens": Field(_TOKENS, 8),
+    },
+    config=ExpertsConfig,
+    implementations=(
+        Implementation("cpu", (*ON_CPU, _WEIGHTS)),
+        Implementation("wgmma_sm90", (*exactly(90), _WEIGHTS), _unit),
+    ),
+    prebuilt=({"weight": "e4m3"},),
+)
+moe_experts = operator(MOE_EXPERTS)
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    """Whether TMA and vector loads take the rows."""
+    steps = (step * x.element_size() for step in x.stride()[:-1])
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps)
+
+
+def _streams(layer: Layer) -> bool:
+    """Whether the kernel reads the format of the weights."""
+    for p in (layer.up, layer.down):
+        if p.mixed is None:
+            if not layer.blocks and p.weight.dtype != layer.x.dtype:
+                return False
+        elif (
+            p.mixed.format != MXFP4
+            or p.mixed.layout != SfLayout.layout_linear.value
+            or p.mixed.alpha is not None
+            or p.mixed.input_scale is not None
+            or p.scale is None
+            or p.scale.ndim != 3
+            or p.scale.data_ptr() % 8
+        ):
+            return False
+    return True
+
+
+def tile_tokens(layer: Layer, activation: Activation, tables: Tables, all_experts: int) -> int:
+    """The rows of a tile with which `stream_experts` computes a layer; 0 if the grouped GEMM is to do it.
+
+    It depends on shapes only. Experts with more rows take several tiles.
+    """
+    x, up, down = layer.x, layer.up, layer.down
+    slots, experts = tables.rows.shape[0], up.weight.shape[0]
+    mean = slots / all_experts
+    served = (
+        x.dtype == layer.dtype
+        and _streams(layer)
+        and ActivationType(activation.kind).name in _ACTIVATIONS
+        and up.columns is None
+        and (up.bias is None or up.bias.dtype == x.dtype)
+        and all(size % 8 == 0 for size in (*up.weight.shape[1:], *down.weight.shape[1:]))
+        and all(map(_is_aligned, (x, up.weight, down.weight)))
+        and experts <= _MOST_EXPERTS
+        and mean <= _MOST_ROWS[str(up.weight.dtype).removeprefix("torch.")]
+        and target_of(x.device).capability == 90
+    )
+    if not served:
+        return 0
+    wanted = min(x.shape[0], 2 * mean)
+    tokens = next((t for t in _TOKENS if t >= wanted), _TOKENS[-1])
+    return tokens if experts + slots // tokens <= _PASSES else 0
+
+
+def stream_experts(layer: Layer, tables: Tables, activation: Activation, tokens: int) -> torch.Tensor:
+    """The outputs of the experts for the sorted rows, as `run_experts` gives them; tokens: of a tile."""
+    import torch
+
+    x, up, down = layer.x, layer.up, layer.down
+    columns = up.weight.shape[1]
+    width = columns // 2 if is_gated_activation(activation.kind) else columns
+    slots = tables.rows.shape[0]
+    out, activated = (torch.empty((slots, n), dtype=x.dtype, device=x.device) for n in (x.shape[1], width))
+    a = activation
+    moe_experts(out, activated, x, up.weight, down.weight, offsets=tables.offsets, rows=tables.rows,
+                progress=tables.counters, up_scale=up.scale, down_scale=down.scale, bias=up.bias, alpha=a.alpha,
+                beta=a.beta, limit=a.limit, activation=a.kind, alpha_value=a.alpha_value, beta_value=a.beta_value,
+                limit_value=a.limit_value, expected_tokens=tokens)  # fmt: skip
+    return out

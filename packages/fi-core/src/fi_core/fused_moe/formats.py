@@ -1,0 +1,265 @@
+"""The formats of expert weights that `cutlass_fused_moe` takes, as layers of the kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fi_core.fused_moe.layer import Layer, Mixed, Projection
+from fi_core.fused_moe.ops import INT4, MXFP4, MXFP8, NVFP4
+from fi_core.gemm import block_scaled
+from fi_core.quantization.layout import SfLayout, layout_of
+from fi_core.tllm_enums import is_gated_activation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+_BLOCK = 128
+
+
+def _scale_count(scales: Sequence[torch.Tensor], count: int, text: str) -> None:
+    if len(scales) != count:
+        raise ValueError(f"quant_scales must have {count} tensors for {text}; got {len(scales)}")
+
+
+def _per_expert(name: str, scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`[experts]`, or one element, as the scale of all rows of each expert's weight."""
+    experts, rows, _ = weight.shape
+    if scale.numel() not in (1, experts):
+        raise ValueError(f"{name} must have one element or {experts}, one for each expert; got {list(scale.shape)}")
+    return scale.reshape(-1, 1).expand(experts, rows)
+
+
+def _plain(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Layer:
+    import torch
+
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(f"input must be float16 or bfloat16 for 16-bit weights; got {x.dtype}")
+    for name, weight in (("fc1_expert_weights", up), ("fc2_expert_weights", down)):
+        if weight.dtype is not x.dtype:
+            raise TypeError(f"{name} must have the dtype of input, {x.dtype}; got {weight.dtype}")
+    return Layer(x, Projection(up), Projection(down), x.dtype)
+
+
+def _fp8_tensor(
+    x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scales: Sequence[torch.Tensor], dtype: torch.dtype
+) -> Layer:
+    _scale_count(scales, 4, "e4m3 weights with scales of tensors")
+    import torch
+
+    if x.dtype is not torch.float8_e4m3fn:
+        raise TypeError(f"input must be float8_e4m3fn for e4m3 weights with scales of tensors; got {x.dtype}")
+    up_scale, down_scale = (_per_expert(f"quant_scales[{i}]", scales[i], w) for i, w in ((0, up), (2, down)))
+    return Layer(x, Projection(up, up_scale), Projection(down, down_scale), dtype, quant=scales[1].reshape(-1))
+
+
+def fp8_blocks(
+    x: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    up_scale: torch.Tensor,
+    down_scale: torch.Tensor,
+    dtype: torch.dtype,
+    x_scale: torch.Tensor | None = None,
+    names: tuple[str, str] = ("quant_scales[0]", "quant_scales[1]"),
+) -> Layer:
+    """e4m3 weights with scales of 128 x 128."""
+    for name, weight, scale in zip(names, (up, down), (up_scale, down_scale)):
+        experts, rows, columns = weight.shape
+        if rows % _BLOCK or columns % _BLOCK:
+            raise ValueError(f"weights must have multiples of {_BLOCK} rows and columns; got {list(weight.shape)}")
+        expected = (experts, rows // _BLOCK, columns // _BLOCK)
+        if tuple(scale.shape) != expected:
+            raise ValueError(f"{name} must have shape {list(expected)}; got {list(scale.shape)}")
+    return Layer(x, Projection(up, up_scale), Projection(down, down_scale), dtype, x_scale, blocks=True)
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor that callers view as wider integers."""
+    import torch
+
+    return x if x.dtype is torch.uint8 else x.contiguous().view(torch.uint8)
+
+
+def _of_16_bits(x: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(f"input must be float16 or bfloat16 for 4-bit weights; got {x.dtype}")
+    return x
+
+
+def widened(x: torch.Tensor, scales: torch.Tensor, format: block_scaled.Format, swizzled: bool) -> torch.Tensor:
+    """Input with block scales as bf16, without its global scale."""
+    import torch
+
+    values = x if x.dtype is getattr(torch, format.dtype) else _bytes(x)
+    return block_scaled.Scaled(values, _bytes(scales).reshape(-1), layout_of(swizzled), format).bf16()
+
+
+def _mxfp4(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scales: Sequence[torch.Tensor]) -> Layer:
+    _scale_count(scales, 2, "mxfp4 weights")
+    mixed = Mixed(MXFP4)
+    first, second = (Projection(_bytes(w), _bytes(s), mixed=mixed) for w, s in zip((up, down), scales))
+    return Layer(_of_16_bits(x), first, second, x.dtype)
+
+
+def _int4(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scales: Sequence[torch.Tensor]) -> Layer:
+    import torch
+
+    _scale_count(scales, 8, "int4 weights")
+    if scales[4].numel() or scales[5].numel():
+        raise ValueError("quant_scales[4] and [5], zero points, must be empty: int4 weights are signed")
+
+    def projection(
+        weight: torch.Tensor, scale: torch.Tensor, of_input: torch.Tensor, alpha: torch.Tensor
+    ) -> Projection:
+        factors = of_input.reshape(-1).to(x.dtype) if of_input.numel() else None
+        mixed = Mixed(INT4, alpha=alpha.reshape(-1) if alpha.numel() else None, input_scale=factors)
+        return Projection(_bytes(weight), scale.view(torch.bfloat16), mixed=mixed)
+
+    first, second = (projection(w, scales[i], scales[2 + i], scales[6 + i]) for i, w in ((0, up), (1, down)))
+    return Layer(_of_16_bits(x), first, second, x.dtype)
+
+
+def _nvfp4(
+    x: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    scales: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    input_sf: torch.Tensor | None,
+    swizzled: bool,
+) -> Layer:
+    """The factors of outputs, 1 / (a_scale w_scale), are for activations times a_scale; here only fp4 input has it."""
+    import torch
+
+    _scale_count(scales, 6, "NVFP4 weights")
+    a1, s1, alpha1, a2, s2, alpha2 = scales
+    alphas = [(alpha * a).reshape(-1).float() for alpha, a in ((alpha1, a1), (alpha2, a2))]
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        alphas[0] = alpha1.reshape(-1).float()
+        if input_sf is None:
+            raise ValueError("input_sf must be given with fp4 input; got None")
+        x = widened(x, input_sf, block_scaled.NVFP4, swizzled)
+    first, second = (
+        Projection(_bytes(w), _bytes(s), mixed=Mixed(NVFP4, SfLayout.layout_128x4.value, alpha))
+        for w, s, alpha in ((up, s1, alphas[0]), (down, s2, alphas[1]))
+    )
+    return Layer(x, first, second, x.dtype)
+
+
+def _mxfp8(
+    x: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    scales: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    input_sf: torch.Tensor | None,
+    swizzled: bool,
+) -> Layer:
+    import torch
+
+    _scale_count(scales, 4, "MXFP8 activations")
+    if x.dtype is torch.float8_e4m3fn:
+        if input_sf is None:
+            raise ValueError("input_sf must be given with float8_e4m3fn input; got None")
+        x = widened(x, input_sf, block_scaled.MXFP8, swizzled)
+    first, second = (
+        Projection(
+            w if w.dtype is torch.float8_e4m3fn else _bytes(w),
+            _bytes(s),
+            mixed=Mixed(
+                MXFP8 if w.dtype is torch.float8_e4m3fn else MXFP4, SfLayout.layout_128x4.value, factor.reshape(-1)
+            ),
+        )
+        for w, s, factor in ((up, scales[0], scales[1]), (down, scales[2], scales[3]))
+    )
+    return Layer(_of_16_bits(x), first, second, x.dtype)
+
+
+def layer_of(
+    x: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    scales: Sequence[torch.Tensor],
+    out_dtype: torch.dtype,
+    input_sf: torch.Tensor | None,
+    swizzled: bool,
+    fp8_block_scale: bool,
+    w4_group_scaling: bool,
+    mxfp8_activations: bool,
+    packed_weights: bool,
+) -> Layer:
+    """The layer of a call of `cutlass_fused_moe`; biases are not in it yet.
+
+    Raises:
+        ValueError: a shape or the number of scales does not fit.
+        TypeError: a dtype does not fit.
+    """
+    import torch
+
+    if x.ndim != 2:
+        raise ValueError(f"input must have shape [tokens, hidden]; got {list(x.shape)}")
+    for name, weight in (("fc1_expert_weights", up), ("fc2_expert_weights", down)):
+        if weight.ndim != 3:
+            raise ValueError(f"{name} must have shape [experts, rows, columns]; got {list(weight.shape)}")
+    if out_dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise TypeError(f"output_dtype must be float16, bfloat16 or float32; got {out_dtype}")
+    dtype = torch.float16 if out_dtype is torch.float16 else torch.bfloat16
+    if fp8_block_scale:
+        _scale_count(scales, 2, "use_deepseek_fp8_block_scale")
+        return fp8_blocks(x, up, down, scales[0], scales[1], dtype)
+    if up.dtype is torch.float8_e4m3fn and not mxfp8_activations:
+        return _fp8_tensor(x, up, down, scales, dtype)
+    if mxfp8_activations:
+        return _mxfp8(x, up, down, scales, dtype, input_sf, swizzled)
+    if w4_group_scaling:
+        return (_int4 if packed_weights else _mxfp4)(x, up, down, scales)
+    if up.dtype is torch.int64 or (up.dtype is torch.uint8 and len(scales) == 6):
+        return _nvfp4(x, up, down, scales, dtype, input_sf, swizzled)
+    if scales:
+        raise ValueError(
+            f"quant_scales must be None or empty for {up.dtype} weights without use_deepseek_fp8_block_scale, "
+            f"use_w4_group_scaling or use_mxfp8_act_scaling; got {len(scales)} tensors"
+        )
+    return _plain(x, up, down)
+
+
+def check_experts(
+    layer: Layer,
+    kind: int,
+    ids: torch.Tensor,
+    scales: torch.Tensor | None,
+    tp_size: int,
+    tp_rank: int,
+    ep_size: int,
+    ep_rank: int,
+) -> None:
+    """Raises ValueError unless shapes and ranks fit together."""
+    (tokens, hidden), (experts, rows, _) = layer.x.shape, layer.up.weight.shape
+    width = rows // 2 if is_gated_activation(kind) else rows
+    if rows != (2 * width if is_gated_activation(kind) else width):
+        raise ValueError(f"fc1_expert_weights must have an even number of rows; got {list(layer.up.weight.shape)}")
+    if layer.up.columns_of_k != hidden:
+        raise ValueError(
+            f"fc1_expert_weights must have {hidden} columns, those of input; got {list(layer.up.weight.shape)}"
+        )
+    if tuple(layer.down.weight.shape[:2]) != (experts, hidden) or layer.down.columns_of_k != width:
+        raise ValueError(
+            f"fc2_expert_weights must be of {experts} experts, {hidden} rows and {width} columns; got "
+            f"{list(layer.down.weight.shape)}"
+        )
+    if ids.ndim != 2 or ids.shape[0] != tokens or not ids.shape[1]:
+        raise ValueError(
+            f"token_selected_experts must have shape [{tokens}, top_k], top_k at least 1; got {list(ids.shape)}"
+        )
+    if scales is not None and scales.shape != ids.shape:
+        raise ValueError(
+            f"token_final_scales must have the shape of token_selected_experts, {list(ids.shape)}; got "
+            f"{list(scales.shape)}"
+        )
+    for name, size, rank in (("tp", tp_size, tp_rank), ("ep", ep_size, ep_rank)):
+        if not 0 <= rank < size:
+            raise ValueError(f"{name}_rank must be in 0..{name}_size - 1 = {size - 1}; got {rank}")

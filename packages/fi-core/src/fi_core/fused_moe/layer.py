@@ -1,0 +1,80 @@
+"""A layer of experts as its kernels take it: sorted tables, weights in a format, the activation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from fi_core.fused_moe.ops import MXFP8
+from fi_core.quantization.layout import SfLayout
+from fi_core.tllm_enums import ActivationType
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Tables(NamedTuple):
+    """Slots (a token and one of its experts) sorted by local expert; int32, on the device."""
+
+    offsets: torch.Tensor  # [experts + 1]: rows of expert e are offsets[e] .. offsets[e + 1] - 1
+    rows: torch.Tensor  # [slots]: row -> token; -1 from offsets[-1] on
+    positions: torch.Tensor  # [tokens, top_k]: slot -> row; -1: its expert is not here
+    active: torch.Tensor  # [experts + 1]: the number of experts with rows, their numbers, then -1
+    counters: torch.Tensor  # [COUNTERS], zeros
+
+
+class Mixed(NamedTuple):
+    """A format of weights that become 16-bit floats in registers; the scales are those of `moe_mixed_gemm`."""
+
+    format: int
+    layout: int = SfLayout.layout_linear.value
+    alpha: torch.Tensor | None = None  # fp32 [1] or [experts]: factors of the outputs
+    input_scale: torch.Tensor | None = None  # [k]: factors of the inputs
+
+
+class Projection(NamedTuple):
+    """A weight of each local expert. The first of a gated expert has the rows of the linear projection, then the gate.
+
+    scale: of the weight as the op `gemm` takes it, or as `moe_mixed_gemm` takes it. bias: `[experts, n]`, in the order
+    of the rows. columns: `[n]`, the rows of weight and bias that hold the outputs; None: in order.
+    """
+
+    weight: torch.Tensor  # [experts, n, k], fp4 and int4 [experts, n, k / 2]
+    scale: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
+    mixed: Mixed | None = None
+
+    @property
+    def columns_of_k(self) -> int:
+        """The length of an input."""
+        packed = self.mixed is not None and self.mixed.format != MXFP8
+        return self.weight.shape[2] * (2 if packed else 1)
+
+
+class Activation(NamedTuple):
+    """An activation with its constants: per expert, fp32 `[experts]`, or the same for all."""
+
+    kind: int = ActivationType.Swiglu
+    alpha: torch.Tensor | None = None
+    beta: torch.Tensor | None = None
+    limit: torch.Tensor | None = None
+    alpha_value: float = 1.0
+    beta_value: float = 0.0
+    limit_value: float = 3.4e38
+
+
+class Layer(NamedTuple):
+    """Tokens and weights of a layer, in one of the formats that the kernels know.
+
+    x: `[tokens, hidden]`, 16 bits or e4m3. dtype: of sums and of what lies between kernels, 16 bits. x_scale: fp32
+    `[tokens, hidden / 128]` of e4m3 x with blocks. quant: fp32 `[1]` or `[experts]`, the factor of activated values
+    before they become e4m3. blocks: e4m3 weights have scales of 128 x 128; 16-bit activations are quantised.
+    """
+
+    x: torch.Tensor
+    up: Projection
+    down: Projection
+    dtype: torch.dtype
+    x_scale: torch.Tensor | None = None
+    quant: torch.Tensor | None = None
+    blocks: bool = False

@@ -1,0 +1,122 @@
+"""Routing: the experts of each token and their weights, from the logits of the router."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from fi_core.fused_moe.ops import moe_route
+from fi_core.observe.log import fi_api
+from fi_core.tllm_enums import RoutingMethodType
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Routed(NamedTuple):
+    """Chosen experts `[tokens, top_k]` and their weights, fp32 or bf16 of the same shape."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+def route(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    num_experts: int,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    scale: float | None,
+    method: int,
+    normalize: bool,
+    replay: torch.Tensor | None,
+) -> Routed:
+    """Chooses top_k experts for each token by a `RoutingMethodType`.
+
+    Raises:
+        ValueError: a shape or number does not fit; the text names the argument.
+    """
+    import torch
+
+    if logits.ndim != 2 or logits.shape[1] != num_experts:
+        raise ValueError(f"routing_logits must have shape [tokens, {num_experts}]; got {list(logits.shape)}")
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k must be in 1..{num_experts}; got {top_k}")
+    ids = torch.empty((logits.shape[0], top_k), dtype=torch.int32, device=logits.device)
+    weights = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
+    moe_route(ids, weights, logits, bias=bias, replay=replay, method=int(method), n_group=n_group or 1,
+              topk_group=topk_group or 1, scale=1.0 if scale is None else scale, normalize=normalize)  # fmt: skip
+    return Routed(ids, weights)
+
+
+def unpacked(topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Routed:
+    """Experts that the caller chose: (ids, weights), or int32 `expert << 16 | bits of a bf16 weight`."""
+    import torch
+
+    if isinstance(topk_ids, (tuple, list)):
+        ids, weights = topk_ids
+        return Routed(ids, weights if weights.dtype is torch.bfloat16 else weights.float())
+    if topk_ids.ndim != 2 or topk_ids.dtype is not torch.int32:
+        raise ValueError(
+            f"topk_ids must be int32 [tokens, top_k], or a tuple of ids and weights; got {topk_ids.dtype} "
+            f"{list(topk_ids.shape)}"
+        )
+    return Routed(topk_ids >> 16, topk_ids.contiguous().view(torch.bfloat16)[:, ::2])
+
+
+@fi_api
+def fused_topk_deepseek(
+    scores: torch.Tensor,
+    bias: torch.Tensor,
+    n_group: int,
+    topk_group: int,
+    topk: int,
+    routed_scaling_factor: float,
+    topk_values: torch.Tensor,
+    topk_indices: torch.Tensor,
+    launch_with_pdl: bool = True,
+    routing_replay_out: torch.Tensor | None = None,
+    *,
+    backend: str = "default",
+) -> None:
+    """Chooses experts by DeepSeek-V3's rule (arXiv:2412.19437): sigmoid, a bias for the choice, and groups of experts.
+
+    With s = sigmoid(scores) and b = s + bias, the topk_group groups with the largest sum of their two largest b stay,
+    and of them the topk experts with the largest b; ties go to the lower number. Weights are
+    `s / (sum of the chosen s + 1e-20) * routed_scaling_factor`. NaN counts as -inf.
+
+    Args:
+        scores: `[tokens, experts]`, logits of the router: fp32, bf16 or fp16; at most 512 experts.
+        bias: `[experts]`, fp32, bf16 or fp16.
+        n_group: groups of consecutive experts, at most 32; divides the number of experts.
+        topk_group: groups that stay.
+        topk: experts of a token, at most 32.
+        routed_scaling_factor: factor of the weights.
+        topk_values: `[tokens, topk]`, fp32, bf16 or fp16; receives the weights.
+        topk_indices: `[tokens, topk]`, int32; receives the experts.
+        launch_with_pdl: programmatic dependent launch, where the hardware has it.
+        routing_replay_out: int16 `[tokens or more, topk]`; receives the experts too.
+        backend: "default".
+
+    Raises:
+        ValueError: a shape or number does not fit; the text names the argument.
+        TypeError: a dtype does not fit.
+    """
+    if backend != "default":
+        raise ValueError(f'backend must be "default"; got {backend!r}')
+    if scores.ndim != 2:
+        raise ValueError(f"scores must have shape [tokens, experts]; got {list(scores.shape)}")
+    experts = scores.shape[1]
+    if not 1 <= n_group <= 32 or experts % n_group:
+        raise ValueError(f"n_group must be in 1..32 and divide the {experts} experts of scores; got {n_group}")
+    if not 1 <= topk_group <= n_group:
+        raise ValueError(f"topk_group must be in 1..n_group = {n_group}; got {topk_group}")
+    if not 1 <= topk <= experts // n_group * topk_group:
+        raise ValueError(f"topk must be in 1..{experts // n_group * topk_group}, the experts that stay; got {topk}")
+    expected = (scores.shape[0], topk)
+    for name, x in (("topk_values", topk_values), ("topk_indices", topk_indices)):
+        if tuple(x.shape) != expected:
+            raise ValueError(f"{name} must have shape {list(expected)}; got {list(x.shape)}")
+    moe_route(topk_indices, topk_values, scores, bias=bias, replay=routing_replay_out,
+              method=int(RoutingMethodType.DeepSeekV3), n_group=n_group, topk_group=topk_group,
+              scale=routed_scaling_factor, enable_pdl=launch_with_pdl)  # fmt: skip

@@ -1,0 +1,140 @@
+"""Layers with the router inside, in the layouts of weights of TensorRT-LLM's kernels."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from fi_core.fused_moe.core import get_reorder_rows_for_gated_act_gemm_row_indices
+from fi_core.fused_moe.experts import run_experts, sort_slots, sum_experts
+from fi_core.fused_moe.layer import Layer, Projection, Tables
+from fi_core.fused_moe.ops import moe_finalize
+from fi_core.tllm_enums import WeightLayout, is_gated_activation
+from fi_core.utils import get_shuffle_matrix_a_row_indices
+
+if TYPE_CHECKING:
+    import torch
+
+    from fi_core.fused_moe.layer import Activation
+    from fi_core.fused_moe.routing import Routed
+
+_BLOCK_BYTES = 128  # of a row in BlockMajorK
+
+
+@functools.lru_cache(maxsize=256)
+def places_of_rows(rows: int, tile: int, alternates: bool, device: torch.device) -> torch.Tensor:
+    """Where prepared weights hold each row: shuffled for an epilogue tile, after gate and linear rows alternate."""
+    import torch
+
+    order = get_shuffle_matrix_a_row_indices(torch.empty(rows, 1), tile)
+    if alternates:
+        order = get_reorder_rows_for_gated_act_gemm_row_indices(torch.empty(rows, 1))[order]
+    return order.argsort().int().to(device)
+
+
+def by_rows(name: str, weight: torch.Tensor, layout: int) -> torch.Tensor:
+    """`[experts, n, k]` of a weight in a layout. BlockMajorK is copied, at the cost of reading and writing it."""
+    layout = WeightLayout(layout)
+    if layout is WeightLayout.MajorK:
+        if weight.ndim != 3:
+            raise ValueError(f"{name} must have shape [experts, n, k] in layout MajorK; got {list(weight.shape)}")
+        return weight
+    if layout is not WeightLayout.BlockMajorK:
+        raise NotImplementedError("weight_layout MajorMn is not supported: use MajorK or BlockMajorK")
+    if weight.ndim != 4 or weight.shape[3] * weight.element_size() != _BLOCK_BYTES:
+        raise ValueError(
+            f"{name} must have shape [experts, k / b, n, b] with b of {_BLOCK_BYTES} bytes in layout BlockMajorK; got "
+            f"{weight.dtype} {list(weight.shape)}"
+        )
+    experts, blocks, rows, columns = weight.shape
+    return weight.transpose(1, 2).reshape(experts, rows, blocks * columns)
+
+
+def check_weights(layer: Layer, kind: int, intermediate_size: int, local_num_experts: int, num_experts: int) -> None:
+    """Raises ValueError unless the weights are of this many experts and of this size."""
+    hidden = layer.x.shape[1]
+    columns = intermediate_size * (2 if is_gated_activation(kind) else 1)
+    for name, p, rows, k in (
+        ("gemm1_weights", layer.up, columns, hidden),
+        ("gemm2_weights", layer.down, hidden, intermediate_size),
+    ):
+        found = (*p.weight.shape[:2], p.columns_of_k)
+        if found != (local_num_experts, rows, k):
+            raise ValueError(
+                f"{name} must be of {local_num_experts} experts, {rows} rows and {k} columns; got "
+                f"{list(p.weight.shape)}"
+            )
+    if not 1 <= local_num_experts <= num_experts:
+        raise ValueError(f"local_num_experts must be in 1..{num_experts}; got {local_num_experts}")
+
+
+def _finished_rows(rows: torch.Tensor, tables: Tables, down: Projection) -> torch.Tensor:
+    """The outputs of the experts with columns in order and biases; zeros in rows of no expert."""
+    import torch
+
+    if down.columns is None and down.bias is None:
+        return rows
+    own = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+    positions = torch.where(tables.rows >= 0, own, -1).view(-1, 1)
+    out = torch.empty_like(rows)
+    moe_finalize(out, rows, positions, offsets=tables.offsets, bias=down.bias, columns=down.columns)
+    return out
+
+
+def _weights_of_rows(routed: Routed, tables: Tables) -> torch.Tensor:
+    """The routing weights of the sorted rows, fp32."""
+    import torch
+
+    slots = tables.rows.shape[0]
+    out = torch.ones(slots + 1, dtype=torch.float32, device=tables.rows.device)
+    at = torch.where(tables.positions < 0, slots, tables.positions).flatten().long()
+    return out.scatter_(0, at, routed.weights.float().flatten())[:slots]
+
+
+def run_layer(
+    layer: Layer,
+    activation: Activation,
+    routed: Routed,
+    num_experts: int,
+    local_expert_offset: int,
+    do_finalize: bool,
+    output: torch.Tensor | None,
+    *,
+    scales_input: bool = False,
+) -> torch.Tensor | list[torch.Tensor]:
+    """The layer's `[tokens, hidden]`, or without do_finalize what is to be summed.
+
+    Returns:
+        output; or `[rows [slots, hidden], weights [tokens, top_k] bf16, expanded_idx_to_permuted_idx [slots] int32]`,
+        -1 for slots of other ranks' experts.
+    """
+    import torch
+
+    tokens, hidden = layer.x.shape
+    ids, weights = routed
+    for name, x in (("topk_ids", ids), ("topk_ids[1]", weights)):
+        if x.ndim != 2 or x.shape[0] != tokens or x.shape != ids.shape or not x.shape[1]:
+            raise ValueError(f"{name} must have shape [{tokens}, top_k], top_k at least 1; got {list(x.shape)}")
+    if output is not None and (output.shape != (tokens, hidden) or output.device != layer.x.device):
+        raise ValueError(
+            f"output must have shape [{tokens}, {hidden}] on {layer.x.device}; got {list(output.shape)} on "
+            f"{output.device}"
+        )
+    tables = sort_slots(ids, layer.up.weight.shape[0], local_expert_offset)
+    row_scale = _weights_of_rows(routed, tables) if scales_input else None
+    rows = run_experts(layer, tables, activation, num_experts, row_scale)
+    if not do_finalize:
+        return [_finished_rows(rows, tables, layer.down), weights.bfloat16(), tables.positions.view(-1)]
+    if output is None:
+        output = torch.empty((tokens, hidden), dtype=layer.dtype, device=layer.x.device)
+    sum_experts(output, rows, tables, None if scales_input else weights, layer.down)
+    return output
+
+
+def prepared(
+    p: Projection, name: str, layout: int, tile: int, alternates: bool, shuffled: bool, bias: torch.Tensor | None
+) -> Projection:
+    """A projection from a weight in a layout, its rows shuffled for a tile."""
+    weight = by_rows(name, p.weight, layout)
+    columns = places_of_rows(weight.shape[1], tile, alternates, weight.device) if shuffled else None
+    return p._replace(weight=weight, columns=columns, bias=bias)

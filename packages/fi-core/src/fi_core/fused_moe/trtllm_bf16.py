@@ -1,0 +1,167 @@
+"""Layers of 16-bit weights with the router inside, in the layouts of TensorRT-LLM's kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fi_core.fused_moe.activations import activation_of
+from fi_core.fused_moe.layer import Layer, Projection
+from fi_core.fused_moe.routing import Routed, route, unpacked
+from fi_core.fused_moe.trtllm import check_weights, prepared, run_layer
+from fi_core.observe.log import fi_api
+from fi_core.tllm_enums import ActivationType, WeightLayout, is_gated_activation
+
+if TYPE_CHECKING:
+    import torch
+
+_TILE = 128  # rows of the epilogue tile that shuffled weights are for
+
+
+def _run(
+    routed: Routed,
+    hidden_states: torch.Tensor,
+    gemm1_weights: torch.Tensor,
+    gemm2_weights: torch.Tensor,
+    num_experts: int,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    shuffled: bool,
+    weight_layout: int,
+    do_finalize: bool,
+    activation_type: int,
+    output: torch.Tensor | None,
+) -> torch.Tensor | list[torch.Tensor]:
+    import torch
+
+    x, activation = hidden_states, activation_of(activation_type)
+    for name, t in (("hidden_states", x), ("gemm1_weights", gemm1_weights), ("gemm2_weights", gemm2_weights)):
+        if t.dtype not in (torch.bfloat16, torch.float16) or t.dtype is not x.dtype:
+            raise TypeError(f"{name} must be bfloat16, or all three float16; got {t.dtype}")
+    if x.ndim != 2:
+        raise ValueError(f"hidden_states must have shape [tokens, hidden]; got {list(x.shape)}")
+    gated = is_gated_activation(activation.kind)
+    up = prepared(Projection(gemm1_weights), "gemm1_weights", weight_layout, _TILE, gated, shuffled, None)
+    down = prepared(Projection(gemm2_weights), "gemm2_weights", weight_layout, _TILE, False, shuffled, None)
+    layer = Layer(x, up, down, x.dtype)
+    check_weights(layer, activation.kind, intermediate_size, local_num_experts, num_experts)
+    return run_layer(layer, activation, routed, num_experts, local_expert_offset, do_finalize, output)
+
+
+@fi_api
+def trtllm_bf16_moe(
+    routing_logits: torch.Tensor,
+    routing_bias: torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    gemm1_weights: torch.Tensor,
+    gemm2_weights: torch.Tensor,
+    num_experts: int,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    routed_scaling_factor: float | None = None,
+    routing_method_type: int = 0,
+    use_shuffled_weight: bool = True,
+    weight_layout: int = WeightLayout.BlockMajorK,
+    do_finalize: bool = True,
+    enable_pdl: bool = True,
+    tune_max_num_tokens: int = 8192,
+    activation_type: int = ActivationType.Swiglu,
+    norm_topk_prob: bool = True,
+    routing_replay_out: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+) -> torch.Tensor | list[torch.Tensor]:
+    """Routes tokens and computes a mixture of experts in bf16: `sum over the experts e of w_e down_e(act(up_e(x)))`.
+
+    Args:
+        routing_logits: `[tokens, num_experts]`, fp32, bf16 or fp16.
+        routing_bias: `[num_experts]`, fp32, bf16 or fp16; for DeepSeekV3 and MiniMax2. None means 0.
+        hidden_states: `[tokens, hidden]`, bf16 (or all tensors fp16).
+        gemm1_weights: `[experts here, n, hidden]`: the linear projection, then the gate; n = 2 intermediate_size for a
+            gated activation. In BlockMajorK `[experts, hidden / 64, n, 64]`.
+        gemm2_weights: `[experts here, hidden, intermediate_size]`, or blocks.
+        num_experts, top_k: of all ranks; at most 512 and 32.
+        n_group, topk_group: groups of experts of DeepSeekV3; None or 1 means none.
+        intermediate_size: outputs of the activation.
+        local_expert_offset, local_num_experts: the experts whose weights are here; the result is a partial sum.
+        routed_scaling_factor: factor of the weights of DeepSeekV3 and MiniMax2; None means 1.
+        routing_method_type: a `RoutingMethodType`.
+        use_shuffled_weight: whether rows are in the order of `reorder_rows_for_gated_act_gemm`, then
+            `shuffle_matrix_a` with a tile of 128.
+        weight_layout: MajorK, or BlockMajorK, which this function copies to MajorK in each call.
+        do_finalize: False leaves the weighted sum to the caller.
+        enable_pdl: accepted; programmatic dependent launch is on where the hardware has it.
+        tune_max_num_tokens: accepted; kernels are chosen by size.
+        activation_type: an `ActivationType`.
+        norm_topk_prob: whether RenormalizeNaive and SigmoidRenorm divide by the sum of the weights.
+        routing_replay_out: int16 `[tokens or more, top_k]`; receives the chosen experts.
+        output: `[tokens, hidden]`, bf16; allocated if None.
+
+    Returns:
+        output; without do_finalize `[rows [tokens * top_k, hidden], weights [tokens, top_k] bf16, positions
+        [tokens * top_k] int32]`, where position t * top_k + j is the row of the j-th expert of token t, or -1.
+
+    Raises:
+        ValueError: A shape, layout, device or number does not fit; the text names the argument.
+        TypeError: A dtype does not fit.
+    """
+    routed = route(
+        routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
+        routing_method_type, norm_topk_prob, routing_replay_out,
+    )  # fmt: skip
+    return _run(
+        routed, hidden_states, gemm1_weights, gemm2_weights, num_experts, intermediate_size, local_expert_offset,
+        local_num_experts, use_shuffled_weight, weight_layout, do_finalize, activation_type, output,
+    )  # fmt: skip
+
+
+@fi_api
+def trtllm_bf16_routed_moe(
+    topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    hidden_states: torch.Tensor,
+    gemm1_weights: torch.Tensor,
+    gemm2_weights: torch.Tensor,
+    num_experts: int,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    routed_scaling_factor: float | None = None,
+    routing_method_type: int = 0,
+    use_shuffled_weight: bool = True,
+    weight_layout: int = WeightLayout.BlockMajorK,
+    do_finalize: bool = True,
+    enable_pdl: bool = True,
+    tune_max_num_tokens: int = 8192,
+    activation_type: int = ActivationType.Swiglu,
+    output: torch.Tensor | None = None,
+    gemm1_lora_delta: torch.Tensor | None = None,
+) -> torch.Tensor | list[torch.Tensor]:
+    """As `trtllm_bf16_moe`, with experts that the caller has chosen.
+
+    Args:
+        topk_ids: int32 `[tokens, top_k]`, `expert << 16 | bits of the weight in bf16`; or a tuple of ids and weights.
+        gemm1_lora_delta: None.
+        others: as for `trtllm_bf16_moe`; those about routing are accepted.
+
+    Returns:
+        output; without do_finalize `[rows [tokens * top_k, hidden], weights [tokens, top_k] bf16, positions
+        [tokens * top_k] int32]`, where position t * top_k + j is the row of the j-th expert of token t, or -1.
+
+    Raises:
+        ValueError: A shape, layout, device or number does not fit; the text names the argument.
+        TypeError: A dtype does not fit.
+        NotImplementedError: gemm1_lora_delta is given.
+    """
+    if gemm1_lora_delta is not None:
+        raise NotImplementedError("gemm1_lora_delta is not supported: merge the adapter into gemm1_weights")
+    return _run(
+        unpacked(topk_ids), hidden_states, gemm1_weights, gemm2_weights, num_experts, intermediate_size,
+        local_expert_offset, local_num_experts, use_shuffled_weight, weight_layout, do_finalize, activation_type,
+        output,
+    )  # fmt: skip

@@ -1,0 +1,251 @@
+"""Layers of fp4 weights with the router inside, in the layouts of TensorRT-LLM's kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fi_core.fused_moe.activations import activation_of
+from fi_core.fused_moe.formats import widened
+from fi_core.fused_moe.layer import Layer, Mixed, Projection
+from fi_core.fused_moe.ops import MXFP4, NVFP4
+from fi_core.fused_moe.routing import Routed, route, unpacked
+from fi_core.fused_moe.trtllm import check_weights, prepared, run_layer
+from fi_core.gemm import block_scaled
+from fi_core.observe.log import fi_api
+from fi_core.quantization.layout import SfLayout
+from fi_core.tllm_enums import ActivationType, WeightLayout, is_gated_activation
+
+if TYPE_CHECKING:
+    import torch
+
+    from fi_core.fused_moe.layer import Activation
+
+_TILE = 128  # rows of the epilogue tile that shuffled weights are for
+
+
+def _widened(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Tokens as 16-bit floats, without their global scale."""
+    import torch
+
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return x
+    if scale is None:
+        raise ValueError(f"hidden_states_scale must be given with {x.dtype} hidden_states; got None")
+    if x.dtype is torch.float8_e4m3fn:
+        return widened(x, scale, block_scaled.MXFP8, False)
+    if x.dtype is torch.uint8:
+        return widened(x, scale, block_scaled.NVFP4, False)
+    raise TypeError(f"hidden_states must be bfloat16, float8_e4m3fn or uint8 (fp4); got {x.dtype}")
+
+
+def _format(name: str, p: Projection) -> int:
+    """NVFP4 or MXFP4, by the number of scales."""
+    assert p.scale is not None
+    if p.weight.ndim != 3:
+        raise ValueError(f"{name} must have shape [experts, n, k / 2]; got {list(p.weight.shape)}")
+    experts, rows, half = p.weight.shape
+    for format, block in ((NVFP4, 16), (MXFP4, 32)):
+        columns = -(-2 * half // block)
+        if p.scale.numel() == experts * (-(-rows // 128) * 128) * (-(-columns // 4) * 4):
+            return format
+    raise ValueError(
+        f"{name}_scale must have the scales of 16 or 32 values of {name} in the 128x4 layout; got {list(p.scale.shape)}"
+    )
+
+
+def _run(
+    routed: Routed,
+    hidden_states: torch.Tensor,
+    hidden_states_scale: torch.Tensor | None,
+    up: Projection,
+    down: Projection,
+    activation: Activation,
+    factors: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    num_experts: int,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    do_finalize: bool,
+    per_token_scale: torch.Tensor | None,
+    output: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """Activated values stay 16-bit floats, so the scale with which they were quantised goes into the last factor."""
+    import torch
+
+    if per_token_scale is not None:
+        raise NotImplementedError("per_token_scale is not supported: multiply hidden_states_scale by it")
+    if hidden_states.ndim != 2:
+        raise ValueError(f"hidden_states must have shape [tokens, hidden]; got {list(hidden_states.shape)}")
+    linear, gate, last = factors
+    if gate is not None and linear is not None and last is not None:
+        last = last * (linear / gate)
+    x, found = _widened(hidden_states, hidden_states_scale), []
+    alternates = is_gated_activation(activation.kind)
+    for name, p, factor, reorders in (
+        ("gemm1_weights", up, gate, alternates), ("gemm2_weights", down, last, False),
+    ):  # fmt: skip
+        assert p.scale is not None
+        alpha = None if factor is None else factor.reshape(-1).float()
+        mixed = Mixed(_format(name, p), SfLayout.layout_128x4.value, alpha)
+        weight, scale = (t.contiguous().view(torch.uint8) for t in (p.weight, p.scale))
+        own = p._replace(weight=weight, scale=scale, mixed=mixed)
+        found.append(prepared(own, name, WeightLayout.MajorK, _TILE, reorders, True, p.bias))
+    layer = Layer(x, found[0], found[1], x.dtype)
+    check_weights(layer, activation.kind, intermediate_size, local_num_experts, num_experts)
+    out = run_layer(layer, activation, routed, num_experts, local_expert_offset, do_finalize, output)
+    return out if isinstance(out, list) else [out]
+
+
+@fi_api
+def trtllm_fp4_block_scale_moe(
+    routing_logits: torch.Tensor,
+    routing_bias: torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    hidden_states_scale: torch.Tensor | None,
+    gemm1_weights: torch.Tensor,
+    gemm1_weights_scale: torch.Tensor,
+    gemm1_bias: torch.Tensor | None,
+    gemm1_alpha: torch.Tensor | None,
+    gemm1_beta: torch.Tensor | None,
+    gemm1_clamp_limit: torch.Tensor | None,
+    gemm2_weights: torch.Tensor,
+    gemm2_weights_scale: torch.Tensor,
+    gemm2_bias: torch.Tensor | None,
+    output1_scale_scalar: torch.Tensor | None,
+    output1_scale_gate_scalar: torch.Tensor | None,
+    output2_scale_scalar: torch.Tensor | None,
+    num_experts: int,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    routed_scaling_factor: float | None,
+    routing_method_type: int = 0,
+    do_finalize: bool = True,
+    enable_pdl: bool | None = None,
+    activation_type: int = ActivationType.Swiglu,
+    per_token_scale: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+    tune_max_num_tokens: int = 8192,
+    norm_topk_prob: bool = True,
+    routing_replay_out: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Routes tokens and computes a mixture of experts whose fp4 weights have scales of 16 (NVFP4) or 32 (MXFP4) values.
+
+    Weights become bf16 in registers and activations stay bf16, so the result has no error of quantised activations.
+
+    Args:
+        routing_logits: `[tokens, num_experts]`, fp32, bf16 or fp16.
+        routing_bias: `[num_experts]`, fp32, bf16 or fp16; for DeepSeekV3 and MiniMax2. None means 0.
+        hidden_states: `[tokens, hidden]`, bf16; e4m3 with ue8m0 scales `[tokens, hidden / 32]`; or uint8
+            `[tokens, hidden / 2]` (NVFP4) with e4m3 scales `[tokens, hidden / 16]`.
+        hidden_states_scale: those scales, linear.
+        gemm1_weights: uint8 `[experts here, n, hidden / 2]`, rows in the order of `reorder_rows_for_gated_act_gemm`,
+            then `shuffle_matrix_a` with a tile of 128.
+        gemm1_weights_scale: e4m3 or ue8m0 scales in the order of `shuffle_matrix_sf_a`.
+        gemm1_bias: `[experts here, n]`, fp32 or bf16, in the order of the rows of the weight.
+        gemm1_alpha, gemm1_beta, gemm1_clamp_limit: fp32 `[experts here]`, the constants of SwigluBias.
+        gemm2_weights, gemm2_weights_scale, gemm2_bias: the same of `[experts here, hidden, intermediate_size]`.
+        output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar: fp32 `[experts here]`: factors of the
+            first product with and without the global scale of activated values, and of the second; None means 1.
+        num_experts, top_k: of all ranks; at most 512 and 32.
+        n_group, topk_group: groups of experts of DeepSeekV3; None or 1 means none.
+        intermediate_size: outputs of the activation.
+        local_expert_offset, local_num_experts: the experts whose weights are here; the result is a partial sum.
+        routed_scaling_factor: factor of the weights of DeepSeekV3 and MiniMax2; None means 1.
+        routing_method_type: a `RoutingMethodType`.
+        per_token_scale: None.
+        do_finalize: False leaves the weighted sum to the caller.
+        enable_pdl: accepted; programmatic dependent launch is on where the hardware has it.
+        tune_max_num_tokens: accepted; kernels are chosen by size.
+        activation_type: an `ActivationType`.
+        norm_topk_prob: whether RenormalizeNaive and SigmoidRenorm divide by the sum of the weights.
+        routing_replay_out: int16 `[tokens or more, top_k]`; receives the chosen experts.
+        output: `[tokens, hidden]`, bf16; allocated if None.
+
+    Returns:
+        `[output]`; without do_finalize `[rows [tokens * top_k, hidden], weights [tokens, top_k] bf16, positions
+        [tokens * top_k] int32]`, where position t * top_k + j is the row of the j-th expert of token t, or -1.
+
+    Raises:
+        ValueError: A shape, layout, device or number does not fit; the text names the argument.
+        TypeError: A dtype does not fit.
+        NotImplementedError: per_token_scale.
+    """
+    routed = route(
+        routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
+        routing_method_type, norm_topk_prob, routing_replay_out,
+    )  # fmt: skip
+    return _run(
+        routed,
+        hidden_states, hidden_states_scale, Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
+        Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias),
+        activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
+        (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar), num_experts, intermediate_size,
+        local_expert_offset, local_num_experts, do_finalize, per_token_scale, output,
+    )  # fmt: skip
+
+
+@fi_api
+def trtllm_fp4_block_scale_routed_moe(
+    topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    routing_bias: torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    hidden_states_scale: torch.Tensor | None,
+    gemm1_weights: torch.Tensor,
+    gemm1_weights_scale: torch.Tensor,
+    gemm1_bias: torch.Tensor | None,
+    gemm1_alpha: torch.Tensor | None,
+    gemm1_beta: torch.Tensor | None,
+    gemm1_clamp_limit: torch.Tensor | None,
+    gemm2_weights: torch.Tensor,
+    gemm2_weights_scale: torch.Tensor,
+    gemm2_bias: torch.Tensor | None,
+    output1_scale_scalar: torch.Tensor | None,
+    output1_scale_gate_scalar: torch.Tensor | None,
+    output2_scale_scalar: torch.Tensor | None,
+    num_experts: int,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    routed_scaling_factor: float | None,
+    routing_method_type: int = 0,
+    do_finalize: bool = True,
+    enable_pdl: bool | None = None,
+    activation_type: int = ActivationType.Swiglu,
+    per_token_scale: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+    tune_max_num_tokens: int = 8192,
+    gemm1_lora_delta: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """As `trtllm_fp4_block_scale_moe`, with experts that the caller has chosen.
+
+    Args:
+        topk_ids: int32 `[tokens, top_k]`, `expert << 16 | bits of the weight in bf16`; or a tuple of ids and weights.
+        gemm1_lora_delta: None.
+        others: as for `trtllm_fp4_block_scale_moe`; those about routing are accepted.
+
+    Returns:
+        `[output]`; without do_finalize `[rows [tokens * top_k, hidden], weights [tokens, top_k] bf16, positions
+        [tokens * top_k] int32]`, where position t * top_k + j is the row of the j-th expert of token t, or -1.
+
+    Raises:
+        ValueError: A shape, layout, device or number does not fit; the text names the argument.
+        TypeError: A dtype does not fit.
+        NotImplementedError: gemm1_lora_delta is given.
+    """
+    if gemm1_lora_delta is not None:
+        raise NotImplementedError("gemm1_lora_delta is not supported: merge the adapter into gemm1_weights")
+    return _run(
+        unpacked(topk_ids),
+        hidden_states, hidden_states_scale, Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
+        Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias),
+        activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
+        (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar), num_experts, intermediate_size,
+        local_expert_offset, local_num_experts, do_finalize, per_token_scale, output,
+    )  # fmt: skip

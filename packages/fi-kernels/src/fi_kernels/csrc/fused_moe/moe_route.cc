@@ -1,0 +1,158 @@
+// moe_route: checks the arguments, launches the CUDA kernel or runs the CPU one.
+#include "fi/fused_moe/moe_route.h"
+
+#include "fi/generated/moe_route.h"
+
+#if !FI_CUDA
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <vector>
+
+#include "fi/cpu/row_convert.h"
+#endif
+
+namespace fi {
+namespace {
+
+#if !FI_CUDA
+constexpr float kLowest = -INFINITY;
+
+float sigmoid(float x) { return 1.f / (1.f + std::exp(-x)); }
+
+// The first `count` of [0, scores.size()) by score; ties to the lower number.
+std::vector<int32_t> largest(const std::vector<float>& scores, int64_t count) {
+  std::vector<int32_t> order(scores.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::partial_sort(order.begin(), order.begin() + count, order.end(), [&](int32_t a, int32_t b) {
+    const float x = scores[static_cast<size_t>(a)], y = scores[static_cast<size_t>(b)];
+    return x > y || (x == y && a < b);
+  });
+  order.resize(static_cast<size_t>(count));
+  return order;
+}
+
+void keep_groups(std::vector<float>& scores, int64_t n_group, int64_t topk_group) {
+  const auto size = static_cast<size_t>(static_cast<int64_t>(scores.size()) / n_group);
+  std::vector<float> of_group;
+  for (size_t g = 0; g < static_cast<size_t>(n_group); ++g) {
+    std::vector<float> own(scores.begin() + static_cast<int64_t>(g * size),
+                           scores.begin() + static_cast<int64_t>((g + 1) * size));
+    std::sort(own.rbegin(), own.rend());
+    of_group.push_back(size > 1 ? own[0] + own[1] : own[0]);
+  }
+  std::vector<bool> kept(static_cast<size_t>(n_group));
+  for (const int32_t g : largest(of_group, topk_group)) kept[static_cast<size_t>(g)] = true;
+  for (size_t e = 0; e < scores.size(); ++e)
+    if (!kept[e / size]) scores[e] = kLowest;
+}
+
+void route(const MoeRouteParams& p, const float* bias, const float* row, int32_t* ids, float* weights) {
+  const auto experts = static_cast<size_t>(p.experts);
+  std::vector<float> logits(experts), scores(experts);
+  for (size_t e = 0; e < experts; ++e) {
+    logits[e] = row[e] == row[e] ? row[e] : kLowest;
+    scores[e] = routes_by_sigmoid(p.method) ? sigmoid(logits[e]) : logits[e];
+    if (bias && routes_by_bias(p.method)) scores[e] += bias[e];
+    if (scores[e] != scores[e]) scores[e] = kLowest;
+  }
+  if (p.method == kRouteDeepSeekV3 && p.n_group > 1) keep_groups(scores, p.n_group, p.topk_group);
+  const std::vector<int32_t> chosen = largest(scores, p.top_k);
+  const float top = *std::max_element(logits.begin(), logits.end());
+  float all = 0.f, total = 0.f, chosen_top = kLowest;
+  for (const float x : logits) all += std::exp(x - top);
+  for (const int32_t e : chosen) chosen_top = std::max(chosen_top, logits[static_cast<size_t>(e)]);
+  for (int32_t j = 0; j < p.top_k; ++j) {
+    const float x = logits[static_cast<size_t>(ids[j] = chosen[static_cast<size_t>(j)])];
+    float weight = sigmoid(x);
+    if (p.method == kRouteDefault || p.method == kRouteRenormalizeNaive) weight = std::exp(x - top) / all;
+    if (p.method == kRouteRenormalize) weight = std::exp(x - chosen_top);
+    if (p.method == kRouteTopK) weight = x;
+    total += weights[j] = weight == weight ? weight : 0.f;
+  }
+  const bool by_sum = p.method == kRouteRenormalize || routes_by_bias(p.method) ||
+                      (p.normalize && (p.method == kRouteRenormalizeNaive || p.method == kRouteSigmoidRenorm));
+  for (int32_t j = 0; j < p.top_k; ++j) {
+    if (by_sum) weights[j] /= total + 1e-20f;
+    if (routes_by_bias(p.method)) weights[j] *= p.scale;
+  }
+}
+
+void run_cpu(const MoeRouteParams& p, const MoeRouteArgs& a) {
+  const cpu::LoadRow load = cpu::row_loader(a.logits.dtype());
+  const cpu::StoreRow store = cpu::row_storer(a.weights.dtype());
+  std::vector<float> bias(static_cast<size_t>(p.experts));
+  if (p.bias) cpu::row_loader(a.bias.dtype())(p.bias, bias.data(), p.experts);
+  cpu::for_rows(p.tokens, 16 * p.experts, p.experts + p.top_k, [&](int64_t token, float* row) {
+    float* weights = row + p.experts;
+    load(a.logits.at(token * p.logits_row_stride), row, p.experts);
+    int32_t* ids = p.ids + token * p.top_k;
+    route(p, p.bias ? bias.data() : nullptr, row, ids, weights);
+    store(weights, a.weights.at(token * p.top_k), p.top_k);
+    for (int32_t j = 0; p.replay && j < p.top_k; ++j) p.replay[token * p.top_k + j] = static_cast<int16_t>(ids[j]);
+  });
+}
+#endif
+
+void moe_route(const Kernel& kernel, const MoeRouteArgs& a) {
+  // 1 check
+  Dim tokens{"tokens"}, experts{"experts"}, top_k{"top_k"};
+  a.logits.is({kF16, kBF16, kF32}).inner_contiguous().shape(tokens, experts);
+  a.ids.is({kI32}).on(a.logits).contiguous().shape(tokens, top_k);
+  a.weights.is({kF16, kBF16, kF32}).on(a.logits).contiguous().shape(tokens, top_k);
+  if (a.bias) a.bias.is({kF16, kBF16, kF32}).on(a.logits).contiguous().shape(experts);
+  if (a.replay) {
+    Dim rows{"tokens or more"};
+    a.replay.is({{kDLInt, 16}}).on(a.logits).contiguous().shape(rows, top_k);
+    FI_CHECK(rows >= tokens, ValueError, "replay must have %lld rows or more; got %s", static_cast<long long>(tokens),
+             a.replay.shape_str().c_str());
+  }
+  FI_CHECK(experts >= 1 && experts <= kMostExperts, ValueError, "logits must be of 1 to %d experts; got %s",
+           kMostExperts, a.logits.shape_str().c_str());
+  FI_CHECK(top_k >= 1 && top_k <= kMostTopK && top_k <= experts, ValueError, "top_k must be in 1..%lld; got %lld",
+           static_cast<long long>(std::min<int64_t>(kMostTopK, experts)), static_cast<long long>(top_k));
+  FI_CHECK(a.method >= 0 && a.method <= kRouteTopKSigmoid, ValueError, "routing_method_type must be in 0..9; got %lld",
+           static_cast<long long>(a.method));
+  FI_CHECK(a.n_group >= 1 && a.n_group <= kMostGroups && experts % a.n_group == 0, ValueError,
+           "n_group must be in 1..%d and divide %lld experts; got %lld", kMostGroups, static_cast<long long>(experts),
+           static_cast<long long>(a.n_group));
+  FI_CHECK(a.topk_group >= 1 && a.topk_group <= a.n_group, ValueError, "topk_group must be in 1..%lld; got %lld",
+           static_cast<long long>(a.n_group), static_cast<long long>(a.topk_group));
+  FI_CHECK(tokens < 1 << 30, ValueError, "logits must have fewer than 2^30 rows; got %s", a.logits.shape_str().c_str());
+  if (tokens == 0) return;
+
+  // 2 shape
+  MoeRouteParams p{};
+  p.ids = a.ids.data<int32_t>();
+  p.weights = a.weights.data();
+  p.replay = a.replay ? a.replay.data<int16_t>() : nullptr;
+  p.logits = a.logits.data();
+  p.bias = a.bias ? a.bias.data() : nullptr;
+  p.logits_row_stride = a.logits.stride(0);
+  p.tokens = static_cast<int32_t>(tokens);
+  p.experts = static_cast<int32_t>(experts);
+  p.top_k = static_cast<int32_t>(top_k);
+  p.n_group = static_cast<int32_t>(a.n_group);
+  p.topk_group = static_cast<int32_t>(a.topk_group);
+  p.bias_type = !a.bias || a.bias.dtype() == kF32 ? 0 : a.bias.dtype() == kBF16 ? 1 : 2;
+  p.method = static_cast<RoutingMethod>(a.method);
+  p.normalize = a.normalize;
+  p.scale = static_cast<float>(a.scale);
+
+  // 3 launch
+#if FI_CUDA
+  const Entry& entry = kernel.first_entry([&](const Entry& e) { return MoeRouteConfig::of(e).experts >= p.experts; });
+  const int64_t warps = entry.threads / 32;
+  Launch launch{(tokens + warps - 1) / warps};
+  launch.pdl = kernel.pdl(a.enable_pdl);
+  kernel.launch(entry, launch, a.logits.device(), p);
+#else
+  (void)kernel, (void)a.enable_pdl;
+  run_cpu(p, a);
+#endif
+}
+
+}  // namespace
+}  // namespace fi
+
+FI_OP(fi::moe_route)

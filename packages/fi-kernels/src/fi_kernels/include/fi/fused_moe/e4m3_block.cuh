@@ -1,0 +1,28 @@
+// Sixteen floats of a thread as e4m3, with the scale of the 128 of eight lanes.
+#pragma once
+#include "fi/cuda/reduce.cuh"
+#include "fi/cuda/vec.cuh"
+
+namespace fi {
+
+constexpr float kE4m3Largest = 448.f, kSmallestAmax = 1e-10f;  // the scale of zeros is finite, and so is its inverse
+
+FI_DEVICE void store_e4m3(void* to, const float (&x)[16]) {
+  Vec<__nv_fp8_e4m3, 16> out;
+  from_float(x, out);
+  store(static_cast<__nv_fp8_e4m3*>(to), out);
+}
+
+// The scale of the 128 values of eight lanes; x is divided by it. By all lanes of a warp.
+FI_DEVICE float scale_block(float (&x)[16]) {
+  float amax = 0.f;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) amax = fmaxf(amax, fabsf(x[i]));
+  amax = fmaxf(warp_max(amax, 8), kSmallestAmax);
+  const float inverse = kE4m3Largest / amax;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) x[i] *= inverse;
+  return amax * (1.f / kE4m3Largest);
+}
+
+}  // namespace fi

@@ -1,0 +1,50 @@
+// Parameters of the Hopper kernel of a fused MoE for few tokens an expert, shared by launcher and device code.
+#pragma once
+#include "fi/fused_moe/expert_activation.h"
+#include "fi/tensor_map.h"
+#include "fi/types.h"
+
+namespace fi {
+
+// Most passes of a launch: an expert takes one for each `tokens of a tile` rows, so there are at most experts + rows /
+// tokens.
+constexpr int32_t kMaxExpertPasses = 640, kMaxExperts = 512;
+
+// A grouped product. For each row r of an expert e and its input i = in[source[r]]:
+//   activated and gated: out[r, f] = activation(i . weights[e, f] + bias[e, f], i . weights[e, features + f] + bias)
+//   activated:           out[r, f] = activation(i . weights[e, f] + bias[e, f])
+//   neither:             out[r, f] = i . weights[e, f]
+struct ExpertGemm {
+  // [expert, f / 8, half, f % 8, k] in boxes of 128 bytes: of gated weights, 8 rows of up and the 8 rows of gate of the
+  // same features lie beside each other in a tile. Not gated: one half.
+  TensorMap weights;
+  void* out;              // [rows, features]
+  const void* in;         // [.., k]
+  const int32_t* source;  // [rows]: the row of `in` that a row reads; null: the same row
+  const float* in_scale;  // [.., k / 128], of blocks; null: none, or `in` is quantised here
+  // fp32 [experts, weight rows / 128, k / 128]; mxfp4: ue8m0 [experts, weight rows, k / 32]; null: none.
+  const void* weight_scale;
+  const void* bias;  // [experts, weight rows], of the type of `in`, or null
+  int64_t in_row_stride, out_row_stride, in_scale_row_stride, bias_row_stride;
+  int64_t weight_scale_expert_stride, weight_scale_row_stride;
+  int32_t features, k, k_blocks;  // k_blocks: of 128 bytes of weights
+  int32_t gated, activated;
+};
+
+// One product, or two of which the second reads the rows that the first writes.
+struct ExpertGemmParams {
+  ExpertGemm gemm[2];
+  const int32_t* offsets;  // [experts + 1]: first row of each expert
+  // [1 + passes], zeros before the launch: tiles that CTAs have claimed, and finished warps of the first product for
+  // each pass. Null: CTAs take tiles in turn; only for one product.
+  int32_t* progress;
+  const float* alpha;  // [experts]; null: the constant, as of the next two
+  const float* beta;
+  const float* limit;
+  ExpertConstants constants;
+  int32_t products, experts;
+  int32_t weights_once;   // no weight is loaded twice: L2 evicts it first
+  int32_t routing_ready;  // offsets were complete before the kernel ahead in the stream began
+};
+
+}  // namespace fi

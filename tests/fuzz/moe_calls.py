@@ -1,0 +1,124 @@
+"""Small valid calls of layers of experts with the router inside, and of the router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from families.harness import rand
+from families.moe_reference import block_quantized, chosen, mxfp4_quantized
+from fi_core import fused_moe
+from fi_core.fused_moe import WeightLayout
+from fi_core.tllm_enums import Fp8QuantizationType
+
+BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+E, K, H, INTER, TOKENS = 4, 2, 128, 128, 3  # experts, top_k, hidden, inter
+Arguments = dict[str, Any]
+
+
+def _sizes(**more: Any) -> Arguments:
+    return {
+        "num_experts": E, "top_k": K, "n_group": None, "topk_group": None, "intermediate_size": INTER,
+        "local_expert_offset": 0, "local_num_experts": E, "routed_scaling_factor": None, **more,
+    }  # fmt: skip
+
+
+def _router() -> Arguments:
+    return {"routing_logits": rand(TOKENS, E, dtype=F32, device="cpu"), "routing_bias": None}
+
+
+def _experts(pair: bool, biased: bool = True) -> Arguments:
+    """Chosen experts, as a pair of tensors or packed."""
+    ids, weights = chosen(TOKENS, E, K, "cpu")
+    packed = ids << 16 | weights.bfloat16().view(torch.int16).int() & 0xFFFF
+    return {"topk_ids": (ids, weights) if pair else packed} | ({"routing_bias": None} if biased else {})
+
+
+def _x() -> torch.Tensor:
+    return rand(TOKENS, H, dtype=BF16, device="cpu")
+
+
+def _weights() -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(rand(E, *shape, dtype=BF16, device="cpu", scale=0.1) for shape in ((2 * INTER, H), (H, INTER)))
+
+
+def _bf16(layout: WeightLayout) -> Arguments:
+    up, down = _weights()
+    if layout is WeightLayout.BlockMajorK:
+        up, down = (w.view(*w.shape[:2], -1, 64).transpose(1, 2).contiguous() for w in (up, down))
+    shuffled = layout is WeightLayout.BlockMajorK
+    return {
+        "hidden_states": _x(), "gemm1_weights": up, "gemm2_weights": down, **_sizes(),
+        "use_shuffled_weight": shuffled, "weight_layout": layout,
+    }  # fmt: skip
+
+
+def _fp8_blocks() -> Arguments:
+    (q1, s1, _), (q2, s2, _) = map(block_quantized, _weights())
+    return {
+        "hidden_states": _x().to(E4M3), "hidden_states_scale": torch.ones(H // 128, TOKENS), "gemm1_weights": q1,
+        "gemm1_weights_scale": s1, "gemm2_weights": q2, "gemm2_weights_scale": s2, **_sizes(),
+    }  # fmt: skip
+
+
+def _mxfp8() -> Arguments:
+    def powers(*shape: int) -> torch.Tensor:
+        return torch.full(shape, 127, dtype=torch.uint8)
+
+    up, down = (w.to(E4M3) for w in _weights())
+    return {
+        "hidden_states": _x().to(E4M3), "hidden_states_scale": powers(TOKENS, H // 32), "gemm1_weights": up,
+        "gemm1_weights_scale": powers(E, 2 * INTER, H // 32), "gemm2_weights": down,
+        "gemm2_weights_scale": powers(E, H, INTER // 32), **_sizes(),
+        "fp8_quantization_type": Fp8QuantizationType.MxFp8,
+    }  # fmt: skip
+
+
+def _fp8_tensors() -> Arguments:
+    up, down = (w.to(E4M3) for w in _weights())
+    one = torch.ones(E)
+    return {
+        "hidden_states": _x().to(E4M3), "gemm1_weights": up, "output1_scales_scalar": one,
+        "output1_scales_gate_scalar": one.clone(), "gemm2_weights": down, "output2_scales_scalar": one.clone(),
+        **_sizes(use_routing_scales_on_input=False),
+    }  # fmt: skip
+
+
+def _fp4() -> Arguments:
+    (q1, s1, _), (q2, s2, _) = map(mxfp4_quantized, _weights())
+    nothing = dict.fromkeys(
+        ("gemm1_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "gemm2_bias", "output1_scale_scalar",
+         "output1_scale_gate_scalar", "output2_scale_scalar")
+    )  # fmt: skip
+    return {
+        "hidden_states": _x(), "hidden_states_scale": None, "gemm1_weights": q1, "gemm1_weights_scale": s1,
+        "gemm2_weights": q2, "gemm2_weights_scale": s2, **nothing, **_sizes(),
+    }  # fmt: skip
+
+
+def _topk() -> Arguments:
+    return {
+        "scores": rand(TOKENS, 16, dtype=F32, device="cpu"), "bias": rand(16, dtype=F32, device="cpu"), "n_group": 4,
+        "topk_group": 2, "topk": K, "routed_scaling_factor": 2.5, "topk_values": torch.empty(TOKENS, K),
+        "topk_indices": torch.empty(TOKENS, K, dtype=torch.int32),
+    }  # fmt: skip
+
+
+def calls() -> Iterator[tuple[str, Callable[..., Any], Callable[[], Arguments]]]:
+    """A name, the function, and what makes its arguments."""
+    moe: Any = fused_moe
+    major, blocks = WeightLayout.MajorK, WeightLayout.BlockMajorK
+    yield "experts:bf16", moe.trtllm_bf16_moe, lambda: {**_router(), **_bf16(major)}
+    yield "experts:bf16 routed", moe.trtllm_bf16_routed_moe, lambda: {**_experts(False, False), **_bf16(blocks)}
+    yield "experts:fp8 blocks", moe.trtllm_fp8_block_scale_moe, lambda: {**_router(), **_fp8_blocks()}
+    yield "experts:mxfp8", moe.trtllm_fp8_block_scale_moe, lambda: {**_router(), **_mxfp8()}
+    yield "experts:fp8 routed", moe.trtllm_fp8_block_scale_routed_moe, lambda: {**_experts(True), **_fp8_blocks()}
+    yield "experts:fp8 tensors", moe.trtllm_fp8_per_tensor_scale_moe, lambda: {**_router(), **_fp8_tensors()}
+    yield (
+        "experts:fp8 tensors routed", moe.trtllm_fp8_per_tensor_scale_routed_moe,
+        lambda: {**_experts(False), **_fp8_tensors()},
+    )  # fmt: skip
+    yield "experts:fp4 routed", moe.trtllm_fp4_block_scale_routed_moe, lambda: {**_experts(False), **_fp4()}
+    yield "experts:topk", moe.fused_topk_deepseek, _topk

@@ -251,6 +251,12 @@ GOOD: dict[str, dict[str, Any]] = {
         ("rmsnorm_quant", {"scale": WEIGHT[:1]}, TypeError, "scale must be float32; got float16"),
         ("rmsnorm_quant", {"scale": None}, TypeError, "scale must be a torch.Tensor or a number; got None"),
         ("rmsnorm_quant", {"out": E4M3[:1]}, ValueError, "out must have shape"),
+        (
+            "rmsnorm_quant",
+            {"out": HALF.clone()},
+            TypeError,
+            "out must be float8_e4m3fn or float8_e5m2 with a scale; got float16",
+        ),
         ("layernorm", {"gemma": WEIGHT}, TypeError, "gemma must be float32; got float16"),
         ("layernorm", {"beta": torch.ones(63)}, ValueError, "beta must have shape .* got .63"),
         ("layernorm", {"input": HALF[:, None]}, ValueError, r"input must have shape \[n, d\]"),

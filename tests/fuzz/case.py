@@ -226,6 +226,8 @@ def _answer(scenario: Scenario, hook: Hostile, seed: int) -> Record:
             if not all(map(is_plain, got.values())):
                 return {"outcome": "accepted", "text": "no numbers: the result is of another kind of tensor"}
             want = template.where_written(given, got, template.expected(given))
+            if any(x.is_floating_point() and bool((x.abs() > 1e30).any()) for x in want.values()):
+                return {"outcome": "accepted", "text": "a sum in fp32 may overflow on the way to such a number"}
         except Exception as error:
             return {"outcome": "accepted", "text": f"no reference: {type(error).__name__}: {error}"[:200]}
     elif hook.same:

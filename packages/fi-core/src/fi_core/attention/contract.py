@@ -94,10 +94,11 @@ def check_graph_buffer(buffer: torch.Tensor, name: str) -> None:
     """Raises ValueError unless a plan can copy a table into the buffer, for a CUDA graph to read."""
     if not hasattr(buffer, "layout"):
         raise ValueError(f"{name}: a tensor is required with use_cuda_graph; got {buffer!r}")
-    if str(buffer.layout) != "torch.strided" or buffer.is_quantized or buffer.ndim != 1 or not buffer.is_contiguous():
+    plain = str(buffer.layout) == "torch.strided" and not buffer.is_quantized and not buffer.is_meta
+    if not plain or buffer.ndim != 1 or not buffer.is_contiguous():
         raise ValueError(
-            f"{name}: a contiguous tensor with one dimension is required; got {buffer.layout}, {buffer.dtype}, shape "
-            f"{tuple(buffer.shape)}"
+            f"{name}: a contiguous tensor with data and one dimension is required; got {buffer.layout}, "
+            f"{buffer.dtype}, device {buffer.device}, shape {tuple(buffer.shape)}"
         )
 
 
@@ -131,7 +132,7 @@ def data_types(
 
 
 def unpack(
-    cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kv_layout: str
+    cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kv_layout: str, name: str = "paged_kv_cache (kv_cache)"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V caches with four axes. The usual forms are tested first, because every call passes here."""
     try:
@@ -142,7 +143,6 @@ def unpack(
             return cache.unbind(1)  # type: ignore[union-attr, return-value]
         return _unpack_paged_kv_cache(cache, kv_layout)
     except (AttributeError, RuntimeError) as error:
-        name = "paged_kv_cache (kv_cache)"
         if hasattr(cache, "layout"):
             blame(error, **{name: cache})
         blame(error, **{f"{name}[{i}]": member for i, member in enumerate(cache)})

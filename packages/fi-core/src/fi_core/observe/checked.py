@@ -119,6 +119,9 @@ def _explain_tensors(error: Exception, function: Callable[..., Any], given: Mapp
         special = [name for name, value in tensors.items() if torch_op.is_special(value)]
         raise NotImplementedError(f"{called}: values of {', '.join(special)} shape the result, so data is required "
                                   "that a fake tensor does not have") from error  # fmt: skip
+    if isinstance(error, AssertionError) and any(map(torch_op.is_special, tensors.values())):
+        fake = ", ".join(name for name, value in tensors.items() if torch_op.is_special(value))
+        raise TypeError(f"{called}: fake tensors cannot be mixed with others; got {fake} of that kind") from error
     if isinstance(error, (RuntimeError, FiError, LookupError)) and type(error) is not IndexError:
         return  # of a device, or in words of our own
     trace = getattr(getattr(function, "fi_trace", None), "trace", None)

@@ -260,7 +260,7 @@ POSITIONS = TraceTemplate(
 def _seq_lens_reference(kv_indptr, kv_last_page_len, page_size):  # type: ignore[no-untyped-def]
     import torch
 
-    pages, last, largest = kv_indptr.tolist(), kv_last_page_len.tolist(), torch.iinfo(kv_indptr.dtype).max
+    pages, last, largest = kv_indptr.tolist(), kv_last_page_len.tolist(), torch.iinfo(kv_last_page_len.dtype).max
     full = [min(max(pages[b + 1] - pages[b] - 1, 0) * page_size, largest) for b in range(len(last))]
     lengths = [min(tokens + rest, largest) for tokens, rest in zip(full, last)]
     return kv_last_page_len.new_tensor(lengths)

@@ -27,7 +27,7 @@ def _dequantize(
     ops.block_dequantize(
         out, matrix, scales, in_fp32(global_scale), block_size=block, scale_format=scale_format, layout=layout.value
     )
-    return out.view(*values.shape[:-1], -1) if values.ndim > 2 else out
+    return out.view(*values.shape[:-1], out.shape[1]) if values.ndim > 2 else out
 
 
 @fi_api(trace=inverse_trace.E2M1_AND_UFP8SF_SCALE_TO_FLOAT)

@@ -22,6 +22,7 @@ def swizzled(scales, tile_rows):  # type: ignore[no-untyped-def]
     """Scales [rows, columns] in tiles of 4 columns and 128 or 8 rows; linear if tile_rows is 1."""
     import torch
 
+    scales = scales.flatten(0, -2)
     if tile_rows == 1:
         return scales
     rows, columns = scales.shape

@@ -75,7 +75,8 @@ def _int32(top_k: torch.Tensor) -> torch.Tensor:
         return top_k.int()
     if top_k.is_complex() or top_k.itemsize == 1:
         raise TypeError(f"top_k: an integer dtype is required; got {top_k.dtype}")
-    return top_k.clamp(-1, (1 << 31) - 129).int()  # also a fp32 number
+    wide = top_k.float() if top_k.itemsize == 2 else top_k  # fp16 has no such limit
+    return wide.clamp(-1, (1 << 31) - 129).int()
 
 
 def _one_each(value: torch.Tensor, name: str, rows: int) -> torch.Tensor:

@@ -43,7 +43,10 @@ def _softmax_reference(logits, temperature=None):  # type: ignore[no-untyped-def
     if temperature is not None:
         t = torch.as_tensor(temperature, device=x.device).double().reshape(-1, 1)
         x = x.where(x.isinf(), x / t.where(t > 0, float("inf")))
-    return x.softmax(-1)
+    counted = x.where(~x.isnan(), -float("inf"))
+    largest = counted.amax(-1, keepdim=True)
+    mass = (counted - largest).exp().where(counted < largest, (counted > -float("inf")).double())
+    return (mass / mass.sum(-1, keepdim=True).clamp(min=1.0)).where(~x.isnan(), x)
 
 
 def _top_k_renorm_reference(probs, top_k):  # type: ignore[no-untyped-def]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fi_core.attention.contract import unpack
 from fi_core.attention.forms.single_prefill import single_prefill_with_kv_cache_return_lse
 from fi_core.attention.merge import merge_state_in_place
 from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
@@ -29,7 +30,8 @@ class _SharedPrefix:
     ) -> Any:
         if self._unique._plan_info is None:
             raise self._unique._no_plan("forward")
-        out, lse = self._unique.run(q, cache, return_lse=True)
+        pair = unpack(cache, self._kv_layout, "unique_kv_cache")
+        out, lse = self._unique.run(q, pair, return_lse=True)
         shared = single_prefill_with_kv_cache_return_lse(q, k_shared, v_shared, kv_layout=self._kv_layout, **scores)
         merge_state_in_place(out, lse, *shared)
         return out

@@ -17,9 +17,11 @@ template <class Id>
 void run_cpu(const MoeSortParams& p) {
   const auto expert_of = [&](int64_t slot) {
     const int64_t id =
-        static_cast<const Id*>(p.ids)[slot / p.top_k * p.ids_token_stride + slot % p.top_k * p.ids_slot_stride] -
-        p.first_expert;
-    return id >= 0 && id < p.experts ? id : int64_t{-1};
+        static_cast<const Id*>(p.ids)[slot / p.top_k * p.ids_token_stride + slot % p.top_k * p.ids_slot_stride];
+    if (id < p.first_expert) return int64_t{-1};
+    const uint64_t local =
+        static_cast<uint64_t>(id) - static_cast<uint64_t>(p.first_expert);  // the difference may overflow
+    return local < static_cast<uint64_t>(p.experts) ? static_cast<int64_t>(local) : int64_t{-1};
   };
   std::vector<int32_t> next(static_cast<size_t>(p.experts + 1), 0);
   for (int64_t slot = 0; slot < p.slots; ++slot)

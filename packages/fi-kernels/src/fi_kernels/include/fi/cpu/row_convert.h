@@ -53,7 +53,7 @@ inline StoreRow row_storer(DType d) {
 // belongs to the thread and is not initialized.
 template <class F>
 void for_rows(int64_t rows, int64_t work, int64_t floats, F&& f) {
-  parallel_for(rows, std::max<int64_t>(1, 16384 / work), [&](int64_t begin, int64_t end) {
+  parallel_for(rows, 16384 / std::clamp<int64_t>(work, 1, 16384), [&](int64_t begin, int64_t end) {
     const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(floats)]);
     for (int64_t row = begin; row < end; ++row) f(row, scratch.get());
   });

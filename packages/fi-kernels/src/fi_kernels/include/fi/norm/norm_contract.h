@@ -4,10 +4,12 @@
 
 namespace fi {
 
-// Returns true if out is fp8; only then is scale read. Any other out must have the dtype of input.
+// Returns true if out is fp8, which needs a scale. Any other out has the dtype of input, and no scale.
 inline bool check_norm_output(const Tensor& out, const Tensor& input, const OptionalTensor& scale) {
   out.on(input).inner_contiguous();
   if (out.dtype().bits != 8) {
+    FI_CHECK(!scale, TypeError, "out must be float8_e4m3fn or float8_e5m2 with a scale; got %s",
+             out.dtype().str().c_str());
     out.like(input);
     return false;
   }

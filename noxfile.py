@@ -128,7 +128,7 @@ def gpu(session: nox.Session) -> None:
 @nox.session
 def multigpu(session: nox.Session) -> None:
     """The tests that need several GPUs, on all that there are; an error where torch sees fewer than two."""
-    develop(session, "test", "device", gpu=True)
+    develop(session, "test", "device", "demo", gpu=True)
     count = "import torch; n = torch.cuda.device_count(); assert n >= 2, f'two GPUs are required; got {n}'"
     session.run(python(session), "-c", count)
     pytest(session, "-m", "multigpu")

@@ -5,7 +5,7 @@
 The model is transformers' own LlamaForCausalLM with the rotary embedding of Llama 3.1, small and with random weights,
 so nothing is downloaded. Its vocabulary is the 256 bytes: prompts are real text, answers are noise. Requests of
 different lengths arrive at different steps and share one KV cache that is too small for all of them. The engine is in
-`serving.py`.
+`serving.py`. With `--tp 2` two processes, on two GPUs or on the CPU, have half of the weights each.
 
 For greedy requests it checks:
 - The tokens equal those of transformers' generate() with eager attention, one request at a time. A request may diverge
@@ -20,14 +20,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
 from serving import Engine, Llama, Request, Scheduler
 
 import fi_core
+from fi_core import comm
 from fi_core.integrations.transformers import register
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,12 +58,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--attn", choices=("eager", "fi"), default="eager", help="attention of transformers' generate()"
     )
+    parser.add_argument("--tp", type=int, default=1, help="processes that share the model: 1 or 2")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     if options.dtype is None:
         options.dtype = "float32" if options.device == "cpu" else "float16"
     if options.device == "cuda" and options.dtype == "float32":
         parser.error("--dtype: float16 or bfloat16 is required with --device cuda, which prefills on tensor cores")
+    if options.tp not in (1, 2):  # the model has two key heads
+        parser.error(f"--tp: 1 or 2 is required; got {options.tp}")
+    if options.device == "cuda" and torch.cuda.device_count() < options.tp:
+        parser.error(f"--tp: {options.tp} GPUs are required; got {torch.cuda.device_count()}")
     return options
 
 
@@ -223,10 +232,18 @@ def report(result: dict[str, Any], requests: list[Request]) -> None:
         )
 
 
-def main() -> int:
-    options = parse()
+def run(options: argparse.Namespace, rank: int = 0) -> int:
+    """Serves the requests; rank 0 compares and prints. Returns the exit code."""
     reference = model_of(options.device, DTYPES[options.dtype])
-    model = Llama(reference, max_positions=2048)
+    workspace = None
+    if options.tp > 1:
+        workspace = comm.create_allreduce_fusion_workspace(
+            max_token_num=options.token_budget,
+            hidden_dim=reference.config.hidden_size,
+            dtype=reference.dtype,
+            device=reference.device,
+        )
+    model = Llama(reference, max_positions=2048, workspace=workspace)
     graph = options.device == "cuda" and not options.no_cuda_graph
     served: list[list[int]] = []
     seconds: list[float] = []
@@ -241,9 +258,14 @@ def main() -> int:
         engine.serve(requests)
         seconds.append(time.perf_counter() - start)
         served.append([token for request in requests for token in request.generated])
+    if workspace:
+        workspace.destroy()
+    if rank:
+        return 0
     result = {
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
         "dtype": options.dtype,
+        "tp": options.tp,
         "token_budget": options.token_budget,
         "backends": {"prefill": engine.prefill.resolved_backend, "decode": engine.decode.resolved_backend},
         **rates(engine),
@@ -260,6 +282,29 @@ def main() -> int:
     else:
         report(result, requests)
     return 0 if result["repeatable"] and (check is None or check.passed) else 1
+
+
+def run_rank(rank: int, options: argparse.Namespace, store: str) -> None:
+    """One of the processes that share the model. They exchange memory handles over gloo, then only write to memory."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // options.tp))
+    if options.device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=options.tp)
+    code = run(options, rank)
+    dist.destroy_process_group()
+    sys.exit(code)
+
+
+def main() -> int:
+    options = parse()
+    if options.tp == 1:
+        return run(options)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            processes.spawn(run_rank, (options, f"{folder}/store"), nprocs=options.tp)
+        except processes.ProcessExitedException as failed:
+            return failed.exit_code
+    return 0
 
 
 if __name__ == "__main__":

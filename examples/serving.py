@@ -18,6 +18,7 @@ import torch
 from torch.nn.functional import embedding, linear
 
 import fi_core
+from fi_core import comm
 
 Attention = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # queries and the cache of a layer -> outputs
 
@@ -46,27 +47,45 @@ class Batch(NamedTuple):
 
 
 class Llama:
-    """transformers' LlamaForCausalLM: torch multiplies matrices, fi runs every other operator of the forward pass."""
+    """transformers' LlamaForCausalLM: torch multiplies matrices, fi runs every other operator of the forward pass.
 
-    def __init__(self, model: Any, max_positions: int) -> None:
+    With a workspace each of its ranks has a part of the heads and of the MLP (tensor parallelism). Every rank serves
+    the same requests, and has the same logits, bit by bit.
+    """
+
+    def __init__(self, model: Any, max_positions: int, workspace: comm.AllReduceFusionWorkspace | None = None) -> None:
         c, body = model.config, model.model
         if c.attention_bias or c.mlp_bias or c.hidden_act != "silu":
             raise ValueError(
                 f"model: projections without bias and silu are required; got attention_bias={c.attention_bias}, "
                 f"mlp_bias={c.mlp_bias}, hidden_act={c.hidden_act!r}"
             )
-        self.heads, self.kv_heads, self.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        ranks, rank = (workspace.world_size, workspace.rank) if workspace else (1, 0)
+        if c.num_key_value_heads % ranks or c.intermediate_size % ranks:
+            raise ValueError(
+                f"workspace: a number of ranks that divides key heads and MLP is required; got {ranks} ranks, "
+                f"{c.num_key_value_heads} key heads and {c.intermediate_size} columns"
+            )
+        self.workspace, self.head_dim = workspace, c.head_dim
+        self.heads, self.kv_heads = c.num_attention_heads // ranks, c.num_key_value_heads // ranks
         self.eps, self.dtype, self.device = c.rms_norm_eps, model.dtype, model.device
         self.embedding, self.lm_head = body.embed_tokens.weight.detach(), model.lm_head.weight.detach()
         self.first_norm = body.layers[0].input_layernorm.weight.detach()
+
+        def outputs(*projections: Any) -> torch.Tensor:
+            return torch.cat([p.weight.detach().chunk(ranks)[rank] for p in projections])
+
+        def inputs(projection: Any) -> torch.Tensor:
+            return projection.weight.detach().chunk(ranks, 1)[rank].contiguous()
+
         norms = [layer.input_layernorm for layer in body.layers[1:]] + [body.norm]
         self.layers = [
             Layer(
-                torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]).detach(),
-                a.o_proj.weight.detach(),
+                outputs(a.q_proj, a.k_proj, a.v_proj),
+                inputs(a.o_proj),
                 layer.post_attention_layernorm.weight.detach(),
-                torch.cat([m.gate_proj.weight, m.up_proj.weight]).detach(),
-                m.down_proj.weight.detach(),
+                outputs(m.gate_proj, m.up_proj),
+                inputs(m.down_proj),
                 norm.weight.detach(),
             )
             for layer, norm in zip(body.layers, norms)
@@ -89,10 +108,26 @@ class Llama:
                 k, v, batch.owners, batch.positions, cache, batch.indices, batch.indptr, batch.last_page_len
             )
             x = linear(attend(q, cache).flatten(1), layer.o)
-            fi_core.fused_add_rmsnorm(x, residual, layer.mlp_norm, self.eps)
+            self.add_norm(x, residual, layer.mlp_norm)
             x = linear(fi_core.silu_and_mul(linear(x, layer.gate_up)), layer.down)
-            fi_core.fused_add_rmsnorm(x, residual, layer.next_norm, self.eps)
+            self.add_norm(x, residual, layer.next_norm)
         return linear(x[batch.last_rows], self.lm_head)
+
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
+        """Adds x, of all ranks, to the residual; x becomes the norm of the sum."""
+        if self.workspace is None:
+            fi_core.fused_add_rmsnorm(x, residual, weight, self.eps)
+            return
+        comm.allreduce_fusion(
+            x,
+            self.workspace,
+            comm.AllReduceFusionPattern.kARResidualRMSNorm,
+            residual_in=residual,
+            residual_out=residual,
+            norm_out=x,
+            rms_gamma=weight,
+            rms_eps=self.eps,
+        )
 
 
 @dataclass(eq=False)

@@ -17,9 +17,8 @@ from fi_core.runtime.spec.op import Entry, Implementation, Op, Spec, Unit, Value
 from fi_core.runtime.spec.target import CPU, Target
 
 KERNELS = fi_kernels.ROOT
-# Ops without a kernel before Hopper: all_to_all copies in bulk and is refused by name there, and a chain of other ops
-# takes the place of moe_experts.
-HOPPER_ALONE = {"all_to_all", "moe_experts"}
+# Ops without a kernel before Hopper: a chain of other ops takes the place of moe_experts.
+HOPPER_ALONE = {"moe_experts"}
 FILES = {
     "csrc/toy/scale.cc": """// The host module of the toy op.
 #include "fi/toy/scale.h"

@@ -87,6 +87,17 @@ def test_generate(device: str) -> None:
         assert any(name.startswith(op) for name in said["kernels"]), op
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.multigpu])])
+def test_generate_on_two_ranks(device: str) -> None:
+    """Two processes with half of the weights each give the tokens of transformers, so those of one process."""
+    pytest.importorskip("transformers", reason="needs transformers, which `nox -s tests` installs")
+    said = json.loads(run("generate.py", "--device", device, "--tp", "2", "--json"))
+    assert said["tp"] == 2 and said["check"]["passed"] and said["repeatable"]
+    assert said["check"]["leave"] <= (1 if device == "cuda" else 0)
+    assert said["check"]["leave"] or said["check"]["equal"] == said["check"]["tokens"] > 200
+    assert any(name.startswith("all_reduce") for name in said["kernels"])
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_generate_by_chance(device: str) -> None:
     """Drawn tokens are those of the seeds: a second run says the same; and all requests say something else."""

@@ -23,7 +23,7 @@ from fi_core.comm.dcp_alltoall import (
 from fi_core.comm.mnnvl import MnnvlConfig, OneRank
 
 PLACES = [
-    pytest.param(3, "cpu"),
+    pytest.param(4, "cpu"),
     pytest.param(2, "one gpu", marks=pytest.mark.gpu),
     pytest.param(2, "gpus", marks=[pytest.mark.gpu, pytest.mark.multigpu]),
     pytest.param(4, "gpus", marks=[pytest.mark.gpu, pytest.mark.multigpu]),
@@ -57,7 +57,8 @@ def _check_patterns(rank: int, world: int, device: torch.device) -> None:
     workspace = _workspace(device, 8, hidden, F32)
     shared = torch.Generator().manual_seed(1)
     own = torch.Generator().manual_seed(2 + rank)
-    for tokens, dtype, pattern in [(5, BF16, p) for p in range(6)] + [(1, F16, 1), (8, F16, 0), (3, F32, 0)]:
+    patterns = [(5, BF16, p) for p in (*range(6), *range(8, 12))]
+    for tokens, dtype, pattern in [*patterns, (1, F16, 1), (8, F16, 0), (3, F32, 0), (3, F32, 1)]:
         x = torch.randn(tokens, hidden, generator=own).to(dtype)
         x[0, :4] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-40]) if pattern < 2 else 0.0
         x[0, 8:16] = -0.0
@@ -75,9 +76,9 @@ def _check_patterns(rank: int, world: int, device: torch.device) -> None:
             s = (total + residual.float()).to(dtype)
             norm = s.double() * (s.double().square().mean(-1, keepdim=True) + eps).rsqrt() * gamma.double()
             fp8, scale = pattern in (2, 4), torch.tensor([0.05 if pattern in (2, 4) else 50.0], device=device)
-            scales = torch.zeros(128 * hidden // 16, dtype=torch.uint8, device=device)
+            scales = _scales(pattern, tokens, hidden, device)
             residual_out = torch.empty_like(x, device=device)
-            norm_out = None if pattern in (2, 3) else torch.empty_like(residual_out)
+            norm_out = None if pattern in (2, 3, 8, 10) else torch.empty_like(residual_out)
             result = comm.allreduce_fusion(
                 x.to(device), workspace, pattern, residual_out=residual_out, norm_out=norm_out, scale_out=scales,
                 residual_in=residual.to(device), rms_gamma=gamma.to(device), rms_eps=eps, scale_factor=scale,
@@ -89,12 +90,138 @@ def _check_patterns(rank: int, world: int, device: torch.device) -> None:
                 _same_bits(norm_out)
             if fp8:
                 torch.testing.assert_close(result.cpu().double() * 0.05, norm, rtol=0.08, atol=0.08)
+            elif pattern in (8, 9):
+                groups = norm.to(dtype).double().view(tokens, 2, 128)
+                exponents = (groups.abs().amax(-1) / 448).log2().ceil()
+                stored = scales.t().contiguous().view(torch.uint8).view(tokens, 4)[:, :2].cpu().double() - 127
+                assert ((stored - exponents).abs() <= (0 if pattern == 9 else 1)).all()
+                got = result.cpu().double().view(tokens, 2, 128) * stored.exp2()[..., None]
+                torch.testing.assert_close(got, groups, rtol=0.08, atol=0.02)
+            elif pattern in (10, 11):
+                torch.testing.assert_close(scales.cpu().double(), norm.abs().amax(1, True) / 448, rtol=1e-2, atol=0)
+                torch.testing.assert_close(result.cpu().double() * scales.cpu(), norm, rtol=0.08, atol=0.02)
             elif pattern == Pattern.kARResidualRMSNormOutFP4Quant:
                 quantized, expected = fi_core.fp4_quantize(norm_out, scale, 16, False, True)
                 assert torch.equal(result.flatten(), quantized.view(torch.uint8).flatten())
                 assert torch.equal(scales, expected.view(torch.uint8).flatten())
             _same_bits(residual_out, result)
     workspace.destroy()
+
+
+def _scales(pattern: int, tokens: int, hidden: int, device: torch.device) -> torch.Tensor:
+    """The scale_out of a pattern; that of groups has room for more tokens."""
+    if pattern in (8, 9):
+        return torch.zeros(1, tokens + 3, dtype=torch.int32, device=device)[:, :tokens].t()
+    if pattern in (10, 11):
+        return torch.zeros(tokens, 1, device=device)
+    return torch.zeros(128 * hidden // 16, dtype=torch.uint8, device=device)
+
+
+def _check_experts(rank: int, world: int, device: torch.device) -> None:
+    """The patterns of experts have the bits of the pattern after them, of the weighted sum."""
+    tokens, hidden, experts, top_k = 5, 256, 4, 3
+    workspace = _workspace(device, 8, hidden)
+    shared, own = torch.Generator(device).manual_seed(1), torch.Generator(device).manual_seed(2 + rank)
+    draw = {"generator": own, "device": device}
+    after: dict[str, Any] = {
+        "residual_in": torch.randn(tokens, hidden, generator=shared, device=device).to(BF16),
+        "rms_gamma": torch.rand(hidden, generator=shared, device=device).to(BF16),
+    }
+    added = torch.randn(tokens, hidden, **draw).to(BF16)
+    active, scales = torch.randn(experts, tokens, hidden, **draw).to(BF16), torch.rand(experts, tokens, **draw)
+    total = torch.einsum("eth,et->th", active.double(), scales.double()) + added
+    expected = comm.allreduce_fusion(total.to(BF16), workspace, 1, **after)
+    moe: dict[str, Any] = {
+        "moe_reduction_device_num_experts": experts, "moe_reduction_scale_input": scales,
+        "moe_reduction_active_experts_token_input": active, "moe_reduction_token_input": added,
+    }  # fmt: skip
+    result = comm.allreduce_fusion(added, workspace, Pattern.kMoEReductionARResidualRMSNorm, **after, **moe)
+    torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-2)
+    _same_bits(result)
+    for dtype in (F32, BF16, F16):
+        rows, weights = (
+            torch.randn(tokens * top_k, hidden, **draw).to(BF16),
+            torch.rand(tokens, top_k, **draw).to(dtype),
+        )
+        positions = torch.randperm(tokens * top_k, **draw).int().view(tokens, top_k)
+        positions[0, 1] = -1
+        chosen = rows[positions.clamp(0).long()].double() * (positions >= 0).double()[..., None]
+        total = (chosen * weights.double()[..., None]).sum(1) + added
+        moe = {
+            "expanded_idx_to_permuted_idx": positions, "expert_scale_factor": weights, "shared_expert_output": added,
+        }  # fmt: skip
+        result = comm.allreduce_fusion(rows, workspace, Pattern.kMoEFinalizeARResidualRMSNorm, **after, **moe)
+        expected = comm.allreduce_fusion(total.to(BF16), workspace, 1, **after)
+        torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-2)
+        quantized = comm.allreduce_fusion(rows, workspace, 12, scale_factor=0.05, **after, **moe)
+        torch.testing.assert_close(quantized.float() * 0.05, result.float(), rtol=0.08, atol=0.02)
+        _same_bits(result, quantized)
+    workspace.destroy()
+
+
+def _check_scatter(rank: int, world: int, device: torch.device) -> None:
+    """Slices of the sum, of its norm and of its quantized norm have the bits of all-reduce; gathered they are whole."""
+    tokens, hidden = 4, 256
+    workspace = _workspace(device, 32, hidden, F32)
+    gathering = AllToAllWorkspace(device, comm.TorchDistBackend(), timeout=20.0)
+    own = torch.Generator(device).manual_seed(2 + rank)
+    for rows, dtype in ((tokens * world, BF16), (2000 * world, F16), (tokens * world, F32)):
+        x, residual = (torch.randn(rows, hidden, generator=own, device=device).to(dtype) for _ in range(2))
+        dist.broadcast(residual, 0)
+        part = slice(rank * rows // world, (rank + 1) * rows // world)
+        after: dict[str, Any] = {"rms_gamma": torch.ones(hidden, dtype=dtype, device=device)}
+        scattered = comm.reduce_scatter_fusion(x, workspace)
+        total = comm.allreduce_fusion(x, workspace, 0)
+        assert torch.equal(scattered, total[part])
+        gathered = torch.empty_like(x)
+        gathering.all_gather(scattered, gathered.view(world, rows // world, hidden))
+        assert torch.equal(gathered, total)
+        for pattern in (1, 4) if dtype != F32 else (1,):
+            mine = comm.reduce_scatter_fusion(x, workspace, pattern, residual_in=residual[part], **after)
+            whole = comm.allreduce_fusion(x, workspace, pattern, residual_in=residual, **after)
+            assert torch.equal(mine.view(torch.uint8), whole[part].view(torch.uint8))
+    odd = torch.arange(48, dtype=torch.uint8, device=device) + rank
+    everything = torch.empty(world, 48, dtype=torch.uint8, device=device)
+    gathering.all_gather(odd, everything)
+    assert torch.equal(everything - odd, everything[:, :1].expand(-1, 48) - odd[0])
+    with pytest.raises(ValueError, match=f"input: rows for each of {world} ranks"):
+        comm.reduce_scatter_fusion(x[1:], workspace)
+    gathering.destroy()
+    workspace.destroy()
+
+
+def _check_hosts(rank: int, world: int, device: torch.device) -> None:
+    """Two hosts of half of the ranks: every pattern after the sum over all of them."""
+    hidden = 256
+    workspace = comm.create_allreduce_fusion_workspace(
+        max_token_num=8, hidden_dim=hidden, dtype=F32, device=device, gpus_per_node=world // 2, timeout=20.0
+    )
+    assert (workspace.rank, workspace.world_size, workspace.backend) == (rank, world, "hierarchical")
+    shared, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2 + rank)
+    for shape, dtype in (((8, hidden), BF16), ((300, hidden), F16), ((8, hidden), F32), ((1, 8), BF16)):
+        x = torch.randn(shape, generator=own).to(dtype)
+        residual, gamma = (torch.randn(size, generator=shared).to(dtype) for size in (shape, shape[1]))
+        total = torch.stack(_gather(x)).double().sum(0)
+        result = comm.allreduce_fusion(x.to(device), workspace, 0)
+        near = {"rtol": 1e-5, "atol": 1e-5} if dtype == F32 else {"rtol": 2e-2, "atol": 4e-2}
+        torch.testing.assert_close(result.cpu().double(), total, **near)
+        residual_out = torch.empty_like(result)
+        normed = comm.allreduce_fusion(
+            x.to(device), workspace, 1, residual_in=residual.to(device), residual_out=residual_out,
+            rms_gamma=gamma.to(device),
+        )  # fmt: skip
+        s = total + residual
+        torch.testing.assert_close(residual_out.cpu().double(), s, **near)
+        norm = s * (s.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * gamma
+        torch.testing.assert_close(normed.cpu().double(), norm, **near)
+        _same_bits(result, residual_out, normed)
+    with pytest.raises(ValueError, match="workspace: the ranks of one host"):
+        comm.reduce_scatter_fusion(result, workspace)
+    workspace.destroy()
+    with pytest.raises(ValueError, match="gpus_per_node: a divisor of 4"):
+        comm.create_allreduce_fusion_workspace(
+            max_token_num=8, hidden_dim=hidden, dtype=F32, device=device, gpus_per_node=3
+        )
 
 
 def _check_many_sizes(rank: int, world: int, device: torch.device) -> None:
@@ -170,6 +297,37 @@ def _check_partial_attention(rank: int, world: int, device: torch.device) -> Non
         assert torch.equal(stats_out[:, source].cpu(), their_stats[:, rank])
 
 
+def _check_custom_all_reduce(rank: int, world: int, device: torch.device) -> None:
+    """The sum, with a norm after it, and with one before and after the residual."""
+    workspace = comm.trtllm_create_ipc_workspace_for_all_reduce(rank, world, 16, 64)
+    pointers = [torch.tensor(addresses) for addresses in workspace]
+    shared, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2 + rank)
+    x = torch.randn(4, 64, generator=own).to(BF16)
+    residual, weights = torch.randn(4, 64, generator=shared).to(BF16), torch.rand(2, 64, generator=shared).to(BF16)
+    total = torch.stack(_gather(x)).double().sum(0)
+
+    def normed(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return values * (values.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+    before = normed(total, weights[0]) + residual
+    expected = {0: (total, None), 1: (normed(total + residual, weights[1]), total + residual)}
+    expected[3] = (normed(before, weights[1]), before)
+    for op, (out, between) in expected.items():
+        got, middle = (torch.empty(4 * 64, dtype=BF16, device=device) for _ in range(2))
+        comm.trtllm_custom_all_reduce(
+            x.to(device).view(-1), got, world, rank, 4, op, comm.AllReduceStrategyType.AUTO, 0, True, 1, *pointers[:1],
+            *pointers[2:4], None, residual.to(device), weights[1].to(device), weights[0].to(device), 1e-5, middle,
+            *pointers[4:],
+        )  # fmt: skip
+        torch.testing.assert_close(got.cpu().double().view(4, 64), out, rtol=2e-2, atol=3e-2)
+        if between is not None:
+            torch.testing.assert_close(middle.cpu().double().view(4, 64), between, rtol=2e-2, atol=3e-2)
+        _same_bits(got)
+    comm.trtllm_destroy_ipc_workspace_for_all_reduce(workspace)
+    with pytest.raises(ValueError, match="workspace: the lists"):
+        comm.trtllm_destroy_ipc_workspace_for_all_reduce(workspace)
+
+
 def _check_other_names(rank: int, world: int, device: torch.device) -> None:
     """The functions with TensorRT-LLM's and vLLM's names."""
     handles, pointers, metadata = comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(
@@ -186,13 +344,34 @@ def _check_other_names(rank: int, world: int, device: torch.device) -> None:
 
     call(4)
     assert (out == total).all()
+    after: dict[str, Any] = {"residual_in": x, "norm_out": out, "residual_out": torch.empty_like(x)}
+    weight, ones = torch.ones(256, dtype=BF16, device=device), torch.ones(2, 4, device=device)
+    experts = torch.stack([x, x])
+    comm.trtllm_moe_allreduce_fusion(
+        world, rank, 4, 256, pointers, True, rms_gamma=weight, rms_eps=0.0, scale_factor=None, layout_code=None,
+        moe_reduction_device_num_experts=2, moe_reduction_scale_input=ones.view(-1), quant_out=None, scale_out=None,
+        moe_reduction_active_experts_token_input=experts.view(-1), moe_reduction_token_input=x, moe_allreduce_out=None,
+        **after,
+    )  # fmt: skip
+    assert (after["residual_out"] == 3 * total + rank + 1).all() and (out == 1).all()
+    comm.trtllm_moe_finalize_allreduce_fusion(
+        experts, norm_weight=weight, expanded_idx_to_permuted_idx=torch.arange(8, device=device).int().view(4, 2),
+        workspace_ptrs=pointers, launch_with_pdl=True, world_rank=rank, world_size=world, eps=0.0,
+        shared_expert_output=None, expert_scale_factor=None, **after,
+    )  # fmt: skip
+    assert (after["residual_out"] == 2 * total + rank + 1).all() and (out == 1).all()
     with pytest.raises(ValueError, match="token_num, hidden_dim: at most 8192 bytes"):
         call(400)
     comm.trtllm_destroy_ipc_workspace_for_all_reduce_fusion(handles)
     with pytest.raises(ValueError, match="workspace_ptrs"):
         call(4)
+    _check_custom_all_reduce(rank, world, device)
     if device.type == "cpu":
         return
+    with pytest.raises(ValueError, match="ipc_tensors: addresses that are multiples of 16"):
+        comm.vllm_init_custom_ar([1] * world, x, rank, True)
+    with pytest.raises(ValueError, match="ipc_tensors: for rank 0 an address of memory of"):
+        comm.vllm_init_custom_ar([4096] * world, x, rank, True)
     buffers = comm.create_shared_buffer(comm.vllm_meta_size())
     fa = comm.vllm_init_custom_ar(buffers, x, rank, True)
     comm.vllm_register_buffer(fa, buffers)
@@ -206,15 +385,19 @@ def _check_other_names(rank: int, world: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize(("world", "device"), PLACES)
 def test_collectives(world: int, device: str) -> None:
-    """The patterns of all-reduce, calls of drawn sizes, MoE dispatch and combine, all-to-all."""
+    """All-reduce, reduce-scatter, all-to-all, MoE dispatch and combine; four ranks are also two hosts."""
     run_ranks(_check_all, world, device)
 
 
 def _check_all(rank: int, world: int, device: torch.device) -> None:
     _check_patterns(rank, world, device)
+    _check_experts(rank, world, device)
+    _check_scatter(rank, world, device)
     _check_many_sizes(rank, world, device)
     _check_moe(rank, world, device)
     _check_all_to_all(rank, world, device)
+    if world == 4:
+        _check_hosts(rank, world, device)
     if device.type == "cpu" and torch.cuda.is_available():
         return  # what follows takes the CUDA device of a process that has one
     _check_partial_attention(rank, world, device)

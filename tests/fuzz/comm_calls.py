@@ -11,7 +11,7 @@ import torch
 
 from families.harness import rand
 from fi_core import comm
-from fi_core.comm import dcp_alltoall, moe_alltoall, trtllm_ar, vllm_ar
+from fi_core.comm import dcp_alltoall, moe_alltoall, trtllm_ar, trtllm_custom_ar, vllm_ar
 from fi_core.comm.mnnvl import MnnvlConfig, OneRank
 from fi_core.comm.workspace import AllReduceFusionWorkspace, CommWorkspace
 
@@ -126,6 +126,79 @@ def _all_reduce() -> Call:
     }  # fmt: skip
 
 
+def _scatter() -> Call:
+    """With scales of groups, whose quantization has the most outputs."""
+    workspace, x = AllReduceFusionWorkspace(MOST, 64, BF16, CPU, OneRank(), 20.0), _rows()
+    scales = torch.zeros(1, 4, dtype=torch.int32)[:, :3].t()
+    return comm.reduce_scatter_fusion, {
+        "input": x, "workspace": workspace, "pattern": 9, "residual_in": _rows(), "residual_out": torch.empty_like(x),
+        "norm_out": torch.empty_like(x), "quant_out": torch.empty(3, 64, dtype=torch.float8_e4m3fn),
+        "scale_out": scales, "rms_gamma": torch.ones(64, dtype=BF16), "block_quant_group_size": 32,
+    }  # fmt: skip
+
+
+def _gather() -> Call:
+    workspace = dcp_alltoall.AllToAllWorkspace(CPU, OneRank())
+    x = _rows()
+    return dcp_alltoall.AllToAllWorkspace.all_gather, {"self": workspace, "input": x, "out": torch.empty_like(x)[None]}
+
+
+def _of_experts(pattern: int) -> Call:
+    """A pattern of experts, with scales of fp32."""
+    workspace, x = AllReduceFusionWorkspace(MOST, 64, BF16, CPU, OneRank(), 20.0), _rows()
+    results = rand(2, 3, 64, dtype=BF16, device="cpu")
+    given = {
+        6: {
+            "input": x, "moe_reduction_device_num_experts": 2, "moe_reduction_scale_input": torch.ones(2, 3),
+            "moe_reduction_active_experts_token_input": results, "moe_reduction_token_input": _rows(),
+        },
+        12: {
+            "input": results.view(6, 64), "expanded_idx_to_permuted_idx": torch.arange(6, dtype=torch.int32).view(3, 2),
+            "expert_scale_factor": torch.ones(3, 2), "shared_expert_output": _rows(), "scale_factor": torch.ones(1),
+        },
+    }[pattern]  # fmt: skip
+    return comm.allreduce_fusion, {
+        "workspace": workspace, "pattern": pattern, "residual_in": _rows(), "rms_gamma": torch.ones(64, dtype=BF16),
+        "residual_out": torch.empty_like(x), "norm_out": torch.empty_like(x), **given,
+    }  # fmt: skip
+
+
+def _trtllm_experts(reduction: bool) -> Call:
+    """TensorRT-LLM's functions for the patterns of experts."""
+    _, given = _of_experts(6 if reduction else 12)
+    workspace = given["workspace"]
+    pointers = workspace.shared["peers"]
+    trtllm_ar._workspaces[pointers.data_ptr()] = workspace
+    kept = {"residual_in", "residual_out", "norm_out", *(name for name in given if name.startswith("moe_"))}
+    group = {"world_size": 1, "world_rank": 0, "workspace_ptrs": pointers, "launch_with_pdl": False}
+    if reduction:
+        missing = ("scale_factor", "layout_code", "moe_allreduce_out", "quant_out", "scale_out")
+        return trtllm_ar.trtllm_moe_allreduce_fusion, {
+            **group, "token_num": 3, "hidden_dim": 64, "rms_gamma": given["rms_gamma"], "rms_eps": 1e-5,
+            **{name: value for name, value in given.items() if name in kept}, **dict.fromkeys(missing),
+        }  # fmt: skip
+    kept |= {"expanded_idx_to_permuted_idx", "shared_expert_output", "expert_scale_factor"}
+    return trtllm_ar.trtllm_moe_finalize_allreduce_fusion, {
+        **group, "allreduce_in": given["input"], "norm_weight": given["rms_gamma"], "eps": 1e-5,
+        **{name: value for name, value in given.items() if name in kept},
+    }  # fmt: skip
+
+
+def _trtllm_custom() -> Call:
+    workspace = AllReduceFusionWorkspace(MOST, 64, BF16, CPU, OneRank(), 20.0)
+    pointers, x = workspace.shared["peers"], _rows()
+    trtllm_custom_ar._workspaces[tuple(pointers.tolist())] = workspace
+    others = ("peer_barrier_ptrs_in", "peer_barrier_ptrs_out", "bias")
+    return trtllm_custom_ar.trtllm_custom_all_reduce, {
+        "inp": x, "out": torch.empty_like(x), "tp_size": 1, "tp_rank": 0, "token_num": 3, "fusion_op_code": 3,
+        "strategy_code": 3, "config_code": 0, "launch_with_pdl": False, "flag_value": 1,
+        "peer_comm_buffer_ptrs": pointers, **dict.fromkeys(others), "residual": _rows(),
+        "weight": torch.ones(64, dtype=BF16), "weight_pre_residual_norm": torch.ones(64, dtype=BF16), "eps": 1e-5,
+        "intermediate_buffer": torch.empty_like(x),
+        **dict.fromkeys(f"lamport_peer_comm_buffer_ptrs_{index}" for index in range(3)),
+    }  # fmt: skip
+
+
 def _custom_all_reduce() -> Call:
     """With a handle of the CPU, which `vllm_init_custom_ar` does not make."""
     workspace = CommWorkspace(CPU, OneRank(), vllm_ar._ROTATION_BYTES, 0, 20.0)
@@ -141,5 +214,8 @@ def _custom_all_reduce() -> Call:
 CALLS: dict[str, Callable[[], Call]] = {
     "exchange": _init, "dispatch": _dispatch, "combine": _combine, "dispatch of a workspace": _plain_dispatch,
     "combine of a workspace": _plain_combine, "partial attention": _partial_attention, "all-reduce": _all_reduce,
-    "custom all-reduce": _custom_all_reduce,
+    "custom all-reduce": _custom_all_reduce, "reduce-scatter": _scatter, "all-gather": _gather,
+    "sum of experts": lambda: _of_experts(6), "finalize": lambda: _of_experts(12),
+    "TensorRT-LLM's all-reduce": _trtllm_custom, "TensorRT-LLM's sum of experts": lambda: _trtllm_experts(True),
+    "TensorRT-LLM's finalize": lambda: _trtllm_experts(False),
 }  # fmt: skip

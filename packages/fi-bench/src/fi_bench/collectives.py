@@ -1,6 +1,6 @@
 """Times the collectives of fi_core.comm beside NCCL and torch's symmetric memory, on the GPUs of a host.
 
-torchrun --nproc-per-node 2 -m fi_bench.collectives [--json FILE]
+torchrun --nproc-per-node 2 -m fi_bench.collectives [--only TEXT] [--json FILE]
 
 The time of a call is the median over replays of a CUDA graph of 20 calls, of the slowest rank.
 """
@@ -79,6 +79,66 @@ def _reductions(tokens: int, hidden: int) -> Iterator[Routine]:
         torch.nn.functional.rms_norm(residual, (hidden,), weight, 1e-6)
 
     yield case, "nccl + torch", nccl_and_torch
+    quantized = torch.empty(tokens, hidden, device="cuda", dtype=torch.float8_e4m3fn)
+    scales = torch.empty(tokens, 1, device="cuda")
+    packed = torch.empty(hidden // 512, -(-tokens // 4) * 4, device="cuda", dtype=torch.int32)[:, :tokens].t()
+    case = f"all_reduce + add + rmsnorm + fp8 {tokens}x{hidden}"
+    given: dict[str, Any] = {**fused, "norm_out": None, "quant_out": quantized}
+    yield case, "fi, a scale", lambda: comm.allreduce_fusion(x, workspace, 2, **given)
+    yield case, "fi, rows", lambda: comm.allreduce_fusion(x, workspace, 10, scale_out=scales, **given)
+    yield case, "fi, groups", lambda: comm.allreduce_fusion(x, workspace, 8, scale_out=packed, **given)
+    top_k = 8
+    rows = torch.randn(tokens * top_k, hidden, device="cuda", dtype=torch.bfloat16)
+    positions = torch.randperm(tokens * top_k, device="cuda").int().view(tokens, top_k)
+    weights = torch.rand(tokens, top_k, device="cuda")
+    experts: dict[str, Any] = {
+        "expanded_idx_to_permuted_idx": positions,
+        "expert_scale_factor": weights,
+        "shared_expert_output": x,
+    }
+    case = f"finalize of {top_k} experts + all_reduce + add + rmsnorm {tokens}x{hidden}"
+    yield case, "fi", lambda: comm.allreduce_fusion(rows, workspace, 7, **fused, **experts)
+
+    def torch_and_nccl() -> None:
+        torch.sum(rows[positions] * weights[..., None].to(rows.dtype), 1, out=out)
+        out.add_(x)
+        nccl_and_torch()
+
+    yield case, "torch + nccl", torch_and_nccl
+    workspace.destroy()
+
+
+def _slices(tokens: int, hidden: int) -> Iterator[Routine]:
+    """Sequence parallelism: reduce-scatter, the norm of a slice, all-gather."""
+    from fi_core import comm
+
+    world, device = dist.get_world_size(), torch.device("cuda", torch.cuda.current_device())
+    workspace = comm.create_allreduce_fusion_workspace(max_token_num=tokens, hidden_dim=hidden, dtype=torch.bfloat16)
+    gathering = comm.AllToAllWorkspace(device, comm.TorchDistBackend())
+    x, out = (torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    residual, own, normed = (
+        torch.randn(tokens // world, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+    )
+    weight = torch.rand(hidden, device="cuda", dtype=torch.bfloat16)
+    given: dict[str, Any] = {"residual_in": residual, "residual_out": residual, "norm_out": normed, "rms_gamma": weight}
+
+    def scatter_norm_gather() -> None:
+        comm.reduce_scatter_fusion(x, workspace, 1, **given)
+        gathering.all_gather(normed, out.view(world, -1, hidden))
+
+    def of_nccl() -> None:
+        dist.reduce_scatter_tensor(own, x)
+        residual.add_(own)
+        dist.all_gather_into_tensor(out, torch.nn.functional.rms_norm(residual, (hidden,), weight, 1e-6))
+
+    shape = f"{tokens}x{hidden}"
+    yield f"reduce_scatter {shape}", "fi", lambda: comm.reduce_scatter_fusion(x, workspace, output=own)
+    yield f"reduce_scatter {shape}", "nccl", lambda: dist.reduce_scatter_tensor(own, x)
+    yield f"all_gather {shape}", "fi", lambda: gathering.all_gather(own, out.view(world, -1, hidden))
+    yield f"all_gather {shape}", "nccl", lambda: dist.all_gather_into_tensor(out, own)
+    yield f"reduce_scatter + add + rmsnorm + all_gather {shape}", "fi", scatter_norm_gather
+    yield f"reduce_scatter + add + rmsnorm + all_gather {shape}", "nccl + torch", of_nccl
+    gathering.destroy()
     workspace.destroy()
 
 
@@ -135,12 +195,15 @@ def routines() -> Iterator[Routine]:
     for tokens, hidden in _SIZES:
         yield from _reductions(tokens, hidden)
         yield from _all_to_all(tokens, hidden)
+        if tokens % dist.get_world_size() == 0:
+            yield from _slices(tokens, hidden)
     for tokens in _MOE_TOKENS:
         yield from _experts(tokens)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="fi_bench.collectives", description=__doc__)
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names contain it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a row for each case and provider")
     options = parser.parse_args()
     dist.init_process_group("cpu:gloo,cuda:nccl")
@@ -148,6 +211,8 @@ def main() -> None:
     warm_up()
     rows = []
     for case, provider, call in routines():
+        if options.only not in case:
+            continue
         row = {"case": case, "provider": provider, "ranks": dist.get_world_size(), "us": round(microseconds(call), 2)}
         rows.append(row)
         if dist.get_rank() == 0:

@@ -8,7 +8,9 @@ from fi_core.comm.fusion import (
     QuantizationSFLayout,
     allreduce_fusion,
     compute_fp4_swizzled_layout_sf_size,
+    reduce_scatter_fusion,
 )
+from fi_core.comm.hosts import HierarchicalWorkspace, create_allreduce_fusion_workspace
 from fi_core.comm.mapping import Mapping
 from fi_core.comm.memory import CudaRTLibrary, create_shared_buffer, free_shared_buffer
 from fi_core.comm.mnnvl import CommBackend, MnnvlConfig, TorchDistBackend
@@ -27,6 +29,16 @@ from fi_core.comm.trtllm_ar import (
     trtllm_destroy_ipc_workspace_for_all_reduce_fusion,
     trtllm_lamport_initialize,
     trtllm_lamport_initialize_all,
+    trtllm_moe_allreduce_fusion,
+    trtllm_moe_finalize_allreduce_fusion,
+)
+from fi_core.comm.trtllm_custom_ar import (
+    AllReduceFusionOp,
+    AllReduceStrategyConfig,
+    AllReduceStrategyType,
+    trtllm_create_ipc_workspace_for_all_reduce,
+    trtllm_custom_all_reduce,
+    trtllm_destroy_ipc_workspace_for_all_reduce,
 )
 from fi_core.comm.vllm_ar import (
     vllm_all_reduce,
@@ -37,14 +49,18 @@ from fi_core.comm.vllm_ar import (
     vllm_register_buffer,
     vllm_register_graph_buffers,
 )
-from fi_core.comm.workspace import AllReduceFusionWorkspace, create_allreduce_fusion_workspace
+from fi_core.comm.workspace import AllReduceFusionWorkspace
 
 __all__ = [
+    "AllReduceFusionOp",
     "AllReduceFusionPattern",
     "AllReduceFusionWorkspace",
+    "AllReduceStrategyConfig",
+    "AllReduceStrategyType",
     "AllToAllWorkspace",
     "CommBackend",
     "CudaRTLibrary",
+    "HierarchicalWorkspace",
     "Mapping",
     "MnnvlConfig",
     "MoeAlltoAll",
@@ -61,11 +77,17 @@ __all__ = [
     "moe_a2a_initialize",
     "moe_a2a_sanitize_expert_ids",
     "moe_a2a_wrap_payload_tensor_in_workspace",
+    "reduce_scatter_fusion",
     "trtllm_allreduce_fusion",
+    "trtllm_create_ipc_workspace_for_all_reduce",
     "trtllm_create_ipc_workspace_for_all_reduce_fusion",
+    "trtllm_custom_all_reduce",
+    "trtllm_destroy_ipc_workspace_for_all_reduce",
     "trtllm_destroy_ipc_workspace_for_all_reduce_fusion",
     "trtllm_lamport_initialize",
     "trtllm_lamport_initialize_all",
+    "trtllm_moe_allreduce_fusion",
+    "trtllm_moe_finalize_allreduce_fusion",
     "vllm_all_reduce",
     "vllm_dispose",
     "vllm_get_graph_buffer_ipc_meta",

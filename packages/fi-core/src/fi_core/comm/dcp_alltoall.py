@@ -26,7 +26,7 @@ _MAX_FLAGS = 4096  # of chunks of 4 KB
 
 
 class AllToAllWorkspace(CommWorkspace):
-    """Memory for `all_to_all` on the ranks of a group.
+    """Memory for `all_to_all` and `all_gather` on the ranks of a group.
 
     Args:
         device, comm_backend, timeout: as of `CommWorkspace`.
@@ -34,7 +34,8 @@ class AllToAllWorkspace(CommWorkspace):
 
     def __init__(self, device: torch.device, comm_backend: CommBackend, timeout: float = 300.0) -> None:
         others = comm_backend.Get_size() - 1
-        bulk = 2 * others * (4 * _MAX_FLAGS + _MAX_BYTES) if device.type == "cuda" else 0
+        self._flags = _MAX_FLAGS if device.type == "cuda" else 0
+        bulk = 2 * others * (4 * _MAX_FLAGS + _MAX_BYTES) if self._flags else 0
         super().__init__(device, comm_backend, 128 if bulk else 1 << 20, bulk, timeout)
 
     def all_to_all(self, input: torch.Tensor, out: torch.Tensor) -> None:
@@ -47,8 +48,20 @@ class AllToAllWorkspace(CommWorkspace):
             ValueError: A shape or address does not fit.
             RuntimeError: An earlier call has failed; the text names the rank.
         """
-        flags = _MAX_FLAGS if self.buffer.device.type == "cuda" else 0
-        ops.all_to_all(input, max_flags=flags, out=out, **self.shared)
+        ops.all_to_all(input, max_flags=self._flags, out=out, **self.shared)
+
+    def all_gather(self, input: torch.Tensor, out: torch.Tensor) -> None:
+        """`out[j]` of every rank becomes `input` of rank j.
+
+        Args:
+            input: of any dtype, contiguous, a multiple of 16 bytes.
+            out: `[ranks, ...]`, contiguous, each row of the size of input.
+
+        Raises:
+            ValueError: A shape or address does not fit.
+            RuntimeError: An earlier call has failed; the text names the rank.
+        """
+        ops.all_to_all(input, max_flags=self._flags, out=out, gather=True, **self.shared)
 
 
 _workspaces: dict[int, AllToAllWorkspace] = {}  # by the address of the tensor

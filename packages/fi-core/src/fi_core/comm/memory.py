@@ -79,6 +79,12 @@ class CudaRTLibrary:
         """Copies `count` bytes between any two places."""
         self._call("cudaMemcpy", dst, src, ctypes.c_size_t(count), ctypes.c_int(4))  # cudaMemcpyDefault
 
+    def cudaPointerGetAttributes(self, pointer: int) -> tuple[int, int]:
+        """The kind of memory at an address (0: not CUDA's, 1: of the host, 2: of a device, 3: managed), its device."""
+        attributes = (ctypes.c_int * 64)()  # cudaPointerAttributes, which grows with versions
+        self._call("cudaPointerGetAttributes", attributes, ctypes.c_void_p(pointer))
+        return attributes[0], attributes[1]
+
     def cudaIpcGetMemHandle(self, devPtr: ctypes.c_void_p) -> cudaIpcMemHandle_t:
         """The name of an allocation in other processes."""
         handle = cudaIpcMemHandle_t()

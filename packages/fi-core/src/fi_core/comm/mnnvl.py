@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed
 
 __all__ = ["CommBackend", "MnnvlConfig", "OneRank", "TorchDistBackend", "all_ranks_agree"]
@@ -89,6 +90,10 @@ class TorchDistBackend(CommBackend):
                 if mine[1] in chosen:
                     found = TorchDistBackend(group)
         return found
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sums a tensor over the ranks, in place."""
+        self._dist.all_reduce(tensor, group=self._group)
 
     def _ranks(self) -> tuple[int, ...]:
         return tuple(self._dist.get_process_group_ranks(self._group or self._dist.group.WORLD))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from fi_core.runtime.launch.operator import operator
-from fi_core.runtime.spec.constraint import ON_CPU, at_least, exactly
+from fi_core.runtime.spec.constraint import ON_CPU, Rule, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
 
@@ -18,16 +18,18 @@ class _ReduceConfig(NamedTuple):
 # Ranks, vectors of a thread, threads. A row that is normalized is a CTA's, so rows have up to 2048 vectors; the pieces
 # of other messages need one vector. With 1024 threads a thread has 64 registers.
 _REDUCE_SHAPES = ((2, 1, 1024), (2, 4, 512), (8, 1, 512), (8, 2, 512), (8, 4, 512))
-_OUTPUTS = {"sum": 0, "norm": 1, "e4m3": 2, "e2m1": 3}  # enum ReduceOutput of fi/comm/all_reduce.h
+# enum ReduceOutput of fi/comm/all_reduce.h
+_OUTPUTS = {"sum": 0, "norm": 1, "e4m3": 2, "e2m1": 3, "row_e4m3": 4, "group_e4m3": 5}
 
 
 def _all_reduce_unit(axes: Values) -> Unit:
     """Kernel entries in order of preference."""
-    dtype, shots = DTYPES[axes["dtype"]].device, {1: "one_shot", 2: "two_shot"}[axes["shots"]]
+    dtype, form = DTYPES[axes["dtype"]].device, axes["form"]
+    name = "reduce_scatter" if form == "scatter" else f"all_reduce_{form}"
     entries = tuple(
         Entry(
-            f"all_reduce_{shots}_{world}_{vecs}",
-            f"all_reduce_{shots}<{dtype}, {_OUTPUTS[axes['output']]}, {world}, {vecs}>",
+            f"{name}_{world}_{vecs}",
+            f"{name}<{dtype}, {_OUTPUTS[axes['output']]}, {world}, {vecs}>",
             threads,
             _ReduceConfig(world, vecs),
             ctas_per_sm=1,
@@ -35,12 +37,25 @@ def _all_reduce_unit(axes: Values) -> Unit:
         for world, vecs, threads in _REDUCE_SHAPES
         if vecs == 1 or axes["output"] != "sum"
     )
-    return Unit("fi/comm/all_reduce.cuh", "AllReduceParams", entries)
+    header = "fi/comm/reduce_scatter.cuh" if form == "scatter" else "fi/comm/all_reduce.cuh"
+    return Unit(header, "AllReduceParams", entries)
 
 
-def _reduce_request(dtype: Any, norm: bool, quantized: Any, shots: int) -> tuple[Any, ...]:
-    output = "sum" if not norm else "norm" if quantized is None else "e2m1" if "uint8" in str(quantized) else "e4m3"
-    return dtype, output, shots
+def _reduce_request(dtype: Any, norm: bool, quantized: Any, scales: Any, shots: int, scatter: bool) -> tuple[Any, ...]:
+    """The form of quantization is told by the dtypes of the values and their scales."""
+    if not norm or quantized is None:
+        output = "norm" if norm else "sum"
+    elif "uint8" in str(quantized):
+        output = "e2m1"
+    else:
+        output = "e4m3" if scales is None else "row_e4m3" if "float32" in str(scales) else "group_e4m3"
+    return dtype, output, "scatter" if scatter else "one_shot" if shots == 1 else "two_shot"
+
+
+_QUANTIZES_16_BITS = Rule(
+    ("dtype", "output"), "f16 or bf16 where the norm is quantized",
+    lambda dtype, output: dtype != "f32" or output in ("sum", "norm"),
+)  # fmt: skip
 
 
 ALL_REDUCE = Op(
@@ -49,31 +64,53 @@ ALL_REDUCE = Op(
     arguments="Tensor input, Tensor(a!) workspace, Tensor peers, Tensor status, int rank, int rotation_bytes, "
     "Tensor(b!)? out=None, Tensor(c!)? norm_out=None, Tensor(d!)? quant_out=None, "
     "Tensor(e!)? scale_out=None, Tensor? residual_in=None, Tensor? weight=None, Tensor? scale=None, "
-    "int layout=0, float eps=1e-06, int timeout_ms=300000, int shots=1, bool? enable_pdl=None, "
-    "bool trigger_at_end=True, int? ctas=None",
-    read="input.dtype, weight is not None, quant_out is not None and quant_out.dtype or None, shots",
+    "int layout=0, int group=128, float eps=1e-06, int timeout_ms=300000, int shots=1, bool scatter=False, "
+    "bool? enable_pdl=None, bool trigger_at_end=True, int? ctas=None",
+    read="input.dtype, weight is not None, quant_out is not None and quant_out.dtype or None, "
+    "scale_out is not None and scale_out.dtype or None, shots, scatter",
     request=_reduce_request,
     fields={
         "dtype": Field(("f16", "bf16", "f32"), "bf16"),
         "output": Field(tuple(_OUTPUTS), "sum"),
-        "shots": Field((1, 2), 1),
+        "form": Field(("one_shot", "two_shot", "scatter"), "one_shot"),
     },
     config=_ReduceConfig,
-    implementations=(Implementation("cpu", ON_CPU), Implementation("cuda_core", at_least(80), _all_reduce_unit)),
+    implementations=(
+        Implementation("cpu", ON_CPU),
+        Implementation("cuda_core", (*at_least(80), _QUANTIZES_16_BITS), _all_reduce_unit),
+    ),
     prebuilt=({"output": "sum"}, {"output": "norm"}),
 )
 
 
-def _all_to_all_unit(axes: Values) -> Unit:
-    return Unit("fi/comm/all_to_all_sm90.cuh", "AllToAllParams", (Entry("all_to_all", "all_to_all", 64),))
+_NOT_HOPPER = Rule(("capability",), "a capability other than 90", lambda capability: capability != 90)
+
+
+class _AllToAllConfig(NamedTuple):
+    stages: int  # chunks in shared memory
+
+
+def _bulk_unit(axes: Values) -> Unit:
+    entry = Entry("all_to_all", "all_to_all", 64, _AllToAllConfig(8))
+    return Unit("fi/comm/all_to_all_sm90.cuh", "AllToAllParams", (entry,))
+
+
+def _thread_unit(axes: Values) -> Unit:
+    entry = Entry("all_to_all", "all_to_all_by_threads", 256, _AllToAllConfig(0))
+    return Unit("fi/comm/all_to_all.cuh", "AllToAllParams", (entry,))
 
 
 ALL_TO_ALL = Op(
     name="all_to_all",
     family="comm",
     arguments="Tensor input, Tensor(a!) workspace, Tensor peers, Tensor status, int rank, int rotation_bytes, "
-    "int max_flags, Tensor(b!) out, int timeout_ms=300000, bool? enable_pdl=None",
-    implementations=(Implementation("cpu", ON_CPU), Implementation("bulk_sm90", exactly(90), _all_to_all_unit)),
+    "int max_flags, Tensor(b!) out, bool gather=False, int timeout_ms=300000, bool? enable_pdl=None",
+    config=_AllToAllConfig,
+    implementations=(
+        Implementation("cpu", ON_CPU),
+        Implementation("bulk_sm90", exactly(90), _bulk_unit),
+        Implementation("cuda_core", (*at_least(80), _NOT_HOPPER), _thread_unit),
+    ),
 )
 
 

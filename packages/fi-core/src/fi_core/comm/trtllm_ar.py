@@ -19,6 +19,8 @@ __all__ = [
     "trtllm_destroy_ipc_workspace_for_all_reduce_fusion",
     "trtllm_lamport_initialize",
     "trtllm_lamport_initialize_all",
+    "trtllm_moe_allreduce_fusion",
+    "trtllm_moe_finalize_allreduce_fusion",
 ]
 
 _workspaces: dict[int, AllReduceFusionWorkspace] = {}  # by the address of the tensor of pointers
@@ -96,6 +98,30 @@ def trtllm_destroy_ipc_workspace_for_all_reduce_fusion(
     )
 
 
+def _workspace(workspace_ptrs: torch.Tensor, world_rank: int, world_size: int) -> AllReduceFusionWorkspace:
+    workspace = find_by_address(_workspaces, workspace_ptrs, "workspace_ptrs")
+    if workspace is None:
+        raise ValueError("workspace_ptrs: the workspace_tensor of a workspace that is not destroyed is required")
+    if (world_rank, world_size) != (workspace.rank, workspace.world_size):
+        raise ValueError(
+            f"world_rank, world_size: {workspace.rank} and {workspace.world_size} of the workspace are required; got "
+            f"{world_rank} and {world_size}"
+        )
+    return workspace
+
+
+def rows_of(name: str, tensor: torch.Tensor | None, rows: int, width: int) -> torch.Tensor | None:
+    """A tensor that may be flat as `[rows, width]`. Raises ValueError if it has other elements."""
+    if tensor is None:
+        return None
+    try:
+        return tensor.view(rows, width)
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: {rows} x {width} contiguous elements are required; got shape {list(tensor.shape)}"
+        ) from None
+
+
 @fi_api
 def trtllm_allreduce_fusion(
     allreduce_in: torch.Tensor,
@@ -139,14 +165,7 @@ def trtllm_allreduce_fusion(
         TypeError: A dtype does not fit, or a tensor that the pattern needs is missing.
         RuntimeError: As for `allreduce_fusion`.
     """
-    workspace = find_by_address(_workspaces, workspace_ptrs, "workspace_ptrs")
-    if workspace is None:
-        raise ValueError("workspace_ptrs: the workspace_tensor of a workspace that is not destroyed is required")
-    if (world_rank, world_size) != (workspace.rank, workspace.world_size):
-        raise ValueError(
-            f"world_rank, world_size: {workspace.rank} and {workspace.world_size} of the workspace are required; got "
-            f"{world_rank} and {world_size}"
-        )
+    workspace = _workspace(workspace_ptrs, world_rank, world_size)
     needed, held = token_num * hidden_dim * allreduce_in.element_size(), workspace.max_bytes
     if metadata is not None and "buffer_size" not in metadata:
         raise ValueError(f"metadata: what the creation of the workspace returned is required; got {metadata}")
@@ -154,15 +173,7 @@ def trtllm_allreduce_fusion(
         raise ValueError(f"token_num, hidden_dim: at most {held} bytes fit the workspace; got {needed}")
 
     def rows(name: str, tensor: torch.Tensor | None, width: int = hidden_dim) -> torch.Tensor | None:
-        if tensor is None:
-            return None
-        try:
-            return tensor.view(token_num, width)
-        except RuntimeError:
-            raise ValueError(
-                f"{name}: {token_num} x {width} contiguous elements, token_num and hidden_dim, are required; got shape "
-                f"{list(tensor.shape)}"
-            ) from None
+        return rows_of(name, tensor, token_num, width)
 
     given = rows("allreduce_in", allreduce_in)
     assert given is not None
@@ -174,6 +185,109 @@ def trtllm_allreduce_fusion(
         scale_out=scale_out, residual_in=rows("residual_in", residual_in), rms_gamma=rms_gamma,
         rms_eps=1e-6 if rms_eps is None else rms_eps, scale_factor=scale_factor, layout_code=layout_code,
         use_oneshot=use_oneshot, fp32_acc=fp32_acc,
+    )  # fmt: skip
+
+
+@fi_api
+def trtllm_moe_allreduce_fusion(
+    world_size: int,
+    world_rank: int,
+    token_num: int,
+    hidden_dim: int,
+    workspace_ptrs: torch.Tensor,
+    launch_with_pdl: bool,
+    residual_in: torch.Tensor,
+    rms_gamma: torch.Tensor,
+    rms_eps: float,
+    scale_factor: torch.Tensor | float | None,
+    moe_reduction_device_num_experts: int,
+    moe_reduction_scale_input: torch.Tensor,
+    moe_reduction_active_experts_token_input: torch.Tensor,
+    moe_reduction_token_input: torch.Tensor | None,
+    layout_code: int | None,
+    moe_allreduce_out: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+    norm_out: torch.Tensor | None,
+    quant_out: torch.Tensor | None,
+    scale_out: torch.Tensor | None,
+) -> None:
+    """As `allreduce_fusion` with kMoEReductionARResidualRMSNorm.
+
+    Args:
+        world_size, world_rank, workspace_ptrs: as for `trtllm_allreduce_fusion`.
+        token_num, hidden_dim: the shape of the message; tensors may be flat.
+        moe_reduction_scale_input: `[moe_reduction_device_num_experts, token_num]`, or flat.
+        moe_allreduce_out: None; the sum without the residual is not kept.
+        launch_with_pdl, residual_in, rms_gamma, rms_eps, scale_factor, moe_reduction_device_num_experts,
+            moe_reduction_active_experts_token_input, moe_reduction_token_input, layout_code, residual_out, norm_out,
+            quant_out, scale_out: as for `allreduce_fusion`.
+
+    Raises:
+        ValueError: A size or tensor does not fit, or moe_allreduce_out is a tensor.
+        TypeError: A dtype does not fit, or a tensor is missing.
+        RuntimeError: An earlier call has failed; the text names the rank.
+    """
+    import torch
+
+    workspace = _workspace(workspace_ptrs, world_rank, world_size)
+    if moe_allreduce_out is not None:
+        raise ValueError("moe_allreduce_out: None is required; the sum without the residual is not kept")
+    residual = rows_of("residual_in", residual_in, token_num, hidden_dim)
+    assert residual is not None
+    fp4 = quant_out is not None and quant_out.dtype == torch.uint8
+    fusion.allreduce_fusion(
+        residual, workspace, fusion.AllReduceFusionPattern.kMoEReductionARResidualRMSNorm, launch_with_pdl,
+        residual_out=rows_of("residual_out", residual_out, token_num, hidden_dim),
+        norm_out=rows_of("norm_out", norm_out, token_num, hidden_dim),
+        quant_out=rows_of("quant_out", quant_out, token_num, hidden_dim // 2 if fp4 else hidden_dim),
+        scale_out=scale_out, residual_in=residual, rms_gamma=rms_gamma, rms_eps=rms_eps, scale_factor=scale_factor,
+        layout_code=layout_code, moe_reduction_device_num_experts=moe_reduction_device_num_experts,
+        moe_reduction_scale_input=rows_of(
+            "moe_reduction_scale_input", moe_reduction_scale_input, moe_reduction_device_num_experts, token_num
+        ),
+        moe_reduction_active_experts_token_input=moe_reduction_active_experts_token_input,
+        moe_reduction_token_input=rows_of(
+            "moe_reduction_token_input", moe_reduction_token_input, token_num, hidden_dim
+        ),
+    )  # fmt: skip
+
+
+@fi_api
+def trtllm_moe_finalize_allreduce_fusion(
+    allreduce_in: torch.Tensor,
+    residual_in: torch.Tensor,
+    norm_weight: torch.Tensor,
+    expanded_idx_to_permuted_idx: torch.Tensor,
+    norm_out: torch.Tensor,
+    residual_out: torch.Tensor | None,
+    workspace_ptrs: torch.Tensor,
+    launch_with_pdl: bool,
+    world_rank: int,
+    world_size: int,
+    eps: float,
+    shared_expert_output: torch.Tensor | None,
+    expert_scale_factor: torch.Tensor | None,
+) -> None:
+    """As `allreduce_fusion` with kMoEFinalizeARResidualRMSNorm.
+
+    Args:
+        allreduce_in: `[..., hidden]`, contiguous: the results of experts.
+        norm_weight, eps: rms_gamma and rms_eps of `allreduce_fusion`.
+        workspace_ptrs, world_rank, world_size: as for `trtllm_allreduce_fusion`.
+        residual_in, expanded_idx_to_permuted_idx, norm_out, residual_out, launch_with_pdl, shared_expert_output,
+            expert_scale_factor: as for `allreduce_fusion`.
+
+    Raises:
+        ValueError: A size or tensor does not fit.
+        TypeError: A dtype does not fit, or a tensor is missing.
+        RuntimeError: An earlier call has failed; the text names the rank.
+    """
+    fusion.allreduce_fusion(
+        allreduce_in, _workspace(workspace_ptrs, world_rank, world_size),
+        fusion.AllReduceFusionPattern.kMoEFinalizeARResidualRMSNorm, launch_with_pdl, residual_out=residual_out,
+        norm_out=norm_out, residual_in=residual_in, rms_gamma=norm_weight, rms_eps=eps,
+        expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx, expert_scale_factor=expert_scale_factor,
+        shared_expert_output=shared_expert_output,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fi_core.comm import ops
-from fi_core.comm.memory import bytes_at, fill_empty, is_shared
+from fi_core.comm.memory import CudaRTLibrary, bytes_at, fill_empty, is_shared
 from fi_core.comm.workspace import HEADER, MAX_WORLD, ROTATIONS, shots_of
 from fi_core.observe.log import fi_api
 
@@ -32,6 +32,14 @@ class _Handle:
         import torch
 
         self.rank, self.world_size = rank, len(addresses)
+        runtime = CudaRTLibrary()
+        for source, address in enumerate(addresses):
+            kind, holder = runtime.cudaPointerGetAttributes(address)
+            if kind != 2 or (source == rank and holder != device.index):
+                raise ValueError(
+                    f"ipc_tensors: for rank {source} an address of memory of {device if source == rank else 'a GPU'} "
+                    f"is required; got {address:#x}"
+                )
         self.buffer = bytes_at(addresses[rank], vllm_meta_size(), device)
         self.peers = torch.tensor(addresses, dtype=torch.int64)
         self.status = torch.zeros(4, dtype=torch.int32, pin_memory=True)
@@ -67,12 +75,25 @@ def vllm_init_custom_ar(ipc_tensors: list[int], rank_data: torch.Tensor, rank: i
         The handle.
 
     Raises:
-        ValueError: The number of ranks or the rank is out of range, or full_nvlink is false.
+        ValueError: The number of ranks or the rank is out of range, an address is not of the memory of the device,
+            rank_data is not on a CUDA device, or full_nvlink is false.
+        TypeError: ipc_tensors is no list of integers, or rank_data no tensor.
     """
+    import torch
+
+    if not isinstance(ipc_tensors, (list, tuple)) or not all(type(address) is int for address in ipc_tensors):
+        raise TypeError(f"ipc_tensors: a list of addresses, which are integers, is required; got {ipc_tensors!r:.80}")
     if not 1 <= len(ipc_tensors) <= MAX_WORLD:
         raise ValueError(f"ipc_tensors: 1 to {MAX_WORLD} addresses are required; got {len(ipc_tensors)}")
-    if not 0 <= rank < len(ipc_tensors):
-        raise ValueError(f"rank: 0 to {len(ipc_tensors) - 1} is required; got {rank}")
+    for address in ipc_tensors:
+        if not 0 < address < 2**63 or address % 16:
+            raise ValueError(f"ipc_tensors: addresses that are multiples of 16 are required; got {address:#x}")
+    if not isinstance(rank_data, torch.Tensor):
+        raise TypeError(f"rank_data: a tensor is required; got {type(rank_data).__name__}")
+    if rank_data.device.type != "cuda":
+        raise ValueError(f"rank_data: a tensor on a CUDA device is required; got {rank_data.device}")
+    if type(rank) is not int or not 0 <= rank < len(ipc_tensors):
+        raise ValueError(f"rank: 0 to {len(ipc_tensors) - 1} is required; got {rank!r}")
     if not full_nvlink:
         raise ValueError("full_nvlink: true is required, because ranks write to each other's memory; got False")
     fa = max(_handles, default=0) + 1
@@ -92,8 +113,9 @@ def vllm_register_buffer(fa: int, fake_ipc_ptrs: list[int]) -> None:
     Raises:
         ValueError: fa, or not one address for each rank.
     """
-    if len(fake_ipc_ptrs) != _handle(fa).world_size:
-        raise ValueError(f"fake_ipc_ptrs: {_handle(fa).world_size} addresses are required; got {len(fake_ipc_ptrs)}")
+    world = _handle(fa).world_size
+    if not isinstance(fake_ipc_ptrs, (list, tuple)) or len(fake_ipc_ptrs) != world:
+        raise ValueError(f"fake_ipc_ptrs: {world} addresses are required; got {fake_ipc_ptrs!r:.80}")
 
 
 @fi_api

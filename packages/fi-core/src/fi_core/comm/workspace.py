@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fi_core.comm.memory import SharedMemory
-from fi_core.comm.mnnvl import CommBackend, TorchDistBackend
+from fi_core.comm.mnnvl import CommBackend
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AllReduceFusionWorkspace", "create_allreduce_fusion_workspace"]
+__all__ = ["AllReduceFusionWorkspace"]
 
 Found = TypeVar("Found")
 
@@ -118,6 +118,7 @@ class AllReduceFusionWorkspace(CommWorkspace):
     """
 
     backend = "trtllm"
+    one_host = True
     workspace_tensor: torch.Tensor | None = None  # of the functions with TensorRT-LLM's names
     ipc_handles: list[list[int]] | None = None
 
@@ -145,46 +146,6 @@ class AllReduceFusionWorkspace(CommWorkspace):
         """Whether the workspace was made for this group size and for messages of `[num_tokens, hidden_dim]`."""
         return tp_size == self.world_size and num_tokens * hidden_dim * dtype.itemsize <= self.max_bytes
 
-
-def create_allreduce_fusion_workspace(
-    backend: str = "auto",
-    world_size: int | None = None,
-    rank: int | None = None,
-    max_token_num: int | None = None,
-    hidden_dim: int | None = None,
-    dtype: torch.dtype | None = None,
-    gpus_per_node: int | None = None,
-    comm_backend: CommBackend | None = None,
-    force_oneshot_support: bool = False,
-    group: torch.distributed.ProcessGroup | None = None,
-    *,
-    device: torch.device | None = None,
-    timeout: float = 300.0,
-) -> AllReduceFusionWorkspace:
-    """Allocates the workspace of `allreduce_fusion`; collective, with equal arguments on all ranks.
-
-    Args:
-        backend: "auto" or "trtllm": memory that the GPUs of a host share by CUDA IPC (CPUs: POSIX shared memory).
-        world_size, rank: of the group; None: not checked.
-        max_token_num, hidden_dim, dtype: the largest message.
-        gpus_per_node: accepted; the ranks must be on one host.
-        comm_backend: the group, as an object; takes the place of `group`.
-        force_oneshot_support: accepted; a message of any size can be sent in one shot.
-        group: the ranks; None: the world of torch.distributed.
-        device: where the tensors are; None: the current CUDA device, or the CPU where there is none.
-        timeout: seconds that a call waits for another rank before it fails.
-
-    Raises:
-        RuntimeError: backend is unknown, or the GPUs cannot access each other.
-        ValueError: A size is missing, or world_size or rank is not the group's.
-    """
-    if backend not in ("auto", "trtllm"):
-        raise RuntimeError(
-            f"backend: 'auto' or 'trtllm' is required (this host has no multi-node NVLink); got {backend!r}"
-        )
-    comm_backend = comm_backend or TorchDistBackend(group)
-    check_group(comm_backend, rank, world_size, "rank", "world_size")
-    if max_token_num is None or hidden_dim is None or dtype is None:
-        missing = "max_token_num" if max_token_num is None else "hidden_dim" if hidden_dim is None else "dtype"
-        raise ValueError(f"{missing}: the size of the largest message is required; got None")
-    return AllReduceFusionWorkspace(max_token_num, hidden_dim, dtype, device or current_device(), comm_backend, timeout)
+    def prepared(self, input: torch.Tensor, use_oneshot: bool | None) -> tuple[torch.Tensor, int]:
+        """What the ranks of this host reduce, and in how many shots."""
+        return input, shots_of(input.numel() * input.element_size(), self.world_size, use_oneshot)

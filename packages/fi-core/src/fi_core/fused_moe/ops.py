@@ -149,8 +149,8 @@ def _finalize_unit(axes: Values) -> Unit:
 MOE_FINALIZE = Op(
     name="moe_finalize",
     family="fused_moe",
-    arguments="Tensor(a!) out, Tensor y, Tensor positions, Tensor? weights=None, Tensor? offsets=None, "
-    "Tensor? bias=None, Tensor? columns=None, bool? enable_pdl=None",
+    arguments="Tensor(a!) out, Tensor y, Tensor? positions, Tensor? weights=None, Tensor? offsets=None, "
+    "Tensor? bias=None, Tensor? columns=None, Tensor? added=None, bool? enable_pdl=None",
     read="y.dtype, out.dtype",
     axes={"y": _FLOATS, "out": _FLOATS},
     config=_FinalizeConfig,

@@ -1,4 +1,4 @@
-// all_to_all: checks the arguments, divides the rows, launches the CUDA kernel or exchanges on the CPU.
+// all_to_all and all-gather: checks the arguments, divides the rows, launches the CUDA kernel or exchanges on the CPU.
 #include "fi/comm/all_to_all.h"
 
 #include "fi/comm/contract.h"
@@ -15,19 +15,22 @@ void all_to_all(const Kernel& kernel, const AllToAllArgs& a) {
   // 1 check
   a.input.contiguous();
   a.out.like(a.input).contiguous();
-  FI_CHECK(a.input.ndim() >= 1 && a.input.size(0) == a.peers.numel(), ValueError,
-           "input must have a first dimension of the number of ranks, %lld; got %s",
-           static_cast<long long>(a.peers.numel()), a.input.shape_str().c_str());
-  FI_CHECK(a.out.shape_str() == a.input.shape_str(), ValueError, "out must have the shape of input, %s; got %s",
-           a.input.shape_str().c_str(), a.out.shape_str().c_str());
+  const int64_t world = a.peers.numel();
+  FI_CHECK(a.out.ndim() >= 1 && a.out.size(0) == world, ValueError,
+           "out must have a first dimension of the number of ranks, %lld; got %s", static_cast<long long>(world),
+           a.out.shape_str().c_str());
+  FI_CHECK(a.gather ? a.input.numel() * world == a.out.numel() : a.out.shape_str() == a.input.shape_str(), ValueError,
+           "input must have the shape of %s, %s; got %s", a.gather ? "a row of out" : "out", a.out.shape_str().c_str(),
+           a.input.shape_str().c_str());
   AllToAllParams p{};
-  p.bytes = a.input.numel() / a.input.size(0) * a.input.dtype().bytes();
+  p.bytes = a.out.numel() / world * a.out.dtype().bytes();
+  p.input_stride = a.gather ? 0 : p.bytes;
   FI_CHECK(p.bytes % 16 == 0 && a.input.alignment(16, {}) == 16 && a.out.alignment(16, {}) == 16, ValueError,
            "input and out must start at multiples of 16 bytes, with rows of a multiple of 16 bytes; got addresses %p "
            "and %p, %lld bytes",
            a.input.data(), a.out.data(), static_cast<long long>(p.bytes));
   a.out.apart(a.input);
-  p.comm = comm_params(a, a.input, call_of({1, p.bytes}));
+  p.comm = comm_params(a, a.input, call_of({1, p.bytes, a.gather}));
   if (p.bytes == 0) return;
 
   // 2 shape
@@ -52,7 +55,7 @@ void all_to_all(const Kernel& kernel, const AllToAllArgs& a) {
     p.now = std::min(at_once, p.bytes - p.first);
     p.chunks = static_cast<int32_t>((p.now + p.chunk_bytes - 1) / p.chunk_bytes);
     Launch launch{std::min(int64_t{p.comm.world} * p.chunks, sms)};
-    launch.shared_bytes = 8 * p.chunk_bytes;
+    launch.shared_bytes = AllToAllConfig::of(entry).stages * p.chunk_bytes;
     launch.pdl = kernel.pdl(a.enable_pdl);
     kernel.launch(entry, launch, a.input.device(), p);
   }
@@ -60,11 +63,11 @@ void all_to_all(const Kernel& kernel, const AllToAllArgs& a) {
   (void)kernel;
   for (int64_t first = 0; first < p.bytes;) {
     // A rank publishes a part of each of its rows, one behind another.
-    const int64_t now = std::min(p.bytes - first, p.comm.rotation_bytes / p.comm.world / 16 * 16);
+    const int64_t rows = a.gather ? 1 : world, now = std::min(p.bytes - first, p.comm.rotation_bytes / rows / 16 * 16);
     FI_CHECK(now > 0, ValueError, "workspace is too small; got %s", a.workspace.shape_str().c_str());
-    if (!cpu::publish(p.comm, p.input + first, now, p.comm.world, p.bytes)) break;
+    if (!cpu::publish(p.comm, p.input + first, now, rows, p.input_stride)) break;
     for (int32_t rank = 0; rank < p.comm.world; ++rank)
-      memcpy(p.out + rank * p.bytes + first, cpu::published_data(p.comm, rank) + p.comm.rank * now,
+      memcpy(p.out + rank * p.bytes + first, cpu::published_data(p.comm, rank) + (a.gather ? 0 : p.comm.rank * now),
              static_cast<size_t>(now));
     first += now;
   }

@@ -14,7 +14,7 @@ namespace {
 #if !FI_CUDA
 void run_cpu(const MoeFinalizeParams& p, const MoeFinalizeArgs& a) {
   const int64_t width = p.width;
-  cpu::check_positions(a.positions, a.y.size(0));
+  if (a.positions) cpu::check_positions(a.positions, a.y.size(0));
   const cpu::LoadRow load = cpu::row_loader(a.y.dtype()), load_bias = cpu::row_loader(a.bias ? a.bias.dtype() : kF32),
                      load_weight = cpu::row_loader(a.weights ? a.weights.dtype() : kF32);
   const cpu::StoreRow store = cpu::row_storer(a.out.dtype());
@@ -22,7 +22,7 @@ void run_cpu(const MoeFinalizeParams& p, const MoeFinalizeArgs& a) {
     float *x = sum + width, *bias = x + width, *ordered = bias + width;
     std::fill(sum, sum + width, 0.f);
     for (int64_t j = 0; j < p.top_k; ++j) {
-      const int32_t row = p.positions[token * p.top_k + j];
+      const int64_t row = p.positions ? p.positions[token * p.top_k + j] : j * p.tokens + token;
       if (row < 0) continue;
       float weight = 1.f;
       if (p.weights) load_weight(a.weights.at(token * p.weights_token_stride + j * p.weights_slot_stride), &weight, 1);
@@ -34,7 +34,12 @@ void run_cpu(const MoeFinalizeParams& p, const MoeFinalizeArgs& a) {
       for (int64_t i = 0; i < width; ++i) sum[i] += weight * x[i];
     }
     for (int64_t i = 0; p.columns && i < width; ++i) ordered[i] = sum[p.columns[i]];
-    store(p.columns ? ordered : sum, a.out.at(token * p.out_row_stride), width);
+    float* total = p.columns ? ordered : sum;
+    if (p.added) {
+      load(a.added.at(token * p.added_row_stride), x, width);
+      for (int64_t i = 0; i < width; ++i) total[i] += x[i];
+    }
+    store(total, a.out.at(token * p.out_row_stride), width);
   });
 }
 #endif
@@ -42,10 +47,16 @@ void run_cpu(const MoeFinalizeParams& p, const MoeFinalizeArgs& a) {
 void moe_finalize(const Kernel& kernel, const MoeFinalizeArgs& a) {
   // 1 check
   Dim tokens{"tokens"}, top_k{"top_k"}, rows{"rows"}, width{"width"}, ends{"experts + 1"};
-  a.positions.is({kI32}).contiguous().shape(tokens, top_k);
-  a.y.is({kF16, kBF16, kF32}).on(a.positions).inner_contiguous().shape(rows, width);
+  FI_CHECK(a.positions || a.weights, TypeError, "positions or weights must be a tensor; got None");
+  if (a.positions) a.positions.is({kI32}).contiguous().shape(tokens, top_k);
+  a.y.is({kF16, kBF16, kF32}).inner_contiguous().shape(rows, width);
+  if (a.positions) a.positions.on(a.y);
   a.out.is({kF16, kBF16, kF32}).on(a.y).inner_contiguous().shape(tokens, width);
-  if (a.weights) a.weights.is({kF32, kBF16}).on(a.y).shape(tokens, top_k);
+  if (a.weights) a.weights.is({kF32, kBF16, kF16}).on(a.y).shape(tokens, top_k);
+  FI_CHECK(a.positions || rows == tokens * top_k, ValueError,
+           "y must have a row for each weight where there are no positions, %lld; got %s",
+           static_cast<long long>(tokens * top_k), a.y.shape_str().c_str());
+  if (a.added) a.added.like(a.y).inner_contiguous().shape(tokens, width);
   if (a.bias) {
     FI_CHECK(a.offsets, ValueError, "offsets must be given with bias; got None");
     a.offsets.is({kI32}).on(a.y).contiguous().shape(ends);
@@ -62,20 +73,25 @@ void moe_finalize(const Kernel& kernel, const MoeFinalizeArgs& a) {
   MoeFinalizeParams p{};
   p.out = a.out.data();
   p.y = a.y.data();
-  p.positions = a.positions.data<int32_t>();
+  p.positions = a.positions ? a.positions.data<int32_t>() : nullptr;
   p.weights = a.weights ? a.weights.data() : nullptr;
   p.offsets = a.offsets ? a.offsets.data<int32_t>() : nullptr;
   p.bias = a.bias ? a.bias.data() : nullptr;
   p.columns = a.columns ? a.columns.data<int32_t>() : nullptr;
+  p.added = a.added ? a.added.data() : nullptr;
+  p.added_row_stride = a.added ? a.added.stride(0) : 0;
   p.out_row_stride = a.out.stride(0);
   p.y_row_stride = a.y.stride(0);
   p.bias_row_stride = a.bias ? a.bias.stride(0) : 0;
   if (a.weights) p.weights_token_stride = a.weights.stride(0), p.weights_slot_stride = a.weights.stride(1);
+  p.tokens = static_cast<int32_t>(tokens);
   p.width = static_cast<int32_t>(width);
   p.top_k = static_cast<int32_t>(top_k);
   p.experts = a.bias ? static_cast<int32_t>(ends - 1) : 0;
   p.bias_is_float = a.bias && a.bias.dtype() == kF32;
-  p.weights_are_float = a.weights && a.weights.dtype() == kF32;
+  p.weight_type = !a.weights || a.weights.dtype() == kF32 ? kFloatWeights
+                  : a.weights.dtype() == kBF16            ? kBfloat16Weights
+                                                          : kHalfWeights;
 
   // 3 launch
 #if FI_CUDA
@@ -85,7 +101,8 @@ void moe_finalize(const Kernel& kernel, const MoeFinalizeArgs& a) {
       const int64_t bytes = std::min<int64_t>(16, vec * t.dtype().bytes());
       return t.row_alignment(bytes) == bytes;
     };
-    return vec == 1 || (!a.columns && width % vec == 0 && fits(a.y) && fits(a.out) && (!a.bias || fits(a.bias)));
+    return vec == 1 || (!a.columns && width % vec == 0 && fits(a.y) && fits(a.out) && (!a.bias || fits(a.bias)) &&
+                        (!a.added || fits(a.added)));
   });
   const int64_t per_row = width / MoeFinalizeConfig::of(entry).vec_size;
   FI_CHECK(per_row * tokens < int64_t{1} << 31, ValueError, "out is too large: got %s", a.out.shape_str().c_str());

@@ -17,8 +17,10 @@ inline FI_CLONES void add_row(float* sum, const float* x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) sum[i] += x[i];
 }
 
-// A message of `numel` elements; d: the length of a row that is normalized, or of a piece of a flat message.
-inline void all_reduce(const AllReduceParams& p, DType dtype, ReduceOutput output, int64_t numel, int64_t d) {
+// Slices of `numel` elements, one for all ranks, or one for each; d: the length of a row that is normalized, or of a
+// piece of a flat message.
+inline void all_reduce(const AllReduceParams& p, DType dtype, ReduceOutput output, int64_t numel, int64_t slices,
+                       int64_t d) {
   const LoadRow load = row_loader(dtype);
   const StoreRow store = row_storer(dtype), store_quantized = row_storer(kE4M3);
   const int64_t bytes = d * dtype.bytes();
@@ -32,18 +34,21 @@ inline void all_reduce(const AllReduceParams& p, DType dtype, ReduceOutput outpu
   blocks.columns = blocks.width = static_cast<int32_t>(d);
   blocks.layout = p.layout;
   blocks.scale_columns = p.scale_columns;
-  const int64_t at_once = p.comm.rotation_bytes / bytes * d;  // elements
+  const int64_t at_once = p.comm.rotation_bytes / bytes / slices * d;  // elements
   FI_CHECK(at_once > 0, ValueError, "workspace is too small for a row of input, %lld bytes",
            static_cast<long long>(bytes));
   for (int64_t begin = 0; begin < numel; begin += at_once) {
     const int64_t now = std::min(at_once, numel - begin);
-    if (!publish(p.comm, static_cast<const char*>(p.input) + begin * dtype.bytes(), now * dtype.bytes())) return;
+    if (!publish(p.comm, static_cast<const char*>(p.input) + begin * dtype.bytes(), now * dtype.bytes(), slices,
+                 numel * dtype.bytes()))
+      return;
+    const int64_t own = slices == 1 ? 0 : p.comm.rank * now * dtype.bytes();  // where this rank's slice was published
     for_rows((now + d - 1) / d, d * p.comm.world, 2 * d, [&](int64_t index, float* sum) {
       const int64_t n = std::min(d, now - index * d), first = (begin + index * d) * dtype.bytes();
       float* x = sum + d;
       std::fill(sum, sum + n, 0.f);
       for (int32_t rank = 0; rank < p.comm.world; ++rank) {
-        load(published_data(p.comm, rank) + index * bytes, x, n);
+        load(published_data(p.comm, rank) + own + index * bytes, x, n);
         add_row(sum, x, n);
       }
       if (p.residual_in) {
@@ -67,6 +72,17 @@ inline void all_reduce(const AllReduceParams& p, DType dtype, ReduceOutput outpu
         store_quantized(sum, static_cast<char*>(p.quant_out) + row * d, d);
       } else if (output == kReduceE2m1) {
         quantize_row(blocks, 0, static_cast<int32_t>(row), sum, x, kU8, kE4m3Scale, 16, scale);
+      } else if (output == kReduceRowE4m3) {
+        const float row_scale = row_e4m3_scale(detail::largest_magnitude(sum, d));
+        static_cast<float*>(p.scale_out)[row] = row_scale;
+        for (int64_t i = 0; i < d; ++i) sum[i] *= 1.f / row_scale;
+        store_quantized(sum, static_cast<char*>(p.quant_out) + row * d, d);
+      } else if (output == kReduceGroupE4m3) {
+        for (int64_t i = 0; i < d; i += p.group)
+          static_cast<uint8_t*>(
+              p.scale_out)[group_scale_offset(row, static_cast<int32_t>(i / p.group), p.scale_columns)] =
+              static_cast<uint8_t>(detail::scale_block(sum + i, x + i, p.group, kUe8m0Scale, kE4m3Limit, 1.f, 0.f));
+        store_quantized(x, static_cast<char*>(p.quant_out) + row * d, d);
       }
     });
   }

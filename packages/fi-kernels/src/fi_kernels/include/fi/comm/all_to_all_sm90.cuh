@@ -7,7 +7,7 @@
 
 namespace fi {
 
-constexpr int kAllToAllStages = 4;  // of each direction
+constexpr int kAllToAllStages = 4;  // of each direction: half of AllToAllConfig's
 
 // Chunks that move through the shared memory of a CTA, by one thread.
 struct ChunkRing {
@@ -53,7 +53,7 @@ FI_DEVICE void all_to_all(const AllToAllParams& p) {
       const int item = first + turn * stride;
       if (item >= items) return;
       const int chunk = item % p.chunks;
-      ring.load(turn, p.input + peer_of(item) * p.bytes + p.first + static_cast<int64_t>(chunk) * p.chunk_bytes,
+      ring.load(turn, p.input + peer_of(item) * p.input_stride + p.first + static_cast<int64_t>(chunk) * p.chunk_bytes,
                 bytes_of(chunk));
     };
     const auto send = [&](int turn) {

@@ -56,6 +56,9 @@ struct ReducedRow {
       }
       const float inv_rms = rsqrtf(block_sum(squares, warp_sums) * p.inv_d + p.eps);
       const float scale = kOutput == kReduceNorm || !p.scale ? 1.f : *p.scale;
+      constexpr bool by_row = kOutput == kReduceRowE4m3;
+      uint4 held[by_row ? kVecs : 1];  // the norm, until the scale of the row is known
+      float row_amax = 0.f;
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
         const int i = static_cast<int>(threadIdx.x) + k * static_cast<int>(blockDim.x);
@@ -75,6 +78,23 @@ struct ReducedRow {
           if (i < vectors) store_e4m3(p, first + i, y, 1.f / scale);
         } else if constexpr (kOutput == kReduceE2m1) {
           store_e2m1(p, row, i, i < vectors, first, y, normed, scale);
+        } else if constexpr (kOutput == kReduceGroupE4m3) {
+          store_group(p, row, i, i < vectors, first, y);
+        } else if constexpr (by_row) {
+          held[k] = normed;
+          row_amax = fmaxf(row_amax, magnitude(y));
+        }
+      }
+      if constexpr (by_row) {
+        __syncthreads();  // warp_sums is free
+        const float amax = block_max(row_amax, warp_sums), row_scale = row_e4m3_scale(amax);
+        if (threadIdx.x == 0) static_cast<float*>(p.scale_out)[p.first_row + row] = row_scale;
+#pragma unroll
+        for (int k = 0; k < kVecs; ++k) {
+          const int i = static_cast<int>(threadIdx.x) + k * static_cast<int>(blockDim.x);
+          float y[kVec];
+          to_floats(held[k], y);
+          if (i < vectors) store_e4m3(p, first + i, y, 1.f / row_scale);
         }
       }
       __syncthreads();  // warp_sums is free again
@@ -88,14 +108,29 @@ struct ReducedRow {
     from_float(y, q);
     fi::store(static_cast<__nv_fp8_e4m3*>(p.quant_out) + vector * kVec, q);
   }
+  FI_DEVICE static float magnitude(const float (&y)[kVec]) {
+    float amax = 0.f;
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) amax = fmaxf(amax, fabsf(y[j]));
+    return amax;
+  }
+  // Neighbouring lanes hold a group, as block_quantize with a ue8m0 scale; four scales are a word.
+  FI_DEVICE static void store_group(const AllReduceParams& p, int row, int i, bool inside, int64_t first,
+                                    float (&y)[kVec]) {
+    const float amax = warp_max(magnitude(y), p.group / kVec);  // outside of branches: shuffles need whole warps
+    if (!inside) return;
+    const uint32_t exponent = ceil_exponent(__float_as_uint(amax), __float_as_uint(kE4m3Limit));
+    store_e4m3(p, first + i, y, __uint_as_float(power_of_two_bits(254 - exponent)));
+    const int group = i * kVec / p.group;
+    if (i * kVec % p.group == 0)
+      static_cast<uint8_t*>(p.scale_out)[group_scale_offset(p.first_row + row, group, p.scale_columns)] =
+          static_cast<uint8_t>(exponent);
+  }
   // Two neighbouring lanes hold a block of 16 elements, as block_quantize with an e4m3 scale.
   FI_DEVICE static void store_e2m1(const AllReduceParams& p, int row, int i, bool inside, int64_t first,
                                    float (&y)[kVec], const uint4& words, float global_scale) {
     if constexpr (kVec == 8) {
-      float amax = 0.f;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) amax = fmaxf(amax, fabsf(y[j]));
-      amax = warp_max(amax, 2);
+      const float amax = warp_max(magnitude(y), 2);
       if (!inside) return;
       const __nv_fp8_e4m3 code(scaled_amax(amax, global_scale));
       const float factor = inverse_scale(to_float(code), global_scale);

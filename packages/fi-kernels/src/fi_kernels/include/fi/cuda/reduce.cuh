@@ -27,4 +27,13 @@ FI_DEVICE float block_sum(float x, float* partial) {
   return warp_sum(static_cast<int>(threadIdx.x % 32) < warps ? partial[threadIdx.x % 32] : 0.f);
 }
 
+// The largest of non-negative values over such a block, in the same way; NaN is ignored.
+FI_DEVICE float block_max(float x, float* partial) {
+  x = warp_max(x);
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
+  __syncthreads();
+  const int warps = blockDim.x / 32;
+  return warp_max(static_cast<int>(threadIdx.x % 32) < warps ? partial[threadIdx.x % 32] : 0.f);
+}
+
 }  // namespace fi

@@ -29,8 +29,9 @@ FI_DEVICE void add_row(const MoeFinalizeParams& p, uint32_t token, int slot, int
   load_vector(static_cast<const T*>(p.y) + row * p.y_row_stride, p.columns, first, x);
   if (p.weights) {
     const int64_t at = token * p.weights_token_stride + slot * p.weights_slot_stride;
-    weight = p.weights_are_float ? static_cast<const float*>(p.weights)[at]
-                                 : to_float(static_cast<const __nv_bfloat16*>(p.weights)[at]);
+    weight = p.weight_type == kFloatWeights      ? static_cast<const float*>(p.weights)[at]
+             : p.weight_type == kBfloat16Weights ? to_float(static_cast<const __nv_bfloat16*>(p.weights)[at])
+                                                 : to_float(static_cast<const __half*>(p.weights)[at]);
   }
   if (p.bias) {
     float bias[kVec];
@@ -57,8 +58,14 @@ FI_DEVICE void moe_finalize(const MoeFinalizeParams& p) {
     const int32_t* positions = p.positions + static_cast<int64_t>(token) * p.top_k;
 #pragma unroll 4
     for (int j = 0; j < p.top_k; ++j) {
-      const int row = positions[j];
+      const int row = p.positions ? positions[j] : j * p.tokens + static_cast<int>(token);
       if (row >= 0) add_row<T>(p, token, j, row, first, sum);
+    }
+    if (p.added) {
+      float x[kVec];
+      load_vector(static_cast<const T*>(p.added) + token * p.added_row_stride, nullptr, first, x);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) sum[i] += x[i];
     }
     Out* out = static_cast<Out*>(p.out) + token * p.out_row_stride + first;
     if constexpr (kVec == 1) {

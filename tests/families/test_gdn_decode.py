@@ -42,13 +42,20 @@ def expected(
 
 @pytest.mark.parametrize("channel", [False, True])
 @pytest.mark.parametrize(("dtype", "state_dtype"), [(BF16, F32), (BF16, BF16), (F16, F32)])
-@pytest.mark.parametrize(("batch", "tokens", "dims"), [(3, 1, (128, 128)), (2, 3, (128, 136)), (1, 2, (64, 40))])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "dims", "gaps"),
+    [
+        (3, 1, (128, 128), True), (3, 1, (128, 128), False), (2, 1, (256, 40), False), (1, 1, (64, 64), False),
+        (2, 3, (128, 136), True), (1, 2, (64, 40), True),
+    ],
+)  # fmt: skip
 def test_states_in_place(
-    dtype: torch.dtype, state_dtype: torch.dtype, batch: int, tokens: int, dims: tuple[int, int], channel: bool,
-    device: str,
+    dtype: torch.dtype, state_dtype: torch.dtype, batch: int, tokens: int, dims: tuple[int, int], gaps: bool,
+    channel: bool, device: str,
 ) -> None:  # fmt: skip
+    """gaps: rows of the state are not contiguous with each other."""
     x = inputs(batch, tokens, device, dtype=dtype, dims=dims, channel=channel)
-    state = strided(rand(batch, 4, dims[1], dims[0], dtype=state_dtype, device=device))
+    state = strided(rand(batch, 4, dims[1], dims[0], dtype=state_dtype, device=device), row_padding=8 if gaps else 0)
     before, out = state.clone(), guarded((batch, tokens, 4, dims[1]), dtype, device, row_padding=8)
     got, returned = gated_delta_rule_decode_pretranspose(**x, state=state, output=out)
     assert got is out

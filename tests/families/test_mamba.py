@@ -54,12 +54,20 @@ def expected(x: dict[str, Any], tokens: Any, state: torch.Tensor) -> tuple[torch
 
 @pytest.mark.parametrize("rest", [False, True])
 @pytest.mark.parametrize(("dtype", "state_dtype"), [(BF16, F32), (BF16, BF16), (F16, F16), (F32, F32)])
-@pytest.mark.parametrize(("rows", "dim", "dstate"), [((3,), 64, 128), ((2, 3), 40, 64), ((2,), 64, 256)])
+@pytest.mark.parametrize(
+    ("rows", "dim", "dstate", "gaps"),
+    [
+        ((3,), 64, 128, True), ((3,), 64, 128, False), ((2,), 96, 64, False), ((2, 3), 40, 64, True),
+        ((2,), 64, 256, False),
+    ],
+)  # fmt: skip
 def test_states_in_place(
-    rows: tuple[int, ...], dim: int, dstate: int, dtype: torch.dtype, state_dtype: torch.dtype, rest: bool, device: str
-) -> None:
+    rows: tuple[int, ...], dim: int, dstate: int, gaps: bool, dtype: torch.dtype, state_dtype: torch.dtype, rest: bool,
+    device: str,
+) -> None:  # fmt: skip
+    """gaps: rows of the state are not contiguous with each other."""
     x = inputs(rows, device, dtype=dtype, dim=dim, dstate=dstate, rest=rest)
-    state = strided(rand(rows[0], HEADS, dim, dstate, dtype=state_dtype, device=device))
+    state = strided(rand(rows[0], HEADS, dim, dstate, dtype=state_dtype, device=device), row_padding=8 if gaps else 0)
     before, out = state.clone(), guarded((*rows, HEADS, dim), dtype, device, row_padding=8)
     assert selective_state_update(state, **x, out=out) is out
     for row in range(rows[0]):

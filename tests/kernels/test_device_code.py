@@ -58,11 +58,11 @@ NARROW = {
     "single_attention": r"combine_chunks",
 }
 # Bytes of stack that kernels of an op may have. MLA has two to twenty registers too few, of 168 or 255; prepare_chunks
-# has up to six too few, of the 128 that let an SM have four CTAs; routing on sm_80 keeps up to 20 of its lane's experts
-# there, on sm_90 none.
+# has up to eight too few, of the 96 that let an SM have five CTAs; routing on sm_80 keeps up to 20 of its lane's
+# experts there, on sm_90 none.
 STACK = {
     "batch_mla": 80,
-    "chunk_gated_delta_rule": 24,
+    "chunk_gated_delta_rule": 32,
     "concat_mla_k": 8,
     "moe_finalize": 16,
     "moe_gather": 8,

@@ -21,8 +21,8 @@ void run_cpu(const ChunkGatedDeltaRuleParams& p, DType dtype) {
   const cpu::StoreRow store = cpu::row_storer(dtype);
   const int64_t bytes = dtype.bytes(), dim_v = p.dim_v, dim_k = p.dim_k;
   const int64_t floats = dim_v * dim_k + 3 * dim_k + 2 * dim_v;
-  cpu::for_rows(p.sequences * p.heads, 16 * dim_v * dim_k, floats, [&](int64_t index, float* state) {
-    const int64_t i = index / p.heads, h = index % p.heads;
+  cpu::for_rows(p.sequences * int64_t{p.heads.value}, 16 * dim_v * dim_k, floats, [&](int64_t index, float* state) {
+    const int64_t i = index / p.heads.value, h = index % p.heads.value;
     float *q = state + dim_v * dim_k, *k = q + dim_k, *alpha = k + dim_k, *v = alpha + dim_k, *out = v + dim_v;
     const int64_t first = p.offsets.at(i), end = p.offsets.at(i + 1), slot = p.slots.or_row(i);
     const auto row_of = [&](const void* base, const int64_t* strides, int64_t t, int64_t head) {
@@ -53,8 +53,8 @@ void run_cpu(const ChunkGatedDeltaRuleParams& p, DType dtype) {
       cpu::gated_delta_step(state, alpha, beta, k, q, v, out, dim_v, dim_k);
       store(out, row_of(p.out, p.out_strides, t, h), dim_v);
       const int64_t done = t + 1 - first;
-      if (p.checkpoint_tokens && done % p.checkpoint_tokens == 0)
-        move(p.checkpoints, p.checkpoint_starts.at(i) + done / p.checkpoint_tokens - 1, true);
+      if (p.checkpoint_tokens.value && done % p.checkpoint_tokens.value == 0)
+        move(p.checkpoints, p.checkpoint_starts.at(i) + done / p.checkpoint_tokens.value - 1, true);
     }
     if (p.output.data && slot >= 0) move(p.output, slot, true);
   });
@@ -133,12 +133,12 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
     p.checkpoints = states_of(a.state_checkpoints, a.q, kept, heads, dim_v, dim_k);
     a.checkpoint_cu_starts.is({kI32, kI64}).on(a.q).contiguous();
     p.checkpoint_starts = index_table(a.checkpoint_cu_starts, a.q, ends, 0);
-    p.checkpoint_tokens = static_cast<int32_t>(a.checkpoint_every_n_tokens);
+    p.checkpoint_tokens = divisor(static_cast<uint32_t>(a.checkpoint_every_n_tokens));
   }
   FI_CHECK(a.segment_tokens >= 0 && a.segment_tokens % kChunkTokens == 0 && a.segment_tokens < (int64_t{1} << 31),
            ValueError, "segment_tokens must be a multiple of %d; got %lld", kChunkTokens,
            static_cast<long long>(a.segment_tokens));
-  p.segment_tokens = static_cast<int32_t>(a.segment_tokens);
+  if (a.segment_tokens) p.segment_tokens = divisor(static_cast<uint32_t>(a.segment_tokens));
   p.offsets = {a.cu_seqlens.data(), 1, 0, a.cu_seqlens.dtype().bits == 64};
   if (sequences == 0 || heads == 0 || dim_v == 0) return;
   if (tokens > 0) {
@@ -151,9 +151,9 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
   if (kernel.checks_contents(a.q.device())) {
     check_offsets(Integers(kernel, a.cu_seqlens), tokens);
     check_slots(kernel, a.state_indices, rows);
-    if (p.checkpoint_tokens)
-      check_checkpoints(Integers(kernel, a.cu_seqlens), Integers(kernel, a.checkpoint_cu_starts), p.checkpoint_tokens,
-                        kept);
+    if (p.checkpoint_tokens.value)
+      check_checkpoints(Integers(kernel, a.cu_seqlens), Integers(kernel, a.checkpoint_cu_starts),
+                        p.checkpoint_tokens.value, kept);
   }
 
   // 2 shape
@@ -168,7 +168,7 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
     p.out_strides[i] = a.out.stride(i);
   }
   p.sequences = static_cast<int32_t>(sequences);
-  p.heads = static_cast<int32_t>(heads);
+  p.heads = divisor(static_cast<uint32_t>(heads));
   p.dim_k = static_cast<int32_t>(dim_k);
   p.dim_v = static_cast<int32_t>(dim_v);
   p.scale = static_cast<float>(a.scale);
@@ -188,8 +188,8 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
     FI_CHECK(!t || t.row_alignment(8) == 8, ValueError, "%s must have rows that lie at multiples of 8 bytes; got %p",
              t.name(), t.data());
   const int64_t chunks = tokens / kChunkTokens + sequences, matrices = chunks * heads, bytes = a.q.dtype().bytes();
-  const int64_t segments = p.segment_tokens ? tokens / p.segment_tokens + sequences : sequences;
-  const int64_t mapped = p.segment_tokens ? segments * heads * dim_k * dim_v : 0;
+  const int64_t segments = p.segment_tokens.value ? tokens / p.segment_tokens.value + sequences : sequences;
+  const int64_t mapped = p.segment_tokens.value ? segments * heads * dim_k * dim_v : 0;
   const int64_t needed = matrices * (2 * kChunkMatrix * bytes + 4 * kChunkTokens * 4) + 3 * 4 * mapped;
   FI_CHECK(a.workspace, ValueError, "workspace must be given on CUDA: %lld bytes", static_cast<long long>(needed));
   a.workspace.is({kU8}).on(a.q).contiguous();
@@ -201,14 +201,15 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
   p.factors = reinterpret_cast<float*>(a.workspace.data<char>() + 2 * matrices * kChunkMatrix * bytes);
   p.maps = p.factors + matrices * 4 * kChunkTokens;
   p.carried = p.maps + 2 * mapped;
-  p.k_heads = divisor(static_cast<uint32_t>(std::max<int64_t>(k_heads, 1)));
+  p.unit_heads = p.q_group.value % 2 == 0 && p.k_group.value % 2 == 0 ? 2 : 1;
+  p.units = divisor(p.heads.value / p.unit_heads);
   const auto start = [&](const Entry& entry, int64_t ctas) {
     Launch launch{ctas};
     launch.pdl = kernel.pdl(a.enable_pdl);
     kernel.launch(entry, launch, a.q.device(), p);
   };
-  if (tokens > 0) start(entry_of(kernel, kPrepare), chunks * k_heads);
-  if (p.segment_tokens) {
+  if (tokens > 0) start(entry_of(kernel, kPrepare), chunks * p.units.value);
+  if (p.segment_tokens.value) {
     const Entry& map = entry_of(kernel, kMap);
     p.map_slices = divisor(static_cast<uint32_t>(2 * dim_v / ChunkGatedDeltaRuleConfig::of(map).columns));
     start(map, segments * heads * p.map_slices.value);

@@ -170,11 +170,16 @@ void recurrent_gated_delta_rule(const Kernel& kernel, const RecurrentGatedDeltaR
   FI_CHECK(axis == 2 || dim_v % 4 == 0, ValueError, "v must have a multiple of 4 columns; got %s",
            a.v.shape_str().c_str());
   p.vectors = a.q.row_alignment(16) == 16 && a.k.row_alignment(16) == 16;
-  const RowsOfCta cta =
-      rows_of_cta<RecurrentGatedDeltaRuleConfig>(kernel, batch * heads, dim_v, kernel.multiprocessors(a.q.device()));
+  const int64_t states = batch * heads, sms = kernel.multiprocessors(a.q.device());
+  const bool once = tokens == 1 && !p.intermediate && !p.token_slots.data && !vector_gate && p.vectors && axis == 2 &&
+                    p.state_strides[2] == dim_k;
+  const OnceCta one = once ? once_cta<RecurrentGatedDeltaRuleConfig>(kernel, states, dim_v, sms) : OnceCta{};
+  const RowsOfCta cta = one.entry ? RowsOfCta{one.entry, one.rows}
+                                  : rows_of_cta<RecurrentGatedDeltaRuleConfig>(kernel, states, dim_v, sms);
   p.rows_per_cta = static_cast<int32_t>(cta.rows);
   p.tiles = divisor(static_cast<uint32_t>((dim_v + p.rows_per_cta - 1) / p.rows_per_cta));
-  Launch launch{batch * heads * p.tiles.value};
+  Launch launch{states * p.tiles.value};
+  if (one.entry) launch.threads = one.threads;
   launch.pdl = kernel.pdl(a.enable_pdl);
   kernel.launch(*cta.entry, launch, a.q.device(), p);
 #else

@@ -213,11 +213,16 @@ void selective_state_update(const Kernel& kernel, const SelectiveStateUpdateArgs
              "%s must have rows that lie at multiples of 16 bytes; got address %p, shape %s", t.name(), t.data(),
              t.shape_str().c_str());
   p.vectors = a.B.row_alignment(16) == 16 && a.C.row_alignment(16) == 16;
+  const int64_t states = batch * heads, sms = kernel.multiprocessors(a.state.device());
+  const bool once =
+      tokens == 1 && !packed && !p.intermediate && !p.each_token && p.vectors && p.state_strides[2] == dstate;
+  const OnceCta one = once ? once_cta<SelectiveStateUpdateConfig>(kernel, states, dim, sms) : OnceCta{};
   const RowsOfCta cta =
-      rows_of_cta<SelectiveStateUpdateConfig>(kernel, batch * heads, dim, kernel.multiprocessors(a.state.device()));
+      one.entry ? RowsOfCta{one.entry, one.rows} : rows_of_cta<SelectiveStateUpdateConfig>(kernel, states, dim, sms);
   p.rows_per_cta = static_cast<int32_t>(cta.rows);
   p.tiles = divisor(static_cast<uint32_t>((dim + p.rows_per_cta - 1) / p.rows_per_cta));
-  Launch launch{batch * heads * p.tiles.value};
+  Launch launch{states * p.tiles.value};
+  if (one.entry) launch.threads = one.threads;
   launch.pdl = kernel.pdl(a.enable_pdl);
   kernel.launch(*cta.entry, launch, a.state.device(), p);
 #else

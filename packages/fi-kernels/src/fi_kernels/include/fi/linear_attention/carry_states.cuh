@@ -22,13 +22,13 @@ struct CarryStates {
 
   FI_DEVICE void run() const {
     const int unit = blockIdx.x / (kD / kRows), column = threadIdx.x % kD, part = threadIdx.x / kD;
-    const int sequence = unit / p.heads, head = unit - sequence * p.heads;
+    const int sequence = divide(unit, p.heads), head = unit - sequence * p.heads.value;
     const int row = blockIdx.x % (kD / kRows) * kRows + part * kOwn;  // of the rows that this thread adds up
     pdl_wait();
     pdl_launch_dependents();
     const int64_t first = TokenSpan::first_number(p, sequence, p.segment_tokens);
     const int64_t tokens = p.offsets.at(sequence + 1) - p.offsets.at(sequence);
-    const int64_t segments = tokens > 0 ? (tokens + p.segment_tokens - 1) / p.segment_tokens : 1;
+    const int64_t segments = tokens > 0 ? divide(tokens + p.segment_tokens.value - 1, p.segment_tokens) : 1;
     float state[kOwn] = {}, added[kOwn], map[kSteps];
     const int64_t slot = p.slots.or_row(sequence);
     if (p.initial.data && slot >= 0) {
@@ -38,7 +38,7 @@ struct CarryStates {
       for (int r = 0; r < kOwn; ++r) state[r] = number(initial, at + (row + r) * p.initial.strides[2]);
     }
     const auto load = [&](int64_t segment) {
-      const float* maps = p.maps + ((first + segment) * p.heads + head) * 2 * kSize + column;
+      const float* maps = p.maps + ((first + segment) * p.heads.value + head) * 2 * kSize + column;
 #pragma unroll
       for (int r = 0; r < kOwn; ++r) added[r] = maps[(row + r) * kD];
 #pragma unroll
@@ -46,7 +46,7 @@ struct CarryStates {
     };
     if (segments > 1) load(0);
     for (int64_t i = 0;; ++i) {
-      float* carried = p.carried + ((first + i) * p.heads + head) * kSize + row * kD + column;
+      float* carried = p.carried + ((first + i) * p.heads.value + head) * kSize + row * kD + column;
 #pragma unroll
       for (int r = 0; r < kOwn; ++r) {
         carried[r * kD] = state[r];

@@ -5,7 +5,8 @@
 
 namespace fi {
 
-constexpr int kChunkTokens = 64;    // tokens
+constexpr int kChunkTokens = 64;  // tokens
+constexpr Divisor kChunkDivisor{kChunkTokens, 1, 6};
 constexpr int kChunkMatrix = 2560;  // elements of a lower triangular matrix: 10 blocks of 16 x 16
 
 // States [rows, heads, dim_v, dim_k]; rows are slots of a pool where indices are given. Absent if data is null.
@@ -39,10 +40,12 @@ struct ChunkGatedDeltaRuleParams {
   IndexTable slots;                                                                                 // [sequences]
   IndexTable checkpoint_starts;                                                                     // [sequences + 1]
   int64_t q_strides[2], k_strides[2], v_strides[2], out_strides[2], g_strides[2], beta_strides[2];  // token, head
-  int32_t sequences, heads, dim_k, dim_v;
-  int32_t checkpoint_tokens;          // a multiple of 64, or 0
-  int32_t segment_tokens;             // a multiple of 64, or 0: a sequence is one segment
-  Divisor k_heads;                    // heads of k
+  int32_t sequences, dim_k, dim_v;
+  Divisor heads;
+  Divisor checkpoint_tokens;          // a multiple of 64, or 0
+  Divisor segment_tokens;             // a multiple of 64, or 0: a sequence is one segment
+  Divisor units;                      // of one or two heads that share a head of k and of q
+  int32_t unit_heads;                 // 1 or 2
   Divisor slices, map_slices;         // CTAs that share the state of a head, and those that share M and N
   Divisor q_group, k_group, v_group;  // heads that share a head of q, of k and of v
   float scale;

@@ -48,17 +48,19 @@ struct ChunkStates {
 
   FI_DEVICE void run() const {
     const Divisor& slices = kMaps ? p.map_slices : p.slices;
-    const int unit = divide(blockIdx.x, slices), number = unit / p.heads;
+    const int unit = divide(blockIdx.x, slices), number = divide(unit, p.heads);
     Place place;
-    place.head = unit - number * p.heads;
+    place.head = unit - number * p.heads.value;
     place.column = (blockIdx.x - unit * slices.value) * kColumns;
     place.is_map = kMaps && place.column >= kD;
     if (place.is_map) place.column -= kD;
     pdl_wait();
-    place.span = p.segment_tokens ? TokenSpan::numbered(p, number, p.segment_tokens) : TokenSpan::whole(p, number);
+    place.span =
+        p.segment_tokens.value ? TokenSpan::numbered(p, number, p.segment_tokens) : TokenSpan::whole(p, number);
     const TokenSpan& span = place.span;
     if (!span.exists || (kMaps && span.is_last(p))) return pdl_launch_dependents();
-    place.chunk = TokenSpan::first_number(p, span.sequence, kChunkTokens) + static_cast<int>(span.begin / kChunkTokens);
+    place.chunk =
+        TokenSpan::first_number(p, span.sequence, kChunkDivisor) + static_cast<int>(span.begin / kChunkTokens);
     place.k = head_of(p.k, p.k_strides, span.token, place.head, p.k_group);
     place.q = head_of(p.q, p.q_strides, span.token, place.head, p.q_group);
     place.v = head_of(p.v, p.v_strides, span.token, place.head, p.v_group) + place.column;
@@ -72,7 +74,7 @@ struct ChunkStates {
     cp_async_commit();
     if constexpr (kMaps) {
       if (place.is_map) make_identity(place, state);
-    } else if (p.segment_tokens) {
+    } else if (p.segment_tokens.value) {
       move_state_of<false, float>(segment_states(p.carried, 1), number, place, state);
     } else if (p.initial.data) {
       if (slot >= 0) move_state<false>(p.initial, slot, place, state);
@@ -84,10 +86,12 @@ struct ChunkStates {
       Products::fence();
       __syncthreads();
       compute(place, c, state);
-      const int64_t done = int64_t{c + 1} * kChunkTokens, in_all = span.begin + done;
-      if (!kMaps && p.checkpoint_tokens && done <= span.tokens && in_all % p.checkpoint_tokens == 0)
-        move_state<true>(p.checkpoints, p.checkpoint_starts.at(span.sequence) + in_all / p.checkpoint_tokens - 1, place,
-                         state);
+      const uint32_t done = (c + 1) * kChunkTokens;
+      if (!kMaps && p.checkpoint_tokens.value && done <= span.tokens) {
+        const uint32_t in_all = static_cast<uint32_t>(span.begin) + done, count = divide(in_all, p.checkpoint_tokens);
+        if (count * p.checkpoint_tokens.value == in_all)
+          move_state<true>(p.checkpoints, p.checkpoint_starts.at(span.sequence) + count - 1, place, state);
+      }
       __syncthreads();
     }
     pdl_launch_dependents();
@@ -112,7 +116,7 @@ struct ChunkStates {
   // States in the workspace, `each` for a segment and head.
   FI_DEVICE ChunkStatesView segment_states(float* data, int each) const {
     const int64_t size = int64_t{each} * kD * kD;
-    return {data, NumberType::kF32, {p.heads * size, size, kD}};
+    return {data, NumberType::kF32, {p.heads.value * size, size, kD}};
   }
   FI_DEVICE static void make_identity(const Place& place, float (&state)[kStateCount]) {
     const int row = place.column + 16 * warp() + lane() / 4;
@@ -129,7 +133,7 @@ struct ChunkStates {
       Tile::template load<kThreads>(address(shared.q[stage]), place.q + token * p.q_strides[0], p.q_strides[0], rows);
     Values::template load<kThreads>(address(shared.v[stage]), place.v + token * p.v_strides[0], p.v_strides[0],
                                     place.is_map ? 0 : rows);
-    const int64_t matrix = int64_t{place.chunk + c} * p.heads + place.head;
+    const int64_t matrix = int64_t{place.chunk + c} * p.heads.value + place.head;
     const char* solved = static_cast<const char*>(p.solved) + matrix * LowerTriangle::kBytes;
     const char* scores = static_cast<const char*>(p.scores) + matrix * LowerTriangle::kBytes;
     Matrix::template load<kThreads>([&](int at, int source) {

@@ -135,10 +135,10 @@ struct TokenSpan {
   int64_t begin, tokens;  // begin: from that of the sequence on
   int64_t token;          // the first
 
-  FI_DEVICE static int first_number(const ChunkGatedDeltaRuleParams& p, int sequence, int length) {
-    return static_cast<int>(p.offsets.at(sequence) / length) + sequence;
+  FI_DEVICE static int first_number(const ChunkGatedDeltaRuleParams& p, int sequence, Divisor length) {
+    return divide(static_cast<uint32_t>(p.offsets.at(sequence)), length) + sequence;
   }
-  FI_DEVICE static TokenSpan numbered(const ChunkGatedDeltaRuleParams& p, int number, int length) {
+  FI_DEVICE static TokenSpan numbered(const ChunkGatedDeltaRuleParams& p, int number, Divisor length) {
     int low = 0, high = p.sequences;  // the last sequence whose first number is not above it
     while (high - low > 1) {
       const int middle = (low + high) / 2;
@@ -147,10 +147,10 @@ struct TokenSpan {
       else
         high = middle;
     }
-    const int index = number - first_number(p, low, length);
-    TokenSpan span{low, index == 0, int64_t{index} * length, 0, p.offsets.at(low) + int64_t{index} * length};
+    const int index = number - first_number(p, low, length), size = static_cast<int>(length.value);
+    TokenSpan span{low, index == 0, int64_t{index} * size, 0, p.offsets.at(low) + int64_t{index} * size};
     const int64_t left = p.offsets.at(low + 1) - span.token;
-    if (index >= 0 && left > 0) span.exists = true, span.tokens = left < length ? left : length;
+    if (index >= 0 && left > 0) span.exists = true, span.tokens = left < size ? left : size;
     return span;
   }
   FI_DEVICE static TokenSpan whole(const ChunkGatedDeltaRuleParams& p, int sequence) {

@@ -27,7 +27,7 @@ FI_DEVICE void selective_state_update(const SelectiveStateUpdateParams& p) {
   }
   int64_t start = 0;
   if (p.accepted) start = IndexTable{p.accepted, 1, 0, p.accepted_is_wide}.at(b) - 1;
-  const int64_t slot = p.slots.or_row(b, start > 0 ? start : 0);
+  const int64_t slot = load_index(p.slots, b, start > 0 ? start : 0);
   const int64_t group = divide(h, p.group);
   const auto at_row = [&](const void* base, const int64_t (&strides)[3], int64_t head) {
     return static_cast<const T*>(base) + b * strides[0] + begin * strides[1] + head * strides[2];
@@ -35,19 +35,30 @@ FI_DEVICE void selective_state_update(const SelectiveStateUpdateParams& p) {
   T* out = const_cast<T*>(at_row(p.out, p.out_strides, h));
   const T *x = at_row(p.x, p.x_strides, h), *z = at_row(p.z, p.z_strides, h);
   const T *inputs = at_row(p.b, p.b_strides, group), *outputs = at_row(p.c, p.c_strides, group);
+  struct {
+    typename Tile::template Columns<T> in, weights;
+    uint32_t dt;
+  } words;  // of a token
+  const auto load_token = [&](int t) {
+    words.in.load(inputs + t * p.b_strides[1], p.vectors);
+    words.weights.load(outputs + t * p.c_strides[1], p.vectors);
+    words.dt = load_bits(p.dt, b * p.dt_strides[0] + (begin + t) * p.dt_strides[1] + h * p.dt_strides[2]);
+  };
+  const float rate = p.a[h * p.a_stride];
+  const uint32_t skip_bits = p.d.data ? load_bits(p.d, h * p.d_stride) : 0;
+  const uint32_t bias_bits = p.dt_bias.data ? load_bits(p.dt_bias, h * p.dt_bias_stride) : 0;
+  if (tokens > 0) load_token(0);
   if (tokens <= 0 || p.is_padding(slot)) {
     pdl_launch_dependents();
     return;
   }
-  const float rate = p.a[h * p.a_stride], skip = p.d.data ? number(p.d, h * p.d_stride) : 0.f;
-  const float bias = p.dt_bias.data ? number(p.dt_bias, h * p.dt_bias_stride) : 0.f;
   S* states = static_cast<S*>(p.state) + h * p.state_strides[1];
   const S* from = states + slot * p.state_strides[0];
   float in[Tile::kColumns], weights[Tile::kColumns], dt, decay;
-  const auto load_token = [&](int t) {
-    Tile::load_columns(inputs + t * p.b_strides[1], p.vectors, in);
-    Tile::load_columns(outputs + t * p.c_strides[1], p.vectors, weights);
-    dt = number(p.dt, b * p.dt_strides[0] + (begin + t) * p.dt_strides[1] + h * p.dt_strides[2]) + bias;
+  const auto compute_token = [&] {
+    words.in.to_float(in);
+    words.weights.to_float(weights);
+    dt = number_of(words.dt, p.dt.type) + number_of(bias_bits, p.dt_bias.type);
     if (p.softplus) dt = softplus(dt);
     decay = expf(dt * rate);
   };
@@ -58,13 +69,14 @@ FI_DEVICE void selective_state_update(const SelectiveStateUpdateParams& p) {
   const auto move_to = [&](const Tile& state, S* to, int64_t row_stride) {
     state.store(to + row * row_stride, row_stride, 1, end - row);
   };
-  const int64_t to = !p.updates_state || p.each_token ? -1 : p.to_slots.data ? p.to_slots.at(b) : slot;
-
   typename Tile::Words next;
   float next_value[kRows];
   next.load(from + row * p.state_strides[2], p.state_strides[2], 1, end - row);
   load_values(next_value, 0, row);
-  load_token(0);
+  const int64_t other = load_index(p.to_slots, b);
+  const int64_t to = !p.updates_state || p.each_token ? -1 : p.to_slots.data ? other : slot;
+  compute_token();
+  const float skip = number_of(skip_bits, p.d.type);
   int loaded = 0;
   for (int pass = begin_row; pass < end; pass += pass_rows, row += pass_rows) {  // the same for all lanes of a warp
     Tile state(next);
@@ -77,7 +89,7 @@ FI_DEVICE void selective_state_update(const SelectiveStateUpdateParams& p) {
       load_values(next_value, 0, after);
     }
     for (int t = 0; t < tokens; ++t) {
-      if (t != loaded) load_token(t), loaded = t;
+      if (t != loaded) load_token(t), compute_token(), loaded = t;
       if (t > 0) load_values(value, t, row);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -110,6 +122,62 @@ FI_DEVICE void selective_state_update(const SelectiveStateUpdateParams& p) {
     if (to >= 0 && !(p.to_slots.data && to == p.pad_slot))
       move_to(state, states + to * p.state_strides[0], p.state_strides[2]);
   }
+  pdl_launch_dependents();
+}
+
+// The same for one token of each row, whole tiles of states without gaps between rows, and nothing but the last state
+// to store: a warp moves one tile.
+template <class T, class S, int kK, int kRows, int kLanes>
+FI_DEVICE void selective_state_update_once(const SelectiveStateUpdateParams& p) {
+  using Tile = StateTile<S, kK, kRows, true, kLanes>;
+  constexpr int kStep = Tile::kGroups;  // from a row of a lane to its next
+  const uint32_t head_row = divide(blockIdx.x, p.tiles), b = divide(head_row, p.heads);
+  const int h = head_row - b * p.heads.value, tile = blockIdx.x - head_row * p.tiles.value;
+  const int row = tile * p.rows_per_cta + threadIdx.x / 32 * Tile::kWarpRows + Tile::group();
+  const int64_t group = divide(h, p.group);
+  const auto at_row = [&](const void* base, const int64_t (&strides)[3], int64_t head) {
+    return static_cast<const T*>(base) + b * strides[0] + head * strides[2];
+  };
+  S* states = static_cast<S*>(p.state) + h * p.state_strides[1] + row * kK;
+  pdl_wait();
+  const int64_t slot = load_index(p.slots, b), other = load_index(p.to_slots, b);
+  typename Tile::template Columns<T> in_words, weight_words;
+  in_words.load(at_row(p.b, p.b_strides, group), true);
+  weight_words.load(at_row(p.c, p.c_strides, group), true);
+  const uint32_t dt_bits = load_bits(p.dt, b * p.dt_strides[0] + h * p.dt_strides[2]);
+  const uint32_t skip_bits = p.d.data ? load_bits(p.d, h * p.d_stride) : 0;
+  const uint32_t bias_bits = p.dt_bias.data ? load_bits(p.dt_bias, h * p.dt_bias_stride) : 0;
+  const float rate = p.a[h * p.a_stride];
+  const T *x = at_row(p.x, p.x_strides, h) + row, *z = p.z ? at_row(p.z, p.z_strides, h) + row : x;
+  T value[kRows], gate[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) value[r] = x[r * kStep], gate[r] = z[r * kStep];
+  if (p.is_padding(slot)) return pdl_launch_dependents();
+  typename Tile::Words next;
+  next.load(states + slot * p.state_strides[0], kStep * kK, 1, kRows);
+  float in[Tile::kColumns], weights[Tile::kColumns], result[kRows];
+  in_words.to_float(in);
+  weight_words.to_float(weights);
+  float dt = number_of(dt_bits, p.dt.type) + number_of(bias_bits, p.dt_bias.type);
+  if (p.softplus) dt = softplus(dt);
+  const float decay = expf(dt * rate), skip = number_of(skip_bits, p.d.type);
+  Tile state(next);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const float added = dt * to_float(value[r]);
+#pragma unroll
+    for (int i = 0; i < Tile::kColumns; ++i) state.x[r][i] = decay * state.x[r][i] + added * in[i];
+  }
+  const int64_t to = p.to_slots.data ? other : slot;
+  if (p.updates_state && to >= 0 && !(p.to_slots.data && to == p.pad_slot))
+    state.store(states + to * p.state_strides[0], kStep * kK, 1, kRows);
+  state.multiply(weights, result);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    result[r] += skip * to_float(value[r]);
+    if (p.z) result[r] *= CudaMath::scaled_sigmoid(to_float(gate[r]), to_float(gate[r]));
+  }
+  Tile::store_rows(const_cast<T*>(at_row(p.out, p.out_strides, h)) + row, result, kRows, kStep);
   pdl_launch_dependents();
 }
 

@@ -65,6 +65,21 @@ def test_latent_attention(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_mixture_of_experts(device: str) -> None:
+    """Two of sixteen experts for each token, prompts in chunks beside decoding: the tokens of transformers' loop over
+    the experts.
+
+    On the GPU, in float16, a token may be the second likeliest, within the rounding of the logits.
+    """
+    pytest.importorskip("transformers", reason="needs transformers, which `nox -s tests` installs")
+    said = json.loads(run("mixture_of_experts.py", "--device", device, "--json"))
+    assert said["tokens"] == sum(map(len, said["generated"])) == 96
+    assert said["worst_gap"] <= (0.05 if device == "cuda" else 0.0)
+    assert said["equal"] >= said["tokens"] - (3 if device == "cuda" else 0)
+    assert len(set(map(tuple, said["generated"]))) == 4
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_generate(device: str) -> None:
     """Requests come and go, prompts in chunks, pages run out: every token is that of transformers' eager generate().
 

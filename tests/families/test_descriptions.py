@@ -92,7 +92,7 @@ PLAIN = {
     (found.name, found.template.tags, found.template.op_type, tuple(found.template.outputs), len(found.template.axes)):
     found.template for found in DESCRIBED
 }  # fmt: skip
-SIZES = ("num_rows", "batch_size", "nnz", "kv_len", "rows")
+SIZES = ("num_rows", "num_tokens", "batch_size", "nnz", "kv_len", "rows")
 
 
 def small(template: TraceTemplate) -> dict[str, Any]:

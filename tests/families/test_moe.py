@@ -65,6 +65,25 @@ def test_routing(method: int, tokens: int, num_experts: int, k: int, device: str
         torch.testing.assert_close(weights.double(), want, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("num_experts", "n_group", "topk_group", "k"),
+    [(500, 5, 2, 8), (510, 17, 4, 8), (96, 32, 3, 9), (256, 8, 1, 32), (21, 3, 2, 3)],
+)
+@pytest.mark.parametrize("padding", [0, 1])
+def test_groups_of_any_size(num_experts: int, n_group: int, topk_group: int, k: int, padding: int, device: str) -> None:
+    """Groups that do not fill their lanes, single experts, all experts of a group; rows at odd addresses; ties."""
+    logits = torch.zeros(37, num_experts + padding, device=device)
+    logits[:, :num_experts] = (rand(37, num_experts, dtype=torch.float32, device=device, scale=2.0) * 4).round() / 4
+    bias = (rand(num_experts, dtype=torch.float32, device=device, seed=3) * 8).round() / 8
+    options: dict[str, Any] = {
+        "method": Route.DeepSeekV3, "bias": bias, "n_group": n_group, "topk_group": topk_group, "scale": 2.5,
+    }  # fmt: skip
+    ids, weights = routed(logits[:, :num_experts], k, **options)
+    want_ids, want = route(logits[:, :num_experts], k=k, **options)
+    assert torch.equal(ids.long(), want_ids)
+    torch.testing.assert_close(weights.double(), want, rtol=2e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 def test_routing_of_special_logits(dtype: torch.dtype, device: str) -> None:
     """NaN counts as -inf; a row of nothing else has the first experts and weights of 0."""

@@ -58,15 +58,13 @@ NARROW = {
     "single_attention": r"combine_chunks",
 }
 # Bytes of stack that kernels of an op may have. MLA has two to twenty registers too few, of 168 or 255; prepare_chunks
-# has up to eight too few, of the 96 that let an SM have five CTAs; routing on sm_80 keeps up to 20 of its lane's
-# experts there, on sm_90 none.
+# has up to eight too few, of the 96 that let an SM have five CTAs.
 STACK = {
     "batch_mla": 80,
     "chunk_gated_delta_rule": 32,
     "concat_mla_k": 8,
     "moe_finalize": 16,
     "moe_gather": 8,
-    "moe_route": 80,
 }
 # Bits of the widest load where it is not 128: attention takes eight elements at a time (head dims are such).
 LOADS = {"single_attention": {"e4m3": 64, "e5m2": 64}}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fi_core.fused_moe import trace
 from fi_core.fused_moe.activations import activation_of
 from fi_core.fused_moe.experts import run_experts, sort_slots, sum_experts
 from fi_core.fused_moe.formats import check_experts, layer_of
 from fi_core.observe.log import fi_api
+from fi_core.runtime.launch.chain import chained
 from fi_core.tllm_enums import ActivationType
 
 if TYPE_CHECKING:
@@ -16,7 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 
-@fi_api
+@fi_api(trace=trace.cutlass)
+@chained("output")
 def cutlass_fused_moe(
     input: torch.Tensor,
     token_selected_experts: torch.Tensor,

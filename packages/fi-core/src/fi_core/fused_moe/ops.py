@@ -14,14 +14,14 @@ _FLOATS = ("bf16", "f16", "f32")
 
 
 class _RouteConfig(NamedTuple):
-    experts: int  # at most
+    experts: int  # of a lane, at most
 
 
 def _route_unit(axes: Values) -> Unit:
     types = f"{DTYPES[axes['logits']].device}, {DTYPES[axes['weights']].device}"
     entries = tuple(
-        Entry(f"moe_route_{32 * lanes}", f"moe_route<{types}, {lanes}>", 128, _RouteConfig(32 * lanes))
-        for lanes in (2, 4, 8, 12, 16)
+        Entry(f"moe_route_{experts}", f"moe_route<{types}, {experts}>", 128, _RouteConfig(experts))
+        for experts in (4, 8, 12, 16, 32)
     )
     return Unit("fi/fused_moe/moe_route.cuh", "MoeRouteParams", entries)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from fi_core.fused_moe import trace
 from fi_core.fused_moe.ops import moe_route
 from fi_core.observe.log import fi_api
 from fi_core.tllm_enums import RoutingMethodType
@@ -64,7 +65,7 @@ def unpacked(topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Rout
     return Routed(topk_ids >> 16, topk_ids.contiguous().view(torch.bfloat16)[:, ::2])
 
 
-@fi_api
+@fi_api(trace=trace.FUSED_TOPK)
 def fused_topk_deepseek(
     scores: torch.Tensor,
     bias: torch.Tensor,
@@ -106,6 +107,8 @@ def fused_topk_deepseek(
         raise ValueError(f'backend must be "default"; got {backend!r}')
     if scores.ndim != 2:
         raise ValueError(f"scores must have shape [tokens, experts]; got {list(scores.shape)}")
+    if bias is None:
+        raise TypeError("bias must be a torch.Tensor of [experts], zeros for none; got None")
     experts = scores.shape[1]
     if not 1 <= n_group <= 32 or experts % n_group:
         raise ValueError(f"n_group must be in 1..32 and divide the {experts} experts of scores; got {n_group}")

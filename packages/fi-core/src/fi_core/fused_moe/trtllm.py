@@ -9,6 +9,7 @@ from fi_core.fused_moe.core import get_reorder_rows_for_gated_act_gemm_row_indic
 from fi_core.fused_moe.experts import run_experts, sort_slots, sum_experts
 from fi_core.fused_moe.layer import Layer, Projection, Tables
 from fi_core.fused_moe.ops import moe_finalize
+from fi_core.runtime.launch.chain import constant
 from fi_core.tllm_enums import WeightLayout, is_gated_activation
 from fi_core.utils import get_shuffle_matrix_a_row_indices
 
@@ -29,7 +30,7 @@ def places_of_rows(rows: int, tile: int, alternates: bool, device: torch.device)
     order = get_shuffle_matrix_a_row_indices(torch.empty(rows, 1), tile)
     if alternates:
         order = get_reorder_rows_for_gated_act_gemm_row_indices(torch.empty(rows, 1))[order]
-    return order.argsort().int().to(device)
+    return constant(order.argsort().int().to(device))
 
 
 def by_rows(name: str, weight: torch.Tensor, layout: int) -> torch.Tensor:
@@ -88,6 +89,7 @@ def _weights_of_rows(routed: Routed, tables: Tables) -> torch.Tensor:
     slots = tables.rows.shape[0]
     out = torch.ones(slots + 1, dtype=torch.float32, device=tables.rows.device)
     at = torch.where(tables.positions < 0, slots, tables.positions).flatten().long()
+    at.clamp_(max=slots)  # a dry run, which begins to compile kernels, has no positions yet
     return out.scatter_(0, at, routed.weights.float().flatten())[:slots]
 
 

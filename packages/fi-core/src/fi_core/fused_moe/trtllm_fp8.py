@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fi_core.fused_moe import trace
 from fi_core.fused_moe.activations import activation_of
 from fi_core.fused_moe.formats import fp8_blocks, widened
 from fi_core.fused_moe.layer import Layer, Mixed, Projection
@@ -13,6 +14,7 @@ from fi_core.fused_moe.trtllm import by_rows, check_weights, prepared, run_layer
 from fi_core.gemm import block_scaled
 from fi_core.observe.log import fi_api
 from fi_core.quantization.layout import layout_of
+from fi_core.runtime.launch.chain import chained
 from fi_core.tllm_enums import ActivationType, Fp8QuantizationType, WeightLayout, is_gated_activation
 
 if TYPE_CHECKING:
@@ -113,7 +115,8 @@ def _run_blocks(
     return run_layer(layer, activation, routed, num_experts, local_expert_offset, do_finalize, output)
 
 
-@fi_api
+@fi_api(trace=trace.trtllm_blocks)
+@chained("output")
 def trtllm_fp8_block_scale_moe(
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,
@@ -212,6 +215,7 @@ def trtllm_fp8_block_scale_moe(
 
 
 @fi_api
+@chained("output")
 def trtllm_fp8_block_scale_routed_moe(
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     routing_bias: torch.Tensor | None,
@@ -320,6 +324,7 @@ def _run_tensors(
 
 
 @fi_api
+@chained("output")
 def trtllm_fp8_per_tensor_scale_moe(
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,
@@ -396,6 +401,7 @@ def trtllm_fp8_per_tensor_scale_moe(
 
 
 @fi_api
+@chained("output")
 def trtllm_fp8_per_tensor_scale_routed_moe(
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     routing_bias: torch.Tensor | None,

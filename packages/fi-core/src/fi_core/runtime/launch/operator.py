@@ -97,6 +97,22 @@ class Operator:
         scope[op.name]._torchdynamo_inline = scope["traced"]
         return scope[op.name]  # type: ignore[no-any-return]
 
+    def bind_by(self, bind: Callable[[Operator, tuple[Any, ...], tuple[Any, ...]], Bound] | None) -> None:
+        """Each call asks bind, with this operator, the facts and the arguments, what to call; None ends that."""
+        by = self._bind if bind is None else functools.partial(bind, self)
+        self.function.__globals__.update(bound={} if bind else self._bound, bind=by)
+
+    def bound(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> Bound:
+        """The kernel and the choice for a call."""
+        return self._bound.get(key) or self._bind(key, arguments)
+
+    def chosen(self, key: tuple[Any, ...], arguments: tuple[Any, ...], declined: tuple[int, ...] = ()) -> Choice:
+        """The choice for a call."""
+        torch_op.check(self.op, arguments, wrapped=key[0] is None)
+        device = next(a.device for a in arguments if hasattr(a, "device"))
+        backend = self._forced or (key[1] if self._named else AUTO)
+        return self.choice(target_of(device), (*key[1 + len(self._named) :], *declined), backend)
+
     def _decline(self, found: int | None) -> None:
         """Raises if a kernel, for which there is no substitute, has declined a call."""
         if found == OTHER_DEVICE:
@@ -127,11 +143,8 @@ class Operator:
                 return choice
 
     def _bind(self, key: tuple[Any, ...], arguments: tuple[Any, ...], declined: tuple[int, ...] = ()) -> Bound:
-        torch_op.check(self.op, arguments, wrapped=key[0] is None)
+        choice = self.chosen(key, arguments, declined)
         device = next(a.device for a in arguments if hasattr(a, "device"))
-        backend = self._forced or (key[1] if self._named else AUTO)
-        read = (*key[1 + len(self._named) :], *declined)
-        choice = self.choice(target_of(device), read, backend)
         if _rehearsals:
             call = _rehearsals[-1].bind(choice)
         else:
@@ -157,9 +170,11 @@ class Operator:
         return launches(kernel.module) if kernel and choice.request.target.kind == "cuda" else ()
 
     def forget(self) -> None:
-        """Drops the bound calls; kernels stay loaded."""
+        """Drops the bound calls, and the chains of all operators; kernels stay loaded."""
         self._bound.clear()
         self._placed.clear()
+        for known in chains:
+            known.clear()
 
     @contextlib.contextmanager
     def using(self, implementation: str) -> Iterator[None]:
@@ -250,7 +265,12 @@ class Rehearsal:
 _rehearsals: list[Rehearsal] = []  # the innermost counts
 
 
+def is_rehearsing() -> bool:
+    return bool(_rehearsals)
+
+
 _operators: dict[str, Operator] = {}
+chains: list[dict[Any, Any]] = []  # of all public functions: what they have recorded
 
 
 def operator(op: Op) -> Callable[..., Choice | None]:

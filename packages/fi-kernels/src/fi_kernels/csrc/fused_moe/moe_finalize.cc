@@ -2,6 +2,7 @@
 #include "fi/fused_moe/moe_finalize.h"
 
 #include "fi/generated/moe_finalize.h"
+#include "fi/host/chain.h"
 
 #if !FI_CUDA
 #include "fi/find_segment.h"
@@ -121,3 +122,4 @@ void moe_finalize(const Kernel& kernel, const MoeFinalizeArgs& a) {
 }  // namespace fi
 
 FI_OP(fi::moe_finalize)
+FI_CHAIN

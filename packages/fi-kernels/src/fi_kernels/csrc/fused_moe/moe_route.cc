@@ -56,7 +56,7 @@ void route(const MoeRouteParams& p, const float* bias, const float* row, int32_t
     if (bias && routes_by_bias(p.method)) scores[e] += bias[e];
     if (scores[e] != scores[e]) scores[e] = kLowest;
   }
-  if (p.method == kRouteDeepSeekV3 && p.n_group > 1) keep_groups(scores, p.n_group, p.topk_group);
+  if (p.n_group > 1) keep_groups(scores, p.n_group, p.topk_group);
   const std::vector<int32_t> chosen = largest(scores, p.top_k);
   const float top = *std::max_element(logits.begin(), logits.end());
   float all = 0.f, total = 0.f, chosen_top = kLowest;
@@ -132,8 +132,9 @@ void moe_route(const Kernel& kernel, const MoeRouteArgs& a) {
   p.tokens = static_cast<int32_t>(tokens);
   p.experts = static_cast<int32_t>(experts);
   p.top_k = static_cast<int32_t>(top_k);
-  p.n_group = static_cast<int32_t>(a.n_group);
+  p.n_group = a.method == kRouteDeepSeekV3 ? static_cast<int32_t>(a.n_group) : 1;
   p.topk_group = static_cast<int32_t>(a.topk_group);
+  p.group_size = p.experts / p.n_group;
   p.bias_type = !a.bias || a.bias.dtype() == kF32 ? 0 : a.bias.dtype() == kBF16 ? 1 : 2;
   p.method = static_cast<RoutingMethod>(a.method);
   p.normalize = a.normalize;
@@ -141,7 +142,12 @@ void moe_route(const Kernel& kernel, const MoeRouteArgs& a) {
 
   // 3 launch
 #if FI_CUDA
-  const Entry& entry = kernel.first_entry([&](const Entry& e) { return MoeRouteConfig::of(e).experts >= p.experts; });
+  for (p.group_bits = 5; p.n_group << p.group_bits > 32;) --p.group_bits;
+  const int64_t vector = 4 * a.logits.dtype().bytes();
+  p.vectors = p.group_size % 4 == 0 && a.logits.row_alignment(vector) == vector &&
+              (!a.bias || a.bias.row_alignment(4 * a.bias.dtype().bytes()) == 4 * a.bias.dtype().bytes());
+  const Entry& entry =
+      kernel.first_entry([&](const Entry& e) { return MoeRouteConfig::of(e).experts << p.group_bits >= p.group_size; });
   const int64_t warps = entry.threads / 32;
   Launch launch{(tokens + warps - 1) / warps};
   launch.pdl = kernel.pdl(a.enable_pdl);

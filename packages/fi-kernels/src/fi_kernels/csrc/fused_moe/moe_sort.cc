@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "fi/generated/moe_sort.h"
+#include "fi/host/chain.h"
 
 #if !FI_CUDA
 #include <vector>
@@ -97,3 +98,4 @@ void moe_sort(const Kernel& kernel, const MoeSortArgs& a) {
 }  // namespace fi
 
 FI_OP(fi::moe_sort)
+FI_CHAIN

@@ -27,7 +27,9 @@ struct MoeRouteParams {
   const void* bias;    // [experts], of the type of the logits, fp32 or bf16; null: zeros
   int64_t logits_row_stride;
   int32_t tokens, experts, top_k, n_group, topk_group;
-  int32_t bias_type;  // 0 fp32, 1 bf16, 2 fp16
+  int32_t group_size, group_bits;  // experts of a group, and log2 of the lanes of a warp that share them
+  int32_t vectors;                 // rows of logits, and the bias, allow loads of four elements
+  int32_t bias_type;               // 0 fp32, 1 bf16, 2 fp16
   RoutingMethod method;
   int32_t normalize;
   float scale;

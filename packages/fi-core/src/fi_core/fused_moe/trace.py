@@ -1,0 +1,305 @@
+"""Descriptions of routing and of mixtures of experts, with fp64 references."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fi_core.observe.draw import Draw, nbytes
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work, samples
+
+_BLOCK = 128  # of fp8 values that share a scale
+_DEEPSEEK = 2  # RoutingMethodType.DeepSeekV3
+
+
+# Trace files hold the source of a reference, so each reference is whole in itself.
+def _routing(scores, bias, n_group, topk_group, topk, factor):  # type: ignore[no-untyped-def]
+    """DeepSeek-V3's rule: weights and expert numbers."""
+    import torch
+
+    own = scores.double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).sigmoid()
+    choice = own + bias.double()
+    if n_group > 1:
+        groups = choice.unflatten(1, (n_group, -1))
+        best = groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1)
+        kept = best.sort(descending=True, stable=True).indices[:, :topk_group]
+        mask = torch.zeros_like(best, dtype=torch.bool).scatter_(1, kept, True)
+        choice = groups.where(mask[..., None], -torch.inf).flatten(1)
+    ids = choice.sort(descending=True, stable=True).indices[:, :topk]
+    weights = own.gather(1, ids)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20) * factor, ids
+
+
+def _topk_reference(scores, bias, n_group, topk_group, top_k, routed_scaling_factor):  # type: ignore[no-untyped-def]
+    return _routing(scores, bias, n_group, topk_group, top_k, routed_scaling_factor)
+
+
+def _experts(x, ids, weights, up, down, rounded=lambda x: x):  # type: ignore[no-untyped-def]
+    """A loop over the experts; the first half of `up` is the linear projection, the second the gate."""
+    import torch
+
+    x, out = rounded(x.double()), x.new_zeros(x.shape, dtype=torch.float64)
+    for e in range(up.shape[0]):
+        token, slot = (ids == e).nonzero(as_tuple=True)
+        linear, gate = (x[token] @ up[e].double().T).chunk(2, -1)
+        y = rounded(torch.nn.functional.silu(gate) * linear) @ down[e].double().T
+        out.index_add_(0, token, y * weights[token, slot, None].double())
+    return out
+
+
+def _widened(weight, scale):  # type: ignore[no-untyped-def]
+    """e4m3 times scales of 128 x 128."""
+    return weight.double() * scale.double().repeat_interleave(128, -2).repeat_interleave(128, -1)
+
+
+def _to_e4m3_and_back(x):  # type: ignore[no-untyped-def]
+    """As fp8 kernels take activations: each 128 values of a row with a scale."""
+    import torch
+
+    blocks = x.unflatten(-1, (-1, 128))
+    scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
+    return ((blocks / scale).to(torch.float8_e4m3fn).double() * scale).flatten(-2)
+
+
+def _plain_reference(  # type: ignore[no-untyped-def]
+    input, token_selected_experts, token_final_scales, fc1_expert_weights, fc2_expert_weights
+):
+    return _experts(input, token_selected_experts, token_final_scales, fc1_expert_weights, fc2_expert_weights)
+
+
+def _blocks_reference(  # type: ignore[no-untyped-def]
+    input, token_selected_experts, token_final_scales, fc1_expert_weights, fc2_expert_weights, fc1_scales, fc2_scales
+):
+    up, down = _widened(fc1_expert_weights, fc1_scales), _widened(fc2_expert_weights, fc2_scales)
+    return _experts(input, token_selected_experts, token_final_scales, up, down, _to_e4m3_and_back)
+
+
+def _routed_blocks_reference(  # type: ignore[no-untyped-def]
+    routing_logits, routing_bias, hidden_states, gemm1_weights, gemm1_weights_scale, gemm2_weights,
+    gemm2_weights_scale, top_k, n_group, topk_group, routed_scaling_factor,
+):  # fmt: skip
+    weights, ids = _routing(routing_logits, routing_bias, n_group, topk_group, top_k, routed_scaling_factor)
+    up, down = _widened(gemm1_weights, gemm1_weights_scale), _widened(gemm2_weights, gemm2_weights_scale)
+    return _experts(hidden_states, ids, weights, up, down, _to_e4m3_and_back)
+
+
+def _make_topk(
+    draw: Draw, *, dtype: str = "float32", num_tokens: int = 7, num_experts: int = 64, top_k: int = 6, n_group: int = 4,
+    topk_group: int = 2,
+) -> dict[str, Any]:  # fmt: skip
+    scores = draw.normal((num_tokens, num_experts), dtype)
+    return {
+        "scores": draw.rows(scores), "bias": draw.normal((num_experts,), dtype, 0.1), "n_group": n_group,
+        "topk_group": topk_group, "topk": top_k, "routed_scaling_factor": 2.5,
+        "topk_values": draw.poison(draw.normal((num_tokens, top_k), "float32")),
+        "topk_indices": draw.integers(0, 1, (num_tokens, top_k)),
+    }  # fmt: skip
+
+
+def _make_layer(
+    draw: Draw, dtype: str, num_tokens: int, num_experts: int, hidden_size: int, intermediate_size: int, blocks: bool
+) -> tuple[Any, ...]:
+    """Tokens, the weights of each expert, and their scales."""
+    x = draw.rows(draw.normal((num_tokens, hidden_size), dtype))
+    shapes = (num_experts, 2 * intermediate_size, hidden_size), (num_experts, hidden_size, intermediate_size)
+    if not blocks:
+        return (x, *(draw.normal(shape, dtype, shape[2] ** -0.5) for shape in shapes), ())
+    grids = [(e, rows // _BLOCK, k // _BLOCK) for e, rows, k in shapes]
+    scales = [draw.normal(grid, "float32").abs() * (k**-0.5 / 64) for grid, (_, _, k) in zip(grids, shapes)]
+    scales[1] *= 0.2  # small outputs, so that the tolerance covers values that round to the other side
+    return (x, *(draw.normal(shape, "float8_e4m3fn", 64.0) for shape in shapes), scales)
+
+
+def _make_cutlass(
+    draw: Draw, *, dtype: str = "bfloat16", num_tokens: int = 9, num_experts: int = 8, top_k: int = 3,
+    hidden_size: int = 128, intermediate_size: int = 128, blocks: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    x, up, down, scales = _make_layer(draw, dtype, num_tokens, num_experts, hidden_size, intermediate_size, blocks)
+    weights, ids = draw.normal((num_tokens, num_experts), "float32").softmax(-1).topk(top_k)
+    ids = ids.int()
+    if draw.nasty and ids.numel():
+        ids[-1, -1] = -1  # the expert of another rank
+    found = {
+        "input": x, "token_selected_experts": ids, "token_final_scales": weights, "fc1_expert_weights": up,
+        "fc2_expert_weights": down, "output_dtype": x.dtype, "quant_scales": list(scales),
+    }  # fmt: skip
+    return {**found, "use_deepseek_fp8_block_scale": True} if blocks else found
+
+
+def _make_blocks(
+    draw: Draw, *, dtype: str = "bfloat16", num_tokens: int = 9, num_experts: int = 8, top_k: int = 3,
+    hidden_size: int = 128, intermediate_size: int = 128,
+) -> dict[str, Any]:  # fmt: skip
+    return _make_cutlass(
+        draw, dtype=dtype, num_tokens=num_tokens, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size,
+        intermediate_size=intermediate_size, blocks=True,
+    )  # fmt: skip
+
+
+def _make_plain(
+    draw: Draw, *, dtype: str = "bfloat16", num_tokens: int = 9, num_experts: int = 8, top_k: int = 3,
+    hidden_size: int = 128, intermediate_size: int = 64,
+) -> dict[str, Any]:  # fmt: skip
+    return _make_cutlass(
+        draw, dtype=dtype, num_tokens=num_tokens, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+    )  # fmt: skip
+
+
+def _make_trtllm(
+    draw: Draw, *, num_tokens: int = 9, num_experts: int = 16, top_k: int = 3, n_group: int = 4, topk_group: int = 2,
+    hidden_size: int = 128, intermediate_size: int = 128,
+) -> dict[str, Any]:  # fmt: skip
+    x, up, down, scales = _make_layer(draw, "bfloat16", num_tokens, num_experts, hidden_size, intermediate_size, True)
+    return {
+        "routing_logits": draw.normal((num_tokens, num_experts), "float32"),
+        "routing_bias": draw.normal((num_experts,), "float32", 0.1), "hidden_states": x, "hidden_states_scale": None,
+        "gemm1_weights": up, "gemm1_weights_scale": scales[0], "gemm2_weights": down, "gemm2_weights_scale": scales[1],
+        "num_experts": num_experts, "top_k": top_k, "n_group": n_group, "topk_group": topk_group,
+        "intermediate_size": intermediate_size, "local_expert_offset": 0, "local_num_experts": num_experts,
+        "routed_scaling_factor": 1.0, "routing_method_type": _DEEPSEEK,
+    }  # fmt: skip
+
+
+def _topk_work(arguments: Mapping[str, Any]) -> Work:
+    return Work(0, nbytes(*arguments.values()))
+
+
+def _layer_work(arguments: Mapping[str, Any]) -> Work:
+    """Each token meets top_k experts; the weights of the experts that are met are read once, of even routing."""
+    found = dict(arguments)
+    x = found["input" if "input" in found else "hidden_states"]
+    names = ("fc1_expert_weights", "fc2_expert_weights") if "input" in found else ("gemm1_weights", "gemm2_weights")
+    weights = [found[name] for name in names]
+    scales = (*found.get("quant_scales", ()), found.get("gemm1_weights_scale"), found.get("gemm2_weights_scale"))
+    top_k = found["top_k"] if "top_k" in found else found["token_selected_experts"].shape[1]
+    experts, rows = weights[0].shape[0], x.shape[0] * top_k
+    hit = math.ceil(experts * (1 - (1 - 1 / experts) ** rows))
+    routing = [found.get(name) for name in ("routing_logits", "token_selected_experts", "token_final_scales")]
+    read = hit * (nbytes(*weights, *scales) // experts)
+    unit = "matmul_fp8" if weights[0].element_size() == 1 else "matmul"
+    return Work(2 * rows * sum(w[0].numel() for w in weights), read + 2 * nbytes(x) + nbytes(*routing), unit)
+
+
+_ROUTER: dict[str, Var | Const] = {
+    "num_tokens": Var(), "num_experts": Const(abbrev="e"), "top_k": Const(abbrev="k"),
+}  # fmt: skip
+_LAYER: dict[str, Var | Const] = {
+    **_ROUTER, "hidden_size": Const(abbrev="h"), "intermediate_size": Const(abbrev="i"), "up_rows": Const(abbrev=""),
+}  # fmt: skip
+_CUTLASS = {
+    "input": Tensor(["num_tokens", "hidden_size"]),
+    "token_selected_experts": Tensor(["num_tokens", "top_k"]),
+    "token_final_scales": Tensor(["num_tokens", "top_k"]),
+    "fc1_expert_weights": Tensor(["num_experts", "up_rows", "hidden_size"]),
+    "fc2_expert_weights": Tensor(["num_experts", "hidden_size", "intermediate_size"]),
+}
+_GRIDS: dict[str, Var | Const] = {
+    name: Const(abbrev="") for name in ("up_blocks", "hidden_blocks", "intermediate_blocks")
+}
+_OF_RUN = ("moe_sort", "moe_finalize")  # launched by every layer; the others by its size
+# Outputs of 16-bit layers are N(0, 1) at most; those of fp8 also differ where a value rounds to the other side.
+_ROUNDED = {"bfloat16": (4e-2, 4e-2), "float16": (2e-2, 2e-2)}
+
+FUSED_TOPK = TraceTemplate(
+    "moe_routing",
+    name_prefix="fused_topk_deepseek",
+    axes=_ROUTER,
+    inputs={
+        "scores": Tensor(["num_tokens", "num_experts"]), "bias": Tensor(["num_experts"]), "n_group": Scalar("int32"),
+        "topk_group": Scalar("int32"), "top_k": Scalar("int32", param="topk"), "routed_scaling_factor": Scalar(),
+    },
+    outputs={
+        "topk_values": Tensor(["num_tokens", "top_k"], param="topk_values", dtype="float32"),
+        "topk_indices": Tensor(["num_tokens", "top_k"], param="topk_indices", dtype="int32"),
+    },
+    reference=(_routing, _topk_reference),
+    op="moe_route",
+    make=_make_topk,
+    samples=samples({"dtype": ("float32",), "num_experts, top_k, n_group, topk_group": ((64, 6, 4, 2), (48, 8, 1, 1))}),
+    work=_topk_work,
+    description="Experts of each token by DeepSeek-V3's rule.",
+)  # fmt: skip
+
+CUTLASS = TraceTemplate(
+    "moe",
+    name_prefix="moe",
+    axes=_LAYER,
+    inputs=_CUTLASS,
+    outputs={"output": Tensor(["num_tokens", "hidden_size"], dtype_from_scalar="output_dtype")},
+    reference=(_experts, _plain_reference),
+    op=_OF_RUN,
+    make=_make_plain,
+    samples=samples({"dtype": ("bfloat16", "float16"), "num_tokens": (1, 9)}),
+    work=_layer_work,
+    tolerance=_ROUNDED,
+    description="A mixture of experts with SwiGLU, whose experts are chosen, in 16 bits.",
+)
+
+CUTLASS_BLOCKS = TraceTemplate(
+    "moe",
+    name_prefix="moe_fp8_block_scale",
+    axes={**_LAYER, **_GRIDS},
+    inputs={
+        **_CUTLASS,
+        "fc1_scales": Tensor(["num_experts", "up_blocks", "hidden_blocks"], param="quant_scales", tuple_idx=0),
+        "fc2_scales": Tensor(
+            ["num_experts", "hidden_blocks", "intermediate_blocks"], param="quant_scales", tuple_idx=1
+        ),
+    },
+    outputs=CUTLASS.outputs,
+    reference=(_experts, _widened, _to_e4m3_and_back, _blocks_reference),
+    tags=("weights:fp8_block_scale",),
+    op=_OF_RUN,
+    make=_make_blocks,
+    samples=samples({"dtype": ("bfloat16",), "num_tokens": (1, 9)}),
+    work=_layer_work,
+    tolerance=_ROUNDED,
+    description="A mixture of experts with SwiGLU, whose experts are chosen; e4m3 weights with scales of 128 x 128.",
+)
+
+TRTLLM_BLOCKS = TraceTemplate(
+    "moe",
+    name_prefix="moe_fp8_block_scale_ds_routing",
+    axes={**_LAYER, **_GRIDS},
+    inputs={
+        "routing_logits": Tensor(["num_tokens", "num_experts"]),
+        "routing_bias": Tensor(["num_experts"]),
+        "hidden_states": Tensor(["num_tokens", "hidden_size"]),
+        "gemm1_weights": Tensor(["num_experts", "up_rows", "hidden_size"]),
+        "gemm1_weights_scale": Tensor(["num_experts", "up_blocks", "hidden_blocks"]),
+        "gemm2_weights": Tensor(["num_experts", "hidden_size", "intermediate_size"]),
+        "gemm2_weights_scale": Tensor(["num_experts", "hidden_blocks", "intermediate_blocks"]),
+        "top_k": Scalar("int32"), "n_group": Scalar("int32"), "topk_group": Scalar("int32"),
+        "routed_scaling_factor": Scalar(),
+    },
+    outputs={"output": Tensor(["num_tokens", "hidden_size"], dtype="bfloat16")},
+    reference=(_routing, _experts, _widened, _to_e4m3_and_back, _routed_blocks_reference),
+    op=("moe_route", *_OF_RUN),
+    make=_make_trtllm,
+    samples=samples({"num_tokens": (1, 9)}),
+    work=_layer_work,
+    tolerance=_ROUNDED,
+    description="Routing by DeepSeek-V3's rule and its mixture of experts; e4m3 weights with scales of 128 x 128.",
+)  # fmt: skip
+
+
+def cutlass(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
+    """The template of the format; None for others."""
+    if arguments.get("use_deepseek_fp8_block_scale"):
+        return CUTLASS_BLOCKS
+    return None if arguments.get("quant_scales") else CUTLASS
+
+
+cutlass.templates = (CUTLASS, CUTLASS_BLOCKS)  # type: ignore[attr-defined]
+
+
+def trtllm_blocks(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
+    """The template of DeepSeek-V3's routing over 16-bit tokens and weights in rows; None for others."""
+    prepared = arguments.get("use_shuffled_weight") or arguments.get("weight_layout")
+    others = arguments.get("routing_method_type", 0) != _DEEPSEEK or arguments.get("fp8_quantization_type", 1) != 1
+    return None if prepared or others or arguments.get("hidden_states_scale") is not None else TRTLLM_BLOCKS
+
+
+trtllm_blocks.templates = (TRTLLM_BLOCKS,)  # type: ignore[attr-defined]

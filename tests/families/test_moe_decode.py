@@ -116,6 +116,61 @@ def test_experts_of_a_rank(device: str) -> None:
     assert parts[3].eq(0).all()
 
 
+@pytest.mark.parametrize("weight", ["bf16", "fp8", "mxfp4"])
+@pytest.mark.parametrize(("tokens", "k"), [(0, 4), (1, 1), (1, 8), (5, 3), (8, 8), (16, 4), (64, 1)])
+def test_sums_of_few_slots(tokens: int, k: int, weight: str, device: str) -> None:
+    """One launch sorts slots and sums experts, as separate kernels do; the first expert is that of a rank."""
+    e, h, i, first = 16, 256, 128, 4
+    x, bias = (rand(n, h, dtype=BF16, device=device, seed=n) for n in (tokens, e))
+    ids = drawn_ids(tokens, e + 8, k, device, "even")
+    if k > 2 and tokens:
+        ids[0, 1] = ids[0, 0]  # a token may name an expert twice
+    scales = torch.rand(tokens, k, generator=torch.Generator().manual_seed(k)).to(device)
+    w1, w2 = weights(e, h, i, device)
+    options = dict[str, Any]()
+    if weight == "fp8":
+        (w1, s1, d1), (w2, s2, d2) = (block_quantized(w) for w in (w1, w2))
+        options = {"up_scale": s1, "down_scale": s2}
+    elif weight == "mxfp4":
+        (w1, s1, d1), (w2, s2, d2) = (mxfp4(e, *shape, device) for shape in ((2 * i, h), (h, i)))
+        options = {"up_scale": s1, "down_scale": s2}
+    else:
+        d1, d2 = w1, w2
+    tables = sort_slots(ids, e, first)
+    out, activated = (torch.full((ids.numel(), n), float("nan"), dtype=BF16, device=device) for n in (h, i))
+    total = torch.full_like(x, float("nan"))
+    moe_experts(out, activated, x, w1, w2, tables.offsets, tables.rows, tables.counters, sum=total,
+                ids=ids, weights=scales, down_bias=bias, first_expert=first, **options)  # fmt: skip
+    want = experts(x, ids, scales, d1, d2, first=first, b2=bias)
+    assert error(total, want) < (6e-2 if weight == "fp8" else 8e-3)
+    apart = torch.empty_like(x)
+    sum_experts(apart, out, tables, scales, Projection(w2, bias=bias))
+    assert torch.equal(total, apart)
+
+
+def test_sums_without_local_experts_are_zeros(device: str) -> None:
+    e, h, i = 4, 128, 128
+    x, (w1, w2) = rand(3, h, dtype=BF16, device=device), weights(e, h, i, device)
+    ids = torch.tensor([[0, 1], [2, 3], [1, 0]], dtype=torch.int32, device=device)
+    tables = sort_slots(ids, e, 8)
+    out, activated = (torch.empty((6, n), dtype=BF16, device=device) for n in (h, i))
+    total = torch.full_like(x, float("nan"))
+    moe_experts(out, activated, x, w1, w2, tables.offsets, tables.rows, tables.counters, sum=total, ids=ids,
+                first_expert=8)  # fmt: skip
+    assert total.eq(0).all()
+
+
+def test_many_slots_are_not_summed() -> None:
+    e, h, i = 4, 128, 128
+    x, (w1, w2) = rand(33, h, dtype=BF16, device="cpu"), weights(e, h, i, "cpu")
+    ids = torch.zeros((33, 2), dtype=torch.int32)
+    tables = sort_slots(ids, e, 0)
+    out, activated = (torch.empty((66, n), dtype=BF16) for n in (h, i))
+    with pytest.raises(ValueError, match="ids must have at most 64 elements"):
+        moe_experts(out, activated, x, w1, w2, tables.offsets, tables.rows, tables.counters, sum=torch.empty_like(x),
+                    ids=ids)  # fmt: skip
+
+
 @pytest.mark.gpu
 def test_rows_are_the_same_in_any_batch() -> None:
     """Of 30 runs with other tokens beside it, also of other experts with more tiles."""
@@ -133,12 +188,23 @@ def test_graph_replay_with_changing_routing() -> None:
     e, k, h, i, tokens = 64, 4, 256, 128, 16
     x, (w1, w2) = rand(tokens, h, dtype=BF16, device="cuda"), weights(e, h, i, "cuda")
     ids = drawn_ids(tokens, e, k, "cuda", "even")
-    run(x, ids, w1, w2)
+    scales = torch.ones(ids.shape, device="cuda")
+
+    def both() -> tuple[torch.Tensor, torch.Tensor]:
+        """By way of sorted rows, and summed in the launch."""
+        tables = sort_slots(ids, e, 0)
+        rows, activated = (torch.empty((ids.numel(), n), dtype=BF16, device="cuda") for n in (h, i))
+        total = torch.empty_like(x)
+        moe_experts(rows, activated, x, w1, w2, tables.offsets, tables.rows, tables.counters, sum=total, ids=ids)
+        return run(x, ids, w1, w2), total
+
+    both()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = run(x, ids, w1, w2)
+        out, total = both()
     for n in range(200):
         ids.copy_(drawn_ids(tokens, e, k, "cuda", "even").roll(n, 0).add(n).remainder(e))
         graph.replay()
+        assert torch.equal(out, total)
         if n % 20 == 0:
-            assert error(out, experts(x, ids, torch.ones(ids.shape, device="cuda"), w1, w2)) < 8e-3
+            assert error(out, experts(x, ids, scales, w1, w2)) < 8e-3

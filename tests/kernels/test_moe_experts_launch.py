@@ -10,7 +10,7 @@ import pytest
 
 from kernels.mock_driver import Call, Gpu, Tensor, build_driver, launches, parameters
 
-OUT, ACT, X, UP, DOWN, OFFSETS, ROWS, PROGRESS, S1, S2 = (0x7F001000000 * (i + 1) for i in range(10))
+OUT, ACT, X, UP, DOWN, OFFSETS, ROWS, PROGRESS, S1, S2, SUM, IDS = (0x7F001000000 * (i + 1) for i in range(12))
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +58,24 @@ def test_passes_have_room(experts: Callable[..., list[Call]]) -> None:
     assert launches(experts(512, 8, 128, 64, 32))
     with pytest.raises(ValueError, match="rows must be at most 4096 for 128 experts"):
         experts(513, 8, 128, 64, 32)
+
+
+def test_few_slots_have_tiles_of_fewer_weight_rows(experts: Callable[..., list[Call]]) -> None:
+    scales = {"up_scale": Tensor(S1, (16, 4, 3), "f32"), "down_scale": Tensor(S2, (16, 3, 2), "f32")}
+    names = [launches(experts(t, 8, 16, 384, 256, **scales))[0]["name"] for t in (2, 3)]
+    assert names == ["moe_experts_8x64", "moe_experts_8x128"]
+
+
+def test_few_slots_are_sorted_and_summed_by_the_kernel(experts: Callable[..., list[Call]]) -> None:
+    def call(t: int, tokens: int = 8) -> list[Call]:
+        scales = {"up_scale": Tensor(S1, (16, 4, 3), "f32"), "down_scale": Tensor(S2, (16, 3, 2), "f32")}
+        sums = {"sum": Tensor(SUM, (t, 384), "bf16"), "ids": Tensor(IDS, (t, 8), "i32"), "first_expert": 32}
+        return experts(t, 8, 16, 384, 256, tokens, **scales, **sums)
+
+    slots = parameters(launches(call(8))[0], "ExpertGemmParams")["slots"]
+    assert [slots[name] for name in ("ids", "sum", "weights", "bias")] == [IDS, SUM, None, None]
+    assert [slots[name] for name in ("count", "top_k", "first_expert", "sum_row_stride")] == [64, 8, 32, 384]
+    with pytest.raises(ValueError, match="ids must have at most 64 elements"):
+        call(9)
+    with pytest.raises(ValueError, match="expected_tokens must be at most 16"):
+        call(8, 32)

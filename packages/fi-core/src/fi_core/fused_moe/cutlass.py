@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from fi_core.fused_moe import trace
 from fi_core.fused_moe.activations import activation_of
-from fi_core.fused_moe.experts import run_experts, sort_slots, sum_experts
+from fi_core.fused_moe.experts import compute_layer, sort_slots
 from fi_core.fused_moe.formats import check_experts, layer_of
+from fi_core.fused_moe.layer import TokenExperts
 from fi_core.observe.log import fi_api
 from fi_core.runtime.launch.chain import chained
 from fi_core.tllm_enums import ActivationType
@@ -153,6 +154,6 @@ def cutlass_fused_moe(
     tables = sort_slots(token_selected_experts, experts, ep_rank * experts)
     up = layer.up._replace(bias=fc1_expert_biases)
     down = layer.down._replace(bias=fc2_expert_biases if tp_rank == 0 else None)
-    rows = run_experts(layer._replace(up=up, down=down), tables, activation, experts * ep_size)
-    sum_experts(output, rows, tables, token_final_scales, down)
+    routed = TokenExperts(token_selected_experts, token_final_scales, ep_rank * experts)
+    compute_layer(output, layer._replace(up=up, down=down), tables, activation, experts * ep_size, routed)
     return output

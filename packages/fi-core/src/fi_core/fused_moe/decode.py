@@ -15,12 +15,15 @@ from fi_core.tllm_enums import ActivationType, is_gated_activation
 if TYPE_CHECKING:
     import torch
 
-    from fi_core.fused_moe.layer import Activation, Layer, Tables
+    from fi_core.fused_moe.layer import Activation, Layer, Tables, TokenExperts
 
 _SHARED = 227 * 1024  # bytes of a CTA
 _PASSES = 640  # most passes of a launch: kMaxExpertPasses
 COUNTERS = _PASSES + 1  # of a launch, zeros before it
+_MOST_SLOTS, _MOST_SORTED_TOKENS = 64, 16  # that the kernel sorts and sums by itself: kMaxSlots, kMostSortedTokens
+_MOST_SUMMED = 16 * (COUNTERS - 1 - _MOST_SLOTS)  # columns that have a counter for each 16
 _MOST_EXPERTS = 512
+_SLOT_BYTES = 5 * 4 * 64  # of a SlotTable
 # Mean rows of an expert up to which this kernel is faster than the chain of grouped GEMMs, by the dtype of weights.
 # H200, us of both, with the rest of the layer: bf16 Qwen3-30B T256 (16 rows) 314 and 348, a DeepSeek-V3 rank T1024 (32)
 # 829 and 752; fp8 Qwen3-30B T64 (4) 170 and 171, DeepSeek-V3 T256 (8) 2644 and 2573, Mixtral T64 (16) 423 and 367.
@@ -43,22 +46,28 @@ class _Tile(NamedTuple):
 
 # H200, us of both products by 4 warpgroups, 2 with one block, 2 with two blocks: fp8 Qwen3-30B T256 171, 204, 220; a
 # DeepSeek-V3 rank T256 353, 349, 340; bf16 Mixtral T64 712, 666, 653. Three loaders take up to 1.25 times as long.
+# mxfp4 gpt-oss-120b T64 by 1 warpgroup, 2, 3 with 3 loaders, 3 with 5 (too few registers): 847, 572, 519, 563.
 def _tile(kind: str, tokens: int) -> _Tile:
     if kind == "u8":
-        return _Tile(2, 1, 3 if tokens == 32 else 6)
+        return _Tile(3, 1, 3)
     if kind == "e4m3" and tokens >= 32:
         return _Tile(4, 1, 5 if tokens == 32 else 3)
     return _Tile(2, 2, 4 if tokens == 64 else 5)
 
 
-def _unit(axes: Values) -> Unit:
+# For so few slots that tiles of 128 weight rows leave SMs without one. H200, us of a layer, 128 and 64 rows: fp8
+# Qwen3-30B T1 31.6, 28.0; 256 experts of 512 x 2048, top 8, T1 25.6, 25.8, T2 37.8, 31.7, T4 45.2, 47.2.
+_FEW_SLOTS_TILE = _Tile(1, 4, 4)
+
+
+def _entry(axes: Values, tile: _Tile) -> Entry:
     weight, x = DTYPES[axes["weight"]], DTYPES[axes["x"]]
     tokens, kind = axes["tokens"], axes["weight"]
-    tile = _tile(kind, tokens)
     rows = 64 * tile.warpgroups
-    scales = {"e4m3": 4 * (tokens + 2 * tile.warpgroups), "u8": 8 * rows}.get(kind, 0)  # bytes of a block
-    stage = tile.blocks * ((rows + tokens * (4 if kind == "u8" else 1)) * 128 + scales) + 16
-    stages = min(32, (_SHARED - 3 * 1024 - 256 - 8 * _PASSES - 4) // stage)
+    scales = {"e4m3": 4 * (tokens + 2 * tile.warpgroups), "u8": 4 * tokens + 16 * rows}.get(kind, 0)  # bytes of a block
+    lines = 1 if kind != "u8" else 6 if axes["x"] == "f16" else 4  # of a token: mxfp4 takes parts of them
+    stage = tile.blocks * ((rows + tokens * lines) * 128 + scales) + 16
+    stages = min(32, (_SHARED - 3 * 1024 - 256 - 8 * _PASSES - 4 - _SLOT_BYTES) // stage)
     numbers = f"{tokens}, {tile.warpgroups}, {tile.blocks}, {stages}, {tile.loaders}"
     body = (
         f"expert_gemm_sm90<{'fi::E2m1' if kind == 'u8' else weight.device}, {x.device}, {x.device}, {numbers}, "
@@ -66,8 +75,15 @@ def _unit(axes: Values) -> Unit:
         f"{_SHARED}>"
     )
     threads = 128 * tile.warpgroups + 32 + 32 * tile.loaders
-    entry = Entry(f"moe_experts_{tokens}x{rows}", body, threads, ExpertsConfig(tokens, rows), _SHARED, 1)
-    return Unit("fi/fused_moe/moe_experts_sm90.cuh", "ExpertGemmParams", (entry,))
+    return Entry(f"moe_experts_{tokens}x{rows}", body, threads, ExpertsConfig(tokens, rows), _SHARED, 1)
+
+
+def _unit(axes: Values) -> Unit:
+    tokens, kind = axes["tokens"], axes["weight"]
+    entries = [_entry(axes, _tile(kind, tokens))]
+    if kind == "e4m3" and tokens == 8:
+        entries.insert(0, _entry(axes, _FEW_SLOTS_TILE))
+    return Unit("fi/fused_moe/moe_experts_sm90.cuh", "ExpertGemmParams", tuple(entries))
 
 
 def _request(x: Any, weight: Any, activation: int, tokens: int) -> tuple[Any, ...]:
@@ -82,8 +98,9 @@ MOE_EXPERTS = Op(
     arguments="Tensor(a!) out, Tensor(b!) activated, Tensor x, Tensor up, Tensor down, Tensor offsets, Tensor rows, "
     "Tensor(c!) progress, Tensor? up_scale=None, Tensor? down_scale=None, Tensor? bias=None, Tensor? alpha=None, "
     "Tensor? beta=None, Tensor? limit=None, int activation=3, float alpha_value=1.0, float beta_value=0.0, "
-    "float limit_value=3.4e38, int expected_tokens=8, bool? enable_pdl=None",
-    # The last: rows that a tile is to hold; experts with more take several tiles.
+    "float limit_value=3.4e38, int expected_tokens=8, Tensor(d!)? sum=None, Tensor? ids=None, Tensor? weights=None, "
+    "Tensor? down_bias=None, int first_expert=0, bool? enable_pdl=None",
+    # expected_tokens: rows that a tile is to hold; experts with more take several tiles.
     read="x.dtype, up.dtype, activation, expected_tokens",
     request=_request,
     fields={
@@ -154,8 +171,40 @@ def tile_tokens(layer: Layer, activation: Activation, tables: Tables, all_expert
     return tokens if experts + slots // tokens <= _PASSES else 0
 
 
-def stream_experts(layer: Layer, tables: Tables, activation: Activation, tokens: int) -> torch.Tensor:
-    """The outputs of the experts for the sorted rows, as `run_experts` gives them; tokens: of a tile."""
+def sums_slots(layer: Layer, routed: TokenExperts, out: torch.Tensor, tokens: int) -> bool:
+    """Whether `stream_experts` with tiles of so many tokens sums the experts of each token as well."""
+    ids, weights, bias = routed.ids, routed.weights, layer.down.bias
+
+    def by_pairs(rows: torch.Tensor) -> bool:
+        return (
+            rows.dtype == layer.x.dtype and rows.stride(1) == 1 and not rows.stride(0) % 2 and not rows.data_ptr() % 4
+        )
+
+    return (
+        tokens <= _MOST_SORTED_TOKENS
+        and ids.numel() <= _MOST_SLOTS
+        and str(ids.dtype) == "torch.int32"
+        and ids.is_contiguous()
+        and (weights is None or (str(weights.dtype) == "torch.float32" and weights.is_contiguous()))
+        and (bias is None or by_pairs(bias))
+        and layer.down.columns is None
+        and by_pairs(out)
+        and out.shape[1] <= _MOST_SUMMED
+    )
+
+
+def stream_experts(
+    layer: Layer,
+    tables: Tables,
+    activation: Activation,
+    tokens: int,
+    sum: torch.Tensor | None = None,
+    routed: TokenExperts | None = None,
+) -> torch.Tensor:
+    """The outputs of the experts for the sorted rows, as `run_experts` gives them.
+
+    tokens: of a tile. sum and routed: what `sums_slots` allows; the weighted sums of the experts are written to sum.
+    """
     import torch
 
     x, up, down = layer.x, layer.up, layer.down
@@ -167,5 +216,7 @@ def stream_experts(layer: Layer, tables: Tables, activation: Activation, tokens:
     moe_experts(out, activated, x, up.weight, down.weight, offsets=tables.offsets, rows=tables.rows,
                 progress=tables.counters, up_scale=up.scale, down_scale=down.scale, bias=up.bias, alpha=a.alpha,
                 beta=a.beta, limit=a.limit, activation=a.kind, alpha_value=a.alpha_value, beta_value=a.beta_value,
-                limit_value=a.limit_value, expected_tokens=tokens)  # fmt: skip
+                limit_value=a.limit_value, expected_tokens=tokens, sum=sum, ids=routed and routed.ids,
+                weights=routed and routed.weights, down_bias=down.bias if routed else None,
+                first_expert=routed.first_expert if routed else 0)  # fmt: skip
     return out

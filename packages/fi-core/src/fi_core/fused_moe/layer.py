@@ -22,6 +22,14 @@ class Tables(NamedTuple):
     counters: torch.Tensor  # [COUNTERS], zeros
 
 
+class TokenExperts(NamedTuple):
+    """The experts of each token and their weights."""
+
+    ids: torch.Tensor  # [tokens, top_k] int32 or int64, of all ranks
+    weights: torch.Tensor | None  # [tokens, top_k] fp32 or bf16; None: ones
+    first_expert: int = 0  # of this rank
+
+
 class Mixed(NamedTuple):
     """A format of weights that become 16-bit floats in registers; the scales are those of `moe_mixed_gemm`."""
 

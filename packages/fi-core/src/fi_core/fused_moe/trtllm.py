@@ -6,8 +6,8 @@ import functools
 from typing import TYPE_CHECKING
 
 from fi_core.fused_moe.core import get_reorder_rows_for_gated_act_gemm_row_indices
-from fi_core.fused_moe.experts import run_experts, sort_slots, sum_experts
-from fi_core.fused_moe.layer import Layer, Projection, Tables
+from fi_core.fused_moe.experts import compute_layer, run_experts, sort_slots
+from fi_core.fused_moe.layer import Layer, Projection, Tables, TokenExperts
 from fi_core.fused_moe.ops import moe_finalize
 from fi_core.runtime.launch.chain import constant
 from fi_core.tllm_enums import WeightLayout, is_gated_activation
@@ -124,12 +124,13 @@ def run_layer(
         )
     tables = sort_slots(ids, layer.up.weight.shape[0], local_expert_offset)
     row_scale = _weights_of_rows(routed, tables) if scales_input else None
-    rows = run_experts(layer, tables, activation, num_experts, row_scale)
     if not do_finalize:
+        rows = run_experts(layer, tables, activation, num_experts, row_scale)
         return [_finished_rows(rows, tables, layer.down), weights.bfloat16(), tables.positions.view(-1)]
     if output is None:
         output = torch.empty((tokens, hidden), dtype=layer.dtype, device=layer.x.device)
-    sum_experts(output, rows, tables, None if scales_input else weights, layer.down)
+    to_sum = TokenExperts(ids, None if scales_input else weights, local_expert_offset)
+    compute_layer(output, layer, tables, activation, num_experts, to_sum, row_scale)
     return output
 
 

@@ -59,6 +59,8 @@ ExpertGemm product(const Tensor& out, const Tensor& in, const Tensor& weight, co
 
 // NVIDIA H200: weights that are to be evicted first stream faster below this size.
 constexpr double kEvictFirstBytes = 200 << 20;
+// NVIDIA H200: up to here tiles of 64 weight rows are as fast as those of 128, or faster (_FEW_SLOTS_TILE).
+constexpr int64_t kFewSlots = 16;
 #endif
 
 void moe_experts(const Kernel& kernel, const MoeExpertsArgs& a) {
@@ -90,6 +92,22 @@ void moe_experts(const Kernel& kernel, const MoeExpertsArgs& a) {
   if (a.bias) a.bias.like(a.x).inner_contiguous().shape(experts, columns);
   for (const OptionalTensor& constant : {a.alpha, a.beta, a.limit})
     if (constant) constant.is({kF32}).on(a.x).contiguous().shape(experts);
+  FI_CHECK(bool(a.sum) == bool(a.ids), ValueError, "sum and ids must be given together");
+  if (a.sum) {
+    Dim top_k{"top_k"};
+    a.sum.like(a.x).inner_contiguous().shape(tokens, hidden);
+    a.ids.is({kI32}).on(a.x).contiguous().shape(tokens, top_k);
+    FI_CHECK(tokens * top_k == slots, ValueError, "ids must have the %lld elements of rows; got %s",
+             static_cast<long long>(slots), a.ids.shape_str().c_str());
+    if (a.weights) a.weights.is({kF32}).on(a.x).contiguous().shape(tokens, top_k);
+    if (a.down_bias) a.down_bias.like(a.x).inner_contiguous().shape(experts, hidden);
+    FI_CHECK(slots <= kMaxSlots && hidden / kSummedFeatures < counters - kMaxSlots, ValueError,
+             "ids must have at most %d elements, and progress more than %lld; got %s and %lld", kMaxSlots,
+             static_cast<long long>(kMaxSlots + hidden / kSummedFeatures), a.ids.shape_str().c_str(),
+             static_cast<long long>(counters));
+    FI_CHECK(a.first_expert >= 0 && a.first_expert < 1 << 24, ValueError,
+             "first_expert must be in 0..2^24 - 1; got %lld", static_cast<long long>(a.first_expert));
+  }
   if (slots == 0) return;
   if (kernel.checks_contents(a.x.device())) check_offsets(Integers(kernel, a.offsets), slots);
 
@@ -104,6 +122,18 @@ void moe_experts(const Kernel& kernel, const MoeExpertsArgs& a) {
   p.constants = {static_cast<float>(a.alpha_value), static_cast<float>(a.beta_value),
                  static_cast<float>(a.limit_value)};
   p.experts = static_cast<int32_t>(experts);
+  if (a.sum) {
+    ExpertSlots& s = p.slots;
+    s.ids = a.ids.data<int32_t>();
+    s.weights = floats(a.weights);
+    s.sum = a.sum.data();
+    s.bias = a.down_bias ? a.down_bias.data() : nullptr;
+    s.sum_row_stride = a.sum.stride(0);
+    s.bias_row_stride = a.down_bias ? a.down_bias.stride(0) : 0;
+    s.count = static_cast<int32_t>(slots);
+    s.top_k = static_cast<int32_t>(slots / tokens);
+    s.first_expert = static_cast<int32_t>(a.first_expert);
+  }
 
   // 3 launch
 #if FI_CUDA
@@ -126,8 +156,16 @@ void moe_experts(const Kernel& kernel, const MoeExpertsArgs& a) {
              static_cast<long long>(t.stride(0)), static_cast<long long>(t.stride(1)));
   for (const OptionalTensor& scale : {a.up_scale, a.down_scale})
     FI_CHECK(!scale || scale.alignment(8, {}) == 8, ValueError, "%s must be aligned to 8 bytes", scale.name());
-  const Entry& entry = kernel.entries.front();
+  // The first entry has tiles of fewer weight rows, for few slots.
+  const Entry& entry = slots <= kFewSlots ? kernel.entries.front() : kernel.entries.back();
   const auto config = MoeExpertsConfig::of(entry);
+  for (const OptionalTensor& rows : {a.sum, a.down_bias})
+    FI_CHECK(!rows || rows.row_alignment(4) == 4, ValueError,
+             "%s must have rows at multiples of 4 bytes; got stride %lld", rows.name(),
+             static_cast<long long>(rows.stride(0)));
+  FI_CHECK(!a.sum || config.tokens <= kMostSortedTokens, ValueError,
+           "expected_tokens must be at most %d with sum; got %lld", kMostSortedTokens,
+           static_cast<long long>(a.expected_tokens));
   FI_CHECK(experts + slots / config.tokens <= kMaxExpertPasses, ValueError,
            "rows must be at most %lld for %lld experts and tiles of %lld tokens; got %lld",
            static_cast<long long>((kMaxExpertPasses - experts) * config.tokens), static_cast<long long>(experts),
@@ -143,6 +181,7 @@ void moe_experts(const Kernel& kernel, const MoeExpertsArgs& a) {
 #else
   (void)a.enable_pdl;
   cpu::run_experts(p, a, gated);
+  if (a.sum) cpu::sum_slots(p, a);
 #endif
 }
 

@@ -9,6 +9,9 @@ namespace fi {
 // Most passes of a launch: an expert takes one for each `tokens of a tile` rows, so there are at most experts + rows /
 // tokens.
 constexpr int32_t kMaxExpertPasses = 640, kMaxExperts = 512;
+constexpr int32_t kMaxSlots = 64, kMostSortedTokens = 16;  // slots that CTAs sort by themselves, in tiles of so many
+// Features that have one counter of finished passes; their counters follow those of kMaxSlots passes.
+constexpr int32_t kSummedFeatures = 16;
 
 // A grouped product. For each row r of an expert e and its input i = in[source[r]]:
 //   activated and gated: out[r, f] = activation(i . weights[e, f] + bias[e, f], i . weights[e, features + f] + bias)
@@ -31,10 +34,22 @@ struct ExpertGemm {
   int32_t gated, activated;
 };
 
+// Slots t * top_k + j that CTAs sort by themselves; then the experts of each token are summed too:
+// sum[t] = sum over j, in order, of weights[t, j] (out[row of the slot] + bias[expert]).
+struct ExpertSlots {
+  const int32_t* ids;    // [count], all experts; null: sorted before, not summed
+  const float* weights;  // [count]; null: ones
+  void* sum;             // [count / top_k, features], of the type of out
+  const void* bias;      // [experts, features] of that type; null: none
+  int64_t sum_row_stride, bias_row_stride;
+  int32_t count, top_k, first_expert;
+};
+
 // One product, or two of which the second reads the rows that the first writes.
 struct ExpertGemmParams {
   ExpertGemm gemm[2];
-  const int32_t* offsets;  // [experts + 1]: first row of each expert
+  const int32_t* offsets;  // [experts + 1]: first row of each expert; not read with slots.ids
+  ExpertSlots slots;
   // [1 + passes], zeros before the launch: tiles that CTAs have claimed, and finished warps of the first product for
   // each pass. Null: CTAs take tiles in turn; only for one product.
   int32_t* progress;
@@ -43,8 +58,7 @@ struct ExpertGemmParams {
   const float* limit;
   ExpertConstants constants;
   int32_t products, experts;
-  int32_t weights_once;   // no weight is loaded twice: L2 evicts it first
-  int32_t routing_ready;  // offsets were complete before the kernel ahead in the stream began
+  int32_t weights_once;  // no weight is loaded twice: L2 evicts it first
 };
 
 }  // namespace fi

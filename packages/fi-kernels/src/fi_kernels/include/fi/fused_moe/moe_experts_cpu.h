@@ -103,4 +103,33 @@ void run_experts(const ExpertGemmParams& p, const Args& a, bool gated) {
   });
 }
 
+// The sums of ExpertSlots, of rows that run_experts has written. Slots of one expert have its rows in order.
+template <class Args>
+void sum_slots(const ExpertGemmParams& p, const Args& a) {
+  const ExpertSlots& s = p.slots;
+  const int64_t hidden = a.x.size(1);
+  int32_t positions[kMaxSlots];
+  std::vector<int32_t> next(p.offsets, p.offsets + p.experts);
+  for (int32_t slot = 0; slot < s.count; ++slot) {
+    const int64_t e = int64_t{s.ids[slot]} - s.first_expert;
+    positions[slot] = e >= 0 && e < p.experts ? next[static_cast<size_t>(e)]++ : -1;
+    FI_CHECK(positions[slot] < s.count, ValueError, "offsets must be those of ids");
+  }
+  const LoadRow load = row_loader(a.x.dtype());
+  const StoreRow store = row_storer(a.x.dtype());
+  for_rows(s.count / s.top_k, 2 * hidden * s.top_k, 3 * hidden, [&](int64_t token, float* sum) {
+    float *x = sum + hidden, *bias = x + hidden;
+    std::fill(sum, sum + hidden, 0.f);
+    for (int64_t slot = token * s.top_k; slot < (token + 1) * s.top_k; ++slot) {
+      const int32_t row = positions[slot];
+      if (row < 0) continue;
+      const float weight = s.weights ? s.weights[slot] : 1.f;
+      load(a.out.at(row * a.out.stride(0)), x, hidden);
+      if (s.bias) load(a.down_bias.at((s.ids[slot] - s.first_expert) * s.bias_row_stride), bias, hidden);
+      for (int64_t i = 0; i < hidden; ++i) sum[i] += weight * (x[i] + (s.bias ? bias[i] : 0.f));
+    }
+    store(sum, a.sum.at(token * s.sum_row_stride), hidden);
+  });
+}
+
 }  // namespace fi::cpu

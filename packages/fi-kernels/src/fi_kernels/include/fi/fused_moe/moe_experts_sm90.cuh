@@ -7,7 +7,7 @@
 #include "fi/cuda/ptx/movmatrix.cuh"
 #include "fi/cuda/ptx/tma_sm90.cuh"
 #include "fi/cuda/shared_memory.cuh"
-#include "fi/fused_moe/expert_passes.cuh"
+#include "fi/fused_moe/expert_slots.cuh"
 #include "fi/fused_moe/fp4_mainloop_sm90.cuh"
 #include "fi/fused_moe/token_rows_sm90.cuh"
 #include "fi/gemm/small_m_mainloop_sm90.cuh"
@@ -27,8 +27,9 @@ template <class In, int kTokens, int kWarpgroups, int kBlocks, int kStages>
 struct ExpertWeights<E2m1, In, kTokens, kWarpgroups, kBlocks, kStages> {
   static constexpr bool kFp4 = true, kBlockScales = false;
   static constexpr int kBlockBoxK = kSwizzleLineBytes;
-  using Mainloop = Fp4Mainloop<In, kTokens, kWarpgroups, kBlocks, kStages>;
-  using Rows = TokenRows<In, TokenForm::kOfPairs, kTokens, 2 * kBlocks>;
+  static_assert(kBlocks == 1, "256 k");
+  using Mainloop = Fp4Mainloop<In, kTokens, kWarpgroups, kStages>;
+  using Rows = TokenRows<In, TokenForm::kInParts, kTokens, 1>;
 };
 
 // A tile has kTokens rows of one expert by kWarpgroups * 64 rows of weights; gated, half of these are features.
@@ -49,6 +50,7 @@ struct ExpertGemmKernel {
   static constexpr bool kBlockScales = Weights::kBlockScales, kGated = is_gated(kAct);
   static constexpr int kRows = 64 * kWarpgroups, kConsumers = 128 * kWarpgroups, kLine = kSwizzleLineBytes;
   static constexpr int kGroups = kTokens / 8, kScales = Mainloop::kScales;
+  static constexpr bool kSorts = kTokens <= kMostSortedTokens;  // the kernel may sort few slots by itself
   static constexpr int kThreads = kConsumers + 32 + 32 * kLoaders, kQueue = 4;
   static_assert(kLoaders <= kStages, "a loader more than a ring ahead of another waits for a wrong phase");
   static_assert(32 % kBlocks == 0 && kWarpgroups <= 4, "scales of 32 blocks at a time, of 256 rows at most");
@@ -57,6 +59,7 @@ struct ExpertGemmKernel {
     typename Mainloop::Operands operands;
     typename Mainloop::Scales scales;
     ExpertPasses passes;
+    SlotTable slots;
     int queue[kQueue];  // tiles of this CTA
     Pipeline<kQueue> claims;
     Pipeline<kStages> pipeline;
@@ -86,6 +89,7 @@ struct ExpertGemmKernel {
   }
 
  private:
+  FI_DEVICE bool sorts() const { return kSorts && p.slots.ids; }
   FI_DEVICE static int features_of(const ExpertGemm& g) { return g.gated ? kRows / 2 : kRows; }
   FI_DEVICE static int tiles_of(const ExpertGemm& g) { return (g.features + features_of(g) - 1) / features_of(g); }
   FI_DEVICE static int steps_of(const ExpertGemm& g) { return (g.k_blocks + kBlocks - 1) / kBlocks; }
@@ -123,8 +127,12 @@ struct ExpertGemmKernel {
       fence_barrier_init();
     }
     __syncwarp();
-    if (!p.routing_ready) pdl_wait();
-    shared.passes.template build<kTokens>(p.offsets, p.experts);
+    if (sorts()) {  // ids are complete before the kernel ahead in the stream began
+      shared.slots.template build<kTokens>(shared.passes, p.slots, p.experts);
+    } else {
+      pdl_wait();
+      shared.passes.template build<kTokens>(p.offsets, p.experts);
+    }
   }
 
   // By a warp.
@@ -133,6 +141,7 @@ struct ExpertGemmKernel {
     if (threadIdx.x % 32 != 0) return;
     const uint64_t policy = p.weights_once ? kEvictFirst : kEvictNormal;
     PipelineState at = PipelineState::producer(), claim = at;
+    bool waited = !sorts();
     for (int index = blockIdx.x;;) {
       shared.claims.acquire(claim);
       shared.queue[claim.stage] = index;
@@ -140,7 +149,7 @@ struct ExpertGemmKernel {
       claim.advance(kQueue);
       Tile tile;
       if (!tile_at(index, tile)) return;
-      index = p.progress ? static_cast<int>(gridDim.x) + atomicAdd(p.progress, 1) : index + gridDim.x;
+      if (waited) index = claim_tile(index);
       const int steps = steps_of(*tile.gemm);
       for (int i = 0; i < steps; ++i, at.advance(kStages)) {
         shared.pipeline.acquire(at);
@@ -150,7 +159,15 @@ struct ExpertGemmKernel {
           tma_load(shared.operands.b[at.stage][block], tile.gemm->weights, full,
                    (i * kBlocks + block) * Weights::kBlockBoxK, 0, 0, tile.feature / 8, tile.pass.expert, policy);
       }
+      if (!waited) {  // the kernel ahead writes the counters
+        pdl_wait();
+        waited = true;
+        index = claim_tile(index);
+      }
     }
+  }
+  FI_DEVICE int claim_tile(int index) const {
+    return static_cast<int>(gridDim.x) + (p.progress ? atomicAdd(p.progress, 1) : index);
   }
 
   // Scales of a tile's weights: those of 32 blocks of k at a time in the lanes of a warp, as a scale that is loaded for
@@ -195,7 +212,8 @@ struct ExpertGemmKernel {
       if constexpr (kBlockScales) scales.locate(g, tile);
       if (&g != p.gemm) await_rows(tile);
       Rows rows(g.in, g.in_row_stride, g.k);
-      rows.locate(g.source, tile.pass.row, tile.pass.count);
+      const int32_t* source = sorts() && g.source ? shared.slots.tokens : g.source;
+      rows.locate(source, tile.pass.row, tile.pass.count);
       const int steps = steps_of(g);
       for (int i = 0; i < steps; ++i, at.advance(kStages)) {
         if (kBlockScales && i > 0 && i * kBlocks % 32 == 0) scales.load(i * kBlocks);
@@ -216,21 +234,22 @@ struct ExpertGemmKernel {
                             const PipelineState& at) {
     const ExpertGemm& g = *tile.gemm;
     const int lane = threadIdx.x % 32;
-    uint2 codes[kBlocks][kRows / 32];
+    uint2 codes[kRows / 32];
     if constexpr (Weights::kFp4) {
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-        for (int i = 0; i < kRows / 32; ++i) codes[b][i] = scale_codes(tile, i * 32 + lane, (block + b) * 8);
+      for (int i = 0; i < kRows / 32; ++i) codes[i] = scale_codes(tile, i * 32 + lane, block * 8);
     }
     rows.load(reinterpret_cast<char (*)[kTokens * Rows::kPieceBytes]>(shared.operands.a[at.stage]),
-              token_scales(at.stage), block * (Weights::kFp4 ? 2 : 1), [&] { shared.pipeline.acquire(at); });
+              token_scales(at.stage), block, [&] { shared.pipeline.acquire(at); });
+    if constexpr (Weights::kFp4) {
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      if constexpr (Weights::kFp4) {
+      for (int i = 0; i < kRows / 32; ++i)
+        shared.scales.b[at.stage][0][i * 32 + lane] = {bf16_scales(codes[i].x, 0x4140), bf16_scales(codes[i].x, 0x4342),
+                                                       bf16_scales(codes[i].y, 0x4140),
+                                                       bf16_scales(codes[i].y, 0x4342)};
+    } else if constexpr (kBlockScales) {
 #pragma unroll
-        for (int i = 0; i < kRows / 32; ++i) shared.scales.b[at.stage][b][i * 32 + lane] = codes[b][i];
-      } else if constexpr (kBlockScales) {
+      for (int b = 0; b < kBlocks; ++b) {
         const float scale = scales.of(g, block + b);
         if (lane < kScales) shared.scales.b[at.stage][b][lane] = scale;
       }
@@ -240,7 +259,7 @@ struct ExpertGemmKernel {
     if (lane == 0) shared.pipeline.commit(at.stage);
   }
   FI_DEVICE float (*token_scales(int stage)) [kTokens] {
-    if constexpr (kBlockScales)
+    if constexpr (kBlockScales || Weights::kFp4)
       return shared.scales.a[stage];
     else
       return nullptr;
@@ -252,14 +271,17 @@ struct ExpertGemmKernel {
     const int64_t of_row = g.gated && row / 8 % 2 ? g.features + feature : feature;
     const auto* from = static_cast<const uint8_t*>(g.weight_scale) + tile.pass.expert * g.weight_scale_expert_stride +
                        of_row * g.weight_scale_row_stride + first;
-    const int left = min(8, g.k / 32 - first);  // aligned words are read, and bytes behind the last one are not
-    if (left <= 0) return {0, 0};
-    const int shift = static_cast<int>(reinterpret_cast<uint64_t>(from) % 8) * 8;
+    // Aligned words that have a byte of the row, without a branch: the loads of all rows are in flight together.
+    const int left = min(8, g.k / 32 - first), shift = static_cast<int>(reinterpret_cast<uint64_t>(from) % 8) * 8;
     const auto* words = reinterpret_cast<const unsigned long long*>(from - shift / 8);
-    unsigned long long x = words[0] >> shift;
-    if (shift / 8 + left > 8) x |= words[1] << (64 - shift);
-    if (left < 8) x &= (1ull << left * 8) - 1;
+    const unsigned long long low = words[0], high = words[shift / 8 + left > 8];
+    const unsigned long long x = (low >> shift | high << 1 << (63 - shift)) & ~0ull >> (64 - 8 * left);
     return {static_cast<unsigned>(x), static_cast<unsigned>(x >> 32)};
+  }
+  // The two codes that `bytes` selects, of 2^(code - 127), as bf16. 255 becomes NaN.
+  FI_DEVICE static unsigned bf16_scales(unsigned codes, unsigned bytes) {
+    const unsigned x = __vmaxu2(__byte_perm(codes, 0, bytes) << 7, 0x00400040u);  // 2^-127 is subnormal
+    return x | ((x + 0x00800080u) >> 9 & 0x00400040u);
   }
 
   FI_DEVICE void consume() {
@@ -267,14 +289,16 @@ struct ExpertGemmKernel {
     Mainloop mainloop(shared.operands, shared.scales, shared.pipeline, 0);
     PipelineState at, claim;
     Tile tile;
+    if (sorts() && shared.passes.count == 0) zero_sums<Out>(p.slots, p.gemm[1], kConsumers);
     while (next(claim, tile)) {
       const ExpertGemm& g = *tile.gemm;
       mainloop.steps = steps_of(g);
+      if constexpr (Weights::kFp4) mainloop.groups = g.k / 32;
       const ExpertConstants constants = constants_of(tile.pass.expert);
       float bias[2] = {0, 0};
       if (g.activated && g.bias) {
         const In* of_expert = static_cast<const In*>(g.bias) + tile.pass.expert * g.bias_row_stride;
-        const int row = tile.feature + stored_row(static_cast<int>(threadIdx.x) % 32 / 4) + warp * (kGated ? 8 : 16);
+        const int row = tile.feature + static_cast<int>(threadIdx.x) % 32 / 4 + warp * (kGated ? 8 : 16);
         bias[0] = to_float(of_expert[min(row, g.features - 1)]);
         bias[1] = to_float(of_expert[kGated ? g.features + min(row, g.features - 1) : min(row + 8, g.features - 1)]);
       }
@@ -301,9 +325,28 @@ struct ExpertGemmKernel {
       }
       if (p.products > 1 && &g == p.gemm) {
         __syncwarp();
-        if (threadIdx.x % 32 == 0) count_device(p.progress + 1 + tile.pass_index);
+        if (threadIdx.x % 32 == 0) signal_device(p.progress + 1 + tile.pass_index);
+      } else if (sorts()) {
+        sum_finished(tile, tile.feature + warp * kSummedFeatures);
       }
     }
+  }
+
+  // By a warp that has stored features of the second product: that of the last pass sums them. It waits for tiles that
+  // were claimed before its own.
+  FI_DEVICE void sum_finished(const Tile& tile, int feature) const {
+    if (feature >= tile.gemm->features) return;
+    int* finished = p.progress + 1 + kMaxSlots + feature / kSummedFeatures;
+    const int others = shared.passes.count - 1;
+    __syncwarp();
+    if (tile.pass_index < others) {
+      if (threadIdx.x % 32 == 0) signal_device(finished);
+      return;
+    }
+    while (load_device(finished) < others) {
+    }
+    __syncwarp();
+    sum_slots<Out>(p.slots, shared.slots, *tile.gemm, feature);
   }
 
   FI_DEVICE ExpertConstants constants_of(int expert) const {
@@ -316,25 +359,15 @@ struct ExpertGemmKernel {
 #pragma unroll
     for (int h = 0; h < 2; ++h) store(tile, warp * 16 + h * 8, group, d[h * 2], d[h * 2 + 1]);
   }
-  FI_DEVICE static int stored_row(int logical) {
-    if constexpr (Weights::kFp4) return Mainloop::row_of(logical);
-    return logical;
-  }
   // By a warp: 8 features by the 8 tokens of a group; lane l has feature l / 4 of tokens 2 (l % 4) and the next.
   FI_DEVICE static void store(const Tile& tile, int feature, int group, float x, float y) {
     static_assert(sizeof(Out) == 2, "pairs of features");
     const int lane = threadIdx.x % 32;
     const unsigned pair = movmatrix_trans(pack_pair(x, y, Out()));
-    const int token = group * 8 + lane / 4, at = tile.feature + feature + stored_row(lane % 4 * 2);
+    const int token = group * 8 + lane / 4, at = tile.feature + feature + lane % 4 * 2;
     if (token >= tile.pass.count || at >= tile.gemm->features) return;
     Out* out = static_cast<Out*>(tile.gemm->out) + (tile.pass.row + token) * tile.gemm->out_row_stride + at;
-    if constexpr (Weights::kFp4) {
-      const Out* of_pair = reinterpret_cast<const Out*>(&pair);
-      out[0] = of_pair[0];
-      out[4] = of_pair[1];  // row_of(2 i + 1) is row_of(2 i) + 4
-    } else {
-      *reinterpret_cast<unsigned*>(out) = pair;
-    }
+    *reinterpret_cast<unsigned*>(out) = pair;
   }
 };
 

@@ -56,6 +56,7 @@ FI_DEVICE void moe_sort(const MoeSortParams& p) {
   for (int i = threadIdx.x; i < p.warps * experts; i += blockDim.x) counts[i] = 0;
   __syncthreads();
   pdl_wait();
+  pdl_launch_dependents();  // moe_experts begins with the ids, which are complete here
 
   // The local expert of a slot; -1: none.
   const auto expert_of = [&](int slot) {
@@ -128,7 +129,6 @@ FI_DEVICE void moe_sort(const MoeSortParams& p) {
     p.rows[i] = -1;
   const int bits = 32 - __clz(experts - 1);
   for (int i = threadIdx.x; rank == 0 && i < p.zeros_count; i += blockDim.x) p.zeros[i] = 0;
-  pdl_launch_dependents();
 
   for (int slot = first + lane; slot - lane < end; slot += 32 * kSteps) {
     int expert[kSteps];

@@ -15,18 +15,24 @@ namespace fi {
 enum class TokenForm {
   kSame,       // as they are, 128 bytes of a row at a time
   kQuantized,  // 16 bits to e4m3, 128 elements at a time with a scale
-  kOfPairs,    // 128 16-bit elements at a time in the order of fragments that widen_weights makes of 4-bit weights
+  kInParts,    // 16 bits to the sum of e4m3 parts, 256 elements at a time with a scale, for 4-bit weights
 };
+
+// The e4m3 parts of a 16-bit float. An e4m3 holds 4 of its 8 (bf16) or 11 bits, and what is left, times kTokenPartStep,
+// fits the next part. Below 2^-20 of the largest element of a block the last bits are lost.
+template <class T>
+constexpr int kTokenParts = kIsSame<T, __half> ? 3 : 2;
+constexpr float kTokenPartStep = 32.f;
 
 // A warp's view of the rows of one tile. In: elements in memory. kTokens: rows of a tile, of which `count` exist; the
 // others stay as they are, and so does their part of the products. kPieces: of a row, in a stage.
 template <class In, TokenForm kForm, int kTokens, int kPieces>
 struct TokenRows {
-  static constexpr bool kQuantises = kForm == TokenForm::kQuantized, kPairs = kForm == TokenForm::kOfPairs;
+  static constexpr bool kQuantises = kForm == TokenForm::kQuantized, kSplits = kForm == TokenForm::kInParts;
   static constexpr int kLine = kSwizzleLineBytes, kVec = 16 / sizeof(In);
-  static constexpr int kPieceElements = kForm == TokenForm::kSame ? kLine / sizeof(In) : 128;
-  static constexpr int kPieceBytes = kPairs ? 2 * kLine : kLine;                // of a row of the operand
-  static constexpr int kLanes = kPieceElements / kVec, kPerLoad = 32 / kLanes;  // lanes of a row; rows of a load
+  static constexpr int kPieceElements = kForm == TokenForm::kSame ? kLine / sizeof(In) : kSplits ? 256 : 128;
+  static constexpr int kPieceBytes = kSplits ? 2 * kTokenParts<In> * kLine : kLine;  // of a token
+  static constexpr int kLanes = kPieceElements / kVec, kPerLoad = 32 / kLanes;       // lanes of a row; rows of a load
   static constexpr int kIndices = (kTokens + 31) / 32, kLoads = kTokens / kPerLoad;
   static constexpr int kBatch = kLoads * kPieces < 8 ? kLoads : 8 / kPieces;  // loads of a piece in flight
   static_assert(sizeof(In) == 2 || kForm == TokenForm::kSame, "16-bit rows are converted");
@@ -103,21 +109,51 @@ struct TokenRows {
       if (token >= count) return;
       *reinterpret_cast<uint2*>(to + swizzled_offset(token, lane / 2) + lane % 2 * 8) = y;
       if (lane == 0) scale[token] = most / kE4m3Max;
-    } else if constexpr (kPairs) {
-      // Elements i and i + 4 are a pair. Of 8, pairs 0 and 1 are those of one step of 16 k, 2 and 3 those of the next;
-      // a lane's 32 elements, four lanes of these 16, are those of one lane of a fragment.
-      if (token >= count) return;
-      const unsigned pairs[4] = {__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632),
-                                 __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.y, x.w, 0x7632)};
-      const int fragment_lane = lane / 4, word = lane % 4;
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        *reinterpret_cast<unsigned*>(to + word / 2 * (kTokens * kLine) +
-                                     swizzled_offset(token, word % 2 * 4 + i / 2 * 2 + i % 2) + fragment_lane * 4) =
-            pairs[i];
+    } else if constexpr (kSplits) {
+      put_parts(to, scale, token, x);
     } else {
       if (token < count) *reinterpret_cast<uint4*>(to + swizzled_offset(token, lane)) = x;
     }
+  }
+  // A warp has 256 elements of a token. The even ones of each 32 come first, then the odd ones: the order in which
+  // Fp4Mainloop has weights.
+  FI_DEVICE void put_parts(char* to, float* scale, int token, const uint4& x) const {
+    const int lane = threadIdx.x % 32, group = lane % 16 / 4;
+    float f[8], most = 0.f;
+    to_float(reinterpret_cast<const Vec<In, 8>&>(x), f);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) most = fmaxf(most, fabsf(f[i]));
+    // The largest becomes 128 to 256. Infinity makes the row NaN.
+    const unsigned exponent = max(__reduce_max_sync(0xffffffffu, __float_as_uint(most)) >> 23, 8u);
+    const float factor = __uint_as_float(exponent == 255 ? 0x7fc00000u : (261 - exponent) << 23);
+    if (token >= count) return;
+    unsigned pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int first = i % 2 * 4 + i / 2;
+      const __half2 pair = __floats2half2_rn(f[first] * factor, f[first + 2] * factor);
+      pairs[i] = reinterpret_cast<const unsigned&>(pair);
+    }
+    char* of_line = to + lane / 16 * (kTokenParts<In> * kTokens * kLine) + lane % 4 * 4;
+#pragma unroll
+    for (int part = 0; part < kTokenParts<In>; ++part) {
+      unsigned codes[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        codes[i] = e4m3_pair(pairs[i]);
+        if (part + 1 < kTokenParts<In>) pairs[i] = remainder(pairs[i], halves(codes[i], __nv_fp8_e4m3()));
+      }
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd)
+        *reinterpret_cast<unsigned*>(of_line + swizzled_offset(part * kTokens + token, group * 2 + odd)) =
+            __byte_perm(codes[odd * 2], codes[odd * 2 + 1], 0x5410);
+    }
+    if (lane == 0) scale[token] = exponent == 255 ? factor : __uint_as_float((exponent - 1) << 23);  // 2^6 of weights
+  }
+  FI_DEVICE static unsigned remainder(unsigned pair, unsigned part) {
+    const __half2 y = __hmul2(__hsub2(reinterpret_cast<const __half2&>(pair), reinterpret_cast<const __half2&>(part)),
+                              __float2half2_rn(kTokenPartStep));
+    return reinterpret_cast<const unsigned&>(y);
   }
 };
 

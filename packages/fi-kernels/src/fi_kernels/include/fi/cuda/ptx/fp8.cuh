@@ -47,7 +47,14 @@ FI_DEVICE unsigned e4m3_quad(float x0, float x1, float x2, float x3) {
   return y;
 }
 
-// The same in e5m2; beyond 57344 they become 57344.
+// Two halves to the lower two bytes; beyond 448 they become 448, NaN stays NaN. sm_89 and later.
+FI_DEVICE unsigned e4m3_pair(unsigned halves) {
+  unsigned short y;
+  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(y) : "r"(halves));
+  return y;
+}
+
+// Four floats in e5m2; beyond 57344 they become 57344.
 FI_DEVICE unsigned e5m2_quad(float x0, float x1, float x2, float x3) {
   unsigned y;
   asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e5m2x2.f32 low, %2, %1;\ncvt.rn.satfinite.e5m2x2.f32 high, %4, %3;\n"

@@ -43,8 +43,12 @@ FI_DEVICE int count_device(int* counter) {
                : "memory");
   return before;
 }
-// The value of a counter that other CTAs increment by count_device. Orders later accesses of this thread, and of those
-// that meet it at a barrier, behind what the counting threads did before.
+// Adds 1 to a counter of the device, as count_device does, without the value: the thread does not wait for it.
+FI_DEVICE void signal_device(int* counter) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(__cvta_generic_to_global(counter)) : "memory");
+}
+// The value of a counter that other CTAs increment by count_device or signal_device. Orders later accesses of this
+// thread, and of those that meet it at a barrier, behind what the counting threads did before.
 FI_DEVICE int load_device(const int* counter) {
   int x;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(__cvta_generic_to_global(counter)) : "memory");

@@ -85,7 +85,7 @@ def test_errors_of_run(device: str) -> None:
         (b.q, b.cache, {"out": torch.empty_like(b.q[1:])}, ValueError, "out: shape"),
         (b.q, b.cache, {"out": torch.empty_like(b.q, dtype=torch.float32)}, ValueError, "out: dtype"),
         (b.q, b.cache, {"lse": torch.empty(3, device=device)}, ValueError, "lse: shape"),
-        (b.q, b.cache, {"kv_cache_sf": 1}, NotImplementedError, "NVFP4"),
+        (b.q, b.cache, {"kv_cache_sf": 1}, ValueError, "kv_cache_sf: .* of uint8, which is NVFP4"),
         (b.q, b.cache, {"sinks": torch.zeros(3, device=device)}, ValueError, r"sinks must have shape .*got \[3\]"),
     ):
         with pytest.raises(error, match=words):
@@ -169,6 +169,7 @@ def test_fa3_refuses_with_reasons() -> None:
         ({"head_dim_qk": 192, "head_dim_vo": 192}, "mma_sm80", "requires head_dim_vo == head_dim_qk, or 128 for 192"),
         ({"kv": "e4m3"}, "wgmma_sm90", ""),
         ({"kv": "f16"}, "mma_sm80", "requires kv of q's dtype, or fp8 with a 16-bit q"),
+        ({"kv": "e2m1"}, "mma_sm80", "requires kv in f16, bf16, e4m3, e5m2, got e2m1"),
     ],
 )
 def test_auto_has_a_reason_against_the_hopper_kernel(facts: dict[str, Any], implementation: str, why: str) -> None:

@@ -318,7 +318,7 @@ def test_a_small_workspace_does_for_any_length(device: str) -> None:
         ({"o_sf_scale": 1.0}, NotImplementedError, "o_sf_scale"),
         ({"uses_shared_paged_kv_idx": False}, NotImplementedError, "uses_shared_paged_kv_idx: .* one block table"),
         ({"enable_block_sparse_attention": True}, ValueError, "block_tables: .num_kv_heads = 2, batch_size, max_pages"),
-        ({"kv_cache_sf": torch.zeros(3)}, NotImplementedError, "kv_cache_sf: NVFP4"),
+        ({"kv_cache_sf": torch.zeros(3)}, ValueError, "kv_cache_sf: kv_cache of uint8, which is NVFP4, is required"),
         ({"out_dtype": "nvfp4"}, NotImplementedError, "out_dtype: not supported, NVFP4 output .*; got 'nvfp4'"),
         ({"o_sf_vec_size": 16}, NotImplementedError, "o_sf_vec_size: .* 16-bit out_dtype; got 16"),
         ({"out": torch.zeros(2, 4, 64)}, ValueError, "out_dtype"),

@@ -250,7 +250,7 @@ HALF = torch.float16
         ({"kv_layout": "NDH"}, KeyError, "kv_layout: allowed are NHD, HND; got 'NDH'"),
         ({"pos_encoding_mode": "ROPE"}, KeyError, "pos_encoding_mode: allowed are NONE, ROPE_LLAMA, ALIBI; got 'ROPE'"),
         ({"backend": "fa4"}, ValueError, "backend: allowed are auto, fa2, fa3; got 'fa4'"),
-        ({"kv_cache_sf": ()}, NotImplementedError, "NVFP4"),
+        ({"kv_cache_sf": ()}, ValueError, "kv_cache_sf: k of uint8"),
         (
             {"causal": True, "q": torch.ones(9, 4, 64, dtype=HALF)},
             ValueError,

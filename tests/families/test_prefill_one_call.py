@@ -49,7 +49,7 @@ def test_block_tables(kv_layout: str, device: str) -> None:
     out = trtllm_batch_context_with_kv_cache(bmm1_scale=0.05, bmm2_scale=1.0, **common | {"block_tables": wide[:, :-5]})
     assert_close(out, b.expected(causal=True, sm_scale=0.05)[0])
     for change, error, words in (
-        ({"kv_cache_sf": one}, NotImplementedError, "NVFP4"),
+        ({"kv_cache_sf": one}, ValueError, "kv_cache_sf: kv_cache of uint8"),
         ({"backend": "other"}, KeyError, "backend"),
         ({"batch_size": 4}, ValueError, r"cum_seq_lens_q: batch_size \+ 1 = 5 elements are required; got 6"),
         ({"seq_lens": b.pool.seq_lens()[1:]}, ValueError, "block_tables: one row, and one of seq_lens"),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from families.harness import rand
+from families.nvfp4_cache import batch as nvfp4_batch
 from families.paged import paged
 from families.prefill_batch import batch, workspace
 from fi_core.attention import BatchAttention, BatchPrefillWithCausalBidirectionalRangesWrapper
@@ -232,8 +233,27 @@ def ranges() -> Iterator[Run]:
     yield Run("ranges", w, {"q": b.q, "paged_kv_cache": b.cache, "bidirectional_ranges": spans})
 
 
-# Wrappers that run others, which have the traces.
+def nvfp4(layout: str = "NHD") -> Iterator[Run]:
+    """Keys and values of four bits, which no trace describes."""
+    x = nvfp4_batch([37, 5, 16], layout=layout)
+    types = {"q_data_type": x.q.dtype, "kv_data_type": torch.uint8}
+    step = BatchDecodeWithPagedKVCacheWrapper(workspace("cpu", 1 << 16), layout)
+    step.plan(x.indptr, x.indices, x.last_page_len, 8, 2, 128, 16, **types)
+    yield Run("decode nvfp4", step, {"q": x.q, "paged_kv_cache": x.cache, "kv_cache_sf": x.scales, "k_scale": 0.5})
+    x = nvfp4_batch([37, 5, 16], [9, 5, 1], layout=layout)
+    paged_form = BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"), layout)
+    paged_form.plan(x.qo_indptr, x.indptr, x.indices, x.last_page_len, 8, 2, 128, 16, causal=True, **types)
+    yield Run("paged nvfp4", paged_form, {"q": x.q, "paged_kv_cache": x.cache, "kv_cache_sf": x.scales})
+    ragged_form = BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"), layout)
+    ragged_form.plan(x.qo_indptr, x.offsets(x.lengths), 8, 2, 128, **types)
+    k, v = x.ragged
+    yield Run("ragged nvfp4", ragged_form, {"q": x.q, "k": k, "v": v, "kv_cache_sf": x.ragged_scales})
+
+
+# Wrappers that run others, which have the traces, and what has no trace.
 COMPOSED: dict[str, Callable[[], Iterator[Run]]] = {
+    "nvfp4": nvfp4,
+    "nvfp4 HND": lambda: nvfp4("HND"),
     "mixed": mixed,
     "sparse": sparse,
     "shared prefix": shared_prefix,

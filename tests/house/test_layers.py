@@ -129,9 +129,10 @@ HEADERS: dict[str, set[str]] = {
     "host": {""},
     "cpu": {"", "host"},
     "cuda": {""},
-    "attention": SHARED | {"rope"},
+    "attention": SHARED | {"quantization", "rope"},
     "comm": SHARED | {"norm", "quantization"},
     "fused_moe": SHARED | {"gemm", "norm", "quantization"},
+    "page": SHARED | {"quantization"},
     "sampling": SHARED | {"topk"},
 }
 

@@ -149,6 +149,8 @@ FAMILIES = {
                 "concat_mla_k",
                 "get_batch_indices_positions",
                 "get_seq_lens",
+                "nvfp4_quantize_append_paged_kv_cache",
+                "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
             ),
         ),
         Family("cascade", flags.CASCADE, ("merge_state", "merge_state_in_place", "merge_states")),

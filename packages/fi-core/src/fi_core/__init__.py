@@ -74,7 +74,14 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ),
     "mla": ("BatchMLAPagedAttentionWrapper",),
     "concat_ops": ("concat_mla_k",),
-    "page": ("append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
+    "page": (
+        "append_paged_kv_cache",
+        "append_paged_mla_kv_cache",
+        "get_batch_indices_positions",
+        "get_seq_lens",
+        "nvfp4_quantize_append_paged_kv_cache",
+        "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+    ),
     "norm": (
         "fused_add_rmsnorm",
         "fused_add_rmsnorm_fp8_block_quant",

@@ -109,7 +109,14 @@ from fi_core.norm import (
     rmsnorm_quant,
 )
 from fi_core.observe.trace import fi_trace
-from fi_core.page import append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens
+from fi_core.page import (
+    append_paged_kv_cache,
+    append_paged_mla_kv_cache,
+    get_batch_indices_positions,
+    get_seq_lens,
+    nvfp4_quantize_append_paged_kv_cache,
+    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
+)
 from fi_core.pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
 from fi_core.prefill import (
     BatchAttention,
@@ -268,6 +275,8 @@ __all__ = [
     "nvfp4_batched_quantize",
     "nvfp4_block_scale_interleave",
     "nvfp4_quantize",
+    "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "packbits",
     "per_token_group_quant_8bit",
     "prepare",

@@ -38,6 +38,26 @@ def _torch_kv(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return k, v
 
 
+def _torch_nvfp4(x: Inputs) -> tuple[torch.Tensor, ...]:
+    """Both caches, then their scales."""
+    import torch
+
+    from fi_core.quantization.reference import e4m3_scaled
+
+    caches = *x.paged_kv_cache, *x.kv_cache_sf
+    pages = [c if x.kv_layout == "NHD" else c.transpose(1, 2) for c in caches]
+    page_size = pages[0].shape[1]
+    if "slot_mapping" in x:
+        page, slot = x.slot_mapping // page_size, x.slot_mapping % page_size
+    else:
+        first = x.kv_indptr[x.batch_indices.long()] + x.positions // page_size
+        page, slot = x.kv_indices[first.long()].long(), (x.positions % page_size).long()
+    for i, (rows, scale) in enumerate(((x.append_key, x.k_scale), (x.append_value, x.v_scale))):
+        factor = 1.0 / torch.tensor([scale], device=rows.device)
+        pages[i][page, slot], pages[2 + i][page, slot] = e4m3_scaled(rows, 16, factor)
+    return caches
+
+
 def _torch_mla(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     page_size = x.ckv_cache.shape[1]
     return _write(x, x.ckv_cache, x.append_ckv, page_size), _write(x, x.kpe_cache, x.append_kpe, page_size)
@@ -76,6 +96,28 @@ CASES = (
         _torch_kv,
         which=lambda p, template: f"kv_layout:{p.kv_layout}" in template.tags,
         op="append_paged_kv_cache",
+    ),
+    described(
+        "page.nvfp4_quantize_append_paged_kv_cache",
+        lambda p: {**_table(p), "dtype": "bfloat16", **sizes_of(p, "num_kv_heads", "head_dim", v_head_dim="head_dim")},
+        lambda f, x: f(
+            x.append_key, x.append_value, x.batch_indices, x.positions, x.paged_kv_cache, x.kv_cache_sf, x.kv_indices,
+            x.kv_indptr, x.kv_last_page_len, x.k_scale, x.v_scale, x.kv_layout,
+        ),
+        _torch_nvfp4,
+        which=lambda p, template: f"kv_layout:{p.kv_layout}" in template.tags,
+        op="append_nvfp4_kv_cache",
+    ),
+    described(
+        "page.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+        lambda p: {**_table(p), "dtype": "bfloat16", **sizes_of(p, "num_kv_heads", "head_dim", v_head_dim="head_dim")},
+        lambda f, x: f(
+            x.append_key, x.append_value, x.slot_mapping, x.paged_kv_cache, x.kv_cache_sf, x.k_scale, x.v_scale,
+            x.kv_layout,
+        ),
+        _torch_nvfp4,
+        which=lambda p, template: f"kv_layout:{p.kv_layout}" in template.tags,
+        op="append_nvfp4_kv_cache",
     ),
     described(
         "page.append_paged_mla_kv_cache",

@@ -102,6 +102,11 @@ def arguments(device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
         "append_paged_mla_kv_cache": lambda: (
             rand(2, 512), rand(2, 64), *table(), rand(4, 16, 512), rand(4, 16, 64), *pages()
         ),
+        "nvfp4_quantize_append_paged_kv_cache": lambda: (
+            rand(2, 8, 128), rand(2, 8, 128), *table(), *(
+                torch.zeros(4, 2, 16, 8, n, device=device, dtype=torch.uint8) for n in (64, 8)
+            ), *pages(), 0.01, 0.01,
+        ),
         "concat_mla_k": lambda: (rand(2, 8, 192), rand(2, 8, 128), rand(2, 1, 64)),
         "mla.trtllm_batch_decode_with_kv_cache_mla": lambda: (
             rand(2, 1, 16, 576), rand(4, 64, 576), torch.empty(16 << 20, device=device, dtype=torch.uint8), 128, 512,

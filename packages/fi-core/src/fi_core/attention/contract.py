@@ -115,16 +115,15 @@ def data_types(
     o: torch.dtype | str | None,
     both: torch.dtype | str | None,
 ) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """(q, kv, o). data_type (`both`) fills q and kv where they are None. Then q defaults to float16, kv and o to q."""
-    import torch
+    """(q, kv, o). data_type (`both`) fills q and kv where they are None. Then q defaults to float16, kv and o to q.
 
+    A kv of uint8 is NVFP4.
+    """
     if both is not None:
         q = both if q is None else q
         kv = both if kv is None else kv
     q = _dtype("float16" if q is None else q, "q_data_type")
     kv = q if kv is None else _dtype(kv, "kv_data_type")
-    if kv is torch.uint8:
-        raise no_nvfp4("kv_data_type")
     o = q if o is None else _dtype(o, "o_data_type")
     if not o.is_floating_point:
         raise TypeError(f"o_data_type: a float dtype is required; got {o}")
@@ -220,8 +219,40 @@ def pages_of_chunk(fixed_split_size: int | None) -> int | None:
     return None if fixed_split_size < 0 else fixed_split_size
 
 
-def no_nvfp4(name: str) -> NotImplementedError:
-    return NotImplementedError(f"{name}: NVFP4 keys and values are not supported; pass fp16, bf16 or fp8 ones")
+def kv_type(dtype: torch.dtype) -> Any:
+    """The dtype of keys and values as a field of a request: bytes hold NVFP4."""
+    return "e2m1" if str(dtype) == "torch.uint8" else dtype
+
+
+def row_elements(x: torch.Tensor) -> int:
+    """Elements of a row of keys or values: NVFP4 has two in a byte."""
+    return 2 * x.shape[-1] if str(x.dtype) == "torch.uint8" else x.shape[-1]
+
+
+def scales_of(kv_cache_sf: Any, kv_layout: str, paged: bool = True) -> tuple[Any, Any]:
+    """The scales of NVFP4 keys and of values, of caches in the same form; (None, None) for None."""
+    if kv_cache_sf is None:
+        return None, None
+    if paged:
+        try:
+            return cache_pair(kv_cache_sf, kv_layout)
+        except (ValueError, KeyError, TypeError) as error:
+            words = str(error.args[0] if error.args else error).replace("paged_kv_cache (kv_cache)", "kv_cache_sf")
+            raise type(error)(words.replace("paged_kv_cache", "kv_cache_sf")) from None
+    if not isinstance(kv_cache_sf, tuple) or len(kv_cache_sf) != 2:
+        raise TypeError(
+            f"kv_cache_sf: a tuple (scales of k, scales of v) is required; got a {type(kv_cache_sf).__name__}"
+        )
+    return kv_cache_sf
+
+
+def check_nvfp4(kv_cache_sf: Any, keys: torch.Tensor, name: str) -> None:
+    """Raises ValueError where scales are missing or do not belong to the type of the keys, which are called `name`."""
+    nvfp4 = str(keys.dtype) == "torch.uint8"
+    if nvfp4 and kv_cache_sf is None:
+        raise ValueError(f"kv_cache_sf: the scales of {name} are required, since uint8 is NVFP4; got None")
+    if not nvfp4 and kv_cache_sf is not None:
+        raise ValueError(f"kv_cache_sf: {name} of uint8, which is NVFP4, is required with it; got {keys.dtype}")
 
 
 def unsupported(name: str, came: Any, instead: str) -> NotImplementedError:
@@ -230,10 +261,8 @@ def unsupported(name: str, came: Any, instead: str) -> NotImplementedError:
     return NotImplementedError(f"{name}: not supported, {instead}; got {got}")
 
 
-def refuse_nvfp4(kv_cache_sf: Any, out: Any, out_dtype: Any, o_sf_scale: Any, o_sf_vec_size: Any) -> None:
-    """Raises NotImplementedError where keys or output of one call are NVFP4."""
-    if kv_cache_sf is not None:
-        raise no_nvfp4("kv_cache_sf")
+def refuse_nvfp4(out: Any, out_dtype: Any, o_sf_scale: Any, o_sf_vec_size: Any) -> None:
+    """Raises NotImplementedError where the output of a call is NVFP4."""
     dtype = "nvfp4" if getattr(out, "dtype", None) == "nvfp4" else out_dtype
     for name, came, asked in (
         ("out_dtype", dtype, dtype == "nvfp4"),

@@ -6,6 +6,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.observe.log import fi_api
 from fi_core.page import trace
+from fi_core.page.nvfp4 import (
+    nvfp4_quantize_append_paged_kv_cache as nvfp4_quantize_append_paged_kv_cache,
+)
+from fi_core.page.nvfp4 import (
+    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping as nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
+)
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, at_least
 from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
@@ -258,7 +264,8 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     """
     import torch
 
-    integers = {torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32}
+    signed = {torch.int32, torch.int64, torch.int16, torch.int8}
+    integers = signed | {torch.uint8, torch.uint16, torch.uint32, torch.uint64}
     dtype, other = (getattr(x, "dtype", None) for x in (kv_last_page_len, kv_indptr))
     if {dtype, other} <= integers and not (dtype is other and dtype in (torch.int32, torch.int64)):
         seq_lens = get_seq_lens(kv_indptr.long(), kv_last_page_len.long(), page_size)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, code, no_nvfp4, unsupported
+from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, check_nvfp4, code, row_elements, scales_of, unsupported
 from fi_core.attention.forms.single_trace import single_trace
 from fi_core.attention.forms.tables_prefill import attend_once
+from fi_core.attention.mask import byte_bounds, check_packed, pack
 from fi_core.attention.ops.single import attend, single_choice
 from fi_core.attention.reference import attend_request
 from fi_core.observe.log import fi_api
@@ -101,7 +102,8 @@ def single_prefill_with_kv_cache(
             16-bit dtypes with the usual head dims, or e4m3 with head dims of 128, where softmax weights are rounded to
             e4m3 as well. "auto" runs it for enough rows that it supports; "fa2" never does.
         return_lse: also return lse.
-        kv_cache_sf: NVFP4 keys and values, not supported.
+        kv_cache_sf: for NVFP4 k and v (uint8, two elements a byte, head_dim / 2 bytes a row) a tuple of their scales,
+            with head_dim / 16 instead: e4m3, or their bytes as uint8. k_scale and v_scale are the global factors.
         k_scale: factor of sm_scale.
         v_scale: factor of the output.
         num_ctas: the most thread blocks of the Hopper kernel, so that another kernel can run beside it; 0: as many as
@@ -115,15 +117,13 @@ def single_prefill_with_kv_cache(
         ValueError: shape, stride, device or backend; causal with kv_len < qo_len.
         TypeError: dtype.
         KeyError: kv_layout or pos_encoding_mode.
-        NotImplementedError: kv_cache_sf.
         UnsupportedError: the named backend does not support the request.
     """
     import torch
 
     if backend not in _BACKENDS:
         raise ValueError(f"backend: allowed are {', '.join(sorted(_BACKENDS))}; got {backend!r}")
-    if kv_cache_sf is not None:
-        raise no_nvfp4("kv_cache_sf")
+    check_nvfp4(kv_cache_sf, k, "k")
     if q.ndim != 3:
         raise ValueError(f"q must have shape [qo_len, num_qo_heads, head_dim_qk]; got {tuple(q.shape)}")
     code(LAYOUTS, kv_layout, "kv_layout")
@@ -134,6 +134,33 @@ def single_prefill_with_kv_cache(
     if custom_mask is not None and custom_mask.ndim != 2 and k.ndim == 3:
         shape = q.shape[0], k.shape[LAYOUTS[kv_layout]]
         custom_mask = custom_mask.reshape(shape) if custom_mask.numel() == shape[0] * shape[1] else custom_mask
+    if kv_cache_sf is not None:
+        k_scales, v_scales = scales_of(kv_cache_sf, kv_layout, paged=False)
+        if k.ndim != 3 or v.ndim != 3:
+            raise ValueError(f"k and v must have 3 dimensions; got shapes {tuple(k.shape)} and {tuple(v.shape)}")
+        tokens = k.shape[LAYOUTS[kv_layout]]
+        if causal and plain and tokens < q.shape[0]:
+            raise ValueError(f"causal: kv_len of at least qo_len = {q.shape[0]} is required; got {tokens}")
+        masks: dict[str, Any] = {}
+        if not plain:
+            bounds = torch.tensor([0, q.shape[0] * tokens])
+            packed, offsets = packed_custom_mask, byte_bounds(bounds)
+            if packed is None:
+                assert custom_mask is not None
+                packed, offsets = pack(custom_mask, bounds, None)
+            else:
+                check_packed(packed, offsets)
+            masks = {"custom_mask": packed, "mask_indptr": offsets.to(q.device)}
+        out = q.new_empty((*q.shape[:2], row_elements(v)), dtype=o_dtype or q.dtype)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+        scale = (q.shape[2] ** -0.5 if sm_scale is None else sm_scale) * (1.0 if k_scale is None else k_scale)
+        attend_once(
+            out, lse, q, k, v, LAYOUTS[kv_layout], 1, pages_per_request=tokens, score_scale=(scale, None),
+            out_scale=(1.0 if v_scale is None else v_scale, None), backend=backend, k_scales=k_scales,
+            v_scales=v_scales, pos_encoding_mode=POS_ENCODINGS[pos_encoding_mode], rope_scale=rope_scale or 1.0,
+            rope_theta=rope_theta or 1e4, **masks, **options, **scales,
+        )  # fmt: skip
+        return out if lse is None else (out, lse)
     if _is_regular(q, k, v, kv_layout, causal) and not torch.compiler.is_compiling():
         layout = LAYOUTS[kv_layout]
         choice = single_choice(

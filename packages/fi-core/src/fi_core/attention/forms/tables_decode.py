@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fi_core.attention.contract import (
     LAYOUTS,
     cache_pair,
+    check_nvfp4,
     check_workspace,
     code,
     flat_tables,
-    no_nvfp4,
+    kv_type,
     refuse_nvfp4,
     refuse_split_tables,
+    row_elements,
     scale_product,
+    scales_of,
     unsupported,
     viewed,
 )
@@ -63,6 +66,7 @@ class _Call(NamedTuple):
     mask: torch.Tensor | None
     enable_pdl: bool | None
     disable_split_kv: bool = False
+    scales: tuple[Any, Any] = (None, None)  # of NVFP4 keys and values
 
 
 def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None:
@@ -95,12 +99,12 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
         mask = mask if mask.ndim == 2 else mask.view(q.shape[0], -1)
     q_tiles = ops.num_q_tiles(q.shape[1], kv_heads, q_len)
     choice = planned(
-        ops.BATCH_DECODE, q.device, "auto", q.dtype, k.dtype, c.out.dtype, q.shape[2], v.shape[3],
+        ops.BATCH_DECODE, q.device, "auto", q.dtype, kv_type(k.dtype), c.out.dtype, q.shape[2], row_elements(v),
         q.shape[1] // kv_heads, page_size, "NONE", "plain", False, False, LOAD_BYTES,
         ahead=False,
     )  # fmt: skip
     split_kv = ops.NO_SPLIT if c.disable_split_kv else ops.BALANCED
-    buffers = _buffers(c.workspace, batch_size, q_tiles, v.shape[3], split_kv, choice)
+    buffers = _buffers(c.workspace, batch_size, q_tiles, row_elements(v), split_kv, choice)
     ops.plan(
         buffers, None, None, seq_lens, page_size, q_tiles, pages_per_request=pitch, q_len=q_len,
         window_left=c.window_left,
@@ -109,7 +113,7 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
         c.out, c.lse, buffers.workspace, buffers.schedule, q, k, v, pages, layout, buffers.num_ctas,
         buffers.num_ranges, buffers.split_kv, q_len=q_len, window_left=c.window_left, sm_scale=c.score_scale[0],
         v_scale=c.out_scale[0], bmm1_scale=c.score_scale[1], bmm2_scale=c.out_scale[1], sinks=c.sinks, draft_mask=mask,
-        qo_indptr=qo_indptr, enable_pdl=c.enable_pdl,
+        qo_indptr=qo_indptr, k_scales=c.scales[0], v_scales=c.scales[1], enable_pdl=c.enable_pdl,
     )  # fmt: skip
 
 
@@ -146,7 +150,7 @@ def _attend_ragged(c: _Call, qo_indptr: torch.Tensor, most: int | None, name: st
     attend_tables(
         c.out, c.lse, q, c.cache, c.kv_layout, c.block_tables, c.seq_lens, qo_indptr, causal=True, custom_mask=mask,
         score_scale=c.score_scale, out_scale=c.out_scale, window_left=c.window_left, sinks=c.sinks,
-        enable_pdl=c.enable_pdl,
+        k_scales=c.scales[0], v_scales=c.scales[1], enable_pdl=c.enable_pdl,
     )  # fmt: skip
 
 
@@ -266,7 +270,10 @@ def trtllm_batch_decode_with_kv_cache(
         window_left: number of keys before its own that a query attends to; -1: all.
         out: written and returned if given.
         out_dtype: dtype of a new output: query's, fp16 or bf16; default query's.
-        o_sf_scale, o_sf_vec_size, kv_cache_sf: of NVFP4, not supported.
+        o_sf_scale, o_sf_vec_size: of an NVFP4 output, not supported.
+        kv_cache_sf: for NVFP4 caches (uint8, two elements a byte) the scales, in the form of the cache with head_dim /
+            16 instead of head_dim / 2: e4m3, or their bytes as uint8. Global factors belong to bmm1_scale and
+            bmm2_scale.
         sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to row_sum.
         kv_layout: "HND" (`[pages, num_kv_heads, page_size, head_dim]`) or "NHD".
         enable_pdl: programmatic dependent launch; None: where the device supports it.
@@ -304,14 +311,14 @@ def trtllm_batch_decode_with_kv_cache(
     Raises:
         KeyError: backend or kv_layout.
         ValueError: shape, dtype or device.
-        NotImplementedError: NVFP4, separate tables of K and V; sparse blocks or context parallelism with cum_seq_lens_q
-            or mask.
+        NotImplementedError: NVFP4 output, separate tables of K and V; sparse blocks or context parallelism with
+            cum_seq_lens_q or mask; sparse blocks with kv_cache_sf.
     """
     import torch
 
     if backend not in _BACKENDS:
         raise UnknownWordError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
-    refuse_nvfp4(kv_cache_sf, out, out_dtype, o_sf_scale, o_sf_vec_size)
+    refuse_nvfp4(out, out_dtype, o_sf_scale, o_sf_vec_size)
     refuse_split_tables(uses_shared_paged_kv_idx)
     others = (cum_seq_lens_q is not None, mask is not None, cp_world > 1 and window_left >= 0)
     if (enable_block_sparse_attention or cp_world != 1 or causal_seqlens_kv_global is not None) and any(others):
@@ -322,7 +329,10 @@ def trtllm_batch_decode_with_kv_cache(
         )
     q_len = 1 if q_len_per_req is None else q_len_per_req
     k, v = cache_pair(kv_cache, kv_layout)
-    shape = (*query.shape[:2], v.shape[3])
+    check_nvfp4(kv_cache_sf, k, "kv_cache")
+    if kv_cache_sf is not None and enable_block_sparse_attention:
+        raise unsupported("kv_cache_sf", None, "leave out enable_block_sparse_attention")
+    shape = (*query.shape[:2], row_elements(v))
     dtype = query.dtype
     if out is not None:
         dtype = out.dtype
@@ -342,6 +352,7 @@ def trtllm_batch_decode_with_kv_cache(
     call = _Call(
         result, lse, query, (k, v), kv_layout, workspace_buffer, block_tables, seq_lens, score_scale,
         scale_product(1.0, bmm2_scale), window_left, sinks, mask, enable_pdl, disable_split_kv,
+        scales_of(kv_cache_sf, kv_layout),
     )  # fmt: skip
     if enable_block_sparse_attention:
         _attend_heads(call, q_len)
@@ -439,23 +450,23 @@ def xqa(
         q_seq_len: query tokens of each request; with q_cu_seq_lens the maximum.
         mask, disable_split_kv: as in `trtllm_batch_decode_with_kv_cache`.
         q_cu_seq_lens: int32 `[batch_size + 1]` on the device, where requests differ in query tokens.
-        k_sf_cache, v_sf_cache: of NVFP4, not supported.
+        k_sf_cache, v_sf_cache: the scales of NVFP4 caches, as kv_cache_sf of `trtllm_batch_decode_with_kv_cache`.
 
     Raises:
         ValueError: shape, dtype or device.
         KeyError: kv_layout.
-        NotImplementedError: NVFP4 caches.
     """
-    if k_sf_cache is not None or v_sf_cache is not None:
-        raise no_nvfp4("k_sf_cache, v_sf_cache")
+    if (k_sf_cache is None) is not (v_sf_cache is None):
+        raise ValueError(f"k_sf_cache, v_sf_cache: both or neither are required; got {k_sf_cache!r}, {v_sf_cache!r}")
+    check_nvfp4(k_sf_cache, k_cache, "k_cache")
     tokens, heads = (1, 2) if kv_layout == "NHD" else (2, 1)
     if k_cache.ndim != 4 or (k_cache.shape[tokens], k_cache.shape[heads]) != (page_size, num_kv_heads):
         raise ValueError(
             f"k_cache: pages of page_size = {page_size} tokens and num_kv_heads = {num_kv_heads} ({kv_layout}) are "
             f"required; got shape {tuple(k_cache.shape)}"
         )
-    check_shape_dtype_device(output, (*q.shape[:-1], v_cache.shape[3]), None, q.device, "output")
-    out = viewed("output", output, -1, q.shape[-2], v_cache.shape[3])
+    check_shape_dtype_device(output, (*q.shape[:-1], row_elements(v_cache)), None, q.device, "output")
+    out = viewed("output", output, -1, q.shape[-2], row_elements(v_cache))
     query = viewed("q", q, -1, *q.shape[-2:])
     score_scale, out_scale = (
         scale_product(q.shape[-1] ** -0.5, q_scale, kv_scale),
@@ -465,6 +476,7 @@ def xqa(
     call = _Call(
         out, None, query, (k_cache, v_cache), kv_layout, workspace_buffer, page_table, seq_lens, score_scale, out_scale,
         window_left, None if sinks is None else sinks.reshape(-1), mask, enable_pdl, disable_split_kv,
+        (k_sf_cache, v_sf_cache),
     )  # fmt: skip
     if q_cu_seq_lens is None:
         _attend(call, q_seq_len)

@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Any
 from fi_core.attention.contract import (
     LAYOUTS,
     cache_pair,
+    check_nvfp4,
     code,
     flat_tables,
+    kv_type,
     refuse_nvfp4,
     refuse_split_tables,
+    row_elements,
     scale_product,
+    scales_of,
     unsupported,
     viewed,
 )
@@ -76,8 +80,8 @@ def attend_once(
     by_head = (options.get("scale_q"), options.get("scale_k"), options.get("scale_v"))
     scaled = any(x is not None for x in (score_scale[1], out_scale[1], *by_head))
     choice = planned(
-        ops.BATCH_PREFILL, q.device, backend, q.dtype, k.dtype, out.dtype, dim, v.shape[-1], heads // kv_heads,
-        0 if page_indices is None else page_size, PosEncodingMode(pos_encoding_mode).name,
+        ops.BATCH_PREFILL, q.device, backend, q.dtype, kv_type(k.dtype), out.dtype, dim, row_elements(v),
+        heads // kv_heads, 0 if page_indices is None else page_size, PosEncodingMode(pos_encoding_mode).name,
         "plain" if custom_mask is None else "custom", logits_soft_cap > 0.0, scaled, LOAD_BYTES,
         ahead=False,
     )  # fmt: skip
@@ -194,7 +198,8 @@ def trtllm_batch_context_with_kv_cache(
         window_left: number of keys before its own that a row attends to; -1: all.
         out: written and returned if given.
         out_dtype: dtype of a new output; default query's.
-        o_sf_scale, o_sf_vec_size, kv_cache_sf: of NVFP4, not supported.
+        o_sf_scale, o_sf_vec_size: of an NVFP4 output, not supported.
+        kv_cache_sf: the scales of NVFP4 caches, as in `trtllm_batch_decode_with_kv_cache`.
         kv_layout: "HND" (`[pages, num_kv_heads, page_size, head_dim]`) or "NHD".
         enable_pdl: programmatic dependent launch; None: where the device supports it.
         sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to row_sum.
@@ -213,14 +218,16 @@ def trtllm_batch_context_with_kv_cache(
         KeyError: backend or kv_layout.
         ValueError: shape, dtype or device. Tables that lie: on the CPU; on CUDA with FI_CHECK=1
             at import, which synchronises.
-        NotImplementedError: NVFP4, separate tables of K and V.
+        NotImplementedError: NVFP4 output, separate tables of K and V.
     """
     if backend not in _BACKENDS:
         raise UnknownWordError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
-    refuse_nvfp4(kv_cache_sf, out, out_dtype, None if o_sf_scale == 1.0 else o_sf_scale, o_sf_vec_size)
+    refuse_nvfp4(out, out_dtype, None if o_sf_scale == 1.0 else o_sf_scale, o_sf_vec_size)
     refuse_split_tables(uses_shared_paged_kv_idx)
     cache = cache_pair(kv_cache, kv_layout)
-    result, lse = results(query, cache[1].shape[3], out, out_dtype, lse, return_lse)
+    check_nvfp4(kv_cache_sf, cache[0], "kv_cache")
+    k_scales, v_scales = scales_of(kv_cache_sf, kv_layout)
+    result, lse = results(query, row_elements(cache[1]), out, out_dtype, lse, return_lse)
     if len(cum_seq_lens_q) != batch_size + 1:
         raise ValueError(
             f"cum_seq_lens_q: batch_size + 1 = {batch_size + 1} elements are required; got {len(cum_seq_lens_q)}"
@@ -228,7 +235,7 @@ def trtllm_batch_context_with_kv_cache(
     attend_tables(
         result, lse, query, cache, kv_layout, block_tables, seq_lens, cum_seq_lens_q, causal=causal,
         window_left=window_left, score_scale=scale_product(1.0, bmm1_scale), out_scale=scale_product(1.0, bmm2_scale),
-        sinks=sinks, enable_pdl=enable_pdl,
+        sinks=sinks, k_scales=k_scales, v_scales=v_scales, enable_pdl=enable_pdl,
     )  # fmt: skip
     return (result, lse) if return_lse and lse is not None else result
 
@@ -289,7 +296,7 @@ def trtllm_ragged_attention_deepseek(
             raise unsupported(name, came, "pass 16-bit tensors, or e4m3 ones with their scale in bmm1_scale")
     if backend not in _BACKENDS:
         raise UnknownWordError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
-    refuse_nvfp4(None, out, None, None if o_sf_scale in (1.0, -1.0) else o_sf_scale, None)
+    refuse_nvfp4(out, None, None if o_sf_scale in (1.0, -1.0) else o_sf_scale, None)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 3:
             raise ValueError(f"{name}: shape [tokens, heads, head_dim] is required; got {tuple(x.shape)}")

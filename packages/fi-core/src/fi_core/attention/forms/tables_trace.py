@@ -51,7 +51,8 @@ def tables_trace(template: TraceTemplate, fits: Callable[[dict[str, Any]], bool]
     """A trace for `fi_api`: the template for HND calls that `fits` accepts, None for others."""
 
     def trace(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
-        return template if arguments.get("kv_layout", "HND") == "HND" and fits(arguments) else None
+        fp4 = arguments.get("kv_cache_sf") is not None
+        return template if arguments.get("kv_layout", "HND") == "HND" and not fp4 and fits(arguments) else None
 
     trace.templates = (template,)  # type: ignore[attr-defined]
     return trace

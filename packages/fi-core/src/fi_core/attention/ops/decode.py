@@ -11,13 +11,13 @@ import functools
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, TYPES, request
+from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, KV_TYPES, TYPES, request
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.launch.operator import multiprocessors_of, operator, target_of
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
-from fi_core.runtime.spec.dtype import DTYPES
+from fi_core.runtime.spec.dtype import DTYPES, E2M1
 from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
-from fi_core.utils import ceil_div
+from fi_core.utils import ceil_div, round_up
 
 if TYPE_CHECKING:
     import torch
@@ -88,9 +88,9 @@ def _cuda_core_unit(axes: Values) -> Unit:
 def _device_types(axes: Values) -> tuple[str, int, int, int]:
     """Template arguments T, Q, KV; bytes of an element of q and of kv, and of a key in shared memory."""
     q, kv = DTYPES[axes["q"]], DTYPES[axes["kv"]]
-    operand = DTYPES["f16"] if kv.bytes == 1 else q  # fp16 holds every fp8 value
-    lines = ceil_div(axes["head_dim"] * kv.bytes, 128)
-    return f"{operand.device}, {q.device}, {kv.device}", q.bytes, kv.bytes, lines * 128
+    operand = DTYPES["f16"] if kv.bytes == 1 else kv  # fp16 holds every fp8 value, and every one of NVFP4
+    line = axes["head_dim"] // 2 if kv is E2M1 else ceil_div(axes["head_dim"] * kv.bytes, 128) * 128
+    return f"{operand.device}, {q.device}, {kv.device}", q.bytes, kv.bytes, line
 
 
 # The most KV tiles of all query tiles for which the mma_sm80 kernel has two CTAs per SM. H200, page size 1, bf16, us
@@ -115,13 +115,16 @@ def _mma_unit(axes: Values) -> Unit:
     dim, stages = axes["head_dim"], 2
     warps, keys = (4 if dim <= 128 else 2), (32 if kv_bytes == 1 or line <= 128 else 16)
     pipeline = max(stages * 2 * keys * line, Q_TILE * (dim + 8) * 4)
+    fp4 = axes["kv"] == "e2m1"
+    if fp4:  # the scales
+        pipeline += stages * 2 * keys * dim // 16
     shared = warps * pipeline + Q_TILE * (dim * q_bytes + 16) + warps * Q_TILE * 8 + 192 + 16
     body = f"batch_decode_mma<{types}, {dim}, {warps}, {keys}, {stages}, {shared}>"
     # evict_first_mb. H200, page size 1, us with 0, 100 and 200: b16 kv1k (67 MB) 33.2, 29.9, 30.2; b1 kv32k (134 MB)
     # 55.8, 55.9, 51.6; b64 kv1k 28/4 (134 MB) 50.4, 50.8, 46.5; more than 200 MB equal.
     config = DecodeConfig(DecodeKind.MMA, dim, 0, 200 if axes["capability"] == 90 else 0)
     entry = Entry("batch_decode_mma", body, warps * 32, config, shared, _mma_ctas_per_sm(kv_bytes == 1))
-    if axes["capability"] != 90 or dim > 128:
+    if axes["capability"] != 90 or dim > 128 or fp4:
         return Unit("fi/attention/decode/batch_decode.cuh", "BatchDecodeParams", (entry,))
     entries = (entry, _cluster_entry(types, dim, q_bytes, line, False, gather=True))
     return Unit("fi/attention/decode/batch_decode_cluster_sm90.cuh", "BatchDecodeParams", entries)
@@ -131,20 +134,26 @@ def _tma_unit(axes: Values) -> Unit:
     """mma.sync with a TMA pipeline, for Hopper."""
     types, q_bytes, kv_bytes, line = _device_types(axes)
     dim, tune = axes["head_dim"], TMA
-    whole = tune.whole_rows and dim * kv_bytes % 128 == 0
+    fp4 = axes["kv"] == "e2m1"
+    whole = fp4 or (tune.whole_rows and dim * kv_bytes % 128 == 0)
     # Stages of 32 KB. fp8 keys, b64 kv8k: 32 keys per warp 287 us, 16 (stages of 64 keys) 364, 8 warps 297.
     warps, warp_keys = (4 if dim <= 128 else 2), (32 if kv_bytes == 1 or line <= 128 else 16)
+    if fp4:
+        warps = 8 if dim <= 128 else 4  # a conversion takes longer than one warp a scheduler has time for
     keys = warps * warp_keys
-    stage = 2 * keys * line
+    scales = 2 * keys * dim // 16 if fp4 else 0
+    stage = 2 * keys * line + scales
     rest = warps * Q_TILE * ((dim + 8) * 4 + 8) + 4 * (Q_TILE * (dim * q_bytes + 16) + 40 + 16) + 7 * 8 + 24 + 1024
     stages = (227 * 1024 - rest) // (stage + 24)
-    long = min(max(2, tune.bytes_in_flight // stage), stages)
+    long = stages if fp4 else min(max(2, tune.bytes_in_flight // stage), stages)
     stages = stages if kv_bytes > 1 else long  # fp8 keys, b16 kv4k 8/1: 22.4 us, five stages 23.4
     shared = rest + stages * (stage + 24)
+    if fp4:
+        shared = round_up(shared - stages * scales, 16) + stages * scales
     body = f"batch_decode_tma<{types}, {dim}, {warps}, {warp_keys}, {stages}, {long}, {str(whole).lower()}, {shared}>"
     config = DecodeConfig(DecodeKind.TMA, dim, int(whole), tune.evict_first_mb, min(keys, KV_TILE))
-    entry = Entry("batch_decode_tma", body, warps * 32 + 96, config, shared, 1)
-    entries = (entry, _cluster_entry(types, dim, q_bytes, line, whole)) if dim <= 128 else (entry,)
+    entry = Entry("batch_decode_tma", body, warps * 32 + (128 if fp4 else 96), config, shared, 1)
+    entries = (entry, _cluster_entry(types, dim, q_bytes, line, whole)) if dim <= 128 and not fp4 else (entry,)
     return Unit("fi/attention/decode/batch_decode_sm90.cuh", "BatchDecodeParams", entries)
 
 
@@ -170,11 +179,17 @@ class TmaTuning(NamedTuple):
 
 TMA = TmaTuning()
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)  # of the tensor-core kernels
+_FP4_HEAD_DIMS = (64, 128, 256)  # whose rows have a swizzle of their size
 _NARROW = ("f16", "bf16", "e4m3", "e5m2")
 TENSOR_CORES = (
     Constraint("q", "in", _NARROW),
-    Constraint("kv", "in", _NARROW),
+    Constraint("kv", "in", (*_NARROW, "e2m1")),
     Constraint("head_dim_qk", "in", HEAD_DIMS),
+    Rule(
+        ("kv", "head_dim_qk"),
+        f"head_dim_qk in {_FP4_HEAD_DIMS} for NVFP4 keys",
+        lambda kv, dim: kv != "e2m1" or dim in _FP4_HEAD_DIMS,
+    ),
     Rule(("head_dim_qk", "head_dim_vo"), "head_dim_vo == head_dim_qk", lambda qk, vo: qk == vo),
     Constraint("pos_encoding", "in", ("NONE", "ALIBI")),
     ALIGNED,
@@ -182,6 +197,10 @@ TENSOR_CORES = (
 # A TMA copy takes 70 cycles to issue, so it must load many keys of a page. H200, b16 kv8k, us by TMA and by cp.async:
 # page size 1 669, 153; page size 16 139, 145.
 _WHOLE_COPIES = Constraint("page_size", "multiple of", 16)
+# A TMA copy writes to a multiple of 128 bytes, which is up to four rows of NVFP4.
+_PACKED_PAGES = Rule(
+    ("kv", "page_size"), "page_size multiple of 4 for NVFP4 keys", lambda kv, size: kv != "e2m1" or size % 4 == 0
+)
 
 
 def _compiled(values: Values) -> Values:
@@ -194,8 +213,11 @@ def _general(values: Values) -> Values:
 
 # out: `[tokens, num_qo_heads, head_dim_vo]`, fp16, bf16, fp32, e4m3 or e5m2. lse: fp32 `[tokens, num_qo_heads]`
 # contiguous, base 2, or None. q: `[tokens, num_qo_heads, head_dim_qk]`. k_cache, v_cache: `[num_pages, page_size,
-# num_kv_heads, dim]` (kv_layout 0, NHD) or `[num_pages, num_kv_heads, page_size, dim]` (1, HND), of q's dtype, or e4m3
-# or e5m2 with a 16-bit q. Any strides with a contiguous last dimension; head dims are multiples of 8 up to 512.
+# num_kv_heads, dim]` (kv_layout 0, NHD) or `[num_pages, num_kv_heads, page_size, dim]` (1, HND), of q's dtype, or with
+# a 16-bit q of the other one, of e4m3 or e5m2, or uint8: NVFP4, with dim / 2 bytes, and in k_scales and v_scales
+# dim / 16 e4m3 scales (or their bytes). Any strides with a contiguous last dimension; head dims are multiples of 8 up
+# to 512, of 16 for NVFP4.
+#
 # workspace, schedule, num_ctas, num_ranges, split_kv: the `Buffers` that the last `plan` filled. page_indices: int32,
 # contiguous.
 #
@@ -217,20 +239,25 @@ BATCH_DECODE = Op(
     "int pos_encoding_mode=0, int window_left=-1, float logits_soft_cap=0.0, float sm_scale=1.0, float v_scale=1.0, "
     "float rope_scale=1.0, float rope_theta=10000.0, Tensor? sinks=None, Tensor? scale_q=None, Tensor? scale_k=None, "
     "Tensor? scale_v=None, Tensor? bmm1_scale=None, Tensor? bmm2_scale=None, Tensor? draft_mask=None, "
-    'Tensor? qo_indptr=None, bool? enable_pdl=None, str backend="auto"',
+    'Tensor? k_scales=None, Tensor? v_scales=None, Tensor? qo_indptr=None, bool? enable_pdl=None, str backend="auto"',
     read="q.dtype, k_cache.dtype, out.dtype, tuple(q.shape)[1:], tuple(k_cache.shape)[1:], v_cache.shape[-1], True, "
     "kv_layout, pos_encoding_mode, 'plain' if draft_mask is None else 'custom', logits_soft_cap > 0.0, "
     "not (scale_q is scale_k is scale_v is bmm1_scale is bmm2_scale is None)",
     found_by_entry="alignment",
     request=request,
     fields=FIELDS,
-    axes={"q": TYPES, "kv": TYPES, "head_dim": (*HEAD_DIMS, 0)},
+    axes={"q": TYPES, "kv": KV_TYPES, "head_dim": (*HEAD_DIMS, 0)},
     config=DecodeConfig,
     takes_variant=True,
     implementations=(
         Implementation("cpu", ON_CPU, axes=_general, backends=("cpu", "fa2", "fa2_cuda_core")),
         Implementation(
-            "tma_sm90", (*exactly(90), *TENSOR_CORES), _tma_unit, _compiled, ("fa3",), preferred=(_WHOLE_COPIES,)
+            "tma_sm90",
+            (*exactly(90), *TENSOR_CORES, _PACKED_PAGES),
+            _tma_unit,
+            _compiled,
+            ("fa3",),
+            preferred=(_WHOLE_COPIES,),
         ),
         Implementation("mma_sm80", (*at_least(80), *TENSOR_CORES), _mma_unit, _compiled, ("fa2_tc", "fa2")),
         Implementation("cuda_core", at_least(80), _cuda_core_unit, _general, ("fa2", "fa2_cuda_core")),
@@ -293,7 +320,7 @@ def grid_of(device: torch.device, choice: Choice | None = None, tiles: int = 1 <
 @functools.lru_cache(maxsize=4096)
 def _grid(choice: Choice | None, multiprocessors: int, few_tiles: bool) -> tuple[int, int]:
     name = choice.implementation if choice else ""
-    fp8 = choice is not None and dict(choice.spec.axes)["kv"] in ("e4m3", "e5m2")
+    fp8 = choice is not None and dict(choice.spec.axes)["kv"] in ("e4m3", "e5m2", "e2m1")
     mma = _mma_ctas_per_sm(fp8, MOST_TILES_OF_TWO_CTAS) if few_tiles else _mma_ctas_per_sm(fp8)
     ctas_per_sm = {"mma_sm80": mma, "cuda_core": 4}.get(name, 1)
     num_ctas = min(MAX_RANGES, ctas_per_sm * multiprocessors)

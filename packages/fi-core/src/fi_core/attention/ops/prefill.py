@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, TYPES, element_bytes, request
+from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, KV_TYPES, TYPES, element_bytes, request
 from fi_core.attention.ops.tile_shapes import MULTIPLY, TILE, TILE_OF_48, WIDE_TILES
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.launch.operator import operator
@@ -64,7 +64,7 @@ def _mma_unit(axes: Values) -> Unit:
     """mma.sync."""
     q, kv = DTYPES[axes["q"]], DTYPES[axes["kv"]]
     tile = WIDE_TILES[axes["head_dim"]] if axes["head_dim"] else TILE if kv.bytes == 2 else TILE_OF_48
-    size, body = tile.shared_bytes(kv.bytes), tile.body("batch_prefill_mma", q.short, kv.short)
+    size, body = tile.shared_bytes(kv), tile.body("batch_prefill_mma", q.short, kv.short)
     config = PrefillConfig(PrefillKind.MMA, tile.rows, tile.keys, tile.dim_vo, tile.blocks)
     entry = Entry("batch_prefill_mma", body, tile.threads, config, size, tile.blocks)
     return Unit("fi/attention/prefill/batch_prefill.cuh", "PrefillProblem", (entry,))
@@ -200,10 +200,10 @@ def _general(values: Values) -> Values:
 # out: `[qo_tokens, num_qo_heads, head_dim_vo]`, fp16, bf16, fp32, e4m3 or e5m2. lse: fp32 `[qo_tokens, num_qo_heads]`
 # contiguous, base 2, or None. q: `[qo_tokens, num_qo_heads, head_dim_qk]`. k, v with page_indices (int32, contiguous):
 # `[num_pages, page_size, num_kv_heads, dim]` (kv_layout 0, NHD) or `[num_pages, num_kv_heads, page_size, dim]` (1,
-# HND); without: `[kv_tokens, num_kv_heads, dim]` or `[num_kv_heads, kv_tokens, dim]`; of q's dtype, or e4m3 or e5m2
-# with a 16-bit q. Any strides with a contiguous last dimension; head dims are multiples of 8 up to 512. schedule,
-# batch_size, q_tile_tokens: those of the last `plan`. zero_padded_rows: rows of out that belong to no request become
-# zero; without it they are not written.
+# HND); without: `[kv_tokens, num_kv_heads, dim]` or `[num_kv_heads, kv_tokens, dim]`; of q's dtype, or with a 16-bit q
+# of the other one, of e4m3 or e5m2, or uint8: NVFP4, as for batch_decode. Any strides with a contiguous last dimension;
+# head dims are multiples of 8 up to 512. schedule, batch_size, q_tile_tokens: those of the last `plan`.
+# zero_padded_rows: rows of out that belong to no request become zero; without it they are not written.
 #
 # pos_encoding_mode: value of `PosEncodingMode`. sm_scale, bmm1_scale (fp32, one element on the device), scale_q (fp32
 # `[num_qo_heads]`) and scale_k (fp32 `[num_kv_heads]`) multiply the scores; v_scale, bmm2_scale and scale_v
@@ -230,7 +230,8 @@ BATCH_PREFILL = Op(
     "float rope_scale=1.0, float rope_theta=10000.0, Tensor? sinks=None, Tensor? scale_q=None, Tensor? scale_k=None, "
     "Tensor? scale_v=None, Tensor? bmm1_scale=None, Tensor? bmm2_scale=None, Tensor? custom_mask=None, "
     "Tensor? mask_indptr=None, Tensor? prefix_len=None, Tensor? items=None, int kv_tokens=0, "
-    'bool zero_padded_rows=False, int num_ctas=0, bool? enable_pdl=None, str backend="auto"',
+    "bool zero_padded_rows=False, int num_ctas=0, Tensor? k_scales=None, Tensor? v_scales=None, "
+    'bool? enable_pdl=None, str backend="auto"',
     read="q.dtype, k.dtype, out.dtype, tuple(q.shape)[1:], "
     "tuple(k.shape)[1:] if page_indices is not None or kv_layout == 0 else (k.shape[0], 0), v.shape[-1], "
     "page_indices is not None, kv_layout, pos_encoding_mode, "
@@ -239,7 +240,7 @@ BATCH_PREFILL = Op(
     found_by_entry="alignment",
     request=request,
     fields=FIELDS,
-    axes={"q": TYPES, "kv": TYPES, "head_dim": (*_WGMMA_TILES, 0), "soft_cap": (False, True)},
+    axes={"q": TYPES, "kv": KV_TYPES, "head_dim": (*_WGMMA_TILES, 0), "soft_cap": (False, True)},
     config=PrefillConfig,
     takes_variant=True,
     implementations=(

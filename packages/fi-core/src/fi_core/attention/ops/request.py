@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 TYPES = ("f16", "bf16", "f32", "e4m3", "e5m2")
+KV_TYPES = (*TYPES, "e2m1")  # e2m1: NVFP4, two elements in a byte and a scale for 16
 ENCODINGS = tuple(PosEncodingMode.__members__)
 LOAD_BYTES = 16  # of one load or bulk copy: tensor-core kernels need rows at multiples of it
 
@@ -23,7 +24,7 @@ LOAD_BYTES = 16  # of one load or bulk copy: tensor-core kernels need rows at mu
 # power of 2, up to 16, that divides the addresses of all rows, in bytes; 16 unless a kernel that needs it finds less.
 FIELDS = {
     "q": Field(TYPES, "bf16"),
-    "kv": Field(TYPES, "bf16"),
+    "kv": Field(KV_TYPES, "bf16"),
     "out": Field(None, "bf16"),  # the host entry checks it
     "head_dim_qk": Field(None, 128),
     "head_dim_vo": Field(None, 128),
@@ -73,12 +74,15 @@ def request(
 ) -> tuple[Any, ...]:
     """The values of FIELDS, from the facts that an operator reads of a call.
 
-    query, key: shapes of q and k without the axis of tokens or pages.
+    kv: uint8 is NVFP4, and head_dim_vo then in bytes. query, key: shapes of q and k without the axis of tokens or
+    pages.
     """
     # The host entry refuses shapes of other ranks, with the required ones.
     heads, head_dim_qk = query[-2:] if len(query) > 1 else (0, 0)
     kv_heads = 0 if len(key) < 2 else key[-2] if not paged or kv_layout == 0 else key[0]
     page_size = key[kv_layout] if paged and len(key) > 1 else 0
+    if str(kv) == "torch.uint8":
+        kv, head_dim_vo = "e2m1", 2 * head_dim_vo  # type: ignore[assignment]
     encoding = PosEncodingMode(pos_encoding_mode).name
     group_size = heads // kv_heads if kv_heads else 0
     return (

@@ -62,7 +62,7 @@ def _mma_unit(axes: Values) -> Unit:
     """mma.sync."""
     q, kv = DTYPES[axes["q"]], DTYPES[axes["kv"]]
     tile = TILE_OF_48
-    size, body = tile.shared_bytes(kv.bytes), tile.body("single_attention_mma", q.short, kv.short)
+    size, body = tile.shared_bytes(kv), tile.body("single_attention_mma", q.short, kv.short)
     config = SingleConfig(AttentionStep.MMA, 512, tile.rows)
     entry = Entry("single_attention_mma", body, tile.threads, config, size, tile.blocks)
     return Unit("fi/attention/single/single_attention.cuh", "SingleAttentionParams", (entry,))

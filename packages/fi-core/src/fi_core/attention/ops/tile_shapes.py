@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fi_core.runtime.spec.dtype import DTYPES
+from fi_core.runtime.spec.dtype import DTYPES, E2M1, DType
 from fi_core.utils import round_up
 
-# The 16-bit operand type of tensor cores that represents q and k exactly.
+# The 16-bit operand type of tensor cores that represents q and k exactly. Of a q of 16 bits and keys of the other 16 it
+# is that of the keys, to which q is rounded.
 MULTIPLY = {"f16": "f16", "bf16": "bf16", "e4m3": "f16", "e5m2": "f16"}
 
 
@@ -29,18 +30,20 @@ class TileShape(NamedTuple):
     def threads(self) -> int:
         return 32 * self.warps
 
-    def shared_bytes(self, kv_bytes: int) -> int:
+    def shared_bytes(self, kv: DType) -> int:
         """sizeof(MmaTileLoader::Shared), and the 128 bytes to which its start is aligned."""
         keys, rows = self.keys * (self.dim_qk + self.dim_vo), self.rows
-        raw = keys if kv_bytes == 1 else 2 * 8 * kv_bytes
+        raw = keys // 2 if kv is E2M1 else keys if kv.bytes == 1 else 2 * 8 * kv.bytes
         angles = 4 * self.dim_qk if self.dim_qk > 128 else 2048
         more = 16 * self.m_tiles * self.threads + 32 * self.keys + 24 * rows + angles + 68
-        return round_up(2 * (rows * self.dim_qk + keys) + raw + more, 128) + 128
+        scales = keys // 16 + 32 * self.keys + 8 if kv is E2M1 else 0  # and their addresses
+        return round_up(round_up(2 * (rows * self.dim_qk + keys) + raw + more, 128) + scales, 128) + 128
 
     def body(self, kernel: str, q: str, kv: str) -> str:
-        names = (DTYPES[MULTIPLY[q]].device, DTYPES[q].device, DTYPES[kv].device)
+        operand = kv if DTYPES[kv].bytes == 2 else MULTIPLY[q]
+        names = (DTYPES[operand].device, DTYPES[q].device, DTYPES[kv].device)
         shape = f"fi::TileShape<{self.dim_qk}, {self.dim_vo}, {self.m_tiles}, {self.warps}, {self.keys}>"
-        return f"{kernel}<{', '.join(names)}, {shape}, {self.shared_bytes(DTYPES[kv].bytes)}>"
+        return f"{kernel}<{', '.join(names)}, {shape}, {self.shared_bytes(DTYPES[kv])}>"
 
 
 # Any head dim, in passes of 128. H200, bf16, one ragged sequence of 16k, an early version of the kernel: 64 keys per

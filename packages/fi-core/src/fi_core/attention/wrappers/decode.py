@@ -5,7 +5,16 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import POS_ENCODINGS, flag, no_nvfp4, per_head, scale_product, unpack
+from fi_core.attention.contract import (
+    POS_ENCODINGS,
+    check_nvfp4,
+    flag,
+    per_head,
+    row_elements,
+    scale_product,
+    scales_of,
+    unpack,
+)
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.decode_plan import BatchDecodePlan
@@ -99,7 +108,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to row_sum.
             q_len_per_req: deprecated; belongs to `plan`.
             skip_softmax_threshold_scale_factor: without effect; no softmax is skipped, which any threshold permits.
-            kv_cache_sf: NVFP4 caches, not supported.
+            kv_cache_sf: for NVFP4 caches (uint8, two elements a byte, head_dim / 2 bytes a row) the scales, in the form
+                of the cache with head_dim / 16 instead: e4m3, or their bytes as uint8. q then has 16 bits, and k_scale
+                and v_scale are the global factors.
 
         Returns:
             out `[batch_size * q_len_per_req, num_qo_heads, head_dim]`, or (out, lse). A request of length 0 has out = 0
@@ -110,7 +121,6 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             ValueError: shape, dtype, device or stride. Tables that lie: on the
                 CPU; on CUDA with FI_CHECK=1 at import, which synchronises.
             KeyError: the container of the cache.
-            NotImplementedError: kv_cache_sf.
         """
         import torch
 
@@ -131,13 +141,16 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
                 or v.dtype is not k.dtype
                 or q.shape != self._q_shape
                 or tuple(k.shape)[1:3] != self._page_shape
-                or kv_cache_sf is not None
+                or (kv_cache_sf is None) is (k.dtype is torch.uint8)
             )
         except (AttributeError, RuntimeError) as error:
             blame(error, q=q, paged_kv_cache=k)
         if differs:
             self._refuse(q, k, v, kv_cache_sf)
-        dim_vo = v.shape[3]
+        k_scales = v_scales = None
+        if kv_cache_sf is not None:
+            k_scales, v_scales = scales_of(kv_cache_sf, self._kv_layout)
+        dim_vo = v.shape[3] if k_scales is None else row_elements(v)
         if dim_vo != self._head_dim:
             buffers = self._schedule.buffers_for(dim_vo)
         shape, out_dtype = (*self._q_shape[:2], dim_vo), self._cached_o_data_type
@@ -182,8 +195,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             out, lse, buffers.workspace, buffers.schedule, q, k, v, self._paged_kv_indices_buf, self._layout,
             buffers.num_ctas, buffers.num_ranges, buffers.split_kv, self._q_len_per_req, encoding, self._window_left,
             self._logits_soft_cap or 0.0, score_scale, out_scale, self._rope_scale or 1.0, self._rope_theta or 1e4,
-            sinks, scales[0], scales[1], scales[2], bmm1, bmm2, self._drafts, enable_pdl=enable_pdl,
-            backend=self._allowed, variant=variant,
+            sinks, scales[0], scales[1], scales[2], bmm1, bmm2, self._drafts, k_scales, v_scales,
+            enable_pdl=enable_pdl, backend=self._allowed, variant=variant,
         )  # fmt: skip
         self.last_choice = ran or self.last_choice
         return (out, lse) if return_lse and lse is not None else out
@@ -221,14 +234,13 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
 
     def _refuse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache_sf: Any) -> None:
         """Raises the error that names the input that differs from the plan."""
-        if kv_cache_sf is not None:
-            raise no_nvfp4("kv_cache_sf")
         if q.dtype is not self._cached_q_data_type:
             raise ValueError(f"q: q_data_type {self._cached_q_data_type} was planned; got {q.dtype}")
         if k.dtype is not self._cached_kv_data_type or v.dtype is not k.dtype:
             raise ValueError(
                 f"paged_kv_cache: kv_data_type {self._cached_kv_data_type} was planned; got {k.dtype} and {v.dtype}"
             )
+        check_nvfp4(kv_cache_sf, k, "paged_kv_cache")
         if q.shape != self._q_shape:
             raise ValueError(
                 f"q: shape {self._q_shape} was planned (batch_size * q_len_per_req rows); got {tuple(q.shape)}"

@@ -14,6 +14,7 @@ from fi_core.attention.contract import (
     code,
     computed,
     data_types,
+    kv_type,
     last_value,
     pages_of_chunk,
     unsupported,
@@ -223,7 +224,8 @@ class BatchDecodePlan(BatchWrapper):
             window_right: keys behind its own that a query attends to, among those of the last q_len_per_req tokens; -1:
                 all.
             logits_soft_cap: c > 0 replaces scores by `c tanh(score / c)`.
-            q_data_type, kv_data_type, o_data_type: dtypes; the last two default to q_data_type.
+            q_data_type, kv_data_type, o_data_type: dtypes; the last two default to q_data_type. A kv_data_type of uint8
+                is NVFP4.
             data_type: fills q_data_type and kv_data_type where they are None.
             sm_scale: softmax_scale; default `1 / sqrt(head_dim)`.
             rope_scale, rope_theta: of "ROPE_LLAMA"; default 1 and 1e4.
@@ -242,7 +244,7 @@ class BatchDecodePlan(BatchWrapper):
             ValueError: shapes or sizes; lengths below q_len_per_req, if all tables are on the host.
             TypeError: dtypes.
             KeyError: pos_encoding_mode.
-            NotImplementedError: window_right with backend "cudnn", NVFP4 keys.
+            NotImplementedError: window_right with backend "cudnn".
             UnsupportedError: the backend does not support the request.
         """
         self._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim)
@@ -412,7 +414,7 @@ class BatchDecodePlan(BatchWrapper):
                 head_dim_vo,
             )  # fmt: skip
         return planned(
-            ops.BATCH_DECODE, self.device, self._allowed, self._cached_q_data_type, self._cached_kv_data_type,
+            ops.BATCH_DECODE, self.device, self._allowed, self._cached_q_data_type, kv_type(self._cached_kv_data_type),
             self._cached_o_data_type, self._head_dim, head_dim_vo, self._num_qo_heads // self._num_kv_heads,
             self._page_size, self._pos_encoding_mode, "plain", self._logits_soft_cap > 0.0, scaled, LOAD_BYTES,
             ahead=self._variant is None,

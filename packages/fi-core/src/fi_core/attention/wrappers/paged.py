@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import check_length, no_nvfp4, unpack
+from fi_core.attention.contract import check_length, unpack
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
 from fi_core.observe.log import fi_api
@@ -182,7 +182,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             window_left: w >= 0 also masks keys j < p - w; -1: no window.
             logits_soft_cap: c > 0 replaces scores by `c tanh(score / c)`.
             rope_scale, rope_theta: of "ROPE_LLAMA"; default 1 and 1e4.
-            q_data_type, kv_data_type, o_data_type: dtypes; the last two default to q_data_type.
+            q_data_type, kv_data_type, o_data_type: dtypes; the last two default to q_data_type. A kv_data_type of uint8
+                is NVFP4.
             non_blocking: copy host tables without blocking.
             prefix_len_ptr: uint32 `[batch_size]`, or one element for all; multi-item scoring, which replaces all masks:
                 several items follow one prefix of this length, and a row attends to the prefix and to its own item.
@@ -291,7 +292,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             enable_pdl: programmatic dependent launch; None: where the device supports it.
             window_left: None, or the planned value.
             sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to row_sum.
-            kv_cache_sf: NVFP4 caches, not supported.
+            kv_cache_sf: for NVFP4 caches (uint8, two elements a byte, head_dim / 2 bytes a row) the scales, in the form
+                of the cache with head_dim / 16 instead: e4m3, or their bytes as uint8. q then has 16 bits, and k_scale
+                and v_scale are the global factors.
             skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: without effect; nothing is skipped
                 or rounded, which any setting permits.
 
@@ -304,15 +307,12 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             ValueError: shape, dtype, device, stride, lse_base or lse_layout. Tables that lie: on the
                 CPU; on CUDA with FI_CHECK=1 at import, which synchronises.
             KeyError: the container of the cache.
-            NotImplementedError: kv_cache_sf.
         """
         if window_left is not None and not (isinstance(window_left, int) and window_left == self._window_left):
             raise ValueError(f"window_left: {self._window_left} was planned; got {window_left}")
-        if kv_cache_sf is not None:
-            raise no_nvfp4("kv_cache_sf")
         k, v = unpack(paged_kv_cache, self._kv_layout)
         try:
-            self._check_query(q, k, v)
+            self._check_query(q, k, v, kv_cache_sf)
         except (AttributeError, IndexError, RuntimeError) as error:
             blame(error, q=q, paged_kv_cache=k)
         _, second, third, _ = k.shape
@@ -323,7 +323,21 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
                 f"got shape {tuple(k.shape)} ({self._kv_layout})"
             )
         return self._attend(
-            q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse, lse_base, lse_layout, enable_pdl, sinks
+            q,
+            k,
+            v,
+            args,
+            q_scale,
+            k_scale,
+            v_scale,
+            out,
+            lse,
+            return_lse,
+            lse_base,
+            lse_layout,
+            enable_pdl,
+            sinks,
+            kv_cache_sf,
         )
 
     def run_return_lse(self, q: torch.Tensor, paged_kv_cache: Cache, *args: Any, **options: Any) -> Any:

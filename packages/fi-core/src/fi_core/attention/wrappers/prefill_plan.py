@@ -12,14 +12,18 @@ from fi_core.attention.contract import (
     LAYOUTS,
     check_backend,
     check_graph_buffer,
+    check_nvfp4,
     check_workspace,
     code,
     computed,
     data_types,
     flag,
+    kv_type,
     last_value,
     per_head,
+    row_elements,
     scale_product,
+    scales_of,
 )
 from fi_core.attention.cudnn import planned as cudnn
 from fi_core.attention.ops import prefill as ops
@@ -361,7 +365,7 @@ class BatchPrefillPlan(BatchWrapper):
             )  # fmt: skip
         mask = "items" if self._items is not None else "plain" if self._custom_mask_buf is None else "custom"
         return planned(
-            ops.BATCH_PREFILL, self.device, self._allowed, self._cached_q_data_type, self._cached_kv_data_type,
+            ops.BATCH_PREFILL, self.device, self._allowed, self._cached_q_data_type, kv_type(self._cached_kv_data_type),
             self._out_dtype(), self._head_dim_qk, self._head_dim_vo, self._num_qo_heads // self._num_kv_heads,
             0 if self._paged_kv_indices_buf is None else self._page_size, self._pos_encoding_mode, mask,
             self._logits_soft_cap > 0.0, scaled, LOAD_BYTES, ahead=self._variant is None,
@@ -370,7 +374,7 @@ class BatchPrefillPlan(BatchWrapper):
     def _out_dtype(self) -> torch.dtype:
         return self._cached_o_data_type
 
-    def _check_query(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _check_query(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache_sf: Any) -> None:
         if self._plan_info is None:
             raise self._no_plan()
         if q.dtype is not self._cached_q_data_type:
@@ -380,6 +384,7 @@ class BatchPrefillPlan(BatchWrapper):
                 f"k and v (paged_kv_cache): kv_data_type {self._cached_kv_data_type} was planned; got {k.dtype} and "
                 f"{v.dtype}"
             )
+        check_nvfp4(kv_cache_sf, k, "k (paged_kv_cache)")
         rows, shape = self._qo_indptr_last, q.shape
         fits = rows is None or shape[0] == rows or (self._use_cuda_graph and shape[0] > rows)
         if len(shape) != 3 or not fits or shape[1] != self._num_qo_heads or shape[2] != self._head_dim_qk:
@@ -388,7 +393,7 @@ class BatchPrefillPlan(BatchWrapper):
                 f"q: shape ({first}, {self._num_qo_heads}, {self._head_dim_qk}) was planned (qo_indptr[-1] rows); "
                 f"got {tuple(q.shape)}"
             )
-        if v.shape[-1] != self._head_dim_vo:
+        if row_elements(v) != self._head_dim_vo:
             raise ValueError(f"v: head_dim_vo {self._head_dim_vo} was planned; got shape {tuple(v.shape)}")
 
     def _attend(
@@ -407,10 +412,12 @@ class BatchPrefillPlan(BatchWrapper):
         lse_layout: str,
         enable_pdl: bool | None,
         sinks: torch.Tensor | None,
+        kv_cache_sf: Any,
     ) -> Any:
         """Allocates the missing results and launches."""
         import torch
 
+        k_scales, v_scales = scales_of(kv_cache_sf, self._kv_layout, self._paged_kv_indices_buf is not None)
         rows, heads, _ = q.shape
         shape, out_dtype = (rows, heads, self._head_dim_vo), self._out_dtype()
         zero_padded_rows = False
@@ -443,8 +450,8 @@ class BatchPrefillPlan(BatchWrapper):
                 "maybe_prefix_len_ptr": self._prefix_len_ptr,
                 "maybe_token_pos_in_items_ptr": None if self._items is None else self._items.view(-1),
                 "maybe_max_item_len_ptr": self._max_item_len_ptr,
-                "maybe_k_cache_sf": None,
-                "maybe_v_cache_sf": None,
+                "maybe_k_cache_sf": k_scales,
+                "maybe_v_cache_sf": v_scales,
             }
             encoding, variant = self._variant.launch(self, q, args, known, q_scale, k_scale, sinks)
             # The kernel then applies no mask of its own.
@@ -468,8 +475,8 @@ class BatchPrefillPlan(BatchWrapper):
                 self._paged_kv_indices_buf, self._partials if self._splits_kv else None, causal, encoding,
                 self._window_left, self._logits_soft_cap, scale, out_scale, self._rope_scale, self._rope_theta, sinks,
                 by_head[0], by_head[1], by_head[2], bmm1, bmm2, custom, self._mask_indptr_buf, self._prefix_len_ptr,
-                self._items, self._kv_tokens, zero_padded_rows, self._num_ctas, enable_pdl, backend=self._allowed,
-                variant=variant,
+                self._items, self._kv_tokens, zero_padded_rows, self._num_ctas, k_scales, v_scales, enable_pdl,
+                backend=self._allowed, variant=variant,
             )  # fmt: skip
             self.last_choice = ran or self.last_choice
         if written is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import no_nvfp4, unsupported
+from fi_core.attention.contract import unsupported
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
 from fi_core.observe.log import fi_api
@@ -199,6 +199,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
             k, v: `[kv_indptr[-1], num_kv_heads, head_dim]` ("NHD") or `[num_kv_heads, kv_indptr[-1], head_dim]`
                 ("HND"), or longer; any strides with a contiguous last dimension.
             o_scale: None or 1.
+            kv_cache_sf: of NVFP4 k and v a tuple of their scales, likewise with head_dim / 16.
 
         Returns:
             out `[qo_indptr[-1], num_qo_heads, head_dim_vo]`, or (out, lse). out has the planned dtype; instead of an
@@ -207,14 +208,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         Raises:
             NotImplementedError: another o_scale.
         """
-        if kv_cache_sf is not None:
-            raise no_nvfp4("kv_cache_sf")
         if o_scale is not None and not (isinstance(o_scale, (int, float)) and o_scale == 1.0):
             raise unsupported("o_scale", o_scale, "multiply v_scale by what the output is to be scaled by")
         try:
             if k.ndim != 3 or v.ndim != 3:
                 raise ValueError(f"k and v must have 3 dimensions; got shapes {tuple(k.shape)} and {tuple(v.shape)}")
-            self._check_query(q, k, v)
+            self._check_query(q, k, v, kv_cache_sf)
         except (AttributeError, IndexError, RuntimeError) as error:
             blame(error, q=q, k=k, v=v)
         tokens, heads = (k.shape[0], k.shape[1]) if self._layout == 0 else (k.shape[1], k.shape[0])
@@ -225,7 +224,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
             )
         return self._attend(
             q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse, lse_base, lse_layout, enable_pdl,
-            self._sinks,
+            self._sinks, kv_cache_sf,
         )  # fmt: skip
 
     def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Any:

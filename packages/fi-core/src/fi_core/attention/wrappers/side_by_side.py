@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import check_workspace
+from fi_core.attention.contract import check_workspace, row_elements
 from fi_core.attention.ops.decode import MAX_RANGES
 from fi_core.runtime.launch.operator import multiprocessors_of, target_of
 
@@ -70,7 +70,8 @@ def divide(decode: BatchDecodeWithPagedKVCacheWrapper, v: torch.Tensor, prefill_
 
     Decode gets another schedule where its number of CTAs changes, which happens on the device.
     """
-    token_bytes = decode._num_kv_heads * (decode._head_dim + v.shape[-1]) * v.element_size()
+    elements, row_bytes = row_elements(v), v.shape[-1] * v.dtype.itemsize
+    token_bytes = decode._num_kv_heads * (decode._head_dim + elements) * row_bytes / elements
     tokens = decode._paged_kv_indices_buf.numel() * decode._page_size
     ctas = prefill_ctas(decode.device, tokens * token_bytes, prefill_operations)
     decode._schedule.limit_ctas(multiprocessors_of(decode.device) - ctas if ctas else MAX_RANGES)

@@ -337,6 +337,7 @@ def _is_covered(arguments: dict[str, Any]) -> bool:
         plain
         and arguments.get("lse_layout", "NH") == "NH"
         and arguments.get("variant") is None
+        and arguments.get("kv_cache_sf") is None
         and not arguments.get("args")
         and not arguments.get("has_mask")
     )

@@ -35,13 +35,17 @@ int64_t batch_decode(const Kernel& kernel, const BatchDecodeArgs& a, const Extra
   Dim rows{"tokens"}, pages{"num_pages"}, page_size{"page_size"}, words{"words"};
   AttentionDims dims;
   auto& [qo_heads, kv_heads, head_dim_qk, head_dim_vo] = dims;
-  const bool nhd = a.kv_layout == 0;
+  const bool nhd = a.kv_layout == 0, nvfp4 = is_nvfp4(a.k_cache);
   a.q.inner_contiguous().shape(rows, qo_heads, head_dim_qk);
-  a.k_cache.inner_contiguous().shape(pages, nhd ? page_size : kv_heads, nhd ? kv_heads : page_size, head_dim_qk);
-  a.v_cache.inner_contiguous().shape(pages, nhd ? page_size : kv_heads, nhd ? kv_heads : page_size, head_dim_vo);
+  Dim &second = nhd ? page_size : kv_heads, &third = nhd ? kv_heads : page_size;
+  Dim k_bytes{"head_dim_qk / 2", head_dim_qk / 2}, v_bytes{"head_dim_vo / 2"};
+  a.k_cache.inner_contiguous().shape(pages, second, third, nvfp4 ? k_bytes : head_dim_qk);
+  a.v_cache.inner_contiguous().shape(pages, second, third, nvfp4 ? v_bytes : head_dim_vo);
+  if (nvfp4) head_dim_vo.value = 2 * v_bytes;
   a.out.inner_contiguous().shape(rows, qo_heads, head_dim_vo);
   if (a.lse) a.lse.is({kF32}).on(a.q).contiguous().shape(rows, qo_heads);
-  check_attention(a, a.k_cache, a.v_cache, dims);
+  check_attention(a, a.k_cache, a.v_cache, dims, true);
+  const KvScales scales = kv_scales(a.k_scales, a.v_scales, a.k_cache, a.v_cache, a.kv_layout);
   FI_CHECK(page_size > 0 && page_size <= 0x7fffffff, ValueError, "k_cache must have page_size > 0; got %s",
            a.k_cache.shape_str().c_str());
   FI_CHECK(a.q_len > 0 && (a.qo_indptr || rows % a.q_len == 0), ValueError,
@@ -76,6 +80,7 @@ int64_t batch_decode(const Kernel& kernel, const BatchDecodeArgs& a, const Extra
   BatchDecodeParams params{};
   AttentionProblem& p = params.problem;
   fill_attention(p, a, a.k_cache, a.v_cache, dims);
+  p.kv_scales = scales;
   p.mask.qo_len = static_cast<int32_t>(a.q_len);
   p.mask.causal = a.q_len > 1 && !a.draft_mask;
   params.k_page = a.k_cache.stride(0);
@@ -101,10 +106,12 @@ int64_t batch_decode(const Kernel& kernel, const BatchDecodeArgs& a, const Extra
 
   // 3 launch
 #if FI_CUDA
-  p.aligned = rows_aligned(p, a.q, a.k_cache, a.v_cache, params.k_page, params.v_page);
+  p.aligned = rows_aligned(p, a.q, a.k_cache, a.v_cache, params.k_page, params.v_page) &&
+              (!nvfp4 || scales_aligned(a.k_scales, a.v_scales));
   const int64_t four = 4 * a.out.dtype().bytes();
   params.out_aligned = a.out.alignment(four, {p.out_token, p.out_head}) == four;
-  const int64_t misaligned = misalignment({a.q, a.k_cache, a.v_cache});
+  const int64_t misaligned = nvfp4 ? misalignment({a.q, a.k_cache, a.v_cache}, {a.k_scales, a.v_scales})
+                                   : misalignment({a.q, a.k_cache, a.v_cache});
   return launch_batch_decode(kernel, params, extras, a.k_cache, a.v_cache, misaligned, a.split_kv,
                              kernel.pdl(a.enable_pdl));
 #else

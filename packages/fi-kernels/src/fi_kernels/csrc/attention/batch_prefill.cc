@@ -62,18 +62,23 @@ int64_t batch_prefill(const Kernel& kernel, const BatchPrefillArgs& a, const Ext
   const bool nhd = a.kv_layout == 0, paged = static_cast<bool>(a.page_indices);
   a.q.inner_contiguous().shape(rows, qo_heads, head_dim_qk);
   Dim &second = nhd ? page_size : kv_heads, &third = nhd ? kv_heads : page_size;
+  Dim k_bytes{"head_dim_qk / 2", head_dim_qk / 2}, v_bytes{"head_dim_vo / 2"};
+  const bool nvfp4 = is_nvfp4(a.k);
+  Dim &k_width = nvfp4 ? k_bytes : head_dim_qk, &v_width = nvfp4 ? v_bytes : head_dim_vo;
   if (paged) {
     pages.value = -1;
-    a.k.inner_contiguous().shape(pages, second, third, head_dim_qk);
-    a.v.inner_contiguous().shape(pages, second, third, head_dim_vo);
+    a.k.inner_contiguous().shape(pages, second, third, k_width);
+    a.v.inner_contiguous().shape(pages, second, third, v_width);
     a.page_indices.is({kI32}).on(a.q).contiguous();
   } else {
-    a.k.inner_contiguous().shape(second, third, head_dim_qk);
-    a.v.inner_contiguous().shape(second, third, head_dim_vo);
+    a.k.inner_contiguous().shape(second, third, k_width);
+    a.v.inner_contiguous().shape(second, third, v_width);
   }
+  if (nvfp4) head_dim_vo.value = 2 * v_bytes;
   a.out.inner_contiguous().shape(rows, qo_heads, head_dim_vo);
   if (a.lse) a.lse.is({kF32}).on(a.q).contiguous().shape(rows, qo_heads);
-  check_attention(a, a.k, a.v, dims);
+  check_attention(a, a.k, a.v, dims, true);
+  const KvScales scales = kv_scales(a.k_scales, a.v_scales, a.k, a.v, a.kv_layout);
   FI_CHECK(!paged || (page_size > 0 && page_size <= 0x7fffffff), ValueError, "k must have page_size > 0; got %s",
            a.k.shape_str().c_str());
   constexpr int64_t largest = 0x7fff0000;  // 32-bit counters have room for a tile beyond the end
@@ -112,6 +117,7 @@ int64_t batch_prefill(const Kernel& kernel, const BatchPrefillArgs& a, const Ext
   AttentionProblem& p = params.problem;
   params.sinks = factors(a.sinks, a.q, qo_heads);
   fill_attention(p, a, a.k, a.v, dims);
+  p.kv_scales = scales;
   p.mask.causal = a.items || (a.causal && !a.custom_mask);
   params.k_page = paged ? a.k.stride(0) : 0;
   params.v_page = paged ? a.v.stride(0) : 0;
@@ -138,7 +144,8 @@ int64_t batch_prefill(const Kernel& kernel, const BatchPrefillArgs& a, const Ext
 
   // 3 launch
 #if FI_CUDA
-  p.aligned = rows_aligned(p, a.q, a.k, a.v, params.k_page, params.v_page);
+  p.aligned = rows_aligned(p, a.q, a.k, a.v, params.k_page, params.v_page) &&
+              (!nvfp4 || scales_aligned(a.k_scales, a.v_scales));
   const int64_t kv_tokens = a.kv_tokens > 0 ? a.kv_tokens
                             : paged         ? a.page_indices.numel() * page_size
                                             : page_size.value;

@@ -154,7 +154,7 @@ void single_attention(const Kernel& kernel, const SingleAttentionArgs& a, const 
     a.k.shape(kv_heads, kv_len, head_dim_qk);
     a.v.shape(kv_heads, kv_len, head_dim_vo);
   }
-  check_attention(a, a.k, a.v, dims);
+  check_attention(a, a.k, a.v, dims, false);
   constexpr int64_t largest = 0x7fff0000;  // 32-bit counters have room for a tile beyond the end
   FI_CHECK(qo_len * qo_heads <= largest && kv_len <= largest, ValueError, "too large: q has shape %s, k has shape %s",
            a.q.shape_str().c_str(), a.k.shape_str().c_str());

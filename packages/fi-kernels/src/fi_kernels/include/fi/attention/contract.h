@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "fi/attention/problem.h"
 #include "fi/host/op.h"
@@ -44,12 +45,16 @@ inline void check_head_dim(const Tensor& t, int64_t dim) {
            static_cast<long long>(dim));
 }
 
-inline void check_dtypes(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out) {
+// Keys and values of uint8 are NVFP4: two elements a byte, with scales.
+inline bool is_nvfp4(const Tensor& k) { return k.dtype() == kU8; }
+
+// nvfp4: whether the op takes it.
+inline void check_dtypes(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, bool nvfp4) {
   q.is({kF16, kBF16, kF32, kE4M3, kE5M2});
   k.on(q);
-  const bool wide = k.dtype().bits == 8 && q.dtype().bits == 16 && k.dtype().code != kDLInt;
-  if (!wide) k.like(q);
-  k.is({kF16, kBF16, kF32, kE4M3, kE5M2});
+  const bool other = q.dtype().bits == 16 && (k.dtype().bits == 8 || k.dtype().bits == 16) && k.dtype().code != kDLInt;
+  if (!other) k.like(q);
+  if (!nvfp4 || !is_nvfp4(k)) k.is({kF16, kBF16, kF32, kE4M3, kE5M2});
   v.like(k);
   out.is({kF16, kBF16, kF32, kE4M3, kE5M2}).on(q);
 }
@@ -61,8 +66,8 @@ struct AttentionDims {
 
 // Checks the arguments of every attention op after their shapes are bound. k, v: the caches, or ragged keys.
 template <class Args>
-void check_attention(const Args& a, const Tensor& k, const Tensor& v, const AttentionDims& dims) {
-  check_dtypes(a.q, k, v, a.out);
+void check_attention(const Args& a, const Tensor& k, const Tensor& v, const AttentionDims& dims, bool nvfp4) {
+  check_dtypes(a.q, k, v, a.out, nvfp4);
   check_head_dim(a.q, dims.head_dim_qk);
   check_head_dim(v, dims.head_dim_vo);
   FI_CHECK(dims.kv_heads > 0 && dims.qo_heads % dims.kv_heads == 0, ValueError,
@@ -70,6 +75,32 @@ void check_attention(const Args& a, const Tensor& k, const Tensor& v, const Atte
            static_cast<long long>(dims.qo_heads), static_cast<long long>(dims.kv_heads));
   FI_CHECK(a.rope_scale > 0 && a.rope_theta > 0, ValueError,
            "rope_scale and rope_theta must be positive; got %g and %g", a.rope_scale, a.rope_theta);
+}
+
+// The scales of NVFP4 keys and values, with the axes of the caches or of ragged keys; for other types there are none.
+inline KvScales kv_scales(const OptionalTensor& k_scales, const OptionalTensor& v_scales, const Tensor& k,
+                          const Tensor& v, int64_t kv_layout) {
+  KvScales s{};
+  if (!is_nvfp4(k)) {
+    FI_CHECK(!k_scales && !v_scales, ValueError, "kv_cache_sf requires NVFP4 keys and values, of uint8; got %s",
+             k.dtype().str().c_str());
+    return s;
+  }
+  FI_CHECK(k_scales && v_scales, ValueError,
+           "kv_cache_sf must hold the scales of %s and %s, which are uint8 (NVFP4); got None", k.name(), v.name());
+  for (const auto& [scales, of] : {std::pair<Tensor, Tensor>(k_scales, k), std::pair<Tensor, Tensor>(v_scales, v)}) {
+    FI_CHECK(of.size(-1) % 8 == 0, ValueError,
+             "%s must have a head_dim that is a multiple of 16; got bytes of shape %s", of.name(),
+             of.shape_str().c_str());
+    scales.is({kE4M3, kU8}).on(k).inner_contiguous().shape_of(of, Dim{"head_dim / 16", of.size(-1) / 8});
+  }
+  const int token = kv_layout == 0 ? -3 : -2, head = kv_layout == 0 ? -2 : -3;
+  s.k = k_scales.data<const uint8_t>();
+  s.v = v_scales.data<const uint8_t>();
+  if (k.ndim() == 4) s.k_page = k_scales.stride(0), s.v_page = v_scales.stride(0);
+  s.k_token = k_scales.stride(token), s.v_token = v_scales.stride(token);
+  s.k_head = k_scales.stride(head), s.v_head = v_scales.stride(head);
+  return s;
 }
 
 // Fills what the attention ops have in common: tensors with their strides, heads, scales and scores. The mask is the
@@ -110,17 +141,28 @@ void fill_attention(AttentionProblem& p, const Args& a, const Tensor& k, const T
 // Whether rows of q, k and v begin at multiples of one load: 8 elements, in two loads of 16 bytes for fp32.
 inline bool rows_aligned(const AttentionProblem& p, const Tensor& q, const Tensor& k, const Tensor& v, int64_t k_page,
                          int64_t v_page) {
-  const auto load = [](const Tensor& t) { return std::min<int64_t>(16, 8 * t.dtype().bytes()); };
+  const auto load = [](const Tensor& t) { return is_nvfp4(t) ? 4 : std::min<int64_t>(16, 8 * t.dtype().bytes()); };
   return q.alignment(load(q), {p.q_token, p.q_head}) == load(q) &&
          k.alignment(load(k), {k_page, p.k_token, p.k_head}) == load(k) &&
          v.alignment(load(v), {v_page, p.v_token, p.v_head}) == load(v);
 }
 
+// Whether four scales of a row can be loaded at once, and are those of 64 elements.
+inline bool scales_aligned(const Tensor& k_scales, const Tensor& v_scales) {
+  for (const Tensor& t : {k_scales, v_scales})
+    if (t.size(-1) % 4 || t.row_alignment(4) < 4) return false;
+  return true;
+}
+
 // For kernels that load rows of these tensors by 16 bytes: the largest power of 2 that divides their addresses, or 0 if
-// that is 16 or more.
-inline int64_t misalignment(std::initializer_list<Tensor> tensors) {
+// that is 16 or more. scales: of NVFP4, whose rows are loaded whole, or by 16 bytes.
+inline int64_t misalignment(std::initializer_list<Tensor> tensors, std::initializer_list<Tensor> scales = {}) {
   int64_t found = 16;
   for (const Tensor& t : tensors) found = std::min(found, t.row_alignment(16));
+  for (const Tensor& t : scales) {
+    const int64_t row = std::min<int64_t>(16, t.size(-1));
+    if (const int64_t width = t.row_alignment(16); width < row) found = std::min(found, width);
+  }
   return found == 16 ? 0 : found;
 }
 

@@ -96,8 +96,8 @@ struct CudaCoreAttention {
         const int j = key + u * groups;
         const bool inside = j < end;
         const int64_t page = inside ? pages.page(j) : 0, slot = inside ? pages.slot(j) : 0;
-        read(keys + page * pages.k_page + slot * p.k_token, p.head_dim_qk, inside, k[u]);
-        read(values + page * pages.v_page + slot * p.v_token, p.head_dim_vo, inside, v[u]);
+        read(keys + page * pages.k_page + slot * p.k_token, key_scales(page, slot), p.head_dim_qk, inside, k[u]);
+        read(values + page * pages.v_page + slot * p.v_token, value_scales(page, slot), p.head_dim_vo, inside, v[u]);
       }
       if (p.rotary.enabled) rotate(keys, key, end);
       float s[kRows][kUnroll];
@@ -187,12 +187,25 @@ struct CudaCoreAttention {
   FI_DEVICE float* output(int group, int g) const { return shared.o + (group * kRows + g) * width; }
   FI_DEVICE uint64_t step(int d) const { return shared.rotary_steps[rotary_pair(d, p.head_dim_qk)]; }
 
-  FI_DEVICE void read(const KV* from, int dims, bool inside, Vec8<KV> (&to)[kSlices]) const {
+  // The scales of a key or value; null but for NVFP4.
+  FI_DEVICE const uint8_t* key_scales(int64_t page, int64_t slot) const {
+    if constexpr (!kIsE2m1<KV>) return nullptr;
+    return p.kv_scales.k + page * p.kv_scales.k_page + slot * p.kv_scales.k_token + kv_head * p.kv_scales.k_head;
+  }
+  FI_DEVICE const uint8_t* value_scales(int64_t page, int64_t slot) const {
+    if constexpr (!kIsE2m1<KV>) return nullptr;
+    return p.kv_scales.v + page * p.kv_scales.v_page + slot * p.kv_scales.v_token + kv_head * p.kv_scales.v_head;
+  }
+  FI_DEVICE void read(const KV* from, const uint8_t* scales, int dims, bool inside, Vec8<KV> (&to)[kSlices]) const {
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
       const int d = dim(slice * 8);
       to[slice].clear();
-      if (inside && d < dims) to[slice].read(from + d, p.aligned);
+      if (!inside || d >= dims) continue;
+      if constexpr (kIsE2m1<KV>)
+        to[slice].read(from + d / 2, scales + d / 16, p.aligned);
+      else
+        to[slice].read(from + d, p.aligned);
     }
   }
 
@@ -208,8 +221,9 @@ struct CudaCoreAttention {
     for (int x = lane; x < kUnroll * width; x += lanes) {
       const int u = x / width, d = x % width, j = key + u * groups;
       const bool inside = j < end && d < p.head_dim_qk;
-      const KV* from = keys + (inside ? pages.page(j) * pages.k_page + pages.slot(j) * p.k_token : 0);
-      const auto read = [&](int d) { return to_float(from[d]); };
+      const int64_t page = inside ? pages.page(j) : 0, slot = inside ? pages.slot(j) : 0;
+      const KV* from = keys + page * pages.k_page + slot * p.k_token;
+      const auto read = [&](int d) { return kv_element(from, key_scales(page, slot), d); };
       output(group, u)[d] = inside ? rotated(read, d, p.head_dim_qk, j, step(d)) : 0.f;
     }
     __syncwarp();

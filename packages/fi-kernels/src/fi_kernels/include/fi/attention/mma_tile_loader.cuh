@@ -44,18 +44,31 @@ FI_DEVICE unsigned opaque(size_t address) {
   return x;
 }
 
+// What NVFP4 keys need in shared memory: scales before conversion, and where they come from; empty for other types.
+template <class KV, class Shape>
+struct RawScales {};
+template <class Shape>
+struct RawScales<E2m1, Shape> {
+  alignas(16) uint8_t raw_k_scales[Shape::kKeys * Shape::kDimQK / 16];
+  uint8_t raw_v_scales[Shape::kKeys * Shape::kDimVO / 16];
+  const uint8_t* scale_address[2][2][Shape::kKeys];  // [stage][K or V][key]
+  int kv_head;
+};
+
 // Rows in shared memory are lines of 128 bytes in the 128-byte swizzle: ldmatrix has no bank conflicts.
 template <class T, class Q, class KV, class Pages, class Shape>
 struct MmaTileLoader {
   static constexpr int kKeys = Shape::kKeys, kThreads = Shape::kThreads, kRows = Shape::kRows;
   static constexpr bool kHalf = kIsSame<T, __half>;
-  static constexpr bool kDirect = sizeof(KV) == sizeof(T);
+  static constexpr bool kDirect = sizeof(KV) == sizeof(T), kFp4 = kIsE2m1<KV>;
+  static constexpr int kPerByte = kFp4 ? 2 : 1;  // elements of KV in a byte, for types of a byte
 
-  struct Shared {
+  struct Tiles {
     alignas(128) T q[kRows * Shape::kDimQK];
     T k[kKeys * Shape::kDimQK];
     T v[kKeys * Shape::kDimVO];
-    KV raw_k[kDirect ? 8 : kKeys * Shape::kDimQK], raw_v[kDirect ? 8 : kKeys * Shape::kDimVO];  // before conversion
+    KV raw_k[kDirect ? 8 : kKeys * Shape::kDimQK / kPerByte];  // before conversion
+    KV raw_v[kDirect ? 8 : kKeys * Shape::kDimVO / kPerByte];
     const KV* head_base[2];                   // the first key and value of the kv head
     int64_t page_stride[2], token_stride[2];  // of keys and values, in elements
     const KV* row_address[2][2][kKeys];       // [stage][K or V][key]
@@ -69,6 +82,7 @@ struct MmaTileLoader {
     float row_max[2 * Shape::kMTiles][kThreads], row_sum[2 * Shape::kMTiles][kThreads];
     uint64_t rotary_steps[Shape::kDimQK > 128 ? Shape::kDimQK / 2 : 256];  // rotary angles
   };
+  struct Shared : Tiles, RawScales<KV, Shape> {};
 
   const AttentionProblem& p;
   Shared& shared;
@@ -93,6 +107,7 @@ struct MmaTileLoader {
     }
     if (threadIdx.x == 32) {  // the first warp is busy with the work tile
       shared.head_base[kK] = static_cast<const KV*>(p.k) + kv_head * p.k_head;
+      if constexpr (kFp4) shared.kv_head = kv_head;
       shared.head_base[kV] = static_cast<const KV*>(p.v) + kv_head * p.v_head;
       shared.page_stride[kK] = pages.k_page, shared.page_stride[kV] = pages.v_page;
       shared.token_stride[kK] = p.k_token, shared.token_stride[kV] = p.v_token;
@@ -117,6 +132,13 @@ struct MmaTileLoader {
     if (kThreads > 2 * kKeys && part > 1) return;
     shared.row_address[stage][part][r] = shared.head_base[part] + page * shared.page_stride[part] +
                                          pages.slot(min(key + r + 1, end) - 1) * shared.token_stride[part];
+    if constexpr (kFp4) {
+      const KvScales& s = p.kv_scales;
+      const int64_t slot = pages.slot(min(key + r + 1, end) - 1);
+      shared.scale_address[stage][part][r] = part == kK
+                                                 ? s.k + page * s.k_page + slot * s.k_token + shared.kv_head * s.k_head
+                                                 : s.v + page * s.v_page + slot * s.v_token + shared.kv_head * s.v_head;
+    }
   }
 
   // Whether elements are loaded one by one: rotated keys, or rows that are not aligned.
@@ -134,7 +156,8 @@ struct MmaTileLoader {
     const int chunk = thread % 8, first = thread / 8;
     const int limit =
         elementwise || static_cast<int>(opaque(key + first)) + i * kRowsPerLoad >= end ? 0 : dims - chunk * 8;
-    const KV* from = shared.row_address[stage][kPart][first + i * kRowsPerLoad] + dim + chunk * 8;
+    const KV* row = shared.row_address[stage][kPart][first + i * kRowsPerLoad];
+    const KV* from = kFp4 ? row + (dim + chunk * 8) / 2 : row + dim + chunk * 8;
 #pragma unroll
     for (int line = 0; line < kWidth / 64; ++line) {
       const bool valid = line * 64 < limit;  // else nothing is read
@@ -142,12 +165,25 @@ struct MmaTileLoader {
         cp_async_16(address(kPart == kK ? shared.k : shared.v, first, chunk, kWidth) +
                         (i * kRowsPerLoad * kWidth + line * 64) * sizeof(T),
                     from + line * 64, valid);
+      else if constexpr (kFp4)
+        load_packed_async<kPart>(first + i * kRowsPerLoad, chunk, line, from, dim, stage, valid);
       else
         cp_async_8(
             opaque(__cvta_generic_to_shared((kPart == kK ? shared.raw_k : shared.raw_v) + first * kWidth + chunk * 8)) +
                 i * kRowsPerLoad * kWidth + line * 64,
             from + line * 64, valid);
     }
+  }
+  // Four bytes of a line of 64 elements of NVFP4, and by the first of eight threads its four scales.
+  template <TilePart kPart>
+  FI_DEVICE void load_packed_async(int row, int chunk, int line, const KV* from, int dim, int stage, bool valid) const {
+    constexpr int kWidth = kPart == kK ? Shape::kDimQK : Shape::kDimVO;
+    const auto address = [](const void* at) { return opaque(__cvta_generic_to_shared(at)); };
+    const int at = row * kWidth + line * 64;
+    cp_async_4(address(kPart == kK ? shared.raw_k : shared.raw_v) + at / 2 + chunk * 4, from + line * 32, valid);
+    if (chunk == 0)
+      cp_async_4(address(kPart == kK ? shared.raw_k_scales : shared.raw_v_scales) + at / 16,
+                 shared.scale_address[stage][kPart][row] + dim / 16 + line * 4, valid);
   }
   template <TilePart kPart>
   FI_DEVICE void load_tile_async(bool elementwise, int dim, int dims, int key, int end, int stage) const {
@@ -170,10 +206,17 @@ struct MmaTileLoader {
         const int x = line * 64 + chunk * 8;
         if (!elementwise) {
           Vec8<KV> block;
-          block.read((kPart == kK ? shared.raw_k : shared.raw_v) + r * kWidth + x, true);
+          const KV* from = (kPart == kK ? shared.raw_k : shared.raw_v) + (r * kWidth + x) / kPerByte;
+          if constexpr (kFp4)
+            block.read(from, (kPart == kK ? shared.raw_k_scales : shared.raw_v_scales) + (r * kWidth + x) / 16, true);
+          else
+            block.read(from, true);
           store_vec8(to, block);
         } else if (key + r < end && x < dims) {
-          store_elementwise(to, shared.row_address[stage][kPart][r], dim + x, kPart == kK && p.rotary.enabled, key + r);
+          const uint8_t* scales = nullptr;
+          if constexpr (kFp4) scales = shared.scale_address[stage][kPart][r];
+          store_elementwise(to, shared.row_address[stage][kPart][r], scales, dim + x, kPart == kK && p.rotary.enabled,
+                            key + r);
         } else {
           *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
         }
@@ -186,7 +229,7 @@ struct MmaTileLoader {
     const bool elementwise = p.rotary.enabled || !p.aligned;
     const int64_t token = p.q_token, head = p.q_head;
     const Q* const q = static_cast<const Q*>(p.q);
-    if (sizeof(Q) == sizeof(T) && !elementwise) {
+    if (kIsSame<Q, T> && !elementwise) {
       const int first = threadIdx.x / 8;
       const unsigned to = address(shared.q, first, chunk, Shape::kDimQK);
 #pragma unroll 4
@@ -210,7 +253,7 @@ struct MmaTileLoader {
         T* to = slot(shared.q, r, x / 8, Shape::kDimQK);
         const bool inside = r < rows && x < dims;
         if (inside && elementwise) {
-          store_elementwise(to, from, dim + x, p.rotary.enabled, p.mask.position(at.i));
+          store_elementwise(to, from, nullptr, dim + x, p.rotary.enabled, p.mask.position(at.i));
         } else {
           Vec8<Q> block;
           block.clear();
@@ -228,7 +271,9 @@ struct MmaTileLoader {
   template <class S>
   FI_DEVICE static void store_vec8(T* to, const Vec8<S>& x) {
     uint4 words;
-    if constexpr (sizeof(S) == sizeof(T)) {
+    if constexpr (kIsE2m1<S>) {
+      words = pairs_of(x, T{});
+    } else if constexpr (kIsSame<S, T>) {
       memcpy(&words, &x, sizeof words);
 #if __CUDA_ARCH__ >= 890
     } else if constexpr (sizeof(S) == 1 && kHalf) {
@@ -248,8 +293,9 @@ struct MmaTileLoader {
 
   // Loads eight elements of a row from `dim` on one by one: rotated, or from a row that is not aligned.
   template <class S>
-  FI_DEVICE void store_elementwise(T* to, const S* row, int dim, bool rotate, int64_t position) const {
-    const auto read = [&](int d) { return to_float(row[d]); };
+  FI_DEVICE void store_elementwise(T* to, const S* row, const uint8_t* scales, int dim, bool rotate,
+                                   int64_t position) const {
+    const auto read = [&](int d) { return kv_element(row, scales, d); };
 #pragma unroll 1
     for (int d = dim; d < dim + 8; ++d)
       to[d - dim] = from_float<T>(

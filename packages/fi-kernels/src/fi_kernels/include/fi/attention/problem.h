@@ -19,7 +19,14 @@ struct Row {
   int32_t i, head;
 };
 
-// Strides in elements; the innermost is 1.
+// The scales of NVFP4 keys and values, e4m3: one for each 16 elements of a row. Strides in bytes.
+struct KvScales {
+  const uint8_t* k;  // [kv_len, kv_heads, head_dim_qk / 16]
+  const uint8_t* v;  // [kv_len, kv_heads, head_dim_vo / 16]
+  int64_t k_page, k_token, k_head, v_page, v_token, v_head;
+};
+
+// Strides in elements; the innermost is 1. NVFP4 keys and values, two elements a byte: in bytes.
 struct AttentionProblem {
   const void* q;         // [qo_len, qo_heads, head_dim_qk]
   const void* k;         // [kv_len, kv_heads, head_dim_qk]
@@ -38,6 +45,7 @@ struct AttentionProblem {
   Mask mask;
   Scores scores;
   Rotary rotary;
+  KvScales kv_scales;  // of NVFP4
 
   FI_HOST_DEVICE int32_t rows() const { return mask.qo_len * group_size; }  // packed rows of one kv head
   FI_HOST_DEVICE Row row(int32_t kv_head, int32_t r) const {

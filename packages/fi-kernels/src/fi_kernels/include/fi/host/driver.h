@@ -28,7 +28,14 @@ enum LaunchAttributeId : int { kClusterDimension = 4, kProgrammaticStreamSeriali
 enum FunctionAttribute : int { kMaxDynamicSharedBytes = 8, kNonPortableClusterSize = 14 };
 enum DeviceAttribute : int { kMultiprocessorCount = 16, kMajor = 75, kMinor = 76, kSharedBytesOfBlock = 97 };
 enum PointerAttribute : int { kMemoryType = 2 };
-enum TensorMapValue : int { kTensorU8 = 0, kTensorU16 = 1, kSwizzle128B = 3, kPromoteL2To128B = 2 };
+enum TensorMapValue : int {
+  kTensorU8 = 0,
+  kTensorU16 = 1,
+  kSwizzle32B = 1,
+  kSwizzle64B = 2,
+  kSwizzle128B = 3,
+  kPromoteL2To128B = 2
+};
 
 union alignas(8) LaunchAttributeValue {
   char pad[64];

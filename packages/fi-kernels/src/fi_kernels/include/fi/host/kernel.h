@@ -132,15 +132,16 @@ struct Kernel {
   int64_t shared_limit(DLDevice device) const {
     return library ? attribute<cu::kSharedBytesOfBlock>(device) : rehearsal.shared_limit;
   }
-  // Describes a tensor of 8- or 16-bit elements for bulk tensor copies with the 128-byte swizzle; strides in bytes,
-  // those of dimensions 1 and up.
+  // Describes a tensor of 8- or 16-bit elements for bulk tensor copies; strides in bytes, those of dimensions 1
+  // and up. swizzle: 128, 64 or 32 bytes.
   void describe(TensorMap& map, int64_t element_bytes, uint32_t rank, void* data, const uint64_t* sizes,
-                const uint64_t* strides, const uint32_t* box) const {
+                const uint64_t* strides, const uint32_t* box, int64_t swizzle = 128) const {
     if (!library) return;
     const uint32_t steps[] = {1, 1, 1, 1, 1};
     const cu::Driver& driver = cu::Driver::get();
+    const int mode = swizzle == 128 ? cu::kSwizzle128B : swizzle == 64 ? cu::kSwizzle64B : cu::kSwizzle32B;
     driver.check(driver.TensorMapEncodeTiled(&map, element_bytes == 1 ? cu::kTensorU8 : cu::kTensorU16, rank, data,
-                                             sizes, strides, box, steps, 0, cu::kSwizzle128B, cu::kPromoteL2To128B, 0),
+                                             sizes, strides, box, steps, 0, mode, cu::kPromoteL2To128B, 0),
                  "cuTensorMapEncodeTiled");
   }
 

@@ -12,6 +12,17 @@ FI_DEVICE float e2m1_to_float(uint32_t code) {
   return code & 8 ? -value : value;
 }
 
+// Eight values, the first in the lowest 4 bits, as pairs of halves 2^14 too small: the bits of a value are the sign,
+// the exponent's last two bits and the first of the mantissa of a half. pairs[i] has values i and i + 4.
+constexpr float kE2m1HalvesFactor = 0x1p14f;
+FI_DEVICE void e2m1_halves(unsigned codes, unsigned (&pairs)[4]) {
+  // The upper bytes of halves: of the values of odd and of even index.
+  const unsigned odd = (codes & 0x80808080u) | ((codes & 0x70707070u) >> 3);
+  const unsigned even = ((codes << 4) & 0x80808080u) | ((codes & 0x07070707u) << 1);
+  pairs[0] = __byte_perm(even, 0, 0x2404), pairs[1] = __byte_perm(odd, 0, 0x2404);
+  pairs[2] = even & 0xff00ff00u, pairs[3] = odd & 0xff00ff00u;
+}
+
 // The codes of the magnitudes of eight floats, rounded to nearest even and saturated, the first in the lowest 4 bits;
 // NaN becomes 6.
 // The code of a is the smallest of round(2 a), round(a) + 2 and round(a / 2) + 4, because e2m1 has steps of 1/2 up to

@@ -25,6 +25,14 @@ struct TokenPages {
   }
 };
 
+// Rows of NVFP4 without their scales: two values a byte, the first in the lower half.
+inline void load_e2m1(const void* from, float* to, int64_t n) {
+  static constexpr float kValues[] = {0.f,  0.5f,  1.f,  1.5f,  2.f,  3.f,  4.f,  6.f,
+                                      -0.f, -0.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
+  const auto* bytes = static_cast<const uint8_t*>(from);
+  for (int64_t i = 0; i < n; i += 2) to[i] = kValues[bytes[i / 2] & 15], to[i + 1] = kValues[bytes[i / 2] >> 4];
+}
+
 // Vector lanes are rows, over scores [key][row]; with few rows they are keys, over scores [row][key]. Neither order
 // transposes K or the scores.
 class CpuTile {
@@ -37,7 +45,7 @@ class CpuTile {
       : q_bytes_(q.bytes()),
         kv_bytes_(kv.bytes()),
         load_q_(cpu::row_loader(q)),
-        load_kv_(cpu::row_loader(kv)),
+        load_kv_(kv == kU8 ? load_e2m1 : cpu::row_loader(kv)),
         products_(products),
         qk_(cpu::padded(p.head_dim_qk)),
         vo_(cpu::padded(p.head_dim_vo)),
@@ -125,12 +133,16 @@ class CpuTile {
   // Of head kv_head_ + h.
   void load_keys(int32_t key, int32_t keys, int32_t h = 0) {
     load(p_->k, p_->k_token, p_->k_head, pages_.k_page, p_->head_dim_qk, k_.data(), qk_, h, key, keys);
+    const KvScales& s = p_->kv_scales;
+    if (s.k) multiply_scales(s.k, s.k_token, s.k_head, s.k_page, p_->head_dim_qk, k_.data(), qk_, h, key, keys);
     if (p_->rotary.enabled)
       for (int32_t j = 0; j < keys; ++j) rotate(k_.data() + j * qk_, key + j);
   }
 
   void load_values(int32_t key, int32_t keys, int32_t h = 0) {
     load(p_->v, p_->v_token, p_->v_head, pages_.v_page, p_->head_dim_vo, v_.data(), vo_, h, key, keys);
+    const KvScales& s = p_->kv_scales;
+    if (s.v) multiply_scales(s.v, s.v_token, s.v_head, s.v_page, p_->head_dim_vo, v_.data(), vo_, h, key, keys);
   }
 
   void step_few_rows(int32_t key, int32_t keys) {
@@ -265,6 +277,18 @@ class CpuTile {
              });
     each_row(from, token, head, page, h, key, keys, [&](const char* row) {
       load_kv_(row, to, dim);
+      to += pitch;
+    });
+  }
+
+  // Multiplies rows of NVFP4 by their scales, of 16 elements each.
+  void multiply_scales(const uint8_t* from, int64_t token, int64_t head, int64_t page, int32_t dim, float* to,
+                       int64_t pitch, int32_t h, int32_t key, int32_t keys) const {
+    each_row(from, token, head, page, h, key, keys, [&](const char* row) {
+      for (int32_t x = 0; x < dim; x += 16) {
+        const float scale = cpu::to_float(cpu::e4m3_t{static_cast<uint8_t>(row[x / 16])});
+        for (int32_t i = x; i < x + 16; ++i) to[i] *= scale;
+      }
       to += pitch;
     });
   }

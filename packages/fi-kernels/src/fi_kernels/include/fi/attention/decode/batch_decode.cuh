@@ -3,6 +3,7 @@
 #include "fi/attention/cuda_core_attention.cuh"
 #include "fi/attention/decode/cuda_core_epilogue.cuh"
 #include "fi/attention/decode/dynamic_scheduler.cuh"
+#include "fi/attention/decode/scale_stages.cuh"
 #include "fi/attention/decode/split_kv_epilogue.cuh"
 #include "fi/attention/decode/warp_mma_tile.cuh"
 #include "fi/cuda/ptx/bulk_sm90.cuh"
@@ -96,10 +97,11 @@ template <class T, class Q, class KV, int kDim, int kWarps, int kKeys, int kStag
 struct DecodeMmaKernel {
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kOutputPitch = kDim + 8;
-  using KvTile = SwizzledKvTile<(kDim * sizeof(KV) + 127) / 128, kKeys>;
+  using KvTile = typename KvTileOf<KV, kDim, kKeys>::Type;
   using Tile = WarpMmaTile<T, Q, KV, kDim, KvTile, kKeys>;
+  using Scales = ScaleStages<KV, kDim, kKeys, kStages>;
 
-  struct Ring {
+  struct Ring : Scales {
     union {
       struct {
         char k[kStages][KvTile::kBytes], v[kStages][KvTile::kBytes];
@@ -126,6 +128,7 @@ struct DecodeMmaKernel {
   struct Slices {
     int low, high, key;
     int64_t k_offset, v_offset;
+    int64_t page, slot;  // only for NVFP4
   };
   FI_DEVICE void look_up(const DecodeWorkTile& s, Slices& at) const {
     const int j = at.key + lane % kKeys;
@@ -136,6 +139,7 @@ struct DecodeMmaKernel {
     }
     at.k_offset = page * params.k_page + slot * params.problem.k_token;
     at.v_offset = page * params.v_page + slot * params.problem.v_token;
+    if constexpr (Tile::kFp4) at.page = page, at.slot = slot;
   }
 
   // policy: of L2, on sm_90.
@@ -159,7 +163,7 @@ struct DecodeMmaKernel {
       const int64_t k_offset = __shfl_sync(0xffffffffu, at.k_offset, key);
       const int64_t v_offset = __shfl_sync(0xffffffffu, at.v_offset, key);
       const bool inside = at.key + key >= at.low && at.key + key < at.high;
-      const int element = chunk * 16 / static_cast<int>(sizeof(KV));
+      const int element = chunk * 16 / static_cast<int>(sizeof(KV));  // or byte of NVFP4
       copy(ring.k[stage] + KvTile{4}.offset(key, chunk), inside ? k + k_offset + element : k, inside, policy);
       copy(ring.v[stage] + KvTile{4}.offset(key, chunk), inside ? v + v_offset + element : v, inside, policy);
     }
@@ -187,7 +191,7 @@ struct DecodeMmaKernel {
       const AttentionProblem& p = params.problem;
       const auto problem = [&] { return params.keys_of(s.request, s.kv_len, shared.scheduler.bmm1); };
       const auto first = [&] { return s.begin * kDecodeKvTile + warp * kKeys; };
-      Slices at{max(s.begin * kDecodeKvTile, problem().mask.first_key(0)), params.end_key(s), first(), 0, 0};
+      Slices at{max(s.begin * kDecodeKvTile, problem().mask.first_key(0)), params.end_key(s), first(), 0, 0, 0, 0};
       const int kv_head = params.kv_head(s.q_tile);
       const KV* k = static_cast<const KV*>(p.k) + kv_head * p.k_head;
       const KV* v = static_cast<const KV*>(p.v) + kv_head * p.v_head;
@@ -201,6 +205,13 @@ struct DecodeMmaKernel {
 #pragma unroll 1
       for (;;) {
         if (at.key < at.high) load(k, v, at, stage, policy);
+        if constexpr (Tile::kFp4) {
+          Ring& ring = shared.rings[warp];
+          const int j = at.key + lane;
+          if (lane < kKeys && at.key < at.high)
+            copy_scales<kDim>(p.kv_scales, at.page, static_cast<int>(at.slot), kv_head, j >= at.low && j < at.high,
+                              ring.k_scales(stage) + lane * kDim / 16, ring.v_scales(stage) + lane * kDim / 16);
+        }
         cp_async_commit();
         const int key = at.key - (kStages - 1) * kStep;
         at.key += kStep;
@@ -215,12 +226,11 @@ struct DecodeMmaKernel {
           tile.begin(params, problem(), tile_of.kv_head, tile_of.first, tile_of.rows, shared.queries[0]);
         }
         Ring& ring = shared.rings[warp];
+        const KvStage from{ring.k[stage], ring.v[stage], ring.k_scales(stage), ring.v_scales(stage)};
         if (tile.plain(key, at.low, at.high))
-          tile.template attend<true>(problem, shared.queries[0], ring.k[stage], ring.v[stage], key, at.low, at.high,
-                                     [] {});
+          tile.template attend<true>(problem, shared.queries[0], from, key, at.low, at.high, [] {});
         else if (key < at.high && key + kKeys > at.low)
-          tile.template attend<false>(problem, shared.queries[0], ring.k[stage], ring.v[stage], key, at.low, at.high,
-                                      [] {});
+          tile.template attend<false>(problem, shared.queries[0], from, key, at.low, at.high, [] {});
         __syncwarp();
         if (key + kStep >= at.high) break;
       }

@@ -1,15 +1,17 @@
 // Batch decode on Hopper: a persistent warp-specialised CTA. Two producer warps fill a ring of K and V stages by TMA,
 // consumer warps multiply 16 or 32 keys of each stage on tensor cores, and an epilogue warp finishes a work tile while
-// the consumers process the next.
+// the consumers process the next. With NVFP4 a third producer warp copies the scales.
 #pragma once
 #include "fi/attention/decode/bulk_merge_sm90.cuh"
 #include "fi/attention/decode/cluster_sm90.cuh"
 #include "fi/attention/decode/dynamic_scheduler.cuh"
+#include "fi/attention/decode/scale_stages.cuh"
 #include "fi/attention/decode/warp_mma_tile.cuh"
 #include "fi/cuda/pipeline_sm90.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/shared_memory.cuh"
 #include "fi/cuda/tma_tile_sm90.cuh"
+#include "fi/cuda/warp_roles_sm90.cuh"
 
 namespace fi {
 
@@ -19,7 +21,7 @@ template <class T, class Q, class KV, int kDim, int kWarps, int kWarpKeys, int k
 struct DecodeTmaKernel {
   static constexpr int kThreads = kWarps * 32;      // of the consumers
   static constexpr int kKeys = kWarps * kWarpKeys;  // of a stage
-  static constexpr int kLines = (kDim * sizeof(KV) + 127) / 128;
+  static constexpr bool kFp4 = kIsE2m1<KV>;
   static constexpr int kOutputPitch = kDim + 8;
   static constexpr int kWorkStages = 4;   // work tiles published at a time
   static constexpr int kRangeStages = 2;  // dynamic ranges that V's warp is ahead of K's
@@ -28,10 +30,16 @@ struct DecodeTmaKernel {
   static constexpr int kDirect = 40;
   // Ranges of fewer KV tiles use all stages. H200, b1 kv8k: 21.1 us, without 21.6.
   static constexpr int kShortRange = 12;
-  using KvTile = SwizzledKvTile<kLines, kKeys>;
+  using KvTile = typename KvTileOf<KV, kDim, kKeys>::Type;
   using Tile = WarpMmaTile<T, Q, KV, kDim, KvTile, kWarpKeys>;
+  using Scales = ScaleStages<KV, kDim, kKeys, kStages>;
+  static constexpr int kKeyBytes = KvTile::kBytes / kKeys;  // in a stage
+  static constexpr int kScaleThreads = kFp4 ? 32 : 0;       // which arrive for each stage
+  // With eight consumer warps each needs more than an equal share.
+  static constexpr bool kMovesRegisters = kWarps > 4;
+  static constexpr int kProducerRegisters = 88, kConsumerRegisters = 200;
 
-  struct Shared {
+  struct Tiles {
     char k[kStages][KvTile::kBytes], v[kStages][KvTile::kBytes];
     float output[kWarps][kDecodeQTile][kOutputPitch];
     Q queries[kWorkStages][kDecodeQTile][Tile::kPitch];
@@ -47,6 +55,7 @@ struct DecodeTmaKernel {
     int last[2], stages;
     float bmm1;
   };
+  struct Shared : Tiles, Scales {};
 
   const BatchDecodeParams& params;
   Shared& shared;
@@ -56,9 +65,9 @@ struct DecodeTmaKernel {
       : params(params), shared(shared), lane(threadIdx.x % 32) {}
 
   FI_DEVICE void init() const {
-    for (Barrier& full : shared.k_full) full.init(1);
-    shared.kv_pipeline.init(1, kWarps);
-    shared.work_pipeline.init(33, kThreads + 32);
+    for (Barrier& full : shared.k_full) full.init(1 + kScaleThreads);
+    shared.kv_pipeline.init(1 + kScaleThreads, kWarps);
+    shared.work_pipeline.init(33, kThreads + 32 + kScaleThreads);
     shared.output_pipeline.init(kThreads, 32);
     shared.partials_full.init(1);
     shared.range_pipeline.init(1, 32);
@@ -199,7 +208,7 @@ struct DecodeTmaKernel {
         shared.kv_pipeline.acquire(at);
         const int to = (min(b.high - key, kKeys) + (1 << shift) - 1) >> shift;
         const int from = min(max(b.low - key, 0) >> shift, to);  // a stage smaller than a KV tile may end before low
-        if (lane == 0) full[at.stage].arrive_expect((to - from) * (kLines * 128 << shift));
+        if (lane == 0) full[at.stage].arrive_expect((to - from) * (kKeyBytes << shift));
         __syncwarp();
 #pragma unroll 1
         for (int done = 0; done < boxes;) {
@@ -223,9 +232,50 @@ struct DecodeTmaKernel {
   // By one lane. key: the first key of the box, counted in the stage.
   FI_DEVICE void copy(char* to, const TensorMap& map, Barrier& barrier, int key, int slot, int head, int page,
                       uint64_t policy) const {
-    tma_load_tile<kWhole ? 1 : kDim>(reinterpret_cast<KV*>(to + key * kLines * 128),
+    tma_load_tile<kWhole ? 1 : kDim>(reinterpret_cast<KV*>(to + key * kKeyBytes),
                                      (128 / sizeof(KV)) << params.box_keys_log2, map, barrier, 0, slot, 0, head, page,
                                      policy);
+  }
+
+  // Copies the scales of the work tiles that are published.
+  FI_DEVICE void produce_scales() const {
+    auto at = PipelineState::producer();
+#pragma unroll 1
+    for (int count = 0;; ++count) {
+      const auto work_at = PipelineState::consumer_at<kWorkStages>(static_cast<unsigned>(count));
+      shared.work_pipeline.wait(work_at);
+      const DecodeWorkTile s = shared.work_tiles[work_at.stage];
+      const int stages = shared.stages;
+      shared.work_pipeline.release(work_at.stage);
+      if (s.q_tile < 0) return;
+      const int from = low(s), to = high(s), head = params.kv_head(s.q_tile);
+      const PagedKv tokens{params.page_indices + s.first_page, params.last_page, params.page_size, 0, 0};
+      constexpr int kRounds = kKeys / 32;
+      int page[kRounds], next[kRounds];
+      const auto key_of = [&](int key, int i) { return min(max(key + i * 32 + lane, from), to - 1); };
+      const auto look_up = [&](int key) {
+#pragma unroll
+        for (int i = 0; i < kRounds; ++i) next[i] = static_cast<int>(tokens.page(key_of(key, i)));
+      };
+      int key = s.begin * kDecodeKvTile;
+      if (key < to) look_up(key);
+#pragma unroll 1
+      for (; key < to; key += kKeys) {
+#pragma unroll
+        for (int i = 0; i < kRounds; ++i) page[i] = next[i];
+        if (key + kKeys < to) look_up(key + kKeys);  // long before they are needed
+        shared.kv_pipeline.acquire(at);
+#pragma unroll
+        for (int i = 0; i < kRounds; ++i) {
+          const int row = i * 32 + lane, j = key + row;
+          copy_scales<kDim>(params.problem.kv_scales, page[i], tokens.slot(key_of(key, i)), head, j >= from && j < to,
+                            shared.k_scales(at.stage) + row * kDim / 16, shared.v_scales(at.stage) + row * kDim / 16);
+        }
+        shared.k_full[at.stage].arrive_copies();
+        shared.kv_pipeline.commit_copies(at.stage);
+        at.advance(stages);
+      }
+    }
   }
 
   FI_DEVICE void consume() const {
@@ -252,12 +302,11 @@ struct DecodeTmaKernel {
         const PipelineState at{stage, static_cast<int>(pass & 1)};
         shared.k_full[stage].wait(at.phase);
         const auto values = [&] { shared.kv_pipeline.wait(at); };
+        const KvStage kv{shared.k[stage], shared.v[stage], shared.k_scales(stage), shared.v_scales(stage)};
         if (tile.plain(key, from, to))
-          tile.template attend<true>(problem, shared.queries[work_at.stage][0], shared.k[stage], shared.v[stage], key,
-                                     from, to, values);
+          tile.template attend<true>(problem, shared.queries[work_at.stage][0], kv, key, from, to, values);
         else if (key < to && key + kWarpKeys > from)
-          tile.template attend<false>(problem, shared.queries[work_at.stage][0], shared.k[stage], shared.v[stage], key,
-                                      from, to, values);
+          tile.template attend<false>(problem, shared.queries[work_at.stage][0], kv, key, from, to, values);
         __syncwarp();
         if (lane == 0) shared.kv_pipeline.release(stage);
         if (++stage == shared.stages) stage = 0, ++pass;
@@ -270,7 +319,7 @@ struct DecodeTmaKernel {
         barrier_sync(1, kThreads);
         BulkEpilogueThreads<kDirect, kThreads> threads(threadIdx.x, 1, &shared.last[0], shared.partials_full,
                                                        shared.states[0], shared.k[0],
-                                                       sizeof shared.k + sizeof shared.v);  // the stages are free
+                                                       sizeof shared.k + sizeof shared.v);  // are free
         complete(epilogue, threads, [] {});
         return;
       }
@@ -315,19 +364,27 @@ struct DecodeTmaKernel {
   FI_DEVICE void run() const {
     if (threadIdx.x == 0) init();
     pdl_wait();
-    if (threadIdx.x >= kThreads + 64) prefetch();
+    if (static_cast<int>(threadIdx.x) / 32 == kThreads / 32 + 2) prefetch();
     if (threadIdx.x == 0) shared.bmm1 = params.bmm1_scale ? *params.bmm1_scale : 1.f;
     const int role = static_cast<int>(threadIdx.x) - kThreads;
     DecodeTileScheduler scheduler;
     if (role >= 0 && role < 64)
       scheduler.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
     __syncthreads();
+    if constexpr (kMovesRegisters) {
+      if (role < 0)
+        take_registers<kConsumerRegisters>();
+      else
+        give_registers<kProducerRegisters>();
+    }
     if (role < 0)
       consume();
     else if (role < 64)
       produce(role >= 32, scheduler);
-    else
+    else if (role < 96)
       run_epilogues();
+    else if constexpr (kFp4)
+      produce_scales();
   }
 
   template <class Threads, class Released>
@@ -342,7 +399,8 @@ struct DecodeTmaKernel {
   }
 };
 
-// Grid: the CTAs of the schedule. Threads: the consumer warps, two producer warps, the epilogue warp.
+// Grid: the CTAs of the schedule. Threads: the consumer warps, two producer warps, the epilogue warp, with NVFP4 a
+// producer warp of scales.
 template <class T, class Q, class KV, int kDim, int kWarps, int kWarpKeys, int kStages, int kLong, bool kWhole,
           int kSharedBytes>
 FI_DEVICE void batch_decode_tma(const BatchDecodeParams& params) {

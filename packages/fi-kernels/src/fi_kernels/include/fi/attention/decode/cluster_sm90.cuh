@@ -182,10 +182,10 @@ struct DecodeClusterKernel {
       } else {
         shared.full_k[warp][at.stage].wait(at.phase);
       }
-      tile.template attend<false>(problem, shared.queries[0], ring.k[at.stage], ring.v[at.stage], key, low,
-                                  request.kv_len, [&] {
-                                    if constexpr (!kGather) shared.full_v[warp][at.stage].wait(at.phase);
-                                  });
+      const KvStage stage{ring.k[at.stage], ring.v[at.stage], nullptr, nullptr};
+      tile.template attend<false>(problem, shared.queries[0], stage, key, low, request.kv_len, [&] {
+        if constexpr (!kGather) shared.full_v[warp][at.stage].wait(at.phase);
+      });
       __syncwarp();
       const int next = box + kStages;
       if constexpr (kGather) {

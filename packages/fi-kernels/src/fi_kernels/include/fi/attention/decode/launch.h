@@ -3,18 +3,19 @@
 #include <algorithm>
 #include <numeric>
 
+#include "fi/attention/contract.h"
 #include "fi/attention/decode/batch_decode.h"
 #include "fi/generated/batch_decode.h"
 
 #if FI_CUDA
 namespace fi {
 
-// A cache as [pages, heads, lines, tokens of a page, elements of a line], a line being 128 bytes: a copy writes the
-// first line of all its tokens, then the second. `whole`: one copy loads all lines; otherwise each line takes a copy,
-// and lines are offsets in a row.
+// A cache as [pages, heads, lines, tokens of a page, elements of a line], a line being 128 bytes, or of NVFP4 a row: a
+// copy writes the first line of all its tokens, then the second. `whole`: one copy loads all lines; otherwise each line
+// takes a copy, and lines are offsets in a row.
 inline void describe_cache(const Kernel& kernel, TensorMap& map, const Tensor& cache, int64_t heads, int64_t page_size,
                            int64_t head, int64_t token, int64_t box_rows, bool whole) {
-  const int64_t bytes = cache.dtype().bytes(), dim = cache.size(-1), line = 128 / bytes;
+  const int64_t bytes = cache.dtype().bytes(), dim = cache.size(-1), line = is_nvfp4(cache) ? dim : 128 / bytes;
   const int64_t lines = whole ? (dim + line - 1) / line : 1;
   const auto step = [&](int64_t n, int64_t stride) { return static_cast<uint64_t>(n > 1 ? stride * bytes : 128); };
   const uint64_t sizes[] = {static_cast<uint64_t>(whole ? std::min(dim, line) : dim), static_cast<uint64_t>(page_size),
@@ -23,7 +24,7 @@ inline void describe_cache(const Kernel& kernel, TensorMap& map, const Tensor& c
   const uint64_t strides[] = {step(page_size, token), 128, step(heads, head), step(cache.size(0), cache.stride(0))};
   const uint32_t box[] = {static_cast<uint32_t>(line), static_cast<uint32_t>(box_rows), static_cast<uint32_t>(lines), 1,
                           1};
-  kernel.describe(map, bytes, 5, cache.data(), sizes, strides, box);
+  kernel.describe(map, bytes, 5, cache.data(), sizes, strides, box, line * bytes);
 }
 
 // CTAs of a cluster for each q tile of a request if the cluster kernel is faster than the schedule, else 0. Depends
@@ -84,8 +85,9 @@ inline int64_t launch_batch_decode(const Kernel& kernel, BatchDecodeParams& para
     }
   }
   const auto chosen = BatchDecodeConfig::of(*entry);
-  params.evict_first_tiles = static_cast<int32_t>(
-      (chosen.evict_first_mb << 20) / (kDecodeKvTile * (p.head_dim_qk + p.head_dim_vo) * k_cache.dtype().bytes()));
+  params.evict_first_tiles =
+      static_cast<int32_t>((chosen.evict_first_mb << 20) /
+                           (kDecodeKvTile * (k_cache.size(-1) + v_cache.size(-1)) * k_cache.dtype().bytes()));
   if (chosen.kind >= DecodeKind::TMA && chosen.keys_per_copy > 1) {
     const bool whole = chosen.whole_rows != 0;
     const int64_t box_rows = one_page ? chosen.keys_per_copy : std::gcd(page_size, chosen.keys_per_copy);

@@ -41,6 +41,8 @@ struct PrefillProblem {
     if (!page_indices) {
       p.k = static_cast<const char*>(problem.k) + r.kv_begin * p.k_token * kv_bytes;
       p.v = static_cast<const char*>(problem.v) + r.kv_begin * p.v_token * kv_bytes;
+      p.kv_scales.k = problem.kv_scales.k + r.kv_begin * p.kv_scales.k_token;
+      p.kv_scales.v = problem.kv_scales.v + r.kv_begin * p.kv_scales.v_token;
     }
     p.mask.qo_len = r.qo_len;
     p.mask.kv_len = r.kv_len;

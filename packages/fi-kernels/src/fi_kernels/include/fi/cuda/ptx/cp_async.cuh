@@ -43,11 +43,24 @@ FI_DEVICE void cp_async_8(void* shared, const void* global) {
   cp_async_8(static_cast<unsigned>(__cvta_generic_to_shared(shared)), global);
 }
 // The same of 4 bytes, through L1.
+FI_DEVICE void cp_async_4(unsigned shared, const void* global, bool valid = true) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(__cvta_generic_to_global(global)),
+               "r"(valid ? 4 : 0)
+               : "memory");
+}
 FI_DEVICE void cp_async_4(void* shared, const void* global) {
-  asm volatile(
-      "cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
-      "l"(__cvta_generic_to_global(global))
-      : "memory");
+  cp_async_4(static_cast<unsigned>(__cvta_generic_to_shared(shared)), global);
+}
+// The same of 4, 8 or 16 bytes.
+template <int kBytes>
+FI_DEVICE void cp_async_small(void* shared, const void* global, bool valid) {
+  const auto to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  if constexpr (kBytes == 16)
+    cp_async_16(to, global, valid);
+  else if constexpr (kBytes == 8)
+    cp_async_8(to, global, valid);
+  else
+    cp_async_4(to, global, valid);
 }
 // Closes a group of this thread's copies.
 FI_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

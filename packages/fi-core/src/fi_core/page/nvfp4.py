@@ -1,0 +1,173 @@
+"""Appending to a paged KV cache in NVFP4: e2m1 values with an e4m3 scale per 16 elements, quantized on the way."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from fi_core.observe.log import fi_api
+from fi_core.page import nvfp4_trace as trace
+from fi_core.runtime.launch.operator import operator
+from fi_core.runtime.spec.constraint import ON_CPU, at_least
+from fi_core.runtime.spec.dtype import DTYPES
+from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
+from fi_core.utils import _unpack_paged_kv_cache, int32_index
+
+if TYPE_CHECKING:
+    import torch
+
+    Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class _Config(NamedTuple):
+    aligned: bool  # rows start at multiples of a vector of each tensor
+
+
+def _unit(axes: Values) -> Unit:
+    """Kernel entries in order of preference."""
+    dtype = DTYPES[axes["dtype"]].device
+    entries = tuple(
+        Entry(f"append_nvfp4_{name}", f"append_nvfp4_rows<{dtype}, {str(aligned).lower()}>", 256, _Config(aligned))
+        for name, aligned in (("vectors", True), ("elements", False))
+    )
+    return Unit("fi/page/append_nvfp4_kv_cache.cuh", "Nvfp4AppendParams", entries)
+
+
+APPEND_NVFP4_KV_CACHE = Op(
+    name="append_nvfp4_kv_cache",
+    family="page",
+    arguments="Tensor append_key, Tensor append_value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) k_scales, "
+    "Tensor(d!) v_scales, Tensor? slot_mapping=None, Tensor? batch_indices=None, Tensor? positions=None, "
+    "Tensor? kv_indices=None, Tensor? kv_indptr=None, Tensor? kv_last_page_len=None, float k_scale=1.0, "
+    "float v_scale=1.0, Tensor? k_device_scale=None, Tensor? v_device_scale=None, bool head_major=False",
+    read="append_key.dtype",
+    axes={"dtype": ("f16", "bf16")},
+    config=_Config,
+    implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _unit)),
+)
+
+_append = operator(APPEND_NVFP4_KV_CACHE)
+
+
+def _factor(name: str, scale: float | torch.Tensor) -> tuple[float, torch.Tensor | None]:
+    """A global scale as (number, tensor)."""
+    if scale is None:
+        raise TypeError(f"{name}: a number or a tensor is required; got None")
+    if not isinstance(scale, (int, float)):
+        return 1.0, scale
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"{name}: a positive, finite factor is required; got {scale}")
+    return float(scale), None
+
+
+def _quantize(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    paged_kv_cache: Cache,
+    kv_cache_sf: Cache,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+    kv_layout: str,
+    **tables: torch.Tensor,
+) -> None:
+    k_cache, v_cache = _unpack_paged_kv_cache(paged_kv_cache, kv_layout)
+    k_scales, v_scales = _unpack_paged_kv_cache(kv_cache_sf, kv_layout)
+    (k_number, k_tensor), (v_number, v_tensor) = _factor("k_scale", k_scale), _factor("v_scale", v_scale)
+    _append(
+        append_key,
+        append_value,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k_scales=k_scales,
+        v_scales=v_scales,
+        k_scale=k_number,
+        v_scale=v_number,
+        k_device_scale=k_tensor,
+        v_device_scale=v_tensor,
+        head_major=kv_layout == "HND",
+        **tables,
+    )
+
+
+@fi_api(trace=trace.append)
+def nvfp4_quantize_append_paged_kv_cache(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    paged_kv_cache: Cache,
+    kv_cache_sf: Cache,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Quantizes new K and V rows to NVFP4 and writes them into the pages of their requests, in place.
+
+    A block of 16 elements becomes 16 e2m1 values and one e4m3 scale, with `value = e2m1 * scale * k_scale` (or
+    v_scale): the bits of `nvfp4_quantize` with a global scale of `1 / k_scale`. Attention takes both caches, with
+    `kv_cache_sf`, and the same k_scale and v_scale. Rows find their pages as in `append_paged_kv_cache`.
+
+    Args:
+        append_key: `[nnz, num_heads, head_dim]`, fp16 or bf16, head_dim a multiple of 16. Any strides, with the last
+            dimension contiguous.
+        append_value: `[nnz, num_heads, v_head_dim]`, as append_key.
+        batch_indices: `[nnz]`, int32, the request of each row.
+        positions: `[nnz]`, int32, the position of each row in its request.
+        paged_kv_cache: `[pages, 2, page_size, num_heads, head_dim / 2]` ("NHD") or `[pages, 2, num_heads, page_size,
+            head_dim / 2]` ("HND"), or a tuple (k_cache, v_cache) without the axis of size 2; uint8, two values a byte,
+            the even one in the lower half.
+        kv_cache_sf: the scales, e4m3 or its bytes as uint8, with head_dim / 16 instead of head_dim / 2.
+        kv_indices: `[num_indices]`, int32, the pages of all requests after the append.
+        kv_indptr: `[batch_size + 1]`, int32, the offsets of the requests in kv_indices.
+        kv_last_page_len: `[batch_size]`, int32, tokens in the last page of each request.
+        k_scale, v_scale: the factor of all keys and of all values, positive and finite: a number, or an fp32 tensor of
+            one element on the device, which a CUDA graph reads again. Conventionally `max(abs(key)) / (448 * 6)`.
+        kv_layout: "NHD" or "HND".
+
+    Raises:
+        ValueError: A shape, stride, device or factor does not fit. A page, position or offset is out of range, on
+            the CPU; on CUDA with FI_CHECK=1 at import, which synchronizes.
+        TypeError: A dtype does not fit.
+        KeyError: kv_layout is unknown, or a cache is neither a tensor nor a tuple.
+    """
+    _quantize(
+        append_key,
+        append_value,
+        paged_kv_cache,
+        kv_cache_sf,
+        k_scale,
+        v_scale,
+        kv_layout,
+        batch_indices=int32_index(batch_indices),
+        positions=int32_index(positions),
+        kv_indices=int32_index(kv_indices),
+        kv_indptr=int32_index(kv_indptr),
+        kv_last_page_len=int32_index(kv_last_page_len),
+    )
+
+
+@fi_api(trace=trace.slots)
+def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    paged_kv_cache: Cache,
+    kv_cache_sf: Cache,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """`nvfp4_quantize_append_paged_kv_cache` where each row names its slot.
+
+    The arguments that are not listed, and the errors, are those of that function.
+
+    Args:
+        slot_mapping: `[nnz]`, int32 or int64, contiguous; row i goes to slot `slot_mapping[i] % page_size` of page
+            `slot_mapping[i] // page_size`. Rows with a negative slot are skipped.
+    """
+    _quantize(
+        append_key, append_value, paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout, slot_mapping=slot_mapping
+    )

@@ -1,0 +1,173 @@
+"""Trace templates of the appends in NVFP4: references, inputs and work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fi_core.observe.draw import Draw, nbytes
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work, samples
+from fi_core.page.trace import _TABLE, _TABLE_AXES, _make_table, _write_rows
+from fi_core.quantization.reference import block_amax, e2m1, e4m3_scaled
+
+_PARTS = ("k_cache", "v_cache", "k_scales", "v_scales")
+
+
+def _quantized(k, v, k_scale, v_scale):  # type: ignore[no-untyped-def]
+    """The bytes of both tensors, then their scales."""
+    import torch
+
+    (key, key_sf), (value, value_sf) = (
+        e4m3_scaled(x, 16, 1.0 / torch.tensor([float(scale)], device=x.device))
+        for x, scale in ((k, k_scale), (v, v_scale))
+    )
+    return key, value, key_sf, value_sf
+
+
+def _append_reference(  # type: ignore[no-untyped-def]
+    append_key, append_value, k_cache, v_cache, k_scales, v_scales, batch_indices, positions, kv_indices, kv_indptr,
+    kv_last_page_len, k_scale, v_scale,
+):  # fmt: skip
+    caches = k_cache, v_cache, k_scales, v_scales
+    rows = _quantized(append_key, append_value, k_scale, v_scale)
+    return _write_rows(rows, caches, batch_indices, positions, kv_indices, kv_indptr)
+
+
+def _append_head_major_reference(  # type: ignore[no-untyped-def]
+    append_key, append_value, k_cache, v_cache, k_scales, v_scales, batch_indices, positions, kv_indices, kv_indptr,
+    kv_last_page_len, k_scale, v_scale,
+):  # fmt: skip
+    caches = k_cache, v_cache, k_scales, v_scales
+    rows = _quantized(append_key, append_value, k_scale, v_scale)
+    _write_rows(rows, [c.transpose(1, 2) for c in caches], batch_indices, positions, kv_indices, kv_indptr)
+    return caches
+
+
+def _slots_reference(  # type: ignore[no-untyped-def]
+    append_key, append_value, k_cache, v_cache, k_scales, v_scales, slot_mapping, k_scale, v_scale
+):
+    import torch
+
+    pages = torch.arange(k_cache.shape[0], device=k_cache.device)  # of one request
+    owner, caches = (slot_mapping >= 0).long() - 1, (k_cache, v_cache, k_scales, v_scales)
+    rows = _quantized(append_key, append_value, k_scale, v_scale)
+    return _write_rows(rows, caches, owner, slot_mapping, pages, pages.new_zeros(1))
+
+
+def _slots_head_major_reference(  # type: ignore[no-untyped-def]
+    append_key, append_value, k_cache, v_cache, k_scales, v_scales, slot_mapping, k_scale, v_scale
+):
+    import torch
+
+    pages = torch.arange(k_cache.shape[0], device=k_cache.device)  # of one request
+    owner, caches = (slot_mapping >= 0).long() - 1, (k_cache, v_cache, k_scales, v_scales)
+    rows = _quantized(append_key, append_value, k_scale, v_scale)
+    _write_rows(rows, [c.transpose(1, 2) for c in caches], owner, slot_mapping, pages, pages.new_zeros(1))
+    return caches
+
+
+_REFERENCES: dict[tuple[str, bool], Callable[..., Any]] = {
+    ("NHD", False): _append_reference, ("HND", False): _append_head_major_reference,
+    ("NHD", True): _slots_reference, ("HND", True): _slots_head_major_reference,
+}  # fmt: skip
+
+
+def _make(layout: str, by_slot: bool) -> Callable[..., dict[str, Any]]:
+    def make(
+        draw: Draw,
+        *,
+        dtype: str = "bfloat16",
+        batch_size: int = 4,
+        page_size: int = 5,
+        qo_len: int = 3,
+        kv_len: int | None = None,
+        num_kv_heads: int = 3,
+        head_dim: int = 64,
+        v_head_dim: int = 32,
+    ) -> dict[str, Any]:
+        table, pages = _make_table(draw, batch_size, page_size, qo_len, kv_len)
+        nnz = len(table["positions"])
+        slots = (page_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, page_size)
+        k, v = (draw.normal((nnz, num_kv_heads, dim), dtype) for dim in (head_dim, v_head_dim))
+        dims = head_dim, v_head_dim
+        cache, scales = (
+            tuple(draw.rows(draw.integers(0, 126, (pages, *slots, dim // part), "uint8")) for dim in dims)
+            for part in (2, 16)
+        )
+        found = {
+            "append_key": draw.rows(k), "append_value": draw.rows(draw.special(v, 0.0, -0.0, 3e4)),
+            "paged_kv_cache": cache, "kv_cache_sf": scales, "k_scale": 0.0013, "v_scale": 0.25, "kv_layout": layout,
+        }  # fmt: skip
+        if not by_slot:
+            return found | table
+        chosen = draw.permutation(pages * page_size)[:nnz].long()
+        return found | {"slot_mapping": draw.special(chosen, -1)}
+
+    return make
+
+
+def _work(arguments: Mapping[str, Any]) -> Work:
+    """Reads the new rows and the tables, and writes 9 bytes for each 16 elements."""
+    rows = (arguments["append_key"], arguments["append_value"])
+    tables = (arguments.get(name) for name in (*_TABLE, "slot_mapping"))
+    return Work(0, nbytes(*rows, *tables) + 9 * sum(x.numel() for x in rows) // 16)
+
+
+def _template(layout: str, by_slot: bool) -> TraceTemplate:
+    tokens = ["page_size", "num_kv_heads"] if layout == "NHD" else ["num_kv_heads", "page_size"]
+
+    def part(name: str) -> Tensor:
+        dim = ("head_dim" if name[0] == "k" else "v_head_dim") + ("_bytes" if name.endswith("cache") else "_blocks")
+        owner = "paged_kv_cache" if name.endswith("cache") else "kv_cache_sf"
+        return Tensor(["num_pages", *tokens, dim], dtype="uint8", param=owner, tuple_idx=int(name[0] == "v"))
+
+    parts = {name: part(name) for name in _PARTS}
+    axes = {
+        "num_kv_heads": Const(abbrev="kv"), "head_dim": Const(abbrev="d"), "v_head_dim": Const(abbrev=""),
+        "page_size": Const(abbrev="ps"), "head_dim_bytes": Const(abbrev=""), "v_head_dim_bytes": Const(abbrev=""),
+        "head_dim_blocks": Const(abbrev=""), "v_head_dim_blocks": Const(abbrev=""),
+    }  # fmt: skip
+    given = {"slot_mapping": Tensor(["nnz"])} if by_slot else _TABLE
+    base = {"nnz": Var(), "num_pages": Var()} if by_slot else _TABLE_AXES
+    return TraceTemplate(
+        "nvfp4_quantize_append_paged_kv_cache" + ("_with_slot_mapping" if by_slot else ""),
+        axes={**base, **axes},
+        inputs={
+            "append_key": Tensor(["nnz", "num_kv_heads", "head_dim"]),
+            "append_value": Tensor(["nnz", "num_kv_heads", "v_head_dim"]),
+            **parts, **given, "k_scale": Scalar("float32"), "v_scale": Scalar("float32"),
+        },
+        outputs=parts,
+        reference=(block_amax, e2m1, e4m3_scaled, _write_rows, _quantized, _REFERENCES[layout, by_slot]),
+        tags=(f"kv_layout:{layout}",),
+        op="append_nvfp4_kv_cache",
+        make=_make(layout, by_slot),
+        samples=samples({"dtype": ("bfloat16", "float16"), "page_size": (1, 5, 16)}),
+        work=_work,
+        tolerance=dict.fromkeys(_PARTS, (0.0, 0.0)),
+        description=f"Quantizes new K and V rows to NVFP4 into the pages of their requests, {layout} layout.",
+    )  # fmt: skip
+
+
+_TEMPLATES = {(layout, by_slot): _template(layout, by_slot) for by_slot in (False, True) for layout in ("NHD", "HND")}
+
+
+def _chosen(by_slot: bool, arguments: Mapping[str, Any]) -> TraceTemplate | None:
+    """The template of the layout; None for caches without a page axis (page size 1)."""
+    cache = arguments["paged_kv_cache"]
+    axes = cache[0].ndim + 1 if isinstance(cache, tuple) else cache.ndim
+    return _TEMPLATES.get((arguments.get("kv_layout", "NHD"), by_slot)) if axes == 5 else None
+
+
+def append(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
+    """The template of nvfp4_quantize_append_paged_kv_cache."""
+    return _chosen(False, arguments)
+
+
+def slots(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
+    """The template of nvfp4_quantize_append_paged_kv_cache_with_slot_mapping."""
+    return _chosen(True, arguments)
+
+
+for _by_slot, _function in ((False, append), (True, slots)):
+    _function.templates = tuple(t for (_, s), t in _TEMPLATES.items() if s is _by_slot)  # type: ignore[attr-defined]

@@ -117,8 +117,8 @@ def test_models() -> None:
     hopper = Target("cuda", "90a")
     names = [spec.name for spec in specs_of_model("llama-8b", hopper)]
     assert len(names) == len(set(names)) == 12
-    assert "batch_prefill_q_bf16_kv_bf16_head_dim_128_soft_cap_False_wgmma_sm90_sm_90a" in names
-    assert "batch_decode_q_bf16_kv_bf16_head_dim_128_tma_sm90_sm_90a" in names
+    assert "batch_prefill_q_bf16_kv_bf16_head_dim_128_soft_cap_False_split_tables_False_wgmma_sm90_sm_90a" in names
+    assert "batch_decode_q_bf16_kv_bf16_head_dim_128_split_tables_False_tma_sm90_sm_90a" in names
     fa2 = {
         spec.implementation for spec in specs_of_model("llama-8b", hopper, backend="fa2") if spec.op.name[:5] == "batch"
     }

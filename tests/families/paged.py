@@ -17,6 +17,16 @@ FORMS = ("tuple", "fused", "strided")
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
+def split_tables(cache: Cache, tables: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The cache with its pages of V in another order, and block tables `[batch, 2, most pages]` of K and V."""
+    k, v = cache if isinstance(cache, tuple) else cache.unbind(1)
+    order = torch.randperm(len(v), generator=torch.Generator().manual_seed(3)).to(v.device)
+    moved = v.clone()
+    moved[order] = v
+    pages = order.int()[tables.long().clamp(min=0)].masked_fill(tables < 0, -1)
+    return (k, moved), torch.stack((tables, pages), 1)
+
+
 @dataclass(frozen=True)
 class Paged:
     """Requests of the given lengths. `k`, `v` are their tokens, `[kv_len, kv_heads, d]` each; `cache` holds them."""

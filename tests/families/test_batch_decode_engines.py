@@ -17,6 +17,7 @@ from families.harness import assert_close, rand
 from families.paged import Paged, paged
 from families.test_batch_decode import workspace
 from fi_core import decode
+from fi_core.attention import contract
 from fi_core.decode import BatchDecodeWithPagedKVCacheWrapper as Wrapper
 from fi_core.decode import CUDAGraphBatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 
@@ -364,3 +365,23 @@ def test_nothing_synchronises(host: bool) -> None:
         everything()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_cache_in_one_tensor_may_move(device: str) -> None:
+    """Its halves are kept from run to run, as long as it has the same memory, and go when it goes."""
+    first, second = (paged((30, 5), form="fused", device=device, seed=seed) for seed in (0, 5))
+    assert isinstance(first.cache, torch.Tensor) and isinstance(second.cache, torch.Tensor)
+    w = Wrapper(workspace(device))
+    w.plan(*first.plan_arguments(), **first.dtypes)
+    cache = first.cache.clone()
+    for _ in range(2):
+        assert_close(w.run(first.q, cache), first.expected()[0])
+    cache.zero_()
+    assert not w.run(first.q, cache).any(), "values are read in each run"
+    cache.data = second.cache
+    w.plan(*second.plan_arguments(), **second.dtypes)
+    assert_close(w.run(second.q, cache), second.expected()[0])
+    kept = id(cache)
+    assert kept in contract._views
+    del cache
+    assert kept not in contract._views

@@ -11,7 +11,7 @@ import torch
 import fi_core
 from families.attention_reference import attention
 from families.harness import assert_close, assert_guards, guarded, rand
-from families.paged import Paged, paged
+from families.paged import Paged, paged, split_tables
 from families.prefill_batch import batch
 from fi_core.decode import trtllm_batch_decode_with_kv_cache, xqa, xqa_batch_decode_with_kv_cache
 
@@ -83,6 +83,34 @@ def test_several_query_tokens_are_causal(q_len: int, device: str) -> None:
     p = paged([q_len, 64, 65, 300], heads=(8, 2), q_len=q_len, device=device)
     for function in FUNCTIONS:
         assert_close(function(**arguments(p)), p.expected()[0])
+
+
+@pytest.mark.parametrize(
+    ("page_size", "dim", "q_type", "kv_type", "lengths"),
+    [
+        (16, 128, torch.bfloat16, torch.bfloat16, (300, 20, 65)),  # small batches
+        (16, 128, torch.bfloat16, torch.bfloat16, (300, 20, 65) * 50),
+        (1, 64, torch.float16, torch.float8_e4m3fn, (300, 20, 65)),
+        (1, 64, torch.float16, torch.float16, (300, 20, 65) * 50),
+        (4, 40, torch.float32, torch.float32, (300, 20, 65)),
+    ],
+)
+def test_keys_and_values_with_page_tables_of_their_own(
+    page_size: int, dim: int, q_type: torch.dtype, kv_type: torch.dtype, lengths: tuple[int, ...], device: str
+) -> None:
+    p = paged(
+        lengths, heads=(8, 2), dim=dim, page_size=page_size, kv_layout="HND", dtype=q_type, kv_dtype=kv_type,
+        device=device,
+    )  # fmt: skip
+    cache, tables = split_tables(p.cache, p.block_tables())
+    want = p.expected()[0]
+    # Two tables of each request, and all tables of K before those of V.
+    for table in (tables, tables.transpose(0, 1).contiguous().transpose(0, 1)):
+        given = arguments(p, kv_cache=cache, block_tables=table, uses_shared_paged_kv_idx=False)
+        assert_close(trtllm_batch_decode_with_kv_cache(**given), want)
+    same = p.block_tables()[:, None].expand(-1, 2, -1)
+    given = arguments(p, block_tables=same, uses_shared_paged_kv_idx=False)
+    assert_close(trtllm_batch_decode_with_kv_cache(**given), want)
 
 
 def tree(batch_size: int, q_len: int, most: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -316,7 +344,12 @@ def test_a_small_workspace_does_for_any_length(device: str) -> None:
         ({"kv_layout": "DHN"}, KeyError, "kv_layout"),
         ({"out_dtype": torch.float32}, ValueError, "out_dtype: the query's .* got torch.float32"),
         ({"o_sf_scale": 1.0}, NotImplementedError, "o_sf_scale"),
-        ({"uses_shared_paged_kv_idx": False}, NotImplementedError, "uses_shared_paged_kv_idx: .* one block table"),
+        ({"uses_shared_paged_kv_idx": False}, ValueError, r"block_tables: .*\[batch_size, 2, max_pages\] with uses_sh"),
+        (
+            {"uses_shared_paged_kv_idx": False, "enable_block_sparse_attention": True},
+            NotImplementedError,
+            "uses_shared_paged_kv_idx: .* one table",
+        ),
         ({"enable_block_sparse_attention": True}, ValueError, "block_tables: .num_kv_heads = 2, batch_size, max_pages"),
         ({"kv_cache_sf": torch.zeros(3)}, ValueError, "kv_cache_sf: kv_cache of uint8, which is NVFP4, is required"),
         ({"out_dtype": "nvfp4"}, NotImplementedError, "out_dtype: not supported, NVFP4 output .*; got 'nvfp4'"),

@@ -167,7 +167,7 @@ def choice(x: Problem, impl: str, k: torch.Tensor, v: torch.Tensor, mode: int) -
     alignment = math.gcd(16, *steps)
     values = request(
         x.q.dtype, k.dtype, x.q.dtype, x.q.shape[1:], k.shape[1:], v.shape[3], True, x.layout, mode, "plain", False,
-        False, alignment,
+        False, False, alignment,
     )  # fmt: skip
     device = torch.device(x.q.device.type, 0) if x.q.is_cuda else x.q.device
     return planned(ops.BATCH_DECODE, device, impl, *values)

@@ -123,7 +123,7 @@ def test_pod(kv_layout: str, device: str, divided: None) -> None:
         assert_close(out_d, want)
     with pytest.raises(NotImplementedError, match="custom_mask_d"):
         w.run(q, k, v, p.q, p.cache, custom_mask_d=mask)
-    with pytest.raises(NotImplementedError, match="jit_args"):
+    with pytest.raises(TypeError, match=r"^jit_args: .*missing 12 required"):
         PODWithPagedKVCacheWrapper(workspace(device), jit_args=("x",))
 
 
@@ -144,6 +144,15 @@ def test_batch_pod(device: str, divided: None) -> None:
     (out_p, lse_p), (out_d, lse_d) = w.run(prompts.q, b.cache, decode.q, b.cache, return_lse=True)
     assert_close(lse_p, prompts.expected()[1], tolerance=LSE)
     assert_close(lse_d, decode.expected()[1], tolerance=LSE)
+    masks = [rand(len(q), len(k), dtype=torch.float32, device="cpu") > 0
+             for q, k in zip(prompts.q.split(list(prompts.qo_lens)), prompts.k)]  # fmt: skip
+    flat = torch.cat([mask.flatten() for mask in masks]).to(device)
+    masked, _ = w.run(prompts.q, b.cache, decode.q, b.cache, custom_mask_p=flat)
+    assert_close(masked, prompts.expected(masks)[0])
+    if device == "cpu":  # elsewhere tables on the device do not tell the number of elements
+        with pytest.raises(ValueError, match="custom_mask"):
+            w.run(prompts.q, b.cache, decode.q, b.cache, custom_mask_p=flat[:1])
+    assert_close(w.run(prompts.q, b.cache, decode.q, b.cache, causal_p=True)[0], prompts.expected(causal=True)[0])
     for wrong, match in ((tables[0][0].cpu(), "qo_indptr_d"), (torch.tensor([0, 1, 2, 4]), "qo_indptr_d")):
         with pytest.raises(ValueError, match=match):
             w.plan(*tables[0], wrong, *tables[1][1:], *rest)
@@ -151,8 +160,6 @@ def test_batch_pod(device: str, divided: None) -> None:
             w.run(prompts.q, b.cache, decode.q, b.cache)
     with pytest.raises(ValueError, match="kv_indices"):
         w.plan(*(x.cpu() for x in tables[0][:2]), tables[0][2][:1], tables[0][3], *tables[1], *rest)
-    with pytest.raises(NotImplementedError, match="custom_mask_p"):
-        w.run(prompts.q, b.cache, decode.q, b.cache, custom_mask_p=torch.ones(1))
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import torch
 
 import fi_core
 from families.harness import assert_close, rand
+from families.paged import split_tables
 from families.prefill_batch import batch, workspace
 from families.test_batch_prefill import with_sinks
 from fi_core.attention.forms.tables_prefill import attend_once
@@ -57,6 +58,30 @@ def test_block_tables(kv_layout: str, device: str) -> None:
     ):
         with pytest.raises(error, match=words):
             trtllm_batch_context_with_kv_cache(bmm1_scale=1.0, bmm2_scale=1.0, **common | change)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "dims", "q_type", "kv_type"),
+    [
+        (16, (128, 128), torch.bfloat16, torch.bfloat16),
+        (1, (192, 128), torch.float16, torch.float16),
+        (4, (128, 128), torch.bfloat16, torch.float8_e4m3fn),
+        (16, (64, 64), torch.float8_e4m3fn, torch.float8_e4m3fn),
+        (1, (128, 128), torch.float8_e4m3fn, torch.float8_e4m3fn),
+        (8, (80, 80), torch.float16, torch.float16),
+    ],
+)
+def test_keys_and_values_with_page_tables_of_their_own(
+    page_size: int, dims: tuple[int, int], q_type: torch.dtype, kv_type: torch.dtype, device: str
+) -> None:
+    b = batch(LENS, dims=dims, page_size=page_size, kv_layout="HND", dtype=q_type, kv_dtype=kv_type, device=device)
+    cache, tables = split_tables(b.cache, b.pool.block_tables())
+    out = trtllm_batch_context_with_kv_cache(
+        b.q, cache, workspace(device), tables, b.pool.seq_lens(), 70, 130, 0.05, 1.0, 5, b.qo_indptr, b.kv_indptr,
+        out_dtype=torch.bfloat16 if q_type.itemsize == 1 else None, uses_shared_paged_kv_idx=False,
+    )  # fmt: skip
+    tolerance = (0.05, 0.03) if q_type.itemsize == 1 else None
+    assert_close(out, b.expected(causal=True, sm_scale=0.05)[0], **({"tolerance": tolerance} if tolerance else {}))
 
 
 @pytest.mark.usefixtures("checked")

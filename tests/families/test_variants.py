@@ -16,16 +16,18 @@ from families.harness import TOLERANCE, assert_close, rand
 from families.paged import paged
 from families.prefill_batch import Batch, batch, workspace
 from families.variants import EXAMPLES, LOG2E, SM_SCALE, Example, Lens
+from fi_core.attention import BatchAttention
 from fi_core.attention.custom import CustomAttention
+from fi_core.attention.wrappers import side_by_side
 from fi_core.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache_with_jit_module
 from fi_core.jit.attention import (
-    gen_customize_batch_attention_module,
     gen_customize_batch_decode_module,
     gen_customize_batch_prefill_module,
     gen_customize_pod_module,
     gen_customize_single_decode_module,
     gen_customize_single_prefill_module,
 )
+from fi_core.pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
 from fi_core.prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
@@ -63,7 +65,7 @@ def check(
     out, lse = results
     expected = [example.attention(q, k, v, tensors, lens, b, **masks) for b, (q, k, v) in enumerate(zip(rows, *keys))]
     want = torch.cat([o for o, _ in expected])
-    relative, absolute = TOLERANCE[F16]
+    relative, absolute = TOLERANCE[out.dtype]
     size = 1.0 if example.softmax else float(want.abs().max())  # of sums that are not means
     assert_close(out.reshape(want.shape), want, tolerance=(relative, absolute * max(1.0, size)))
     if example.softmax:
@@ -182,25 +184,111 @@ def test_several_query_tokens(device: str) -> None:
 LENS = [(70, 130), (1, 65), (3, 0), (33, 33)]
 
 
-def prefill(b: Batch, wrapper: type, *extra: Any, plan: dict[str, Any], **options: Any) -> Any:
+def prefill(b: Batch, wrapper: type, *extra: Any, plan: dict[str, Any], backend: str = "fa2", **options: Any) -> Any:
     device, is_paged = str(b.q.device.type), wrapper is BatchPrefillWithPagedKVCacheWrapper
-    w = wrapper(workspace(device), backend="fa2", **options)
+    w = wrapper(workspace(device), backend=backend, **options)
     w.plan(*(b.paged_plan() if is_paged else b.ragged_plan()), **b.types(), **plan)
     keys = (b.cache,) if is_paged else b.ragged()
-    return w.run(b.q, *keys, *extra, return_lse=True)
+    results = w.run(b.q, *keys, *extra, return_lse=True)
+    if backend != "fa2":
+        hopper = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+        assert w.resolved_backend == ("cpu" if device == "cpu" else "fa3" if hopper else "fa2")
+    return results
 
 
 @pytest.mark.parametrize("wrapper", [BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper],
                          ids=["paged", "ragged"])  # fmt: skip
+@pytest.mark.parametrize("backend", ["fa2", "auto"])
 @by_name
-def test_batch_prefill(example: Example, wrapper: type, device: str) -> None:
+def test_batch_prefill(example: Example, backend: str, wrapper: type, device: str) -> None:
     b = batch(LENS, heads=HEADS, device=device)
     tensors = example.make(LENS, HEADS[0], device)
     masks = {} if example is DUMP else {"causal": False, "window_left": 20} if example is ALIBI else {"causal": True}
     if example is not DUMP:  # rows without keys, more rows than keys
         assert any(qo > kv for qo, kv in LENS)
-    results = prefill(b, wrapper, *tensors, *example.values, plan=masks, jit_args=jit_args(example))
+    results = prefill(b, wrapper, *tensors, *example.values, plan=masks, backend=backend, jit_args=jit_args(example))
     check(example, results, list(b.q.split(list(b.qo_lens))), (b.k, b.v), tensors, LENS, **masks)
+
+
+LONG = [(200, 700), (1, 65), (3, 0), (150, 150), (0, 9)]
+
+
+@pytest.mark.parametrize("example", [SIGMOID, ALIBI, MASKED], ids=lambda e: e.name)
+@pytest.mark.parametrize("masks", [{"causal": True}, {"window_left": 100}, {}], ids=lambda m: "-".join(m) or "full")
+@pytest.mark.parametrize(
+    ("dims", "page_size", "heads"), [((128, 128), 16, (4, 2)), ((192, 128), 5, (3, 3)), ((256, 256), 1, (6, 1))]
+)
+def test_tiles_of_hopper(
+    example: Example, masks: dict[str, Any], dims: tuple[int, int], page_size: int, heads: tuple[int, int], device: str
+) -> None:
+    """Requests of several KV tiles, of which some are masked in part or as a whole."""
+    b = batch(LONG, heads=heads, dims=dims, page_size=page_size, dtype=torch.bfloat16, device=device)
+    tensors = example.make(LONG, heads[0], device)
+    bf16 = torch.bfloat16
+    declared = (f"{example.name.lower()}_{dims[0]}", bf16, bf16, bf16, torch.int32, *dims, *example.declared())
+    results = prefill(
+        b, BatchPrefillWithPagedKVCacheWrapper, *tensors, *example.values, plan=masks, backend="auto",
+        jit_args=declared,
+    )  # fmt: skip
+    check(example, results, list(b.q.split(list(b.qo_lens))), (b.k, b.v), tensors, LONG, **masks)
+
+
+def test_unaligned_tensors_and_planned_masks_take_the_general_kernel(device: str) -> None:
+    """Which a plan does not know: "auto" serves them."""
+    b = batch([(9, 40)], heads=HEADS, device=device)
+    tensors = SINK.make([(9, 40)], HEADS[0], device)
+    w = BatchPrefillWithPagedKVCacheWrapper(workspace(device), jit_args=jit_args(SINK))
+    w.plan(*b.paged_plan(), **b.types(), causal=True)
+    want = w.run(b.q, b.cache, *tensors, SM_SCALE)
+    shifted = torch.empty(b.q.numel() + 1, dtype=b.q.dtype, device=device)[1:].view(b.q.shape).copy_(b.q)
+    assert_close(w.run(shifted, b.cache, *tensors, SM_SCALE), want.cpu().double())
+    assert w.resolved_backend == ("cpu" if device == "cpu" else "fa2")
+    w.plan(*b.paged_plan(), **b.types(), custom_mask=torch.ones(9 * 40, dtype=torch.bool, device=device))
+    w.run(b.q, b.cache, *tensors, SM_SCALE)
+    assert w.resolved_backend == ("cpu" if device == "cpu" else "fa2")
+
+
+def mixed(b: Batch) -> tuple[Any, ...]:
+    qo_indptr, kv_indptr, indices, _, *shape, page_size = b.paged_plan()
+    return (qo_indptr, kv_indptr, indices, b.pool.seq_lens(), *shape, b.dims[1], page_size)
+
+
+def test_mixed_batches(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """BatchAttention, POD and BatchPOD: prefill and decode compute the variant, on parts of the SMs."""
+    monkeypatch.setattr(side_by_side, "_LEAST", 0.0)
+    lens = [(1, 300), (1, 65), (70, 130), (33, 33)]
+    b = batch(lens, heads=HEADS, device=device)
+    sink = SINK.make(lens, HEADS[0], device)
+    options = {"q_data_type": F16, "kv_data_type": F16}
+    w = BatchAttention(device=device, jit_args=jit_args(SINK))
+    w.plan(*mixed(b), causal=True, **options)
+    results = w.run(b.q, b.cache, variant_args=(*sink, SM_SCALE))
+    check(SINK, results, list(b.q.split(list(b.qo_lens))), (b.k, b.v), sink, lens, causal=True)
+    decode, prompts = b.only(range(2)), b.only(range(2, 4))
+    pod = BatchPODWithPagedKVCacheWrapper(workspace(device, 64 << 20), jit_args=jit_args(SINK))
+    pod.plan(*prompts.paged_plan()[:4], *decode.paged_plan()[:4], *b.paged_plan()[4:], **options)
+    halves = pod.run(
+        prompts.q, b.cache, decode.q, b.cache, causal_p=True, return_lse=True, variant_args=(*sink, SM_SCALE)
+    )
+    for half, results in zip((prompts, decode), halves):
+        rows = list(half.q.split(list(half.qo_lens)))
+        check(SINK, results, rows, (half.k, half.v), sink, lens, causal=True)
+    uri, q, kv, o, idx, dim, _, *lists, name, text = jit_args(SINK)
+    declared = (uri, q, kv, o, idx, dim, *lists, name, name, text)
+    assert [made.custom.op.name for made in gen_customize_pod_module(*declared).made] == [
+        "batch_prefill",
+        "batch_decode",
+    ]
+    one = PODWithPagedKVCacheWrapper(workspace(device, 8 << 20), jit_args=declared)
+    _, kv_indptr, indices, last, *shape = decode.paged_plan()
+    one.plan(kv_indptr, indices, last, *shape[:3], shape[-1], **options)
+    given = (b.q[2:72], b.k[2], b.v[2], decode.q, b.cache)
+    out_p, out_d = one.run(*given, causal_p=True, variant_args=(*sink, SM_SCALE))
+    for got, request in ((out_p, 2), (out_d[:1], 0), (out_d[1:], 1)):
+        rows = b.q.split(list(b.qo_lens))[request]
+        assert_close(got, SINK.attention(rows, b.k[request], b.v[request], sink, lens, 0, causal=True)[0])
+    with pytest.raises(NotImplementedError, match=r"custom_mask_p: .*as one of its tensors"):
+        one.run(*given, custom_mask_p=torch.ones(70, 130), variant_args=(*sink, SM_SCALE))
 
 
 OWNS_MASK = Example(
@@ -334,12 +422,11 @@ def test_declarations_are_checked(change: dict[int, Any], error: type[Exception]
 
 def test_unsupported_modules_raise_with_advice() -> None:
     with pytest.raises(NotImplementedError, match=r'^backend: .*pass backend="fa2"'):
-        gen_customize_batch_prefill_module("fa3", *jit_args(SINK))
+        gen_customize_batch_prefill_module("cudnn", *jit_args(SINK))
+    with pytest.raises(ValueError, match=r"^backend: fa3 requires q, k, v and output of one 16-bit dtype"):
+        gen_customize_batch_prefill_module("fa3", *jit_args(SINK, torch.float32))
     with pytest.raises(NotImplementedError, match=r"^fp8_enabled: "):
         gen_customize_batch_prefill_module("fa2", *jit_args(SINK), fp8_enabled=True)
-    for generate in (gen_customize_batch_attention_module, gen_customize_pod_module):
-        with pytest.raises(NotImplementedError, match=r"batch decode wrapper with jit_args"):
-            generate()
     with pytest.raises(TypeError, match=r"^jit_args: 13 are required, uri, dtype_q, .*got 2"):
         BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"), jit_args=["sink", F16])
     with pytest.raises(TypeError, match=r"^jit_args, jit_kwargs: .*use_window"):

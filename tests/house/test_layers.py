@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "attention.ops",
         "attention.merge",
     ),
-    ("attention.schedule", "attention.custom", "attention.cudnn"),
+    ("attention.schedule", "attention.custom", "attention.custom_modules", "attention.cudnn"),
     ("attention.wrappers", "attention.forms"),
     (
         "attention",

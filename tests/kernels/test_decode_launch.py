@@ -39,7 +39,7 @@ def call(start: Start, implementation: str, dim: int = 128, kv: str = "bf16", **
         "split_kv": 0,
         "sm_scale": 0.1,
     }
-    axes = {"q": "bf16", "kv": kv, "head_dim": dim if implementation != "cuda_core" else 0}
+    axes = {"q": "bf16", "kv": kv, "head_dim": dim if implementation != "cuda_core" else 0, "split_tables": False}
     return start().call("batch_decode", axes, arguments | change, implementation=implementation)
 
 

@@ -42,7 +42,7 @@ def prefill(tmp_path_factory: pytest.TempPathFactory) -> Any:
         kind = arguments["q"].dtype
         head_dim = dims[0] if hopper or dims[0] > 128 else 0
         capped = hopper and arguments.get("logits_soft_cap", 0.0) > 0
-        axes = {"q": kind, "kv": kind, "head_dim": head_dim, "soft_cap": capped}
+        axes = {"q": kind, "kv": kind, "head_dim": head_dim, "soft_cap": capped, "split_tables": False}
         return gpu.call("batch_prefill", axes, arguments, implementation=implementation)
 
     yield call

@@ -11,10 +11,14 @@ import torch
 
 from families.variants import EXAMPLES, Example
 from fi_core.attention.custom import VariantModule
+from fi_core.attention.ops.decode import BATCH_DECODE
+from fi_core.attention.ops.prefill import BATCH_PREFILL
 from fi_core.jit import attention as jit
-from fi_core.runtime.build import compiler, toolchain
+from fi_core.runtime.build import compiler, sources, toolchain
+from fi_core.runtime.dispatch import Request, choose
 from fi_core.runtime.errors import CompileError
 from fi_core.runtime.resolve import built
+from fi_core.runtime.spec.op import Op
 from fi_core.runtime.spec.target import Target
 from kernels.test_device_code import said_of
 
@@ -25,8 +29,9 @@ def module(form: str, example: Example, dim: int = 128, kv: torch.dtype = BF16, 
     types = (BF16, kv, BF16)
     *lists, name, written = example.declared()
     declared = (*lists, name, text or written)
-    if form == "batch_prefill":
-        return jit.gen_customize_batch_prefill_module("fa2", "code", *types, torch.int32, dim, dim, *declared)
+    if form in ("batch_prefill", "batch_prefill auto"):
+        backend = "auto" if form.endswith("auto") else "fa2"  # auto: wgmma on Hopper
+        return jit.gen_customize_batch_prefill_module(backend, "code", *types, torch.int32, dim, dim, *declared)
     if form == "batch_decode":
         return jit.gen_customize_batch_decode_module("code", *types, torch.int32, dim, dim, *declared)
     if form == "single_prefill":
@@ -40,6 +45,7 @@ CASES = [
     *((form, example, 128, BF16) for form, example in zip(FORMS * 2, EXAMPLES)),
     ("batch_prefill", EXAMPLES[-1], 128, E4M3),
     ("batch_decode", EXAMPLES[0], 512, BF16),
+    *(("batch_prefill auto", EXAMPLES[i], dim, BF16) for i, dim in ((0, 64), (4, 128), (2, 256))),
 ]
 
 
@@ -54,6 +60,26 @@ def test_registers_suffice(form: str, example: Example, dim: int, kv: torch.dtyp
     assert found
     # A word or two may not fit beside a hook that is inlined 32 times; three blocks a multiprocessor are worth more.
     assert [name for name, stack, local in found if int(stack) > 16 or int(local)] == []
+
+
+@pytest.mark.parametrize(
+    ("op", "implementation", "given"),
+    [
+        (BATCH_PREFILL, "wgmma_sm90", {}),
+        (BATCH_PREFILL, "wgmma_sm90", {"q": "e4m3", "kv": "e4m3"}),
+        (BATCH_PREFILL, "mma_sm80", {}),
+        (BATCH_DECODE, "tma_sm90", {}),
+        (BATCH_DECODE, "mma_sm80", {"kv": "e4m3"}),
+        (BATCH_DECODE, "cuda_core", {"q": "f32", "kv": "f32", "out": "f32"}),
+    ],
+)
+def test_kernels_with_two_page_tables_have_registers(op: Op, implementation: str, given: dict[str, str]) -> None:
+    request = Request.of(op, Target("cuda", "90a"), {**given, "split_tables": True}, implementation)
+    _, unit = sources.artifacts(choose(request).spec)
+    binary = built(unit).path
+    assert not binary.with_suffix(".log").exists(), "the compiler is content"
+    stacks = re.findall(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said_of(binary, "cuobjdump", "-res-usage"))
+    assert stacks and all(stack == local == "0" for stack, local in stacks)
 
 
 @pytest.mark.skipif(toolchain.nvcc() is None or shutil.which("c++") is None, reason="needs nvcc and a C++ compiler")

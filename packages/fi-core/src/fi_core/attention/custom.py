@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.ops.decode import BATCH_DECODE
-from fi_core.attention.ops.prefill import BATCH_PREFILL, Q_TILE
+from fi_core.attention.ops.prefill import BATCH_PREFILL, Q_TILE, VARIANT_TILES
 from fi_core.attention.ops.single import SINGLE_ATTENTION, attend
-from fi_core.attention.variant import CustomOp, Variant, VariantCall, alibi_slopes
+from fi_core.attention.variant import CustomOp, Form, Variant, VariantCall, alibi_slopes
 from fi_core.jit import core
 from fi_core.runtime.spec.dtype import short_name
 from fi_core.runtime.spec.target import Target
@@ -40,43 +39,60 @@ class CustomAttention:
     def variant(self) -> Variant:
         return self.custom.variant
 
-    def on(self, device: torch.device) -> Callable[..., None]:
-        """The op on a device, compiled at the first call for it. Raises CompileError."""
-        call = self.calls.get(device)
+    def backend(self, device: torch.device) -> str:
+        """The backend of requests: "auto", or the only form."""
+        forms = self.custom.forms
+        return "auto" if len(forms) > 1 or device.type == "cpu" else next(iter(forms)).implementation
+
+    def on(self, device: torch.device, implementation: str = "") -> Callable[..., None]:
+        """The op on a device, compiled at the first call for it. Raises CompileError.
+
+        implementation: as in `CustomOp.bind`.
+        """
+        call = self.calls.get((device, implementation))
         if call is None:
-            call = self.calls[device] = self.custom.bind(device)
+            call = self.calls[device, implementation] = self.custom.bind(device, implementation)
         return call
 
     def declares(self, tensor: str) -> bool:
         return any(name == tensor for name, _ in self.variant.tensors)
 
     def launch(
-        self, wrapper: Any, q: torch.Tensor, given: Sequence[Any], known: Mapping[str, Any], *scales: Any
-    ) -> tuple[int, VariantCall]:
-        """For the run of a planned wrapper: the position encoding, and the op with the variant's arguments.
+        self,
+        wrapper: Any,
+        q: torch.Tensor,
+        given: Sequence[Any],
+        known: Mapping[str, Any],
+        *scales: Any,
+        implementation: str = "",
+    ) -> VariantCall:
+        """For the run of a planned wrapper: the op with the variant's arguments.
 
         given: positional arguments after the cache. known: tensors that are never given, except maybe_alibi_slopes.
-        scales: q_scale, k_scale and sinks of run, which a variant must implement itself (NotImplementedError).
+        implementation: as in `on`. scales: q_scale, k_scale and sinks of run, which a variant must implement itself
+        (NotImplementedError).
         """
         for name, scale in zip(("q_scale", "k_scale", "sinks"), scales):
             if scale is not None:
                 raise NotImplementedError(f"{name}: declare it as an argument of the variant, whose logits are its own")
+        scale = wrapper._sm_scale
+        derived = derived_scalars(
+            q.shape[2] ** -0.5 if scale is None else scale, wrapper._logits_soft_cap or 0.0,
+            wrapper._rope_scale or 1.0, wrapper._rope_theta or 1e4, getattr(wrapper, "_token_pos_in_items_len", 0),
+        )  # fmt: skip
+        return VariantCall(self.on(q.device, implementation), self.extras(q, given, known, derived))
+
+    def extras(
+        self, q: torch.Tensor, given: Sequence[Any], known: Mapping[str, Any], derived: Mapping[str, float]
+    ) -> list[Any]:
+        """`Variant.arguments`, with ALiBi's slopes among those known."""
         if self.declares("maybe_alibi_slopes"):
             known = {**known, "maybe_alibi_slopes": alibi_slopes(q.shape[1], q.device)}
-        scale = wrapper._sm_scale
-        derived = {
-            "logits_soft_cap": wrapper._logits_soft_cap or 0.0,
-            "sm_scale": q.shape[2] ** -0.5 if scale is None else scale,
-            "rope_rcp_scale": 1.0 / (wrapper._rope_scale or 1.0),
-            "rope_rcp_theta": 1.0 / (wrapper._rope_theta or 1e4),
-            "scale_q_scalar": 1.0,
-            "scale_k_scalar": 1.0,
-            "scale_v_scalar": 1.0,
-            "token_pos_in_items_len": getattr(wrapper, "_token_pos_in_items_len", 0),
-        }
-        encoding = PosEncodingMode[wrapper._pos_encoding_mode].value
-        extras = self.variant.arguments(given, known, derived, q.device)
-        return ROPE if self.rope else encoding, VariantCall(self.on(q.device), extras)
+        return self.variant.arguments(given, known, derived, q.device)
+
+    def encoding(self, wrapper: Any) -> int:
+        """The position encoding of a planned wrapper: that of the declaration, else that of the plan."""
+        return ROPE if self.rope else PosEncodingMode[wrapper._pos_encoding_mode].value
 
     def attend(
         self,
@@ -99,7 +115,7 @@ class CustomAttention:
                 )
         self.check(q.dtype, k.dtype, self.dtypes[2], q.shape[-1], v.shape[-1])
         extras = self.variant.arguments(given, {}, {}, q.device)
-        few = bool(dict(self.custom.axes)["few"])
+        few = bool(dict(self.custom.forms[0].axes)["few"])
         return attend(
             q, k, v, kv_layout=kv_layout, pos_encoding_mode="ROPE_LLAMA" if self.rope else "NONE",
             window_left=window_left, out_dtype=self.dtypes[2], return_lse=return_lse, splits=few, causal=causal,
@@ -117,6 +133,17 @@ class CustomAttention:
         ):
             if got != wanted:
                 raise ValueError(f"{name}: {self.custom.uri} was made for {wanted}; got {got}")
+
+
+def derived_scalars(
+    sm_scale: float, soft_cap: float = 0.0, rope_scale: float = 1.0, rope_theta: float = 1e4, items: int = 0
+) -> dict[str, float]:
+    """The scalars that a caller may leave out at the end."""
+    return {
+        "logits_soft_cap": soft_cap, "sm_scale": sm_scale, "rope_rcp_scale": 1.0 / rope_scale,
+        "rope_rcp_theta": 1.0 / rope_theta, "scale_q_scalar": 1.0, "scale_k_scalar": 1.0, "scale_v_scalar": 1.0,
+        "token_pos_in_items_len": items,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -139,7 +166,7 @@ class VariantModule(core.JitSpec):
         return spec
 
 
-def _made(
+def variant_module(
     op: str,
     uri: str,
     dtypes: Sequence[Any],
@@ -148,6 +175,7 @@ def _made(
     pos_encoding_mode: int,
     few: bool = False,
     fp8_enabled: bool = False,
+    backend: str = "fa2",
 ) -> VariantModule:
     """The module of an op; `declared` are the four lists, variant_name and variant_decl. It does not compile."""
     if not re.fullmatch(r"[\w.-]{1,120}", uri):
@@ -169,11 +197,24 @@ def _made(
             else "single_attention_mma"
         )
     elif op == "batch_decode":
-        axes = {"q": q, "kv": kv, "head_dim": 0}
+        axes = {"q": q, "kv": kv, "head_dim": 0, "split_tables": False}
         implementation, entry = "cuda_core", "batch_decode_cuda_core_wide" if wide else "batch_decode_cuda_core"
     else:
-        axes = {"q": q, "kv": kv, "head_dim": 0, "soft_cap": False}
+        axes = {"q": q, "kv": kv, "head_dim": 0, "soft_cap": False, "split_tables": False}
         implementation, entry = "mma_sm80", "batch_prefill_mma"
+    forms = [Form(implementation, entry, tuple(axes.items()))]
+    if op == "batch_prefill" and backend != "fa2":
+        on_hopper = q == kv and q in ("f16", "bf16") and VARIANT_TILES.get(head_dims[0], (0, 0))[1] == head_dims[1]
+        hopper = {**axes, "head_dim": head_dims[0], "variant": True}
+        if on_hopper and types[2] is types[0] and pos_encoding_mode != ROPE:
+            forms.insert(0, Form("wgmma_sm90", "batch_prefill_wgmma", tuple(hopper.items())))
+        elif backend == "fa3":
+            raise ValueError(
+                "backend: fa3 requires q, k, v and output of one 16-bit dtype, head dims "
+                f"{', '.join(f'{qk}/{vo}' for qk, vo, *_ in VARIANT_TILES.values())} and no rotation; got "
+                f"{q}, {kv}, {types[2]} and {head_dims[0]}/{head_dims[1]}"
+            )
+    forms = forms[:1] if backend == "fa3" else forms
     found = _OPS[op]
     wrong = [f"{name}: one of {', '.join(map(str, found.axes[name]))} is required; got {axes[name]}"
              for name in ("q", "kv") if axes[name] not in found.axes[name]]  # fmt: skip
@@ -182,225 +223,27 @@ def _made(
     facts: dict[str, object] = {"q": q, "kv": kv, "head_dim_qk": head_dims[0], "head_dim_vo": head_dims[1]}
     if op == "single_attention":
         facts["qo_len"] = 1 if few else Q_TILE
-    custom = CustomOp(
-        found, uri, Variant.of(*declared), tuple(axes.items()), tuple(facts.items()), implementation, entry
-    )
+    custom = CustomOp(found, uri, Variant.of(*declared), tuple(facts.items()), tuple(forms))
     made = CustomAttention(custom, types, head_dims, pos_encoding_mode == ROPE, {})  # type: ignore[arg-type]
     return VariantModule.of(made, core.default_targets())
 
 
-def _check_backend(backend: str) -> None:
-    if backend not in ("auto", "fa2"):
-        raise NotImplementedError(
-            f"backend: variants run on the kernels for sm_80 and later; got {backend!r}, pass "
-            'backend="fa2" and a struct on AttentionVariantBase'
-        )
-
-
-def gen_customize_single_decode_module(
-    uri: str,
-    dtype_q: torch.dtype,
-    dtype_kv: torch.dtype,
-    dtype_o: torch.dtype,
-    head_dim_qk: int,
-    head_dim_vo: int,
-    additional_tensor_names: Sequence[str],
-    additional_tensor_dtypes: Sequence[str],
-    additional_scalar_names: Sequence[str],
-    additional_scalar_dtypes: Sequence[str],
-    variant_name: str,
-    variant_decl: str,
-    pos_encoding_mode: int = 0,
-    use_sliding_window: bool = False,
-    use_logits_soft_cap: bool = False,
-) -> VariantModule:
-    """Decode of one request with the attention variant that a struct in CUDA C++ declares. It does not compile yet.
-
-    `build_and_load()` compiles for FI_CUDA_ARCH_LIST or the visible GPUs, else for the CPU, and returns the argument of
-    `single_decode_with_kv_cache_with_jit_module`.
-
-    Args:
-        uri: a name for files and messages.
-        dtype_q, dtype_kv, dtype_o: dtypes of q, of k and v, and of the output.
-        head_dim_qk, head_dim_vo: multiples of 8 up to 512.
-        additional_tensor_names, additional_tensor_dtypes: tensors that the variant reads by name from `params`, and the
-            C types of their elements, such as "float" or "uint8_t".
-        additional_scalar_names, additional_scalar_dtypes: scalars that it reads likewise: "double", "int64_t", "float",
-            ...
-        variant_name: name of the struct.
-        variant_decl: text of the struct, derived from AttentionVariantBase, as docs/guides/custom-attention.md
-            describes.
-        pos_encoding_mode: 1 (ROPE_LLAMA) rotates q and k first; other values leave the encoding to the variant.
-        use_sliding_window, use_logits_soft_cap: without effect; the window of a call always applies.
-
-    Returns:
-        A VariantModule.
-
-    Raises:
-        ValueError: names, types or head dims.
-        NotImplementedError: a struct that is written for backend fa3.
+@dataclass(frozen=True)
+class VariantModules(core.JitSpec):
+    """The files of batch prefill and of batch decode with variants, as the wrappers for mixed batches compile them from
+    jit_args. Loaded, they are two CustomAttention.
     """
-    declared = (
-        additional_tensor_names, additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes,
-        variant_name, variant_decl,
-    )  # fmt: skip
-    dtypes = (dtype_q, dtype_kv, dtype_o)
-    return _made("single_attention", uri, dtypes, (head_dim_qk, head_dim_vo), declared, pos_encoding_mode, few=True)
 
+    made: tuple[CustomAttention, CustomAttention]
 
-def gen_customize_single_prefill_module(
-    backend: str,
-    uri: str,
-    dtype_q: torch.dtype,
-    dtype_kv: torch.dtype,
-    dtype_o: torch.dtype,
-    head_dim_qk: int,
-    head_dim_vo: int,
-    additional_tensor_names: Sequence[str],
-    additional_tensor_dtypes: Sequence[str],
-    additional_scalar_names: Sequence[str],
-    additional_scalar_dtypes: Sequence[str],
-    variant_name: str,
-    variant_decl: str,
-    pos_encoding_mode: int = 0,
-    use_sliding_window: bool = False,
-    use_logits_soft_cap: bool = False,
-    use_fp16_qk_reduction: bool = False,
-    fp8_enabled: bool = False,
-) -> VariantModule:
-    """Prefill of one request with a variant, for `single_prefill_with_kv_cache_with_jit_module`.
+    def load(self) -> tuple[CustomAttention, CustomAttention]:
+        self._load_modules()
+        return self.made
 
-    The arguments that are not listed are those of gen_customize_single_decode_module.
-
-    Args:
-        backend: "auto" or "fa2".
-        use_fp16_qk_reduction: without effect; sums are fp32.
-        fp8_enabled: not supported.
-
-    Returns:
-        A VariantModule.
-
-    Raises:
-        NotImplementedError: another backend, fp8_enabled.
-    """
-    _check_backend(backend)
-    declared = (
-        additional_tensor_names, additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes,
-        variant_name, variant_decl,
-    )  # fmt: skip
-    dtypes = (dtype_q, dtype_kv, dtype_o)
-    return _made(
-        "single_attention", uri, dtypes, (head_dim_qk, head_dim_vo), declared, pos_encoding_mode,
-        fp8_enabled=fp8_enabled,
-    )  # fmt: skip
-
-
-def gen_customize_batch_decode_module(
-    uri: str,
-    dtype_q: torch.dtype,
-    dtype_kv: torch.dtype,
-    dtype_o: torch.dtype,
-    idtype: torch.dtype,
-    head_dim_qk: int,
-    head_dim_vo: int,
-    additional_tensor_names: Sequence[str],
-    additional_tensor_dtypes: Sequence[str],
-    additional_scalar_names: Sequence[str],
-    additional_scalar_dtypes: Sequence[str],
-    variant_name: str,
-    variant_decl: str,
-    pos_encoding_mode: int = 0,
-    use_sliding_window: bool = False,
-    use_logits_soft_cap: bool = False,
-) -> VariantModule:
-    """Batch decode with a variant: `jit_args` and `jit_kwargs` of BatchDecodeWithPagedKVCacheWrapper are its arguments.
-
-    The arguments that are not listed are those of gen_customize_single_decode_module.
-
-    Args:
-        idtype: dtype of page tables, int32.
-
-    Returns:
-        A VariantModule.
-
-    Raises:
-        ValueError: idtype.
-    """
-    _check_index(idtype)
-    declared = (
-        additional_tensor_names, additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes,
-        variant_name, variant_decl,
-    )  # fmt: skip
-    return _made(
-        "batch_decode", uri, (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo), declared, pos_encoding_mode
-    )
-
-
-def gen_customize_batch_prefill_module(
-    backend: str,
-    uri: str,
-    dtype_q: torch.dtype,
-    dtype_kv: torch.dtype,
-    dtype_o: torch.dtype,
-    idtype: torch.dtype,
-    head_dim_qk: int,
-    head_dim_vo: int,
-    additional_tensor_names: Sequence[str],
-    additional_tensor_dtypes: Sequence[str],
-    additional_scalar_names: Sequence[str],
-    additional_scalar_dtypes: Sequence[str],
-    variant_name: str,
-    variant_decl: str,
-    pos_encoding_mode: int = 0,
-    use_sliding_window: bool = False,
-    use_logits_soft_cap: bool = False,
-    use_fp16_qk_reduction: bool = False,
-    fp8_enabled: bool = False,
-    paged_kv_stride_mode: str = "runtime",
-    module_surface: str = "full",
-) -> VariantModule:
-    """Batch prefill with a variant: `jit_args` of the batch prefill wrappers are its arguments without backend.
-
-    The arguments that are not listed are those of gen_customize_single_prefill_module and
-    gen_customize_batch_decode_module.
-
-    Args:
-        paged_kv_stride_mode, module_surface: without effect; one module supports all strides and both wrappers.
-
-    Returns:
-        A VariantModule.
-    """
-    _check_backend(backend)
-    _check_index(idtype)
-    declared = (
-        additional_tensor_names, additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes,
-        variant_name, variant_decl,
-    )  # fmt: skip
-    return _made(
-        "batch_prefill", uri, (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo), declared, pos_encoding_mode,
-        fp8_enabled=fp8_enabled,
-    )  # fmt: skip
-
-
-def _no_variant(what: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"{what} takes no variant: use the batch prefill and the batch decode wrapper with jit_args side by side"
-    )
-
-
-def gen_customize_batch_attention_module(*args: Any, **options: Any) -> VariantModule:
-    """Not supported (NotImplementedError): prefill and decode wrappers take variants, BatchAttention does not."""
-    raise _no_variant("BatchAttention")
-
-
-def gen_customize_pod_module(*args: Any, **options: Any) -> VariantModule:
-    """Not supported (NotImplementedError): prefill and decode wrappers take variants, POD attention does not."""
-    raise _no_variant("POD attention")
-
-
-def gen_customize_batch_pod_module(*args: Any, **options: Any) -> VariantModule:
-    """Not supported (NotImplementedError): prefill and decode wrappers take variants, POD attention does not."""
-    raise _no_variant("POD attention")
+    @classmethod
+    def of(cls, prefill: VariantModule, decode: VariantModule, name: str) -> VariantModules:
+        artifacts = tuple(dict.fromkeys((*prefill.artifacts, *decode.artifacts)))
+        return cls(name, artifacts, (prefill.made, decode.made))
 
 
 def custom_attention(jit_module: Any) -> CustomAttention:
@@ -411,51 +254,3 @@ def custom_attention(jit_module: Any) -> CustomAttention:
             f"{type(jit_module).__name__}"
         )
     return jit_module
-
-
-def _check_index(idtype: Any) -> None:
-    import torch
-
-    if canonicalize_torch_dtype(idtype) is not torch.int32:
-        raise ValueError(f"idtype: torch.int32 is required, the type of page tables; got {idtype}")
-
-
-def get_customize_batch_prefill_module(backend: str, *args: Any, **options: Any) -> CustomAttention:
-    """`gen_customize_batch_prefill_module` with these arguments, built and loaded."""
-    made: CustomAttention = gen_customize_batch_prefill_module(backend, *args, **options).build_and_load()
-    return made
-
-
-def customised(
-    kind: str,
-    backend: str,
-    device: torch.device,
-    jit_args: Sequence[Any] | None,
-    jit_kwargs: Mapping[str, Any] | None,
-) -> CustomAttention:
-    """The variant that a wrapper runs instead of the built-in attention, compiled for its device.
-
-    kind: "decode" or "prefill". Raises TypeError (number of jit_args, names in jit_kwargs), ValueError (no jit_args)
-    and the errors of the generators and compilers.
-    """
-    if jit_args is None:
-        raise ValueError(f"jit_kwargs: jit_args are required beside them; got {', '.join(jit_kwargs or ())} alone")
-    _check_backend(backend)
-    names = (
-        "uri, dtype_q, dtype_kv, dtype_o, idtype, head_dim_qk, head_dim_vo, additional_tensor_names, "
-        "additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes, variant_name, variant_decl"
-    )
-    least = names.count(",") + 1
-    if not isinstance(jit_args, (tuple, list)):
-        raise TypeError(f"jit_args: a tuple is required, of {names}; got {type(jit_args).__name__}")
-    if len(jit_args) < least:
-        raise TypeError(f"jit_args: {least} are required, {names}; got {len(jit_args)}")
-    generate: Callable[..., VariantModule] = gen_customize_batch_decode_module
-    if kind == "prefill":
-        generate = functools.partial(gen_customize_batch_prefill_module, backend)
-    try:
-        made = generate(*jit_args, **(jit_kwargs or {})).made
-    except TypeError as error:
-        raise TypeError(f"jit_args, jit_kwargs: {error}") from None
-    made.on(device)
-    return made

@@ -210,6 +210,17 @@ class VariantCall(NamedTuple):
     extras: list[Any]
 
 
+class Form(NamedTuple):
+    """An implementation on CUDA that a variant is compiled into.
+
+    axes: of its unit. entry: the kernel entry that fits the head dims; a unit that has combine_chunks keeps it, too.
+    """
+
+    implementation: str
+    entry: str
+    axes: tuple[tuple[str, object], ...]
+
+
 @dataclass(frozen=True)
 class CustomOp:
     """An attention op with a variant: its files for each target, and the function to call."""
@@ -217,30 +228,41 @@ class CustomOp:
     op: Op
     uri: str
     variant: Variant
-    axes: tuple[tuple[str, object], ...]
     facts: tuple[tuple[str, object], ...]  # of a request for it
-    implementation: str  # on CUDA
-    entry: str  # of the unit, the one that fits the head dims; a unit that has combine_chunks keeps it, too
+    forms: tuple[Form, ...]  # in order of preference
 
     @property
     def name(self) -> str:
         return f"{self.op.name}_{self.uri}"
 
-    def unit(self) -> Unit:
+    def form(self, target: Target, implementation: str = "") -> Form:
+        """The form for an implementation, or the first one that the target supports. Raises UnsupportedError."""
+        facts = Request.of(self.op, target, dict(self.facts)).facts()
+        *first, last = self.forms
+        for form in self.forms if implementation else first:
+            if form.implementation == implementation:
+                return form
+            if not implementation and not self.op.implementation(form.implementation).refusals(facts):
+                return form
+        choose(Request.of(self.op, target, dict(self.facts), last.implementation))  # raises the reasons
+        return last
+
+    def unit(self, form: Form) -> Unit:
         """The unit of the op with the variant."""
-        unit = self.op.implementation(self.implementation).unit
+        unit = self.op.implementation(form.implementation).unit
         assert unit is not None
-        made = unit(dict(self.axes))
-        kept = (entry for entry in made.entries if entry.name in (self.entry, "combine_chunks"))
+        made = unit(dict(form.axes))
+        kept = (entry for entry in made.entries if entry.name in (form.entry, "combine_chunks"))
         return made._replace(entries=tuple(kept), variant=self.variant.text())
 
-    def artifacts(self, target: Target) -> tuple[Artifact, ...]:
+    def artifacts(self, target: Target, implementation: str = "") -> tuple[Artifact, ...]:
         """The host module and, on CUDA, the device binary. Raises NotImplementedError for types that a CPU does not
         support.
         """
         if target.kind == "cuda":
-            choose(Request.of(self.op, target, dict(self.facts), self.implementation))  # raises the reasons
-            image = Artifact(f"{self.name}_{target}", "cubin", target, sources.device_unit(self.name, self.unit()))
+            form = self.form(target, implementation)
+            text = sources.device_unit(self.name, self.unit(form))
+            image = Artifact(f"{self.name}_{form.implementation}_{target}", "cubin", target, text)
             return sources.host_module(self.op, "cuda"), image
         only = [name for name, kind in self.variant.tensors if kind in _ON_CUDA_ONLY]
         if only:
@@ -249,11 +271,14 @@ class CustomOp:
         flags = ("-O1", "-DFI_ONE_LEVEL")
         return (sources.variant_module(self.op, self.name, self.variant.text(), flags),)
 
-    def entries(self, target: Target) -> tuple[Entry, ...]:
-        return self.unit().entries if target.kind == "cuda" else ()
+    def bind(self, device: torch.device, implementation: str = "") -> Callable[..., None]:
+        """The op as a function that takes the variant's arguments after its own; compiled if necessary.
 
-    def bind(self, device: torch.device) -> Callable[..., None]:
-        """The op as a function that takes the variant's arguments after its own; compiled if necessary."""
+        implementation: on CUDA, of one of the forms; default: the first that the device supports.
+        """
         target = target_of(device)
-        artifacts = self.artifacts(target)
-        return bind_artifacts(self.op.name, self.name, artifacts, self.entries(target), device.index or 0)[0]
+        artifacts = self.artifacts(target, implementation)
+        entries: tuple[Entry, ...] = ()
+        if target.kind == "cuda":
+            entries = self.unit(self.form(target, implementation)).entries
+        return bind_artifacts(self.op.name, self.name, artifacts, entries, device.index or 0)[0]

@@ -1,8 +1,8 @@
-"""Attention modules with a user's variant, at FlashInfer's import path; defined in fi_core.attention.custom."""
+"""Attention modules with a user's variant, at FlashInfer's import path; defined in fi_core.attention.custom_modules."""
 
 from __future__ import annotations
 
-from fi_core.attention.custom import (
+from fi_core.attention.custom_modules import (
     gen_customize_batch_attention_module,
     gen_customize_batch_decode_module,
     gen_customize_batch_pod_module,

@@ -267,9 +267,13 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     signed = {torch.int32, torch.int64, torch.int16, torch.int8}
     integers = signed | {torch.uint8, torch.uint16, torch.uint32, torch.uint64}
     dtype, other = (getattr(x, "dtype", None) for x in (kv_last_page_len, kv_indptr))
-    if {dtype, other} <= integers and not (dtype is other and dtype in (torch.int32, torch.int64)):
+    if (
+        dtype is not None
+        and {dtype, other} <= integers
+        and not (dtype is other and dtype in (torch.int32, torch.int64))
+    ):
         seq_lens = get_seq_lens(kv_indptr.long(), kv_last_page_len.long(), page_size)
-        return seq_lens.clamp(max=torch.iinfo(dtype).max).to(dtype)
+        return seq_lens.clamp(max=min(torch.iinfo(dtype).max, (1 << 63) - 1)).to(dtype)
     seq_lens = torch.empty_like(kv_last_page_len)
     _seq_lens(seq_lens, kv_indptr, kv_last_page_len, page_size=page_size)
     return seq_lens

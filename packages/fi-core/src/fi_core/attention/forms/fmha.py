@@ -168,6 +168,7 @@ def trtllm_fmha_v2_prefill(
 
     Raises:
         ValueError: layout, shape, dtype, device, block_tables, mask_mode or pos_encoding_mode.
+        TypeError: a member of qkv is no tensor.
     """
     import torch
 
@@ -183,6 +184,9 @@ def trtllm_fmha_v2_prefill(
     if encoding is None:
         raise ValueError(f"pos_encoding_mode: allowed are None, {', '.join(POS_ENCODINGS)}; got {pos_encoding_mode!r}")
     q, k, v, layout = _split(qkv, input_layout)
+    for x in (q, k, v):
+        if not hasattr(x, "dtype"):
+            raise TypeError(f"qkv: tensors are required as its members; got a {type(x).__name__}")
     paged = k.ndim == 4
     if paged == (block_tables is None):
         raise ValueError(f"block_tables: for paged layouts, and no others; got {input_layout} with {block_tables!r}")

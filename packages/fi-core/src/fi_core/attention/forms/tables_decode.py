@@ -12,10 +12,9 @@ from fi_core.attention.contract import (
     check_nvfp4,
     check_workspace,
     code,
-    flat_tables,
     kv_type,
+    page_tables,
     refuse_nvfp4,
-    refuse_split_tables,
     row_elements,
     scale_product,
     scales_of,
@@ -67,6 +66,7 @@ class _Call(NamedTuple):
     enable_pdl: bool | None
     disable_split_kv: bool = False
     scales: tuple[Any, Any] = (None, None)  # of NVFP4 keys and values
+    shared_table: bool = True  # as `shared` of page_tables
 
 
 def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None:
@@ -78,7 +78,7 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
 
     q, (k, v) = c.q, c.cache
     layout = code(LAYOUTS, c.kv_layout, "kv_layout")
-    pages, pitch = flat_tables(c.block_tables)
+    pages, pitch, v_table_offset = page_tables(c.block_tables, c.shared_table)
     batch_size = c.block_tables.shape[0]
     seq_lens, mask = viewed("seq_lens", c.seq_lens, -1), c.mask
     if len(seq_lens) != batch_size or (qo_indptr is None and q.shape[0] != batch_size * q_len):
@@ -100,7 +100,7 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
     q_tiles = ops.num_q_tiles(q.shape[1], kv_heads, q_len)
     choice = planned(
         ops.BATCH_DECODE, q.device, "auto", q.dtype, kv_type(k.dtype), c.out.dtype, q.shape[2], row_elements(v),
-        q.shape[1] // kv_heads, page_size, "NONE", "plain", False, False, LOAD_BYTES,
+        q.shape[1] // kv_heads, page_size, "NONE", "plain", False, False, v_table_offset != 0, LOAD_BYTES,
         ahead=False,
     )  # fmt: skip
     split_kv = ops.NO_SPLIT if c.disable_split_kv else ops.BALANCED
@@ -114,6 +114,7 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
         buffers.num_ranges, buffers.split_kv, q_len=q_len, window_left=c.window_left, sm_scale=c.score_scale[0],
         v_scale=c.out_scale[0], bmm1_scale=c.score_scale[1], bmm2_scale=c.out_scale[1], sinks=c.sinks, draft_mask=mask,
         qo_indptr=qo_indptr, k_scales=c.scales[0], v_scales=c.scales[1], enable_pdl=c.enable_pdl,
+        v_table_offset=v_table_offset,
     )  # fmt: skip
 
 
@@ -148,8 +149,8 @@ def _attend_ragged(c: _Call, qo_indptr: torch.Tensor, most: int | None, name: st
 
     mask = None if mask is None else mask.view(torch.uint8)
     attend_tables(
-        c.out, c.lse, q, c.cache, c.kv_layout, c.block_tables, c.seq_lens, qo_indptr, causal=True, custom_mask=mask,
-        score_scale=c.score_scale, out_scale=c.out_scale, window_left=c.window_left, sinks=c.sinks,
+        c.out, c.lse, q, c.cache, c.kv_layout, c.block_tables, c.seq_lens, qo_indptr, c.shared_table, causal=True,
+        custom_mask=mask, score_scale=c.score_scale, out_scale=c.out_scale, window_left=c.window_left, sinks=c.sinks,
         k_scales=c.scales[0], v_scales=c.scales[1], enable_pdl=c.enable_pdl,
     )  # fmt: skip
 
@@ -261,7 +262,8 @@ def trtllm_batch_decode_with_kv_cache(
         kv_cache: a tuple (k_cache, v_cache), or one tensor whose dim 1 is 2 (K, V) or 1 (both are the same).
         workspace_buffer: on the device, contiguous, any content. 8 MiB are enough for any lengths and head dims up to
             256. It is scratch: calls that may overlap need one each.
-        block_tables: int32 `[batch_size, max_pages]`; entries beyond a request's pages are not read.
+        block_tables: int32 `[batch_size, max_pages]`; entries beyond a request's pages are not read. Without
+            uses_shared_paged_kv_idx `[batch_size, 2, max_pages]`: pages of k_cache, and pages of v_cache.
         seq_lens: int32, uint32 or int64 `[batch_size]`, tokens of each request including those of the query.
         max_seq_len: not needed.
         bmm1_scale: the only factor of the scores, so it includes `1 / sqrt(head_dim)`; a number or a one-element fp32
@@ -293,7 +295,7 @@ def trtllm_batch_decode_with_kv_cache(
         bmm1_scale_log2: tensor, `bmm1_scale * log2 e`; replaces bmm1_scale.
         o_scale, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode, request_order, request_order_plan: not
             needed.
-        uses_shared_paged_kv_idx: must be True; separate tables of K and V are not supported.
+        uses_shared_paged_kv_idx: whether K and V of a token are in pages of the same id.
         enable_block_sparse_attention: block_tables has the pages of each kv head, int32 `[num_kv_heads, batch_size,
             max_pages]`, and seq_lens counts the tokens in them, `[batch_size]` or `[num_kv_heads, batch_size]`.
             Causality and window count the listed keys.
@@ -311,15 +313,18 @@ def trtllm_batch_decode_with_kv_cache(
     Raises:
         KeyError: backend or kv_layout.
         ValueError: shape, dtype or device.
-        NotImplementedError: NVFP4 output, separate tables of K and V; sparse blocks or context parallelism with
-            cum_seq_lens_q or mask; sparse blocks with kv_cache_sf.
+        NotImplementedError: NVFP4 output; sparse blocks or context parallelism with cum_seq_lens_q or mask; sparse
+            blocks or kv_cache_sf with separate tables of K and V; sparse blocks with kv_cache_sf.
     """
     import torch
 
     if backend not in _BACKENDS:
         raise UnknownWordError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
     refuse_nvfp4(out, out_dtype, o_sf_scale, o_sf_vec_size)
-    refuse_split_tables(uses_shared_paged_kv_idx)
+    if not uses_shared_paged_kv_idx and (enable_block_sparse_attention or kv_cache_sf is not None):
+        raise unsupported(
+            "uses_shared_paged_kv_idx", False, "pass one table with enable_block_sparse_attention or kv_cache_sf"
+        )
     others = (cum_seq_lens_q is not None, mask is not None, cp_world > 1 and window_left >= 0)
     if (enable_block_sparse_attention or cp_world != 1 or causal_seqlens_kv_global is not None) and any(others):
         raise unsupported(
@@ -352,7 +357,7 @@ def trtllm_batch_decode_with_kv_cache(
     call = _Call(
         result, lse, query, (k, v), kv_layout, workspace_buffer, block_tables, seq_lens, score_scale,
         scale_product(1.0, bmm2_scale), window_left, sinks, mask, enable_pdl, disable_split_kv,
-        scales_of(kv_cache_sf, kv_layout),
+        scales_of(kv_cache_sf, kv_layout), bool(uses_shared_paged_kv_idx),
     )  # fmt: skip
     if enable_block_sparse_attention:
         _attend_heads(call, q_len)

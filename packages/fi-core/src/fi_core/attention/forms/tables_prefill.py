@@ -9,10 +9,9 @@ from fi_core.attention.contract import (
     cache_pair,
     check_nvfp4,
     code,
-    flat_tables,
     kv_type,
+    page_tables,
     refuse_nvfp4,
-    refuse_split_tables,
     row_elements,
     scale_product,
     scales_of,
@@ -82,7 +81,8 @@ def attend_once(
     choice = planned(
         ops.BATCH_PREFILL, q.device, backend, q.dtype, kv_type(k.dtype), out.dtype, dim, row_elements(v),
         heads // kv_heads, 0 if page_indices is None else page_size, PosEncodingMode(pos_encoding_mode).name,
-        "plain" if custom_mask is None else "custom", logits_soft_cap > 0.0, scaled, LOAD_BYTES,
+        "plain" if custom_mask is None else "custom", logits_soft_cap > 0.0, scaled,
+        options.get("v_table_offset", 0) != 0, LOAD_BYTES,
         ahead=False,
     )  # fmt: skip
     tile_tokens = ops.q_tile_tokens(heads, kv_heads, ops.q_tile_rows(choice))
@@ -129,11 +129,12 @@ def attend_tables(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     qo_indptr: torch.Tensor,
+    shared_table: bool = True,
     **options: Any,
 ) -> None:
-    """`attend_once` over a block table."""
+    """`attend_once` over a block table; shared_table: as `shared` of `page_tables`."""
     layout, (k, v) = code(LAYOUTS, kv_layout, "kv_layout"), cache
-    pages, pitch = flat_tables(block_tables)
+    pages, pitch, v_table_offset = page_tables(block_tables, shared_table)
     batch_size = block_tables.shape[0]
     if seq_lens.numel() != batch_size or qo_indptr.numel() != batch_size + 1:
         raise ValueError(
@@ -142,7 +143,8 @@ def attend_tables(
         )
     attend_once(
         out, lse, query, k, v, layout, batch_size, qo_indptr=int32_index(qo_indptr),
-        kv_len=int32_index(viewed("seq_lens", seq_lens, -1)), page_indices=pages, pages_per_request=pitch, **options,
+        kv_len=int32_index(viewed("seq_lens", seq_lens, -1)), page_indices=pages, pages_per_request=pitch,
+        v_table_offset=v_table_offset, **options,
     )  # fmt: skip
 
 
@@ -187,7 +189,8 @@ def trtllm_batch_context_with_kv_cache(
             its last tokens.
         kv_cache: a tuple (k_cache, v_cache), or one tensor whose dim 1 is 2 (K, V) or 1 (both are the same).
         workspace_buffer, max_q_len, max_kv_len, cum_seq_lens_kv, multi_ctas_kv_counter_buffer: not needed.
-        block_tables: int32 `[batch_size, max_pages]`; entries beyond a request's pages are not read.
+        block_tables: int32 `[batch_size, max_pages]`; entries beyond a request's pages are not read. Without
+            uses_shared_paged_kv_idx `[batch_size, 2, max_pages]`: pages of k_cache, and pages of v_cache.
         seq_lens: int32 or uint32 `[batch_size]` (int64 is converted), tokens of each request including those of the
             query.
         bmm1_scale: the only factor of the scores, so it includes `1 / sqrt(head_dim)`; a number or a one-element fp32
@@ -205,7 +208,7 @@ def trtllm_batch_context_with_kv_cache(
         sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to row_sum.
         skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: without effect; nothing is skipped or
             rounded, which any setting permits.
-        uses_shared_paged_kv_idx: must be True; separate tables of K and V are not supported.
+        uses_shared_paged_kv_idx: whether K and V of a token are in pages of the same id.
         causal: a row attends to the keys up to its own position.
         lse: fp32 `[qo_tokens, num_qo_heads]`, base 2, written if given.
         return_lse: also return lse.
@@ -218,12 +221,13 @@ def trtllm_batch_context_with_kv_cache(
         KeyError: backend or kv_layout.
         ValueError: shape, dtype or device. Tables that lie: on the CPU; on CUDA with FI_CHECK=1
             at import, which synchronises.
-        NotImplementedError: NVFP4 output, separate tables of K and V.
+        NotImplementedError: NVFP4 output; kv_cache_sf with separate tables of K and V.
     """
     if backend not in _BACKENDS:
         raise UnknownWordError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
     refuse_nvfp4(out, out_dtype, None if o_sf_scale == 1.0 else o_sf_scale, o_sf_vec_size)
-    refuse_split_tables(uses_shared_paged_kv_idx)
+    if kv_cache_sf is not None and not uses_shared_paged_kv_idx:
+        raise unsupported("uses_shared_paged_kv_idx", False, "pass one table with kv_cache_sf")
     cache = cache_pair(kv_cache, kv_layout)
     check_nvfp4(kv_cache_sf, cache[0], "kv_cache")
     k_scales, v_scales = scales_of(kv_cache_sf, kv_layout)
@@ -233,9 +237,10 @@ def trtllm_batch_context_with_kv_cache(
             f"cum_seq_lens_q: batch_size + 1 = {batch_size + 1} elements are required; got {len(cum_seq_lens_q)}"
         )
     attend_tables(
-        result, lse, query, cache, kv_layout, block_tables, seq_lens, cum_seq_lens_q, causal=causal,
-        window_left=window_left, score_scale=scale_product(1.0, bmm1_scale), out_scale=scale_product(1.0, bmm2_scale),
-        sinks=sinks, k_scales=k_scales, v_scales=v_scales, enable_pdl=enable_pdl,
+        result, lse, query, cache, kv_layout, block_tables, seq_lens, cum_seq_lens_q, uses_shared_paged_kv_idx,
+        causal=causal, window_left=window_left, score_scale=scale_product(1.0, bmm1_scale),
+        out_scale=scale_product(1.0, bmm2_scale), sinks=sinks, k_scales=k_scales, v_scales=v_scales,
+        enable_pdl=enable_pdl,
     )  # fmt: skip
     return (result, lse) if return_lse and lse is not None else result
 

@@ -11,7 +11,7 @@ import functools
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, KV_TYPES, TYPES, request
+from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, KV_TYPES, TYPES, request, with_tables
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.launch.operator import multiprocessors_of, operator, target_of
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
@@ -82,7 +82,7 @@ def _cuda_core_unit(axes: Values) -> Unit:
             2,
         ),
     )
-    return Unit("fi/attention/decode/batch_decode.cuh", "BatchDecodeParams", entries)
+    return with_tables(Unit("fi/attention/decode/batch_decode.cuh", "BatchDecodeParams", entries), axes)
 
 
 def _device_types(axes: Values) -> tuple[str, int, int, int]:
@@ -125,9 +125,9 @@ def _mma_unit(axes: Values) -> Unit:
     config = DecodeConfig(DecodeKind.MMA, dim, 0, 200 if axes["capability"] == 90 else 0)
     entry = Entry("batch_decode_mma", body, warps * 32, config, shared, _mma_ctas_per_sm(kv_bytes == 1))
     if axes["capability"] != 90 or dim > 128 or fp4:
-        return Unit("fi/attention/decode/batch_decode.cuh", "BatchDecodeParams", (entry,))
+        return with_tables(Unit("fi/attention/decode/batch_decode.cuh", "BatchDecodeParams", (entry,)), axes)
     entries = (entry, _cluster_entry(types, dim, q_bytes, line, False, gather=True))
-    return Unit("fi/attention/decode/batch_decode_cluster_sm90.cuh", "BatchDecodeParams", entries)
+    return with_tables(Unit("fi/attention/decode/batch_decode_cluster_sm90.cuh", "BatchDecodeParams", entries), axes)
 
 
 def _tma_unit(axes: Values) -> Unit:
@@ -154,7 +154,7 @@ def _tma_unit(axes: Values) -> Unit:
     config = DecodeConfig(DecodeKind.TMA, dim, int(whole), tune.evict_first_mb, min(keys, KV_TILE))
     entry = Entry("batch_decode_tma", body, warps * 32 + (128 if fp4 else 96), config, shared, 1)
     entries = (entry, _cluster_entry(types, dim, q_bytes, line, whole)) if dim <= 128 and not fp4 else (entry,)
-    return Unit("fi/attention/decode/batch_decode_sm90.cuh", "BatchDecodeParams", entries)
+    return with_tables(Unit("fi/attention/decode/batch_decode_sm90.cuh", "BatchDecodeParams", entries), axes)
 
 
 def _cluster_entry(types: str, dim: int, q_bytes: int, line: int, whole: bool, gather: bool = False) -> Entry:
@@ -204,11 +204,11 @@ _PACKED_PAGES = Rule(
 
 
 def _compiled(values: Values) -> Values:
-    return {"q": values["q"], "kv": values["kv"], "head_dim": values["head_dim_qk"]}
+    return {**_general(values), "head_dim": values["head_dim_qk"]}
 
 
 def _general(values: Values) -> Values:
-    return {"q": values["q"], "kv": values["kv"], "head_dim": 0}
+    return {"q": values["q"], "kv": values["kv"], "head_dim": 0, "split_tables": values["split_tables"]}
 
 
 # out: `[tokens, num_qo_heads, head_dim_vo]`, fp16, bf16, fp32, e4m3 or e5m2. lse: fp32 `[tokens, num_qo_heads]`
@@ -230,7 +230,7 @@ def _general(values: Values) -> Values:
 # `[tokens, ceil(q_len / 32) * 4]`) it attends to all keys before kv_len - q_len, and to key kv_len - q_len + t if bit
 # t % 8 of byte t / 8 is set. qo_indptr (int32 `[batch_size + 1]`): request b has rows `qo_indptr[b] : qo_indptr[b + 1]`
 # of q, out, lse and draft_mask, at most q_len; its number of rows replaces q_len above. Rows outside all requests are
-# not written.
+# not written. v_table_offset: as in batch_prefill.
 BATCH_DECODE = Op(
     name="batch_decode",
     family="attention",
@@ -239,14 +239,15 @@ BATCH_DECODE = Op(
     "int pos_encoding_mode=0, int window_left=-1, float logits_soft_cap=0.0, float sm_scale=1.0, float v_scale=1.0, "
     "float rope_scale=1.0, float rope_theta=10000.0, Tensor? sinks=None, Tensor? scale_q=None, Tensor? scale_k=None, "
     "Tensor? scale_v=None, Tensor? bmm1_scale=None, Tensor? bmm2_scale=None, Tensor? draft_mask=None, "
-    'Tensor? k_scales=None, Tensor? v_scales=None, Tensor? qo_indptr=None, bool? enable_pdl=None, str backend="auto"',
+    "Tensor? k_scales=None, Tensor? v_scales=None, Tensor? qo_indptr=None, bool? enable_pdl=None, "
+    'int v_table_offset=0, str backend="auto"',
     read="q.dtype, k_cache.dtype, out.dtype, tuple(q.shape)[1:], tuple(k_cache.shape)[1:], v_cache.shape[-1], True, "
     "kv_layout, pos_encoding_mode, 'plain' if draft_mask is None else 'custom', logits_soft_cap > 0.0, "
-    "not (scale_q is scale_k is scale_v is bmm1_scale is bmm2_scale is None)",
+    "not (scale_q is scale_k is scale_v is bmm1_scale is bmm2_scale is None), v_table_offset != 0",
     found_by_entry="alignment",
     request=request,
     fields=FIELDS,
-    axes={"q": TYPES, "kv": KV_TYPES, "head_dim": (*HEAD_DIMS, 0)},
+    axes={"q": TYPES, "kv": KV_TYPES, "head_dim": (*HEAD_DIMS, 0), "split_tables": (False, True)},
     config=DecodeConfig,
     takes_variant=True,
     implementations=(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, KV_TYPES, TYPES, element_bytes, request
+from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, KV_TYPES, TYPES, element_bytes, request, with_tables
 from fi_core.attention.ops.tile_shapes import MULTIPLY, TILE, TILE_OF_48, WIDE_TILES
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.launch.operator import operator
@@ -67,7 +67,7 @@ def _mma_unit(axes: Values) -> Unit:
     size, body = tile.shared_bytes(kv), tile.body("batch_prefill_mma", q.short, kv.short)
     config = PrefillConfig(PrefillKind.MMA, tile.rows, tile.keys, tile.dim_vo, tile.blocks)
     entry = Entry("batch_prefill_mma", body, tile.threads, config, size, tile.blocks)
-    return Unit("fi/attention/prefill/batch_prefill.cuh", "PrefillProblem", (entry,))
+    return with_tables(Unit("fi/attention/prefill/batch_prefill.cuh", "PrefillProblem", (entry,)), axes)
 
 
 # The 16-bit wgmma kernel: axis head_dim -> (head_dim_qk, head_dim_vo, keys per stage, consumer warpgroups of 64 rows).
@@ -76,6 +76,8 @@ def _mma_unit(axes: Values) -> Unit:
 # are not measured.
 _WGMMA_TILES = {64: (64, 64, 128, 3), 128: (128, 128, 128, 3), 192: (192, 128, 128, 2), 256: (256, 256, 80, 2)}
 _WGMMA_HEAD_DIM_VO = {qk: vo for qk, vo, *_ in _WGMMA_TILES.values()}
+# With a user's variant, as _WGMMA_TILES: its hooks need registers.
+VARIANT_TILES = {64: (64, 64, 128, 2), 128: (128, 128, 128, 2), 192: (192, 128, 80, 2), 256: (256, 256, 64, 2)}
 # The fp8 kernel, as _WGMMA_TILES. H200, one sequence of 16k, page size 16, head_dim 128, TFLOP/s: 909 with 128 keys,
 # 861 with 96.
 _FP8_TILES = {64: (64, 64, 128, 3), 128: (128, 128, 128, 3), 192: (192, 128, 128, 3), 256: (256, 256, 128, 2)}
@@ -100,7 +102,7 @@ def _wgmma_unit(axes: Values) -> Unit:
         return _fp8_unit(axes)
     if DTYPES[axes["kv"]].bytes == 1:
         return _mixed_unit(axes)
-    qk, vo, keys, groups = _WGMMA_TILES[head_dim]
+    qk, vo, keys, groups = (VARIANT_TILES if axes.get("variant") else _WGMMA_TILES)[head_dim]
     if axes["soft_cap"]:
         keys = min(
             keys, 64 if vo > 128 else 96 if vo > 64 else 128
@@ -113,7 +115,7 @@ def _wgmma_unit(axes: Values) -> Unit:
         return Entry(name, body, 128 * (groups + 1), config, size, 1)
 
     entries = (entry("batch_prefill_wgmma", "false"), entry("batch_prefill_wgmma_whole_rows", "true"))
-    return Unit("fi/attention/prefill/batch_prefill_sm90.cuh", "BatchPrefillParams", entries)
+    return with_tables(Unit("fi/attention/prefill/batch_prefill_sm90.cuh", "BatchPrefillParams", entries), axes)
 
 
 def _fp8_shared_bytes(qk: int, vo: int, keys: int, groups: int) -> int:
@@ -133,7 +135,7 @@ def _fp8_unit(axes: Values) -> Unit:
     config = PrefillConfig(PrefillKind.WGMMA_FP8, 64 * groups, keys, vo, 1)
     body = f"batch_prefill_wgmma_fp8<{DTYPES[axes['q']].device}, {qk}, {vo}, {keys}, {capped}, {groups}, {size}>"
     entry = Entry("batch_prefill_wgmma_fp8", body, 128 * (groups + 1), config, size, 1)
-    return Unit("fi/attention/prefill/batch_prefill_fp8_sm90.cuh", "BatchPrefillParams", (entry,))
+    return with_tables(Unit("fi/attention/prefill/batch_prefill_fp8_sm90.cuh", "BatchPrefillParams", (entry,)), axes)
 
 
 def _mixed_unit(axes: Values) -> Unit:
@@ -147,7 +149,7 @@ def _mixed_unit(axes: Values) -> Unit:
     types = f"{q.device}, {kv.device}, {qk}, {vo}, {keys}, {capped}, {stages}"
     config = PrefillConfig(PrefillKind.WGMMA, Q_TILE, keys, vo, 1)
     entry = Entry("batch_prefill_wgmma_mixed", f"batch_prefill_wgmma_mixed<{types}, {size}>", 512, config, size, 1)
-    return Unit("fi/attention/prefill/batch_prefill_mixed_sm90.cuh", "BatchPrefillParams", (entry,))
+    return with_tables(Unit("fi/attention/prefill/batch_prefill_mixed_sm90.cuh", "BatchPrefillParams", (entry,)), axes)
 
 
 def _fp8(dtype: str) -> bool:
@@ -186,6 +188,7 @@ WGMMA = (
 def _compiled(values: Values) -> Values:
     return {
         "q": values["q"], "kv": values["kv"], "head_dim": values["head_dim_qk"], "soft_cap": values["soft_cap"],
+        "split_tables": values["split_tables"],
     }  # fmt: skip
 
 
@@ -194,7 +197,10 @@ def _general(values: Values) -> Values:
     qk, vo, head_dim = values["head_dim_qk"], values["head_dim_vo"], 0
     if max(qk, vo) > 128 and values["capability"] in _LARGE_SHARED and element_bytes(values["kv"]) == 2:
         head_dim = next((key for key, t in WIDE_TILES.items() if qk <= t.dim_qk and vo <= t.dim_vo), 0)
-    return {"q": values["q"], "kv": values["kv"], "head_dim": head_dim, "soft_cap": False}
+    return {
+        "q": values["q"], "kv": values["kv"], "head_dim": head_dim, "soft_cap": False,
+        "split_tables": values["split_tables"],
+    }  # fmt: skip
 
 
 # out: `[qo_tokens, num_qo_heads, head_dim_vo]`, fp16, bf16, fp32, e4m3 or e5m2. lse: fp32 `[qo_tokens, num_qo_heads]`
@@ -220,7 +226,8 @@ def _general(values: Values) -> Values:
 #
 # workspace: uint8, aligned to 16 bytes, for partials; private while the kernel runs; needed if `plan` was given
 # max_partials. kv_tokens: tokens of all requests, if known; it decides how many heads share the L2 cache. num_ctas: the
-# most CTAs of a persistent kernel, so that another kernel runs beside it; 0: as many as fit.
+# most CTAs of a persistent kernel, so that another kernel runs beside it; 0: as many as fit. v_table_offset: V has a
+# page table of its own, this many entries of page_indices behind that of K; 0: K and V share theirs.
 BATCH_PREFILL = Op(
     name="batch_prefill",
     family="attention",
@@ -231,16 +238,22 @@ BATCH_PREFILL = Op(
     "Tensor? scale_v=None, Tensor? bmm1_scale=None, Tensor? bmm2_scale=None, Tensor? custom_mask=None, "
     "Tensor? mask_indptr=None, Tensor? prefix_len=None, Tensor? items=None, int kv_tokens=0, "
     "bool zero_padded_rows=False, int num_ctas=0, Tensor? k_scales=None, Tensor? v_scales=None, "
-    'bool? enable_pdl=None, str backend="auto"',
+    'bool? enable_pdl=None, int v_table_offset=0, str backend="auto"',
     read="q.dtype, k.dtype, out.dtype, tuple(q.shape)[1:], "
     "tuple(k.shape)[1:] if page_indices is not None or kv_layout == 0 else (k.shape[0], 0), v.shape[-1], "
     "page_indices is not None, kv_layout, pos_encoding_mode, "
     "'items' if items is not None else 'plain' if custom_mask is None else 'custom', logits_soft_cap > 0.0, "
-    "not (scale_q is scale_k is scale_v is bmm1_scale is bmm2_scale is None)",
+    "not (scale_q is scale_k is scale_v is bmm1_scale is bmm2_scale is None), v_table_offset != 0",
     found_by_entry="alignment",
     request=request,
     fields=FIELDS,
-    axes={"q": TYPES, "kv": KV_TYPES, "head_dim": (*_WGMMA_TILES, 0), "soft_cap": (False, True)},
+    axes={
+        "q": TYPES,
+        "kv": KV_TYPES,
+        "head_dim": (*_WGMMA_TILES, 0),
+        "soft_cap": (False, True),
+        "split_tables": (False, True),
+    },
     config=PrefillConfig,
     takes_variant=True,
     implementations=(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fi_core.runtime.spec.constraint import Constraint, Rule
 from fi_core.runtime.spec.dtype import DTYPES
-from fi_core.runtime.spec.op import Field
+from fi_core.runtime.spec.op import Field, Unit, Values
 from fi_core.utils import PosEncodingMode
 
 if TYPE_CHECKING:
@@ -20,8 +20,9 @@ ENCODINGS = tuple(PosEncodingMode.__members__)
 LOAD_BYTES = 16  # of one load or bulk copy: tensor-core kernels need rows at multiples of it
 
 # page_size: tokens of a page, 0 for ragged keys. mask: causal ones and windows are plain; "custom" has a bit for each
-# element, "items" is multi-item scoring. scaled: by head, or by a scale that lies on the device. alignment: the largest
-# power of 2, up to 16, that divides the addresses of all rows, in bytes; 16 unless a kernel that needs it finds less.
+# element, "items" is multi-item scoring. scaled: by head, or by a scale that lies on the device. split_tables: V has a
+# page table of its own. alignment: the largest power of 2, up to 16, that divides the addresses of all rows, in bytes;
+# 16 unless a kernel that needs it finds less.
 FIELDS = {
     "q": Field(TYPES, "bf16"),
     "kv": Field(KV_TYPES, "bf16"),
@@ -34,10 +35,30 @@ FIELDS = {
     "mask": Field(("plain", "custom", "items"), "plain"),
     "soft_cap": Field((False, True), False),
     "scaled": Field((False, True), False),
+    "split_tables": Field((False, True), False),
     "alignment": Field((1, 2, 4, 8, 16), LOAD_BYTES),
 }
 
 ALIGNED = Constraint("alignment", ">=", LOAD_BYTES)
+
+
+def alignment(*tensors: torch.Tensor) -> int:
+    """The field of this name: the largest power of 2, up to LOAD_BYTES, that divides the addresses of all rows."""
+    low = 0
+    for x in tensors:
+        low |= x.data_ptr()
+        for step in x.stride()[:-1]:
+            low |= step * x.itemsize
+    return min(LOAD_BYTES, low & -low) if low else LOAD_BYTES
+
+
+# Compiled into kernels for `split_tables`; the others keep their registers.
+SPLIT_TABLES_FLAG = "-DFI_SPLIT_TABLES"
+
+
+def with_tables(unit: Unit, axes: Values) -> Unit:
+    """The unit for the axis split_tables."""
+    return unit._replace(flags=(*unit.flags, SPLIT_TABLES_FLAG)) if axes["split_tables"] else unit
 
 
 def element_bytes(dtype: str) -> int:
@@ -54,6 +75,7 @@ CUDNN = (
     Constraint("soft_cap", "==", False),
     Constraint("mask", "==", "plain"),
     Constraint("scaled", "==", False),
+    Constraint("split_tables", "==", False),
 )
 
 
@@ -70,6 +92,7 @@ def request(
     mask: str,
     soft_cap: bool,
     scaled: bool,
+    split_tables: bool,
     alignment: int = LOAD_BYTES,
 ) -> tuple[Any, ...]:
     """The values of FIELDS, from the facts that an operator reads of a call.
@@ -86,5 +109,6 @@ def request(
     encoding = PosEncodingMode(pos_encoding_mode).name
     group_size = heads // kv_heads if kv_heads else 0
     return (
-        q, kv, out, head_dim_qk, head_dim_vo, group_size, page_size, encoding, mask, soft_cap, scaled, alignment,
+        q, kv, out, head_dim_qk, head_dim_vo, group_size, page_size, encoding, mask, soft_cap, scaled, split_tables,
+        alignment,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, code
 from fi_core.attention.ops.decode import TENSOR_CORES
 from fi_core.attention.ops.prefill import WGMMA
-from fi_core.attention.ops.request import FIELDS, LOAD_BYTES, TYPES, element_bytes
+from fi_core.attention.ops.request import FIELDS, TYPES, alignment, element_bytes
 from fi_core.attention.ops.tile_shapes import MULTIPLY, TILE_OF_48
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.launch.operator import operator, planned
@@ -247,14 +247,10 @@ def single_choice(
 
     Raises UnsupportedError with reasons if the named backend, or none, supports it.
     """
-    low = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    for x in (q, k, v):
-        for step in x.stride()[:-1]:
-            low |= step * x.itemsize
-    alignment = min(LOAD_BYTES, low & -low) if low else LOAD_BYTES
     heads, kv_heads = q.shape[-2], k.shape[1 - layout]
     qo_len = min(q.shape[0], _LEAST_PREFILL_ROWS) if q.ndim == 3 else 1
     return planned(
         SINGLE_ATTENTION, q.device, backend, q.dtype, k.dtype, out_dtype, q.shape[-1], v.shape[-1], heads // kv_heads,
-        0, pos_encoding_mode, mask, soft_cap, scaled, alignment, qo_len, decode, ahead=False,
+        0, pos_encoding_mode, mask, soft_cap, scaled, False, alignment(q, k, v), qo_len, decode,
+        ahead=False,
     )  # fmt: skip

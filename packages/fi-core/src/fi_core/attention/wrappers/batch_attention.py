@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.contract import LAYOUTS, check_shape, code, number, unpack
+from fi_core.attention.wrappers import mixed_trace
 from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.attention.wrappers.plan_state import PlanState
 from fi_core.attention.wrappers.side_by_side import divide, operations, side_by_side, workspaces
+from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
 from fi_core.utils import check_shape_dtype_device, int32_index
 
@@ -32,13 +35,20 @@ class BatchAttention(PlanState):
     Args:
         kv_layout: "NHD" or "HND".
         device: of the wrapper's own workspaces, 176 MiB.
+        jit_args: arguments of gen_customize_batch_attention_module, for a variant instead of the built-in attention
+            (not an argument of FlashInfer's class).
 
     Raises:
         KeyError: kv_layout.
         ValueError: device.
     """
 
-    def __init__(self, kv_layout: str = "NHD", device: torch.device | str = "cuda") -> None:
+    def __init__(
+        self,
+        kv_layout: str = "NHD",
+        device: torch.device | str = "cuda",
+        jit_args: Sequence[Any] | None = None,
+    ) -> None:
         import torch
 
         code(LAYOUTS, kv_layout, "kv_layout")
@@ -47,8 +57,10 @@ class BatchAttention(PlanState):
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"device: a device of torch is required; got {device!r} ({error})") from None
         of_prefill, of_decode = workspaces(torch.empty(_WORKSPACE, dtype=torch.uint8, device=device))
-        self._prefill = BatchPrefillWithPagedKVCacheWrapper(of_prefill, kv_layout)
-        self._decode = BatchDecodeWithPagedKVCacheWrapper(of_decode, kv_layout, use_tensor_cores=True)
+        self._prefill = BatchPrefillWithPagedKVCacheWrapper(of_prefill, kv_layout, jit_args=jit_args)
+        self._decode = BatchDecodeWithPagedKVCacheWrapper(
+            of_decode, kv_layout, use_tensor_cores=True, jit_args=jit_args
+        )
 
     @fi_api
     def plan(
@@ -130,9 +142,16 @@ class BatchAttention(PlanState):
         self._head_dim_vo = head_dim_vo
         lengths = [(float(q), float(kv)) for q, kv in zip(qo_lens[begin:end], tokens[begin:end])]
         self._operations = operations(num_qo_heads, head_dim_qk + head_dim_vo, causal, lengths)
+        self._described = {
+            "qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr,
+            "sm_scale": head_dim_qk**-0.5 if sm_scale is None else sm_scale, "causal": causal,
+            "kv_layout": self._kv_layout, "logits_soft_cap": logits_soft_cap,
+            "covered": self._prefill._variant is None,
+        }  # fmt: skip
         self._end_plan([len(qo_lens), begin, end, first, last, rows[-1]])
 
-    @fi_api
+    @fi_api(trace=mixed_trace.mixed, planned=mixed_trace.PLANNED_MIXED)
+    @checked
     def run(
         self,
         q: torch.Tensor,
@@ -144,6 +163,8 @@ class BatchAttention(PlanState):
         logits_soft_cap: float = 0.0,
         profiler_buffer: torch.Tensor | None = None,
         kv_cache_sf: Any = None,
+        *,
+        variant_args: Sequence[Any] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of the planned batch.
 
@@ -152,6 +173,7 @@ class BatchAttention(PlanState):
                 `BatchPrefillWithPagedKVCacheWrapper.run`.
             logits_soft_cap: 0, or instead of the planned one, which must be positive too.
             profiler_buffer: without effect.
+            variant_args: with jit_args, the variant's tensors and scalars in order of declaration.
 
         Returns:
             (out `[qo_indptr[-1], num_qo_heads, head_dim_vo]` of q's dtype, lse fp32 `[qo_indptr[-1], num_qo_heads]`,
@@ -188,7 +210,7 @@ class BatchAttention(PlanState):
 
         def attend(half: Any, from_: int, to: int) -> None:
             part = {"out": written[0][from_:to], "lse": written[1][from_:to], "return_lse": True}
-            half.run(q[from_:to], kv_cache, **part, **options)
+            half.run(q[from_:to], kv_cache, *variant_args, **part, **options)
 
         ctas = 0
         if last > first:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import last_value, unpack, unsupported
+from fi_core.attention.contract import last_value, unpack
+from fi_core.attention.wrappers import mixed_trace
 from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.attention.wrappers.side_by_side import divide, lengths_of, operations, side_by_side, workspaces
+from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
 
 if TYPE_CHECKING:
@@ -26,12 +29,18 @@ class BatchPODWithPagedKVCacheWrapper:
 
     Args:
         float_workspace_buffer, kv_layout: as in these wrappers; the two halves use different parts of the workspace.
+        jit_args: arguments of gen_customize_batch_attention_module, for a variant instead of the built-in attention
+            (not an argument of FlashInfer's class).
     """
 
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", jit_args: Sequence[Any] | None = None
+    ) -> None:
         of_prefill, of_decode = workspaces(float_workspace_buffer)
-        self._prefill = BatchPrefillWithPagedKVCacheWrapper(of_prefill, kv_layout)
-        self._decode = BatchDecodeWithPagedKVCacheWrapper(of_decode, kv_layout, use_tensor_cores=True)
+        self._prefill = BatchPrefillWithPagedKVCacheWrapper(of_prefill, kv_layout, jit_args=jit_args)
+        self._decode = BatchDecodeWithPagedKVCacheWrapper(
+            of_decode, kv_layout, use_tensor_cores=True, jit_args=jit_args
+        )
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -87,6 +96,19 @@ class BatchPODWithPagedKVCacheWrapper:
             "rope_scale": rope_scale, "rope_theta": rope_theta, "non_blocking": non_blocking,
         }  # fmt: skip
         decode, prefill = self._decode, self._prefill
+
+        def kv_lens(device: torch.device) -> torch.Tensor:
+            pages, last = kv_indptr_p.to(device).diff().long(), last_page_len_p.to(device)
+            return ((pages - 1) * page_size + last) * (pages > 0)
+
+        self._indptrs, self._lengths = (qo_indptr_p, kv_indptr_p), kv_lens
+        plain = pos_encoding_mode == "NONE" and window_left < 0 and prefill._variant is None
+        self._described = {
+            "qo_indptr_p": qo_indptr_p, "kv_indptr_p": kv_indptr_p, "kv_indices_p": kv_indices_p,
+            "last_page_len_p": last_page_len_p, "kv_indptr_d": kv_indptr_d, "kv_indices_d": kv_indices_d,
+            "last_page_len_d": last_page_len_d, "sm_scale": head_dim**-0.5 if sm_scale is None else sm_scale,
+            "kv_layout": decode._kv_layout, "covered": plain,
+        }  # fmt: skip
         lengths = lengths_of(qo_indptr_p, kv_indptr_p, kv_indices_p.numel(), page_size)
         self._operations = functools.partial(operations, num_qo_heads, 2 * head_dim, lengths=lengths)
         decode.plan(
@@ -101,7 +123,8 @@ class BatchPODWithPagedKVCacheWrapper:
 
     begin_forward = plan
 
-    @fi_api
+    @fi_api(trace=mixed_trace.batch_pod, planned=mixed_trace.PLANNED_BATCH_POD)
+    @checked
     def run(
         self,
         q_p: torch.Tensor,
@@ -117,34 +140,37 @@ class BatchPODWithPagedKVCacheWrapper:
         return_lse: bool = False,
         use_fp16_qk_reduction: bool = False,
         enable_pdl: bool | None = None,
+        *,
+        variant_args: Sequence[Any] = (),
     ) -> Any:
         """Attention of the planned prompts (`_p`) and of the planned decode batch (`_d`).
 
         Args:
             q_p, paged_kv_cache_p, q_d, paged_kv_cache_d: as in the `run` of the two wrappers.
-            custom_mask_p, packed_custom_mask_p: must be None.
+            custom_mask_p, packed_custom_mask_p: masks of the prompts, as in `BatchPrefillWithPagedKVCacheWrapper.plan`;
+                one of them replaces causal_p. The number of elements is checked if the tables were on the host.
             causal_p: causal mask of the prompts.
             q_scale, k_scale, v_scale, enable_pdl: of both, as in these functions.
             return_lse: also return the lse of both.
             use_fp16_qk_reduction: without effect; sums are fp32.
+            variant_args: with jit_args, the variant's tensors and scalars in order of declaration.
 
         Returns:
             (out_p, out_d), or ((out_p, lse_p), (out_d, lse_d)).
 
         Raises:
-            NotImplementedError: masks. Other errors are those of the two functions.
+            The errors of the two functions.
         """
         import torch
 
-        for name, mask in (("custom_mask_p", custom_mask_p), ("packed_custom_mask_p", packed_custom_mask_p)):
-            if mask is not None:
-                raise unsupported(name, mask, "plan it with BatchPrefillWithPagedKVCacheWrapper")
         prefill, decode = self._prefill, self._decode
         for half in (prefill, decode):
             if half._plan_info is None:
                 raise half._no_plan()
+        prefill._place_mask(custom_mask_p, packed_custom_mask_p, self._indptrs, self._lengths, True)
         prefill._causal = bool(causal_p)
-        _, v_d = unpack(paged_kv_cache_d, decode._kv_layout)
+        pair_p = unpack(paged_kv_cache_p, prefill._kv_layout, "paged_kv_cache_p")
+        pair_d = _, v_d = unpack(paged_kv_cache_d, decode._kv_layout, "paged_kv_cache_d")
         prefill._num_ctas = ctas = divide(decode, v_d, self._operations(prefill._causal))
         out_d = q_d.new_empty(*q_d.shape[:-1], v_d.shape[-1], dtype=decode._cached_o_data_type)
         lse_d = torch.empty(q_d.shape[:-1], dtype=torch.float32, device=q_d.device) if return_lse else None
@@ -155,8 +181,8 @@ class BatchPODWithPagedKVCacheWrapper:
         found = side_by_side(
             ctas,
             decode.device,
-            lambda: prefill.run(q_p, paged_kv_cache_p, **options),
-            lambda: decode.run(q_d, paged_kv_cache_d, out=out_d, lse=lse_d, **options),
+            lambda: prefill.run(q_p, pair_p, *variant_args, **options),
+            lambda: decode.run(q_d, pair_d, *variant_args, out=out_d, lse=lse_d, **options),
         )
         return (found, (out_d, lse_d)) if return_lse else (found, out_d)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.contract import data_types
-from fi_core.attention.custom import customised
+from fi_core.attention.custom_modules import customised
+from fi_core.attention.wrappers import pattern_trace
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
+from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
     """BatchPrefillWithPagedKVCacheWrapper for rows that attend to `(causal and window) or (in range and range window)`.
 
     The mask is computed from two integers a row, by an attention variant that is compiled at the first plan for its
-    dtypes and head dims. It runs on the mma.sync kernel.
+    dtypes and head dims.
 
     Args:
         float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf,
@@ -79,7 +81,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
     ) -> None:
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf,
-            paged_kv_last_page_len_buf, backend="fa2",
+            paged_kv_last_page_len_buf,
         )  # fmt: skip
         self._allowed, self._variant_owns_mask = "fa2", True
         self._windows = _UNLIMITED, _UNLIMITED
@@ -120,7 +122,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         )
         types = data_types(q_data_type, kv_data_type, o_data_type, None)
         arguments = variant(types, (head_dim_qk, head_dim_vo or head_dim_qk))
-        self._variant = customised("prefill", "fa2", self.device, arguments, None)
+        self._variant = customised("prefill", "auto", self.device, arguments, None)
         for name, window in (("window_left", window_left), ("range_window_left", range_window_left)):
             if not isinstance(window, int) or not -1 <= window < _UNLIMITED:
                 raise ValueError(f"{name}: -1 to 2^40 - 1 is required; got {window!r}")
@@ -134,9 +136,17 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             q_data_type=types[0], kv_data_type=types[1], o_data_type=types[2], non_blocking=non_blocking,
         )  # fmt: skip
 
+        self._described = {
+            "qo_indptr": qo_indptr, "kv_indptr": paged_kv_indptr, "kv_indices": paged_kv_indices,
+            "kv_last_page_len": paged_kv_last_page_len, "kv_layout": self._kv_layout,
+            "sm_scale": head_dim_qk**-0.5 if sm_scale is None else sm_scale,
+            "covered": window_left < 0 and range_window_left < 0 and not logits_soft_cap,
+        }  # fmt: skip
+
     begin_forward = plan  # type: ignore[assignment]
 
-    @fi_api
+    @fi_api(trace=pattern_trace.ranges, planned=pattern_trace.PLANNED_RANGES)
+    @checked
     def run(  # type: ignore[override]
         self, q: torch.Tensor, paged_kv_cache: Cache, bidirectional_ranges: torch.Tensor, **options: Any
     ) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.contract import unsupported
+from fi_core.attention.wrappers import pattern_trace
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
+from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
 
 if TYPE_CHECKING:
@@ -134,9 +136,17 @@ class BlockSparseAttentionWrapper:
             o_data_type=o_data_type, non_blocking=non_blocking,
         )  # fmt: skip
 
+        self._described = {
+            "indptr": indptr, "indices": indices, "R": R, "C": C, "causal": causal, "o_data_type": o_data_type,
+            "sm_scale": head_dim**-0.5 if sm_scale is None else sm_scale,
+            "covered": all(x is None for x in (mask, packed_mask, q_scale, k_scale, v_scale, logits_soft_cap))
+            and pos_encoding_mode == "NONE",
+        }  # fmt: skip
+
     begin_forward = plan
 
-    @fi_api
+    @fi_api(trace=pattern_trace.blocks, planned=pattern_trace.PLANNED_BLOCKS)
+    @checked
     def run(
         self,
         q: torch.Tensor,

@@ -65,7 +65,7 @@ class BatchDecodePlan(BatchWrapper):
         check_backend(backend, BACKENDS, FOREIGN)
         self._variant: CustomAttention | None = None
         if jit_args is not None or jit_kwargs:
-            from fi_core.attention.custom import customised
+            from fi_core.attention.custom_modules import customised
 
             # With tensor cores, engines also pass the arguments of prefill, which have no effect here.
             given = jit_args[:_JIT_ARGS] if jit_args is not None and use_tensor_cores else jit_args
@@ -416,8 +416,8 @@ class BatchDecodePlan(BatchWrapper):
         return planned(
             ops.BATCH_DECODE, self.device, self._allowed, self._cached_q_data_type, kv_type(self._cached_kv_data_type),
             self._cached_o_data_type, self._head_dim, head_dim_vo, self._num_qo_heads // self._num_kv_heads,
-            self._page_size, self._pos_encoding_mode, "plain", self._logits_soft_cap > 0.0, scaled, LOAD_BYTES,
-            ahead=self._variant is None,
+            self._page_size, self._pos_encoding_mode, "plain", self._logits_soft_cap > 0.0, scaled, False,
+            LOAD_BYTES, ahead=self._variant is None,
         )  # fmt: skip
 
 

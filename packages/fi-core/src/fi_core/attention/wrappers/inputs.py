@@ -24,7 +24,7 @@ CASCADE_LEVELS = 2  # that `make_cascade` makes: a shared prefix and the request
 
 
 # Inputs: the arguments of `run`, of `plan` and of the constructor by name.
-def _each(lengths: Lengths, batch_size: int) -> list[int]:
+def lengths_of(lengths: Lengths, batch_size: int) -> list[int]:
     return [lengths] * batch_size if isinstance(lengths, int) else list(lengths)
 
 
@@ -32,11 +32,11 @@ def _settings(**given: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _query(draw: Draw, rows: int, num_qo_heads: int, head_dim: int, dtype: Any) -> torch.Tensor:
+def query_of(draw: Draw, rows: int, num_qo_heads: int, head_dim: int, dtype: Any) -> torch.Tensor:
     return draw.rows(draw.normal((rows, num_qo_heads, head_dim), canonicalize_torch_dtype(dtype)))
 
 
-def _pages(draw: Draw, kv_lens: Sequence[int], page_size: int) -> dict[str, Any]:
+def pages_of(draw: Draw, kv_lens: Sequence[int], page_size: int) -> dict[str, Any]:
     """The page table of requests, with pages in random order."""
     pages = [ceil_div(n, page_size) for n in kv_lens]
     return {
@@ -46,7 +46,7 @@ def _pages(draw: Draw, kv_lens: Sequence[int], page_size: int) -> dict[str, Any]
     }
 
 
-def _cache(
+def cache_of(
     draw: Draw, tables: Sequence[Arguments], page_size: int, heads: int, dims: Sequence[int], dtype: Any, layout: str
 ) -> tuple[torch.Tensor, ...]:
     """K and V of the pages of all tables, which differ; nasty: the tokens behind a request are NaN."""
@@ -94,8 +94,8 @@ def _make(
     own: dict[str, Any] = {"causal": causal}
     if kind == "decode":
         qo_len, own = q_len_per_req, {"q_len_per_req": q_len_per_req, "use_tensor_cores": use_tensor_cores}
-    kv_lens = _each(qo_len if kv_len is None else kv_len, batch_size)
-    qo_lens = _each(qo_len, len(kv_lens))
+    kv_lens = lengths_of(qo_len if kv_len is None else kv_len, batch_size)
+    qo_lens = lengths_of(qo_len, len(kv_lens))
     dims, kv_dtype = (head_dim, head_dim_vo or head_dim), canonicalize_torch_dtype(kv_dtype or dtype)
     if kind != "decode":
         own["qo_indptr"] = draw.offsets(qo_lens)
@@ -104,10 +104,10 @@ def _make(
         keys: dict[str, Any] = {n: draw.rows(draw.normal((*rows, dim), kv_dtype)) for n, dim in zip("kv", dims)}
         keys["kv_indptr"] = draw.offsets(kv_lens)
     else:
-        keys = _pages(draw, kv_lens, page_size)
-        keys["paged_kv_cache"] = _cache(draw, [keys], page_size, num_kv_heads, dims, kv_dtype, kv_layout)
+        keys = pages_of(draw, kv_lens, page_size)
+        keys["paged_kv_cache"] = cache_of(draw, [keys], page_size, num_kv_heads, dims, kv_dtype, kv_layout)
     return _settings(
-        q=_query(draw, sum(qo_lens), num_qo_heads, head_dim, dtype), **keys, **own,
+        q=query_of(draw, sum(qo_lens), num_qo_heads, head_dim, dtype), **keys, **own,
         sinks=draw.normal((num_qo_heads,), "float32") if sinks else None,
         kv_layout=kv_layout, return_lse=with_lse, backend=backend, window_left=window_left,
         logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode,
@@ -152,13 +152,13 @@ def make_cascade(layout: str) -> Callable[..., dict[str, Any]]:
         logits_soft_cap: float | None = None,
     ) -> dict[str, Any]:
         """Requests with keys of their own behind one shared prefix."""
-        kv_lens = _each(kv_len, batch_size)
-        qo_lens = _each(qo_len, len(kv_lens))
-        tables = [_pages(draw, lens, page_size) for lens in ([shared_kv_len], kv_lens)]
+        kv_lens = lengths_of(kv_len, batch_size)
+        qo_lens = lengths_of(qo_len, len(kv_lens))
+        tables = [pages_of(draw, lens, page_size) for lens in ([shared_kv_len], kv_lens)]
         tables[1]["kv_indices"] += len(tables[0]["kv_indices"])
         return _settings(
-            q=_query(draw, sum(qo_lens), num_qo_heads, head_dim, dtype),
-            paged_kv_cache=_cache(draw, tables, page_size, num_kv_heads, (head_dim, head_dim), dtype, kv_layout),
+            q=query_of(draw, sum(qo_lens), num_qo_heads, head_dim, dtype),
+            paged_kv_cache=cache_of(draw, tables, page_size, num_kv_heads, (head_dim, head_dim), dtype, kv_layout),
             qo_indptr_arr=[draw.offsets([sum(qo_lens)]), draw.offsets(qo_lens)],
             paged_kv_indptr_arr=[table["kv_indptr"] for table in tables],
             paged_kv_indices_arr=[table["kv_indices"] for table in tables],
@@ -175,10 +175,10 @@ _OPTIONS = ("pos_encoding_mode", "sm_scale", "window_left", "logits_soft_cap", "
             "o_data_type", "disable_split_kv")  # fmt: skip
 
 
-def _workspace(x: Arguments) -> torch.Tensor:
+def workspace_of(q: torch.Tensor) -> torch.Tensor:
     import torch
 
-    return torch.empty(_WORKSPACE, dtype=torch.uint8, device=x["q"].device)
+    return torch.empty(_WORKSPACE, dtype=torch.uint8, device=q.device)
 
 
 def _options(x: Arguments, keys: torch.Tensor) -> dict[str, Any]:
@@ -194,7 +194,9 @@ def _page_shape(x: Arguments) -> tuple[int, int]:
 
 def plan_decode(wrapper: Callable[..., Any], x: Arguments) -> Any:
     page_size, kv_heads = _page_shape(x)
-    planned = wrapper(_workspace(x), x["kv_layout"], use_tensor_cores=x["use_tensor_cores"], backend=x["backend"])
+    planned = wrapper(
+        workspace_of(x["q"]), x["kv_layout"], use_tensor_cores=x["use_tensor_cores"], backend=x["backend"]
+    )
     several = {"q_len_per_req": x["q_len_per_req"]} if x["q_len_per_req"] > 1 else {}
     planned.plan(
         x["kv_indptr"].cpu(), x["kv_indices"], x["kv_last_page_len"].cpu(), x["q"].shape[1], kv_heads,
@@ -205,7 +207,7 @@ def plan_decode(wrapper: Callable[..., Any], x: Arguments) -> Any:
 
 def plan_paged(wrapper: Callable[..., Any], x: Arguments) -> Any:
     page_size, kv_heads = _page_shape(x)
-    planned, (k, v) = wrapper(_workspace(x), x["kv_layout"], backend=x["backend"]), x["paged_kv_cache"]
+    planned, (k, v) = wrapper(workspace_of(x["q"]), x["kv_layout"], backend=x["backend"]), x["paged_kv_cache"]
     planned.plan(
         x["qo_indptr"].cpu(), x["kv_indptr"].cpu(), x["kv_indices"], x["kv_last_page_len"].cpu(), x["q"].shape[1],
         kv_heads, x["q"].shape[2], page_size, head_dim_vo=v.shape[-1], causal=x["causal"], **_options(x, k),
@@ -214,7 +216,7 @@ def plan_paged(wrapper: Callable[..., Any], x: Arguments) -> Any:
 
 
 def plan_ragged(wrapper: Callable[..., Any], x: Arguments) -> Any:
-    planned = wrapper(_workspace(x), x["kv_layout"], backend=x["backend"])
+    planned = wrapper(workspace_of(x["q"]), x["kv_layout"], backend=x["backend"])
     kv_heads = x["k"].shape[1 if x["kv_layout"] == "NHD" else 0]
     planned.plan(
         x["qo_indptr"].cpu(), x["kv_indptr"].cpu(), x["q"].shape[1], kv_heads, x["q"].shape[2],
@@ -225,7 +227,7 @@ def plan_ragged(wrapper: Callable[..., Any], x: Arguments) -> Any:
 
 def plan_cascade(wrapper: Callable[..., Any], x: Arguments) -> Any:
     page_size, kv_heads = _page_shape(x)
-    planned = wrapper(len(x["qo_indptr_arr"]), _workspace(x), x["kv_layout"])
+    planned = wrapper(len(x["qo_indptr_arr"]), workspace_of(x["q"]), x["kv_layout"])
     bounds = ([table.cpu() for table in x[name]] for name in ("qo_indptr_arr", "paged_kv_indptr_arr"))
     last = [table.cpu() for table in x["paged_kv_last_page_len"]]
     planned.plan(
@@ -274,3 +276,24 @@ def work(x: Arguments) -> Work:
     keys = tokens * kv_heads * (head_dim + v.shape[-1]) * k.element_size()
     written = rows * heads * (v.shape[-1] * x.get("o_data_type", q.dtype).itemsize + 4 * bool(x.get("return_lse")))
     return Work(sum(_pairs(x)) * heads * (head_dim + v.shape[-1]), nbytes(q) + keys + written)
+
+
+Part = tuple[Any, Any, list[tuple[int, int]], bool]  # q, k, (qo_len, kv_len) of each request, causal
+
+
+def attention_work(parts: Sequence[Part], with_lse: bool = False) -> Work:
+    """Two operations for each pair, head and dimension; q, the tokens of k and v, and the output once."""
+    operations = total = 0
+    for q, k, requests, causal in parts:
+        for qo_len, kv_len in requests:
+            seeing = min(qo_len, kv_len)
+            pairs = seeing * (2 * kv_len - seeing) if causal else 2 * qo_len * kv_len
+            operations += pairs * q.shape[-2] * 2 * q.shape[-1]
+            total += 2 * kv_len * k.shape[-2] * k.shape[-1] * k.element_size()
+        total += 2 * nbytes(q) + 4 * with_lse * q.shape[0] * q.shape[1]
+    return Work(operations, total)
+
+
+def kept(*names: str) -> dict[str, Any]:
+    """`Planned` of a wrapper whose plan keeps these arguments in the dictionary `_described`."""
+    return {name: lambda wrapper, name=name: wrapper._described.get(name) for name in names}

@@ -5,16 +5,53 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import LAYOUTS, code, unpack, unsupported
+from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, code, unpack, unsupported
+from fi_core.attention.custom import derived_scalars
 from fi_core.attention.forms.single_prefill import single_prefill_with_kv_cache
+from fi_core.attention.forms.tables_prefill import attend_once
+from fi_core.attention.ops.prefill import BATCH_PREFILL
+from fi_core.attention.ops.request import alignment
+from fi_core.attention.variant import VariantCall
+from fi_core.attention.wrappers import mixed_trace
 from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from fi_core.attention.wrappers.side_by_side import divide, operations, side_by_side
+from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
+from fi_core.runtime.launch.operator import planned
 
 if TYPE_CHECKING:
     import torch
 
+    from fi_core.attention.custom import CustomAttention
+
     Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def _attend(
+    variant: CustomAttention,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    given: Sequence[Any],
+    kv_layout: str,
+    sm_scale: float | None,
+    **options: Any,
+) -> torch.Tensor:
+    """Prefill of one request by a variant. given: its tensors and scalars; options: of `attend_once`."""
+    layout, encoding = code(LAYOUTS, kv_layout, "kv_layout_p"), POS_ENCODINGS["ROPE_LLAMA" if variant.rope else "NONE"]
+    variant.check(q.dtype, k.dtype, variant.dtypes[2], q.shape[-1], v.shape[-1])
+    out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=variant.dtypes[2])
+    choice = planned(
+        BATCH_PREFILL, q.device, variant.backend(q.device), q.dtype, k.dtype, out.dtype, q.shape[2], v.shape[2],
+        q.shape[1] // max(1, k.shape[1 - layout]), 0, "ROPE_LLAMA" if variant.rope else "NONE", "plain", False, False,
+        False, alignment(q, k, v, out), ahead=False,
+    )  # fmt: skip
+    extras = variant.extras(q, given, {}, derived_scalars(q.shape[2] ** -0.5 if sm_scale is None else sm_scale))
+    attend_once(
+        out, None, q, k, v, layout, 1, pages_per_request=k.shape[layout], pos_encoding_mode=encoding, backend="fa2",
+        variant=VariantCall(variant.on(q.device, choice.implementation), extras), **options,
+    )  # fmt: skip
+    return out
 
 
 @fi_api
@@ -27,10 +64,10 @@ class PODWithPagedKVCacheWrapper:
     Args:
         float_workspace_buffer, kv_layout, use_cuda_graph, paged_kv_indptr_buffer, paged_kv_indices_buffer,
             paged_kv_last_page_len_buffer: as in BatchDecodeWithPagedKVCacheWrapper.
-        jit_args: not supported.
+        jit_args: arguments of gen_customize_pod_module, for variants instead of the built-in attention.
 
     Raises:
-        NotImplementedError: jit_args. Other errors are those of BatchDecodeWithPagedKVCacheWrapper.
+        The errors of BatchDecodeWithPagedKVCacheWrapper and of gen_customize_pod_module.
     """
 
     def __init__(
@@ -43,11 +80,15 @@ class PODWithPagedKVCacheWrapper:
         paged_kv_last_page_len_buffer: torch.Tensor | None = None,
         jit_args: Sequence[Any] | None = None,
     ) -> None:
+        self._variant: CustomAttention | None = None
+        of_decode: Sequence[Any] | None = None
         if jit_args is not None:
-            raise unsupported("jit_args", jit_args, "pass variants to the prefill and decode wrappers")
+            from fi_core.attention.custom_modules import pod_variants
+
+            self._variant, of_decode = pod_variants(jit_args)
         self._decode = BatchDecodeWithPagedKVCacheWrapper(
             float_workspace_buffer, kv_layout, use_cuda_graph, True, paged_kv_indptr_buffer, paged_kv_indices_buffer,
-            paged_kv_last_page_len_buffer,
+            paged_kv_last_page_len_buffer, jit_args=of_decode,
         )  # fmt: skip
         self.reset_workspace_buffer = self._decode.reset_workspace_buffer
 
@@ -82,10 +123,16 @@ class PODWithPagedKVCacheWrapper:
             kv_data_type=kv_data_type, data_type=data_type, sm_scale=sm_scale, rope_scale=rope_scale,
             rope_theta=rope_theta, non_blocking=non_blocking,
         )  # fmt: skip
+        self._described = {
+            "kv_indptr_d": indptr, "kv_indices_d": indices, "last_page_len_d": last_page_len,
+            "sm_scale": head_dim**-0.5 if sm_scale is None else sm_scale, "kv_layout": self._decode._kv_layout,
+            "covered": pos_encoding_mode == "NONE" and window_left < 0 and self._variant is None,
+        }  # fmt: skip
 
     begin_forward = plan
 
-    @fi_api
+    @fi_api(trace=mixed_trace.pod, planned=mixed_trace.PLANNED_POD)
+    @checked
     def run(
         self,
         q_p: torch.Tensor,
@@ -118,6 +165,8 @@ class PODWithPagedKVCacheWrapper:
         return_lse_d: bool = False,
         use_fp16_qk_reduction: bool = False,
         enable_pdl: bool | None = None,
+        *args: Any,
+        variant_args: Sequence[Any] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of the request (`_p`) and of the planned batch (`_d`).
 
@@ -131,35 +180,48 @@ class PODWithPagedKVCacheWrapper:
             return_lse_p, return_lse_d: without effect.
             use_fp16_qk_reduction: without effect; sums are fp32.
             enable_pdl: as in `BatchDecodeWithPagedKVCacheWrapper.run`.
+            args, variant_args: with jit_args, the variants' tensors and scalars in order of declaration; one of both.
 
         Returns:
             (out_p, out_d), `[qo_len, num_qo_heads, head_dim]` and `[batch_size, num_qo_heads, head_dim]`.
 
         Raises:
-            NotImplementedError: masks of decode. Other errors are those of the two functions.
+            NotImplementedError: masks of decode, and of prefill with a variant. Other errors are those of the two
+                functions.
         """
         for name, mask in (("custom_mask_d", custom_mask_d), ("packed_custom_mask_d", packed_custom_mask_d)):
             if mask is not None:
                 raise unsupported(name, mask, "use BatchPrefillWithPagedKVCacheWrapper for decode rows with masks")
         if self._decode._plan_info is None:
             raise self._decode._no_plan()
-        _, v_d = unpack(paged_kv_cache_d, self._decode._kv_layout)
+        _, v_d = unpack(paged_kv_cache_d, self._decode._kv_layout, "paged_kv_cache_d")
         out_d = q_d.new_empty(*q_d.shape[:-1], v_d.shape[-1], dtype=self._decode._cached_o_data_type)
         for name, x in (("q_p", q_p), ("k_p", k_p), ("v_p", v_p)):
             if x.ndim != 3:
                 raise ValueError(f"{name}: 3 dimensions are required; got shape {tuple(x.shape)}")
         kv_len, dims = k_p.shape[code(LAYOUTS, kv_layout_p, "kv_layout_p")], q_p.shape[2] + v_p.shape[2]
         ctas = divide(self._decode, v_d, operations(q_p.shape[1], dims, bool(causal_p), [(q_p.shape[0], kv_len)]))
-        out_p = side_by_side(
-            ctas,
-            self._decode.device,
-            lambda: single_prefill_with_kv_cache(
+        extra = (*args, *variant_args)
+
+        def prefill() -> Any:
+            if self._variant is not None:
+                for name, mask in (("custom_mask_p", custom_mask_p), ("packed_custom_mask_p", packed_custom_mask_p)):
+                    if mask is not None:
+                        raise unsupported(name, mask, "pass it to the variant as one of its tensors")
+                options = {"causal": causal_p, "window_left": window_left_p, "num_ctas": ctas}
+                return _attend(self._variant, q_p, k_p, v_p, extra, kv_layout_p, sm_scale_p, **options)
+            return single_prefill_with_kv_cache(
                 q_p, k_p, v_p, custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p, causal=causal_p,
                 kv_layout=kv_layout_p, pos_encoding_mode=pos_encoding_mode_p, sm_scale=sm_scale_p,
                 window_left=window_left_p, rope_scale=rope_scale_p, rope_theta=rope_theta_p, num_ctas=ctas,
-            ),
+            )  # fmt: skip
+
+        out_p = side_by_side(
+            ctas,
+            self._decode.device,
+            prefill,
             lambda: self._decode.run(
-                q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out_d,
+                q_d, paged_kv_cache_d, *extra, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out_d,
                 enable_pdl=enable_pdl,
             ),
         )  # fmt: skip

@@ -1,6 +1,4 @@
-"""The common half of the batch prefill wrappers: workspaces, tables, masks and options of a plan, and the launch of a
-run.
-"""
+"""The common half of the batch prefill wrappers: tables, masks and options of a plan, and the launch of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ from fi_core.attention import mask
 from fi_core.attention.contract import (
     LAYOUTS,
     check_backend,
-    check_graph_buffer,
     check_nvfp4,
     check_workspace,
     code,
@@ -27,15 +24,15 @@ from fi_core.attention.contract import (
 )
 from fi_core.attention.cudnn import planned as cudnn
 from fi_core.attention.ops import prefill as ops
-from fi_core.attention.ops.request import LOAD_BYTES
+from fi_core.attention.ops.request import LOAD_BYTES, alignment
 from fi_core.attention.wrappers import planners
 from fi_core.attention.wrappers.base import BatchWrapper
-from fi_core.attention.wrappers.prefill_arguments import BACKENDS, FOREIGN, log_base, lse_shape
+from fi_core.attention.wrappers.prefill_arguments import BACKENDS, FOREIGN, fixed_batch_size, log_base, lse_shape
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.errors import blame
 from fi_core.runtime.launch.operator import planned
-from fi_core.utils import check_shape_dtype_device, int32_index
+from fi_core.utils import PosEncodingMode, check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:
     import torch
@@ -43,18 +40,6 @@ if TYPE_CHECKING:
     from fi_core.attention.custom import CustomAttention
 
 _INT_WORKSPACE = 8 << 20  # bytes; enough for a million work tiles
-
-
-def _fixed_batch_size(buffers: Mapping[str, Any]) -> int:
-    """The batch size that the buffers of use_cuda_graph fix. Raises ValueError for one that does not fit."""
-    for name, buffer in buffers.items():
-        check_graph_buffer(buffer, name)
-    rows = len(buffers["qo_indptr_buf"])
-    for name, buffer in buffers.items():
-        length = rows if name.endswith("indptr_buf") else rows - 1
-        if len(buffer) != length and not name.endswith("indices_buf"):
-            raise ValueError(f"{name}: length {length} is required, since qo_indptr_buf has {rows}; got {len(buffer)}")
-    return rows - 1
 
 
 class BatchPrefillPlan(BatchWrapper):
@@ -84,14 +69,14 @@ class BatchPrefillPlan(BatchWrapper):
         check_backend(backend, BACKENDS, FOREIGN)
         self._variant: CustomAttention | None = None
         if jit_args is not None or (jit_kwargs is not None and len(jit_kwargs)):
-            from fi_core.attention.custom import customised
+            from fi_core.attention.custom_modules import customised
 
             self._variant = customised("prefill", backend, float_workspace_buffer.device, jit_args, jit_kwargs)
         self._variant_owns_mask = variant_owns_mask
         self._kv_layout, self._backend = kv_layout, backend
         self._allowed = "fa2" if self._variant is not None else BACKENDS[backend]
         self._use_cuda_graph = graph_buffers is not None
-        self._fixed_batch_size = _fixed_batch_size(graph_buffers) if graph_buffers else 0
+        self._fixed_batch_size = fixed_batch_size(graph_buffers) if graph_buffers else 0
         self._custom_mask_buf: Any = custom_mask_buf
         self._mask_indptr_buf: Any = mask_indptr_buf
         if self._use_cuda_graph and custom_mask_buf is not None and mask_indptr_buf is None:
@@ -356,19 +341,28 @@ class BatchPrefillPlan(BatchWrapper):
             causal, window_left, disable_split_kv=disable_split_kv or fixed_split_size > 0,
         )  # fmt: skip
 
-    def _choose(self, scaled: bool = False) -> Choice:
-        """The choice for runs of the planned shape with aligned tensors."""
+    def _choose(
+        self, scaled: bool = False, backend: str = "", encoding: int | None = None, kept: str = "",
+        alignment: int = LOAD_BYTES,
+    ) -> Choice:  # fmt: skip
+        """The choice for runs of the planned shape.
+
+        The defaults are those of the plan, and aligned tensors. kept: the mask that the kernel applies.
+        """
         if self._variant is not None:
             self._variant.check(
                 self._cached_q_data_type, self._cached_kv_data_type, self._out_dtype(), self._head_dim_qk,
                 self._head_dim_vo,
             )  # fmt: skip
         mask = "items" if self._items is not None else "plain" if self._custom_mask_buf is None else "custom"
+        mode = self._pos_encoding_mode if encoding is None else PosEncodingMode(encoding).name
         return planned(
-            ops.BATCH_PREFILL, self.device, self._allowed, self._cached_q_data_type, kv_type(self._cached_kv_data_type),
-            self._out_dtype(), self._head_dim_qk, self._head_dim_vo, self._num_qo_heads // self._num_kv_heads,
-            0 if self._paged_kv_indices_buf is None else self._page_size, self._pos_encoding_mode, mask,
-            self._logits_soft_cap > 0.0, scaled, LOAD_BYTES, ahead=self._variant is None,
+            ops.BATCH_PREFILL, self.device, backend or self._allowed, self._cached_q_data_type,
+            kv_type(self._cached_kv_data_type), self._out_dtype(), self._head_dim_qk, self._head_dim_vo,
+            self._num_qo_heads // self._num_kv_heads,
+            0 if self._paged_kv_indices_buf is None else self._page_size, mode, kept or mask,
+            self._variant is None and self._logits_soft_cap > 0.0, scaled, False, alignment,
+            ahead=self._variant is None,
         )  # fmt: skip
 
     def _out_dtype(self) -> torch.dtype:
@@ -453,11 +447,18 @@ class BatchPrefillPlan(BatchWrapper):
                 "maybe_k_cache_sf": k_scales,
                 "maybe_v_cache_sf": v_scales,
             }
-            encoding, variant = self._variant.launch(self, q, args, known, q_scale, k_scale, sinks)
             # The kernel then applies no mask of its own.
             if self._variant_owns_mask or self._variant.declares("maybe_custom_mask"):
                 causal = causal and custom is None and not self._variant_owns_mask
                 custom = None
+            encoding = self._variant.encoding(self)
+            mask = "items" if self._items is not None else "plain" if custom is None else "custom"
+            self.last_choice = choice = self._choose(
+                bmm2 is not None, self._variant.backend(q.device), encoding, mask, alignment(q, k, v, out)
+            )
+            variant = self._variant.launch(
+                self, q, args, known, q_scale, k_scale, sinks, implementation=choice.implementation
+            )
         elif args:
             qk, vo, by_head = per_head(args)
             scale, out_scale = scale * qk, out_scale * vo

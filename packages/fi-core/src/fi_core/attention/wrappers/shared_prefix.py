@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 from fi_core.attention.contract import unpack
 from fi_core.attention.forms.single_prefill import single_prefill_with_kv_cache_return_lse
 from fi_core.attention.merge import merge_state_in_place
+from fi_core.attention.wrappers import pattern_trace
 from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
+from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
 
 if TYPE_CHECKING:
@@ -35,6 +37,13 @@ class _SharedPrefix:
         shared = single_prefill_with_kv_cache_return_lse(q, k_shared, v_shared, kv_layout=self._kv_layout, **scores)
         merge_state_in_place(out, lse, *shared)
         return out
+
+    def _describe(self, indptr: Any, indices: Any, last_page_len: Any, head_dim: int, **more: Any) -> None:
+        """Keeps the tables of a plan for a trace."""
+        self._described = {
+            "kv_indptr": indptr, "kv_indices": indices, "kv_last_page_len": last_page_len, "sm_scale": head_dim**-0.5,
+            "kv_layout": self._kv_layout, **more,
+        }  # fmt: skip
 
     def end_forward(self) -> None:
         """Does nothing; older callers end a plan with it."""
@@ -68,10 +77,12 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
             unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim,
             page_size, q_data_type=data_type, kv_data_type=data_type,
         )  # fmt: skip
+        self._describe(unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len, head_dim)
 
     plan = begin_forward
 
-    @fi_api
+    @fi_api(trace=pattern_trace.decode_prefix, planned=pattern_trace.PLANNED_PREFIX)
+    @checked
     def run(
         self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, unique_kv_cache: Cache
     ) -> torch.Tensor:
@@ -127,10 +138,13 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
             qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim,
             page_size, q_data_type=q_data_type,
         )  # fmt: skip
+        tables = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
+        self._describe(*tables, head_dim, qo_indptr=qo_indptr)
 
     plan = begin_forward
 
-    @fi_api
+    @fi_api(trace=pattern_trace.prefill_prefix, planned=pattern_trace.PLANNED_PREFILL_PREFIX)
+    @checked
     def run(
         self,
         q: torch.Tensor,

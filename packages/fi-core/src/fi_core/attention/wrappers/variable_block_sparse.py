@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from fi_core.attention.wrappers import pattern_trace
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
+from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import blame
+from fi_core.utils import check_shape_dtype_device
 
 if TYPE_CHECKING:
     import torch
@@ -111,9 +114,16 @@ class VariableBlockSparseAttentionWrapper:
             kv_data_type=kv_data_type, non_blocking=non_blocking,
         )  # fmt: skip
 
+        self._described = {
+            "block_mask_map": block_mask_map, "block_row_sz": block_row_sz, "block_col_sz": block_col_sz,
+            "causal": causal, "sm_scale": head_dim**-0.5 if sm_scale is None else sm_scale,
+            "covered": pos_encoding_mode == "NONE" and not logits_soft_cap,
+        }  # fmt: skip
+
     begin_forward = plan
 
-    @fi_api
+    @fi_api(trace=pattern_trace.head_blocks, planned=pattern_trace.PLANNED_HEAD_BLOCKS)
+    @checked
     def run(
         self,
         q: torch.Tensor,
@@ -129,7 +139,8 @@ class VariableBlockSparseAttentionWrapper:
         Args:
             q: `[num_qo_heads, qo_len, head_dim]`.
             k, v: `[num_kv_heads, kv_len, head_dim]`.
-            out: written if given: `[num_kv_heads * qo_len, num_qo_heads / num_kv_heads, head_dim]`.
+            out: written if given: `[num_kv_heads * qo_len, num_qo_heads / num_kv_heads, head_dim]`, or in the shape of
+                the result, which is then out.
             lse: likewise, fp32 without the last axis.
             return_lse, enable_pdl: as in `BatchPrefillWithPagedKVCacheWrapper.run`, which also has the errors.
 
@@ -149,12 +160,23 @@ class VariableBlockSparseAttentionWrapper:
                 raise ValueError(f"{name}: [{first}, {tokens}, head_dim] was planned; got {tuple(x.shape)}")
         rows = q.unflatten(0, (heads, group)).transpose(1, 2).flatten(0, 1).contiguous()
         k, v = (x.contiguous().view(heads * kv_len // page_size, page_size, 1, x.shape[2]) for x in (k, v))
+        as_result = None
+        if out is not None and out.shape != rows.shape and out.shape == (*q.shape[:2], v.shape[-1]):
+            check_shape_dtype_device(out, tuple(out.shape), self._prefill._out_dtype(), q.device, "out")
+            if _overlaps(out):
+                raise ValueError(
+                    f"out is written, so no two of its elements may share memory; got shape {tuple(out.shape)} with "
+                    f"strides {out.stride()}"
+                )
+            as_result, out = out, None
         found = self._prefill.run(rows, (k, v), out=out, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl)
 
         def by_head(x: torch.Tensor) -> torch.Tensor:
             return x.unflatten(0, (heads, qo_len)).transpose(1, 2).flatten(0, 1)  # type: ignore[no-any-return]
 
-        return (by_head(found[0]), by_head(found[1])) if return_lse else by_head(found)
+        result = by_head(found[0] if return_lse else found)
+        result = result if as_result is None else as_result.copy_(result)
+        return (result, by_head(found[1])) if return_lse else result
 
     forward = run
 
@@ -164,3 +186,13 @@ class VariableBlockSparseAttentionWrapper:
 
     def end_forward(self) -> None:
         """Does nothing; older callers end a plan with it."""
+
+
+def _overlaps(x: torch.Tensor) -> bool:
+    """Whether elements of a tensor may share memory: a dimension steps over less than the smaller ones take."""
+    taken = 1
+    for step, size in sorted((step, size) for size, step in zip(x.shape, x.stride()) if size > 1):
+        if step < taken:
+            return True
+        taken += step * (size - 1)
+    return False

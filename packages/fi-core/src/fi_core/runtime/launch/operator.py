@@ -51,6 +51,7 @@ class Operator:
     def _compile(self) -> Callable[..., Choice | None]:
         """A function with the op's arguments by name, so that a call costs one frame and no packing.
 
+        keep: a list, empty at first, of a caller that repeats a call with the same `read`, which takes a microsecond.
         torch.compile traces `traced` in its place, and torch's dispatcher ends in `direct`.
         """
         op, arguments = self.op, self.op.parsed
@@ -59,12 +60,13 @@ class Operator:
         device = [f"{first}.get_device()"] if self.reads_device else []
         key = ["KIND", *device, *self._named, *([op.read] if op.read else [])]
         parameters = [a.name if a.default is REQUIRED else f"{a.name}={a.default!r}" for a in arguments]
-        if op.takes_variant:
-            parameters += ["*", "variant=None"]
+        parameters += ["*", "keep=None", *(["variant=None"] if op.takes_variant else [])]
         native = ", ".join(argument.name for argument in arguments if argument.native)
         given = f"({', '.join(names)},)"
         body = [
-            f"key = {', '.join(key)},",
+            f"key = keep[0] if keep else ({', '.join(key)},)",
+            "if keep is not None and not keep:",
+            "    keep.append(key)",
             f"call, choice = bound.get(key) or bind(key, {given})",
             f"if (found := call({native})) is not None:",
             f"    return call_another(key, {given}, ({native},), found)",

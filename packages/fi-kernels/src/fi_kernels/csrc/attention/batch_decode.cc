@@ -24,9 +24,10 @@ void check_tables(const Kernel& kernel, const BatchDecodeArgs& a, int64_t batch,
     const auto kv_len = static_cast<int32_t>(words[at + 4 * b]);
     const int64_t first = words[at + 4 * b + 1];
     const int64_t seen = decode_kv_tiles(kv_len, static_cast<int32_t>(a.q_len), window_left).begin;
-    if (kv_len > 0)
-      check_pages(table, first + seen * kDecodeKvTile / page_size, first + (kv_len + page_size - 1) / page_size,
-                  a.k_cache.size(0), b);
+    const int64_t begin = first + seen * kDecodeKvTile / page_size, end = first + (kv_len + page_size - 1) / page_size;
+    if (kv_len > 0) check_pages(table, begin, end, a.k_cache.size(0), b);
+    if (kv_len > 0 && a.v_table_offset)
+      check_pages(table, a.v_table_offset + begin, a.v_table_offset + end, a.k_cache.size(0), b);
   }
 }
 
@@ -56,6 +57,8 @@ int64_t batch_decode(const Kernel& kernel, const BatchDecodeArgs& a, const Extra
   if (a.qo_indptr) a.qo_indptr.is({kI32}).on(a.q).contiguous().shape(starts);
   const int64_t batch = a.qo_indptr ? std::max<int64_t>(starts - 1, 0) : rows / a.q_len;
   a.page_indices.is({kI32}).on(a.q).contiguous();
+  FI_CHECK(a.v_table_offset >= 0 && a.v_table_offset <= a.page_indices.numel(), ValueError,
+           "v_table_offset must be 0, or an entry of page_indices; got %lld", static_cast<long long>(a.v_table_offset));
   a.schedule.is({kI32}).on(a.q).contiguous().shape(words);
   const int64_t least = decode_counters_offset(a.num_ranges, batch) + 2 * a.num_ranges;
   FI_CHECK(a.num_ctas > 0 && a.num_ctas <= a.num_ranges && a.num_ranges <= kDecodeMaxRanges && words >= least,
@@ -86,6 +89,7 @@ int64_t batch_decode(const Kernel& kernel, const BatchDecodeArgs& a, const Extra
   params.k_page = a.k_cache.stride(0);
   params.v_page = a.v_cache.stride(0);
   params.page_indices = a.page_indices.data<const int32_t>();
+  params.v_table_offset = static_cast<int32_t>(a.v_table_offset);
   params.last_page = last_page(a.k_cache);
   params.schedule = a.schedule.data<int32_t>();
   params.workspace = a.workspace.data<float>();

@@ -36,7 +36,10 @@ void check_tables(const Kernel& kernel, const BatchPrefillArgs& a, int64_t rows,
     if (a.page_indices)
       check_pages(table, begin + range.first_key(0) / page_size, begin + (kv_len + page_size - 1) / page_size,
                   a.k.size(0), b);
-    else
+    if (a.page_indices && a.v_table_offset)
+      check_pages(table, a.v_table_offset + begin + range.first_key(0) / page_size,
+                  a.v_table_offset + begin + (kv_len + page_size - 1) / page_size, a.k.size(0), b);
+    if (!a.page_indices)
       FI_CHECK(begin >= 0 && begin + kv_len <= page_size, ValueError,
                "k must have the tokens %lld to %lld of request %lld; got %lld tokens", static_cast<long long>(begin),
                static_cast<long long>(begin + kv_len), static_cast<long long>(b), static_cast<long long>(page_size));
@@ -90,6 +93,9 @@ int64_t batch_prefill(const Kernel& kernel, const BatchPrefillArgs& a, const Ext
   const int64_t least = PrefillSchedule::words(a.batch_size, rows / a.q_tile_tokens + a.batch_size);
   FI_CHECK(a.batch_size >= 0 && words >= least, ValueError, "schedule must have %lld words or more; got %lld",
            static_cast<long long>(least), static_cast<long long>(words));
+  FI_CHECK(paged ? a.v_table_offset >= 0 && a.v_table_offset <= a.page_indices.numel() : a.v_table_offset == 0,
+           ValueError, "v_table_offset must be 0, or an entry of page_indices; got %lld",
+           static_cast<long long>(a.v_table_offset));
   FI_CHECK(a.num_ctas >= 0, ValueError, "num_ctas must not be negative; got %lld", static_cast<long long>(a.num_ctas));
   if (a.workspace) {
     a.workspace.is({kU8}).on(a.q).contiguous();
@@ -134,6 +140,7 @@ int64_t batch_prefill(const Kernel& kernel, const BatchPrefillArgs& a, const Ext
     params.mask_indptr = a.mask_indptr ? a.mask_indptr.data<const int32_t>() : nullptr;
     params.draft_row = a.mask_indptr ? 0 : static_cast<int32_t>(bytes);
   }
+  params.v_table_offset = static_cast<int32_t>(a.v_table_offset);
   params.bmm1_scale = scalar(a.bmm1_scale, a.q);
   params.bmm2_scale = scalar(a.bmm2_scale, a.q);
   params.page_size = divisor(static_cast<uint32_t>(paged ? page_size.value : 1));

@@ -96,8 +96,10 @@ struct CudaCoreAttention {
         const int j = key + u * groups;
         const bool inside = j < end;
         const int64_t page = inside ? pages.page(j) : 0, slot = inside ? pages.slot(j) : 0;
+        const int64_t v_page = !kSplitTables ? page : inside ? pages.v_page_of(j) : 0;
         read(keys + page * pages.k_page + slot * p.k_token, key_scales(page, slot), p.head_dim_qk, inside, k[u]);
-        read(values + page * pages.v_page + slot * p.v_token, value_scales(page, slot), p.head_dim_vo, inside, v[u]);
+        read(values + v_page * pages.v_page + slot * p.v_token, value_scales(v_page, slot), p.head_dim_vo, inside,
+             v[u]);
       }
       if (p.rotary.enabled) rotate(keys, key, end);
       float s[kRows][kUnroll];

@@ -23,10 +23,13 @@ class CustomVariant {
     FI_HOST_DEVICE uint32_t get_qo_len(uint32_t) const { return qo_len; }
     FI_HOST_DEVICE uint32_t get_kv_len(uint32_t) const { return kv_len; }
     FI_HOST_DEVICE void set(const Arguments& arguments, const AttentionProblem& p) {
+      set(arguments, p.qo_heads, p.kv_heads, p.mask);
+    }
+    FI_HOST_DEVICE void set(const Arguments& arguments, int32_t qo_heads, int32_t kv_heads, const Mask& mask) {
       static_cast<Arguments&>(*this) = arguments;
-      num_qo_heads = static_cast<uint32_t>(p.qo_heads), num_kv_heads = static_cast<uint32_t>(p.kv_heads);
-      qo_len = static_cast<uint32_t>(p.mask.qo_len), kv_len = static_cast<uint32_t>(p.mask.kv_len);
-      window_left = p.mask.window_left;
+      num_qo_heads = static_cast<uint32_t>(qo_heads), num_kv_heads = static_cast<uint32_t>(kv_heads);
+      qo_len = static_cast<uint32_t>(mask.qo_len), kv_len = static_cast<uint32_t>(mask.kv_len);
+      window_left = mask.window_left;
     }
   };
   struct End {

@@ -124,7 +124,9 @@ struct MmaTileLoader {
 
   // The page of this thread's key or value of a step, for compute_row_addresses; beyond the end the last page.
   FI_DEVICE int page(int key, int end) const {
-    return static_cast<int>(pages.page(min(key + static_cast<int>(threadIdx.x) % kKeys + 1, end) - 1));
+    const int j = min(key + static_cast<int>(threadIdx.x) % kKeys + 1, end) - 1;
+    if (kSplitTables && threadIdx.x >= kKeys) return static_cast<int>(pages.v_page_of(j));  // see compute_row_addresses
+    return static_cast<int>(pages.page(j));
   }
   // Stores the addresses of the keys and values of a step.
   FI_DEVICE void compute_row_addresses(int page, int key, int end, int stage) const {

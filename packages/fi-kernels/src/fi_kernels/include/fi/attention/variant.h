@@ -15,6 +15,7 @@ class BuiltInVariant {
   struct Arguments {};
   struct Params {
     FI_HOST_DEVICE void set(const Arguments&, const AttentionProblem&) {}
+    FI_HOST_DEVICE void set(const Arguments&, int32_t, int32_t, const Mask&) {}
   };
   // Turns an unnormalised output into the output.
   struct End {

@@ -19,15 +19,15 @@ FI_DEVICE Shared& dynamic_shared() {
   return *reinterpret_cast<Shared*>(reinterpret_cast<char*>(bytes) + shared_offset<kAlignment>(bytes));
 }
 
-// Runs Kernel{params, shared}, whose Shared is the dynamic shared memory.
+// Runs Kernel{params, shared, more...}, whose Shared is the dynamic shared memory.
 // NOTE: offset and kernel in one function. By way of dynamic_shared, kernels that use all registers spill.
-template <class Kernel, int kAlignment, int kBytes, class Params>
-FI_DEVICE void run_in_shared(const Params& params) {
+template <class Kernel, int kAlignment, int kBytes, class Params, class... More>
+FI_DEVICE void run_in_shared(const Params& params, More... more) {
   using Shared = typename Kernel::Shared;
   extern __shared__ uint4 bytes[];
   static_assert(sizeof(Shared) + kAlignment <= kBytes, "the launch requests this many bytes");
   const unsigned offset = -static_cast<unsigned>(__cvta_generic_to_shared(bytes)) % kAlignment;
-  Kernel{params, *reinterpret_cast<Shared*>(reinterpret_cast<char*>(bytes) + offset)}.run();
+  Kernel{params, *reinterpret_cast<Shared*>(reinterpret_cast<char*>(bytes) + offset), more...}.run();
 }
 
 }  // namespace fi

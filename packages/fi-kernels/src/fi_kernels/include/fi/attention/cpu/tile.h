@@ -18,6 +18,7 @@ struct TokenPages {
   const int32_t* pages;
   int32_t page_size;
   int64_t k_page, v_page;
+  int32_t v_table_offset = 0;  // entries from the page table of K to that of V
 
   static TokenPages one() {
     static constexpr int32_t zero = 0;
@@ -132,17 +133,21 @@ class CpuTile {
 
   // Of head kv_head_ + h.
   void load_keys(int32_t key, int32_t keys, int32_t h = 0) {
-    load(p_->k, p_->k_token, p_->k_head, pages_.k_page, p_->head_dim_qk, k_.data(), qk_, h, key, keys);
+    load(key_rows(), p_->head_dim_qk, k_.data(), qk_, h, key, keys);
     const KvScales& s = p_->kv_scales;
-    if (s.k) multiply_scales(s.k, s.k_token, s.k_head, s.k_page, p_->head_dim_qk, k_.data(), qk_, h, key, keys);
+    if (s.k)
+      multiply_scales({s.k, s.k_token, s.k_head, s.k_page, pages_.pages}, p_->head_dim_qk, k_.data(), qk_, h, key,
+                      keys);
     if (p_->rotary.enabled)
       for (int32_t j = 0; j < keys; ++j) rotate(k_.data() + j * qk_, key + j);
   }
 
   void load_values(int32_t key, int32_t keys, int32_t h = 0) {
-    load(p_->v, p_->v_token, p_->v_head, pages_.v_page, p_->head_dim_vo, v_.data(), vo_, h, key, keys);
+    load(value_rows(), p_->head_dim_vo, v_.data(), vo_, h, key, keys);
     const KvScales& s = p_->kv_scales;
-    if (s.v) multiply_scales(s.v, s.v_token, s.v_head, s.v_page, p_->head_dim_vo, v_.data(), vo_, h, key, keys);
+    if (s.v)
+      multiply_scales({s.v, s.v_token, s.v_head, s.v_page, pages_.pages}, p_->head_dim_vo, v_.data(), vo_, h, key,
+                      keys);
   }
 
   void step_few_rows(int32_t key, int32_t keys) {
@@ -154,7 +159,7 @@ class CpuTile {
         const float* q = q_.data() + h * rows_per_head_ * qk_;
         float* s = s_.data() + h * rows_per_head_ * pitch_ + j;
         if (in_place_) {
-          gather_rows(p_->k, p_->k_token, p_->k_head, pages_.k_page, qk_, h, key + j, part);
+          gather_rows(key_rows(), qk_, h, key + j, part);
           for (int32_t i = 0; i < rows_per_head_; ++i) products_.dots(q + i * qk_, kv_rows_, s + i * pitch_);
         } else {
           load_keys(key + j, part, h);
@@ -189,7 +194,7 @@ class CpuTile {
       for (int32_t h = 0; h < heads_; ++h) {
         const float* s = s_.data() + h * rows_per_head_ * pitch_ + j;
         if (in_place_) {
-          gather_rows(p_->v, p_->v_token, p_->v_head, pages_.v_page, vo_, h, key + j, part);
+          gather_rows(value_rows(), vo_, h, key + j, part);
           for (int32_t i = 0; i < rows_per_head_; ++i)
             products_.sum(s + i * pitch_, kv_rows_, output(h * rows_per_head_ + i));
         } else {
@@ -244,47 +249,54 @@ class CpuTile {
     return static_cast<int32_t>(std::clamp<int64_t>(static_cast<int64_t>(i) * p_->group_size - first_, 0, rows_));
   }
 
+  // The rows of K or of V: page 0, strides in elements, and the page table.
+  struct CacheRows {
+    const void* data;
+    int64_t token, head, page;
+    const int32_t* pages;
+  };
+  CacheRows key_rows() const { return {p_->k, p_->k_token, p_->k_head, pages_.k_page, pages_.pages}; }
+  CacheRows value_rows() const {
+    return {p_->v, p_->v_token, p_->v_head, pages_.v_page, pages_.pages + pages_.v_table_offset};
+  }
+
   // Calls f with the address of each row of [key, key + keys) of head kv_head_ + h, page after page.
   template <class F>
-  void each_row(const void* from, int64_t token, int64_t head, int64_t page, int32_t h, int32_t key, int32_t keys,
-                F&& f) const {
-    const char* base = static_cast<const char*>(from) + (kv_head_ + h) * head * kv_bytes_;
+  void each_row(const CacheRows& from, int32_t h, int32_t key, int32_t keys, F&& f) const {
+    const char* base = static_cast<const char*>(from.data) + (kv_head_ + h) * from.head * kv_bytes_;
     while (keys > 0) {
       const int32_t slot = key % pages_.page_size, run = std::min(keys, pages_.page_size - slot);
-      const char* row = base + (pages_.pages[key / pages_.page_size] * page + slot * token) * kv_bytes_;
-      for (int32_t j = 0; j < run; ++j, row += token * kv_bytes_) f(row);
+      const char* row = base + (from.pages[key / pages_.page_size] * from.page + slot * from.token) * kv_bytes_;
+      for (int32_t j = 0; j < run; ++j, row += from.token * kv_bytes_) f(row);
       key += run, keys -= run;
     }
   }
 
   // Collects the addresses of those rows; keys <= kKeysPerPart. Heads take turns, so memory is read in order and the
   // hardware prefetches.
-  void gather_rows(const void* from, int64_t token, int64_t head, int64_t page, int64_t width, int32_t h, int32_t key,
-                   int32_t keys) {
+  void gather_rows(const CacheRows& from, int64_t width, int32_t h, int32_t key, int32_t keys) {
     int64_t count = 0;
-    each_row(from, token, head, page, h, key, keys, [&](const char* row) { kv_rows_.at[count++] = row; });
+    each_row(from, h, key, keys, [&](const char* row) { kv_rows_.at[count++] = row; });
     std::fill(kv_rows_.at + count, std::end(kv_rows_.at), kv_rows_.at[count - 1]);
     kv_rows_.count = count, kv_rows_.width = width;
   }
 
-  void load(const void* from, int64_t token, int64_t head, int64_t page, int32_t dim, float* to, int64_t pitch,
-            int32_t h, int32_t key, int32_t keys) const {
+  void load(const CacheRows& from, int32_t dim, float* to, int64_t pitch, int32_t h, int32_t key, int32_t keys) const {
     // Rows of one head are far apart, so the hardware does not prefetch them (8 heads of 128, bf16, pages of 16, one
     // core of a Xeon: 15.5 GB/s, without 10).
-    each_row(from, token, head, page, h, key + kPrefetchRows, std::min(keys, end_ - key - kPrefetchRows),
-             [&](const char* row) {
-               for (int64_t byte = 0; byte < dim * kv_bytes_; byte += 64) __builtin_prefetch(row + byte);
-             });
-    each_row(from, token, head, page, h, key, keys, [&](const char* row) {
+    each_row(from, h, key + kPrefetchRows, std::min(keys, end_ - key - kPrefetchRows), [&](const char* row) {
+      for (int64_t byte = 0; byte < dim * kv_bytes_; byte += 64) __builtin_prefetch(row + byte);
+    });
+    each_row(from, h, key, keys, [&](const char* row) {
       load_kv_(row, to, dim);
       to += pitch;
     });
   }
 
   // Multiplies rows of NVFP4 by their scales, of 16 elements each.
-  void multiply_scales(const uint8_t* from, int64_t token, int64_t head, int64_t page, int32_t dim, float* to,
-                       int64_t pitch, int32_t h, int32_t key, int32_t keys) const {
-    each_row(from, token, head, page, h, key, keys, [&](const char* row) {
+  void multiply_scales(const CacheRows& from, int32_t dim, float* to, int64_t pitch, int32_t h, int32_t key,
+                       int32_t keys) const {
+    each_row(from, h, key, keys, [&](const char* row) {
       for (int32_t x = 0; x < dim; x += 16) {
         const float scale = cpu::to_float(cpu::e4m3_t{static_cast<uint8_t>(row[x / 16])});
         for (int32_t i = x; i < x + 16; ++i) to[i] *= scale;

@@ -62,8 +62,8 @@ FI_DEVICE void batch_decode_cuda_core(const BatchDecodeParams& params, const Var
     __syncthreads();
     Variant variant(variant_params, s.request);
     const CudaCoreEpilogue epilogue(params, s, variant);
-    const PagedKv pages{params.page_indices + s.first_page, params.last_page, params.page_size, params.k_page,
-                        params.v_page};
+    PagedKv pages{params.page_indices + s.first_page, params.last_page, params.page_size, params.k_page, params.v_page};
+    pages.set_v_table(params.v_table_offset);
     const int begin = max(s.begin * kDecodeKvTile, problem.mask.first_key(0));
     const int end = params.end_key(s);
 #pragma unroll 1
@@ -132,13 +132,14 @@ struct DecodeMmaKernel {
   };
   FI_DEVICE void look_up(const DecodeWorkTile& s, Slices& at) const {
     const int j = at.key + lane % kKeys;
-    int64_t page = 0, slot = 0;
+    int64_t page = 0, v_page = 0, slot = 0;
     if (j >= at.low && j < at.high) {
-      const PagedKv tokens{params.page_indices + s.first_page, params.last_page, params.page_size, 0, 0};
-      page = tokens.page(j), slot = tokens.slot(j);
+      PagedKv tokens{params.page_indices + s.first_page, params.last_page, params.page_size, 0, 0};
+      tokens.set_v_table(params.v_table_offset);
+      page = tokens.page(j), slot = tokens.slot(j), v_page = kSplitTables ? tokens.v_page_of(j) : page;
     }
     at.k_offset = page * params.k_page + slot * params.problem.k_token;
-    at.v_offset = page * params.v_page + slot * params.problem.v_token;
+    at.v_offset = v_page * params.v_page + slot * params.problem.v_token;
     if constexpr (Tile::kFp4) at.page = page, at.slot = slot;
   }
 

@@ -30,6 +30,7 @@ struct BatchDecodeParams {
   int32_t multiprocessors;           // of the device; fewer CTAs share it with another kernel
   int32_t evict_first_tiles;         // batches of fewer KV tiles are the first that L2 evicts
   int64_t index_bytes, query_bytes;  // from the first to the last element of page_indices and q
+  int32_t v_table_offset;            // entries from the page table of K to that of V; 0: they are the same
 
   FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, num_ranges, batch}; }
   FI_HOST_DEVICE int32_t kv_head(int32_t q_tile) const {

@@ -90,13 +90,13 @@ struct DecodeTmaKernel {
     DecodeWorkTile s;
     int low, high, page, slot, next_page, next_slot;
   };
-  FI_DEVICE void look_up(const Boxes& b, int window, int& page, int& slot) const {
+  FI_DEVICE void look_up(const Boxes& b, int window, int& page, int& slot, bool values) const {
     const int64_t key =
         static_cast<int64_t>(b.s.begin) * kDecodeKvTile + ((window * 32 + lane) << params.box_keys_log2);
     page = slot = 0;
     if (key >= b.high || key + (1 << params.box_keys_log2) <= b.low) return;
     const auto index = static_cast<int>(divide(static_cast<uint32_t>(key), params.page_size));
-    page = params.page_indices[b.s.first_page + index];
+    page = params.page_indices[b.s.first_page + index + (kSplitTables && values ? params.v_table_offset : 0)];
     slot = static_cast<int>(key) - index * static_cast<int>(params.page_size.value);
   }
   // The dynamic ranges, which V's producer warp takes and passes to K's.
@@ -137,8 +137,8 @@ struct DecodeTmaKernel {
       return;
     }
     b.low = low(b.s), b.high = high(b.s);
-    look_up(b, 0, b.page, b.slot);
-    look_up(b, 1, b.next_page, b.next_slot);
+    look_up(b, 0, b.page, b.slot, ranges.values);
+    look_up(b, 1, b.next_page, b.next_slot, ranges.values);
   }
 
   // By one warp for the keys and one for the values and the queries.
@@ -220,7 +220,7 @@ struct DecodeTmaKernel {
           done += these;
           if (index + these == 32) {
             b.page = b.next_page, b.slot = b.next_slot;
-            look_up(b, (first_box + done) / 32 + 1, b.next_page, b.next_slot);
+            look_up(b, (first_box + done) / 32 + 1, b.next_page, b.next_slot, values);
           }
         }
         at.advance(stages);

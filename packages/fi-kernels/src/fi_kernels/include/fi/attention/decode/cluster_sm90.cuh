@@ -50,7 +50,7 @@ struct DecodeClusterKernel {
   // boxes l, 32 + l, ...; slot -1: no such box.
   struct Boxes {
     int first, step, low, kv_len, first_page;
-    int page, slot;
+    int page, v_page, slot;
   };
   FI_DEVICE void look_up(Boxes& b, int box) const {
     const int64_t key = b.first + static_cast<int64_t>(box) * b.step;
@@ -59,19 +59,20 @@ struct DecodeClusterKernel {
     const auto index = static_cast<int>(divide(static_cast<uint32_t>(key), params.page_size));
     b.slot = static_cast<int>(key) - index * static_cast<int>(params.page_size.value);
     b.page = params.page_indices[b.first_page + index];
+    if (kSplitTables) b.v_page = params.page_indices[b.first_page + index + params.v_table_offset];
   }
   FI_DEVICE void load_box(const Boxes& b, int stage, int head) const {
     if (b.slot < 0) return;
     auto& ring = shared.warp_buffers[warp].ring;
     Barrier &full_k = shared.full_k[warp][stage], &full_v = shared.full_v[warp][stage];
     full_k.arrive_expect(KvTile::kBytes);
-    copy(ring.k[stage], params.k_map, full_k, b, head);
+    copy(ring.k[stage], params.k_map, full_k, b.slot, head, b.page);
     full_v.arrive_expect(KvTile::kBytes);
-    copy(ring.v[stage], params.v_map, full_v, b, head);
+    copy(ring.v[stage], params.v_map, full_v, b.slot, head, kSplitTables ? b.v_page : b.page);
   }
-  FI_DEVICE static void copy(char* to, const TensorMap& map, Barrier& full, const Boxes& b, int head) {
-    tma_load_tile<kWhole ? 1 : kDim>(reinterpret_cast<KV*>(to), kKeys * 128 / sizeof(KV), map, full, 0, b.slot, 0, head,
-                                     b.page, kEvictFirst);
+  FI_DEVICE static void copy(char* to, const TensorMap& map, Barrier& full, int slot, int head, int page) {
+    tma_load_tile<kWhole ? 1 : kDim>(reinterpret_cast<KV*>(to), kKeys * 128 / sizeof(KV), map, full, 0, slot, 0, head,
+                                     page, kEvictFirst);
   }
 
   // Pages smaller than a box: cp.async copies single rows. Lane l holds the offsets of key l % 16 of a box.
@@ -81,10 +82,12 @@ struct DecodeClusterKernel {
   FI_DEVICE RowOffsets row_offsets(const Boxes& b, int box, int head) const {
     const int64_t key = b.first + static_cast<int64_t>(box) * b.step + lane % kKeys;
     if (key < b.low || key >= b.kv_len) return {0, 0};
-    const PagedKv tokens{params.page_indices + b.first_page, params.last_page, params.page_size, 0, 0};
+    PagedKv tokens{params.page_indices + b.first_page, params.last_page, params.page_size, 0, 0};
+    tokens.set_v_table(params.v_table_offset);
     const int64_t page = tokens.page(static_cast<int>(key)), slot = tokens.slot(static_cast<int>(key));
+    const int64_t v_page = kSplitTables ? tokens.v_page_of(static_cast<int>(key)) : page;
     return {page * params.k_page + slot * params.problem.k_token + head * params.problem.k_head,
-            page * params.v_page + slot * params.problem.v_token + head * params.problem.v_head};
+            v_page * params.v_page + slot * params.problem.v_token + head * params.problem.v_head};
   }
   FI_DEVICE void gather(const Boxes& b, int box, int stage, const RowOffsets& rows) const {
     constexpr int kChunks = kDim * sizeof(KV) / 16;

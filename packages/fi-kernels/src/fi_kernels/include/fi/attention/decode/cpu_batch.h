@@ -95,7 +95,7 @@ class CpuBatchDecode {
     variant_params.set(arguments_, p);
     Variant variant(variant_params, s.request);
     const TokenPages pages{params_.page_indices + s.first_page, static_cast<int32_t>(params_.page_size.value),
-                           params_.k_page, params_.v_page};
+                           params_.k_page, params_.v_page, params_.v_table_offset};
     const int32_t count = params_.rows(s.request, s.q_tile);
     if (count == 0) return;
     tile.attend(p, pages, variant, params_.kv_head(s.q_tile), params_.first_row(s.q_tile), count,

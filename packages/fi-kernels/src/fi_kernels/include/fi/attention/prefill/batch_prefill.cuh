@@ -102,6 +102,7 @@ FI_DEVICE void batch_prefill_mma(const PrefillProblem& params, const Variant::Ar
                    params.v_page};
         else
           pages = {&params.schedule.header->num_tiles, 0, longest, 0, 0};
+        pages.set_v_table(params.v_table_offset);
         const int begin = entry.q_tile * q_tile_rows, first = begin + next_tile.row_tile * Kernel::kRows;
         const int rows = min(Kernel::kRows, min(begin + q_tile_rows, problem.rows()) - first);
         tile = {entry.request, next_tile.kv_head, first, rows, next_tile.column * Kernel::kColumns};

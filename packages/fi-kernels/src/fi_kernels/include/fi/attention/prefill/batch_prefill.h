@@ -48,6 +48,7 @@ struct BatchPrefillParams {
   float score_scale;  // sm_scale * log2(e); with a soft cap, sm_scale / soft cap
   float soft_cap;     // times log2(e); 0: none
   float out_scale;
+  int32_t v_table_offset;  // as in PrefillProblem
 };
 
 }  // namespace fi

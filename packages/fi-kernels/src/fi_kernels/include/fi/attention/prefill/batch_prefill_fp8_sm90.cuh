@@ -92,29 +92,29 @@ struct PrefillFp8Kernel {
     unsigned step = 0;  // counts KV tiles of all work tiles
     producers.for_each_tile([&](const Tile& tile) {
       if (tile.count == 0) return;
-      int2 next = producers.locate(tile, (tile.begin + tile.count - 1) * kKeys + lane * p.box_keys);
+      int2 next = producers.locate(tile, (tile.begin + tile.count - 1) * kKeys + lane * p.box_keys, false);
       for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j, ++step) {
         const int2 now = next;
         if (j > tile.begin)
-          next = producers.locate(tile, (j - 1) * kKeys + lane * p.box_keys);  // loads while stages are acquired
+          next = producers.locate(tile, (j - 1) * kKeys + lane * p.box_keys, false);  // loads while stages are acquired
         const auto k = PipelineState::producer_at<kKeyStages>(step);
         const auto v = PipelineState::producer_at<kValueStages>(step);
         shared.k_pipeline.acquire(k);
-        copy<kPaddedQK>(producers, tile, p.k, shared.k[k.stage], shared.k_pipeline.full[k.stage], j, now);
+        copy<kPaddedQK>(producers, tile, p.k, shared.k[k.stage], shared.k_pipeline.full[k.stage], j, now, false);
         shared.v_pipeline.acquire(v);
-        copy<kPaddedVO>(producers, tile, p.v, shared.v[v.stage], shared.v_pipeline.full[v.stage], j, now);
+        copy<kPaddedVO>(producers, tile, p.v, shared.v[v.stage], shared.v_pipeline.full[v.stage], j, now, true);
       }
     });
   }
   // Each lane copies other boxes: a short loop without shuffles.
   template <int kPadded>
   FI_DEVICE void copy(const Producers& producers, const Tile& tile, const TensorMap& from, T* to, Barrier& full, int j,
-                      int2 now) const {
+                      int2 now, bool values) const {
     const int lane = threadIdx.x % 32, boxes = kKeys / p.box_keys;
     if (lane == 0) full.arrive_expect(kKeys * kPadded);
     __syncwarp();
     for (int b = lane; b < boxes; b += 32) {
-      if (b >= 32) now = producers.locate(tile, j * kKeys + b * p.box_keys);
+      if (b >= 32 || (kSplitTables && values)) now = producers.locate(tile, j * kKeys + b * p.box_keys, values);
       tma_load_tile<kPadded>(to + b * p.box_keys * 128, kKeys * 128, from, full, 0, now.x, tile.kv_head, now.y);
     }
     __syncwarp();
@@ -124,13 +124,18 @@ struct PrefillFp8Kernel {
     auto k = PipelineState::producer(), v = k;
     producers.for_each_tile([&](const Tile& tile) {
       for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j) {
-        const typename Producers::template Pages<1> pages(producers, tile, j, 0);
+        using Pages = typename Producers::template Pages<1>;
+        const Pages pages(producers, tile, j, 0, false);
         shared.k_pipeline.acquire(k);
         producers.template gather_tile<kDimQK>(p.k_rows, shared.k[k.stage], tile, j, pages);
         cp_async_commit();
         bool keys = true;
         Producers::acquire(shared.v_pipeline, v, keys, shared.k_pipeline.full[k.stage]);
-        producers.template gather_tile<kDimVO>(p.v_rows, shared.v[v.stage], tile, j, pages);
+        if constexpr (kSplitTables)
+          producers.template gather_tile<kDimVO>(p.v_rows, shared.v[v.stage], tile, j,
+                                                 Pages(producers, tile, j, 0, true));
+        else
+          producers.template gather_tile<kDimVO>(p.v_rows, shared.v[v.stage], tile, j, pages);
         shared.v_pipeline.commit_copies(v.stage);
         Producers::pass_on_previous(keys, shared.k_pipeline.full[k.stage]);
         k.advance(kKeyStages);

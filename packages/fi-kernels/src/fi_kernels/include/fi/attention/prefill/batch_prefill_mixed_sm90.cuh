@@ -42,9 +42,9 @@ struct PrefillMixedKernel {
       const int warp = warp_index();
       const typename Wide::Producers producers{p, shared.wide};
       if (warp == 0)
-        produce<kDimQK>(producers, p.k, p.k_rows, shared.k, shared.k_pipeline);
+        produce<kDimQK>(producers, p.k, p.k_rows, shared.k, shared.k_pipeline, false);
       else if (warp == 1)
-        produce<kDimVO>(producers, p.v, p.v_rows, shared.v, shared.v_pipeline);
+        produce<kDimVO>(producers, p.v, p.v_rows, shared.v, shared.v_pipeline, true);
       else if (warp == 2 && threadIdx.x % 32 == 0)
         producers.produce_queries();
       else if (warp == 3)
@@ -62,11 +62,11 @@ struct PrefillMixedKernel {
   // Plain loads read the fp8 tiles, so that rows copied by cp.async need no relay.
   template <int kDim, int kSize>
   FI_DEVICE void produce(const typename Wide::Producers& producers, const TensorMap& map, const GatheredRows& rows,
-                         KV (&to)[kRawStages][kSize], Pipeline<kRawStages>& pipeline) const {
+                         KV (&to)[kRawStages][kSize], Pipeline<kRawStages>& pipeline, bool values) const {
     if (p.gathered)
-      producers.template gather<kDim>(rows, to, pipeline.full, pipeline.empty);
+      producers.template gather<kDim>(rows, to, pipeline.full, pipeline.empty, values);
     else
-      producers.template produce<kSize / kKeys>(map, to, pipeline.full, pipeline.empty);
+      producers.template produce<kSize / kKeys>(map, to, pipeline.full, pipeline.empty, values);
   }
 
   FI_DEVICE void convert_all() const {

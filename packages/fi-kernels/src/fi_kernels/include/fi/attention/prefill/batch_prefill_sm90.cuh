@@ -3,6 +3,7 @@
 #pragma once
 #include "fi/attention/prefill/online_softmax_sm90.cuh"
 #include "fi/attention/prefill/tma_producer_sm90.cuh"
+#include "fi/attention/prefill/variant_sm90.cuh"
 #include "fi/attention/softmax.h"
 #include "fi/cuda/convert.cuh"
 #include "fi/cuda/exchange.cuh"
@@ -36,7 +37,7 @@ struct PrefillKernel {
   static constexpr bool kOverlapValues = kConsumers == 2 && kDimVO <= 128;
 
   // Keys of a shorter step for the last KV tile of a row; 0: none.
-  static constexpr int kHalf = kKeys == 128 ? 64 : 0;
+  static constexpr int kHalf = kKeys == 128 && Variant::kSoftmax ? 64 : 0;
 
   // Two stages of queries if they fit: a warpgroup then begins its next work tile while others end the last one.
   static constexpr int kTileBytes = (kRows * kDimQK + kStages * kKeys * (kDimQK + kDimVO)) * sizeof(T);
@@ -59,8 +60,10 @@ struct PrefillKernel {
 
   const BatchPrefillParams& p;
   Shared& shared;
+  const Variant::Arguments* const arguments;  // of a user's variant
 
-  FI_DEVICE PrefillKernel(const BatchPrefillParams& params, Shared& s) : p(params), shared(s) {}
+  FI_DEVICE PrefillKernel(const BatchPrefillParams& params, Shared& s, const Variant::Arguments* a = nullptr)
+      : p(params), shared(s), arguments(a) {}
 
   FI_DEVICE void run() const {
     if (threadIdx.x == 0) init(3, p.gathered ? kGatherWarps : 1);
@@ -96,11 +99,11 @@ struct PrefillKernel {
     if constexpr (kDimQK == kDimVO) {
       producers.template produce<kDimQK>(keys ? p.k : p.v, keys ? shared.k : shared.v,
                                          keys ? shared.k_pipeline.full : shared.v_pipeline.full,
-                                         keys ? shared.k_pipeline.empty : shared.v_pipeline.empty);
+                                         keys ? shared.k_pipeline.empty : shared.v_pipeline.empty, !keys);
     } else if (keys) {
-      producers.template produce<kDimQK>(p.k, shared.k, shared.k_pipeline.full, shared.k_pipeline.empty);
+      producers.template produce<kDimQK>(p.k, shared.k, shared.k_pipeline.full, shared.k_pipeline.empty, false);
     } else {
-      producers.template produce<kDimVO>(p.v, shared.v, shared.v_pipeline.full, shared.v_pipeline.empty);
+      producers.template produce<kDimVO>(p.v, shared.v, shared.v_pipeline.full, shared.v_pipeline.empty, true);
     }
   }
 
@@ -111,14 +114,19 @@ struct PrefillKernel {
     producers.for_each_tile([&](const Tile& tile) {
       bool keys = false, values = false;  // whether a tile is copied and not passed on
       for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j) {
-        const typename Producers::template Pages<kGatherWarps> pages(producers, tile, j, part);
+        using Pages = typename Producers::template Pages<kGatherWarps>;
+        const Pages pages(producers, tile, j, part, false);
         Barrier &key_full = shared.k_pipeline.full[at.stage], &value_full = shared.v_pipeline.full[before(at.stage)];
         Producers::acquire(shared.k_pipeline, at, values, value_full);
         producers.template gather_tile<kDimQK>(p.k_rows, shared.k[at.stage], tile, j, pages);
         Producers::pass_on_previous(values, value_full);
         keys = true;
         Producers::acquire(shared.v_pipeline, at, keys, key_full);
-        producers.template gather_tile<kDimVO>(p.v_rows, shared.v[at.stage], tile, j, pages);
+        if constexpr (kSplitTables)
+          producers.template gather_tile<kDimVO>(p.v_rows, shared.v[at.stage], tile, j,
+                                                 Pages(producers, tile, j, part, true));
+        else
+          producers.template gather_tile<kDimVO>(p.v_rows, shared.v[at.stage], tile, j, pages);
         Producers::pass_on_previous(keys, key_full);
         values = true;
         at.advance(kStages);
@@ -170,7 +178,8 @@ struct PrefillKernel {
       const int clear_end = uniform(tile.mask.end_key(tile.token + first_token) / kKeys);
       const int clear_begin = uniform((tile.mask.first_key(tile.token + last_token) + kKeys - 1) / kKeys);
       const bool half = uniform(end_key - (seen_end - 1) * kKeys) <= kHalf;
-      float row_max[2] = {kMinusInf, kMinusInf}, row_sum[2] = {0.f, 0.f};
+      constexpr float first_max = Variant::kSoftmax ? kMinusInf : 0.f;
+      float row_max[2] = {first_max, first_max}, row_sum[2] = {0.f, 0.f};
       float scales[2] = {};
       if constexpr (kMixed)
         scales[0] = row_scale(p, tile.kv_head, row), scales[1] = row_scale(p, tile.kv_head, row + 8);
@@ -200,7 +209,7 @@ struct PrefillKernel {
           bool kept[2] = {false, false};
           if (kHalf > 0 && half && j == seen_end - 1)
             accumulate_with_max<kHalf ? kHalf : kKeys>(step, kept, o, row_max, row_sum);
-          else if (fresh || !accumulate(step, values_running, kept, o, row_max, row_sum))
+          else if ((Variant::kSoftmax && fresh) || !accumulate(step, values_running, kept, o, row_max, row_sum))
             accumulate_with_max<kKeys>(step, kept, o, row_max, row_sum);
           fresh = false;
           values_running = kOverlapValues;
@@ -255,6 +264,13 @@ struct PrefillKernel {
     float s[kKeys / 2], sums[2];
     unsigned weights[kKeys / 16][4];
     score(step, values_running, s, o);
+    if constexpr (!Variant::kSoftmax) {
+      shared.v_pipeline.wait(step.at);
+      pack(s, weights);
+      release_keys(step);
+      add_values<kKeys>(step, weights, o);
+      return true;
+    }
     softmax_keep_max(s, {scale(step, 0), scale(step, 1)}, 0.f, row_max, sums);
     shared.v_pipeline.wait(step.at);
     pack(s, weights);
@@ -299,7 +315,9 @@ struct PrefillKernel {
 #pragma unroll
       for (int i = 0; i < kScores; ++i) s[i] = CudaMath::tanh(s[i] * score_scale(step, i / 2 % 2));
     }
-    if (step.masked)
+    if constexpr (Variant::kCustom)
+      score_by_variant(p, *arguments, shared.work[step.work], step.row, step.group, step.tile * kKeys, step.masked, s);
+    else if (step.masked)
       apply_mask(p, s, shared.work[step.work], step.row, step.tile * kKeys + static_cast<int>(threadIdx.x) % 4 * 2);
   }
 
@@ -317,7 +335,9 @@ struct PrefillKernel {
   }
 
   // The factor of raw scores of row h.
-  FI_DEVICE float score_scale(const Step& step, int h) const { return kMixed ? step.scale[h] : p.score_scale; }
+  FI_DEVICE float score_scale(const Step& step, int h) const {
+    return Variant::kCustom ? 1.f : kMixed ? step.scale[h] : p.score_scale;
+  }
   // The same once the soft cap is applied.
   FI_DEVICE float scale(const Step& step, int h) const { return kCapped ? p.soft_cap : score_scale(step, h); }
 
@@ -407,29 +427,33 @@ struct PrefillKernel {
                        const float (&row_sum)[2], int first, int lane) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const RowEpilogue end(p, work, first + 8 * h, 0.f, row_max[h], row_sum[h]);
-      const float factor = kMixed ? end.factor * value_scale(p, work.kv_head) : end.factor;
-      T* out = static_cast<T*>(p.out) + end.begin + lane % 4 * 8;
+      if constexpr (Variant::kCustom) {
+        store_by_variant<T>(p, *arguments, work, first + 8 * h, o, h, row_max[h], row_sum[h]);
+      } else {
+        const RowEpilogue end(p, work, first + 8 * h, 0.f, row_max[h], row_sum[h]);
+        const float factor = kMixed ? end.factor * value_scale(p, work.kv_head) : end.factor;
+        T* out = static_cast<T*>(p.out) + end.begin + lane % 4 * 8;
 #pragma unroll
-      for (int block = 0; block < kDimVO / 8; block += 4) {
-        unsigned x[4];
+        for (int block = 0; block < kDimVO / 8; block += 4) {
+          unsigned x[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* pair = o + (block + i) * 4 + 2 * h;
-          x[i] = kMixed ? pack_output(p, pair[0] * factor, pair[1] * factor)
-                        : pack_pair(pair[0] * factor, pair[1] * factor, T());
+          for (int i = 0; i < 4; ++i) {
+            const float* pair = o + (block + i) * 4 + 2 * h;
+            x[i] = kMixed ? pack_output(p, pair[0] * factor, pair[1] * factor)
+                          : pack_pair(pair[0] * factor, pair[1] * factor, T());
+          }
+          const uint4 piece = transpose_of_four(x);
+          if (end.exists) store_global(out + block * 8, piece);
         }
-        const uint4 piece = transpose_of_four(x);
-        if (end.exists) store_global(out + block * 8, piece);
       }
     }
   }
 };
 
 template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped, int kConsumers, int kSharedBytes>
-FI_DEVICE void batch_prefill_wgmma(const BatchPrefillParams& params) {
+FI_DEVICE void batch_prefill_wgmma(const BatchPrefillParams& params, const Variant::Arguments& arguments = {}) {
   using Kernel = PrefillKernel<T, kDimQK, kDimVO, kKeys, kWholeRows, kCapped, kConsumers>;
-  run_in_shared<Kernel, kSwizzlePeriod, kSharedBytes>(params);
+  run_in_shared<Kernel, kSwizzlePeriod, kSharedBytes>(params, &arguments);
 }
 
 }  // namespace fi

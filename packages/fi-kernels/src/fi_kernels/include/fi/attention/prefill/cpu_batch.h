@@ -52,7 +52,7 @@ class CpuBatchPrefill {
     TokenPages pages = TokenPages::one();
     if (params_.page_indices)
       pages = {params_.page_indices + params_.schedule.requests[work_tile.request].kv_begin,
-               static_cast<int32_t>(params_.page_size.value), params_.k_page, params_.v_page};
+               static_cast<int32_t>(params_.page_size.value), params_.k_page, params_.v_page, params_.v_table_offset};
     const int32_t begin = work_tile.q_tile * params_.tile_tokens * p.group_size,
                   end = std::min(begin + params_.tile_tokens * p.group_size, p.rows());
     for (int32_t first = begin; first < end; first += CpuTile::kRows) {

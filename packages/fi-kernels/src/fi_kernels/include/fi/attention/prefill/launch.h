@@ -103,6 +103,7 @@ inline BatchPrefillParams hopper_params(const Kernel& kernel, const PrefillProbl
   h.score_scale = p.scores.sm_scale * (p.scores.soft_cap > 0 ? 1 / p.scores.soft_cap : kLog2e);
   h.soft_cap = p.scores.cap();
   h.out_scale = p.out_scale;
+  h.v_table_offset = problem.v_table_offset;
   return h;
 }
 
@@ -143,9 +144,11 @@ inline int64_t launch_batch_prefill(const Kernel& kernel, const PrefillProblem& 
   const int64_t most = num_ctas > 0 ? std::min(num_ctas, multiprocessors) : multiprocessors;
   config.grid_x = problem.partials ? most : std::min(work_tiles(min_tokens), most);
   const int64_t keys = chosen.keys_per_stage, box = problem.page_indices ? std::gcd(page_size, keys) : keys;
-  const KeyRows rows = key_rows(problem, k.dtype().bytes(), page_size, box);
+  const KeyRows rows =
+      kernel.entries.size() > 1 ? key_rows(problem, k.dtype().bytes(), page_size, box) : KeyRows::kColumns;
   const Entry& by_rows = kernel.entries[rows == KeyRows::kColumns ? 0 : 1];
-  kernel.launch(by_rows, config, q.device(), hopper_params(kernel, problem, q, k, page_size, kv_tokens, box, rows));
+  kernel.launch(by_rows, config, q.device(), hopper_params(kernel, problem, q, k, page_size, kv_tokens, box, rows),
+                extras.data());
   return 0;
 }
 

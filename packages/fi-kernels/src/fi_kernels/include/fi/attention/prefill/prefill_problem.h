@@ -24,6 +24,7 @@ struct PrefillProblem {
   uint32_t last_page;  // num_pages - 1
   int32_t tile_tokens, items_row, draft_row;
   int32_t padded_rows, batch;  // rows of the output, where rows of no request become 0; 0: they are not written
+  int32_t v_table_offset;      // entries from the page table of K to that of V; 0: they are the same
 
   // The attention problem of one request, whose paged keys begin at pages + kv_begin.
   FI_HOST_DEVICE AttentionProblem request(int32_t b, int32_t q_bytes, int32_t kv_bytes, int32_t out_bytes) const {

@@ -1,7 +1,9 @@
 // The producer warps of the Hopper prefill kernels: a tile scheduler warp, and producers of Q, K and V by TMA, or of K
 // and V by cp.async where pages are small.
 #pragma once
+#include "fi/attention/paged_kv.cuh"
 #include "fi/attention/prefill/batch_prefill.h"
+#include "fi/attention/variant.h"
 #include "fi/cuda/pipeline_sm90.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/ptx/global.cuh"
@@ -11,11 +13,25 @@
 
 namespace fi {
 
+// The number of a request, which only a variant of a user needs.
+template <bool kKept>
+struct RequestNumber {
+  int32_t value;
+  FI_DEVICE void set(int32_t number) { value = number; }
+  FI_DEVICE int32_t get() const { return value; }
+};
+template <>
+struct RequestNumber<false> {
+  FI_DEVICE void set(int32_t) {}
+  FI_DEVICE int32_t get() const { return 0; }
+};
+
 // The work tile of a CTA: query tokens [token, token + tokens) of a request and one kv head, split split_idx of
 // num_splits of its KV tiles. split_tile is its number among the tiles that are split. tokens 0: the schedule is empty.
 struct WorkTile {
   PrefillRequest request;
   int32_t kv_head, token, tokens, split_idx, num_splits, split_tile;
+  RequestNumber<Variant::kCustom> number;
 };
 
 // Shared: q, k, v, work, and a pipeline for each. Packed rows r = token * group + head of the group: a tile
@@ -58,6 +74,7 @@ struct PrefillProducers {
     const PrefillRequest request = p.schedule.requests[found.request];
     const int token = found.q_tile * plan.tile_tokens, tokens = min(plan.tile_tokens, request.qo_len - token);
     WorkTile work{request, section * p.l2_kv_heads + in_section - q_tile * heads, token, tokens, 0, 1, 0};
+    work.number.set(found.request);
     if (max_splits > 1) {
       work.split_tile = unsplit - plan.first_split;
       work.num_splits =
@@ -130,27 +147,27 @@ struct PrefillProducers {
                           work.request.qo_begin + work.token);
   }
 
-  // Copies the keys or the values of every tile, last key tile first.
-  // NOTE: the barriers of a Pipeline, one array each. Selected by way of the Pipeline, ptxas spills at head_dim 128.
-  // kDim: columns of the tile in shared memory, whole 128 bytes.
+  // Copies the keys or the values of every tile, last key tile first. values: whether the page table of V has the
+  // pages. NOTE: the barriers of a Pipeline, one array each. Selected by way of the Pipeline, ptxas spills at head_dim
+  // 128. kDim: columns of the tile in shared memory, whole 128 bytes.
   template <int kDim, int kStages, class KV>
   FI_DEVICE void produce(const TensorMap& from, KV (&to)[kStages][kKeys * kDim], Barrier (&full)[kStages],
-                         Barrier (&empty)[kStages]) const {
+                         Barrier (&empty)[kStages], bool values) const {
     constexpr int kColumns = 128 / sizeof(KV);
     const int boxes = kKeys / p.box_keys, lane = threadIdx.x % 32;
     auto at = PipelineState::producer();
     for_each_tile([&](const Tile& tile) {
       if (tile.count == 0) return;
-      int2 next = locate(tile, (tile.begin + tile.count - 1) * kKeys + lane * p.box_keys);
+      int2 next = locate(tile, (tile.begin + tile.count - 1) * kKeys + lane * p.box_keys, values);
       for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j) {
         int2 now = next;
         if (j > tile.begin)
-          next = locate(tile, (j - 1) * kKeys + lane * p.box_keys);  // loads while the stage is acquired
+          next = locate(tile, (j - 1) * kKeys + lane * p.box_keys, values);  // loads while the stage is acquired
         empty[at.stage].wait(at.phase);
         if (lane == 0) full[at.stage].arrive_expect(kKeys * kDim * sizeof(KV));
         KV* line = to[at.stage];
         for (int first = 0; first < boxes; first += 32) {
-          if (first > 0) now = locate(tile, j * kKeys + (first + lane) * p.box_keys);
+          if (first > 0) now = locate(tile, j * kKeys + (first + lane) * p.box_keys, values);
           const int count = min(32, boxes - first);
           for (int b = 0; b < count; ++b, line += p.box_keys * (kWholeRows ? kDim : kColumns)) {
             const int token = __shfl_sync(0xffffffffu, now.x, b), page = __shfl_sync(0xffffffffu, now.y, b);
@@ -173,11 +190,11 @@ struct PrefillProducers {
   // each lane. For tiles that plain loads read: wgmma reads through another proxy.
   template <int kDim, int kStages, class KV, int kSize>
   FI_DEVICE void gather(const GatheredRows& from, KV (&to)[kStages][kSize], Barrier (&full)[kStages],
-                        Barrier (&empty)[kStages]) const {
+                        Barrier (&empty)[kStages], bool values) const {
     auto at = PipelineState::producer();
     for_each_tile([&](const Tile& tile) {
       for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j) {
-        const Pages<1> pages(*this, tile, j, 0);  // they load while the stage is acquired
+        const Pages<1> pages(*this, tile, j, 0, values);  // they load while the stage is acquired
         empty[at.stage].wait(at.phase);
         gather_tile<kDim>(from, to[at.stage], tile, j, pages);
         full[at.stage].arrive_copies();
@@ -193,12 +210,13 @@ struct PrefillProducers {
     static constexpr int kGroups = (kKeys / 8 + kWarps - 1) / kWarps, kBatches = (kGroups + 3) / 4;
     int ids[kBatches], part;
 
-    FI_DEVICE Pages(const PrefillProducers& producers, const Tile& tile, int j, int part) : part(part) {
+    FI_DEVICE Pages(const PrefillProducers& producers, const Tile& tile, int j, int part, bool values) : part(part) {
       const BatchPrefillParams& p = producers.p;
+      const int table = producers.table(tile, values);
 #pragma unroll
       for (int i = 0; i < kBatches; ++i) {
         const int known = min(key(j, i), tile.request.kv_len - 1);
-        ids[i] = p.page_indices[tile.request.kv_begin + static_cast<int>(divide(known, p.page_size))];
+        ids[i] = p.page_indices[table + static_cast<int>(divide(known, p.page_size))];
       }
     }
     FI_DEVICE int group(int i) const { return part + i * kWarps; }
@@ -281,12 +299,17 @@ struct PrefillProducers {
     }
   }
 
+  // Where the page table of a request begins, that of V or of K.
+  FI_DEVICE int table(const Tile& tile, bool values) const {
+    return tile.request.kv_begin + (kSplitTables && values ? p.v_table_offset : 0);
+  }
+
   // The token in its page and the page of a key. Beyond the last key: any page that exists.
-  FI_DEVICE int2 locate(const Tile& tile, int key) const {
+  FI_DEVICE int2 locate(const Tile& tile, int key, bool values) const {
     if (!p.page_indices) return {tile.request.kv_begin + key, 0};
     const int known = min(key, tile.request.kv_len - 1), entry = divide(known, p.page_size);
     const int token = key == known ? key - entry * static_cast<int>(p.page_size.value) : 0;
-    return {token, p.page_indices[tile.request.kv_begin + entry]};
+    return {token, p.page_indices[table(tile, values) + entry]};
   }
 };
 

@@ -43,7 +43,16 @@ def swizzled(codes: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("block", [16, 32])
 @pytest.mark.parametrize(
     ("m", "n", "k"),
-    [(1, 300, 2080), (9, 40, 96), (16, 1000, 416), (33, 256, 4096), (100, 130, 640), (8, 7200, 256), (16, 2000, 8192)],
+    [
+        (1, 300, 2080),
+        (9, 40, 96),
+        (16, 1000, 416),
+        (33, 256, 4096),
+        (100, 130, 640),
+        (8, 7200, 256),
+        (16, 2000, 8192),
+        (5, 28700, 96),
+    ],
 )
 def test_weights_of_4_bits(block: int, m: int, n: int, k: int, device: str) -> None:
     """Tails of m, n and k; strided rows; each output type."""

@@ -1,6 +1,7 @@
 """Products of 4-bit and 8-bit operands whose blocks of 16 or 32 values of k share a scale: NVFP4, MXFP4 and MXFP8.
 
-Both operands become bf16, which holds their values exactly, and meet in a bf16 product.
+For few tokens on Hopper, one kernel reads fp4 weights and widens them in registers. Otherwise both operands become
+bf16, which holds their values exactly, and meet in a bf16 product.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fi_core.gemm import block_scaled_trace as trace
 from fi_core.gemm.backends import takes_backends
 from fi_core.gemm.dense import are_columns, output
+from fi_core.gemm.fp4_op import gemm_fp4, streams
 from fi_core.gemm.ops import gemm
 from fi_core.observe.log import fi_api
 from fi_core.quantization.fp4_quantization import block_scale_interleave
@@ -121,6 +123,17 @@ def _scalar(name: str, x: torch.Tensor | None) -> torch.Tensor | None:
     return x if x is None else x.reshape(1)
 
 
+def multiply_fp4(out: torch.Tensor, a: torch.Tensor, b: Scaled, alpha: torch.Tensor | None) -> None:
+    """out = alpha * a @ b.T for bf16 a."""
+    if streams(a, b.values):
+        scales = b.scales
+        if b.layout is SfLayout.layout_linear:
+            scales = block_scale_interleave(scales.view(b.shape[0], -1))
+        gemm_fp4(out, a, b.values, scales, alpha, block_size=b.format.block)
+    else:
+        gemm(out, a, b.bf16(), alpha)
+
+
 @functools.lru_cache(maxsize=256)
 def _place_of_row(n: int, device: torch.device) -> torch.Tensor:
     """Where `shuffle_matrix_a` puts each row of weights."""
@@ -147,7 +160,7 @@ def mm_fp4(
 ) -> torch.Tensor:
     """Computes `alpha * (a * a_descale) @ (b * b_descale)` of fp4 operands with fp32 sums.
 
-    GPUs without fp4 matrix units widen both operands to bf16, which holds their values exactly.
+    Both operands are widened to bf16, which holds their values exactly; few tokens stream fp4 weights on Hopper.
 
     Args:
         a: `[m, k / 2]`, uint8: two e2m1 a byte, an even k in the lower half. k is a multiple of block_size; rows may be
@@ -182,7 +195,7 @@ def mm_fp4(
     if backend == "trtllm" and n % _EPILOGUE_ROWS:
         raise ValueError(f'b must have n a multiple of 128 for backend "trtllm"; got {list(b.shape)}')
     out = output(a, (a.shape[0], n), out, out_dtype)
-    gemm(out, left.bf16(), right.bf16(), _scalar("alpha", alpha))
+    multiply_fp4(out, left.bf16(), right, _scalar("alpha", alpha))
     return out.copy_(out.index_select(1, _place_of_row(n, out.device))) if backend == "trtllm" else out
 
 
@@ -228,7 +241,7 @@ def mm_bf16_fp4(
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != right.shape[1]:
         raise ValueError(f"a must have shape [m, {right.shape[-1]}] for b {list(b.shape)}; got {list(a.shape)}")
     out = output(a, (a.shape[0], b.shape[0]), out, out_dtype)
-    gemm(out, a, right.bf16(), _scalar("alpha", alpha))
+    multiply_fp4(out, a, right, _scalar("alpha", alpha))
     return out
 
 

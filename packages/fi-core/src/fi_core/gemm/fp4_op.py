@@ -1,0 +1,76 @@
+"""Declares gemm_fp4: products of few bf16 tokens and fp4 weights, which become bf16 in registers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from fi_core.runtime.launch.operator import operator, target_of
+from fi_core.runtime.spec.constraint import ON_CPU, Constraint, exactly
+from fi_core.runtime.spec.dtype import DTYPES
+from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    import torch
+
+_COPY_BYTES = 16  # that addresses and strides of operands are multiples of
+_TOKENS = (8, 16)  # of a tile
+FEW_TOKENS = 128  # of a product that streams fp4 weights; more first widen them
+
+
+class GemmFp4Config(NamedTuple):
+    tokens: int  # of a tile
+
+
+def _unit(axes: Values) -> Unit:
+    out, tokens = DTYPES[axes["out"]], axes["tokens"]
+    scales = "Nvfp4Scales" if axes["block"] == 16 else "Mxfp4Scales"
+    body = f"gemm_fp4<{out.device}, fi::{scales}, {tokens}>"
+    entry = Entry(f"gemm_fp4_{tokens}", body, 640, GemmFp4Config(tokens), ctas_per_sm=1)
+    return Unit("fi/gemm/gemm_fp4_sm90.cuh", "GemmFp4Params", (entry,))
+
+
+def _request(
+    out: torch.dtype, block: int, a_stride: int, b_stride: int, address: int, k: int, m: int
+) -> tuple[Any, ...]:
+    low = address | a_stride * 2 | b_stride | k // 2
+    return out, block, min(_COPY_BYTES, low & -low) if low else _COPY_BYTES, m
+
+
+GEMM_FP4 = Op(
+    name="gemm_fp4",
+    family="gemm",
+    arguments="Tensor(a!) out, Tensor a, Tensor b, Tensor b_scale, Tensor? alpha=None, "
+    "int block_size=16, bool? enable_pdl=None",
+    read="out.dtype, block_size, a.stride(0), b.stride(0), (a.data_ptr() | b.data_ptr()) & "
+    f"{_COPY_BYTES - 1}, a.shape[-1] & {2 * _COPY_BYTES - 1}, min(a.shape[0], {_TOKENS[-1]})",
+    request=_request,
+    fields={
+        "out": Field(("f16", "bf16", "f32"), "bf16"),
+        "block": Field((16, 32), 16),
+        "alignment": Field((1, 2, 4, 8, 16), 16),
+        "m": Field(None, _TOKENS[-1]),
+    },
+    axes={"out": ("f16", "bf16", "f32"), "block": (16, 32), "tokens": _TOKENS},
+    config=GemmFp4Config,
+    implementations=(
+        Implementation("cpu", ON_CPU, axes=lambda v: {**v, "tokens": _TOKENS[0]}),
+        Implementation(
+            "mma_sm90",
+            (*exactly(90), Constraint("alignment", ">=", _COPY_BYTES)),
+            _unit,
+            axes=lambda v: {**v, "tokens": _TOKENS[v["m"] > _TOKENS[0]]},
+        ),
+    ),
+    prebuilt=({"block": 16, "m": _TOKENS[-1]},),
+)
+gemm_fp4 = operator(GEMM_FP4)
+
+
+def streams(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether gemm_fp4 serves bf16 tokens `[m, k]` and packed weights `[n, k / 2]`, and is the fastest way."""
+    if b.ndim != 2 or a.shape[0] > FEW_TOKENS or a.shape[1] % (2 * _COPY_BYTES) or b.stride(1) != 1:
+        return False
+    low = a.data_ptr() | b.data_ptr() | a.stride(0) * 2 | b.stride(0)
+    return low % _COPY_BYTES == 0 and target_of(a.device).capability in (0, 90)

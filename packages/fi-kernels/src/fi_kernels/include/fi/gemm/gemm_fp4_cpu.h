@@ -1,0 +1,65 @@
+// GEMM of bf16 tokens and fp4 weights on the CPU: blocks of rows of b become bf16, which holds them exactly, and meet
+// all tokens.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "fi/cpu/convert.h"
+#include "fi/cpu/parallel.h"
+#include "fi/gemm/gemm_cpu.h"
+#include "fi/gemm/gemm_fp4.h"
+
+namespace fi::cpu {
+
+// One row of b. group: 16 k with e4m3 scales, or 32 with exponents.
+inline void widen_fp4_row(const GemmFp4Params& p, int32_t row, int32_t group, bf16_t* to) {
+  static constexpr float values[] = {0.f, 0.5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
+  const uint8_t* codes = p.b + row * p.b_row_stride;
+  // The 128x4 layout: tiles of 128 rows by 4 groups, with rows r, r + 32, r + 64, r + 96 beside each other.
+  const uint8_t* scales = p.scales + int64_t{row / 128} * p.scale_tiles * 512 + row % 32 * 16 + row % 128 / 32 * 4;
+  for (int32_t at = 0; at < p.k; at += group) {
+    const int32_t column = at / group;
+    const uint8_t code = scales[column / 4 * 512 + column % 4];
+    const float scale = group == 16   ? to_float(e4m3_t{code})
+                        : code == 255 ? bits_float(0x7fc00000u)
+                                      : bits_float(code ? static_cast<uint32_t>(code) << 23 : 0x00400000u);
+    uint16_t scaled[16];
+    for (int i = 0; i < 16; ++i)
+      scaled[i] = static_cast<uint16_t>(float_bits(i & 8 ? -values[i & 7] * scale : values[i] * scale) >> 16);
+    for (int32_t i = 0; i < group; i += 2) {
+      const uint8_t pair = codes[(at + i) / 2];
+      to[at + i].bits = scaled[pair & 15];
+      to[at + i + 1].bits = scaled[pair >> 4];
+    }
+  }
+}
+
+inline void gemm_fp4(const GemmFp4Params& p, int32_t group, DType out) {
+  constexpr int64_t kRows = 512;  // of b at a time
+  const int64_t k = (p.k + 31) / 32 * 32;
+  std::vector<bf16_t> weights(static_cast<size_t>(std::min<int64_t>(kRows, p.n) * k));
+  for (int64_t first = 0; first < p.n; first += kRows) {
+    const int64_t rows = std::min<int64_t>(kRows, p.n - first);
+    parallel_for(rows, std::max<int64_t>(1, 16384 / k), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i)
+        widen_fp4_row(p, static_cast<int32_t>(first + i), group, weights.data() + i * k);
+    });
+    GemmProblem q{};
+    q.out = static_cast<char*>(p.out) + first * out.bytes();
+    q.a = p.a;
+    q.b = weights.data();
+    q.a_scale = p.alpha;
+    q.out_row_stride = p.out_row_stride;
+    q.a_row_stride = p.a_row_stride;
+    q.b_row_stride = k;
+    q.b_k_stride = 1;
+    q.m = p.m;
+    q.n = static_cast<int32_t>(rows);
+    q.k = p.k;
+    q.batch = q.matrices = q.a_scale_rows = q.b_scale_rows = 1;
+    gemm(q, kBF16, kBF16, out);
+  }
+}
+
+}  // namespace fi::cpu

@@ -1,0 +1,257 @@
+// GEMM of few bf16 tokens and fp4 weights on Hopper: TMA streams weights through shared memory, they become bf16 in
+// registers and meet tokens in mma.sync.
+//
+// The order of k in a product is free. A stage has 256 k, of which two sets of warps take 128 each. Lane c of the four
+// that share a row of an mma fragment has 32 neighbours: 16 bytes of weights. No weight crosses lanes.
+#pragma once
+#include "fi/cuda/convert.cuh"
+#include "fi/cuda/pack.cuh"
+#include "fi/cuda/pipeline_sm90.cuh"
+#include "fi/cuda/ptx/mma_sm80.cuh"
+#include "fi/cuda/ptx/tma_sm90.cuh"
+#include "fi/cuda/shared_memory.cuh"
+#include "fi/cuda/swizzle.cuh"
+#include "fi/cuda/warp_roles_sm90.cuh"
+#include "fi/gemm/fp4_weights_sm90.cuh"
+#include "fi/gemm/gemm_fp4.h"
+
+namespace fi {
+
+// A CTA multiplies kTokens tokens and 16 p.blocks rows of b, which row_warps warps share. 16 / row_warps sets of such
+// warps split k: two sets take a stage, other two the next. Sums meet at the end.
+//
+// Each of four warps fills every fourth stage, so that the tokens of four stages are on their way. H200, n 28672: with
+// one stage at a time a stage took 0.85 us whatever its size.
+template <class Out, class Scales, int kTokens>
+struct GemmFp4 {
+  static constexpr int kStageK = 256, kConsumers = 16, kProducers = kFp4Loaders, kMaxBlocks = kFp4WarpBlocks,
+                       kMaxStages = 16;
+  static constexpr int kTokenTiles = kTokens / 8, kTokenBytes = kTokens * kStageK * 2;
+
+  const GemmFp4Params& p;
+  char* stages;
+  Pipeline<kMaxStages>& pipeline;
+  int lane, warp, row, token;  // row, token: the first of the CTA
+  int weight_bytes, stage_bytes;
+
+  FI_DEVICE GemmFp4(const GemmFp4Params& params, char* memory, Pipeline<kMaxStages>& barriers)
+      : p(params), stages(memory), pipeline(barriers) {
+    lane = threadIdx.x % 32;
+    warp = warp_index();
+    const int token_tiles = (p.m + kTokens - 1) / kTokens;  // CTAs beside each other share rows of b
+    row = blockIdx.x / token_tiles * p.blocks * 16;
+    token = blockIdx.x % token_tiles * kTokens;
+    weight_bytes = p.blocks * 16 * kSwizzleLineBytes;
+    stage_bytes = weight_bytes + kTokenBytes + p.scale_blocks * Scales::kTiles * 512;
+  }
+
+  FI_DEVICE void run() {
+    if (threadIdx.x == 0) {
+      pipeline.init(1 + 32, 2 * p.row_warps);
+      fence_barrier_init();
+      prefetch_tensor_map(p.map);
+    }
+    __syncthreads();
+    pdl_wait();
+    const bool consumes = warp < kConsumers;
+    // Warps of a scheduler have different rows, for some warps have a block more.
+    const int set = warp / p.row_warps, own = (warp + warp / 4) % p.row_warps, more = p.blocks % p.row_warps;
+    const int count = p.blocks / p.row_warps + (own < more), first = p.blocks / p.row_warps * own + min(own, more);
+    float sum[kMaxBlocks][kTokenTiles][4] = {};
+    if (consumes) {
+      consume(sum, set, first, count);
+    } else {
+      produce(warp - kConsumers);
+      pdl_launch_dependents();
+    }
+    __syncthreads();  // all stages have been read
+    if (consumes) leave_sums(sum, set, first, count);
+    __syncthreads();
+    add_sums();
+  }
+
+ private:
+  FI_DEVICE int steps() const { return (p.k + kStageK - 1) / kStageK; }
+  FI_DEVICE int sets() const { return kConsumers / p.row_warps; }
+
+  // Fills stages producer, producer + 4, ..: those of no other warp, so that its waits see every phase.
+  FI_DEVICE void produce(int producer) const {
+    const int count = steps();
+    PipelineState at{producer, 1};
+    uint4 x[kTokens];
+    if (producer < count) load_tokens(x, producer * kStageK);
+    for (int i = producer; i < count; i += kProducers) {
+      pipeline.acquire(at);
+      char* stage = stages + at.stage * stage_bytes;
+      if (lane == 0) copy(stage, pipeline.full[at.stage], i * kStageK);
+      store_tokens(x, stage + weight_bytes);
+      pipeline.commit(at.stage);  // by all lanes: racecheck does not see an arrival for others
+      if (i + kProducers < count) load_tokens(x, (i + kProducers) * kStageK);
+      at.stage += kProducers;
+      if (at.stage >= p.stages) at.stage -= p.stages, at.phase ^= 1;
+    }
+  }
+
+  // The weights and scales of 256 k.
+  FI_DEVICE void copy(char* stage, Barrier& full, int k) const {
+    const int tile = k / (4 * Scales::kGroup), tiles = min(Scales::kTiles, p.scale_tiles - tile);
+    const int blocks = min(p.scale_blocks, (p.n - 1) / 128 - row / 128 + 1);
+    const int64_t block_bytes = static_cast<int64_t>(p.scale_tiles) * 512;
+    const uint8_t* scales = p.scales + row / 128 * block_bytes + tile * 512;
+    char* to = stage + weight_bytes + kTokenBytes;
+    full.arrive_expect(weight_bytes + blocks * tiles * 512);
+    tma_load_hinted(stage, p.map, full, p.m > kTokens ? kEvictNormal : kEvictFirst, k / 2, row, 0);
+#pragma unroll 1
+    for (int i = 0; i < blocks; ++i)
+      bulk_load(to + i * Scales::kTiles * 512, scales + i * block_bytes, tiles * 512, full);
+  }
+
+  // Lane l has k 8 l .. 8 l + 7 of every token.
+  FI_DEVICE void load_tokens(uint4 (&x)[kTokens], int k) const {
+    const bool exists = k + lane * 8 < p.k;
+    const auto* from = static_cast<const __nv_bfloat16*>(p.a) + k + lane * 8;
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i)
+      x[i] = exists ? *reinterpret_cast<const uint4*>(from + min(token + i, p.m - 1) * p.a_row_stride) : uint4{};
+  }
+  // Eight k become pairs (0, 4), (1, 5), (2, 6), (3, 7), as [half of k][tile][word][lane that reads it]. The last is
+  // permuted, so that neither side has conflicts of banks.
+  FI_DEVICE void store_tokens(const uint4 (&x)[kTokens], char* to) const {
+    const int word = lane % 4, half = lane / 16, c = lane / 4 % 4;
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      const int place = ((half * kTokenTiles + i / 8) * 4 + word) * 32 + ((i % 8 * 4 + c) ^ (2 * word));
+      *reinterpret_cast<uint4*>(to + place * 16) =
+          make_uint4(__byte_perm(x[i].x, x[i].z, 0x5410), __byte_perm(x[i].x, x[i].z, 0x7632),
+                     __byte_perm(x[i].y, x[i].w, 0x5410), __byte_perm(x[i].y, x[i].w, 0x7632));
+    }
+  }
+
+  // The row of a block of 16, and 8 less than the other, that this lane has. Lanes of a quarter of a warp have rows r
+  // and r + 4, whose neighbouring chunks swizzling puts into different banks.
+  FI_DEVICE int line() const { return lane / 8 + lane / 4 % 2 * 4; }
+
+  FI_DEVICE void consume(float (&sum)[kMaxBlocks][kTokenTiles][4], int set, int first, int count) const {
+    const int half = set % 2, groups = sets() / 2, chunk = lane % 4 + 4 * half, end = steps();
+    const int weight_at = first * 16 * kSwizzleLineBytes + swizzled_offset(line(), chunk);
+    const int token_at = weight_bytes + half * kTokenTiles * 2048;
+    const int scale_lane = weight_bytes + kTokenBytes + line() * 16 + Scales::place(chunk);
+    int scale_at[kMaxBlocks];  // of the rows of each block, the same for all lanes
+#pragma unroll
+    for (int i = 0; i < kMaxBlocks; ++i) {
+      const int at = row + (first + i) * 16;
+      scale_at[i] = uniform((at / 128 - row / 128) * Scales::kTiles * 512 + at % 32 * 16 + at % 128 / 32 * 4);
+    }
+    PipelineState at{set / 2, 0};
+    for (int i = set / 2; i < end; i += groups) {
+      int offset = at.stage * stage_bytes;
+      unsigned mask = Scales::mask((p.k - i * kStageK - chunk * 32) / Scales::kGroup);
+      // NOTE: values that the compiler does not know are not computed again for each block.
+      asm volatile("" : "+r"(offset), "+r"(mask));
+      const char* stage = stages + offset;
+      pipeline.wait(at);
+      uint4 x[4][kTokenTiles];
+#pragma unroll
+      for (int word = 0; word < 4; ++word)
+#pragma unroll
+        for (int t = 0; t < kTokenTiles; ++t)
+          x[word][t] =
+              *reinterpret_cast<const uint4*>(stage + token_at + (t * 4 + word) * 512 + (lane ^ (2 * word)) * 16);
+#pragma unroll
+      for (int block = 0; block < kMaxBlocks; ++block)
+        if (block < count)
+          multiply(sum[block], x, stage + weight_at + block * 16 * kSwizzleLineBytes,
+                   stage + scale_at[block] + scale_lane, mask);
+      __syncwarp();
+      if (lane == 0) pipeline.release(at.stage);
+      at.stage += groups;
+      if (at.stage >= p.stages) at.stage -= p.stages, at.phase ^= 1;
+    }
+  }
+
+  // Adds the product of 16 rows and 128 k.
+  FI_DEVICE static void multiply(float (&sum)[kTokenTiles][4], const uint4 (&x)[4][kTokenTiles], const char* weights,
+                                 const char* scales, unsigned mask) {
+    const uint4 low_words = *reinterpret_cast<const uint4*>(weights);
+    const uint4 high_words = *reinterpret_cast<const uint4*>(weights + 8 * kSwizzleLineBytes);
+    const Scales low_scale(reinterpret_cast<const uint8_t*>(scales), mask);
+    const Scales high_scale(reinterpret_cast<const uint8_t*>(scales) + 8 * 16, mask);
+    if (Scales::kGroup == 32 && __any_sync(0xffffffffu, low_scale.large() || high_scale.large()))
+      multiply<true>(sum, x, low_words, high_words, low_scale, high_scale);
+    else
+      multiply<false>(sum, x, low_words, high_words, low_scale, high_scale);
+  }
+  // kLarge: a scale takes a second factor.
+  template <bool kLarge>
+  FI_DEVICE static void multiply(float (&sum)[kTokenTiles][4], const uint4 (&x)[4][kTokenTiles], const uint4& low_words,
+                                 const uint4& high_words, const Scales& low_scale, const Scales& high_scale) {
+    const unsigned w[2][4] = {{low_words.x, low_words.y, low_words.z, low_words.w},
+                              {high_words.x, high_words.y, high_words.z, high_words.w}};
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      unsigned low[4], high[4];
+      widen_e2m1(low, w[0][word]);
+      widen_e2m1(high, w[1][word]);
+      low_scale.template multiply<kLarge>(low, word);
+      high_scale.template multiply<kLarge>(high, word);
+      const unsigned even[4] = {low[0], high[0], low[1], high[1]}, odd[4] = {low[2], high[2], low[3], high[3]};
+#pragma unroll
+      for (int t = 0; t < kTokenTiles; ++t) {
+        mma_m16n8k16(sum[t], even, x[word][t].x, x[word][t].y, __nv_bfloat16());
+        mma_m16n8k16(sum[t], odd, x[word][t].z, x[word][t].w, __nv_bfloat16());
+      }
+    }
+  }
+
+  // Sums meet in shared memory as [set][token][row].
+  FI_DEVICE int sums_stride() const { return p.blocks * 16 + 4; }
+  FI_DEVICE void leave_sums(const float (&sum)[kMaxBlocks][kTokenTiles][4], int set, int first, int count) const {
+    float* sums = reinterpret_cast<float*>(stages) + first * 16 + line();
+#pragma unroll
+    for (int i = 0; i < kMaxBlocks; ++i)
+      if (i < count)
+#pragma unroll
+        for (int t = 0; t < kTokenTiles; ++t)
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            sums[(set * kTokens + t * 8 + lane % 4 * 2 + e % 2) * sums_stride() + i * 16 + e / 2 * 8] = sum[i][t][e];
+  }
+  // Adds them in the order of sets and stores the results.
+  FI_DEVICE void add_sums() const {
+    const auto* sums = reinterpret_cast<const float*>(stages);
+    const int rows = p.blocks * 16, stride = sums_stride();
+    const float factor = Scales::kFactor * (p.alpha ? *p.alpha : 1.f);
+    const int pairs = min(kTokens, p.m - token) * (rows / 2);
+    for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
+      const int at = i / (rows / 2), pair = i % (rows / 2) * 2, column = row + pair;
+      if (column >= p.n) continue;
+      float2 x = {};
+      for (int s = 0; s < sets(); ++s) {
+        const float2 y = *reinterpret_cast<const float2*>(sums + (s * kTokens + at) * stride + pair);
+        x.x += y.x, x.y += y.y;
+      }
+      const bool both = column + 1 < p.n;
+      x.x *= factor, x.y *= factor;
+      Out* to = static_cast<Out*>(p.out) + (token + at) * p.out_row_stride + column;
+      if (p.pairs && both) {
+        if constexpr (sizeof(Out) == 2)
+          *reinterpret_cast<unsigned*>(to) = pack_pair(x.x, x.y, Out());
+        else
+          *reinterpret_cast<float2*>(to) = x;
+      } else {
+        to[0] = from_float<Out>(x.x);
+        if (both) to[1] = from_float<Out>(x.y);
+      }
+    }
+  }
+};
+
+template <class Out, class Scales, int kTokens>
+FI_DEVICE void gemm_fp4(const GemmFp4Params& p) {
+  using Kernel = GemmFp4<Out, Scales, kTokens>;
+  extern __shared__ uint4 memory[];
+  __shared__ Pipeline<Kernel::kMaxStages> pipeline;
+  Kernel(p, reinterpret_cast<char*>(memory) + shared_offset<1024>(memory), pipeline).run();
+}
+
+}  // namespace fi

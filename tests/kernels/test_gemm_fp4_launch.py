@@ -1,0 +1,84 @@
+"""The launcher of gemm_fp4 without a GPU: tiles, warps that split k, shared memory and refusals, by the mock driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernels.mock_driver import Call, Gpu, Tensor, build_driver, launches, parameters
+
+OUT, A, B, SB, ALPHA = ((1 << 40) + 0x1000000 * i for i in range(5))
+Gemm = Callable[..., list[Call]]
+
+
+@pytest.fixture(scope="module")
+def gemm(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Calls the op on bf16 [m, k] times fp4 [n, k], with what is changed; the driver calls."""
+    folder = tmp_path_factory.mktemp("gemm_fp4")
+    gpu = Gpu(build_driver(folder), Path(folder) / "log", 90)
+
+    def call(m: int, n: int, k: int, block: int = 16, tokens: int = 16, **change: Any) -> list[Call]:
+        scales = (-(-n // 128) * 128, -(-k // block // 4) * 4)
+        arguments: dict[str, Any] = {
+            "out": Tensor(OUT, (m, n), "bf16"), "a": Tensor(A, (m, k), "bf16"), "b": Tensor(B, (n, k // 2), "u8"),
+            "b_scale": Tensor(SB, scales, "u8"), "block_size": block,
+        }  # fmt: skip
+        axes = {"out": "bf16", "block": block, "tokens": tokens}
+        return gpu.call("gemm_fp4", axes, arguments | change, implementation="mma_sm90")
+
+    yield call
+    gpu.close()
+
+
+def one(calls: list[Call]) -> tuple[Call, dict[str, Any]]:
+    (launch,) = launches(calls)
+    return launch, parameters(launch, "GemmFp4Params")
+
+
+def test_rows_of_weights_fill_the_device(gemm: Gemm) -> None:
+    """28672 rows are 128 CTAs of 14 blocks of 16 rows, which four warps share."""
+    calls = gemm(16, 28672, 8192, alpha=Tensor(ALPHA, (), "f32"))
+    launch, p = one(calls)
+    assert launch["grid"] == [128, 1, 1]
+    assert launch["block"] == [640, 1, 1]
+    assert (p["blocks"], p["row_warps"], p["scale_blocks"], p["scale_tiles"]) == (14, 4, 3, 128)
+    assert (p["scales"], p["alpha"]) == (SB, ALPHA)
+    boxes = {c["address"]: c["dimensions"] for c in calls if c["call"] == "tensor_map"}
+    assert boxes[B] == [[4096, 1, 128], [28672, 4096, 224], [1, 128, 1]]
+
+
+@pytest.mark.parametrize("tokens", [8, 16])
+@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize(("n", "k"), [(4096, 14336), (8192, 28672), (6144, 4096), (72, 96), (1, 32), (128256, 8192)])
+def test_every_shape_has_a_launch(gemm: Gemm, n: int, k: int, block: int, tokens: int) -> None:
+    """CTAs cover the rows and the tokens; twice the stages fit that sets of warps read at a time, and all in turn."""
+    launch, p = one(gemm(2 * tokens + 1, n, k, block, tokens))
+    rows = 16 * p["blocks"]
+    assert launch["grid"][0] == 3 * -(-n // rows)
+    assert p["blocks"] <= 4 * p["row_warps"] <= 16
+    assert 16 // p["row_warps"] <= p["stages"] <= 16
+    assert p["stages"] % max(4, 8 // p["row_warps"]) == 0
+    assert launch["shared_bytes"] <= 226 * 1024
+    assert p["scale_blocks"] * 128 >= rows
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"b": Tensor(B, (512, 100), "u8")}, "b must have shape"),
+        ({"b_scale": Tensor(SB, (512, 8), "u8")}, "b_scale must have 8192 elements"),
+        ({"b_scale": Tensor(SB + 4, (512, 16), "u8")}, "b_scale must start at a multiple of 16 bytes"),
+        ({"alpha": Tensor(ALPHA, (2,), "f32")}, "alpha must have one element"),
+        ({"block_size": 8}, "block_size must be 16"),
+    ],
+)
+def test_refusals(gemm: Gemm, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        gemm(5, 512, 256, **change)
+
+
+def test_nothing_to_do(gemm: Gemm) -> None:
+    assert launches(gemm(0, 512, 256)) == []

@@ -287,8 +287,9 @@ def _fill(rng: Random, x: torch.Tensor, values: Sequence[Any]) -> None:
 
 def _floats(rng: Random, x: torch.Tensor) -> Change:
     value = rng.choice(FLOATS)
+    usual = abs(value) < 1e4 and abs(value) <= 2 * float(x.float().abs().max())  # as of a number
     _fill(rng, x, [value])
-    return Change(f"{value} inside", x, extreme=not abs(value) < 1e4)
+    return Change(f"{value} inside", x, extreme=not usual)
 
 
 def _integers(rng: Random, x: torch.Tensor) -> Change:

@@ -39,7 +39,7 @@ def mla(tmp_path_factory: pytest.TempPathFactory) -> Any:
             "batch_size": BATCH, "max_ranges": RANGES, "narrow_ranges": RANGES, "wide_ranges": RANGES // cluster,
             "cluster": cluster, "sm_scale": 0.1,
         }  # fmt: skip
-        axes = {"q": "bf16", "kv": "bf16"}
+        axes = {"q": "bf16", "kv": change["ckv_cache"].dtype if "ckv_cache" in change else "bf16"}
         return gpu.call("batch_mla", axes, arguments | change, implementation=implementation)
 
     yield call
@@ -55,7 +55,7 @@ def attention(calls: list[Call]) -> Call:
 
 def test_few_rows_run_one_cta_on_each_sm(mla: Mla) -> None:
     launch = attention(mla(16, 1, "mma_sm90"))
-    assert launch["name"] == "batch_mla_producer_64x5" and launch["grid"] == [RANGES, 1, 1]
+    assert launch["name"] == "batch_mla_teams" and launch["grid"] == [RANGES, 1, 1]
     p = parameters(launch, "BatchMlaParams")
     assert (p["tile_rows"], p["cluster"], p["schedule"]) == (16, 1, SCHEDULE)
 
@@ -75,6 +75,21 @@ def test_many_heads_run_in_pairs_of_ctas_with_the_second_schedule(mla: Mla) -> N
 @pytest.mark.parametrize("change", [{"page_size": 32}, {"page_size": 64, "pages": 0}])
 def test_tma_needs_whole_tiles_in_a_page(mla: Mla, change: dict[str, int]) -> None:
     assert attention(mla(64, implementation="wgmma_sm90", **change))["name"] == "batch_mla_wgmma_gather"
+
+
+def test_rows_of_656_bytes_have_a_rotary_part_of_their_own_type(mla: Mla) -> None:
+    caches = {
+        "ckv_cache": Tensor(CKV, (32, 64, 512), "e4m3", (656 * 64, 656, 1)),
+        "kpe_cache": Tensor(CKV + 528, (32, 64, 64), "bf16", (328 * 64, 328, 1)),
+        "ckv_scales": Tensor(CKV + 512, (32, 64, 4), "f32", (164 * 64, 164, 1)),
+    }
+    for heads, implementation, name in ((128, "wgmma_fp8_sm90", "wgmma_gather"), (16, "mma_sm90", "teams")):
+        launch = attention(mla(heads, 64, implementation, **caches))
+        assert launch["name"] == f"batch_mla_{name}"
+        p = parameters(launch, "BatchMlaParams")
+        assert (p["wide_rope"], p["ckv_token"], p["kpe_token"], p["scales_token"]) == (1, 656, 328, 164)
+    with pytest.raises(ValueError, match="kpe_scale must be ckv_scale, 1, with kpe_cache of q_nope's type; got 2"):
+        mla(16, 64, "mma_sm90", kpe_scale=2.0, **caches)
 
 
 def test_sparse_tables_are_gathered(mla: Mla) -> None:

@@ -23,8 +23,13 @@ def activation_of(
     """The activation with its constants; alpha, beta or limit turn Swiglu into SwigluBias.
 
     Raises:
-        ValueError: activation_type is no activation, or lacks its constant.
+        ValueError: activation_type is no activation, or lacks its constant; a constant is NaN.
     """
+    constants = {"clamped_relu2_limit": clamped_relu2_limit, "situ_beta": situ_beta,
+                 "situ_linear_beta": situ_linear_beta}  # fmt: skip
+    for name, value in constants.items():
+        if value is not None and value != value:
+            raise ValueError(f"{name} must be a number; got NaN")
     try:
         kind = ActivationType(activation_type)
     except ValueError:

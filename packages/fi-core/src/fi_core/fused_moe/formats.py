@@ -200,6 +200,9 @@ def layer_of(
     """
     import torch
 
+    for i, scale in enumerate(scales):
+        if not isinstance(scale, torch.Tensor):
+            raise TypeError(f"quant_scales[{i}] must be a torch.Tensor; got {type(scale).__name__}")
     if x.ndim != 2:
         raise ValueError(f"input must have shape [tokens, hidden]; got {list(x.shape)}")
     for name, weight in (("fc1_expert_weights", up), ("fc2_expert_weights", down)):
@@ -210,6 +213,9 @@ def layer_of(
     dtype = torch.float16 if out_dtype is torch.float16 else torch.bfloat16
     if fp8_block_scale:
         _scale_count(scales, 2, "use_deepseek_fp8_block_scale")
+        for name, weight in (("fc1_expert_weights", up), ("fc2_expert_weights", down)):
+            if weight.dtype is not torch.float8_e4m3fn:
+                raise TypeError(f"{name} must be float8_e4m3fn with use_deepseek_fp8_block_scale; got {weight.dtype}")
         return fp8_blocks(x, up, down, scales[0], scales[1], dtype)
     if up.dtype is torch.float8_e4m3fn and not mxfp8_activations:
         return _fp8_tensor(x, up, down, scales, dtype)

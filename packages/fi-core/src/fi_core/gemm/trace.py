@@ -28,7 +28,7 @@ def _bmm_fp8_reference(A, B, A_scale, B_scale):  # type: ignore[no-untyped-def]
 
 def _mm_fp8_reference(a, b, alpha=None, a_scale=None, b_scale=None):  # type: ignore[no-untyped-def]
     out = a.double() @ b.double().mT
-    for scale in (alpha, a_scale if a_scale is None else a_scale.unsqueeze(-1), b_scale):
+    for scale in (alpha, a_scale if a_scale is None else a_scale.reshape(-1, 1), b_scale):
         out = out if scale is None else out * scale.double()
     return out
 

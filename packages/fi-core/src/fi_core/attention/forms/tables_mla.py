@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fi_core.attention.contract import check_workspace, flat_tables, number, unsupported
+from fi_core.attention.contract import check_workspace, flat_tables, number
 from fi_core.attention.ops import mla as ops
 from fi_core.observe.log import fi_api
 from fi_core.utils import check_shape_dtype_device, round_up
@@ -12,7 +12,13 @@ from fi_core.utils import check_shape_dtype_device, round_up
 if TYPE_CHECKING:
     import torch
 
+    Scale = float | torch.Tensor
+
 _LSE_BASES = {None: False, "base2": False, "basee": True}
+_WIDTH = ops.LATENT + ops.ROPE
+# A row of DeepSeek V3.2's cache: 512 e4m3, a fp32 scale of each 128, 64 bf16 of the rotary part.
+_ROW_SCALES, _ROW_ROPE, _ROW_BYTES = ops.LATENT, ops.LATENT + 16, ops.LATENT + 16 + 2 * ops.ROPE
+_SCALE_FORMATS = ("auto", "arbitrary_fp32", "pow2_fp32", "ue8m0")
 
 
 def _check_widths(kv_lora_rank: int, qk_rope_head_dim: int) -> None:
@@ -24,23 +30,83 @@ def _check_widths(kv_lora_rank: int, qk_rope_head_dim: int) -> None:
             raise ValueError(f"{name}: {required} is required; got {value!r}")
 
 
-def _cache_of(kv_cache: torch.Tensor) -> torch.Tensor:
-    """The cache as `[num_pages, page_size, 576]`. Raises ValueError."""
+class _Cache(NamedTuple):
+    ckv: torch.Tensor
+    kpe: torch.Tensor
+    scales: torch.Tensor | None
+
+
+def _cache_of(kv_cache: torch.Tensor, sparse: bool, query: torch.Tensor) -> _Cache:
+    """The parts of a cache `[num_pages, page_size, width]`, of sparse attention as `[slots, 1, width]`.
+
+    Raises:
+        ValueError: kv_cache.
+    """
+    import torch
+
     cache = kv_cache.squeeze(1) if kv_cache.ndim == 4 and kv_cache.shape[1] == 1 else kv_cache
-    if cache.ndim != 3 or cache.shape[-1] != ops.LATENT + ops.ROPE:
+    mixed = cache.ndim == 3 and cache.shape[-1] == _ROW_BYTES and cache.element_size() == 1
+    if not mixed and (cache.ndim != 3 or cache.shape[-1] != _WIDTH):
         raise ValueError(
-            f"kv_cache: [num_pages, page_size, {ops.LATENT + ops.ROPE}], or with an axis of 1 behind num_pages, is "
-            f"required; got {tuple(kv_cache.shape)}"
+            f"kv_cache: [num_pages, page_size, {_WIDTH}], rows of {_ROW_BYTES} bytes, or either with an axis of 1 "
+            f"behind num_pages, is required; got {kv_cache.dtype}, shape {tuple(kv_cache.shape)}"
         )
-    return cache
-
-
-def _slots_of(cache: torch.Tensor) -> torch.Tensor:
-    """The cache as `[slots, 1, 576]`, which the indices of sparse attention name. Raises ValueError."""
     pages, page_size, width = cache.shape
-    if pages > 1 and cache.stride(0) != page_size * cache.stride(1):
-        raise ValueError(f"kv_cache: pages side by side are required for sparse indices; got strides {cache.stride()}")
-    return cache.as_strided((pages * page_size, 1, width), (cache.stride(1), cache.stride(1), 1))
+    if sparse:
+        if pages > 1 and cache.stride(0) != page_size * cache.stride(1):
+            raise ValueError(
+                f"kv_cache: pages side by side are required for sparse indices; got strides {cache.stride()}"
+            )
+        cache = cache.as_strided((pages * page_size, 1, width), (cache.stride(1), cache.stride(1), cache.stride(2)))
+    if not mixed:
+        return _Cache(cache[..., : ops.LATENT], cache[..., ops.LATENT :], None)
+    if query.dtype is not torch.bfloat16:
+        raise ValueError(f"query: torch.bfloat16 is required with rows of {_ROW_BYTES} bytes; got {query.dtype}")
+    if cache.stride(2) != 1 or any(x % 16 for x in (*cache.stride()[:2], cache.storage_offset())):
+        raise ValueError(
+            f"kv_cache: contiguous rows at multiples of 16 bytes are required; got strides {cache.stride()}, offset "
+            f"{cache.storage_offset()}"
+        )
+    return _Cache(
+        cache[..., : ops.LATENT].view(torch.float8_e4m3fn),
+        cache[..., _ROW_ROPE:].view(torch.bfloat16),
+        cache[..., _ROW_SCALES:_ROW_ROPE].view(torch.float32),
+    )
+
+
+def _scale(value: Scale, name: str) -> tuple[float, torch.Tensor | None]:
+    """(number, None) or (1, tensor `[1]`). Raises ValueError, TypeError."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return number(value, name), None
+    if value.numel() != 1 or value.dtype is not torch.float32:
+        raise ValueError(
+            f"{name}: a number or a fp32 tensor of one element is required; got {value.dtype}, shape "
+            f"{tuple(value.shape)}"
+        )
+    return 1.0, value.reshape(1)
+
+
+def _context(
+    enable_dcp: bool, world: int, rank: int, lens: torch.Tensor | None, sparse: bool, causal: bool
+) -> torch.Tensor | None:
+    """The lengths on all ranks of decode context parallelism; None without. Raises ValueError."""
+    if not enable_dcp:
+        for name, value, default in (("cp_world", world, 1), ("cp_rank", rank, 0)):
+            if value != default:
+                raise ValueError(f"{name}: {default} is required without enable_dcp; got {value!r}")
+        if lens is not None:
+            raise ValueError("causal_seqlens_kv_global: None is required without enable_dcp; got a tensor")
+        return None
+    if sparse:
+        raise ValueError("enable_dcp: False is required with sparse_mla_top_k; give each rank its own slots")
+    if causal and lens is None:
+        raise ValueError(
+            "causal_seqlens_kv_global: int32 [batch_size], tokens on all ranks, is required with enable_dcp and "
+            "several query tokens; got None"
+        )
+    return lens
 
 
 @fi_api
@@ -52,13 +118,13 @@ def trtllm_batch_decode_with_kv_cache_mla(
     kv_lora_rank: int,
     qk_rope_head_dim: int,
     block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
+    seq_lens: torch.Tensor | None,
     max_seq_len: int,
     sparse_mla_top_k: int = 0,
     out: torch.Tensor | None = None,
-    bmm1_scale: float = 1.0,
-    bmm2_scale: float = 1.0,
-    sinks: Any = None,
+    bmm1_scale: Scale = 1.0,
+    bmm2_scale: Scale = 1.0,
+    sinks: torch.Tensor | None = None,
     skip_softmax_threshold_scale_factor: float | None = None,
     enable_pdl: bool | None = None,
     backend: str = "auto",
@@ -86,22 +152,32 @@ def trtllm_batch_decode_with_kv_cache_mla(
     Args:
         query: `[batch_size, q_len, heads, 576]`, latent part first; with cum_seq_lens_q `[tokens, heads, 576]`. fp16 or
             bf16; bf16 with a float8_e4m3fn cache.
-        kv_cache: `[num_pages, page_size, 576]` or `[num_pages, 1, page_size, 576]`.
+        kv_cache: `[num_pages, page_size, 576]`, of query's dtype or float8_e4m3fn; or bytes (uint8 or float8_e4m3fn)
+            `[num_pages, page_size, 656]`: a row has 512 float8_e4m3fn, a fp32 scale of each 128 of them, and 64 bf16
+            of the rotary part (DeepSeek V3.2). Either may have an axis of 1 behind num_pages.
         workspace_buffer: schedules and partials; contiguous, aligned to 16 bytes, not shared by streams.
         kv_lora_rank: 512.
         qk_rope_head_dim: 64.
         block_tables: int32 `[batch_size, max_pages]`, page ids; sparse: int32 `[batch_size, q_len, top_k]`, slots
             of the cache (`page * page_size + offset`) that each query token attends to, -1 for none.
-        seq_lens: `[batch_size]`, tokens of each request, its query tokens included. Not read for sparse attention.
+        seq_lens: `[batch_size]`, tokens of each request, its query tokens included; with enable_dcp those of this rank.
+            Not read for sparse attention.
         sparse_mla_top_k: 0, or the width of block_tables for sparse attention.
         out: `[batch_size, q_len, heads, 512]`, of query's dtype; allocated if None.
-        bmm1_scale: factor of the scores, `sm_scale` and scales of query and cache included.
-        bmm2_scale: factor of the output.
+        bmm1_scale: factor of the scores, `sm_scale` and scales of query and cache included; a number or fp32 `[1]`.
+        bmm2_scale: factor of the output, likewise. A number is positive.
+        sinks: fp32 `[heads]`, a logit that joins the softmax and the lse of each head.
         backend: "auto"; "trtllm-gen", "xqa" and "cute-dsl" mean "auto"; "fa2" and "fa3" as in the MLA wrapper.
         lse: fp32 `[batch_size * q_len, heads]`, written if given.
         return_lse: also return lse.
+        kv_scale_format: "auto", "arbitrary_fp32", "pow2_fp32" or "ue8m0"; all fp32 scales are taken as they are.
         cum_seq_lens_q: int32 `[batch_size + 1]`, offsets of query tokens.
         sparse_mla_top_k_lens: int32 `[batch_size * q_len]`, entries of each row of block_tables; default: all.
+        enable_dcp: the tokens of a request are shared out to ranks: token j here is token `j * cp_world + cp_rank`.
+            Merge the states of the ranks by `merge_states`.
+        cp_world, cp_rank: ranks, and this one.
+        causal_seqlens_kv_global: int32 `[batch_size]`, tokens of each request on all ranks; required with enable_dcp
+            and several query tokens.
         return_lse_base: "base2" (the default) or "basee".
 
     Returns:
@@ -109,22 +185,15 @@ def trtllm_batch_decode_with_kv_cache_mla(
 
     Raises:
         ValueError: shape, dtype, device, stride or width.
-        NotImplementedError: sinks, decode context parallelism, scales on the device.
     """
-    for name, value in (("sinks", sinks), ("causal_seqlens_kv_global", causal_seqlens_kv_global)):
-        if value is not None:
-            raise unsupported(name, value, "pass None")
-    if enable_dcp:
-        raise unsupported("enable_dcp", enable_dcp, "merge the states of ranks with merge_states")
     if return_lse_base not in _LSE_BASES:
         raise ValueError(f"return_lse_base: base2 or basee is required; got {return_lse_base!r}")
-    for name, scale in (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)):
-        if hasattr(scale, "device"):
-            raise unsupported(name, scale, "pass a number")
+    if kv_scale_format not in _SCALE_FORMATS:
+        raise ValueError(f"kv_scale_format: one of {', '.join(_SCALE_FORMATS)} is required; got {kv_scale_format!r}")
     _check_widths(kv_lora_rank, qk_rope_head_dim)
-    cache = _cache_of(kv_cache)
+    sparse = sparse_mla_top_k > 0
     rank = 4 if cum_seq_lens_q is None else 3
-    if query.ndim != rank or query.shape[-1] != ops.LATENT + ops.ROPE or not query.shape[-2]:
+    if query.ndim != rank or query.shape[-1] != _WIDTH or not query.shape[-2]:
         required = "[batch_size, q_len, heads, 576]" if cum_seq_lens_q is None else "[tokens, heads, 576]"
         raise ValueError(f"query: {required} is required, of 1 head or more; got {tuple(query.shape)}")
     q_len = query.shape[1] if query.ndim == 4 else 0
@@ -138,30 +207,35 @@ def trtllm_batch_decode_with_kv_cache_mla(
         check_shape_dtype_device(lse, q.shape[:2], _float32(), query.device, "lse")
     elif return_lse:
         lse = query.new_empty(q.shape[:2], dtype=_float32())
-    sparse = sparse_mla_top_k > 0
+    causal = not sparse and q_len != 1
+    context = _context(enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, sparse, causal)
+    cache = _cache_of(kv_cache, sparse, query)
     if sparse:
         table, width, lengths, indptr, per_request = _sparse_tables(
             block_tables, sparse_mla_top_k, sparse_mla_top_k_lens, q.shape[0], query
         )
-        cache = _slots_of(cache)
+    elif seq_lens is None:
+        raise ValueError("seq_lens: [batch_size] is required without sparse_mla_top_k; got None")
     else:
         table, width = flat_tables(block_tables)
         lengths, indptr, per_request = seq_lens, cum_seq_lens_q, q_len
     size, schedule, partials = _carve(workspace_buffer, q.shape[1], lengths.numel())
     ops.mla_plan(
-        schedule, lengths, cache.shape[1], q.shape[1], size.max_ranges, size.narrow_ranges, size.wide_ranges,
+        schedule, lengths, cache.ckv.shape[1], q.shape[1], size.max_ranges, size.narrow_ranges, size.wide_ranges,
         ops.NARROW_ROWS, ops.WIDE_ROWS * size.cluster, indptr, pages_per_request=width, qo_len=per_request,
+        context_lens=context,
     )  # fmt: skip
-    scale, value_scale = number(bmm1_scale, "bmm1_scale"), number(bmm2_scale, "bmm2_scale")
+    scale, score_scale = _scale(bmm1_scale, "bmm1_scale")
+    value_scale, out_scale = _scale(bmm2_scale, "bmm2_scale")
     if not value_scale > 0:
         raise ValueError(f"bmm2_scale: a positive number is required; got {value_scale!r}")
     ops.batch_mla(
         out.flatten(0, 1) if out.ndim == 4 else out, lse, partials, schedule, q[..., : ops.LATENT],
-        q[..., ops.LATENT :], cache[..., : ops.LATENT], cache[..., ops.LATENT :], table, lengths.numel(),
-        size.max_ranges, size.narrow_ranges, size.wide_ranges, size.cluster, scale / value_scale,
-        causal=not sparse and q_len != 1, ckv_scale=value_scale, kpe_scale=value_scale,
-        lse_base_e=_LSE_BASES[return_lse_base], sparse=sparse, enable_pdl=enable_pdl,
-        backend=backend if backend in ("fa2", "fa3") else "auto",
+        q[..., ops.LATENT :], cache.ckv, cache.kpe, table, lengths.numel(), size.max_ranges, size.narrow_ranges,
+        size.wide_ranges, size.cluster, scale / value_scale, causal=causal, ckv_scale=value_scale,
+        kpe_scale=value_scale, ckv_scales=cache.scales, lse_base_e=_LSE_BASES[return_lse_base], sparse=sparse,
+        sinks=sinks, score_scale=score_scale, out_scale=out_scale, cp_world=cp_world, cp_rank=cp_rank,
+        enable_pdl=enable_pdl, backend=backend if backend in ("fa2", "fa3") else "auto",
     )  # fmt: skip
     return (out, lse) if return_lse and lse is not None else out
 
@@ -177,9 +251,9 @@ def xqa_batch_decode_with_kv_cache_mla(
     seq_lens: torch.Tensor,
     max_seq_len: int,
     out: torch.Tensor | None = None,
-    bmm1_scale: float = 1.0,
-    bmm2_scale: float = 1.0,
-    sinks: Any = None,
+    bmm1_scale: Scale = 1.0,
+    bmm2_scale: Scale = 1.0,
+    sinks: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
 ) -> Any:
     """`trtllm_batch_decode_with_kv_cache_mla` for dense attention, under XQA's name."""

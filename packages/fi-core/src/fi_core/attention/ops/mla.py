@@ -26,13 +26,14 @@ _WIDTH = LATENT + ROPE
 # schedule: int32 `[2, words]`, of which `words` gives the size. kv_len: int32 or int64 `[batch_size]`, tokens in the
 # cache. qo_indptr: int32 `[batch_size + 1]`; without it each request has qo_len query tokens. kv_indptr: int32
 # `[batch_size + 1]`, offsets in the page table; without it request b has pages_per_request entries from
-# b * pages_per_request on.
+# b * pages_per_request on. context_lens: int32 `[batch_size]`, tokens of each request on all ranks, of which kv_len are
+# here. Without split_kv no request is split: its result does not depend on the batch.
 MLA_PLAN = Op(
     name="mla_plan",
     family="attention",
     arguments="Tensor(a!) schedule, Tensor kv_len, int page_size, int heads, int max_ranges, int narrow_ranges, "
     "int wide_ranges, int narrow_rows, int wide_rows, Tensor? qo_indptr=None, Tensor? kv_indptr=None, "
-    "int pages_per_request=0, int qo_len=1",
+    "int pages_per_request=0, int qo_len=1, Tensor? context_lens=None, bool split_kv=True",
     implementations=(
         Implementation("cpu", ON_CPU),
         Implementation(
@@ -52,8 +53,8 @@ class MlaKind(IntEnum):
 
     MERGE = 0
     MMA = 1  # mma.sync, keys by cp.async
-    PRODUCER = 2  # mma.sync, keys by cp.async of a producer warpgroup
-    GATHER = 3  # wgmma, keys by cp.async
+    TEAMS = 2  # mma.sync by two teams of warps, keys by cp.async of a producer warpgroup
+    GATHER = 3  # wgmma, keys by cp.async, or from e4m3 by way of registers
     TMA = 4  # wgmma, keys by TMA
 
 
@@ -66,47 +67,48 @@ def _merge_entry(axes: Values) -> Entry:
     return Entry("batch_mla_merge", f"batch_mla_merge<{DTYPES[axes['q']].device}>", 128, MlaConfig(MlaKind.MERGE))
 
 
-def _mma_entry(axes: Values, tile: int, stages: int, producer: bool) -> Entry:
+_STAGE_KEYS = 32
+
+
+def _mma_entry(axes: Values, stages: int) -> Entry:
     q, kv = DTYPES[axes["q"]], DTYPES[axes["kv"]]
-    pitch, groups = 2 * _WIDTH + 16, 4 if kv.bytes == 1 else 1
-    raw = _WIDTH + 16 if kv.bytes == 1 else pitch
-    fp8 = kv.bytes == 1
-    shared = stages * (32 * raw + 32 + 16) + NARROW_ROWS * pitch + groups * NARROW_ROWS * (tile + 8) * 2
-    shared += 512 * (stages if fp8 else 1) + tile * NARROW_ROWS + 128 + 64
-    kind = MlaKind.PRODUCER if producer else MlaKind.MMA
-    body = f"batch_mla_mma<{q.device}, {kv.device}, {tile}, {stages}, {str(producer).lower()}, {shared}>"
-    name = f"batch_mla_{'producer' if producer else 'mma'}_{tile}x{stages}"
-    return Entry(name, body, 384 if producer else 256, MlaConfig(kind, NARROW_ROWS), shared, 1)
+    pitch, fp8 = 2 * _WIDTH + 16, kv.bytes == 1
+    raw = LATENT + 2 * ROPE + 16 if fp8 else pitch
+    shared = stages * _STAGE_KEYS * (raw + 1) + NARROW_ROWS * pitch + 512 * (stages if fp8 else 1)
+    shared += (4 if fp8 else 1) * NARROW_ROWS * (_STAGE_KEYS + 8) * 2 + 512 + 256
+    body = f"batch_mla_mma<{q.device}, {kv.device}, {stages}, {shared}>"
+    return Entry(f"batch_mla_mma_{stages}", body, 256, MlaConfig(MlaKind.MMA, NARROW_ROWS), shared, 1)
 
 
 def _mma_unit(axes: Values) -> Unit:
     """mma.sync for any device: 163 KB of shared memory (sm_80), else 99 KB (sm_86, sm_89, sm_120)."""
-    if axes["kv"] == "e4m3":
-        entries = [_mma_entry(axes, 32, 4, False), _mma_entry(axes, 32, 3, False)]
-    else:
-        entries = [_mma_entry(axes, 32, 3, False), _mma_entry(axes, 32, 2, False)]
+    entries = [_mma_entry(axes, stages) for stages in ((4, 3) if axes["kv"] == "e4m3" else (3, 2))]
     return Unit("fi/attention/mla/batch_mla.cuh", "BatchMlaParams", (*entries, _merge_entry(axes)))
 
 
-def _producer_unit(axes: Values) -> Unit:
+def _teams_unit(axes: Values) -> Unit:
     """mma.sync with a producer warpgroup: every page size is as fast."""
-    entry = _mma_entry(axes, 64, 8 if axes["kv"] == "e4m3" else 5, True)
-    return Unit("fi/attention/mla/batch_mla.cuh", "BatchMlaParams", (entry, _merge_entry(axes)))
+    q, kv = DTYPES[axes["q"]].device, DTYPES[axes["kv"]]
+    stages, shared = 4 if kv.bytes == 1 else 5, 227 * 1024  # of 64 and of 32 keys; all of it
+    body = f"batch_mla_teams<{q}, {kv.device}, {stages}, {shared}>"
+    entry = Entry("batch_mla_teams", body, 640, MlaConfig(MlaKind.TEAMS, NARROW_ROWS), shared, 1)
+    return Unit("fi/attention/mla/batch_mla_teams_sm90.cuh", "BatchMlaParams", (entry, _merge_entry(axes)))
 
 
 def _wgmma_unit(axes: Values) -> Unit:
-    q = DTYPES[axes["q"]].device
+    q, kv = DTYPES[axes["q"]].device, DTYPES[axes["kv"]]
+    kinds = (("gather", MlaKind.GATHER),) if kv.bytes == 1 else (("tma", MlaKind.TMA), ("gather", MlaKind.GATHER))
     shared = 227 * 1024  # all of it
     entries = tuple(
         Entry(
             f"batch_mla_wgmma_{name}",
-            f"batch_mla_wgmma<{q}, {str(kind is MlaKind.TMA).lower()}, {shared}>",
+            f"batch_mla_wgmma<{q}, {kv.device}, {str(kind is MlaKind.TMA).lower()}, {shared}>",
             384,
             MlaConfig(kind, WIDE_ROWS),
             shared,
             1,
         )
-        for name, kind in (("tma", MlaKind.TMA), ("gather", MlaKind.GATHER))
+        for name, kind in kinds
     )
     return Unit("fi/attention/mla/batch_mla_sm90.cuh", "BatchMlaParams", (*entries, _merge_entry(axes)))
 
@@ -130,10 +132,13 @@ def _types(values: Values) -> Values:
 
 
 # out, q_nope: `[tokens, heads, 512]`, fp16 or bf16. lse: fp32 `[tokens, heads]` contiguous, or None. q_pe: `[tokens,
-# heads, 64]`. ckv_cache: `[num_pages, page_size, 512]`, kpe_cache: `[num_pages, page_size, 64]`, of q's dtype or e4m3.
+# heads, 64]`. ckv_cache: `[num_pages, page_size, 512]`, kpe_cache: `[num_pages, page_size, 64]`, of q's dtype or e4m3;
+# with e4m3 ckv_cache kpe_cache may be of q's dtype, with kpe_scale = ckv_scale.
 # Any strides with a contiguous last dimension, rows aligned to 16 bytes. q_pe and kpe_cache have width 0 without rope.
 # ckv_scales: fp32 `[num_pages, page_size, 4]` with e4m3, scales of 128 columns each. page_indices: int32, contiguous;
 # sparse: slots of the cache (page_size 1), -1 is no token.
+# sinks: fp32 `[heads]`, a logit that joins the softmax of each head. score_scale, out_scale: fp32 `[1]`, factors of
+# scores and output. cp_world, cp_rank: token j of a request here is token j * cp_world + cp_rank of its context.
 # workspace, schedule, max_ranges, narrow_ranges, wide_ranges, cluster, batch_size: of the plan.
 BATCH_MLA = Op(
     name="batch_mla",
@@ -141,7 +146,8 @@ BATCH_MLA = Op(
     arguments="Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) workspace, Tensor schedule, Tensor q_nope, Tensor q_pe, "
     "Tensor ckv_cache, Tensor kpe_cache, Tensor page_indices, int batch_size, int max_ranges, int narrow_ranges, "
     "int wide_ranges, int cluster, float sm_scale, bool causal=False, float ckv_scale=1.0, float kpe_scale=1.0, "
-    'Tensor? ckv_scales=None, bool lse_base_e=False, bool sparse=False, bool? enable_pdl=None, str backend="auto"',
+    "Tensor? ckv_scales=None, bool lse_base_e=False, bool sparse=False, Tensor? sinks=None, Tensor? score_scale=None, "
+    'Tensor? out_scale=None, int cp_world=1, int cp_rank=0, bool? enable_pdl=None, str backend="auto"',
     read="q_nope.dtype, ckv_cache.dtype, q_nope.shape[0] * q_nope.shape[1], batch_size, q_pe.shape[-1], sparse",
     request=_request,
     fields=FIELDS,
@@ -161,13 +167,27 @@ BATCH_MLA = Op(
             _types,
             ("fa3",),
         ),
-        Implementation("mma_sm90", exactly(90), _producer_unit, _types, ("fa3",)),
+        Implementation(
+            "wgmma_fp8_sm90",
+            (
+                *exactly(90),
+                Constraint("q", "==", "bf16"),
+                Constraint("kv", "==", "e4m3"),
+                Constraint("has_rope", "==", True),
+                Constraint("rows", "==", "wide"),
+            ),
+            _wgmma_unit,
+            _types,
+            ("fa3",),
+        ),
+        Implementation("mma_sm90", exactly(90), _teams_unit, _types, ("fa3",)),
         Implementation("mma_sm80", at_least(80), _mma_unit, _types, ("fa2",)),
     ),
     prebuilt=(  # the models are bf16
         {"q": "bf16", "kv": "bf16", "rows": "narrow"},
         {"q": "bf16", "kv": "bf16", "rows": "wide"},
         {"q": "bf16", "kv": "e4m3", "rows": "narrow"},
+        {"q": "bf16", "kv": "e4m3", "rows": "wide"},
     ),
 )
 batch_mla = operator(BATCH_MLA)

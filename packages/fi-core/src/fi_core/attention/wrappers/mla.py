@@ -130,6 +130,8 @@ class BatchMLAPagedAttentionWrapper(PlanState):
         q_data_type: torch.dtype | str,
         kv_data_type: torch.dtype | str,
         use_profiler: bool = False,
+        *,
+        disable_split_kv: bool = False,
     ) -> None:
         """Plans the next `run` calls: splits the KV of each request into work tiles. It does not synchronise.
 
@@ -147,6 +149,8 @@ class BatchMLAPagedAttentionWrapper(PlanState):
             q_data_type: fp16 or bf16.
             kv_data_type: that of q, or float8_e4m3fn with bf16 queries.
             use_profiler: must be False.
+            disable_split_kv: requests are not split. The result of a request then has the same bits alone and in any
+                batch of as many query tokens each; few requests leave SMs idle.
 
             The tables are int32 tensors on the host or on the device (int64 ones are copied). On the host they are
             copied to the device.
@@ -186,6 +190,7 @@ class BatchMLAPagedAttentionWrapper(PlanState):
         self._set_tables(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
         self._q_data_type, self._kv_data_type = q_type, kv_type
         self._causal, self._sm_scale, self._page_size = bool(causal), scale, page_size
+        self._split_kv = not flag("disable_split_kv", disable_split_kv)
         self._head_dim_ckv, self._head_dim_kpe = head_dim_ckv, head_dim_kpe
         self._cached_module = PLANNER
         self._replan(num_heads)
@@ -235,6 +240,7 @@ class BatchMLAPagedAttentionWrapper(PlanState):
         ops.mla_plan(
             self._schedule, self._kv_len_arr_buf, self._page_size, num_heads, size.max_ranges, size.narrow_ranges,
             size.wide_ranges, ops.NARROW_ROWS, ops.WIDE_ROWS * size.cluster, self._qo_indptr_buf, self._kv_indptr_buf,
+            split_kv=self._split_kv,
         )  # fmt: skip
         return self._end_plan([self._batch_size, num_heads, *size])
 
@@ -266,6 +272,7 @@ class BatchMLAPagedAttentionWrapper(PlanState):
         ckv_scale: float | None = None,
         ckv_scale_arr: torch.Tensor | None = None,
         kpe_scale: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of the planned batch: `softmax((q_nope ckv^T + q_pe kpe^T) * sm_scale) ckv` for each head.
 
@@ -282,6 +289,7 @@ class BatchMLAPagedAttentionWrapper(PlanState):
             ckv_scale: with a float8_e4m3fn cache the value of an element is `ckv * ckv_scale`.
             ckv_scale_arr: instead of ckv_scale, fp32 `[num_pages, page_size, 4]`, a scale of each 128 columns.
             kpe_scale: with a float8_e4m3fn cache and a rotary part, likewise.
+            sinks: fp32 `[num_heads]`, a logit that joins the softmax and the lse of each head.
 
             Queries and caches may have any strides with a contiguous last dimension and rows at multiples of 16 bytes:
             ckv_cache and kpe_cache may be slices of one `[num_pages, page_size, 576]` tensor.
@@ -332,7 +340,8 @@ class BatchMLAPagedAttentionWrapper(PlanState):
         ran = ops.batch_mla(
             out, lse, self._partials, self._schedule, q_nope, q_pe, ckv_cache, kpe_cache, self._kv_indices_buf,
             self._batch_size, size.max_ranges, size.narrow_ranges, size.wide_ranges, size.cluster, self._sm_scale,
-            self._causal, ckv, kpe, ckv_scale_arr, return_lse_base_on_e, backend=self._backend,
+            self._causal, ckv, kpe, ckv_scale_arr, return_lse_base_on_e, sinks=sinks,
+            backend=self._backend,
         )  # fmt: skip
         self.last_choice = ran or self.last_choice
         return (out, lse) if return_lse and lse is not None else out

@@ -142,7 +142,7 @@ TEMPLATE = TraceTemplate(
 
 def select(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
     """The template of a call; None for options that the reference does not cover."""
-    if arguments.get("return_lse") or arguments.get("ckv_scale_arr") is not None:
+    if arguments.get("return_lse") or any(arguments.get(name) is not None for name in ("ckv_scale_arr", "sinks")):
         return None
     return TEMPLATE
 

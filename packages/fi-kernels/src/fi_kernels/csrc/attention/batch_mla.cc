@@ -52,8 +52,10 @@ void batch_mla(const Kernel& kernel, const BatchMlaArgs& a) {
   const bool has_rope = a.q_pe.size(-1) > 0 || a.kpe_cache.size(-1) > 0;
   if (has_rope) a.q_pe.like(a.q_nope).inner_contiguous().shape(tokens, heads, rope);
   a.ckv_cache.is({kF16, kBF16, kE4M3}).on(a.q_nope).inner_contiguous().shape(pages, page_size, latent);
-  if (has_rope) a.kpe_cache.like(a.ckv_cache).inner_contiguous().shape(pages, page_size, rope);
-  const bool fp8 = a.ckv_cache.dtype() == kE4M3;
+  const bool fp8 = a.ckv_cache.dtype() == kE4M3, wide_rope = fp8 && has_rope && a.kpe_cache.dtype() == a.q_nope.dtype();
+  if (has_rope) a.kpe_cache.like(wide_rope ? a.q_nope : a.ckv_cache).inner_contiguous().shape(pages, page_size, rope);
+  FI_CHECK(!wide_rope || a.kpe_scale == a.ckv_scale, ValueError,
+           "kpe_scale must be ckv_scale, %g, with kpe_cache of q_nope's type; got %g", a.ckv_scale, a.kpe_scale);
   if (!fp8) a.ckv_cache.like(a.q_nope);
   a.out.like(a.q_nope).inner_contiguous().shape(tokens, heads, latent);
   if (a.lse) a.lse.is({kF32}).on(a.q_nope).contiguous().shape(tokens, heads);
@@ -66,6 +68,13 @@ void batch_mla(const Kernel& kernel, const BatchMlaArgs& a) {
     FI_CHECK(fp8, ValueError, "ckv_scales must come with a float8_e4m3fn cache; got %s",
              a.ckv_cache.dtype().str().c_str());
   }
+  Dim one{"1", 1};
+  if (a.sinks) a.sinks.is({kF32}).on(a.q_nope).contiguous().shape(heads);
+  if (a.score_scale) a.score_scale.is({kF32}).on(a.q_nope).contiguous().shape(one);
+  if (a.out_scale) a.out_scale.is({kF32}).on(a.q_nope).contiguous().shape(one);
+  FI_CHECK(a.cp_world > 0 && a.cp_world <= 65536 && a.cp_rank >= 0 && a.cp_rank < a.cp_world, ValueError,
+           "cp_rank must be in 0..cp_world - 1; got %lld of %lld", static_cast<long long>(a.cp_rank),
+           static_cast<long long>(a.cp_world));
   FI_CHECK(page_size > 0 && page_size <= 0x7fffffff, ValueError, "ckv_cache must have page_size > 0; got %s",
            a.ckv_cache.shape_str().c_str());
   FI_CHECK(!a.sparse || page_size == 1, ValueError, "ckv_cache must have page_size 1 for sparse indices; got %lld",
@@ -100,6 +109,9 @@ void batch_mla(const Kernel& kernel, const BatchMlaArgs& a) {
     p.ckv_scales = a.ckv_scales.data<const float>();
     p.scales_page = a.ckv_scales.stride(0), p.scales_token = a.ckv_scales.stride(1);
   }
+  p.sinks = a.sinks ? a.sinks.data<const float>() : nullptr;
+  p.score_scales = a.score_scale ? a.score_scale.data<const float>() : nullptr;
+  p.out_scales = a.out_scale ? a.out_scale.data<const float>() : nullptr;
   p.page_indices = a.page_indices.data<const int32_t>();
   p.last_page = last_page(a.ckv_cache);
   p.schedule = a.schedule.data<int32_t>();
@@ -110,11 +122,14 @@ void batch_mla(const Kernel& kernel, const BatchMlaArgs& a) {
   p.lse_factor = a.lse_base_e ? 1.f / kLog2e : 1.f;
   p.page_size = divisor(static_cast<uint32_t>(page_size));
   p.heads = divisor(static_cast<uint32_t>(heads));
+  p.ranks = divisor(static_cast<uint32_t>(a.cp_world));
+  p.rank = static_cast<int32_t>(a.cp_rank);
   p.batch = static_cast<int32_t>(a.batch_size);
   p.max_ranges = static_cast<int32_t>(a.max_ranges);
   p.tokens = static_cast<int32_t>(tokens);
   p.cluster = 1;
   p.causal = a.causal, p.has_rope = has_rope, p.sparse = a.sparse;
+  p.wide_rope = wide_rope;
   if (kernel.checks_contents(a.q_nope.device())) check_tables(kernel, a, p);
 
   // 3 launch

@@ -20,7 +20,8 @@ void run_cpu(const MlaPlanParams& p, int32_t kind) {
     requests[b] = mla_request(p, b, p.tile_rows[kind]);
     requests[b].cost = cost;
     cost += mla_cost(requests[b]);
-    uniform = uniform && requests[b].q_tiles == requests[0].q_tiles && requests[b].item_cost == requests[0].item_cost;
+    uniform =
+        uniform && requests[b].q_tiles == requests[0].q_tiles && requests[b].item_cost() == requests[0].item_cost();
   }
   const MlaPartition partition = mla_partition(p, p.ranges[kind], cost, p.batch ? requests[0] : MlaRequest{}, uniform);
   MlaRangeStart* starts = schedule.starts();
@@ -51,6 +52,7 @@ void mla_plan(const Kernel& kernel, const MlaPlanArgs& a) {
   a.kv_len.is({kI32, kI64}).on(a.schedule).contiguous().shape(batch);
   Dim bounds{"batch_size + 1", batch + 1};
   if (a.kv_indptr) a.kv_indptr.is({kI32}).on(a.schedule).contiguous().shape(bounds);
+  if (a.context_lens) a.context_lens.is({kI32}).on(a.schedule).contiguous().shape(batch);
   if (a.qo_indptr) a.qo_indptr.is({kI32}).on(a.schedule).contiguous().shape(bounds);
   FI_CHECK(a.page_size > 0 && a.page_size <= largest, ValueError, "page_size must be positive; got %lld",
            static_cast<long long>(a.page_size));
@@ -80,6 +82,8 @@ void mla_plan(const Kernel& kernel, const MlaPlanArgs& a) {
   p.qo_indptr = a.qo_indptr ? a.qo_indptr.data<const int32_t>() : nullptr;
   p.kv_indptr = a.kv_indptr ? a.kv_indptr.data<const int32_t>() : nullptr;
   p.kv_len = a.kv_len.data();
+  p.context = a.context_lens ? a.context_lens.data<const int32_t>() : nullptr;
+  p.whole = !a.split_kv;
   p.kv_len_is_wide = a.kv_len.dtype() == kI64;
   p.schedule_words = words;
   p.pages_per_request = a.pages_per_request;

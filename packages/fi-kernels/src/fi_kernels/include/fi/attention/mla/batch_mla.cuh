@@ -1,8 +1,10 @@
-// Batch MLA on sm_80 and later for narrow q tiles: 16 packed query rows in registers, mma.sync. Eight warps share a KV
-// tile: each computes the scores of eight keys, then multiplies all probabilities with 64 of the 512 columns.
+// Batch MLA on sm_80 and later: q tiles of 16 packed query rows in registers, mma.sync. Eight warps share a KV tile:
+// each of the first ones computes the scores of eight keys, then each multiplies all probabilities with 64 of the 512
+// columns.
 #pragma once
 #include "fi/attention/mla/batch_mla.h"
 #include "fi/attention/mla/mla_merge.cuh"
+#include "fi/attention/mla/mla_widen.cuh"
 #include "fi/cuda/convert.cuh"
 #include "fi/cuda/math.cuh"
 #include "fi/cuda/pack.cuh"
@@ -12,54 +14,29 @@
 #include "fi/cuda/ptx/ldmatrix.cuh"
 #include "fi/cuda/ptx/mma_sm80.cuh"
 #include "fi/cuda/shared_memory.cuh"
-#if __CUDA_ARCH__ >= 900
-#include "fi/cuda/pipeline_sm90.cuh"
-#include "fi/cuda/warp_roles_sm90.cuh"
-#endif
 
 namespace fi {
 
-// A pair of e4m3, each the upper byte of a half, to bf16 or half, exactly: exponent and mantissa move into place and a
-// multiplication corrects the bias. NaN becomes 480 times the sign.
-FI_DEVICE unsigned mla_widen(unsigned spread, __nv_bfloat16) {
-  const unsigned bits = (spread & 0x80008000u) | ((spread & 0x7f007f00u) >> 4);
-  unsigned y;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(bits), "r"(0x7b807b80u), "r"(0x80008000u));  // 2^120
-  return y;
-}
-FI_DEVICE unsigned mla_widen(unsigned spread, __half) {
-  const unsigned bits = (spread & 0x80008000u) | ((spread & 0x7f007f00u) >> 1);
-  unsigned y;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(bits), "r"(0x5c005c00u));  // 2^8
-  return y;
-}
-
-// A KV tile has kTile keys in stages of kStageKeys. Rows are loaded by cp.async, so pages may have any size: by a
-// producer warpgroup if kProducer (Hopper), otherwise by the consumers. NOTE: a bulk copy for each row takes no
-// registers or addresses, but an SM begins one in 65 cycles: H200, b64 kv8k h16 304 us, by cp.async 171.
-template <class T, class KV, int kTile, int kStages, bool kProducer>
+// A KV tile is one stage. Rows are loaded by cp.async, so pages may have any size.
+template <class T, class KV, int kStages>
 struct MlaMmaKernel {
-  static constexpr int kRows = 16, kWarps = 8, kThreads = kWarps * 32, kStageKeys = 32, kParts = kTile / kStageKeys;
+  static constexpr int kRows = 16, kWarps = 8, kThreads = kWarps * 32, kTile = 32;
   static constexpr bool kFp8 = sizeof(KV) == 1;
   static constexpr int kScoreWarps = kTile / 8;
   static constexpr int kPitch = kMlaWidth * 2 + 16;  // bytes of a row in 16 bits; an odd number of 16-byte chunks
-  static constexpr int kRawPitch = kFp8 ? kMlaWidth + 16 : kPitch;
+  static constexpr int kRawPitch = kFp8 ? kMlaLatent + kMlaRope * 2 + 16 : kPitch;
   static constexpr int kGroups = kFp8 ? 4 : 1;  // probabilities: times the scale of each 128 columns
   static constexpr int kProbPitch = kTile + 8;
-  static constexpr int kLatentBytes = kMlaLatent * sizeof(KV), kRopeBytes = kMlaRope * sizeof(KV);
+  static constexpr int kLatentBytes = kMlaLatent * sizeof(KV);
   static constexpr int kSteps = kMlaWidth / 16;
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of three warpgroups
 
   struct Shared {
-    alignas(16) char raw[kStages][kStageKeys * kRawPitch];
+    alignas(16) char raw[kStages][kTile * kRawPitch];
     alignas(16) char q[kRows * kPitch];
     alignas(16) T prob[kGroups][kRows][kProbPitch];
-    alignas(16) float scales[kFp8 ? kStages : 1][kStageKeys][4];
+    alignas(16) float scales[kFp8 ? kStages : 1][kTile][4];
     float warp_max[kScoreWarps][kRows], warp_sum[kScoreWarps][kRows];
-    unsigned char exists[kStages][kStageKeys];
-#if __CUDA_ARCH__ >= 900
-    Pipeline<kStages> pipeline;
-#endif
+    unsigned char exists[kStages][kTile];
   };
 
   const BatchMlaParams& params;
@@ -70,40 +47,22 @@ struct MlaMmaKernel {
       : params(p), shared(s), warp(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0)), lane(threadIdx.x % 32) {}
 
   FI_DEVICE void run() const {
-#if __CUDA_ARCH__ >= 900
-    if (kProducer) {
-      if (threadIdx.x == 0) {
-        shared.pipeline.init(128 + 4, kWarps);
-        fence_barrier_init();
-      }
-      __syncthreads();
-    }
-#endif
     pdl_wait();
     if (static_cast<int>(blockIdx.x) >= params.view().header().ranges) return;
     MlaTileScheduler scheduler;
     scheduler.enter(params.view(), blockIdx.x);
-    if (kProducer && warp >= kWarps) {
-#if __CUDA_ARCH__ >= 900
-      give_registers<kProducerRegisters>();
-      produce(scheduler);
-    } else if (kProducer) {
-      take_registers<kConsumerRegisters>();
-      consume(scheduler);
-#endif
-    } else {
-      consume(scheduler);
-    }
+    consume(scheduler);
   }
 
  private:
   FI_DEVICE void meet() const { barrier_sync(1, kThreads); }
 
+  FI_DEVICE int rope_bytes() const { return kMlaRope * (params.wide_rope ? 2 : static_cast<int>(sizeof(KV))); }
   FI_DEVICE const char* ckv_row(int page, int slot) const {
     return static_cast<const char*>(params.ckv) + params.ckv_offset(page, slot) * sizeof(KV);
   }
   FI_DEVICE const char* kpe_row(int page, int slot) const {
-    return static_cast<const char*>(params.kpe) + params.kpe_offset(page, slot) * sizeof(KV);
+    return static_cast<const char*>(params.kpe) + params.kpe_offset(page, slot) * (rope_bytes() / kMlaRope);
   }
   FI_DEVICE const float* scales_row(int page, int slot) const {
     return params.ckv_scales + page * params.scales_page + slot * params.scales_token;
@@ -117,41 +76,6 @@ struct MlaMmaKernel {
     return {params.page(s.request.first_page + index), key - index * static_cast<int>(params.page_size.value)};
   }
 
-#if __CUDA_ARCH__ >= 900
-  // By the producer warpgroup.
-  FI_DEVICE void produce(MlaTileScheduler& scheduler) const {
-    MlaWorkTile s;
-    auto at = PipelineState::producer();
-    const int thread = threadIdx.x - kThreads, key = thread / 8;
-    while (scheduler.next(s)) {
-      const int high = params.high(s, s.q_tile * kRows, kRows);
-      Place now[2], next[2];
-      const auto look_up = [&](int first, Place(&places)[2]) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) places[i] = place(s, first + key + 16 * i, high);
-      };
-      look_up(s.begin * kMlaKvTile, now);
-      for (int tile = s.begin * kMlaKvTile; tile < high; tile += kTile) {
-#pragma unroll 1
-        for (int part = 0; part < kParts; ++part) {
-          look_up(tile + (part + 1) * kStageKeys, next);
-          shared.pipeline.acquire(at);
-#pragma unroll
-          for (int i = 0; i < 2; ++i) load_row(now[i], at.stage, key + 16 * i, thread % 8);
-          shared.pipeline.commit_copies(at.stage);
-          __syncwarp();
-          if (lane == 0) shared.pipeline.commit(at.stage);  // of `exists`
-          now[0] = next[0], now[1] = next[1];
-          at.advance(kStages);
-        }
-      }
-    }
-    pdl_launch_dependents();
-  }
-#else
-  FI_DEVICE void produce(MlaTileScheduler&) const {}
-#endif
-
   // By eight lanes: loads a row of a stage by cp.async. A key that does not exist becomes zeros.
   FI_DEVICE void load_row(const Place& at, int stage, int key, int chunk) const {
     const bool exists = at.page >= 0;
@@ -160,12 +84,11 @@ struct MlaMmaKernel {
     const char* kpe = kpe_row(exists ? at.page : 0, at.slot) + chunk * 16;
 #pragma unroll
     for (int i = 0; i < kLatentBytes; i += 128) cp_async_16(row + chunk * 16 + i, ckv + i, exists);
-    if (chunk * 16 < kRopeBytes) cp_async_16(row + kLatentBytes + chunk * 16, kpe, exists && params.has_rope);
+    if (chunk * 16 < rope_bytes()) cp_async_16(row + kLatentBytes + chunk * 16, kpe, exists && params.has_rope);
     if (kFp8 && params.ckv_scales && chunk == 0)
       cp_async_16(shared.scales[stage][key], scales_row(exists ? at.page : 0, at.slot), exists);
     if (chunk == 0) shared.exists[stage][key] = exists;
   }
-  // By the consumers, where they load.
   FI_DEVICE void load_stage(const MlaWorkTile& s, int stage, int first, int high) const {
     const int key = threadIdx.x / 8;
     load_row(place(s, first + key, high), stage, key, threadIdx.x % 8);
@@ -198,6 +121,11 @@ struct MlaMmaKernel {
         const uint2 y = *reinterpret_cast<const uint2*>(from + step / 4 * 128 + step % 4 * 8 + 8 * kPitch);
         q[step][0] = x.x, q[step][1] = y.x, q[step][2] = x.y, q[step][3] = y.y;
       }
+      if (params.wide_rope) {
+        from = shared.q + lane % 16 * kPitch + lane / 16 * 16;
+#pragma unroll
+        for (int step = kMlaLatent / 16; step < kSteps; ++step) ldmatrix_x4(q[step], from + step * 32);
+      }
     } else {
       const char* from = shared.q + lane % 16 * kPitch + lane / 16 * 16;
 #pragma unroll
@@ -217,17 +145,15 @@ struct MlaMmaKernel {
     unsigned used = 0;  // stages
     while (scheduler.next(s)) {
       const int row0 = s.q_tile * kRows, high = params.high(s, row0, kRows), begin = s.begin * kMlaKvTile;
-      int loaded = begin;  // cp.async: the next key to load
+      int loaded = begin;  // the next key to load
       const auto load_next = [&](unsigned stage) {
         if (loaded < high) load_stage(s, stage % kStages, loaded, high);
-        loaded += kStageKeys;
+        loaded += kTile;
         cp_async_commit();
       };
       load_queries(s, q);  // all threads are done with the stages of the work tile before
-      if (!kProducer) {
 #pragma unroll 1
-        for (int i = 0; i < kStages - kParts; ++i) load_next(used + i);
-      }
+      for (int i = 0; i < kStages - 1; ++i) load_next(used + i);
       State state;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -239,51 +165,29 @@ struct MlaMmaKernel {
 #pragma unroll
         for (int i = 0; i < 4; ++i) state.o[n][i] = 0.f;
 #pragma unroll 1
-      for (int key = begin; key < high; key += kTile) {
-        const char* rows[kParts];
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          const unsigned stage = (used + part) % kStages;
-          rows[part] = shared.raw[stage];
-#if __CUDA_ARCH__ >= 900
-          if (kProducer) shared.pipeline.wait(PipelineState::consumer_at<kStages>(used + part));
-#endif
-        }
-        if (!kProducer) {
-          meet();  // all threads are done with the stages that are filled next
-#pragma unroll
-          for (int part = 0; part < kParts; ++part) load_next(used + kStages - kParts + part);
-          cp_async_wait<kStages - kParts>();
-          meet();
-        }
-        attend(state, q, rows, key, used);
-#if __CUDA_ARCH__ >= 900
-        if (kProducer) {
-          __syncwarp();
-          if (lane == 0)
-            for (int part = 0; part < kParts; ++part) shared.pipeline.release((used + part) % kStages);
-        }
-#endif
-        used += kParts;
+      for (int key = begin; key < high; key += kTile, ++used) {
+        meet();  // all threads are done with the stage that is filled next
+        load_next(used + kStages - 1);
+        cp_async_wait<kStages - 1>();
+        meet();
+        attend(state, q, key, used % kStages);
       }
-      if (!kProducer) cp_async_wait<0>();
+      cp_async_wait<0>();
       store(s, state, row0);
     }
-    if (!kProducer) pdl_launch_dependents();
+    pdl_launch_dependents();
   }
 
   // One KV tile: scores of eight keys by each score warp, softmax over all warps, then 64 columns of the output.
-  FI_DEVICE void attend(State& state, const unsigned (&q)[kSteps][4], const char* const (&rows)[kParts], int tile,
-                        unsigned used) const {
+  FI_DEVICE void attend(State& state, const unsigned (&q)[kSteps][4], int tile, unsigned stage) const {
+    const char* rows = shared.raw[stage];
     float score[4];
     const int mine = warp * 8 + lane % 4 * 2;  // this thread's two keys of the tile
     if (warp < kScoreWarps) {
-      const unsigned stage = (used + warp / 4) % kStages;
-      compute_scores(score, q, rows[kParts > 1 ? warp / 4 : 0] + warp % 4 * 8 * kRawPitch, stage, mine % kStageKeys);
+      compute_scores(score, q, rows + warp * 8 * kRawPitch, stage, mine);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        if (tile + mine + i % 2 >= state.end[i / 2] || !shared.exists[stage][mine % kStageKeys + i % 2])
-          score[i] = kMinusInf;
+        if (tile + mine + i % 2 >= state.end[i / 2] || !shared.exists[stage][mine + i % 2]) score[i] = kMinusInf;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float top = fmaxf(score[2 * h], score[2 * h + 1]);
@@ -312,10 +216,7 @@ struct MlaMmaKernel {
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
           float fx = x, fy = y;
-          if (kFp8 && params.ckv_scales) {
-            const unsigned stage = (used + warp / 4) % kStages;
-            fx *= shared.scales[stage][mine % kStageKeys][g], fy *= shared.scales[stage][mine % kStageKeys + 1][g];
-          }
+          if (kFp8 && params.ckv_scales) fx *= shared.scales[stage][mine][g], fy *= shared.scales[stage][mine + 1][g];
           *reinterpret_cast<unsigned*>(&shared.prob[g][lane / 4 + 8 * h][mine]) = pack_pair(fx, fy, T());
         }
       }
@@ -333,7 +234,7 @@ struct MlaMmaKernel {
     for (int step = 0; step < kTile / 16; ++step) {
       unsigned a[4], b[4];
       ldmatrix_x4(a, prob + step * 16);
-      const char* from = rows[step / 2] + (step % 2 * 16 + lane % 16) * kRawPitch + column;
+      const char* from = rows + (step * 16 + lane % 16) * kRawPitch + column;
       if constexpr (kFp8) {
         // A word has two columns of two keys: products of the even columns of 16, and of the odd ones.
 #pragma unroll
@@ -341,8 +242,8 @@ struct MlaMmaKernel {
           ldmatrix_x4_trans(b, from + n * 16);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            mma_m16n8k16(state.o[2 * (n + i)], a, even(b[2 * i]), even(b[2 * i + 1]), T());
-            mma_m16n8k16(state.o[2 * (n + i) + 1], a, odd(b[2 * i]), odd(b[2 * i + 1]), T());
+            mma_m16n8k16(state.o[2 * (n + i)], a, widen(b[2 * i], kMlaEven), widen(b[2 * i + 1], kMlaEven), T());
+            mma_m16n8k16(state.o[2 * (n + i) + 1], a, widen(b[2 * i], kMlaOdd), widen(b[2 * i + 1], kMlaOdd), T());
           }
         }
       } else {
@@ -355,8 +256,7 @@ struct MlaMmaKernel {
       }
     }
   }
-  FI_DEVICE static unsigned even(unsigned quad) { return mla_widen(__byte_perm(quad, 0, 0x2404), T()); }
-  FI_DEVICE static unsigned odd(unsigned quad) { return mla_widen(__byte_perm(quad, 0, 0x3414), T()); }
+  FI_DEVICE static unsigned widen(unsigned word, unsigned selector) { return mla_widen(word, selector, T()); }
 
   // Scores of 16 rows with the eight keys from `keys` on; each 128 columns have a scale of their own.
   FI_DEVICE void compute_scores(float (&score)[4], const unsigned (&q)[kSteps][4], const char* keys, unsigned stage,
@@ -372,12 +272,23 @@ struct MlaMmaKernel {
 #pragma unroll
       for (int block = 0; block < 9; ++block) {
         const int at = block < 8 ? block % 4 * 2 + block / 4 : 8;  // independent chains side by side
+        if (block == 8 && params.wide_rope) break;
         const uint4 x = *reinterpret_cast<const uint4*>(from + at * 64);
         const unsigned words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
         for (int step = 0; step < 4; ++step)
-          mma_m16n8k16(sums[at / 2], q[at * 4 + step], mla_widen(__byte_perm(words[step], 0, 0x1404), T()),
-                       mla_widen(__byte_perm(words[step], 0, 0x3424), T()), T());
+          mma_m16n8k16(sums[at / 2], q[at * 4 + step], widen(words[step], kMlaLower), widen(words[step], kMlaUpper),
+                       T());
+      }
+      if (params.wide_rope) {
+        const char* rope = keys + lane % 8 * kRawPitch + kLatentBytes + lane / 8 * 16;
+#pragma unroll
+        for (int step = kMlaLatent / 16; step < kSteps; step += 2) {
+          unsigned b[4];
+          ldmatrix_x4(b, rope + (step * 32 - kMlaLatent * 2));
+          mma_m16n8k16(sums[4], q[step], b[0], b[1], T());
+          mma_m16n8k16(sums[4], q[step + 1], b[2], b[3], T());
+        }
       }
     } else {
       const char* from = keys + lane % 8 * kPitch + lane / 8 * 16;
@@ -403,12 +314,12 @@ struct MlaMmaKernel {
         sum += factor * sums[g][i];
       }
       sum += kFp8 ? params.rope_factor * sums[4][i] : sums[4][i];
-      score[i] = sum * params.score_scale;
+      score[i] = sum * params.score_factor();
     }
   }
 
   // The epilogue: the output, or the partial of a split.
-  FI_DEVICE void store(const MlaWorkTile& s, const State& state, int row0) const {
+  FI_DEVICE void store(const MlaWorkTile& s, State& state, int row0) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float sum = state.row_sum[h];
@@ -430,7 +341,7 @@ struct MlaMmaKernel {
         const auto at = params.row(row0 + place);
         const int64_t token = s.request.qo_begin + at.token;
         T* out = static_cast<T*>(params.out) + token * params.out_token + at.head * params.out_head + column;
-        const float factor = inverse_row_sum(total) * params.out_scale;
+        const float factor = params.finish<CudaMath>(at.head, state.row_max[h], total);
         each_pair(state, h, [&](int x, float low, float high) {
           *reinterpret_cast<unsigned*>(out + x) = pack_pair(low * factor, high * factor, T());
         });
@@ -462,9 +373,9 @@ struct MlaMmaKernel {
   }
 };
 
-template <class T, class KV, int kTile, int kStages, bool kProducer, int kSharedBytes>
+template <class T, class KV, int kStages, int kSharedBytes>
 FI_DEVICE void batch_mla_mma(const BatchMlaParams& params) {
-  run_in_shared<MlaMmaKernel<T, KV, kTile, kStages, kProducer>, 128, kSharedBytes>(params);
+  run_in_shared<MlaMmaKernel<T, KV, kStages>, 128, kSharedBytes>(params);
 }
 
 }  // namespace fi

@@ -17,23 +17,28 @@ struct BatchMlaParams {
   const void* q_nope;          // [tokens, heads, 512]
   const void* q_pe;            // [tokens, heads, 64]; not read without has_rope
   const void* ckv;             // [num_pages, page_size, 512]
-  const void* kpe;             // [num_pages, page_size, 64]
+  const void* kpe;             // [num_pages, page_size, 64], of ckv's type or of q's (wide_rope)
   const float* ckv_scales;     // [num_pages * page_size, 4], of 128 columns each; null: none
   void* out;                   // [tokens, heads, 512]
   float* lse;                  // [tokens, heads]; null: none
   int64_t q_nope_token, q_nope_head, q_pe_token, q_pe_head;
   int64_t ckv_page, ckv_token, kpe_page, kpe_token, scales_page, scales_token, out_token, out_head;
   const int32_t* page_indices;
-  int32_t* schedule;  // the one of this kernel's q tiles
-  float* workspace;   // partials of tile_rows * (512 + 2) floats
-  float score_scale;  // sm_scale * log2(e) * the scale of ckv
-  float rope_factor;  // scale of kpe / scale of ckv
-  float out_scale;    // the scale of ckv
-  float lse_factor;   // 1, or ln(2) for natural logarithms
-  Divisor page_size, heads;
+  int32_t* schedule;          // the one of this kernel's q tiles
+  float* workspace;           // partials of tile_rows * (512 + 2) floats
+  float score_scale;          // sm_scale * log2(e) * the scale of ckv
+  float rope_factor;          // scale of kpe / scale of ckv
+  float out_scale;            // the scale of ckv
+  float lse_factor;           // 1, or ln(2) for natural logarithms
+  const float* sinks;         // [heads], logits that join each softmax; null: none
+  const float* score_scales;  // [1], a further factor of the scores on the device; null: none
+  const float* out_scales;    // [1], of the output
+  Divisor page_size, heads, ranks;
   uint32_t last_page;  // num_pages - 1
   int32_t batch, max_ranges, tokens, tile_rows, cluster;
   int32_t causal, has_rope, sparse;
+  int32_t rank;       // token j of a request here is token j ranks + rank of its context
+  int32_t wide_rope;  // e4m3 ckv with a kpe of q's type; rope_factor is 1
 
   FI_HOST_DEVICE MlaSchedule view() const { return {schedule, max_ranges, batch}; }
 
@@ -61,8 +66,10 @@ struct BatchMlaParams {
   // The keys that query token i of a request attends to: [0, end).
   FI_HOST_DEVICE int32_t end_key(const MlaRequest& request, int32_t token) const {
     if (!causal) return request.kv_len;
-    const int32_t end = request.kv_len - request.qo_len + token + 1;
-    return end > 0 ? end : 0;
+    int32_t end = request.context - request.qo_len + token + static_cast<int32_t>(ranks.value) - rank;
+    if (end <= 0) return 0;
+    end = static_cast<int32_t>(divide(static_cast<uint32_t>(end), ranks));
+    return end < request.kv_len ? end : request.kv_len;
   }
   // The keys that a work tile of rows [first, first + count) of a request reads end here.
   FI_HOST_DEVICE int32_t high(const MlaWorkTile& s, int32_t first, int32_t count) const {
@@ -72,6 +79,14 @@ struct BatchMlaParams {
     const int32_t end = end_key(s.request, row(last - 1).token);
     const int64_t stop = static_cast<int64_t>(s.end) * kMlaKvTile;
     return stop < end ? static_cast<int32_t>(stop) : end;
+  }
+  // What turns products of queries and keys into scores in base 2.
+  FI_HOST_DEVICE float score_factor() const { return score_scales ? score_scale * *score_scales : score_scale; }
+  // Adds the sink of a head to the state of a row; returns the factor of its output.
+  template <class Math>
+  FI_HOST_DEVICE float finish(int32_t head, float& row_max, float& row_sum) const {
+    const float rescale = sinks ? add_sink<Math>(sinks[head], row_max, row_sum) : 1.f;
+    return rescale * inverse_row_sum(row_sum) * (out_scales ? out_scale * *out_scales : out_scale);
   }
   FI_HOST_DEVICE int64_t ckv_offset(int32_t page, int32_t slot) const { return page * ckv_page + slot * ckv_token; }
   FI_HOST_DEVICE int64_t kpe_offset(int32_t page, int32_t slot) const { return page * kpe_page + slot * kpe_token; }

@@ -12,14 +12,15 @@
 
 namespace fi {
 
-template <class T, bool kTma>
+template <class T, class KV, bool kTma>
 struct MlaWgmmaKernel {
-  using Producer = MlaProducer<T, kTma>;
+  using Producer = MlaProducer<T, KV, kTma>;
   using Shared = typename Producer::Shared;
   static constexpr int kRows = Producer::kRows, kKeys = Producer::kKeys, kStages = Producer::kStages;
   static constexpr int kBlocks = Producer::kBlocks, kLatentBlocks = Producer::kLatentBlocks;
   static constexpr int kParts = Producer::kParts, kPartBlocks = Producer::kPartBlocks, kBlock = Producer::kBlock;
-  static constexpr int kProducerRegisters = kTma ? 56 : 72, kConsumerRegisters = kTma ? 224 : 216;
+  static constexpr int kProducerRegisters = Producer::kFp8 ? 88 : kTma ? 56 : 72;
+  static constexpr int kConsumerRegisters = Producer::kFp8 ? 208 : kTma ? 224 : 216;
   static_assert(registers_fit(kProducerRegisters + 2 * kConsumerRegisters, 3), "registers");
   // row_max rises only where a score exceeds it by more than this, in powers of 2: the output is then rescaled in the
   // first tiles of a row only. Probabilities up to 2^8 are as exact as those up to 1.
@@ -217,7 +218,7 @@ struct MlaWgmmaKernel {
   // Scores of KV tile j of the work tile become probabilities relative to row_max. alpha rescales what came before.
   FI_DEVICE void softmax(float (&x)[32], Rows& rows, float (&alpha)[2], int j, int lane) const {
     const int column = j * kKeys + lane % 4 * 2;
-    const float scale = params.score_scale;
+    const float scale = params.score_factor();
     if (min(rows.end[0], rows.end[1]) < (j + 1) * kKeys) {
 #pragma unroll
       for (int i = 0; i < 32; ++i)
@@ -308,7 +309,7 @@ struct MlaWgmmaKernel {
         const int64_t token = s.request.qo_begin + at.token;
         T* out = static_cast<T*>(params.out) + token * params.out_token + at.head * params.out_head + group * 256 +
                  lane % 4 * 8;
-        const float factor = inverse_row_sum(total[h]) * params.out_scale;
+        const float factor = params.finish<CudaMath>(at.head, rows.row_max[h], total[h]);
 #pragma unroll
         for (int block = 0; block < 32; block += 4) {
           unsigned words[4];
@@ -338,9 +339,9 @@ struct MlaWgmmaKernel {
   }
 };
 
-template <class T, bool kTma, int kSharedBytes>
+template <class T, class KV, bool kTma, int kSharedBytes>
 FI_DEVICE void batch_mla_wgmma(const BatchMlaParams& params) {
-  run_in_shared<MlaWgmmaKernel<T, kTma>, kSwizzlePeriod, kSharedBytes>(params);
+  run_in_shared<MlaWgmmaKernel<T, KV, kTma>, kSwizzlePeriod, kSharedBytes>(params);
 }
 
 }  // namespace fi

@@ -32,9 +32,11 @@ class CpuBatchMla {
       : p_(p),
         load_q_(cpu::row_loader(q)),
         load_kv_(cpu::row_loader(kv)),
+        load_rope_(cpu::row_loader(p.wide_rope ? q : kv)),
         store_(cpu::row_storer(q)),
         q_bytes_(q.bytes()),
-        kv_bytes_(kv.bytes()) {}
+        kv_bytes_(kv.bytes()),
+        rope_bytes_(p.wide_rope ? q.bytes() : kv.bytes()) {}
 
   void run() const {
     const int32_t heads = static_cast<int32_t>(p_.heads.value), groups = (heads + kHeads - 1) / kHeads;
@@ -80,7 +82,7 @@ class CpuBatchMla {
     }
     for (int32_t h = 0; h < heads; ++h) {
       float* o = out + h * kMlaLatent;
-      mla_scale(o, inverse_row_sum(row_sum[h]) * p_.out_scale, kMlaLatent);
+      mla_scale(o, p_.finish<CpuMath>(task.head + h, row_max[h], row_sum[h]), kMlaLatent);
       store_(o, static_cast<char*>(p_.out) + (row * p_.out_token + (task.head + h) * p_.out_head) * q_bytes_,
              kMlaLatent);
       if (p_.lse) {
@@ -106,7 +108,7 @@ class CpuBatchMla {
           mla_scale(to + g * kMlaScaleGroup, scales[g], kMlaScaleGroup);
       }
       std::fill_n(to + kMlaLatent, kMlaRope, 0.f);
-      if (p_.has_rope) load_kv_(at(p_.kpe, p_.kpe_offset(page, slot), kv_bytes_), to + kMlaLatent, kMlaRope);
+      if (p_.has_rope) load_rope_(at(p_.kpe, p_.kpe_offset(page, slot), rope_bytes_), to + kMlaLatent, kMlaRope);
     }
     return found;
   }
@@ -114,7 +116,7 @@ class CpuBatchMla {
   void add_tile(const float* q, const float* keys, int32_t count, float* out, float& row_max, float& row_sum) const {
     float scores[kMlaKvTile], top = row_max;
     for (int32_t i = 0; i < count; ++i) {
-      scores[i] = mla_dot(q, keys + i * kMlaWidth, kMlaWidth) * p_.score_scale;
+      scores[i] = mla_dot(q, keys + i * kMlaWidth, kMlaWidth) * p_.score_factor();
       top = std::max(top, scores[i]);
     }
     const float base = softmax_reference(top);
@@ -133,9 +135,9 @@ class CpuBatchMla {
   }
 
   const BatchMlaParams& p_;
-  cpu::LoadRow load_q_, load_kv_;
+  cpu::LoadRow load_q_, load_kv_, load_rope_;
   cpu::StoreRow store_;
-  int64_t q_bytes_, kv_bytes_;
+  int64_t q_bytes_, kv_bytes_, rope_bytes_;
 };
 
 }  // namespace fi

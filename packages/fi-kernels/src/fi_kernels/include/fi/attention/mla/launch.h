@@ -30,6 +30,9 @@ inline void launch_batch_mla(const Kernel& kernel, BatchMlaParams& p, const Batc
   FI_CHECK(misaligned == 0, ValueError,
            "q_nope, q_pe, ckv_cache, kpe_cache and out must have rows at multiples of 16 bytes; got %lld",
            static_cast<long long>(misaligned));
+  FI_CHECK(!a.ckv_scales || misalignment({a.ckv_scales}) == 0, ValueError,
+           "ckv_scales must have rows at multiples of 16 bytes; got %lld",
+           static_cast<long long>(misalignment({a.ckv_scales})));
   const auto page_size = static_cast<int64_t>(p.page_size.value);
   const int64_t limit = kernel.shared_limit(a.q_nope.device());
   const Entry& entry = kernel.first_entry([&](const Entry& e) {

@@ -66,8 +66,8 @@ struct MlaMergeRow {
   // Writes four columns; those from column 0 on also the LSE.
   template <class T>
   FI_DEVICE void write(int column, float4 sum, float row_max, float row_sum) const {
-    const float factor = inverse_row_sum(row_sum) * params.out_scale;
     const auto at = params.row(packed);
+    const float factor = params.finish<CudaMath>(at.head, row_max, row_sum);
     const int64_t token = request.qo_begin + at.token;
     T* out = static_cast<T*>(params.out) + token * params.out_token + at.head * params.out_head + column;
     store_global(out, make_uint2(pack_pair(sum.x * factor, sum.y * factor, T()),

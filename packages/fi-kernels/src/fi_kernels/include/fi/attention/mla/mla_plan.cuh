@@ -46,7 +46,7 @@ FI_DEVICE void mla_plan(const MlaPlanParams& p) {
   for (int b = first; b < end; ++b) {
     const MlaRequest r = mla_request(p, b, tile_rows);
     cost += mla_cost(r);
-    uniform = uniform && r.q_tiles == one.q_tiles && r.item_cost == one.item_cost;
+    uniform = uniform && r.q_tiles == one.q_tiles && r.item_cost() == one.item_cost();
   }
   cost = mla_sum_before(cost, warps, total);
 #pragma unroll 1

@@ -9,7 +9,9 @@ struct MlaPlanParams {
   const int32_t* qo_indptr;  // [batch + 1]; null: qo_len tokens each
   const int32_t* kv_indptr;  // [batch + 1], of page_indices; null: pages_per_request for each
   const void* kv_len;        // [batch], int32 or int64
+  const int32_t* context;    // [batch], tokens of each request on all ranks; null: kv_len
   int64_t schedule_words, pages_per_request;
+  int32_t whole;  // no item is split: results do not depend on the batch
   int32_t kv_len_is_wide, batch, page_size, heads, qo_len, max_ranges;
   int32_t tile_rows[kMlaSchedules], ranges[kMlaSchedules];  // ranges: CTAs or clusters of the kernel
 
@@ -34,9 +36,9 @@ FI_HOST_DEVICE MlaRequest mla_request(const MlaPlanParams& p, int32_t b, int32_t
           tokens > 0 ? tokens : 0,
           0,
           static_cast<int32_t>((rows + tile_rows - 1) / tile_rows),
-          static_cast<int32_t>((length + kMlaKvTile - 1) / kMlaKvTile) + kMlaWorkTileCost};
+          p.context ? p.context[b] : static_cast<int32_t>(length)};
 }
-FI_HOST_DEVICE int64_t mla_cost(const MlaRequest& r) { return static_cast<int64_t>(r.q_tiles) * r.item_cost; }
+FI_HOST_DEVICE int64_t mla_cost(const MlaRequest& r) { return static_cast<int64_t>(r.q_tiles) * r.item_cost(); }
 
 // The work ranges of a schedule: equal cost, or num_splits equal ranges for each item.
 struct MlaPartition {
@@ -51,10 +53,11 @@ FI_HOST_DEVICE MlaPartition mla_partition(const MlaPlanParams& p, int32_t max_ra
   MlaPartition d{cost, 1, 0, 1, first.q_tiles};
   if (cost == 0) return d;
   const int64_t items = static_cast<int64_t>(p.batch) * first.q_tiles;
-  const int32_t idle = max_ranges / 16, tiles = first.item_cost - kMlaWorkTileCost;
+  const int32_t idle = max_ranges / 16, tiles = first.item_cost() - kMlaWorkTileCost;
   if (uniform && items <= max_ranges) {
-    const int32_t each = static_cast<int32_t>(max_ranges / items), most = tiles / kMinRangeTiles;
-    if (each * items >= max_ranges - idle || each > most) {
+    const int32_t each = p.whole ? 1 : static_cast<int32_t>(max_ranges / items),
+                  most = p.whole ? 1 : tiles / kMinRangeTiles;
+    if (p.whole || each * items >= max_ranges - idle || each > most) {
       d.num_splits = each < most ? each : most > 1 ? most : 1;
       d.ranges = static_cast<int32_t>(d.num_splits * items);
       return d;
@@ -68,7 +71,7 @@ FI_HOST_DEVICE MlaPartition mla_partition(const MlaPlanParams& p, int32_t max_ra
       break;
     }
   const int64_t snap = cost / d.ranges / kSnapDivisor;
-  d.snap = static_cast<int32_t>(snap > 1 ? snap : 1);
+  d.snap = p.whole ? 0x7fffffff : static_cast<int32_t>(snap > 1 ? snap : 1);
   return d;
 }
 
@@ -101,24 +104,24 @@ FI_HOST_DEVICE MlaRangeStart mla_start(const MlaPlanParams& p, const MlaPartitio
     const int32_t item = g / d.num_splits;
     start.request = item / d.q_tiles, start.q_tile = item % d.q_tiles;
     r = requests[start.request];
-    done =
-        static_cast<int32_t>(static_cast<int64_t>(r.item_cost - kMlaWorkTileCost) * (g % d.num_splits) / d.num_splits);
+    done = static_cast<int32_t>(static_cast<int64_t>(r.item_cost() - kMlaWorkTileCost) * (g % d.num_splits) /
+                                d.num_splits);
   } else {
     const int64_t at = d.cost / d.ranges * g + d.cost % d.ranges * g / d.ranges;
     start.request = mla_last_not_above(p.batch, at, [&](int32_t b) { return requests[b].cost; });
     r = requests[start.request];
     const int64_t offset = at - r.cost;
-    start.q_tile = static_cast<int32_t>(offset / r.item_cost);
-    done = static_cast<int32_t>(offset - static_cast<int64_t>(start.q_tile) * r.item_cost) - kMlaWorkTileCost;
+    start.q_tile = static_cast<int32_t>(offset / r.item_cost());
+    done = static_cast<int32_t>(offset - static_cast<int64_t>(start.q_tile) * r.item_cost()) - kMlaWorkTileCost;
     if (done < 0) done = 0;
-    const int32_t rest = r.item_cost - kMlaWorkTileCost - done;
+    const int32_t rest = r.item_cost() - kMlaWorkTileCost - done;
     if (done <= rest && done < d.snap)
       done = 0;
     else if (rest < d.snap)
       done += rest;
   }
   start.kv_tile = done;
-  if (done > 0 && done >= r.item_cost - kMlaWorkTileCost) {  // the next item
+  if (done > 0 && done >= r.item_cost() - kMlaWorkTileCost) {  // the next item
     start.kv_tile = 0;
     if (++start.q_tile >= r.q_tiles) {
       start.q_tile = 0;
@@ -126,7 +129,7 @@ FI_HOST_DEVICE MlaRangeStart mla_start(const MlaPlanParams& p, const MlaPartitio
       r = requests[start.request];
     }
   }
-  start.q_tiles = r.q_tiles, start.item_cost = r.item_cost;
+  start.q_tiles = r.q_tiles, start.item_cost = r.item_cost(), start.context = r.context;
   start.kv_len = r.kv_len, start.first_page = r.first_page, start.qo_begin = r.qo_begin, start.qo_len = r.qo_len;
   return start;
 }

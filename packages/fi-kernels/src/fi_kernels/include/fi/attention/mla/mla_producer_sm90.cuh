@@ -1,19 +1,24 @@
 // The producer warpgroup of wide q tiles on Hopper: loads queries and KV tiles, and publishes work tiles.
 #pragma once
 #include "fi/attention/mla/batch_mla.h"
+#include "fi/attention/mla/mla_widen.cuh"
 #include "fi/cuda/pipeline_sm90.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
+#include "fi/cuda/ptx/global.cuh"
 #include "fi/cuda/ptx/tma_sm90.cuh"
 #include "fi/cuda/swizzle.cuh"
 #include "fi/cuda/warp_roles_sm90.cuh"
 
 namespace fi {
 
-// kTma: KV tiles lie in whole pages and are loaded by TMA; otherwise by cp.async, from pages of any size.
-// NOTE: the two CTAs of a cluster need the same tiles. Each loading half of a tile for both by multicast is slower:
-// H200, b128 kv4k h128 317 us, without 256; b16 kv8k h128 99 us, 82. A stage is then free when both CTAs have read it.
-template <class T, bool kTma>
+// kTma: KV tiles lie in whole pages and are loaded by TMA; otherwise by cp.async, from pages of any size. An e4m3 cache
+// is loaded to registers and stored as 16-bit values times their scales. NOTE: the two CTAs of a cluster need the same
+// tiles. Each loading half of a tile for both by multicast is slower: H200, b128 kv4k h128 317 us, without 256; b16
+// kv8k h128 99 us, 82. A stage is then free when both CTAs have read it.
+template <class T, class KV, bool kTma>
 struct MlaProducer {
+  static constexpr bool kFp8 = sizeof(KV) == 1;
+  static_assert(!(kFp8 && kTma));
   static constexpr int kRows = 64, kKeys = kMlaKvTile, kStages = 2;
   static constexpr int kBlocks = kMlaWidth / 64, kLatentBlocks = kMlaLatent / 64;  // of 64 columns
   // A stage is filled and freed in parts: the half of the latent columns that consumer warpgroup 0 multiplies with,
@@ -29,9 +34,10 @@ struct MlaProducer {
     alignas(1024) T p[kBlock];  // probabilities of one KV tile: who reads one writes the next
     float row_max[kRows], alpha[kRows], row_sum[2][kRows];
     MlaWorkTile work[2];                           // index -1: no more
-    alignas(8) unsigned short exists[kStages][4];  // bit r: key 16 w + r of the stage exists; by cp.async only
+    alignas(8) unsigned short exists[kStages][4];  // bit r: key 16 w + r of the stage exists; not by TMA
     Barrier full[kStages][kParts], empty[kStages][kParts], q_full, q_empty, p_full;
     Pipeline<2> work_pipeline;
+    MlaTileScheduler scheduler;  // of an e4m3 cache, where registers are few
   };
 
   const BatchMlaParams& params;
@@ -47,7 +53,7 @@ struct MlaProducer {
     shared.q_full.init(kTma ? 96 : kWarpgroup);
     shared.q_empty.init(8);
     shared.p_full.init(kWarpgroup);
-    shared.work_pipeline.init(1, 8);
+    shared.work_pipeline.init(1, kFp8 ? 12 : 8);
     fence_barrier_init();
     if (kTma) {
       prefetch_tensor_map(params.ckv_map);
@@ -66,6 +72,7 @@ struct MlaProducer {
 
   // By the producer warpgroup. first: the first row of this CTA in a q tile.
   FI_DEVICE void run(int range, int first) const {
+    if constexpr (kFp8) return produce_widened(range, first);
     MlaTileScheduler scheduler;
     scheduler.enter(params.view(), range);
     if constexpr (!kTma)
@@ -235,6 +242,173 @@ struct MlaProducer {
       }
     }
     pdl_launch_dependents();
+  }
+
+  // From an e4m3 cache: warp w has keys 16 w .. 16 w + 15 of a tile, a lane 16 columns of each 64 of two keys. Lanes
+  // store 16 bytes of eight different bank groups.
+  struct Source {
+    int key, page[2];  // of the lane's keys, key and key + 8; page -1: no token
+  };
+  FI_DEVICE Source look_up(const MlaWorkTile& s, int key, int high) const {
+    Source x;
+    x.key = key;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const auto index = static_cast<int>(divide(static_cast<uint32_t>(key + 8 * i), params.page_size));
+      x.page[i] = key + 8 * i < high ? params.page(s.request.first_page + index) : -1;
+    }
+    return x;
+  }
+  FI_DEVICE int slot(int key) const {
+    return key - static_cast<int>(divide(static_cast<uint32_t>(key), params.page_size) * params.page_size.value);
+  }
+  // Null for no token.
+  FI_DEVICE const char* ckv_row(const Source& x, int i, int column) const {
+    const int64_t at = params.ckv_offset(x.page[i], slot(x.key + 8 * i)) + column;
+    return x.page[i] < 0 ? nullptr : static_cast<const char*>(params.ckv) + at;
+  }
+  FI_DEVICE const char* kpe_row(const Source& x, int i, int column) const {
+    const int64_t at = params.kpe_offset(x.page[i], slot(x.key + 8 * i)) + column;
+    return x.page[i] < 0 ? nullptr : static_cast<const char*>(params.kpe) + (params.wide_rope ? 2 * at : at);
+  }
+  FI_DEVICE uint4 load_piece(const char* row, int byte) const {
+    return row ? load_once(row + byte, params.cluster > 1 || params.sparse) : uint4{0, 0, 0, 0};
+  }
+  // Brings a KV tile to L2, where its loads to registers find it.
+  FI_DEVICE void prefetch(const Source& x, int quad) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const char* row = ckv_row(x, i, quad * 128);
+      if (!row) continue;
+      prefetch_l2(row);
+      prefetch_l2(row + 64);
+      if (quad < 1 + params.wide_rope) prefetch_l2(kpe_row(x, i, quad * 32));
+    }
+  }
+  // 16 values as two chunks of 16 bytes at `to` and `other`.
+  FI_DEVICE static void store_widened(char* to, char* other, const uint4& raw, const MlaFactor* factor) {
+    const unsigned words[4] = {raw.x, raw.y, raw.z, raw.w};
+    unsigned pairs[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      pairs[i] = mla_widen(words[i / 2], i % 2 ? kMlaUpper : kMlaLower, T());
+      if (factor) pairs[i] = factor->times(pairs[i]);
+    }
+    *reinterpret_cast<uint4*>(to) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+    *reinterpret_cast<uint4*>(other) = {pairs[4], pairs[5], pairs[6], pairs[7]};
+  }
+  // The scales of a part of a row, of 128 columns each.
+  FI_DEVICE float2 load_scales(const Source& x, int i, int part) const {
+    if (!params.ckv_scales || x.page[i] < 0) return make_float2(1.f, 1.f);
+    const float* from =
+        params.ckv_scales + x.page[i] * params.scales_page + slot(x.key + 8 * i) * params.scales_token + part * 2;
+    return make_float2(from[0], from[1]);
+  }
+
+  FI_DEVICE void produce_widened(int range, int first) const {
+    auto at = PipelineState::producer();
+    const int lane = threadIdx.x % 32, quad = lane % 4, row = threadIdx.x / 32 * 16 + lane / 4;
+    const int chunk = swizzled_offset(row, quad * 2), next_chunk = swizzled_offset(row, quad * 2 + 1);
+    if (threadIdx.x == 0) shared.scheduler.enter(params.view(), range);
+    for (int use = 0;; ++use) {
+      const auto work_at = PipelineState::producer_at<2>(use);
+      if (threadIdx.x == 0) {
+        shared.work_pipeline.acquire(work_at);
+        MlaWorkTile& next = shared.work[work_at.stage];
+        if (!shared.scheduler.next(next)) next.index = -1;
+        shared.work_pipeline.commit(work_at.stage);
+      }
+      __syncwarp();
+      shared.work_pipeline.wait(PipelineState::consumer_at<2>(use));
+      const MlaWorkTile& s = shared.work[work_at.stage];
+      if (uniform(s.index) < 0) break;
+      const int high = this->high(s, first);
+      Source now = look_up(s, s.begin * kKeys + row, high), then = look_up(s, (s.begin + 1) * kKeys + row, high);
+      uint4 raw[2][kPartBlocks];
+      float2 scales[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        scales[i] = load_scales(now, i, 0);
+#pragma unroll
+        for (int k = 0; k < kPartBlocks; ++k) raw[i][k] = load_piece(ckv_row(now, i, quad * 16), k * 64);
+      }
+      shared.q_empty.wait(use % 2 ^ 1);
+      load_queries(s, first_row(s, first), threadIdx.x, kWarpgroup);
+      shared.q_full.arrive_copies();
+      for (int tile = s.begin; tile * kKeys < high; ++tile) {
+        const Source after = look_up(s, (tile + 2) * kKeys + row, high);
+        prefetch(then, quad);
+        char* stage = reinterpret_cast<char*>(shared.kv[at.stage]);
+        int part = part_of(tile - s.begin, 0);
+#pragma unroll
+        for (int n = 0; n < 2; ++n, part ^= 1) {
+          char* to = stage + part * (kPartBlocks * kBlock * 2);
+          // The parts of a tile come in the reverse order of those before.
+          const int next_part = n ? part : part ^ 1;
+          shared.empty[at.stage][part].wait(at.phase);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            store_part(to + chunk + i * 8 * 128, to + next_chunk + i * 8 * 128, raw[i], scales[i]);
+            const char* from = ckv_row(n ? then : now, i, next_part * (kPartBlocks * 64) + quad * 16);
+#pragma unroll
+            for (int k = 0; k < kPartBlocks; ++k) raw[i][k] = load_piece(from, k * 64);
+            scales[i] = load_scales(n ? then : now, i, next_part);
+            __syncwarp();  // else ptxas puts the loads behind the stores of the other key
+          }
+          fence_async_shared();
+          shared.full[at.stage][part].arrive();
+        }
+        shared.empty[at.stage][2].wait(at.phase);
+        char* to = stage + kLatentBlocks * (kBlock * 2);
+        const char* const ropes[2] = {kpe_row(now, 0, quad * 16), kpe_row(now, 1, quad * 16)};
+        if (params.wide_rope) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            cp_async_16(to + chunk + i * 8 * 128, ropes[i], ropes[i]);
+            cp_async_16(to + next_chunk + i * 8 * 128, ropes[i] + 16, ropes[i]);
+          }
+        } else {
+          const uint4 pieces[2] = {load_piece(ropes[0], 0), load_piece(ropes[1], 0)};
+          const MlaFactor factor(params.rope_factor);
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            store_widened(to + chunk + i * 8 * 128, to + next_chunk + i * 8 * 128, pieces[i], &factor);
+          fence_async_shared();
+        }
+        const unsigned low = __ballot_sync(0xffffffffu, now.page[0] >= 0),
+                       up = __ballot_sync(0xffffffffu, now.page[1] >= 0);  // of four lanes each
+        if (lane == 0) {
+          unsigned exist = 0;
+#pragma unroll
+          for (int r = 0; r < 8; ++r) exist |= (low >> (4 * r) & 1) << r | (up >> (4 * r) & 1) << (r + 8);
+          shared.exists[at.stage][threadIdx.x / 32] = static_cast<unsigned short>(exist);
+          shared.full[at.stage][2].arrive();
+        }
+        if (params.wide_rope)
+          shared.full[at.stage][2].arrive_copies();
+        else
+          shared.full[at.stage][2].arrive();
+        now = then, then = after;
+        at.advance(kStages);
+      }
+      __syncwarp();
+      if (lane == 0) shared.work_pipeline.release(work_at.stage);
+    }
+    pdl_launch_dependents();
+  }
+  // Stores one key's part of the latent columns.
+  FI_DEVICE void store_part(char* to, char* other, const uint4 (&raw)[kPartBlocks], float2 scales) const {
+    if (params.ckv_scales) {
+#pragma unroll
+      for (int k = 0; k < kPartBlocks; ++k) {
+        const MlaFactor factor(k / 2 ? scales.y : scales.x);
+        store_widened(to + k * (kBlock * 2), other + k * (kBlock * 2), raw[k], &factor);
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kPartBlocks; ++k)
+        store_widened(to + k * (kBlock * 2), other + k * (kBlock * 2), raw[k], nullptr);
+    }
   }
 };
 

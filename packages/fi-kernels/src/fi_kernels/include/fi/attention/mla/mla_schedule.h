@@ -29,16 +29,20 @@ struct alignas(16) MlaHeader {
 // a copy of its request, so that a CTA begins with one load less.
 struct alignas(16) MlaRangeStart {
   int32_t request, q_tile, kv_tile, leader;
-  int32_t num_splits, q_tiles, item_cost, unused;
+  int32_t num_splits, q_tiles, item_cost, context;
   int32_t kv_len, first_page, qo_begin, qo_len;
 };
 
 struct alignas(16) MlaRequest {
   int32_t kv_len;
-  int32_t first_page;          // index of its first page in page_indices
-  int32_t qo_begin, qo_len;    // its query tokens
-  int64_t cost;                // sum of the costs of the requests before, in KV tiles
-  int32_t q_tiles, item_cost;  // its q tiles, and the cost of one
+  int32_t first_page;        // index of its first page in page_indices
+  int32_t qo_begin, qo_len;  // its query tokens
+  int64_t cost;              // sum of the costs of the requests before, in KV tiles
+  int32_t q_tiles;           // its q tiles
+  int32_t context;           // its tokens on all ranks of a context that is shared out; else kv_len
+
+  // The cost of a q tile.
+  FI_HOST_DEVICE int32_t item_cost() const { return (kv_len + kMlaKvTile - 1) / kMlaKvTile + kMlaWorkTileCost; }
 };
 
 constexpr int64_t kMlaStartsOffset = 4;
@@ -92,7 +96,7 @@ struct MlaTileScheduler {
       return false;
     const bool last = at.request == end_request && at.q_tile == end_q_tile;  // the item that the next range continues
     const bool begins = at.kv_tile == 0;
-    s.request = {at.kv_len, at.first_page, at.qo_begin, at.qo_len, 0, at.q_tiles, at.item_cost};
+    s.request = {at.kv_len, at.first_page, at.qo_begin, at.qo_len, 0, at.q_tiles, at.context};
     s.index = at.request, s.q_tile = at.q_tile, s.begin = at.kv_tile;
     s.end = last ? end_kv_tile : at.item_cost - kMlaWorkTileCost;
     s.num_splits = !begins ? at.num_splits : last ? end_num_splits : 1;
@@ -110,7 +114,7 @@ struct MlaTileScheduler {
     if (at.request > end_request || at.request >= schedule.batch) return;
     const MlaRequest r = schedule.requests()[at.request];
     at.kv_len = r.kv_len, at.first_page = r.first_page, at.qo_begin = r.qo_begin, at.qo_len = r.qo_len;
-    at.q_tiles = r.q_tiles, at.item_cost = r.item_cost;
+    at.q_tiles = r.q_tiles, at.item_cost = r.item_cost(), at.context = r.context;
   }
 };
 

@@ -1,0 +1,64 @@
+// e4m3 values of the latent cache as 16-bit operands of tensor cores.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "fi/cuda/ptx/pdl.cuh"
+
+namespace fi {
+
+// Which two bytes of a word become a pair: neighbours of the lower or upper half, or those of even or odd columns.
+constexpr unsigned kMlaLower = 0x9180, kMlaUpper = 0xB3A2, kMlaEven = 0xA280, kMlaOdd = 0xB391;
+
+// Each of the two bytes with its sign in the upper half: selectors of prmt with the highest bit repeat a sign.
+FI_DEVICE unsigned mla_spread(unsigned word, unsigned selector) {
+  unsigned y;
+  asm("prmt.b32 %0, %1, %1, %2;" : "=r"(y) : "r"(word), "r"(selector));
+  return y;
+}
+
+// Two e4m3 as numbers of another exponent bias: x 2^-kMlaShift, exactly, in three instructions. Subnormal ones become
+// subnormal, which tensor cores take. NaN becomes 480 times the sign.
+template <class T>
+constexpr int kMlaShift = 0;
+template <>
+constexpr int kMlaShift<__nv_bfloat16> = 120;
+FI_DEVICE unsigned mla_shifted(unsigned word, unsigned selector, __nv_bfloat16) {
+  return (mla_spread(word, selector) << 4) & 0x87f087f0u;
+}
+FI_DEVICE unsigned mla_shifted(unsigned word, unsigned selector, __half) {
+  const unsigned bits = (mla_spread(word, selector) << 7) & 0xbf80bf80u;
+  unsigned y;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(bits), "r"(0x5c005c00u));  // 2^8
+  return y;
+}
+
+// Two e4m3 as they are.
+FI_DEVICE unsigned mla_widen(unsigned word, unsigned selector, __nv_bfloat16) {
+  unsigned y;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+      : "=r"(y)
+      : "r"(mla_shifted(word, selector, __nv_bfloat16())), "r"(0x7b807b80u), "r"(0x80008000u));  // 2^120, -0
+  return y;
+}
+FI_DEVICE unsigned mla_widen(unsigned word, unsigned selector, __half) { return mla_shifted(word, selector, __half()); }
+
+// A factor as the sum of two bf16, each in both halves of a word: products are rounded once.
+struct MlaFactor {
+  unsigned high, low;
+
+  FI_DEVICE explicit MlaFactor(float x) {
+    const __nv_bfloat16 top = __float2bfloat16(x);
+    const __nv_bfloat162 highs = __bfloat162bfloat162(top);
+    const __nv_bfloat162 lows = __float2bfloat162_rn(x - __bfloat162float(top));
+    high = reinterpret_cast<const unsigned&>(highs), low = reinterpret_cast<const unsigned&>(lows);
+  }
+  FI_DEVICE unsigned times(unsigned pair) const {
+    unsigned y;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(pair), "r"(low), "r"(0x80008000u));
+    asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(y) : "r"(pair), "r"(high));
+    return y;
+  }
+};
+
+}  // namespace fi

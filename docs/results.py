@@ -153,6 +153,15 @@ def topk() -> list[Result]:
     return [Result(row["case"], row["fi_core"], {"torch.topk": row["torch"]}) for row in rows("topk")]
 
 
+_OURS = "fi"
+
+
+def beside(name: str, pattern: str = "") -> list[Result]:
+    """Files of one row for each case and peer, fi among them."""
+    found = [row | {"who": row["peer"]} for row in rows(name) if re.match(pattern, row["case"])]
+    return _by_case(found, _OURS, {row["who"]: row["who"] for row in found if row["who"] != _OURS})
+
+
 def custom_attention() -> list[Result]:
     """Each variant; its "peer" is the built-in kernel of the same case."""
     found = [row for row in rows("custom-attention") if row["step"] == "three" and row["tree"] == "after"]
@@ -180,6 +189,12 @@ def families() -> list[Family]:
         Family("activation", "FlashInfer", of("(silu|gelu)")),
         Family("rope", "FlashInfer", of(".*rope")),
         Family("KV append, merge", "FlashInfer", of("append|merge")),
+        Family("MLA", "FlashInfer, FlashMLA", beside("mla")),
+        Family("gemm", "cuBLAS, CUTLASS, DeepGEMM, FlashInfer", beside("gemm")),
+        Family("mixture of experts", "vLLM Triton, DeepGEMM, FlashInfer", beside("moe")),
+        Family("linear attention, prefill", "FlashInfer, fla, vLLM", beside("linear-attention", "gdn prefill")),
+        Family("linear attention, decode", "fla, vLLM, FlashInfer", beside("linear-attention", "gdn decode|ssu")),
+        Family("communication, 2 GPUs", "NCCL, torch symmetric memory", beside("comm")),
     ]
 
 
@@ -285,6 +300,21 @@ def elementwise_table() -> str:
     return table(head, lines)
 
 
+def moe_table() -> str:
+    """One table a data type: rows are models, columns numbers of tokens."""
+    found = {tuple(result.case.split()): result for result in beside("moe")}
+    tables = []
+    for dtype in ("bf16", "fp8"):
+        models = dict.fromkeys(model for model, kind, _ in found if kind == dtype)
+        sizes = list(dict.fromkeys(size for _, kind, size in found if kind == dtype))
+        lines = [
+            (model, *(f"{number(r.fi)} ({r.fi / r.best:.2f})" for r in (found[model, dtype, size] for size in sizes)))
+            for model in models
+        ]
+        tables.append(table((f"{dtype}: us (of the best peer)", *sizes), lines))
+    return "\n\n".join(tables)
+
+
 def timers_table() -> str:
     lines = [
         (row["case"], *(f"{row[k]:.2f}" for k in ("cupti", "graph_events", "events")), f"{over:.2f}")
@@ -308,6 +338,7 @@ TABLES: dict[str, Callable[[], str]] = {  # by the name that a page gives in its
     "custom-attention": lambda: (
         comparison(custom_attention()).replace("fi us", "variant us").replace("speedup", "built in / variant")
     ),
+    "moe": moe_table,
     "timers": timers_table,
 }
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)

@@ -18,6 +18,7 @@ from fi_core.fused_moe import (
     interleave_moe_weights_for_sm90_mixed_gemm,
     is_gated_activation,
 )
+from fi_core.fused_moe.activations import activation_of
 from fi_core.fused_moe.experts import sort_slots
 from fi_core.fused_moe.ops import moe_route, moe_sort
 from fi_core.quantization import block_scale_interleave
@@ -378,3 +379,11 @@ def test_refusals(device: str) -> None:
     wrong = torch.empty(3, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="rows must have shape"):
         moe_sort(wrong, wrong, wrong.new_empty(tokens, k), wrong, ids)
+
+
+@pytest.mark.parametrize("name", ["situ_beta", "situ_linear_beta"])
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_constants_of_situ(name: str, value: float) -> None:
+    """Situ divides by them: 0 is not taken for "the default"."""
+    with pytest.raises(ValueError, match=f"^{name} must"):
+        activation_of(Act.Situ, **{name: value})

@@ -23,7 +23,7 @@ def activation_of(
     """The activation with its constants; alpha, beta or limit turn Swiglu into SwigluBias.
 
     Raises:
-        ValueError: activation_type is no activation, or lacks its constant; a constant is NaN.
+        ValueError: activation_type is no activation, or lacks its constant; a constant is NaN, or 0 for Situ.
     """
     constants = {"clamped_relu2_limit": clamped_relu2_limit, "situ_beta": situ_beta,
                  "situ_linear_beta": situ_linear_beta}  # fmt: skip
@@ -43,6 +43,9 @@ def activation_of(
     if kind is ActivationType.SwigluStep:
         return Activation(kind, limit=limit, limit_value=7.0)
     if kind is ActivationType.Situ:
+        for name in ("situ_beta", "situ_linear_beta"):
+            if constants[name] == 0:
+                raise ValueError(f"{name} must not be 0 for Situ, which divides by it; got 0")
         return Activation(kind, alpha_value=situ_linear_beta or 25.0, beta_value=situ_beta or 4.0)
     if kind is ActivationType.ClampedRelu2:
         if clamped_relu2_limit is None or not clamped_relu2_limit > 0:

@@ -167,8 +167,8 @@ FI_DEVICE void recurrent_gated_delta_rule(const RecurrentGatedDeltaRuleParams& p
 }
 
 // The same for one token of each row, whole tiles of states without gaps between rows, and nothing but the last state
-// to store: a warp moves one tile. Many states move as fast as a copy of them; few wait for one load of a slot, and one
-// of all else.
+// to store: a warp moves one tile. Many states move as fast as a copy of them; with few, a CTA
+// waits for the load of a slot, then for one round of other loads.
 template <class T, class S, int kK, int kRows, int kLanes>
 FI_DEVICE void recurrent_gated_delta_rule_once(const RecurrentGatedDeltaRuleParams& p) {
   using Tile = StateTile<S, kK, kRows, true, kLanes>;

@@ -56,18 +56,20 @@ def maps(calls: list[Call]) -> dict[int, list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("m", "k", "name", "tokens"),
+    ("m", "n", "k", "name", "tokens"),
     [
-        (1, "long", "wgmma_small_m_sm90", 8),
-        (9, "long", "wgmma_small_m_sm90", 16),
-        (64, "long", "wgmma_small_m_sm90", 64),
-        (65, "long", "wgmma_sm90", 0),
-        (16, "short", "wgmma_small_m_sm90", 16),
-        (17, "short", "wgmma_sm90", 0),
+        (1, "many", "long", "wgmma_small_m_sm90", 8),
+        (9, "many", "long", "wgmma_small_m_sm90", 16),
+        (64, "many", "long", "wgmma_small_m_sm90", 64),
+        (65, "many", "long", "wgmma_sm90", 0),
+        (128, "few", "long", "wgmma_small_m_sm90", 64),
+        (129, "few", "long", "wgmma_sm90", 0),
+        (16, "many", "short", "wgmma_small_m_sm90", 16),
+        (17, "few", "short", "wgmma_sm90", 0),
     ],
 )
-def test_few_tokens_have_a_kernel_of_their_own(m: int, k: str, name: str, tokens: int) -> None:
-    choice = choose(Request.of(GEMM, Target("cuda", "90a"), {"m": m, "k": k}))
+def test_few_tokens_have_a_kernel_of_their_own(m: int, n: str, k: str, name: str, tokens: int) -> None:
+    choice = choose(Request.of(GEMM, Target("cuda", "90a"), {"m": m, "n": n, "k": k}))
     assert choice.implementation == name and dict(choice.spec.axes)["tokens"] == tokens
 
 
@@ -90,17 +92,27 @@ def test_the_split_of_k_does_not_depend_on_m(gemm: Gemm, n: int, k: int, dtype: 
     assert len(clusters) == 1
 
 
+def test_three_ctas_share_a_tile_where_all_clusters_run_at_a_time(gemm: Gemm) -> None:
+    launch = one(gemm(16, 2112, 7168))
+    assert launch["cluster"][0] == 3 and launch["grid"][0] == 33 * 3
+
+
+def test_two_tiles_of_tokens_are_not_split(gemm: Gemm) -> None:
+    launch = one(gemm(128, 2112, 7168, tokens=64))
+    assert launch["cluster"][0] == 1 and launch["grid"][0] == 66
+
+
 def test_narrow_weights_are_split_along_k(gemm: Gemm) -> None:
     """Four tiles of 64 rows of b cannot stream from more than four SMs."""
     launch = one(gemm(1, 256, 16384))
     assert launch["cluster"][0] == 8 and launch["grid"][0] >= 16
 
 
-@pytest.mark.parametrize("tactic", range(16))
+@pytest.mark.parametrize("tactic", range(32))
 def test_every_tactic_covers_the_product(gemm: Gemm, tactic: int) -> None:
     launch = one(gemm(20, 1000, 4096, tactic=tactic))
     columns, splits = int(launch["name"].rpartition("x")[2]), launch["cluster"][0]
-    assert splits == (2 ** (tactic % 4) if columns <= 128 else 1)
+    assert splits == (tactic % 8 + 1 if columns <= 128 else 1)
     assert launch["grid"][0] == 2 * -(-1000 // columns) * splits
 
 
@@ -129,8 +141,8 @@ def test_block_scales_of_any_stride(gemm: Gemm) -> None:
 
 
 def test_refusals(gemm: Gemm) -> None:
-    with pytest.raises(ValueError, match="tactic must be -1, or below 16; got 16"):
-        gemm(1, 512, 256, tactic=16)
+    with pytest.raises(ValueError, match="tactic must be -1, or below 32; got 32"):
+        gemm(1, 512, 256, tactic=32)
 
 
 def test_constant_weights_are_loaded_before_the_kernel_ahead_ends(gemm: Gemm) -> None:

@@ -76,6 +76,49 @@ def fp4_format(block_size: int, use_nvfp4: bool | None = None) -> Format:
     return found
 
 
+@functools.lru_cache(maxsize=4096)
+def _layout_of(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    scale_name: str,
+    scale_shape_: tuple[int, ...],
+    scale_dtype: torch.dtype,
+    strides: tuple[int, ...] | None,
+    format: Format,
+    swizzled: SfLayout,
+) -> tuple[SfLayout, bool]:
+    """The layout of scales, and whether all rows of a batch are one matrix; once for each combination.
+
+    strides: of scales that are not contiguous.
+    """
+    import torch
+
+    if dtype is not getattr(torch, format.dtype):
+        raise ValueError(f"{name} must be {format.dtype}; got {dtype}")
+    if str(scale_dtype).removeprefix("torch.") not in format.scale_dtypes:
+        raise ValueError(f"{scale_name} must be {' or '.join(format.scale_dtypes)}; got {scale_dtype}")
+    *batch, rows, k = (*shape[:-1], shape[-1] * format.values)
+    if k == 0 or k % format.block:
+        raise ValueError(f"{name} must have a positive k that is a multiple of {format.block}; got {list(shape)}")
+    linear, scales = (*batch, rows, k // format.block), tuple(scale_shape_)
+    padded = (*batch, *scale_shape(swizzled, rows, k // format.block))
+    if scales == linear and (linear != padded or format.matrix_is_linear):
+        return SfLayout.layout_linear, False
+    if strides is not None:
+        raise ValueError(f"{scale_name} must be contiguous in the order of {name}; got strides {strides}")
+    if scales in (padded, (*batch, math.prod(padded[-2:]))):
+        return swizzled, False
+    if scales == (math.prod(scale_shape(swizzled, math.prod(batch) * rows, k // format.block)),):
+        return swizzled, True
+    if scales == (math.prod(linear),):
+        return SfLayout.layout_linear, False
+    raise ValueError(
+        f"{scale_name} must have shape {list(linear)}, or {list(padded)} in layout {swizzled.name}, for {name} "
+        f"{list(shape)}; got {list(scales)}"
+    )
+
+
 def scaled(
     name: str,
     x: torch.Tensor,
@@ -91,36 +134,21 @@ def scaled(
     """
     import torch
 
-    if x.dtype is not getattr(torch, format.dtype):
-        raise ValueError(f"{name} must be {format.dtype}; got {x.dtype}")
-    if str(scales.dtype).removeprefix("torch.") not in format.scale_dtypes:
-        raise ValueError(f"{scale_name} must be {' or '.join(format.scale_dtypes)}; got {scales.dtype}")
-    *batch, rows, k = (*x.shape[:-1], x.shape[-1] * format.values)
-    if k == 0 or k % format.block:
-        raise ValueError(f"{name} must have a positive k that is a multiple of {format.block}; got {list(x.shape)}")
-    linear, shape = (*batch, rows, k // format.block), tuple(scales.shape)
-    padded = (*batch, *scale_shape(swizzled, rows, k // format.block))
-    if shape == linear and (linear != padded or format.matrix_is_linear):
-        return Scaled(x, scales.contiguous().view(torch.uint8).view(-1), SfLayout.layout_linear, format)
-    if not scales.is_contiguous():
-        raise ValueError(f"{scale_name} must be contiguous in the order of {name}; got strides {scales.stride()}")
-    flat = scales.view(torch.uint8).view(-1)
-    if shape in (padded, (*batch, math.prod(padded[-2:]))):
-        return Scaled(x, flat, swizzled, format)
-    if shape == (math.prod(scale_shape(swizzled, math.prod(batch) * rows, k // format.block)),):
-        return Scaled(x.reshape(-1, x.shape[-1]), flat, swizzled, format)
-    if shape == (math.prod(linear),):
-        return Scaled(x, flat, SfLayout.layout_linear, format)
-    raise ValueError(
-        f"{scale_name} must have shape {list(linear)}, or {list(padded)} in layout {swizzled.name}, for {name} "
-        f"{list(x.shape)}; got {list(scales.shape)}"
+    strides = None if scales.is_contiguous() else scales.stride()
+    layout, one_matrix = _layout_of(
+        name, x.shape, x.dtype, scale_name, scales.shape, scales.dtype, strides, format, swizzled
     )
+    if strides is not None:
+        scales = scales.contiguous()
+    if one_matrix and x.ndim > 2:
+        x = x.reshape(-1, x.shape[-1])
+    return Scaled(x, scales if scales.dtype is torch.uint8 else scales.view(torch.uint8), layout, format)
 
 
 def _scalar(name: str, x: torch.Tensor | None) -> torch.Tensor | None:
     if x is not None and x.numel() != 1:
         raise ValueError(f"{name} must have one element; got {list(x.shape)}")
-    return x if x is None else x.reshape(1)
+    return x if x is None or x.ndim == 1 else x.reshape(1)
 
 
 def multiply_fp4(out: torch.Tensor, a: torch.Tensor, b: Scaled, alpha: torch.Tensor | None) -> None:

@@ -48,7 +48,7 @@ _TILES = {
         _Tile(64, 256, 5, 600), _Tile(64, 128, 8, 450),
     ),
     "blocks": (
-        _Tile(256, 128, 4, 1240), _Tile(128, 192, 5, 937), _Tile(128, 176, 5, 930), _Tile(128, 128, 6, 650),
+        _Tile(256, 128, 4, 1240), _Tile(128, 192, 4, 937), _Tile(128, 176, 5, 930), _Tile(128, 128, 6, 650),
         _Tile(64, 256, 5, 660), _Tile(64, 128, 8, 500),
     ),
     "column_blocks": (_Tile(128, 128, 6, 800), _Tile(64, 128, 8, 560)),
@@ -125,7 +125,11 @@ def _mma_unit(axes: Values) -> Unit:
 # two warpgroups a cluster may split k.
 _SMALL_M_TILES = ((1, 2), (2, 2), (3, 1), (4, 1))
 _SMALL_M_TOKENS = (8, 16, 32, 64)  # of a tile
-_LARGE_M = _SMALL_M_TOKENS[-1] + 1
+# Twice as many tokens are two tiles where all CTAs run at the same time: n up to 66 tiles of 64 rows. H200, 128 tokens,
+# us of wgmma_small_m_sm90 and wgmma_sm90: 4096 x 7168 fp8 17.7 and 21.1, bf16 25.7 and 34.3; 7168 x 2048 14.1, 13.1.
+_FEW_ROWS = 66 * 64
+_MOST_TOKENS = 2 * _SMALL_M_TOKENS[-1]
+_LARGE_M = _MOST_TOKENS + 1
 # Bytes of a row of b with which the epilogue decides, where whole lines are stored faster by the kernel for any number
 # of tokens. H200, 128 products, us of wgmma_small_m_sm90 and wgmma_sm90: bf16 64 x 512 x 128 18.6 and 13.7, fp8 14.8
 # and 11.3; bf16 16 x 512 x 128 14.4 and 13.1, fp8 10.4 and 11.0.
@@ -142,7 +146,8 @@ def _small_m_unit(axes: Values) -> Unit:
         rows = 64 * warpgroups
         floats = 0 if scale_rows == 0 else tokens + (rows if scale_rows == 1 else warpgroups)
         stage = blocks * ((rows + tokens) * 128 + 4 * floats) + 16
-        fixed = (rows * tokens * 4 if warpgroups <= 2 else 256) + 4 * blocks * (tokens + warpgroups) + 64 + 2048
+        partial = rows * tokens * 4 + 7 * 256 + 8 * rows + 4 * tokens if warpgroups <= 2 else 256
+        fixed = partial + 4 * blocks * (tokens + warpgroups) + 64 + 2048
         stages = min(32, (_SHARED - fixed) // stage)
         types = f"{a.device}, {b.device}, {out.device}"
         numbers = f"{tokens}, {warpgroups}, {blocks}, {stages}, {scale_rows}"
@@ -178,7 +183,9 @@ def _request(
             low |= step * size
     alignment = min(_TMA_BYTES, low & -low) if low else _TMA_BYTES
     length = "short" if k * b.itemsize <= _SHORT_K_BYTES else "long"
-    return a, b, out, scales, "groups" if rows != "batched" else "batched", b_major, alignment, m, length
+    tiles = "batched" if rows == "batched" else "groups"
+    n_size = "few" if n <= _FEW_ROWS and len(b_strides) == 2 else "many"
+    return a, b, out, scales, tiles, b_major, alignment, m, length, n_size
 
 
 _SAME_OR_FP8 = Rule(
@@ -219,6 +226,7 @@ GEMM = Op(
         "alignment": Field((1, 2, 4, 8, 16), 16),
         "m": Field(None, _LARGE_M),
         "k": Field(("short", "long"), "long"),
+        "n": Field(("few", "many"), "many"),
     },
     axes={
         "a": _FLOATS,
@@ -238,7 +246,8 @@ GEMM = Op(
             _small_m_unit,
             axes=lambda v: {**v, "tokens": next((t for t in _SMALL_M_TOKENS if t >= v["m"]), _SMALL_M_TOKENS[-1])},
             preferred=(
-                Constraint("m", "<=", _SMALL_M_TOKENS[-1]),
+                Rule(("m", "n"), f"at most {_SMALL_M_TOKENS[-1]} tokens, or {_MOST_TOKENS} of one product where n is "
+                     f"at most {_FEW_ROWS}", lambda m, n: m <= (_MOST_TOKENS if n == "few" else _SMALL_M_TOKENS[-1])),
                 Rule(("m", "k"), f"at most {_SHORT_K_TOKENS} tokens where k is short",
                      lambda m, k: k == "long" or m <= _SHORT_K_TOKENS),
             ),

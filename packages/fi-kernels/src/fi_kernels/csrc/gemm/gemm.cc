@@ -233,13 +233,13 @@ Plan plan_of(const Kernel& kernel, const GemmProblem& p, const GemmShape& shape,
   return best;
 }
 
-// Launches the kernel for few tokens. `tactic` counts entries and, for each, clusters of 1, 2, 4 and 8 CTAs that split
-// k.
+// Launches the kernel for few tokens. `tactic` counts entries and, for each, clusters of 1 to 8 CTAs that split k.
 void launch_small_m(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, int64_t rows) {
   const int64_t bytes = a.a.dtype().bytes(), multiprocessors = kernel.multiprocessors(a.a.device());
   const bool one_a = p.rows == GemmRows::kIndptr || p.rows == GemmRows::kIndices;
   const GemmSmallMShape shape{rows, p.n, gemm_ceil(p.k * bytes, 128), p.batch};
-  const int64_t splits = p.rows == GemmRows::kBatched ? gemm_small_m_splits(shape) : 1;
+  const int64_t most = GemmConfig::of(kernel.entries.front()).rows, m_tiles = gemm_ceil(rows, most);
+  const int64_t splits = p.rows == GemmRows::kBatched ? gemm_small_m_splits(shape, m_tiles) : 1;
   const Entry* best = nullptr;
   int64_t cluster = splits;
   double least = 0;
@@ -250,10 +250,10 @@ void launch_small_m(const Kernel& kernel, const GemmProblem& p, const GemmArgs& 
     const double cost = gemm_small_m_cost(shape, tiling, multiprocessors);
     if (!best || cost < least) best = &entry, least = cost;
   }
-  const int64_t tactics = static_cast<int64_t>(kernel.entries.size()) * 4;
+  const int64_t tactics = static_cast<int64_t>(kernel.entries.size()) * kGemmSmallMSplits;
   if (a.tactic >= 0 && a.tactic < tactics) {
-    best = &kernel.entries[a.tactic / 4];
-    cluster = int64_t{1} << a.tactic % 4;
+    best = &kernel.entries[a.tactic / kGemmSmallMSplits];
+    cluster = a.tactic % kGemmSmallMSplits + 1;
     const auto config = GemmConfig::of(*best);
     if (p.rows != GemmRows::kBatched ||
         !gemm_small_m_fits(shape, {config.rows, config.columns, config.stage_blocks, cluster}))

@@ -41,6 +41,8 @@ struct GemmSm90 {
   // Block scales have a ring of their own, whose stages have those of kScaleBlocks blocks of k: 16 bytes of a row-major
   // a_scale are one copy.
   static constexpr int kScaleStages = 3, kScaleBlocks = 4;
+  // Four blocks of k are one pass through the ring, whose stages are then constants of the code.
+  static constexpr bool kUnrolled = kBlockScales && kStages == kScaleBlocks;
 
   using Scales = OutputScales<Out, !kBlockScales, kMBlocks, kOwnColumns>;
 
@@ -110,6 +112,10 @@ struct GemmSm90 {
             tma_load_hinted(shared.b[at.stage], p.b, full, b_policy, k * kBlockK, tile.column, tile.b_batch);
           }
           at.advance(kStages);
+        }
+        for (; kUnrolled && at.stage != 0; at.advance(kStages)) {  // empty stages
+          shared.pipeline.acquire(at);
+          shared.pipeline.commit(at.stage);
         }
       }
       __syncwarp();
@@ -244,6 +250,52 @@ struct GemmSm90 {
     release(before);
   }
 
+  // Adds the products of the block of k in `stage` to d. a_scale, b_scale: its block scales. following: the next stage
+  // and its phase; ready: whether this stage, and afterwards the next one, is known to be full.
+  template <bool kByRows>
+  FI_DEVICE void multiply_block(float (&d)[kMBlocks][kCount], uint64_t a, uint64_t b, const float* a_scale,
+                                const float* b_scale, int column, int stage, const PipelineState& following,
+                                bool& ready) const {
+    constexpr int kRowStep = kByRows ? kScaleBlocks : 1;
+    const uint64_t a_stage = wgmma_further(a, stage * sizeof(shared.a[0]));
+    const uint64_t b_stage = wgmma_further(b, stage * sizeof(shared.b[0]));
+#pragma unroll
+    for (int i = 0; i < kMBlocks; ++i) {
+      float part[kCount], of_row[2] = {1.f, 1.f};
+      if constexpr (kBlockScales) {
+        of_row[0] = a_scale[i * 64 * kRowStep];
+        of_row[1] = a_scale[(i * 64 + 8) * kRowStep];
+      }
+      float of_column[kScaleColumns < 8 ? 1 : kOwnColumns / kScaleColumns];
+      if constexpr (kScales == GemmScales::kBlocks) {
+#pragma unroll
+        for (int c = 0; c < kOwnColumns / kScaleColumns; ++c) of_column[c] = b_scale[column / kScaleColumns + c];
+      }
+      wgmma_fence();
+      multiply_stage(part, wgmma_further(a_stage, i * 64 * kSwizzleLineBytes), b_stage, false);
+      wgmma_commit();
+      // Asked while the tensor cores compute: little lies between the additions and the next products then.
+      if (i == kMBlocks - 1) ready = shared.pipeline.full[following.stage].try_wait(following.phase);
+      wgmma_wait<0>();
+      wgmma_keep(part);
+      if (i == kMBlocks - 1) release(stage);
+      if constexpr (kScales == GemmScales::kRows) {
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) d[i][j] += part[j];
+      } else if constexpr (kScales == GemmScales::kBlocks) {
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) d[i][j] += part[j] * (of_row[j / 2 % 2] * of_column[j * 2 / kScaleColumns]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kCount; j += 4) {
+          const float2 c = *reinterpret_cast<const float2*>(&b_scale[column + j * 2 + threadIdx.x % 4 * 2]);
+          d[i][j] += part[j] * (of_row[0] * c.x), d[i][j + 1] += part[j + 1] * (of_row[0] * c.y);
+          d[i][j + 2] += part[j + 2] * (of_row[1] * c.x), d[i][j + 3] += part[j + 3] * (of_row[1] * c.y);
+        }
+      }
+    }
+  }
+
   // scale_at: the next stage of block scales. kByRows: a_scale_by_rows.
   template <bool kByRows>
   FI_DEVICE void multiply_in_parts(float (&d)[kMBlocks][kCount], uint64_t a, uint64_t b, int row, int column,
@@ -254,54 +306,36 @@ struct GemmSm90 {
     for (int i = 0; i < kMBlocks; ++i)
 #pragma unroll
       for (int j = 0; j < kCount; ++j) d[i][j] = 0.f;
-    bool ready = false;  // the stage `at` is full
-    for (int k = 0; k < p.k_blocks;) {
-      const int end = kBlockScales ? min(k + kScaleBlocks, p.k_blocks) : p.k_blocks;
+    bool ready = true;                                            // the stage `at` is full, which the caller has seen
+    const int blocks = kBlockScales ? kScaleBlocks : p.k_blocks;  // of an iteration
+    for (int k = 0; k < p.k_blocks; k += blocks) {
       const float* a_scale = shared.a_scale[scale_at.stage] + own_row;
       const float* b_scale = shared.b_scale[scale_at.stage][0];
       if (kBlockScales) shared.scale_pipeline.wait(scale_at);
-      for (; k < end; ++k, at.advance(kStages), a_scale += kBlockStep, b_scale += kColumnScales) {
-        const uint64_t a_stage = wgmma_further(a, at.stage * sizeof(shared.a[0]));
-        const uint64_t b_stage = wgmma_further(b, at.stage * sizeof(shared.b[0]));
-        if (!ready) shared.pipeline.wait(at);
-        PipelineState following = at;
-        following.advance(kStages);
+      if (kUnrolled && k + kScaleBlocks <= p.k_blocks) {
 #pragma unroll
-        for (int i = 0; i < kMBlocks; ++i) {
-          float part[kCount], of_row[2] = {1.f, 1.f};
-          if constexpr (kBlockScales) {
-            of_row[0] = a_scale[i * 64 * kRowStep];
-            of_row[1] = a_scale[(i * 64 + 8) * kRowStep];
-          }
-          float of_column[kScaleColumns < 8 ? 1 : kOwnColumns / kScaleColumns];
-          if constexpr (kScales == GemmScales::kBlocks) {
-#pragma unroll
-            for (int c = 0; c < kOwnColumns / kScaleColumns; ++c) of_column[c] = b_scale[column / kScaleColumns + c];
-          }
-          wgmma_fence();
-          multiply_stage(part, wgmma_further(a_stage, i * 64 * kSwizzleLineBytes), b_stage, false);
-          wgmma_commit();
-          // Asked while the tensor cores compute: little lies between the additions and the next products then.
-          if (i == kMBlocks - 1)
-            ready = k + 1 < p.k_blocks && shared.pipeline.full[following.stage].try_wait(following.phase);
-          wgmma_wait<0>();
-          wgmma_keep(part);
-          if (i == kMBlocks - 1) release(at.stage);
-          if constexpr (kScales == GemmScales::kRows) {
-#pragma unroll
-            for (int j = 0; j < kCount; ++j) d[i][j] += part[j];
-          } else if constexpr (kScales == GemmScales::kBlocks) {
-#pragma unroll
-            for (int j = 0; j < kCount; ++j)
-              d[i][j] += part[j] * (of_row[j / 2 % 2] * of_column[j * 2 / kScaleColumns]);
-          } else {
-#pragma unroll
-            for (int j = 0; j < kCount; j += 4) {
-              const float2 c = *reinterpret_cast<const float2*>(&b_scale[column + j * 2 + threadIdx.x % 4 * 2]);
-              d[i][j] += part[j] * (of_row[0] * c.x), d[i][j + 1] += part[j + 1] * (of_row[0] * c.y);
-              d[i][j + 2] += part[j + 2] * (of_row[1] * c.x), d[i][j + 3] += part[j + 3] * (of_row[1] * c.y);
-            }
-          }
+        for (int stage = 0; stage < kScaleBlocks; ++stage) {
+          if (!ready) shared.pipeline.wait({stage, at.phase});
+          const PipelineState following{(stage + 1) % kScaleBlocks, stage + 1 < kScaleBlocks ? at.phase : at.phase ^ 1};
+          multiply_block<kByRows>(d, a, b, a_scale + stage * kBlockStep, b_scale + stage * kColumnScales, column, stage,
+                                  following, ready);
+        }
+        at.phase ^= 1;
+      } else {
+#pragma unroll 1
+        for (int block = k; block < min(k + blocks, p.k_blocks); ++block) {
+          if (!ready) shared.pipeline.wait(at);
+          PipelineState following = at;
+          following.advance(kStages);
+          multiply_block<kByRows>(d, a, b, a_scale, b_scale, column, at.stage, following, ready);
+          at = following;
+          a_scale += kBlockStep;
+          b_scale += kColumnScales;
+        }
+        // The next tile begins at stage 0.
+        for (; kUnrolled && at.stage != 0; at.advance(kStages)) {
+          shared.pipeline.wait(at);
+          release(at.stage);
         }
       }
       if (kBlockScales) {

@@ -4,6 +4,8 @@
 
 namespace fi {
 
+constexpr int kGemmSmallMSplits = 8;  // CTAs of a cluster that share a tile, at most
+
 struct GemmSmallMParams {
   GemmSm90Params gemm;  // boxes of a and b are those of a tile
   int32_t b_constant;   // b was complete before the kernel ahead in the stream began

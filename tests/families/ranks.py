@@ -50,9 +50,11 @@ def run_ranks(
     if root not in sys.path:
         sys.path.append(root)
     with tempfile.TemporaryDirectory() as folder:
-        spawn = mp.get_context("spawn")
+        context = mp.get_context("forkserver" if device == "cpu" else "spawn")
+        if device == "cpu":
+            context.set_forkserver_preload(["torch"])  # once, not in each rank
         given = [(rank, function, world, device, folder, arguments) for rank in range(world)]
-        processes = [spawn.Process(target=_rank, args=a, daemon=True) for a in given]
+        processes = [context.Process(target=_rank, args=a, daemon=True) for a in given]
         for process in processes:
             process.start()
         until = time.monotonic() + 90

@@ -17,6 +17,7 @@ from fi_core.runtime.spec.target import CPU
 from kernels.kept import kept
 from kernels.test_host_code import run
 
+pytestmark = pytest.mark.slow
 INCLUDE = fi_kernels.ROOT / "include"
 OPS = {fi_kernels.ROOT / op.source: op for op in ops().values()}
 HOST = sorted(INCLUDE.rglob("*.h"))

@@ -15,7 +15,6 @@ from fi_core.aot import artifacts
 from fi_core.runtime.build import compiler, sources, toolchain
 from fi_core.runtime.resolve import built
 from fi_core.runtime.spec.artifact import Artifact, Text
-from kernels.kept import kept
 
 pytestmark = pytest.mark.slow
 HOST = artifacts(("cpu", "cuda"))
@@ -23,15 +22,6 @@ IMAGES = artifacts(("cubin",))
 DEVICE = list({a.source.includes: a for a in IMAGES if isinstance(a.source, Text)}.values())  # one unit of each header
 # What a Linux with a C++ compiler's run-time libraries and fi-core's dependencies has.
 LIBRARIES = {"libtvm_ffi", "libstdc++", "libm", "libgcc_s", "libgomp", "libc", "ld-linux-x86-64", "ld-linux-aarch64"}
-
-
-def without_link(artifact: Artifact, folder: Path) -> list[str]:
-    """The command that compiles a module, without output and libraries; what it reads is written into the folder."""
-    compiler.write_unit(artifact, folder)
-    line = compiler.command(artifact, folder)
-    line = [word for word in line if word != "-shared" and not word.startswith(("-Wl,", "-l", "-L"))]
-    del line[line.index("-o") : line.index("-o") + 2]
-    return line
 
 
 def by_name(artifact: Artifact) -> str:
@@ -45,15 +35,11 @@ def run(*command: str | Path) -> str:
 
 
 @pytest.mark.parametrize("artifact", HOST, ids=by_name)
-def test_no_warning(artifact: Artifact, tmp_path: Path) -> None:
-    """-Wall as it is built (optimisers find more), -Wextra besides."""
+def test_no_warning(artifact: Artifact) -> None:
+    """-Wall and -Wextra, as it is built: optimisers find more than a check of the syntax."""
+    assert {"-Wall", "-Wextra"} <= set(compiler.flags(artifact))
     log = built(artifact).path.with_suffix(".log")
     assert not log.exists(), log.read_text()
-    strict = ("-fsyntax-only", "-Wextra", "-Werror")
-    assert (
-        kept("warnings", compiler.key(artifact), *strict, ask=lambda: run(*without_link(artifact, tmp_path), *strict))
-        == ""
-    )
 
 
 @pytest.mark.parametrize("artifact", HOST, ids=by_name)

@@ -22,6 +22,7 @@ from fi_core.runtime.spec.op import Op
 from fi_core.runtime.spec.target import Target
 from kernels.test_device_code import said_of
 
+pytestmark = pytest.mark.slow
 F16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 
 

@@ -6,6 +6,7 @@ The build hooks of fi-cubin and fi-jit-cache run `python -m fi_core.aot OUT cubi
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import functools
 import hashlib
@@ -24,6 +25,7 @@ from fi_core.runtime.dispatch import Request
 from fi_core.runtime.env import env
 from fi_core.runtime.files import PACKED, packed
 from fi_core.runtime.resolve import build_all, run_all, store
+from fi_core.runtime.resolve.pool import limit
 from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.op import Op, Spec
 from fi_core.runtime.spec.target import CPU, PREBUILT_ARCHS, Target
@@ -83,11 +85,14 @@ def build(directory: Path, kinds: Collection[str], progress: bool = False) -> li
         raise ValueError("FI_SANITIZE: a package ships modules without sanitizers; unset it")
     index, files = {}, []
     wanted = artifacts(kinds)
-    with _compiled(wanted, progress) as compiled:
-        for artifact in wanted:
-            content, name = compiled[artifact].read_bytes(), artifact.file
-            if artifact.kind == "cubin":
-                content, name = packed(content), name + PACKED
+    with _compiled(wanted, progress) as compiled, concurrent.futures.ThreadPoolExecutor(limit()) as threads:
+
+        def shipped(artifact: Artifact) -> bytes:
+            content = compiled[artifact].read_bytes()
+            return packed(content) if artifact.kind == "cubin" else content
+
+        for artifact, content in zip(wanted, threads.map(shipped, wanted)):
+            name = artifact.file + (PACKED if artifact.kind == "cubin" else "")
             path = directory / str(artifact.target) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)

@@ -115,7 +115,11 @@ def _wgmma_unit(axes: Values) -> Unit:
         return Entry(name, body, 128 * (groups + 1), config, size, 1)
 
     entries = (entry("batch_prefill_wgmma", "false"), entry("batch_prefill_wgmma_whole_rows", "true"))
-    return with_tables(Unit("fi/attention/prefill/batch_prefill_sm90.cuh", "BatchPrefillParams", entries), axes)
+    # The same machine code by several threads: 2.5 s instead of 3.6 on an otherwise idle host of an H200.
+    flags = ("--split-compile=4",)
+    return with_tables(
+        Unit("fi/attention/prefill/batch_prefill_sm90.cuh", "BatchPrefillParams", entries, flags=flags), axes
+    )
 
 
 def _fp8_shared_bytes(qk: int, vo: int, keys: int, groups: int) -> int:

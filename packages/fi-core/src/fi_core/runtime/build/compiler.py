@@ -32,9 +32,9 @@ def _debug() -> bool:
 
 
 def sanitizer_flags() -> tuple[str, ...]:
-    """The flags of FI_SANITIZE. A report names the line; -O1 keeps the stack and halves the compile time of -O3."""
+    """The flags of FI_SANITIZE. A report names the line; -Og keeps the stack, and compiles in half the time of -O1."""
     chosen = env.sanitize
-    return (f"-fsanitize={','.join(chosen)}", "-O1", "-g1", "-fno-omit-frame-pointer") if chosen else ()
+    return (f"-fsanitize={','.join(chosen)}", "-Og", "-g1", "-fno-omit-frame-pointer") if chosen else ()
 
 
 def flags(artifact: Artifact) -> tuple[str, ...]:
@@ -44,8 +44,10 @@ def flags(artifact: Artifact) -> tuple[str, ...]:
         arch = f"-arch={artifact.target}"
         return (arch, *DEVICE_FLAGS, *extra, *env.extra_cudaflags, *artifact.flags)
     debug = ("-O0", "-g") if _debug() else ()
+    ours = isinstance(artifact.source, str) and not Path(artifact.source).is_absolute()
     return (
         *HOST_FLAGS,
+        *(("-Wextra",) if ours else ()),  # what it finds in a user's module is the user's choice
         *KIND_FLAGS[artifact.kind],
         *debug,
         *sanitizer_flags(),

@@ -143,17 +143,7 @@ class Chain {
 };
 
 inline int make_chain(const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
-  return guarded("chain", [&] {
-    auto chain = std::make_unique<Chain>(args, count);
-    TVMFFIObjectHandle function = nullptr;
-    const int failed =
-        TVMFFIFunctionCreate(chain.get(), Chain::call, [](void* self) { delete static_cast<Chain*>(self); }, &function);
-    FI_CHECK(!failed, RuntimeError, "TVMFFIFunctionCreate failed");
-    chain.release();
-    result->type_index = kTVMFFIFunction;
-    result->zero_padding = 0;
-    result->v_obj = static_cast<TVMFFIObject*>(function);
-  });
+  return guarded("chain", [&] { Owned<Chain>(new Chain(args, count)).to_function(Chain::call, result); });
 }
 
 }  // namespace fi

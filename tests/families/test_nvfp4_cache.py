@@ -8,9 +8,13 @@ import pytest
 import torch
 
 import fi_core
+from families.attention_reference import attention
 from families.harness import assert_close, impls, rand, using
 from families.nvfp4_cache import K_SCALE, V_SCALE, batch
+from families.paged import split_tables
 from fi_core import decode, prefill
+from fi_core.cascade import MultiLevelCascadeAttentionWrapper
+from fi_core.pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
 from fi_core.runtime.errors import UnsupportedError
 
 BF16, F16, U8 = torch.bfloat16, torch.float16, torch.uint8
@@ -48,6 +52,11 @@ DECODE = [
     ({"page_size": 5, "padding": 16}, {"window_left": 70}),
     ({}, {"logits_soft_cap": 8.0, "sm_scale": 0.2}),
     ({"qo_lens": [4] * 5, "lengths": [*LENGTHS[2:], 4]}, {}),
+    ({"heads": (16, 2), "lengths": [3000, 5, 1200], "layout": "HND", "page_size": 4}, {"window_left": 900}),
+    ({"heads": (32, 2), "lengths": [3000, 5, 1200]}, {"logits_soft_cap": 8.0}),
+    ({"dim": 64, "heads": (16, 2), "lengths": [3000, 5, 1200]}, {}),
+    ({"dim": 64, "page_size": 16, "layout": "HND", "lengths": [3000, 5, 1200]}, {"window_left": 900}),
+    ({"dim": 256, "heads": (16, 2), "lengths": [700, 5]}, {}),
     ({}, {"pos_encoding_mode": "ALIBI"}),
     ({"page_size": 16}, {"pos_encoding_mode": "ROPE_LLAMA"}),
 ]
@@ -170,6 +179,30 @@ def test_block_tables(layout: str, device: str) -> None:
     check(got, x.expected(causal=True))
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_keys_and_values_with_page_tables_of_their_own(layout: str, page_size: int, device: str) -> None:
+    factors, tables = (128**-0.5 * K_SCALE, V_SCALE), {"kv_layout": layout, "uses_shared_paged_kv_idx": False}
+    for qo_lens in ([1] * 3, [7, 5, 30]):
+        x = batch([40, 5, 300], qo_lens, layout=layout, page_size=page_size, device=device)
+        (cache, table), (scales, _) = (split_tables(both, x.block_tables()) for both in (x.cache, x.scales))
+        given = {"kv_cache_sf": scales, "return_lse": True, **tables}
+        if max(qo_lens) == 1:
+            for impl in impls("batch_decode", device):
+                if impl == "tma_sm90" and page_size % 4:
+                    continue
+                with using("batch_decode", impl):
+                    got = decode.trtllm_batch_decode_with_kv_cache(
+                        x.q, cache, workspace(device), table, x.seq_lens(), 300, *factors, **given
+                    )
+                check(got, x.expected())
+        got = prefill.trtllm_batch_context_with_kv_cache(
+            x.q, cache, workspace(device), table, x.seq_lens(), 30, 300, *factors, 3, x.qo_indptr,
+            x.offsets(x.lengths), **given,
+        )  # fmt: skip
+        check(got, x.expected(causal=True))
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_appended_keys_are_attended_to(layout: str, device: str) -> None:
     x = batch([40, 7], layout=layout, device=device)
@@ -185,6 +218,38 @@ def test_appended_keys_are_attended_to(layout: str, device: str) -> None:
     want, _ = x.expected()
     error = (got.double().cpu() - want).norm() / want.norm()  # of a second rounding to four bits
     assert error < 0.2
+
+
+def test_mixed_batches_and_shared_prefixes(device: str) -> None:
+    x = batch([37, 100, 40, 30], [1, 1, 5, 30], device=device)
+    want, _ = x.expected(causal=True)
+    bounds, pages, types = x.indptr, x.last_page_len, {"q_data_type": BF16, "kv_data_type": U8}
+    decode_half = bounds[:3], x.indices[: bounds[2]], pages[:2]
+    prompts = bounds[2:] - bounds[2], x.indices[bounds[2] :], pages[2:]
+    given = {"kv_cache_sf_p": x.scales, "kv_cache_sf_d": x.scales, "causal_p": True, **SCALES}
+    both = BatchPODWithPagedKVCacheWrapper(workspace(device))
+    both.plan(x.offsets(x.qo_lens[2:]), *prompts, x.offsets([1, 1]), *decode_half, 8, 2, 128, 16, **types)
+    found = both.run(x.q[2:], x.cache, x.q[:2], x.cache, **given)
+    assert_close(torch.cat(found[::-1]), want, tolerance=(2e-2, 2e-2))
+
+    one = PODWithPagedKVCacheWrapper(workspace(device))
+    one.plan(*decode_half, 8, 2, 128, 16, **types)
+    k, v, *scales = (part[-30:] for part in (*x.ragged, *x.ragged_scales))
+    found = one.run(x.q[-30:], k, v, x.q[:2], x.cache, **{**given, "kv_cache_sf_p": tuple(scales)})
+    assert_close(torch.cat(found[::-1]), torch.cat((want[:2], want[-30:])), tolerance=(2e-2, 2e-2))
+
+    x = batch([32, 40, 7], device=device)
+    shared = MultiLevelCascadeAttentionWrapper(2, workspace(device))
+    bounds, pages = x.indptr, x.last_page_len
+    shared.plan(
+        [x.offsets([2]), x.offsets([1, 1])], [bounds[:2], bounds[1:] - bounds[1]],
+        [x.indices[: bounds[1]], x.indices[bounds[1] :]], [pages[:1], pages[1:]], 8, 2, 128, 16, **types,
+    )  # fmt: skip
+    got = shared.run(x.q[1:], x.cache, kv_cache_sf=x.scales, **SCALES)
+    for b in (1, 2):
+        k, v = (torch.cat((part[0], part[b])) for part in (x.k, x.v))
+        expected = attention(x.q[b : b + 1], k, v, k_scale=K_SCALE, v_scale=V_SCALE)[0]
+        assert_close(got[b - 1 : b], expected, tolerance=(2e-2, 2e-2))
 
 
 @pytest.mark.parametrize(
@@ -219,8 +284,6 @@ def test_scales_need_nvfp4() -> None:
 @pytest.mark.parametrize(("q_type", "kv_type"), [(F16, BF16), (BF16, F16)])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_mixed_16_bits(q_type: torch.dtype, kv_type: torch.dtype, page_size: int, device: str) -> None:
-    from families.attention_reference import attention
-
     lengths = [5, 64, 200]
     counts = [-(-n // page_size) for n in lengths]
     indptr = torch.tensor([0, counts[0], counts[0] + counts[1], sum(counts)], dtype=torch.int32, device=device)

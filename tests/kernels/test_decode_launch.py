@@ -128,6 +128,28 @@ def test_head_major_pages(start: Start) -> None:  # noqa: F811
         assert [d[1] for d in one["dimensions"]][1:] == [256, 128, PAGE * 256, KV_HEADS * PAGE * 256]
 
 
+@pytest.mark.parametrize(("k", "v", "joined"), [(K, V, True), (V, K, True), (K, K, False), (K, V, False)])
+def test_one_copy_brings_nvfp4_keys_and_values(start: Start, k: int, v: int, joined: bool) -> None:  # noqa: F811
+    shape, scales = (PAGES, PAGE, KV_HEADS, 64), (PAGES, PAGE, KV_HEADS, 8)
+    wide = (PAGE * KV_HEADS * 96, KV_HEADS * 96, 96, 1)
+    change = {
+        "k_cache": Tensor(k, shape, "u8"),
+        "v_cache": Tensor(v, shape, "u8", None if joined or k == v else wide),
+        "k_scales": Tensor(0x7F008000000, scales, "u8"),
+        "v_scales": Tensor(0x7F009000000, scales, "u8"),
+        "page_indices": MANY,
+    }
+    calls = call(start, "tma_sm90", kv="e2m1", **change)
+    of_k, of_v = (c for c in calls if c["call"] == "tensor_map")
+    assert of_k["address"] == (min(k, v) if joined else k) and of_v["address"] == v
+    assert of_k["dimensions"][2] == [2, V - K, 2] if joined else of_k["dimensions"][2][0] == 1
+    (one,) = launches(calls)
+    assert one["name"] == "batch_decode_tma_8"
+    q = {"q": Tensor(Q, (BATCH, 72, 128), "bf16"), "out": Tensor(0x7F004000000, (BATCH, 72, 128), "bf16")}
+    (one,) = launches(call(start, "tma_sm90", kv="e2m1", **change, **q))
+    assert one["name"] == "batch_decode_tma"
+
+
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("kv", ["bf16", "e4m3"])
 def test_the_kernel_of_all_gpus_asks_for_no_more_shared_memory_than_the_smallest_has(kv: str, dim: int) -> None:

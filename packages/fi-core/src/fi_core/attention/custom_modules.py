@@ -236,11 +236,17 @@ def gen_customize_batch_attention_module(
     The arguments that are not listed are those of gen_customize_batch_decode_module.
 
     Args:
-        use_logits_soft_cap, use_profiler: without effect.
+        use_logits_soft_cap: without effect.
+        use_profiler: must be False.
 
     Returns:
         VariantModules.
+
+    Raises:
+        NotImplementedError: use_profiler.
     """
+    if use_profiler:
+        raise NotImplementedError("use_profiler: not supported, profile with fi-bench or Nsight; pass False")
     given = (
         uri, dtype_q, dtype_kv, dtype_o, idtype, head_dim_qk, head_dim_vo, additional_tensor_names,
         additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes, variant_name, variant_decl,

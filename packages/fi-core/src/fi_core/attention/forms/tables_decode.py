@@ -314,17 +314,15 @@ def trtllm_batch_decode_with_kv_cache(
         KeyError: backend or kv_layout.
         ValueError: shape, dtype or device.
         NotImplementedError: NVFP4 output; sparse blocks or context parallelism with cum_seq_lens_q or mask; sparse
-            blocks or kv_cache_sf with separate tables of K and V; sparse blocks with kv_cache_sf.
+            blocks with separate tables of K and V or with kv_cache_sf.
     """
     import torch
 
     if backend not in _BACKENDS:
         raise UnknownWordError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
     refuse_nvfp4(out, out_dtype, o_sf_scale, o_sf_vec_size)
-    if not uses_shared_paged_kv_idx and (enable_block_sparse_attention or kv_cache_sf is not None):
-        raise unsupported(
-            "uses_shared_paged_kv_idx", False, "pass one table with enable_block_sparse_attention or kv_cache_sf"
-        )
+    if not uses_shared_paged_kv_idx and enable_block_sparse_attention:
+        raise unsupported("uses_shared_paged_kv_idx", False, "pass one table with enable_block_sparse_attention")
     others = (cum_seq_lens_q is not None, mask is not None, cp_world > 1 and window_left >= 0)
     if (enable_block_sparse_attention or cp_world != 1 or causal_seqlens_kv_global is not None) and any(others):
         raise unsupported(

@@ -221,13 +221,11 @@ def trtllm_batch_context_with_kv_cache(
         KeyError: backend or kv_layout.
         ValueError: shape, dtype or device. Tables that lie: on the CPU; on CUDA with FI_CHECK=1
             at import, which synchronises.
-        NotImplementedError: NVFP4 output; kv_cache_sf with separate tables of K and V.
+        NotImplementedError: NVFP4 output.
     """
     if backend not in _BACKENDS:
         raise UnknownWordError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
     refuse_nvfp4(out, out_dtype, None if o_sf_scale == 1.0 else o_sf_scale, o_sf_vec_size)
-    if kv_cache_sf is not None and not uses_shared_paged_kv_idx:
-        raise unsupported("uses_shared_paged_kv_idx", False, "pass one table with kv_cache_sf")
     cache = cache_pair(kv_cache, kv_layout)
     check_nvfp4(kv_cache_sf, cache[0], "kv_cache")
     k_scales, v_scales = scales_of(kv_cache_sf, kv_layout)

@@ -59,6 +59,7 @@ class DecodeConfig(NamedTuple):
     whole_rows: int = 0  # 1: a TMA copy loads whole rows of keys
     evict_first_mb: int = 0  # MB of keys and values of a batch up to which L2 evicts them first
     keys_per_copy: int = 1  # most keys of one TMA copy
+    q_rows: int = 16  # most packed rows of a query tile
 
 
 def _cuda_core_unit(axes: Values) -> Unit:
@@ -132,29 +133,44 @@ def _mma_unit(axes: Values) -> Unit:
 
 def _tma_unit(axes: Values) -> Unit:
     """mma.sync with a TMA pipeline, for Hopper."""
+    types, q_bytes, _, line = _device_types(axes)
+    dim, fp4 = axes["head_dim"], axes["kv"] == "e2m1"
+    entries = [_tma_entry(axes, rows) for rows in ((8, Q_TILE) if fp4 else (Q_TILE,))]
+    if dim <= 128 and not fp4:
+        entries.append(_cluster_entry(types, dim, q_bytes, line, bool(entries[0].config.whole_rows)))
+    return with_tables(Unit("fi/attention/decode/batch_decode_sm90.cuh", "BatchDecodeParams", tuple(entries)), axes)
+
+
+def _tma_entry(axes: Values, rows: int) -> Entry:
+    """rows: the most of a query tile; 8 only with NVFP4."""
     types, q_bytes, kv_bytes, line = _device_types(axes)
     dim, tune = axes["head_dim"], TMA
     fp4 = axes["kv"] == "e2m1"
     whole = fp4 or (tune.whole_rows and dim * kv_bytes % 128 == 0)
     # Stages of 32 KB. fp8 keys, b64 kv8k: 32 keys per warp 287 us, 16 (stages of 64 keys) 364, 8 warps 297.
-    warps, warp_keys = (4 if dim <= 128 else 2), (32 if kv_bytes == 1 or line <= 128 else 16)
-    if fp4:
-        warps = 8 if dim <= 128 else 4  # a conversion takes longer than one warp a scheduler has time for
-    keys = warps * warp_keys
+    warps, groups, warp_keys = (4 if dim <= 128 else 2), 1, (32 if kv_bytes == 1 or line <= 128 else 16)
+    if fp4:  # a conversion takes longer than one warp a scheduler has time for
+        warps, groups = FP4_WARPS[dim, rows]
+    keys = warps // groups * warp_keys
     scales = 2 * keys * dim // 16 if fp4 else 0
     stage = 2 * keys * line + scales
-    rest = warps * Q_TILE * ((dim + 8) * 4 + 8) + 4 * (Q_TILE * (dim * q_bytes + 16) + 40 + 16) + 7 * 8 + 24 + 1024
+    rest = warps * rows * ((dim + 8) * 4 + 8) + 4 * (rows * (dim * q_bytes + 16) + 40 + 16) + 7 * 8 + 24 + 1024
     stages = (227 * 1024 - rest) // (stage + 24)
     long = stages if fp4 else min(max(2, tune.bytes_in_flight // stage), stages)
     stages = stages if kv_bytes > 1 else long  # fp8 keys, b16 kv4k 8/1: 22.4 us, five stages 23.4
     shared = rest + stages * (stage + 24)
     if fp4:
         shared = round_up(shared - stages * scales, 16) + stages * scales
-    body = f"batch_decode_tma<{types}, {dim}, {warps}, {warp_keys}, {stages}, {long}, {str(whole).lower()}, {shared}>"
-    config = DecodeConfig(DecodeKind.TMA, dim, int(whole), tune.evict_first_mb, min(keys, KV_TILE))
-    entry = Entry("batch_decode_tma", body, warps * 32 + (128 if fp4 else 96), config, shared, 1)
-    entries = (entry, _cluster_entry(types, dim, q_bytes, line, whole)) if dim <= 128 and not fp4 else (entry,)
-    return with_tables(Unit("fi/attention/decode/batch_decode_sm90.cuh", "BatchDecodeParams", entries), axes)
+    numbers = f"{dim}, {warps}, {warp_keys}, {stages}, {long}, {str(whole).lower()}, {shared}, {groups}, {rows}"
+    config = DecodeConfig(DecodeKind.TMA, dim, int(whole), tune.evict_first_mb, min(keys, KV_TILE), rows)
+    name = "batch_decode_tma" if rows == Q_TILE else f"batch_decode_tma_{rows}"
+    return Entry(name, f"batch_decode_tma<{types}, {numbers}>", warps * 32 + (128 if fp4 else 96), config, shared, 1)
+
+
+# Of NVFP4 keys, by head dim and most rows of a query tile: consumer warps, and their groups, which take turns.
+FP4_WARPS = {
+    (64, 8): (12, 3), (64, 16): (8, 2), (128, 8): (12, 3), (128, 16): (8, 2), (256, 8): (4, 1), (256, 16): (4, 1),
+}  # fmt: skip
 
 
 def _cluster_entry(types: str, dim: int, q_bytes: int, line: int, whole: bool, gather: bool = False) -> Entry:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import last_value, unpack
+from fi_core.attention.contract import last_value, row_elements, unpack
 from fi_core.attention.wrappers import mixed_trace
 from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
@@ -142,6 +142,8 @@ class BatchPODWithPagedKVCacheWrapper:
         enable_pdl: bool | None = None,
         *,
         variant_args: Sequence[Any] = (),
+        kv_cache_sf_p: Any = None,
+        kv_cache_sf_d: Any = None,
     ) -> Any:
         """Attention of the planned prompts (`_p`) and of the planned decode batch (`_d`).
 
@@ -154,6 +156,7 @@ class BatchPODWithPagedKVCacheWrapper:
             return_lse: also return the lse of both.
             use_fp16_qk_reduction: without effect; sums are fp32.
             variant_args: with jit_args, the variant's tensors and scalars in order of declaration.
+            kv_cache_sf_p, kv_cache_sf_d: the scales of NVFP4 caches, as kv_cache_sf of both.
 
         Returns:
             (out_p, out_d), or ((out_p, lse_p), (out_d, lse_d)).
@@ -172,7 +175,7 @@ class BatchPODWithPagedKVCacheWrapper:
         pair_p = unpack(paged_kv_cache_p, prefill._kv_layout, "paged_kv_cache_p")
         pair_d = _, v_d = unpack(paged_kv_cache_d, decode._kv_layout, "paged_kv_cache_d")
         prefill._num_ctas = ctas = divide(decode, v_d, self._operations(prefill._causal))
-        out_d = q_d.new_empty(*q_d.shape[:-1], v_d.shape[-1], dtype=decode._cached_o_data_type)
+        out_d = q_d.new_empty(*q_d.shape[:-1], row_elements(v_d), dtype=decode._cached_o_data_type)
         lse_d = torch.empty(q_d.shape[:-1], dtype=torch.float32, device=q_d.device) if return_lse else None
         options: dict[str, Any] = {
             "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "return_lse": return_lse,
@@ -181,8 +184,8 @@ class BatchPODWithPagedKVCacheWrapper:
         found = side_by_side(
             ctas,
             decode.device,
-            lambda: prefill.run(q_p, pair_p, *variant_args, **options),
-            lambda: decode.run(q_d, pair_d, *variant_args, out=out_d, lse=lse_d, **options),
+            lambda: prefill.run(q_p, pair_p, *variant_args, kv_cache_sf=kv_cache_sf_p, **options),
+            lambda: decode.run(q_d, pair_d, *variant_args, out=out_d, lse=lse_d, kv_cache_sf=kv_cache_sf_d, **options),
         )
         return (found, (out_d, lse_d)) if return_lse else (found, out_d)
 

@@ -146,7 +146,15 @@ class MultiLevelCascadeAttentionWrapper:
     begin_forward = plan
 
     @fi_api(trace=trace.cascade, planned=trace.PLANNED_CASCADE)
-    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        *,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        kv_cache_sf: Any = None,
+    ) -> torch.Tensor:
         """Attention of the planned batch over the keys of all levels.
 
         The errors are those of `BatchPrefillWithPagedKVCacheWrapper.run`.
@@ -154,16 +162,18 @@ class MultiLevelCascadeAttentionWrapper:
         Args:
             q: `[rows, num_qo_heads, head_dim]`.
             paged_kv_cache: the cache of all levels, as in `BatchPrefillWithPagedKVCacheWrapper.run`.
+            k_scale, v_scale, kv_cache_sf: likewise (not arguments of FlashInfer's method).
 
         Returns:
             `[rows, num_qo_heads, head_dim]` in q's dtype.
         """
         *shared, last = self._planned_levels
+        options: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "kv_cache_sf": kv_cache_sf}
         if not shared:
-            return last.run(q, paged_kv_cache)  # type: ignore[no-any-return]
-        out, lse = last.run(q, paged_kv_cache, return_lse=True)
+            return last.run(q, paged_kv_cache, **options)  # type: ignore[no-any-return]
+        out, lse = last.run(q, paged_kv_cache, return_lse=True, **options)
         for wrapper in shared:
-            merge_state_in_place(out, lse, *wrapper.run(q, paged_kv_cache, return_lse=True))
+            merge_state_in_place(out, lse, *wrapper.run(q, paged_kv_cache, return_lse=True, **options))
         return out  # type: ignore[no-any-return]
 
     forward = run

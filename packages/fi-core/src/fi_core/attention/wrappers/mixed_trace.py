@@ -322,7 +322,8 @@ def _only(template: TraceTemplate, *absent: str) -> Callable[..., TraceTemplate 
     return select
 
 
-_OTHERS = ("k_scale", "v_scale", "q_scale", "kv_cache_sf", "variant_args", "return_lse")
+_OTHERS = ("k_scale", "v_scale", "q_scale", "kv_cache_sf", "kv_cache_sf_p", "kv_cache_sf_d", "variant_args",
+           "return_lse")  # fmt: skip
 mixed = _only(MIXED, *_OTHERS)
 pod = _only(
     POD, *_OTHERS, "custom_mask_p", "packed_custom_mask_p", "kv_layout_p", "pos_encoding_mode_p", "sm_scale_p",

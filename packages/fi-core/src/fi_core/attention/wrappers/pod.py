@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, code, unpack, unsupported
+from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, code, row_elements, unpack, unsupported
 from fi_core.attention.custom import derived_scalars
 from fi_core.attention.forms.single_prefill import single_prefill_with_kv_cache
 from fi_core.attention.forms.tables_prefill import attend_once
@@ -167,6 +167,8 @@ class PODWithPagedKVCacheWrapper:
         enable_pdl: bool | None = None,
         *args: Any,
         variant_args: Sequence[Any] = (),
+        kv_cache_sf_p: Any = None,
+        kv_cache_sf_d: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of the request (`_p`) and of the planned batch (`_d`).
 
@@ -176,18 +178,19 @@ class PODWithPagedKVCacheWrapper:
             causal_d, kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d: without
                 effect; the plan and the constructor have them.
             custom_mask_d, packed_custom_mask_d: must be None.
-            q_scale, k_scale, v_scale: of decode.
+            q_scale, k_scale, v_scale: of decode; k_scale and v_scale also of the request if kv_cache_sf_p is given.
             return_lse_p, return_lse_d: without effect.
             use_fp16_qk_reduction: without effect; sums are fp32.
             enable_pdl: as in `BatchDecodeWithPagedKVCacheWrapper.run`.
             args, variant_args: with jit_args, the variants' tensors and scalars in order of declaration; one of both.
+            kv_cache_sf_p, kv_cache_sf_d: the scales of NVFP4 keys, as kv_cache_sf of both functions.
 
         Returns:
             (out_p, out_d), `[qo_len, num_qo_heads, head_dim]` and `[batch_size, num_qo_heads, head_dim]`.
 
         Raises:
-            NotImplementedError: masks of decode, and of prefill with a variant. Other errors are those of the two
-                functions.
+            NotImplementedError: masks of decode; masks and kv_cache_sf_p with a variant.
+            Other errors are those of the two functions.
         """
         for name, mask in (("custom_mask_d", custom_mask_d), ("packed_custom_mask_d", packed_custom_mask_d)):
             if mask is not None:
@@ -195,16 +198,18 @@ class PODWithPagedKVCacheWrapper:
         if self._decode._plan_info is None:
             raise self._decode._no_plan()
         _, v_d = unpack(paged_kv_cache_d, self._decode._kv_layout, "paged_kv_cache_d")
-        out_d = q_d.new_empty(*q_d.shape[:-1], v_d.shape[-1], dtype=self._decode._cached_o_data_type)
+        out_d = q_d.new_empty(*q_d.shape[:-1], row_elements(v_d), dtype=self._decode._cached_o_data_type)
         for name, x in (("q_p", q_p), ("k_p", k_p), ("v_p", v_p)):
             if x.ndim != 3:
                 raise ValueError(f"{name}: 3 dimensions are required; got shape {tuple(x.shape)}")
-        kv_len, dims = k_p.shape[code(LAYOUTS, kv_layout_p, "kv_layout_p")], q_p.shape[2] + v_p.shape[2]
+        kv_len, dims = k_p.shape[code(LAYOUTS, kv_layout_p, "kv_layout_p")], q_p.shape[2] + row_elements(v_p)
         ctas = divide(self._decode, v_d, operations(q_p.shape[1], dims, bool(causal_p), [(q_p.shape[0], kv_len)]))
         extra = (*args, *variant_args)
 
         def prefill() -> Any:
             if self._variant is not None:
+                if kv_cache_sf_p is not None:
+                    raise unsupported("kv_cache_sf_p", None, "pass the scales to the variant as one of its tensors")
                 for name, mask in (("custom_mask_p", custom_mask_p), ("packed_custom_mask_p", packed_custom_mask_p)):
                     if mask is not None:
                         raise unsupported(name, mask, "pass it to the variant as one of its tensors")
@@ -214,6 +219,8 @@ class PODWithPagedKVCacheWrapper:
                 q_p, k_p, v_p, custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p, causal=causal_p,
                 kv_layout=kv_layout_p, pos_encoding_mode=pos_encoding_mode_p, sm_scale=sm_scale_p,
                 window_left=window_left_p, rope_scale=rope_scale_p, rope_theta=rope_theta_p, num_ctas=ctas,
+                k_scale=None if kv_cache_sf_p is None else k_scale, v_scale=None if kv_cache_sf_p is None else v_scale,
+                kv_cache_sf=kv_cache_sf_p,
             )  # fmt: skip
 
         out_p = side_by_side(
@@ -222,7 +229,7 @@ class PODWithPagedKVCacheWrapper:
             prefill,
             lambda: self._decode.run(
                 q_d, paged_kv_cache_d, *extra, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out_d,
-                enable_pdl=enable_pdl,
+                enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf_d,
             ),
         )  # fmt: skip
         return out_p, out_d

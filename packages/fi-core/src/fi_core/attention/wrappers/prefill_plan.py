@@ -18,7 +18,6 @@ from fi_core.attention.contract import (
     kv_type,
     last_value,
     per_head,
-    row_elements,
     scale_product,
     scales_of,
 )
@@ -275,6 +274,7 @@ class BatchPrefillPlan(BatchWrapper):
     def _set_types(self, q: Any, kv: Any, o: Any) -> None:
         types = data_types(q, kv, o, None)
         self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type = types
+        self._nvfp4 = kv_type(types[1]) == "e2m1"
 
     def _replan(
         self,
@@ -378,7 +378,8 @@ class BatchPrefillPlan(BatchWrapper):
                 f"k and v (paged_kv_cache): kv_data_type {self._cached_kv_data_type} was planned; got {k.dtype} and "
                 f"{v.dtype}"
             )
-        check_nvfp4(kv_cache_sf, k, "k (paged_kv_cache)")
+        if self._nvfp4 is (kv_cache_sf is None):
+            check_nvfp4(kv_cache_sf, k, "k (paged_kv_cache)")
         rows, shape = self._qo_indptr_last, q.shape
         fits = rows is None or shape[0] == rows or (self._use_cuda_graph and shape[0] > rows)
         if len(shape) != 3 or not fits or shape[1] != self._num_qo_heads or shape[2] != self._head_dim_qk:
@@ -387,7 +388,7 @@ class BatchPrefillPlan(BatchWrapper):
                 f"q: shape ({first}, {self._num_qo_heads}, {self._head_dim_qk}) was planned (qo_indptr[-1] rows); "
                 f"got {tuple(q.shape)}"
             )
-        if row_elements(v) != self._head_dim_vo:
+        if v.shape[-1] << self._nvfp4 != self._head_dim_vo:
             raise ValueError(f"v: head_dim_vo {self._head_dim_vo} was planned; got shape {tuple(v.shape)}")
 
     def _attend(
@@ -411,7 +412,9 @@ class BatchPrefillPlan(BatchWrapper):
         """Allocates the missing results and launches."""
         import torch
 
-        k_scales, v_scales = scales_of(kv_cache_sf, self._kv_layout, self._paged_kv_indices_buf is not None)
+        k_scales = v_scales = None
+        if kv_cache_sf is not None:
+            k_scales, v_scales = scales_of(kv_cache_sf, self._kv_layout, self._paged_kv_indices_buf is not None)
         rows, heads, _ = q.shape
         shape, out_dtype = (rows, heads, self._head_dim_vo), self._out_dtype()
         zero_padded_rows = False
@@ -422,9 +425,11 @@ class BatchPrefillPlan(BatchWrapper):
             zero_padded_rows = self._qo_indptr_last != rows
             if zero_padded_rows and self._cudnn is not None:
                 out = q.new_zeros(shape, dtype=out_dtype)
+            elif out_dtype is q.dtype and self._head_dim_vo == self._head_dim_qk:
+                out = torch.empty_like(q, memory_format=torch.contiguous_format)
             else:
-                out = q.new_empty(*shape) if out_dtype is q.dtype else q.new_empty(*shape, dtype=out_dtype)
-        written, factor = lse, log_base(lse_base)
+                out = q.new_empty(*shape, dtype=out_dtype)
+        written, factor = lse, 1.0 if lse_base == "log2" else log_base(lse_base)
         if lse is not None or return_lse:
             wanted = lse_shape(lse_layout, rows, heads)
             if lse is not None:
@@ -432,8 +437,12 @@ class BatchPrefillPlan(BatchWrapper):
             if lse is None or lse_layout == "HN":
                 written = q.new_empty(rows, heads, dtype=torch.float32)
         scale = self._head_dim_qk**-0.5 if self._sm_scale is None else self._sm_scale
-        scale, bmm1 = scale_product(scale, q_scale, k_scale)
-        out_scale, bmm2 = scale_product(1.0, v_scale)
+        bmm1 = bmm2 = None
+        out_scale = 1.0
+        if q_scale is not None or k_scale is not None:
+            scale, bmm1 = scale_product(scale, q_scale, k_scale)
+        if v_scale is not None:
+            out_scale, bmm2 = scale_product(1.0, v_scale)
         by_head: tuple[Any, Any, Any] = (None, None, None)
         custom = self._custom_mask_buf if self._items is None else None
         encoding, causal, variant = self._encoding, self._causal, None
@@ -471,13 +480,15 @@ class BatchPrefillPlan(BatchWrapper):
             if out_scale != 1.0 or bmm2 is not None:
                 out.mul_(out_scale if bmm2 is None else bmm2 * out_scale)
         else:
+            # What `run` compares with the plan need not be read again; POD gives masks to single runs.
+            repeats = variant is custom is bmm1 is bmm2 is None and not args and type(q) is torch.Tensor
             ran = ops.batch_prefill(  # by position, as declared: 22 names cost 0.9 us
                 out, written, self._schedule, q, k, v, self._layout, self._batch_size, self._q_tile_tokens,
                 self._paged_kv_indices_buf, self._partials if self._splits_kv else None, causal, encoding,
                 self._window_left, self._logits_soft_cap, scale, out_scale, self._rope_scale, self._rope_theta, sinks,
                 by_head[0], by_head[1], by_head[2], bmm1, bmm2, custom, self._mask_indptr_buf, self._prefix_len_ptr,
                 self._items, self._kv_tokens, zero_padded_rows, self._num_ctas, k_scales, v_scales, enable_pdl,
-                backend=self._allowed, variant=variant,
+                backend=self._allowed, keep=self._kept if repeats else None, variant=variant,
             )  # fmt: skip
             self.last_choice = ran or self.last_choice
         if written is None:

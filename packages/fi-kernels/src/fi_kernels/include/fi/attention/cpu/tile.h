@@ -146,8 +146,8 @@ class CpuTile {
     load(value_rows(), p_->head_dim_vo, v_.data(), vo_, h, key, keys);
     const KvScales& s = p_->kv_scales;
     if (s.v)
-      multiply_scales({s.v, s.v_token, s.v_head, s.v_page, pages_.pages}, p_->head_dim_vo, v_.data(), vo_, h, key,
-                      keys);
+      multiply_scales({s.v, s.v_token, s.v_head, s.v_page, pages_.pages + pages_.v_table_offset}, p_->head_dim_vo,
+                      v_.data(), vo_, h, key, keys);
   }
 
   void step_few_rows(int32_t key, int32_t keys) {

@@ -5,7 +5,7 @@
 #include "fi/attention/decode/dynamic_scheduler.cuh"
 #include "fi/attention/decode/scale_stages.cuh"
 #include "fi/attention/decode/split_kv_epilogue.cuh"
-#include "fi/attention/decode/warp_mma_tile.cuh"
+#include "fi/attention/decode/warp_fp4_tile.cuh"
 #include "fi/cuda/ptx/bulk_sm90.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
 
@@ -98,7 +98,7 @@ struct DecodeMmaKernel {
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kOutputPitch = kDim + 8;
   using KvTile = typename KvTileOf<KV, kDim, kKeys>::Type;
-  using Tile = WarpMmaTile<T, Q, KV, kDim, KvTile, kKeys>;
+  using Tile = typename DecodeTileOf<T, Q, KV, kDim, KvTile, kKeys>::Type;
   using Scales = ScaleStages<KV, kDim, kKeys, kStages>;
 
   struct Ring : Scales {
@@ -128,7 +128,7 @@ struct DecodeMmaKernel {
   struct Slices {
     int low, high, key;
     int64_t k_offset, v_offset;
-    int64_t page, slot;  // only for NVFP4
+    int64_t page, v_page, slot;  // only for NVFP4
   };
   FI_DEVICE void look_up(const DecodeWorkTile& s, Slices& at) const {
     const int j = at.key + lane % kKeys;
@@ -140,7 +140,7 @@ struct DecodeMmaKernel {
     }
     at.k_offset = page * params.k_page + slot * params.problem.k_token;
     at.v_offset = v_page * params.v_page + slot * params.problem.v_token;
-    if constexpr (Tile::kFp4) at.page = page, at.slot = slot;
+    if constexpr (Tile::kFp4) at.page = page, at.v_page = v_page, at.slot = slot;
   }
 
   // policy: of L2, on sm_90.
@@ -192,7 +192,7 @@ struct DecodeMmaKernel {
       const AttentionProblem& p = params.problem;
       const auto problem = [&] { return params.keys_of(s.request, s.kv_len, shared.scheduler.bmm1); };
       const auto first = [&] { return s.begin * kDecodeKvTile + warp * kKeys; };
-      Slices at{max(s.begin * kDecodeKvTile, problem().mask.first_key(0)), params.end_key(s), first(), 0, 0, 0, 0};
+      Slices at{max(s.begin * kDecodeKvTile, problem().mask.first_key(0)), params.end_key(s), first(), 0, 0, 0, 0, 0};
       const int kv_head = params.kv_head(s.q_tile);
       const KV* k = static_cast<const KV*>(p.k) + kv_head * p.k_head;
       const KV* v = static_cast<const KV*>(p.v) + kv_head * p.v_head;
@@ -210,7 +210,7 @@ struct DecodeMmaKernel {
           Ring& ring = shared.rings[warp];
           const int j = at.key + lane;
           if (lane < kKeys && at.key < at.high)
-            copy_scales<kDim>(p.kv_scales, at.page, static_cast<int>(at.slot), kv_head, j >= at.low && j < at.high,
+            copy_scales<kDim>(p.kv_scales, at.page, at.v_page, at.slot, kv_head, j >= at.low && j < at.high,
                               ring.k_scales(stage) + lane * kDim / 16, ring.v_scales(stage) + lane * kDim / 16);
         }
         cp_async_commit();

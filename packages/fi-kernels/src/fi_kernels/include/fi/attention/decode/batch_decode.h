@@ -27,6 +27,7 @@ struct BatchDecodeParams {
   int32_t batch, num_ctas, num_ranges, draft_row;
   int32_t out_aligned;               // four elements of out may be stored at once
   int32_t box_keys_log2;             // one TMA copy loads 2^box_keys_log2 keys
+  int32_t joined;                    // k_map loads NVFP4 keys and values: 1, or -1 if values are first; 0: only keys
   int32_t multiprocessors;           // of the device; fewer CTAs share it with another kernel
   int32_t evict_first_tiles;         // batches of fewer KV tiles are the first that L2 evicts
   int64_t index_bytes, query_bytes;  // from the first to the last element of page_indices and q

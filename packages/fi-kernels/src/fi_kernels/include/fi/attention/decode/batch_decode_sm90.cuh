@@ -6,7 +6,7 @@
 #include "fi/attention/decode/cluster_sm90.cuh"
 #include "fi/attention/decode/dynamic_scheduler.cuh"
 #include "fi/attention/decode/scale_stages.cuh"
-#include "fi/attention/decode/warp_mma_tile.cuh"
+#include "fi/attention/decode/warp_fp4_tile.cuh"
 #include "fi/cuda/pipeline_sm90.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/shared_memory.cuh"
@@ -15,12 +15,14 @@
 
 namespace fi {
 
-// kWarps consumer warps, of which each processes kWarpKeys of a stage. Long work ranges use kLong of the kStages
-// stages.
-template <class T, class Q, class KV, int kDim, int kWarps, int kWarpKeys, int kStages, int kLong, bool kWhole>
+// kWarps consumer warps in kGroups groups, which take the stages in turns; each warp of a group processes kWarpKeys of
+// a stage. Long work ranges use kLong of the kStages stages. kRows: the most rows of a q tile.
+template <class T, class Q, class KV, int kDim, int kWarps, int kWarpKeys, int kStages, int kLong, bool kWhole,
+          int kGroups = 1, int kRows = kDecodeQTile>
 struct DecodeTmaKernel {
-  static constexpr int kThreads = kWarps * 32;      // of the consumers
-  static constexpr int kKeys = kWarps * kWarpKeys;  // of a stage
+  static constexpr int kThreads = kWarps * 32;  // of the consumers
+  static constexpr int kGroupWarps = kWarps / kGroups;
+  static constexpr int kKeys = kGroupWarps * kWarpKeys;  // of a stage
   static constexpr bool kFp4 = kIsE2m1<KV>;
   static constexpr int kOutputPitch = kDim + 8;
   static constexpr int kWorkStages = 4;   // work tiles published at a time
@@ -30,22 +32,25 @@ struct DecodeTmaKernel {
   static constexpr int kDirect = 40;
   // Ranges of fewer KV tiles use all stages. H200, b1 kv8k: 21.1 us, without 21.6.
   static constexpr int kShortRange = 12;
-  using KvTile = typename KvTileOf<KV, kDim, kKeys>::Type;
-  using Tile = WarpMmaTile<T, Q, KV, kDim, KvTile, kWarpKeys>;
+  using KvTile = typename KvTileOf<KV, kDim, kKeys, true>::Type;
+  using Tile = typename DecodeTileOf<T, Q, KV, kDim, KvTile, kWarpKeys, kRows>::Type;
   using Scales = ScaleStages<KV, kDim, kKeys, kStages>;
   static constexpr int kKeyBytes = KvTile::kBytes / kKeys;  // in a stage
   static constexpr int kScaleThreads = kFp4 ? 32 : 0;       // which arrive for each stage
   // With eight consumer warps each needs more than an equal share.
   static constexpr bool kMovesRegisters = kWarps > 4;
-  static constexpr int kProducerRegisters = 88, kConsumerRegisters = 200;
+  static constexpr int kProducerRegisters = 104, kConsumerRegisters = kWarps > 8 ? 136 : 200;
+  static_assert(!kMovesRegisters ||
+                registers_fit(kWarps / 4 * kConsumerRegisters + kProducerRegisters, kWarps / 4 + 1));
 
   struct Tiles {
-    char k[kStages][KvTile::kBytes], v[kStages][KvTile::kBytes];
-    float output[kWarps][kDecodeQTile][kOutputPitch];
-    Q queries[kWorkStages][kDecodeQTile][Tile::kPitch];
-    float2 states[kWarps][kDecodeQTile];
+    char kv[2][kStages][KvTile::kBytes];  // keys, then values; of NVFP4 stages of both
+    float output[kWarps][kRows][kOutputPitch];
+    Q queries[kWorkStages][kRows][Tile::kPitch];
+    float2 states[kWarps][kRows];
     DecodeWorkTile work_tiles[kWorkStages];
-    Barrier k_full[kStages];        // K arrives before V; the stages of both are freed together
+    // K arrives before V; the stages of both are freed together. Of NVFP4 the first and the second half of the keys.
+    Barrier k_full[kStages];
     Pipeline<kStages> kv_pipeline;  // full: V has arrived
     Pipeline<kWorkStages> work_pipeline;
     Pipeline<1> output_pipeline;
@@ -66,7 +71,7 @@ struct DecodeTmaKernel {
 
   FI_DEVICE void init() const {
     for (Barrier& full : shared.k_full) full.init(1 + kScaleThreads);
-    shared.kv_pipeline.init(1 + kScaleThreads, kWarps);
+    shared.kv_pipeline.init(1 + kScaleThreads, kGroupWarps);
     shared.work_pipeline.init(33, kThreads + 32 + kScaleThreads);
     shared.output_pipeline.init(kThreads, 32);
     shared.partials_full.init(1);
@@ -89,14 +94,17 @@ struct DecodeTmaKernel {
   struct Boxes {
     DecodeWorkTile s;
     int low, high, page, slot, next_page, next_slot;
+    int v_page, next_v_page;  // of NVFP4 with separate tables
   };
-  FI_DEVICE void look_up(const Boxes& b, int window, int& page, int& slot, bool values) const {
+  FI_DEVICE void look_up(const Boxes& b, int window, int& page, int& v_page, int& slot, bool values) const {
     const int64_t key =
         static_cast<int64_t>(b.s.begin) * kDecodeKvTile + ((window * 32 + lane) << params.box_keys_log2);
-    page = slot = 0;
+    page = v_page = slot = 0;
     if (key >= b.high || key + (1 << params.box_keys_log2) <= b.low) return;
     const auto index = static_cast<int>(divide(static_cast<uint32_t>(key), params.page_size));
-    page = params.page_indices[b.s.first_page + index + (kSplitTables && values ? params.v_table_offset : 0)];
+    const int32_t* const ids = params.page_indices + b.s.first_page + index;
+    page = ids[kSplitTables && !kFp4 && values ? params.v_table_offset : 0];
+    if constexpr (kSplitTables && kFp4) v_page = ids[params.v_table_offset];
     slot = static_cast<int>(key) - index * static_cast<int>(params.page_size.value);
   }
   // The dynamic ranges, which V's producer warp takes and passes to K's.
@@ -137,11 +145,11 @@ struct DecodeTmaKernel {
       return;
     }
     b.low = low(b.s), b.high = high(b.s);
-    look_up(b, 0, b.page, b.slot, ranges.values);
-    look_up(b, 1, b.next_page, b.next_slot, ranges.values);
+    look_up(b, 0, b.page, b.v_page, b.slot, ranges.values);
+    look_up(b, 1, b.next_page, b.next_v_page, b.next_slot, ranges.values);
   }
 
-  // By one warp for the keys and one for the values and the queries.
+  // By one warp for the keys and one for the values and the queries; of NVFP4 each loads half of the boxes, both parts.
   FI_DEVICE void produce(bool values, DecodeTileScheduler& scheduler) const {
     const uint64_t policy = scheduler.header.cost < params.evict_first_tiles ? kEvictFirst : kEvictNormal;
     Boxes now, then;
@@ -198,17 +206,20 @@ struct DecodeTmaKernel {
   template <class Then>
   FI_DEVICE void load_keys(Boxes& b, bool values, uint64_t policy, int stages, PipelineState& at, Then&& then) const {
     const int shift = params.box_keys_log2, boxes = kKeys >> shift, head = params.kv_head(b.s.q_tile);
-    const TensorMap& map = values ? params.v_map : params.k_map;
-    char* const ring = values ? shared.v[0] : shared.k[0];
+    const TensorMap& map = values && !kFp4 ? params.v_map : params.k_map;
+    constexpr int kStageBytes = kFp4 ? 2 * KvTile::kBytes : KvTile::kBytes;
+    char* const ring = shared.kv[values && !kFp4][0];
     Barrier* const full = values ? shared.kv_pipeline.full : shared.k_full;
     int first_box = 0;  // of the stage, in the segment
 #pragma unroll 1
     for (int key = b.s.begin * kDecodeKvTile; key < b.high || first_box == 0; key += kKeys, first_box += boxes) {
       if (key < b.high) {
         shared.kv_pipeline.acquire(at);
-        const int to = (min(b.high - key, kKeys) + (1 << shift) - 1) >> shift;
-        const int from = min(max(b.low - key, 0) >> shift, to);  // a stage smaller than a KV tile may end before low
-        if (lane == 0) full[at.stage].arrive_expect((to - from) * (kKeyBytes << shift));
+        int to = (min(b.high - key, kKeys) + (1 << shift) - 1) >> shift;
+        if (kFp4 && !values) to = min(to, boxes / 2);
+        // A stage smaller than a KV tile may end before low.
+        const int from = min(max(max(b.low - key, 0) >> shift, kFp4 && values ? boxes / 2 : 0), to);
+        if (lane == 0) full[at.stage].arrive_expect((to - from) * ((kFp4 ? 2 : 1) * kKeyBytes << shift));
         __syncwarp();
 #pragma unroll 1
         for (int done = 0; done < boxes;) {
@@ -216,11 +227,11 @@ struct DecodeTmaKernel {
           const int box = done + lane - index;
           const int these = min(boxes - done, 32 - index);
           if (lane >= index && lane < index + these && box >= from && box < to)
-            copy(ring + at.stage * KvTile::kBytes, map, full[at.stage], box << shift, b.slot, head, b.page, policy);
+            copy(ring + at.stage * kStageBytes, map, full[at.stage], box << shift, head, b, policy);
           done += these;
           if (index + these == 32) {
-            b.page = b.next_page, b.slot = b.next_slot;
-            look_up(b, (first_box + done) / 32 + 1, b.next_page, b.next_slot, values);
+            b.page = b.next_page, b.v_page = b.next_v_page, b.slot = b.next_slot;
+            look_up(b, (first_box + done) / 32 + 1, b.next_page, b.next_v_page, b.next_slot, values);
           }
         }
         at.advance(stages);
@@ -230,15 +241,22 @@ struct DecodeTmaKernel {
   }
 
   // By one lane. key: the first key of the box, counted in the stage.
-  FI_DEVICE void copy(char* to, const TensorMap& map, Barrier& barrier, int key, int slot, int head, int page,
+  FI_DEVICE void copy(char* stage, const TensorMap& map, Barrier& barrier, int key, int head, const Boxes& b,
                       uint64_t policy) const {
-    tma_load_tile<kWhole ? 1 : kDim>(reinterpret_cast<KV*>(to + key * kKeyBytes),
-                                     (128 / sizeof(KV)) << params.box_keys_log2, map, barrier, 0, slot, 0, head, page,
-                                     policy);
+    KV* const to = reinterpret_cast<KV*>(stage + key * (kFp4 ? 2 * kKeyBytes : kKeyBytes));
+    const int line = (128 / sizeof(KV)) << params.box_keys_log2;
+    tma_load_tile<kWhole ? 1 : kDim>(to, line, map, barrier, 0, b.slot, 0, head, b.page, policy);
+    if (kFp4 && !params.joined)
+      tma_load_tile<1>(to + (kKeyBytes << params.box_keys_log2), line, params.v_map, barrier, 0, b.slot, 0, head,
+                       kSplitTables ? b.v_page : b.page, policy);
   }
 
-  // Copies the scales of the work tiles that are published.
+  // Copies the scales of the work tiles that are published. A lane copies those of four neighbouring keys at a time,
+  // which one page has: its size is a multiple of four.
   FI_DEVICE void produce_scales() const {
+    constexpr int kRounds = kKeys / 128;
+    const KvScales& scales = params.problem.kv_scales;
+    const bool dense = scales_are_dense<kDim>(scales);
     auto at = PipelineState::producer();
 #pragma unroll 1
     for (int count = 0;; ++count) {
@@ -249,27 +267,41 @@ struct DecodeTmaKernel {
       shared.work_pipeline.release(work_at.stage);
       if (s.q_tile < 0) return;
       const int from = low(s), to = high(s), head = params.kv_head(s.q_tile);
-      const PagedKv tokens{params.page_indices + s.first_page, params.last_page, params.page_size, 0, 0};
-      constexpr int kRounds = kKeys / 32;
-      int page[kRounds], next[kRounds];
-      const auto key_of = [&](int key, int i) { return min(max(key + i * 32 + lane, from), to - 1); };
+      PagedKv tokens{params.page_indices + s.first_page, params.last_page, params.page_size, 0, 0};
+      tokens.set_v_table(params.v_table_offset);
+      const uint8_t* const k = scales.k + head * scales.k_head;
+      const uint8_t* const v = scales.v + head * scales.v_head;
+      int page[kRounds], v_page[kRounds];
+      const auto first_of = [&](int key, int i) {
+        return min(max(key + i * 128 + lane * 4, from & ~3), (to - 1) & ~3);
+      };
       const auto look_up = [&](int key) {
 #pragma unroll
-        for (int i = 0; i < kRounds; ++i) next[i] = static_cast<int>(tokens.page(key_of(key, i)));
+        for (int i = 0; i < kRounds; ++i) {
+          page[i] = v_page[i] = static_cast<int>(tokens.page(first_of(key, i)));
+          if constexpr (kSplitTables) v_page[i] = static_cast<int>(tokens.v_page_of(first_of(key, i)));
+        }
       };
       int key = s.begin * kDecodeKvTile;
       if (key < to) look_up(key);
 #pragma unroll 1
       for (; key < to; key += kKeys) {
+        const uint8_t *k_from[kRounds], *v_from[kRounds];
 #pragma unroll
-        for (int i = 0; i < kRounds; ++i) page[i] = next[i];
+        for (int i = 0; i < kRounds; ++i) {
+          const int slot = tokens.slot(first_of(key, i));
+          k_from[i] = k + page[i] * scales.k_page + slot * scales.k_token;
+          v_from[i] = v + v_page[i] * scales.v_page + slot * scales.v_token;
+        }
         if (key + kKeys < to) look_up(key + kKeys);  // long before they are needed
         shared.kv_pipeline.acquire(at);
 #pragma unroll
         for (int i = 0; i < kRounds; ++i) {
-          const int row = i * 32 + lane, j = key + row;
-          copy_scales<kDim>(params.problem.kv_scales, page[i], tokens.slot(key_of(key, i)), head, j >= from && j < to,
-                            shared.k_scales(at.stage) + row * kDim / 16, shared.v_scales(at.stage) + row * kDim / 16);
+          const int row = i * 128 + lane * 4, j = key + row;
+          copy_four_scales<kDim>(shared.k_scales(at.stage) + row * kDim / 16, k_from[i], scales.k_token, dense,
+                                 from - j, to - j);
+          copy_four_scales<kDim>(shared.v_scales(at.stage) + row * kDim / 16, v_from[i], scales.v_token, dense,
+                                 from - j, to - j);
         }
         shared.k_full[at.stage].arrive_copies();
         shared.kv_pipeline.commit_copies(at.stage);
@@ -278,11 +310,19 @@ struct DecodeTmaKernel {
     }
   }
 
+  FI_DEVICE KvTile kv_tile() const {
+    if constexpr (kFp4)
+      return {params.box_keys_log2, params.joined < 0};
+    else
+      return {params.box_keys_log2};
+  }
+
   FI_DEVICE void consume() const {
-    const int warp = threadIdx.x / 32, slice = warp * kWarpKeys;
-    Tile tile({params.box_keys_log2}, slice);
+    const int warp = threadIdx.x / 32, slice = warp % kGroupWarps * kWarpKeys;
+    Tile tile(kv_tile(), slice);
     // A counter of passes through the stages: with a PipelineState in its place e4m3 keys take 206 registers, not 183.
-    int stage = 0;
+    // ahead: from the first stage of a work tile to the first one of this warp's group.
+    int ahead = kGroups == 1 ? 0 : warp / kGroupWarps, stage = ahead;
     unsigned pass = 0;
 #pragma unroll 1
     for (int count = 0;; ++count) {
@@ -296,20 +336,31 @@ struct DecodeTmaKernel {
         tile.begin(params, problem(), tile_of.kv_head, tile_of.first, tile_of.rows, shared.queries[work_at.stage][0]);
       }
       const int from = low(s), to = high(s);
+      int tile_key = s.begin * kDecodeKvTile + ahead * kKeys;
 #pragma unroll 1
-      for (int tile_key = s.begin * kDecodeKvTile; tile_key < to; tile_key += kKeys) {
+      for (; tile_key < to; tile_key += kGroups * kKeys) {
         const int key = tile_key + slice;
         const PipelineState at{stage, static_cast<int>(pass & 1)};
         shared.k_full[stage].wait(at.phase);
-        const auto values = [&] { shared.kv_pipeline.wait(at); };
-        const KvStage kv{shared.k[stage], shared.v[stage], shared.k_scales(stage), shared.v_scales(stage)};
+        if constexpr (kFp4) shared.kv_pipeline.wait(at);
+        const auto values = [&] {
+          if constexpr (!kFp4) shared.kv_pipeline.wait(at);
+        };
+        char* const both = shared.kv[0][0] + 2 * stage * KvTile::kBytes;
+        const KvStage kv{kFp4 ? both : shared.kv[0][stage], kFp4 ? both : shared.kv[1][stage], shared.k_scales(stage),
+                         shared.v_scales(stage)};
         if (tile.plain(key, from, to))
           tile.template attend<true>(problem, shared.queries[work_at.stage][0], kv, key, from, to, values);
         else if (key < to && key + kWarpKeys > from)
           tile.template attend<false>(problem, shared.queries[work_at.stage][0], kv, key, from, to, values);
         __syncwarp();
         if (lane == 0) shared.kv_pipeline.release(stage);
-        if (++stage == shared.stages) stage = 0, ++pass;
+        stage += kGroups;
+        if (stage >= shared.stages) stage -= shared.stages, ++pass;
+      }
+      if constexpr (kGroups > 1) {
+        const int keys = tile_key - s.begin * kDecodeKvTile, all = max(to - s.begin * kDecodeKvTile, 0);
+        ahead = keys / kKeys - (all + kKeys - 1) / kKeys;
       }
       const DecodeEpilogue epilogue(params, s, kDim);
       const bool last = is_last(count);
@@ -318,8 +369,8 @@ struct DecodeTmaKernel {
       if (last) {
         barrier_sync(1, kThreads);
         BulkEpilogueThreads<kDirect, kThreads> threads(threadIdx.x, 1, &shared.last[0], shared.partials_full,
-                                                       shared.states[0], shared.k[0],
-                                                       sizeof shared.k + sizeof shared.v);  // are free
+                                                       shared.states[0], shared.kv[0][0],
+                                                       sizeof shared.kv);  // is free
         complete(epilogue, threads, [] {});
         return;
       }
@@ -402,9 +453,9 @@ struct DecodeTmaKernel {
 // Grid: the CTAs of the schedule. Threads: the consumer warps, two producer warps, the epilogue warp, with NVFP4 a
 // producer warp of scales.
 template <class T, class Q, class KV, int kDim, int kWarps, int kWarpKeys, int kStages, int kLong, bool kWhole,
-          int kSharedBytes>
+          int kSharedBytes, int kGroups = 1, int kRows = kDecodeQTile>
 FI_DEVICE void batch_decode_tma(const BatchDecodeParams& params) {
-  using Kernel = DecodeTmaKernel<T, Q, KV, kDim, kWarps, kWarpKeys, kStages, kLong, kWhole>;
+  using Kernel = DecodeTmaKernel<T, Q, KV, kDim, kWarps, kWarpKeys, kStages, kLong, kWhole, kGroups, kRows>;
   static_assert(sizeof(typename Kernel::Shared) + kSwizzlePeriod == kSharedBytes,
                 "the launch requests this many bytes");
   run_in_shared<Kernel, kSwizzlePeriod, kSharedBytes>(params);

@@ -1,6 +1,7 @@
 // Launches batch_decode on CUDA: chooses the kernel entry, and describes the caches for TMA.
 #pragma once
 #include <algorithm>
+#include <cstdlib>
 #include <numeric>
 
 #include "fi/attention/contract.h"
@@ -12,19 +13,31 @@ namespace fi {
 
 // A cache as [pages, heads, lines, tokens of a page, elements of a line], a line being 128 bytes, or of NVFP4 a row: a
 // copy writes the first line of all its tokens, then the second. `whole`: one copy loads all lines; otherwise each line
-// takes a copy, and lines are offsets in a row.
+// takes a copy, and lines are offsets in a row. joined: bytes to another cache of NVFP4, which a copy loads, too; 0:
+// none.
 inline void describe_cache(const Kernel& kernel, TensorMap& map, const Tensor& cache, int64_t heads, int64_t page_size,
-                           int64_t head, int64_t token, int64_t box_rows, bool whole) {
+                           int64_t head, int64_t token, int64_t box_rows, bool whole, int64_t joined = 0) {
   const int64_t bytes = cache.dtype().bytes(), dim = cache.size(-1), line = is_nvfp4(cache) ? dim : 128 / bytes;
-  const int64_t lines = whole ? (dim + line - 1) / line : 1;
+  const int64_t lines = joined ? 2 : whole ? (dim + line - 1) / line : 1;
   const auto step = [&](int64_t n, int64_t stride) { return static_cast<uint64_t>(n > 1 ? stride * bytes : 128); };
   const uint64_t sizes[] = {static_cast<uint64_t>(whole ? std::min(dim, line) : dim), static_cast<uint64_t>(page_size),
                             static_cast<uint64_t>(lines), static_cast<uint64_t>(heads),
                             static_cast<uint64_t>(cache.size(0))};
-  const uint64_t strides[] = {step(page_size, token), 128, step(heads, head), step(cache.size(0), cache.stride(0))};
+  const uint64_t strides[] = {step(page_size, token), static_cast<uint64_t>(joined ? joined : 128), step(heads, head),
+                              step(cache.size(0), cache.stride(0))};
   const uint32_t box[] = {static_cast<uint32_t>(line), static_cast<uint32_t>(box_rows), static_cast<uint32_t>(lines), 1,
                           1};
   kernel.describe(map, bytes, 5, cache.data(), sizes, strides, box, line * bytes);
+}
+
+// The bytes from k to v if one tensor map can describe two caches of NVFP4, else 0: their pages are the same, and they
+// differ in nothing else.
+inline int64_t bytes_between(const Tensor& k, const Tensor& v, int32_t v_table_offset) {
+  if (!is_nvfp4(k) || v_table_offset != 0) return 0;
+  for (int i = 0; i < 4; ++i)
+    if (k.size(i) != v.size(i) || k.stride(i) != v.stride(i)) return 0;
+  const auto bytes = static_cast<const char*>(v.data()) - static_cast<const char*>(k.data());
+  return bytes % 16 == 0 && std::abs(bytes) < int64_t{1} << 40 ? bytes : 0;  // what a tensor map allows
 }
 
 // CTAs of a cluster for each q tile of a request if the cluster kernel is faster than the schedule, else 0. Depends
@@ -56,7 +69,8 @@ inline int64_t launch_batch_decode(const Kernel& kernel, BatchDecodeParams& para
   AttentionProblem& p = params.problem;
   const Entry* entry = nullptr;
   for (const Entry& e : kernel.entries) {
-    const auto [kind, head_dim, whole, stream, keys] = BatchDecodeConfig::of(e);
+    const auto [kind, head_dim, whole, stream, keys, q_rows] = BatchDecodeConfig::of(e);
+    if (std::min<int64_t>(static_cast<int64_t>(p.group_size) * p.mask.qo_len, kDecodeQTile) > q_rows) continue;
     if (kind == DecodeKind::CUDA_CORE ? std::max(p.head_dim_qk, p.head_dim_vo) <= head_dim
                                       : p.head_dim_qk == head_dim && p.head_dim_vo == head_dim) {
       entry = &e;
@@ -93,7 +107,10 @@ inline int64_t launch_batch_decode(const Kernel& kernel, BatchDecodeParams& para
     const int64_t box_rows = one_page ? chosen.keys_per_copy : std::gcd(page_size, chosen.keys_per_copy);
     params.box_keys_log2 = __builtin_ctzll(static_cast<uint64_t>(box_rows));
     params.multiprocessors = static_cast<int32_t>(kernel.multiprocessors(k_cache.device()));
-    describe_cache(kernel, params.k_map, k_cache, p.kv_heads, page_size, p.k_head, p.k_token, box_rows, whole);
+    const int64_t between = bytes_between(k_cache, v_cache, params.v_table_offset);
+    params.joined = between == 0 ? 0 : between > 0 ? 1 : -1;
+    describe_cache(kernel, params.k_map, between < 0 ? v_cache : k_cache, p.kv_heads, page_size, p.k_head, p.k_token,
+                   box_rows, whole, std::abs(between));
     describe_cache(kernel, params.v_map, v_cache, p.kv_heads, page_size, p.v_head, p.v_token, box_rows, whole);
   }
   kernel.launch(*entry, config, k_cache.device(), params, extras.data());

@@ -20,12 +20,34 @@ struct ScaleStages<E2m1, kDim, kKeys, kStages> {
 
 // Starts copies of the kDim / 16 scales of a key and of its value, or writes zeros if it is not `inside`.
 template <int kDim>
-FI_DEVICE void copy_scales(const KvScales& scales, int64_t page, int slot, int kv_head, bool inside, uint8_t* k,
-                           uint8_t* v) {
+FI_DEVICE void copy_scales(const KvScales& scales, int64_t page, int64_t v_page, int64_t slot, int kv_head, bool inside,
+                           uint8_t* k, uint8_t* v) {
   const uint8_t* from_k = scales.k + page * scales.k_page + slot * scales.k_token + kv_head * scales.k_head;
-  const uint8_t* from_v = scales.v + page * scales.v_page + slot * scales.v_token + kv_head * scales.v_head;
+  const uint8_t* from_v = scales.v + v_page * scales.v_page + slot * scales.v_token + kv_head * scales.v_head;
   cp_async_small<kDim / 16>(k, from_k, inside);
   cp_async_small<kDim / 16>(v, from_v, inside);
+}
+
+// Whether the scales of a head's keys in a page follow each other, at multiples of 16 bytes for every four keys.
+template <int kDim>
+FI_DEVICE bool scales_are_dense(const KvScales& x) {
+  const auto bits = reinterpret_cast<uint64_t>(x.k) | reinterpret_cast<uint64_t>(x.v) |
+                    static_cast<uint64_t>(x.k_page | x.v_page | x.k_head | x.v_head);
+  return bits % 16 == 0 && x.k_token == kDim / 16 && x.v_token == kDim / 16;
+}
+
+// Starts copies of the scales of four keys, the first at `from`, `token` bytes apart; of those outside of [low, high)
+// it writes zeros.
+template <int kDim>
+FI_DEVICE void copy_four_scales(uint8_t* to, const uint8_t* from, int64_t token, bool dense, int low, int high) {
+  constexpr int kBytes = kDim / 16;
+  if (dense && low <= 0 && high >= 4) {
+#pragma unroll
+    for (int i = 0; i < 4 * kBytes; i += 16) cp_async_16(to + i, from + i);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) cp_async_small<kBytes>(to + i * kBytes, from + i * token, i >= low && i < high);
 }
 
 }  // namespace fi

@@ -38,14 +38,36 @@ struct PackedKvTile {
     const int row = key * kRowBytes;
     return row + ((chunk ^ (row >> 7 & (kRowBytes / 16 - 1))) << 4);
   }
+  FI_DEVICE unsigned value_offset(int key, int chunk) const { return offset(key, chunk); }
 };
-template <class KV, int kDim, int kKeys>
+
+// The same of keys and values together: a box of 2^shift keys has those of its keys, then those of its values, or the
+// other way round. One TMA copy may load both.
+template <int kRowBytes, int kKeys>
+struct JoinedKvTile {
+  static constexpr int kBytes = kRowBytes * kKeys;  // of the keys
+  int shift;
+  bool values_first;
+  FI_DEVICE unsigned offset(int key, int chunk) const { return part(key, chunk, values_first); }
+  FI_DEVICE unsigned value_offset(int key, int chunk) const { return part(key, chunk, !values_first); }
+
+ private:
+  FI_DEVICE unsigned part(int key, int chunk, bool second) const {
+    const int box = key >> shift;
+    return PackedKvTile<kRowBytes, kKeys>{shift}.offset(key + ((box + second) << shift), chunk);
+  }
+};
+template <class KV, int kDim, int kKeys, bool kByTma = false>
 struct KvTileOf {
   using Type = SwizzledKvTile<(kDim * sizeof(KV) + 127) / 128, kKeys>;
 };
 template <int kDim, int kKeys>
-struct KvTileOf<E2m1, kDim, kKeys> {
+struct KvTileOf<E2m1, kDim, kKeys, false> {
   using Type = PackedKvTile<kDim / 2, kKeys>;
+};
+template <int kDim, int kKeys>
+struct KvTileOf<E2m1, kDim, kKeys, true> {
+  using Type = JoinedKvTile<kDim / 2, kKeys>;
 };
 
 // Keys and values of a warp in shared memory. Scales of NVFP4: a row of kDim / 16 bytes for each key; zeros for keys
@@ -56,21 +78,37 @@ struct KvStage {
   const uint8_t *k_scales, *v_scales;
 };
 
+// The keys that all rows of a q tile attend to.
+struct VisibleKeys {
+  int first;                 // packed row
+  int full_begin, full_end;  // keys that every row attends to
+  bool needs_transform;      // soft cap or ALiBi
+
+  FI_DEVICE void begin(const BatchDecodeParams& params, const AttentionProblem& p, int kv_head, int first_row,
+                       int rows) {
+    first = first_row;
+    needs_transform = p.scores.soft_cap > 0.f || p.scores.alibi;
+    full_begin = p.mask.first_key(params.row(kv_head, first + rows - 1).i);
+    full_end = p.mask.end_key(params.row(kv_head, first).i);
+    if (p.mask.draft) full_end = min(full_end, p.mask.kv_len - p.mask.qo_len);
+  }
+  // Whether `count` keys from `key` need only a scale: no soft cap, no ALiBi, and visible to all rows.
+  FI_DEVICE bool plain(int key, int count, int low, int high) const {
+    return !needs_transform && key >= max(full_begin, low) && key + count <= min(full_end, high);
+  }
+  // The query token of row r of the q tile; rarely needed, so it takes no register.
+  FI_DEVICE int token(const AttentionProblem& p, int r) const { return min(p.row(0, first + r).i, p.mask.qo_len - 1); }
+};
+
 // T: the operand type of mma. fp8 keys are converted to halves in registers. ldmatrix gives a lane four neighbours of
 // an fp8 row, but the mma operand has two of them and two that are eight columns further. The columns of a step of 16
 // are therefore permuted: 4c, 4c + 1 stand at 2c, 2c + 1, and 4c + 2, 4c + 3 at 2c + 8, 2c + 9. q has the same order.
 // kKeys: 16, or 32, which spreads the latency of a step over twice the keys.
-// NVFP4: a lane gets eight neighbours 8c to 8c + 7 of a row for two steps, in the order of e2m1_halves: step 0 has 8c
-// and 8c + 4 at 2c, 2c + 1, and 8c + 1 and 8c + 5 at 2c + 8, 2c + 9; step 1 the two after each. Scaled halves are
-// exact: a product of e2m1 and e4m3 has six bits and is a multiple of 2^-10. They stay 2^14 too small, in scores and
-// outputs.
 template <class T, class Q, class KV, int kDim, class KvTile, int kKeys = 16>
 struct WarpMmaTile {
-  static constexpr bool kFp4 = kIsE2m1<KV>, kFp8 = sizeof(KV) == 1 && !kFp4;
+  static constexpr bool kFp4 = false, kFp8 = sizeof(KV) == 1;
   static constexpr int kK16Tiles = kKeys / 16, kN8Tiles = kKeys / 8;
-  static constexpr int kSteps = kDim / 16, kChunks = kFp4 ? kDim / 32 : kDim * sizeof(KV) / 16,
-                       kLines = (kChunks + 7) / 8;
-  static constexpr int kScaleBytes = kDim / 16;         // of a row of NVFP4
+  static constexpr int kSteps = kDim / 16, kChunks = kDim * sizeof(KV) / 16, kLines = (kChunks + 7) / 8;
   static constexpr int kPitch = kDim + 16 / sizeof(Q);  // of rows of queries in shared memory
   static constexpr bool kQInRegisters =
       kDim <= 128;  // queries stay in registers, else each step loads them from shared memory
@@ -78,9 +116,7 @@ struct WarpMmaTile {
   unsigned q[kQInRegisters ? kSteps : 1][4];
   float o[kDim / 8][4], row_max[2], row_sum[2];  // of the lane's two rows
   float scale[2], slope[2];
-  int first;                 // packed row
-  int full_begin, full_end;  // keys that every row attends to
-  bool needs_transform;      // soft cap or ALiBi
+  VisibleKeys keys;
   const KvTile kv_tile;
   const int lane, first_key;  // first_key: of the warp in the KV tile
   // The offset of the lane's row of an even chunk, for each line and 16 keys; other chunks differ in three bits.
@@ -100,18 +136,13 @@ struct WarpMmaTile {
   // rows: of the tile; queries: its row r at r * kPitch, in shared memory, until the end of the work tile.
   FI_DEVICE void begin(const BatchDecodeParams& params, const AttentionProblem& p, int kv_head, int first_row, int rows,
                        const Q* queries) {
-    first = first_row;
-    needs_transform = p.scores.soft_cap > 0.f || p.scores.alibi;
-    full_begin = p.mask.first_key(params.row(kv_head, first + rows - 1).i);
-    full_end = p.mask.end_key(params.row(kv_head, first).i);
-    if (p.mask.draft) full_end = min(full_end, p.mask.kv_len - p.mask.qo_len);
+    keys.begin(params, p, kv_head, first_row, rows);
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) o[n][c] = 0.f;
-    const Row row = params.row(kv_head, first + max(min(lane % 16, rows - 1), 0));
-    HeadScores head = p.head_scores<CudaMath>(row.head);
-    if constexpr (kFp4) head.scale *= kE2m1HalvesFactor;
+    const Row row = params.row(kv_head, first_row + max(min(lane % 16, rows - 1), 0));
+    const HeadScores head = p.head_scores<CudaMath>(row.head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // each lane computes one row, then exchanges: half the code
       const int from = half * 8 + lane / 4;
@@ -125,10 +156,7 @@ struct WarpMmaTile {
     }
   }
 
-  // Whether keys [key, key + kKeys) need only a scale: no soft cap, no ALiBi, and visible to all rows.
-  FI_DEVICE bool plain(int key, int low, int high) const {
-    return !needs_transform && key >= max(full_begin, low) && key + kKeys <= min(full_end, high);
-  }
+  FI_DEVICE bool plain(int key, int low, int high) const { return keys.plain(key, kKeys, low, high); }
 
   // Attends to keys [key, key + kKeys) of a stage. Those outside of [low, high) are masked: their memory holds
   // any bits. problem() returns the attention problem of the request, a call so that it takes no registers where it is
@@ -139,9 +167,8 @@ struct WarpMmaTile {
     const char* const k = at.k;
     char* const v = at.v;
     float s[kN8Tiles][4] = {}, odd[kN8Tiles][4] = {};  // two sums each halve the latency of a chain of mma
-    if constexpr (kFp4) multiply_qk_fp4(queries, at, s, odd);
 #pragma unroll
-    for (int chunk = 0; chunk < (kFp4 ? 0 : kChunks); chunk += 2) {
+    for (int chunk = 0; chunk < kChunks; chunk += 2) {
       constexpr int kStepsPerPair = kFp8 ? 2 : 1;
       unsigned a[kStepsPerPair][4];
 #pragma unroll
@@ -169,13 +196,13 @@ struct WarpMmaTile {
     for (int n = 0; n < kN8Tiles; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) s[n][c] = (s[n][c] + odd[n][c]) * scale[c / 2];
-    if (!kPlain && needs_transform) transform_scores(problem(), key, s);
-    if (!kPlain && (key < max(full_begin, low) || key + kKeys > min(full_end, high))) {
+    if (!kPlain && keys.needs_transform) transform_scores(problem(), key, s);
+    if (!kPlain && (key < max(keys.full_begin, low) || key + kKeys > min(keys.full_end, high))) {
       const AttentionProblem p = problem();
       const Mask& mask = p.mask;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const unsigned visible = mask.seen(token(p, half), key, low, high) >> lane % 4 * 2;
+        const unsigned visible = mask.seen(keys.token(p, half * 8 + lane / 4), key, low, high) >> lane % 4 * 2;
 #pragma unroll
         for (int n = 0; n < kN8Tiles; ++n)
 #pragma unroll
@@ -185,15 +212,14 @@ struct WarpMmaTile {
     }
     update_softmax(s);
     wait_for_values();
-    if (!kPlain && !kFp4 && (key < low || key + kKeys > high)) clear_values(v, low - key, high - key);
+    if (!kPlain && (key < low || key + kKeys > high)) clear_values(v, low - key, high - key);
 #pragma unroll
     for (int k16 = 0; k16 < kK16Tiles; ++k16) {
       const float (&left)[4] = s[k16 * 2], (&right)[4] = s[k16 * 2 + 1];
       const unsigned a[4] = {pack_pair(left[0], left[1], T{}), pack_pair(left[2], left[3], T{}),
                              pack_pair(right[0], right[1], T{}), pack_pair(right[2], right[3], T{})};
-      if constexpr (kFp4) multiply_pv_fp4(a, at, k16);
 #pragma unroll
-      for (int chunk = 0; chunk < (kFp4 ? 0 : kChunks); chunk += 2) {
+      for (int chunk = 0; chunk < kChunks; chunk += 2) {
         unsigned b[4];
         ldmatrix_x4_trans(b, v + (v_row[k16][chunk / 8] ^ chunk % 8 << 4));
         if constexpr (kFp8) {
@@ -223,9 +249,8 @@ struct WarpMmaTile {
       if (r >= rows) continue;
       if (lane % 4 == 0) states[r] = make_float2(row_max[half], sum);
       float* row = to + r * pitch;
-      if constexpr (kFp4) store_fp4(row, half);
 #pragma unroll
-      for (int n = 0; n < (kFp4 ? 0 : kDim / 8); n += 2) {
+      for (int n = 0; n < kDim / 8; n += 2) {
         const float *x = &o[n][half * 2], *y = &o[n + 1][half * 2];
         if constexpr (kFp8) {
           *reinterpret_cast<float4*>(row + n * 8 + lane % 4 * 4) = make_float4(x[0], y[0], x[1], y[1]);
@@ -238,93 +263,13 @@ struct WarpMmaTile {
   }
 
  private:
-  // The query token of the lane's row; rarely needed, so it takes no register.
-  FI_DEVICE int token(const AttentionProblem& p, int half) const {
-    return min(p.row(0, first + half * 8 + lane / 4).i, p.mask.qo_len - 1);
-  }
-  // Adds the products of all columns to s and odd.
-  FI_DEVICE void multiply_qk_fp4(const Q* queries, const KvStage& at, float (&s)[kN8Tiles][4],
-                                 float (&odd)[kN8Tiles][4]) const {
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; chunk += 2) {
-      unsigned a[4][4];
-#pragma unroll
-      for (int x = 0; x < 4; ++x) q_fragment(queries, chunk * 2 + x, a[x]);
-#pragma unroll
-      for (int k16 = 0; k16 < kK16Tiles; ++k16) {
-        unsigned b[4];
-        ldmatrix_x4(b, at.k + (k_row[k16][0] ^ chunk << 4));
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int n = k16 * 2 + half, row = first_key + n * 8 + lane / 4;
-          const unsigned four = *reinterpret_cast<const unsigned*>(at.k_scales + row * kScaleBytes + chunk * 2);
-          const unsigned scales = halves(__byte_perm(four, 0, lane & 2 ? 0x4431 : 0x4420), __nv_fp8_e4m3{});
-#pragma unroll
-          for (int x = 0; x < 2; ++x) {
-            unsigned y[4];
-            scaled_halves(b[2 * half + x], __byte_perm(scales, 0, x ? 0x3232 : 0x1010), y);
-            mma_m16n8k16(s[n], a[2 * x], y[0], y[1], T{});
-            mma_m16n8k16(odd[n], a[2 * x + 1], y[2], y[3], T{});
-          }
-        }
-      }
-    }
-  }
-  // Adds the products of 16 keys to o. Column 4u + j of 32 is column u of tile j: the n of an mma is the place of its
-  // 16 bits, which hold four columns.
-  FI_DEVICE void multiply_pv_fp4(const unsigned (&a)[4], const KvStage& at, int k16) {
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; chunk += 2) {
-      unsigned b[4], scales[2];  // of keys 2c and 2c + 1 of the first and of the last eight, in both chunks
-      ldmatrix_x4_trans(b, at.v + (v_row[k16][0] ^ chunk << 4));
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint8_t* from = at.v_scales + (first_key + k16 * 16 + half * 8 + lane % 4 * 2) * kScaleBytes + chunk * 2;
-        scales[half] = __byte_perm(*reinterpret_cast<const unsigned*>(from),
-                                   *reinterpret_cast<const unsigned*>(from + kScaleBytes), lane & 16 ? 0x7351 : 0x6240);
-      }
-#pragma unroll
-      for (int x = 0; x < 2; ++x) {
-        unsigned low_keys[4], high_keys[4];
-        scaled_halves(b[2 * x], x ? upper_halves(scales[0], __nv_fp8_e4m3{}) : halves(scales[0], __nv_fp8_e4m3{}),
-                      low_keys);
-        scaled_halves(b[2 * x + 1], x ? upper_halves(scales[1], __nv_fp8_e4m3{}) : halves(scales[1], __nv_fp8_e4m3{}),
-                      high_keys);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) mma_m16n8k16(o[(chunk + x) * 4 + j], a, low_keys[j], high_keys[j], T{});
-      }
-    }
-  }
-  // Pairs of eight values times a pair of scales.
-  FI_DEVICE static void scaled_halves(unsigned codes, unsigned scales, unsigned (&y)[4]) {
-    e2m1_halves(codes, y);
-#pragma unroll
-    for (unsigned& pair : y) asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(scales));
-  }
-  FI_DEVICE void store_fp4(float* row, int half) const {
-    constexpr float f = kE2m1HalvesFactor;
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const auto x = [&](int j) { return f * o[chunk * 4 + j][half * 2 + c]; };
-        *reinterpret_cast<float4*>(row + chunk * 32 + lane % 4 * 8 + c * 4) = make_float4(x(0), x(1), x(2), x(3));
-      }
-  }
-
   // The mma operand of one step of 16 columns.
   FI_DEVICE void load_q_fragment(const Q* queries, int step, unsigned (&a)[4]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if constexpr (kFp4) {
-        const Q* at = queries + (half * 8 + lane / 4) * kPitch + step / 2 * 32 + lane % 4 * 8 + step % 2 * 2;
-        a[half] = pack_pair(to_float(at[0]), to_float(at[4]), T{});
-        a[half + 2] = pack_pair(to_float(at[1]), to_float(at[5]), T{});
-      } else {
-        const Q* at = queries + (half * 8 + lane / 4) * kPitch + step * 16 + lane % 4 * (kFp8 ? 4 : 2);
-        a[half] = q_pair(at);
-        a[half + 2] = q_pair(at + (kFp8 ? 2 : 8));
-      }
+      const Q* at = queries + (half * 8 + lane / 4) * kPitch + step * 16 + lane % 4 * (kFp8 ? 4 : 2);
+      a[half] = q_pair(at);
+      a[half + 2] = q_pair(at + (kFp8 ? 2 : 8));
     }
   }
   FI_DEVICE void q_fragment(const Q* queries, int step, unsigned (&a)[4]) const {
@@ -351,7 +296,7 @@ struct WarpMmaTile {
     for (int n = 0; n < kN8Tiles; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        const int j = key + n * 8 + lane % 4 * 2 + c % 2, row = token(p, c / 2);
+        const int j = key + n * 8 + lane % 4 * 2 + c % 2, row = keys.token(p, c / 2 * 8 + lane / 4);
         const HeadScores head{scale[c / 2], p.scores.cap(), slope[c / 2]};
         s[n][c] = head.template score<CudaMath>(s[n][c], static_cast<float>(j - row));
       }

@@ -27,6 +27,13 @@ FI_DEVICE void ldmatrix_x4_trans(unsigned (&r)[4], const void* row) {
   ldmatrix_x4_trans(r, static_cast<unsigned>(__cvta_generic_to_shared(row)));
 }
 
+// The transposed matrix (PTX ISA 9.7.15.5.16): a lane gives elements (l/4, 2(l%4)) and the next, and gets those.
+FI_DEVICE unsigned transposed_8x8(unsigned x) {
+  unsigned y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // What ldmatrix_x4 reads; sm_90 and later.
 FI_DEVICE void stmatrix_x4(void* row, const unsigned (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(

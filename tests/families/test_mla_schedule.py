@@ -57,6 +57,8 @@ def plan(lengths: Sequence[int], qo_lens: Sequence[int], heads: int, rows: int, 
     )  # fmt: skip
     count, tile_rows, most, cost = schedule[1, :4].tolist()
     assert count <= ranges and tile_rows == rows
+    arrivals = schedule[1, 4 + 12 * (MAX_RANGES + 1) : 4 + 16 * (MAX_RANGES + 1)]
+    assert not arrivals.any(), "no split has arrived"
     starts = [Start(*x) for x in schedule[1, 4 : 4 + 12 * (MAX_RANGES + 1)].view(-1, 12).tolist()][: count + 1]
     items = [(-(-n * heads // rows), -(-kv // KV_TILE) + WORK_TILE_COST) for n, kv in zip(qo_lens, lengths)]
     assert cost == sum(a * b for a, b in items) and most == max(s.num_splits for s in starts)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 _SCALE = 192**-0.5  # of the widths before absorption, 128 + 64
+_FP8_SCALE = 0.5  # of an e4m3 cache
 _SCORES_AT_ONCE = 1 << 26
 _WORKSPACE = 128 << 20
 _FLASH_MLA_PAGE = 64
@@ -43,6 +44,7 @@ def _make(p: Namespace, device: Any, generator: Any) -> Inputs:
         kv_len=torch.tensor([r.kv_len for r in batch], dtype=torch.int32, device=device),
         batch=batch,
         scale=_SCALE,
+        scales={"ckv_scale": _FP8_SCALE, "kpe_scale": _FP8_SCALE} if cache.element_size() == 1 else {},
     )
 
 
@@ -56,6 +58,7 @@ def _each(x: Inputs, dtype: torch.dtype) -> Outputs:
     for i, rows in enumerate(queries.split([r.qo_len for r in x.batch])):
         kv_len = x.batch[i].kv_len
         keys = x.cache[x.kv_indices[pages[i] : pages[i + 1]]].flatten(0, 1)[:kv_len].to(dtype)
+        keys = keys * _FP8_SCALE if x.scales else keys
         position = torch.arange(kv_len, device=keys.device)
         at_once = max(1, _SCORES_AT_ONCE // (rows.shape[1] * kv_len))
         last = kv_len - rows.shape[0]  # that the first row sees
@@ -115,6 +118,8 @@ def _plan_flash_mla(x: Inputs) -> Callable[[Inputs], torch.Tensor]:
 def _unsupported(backend: str, p: Namespace) -> str | None:
     if backend != "flashmla":
         return None
+    if p.kv_dtype != p.q_dtype:
+        return f"flashmla takes a dense cache of q's type, got --kv_dtype {p.kv_dtype}"
     if len({r.qo_len for r in requests(p)}) > 1:
         return "flashmla takes the same number of new tokens of every request"
     if (p.page_size or _FLASH_MLA_PAGE) != _FLASH_MLA_PAGE:
@@ -145,7 +150,7 @@ CASES = (
         also=("mla_plan",),
         make=_make,
         plan=_plan,
-        call=lambda planned, x: planned.run(x.q_nope, x.q_pe, x.ckv, x.kpe),
+        call=lambda planned, x: planned.run(x.q_nope, x.q_pe, x.ckv, x.kpe, **x.scales),
         outputs=lambda x, returned: {"out": returned},
         reference=_reference,
         work=_work,

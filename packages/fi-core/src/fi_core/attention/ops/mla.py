@@ -51,7 +51,6 @@ mla_plan = operator(MLA_PLAN)
 class MlaKind(IntEnum):
     """The kernel that a kernel entry of batch_mla instantiates; `MlaKind` of launch.h."""
 
-    MERGE = 0
     MMA = 1  # mma.sync, keys by cp.async
     TEAMS = 2  # mma.sync by two teams of warps, keys by cp.async of a producer warpgroup
     GATHER = 3  # wgmma, keys by cp.async, or from e4m3 by way of registers
@@ -61,10 +60,6 @@ class MlaKind(IntEnum):
 class MlaConfig(NamedTuple):
     kind: MlaKind
     rows: int = 0  # packed query rows of a CTA
-
-
-def _merge_entry(axes: Values) -> Entry:
-    return Entry("batch_mla_merge", f"batch_mla_merge<{DTYPES[axes['q']].device}>", 128, MlaConfig(MlaKind.MERGE))
 
 
 _STAGE_KEYS = 32
@@ -82,8 +77,8 @@ def _mma_entry(axes: Values, stages: int) -> Entry:
 
 def _mma_unit(axes: Values) -> Unit:
     """mma.sync for any device: 163 KB of shared memory (sm_80), else 99 KB (sm_86, sm_89, sm_120)."""
-    entries = [_mma_entry(axes, stages) for stages in ((4, 3) if axes["kv"] == "e4m3" else (3, 2))]
-    return Unit("fi/attention/mla/batch_mla.cuh", "BatchMlaParams", (*entries, _merge_entry(axes)))
+    entries = tuple(_mma_entry(axes, stages) for stages in ((4, 3) if axes["kv"] == "e4m3" else (3, 2)))
+    return Unit("fi/attention/mla/batch_mla.cuh", "BatchMlaParams", entries)
 
 
 def _teams_unit(axes: Values) -> Unit:
@@ -92,7 +87,7 @@ def _teams_unit(axes: Values) -> Unit:
     stages, shared = 4 if kv.bytes == 1 else 5, 227 * 1024  # of 64 and of 32 keys; all of it
     body = f"batch_mla_teams<{q}, {kv.device}, {stages}, {shared}>"
     entry = Entry("batch_mla_teams", body, 640, MlaConfig(MlaKind.TEAMS, NARROW_ROWS), shared, 1)
-    return Unit("fi/attention/mla/batch_mla_teams_sm90.cuh", "BatchMlaParams", (entry, _merge_entry(axes)))
+    return Unit("fi/attention/mla/batch_mla_teams_sm90.cuh", "BatchMlaParams", (entry,))
 
 
 def _wgmma_unit(axes: Values) -> Unit:
@@ -110,7 +105,7 @@ def _wgmma_unit(axes: Values) -> Unit:
         )
         for name, kind in kinds
     )
-    return Unit("fi/attention/mla/batch_mla_sm90.cuh", "BatchMlaParams", (*entries, _merge_entry(axes)))
+    return Unit("fi/attention/mla/batch_mla_sm90.cuh", "BatchMlaParams", entries)
 
 
 # rows: "narrow" if the requests have at most 16 packed query rows (tokens times heads) on average, else "wide".
@@ -139,11 +134,12 @@ def _types(values: Values) -> Values:
 # sparse: slots of the cache (page_size 1), -1 is no token.
 # sinks: fp32 `[heads]`, a logit that joins the softmax of each head. score_scale, out_scale: fp32 `[1]`, factors of
 # scores and output. cp_world, cp_rank: token j of a request here is token j * cp_world + cp_rank of its context.
-# workspace, schedule, max_ranges, narrow_ranges, wide_ranges, cluster, batch_size: of the plan.
+# workspace, schedule, max_ranges, narrow_ranges, wide_ranges, cluster, batch_size: of the plan. In the schedule the
+# CTAs of a split request count their arrivals.
 BATCH_MLA = Op(
     name="batch_mla",
     family="attention",
-    arguments="Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) workspace, Tensor schedule, Tensor q_nope, Tensor q_pe, "
+    arguments="Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) workspace, Tensor(d!) schedule, Tensor q_nope, Tensor q_pe, "
     "Tensor ckv_cache, Tensor kpe_cache, Tensor page_indices, int batch_size, int max_ranges, int narrow_ranges, "
     "int wide_ranges, int cluster, float sm_scale, bool causal=False, float ckv_scale=1.0, float kpe_scale=1.0, "
     "Tensor? ckv_scales=None, bool lse_base_e=False, bool sparse=False, Tensor? sinks=None, Tensor? score_scale=None, "
@@ -204,7 +200,7 @@ class Sizes(NamedTuple):
     @property
     def schedule_words(self) -> int:
         """Words of a schedule without requests."""
-        return 4 + (self.max_ranges + 1) * 12
+        return 4 + (self.max_ranges + 1) * 16
 
     @property
     def workspace_floats(self) -> int:

@@ -86,8 +86,10 @@ void batch_mla(const Kernel& kernel, const BatchMlaArgs& a) {
            ValueError, "schedule must have rows of %lld words or more; got %lld",
            static_cast<long long>(mla_schedule_words(a.max_ranges, a.batch_size)), static_cast<long long>(words));
   FI_CHECK(a.narrow_ranges > 0 && a.wide_ranges > 0 && std::max(a.narrow_ranges, a.wide_ranges) <= a.max_ranges &&
-               a.cluster > 0,
-           ValueError, "narrow_ranges and wide_ranges must be in 1..max_ranges, cluster positive");
+               a.cluster > 0 && a.wide_ranges * a.cluster <= a.max_ranges,
+           ValueError, "narrow_ranges and wide_ranges * cluster must be in 1..max_ranges; got %lld, %lld * %lld, %lld",
+           static_cast<long long>(a.narrow_ranges), static_cast<long long>(a.wide_ranges),
+           static_cast<long long>(a.cluster), static_cast<long long>(a.max_ranges));
   if (tokens == 0 || a.batch_size == 0) return;
 
   // 2 shape

@@ -33,6 +33,7 @@ void run_cpu(const MlaPlanParams& p, int32_t kind) {
   int32_t max_splits = 1;
   for (int32_t g = 0; g <= p.max_ranges; ++g) {
     mla_link_splits(starts[g], p.max_ranges + 1, keys.data());
+    schedule.arrivals()[g] = {};
     max_splits = std::max(max_splits, starts[g].num_splits);
   }
   schedule.header() = {partition.ranges, p.tile_rows[kind], max_splits, mla_header_cost(partition)};

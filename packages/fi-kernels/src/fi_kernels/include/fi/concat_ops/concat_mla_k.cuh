@@ -7,7 +7,9 @@ namespace fi {
 
 template <int kBytes>
 FI_DEVICE void concat_mla_k(const ConcatMlaKParams& p) {
-  constexpr int kLoadsInFlight = 4;
+  // H200, 8192 tokens of 128 heads: 12 loads in flight with streamed accesses 173 us, 6 of them 177, 4 without 199; a
+  // copy of as many bytes 162.
+  constexpr int kLoadsInFlight = 12;
   const int64_t token = blockIdx.x;
   const char* nope = p.k_nope + token * p.nope_token;
   const char* rope = p.k_rope + token * p.rope_token;
@@ -23,12 +25,14 @@ FI_DEVICE void concat_mla_k(const ConcatMlaKParams& p) {
       const int head = divide(at, p.width), column = at - head * static_cast<int>(p.width.value);
       to[i] = head * p.k_head + column * kBytes;
       if (at >= p.vectors) continue;
-      x[i] = load<uint8_t, kBytes>(reinterpret_cast<const uint8_t*>(
-          column < p.nope ? nope + head * p.nope_head + column * kBytes : rope + (column - p.nope) * kBytes));
+      const bool shared = column >= p.nope;  // by all heads
+      const char* from = shared ? rope + (column - p.nope) * kBytes : nope + head * p.nope_head + column * kBytes;
+      x[i] = load_streamed<uint8_t, kBytes>(reinterpret_cast<const uint8_t*>(from), shared);
     }
 #pragma unroll
     for (int i = 0; i < kLoadsInFlight; ++i)
-      if (first + i * static_cast<int>(blockDim.x) < p.vectors) store(reinterpret_cast<uint8_t*>(k + to[i]), x[i]);
+      if (first + i * static_cast<int>(blockDim.x) < p.vectors)
+        store_streamed(reinterpret_cast<uint8_t*>(k + to[i]), x[i]);
   }
   pdl_launch_dependents();
 }

@@ -42,6 +42,17 @@ FI_DEVICE void store(T* p, const Vec<T, N>& x) {
     *reinterpret_cast<Vec<T, N>*>(p) = x;
   }
 }
+// By `store_once` where it is a vector of 16 bytes.
+template <class T, int N>
+FI_DEVICE void store_streamed(T* p, const Vec<T, N>& x) {
+  if constexpr (sizeof(x) == 16) {
+    uint4 words;
+    memcpy(&words, &x, sizeof x);
+    store_once(p, words);
+  } else {
+    store(p, x);
+  }
+}
 
 // Pairs convert in one instruction where the hardware has it, and stay packed until then: an element taken out alone
 // costs a register and an instruction more.

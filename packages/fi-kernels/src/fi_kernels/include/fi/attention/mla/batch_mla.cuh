@@ -30,6 +30,9 @@ struct MlaMmaKernel {
   static constexpr int kLatentBytes = kMlaLatent * sizeof(KV);
   static constexpr int kSteps = kMlaWidth / 16;
 
+  using Merge = MlaMerge<T, kThreads, 1, kRows, 2>;
+  static_assert(sizeof(typename Merge::Shared) <= kRows * kPitch);
+
   struct Shared {
     alignas(16) char raw[kStages][kTile * kRawPitch];
     alignas(16) char q[kRows * kPitch];
@@ -174,6 +177,10 @@ struct MlaMmaKernel {
       }
       cp_async_wait<0>();
       store(s, state, row0);
+      if (!s.is_whole()) {  // queries are in registers
+        auto& scratch = *reinterpret_cast<typename Merge::Shared*>(shared.q);
+        Merge{params, s, scratch, static_cast<int>(threadIdx.x), 0, 0}.run();
+      }
     }
     pdl_launch_dependents();
   }
@@ -349,12 +356,12 @@ struct MlaMmaKernel {
           params.lse[token * params.heads.value + at.head] =
               softmax_lse<CudaMath>(state.row_max[h], total) * params.lse_factor;
       } else {
-        float* out = params.partial_output(s.partial) + static_cast<int64_t>(place) * kMlaLatent + column;
+        float* out = params.partial_output(s.partial()) + static_cast<int64_t>(place) * kMlaLatent + column;
         each_pair(state, h, [&](int x, float low, float high) {
           store_global(out + x, make_uint2(__float_as_uint(low), __float_as_uint(high)));
         });
         if (warp == 0 && lane % 4 == 0)
-          reinterpret_cast<float2*>(params.partial_states(s.partial))[place] = make_float2(state.row_max[h], total);
+          reinterpret_cast<float2*>(params.partial_states(s.partial()))[place] = make_float2(state.row_max[h], total);
       }
     }
   }

@@ -16,6 +16,8 @@ template <class T, class KV, bool kTma>
 struct MlaWgmmaKernel {
   using Producer = MlaProducer<T, KV, kTma>;
   using Shared = typename Producer::Shared;
+  using Merge = MlaMerge<T, 2 * kWarpgroup, 3, Producer::kRows, 4>;
+  static_assert(sizeof(typename Merge::Shared) <= sizeof(Shared::p));
   static constexpr int kRows = Producer::kRows, kKeys = Producer::kKeys, kStages = Producer::kStages;
   static constexpr int kBlocks = Producer::kBlocks, kLatentBlocks = Producer::kLatentBlocks;
   static constexpr int kParts = Producer::kParts, kPartBlocks = Producer::kPartBlocks, kBlock = Producer::kBlock;
@@ -109,6 +111,11 @@ struct MlaWgmmaKernel {
       }
       c.taken += tiles;
       store(s, o, rows, row0, c.row, c.thread, group);
+      if (!s.is_whole()) {  // nobody reads probabilities any more
+        auto& scratch = *reinterpret_cast<typename Merge::Shared*>(shared.p);
+        const int cta = first / kRows;
+        Merge{params, s, scratch, static_cast<int>(threadIdx.x) - kWarpgroup, first, cta}.run();
+      }
       __syncwarp();
       if (c.lane == 0) shared.work_pipeline.release(work_at.stage);
     }
@@ -295,6 +302,7 @@ struct MlaWgmmaKernel {
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       if (lane % 4 == 0) shared.row_sum[group][row + 8 * h] = sum;
     }
+    __syncwarp();  // racecheck does not see the stores of single lanes before a named barrier without it
     barrier_sync(3, 2 * kWarpgroup);
     if (lane == 0) shared.q_empty.arrive();
 #pragma unroll
@@ -327,13 +335,13 @@ struct MlaWgmmaKernel {
       } else {
         const int place = r - s.q_tile * params.tile_rows;
         float* out =
-            params.partial_output(s.partial) + static_cast<int64_t>(place) * kMlaLatent + group * 256 + lane % 4 * 2;
+            params.partial_output(s.partial()) + static_cast<int64_t>(place) * kMlaLatent + group * 256 + lane % 4 * 2;
 #pragma unroll
         for (int block = 0; block < 32; ++block)
           store_global(out + block * 8,
                        make_uint2(__float_as_uint(o[block * 4 + 2 * h]), __float_as_uint(o[block * 4 + 2 * h + 1])));
         if (group == 0 && lane % 4 == 0)
-          reinterpret_cast<float2*>(params.partial_states(s.partial))[place] = make_float2(rows.row_max[h], total[h]);
+          reinterpret_cast<float2*>(params.partial_states(s.partial()))[place] = make_float2(rows.row_max[h], total[h]);
       }
     }
   }

@@ -44,6 +44,7 @@ struct MlaTeamKernel {
   static constexpr float kScoreFactor = kShifted ? 0x1p56f : 1.f, kProbFactor = kShifted ? 0x1p60f : 1.f,
                          kOutFactor = kProbFactor;
 
+  using Merge = MlaMerge<T, kConsumers, 3, kRows, 2>;
   struct Turn {  // of a team
     float scores[kParts][kRows][kScorePitch];
   };
@@ -55,6 +56,7 @@ struct MlaTeamKernel {
         Turn turns[kTeams];
       };
       float o[32][kTeamThreads];  // of team 1, at the end of a work tile
+      typename Merge::Shared merge;
     };
     alignas(16) T prob[kTeams][kGroups][kRows][kProbPitch];
     alignas(16) float scales[kFp8 ? kStages : 1][kKeys][4];
@@ -193,6 +195,7 @@ struct MlaTeamKernel {
       }
       used += tiles;
       store(s, o, rows, row0, team, warp, lane);
+      if (!s.is_whole()) Merge{params, s, shared.merge, static_cast<int>(threadIdx.x), 0, 0}.run();
       __syncwarp();
       if (lane == 0) shared.work_pipeline.release(work_at.stage);
     }
@@ -405,6 +408,7 @@ struct MlaTeamKernel {
       const float sum = warp_sum(rows.row_sum[h]);
       if (lane == 0) shared.states[team][2 * warp + h] = make_float2(rows.row_max[h], sum);
     }
+    __syncwarp();                 // racecheck does not see the stores of single lanes before a named barrier without it
     barrier_sync(3, kConsumers);  // also: nobody reads queries or scores any more
     float row_max[2], row_sum[2];
 #pragma unroll
@@ -450,12 +454,12 @@ struct MlaTeamKernel {
           params.lse[token * params.heads.value + at.head] =
               softmax_lse<CudaMath>(row_max[h], row_sum[h]) * params.lse_factor;
       } else {
-        float* out = params.partial_output(s.partial) + static_cast<int64_t>(place) * kMlaLatent + column;
+        float* out = params.partial_output(s.partial()) + static_cast<int64_t>(place) * kMlaLatent + column;
         each_pair(o, h, [&](int x, float low, float high) {
           store_global(out + x, make_uint2(__float_as_uint(low), __float_as_uint(high)));
         });
         if (warp == 0 && lane % 4 == 0)
-          reinterpret_cast<float2*>(params.partial_states(s.partial))[place] = make_float2(row_max[h], row_sum[h]);
+          reinterpret_cast<float2*>(params.partial_states(s.partial()))[place] = make_float2(row_max[h], row_sum[h]);
       }
     }
   }

@@ -1,4 +1,4 @@
-// Launches batch_mla on CUDA: chooses the kernel entry, describes the cache for TMA, and merges splits.
+// Launches batch_mla on CUDA: chooses the kernel entry, describes the cache for TMA.
 #pragma once
 #include <algorithm>
 
@@ -37,7 +37,7 @@ inline void launch_batch_mla(const Kernel& kernel, BatchMlaParams& p, const Batc
   const int64_t limit = kernel.shared_limit(a.q_nope.device());
   const Entry& entry = kernel.first_entry([&](const Entry& e) {
     const auto config = BatchMlaConfig::of(e);
-    if (config.kind == MlaKind::MERGE || e.shared_bytes > limit) return false;
+    if (e.shared_bytes > limit) return false;
     if (p.sparse && config.rows > kMlaKvTile / 2) return config.kind == MlaKind::GATHER;
     return config.kind != MlaKind::TMA || (page_size % kMlaKvTile == 0 && a.ckv_cache.size(0) > 0);
   });
@@ -58,11 +58,6 @@ inline void launch_batch_mla(const Kernel& kernel, BatchMlaParams& p, const Batc
   launch.cluster = static_cast<unsigned>(p.cluster);
   launch.pdl = pdl;
   kernel.launch(entry, launch, a.q_nope.device(), p);
-  const Entry& merge = kernel.first_entry([](const Entry& e) { return BatchMlaConfig::of(e).kind == MlaKind::MERGE; });
-  constexpr int64_t kMergeCtasPerSm = 4;
-  Launch merging{kMergeCtasPerSm * kernel.multiprocessors(a.q_nope.device())};
-  merging.pdl = pdl;
-  kernel.launch(merge, merging, a.q_nope.device(), p);
 }
 
 }  // namespace fi

@@ -1,63 +1,31 @@
-// Merges the partials of items whose KV was split: the second kernel of batch MLA.
+// Merges the partials of an item whose KV was split, at the end of the kernel that computes them: the CTA of each split
+// waits a moment for the others and merges a share of the rows. The bits depend neither on which CTA does it nor on the
+// order in which they arrive, so two may do the same.
 #pragma once
 #include "fi/attention/mla/batch_mla.h"
 #include "fi/cuda/convert.cuh"
 #include "fi/cuda/math.cuh"
 #include "fi/cuda/pack.cuh"
+#include "fi/cuda/ptx/barrier.cuh"
 #include "fi/cuda/ptx/global.cuh"
-#include "fi/cuda/ptx/pdl.cuh"
 #include "fi/cuda/reduce.cuh"
 
 namespace fi {
 
-// The boundaries that follow the leader of a split item, in order, by all threads; returns their number.
-FI_DEVICE int find_split_items(const MlaSchedule& schedule, int ranges, int* items, int* count) {
-  __shared__ unsigned votes[(kMlaMaxRanges + 1) / 32];
-  const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
-#pragma unroll 2
-  for (int word = threadIdx.x / 32; word * 32 < ranges; word += warps) {
-    const int g = word * 32 + lane;
-    bool leads = false;
-    if (g > 0 && g < ranges) {
-      const MlaRangeStart* start = schedule.starts() + g;
-      leads = start->num_splits > 1 && start->leader == g - 1;
-    }
-    const unsigned vote = __ballot_sync(0xffffffffu, leads);
-    if (lane == 0) votes[word] = vote;
-  }
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    int found = 0;
-    for (int word = 0; word * 32 < ranges; ++word) {
-      const unsigned vote = votes[word];
-      if (vote >> lane & 1) items[found + __popc(vote & ((1u << lane) - 1))] = word * 32 + lane;
-      found += __popc(vote);
-    }
-    if (lane == 0) *count = found;
-  }
-  __syncthreads();
-  return *count;
-}
-
 // One row of a split item.
 struct MlaMergeRow {
   const BatchMlaParams& params;
-  MlaRangeStart start;
-  MlaRequest request;
-  int row, packed;
+  const MlaWorkTile& item;
+  int row, packed;  // of the q tile, of the request
 
-  FI_DEVICE MlaMergeRow(const BatchMlaParams& p, int boundary, int r) : params(p), row(r) {
-    start = p.view().starts()[boundary];
-    request = p.view().requests()[start.request];
-    packed = start.q_tile * p.tile_rows + r;
-  }
-  FI_DEVICE bool exists() const { return packed < request.qo_len * static_cast<int>(params.heads.value); }
+  FI_DEVICE MlaMergeRow(const BatchMlaParams& p, const MlaWorkTile& s, int r)
+      : params(p), item(s), row(r), packed(s.q_tile * p.tile_rows + r) {}
+  FI_DEVICE bool exists() const { return packed < item.request.qo_len * static_cast<int>(params.heads.value); }
   FI_DEVICE float2 state(int split) const {
-    return __ldcg(reinterpret_cast<const float2*>(params.partial_states(mla_partial(start.leader, split))) + row);
+    return __ldcg(reinterpret_cast<const float2*>(params.partial_states(mla_partial(item.leader, split))) + row);
   }
   FI_DEVICE float4 values(int split, int column) const {
-    const float* part =
-        params.partial_output(mla_partial(start.leader, split)) + static_cast<int64_t>(row) * kMlaLatent;
+    const float* part = params.partial_output(mla_partial(item.leader, split)) + static_cast<int64_t>(row) * kMlaLatent;
     return __ldcg(reinterpret_cast<const float4*>(part + column));
   }
   FI_DEVICE static void add(float4& sum, float weight, float4 x) {
@@ -68,7 +36,7 @@ struct MlaMergeRow {
   FI_DEVICE void write(int column, float4 sum, float row_max, float row_sum) const {
     const auto at = params.row(packed);
     const float factor = params.finish<CudaMath>(at.head, row_max, row_sum);
-    const int64_t token = request.qo_begin + at.token;
+    const int64_t token = item.request.qo_begin + at.token;
     T* out = static_cast<T*>(params.out) + token * params.out_token + at.head * params.out_head + column;
     store_global(out, make_uint2(pack_pair(sum.x * factor, sum.y * factor, T()),
                                  pack_pair(sum.z * factor, sum.w * factor, T())));
@@ -77,91 +45,188 @@ struct MlaMergeRow {
   }
 };
 
-// Few splits: a warp merges a row, with the loads of four splits on their way.
-constexpr int kMlaFewSplits = 8;
-template <class T>
-FI_DEVICE void merge_by_warps(const BatchMlaParams& params, const int* items, int count) {
-  const int lane = threadIdx.x % 32, warps = gridDim.x * (blockDim.x / 32);
-  const int tasks = count * params.tile_rows;
-  for (int task = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; task < tasks; task += warps) {
-    const MlaMergeRow row(params, items[task / params.tile_rows], task % params.tile_rows);
-    if (!row.exists()) continue;
-    const int n = row.start.num_splits;
-    const float2 state = lane < n ? row.state(lane) : make_float2(kMinusInf, 0.f);
-    const float top = warp_max(state.x), weight = softmax_exp2<CudaMath>(state.x, softmax_reference(top));
-    const float row_sum = warp_sum(weight * state.y);
-    float4 sums[4] = {};
-#pragma unroll 1
-    for (int first = 0; first < n; first += 4) {
-      float4 values[4][4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int k = 0; k < 4; ++k) values[i][k] = row.values(min(first + i, n - 1), k * 128 + lane * 4);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float factor = __shfl_sync(0xffffffffu, weight, first + i);  // 0 beyond the last split
-#pragma unroll
-        for (int k = 0; k < 4; ++k) MlaMergeRow::add(sums[k], factor, values[i][k]);
+// kThreads meet at the named barrier kBarrier, from thread 0 of a CTA of kRows rows on. kLoads: splits of a row that a
+// warp loads at a time where splits are few.
+template <class T, int kThreads, int kBarrier, int kRows, int kLoads>
+struct MlaMerge {
+  static constexpr int kWarps = kThreads / 32, kPieces = kMlaLatent / 128;  // a warp merges 128 columns of a row
+  // Up to so many splits a warp merges whole rows, all splits of them.
+  static constexpr int kFewSplits = 8;
+  // A CTA that has waited so long leaves its share to the last one: the others may not even have begun.
+  static constexpr int kWaitClocks = 40000;
+
+  struct Shared {
+    float4 sums[kWarps][32];
+    float2 states[kWarps];
+    int shares[kThreads], count;  // left to the last CTA
+    uint32_t round;
+    bool is_last, complete;
+  };
+
+  const BatchMlaParams& params;
+  const MlaWorkTile& item;
+  Shared& shared;
+  const int thread, first, cta;  // first: the row of the q tile that is the CTA's first; cta: of the cluster
+
+  // Behind the stores of this split's partial.
+  FI_DEVICE void run() const {
+    sync();
+    if (thread == 0) arrive();
+    sync();
+    int found = shared.complete, share = item.split;
+    for (int base = 0;; base += kThreads) {
+      for (int i = 0; i < found; ++i) merge(base ? shared.shares[i] : share);
+      if (!shared.is_last || base >= item.num_splits) break;
+      sync();
+      if (thread == 0) shared.count = 0;
+      sync();
+      share = base + thread;
+      if (share < item.num_splits && share != item.split && __ldcg(&left(share)) == shared.round)
+        shared.shares[atomicAdd(&shared.count, 1)] = share;
+      sync();
+      found = shared.count;
+    }
+    sync();  // `shared` may serve others
+  }
+
+ private:
+  FI_DEVICE void sync() const {
+    __syncwarp();  // racecheck does not see the stores of single lanes before a named barrier without it
+    barrier_sync(kBarrier, kThreads);
+  }
+  FI_DEVICE MlaArrivals& arrivals(int range) const { return params.view().arrivals()[range * params.cluster + cta]; }
+  // The last round in which the CTA of split i left its share to others.
+  FI_DEVICE uint32_t& left(int i) const {
+    const int slot = mla_partial(item.leader, i);
+    return arrivals(slot / 2).left[slot % 2];
+  }
+
+  // By thread 0. Who arrives last sees in `left` all who do not wait; who leaves later finds that all have arrived.
+  FI_DEVICE void arrive() const {
+    uint32_t& count = arrivals(item.leader).count;
+    const auto n = static_cast<uint32_t>(item.num_splits), rounds = 1u << 20;  // then counts begin at 0 again
+    if (!item.ends_range) left(item.split) = load_device(&count) / n + 1;
+    const uint32_t before = count_device(&count, n * rounds), first = before / n * n;
+    shared.round = before / n + 1;
+    shared.is_last = before + 1 == first + n;
+    bool complete = shared.is_last;
+    if (item.ends_range && !complete) {
+      const int64_t begin = clock64();
+      while (!complete && clock64() - begin < kWaitClocks) complete = load_device(&count) - first >= n;
+      if (!complete) {
+        left(item.split) = shared.round;
+        complete = meet_device(&count) - first >= n;
       }
     }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) row.write<T>(k * 128 + lane * 4, sums[k], top, row_sum);
+    shared.complete = complete;
   }
-}
 
-// Any grid of 128 threads. Sums are in a fixed order.
-template <class T>
-FI_DEVICE void batch_mla_merge(const BatchMlaParams& params) {
-  constexpr int kThreads = 128, kGroups = 4, kColumns = 128;
-  __shared__ int items[kMlaMaxRanges];
-  __shared__ float weights[kMlaMaxRanges + 1];
-  __shared__ float4 sums[kGroups][32];
-  __shared__ float warp_values[8];
-  __shared__ int count;
-  const MlaSchedule schedule = params.view();
-  const int thread = threadIdx.x, lane = thread % 32, group = thread / 32;
-  pdl_wait();
-  const MlaHeader header = schedule.header();
-  pdl_launch_dependents();
-  if (header.max_splits <= 1) return;
-  const int found = find_split_items(schedule, header.ranges, items, &count);
-  if (header.max_splits <= kMlaFewSplits) return merge_by_warps<T>(params, items, found);
-  // Many splits: a task is 128 columns of a row, 32 lanes of four columns by four groups of splits.
-  const int tasks = found * params.tile_rows * (kMlaLatent / kColumns);
-  for (int task = blockIdx.x; task < tasks; task += gridDim.x) {
-    const int column = task % 4 * kColumns + lane * 4;
-    const MlaMergeRow row(params, items[task / 4 / params.tile_rows], task / 4 % params.tile_rows);
-    if (!row.exists()) continue;
-    const int n = row.start.num_splits;
-    float top = kMinusInf;
-    for (int i = thread; i < n; i += kThreads) top = fmaxf(top, row.state(i).x);
-    top = warp_max(top);
-    if (lane == 0) warp_values[group] = top;
-    __syncthreads();
-    top = fmaxf(fmaxf(warp_values[0], warp_values[1]), fmaxf(warp_values[2], warp_values[3]));
-    float row_sum = 0.f;
-    for (int i = thread; i < n; i += kThreads) {
-      const float2 state = row.state(i);
-      weights[i] = softmax_exp2<CudaMath>(state.x, softmax_reference(top));
-      row_sum += weights[i] * state.y;
-    }
-    row_sum = warp_sum(row_sum);
-    if (lane == 0) warp_values[4 + group] = row_sum;
-    __syncthreads();
-    row_sum = (warp_values[4] + warp_values[5]) + (warp_values[6] + warp_values[7]);
-    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 8
-    for (int i = group; i < n; i += kGroups) MlaMergeRow::add(sum, weights[i], row.values(i, column));
-    sums[group][lane] = sum;
-    __syncthreads();
-    if (group == 0) {
-#pragma unroll
-      for (int i = 1; i < kGroups; ++i) MlaMergeRow::add(sum, 1.f, sums[i][lane]);
-      row.write<T>(column, sum, top, row_sum);
-    }
-    __syncthreads();
+  FI_DEVICE void merge(int share) const {
+    const int n = item.num_splits, units = n <= kFewSplits ? kRows : kRows * kPieces;
+    const int begin = units * share / n, end = units * (share + 1) / n;
+    if (n <= kFewSplits)
+      merge_rows(begin, end);
+    else
+      merge_pieces(begin, end);
   }
-}
+
+  FI_DEVICE void merge_rows(int begin, int end) const {
+    const int lane = thread % 32, n = item.num_splits;
+#pragma unroll 1
+    for (int r = begin + thread / 32; r < end; r += kWarps) {
+      const MlaMergeRow row(params, item, first + r);
+      if (!row.exists()) continue;
+      const float2 state = lane < n ? row.state(lane) : make_float2(kMinusInf, 0.f);
+      float top = 0.f, weight = 0.f, row_sum = 0.f;
+      float4 sums[kPieces] = {};
+#pragma unroll 1
+      for (int i = 0; i < n; i += kLoads) {
+        float4 values[kLoads][kPieces];
+#pragma unroll
+        for (int k = 0; k < kLoads; ++k)
+#pragma unroll
+          for (int piece = 0; piece < kPieces; ++piece)
+            values[k][piece] = i + k < n ? row.values(i + k, piece * 128 + lane * 4) : make_float4(0.f, 0.f, 0.f, 0.f);
+        if (i == 0) {
+          top = warp_max(state.x), weight = softmax_exp2<CudaMath>(state.x, softmax_reference(top));
+          row_sum = warp_sum(weight * state.y);
+        }
+#pragma unroll
+        for (int k = 0; k < kLoads; ++k) {
+          const float factor = __shfl_sync(0xffffffffu, weight, (i + k) % 32);  // 0 beyond the last split
+#pragma unroll
+          for (int piece = 0; piece < kPieces; ++piece) MlaMergeRow::add(sums[piece], factor, values[k][piece]);
+        }
+      }
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece)
+        row.template write<T>(piece * 128 + lane * 4, sums[piece], top, row_sum);
+    }
+  }
+
+  // Where a share has fewer pieces than the CTA has warps, several warps merge a piece, each some of its splits.
+  FI_DEVICE void merge_pieces(int begin, int end) const {
+    constexpr int kBatch = 4 * kLoads;
+    const int warp = thread / 32, lane = thread % 32, n = item.num_splits;
+    int each = kWarps;
+    while (each > 1 && each * (end - begin) > kWarps) each /= 2;
+    const int together = kWarps / each, member = warp % each;
+#pragma unroll 1
+    for (int base = begin; base < end; base += together) {
+      const int piece = base + warp / each, column = piece % kPieces * 128 + lane * 4;
+      const MlaMergeRow row(params, item, first + piece / kPieces);
+      const bool exists = piece < end && row.exists();
+      State state;
+#pragma unroll 1
+      for (int i = member; i < n && exists; i += each * kBatch) {
+        float2 states[kBatch];
+        float4 values[kBatch];
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          const bool more = i + k * each < n;
+          states[k] = more ? row.state(i + k * each) : make_float2(kMinusInf, 0.f);
+          values[k] = more ? row.values(i + k * each, column) : make_float4(0.f, 0.f, 0.f, 0.f);
+        }
+        float top = state.row_max;
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) top = fmaxf(top, states[k].x);
+        state.raise(top);
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) state.add(states[k], values[k]);
+      }
+      if (each > 1) {
+        shared.sums[warp][lane] = state.sum;
+        if (lane == 0) shared.states[warp] = make_float2(state.row_max, state.row_sum);
+        sync();
+        if (member == 0)
+#pragma unroll 1
+          for (int i = 1; i < each; ++i) {
+            const float2 other = shared.states[warp + i];
+            state.raise(fmaxf(state.row_max, other.x));
+            state.add(other, shared.sums[warp + i][lane]);
+          }
+      }
+      if (exists && member == 0) row.template write<T>(column, state.sum, state.row_max, state.row_sum);
+      if (each > 1) sync();
+    }
+  }
+
+  // Four columns of the splits so far, relative to row_max.
+  struct State {
+    float row_max = kMinusInf, row_sum = 0.f;
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+
+    FI_DEVICE void raise(float top) {
+      const float alpha = softmax_exp2<CudaMath>(row_max, softmax_reference(top));
+      row_max = top, row_sum *= alpha;
+      sum.x *= alpha, sum.y *= alpha, sum.z *= alpha, sum.w *= alpha;
+    }
+    FI_DEVICE void add(float2 state, float4 values) {
+      const float weight = softmax_exp2<CudaMath>(state.x, softmax_reference(row_max));
+      row_sum += weight * state.y;
+      MlaMergeRow::add(sum, weight, values);
+    }
+  };
+};
 
 }  // namespace fi

@@ -68,6 +68,7 @@ FI_DEVICE void mla_plan(const MlaPlanParams& p) {
   if (g <= p.max_ranges) {
     mla_link_splits(start, p.max_ranges + 1, keys);
     schedule.starts()[g] = start;
+    schedule.arrivals()[g] = {};
     if (start.num_splits > 1) atomicMax(&max_splits, start.num_splits);
   }
   __syncthreads();

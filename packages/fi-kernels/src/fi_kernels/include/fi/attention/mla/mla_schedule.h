@@ -4,7 +4,7 @@
 // one q tile of tile_rows packed rows is an item; its KV has tiles of kMlaKvTile tokens. Items are ordered by request,
 // then by q tile. Work range g is [starts[g], starts[g + 1]) of that order, for one CTA or one cluster. A work tile is
 // the part of an item that lies in one range: one of num_splits splits of its KV. An item with one split writes the
-// output; otherwise each split stores a partial, and the merge kernel adds the partials in order of position.
+// output; otherwise each split stores a partial, and their CTAs add the partials in order of position.
 //
 // The number of query tokens is not known on the host, so a plan holds one schedule for each kind of q tile, and a run
 // takes the one of its kernel.
@@ -19,7 +19,7 @@ constexpr int32_t kMlaSchedules = 2;  // narrow q tiles, wide q tiles
 // Cost of beginning a work tile, in KV tiles: it loads queries, fills the pipeline and stores [rows, 512].
 constexpr int32_t kMlaWorkTileCost = 4;
 
-// A schedule is a run of 32-bit words: header, starts[max_ranges + 1], requests[batch].
+// A schedule is a run of 32-bit words: header, starts[max_ranges + 1], arrivals[max_ranges + 1], requests[batch].
 struct alignas(16) MlaHeader {
   int32_t ranges, tile_rows, max_splits;
   int32_t cost;  // of all items in KV tiles, at most 2^31 - 1
@@ -45,8 +45,18 @@ struct alignas(16) MlaRequest {
   FI_HOST_DEVICE int32_t item_cost() const { return (kv_len + kMlaKvTile - 1) / kMlaKvTile + kMlaWorkTileCost; }
 };
 
+// How the CTAs of a split item meet: the number of splits that have arrived, of the item that begins in a range, modulo
+// a multiple of its splits, so that nothing resets it between runs; and of both partials of a range the last run in
+// which its CTA left its share of the merge to others.
+struct alignas(16) MlaArrivals {
+  uint32_t count, left[2];
+};
+
 constexpr int64_t kMlaStartsOffset = 4;
-FI_HOST_DEVICE int64_t mla_requests_offset(int64_t max_ranges) { return kMlaStartsOffset + (max_ranges + 1) * 12; }
+FI_HOST_DEVICE int64_t mla_arrivals_offset(int64_t max_ranges) { return kMlaStartsOffset + (max_ranges + 1) * 12; }
+FI_HOST_DEVICE int64_t mla_requests_offset(int64_t max_ranges) {
+  return mla_arrivals_offset(max_ranges) + (max_ranges + 1) * 4;
+}
 FI_HOST_DEVICE int64_t mla_schedule_words(int64_t max_ranges, int64_t batch) {
   return mla_requests_offset(max_ranges) + batch * 8;
 }
@@ -58,23 +68,30 @@ struct MlaSchedule {
 
   FI_HOST_DEVICE MlaHeader& header() const { return *reinterpret_cast<MlaHeader*>(words); }
   FI_HOST_DEVICE MlaRangeStart* starts() const { return reinterpret_cast<MlaRangeStart*>(words + kMlaStartsOffset); }
+  // CTA c of the cluster of range g has number g * cluster + c; those are at most max_ranges.
+  FI_HOST_DEVICE MlaArrivals* arrivals() const {
+    return reinterpret_cast<MlaArrivals*>(words + mla_arrivals_offset(max_ranges));
+  }
   FI_HOST_DEVICE MlaRequest* requests() const {
     return reinterpret_cast<MlaRequest*>(words + mla_requests_offset(max_ranges));
   }
 };
 
+// The slot of split i of an item that begins in range `leader`. A range stores at most two partials: of the item that
+// it continues, and of the one that it begins.
+FI_HOST_DEVICE int32_t mla_partial(int32_t leader, int32_t i) { return i ? 2 * (leader + i) : 2 * leader + 1; }
+
 // The KV tiles [begin, end) of one item that a CTA processes.
 struct MlaWorkTile {
   MlaRequest request;
   int32_t index, q_tile, begin, end;
-  int32_t num_splits, partial;  // partial: where this split stores its own
+  int32_t num_splits, split, leader;  // leader: the range in which the item begins
+  int32_t ends_range;                 // no work follows
 
   FI_HOST_DEVICE bool is_whole() const { return num_splits == 1; }
+  // Where this split stores its own.
+  FI_HOST_DEVICE int32_t partial() const { return mla_partial(leader, split); }
 };
-
-// The slot of split i of an item that begins in range `leader`. A range stores at most two partials: of the item that
-// it continues, and of the one that it begins.
-FI_HOST_DEVICE int32_t mla_partial(int32_t leader, int32_t i) { return i ? 2 * (leader + i) : 2 * leader + 1; }
 
 // Gives the work tiles of one range; next() is false at its end.
 struct MlaTileScheduler {
@@ -100,11 +117,12 @@ struct MlaTileScheduler {
     s.index = at.request, s.q_tile = at.q_tile, s.begin = at.kv_tile;
     s.end = last ? end_kv_tile : at.item_cost - kMlaWorkTileCost;
     s.num_splits = !begins ? at.num_splits : last ? end_num_splits : 1;
-    s.partial = begins ? mla_partial(range, 0) : 2 * range;
+    s.leader = begins ? range : at.leader, s.split = range - s.leader;
     if (last)
       at.kv_tile = end_kv_tile;
     else if (at.kv_tile = 0, ++at.q_tile >= at.q_tiles)
       advance();
+    s.ends_range = last || (at.request == end_request && at.q_tile == end_q_tile && end_kv_tile == 0);
     return true;
   }
 

@@ -28,6 +28,13 @@ FI_DEVICE uint4 load_once(const void* p, bool again = false) {
   return x;
 }
 
+// Stores 16 bytes that are not read again soon: L2 gives them up first.
+FI_DEVICE void store_once(void* p, uint4 x) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(x.x), "r"(x.y),
+               "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
 // Prefetches the line at p into L2, which all SMs share: the line is never stale.
 FI_DEVICE void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p)));
@@ -43,6 +50,24 @@ FI_DEVICE int count_device(int* counter) {
                : "memory");
   return before;
 }
+// The same modulo `modulus`.
+FI_DEVICE uint32_t count_device(uint32_t* counter, uint32_t modulus) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(__cvta_generic_to_global(counter)), "r"(modulus - 1)
+               : "memory");
+  return before;
+}
+// The value of a counter. What this thread did before is seen by all who count later, as by an increment.
+FI_DEVICE uint32_t meet_device(uint32_t* counter) {
+  uint32_t x;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 0;"
+               : "=r"(x)
+               : "l"(__cvta_generic_to_global(counter))
+               : "memory");
+  return x;
+}
 // Adds 1 to a counter of the device, as count_device does, without the value: the thread does not wait for it.
 FI_DEVICE void signal_device(int* counter) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(__cvta_generic_to_global(counter)) : "memory");
@@ -52,6 +77,11 @@ FI_DEVICE void signal_device(int* counter) {
 FI_DEVICE int load_device(const int* counter) {
   int x;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(__cvta_generic_to_global(counter)) : "memory");
+  return x;
+}
+FI_DEVICE uint32_t load_device(const uint32_t* counter) {
+  uint32_t x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(__cvta_generic_to_global(counter)) : "memory");
   return x;
 }
 

@@ -173,6 +173,18 @@ def test_decode_continues_prefill(device: str) -> None:
     assert_close(out[0, 0], want[39], tolerance=tolerance(device, BF16))
 
 
+@pytest.mark.gpu
+def test_many_heads_are_as_few() -> None:
+    """Where there are many chunks, a CTA prepares four heads of one key: the heads of a part get the same results."""
+    x = inputs([10600], "cuda", heads=(16, 16, 64), dim=64)
+    some = {name: value[:, :8] if name in ("v", "g", "beta") else value for name, value in x.items()}
+    some = {**some, "q": x["q"][:, :2], "k": x["k"][:, :2]}
+    out, state = chunk_gated_delta_rule(**x, output_final_state=True, use_cp=False)
+    want, last = chunk_gated_delta_rule(**some, output_final_state=True, use_cp=False)
+    assert torch.equal(out[:, :8], want)
+    assert torch.equal(state[:, :8], last)
+
+
 def test_no_tokens_and_no_sequences(device: str) -> None:
     start = rand(2, 4, 128, 128, dtype=F32, device=device)
     out, final = chunk_gated_delta_rule(**inputs([0, 0], device), initial_state=start, output_final_state=True)

@@ -59,10 +59,10 @@ NARROW = {
     "single_attention": r"combine_chunks",
 }
 # Bytes of stack that kernels of an op may have. MLA has two to twenty registers too few, of 168 or 255; prepare_chunks
-# has up to eight too few, of the 96 that let an SM have five CTAs.
+# has two too few but on sm_90 and sm_120, of the 96 that let an SM have five CTAs.
 STACK = {
     "batch_mla": 80,
-    "chunk_gated_delta_rule": 32,
+    "chunk_gated_delta_rule": 8,
     "concat_mla_k": 8,
     "moe_finalize": 16,
     "moe_gather": 8,
@@ -81,6 +81,7 @@ STORES = {
     "moe_mixed_gemm": 16,
     "moe_experts": 32,
     "packbits": 16,
+    "prepare_chunks": 32,
     "sample_single_pass_512": 64,
     "single_attention": 32,
     "top_k": 64,

@@ -23,33 +23,28 @@ _LEAST_SEGMENTS = 3
 _LEAST_LENGTH = 256  # tokens
 
 
-def _segment_tokens(q: torch.Tensor, heads: int, sequences: int, use_cp: bool | str, length: int | None) -> int:
+def _segment_tokens(device: torch.device, tokens: int, heads: int, dim: int, sequences: int, length: int | None) -> int:
     """The tokens of a segment, if sequences are split so that each SM gets 64 columns of a state; else 0."""
-    if not q.is_cuda or use_cp is False or sequences <= 0 or heads == 0:
+    if sequences <= 0 or heads == 0:
         return 0
     if not length:
-        most = multiprocessors_of(q.device) // (heads * (q.shape[-1] // 64 or 1)) - (sequences - 1)
+        most = multiprocessors_of(device) // (heads * (dim // 64 or 1)) - (sequences - 1)
         if most < _LEAST_SEGMENTS * sequences:
             return 0
-        length = max(-(-q.shape[0] // most), _LEAST_LENGTH)
-        if length * _LEAST_SEGMENTS * sequences > q.shape[0]:
+        length = max(-(-tokens // most), _LEAST_LENGTH)
+        if length * _LEAST_SEGMENTS * sequences > tokens:
             return 0
     return -(-length // _CHUNK) * _CHUNK
 
 
-def _workspace(q: torch.Tensor, heads: int, sequences: int, segment_tokens: int) -> torch.Tensor | None:
-    """What the parallel parts of the computation leave for the sequential ones: two matrices and four vectors of each
-    chunk and head, three states of each segment and head.
+def _workspace_bytes(tokens: int, heads: int, dim: int, sequences: int, segment_tokens: int) -> int:
+    """Of what the parallel parts of the computation leave for the sequential ones: two matrices and four vectors of
+    each chunk and head, three states of each segment and head.
     """
-    import torch
-
-    if not q.is_cuda:
-        return None
-    chunks = q.shape[0] // _CHUNK + sequences
-    size = chunks * heads * (2 * 2 * CHUNK_MATRIX + 4 * 4 * _CHUNK)
+    size = (tokens // _CHUNK + sequences) * heads * (2 * 2 * CHUNK_MATRIX + 4 * 4 * _CHUNK)
     if segment_tokens:
-        size += (q.shape[0] // segment_tokens + sequences) * heads * 3 * 4 * q.shape[-1] ** 2
-    return q.new_empty(size, dtype=torch.uint8)
+        size += (tokens // segment_tokens + sequences) * heads * 3 * 4 * dim**2
+    return size
 
 
 @fi_api(trace=PREFILL)
@@ -114,9 +109,11 @@ def chunk_gated_delta_rule(
         TypeError: a dtype is wrong.
     """
     assert cu_seqlens is not None, "cu_seqlens must be given"
-    for name, x, shape in (("q", q, "[T, Hq, D]"), ("v", v, "[T, Hv, D]")):
-        if x.ndim != 3:
-            raise ValueError(f"{name} must have shape {shape}; got {list(x.shape)}")
+    q_shape, v_shape = q.shape, v.shape  # each access makes a new one
+    if len(q_shape) != 3:
+        raise ValueError(f"q must have shape [T, Hq, D]; got {list(q_shape)}")
+    if len(v_shape) != 3:
+        raise ValueError(f"v must have shape [T, Hv, D]; got {list(v_shape)}")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens must have shape [N + 1]; got {list(cu_seqlens.shape)}")
     if use_cp not in ("auto", True, False):
@@ -127,19 +124,25 @@ def chunk_gated_delta_rule(
         raise ValueError(f"checkpoint_every_n_tokens must be a multiple of {_CHUNK}; got {checkpoint_every_n_tokens}")
     if checkpoint_every_n_tokens and (state_checkpoints is None or checkpoint_cu_starts is None):
         raise ValueError("state_checkpoints and checkpoint_cu_starts must be given with checkpoint_every_n_tokens")
-    heads, sequences = max(q.shape[1], v.shape[1]), cu_seqlens.shape[0] - 1
+    tokens, q_heads, dim = q_shape
+    _, v_heads, dim_v = v_shape
+    heads, sequences = max(q_heads, v_heads), cu_seqlens.shape[0] - 1
+    import torch
+
     if output is None:
-        output = q.new_empty((q.shape[0], heads, v.shape[-1]))
+        output = q.new_empty((tokens, heads, dim_v))
     if output_state is None and output_final_state:
         if state_indices is not None:
             raise ValueError("output_state must be given with state_indices")
-        import torch
-
-        output_state = q.new_empty((sequences, heads, v.shape[-1], q.shape[-1]), dtype=torch.float32)
-    segment_tokens = _segment_tokens(q, heads, sequences, use_cp, _cp_chunk_len)
+        output_state = q.new_empty((sequences, heads, dim_v, dim), dtype=torch.float32)
+    segment_tokens, workspace = 0, None
+    if q.is_cuda:
+        if use_cp is not False:
+            segment_tokens = _segment_tokens(q.device, tokens, heads, dim, sequences, _cp_chunk_len)
+        size = _workspace_bytes(tokens, heads, dim, sequences, segment_tokens)
+        workspace = q.new_empty(size, dtype=torch.uint8)
     _chunk(
-        output, q, k, v, cu_seqlens=cu_seqlens, workspace=_workspace(q, heads, sequences, segment_tokens),
-        scale=scale or (q.shape[-1] or 1) ** -0.5, g=g, beta=beta,
+        output, q, k, v, cu_seqlens=cu_seqlens, workspace=workspace, scale=scale or (dim or 1) ** -0.5, g=g, beta=beta,
         use_qk_l2norm=use_qk_l2norm_in_kernel, initial_state=initial_state, output_state=output_state,
         state_indices=state_indices, state_checkpoints=state_checkpoints if checkpoint_every_n_tokens else None,
         checkpoint_cu_starts=checkpoint_cu_starts if checkpoint_every_n_tokens else None,

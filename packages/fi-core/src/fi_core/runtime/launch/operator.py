@@ -307,8 +307,11 @@ def _target_of(device: Any) -> Target:
 
 def multiprocessors_of(device: Any) -> int:
     """SMs of a CUDA device, or of the rehearsed device."""
-    if _rehearsals:
-        return _rehearsals[-1].multiprocessors
+    return _rehearsals[-1].multiprocessors if _rehearsals else _multiprocessors_of(device)
+
+
+@functools.cache
+def _multiprocessors_of(device: Any) -> int:
     import torch
 
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -87,11 +87,30 @@ void check_checkpoints(const Integers& offsets, const Integers& starts, int64_t 
 }
 
 #if FI_CUDA
+// Describes q, k or v for TMA, which takes no strides of 0: whether it can.
+bool describe(const Kernel& kernel, TensorMap& map, const Tensor& t) {
+  const int64_t bytes = t.dtype().bytes(), tokens = t.size(0), heads = t.size(1), limit = int64_t{1} << 40;
+  const auto stride_of = [&](int axis) { return t.size(axis) > 1 ? t.stride(axis) * bytes : 128; };
+  if (stride_of(0) <= 0 || stride_of(1) <= 0 || stride_of(0) >= limit || stride_of(1) >= limit) return false;
+  const uint64_t sizes[] = {static_cast<uint64_t>(t.size(2)), static_cast<uint64_t>(heads),
+                            static_cast<uint64_t>(tokens)};
+  const uint64_t strides[] = {static_cast<uint64_t>(stride_of(1)), static_cast<uint64_t>(stride_of(0))};
+  const uint32_t box[] = {64, 1, kChunkTokens};
+  kernel.describe(map, bytes, 3, const_cast<void*>(t.data()), sizes, strides, box);
+  return true;
+}
+
 enum Step : int64_t { kPrepare, kMap, kCarry, kStates };  // of ChunkConfig
 
 const Entry& entry_of(const Kernel& kernel, int64_t step) {
   return kernel.first_entry([=](const Entry& entry) { return ChunkGatedDeltaRuleConfig::of(entry).step == step; });
 }
+// The heads that a CTA prepares: four only where that leaves each SM five CTAs four times.
+int32_t unit_heads(const ChunkGatedDeltaRuleParams& p, int64_t matrices, int64_t multiprocessors) {
+  const auto share = [&](uint32_t count) { return p.q_group.value % count == 0 && p.k_group.value % count == 0; };
+  return share(4) && matrices >= 4 * 20 * multiprocessors ? 4 : share(2) ? 2 : 1;
+}
+
 // The entry with the most columns of a state for each CTA that still gives each SM a CTA.
 const Entry& states_entry(const Kernel& kernel, int64_t states, int64_t dim_v, int64_t multiprocessors) {
   const Entry* best = nullptr;
@@ -201,8 +220,11 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
   p.factors = reinterpret_cast<float*>(a.workspace.data<char>() + 2 * matrices * kChunkMatrix * bytes);
   p.maps = p.factors + matrices * 4 * kChunkTokens;
   p.carried = p.maps + 2 * mapped;
-  p.unit_heads = p.q_group.value % 2 == 0 && p.k_group.value % 2 == 0 ? 2 : 1;
+  const int64_t multiprocessors = kernel.multiprocessors(a.q.device());
+  p.unit_heads = unit_heads(p, matrices, multiprocessors);
   p.units = divisor(p.heads.value / p.unit_heads);
+  p.has_tiles = tokens > 0 && kernel.capability >= 90 && describe(kernel, p.k_tiles, a.k) &&
+                describe(kernel, p.q_tiles, a.q) && describe(kernel, p.v_tiles, a.v);
   const auto start = [&](const Entry& entry, int64_t ctas) {
     Launch launch{ctas};
     launch.pdl = kernel.pdl(a.enable_pdl);
@@ -215,7 +237,7 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
     start(map, segments * heads * p.map_slices.value);
     start(entry_of(kernel, kCarry), sequences * heads * (dim_v / 8));
   }
-  const Entry& states = states_entry(kernel, segments * heads, dim_v, kernel.multiprocessors(a.q.device()));
+  const Entry& states = states_entry(kernel, segments * heads, dim_v, multiprocessors);
   p.slices = divisor(static_cast<uint32_t>(dim_v / ChunkGatedDeltaRuleConfig::of(states).columns));
   start(states, segments * heads * p.slices.value);
 #else

@@ -16,6 +16,9 @@ struct MmaProducts {
   static constexpr bool kAsync = false;
   static constexpr int kAlignment = 128, kSteps = kD / 16, kBlocks = kChunkTokens / 16;
 
+  struct Arrivals {};
+  FI_DEVICE static void prepare(Arrivals&) {}
+  FI_DEVICE static void wait(Arrivals&, int) {}
   FI_DEVICE static void fence() {}
   template <int kPending, int kCount>
   FI_DEVICE static void finish(float (&)[kCount]) {}
@@ -33,17 +36,17 @@ struct MmaProducts {
         multiply(d, pair, a[step], b);
       }
   }
-  // d = a times a lower triangular matrix, transposed, or d += that.
-  FI_DEVICE static void lower(float (&d)[32], const unsigned (&a)[kBlocks][4], const char* matrix, bool accumulate) {
+  // d = a times a lower triangular matrix, transposed: columns 0 to 31, and 32 to 63.
+  FI_DEVICE static void lower(float (&d)[2][16], const unsigned (&a)[kBlocks][4], const char* matrix) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) d[i] = accumulate ? d[i] : 0.f;
+    for (int i = 0; i < 32; ++i) d[i / 16][i % 16] = 0.f;
 #pragma unroll
     for (int step = 0; step < kBlocks; ++step)
 #pragma unroll
       for (int pair = step; pair < 4; ++pair) {
         unsigned b[4];
         Matrix::b_fragment(b, address(matrix), pair, step);
-        multiply(d, pair, a[step], b);
+        multiply(d[pair / 2], pair % 2, a[step], b);
       }
   }
   // d += a times a tile.

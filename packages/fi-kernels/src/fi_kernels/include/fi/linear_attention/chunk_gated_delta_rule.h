@@ -2,6 +2,7 @@
 #pragma once
 #include "fi/divisor.h"
 #include "fi/linear_attention/tables.h"
+#include "fi/tensor_map.h"
 
 namespace fi {
 
@@ -25,14 +26,15 @@ struct ChunkStatesView {
 // Few long sequences are cut into segments, numbered alike, which are computed in parallel: from a state S before a
 // segment follows S M + N after it, where M and N do not depend on S.
 struct ChunkGatedDeltaRuleParams {
-  void* out;          // [tokens, heads, dim_v]
-  const void *q, *k;  // [tokens, q_heads or k_heads, dim_k]
-  const void* v;      // [tokens, v_heads, dim_v]
-  const float* g;     // [tokens, heads] or null (1)
-  const float* beta;  // [tokens, heads] or null (1)
-  void* solved;       // workspace: T of each chunk and head, dtype of q, as LowerTriangle lays it out
-  void* scores;       // workspace: scale (Q K^T o D)
-  float* factors;     // workspace: of each chunk and head 4 x 64: of S k, of S q, of U in the update, and G_last
+  TensorMap k_tiles, q_tiles, v_tiles;  // boxes of 64 columns of a head and 64 tokens, if has_tiles
+  void* out;                            // [tokens, heads, dim_v]
+  const void *q, *k;                    // [tokens, q_heads or k_heads, dim_k]
+  const void* v;                        // [tokens, v_heads, dim_v]
+  const float* g;                       // [tokens, heads] or null (1)
+  const float* beta;                    // [tokens, heads] or null (1)
+  void* solved;                         // workspace: T of each chunk and head, dtype of q, as LowerTriangle lays it out
+  void* scores;                         // workspace: scale (Q K^T o D)
+  float* factors;  // workspace: of each chunk and head 4 x 64: of S k, of S q, of U in the update, and G_last
   float* maps;     // workspace: N [dim_v, dim_k] and M [dim_k, dim_k] of each segment and head, if there are segments
   float* carried;  // workspace: the state [dim_v, dim_k] before each segment and head
   ChunkStatesView initial, output, checkpoints;
@@ -44,12 +46,12 @@ struct ChunkGatedDeltaRuleParams {
   Divisor heads;
   Divisor checkpoint_tokens;          // a multiple of 64, or 0
   Divisor segment_tokens;             // a multiple of 64, or 0: a sequence is one segment
-  Divisor units;                      // of one or two heads that share a head of k and of q
-  int32_t unit_heads;                 // 1 or 2
+  Divisor units;                      // of heads that share a head of k and of q
+  int32_t unit_heads;                 // 1, 2 or 4
   Divisor slices, map_slices;         // CTAs that share the state of a head, and those that share M and N
   Divisor q_group, k_group, v_group;  // heads that share a head of q, of k and of v
   float scale;
-  bool l2norm;
+  bool l2norm, has_tiles;
 };
 
 }  // namespace fi

@@ -1,7 +1,7 @@
 // chunk_gated_delta_rule by wgmma, on Hopper: as the kernels of mma.sync, with products of warpgroups.
 #pragma once
-#include "fi/cuda/ptx/mbarrier_sm90.cuh"
 #include "fi/cuda/ptx/wgmma_sm90.cuh"
+#include "fi/cuda/tma_tile_sm90.cuh"
 #include "fi/linear_attention/carry_states.cuh"
 #include "fi/linear_attention/chunk_states.cuh"
 #include "fi/linear_attention/prepare_chunks.cuh"
@@ -12,11 +12,43 @@ namespace fi {
 template <class T, int kD>
 struct WgmmaProducts {
   using Tile = ChunkTile<kD>;
-  using Matrix = SquareTriangle;
+  using Matrix = PairedTriangle;
   static constexpr bool kAsync = true;
   static constexpr int kAlignment = 1024, kSteps = kD / 16, kBlocks = kChunkTokens / 16;
 
-  // Makes this thread's copies visible to wgmma.
+  // Of the copies of each stage.
+  struct Arrivals {
+    Barrier full[2];
+  };
+  FI_DEVICE static void prepare(Arrivals& arrivals) {
+    fence();  // zeros that this thread has written
+    if (threadIdx.x > 0) return;
+    arrivals.full[0].init(1);
+    arrivals.full[1].init(1);
+    fence_barrier_init();
+    fence();
+  }
+  FI_DEVICE static void wait(Arrivals& arrivals, int c) { arrivals.full[c % 2].wait(c / 2 % 2); }
+  // By one thread: the barrier of a chunk, whose copies have so many bytes.
+  FI_DEVICE static Barrier& expect(Arrivals& arrivals, int c, unsigned bytes) {
+    arrivals.full[c % 2].arrive_expect(bytes);
+    return arrivals.full[c % 2];
+  }
+  template <int kColumns>
+  FI_DEVICE static void load_tile(char* tile, const TensorMap& map, Barrier& full, int column, int head, int token) {
+    tma_load_tile<kColumns>(reinterpret_cast<T*>(tile), Tile::kBlockBytes / 2, map, full, column, head, token);
+  }
+  FI_DEVICE static void load_matrix(char* to, const char* from, Barrier& full) {
+#pragma unroll
+    for (int i = 0; i < Matrix::kRuns; ++i)
+      bulk_load(to + Matrix::run_place(i), from + Matrix::run_begin(i), Matrix::run_begin(i + 1) - Matrix::run_begin(i),
+                full);
+  }
+  FI_DEVICE static void load_bytes(void* to, const void* from, unsigned bytes, Barrier& full) {
+    bulk_load(to, from, bytes, full);
+  }
+
+  // Makes this thread's writes and copies visible to wgmma and TMA.
   FI_DEVICE static void fence() { fence_async_shared(); }
   template <int kPending, int kCount>
   FI_DEVICE static void finish(float (&d)[kCount]) {
@@ -33,13 +65,16 @@ struct WgmmaProducts {
       wgmma<false>(d, a[step], wgmma_further(b, step / 4 * Tile::kBlockBytes + step % 4 * 32), step > 0, T(), T());
     wgmma_commit();
   }
-  // d = a times a lower triangular matrix, transposed, or d += that.
-  FI_DEVICE static void lower(float (&d)[32], const unsigned (&a)[kBlocks][4], const char* matrix, bool accumulate) {
+  // d = a times a lower triangular matrix, transposed: columns 0 to 31, and 32 to 63.
+  FI_DEVICE static void lower(float (&d)[2][16], const unsigned (&a)[kBlocks][4], const char* matrix) {
     const uint64_t b = wgmma_operand(matrix, 256, 128, kWgmmaNone);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kBlocks; ++step)
-      wgmma<false>(d, a[step], wgmma_further(b, step * Matrix::kColumnBytes), accumulate || step > 0, T(), T());
+    for (int step = 0; step < kBlocks; ++step) {
+      if (step < 2) wgmma<false>(d[0], a[step], wgmma_further(b, step * Matrix::kColumnBytes), step > 0, T(), T());
+      wgmma<false>(d[1], a[step], wgmma_further(b, Matrix::kLowerRows + step * Matrix::kColumnBytes), step > 0, T(),
+                   T());
+    }
     wgmma_commit();
   }
   // d += a times a tile.

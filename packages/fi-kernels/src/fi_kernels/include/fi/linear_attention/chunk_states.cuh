@@ -12,8 +12,9 @@ struct ChunkStages {
   static constexpr int kStages = 2;
   alignas(Products::kAlignment) char k[kStages][ChunkTile<kD>::kBytes];
   alignas(128) char solved[kStages][Products::Matrix::kBytes];
-  alignas(128) char v[kStages][ChunkTile<kColumns>::kBytes];
+  alignas(Products::kAlignment) char v[kStages][ChunkTile<kColumns>::kBytes];
   alignas(16) float factors[kStages][4 * kChunkTokens];
+  typename Products::Arrivals arrivals;
 };
 template <int kD, int kColumns, class Products>
 struct ChunkStages<kD, kColumns, Products, true> : ChunkStages<kD, kColumns, Products, false> {
@@ -40,7 +41,7 @@ struct ChunkStates {
     int head, column;    // column: the first of the CTA
     int chunk;           // number of the first
     bool is_map;         // of M
-    const T *k, *q, *v;  // of the first token
+    const T *k, *q, *v;  // where this thread begins to copy the first chunk
   };
 
   const ChunkGatedDeltaRuleParams& p;
@@ -61,17 +62,21 @@ struct ChunkStates {
     if (!span.exists || (kMaps && span.is_last(p))) return pdl_launch_dependents();
     place.chunk =
         TokenSpan::first_number(p, span.sequence, kChunkDivisor) + static_cast<int>(span.begin / kChunkTokens);
-    place.k = head_of(p.k, p.k_strides, span.token, place.head, p.k_group);
-    place.q = head_of(p.q, p.q_strides, span.token, place.head, p.q_group);
-    place.v = head_of(p.v, p.v_strides, span.token, place.head, p.v_group) + place.column;
+    place.k =
+        Tile::template source<kThreads>(head_of(p.k, p.k_strides, span.token, place.head, p.k_group), p.k_strides[0]);
+    place.q =
+        Tile::template source<kThreads>(head_of(p.q, p.q_strides, span.token, place.head, p.q_group), p.q_strides[0]);
+    place.v = Values::template source<kThreads>(
+        head_of(p.v, p.v_strides, span.token, place.head, p.v_group) + place.column, p.v_strides[0]);
     const int chunks = static_cast<int>((span.tokens + kChunkTokens - 1) / kChunkTokens);
 
+    if (place.is_map) clear_values();
     Matrix::template clear<kThreads>(shared.solved);
     if constexpr (!kMaps) Matrix::template clear<kThreads>(shared.scores);
     const int64_t slot = p.slots.or_row(span.sequence);
     float state[kStateCount] = {};
+    Products::prepare(shared.arrivals);
     if (chunks > 0) load_stage(place, 0);
-    cp_async_commit();
     if constexpr (kMaps) {
       if (place.is_map) make_identity(place, state);
     } else if (p.segment_tokens.value) {
@@ -80,19 +85,19 @@ struct ChunkStates {
       if (slot >= 0) move_state<false>(p.initial, slot, place, state);
     }
     for (int c = 0; c < chunks; ++c) {
-      if (c + 1 < chunks) load_stage(place, c + 1);
-      cp_async_commit();
-      cp_async_wait<1>();
-      Products::fence();
+      if (!has_tiles(place, c)) {
+        cp_async_wait<0>();
+        Products::fence();  // NOTE: it waits for all copies of this thread, also later ones
+      }
       __syncthreads();
-      compute(place, c, state);
+      Products::wait(shared.arrivals, c);
+      compute(place, c, c + 1 < chunks, state);
       const uint32_t done = (c + 1) * kChunkTokens;
       if (!kMaps && p.checkpoint_tokens.value && done <= span.tokens) {
         const uint32_t in_all = static_cast<uint32_t>(span.begin) + done, count = divide(in_all, p.checkpoint_tokens);
         if (count * p.checkpoint_tokens.value == in_all)
           move_state<true>(p.checkpoints, p.checkpoint_starts.at(span.sequence) + count - 1, place, state);
       }
-      __syncthreads();
     }
     pdl_launch_dependents();
     if constexpr (kMaps) {
@@ -125,23 +130,62 @@ struct ChunkStates {
       state[i] = row + i / 2 % 2 * 8 == i / 4 * 8 + 2 * (lane() % 4) + i % 2 ? 1.f : 0.f;
   }
 
+  FI_DEVICE void clear_values() const {
+    for (int at = 16 * threadIdx.x; at < static_cast<int>(sizeof shared.v); at += 16 * kThreads)
+      *reinterpret_cast<uint4*>(&shared.v[0][0] + at) = make_uint4(0, 0, 0, 0);
+  }
+  FI_DEVICE static int rows_of(const Place& place, int c) {
+    return static_cast<int>(min(place.span.tokens - int64_t{c} * kChunkTokens, int64_t{kChunkTokens}));
+  }
+  // Whether TMA copies k, q and v: of a chunk that is a part it would copy tokens of another sequence.
+  FI_DEVICE bool has_tiles(const Place& place, int c) const {
+    return Products::kAsync && p.has_tiles && rows_of(place, c) == kChunkTokens;
+  }
   FI_DEVICE void load_stage(const Place& place, int c) const {
-    const int64_t token = int64_t{c} * kChunkTokens, left = place.span.tokens - token;
-    const int stage = c % kStages, rows = static_cast<int>(min(left, int64_t{kChunkTokens}));
+    const int stage = c % kStages;
+    const int64_t matrix = int64_t{place.chunk + c} * p.heads.value + place.head;
+    const char* solved = static_cast<const char*>(p.solved) + matrix * LowerTriangle::kBytes;
+    const char* scores = static_cast<const char*>(p.scores) + matrix * LowerTriangle::kBytes;
+    const float* factors = p.factors + matrix * 4 * kChunkTokens;
+    if constexpr (Products::kAsync) {
+      if (threadIdx.x == 0) load_at_once(place, c, solved, scores, factors);
+      if (has_tiles(place, c)) return;
+    }
+    const int rows = rows_of(place, c);
+    const int64_t token = int64_t{c} * kChunkTokens;
     Tile::template load<kThreads>(address(shared.k[stage]), place.k + token * p.k_strides[0], p.k_strides[0], rows);
     if constexpr (!kMaps)
       Tile::template load<kThreads>(address(shared.q[stage]), place.q + token * p.q_strides[0], p.q_strides[0], rows);
     Values::template load<kThreads>(address(shared.v[stage]), place.v + token * p.v_strides[0], p.v_strides[0],
                                     place.is_map ? 0 : rows);
-    const int64_t matrix = int64_t{place.chunk + c} * p.heads.value + place.head;
-    const char* solved = static_cast<const char*>(p.solved) + matrix * LowerTriangle::kBytes;
-    const char* scores = static_cast<const char*>(p.scores) + matrix * LowerTriangle::kBytes;
-    Matrix::template load<kThreads>([&](int at, int source) {
-      cp_async_16(address(shared.solved[stage]) + at, solved + source);
-      if constexpr (!kMaps) cp_async_16(address(shared.scores[stage]) + at, scores + source);
-    });
-    if (threadIdx.x < kChunkTokens)
-      cp_async_16(&shared.factors[stage][4 * threadIdx.x], p.factors + matrix * 4 * kChunkTokens + 4 * threadIdx.x);
+    if constexpr (!Products::kAsync) {
+      Matrix::template load<kThreads>([&](int at, int source) {
+        cp_async_16(address(shared.solved[stage]) + at, solved + source);
+        if constexpr (!kMaps) cp_async_16(address(shared.scores[stage]) + at, scores + source);
+      });
+      if (threadIdx.x < kChunkTokens) cp_async_16(&shared.factors[stage][4 * threadIdx.x], factors + 4 * threadIdx.x);
+    }
+    cp_async_commit();
+  }
+  // By one thread, with TMA. M has no values.
+  FI_DEVICE void load_at_once(const Place& place, int c, const char* solved, const char* scores,
+                              const float* factors) const {
+    const int stage = c % kStages, token = static_cast<int>(place.span.token) + c * kChunkTokens;
+    const bool tiles = has_tiles(place, c);
+    unsigned bytes = (kMaps ? 1 : 2) * LowerTriangle::kBytes + sizeof shared.factors[0];
+    if (tiles) bytes += (kMaps ? 1 : 2) * Tile::kBytes + (place.is_map ? 0 : Values::kBytes);
+    auto& full = Products::expect(shared.arrivals, c, bytes);
+    if (tiles) {
+      Products::template load_tile<kD>(shared.k[stage], p.k_tiles, full, 0, divide(place.head, p.k_group), token);
+      if constexpr (!kMaps)
+        Products::template load_tile<kD>(shared.q[stage], p.q_tiles, full, 0, divide(place.head, p.q_group), token);
+      if (!place.is_map)
+        Products::template load_tile<kColumns>(shared.v[stage], p.v_tiles, full, place.column,
+                                               divide(place.head, p.v_group), token);
+    }
+    Products::load_matrix(shared.solved[stage], solved, full);
+    if constexpr (!kMaps) Products::load_matrix(shared.scores[stage], scores, full);
+    Products::load_bytes(shared.factors[stage], factors, sizeof shared.factors[0], full);
   }
 
   // Between the accumulators of this lane and a state in global memory.
@@ -182,7 +226,8 @@ struct ChunkStates {
       }
   }
 
-  FI_DEVICE void compute(const Place& place, int c, float (&state)[kStateCount]) const {
+  // more: another chunk follows, whose copies begin while the first products run.
+  FI_DEVICE void compute(const Place& place, int c, bool more, float (&state)[kStateCount]) const {
     const int stage = c % kStages;
     const float* factors = shared.factors[stage];
     const auto factor = [&](int which, int n) {
@@ -194,8 +239,10 @@ struct ChunkStates {
 
     // X^T = V^T - S K^T diag(G)
     float d[kCount], o[kCount];
+    if (!Products::kAsync && more) load_stage(place, c + 1);
     Products::rows(d, s, shared.k[stage]);
     if constexpr (Products::kAsync && !kMaps) Products::rows(o, s, shared.q[stage]);
+    if (Products::kAsync && more) load_stage(place, c + 1);
     Products::template finish<kMaps ? 0 : 1>(d);
     unsigned x[kBlocks][4];
 #pragma unroll
@@ -216,26 +263,24 @@ struct ChunkStates {
     }
 
     // U^T = X^T T^T, as operand of the output, and scaled as that of the state.
-    float u[kCount];
-    Products::lower(u, x, shared.solved[stage], false);
-    Products::template finish<0>(u);
+    float u[2][kCount / 2];
+    Products::lower(u, x, shared.solved[stage]);
+    finish_halves<0>(u);
     unsigned scaled[kBlocks][4];
 #pragma unroll
     for (int pair = 0; pair < kBlocks; ++pair) {
-      operand_of<T>(x[pair], u, pair);
-      scale(u, 2 * pair, factor(2, 2 * pair));
-      scale(u, 2 * pair + 1, factor(2, 2 * pair + 1));
-      operand_of<T>(scaled[pair], u, pair);
+      float (&own)[kCount / 2] = u[pair / 2];
+      operand_of<T>(x[pair], own, pair % 2);
+      scale(own, 2 * (pair % 2), factor(2, 2 * pair));
+      scale(own, 2 * (pair % 2) + 1, factor(2, 2 * pair + 1));
+      operand_of<T>(scaled[pair], own, pair % 2);
     }
 
-    if constexpr (!kMaps) {
-      // O^T = S Q^T diag(scale G) + U^T scores^T
+    if constexpr (!kMaps) {  // O^T = S Q^T diag(scale G) + U^T scores^T, in two parts
       if constexpr (!Products::kAsync) Products::rows(o, s, shared.q[stage]);
       Products::template finish<0>(o);
-#pragma unroll
-      for (int n = 0; n < 8; ++n) scale(o, n, factor(1, n));
-      Products::lower(o, x, shared.scores[stage], true);
-      if constexpr (!Products::kAsync) write(place, c, o);
+      Products::lower(u, x, shared.scores[stage]);
+      if constexpr (!Products::kAsync) write(place, c, o, u, factor);
     }
 
     // S = G_last S + U^T diag(G_last / G) K, while the outputs are stored.
@@ -244,12 +289,17 @@ struct ChunkStates {
     for (int n = 0; n < kD / 8; ++n) scale(state, n, make_float2(last, last));
     Products::columns(state, scaled, shared.k[stage]);
     if constexpr (Products::kAsync && !kMaps) {
-      Products::template finish<1>(o);
-      write(place, c, o);
+      finish_halves<1>(u);
+      write(place, c, o, u, factor);
     }
     Products::template finish<0>(state);
   }
 
+  template <int kPending>
+  FI_DEVICE static void finish_halves(float (&d)[2][kCount / 2]) {
+    Products::template finish<kPending>(d[0]);
+    Products::template finish<kPending>(d[1]);
+  }
   FI_DEVICE static void split(unsigned word, float (&f)[2]) {
     Vec<T, 2> pair;
     memcpy(&pair, &word, sizeof word);
@@ -260,20 +310,27 @@ struct ChunkStates {
     d[4 * n] *= f.x, d[4 * n + 1] *= f.y, d[4 * n + 2] *= f.x, d[4 * n + 3] *= f.y;
   }
 
-  // Stores the transposed accumulators: 4 bytes a lane, 32 contiguous ones of a token by a warp.
-  FI_DEVICE void write(const Place& place, int c, const float (&o)[kCount]) const {
-    const int64_t first = int64_t{c} * kChunkTokens + lane() / 4;
-    T* out = static_cast<T*>(p.out) + (place.span.token + first) * p.out_strides[0] + place.head * p.out_strides[1] +
+  // Stores the transposed outputs, o scaled plus u: 4 bytes a lane, 32 contiguous ones of a token by a warp.
+  template <class Factor>
+  FI_DEVICE void write(const Place& place, int c, const float (&o)[kCount], const float (&u)[2][kCount / 2],
+                       const Factor& factor) const {
+    const int64_t first = int64_t{c} * kChunkTokens, stride = p.out_strides[0];
+    const int rows = static_cast<int>(min(place.span.tokens - first, int64_t{kChunkTokens})) - lane() / 4;
+    T* out = static_cast<T*>(p.out) + (place.span.token + first + lane() / 4) * stride + place.head * p.out_strides[1] +
              place.column + 16 * warp() + 2 * (lane() % 4);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      const unsigned low = movmatrix_trans(pack_pair(o[4 * n], o[4 * n + 1], T()));
-      const unsigned high = movmatrix_trans(pack_pair(o[4 * n + 2], o[4 * n + 3], T()));
-      if (first + 8 * n < place.span.tokens) {
-        unsigned* at = reinterpret_cast<unsigned*>(out + 8 * n * p.out_strides[0]);
-        at[0] = low;
-        at[4] = high;
+      const float2 f = factor(1, n);
+      const auto pair = [&](int i) {
+        const float* more = &u[n / 4][4 * (n % 4) + i];
+        return movmatrix_trans(pack_pair(o[4 * n + i] * f.x + more[0], o[4 * n + i + 1] * f.y + more[1], T()));
+      };
+      const unsigned low = pair(0), high = pair(2);
+      if (8 * n < rows) {
+        reinterpret_cast<unsigned*>(out)[0] = low;
+        reinterpret_cast<unsigned*>(out)[4] = high;
       }
+      out += 8 * stride;
     }
   }
 };

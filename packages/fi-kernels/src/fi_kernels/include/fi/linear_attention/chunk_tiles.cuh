@@ -22,26 +22,31 @@ struct ChunkTile {
       return row * 16 * kParts + ((part ^ (row / 2 % kParts)) << 4);
   }
 
-  // Copies rows of global memory; those from `rows` on become 0. The swizzle repeats after 8 rows, so a thread computes
-  // its addresses once: with addresses of each copy, copies took half of all instructions.
+  // Where this thread begins to copy rows that begin at `rows`.
   template <int kThreads, class T>
-  FI_DEVICE static void load(unsigned to, const T* from, int64_t stride, int rows) {
+  FI_DEVICE static const T* source(const T* rows, int64_t stride) {
+    return rows + threadIdx.x / kParts * stride + threadIdx.x % kParts * 8;
+  }
+  // Copies rows of global memory from source() on; those from `rows` on become 0. The swizzle repeats after 8 rows, so
+  // a thread computes its addresses once: with addresses of each copy, copies took half of all instructions.
+  template <int kThreads, class T>
+  FI_DEVICE static void load(unsigned to, const T* source, int64_t stride, int rows) {
     constexpr int kStep = kThreads / kParts, kPeriod = kStep < 8 ? 8 / kStep : 1,
                   kRowBytes = kParts < 8 ? 16 * kParts : 128;
     const int row = threadIdx.x / kParts, part = threadIdx.x % kParts;
     unsigned at[kPeriod];
 #pragma unroll
     for (int i = 0; i < kPeriod; ++i) at[i] = to + place(row + i * kStep, part);
-    const T* source = from + row * stride + part * 8;
     const auto shared = [&](int i) { return at[i % kPeriod] + i / kPeriod * kPeriod * kStep * kRowBytes; };
     if (rows >= kChunkTokens) {
 #pragma unroll
       for (int i = 0; i < kChunkTokens / kStep; ++i, source += kStep * stride) cp_async_16(shared(i), source);
     } else {
+      const T* first = source - row * stride;
 #pragma unroll
       for (int i = 0; i < kChunkTokens / kStep; ++i, source += kStep * stride) {
         const bool exists = row + i * kStep < rows;
-        cp_async_16(shared(i), exists ? source : from, exists);
+        cp_async_16(shared(i), exists ? source : first, exists);
       }
     }
   }
@@ -67,12 +72,15 @@ struct ChunkTile {
   }
 };
 
-// The blocks of 16 x 16 on and below the diagonal of a matrix of 64 x 64, column by column, each as four contiguous
-// matrices of 8 x 8 in the order of operand b: the lanes of ldmatrix address its 512 bytes one after the other.
+// The blocks of 16 x 16 on and below the diagonal of a matrix of 64 x 64, each as four contiguous matrices of 8 x 8 in
+// the order of operand b: the lanes of ldmatrix address its 512 bytes one after the other. First the blocks of rows 0
+// to 31, column by column, then those of rows 32 to 63.
 struct LowerTriangle {
   static constexpr int kBytes = 2 * kChunkMatrix;
 
-  FI_DEVICE static constexpr int block(int row, int column) { return (column * (9 - column) / 2 + row - column) * 512; }
+  FI_DEVICE static constexpr int block(int row, int column) {
+    return (row < 2 ? row + column : row + 2 * column + 1 - column / 3) * 512;
+  }
   // Of 8 elements; part: columns 8 * part and on.
   FI_DEVICE static int place(int row, int part) {
     return block(row / 16, part / 2) + (row % 16 / 8 * 2 + part % 2) * 128 + row % 8 * 16;
@@ -86,7 +94,7 @@ struct LowerTriangle {
 #pragma unroll
     for (int i = 0; i < (kBytes / 16 + kThreads - 1) / kThreads; ++i) {
       const int at = 16 * (threadIdx.x + i * kThreads);
-      if (at < kBytes) copy(at, at);
+      if (16 * (i + 1) * kThreads <= kBytes || at < kBytes) copy(at, at);
     }
   }
   // Operand b of two n tiles, whose columns are rows 16 * pair .. + 15; its k are columns 16 * step .. + 15.
@@ -95,26 +103,20 @@ struct LowerTriangle {
   }
 };
 
-// The same in shared memory with the blocks above the diagonal, which are 0: the four blocks of a column are one
-// unswizzled operand of wgmma with 64 columns.
-// NOTE: with the rows above the diagonal left out, accumulators of different widths overlap, and ptxas serializes all
-// wgmma (C7511).
-struct SquareTriangle {
-  static constexpr int kColumnBytes = 4 * 512, kBytes = 4 * kColumnBytes;
+// The same in shared memory, with the two blocks above the diagonal that complete pairs of rows, which are 0: the two
+// blocks of a column, of rows 0 to 31 or 32 to 63, are one unswizzled operand of wgmma with 32 columns.
+struct PairedTriangle {
+  static constexpr int kColumnBytes = 2 * 512, kLowerRows = 2 * kColumnBytes, kBytes = 6 * kColumnBytes;
+  // The runs of blocks without zeros between them: where they begin in a LowerTriangle, and here.
+  static constexpr int kRuns = 3;
+  FI_DEVICE static constexpr int run_begin(int i) { return (i == 0 ? 0 : i == 1 ? 2 : i == 2 ? 9 : 10) * 512; }
+  FI_DEVICE static constexpr int run_place(int i) { return run_begin(i) + i * 512; }
 
-  template <int kThreads, class Stages>
-  FI_DEVICE static void clear(Stages& stages) {
-    for (int at = 16 * threadIdx.x; at < static_cast<int>(sizeof stages); at += 16 * kThreads)
-      *reinterpret_cast<uint4*>(&stages[0][0] + at) = make_uint4(0, 0, 0, 0);
-    __syncthreads();
-  }
-  template <int kThreads, class Copy>
-  FI_DEVICE static void load(Copy copy) {
-    LowerTriangle::load<kThreads>([&](int, int source) {
-      const int block = source / 512, column = (block >= 4) + (block >= 7) + (block >= 9);
-      const int row = block - column * (9 - column) / 2 + column;
-      copy(column * kColumnBytes + row * 512 + source % 512, source);
-    });
+  // Writes the zeros.
+  template <int kThreads, int kStages>
+  FI_DEVICE static void clear(char (&stages)[kStages][kBytes]) {
+    for (int i = threadIdx.x; i < kStages * 64; i += kThreads)
+      *reinterpret_cast<uint4*>(stages[i / 64] + (i % 64 < 32 ? 2 : 9) * 512 + i % 64 * 16) = make_uint4(0, 0, 0, 0);
   }
 };
 

@@ -4,36 +4,40 @@
 #include "fi/cuda/ptx/math.cuh"
 #include "fi/cuda/reduce.cuh"
 #include "fi/cuda/shared_memory.cuh"
-#include "fi/cuda/vec.cuh"
 #include "fi/linear_attention/chunk_tiles.cuh"
 
 namespace fi {
 
-// A CTA of four warps for a chunk and one or two heads of the state that share a head of k and of q. A warp computes a
-// strip of 16 rows; two heads go through each phase together, so that a barrier serves both.
+// A CTA of four warps for a chunk and one, two or four heads of the state that share a head of k and of q. A warp
+// computes a strip of 16 rows; the heads go through each phase together, so that a barrier serves all.
 template <class T, int kD>
 struct PrepareChunks {
   using Tile = ChunkTile<kD>;
   using Matrix = LowerTriangle;
-  static constexpr int kThreads = 128, kPair = 2;
-  // A of a head: blocks of 16 x 16 in the order of LowerTriangle. Rows of 20 floats put the operands of mma in distinct
-  // banks, and 16 floats more those of the two heads.
-  static constexpr int kPitch = 20, kBlock = 16 * kPitch, kHead = 10 * kBlock + 16;
+  static constexpr int kThreads = 128, kMostHeads = 4;
+  static constexpr int kBlockRows = 16 * 128;                     // bytes of 16 rows of a tile
+  static constexpr int kPitch = 20, kDiagonal = 16 * kPitch + 4;  // floats: two blocks lie in distinct banks
 
   struct Tiles {
     alignas(128) char k[Tile::kBytes];
     alignas(128) char q[Tile::kBytes];
   };
+  // A of a head in fp32 in the blocks of 16 x 16 on the diagonal, the other blocks in fp16, in whose place comes
+  // (I + A)^-1: fp16 has as many bits as tf32, and for keys of length 1 and beta <= 1 all elements are at most 1.
+  struct Head {
+    alignas(128) char blocks[Matrix::kBytes];
+    alignas(16) float diagonal[4][kDiagonal];
+  };
   struct Shared {
     union {
       Tiles tiles;
-      alignas(128) float a[kPair][kHead];  // A below the diagonal; then (I + A)^-1
+      Head heads[kMostHeads];
     };
     alignas(16) float inverse_k[kChunkTokens];  // 1 / length of rows, or 1
     alignas(16) float inverse_q[kChunkTokens];
-    alignas(16) float decay[kPair][kChunkTokens];   // log2 of the product of g up to a token
-    alignas(16) float column[kPair][kChunkTokens];  // decay from a token to the end of its block of 16
-    alignas(16) float beta[kPair][kChunkTokens];
+    alignas(16) float decay[kMostHeads][kChunkTokens];   // log2 of the product of g up to a token
+    alignas(16) float column[kMostHeads][kChunkTokens];  // decay from a token to the end of its block of 16
+    alignas(16) float beta[kMostHeads][kChunkTokens];
   };
 
   const ChunkGatedDeltaRuleParams& p;
@@ -54,20 +58,21 @@ struct PrepareChunks {
 
     // The heavy strip is another warp's in other CTAs: warps of one index share a scheduler.
     const int strip = (threadIdx.x / 32 + (blockIdx.x * 0x9E3779B1u >> 30)) % 4;
-    float kk[8][4] = {}, qk[8][4] = {};
-    multiply(kk, shared.tiles.k, strip);
-    lengths(kk, strip);
-    multiply(qk, shared.tiles.q, strip);
+    Scores d;
+    if (strip == 0) multiply<0>(d);
+    if (strip == 1) multiply<1>(d);
+    if (strip == 2) multiply<2>(d);
+    if (strip == 3) multiply<3>(d);
     __syncthreads();
-    normalize(kk, qk, strip);
-    const int64_t matrix = int64_t{number} * p.heads.value + head;
+    const int64_t matrix = int64_t{blockIdx.x} * p.unit_heads;  // of the first head
+    char* scores = static_cast<char*>(p.scores) + matrix * Matrix::kBytes;
+    if (strip == 0) fill<0>(d, scores);
+    if (strip == 1) fill<1>(d, scores);
+    if (strip == 2) fill<2>(d, scores);
+    if (strip == 3) fill<3>(d, scores);
     write_factors(p.factors + matrix * 4 * kChunkTokens);
-    for (int i = 0; i < p.unit_heads; ++i)
-      fill(i, strip, kk, qk, static_cast<char*>(p.scores) + (matrix + i) * Matrix::kBytes);
     __syncthreads();
-    invert();
-    for (int i = 0; i < p.unit_heads; ++i)
-      write_solved(i, strip, static_cast<char*>(p.solved) + (matrix + i) * Matrix::kBytes);
+    invert(strip, static_cast<char*>(p.solved) + matrix * Matrix::kBytes);
     pdl_launch_dependents();
   }
 
@@ -77,30 +82,33 @@ struct PrepareChunks {
   }
   FI_DEVICE static int lane() { return threadIdx.x % 32; }
 
+  // Accumulators of a strip of K K^T and Q K^T, in tiles of 8 columns, up to the diagonal. Each strip has code of its
+  // own, since registers have no index.
+  struct Scores {
+    float kk[8][4], qk[8][4];
+  };
+
   FI_DEVICE static void load(char* tile, const void* base, const int64_t (&strides)[2], int64_t token, int head,
                              int rows) {
-    Tile::template load<kThreads>(address(tile), static_cast<const T*>(base) + token * strides[0] + head * strides[1],
-                                  strides[0], rows);
+    const T* first = static_cast<const T*>(base) + token * strides[0] + head * strides[1];
+    Tile::template load<kThreads>(address(tile), Tile::template source<kThreads>(first, strides[0]), strides[0], rows);
   }
 
-  // beta, and the sums of log2(g) by a scan, two tokens a lane: warps 0 and 1 have g of the two heads, warps 2 and 3
-  // beta. Tokens that do not exist change nothing.
+  // beta, and the sums of log2(g) by a scan, two tokens a lane and a head each warp. Tokens that do not exist change
+  // nothing.
   FI_DEVICE void load_gates(const TokenSpan& chunk, int head) const {
-    const int warp = threadIdx.x / 32, own = warp % 2, t = 2 * lane();
+    const int own = threadIdx.x / 32, t = 2 * lane();
     if (own >= p.unit_heads) return;
-    const float* from = warp < 2 ? p.g : p.beta;
-    const int64_t* strides = warp < 2 ? p.g_strides : p.beta_strides;
-    float gates[2];
+    float gates[2] = {1.f, 1.f}, beta[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const bool exists = t + i < chunk.tokens;
-      gates[i] = warp < 2 || exists ? 1.f : 0.f;
-      if (from && exists) gates[i] = from[(chunk.token + t + i) * strides[0] + (head + own) * strides[1]];
+      beta[i] = exists ? 1.f : 0.f;
+      if (p.g && exists) gates[i] = p.g[(chunk.token + t + i) * p.g_strides[0] + (head + own) * p.g_strides[1]];
+      if (p.beta && exists)
+        beta[i] = p.beta[(chunk.token + t + i) * p.beta_strides[0] + (head + own) * p.beta_strides[1]];
     }
-    if (warp >= 2) {
-      *reinterpret_cast<float2*>(&shared.beta[own][t]) = make_float2(gates[0], gates[1]);
-      return;
-    }
+    *reinterpret_cast<float2*>(&shared.beta[own][t]) = make_float2(beta[0], beta[1]);
     float x[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i)  // 0 and what is as good as 0: 2^-128 is flushed, -inf - -inf is no number
@@ -117,72 +125,77 @@ struct PrepareChunks {
         make_float2(exp2_approx(last - (sum - x[1])), exp2_approx(last - sum));
   }
 
-  // d = rows of a strip times k^T, columns up to the diagonal.
-  FI_DEVICE void multiply(float (&d)[8][4], const char* rows, int strip) const {
+  // Products of the rows of a strip, and 1 / length of those rows, by the diagonals of K K^T and of Q Q^T.
+  template <int kStrip>
+  FI_DEVICE void multiply(Scores& d) const {
+    float qq[2][4] = {};
 #pragma unroll
+    for (int n = 0; n < 2 * (kStrip + 1); ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) d.kk[n][i] = d.qk[n][i] = 0.f;
+    // Of 16 rows and columns, as operand a and as operand b.
+    const unsigned tile = address(shared.tiles.k), from_a = tile + Tile::place(lane() % 16, lane() / 16);
+    const unsigned from_b = tile + Tile::place(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2);
+#pragma unroll 2  // NOTE: with all steps ptxas moves loads up until registers spill
     for (int step = 0; step < kD / 16; ++step) {
-      unsigned a[4];
-      Tile::a_fragment(a, address(rows), 16 * strip, step);
+      const unsigned swizzle = step % 4 * 32, block = step / 4 * Tile::kBlockBytes;
+      const unsigned at_a = (from_a ^ swizzle) + block + kStrip * kBlockRows, at_b = (from_b ^ swizzle) + block;
+      unsigned k[4], q[4], b[4];
+      ldmatrix_x4(k, at_a);
+      ldmatrix_x4(q, at_a + Tile::kBytes);
 #pragma unroll
-      for (int pair = 0; pair < 4; ++pair) {
-        if (pair > strip) continue;
-        unsigned b[4];
-        Tile::b_fragment(b, address(shared.tiles.k), pair, step);
-        mma_m16n8k16(d[2 * pair], a, b[0], b[1], T());
-        mma_m16n8k16(d[2 * pair + 1], a, b[2], b[3], T());
+      for (int pair = 0; pair <= kStrip; ++pair) {
+        ldmatrix_x4(b, at_b + pair * kBlockRows);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          mma_m16n8k16(d.kk[2 * pair + i], k, b[2 * i], b[2 * i + 1], T());
+          mma_m16n8k16(d.qk[2 * pair + i], q, b[2 * i], b[2 * i + 1], T());
+        }
       }
     }
-  }
-
-  // 1 / length of the rows of a strip: the diagonals of K K^T and of Q Q^T.
-  FI_DEVICE void lengths(const float (&kk)[8][4], int strip) const {
-    float k[2][4] = {}, q[2][4] = {};
     if (p.l2norm) {
-#pragma unroll
-      for (int n = 0; n < 8; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (n / 2 == strip) k[n % 2][i] = kk[n][i];
-#pragma unroll
+#pragma unroll 2
       for (int step = 0; step < kD / 16; ++step) {
-        unsigned a[4], b[4];
-        Tile::a_fragment(a, address(shared.tiles.q), 16 * strip, step);
-        Tile::b_fragment(b, address(shared.tiles.q), strip, step);
-        mma_m16n8k16(q[0], a, b[0], b[1], T());
-        mma_m16n8k16(q[1], a, b[2], b[3], T());
+        const unsigned offset = step / 4 * Tile::kBlockBytes + kStrip * kBlockRows + Tile::kBytes;
+        unsigned q[4], b[4];
+        ldmatrix_x4(q, (from_a ^ step % 4 * 32) + offset);
+        ldmatrix_x4(b, (from_b ^ step % 4 * 32) + offset);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) mma_m16n8k16(qq[i], q, b[2 * i], b[2 * i + 1], T());
       }
     }
     const int row = lane() / 4;
     if (lane() % 4 != row / 2) return;  // the lane with rows `row` and `row + 8` of the diagonal
-    const auto inverse = [&](const float (&d)[2][4], int i) {
-      const float square = row % 2 ? d[i][2 * i + 1] : d[i][2 * i];
-      return p.l2norm ? rsqrtf(square + 1e-6f) : 1.f;
-    };
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      shared.inverse_k[16 * strip + 8 * i + row] = inverse(k, i);
-      shared.inverse_q[16 * strip + 8 * i + row] = inverse(q, i);
+      const float* k = &d.kk[2 * kStrip + i][2 * i];
+      shared.inverse_k[16 * kStrip + 8 * i + row] = inverse_length(row % 2 ? k[1] : k[0]);
+      shared.inverse_q[16 * kStrip + 8 * i + row] = inverse_length(row % 2 ? qq[i][2 * i + 1] : qq[i][2 * i]);
     }
   }
-  FI_DEVICE void normalize(float (&kk)[8][4], float (&qk)[8][4], int strip) const {
-    const int row = 16 * strip + lane() / 4;
+  FI_DEVICE float inverse_length(float square) const { return p.l2norm ? rsqrtf(square + 1e-6f) : 1.f; }
+
+  template <int kStrip>
+  FI_DEVICE void normalize(Scores& d) const {
+    const int row = 16 * kStrip + lane() / 4;
     const float of_k[2] = {shared.inverse_k[row], shared.inverse_k[row + 8]};
     const float of_q[2] = {shared.inverse_q[row] * p.scale, shared.inverse_q[row + 8] * p.scale};
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      if (n / 2 > strip) continue;
+    for (int n = 0; n < 2 * (kStrip + 1); ++n) {
       const float2 to = *reinterpret_cast<const float2*>(&shared.inverse_k[8 * n + 2 * (lane() % 4)]);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        kk[n][2 * half] *= of_k[half] * to.x, kk[n][2 * half + 1] *= of_k[half] * to.y;
-        qk[n][2 * half] *= of_q[half] * to.x, qk[n][2 * half + 1] *= of_q[half] * to.y;
+        d.kk[n][2 * half] *= of_k[half] * to.x, d.kk[n][2 * half + 1] *= of_k[half] * to.y;
+        d.qk[n][2 * half] *= of_q[half] * to.x, d.qk[n][2 * half + 1] *= of_q[half] * to.y;
       }
     }
   }
 
   FI_DEVICE void write_factors(float* to) const {
-    const int t = threadIdx.x % kChunkTokens, i = threadIdx.x / kChunkTokens;
-    if (i >= p.unit_heads) return;
+    const int t = threadIdx.x % kChunkTokens;
+    for (int i = threadIdx.x / kChunkTokens; i < p.unit_heads; i += kThreads / kChunkTokens) write_factors_of(i, t, to);
+  }
+  FI_DEVICE void write_factors_of(int i, int t, float* to) const {
     to += i * 4 * kChunkTokens + t;
     const float decay = shared.decay[i][t], last = shared.decay[i][kChunkTokens - 1], own = exp2_approx(decay);
     to[0] = own * shared.inverse_k[t];
@@ -191,81 +204,103 @@ struct PrepareChunks {
     to[3 * kChunkTokens] = exp2_approx(last);
   }
 
-  // Of A of head i of the pair.
-  FI_DEVICE static constexpr int block_of(int row, int column) {
-    return (column * (9 - column) / 2 + row - column) * kBlock;
-  }
-  FI_DEVICE static int place_of(int row, int column) {
-    return block_of(row / 16, column / 16) + row % 16 * kPitch + column % 16;
-  }
-
   // A to shared memory, the scores to global memory. Left of the diagonal block, the decay from column to row is the
   // one to the end of the column's block, and that from there: both at most 1, and few for many elements.
-  FI_DEVICE void fill(int i, int strip, const float (&kk)[8][4], const float (&qk)[8][4], char* scores) const {
-    const int row = lane() / 4, own = 16 * strip + row;
+  template <int kStrip>
+  FI_DEVICE void fill(Scores& d, char* scores) const {
+    normalize<kStrip>(d);
+    for (int i = 0; i < p.unit_heads; ++i, scores += Matrix::kBytes) fill_head<kStrip>(i, d, scores);
+  }
+  template <int kStrip>
+  FI_DEVICE void fill_head(int i, const Scores& d, char* scores) const {
+    Head& head = shared.heads[i];
+    const int row = lane() / 4, own = 16 * kStrip + row;
     const float from[2] = {shared.decay[i][own], shared.decay[i][own + 8]};
     const float beta[2] = {shared.beta[i][own], shared.beta[i][own + 8]};
 #pragma unroll
-    for (int block = 0; block < 4; ++block) {
-      if (block > strip) break;
-      const bool diagonal = block == strip;
-      float decay[2] = {1.f, 1.f};
+    for (int n = 0; n < 2 * (kStrip + 1); ++n) {
+      const int column = 8 * n + 2 * (lane() % 4), place = Matrix::block(kStrip, n / 2) + n % 2 * 128 + 4 * lane();
+      const bool diagonal = n / 2 == kStrip;
+      const float2 to =
+          *reinterpret_cast<const float2*>(diagonal ? &shared.decay[i][column] : &shared.column[i][column]);
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (!diagonal) decay[half] = exp2_approx(from[half] - shared.decay[i][16 * block + 15]);
-#pragma unroll
-      for (int n = 2 * block; n < 2 * block + 2; ++n) {
-        const int column = 8 * n + 2 * (lane() % 4);
-        float* a = shared.a[i] + block_of(strip, block) + row * kPitch + column % 16;
-        char* score = scores + Matrix::block(strip, block) + n % 2 * 128 + 4 * lane();
-        const float2 to =
-            *reinterpret_cast<const float2*>(diagonal ? &shared.decay[i][column] : &shared.column[i][column]);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float low = decay[half] * to.x, high = decay[half] * to.y;
-          float2 of_a = make_float2(beta[half] * kk[n][2 * half], beta[half] * kk[n][2 * half + 1]);
-          if (diagonal) {
-            const int at = own + 8 * half;
-            low = column <= at ? exp2_approx(from[half] - to.x) : 0.f;
-            high = column < at ? exp2_approx(from[half] - to.y) : 0.f;
-            if (column >= at) of_a.x = 0.f;
-            if (column + 1 >= at) of_a.y = 0.f;
-          }
-          *reinterpret_cast<float2*>(a + 8 * half * kPitch) = make_float2(of_a.x * low, of_a.y * high);
-          *reinterpret_cast<unsigned*>(score + half * 256) =
-              pack_pair(low * qk[n][2 * half], high * qk[n][2 * half + 1], T());
+      for (int half = 0; half < 2; ++half) {
+        const float* kk = &d.kk[n][2 * half];
+        const float* qk = &d.qk[n][2 * half];
+        float low, high;
+        float2 a = make_float2(beta[half] * kk[0], beta[half] * kk[1]);
+        if (diagonal) {
+          const int at = own + 8 * half;
+          low = column <= at ? exp2_approx(from[half] - to.x) : 0.f;
+          high = column < at ? exp2_approx(from[half] - to.y) : 0.f;
+          a.x = column < at ? a.x * low : 0.f;
+          a.y = column + 1 < at ? a.y * high : 0.f;
+          *reinterpret_cast<float2*>(&head.diagonal[kStrip][(row + 8 * half) * kPitch + column % 16]) = a;
+        } else {
+          const float decay = exp2_approx(from[half] - shared.decay[i][n / 2 * 16 + 15]);
+          low = decay * to.x, high = decay * to.y;
+          *reinterpret_cast<unsigned*>(head.blocks + place + half * 256) = pack_pair(a.x * low, a.y * high, __half());
         }
+        *reinterpret_cast<unsigned*>(scores + place + half * 256) = pack_pair(low * qk[0], high * qk[1], T());
       }
     }
   }
 
-  // (I + A)^-1: diagonal blocks of 16 by forward substitution in fp32, then two levels of
-  // [X 0; B Y]^-1 = [X^-1 0; -Y^-1 B X^-1  Y^-1] by mma in tf32. Warps 0 and 1 have the upper and the lower half of the
-  // first head, until both halves meet.
-  FI_DEVICE void invert() const {
-    const int warp = threadIdx.x / 32, half = warp % 2;
-    if (warp / 2 < p.unit_heads) {
-      float* a = shared.a[warp / 2];
-      substitute(a + block_of(2 * half + lane() / 16, 2 * half + lane() / 16));
-      __syncwarp();
-      float block[2][4];
-      merge<16>(a, 32 * half, 0, 0, block);
-      __syncwarp();
-      store_block(a + block_of(2 * half + 1, 2 * half), block);
+  // T = (I + A)^-1 diag(beta): diagonal blocks of 16 by forward substitution in fp32, then two levels of
+  // [X 0; B Y]^-1 = [X^-1 0; -Y^-1 B X^-1  Y^-1] by mma. Two warps have the upper and the lower half of a head, until
+  // the halves meet.
+  FI_DEVICE void invert(int strip, char* solved) const {
+    const int warp = threadIdx.x / 32;
+    for (int i = warp / 2; i < p.unit_heads; i += 2) invert_half(i, warp % 2, solved + i * Matrix::kBytes);
+    __syncthreads();
+    const int m = strip / 2, n = strip % 2;
+    for (int i = 0; i < p.unit_heads; ++i) {
+      const char* blocks = shared.heads[i].blocks;
+      float product[2][2][4] = {}, d[2][4] = {};  // of Y^-1 and B, at columns that are not above the diagonal of X^-1
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        if (k > m) break;
+        unsigned y[4];
+        ldmatrix_x4(y, operand(blocks + Matrix::block(2 + m, 2 + k)));
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          if (j >= n) multiply_block(product[j], y, blocks + Matrix::block(2 + k, j));
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        if (j < n) continue;
+        unsigned a[4];
+        pack(a, product[j]);
+        multiply_block(d, a, blocks + Matrix::block(j, n));
+      }
+      write_block(i, n, d, solved + i * Matrix::kBytes + Matrix::block(2 + m, n));
     }
-    __syncthreads();
-    float blocks[kPair][2][4];
+  }
+  FI_DEVICE void invert_half(int i, int half, char* to) const {
+    Head& head = shared.heads[i];
+    const int own = 2 * half + lane() / 16;
+    substitute(head.diagonal[own], head.blocks + Matrix::block(own, own));
+    __syncwarp();
+    const int first = Matrix::block(2 * half, 2 * half), second = Matrix::block(2 * half + 1, 2 * half + 1);
+    unsigned x[4], y[4], a[4];
+    ldmatrix_x4(x, operand(head.blocks + first));
+    write_halves(i, 2 * half, x, to + first);
+    ldmatrix_x4(y, operand(head.blocks + second));
+    write_halves(i, 2 * half + 1, y, to + second);
+    float product[2][4] = {}, d[2][4] = {};
+    const int below = Matrix::block(2 * half + 1, 2 * half);
+    multiply_block(product, y, head.blocks + below);
+    pack(a, product);
+    multiply_block(d, a, head.blocks + first);
+    __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kPair; ++i)
-      if (i < p.unit_heads) merge<32>(shared.a[i], 0, warp / 2, half, blocks[i]);
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kPair; ++i)
-      if (i < p.unit_heads) store_block(shared.a[i] + block_of(2 + warp / 2, half), blocks[i]);
-    __syncthreads();
+    for (int part = 0; part < 4; ++part)
+      *reinterpret_cast<unsigned*>(head.blocks + below + 128 * part + 4 * lane()) =
+          pack_pair(-d[part % 2][part / 2 * 2], -d[part % 2][part / 2 * 2 + 1], __half());
+    write_block(i, 2 * half, d, to + below);
   }
   // A lane has a column of the inverse of a diagonal block, 16 lanes each of two blocks.
-  FI_DEVICE static void substitute(float* block) {
+  FI_DEVICE static void substitute(const float* block, char* to) {
     const int column = lane() % 16;
     float x[16];
 #pragma unroll
@@ -281,70 +316,47 @@ struct PrepareChunks {
       }
       x[row] = sum;
     }
-    __syncwarp();
+    __half* at = reinterpret_cast<__half*>(to + column / 8 * 128 + column % 8 * 2);
 #pragma unroll
-    for (int row = 0; row < 16; ++row) block[row * kPitch + column] = x[row];
+    for (int row = 0; row < 16; ++row) at[row / 8 * 128 + row % 8 * 8] = __float2half_rn(x[row]);
   }
 
-  // Block (m, n) of 16 x 16 of Y^-1 B X^-1 by a warp, where X and Y have kSize rows and X begins at row `begin`.
-  template <int kSize>
-  FI_DEVICE static void merge(const float* matrix, int begin, int m, int n, float (&d)[2][4]) {
-    const int row = lane() / 4, column = lane() % 4, middle = begin + kSize;
-    const auto at = [&](int r, int c) { return tf32(matrix[place_of(r, c)]); };
-    float product[kSize / 8][4] = {};  // of Y^-1 and B, at the columns that are not above the diagonal of X^-1
-#pragma unroll
-    for (int k = 0; k < kSize; k += 8) {
-      if (k >= 16 * (m + 1)) continue;
-      const int r = middle + 16 * m + row, c = middle + k + column;
-      const unsigned a[4] = {at(r, c), at(r + 8, c), at(r, c + 4), at(r + 8, c + 4)};
-#pragma unroll
-      for (int j = 0; j < kSize / 8; ++j)
-        if (j >= 2 * n)
-          mma_m16n8k8_tf32(product[j], a, at(middle + k + column, begin + 8 * j + row),
-                           at(middle + k + column + 4, begin + 8 * j + row));
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) d[i][0] = d[i][1] = d[i][2] = d[i][3] = 0.f;
-    // The accumulators become operand a: its columns c and c + 4 are columns 2 c and 2 c + 1 of the product.
-#pragma unroll
-    for (int j = 0; j < kSize / 8; ++j) {
-      if (j < 2 * n) continue;
-      const unsigned a[4] = {tf32(product[j][0]), tf32(product[j][2]), tf32(product[j][1]), tf32(product[j][3])};
-      const int k = begin + 8 * j + 2 * column;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int c = begin + 16 * n + 8 * i + row;
-        mma_m16n8k8_tf32(d[i], a, at(k, c), at(k + 1, c));
-      }
-    }
+  // The address for ldmatrix of a block in fp16 as operand a or, transposed, as operand b.
+  FI_DEVICE static unsigned operand(const char* block) {
+    return address(block) + (lane() / 8 % 2 * 2 + lane() / 16) * 128 + lane() % 8 * 16;
   }
-  FI_DEVICE static void store_block(float* block, const float (&d)[2][4]) {
-    float* at = block + lane() / 4 * kPitch + 2 * (lane() % 4);
+  FI_DEVICE static void multiply_block(float (&d)[2][4], const unsigned (&left)[4], const char* block) {
+    unsigned b[4];
+    ldmatrix_x4_trans(b, operand(block));
+    mma_m16n8k16(d[0], left, b[0], b[1], __half());
+    mma_m16n8k16(d[1], left, b[2], b[3], __half());
+  }
+  FI_DEVICE static void pack(unsigned (&a)[4], const float (&d)[2][4]) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      *reinterpret_cast<float2*>(at + 8 * i) = make_float2(-d[i][0], -d[i][1]);
-      *reinterpret_cast<float2*>(at + 8 * kPitch + 8 * i) = make_float2(-d[i][2], -d[i][3]);
-    }
+    for (int i = 0; i < 4; ++i) a[i] = pack_pair(d[i / 2][i % 2 * 2], d[i / 2][i % 2 * 2 + 1], __half());
   }
 
-  // T of head i of the pair, in the type of q.
-  FI_DEVICE void write_solved(int i, int strip, char* to) const {
-    const int row = 16 * strip + lane() / 2;
+  // A block of column `column` of blocks, times diag(beta) of head i, in the type of q.
+  FI_DEVICE float2 beta_of(int i, int column, int half) const {
+    return *reinterpret_cast<const float2*>(&shared.beta[i][16 * column + 8 * half + 2 * (lane() % 4)]);
+  }
+  FI_DEVICE void write_block(int i, int column, const float (&negative)[2][4], char* to) const {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int part = lane() % 2 + 2 * j;
-      if (j > strip) break;
-      const float* from = shared.a[i] + place_of(row, 8 * part);
-      float x[8];
+    for (int half = 0; half < 2; ++half) {
+      const float2 beta = beta_of(i, column, half);
 #pragma unroll
-      for (int e = 0; e < 8; e += 4) {
-        const float4 a = *reinterpret_cast<const float4*>(from + e);
-        const float4 beta = *reinterpret_cast<const float4*>(&shared.beta[i][8 * part + e]);
-        x[e] = a.x * beta.x, x[e + 1] = a.y * beta.y, x[e + 2] = a.z * beta.z, x[e + 3] = a.w * beta.w;
-      }
-      Vec<T, 8> words;
-      from_float(x, words);
-      store(reinterpret_cast<T*>(to + Matrix::place(row, part)), words);
+      for (int low = 0; low < 2; ++low)
+        *reinterpret_cast<unsigned*>(to + 256 * low + 128 * half + 4 * lane()) =
+            pack_pair(-beta.x * negative[half][2 * low], -beta.y * negative[half][2 * low + 1], T());
+    }
+  }
+  FI_DEVICE void write_halves(int i, int column, const unsigned (&halves)[4], char* to) const {
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+      const float2 beta = beta_of(i, column, part / 2);
+      const float2 x = __half22float2(reinterpret_cast<const __half2&>(halves[part]));
+      *reinterpret_cast<unsigned*>(to + 128 * (part % 2 * 2 + part / 2) + 4 * lane()) =
+          pack_pair(beta.x * x.x, beta.y * x.y, T());
     }
   }
 };

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from fi_core.fused_moe import cutlass_fused_moe
+from fi_core.fused_moe import (
+    cutlass_fused_moe,
+    trtllm_bf16_moe,
+    trtllm_bf16_routed_moe,
+    trtllm_fp4_block_scale_moe,
+)
 from fi_core.runtime.launch import chain as chains
 from fi_core.runtime.launch.operator import operators
 
@@ -148,3 +153,34 @@ def test_another_implementation_by_name_is_not_passed_over(calls: list[bool]) ->
         cutlass_fused_moe(**given)
     cutlass_fused_moe(**given)
     assert calls == []
+
+
+def finished(result: Any) -> tuple[torch.Tensor, ...]:
+    """What is defined of a result: with partial results, the rows of experts that are here."""
+    rows, *others = result if isinstance(result, list) else [result]
+    return rows[: int((others[1] >= 0).sum())] if others else rows, *others
+
+
+@pytest.mark.parametrize("do_finalize", [False, True])
+@pytest.mark.parametrize("form", ["logits", "packed ids", "fp4"])
+def test_forms_of_trtllm_are_recorded(form: str, do_finalize: bool, calls: list[bool]) -> None:
+    """Packed ids, whose halves are views of an argument; lists of results."""
+    g = torch.Generator().manual_seed(0)
+    fp4, packed = form == "fp4", form == "packed ids"
+    function: Any = trtllm_fp4_block_scale_moe if fp4 else trtllm_bf16_routed_moe if packed else trtllm_bf16_moe
+    hidden, inter, none = 128, 128, (None,) * 4
+    if fp4:
+        codes = [torch.randint(0, 256, (4, n, 64), generator=g, dtype=torch.uint8) for n in (2 * inter, hidden)]
+        scales = [torch.full((4, n, 4), 120, dtype=torch.uint8) for n in (2 * inter, hidden)]
+        weights: Any = None, codes[0], scales[0], *none, codes[1], scales[1], *none
+    else:
+        weights = [torch.randn(4, n, 128, generator=g).to(BF16) / 8 for n in (2 * inter, hidden)]
+    options = {"do_finalize": do_finalize} | ({} if fp4 else {"use_shuffled_weight": True, "weight_layout": 0})
+    for seed in range(3):
+        x, logits = torch.randn(5, hidden, generator=g).to(BF16), torch.randn(5, 6, generator=g)
+        ids = (logits.topk(2)[1] << 16).int() | 0x3F00 + seed  # and a weight in bf16
+        given = *((ids,) if packed else (logits, None)), x, *weights, 6, *(2, None, None), inter, 1, 4, None
+        got, want = function(*given, **options), function.__wrapped__.__wrapped__(*given, **options)
+        for a, b in zip(finished(got), finished(want), strict=True):
+            assert torch.equal(a, b)
+    assert calls == ([] if packed and not do_finalize else [True] * 2)

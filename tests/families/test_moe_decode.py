@@ -12,6 +12,7 @@ from families.moe_reference import block_quantized, error, experts
 from fi_core.fused_moe.decode import moe_experts
 from fi_core.fused_moe.experts import sort_slots, sum_experts
 from fi_core.fused_moe.layer import Projection
+from fi_core.fused_moe.trtllm import places_of_rows
 from fi_core.tllm_enums import ActivationType as Act
 
 BF16 = torch.bfloat16
@@ -23,7 +24,7 @@ def run(
     """The sum of the experts with equal weights."""
     tables = sort_slots(ids, len(w1), first)
     out = torch.full((ids.numel(), x.shape[1]), float("nan"), dtype=x.dtype, device=x.device)
-    width = w2.shape[2] * (2 if w2.dtype is torch.uint8 else 1)
+    width = Projection(w2).columns_of_k * (2 if w2.dtype is torch.uint8 else 1)
     activated = torch.full((ids.numel(), width), float("nan"), dtype=x.dtype, device=x.device)
     moe_experts(out, activated, x, w1, w2, tables.offsets, tables.rows, tables.counters, **options)
     total = torch.empty_like(x)
@@ -71,6 +72,42 @@ def test_tiles(tokens: int, tile: int, e: int, k: int, h: int, i: int, fp8: bool
     out = run(x, ids, w1, w2, expected_tokens=tile, **options)
     want = experts(x, ids, torch.ones(ids.shape, device=device), d1, d2)
     assert error(out, want) < (6e-2 if fp8 else 8e-3)
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+@pytest.mark.parametrize(("tile", "fp8", "kind"), [(0, True, Act.Swiglu), (64, True, Act.Swiglu), (64, True, Act.Relu2),
+                                                   (128, False, Act.Swiglu), (128, False, Act.Relu2)])  # fmt: skip
+@pytest.mark.parametrize(("tokens", "few"), [(3, True), (21, False)])
+def test_layouts_of_weights(
+    tokens: int, few: bool, tile: int, fp8: bool, kind: Act, in_blocks: bool, device: str
+) -> None:
+    """Rows shuffled as for TensorRT-LLM, blocks of 128 bytes apart: the results of weights in rows, to the bit."""
+    e, k, h, i, gated = 5, 2, 384, 256, kind is Act.Swiglu
+    x, own = rand(tokens, h, dtype=BF16, device=device), weights(e, h, i, device, gated=gated)
+    ids, options = drawn_ids(tokens, e, k, device, "even"), dict[str, Any](activation=kind)
+    bias = rand(e, own[0].shape[1], dtype=BF16, device=device, seed=4)
+    if fp8:
+        (w1, s1, _), (w2, s2, _) = block_quantized(own[0]), block_quantized(own[1])
+        own, options = (w1, w2), options | {"up_scale": s1, "down_scale": s2}
+    want = run(x, ids, *own, bias=bias, **options)
+    if tile:
+        orders = [
+            places_of_rows(w.shape[1], tile, gated and tile == 128 and not j, w.device) for j, w in enumerate(own)
+        ]
+        inverse = [order.long().argsort() for order in orders]
+        bias = bias[:, inverse[0]].contiguous()
+        own = tuple(w.view(torch.uint8)[:, at].view(w.dtype) if fp8 else w[:, at] for w, at in zip(own, inverse))
+    if in_blocks:
+        line = 128 // own[0].element_size()
+        own = tuple(w.unflatten(2, (-1, line)).transpose(1, 2).contiguous() for w in own)
+    assert torch.equal(run(x, ids, *own, bias=bias, shuffle_tile=tile, **options), want)
+    tables = sort_slots(ids, e, 0)
+    rows = torch.empty(tokens * k, h, dtype=BF16, device=device), torch.empty(tokens * k, i, dtype=BF16, device=device)
+    summed = torch.full_like(x, float("nan"))
+    if few:
+        moe_experts(*rows, x, *own, tables.offsets, tables.rows, tables.counters, bias=bias, sum=summed, ids=ids,
+                    shuffle_tile=tile, **options)  # fmt: skip
+        assert torch.equal(summed, want)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])

@@ -116,6 +116,29 @@ def test_fp8_blocks(is_shuffled: bool, device: str) -> None:
     assert torch.equal(routed, out)
 
 
+@pytest.mark.parametrize("tokens", [3, 200])
+def test_fused_shared_experts(tokens: int, device: str) -> None:
+    """Each token has the two experts behind the routed ones, with weight 1, though routed weights are scaled."""
+    w1, w2 = layer(E + 2, H, INTER, device)
+    (q1, s1, d1), (q2, s2, d2) = (reference.block_quantized(w) for w in (w1, w2))
+    x, logits = (rand(tokens, n, dtype=BF16, device=device, seed=n) for n in (H, E))
+    bias = rand(E, dtype=torch.float32, device=device, seed=9)
+    given = x, None, q1, s1, q2, s2, E, K, 4, 2, INTER, 0, E, 2.5, RoutingMethodType.DeepSeekV3
+    options: dict[str, Any] = {"num_fused_shared_experts": 2}
+    replay = torch.zeros(tokens, K, dtype=torch.int16, device=device)
+    out = moe.trtllm_fp8_block_scale_moe(logits, bias, *given, **options, routing_replay_out=replay)
+    ids, weights = route(logits, RoutingMethodType.DeepSeekV3, K, bias, 4, 2, 2.5)
+    shared = torch.tensor([E, E + 1], device=device).expand(tokens, 2)
+    ids, weights = torch.cat((ids, shared), 1), torch.cat((weights, torch.ones_like(weights[:, :2])), 1)
+    assert error(out, experts(x, ids, weights, d1, d2)) < LIMIT["fp8"]
+    assert torch.equal(replay.long(), ids[:, :K])
+    chosen_by_caller = ids.int(), weights.float()
+    routed = moe.trtllm_fp8_block_scale_routed_moe(chosen_by_caller, None, *given[:-1], **options)
+    assert error(routed, out.double()) < 1e-2
+    with pytest.raises(ValueError, match="num_fused_shared_experts must be 0 where 8 of 16 experts are here"):
+        moe.trtllm_fp8_block_scale_moe(logits, bias, *given[:12], E // 2, *given[13:], **options)
+
+
 @pytest.mark.parametrize("do_finalize", [False, True])
 def test_partial_results(do_finalize: bool, device: str) -> None:
     """Rows, weights and positions that a caller sums itself: biases are in the rows, columns in order."""

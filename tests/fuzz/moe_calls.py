@@ -122,3 +122,7 @@ def calls() -> Iterator[tuple[str, Callable[..., Any], Callable[[], Arguments]]]
     )  # fmt: skip
     yield "experts:fp4 routed", moe.trtllm_fp4_block_scale_routed_moe, lambda: {**_experts(False), **_fp4()}
     yield "experts:topk", moe.fused_topk_deepseek, _topk
+    yield "experts:workspace", moe.cutlass_fused_moe_workspace_size, lambda: {
+        "max_num_tokens": TOKENS, "hidden_size": H, "intermediate_size": INTER, "num_experts_total": E, "top_k": K,
+        "x_dtype": BF16, "weight_dtype": BF16,
+    }  # fmt: skip

@@ -64,7 +64,6 @@ STACK = {
     "batch_mla": 80,
     "chunk_gated_delta_rule": 8,
     "concat_mla_k": 8,
-    "moe_finalize": 16,
     "moe_gather": 8,
 }
 # Bits of the widest load where it is not 128: attention takes eight elements at a time (head dims are such).

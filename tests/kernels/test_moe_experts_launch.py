@@ -20,7 +20,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     gpu = Gpu(build_driver(folder), Path(folder) / "log", 90)
 
     def call(t: int, k: int, e: int, h: int, i: int, tokens: int = 8, **change: Any) -> list[Call]:
-        dtype = "e4m3" if change else "bf16"
+        dtype = change.pop("dtype", "e4m3" if change else "bf16")
         arguments: dict[str, Any] = {
             "out": Tensor(OUT, (t * k, h), "bf16"),
             "activated": Tensor(ACT, (t * k, i), "bf16"),
@@ -51,6 +51,18 @@ def test_rows_of_up_and_gate_alternate_in_a_box(experts: Callable[..., list[Call
     assert (up.features, up.k, up.k_blocks, up.gated, up.activated) == (256, 384, 3, 1, 1)
     assert (down.features, down.k, down.k_blocks, down.gated, down.activated) == (384, 256, 2, 0, 0)
     assert (up.source, down.source, p["products"], p["experts"]) == (ROWS, None, 2, 16)
+
+
+def test_blocks_of_shuffled_rows_are_boxes(experts: Callable[..., list[Call]]) -> None:
+    """BlockMajorK: a block of k of an expert is a matrix of its own. Gate and up alternate in memory already."""
+    up, down = Tensor(UP, (4, 6, 512, 64), "bf16"), Tensor(DOWN, (4, 4, 384, 64), "bf16")
+    (launch,) = launches(calls := experts(3, 2, 4, 384, 256, up=up, down=down, shuffle_tile=128, dtype="bf16"))
+    maps = {c["address"]: c["dimensions"] for c in calls if c["call"] == "tensor_map"}
+    rows = int(launch["name"].rpartition("x")[2])
+    assert maps[UP] == [[64, 2, 64], [8, 128, 8], [2, 8 * 128, 2], [32, 16 * 128, rows // 16], [4 * 6, 512 * 128, 1]]
+    assert maps[DOWN] == [[64, 2, 64], [8, 128, 8], [1, 384 * 128, 1], [48, 8 * 128, rows // 8], [4 * 4, 384 * 128, 1]]
+    products = parameters(launch, "ExpertGemmParams")["gemm"]
+    assert [(g.k_apart, g.k_blocks, g.order.step, g.order.paired) for g in products] == [(1, 6, 2, 1), (1, 4, 4, 0)]
 
 
 def test_passes_have_room(experts: Callable[..., list[Call]]) -> None:

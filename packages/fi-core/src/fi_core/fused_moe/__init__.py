@@ -18,6 +18,7 @@ from fi_core.fused_moe.trtllm_fp8 import (
     trtllm_fp8_per_tensor_scale_moe,
     trtllm_fp8_per_tensor_scale_routed_moe,
 )
+from fi_core.fused_moe.workspace import cutlass_fused_moe_workspace_size
 from fi_core.tllm_enums import (
     ActivationType,
     Fp8QuantizationType,
@@ -37,6 +38,7 @@ __all__ = [
     "WeightLayout",
     "convert_to_block_layout",
     "cutlass_fused_moe",
+    "cutlass_fused_moe_workspace_size",
     "fused_topk_deepseek",
     "interleave_moe_scales_for_sm90_mixed_gemm",
     "interleave_moe_weights_for_sm90_mixed_gemm",

@@ -8,7 +8,7 @@ from fi_core.fused_moe import trace
 from fi_core.fused_moe.activations import activation_of
 from fi_core.fused_moe.experts import compute_layer, sort_slots
 from fi_core.fused_moe.formats import check_experts, layer_of
-from fi_core.fused_moe.layer import TokenExperts
+from fi_core.fused_moe.layer import Scratch, TokenExperts
 from fi_core.observe.log import fi_api
 from fi_core.runtime.launch.chain import chained
 from fi_core.tllm_enums import ActivationType
@@ -106,7 +106,9 @@ def cutlass_fused_moe(
         enable_pdl: accepted; programmatic dependent launch is on where the hardware has it.
         activation_type: an `ActivationType`.
         swizzled_input_sf: whether input_sf has the 128x4 layout, or is linear.
-        workspace_buffer: accepted; memory comes from torch.
+        workspace_buffer: uint8 `[bytes]`, memory for what lies between the kernels, of
+            `cutlass_fused_moe_workspace_size` or more bytes; no other call may use it at the same time. None: memory
+            of torch.
         use_wfp4afp8_humming: False.
         clamped_relu2_limit, situ_beta, situ_linear_beta: constants of ClampedRelu2 and Situ (4 and 25).
 
@@ -151,9 +153,11 @@ def cutlass_fused_moe(
     if tokens == 0:
         return output
     experts = layer.up.weight.shape[0]
-    tables = sort_slots(token_selected_experts, experts, ep_rank * experts)
+    scratch = Scratch(workspace_buffer, input.device)
+    tables = sort_slots(token_selected_experts, experts, ep_rank * experts, scratch)
     up = layer.up._replace(bias=fc1_expert_biases)
     down = layer.down._replace(bias=fc2_expert_biases if tp_rank == 0 else None)
     routed = TokenExperts(token_selected_experts, token_final_scales, ep_rank * experts)
-    compute_layer(output, layer._replace(up=up, down=down), tables, activation, experts * ep_size, routed)
+    layer = layer._replace(up=up, down=down)
+    compute_layer(output, layer, tables, activation, experts * ep_size, routed, scratch=scratch)
     return output

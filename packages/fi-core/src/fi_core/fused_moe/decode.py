@@ -15,7 +15,7 @@ from fi_core.tllm_enums import ActivationType, is_gated_activation
 if TYPE_CHECKING:
     import torch
 
-    from fi_core.fused_moe.layer import Activation, Layer, Tables, TokenExperts
+    from fi_core.fused_moe.layer import Activation, Layer, Projection, Scratch, Tables, TokenExperts
 
 _SHARED = 227 * 1024  # bytes of a CTA
 _PASSES = 640  # most passes of a launch: kMaxExpertPasses
@@ -99,7 +99,7 @@ MOE_EXPERTS = Op(
     "Tensor(c!) progress, Tensor? up_scale=None, Tensor? down_scale=None, Tensor? bias=None, Tensor? alpha=None, "
     "Tensor? beta=None, Tensor? limit=None, int activation=3, float alpha_value=1.0, float beta_value=0.0, "
     "float limit_value=3.4e38, int expected_tokens=8, Tensor(d!)? sum=None, Tensor? ids=None, Tensor? weights=None, "
-    "Tensor? down_bias=None, int first_expert=0, bool? enable_pdl=None",
+    "Tensor? down_bias=None, int first_expert=0, int shuffle_tile=0, bool? enable_pdl=None",
     # expected_tokens: rows that a tile is to hold; experts with more take several tiles.
     read="x.dtype, up.dtype, activation, expected_tokens",
     request=_request,
@@ -123,6 +123,16 @@ def _is_aligned(x: torch.Tensor) -> bool:
     """Whether TMA and vector loads take the rows."""
     steps = (step * x.element_size() for step in x.stride()[:-1])
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps)
+
+
+def _has_known_order(p: Projection) -> bool:
+    """Whether the kernel knows the order of the rows of a weight."""
+    if p.weight.ndim == 4 and not p.weight.is_contiguous():
+        return False
+    if p.columns is None:
+        return True
+    tiles = (64, 128) if p.weight.element_size() == 2 else (64,)
+    return p.mixed is None and p.shuffle_tile in tiles and p.rows % p.shuffle_tile == 0
 
 
 def _streams(layer: Layer) -> bool:
@@ -156,9 +166,11 @@ def tile_tokens(layer: Layer, activation: Activation, tables: Tables, all_expert
         x.dtype == layer.dtype
         and _streams(layer)
         and ActivationType(activation.kind).name in _ACTIVATIONS
-        and up.columns is None
+        and all(map(_has_known_order, (up, down)))
+        and up.shuffle_tile == down.shuffle_tile
+        and (down.columns is None or down.bias is None)
         and (up.bias is None or up.bias.dtype == x.dtype)
-        and all(size % 8 == 0 for size in (*up.weight.shape[1:], *down.weight.shape[1:]))
+        and all(size % 8 == 0 for p in (up, down) for size in (p.rows, p.weight.shape[-1]))
         and all(map(_is_aligned, (x, up.weight, down.weight)))
         and experts <= _MOST_EXPERTS
         and mean <= _MOST_ROWS[str(up.weight.dtype).removeprefix("torch.")]
@@ -187,7 +199,6 @@ def sums_slots(layer: Layer, routed: TokenExperts, out: torch.Tensor, tokens: in
         and ids.is_contiguous()
         and (weights is None or (str(weights.dtype) == "torch.float32" and weights.is_contiguous()))
         and (bias is None or by_pairs(bias))
-        and layer.down.columns is None
         and by_pairs(out)
         and out.shape[1] <= _MOST_SUMMED
     )
@@ -198,6 +209,7 @@ def stream_experts(
     tables: Tables,
     activation: Activation,
     tokens: int,
+    scratch: Scratch,
     sum: torch.Tensor | None = None,
     routed: TokenExperts | None = None,
 ) -> torch.Tensor:
@@ -205,18 +217,15 @@ def stream_experts(
 
     tokens: of a tile. sum and routed: what `sums_slots` allows; the weighted sums of the experts are written to sum.
     """
-    import torch
-
     x, up, down = layer.x, layer.up, layer.down
-    columns = up.weight.shape[1]
-    width = columns // 2 if is_gated_activation(activation.kind) else columns
+    width = up.rows // 2 if is_gated_activation(activation.kind) else up.rows
     slots = tables.rows.shape[0]
-    out, activated = (torch.empty((slots, n), dtype=x.dtype, device=x.device) for n in (x.shape[1], width))
+    out, activated = (scratch.new((slots, n), x.dtype) for n in (x.shape[1], width))
     a = activation
     moe_experts(out, activated, x, up.weight, down.weight, offsets=tables.offsets, rows=tables.rows,
                 progress=tables.counters, up_scale=up.scale, down_scale=down.scale, bias=up.bias, alpha=a.alpha,
                 beta=a.beta, limit=a.limit, activation=a.kind, alpha_value=a.alpha_value, beta_value=a.beta_value,
                 limit_value=a.limit_value, expected_tokens=tokens, sum=sum, ids=routed and routed.ids,
                 weights=routed and routed.weights, down_bias=down.bias if routed else None,
-                first_expert=routed.first_expert if routed else 0)  # fmt: skip
+                first_expert=routed.first_expert if routed else 0, shuffle_tile=up.shuffle_tile)  # fmt: skip
     return out

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from fi_core.fused_moe.decode import COUNTERS, stream_experts, sums_slots, tile_tokens
-from fi_core.fused_moe.layer import Tables
+from fi_core.fused_moe.decode import stream_experts, sums_slots, tile_tokens
+from fi_core.fused_moe.layer import Scratch, Tables
 from fi_core.fused_moe.ops import moe_activation, moe_finalize, moe_gather, moe_mixed_gemm, moe_sort
+from fi_core.fused_moe.workspace import table_words
 from fi_core.gemm.ops import gemm
 from fi_core.tllm_enums import is_gated_activation
 
@@ -20,14 +21,13 @@ _BLOCK = 128  # columns that share a scale
 _MOST_STREAMED = 48  # mean rows of an expert up to which the stream of weights takes most time
 
 
-def sort_slots(ids: torch.Tensor, experts: int, first_expert: int) -> Tables:
+def sort_slots(ids: torch.Tensor, experts: int, first_expert: int, scratch: Scratch | None = None) -> Tables:
     """Sorts the slots of `[tokens, top_k]` expert numbers by local expert, on the device."""
     import torch
 
     tokens, top_k = ids.shape
-    slots = tokens * top_k
-    sizes = (experts + 1, experts + 1, COUNTERS, slots, slots)
-    memory = torch.empty(sum(sizes), dtype=torch.int32, device=ids.device)
+    sizes = table_words(experts, tokens * top_k)
+    memory = (scratch or Scratch(None, ids.device)).new((sum(sizes),), torch.int32)
     offsets, active, counters, rows, positions = memory.split(sizes)
     tables = Tables(offsets, rows, positions.view(tokens, top_k), active, counters)
     moe_sort(offsets, rows, tables.positions, active, ids, zeros=counters, first_expert=first_expert)
@@ -52,35 +52,40 @@ def run_experts(
     activation: Activation,
     all_experts: int,
     row_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The outputs of the experts for the sorted rows.
+    scratch: Scratch | None = None,
+) -> tuple[torch.Tensor, Projection]:
+    """The outputs of the experts for the sorted rows, and the projection by which they are finished.
 
     Args:
         layer, tables, activation: what to compute.
         all_experts: experts of all ranks, for the expected number of rows of one.
         row_scale: fp32 `[slots]`, factors of the inputs of the sorted rows.
+        scratch: the memory of the call; None: new tensors.
 
     Returns:
-        `[slots, hidden]`; rows of no expert are not written.
+        `[slots, hidden]`, whose rows of no expert are not written; the projection whose bias and order of columns
+        remain for the sum.
     """
     import torch
 
+    scratch = scratch or Scratch(None, layer.x.device)
     if row_scale is None and (tile := tile_tokens(layer, activation, tables, all_experts)):
-        return stream_experts(layer, tables, activation, tile)
-    x, up, down = layer.x, layer.up, layer.down
-    slots, columns, hidden = tables.rows.shape[0], up.weight.shape[1], x.shape[1]
+        rows = stream_experts(layer, tables, activation, tile, scratch)
+        return rows, layer.down._replace(columns=None)
+    x, up, down = layer.x, layer.up.by_rows(), layer.down.by_rows()
+    slots, columns, hidden = tables.rows.shape[0], up.rows, x.shape[1]
     width = columns // 2 if is_gated_activation(activation.kind) else columns
     quantized = up.mixed is None and up.weight.dtype is torch.float8_e4m3fn
     narrow = torch.float8_e4m3fn if quantized else layer.dtype
     expected = expected_rows(slots / all_experts, quantized)
 
     def new(width: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty((slots, width), dtype=dtype, device=x.device)
+        return scratch.new((slots, width), dtype)
 
     def project(
         p: Projection, of: torch.Tensor, scales: torch.Tensor | None, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        out = new(p.weight.shape[1], layer.dtype)
+        out = new(p.rows, layer.dtype)
         if p.mixed is None:
             gemm(out, of, p.weight, scales, p.scale, m_indptr=tables.offsets, expected_m=expected, b_constant=True)
             return out
@@ -104,7 +109,7 @@ def run_experts(
     moe_activation(activated, scales, projected, tables.offsets, bias=up.bias, alpha=a.alpha, beta=a.beta,
                    limit=a.limit, quant=layer.quant, columns=up.columns, activation=a.kind, alpha_value=a.alpha_value,
                    beta_value=a.beta_value, limit_value=a.limit_value)  # fmt: skip
-    return project(down, activated, scales, None)
+    return project(down, activated, scales, None), down
 
 
 def compute_layer(
@@ -115,19 +120,20 @@ def compute_layer(
     all_experts: int,
     routed: TokenExperts,
     row_scale: torch.Tensor | None = None,
+    scratch: Scratch | None = None,
 ) -> None:
     """Writes the weighted sum of the experts of each token to `out`; the arguments are those of `run_experts`."""
     tile = tile_tokens(layer, activation, tables, all_experts) if row_scale is None else 0
     if tile and sums_slots(layer, routed, out, tile):
-        stream_experts(layer, tables, activation, tile, out, routed)
+        stream_experts(layer, tables, activation, tile, scratch or Scratch(None, out.device), out, routed)
         return
-    rows = run_experts(layer, tables, activation, all_experts, row_scale)
-    sum_experts(out, rows, tables, routed.weights, layer.down)
+    rows, down = run_experts(layer, tables, activation, all_experts, row_scale, scratch)
+    sum_experts(out, rows, tables, routed.weights, down)
 
 
 def sum_experts(
     out: torch.Tensor, rows: torch.Tensor, tables: Tables, weights: torch.Tensor | None, down: Projection
 ) -> None:
     """Writes the weighted sum of the experts of each token to `out`, biases included."""
-    moe_finalize(out, rows, tables.positions, weights=weights, offsets=tables.offsets, bias=down.bias,
-                 columns=down.columns)  # fmt: skip
+    moe_finalize(out, rows, tables.positions, weights=weights, offsets=None if down.bias is None else tables.offsets,
+                 bias=down.bias, columns=down.columns)  # fmt: skip

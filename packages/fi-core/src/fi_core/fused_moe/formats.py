@@ -56,23 +56,21 @@ def _fp8_tensor(
 
 def fp8_blocks(
     x: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    up_scale: torch.Tensor,
-    down_scale: torch.Tensor,
+    up: Projection,
+    down: Projection,
     dtype: torch.dtype,
     x_scale: torch.Tensor | None = None,
     names: tuple[str, str] = ("quant_scales[0]", "quant_scales[1]"),
 ) -> Layer:
     """e4m3 weights with scales of 128 x 128."""
-    for name, weight, scale in zip(names, (up, down), (up_scale, down_scale)):
-        experts, rows, columns = weight.shape
-        if rows % _BLOCK or columns % _BLOCK:
-            raise ValueError(f"weights must have multiples of {_BLOCK} rows and columns; got {list(weight.shape)}")
-        expected = (experts, rows // _BLOCK, columns // _BLOCK)
-        if tuple(scale.shape) != expected:
-            raise ValueError(f"{name} must have shape {list(expected)}; got {list(scale.shape)}")
-    return Layer(x, Projection(up, up_scale), Projection(down, down_scale), dtype, x_scale, blocks=True)
+    for name, p in zip(names, (up, down)):
+        if p.rows % _BLOCK or p.columns_of_k % _BLOCK:
+            raise ValueError(f"weights must have multiples of {_BLOCK} rows and columns; got {list(p.weight.shape)}")
+        expected = (len(p.weight), p.rows // _BLOCK, p.columns_of_k // _BLOCK)
+        if p.scale is None or tuple(p.scale.shape) != expected:
+            got = None if p.scale is None else list(p.scale.shape)
+            raise ValueError(f"{name} must have shape {list(expected)}; got {got}")
+    return Layer(x, up, down, dtype, x_scale, blocks=True)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -216,7 +214,7 @@ def layer_of(
         for name, weight in (("fc1_expert_weights", up), ("fc2_expert_weights", down)):
             if weight.dtype is not torch.float8_e4m3fn:
                 raise TypeError(f"{name} must be float8_e4m3fn with use_deepseek_fp8_block_scale; got {weight.dtype}")
-        return fp8_blocks(x, up, down, scales[0], scales[1], dtype)
+        return fp8_blocks(x, Projection(up, scales[0]), Projection(down, scales[1]), dtype)
     if up.dtype is torch.float8_e4m3fn and not mxfp8_activations:
         return _fp8_tensor(x, up, down, scales, dtype)
     if mxfp8_activations:

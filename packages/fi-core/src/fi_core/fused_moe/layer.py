@@ -1,7 +1,8 @@
-"""A layer of experts as its kernels take it: sorted tables, weights in a format, the activation."""
+"""A layer of experts as its kernels take it: sorted tables, weights in a format, the activation, memory."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.fused_moe.ops import MXFP8
@@ -10,6 +11,50 @@ from fi_core.tllm_enums import ActivationType
 
 if TYPE_CHECKING:
     import torch
+
+
+ALIGNMENT = 256  # bytes of what lies in a workspace
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Scratch:
+    """The memory between the kernels of a call: new tensors, or parts of a workspace that the caller owns."""
+
+    def __init__(self, workspace: torch.Tensor | None, device: torch.device) -> None:
+        import torch
+
+        self._workspace, self._device = workspace, device
+        self._end = 0
+        if workspace is None:
+            return
+        if workspace.dtype is not torch.uint8:
+            raise TypeError(f"workspace_buffer must be uint8; got {workspace.dtype}")
+        if workspace.ndim != 1 or not workspace.is_contiguous() or workspace.device != device:
+            raise ValueError(
+                f"workspace_buffer must be contiguous, of one dimension, on {device}; got {list(workspace.shape)} on "
+                f"{workspace.device}"
+            )
+        self._end = -workspace.data_ptr() % ALIGNMENT
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        import torch
+
+        if self._workspace is None:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        count = 1
+        for size in shape:
+            count *= size
+        begin, size = self._end, count * dtype.itemsize
+        self._end = begin + aligned(size)
+        if begin + size > self._workspace.numel():
+            raise ValueError(
+                f"workspace_buffer must have more than {begin + size} bytes for this call; got "
+                f"{self._workspace.numel()}: ask cutlass_fused_moe_workspace_size"
+            )
+        return self._workspace[begin : begin + size].view(dtype).view(*shape)
 
 
 class Tables(NamedTuple):
@@ -43,20 +88,34 @@ class Projection(NamedTuple):
     """A weight of each local expert. The first of a gated expert has the rows of the linear projection, then the gate.
 
     scale: of the weight as the op `gemm` takes it, or as `moe_mixed_gemm` takes it. bias: `[experts, n]`, in the order
-    of the rows. columns: `[n]`, the rows of weight and bias that hold the outputs; None: in order.
+    of the rows. columns: `[n]`, the rows of weight and bias that hold the outputs; None: in order. shuffle_tile: of
+    `shuffle_matrix_a`, by which they are; a gated weight for 128 alternates before. 0 with columns: any order.
     """
 
-    weight: torch.Tensor  # [experts, n, k], fp4 and int4 [experts, n, k / 2]
+    weight: torch.Tensor  # [experts, n, k], fp4 and int4 [experts, n, k / 2]; or [experts, k / b, n, b], b of 128 bytes
     scale: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     columns: torch.Tensor | None = None
     mixed: Mixed | None = None
+    shuffle_tile: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Of the weight of an expert."""
+        return self.weight.shape[-2]
 
     @property
     def columns_of_k(self) -> int:
         """The length of an input."""
         packed = self.mixed is not None and self.mixed.format != MXFP8
-        return self.weight.shape[2] * (2 if packed else 1)
+        blocks = self.weight.shape[1] if self.weight.ndim == 4 else 1
+        return blocks * self.weight.shape[-1] * (2 if packed else 1)
+
+    def by_rows(self) -> Projection:
+        """With a weight `[experts, n, k]`: blocks are copied, at the cost of reading and writing them."""
+        if self.weight.ndim == 3:
+            return self
+        return self._replace(weight=self.weight.transpose(1, 2).flatten(2))
 
 
 class Activation(NamedTuple):

@@ -30,7 +30,8 @@ MOE_ROUTE = Op(
     name="moe_route",
     family="fused_moe",
     arguments="Tensor(a!) ids, Tensor(b!) weights, Tensor logits, Tensor? bias=None, Tensor(c!)? replay=None, "
-    "int method=0, int n_group=1, int topk_group=1, float scale=1.0, bool normalize=True, bool? enable_pdl=None",
+    "int method=0, int n_group=1, int topk_group=1, float scale=1.0, bool normalize=True, int shared=0, "
+    "bool? enable_pdl=None",
     read="logits.dtype, weights.dtype",
     axes={"logits": _FLOATS, "weights": ("f32", "bf16", "f16")},
     config=_RouteConfig,
@@ -58,7 +59,7 @@ MOE_SORT = Op(
     arguments="Tensor(a!) offsets, Tensor(b!) rows, Tensor(c!) positions, Tensor(d!) active, Tensor ids, "
     "Tensor(e!)? zeros=None, int first_expert=0, bool? enable_pdl=None",
     read="ids.dtype",
-    axes={"ids": ("i32", "i64")},
+    axes={"ids": ("i32", "i64", "i16")},
     config=_SortConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _sort_unit)),
     prebuilt=({"ids": "i32"},),
@@ -135,13 +136,15 @@ MOE_ACTIVATION = Op(
 
 
 class _FinalizeConfig(NamedTuple):
-    vec_size: int  # columns of a thread; 1: any alignment
+    vec_size: int  # columns of a lane that lie together; 1: any alignment
+    parts: int  # such vectors of a lane
 
 
 def _finalize_unit(axes: Values) -> Unit:
     types = f"{DTYPES[axes['y']].device}, {DTYPES[axes['out']].device}"
     entries = tuple(
-        Entry(f"moe_finalize_{vec}", f"moe_finalize<{types}, {vec}>", 256, _FinalizeConfig(vec)) for vec in (8, 1)
+        Entry(f"moe_finalize_{vec}", f"moe_finalize<{types}, {vec}, {parts}>", 256, _FinalizeConfig(vec, parts))
+        for vec, parts in ((8, 2), (1, 2))
     )
     return Unit("fi/fused_moe/moe_finalize.cuh", "MoeFinalizeParams", entries)
 

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 
+_MOST_EXPERTS = 32  # of a token: kMostTopK
+
+
 class Routed(NamedTuple):
     """Chosen experts `[tokens, top_k]` and their weights, fp32 or bf16 of the same shape."""
 
@@ -31,8 +34,13 @@ def route(
     method: int,
     normalize: bool,
     replay: torch.Tensor | None,
+    *,
+    in_bf16: bool = False,
+    shared: int = 0,
 ) -> Routed:
-    """Chooses top_k experts for each token by a `RoutingMethodType`.
+    """Chooses top_k experts for each token by a `RoutingMethodType`; weights are fp32, or in_bf16.
+
+    Behind them come the `shared` experts after num_experts, with weight 1.
 
     Raises:
         ValueError: a shape or number does not fit; the text names the argument.
@@ -43,10 +51,13 @@ def route(
         raise ValueError(f"routing_logits must have shape [tokens, {num_experts}]; got {list(logits.shape)}")
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k must be in 1..{num_experts}; got {top_k}")
-    ids = torch.empty((logits.shape[0], top_k), dtype=torch.int32, device=logits.device)
-    weights = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
+    if shared and top_k + shared > _MOST_EXPERTS:
+        raise ValueError(f"num_fused_shared_experts must be at most {_MOST_EXPERTS} - top_k {top_k}; got {shared}")
+    ids = torch.empty((logits.shape[0], top_k + shared), dtype=torch.int32, device=logits.device)
+    weights = torch.empty(ids.shape, dtype=torch.bfloat16 if in_bf16 else torch.float32, device=logits.device)
     moe_route(ids, weights, logits, bias=bias, replay=replay, method=int(method), n_group=n_group or 1,
-              topk_group=topk_group or 1, scale=1.0 if scale is None else scale, normalize=normalize)  # fmt: skip
+              topk_group=topk_group or 1, scale=1.0 if scale is None else scale, normalize=normalize,
+              shared=shared)  # fmt: skip
     return Routed(ids, weights)
 
 
@@ -62,7 +73,8 @@ def unpacked(topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Rout
             f"topk_ids must be int32 [tokens, top_k], or a tuple of ids and weights; got {topk_ids.dtype} "
             f"{list(topk_ids.shape)}"
         )
-    return Routed(topk_ids >> 16, topk_ids.contiguous().view(torch.bfloat16)[:, ::2])
+    halves = topk_ids.contiguous()  # of little-endian words
+    return Routed(halves.view(torch.int16)[:, 1::2], halves.view(torch.bfloat16)[:, ::2])
 
 
 @fi_api(trace=trace.FUSED_TOPK)

@@ -299,6 +299,7 @@ def trtllm_blocks(save_dir: Any = None, name: str | None = None, **arguments: An
     """The template of DeepSeek-V3's routing over 16-bit tokens and weights in rows; None for others."""
     prepared = arguments.get("use_shuffled_weight") or arguments.get("weight_layout")
     others = arguments.get("routing_method_type", 0) != _DEEPSEEK or arguments.get("fp8_quantization_type", 1) != 1
+    others = others or bool(arguments.get("num_fused_shared_experts"))
     return None if prepared or others or arguments.get("hidden_states_scale") is not None else TRTLLM_BLOCKS
 
 

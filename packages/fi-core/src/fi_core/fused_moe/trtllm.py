@@ -33,13 +33,13 @@ def places_of_rows(rows: int, tile: int, alternates: bool, device: torch.device)
     return constant(order.argsort().int().to(device))
 
 
-def by_rows(name: str, weight: torch.Tensor, layout: int) -> torch.Tensor:
-    """`[experts, n, k]` of a weight in a layout. BlockMajorK is copied, at the cost of reading and writing it."""
+def check_layout(name: str, weight: torch.Tensor, layout: int) -> None:
+    """Raises unless a weight has the shape of its layout."""
     layout = WeightLayout(layout)
     if layout is WeightLayout.MajorK:
         if weight.ndim != 3:
             raise ValueError(f"{name} must have shape [experts, n, k] in layout MajorK; got {list(weight.shape)}")
-        return weight
+        return
     if layout is not WeightLayout.BlockMajorK:
         raise NotImplementedError("weight_layout MajorMn is not supported: use MajorK or BlockMajorK")
     if weight.ndim != 4 or weight.shape[3] * weight.element_size() != _BLOCK_BYTES:
@@ -47,8 +47,6 @@ def by_rows(name: str, weight: torch.Tensor, layout: int) -> torch.Tensor:
             f"{name} must have shape [experts, k / b, n, b] with b of {_BLOCK_BYTES} bytes in layout BlockMajorK; got "
             f"{weight.dtype} {list(weight.shape)}"
         )
-    experts, blocks, rows, columns = weight.shape
-    return weight.transpose(1, 2).reshape(experts, rows, blocks * columns)
 
 
 def check_weights(layer: Layer, kind: int, intermediate_size: int, local_num_experts: int, num_experts: int) -> None:
@@ -59,7 +57,7 @@ def check_weights(layer: Layer, kind: int, intermediate_size: int, local_num_exp
         ("gemm1_weights", layer.up, columns, hidden),
         ("gemm2_weights", layer.down, hidden, intermediate_size),
     ):
-        found = (*p.weight.shape[:2], p.columns_of_k)
+        found = (len(p.weight), p.rows, p.columns_of_k)
         if found != (local_num_experts, rows, k):
             raise ValueError(
                 f"{name} must be of {local_num_experts} experts, {rows} rows and {k} columns; got "
@@ -75,11 +73,19 @@ def _finished_rows(rows: torch.Tensor, tables: Tables, down: Projection) -> torc
 
     if down.columns is None and down.bias is None:
         return rows
-    own = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
-    positions = torch.where(tables.rows >= 0, own, -1).view(-1, 1)
     out = torch.empty_like(rows)
-    moe_finalize(out, rows, positions, offsets=tables.offsets, bias=down.bias, columns=down.columns)
+    moe_finalize(
+        out, rows, _identity(len(rows), rows.device), offsets=tables.offsets, bias=down.bias, columns=down.columns
+    )
     return out
+
+
+@functools.lru_cache(maxsize=64)
+def _identity(rows: int, device: torch.device) -> torch.Tensor:
+    """`[rows, 1]`: each row's own number."""
+    import torch
+
+    return constant(torch.arange(rows, dtype=torch.int32, device=device).view(-1, 1))
 
 
 def _weights_of_rows(routed: Routed, tables: Tables) -> torch.Tensor:
@@ -125,8 +131,8 @@ def run_layer(
     tables = sort_slots(ids, layer.up.weight.shape[0], local_expert_offset)
     row_scale = _weights_of_rows(routed, tables) if scales_input else None
     if not do_finalize:
-        rows = run_experts(layer, tables, activation, num_experts, row_scale)
-        return [_finished_rows(rows, tables, layer.down), weights.bfloat16(), tables.positions.view(-1)]
+        rows, down = run_experts(layer, tables, activation, num_experts, row_scale)
+        return [_finished_rows(rows, tables, down), weights.bfloat16(), tables.positions.view(-1)]
     if output is None:
         output = torch.empty((tokens, hidden), dtype=layer.dtype, device=layer.x.device)
     to_sum = TokenExperts(ids, None if scales_input else weights, local_expert_offset)
@@ -138,6 +144,8 @@ def prepared(
     p: Projection, name: str, layout: int, tile: int, alternates: bool, shuffled: bool, bias: torch.Tensor | None
 ) -> Projection:
     """A projection from a weight in a layout, its rows shuffled for a tile."""
-    weight = by_rows(name, p.weight, layout)
-    columns = places_of_rows(weight.shape[1], tile, alternates, weight.device) if shuffled else None
-    return p._replace(weight=weight, columns=columns, bias=bias)
+    check_layout(name, p.weight, layout)
+    if not shuffled:
+        return p._replace(bias=bias)
+    columns = places_of_rows(p.rows, tile, alternates, p.weight.device)
+    return p._replace(columns=columns, bias=bias, shuffle_tile=tile)

@@ -50,7 +50,7 @@ def _run(
 
 
 @fi_api
-@chained("output")
+@chained("output", by="hidden_states")
 def trtllm_bf16_moe(
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,
@@ -93,7 +93,8 @@ def trtllm_bf16_moe(
         routing_method_type: a `RoutingMethodType`.
         use_shuffled_weight: whether rows are in the order of `reorder_rows_for_gated_act_gemm`, then
             `shuffle_matrix_a` with a tile of 128.
-        weight_layout: MajorK, or BlockMajorK, which this function copies to MajorK in each call.
+        weight_layout: MajorK, or BlockMajorK. Hopper's kernel for few tokens reads both; else BlockMajorK is copied to
+            MajorK in each call.
         do_finalize: False leaves the weighted sum to the caller.
         enable_pdl: accepted; programmatic dependent launch is on where the hardware has it.
         tune_max_num_tokens: accepted; kernels are chosen by size.
@@ -112,7 +113,7 @@ def trtllm_bf16_moe(
     """
     routed = route(
         routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
-        routing_method_type, norm_topk_prob, routing_replay_out,
+        routing_method_type, norm_topk_prob, routing_replay_out, in_bf16=not do_finalize,
     )  # fmt: skip
     return _run(
         routed, hidden_states, gemm1_weights, gemm2_weights, num_experts, intermediate_size, local_expert_offset,
@@ -121,7 +122,7 @@ def trtllm_bf16_moe(
 
 
 @fi_api
-@chained("output")
+@chained("output", by="hidden_states")
 def trtllm_bf16_routed_moe(
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     hidden_states: torch.Tensor,

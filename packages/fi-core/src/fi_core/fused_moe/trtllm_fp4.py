@@ -13,6 +13,7 @@ from fi_core.fused_moe.trtllm import check_weights, prepared, run_layer
 from fi_core.gemm import block_scaled
 from fi_core.observe.log import fi_api
 from fi_core.quantization.layout import SfLayout
+from fi_core.runtime.launch.chain import chained
 from fi_core.tllm_enums import ActivationType, WeightLayout, is_gated_activation
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def _run(
 
 
 @fi_api
+@chained("output", by="hidden_states")
 def trtllm_fp4_block_scale_moe(
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,
@@ -176,7 +178,7 @@ def trtllm_fp4_block_scale_moe(
     """
     routed = route(
         routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
-        routing_method_type, norm_topk_prob, routing_replay_out,
+        routing_method_type, norm_topk_prob, routing_replay_out, in_bf16=not do_finalize,
     )  # fmt: skip
     return _run(
         routed,
@@ -189,6 +191,7 @@ def trtllm_fp4_block_scale_moe(
 
 
 @fi_api
+@chained("output", by="hidden_states")
 def trtllm_fp4_block_scale_routed_moe(
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     routing_bias: torch.Tensor | None,

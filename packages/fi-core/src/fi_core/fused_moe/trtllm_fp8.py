@@ -10,7 +10,7 @@ from fi_core.fused_moe.formats import fp8_blocks, widened
 from fi_core.fused_moe.layer import Layer, Mixed, Projection
 from fi_core.fused_moe.ops import MXFP8
 from fi_core.fused_moe.routing import Routed, route, unpacked
-from fi_core.fused_moe.trtllm import by_rows, check_weights, prepared, run_layer
+from fi_core.fused_moe.trtllm import check_weights, prepared, run_layer
 from fi_core.gemm import block_scaled
 from fi_core.observe.log import fi_api
 from fi_core.quantization.layout import layout_of
@@ -69,14 +69,12 @@ def _block_layer(
         got = None if x_scale is None else list(x_scale.shape)
         raise ValueError(f"hidden_states_scale must have shape {list(blocks)}; got {got}")
     x_scale = x_scale.t() if x_scale is not None and x.dtype is torch.float8_e4m3fn else None
-    weights = by_rows("gemm1_weights", up.weight, weight_layout), by_rows("gemm2_weights", down.weight, weight_layout)
+    first, second = (
+        prepared(p, name, weight_layout, _BLOCK_TILE, False, shuffled, p.bias)
+        for p, name in ((up, "gemm1_weights"), (down, "gemm2_weights"))
+    )
     names = "gemm1_weights_scale", "gemm2_weights_scale"
-    layer = fp8_blocks(x, *weights, up.scale, down.scale, torch.bfloat16, x_scale, names)
-    own = [
-        prepared(p._replace(bias=b), name, WeightLayout.MajorK, _BLOCK_TILE, False, shuffled, b)
-        for p, name, b in ((layer.up, "gemm1_weights", up.bias), (layer.down, "gemm2_weights", down.bias))
-    ]
-    return layer._replace(up=own[0], down=own[1])
+    return fp8_blocks(x, first, second, torch.bfloat16, x_scale, names)
 
 
 def _run_blocks(
@@ -94,11 +92,9 @@ def _run_blocks(
     weight_layout: int,
     do_finalize: bool,
     fp8_quantization_type: int | None,
-    num_fused_shared_experts: int | None,
+    shared: int,
     output: torch.Tensor | None,
 ) -> torch.Tensor | list[torch.Tensor]:
-    if num_fused_shared_experts:
-        raise NotImplementedError("num_fused_shared_experts is not supported: compute shared experts by themselves")
     if x.ndim != 2:
         raise ValueError(f"hidden_states must have shape [tokens, hidden]; got {list(x.shape)}")
     _are_e4m3(gemm1_weights=up.weight, gemm2_weights=down.weight)
@@ -111,12 +107,23 @@ def _run_blocks(
         layer = _block_layer(x, x_scale, up, down, shuffled, weight_layout)
     else:
         raise ValueError(f"fp8_quantization_type must be DeepSeekFp8 or MxFp8; got {kind!r}")
-    check_weights(layer, activation.kind, intermediate_size, local_num_experts, num_experts)
+    check_weights(layer, activation.kind, intermediate_size, local_num_experts + shared, num_experts + shared)
     return run_layer(layer, activation, routed, num_experts, local_expert_offset, do_finalize, output)
 
 
+def _shared(count: int | None, num_experts: int, local_num_experts: int) -> int:
+    """The number of shared experts; other ranks would add them too."""
+    count = count or 0
+    if count < 0 or (count and local_num_experts != num_experts):
+        raise ValueError(
+            f"num_fused_shared_experts must be 0 where {local_num_experts} of {num_experts} experts are here, else at "
+            f"least 0; got {count}"
+        )
+    return count
+
+
 @fi_api(trace=trace.trtllm_blocks)
-@chained("output")
+@chained("output", by="hidden_states")
 def trtllm_fp8_block_scale_moe(
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,
@@ -178,9 +185,11 @@ def trtllm_fp8_block_scale_moe(
         routing_method_type: a `RoutingMethodType`.
         use_shuffled_weight: whether rows are in the order of `shuffle_matrix_a` with a tile of 64 (MxFp8: of
             `reorder_rows_for_gated_act_gemm`, then `shuffle_matrix_a` with a tile of 128).
-        weight_layout: MajorK, or BlockMajorK, which this function copies to MajorK in each call.
+        weight_layout: MajorK, or BlockMajorK. Hopper's kernel for few tokens reads both; else BlockMajorK is copied to
+            MajorK in each call.
         fp8_quantization_type: DeepSeekFp8 or MxFp8.
-        num_fused_shared_experts: None or 0.
+        num_fused_shared_experts: experts that each token has with weight 1 (not scaled), whose weights follow those of
+            num_experts. All experts must be here. None means 0.
         gemm1_alpha, gemm1_beta, gemm1_clamp_limit: fp32 `[experts here]`, the constants of SwigluBias.
         valid_hidden_size, valid_intermediate_size: accepted; padding of weights is zeros.
         gemm1_bias, gemm2_bias: `[experts here, n]` and `[experts here, hidden]`, fp32 or bf16, in the order of rows.
@@ -199,23 +208,25 @@ def trtllm_fp8_block_scale_moe(
     Raises:
         ValueError: A shape, layout, device or number does not fit; the text names the argument.
         TypeError: A dtype does not fit.
-        NotImplementedError: num_fused_shared_experts, or layout MajorMn.
+        NotImplementedError: layout MajorMn.
     """
+    shared = _shared(num_fused_shared_experts, num_experts, local_num_experts)
     routed = route(
         routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
-        routing_method_type, norm_topk_prob, routing_replay_out,
+        routing_method_type, norm_topk_prob, routing_replay_out, in_bf16=not do_finalize,
+        shared=shared,
     )  # fmt: skip
     return _run_blocks(
         routed, hidden_states, hidden_states_scale, Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
         Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias),
         activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit), num_experts, intermediate_size,
         local_expert_offset, local_num_experts, use_shuffled_weight, weight_layout, do_finalize, fp8_quantization_type,
-        num_fused_shared_experts, output,
+        shared, output,
     )  # fmt: skip
 
 
 @fi_api
-@chained("output")
+@chained("output", by="hidden_states")
 def trtllm_fp8_block_scale_routed_moe(
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     routing_bias: torch.Tensor | None,
@@ -254,6 +265,7 @@ def trtllm_fp8_block_scale_routed_moe(
 
     Args:
         topk_ids: int32 `[tokens, top_k]`, `expert << 16 | bits of the weight in bf16`; or a tuple of ids and weights.
+        num_fused_shared_experts: experts behind num_experts; topk_ids has them where tokens are to have them.
         others: as for `trtllm_fp8_block_scale_moe`; those about routing are accepted.
 
     Returns:
@@ -270,7 +282,7 @@ def trtllm_fp8_block_scale_routed_moe(
         Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias),
         activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit), num_experts, intermediate_size,
         local_expert_offset, local_num_experts, use_shuffled_weight, weight_layout, do_finalize, fp8_quantization_type,
-        num_fused_shared_experts, output,
+        _shared(num_fused_shared_experts, num_experts, local_num_experts), output,
     )  # fmt: skip
 
 
@@ -324,7 +336,7 @@ def _run_tensors(
 
 
 @fi_api
-@chained("output")
+@chained("output", by="hidden_states")
 def trtllm_fp8_per_tensor_scale_moe(
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,
@@ -392,6 +404,7 @@ def trtllm_fp8_per_tensor_scale_moe(
     routed = route(
         routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
         routing_method_type, norm_topk_prob, routing_replay_out,
+        in_bf16=not do_finalize and not use_routing_scales_on_input,
     )  # fmt: skip
     return _run_tensors(
         routed, hidden_states, gemm1_weights, output1_scales_scalar, output1_scales_gate_scalar, gemm2_weights,
@@ -401,7 +414,7 @@ def trtllm_fp8_per_tensor_scale_moe(
 
 
 @fi_api
-@chained("output")
+@chained("output", by="hidden_states")
 def trtllm_fp8_per_tensor_scale_routed_moe(
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     routing_bias: torch.Tensor | None,

@@ -28,7 +28,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 _CONSTANT, _ARGUMENT, _VIEW = range(3)  # enum Source of fi/host/chain.h
 _ALIGNMENT = 256  # bytes of what lies in the memory between the kernels
 _MOST_KEYS, _MOST_RECORDINGS = 4096, 8  # of a function; of a key, whose calls differ in strides
-_CODES = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "bool": 6, "float8_e4m3fn": 10, "float8_e5m2": 12}  # of DLPack
+_CODES = {  # of DLPack
+    "int": 0, "uint": 1, "float": 2, "bfloat": 4, "complex": 5, "bool": 6, "float8_e4m3fn": 10, "float8_e5m2": 12,
+}  # fmt: skip
 _thread = threading.local()
 _lock = threading.Lock()
 _hooks = 0  # entered, in all threads
@@ -36,30 +38,40 @@ _constants: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDi
 
 
 class Chain:
-    """The recorded kernels of a call."""
+    """The recorded kernels of a call. `results` are what the recorded call returned."""
 
-    __slots__ = ("_call", "_constants", "_empty", "_out", "_records", "_size")
+    __slots__ = ("_call", "_constants", "_empty", "_is_list", "_records", "_results", "_size")
 
     def __init__(
-        self, call: Callable[..., int | None], size: int, out: torch.Tensor, constants: Sequence[torch.Tensor]
+        self,
+        call: Callable[..., int | None],
+        size: int,
+        results: Sequence[torch.Tensor],
+        is_list: bool,
+        constants: Sequence[torch.Tensor],
     ) -> None:
         import torch
 
         self._constants = tuple(constants)
         self._call, self._empty, self._records = call, torch.empty, torch.is_grad_enabled
         self._size: dict[str, Any] = {"size": (size,), "dtype": torch.uint8}
-        self._out: dict[str, Any] = {"size": out.shape, "dtype": out.dtype}
+        self._results: list[dict[str, Any]] = [{"size": x.shape, "dtype": x.dtype} for x in results]
+        self._is_list = is_list
 
-    def run(self, out: torch.Tensor | None, first: torch.Tensor, *given: torch.Tensor | None) -> torch.Tensor | None:
+    def run(self, out: torch.Tensor | None, first: torch.Tensor, *given: torch.Tensor | None) -> Any:
         """The result, in `out` if that is given; None: not all is done, so the function itself must be called."""
         try:
             if self._records() and any(x is not None and x.requires_grad for x in (out, *given)):
                 return None
             device = first.device
-            if out is None:
-                out = self._empty(**self._out, device=device)
+            if out is not None:
+                results = [out]
+            else:
+                results = [self._empty(**result, device=device) for result in self._results]
             memory = self._empty(**self._size, device=device)
-            return out if self._call(memory, out, *given, *self._constants) is None else None
+            if self._call(memory, *results, *given, *self._constants) is not None:
+                return None
+            return results if self._is_list else results[0]
         except Exception:  # the function itself raises an error that names an argument
             return None
 
@@ -98,18 +110,21 @@ class _Function:
             self.recordings.clear()
         times = self.recordings[key] = self.recordings.get(key, 0) + 1
         chain = None
-        if isinstance(result, torch.Tensor) and times <= _MOST_RECORDINGS:
+        results = result if isinstance(result, list) else [result]
+        if all(isinstance(x, torch.Tensor) for x in results) and times <= _MOST_RECORDINGS:
             constants = _constants_of(steps)
-            make, found = _maker(steps), _program(steps, (result, *given, *constants))
+            make, found = _maker(steps), _program(steps, results, (*given, *constants))
             if make and found:
                 size, words = found
-                chain = Chain(make(*words), size, result, constants)
+                chain = Chain(make(*words), size, results, isinstance(result, list), constants)
         self.known[key] = chain
         return result
 
 
-def chained(out: str) -> Callable[[F], F]:
+def chained(out: str, by: str | None = None) -> Callable[[F], F]:
     """Decorates a function that returns its argument `out`, or a new tensor in its place, with recorded chains.
+
+    It may return a list of tensors instead, of which `out` is the only one if that is given.
 
     The function may call kernels and allocate; what else it computes must depend on arguments that are no tensors and
     on shapes, strides, dtypes and alignments only. A call in which torch itself makes a tensor that a kernel reads is
@@ -117,7 +132,10 @@ def chained(out: str) -> Callable[[F], F]:
     that all of them compile at once; what torch computes must bear any contents then.
 
     Args:
-        out: the argument that receives the result. One of the host modules of the kernels exports `chain` (FI_CHAIN).
+        out: the argument that receives the result.
+        by: the argument by whose shape and device calls are told apart first; None: the first tensor that is required.
+
+    One of the host modules of the kernels must export `chain` (FI_CHAIN).
     """
 
     def decorate(function: F) -> F:
@@ -129,7 +147,7 @@ def chained(out: str) -> Callable[[F], F]:
         positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
         if positional < len(taken):
             taken.insert(positional, "*")
-        first = next(p.name for p in parameters if p.name in ("input", "hidden_states"))
+        first = by or next(p.name for p in parameters if str(p.annotation) == "torch.Tensor")
         lines = (
             f"def {function.__name__}({', '.join(taken)}):",
             "    try:",
@@ -249,20 +267,24 @@ def _starter() -> _Hook:
     return _Hook(bind)
 
 
-def _program(steps: Sequence[_Step], arguments: Sequence[torch.Tensor | None]) -> tuple[int, list[Any]] | None:
+def _program(
+    steps: Sequence[_Step], results: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]
+) -> tuple[int, list[Any]] | None:
     """The bytes between the kernels, and the words from which the host module makes a chain; None: it cannot.
 
-    Memory between the kernels is what the first kernel with it writes. An argument of a kernel that lies in an argument
-    of the function begins where that begins.
+    Memory between the kernels is what the first kernel with it writes. What lies inside a result or an argument of the
+    function keeps its distance from that one's begin. A kernel must write each result.
     """
     import torch
     import tvm_ffi
 
-    places = {x.data_ptr(): i + 1 for i, x in enumerate(arguments) if x is not None}
-    own = {x.untyped_storage().data_ptr() for x in arguments if x is not None}
-    if len(places) != sum(x is not None for x in arguments):  # two arguments begin at one address
+    arguments = (*results, *given)
+    places = {x.data_ptr(): i + 1 for i, x in enumerate(arguments) if x is not None and x.numel()}
+    if len(places) != sum(x is not None and x.numel() > 0 for x in arguments):  # two arguments begin at one address
         return None
+    foreign = {x.untyped_storage().data_ptr() for x in given if x is not None and x.numel()}
     regions: dict[int, int] = {}  # address of memory between kernels -> its place
+    unwritten = set(range(1, len(results) + 1))
     size, views, calls = 0, list[list[int]](), list[Any]()
     for step in steps:
         if not isinstance(step.call, tvm_ffi.Function):
@@ -273,29 +295,57 @@ def _program(steps: Sequence[_Step], arguments: Sequence[torch.Tensor | None]) -
             if not isinstance(value, torch.Tensor):
                 calls += [_CONSTANT, value if value is None or isinstance(value, (bool, float)) else int(value)]
                 continue
-            address, storage = value.data_ptr(), value.untyped_storage()
-            base = places.get(address, 0)
+            base = _base(value, arguments, places)
+            if base and argument.written:
+                unwritten.discard(base)
             if base and value is arguments[base - 1]:
                 calls += [_ARGUMENT, base]
                 continue
-            offset = 0
-            if not base:
+            if base:
+                owner = arguments[base - 1]
+                assert owner is not None
+                offset = value.data_ptr() - owner.data_ptr()
+            else:
+                storage = value.untyped_storage()
                 begin = storage.data_ptr()
-                if begin in own or (begin not in regions and not argument.written):
+                if begin in foreign or (begin not in regions and not argument.written):
                     return None
                 if begin not in regions:
                     regions[begin] = size
                     size += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-                offset = regions[begin] + address - begin
+                offset = regions[begin] + value.data_ptr() - begin
             calls += [_VIEW, len(views)]
             views.append(_view(value, base, offset, 1))
+    if unwritten:
+        return None
     memory = [0, 0, 64, _CODES["uint"], 8, 1, max(1, size), 1]
-    given = [
+    described = [
         [-1] if x is None else _view(x, i + 1, 0, next(n for n in (16, 8, 4, 2, 1) if x.data_ptr() % n == 0))
         for i, x in enumerate(arguments)
     ]
-    words = [len(given) + 1, *memory, *(w for view in given for w in view), len(views)]
+    words = [len(described) + 1, *memory, *(w for view in described for w in view), len(views)]
     return max(1, size), [*words, *(w for view in views for w in view), *calls]
+
+
+def _base(x: torch.Tensor, arguments: Sequence[torch.Tensor | None], places: dict[int, int]) -> int:
+    """The place of the argument in which x lies: that which begins with it, or else the only one around it; 0: none."""
+    address = x.data_ptr()
+    if not x.numel():
+        return next((i + 1 for i, other in enumerate(arguments) if other is x), 0)
+    if address in places:
+        return places[address]
+    around = [
+        place
+        for begin, place in places.items()
+        if begin < address and address + _extent(x) <= begin + _extent(arguments[place - 1])
+    ]
+    return around[0] if len(around) == 1 else 0
+
+
+def _extent(x: torch.Tensor | None) -> int:
+    """Bytes from the first element to behind the last."""
+    assert x is not None
+    return (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))) * x.element_size()
 
 
 def _view(x: torch.Tensor, base: int, offset: int, alignment: int) -> list[int]:

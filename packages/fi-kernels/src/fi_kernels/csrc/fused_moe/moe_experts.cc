@@ -27,23 +27,38 @@ void check_scale(const OptionalTensor& scale, const Tensor& weight, int64_t rows
   scale.is({fp8 ? kF32 : kU8}).on(weight).inner_contiguous().shape(experts, row_blocks, blocks);
 }
 
+// [experts, rows, k], or [experts, k / b, rows, b] with b of 128 bytes.
+void check_shape(const Tensor& weight, Dim& experts, Dim& rows, int64_t k) {
+  Dim columns{"k", k};
+  if (weight.ndim() != 4) return void(weight.shape(experts, rows, columns));
+  Dim of_block{"k of 128 bytes", 128 / weight.dtype().bytes()}, blocks{"k / 128 bytes", k / of_block};
+  FI_CHECK(k % of_block == 0, ValueError, "%s must have blocks of 128 bytes of %lld columns; got %s", weight.name(),
+           static_cast<long long>(k), weight.shape_str().c_str());
+  weight.contiguous().shape(experts, blocks, rows, of_block);
+}
+
 #if FI_CUDA
-// Describes [experts, rows, k] for boxes of 128 bytes by `box_rows`, of which 8 of each of two halves lie side by side.
+// Describes a weight for boxes of 128 bytes by `box_rows`, of which 8 of each of two halves lie side by side.
 void describe(const Kernel& kernel, ExpertGemm& g, const Tensor& weight, int64_t box_rows) {
   const int64_t bytes = weight.dtype().bytes(), halves = g.gated ? 2 : 1;
-  const auto row = static_cast<uint64_t>(weight.stride(1) * bytes);
-  const uint64_t sizes[] = {static_cast<uint64_t>(weight.size(2)), 8, static_cast<uint64_t>(halves),
-                            static_cast<uint64_t>(g.features / 8), static_cast<uint64_t>(weight.size(0))};
-  const uint64_t strides[] = {row, row * static_cast<uint64_t>(g.features), row * 8,
-                              static_cast<uint64_t>(weight.size(0) > 1 ? weight.stride(0) * bytes : 128)};
+  const int outer = g.k_apart ? 1 : 0;
+  const auto row = static_cast<uint64_t>(weight.stride(-2) * bytes);
+  const int64_t count = weight.size(0) * (outer ? weight.size(1) : 1);
+  const uint64_t sizes[] = {static_cast<uint64_t>(weight.size(-1)), 8, static_cast<uint64_t>(halves),
+                            static_cast<uint64_t>(g.features / 8), static_cast<uint64_t>(count)};
+  const uint64_t strides[] = {row, row * static_cast<uint64_t>(g.order.paired ? 8 : g.features),
+                              row * (g.order.paired ? 16 : 8),
+                              static_cast<uint64_t>(count > 1 ? weight.stride(outer) * bytes : 128)};
   const uint32_t box[] = {static_cast<uint32_t>(128 / bytes), 8, static_cast<uint32_t>(halves),
                           static_cast<uint32_t>(box_rows / 8 / halves), 1};
   kernel.describe(g.weights, bytes, 5, weight.data(), sizes, strides, box);
 }
 
 ExpertGemm product(const Tensor& out, const Tensor& in, const Tensor& weight, const OptionalTensor& scale,
-                   int64_t features) {
+                   int64_t features, RowOrder order) {
   ExpertGemm g{};
+  g.order = order;
+  g.k_apart = weight.ndim() == 4;
   g.out = out.data();
   g.in = in.data();
   g.weight_scale = scale ? scale.data() : nullptr;
@@ -53,7 +68,7 @@ ExpertGemm product(const Tensor& out, const Tensor& in, const Tensor& weight, co
   g.weight_scale_row_stride = scale ? scale.stride(1) : 0;
   g.features = static_cast<int32_t>(features);
   g.k = static_cast<int32_t>(in.size(1));
-  g.k_blocks = static_cast<int32_t>((weight.size(2) * weight.dtype().bytes() + 127) / 128);
+  g.k_blocks = static_cast<int32_t>(g.k_apart ? weight.size(1) : (weight.size(2) * weight.dtype().bytes() + 127) / 128);
   return g;
 }
 
@@ -74,9 +89,15 @@ void moe_experts(const Kernel& kernel, const MoeExpertsArgs& a) {
   a.up.is({kF16, kBF16, kE4M3, kU8}).on(a.x).inner_contiguous();
   if (a.up.dtype().bits == 16) a.up.like(a.x);
   const int64_t packed = a.up.dtype() == kU8 ? 2 : 1;  // values of an element
-  Dim hidden_bytes{"hidden", hidden / packed}, width_bytes{"width", width / packed};
-  a.up.shape(experts, columns, hidden_bytes);
-  a.down.like(a.up).inner_contiguous().shape(experts, hidden, width_bytes);
+  check_shape(a.up, experts, columns, hidden / packed);
+  check_shape(a.down.like(a.up).inner_contiguous(), experts, hidden, width / packed);
+  FI_CHECK(a.shuffle_tile == 0 || (a.shuffle_tile == 64 && packed == 1) ||
+               (a.shuffle_tile == 128 && a.up.dtype().bits == 16),
+           ValueError, "shuffle_tile must be 0, 64 for 8- and 16-bit weights or 128 for 16-bit ones; got %lld",
+           static_cast<long long>(a.shuffle_tile));
+  FI_CHECK(a.shuffle_tile == 0 || (columns % a.shuffle_tile == 0 && hidden % a.shuffle_tile == 0), ValueError,
+           "up and down must have multiples of shuffle_tile %lld rows; got %s and %s",
+           static_cast<long long>(a.shuffle_tile), a.up.shape_str().c_str(), a.down.shape_str().c_str());
   Dim ends{"experts + 1", experts + 1}, counters{"counters"};
   a.offsets.is({kI32}).on(a.x).contiguous().shape(ends);
   a.rows.is({kI32}).on(a.x).contiguous().shape(slots);
@@ -137,8 +158,8 @@ void moe_experts(const Kernel& kernel, const MoeExpertsArgs& a) {
 
   // 3 launch
 #if FI_CUDA
-  p.gemm[0] = product(a.activated, a.x, a.up, a.up_scale, width);
-  p.gemm[1] = product(a.out, a.activated, a.down, a.down_scale, hidden);
+  p.gemm[0] = product(a.activated, a.x, a.up, a.up_scale, width, row_order(a.shuffle_tile, gated));
+  p.gemm[1] = product(a.out, a.activated, a.down, a.down_scale, hidden, row_order(a.shuffle_tile, false));
   p.gemm[0].source = a.rows.data<int32_t>();
   p.gemm[0].bias = a.bias ? a.bias.data() : nullptr;
   p.gemm[0].bias_row_stride = a.bias ? a.bias.stride(0) : 0;
@@ -151,7 +172,7 @@ void moe_experts(const Kernel& kernel, const MoeExpertsArgs& a) {
   FI_CHECK(a.out.row_alignment(4) == 4, ValueError, "out must have rows at multiples of 4 bytes; got stride %lld",
            static_cast<long long>(a.out.stride(0)));
   for (const Tensor& t : {a.up, a.down})
-    FI_CHECK(t.alignment(16, {t.stride(0), t.stride(1)}) == 16, ValueError,
+    FI_CHECK(t.alignment(16, {t.stride(0), t.stride(-2)}) == 16, ValueError,
              "%s must have rows at multiples of 16 bytes; got strides %lld, %lld", t.name(),
              static_cast<long long>(t.stride(0)), static_cast<long long>(t.stride(1)));
   for (const OptionalTensor& scale : {a.up_scale, a.down_scale})

@@ -24,7 +24,7 @@ void run_cpu(const MoeFinalizeParams& p, const MoeFinalizeArgs& a) {
     std::fill(sum, sum + width, 0.f);
     for (int64_t j = 0; j < p.top_k; ++j) {
       const int64_t row = p.positions ? p.positions[token * p.top_k + j] : j * p.tokens + token;
-      if (row < 0) continue;
+      if (row < 0 || (p.offsets && row >= p.offsets[p.experts])) continue;
       float weight = 1.f;
       if (p.weights) load_weight(a.weights.at(token * p.weights_token_stride + j * p.weights_slot_stride), &weight, 1);
       load(a.y.at(row * p.y_row_stride), x, width);
@@ -58,9 +58,12 @@ void moe_finalize(const Kernel& kernel, const MoeFinalizeArgs& a) {
            "y must have a row for each weight where there are no positions, %lld; got %s",
            static_cast<long long>(tokens * top_k), a.y.shape_str().c_str());
   if (a.added) a.added.like(a.y).inner_contiguous().shape(tokens, width);
+  if (a.offsets) {
+    a.offsets.is({kI32}).on(a.y).contiguous().shape(ends);
+    FI_CHECK(ends >= 1, ValueError, "offsets must not be empty; got %s", a.offsets.shape_str().c_str());
+  }
   if (a.bias) {
     FI_CHECK(a.offsets, ValueError, "offsets must be given with bias; got None");
-    a.offsets.is({kI32}).on(a.y).contiguous().shape(ends);
     Dim experts{"experts", ends - 1};
     if (a.bias.dtype() != kF32) a.bias.like(a.y);
     a.bias.on(a.y).inner_contiguous().shape(experts, width);
@@ -88,7 +91,7 @@ void moe_finalize(const Kernel& kernel, const MoeFinalizeArgs& a) {
   p.tokens = static_cast<int32_t>(tokens);
   p.width = static_cast<int32_t>(width);
   p.top_k = static_cast<int32_t>(top_k);
-  p.experts = a.bias ? static_cast<int32_t>(ends - 1) : 0;
+  p.experts = a.offsets ? static_cast<int32_t>(ends - 1) : 0;
   p.bias_is_float = a.bias && a.bias.dtype() == kF32;
   p.weight_type = !a.weights || a.weights.dtype() == kF32 ? kFloatWeights
                   : a.weights.dtype() == kBF16            ? kBfloat16Weights
@@ -105,11 +108,12 @@ void moe_finalize(const Kernel& kernel, const MoeFinalizeArgs& a) {
     return vec == 1 || (!a.columns && width % vec == 0 && fits(a.y) && fits(a.out) && (!a.bias || fits(a.bias)) &&
                         (!a.added || fits(a.added)));
   });
-  const int64_t per_row = width / MoeFinalizeConfig::of(entry).vec_size;
+  const auto config = MoeFinalizeConfig::of(entry);
+  const int64_t of_warp = config.vec_size * config.parts * 32, per_row = (width + of_warp - 1) / of_warp;
+  const int64_t warps = entry.threads / 32;
   FI_CHECK(per_row * tokens < int64_t{1} << 31, ValueError, "out is too large: got %s", a.out.shape_str().c_str());
-  p.threads_per_row = divisor(static_cast<uint32_t>(per_row));
-  p.threads = static_cast<uint32_t>(per_row * tokens);
-  Launch launch{(per_row * tokens + entry.threads - 1) / entry.threads};
+  p.warps_per_row = divisor(static_cast<uint32_t>(per_row));
+  Launch launch{(per_row * tokens + warps - 1) / warps};
   launch.pdl = kernel.pdl(a.enable_pdl);
   kernel.launch(entry, launch, a.y.device(), p);
 #else

@@ -83,12 +83,14 @@ void run_cpu(const MoeRouteParams& p, const MoeRouteArgs& a) {
   const cpu::StoreRow store = cpu::row_storer(a.weights.dtype());
   std::vector<float> bias(static_cast<size_t>(p.experts));
   if (p.bias) cpu::row_loader(a.bias.dtype())(p.bias, bias.data(), p.experts);
-  cpu::for_rows(p.tokens, 16 * p.experts, p.experts + p.top_k, [&](int64_t token, float* row) {
+  cpu::for_rows(p.tokens, 16 * p.experts, p.experts + p.top_k + p.shared, [&](int64_t token, float* row) {
     float* weights = row + p.experts;
     load(a.logits.at(token * p.logits_row_stride), row, p.experts);
-    int32_t* ids = p.ids + token * p.top_k;
+    const int64_t columns = p.top_k + p.shared;
+    int32_t* ids = p.ids + token * columns;
     route(p, p.bias ? bias.data() : nullptr, row, ids, weights);
-    store(weights, a.weights.at(token * p.top_k), p.top_k);
+    for (int32_t j = 0; j < p.shared; ++j) ids[p.top_k + j] = p.experts + j, weights[p.top_k + j] = 1.f;
+    store(weights, a.weights.at(token * columns), columns);
     for (int32_t j = 0; p.replay && j < p.top_k; ++j) p.replay[token * p.top_k + j] = static_cast<int16_t>(ids[j]);
   });
 }
@@ -96,10 +98,14 @@ void run_cpu(const MoeRouteParams& p, const MoeRouteArgs& a) {
 
 void moe_route(const Kernel& kernel, const MoeRouteArgs& a) {
   // 1 check
-  Dim tokens{"tokens"}, experts{"experts"}, top_k{"top_k"};
+  Dim tokens{"tokens"}, experts{"experts"}, columns{"top_k + shared"};
   a.logits.is({kF16, kBF16, kF32}).inner_contiguous().shape(tokens, experts);
-  a.ids.is({kI32}).on(a.logits).contiguous().shape(tokens, top_k);
-  a.weights.is({kF16, kBF16, kF32}).on(a.logits).contiguous().shape(tokens, top_k);
+  a.ids.is({kI32}).on(a.logits).contiguous().shape(tokens, columns);
+  a.weights.is({kF16, kBF16, kF32}).on(a.logits).contiguous().shape(tokens, columns);
+  FI_CHECK(a.shared >= 0 && a.shared < columns && columns <= kMostTopK, ValueError,
+           "ids must have at most %d columns, and more than shared = %lld; got %s", kMostTopK,
+           static_cast<long long>(a.shared), a.ids.shape_str().c_str());
+  Dim top_k{"top_k", columns - a.shared};
   if (a.bias) a.bias.is({kF16, kBF16, kF32}).on(a.logits).contiguous().shape(experts);
   if (a.replay) {
     Dim rows{"tokens or more"};
@@ -132,6 +138,7 @@ void moe_route(const Kernel& kernel, const MoeRouteArgs& a) {
   p.tokens = static_cast<int32_t>(tokens);
   p.experts = static_cast<int32_t>(experts);
   p.top_k = static_cast<int32_t>(top_k);
+  p.shared = static_cast<int32_t>(a.shared);
   p.n_group = a.method == kRouteDeepSeekV3 ? static_cast<int32_t>(a.n_group) : 1;
   p.topk_group = static_cast<int32_t>(a.topk_group);
   p.group_size = p.experts / p.n_group;

@@ -48,7 +48,7 @@ void run_cpu(const MoeSortParams& p) {
 void moe_sort(const Kernel& kernel, const MoeSortArgs& a) {
   // 1 check
   Dim tokens{"tokens"}, top_k{"top_k"}, ends{"experts + 1"};
-  a.ids.is({kI32, kI64}).shape(tokens, top_k);
+  a.ids.is({kI32, kI64, {kDLInt, 16}}).shape(tokens, top_k);
   Dim slots{"tokens * top_k", tokens * top_k};
   a.offsets.is({kI32}).on(a.ids).contiguous().shape(ends);
   a.rows.is({kI32}).on(a.ids).contiguous().shape(slots);
@@ -90,7 +90,10 @@ void moe_sort(const Kernel& kernel, const MoeSortArgs& a) {
   kernel.launch(entry, launch, a.ids.device(), p);
 #else
   (void)kernel, (void)a.enable_pdl;
-  a.ids.dtype() == kI32 ? run_cpu<int32_t>(p) : run_cpu<int64_t>(p);
+  const auto run = a.ids.dtype() == kI32   ? run_cpu<int32_t>
+                   : a.ids.dtype() == kI64 ? run_cpu<int64_t>
+                                           : run_cpu<int16_t>;
+  run(p);
 #endif
 }
 

@@ -78,14 +78,15 @@ FI_DEVICE const unsigned* pair_at(const void* from, int64_t element) {
   return reinterpret_cast<const unsigned*>(static_cast<const T*>(from) + element);
 }
 
-// sum[t, f] for all tokens and 16 features: the sum over the slots of a token, in order, of
-// weight * (row[f] + bias[f]), as moe_finalize computes it. By a warp.
+// sum[t, f] for all tokens and the 16 features of the rows of weights from `row` on: the sum over the slots of a token,
+// in order, of weight * (row[f] + bias[f]), as moe_finalize computes it. By a warp.
 template <class T>
-FI_DEVICE void sum_slots(const ExpertSlots& slots, const SlotTable& table, const ExpertGemm& g, int feature) {
+FI_DEVICE void sum_slots(const ExpertSlots& slots, const SlotTable& table, const ExpertGemm& g, int row) {
   constexpr int kPairs = 8, kBatch = 8;
+  const int feature = feature_of_row(row, g.order.step), step = max(2, g.order.step);
   const int items = slots.count / slots.top_k * kPairs;
   for (int item = static_cast<int>(threadIdx.x) % 32; item < items; item += 32) {
-    const int token = item / kPairs, at = feature + item % kPairs * 2;
+    const int token = item / kPairs, at = feature + item % kPairs * step;
     if (at >= g.features) continue;
     float x = 0.f, y = 0.f;
     for (int first = 0; first < slots.top_k; first += kBatch) {
@@ -93,11 +94,11 @@ FI_DEVICE void sum_slots(const ExpertSlots& slots, const SlotTable& table, const
       bool here[kBatch];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {  // all loads in flight together
-        const int row = first + j < slots.top_k ? table.positions[token * slots.top_k + first + j] : -1;
-        here[j] = row >= 0;
+        const int of = first + j < slots.top_k ? table.positions[token * slots.top_k + first + j] : -1;
+        here[j] = of >= 0;
         pairs[j] = bias[j] = 0;
-        if (here[j]) pairs[j] = __ldcg(pair_at<T>(g.out, row * g.out_row_stride + at));
-        if (here[j] && slots.bias) bias[j] = *pair_at<T>(slots.bias, table.experts[row] * slots.bias_row_stride + at);
+        if (here[j]) pairs[j] = __ldcg(pair_at<T>(g.out, of * g.out_row_stride + at));
+        if (here[j] && slots.bias) bias[j] = *pair_at<T>(slots.bias, table.experts[of] * slots.bias_row_stride + at);
       }
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {

@@ -13,13 +13,34 @@ constexpr int32_t kMaxSlots = 64, kMostSortedTokens = 16;  // slots that CTAs so
 // Features that have one counter of finished passes; their counters follow those of kMaxSlots passes.
 constexpr int32_t kSummedFeatures = 16;
 
+// The rows of a weight in blocks of 8: `step` blocks alternate, so block b has features b % step, b % step + step .. of
+// 8 * step neighbours. paired: the 8 rows of gate of the same features follow each block of up.
+struct RowOrder {
+  int32_t step, paired;
+};
+// Of weights shuffled for an epilogue tile of so many rows (shuffle_matrix_a); 0: in order. Gated weights for 128 are
+// those of reorder_rows_for_gated_act_gemm.
+FI_HOST_DEVICE RowOrder row_order(int64_t tile, bool gated) {
+  if (tile == 0) return {1, 0};
+  if (tile == 64) return {2, 0};
+  return gated ? RowOrder{2, 1} : RowOrder{4, 0};
+}
+FI_HOST_DEVICE int32_t feature_of_row(int32_t row, int32_t step) {
+  return row / (8 * step) * (8 * step) + row % 8 * step + row / 8 % step;
+}
+// half: 1 for the gate.
+FI_HOST_DEVICE int64_t row_of_feature(RowOrder order, int64_t feature, int64_t half, int64_t features) {
+  const int64_t s = order.step, row = feature / (8 * s) * (8 * s) + feature % s * 8 + feature / s % 8;
+  return order.paired ? row / 8 * 16 + half * 8 + row % 8 : half * features + row;
+}
+
 // A grouped product. For each row r of an expert e and its input i = in[source[r]]:
 //   activated and gated: out[r, f] = activation(i . weights[e, f] + bias[e, f], i . weights[e, features + f] + bias)
 //   activated:           out[r, f] = activation(i . weights[e, f] + bias[e, f])
 //   neither:             out[r, f] = i . weights[e, f]
 struct ExpertGemm {
   // [expert, f / 8, half, f % 8, k] in boxes of 128 bytes: of gated weights, 8 rows of up and the 8 rows of gate of the
-  // same features lie beside each other in a tile. Not gated: one half.
+  // same features lie beside each other in a tile. Not gated: one half. k_apart: [expert * k_blocks + block, ..].
   TensorMap weights;
   void* out;              // [rows, features]
   const void* in;         // [.., k]
@@ -31,7 +52,9 @@ struct ExpertGemm {
   int64_t in_row_stride, out_row_stride, in_scale_row_stride, bias_row_stride;
   int64_t weight_scale_expert_stride, weight_scale_row_stride;
   int32_t features, k, k_blocks;  // k_blocks: of 128 bytes of weights
+  int32_t k_apart;                // whether these are apart: [experts, k_blocks, weight rows, 128 bytes]
   int32_t gated, activated;
+  RowOrder order;
 };
 
 // Slots t * top_k + j that CTAs sort by themselves; then the experts of each token are summed too:

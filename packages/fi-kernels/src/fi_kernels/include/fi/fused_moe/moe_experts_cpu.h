@@ -40,7 +40,7 @@ inline void round_row(float* x, int64_t n, bool quantizes, std::vector<char>& by
   for (int64_t i = 0; i < n; ++i) x[i] *= scales[static_cast<size_t>(i / 128)];
 }
 
-// Row `row` of the weight of an expert, with its scales.
+// Row `row` of the weight of an expert, with its scales. Blocks of its columns may be apart.
 inline void weight_row(const Tensor& weight, const OptionalTensor& scale, int64_t expert, int64_t row, float* w,
                        int64_t n) {
   const char* from = weight.at(expert * weight.stride(0) + row * weight.stride(1));
@@ -55,7 +55,14 @@ inline void weight_row(const Tensor& weight, const OptionalTensor& scale, int64_
     }
     return;
   }
-  row_loader(weight.dtype())(from, w, n);
+  const LoadRow load = row_loader(weight.dtype());
+  if (weight.ndim() == 4) {
+    const int64_t block = weight.size(3);
+    for (int64_t b = 0; b < weight.size(1); ++b)
+      load(weight.at(expert * weight.stride(0) + b * weight.stride(1) + row * block), w + b * block, block);
+  } else {
+    load(from, w, n);
+  }
   if (!scale) return;
   const float* s = scale.data<float>() + expert * scale.stride(0) + row / 128 * scale.stride(1);
   for (int64_t i = 0; i < n; ++i) w[i] *= s[i / 128];
@@ -89,16 +96,19 @@ void run_experts(const ExpertGemmParams& p, const Args& a, bool gated) {
                             p.limit ? p.limit[e] : p.constants.limit};
     load(a.x.at(int64_t{a.rows.template data<int32_t>()[row]} * a.x.stride(0)), x, hidden);
     round_row(x, hidden, quantizes, bytes, scales);
-    const auto up = [&](int64_t i) {
+    const auto up = [&](int64_t i, int64_t half) {
+      const int64_t at = row_of_feature(row_order(a.shuffle_tile, gated), i, half, width);
       float bias = 0.f;
-      if (a.bias) load(a.bias.at(e * a.bias.stride(0) + i), &bias, 1);
-      return dot_row(a.up, a.up_scale, e, i, x, w, hidden) + bias;
+      if (a.bias) load(a.bias.at(e * a.bias.stride(0) + at), &bias, 1);
+      return dot_row(a.up, a.up_scale, e, at, x, w, hidden) + bias;
     };
-    for (int64_t i = 0; i < width; ++i) act[i] = activate(up(i), gated ? up(width + i) : 0.f, c);
+    for (int64_t i = 0; i < width; ++i) act[i] = activate(up(i, 0), gated ? up(i, 1) : 0.f, c);
     store(act, a.activated.at(row * a.activated.stride(0)), width);
     load(a.activated.at(row * a.activated.stride(0)), act, width);
     round_row(act, width, quantizes, bytes, scales);
-    for (int64_t i = 0; i < hidden; ++i) x[i] = dot_row(a.down, a.down_scale, e, i, act, w, width);
+    for (int64_t i = 0; i < hidden; ++i)
+      x[i] = dot_row(a.down, a.down_scale, e, row_of_feature(row_order(a.shuffle_tile, false), i, 0, hidden), act, w,
+                     width);
     store(x, a.out.at(row * a.out.stride(0)), hidden);
   });
 }

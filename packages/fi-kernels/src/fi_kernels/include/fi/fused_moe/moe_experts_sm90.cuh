@@ -156,8 +156,7 @@ struct ExpertGemmKernel {
         Barrier& full = shared.pipeline.expect(at.stage, kBlocks * kRows * kLine);
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block)
-          tma_load(shared.operands.b[at.stage][block], tile.gemm->weights, full,
-                   (i * kBlocks + block) * Weights::kBlockBoxK, 0, 0, tile.feature / 8, tile.pass.expert, policy);
+          load_box(tile, i * kBlocks + block, shared.operands.b[at.stage][block], full, policy);
       }
       if (!waited) {  // the kernel ahead writes the counters
         pdl_wait();
@@ -165,6 +164,13 @@ struct ExpertGemmKernel {
         index = claim_tile(index);
       }
     }
+  }
+  // Behind the last block of k a box is zeros.
+  FI_DEVICE static void load_box(const Tile& tile, int block, char* to, Barrier& full, uint64_t policy) {
+    const ExpertGemm& g = *tile.gemm;
+    const int apart = block < g.k_blocks ? tile.pass.expert * g.k_blocks + block : 0x7fffffff;
+    tma_load(to, g.weights, full, g.k_apart ? 0 : block * Weights::kBlockBoxK, 0, 0, tile.feature / 8,
+             g.k_apart ? apart : tile.pass.expert, policy);
   }
   FI_DEVICE int claim_tile(int index) const {
     return static_cast<int>(gridDim.x) + (p.progress ? atomicAdd(p.progress, 1) : index);
@@ -298,9 +304,13 @@ struct ExpertGemmKernel {
       float bias[2] = {0, 0};
       if (g.activated && g.bias) {
         const In* of_expert = static_cast<const In*>(g.bias) + tile.pass.expert * g.bias_row_stride;
-        const int row = tile.feature + static_cast<int>(threadIdx.x) % 32 / 4 + warp * (kGated ? 8 : 16);
-        bias[0] = to_float(of_expert[min(row, g.features - 1)]);
-        bias[1] = to_float(of_expert[kGated ? g.features + min(row, g.features - 1) : min(row + 8, g.features - 1)]);
+        const int row =
+            min(tile.feature + static_cast<int>(threadIdx.x) % 32 / 4 + warp * (kGated ? 8 : 16), g.features - 1);
+        const int paired = row / 8 * 16 + row % 8;
+        bias[0] = to_float(of_expert[g.order.paired ? paired : row]);
+        bias[1] = to_float(of_expert[g.order.paired ? paired + 8
+                                     : kGated       ? g.features + row
+                                                    : min(row + 8, g.features - 1)]);
       }
       float sum[Mainloop::kCount];
       mainloop.run(sum, at);
@@ -364,10 +374,17 @@ struct ExpertGemmKernel {
     static_assert(sizeof(Out) == 2, "pairs of features");
     const int lane = threadIdx.x % 32;
     const unsigned pair = movmatrix_trans(pack_pair(x, y, Out()));
-    const int token = group * 8 + lane / 4, at = tile.feature + feature + lane % 4 * 2;
-    if (token >= tile.pass.count || at >= tile.gemm->features) return;
-    Out* out = static_cast<Out*>(tile.gemm->out) + (tile.pass.row + token) * tile.gemm->out_row_stride + at;
-    *reinterpret_cast<unsigned*>(out) = pair;
+    const ExpertGemm& g = *tile.gemm;
+    const int token = group * 8 + lane / 4, row = tile.feature + feature + lane % 4 * 2;
+    if (token >= tile.pass.count || row >= g.features) return;
+    Out* out = static_cast<Out*>(g.out) + (tile.pass.row + token) * g.out_row_stride;
+    if (g.order.step == 1) {
+      *reinterpret_cast<unsigned*>(out + row) = pair;
+    } else {
+      const int at = feature_of_row(row, g.order.step);
+      out[at] = reinterpret_cast<const Out*>(&pair)[0];
+      out[at + g.order.step] = reinterpret_cast<const Out*>(&pair)[1];
+    }
   }
 };
 

@@ -14,15 +14,14 @@ struct MoeFinalizeParams {
   const int32_t* positions;  // [tokens, top_k], contiguous; null: j tokens + t
   const void* weights;       // [tokens, top_k], fp32, bf16 or fp16; null: ones
   const void* added;         // [tokens, width], of the type of y; null: none
-  const int32_t* offsets;    // [experts + 1]: the rows of each expert
+  const int32_t* offsets;    // [experts + 1]: the rows of each expert; rows behind the last add nothing. Null: no bias
   const void* bias;          // [experts, width], of the type of y or fp32; null: none
   const int32_t* columns;    // [width]: where y and bias hold column i; null: at i
   int64_t out_row_stride, y_row_stride, bias_row_stride, added_row_stride, weights_token_stride, weights_slot_stride;
   int32_t tokens, width, top_k, experts;
   int32_t bias_is_float;
   WeightType weight_type;
-  uint32_t threads;  // that work: tokens * threads_per_row.value
-  Divisor threads_per_row;
+  Divisor warps_per_row;
 };
 
 }  // namespace fi

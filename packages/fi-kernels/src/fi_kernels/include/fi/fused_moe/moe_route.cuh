@@ -178,11 +178,11 @@ FI_DEVICE void moe_route(const MoeRouteParams& p) {
   if (!owns || weight != weight) weight = 0.f;  // of softmax over nothing but -inf
   if (by_sum) weight *= reciprocal_approx(warp_sum(weight, p.top_k <= 8 ? 8 : 32) + 1e-20f);
   if (routes_by_bias(p.method)) weight *= p.scale;
-  if (!owns) return;
-  const int64_t at = static_cast<int64_t>(token) * p.top_k + lane;
-  p.ids[at] = chosen;
-  static_cast<Weight*>(p.weights)[at] = from_float<Weight>(weight);
-  if (p.replay) p.replay[at] = static_cast<int16_t>(chosen);
+  if (lane >= p.top_k + p.shared) return;
+  const int64_t at = static_cast<int64_t>(token) * (p.top_k + p.shared) + lane;
+  p.ids[at] = owns ? chosen : p.experts + lane - p.top_k;
+  static_cast<Weight*>(p.weights)[at] = from_float<Weight>(owns ? weight : 1.f);
+  if (p.replay && owns) p.replay[static_cast<int64_t>(token) * p.top_k + lane] = static_cast<int16_t>(chosen);
 }
 
 }  // namespace fi

@@ -18,15 +18,16 @@ enum RoutingMethod : int32_t {
   kRouteTopKSigmoid = 9,
 };
 
-// Chooses top_k of `experts` for each token by its logits; ties go to the lower number, NaN counts as -inf.
+// Chooses top_k of `experts` for each token by its logits; ties go to the lower number, NaN counts as -inf. Behind them
+// each token gets the `shared` experts after `experts`, with weight 1.
 struct MoeRouteParams {
-  int32_t* ids;        // [tokens, top_k], contiguous
-  void* weights;       // [tokens, top_k], contiguous
+  int32_t* ids;        // [tokens, top_k + shared], contiguous
+  void* weights;       // [tokens, top_k + shared], contiguous
   int16_t* replay;     // [>= tokens, top_k], contiguous: the ids again; null: none
   const void* logits;  // [tokens, experts]
   const void* bias;    // [experts], of the type of the logits, fp32 or bf16; null: zeros
   int64_t logits_row_stride;
-  int32_t tokens, experts, top_k, n_group, topk_group;
+  int32_t tokens, experts, top_k, shared, n_group, topk_group;
   int32_t group_size, group_bits;  // experts of a group, and log2 of the lanes of a warp that share them
   int32_t vectors;                 // rows of logits, and the bias, allow loads of four elements
   int32_t bias_type;               // 0 fp32, 1 bf16, 2 fp16

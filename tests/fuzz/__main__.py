@@ -21,7 +21,7 @@ Record = dict[str, Any]
 SANITIZE, READY = "FI_SANITIZE", "FI_FUZZ_READY"
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=2048:quarantine_size_mb=32:"
-    "malloc_context_size=3:detect_odr_violation=0:handle_abort=1",
+    "malloc_context_size=3:detect_odr_violation=0:handle_abort=1:protect_shadow_gap=0",  # the last for CUDA's driver
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "OMP_WAIT_POLICY": "passive",
     "OMP_NUM_THREADS": "1",  # a process with a pool of threads cannot be forked; a worker may take two

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,34 +23,54 @@ LAYOUTS = torch.strided, torch.jagged
 SIGNED = {"negated": torch._neg_view, "conjugate": lambda x: x.to(torch.complex64).conj()}
 
 
-def _tensors(arguments: Arguments) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, x) for name, x in arguments.items() if is_plain(x))
+Put = Callable[[Any], Arguments]
+
+
+def _tensors(arguments: Arguments) -> Iterator[tuple[str, torch.Tensor, Put]]:
+    """Tensors, also those in a tuple or list, each with what puts another value in its place."""
+    for name, value in arguments.items():
+        if is_plain(value):
+            yield name, value, lambda x, name=name: {name: x}
+        elif isinstance(value, (tuple, list)):
+            for i, member in enumerate(value):
+                if is_plain(member):
+                    yield f"{name}[{i}]", member, functools.partial(_with_member, name, value, i)
+
+
+def _with_member(name: str, values: tuple[Any, ...] | list[Any], i: int, x: Any) -> Arguments:
+    members = [*values[:i], x, *values[i + 1 :]]
+    return {name: members if isinstance(values, list) else tuple(members)}
 
 
 def unreadable(parameters: list[str], arguments: Arguments) -> Iterator[Change]:
     """Tensors that no kernel reads, and whose methods raise errors of torch."""
-    for name, x in _tensors(arguments):
+    for name, x, put in _tensors(arguments):
         for layout in LAYOUTS:
-            yield f"{name}: nested", {name: torch.nested.nested_tensor([torch.ones(3), torch.ones(1)], layout=layout)}
-        yield f"{name}: sparse", {name: x.float().to_sparse()}
+            yield f"{name}: nested", put(torch.nested.nested_tensor([torch.ones(3), torch.ones(1)], layout=layout))
+        yield f"{name}: sparse", put(x.float().to_sparse())
         for kind, make in SIGNED.items():
-            yield f"{name}: {kind}", {name: make(x)}
+            yield f"{name}: {kind}", put(make(x))
 
 
 def dimensions(parameters: list[str], arguments: Arguments) -> Iterator[Change]:
     """A dimension less, one more, and each of no elements."""
-    for name, x in _tensors(arguments):
-        yield f"{name}: one more", {name: x[None]}
+    for name, x, put in _tensors(arguments):
+        yield f"{name}: one more", put(x[None])
         for axis in range(x.ndim):
             if x.shape[axis]:
-                yield f"{name}: without axis {axis}", {name: x.select(axis, 0)}
-            yield f"{name}: axis {axis} of 0", {name: x.narrow(axis, 0, 0)}
+                yield f"{name}: without axis {axis}", put(x.select(axis, 0))
+            yield f"{name}: axis {axis} of 0", put(x.narrow(axis, 0, 0))
 
 
 def options(parameters: list[str], arguments: Arguments) -> Iterator[Change]:
     """Words that nobody knows, and tensors for what is no tensor; the latter also beside a fake tensor."""
-    tensors = dict(_tensors(arguments))
+    tensors = {name: x for name, x in arguments.items() if is_plain(x)}
     fake = {name: FakeTensorMode().from_tensor(x) for name, x in list(tensors.items())[:1]}
+    for name, _, put in _tensors(arguments):
+        for value in (torch.float32, "x"):
+            yield f"{name}: {value!r}", put(value)
+    for one, other in itertools.pairwise(name for name in parameters if name not in tensors):
+        yield f"{one}, {other}: tensors", {one: torch.ones(2, 1).to(torch.uint16), other: torch.ones(1) * 1j}
     for name in parameters:
         if name not in tensors:
             for text in ("", "\0"):

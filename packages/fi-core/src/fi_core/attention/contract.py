@@ -233,15 +233,24 @@ def check_length(last: int | None, indices: torch.Tensor, name: str) -> None:
 
 
 def scale_product(number: float, *scales: Any) -> tuple[float, torch.Tensor | None]:
-    """The product of numbers and of one-element tensors: (product of the numbers, product of the tensors or None)."""
+    """The product of numbers and of one-element tensors: (product of the numbers, product of the tensors or None).
+
+    Raises:
+        TypeError: tensors that torch does not multiply.
+    """
     tensor: Any = None
     for scale in scales:
         if scale is None:
             continue
         if isinstance(scale, (int, float)):
             number *= scale
+        elif tensor is None:
+            tensor = scale
         else:
-            tensor = scale if tensor is None else tensor * scale
+            try:
+                tensor = tensor * scale
+            except RuntimeError as error:  # of torch, without names
+                raise TypeError(f"q_scale, k_scale, kv_scale: numbers or float tensors are required; {error}") from None
     return number, tensor
 
 

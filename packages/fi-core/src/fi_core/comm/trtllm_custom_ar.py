@@ -210,16 +210,20 @@ def trtllm_custom_all_reduce(
             norm_out=result, residual_in=residual_in, rms_gamma=weight, rms_eps=epsilon, use_oneshot=use_oneshot,
         )  # fmt: skip
         return
+    if fusion_op_code != AllReduceFusionOp.NONE:
+        for name, tensor in (
+            ("residual", residual_in), ("weight", weight), ("weight_pre_residual_norm", weight_pre_residual_norm)
+        ):  # fmt: skip
+            if tensor is None:
+                raise TypeError(f"{name}: a tensor is required by fusion_op_code {fusion_op_code}; got None")
+        assert residual_in is not None
+        if residual_in.data_ptr() == result.data_ptr():  # the sum is written before the residual is read
+            residual_in = residual_in.clone()
     fusion.allreduce_fusion(
         x, workspace, fusion.AllReduceFusionPattern.kAllReduce, launch_with_pdl, output=result, use_oneshot=use_oneshot
     )
     if fusion_op_code == AllReduceFusionOp.NONE:
         return
-    for name, tensor in (
-        ("residual", residual_in), ("weight", weight), ("weight_pre_residual_norm", weight_pre_residual_norm)
-    ):  # fmt: skip
-        if tensor is None:
-            raise TypeError(f"{name}: a tensor is required by fusion_op_code {fusion_op_code}; got None")
     assert residual_in is not None and weight is not None and weight_pre_residual_norm is not None
     rmsnorm(result, weight_pre_residual_norm, epsilon, out=result)
     if intermediate is None:

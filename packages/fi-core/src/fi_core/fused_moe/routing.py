@@ -53,6 +53,8 @@ def route(
         raise ValueError(f"top_k must be in 1..{num_experts}; got {top_k}")
     if shared and top_k + shared > _MOST_EXPERTS:
         raise ValueError(f"num_fused_shared_experts must be at most {_MOST_EXPERTS} - top_k {top_k}; got {shared}")
+    if (n_group or 1) > 1 and not topk_group:  # without groups, engines pass 0
+        raise ValueError(f"topk_group must be in 1..n_group = {n_group}; got {topk_group}")
     ids = torch.empty((logits.shape[0], top_k + shared), dtype=torch.int32, device=logits.device)
     weights = torch.empty(ids.shape, dtype=torch.bfloat16 if in_bf16 else torch.float32, device=logits.device)
     moe_route(ids, weights, logits, bias=bias, replay=replay, method=int(method), n_group=n_group or 1,

@@ -9,7 +9,7 @@ import functools
 import inspect
 import numbers
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from fi_core.observe.template import Tensor
@@ -86,6 +86,19 @@ def _explain(error: Exception, function: Callable[..., Any], /, *args: Any, **op
             kind = type(value).__name__
             got = "None" if value is None else f"{'an' if kind[0] in 'aeio' else 'a'} {kind}"
             raise TypeError(f"{called}: {name} must be {required}; got {got}") from None
+        leaves = dict(_leaves(name, value)) if type(error) in _FOREIGN and isinstance(value, (tuple, list)) else {}
+        if "[torch.Tensor" in str(wanted) or any(_matches("torch.Tensor", leaf) for leaf in leaves.values()):
+            for place, leaf in leaves.items():
+                if leaf is not None and not _matches("torch.Tensor", leaf):
+                    raise TypeError(f"{called}: {place} must be a torch.Tensor; got a {type(leaf).__name__}") from None
+        tensor: Any = value if type(error) in _FOREIGN and _matches("torch.Tensor", value) else None
+        if "float" in kinds and tensor is not None and not torch_op.unreadable(tensor):
+            if tensor.numel() == 1 and tensor.is_floating_point():
+                continue
+            got = f"{tensor.dtype} of shape {list(tensor.shape)}"
+            raise ValueError(
+                f"{called}: {name} must be a number, or a float tensor of one element; got {got}"
+            ) from error
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError(f"{called}: {name} must be an integer of 64 bits; got {value}") from None
     # A text of Python's or torch's own may have the name of an argument as a word: "tuple index out of range".
@@ -104,14 +117,48 @@ def _name(function: Callable[..., Any], given: Mapping[str, Any]) -> str:
     return type(given["self"]).__name__ if function.__name__ == "__init__" else function.__name__
 
 
-def _explain_tensors(error: Exception, function: Callable[..., Any], given: Mapping[str, Any], called: str) -> None:
-    """Raises the error that names a tensor which no kernel can read, whose values a call needs that has none, or whose
-    rank the description does not have; else, of a wrong value, one with the shapes of all tensors.
+def _leaves(name: str, value: Any, levels: int = 3) -> Iterator[tuple[str, Any]]:
+    """The members of an argument, those of a tuple or list in it as "name[0]"."""
+    if levels and isinstance(value, (tuple, list)):
+        for i, member in enumerate(value):
+            yield from _leaves(f"{name}[{i}]", member, levels - 1)
+    else:
+        yield name, value
+
+
+def _tensors(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of a call by the places of `_leaves`."""
+    import torch
+
+    leaves = (leaf for name, value in given.items() for leaf in _leaves(name, value))
+    return {place: value for place, value in leaves if isinstance(value, torch.Tensor)}
+
+
+def _refuse_mixture(tensors: Mapping[str, Any], given: Mapping[str, Any], called: str, error: Exception) -> None:
+    """Raises TypeError if fake tensors came together with others, or with those of another mode. Others may also be
+    what the object holds since its plan.
     """
     import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    held = _tensors(getattr(given.get("self"), "__dict__", {}))
+    fakes = {name: x for name, x in tensors.items() if isinstance(x, FakeTensor)}
+    others = [x for x in (*tensors.values(), *held.values()) if not isinstance(x, FakeTensor)]
+    modes = {id(x.fake_mode) for x in (*fakes.values(), *held.values()) if isinstance(x, FakeTensor)}
+    if fakes and (len(modes) > 1 or any(x.layout is torch.strided for x in others)):
+        names = ", ".join(fakes)
+        raise TypeError(f"{called}: fake tensors cannot be mixed with others; got {names} of that kind") from error
+
+
+def _explain_tensors(error: Exception, function: Callable[..., Any], given: Mapping[str, Any], called: str) -> None:
+    """Raises the error that names a tensor which no kernel can read, whose values a call needs that has none, which has
+    a dimension of 0 where a call divides by it, or whose rank the description does not have; else, of a wrong value,
+    one with the shapes of all tensors.
+    """
     from torch._subclasses.fake_tensor import DataDependentOutputException
 
-    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    foreign = type(error) in _FOREIGN
+    tensors = {name: x for name, x in _tensors(given).items() if foreign or name in given}
     for name, value in tensors.items():
         if not torch_op.is_special(value) and (problem := torch_op.unreadable(value)):
             raise TypeError(f"{called}: {name} must be a dense tensor with data; {problem}") from None
@@ -119,9 +166,13 @@ def _explain_tensors(error: Exception, function: Callable[..., Any], given: Mapp
         special = [name for name, value in tensors.items() if torch_op.is_special(value)]
         raise NotImplementedError(f"{called}: values of {', '.join(special)} shape the result, so data is required "
                                   "that a fake tensor does not have") from error  # fmt: skip
-    if isinstance(error, AssertionError) and any(map(torch_op.is_special, tensors.values())):
-        fake = ", ".join(name for name, value in tensors.items() if torch_op.is_special(value))
-        raise TypeError(f"{called}: fake tensors cannot be mixed with others; got {fake} of that kind") from error
+    if foreign:
+        _refuse_mixture(tensors, given, called, error)
+    if isinstance(error, ZeroDivisionError):
+        for name, value in tensors.items():
+            if 0 in value.shape:
+                shape = list(value.shape)
+                raise ValueError(f"{called}: {name}: every dimension must be 1 or more; got shape {shape}") from None
     if isinstance(error, (RuntimeError, FiError, LookupError)) and type(error) is not IndexError:
         return  # of a device, or in words of our own
     trace = getattr(getattr(function, "fi_trace", None), "trace", None)

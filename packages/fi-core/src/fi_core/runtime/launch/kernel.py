@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ class Kernel(NamedTuple):
     spec: Spec
     origins: dict[str, Found]
     module: Any  # the host module, which knows what it launched last
+    sees_views: bool  # whether it sees negated views
 
 
 class Launch(NamedTuple):
@@ -110,8 +112,28 @@ def bind(spec: Spec, device: int = 0) -> Kernel:
     """
     unit = spec.unit()
     entries = unit.entries if unit else ()
-    call, origins, module = bind_artifacts(spec.op.name, spec.name, sources.artifacts(spec), entries, device)
-    return Kernel(call, spec, origins, module)
+    call, origins, module, sees = bind_artifacts(spec.op.name, spec.name, sources.artifacts(spec), entries, device)
+    return Kernel(call, spec, origins, module, sees)
+
+
+def _learn_keys(module: Any) -> bool:
+    """Shows a host module where torch's tensors have their dispatch keys; whether it has found them there."""
+    return sys.modules.get("torch") is not None and bool(module["learn_keys"](*_samples()))
+
+
+@functools.cache
+def _samples() -> tuple[Any, ...]:
+    """A tensor, a negated view, the keys of both, those of altered tensors, and that of subclasses."""
+    import torch
+
+    private: Any = torch._C
+    key, keys = private.DispatchKey, private.DispatchKeySet
+    with torch.inference_mode(False), private._DisableTorchDispatch():
+        plain = torch.empty(2, 3, dtype=torch.float32, device="cpu")
+        negated = private._VariableFunctions._neg_view(plain)
+    altered = keys(key.Negative) | keys(key.Conjugate)
+    sets = [private._dispatch_keys(plain), private._dispatch_keys(negated), altered, keys(key.Python)]
+    return plain, negated, *(s.raw_repr() for s in sets)
 
 
 @functools.cache
@@ -128,12 +150,12 @@ def _words(entries: Sequence[Entry]) -> list[Any]:
 
 def bind_artifacts(
     op: str, name: str, artifacts: Sequence[Artifact], entries: Sequence[Entry], device: int
-) -> tuple[Callable[..., None], dict[str, Found], Any]:
+) -> tuple[Callable[..., None], dict[str, Found], Any, bool]:
     """Binds a host module, the first artifact, and the device binary, the second artifact if there is one, with its
     entries.
 
     Returns:
-        The function, the origin of each file, and the host module.
+        The function, the origin of each file, the host module, and whether that sees negated views.
     """
     host, *images = artifacts
     has_host, hosts = _peek(prebuilt(host))
@@ -142,7 +164,7 @@ def bind_artifacts(
         (call, module), found = _first(
             host, hosts, lambda f: (load_module(f)["bind"](op, name, checks), load_module(f))
         )
-        return call, {"host": found}, module
+        return call, {"host": found}, module, _learn_keys(module)
     (image,) = images
     has_cubin, cubins = _peek(prebuilt(image))
     if not has_host and not has_cubin:
@@ -157,7 +179,7 @@ def bind_artifacts(
         return bound  # type: ignore[no-any-return]
 
     call, image_found = _first(image, cubins, use)
-    return call, {"host": host_found, "cubin": image_found}, module
+    return call, {"host": host_found, "cubin": image_found}, module, _learn_keys(module)
 
 
 @functools.cache

@@ -154,7 +154,8 @@ class Operator:
             kernel = self.kernels.get(slot)
             if kernel is None:
                 kernel = self.kernels[slot] = bind(choice.spec, device.index or 0)
-            call = torch_op.refusing_negated(self.op, kernel.call) if checks_signs() else kernel.call
+            sees = kernel.sees_views and not checks_signs()
+            call = kernel.call if sees else torch_op.refusing_negated(self.op, kernel.call)
         if len(self._placed) >= _MOST_KEYS:
             self.forget()
         found = self._placed[key, -1 if device.index is None else device.index, declined] = call, choice

@@ -43,7 +43,8 @@ class Chain {
     std::vector<int64_t> sizes;  // shape, then strides
 
     bool is_like(const DLTensor* t) const {
-      if (!t || t->ndim != ndim || t->dtype.code != dtype.code || t->dtype.bits != dtype.bits) return false;
+      if (!t || keys_of(t, torch_keys.distance) & (torch_keys.altered | torch_keys.subclass)) return false;
+      if (t->ndim != ndim || t->dtype.code != dtype.code || t->dtype.bits != dtype.bits) return false;
       if ((reinterpret_cast<uintptr_t>(t->data) + t->byte_offset) % static_cast<uintptr_t>(alignment)) return false;
       for (int32_t i = 0; i < ndim; ++i)
         if (t->shape[i] != sizes[static_cast<size_t>(i)] ||

@@ -8,9 +8,9 @@
 // it found for the field that the declaration of the op names as `found_by_entry`. A call with tensors of a device that
 // its kernel does not serve is declined too, with kOtherDevice.
 //
-// A module exports bind(op, spec, checks[, image, capability, device, entries...]) -> callable, which owns the kernel;
-// and, with device code, rehearse(op, spec, capability, multiprocessors, shared_limit, entries...) -> callable, which
-// shapes launches without making them, and last_launches() -> text.
+// A module exports learn_keys(...) -> bool; bind(op, spec, checks[, image, capability, device, entries...]) ->
+// callable, which owns the kernel; and, with device code, rehearse(op, spec, capability, multiprocessors, shared_limit,
+// entries...) -> callable, which shapes launches without making them, and last_launches() -> text.
 #pragma once
 #include <sys/mman.h>
 #include <tvm/ffi/c_api.h>
@@ -35,11 +35,41 @@ inline const DLTensor* as_dltensor(const TVMFFIAny& any) {
   return nullptr;
 }
 
+// The dispatch keys of a torch tensor are no part of DLPack. Its sizes and strides, of up to five dimensions, lie in
+// the tensor itself, five words apart, and its keys at a fixed distance from them, which `learn_keys` finds when a
+// kernel is bound.
+struct TorchKeys {
+  int64_t distance = 0;   // words of 8 bytes from the sizes; 0: unknown
+  uint64_t altered = 0;   // keys of tensors whose values are not those in memory: negated and conjugate views
+  uint64_t subclass = 0;  // that of subclasses such as fake tensors
+};
+inline TorchKeys torch_keys;
+
+// The keys of a tensor of up to four dimensions; 0 for others: strides that follow on five sizes are not torch's alone.
+inline uint64_t keys_of(const DLTensor* t, int64_t distance) {
+  if (!distance || t->ndim >= 5 || t->strides != t->shape + 5) return 0;
+  return static_cast<uint64_t>(t->shape[distance]);
+}
+
+// Arguments: a tensor, a negated view, the keys of both, those of altered tensors, those of subclasses. Returns whether
+// calls see the keys of tensors from now on.
+inline bool learn_keys(const TVMFFIAny* args, int32_t count) {
+  constexpr int64_t kFirst = 10, kLast = 15;  // behind sizes and strides
+  if (count != 6) return false;
+  const DLTensor *plain = as_dltensor(args[0]), *negated = as_dltensor(args[1]);
+  for (int64_t i = kFirst; plain && negated && i <= kLast; ++i) {
+    if (keys_of(plain, i) != args[2].v_uint64 || keys_of(negated, i) != args[3].v_uint64) continue;
+    torch_keys = {i, args[4].v_uint64, args[5].v_uint64};
+    return true;
+  }
+  return false;
+}
+
 // Whether a tensor with elements has memory. The address of a fake tensor is its offset in bytes from 0, where programs
-// and drivers place little: for lower addresses than usual ones the system or the driver is asked.
-inline bool has_memory(const Tensor& tensor) {
+// and drivers place little: for subclasses, and for lower addresses than usual ones, the system or the driver is asked.
+inline bool has_memory(const Tensor& tensor, uint64_t keys) {
   const auto address = reinterpret_cast<uintptr_t>(tensor.data());
-  if (address >> 40) return true;
+  if (address >> 40 && !(keys & torch_keys.subclass)) return true;
   if (!address) return false;
 #if FI_CUDA
   if (tensor.device().device_type == kDLCUDA) {
@@ -52,11 +82,15 @@ inline bool has_memory(const Tensor& tensor) {
   return mincore(reinterpret_cast<void*>(address / page * page), 1, &resident) == 0;
 }
 
-// A null address is that of an empty tensor; a tensor with elements but no memory, such as a fake one, is refused, and
-// one whose elements lie across words.
+// A null address is that of an empty tensor; a tensor with elements but no memory, such as a fake one, is refused, a
+// view with other values than those in memory, and one whose elements lie across words.
 inline Tensor as_tensor(const DLTensor* t, const char* name) {
   const Tensor tensor(t, name);
-  FI_CHECK(has_memory(tensor) || tensor.numel() == 0, TypeError, "%s has no data: pass a tensor with memory", name);
+  const uint64_t keys = keys_of(t, torch_keys.distance);
+  FI_CHECK(!(keys & torch_keys.altered), TypeError,
+           "%s is a negated or conjugate view: call resolve_neg() or resolve_conj() on it", name);
+  FI_CHECK(has_memory(tensor, keys) || tensor.numel() == 0, TypeError, "%s has no data: pass a tensor with memory",
+           name);
   const uint64_t bits = t->dtype.bits;
   FI_CHECK((reinterpret_cast<uint64_t>(tensor.data()) * 8 & (bits - 1)) == 0 || bits < 8, ValueError,
            "%s must lie at a multiple of its element size, %llu bytes; got address %p: call .clone() on it", name,
@@ -365,6 +399,13 @@ inline int last_launches(TVMFFIAny* result) {
 }  // namespace fi
 
 #define FI_EXPORT extern "C" __attribute__((visibility("default")))
+#define FI_EXPORT_LEARN_KEYS                                                                           \
+  FI_EXPORT int __tvm_ffi_learn_keys(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) { \
+    result->type_index = kTVMFFIBool;                                                                  \
+    result->zero_padding = 0;                                                                          \
+    result->v_int64 = ::fi::learn_keys(args, count);                                                   \
+    return 0;                                                                                          \
+  }
 #if FI_CUDA
 #define FI_BEGIN_CALL ::fi::LaunchLog::of_thread().clear()
 #define FI_EXPORT_BIND                                                                               \
@@ -393,4 +434,5 @@ inline int last_launches(TVMFFIAny* result) {
       ::fi::call(&entry, kernel, args, count, names + 1, std::size(names) - 1, result);     \
     });                                                                                     \
   }                                                                                         \
+  FI_EXPORT_LEARN_KEYS                                                                      \
   FI_EXPORT_BIND

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fi_core.observe.draw import FLOATS, Draw, nbytes
+from fi_core.observe.draw import FLOATS, Draw, nbytes, without
 from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work, samples
 
 
@@ -35,7 +35,7 @@ def _make(heads: bool, residual: bool, quantized: bool, parameters: tuple[str, .
             found["scale"] = drawn if scale is None else drawn.fill_(scale)
         return {**found, "eps": eps}
 
-    return make
+    return without(make, (("num_heads",) if not heads else ()) + (("out_dtype", "scale") if not quantized else ()))
 
 
 def _samples(heads: bool, quantized: bool) -> tuple[dict[str, Any], ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -111,6 +112,14 @@ class Outline(Draw):
 
     def permutation(self, count: int) -> torch.Tensor:
         return self.int32([0]).expand(count).contiguous()
+
+
+def without(make: Callable[..., dict[str, Any]], sizes: Collection[str]) -> Callable[..., dict[str, Any]]:
+    """`make`, without these sizes in its signature: `why` and fi-bench do not offer what has no effect."""
+    signature = inspect.signature(make)
+    kept = [p for name, p in signature.parameters.items() if name not in sizes]
+    make.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    return make
 
 
 def dtype_of(dtype: Any) -> torch.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fi_core.observe.draw import Draw, nbytes
+from fi_core.observe.draw import Draw, nbytes, without
 from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work
 
 
@@ -97,7 +97,7 @@ def _make_rows(name: str, *parameters: str) -> Callable[..., dict[str, Any]]:
             values = {"top_k": ks, "top_p": ones, "min_p": ones / 2, "temperature": ones + 0.5}
         return {name: draw.rows(x), **{parameter: values[parameter] for parameter in parameters}}
 
-    return make
+    return without(make, {"top_k", "top_p", "min_p", "temperature"}.difference(parameters))
 
 
 def _samples(per_row: bool = True) -> tuple[dict[str, Any], ...]:

@@ -52,6 +52,7 @@ def test_each_replay_draws_anew(name: str, explicit: bool) -> None:
         graph.register_generator_state(generator)
     with torch.cuda.graph(graph):
         tokens = [CALLS[name](probs, **source) for _ in range(2)]
+    torch.cuda.synchronize()  # torch writes the seed known at capture on the stream of the capture, without waiting
 
     def replays(count: int) -> torch.Tensor:
         (generator or torch.cuda.default_generators[torch.cuda.current_device()]).manual_seed(11)

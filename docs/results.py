@@ -324,7 +324,6 @@ def timers_table() -> str:
     return table(("kernel", "cupti us", "graph_events us", "events us", "events - cupti us"), lines)
 
 
-PERFORMANCE = "docs/performance"
 TABLES: dict[str, Callable[[], str]] = {  # by the name that a page gives in its marker
     "summary": summary,
     "decode": lambda: comparison(decode()),

@@ -100,16 +100,17 @@ def test_progress_is_for_terminals_and_results_are_plain() -> None:
     assert "\x1b" not in written
     shown, _ = on_a_terminal(words, shared=True)
     assert shown.count("[PERF]\x1b[0m torch") == 2
-    shown, _ = on_a_terminal(words, shared=True, NO_COLOR="1")
-    assert shown.count("[PERF] torch") == 2
-    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", shown), "no colour"
 
 
 def test_tables_on_a_terminal_are_coloured_and_complete(tmp_path: Path) -> None:
     results = write(tmp_path / "r.jsonl", trials([1000.0 + i for i in range(5)]))
-    shown, _ = on_a_terminal(["compare", results, results], shared=True, COLUMNS="200")
-    assert re.search(r"\x1b\[\d+mSAME|SAME", shown)
+    slower = write(tmp_path / "slower.jsonl", trials([2000.0 + i for i in range(5)]))
+    colour = re.compile(r"\x1b\[[0-9;]*3[0-9]m")
+    shown, _ = on_a_terminal(["compare", slower, results], shared=True, COLUMNS="200")
+    assert "FASTER" in shown and colour.search(shown)
     assert "batch_size=4 hidden_size=64" in shown
+    shown, _ = on_a_terminal(["compare", slower, results], shared=True, COLUMNS="200", NO_COLOR="1")
+    assert "FASTER" in shown and not colour.search(shown)
 
 
 def test_module_and_version() -> None:

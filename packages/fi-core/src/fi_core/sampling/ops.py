@@ -9,7 +9,7 @@ from fi_core.runtime.spec.constraint import ON_CPU, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
 
-DRAW_TOKEN, RENORMALISE, MASK_OUT = range(3)  # the output of `sample` for a filtered row
+RENORMALISE, MASK_OUT = 1, 2  # the output of `sample` for a filtered row; 0: a token
 
 
 class SampleConfig(NamedTuple):

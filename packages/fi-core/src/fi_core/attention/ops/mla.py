@@ -18,7 +18,7 @@ from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Valu
 if TYPE_CHECKING:
     import torch
 
-LATENT, ROPE, SCALE_GROUP = 512, 64, 128  # kMlaLatent, kMlaRope and kMlaScaleGroup of batch_mla.h
+LATENT, ROPE = 512, 64  # kMlaLatent and kMlaRope of batch_mla.h
 NARROW_ROWS, WIDE_ROWS = 16, 64  # packed query rows of a CTA
 _CPU_RANGES = 64
 _WIDTH = LATENT + ROPE

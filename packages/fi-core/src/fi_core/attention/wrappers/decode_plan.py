@@ -265,10 +265,9 @@ class BatchDecodePlan(BatchWrapper):
             self._paged_kv_last_page_len_buf = self._on_device("last_page_len", last_page_len, non_blocking)
         self._block_tables = block_tables
         drafts = self._keys_behind(indptr.numel() - 1, q_len_per_req, window_right)
-        self._set_options(
-            pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta,
-            data_types(q_data_type, kv_data_type, o_data_type, data_type),
-        )  # fmt: skip
+        dtypes = data_types(q_data_type, kv_data_type, o_data_type, data_type)
+        self._set_scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type = dtypes
         self._replan(
             self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf, seq_lens, num_qo_heads, num_kv_heads, head_dim,
             page_size, window_left, q_len_per_req, fixed_split_size, disable_split_kv, non_blocking,
@@ -323,21 +322,6 @@ class BatchDecodePlan(BatchWrapper):
             raise ValueError(
                 f"q_len_per_req: fixed at {self._q_len_per_req} by the first plan with use_cuda_graph; got {q_len}"
             )
-
-    def _set_options(
-        self,
-        pos_encoding_mode: str,
-        window_left: int,
-        logits_soft_cap: float | None,
-        sm_scale: float | None,
-        rope_scale: float | None,
-        rope_theta: float | None,
-        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] | None = None,
-    ) -> None:
-        """Sets what run reads (and engines set), for plan, fast_decode_plan and forward, which leaves the dtypes."""
-        self._set_scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        if dtypes is not None:
-            self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type = dtypes
 
     def _replan(
         self,

@@ -220,10 +220,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             raise ValueError(
                 f"seq_lens: length {qo_indptr.numel() - 1} is required, the batch size; got {seq_lens.numel()}"
             )
-        self._set_options(
-            causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
-            rope_theta,
-        )  # fmt: skip
+        self._causal, self._use_fp16_qk_reduction = causal, use_fp16_qk_reduction
+        self._set_scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
         self._set_types(q_data_type, kv_data_type, o_data_type)
         self._place("qo_indptr", qo_indptr, non_blocking)
         self._place("paged_kv_indptr", paged_kv_indptr, non_blocking)
@@ -363,8 +361,6 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         return_lse: bool = False,
     ) -> Any:
         """The older form of `run`. Its options replace those of the plan; an omitted option has its default."""
-        self._set_options(
-            causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
-            rope_theta,
-        )  # fmt: skip
+        self._causal, self._use_fp16_qk_reduction = causal, use_fp16_qk_reduction
+        self._set_scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)

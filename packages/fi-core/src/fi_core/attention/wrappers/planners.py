@@ -198,10 +198,9 @@ def fast_decode_plan(
     if not self._use_cuda_graph:
         self._paged_kv_indptr_buf, self._paged_kv_indices_buf = indptr, indices
         self._paged_kv_last_page_len_buf = last_page_len
-    self._set_options(
-        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta,
-        data_types(q_data_type, kv_data_type, None, data_type),
-    )  # fmt: skip
+    dtypes = data_types(q_data_type, kv_data_type, None, data_type)
+    self._set_scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+    self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type = dtypes
     try:
         self._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim)
         self._replan(

@@ -45,6 +45,7 @@ class BatchPrefillPlan(BatchWrapper):
     """The planning half of BatchPrefillWithPagedKVCacheWrapper and BatchPrefillWithRaggedKVCacheWrapper."""
 
     _paged_kv_indices_buf: Any = None  # of pages
+    _causal: bool
     _num_ctas = 0  # of run, where another kernel runs beside it; 0: as many as fit
 
     def __init__(
@@ -255,21 +256,6 @@ class BatchPrefillPlan(BatchWrapper):
             rest = torch.zeros(batch * length - given, dtype=torch.int16, device=items.device)
             items = torch.cat((items.view(torch.int16), rest))
         self._items = items.view(torch.uint16).view(batch, length)
-
-    def _set_options(
-        self,
-        causal: bool,
-        pos_encoding_mode: str,
-        use_fp16_qk_reduction: bool,
-        window_left: int,
-        logits_soft_cap: float | None,
-        sm_scale: float | None,
-        rope_scale: float | None,
-        rope_theta: float | None,
-    ) -> None:
-        """Sets the options of run, for plan and forward."""
-        self._causal, self._use_fp16_qk_reduction = causal, use_fp16_qk_reduction
-        self._set_scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
 
     def _set_types(self, q: Any, kv: Any, o: Any) -> None:
         types = data_types(q, kv, o, None)

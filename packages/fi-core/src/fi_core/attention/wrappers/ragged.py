@@ -136,10 +136,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         _require_same("v_indptr", v_indptr, "kv_indptr", kv_indptr)
         _require_same("o_indptr", o_indptr, "qo_indptr", qo_indptr)
         self._check_batch(qo_indptr, kv_indptr)
-        self._set_options(
-            causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
-            rope_theta,
-        )  # fmt: skip
+        self._causal, self._use_fp16_qk_reduction = causal, use_fp16_qk_reduction
+        self._set_scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
         self._set_types(q_data_type, kv_data_type, o_data_type)
         self._place("qo_indptr", qo_indptr, non_blocking)
         self._place("kv_indptr", kv_indptr, non_blocking)
@@ -249,10 +247,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         return_lse: bool = False,
     ) -> Any:
         """The older form of `run`. Its options replace those of the plan; an omitted option has its default."""
-        self._set_options(
-            causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
-            rope_theta,
-        )  # fmt: skip
+        self._causal, self._use_fp16_qk_reduction = causal, use_fp16_qk_reduction
+        self._set_scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
         return self.run(q, k, v, return_lse=return_lse)
 
 

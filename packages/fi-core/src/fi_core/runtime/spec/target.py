@@ -6,8 +6,6 @@ import platform
 import re
 from typing import NamedTuple
 
-CUDA_VERSION = (13, 0)  # of the device compilers fi is built and tested with
-
 # What fi-cubin ships. An "a" image runs on that capability only; the others also on later minors of their major.
 PREBUILT_ARCHS = ("80", "89", "90a", "100a", "120a")
 

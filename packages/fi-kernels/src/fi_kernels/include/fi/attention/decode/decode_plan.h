@@ -1,6 +1,7 @@
 // Parameters of decode_plan, and the arithmetic that its device and CPU forms share.
 #pragma once
 #include "fi/attention/decode/decode_schedule.h"
+#include "fi/find_segment.h"
 
 namespace fi {
 
@@ -119,20 +120,6 @@ FI_HOST_DEVICE DecodePartition decode_partition(const DecodePlanParams& p, int32
   const int64_t snap = d.static_cost / d.static_ranges / kSnapDivisor;
   d.snap = p.split_kv < 0 ? 0x7fffffff : static_cast<int32_t>(snap > 1 ? snap : 1);
   return d;
-}
-
-// The last i < count with value(i) <= x; value(0) <= x, not decreasing.
-template <class Value, class X>
-FI_HOST_DEVICE int32_t last_not_above(int32_t count, X x, Value&& value) {
-  int32_t low = 1, high = count;  // value(i) <= x for all i < low, > x for all i >= high
-  while (low < high) {
-    const int32_t middle = (low + high) >> 1;
-    if (value(middle) <= x)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  return low - 1;
 }
 
 // Boundary g without leader and num_splits.

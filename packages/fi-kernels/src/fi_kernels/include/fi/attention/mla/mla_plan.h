@@ -1,6 +1,7 @@
 // Parameters of mla_plan, and the arithmetic that its device and CPU forms share.
 #pragma once
 #include "fi/attention/mla/mla_schedule.h"
+#include "fi/find_segment.h"
 
 namespace fi {
 
@@ -79,20 +80,6 @@ FI_HOST_DEVICE int32_t mla_header_cost(const MlaPartition& d) {
   return d.cost < 0x7fffffff ? static_cast<int32_t>(d.cost) : 0x7fffffff;
 }
 
-// The last i < count with value(i) <= x; value(0) <= x, not decreasing.
-template <class Value>
-FI_HOST_DEVICE int32_t mla_last_not_above(int32_t count, int64_t x, Value&& value) {
-  int32_t low = 1, high = count;  // value(i) <= x for all i < low, > x for all i >= high
-  while (low < high) {
-    const int32_t middle = (low + high) >> 1;
-    if (value(middle) <= x)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  return low - 1;
-}
-
 // Boundary g without leader and num_splits.
 FI_HOST_DEVICE MlaRangeStart mla_start(const MlaPlanParams& p, const MlaPartition& d, int32_t g,
                                        const MlaRequest* requests) {
@@ -108,7 +95,7 @@ FI_HOST_DEVICE MlaRangeStart mla_start(const MlaPlanParams& p, const MlaPartitio
                                 d.num_splits);
   } else {
     const int64_t at = d.cost / d.ranges * g + d.cost % d.ranges * g / d.ranges;
-    start.request = mla_last_not_above(p.batch, at, [&](int32_t b) { return requests[b].cost; });
+    start.request = last_not_above(p.batch, at, [&](int32_t b) { return requests[b].cost; });
     r = requests[start.request];
     const int64_t offset = at - r.cost;
     start.q_tile = static_cast<int32_t>(offset / r.item_cost());
@@ -145,8 +132,8 @@ FI_HOST_DEVICE void mla_link_splits(MlaRangeStart& s, int32_t count, const int64
   const int64_t item = mla_key(s) & ~0xffffffll;
   const auto key = [&](int32_t i) { return keys[i]; };
   // The last boundary at or before the item's beginning is the range in which it begins.
-  s.leader = mla_last_not_above(count, item, key);
-  s.num_splits = mla_last_not_above(count, item | 0xffffffll, key) - s.leader + 1;
+  s.leader = last_not_above(count, item, key);
+  s.num_splits = last_not_above(count, item | 0xffffffll, key) - s.leader + 1;
 }
 
 }  // namespace fi

@@ -98,8 +98,9 @@ def pytest(session: nox.Session, *arguments: str, workers: int = 0) -> None:
     # Without a virtual environment pytest may have no xdist.
     parallel = workers and not isinstance(session.virtualenv, PassthroughEnv)
     options = ["-n", str(workers), "--dist", "worksteal"] if parallel else []
-    if parallel:  # workers have as many threads as cores each; one that spins at a barrier keeps another from its core
+    if parallel:  # a thread that spins at a barrier, or a second one of a worker, keeps another worker from its core
         session.env.setdefault("OMP_WAIT_POLICY", "passive")
+        session.env.setdefault("OMP_NUM_THREADS", "1")
     session.run(python(session), "-m", "pytest", *options, *arguments, *session.posargs)
 
 

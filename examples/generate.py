@@ -72,33 +72,35 @@ def parse() -> argparse.Namespace:
     return options
 
 
+SHAPE: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.08,  # large enough that each token depends on all tokens before it
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
 def model_of(device: str, dtype: torch.dtype) -> Any:
+    # Kernels compile while transformers is imported and the weights are made.
+    fi_core.prepare(SHAPE | {"dtype": dtype}, device=device, page_size=PAGE_SIZE, wait=False)
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=4096,
-        initializer_range=0.08,  # large enough that each token depends on all tokens before it
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 512,
-        },
-        bos_token_id=None,
-        eos_token_id=None,
-        attn_implementation="eager",
-        dtype=dtype,
-    )
-    fi_core.prepare(config, device=device, page_size=PAGE_SIZE, wait=False)  # compiles while the weights are made
+    config = LlamaConfig(**SHAPE, attn_implementation="eager", dtype=dtype)
     # The seed of 800 whose texts stay farthest from ties: the two largest logits differ by at least 0.013. Rounding to
     # float16 changes that difference by 0.006 (standard deviation, on a CPU).
     torch.manual_seed(82)

@@ -1,8 +1,16 @@
-"""Skips a test that is marked gpu, sm90 or multigpu on a machine without such a device; `nox -s gpu` insists on one."""
+"""Skips a test that is marked gpu, sm90 or multigpu on a machine without such a device; `nox -s gpu` insists on one.
+Where workers share the cores, most tests compute on one thread.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
+import zlib
+
 import pytest
+
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 
 def _missing(item: pytest.Item) -> str | None:
@@ -19,5 +27,7 @@ def _missing(item: pytest.Item) -> str | None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if IS_WORKER and (torch := sys.modules.get("torch")):  # two threads of each worker would take a third more time
+        torch.set_num_threads(2 if zlib.crc32(item.nodeid.encode()) % 4 == 0 else 1)
     if item.get_closest_marker("gpu") and (reason := _missing(item)):
         pytest.skip(reason)

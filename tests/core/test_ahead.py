@@ -6,12 +6,15 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from core import toy
 from core.conftest import Python
 from fi_core.ahead import Model, model_of, prepare, specs_of_model
+from fi_core.decode import BatchDecodeWithPagedKVCacheWrapper
 from fi_core.runtime.build import compiler
 from fi_core.runtime.errors import CompileError
+from fi_core.runtime.launch import kernel, operator
 from fi_core.runtime.resolve import build_missing, built
 from fi_core.runtime.resolve.pool import pool
 from fi_core.runtime.spec.artifact import Artifact
@@ -85,6 +88,17 @@ def test_nothing_begins_with_compiling_turned_off(monkeypatch: pytest.MonkeyPatc
     assert prepare([toy.spec(1)], wait=False) == 0 and pool().waiting() == 0
 
 
+def test_a_plan_begins_to_compile_the_attention_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(kernel, "start", lambda artifacts: begun.extend(a.name for a in artifacts))
+    for cached in (kernel.begin, operator._planned):
+        cached.cache_clear()
+    one = torch.ones(1, dtype=torch.int32)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 22, dtype=torch.uint8))
+    wrapper.plan(torch.tensor([0, 1], dtype=torch.int32), 0 * one, one, 4, 2, 64, 16, q_data_type=torch.float32)
+    assert "batch_decode_cpu" in begun
+
+
 EXIT = """
 import sys, threading, time
 sys.path.insert(0, sys.argv[1])
@@ -143,5 +157,8 @@ def test_unknown_models_are_refused() -> None:
         model_of({"kv_lora_rank": 512, "num_attention_heads": 8, "head_dim": 64})
     with pytest.raises(ValueError, match="num_attention_heads"):
         model_of({})
+    for what in (None, [None], 5):
+        with pytest.raises(TypeError, match="what: a model's name, folder or configuration, or specs are"):
+            prepare(what)
     with pytest.raises(ValueError, match=r"kv_dtype: .* got 'fp9'"):
         specs_of_model("llama-8b", CPU, kv_dtype="fp9")

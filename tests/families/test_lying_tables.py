@@ -184,18 +184,19 @@ def attack(group: str) -> int:
     return count
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_no_table_crashes(group: str) -> None:
-    """In a process of its own: each call returns, or raises an error of fi."""
-    code = f"from families.test_lying_tables import attack; print('done', attack({group!r}))"
+def in_a_process(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     places = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", code], env={**os.environ, **places}, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-X", "faulthandler", "-c", code]
+    return subprocess.run(command, env={**os.environ, **places, **variables}, capture_output=True, text=True)
+
+
+def test_no_table_crashes() -> None:
+    """In a process of its own: each call returns, or raises an error of fi."""
+    code = "from families.test_lying_tables import *; print('done', [attack(group) > 30 for group in GROUPS])"
+    done = in_a_process(code)
     last = "\n".join(done.stdout.splitlines()[-3:])
     assert done.returncode == 0, f"after {last}:\n{done.stderr[-3000:]}"
-    assert "done" in done.stdout
+    assert f"done {[True] * len(GROUPS)}" in done.stdout, last
 
 
 def test_zero_turns_the_checks_off() -> None:
@@ -207,9 +208,7 @@ cache = torch.zeros(2, 2, 4, 1, 8)
 fi_core.append_paged_kv_cache(torch.ones(1, 1, 8), torch.ones(1, 1, 8), i(0), i(4), cache, i(0, 1), i(0, 1), i(1))
 print(cache.sum().item())
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "FI_CHECK": "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert "16.0" in done.stdout, done.stderr
+    assert "16.0" in in_a_process(code, FI_CHECK="0").stdout
     with pytest.raises(ValueError, match="positions must be in the 1 pages"):
         exec(code, {})
 

@@ -14,6 +14,7 @@ import torch
 from families.harness import assert_close, rand
 from fi_core.mla import BatchMLAPagedAttentionWrapper as Wrapper
 from fi_core.mla import get_batch_mla_module, trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
+from fi_core.runtime.errors import UnsupportedError
 
 SCALE = 192**-0.5
 LENGTHS = (0, 1, 63, 64, 65, 300)
@@ -432,6 +433,14 @@ def test_bad_plans_name_the_argument(device: str) -> None:
     for backend, error in (("cutlass", NotImplementedError), ("fa4", ValueError)):
         with pytest.raises(error, match="backend"):
             Wrapper(workspace(device), backend=backend)
+
+
+def test_fa3_is_not_the_cpu() -> None:
+    b = batch((65, 3), device="cpu")
+    wrapper = Wrapper(workspace("cpu"), backend="fa3")
+    wrapper.plan(*b.plan_arguments())
+    with pytest.raises(UnsupportedError, match=r"batch_mla\(.*is not supported"):
+        wrapper.run(*b.run_arguments())
 
 
 def test_bad_runs_name_the_argument(device: str) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fi_core.registry import ops
+from fi_core.registry import load
 from fi_core.runtime import files
 from fi_core.runtime.build import sources
 from fi_core.runtime.dispatch import AUTO, Request, choose
@@ -110,6 +109,8 @@ def model_of(model: Any) -> Model:
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
         return Model.of_config(json.loads(files.content(path)))
+    import difflib
+
     close = difflib.get_close_matches(str(model), MODELS, 3, 0.4)
     hint = f"did you mean {' or '.join(close)}?" if close else f"names are {', '.join(MODELS)}"
     raise ValueError(f"model: a name, or a folder with config.json, is required; got {str(model)!r}; {hint}")
@@ -131,6 +132,11 @@ def specs_of_model(
         ValueError: an argument.
         UnsupportedError: no kernel of the backend serves the model.
     """
+    return list(_specs(model, target, kv_dtype, page_size, backend))
+
+
+def _specs(model: Any, target: Target, kv_dtype: Any, page_size: int, backend: str) -> Iterator[Spec]:
+    """`specs_of_model`, one after the other: the first compiles while the family of the next is imported."""
     of = model_of(model)
     one = {"dtype": of.dtype}
     attention = {
@@ -143,24 +149,22 @@ def specs_of_model(
         "page_size": page_size,
         "soft_cap": of.soft_cap,
     }
-    wanted: list[tuple[str, dict[str, Any]]] = [  # those that compile longest come first
-        ("batch_prefill", attention),
-        ("sample", one),
-        ("sample", {"dtype": "f32"}),
-        ("batch_decode", attention),
-        ("prefill_plan", {}),
-        ("decode_plan", {}),
-        *(("rmsnorm", {**one, "out": of.dtype, "residual": residual}) for residual in (False, True)),
-        ("rope", one),
-        ("act_and_mul", one),
-        ("append_paged_kv_cache", {}),
-        ("get_batch_indices_positions", {}),
+    wanted: list[tuple[str, str, dict[str, Any]]] = [  # those that compile longest come first
+        ("attention", "batch_prefill", attention),
+        ("sampling", "sample", one),
+        ("sampling", "sample", {"dtype": "f32"}),
+        ("attention", "batch_decode", attention),
+        ("attention", "prefill_plan", {}),
+        ("attention", "decode_plan", {}),
+        *(("norm", "rmsnorm", {**one, "out": of.dtype, "residual": residual}) for residual in (False, True)),
+        ("rope", "rope", one),
+        ("activation", "act_and_mul", one),
+        ("page", "append_paged_kv_cache", {}),
+        ("page", "get_batch_indices_positions", {}),
     ]
-    known = ops()
-    return [
-        choose(Request.of(known[name], target, values, backend if values is attention else AUTO)).spec
-        for name, values in wanted
-    ]
+    for family, name, values in wanted:
+        op = load(family)[name].op
+        yield choose(Request.of(op, target, values, backend if values is attention else AUTO)).spec
 
 
 def prepare(
@@ -195,6 +199,7 @@ def prepare(
         The number of files that were missing.
 
     Raises:
+        TypeError: what is none of these.
         ValueError: what, or an option of a model.
         UnsupportedError: no kernel of the backend serves the model.
         CompileError: the first unit that fails.
@@ -202,13 +207,21 @@ def prepare(
     """
     configured = any(hasattr(what, name) for name in ("num_attention_heads", "text_config"))  # and iterable, too
     if configured or isinstance(what, (str, Path, Mapping, Model)):
-        specs = specs_of_model(what, _target(device), kv_dtype=kv_dtype, page_size=page_size, backend=backend)
+        specs = _specs(what, _target(device), kv_dtype, page_size, backend)
     else:
-        specs = list(what)
-    artifacts = [artifact for spec in specs for artifact in sources.artifacts(spec)]
+        specs = _given(what)
+    artifacts = (a for spec in specs for a in reversed(sources.artifacts(spec)))  # device binaries take longest
     if wait or rebuild:
         return build_missing(artifacts, progress=progress, rebuild=rebuild)
     return start(artifacts)
+
+
+def _given(what: Any) -> Iterator[Spec]:
+    specs = list(what) if isinstance(what, Iterable) else [what]
+    for spec in specs:
+        if not isinstance(spec, Spec):
+            raise TypeError(f"what: a model's name, folder or configuration, or specs are required; got {spec!r}")
+    return iter(specs)
 
 
 def _target(device: Any) -> Target:

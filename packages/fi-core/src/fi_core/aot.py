@@ -69,7 +69,7 @@ def _compiled(wanted: Sequence[Artifact], progress: bool) -> Iterator[dict[Artif
         places = {artifact: Path(scratch) / compiler.key(artifact) for artifact in wanted}
         for place in places.values():
             place.mkdir()
-        run_all({a: functools.partial(compiler.compile_artifact, a, place) for a, place in places.items()}, progress)
+        run_all(((a, functools.partial(compiler.compile_artifact, a, place)) for a, place in places.items()), progress)
         yield {artifact: place / artifact.file for artifact, place in places.items()}
 
 

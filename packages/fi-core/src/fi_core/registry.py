@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 from typing import TYPE_CHECKING
@@ -27,12 +26,13 @@ _MODULES = {
 
 
 @functools.cache
-def load() -> dict[str, Operator]:
-    """Imports every family, which declares its ops (no torch, no device); returns their operators by name.
+def load(*families: str) -> dict[str, Operator]:
+    """Imports families, by default every one, which declares their ops (no torch, no device); returns the operators of
+    all that are imported, by name.
 
     A family is a folder of host entries in fi-kernels, so a new one needs no entry in a list.
     """
-    for folder in sorted(path.name for path in (sources.root() / "csrc").iterdir() if path.is_dir()):
+    for folder in families or sorted(path.name for path in (sources.root() / "csrc").iterdir() if path.is_dir()):
         for module in _MODULES.get(folder, (folder,)):
             importlib.import_module(f"fi_core.{module}")
     return operators()
@@ -42,6 +42,8 @@ def operator(name: str) -> Operator:
     """The operator of an op. Raises ValueError with the close names if there is none."""
     known = load()
     if name not in known:
+        import difflib
+
         close = difflib.get_close_matches(name, known, 3, 0.4)
         hint = f"did you mean {' or '.join(close)}?" if close else f"ops are {', '.join(sorted(known))}"
         raise ValueError(f"op: no op is named {name!r}; {hint}")

@@ -138,7 +138,10 @@ def _tma_unit(axes: Values) -> Unit:
     entries = [_tma_entry(axes, rows) for rows in ((8, Q_TILE) if fp4 else (Q_TILE,))]
     if dim <= 128 and not fp4:
         entries.append(_cluster_entry(types, dim, q_bytes, line, bool(entries[0].config.whole_rows)))
-    return with_tables(Unit("fi/attention/decode/batch_decode_sm90.cuh", "BatchDecodeParams", tuple(entries)), axes)
+    flags = ("--split-compile=4",) if len(entries) > 1 else ()  # the same machine code by several threads
+    return with_tables(
+        Unit("fi/attention/decode/batch_decode_sm90.cuh", "BatchDecodeParams", tuple(entries), flags=flags), axes
+    )
 
 
 def _tma_entry(axes: Values, rows: int) -> Entry:

@@ -150,7 +150,7 @@ BATCH_MLA = Op(
     axes={"q": ("f16", "bf16"), "kv": ("f16", "bf16", "e4m3")},
     config=MlaConfig,
     implementations=(
-        Implementation("cpu", ON_CPU, axes=_types, backends=("cpu", "fa2", "fa3")),
+        Implementation("cpu", ON_CPU, axes=_types, backends=("cpu", "fa2")),
         Implementation(
             "wgmma_sm90",
             (

@@ -299,6 +299,7 @@ class BatchMLAPagedAttentionWrapper(PlanState):
 
         Raises:
             RuntimeError: no plan.
+            UnsupportedError: the device lacks the kernels of the backend.
             ValueError: shape, dtype, device, stride or scale. Tables that lie: on the CPU; on CUDA with FI_CHECK=1 at
                 import, which synchronises.
         """

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -164,9 +164,13 @@ def built(artifact: Artifact) -> Found:
         return found
 
 
-def missing(artifacts: Iterable[Artifact]) -> list[Artifact]:
+def missing(artifacts: Iterable[Artifact]) -> Iterator[Artifact]:
     """The artifacts, each once, that no installed package and no store has."""
-    return [a for a in dict.fromkeys(artifacts) if (next(prebuilt(a), None) or where(a)) is None]
+    seen: set[Artifact] = set()
+    for artifact in artifacts:
+        if artifact not in seen and (next(prebuilt(artifact), None) or where(artifact)) is None:
+            yield artifact
+        seen.add(artifact)
 
 
 def start(artifacts: Iterable[Artifact]) -> int:
@@ -176,10 +180,11 @@ def start(artifacts: Iterable[Artifact]) -> int:
     """
     if env.jit == "off":
         return 0
-    wanted = missing(artifacts)
-    for artifact in wanted:
+    count = 0
+    for artifact in missing(artifacts):  # the first compiles while others are looked for
         pool().start(artifact, functools.partial(_compiled, artifact))
-    return len(wanted)
+        count += 1
+    return count
 
 
 @contextlib.contextmanager
@@ -226,20 +231,27 @@ def build_missing(artifacts: Iterable[Artifact], *, progress: bool | None = None
         CompileError: the first unit that fails.
         MissingKernelError: FI_JIT=off.
     """
-    wanted = list(dict.fromkeys(artifacts)) if rebuild else missing(artifacts)
-    if not wanted:
-        return 0
-    if env.jit == "off":
-        raise MissingKernelError.of(wanted[0])
+    wanted = dict.fromkeys(artifacts) if rebuild else missing(artifacts)
     begin = time.perf_counter()
-    build_all(wanted, sys.stderr.isatty() if progress is None else progress, rebuild=rebuild)
-    diagnose.logger().debug("prepared %d files in %.1f s", len(wanted), time.perf_counter() - begin)
-    return len(wanted)
+    count = build_all(_allowed(wanted), sys.stderr.isatty() if progress is None else progress, rebuild=rebuild)
+    if count:
+        diagnose.logger().debug("prepared %d files in %.1f s", count, time.perf_counter() - begin)
+    return count
 
 
-def build_all(artifacts: Sequence[Artifact], progress: bool, *, rebuild: bool = False) -> None:
-    """Compiles all in parallel and publishes each in the store. rebuild: also those that are there."""
-    run_all({a: functools.partial(_rebuilt if rebuild else _compiled, a) for a in artifacts}, progress)
+def _allowed(artifacts: Iterable[Artifact]) -> Iterator[Artifact]:
+    """The artifacts; raises MissingKernelError at the first if FI_JIT=off."""
+    for artifact in artifacts:
+        if env.jit == "off":
+            raise MissingKernelError.of(artifact)
+        yield artifact
+
+
+def build_all(artifacts: Iterable[Artifact], progress: bool, *, rebuild: bool = False) -> int:
+    """Compiles all in parallel and publishes each in the store; returns their number. rebuild: also those that are
+    there.
+    """
+    return run_all(((a, functools.partial(_rebuilt if rebuild else _compiled, a)) for a in artifacts), progress)
 
 
 def _rebuilt(artifact: Artifact) -> Found:
@@ -251,9 +263,12 @@ def _rebuilt(artifact: Artifact) -> Found:
     return Found(directory / artifact.file, "jit", store.digest(directory / artifact.file))
 
 
-def run_all(works: Mapping[Artifact, Callable[[], Any]], progress: bool) -> None:
-    """Runs the works on the pool, with a line for each that ends. Raises the first error, and drops what is left."""
-    futures = {pool().start(artifact, work): artifact for artifact, work in works.items()}
+def run_all(works: Iterable[tuple[Artifact, Callable[[], Any]]], progress: bool) -> int:
+    """Runs the works on the pool, the first while others are looked for, with a line for each that ends.
+
+    Raises the first error, and drops what is left. Returns the number of works.
+    """
+    futures = {pool().start(artifact, work): artifact for artifact, work in works}
     live = progress and sys.stderr.isatty()
     try:
         for count, future in enumerate(concurrent.futures.as_completed(futures), 1):
@@ -269,3 +284,4 @@ def run_all(works: Mapping[Artifact, Callable[[], Any]], progress: bool) -> None
     finally:
         if live:
             sys.stderr.write("\r\x1b[K")
+    return len(futures)

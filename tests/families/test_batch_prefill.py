@@ -343,15 +343,16 @@ def test_nothing(lens: list[tuple[int, int]], device: str) -> None:
         assert out.shape == (0, 4, 64) and lse.shape == (0, 4)
 
 
-def test_a_request_does_not_depend_on_its_batch(device: str) -> None:
+@pytest.mark.parametrize("window_left", [-1, 200])
+def test_a_request_does_not_depend_on_its_batch(window_left: int, device: str) -> None:
     """The same bits without split-KV: the tile height does not change results."""
     b = batch([(300, 900), (1, 77), (70, 70), (128, 2000)], heads=(8, 2), dims=(128, 128), device=device)
-    rows = list(b.qo_lens)
-    for w in planned(b, causal=True, disable_split_kv=True):
+    rows, options = list(b.qo_lens), {"causal": True, "window_left": window_left, "disable_split_kv": True}
+    for w in planned(b, **options):
         whole = w.run(b.q, b.cache).split(rows)
         for requests in ([3], [2, 0], [1, 2, 3, 0, 1]):
             part = b.only(requests)
-            w.plan(*part.paged_plan(), causal=True, disable_split_kv=True, **part.types())
+            w.plan(*part.paged_plan(), **options, **part.types())
             for got, request in zip(w.run(part.q, part.cache).split(list(part.qo_lens)), requests):
                 assert torch.equal(got, whole[request])
 

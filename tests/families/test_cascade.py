@@ -64,7 +64,7 @@ def test_merge_state_in_place(shape: tuple[int, ...], dtype: torch.dtype, device
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 7, 8, 33, 200])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 7, 8, 13, 16, 33, 200])
 def test_merge_states(count: int, dtype: torch.dtype, device: str) -> None:
     """Counts around the number of states that are summed at once."""
     for n, heads, d in ((3, 2, 128), (2, 3, 20), (1, 2, 7), (2, 1, 576), (1, 1, 4104), (0, 2, 8)):

@@ -19,13 +19,16 @@ if TYPE_CHECKING:
 
 class _MergeStateConfig(NamedTuple):
     vector: int  # elements
-    compact: int  # 1: rows without gaps, a power of 2 of vectors each
+    compact: int  # 1: rows without gaps, of at most 32 vectors and a power of 2 of them
 
 
 class _MergeStatesConfig(NamedTuple):
     vector: int  # elements
     states_in_flight: int
     few: int  # 1: states_in_flight are the most, and rows are a power of 2 of vectors
+
+
+_THREADS = 256  # of a CTA
 
 
 def _merge_state_unit(axes: Values) -> Unit:
@@ -37,8 +40,8 @@ def _merge_state_unit(axes: Values) -> Unit:
         tuple(
             Entry(
                 f"merge_state_{vec}_wide{'_compact' * compact}",
-                f"merge_state{'_compact' * compact}<{dtype.device}, {vec}>",
-                256,
+                f"merge_state{'_compact' * compact}<{dtype.device}, {vec}{f', {_THREADS}' * compact}>",
+                _THREADS,
                 _MergeStateConfig(vec, compact),
             )
             for vec, compact in ((16 // dtype.bytes, 1), (16 // dtype.bytes, 0), (1, 0))
@@ -62,6 +65,7 @@ def _merge_states_unit(axes: Values) -> Unit:
             for vec, count, few in (
                 (16 // dtype.bytes, 4, 1),
                 (16 // dtype.bytes, 8, 1),
+                (16 // dtype.bytes, 16, 1),
                 (16 // dtype.bytes, 4, 0),
                 (1, 4, 0),
             )

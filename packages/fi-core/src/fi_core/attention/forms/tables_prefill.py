@@ -91,7 +91,7 @@ def attend_once(
         schedule, batch_size, tile_tokens, qo_indptr, kv_indptr, None, kv_len, page_size=page_size,
         qo_len=0 if qo_indptr is not None else rows, pages_per_request=pages_per_request, causal=causal,
         window_left=window_left, num_kv_heads=kv_heads,
-        short_tile_tokens=ops.short_tile_tokens(choice, heads, kv_heads),
+        short_tile_tokens=ops.short_tile_tokens(choice, heads, kv_heads, window_left),
     )  # fmt: skip
     ops.batch_prefill(
         out, lse, schedule, q, k, v, layout, batch_size, tile_tokens, page_indices, causal=causal,

@@ -291,9 +291,14 @@ def q_tile_rows(choice: Choice) -> int:
     return choice.entries[0].config.rows_per_cta if choice.implementation == "wgmma_sm90" else Q_TILE
 
 
-def short_tile_tokens(choice: Choice, num_qo_heads: int, num_kv_heads: int) -> int:
-    """Query tokens of the shorter work tiles that `plan` may choose instead; 0 if the kernel has none."""
-    return q_tile_tokens(num_qo_heads, num_kv_heads) if q_tile_rows(choice) > Q_TILE and _splits_kv(choice) else 0
+def short_tile_tokens(choice: Choice, num_qo_heads: int, num_kv_heads: int, window_left: int = -1) -> int:
+    """Query tokens of the shorter work tiles that `plan` may choose instead; 0 if the kernel has none.
+
+    With a window there are none: KV tiles then begin at the window of a work tile, so the height would change results.
+    """
+    if window_left >= 0 or q_tile_rows(choice) <= Q_TILE or not _splits_kv(choice):
+        return 0
+    return q_tile_tokens(num_qo_heads, num_kv_heads)
 
 
 def _splits_kv(choice: Choice) -> bool:

@@ -290,8 +290,7 @@ class BatchPrefillPlan(BatchWrapper):
         partials = None if disable_split_kv else self._partials
         max_partials = 0 if partials is None else ops.max_partials(choice, len(partials), head_dim_vo)
         self._splits_kv = max_partials > 0
-        rows = self._qo_indptr_last or 0
-        words = ops.schedule_words(batch, rows, self._q_tile_tokens)
+        words = ops.schedule_words(batch, rows := self._qo_indptr_last or 0, self._q_tile_tokens)
         if words > self._schedule.numel():
             raise ValueError(f"int_workspace_buffer: {4 * words} bytes are required; got {4 * self._schedule.numel()}")
         self._kv_tokens = (self._kv_indptr_last or 0) * page_size
@@ -302,7 +301,8 @@ class BatchPrefillPlan(BatchWrapper):
         ops.plan(
             self._schedule, batch, self._q_tile_tokens, qo_indptr, kv_indptr, last_page_len, kv_lens,
             page_size=page_size, causal=causal, window_left=window_left, num_kv_heads=num_kv_heads,
-            short_tile_tokens=ops.short_tile_tokens(choice, num_qo_heads, num_kv_heads), max_partials=max_partials,
+            short_tile_tokens=ops.short_tile_tokens(choice, num_qo_heads, num_kv_heads, window_left),
+            max_partials=max_partials,
         )  # fmt: skip
         if self._cudnn is not None:
             most_q, most_kv = self._most

@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kStreamedBytes = 200 << 20;  // of both states, up to which L2 gives them up first
 
 // Whether rows of v lie one behind another, and s likewise.
-bool is_dense(const MergeStateParams& p, const AttentionState& x) {
+bool is_dense(const MergeStateParams& p, const StateStrides& x) {
   const int64_t heads = p.heads.value;
   return x.v_head == p.d && x.v_row == heads * p.d && x.s_head == 1 && x.s_row == heads;
 }
@@ -30,9 +30,11 @@ void launch(const Kernel& kernel, MergeStateParams& p, int64_t vector, int64_t b
     const RowTile tile(p.d / vec, entry.threads);
     p.lanes = divisor(static_cast<uint32_t>(tile.lanes));
     p.rows_per_cta = static_cast<int32_t>(tile.rows);
-    const bool whole =
-        tile.lanes * vec == p.d && (tile.lanes & (tile.lanes - 1)) == 0 && p.rows < (1 << 30) / tile.lanes;
-    if (compact && !(whole && !p.mask && is_dense(p, p.out) && is_dense(p, p.a) && is_dense(p, p.b))) continue;
+    const bool whole = tile.lanes * vec == p.d && tile.lanes <= 32 && (tile.lanes & (tile.lanes - 1)) == 0 &&
+                       p.rows < (1 << 30) / tile.lanes;
+    const bool dense = is_dense(p, p.out_strides) && is_dense(p, p.a_strides) && is_dense(p, p.b_strides);
+    if (compact && !(whole && dense && !p.mask)) continue;
+    if (whole) p.vectors = static_cast<uint32_t>(p.rows * tile.lanes);
     Launch config{(p.rows + tile.rows - 1) / tile.rows};
     config.threads = tile.threads;
     config.pdl = kernel.pdl(-1);
@@ -41,34 +43,33 @@ void launch(const Kernel& kernel, MergeStateParams& p, int64_t vector, int64_t b
   raise("RuntimeError", "no entry for d = %d", p.d);
 }
 #else
-const char* values(const AttentionState& state, int64_t n, int64_t head, int64_t bytes) {
-  return static_cast<const char*>(state.v) + (n * state.v_row + head * state.v_head) * bytes;
+const char* values(const AttentionState& state, const StateStrides& of, int64_t n, int64_t head, int64_t bytes) {
+  return static_cast<const char*>(state.v) + (n * of.v_row + head * of.v_head) * bytes;
 }
 
-float* lse(const AttentionState& state, int64_t n, int64_t head) {
-  return state.s + n * state.s_row + head * state.s_head;
+float* lse(const AttentionState& state, const StateStrides& of, int64_t n, int64_t head) {
+  return state.s + n * of.s_row + head * of.s_head;
 }
 
 void run_cpu(const MergeStateParams& p, DType dtype) {
   const cpu::LoadRow load = cpu::row_loader(dtype);
   const cpu::StoreRow store = cpu::row_storer(dtype);
   const AttentionState states[] = {p.a, p.b};
+  const StateStrides strides[] = {p.a_strides, p.b_strides};
   const int64_t heads = p.heads.value;
   cpu::for_rows(p.rows, 2 * int64_t{p.d}, 2 * int64_t{p.d}, [&](int64_t index, float* sum) {
     const int64_t n = index / heads, head = index % heads;
     if (p.mask && !p.mask[n]) return;
     const float merged = cpu::merge_states(
-        2, [&](int64_t i) { return *lse(states[i], n, head); },
-        [&](int64_t i) { return values(states[i], n, head, dtype.bytes()); }, load, sum, sum + p.d, p.d);
-    store(sum, const_cast<char*>(values(p.out, n, head, dtype.bytes())), p.d);
-    *lse(p.out, n, head) = merged;
+        2, [&](int64_t i) { return *lse(states[i], strides[i], n, head); },
+        [&](int64_t i) { return values(states[i], strides[i], n, head, dtype.bytes()); }, load, sum, sum + p.d, p.d);
+    store(sum, const_cast<char*>(values(p.out, p.out_strides, n, head, dtype.bytes())), p.d);
+    *lse(p.out, p.out_strides, n, head) = merged;
   });
 }
 #endif
 
-AttentionState state(Tensor v, Tensor s) {
-  return {v.data(), s.data<float>(), v.stride(0), v.stride(1), s.stride(0), s.stride(1)};
-}
+StateStrides strides_of(Tensor v, Tensor s) { return {v.stride(0), v.stride(1), s.stride(0), s.stride(1)}; }
 
 void merge_state(const Kernel& kernel, const MergeStateArgs& a) {
   // 1 check
@@ -90,9 +91,12 @@ void merge_state(const Kernel& kernel, const MergeStateArgs& a) {
 
   // 2 shape
   MergeStateParams p{};
-  p.out = state(a.v, a.s);
-  p.a = state(first, first_lse);
-  p.b = state(second, second_lse);
+  p.a = {first.data(), first_lse.data<float>()};
+  p.b = {second.data(), second_lse.data<float>()};
+  p.out = {a.v.data(), a.s.data<float>()};
+  p.a_strides = strides_of(first, first_lse);
+  p.b_strides = strides_of(second, second_lse);
+  p.out_strides = strides_of(a.v, a.s);
   p.mask = a.mask ? a.mask.data<const uint8_t>() : nullptr;
   p.rows = n * heads;
   p.d = static_cast<int32_t>(d);

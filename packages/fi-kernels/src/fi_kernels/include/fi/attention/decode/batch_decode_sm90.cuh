@@ -49,7 +49,7 @@ struct DecodeTmaKernel {
     Q queries[kWorkStages][kRows][Tile::kPitch];
     float2 states[kWarps][kRows];
     DecodeWorkTile work_tiles[kWorkStages];
-    // K arrives before V; the stages of both are freed together. Of NVFP4 the first and the second half of the keys.
+    // K arrives before V; the stages of both are freed together. NVFP4 has no use for it: K and V arrive at once.
     Barrier k_full[kStages];
     Pipeline<kStages> kv_pipeline;  // full: V has arrived
     Pipeline<kWorkStages> work_pipeline;
@@ -149,7 +149,8 @@ struct DecodeTmaKernel {
     look_up(b, 1, b.next_page, b.next_v_page, b.next_slot, ranges.values);
   }
 
-  // By one warp for the keys and one for the values and the queries; of NVFP4 each loads half of the boxes, both parts.
+  // By one warp for the keys and one for the values and the queries; of NVFP4 each loads every second stage, keys and
+  // values.
   FI_DEVICE void produce(bool values, DecodeTileScheduler& scheduler) const {
     const uint64_t policy = scheduler.header.cost < params.evict_first_tiles ? kEvictFirst : kEvictNormal;
     Boxes now, then;
@@ -160,13 +161,14 @@ struct DecodeTmaKernel {
     const int stages = scheduler.header.cost < params.num_ctas * kShortRange ? kStages : in_flight;
     if (lane == 0 && values) shared.stages = stages;
     DynamicRanges ranges{values, false, 0, -1};
+    unsigned turn = 0;  // counts stages of all work tiles
 #pragma unroll 1
     for (int count = -1;; ++count) {
       now = then;
       if (now.s.q_tile < 0) break;
       // The next work tile is looked up once the first keys are loading, the next range near the end of this one.
       bool looked_up = false;
-      load_keys(now, values, policy, stages, at, [&](int keys_left) {
+      load_keys(now, values, policy, stages, at, turn, [&](int keys_left) {
         if (looked_up) return;
         if (scheduler.done() && keys_left > kLookAhead * kKeys) {
           if (keys_left <= 2 * kLookAhead * kKeys) request_range(scheduler, ranges);
@@ -204,22 +206,26 @@ struct DecodeTmaKernel {
 
   // Loads the keys of a work tile. Calls `then` with the number of keys left after each stage; once if there are none.
   template <class Then>
-  FI_DEVICE void load_keys(Boxes& b, bool values, uint64_t policy, int stages, PipelineState& at, Then&& then) const {
+  FI_DEVICE void load_keys(Boxes& b, bool values, uint64_t policy, int stages, PipelineState& at, unsigned& turn,
+                           Then&& then) const {
     const int shift = params.box_keys_log2, boxes = kKeys >> shift, head = params.kv_head(b.s.q_tile);
     const TensorMap& map = values && !kFp4 ? params.v_map : params.k_map;
     constexpr int kStageBytes = kFp4 ? 2 * KvTile::kBytes : KvTile::kBytes;
     char* const ring = shared.kv[values && !kFp4][0];
-    Barrier* const full = values ? shared.kv_pipeline.full : shared.k_full;
+    Barrier* const full = values || kFp4 ? shared.kv_pipeline.full : shared.k_full;
     int first_box = 0;  // of the stage, in the segment
 #pragma unroll 1
     for (int key = b.s.begin * kDecodeKvTile; key < b.high || first_box == 0; key += kKeys, first_box += boxes) {
       if (key < b.high) {
-        shared.kv_pipeline.acquire(at);
-        int to = (min(b.high - key, kKeys) + (1 << shift) - 1) >> shift;
-        if (kFp4 && !values) to = min(to, boxes / 2);
+        const bool mine = !kFp4 || (turn++ & 1) == static_cast<unsigned>(values);
+        int to = 0;
+        if (mine) {
+          shared.kv_pipeline.acquire(at);
+          to = (min(b.high - key, kKeys) + (1 << shift) - 1) >> shift;
+        }
         // A stage smaller than a KV tile may end before low.
-        const int from = min(max(max(b.low - key, 0) >> shift, kFp4 && values ? boxes / 2 : 0), to);
-        if (lane == 0) full[at.stage].arrive_expect((to - from) * ((kFp4 ? 2 : 1) * kKeyBytes << shift));
+        const int from = min(max(b.low - key, 0) >> shift, to);
+        if (mine && lane == 0) full[at.stage].arrive_expect((to - from) * ((kFp4 ? 2 : 1) * kKeyBytes << shift));
         __syncwarp();
 #pragma unroll 1
         for (int done = 0; done < boxes;) {
@@ -303,7 +309,6 @@ struct DecodeTmaKernel {
           copy_four_scales<kDim>(shared.v_scales(at.stage) + row * kDim / 16, v_from[i], scales.v_token, dense,
                                  from - j, to - j);
         }
-        shared.k_full[at.stage].arrive_copies();
         shared.kv_pipeline.commit_copies(at.stage);
         at.advance(stages);
       }
@@ -341,8 +346,10 @@ struct DecodeTmaKernel {
       for (; tile_key < to; tile_key += kGroups * kKeys) {
         const int key = tile_key + slice;
         const PipelineState at{stage, static_cast<int>(pass & 1)};
-        shared.k_full[stage].wait(at.phase);
-        if constexpr (kFp4) shared.kv_pipeline.wait(at);
+        if constexpr (kFp4)
+          shared.kv_pipeline.wait(at);
+        else
+          shared.k_full[stage].wait(at.phase);
         const auto values = [&] {
           if constexpr (!kFp4) shared.kv_pipeline.wait(at);
         };

@@ -101,8 +101,10 @@ struct DecodeClusterKernel {
         const KV* v = static_cast<const KV*>(params.problem.v) + __shfl_sync(~0u, rows.v, key);
         const bool inside = at + key >= b.low && at + key < b.kv_len;
         const unsigned to = KvTile{4}.offset(key, chunk);
-        cp_async_16(ring.k[stage] + to, reinterpret_cast<const char*>(k) + chunk * 16, inside);
-        cp_async_16(ring.v[stage] + to, reinterpret_cast<const char*>(v) + chunk * 16, inside);
+        cp_async_16_hinted(static_cast<unsigned>(__cvta_generic_to_shared(ring.k[stage] + to)),
+                           reinterpret_cast<const char*>(k) + chunk * 16, inside, kEvictFirst);
+        cp_async_16_hinted(static_cast<unsigned>(__cvta_generic_to_shared(ring.v[stage] + to)),
+                           reinterpret_cast<const char*>(v) + chunk * 16, inside, kEvictFirst);
       }
     }
     cp_async_commit();

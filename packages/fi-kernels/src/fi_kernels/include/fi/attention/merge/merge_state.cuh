@@ -29,24 +29,19 @@ struct StatePair {
   }
 };
 
-// Of states without gaps, without a mask, whose rows are a power of 2 of vectors and lie within a CTA. Few
-// instructions: they come from memory where merges alternate with large kernels. H200, L2 flushed, 64 x 32 x 128 bf16:
-// 6.5 us with divisions and two rows a thread, 6.1 so.
-template <class T, int kVec>
+// Of states without gaps, without a mask, whose rows are a power of 2 of vectors and lie within a warp. Few
+// instructions and parameters: they come from memory where merges alternate with large kernels. H200, L2 flushed, 64 x
+// 32 x 128 bf16: 6.5 us with divisions and two rows a thread, 6.1 so.
+template <class T, int kVec, int kThreads>
 FI_DEVICE void merge_state_compact(const MergeStateParams& p) {
-  const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x, row = i >> p.lanes.shift;
+  const uint32_t i = blockIdx.x * kThreads + threadIdx.x, row = i >> p.lanes.shift;
   const T *a = static_cast<const T*>(p.a.v) + int64_t{i} * kVec, *b = static_cast<const T*>(p.b.v) + int64_t{i} * kVec;
-  const bool live = row < p.rows;
-  float s_a = 0.f, s_b = 0.f;
-  Vec<T, kVec> x, y;
   pdl_wait();
-  if (live) {
-    s_a = p.a.s[row], s_b = p.b.s[row];
-    x = load_streamed<T, kVec>(a, p.again), y = load_streamed<T, kVec>(b, p.again);
-  }
-  if (p.out.s == p.a.s) __syncthreads();  // other threads read s of the same row
+  if (i >= p.vectors) return;
+  const float s_a = p.a.s[row], s_b = p.b.s[row];
+  const Vec<T, kVec> x = load_streamed<T, kVec>(a, p.again), y = load_streamed<T, kVec>(b, p.again);
+  __syncwarp();  // all threads of a row have read s, which may be that of the output
   pdl_launch_dependents();
-  if (!live) return;
   const StatePair pair(s_a, s_b);
   store(static_cast<T*>(p.out.v) + int64_t{i} * kVec, pair.merge(x, y));
   if ((i & (p.lanes.value - 1)) == 0) p.out.s[row] = pair.lse;
@@ -59,17 +54,17 @@ FI_DEVICE void merge_state(const MergeStateParams& p) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * p.rows_per_cta + place;
   const uint32_t n = divide(static_cast<uint32_t>(row), p.heads), head = static_cast<uint32_t>(row) - n * p.heads.value;
   const int64_t first = int64_t{lane} * kVec, step = int64_t{p.lanes.value} * kVec;
-  const T* a = static_cast<const T*>(p.a.v) + n * p.a.v_row + head * p.a.v_head;
-  const T* b = static_cast<const T*>(p.b.v) + n * p.b.v_row + head * p.b.v_head;
-  T* out = static_cast<T*>(p.out.v) + n * p.out.v_row + head * p.out.v_head;
+  const T* a = static_cast<const T*>(p.a.v) + n * p.a_strides.v_row + head * p.a_strides.v_head;
+  const T* b = static_cast<const T*>(p.b.v) + n * p.b_strides.v_row + head * p.b_strides.v_head;
+  T* out = static_cast<T*>(p.out.v) + n * p.out_strides.v_row + head * p.out_strides.v_head;
   bool live = place < static_cast<uint32_t>(p.rows_per_cta) && row < p.rows;
   pdl_wait();
   if (p.mask && live) live = p.mask[n] != 0;
   float s_a = 0.f, s_b = 0.f;
   Vec<T, kVec> x, y;
   if (live) {
-    s_a = p.a.s[n * p.a.s_row + head * p.a.s_head];
-    s_b = p.b.s[n * p.b.s_row + head * p.b.s_head];
+    s_a = p.a.s[n * p.a_strides.s_row + head * p.a_strides.s_head];
+    s_b = p.b.s[n * p.b_strides.s_row + head * p.b_strides.s_head];
     x = load_streamed<T, kVec>(a + first, p.again), y = load_streamed<T, kVec>(b + first, p.again);
   }
   if (p.out.s == p.a.s) __syncthreads();
@@ -79,7 +74,7 @@ FI_DEVICE void merge_state(const MergeStateParams& p) {
   store(out + first, pair.merge(x, y));
   for (int64_t at = first + step; at < p.d; at += step)  // a row of more vectors than a CTA has threads
     store(out + at, pair.merge(load<T, kVec>(a + at), load<T, kVec>(b + at)));
-  if (lane == 0) p.out.s[n * p.out.s_row + head * p.out.s_head] = pair.lse;
+  if (lane == 0) p.out.s[n * p.out_strides.s_row + head * p.out_strides.s_head] = pair.lse;
 }
 
 }  // namespace fi

@@ -35,6 +35,7 @@ struct BatchPrefillParams {
   float* partials;  // split-KV partials: [split tiles][max_splits][consumer warpgroups][kPartialFloat4s * 4]
   int64_t out_token, out_head;
   Divisor group_size, page_size;
+  Divisor key_step;  // where a window begins, KV tiles begin at a multiple of it
   int32_t qo_heads, kv_heads;
   int32_t l2_kv_heads;  // kv heads whose keys and values fit into L2: the scheduler processes this many heads at a time
   int32_t tile_tokens;  // query tokens of a work tile, which has tile_tokens * group_size rows

@@ -92,11 +92,11 @@ struct PrefillFp8Kernel {
     unsigned step = 0;  // counts KV tiles of all work tiles
     producers.for_each_tile([&](const Tile& tile) {
       if (tile.count == 0) return;
-      int2 next = producers.locate(tile, (tile.begin + tile.count - 1) * kKeys + lane * p.box_keys, false);
+      int2 next = producers.locate(tile, tile.key(tile.begin + tile.count - 1) + lane * p.box_keys, false);
       for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j, ++step) {
         const int2 now = next;
         if (j > tile.begin)
-          next = producers.locate(tile, (j - 1) * kKeys + lane * p.box_keys, false);  // loads while stages are acquired
+          next = producers.locate(tile, tile.key(j - 1) + lane * p.box_keys, false);  // loads while stages are acquired
         const auto k = PipelineState::producer_at<kKeyStages>(step);
         const auto v = PipelineState::producer_at<kValueStages>(step);
         shared.k_pipeline.acquire(k);
@@ -114,7 +114,7 @@ struct PrefillFp8Kernel {
     if (lane == 0) full.arrive_expect(kKeys * kPadded);
     __syncwarp();
     for (int b = lane; b < boxes; b += 32) {
-      if (b >= 32 || (kSplitTables && values)) now = producers.locate(tile, j * kKeys + b * p.box_keys, values);
+      if (b >= 32 || (kSplitTables && values)) now = producers.locate(tile, tile.key(j) + b * p.box_keys, values);
       tma_load_tile<kPadded>(to + b * p.box_keys * 128, kKeys * 128, from, full, 0, now.x, tile.kv_head, now.y);
     }
     __syncwarp();
@@ -153,7 +153,7 @@ struct PrefillFp8Kernel {
         const auto to = PipelineState::producer_at<kColumnStages>(step);
         shared.v_pipeline.wait(from);
         shared.column_pipeline.acquire(to);
-        const int keys = tile.request.kv_len - j * kKeys;
+        const int keys = tile.request.kv_len - tile.key(j);
         if (keys < kKeys)
           transpose<true>(shared.v[from.stage], shared.columns[to.stage], keys, part);
         else
@@ -223,8 +223,9 @@ struct PrefillFp8Kernel {
       const auto q_at = PipelineState::consumer_at<kQueryStages>(use);
       const uint64_t q = wgmma_uniform(wgmma_operand(shared.q[q_at.stage] + group * 64 * 128, 1024));
       // KV tiles without a masked key: below the first row's end, at or above the last row's beginning.
-      const int clear_end = uniform(tile.mask.end_key(tile.token) / kKeys);
-      const int clear_begin = uniform((tile.mask.first_key(tile.token + tile.tokens - 1) + kKeys - 1) / kKeys);
+      const int clear_end = uniform((tile.mask.end_key(tile.token) - tile.origin) / kKeys);
+      const int clear_begin =
+          uniform((tile.mask.first_key(tile.token + tile.tokens - 1) - tile.origin + kKeys - 1) / kKeys);
       const int begin = uniform(tile.begin), end = begin + uniform(tile.count);
       float scale[2], row_max[2] = {kMinusInf, kMinusInf}, row_sum[2] = {0.f, 0.f}, alpha[2];
 #pragma unroll
@@ -250,7 +251,7 @@ struct PrefillFp8Kernel {
           for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * scale[i / 2 % 2]);
         }
         if (j < clear_begin || j >= clear_end)
-          apply_mask(p, s, shared.work[work_at.stage], row, j * kKeys + lane % 4 * 2);
+          apply_mask(p, s, shared.work[work_at.stage], row, j * kKeys + lane % 4 * 2, p.window_left >= 0, true);
         online_softmax(s, {kCapped ? p.soft_cap : scale[0], kCapped ? p.soft_cap : scale[1]}, kOffset, {false, false},
                        row_max, row_sum, alpha);
         pack(s, weights);

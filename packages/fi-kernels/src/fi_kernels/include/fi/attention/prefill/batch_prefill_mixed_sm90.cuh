@@ -45,7 +45,7 @@ struct PrefillMixedKernel {
         produce<kDimQK>(producers, p.k, p.k_rows, shared.k, shared.k_pipeline, false);
       else if (warp == 1)
         produce<kDimVO>(producers, p.v, p.v_rows, shared.v, shared.v_pipeline, true);
-      else if (warp == 2 && threadIdx.x % 32 == 0)
+      else if (warp == 2)
         producers.produce_queries();
       else if (warp == 3)
         producers.template schedule<false>();

@@ -84,7 +84,7 @@ struct PrefillKernel {
           producers.template schedule<true>();
       } else if (warp < 2)
         produce(producers, warp == 0);
-      else if (warp == 2 && threadIdx.x % 32 == 0)
+      else if (warp == 2)
         producers.produce_queries();
       else if (warp == 3)
         producers.template schedule<false>();
@@ -173,11 +173,11 @@ struct PrefillKernel {
       const bool any = first_token < tile.tokens;
       const int last_token = min(static_cast<int>(divide(group * 64 + 63, p.group_size)), tile.tokens - 1);
       const int end_key = any ? tile.mask.end_key(tile.token + last_token) : 0;
-      const int seen_end = uniform((end_key + kKeys - 1) / kKeys);
-      const int seen_begin = uniform(tile.mask.first_key(tile.token + first_token) / kKeys);
-      const int clear_end = uniform(tile.mask.end_key(tile.token + first_token) / kKeys);
-      const int clear_begin = uniform((tile.mask.first_key(tile.token + last_token) + kKeys - 1) / kKeys);
-      const bool half = uniform(end_key - (seen_end - 1) * kKeys) <= kHalf;
+      const int seen_end = uniform((end_key - tile.origin + kKeys - 1) / kKeys);
+      const int seen_begin = uniform((tile.mask.first_key(tile.token + first_token) - tile.origin) / kKeys);
+      const int clear_end = uniform((tile.mask.end_key(tile.token + first_token) - tile.origin) / kKeys);
+      const int clear_begin = uniform((tile.mask.first_key(tile.token + last_token) - tile.origin + kKeys - 1) / kKeys);
+      const bool half = uniform(end_key - tile.key(seen_end - 1)) <= kHalf;
       constexpr float first_max = Variant::kSoftmax ? kMinusInf : 0.f;
       float row_max[2] = {first_max, first_max}, row_sum[2] = {0.f, 0.f};
       float scales[2] = {};
@@ -199,7 +199,8 @@ struct PrefillKernel {
                         j,
                         group,
                         row,
-                        j < clear_begin || j >= clear_end,
+                        j < clear_begin,
+                        j >= clear_end,
                         j == begin ? q_at.stage : -1,
                         {scales[0], scales[1]}};
         if (j >= seen_end || j < seen_begin) {
@@ -240,9 +241,9 @@ struct PrefillKernel {
     uint64_t q, k, v;
     PipelineState at;
     int work, tile, group, row;
-    bool masked;
-    int last_of;     // the stage of Q if this is the last KV tile of the work tile, else -1
-    float scale[2];  // of the rows, if kMixed
+    bool masked_left, masked_right;  // whether a window, or the end of the visible keys, begins in the tile
+    int last_of;                     // the stage of Q if this is the last KV tile of the work tile, else -1
+    float scale[2];                  // of the rows, if kMixed
   };
 
   // No row of the warpgroup attends to the KV tile. values_running, here and below: whether P V of the last one runs.
@@ -316,15 +317,18 @@ struct PrefillKernel {
       for (int i = 0; i < kScores; ++i) s[i] = CudaMath::tanh(s[i] * score_scale(step, i / 2 % 2));
     }
     if constexpr (Variant::kCustom)
-      score_by_variant(p, *arguments, shared.work[step.work], step.row, step.group, step.tile * kKeys, step.masked, s);
-    else if (step.masked)
-      apply_mask(p, s, shared.work[step.work], step.row, step.tile * kKeys + static_cast<int>(threadIdx.x) % 4 * 2);
+      score_by_variant(p, *arguments, shared.work[step.work], step.row, step.group, step.tile * kKeys,
+                       step.masked_left || step.masked_right, s);
+    else if (step.masked_left || step.masked_right)
+      apply_mask(p, s, shared.work[step.work], step.row, step.tile * kKeys + static_cast<int>(threadIdx.x) % 4 * 2,
+                 step.masked_left, step.masked_right);
   }
 
   template <int kCount>
   FI_DEVICE void add_values(const Step& step, const unsigned (&weights)[kCount / 16][4], float (&o)[kDimVO / 2]) const {
-    if (step.masked && !p.gathered) {  // rows beyond the last key may be NaN
-      const int keys = uniform(shared.work[step.work].request.kv_len - step.tile * kKeys);
+    if (step.masked_right && !p.gathered) {  // rows beyond the last key may be NaN
+      const WorkTile& work = shared.work[step.work];
+      const int keys = uniform(work.request.kv_len - work.origin - step.tile * kKeys);
       if (keys < kCount) clear(shared.v[step.at.stage], keys, kCount, 1 + step.group);
     }
     wgmma_registers<T>(o, weights, step.v, 2 * kValueGroup, true);

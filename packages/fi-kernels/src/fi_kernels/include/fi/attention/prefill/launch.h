@@ -86,6 +86,7 @@ inline BatchPrefillParams hopper_params(const Kernel& kernel, const PrefillProbl
   h.out_head = p.out_head;
   h.group_size = divisor(static_cast<uint32_t>(p.group_size));
   h.page_size = problem.page_size;
+  h.key_step = divisor(static_cast<uint32_t>(problem.page_indices ? box : 8));
   h.qo_heads = p.qo_heads;
   h.kv_heads = p.kv_heads;
   const int64_t bytes_per_head = std::max<int64_t>(kv_tokens, 1) * (p.head_dim_qk + p.head_dim_vo) * bytes;

@@ -8,22 +8,28 @@
 
 namespace fi {
 
-// Sets scores of masked keys to -inf; `column` is the key of the thread's first score.
+// Sets scores of masked keys to -inf; `column` is the key of the thread's first score, counted from work.origin. left,
+// right: whether keys before a window, and keys behind the last visible one, are among them.
 template <int kScores>
-FI_DEVICE void apply_mask(const BatchPrefillParams& p, float (&s)[kScores], const WorkTile& work, int row, int column) {
+FI_DEVICE void apply_mask(const BatchPrefillParams& p, float (&s)[kScores], const WorkTile& work, int row, int column,
+                          bool left, bool right) {
   const Mask mask = Mask::of_range(p.causal, p.window_left, work.request.qo_len, work.request.kv_len);
+  column += work.origin;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int token = work.token + static_cast<int>(divide(row + 8 * h, p.group_size));
-    const int end = mask.end_key(token) - column;
+    if (right) {
+      const int end = mask.end_key(token) - column;
 #pragma unroll
-    for (int i = 2 * h; i < kScores; i += i % 2 == 0 ? 1 : 3)
-      if (i / 4 * 8 + i % 2 >= end) s[i] = kMinusInf;
-    if (p.window_left < 0) continue;
-    const int first = mask.first_key(token) - column;
+      for (int i = 2 * h; i < kScores; i += i % 2 == 0 ? 1 : 3)
+        if (i / 4 * 8 + i % 2 >= end) s[i] = kMinusInf;
+    }
+    if (left) {
+      const int first = mask.first_key(token) - column;
 #pragma unroll
-    for (int i = 2 * h; i < kScores; i += i % 2 == 0 ? 1 : 3)
-      if (i / 4 * 8 + i % 2 < first) s[i] = kMinusInf;
+      for (int i = 2 * h; i < kScores; i += i % 2 == 0 ? 1 : 3)
+        if (i / 4 * 8 + i % 2 < first) s[i] = kMinusInf;
+    }
   }
 }
 

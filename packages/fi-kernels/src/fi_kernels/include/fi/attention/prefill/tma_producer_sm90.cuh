@@ -27,10 +27,12 @@ struct RequestNumber<false> {
 };
 
 // The work tile of a CTA: query tokens [token, token + tokens) of a request and one kv head, split split_idx of
-// num_splits of its KV tiles. split_tile is its number among the tiles that are split. tokens 0: the schedule is empty.
+// num_splits of its KV tiles. split_tile is its number among the tiles that are split. KV tile j begins with key
+// origin + j * kKeys: near the window, not at a multiple of kKeys, so that tiles are few. tokens 0: the schedule is
+// empty.
 struct WorkTile {
   PrefillRequest request;
-  int32_t kv_head, token, tokens, split_idx, num_splits, split_tile;
+  int32_t kv_head, token, tokens, split_idx, num_splits, split_tile, origin;
   RequestNumber<Variant::kCustom> number;
 };
 
@@ -49,14 +51,15 @@ struct PrefillProducers {
 
     FI_DEVICE Tile(const BatchPrefillParams& p, const WorkTile& work) : WorkTile(work) {
       mask = Mask::of_range(p.causal, p.window_left, request.qo_len, request.kv_len);
-      begin = mask.first_key(token) / kKeys;
-      count = (mask.end_key(token + tokens - 1) + kKeys - 1) / kKeys - begin;
+      begin = 0;
+      count = (mask.end_key(token + tokens - 1) - origin + kKeys - 1) / kKeys;
       if (num_splits > 1) {
         const int before = count * split_idx / num_splits;
         begin += before;
         count = count * (split_idx + 1) / num_splits - before;
       }
     }
+    FI_DEVICE int key(int j) const { return origin + j * kKeys; }
   };
 
   const BatchPrefillParams& p;
@@ -66,14 +69,16 @@ struct PrefillProducers {
   FI_DEVICE WorkTile work(int index, const PrefillHeader& plan) const {
     const int after = index - plan.first_split, max_splits = after < 0 ? 1 : plan.max_splits;
     const int unsplit = max_splits > 1 ? plan.first_split + after / max_splits : index;
-    if (unsplit >= plan.num_tiles * p.kv_heads) return {{0, 0, 0, 0}, 0, 0, 0, 0, 1, 0};
+    if (unsplit >= plan.num_tiles * p.kv_heads) return {{0, 0, 0, 0}, 0, 0, 0, 0, 1, 0, 0};
     const int section = unsplit / (plan.num_tiles * p.l2_kv_heads),
               in_section = unsplit - section * plan.num_tiles * p.l2_kv_heads;
     const int heads = min(p.l2_kv_heads, p.kv_heads - section * p.l2_kv_heads), q_tile = in_section / heads;
     const PrefillWorkTile found = p.schedule.tiles[q_tile];
     const PrefillRequest request = p.schedule.requests[found.request];
     const int token = found.q_tile * plan.tile_tokens, tokens = min(plan.tile_tokens, request.qo_len - token);
-    WorkTile work{request, section * p.l2_kv_heads + in_section - q_tile * heads, token, tokens, 0, 1, 0};
+    WorkTile work{request, section * p.l2_kv_heads + in_section - q_tile * heads, token, tokens, 0, 1, 0, 0};
+    const int first = Mask::of_range(p.causal, p.window_left, request.qo_len, request.kv_len).first_key(token);
+    work.origin = static_cast<int>(divide(first, p.key_step) * p.key_step.value);
     work.number.set(found.request);
     if (max_splits > 1) {
       work.split_tile = unsplit - plan.first_split;
@@ -88,8 +93,7 @@ struct PrefillProducers {
   // rows.
   template <bool kQueries>
   FI_DEVICE void schedule() const {
-    if (threadIdx.x % 32 == 0) publish_tiles<kQueries>();
-    __syncwarp();
+    publish_tiles<kQueries>();
     clear_padding();
   }
   // Zeros the output rows of no request.
@@ -104,6 +108,8 @@ struct PrefillProducers {
   }
   // A CTA takes one work tile ahead, no more: tiles that it holds late in the kernel leave other CTAs idle. H200: one
   // sequence of 16k 3147 -> 3102 us, four of 4k and 128 heads of 192 4344 -> 4279.
+  // NOTE: whole warps wait for barriers. A single lane is not suspended, and takes a sixth of the issue slots of its SM
+  // partition.
   template <bool kQueries>
   FI_DEVICE void publish_tiles() const {
     const PrefillHeader plan = *p.schedule.header;
@@ -115,26 +121,35 @@ struct PrefillProducers {
         if (now.split_idx < now.num_splits) break;
       }
       const auto at = PipelineState::consumer_at<2>(use);
-      shared.work[at.stage] = now;
-      shared.work_pipeline.commit(at.stage);
+      if (leads()) {
+        shared.work[at.stage] = now;
+        shared.work_pipeline.commit(at.stage);
+      }
+      __syncwarp();
       if (now.tokens == 0) break;
-      if (kQueries) copy_queries(now, use);
+      if (kQueries) copy_queries(shared.work[at.stage], use);  // fewer registers than of `now`
       ++use;
       shared.work_pipeline.acquire(PipelineState::producer_at<2>(use));
       index = take();
     }
-    retire_cta(&p.schedule.header->next_work, &p.schedule.header->ctas_done);
+    if (leads()) retire_cta(&p.schedule.header->next_work, &p.schedule.header->ctas_done);
+    __syncwarp();
   }
-  FI_DEVICE int take() const { return take_tile(&p.schedule.header->next_work) + static_cast<int>(gridDim.x); }
+  FI_DEVICE int take() const {
+    const int taken = leads() ? take_tile(&p.schedule.header->next_work) : 0;
+    return __shfl_sync(0xffffffffu, taken, 0) + static_cast<int>(gridDim.x);
+  }
+  FI_DEVICE static bool leads() { return threadIdx.x % 32 == 0; }
 
-  // Copies the queries of every tile.
+  // Copies the queries of every tile. By a warp.
   FI_DEVICE void produce_queries() const {
     for (int use = 0;; ++use) {
       const auto at = PipelineState::consumer_at<2>(use);
       shared.work_pipeline.wait(at);
       const WorkTile work = shared.work[at.stage];
       if (work.tokens == 0) break;
-      shared.work_pipeline.release(at.stage);
+      __syncwarp();
+      if (leads()) shared.work_pipeline.release(at.stage);
       copy_queries(work, use);
     }
   }
@@ -142,9 +157,12 @@ struct PrefillProducers {
     auto& pipeline = shared.q_pipeline;
     const auto at = PipelineState::producer_at<decltype(Shared::q_pipeline)::kStages>(use);
     pipeline.acquire(at);
-    Barrier& full = pipeline.expect(at.stage, p.tile_tokens * p.group_size.value * kRowBytes);
-    tma_load_tile<kDimQK>(shared.q[at.stage], kRows * 128 / sizeof(T), p.q, full, 0, 0, work.kv_head,
-                          work.request.qo_begin + work.token);
+    if (leads()) {
+      Barrier& full = pipeline.expect(at.stage, p.tile_tokens * p.group_size.value * kRowBytes);
+      tma_load_tile<kDimQK>(shared.q[at.stage], kRows * 128 / sizeof(T), p.q, full, 0, 0, work.kv_head,
+                            work.request.qo_begin + work.token);
+    }
+    __syncwarp();
   }
 
   // Copies the keys or the values of every tile, last key tile first. values: whether the page table of V has the
@@ -158,16 +176,16 @@ struct PrefillProducers {
     auto at = PipelineState::producer();
     for_each_tile([&](const Tile& tile) {
       if (tile.count == 0) return;
-      int2 next = locate(tile, (tile.begin + tile.count - 1) * kKeys + lane * p.box_keys, values);
+      int2 next = locate(tile, tile.key(tile.begin + tile.count - 1) + lane * p.box_keys, values);
       for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j) {
         int2 now = next;
         if (j > tile.begin)
-          next = locate(tile, (j - 1) * kKeys + lane * p.box_keys, values);  // loads while the stage is acquired
+          next = locate(tile, tile.key(j - 1) + lane * p.box_keys, values);  // loads while the stage is acquired
         empty[at.stage].wait(at.phase);
         if (lane == 0) full[at.stage].arrive_expect(kKeys * kDim * sizeof(KV));
         KV* line = to[at.stage];
         for (int first = 0; first < boxes; first += 32) {
-          if (first > 0) now = locate(tile, j * kKeys + (first + lane) * p.box_keys, values);
+          if (first > 0) now = locate(tile, tile.key(j) + (first + lane) * p.box_keys, values);
           const int count = min(32, boxes - first);
           for (int b = 0; b < count; ++b, line += p.box_keys * (kWholeRows ? kDim : kColumns)) {
             const int token = __shfl_sync(0xffffffffu, now.x, b), page = __shfl_sync(0xffffffffu, now.y, b);
@@ -215,14 +233,14 @@ struct PrefillProducers {
       const int table = producers.table(tile, values);
 #pragma unroll
       for (int i = 0; i < kBatches; ++i) {
-        const int known = min(key(j, i), tile.request.kv_len - 1);
+        const int known = min(key(tile, j, i), tile.request.kv_len - 1);
         ids[i] = p.page_indices[table + static_cast<int>(divide(known, p.page_size))];
       }
     }
     FI_DEVICE int group(int i) const { return part + i * kWarps; }
-    FI_DEVICE int key(int j, int batch) const {
+    FI_DEVICE int key(const Tile& tile, int j, int batch) const {
       const unsigned lane = threadIdx.x % 32;
-      return j * kKeys + group(batch * 4) * 8 + static_cast<int>(lane / 8 * (8 * kWarps) + lane % 8);
+      return group(batch * 4) * 8 + static_cast<int>(lane / 8 * (8 * kWarps) + lane % 8) + uniform(tile.key(j));
     }
   };
 
@@ -238,7 +256,7 @@ struct PrefillProducers {
     unsigned line = static_cast<unsigned>(__cvta_generic_to_shared(to)) + pages.part * 8 * 128;
 #pragma unroll
     for (int i = 0; i < pages.kBatches; ++i) {
-      const int key = pages.key(j, i), page = pages.ids[i];
+      const int key = pages.key(tile, j, i), page = pages.ids[i];
       const bool exists = key < tile.request.kv_len && static_cast<unsigned>(page) <= p.last_page;
       unsigned valid = __ballot_sync(0xffffffffu, exists) >> row;
       const int slot = key - static_cast<int>(divide(key, p.page_size) * p.page_size.value);

@@ -33,8 +33,8 @@ FI_DEVICE void score_rows(const BatchPrefillParams& p, const Mask& mask, const W
   }
 }
 
-// Replaces products by scores, for the keys that each row sees. `key` is the first of the KV tile, and `masked` is true
-// if some row of the warpgroup does not see all of them.
+// Replaces products by scores, for the keys that each row sees. `key` is the first of the KV tile, counted from
+// work.origin, and `masked` is true if some row of the warpgroup does not see all of them.
 template <int kScores>
 FI_DEVICE void score_by_variant(const BatchPrefillParams& p, const Variant::Arguments& arguments, const WorkTile& work,
                                 int row, int group, int key, bool masked, float (&s)[kScores]) {
@@ -42,7 +42,7 @@ FI_DEVICE void score_by_variant(const BatchPrefillParams& p, const Variant::Argu
   Variant::Params params;
   params.set(arguments, p.qo_heads, p.kv_heads, mask);
   Variant variant(params, work.number.get());
-  const int column = key + static_cast<int>(threadIdx.x) % 4 * 2;
+  const int column = work.origin + key + static_cast<int>(threadIdx.x) % 4 * 2;
   if (!masked && uniform(divide(group * 64 + 63, p.group_size)) < work.tokens)
     score_rows<false>(p, mask, work, variant, row, column, s);
   else

@@ -53,8 +53,9 @@ class MlaKind(IntEnum):
 
     MMA = 1  # mma.sync, keys by cp.async
     TEAMS = 2  # mma.sync by two teams of warps, keys by cp.async of a producer warpgroup
-    GATHER = 3  # wgmma, keys by cp.async, or from e4m3 by way of registers
-    TMA = 4  # wgmma, keys by TMA
+    SWAPPED = 3  # wgmma with swapped operands, keys by TMA
+    GATHER = 4  # wgmma, keys by cp.async, or from e4m3 by way of registers
+    TMA = 5  # wgmma, keys by TMA
 
 
 class MlaConfig(NamedTuple):
@@ -81,13 +82,17 @@ def _mma_unit(axes: Values) -> Unit:
     return Unit("fi/attention/mla/batch_mla.cuh", "BatchMlaParams", entries)
 
 
-def _teams_unit(axes: Values) -> Unit:
-    """mma.sync with a producer warpgroup: every page size is as fast."""
+def _narrow_unit(axes: Values) -> Unit:
+    """wgmma with swapped operands for 16-bit caches in pages of 64 tokens; mma.sync by two teams for all others."""
     q, kv = DTYPES[axes["q"]].device, DTYPES[axes["kv"]]
     stages, shared = 4 if kv.bytes == 1 else 5, 227 * 1024  # of 64 and of 32 keys; all of it
     body = f"batch_mla_teams<{q}, {kv.device}, {stages}, {shared}>"
-    entry = Entry("batch_mla_teams", body, 640, MlaConfig(MlaKind.TEAMS, NARROW_ROWS), shared, 1)
-    return Unit("fi/attention/mla/batch_mla_teams_sm90.cuh", "BatchMlaParams", (entry,))
+    teams = Entry("batch_mla_teams", body, 640, MlaConfig(MlaKind.TEAMS, NARROW_ROWS), shared, 1)
+    if kv.bytes == 1:
+        return Unit("fi/attention/mla/batch_mla_teams_sm90.cuh", "BatchMlaParams", (teams,))
+    body = f"batch_mla_swapped<{q}, {shared}>"
+    swapped = Entry("batch_mla_swapped", body, 384, MlaConfig(MlaKind.SWAPPED, NARROW_ROWS), shared, 1)
+    return Unit("fi/attention/mla/batch_mla_swapped_sm90.cuh", "BatchMlaParams", (swapped, teams))
 
 
 def _wgmma_unit(axes: Values) -> Unit:
@@ -176,7 +181,7 @@ BATCH_MLA = Op(
             _types,
             ("fa3",),
         ),
-        Implementation("mma_sm90", exactly(90), _teams_unit, _types, ("fa3",)),
+        Implementation("narrow_sm90", exactly(90), _narrow_unit, _types, ("fa3",)),
         Implementation("mma_sm80", at_least(80), _mma_unit, _types, ("fa2",)),
     ),
     prebuilt=(  # the models are bf16

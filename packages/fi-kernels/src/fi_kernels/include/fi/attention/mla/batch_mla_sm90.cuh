@@ -37,7 +37,6 @@ struct MlaWgmmaKernel {
     __syncthreads();
     pdl_wait();
     const int range = blockIdx.x / params.cluster, first = static_cast<int>(blockIdx.x) % params.cluster * kRows;
-    if (range >= params.view().header().ranges) return;
     if (warpgroup_index() == 0) {
       give_registers<kProducerRegisters>();
       producer.run(range, first);

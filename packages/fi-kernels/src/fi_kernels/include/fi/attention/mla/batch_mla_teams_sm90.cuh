@@ -16,6 +16,7 @@
 #include "fi/cuda/ptx/mma_sm80.cuh"
 #include "fi/cuda/reduce.cuh"
 #include "fi/cuda/shared_memory.cuh"
+#include "fi/cuda/swizzle.cuh"
 #include "fi/cuda/warp_roles_sm90.cuh"
 
 namespace fi {
@@ -31,8 +32,10 @@ struct MlaTeamKernel {
   // Of the scores of a tile a warp computes 16 keys over one of kParts parts of the columns.
   static constexpr int kParts = kWarps / (kKeys / 16), kPartQuarters = 4 / kParts;
   static constexpr int kLatentBytes = kMlaLatent * sizeof(KV);
-  // Bytes of a row: an odd number of 16-byte chunks. The rotary part of an e4m3 cache may have 16 bits.
-  static constexpr int kPitch = kLatentBytes + kMlaRope * 2 + 16;
+  // Bytes of a row, in swizzled lines of 128. The rotary part of an e4m3 cache may have 16 bits.
+  // NOTE: with rows padded by 16 bytes, cp.async asks L2 twice for each sector of an odd row, as its halves lie in two
+  // sectors of shared memory: 54 sectors for a row of 36 (Nsight Compute).
+  static constexpr int kPitch = kLatentBytes + kMlaRope * 2;
   static constexpr int kGroups = kFp8 ? 4 : 1;  // probabilities: times the scale of each 128 columns
   static constexpr int kSteps = kMlaWidth / 16, kLatentSteps = kMlaLatent / 16, kQuarterSteps = kLatentSteps / 4;
   static constexpr int kProbPitch = kKeys + 8, kScorePitch = kKeys + 8;
@@ -49,7 +52,7 @@ struct MlaTeamKernel {
     float scores[kParts][kRows][kScorePitch];
   };
   struct Shared {
-    alignas(16) char raw[kStages][kKeys * kPitch];
+    alignas(128) char raw[kStages][kKeys * kPitch];
     union {
       struct {
         alignas(16) uint4 q[kSteps][32];  // operands of the lanes
@@ -79,7 +82,6 @@ struct MlaTeamKernel {
     }
     __syncthreads();
     pdl_wait();
-    if (static_cast<int>(blockIdx.x) >= params.view().header().ranges) return;
     if (warp_index() >= kTeams * kWarps) {
       give_registers<kProducerRegisters>();
       produce();
@@ -144,7 +146,7 @@ struct MlaTeamKernel {
   FI_DEVICE void load_row(const Place& at, int stage, int key, int chunk) const {
     const bool exists = at.page >= 0;
     const int page = exists ? at.page : 0, rope_bytes = kFp8 && !params.wide_rope ? kMlaRope : kMlaRope * 2;
-    char* row = shared.raw[stage] + key * kPitch + chunk * 16;
+    char* row = shared.raw[stage] + key * kPitch + swizzled_chunk(key, chunk) * 16;
     const char* ckv = static_cast<const char*>(params.ckv) + params.ckv_offset(page, at.slot) * sizeof(KV) + chunk * 16;
     const char* kpe =
         static_cast<const char*>(params.kpe) + params.kpe_offset(page, at.slot) * (rope_bytes / kMlaRope) + chunk * 16;
@@ -264,6 +266,7 @@ struct MlaTeamKernel {
   FI_DEVICE void add_scores(float (&total)[2][4], int stage, int quarter, int first, int lane) const {
     const char* keys = shared.raw[stage] + first * kPitch;
     const int key = lane / 16 * 8 + lane % 8, chunk = lane / 8 % 2;  // of ldmatrix: two times eight keys by 32 bytes
+    const auto place = [&](int c) { return swizzled_chunk(lane, c + chunk) * 16; };  // chunks c and c + 1 of a line
     float x[2][4] = {}, rope[2][4] = {};
     const uint4* q = &shared.q[quarter * kQuarterSteps][lane];
     const auto multiply = [&](float (&sums)[2][4], const uint4& operand, unsigned b0, unsigned b1, unsigned b2,
@@ -272,37 +275,38 @@ struct MlaTeamKernel {
       mma_m16n8k16(sums[0], a, b0, b1, T());
       mma_m16n8k16(sums[1], a, b2, b3, T());
     };
-    const auto multiply_16 = [&](float (&sums)[2][4], const uint4& operand, const char* row) {
+    const auto multiply_16 = [&](float (&sums)[2][4], const uint4& operand, const char* line, int c) {
       unsigned b[4];
-      ldmatrix_x4(b, row + chunk * 16);
+      ldmatrix_x4(b, line + place(c));
       multiply(sums, operand, b[0], b[1], b[2], b[3]);
     };
     const auto multiply_8 = [&](float (&sums)[2][4], const uint4& operand, unsigned low, unsigned high) {
       multiply(sums, operand, mla_shifted(low, kMlaLower, T()), mla_shifted(low, kMlaUpper, T()),
                mla_shifted(high, kMlaLower, T()), mla_shifted(high, kMlaUpper, T()));
     };
-    const char* row = keys + key * kPitch + quarter * kQuarterSteps * 16 * sizeof(KV);
-    const char* rope_row = keys + key * kPitch + kLatentBytes;
+    const char* line = keys + key * kPitch + quarter * (kLatentBytes / 4);
+    const char* rope_line = keys + key * kPitch + kLatentBytes;
     const uint4 rope_q = shared.q[kLatentSteps + quarter][lane];
     if constexpr (kFp8) {
 #pragma unroll
       for (int step = 0; step < kQuarterSteps; step += 2) {
         unsigned b[4];
-        ldmatrix_x4(b, row + step * 16 + chunk * 16);
+        ldmatrix_x4(b, line + place(step));
         multiply_8(x, q[step * 32], b[0], b[2]);
         multiply_8(x, q[step * 32 + 32], b[1], b[3]);
       }
       if (params.wide_rope) {
-        multiply_16(rope, rope_q, rope_row + quarter * 32);
+        multiply_16(rope, rope_q, rope_line, quarter * 2);
       } else {
         unsigned b[4];
-        ldmatrix_x4(b, rope_row + quarter * 16);
+        ldmatrix_x4(b, rope_line + swizzled_chunk(lane, quarter) * 16);
         multiply_8(rope, rope_q, b[0], b[2]);
       }
     } else {
 #pragma unroll
-      for (int step = 0; step < kQuarterSteps; ++step) multiply_16(step % 2 ? rope : x, q[step * 32], row + step * 32);
-      multiply_16(rope, rope_q, rope_row + quarter * 32);
+      for (int step = 0; step < kQuarterSteps; ++step)
+        multiply_16(step % 2 ? rope : x, q[step * 32], line + step / 4 * 128, step % 4 * 2);
+      multiply_16(rope, rope_q, rope_line, quarter * 2);
     }
     const float rope_factor = kFp8 ? params.rope_factor * (params.wide_rope ? 1.f : kScoreFactor) : 1.f;
 #pragma unroll
@@ -369,8 +373,9 @@ struct MlaTeamKernel {
     }
     const int group = kFp8 && params.ckv_scales ? warp / 2 : 0;
     const T* prob = shared.prob[team][group][lane % 16] + lane / 16 * 8;
-    const char* values =
-        shared.raw[stage] + lane % 16 * kPitch + warp * 64 * static_cast<int>(sizeof(KV)) + lane / 16 * 16;
+    const char* values = shared.raw[stage] + lane % 16 * kPitch + warp * 64 * static_cast<int>(sizeof(KV)) / 128 * 128;
+    const int first = kFp8 ? warp % 2 * 4 : 0;  // chunk of the line
+    const auto place = [&](int n) { return swizzled_chunk(lane, first + n + lane / 16) * 16; };
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
       unsigned a[4], b[4];
@@ -380,7 +385,7 @@ struct MlaTeamKernel {
         // A word has two columns of two keys: products of the even columns of 16, and of the odd ones.
 #pragma unroll
         for (int n = 0; n < 4; n += 2) {
-          ldmatrix_x4_trans(b, from + n * 16);
+          ldmatrix_x4_trans(b, from + place(n));
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             mma_m16n8k16(o[2 * (n + i)], a, mla_shifted(b[2 * i], kMlaEven, T()),
@@ -392,7 +397,7 @@ struct MlaTeamKernel {
       } else {
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
-          ldmatrix_x4_trans(b, from + n * 32);
+          ldmatrix_x4_trans(b, from + place(n * 2));
           mma_m16n8k16(o[2 * n], a, b[0], b[1], T());
           mma_m16n8k16(o[2 * n + 1], a, b[2], b[3], T());
         }

@@ -38,8 +38,8 @@ inline void launch_batch_mla(const Kernel& kernel, BatchMlaParams& p, const Batc
   const Entry& entry = kernel.first_entry([&](const Entry& e) {
     const auto config = BatchMlaConfig::of(e);
     if (e.shared_bytes > limit) return false;
-    if (p.sparse && config.rows > kMlaKvTile / 2) return config.kind == MlaKind::GATHER;
-    return config.kind != MlaKind::TMA || (page_size % kMlaKvTile == 0 && a.ckv_cache.size(0) > 0);
+    if (config.kind != MlaKind::TMA && config.kind != MlaKind::SWAPPED) return true;
+    return !p.sparse && p.has_rope && page_size % kMlaKvTile == 0 && a.ckv_cache.size(0) > 0;
   });
   const auto config = BatchMlaConfig::of(entry);
   const bool wide = config.kind >= MlaKind::GATHER;
@@ -50,7 +50,7 @@ inline void launch_batch_mla(const Kernel& kernel, BatchMlaParams& p, const Batc
            "workspace must have %lld floats or more for %lld work ranges; got %lld",
            static_cast<long long>(2 * ranges * p.partial_floats()), static_cast<long long>(ranges),
            static_cast<long long>(a.workspace.numel()));
-  if (config.kind == MlaKind::TMA) {
+  if (config.kind == MlaKind::TMA || config.kind == MlaKind::SWAPPED) {
     describe_cache(kernel, p.ckv_map, a.ckv_cache);
     describe_cache(kernel, p.kpe_map, a.kpe_cache);
   }

@@ -17,16 +17,28 @@ struct MlaMergeRow {
   const BatchMlaParams& params;
   const MlaWorkTile& item;
   int row, packed;  // of the q tile, of the request
+  // The partial of split 0, and what that of split i is i steps from: slots as mla_partial counts them.
+  const char *first, *others;
+  uint32_t step;  // bytes
 
   FI_DEVICE MlaMergeRow(const BatchMlaParams& p, const MlaWorkTile& s, int r)
-      : params(p), item(s), row(r), packed(s.q_tile * p.tile_rows + r) {}
+      : params(p),
+        item(s),
+        row(r),
+        packed(s.q_tile * p.tile_rows + r),
+        first(reinterpret_cast<const char*>(p.partial_output(mla_partial(s.leader, 0)))),
+        others(reinterpret_cast<const char*>(p.partial_output(2 * s.leader))),
+        step(static_cast<uint32_t>(2 * p.partial_floats() * sizeof(float))) {}
   FI_DEVICE bool exists() const { return packed < item.request.qo_len * static_cast<int>(params.heads.value); }
-  FI_DEVICE float2 state(int split) const {
-    return __ldcg(reinterpret_cast<const float2*>(params.partial_states(mla_partial(item.leader, split))) + row);
+  FI_DEVICE const char* partial(int split) const { return split ? other(split) : first; }
+  FI_DEVICE const char* other(int split) const {
+    return others + static_cast<uint64_t>(static_cast<uint32_t>(split)) * step;
   }
-  FI_DEVICE float4 values(int split, int column) const {
-    const float* part = params.partial_output(mla_partial(item.leader, split)) + static_cast<int64_t>(row) * kMlaLatent;
-    return __ldcg(reinterpret_cast<const float4*>(part + column));
+  FI_DEVICE float2 state(const char* partial) const {
+    return __ldcg(reinterpret_cast<const float2*>(partial + params.tile_rows * (kMlaLatent * 4)) + row);
+  }
+  FI_DEVICE float4 values(const char* partial, int column) const {
+    return __ldcg(reinterpret_cast<const float4*>(partial + (row * kMlaLatent + column) * 4));
   }
   FI_DEVICE static void add(float4& sum, float weight, float4 x) {
     sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
@@ -130,13 +142,50 @@ struct MlaMerge {
       merge_pieces(begin, end);
   }
 
+  // Four columns of the splits so far, relative to row_max.
+  struct State {
+    float row_max = kMinusInf, row_sum = 0.f;
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+
+    FI_DEVICE void raise(float top) {
+      const float alpha = softmax_exp2<CudaMath>(row_max, softmax_reference(top));
+      row_max = top, row_sum *= alpha;
+      sum.x *= alpha, sum.y *= alpha, sum.z *= alpha, sum.w *= alpha;
+    }
+    FI_DEVICE void add(float2 state, float4 values) {
+      const float weight = softmax_exp2<CudaMath>(state.x, softmax_reference(row_max));
+      row_sum += weight * state.y;
+      MlaMergeRow::add(sum, weight, values);
+    }
+  };
+
+  // Splits i, i + each ... of a row: kCount of them, or fewer without kAll. NOTE: no load is behind a branch.
+  template <int kCount, bool kAll>
+  FI_DEVICE void add(State& state, const MlaMergeRow& row, int i, int each, int column) const {
+    float2 states[kCount];
+    float4 values[kCount];
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const int split = kAll ? i + k * each : min(i + k * each, item.num_splits - 1);
+      const char* partial = k && kAll ? row.other(split) : row.partial(split);
+      states[k] = row.state(partial), values[k] = row.values(partial, column);
+      if (i + k * each >= item.num_splits) states[k] = make_float2(kMinusInf, 0.f);
+    }
+    float top = state.row_max;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) top = fmaxf(top, states[k].x);
+    state.raise(top);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) state.add(states[k], values[k]);
+  }
+
   FI_DEVICE void merge_rows(int begin, int end) const {
     const int lane = thread % 32, n = item.num_splits;
 #pragma unroll 1
     for (int r = begin + thread / 32; r < end; r += kWarps) {
       const MlaMergeRow row(params, item, first + r);
       if (!row.exists()) continue;
-      const float2 state = lane < n ? row.state(lane) : make_float2(kMinusInf, 0.f);
+      const float2 state = lane < n ? row.state(row.partial(lane)) : make_float2(kMinusInf, 0.f);
       float top = 0.f, weight = 0.f, row_sum = 0.f;
       float4 sums[kPieces] = {};
 #pragma unroll 1
@@ -146,7 +195,8 @@ struct MlaMerge {
         for (int k = 0; k < kLoads; ++k)
 #pragma unroll
           for (int piece = 0; piece < kPieces; ++piece)
-            values[k][piece] = i + k < n ? row.values(i + k, piece * 128 + lane * 4) : make_float4(0.f, 0.f, 0.f, 0.f);
+            values[k][piece] =
+                i + k < n ? row.values(row.partial(i + k), piece * 128 + lane * 4) : make_float4(0.f, 0.f, 0.f, 0.f);
         if (i == 0) {
           top = warp_max(state.x), weight = softmax_exp2<CudaMath>(state.x, softmax_reference(top));
           row_sum = warp_sum(weight * state.y);
@@ -177,23 +227,11 @@ struct MlaMerge {
       const MlaMergeRow row(params, item, first + piece / kPieces);
       const bool exists = piece < end && row.exists();
       State state;
+      int i = exists ? member : n;
 #pragma unroll 1
-      for (int i = member; i < n && exists; i += each * kBatch) {
-        float2 states[kBatch];
-        float4 values[kBatch];
-#pragma unroll
-        for (int k = 0; k < kBatch; ++k) {
-          const bool more = i + k * each < n;
-          states[k] = more ? row.state(i + k * each) : make_float2(kMinusInf, 0.f);
-          values[k] = more ? row.values(i + k * each, column) : make_float4(0.f, 0.f, 0.f, 0.f);
-        }
-        float top = state.row_max;
-#pragma unroll
-        for (int k = 0; k < kBatch; ++k) top = fmaxf(top, states[k].x);
-        state.raise(top);
-#pragma unroll
-        for (int k = 0; k < kBatch; ++k) state.add(states[k], values[k]);
-      }
+      for (; i + (kBatch - 1) * each < n; i += each * kBatch) add<kBatch, true>(state, row, i, each, column);
+#pragma unroll 1
+      for (; i < n; i += each * kLoads) add<kLoads, false>(state, row, i, each, column);
       if (each > 1) {
         shared.sums[warp][lane] = state.sum;
         if (lane == 0) shared.states[warp] = make_float2(state.row_max, state.row_sum);
@@ -210,23 +248,6 @@ struct MlaMerge {
       if (each > 1) sync();
     }
   }
-
-  // Four columns of the splits so far, relative to row_max.
-  struct State {
-    float row_max = kMinusInf, row_sum = 0.f;
-    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-
-    FI_DEVICE void raise(float top) {
-      const float alpha = softmax_exp2<CudaMath>(row_max, softmax_reference(top));
-      row_max = top, row_sum *= alpha;
-      sum.x *= alpha, sum.y *= alpha, sum.z *= alpha, sum.w *= alpha;
-    }
-    FI_DEVICE void add(float2 state, float4 values) {
-      const float weight = softmax_exp2<CudaMath>(state.x, softmax_reference(row_max));
-      row_sum += weight * state.y;
-      MlaMergeRow::add(sum, weight, values);
-    }
-  };
 };
 
 }  // namespace fi

@@ -49,8 +49,9 @@ struct MlaPartition {
 // uniform: all requests have equal q tiles and lengths, those of `first`.
 FI_HOST_DEVICE MlaPartition mla_partition(const MlaPlanParams& p, int32_t max_ranges, int64_t cost,
                                           const MlaRequest& first, bool uniform) {
-  constexpr int32_t kMinRangeTiles = 4;  // KV tiles; fewer do not pay for the merge
-  constexpr int32_t kSnapDivisor = 32;   // a boundary this part of a range from the end of an item moves there
+  // KV tiles; H200, b8 kv1k h16: with 4 20.7 us, with 2 19.1.
+  constexpr int32_t kMinRangeTiles = 2;
+  constexpr int32_t kSnapDivisor = 32;  // a boundary this part of a range from the end of an item moves there
   MlaPartition d{cost, 1, 0, 1, first.q_tiles};
   if (cost == 0) return d;
   const int64_t items = static_cast<int64_t>(p.batch) * first.q_tiles;
@@ -59,7 +60,9 @@ FI_HOST_DEVICE MlaPartition mla_partition(const MlaPlanParams& p, int32_t max_ra
     const int32_t each = p.whole ? 1 : static_cast<int32_t>(max_ranges / items),
                   most = p.whole ? 1 : tiles / kMinRangeTiles;
     if (p.whole || each * items >= max_ranges - idle || each > most) {
-      d.num_splits = each < most ? each : most > 1 ? most : 1;
+      int32_t share = (tiles + each - 1) / each;  // no split has more tiles than with `each` splits
+      if (share < kMinRangeTiles) share = kMinRangeTiles;
+      d.num_splits = p.whole || tiles <= share ? 1 : (tiles + share - 1) / share;
       d.ranges = static_cast<int32_t>(d.num_splits * items);
       return d;
     }

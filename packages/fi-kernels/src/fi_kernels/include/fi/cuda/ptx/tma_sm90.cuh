@@ -57,6 +57,12 @@ FI_DEVICE void tma_load_hinted(void* shared, const TensorMap& map, Barrier& barr
       "l"(&map), "r"(barrier.address()), "r"(x0), "r"(x1), "r"(x2), "l"(policy)
       : "memory");
 }
+// Prefetches a box into L2.
+FI_DEVICE void tma_prefetch_hinted(const TensorMap& map, uint64_t policy, int x0, int x1, int x2) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.L2::cache_hint [%0, {%1, %2, %3}], %4;" ::"l"(&map), "r"(x0),
+               "r"(x1), "r"(x2), "l"(policy)
+               : "memory");
+}
 
 // Shared memory to global, in this thread's current bulk group (bulk_commit, bulk_wait_read). What lies outside of the
 // tensor is dropped.

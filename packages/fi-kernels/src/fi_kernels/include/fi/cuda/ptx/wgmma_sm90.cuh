@@ -96,12 +96,12 @@ FI_DEVICE uint64_t wgmma_uniform(uint64_t operand) {
 #define FI_WGMMA_TEXT(x_add, shape, types, count, a, x_b, orders)                                       \
   "{\n.reg .pred p;\nsetp.ne.b32 p, %" #x_add ", 0;\nwgmma.mma_async.sync.aligned." shape ".f32." types \
   " {" FI_ACCUMULATORS_##count "}, " a ", %" #x_b ", p, 1, 1" orders ";\n}"
-#define FI_WGMMA_SHARED_16(n, count, x0, x1, x2, x3, name, type)                                     \
-  template <bool kMnMajorB = false>                                                                  \
-  FI_DEVICE void wgmma(float (&d)[count], uint64_t a, uint64_t b, bool add, type, type) {            \
-    asm volatile(FI_WGMMA_TEXT(x2, "m64n" #n "k16", name "." name, count, "%" #x0, x1, ", 0, %" #x3) \
-                 : FI_CONSTRAINTS_##count                                                            \
-                 : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kMnMajorB ? 1 : 0));              \
+#define FI_WGMMA_SHARED_16(n, count, x0, x1, x2, x3, x4, name, type)                                            \
+  template <bool kMnMajorB = false, bool kMnMajorA = false>                                                     \
+  FI_DEVICE void wgmma(float (&d)[count], uint64_t a, uint64_t b, bool add, type, type) {                       \
+    asm volatile(FI_WGMMA_TEXT(x2, "m64n" #n "k16", name "." name, count, "%" #x0, x1, ", %" #x4 ", %" #x3)     \
+                 : FI_CONSTRAINTS_##count                                                                       \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kMnMajorB ? 1 : 0), "n"(kMnMajorA ? 1 : 0)); \
   }
 #define FI_WGMMA_SHARED_8(n, count, x0, x1, x2, names, type_a, type_b)                        \
   template <bool kMnMajorB = false>                                                           \
@@ -127,8 +127,8 @@ FI_DEVICE uint64_t wgmma_uniform(uint64_t operand) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));                   \
   }
 #define FI_WGMMA(n, count, x0, x1, x2, x3, x4, x5, x6)                                              \
-  FI_WGMMA_SHARED_16(n, count, x0, x1, x2, x3, "f16", __half)                                       \
-  FI_WGMMA_SHARED_16(n, count, x0, x1, x2, x3, "bf16", __nv_bfloat16)                               \
+  FI_WGMMA_SHARED_16(n, count, x0, x1, x2, x3, x4, "f16", __half)                                   \
+  FI_WGMMA_SHARED_16(n, count, x0, x1, x2, x3, x4, "bf16", __nv_bfloat16)                           \
   FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e4m3.e4m3", __nv_fp8_e4m3, __nv_fp8_e4m3)                \
   FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e4m3.e5m2", __nv_fp8_e4m3, __nv_fp8_e5m2)                \
   FI_WGMMA_SHARED_8(n, count, x0, x1, x2, "e5m2.e4m3", __nv_fp8_e5m2, __nv_fp8_e4m3)                \

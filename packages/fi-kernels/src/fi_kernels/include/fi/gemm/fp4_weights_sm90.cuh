@@ -25,58 +25,69 @@ FI_DEVICE void widen_e2m1(unsigned (&y)[4], unsigned word) {
   y[3] = (low & 0x01c001c0u) | (word & 0x80008000u);
 }
 
-// The two scales of groups of 16 in 32 k, as a pair of bf16 that also removes 2^-126 but for 2^-8.
-struct Nvfp4Scales {
-  static constexpr int kGroup = 16, kTiles = 4;  // tiles of 4 groups of 256 k
-  static constexpr float kFactor = 256.f;
+// The two scales of groups of 16 in 32 k, as pairs of bf16 that also remove 2^-126 but for 2^-8.
+struct Nvfp4Factors {
   unsigned scale[2];  // of a group, twice
 
-  // Where the scales of chunk `chunk` of 32 k are in those of a row.
-  FI_DEVICE static int place(int chunk) { return chunk / 2 * 512 + chunk % 2 * 2; }
-  // The bits of the first `groups` groups. Scales beyond k are 0: padding may be NaN.
-  FI_DEVICE static unsigned mask(int groups) { return groups >= 2 ? 0xffff : groups == 1 ? 0xff : 0; }
-
-  FI_DEVICE Nvfp4Scales(const uint8_t* from, unsigned mask) {
-    const unsigned pair = *reinterpret_cast<const uint16_t*>(from) & mask;
-    const unsigned both = multiply_bf16x2(widened(pair, __nv_fp8_e4m3(), __nv_bfloat16()), 0x7a807a80u);  // 2^118
+  FI_DEVICE explicit Nvfp4Factors(unsigned codes) {
+    const unsigned both = multiply_bf16x2(widened(codes, __nv_fp8_e4m3(), __nv_bfloat16()), 0x7a807a80u);  // 2^118
     scale[0] = __byte_perm(both, 0, 0x1010);
     scale[1] = __byte_perm(both, 0, 0x3232);
   }
-  FI_DEVICE bool large() const { return false; }
-  template <bool kLarge>
   FI_DEVICE void multiply(unsigned (&y)[4], int word) const {
 #pragma unroll
     for (int j = 0; j < 4; ++j) y[j] = multiply_bf16x2(y[j], scale[word / 2]);
   }
 };
 
+struct Nvfp4Scales {
+  static constexpr int kGroup = 16, kTiles = 4;  // tiles of 4 groups of 256 k
+  static constexpr float kFactor = 256.f;        // of sums
+  template <bool>
+  using Factors = Nvfp4Factors;
+
+  // Where the scales of chunk `chunk` of 32 k are in those of a row.
+  FI_DEVICE static int place(int chunk) { return chunk / 2 * 512 + chunk % 2 * 2; }
+  // The bits of the first `groups` groups. Scales beyond k are 0: padding may be NaN.
+  FI_DEVICE static unsigned mask(int groups) { return groups >= 2 ? 0xffff : groups == 1 ? 0xff : 0; }
+  FI_DEVICE static unsigned code(const uint8_t* from, unsigned mask) {
+    return *reinterpret_cast<const uint16_t*>(from) & mask;
+  }
+};
+
 // The scale of the group of 32 k, 2^(code - 127). bf16 holds 2^(code - 1), which also removes 2^-126, for codes up to
-// 128; larger ones, which weights hardly have, take a second factor.
-struct Mxfp4Scales {
-  static constexpr int kGroup = 32, kTiles = 2;
-  static constexpr float kFactor = 1.f;
+// kMost. kAny: larger ones, which weights hardly have, take a second factor.
+template <bool kAny>
+struct Mxfp4Factors {
   unsigned scale, second;
+
+  FI_DEVICE explicit Mxfp4Factors(unsigned code) {
+    if constexpr (kAny) {
+      const unsigned bits = code == 255 ? 0x7fc0u : min(code + 126, 254u) << 7, more = code > 128 ? code - 1 : 127;
+      scale = bits | bits << 16;
+      second = more << 7 | more << 23;
+    } else {
+      scale = code * 0x00800080u + 0x3f003f00u;
+    }
+  }
+  FI_DEVICE void multiply(unsigned (&y)[4], int) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      y[j] = multiply_bf16x2(y[j], scale);
+      if constexpr (kAny) y[j] = multiply_bf16x2(y[j], second);
+    }
+  }
+};
+
+struct Mxfp4Scales {
+  static constexpr int kGroup = 32, kTiles = 2, kMost = 128;
+  static constexpr float kFactor = 1.f;
+  template <bool kAny>
+  using Factors = Mxfp4Factors<kAny>;
 
   FI_DEVICE static int place(int chunk) { return chunk / 4 * 512 + chunk % 4; }
   FI_DEVICE static unsigned mask(int groups) { return groups >= 1 ? 0xff : 0; }
-
-  FI_DEVICE Mxfp4Scales(const uint8_t* from, unsigned mask) {
-    const unsigned code = *from & mask;
-    const unsigned bits = code == 255 ? 0x7fc0u : min(code + 126, 254u) << 7;
-    scale = bits | bits << 16;
-    second = code > 128 ? code - 1 : 127;
-  }
-  FI_DEVICE bool large() const { return second > 127; }
-  template <bool kLarge>
-  FI_DEVICE void multiply(unsigned (&y)[4], int) const {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) y[j] = multiply_bf16x2(y[j], scale);
-    if constexpr (kLarge) {
-      const unsigned bits = second << 7 | second << 23;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) y[j] = multiply_bf16x2(y[j], bits);
-    }
-  }
+  FI_DEVICE static unsigned code(const uint8_t* from, unsigned mask) { return *from & mask; }
 };
 
 }  // namespace fi

@@ -157,11 +157,11 @@ struct GemmFp4 {
         for (int t = 0; t < kTokenTiles; ++t)
           x[word][t] =
               *reinterpret_cast<const uint4*>(stage + token_at + (t * 4 + word) * 512 + (lane ^ (2 * word)) * 16);
-#pragma unroll
-      for (int block = 0; block < kMaxBlocks; ++block)
-        if (block < count)
-          multiply(sum[block], x, stage + weight_at + block * 16 * kSwizzleLineBytes,
-                   stage + scale_at[block] + scale_lane, mask);
+      const char *weights = stage + weight_at, *scales = stage + scale_lane;
+      if (large_scales(scales, scale_at, count, mask))
+        multiply<true>(sum, x, weights, scales, scale_at, count, mask);
+      else
+        multiply<false>(sum, x, weights, scales, scale_at, count, mask);
       __syncwarp();
       if (lane == 0) pipeline.release(at.stage);
       at.stage += groups;
@@ -169,36 +169,50 @@ struct GemmFp4 {
     }
   }
 
-  // Adds the product of 16 rows and 128 k.
-  FI_DEVICE static void multiply(float (&sum)[kTokenTiles][4], const uint4 (&x)[4][kTokenTiles], const char* weights,
-                                 const char* scales, unsigned mask) {
-    const uint4 low_words = *reinterpret_cast<const uint4*>(weights);
-    const uint4 high_words = *reinterpret_cast<const uint4*>(weights + 8 * kSwizzleLineBytes);
-    const Scales low_scale(reinterpret_cast<const uint8_t*>(scales), mask);
-    const Scales high_scale(reinterpret_cast<const uint8_t*>(scales) + 8 * 16, mask);
-    if (Scales::kGroup == 32 && __any_sync(0xffffffffu, low_scale.large() || high_scale.large()))
-      multiply<true>(sum, x, low_words, high_words, low_scale, high_scale);
-    else
-      multiply<false>(sum, x, low_words, high_words, low_scale, high_scale);
+  // Whether a scale of the warp's blocks needs factors of any size.
+  FI_DEVICE static bool large_scales(const char* scales, const int (&at)[kMaxBlocks], int count, unsigned mask) {
+    if constexpr (Scales::kGroup == 16) {
+      return false;
+    } else {
+      unsigned most = 0;
+#pragma unroll
+      for (int block = 0; block < kMaxBlocks; ++block)
+        if (block < count) most = max(most, max(code(scales + at[block], 0, mask), code(scales + at[block], 8, mask)));
+      return __any_sync(0xffffffffu, most > Scales::kMost);
+    }
   }
-  // kLarge: a scale takes a second factor.
-  template <bool kLarge>
-  FI_DEVICE static void multiply(float (&sum)[kTokenTiles][4], const uint4 (&x)[4][kTokenTiles], const uint4& low_words,
-                                 const uint4& high_words, const Scales& low_scale, const Scales& high_scale) {
-    const unsigned w[2][4] = {{low_words.x, low_words.y, low_words.z, low_words.w},
-                              {high_words.x, high_words.y, high_words.z, high_words.w}};
+  FI_DEVICE static unsigned code(const char* scales, int line, unsigned mask) {
+    return Scales::code(reinterpret_cast<const uint8_t*>(scales) + line * 16, mask);
+  }
+
+  // Adds the products of 16 rows and 128 k of each block.
+  template <bool kAny>
+  FI_DEVICE static void multiply(float (&sum)[kMaxBlocks][kTokenTiles][4], const uint4 (&x)[4][kTokenTiles],
+                                 const char* weights, const char* scales, const int (&at)[kMaxBlocks], int count,
+                                 unsigned mask) {
+    using Factors = typename Scales::template Factors<kAny>;
 #pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      unsigned low[4], high[4];
-      widen_e2m1(low, w[0][word]);
-      widen_e2m1(high, w[1][word]);
-      low_scale.template multiply<kLarge>(low, word);
-      high_scale.template multiply<kLarge>(high, word);
-      const unsigned even[4] = {low[0], high[0], low[1], high[1]}, odd[4] = {low[2], high[2], low[3], high[3]};
+    for (int block = 0; block < kMaxBlocks; ++block) {
+      if (block >= count) continue;
+      const char* from = weights + block * 16 * kSwizzleLineBytes;
+      const uint4 low_words = *reinterpret_cast<const uint4*>(from);
+      const uint4 high_words = *reinterpret_cast<const uint4*>(from + 8 * kSwizzleLineBytes);
+      const Factors low_scale(code(scales + at[block], 0, mask)), high_scale(code(scales + at[block], 8, mask));
+      const unsigned w[2][4] = {{low_words.x, low_words.y, low_words.z, low_words.w},
+                                {high_words.x, high_words.y, high_words.z, high_words.w}};
 #pragma unroll
-      for (int t = 0; t < kTokenTiles; ++t) {
-        mma_m16n8k16(sum[t], even, x[word][t].x, x[word][t].y, __nv_bfloat16());
-        mma_m16n8k16(sum[t], odd, x[word][t].z, x[word][t].w, __nv_bfloat16());
+      for (int word = 0; word < 4; ++word) {
+        unsigned low[4], high[4];
+        widen_e2m1(low, w[0][word]);
+        widen_e2m1(high, w[1][word]);
+        low_scale.multiply(low, word);
+        high_scale.multiply(high, word);
+        const unsigned even[4] = {low[0], high[0], low[1], high[1]}, odd[4] = {low[2], high[2], low[3], high[3]};
+#pragma unroll
+        for (int t = 0; t < kTokenTiles; ++t) {
+          mma_m16n8k16(sum[block][t], even, x[word][t].x, x[word][t].y, __nv_bfloat16());
+          mma_m16n8k16(sum[block][t], odd, x[word][t].z, x[word][t].w, __nv_bfloat16());
+        }
       }
     }
   }

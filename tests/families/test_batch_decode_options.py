@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from families.harness import assert_close, rand
 from families.paged import Paged, paged
@@ -172,6 +174,7 @@ CALL = (
         ({"page_size": 8}, ValueError, "paged_kv_cache: page_size 8 .* were planned"),
         ({"page_size": 0}, ValueError, "page_size: at least 1"),
         ({"num_qo_heads": 5}, ValueError, r"num_qo_heads: a positive multiple of num_kv_heads \(2\)"),
+        ({"num_qo_heads": 1 << 62}, ValueError, r"num_qo_heads: a positive multiple of .*, at most 65536, is required"),
         ({"head_dim": 60}, ValueError, "Unsupported head_dim"),
         ({"indptr": torch.zeros(4, dtype=torch.int32)}, ValueError, "indptr: length 3 is required"),
         ({"indptr": torch.zeros(3)}, TypeError, "indptr must be int32; got float32"),
@@ -206,6 +209,26 @@ def test_plan_and_run_refuse(change: dict[str, Any], error: type[Exception], wor
 def test_constructor_refuses(change: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         Wrapper(**({"float_workspace_buffer": workspace("cpu")} | change))
+
+
+BUFFERS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "negated": (torch._neg_view, "got a negative view"),
+    "fake": (FakeTensorMode().from_tensor, "only torch's dispatcher can read"),
+    "meta": (lambda x: x.to("meta"), "got a meta tensor"),
+    "sparse": (lambda x: x.to_sparse(), "got layout torch.sparse_coo"),
+    "strided": (lambda x: x[::2], "with strides"),
+}
+
+
+@pytest.mark.parametrize("form", BUFFERS)
+def test_a_plan_can_write_the_buffers_of_a_graph(form: str) -> None:
+    make, words = BUFFERS[form]
+    buffers = {
+        f"paged_kv_{name}_buffer": torch.zeros(9, dtype=torch.int32) for name in ("indptr", "indices", "last_page_len")
+    }
+    for name, buffer in buffers.items():
+        with pytest.raises(ValueError, match=f"{name}: a contiguous tensor with data .* {words}"):
+            Wrapper(workspace("cpu"), use_cuda_graph=True, **buffers | {name: make(buffer)})
 
 
 def test_run_before_plan_and_other_windows_are_refused() -> None:

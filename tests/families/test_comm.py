@@ -14,6 +14,7 @@ import fi_core
 from families.ranks import run_ranks
 from fi_core import comm
 from fi_core.comm import AllReduceFusionPattern as Pattern
+from fi_core.comm import dcp_alltoall
 from fi_core.comm.dcp_alltoall import (
     AllToAllWorkspace,
     decode_cp_a2a_allocate_mnnvl_workspace,
@@ -295,6 +296,21 @@ def _check_partial_attention(rank: int, world: int, device: torch.device) -> Non
     for source, (theirs, their_stats) in enumerate(zip(_gather(o), _gather(stats))):
         assert torch.equal(o_out[:, source].cpu(), theirs[:, rank])
         assert torch.equal(stats_out[:, source].cpu(), their_stats[:, rank])
+
+
+def test_partial_attention_of_any_width() -> None:
+    """Statistics begin at a multiple of their size, also behind rows of odd bytes."""
+    workspace = AllToAllWorkspace(torch.device("cpu"), OneRank())
+    dcp_alltoall._workspaces[workspace.buffer.data_ptr()] = workspace
+    o, stats = torch.randn(3, 1, 65).to(BF16), torch.randn(3, 1, 2)
+    found = decode_cp_a2a_alltoall(o, stats, workspace.buffer, 0, 1)
+    assert all(torch.equal(x, y) for x, y in zip(found, (o, stats)))
+    workspace.destroy()
+
+
+def test_a_mapping_is_that_of_ranks() -> None:
+    with pytest.raises(TypeError, match="MoeAlltoAll: mapping must be a Mapping of fi_core; got a dict"):
+        comm.MoeAlltoAll({}, 8, 2, 4)  # type: ignore[arg-type]
 
 
 def _check_custom_all_reduce(rank: int, world: int, device: torch.device) -> None:

@@ -78,3 +78,5 @@ def test_refusals(device: str) -> None:
             cutlass_fused_moe_workspace_size(**numbers | {name: value}, **sizes)
     with pytest.raises(ValueError, match="num_experts_total must be a multiple of ep_size 3"):
         cutlass_fused_moe_workspace_size(1, H, WIDTH, E, K, ep_size=3, **sizes)
+    with pytest.raises(ValueError, match="activation_type must be a value of ActivationType; got 4096"):
+        cutlass_fused_moe_workspace_size(1, H, WIDTH, E, K, activation_type=4096, **sizes)

@@ -178,7 +178,9 @@ def test_wrong_arguments_are_named(device: str) -> None:
     blocks, rows, columns = torch.ones(2, 2, 3, dtype=torch.bool), torch.full((2, 2), 8), torch.full((2, 3), 4)
     uneven = torch.tensor([[8, 8], [8, 7]])
     for arguments, match in (((blocks, rows[:, :1], columns), "block_row_sz"), ((blocks, uneven, columns), "sum"),
-                             ((blocks[0], rows, columns), "block_mask_map")):  # fmt: skip
+                             ((blocks[0], rows, columns), "block_mask_map"),
+                             ((blocks, rows, columns << 29), r"block_col_sz: .* below 2\^31"),
+                             ((blocks, rows, columns << 60), "block_col_sz")):  # fmt: skip
         with pytest.raises(ValueError, match=match):
             variable.plan(*arguments, 4, 2, 64)
     variable.plan(blocks, rows, columns, 4, 2, 64)

@@ -377,6 +377,18 @@ def test_written_elements_that_share_memory_are_refused(call: Call) -> None:
             call.function(*call.replaced(name, shared))
 
 
+@EACH_OP
+def test_sizes_that_no_memory_has_are_errors(call: Call) -> None:
+    """Elements that share memory may be as many as 64 bits count; a size, and one more, still do not wrap."""
+    call(*call.tensors)
+    for name, tensor in zip(call.names, call.tensors):
+        for axis in range(tensor.ndim if tensor.numel() else 0):
+            others = tensor.numel() // tensor.shape[axis]
+            shape = [((1 << 63) - 1) // others if i == axis else n for i, n in enumerate(tensor.shape)]
+            with pytest.raises((ValueError, TypeError), match=f"^{call.name}: "):
+                call.function(*call.replaced(name, tensor.narrow(axis, 0, 1).expand(shape)))
+
+
 def test_memory_that_is_not_there_is_refused() -> None:
     """A tensor of zeros without memory, which torch's autograd makes."""
     with pytest.raises(TypeError, match="rmsnorm: input has no data"):

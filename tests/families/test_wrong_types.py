@@ -14,6 +14,8 @@ import pytest
 import torch
 
 import fi_core
+from fi_core.comm import Mapping, MoeAlltoAll
+from fi_core.comm.mnnvl import MnnvlConfig, OneRank
 from fi_core.observe import api
 from fi_core.registry import described
 
@@ -209,3 +211,19 @@ def test_tables_of_64_bits(graph: bool, device: str) -> None:
     assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
     with pytest.raises(TypeError, match="int32"):
         fi_core.BatchDecodeWithPagedKVCacheWrapper(workspace).plan(indptr.float(), indices, last, 4, 2, 64, 16)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"max_num_tokens": -(2**31)}, "workspace_size_per_rank, or the sizes that it follows from: "),
+        ({"top_k": 2**62}, "workspace_size_per_rank, or the sizes that it follows from: "),
+        ({"timeout": float("inf")}, "timeout: 0 to 2147483648 seconds are required; got inf"),
+        ({"device": 2**62}, "device: a device of torch is required; got 4611686018427387904"),
+    ],
+)
+def test_the_sizes_of_an_exchange_are_named(wrong: dict[str, Any], named: str) -> None:
+    sizes = {"max_num_tokens": 8, "top_k": 2, "num_experts": 4, "hidden_size": 64, "device": torch.device("cpu")}
+    config = MnnvlConfig(comm_backend=OneRank())
+    with pytest.raises(ValueError, match=named):
+        MoeAlltoAll(Mapping(1, 0, tp_size=1, moe_ep_size=1), mnnvl_config=config, **{**sizes, **wrong})

@@ -25,6 +25,8 @@ OPTIONS = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "OMP_WAIT_POLICY": "passive",
     "OMP_NUM_THREADS": "1",  # a process with a pool of threads cannot be forked; a worker may take two
+    "CUDA_VISIBLE_DEVICES": "",  # no driver beside the address sanitizer: cuInit crashes on some machines
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "FI_JIT": "off",  # compilers do not run under the preloaded library
     "FI_CHECK": "1",  # also of signs; 0: contents are trusted
 }
@@ -34,6 +36,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nox -s fuzz --", description=__doc__)
     parser.add_argument("--metadata", type=int, default=600, help="cases of wrong dtypes, shapes, strides, kinds")
     parser.add_argument("--contents", type=int, default=450, help="cases of wrong indices, lengths, values")
+    parser.add_argument("--each", type=int, default=400, help="cases of one argument changed in one of a list of ways")
     parser.add_argument("--seed", type=int, default=0, help="the number of the first case of each kind")
     parser.add_argument("--hours", type=float, help="cases of both kinds until that time is over")
     parser.add_argument("--case", action="append", default=[], metavar="KIND:SEED", help="this case alone, in full")
@@ -69,11 +72,15 @@ def prepare() -> None:
     os.execve(sys.executable, [sys.executable, "-m", "fuzz", *sys.argv[1:]], environment)
 
 
-def names(given: argparse.Namespace) -> Iterator[str]:
-    """The cases of a run: both kinds mixed, as many as asked for."""
+def names(given: argparse.Namespace, known: list[Any]) -> Iterator[str]:
+    """The cases of a run with the scenarios that are known: as many as asked for, both random kinds mixed."""
     if given.case:
         yield from given.case
         return
+    if given.each:
+        from fuzz import each
+
+        yield from (f"each:{number}" for number in each.numbers(known, given.each, given.seed))
     for i in itertools.count(given.seed):
         at, endless = i - given.seed, given.hours is not None
         if at < given.metadata or endless:
@@ -135,10 +142,12 @@ def main() -> int:
     os.environ.setdefault(SANITIZE, "address,undefined")
     if not os.environ.get(READY):
         prepare()
+    from fi_core.compat import compilation_context
     from fuzz import case, pool
     from fuzz.calls import scenarios
     from fuzz.variant import preload
 
+    vars(compilation_context)["driver"] = lambda: None  # as CUDA_VISIBLE_DEVICES says
     preload()
     known = scenarios()
     summary = Summary(sys.stdout.isatty())
@@ -153,7 +162,7 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):  # what is known by then is told
-        pool.run(names(given), work, jobs=given.jobs, seconds=given.timeout, done=done)
+        pool.run(names(given, known), work, jobs=given.jobs, seconds=given.timeout, done=done)
     seconds = time.monotonic() - summary.start
     outcomes = ", ".join(f"{count} {name}" for name, count in summary.outcomes.most_common())
     findings = sum(map(len, summary.classes.values()))

@@ -249,7 +249,8 @@ def scalar(rng: Random, value: Any, wild: bool = False) -> Change:
     if isinstance(value, int) and not wild:
         return Change(*_named(rng.choice([n for n in NUMBERS if isinstance(n, int)])))
     number = rng.choice(NUMBERS)
-    return Change(repr(number), number, extreme=isinstance(number, float))
+    factor = value is None and abs(number) > 1e4  # perhaps one, which magnifies roundings
+    return Change(repr(number), number, extreme=isinstance(number, float) or factor)
 
 
 def contents(rng: Random, value: Any) -> Change | None:
@@ -287,7 +288,8 @@ def _fill(rng: Random, x: torch.Tensor, values: Sequence[Any]) -> None:
 
 def _floats(rng: Random, x: torch.Tensor) -> Change:
     value = rng.choice(FLOATS)
-    usual = abs(value) < 1e4 and abs(value) <= 2 * float(x.float().abs().max())  # as of a number
+    # As of a number; products with a subnormal one depend on the order of factors.
+    usual = (value == 0 or abs(value) > 1e-30) and abs(value) < 1e4 and abs(value) <= 2 * float(x.float().abs().max())
     _fill(rng, x, [value])
     return Change(f"{value} inside", x, extreme=not usual)
 

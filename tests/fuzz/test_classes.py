@@ -15,10 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fi_core.runtime.errors import LibraryError
 from fuzz.calls import Arguments, Scenario, invoke, scenarios
-from fuzz.case import Hostile
+from fuzz.case import Hostile, drawn
 from fuzz.hostile import is_plain
 
 Change = tuple[str, Arguments]  # what is changed, and the arguments that replace valid ones
+_WORST = (1 << 63) - 1
 LAYOUTS = torch.strided, torch.jagged
 SIGNED = {"negated": torch._neg_view, "conjugate": lambda x: x.to(torch.complex64).conj()}
 
@@ -79,8 +80,20 @@ def options(parameters: list[str], arguments: Arguments) -> Iterator[Change]:
             yield f"{name}: a tensor, beside a fake one", {**fake, name: torch.ones(2)}
 
 
+def sizes(parameters: list[str], arguments: Arguments) -> Iterator[Change]:
+    """Numbers at the ends of 64 bits, and dimensions of as many elements as they count, which share memory."""
+    for name, value in arguments.items():
+        for number in (0, -1, 1 << 62, _WORST) if type(value) is int else ():
+            yield f"{name}: {number}", {name: number}
+    for name, x, put in _tensors(arguments):
+        for axis, size in enumerate(x.shape if x.numel() else ()):
+            most = _WORST // (x.numel() // size)
+            shape = [most if i == axis else n for i, n in enumerate(x.shape)]
+            yield f"{name}: axis {axis} of {most}", put(x.narrow(axis, 0, 1).expand(shape))
+
+
 CLASSES: dict[str, Callable[[list[str], Arguments], Iterator[Change]]] = {
-    "unreadable": unreadable, "dimensions": dimensions, "options": options,
+    "unreadable": unreadable, "dimensions": dimensions, "options": options, "sizes": sizes,
 }  # fmt: skip
 
 
@@ -108,7 +121,7 @@ class Tries:
                     function, {name: given[name] for name in inspect.signature(function).parameters if name in given}
                 )
             except Exception as error:
-                judge = Hostile("metadata", 0, 0)
+                judge = Hostile(functools.partial(drawn, "metadata", 0), 0)
                 judge.names = set(names)
                 judge._judge(error, function, later=False)
                 if judge.record["outcome"] == "unnamed error":

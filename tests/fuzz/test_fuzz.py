@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from fuzz import case, pool
+from fuzz import case, each, pool
 from fuzz.__main__ import Summary, names, options
 from fuzz.calls import Hook, Scenario, marked, scenarios
 
@@ -19,7 +20,7 @@ def test_every_function_of_the_api_is_called() -> None:
     """A function that no description, example or session calls would never be attacked."""
     called: set[str] = set()
     for scenario in scenarios():
-        hook = case.Hostile("metadata", 0, -1)
+        hook = case.Hostile(partial(case.drawn, "metadata", 0), -1)
 
         def watch(function: Any, arguments: Any, template: Any = None, planned: Any = None, hook: Any = hook) -> Any:
             called.add(f"{function.__module__}:{function.__qualname__}")
@@ -64,6 +65,16 @@ def test_cases_repeat_and_find() -> None:
     assert "strides" in found["wrong answer"]["change"]
 
 
+def test_each_argument_is_changed_in_each_way() -> None:
+    ways = each.ways(TOY)
+    found = [case.run(f"each:{number}", [TOY]) for number in sorted(each.numbers([TOY], 10**6, 0))]
+    assert len(found) == len(ways) > 30
+    changes = [record["change"] for record in found]
+    assert len(set(changes)) == len(changes)
+    assert set(changes) >= {"x: all inf", "x: the first nan", "x: dimension 1 of 0", "eps: nan"}
+    assert len(each.numbers([TOY], 7, 1)) == 7
+
+
 def test_a_plan_that_fails_is_not_the_end() -> None:
     """The session goes on after it, and what a later call raises is judged too."""
 
@@ -78,7 +89,7 @@ def test_a_plan_that_fails_is_not_the_end() -> None:
         hook(plan, {"size": 1})
         hook(run, {})
 
-    hook = case.Hostile("metadata", 4, 0)
+    hook = case.Hostile(partial(case.drawn, "metadata", 4), 0)
     with pytest.raises(case._Over):
         start(hook, 0)
     assert (hook.record["outcome"], hook.record["raised_by"]) == ("unnamed error", run.__qualname__)
@@ -138,10 +149,10 @@ def test_findings_of_one_cause_are_one_class(capsys: pytest.CaptureFixture[str])
 
 
 def test_the_cases_of_a_run() -> None:
-    assert list(names(options(["--metadata", "2", "--contents", "1", "--seed", "5"]))) == [
+    assert list(names(options(["--metadata", "2", "--contents", "1", "--seed", "5"]), [])) == [
         "metadata:5", "contents:5", "metadata:6",
     ]  # fmt: skip
-    assert list(names(options(["--case", "contents:7"]))) == ["contents:7"]
+    assert list(names(options(["--case", "contents:7"]), [])) == ["contents:7"]
     for name in ("contents", "other:1", "metadata:-1", "metadata:x"):
-        with pytest.raises(ValueError, match="case: metadata or contents, a colon and a number are required"):
+        with pytest.raises(ValueError, match="case: metadata, contents or each, a colon and a number are required"):
             case.parse(name)

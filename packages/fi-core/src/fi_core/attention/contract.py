@@ -8,6 +8,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from fi_core.runtime.errors import UnknownWordError, blame
+from fi_core.runtime.launch.torch_op import unreadable
 from fi_core.utils import (
     PosEncodingMode,
     TensorLayout,
@@ -36,6 +37,9 @@ def check_backend(backend: str, known: Collection[str], foreign: Collection[str]
         raise ValueError(f"backend: allowed are {', '.join(known)}; got {backend!r}")
 
 
+_MOST_HEADS = 1 << 16  # times requests, a schedule counts tiles in 32 bits
+
+
 def check_shape(num_qo_heads: int, num_kv_heads: int, page_size: int, **head_dims: int) -> None:
     try:
         _check_shape(num_qo_heads, num_kv_heads, page_size, head_dims)
@@ -46,9 +50,10 @@ def check_shape(num_qo_heads: int, num_kv_heads: int, page_size: int, **head_dim
 
 
 def _check_shape(num_qo_heads: int, num_kv_heads: int, page_size: int, head_dims: dict[str, int]) -> None:
-    if num_kv_heads < 1 or num_qo_heads < 1 or num_qo_heads % num_kv_heads:
+    if not 1 <= num_kv_heads <= num_qo_heads <= _MOST_HEADS or num_qo_heads % num_kv_heads:
         raise ValueError(
-            f"num_qo_heads: a positive multiple of num_kv_heads ({num_kv_heads}) is required; got {num_qo_heads}"
+            f"num_qo_heads: a positive multiple of num_kv_heads ({num_kv_heads}), at most {_MOST_HEADS}, is required; "
+            f"got {num_qo_heads}"
         )
     for name, head_dim in head_dims.items():
         if head_dim < 8 or head_dim > 512 or head_dim % 8:
@@ -95,12 +100,11 @@ def check_graph_buffer(buffer: torch.Tensor, name: str) -> None:
     """Raises ValueError unless a plan can copy a table into the buffer, for a CUDA graph to read."""
     if not hasattr(buffer, "layout"):
         raise ValueError(f"{name}: a tensor is required with use_cuda_graph; got {buffer!r}")
-    plain = str(buffer.layout) == "torch.strided" and not buffer.is_quantized and not buffer.is_meta
-    if not plain or buffer.ndim != 1 or not buffer.is_contiguous():
-        raise ValueError(
-            f"{name}: a contiguous tensor with data and one dimension is required; got {buffer.layout}, "
-            f"{buffer.dtype}, device {buffer.device}, shape {tuple(buffer.shape)}"
-        )
+    problem = unreadable(buffer)
+    if not problem and (buffer.ndim != 1 or not buffer.is_contiguous()):
+        problem = f"got shape {tuple(buffer.shape)} with strides {buffer.stride()}"
+    if problem:
+        raise ValueError(f"{name}: a contiguous tensor with data and one dimension is required; {problem}")
 
 
 def _dtype(dtype: torch.dtype | str, argument: str) -> torch.dtype:

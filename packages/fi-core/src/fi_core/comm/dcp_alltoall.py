@@ -135,14 +135,16 @@ def decode_cp_a2a_alltoall(
     import torch
 
     found = _workspace(workspace, cp_rank, cp_size)
+    cp_size = found.world_size  # which may have been equal, and no integer
     for name, tensor in (("partial_o", partial_o), ("softmax_stats", softmax_stats)):
         if tensor.dim() < 2 or tensor.shape[-2] != cp_size:
             raise ValueError(f"{name}: shape [..., {cp_size}, n] is required; got {list(tensor.shape)}")
     parts = [t.movedim(-2, 0).reshape(cp_size, -1).contiguous().view(torch.uint8) for t in (partial_o, softmax_stats)]
     widths = [part.shape[1] for part in parts]
-    sent = partial_o.new_empty(cp_size, round_up(sum(widths), 16), dtype=torch.uint8)
+    begin = round_up(widths[0], 16)  # of the statistics, aligned for their elements
+    sent = partial_o.new_empty(cp_size, begin + round_up(widths[1], 16), dtype=torch.uint8)
     sent[:, : widths[0]] = parts[0]
-    sent[:, widths[0] : sum(widths)] = parts[1]
+    sent[:, begin : begin + widths[1]] = parts[1]
     received = torch.empty_like(sent)
     found.all_to_all(sent, received)
 
@@ -150,4 +152,4 @@ def decode_cp_a2a_alltoall(
         rows = received[:, first : first + width].contiguous().view(like.dtype)
         return rows.view(cp_size, *like.shape[:-2], like.shape[-1]).movedim(0, -2).contiguous()
 
-    return restored(partial_o, 0, widths[0]), restored(softmax_stats, widths[0], widths[1])
+    return restored(partial_o, 0, widths[0]), restored(softmax_stats, begin, widths[1])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fi_core.comm import ops
 from fi_core.comm.dcp_alltoall import AllToAllWorkspace
 from fi_core.comm.mnnvl import CommBackend, OneRank, TorchDistBackend
-from fi_core.comm.workspace import AllReduceFusionWorkspace, check_group, current_device, shots_of
+from fi_core.comm.workspace import AllReduceFusionWorkspace, check_group, device_of, shots_of
 
 if TYPE_CHECKING:
     import torch
@@ -160,7 +160,7 @@ def create_allreduce_fusion_workspace(
     if max_token_num is None or hidden_dim is None or dtype is None:
         missing = "max_token_num" if max_token_num is None else "hidden_dim" if hidden_dim is None else "dtype"
         raise ValueError(f"{missing}: the size of the largest message is required; got None")
-    device = device or current_device()
+    device = device_of(device)
     if gpus_per_node is not None and gpus_per_node < comm_backend.Get_size():
         return HierarchicalWorkspace(
             max_token_num, hidden_dim, dtype, device, comm_backend, timeout, gpus_per_node=gpus_per_node

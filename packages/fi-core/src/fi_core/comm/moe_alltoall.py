@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fi_core.comm import ops
 from fi_core.comm.mapping import Mapping
 from fi_core.comm.mnnvl import MnnvlConfig, TorchDistBackend
-from fi_core.comm.workspace import MAX_WORLD, CommWorkspace, current_device, find_by_address
+from fi_core.comm.workspace import MAX_WORLD, CommWorkspace, device_of, find_by_address
 from fi_core.observe.log import fi_api
 from fi_core.utils import round_up
 
@@ -216,9 +216,7 @@ class MoeAlltoAll:
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
         self.ep_size, self.ep_rank = mapping.moe_ep_size, mapping.moe_ep_rank
         config = mnnvl_config or MnnvlConfig()
-        self._exchange = _Exchange(
-            workspace_size_per_rank, device or current_device(), config, mapping.moe_ep_group, timeout
-        )
+        self._exchange = _Exchange(workspace_size_per_rank, device_of(device), config, mapping.moe_ep_group, timeout)
         self.workspace = self._exchange.data
         _exchanges[self.workspace.data_ptr()] = self._exchange
         self._combine_offset = 0

@@ -10,6 +10,7 @@ from fi_core.comm.trtllm_ar import rows_of
 from fi_core.comm.workspace import AllReduceFusionWorkspace, check_group, current_device
 from fi_core.norm import fused_add_rmsnorm, rmsnorm
 from fi_core.observe.log import fi_api
+from fi_core.utils import _check_writable
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +64,7 @@ _USE_ONESHOT = {
     AllReduceStrategyType.TWOSHOT: False,
 }  # fmt: skip
 _SERVED = (AllReduceFusionOp.NONE, AllReduceFusionOp.RESIDUAL_RMS_NORM, AllReduceFusionOp.RESIDUAL_RMS_PREPOST_NORM)
+_MOST_RANKS = 64
 _BUFFERS = 7  # lists of addresses of a workspace
 _workspaces: dict[tuple[int, ...], AllReduceFusionWorkspace] = {}  # by the ranks' addresses
 
@@ -177,7 +179,8 @@ def trtllm_custom_all_reduce(
         or peer_comm_buffer_ptrs.device.type != "cpu"
     ):
         raise TypeError("peer_comm_buffer_ptrs: an int64 tensor on the CPU is required")
-    workspace = _workspaces.get(tuple(peer_comm_buffer_ptrs.flatten().tolist()))
+    addresses = peer_comm_buffer_ptrs.flatten()[:_MOST_RANKS].tolist()  # a view may have any number of elements
+    workspace = _workspaces.get(tuple(addresses)) if peer_comm_buffer_ptrs.numel() == len(addresses) else None
     if workspace is None:
         raise ValueError(
             "peer_comm_buffer_ptrs: addresses of trtllm_create_ipc_workspace_for_all_reduce, not freed, are required"
@@ -203,6 +206,8 @@ def trtllm_custom_all_reduce(
         )
     )  # fmt: skip
     assert x is not None and result is not None
+    if intermediate is not None:
+        _check_writable(intermediate, "intermediate_buffer")
     use_oneshot, epsilon = _USE_ONESHOT[strategy_code], 1e-6 if eps is None else eps
     if fusion_op_code == AllReduceFusionOp.RESIDUAL_RMS_NORM:
         fusion.allreduce_fusion(

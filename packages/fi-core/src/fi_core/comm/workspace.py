@@ -17,6 +17,7 @@ Found = TypeVar("Found")
 HEADER = 4096  # kCommHeader of fi/comm/workspace.h
 ROTATIONS = 3
 MAX_WORLD = 8
+_MOST_SECONDS = 1 << 31
 
 # The largest message, in bytes, that is sent in one shot, by the number of ranks. With two ranks both forms send the
 # same bytes, and one shot has one hop less.
@@ -49,6 +50,20 @@ def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def device_of(device: torch.device | None) -> torch.device:
+    """The device, by default the current one. Raises ValueError for what names none."""
+    import torch
+
+    if device is None:
+        return current_device()
+    try:
+        if isinstance(device, (str, torch.device)):
+            return torch.device(device)
+    except RuntimeError:
+        pass
+    raise ValueError(f"device: a device of torch is required; got {device!r}")
+
+
 def check_group(comm_backend: CommBackend, rank: int | None, size: int | None, rank_name: str, size_name: str) -> None:
     """Raises ValueError unless rank and size are the group's; None agrees."""
     for name, given, found in ((rank_name, rank, comm_backend.Get_rank()), (size_name, size, comm_backend.Get_size())):
@@ -78,7 +93,7 @@ class CommWorkspace:
         timeout: seconds that a call waits for another rank before it fails.
 
     Raises:
-        ValueError: The group has more than 8 ranks.
+        ValueError: The group has more than 8 ranks, or the system does not give the memory.
         RuntimeError: The GPUs cannot access each other.
     """
 
@@ -90,9 +105,18 @@ class CommWorkspace:
         self.rank, self.world_size = comm_backend.Get_rank(), comm_backend.Get_size()
         if self.world_size > MAX_WORLD:
             raise ValueError(f"group: 1 to {MAX_WORLD} ranks of one host are required; got {self.world_size}")
+        if not 0 <= timeout <= _MOST_SECONDS:
+            raise ValueError(f"timeout: 0 to {_MOST_SECONDS} seconds are required; got {timeout!r}")
         self.rotation_bytes = rotation_bytes
         self.more_offset = HEADER + ROTATIONS * rotation_bytes
-        self.memory = SharedMemory(self.more_offset + more_bytes, device, comm_backend)
+        size = self.more_offset + more_bytes
+        try:
+            self.memory = SharedMemory(size, device, comm_backend)
+        except (OSError, OverflowError) as error:
+            raise ValueError(
+                f"workspace_size_per_rank, or the sizes that it follows from: {size} bytes of shared memory are "
+                f"required, which the system does not give ({error})"
+            ) from error
         self.buffer = self.memory.tensor()
         peers = torch.tensor(self.memory.pointers, dtype=torch.int64)
         status = torch.zeros(4, dtype=torch.int32, pin_memory=device.type == "cuda")

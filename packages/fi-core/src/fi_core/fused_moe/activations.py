@@ -11,6 +11,17 @@ if TYPE_CHECKING:
     import torch
 
 
+def kind_of(activation_type: int) -> ActivationType:
+    """The kind of an activation. Raises ValueError for what is none."""
+    try:
+        kind = ActivationType(activation_type)
+    except ValueError:
+        kind = ActivationType.InvalidType
+    if kind is ActivationType.InvalidType:
+        raise ValueError(f"activation_type must be a value of ActivationType; got {activation_type!r}")
+    return kind
+
+
 def activation_of(
     activation_type: int,
     alpha: torch.Tensor | None = None,
@@ -30,12 +41,7 @@ def activation_of(
     for name, value in constants.items():
         if value is not None and value != value:
             raise ValueError(f"{name} must be a number; got NaN")
-    try:
-        kind = ActivationType(activation_type)
-    except ValueError:
-        kind = ActivationType.InvalidType
-    if kind is ActivationType.InvalidType:
-        raise ValueError(f"activation_type must be a value of ActivationType; got {activation_type!r}")
+    kind = kind_of(activation_type)
     if kind is ActivationType.Swiglu and not (alpha is None and beta is None and limit is None):
         kind = ActivationType.SwigluBias
     if kind is ActivationType.SwigluBias:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from operator import index
 from typing import TYPE_CHECKING
 
+from fi_core.fused_moe.activations import kind_of
 from fi_core.fused_moe.decode import COUNTERS
 from fi_core.fused_moe.layer import ALIGNMENT, aligned
 from fi_core.observe.log import fi_api
@@ -95,7 +96,7 @@ def cutlass_fused_moe_workspace_size(
     slots, width = max_num_tokens * top_k, intermediate_size
     mixed = use_w4_group_scaling or use_mxfp8_act_scaling or weight_dtype in (torch.uint8, torch.int64)
     narrow = 1 if weight_dtype is torch.float8_e4m3fn and not mixed else 2
-    columns = width * (2 if is_gated_activation(ActivationType(activation_type)) else 1)
+    columns = width * (2 if is_gated_activation(kind_of(activation_type)) else 1)
     scales = [4 * slots * (n // _BLOCK) for n in (hidden_size, width) if use_deepseek_fp8_block_scale]
     sizes = [
         4 * sum(table_words(num_experts_total // ep_size, slots)),

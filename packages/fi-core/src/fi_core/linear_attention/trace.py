@@ -124,7 +124,9 @@ def _written_selective(state: Any, state_batch_indices: Any, x: Any, **_: Any) -
 
 def _heads(draw: Draw, rows: tuple[int, ...], dtype: Any, heads: tuple[int, int], size: int) -> dict[str, Any]:
     h, hv = heads
-    return {name: draw.rows(draw.normal((*rows, n, size), dtype)) for name, n in (("q", h), ("k", h), ("v", hv))}
+    unit = size**-0.5  # keys of length 1: without the norm in the kernel, longer ones let states explode
+    given = {"q": (h, 1.0), "k": (h, unit), "v": (hv, 1.0)}
+    return {name: draw.rows(draw.normal((*rows, n, size), dtype, scale)) for name, (n, scale) in given.items()}
 
 
 def _make_prefill(

@@ -79,10 +79,12 @@ def _explain(error: Exception, function: Callable[..., Any], /, *args: Any, **op
         parameter = signature.parameters[name]
         wanted = "Any" if parameter.kind in _PREFIX or parameter.annotation is parameter.empty else parameter.annotation
         kinds = [re.sub(r"\[.*\]", "", word) for word in re.split(r" \| (?![^\[]*\])", str(wanted))]
-        if isinstance(error, TypeError) and str(error).startswith(name) and words[0] == name:  # in words of our own
+        ours = {kind: f"a {kind} of fi_core" for kind in kinds if _own_class(kind, function.__globals__)}
+        named = str(error).startswith(name) and words[0] == name
+        if named and (ours or isinstance(error, TypeError)):  # in words of our own
             break
-        if not any(_matches(kind, value) for kind in kinds):
-            required = " or ".join(_WORDS.get(kind, kind) for kind in kinds)
+        if not any(_matches(kind, value, function.__globals__) for kind in kinds):
+            required = " or ".join({**_WORDS, **ours}.get(kind, kind) for kind in kinds)
             kind = type(value).__name__
             got = "None" if value is None else f"{'an' if kind[0] in 'aeio' else 'a'} {kind}"
             raise TypeError(f"{called}: {name} must be {required}; got {got}") from None
@@ -190,11 +192,18 @@ def _explain_tensors(error: Exception, function: Callable[..., Any], given: Mapp
         raise ValueError(f"{called}: {said}; got tensors of shapes {shapes}") from error
 
 
-def _matches(word: str, value: Any) -> bool:
-    """Whether a value is of an annotated type; true for types that are not known here."""
+def _own_class(word: str, scope: Mapping[str, Any]) -> type | None:
+    """A class of ours that an annotation names; it may have the name of another, as Mapping."""
+    known = scope.get(word)
+    return known if isinstance(known, type) and known.__module__.startswith("fi_core.") else None
+
+
+def _matches(word: str, value: Any, scope: Mapping[str, Any] = {}) -> bool:
+    """Whether a value is of an annotated type; true for types that are not known here. scope: of the annotation."""
     if word.startswith("torch."):
         import torch
 
         known = getattr(torch, word.removeprefix("torch."), object)
         return isinstance(value, known) or (known is torch.device and isinstance(value, (str, int)))
-    return isinstance(value, _TYPES.get(word, object))
+    ours = _own_class(word, scope)
+    return isinstance(value, _TYPES.get(word, object) if ours is None else ours)

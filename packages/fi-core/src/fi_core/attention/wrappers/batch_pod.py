@@ -102,13 +102,6 @@ class BatchPODWithPagedKVCacheWrapper:
             return ((pages - 1) * page_size + last) * (pages > 0)
 
         self._indptrs, self._lengths = (qo_indptr_p, kv_indptr_p), kv_lens
-        plain = pos_encoding_mode == "NONE" and window_left < 0 and prefill._variant is None
-        self._described = {
-            "qo_indptr_p": qo_indptr_p, "kv_indptr_p": kv_indptr_p, "kv_indices_p": kv_indices_p,
-            "last_page_len_p": last_page_len_p, "kv_indptr_d": kv_indptr_d, "kv_indices_d": kv_indices_d,
-            "last_page_len_d": last_page_len_d, "sm_scale": head_dim**-0.5 if sm_scale is None else sm_scale,
-            "kv_layout": decode._kv_layout, "covered": plain,
-        }  # fmt: skip
         lengths = lengths_of(qo_indptr_p, kv_indptr_p, kv_indices_p.numel(), page_size)
         self._operations = functools.partial(operations, num_qo_heads, 2 * head_dim, lengths=lengths)
         decode.plan(
@@ -120,6 +113,13 @@ class BatchPODWithPagedKVCacheWrapper:
             causal=True,  # as prompts are: tiles are sorted for it, and run may be given another mask
             q_data_type=decode._cached_q_data_type, kv_data_type=decode._cached_kv_data_type, **options,
         )  # fmt: skip
+        plain = pos_encoding_mode == "NONE" and window_left < 0 and prefill._variant is None
+        self._described = {
+            "qo_indptr_p": qo_indptr_p, "kv_indptr_p": kv_indptr_p, "kv_indices_p": kv_indices_p,
+            "last_page_len_p": last_page_len_p, "kv_indptr_d": kv_indptr_d, "kv_indices_d": kv_indices_d,
+            "last_page_len_d": last_page_len_d, "sm_scale": head_dim**-0.5 if sm_scale is None else sm_scale,
+            "kv_layout": decode._kv_layout, "covered": plain,
+        }  # fmt: skip
 
     begin_forward = plan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import data_types
+from fi_core.attention.contract import check_shape, data_types
 from fi_core.attention.custom_modules import customised
 from fi_core.attention.wrappers import pattern_trace
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
@@ -117,11 +117,11 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         Raises:
             CompileError: no compiler for the variant. Other errors are those of that function.
         """
-        self._begin_plan(
-            num_qo_heads, num_kv_heads, page_size, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo or head_dim_qk
-        )
+        self._forget_plan()
+        head_dim_vo = head_dim_vo or head_dim_qk
+        check_shape(num_qo_heads, num_kv_heads, page_size, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
         types = data_types(q_data_type, kv_data_type, o_data_type, None)
-        arguments = variant(types, (head_dim_qk, head_dim_vo or head_dim_qk))
+        arguments = variant(types, (head_dim_qk, head_dim_vo))
         self._variant = customised("prefill", "auto", self.device, arguments, None)
         for name, window in (("window_left", window_left), ("range_window_left", range_window_left)):
             if not isinstance(window, int) or not -1 <= window < _UNLIMITED:

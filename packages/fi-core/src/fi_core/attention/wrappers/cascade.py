@@ -133,7 +133,7 @@ class MultiLevelCascadeAttentionWrapper:
         )  # fmt: skip
         last = self._batch_prefill_wrappers[-1]
         tables = qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len
-        self._joined = pos_encoding_mode != "NONE" or window_left >= 0
+        self._joined = bool(pos_encoding_mode != "NONE" or window_left >= 0)
         planned = [joined(*tables, page_size)] if self._joined else list(zip(*tables))
         for wrapper, level in zip(self._planned_levels, planned):
             wrapper.plan(

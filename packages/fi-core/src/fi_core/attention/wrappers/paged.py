@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import check_length, unpack
+from fi_core.attention.contract import check_length, check_shape, unpack
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
 from fi_core.observe.log import fi_api
@@ -207,8 +207,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             KeyError: pos_encoding_mode.
             UnsupportedError: the backend does not support the request.
         """
+        self._forget_plan()
         head_dim_vo = head_dim_vo or head_dim_qk
-        self._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
+        check_shape(num_qo_heads, num_kv_heads, page_size, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
         self._check_batch(qo_indptr, paged_kv_indptr)
         if paged_kv_last_page_len.numel() != qo_indptr.numel() - 1:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import unsupported
+from fi_core.attention.contract import check_shape, unsupported
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
 from fi_core.observe.log import fi_api
@@ -131,8 +131,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         Raises:
             NotImplementedError: another v_indptr or o_indptr.
         """
+        self._forget_plan()
         head_dim_vo = head_dim_vo or head_dim_qk
-        self._begin_plan(num_qo_heads, num_kv_heads, 1, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
+        check_shape(num_qo_heads, num_kv_heads, 1, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
         _require_same("v_indptr", v_indptr, "kv_indptr", kv_indptr)
         _require_same("o_indptr", o_indptr, "qo_indptr", qo_indptr)
         self._check_batch(qo_indptr, kv_indptr)

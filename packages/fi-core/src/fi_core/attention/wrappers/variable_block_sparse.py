@@ -10,7 +10,7 @@ from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import blame
-from fi_core.utils import check_shape_dtype_device
+from fi_core.utils import _check_writable, check_shape_dtype_device
 
 if TYPE_CHECKING:
     import torch
@@ -87,10 +87,11 @@ class VariableBlockSparseAttentionWrapper:
             blame(error, block_mask_map=block_mask_map, block_row_sz=block_row_sz, block_col_sz=block_col_sz)
         lengths = []
         for name, sizes in (("block_row_sz", rows), ("block_col_sz", columns)):
-            sums = sizes.sum(1)
-            if not len(sums) or not ((sums == sums[0]).all() and (sizes >= 0).all()):
+            sums = sizes.double().sum(1)  # of int64 it may wrap
+            if not len(sums) or not ((sums == sums[0]).all() and (sizes >= 0).all() and sums[0] < 1 << 31):
                 raise ValueError(
-                    f"{name}: sizes with the same sum for each kv head are required; got the sums {sums.tolist()}"
+                    f"{name}: sizes with the same sum below 2^31 for each kv head are required; got the sums "
+                    f"{sums.tolist()}"
                 )
             lengths.append(int(sums[0]))
         qo_len, kv_len = lengths
@@ -163,11 +164,7 @@ class VariableBlockSparseAttentionWrapper:
         as_result = None
         if out is not None and out.shape != rows.shape and out.shape == (*q.shape[:2], v.shape[-1]):
             check_shape_dtype_device(out, tuple(out.shape), self._prefill._out_dtype(), q.device, "out")
-            if _overlaps(out):
-                raise ValueError(
-                    f"out is written, so no two of its elements may share memory; got shape {tuple(out.shape)} with "
-                    f"strides {out.stride()}"
-                )
+            _check_writable(out, "out")
             as_result, out = out, None
         found = self._prefill.run(rows, (k, v), out=out, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl)
 
@@ -186,13 +183,3 @@ class VariableBlockSparseAttentionWrapper:
 
     def end_forward(self) -> None:
         """Does nothing; older callers end a plan with it."""
-
-
-def _overlaps(x: torch.Tensor) -> bool:
-    """Whether elements of a tensor may share memory: a dimension steps over less than the smaller ones take."""
-    taken = 1
-    for step, size in sorted((step, size) for size, step in zip(x.shape, x.stride()) if size > 1):
-        if step < taken:
-            return True
-        taken += step * (size - 1)
-    return False

@@ -66,7 +66,7 @@ void decode_plan(const Kernel& kernel, const DecodePlanArgs& a) {
            static_cast<long long>(a.page_size));
   FI_CHECK(a.pages_per_request >= 0 && a.pages_per_request <= largest, ValueError,
            "pages_per_request must not be negative; got %lld", static_cast<long long>(a.pages_per_request));
-  FI_CHECK(a.q_tiles > 0 && a.q_tiles * std::max<int64_t>(batch, 1) <= largest, ValueError,
+  FI_CHECK(a.q_tiles > 0 && a.q_tiles <= largest / std::max<int64_t>(batch, 1), ValueError,
            "q_tiles must be positive and less than 2^31 / batch_size; got %lld", static_cast<long long>(a.q_tiles));
   FI_CHECK(a.q_len > 0 && a.q_len <= largest, ValueError, "q_len must be positive; got %lld",
            static_cast<long long>(a.q_len));

@@ -90,7 +90,7 @@ GemmProblem problem_of(const GemmArgs& a) {
   a.a.inner_contiguous();
   if (a.b.stride(-1) == 1 || a.b.stride(-2) != 1) a.b.inner_contiguous();
   a.out.is({kF16, kBF16, kF32}).on(a.a).inner_contiguous();
-  FI_CHECK(k >= 1 && k <= kLimit && m <= kLimit && n <= kLimit && batch <= kLimit, ValueError,
+  FI_CHECK(k >= 1 && k <= kLimit && m <= kLimit && n <= kLimit && batch <= kLimit && matrices <= kLimit, ValueError,
            "k must be positive, and m, n, k and batch at most 2^30; got a %s, b %s", a.a.shape_str().c_str(),
            a.b.shape_str().c_str());
   if (a.bias) a.bias.like(a.out).shape(n).contiguous();

@@ -190,8 +190,14 @@ class Tensor {
     bool fits = ndim() == n;
     for (int i = 0; fits && i < n; ++i) fits = want[i]->value < 0 || want[i]->value == size(i);
     if (!fits) wrong_shape(want, n);
-    for (int i = 0; i < n; ++i) want[i]->value = size(i);
+    int64_t bits = 0;
+    for (int i = 0; i < n; ++i) bits |= want[i]->value = size(i);
+    if (bits >> 47) too_large();
     return *this;
+  }
+  // Elements may share memory, so that there are more than addresses; entries compute with sizes in 64 bits.
+  [[noreturn, gnu::noinline, gnu::cold]] void too_large() const {
+    raise("ValueError", "%s must have dimensions below 2^47; got %s", name_, shape_str().c_str());
   }
   [[noreturn, gnu::noinline, gnu::cold]] void wrong_shape(Dim* const* want, int n) const {
     std::string symbols, bound;

@@ -188,8 +188,10 @@ def trtllm_fp8_block_scale_moe(
         weight_layout: MajorK, or BlockMajorK. Hopper's kernel for few tokens reads both; else BlockMajorK is copied to
             MajorK in each call.
         fp8_quantization_type: DeepSeekFp8 or MxFp8.
-        num_fused_shared_experts: experts that each token has with weight 1 (not scaled), whose weights follow those of
-            num_experts. All experts must be here. None means 0.
+        num_fused_shared_experts: experts that each token has, whose weights follow those of num_experts. All experts
+            must be here. Their outputs are added as they are: weight 1, which neither routed_scaling_factor nor
+            norm_topk_prob changes, as DeepSeek-V3 adds its shared experts. For another weight choose the experts
+            yourself and call the routed form. None means 0.
         gemm1_alpha, gemm1_beta, gemm1_clamp_limit: fp32 `[experts here]`, the constants of SwigluBias.
         valid_hidden_size, valid_intermediate_size: accepted; padding of weights is zeros.
         gemm1_bias, gemm2_bias: `[experts here, n]` and `[experts here, hidden]`, fp32 or bf16, in the order of rows.

@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from fi_core.comm import CommBackend, Mapping, MnnvlConfig, TorchDistBackend, compute_fp4_swizzled_layout_sf_size
+from fi_core.comm import (
+    CommBackend,
+    Mapping,
+    MnnvlConfig,
+    MoeAlltoAll,
+    TorchDistBackend,
+    compute_fp4_swizzled_layout_sf_size,
+)
+from fi_core.comm.dcp_alltoall import decode_cp_a2a_allocate_mnnvl_workspace
 from fi_core.comm.mnnvl import all_ranks_agree
 
 
@@ -88,3 +96,11 @@ def test_config_and_sizes() -> None:
     assert MnnvlConfig(comm_backend=None, fabric_page_size=1 << 29, allocation_granularity=0) == MnnvlConfig()
     assert compute_fp4_swizzled_layout_sf_size(129, 5) == 256 * 8
     assert torch.distributed.is_available()
+
+
+def test_workspaces_of_exchanges_name_what_gives_the_ranks() -> None:
+    mapping = Mapping(world_size=2, rank=0, cp_size=2)
+    with pytest.raises(ValueError, match=r"mnnvl_config: .* call torch\.distributed\.init_process_group"):
+        decode_cp_a2a_allocate_mnnvl_workspace(mapping)
+    with pytest.raises(ValueError, match=r"mnnvl_config: .* call torch\.distributed\.init_process_group"):
+        MoeAlltoAll(Mapping(world_size=2, rank=0, tp_size=2, moe_ep_size=2), 8, 2, 8, hidden_size=64, device="cpu")

@@ -231,6 +231,17 @@ def test_a_plan_can_write_the_buffers_of_a_graph(form: str) -> None:
             Wrapper(workspace("cpu"), use_cuda_graph=True, **buffers | {name: make(buffer)})
 
 
+@pytest.mark.parametrize("scale", [object, "1", [1.0, 2.0]])
+def test_scales_that_do_not_multiply_are_named(scale: Any) -> None:
+    p = paged([20])
+    wrapper = Wrapper(workspace("cpu"))
+    wrapper.plan(*p.plan_arguments())
+    with pytest.raises(TypeError, match=r"[qk]_scale"):
+        wrapper.run(p.q, p.cache, q_scale=torch.ones(3, 1, 5, dtype=torch.uint32), k_scale=scale)
+    with pytest.raises(TypeError, match=r"[qk]_scale"):
+        wrapper.run(p.q, p.cache, q_scale=scale, k_scale=torch.ones(1))
+
+
 def test_run_before_plan_and_other_windows_are_refused() -> None:
     p = paged([20])
     wrapper = Wrapper(workspace("cpu"))

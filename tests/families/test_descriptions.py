@@ -12,6 +12,7 @@ import torch
 
 import fi_core
 from families.harness import assert_close, assert_guards, guarded
+from fi_core.attention.reference import attend_request
 from fi_core.observe.trace import _TRACE_REGISTRY, Described, TraceTemplate, every_described
 from fi_core.registry import load, ops
 
@@ -228,3 +229,12 @@ def test_a_benchmark_case_needs_only_its_description(template: TraceTemplate) ->
     assert template.work_of(arguments) == (5 * 4 * 64, 2 * (4 * 128 + 4 * 64), "matmul")
     assert template.eager is not None
     check(template, {"output": template.eager(**arguments)}, expected)
+
+
+def test_the_reference_of_attention_shows_nan_keys() -> None:
+    """A key that is NaN makes rows that see it NaN; a row that sees no key gives 0."""
+    q, k, v = (torch.ones(rows, 1, 8) for rows in (3, 4, 4))
+    k[2] = float("nan")
+    out, _ = attend_request(q, k, v, 1.0, custom_mask=torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]).bool())
+    assert out.isnan().any(-1).flatten().tolist() == [False, True, False]
+    assert bool((out[2] == 0).all())

@@ -253,7 +253,7 @@ def scale_product(number: float, *scales: Any) -> tuple[float, torch.Tensor | No
         else:
             try:
                 tensor = tensor * scale
-            except RuntimeError as error:  # of torch, without names
+            except (RuntimeError, TypeError) as error:  # of torch or Python, without names
                 raise TypeError(f"q_scale, k_scale, kv_scale: numbers or float tensors are required; {error}") from None
     return number, tensor
 

@@ -28,7 +28,8 @@ def attend_request(  # type: ignore[no-untyped-def]
         lse[:, head] = score.logsumexp(-1)
         if sinks is not None:
             lse[:, head] = torch.logaddexp(lse[:, head], sinks[head].double())
-        weight = (score - lse[:, head, None]).exp().nan_to_num(0.0)  # a row that sees no key gives 0
+        weight = (score - lse[:, head, None]).exp()
+        weight = weight.masked_fill(lse[:, head, None] == -torch.inf, 0.0)  # a row that sees no key gives 0
         out[:, head] = weight @ v[:, head // group].double()
     return out, lse * 1.4426950408889634
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fi_core.comm import ops
 from fi_core.comm.mapping import Mapping
-from fi_core.comm.mnnvl import CommBackend, MnnvlConfig, TorchDistBackend
+from fi_core.comm.mnnvl import CommBackend, MnnvlConfig, ranks_of
 from fi_core.comm.workspace import CommWorkspace, current_device, find_by_address
 from fi_core.observe.log import fi_api
 from fi_core.utils import round_up
@@ -80,7 +80,7 @@ def decode_cp_a2a_allocate_mnnvl_workspace(mapping: Mapping, mnnvl_config: Mnnvl
     Raises:
         RuntimeError: The GPUs cannot access each other.
     """
-    comm = (mnnvl_config or MnnvlConfig()).comm_backend or TorchDistBackend()
+    comm = ranks_of(mnnvl_config)
     if comm.Get_size() != mapping.cp_size:
         comm = comm.Split(min(mapping.cp_group), comm.Get_rank())
     workspace = AllToAllWorkspace(current_device(), comm)

@@ -136,6 +136,20 @@ class MnnvlConfig:
     allocation_granularity: int = 0
 
 
+def ranks_of(config: MnnvlConfig | None) -> CommBackend:
+    """What exchanges the handles, by default torch.distributed's world. Raises ValueError where there is neither."""
+    import torch.distributed as dist
+
+    if config is not None and config.comm_backend is not None:
+        return config.comm_backend
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            "mnnvl_config: MnnvlConfig(comm_backend=...) is required where torch.distributed has no process group; "
+            "call torch.distributed.init_process_group for its world"
+        )
+    return TorchDistBackend()
+
+
 def all_ranks_agree(comm_backend: CommBackend, value: bool) -> bool:
     """Whether the value is true on every rank of the group; every rank must call it."""
     return all(comm_backend.allgather(bool(value)))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fi_core.comm import ops
 from fi_core.comm.mapping import Mapping
-from fi_core.comm.mnnvl import MnnvlConfig, TorchDistBackend
+from fi_core.comm.mnnvl import MnnvlConfig, ranks_of
 from fi_core.comm.workspace import MAX_WORLD, CommWorkspace, device_of, find_by_address
 from fi_core.observe.log import fi_api
 from fi_core.utils import round_up
@@ -58,8 +58,10 @@ def moe_a2a_get_workspace_size_per_rank(
 class _Exchange(CommWorkspace):
     """The workspace of a group, and the state between a dispatch and its combine."""
 
-    def __init__(self, size: int, device: torch.device, config: MnnvlConfig, ranks: list[int], timeout: float) -> None:
-        comm = config.comm_backend or TorchDistBackend()
+    def __init__(
+        self, size: int, device: torch.device, config: MnnvlConfig | None, ranks: list[int], timeout: float
+    ) -> None:
+        comm = ranks_of(config)
         if comm.Get_size() != len(ranks):
             comm = comm.Split(min(ranks), comm.Get_rank())
         # Ranks on CPUs publish whole tensors in a rotation; GPUs write to each other's tensors.
@@ -215,8 +217,9 @@ class MoeAlltoAll:
             raise ValueError(f"num_experts: a multiple of {mapping.moe_ep_size} ranks is required; got {num_experts}")
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
         self.ep_size, self.ep_rank = mapping.moe_ep_size, mapping.moe_ep_rank
-        config = mnnvl_config or MnnvlConfig()
-        self._exchange = _Exchange(workspace_size_per_rank, device_of(device), config, mapping.moe_ep_group, timeout)
+        self._exchange = _Exchange(
+            workspace_size_per_rank, device_of(device), mnnvl_config, mapping.moe_ep_group, timeout
+        )
         self.workspace = self._exchange.data
         _exchanges[self.workspace.data_ptr()] = self._exchange
         self._combine_offset = 0

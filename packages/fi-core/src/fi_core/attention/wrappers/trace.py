@@ -93,7 +93,8 @@ def _cascade_reference(  # type: ignore[no-untyped-def]
             )
         outs.append(out)
         lses.append(lse)
-    weight = (torch.stack(lses) * 0.6931471805599453).softmax(0).nan_to_num(0.0)
+    scores = torch.stack(lses) * 0.6931471805599453
+    weight = scores.softmax(0).masked_fill((scores == -torch.inf).all(0), 0.0)
     return (weight[..., None] * torch.stack(outs)).sum(0)
 
 

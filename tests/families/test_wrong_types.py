@@ -48,6 +48,24 @@ def test_it_is_named(name: str, wrong: Any) -> None:
         assert "_cpu" not in str(caught.value), "no name of a module"
 
 
+def test_an_error_of_a_kernel_names_the_function_that_was_called() -> None:
+    """Not the operator inside it, which users do not know."""
+    said = {}
+    for name, function in functions().items():
+        found = described(name)
+        assert found is not None
+        arguments = found.template.sample(**(found.template.samples[0] if found.template.samples else {}))
+        for x in arguments.values():
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                x.requires_grad_()
+        try:
+            function(**arguments)
+        except NotImplementedError as error:
+            said[name] = str(error)
+    assert len(said) >= 80
+    assert [f"{name}: {text}" for name, text in said.items() if not text.startswith(f"{name}: there is no back")] == []
+
+
 def test_a_number_of_a_wrong_type_is_named() -> None:
     with pytest.raises(TypeError, match=r"top_k: k must be an integer; got a float"):
         fi_core.top_k(torch.ones(2, 8), 1.5)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
+from fi_core.observe import api
 from fi_core.observe.template import Tensor
 from fi_core.runtime.errors import FiError
 from fi_core.runtime.launch import torch_op
@@ -106,6 +107,7 @@ def _explain(error: Exception, function: Callable[..., Any], /, *args: Any, **op
     # A text of Python's or torch's own may have the name of an argument as a word: "tuple index out of range".
     if type(error) in _FOREIGN or not any(names(str(error), name) for name in given):
         _explain_tensors(error, function, given, called)
+    _name_caller(error, called, signature)
     raise error.with_traceback(None) if torch_op.is_explained(error) else error
 
 
@@ -117,6 +119,16 @@ def names(text: str, name: str) -> bool:
 def _name(function: Callable[..., Any], given: Mapping[str, Any]) -> str:
     """The function as a caller knows it: a constructor by its class."""
     return type(given["self"]).__name__ if function.__name__ == "__init__" else function.__name__
+
+
+def _name_caller(error: Exception, called: str, signature: inspect.Signature) -> None:
+    """Texts of kernels begin with the name of an operator, those of a public function inside this one with its name:
+    the user knows the function that was called.
+    """
+    inner, colon, text = str(error).partition(": ")
+    if colon and inner not in signature.parameters and error.args == (str(error),):
+        if torch_op.is_registered(inner) or api.is_function(inner):
+            error.args = (f"{called}: {text}",)
 
 
 def _leaves(name: str, value: Any, levels: int = 3) -> Iterator[tuple[str, Any]]:

@@ -6,6 +6,7 @@
 #include "fi/attention/mla/batch_mla.h"
 #include "fi/attention/mla/batch_mla_teams_sm90.cuh"  // other caches
 #include "fi/attention/mla/mla_merge.cuh"
+#include "fi/attention/mla/mla_work_tiles_sm90.cuh"
 #include "fi/cuda/pipeline_sm90.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/ptx/global.cuh"
@@ -85,35 +86,12 @@ struct MlaSwappedKernel {
     auto at = PipelineState::producer();
     const int lane = threadIdx.x % 32;
     const uint64_t policy = params.view().header().cost < kEvictFirstTiles ? kEvictFirst : kEvictNormal;
-    for (int use = 0;; ++use) {
-      const bool more = scheduler.next(s);
-      if (lane == 0) {
-        const auto work_at = PipelineState::producer_at<2>(use);
-        shared.work_pipeline.acquire(work_at);
-        if (!more) s.index = -1;
-        shared.work[work_at.stage] = s;
-        shared.work_pipeline.commit(work_at.stage);
-      }
-      __syncwarp();
-      if (!more) break;
+    for (int use = 0; publish_next(scheduler, shared, s, use, lane == 0); ++use) {
       const int high = this->high(s);
-      // Lane l looks up the page of tiles l, l + 32, ... of the work tile, 32 tiles ahead.
-      int page = 0, slot = 0, next_page, next_slot;
-      const auto look_up = [&](int first, int& page, int& slot) {
-        const int key = (first + lane) * kKeys;
-        page = slot = 0;
-        if (key >= high) return;
-        const auto index = static_cast<int>(divide(static_cast<uint32_t>(key), params.page_size));
-        page = params.page_indices[s.request.first_page + index];
-        slot = key - index * static_cast<int>(params.page_size.value);
-      };
-      look_up(s.begin, next_page, next_slot);
+      MlaTilePages pages{params, s, high};
       for (int tile = s.begin, i = 0; tile * kKeys < high; ++tile, ++i) {
-        if (i % 32 == 0) {
-          page = next_page, slot = next_slot;
-          look_up(tile + 32, next_page, next_slot);
-        }
-        const int here = __shfl_sync(0xffffffffu, page, i % 32), token = __shfl_sync(0xffffffffu, slot, i % 32);
+        pages.advance(i, tile);
+        const int here = pages.page_of(i), token = pages.slot_of(i);
 #pragma unroll
         for (int n = 0; n < kParts; ++n) {
           if (lane == 0) {

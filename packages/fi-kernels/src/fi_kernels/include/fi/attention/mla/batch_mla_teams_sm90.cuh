@@ -6,6 +6,7 @@
 #include "fi/attention/mla/batch_mla.h"
 #include "fi/attention/mla/mla_merge.cuh"
 #include "fi/attention/mla/mla_widen.cuh"
+#include "fi/attention/mla/mla_work_tiles_sm90.cuh"
 #include "fi/cuda/convert.cuh"
 #include "fi/cuda/math.cuh"
 #include "fi/cuda/pack.cuh"
@@ -108,17 +109,7 @@ struct MlaTeamKernel {
     MlaWorkTile s;
     auto at = PipelineState::producer();
     const int thread = threadIdx.x - kConsumers, key = thread / 8;
-    for (int use = 0;; ++use) {
-      const bool more = scheduler.next(s);
-      if (thread == 0) {
-        const auto work_at = PipelineState::producer_at<2>(use);
-        shared.work_pipeline.acquire(work_at);
-        if (!more) s.index = -1;
-        shared.work[work_at.stage] = s;
-        shared.work_pipeline.commit(work_at.stage);
-      }
-      __syncwarp();
-      if (!more) break;
+    for (int use = 0; publish_next(scheduler, shared, s, use, thread == 0); ++use) {
       const int high = params.high(s, s.q_tile * kRows, kRows);
       constexpr int kEach = kKeys / 16;
       Place now[kEach], next[kEach];

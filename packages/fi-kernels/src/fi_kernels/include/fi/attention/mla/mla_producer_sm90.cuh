@@ -2,6 +2,7 @@
 #pragma once
 #include "fi/attention/mla/batch_mla.h"
 #include "fi/attention/mla/mla_widen.cuh"
+#include "fi/attention/mla/mla_work_tiles_sm90.cuh"
 #include "fi/cuda/pipeline_sm90.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/ptx/global.cuh"
@@ -118,20 +119,6 @@ struct MlaProducer {
     }
   }
 
-  // By warp 0 and others: the next work tile, which thread 0 gives to the consumers.
-  FI_DEVICE bool next(MlaTileScheduler& scheduler, MlaWorkTile& s, int use) const {
-    const bool more = scheduler.next(s);
-    if (threadIdx.x == 0) {
-      const auto at = PipelineState::producer_at<2>(use);
-      shared.work_pipeline.acquire(at);
-      if (!more) s.index = -1;
-      shared.work[at.stage] = s;
-      shared.work_pipeline.commit(at.stage);
-    }
-    __syncwarp();
-    return more;
-  }
-
   FI_DEVICE void produce_tma(MlaTileScheduler& scheduler, int first) const {
     MlaWorkTile s;
     auto at = PipelineState::producer();
@@ -139,28 +126,13 @@ struct MlaProducer {
     // Both CTAs of a cluster read the same tiles.
     const bool once = params.cluster == 1 && params.view().header().cost < kEvictFirstTiles;
     const uint64_t policy = once ? kEvictFirst : kEvictNormal;
-    for (int use = 0; next(scheduler, s, use); ++use) {
+    for (int use = 0; publish_next(scheduler, shared, s, use, threadIdx.x == 0); ++use) {
       const int high = this->high(s, first);
-      // Lane l looks up the page of tiles l, l + 32, ... of the work tile, 32 tiles ahead.
-      int page = 0, slot = 0, next_page, next_slot;
-      const auto look_up = [&](int first, int& page, int& slot) {
-        const int key = (first + lane) * kKeys;
-        page = slot = 0;
-        if (key >= high) return;
-        const auto index = static_cast<int>(divide(static_cast<uint32_t>(key), params.page_size));
-        page = params.page_indices[s.request.first_page + index];
-        slot = key - index * static_cast<int>(params.page_size.value);
-      };
-      look_up(s.begin, next_page, next_slot);
+      MlaTilePages pages{params, s, high};
       for (int tile = s.begin, i = 0; tile * kKeys < high; ++tile, ++i) {
-        if (i % 32 == 0) {
-          page = next_page, slot = next_slot;
-          look_up(tile + 32, next_page, next_slot);
-        }
-        const int here = __shfl_sync(0xffffffffu, page, i % 32), token = __shfl_sync(0xffffffffu, slot, i % 32);
-        const bool before = i % 32 + kAhead < 32;
-        const int later = __shfl_sync(0xffffffffu, before ? page : next_page, (i + kAhead) % 32),
-                  later_token = __shfl_sync(0xffffffffu, before ? slot : next_slot, (i + kAhead) % 32);
+        pages.advance(i, tile);
+        const int here = pages.page_of(i), token = pages.slot_of(i);
+        const int later = pages.later_page_of(i, kAhead), later_token = pages.later_slot_of(i, kAhead);
         if (lane == 0) {
           if (params.cluster > 1 && i + kAhead >= kStages && (tile + kAhead) * kKeys < high)
             prefetch_tile(policy, first, later, later_token);
@@ -200,7 +172,7 @@ struct MlaProducer {
     MlaWorkTile s;
     auto at = PipelineState::producer();
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 8, chunk = lane % 8;
-    for (int use = 0; next(scheduler, s, use); ++use) {
+    for (int use = 0; publish_next(scheduler, shared, s, use, threadIdx.x == 0); ++use) {
       const int high = this->high(s, first);
       const auto look_up = [&](int tile, int (&pages)[4]) {
 #pragma unroll

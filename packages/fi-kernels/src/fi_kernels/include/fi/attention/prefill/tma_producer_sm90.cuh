@@ -116,7 +116,7 @@ struct PrefillProducers {
     int index = blockIdx.x;
     for (int use = 0;;) {
       WorkTile now;
-      for (;; index = take()) {
+      for (;; index = after(index)) {
         now = work(index, plan);
         if (now.split_idx < now.num_splits) break;
       }
@@ -130,14 +130,18 @@ struct PrefillProducers {
       if (kQueries) copy_queries(shared.work[at.stage], use);  // fewer registers than of `now`
       ++use;
       shared.work_pipeline.acquire(PipelineState::producer_at<2>(use));
-      index = take();
+      index = after(index);
     }
     if (leads()) retire_cta(&p.schedule.header->next_work, &p.schedule.header->ctas_done);
     __syncwarp();
   }
-  FI_DEVICE int take() const {
+  // The work tile that this CTA takes after `index`. Of the second wave, which is taken while the first runs, the CTA
+  // with the longest tile has the shortest.
+  FI_DEVICE int after(int index) const {
+    const int ctas = gridDim.x;
+    if (index < ctas) return 2 * ctas - 1 - index;
     const int taken = leads() ? take_tile(&p.schedule.header->next_work) : 0;
-    return __shfl_sync(0xffffffffu, taken, 0) + static_cast<int>(gridDim.x);
+    return __shfl_sync(0xffffffffu, taken, 0) + 2 * ctas;
   }
   FI_DEVICE static bool leads() { return threadIdx.x % 32 == 0; }
 

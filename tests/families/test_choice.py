@@ -66,11 +66,13 @@ def test_the_kernel_entry_of_decode_on_hopper(facts: dict[str, Any], expected: s
     assert entries(rehearsed(calling(WRAPPERS[0]), facts, HOPPER)) == ["decode_plan", expected]
 
 
-@pytest.mark.parametrize(("batch_size", "ctas_per_sm"), [(6, 2), (128, 3)])
-def test_little_decode_of_small_pages_has_fewer_ctas(batch_size: int, ctas_per_sm: int) -> None:
+@pytest.mark.parametrize(
+    ("batch_size", "ctas_per_sm", "entry"), [(6, 2, "batch_decode_mma_two_ctas"), (128, 3, "batch_decode_mma")]
+)
+def test_little_decode_of_small_pages_has_fewer_ctas(batch_size: int, ctas_per_sm: int, entry: str) -> None:
     facts = {"batch_size": batch_size, "kv_len": 8192, "page_size": 1}
     (launch,) = [x for _, launches in rehearsed(calling(WRAPPERS[0]), facts, HOPPER).calls for x in launches
-                 if x.entry == "batch_decode_mma"]  # fmt: skip
+                 if x.entry == entry]  # fmt: skip
     assert launch.grid == (ctas_per_sm * 132, 1, 1)
 
 

@@ -117,8 +117,19 @@ def test_clusters_take_rows_where_pages_are_small(start: Start) -> None:  # noqa
     calls = call(start, "mma_sm80", page_indices=Tensor(0x7F007000000, (64,), "i32"), **pages)
     (one,) = launches(calls)
     assert one["name"] == "batch_decode_cluster" and not any(c["call"] == "tensor_map" for c in calls)
-    (one,) = launches(call(start, "mma_sm80", page_indices=MANY))
-    assert one["name"] == "batch_decode_mma"
+
+
+@pytest.mark.parametrize(
+    ("kv", "ctas", "name"),
+    [
+        ("bf16", 2 * CTAS, "batch_decode_mma_two_ctas"),
+        ("bf16", 3 * CTAS, "batch_decode_mma"),
+        ("e4m3", 2 * CTAS, "batch_decode_mma"),
+    ],
+)
+def test_fewer_ctas_of_an_sm_have_more_registers(start: Start, kv: str, ctas: int, name: str) -> None:  # noqa: F811
+    (one,) = launches(call(start, "mma_sm80", kv=kv, page_indices=MANY, num_ctas=ctas))
+    assert one["name"] == name and one["grid"] == [ctas, 1, 1]
 
 
 def test_head_major_pages(start: Start) -> None:  # noqa: F811

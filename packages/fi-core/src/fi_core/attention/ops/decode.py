@@ -60,6 +60,7 @@ class DecodeConfig(NamedTuple):
     evict_first_mb: int = 0  # MB of keys and values of a batch up to which L2 evicts them first
     keys_per_copy: int = 1  # most keys of one TMA copy
     q_rows: int = 16  # most packed rows of a query tile
+    ctas_per_sm: int = 0  # most CTAs of an SM that the entry runs; 0: any number
 
 
 def _cuda_core_unit(axes: Values) -> Unit:
@@ -124,10 +125,14 @@ def _mma_unit(axes: Values) -> Unit:
     # evict_first_mb. H200, page size 1, us with 0, 100 and 200: b16 kv1k (67 MB) 33.2, 29.9, 30.2; b1 kv32k (134 MB)
     # 55.8, 55.9, 51.6; b64 kv1k 28/4 (134 MB) 50.4, 50.8, 46.5; more than 200 MB equal.
     config = DecodeConfig(DecodeKind.MMA, dim, 0, 200 if axes["capability"] == 90 else 0)
-    entry = Entry("batch_decode_mma", body, warps * 32, config, shared, _mma_ctas_per_sm(kv_bytes == 1))
+    most_ctas = _mma_ctas_per_sm(kv_bytes == 1)
+    entry = Entry("batch_decode_mma", body, warps * 32, config, shared, most_ctas)
     if axes["capability"] != 90 or dim > 128 or fp4:
         return with_tables(Unit("fi/attention/decode/batch_decode.cuh", "BatchDecodeParams", (entry,)), axes)
-    entries = (entry, _cluster_entry(types, dim, q_bytes, line, False, gather=True))
+    # With the registers of two CTAs an SM. H200, page size 1, bf16, us of two CTAs with the registers of three and of
+    # two: b1 kv32k 8/1 27.4, 23.9; 64/8 55.1, 52.0; 32/8 51.7, 50.2; b8 kv16k 28/4 86.3, 85.0.
+    two = entry._replace(name="batch_decode_mma_two_ctas", config=config._replace(ctas_per_sm=2), ctas_per_sm=2)
+    entries = (*((two,) if most_ctas > 2 else ()), entry, _cluster_entry(types, dim, q_bytes, line, False, gather=True))
     return with_tables(Unit("fi/attention/decode/batch_decode_cluster_sm90.cuh", "BatchDecodeParams", entries), axes)
 
 

@@ -69,8 +69,9 @@ inline int64_t launch_batch_decode(const Kernel& kernel, BatchDecodeParams& para
   AttentionProblem& p = params.problem;
   const Entry* entry = nullptr;
   for (const Entry& e : kernel.entries) {
-    const auto [kind, head_dim, whole, stream, keys, q_rows] = BatchDecodeConfig::of(e);
+    const auto [kind, head_dim, whole, stream, keys, q_rows, ctas_per_sm] = BatchDecodeConfig::of(e);
     if (std::min<int64_t>(static_cast<int64_t>(p.group_size) * p.mask.qo_len, kDecodeQTile) > q_rows) continue;
+    if (ctas_per_sm > 0 && params.num_ctas > ctas_per_sm * kernel.multiprocessors(k_cache.device())) continue;
     if (kind == DecodeKind::CUDA_CORE ? std::max(p.head_dim_qk, p.head_dim_vo) <= head_dim
                                       : p.head_dim_qk == head_dim && p.head_dim_vo == head_dim) {
       entry = &e;

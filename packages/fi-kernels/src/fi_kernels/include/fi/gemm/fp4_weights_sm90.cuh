@@ -29,6 +29,7 @@ FI_DEVICE void widen_e2m1(unsigned (&y)[4], unsigned word) {
 struct Nvfp4Factors {
   unsigned scale[2];  // of a group, twice
 
+  Nvfp4Factors() = default;
   FI_DEVICE explicit Nvfp4Factors(unsigned codes) {
     const unsigned both = multiply_bf16x2(widened(codes, __nv_fp8_e4m3(), __nv_bfloat16()), 0x7a807a80u);  // 2^118
     scale[0] = __byte_perm(both, 0, 0x1010);
@@ -61,6 +62,7 @@ template <bool kAny>
 struct Mxfp4Factors {
   unsigned scale, second;
 
+  Mxfp4Factors() = default;
   FI_DEVICE explicit Mxfp4Factors(unsigned code) {
     if constexpr (kAny) {
       const unsigned bits = code == 255 ? 0x7fc0u : min(code + 126, 254u) << 7, more = code > 128 ? code - 1 : 127;

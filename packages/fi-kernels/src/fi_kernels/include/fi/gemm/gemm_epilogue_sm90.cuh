@@ -103,21 +103,21 @@ FI_DEVICE void store_rows(const char* block, Out* out, int64_t row_stride, int r
   constexpr int kChunk = 16 / sizeof(Out);
   const int first = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 8, chunk = threadIdx.x % 8;
   const int column = chunk * kChunk;
-  uint4 x[4];
+  Out* to = out + first * row_stride + column;
+  if (whole_rows && column + kChunk <= columns) {
+    uint4 x[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) x[i] = *reinterpret_cast<const uint4*>(block + swizzled_offset(first + i * 4, chunk));
+    for (int i = 0; i < 4; ++i) x[i] = *reinterpret_cast<const uint4*>(block + swizzled_offset(first + i * 4, chunk));
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int row = first + i * 4;
-    if (row >= rows || column >= columns) continue;
-    Out* to = out + row * row_stride + column;
-    if (whole_rows && column + kChunk <= columns) {
-      store_global(to, x[i]);
-    } else {
-      const Out* values = reinterpret_cast<const Out*>(&x[i]);
+    for (int i = 0; i < 4; ++i)
+      if (first + i * 4 < rows) store_global(to + i * 4 * row_stride, x[i]);
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) {  // not unrolled: short kernels fetch their code from DRAM
+      const Out* values = reinterpret_cast<const Out*>(block + swizzled_offset(first + i * 4, chunk));
 #pragma unroll
       for (int e = 0; e < kChunk; ++e)
-        if (column + e < columns) to[e] = values[e];
+        if (first + i * 4 < rows && column + e < columns) to[i * 4 * row_stride + e] = values[e];
     }
   }
 }

@@ -67,11 +67,11 @@ struct GemmSm90 {
 
   FI_DEVICE void run() const {
     if (threadIdx.x == 0) {
+      prefetch_tensor_map(p.a);
+      prefetch_tensor_map(p.b);
       shared.pipeline.init(1, kConsumers * 4);
       if (kBlockScales) shared.scale_pipeline.init(32, kConsumers * 4);
       fence_barrier_init();
-      prefetch_tensor_map(p.a);
-      prefetch_tensor_map(p.b);
     }
     __syncthreads();
     pdl_wait();

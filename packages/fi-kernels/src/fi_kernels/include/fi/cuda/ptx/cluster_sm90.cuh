@@ -15,6 +15,12 @@ FI_DEVICE unsigned cluster_size() {
   asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
   return size;
 }
+// The cluster of a grid of one dimension.
+FI_DEVICE unsigned cluster_index() {
+  unsigned index;
+  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+}
 
 // A barrier of all threads of the cluster in two halves: what was written before arrive is seen after wait.
 FI_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }

@@ -17,8 +17,8 @@ from fi_core.runtime.spec.op import Entry, Implementation, Op, Spec, Unit, Value
 from fi_core.runtime.spec.target import CPU, Target
 
 KERNELS = fi_kernels.ROOT
-# Ops without a kernel before Hopper: a chain of other ops takes the place of moe_experts and gemm_fp4.
-HOPPER_ALONE = {"gemm_fp4", "moe_experts"}
+# Ops without a kernel before Hopper: other ops take their place.
+HOPPER_ALONE = {"gemm_fp4", "moe_experts", "moe_gated_gemm"}
 FILES = {
     "csrc/toy/scale.cc": """// The host module of the toy op.
 #include "fi/toy/scale.h"

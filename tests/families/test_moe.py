@@ -20,7 +20,7 @@ from fi_core.fused_moe import (
 )
 from fi_core.fused_moe.activations import activation_of
 from fi_core.fused_moe.experts import sort_slots
-from fi_core.fused_moe.ops import moe_route, moe_sort
+from fi_core.fused_moe.ops import moe_gated_gemm, moe_route, moe_sort
 from fi_core.quantization import block_scale_interleave
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -152,6 +152,39 @@ def test_fp8_blocks(tokens: int, e: int, k: int, h: int, i: int, device: str) ->
     assert error(out, experts(x, ids, scales, d1, d2)) < LIMIT["fp8"]
     if tokens:
         assert out[-1].eq(0).all()
+
+
+@pytest.mark.parametrize(("h", "i"), [(512, 128), (640, 384)])
+@pytest.mark.parametrize("sizes", [(300, 0, 1, 127), (0, 0, 128, 129), (0, 0, 0, 0)])
+def test_first_product_with_its_activation(sizes: tuple[int, ...], h: int, i: int, device: str) -> None:
+    """Against fp64: values, scales, and rows of no expert, which stay as they are."""
+    offsets = torch.tensor([0, *sizes], device=device).cumsum(0).int()
+    rows, end = int(offsets[-1]) + 5, int(offsets[-1])
+    x = rand(rows, h, dtype=torch.float32, device=device, seed=3).to(E4M3)
+    x_scale = 0.5 + rand(rows, h // 128, dtype=torch.float32, device=device, seed=4).abs()
+    w, w_scale, values = block_quantized(layer(len(sizes), h, i, device)[0])
+    out = torch.full((rows, i), 7.0, device=device).to(E4M3)
+    scale = torch.full((rows, i // 128), float("nan"), device=device)
+    moe_gated_gemm(out, scale, x, x_scale, w, w_scale, offsets)
+    wide = x.double() * x_scale.double().repeat_interleave(128, 1)
+    of_row = torch.repeat_interleave(torch.arange(len(sizes), device=device), offsets.diff())
+    u, g = (torch.einsum("rk,rnk->rn", wide[:end], part[of_row]) for part in values.split(i, 1))
+    want = torch.nn.functional.silu(g) * u
+    got = out[:end].double() * scale[:end].double().repeat_interleave(128, 1)
+    assert error(got, want) < 0.03
+    amax = want.view(end, i // 128, 128).abs().amax(-1)
+    torch.testing.assert_close(scale[:end].double() * 448, amax, rtol=2e-3, atol=1e-6)
+    assert out[end:].float().eq(7).all() and scale[end:].isnan().all()
+
+
+@pytest.mark.parametrize(("e", "k", "tokens"), [(4, 2, 300), (3, 1, 600)])
+def test_fp8_blocks_of_many_rows(e: int, k: int, tokens: int, device: str) -> None:
+    """So many that the first product has the activation; some experts have less than a tile, and some several."""
+    x, (w1, w2) = rand(tokens, 512, dtype=BF16, device=device), layer(e, 512, 256, device)
+    ids, weights = chosen(tokens, e, k, device)
+    (q1, s1, v1), (q2, s2, v2) = block_quantized(w1), block_quantized(w2)
+    out = cutlass_fused_moe(x, ids, weights, q1, q2, BF16, [s1, s2], use_deepseek_fp8_block_scale=True)
+    assert error(out, experts(x, ids, weights, v1, v2)) < LIMIT["fp8"]
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 300])

@@ -54,9 +54,9 @@ def test_results_in_a_workspace(form: str, device: str) -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_sizes_are_exact(form: str, device: str) -> None:
-    """Besides the alignment; launches of several products need all of it."""
-    given, sizes = call(form, 1000, device)
-    needed = cutlass_fused_moe_workspace_size(1000, H, WIDTH, E, K, **sizes) - 256
+    """Besides the alignment; launches of several products need all of it, but with the activation in the first."""
+    given, sizes = call(form, 250, device)
+    needed = cutlass_fused_moe_workspace_size(250, H, WIDTH, E, K, **sizes) - 256
     spare = torch.empty(needed + 256, dtype=torch.uint8, device=device)
     begin = -spare.data_ptr() % 256
     cutlass_fused_moe(**given, workspace_buffer=spare[begin : begin + needed])

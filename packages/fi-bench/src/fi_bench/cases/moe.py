@@ -336,7 +336,8 @@ def _unsupported_trtllm(_: str, p: Namespace) -> str | None:
     return _unsupported_layer(p, "fp8_block_scale") or _unsupported_routing("", p)
 
 
-_ROWS = ("moe_sort", "moe_gather", "moe_activation", "gemm", "moe_experts")  # launched by every layer, by its size
+# Launched by every layer, by its size.
+_ROWS = ("moe_sort", "moe_gather", "moe_gated_gemm", "moe_activation", "gemm", "moe_experts")
 # Outputs have a deviation of 0.2 to 0.6, in fp8 of a fifth of that, times --routed_scaling_factor.
 _TOLERANCE = {"output": Tolerance(2e-2, 3e-2)}
 

@@ -7,10 +7,18 @@ from typing import TYPE_CHECKING
 
 from fi_core.fused_moe.decode import stream_experts, sums_slots, tile_tokens
 from fi_core.fused_moe.layer import Scratch, Tables
-from fi_core.fused_moe.ops import moe_activation, moe_finalize, moe_gather, moe_mixed_gemm, moe_sort
+from fi_core.fused_moe.ops import (
+    moe_activation,
+    moe_finalize,
+    moe_gated_gemm,
+    moe_gather,
+    moe_mixed_gemm,
+    moe_sort,
+)
 from fi_core.fused_moe.workspace import table_words
 from fi_core.gemm.ops import gemm
-from fi_core.tllm_enums import is_gated_activation
+from fi_core.runtime.launch.operator import target_of
+from fi_core.tllm_enums import ActivationType, is_gated_activation
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +26,9 @@ if TYPE_CHECKING:
     from fi_core.fused_moe.layer import Activation, Layer, Projection, TokenExperts
 
 _BLOCK = 128  # columns that share a scale
+# H200, us of a layer by two launches and by one: Mixtral T400 (100 rows) 419 and 398, T1024 (256) 956 and 796,
+# Qwen3-30B T2048 (128) 326 and 297, T8192 (512) 929 and 822.
+_LEAST_FUSED = 65  # rows of an expert from which the activation is part of the first product
 _MOST_STREAMED = 48  # mean rows of an expert up to which the stream of weights takes most time
 
 
@@ -44,6 +55,28 @@ def expected_rows(mean: float, quantized: bool) -> int:
     if 60 < mean <= 64 and not quantized:
         return 65
     return math.ceil(mean) if mean > _MOST_STREAMED else min(64, math.ceil(mean + 1.65 * mean**0.5))
+
+
+def _fuses_activation(layer: Layer, activation: Activation, expected: int) -> bool:
+    """Whether `moe_gated_gemm` computes the first product of rows that `moe_gather` writes."""
+    up = layer.up
+    return (
+        layer.blocks
+        and expected >= _LEAST_FUSED
+        and activation.kind == ActivationType.Swiglu
+        and up.mixed is None
+        and up.scale is not None
+        and up.bias is None
+        and up.columns is None
+        and up.weight.ndim == 3
+        and up.weight.stride(-1) == 1
+        and up.weight.data_ptr() % 16 == 0
+        and all(step % 16 == 0 for step in up.weight.stride()[:-1])
+        and up.rows % (2 * _BLOCK) == 0
+        and up.weight.shape[-1] % _BLOCK == 0
+        and layer.quant is None
+        and target_of(layer.x.device).capability == 90
+    )
 
 
 def run_experts(
@@ -100,6 +133,11 @@ def run_experts(
     if up.mixed is None:
         gathered = new(hidden, narrow)
         moe_gather(gathered, scales, x, layer.x_scale, tables.positions)
+        if _fuses_activation(layer, activation, expected):
+            activated, activated_scales = new(width, narrow), new(width // _BLOCK, torch.float32)
+            moe_gated_gemm(activated, activated_scales, gathered, scales, up.weight,
+                           weight_scale=up.scale, offsets=tables.offsets, expected_m=expected)  # fmt: skip
+            return project(down, activated, activated_scales, None), down
         projected = project(up, gathered, row_scale if scales is None else scales, None)
     else:
         projected = project(up, x, None, tables.rows)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from fi_core.runtime.launch.operator import operator
-from fi_core.runtime.spec.constraint import ON_CPU, at_least
+from fi_core.runtime.spec.constraint import ON_CPU, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
 from fi_core.tllm_enums import ActivationType
 
 _FLOATS = ("bf16", "f16", "f32")
+_SHARED = 227 * 1024  # bytes of a CTA
 
 
 class _RouteConfig(NamedTuple):
@@ -93,6 +94,28 @@ MOE_GATHER = Op(
     config=_GatherConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _gather_unit)),
     prebuilt=({"x": "bf16", "quantizes": True},),
+)
+
+
+class _GatedGemmConfig(NamedTuple):
+    rows: int  # of a tile; its columns are 128 features of both projections
+
+
+def _gated_gemm_unit(_: Values) -> Unit:
+    body = f"moe_gated_gemm_sm90<128, 256, 4, {_SHARED}>"
+    entry = Entry("moe_gated_gemm_128", body, 384, _GatedGemmConfig(128), _SHARED, 1)
+    return Unit("fi/fused_moe/moe_gated_gemm_sm90.cuh", "MoeGatedGemmParams", (entry,))
+
+
+# The first product of experts with many rows, with Swiglu and quantisation in its epilogue: `gemm` and `moe_activation`
+# in one launch.
+MOE_GATED_GEMM = Op(
+    name="moe_gated_gemm",
+    family="fused_moe",
+    arguments="Tensor(a!) out, Tensor(b!) out_scale, Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, "
+    "Tensor offsets, int expected_m=-1, bool? enable_pdl=None",
+    config=_GatedGemmConfig,
+    implementations=(Implementation("cpu", ON_CPU), Implementation("wgmma_sm90", exactly(90), _gated_gemm_unit)),
 )
 
 
@@ -216,3 +239,4 @@ moe_gather = operator(MOE_GATHER)
 moe_activation = operator(MOE_ACTIVATION)
 moe_finalize = operator(MOE_FINALIZE)
 moe_mixed_gemm = operator(MOE_MIXED_GEMM)
+moe_gated_gemm = operator(MOE_GATED_GEMM)

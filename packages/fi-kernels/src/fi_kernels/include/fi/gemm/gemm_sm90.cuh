@@ -14,15 +14,20 @@ enum class GemmScales { kNone, kRows, kBlocks, kColumnBlocks };
 
 FI_HOST_DEVICE constexpr int gemm_common_divisor(int a, int b) { return b == 0 ? a : gemm_common_divisor(b, a % b); }
 
+struct NoGate {};
+
 // kMnMajorB: b is MN-major, which 16-bit operands may be. kRows x kColumns: of a tile. kWarpgroupsM: consumer
 // warpgroups along m; the others are along n. kStages: of operands. kScales:
 // kNone for 16-bit operands (alpha and scales of rows are multiplied in the epilogue), kRows for fp8, kBlocks for
 // scales of 128 k and 1 or 128 rows of a and 128 rows of b, kColumnBlocks if each row of b has its own.
 //
+// Gated: what stores a tile whose columns are kColumns / 2 rows of b and those n / 2 further, beside each other in the
+// accumulators of a thread; NoGate: the tile is stored as it is.
+//
 // The tensor cores add fp8 products with about 14 bits, so the products of each block of 128 k have accumulators of
 // their own (`part`), which are added to those of the tile in fp32. While one warpgroup adds, the other multiplies.
 template <class A, class B, class Out, bool kMnMajorB, int kRows, int kColumns, int kWarpgroupsM, int kStages,
-          GemmScales kScales, template <int, int> class Tiles>
+          GemmScales kScales, template <int, int> class Tiles, class Gated = NoGate>
 struct GemmSm90 {
   static constexpr int kConsumers = 2, kBlockK = kSwizzleLineBytes / sizeof(A);
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -30,7 +35,11 @@ struct GemmSm90 {
   static constexpr bool kFp8 = sizeof(A) == 1, kBlockScales = kScales >= GemmScales::kBlocks;
   // Of a warpgroup.
   static constexpr int kOwnRows = kRows / kWarpgroupsM, kOwnColumns = kColumns * kWarpgroupsM / kConsumers;
-  static constexpr int kMBlocks = kOwnRows / 64, kCount = kOwnColumns / 2;
+  static constexpr bool kGated = !kIsSame<Gated, NoGate>;
+  static_assert(!kGated || (kScales == GemmScales::kBlocks && kOwnRows == 64 && kOwnColumns == 256), "128 of each");
+  // Blocks of accumulators: 64 rows each, or the two projections of a gated tile.
+  static constexpr int kMBlocks = kGated ? 2 : kOwnRows / 64, kCount = kGated ? 64 : kOwnColumns / 2;
+  static constexpr int kHalf = kColumns / 2;  // columns of a projection
   static constexpr int kTileBytes = (kRows + kColumns) * kSwizzleLineBytes;
   // An MN-major tile of b is [kColumns / 64][64 k][64 columns].
   static constexpr int kColumnBlockBytes = kBlockK * kSwizzleLineBytes;
@@ -62,8 +71,9 @@ struct GemmSm90 {
 
   const GemmSm90Params& p;
   Shared& shared;
+  const Gated gated;
 
-  FI_DEVICE GemmSm90(const GemmSm90Params& params, Shared& s) : p(params), shared(s) {}
+  FI_DEVICE GemmSm90(const GemmSm90Params& params, Shared& s, const Gated& g = {}) : p(params), shared(s), gated(g) {}
 
   FI_DEVICE void run() const {
     if (threadIdx.x == 0) {
@@ -108,6 +118,10 @@ struct GemmSm90 {
             for (int c = 0; c < kColumns / kBlockK; ++c)
               tma_load_hinted(shared.b[at.stage] + c * kColumnBlockBytes, p.b, full, b_policy,
                               tile.column + c * kBlockK, k * kBlockK, tile.b_batch);
+          } else if constexpr (kGated) {
+            for (int half = 0; half < 2; ++half)
+              tma_load_hinted(shared.b[at.stage] + half * kHalf * kSwizzleLineBytes, p.b, full, b_policy, k * kBlockK,
+                              row_of_b(tile, half), tile.b_batch);
           } else {
             tma_load_hinted(shared.b[at.stage], p.b, full, b_policy, k * kBlockK, tile.column, tile.b_batch);
           }
@@ -128,6 +142,9 @@ struct GemmSm90 {
     __syncwarp();
     pdl_launch_dependents();
   }
+
+  // The first row of b of a projection of a gated tile.
+  FI_DEVICE int row_of_b(const GemmTile& tile, int half) const { return tile.column / 2 + half * (p.problem.n / 2); }
 
   // Whether kScaleBlocks k of a row of a_scale are 16 aligned bytes: one copy, where 4 bytes each would touch as many
   // lines of L1 as there are rows for every k. They lie in shared memory as [row][k] then, else as [k][row].
@@ -179,7 +196,8 @@ struct GemmSm90 {
         }
 #pragma unroll 1
         for (int i = lane; i < kScaleBlocks * kColumnScales; i += 32) {
-          const int block = i / kColumnScales, column = tile.column + i % kColumnScales * kScaleColumns;
+          const int block = i / kColumnScales, at_column = i % kColumnScales;
+          const int column = kGated ? row_of_b(tile, at_column) : tile.column + at_column * kScaleColumns;
           if (block < blocks && column < q.n)
             cp_async_4(&shared.b_scale[at.stage][0][i],
                        b + (kScales == GemmScales::kColumnBlocks ? column : column / 128) * q.b_scale_row_stride +
@@ -209,8 +227,11 @@ struct GemmSm90 {
         multiply_in_parts<true>(d, a, b, row, column, at, scale_at);
       else
         multiply_in_parts<false>(d, a, b, row, column, at, scale_at);
-      gemm_epilogue<Out>(p, d, scales, shared.out[warpgroup], shared.scales[warpgroup], tile, row, tile.column + column,
-                         1 + warpgroup);
+      if constexpr (kGated)
+        gated.store(d, shared.out[warpgroup], tile, row);
+      else
+        gemm_epilogue<Out>(p, d, scales, shared.out[warpgroup], shared.scales[warpgroup], tile, row,
+                           tile.column + column, 1 + warpgroup);
     }
   }
 
@@ -263,16 +284,19 @@ struct GemmSm90 {
     for (int i = 0; i < kMBlocks; ++i) {
       float part[kCount], of_row[2] = {1.f, 1.f};
       if constexpr (kBlockScales) {
-        of_row[0] = a_scale[i * 64 * kRowStep];
-        of_row[1] = a_scale[(i * 64 + 8) * kRowStep];
+        of_row[0] = a_scale[(kGated ? 0 : i * 64) * kRowStep];
+        of_row[1] = a_scale[(kGated ? 8 : i * 64 + 8) * kRowStep];
       }
       float of_column[kScaleColumns < 8 ? 1 : kOwnColumns / kScaleColumns];
-      if constexpr (kScales == GemmScales::kBlocks) {
+      if constexpr (kGated) {
+        of_column[0] = b_scale[i];
+      } else if constexpr (kScales == GemmScales::kBlocks) {
 #pragma unroll
         for (int c = 0; c < kOwnColumns / kScaleColumns; ++c) of_column[c] = b_scale[column / kScaleColumns + c];
       }
       wgmma_fence();
-      multiply_stage(part, wgmma_further(a_stage, i * 64 * kSwizzleLineBytes), b_stage, false);
+      multiply_stage(part, wgmma_further(a_stage, kGated ? 0 : i * 64 * kSwizzleLineBytes),
+                     wgmma_further(b_stage, kGated ? i * kHalf * kSwizzleLineBytes : 0), false);
       wgmma_commit();
       // Asked while the tensor cores compute: little lies between the additions and the next products then.
       if (i == kMBlocks - 1) ready = shared.pipeline.full[following.stage].try_wait(following.phase);

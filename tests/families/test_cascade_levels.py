@@ -158,3 +158,13 @@ def test_refusals() -> None:
         Wrapper(0, workspace("cpu"))
     with pytest.raises(ValueError, match="qo_indptr_buf_arr: 2 buffers are required with use_cuda_graph; got None"):
         Wrapper(2, workspace("cpu"), use_cuda_graph=True)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_member_that_is_no_tensor_is_named_where_levels_are_joined(at: int) -> None:
+    one = torch.ones(1, dtype=torch.int32)
+    tables: list[list[Any]] = [[x] for x in (torch.arange(2, dtype=torch.int32), torch.arange(2), one - 1, one)]
+    names = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
+    tables[at] = [-1]
+    with pytest.raises(TypeError, match=rf"{names[at]}\[0\] must be a torch.Tensor; got a int"):
+        Wrapper(1, workspace("cpu")).plan(*tables, 1, 1, 64, 4, window_left=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import subprocess
@@ -264,6 +265,41 @@ def test_top_k_checks_its_page_table(change: dict[str, list[int]], words: str | 
         fi_core.top_k_page_table_transform(x, table, lengths, 4, **given)
     with pytest.raises(ValueError, match="src_page_table must have columns 0 to 4 for row 0 of input; got 3"):
         fi_core.top_k_page_table_transform(x, table[:, :3], lengths, 4)
+
+
+@pytest.mark.parametrize(("begin", "refused"), [(8, True), (11, True), (3, True), (12, False), (2, False)])
+def test_results_share_no_memory_with_a_table(begin: int, refused: bool) -> None:
+    """Its contents are checked before, and become addresses then."""
+    memory = torch.zeros(24, dtype=torch.int32)
+    table = memory[8:12].copy_(torch.tensor([0, 2, 4, 6]))
+    given = table, torch.full((3,), 5, dtype=torch.int32), 6
+    want = fi_core.get_batch_indices_positions(*given)
+    with pytest.raises(ValueError, match=r"positions .* append_indptr") if refused else contextlib.nullcontext():
+        got = fi_core.get_batch_indices_positions(*given, positions=memory[begin : begin + 6])
+        assert all(map(torch.equal, got, want))
+    assert table.tolist() == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize(("begin", "refused"), [(0, True), (63, True), (64, False), (70, False)])
+def test_a_table_may_lie_between_pages(begin: int, refused: bool) -> None:
+    memory = torch.zeros(2, 72)
+    cache, table = memory[:, :64].unflatten(1, (2, 4, 1, 8)), memory[0, begin : begin + 2].view(torch.int32)
+    table.copy_(torch.tensor([1, 0]))
+    zero, two = torch.zeros(1, dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
+    rows = torch.ones(1, 1, 8), torch.ones(1, 1, 8)
+    with pytest.raises(ValueError, match=r"cache .* kv_indices") if refused else contextlib.nullcontext():
+        fi_core.append_paged_kv_cache(*rows, zero, zero, cache, table, two, zero + 1)
+    assert bool(cache[1, :, 0].all()) == (not refused)
+
+
+def test_an_index_beyond_int32_does_not_wrap() -> None:
+    x, weights = torch.ones(4, 8), torch.ones(2, 8, 8)
+    wrapper = fi_core.SegmentGEMMWrapper(torch.empty(0, dtype=torch.uint8))
+    for name, values in (("seg_indptr", [0, 2, 4 + (1 << 32)]), ("weight_indices", [0, 1 + (1 << 32)])):
+        given = {"seg_indptr": torch.tensor([0, 2, 4]), "weight_indices": torch.tensor([0, 1])}
+        wrapper.run(x.half(), weights.half(), 2, True, **given)
+        with pytest.raises(ValueError, match="m_indptr" if name == "seg_indptr" else "b_indices"):
+            wrapper.run(x.half(), weights.half(), 2, True, **{**given, name: torch.tensor(values)})
 
 
 def test_lengths_saturate() -> None:

@@ -345,3 +345,12 @@ def test_cuda_has_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
             cuda = fi_core.fp4_quantize(x.cuda(), one(scale, "cuda"))
             same([y.cpu() for y in cuda], fi_core.fp4_quantize(x, one(scale)))
         same([y.cpu() for y in fi_core.mxfp4_quantize(x.cuda())], fi_core.mxfp4_quantize(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_global_scale_of_another_dtype(dtype: torch.dtype, per_token: bool) -> None:
+    a, scale = torch.randn(3, 32).half(), torch.full((1,), 0.5)
+    want = fi_core.nvfp4_quantize(a, scale, per_token_activation=per_token)
+    got = fi_core.nvfp4_quantize(a, scale.to(dtype), per_token_activation=per_token)
+    assert all(map(torch.equal, got, want))

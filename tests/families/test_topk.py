@@ -339,7 +339,7 @@ TABLE = torch.ones(2, 10, dtype=torch.int32)
             r"src_page_table must have a row for each row of input, 2, .* got \[1, 10\]",
         ),
         (
-            lambda: fi_core.top_k_page_table_transform(X, TABLE, L, 2, out=TABLE),
+            lambda: fi_core.top_k_page_table_transform(X, TABLE, L, 2, out=TABLE.clone()),
             ValueError,
             r"out must have shape \[rows, k\] with rows = 2, k = 2; got \[2, 10\]",
         ),

@@ -269,8 +269,11 @@ def contents(rng: Random, value: Any) -> Change | None:
     if value.dtype.is_floating_point:
         return _floats(rng, own)._replace(value=value)
     if value.dtype in (torch.bool, torch.uint8):
-        _fill(rng, own, [rng.randrange(2 if value.dtype is torch.bool else 256)])
-        return Change("other bits", value)
+        bits = rng.randrange(2 if value.dtype is torch.bool else 256)
+        # As a scale of 8 bits, with a sign or without, a larger one magnifies roundings, as of a number.
+        usual = value.dtype is torch.bool or (bits <= int(own.max()) and bits % 128 <= int((own % 128).max()))
+        _fill(rng, own, [bits])
+        return Change("other bits", value, extreme=not usual)
     return _integers(rng, own)._replace(value=value)
 
 

@@ -70,6 +70,10 @@ def options(parameters: list[str], arguments: Arguments) -> Iterator[Change]:
     for name, _, put in _tensors(arguments):
         for value in (torch.float32, "x"):
             yield f"{name}: {value!r}", put(value)
+    for name, values in arguments.items():
+        if type(values) in (tuple, list) and any(map(is_plain, values)):
+            for value in (-1, "x"):
+                yield f"{name}: members {value!r}", {name: type(values)([value] * len(values))}
     for one, other in itertools.pairwise(name for name in parameters if name not in tensors):
         yield f"{one}, {other}: tensors", {one: torch.ones(2, 1).to(torch.uint16), other: torch.ones(1) * 1j}
     for name in parameters:
@@ -81,9 +85,9 @@ def options(parameters: list[str], arguments: Arguments) -> Iterator[Change]:
 
 
 def sizes(parameters: list[str], arguments: Arguments) -> Iterator[Change]:
-    """Numbers at the ends of 64 bits, and dimensions of as many elements as they count, which share memory."""
+    """Numbers at the ends of 64 bits, flags, and dimensions of as many elements, which share memory."""
     for name, value in arguments.items():
-        for number in (0, -1, 1 << 62, _WORST) if type(value) is int else ():
+        for number in (0, -1, 1 << 62, _WORST, False, True) if type(value) is int else ():
             yield f"{name}: {number}", {name: number}
     for name, x, put in _tensors(arguments):
         for axis, size in enumerate(x.shape if x.numel() else ()):
@@ -92,8 +96,21 @@ def sizes(parameters: list[str], arguments: Arguments) -> Iterator[Change]:
             yield f"{name}: axis {axis} of {most}", put(x.narrow(axis, 0, 1).expand(shape))
 
 
+def aliases(parameters: list[str], arguments: Arguments) -> Iterator[Change]:
+    """A tensor in the place of another one of its shape and dtype, and results in the memory of each table."""
+    known = list(_tensors(arguments))
+    for name, x, put in known:
+        for other, y, _ in known:
+            fits = other != name and y.dtype is x.dtype
+            if fits and y.shape == x.shape:
+                yield f"{name}: {other}", put(y)
+            elif fits and not x.dtype.is_floating_point and y.numel() > x.numel() > 0 and y.is_contiguous():
+                yield f"{name}: in {other}", put(y.view(-1)[-x.numel() :].view(x.shape))
+
+
 CLASSES: dict[str, Callable[[list[str], Arguments], Iterator[Change]]] = {
     "unreadable": unreadable, "dimensions": dimensions, "options": options, "sizes": sizes,
+    "aliases": aliases,
 }  # fmt: skip
 
 

@@ -71,7 +71,54 @@ class Compares:
             return None
 
 
-@pytest.mark.parametrize("scenario", {s.name: s for s in scenarios()}.values(), ids=lambda scenario: scenario.name)
+class Wraps(Compares):
+    """A hook that makes each call also with a number of a table that is 2^32 more, in int64."""
+
+    def __call__(self, function: Any, arguments: Arguments, template: Any = None, planned: Any = None) -> Any:
+        result = invoke(function, arguments)
+        if function in self.tried or "plan" in function.__name__ or "self" in inspect.signature(function).parameters:
+            return result
+        self.tried.add(function)
+        for name, x in arguments.items():
+            if not is_plain(x) or x.dtype not in (torch.int32, torch.int64) or not x.numel():
+                continue
+            found = []  # with the numbers, with a larger one of 32 bits, and with one beyond
+            own = int(x.reshape(-1)[-1])
+            for last in (own, (1 << 31) - 1, own + (1 << 32)):
+                wide = x.to(torch.int64, copy=True).contiguous()
+                wide.view(-1)[-1] = last
+                try:
+                    found.append(self._results(function, arguments, {name: wide}))
+                except (TypeError, ValueError):
+                    found.append([])
+            same, larger, beyond = found
+            if same and _equal(same, beyond) and not _equal(same, larger):
+                self.wrong.append(f"{function.__qualname__}({name} + 2^32)")
+        return result
+
+
+def _equal(got: list[Any], want: list[Any]) -> bool:
+    pairs = list(_pairs(got, want))
+    return bool(pairs) and len(got) == len(want) and all(_close(x, y) for x, y in pairs)
+
+
+by_scenario = pytest.mark.parametrize(
+    "scenario", {s.name: s for s in scenarios()}.values(), ids=lambda scenario: scenario.name
+)
+
+
+@by_scenario
+@pytest.mark.filterwarnings("ignore")
+def test_no_number_beyond_int32_wraps(scenario: Scenario) -> None:
+    hook = Wraps()
+    try:
+        scenario.start(hook, 1)
+    except LibraryError:
+        pytest.skip("cuDNN is not installed everywhere")
+    assert hook.wrong == []
+
+
+@by_scenario
 @pytest.mark.filterwarnings("ignore")
 def test_negated_views_count_as_their_copies(scenario: Scenario) -> None:
     hook = Compares()

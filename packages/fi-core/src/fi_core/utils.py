@@ -26,6 +26,7 @@ from fi_core.compat.fp4 import (
 )
 from fi_core.runtime import errors
 from fi_core.runtime.errors import BackendSupportedError, ExperimentalWarning, GPUArchitectureError, LibraryError
+from fi_core.runtime.resolve.checks import checks_contents
 
 if TYPE_CHECKING:
     import torch
@@ -278,10 +279,16 @@ def is_float8(x: torch.Tensor) -> bool:
 
 
 def int32_index(x: torch.Tensor) -> torch.Tensor:
-    """Converts an int64 or uint32 index tensor to int32, which kernels read; the op checks any other dtype."""
+    """Converts an int64 or uint32 index tensor to int32, which kernels read; the op checks any other dtype.
+
+    Where contents are checked, a number beyond int32 becomes the nearest one instead of one that wraps into range.
+    """
     import torch
 
-    return x.int() if x.dtype is torch.int64 else x.view(torch.int32) if x.dtype is torch.uint32 else x
+    if x.dtype is torch.int64:
+        limits = torch.iinfo(torch.int32)
+        return (x.clamp(limits.min, limits.max) if checks_contents(x.device.type) else x).int()
+    return x.view(torch.int32) if x.dtype is torch.uint32 else x
 
 
 def check_shape_dtype_device(

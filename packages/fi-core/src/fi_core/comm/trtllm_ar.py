@@ -116,7 +116,7 @@ def rows_of(name: str, tensor: torch.Tensor | None, rows: int, width: int) -> to
         return None
     try:
         return tensor.view(rows, width)
-    except RuntimeError:
+    except (RuntimeError, TypeError):  # the latter for a flag as a number
         raise ValueError(
             f"{name}: {rows} x {width} contiguous elements are required; got shape {list(tensor.shape)}"
         ) from None

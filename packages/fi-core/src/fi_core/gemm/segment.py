@@ -8,6 +8,7 @@ from fi_core.gemm import trace
 from fi_core.gemm.dense import output
 from fi_core.gemm.ops import gemm
 from fi_core.observe.log import fi_api
+from fi_core.utils import int32_index
 
 if TYPE_CHECKING:
     from typing import Any
@@ -83,8 +84,8 @@ class SegmentGEMMWrapper:
             )
         b = weights if weight_column_major else weights.mT
         out = output(x, (x.shape[0], b.shape[1]), out, x.dtype if out is None and x.dtype.itemsize > 1 else None)
-        indices = None if weight_indices is None else weight_indices.int()
-        gemm(out, x, b, m_indptr=offsets.int(), b_indices=indices)
+        indices = None if weight_indices is None else int32_index(weight_indices)
+        gemm(out, x, b, m_indptr=int32_index(offsets), b_indices=indices)
         return out
 
     forward = run

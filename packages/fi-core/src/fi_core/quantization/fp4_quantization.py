@@ -197,7 +197,7 @@ def nvfp4_quantize(
     if a.ndim != 2 or a.dtype.itemsize == 1 or a_global_sf.numel() != 1:
         got = f"{a.dtype} {list(a.shape)} and a_global_sf {list(a_global_sf.shape)}"
         raise ValueError(f"per_token_activation: a of shape [m, k] in 16 or 32 bits is required; got {got}")
-    scale = torch.linalg.vector_norm(a, math.inf, -1, dtype=torch.float32) * a_global_sf.reshape(1)
+    scale = torch.linalg.vector_norm(a, math.inf, -1, dtype=torch.float32) * a_global_sf.float().reshape(1)
     safe = torch.where(scale == 0, 1.0, scale)
     fp4, sf = _quantize(
         a, layout, sf_vec_size, global_scale=safe, inverse=True, shuffle=do_shuffle, enable_pdl=enable_pdl

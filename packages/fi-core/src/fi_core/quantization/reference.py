@@ -60,6 +60,8 @@ def fp4_reference(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     import torch
 
+    columns = input.stride(-2) == 1 and input.stride(-1) != 1  # its transpose is quantized
+    input = input.mT if columns else input
     tile_rows = (8 if is_sf_8x4_layout else 128) if is_sf_swizzled_layout else 1
     if sf_use_ue8m0:
         blocks = input.float().unflatten(-1, (-1, sf_vec_size))
@@ -67,10 +69,12 @@ def fp4_reference(  # type: ignore[no-untyped-def]
         q = e2m1(
             (blocks.double() / torch.exp2(exponent.double() - 127)[..., None]).flatten(-2), input.float().signbit()
         )
-        return q, swizzled(exponent.byte(), tile_rows)
+        sf = swizzled(exponent.byte(), tile_rows)
+        return (q.mT, sf.mT) if columns else (q, sf)
     scale = torch.ones(1, device=input.device) if global_scale is None else global_scale
     q, scales = e4m3_scaled(input, sf_vec_size, 1 / scale if is_global_scale_inversed else scale)
-    return q, swizzled(scales, tile_rows)
+    sf = swizzled(scales, tile_rows)
+    return (q.mT, sf.mT) if columns else (q, sf)
 
 
 def nvfp4_reference(a, a_global_sf, sfLayout=None, do_shuffle=False, sf_vec_size=16):  # type: ignore[no-untyped-def]

@@ -25,9 +25,12 @@ def _matrix(name: str) -> dict[str, Tensor]:
 def _make_fp4(
     draw: Draw, *, dtype: str = "bfloat16", rows: int = 5, columns: int = 96, sf_vec_size: int = 16,
     sf_use_ue8m0: bool = False, is_sf_swizzled_layout: bool = True, is_sf_8x4_layout: bool = False,
+    column_major: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
+    shape = (columns, rows) if column_major else (rows, columns)
+    x = rows_of(draw, shape, dtype, *SPECIAL)
     return {
-        "input": rows_of(draw, (rows, columns), dtype, *SPECIAL),
+        "input": x.mT if column_major else x,
         "global_scale": None if sf_use_ue8m0 else global_scale_of(draw),
         "sf_vec_size": sf_vec_size,
         "sf_use_ue8m0": sf_use_ue8m0,
@@ -49,6 +52,8 @@ FP4_QUANTIZE = described(
             for ue8m0 in (False, True)
             for layout in ({}, {"is_sf_swizzled_layout": False}, {"is_sf_8x4_layout": True})
         ),
+        {"rows": 64, "columns": 5, "column_major": True},
+        {"rows": 64, "columns": 5, "column_major": True, "sf_vec_size": 32, "sf_use_ue8m0": True},
     ),
     {
         **_matrix("input"),

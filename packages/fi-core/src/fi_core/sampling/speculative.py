@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fi_core.observe.log import fi_api
 from fi_core.sampling import ops, trace
 from fi_core.sampling.arguments import randomness
+from fi_core.utils import int32_index
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +76,9 @@ def chain_speculative_sampling(
         counts[0],
         counts[1],
         draft_probs=draft_probs.float().contiguous(),
-        draft_token_ids=draft_token_ids if draft_token_ids.is_floating_point() else draft_token_ids.int().contiguous(),
+        draft_token_ids=draft_token_ids
+        if draft_token_ids.is_floating_point()
+        else int32_index(draft_token_ids).int().contiguous(),
         target_probs=target_probs.float().contiguous(),
         seed=seed,
         seed_value=seed_value,

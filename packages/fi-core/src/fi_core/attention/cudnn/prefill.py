@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fi_core.attention.contract import unsupported
 from fi_core.attention.cudnn.graph import Operand, attend, dense, finish_lse, frontend, packed, page_table, per_request
 from fi_core.observe.log import fi_api
-from fi_core.utils import ceil_div, check_shape_dtype_device
+from fi_core.utils import ceil_div, check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:
     import torch
@@ -124,7 +124,8 @@ def cudnn_batch_prefill_with_kv_cache(
             scale = scale * float(factor)
     most, batch_size = max_token_per_sequence, actual_seq_lens_q.numel()
     lens_q, lens_kv = (
-        x.reshape(-1).to(q.device, torch.int32, non_blocking=True) for x in (actual_seq_lens_q, actual_seq_lens_kv)
+        int32_index(x.reshape(-1)).to(q.device, torch.int32, non_blocking=True)
+        for x in (actual_seq_lens_q, actual_seq_lens_kv)
     )
     shape = (*q.shape[:2], v_cache.shape[-1])
     if o_data_type is not None and o_data_type != q.dtype:

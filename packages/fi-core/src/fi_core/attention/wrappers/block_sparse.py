@@ -9,6 +9,7 @@ from fi_core.attention.wrappers import pattern_trace
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
+from fi_core.utils import int32_index
 
 if TYPE_CHECKING:
     import torch
@@ -129,8 +130,9 @@ class BlockSparseAttentionWrapper:
         self._shape = N, C
         self._scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         prefill.plan(
-            qo_indptr.int(), begins.int(), columns.int(), torch.full((rows,), C, dtype=torch.int32), num_qo_heads,
-            num_kv_heads, head_dim, C, custom_mask=mask, packed_custom_mask=packed_mask, causal=causal,
+            int32_index(qo_indptr), int32_index(begins), int32_index(columns),
+            torch.full((rows,), C, dtype=torch.int32), num_qo_heads, num_kv_heads, head_dim, C,
+            custom_mask=mask, packed_custom_mask=packed_mask, causal=causal,
             pos_encoding_mode=pos_encoding_mode, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
             rope_scale=rope_scale, rope_theta=rope_theta, q_data_type=q_data_type, kv_data_type=kv_data_type,
             o_data_type=o_data_type, non_blocking=non_blocking,

@@ -14,8 +14,6 @@ from fi_core.observe.log import fi_api
 if TYPE_CHECKING:
     import torch
 
-    Tables = Sequence[torch.Tensor]
-
 _MOST_LEVELS = 64
 _BUFFERS = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
 
@@ -45,10 +43,10 @@ class MultiLevelCascadeAttentionWrapper:
         float_workspace_buffer: torch.Tensor,
         kv_layout: str = "NHD",
         use_cuda_graph: bool = False,
-        qo_indptr_buf_arr: Tables | None = None,
-        paged_kv_indptr_buf_arr: Tables | None = None,
-        paged_kv_indices_buf_arr: Tables | None = None,
-        paged_kv_last_page_len_buf_arr: Tables | None = None,
+        qo_indptr_buf_arr: Sequence[torch.Tensor] | None = None,
+        paged_kv_indptr_buf_arr: Sequence[torch.Tensor] | None = None,
+        paged_kv_indices_buf_arr: Sequence[torch.Tensor] | None = None,
+        paged_kv_last_page_len_buf_arr: Sequence[torch.Tensor] | None = None,
     ) -> None:
         if not isinstance(num_levels, int) or not 1 <= num_levels <= _MOST_LEVELS:
             raise ValueError(f"num_levels: 1 to {_MOST_LEVELS} is required; got {num_levels}")
@@ -89,10 +87,10 @@ class MultiLevelCascadeAttentionWrapper:
     @fi_api
     def plan(
         self,
-        qo_indptr_arr: Tables,
-        paged_kv_indptr_arr: Tables,
-        paged_kv_indices_arr: Tables,
-        paged_kv_last_page_len: Tables,
+        qo_indptr_arr: Sequence[torch.Tensor],
+        paged_kv_indptr_arr: Sequence[torch.Tensor],
+        paged_kv_indices_arr: Sequence[torch.Tensor],
+        paged_kv_last_page_len: Sequence[torch.Tensor],
         num_qo_heads: int,
         num_kv_heads: int,
         head_dim: int,

@@ -376,8 +376,6 @@ class BatchDecodePlan(BatchWrapper):
     def _plan_cudnn(
         self, indptr: torch.Tensor, last_page_len: torch.Tensor | None, kv_lens: torch.Tensor | None
     ) -> None:
-        import torch
-
         assert self._cudnn is not None
         if kv_lens is None:
             assert last_page_len is not None
@@ -386,7 +384,7 @@ class BatchDecodePlan(BatchWrapper):
         table = self._block_tables
         most = self._max_kv_len if table is None else table.shape[1] * self._page_size
         self._cudnn.plan(
-            constants(self._q_len_per_req, self._batch_size, self.device), kv_lens.to(torch.int32),
+            constants(self._q_len_per_req, self._batch_size, self.device), int32_index(kv_lens),
             (self._q_len_per_req, most), indptr, self._paged_kv_indices_buf, self._page_size, None,
         )  # fmt: skip
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fi_core.utils import int32_index
+
 if TYPE_CHECKING:
     import torch
 
@@ -51,4 +53,4 @@ def joined(
     listed = torch.cat([x.flatten() for x in indices])
     # A request without pages of its own ends with a full page.
     last = lasts[-1].where(counts[-1] > 0, page_size)
-    return qo_indptrs[-1], places[:: len(counts)].int(), listed[order.to(listed.device)], last.int()
+    return qo_indptrs[-1], int32_index(places[:: len(counts)]), listed[order.to(listed.device)], int32_index(last)

@@ -13,7 +13,7 @@ from fi_core.attention.wrappers import mla_trace, planners
 from fi_core.attention.wrappers.plan_state import PlanState
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import blame
-from fi_core.utils import canonicalize_torch_dtype, check_shape_dtype_device
+from fi_core.utils import canonicalize_torch_dtype, check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:
     import torch
@@ -220,14 +220,14 @@ class BatchMLAPagedAttentionWrapper(PlanState):
             for name, table in given.items():
                 if not self._use_cuda_graph:
                     if table.device != self.device or table.dtype is not torch.int32:
-                        table = table.to(self.device, torch.int32, non_blocking=True)
+                        table = int32_index(table).to(self.device, non_blocking=True)
                     setattr(self, f"_{name}_buf", table.contiguous())
                     continue
                 buffer = getattr(self, f"_{name}_buf")
                 if table.numel() > buffer.numel():
                     raise ValueError(f"{name}: the buffer holds {buffer.numel()} entries; got {table.numel()}")
                 if table.data_ptr() != buffer.data_ptr():
-                    buffer[: table.numel()].copy_(table, non_blocking=True)
+                    buffer[: table.numel()].copy_(int32_index(table), non_blocking=True)
         except (AttributeError, RuntimeError) as error:
             blame(error, **given)
         self._batch_size = batch_size

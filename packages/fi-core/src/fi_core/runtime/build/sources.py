@@ -97,7 +97,14 @@ def generated_header(op: Op) -> tuple[str, Text]:
             if issubclass(kind, enum.Enum):
                 enums[kind.__name__] = {member.name: member.value for member in kind}
     stem = "".join(word.capitalize() for word in op.name.split("_"))
-    data = {"op": op.name, "stem": stem, "arguments": arguments, "config": config, "enums": enums}
+    tensors: dict[bool, list[str]] = {True: [], False: []}
+    for argument in op.parsed:
+        if argument.kind.startswith("Tensor"):
+            tensors[argument.written].append(f"&all.{argument.name}")
+    data = {
+        "op": op.name, "stem": stem, "arguments": arguments, "config": config, "enums": enums,
+        "written": tensors[True], "read": tensors[False],
+    }  # fmt: skip
     return op.header, _text("op.h.jinja", data)
 
 

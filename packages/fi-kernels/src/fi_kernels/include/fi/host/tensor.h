@@ -48,6 +48,12 @@ struct Dim {
   operator int64_t() const { return value; }
 };
 
+// Addresses from `begin` to before `end`.
+struct Span {
+  uintptr_t begin, end;
+  bool meets(Span other) const { return begin < other.end && other.begin < end; }
+};
+
 class Tensor {
  public:
   Tensor(const DLTensor* tensor, const char* name) : tensor_(tensor), name_(name) {}
@@ -161,6 +167,18 @@ class Tensor {
       raise("ValueError", "%s and %s are written, so they must not be the same memory: pass a tensor for each", name_,
             other.name_);
   }
+  // Whether it is given, and holds integers that may become addresses.
+  bool is_table() const { return tensor_ && tensor_->dtype.code == kDLInt && tensor_->dtype.bits >= 32; }
+  // The addresses from the first element to behind the last one; strides are not negative.
+  Span span() const {
+    uint64_t elements = 1;
+    for (int i = 0; i < ndim(); ++i) {
+      if (tensor_->shape[i] == 0) return {0, 0};
+      elements += static_cast<uint64_t>(tensor_->shape[i] - 1) * static_cast<uint64_t>(stride(i));
+    }
+    const auto first = reinterpret_cast<uintptr_t>(data());
+    return {first, first + elements * static_cast<uint64_t>(dtype().bytes())};
+  }
   // Views [..., size] as rows: returns their number and sets their stride in elements. A tensor of two dimensions may
   // have strided rows; any other must be contiguous.
   int64_t rows(int64_t* stride_of_rows) const {
@@ -231,6 +249,66 @@ class Tensor {
   const DLTensor* tensor_;
   const char* name_;
 };
+
+// Bytes that follow on each other from every multiple of `step` bytes on: the last dimensions without gaps, and the
+// greatest step that divides all other strides. Addresses and strides count modulo 2^64.
+struct Pattern {
+  uint64_t bytes, step = 0;
+  explicit Pattern(const Tensor& t) : bytes(static_cast<uint64_t>(t.dtype().bytes())) {
+    const uint64_t element = bytes;
+    bool dense = true;
+    for (int i = t.ndim() - 1; i >= 0; --i) {
+      if (t.size(i) == 1) continue;
+      const uint64_t stride = static_cast<uint64_t>(t.stride(i)) * element;
+      dense = dense && stride == bytes;
+      if (dense)
+        bytes *= static_cast<uint64_t>(t.size(i));
+      else
+        step = divisor(step, stride);
+    }
+  }
+  static uint64_t divisor(uint64_t a, uint64_t b) {  // <numeric> would take as long to compile as all of this
+    while (b) std::swap(a %= b, b);
+    return a;
+  }
+};
+
+// Raises unless the tensors, whose spans meet, lie in different columns of one matrix.
+[[gnu::noinline, gnu::cold]] inline void check_columns(const Tensor& written, const Tensor& table) {
+  const Pattern a(written), b(table);
+  const uint64_t step = Pattern::divisor(a.step, b.step);
+  const auto first = reinterpret_cast<uintptr_t>(written.data()), other = reinterpret_cast<uintptr_t>(table.data());
+  // The column of the table, where the written one has column 0.
+  const uint64_t column = step == 0        ? 0
+                          : other >= first ? (other - first) % step
+                                           : step - 1 - (first - other - 1) % step;
+  FI_CHECK(column >= a.bytes && column + b.bytes <= step, ValueError,
+           "%s is written, so it must not share memory with the integers of %s: pass a tensor of its own memory",
+           written.name(), table.name());
+}
+
+// Raises if an op writes to memory of integers that it only reads: their contents are checked before, and become
+// addresses then. A result over another input is a matter of the op.
+template <size_t W, size_t T>
+void check_tables(const Tensor* const (&written)[W], const Tensor* const (&read)[T]) {
+  Span tables[T], all{~uintptr_t{0}, 0};
+  const Tensor* names[T];
+  size_t count = 0;
+  for (const Tensor* t : read) {
+    if (!t->is_table()) continue;
+    const Span span = tables[count] = t->span();
+    names[count++] = t;
+    all = {std::min(all.begin, span.begin), std::max(all.end, span.end)};
+  }
+  if (count == 0) return;
+  for (const Tensor* w : written) {
+    if (!*w) continue;
+    const Span span = w->span();
+    if (!span.meets(all)) continue;
+    for (size_t i = 0; i < count; ++i)
+      if (span.meets(tables[i])) check_columns(*w, *names[i]);
+  }
+}
 
 // Elements of the widest vector, at most 16 bytes of each tensor, in which rows of `width` elements can be read.
 inline int64_t vec_size(int64_t width, std::initializer_list<Tensor> tensors) {

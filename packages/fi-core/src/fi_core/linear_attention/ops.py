@@ -155,6 +155,7 @@ SELECTIVE_STATE_UPDATE = Op(
 class ChunkConfig(NamedTuple):
     step: int  # 0: prepares chunks, 1: maps segments, 2: carries states from segment to segment, 3: computes outputs
     columns: int  # of a state that a CTA computes
+    cluster: int  # CTAs that copy for each other
 
 
 _CHUNK = 64  # tokens
@@ -170,6 +171,7 @@ class _Chunks(NamedTuple):
     columns: tuple[int, ...]  # of a state that a CTA may have
     matrix: int  # elements of a matrix of a chunk
     alignment: int
+    pairs: bool  # whether the CTAs of a head are a cluster
 
     def shared_bytes(self, dim: int, columns: int, outputs: bool) -> int:
         """Of stages with k, a matrix of a chunk, v and four vectors; for outputs also q and the scores; of barriers."""
@@ -181,30 +183,29 @@ class _Chunks(NamedTuple):
         # Tiles of k and q, then in their place A of four heads; 14 vectors.
         size = max(2 * 2 * _CHUNK * dim, 4 * (2 * CHUNK_MATRIX + 4 * 4 * 324 + 64)) + 4 * 14 * _CHUNK + 128
         body = f"prepare_chunks<{dtype.device}, {dim}, {size}>"
-        entries = [Entry("prepare_chunks", body, 128, ChunkConfig(0, 0), size, 5)]
+        entries = [Entry("prepare_chunks", body, 128, ChunkConfig(0, 0, 1), size, 5)]
         size = self.shared_bytes(dim, _MAP_COLUMNS, False)
         body = f"map_segments{self.suffix}<{dtype.device}, {dim}, {_MAP_COLUMNS}, {size}>"
-        entries.append(Entry("map_segments", body, 2 * _MAP_COLUMNS, ChunkConfig(1, _MAP_COLUMNS), size, 1))
+        entries.append(Entry("map_segments", body, 2 * _MAP_COLUMNS, ChunkConfig(1, _MAP_COLUMNS, 1), size, 1))
         size = 4 * (4 + 1) * 8 * dim + 128
-        entries.append(Entry("carry_states", f"carry_states<{dim}, {size}>", 4 * dim, ChunkConfig(2, dim), size))
+        entries.append(Entry("carry_states", f"carry_states<{dim}, {size}>", 4 * dim, ChunkConfig(2, dim, 1), size))
         for columns in self.columns:
             if columns <= dim:
                 size = self.shared_bytes(dim, columns, True)
                 body = f"chunk_gated_delta_rule{self.suffix}<{dtype.device}, {dim}, {columns}, {size}>"
-                entries.append(
-                    Entry(f"chunk_states_{columns}", body, 2 * columns, ChunkConfig(3, columns), size, 128 // columns)
-                )
+                config = ChunkConfig(3, columns, dim // columns if self.pairs else 1)
+                entries.append(Entry(f"chunk_states_{columns}", body, 2 * columns, config, size, 128 // columns))
         return tuple(entries)
 
 
 def _chunk_unit(axes: Values) -> Unit:
-    entries = _Chunks("", (32, 64), CHUNK_MATRIX, 128).entries(axes)
+    entries = _Chunks("", (32, 64), CHUNK_MATRIX, 128, False).entries(axes)
     return Unit("fi/linear_attention/chunk_gated_delta_rule.cuh", "ChunkGatedDeltaRuleParams", entries)
 
 
 def _chunk_wgmma_unit(axes: Values) -> Unit:
     # Two CTAs of 64 columns on each SM. H200, one of 128: 12 sequences of 16384 tokens 328 us instead of 305.
-    entries = _Chunks("_wgmma", (64,), 12 * 256, 1024).entries(axes)
+    entries = _Chunks("_wgmma", (64,), 12 * 256, 1024, True).entries(axes)
     return Unit("fi/linear_attention/chunk_gated_delta_rule_sm90.cuh", "ChunkGatedDeltaRuleParams", entries)
 
 

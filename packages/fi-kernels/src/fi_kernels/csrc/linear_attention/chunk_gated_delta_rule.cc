@@ -115,8 +115,8 @@ int32_t unit_heads(const ChunkGatedDeltaRuleParams& p, int64_t matrices, int64_t
 const Entry& states_entry(const Kernel& kernel, int64_t states, int64_t dim_v, int64_t multiprocessors) {
   const Entry* best = nullptr;
   for (const Entry& entry : kernel.entries) {
-    const auto [step, columns] = ChunkGatedDeltaRuleConfig::of(entry);
-    if (step == kStates && (!best || states * (dim_v / columns) >= multiprocessors)) best = &entry;
+    const auto config = ChunkGatedDeltaRuleConfig::of(entry);
+    if (config.step == kStates && (!best || states * (dim_v / config.columns) >= multiprocessors)) best = &entry;
   }
   return *best;
 }
@@ -227,6 +227,7 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
                 describe(kernel, p.q_tiles, a.q) && describe(kernel, p.v_tiles, a.v);
   const auto start = [&](const Entry& entry, int64_t ctas) {
     Launch launch{ctas};
+    launch.cluster = static_cast<unsigned>(ChunkGatedDeltaRuleConfig::of(entry).cluster);
     launch.pdl = kernel.pdl(a.enable_pdl);
     kernel.launch(entry, launch, a.q.device(), p);
   };

@@ -181,27 +181,26 @@ FI_DEVICE void recurrent_gated_delta_rule_once(const RecurrentGatedDeltaRulePara
                static_cast<int64_t>(divide(h, p.v_group)) * p.v_strides[2] + row;
   S* states = static_cast<S*>(p.state) + h * p.state_strides[1] + row * kK;
   pdl_wait();
+  // Without slots the state is on its way first. H200, 1 request: 7.9 to 7.6 us; with slots 8.1 to 7.8.
+  typename Tile::Words next = {};
+  next.load_if(!p.slots.data, states + b * p.state_strides[0], kStep * kK);
   const int64_t slot = load_index(p.slots, b), other = load_index(p.to_slots, b);
+  const bool exists = slot >= 0;
   typename GatedToken<T, Tile, false>::Words words;
   words.load(p, b, h, 0, true);
   T value[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) value[r] = v[r * kStep];
-  if (slot < 0) {
-    const float zeros[kRows] = {};
-    Tile::store_rows(out, zeros, kRows, kStep);
-    pdl_launch_dependents();
-    return;
-  }
-  typename Tile::Words next;
-  next.load(states + slot * p.state_strides[0], kStep * kK, 1, kRows);
+  next.load_if(p.slots.data && exists, states + slot * p.state_strides[0], kStep * kK);
   GatedToken<T, Tile, false> token;
   token.compute(p, words);
   Tile state(next);
   float result[kRows];
   token.step(state, value, result);
   const int64_t to = p.to_slots.data ? other : slot;
-  if (p.updates_state && to >= 0) state.store(states + to * p.state_strides[0], kStep * kK, 1, kRows);
+  if (p.updates_state && exists && to >= 0) state.store(states + to * p.state_strides[0], kStep * kK, 1, kRows);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) result[r] = exists ? result[r] : 0.f;
   Tile::store_rows(out, result, kRows, kStep);
   pdl_launch_dependents();
 }

@@ -75,6 +75,15 @@ struct StateTile {
   struct Words {
     uint4 w[kVectorRows][kVectors];
 
+    // Rows that all exist, or none: then the words stay as they are.
+    FI_DEVICE void load_if(bool exist, const S* from, int64_t row_stride) {
+#pragma unroll
+      for (int r = 0; r < kVectorRows; ++r)
+#pragma unroll
+        for (int c = 0; c < kVectors; ++c)
+          load_here_if(exist, w[r][c], from + r * row_stride + (c * kLanes + lane()) * kVec);
+    }
+
     // rows: that exist from the first row of this lane on. The others become 0. Plain loads: the lines are written back
     // soon; evict-first loads take 281.8 us instead of 276.7 for 256 requests on an H200.
     FI_DEVICE void load(const S* from, int64_t row_stride, int64_t column_stride, int rows) {
@@ -144,7 +153,14 @@ struct StateTile {
     FI_DEVICE void load(const T* row, bool vectors) {
       if (kKLast && vectors) {
 #pragma unroll
-        for (int i = 0; i < kColumns / kWidth; ++i) v[i] = fi::load<T, kWidth>(row + column(i * kWidth));
+        for (int i = 0; i < kColumns / kWidth; ++i) {
+          if constexpr (sizeof v[0] == 8) {
+            const uint2 words = load_here(row + column(i * kWidth));
+            memcpy(&v[i], &words, sizeof words);
+          } else {
+            v[i] = fi::load<T, kWidth>(row + column(i * kWidth));
+          }
+        }
       } else {
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) v[i / kWidth].v[i % kWidth] = row[column(i)];

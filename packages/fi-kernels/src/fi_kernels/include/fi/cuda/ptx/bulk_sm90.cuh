@@ -22,6 +22,14 @@ FI_DEVICE void bulk_load(void* shared, const void* global, unsigned bytes, Barri
       "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(barrier.address()), "l"(policy)
       : "memory");
 }
+// To the same place of the CTAs of the cluster whose bits `ctas` has; the bytes complete on the barrier of each.
+FI_DEVICE void bulk_load_multicast(void* shared, const void* global, unsigned bytes, Barrier& barrier, uint16_t ctas) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
+      "%4;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+      "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(barrier.address()), "h"(ctas)
+      : "memory");
+}
 // Orders this thread's plain accesses to global memory, and those it has seen, before later bulk copies.
 FI_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 // Prefetches global memory into L2.

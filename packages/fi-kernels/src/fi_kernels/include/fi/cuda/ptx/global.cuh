@@ -17,6 +17,24 @@ FI_DEVICE void store_global(void* p, uint2 x) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(p)), "r"(x.x), "r"(x.y) : "memory");
 }
 
+// Loads that stay in front of what follows: the compiler moves plain ones behind branches that need other loads.
+FI_DEVICE uint2 load_here(const void* p) {
+  uint2 x;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(__cvta_generic_to_global(p)));
+  return x;
+}
+// Leaves x as it is unless `exists`.
+FI_DEVICE void load_here_if(bool exists, uint4& x, const void* p) {
+  asm volatile(
+      "{\n"
+      ".reg .pred exists;\n"
+      "setp.ne.s32 exists, %5, 0;\n"
+      "@exists ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)
+      : "l"(__cvta_generic_to_global(p)), "r"(int{exists}));
+}
+
 // 16 bytes that are not needed again soon: they take no place in L1, and L2 gives them up first unless they are wanted
 // again from there.
 FI_DEVICE uint4 load_once(const void* p, bool again = false) {

@@ -40,6 +40,16 @@ FI_DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, in
       : "memory");
 }
 
+// To the same place of the CTAs of the cluster whose bits `ctas` has; the bytes complete on the barrier of each.
+FI_DEVICE void tma_load_multicast(void* shared, const TensorMap& map, Barrier& barrier, uint16_t ctas, int x0, int x1,
+                                  int x2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, "
+      "%4, %5}], [%2], %6;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+      "l"(&map), "r"(barrier.address()), "r"(x0), "r"(x1), "r"(x2), "h"(ctas)
+      : "memory");
+}
+
 // With a hint for L2: kEvictFirst, kEvictNormal or kEvictLast.
 FI_DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, int x0, int x1, int x2, int x3, int x4,
                         uint64_t policy) {

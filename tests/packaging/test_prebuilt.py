@@ -27,7 +27,7 @@ NOWHERE = "nowhere: FI_JIT=off forbids to compile it"
 def test_every_cpu_op_runs(site: Callable[..., Site]) -> None:
     """Whatever needs no code of a user passes on prebuilt modules alone; witness.py holds that no other was used.
 
-    witness.py takes some cases of each test. Left out are a million draws of each sampling function.
+    witness.py takes some tests of each file. Left out are a million draws of each sampling function.
     """
     done = site(*BOTH).run(
         *("-m", "pytest", "-q", ROOT / "tests" / "families", "-m", "not gpu and not jit", "-p", "no:cacheprovider"),

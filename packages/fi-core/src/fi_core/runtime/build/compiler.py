@@ -32,9 +32,12 @@ def _debug() -> bool:
 
 
 def sanitizer_flags() -> tuple[str, ...]:
-    """The flags of FI_SANITIZE. A report names the line; -Og keeps the stack, and compiles in half the time of -O1."""
+    """The flags of FI_SANITIZE. A report names the line. -O0 compiles in two thirds of the time of -Og; the clones of a
+    function for x86-64 levels are one source, and are compiled once.
+    """
     chosen = env.sanitize
-    return (f"-fsanitize={','.join(chosen)}", "-Og", "-g1", "-fno-omit-frame-pointer") if chosen else ()
+    extra = ("-O0", "-DFI_NO_CLONES", "-g1", "-fno-omit-frame-pointer")
+    return (f"-fsanitize={','.join(chosen)}", *extra) if chosen else ()
 
 
 def flags(artifact: Artifact) -> tuple[str, ...]:

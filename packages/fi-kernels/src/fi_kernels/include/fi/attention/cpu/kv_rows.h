@@ -233,7 +233,9 @@ struct KvRowProducts {
  private:
   template <class T>
   static KvRowProducts of() {
-    return {detail::RowProductsOf<T>::dots, detail::RowProductsOf<T>::sum};
+    using Of = detail::RowProductsOf<T>;  // called, since GCC 12 at -O0 does not emit what only has its address taken
+    return {[](const float* q, const KvRows& rows, float* scores) { Of::dots(q, rows, scores); },
+            [](const float* probabilities, const KvRows& rows, float* sums) { Of::sum(probabilities, rows, sums); }};
   }
 };
 

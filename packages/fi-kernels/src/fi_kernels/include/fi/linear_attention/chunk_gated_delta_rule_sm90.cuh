@@ -42,16 +42,6 @@ struct WgmmaProducts {
   }
   // kPair: to both CTAs of a pair.
   template <bool kPair>
-  FI_DEVICE static void load_rows(char* tile, const TensorMap& map, Barrier& full, int head, int token) {
-    if constexpr (kPair) {
-#pragma unroll
-      for (int block = 0; block < kD / 64; ++block)
-        tma_load_multicast(tile + block * Tile::kBlockBytes, map, full, 3, 64 * block, head, token);
-    } else {
-      load_tile<kD>(tile, map, full, 0, head, token);
-    }
-  }
-  template <bool kPair>
   FI_DEVICE static void load_matrix(char* to, const char* from, Barrier& full) {
 #pragma unroll
     for (int i = 0; i < Matrix::kRuns; ++i)
@@ -90,12 +80,7 @@ struct WgmmaProducts {
 
   // d = a times the rows of a tile, transposed.
   FI_DEVICE static void rows(float (&d)[32], const unsigned (&a)[kSteps][4], const char* tile) {
-    const uint64_t b = wgmma_operand(tile, 1024);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-      wgmma<false>(d, a[step], wgmma_further(b, step / 4 * Tile::kBlockBytes + step % 4 * 32), step > 0, T(), T());
-    wgmma_commit();
+    rows_of<0, kSteps>(d, a, tile);
   }
   // Steps kBegin to kEnd of the same.
   template <int kBegin, int kEnd>

@@ -206,7 +206,7 @@ struct ChunkStates {
       return;
     }
     if (warp() == 0 && tiles)
-      Products::template load_rows<false>(shared.k[stage], p.k_tiles, full, divide(place.head, p.k_group), token);
+      Products::template load_tile<kD>(shared.k[stage], p.k_tiles, full, 0, divide(place.head, p.k_group), token);
     if (warp() == 2) {
       Products::template load_matrix<false>(shared.solved[stage], solved, full);
       Products::template load_bytes<false>(shared.factors[stage], factors, sizeof shared.factors[0], full);
@@ -214,7 +214,7 @@ struct ChunkStates {
     if constexpr (!kMaps) {
       if (warp() == 1) {
         if (tiles)
-          Products::template load_rows<false>(shared.q[stage], p.q_tiles, full, divide(place.head, p.q_group), token);
+          Products::template load_tile<kD>(shared.q[stage], p.q_tiles, full, 0, divide(place.head, p.q_group), token);
         Products::template load_matrix<false>(shared.scores[stage], scores, full);
       }
     }

@@ -5,6 +5,7 @@
 
 #include "fi/fused_moe/expert_activation.h"
 #include "fi/gemm/gemm_cost.h"
+#include "fi/gemm/gemm_operand.h"
 #include "fi/generated/moe_gated_gemm.h"
 #include "fi/host/contents.h"
 
@@ -36,16 +37,6 @@ void run_cpu(const MoeGatedGemmParams& params) {
     for (int64_t i = 0; i < width; ++i) x[i] = activate_expert<CpuMath, kExpertSwiglu>(u[i], g[i], {});
     cpu::quantize_blocks(x, out + row * out_row_stride, params.out_scale + row * (width / kBlock), width);
   });
-}
-#else
-// Boxes of 128 bytes by box_rows of [batch, rows, columns] bytes; strides in bytes.
-void describe(const Kernel& kernel, TensorMap& map, const void* data, int64_t columns, int64_t rows, int64_t batch,
-              int64_t row_stride, int64_t batch_stride, uint32_t box_rows) {
-  const uint64_t sizes[] = {static_cast<uint64_t>(columns), static_cast<uint64_t>(rows), static_cast<uint64_t>(batch)};
-  const uint64_t strides[] = {static_cast<uint64_t>(rows > 1 ? row_stride : kBlock),
-                              static_cast<uint64_t>(batch > 1 ? batch_stride : kBlock)};
-  const uint32_t box[] = {static_cast<uint32_t>(kBlock), box_rows, 1};
-  kernel.describe(map, 1, 3, const_cast<void*>(data), sizes, strides, box);
 }
 #endif
 
@@ -107,8 +98,8 @@ void moe_gated_gemm(const Kernel& kernel, const MoeGatedGemmArgs& a) {
   const int64_t tile_rows = MoeGatedGemmConfig::of(entry).rows, multiprocessors = kernel.multiprocessors(a.x.device());
   const int64_t expected = a.expected_m >= 0 ? a.expected_m : gemm_ceil(rows, experts);
   GemmSm90Params& g = params.gemm;
-  describe(kernel, g.a, p.a, k, rows, 1, p.a_row_stride, 0, static_cast<uint32_t>(tile_rows));
-  describe(kernel, g.b, p.b, k, columns, experts, p.b_row_stride, p.b_batch_stride, static_cast<uint32_t>(kBlock));
+  describe_operand(kernel, g.a, p.a, 1, k, rows, 1, p.a_row_stride, 0, tile_rows);
+  describe_operand(kernel, g.b, p.b, 1, k, columns, experts, p.b_row_stride, p.b_batch_stride, kBlock);
   g.k_blocks = static_cast<int32_t>(k_blocks);
   g.b_once = expected <= tile_rows;
   g.group_m = static_cast<int32_t>(gemm_group_m({tile_rows, 2 * kBlock, 0}, multiprocessors));

@@ -5,6 +5,7 @@
 
 #include "fi/gemm/gemm_cost.h"
 #include "fi/gemm/gemm_mma.h"
+#include "fi/gemm/gemm_operand.h"
 #include "fi/gemm/gemm_sm90.h"
 #include "fi/gemm/gemm_small_m.h"
 #include "fi/gemm/gemm_small_m_cost.h"
@@ -170,19 +171,6 @@ int64_t tiles_of(const GemmProblem& p, const GemmTiling& t) {
   return (p.rows == GemmRows::kIndices ? 1 : p.batch) * gemm_ceil(p.m, t.rows) * columns;
 }
 
-// Describes [batch, rows, columns] for boxes of 128 bytes by box_rows; strides in elements. TMA knows no 32-bit floats
-// here: they are pairs of 16-bit elements.
-void describe(const Kernel& kernel, TensorMap& map, const void* data, int64_t bytes, int64_t columns, int64_t rows,
-              int64_t batch, int64_t row_stride, int64_t batch_stride, int64_t box_rows) {
-  const int64_t unit = std::min<int64_t>(bytes, 2), scale = bytes / unit;
-  const uint64_t sizes[] = {static_cast<uint64_t>(columns * scale), static_cast<uint64_t>(rows),
-                            static_cast<uint64_t>(batch)};
-  const uint64_t strides[] = {static_cast<uint64_t>(rows > 1 ? row_stride * bytes : 128),
-                              static_cast<uint64_t>(batch > 1 ? batch_stride * bytes : 128)};
-  const uint32_t box[] = {static_cast<uint32_t>(128 / unit), static_cast<uint32_t>(box_rows), 1};
-  kernel.describe(map, unit, 3, const_cast<void*>(data), sizes, strides, box);
-}
-
 // By mma.sync: the tile shape whose waves compute the fewest elements, of those that take the alignment.
 void launch_mma(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, int64_t rows) {
   const int64_t bytes = a.a.dtype().bytes(), multiprocessors = kernel.multiprocessors(a.a.device());
@@ -271,8 +259,10 @@ void launch_small_m(const Kernel& kernel, const GemmProblem& p, const GemmArgs& 
   params.group_m = static_cast<int32_t>(gemm_ceil(p.m, config.rows));  // a tile of weights meets all tokens in turn
   params.b_once = p.batch * p.n * p.k * bytes < kGemmSmallMEvictFirstBytes;
   params.whole_rows = a.out.alignment(4, {p.out_row_stride, p.out_batch_stride}) == 4;
-  describe(kernel, params.a, p.a, bytes, p.k, p.m, one_a ? 1 : p.batch, p.a_row_stride, p.a_batch_stride, config.rows);
-  describe(kernel, params.b, p.b, bytes, p.k, p.n, p.matrices, p.b_row_stride, p.b_batch_stride, config.columns);
+  describe_operand(kernel, params.a, p.a, bytes, p.k, p.m, one_a ? 1 : p.batch, p.a_row_stride, p.a_batch_stride,
+                   config.rows);
+  describe_operand(kernel, params.b, p.b, bytes, p.k, p.n, p.matrices, p.b_row_stride, p.b_batch_stride,
+                   config.columns);
 
   const int64_t n_tiles = gemm_ceil(p.n, config.columns);
   int64_t tiles = (p.rows == GemmRows::kIndices ? 1 : p.batch) * gemm_ceil(p.m, config.rows) * n_tiles;
@@ -305,11 +295,11 @@ void gemm(const Kernel& kernel, const GemmArgs& a) {
   GemmSm90Params params{};
   params.problem = p;
   const int64_t batch = grouped ? 1 : p.batch;
-  describe(kernel, params.a, p.a, bytes, p.k, p.m, batch, p.a_row_stride, p.a_batch_stride, t.rows);
+  describe_operand(kernel, params.a, p.a, bytes, p.k, p.m, batch, p.a_row_stride, p.a_batch_stride, t.rows);
   if (p.b_k_stride == 1)
-    describe(kernel, params.b, p.b, bytes, p.k, p.n, p.matrices, p.b_row_stride, p.b_batch_stride, t.columns);
+    describe_operand(kernel, params.b, p.b, bytes, p.k, p.n, p.matrices, p.b_row_stride, p.b_batch_stride, t.columns);
   else
-    describe(kernel, params.b, p.b, bytes, p.n, p.k, p.matrices, p.b_k_stride, p.b_batch_stride, 128 / bytes);
+    describe_operand(kernel, params.b, p.b, bytes, p.n, p.k, p.matrices, p.b_k_stride, p.b_batch_stride, 128 / bytes);
   params.whole_rows = a.out.alignment(16, {p.out_row_stride, p.out_batch_stride}) == 16;
   params.k_blocks = static_cast<int32_t>(gemm_ceil(p.k * bytes, 128));
   params.b_once = shape.rows <= t.rows;

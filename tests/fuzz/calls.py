@@ -276,4 +276,4 @@ def scenarios() -> list[Scenario]:
 def marked() -> dict[str, Callable[..., Any]]:
     """Every function and method of the API by name."""
     assert "fi_core" in sys.modules
-    return dict(api._functions)
+    return {name: function for name, function in api._functions.items() if name.startswith("fi_core.")}

@@ -32,11 +32,6 @@ def api_class(name: str) -> type:
     return _find(_classes, name, "class")  # type: ignore[no-any-return]
 
 
-def is_function(name: str) -> bool:
-    """Whether `fi_api` marks a function of this name, in any module."""
-    return any(marked.partition(":")[2] == name for marked in _functions)
-
-
 def class_of(value: object) -> type:
     """The nearest class of an object that `fi_api` marks; its own class if it has none."""
     return next((cls for cls in type(value).__mro__ if _classes.get(name_of(cls)) is cls), type(value))

@@ -12,10 +12,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
-from fi_core.observe import api
 from fi_core.observe.template import Tensor
 from fi_core.runtime.errors import FiError
 from fi_core.runtime.launch import torch_op
+from fi_core.runtime.launch.operator import operators
 
 F = TypeVar("F", bound=Callable[..., Any])
 _PREFIX: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
@@ -122,13 +122,10 @@ def _name(function: Callable[..., Any], given: Mapping[str, Any]) -> str:
 
 
 def _name_caller(error: Exception, called: str, signature: inspect.Signature) -> None:
-    """Texts of kernels begin with the name of an operator, those of a public function inside this one with its name:
-    the user knows the function that was called.
-    """
+    """Texts of kernels begin with the name of an operator; the user knows the function that was called."""
     inner, colon, text = str(error).partition(": ")
-    if colon and inner not in signature.parameters and error.args == (str(error),):
-        if torch_op.is_registered(inner) or api.is_function(inner):
-            error.args = (f"{called}: {text}",)
+    if colon and inner in operators() and inner not in signature.parameters and error.args == (str(error),):
+        error.args = (f"{called}: {text}",)
 
 
 def _leaves(name: str, value: Any, levels: int = 3) -> Iterator[tuple[str, Any]]:

@@ -62,12 +62,6 @@ def register(op: Op, direct: Callable[..., Any]) -> Any:
     return library  # kept by the cache: the registration lives as long as this object
 
 
-def is_registered(name: str) -> bool:
-    """Whether an operator of this name is defined."""
-    torch = sys.modules.get("torch")
-    return torch is not None and name.isidentifier() and hasattr(getattr(torch.ops, NAMESPACE), name)
-
-
 def call(name: str, arguments: tuple[Any, ...], variant: Any = None) -> None:
     """Calls the registered op. torch.compile traces this. Raises NotImplementedError for a user's variant."""
     import torch

@@ -45,23 +45,33 @@ def checked(function: F) -> F:
     parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
     taken: list[str] = []
     given: list[str] = []
+    kinds = [p.kind for p in parameters]
+    # Of many keywords a call leaves most out, so they are packed, since each name costs; one costs less by its name.
+    packs = kinds.count(inspect.Parameter.KEYWORD_ONLY) > 1 or not {*_PREFIX}.isdisjoint(kinds)
     for p in parameters:
+        if p.kind is p.KEYWORD_ONLY and not packs:
+            taken += ["*", f"{p.name}=None"]
+            given.append(f"{p.name}={p.name}")
+            continue
         star = "**" if p.kind is p.KEYWORD_ONLY else _PREFIX.get(p.kind, "")
-        name = "options" if star == "**" else p.name  # packed: a call leaves most of them out, and each name costs
+        name = "options" if star == "**" else p.name
         if f"**{name}" not in given:
             taken.append(f"{star}{name}{'' if star or p.default is p.empty else '=None'}")  # true defaults: below
             given.append(f"{star}{name}")
+    shown = inspect.signature(function).parameters  # a decorator may take a keyword that it does not show
+    told = [text for text in given if "=" not in text or text.partition("=")[0] in shown]
     lines = (
         f"def {function.__name__}({', '.join(taken)}):",
         "    try:",
         f"        return function({', '.join(given)})",
         "    except Exception as error:",
-        f"        explain(error, function, {', '.join(given)})",
+        f"        explain(error, function, {', '.join(told)})",
     )
     scope: dict[str, Any] = {"function": function, "explain": _explain}
     exec(compile("\n".join(lines), f"<fi_api {function.__name__}>", "exec"), scope)
     made = scope[function.__name__]
     made.__defaults__ = function.__defaults__
+    made.__kwdefaults__ = None if packs else function.__kwdefaults__
     made._torchdynamo_inline = function  # torch.compile traces the function itself
     return functools.update_wrapper(made, function)  # type: ignore[return-value]
 

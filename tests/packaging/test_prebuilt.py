@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from clean_site import HERE, ROOT, Site, open_folder, open_store
 
+from fi_core import aot
 from fi_core.runtime.files import packed
-from fi_core.runtime.spec.target import PREBUILT_ARCHS, Target
+from fi_core.runtime.spec.target import Target
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +41,7 @@ def test_every_cpu_op_runs(site: Callable[..., Site]) -> None:
     assert "witness" not in done.stdout
 
 
-@pytest.mark.parametrize("arch", PREBUILT_ARCHS)
+@pytest.mark.parametrize("arch", [target.arch for target in aot.targets() if target.kind == "cuda"])
 def test_every_kernel_binds_and_nothing_is_compiled(arch: str, site: Callable[..., Site], mock_driver: Path) -> None:
     """Every CPU module, and every launcher with each of its device binaries, on a GPU that is only played."""
     target = Target("cuda", arch)

@@ -14,7 +14,7 @@ from fi_core.observe.draw import Outline
 from fi_core.registry import described, operator, ops
 from fi_core.runtime.errors import UnsupportedError
 from fi_core.runtime.launch.operator import OTHER_DEVICE, Rehearsal, multiprocessors_of, target_of
-from fi_core.runtime.spec.target import Target, cuda_target
+from fi_core.runtime.spec.target import CPU, Target, cuda_target
 
 HOPPER = cuda_target(9, 0)
 SHARED = 227 << 10
@@ -88,6 +88,49 @@ def test_little_decode_of_small_pages_has_fewer_ctas(batch_size: int, ctas_per_s
 )
 def test_the_kernel_entry_of_prefill_on_hopper(facts: dict[str, Any], expected: str) -> None:
     assert entries(rehearsed(calling(WRAPPERS[1]), facts, HOPPER)) == ["prefill_plan", expected]
+
+
+def _experts(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """A layer of 8 experts of 256 x 512, 2 for each token; e4m3 has scales of 128 x 128."""
+    fp8 = dtype is torch.float8_e4m3fn
+    weights = [torch.empty(8, n, k, dtype=dtype) for n, k in ((1024, 256), (256, 512))]
+    scales = [torch.empty(8, w.shape[1] // 128, w.shape[2] // 128) for w in weights] if fp8 else []
+    fi_core.fused_moe.cutlass_fused_moe(
+        torch.empty(tokens, 256, dtype=torch.bfloat16), torch.empty(tokens, 2, dtype=torch.int32),
+        torch.empty(tokens, 2), *weights, torch.bfloat16, scales, use_deepseek_fp8_block_scale=fp8,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "target", "expected"),
+    [
+        (16, torch.bfloat16, HOPPER, "moe_experts"),
+        (64, torch.bfloat16, HOPPER, "moe_experts"),
+        (65, torch.bfloat16, HOPPER, "gemm"),
+        (16, torch.float8_e4m3fn, HOPPER, "moe_experts"),
+        (256, torch.float8_e4m3fn, HOPPER, "gemm"),
+        (512, torch.float8_e4m3fn, HOPPER, "moe_gated_gemm"),
+        (16, torch.bfloat16, cuda_target(8, 0), "gemm"),
+        (512, torch.float8_e4m3fn, CPU, "gemm"),
+    ],
+)
+def test_the_ops_of_experts(tokens: int, dtype: torch.dtype, target: Target, expected: str) -> None:
+    """The composite op tells by which ops a layer is computed, and why not by the others."""
+    calls = rehearsed(lambda: _experts(tokens, dtype), {}, target).calls
+    (choice,) = [choice for choice, _ in calls if choice.request.op.is_composite]
+    assert choice.implementation == expected
+    assert expected in {choice.request.op.name for choice, _ in calls}
+    assert {name for name, why in choice.reasons if why} == {"moe_experts", "moe_gated_gemm", "gemm"} - {expected}
+
+
+@pytest.mark.parametrize(
+    ("m", "target", "expected"),
+    [(1, HOPPER, "gemm_fp4"), (128, HOPPER, "gemm_fp4"), (129, HOPPER, "gemm"), (1, cuda_target(8, 9), "gemm")],
+)
+def test_the_op_of_a_product_with_fp4_weights(m: int, target: Target, expected: str) -> None:
+    calls = rehearsed(calling("mm_fp4"), {"m": m}, target).calls
+    assert [choice.implementation for choice, _ in calls if choice.request.op.is_composite] == [expected]
+    assert expected in {choice.request.op.name for choice, _ in calls}
 
 
 def test_misaligned_rows_take_another_kernel_and_aligned_ones_the_first() -> None:

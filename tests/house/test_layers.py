@@ -188,3 +188,19 @@ def test_torch_is_not_imported_at_import() -> None:
         if item.at_import and item.module.split(".")[0] in ("torch", "numpy", "tvm_ffi")
     ]
     assert not wrong, "\n".join(wrong)
+
+
+# can_implement_filtered_topk tells what FlashInfer's kernel needs, fp8_blockscale_gemm_sm90 refuses other devices, and
+# utils has FlashInfer's questions about devices.
+ASK_FOR_THE_DEVICE = {"topk.py", "gemm/groupwise.py", "utils.py"}
+
+
+def test_only_the_dispatcher_asks_for_the_capability_of_a_device() -> None:
+    """Families declare it as a constraint of an implementation: nothing else chooses one."""
+    asks = re.compile(r"target_of\([^)]*\)\.capability|\bget_(device|compute)_capability\(")
+    families = [
+        path for path in files_of(CORE, ".py")
+        if path.relative_to(CORE).parts[0] not in ("runtime", "compat", "observe", "cli", "testing", "jit")
+    ]  # fmt: skip
+    found = {path.relative_to(CORE).as_posix() for path in families if asks.search(path.read_text())}
+    assert found == ASK_FOR_THE_DEVICE

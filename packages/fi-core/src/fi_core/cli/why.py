@@ -243,8 +243,8 @@ def _describe_file(origin: Origin) -> list[str]:
 
 
 def _origins(spec: Spec) -> list[Origin]:
-    if spec.target.kind == "cuda" and spec.unit() is None:
-        return []  # another library brings the kernel
+    if spec.op.is_composite or (spec.target.kind == "cuda" and spec.unit() is None):
+        return []  # other ops, or another library, bring the kernel
     return [origin(artifact) for artifact in sources.artifacts(spec)]
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fi_core.fused_moe.ops import MXFP4
-from fi_core.quantization.layout import SfLayout
-from fi_core.runtime.launch.operator import operator, target_of
+from fi_core.fused_moe.composition import MOST_PASSES, STREAMED_ACTIVATIONS, TILE_TOKENS
+from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, Rule, exactly
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
@@ -15,22 +14,14 @@ from fi_core.tllm_enums import ActivationType, is_gated_activation
 if TYPE_CHECKING:
     import torch
 
-    from fi_core.fused_moe.layer import Activation, Layer, Projection, Scratch, Tables, TokenExperts
+    from fi_core.fused_moe.layer import Activation, Layer, Scratch, Tables, TokenExperts
 
 _SHARED = 227 * 1024  # bytes of a CTA
-_PASSES = 640  # most passes of a launch: kMaxExpertPasses
-COUNTERS = _PASSES + 1  # of a launch, zeros before it
+COUNTERS = MOST_PASSES + 1  # of a launch, zeros before it
 _MOST_SLOTS, _MOST_SORTED_TOKENS = 64, 16  # that the kernel sorts and sums by itself: kMaxSlots, kMostSortedTokens
 _MOST_SUMMED = 16 * (COUNTERS - 1 - _MOST_SLOTS)  # columns that have a counter for each 16
-_MOST_EXPERTS = 512
 _SLOT_BYTES = 5 * 4 * 64  # of a SlotTable
-# Mean rows of an expert up to which this kernel is faster than the chain of grouped GEMMs, by the dtype of weights.
-# H200, us of both, with the rest of the layer: bf16 Qwen3-30B T256 (16 rows) 314 and 348, a DeepSeek-V3 rank T1024 (32)
-# 829 and 752; fp8 Qwen3-30B T64 (4) 170 and 171, DeepSeek-V3 T256 (8) 2644 and 2573, Mixtral T64 (16) 423 and 367.
-_MOST_ROWS = {"bfloat16": 16, "float16": 16, "float8_e4m3fn": 4, "uint8": 16}
-_TOKENS = (8, 16, 32, 64)  # of a tile
 _FP4_TOKENS = 32  # most of a tile of mxfp4 weights: registers hold weights too
-_ACTIVATIONS = ("Swiglu", "SwigluBias", "Relu2")
 
 
 class ExpertsConfig(NamedTuple):
@@ -67,7 +58,7 @@ def _entry(axes: Values, tile: _Tile) -> Entry:
     scales = {"e4m3": 4 * (tokens + 2 * tile.warpgroups), "u8": 4 * tokens + 16 * rows}.get(kind, 0)  # bytes of a block
     lines = 1 if kind != "u8" else 6 if axes["x"] == "f16" else 4  # of a token: mxfp4 takes parts of them
     stage = tile.blocks * ((rows + tokens * lines) * 128 + scales) + 16
-    stages = min(32, (_SHARED - 3 * 1024 - 256 - 8 * _PASSES - 4 - _SLOT_BYTES) // stage)
+    stages = min(32, (_SHARED - 3 * 1024 - 256 - 8 * MOST_PASSES - 4 - _SLOT_BYTES) // stage)
     numbers = f"{tokens}, {tile.warpgroups}, {tile.blocks}, {stages}, {tile.loaders}"
     body = (
         f"expert_gemm_sm90<{'fi::E2m1' if kind == 'u8' else weight.device}, {x.device}, {x.device}, {numbers}, "
@@ -87,8 +78,8 @@ def _unit(axes: Values) -> Unit:
 
 
 def _request(x: Any, weight: Any, activation: int, tokens: int) -> tuple[Any, ...]:
-    most = _FP4_TOKENS if str(weight) == "torch.uint8" else _TOKENS[-1]
-    return x, weight, ActivationType(activation).name, next(t for t in _TOKENS if t >= min(tokens, most))
+    most = _FP4_TOKENS if str(weight) == "torch.uint8" else TILE_TOKENS[-1]
+    return x, weight, ActivationType(activation).name, next(t for t in TILE_TOKENS if t >= min(tokens, most))
 
 
 _WEIGHTS = Rule(("x", "weight"), "weights of x's dtype, e4m3 or mxfp4", lambda x, weight: weight in (x, "e4m3", "u8"))
@@ -106,8 +97,8 @@ MOE_EXPERTS = Op(
     fields={
         "x": Field(("bf16", "f16"), "bf16"),
         "weight": Field(("bf16", "f16", "e4m3", "u8"), "bf16"),  # u8: mxfp4
-        "activation": Field(_ACTIVATIONS, "Swiglu"),
-        "tokens": Field(_TOKENS, 8),
+        "activation": Field(STREAMED_ACTIVATIONS, "Swiglu"),
+        "tokens": Field(TILE_TOKENS, 8),
     },
     config=ExpertsConfig,
     implementations=(
@@ -117,70 +108,6 @@ MOE_EXPERTS = Op(
     prebuilt=({"weight": "e4m3"},),
 )
 moe_experts = operator(MOE_EXPERTS)
-
-
-def _is_aligned(x: torch.Tensor) -> bool:
-    """Whether TMA and vector loads take the rows."""
-    steps = (step * x.element_size() for step in x.stride()[:-1])
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps)
-
-
-def _has_known_order(p: Projection) -> bool:
-    """Whether the kernel knows the order of the rows of a weight."""
-    if p.weight.ndim == 4 and not p.weight.is_contiguous():
-        return False
-    if p.columns is None:
-        return True
-    tiles = (64, 128) if p.weight.element_size() == 2 else (64,)
-    return p.mixed is None and p.shuffle_tile in tiles and p.rows % p.shuffle_tile == 0
-
-
-def _streams(layer: Layer) -> bool:
-    """Whether the kernel reads the format of the weights."""
-    for p in (layer.up, layer.down):
-        if p.mixed is None:
-            if not layer.blocks and p.weight.dtype != layer.x.dtype:
-                return False
-        elif (
-            p.mixed.format != MXFP4
-            or p.mixed.layout != SfLayout.layout_linear.value
-            or p.mixed.alpha is not None
-            or p.mixed.input_scale is not None
-            or p.scale is None
-            or p.scale.ndim != 3
-            or p.scale.data_ptr() % 8
-        ):
-            return False
-    return True
-
-
-def tile_tokens(layer: Layer, activation: Activation, tables: Tables, all_experts: int) -> int:
-    """The rows of a tile with which `stream_experts` computes a layer; 0 if the grouped GEMM is to do it.
-
-    It depends on shapes only. Experts with more rows take several tiles.
-    """
-    x, up, down = layer.x, layer.up, layer.down
-    slots, experts = tables.rows.shape[0], up.weight.shape[0]
-    mean = slots / all_experts
-    served = (
-        x.dtype == layer.dtype
-        and _streams(layer)
-        and ActivationType(activation.kind).name in _ACTIVATIONS
-        and all(map(_has_known_order, (up, down)))
-        and up.shuffle_tile == down.shuffle_tile
-        and (down.columns is None or down.bias is None)
-        and (up.bias is None or up.bias.dtype == x.dtype)
-        and all(size % 8 == 0 for p in (up, down) for size in (p.rows, p.weight.shape[-1]))
-        and all(map(_is_aligned, (x, up.weight, down.weight)))
-        and experts <= _MOST_EXPERTS
-        and mean <= _MOST_ROWS[str(up.weight.dtype).removeprefix("torch.")]
-        and target_of(x.device).capability == 90
-    )
-    if not served:
-        return 0
-    wanted = min(x.shape[0], 2 * mean)
-    tokens = next((t for t in _TOKENS if t >= wanted), _TOKENS[-1])
-    return tokens if experts + slots // tokens <= _PASSES else 0
 
 
 def sums_slots(layer: Layer, routed: TokenExperts, out: torch.Tensor, tokens: int) -> bool:

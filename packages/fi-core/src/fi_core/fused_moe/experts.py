@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
-from fi_core.fused_moe.decode import stream_experts, sums_slots, tile_tokens
+from fi_core.fused_moe.composition import compose_layer, expected_rows, tile_tokens
+from fi_core.fused_moe.decode import stream_experts, sums_slots
 from fi_core.fused_moe.layer import Scratch, Tables
 from fi_core.fused_moe.ops import (
     moe_activation,
@@ -17,8 +17,7 @@ from fi_core.fused_moe.ops import (
 )
 from fi_core.fused_moe.workspace import table_words
 from fi_core.gemm.ops import gemm
-from fi_core.runtime.launch.operator import target_of
-from fi_core.tllm_enums import ActivationType, is_gated_activation
+from fi_core.tllm_enums import is_gated_activation
 
 if TYPE_CHECKING:
     import torch
@@ -26,10 +25,6 @@ if TYPE_CHECKING:
     from fi_core.fused_moe.layer import Activation, Layer, Projection, TokenExperts
 
 _BLOCK = 128  # columns that share a scale
-# H200, us of a layer by two launches and by one: Mixtral T400 (100 rows) 419 and 398, T1024 (256) 956 and 796,
-# Qwen3-30B T2048 (128) 326 and 297, T8192 (512) 929 and 822.
-_LEAST_FUSED = 65  # rows of an expert from which the activation is part of the first product
-_MOST_STREAMED = 48  # mean rows of an expert up to which the stream of weights takes most time
 
 
 def sort_slots(ids: torch.Tensor, experts: int, first_expert: int, scratch: Scratch | None = None) -> Tables:
@@ -45,40 +40,6 @@ def sort_slots(ids: torch.Tensor, experts: int, first_expert: int, scratch: Scra
     return tables
 
 
-def expected_rows(mean: float, quantized: bool) -> int:
-    """The rows of an expert for which tiles are chosen, from their mean.
-
-    While an expert has one tile of tokens, weights are streamed once; so nearly all experts of an even routing are to
-    have one. H200, bf16, DeepSeek-V3 with 1024 tokens: 7544 us with tiles for the mean of 32. Mean of 64, tiles of 64
-    rows and larger ones: Mixtral with 256 tokens 794 and 775 us, Qwen3-30B with 1024 tokens 406 and 380.
-    """
-    if 60 < mean <= 64 and not quantized:
-        return 65
-    return math.ceil(mean) if mean > _MOST_STREAMED else min(64, math.ceil(mean + 1.65 * mean**0.5))
-
-
-def _fuses_activation(layer: Layer, activation: Activation, expected: int) -> bool:
-    """Whether `moe_gated_gemm` computes the first product of rows that `moe_gather` writes."""
-    up = layer.up
-    return (
-        layer.blocks
-        and expected >= _LEAST_FUSED
-        and activation.kind == ActivationType.Swiglu
-        and up.mixed is None
-        and up.scale is not None
-        and up.bias is None
-        and up.columns is None
-        and up.weight.ndim == 3
-        and up.weight.stride(-1) == 1
-        and up.weight.data_ptr() % 16 == 0
-        and all(step % 16 == 0 for step in up.weight.stride()[:-1])
-        and up.rows % (2 * _BLOCK) == 0
-        and up.weight.shape[-1] % _BLOCK == 0
-        and layer.quant is None
-        and target_of(layer.x.device).capability == 90
-    )
-
-
 def run_experts(
     layer: Layer,
     tables: Tables,
@@ -86,6 +47,7 @@ def run_experts(
     all_experts: int,
     row_scale: torch.Tensor | None = None,
     scratch: Scratch | None = None,
+    chosen: str | None = None,
 ) -> tuple[torch.Tensor, Projection]:
     """The outputs of the experts for the sorted rows, and the projection by which they are finished.
 
@@ -94,6 +56,7 @@ def run_experts(
         all_experts: experts of all ranks, for the expected number of rows of one.
         row_scale: fp32 `[slots]`, factors of the inputs of the sorted rows.
         scratch: the memory of the call; None: new tensors.
+        chosen: what `compose_layer` has chosen; None: it is asked.
 
     Returns:
         `[slots, hidden]`, whose rows of no expert are not written; the projection whose bias and order of columns
@@ -102,15 +65,17 @@ def run_experts(
     import torch
 
     scratch = scratch or Scratch(None, layer.x.device)
-    if row_scale is None and (tile := tile_tokens(layer, activation, tables, all_experts)):
-        rows = stream_experts(layer, tables, activation, tile, scratch)
+    chosen = chosen or compose_layer(layer, tables, activation, all_experts, row_scale)
+    mean = tables.rows.shape[0] / all_experts
+    if chosen == "moe_experts":
+        rows = stream_experts(layer, tables, activation, tile_tokens(layer.x.shape[0], mean), scratch)
         return rows, layer.down._replace(columns=None)
     x, up, down = layer.x, layer.up.by_rows(), layer.down.by_rows()
     slots, columns, hidden = tables.rows.shape[0], up.rows, x.shape[1]
     width = columns // 2 if is_gated_activation(activation.kind) else columns
     quantized = up.mixed is None and up.weight.dtype is torch.float8_e4m3fn
     narrow = torch.float8_e4m3fn if quantized else layer.dtype
-    expected = expected_rows(slots / all_experts, quantized)
+    expected = expected_rows(mean, quantized)
 
     def new(width: int, dtype: torch.dtype) -> torch.Tensor:
         return scratch.new((slots, width), dtype)
@@ -133,7 +98,7 @@ def run_experts(
     if up.mixed is None:
         gathered = new(hidden, narrow)
         moe_gather(gathered, scales, x, layer.x_scale, tables.positions)
-        if _fuses_activation(layer, activation, expected):
+        if chosen == "moe_gated_gemm":
             activated, activated_scales = new(width, narrow), new(width // _BLOCK, torch.float32)
             moe_gated_gemm(activated, activated_scales, gathered, scales, up.weight,
                            weight_scale=up.scale, offsets=tables.offsets, expected_m=expected)  # fmt: skip
@@ -161,11 +126,12 @@ def compute_layer(
     scratch: Scratch | None = None,
 ) -> None:
     """Writes the weighted sum of the experts of each token to `out`; the arguments are those of `run_experts`."""
-    tile = tile_tokens(layer, activation, tables, all_experts) if row_scale is None else 0
-    if tile and sums_slots(layer, routed, out, tile):
+    chosen = compose_layer(layer, tables, activation, all_experts, row_scale)
+    tile = tile_tokens(layer.x.shape[0], tables.rows.shape[0] / all_experts)
+    if chosen == "moe_experts" and sums_slots(layer, routed, out, tile):
         stream_experts(layer, tables, activation, tile, scratch or Scratch(None, out.device), out, routed)
         return
-    rows, down = run_experts(layer, tables, activation, all_experts, row_scale, scratch)
+    rows, down = run_experts(layer, tables, activation, all_experts, row_scale, scratch, chosen)
     sum_experts(out, rows, tables, routed.weights, down)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from fi_core.runtime.launch.operator import operator, target_of
-from fi_core.runtime.spec.constraint import ON_CPU, Constraint, exactly
+from fi_core.runtime.launch.operator import composition, operator
+from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, exactly
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
 
@@ -68,9 +68,37 @@ GEMM_FP4 = Op(
 gemm_fp4 = operator(GEMM_FP4)
 
 
+# By which op a product of bf16 tokens and fp4 weights is computed; `gemm` takes weights that were widened before.
+MULTIPLY_FP4 = Op(
+    name="multiply_fp4",
+    family="gemm",
+    fields={
+        "m": Field(None, 1),
+        "k": Field(None, 32),
+        "alignment": Field((1, 2, 4, 8, 16), 16),
+        "dims": Field(None, 2),  # of the weights
+    },
+    implementations=(
+        Implementation(
+            "gemm_fp4",
+            (
+                Rule(("capability",), "a CPU or capability == 90", lambda capability: capability in (0, 90)),
+                Constraint("dims", "==", 2),
+                Constraint("k", "multiple of", 2 * _COPY_BYTES),
+                Constraint("alignment", ">=", _COPY_BYTES),
+            ),
+            preferred=(Constraint("m", "<=", FEW_TOKENS),),
+        ),
+        Implementation("gemm", ()),
+    ),
+)
+
+
 def streams(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether gemm_fp4 serves bf16 tokens `[m, k]` and packed weights `[n, k / 2]`, and is the fastest way."""
-    if b.ndim != 2 or a.shape[0] > FEW_TOKENS or a.shape[1] % (2 * _COPY_BYTES) or b.stride(1) != 1:
-        return False
-    low = a.data_ptr() | b.data_ptr() | a.stride(0) * 2 | b.stride(0)
-    return low % _COPY_BYTES == 0 and target_of(a.device).capability in (0, 90)
+    """Whether gemm_fp4 computes the product of bf16 tokens `[m, k]` and packed weights `[n, k / 2]`."""
+    low = 1
+    if b.stride(-1) == 1:
+        low = a.data_ptr() | b.data_ptr() | a.stride(0) * 2 | b.stride(0)
+    alignment = min(_COPY_BYTES, low & -low) if low else _COPY_BYTES
+    m = min(a.shape[0], FEW_TOKENS + 1)
+    return composition(MULTIPLY_FP4, a.device, m, a.shape[-1], alignment, b.ndim) == "gemm_fp4"

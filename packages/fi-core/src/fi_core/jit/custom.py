@@ -54,7 +54,7 @@ class UserModule(core.JitSpec):
             raise ValueError(f"arguments: a torch operator needs a name that is an identifier; got {self.name!r}")
         known = _declared.get(self.name)
         if known is None:
-            known = _declared[self.name] = _Declared(Op(f"jit_{self.name}", "jit", arguments, ()))
+            known = _declared[self.name] = _Declared(Op(f"jit_{self.name}", "jit", (), arguments))
         elif known.op.arguments != arguments:
             raise ValueError(f"arguments: {self.name} is declared as {known.op.arguments!r}; got {arguments!r}")
         known.calls[device if len(self.artifacts) > 1 else _CPU] = call

@@ -225,6 +225,17 @@ def _planned(op: Op, target: Target, backend: str, values: tuple[Any, ...], ahea
     return choice
 
 
+def composition(op: Op, device: Any, *values: Any) -> str:
+    """The implementation of a composite op for these values of its fields, in order: the ops that compute a call.
+
+    Cached: one look-up per call. Raises UnsupportedError if no implementation supports the values.
+    """
+    choice = _planned(op, target_of(device), AUTO, values, False)
+    if _rehearsals:
+        _rehearsals[-1].calls.append((choice, ()))
+    return choice.implementation
+
+
 class Rehearsal:
     """Calls for another machine: each choice and each launch is computed, and nothing runs.
 

@@ -102,9 +102,9 @@ class Op:
 
     Args:
         name, family: its name, and the folder of its host entry.
-        arguments: a torch.library schema string with the written tensors marked, as in "Tensor(a!) out, Tensor input,
-            float eps=1e-6".
         implementations: in order of preference.
+        arguments: a torch.library schema string with the written tensors marked, as in "Tensor(a!) out, Tensor input,
+            float eps=1e-6". Empty for a composite op: other ops compute it, in one way for each implementation.
         read: the facts of a call that decide the request, as expressions of the arguments: "q.dtype, mask is not None".
             They are evaluated on every call, so they only read attributes (`tensor.device` creates an object and takes
             twice the time).
@@ -122,8 +122,8 @@ class Op:
 
     name: str
     family: str
-    arguments: str
     implementations: tuple[Implementation, ...]
+    arguments: str = ""
     read: str = ""
     fields: Mapping[str, Field] = field(default_factory=dict)
     axes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -144,6 +144,11 @@ class Op:
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+    @property
+    def is_composite(self) -> bool:
+        """Whether other ops compute it: it has no kernels of its own."""
+        return not self.arguments
 
     @property
     def schema(self) -> str:

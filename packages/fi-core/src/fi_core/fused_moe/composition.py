@@ -1,0 +1,197 @@
+"""Declares moe_layer: the ways to compute the experts of a layer, of which the dispatcher chooses one."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from fi_core.fused_moe.ops import MXFP4
+from fi_core.quantization.layout import SfLayout
+from fi_core.runtime.launch.operator import composition
+from fi_core.runtime.spec.constraint import Constraint, Rule, exactly
+from fi_core.runtime.spec.op import Field, Implementation, Op
+from fi_core.tllm_enums import ActivationType
+
+if TYPE_CHECKING:
+    import torch
+
+    from fi_core.fused_moe.layer import Activation, Layer, Projection, Tables
+
+MOST_PASSES = 640  # of a launch of moe_experts: kMaxExpertPasses
+TILE_TOKENS = (8, 16, 32, 64)  # of moe_experts
+STREAMED_ACTIVATIONS = ("Swiglu", "SwigluBias", "Relu2")
+_MOST_EXPERTS = 512
+# Mean rows of an expert up to which moe_experts is faster than the chain of grouped GEMMs, by the format of weights.
+# H200, us of both, with the rest of the layer: bf16 Qwen3-30B T256 (16 rows) 314 and 348, a DeepSeek-V3 rank T1024 (32)
+# 829 and 752; fp8 Qwen3-30B T64 (4) 170 and 171, DeepSeek-V3 T256 (8) 2644 and 2573, Mixtral T64 (16) 423 and 367.
+_MOST_STREAMED = {"bf16": 16, "f16": 16, "e4m3 blocks": 4, "mxfp4": 16}
+# Expected rows of an expert from which the activation is part of the first product. H200, us of a layer by two launches
+# and by one: Mixtral T400 (100 rows) 419 and 398, T1024 (256) 956 and 796, Qwen3-30B T2048 (128) 326 and 297, T8192
+# (512) 929 and 822.
+_LEAST_GATED = 65
+_MOST_ROWS_OF_STREAM = 48  # mean rows of an expert up to which the stream of weights takes most time
+_TILE = 128  # columns of weights that share a scale; a tile of moe_gated_gemm has twice as many
+
+
+def expected_rows(mean: float, quantized: bool) -> int:
+    """The rows of an expert for which tiles of grouped GEMMs are chosen, from their mean.
+
+    While an expert has one tile of tokens, weights are streamed once; so nearly all experts of an even routing are to
+    have one. H200, bf16, DeepSeek-V3 with 1024 tokens: 7544 us with tiles for the mean of 32. Mean of 64, tiles of 64
+    rows and larger ones: Mixtral with 256 tokens 794 and 775 us, Qwen3-30B with 1024 tokens 406 and 380.
+    """
+    if 60 < mean <= 64 and not quantized:
+        return 65
+    return math.ceil(mean) if mean > _MOST_ROWS_OF_STREAM else min(64, math.ceil(mean + 1.65 * mean**0.5))
+
+
+_ALIGNED = Constraint("alignment", ">=", 16)
+_STREAMED: tuple[Constraint | Rule, ...] = (
+    *exactly(90),
+    Constraint("weights", "in", tuple(_MOST_STREAMED)),
+    Rule(("x", "dtype"), "tokens of the dtype of sums", lambda x, dtype: x == dtype),
+    Rule(("x", "bias"), "no bias or one of the tokens' dtype", lambda x, bias: bias in (None, x)),
+    Constraint("activation", "in", STREAMED_ACTIVATIONS),
+    Constraint("known_order", "==", True),
+    Constraint("row_scale", "==", False),
+    _ALIGNED,
+    Rule(("sizes",), "weights whose sizes are multiples of 8", lambda sizes: all(size % 8 == 0 for size in sizes)),
+    Constraint("experts", "<=", _MOST_EXPERTS),
+    Constraint("passes", "<=", MOST_PASSES),
+)
+_GATED: tuple[Constraint | Rule, ...] = (
+    *exactly(90),
+    Constraint("weights", "==", "e4m3 blocks"),
+    Constraint("activation", "==", "Swiglu"),
+    Constraint("bias", "==", None),
+    Constraint("rows_in_order", "==", True),
+    _ALIGNED,
+    Rule(
+        ("sizes",),
+        f"a first weight [experts, multiple of {2 * _TILE}, multiple of {_TILE}]",
+        lambda sizes: sizes[0] % (2 * _TILE) == 0 and sizes[1] % _TILE == 0,
+    ),
+)
+# The implementations are named after the op that computes the first product.
+MOE_LAYER = Op(
+    name="moe_layer",
+    family="fused_moe",
+    fields={
+        "x": Field(None, "bf16"),
+        "dtype": Field(None, "bf16"),  # of sums
+        "weights": Field(None, "bf16"),  # their format
+        "activation": Field(None, "Swiglu"),
+        "bias": Field(None, None),  # of the first product
+        "known_order": Field((True, False), True),  # of the rows of both weights, to moe_experts
+        "rows_in_order": Field((True, False), True),  # of the first weight
+        "row_scale": Field((True, False), False),
+        "alignment": Field((1, 16), 16),
+        "sizes": Field(None, (256, 128, 128, 128)),  # rows and columns of both weights, as they are stored
+        "experts": Field(None, 8),
+        "mean_rows": Field(None, 1.0),  # of an expert
+        "passes": Field(None, 16),
+    },
+    implementations=(
+        Implementation(
+            "moe_experts",
+            _STREAMED,
+            preferred=(
+                Rule(
+                    ("mean_rows", "weights"),
+                    "few rows of an expert",
+                    lambda rows, weights: rows <= _MOST_STREAMED[weights],
+                ),
+            ),
+        ),
+        Implementation(
+            "moe_gated_gemm",
+            _GATED,
+            preferred=(
+                Rule(
+                    ("mean_rows",),
+                    f"{_LEAST_GATED} expected rows of an expert",
+                    lambda rows: expected_rows(rows, True) >= _LEAST_GATED,
+                ),
+            ),
+        ),
+        Implementation("gemm", ()),  # or moe_mixed_gemm
+    ),
+)
+
+
+def tile_tokens(tokens: int, mean_rows: float) -> int:
+    """The rows of a tile of moe_experts. Experts with more rows take several tiles."""
+    wanted = min(tokens, 2 * mean_rows)
+    return next((tile for tile in TILE_TOKENS if tile >= wanted), TILE_TOKENS[-1])
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    """Whether TMA and vector loads take the rows."""
+    steps = (step * x.element_size() for step in x.stride()[:-1])
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps)
+
+
+def _has_known_order(p: Projection) -> bool:
+    """Whether moe_experts knows the order of the rows of a weight."""
+    if p.weight.ndim == 4 and not p.weight.is_contiguous():
+        return False
+    if p.columns is None:
+        return True
+    tiles = (64, 128) if p.weight.element_size() == 2 else (64,)
+    return p.mixed is None and p.shuffle_tile in tiles and p.rows % p.shuffle_tile == 0
+
+
+def _is_mxfp4(p: Projection) -> bool:
+    """Whether a weight is mxfp4 in the only layout that moe_experts reads."""
+    return (
+        p.mixed is not None
+        and p.mixed.format == MXFP4
+        and p.mixed.layout == SfLayout.layout_linear.value
+        and p.mixed.alpha is None
+        and p.mixed.input_scale is None
+        and p.scale is not None
+        and p.scale.ndim == 3
+        and p.scale.data_ptr() % 8 == 0
+    )
+
+
+def _format(layer: Layer) -> object:
+    """A dtype, or the name of a format with scales."""
+    up, down = layer.up, layer.down
+    if up.mixed is None and down.mixed is None:
+        if layer.blocks:
+            return "e4m3 blocks"
+        return up.weight.dtype if up.weight.dtype == down.weight.dtype == layer.x.dtype else "several dtypes"
+    return "mxfp4" if _is_mxfp4(up) and _is_mxfp4(down) else "mixed"
+
+
+def compose_layer(
+    layer: Layer, tables: Tables, activation: Activation, all_experts: int, row_scale: torch.Tensor | None
+) -> str:
+    """The implementation of moe_layer that computes a layer. It depends on shapes, dtypes and addresses only."""
+    x, up, down = layer.x, layer.up, layer.down
+    slots, experts = tables.rows.shape[0], up.weight.shape[0]
+    mean = slots / all_experts
+    known_order = (
+        _has_known_order(up)
+        and _has_known_order(down)
+        and up.shuffle_tile == down.shuffle_tile
+        and (down.columns is None or down.bias is None)
+    )
+    return composition(
+        MOE_LAYER,
+        x.device,
+        x.dtype,
+        layer.dtype,
+        _format(layer),
+        ActivationType(activation.kind).name,
+        None if up.bias is None else up.bias.dtype,
+        known_order,
+        up.columns is None and up.weight.ndim == 3,
+        row_scale is not None,
+        16 if all(map(_is_aligned, (x, up.weight, down.weight))) else 1,
+        (up.rows, up.weight.shape[-1], down.rows, down.weight.shape[-1]),
+        experts,
+        mean,
+        experts + slots // tile_tokens(x.shape[0], mean),
+    )

@@ -130,6 +130,12 @@ def test_bad_sweeps_are_refused(text: str) -> None:
         parsing.parse(["--routine", "rmsnorm", "--batch_size", text, "--hidden_size", "64"])
 
 
+@pytest.mark.parametrize(("text", "values"), [("0.5", [0.5]), ("0,1", [0.0, 1.0]), ("0.25,0.5,1e0", [0.25, 0.5, 1.0])])
+def test_real_numbers_are_swept(text: str, values: list[float]) -> None:
+    args = parsing.parse(["--routine", "BlockSparseAttentionWrapper", "--density", text])
+    assert [p.density for p in sweep.points(args)] == values
+
+
 ATTENTION = "--routine BatchPrefillWithPagedKVCacheWrapper --num_qo_heads 8 --num_kv_heads 2"
 
 
@@ -201,7 +207,8 @@ def test_points_are_the_product_or_in_step() -> None:
         ("--routine rmsnorm --batch-sise=8 --hidden_size 64", "did you mean 'batch_size'?"),
         ("--routine rmsnorm --batch_size 0 --hidden_size 64", "--batch_size must be at least 1, got 0"),
         ("--routine rmsnorm --batch_size 4,-3 --hidden_size 64", "--batch_size must be at least 1, got -3"),
-        (f"{NORM} --eps nan", "--eps"),
+        (f"{NORM} --eps nan", "--eps: 'nan' must be a finite number or a list"),
+        (f"{NORM} --eps 1e-6,", "--eps: '1e-6,' must be a finite number or a list"),
         (f"{NORM} --timeout nan", "--timeout"),
         (f"{NORM} --timeout 0", "--timeout must be above 0"),
         (f"{NORM} --draw 0", "--draw must be at least 1"),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from fi_bench.sweep import batch, choices, integers
+from fi_bench.sweep import batch, choices, finite, integers, reals
 
 DTYPES = ("bfloat16", "float16", "float32", "float64", "fp8_e4m3", "fp8_e5m2", "nvfp4")
 
@@ -26,22 +25,14 @@ class Flag:
     metavar: str | None = None
     dest: str | None = None
     least: int | None = None  # of every value
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def number(name: str, default: int | None, help: str, required: bool = False, least: int = 1) -> Flag:
     return Flag(name, help, integers, default, required, metavar="N", least=least)
 
 
-def finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(text)
-    return value
-
-
 def real(name: str, default: float | None, help: str) -> Flag:
-    return Flag(name, help, finite, default, metavar="X")
+    return Flag(name, help, reals, default, metavar="X")
 
 
 def choice(name: str, allowed: tuple[str, ...], default: str | None, help: str, **renamed: str) -> Flag:

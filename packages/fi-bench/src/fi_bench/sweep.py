@@ -1,9 +1,10 @@
-"""Sweep syntax of flag values: `1,8,64`, `1:128:*2`, `256:1024:256`, `2^4:2^12`; and the points of a sweep."""
+"""Sweep syntax of flag values: `1,8,64`, `0.25,0.5`, `1:128:*2`, `256:1024:256`, `2^4:2^12`; the points of a sweep."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -55,6 +56,22 @@ def integers(text: str) -> int | Axis:
             f"{text!r} must be an integer, a list 1,8,64 or a range 1:128:*2, 256:1024:256, 2^4:2^12"
         ) from None
     return one_or_axis(values)
+
+
+def finite(text: str) -> float:
+    """argparse type of a flag with one number."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def reals(text: str) -> float | Axis:
+    """argparse type of a shape flag that need not be an integer."""
+    try:
+        return one_or_axis([finite(word) for word in text.split(",")])
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a finite number or a list 0.25,0.5") from None
 
 
 def requests(text: str) -> list[tuple[int, int]]:

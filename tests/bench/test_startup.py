@@ -28,6 +28,11 @@ def test_a_call_that_fails_is_a_row_with_its_reason() -> None:
     assert "cold_s" not in row
 
 
+def test_a_call_without_an_end_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "_MOST_SECONDS", 0.01)
+    assert startup.first_calls("packbits", "cpu")["reason"] == "not done after 0.01 s"
+
+
 def test_names_lead_to_public_functions(capsys: pytest.CaptureFixture[str]) -> None:
     for name in arguments("cpu"):
         function = fi_core

@@ -72,10 +72,11 @@ def first_calls(name: str, device: str) -> dict[str, Any]:
         settings = [f"FI_CACHE_DIR={store}", f"PYTHONPATH={os.pathsep.join(p for p in sys.path if p)}"]
         settings.append("CUDA_CACHE_DISABLE=1")  # NVRTC 13 keeps what it compiles in a store of its own
         for state in _STATES:
-            done = subprocess.run(
-                ["env", *settings, sys.executable, str(script), name, device],
-                capture_output=True, text=True, check=False, timeout=_MOST_SECONDS,
-            )  # fmt: skip
+            command = ["env", *settings, sys.executable, str(script), name, device]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_MOST_SECONDS)
+            except subprocess.TimeoutExpired:
+                return row | {"reason": f"not done after {_MOST_SECONDS:g} s"}
             if done.returncode:
                 return row | {"reason": " ".join(done.stderr.strip()[-300:].split())}
             row["import_s"], row[f"{state}_s"] = (round(float(word), 3) for word in done.stdout.split())

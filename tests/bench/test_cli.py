@@ -177,9 +177,7 @@ def test_env_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("tool", "word"), [("ncu", "--profile-from-start off"), ("nsys", "--capture-range=cudaProfilerApi")]
 )
-def test_profile_prints_a_command_that_runs_one_call(
-    tool: str, word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_profile_prints_a_command_that_runs_one_call(tool: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--tool", tool, "--print_only", *RMS, "--backends", "torch"]) == 0
     command = capsys.readouterr().out
     assert word in command

@@ -35,7 +35,7 @@ def name(page: Path) -> str:
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)  # code may look like a link
 PYTHON = [page for page in PAGES if blocks(page, "python")]
 COMMANDS = [
-    pytest.param(page, line, id=f"{name(page)}: {line}")
+    pytest.param(line, id=f"{name(page)}: {line}")
     for page in PAGES
     for block in blocks(page, "sh", "")
     for line in re.findall(r"^(?:\w+=\S+ )*(fi-core .*)", block, re.MULTILINE)
@@ -51,8 +51,8 @@ def test_python_runs(page: Path) -> None:
         exec(compile(block, name(page), "exec"), scope)
 
 
-@pytest.mark.parametrize(("page", "line"), COMMANDS)
-def test_command_is_one(page: Path, line: str) -> None:
+@pytest.mark.parametrize("line", COMMANDS)
+def test_command_is_one(line: str) -> None:
     args = parser().parse_args(shlex.split(line, comments=True)[1:])
     assert args.run, "a group of commands is not a command"
 

@@ -72,7 +72,7 @@ GENERAL = (
     Flag("case_tag", "free text kept with the rows", str, metavar="TEXT"),
     switch("generate_repro_command", "print and keep the command that repeats each case"),
     Flag("repro_command", "set by --generate_repro_command", str, "", metavar="TEXT"),
-    Flag("autotune_cache", "accepted for compatibility; fi-core chooses from offline tables", str, metavar="FILE"),
+    Flag("autotune_cache", "accepted for compatibility; fi-core chooses by the shape", str, metavar="FILE"),
     switch("enable_pdl", "programmatic dependent launch, for routines that support it"),
     Flag(
         "device",
@@ -110,7 +110,7 @@ GENERAL = (
     switch("fail_fast", "stop at the first failure"),
     switch("zip", "advance all swept flags together instead of taking their product"),
     Flag("draw", "time only N points, drawn at random by --random_seed", int, metavar="N"),
-    Flag("preset", "flags of a served model, as `fi-bench list presets` shows them", str, metavar="NAME"),
+    Flag("preset", "cases by name, as `fi-bench list presets` shows them", str, metavar="NAME"),
     Flag(
         "format",
         "what to print at the end, after the [PERF] lines",
@@ -153,7 +153,7 @@ ATTENTION = (
     choice("kv_layout", ("NHD", "HND"), "NHD", "axis order of k and v"),
     Flag("window_left", "sliding window; -1 is off", integers, -1, metavar="N"),
     real("logits_soft_cap", 0.0, "soft cap of the logits; 0 is off"),
-    switch("autotune", "accepted for compatibility; fi-core chooses from offline tables"),
+    switch("autotune", "accepted for compatibility; fi-core chooses by the shape"),
     choice("mla_is_var_seq", ("true", "false", "auto"), None, "backends of FlashInfer only"),
     choice("mla_cute_dsl_impl", ("auto", "modular", "monolithic"), None, "backends of FlashInfer only"),
 )
@@ -172,7 +172,7 @@ GEMM = (
     switch("use_128x4_sf_layout", "swizzled scale layout"),
     switch("use_nvfp4", "nvfp4 instead of mxfp4"),
     switch("bias", "add a bias"),
-    switch("autotune", "accepted for compatibility; fi-core chooses from offline tables"),
+    switch("autotune", "accepted for compatibility; fi-core chooses by the shape"),
 )
 ROUTING_SKEW = real("routing_skew", 0.0, "the n-th most popular expert has n ** -X of the first's tokens; 0 is even")
 MOE = (

@@ -72,6 +72,7 @@ def test_help_and_version(cli: Cli) -> None:
         (["prebuild", "--xyz"], "unrecognized arguments: --xyz"),
         (["why"], "the following arguments are required: NAME"),
         (["why", "rmsnrm"], "no op or described function is named 'rmsnrm'; did you mean rmsnorm"),
+        (["why", "trtllm_bf16_moe"], "fi_core.trtllm_bf16_moe has no description .*; did you mean trtllm_fp8_b"),
         (["why", "rmsnorm", "bf16"], "expected key=value, such as dtype=bf16; got 'bf16'"),
         (["why", "rmsnorm", "d=8"], "rmsnorm takes dtype=bfloat16, .*; unknown: d"),
         (["why", "BatchDecodeWithPagedKVCacheWrapper", "d=8"], "takes .*batch_size=64, .*page_size=16.*; unknown: d"),

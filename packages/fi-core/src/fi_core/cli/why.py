@@ -188,9 +188,13 @@ def _unknown(name: str) -> str:
     import fi_core
     from fi_core.observe.trace import every_described
 
-    known = sorted({*ops(), *fi_core.__all__, *(found.name for found in every_described())})
-    close = difflib.get_close_matches(name.rpartition(".")[2], known, 3, 0.4)
+    public = filter(described, fi_core.__all__)
+    known = sorted({*ops(), *public, *(found.name for found in every_described())})
+    word = name.rpartition(".")[2]
+    close = difflib.get_close_matches(word, known, 3, 0.4)
     hint = f"did you mean {' or '.join(close)}?" if close else f"ops are {', '.join(sorted(ops()))}"
+    if word in fi_core.__all__:
+        return f"fi_core.{word} has no description that its inputs could be made from; {hint}"
     return f"no op or described function is named {name!r}; {hint}"
 
 

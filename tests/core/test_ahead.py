@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from fi_core.runtime.build import compiler
 from fi_core.runtime.errors import CompileError
 from fi_core.runtime.launch import kernel, operator
 from fi_core.runtime.resolve import build_missing, built
-from fi_core.runtime.resolve.pool import pool
+from fi_core.runtime.resolve.pool import Pool, pool
 from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.target import CPU, Target
 
@@ -81,6 +82,56 @@ def test_errors_of_the_background_surface_where_the_kernel_is_needed(
             built(artifact)
     header.write_text(sound)
     assert built(toy.artifacts(1)[1]).origin == "jit"
+
+
+def test_a_failure_leaves_the_builds_of_other_threads(monkeypatch: pytest.MonkeyPatch, tree: Path) -> None:
+    """A failed build drops a unit that another thread waits for, which then compiles it itself."""
+    monkeypatch.setenv("MAX_JOBS", "1")
+    bad, *good = (toy.artifacts(n)[1] for n in (1, 2, 3))
+    begun, fail, dropped, drain = threading.Event(), threading.Event(), threading.Event(), Pool.drain
+
+    def compile_artifact(artifact: Artifact, directory: Path) -> None:
+        if artifact == bad:
+            begun.set()
+            fail.wait(30)
+            raise CompileError("unit.cu: error")
+        assert dropped.wait(30)  # the first of the good ones runs meanwhile, the second is dropped
+        write(artifact, directory)
+
+    monkeypatch.setattr(compiler, "compile_artifact", compile_artifact)
+    monkeypatch.setattr(Pool, "drain", lambda self: (dropped.set(), drain(self)))
+    counts: list[int] = []
+
+    def build_good() -> None:
+        begun.wait(30)
+        counts.append(build_missing(good))
+
+    def fail_when_all_wait() -> None:
+        while pool().waiting() < 3:
+            time.sleep(0.01)
+        fail.set()
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (build_good, fail_when_all_wait)]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(CompileError, match=r"unit\.cu"):
+        build_missing([bad])
+    assert all(map(ends, threads)) and counts == [2]
+
+
+def test_a_drop_keeps_jobs_that_start_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs, go, drain = Pool(1), threading.Event(), Pool.drain
+
+    def drain_and_start(self: Pool) -> None:
+        drain(self)
+        self.start("runs", lambda: go.wait(30))
+        self.start("waits", lambda: 3)
+
+    monkeypatch.setattr(Pool, "drain", drain_and_start)
+    jobs.drop()
+    waits = jobs.start("waits", lambda: 4)
+    go.set()
+    assert waits.result(10) == 3
 
 
 def test_nothing_begins_with_compiling_turned_off(monkeypatch: pytest.MonkeyPatch, tree: Path) -> None:

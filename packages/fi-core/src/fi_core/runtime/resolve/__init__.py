@@ -266,14 +266,15 @@ def _rebuilt(artifact: Artifact) -> Found:
 def run_all(works: Iterable[tuple[Artifact, Callable[[], Any]]], progress: bool) -> int:
     """Runs the works on the pool, the first while others are looked for, with a line for each that ends.
 
-    Raises the first error, and drops what is left. Returns the number of works.
+    Raises the first error, and drops what is left, also of other threads, which then run their works themselves.
+    Returns the number of works.
     """
-    futures = {pool().start(artifact, work): artifact for artifact, work in works}
+    futures = {pool().start(artifact, work): (artifact, work) for artifact, work in works}
     live = progress and sys.stderr.isatty()
     try:
         for count, future in enumerate(concurrent.futures.as_completed(futures), 1):
-            artifact = futures[future]
-            pool().result(artifact, future.result)
+            artifact, work = futures[future]
+            pool().result(artifact, work if future.cancelled() else future.result)
             if progress:
                 line = f"[{count}/{len(futures)}] {artifact.name} [{artifact.target}]"
                 sys.stderr.write(f"\r\x1b[K{line}" if live else f"{line}\n")

@@ -88,15 +88,20 @@ class Pool:
             thread.join()
 
     def drop(self) -> None:
-        """Cancels the jobs that no thread has begun, waits for the others, and forgets all."""
+        """Cancels the jobs that no thread has begun, waits for the others, and forgets these and all that failed.
+
+        A job that another thread starts meanwhile stays.
+        """
         if os.getpid() != self._process:
             return
         with self._lock:
             while self._queue:
-                self._jobs[self._queue.popleft()].future.cancel()
+                future = self._jobs.pop(self._queue.popleft()).future
+                future.cancel()
+                future.set_running_or_notify_cancel()  # else `as_completed` of another thread waits for ever
         self.drain()
         with self._lock:
-            self._jobs.clear()
+            self._jobs = {name: job for name, job in self._jobs.items() if not job.future.done()}
 
     def _forget(self, name: Hashable, job: _Job) -> None:
         with self._lock:

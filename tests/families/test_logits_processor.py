@@ -55,6 +55,21 @@ def test_fused_and_single_steps_draw_alike(make: Make, start: TensorType | None,
     assert (counts[0] - counts[1]).abs().max() < 0.02
 
 
+@pytest.mark.parametrize("compile", [True, False])
+def test_a_joint_filter_without_a_kernel_counts_the_whole_row(compile: bool) -> None:
+    """Of 0.4, 0.3, 0.2, 0.1, the first two tokens have half of the row; of the first two, one has half."""
+    probs = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
+    given = {"top_k": 2, "top_p": 0.5}
+    for joint, kept in ((True, [4 / 7, 3 / 7, 0, 0]), (False, [1, 0, 0, 0])):
+        of_probs = LogitsPipe([TopK(joint), TopP()], compile, TensorType.PROBS)
+        of_logits = LogitsPipe([TopK(joint), Softmax(), TopP()], compile)
+        for out in (of_probs(probs, **given), of_logits(probs.log(), **given)):
+            torch.testing.assert_close(out, torch.tensor([kept], dtype=torch.float32))
+    pipe = LogitsPipe([Softmax(), TopK(True), TopP(), Sample()], compile)
+    tokens = pipe(probs.log(), indices=torch.zeros(500, dtype=torch.int32), seed=1, offset=0, **given)
+    assert set(tokens.tolist()) == {0, 1}
+
+
 def test_probabilities() -> None:
     x = torch.randn(3, 50)
     pipe = LogitsPipe([Temperature(), Softmax()])

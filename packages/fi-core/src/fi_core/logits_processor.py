@@ -216,8 +216,22 @@ def _fused(processors: tuple[LogitsProcessor, ...], kind: TensorType) -> _Step |
     return _Step(processors, lambda x, a: function(x, *(a[name] for name in names), **more, **_of_draw(a)))
 
 
+def _alone(processor: LogitsProcessor, kind: TensorType) -> _Step:
+    return _Step((processor,), lambda x, a: processor.apply(x, kind, a))
+
+
+def _separate(processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
+    """The steps as they run one by one: a joint TopK after its TopP, which then counts its share of the whole row."""
+    steps = list(processors)
+    joint = next((i for i, p in enumerate(steps) if isinstance(p, TopK) and p.joint), len(steps))
+    top_p = next((i for i in range(joint, len(steps)) if isinstance(steps[i], TopP)), None)
+    if top_p is not None:
+        steps.insert(top_p, steps.pop(joint))
+    return steps
+
+
 def _in_turn(processors: Sequence[LogitsProcessor], x: Any, kind: TensorType, arguments: dict[str, Any]) -> Any:
-    for processor in processors:
+    for processor in _separate(processors):
         x, kind = processor.apply(x, kind, arguments), processor.turns[kind]
     return x
 
@@ -225,8 +239,8 @@ def _in_turn(processors: Sequence[LogitsProcessor], x: Any, kind: TensorType, ar
 class LogitsPipe:
     """Steps from logits, or probabilities, to tokens.
 
-    A pipe that ends with Sample and starts with logits gives token 0 where nothing is allowed, and the first of the
-    largest logits at temperature 0.
+    Where one call computes a pipe from logits to tokens, it gives token 0 where nothing is allowed, and the first of
+    the largest logits at temperature 0.
 
     Args:
         processors: the steps, in order.
@@ -255,22 +269,29 @@ class LogitsPipe:
                 raise LegalizationError(f"processors: {processor} takes {takes}; got {kinds[-1].value}")
             kinds.append(processor.turns[kinds[-1]])
         self.output_type = kinds[-1]
-        self.steps = tuple(self._compiled(kinds) if compile else self._single(kinds))
+        self.steps = tuple(self._compiled() if compile else self._single())
 
-    def _single(self, kinds: Sequence[TensorType]) -> list[_Step]:
-        def alone(processor: LogitsProcessor, kind: TensorType) -> _Step:
-            return _Step((processor,), lambda x, a: processor.apply(x, kind, a))
+    def _single(self) -> list[_Step]:
+        steps, kind = [], self.input_type
+        for processor in _separate(self.processors):
+            steps.append(_alone(processor, kind))
+            kind = processor.turns[kind]
+        return steps
 
-        return [alone(processor, kind) for processor, kind in zip(self.processors, kinds)]
-
-    def _compiled(self, kinds: Sequence[TensorType]) -> list[_Step]:
+    def _compiled(self) -> list[_Step]:
         """The longest groups that one call computes, from the front."""
-        alone, steps, at = self._single(kinds), [], 0
-        while at < len(self.processors):
-            ends = range(len(self.processors), at + 1, -1)
-            groups = (_fused(self.processors[at:end], kinds[at]) for end in ends)
-            steps.append(next((group for group in groups if group), alone[at]))
-            at += len(steps[-1].processors)
+        steps: list[_Step] = []
+        left, kind = list(self.processors), self.input_type
+        while left:
+            groups = (_fused(tuple(left[:end]), kind) for end in range(len(left), 1, -1))
+            step = next((group for group in groups if group), None)
+            if step is None:
+                left = _separate(left) if isinstance(left[0], TopK) else left
+                step = _alone(left[0], kind)
+            steps.append(step)
+            left = left[len(step.processors) :]
+            for processor in step.processors:
+                kind = processor.turns[kind]
         return steps
 
     def __call__(self, x: torch.Tensor, **arguments: Any) -> Any:

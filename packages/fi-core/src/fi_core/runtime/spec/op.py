@@ -220,10 +220,6 @@ class Spec:
         """Its device unit; None on a CPU, and if another library provides the kernels."""
         return _unit_of(self)
 
-    def on(self, target: Target) -> Spec:
-        """The same configuration for another target."""
-        return Spec(self.op, self.implementation, target, self.axes)
-
     def __str__(self) -> str:
         axes = ", ".join(f"{k}={v}" for k, v in self.axes)
         return f"{self.op.name}({axes}) by {self.implementation} on {self.target}"

@@ -17,18 +17,19 @@ class Driver:
 
     def __init__(self) -> None:
         self.streams: list[int] = []
+        self.step = 8  # that it tells
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: 0
 
     def cuDeviceGetDevResource(self, _device: Any, found: Any, kind: int) -> int:
-        found._obj.sm_count, found._obj.type, found._obj.least, found._obj.step = 132, kind, 8, 8
+        found._obj.sm_count, found._obj.type, found._obj.least, found._obj.step = 132, kind, self.step, self.step
         return 0
 
     def cuDevSmResourceSplitByCount(
         self, parts: Any, count: Any, source: Any, rest: Any, _flags: Any, least: Any
     ) -> int:
-        if not source._obj.step:
+        if source._obj.sm_count != 132:
             return 915  # as the driver answers to a part of a part
         size = -(-least.value // 8) * 8
         count._obj.value = min(count._obj.value, source._obj.sm_count // size)
@@ -60,7 +61,9 @@ class _Done:
         pass
 
 
-def test_groups_and_what_remains(driver: Driver) -> None:
+@pytest.mark.parametrize("step", [8, 0])
+def test_groups_and_what_remains(driver: Driver, step: int) -> None:
+    driver.step = step
     streams, resources = green_ctx.split_device_green_ctx("cuda", 2, 20)
     assert [r.sm.smCount for r in resources] == [24, 24, 84]
     assert [pointer for pointer, _ in streams] == [1, 2, 3]

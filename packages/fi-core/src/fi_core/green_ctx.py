@@ -21,6 +21,7 @@ __all__ = ["DeviceResource", "SmResource", "split_device_green_ctx", "split_devi
 _SM = 1  # CU_DEV_RESOURCE_TYPE_SM
 _DEFAULT_STREAM = 1  # CU_GREEN_CTX_DEFAULT_STREAM
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_STEP = 8  # SMs by which every GPU can be divided, where the driver does not tell: the field is newer than CUDA 12.4
 
 
 class SmResource(NamedTuple):
@@ -151,7 +152,8 @@ def split_device_green_ctx_by_sm_count(
     if not sm_counts or min(sm_counts) < 1:
         raise ValueError(f"sm_counts: numbers from 1 on, at least one, are required; got {list(sm_counts)}")
     index, whole = _all(dev)
-    sizes = [max(whole.least, round_up(count, whole.step)) for count in sm_counts]
+    least, step = (whole.least, whole.step) if whole.step else (_STEP, _STEP)
+    sizes = [max(least, round_up(count, step)) for count in sm_counts]
     unit = math.gcd(*sizes)
     units, remaining = _split(whole, sum(sizes) // unit, unit)
     groups = [[units.pop() for _ in range(size // unit)] for size in sizes]

@@ -436,7 +436,7 @@ def test_attention_modules_by_position() -> None:
     )
     assert prefill.name.startswith("batch_prefill_with_kv_cache_q_bf16_") and prefill.specs  # type: ignore[attr-defined]
     assert prefill.name != decode.name
-    with pytest.raises(ValueError, match="backend: fa2 or fa3 is required; got 'fa4'"):
+    with pytest.raises(ValueError, match="backend: auto, fa2 or fa3 is required; got 'fa4'"):
         jit.gen_batch_prefill_module("fa4", bf16, bf16, bf16, i32, 128, 128)
     with pytest.raises(ValueError, match="requires q in f16"):
         jit.gen_batch_decode_module(torch.int8, bf16, bf16, i32, 128, 128, targets=[HOPPER])

@@ -125,7 +125,7 @@ def gen_batch_decode_module(
         pos_encoding_mode: code of `PosEncodingMode`.
         use_logits_soft_cap: whether scores are capped.
         targets: `core.default_targets()` if None.
-        axes: as for `gen_module`.
+        axes: as for `gen_module`; without effect if dtype_q is given.
 
     Raises:
         UnsupportedError: (a ValueError) No implementation supports it.
@@ -156,7 +156,7 @@ def gen_batch_prefill_module(
     """Returns the kernels of batch prefill for one configuration; `gen_module("batch_prefill")` without a backend.
 
     Args:
-        backend: "fa2" or "fa3"; the module has the kernels of both.
+        backend: "auto", "fa2" or "fa3"; the module has the kernels of all.
         dtype_q, dtype_kv, dtype_o: torch dtypes.
         dtype_idx, use_sliding_window, use_fp16_qk_reduction: without effect: kernels read int32, take any window and
             accumulate in fp32.
@@ -164,7 +164,7 @@ def gen_batch_prefill_module(
         pos_encoding_mode: code of `PosEncodingMode`.
         use_logits_soft_cap: whether scores are capped.
         targets: `core.default_targets()` if None.
-        axes: as for `gen_module`.
+        axes: as for `gen_module`; without effect if backend is given.
 
     Raises:
         ValueError: backend is another word.
@@ -173,7 +173,7 @@ def gen_batch_prefill_module(
     if backend is None:
         return gen_module("batch_prefill", targets=targets, **axes)
     if backend not in ("auto", "fa2", "fa3"):
-        raise ValueError(f"backend: fa2 or fa3 is required; got {backend!r}")
+        raise ValueError(f"backend: auto, fa2 or fa3 is required; got {backend!r}")
     fields = _attention_fields(dtype_q, dtype_kv, dtype_o, head_dim_qk, head_dim_vo, pos_encoding_mode)
     fields["soft_cap"] = use_logits_soft_cap
     return _attention("batch_prefill", fields, targets)

@@ -275,7 +275,8 @@ class Env:
         BOOL,
         None,
         "import",
-        "Check page tables, offsets and other indices: 0 nowhere, 1 on CUDA too (synchronises); 1: signs too.",
+        "Check page tables, offsets and other indices: 0 nowhere, 1 on CUDA too (synchronises). 1 also looks "
+        "for negated views in every call.",
         default_doc="on the CPU only",
     )
     allow_experimental_auto_backends = Variable[bool](

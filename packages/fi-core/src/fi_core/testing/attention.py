@@ -34,7 +34,8 @@ def attention_flops(
     num_qo_heads: int,
     causal: bool,
 ) -> int:
-    """Counts the floating-point operations of q k^T and p v; a causal mask counts only the keys that it keeps.
+    """Counts the floating-point operations of q k^T and p v; of a causal mask, the keys that it keeps, with half of the
+    diagonal.
 
     Args:
         batch_size: number of requests.

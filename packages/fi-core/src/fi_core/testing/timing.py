@@ -221,7 +221,7 @@ class _Call:
         import torch
 
         devices = {t.device.type for t in l2.tensors_in((self.args, self.kwargs))}
-        return torch.cuda.is_available() and (not devices or devices != {"cpu"})
+        return torch.cuda.is_available() and devices != {"cpu"}
 
 
 class _Plan:

@@ -131,7 +131,7 @@ class Op:
     found_by_entry: str = ""
     config: type[tuple[int, ...]] | None = None
     prebuilt: tuple[Values, ...] = ()
-    takes_variant: bool = False  # a user's device code may stand in its units
+    takes_variant: bool = False
     example: Callable[..., dict[str, Any]] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:

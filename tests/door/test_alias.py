@@ -122,10 +122,14 @@ try:
     flashinfer.kda.recurrent_kda
 except AttributeError as error:
     assert str(error).startswith("flashinfer.kda.recurrent_kda is not in fi yet; use the Triton")
+else:
+    raise AssertionError
 try:
     flashinfer.rmsnrom
 except AttributeError as error:
     assert "did you mean 'rmsnorm'" in str(error)
+else:
+    raise AssertionError
 """
     assert output(EXEC, text, tmp_path) == ""
 

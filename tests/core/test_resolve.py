@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -13,10 +12,9 @@ from typing import Any
 
 import pytest
 
-import fi_core
-from core import toy
+from core import package, toy
 from fi_core.ahead import prepare
-from fi_core.runtime.build import compiler, sources
+from fi_core.runtime.build import compiler
 from fi_core.runtime.errors import MissingKernelError
 from fi_core.runtime.resolve import built, find, prebuilt, provider, store
 from fi_core.runtime.spec.artifact import Artifact
@@ -48,18 +46,7 @@ def skipped(said: list[tuple[int, str]], level: int = logging.INFO) -> list[str]
 
 def pack(directory: Path, *artifacts: Artifact, mark: str = "", **head: object) -> Path:
     """A prebuilt package of these artifacts; `mark` tells its files from those of others."""
-    directory.mkdir(parents=True, exist_ok=True)
-    index: Index = {"version": fi_core.__version__, "schema": compiler.SCHEMA, "abi": compiler.FFI_ABI, "artifacts": {}}
-    for artifact in artifacts:
-        content = f"{artifact.id} {mark}".encode()
-        (directory / artifact.file).write_bytes(content)
-        index["artifacts"][artifact.id] = {
-            "file": artifact.file,
-            "closure": sources.closure(artifact),
-            "sha256": hashlib.sha256(content).hexdigest(),
-        }
-    (directory / "index.json").write_text(json.dumps(index | head))
-    return directory
+    return package.pack(directory, {a: f"{a.id} {mark}".encode() for a in artifacts}, **head)
 
 
 @pytest.fixture

@@ -433,6 +433,7 @@ def test_check_nan(device: str) -> None:
         ({"seed": torch.zeros(2), "offset": torch.zeros(2)}, ValueError, "seed: int64 or uint64"),
         ({"filter_apply_order": "both"}, ValueError, "Invalid filter_apply_order: 'both'"),
         ({"presence_penalty": 1.0}, ValueError, "seen_token_ids: required"),
+        ({"repetition_penalty": 1.2, "bias": torch.zeros(9)}, ValueError, "seen_token_ids: required"),
         (
             {"seen_token_ids": torch.zeros(2, 1).int(), "frequency_penalty": 1.0},
             ValueError,

@@ -328,13 +328,13 @@ def sample_from_logits(
     penalties = _given(
         repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty, presence_penalty=presence_penalty
     )
+    if penalties and seen_token_ids is None:
+        raise ValueError("seen_token_ids: required where there is a penalty")
     if bias is not None or bitmask is not None or seen_token_ids is not None:
         logits = logits.float()
         adjustments = row_arguments(penalties, rows)
         adjustments.update(bias=bias, bitmask=bitmask, seen=seen_token_ids, seen_count=seen_token_counts)
         adjustments["adjusted"] = logits.new_empty(*logits.shape)  # used where rows are not cached in shared memory
-    elif penalties:
-        raise ValueError("seen_token_ids: required where there is a penalty")
     if seen_token_counts is None and (frequency_penalty is not None or presence_penalty is not None):
         raise ValueError("seen_token_counts: required for frequency_penalty and presence_penalty")
     filters = _given(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)

@@ -316,6 +316,19 @@ REFUSALS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError, "a must have shape .* k a multiple of 128",
     ),
     (
+        lambda: gemm_fp8_nt_groupwise(one(128), one(4, 128), f32(1, 1), f32(1, 1), "K"),
+        ValueError, r"a must have at least two dimensions; got \[128\]",
+    ),
+    (
+        lambda: gemm_fp8_nt_groupwise(one(2, 128), one(128), f32(2, 1), f32(0, 1), "K"),
+        ValueError, r"b must have at least two dimensions; got \[128\]",
+    ),
+    (lambda: fi_core.mm_bf16(bf16(3, 2, 8), bf16(3, 8, 4)), ValueError, r"a must have shape \[m, k\]"),
+    (
+        lambda: fi_core.mm_mxfp8(one(3, 2, 32), one(3, 32, 4), f32(3, 2, 1).byte(), f32(3, 1, 4).byte()),
+        ValueError, r"a must have shape \[m, k\]; got \[3, 2, 32\]",
+    ),
+    (
         lambda: gemm_fp8_nt_groupwise(one(2, 256), one(4, 256), f32(2, 2), f32(1, 2)),
         ValueError, 'scale_major_mode must be "K" or "MN" for backend',
     ),

@@ -380,7 +380,7 @@ def bmm_mxfp8(
     Raises:
         ValueError: A shape, stride, dtype or device does not fit; the text names the argument.
     """
-    are_columns(B, A, "B")
+    are_columns(B, A, "B", batched=True)
     left = _mxfp8("A", A, "A_scale", A_scale, SfLayout.layout_128x4)
     right = _mxfp8("B", B.mT, "B_scale", _rows_of(B_scale), SfLayout.layout_128x4)
     out = output(A, (*A.shape[:-1], B.shape[-1]), out, dtype)

@@ -19,8 +19,10 @@ _BLOCK_K = 128  # columns of a block of prepared weights
 _SHUFFLED_ROWS = 32  # rows that are permuted among themselves
 
 
-def are_columns(b: torch.Tensor, a: torch.Tensor, name: str = "b") -> None:
-    """Raises unless b is `[.., k, n]` for a `[.., m, k]`."""
+def are_columns(b: torch.Tensor, a: torch.Tensor, name: str = "b", *, batched: bool = False) -> None:
+    """Raises unless b is `[k, n]` for a `[m, k]`, or batched `[.., k, n]` for `[.., m, k]`."""
+    if a.ndim != 2 and not batched:
+        raise ValueError(f"a must have shape [m, k]; got {list(a.shape)}")
     if b.ndim != a.ndim or b.shape[-2] != a.shape[-1]:
         batch = "batch, " if a.ndim == 3 else ""
         raise ValueError(f"{name} must have shape [{batch}k, n] with k = {a.shape[-1]}; got {list(b.shape)}")
@@ -138,7 +140,7 @@ def bmm_bf16(
         gemm(out, A, B.mT)
     except Exception:
         is_16_bit(A, B, "A", "B")
-        are_columns(B, A, "B")
+        are_columns(B, A, "B", batched=True)
         raise
     return out
 
@@ -176,7 +178,7 @@ def bmm_fp8(
         gemm(out, A, B.mT, _flat(A_scale), _flat(B_scale))
     except Exception:
         is_fp8(A, B, "A", "B")
-        are_columns(B, A, "B")
+        are_columns(B, A, "B", batched=True)
         raise
     return out
 

@@ -27,8 +27,10 @@ def _check_shapes(
     a: Shape, b: Shape, a_scale: Shape, b_scale: Shape, mode: str, granularity: tuple[int, int, int], groups: bool
 ) -> None:
     """Raises unless the shapes are those of a product with blocks of k; once for each combination."""
-    *_, k = a
-    *_, n, k_of_b = 0, *b
+    for name, shape in (("a", a), ("b", b)):
+        if len(shape) < 2:
+            raise ValueError(f"{name} must have at least two dimensions; got {list(shape)}")
+    k, (n, k_of_b) = a[-1], b[-2:]
     if k % _BLOCK:
         raise ValueError(f"a must have shape [.., k] with k a multiple of {_BLOCK}; got {list(a)}")
     if k_of_b != k:

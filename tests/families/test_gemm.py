@@ -373,6 +373,10 @@ REFUSALS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: fi_core.SegmentGEMMWrapper(f32(1)).run(bf16(2, 8), bf16(1, 4, 8), 1, True),
         ValueError, "seg_indptr must be given",
     ),
+    (
+        lambda: fi_core.SegmentGEMMWrapper(f32(1)).run(bf16(2, 8), bf16(3, 4, 8), 3, True, seg_lens=i32(2)),
+        ValueError, r"seg_lens must have shape \[3\]",
+    ),
 ]  # fmt: skip
 
 

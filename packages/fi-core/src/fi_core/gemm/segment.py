@@ -95,6 +95,8 @@ def _offsets(seg_lens: torch.Tensor | None, batch_size: int) -> torch.Tensor:
     """The offsets of segments of these lengths."""
     if seg_lens is None:
         raise ValueError("seg_indptr must be given if seg_lens is None")
+    if seg_lens.shape != (batch_size,):
+        raise ValueError(f"seg_lens must have shape [{batch_size}]; got {list(seg_lens.shape)}")
     offsets = seg_lens.new_zeros(batch_size + 1)
     offsets[1:] = seg_lens.cumsum(0)
     return offsets

@@ -60,6 +60,7 @@ def test_groups_divide_the_ranks() -> None:
         ({"world_size": 8, "tp_size": 4}, r"world_size: tp_size \* pp_size \* cp_size is required; got 8 and 4 \* 1"),
         ({"world_size": 4, "tp_size": 4, "rank": 4}, "rank: 0 to world_size - 1, 3, is required; got 4"),
         ({"world_size": 4, "tp_size": 4, "moe_ep_size": 3}, "moe_tp_size: .* must be tp_size, 4; got 1"),
+        ({"world_size": 4, "tp_size": 4, "moe_ep_size": 0}, "moe_ep_size: 1 or more, or -1, is required; got 0"),
         ({"world_size": 4, "tp_size": 4, "attn_tp_size": 3}, "attn_tp_size: .* must be tp_size . cp_size, 4"),
     ],
 )

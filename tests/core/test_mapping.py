@@ -20,7 +20,7 @@ from fi_core.comm import (
     compute_fp4_swizzled_layout_sf_size,
 )
 from fi_core.comm.dcp_alltoall import decode_cp_a2a_allocate_mnnvl_workspace
-from fi_core.comm.mnnvl import all_ranks_agree
+from fi_core.comm.mnnvl import OneRank, all_ranks_agree
 
 
 def test_the_example_of_two_stages() -> None:
@@ -105,3 +105,15 @@ def test_workspaces_of_exchanges_name_what_gives_the_ranks() -> None:
         decode_cp_a2a_allocate_mnnvl_workspace(mapping)
     with pytest.raises(ValueError, match=r"mnnvl_config: .* call torch\.distributed\.init_process_group"):
         MoeAlltoAll(Mapping(world_size=2, rank=0, tp_size=2, moe_ep_size=2), 8, 2, 8, hidden_size=64, device="cpu")
+
+
+def test_a_refused_dispatch_sends_nothing() -> None:
+    """The next dispatch needs no combine before; and a workspace may be destroyed twice."""
+    config, ids = MnnvlConfig(OneRank()), torch.zeros(3, 1, dtype=torch.int32)
+    exchange = MoeAlltoAll(Mapping(), 4, 1, 4, hidden_size=64, mnnvl_config=config, device="cpu")
+    with pytest.raises(ValueError, match="expert_id_payload_index: required with invalid_token_expert_id"):
+        exchange.dispatch(ids, [ids], 4, invalid_token_expert_id=-1)
+    (received,) = exchange.dispatch(ids, [ids], 4, invalid_token_expert_id=-1, expert_id_payload_index=0)
+    assert received.flatten().tolist() == [0, 0, 0, -1]
+    exchange.destroy()
+    exchange.destroy()

@@ -261,12 +261,12 @@ class MoeAlltoAll:
         """
         if self._exchange.rows is not None:
             raise ValueError("dispatch: a combine is required after each dispatch")
+        if invalid_token_expert_id is not None and expert_id_payload_index is None:
+            raise ValueError("expert_id_payload_index: required with invalid_token_expert_id; got None")
         received, self._combine_offset = self._exchange.dispatch(
             token_selected_experts, input_payloads, runtime_max_tokens_per_rank, self.num_experts
         )
-        if invalid_token_expert_id is not None:
-            if expert_id_payload_index is None:
-                raise ValueError("expert_id_payload_index: required with invalid_token_expert_id; got None")
+        if invalid_token_expert_id is not None and expert_id_payload_index is not None:
             self._exchange.invalidate(received[expert_id_payload_index], invalid_token_expert_id)
         return received
 

@@ -127,10 +127,10 @@ class CommWorkspace:
         }  # fmt: skip
 
     def destroy(self) -> None:
-        """Frees the memory; collective."""
+        """Frees the memory; collective. A second call does nothing."""
         self.memory.close()
         self.shared.clear()
-        del self.buffer
+        self.__dict__.pop("buffer", None)
 
 
 class AllReduceFusionWorkspace(CommWorkspace):

@@ -123,12 +123,11 @@ class OneRank(CommBackend):
 
 @dataclass
 class MnnvlConfig:
-    """How memory that several GPUs map is allocated.
+    """How the ranks of a group share memory.
 
     Args:
         comm_backend: exchanges the handles; None: torch.distributed's world.
-        fabric_page_size: bytes of a page.
-        allocation_granularity: bytes; 0: the device's.
+        fabric_page_size, allocation_granularity: accepted; memory is shared by CUDA IPC, which has no such sizes.
     """
 
     comm_backend: CommBackend | None = None

@@ -166,10 +166,11 @@ def trtllm_allreduce_fusion(
         RuntimeError: As for `allreduce_fusion`.
     """
     workspace = _workspace(workspace_ptrs, world_rank, world_size)
-    needed, held = token_num * hidden_dim * allreduce_in.element_size(), workspace.max_bytes
+    needed = token_num * hidden_dim * allreduce_in.element_size()
     if metadata is not None and "buffer_size" not in metadata:
         raise ValueError(f"metadata: what the creation of the workspace returned is required; got {metadata}")
     if metadata is not None and needed > metadata["buffer_size"]:
+        held = metadata["buffer_size"]
         raise ValueError(f"token_num, hidden_dim: at most {held} bytes fit the workspace; got {needed}")
 
     def rows(name: str, tensor: torch.Tensor | None, width: int = hidden_dim) -> torch.Tensor | None:

@@ -126,7 +126,6 @@ def _nvfp4(
     up: torch.Tensor,
     down: torch.Tensor,
     scales: Sequence[torch.Tensor],
-    dtype: torch.dtype,
     input_sf: torch.Tensor | None,
     swizzled: bool,
 ) -> Layer:
@@ -153,7 +152,6 @@ def _mxfp8(
     up: torch.Tensor,
     down: torch.Tensor,
     scales: Sequence[torch.Tensor],
-    dtype: torch.dtype,
     input_sf: torch.Tensor | None,
     swizzled: bool,
 ) -> Layer:
@@ -218,11 +216,11 @@ def layer_of(
     if up.dtype is torch.float8_e4m3fn and not mxfp8_activations:
         return _fp8_tensor(x, up, down, scales, dtype)
     if mxfp8_activations:
-        return _mxfp8(x, up, down, scales, dtype, input_sf, swizzled)
+        return _mxfp8(x, up, down, scales, input_sf, swizzled)
     if w4_group_scaling:
         return (_int4 if packed_weights else _mxfp4)(x, up, down, scales)
     if up.dtype is torch.int64 or (up.dtype is torch.uint8 and len(scales) == 6):
-        return _nvfp4(x, up, down, scales, dtype, input_sf, swizzled)
+        return _nvfp4(x, up, down, scales, input_sf, swizzled)
     if scales:
         raise ValueError(
             f"quant_scales must be None or empty for {up.dtype} weights without use_deepseek_fp8_block_scale, "

@@ -174,7 +174,7 @@ def trtllm_fp4_block_scale_moe(
     Raises:
         ValueError: A shape, layout, device or number does not fit; the text names the argument.
         TypeError: A dtype does not fit.
-        NotImplementedError: per_token_scale.
+        NotImplementedError: per_token_scale is given.
     """
     routed = route(
         routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
@@ -240,7 +240,7 @@ def trtllm_fp4_block_scale_routed_moe(
     Raises:
         ValueError: A shape, layout, device or number does not fit; the text names the argument.
         TypeError: A dtype does not fit.
-        NotImplementedError: gemm1_lora_delta is given.
+        NotImplementedError: per_token_scale or gemm1_lora_delta is given.
     """
     if gemm1_lora_delta is not None:
         raise NotImplementedError("gemm1_lora_delta is not supported: merge the adapter into gemm1_weights")

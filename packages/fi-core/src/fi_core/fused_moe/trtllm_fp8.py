@@ -205,7 +205,8 @@ def trtllm_fp8_block_scale_moe(
 
     Returns:
         output; without do_finalize `[rows [tokens * top_k, hidden], weights [tokens, top_k] bf16, positions
-        [tokens * top_k] int32]`, where position t * top_k + j is the row of the j-th expert of token t, or -1.
+        [tokens * top_k] int32]`, where position t * top_k + j is the row of the j-th expert of token t, or -1. Here
+        top_k counts the shared experts too.
 
     Raises:
         ValueError: A shape, layout, device or number does not fit; the text names the argument.

@@ -41,7 +41,7 @@ def mxfp8_quantize(
     Args:
         input: `[..., m, k]`, fp16, bf16 or fp32, k a multiple of 32. A matrix may have strided rows.
         is_sf_swizzled_layout: True: scales in the 128x4 layout, padded with zeros; False: linear.
-        alignment: rows of the result are padded with zeros to a multiple of this, itself a multiple of 32.
+        alignment: k of the result is padded with zeros to a multiple of this, itself a multiple of 32.
         enable_pdl: programmatic dependent launch; None enables it where the hardware has it (sm_90 and later).
         backend: "cuda" or "cute-dsl"; FlashInfer's names, of which both select the kernels of fi.
         sf_swizzle_layout: the layout of the scales; None: as is_sf_swizzled_layout.

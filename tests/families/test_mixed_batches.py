@@ -65,6 +65,8 @@ def test_batch_attention_takes_host_tables_and_layouts(device: str, divided: Non
     w.plan(*tables, causal=True, logits_soft_cap=3.0, q_data_type="float16", kv_data_type="float16")
     out, _ = w.run(b.q, b.cache, logits_soft_cap=5.0)
     assert_close(out, b.expected(causal=True, logits_soft_cap=5.0)[0])
+    out, _ = w.run(b.q, b.cache)
+    assert_close(out, b.expected(causal=True, logits_soft_cap=3.0)[0])
 
 
 def test_batch_attention_of_fp8_keys(device: str, divided: None) -> None:

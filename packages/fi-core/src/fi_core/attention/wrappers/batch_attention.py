@@ -139,7 +139,7 @@ class BatchAttention(PlanState):
                 **options,
             )  # fmt: skip
         self._rows = rows[begin], rows[end], rows[first], rows[last], rows[-1]
-        self._head_dim_vo = head_dim_vo
+        self._head_dim_vo, self._logits_soft_cap = head_dim_vo, logits_soft_cap or 0.0
         lengths = [(float(q), float(kv)) for q, kv in zip(qo_lens[begin:end], tokens[begin:end])]
         self._operations = operations(num_qo_heads, head_dim_qk + head_dim_vo, causal, lengths)
         self._described = {
@@ -203,10 +203,10 @@ class BatchAttention(PlanState):
         written = out, lse
         options: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "kv_cache_sf": kv_cache_sf}
         halves: list[Any] = [half for half, used in ((prefill, end > begin), (decode, last > first)) if used]
-        for half in halves if number(logits_soft_cap, "logits_soft_cap") > 0.0 else ():
-            if half._logits_soft_cap <= 0.0:
-                raise ValueError(f"logits_soft_cap: the plan had none; got {logits_soft_cap}")
-            half._logits_soft_cap = logits_soft_cap
+        if number(logits_soft_cap, "logits_soft_cap") > 0.0 and self._logits_soft_cap <= 0.0:
+            raise ValueError(f"logits_soft_cap: the plan had none; got {logits_soft_cap}")
+        for half in halves:
+            half._logits_soft_cap = logits_soft_cap if logits_soft_cap > 0.0 else self._logits_soft_cap
 
         def attend(half: Any, from_: int, to: int) -> None:
             part = {"out": written[0][from_:to], "lse": written[1][from_:to], "return_lse": True}

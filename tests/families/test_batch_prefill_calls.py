@@ -86,6 +86,9 @@ def test_tables_on_host_or_device(tables: str, wide: bool, device: str) -> None:
     shorter = Batch(b.q, b.qo_lens, b.pool, b.cache, [k[:n] for k, n in zip(b.k, seq_lens.tolist())],
                     [v[:n] for v, n in zip(b.v, seq_lens.tolist())])  # fmt: skip
     assert_close(w.run(b.q, b.cache), shorter.expected(causal=True)[0])
+    masks = [m[:, :n] for m, n in zip(masks, seq_lens.tolist())]
+    w.plan(*own, *rest, custom_mask=torch.cat([m.flatten() for m in masks]), seq_lens=seq_lens, **b.types())
+    assert_close(w.run(b.q, b.cache), shorter.expected(masks)[0])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, None), (torch.float8_e4m3fn, (0.2, 0.1))])

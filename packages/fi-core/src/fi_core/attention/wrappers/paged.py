@@ -231,8 +231,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         self._block_tables = block_tables
 
         def lengths(device: torch.device) -> torch.Tensor:
-            pages, last = paged_kv_indptr.to(device).diff().long(), paged_kv_last_page_len.to(device)
-            return ((pages - 1) * page_size + last) * (pages > 0)
+            pages = paged_kv_indptr.to(device).diff().long()
+            if seq_lens is not None:
+                return seq_lens.to(device).long().minimum(pages * page_size)
+            return ((pages - 1) * page_size + paged_kv_last_page_len.to(device)) * (pages > 0)
 
         self._place_mask(custom_mask, packed_custom_mask, (qo_indptr, paged_kv_indptr), lengths, non_blocking)
         self._place_items(

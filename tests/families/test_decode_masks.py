@@ -34,6 +34,12 @@ def test_keys_behind_a_query(options: dict[str, Any], device: str) -> None:
             want.append(attention(p.q[b * Q_LEN : (b + 1) * Q_LEN], k, v, custom_mask=seen))
         assert_close(out, torch.cat([x for x, _ in want]))
         assert_close(lse, torch.cat([x for _, x in want]), tolerance=LSE)
+        own = w._float_workspace_buffer, w._int_workspace_buffer, w._pin_memory_int_workspace_buffer
+        w._cached_module.plan(  # as engines call it
+            *own, w._qo_indptr_buf, p.indptr, p.seq_lens(), len(p.q), 4, 8, 2, p.page_size, False, 64, 64, False,
+            window_left,
+        )  # fmt: skip
+        assert torch.equal(w.run(p.q, p.cache), out)
     w.plan(*p.plan_arguments(), **p.dtypes, q_len_per_req=Q_LEN)
     assert_close(w.run(p.q, p.cache), p.expected()[0])
     with pytest.raises(ValueError, match="window_right"):

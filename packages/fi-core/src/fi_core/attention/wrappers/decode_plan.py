@@ -85,6 +85,7 @@ class BatchDecodePlan(BatchWrapper):
         self._copies = {}
         self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
         self._drafts: torch.Tensor | None = None  # the mask of the last plan, over the last q_len_per_req keys
+        self._window_right = 0
         self._q_len_per_req, self._is_causal, self._batch_size = 1, False, 0
         self.device = float_workspace_buffer.device
         self._cudnn = cudnn.PlannedBatch(use_cuda_graph) if backend == "cudnn" else None
@@ -264,7 +265,7 @@ class BatchDecodePlan(BatchWrapper):
             self._paged_kv_indices_buf = self._on_device("indices", indices, non_blocking)
             self._paged_kv_last_page_len_buf = self._on_device("last_page_len", last_page_len, non_blocking)
         self._block_tables = block_tables
-        drafts = self._keys_behind(indptr.numel() - 1, q_len_per_req, window_right)
+        self._window_right = window_right
         dtypes = data_types(q_data_type, kv_data_type, o_data_type, data_type)
         self._set_scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
         self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type = dtypes
@@ -272,14 +273,14 @@ class BatchDecodePlan(BatchWrapper):
             self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf, seq_lens, num_qo_heads, num_kv_heads, head_dim,
             page_size, window_left, q_len_per_req, fixed_split_size, disable_split_kv, non_blocking,
         )  # fmt: skip
-        self._drafts = drafts
 
     begin_forward = plan
 
-    def _keys_behind(self, batch_size: int, q_len: int, window_right: int) -> torch.Tensor | None:
+    def _keys_behind(self, batch_size: int, q_len: int) -> torch.Tensor | None:
         """The draft mask of queries that attend to keys behind their own; kept, so that CUDA graphs find it again."""
         import torch
 
+        window_right = self._window_right
         if q_len == 1 or window_right == 0:
             return None
         if self._cudnn is not None:
@@ -343,8 +344,8 @@ class BatchDecodePlan(BatchWrapper):
         kv_lens take precedence over last_page_len.
         """
         self._num_qo_heads, self._num_kv_heads, self._head_dim = num_qo_heads, num_kv_heads, head_dim
-        self._drafts = None
         self._batch_size = indptr.numel() - 1
+        self._drafts = self._keys_behind(self._batch_size, q_len)
         self._q_len_per_req, self._is_causal = q_len, q_len > 1
         self._q_shape = self._batch_size * q_len, num_qo_heads, head_dim
         self._page_shape = (page_size, num_kv_heads) if self._layout == 0 else (num_kv_heads, page_size)

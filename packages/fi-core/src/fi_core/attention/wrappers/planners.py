@@ -201,6 +201,7 @@ def fast_decode_plan(
     dtypes = data_types(q_data_type, kv_data_type, None, data_type)
     self._set_scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
     self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type = dtypes
+    self._window_right = 0
     try:
         self._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim)
         self._replan(

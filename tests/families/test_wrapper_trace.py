@@ -7,16 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from families.harness import assert_close
 from families.paged import paged
 from families.prefill_batch import LSE, workspace
 from families.wrapper_session import SESSIONS, WRAPPERS, Run, decode, prefill_paged, prefill_ragged
-from fi_core.decode import BatchDecodeWithPagedKVCacheWrapper
+from fi_core.attention import BatchAttention
+from fi_core.decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    single_decode_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache,
+)
 from fi_core.observe import log, trace
 from fi_core.observe.log import Settings, fi_api
 from fi_core.observe.trace import call_arguments, fi_trace, select_template
-from fi_core.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+from fi_core.prefill import (
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    single_prefill_with_kv_cache,
+    trtllm_batch_context_with_kv_cache,
+)
 
 NAMES = {
     "decode": "gqa_paged_decode_h4_kv2_d64_ps16",
@@ -112,6 +123,41 @@ def test_options_without_a_reference_have_no_trace() -> None:
     k, v = (x[:, 0] for x in run.arguments["paged_kv_cache"])
     with pytest.raises(ValueError, match="no trace template"):
         fi_trace(run.wrapper.run, q=run.arguments["q"], paged_kv_cache=(k, v))
+
+
+def test_planned_options_without_a_reference_have_no_trace() -> None:
+    p = paged([37, 16], q_len=3, heads=(8, 2))
+    behind = BatchDecodeWithPagedKVCacheWrapper(workspace("cpu", 1 << 16), use_tensor_cores=True)
+    behind.plan(*p.plan_arguments(), **p.dtypes, q_len_per_req=3, window_right=1)
+    with pytest.raises(ValueError, match="no trace template"):
+        fi_trace(behind.run, q=p.q, paged_kv_cache=p.cache)
+    capped = BatchAttention(device="cpu")
+    rows = torch.tensor([0, 3, 6], dtype=torch.int32)
+    plan = rows, p.indptr, p.indices, p.seq_lens(), 8, 2, 64, 64, p.page_size, True
+    capped.plan(*plan, logits_soft_cap=2.0, q_data_type=p.q.dtype, kv_data_type=p.q.dtype)
+    with pytest.raises(ValueError, match="no trace template"):
+        fi_trace(capped.run, q=p.q, kv_cache=p.cache)
+    capped.plan(*plan, q_data_type=p.q.dtype, kv_data_type=p.q.dtype)
+    assert fi_trace(capped.run, q=p.q, kv_cache=p.cache)
+
+
+def test_functions_have_no_trace_for_options_without_a_reference() -> None:
+    q, k = torch.zeros(3, 4, 64), torch.zeros(9, 2, 64)
+    tables = {"block_tables": torch.zeros(3, 2, dtype=torch.int32), "seq_lens": torch.full((3,), 9)}
+    cache = torch.zeros(4, 2, 2, 16, 64)
+    offsets = torch.arange(4, dtype=torch.int32)
+    for function, arguments, options in (
+        (single_decode_with_kv_cache, {"q": q[0], "k": k, "v": k}, {"pos_encoding_mode": "ALIBI", "v_scale": 2.0}),
+        (single_prefill_with_kv_cache, {"q": q, "k": k, "v": k}, {"scale_q": q[0, :, 0], "k_scale": 0.5}),
+        (trtllm_batch_decode_with_kv_cache, {"query": q, "kv_cache": cache, **tables},
+         {"q_len_per_req": 3, "sinks": q[0, :, 0], "cum_seq_lens_q": offsets, "return_lse": True, "cp_world": 2}),
+        (trtllm_batch_context_with_kv_cache, {"query": q, "kv_cache": cache, "cum_seq_lens_q": offsets, **tables},
+         {"sinks": q[0, :, 0], "return_lse": True, "uses_shared_paged_kv_idx": False}),
+    ):  # fmt: skip
+        assert fi_trace(function, **arguments)
+        for name, value in options.items():
+            with pytest.raises(ValueError, match="no trace template"):
+                fi_trace(function, **arguments, **{name: value})
 
 
 def test_run_is_the_function_itself_while_nothing_is_logged() -> None:

@@ -315,6 +315,20 @@ def with_sizes(
     return found
 
 
+_UNSET = (1, -1, "NHD", "NONE", ())  # a scale, a window, a layout, a position encoding, further arguments
+
+
+def sets_any(arguments: Mapping[str, Any], *names: str) -> bool:
+    """Whether a call sets one of these arguments; a reference without them does not describe such a call."""
+
+    def is_set(value: Any) -> bool:
+        if value is None or isinstance(value, bool):
+            return bool(value)
+        return not isinstance(value, (int, float, str, tuple)) or value not in _UNSET
+
+    return any(is_set(arguments.get(name)) for name in names)
+
+
 def samples(axes: Mapping[str, Sequence[Any]]) -> tuple[dict[str, Any], ...]:
     """Every combination of a value of each axis; axes that change together share a key, as in "rows, columns"."""
     found: list[dict[str, Any]] = []

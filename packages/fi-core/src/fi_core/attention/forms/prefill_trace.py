@@ -32,4 +32,4 @@ _TABLES = tables_template(
     (attend_request, gather_table, _reference),
     "Attention of the last tokens of each request over a block table; all scales are explicit.",
 )
-tables_trace = trace_of(_TABLES, lambda _: True)
+tables_trace = trace_of(_TABLES)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+from fi_core.observe.template import sets_any
 from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
 
 
@@ -47,12 +47,20 @@ def tables_template(
     )
 
 
-def tables_trace(template: TraceTemplate, fits: Callable[[dict[str, Any]], bool]) -> Any:
-    """A trace for `fi_api`: the template for HND calls that `fits` accepts, None for others."""
+# Options that no reference has.
+_NOT_COVERED = (
+    "sinks", "mask", "kv_cache_sf", "lse", "return_lse", "bmm1_scale_log2", "cum_seq_lens_q", "q_len_per_req",
+    "enable_block_sparse_attention", "cp_world",
+)  # fmt: skip
+
+
+def tables_trace(template: TraceTemplate) -> Any:
+    """A trace for `fi_api`: the template for HND calls with one table and only arguments that it has; else None."""
+    others = [name for name in _NOT_COVERED if name not in template.inputs]
 
     def trace(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
-        fp4 = arguments.get("kv_cache_sf") is not None
-        return template if arguments.get("kv_layout", "HND") == "HND" and not fp4 and fits(arguments) else None
+        plain = arguments.get("kv_layout", "HND") == "HND" and arguments.get("uses_shared_paged_kv_idx", True)
+        return template if plain and not sets_any(arguments, *others) else None
 
     trace.templates = (template,)  # type: ignore[attr-defined]
     return trace

@@ -145,8 +145,7 @@ class BatchAttention(PlanState):
         self._described = {
             "qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr,
             "sm_scale": head_dim_qk**-0.5 if sm_scale is None else sm_scale, "causal": causal,
-            "kv_layout": self._kv_layout, "logits_soft_cap": logits_soft_cap,
-            "covered": self._prefill._variant is None,
+            "kv_layout": self._kv_layout, "covered": self._prefill._variant is None and not logits_soft_cap,
         }  # fmt: skip
         self._end_plan([len(qo_lens), begin, end, first, last, rows[-1]])
 

@@ -16,6 +16,7 @@ from fi_core.attention.wrappers.inputs import (
     workspace_of,
 )
 from fi_core.observe.draw import Draw
+from fi_core.observe.template import sets_any
 from fi_core.observe.trace import Const, Planned, Scalar, Tensor, TraceTemplate, Var, Work
 from fi_core.utils import canonicalize_torch_dtype
 
@@ -313,10 +314,8 @@ def _only(template: TraceTemplate, *absent: str) -> Callable[..., TraceTemplate 
     """Selects the template of a call; None for options that its reference does not cover."""
 
     def select(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
-        plain = arguments.get("kv_layout", "NHD") == "NHD" and not arguments.get("logits_soft_cap")
-        usual = (None, False, 1.0, -1, "NHD", "NONE", ())
-        plain = plain and arguments.get("covered", True)
-        return template if plain and all(arguments.get(each) in usual for each in absent) else None
+        plain = arguments.get("covered", True) and not arguments.get("logits_soft_cap")
+        return template if plain and not sets_any(arguments, "kv_layout", *absent) else None
 
     select.templates = (template,)  # type: ignore[attr-defined]
     return select

@@ -16,6 +16,7 @@ from fi_core.attention.wrappers.inputs import (
     workspace_of,
 )
 from fi_core.observe.draw import Draw
+from fi_core.observe.template import sets_any
 from fi_core.observe.trace import Const, Planned, Scalar, Tensor, TraceTemplate, Var, Work
 from fi_core.utils import canonicalize_torch_dtype, ceil_div
 
@@ -40,9 +41,7 @@ def _select(template: TraceTemplate, *others: str) -> Callable[..., TraceTemplat
     """Selects the template of a call; None for options that its reference does not cover."""
 
     def select(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
-        plain = arguments.get("covered", True) and arguments.get("kv_layout", "NHD") == "NHD"
-        usual = (None, False, -1, 1.0)
-        return template if plain and all(arguments.get(each) in usual for each in others) else None
+        return template if arguments.get("covered", True) and not sets_any(arguments, "kv_layout", *others) else None
 
     select.templates = (template,)  # type: ignore[attr-defined]
     return select
@@ -409,8 +408,8 @@ RANGES = TraceTemplate(
 blocks = _select(BLOCKS, "scale_q", "scale_k", "scale_v", "return_lse")
 head_blocks = _select(HEAD_BLOCKS, "return_lse")
 decode_prefix = _select(DECODE_PREFIX)
-prefill_prefix = _select(PREFILL_PREFIX, "rope_scale", "rope_theta")
-ranges = _select(RANGES, "options", "return_lse")
+prefill_prefix = _select(PREFILL_PREFIX)
+ranges = _select(RANGES, "v_scale", "kv_cache_sf", "return_lse")
 PLANNED_BLOCKS: Planned = kept("indptr", "indices", "R", "C", "sm_scale", "causal", "o_data_type", "covered")
 PLANNED_HEAD_BLOCKS: Planned = kept("block_mask_map", "block_row_sz", "block_col_sz", "sm_scale", "causal", "covered")
 PLANNED_PREFIX: Planned = kept("kv_indptr", "kv_indices", "kv_last_page_len", "sm_scale", "kv_layout")

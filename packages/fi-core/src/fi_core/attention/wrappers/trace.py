@@ -8,6 +8,7 @@ from typing import Any
 
 from fi_core.attention.reference import attend_request, gather_pages
 from fi_core.attention.wrappers import inputs
+from fi_core.observe.template import sets_any
 from fi_core.observe.trace import Const, Planned, Scalar, Tensor, TraceTemplate, Var
 
 
@@ -294,6 +295,7 @@ PLANNED_DECODE: Planned = {
     **_PLANNED,
     **_PAGES,
     "seq_lens": lambda wrapper: wrapper._schedule.tables[2],
+    "has_mask": lambda wrapper: wrapper._drafts is not None,
     "q_len_per_req": "_q_len_per_req",
     "o_data_type": "_cached_o_data_type",
 }
@@ -367,7 +369,7 @@ ragged_prefill = _select({kind: _ragged_template(*kind) for kind in _KINDS}, Fal
 
 def cascade(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
     """The template of a cascade with the number of levels of the call."""
-    if not _is_covered(arguments) or not _has_page_axis(arguments):
+    if not _is_covered(arguments) or not _has_page_axis(arguments) or sets_any(arguments, "k_scale", "v_scale"):
         return None
     return _cascade_template(arguments.get("kv_layout", "NHD"), len(arguments["qo_indptr_arr"]))
 

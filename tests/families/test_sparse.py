@@ -183,6 +183,8 @@ def test_wrong_arguments_are_named(device: str) -> None:
                              ((blocks, rows, columns << 60), "block_col_sz")):  # fmt: skip
         with pytest.raises(ValueError, match=match):
             variable.plan(*arguments, 4, 2, 64)
+    with pytest.raises(ValueError, match="num_qo_heads: "):
+        variable.plan(blocks, rows, columns, 5, 2, 64)
     variable.plan(blocks, rows, columns, 4, 2, 64)
     with pytest.raises(ValueError, match="q: "):
         variable.run(q, k, v)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from fi_core.attention.contract import check_shape
 from fi_core.attention.wrappers import pattern_trace
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.checked import checked
@@ -72,6 +73,7 @@ class VariableBlockSparseAttentionWrapper:
         import torch
 
         self._prefill._forget_plan()
+        check_shape(num_qo_heads, num_kv_heads, 1, head_dim=head_dim)
         heads, *grid = block_mask_map.shape if block_mask_map.ndim == 3 else (0, 0, 0)
         for name, sizes, blocks in (("block_row_sz", block_row_sz, grid[0]), ("block_col_sz", block_col_sz, grid[1])):
             wanted = (num_kv_heads, blocks)
@@ -107,7 +109,7 @@ class VariableBlockSparseAttentionWrapper:
             return torch.nn.functional.pad(counts.flatten().cumsum(0), (1, 0)).int()
 
         last = torch.full((rows.numel(),), page_size, dtype=torch.int32)
-        self._shape = num_kv_heads, qo_len, kv_len, page_size, num_qo_heads // max(num_kv_heads, 1)
+        self._shape = num_kv_heads, qo_len, kv_len, page_size, num_qo_heads // num_kv_heads
         self._prefill.plan(
             offsets(rows), offsets(selected.sum(2)), (head * pages + page).int(), last, self._shape[4], 1, head_dim,
             page_size, causal=causal, pos_encoding_mode=pos_encoding_mode, sm_scale=sm_scale,
@@ -142,7 +144,7 @@ class VariableBlockSparseAttentionWrapper:
             k, v: `[num_kv_heads, kv_len, head_dim]`.
             out: written if given: `[num_kv_heads * qo_len, num_qo_heads / num_kv_heads, head_dim]`, or in the shape of
                 the result, which is then out.
-            lse: likewise, fp32 without the last axis.
+            lse: fp32 `[num_kv_heads * qo_len, num_qo_heads / num_kv_heads]`, written if given.
             return_lse, enable_pdl: as in `BatchPrefillWithPagedKVCacheWrapper.run`, which also has the errors.
 
         Returns:

@@ -109,10 +109,14 @@ def test_causal_counts_the_selected_keys(device: str) -> None:
 def test_a_column_at_the_end_reads_nothing(device: str) -> None:
     q, k, v = tensors(device, torch.float16, 32, 48, (4, 2), 64, torch.zeros(48, dtype=torch.bool))
     w = BlockSparseAttentionWrapper(workspace(device))
-    w.plan(torch.tensor([0, 2, 3]).int(), torch.tensor([1, 3, 3]).int(), 32, 48, 16, 16, 4, 2, 64)
     seen = torch.zeros(32, 48, dtype=torch.bool)
     seen[:16, 16:32] = True
-    assert_close(w.run(q, k, v), attention(q, k, v, custom_mask=seen)[0])
+    plan = (torch.tensor([0, 2, 3]).int(), torch.tensor([1, 3, 3, 0]).int(), 32, 48, 16, 16, 4, 2, 64)
+    for mask in (None, torch.ones(4, 16, 16, dtype=torch.bool, device=device)):  # with a block behind indptr[-1]
+        w.plan(*plan, mask=mask)
+        assert_close(w.run(q, k, v), attention(q, k, v, custom_mask=seen)[0])
+    with pytest.raises(ValueError, match="mask: "):
+        w.plan(*plan, mask=torch.ones(0, 16, 16, dtype=torch.bool, device=device))
 
 
 @pytest.mark.parametrize("unit", [1, 3, 16])

@@ -122,7 +122,7 @@ class BlockSparseAttentionWrapper:
         if not kept.all():
             if packed_mask is not None:
                 raise ValueError(f"indices: below N / C = {N // C} is required with packed_mask; got {N // C}")
-            mask = None if mask is None else mask[kept.to(mask.device)]
+            mask = None if mask is None else mask[: len(kept)][kept[: len(mask)].to(mask.device)]
             begins, columns = torch.nn.functional.pad(kept.cumsum(0), (1, 0))[begins], columns[kept]
         qo_indptr = (torch.arange(rows + 1) * R).clamp(max=M)
         if packed_mask is None and mask is not None:

@@ -98,9 +98,9 @@ def single_prefill_with_kv_cache(
         window_left: w >= 0 masks keys j < p - w, in addition to any other mask.
         logits_soft_cap: c > 0 replaces scores by `c tanh(score / c)`, before ALiBi is added.
         rope_scale, rope_theta: of "ROPE_LLAMA"; default 1 and 1e4.
-        backend: "auto", "fa2" or "fa3"; all are the same on a CPU. "fa3" is the Hopper kernel: no mask or encoding, and
-            16-bit dtypes with the usual head dims, or e4m3 with head dims of 128, where softmax weights are rounded to
-            e4m3 as well. "auto" runs it for enough rows that it supports; "fa2" never does.
+        backend: "auto", "fa2" or "fa3"; all are the same on a CPU. "fa3" is the Hopper kernel, for the dtypes and head
+            dims that BatchPrefillWithPagedKVCacheWrapper lists, without custom mask or position encoding. "auto" runs
+            it for enough rows that it supports; "fa2" never does.
         return_lse: also return lse.
         kv_cache_sf: for NVFP4 k and v (uint8, two elements a byte, head_dim / 2 bytes a row) a tuple of their scales,
             with head_dim / 16 instead: e4m3, or their bytes as uint8. k_scale and v_scale are the global factors.

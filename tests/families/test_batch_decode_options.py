@@ -12,7 +12,9 @@ from torch._subclasses import FakeTensorMode
 
 from families.harness import assert_close, rand
 from families.paged import Paged, paged
+from families.prefill_batch import batch as prefill_batch
 from families.test_batch_decode import LSE, workspace, wrappers
+from fi_core.attention.ops import decode as ops
 from fi_core.decode import BatchDecodeWithPagedKVCacheWrapper as Wrapper
 from fi_core.decode import CUDAGraphBatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 
@@ -351,3 +353,13 @@ def test_data_types(given: dict[str, Any], want: tuple[str, ...]) -> None:
     wrapper.plan(*p.plan_arguments(), **given)
     found = wrapper._cached_q_data_type, wrapper._cached_kv_data_type, wrapper._cached_o_data_type
     assert found == tuple(getattr(torch, name) for name in want)
+
+
+def test_values_of_another_head_dim_keep_the_planned_schedule(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The int workspace has room for partials of 900 work ranges with a head dim of 64, not with 128."""
+    monkeypatch.setattr(ops, "grid_of", lambda device, choice, tiles: (64, 900 if choice else 64))
+    b = prefill_batch([(1, 70)] * 100, heads=(4, 2), dims=(128, 64), device=device)
+    wrapper = Wrapper(workspace(device, 32))
+    wrapper._int_workspace_buffer.fill_(0x55)
+    wrapper.plan(*b.paged_plan()[1:])
+    assert_close(wrapper.run(b.q, b.cache), b.expected()[0])

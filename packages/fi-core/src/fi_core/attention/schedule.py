@@ -183,6 +183,11 @@ class DecodeSchedule:
         if key not in self._carved:
             if len(self._carved) == _MAX_CARVED:
                 self._carved.clear()
-            sizes, fallback = self._sizes(*self._shape), self._sizes(*self._shape[:-1])
+            if head_dim_vo == self._head_dim:
+                sizes, fallback = self._sizes(*self._shape), self._sizes(*self._shape[:-1])
+            else:  # the planned schedule has the sizes for which its own head dim left room
+                assert self.buffers is not None
+                schedule, workspace, *numbers = self.buffers
+                sizes = fallback = ops.Sizes(schedule.numel(), workspace.shape[0], *numbers)
             self._carved[key] = carve(self.int_workspace, self.float_workspace, head_dim_vo, sizes, fallback)
         return self._carved[key]

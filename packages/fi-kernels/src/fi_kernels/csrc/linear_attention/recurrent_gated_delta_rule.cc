@@ -14,13 +14,12 @@ namespace fi {
 namespace {
 
 #if !FI_CUDA
-void run_cpu(const RecurrentGatedDeltaRuleParams& p, DType dtype, DType state_dtype, DType intermediate_dtype,
-             bool vector_gate) {
+void run_cpu(const RecurrentGatedDeltaRuleParams& p, DType dtype, DType state_dtype, bool vector_gate) {
   const cpu::LoadRow load = cpu::row_loader(dtype);
   const cpu::StoreRow store = cpu::row_storer(dtype);
   const int64_t bytes = dtype.bytes(), dim_v = p.dim_v, dim_k = p.dim_k, heads = p.heads.value;
   const cpu::StateRows rows{state_dtype, dim_v, dim_k, p.state_strides[2], p.state_strides[3]};
-  const cpu::StateRows kept{intermediate_dtype, dim_v, dim_k, p.intermediate_strides[3], p.intermediate_strides[4]};
+  const cpu::StateRows kept{state_dtype, dim_v, dim_k, p.intermediate_strides[3], p.intermediate_strides[4]};
   cpu::for_rows(
       p.batch * heads, p.tokens * dim_v * dim_k, dim_v * dim_k + 3 * dim_k + 2 * dim_v,
       [&](int64_t index, float* state) {
@@ -64,7 +63,7 @@ void run_cpu(const RecurrentGatedDeltaRuleParams& p, DType dtype, DType state_dt
             kept.store(state, static_cast<char*>(p.intermediate) +
                                   (b * p.intermediate_strides[0] + t * p.intermediate_strides[1] +
                                    h * p.intermediate_strides[2]) *
-                                      intermediate_dtype.bytes());
+                                      state_dtype.bytes());
           if (p.token_slots.data && p.token_slots.at(b, t) >= 0) rows.store(state, slot_at(p.token_slots.at(b, t)));
         }
         const int64_t to = p.to_slots.data ? p.to_slots.at(b) : slot;
@@ -184,7 +183,7 @@ void recurrent_gated_delta_rule(const Kernel& kernel, const RecurrentGatedDeltaR
   kernel.launch(*cta.entry, launch, a.q.device(), p);
 #else
   (void)a.enable_pdl;
-  run_cpu(p, a.q.dtype(), a.state.dtype(), a.state.dtype(), vector_gate);
+  run_cpu(p, a.q.dtype(), a.state.dtype(), vector_gate);
 #endif
 }
 

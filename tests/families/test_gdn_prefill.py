@@ -185,6 +185,13 @@ def test_many_heads_are_as_few() -> None:
     assert torch.equal(state[:, :8], last)
 
 
+def test_indices_without_states(device: str) -> None:
+    """Slots of states that are neither read nor written do not count."""
+    x = inputs([3, 5], device)
+    slots = torch.tensor([7, 0], dtype=torch.int32, device=device)
+    assert torch.equal(chunk_gated_delta_rule(**x, state_indices=slots), chunk_gated_delta_rule(**x))
+
+
 def test_no_tokens_and_no_sequences(device: str) -> None:
     start = rand(2, 4, 128, 128, dtype=F32, device=device)
     out, final = chunk_gated_delta_rule(**inputs([0, 0], device), initial_state=start, output_final_state=True)

@@ -140,6 +140,35 @@ def test_packed_requests_with_drafted_tokens(device: str) -> None:
     assert_close(pool, after, tolerance=STATE[F32])
 
 
+@pytest.mark.parametrize("count", [0, 4])
+def test_accepted_tokens_outside_the_slots(count: int) -> None:
+    slots = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+    pool = rand(3, HEADS, 64, 128, dtype=F32, device="cpu")
+    with pytest.raises(ValueError, match=f"num_accepted_tokens must be in 1 to 3, .*; got {count} at 0"):
+        selective_state_update(
+            pool, **inputs((2,), "cpu"), state_batch_indices=slots, dst_state_batch_indices=slots,
+            cu_seqlens=torch.tensor([0, 2], dtype=torch.int32),
+            num_accepted_tokens=torch.tensor([count], dtype=torch.int32),
+        )  # fmt: skip
+
+
+def test_strided_slots(device: str, checked: None) -> None:
+    """Of a table that is part of a wider one, only its own slots count."""
+    x = inputs((2, 1), device)
+    wide = torch.tensor([[1, 99, 99], [0, 99, 99]], dtype=torch.int32, device=device)
+    pool = rand(2, HEADS, 64, 128, dtype=F32, device=device)
+    own, flat = pool.clone(), pool.clone()
+    want = selective_state_update(pool, **x, state_batch_indices=wide[:, 0].contiguous())
+    assert torch.equal(selective_state_update(flat, **x, state_batch_indices=wide[:, 0]), want)
+    assert torch.equal(selective_state_update(own, **x, state_batch_indices=wide[:, :1]), want)
+    assert torch.equal(own, pool)
+    assert torch.equal(flat, pool)
+    wide[1, 0] = 2
+    for table in (wide[:, 0], wide[:, :1]):
+        with pytest.raises(ValueError, match=r"state_batch_indices must be below 2, .*; got 2 at 1"):
+            selective_state_update(own, **x, state_batch_indices=table)
+
+
 def test_decay_at_its_extremes(device: str) -> None:
     """dt 0 keeps the state; a large dt forgets it."""
     x = inputs((1,), device, rest=False)

@@ -169,7 +169,7 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
   }
   if (kernel.checks_contents(a.q.device())) {
     check_offsets(Integers(kernel, a.cu_seqlens), tokens);
-    check_slots(kernel, a.state_indices, rows);
+    if (p.initial.data || p.output.data) check_slots(kernel, a.state_indices, rows);
     if (p.checkpoint_tokens.value)
       check_checkpoints(Integers(kernel, a.cu_seqlens), Integers(kernel, a.checkpoint_cu_starts),
                         p.checkpoint_tokens.value, kept);

@@ -158,7 +158,7 @@ void selective_state_update(const Kernel& kernel, const SelectiveStateUpdateArgs
     check_slots(kernel, a.dst_state_batch_indices, slots, a.pad_slot_id);
     if (packed) check_lengths(kernel, a, each_token, total);
     if (p.intermediate) check_slots(kernel, a.intermediate_state_indices, a.intermediate_states_buffer.size(0));
-    if (p.accepted) {
+    if (a.num_accepted_tokens) {
       const Integers accepted(kernel, a.num_accepted_tokens);
       for (int64_t i = 0; i < batch; ++i)
         FI_CHECK(accepted[i] >= 1 && accepted[i] <= a.state_batch_indices.size(1), ValueError,

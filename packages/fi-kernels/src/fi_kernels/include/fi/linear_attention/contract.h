@@ -42,14 +42,17 @@ void strides_of(const Tensor& t, int64_t (&strides)[kCount]) {
 // Raises unless each slot is below `slots`; negative ones, and `pad`, are padding.
 inline void check_slots(const Kernel& kernel, const OptionalTensor& table, int64_t slots, int64_t pad = -1) {
   if (!table) return;
-  FI_CHECK(table.ndim() == 1 ? table.stride(0) == 1 || table.size(0) < 2 : table.numel() == 0 || table.stride(-1) == 1,
-           ValueError, "%s must be contiguous where FI_CHECK reads it; got stride %lld: call .contiguous() on it",
-           table.name(), static_cast<long long>(table.stride(-1)));
-  const Integers values(kernel, table);
-  for (int64_t i = 0; i < values.size(); ++i)
-    FI_CHECK(values[i] < slots || values[i] == pad, ValueError,
-             "%s must be below %lld, the slots of the state; got %lld at %lld", table.name(),
-             static_cast<long long>(slots), static_cast<long long>(values[i]), static_cast<long long>(i));
+  const int64_t numel = table.numel(), columns = table.ndim() == 2 ? table.size(1) : 1;
+  if (numel == 0) return;
+  const auto at = [&](int64_t i) {
+    return i / columns * table.stride(0) + (table.ndim() == 2 ? i % columns * table.stride(1) : 0);
+  };
+  const Integers values(kernel, table, at(numel - 1) + 1);  // with what lies between elements that are strided
+  for (int64_t i = 0; i < numel; ++i) {
+    const int64_t slot = values[at(i)];
+    FI_CHECK(slot < slots || slot == pad, ValueError, "%s must be below %lld, the slots of the state; got %lld at %lld",
+             table.name(), static_cast<long long>(slots), static_cast<long long>(slot), static_cast<long long>(i));
+  }
 }
 
 #if FI_CUDA

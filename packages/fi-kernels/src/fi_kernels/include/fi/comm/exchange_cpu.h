@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "fi/comm/workspace.h"
+#include "fi/host/error.h"
 
 namespace fi::cpu {
 
@@ -27,8 +28,11 @@ inline void fail(const CommParams& p, CommError error, int32_t rank, uint32_t ot
 }
 
 // Publishes `rows` times `bytes` bytes of this rank, which lie `stride` bytes apart, and waits for those of all others;
-// returns whether they came.
+// returns whether they came. Raises if a rotation has no room for them.
 inline bool publish(const CommParams& p, const void* data, int64_t bytes, int64_t rows = 1, int64_t stride = 0) {
+  FI_CHECK(rows * bytes <= p.rotation_bytes, ValueError,
+           "workspace is too small: a rotation must have %lld bytes; got %lld", static_cast<long long>(rows * bytes),
+           static_cast<long long>(p.rotation_bytes));
   CommHeader* own = comm_header(p, p.rank);
   const uint32_t call = own->published.load(std::memory_order_relaxed);
   char* to = p.peers[p.rank] + kCommHeader + call % 2 * p.rotation_bytes;

@@ -1,4 +1,5 @@
-// gemm: checks the arguments and launches the Hopper kernel with the tile shape that the cost model prefers.
+// gemm: checks the arguments, launches the implementation that its entries are of with the tile shape that a cost model
+// prefers, or runs the CPU kernel.
 #include "fi/gemm/gemm.h"
 
 #include <algorithm>
@@ -264,9 +265,7 @@ void launch_small_m(const Kernel& kernel, const GemmProblem& p, const GemmArgs& 
   describe_operand(kernel, params.b, p.b, bytes, p.k, p.n, p.matrices, p.b_row_stride, p.b_batch_stride,
                    config.columns);
 
-  const int64_t n_tiles = gemm_ceil(p.n, config.columns);
-  int64_t tiles = (p.rows == GemmRows::kIndices ? 1 : p.batch) * gemm_ceil(p.m, config.rows) * n_tiles;
-  if (p.rows == GemmRows::kIndptr) tiles = (p.m / config.rows + p.batch) * n_tiles;
+  const int64_t tiles = tiles_of(p, {config.rows, config.columns, 0});
   Launch launch{cluster > 1 ? tiles * cluster : std::min(tiles, multiprocessors)};
   launch.cluster = static_cast<unsigned>(cluster);
   launch.pdl = kernel.pdl(a.enable_pdl);

@@ -19,7 +19,6 @@ NUMBERS = {
     "kSuccess": "CUDA_SUCCESS",
     "kInvalidValue": "CUDA_ERROR_INVALID_VALUE",
     "kMemoryType": "CU_POINTER_ATTRIBUTE_MEMORY_TYPE",
-    "kInvalidContext": "CUDA_ERROR_INVALID_CONTEXT",
     "kClusterDimension": "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION",
     "kProgrammaticStreamSerialization": "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION",
     "kMaxDynamicSharedBytes": "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES",

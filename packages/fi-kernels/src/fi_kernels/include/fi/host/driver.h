@@ -23,7 +23,7 @@ using Stream = struct StreamHandle*;
 
 using DevicePointer = unsigned long long;
 
-enum : Result { kSuccess = 0, kInvalidValue = 1, kInvalidContext = 201 };
+enum : Result { kSuccess = 0, kInvalidValue = 1 };
 enum LaunchAttributeId : int { kClusterDimension = 4, kProgrammaticStreamSerialization = 6 };
 enum FunctionAttribute : int { kMaxDynamicSharedBytes = 8, kNonPortableClusterSize = 14 };
 enum DeviceAttribute : int { kMultiprocessorCount = 16, kMajor = 75, kMinor = 76, kSharedBytesOfBlock = 97 };

@@ -20,7 +20,6 @@ void concat_mla_k(const Kernel& kernel, const ConcatMlaKArgs& a) {
   a.k_rope.like(a.k_nope).inner_contiguous().shape(n, one, rope);
   Dim width{"nope + rope", nope + rope};
   a.k.like(a.k_nope).inner_contiguous().shape(n, heads, width);
-  a.k.writable();
   const int64_t bytes = a.k.dtype().bytes();
   FI_CHECK(bytes > 0, TypeError, "k must have a dtype of whole bytes; got %s", a.k.dtype().str().c_str());
   if (n == 0 || heads == 0 || width == 0) return;

@@ -17,7 +17,7 @@ namespace {
 
 #if FI_CUDA
 // A unit has an entry of tiles, or entries of rows and combine.
-constexpr int64_t kTileColumns = 128;  // of the output, a block of the tiles kernel
+constexpr int64_t kTileColumns = 128;  // of the output, of a CTA of the tiles kernel
 
 void launch(const Kernel& kernel, const SingleAttentionParams& params, const Extras& extras, DLDevice device) {
   const AttentionProblem& p = params.problem;

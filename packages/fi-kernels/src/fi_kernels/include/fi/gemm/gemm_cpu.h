@@ -66,7 +66,7 @@ struct GemmSegment {
   int64_t a_batch, b_batch, row, rows;
 };
 
-// The segments of a problem; numbers of rows and groups are clamped to what the tensors have.
+// The segments of a problem, less the rows that a does not have.
 inline std::vector<GemmSegment> gemm_segments(const GemmProblem& p) {
   std::vector<GemmSegment> found;
   const auto matrix = [&](int64_t group) { return p.b_indices ? int64_t{p.b_indices[group]} : group; };

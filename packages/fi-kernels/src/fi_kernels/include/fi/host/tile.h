@@ -1,11 +1,11 @@
-// How blocks cover rows of vectors: several short rows a block, or a long row in equal parts.
+// How CTAs cover rows of vectors: several short rows in a CTA, or a long row in equal parts.
 #pragma once
 #include <cstdint>
 
 namespace fi {
 
-// `lanes` threads work on a row, `rows` rows stand in a block of `threads` threads; a row is lanes * parts vectors or
-// a little less. In device code, threadIdx.x / lanes >= blockDim.x / lanes marks the idle threads.
+// `lanes` threads work on a row, and a CTA of `threads` threads on `rows` rows; a row is lanes * parts vectors or a
+// little less. In device code, threadIdx.x / lanes >= blockDim.x / lanes marks the idle threads.
 struct RowTile {
   int64_t lanes, parts, rows, threads;
 

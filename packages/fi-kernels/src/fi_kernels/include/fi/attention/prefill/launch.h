@@ -137,8 +137,7 @@ inline int64_t launch_batch_prefill(const Kernel& kernel, const PrefillProblem& 
                !p.rotary.enabled && p.group_size <= 128,
            ValueError,
            "backend must be fa2 for masks, position encodings, 16-bit keys with scales by head or on the device, and "
-           "more than "
-           "128 query heads a kv head");
+           "more than 128 query heads a kv head");
   if (misaligned) return misaligned;
   // The planner may choose tiles of two thirds of the rows, and split them.
   const int64_t min_tokens = std::max<int64_t>(1, problem.tile_tokens * 2 / 3);

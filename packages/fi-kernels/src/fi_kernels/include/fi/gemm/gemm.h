@@ -14,9 +14,10 @@ enum class GemmRows : int32_t {
 
 // out = sum over k of a[i, k] b[j, k] with scales, plus bias. Strides are in elements.
 //   without scales              out[i, j] = dot(a[i], b[j]) + bias[j]
-//   scales of rows              out[i, j] = dot(a[i], b[j]) a_scale[i] b_scale[j] + bias[j]; a single scale has stride
-//   0 scales of blocks of 128 k   dot(a[i], b[j]) is the sum over blocks t of
+//   scales of rows              out[i, j] = dot(a[i], b[j]) a_scale[i] b_scale[j] + bias[j]
+//   scales of blocks of 128 k   dot(a[i], b[j]) is the sum over blocks t of
 //                               dot(a[i, t], b[j, t]) a_scale[i / a_scale_rows, t] b_scale[j / b_scale_rows, t]
+// A single scale of all rows has stride 0.
 struct GemmProblem {
   void* out;                  // [batch, m, n]; for kIndptr and kIndices [m, n]
   const void* a;              // [batch, m, k]; for kIndptr and kIndices [m, k]

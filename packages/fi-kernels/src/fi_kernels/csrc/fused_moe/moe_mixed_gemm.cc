@@ -7,7 +7,6 @@
 #include "fi/host/contents.h"
 
 #if !FI_CUDA
-#include <cmath>
 #include <vector>
 
 #include "fi/fused_moe/moe_cpu.h"
@@ -17,14 +16,10 @@ namespace fi {
 namespace {
 
 #if !FI_CUDA
-constexpr float kE2m1[16] = {0.f,  0.5f,  1.f,  1.5f,  2.f,  3.f,  4.f,  6.f,
-                             -0.f, -0.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
-
 float scale_of(const MoeMixedGemmParams& p, MixedFormat format, int64_t index) {
   if (format == kInt4) return cpu::to_float(static_cast<const cpu::bf16_t*>(p.scales)[index]);
   const uint8_t code = static_cast<const uint8_t*>(p.scales)[index];
-  if (format == kNvfp4) return cpu::to_float(cpu::e4m3_t{code});
-  return code == 255 ? NAN : std::ldexp(1.f, code - 127);
+  return format == kNvfp4 ? cpu::to_float(cpu::e4m3_t{code}) : cpu::ue8m0_to_float(code);
 }
 
 // Row j of the weight of an expert.
@@ -41,7 +36,7 @@ void widen_row(const MoeMixedGemmParams& p, MixedFormat format, int64_t expert, 
     const uint32_t code = format == kMxfp8 ? row[k] : row[k / 2] >> 4 * (k % 2) & 15u;
     const float value = format == kMxfp8  ? cpu::to_float(cpu::e4m3_t{static_cast<uint8_t>(code)})
                         : format == kInt4 ? static_cast<float>(static_cast<int32_t>(code ^ 8u) - 8)
-                                          : kE2m1[code];
+                                          : cpu::e2m1_to_float(code);
     out[k] = value * scale;
   }
 }

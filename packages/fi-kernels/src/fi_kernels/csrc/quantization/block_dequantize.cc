@@ -5,7 +5,6 @@
 
 #if !FI_CUDA
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "fi/cpu/convert.h"
@@ -17,18 +16,10 @@ namespace fi {
 namespace {
 
 #if !FI_CUDA
-constexpr float kE2m1Values[] = {0.f, 0.5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
-
-float ue8m0_to_float(uint8_t code) {
-  if (code == 255) return NAN;
-  return cpu::bits_float(code ? static_cast<uint32_t>(code) << 23 : 0x00400000u);
-}
-
 float element(const uint8_t* input, int64_t i, DType dtype) {
   if (dtype == kE4M3) return cpu::to_float(cpu::e4m3_t{input[i]});
   if (dtype == kE5M2) return cpu::to_float(cpu::e5m2_t{input[i]});
-  const int code = input[i / 2] >> (4 * (i % 2)) & 15;
-  return code & 8 ? -kE2m1Values[code & 7] : kE2m1Values[code];
+  return cpu::e2m1_to_float(input[i / 2] >> (4 * (i % 2)) & 15u);
 }
 
 void run_cpu(const BlockDequantizeParams& p, DType dtype, DType out, bool ue8m0, int64_t batch) {
@@ -43,7 +34,7 @@ void run_cpu(const BlockDequantizeParams& p, DType dtype, DType out, bool ue8m0,
       for (int32_t column = 0; column < p.columns; ++column) {
         const uint8_t code =
             scales[scale_offset(p.layout, static_cast<int32_t>(row), column / p.block, p.scale_columns)];
-        const float scale = ue8m0 ? ue8m0_to_float(code) : cpu::to_float(cpu::e4m3_t{code});
+        const float scale = ue8m0 ? cpu::ue8m0_to_float(code) : cpu::to_float(cpu::e4m3_t{code});
         values[static_cast<size_t>(column)] = element(from, column, dtype) * scale * global_scale;
       }
       store(values.data(), static_cast<char*>(p.out) + line * p.columns * out.bytes(), p.columns);

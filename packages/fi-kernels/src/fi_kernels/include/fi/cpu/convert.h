@@ -118,6 +118,18 @@ FI_INLINE float to_float(e5m2_t value) {
   return to_float(f16_t{static_cast<uint16_t>(value.bits << 8)});
 }
 
+// The value of an e2m1 code, 0 to 15.
+inline float e2m1_to_float(uint32_t code) {
+  static constexpr float kValues[] = {0.f,  0.5f,  1.f,  1.5f,  2.f,  3.f,  4.f,  6.f,
+                                      -0.f, -0.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
+  return kValues[code];
+}
+
+// The value of a ue8m0 code, 2^(code - 127); 255 is NaN.
+inline float ue8m0_to_float(uint8_t code) {
+  return bits_float(code == 255 ? 0x7fc00000u : code ? uint32_t{code} << 23 : 0x00400000u);
+}
+
 // Converts from float, rounded to nearest even. bf16 and f16 overflow to infinity; e4m3 and e5m2 saturate, infinity
 // included. NaN stays NaN.
 template <class T>

@@ -45,13 +45,10 @@ inline void weight_row(const Tensor& weight, const OptionalTensor& scale, int64_
                        int64_t n) {
   const char* from = weight.at(expert * weight.stride(0) + row * weight.stride(1));
   if (weight.dtype() == kU8) {  // mxfp4
-    constexpr float kValues[8] = {0.f, 0.5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
     const auto* codes = scale.data<uint8_t>() + expert * scale.stride(0) + row * scale.stride(1);
     for (int64_t i = 0; i < n; ++i) {
       const unsigned code = static_cast<uint8_t>(from[i / 2]) >> 4 * (i % 2) & 15u;
-      const uint8_t exponent = codes[i / 32];
-      const float factor = exponent == 255 ? NAN : std::ldexp(1.f, exponent - 127);
-      w[i] = (code & 8 ? -kValues[code & 7] : kValues[code & 7]) * factor;
+      w[i] = e2m1_to_float(code) * ue8m0_to_float(codes[i / 32]);
     }
     return;
   }

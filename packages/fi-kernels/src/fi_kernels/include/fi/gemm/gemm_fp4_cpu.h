@@ -14,19 +14,15 @@ namespace fi::cpu {
 
 // One row of b. group: 16 k with e4m3 scales, or 32 with exponents.
 inline void widen_fp4_row(const GemmFp4Params& p, int32_t row, int32_t group, bf16_t* to) {
-  static constexpr float values[] = {0.f, 0.5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
   const uint8_t* codes = p.b + row * p.b_row_stride;
   // The 128x4 layout: tiles of 128 rows by 4 groups, with rows r, r + 32, r + 64, r + 96 beside each other.
   const uint8_t* scales = p.scales + int64_t{row / 128} * p.scale_tiles * 512 + row % 32 * 16 + row % 128 / 32 * 4;
   for (int32_t at = 0; at < p.k; at += group) {
     const int32_t column = at / group;
     const uint8_t code = scales[column / 4 * 512 + column % 4];
-    const float scale = group == 16   ? to_float(e4m3_t{code})
-                        : code == 255 ? bits_float(0x7fc00000u)
-                                      : bits_float(code ? static_cast<uint32_t>(code) << 23 : 0x00400000u);
+    const float scale = group == 16 ? to_float(e4m3_t{code}) : ue8m0_to_float(code);
     uint16_t scaled[16];
-    for (int i = 0; i < 16; ++i)
-      scaled[i] = static_cast<uint16_t>(float_bits(i & 8 ? -values[i & 7] * scale : values[i] * scale) >> 16);
+    for (uint32_t i = 0; i < 16; ++i) scaled[i] = static_cast<uint16_t>(float_bits(e2m1_to_float(i) * scale) >> 16);
     for (int32_t i = 0; i < group; i += 2) {
       const uint8_t pair = codes[(at + i) / 2];
       to[at + i].bits = scaled[pair & 15];

@@ -28,10 +28,9 @@ struct TokenPages {
 
 // Rows of NVFP4 without their scales: two values a byte, the first in the lower half.
 inline void load_e2m1(const void* from, float* to, int64_t n) {
-  static constexpr float kValues[] = {0.f,  0.5f,  1.f,  1.5f,  2.f,  3.f,  4.f,  6.f,
-                                      -0.f, -0.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
   const auto* bytes = static_cast<const uint8_t*>(from);
-  for (int64_t i = 0; i < n; i += 2) to[i] = kValues[bytes[i / 2] & 15], to[i + 1] = kValues[bytes[i / 2] >> 4];
+  for (int64_t i = 0; i < n; i += 2)
+    to[i] = cpu::e2m1_to_float(bytes[i / 2] & 15u), to[i + 1] = cpu::e2m1_to_float(bytes[i / 2] >> 4);
 }
 
 // Vector lanes are rows, over scores [key][row]; with few rows they are keys, over scores [row][key]. Neither order

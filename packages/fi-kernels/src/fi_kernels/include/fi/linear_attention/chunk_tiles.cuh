@@ -50,11 +50,6 @@ struct ChunkTile {
       }
     }
   }
-  // Operand a of rows `row` .. + 15 and columns 16 * step .. + 15.
-  FI_DEVICE static void a_fragment(unsigned (&a)[4], unsigned tile, int row, int step) {
-    const int lane = threadIdx.x % 32;
-    ldmatrix_x4(a, tile + place(row + lane % 16, 2 * step + lane / 16));
-  }
   // Operand b of two n tiles, whose columns are rows 16 * pair .. + 15; its k are columns 16 * step .. + 15.
   FI_DEVICE static void b_fragment(unsigned (&b)[4], unsigned tile, int pair, int step) {
     const int lane = threadIdx.x % 32;

@@ -11,7 +11,6 @@
 #include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/ptx/global.cuh"
 #include "fi/cuda/ptx/ldmatrix.cuh"
-#include "fi/cuda/ptx/movmatrix.cuh"
 #include "fi/cuda/ptx/tma_sm90.cuh"
 #include "fi/cuda/shared_memory.cuh"
 #include "fi/cuda/warp_roles_sm90.cuh"

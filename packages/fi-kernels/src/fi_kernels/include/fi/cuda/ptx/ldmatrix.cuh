@@ -1,5 +1,5 @@
-// ldmatrix (PTX ISA 9.7.15.5) and stmatrix (9.7.15.6): four 8x8 matrices of 16-bit elements from or to shared memory,
-// one row address a lane; addresses are pointers or those of the shared window.
+// ldmatrix (PTX ISA 9.7.14.5.15) and stmatrix (9.7.14.5.16): four 8x8 matrices of 16-bit elements from or to shared
+// memory, one row address a lane; addresses are pointers or those of the shared window.
 #pragma once
 #include "fi/cuda/ptx/pdl.cuh"
 
@@ -27,7 +27,8 @@ FI_DEVICE void ldmatrix_x4_trans(unsigned (&r)[4], const void* row) {
   ldmatrix_x4_trans(r, static_cast<unsigned>(__cvta_generic_to_shared(row)));
 }
 
-// The transposed matrix (PTX ISA 9.7.15.5.16): a lane gives elements (l/4, 2(l%4)) and the next, and gets those.
+// The transposed matrix (PTX ISA 9.7.14.5.17): a lane gives elements (l/4, 2(l%4)) and the next, and gets those.
+// NOTE: movmatrix_trans of movmatrix.cuh is the same, but volatile: with it ptxas orders batch_mla_swapped otherwise.
 FI_DEVICE unsigned transposed_8x8(unsigned x) {
   unsigned y;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));

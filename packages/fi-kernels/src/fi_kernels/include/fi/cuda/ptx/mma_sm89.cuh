@@ -1,4 +1,4 @@
-// mma.sync m16n8k32 with 8-bit floats and fp32 accumulators (PTX ISA 9.7.15.5, sm_89 and later).
+// mma.sync m16n8k32 with 8-bit floats and fp32 accumulators (PTX ISA 9.7.14.5, sm_89 and later).
 #pragma once
 #include <cuda_fp8.h>
 

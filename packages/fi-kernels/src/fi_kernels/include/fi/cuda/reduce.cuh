@@ -1,4 +1,4 @@
-// Sums and maxima over a warp, part of a warp, and a block; the order depends on the block size only (batch
+// Sums and maxima over a warp, part of a warp, and a CTA; the order depends on the number of threads only (batch
 // invariance).
 #pragma once
 #include "fi/cuda/convert.cuh"
@@ -17,8 +17,8 @@ FI_DEVICE float warp_max(float x, int lanes = 32) {
   return x;
 }
 
-// Over the block (a multiple of 32 threads); every thread gets the sum. One barrier; `partial` is 32 floats of shared
-// memory that nothing else uses until the block's next barrier.
+// Over the CTA (a multiple of 32 threads); every thread gets the sum. One barrier; `partial` is 32 floats of shared
+// memory that nothing else uses until the CTA's next barrier.
 FI_DEVICE float block_sum(float x, float* partial) {
   x = warp_sum(x);
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
@@ -27,7 +27,7 @@ FI_DEVICE float block_sum(float x, float* partial) {
   return warp_sum(static_cast<int>(threadIdx.x % 32) < warps ? partial[threadIdx.x % 32] : 0.f);
 }
 
-// The largest of non-negative values over such a block, in the same way; NaN is ignored.
+// The largest of non-negative values over the CTA, in the same way; NaN is ignored.
 FI_DEVICE float block_max(float x, float* partial) {
   x = warp_max(x);
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;

@@ -1,4 +1,4 @@
-// Named barriers of a block (PTX ISA 9.7.13.1): `threads`, a multiple of 32, is how many meet. Barrier 0 is that of
+// Named barriers of a CTA (PTX ISA 9.7.13.1): `threads`, a multiple of 32, is how many meet. Barrier 0 is that of
 // __syncthreads.
 #pragma once
 #include "fi/cuda/ptx/pdl.cuh"
@@ -8,7 +8,7 @@ namespace fi {
 FI_DEVICE void barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// Whether x of any of them is true. NOTE: the vote tells the compiler that all lanes get the same.
+// Whether x is true in any of the threads. NOTE: the vote tells the compiler that all lanes get the same.
 FI_DEVICE bool barrier_any(int barrier, int threads, bool x) {
   int any;
   asm volatile("{\n.reg .pred p, q;\nsetp.ne.b32 p, %3, 0;\nbar.red.or.pred q, %1, %2, p;\nselp.b32 %0, 1, 0, q;\n}"

@@ -8,7 +8,7 @@ namespace fi {
 constexpr uint64_t kEvictFirst = 0x12F0000000000000ull, kEvictNormal = 0x1000000000000000ull,
                    kEvictLast = 0x14F0000000000000ull;
 
-// Global to this block's shared memory; the bytes complete on the barrier.
+// Global to this CTA's shared memory; the bytes complete on the barrier.
 FI_DEVICE void bulk_load(void* shared, const void* global, unsigned bytes, Barrier& barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    static_cast<unsigned>(__cvta_generic_to_shared(shared))),

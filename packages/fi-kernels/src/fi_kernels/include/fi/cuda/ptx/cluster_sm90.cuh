@@ -1,4 +1,4 @@
-// Thread block clusters (PTX ISA 9.7.13.4, 9.7.9.22): rank, barrier, and shared memory of the other blocks.
+// Thread block clusters (PTX ISA 9.7.13.4, 9.7.9.22): rank, barrier, and shared memory of the other CTAs.
 #pragma once
 #include "fi/cuda/ptx/pdl.cuh"
 #include "fi/types.h"
@@ -24,7 +24,7 @@ FI_DEVICE unsigned cluster_index() {
 
 // A barrier of all threads of the cluster in two halves: what was written before arrive is seen after wait.
 FI_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-// The same without the order of memory, which takes a fence of the device: says that this block is there.
+// The same without the order of memory, which takes a fence of the device: it tells that this CTA runs.
 FI_DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 FI_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 FI_DEVICE void cluster_sync() {
@@ -32,7 +32,7 @@ FI_DEVICE void cluster_sync() {
   cluster_wait();
 }
 
-// The address of the same variable in the shared memory of another block, for the functions below.
+// The address of the same variable in the shared memory of another CTA, for the functions below.
 FI_DEVICE unsigned cluster_address(const void* shared, unsigned rank) {
   unsigned remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"

@@ -12,7 +12,7 @@ struct Barrier {
 
   FI_DEVICE unsigned address() const { return static_cast<unsigned>(__cvta_generic_to_shared(this)); }
 
-  // By one thread; then fence_barrier_init and a block (or cluster) barrier before anyone uses it.
+  // By one thread; then fence_barrier_init and a barrier of the CTA or cluster before anyone uses it.
   FI_DEVICE void init(unsigned arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
   }

@@ -1,4 +1,4 @@
-// setmaxnreg (PTX ISA 9.7.19.5): moves registers between the warpgroups of a block, in steps of 8.
+// setmaxnreg (PTX ISA 9.7.19.5): moves registers between the warpgroups of a CTA, in steps of 8.
 #pragma once
 #include "fi/cuda/ptx/pdl.cuh"
 

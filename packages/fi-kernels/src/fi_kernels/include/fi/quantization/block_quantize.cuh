@@ -1,6 +1,6 @@
 // Block quantization on sm_80 and later: a thread quantizes 16 columns of four rows; four lanes exchange their scales.
 #pragma once
-#include "fi/cuda/ptx/math.cuh"
+#include "fi/cuda/math.cuh"
 #include "fi/cuda/reduce.cuh"
 #include "fi/cuda/vec.cuh"
 #include "fi/quantization/block_quantize.h"
@@ -95,8 +95,7 @@ FI_DEVICE void gate_chunk(Chunk<T>& gate, const Chunk<T>& up) {
     to_float(gate.v[i], x);
     to_float(up.v[i], y);
 #pragma unroll
-    for (int k = 0; k < Chunk<T>::kVec; ++k)  // the lower bound prevents -inf / inf: the limit at -inf is -0
-      y[k] *= __fdividef(fmaxf(x[k], -200.f), 1.f + exp2_approx(-1.4426950408889634f * x[k]));
+    for (int k = 0; k < Chunk<T>::kVec; ++k) y[k] *= CudaMath::scaled_sigmoid(x[k], x[k]);
     from_float(y, gate.v[i]);
   }
 }

@@ -80,6 +80,7 @@ struct ChunkStates {
     float state[kStateCount] = {};
     Products::prepare(shared.arrivals);
     if constexpr (kPair) Products::meet();
+    if constexpr (Products::kAsync && !kPair) __syncthreads();  // barriers are ready before another warp copies
     if (chunks > 0) load_stage(place, 0);
     if constexpr (kMaps) {
       if (place.is_map) make_identity(place, state);

@@ -188,6 +188,7 @@ def capture_graph(calls: Sequence[Run], warmup: int = 3) -> torch.cuda.CUDAGraph
     with _no_garbage_collection(), torch.cuda.graph(graph, stream=stream):
         for call in calls:
             call()
+    graph.calls = calls  # type: ignore[attr-defined]  # the graph itself knows only the addresses of their tensors
     return graph
 
 

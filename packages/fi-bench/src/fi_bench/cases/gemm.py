@@ -129,11 +129,11 @@ def _run_deep_gemm(planned: tuple[Any, ...], x: Inputs) -> torch.Tensor:
 
 
 def _plan_cublas_groupwise(x: Inputs) -> Callable[[], torch.Tensor]:
-    """cuBLASLt's product with block scales, which it takes MN-major for a and K-major for b."""
-    from torch.nn.functional import ScalingType, scaled_mm
+    """cuBLASLt's product with block scales, which it takes MN-major for a; K-major, padded to four, for b."""
+    from torch.nn.functional import ScalingType, pad, scaled_mm
 
     a_scale, b_scale = (s if x.scale_major_mode == "K" else s.mT for s in (x.a_scale, x.b_scale))
-    columns, b_columns = a_scale.mT.contiguous().mT, b_scale.contiguous().mT
+    columns, b_columns = a_scale.mT.contiguous().mT, pad(b_scale, (0, -b_scale.shape[-1] % 4)).contiguous().mT
     one, block = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
     return lambda: scaled_mm(x.a, x.b.mT, columns, one, b_columns, block, output_dtype=x.out.dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,9 @@ import fi_core
 from fi_core.observe.draw import Outline
 from fi_core.registry import described, operator, ops
 from fi_core.runtime.errors import UnsupportedError
+from fi_core.runtime.launch.dispatch_cache import program
 from fi_core.runtime.launch.operator import OTHER_DEVICE, Rehearsal, multiprocessors_of, target_of
+from fi_core.runtime.spec.dtype import short_name
 from fi_core.runtime.spec.target import CPU, Target, cuda_target
 
 HOPPER = cuda_target(9, 0)
@@ -243,5 +246,32 @@ def test_a_call_finds_the_kernel_of_its_device() -> None:
         return OTHER_DEVICE
 
     found._bound[key] = elsewhere, own[1]
+    found._caches.clear()
     assert torch.equal(fi_core.rmsnorm(x, weight), want) and torch.equal(fi_core.rmsnorm(x, weight), want)
     assert len(asked) == 1 and found._bound[key] is own
+
+
+def test_the_facts_of_every_op_are_read_by_its_host_module() -> None:
+    for op in ops().values():
+        assert not op.read or len(program(op)) % 3 == 0
+
+
+@pytest.mark.parametrize("read", ["input.device", "input is out", "input.data_ptr()", "len(input.shape)", "layout"])
+def test_an_op_reads_nothing_that_calls_with_equal_facts_may_differ_in(read: str) -> None:
+    with pytest.raises(ValueError, match="read must consist of"):
+        program(dataclasses.replace(operator("rmsnorm").op, read=read))
+
+
+def test_calls_of_one_kind_are_bound_by_their_facts() -> None:
+    """The cache of a host module finds the kernels that the facts read in Python select, whichever call came before."""
+    found = operator("gemm")
+    found.forget()
+    a, b, out = torch.randn(6, 32), torch.randn(24, 32), torch.empty(6, 24)
+    halves = [x.to(torch.bfloat16) for x in (a, b, out)]
+    for _ in range(3):
+        for x, y, z in ([x.half() for x in (a, b, out)], halves):
+            choice = found.function(z, x, y)
+            assert choice is not None and choice.request.facts()["a"] == short_name(x.dtype)
+    assert len(found._caches) == 1 and len(found._bound) == 2
+    found.forget()
+    assert not found._caches

@@ -50,7 +50,12 @@ def test_what_it_needs_and_exports(artifact: Artifact) -> None:
     assert needed <= LIBRARIES, "the driver is found by dlopen, torch is used from Python only"
     assert not re.search(r"\((RPATH|RUNPATH|TEXTREL)\)", dynamic)
     symbols = re.findall(r"^\S+ (?!U)\w (\w+)", run("nm", "-D", "--defined-only", path), re.MULTILINE)
-    exported = ["bind", "learn_keys", *(["last_launches", "rehearse"] if artifact.kind == "cuda" else [])]
+    exported = [
+        "bind",
+        "dispatch_cache",
+        "learn_keys",
+        *(["last_launches", "rehearse"] if artifact.kind == "cuda" else []),
+    ]
     named = {name.removeprefix("__tvm_ffi_") for name in symbols if not name.startswith("_Z")}
     assert named - {"chain"} == set(exported)  # chain: of those with FI_CHAIN
     assert str(sources.root()).encode() not in path.read_bytes(), "the same bytes wherever the tree lies"

@@ -23,7 +23,6 @@ class BatchWrapper(PlanState):
     forward: Any
     _backend: str
     _use_cuda_graph: bool
-    _scores_key: tuple[int, bool] | None = None  # the options of the scores that select a kernel
     _copies: dict[str, torch.Tensor]  # device copies of host tables, reused while shapes repeat
 
     @property
@@ -80,16 +79,12 @@ class BatchWrapper(PlanState):
         rope_theta: float | None,
     ) -> None:
         """Sets the options of the scores, which run reads and engines set."""
-        before = self._scores_key
         self._encoding = code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
         self._pos_encoding_mode, self._window_left = pos_encoding_mode, window_left
         self._logits_soft_cap = 0.0 if logits_soft_cap is None else number(logits_soft_cap, "logits_soft_cap")
         self._sm_scale = None if sm_scale is None else number(sm_scale, "sm_scale")
         self._rope_scale = 1.0 if rope_scale is None else number(rope_scale, "rope_scale")
         self._rope_theta = 1e4 if rope_theta is None else number(rope_theta, "rope_theta")
-        self._scores_key = self._encoding, self._logits_soft_cap > 0.0
-        if self._scores_key != before:
-            self._kept = []
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Checks its argument only: one kernel accepts K and V of different strides.

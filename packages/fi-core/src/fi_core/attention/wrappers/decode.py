@@ -192,15 +192,12 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             if out_scale != 1.0 or bmm2 is not None:
                 out.mul_(out_scale if bmm2 is None else bmm2 * out_scale)
             return (out, lse) if return_lse and lse is not None else out
-        # What the checks above compare with the plan need not be read again.
-        repeats = variant is None and type(q) is torch.Tensor and dim_vo == self._head_dim and bmm1 is bmm2 is None
         ran = ops.batch_decode(  # by position, as declared: 18 names cost 0.8 us
             out, lse, buffers.workspace, buffers.schedule, q, k, v, self._paged_kv_indices_buf, self._layout,
             buffers.num_ctas, buffers.num_ranges, buffers.split_kv, self._q_len_per_req, encoding, self._window_left,
             self._logits_soft_cap or 0.0, score_scale, out_scale, self._rope_scale or 1.0, self._rope_theta or 1e4,
             sinks, scales[0], scales[1], scales[2], bmm1, bmm2, self._drafts, k_scales, v_scales,
-            enable_pdl=enable_pdl, backend=self._allowed, keep=self._kept if repeats and not args else None,
-            variant=variant,
+            enable_pdl=enable_pdl, backend=self._allowed, variant=variant,
         )  # fmt: skip
         self.last_choice = ran or self.last_choice
         return (out, lse) if return_lse and lse is not None else out

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fi_core.attention.contract import check_shape
 
 
@@ -12,7 +10,6 @@ class PlanState:
 
     _plan_info: list[int] | None = None  # None: no plan, or the last one failed
     _plan_began = False  # since the workspaces were set
-    _kept: list[Any]  # by the operator, for runs of this plan
     _was_planned = False  # a plan has succeeded since then, so a CUDA graph may have been captured
 
     def _reset_plan(self) -> None:
@@ -30,7 +27,7 @@ class PlanState:
 
     def _end_plan(self, info: list[int]) -> list[int]:
         """Declares the plan complete."""
-        self._plan_info, self._was_planned, self._kept = info, True, []
+        self._plan_info, self._was_planned = info, True
         return info
 
     def _no_plan(self, function: str = "run") -> RuntimeError:

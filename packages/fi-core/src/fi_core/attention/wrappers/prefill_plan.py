@@ -466,15 +466,13 @@ class BatchPrefillPlan(BatchWrapper):
             if out_scale != 1.0 or bmm2 is not None:
                 out.mul_(out_scale if bmm2 is None else bmm2 * out_scale)
         else:
-            # What `run` compares with the plan need not be read again; POD gives masks to single runs.
-            repeats = variant is custom is bmm1 is bmm2 is None and not args and type(q) is torch.Tensor
             ran = ops.batch_prefill(  # by position, as declared: 22 names cost 0.9 us
                 out, written, self._schedule, q, k, v, self._layout, self._batch_size, self._q_tile_tokens,
                 self._paged_kv_indices_buf, self._partials if self._splits_kv else None, causal, encoding,
                 self._window_left, self._logits_soft_cap, scale, out_scale, self._rope_scale, self._rope_theta, sinks,
                 by_head[0], by_head[1], by_head[2], bmm1, bmm2, custom, self._mask_indptr_buf, self._prefix_len_ptr,
                 self._items, self._kv_tokens, zero_padded_rows, self._num_ctas, k_scales, v_scales, enable_pdl,
-                backend=self._allowed, keep=self._kept if repeats else None, variant=variant,
+                backend=self._allowed, variant=variant,
             )  # fmt: skip
             self.last_choice = ran or self.last_choice
         if written is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from fi_core.runtime.dispatch import AUTO, Choice, Request, choose
 from fi_core.runtime.launch import torch_op
+from fi_core.runtime.launch.dispatch_cache import program
 from fi_core.runtime.launch.kernel import Kernel, Launch, begin, bind, launches, rehearse
 from fi_core.runtime.resolve.checks import checks_signs
 from fi_core.runtime.spec.arguments import REQUIRED
@@ -25,7 +26,9 @@ OTHER_DEVICE = -1  # kOtherDevice of fi/host/op.h
 class Operator:
     """The callable of an op, and the kernels that it has bound.
 
-    A call looks for a kernel by type and facts of its arguments. The kernel itself sees whether it serves their device.
+    A call looks for a kernel by type and facts of its arguments. The host module reads the facts, which takes a tenth
+    of the time that they take in Python, and calls the kernel that it remembers for them; else they are read here. The
+    kernel itself sees whether it serves the device of the arguments.
     """
 
     reads_device = False  # whether the device is a fact, since the kernels do not look
@@ -35,6 +38,8 @@ class Operator:
         self.kernels: dict[Any, Kernel] = {}  # by choice and device
         self._bound: dict[Any, Bound] = {}  # by what the op reads of a call: the kernel of the newest device
         self._placed: dict[Any, Bound] = {}  # by that, the index of the device, and the values that were declined
+        self._caches: dict[Any, Callable[..., int | None]] = {}  # by what the host module does not read
+        self._choices: list[Choice] = []  # by the numbers that the caches return
         self._forced: str | None = None
         self._named = [argument.name for argument in op.parsed if argument.name == "backend"]
         self.function: Callable[..., Choice | None] = self._compile()
@@ -51,41 +56,40 @@ class Operator:
     def _compile(self) -> Callable[..., Choice | None]:
         """A function with the op's arguments by name, so that a call costs one frame and no packing.
 
-        keep: a list, empty at first, of a caller that repeats a call with the same `read`, which takes a microsecond.
         torch.compile traces `traced` in its place, and torch's dispatcher ends in `direct`.
         """
         op, arguments = self.op, self.op.parsed
         names = [argument.name for argument in arguments]
         first = next(argument.name for argument in arguments if argument.kind == "Tensor")
-        device = [f"{first}.get_device()"] if self.reads_device else []
-        key = ["KIND", *device, *self._named, *([op.read] if op.read else [])]
+        head = ["KIND", *([f"{first}.get_device()"] if self.reads_device else []), *self._named]
         parameters = [a.name if a.default is REQUIRED else f"{a.name}={a.default!r}" for a in arguments]
-        parameters += ["*", "keep=None", *(["variant=None"] if op.takes_variant else [])]
+        parameters += ["*", "variant=None"] if op.takes_variant else []
         native = ", ".join(argument.name for argument in arguments if argument.native)
         given = f"({', '.join(names)},)"
+        kind = f"({', '.join(head)},)" if len(head) > 1 else "KIND"
         body = [
-            f"key = keep[0] if keep else ({', '.join(key)},)",
-            "if keep is not None and not keep:",
-            "    keep.append(key)",
+            f"key = ({', '.join([*head, *([op.read] if op.read else [])])},)",
             f"call, choice = bound.get(key) or bind(key, {given})",
             f"if (found := call({native})) is not None:",
             f"    return call_another(key, {given}, ({native},), found)",
-            "return choice",
         ]
-        if op.takes_variant:
-            body = ["if variant is not None:", f"    return decline(variant.call({native}, *variant.extras))", *body]
+        special = ["if variant is not None:", f"    return decline(variant.call({native}, *variant.extras))"]
+        special = special if op.takes_variant else []
+        cached = [f"cache = caches.get({kind})", f"if cache and (found := cache({native})) is not None:",
+                  "    return choices[found]"]  # fmt: skip
+        usual = [*cached, *body, f"remember({kind}, call, choice, ({native},))"] if op.read else body
         traced = f"{given}{', variant' if op.takes_variant else ''}"
         lines = [
             f"def {op.name}({', '.join(parameters)}):",
             "    try:",
             f"        if not modes() and not (records() and ({torch_op.requires_grad(arguments)})):",
-            *(f"            {line.replace('KIND', f'type({first})')}" for line in body),
+            *(f"            {line.replace('KIND', f'type({first})')}" for line in (*special, *usual, "return choice")),
             "    except Exception as error:",
             f"        torch_op.recover(op, {given}, error)",
             f"    return torch_op.dispatch(op, {traced})",
             f"def direct({', '.join(parameters)}):",
             "    try:",
-            *(f"        {line.replace('KIND', 'None')}" for line in body),
+            *(f"        {line.replace('KIND', 'None')}" for line in (*special, *body, "return choice")),
             "    except Exception as error:",
             f"        torch_op.explain(op, {given}, error)",
             f"def traced({', '.join(parameters)}):",
@@ -93,7 +97,8 @@ class Operator:
         ]
         scope: dict[str, Any] = {
             "torch_op": torch_op, "op": op, "bound": self._bound, "bind": self._bind, "decline": self._decline,
-            "call_another": self._call_another, "modes": self.register,
+            "call_another": self._call_another, "modes": self.register, "caches": self._caches,
+            "choices": self._choices, "remember": self._remember,
         }  # fmt: skip
         exec(compile("\n".join(lines), f"<operator {op.name}>", "exec"), scope)
         scope[op.name]._torchdynamo_inline = scope["traced"]
@@ -101,12 +106,28 @@ class Operator:
 
     def bind_by(self, bind: Callable[[Operator, tuple[Any, ...], tuple[Any, ...]], Bound] | None) -> None:
         """Each call asks bind, with this operator, the facts and the arguments, what to call; None ends that."""
-        by = self._bind if bind is None else functools.partial(bind, self)
-        self.function.__globals__.update(bound={} if bind else self._bound, bind=by)
+        scope = self.function.__globals__
+        if bind is None:
+            scope.update(bound=self._bound, bind=self._bind, caches=self._caches, remember=self._remember)
+        else:
+            by = functools.partial(bind, self)
+            scope.update(bound={}, bind=by, caches={}, remember=lambda *_: None)
 
     def bound(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> Bound:
         """The kernel and the choice for a call."""
         return self._bound.get(key) or self._bind(key, arguments)
+
+    def _remember(self, kind: Any, call: Callable[..., Any], choice: Choice, native: tuple[Any, ...]) -> None:
+        """Shows the cache of a kind of calls the kernel of a call, unless more than the kernel has been called."""
+        kernel = self.kernels.get((choice.spec, native[0].device.index))
+        if kernel is None or call is not kernel.call:
+            return
+        if choice not in self._choices:
+            self._choices.append(choice)
+        cache = self._caches.get(kind)
+        if cache is None:
+            cache = self._caches[kind] = kernel.module["dispatch_cache"](*program(self.op))
+        cache(call, self._choices.index(choice), *native)
 
     def chosen(self, key: tuple[Any, ...], arguments: tuple[Any, ...], declined: tuple[int, ...] = ()) -> Choice:
         """The choice for a call."""
@@ -176,6 +197,7 @@ class Operator:
         """Drops the bound calls, and the chains of all operators; kernels stay loaded."""
         self._bound.clear()
         self._placed.clear()
+        self._caches.clear()
         for known in chains:
             known.clear()
 

@@ -8,9 +8,10 @@
 // it found for the field that the declaration of the op names as `found_by_entry`. A call with tensors of a device that
 // its kernel does not serve is declined too, with kOtherDevice.
 //
-// A module exports learn_keys(...) -> bool; bind(op, spec, checks[, image, capability, device, entries...]) ->
-// callable, which owns the kernel; and, with device code, rehearse(op, spec, capability, multiprocessors, shared_limit,
-// entries...) -> callable, which shapes launches without making them, and last_launches() -> text.
+// A module exports learn_keys(...) -> bool; dispatch_cache(...) -> callable, see dispatch_cache.h; bind(op, spec,
+// checks[, image, capability, device, entries...]) -> callable, which owns the kernel; and, with device code,
+// rehearse(op, spec, capability, multiprocessors, shared_limit, entries...) -> callable, which shapes launches without
+// making them, and last_launches() -> text.
 #pragma once
 #include <sys/mman.h>
 #include <tvm/ffi/c_api.h>
@@ -20,6 +21,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "fi/host/dispatch_cache.h"
 #include "fi/host/kernel.h"
 
 namespace fi {
@@ -386,6 +388,12 @@ int make(const TVMFFIAny* args, int32_t count, TVMFFIAny* result, Load load) {
   });
 }
 
+inline int make_dispatch_cache(const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
+  return guarded("dispatch_cache", [&] {
+    Owned<DispatchCache>(new DispatchCache(args, count)).to_function(DispatchCache::call, result);
+  });
+}
+
 #if FI_CUDA
 inline int last_launches(TVMFFIAny* result) {
   return guarded("last_launches", [&] {
@@ -399,12 +407,15 @@ inline int last_launches(TVMFFIAny* result) {
 }  // namespace fi
 
 #define FI_EXPORT extern "C" __attribute__((visibility("default")))
-#define FI_EXPORT_LEARN_KEYS                                                                           \
-  FI_EXPORT int __tvm_ffi_learn_keys(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) { \
-    result->type_index = kTVMFFIBool;                                                                  \
-    result->zero_padding = 0;                                                                          \
-    result->v_int64 = ::fi::learn_keys(args, count);                                                   \
-    return 0;                                                                                          \
+#define FI_EXPORT_DISPATCH                                                                                 \
+  FI_EXPORT int __tvm_ffi_learn_keys(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {     \
+    result->type_index = kTVMFFIBool;                                                                      \
+    result->zero_padding = 0;                                                                              \
+    result->v_int64 = ::fi::learn_keys(args, count);                                                       \
+    return 0;                                                                                              \
+  }                                                                                                        \
+  FI_EXPORT int __tvm_ffi_dispatch_cache(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) { \
+    return ::fi::make_dispatch_cache(args, count, result);                                                 \
   }
 #if FI_CUDA
 #define FI_BEGIN_CALL ::fi::LaunchLog::of_thread().clear()
@@ -434,5 +445,5 @@ inline int last_launches(TVMFFIAny* result) {
       ::fi::call(&entry, kernel, args, count, names + 1, std::size(names) - 1, result);     \
     });                                                                                     \
   }                                                                                         \
-  FI_EXPORT_LEARN_KEYS                                                                      \
+  FI_EXPORT_DISPATCH                                                                        \
   FI_EXPORT_BIND

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 _BLOCK = 128
+_MODES = ("K", "MN")  # which dimension of scales is contiguous
+_SCALE_ROWS = {(1, _BLOCK, _BLOCK): 1, (_BLOCK, _BLOCK, _BLOCK): _BLOCK}  # of a, by scale_granularity_mnk
 Shape = tuple[int, ...]
 
 
@@ -35,9 +37,9 @@ def _check_shapes(
         raise ValueError(f"a must have shape [.., k] with k a multiple of {_BLOCK}; got {list(a)}")
     if k_of_b != k:
         raise ValueError(f"b must have shape [.., n, k] with k = {k}; got {list(b)}")
-    if mode not in ("K", "MN"):
+    if mode not in _MODES:
         raise ValueError(f'scale_major_mode must be "K" or "MN"; got {mode!r}')
-    known = ((1, 128, 128),) if groups else ((1, 128, 128), (128, 128, 128))
+    known = list(_SCALE_ROWS)[: 1 if groups else 2]
     if tuple(granularity) not in known:
         raise ValueError(f"scale_granularity_mnk must be {' or '.join(map(str, known))}; got {granularity}")
     rows = _ceil(a[-2], granularity[0])
@@ -62,15 +64,17 @@ def _multiply(
 ) -> torch.Tensor:
     """Checks and computes a product; more: arguments of the op that name the groups."""
     try:
-        _check_shapes(a.shape, b.shape, a_scale.shape, b_scale.shape, mode, granularity, groups)
-    except TypeError:  # of a key that has no hash
-        raise TypeError(f"scale_granularity_mnk must be a tuple of three integers; got {granularity!r}") from None
-    if mode == "MN":
-        a_scale, b_scale = a_scale.mT, b_scale.mT
-    out = output(a, (*a.shape[:-1], b.shape[-2]), out, out_dtype)
-    try:
-        gemm(out, a, b, a_scale, b_scale, **more)
-    except Exception:
+        scale_rows = _SCALE_ROWS[granularity] if mode in _MODES else 0
+        if out is None or out_dtype is not None:
+            out = output(a, (*a.shape[:-1], b.shape[-2]), out, out_dtype)
+        if not scale_rows or (groups and scale_rows > 1):
+            raise ValueError
+        gemm(out, a, b, a_scale, b_scale, scales_transposed=mode == "MN", scale_rows=scale_rows, **more)
+    except Exception:  # checks cost time, so that they wait for the refusal of the kernel
+        try:
+            _check_shapes(a.shape, b.shape, a_scale.shape, b_scale.shape, mode, granularity, groups)
+        except TypeError:  # of a key that has no hash
+            raise TypeError(f"scale_granularity_mnk must be a tuple of three integers; got {granularity!r}") from None
         is_fp8(a, b)
         raise
     return out

@@ -163,6 +163,8 @@ def _request(
     out: torch.dtype,
     block_scales: Any,
     shape: tuple[int, int],
+    b_transposed: bool,
+    scales_transposed: bool,
     rows: str,
     a_strides: tuple[int, ...],
     b_strides: tuple[int, ...],
@@ -170,6 +172,10 @@ def _request(
     m: int,
 ) -> tuple[Any, ...]:
     """The values of the fields from the facts of a call."""
+    if b_transposed:  # `[.., k, n]`
+        shape, b_strides = (shape[1], shape[0]), (*b_strides[:-2], b_strides[-1], b_strides[-2])
+    if block_scales and scales_transposed:
+        block_scales = block_scales[::-1]
     n, k = shape
     scales = "rows"
     if block_scales and (tuple(block_scales) != (1, 1) or max(n, k) <= 128):
@@ -207,11 +213,12 @@ GEMM = Op(
     family="gemm",
     arguments="Tensor(a!) out, Tensor a, Tensor b, Tensor? a_scale=None, Tensor? b_scale=None, Tensor? bias=None, "
     "Tensor? m_indptr=None, Tensor? m_indices=None, Tensor? masked_m=None, Tensor? b_indices=None, "
-    "int expected_m=-1, int tactic=-1, bool b_constant=False, "
-    'bool? enable_pdl=None, str backend="auto"',
+    "int expected_m=-1, int tactic=-1, bool b_constant=False, bool b_transposed=False, bool scales_transposed=False, "
+    'int scale_rows=0, bool? enable_pdl=None, str backend="auto"',
     # The last: rows of a that meet a matrix of b, of groups their mean; all from _LARGE_M on count as the same.
     read="a.dtype, b.dtype, out.dtype, b_scale is not None and b_scale.ndim == b.ndim and tuple(b_scale.shape)[-2:], "
-    "tuple(b.shape)[-2:], 'indptr' if m_indptr is not None else 'masked' if masked_m is not None else 'batched', "
+    "tuple(b.shape)[-2:], b_transposed, scales_transposed, "
+    "'indptr' if m_indptr is not None else 'masked' if masked_m is not None else 'batched', "
     f"a.stride(), b.stride(), (a.data_ptr() | b.data_ptr()) & {_TMA_BYTES - 1}, "
     "min(expected_m if expected_m >= 0 else a.shape[-2] if m_indptr is None and m_indices is None else "
     f"-(-a.shape[-2] // max(1, b.shape[0] if m_indptr is None else m_indptr.numel() - 1)), {_LARGE_M})",

@@ -106,8 +106,8 @@ class Op:
         arguments: a torch.library schema string with the written tensors marked, as in "Tensor(a!) out, Tensor input,
             float eps=1e-6". Empty for a composite op: other ops compute it, in one way for each implementation.
         read: the facts of a call that decide the request, as expressions of the arguments: "q.dtype, mask is not None".
-            Numbers, and dtype, ndim, shape, stride(), numel() and bits of data_ptr() of tensors: the dispatch cache of a
-            host module reads them on every call, Python where that knows no kernel for them.
+            Numbers, and dtype, ndim, shape, stride(), numel() and bits of data_ptr() of tensors: the dispatch cache of
+            a host module reads them on every call, Python where that knows no kernel for them.
         fields: the fields of a request.
         axes: the axes of device code; default: the fields.
         request: converts the facts to the values of `fields`, once for each; None: the facts are the values. Dtypes may

@@ -273,9 +273,29 @@ void launch_small_m(const Kernel& kernel, const GemmProblem& p, const GemmArgs& 
 }
 #endif
 
-void gemm(const Kernel& kernel, const GemmArgs& a) {
+// Raises unless both scales are of blocks of 128 k, those of a of so many rows and those of b of 128.
+void check_block_scales(const GemmArgs& a, const GemmProblem& p) {
+  const auto fits = [&](const OptionalTensor& scale, const Tensor& operand, int64_t rows) {
+    return scale && scale.ndim() == operand.ndim() && scale.size(-2) == gemm_ceil(operand.size(-2), rows) &&
+           scale.size(-1) == p.k / 128;
+  };
+  FI_CHECK(
+      p.k % 128 == 0 && fits(a.a_scale, a.a, a.scale_rows) && fits(a.b_scale, a.b, 128), ValueError,
+      "a_scale and b_scale must have one scale for each %lld rows of a, 128 rows of b, and 128 k, a multiple of 128",
+      static_cast<long long>(a.scale_rows));
+}
+
+void gemm(const Kernel& kernel, const GemmArgs& given) {
   // 1 check
+  Transposed b, a_scale, b_scale;
+  GemmArgs a = given;
+  if (a.b_transposed) a.b = {given.b.transposed(b), given.b.name()};
+  if (a.scales_transposed) {
+    a.a_scale = {given.a_scale.transposed(a_scale), given.a_scale.name()};
+    a.b_scale = {given.b_scale.transposed(b_scale), given.b_scale.name()};
+  }
   const GemmProblem p = problem_of(a);
+  if (a.scale_rows) check_block_scales(a, p);
   if (p.m == 0 || p.n == 0 || p.batch == 0) return;
   if (kernel.checks_contents(a.a.device())) check_tables(kernel, a, p);
 

@@ -54,6 +54,12 @@ struct Span {
   bool meets(Span other) const { return begin < other.end && other.begin < end; }
 };
 
+// What a tensor of two or three dimensions refers to that is another one with the last two dimensions swapped.
+struct Transposed {
+  DLTensor tensor;
+  int64_t shape[3], strides[3];
+};
+
 class Tensor {
  public:
   Tensor(const DLTensor* tensor, const char* name) : tensor_(tensor), name_(name) {}
@@ -61,6 +67,17 @@ class Tensor {
   explicit operator bool() const { return tensor_ != nullptr; }
   const char* name() const { return name_; }
   Tensor as(const char* name) const { return {tensor_, name}; }  // the argument's name in another form of the op
+  // It with the last two dimensions swapped, as long as `view` lives; a tensor of other dimensions, or none, as it is.
+  const DLTensor* transposed(Transposed& view) const {
+    if (!tensor_ || ndim() < 2 || ndim() > 3) return tensor_;
+    for (int i = 0; i < ndim(); ++i) {
+      const int from = i < ndim() - 2 ? i : 2 * ndim() - 3 - i;
+      view.shape[i] = size(from), view.strides[i] = stride(from);
+    }
+    view.tensor = *tensor_;
+    view.tensor.shape = view.shape, view.tensor.strides = view.strides;
+    return &view.tensor;
+  }
   int ndim() const { return tensor_->ndim; }
   int64_t size(int axis) const { return tensor_->shape[axis < 0 ? axis + ndim() : axis]; }
   int64_t stride(int axis) const {

@@ -7,12 +7,26 @@ from typing import TYPE_CHECKING, Any
 from fi_core.attention.contract import POS_ENCODINGS, check_workspace, code, computed, number
 from fi_core.attention.wrappers import planners
 from fi_core.attention.wrappers.plan_state import PlanState
-from fi_core.utils import int32_index
+from fi_core.utils import check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:
     import torch
 
     from fi_core.runtime.dispatch import Choice
+
+
+def check_results(
+    q: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, out: torch.Tensor | None, lse: torch.Tensor | None
+) -> None:
+    """Raises the ValueError that names a given result of a wrong form: out of this shape and dtype, lse without the
+    last dimension and of fp32. Kernels check both, so that `run` asks only when one has refused a call.
+    """
+    import torch
+
+    if out is not None:
+        check_shape_dtype_device(out, shape, dtype, q.device, "out")
+    if lse is not None:
+        check_shape_dtype_device(lse, shape[:2], torch.float32, q.device, "lse")
 
 
 class BatchWrapper(PlanState):

@@ -17,10 +17,10 @@ from fi_core.attention.contract import (
 )
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.wrappers import trace
+from fi_core.attention.wrappers.base import check_results
 from fi_core.attention.wrappers.decode_plan import BatchDecodePlan
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import blame
-from fi_core.utils import check_shape_dtype_device
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +140,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
                 or k.dtype is not self._cached_kv_data_type
                 or v.dtype is not k.dtype
                 or q.shape != self._q_shape
-                or tuple(k.shape)[1:3] != self._page_shape
+                or k.shape[1:3] != self._page_shape
                 or (kv_cache_sf is None) is (k.dtype is torch.uint8)
             )
         except (AttributeError, RuntimeError) as error:
@@ -155,15 +155,12 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             buffers = self._schedule.buffers_for(dim_vo)
         shape, out_dtype = (*self._q_shape[:2], dim_vo), self._cached_o_data_type
         return_lse = return_lse is True or (return_lse is not False and flag("return_lse", return_lse))
-        if out is not None:
-            check_shape_dtype_device(out, shape, out_dtype, q.device, "out")
-        elif out_dtype is q.dtype and shape == self._q_shape:
-            out = torch.empty_like(q)  # half a microsecond less than the general form
-        else:
-            out = q.new_empty(*shape, dtype=out_dtype)
-        if lse is not None:
-            check_shape_dtype_device(lse, shape[:2], torch.float32, q.device, "lse")
-        elif return_lse:
+        given = out, lse
+        if self._cudnn is not None or (out is not None and getattr(out, "dtype", None) is not out_dtype):
+            check_results(q, shape, out_dtype, out, lse)
+        if out is None:
+            out = q.new_empty(*shape) if out_dtype is q.dtype else q.new_empty(*shape, dtype=out_dtype)
+        if lse is None and return_lse:
             lse = q.new_empty(*shape[:2], dtype=torch.float32)
         score_scale, out_scale = self._sm_scale, 1.0
         if score_scale is None:
@@ -192,13 +189,17 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             if out_scale != 1.0 or bmm2 is not None:
                 out.mul_(out_scale if bmm2 is None else bmm2 * out_scale)
             return (out, lse) if return_lse and lse is not None else out
-        ran = ops.batch_decode(  # by position, as declared: 18 names cost 0.8 us
-            out, lse, buffers.workspace, buffers.schedule, q, k, v, self._paged_kv_indices_buf, self._layout,
-            buffers.num_ctas, buffers.num_ranges, buffers.split_kv, self._q_len_per_req, encoding, self._window_left,
-            self._logits_soft_cap or 0.0, score_scale, out_scale, self._rope_scale or 1.0, self._rope_theta or 1e4,
-            sinks, scales[0], scales[1], scales[2], bmm1, bmm2, self._drafts, k_scales, v_scales,
-            enable_pdl=enable_pdl, backend=self._allowed, variant=variant,
-        )  # fmt: skip
+        try:
+            ran = ops.batch_decode(  # by position, as declared: 18 names cost 0.8 us
+                out, lse, buffers.workspace, buffers.schedule, q, k, v, self._paged_kv_indices_buf, self._layout,
+                buffers.num_ctas, buffers.num_ranges, buffers.split_kv, self._q_len_per_req, encoding,
+                self._window_left, self._logits_soft_cap or 0.0, score_scale, out_scale, self._rope_scale or 1.0,
+                self._rope_theta or 1e4, sinks, scales[0], scales[1], scales[2], bmm1, bmm2, self._drafts, k_scales,
+                v_scales, enable_pdl=enable_pdl, backend=self._allowed, variant=variant,
+            )  # fmt: skip
+        except Exception:
+            check_results(q, shape, out_dtype, *given)
+            raise
         self.last_choice = ran or self.last_choice
         return (out, lse) if return_lse and lse is not None else out
 

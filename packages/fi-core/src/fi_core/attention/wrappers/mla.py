@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from fi_core.attention.contract import check_backend, check_graph_buffer, check_workspace, computed, flag, number
 from fi_core.attention.ops import mla as ops
 from fi_core.attention.wrappers import mla_trace, planners
+from fi_core.attention.wrappers.base import check_results
 from fi_core.attention.wrappers.plan_state import PlanState
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import blame
-from fi_core.utils import canonicalize_torch_dtype, check_shape_dtype_device, int32_index
+from fi_core.utils import canonicalize_torch_dtype, int32_index
 
 if TYPE_CHECKING:
     import torch
@@ -188,7 +189,7 @@ class BatchMLAPagedAttentionWrapper(PlanState):
                 raise ValueError(f"{name}: a positive integer is required; got {value!r}")
         scale = number(sm_scale, "sm_scale")
         self._set_tables(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
-        self._q_data_type, self._kv_data_type = q_type, kv_type
+        self._q_data_type, self._kv_data_type, self._is_fp8 = q_type, kv_type, kv_type is torch.float8_e4m3fn
         self._causal, self._sm_scale, self._page_size = bool(causal), scale, page_size
         self._split_kv = not flag("disable_split_kv", disable_split_kv)
         self._head_dim_ckv, self._head_dim_kpe = head_dim_ckv, head_dim_kpe
@@ -303,57 +304,59 @@ class BatchMLAPagedAttentionWrapper(PlanState):
             ValueError: shape, dtype, device, stride or scale. Tables that lie: on the CPU; on CUDA with FI_CHECK=1 at
                 import, which synchronises.
         """
-        import torch
-
         if self._plan_info is None:
             raise self._no_plan()
-        for name, value in (
-            ("profiler_buffer", profiler_buffer), ("kv_len", kv_len), ("page_table", page_table), ("o_scale", o_scale),
-        ):  # fmt: skip
-            if value is not None:
-                raise ValueError(f"{name}: must be None; it belongs to the kernels of another library")
+        if profiler_buffer is not None or kv_len is not None or page_table is not None or o_scale is not None:
+            self._refuse_foreign(profiler_buffer=profiler_buffer, kv_len=kv_len, page_table=page_table, o_scale=o_scale)
         try:
             if (
                 q_nope.dtype is not self._q_data_type
                 or q_pe.dtype is not self._q_data_type
                 or ckv_cache.dtype is not self._kv_data_type
                 or kpe_cache.dtype is not self._kv_data_type
-                or q_nope.shape[1:] != (self._num_heads, self._head_dim_ckv)
+                or q_nope.shape[1] != self._num_heads
                 or q_pe.shape[-1] != self._head_dim_kpe
-                or ckv_cache.ndim != 3
                 or ckv_cache.shape[1] != self._page_size
-                or kpe_cache.shape[-1] != self._head_dim_kpe
             ):
                 self._refuse(q_nope, q_pe, ckv_cache, kpe_cache)
         except (AttributeError, RuntimeError, IndexError) as error:
             blame(error, q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
-        ckv, kpe = self._scales(ckv_scale, ckv_scale_arr, kpe_scale)
+        ckv = kpe = 1.0
+        if self._is_fp8 or ckv_scale is not None or ckv_scale_arr is not None or kpe_scale is not None:
+            ckv, kpe = self._scales(ckv_scale, ckv_scale_arr, kpe_scale)
         return_lse = return_lse is True or (return_lse is not False and flag("return_lse", return_lse))
+        given = out, lse
         if out is None:
-            out = torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
-        else:
-            check_shape_dtype_device(out, q_nope.shape, q_nope.dtype, q_nope.device, "out")
-        if lse is not None:
-            check_shape_dtype_device(lse, q_nope.shape[:2], torch.float32, q_nope.device, "lse")
-        elif return_lse:
-            lse = q_nope.new_empty(q_nope.shape[:2], dtype=torch.float32)
-        size = self._sizes
-        ran = ops.batch_mla(
-            out, lse, self._partials, self._schedule, q_nope, q_pe, ckv_cache, kpe_cache, self._kv_indices_buf,
-            self._batch_size, size.max_ranges, size.narrow_ranges, size.wide_ranges, size.cluster, self._sm_scale,
-            self._causal, ckv, kpe, ckv_scale_arr, return_lse_base_on_e, sinks=sinks,
-            backend=self._backend,
-        )  # fmt: skip
+            out = q_nope.new_empty(*q_nope.shape)
+        if lse is None and return_lse:
+            import torch
+
+            lse = q_nope.new_empty(*q_nope.shape[:2], dtype=torch.float32)
+        max_ranges, narrow_ranges, wide_ranges, cluster = self._sizes
+        try:
+            ran = ops.batch_mla(
+                out, lse, self._partials, self._schedule, q_nope, q_pe, ckv_cache, kpe_cache, self._kv_indices_buf,
+                self._batch_size, max_ranges, narrow_ranges, wide_ranges, cluster, self._sm_scale, self._causal, ckv,
+                kpe, ckv_scale_arr, return_lse_base_on_e, sinks=sinks, backend=self._backend,
+            )  # fmt: skip
+        except Exception:  # the kernel checks the rest; its refusal is said in the words of the plan
+            self._refuse(q_nope, q_pe, ckv_cache, kpe_cache)
+            check_results(q_nope, q_nope.shape, q_nope.dtype, *given)
+            raise
         self.last_choice = ran or self.last_choice
         return (out, lse) if return_lse and lse is not None else out
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
+    def _refuse_foreign(self, **given: Any) -> None:
+        """Raises the error that names an argument of other libraries."""
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"{name}: must be None; it belongs to the kernels of another library")
+
     def _scales(self, ckv_scale: Any, ckv_scale_arr: Any, kpe_scale: Any) -> tuple[float, float]:
         """The scales of ckv and kpe, 1 where there are none. Raises ValueError."""
-        import torch
-
-        if self._kv_data_type is not torch.float8_e4m3fn:
+        if not self._is_fp8:
             for name, value in (("ckv_scale", ckv_scale), ("ckv_scale_arr", ckv_scale_arr), ("kpe_scale", kpe_scale)):
                 if value is not None:
                     raise ValueError(f"{name}: must be None with a cache of {self._kv_data_type}; got {value!r}")

@@ -25,7 +25,7 @@ from fi_core.attention.cudnn import planned as cudnn
 from fi_core.attention.ops import prefill as ops
 from fi_core.attention.ops.request import LOAD_BYTES, alignment
 from fi_core.attention.wrappers import planners
-from fi_core.attention.wrappers.base import BatchWrapper
+from fi_core.attention.wrappers.base import BatchWrapper, check_results
 from fi_core.attention.wrappers.prefill_arguments import BACKENDS, FOREIGN, fixed_batch_size, log_base, lse_shape
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
@@ -405,14 +405,16 @@ class BatchPrefillPlan(BatchWrapper):
         shape, out_dtype = (rows, heads, self._head_dim_vo), self._out_dtype()
         zero_padded_rows = False
         return_lse = return_lse is True or (return_lse is not False and flag("return_lse", return_lse))
+        given = out
         if out is not None:
-            check_shape_dtype_device(out, shape, out_dtype, q.device, "out")
+            if self._cudnn is not None or getattr(out, "dtype", None) is not out_dtype:
+                check_results(q, shape, out_dtype, out, None)
         else:
             zero_padded_rows = self._qo_indptr_last != rows
             if zero_padded_rows and self._cudnn is not None:
                 out = q.new_zeros(shape, dtype=out_dtype)
             elif out_dtype is q.dtype and self._head_dim_vo == self._head_dim_qk:
-                out = torch.empty_like(q, memory_format=torch.contiguous_format)
+                out = q.new_empty(*shape)
             else:
                 out = q.new_empty(*shape, dtype=out_dtype)
         written, factor = lse, 1.0 if lse_base == "log2" else log_base(lse_base)
@@ -466,14 +468,18 @@ class BatchPrefillPlan(BatchWrapper):
             if out_scale != 1.0 or bmm2 is not None:
                 out.mul_(out_scale if bmm2 is None else bmm2 * out_scale)
         else:
-            ran = ops.batch_prefill(  # by position, as declared: 22 names cost 0.9 us
-                out, written, self._schedule, q, k, v, self._layout, self._batch_size, self._q_tile_tokens,
-                self._paged_kv_indices_buf, self._partials if self._splits_kv else None, causal, encoding,
-                self._window_left, self._logits_soft_cap, scale, out_scale, self._rope_scale, self._rope_theta, sinks,
-                by_head[0], by_head[1], by_head[2], bmm1, bmm2, custom, self._mask_indptr_buf, self._prefix_len_ptr,
-                self._items, self._kv_tokens, zero_padded_rows, self._num_ctas, k_scales, v_scales, enable_pdl,
-                backend=self._allowed, variant=variant,
-            )  # fmt: skip
+            try:
+                ran = ops.batch_prefill(  # by position, as declared: 22 names cost 0.9 us
+                    out, written, self._schedule, q, k, v, self._layout, self._batch_size, self._q_tile_tokens,
+                    self._paged_kv_indices_buf, self._partials if self._splits_kv else None, causal, encoding,
+                    self._window_left, self._logits_soft_cap, scale, out_scale, self._rope_scale, self._rope_theta,
+                    sinks, by_head[0], by_head[1], by_head[2], bmm1, bmm2, custom, self._mask_indptr_buf,
+                    self._prefix_len_ptr, self._items, self._kv_tokens, zero_padded_rows, self._num_ctas, k_scales,
+                    v_scales, enable_pdl, backend=self._allowed, variant=variant,
+                )  # fmt: skip
+            except Exception:
+                check_results(q, shape, out_dtype, given, None)
+                raise
             self.last_choice = ran or self.last_choice
         if written is None:
             return out

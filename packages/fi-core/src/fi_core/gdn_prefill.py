@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from fi_core.linear_attention.ops import CHUNK_MATRIX
@@ -23,28 +24,34 @@ _LEAST_SEGMENTS = 3
 _LEAST_LENGTH = 256  # tokens
 
 
-def _segment_tokens(device: torch.device, tokens: int, heads: int, dim: int, sequences: int, length: int | None) -> int:
-    """The tokens of a segment, if sequences are split so that each SM gets 64 columns of a state; else 0."""
+@functools.lru_cache(maxsize=1024)
+def _sizes(
+    multiprocessors: int, tokens: int, heads: int, dim: int, sequences: int, splits: bool, length: int | None
+) -> tuple[int, int]:
+    """(tokens of a segment, bytes of the workspace) of a call on the GPU; 0 tokens: sequences are not split.
+
+    splits: whether sequences may be split, so that each SM gets 64 columns of a state. length: of a segment, or None.
+    The workspace is for what the parallel parts of the computation leave for the sequential ones: two matrices and four
+    vectors of each chunk and head, three states of each segment and head.
+    """
+    segment_tokens = _segment_tokens(multiprocessors, tokens, heads, dim, sequences, length) if splits else 0
+    size = (tokens // _CHUNK + sequences) * heads * (2 * 2 * CHUNK_MATRIX + 4 * 4 * _CHUNK)
+    if segment_tokens:
+        size += (tokens // segment_tokens + sequences) * heads * 3 * 4 * dim**2
+    return segment_tokens, size
+
+
+def _segment_tokens(multiprocessors: int, tokens: int, heads: int, dim: int, sequences: int, length: int | None) -> int:
     if sequences <= 0 or heads == 0:
         return 0
     if not length:
-        most = multiprocessors_of(device) // (heads * (dim // 64 or 1)) - (sequences - 1)
+        most = multiprocessors // (heads * (dim // 64 or 1)) - (sequences - 1)
         if most < _LEAST_SEGMENTS * sequences:
             return 0
         length = max(-(-tokens // most), _LEAST_LENGTH)
         if length * _LEAST_SEGMENTS * sequences > tokens:
             return 0
     return -(-length // _CHUNK) * _CHUNK
-
-
-def _workspace_bytes(tokens: int, heads: int, dim: int, sequences: int, segment_tokens: int) -> int:
-    """Of what the parallel parts of the computation leave for the sequential ones: two matrices and four vectors of
-    each chunk and head, three states of each segment and head.
-    """
-    size = (tokens // _CHUNK + sequences) * heads * (2 * 2 * CHUNK_MATRIX + 4 * 4 * _CHUNK)
-    if segment_tokens:
-        size += (tokens // segment_tokens + sequences) * heads * 3 * 4 * dim**2
-    return size
 
 
 @fi_api(trace=PREFILL)
@@ -114,8 +121,9 @@ def chunk_gated_delta_rule(
         raise ValueError(f"q must have shape [T, Hq, D]; got {list(q_shape)}")
     if len(v_shape) != 3:
         raise ValueError(f"v must have shape [T, Hv, D]; got {list(v_shape)}")
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"cu_seqlens must have shape [N + 1]; got {list(cu_seqlens.shape)}")
+    ends = cu_seqlens.shape
+    if len(ends) != 1 or ends[0] < 1:
+        raise ValueError(f"cu_seqlens must have shape [N + 1]; got {list(ends)}")
     if use_cp not in ("auto", True, False):
         raise ValueError(f"use_cp must be 'auto', True or False; got {use_cp!r}")
     if backend not in _BACKENDS:
@@ -126,27 +134,27 @@ def chunk_gated_delta_rule(
         raise ValueError("state_checkpoints and checkpoint_cu_starts must be given with checkpoint_every_n_tokens")
     tokens, q_heads, dim = q_shape
     _, v_heads, dim_v = v_shape
-    heads, sequences = max(q_heads, v_heads), cu_seqlens.shape[0] - 1
-    import torch
-
+    heads, sequences = max(q_heads, v_heads), ends[0] - 1
     if output is None:
-        output = q.new_empty((tokens, heads, dim_v))
+        output = q.new_empty(tokens, heads, dim_v)
     if output_state is None and output_final_state:
+        import torch
+
         if state_indices is not None:
             raise ValueError("output_state must be given with state_indices")
-        output_state = q.new_empty((sequences, heads, dim_v, dim), dtype=torch.float32)
+        output_state = q.new_empty(sequences, heads, dim_v, dim, dtype=torch.float32)
     segment_tokens, workspace = 0, None
     if q.is_cuda:
-        if use_cp is not False:
-            segment_tokens = _segment_tokens(q.device, tokens, heads, dim, sequences, _cp_chunk_len)
-        size = _workspace_bytes(tokens, heads, dim, sequences, segment_tokens)
+        import torch
+
+        segment_tokens, size = _sizes(
+            multiprocessors_of(q.device), tokens, heads, dim, sequences, use_cp is not False, _cp_chunk_len
+        )
         workspace = q.new_empty(size, dtype=torch.uint8)
-    _chunk(
-        output, q, k, v, cu_seqlens=cu_seqlens, workspace=workspace, scale=scale or (dim or 1) ** -0.5, g=g, beta=beta,
-        use_qk_l2norm=use_qk_l2norm_in_kernel, initial_state=initial_state, output_state=output_state,
-        state_indices=state_indices, state_checkpoints=state_checkpoints if checkpoint_every_n_tokens else None,
-        checkpoint_cu_starts=checkpoint_cu_starts if checkpoint_every_n_tokens else None,
-        checkpoint_every_n_tokens=checkpoint_every_n_tokens, segment_tokens=segment_tokens,
+    _chunk(  # by position, as declared: 13 names cost 0.4 us
+        output, q, k, v, cu_seqlens, scale or (dim or 1) ** -0.5, workspace, g, beta, use_qk_l2norm_in_kernel,
+        initial_state, output_state, state_indices, state_checkpoints if checkpoint_every_n_tokens else None,
+        checkpoint_cu_starts if checkpoint_every_n_tokens else None, checkpoint_every_n_tokens, segment_tokens,
     )  # fmt: skip
     if output_final_state:
         assert output_state is not None

@@ -135,12 +135,13 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             raise ValueError(f"window_left: {self._window_left} was planned; got {window_left}")
         k, v = unpack(paged_kv_cache, self._kv_layout)
         try:
+            _, second, third, _ = k.shape
             differs = (
                 q.dtype is not self._cached_q_data_type
                 or k.dtype is not self._cached_kv_data_type
                 or v.dtype is not k.dtype
                 or q.shape != self._q_shape
-                or k.shape[1:3] != self._page_shape
+                or (second, third) != self._page_shape
                 or (kv_cache_sf is None) is (k.dtype is torch.uint8)
             )
         except (AttributeError, RuntimeError) as error:
@@ -151,9 +152,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         if kv_cache_sf is not None:
             k_scales, v_scales = scales_of(kv_cache_sf, self._kv_layout)
         dim_vo = v.shape[3] if k_scales is None else row_elements(v)
+        shape, out_dtype = self._q_shape, self._cached_o_data_type
         if dim_vo != self._head_dim:
-            buffers = self._schedule.buffers_for(dim_vo)
-        shape, out_dtype = (*self._q_shape[:2], dim_vo), self._cached_o_data_type
+            buffers, shape = self._schedule.buffers_for(dim_vo), (*shape[:2], dim_vo)
         return_lse = return_lse is True or (return_lse is not False and flag("return_lse", return_lse))
         given = out, lse
         if self._cudnn is not None or (out is not None and getattr(out, "dtype", None) is not out_dtype):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -275,3 +276,24 @@ def test_calls_of_one_kind_are_bound_by_their_facts() -> None:
     assert len(found._caches) == 1 and len(found._bound) == 2
     found.forget()
     assert not found._caches
+
+
+def test_threads_share_the_calls_that_a_host_module_remembers() -> None:
+    found = operator("gemm")
+    found.forget()
+
+    def calls(seed: int) -> bool:
+        draw = torch.Generator().manual_seed(seed)
+        for i in range(60):
+            dtype = (torch.float16, torch.bfloat16)[(seed + i) % 2]
+            a, b = (torch.randint(-3, 4, (n, 8 * (1 + i % 3)), generator=draw).to(dtype) for n in (1 + i % 5, 24))
+            out = torch.empty(a.shape[0], 24)
+            choice = found.function(out, a, b)
+            if choice is None or choice.request.facts()["a"] != short_name(dtype):
+                return False
+            if not torch.equal(out, a.float() @ b.float().t()):
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(calls, range(8)))

@@ -26,7 +26,7 @@ def gemm(tmp_path_factory: pytest.TempPathFactory) -> Any:
         }  # fmt: skip
         arguments |= change
         tiles = "groups" if change.keys() & {"m_indptr", "masked_m"} else "batched"
-        b_major = "n" if "b" in change and change["b"].strides else "k"
+        b_major = "n" if "b" in change and change["b"].strides and "b_transposed" not in change else "k"
         axes = {
             "a": dtype,
             "b": dtype,
@@ -89,6 +89,17 @@ def test_n_major_weights_come_by_blocks_of_64_columns(gemm: Gemm) -> None:
     assert parameters(one(calls), "GemmSm90Params")["problem"]["b_k_stride"] == 512
 
 
+def test_transposed_operands_are_read_as_they_lie(gemm: Gemm) -> None:
+    """A weight `[k, n]` whose k is contiguous, and scales `[k / 128, rows]`, launch as their transposes do."""
+    plain = {"a_scale": Tensor(SA, (300, 2), "f32", (1, 300)), "b_scale": Tensor(SB, (2, 2), "f32", (1, 2))}
+    turned = {
+        "b": Tensor(B, (256, 256), "e4m3", (1, 256)), "b_transposed": True, "scales_transposed": True, "scale_rows": 1,
+        "a_scale": Tensor(SA, (2, 300), "f32"), "b_scale": Tensor(SB, (2, 2), "f32"),
+    }  # fmt: skip
+    calls, others = gemm(300, 256, 256, "e4m3", "blocks", **plain), gemm(300, 256, 256, "e4m3", "blocks", **turned)
+    assert one(calls) == one(others) and maps(calls) == maps(others)
+
+
 def test_rows_of_an_unaligned_output_are_stored_by_elements(gemm: Gemm) -> None:
     assert parameters(one(gemm(300, 128, 256)), "GemmSm90Params")["whole_rows"] == 1
     assert parameters(one(gemm(300, 129, 256)), "GemmSm90Params")["whole_rows"] == 0
@@ -114,6 +125,7 @@ def test_grouped_rows(gemm: Gemm) -> None:
         ({"b": Tensor(B, (512, 256), "e4m3")}, TypeError, "b must have the dtype of a"),
         ({"a_scale": Tensor(SA, (3,), "f32")}, ValueError, "a_scale must have one element"),
         ({"a_scale": Tensor(SA, (100, 2), "f32")}, ValueError, "a_scale and b_scale must both be of blocks"),
+        ({"scale_rows": 1}, ValueError, "a_scale and b_scale must have one scale for each 1 rows of a"),
         ({"bias": Tensor(BIAS, (100,), "bf16")}, ValueError, "bias must have shape"),
         ({"m_indptr": Tensor(GROUPS, (3,), "i32")}, ValueError, r"b must have shape \[groups, n, k\]"),
         ({"tactic": 99}, ValueError, "tactic must be -1"),

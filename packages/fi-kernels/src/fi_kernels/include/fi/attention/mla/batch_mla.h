@@ -49,11 +49,9 @@ struct BatchMlaParams {
     return partial_output(slot) + static_cast<int64_t>(tile_rows) * kMlaLatent;
   }
 
-  // Entry `index` of the page table; -1 if it names no page of the cache.
-  FI_HOST_DEVICE int32_t page(int64_t index) const {
-    const int32_t id = page_indices[index];
-    return static_cast<uint32_t>(id) <= last_page ? id : -1;
-  }
+  // An entry of the page table; -1 if it names no page of the cache.
+  FI_HOST_DEVICE int32_t checked_page(int32_t id) const { return static_cast<uint32_t>(id) <= last_page ? id : -1; }
+  FI_HOST_DEVICE int32_t page(int64_t index) const { return checked_page(page_indices[index]); }
 
   // Packed row r of a request: its token there, and its head.
   struct RowOf {

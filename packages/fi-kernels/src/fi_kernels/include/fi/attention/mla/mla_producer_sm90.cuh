@@ -174,21 +174,25 @@ struct MlaProducer {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 8, chunk = lane % 8;
     for (int use = 0; publish_next(scheduler, shared, s, use, threadIdx.x == 0); ++use) {
       const int high = this->high(s, first);
-      const auto look_up = [&](int tile, int (&pages)[4]) {
+      // NOTE: entries of the next tile are compared with the pages of the cache when their tile begins: a comparison
+      // waits for the load.
+      const auto look_up = [&](int tile, int (&entries)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int key = tile * kKeys + row + i * 4;
-          pages[i] = -1;
+          entries[i] = -1;
           if (key < high)
-            pages[i] = params.page(s.request.first_page + static_cast<int>(divide(key, params.page_size)));
+            entries[i] = params.page_indices[s.request.first_page + static_cast<int>(divide(key, params.page_size))];
         }
       };
       int pages[4], next[4];
-      look_up(s.begin, pages);
+      look_up(s.begin, next);
       shared.q_empty.wait(use % 2 ^ 1);
       load_queries(s, first_row(s, first), threadIdx.x, kWarpgroup);
       shared.q_full.arrive_copies();
       for (int tile = s.begin; tile * kKeys < high; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pages[i] = params.checked_page(next[i]);
         look_up(tile + 1, next);
         const T *ckv[4], *kpe[4];
 #pragma unroll
@@ -226,8 +230,6 @@ struct MlaProducer {
           }
           shared.full[at.stage][part].arrive_copies();
         }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) pages[i] = next[i];
         at.advance(kStages);
       }
     }

@@ -52,7 +52,7 @@ struct MlaProducer {
   FI_DEVICE void init() const {
     for (int stage = 0; stage < kStages; ++stage) {
       for (int part = 0; part < kParts; ++part)
-        shared.full[stage][part].init(kTma ? 1 : part == 2 ? kWarpgroup + 4 : kWarpgroup);
+        shared.full[stage][part].init(kTma ? 1 : part == 2 ? kWarpgroup + 4 : kFp8 ? 4 : kWarpgroup);
       for (Barrier& empty : shared.empty[stage]) empty.init(4);
     }
     shared.q_full.init(kTma ? 96 : kWarpgroup);
@@ -236,67 +236,81 @@ struct MlaProducer {
     pdl_launch_dependents();
   }
 
-  // From an e4m3 cache: warp w has keys 16 w .. 16 w + 15 of a tile, a lane 16 columns of each 64 of two keys. Lanes
-  // store 16 bytes of eight different bank groups.
+  // From an e4m3 cache: warp w has keys 16 w .. 16 w + 15 of a tile, a lane 16 columns of each 64 of two keys, `key`
+  // and key + 8. Lanes store 16 bytes of eight different bank groups.
   struct Source {
-    int key, page[2];  // of the lane's keys, key and key + 8; page -1: no token
+    int page[2], slot[2];  // page -1: no token
   };
-  FI_DEVICE Source look_up(const MlaWorkTile& s, int key, int high) const {
-    Source x;
-    x.key = key;
+  // Their entries of the page table, one part of a tile ahead of `source`, which waits for them.
+  FI_DEVICE void look_up(const MlaWorkTile& s, int key, int high, int (&entries)[2]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const auto index = static_cast<int>(divide(static_cast<uint32_t>(key + 8 * i), params.page_size));
-      x.page[i] = key + 8 * i < high ? params.page(s.request.first_page + index) : -1;
+      entries[i] = key + 8 * i < high ? params.page_indices[s.request.first_page + index] : -1;
+    }
+  }
+  FI_DEVICE Source source(int key, const int (&entries)[2]) const {
+    Source x;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const auto index = static_cast<int>(divide(static_cast<uint32_t>(key + 8 * i), params.page_size));
+      x.slot[i] = key + 8 * i - index * static_cast<int>(params.page_size.value);
+      x.page[i] = params.checked_page(entries[i]);
     }
     return x;
   }
-  FI_DEVICE int slot(int key) const {
-    return key - static_cast<int>(divide(static_cast<uint32_t>(key), params.page_size) * params.page_size.value);
-  }
-  // Null for no token.
+  // Not to be read where there is no token.
   FI_DEVICE const char* ckv_row(const Source& x, int i, int column) const {
-    const int64_t at = params.ckv_offset(x.page[i], slot(x.key + 8 * i)) + column;
-    return x.page[i] < 0 ? nullptr : static_cast<const char*>(params.ckv) + at;
+    return static_cast<const char*>(params.ckv) + params.ckv_offset(x.page[i], x.slot[i]) + column;
   }
   FI_DEVICE const char* kpe_row(const Source& x, int i, int column) const {
-    const int64_t at = params.kpe_offset(x.page[i], slot(x.key + 8 * i)) + column;
-    return x.page[i] < 0 ? nullptr : static_cast<const char*>(params.kpe) + (params.wide_rope ? 2 * at : at);
+    const int64_t at = params.kpe_offset(x.page[i], x.slot[i]) + column;
+    return static_cast<const char*>(params.kpe) + (params.wide_rope ? 2 * at : at);
   }
-  FI_DEVICE uint4 load_piece(const char* row, int byte) const {
-    return row ? load_once(row + byte, params.cluster > 1 || params.sparse) : uint4{0, 0, 0, 0};
-  }
-  // Brings a KV tile to L2, where its loads to registers find it.
-  FI_DEVICE void prefetch(const Source& x, int quad) const {
+  // A part of a key's latent columns, and the scales of its two groups of 128.
+  struct RawPart {
+    uint4 pieces[kPartBlocks];
+    float2 scales;
+  };
+  FI_DEVICE void load_part(RawPart& raw, const Source& x, int i, int part, int quad) const {
+    const char* from = ckv_row(x, i, part * (kPartBlocks * 64) + quad * 16);
+    const bool exists = x.page[i] >= 0;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const char* row = ckv_row(x, i, quad * 128);
-      if (!row) continue;
-      prefetch_l2(row);
-      prefetch_l2(row + 64);
-      if (quad < 1 + params.wide_rope) prefetch_l2(kpe_row(x, i, quad * 32));
-    }
+    for (int k = 0; k < kPartBlocks; ++k)
+      raw.pieces[k] = exists ? load_once(from + k * 64, params.cluster > 1 || params.sparse) : uint4{0, 0, 0, 0};
+    raw.scales = make_float2(1.f, 1.f);
+    if (params.ckv_scales && exists)
+      raw.scales = *reinterpret_cast<const float2*>(params.ckv_scales + x.page[i] * params.scales_page +
+                                                    x.slot[i] * params.scales_token + part * 2);
   }
   // 16 values as two chunks of 16 bytes at `to` and `other`.
-  FI_DEVICE static void store_widened(char* to, char* other, const uint4& raw, const MlaFactor* factor) {
+  template <MlaScale kScale>
+  FI_DEVICE static void store_widened(char* to, char* other, const uint4& raw, const MlaFactor<kScale>& factor) {
     const unsigned words[4] = {raw.x, raw.y, raw.z, raw.w};
     unsigned pairs[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      pairs[i] = mla_widen(words[i / 2], i % 2 ? kMlaUpper : kMlaLower, T());
-      if (factor) pairs[i] = factor->times(pairs[i]);
-    }
+    for (int i = 0; i < 8; ++i) pairs[i] = factor.times(mla_shifted(words[i / 2], i % 2 ? kMlaUpper : kMlaLower, T()));
     *reinterpret_cast<uint4*>(to) = {pairs[0], pairs[1], pairs[2], pairs[3]};
     *reinterpret_cast<uint4*>(other) = {pairs[4], pairs[5], pairs[6], pairs[7]};
   }
-  // The scales of a part of a row, of 128 columns each.
-  FI_DEVICE float2 load_scales(const Source& x, int i, int part) const {
-    if (!params.ckv_scales || x.page[i] < 0) return make_float2(1.f, 1.f);
-    const float* from =
-        params.ckv_scales + x.page[i] * params.scales_page + slot(x.key + 8 * i) * params.scales_token + part * 2;
-    return make_float2(from[0], from[1]);
+  template <MlaScale kScale>
+  FI_DEVICE static void store_part(char* to, char* other, const RawPart& raw) {
+    const MlaFactor<kScale> factors[2] = {raw.scales.x, raw.scales.y};
+#pragma unroll
+    for (int k = 0; k < kPartBlocks; ++k)
+      store_widened(to + k * (kBlock * 2), other + k * (kBlock * 2), raw.pieces[k], factors[k / 2]);
+  }
+  FI_DEVICE void store_part(char* to, char* other, const RawPart& raw) const {
+    if (!params.ckv_scales)
+      store_part<MlaScale::kNone>(to, other, raw);
+    else if (!__any_sync(0xffffffffu, mla_is_large(raw.scales.x) || mla_is_large(raw.scales.y)))
+      store_part<MlaScale::kSmall>(to, other, raw);
+    else
+      store_part<MlaScale::kAny>(to, other, raw);
   }
 
+  // NOTE: without fence_async_shared, which is left to the consumers: ptxas puts MEMBAR in front of it, which waits for
+  // the loads in flight.
   FI_DEVICE void produce_widened(int range, int first) const {
     auto at = PipelineState::producer();
     const int lane = threadIdx.x % 32, quad = lane % 4, row = threadIdx.x / 32 * 16 + lane / 4;
@@ -314,93 +328,76 @@ struct MlaProducer {
       shared.work_pipeline.wait(PipelineState::consumer_at<2>(use));
       const MlaWorkTile& s = shared.work[work_at.stage];
       if (uniform(s.index) < 0) break;
-      const int high = this->high(s, first);
-      Source now = look_up(s, s.begin * kKeys + row, high), then = look_up(s, (s.begin + 1) * kKeys + row, high);
-      uint4 raw[2][kPartBlocks];
-      float2 scales[2];
+      const int high = this->high(s, first), begin = s.begin;
+      int entries[2];
+      look_up(s, begin * kKeys + row, high, entries);
+      Source now = source(begin * kKeys + row, entries);
+      look_up(s, (begin + 1) * kKeys + row, high, entries);
+      RawPart raw[2];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        scales[i] = load_scales(now, i, 0);
-#pragma unroll
-        for (int k = 0; k < kPartBlocks; ++k) raw[i][k] = load_piece(ckv_row(now, i, quad * 16), k * 64);
-      }
+      for (int i = 0; i < 2; ++i) load_part(raw[i], now, i, 0, quad);
       shared.q_empty.wait(use % 2 ^ 1);
       load_queries(s, first_row(s, first), threadIdx.x, kWarpgroup);
       shared.q_full.arrive_copies();
-      for (int tile = s.begin; tile * kKeys < high; ++tile) {
-        const Source after = look_up(s, (tile + 2) * kKeys + row, high);
-        prefetch(then, quad);
+      for (int tile = begin; tile * kKeys < high; ++tile) {
         char* stage = reinterpret_cast<char*>(shared.kv[at.stage]);
-        int part = part_of(tile - s.begin, 0);
+        // The rotary block was read first of the tile before in this stage.
+        shared.empty[at.stage][2].wait(at.phase);
+        char* ropes_to = stage + kLatentBlocks * (kBlock * 2);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const char* from = kpe_row(now, i, quad * 16);
+          const bool exists = now.page[i] >= 0;
+          cp_async_16(ropes_to + chunk + i * 8 * 128, from, exists);
+          if (params.wide_rope) cp_async_16(ropes_to + next_chunk + i * 8 * 128, from + 16, exists);
+        }
+        if (params.wide_rope)
+          shared.full[at.stage][2].arrive_copies();
+        else
+          cp_async_commit();
+        // Lanes 0 to 15 ask whether their key exists.
+        const int page = __shfl_sync(0xffffffffu, now.page[0], lane * 4 % 32),
+                  other = __shfl_sync(0xffffffffu, now.page[1], lane * 4 % 32);
+        const unsigned exist = __ballot_sync(0xffffffffu, (lane < 8 ? page : other) >= 0);
+        if (lane == 0) {
+          shared.exists[at.stage][threadIdx.x / 32] = static_cast<unsigned short>(exist);
+          shared.full[at.stage][2].arrive();
+        }
+        int part = part_of(tile - begin, 0);
 #pragma unroll
         for (int n = 0; n < 2; ++n, part ^= 1) {
           char* to = stage + part * (kPartBlocks * kBlock * 2);
           // The parts of a tile come in the reverse order of those before.
           const int next_part = n ? part : part ^ 1;
+          if (n) {  // of the next tile
+            now = source((tile + 1) * kKeys + row, entries);
+            look_up(s, (tile + 2) * kKeys + row, high, entries);
+          }
           shared.empty[at.stage][part].wait(at.phase);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            store_part(to + chunk + i * 8 * 128, to + next_chunk + i * 8 * 128, raw[i], scales[i]);
-            const char* from = ckv_row(n ? then : now, i, next_part * (kPartBlocks * 64) + quad * 16);
-#pragma unroll
-            for (int k = 0; k < kPartBlocks; ++k) raw[i][k] = load_piece(from, k * 64);
-            scales[i] = load_scales(n ? then : now, i, next_part);
+            store_part(to + chunk + i * 8 * 128, to + next_chunk + i * 8 * 128, raw[i]);
+            load_part(raw[i], now, i, next_part, quad);
             __syncwarp();  // else ptxas puts the loads behind the stores of the other key
           }
-          fence_async_shared();
-          shared.full[at.stage][part].arrive();
-        }
-        shared.empty[at.stage][2].wait(at.phase);
-        char* to = stage + kLatentBlocks * (kBlock * 2);
-        const char* const ropes[2] = {kpe_row(now, 0, quad * 16), kpe_row(now, 1, quad * 16)};
-        if (params.wide_rope) {
+          if (lane == 0) shared.full[at.stage][part].arrive();
+          if (n == 0 && !params.wide_rope) {  // this thread's bytes have arrived where their values will be
+            cp_async_wait<0>();
+            const MlaFactor<MlaScale::kAny> factor(params.rope_factor);
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            cp_async_16(to + chunk + i * 8 * 128, ropes[i], ropes[i]);
-            cp_async_16(to + next_chunk + i * 8 * 128, ropes[i] + 16, ropes[i]);
+            for (int i = 0; i < 2; ++i) {
+              char* to = ropes_to + chunk + i * 8 * 128;
+              store_widened(to, ropes_to + next_chunk + i * 8 * 128, *reinterpret_cast<const uint4*>(to), factor);
+            }
+            shared.full[at.stage][2].arrive();
           }
-        } else {
-          const uint4 pieces[2] = {load_piece(ropes[0], 0), load_piece(ropes[1], 0)};
-          const MlaFactor factor(params.rope_factor);
-#pragma unroll
-          for (int i = 0; i < 2; ++i)
-            store_widened(to + chunk + i * 8 * 128, to + next_chunk + i * 8 * 128, pieces[i], &factor);
-          fence_async_shared();
         }
-        const unsigned low = __ballot_sync(0xffffffffu, now.page[0] >= 0),
-                       up = __ballot_sync(0xffffffffu, now.page[1] >= 0);  // of four lanes each
-        if (lane == 0) {
-          unsigned exist = 0;
-#pragma unroll
-          for (int r = 0; r < 8; ++r) exist |= (low >> (4 * r) & 1) << r | (up >> (4 * r) & 1) << (r + 8);
-          shared.exists[at.stage][threadIdx.x / 32] = static_cast<unsigned short>(exist);
-          shared.full[at.stage][2].arrive();
-        }
-        if (params.wide_rope)
-          shared.full[at.stage][2].arrive_copies();
-        else
-          shared.full[at.stage][2].arrive();
-        now = then, then = after;
         at.advance(kStages);
       }
       __syncwarp();
       if (lane == 0) shared.work_pipeline.release(work_at.stage);
     }
     pdl_launch_dependents();
-  }
-  // Stores one key's part of the latent columns.
-  FI_DEVICE void store_part(char* to, char* other, const uint4 (&raw)[kPartBlocks], float2 scales) const {
-    if (params.ckv_scales) {
-#pragma unroll
-      for (int k = 0; k < kPartBlocks; ++k) {
-        const MlaFactor factor(k / 2 ? scales.y : scales.x);
-        store_widened(to + k * (kBlock * 2), other + k * (kBlock * 2), raw[k], &factor);
-      }
-    } else {
-#pragma unroll
-      for (int k = 0; k < kPartBlocks; ++k)
-        store_widened(to + k * (kBlock * 2), other + k * (kBlock * 2), raw[k], nullptr);
-    }
   }
 };
 

@@ -33,28 +33,39 @@ FI_DEVICE unsigned mla_shifted(unsigned word, unsigned selector, __half) {
   return y;
 }
 
+// A shifted pair as it was.
+FI_DEVICE unsigned mla_unshifted(unsigned pair) {
+  unsigned y;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(pair), "r"(0x7b807b80u), "r"(0x80008000u));  // 2^120, -0
+  return y;
+}
+
 // Two e4m3 as they are.
 FI_DEVICE unsigned mla_widen(unsigned word, unsigned selector, __nv_bfloat16) {
-  unsigned y;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;"
-      : "=r"(y)
-      : "r"(mla_shifted(word, selector, __nv_bfloat16())), "r"(0x7b807b80u), "r"(0x80008000u));  // 2^120, -0
-  return y;
+  return mla_unshifted(mla_shifted(word, selector, __nv_bfloat16()));
 }
 FI_DEVICE unsigned mla_widen(unsigned word, unsigned selector, __half) { return mla_shifted(word, selector, __half()); }
 
-// A factor as the sum of two bf16, each in both halves of a word: products are rounded once.
+// What is known of a scale: it is 1; with 2^kMlaShift it is finite; nothing.
+enum class MlaScale { kNone, kSmall, kAny };
+FI_DEVICE bool mla_is_large(float scale) { return !(fabsf(scale) < 128.f); }
+
+// A factor of e4m3 values that makes products of shifted pairs, as the sum of two bf16, each in both halves of a word:
+// products are rounded once.
+template <MlaScale kScale>
 struct MlaFactor {
   unsigned high, low;
 
-  FI_DEVICE explicit MlaFactor(float x) {
-    const __nv_bfloat16 top = __float2bfloat16(x);
-    const __nv_bfloat162 highs = __bfloat162bfloat162(top);
-    const __nv_bfloat162 lows = __float2bfloat162_rn(x - __bfloat162float(top));
+  FI_DEVICE MlaFactor(float x) {
+    if (kScale == MlaScale::kSmall) x *= 0x1p120f;
+    const __nv_bfloat162 highs = __float2bfloat162_rn(x);
+    const __nv_bfloat162 lows = __float2bfloat162_rn(x - __low2float(highs));
     high = reinterpret_cast<const unsigned&>(highs), low = reinterpret_cast<const unsigned&>(lows);
   }
   FI_DEVICE unsigned times(unsigned pair) const {
     unsigned y;
+    if (kScale != MlaScale::kSmall) pair = mla_unshifted(pair);
+    if (kScale == MlaScale::kNone) return pair;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(pair), "r"(low), "r"(0x80008000u));
     asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(y) : "r"(pair), "r"(high));
     return y;

@@ -50,6 +50,7 @@ VARIANTS = {
         "--causal --window_left 3 --s_qo 19",
         "--head_dim_vo 8",
         "--page_size 4 --batch_size 3 --random_actual_seq_len --s_qo 1",
+        "--kv_dtype fp8_e4m3 --sparse_mla_top_k 13",
     ],
     "cascade": ["--input_dtype float16"],
     "topk": ["--input_dtype bfloat16 --sorted", "--num_rows 7 --page_size 8"],

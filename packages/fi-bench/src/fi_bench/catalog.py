@@ -32,6 +32,7 @@ FAMILIES = {
                 "BatchPrefillWithPagedKVCacheWrapper",
                 "BatchPrefillWithRaggedKVCacheWrapper",
                 "BatchMLAPagedAttentionWrapper",
+                "trtllm_batch_decode_with_kv_cache_mla",
                 "single_decode_with_kv_cache",
                 "single_prefill_with_kv_cache",
                 "single_prefill_with_kv_cache_return_lse",

@@ -154,6 +154,7 @@ ATTENTION = (
     Flag("window_left", "sliding window; -1 is off", integers, -1, metavar="N"),
     real("logits_soft_cap", 0.0, "soft cap of the logits; 0 is off"),
     switch("autotune", "accepted for compatibility; fi-core chooses by the shape"),
+    number("sparse_mla_top_k", 2048, "sparse MLA: cache slots of each query token; rows of 656 bytes with fp8_e4m3"),
     choice("mla_is_var_seq", ("true", "false", "auto"), None, "backends of FlashInfer only"),
     choice("mla_cute_dsl_impl", ("auto", "modular", "monolithic"), None, "backends of FlashInfer only"),
 )

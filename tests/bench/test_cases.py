@@ -27,6 +27,7 @@ SMALL = {
     "topk": "--batch_size 3 --vocab_size 300 --max_len 200 --top_k 70",
     "attention": "--s_qo 7 --s_kv 19 --num_qo_heads 4 --num_kv_heads 2 --head_dim_qk 16",
     "gdn": "--batch_size 2 --seq_len 2 --s_qo 70 --num_q_heads 2 --num_k_heads 2 --num_v_heads 4 --head_size 16",
+    "kda": "--batch_size 2 --s_qo 70 --num_q_heads 2 --head_size 16",
     "mamba": "--batch_size 2 --nheads 4 --dim 16 --dstate 32 --ngroups 2",
     "sampling": "--batch_size 3 --vocab_size 301 --top_k 7",
 }
@@ -55,6 +56,7 @@ VARIANTS = {
     "cascade": ["--input_dtype float16"],
     "topk": ["--input_dtype bfloat16 --sorted", "--num_rows 7 --page_size 8"],
     "gdn": ["--input_dtype float16"],
+    "kda": ["--input_dtype float16 --state_dtype float32"],
     "mamba": ["--has_z --dt_softplus --state_dtype float32"],
     "sampling": ["--temperature 0.5 --filter_apply_order joint", "--input_dtype bfloat16", "--num_speculate_tokens 2"],
 }

@@ -139,7 +139,7 @@ def test_list_routines_shows_all_and_their_status(capsys: pytest.CaptureFixture[
     assert rows.keys() == catalog.FAMILY_OF.keys()
     assert rows["rmsnorm"]["status"] == "ready"
     assert "cpu" in rows["rmsnorm"]["ours"].split()
-    assert rows["recurrent_kda_prefill"]["status"] == "no op yet"
+    assert rows["rmsnorm_fp4quant"]["status"] == "no op yet"
     for name, row in rows.items():
         found = case.find(name)
         assert (row["status"] == "ready") == (found is not None and backends.exists(found))

@@ -20,15 +20,18 @@ LENGTHS = [65, 0, 1, 130, 0, 63, 64]
 
 def inputs(
     lengths: list[int], device: str, *, dtype: torch.dtype = BF16, heads: tuple[int, int, int] = (2, 2, 4),
-    dim: int = 128, index: torch.dtype = torch.int32,
+    dim: int = 128, index: torch.dtype = torch.int32, channel: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
+    """channel: with a gate for each channel of k."""
     total, (hq, hk, hv) = sum(lengths), heads
     h = max(hq, hv)
+    gates = (total, h, dim) if channel else (total, h)
+    g = torch.sigmoid(rand(*gates, dtype=F32, device=device, seed=3) + 3)
     return {
         "q": strided(rand(total, hq, dim, dtype=dtype, device=device)),
         "k": strided(rand(total, hk, dim, dtype=dtype, device=device, seed=1)),
         "v": strided(rand(total, hv, dim, dtype=dtype, device=device, seed=2)),
-        "g": torch.sigmoid(rand(total, h, dtype=F32, device=device, seed=3) + 3),
+        "g": strided(g) if channel else g,
         "beta": torch.sigmoid(rand(total, h, dtype=F32, device=device, seed=4)),
         "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(index).to(device),
         "use_qk_l2norm_in_kernel": True,
@@ -57,11 +60,14 @@ def tolerance(device: str, dtype: torch.dtype, state: bool = False) -> tuple[flo
     return {BF16: (2e-2, 2e-2), F16: (3e-3, 3e-3)}[dtype]
 
 
+@pytest.mark.parametrize("channel", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize(("heads", "dim"), [((2, 2, 4), 128), ((4, 2, 2), 128), ((2, 2, 2), 64)])
-def test_packed_sequences(dtype: torch.dtype, heads: tuple[int, int, int], dim: int, device: str) -> None:
+def test_packed_sequences(
+    heads: tuple[int, int, int], dim: int, dtype: torch.dtype, channel: bool, device: str
+) -> None:
     """Lengths around a chunk, empty sequences; value heads that share keys, query heads that share them."""
-    x = inputs(LENGTHS, device, dtype=dtype, heads=heads, dim=dim, index=torch.int64)
+    x = inputs(LENGTHS, device, dtype=dtype, heads=heads, dim=dim, index=torch.int64, channel=channel)
     start = rand(len(LENGTHS), max(heads), dim, dim, dtype=F32, device=device)
     want, states = expected(x, start)
     for impl, segment in itertools.product(impls("chunk_gated_delta_rule", device), (None, 64, 128)):
@@ -93,10 +99,11 @@ def test_defaults(device: str) -> None:
     assert_close(scaled, want, tolerance=tolerance(device, BF16))
 
 
+@pytest.mark.parametrize("channel", [False, True])
 @pytest.mark.parametrize("segment", [None, 64])
-def test_pools_and_checkpoints(segment: int | None, device: str) -> None:
+def test_pools_and_checkpoints(segment: int | None, channel: bool, device: str) -> None:
     lengths = [128, 0, 200, 63]
-    x = inputs(lengths, device)
+    x = inputs(lengths, device, channel=channel)
     slots = torch.tensor([4, 0, 2, 5], device=device)
     pool = guarded((6, 4, 128, 128), F32, device)
     pool[slots] = rand(4, 4, 128, 128, dtype=F32, device=device)
@@ -131,9 +138,15 @@ def test_narrow_states(state_dtype: torch.dtype, device: str) -> None:
     assert_close(final[0], states[0][-1], tolerance=(2e-2, 2e-2))
 
 
-@pytest.mark.parametrize("which", ["g=0", "g=1", "some g=0", "tiny g", "beta=0", "beta=1", "k=0", "same k"])
-def test_extremes(which: str, device: str) -> None:
-    x = inputs([150], device, heads=(2, 2, 2))
+EXTREMES = ["g=0", "g=1", "some g=0", "tiny g", "beta=0", "beta=1", "k=0", "same k"]
+
+
+@pytest.mark.parametrize(
+    ("which", "channel"),
+    [*((which, channel) for which in EXTREMES for channel in (False, True)), ("g=0 of some channels", True)],
+)
+def test_extremes(which: str, channel: bool, device: str) -> None:
+    x = inputs([150], device, heads=(2, 2, 2), channel=channel)
     g, beta, k = x["g"], x["beta"], x["k"].clone()
     if which in ("g=0", "g=1"):
         g.fill_(float(which[-1]))
@@ -142,6 +155,10 @@ def test_extremes(which: str, device: str) -> None:
     elif which == "tiny g":
         g[5::9] = 1e-30
         g[6::9] = 1e-42
+    elif which == "g=0 of some channels":  # one gate is 0 in each block of 16 tokens, the others are 1 or tiny
+        g[...] = 1
+        g[..., ::3] = 1e-6
+        g[torch.arange(150, device=device), :, torch.arange(150, device=device) % 128] = 0
     elif which.startswith("beta"):
         beta.fill_(float(which[-1]))
     elif which == "k=0":
@@ -171,6 +188,18 @@ def test_decode_continues_prefill(device: str) -> None:
         b=torch.logit(x["beta"][39])[None, None],
     )  # fmt: skip
     assert_close(out[0, 0], want[39], tolerance=tolerance(device, BF16))
+
+
+@pytest.mark.gpu
+def test_gates_of_channels_are_those_of_heads() -> None:
+    """In 4096 tokens, with gates that are alike in all channels; whatever was in the workspace."""
+    x = inputs([4096], "cuda", heads=(4, 4, 4))
+    alike = x["g"][..., None].expand(-1, -1, 128).contiguous()
+    for use_cp in (False, True):
+        want, last = chunk_gated_delta_rule(**x, output_final_state=True, use_cp=use_cp)
+        out, state = chunk_gated_delta_rule(**{**x, "g": alike}, output_final_state=True, use_cp=use_cp)
+        assert_close(out, want, tolerance=tolerance("cuda", BF16))
+        assert_close(state, last, tolerance=tolerance("cuda", BF16, True))
 
 
 @pytest.mark.gpu
@@ -210,6 +239,9 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"state_indices": torch.zeros(1, dtype=torch.int32), "output_final_state": True}, ValueError,
      "output_state must be given"),
     ({"g": torch.ones(5, 2)}, ValueError, "g must have shape"),
+    ({"g": torch.ones(5, 4, 64)}, ValueError, "g must have shape"),
+    ({"g": torch.ones(5, 4, 128, dtype=BF16)}, TypeError, "g must be float32"),
+    ({"g": torch.ones(5, 128, 4).mT}, ValueError, "g must be contiguous in its last dimension"),
     ({"beta": torch.ones(5, 4, dtype=BF16)}, TypeError, "beta must be float32"),
     ({"k": torch.zeros(5, 3, 128, dtype=BF16)}, ValueError, "k must have a number of heads that divides 4"),
     ({"v": torch.zeros(5, 4, 128, dtype=F16)}, TypeError, "v must have the dtype of q"),

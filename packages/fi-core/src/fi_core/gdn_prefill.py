@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fi_core.linear_attention.ops import CHUNK_MATRIX
 from fi_core.linear_attention.ops import chunk_gated_delta_rule as _chunk
-from fi_core.linear_attention.trace import PREFILL
+from fi_core.linear_attention.trace import prefill
 from fi_core.observe.log import fi_api
 from fi_core.runtime.launch.operator import multiprocessors_of
 
@@ -26,16 +26,19 @@ _LEAST_LENGTH = 256  # tokens
 
 @functools.lru_cache(maxsize=1024)
 def _sizes(
-    multiprocessors: int, tokens: int, heads: int, dim: int, sequences: int, splits: bool, length: int | None
-) -> tuple[int, int]:
+    multiprocessors: int, tokens: int, heads: int, dim: int, sequences: int, splits: bool, length: int | None,
+    channels: bool,
+) -> tuple[int, int]:  # fmt: skip
     """(tokens of a segment, bytes of the workspace) of a call on the GPU; 0 tokens: sequences are not split.
 
     splits: whether sequences may be split, so that each SM gets 64 columns of a state. length: of a segment, or None.
     The workspace is for what the parallel parts of the computation leave for the sequential ones: two matrices and four
-    vectors of each chunk and head, three states of each segment and head.
+    vectors of each chunk and head (with a gate for each channel one vector, k twice and q), three states of each
+    segment and head.
     """
     segment_tokens = _segment_tokens(multiprocessors, tokens, heads, dim, sequences, length) if splits else 0
-    size = (tokens // _CHUNK + sequences) * heads * (2 * 2 * CHUNK_MATRIX + 4 * 4 * _CHUNK)
+    of_chunk = (3 * 2 * _CHUNK + 4) * dim if channels else 4 * 4 * _CHUNK
+    size = (tokens // _CHUNK + sequences) * heads * (2 * 2 * CHUNK_MATRIX + of_chunk)
     if segment_tokens:
         size += (tokens // segment_tokens + sequences) * heads * 3 * 4 * dim**2
     return segment_tokens, size
@@ -54,7 +57,7 @@ def _segment_tokens(multiprocessors: int, tokens: int, heads: int, dim: int, seq
     return -(-length // _CHUNK) * _CHUNK
 
 
-@fi_api(trace=PREFILL)
+@fi_api(trace=prefill)
 def chunk_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -77,7 +80,8 @@ def chunk_gated_delta_rule(
     backend: str = "auto",
     max_seqlen: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Computes a gated delta rule over packed sequences (arXiv:2412.06464).
+    """Computes a gated delta rule over packed sequences (arXiv:2412.06464), also with a gate for each channel of k
+    (Kimi Delta Attention, arXiv:2510.26692).
 
     For each token and head with the state S `[V, K]`: `S *= g`, `u = beta (v - S k)`, `S += u k^T`,
     `output = scale S q`. Sums are in fp32; operands of products, the state among them, are rounded to the dtype of q.
@@ -86,7 +90,9 @@ def chunk_gated_delta_rule(
         q: `[T, Hq, D]`, bf16 or fp16; on CUDA D is 64 or 128. Inputs may be strided, with contiguous last dimension.
         k: `[T, Hk, D]`, dtype of q.
         v: `[T, Hv, D]`, dtype of q. H = max(Hq, Hv) heads have a state; Hq, Hk and Hv divide H.
-        g: `[T, H]`, fp32, the decay itself (not its logarithm), in [0, 1]; None means 1.
+        g: `[T, H]`, or `[T, H, K]` with a gate for each channel, fp32: the decay itself (not its logarithm), in [0, 1];
+            None means 1. Gates of channels have a contiguous last dimension, and on CUDA take 6 K bytes of workspace
+            for each token and head.
         beta: `[T, H]`, fp32; None means 1.
         scale: of q; None or 0 means `1 / sqrt(D)`.
         initial_state: `[N, H, V, K]`, fp32, bf16 or fp16; None means zeros.
@@ -147,8 +153,9 @@ def chunk_gated_delta_rule(
     if q.is_cuda:
         import torch
 
+        channels = g is not None and g.ndim == 3
         segment_tokens, size = _sizes(
-            multiprocessors_of(q.device), tokens, heads, dim, sequences, use_cp is not False, _cp_chunk_len
+            multiprocessors_of(q.device), tokens, heads, dim, sequences, use_cp is not False, _cp_chunk_len, channels
         )
         workspace = q.new_empty(size, dtype=torch.uint8)
     _chunk(  # by position, as declared: 13 names cost 0.4 us

@@ -27,6 +27,12 @@ def _prefill(p: Namespace) -> dict[str, Any]:
     return sizes_of(p, "batch_size", *_HEADS, seq_len="s_qo", dtype="input_dtype")
 
 
+def _prefill_channels(p: Namespace) -> dict[str, Any]:
+    sizes = sizes_of(p, "batch_size", "num_q_heads", "head_size", seq_len="s_qo", dtype="input_dtype",
+                     state_dtype="state_dtype")  # fmt: skip
+    return {**sizes, "num_v_heads": p.num_q_heads}
+
+
 def _selective(p: Namespace) -> dict[str, Any]:
     same = ("batch_size", "nheads", "dim", "dstate", "ngroups", "has_z", "dt_softplus")
     return {**sizes_of(p, *same, state_dtype="state_dtype"), "dtype": "bfloat16"}
@@ -40,16 +46,24 @@ def _float_states(_: str, p: Namespace) -> str | None:
     return None if p.state_dtype == "float32" else "the case has states of float32 only"
 
 
+def _gates_are_given(backend: str, p: Namespace) -> str | None:
+    if p.offsets_dtype != "int32":
+        return "the case has offsets of int32 only"
+    return "its routine computes the gates inside" if backend.startswith("flashinfer") else None
+
+
 def _recurrence(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In fp32: q, k, v [batch, tokens, heads, dim], gates [batch, tokens, heads], state [batch, heads, V, K]."""
+    """In fp32: q, k, v [batch, tokens, heads, dim], gates [batch, tokens, heads], alpha also
+    [.., K], state [batch, heads, V, K].
+    """
     import torch
 
     group, state, outputs = v.shape[2] // q.shape[2], state.float(), []
     q, k = (torch.nn.functional.normalize(x.float(), dim=-1).repeat_interleave(group, 2) for x in (q, k))
     for t in range(q.shape[1]):
-        state = state * alpha[:, t, :, None, None]
+        state = state * alpha[:, t].reshape(*state.shape[:2], 1, -1)
         u = beta[:, t, :, None] * (v[:, t].float() - torch.einsum("bhvk,bhk->bhv", state, k[:, t]))
         state = state + torch.einsum("bhv,bhk->bhvk", u, k[:, t])
         outputs.append(torch.einsum("bhvk,bhk->bhv", state, q[:, t]) * q.shape[-1] ** -0.5)
@@ -112,7 +126,12 @@ CASES = (
     ),
     described(
         "gdn_prefill.chunk_gated_delta_rule", _prefill, None, _torch_prefill, op="chunk_gated_delta_rule",
-        unsupported=_float_states,
+        which=lambda _, template: "gate:channel" not in template.tags, unsupported=_float_states,
+    ),
+    described(
+        "gdn_prefill.chunk_gated_delta_rule", _prefill_channels, None, _torch_prefill, op="chunk_gated_delta_rule",
+        routine="recurrent_kda_prefill", which=lambda _, template: "gate:channel" in template.tags,
+        unsupported=_gates_are_given,
     ),
     described("mamba.selective_state_update", _selective, None, _torch_selective, op="selective_state_update"),
 )  # fmt: skip

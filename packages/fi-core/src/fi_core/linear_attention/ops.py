@@ -171,41 +171,55 @@ class _Chunks(NamedTuple):
     columns: tuple[int, ...]  # of a state that a CTA may have
     matrix: int  # elements of a matrix of a chunk
     alignment: int
-    pairs: bool  # whether the CTAs of a head are a cluster
+    pairs: bool  # whether the CTAs of 64 columns of a head are a cluster
+    channel_columns: tuple[int, ...]  # with a gate for each channel
+    channel_stages: int
 
-    def shared_bytes(self, dim: int, columns: int, outputs: bool) -> int:
-        """Of stages with k, a matrix of a chunk, v and four vectors; for outputs also q and the scores; of barriers."""
-        tiles = (1 + outputs) * (_CHUNK * dim + self.matrix) + _CHUNK * columns
-        return _STAGES * (2 * tiles + 4 * 4 * _CHUNK) + 2 * self.alignment
+    def shared_bytes(self, dim: int, columns: int, outputs: bool, channels: bool) -> int:
+        """Of stages with k, a matrix of a chunk, v and factors; for outputs also q and the scores; with a gate for each
+        channel k twice; of barriers.
+        """
+        tiles = (1 + outputs) * (_CHUNK * dim + self.matrix) + _CHUNK * columns + channels * _CHUNK * dim
+        stages, factors = (self.channel_stages, dim) if channels else (_STAGES, 4 * _CHUNK)
+        return stages * (2 * tiles + 4 * factors) + 2 * self.alignment
 
     def entries(self, axes: Values) -> tuple[Entry, ...]:
-        dtype, dim = DTYPES[axes["dtype"]], axes["dim"]
-        # Tiles of k and q, then in their place A of four heads; 14 vectors.
-        size = max(2 * 2 * _CHUNK * dim, 4 * (2 * CHUNK_MATRIX + 4 * 4 * 324 + 64)) + 4 * 14 * _CHUNK + 128
-        body = f"prepare_chunks<{dtype.device}, {dim}, {size}>"
-        entries = [Entry("prepare_chunks", body, 128, ChunkConfig(0, 0, 1), size, 5)]
-        size = self.shared_bytes(dim, _MAP_COLUMNS, False)
-        body = f"map_segments{self.suffix}<{dtype.device}, {dim}, {_MAP_COLUMNS}, {size}>"
+        dtype, dim, channels = DTYPES[axes["dtype"]], axes["dim"], axes["gate"] == "channel"
+        entries, flag = [_prepare_entry(dtype.device, dim, channels)], str(channels).lower()
+        size = self.shared_bytes(dim, _MAP_COLUMNS, False, channels)
+        body = f"map_segments{self.suffix}<{dtype.device}, {dim}, {_MAP_COLUMNS}, {flag}, {size}>"
         entries.append(Entry("map_segments", body, 2 * _MAP_COLUMNS, ChunkConfig(1, _MAP_COLUMNS, 1), size, 1))
         size = 4 * (4 + 1) * 8 * dim + 128
         entries.append(Entry("carry_states", f"carry_states<{dim}, {size}>", 4 * dim, ChunkConfig(2, dim, 1), size))
-        for columns in self.columns:
+        for columns in self.channel_columns if channels else self.columns:
             if columns <= dim:
-                size = self.shared_bytes(dim, columns, True)
-                body = f"chunk_gated_delta_rule{self.suffix}<{dtype.device}, {dim}, {columns}, {size}>"
-                config = ChunkConfig(3, columns, dim // columns if self.pairs else 1)
+                size = self.shared_bytes(dim, columns, True, channels)
+                body = f"chunk_gated_delta_rule{self.suffix}<{dtype.device}, {dim}, {columns}, {flag}, {size}>"
+                config = ChunkConfig(3, columns, 2 if self.pairs and dim == 2 * columns else 1)
                 entries.append(Entry(f"chunk_states_{columns}", body, 2 * columns, config, size, 128 // columns))
         return tuple(entries)
 
 
+def _prepare_entry(dtype: str, dim: int, channels: bool) -> Entry:
+    if channels:  # tiles of k, q and the gates, A and the scores on the diagonal, vectors of 4 blocks, three of tokens
+        size = 2 * 2 * _CHUNK * dim + 4 * _CHUNK * dim + 4 * 4 * 324 + 4 * 512 + 4 * 4 * dim + 4 * 3 * _CHUNK + 192
+        return Entry(
+            "prepare_chunks", f"prepare_channel_chunks<{dtype}, {dim}, {size}>", 128, ChunkConfig(0, 0, 1), size, 3
+        )
+    # Tiles of k and q, then in their place A of four heads; 14 vectors.
+    size = max(2 * 2 * _CHUNK * dim, 4 * (2 * CHUNK_MATRIX + 4 * 4 * 324 + 64)) + 4 * 14 * _CHUNK + 128
+    return Entry("prepare_chunks", f"prepare_chunks<{dtype}, {dim}, {size}>", 128, ChunkConfig(0, 0, 1), size, 5)
+
+
 def _chunk_unit(axes: Values) -> Unit:
-    entries = _Chunks("", (32, 64), CHUNK_MATRIX, 128, False).entries(axes)
+    entries = _Chunks("", (32, 64), CHUNK_MATRIX, 128, False, (32, 64), 1).entries(axes)
     return Unit("fi/linear_attention/chunk_gated_delta_rule.cuh", "ChunkGatedDeltaRuleParams", entries)
 
 
 def _chunk_wgmma_unit(axes: Values) -> Unit:
     # Two CTAs of 64 columns on each SM. H200, one of 128: 12 sequences of 16384 tokens 328 us instead of 305.
-    entries = _Chunks("_wgmma", (64,), 12 * 256, 1024, True).entries(axes)
+    # With a gate for each channel, k twice leaves an SM one CTA: of 128 columns where there are many states.
+    entries = _Chunks("_wgmma", (64,), 12 * 256, 1024, True, (64, 128), 2).entries(axes)
     return Unit("fi/linear_attention/chunk_gated_delta_rule_sm90.cuh", "ChunkGatedDeltaRuleParams", entries)
 
 
@@ -221,9 +235,14 @@ CHUNK_GATED_DELTA_RULE = Op(
     "Tensor? initial_state=None, Tensor(c!)? output_state=None, Tensor? state_indices=None, "
     "Tensor(d!)? state_checkpoints=None, Tensor? checkpoint_cu_starts=None, int checkpoint_every_n_tokens=0, "
     "int segment_tokens=0, bool? enable_pdl=None",
-    read="q.dtype, q.shape[-1], v.shape[-1]",
-    fields={"dtype": Field(_FLOATS_16, "bf16"), "dim": Field(None, 128), "dim_v": Field(None, 128)},
-    axes={"dtype": _FLOATS_16, "dim": (64, 128), "dim_v": (64, 128)},
+    read="q.dtype, q.shape[-1], v.shape[-1], 'channel' if g is not None and g.ndim == 3 else 'head'",
+    fields={
+        "dtype": Field(_FLOATS_16, "bf16"),
+        "dim": Field(None, 128),
+        "dim_v": Field(None, 128),
+        "gate": Field(("head", "channel"), "head"),
+    },
+    axes={"dtype": _FLOATS_16, "dim": (64, 128), "dim_v": (64, 128), "gate": ("head", "channel")},
     config=ChunkConfig,
     implementations=(
         Implementation("cpu", ON_CPU),

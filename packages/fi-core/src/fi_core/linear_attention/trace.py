@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,9 @@ _OPERATIONS = 6  # of an element of a state for each token: two products with ve
 
 
 def _gated_delta_rule(q, k, v, alpha, beta, state, scale, l2norm):  # type: ignore[no-untyped-def]
-    """One sequence: q, k [T, heads, K], v [T, heads, V], gates [T, heads], state [heads, V, K]; output and states."""
+    """One sequence: q, k [T, heads, K], v [T, heads, V], gates [T, heads], alpha also [T, heads, K], state
+    [heads, V, K]; output and states.
+    """
     import torch
 
     states, outputs = [], []
@@ -20,7 +23,7 @@ def _gated_delta_rule(q, k, v, alpha, beta, state, scale, l2norm):  # type: igno
         query, key = q[t], k[t]
         if l2norm:
             query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
-        state = state * alpha[t, :, None, None]
+        state = state * alpha[t].reshape(len(state), 1, -1)
         u = beta[t, :, None] * (v[t] - (state @ key[..., None])[..., 0])
         state = state + u[..., None] * key[:, None, :]
         outputs.append(scale * (state @ query[..., None])[..., 0])
@@ -131,13 +134,14 @@ def _heads(draw: Draw, rows: tuple[int, ...], dtype: Any, heads: tuple[int, int]
 
 def _make_prefill(
     draw: Draw, *, dtype: str = "bfloat16", state_dtype: str = "float32", batch_size: int = 3, seq_len: int = 70,
-    num_q_heads: int = 2, num_v_heads: int = 4, head_size: int = 64,
+    num_q_heads: int = 2, num_v_heads: int = 4, head_size: int = 64, channels: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     lengths = [seq_len] * batch_size
     if draw.nasty and batch_size > 1:  # one sequence is longer, one empty
         lengths[:2] = [2 * seq_len, 0]
     rows = sum(lengths)
-    gates = (draw.normal((rows, num_v_heads), "float32", 2.0).sigmoid() for _ in range(2))
+    of_channels = (head_size,) if channels else ()
+    gates = (draw.normal((rows, num_v_heads, *more), "float32", 2.0).sigmoid() for more in (of_channels, ()))
     g, beta = (draw.special(x, 0.0, 1.0) for x in gates)
     states = (batch_size, num_v_heads, head_size, head_size)
     return {
@@ -145,6 +149,16 @@ def _make_prefill(
         "g": g, "beta": beta, "cu_seqlens": draw.offsets(lengths), "use_qk_l2norm_in_kernel": True,
         "initial_state": draw.rows(draw.normal(states, state_dtype)), "output_final_state": True,
     }  # fmt: skip
+
+
+def _make_prefill_channels(
+    draw: Draw, *, dtype: str = "bfloat16", state_dtype: str = "float32", batch_size: int = 3, seq_len: int = 70,
+    num_q_heads: int = 2, num_v_heads: int = 4, head_size: int = 64,
+) -> dict[str, Any]:  # fmt: skip
+    return _make_prefill(
+        draw, dtype=dtype, state_dtype=state_dtype, batch_size=batch_size, seq_len=seq_len, num_q_heads=num_q_heads,
+        num_v_heads=num_v_heads, head_size=head_size, channels=True,
+    )  # fmt: skip
 
 
 def _make_decode(
@@ -239,7 +253,7 @@ _BATCH: dict[str, Var | Const] = {"batch_size": Var(), "seq_len": Var(), "num_sl
 _STATE = {"state": (1e-2, 1e-2)}  # of bf16; fp32 states are closer, see tests/families
 _OUTPUT = Tensor(["batch_size", "seq_len", "num_v_heads", "head_size"], dtype_from="q")
 
-PREFILL = TraceTemplate(
+_PREFILL = TraceTemplate(
     "gdn",
     name_prefix="gdn_prefill",
     axes={"total_tokens": Var(), "num_seqs": Var(), "len_cu_seqlens": Var(), **_HEADS},
@@ -266,6 +280,23 @@ PREFILL = TraceTemplate(
     tolerance={"final_state": (1e-4, 1e-4)},
     description="Gated delta rule over packed sequences.",
 )
+_PREFILL_CHANNELS = dataclasses.replace(
+    _PREFILL,
+    name_prefix="kda_prefill",
+    inputs={**_PREFILL.inputs, "g": Tensor(["total_tokens", "num_v_heads", "head_size"])},
+    make=_make_prefill_channels,
+    tags=("gate:channel",),
+    description="Gated delta rule over packed sequences, with a gate for each channel of keys.",
+)
+
+
+def prefill(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate:
+    """The template of the gates."""
+    g = arguments.get("g")
+    return _PREFILL_CHANNELS if g is not None and g.ndim == 3 else _PREFILL
+
+
+prefill.templates = (_PREFILL, _PREFILL_CHANNELS)  # type: ignore[attr-defined]
 
 PRETRANSPOSE = TraceTemplate(
     "gdn",

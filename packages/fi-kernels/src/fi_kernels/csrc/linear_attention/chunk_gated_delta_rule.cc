@@ -48,7 +48,12 @@ void run_cpu(const ChunkGatedDeltaRuleParams& p, DType dtype) {
       load(row_of(p.v, p.v_strides, t, h / p.v_group.value), v, dim_v);
       cpu::scale_row_of_heads(q, dim_k, p.l2norm, p.scale);
       cpu::scale_row_of_heads(k, dim_k, p.l2norm, 1.f);
-      std::fill_n(alpha, dim_k, p.g ? p.g[t * p.g_strides[0] + h * p.g_strides[1]] : 1.f);
+      const float* g = p.g ? p.g + t * p.g_strides[0] + h * p.g_strides[1] : nullptr;
+      if (p.channel_gates) {
+        std::copy_n(g, dim_k, alpha);
+      } else {
+        std::fill_n(alpha, dim_k, g ? *g : 1.f);
+      }
       const float beta = p.beta ? p.beta[t * p.beta_strides[0] + h * p.beta_strides[1]] : 1.f;
       cpu::gated_delta_step(state, alpha, beta, k, q, v, out, dim_v, dim_k);
       store(out, row_of(p.out, p.out_strides, t, h), dim_v);
@@ -107,6 +112,7 @@ const Entry& entry_of(const Kernel& kernel, int64_t step) {
 }
 // The heads that a CTA prepares: four only where that leaves each SM five CTAs four times.
 int32_t unit_heads(const ChunkGatedDeltaRuleParams& p, int64_t matrices, int64_t multiprocessors) {
+  if (p.channel_gates) return 1;
   const auto share = [&](uint32_t count) { return p.q_group.value % count == 0 && p.k_group.value % count == 0; };
   return share(4) && matrices >= 4 * 20 * multiprocessors ? 4 : share(2) ? 2 : 1;
 }
@@ -136,7 +142,14 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
            a.cu_seqlens.shape_str().c_str());
   const int64_t sequences = ends - 1;
   ChunkGatedDeltaRuleParams p{};
-  p.g = gates_of(a.g, a.q, tokens, heads, p.g_strides);
+  p.channel_gates = a.g && a.g.ndim() == 3;
+  if (p.channel_gates) {
+    a.g.is({kF32}).on(a.q).inner_contiguous().shape(tokens, heads, dim_k);
+    p.g = a.g.data<float>();
+    p.g_strides[0] = a.g.stride(0), p.g_strides[1] = a.g.stride(1);
+  } else {
+    p.g = gates_of(a.g, a.q, tokens, heads, p.g_strides);
+  }
   p.beta = gates_of(a.beta, a.q, tokens, heads, p.beta_strides);
   p.slots = index_table(a.state_indices, a.q, sequences, 0);
   Dim rows{a.state_indices ? "slots" : "sequences", a.state_indices ? -1 : sequences}, kept{"checkpoints"};
@@ -200,6 +213,10 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
              "%s must have rows that lie at multiples of 16 bytes; got address %p, strides %lld and %lld: call "
              ".contiguous() on a copy",
              t.name(), t.data(), static_cast<long long>(t.stride(0)), static_cast<long long>(t.stride(1)));
+  FI_CHECK(!p.channel_gates || a.g.row_alignment(16) == 16, ValueError,
+           "g must have rows that lie at multiples of 16 bytes; got address %p, strides %lld and %lld: call "
+           ".contiguous() on a copy",
+           a.g.data(), static_cast<long long>(a.g.stride(0)), static_cast<long long>(a.g.stride(1)));
   FI_CHECK(a.out.row_alignment(4) == 4, ValueError,
            "out must have rows that lie at multiples of 4 bytes; got address %p, strides %lld and %lld", a.out.data(),
            static_cast<long long>(a.out.stride(0)), static_cast<long long>(a.out.stride(1)));
@@ -209,22 +226,26 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
   const int64_t chunks = tokens / kChunkTokens + sequences, matrices = chunks * heads, bytes = a.q.dtype().bytes();
   const int64_t segments = p.segment_tokens.value ? tokens / p.segment_tokens.value + sequences : sequences;
   const int64_t mapped = p.segment_tokens.value ? segments * heads * dim_k * dim_v : 0;
-  const int64_t needed = matrices * (2 * kChunkMatrix * bytes + 4 * kChunkTokens * 4) + 3 * 4 * mapped;
+  const int64_t factors = p.channel_gates ? dim_k : 4 * kChunkTokens;  // of a chunk and head
+  const int64_t decayed = p.channel_gates ? matrices * 3 * kChunkTokens * dim_k * bytes : 0;
+  const int64_t needed = decayed + matrices * (2 * kChunkMatrix * bytes + factors * 4) + 3 * 4 * mapped;
   FI_CHECK(a.workspace, ValueError, "workspace must be given on CUDA: %lld bytes", static_cast<long long>(needed));
   a.workspace.is({kU8}).on(a.q).contiguous();
   FI_CHECK(a.workspace.numel() >= needed && a.workspace.alignment(16, {}) == 16, ValueError,
            "workspace must have %lld bytes at a multiple of 16; got %lld at %p", static_cast<long long>(needed),
            static_cast<long long>(a.workspace.numel()), a.workspace.data());
-  p.solved = a.workspace.data();
-  p.scores = a.workspace.data<char>() + matrices * kChunkMatrix * bytes;
-  p.factors = reinterpret_cast<float*>(a.workspace.data<char>() + 2 * matrices * kChunkMatrix * bytes);
-  p.maps = p.factors + matrices * 4 * kChunkTokens;
+  char* at = a.workspace.data<char>();
+  p.decayed = at;
+  p.solved = at + decayed;
+  p.scores = at + decayed + matrices * kChunkMatrix * bytes;
+  p.factors = reinterpret_cast<float*>(at + decayed + 2 * matrices * kChunkMatrix * bytes);
+  p.maps = p.factors + matrices * factors;
   p.carried = p.maps + 2 * mapped;
   const int64_t multiprocessors = kernel.multiprocessors(a.q.device());
   p.unit_heads = unit_heads(p, matrices, multiprocessors);
   p.units = divisor(p.heads.value / p.unit_heads);
-  p.has_tiles = tokens > 0 && kernel.capability >= 90 && describe(kernel, p.k_tiles, a.k) &&
-                describe(kernel, p.q_tiles, a.q) && describe(kernel, p.v_tiles, a.v);
+  p.has_tiles = tokens > 0 && kernel.capability >= 90 && describe(kernel, p.v_tiles, a.v) &&
+                (p.channel_gates || (describe(kernel, p.k_tiles, a.k) && describe(kernel, p.q_tiles, a.q)));
   const auto start = [&](const Entry& entry, int64_t ctas) {
     Launch launch{ctas};
     launch.cluster = static_cast<unsigned>(ChunkGatedDeltaRuleConfig::of(entry).cluster);

@@ -4,6 +4,7 @@
 #pragma once
 #include "fi/linear_attention/carry_states.cuh"
 #include "fi/linear_attention/chunk_states.cuh"
+#include "fi/linear_attention/prepare_channel_chunks.cuh"
 #include "fi/linear_attention/prepare_chunks.cuh"
 
 namespace fi {
@@ -72,13 +73,13 @@ struct MmaProducts {
   }
 };
 
-template <class T, int kD, int kColumns, int kBytes>
+template <class T, int kD, int kColumns, bool kChannels, int kBytes>
 FI_DEVICE void chunk_gated_delta_rule(const ChunkGatedDeltaRuleParams& p) {
-  run_in_shared<ChunkStates<T, kD, kColumns, MmaProducts<T, kD>>, 128, kBytes>(p);
+  run_in_shared<ChunkStates<T, kD, kColumns, MmaProducts<T, kD>, kChannels>, 128, kBytes>(p);
 }
-template <class T, int kD, int kColumns, int kBytes>
+template <class T, int kD, int kColumns, bool kChannels, int kBytes>
 FI_DEVICE void map_segments(const ChunkGatedDeltaRuleParams& p) {
-  run_in_shared<ChunkStates<T, kD, kColumns, MmaProducts<T, kD>, true>, 128, kBytes>(p);
+  run_in_shared<ChunkStates<T, kD, kColumns, MmaProducts<T, kD>, kChannels, true>, 128, kBytes>(p);
 }
 
 }  // namespace fi

@@ -23,18 +23,22 @@ struct ChunkStatesView {
 // i >= j and else 0, A = strictly lower(diag(beta) (K K^T o D)) and T = (I + A)^-1 diag(beta):
 //   U = T (V - diag(G) K S^T);  O = scale (diag(G) Q S^T + (Q K^T o D) U);  S = G_last S + U^T diag(G_last / G) K
 // The chunks of a sequence that begins at token t have numbers from t / 64 + its index on. Strides are in elements.
-// Few long sequences are cut into segments, numbered alike, which are computed in parallel: from a state S before a
-// segment follows S M + N after it, where M and N do not depend on S.
+// With a gate for each channel of k, G_i is a vector: A and the scores are sums over channels c of k_ic k_jc G_ic /
+// G_jc, and G scales the rows of K and Q by channels, G_last the columns of S. Few long sequences are cut into
+// segments, numbered alike, which are computed in parallel: from a state S before a segment follows S M + N after it,
+// where M and N do not depend on S.
 struct ChunkGatedDeltaRuleParams {
-  TensorMap k_tiles, q_tiles, v_tiles;  // boxes of 64 columns of a head and 64 tokens, if has_tiles
+  TensorMap k_tiles, q_tiles, v_tiles;  // boxes of 64 columns of a head and 64 tokens, if has_tiles; with
+                                        // channel_gates of v only
   void* out;                            // [tokens, heads, dim_v]
   const void *q, *k;                    // [tokens, q_heads or k_heads, dim_k]
   const void* v;                        // [tokens, v_heads, dim_v]
-  const float* g;                       // [tokens, heads] or null (1)
+  const float* g;                       // [tokens, heads], [tokens, heads, dim_k] with channel_gates, or null (1)
   const float* beta;                    // [tokens, heads] or null (1)
   void* solved;                         // workspace: T of each chunk and head, dtype of q, as LowerTriangle lays it out
   void* scores;                         // workspace: scale (Q K^T o D)
-  float* factors;  // workspace: of each chunk and head 4 x 64: of S k, of S q, of U in the update, and G_last
+  float* factors;  // workspace: of each chunk and head 4 x 64: of S k, of S q, of U in the update, and G_last; with
+                   // channel_gates dim_k: G_last
   float* maps;     // workspace: N [dim_v, dim_k] and M [dim_k, dim_k] of each segment and head, if there are segments
   float* carried;  // workspace: the state [dim_v, dim_k] before each segment and head
   ChunkStatesView initial, output, checkpoints;
@@ -51,7 +55,9 @@ struct ChunkGatedDeltaRuleParams {
   Divisor slices, map_slices;         // CTAs that share the state of a head, and those that share M and N
   Divisor q_group, k_group, v_group;  // heads that share a head of q, of k and of v
   float scale;
-  bool l2norm, has_tiles;
+  bool l2norm, has_tiles, channel_gates;
+  void* decayed;  // workspace with channel_gates: of each chunk and head three tiles, as ChunkTile lays them out, dtype
+                  // of q: diag(G) K, scale diag(G) Q, diag(G_last / G) K
 };
 
 }  // namespace fi

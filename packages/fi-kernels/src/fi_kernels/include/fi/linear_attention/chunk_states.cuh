@@ -7,19 +7,29 @@
 
 namespace fi {
 
-template <int kD, int kColumns, class Products, bool kOutputs>
+// kChannels: with a gate for each channel of k, tiles and factors are those that prepare_channel_chunks has written. A
+// third tile then leaves mma.sync one stage, so that CTAs fit an SM of 100 KB.
+template <int kD, int kColumns, class Products, bool kOutputs, bool kChannels>
 struct ChunkStages {
-  static constexpr int kStages = 2;
+  static constexpr int kStages = kChannels && !Products::kAsync ? 1 : 2, kFactors = kChannels ? kD : 4 * kChunkTokens;
   alignas(Products::kAlignment) char k[kStages][ChunkTile<kD>::kBytes];
   alignas(128) char solved[kStages][Products::Matrix::kBytes];
   alignas(Products::kAlignment) char v[kStages][ChunkTile<kColumns>::kBytes];
-  alignas(16) float factors[kStages][4 * kChunkTokens];
+  alignas(16) float factors[kStages][kFactors];
   typename Products::Arrivals arrivals;
 };
-template <int kD, int kColumns, class Products>
-struct ChunkStages<kD, kColumns, Products, true> : ChunkStages<kD, kColumns, Products, false> {
-  alignas(Products::kAlignment) char q[2][ChunkTile<kD>::kBytes];
-  alignas(128) char scores[2][Products::Matrix::kBytes];
+template <int kD, int kColumns, class Products, bool kChannels>
+struct ChunkStages<kD, kColumns, Products, true, kChannels> : ChunkStages<kD, kColumns, Products, false, kChannels> {
+  using ChunkStages<kD, kColumns, Products, false, kChannels>::kStages;
+  alignas(Products::kAlignment) char q[kStages][ChunkTile<kD>::kBytes];
+  alignas(128) char scores[kStages][Products::Matrix::kBytes];
+};
+// And k as the update of the state takes it, if that is another tile.
+template <class Stages, int kD, int kAlignment, bool kChannels>
+struct ChunkUpdates : Stages {};
+template <class Stages, int kD, int kAlignment>
+struct ChunkUpdates<Stages, kD, kAlignment, true> : Stages {
+  alignas(kAlignment) char update[Stages::kStages][ChunkTile<kD>::kBytes];
 };
 
 // A CTA has kColumns of the V columns of the state of a head, a warp 16 of them. All products are of transposed
@@ -27,9 +37,9 @@ struct ChunkStages<kD, kColumns, Products, true> : ChunkStages<kD, kColumns, Pro
 // never leaves registers. Products computes them, by mma.sync or wgmma; both have the same accumulators.
 // kMaps: without outputs. The first CTAs of a segment and head compute N, from a state of 0; the others M, from the
 // identity and without v.
-template <class T, int kD, int kColumns, class Products, bool kMaps = false>
+template <class T, int kD, int kColumns, class Products, bool kChannels, bool kMaps = false>
 struct ChunkStates {
-  static constexpr int kThreads = 2 * kColumns, kStages = 2, kSteps = kD / 16, kBlocks = kChunkTokens / 16;
+  static constexpr int kThreads = 2 * kColumns, kSteps = kD / 16, kBlocks = kChunkTokens / 16;
   // The two CTAs of a head are a cluster, and copy for each other what both read. H200, 64 heads, 4 x 8192 tokens: 847
   // to 823 us.
   static constexpr bool kPair = Products::kAsync && !kMaps && kD == 2 * kColumns;
@@ -38,7 +48,9 @@ struct ChunkStates {
   using Matrix = typename Products::Matrix;
   using Values = ChunkTile<kColumns>;
 
-  using Shared = ChunkStages<kD, kColumns, Products, !kMaps>;
+  using Stages = ChunkStages<kD, kColumns, Products, !kMaps, kChannels>;
+  using Shared = ChunkUpdates<Stages, kD, Products::kAlignment, kChannels>;
+  static constexpr int kStages = Stages::kStages, kFactors = Stages::kFactors;
   struct Place {
     TokenSpan span;
     int head, column;    // column: the first of the CTA
@@ -106,6 +118,10 @@ struct ChunkStates {
         if (count * p.checkpoint_tokens.value == in_all)
           move_state<true>(p.checkpoints, p.checkpoint_starts.at(span.sequence) + count - 1, place, state);
       }
+      if (kStages == 1 && c + 1 < chunks) {
+        __syncthreads();
+        load_stage(place, c + 1);
+      }
     }
     pdl_launch_dependents();
     if constexpr (kMaps) {
@@ -154,16 +170,27 @@ struct ChunkStates {
     const int64_t matrix = int64_t{place.chunk + c} * p.heads.value + place.head;
     const char* solved = static_cast<const char*>(p.solved) + matrix * LowerTriangle::kBytes;
     const char* scores = static_cast<const char*>(p.scores) + matrix * LowerTriangle::kBytes;
-    const float* factors = p.factors + matrix * 4 * kChunkTokens;
+    const float* factors = p.factors + matrix * kFactors;
+    const char* decayed = static_cast<const char*>(p.decayed) + matrix * 3 * Tile::kBytes;
     if constexpr (Products::kAsync) {
-      if (lane() == 0) load_at_once(place, c, solved, scores, factors);
+      if (lane() == 0) load_at_once(place, c, solved, scores, factors, decayed);
       if (has_tiles(place, c)) return;
     }
     const int rows = rows_of(place, c);
     const int64_t token = int64_t{c} * kChunkTokens;
-    Tile::template load<kThreads>(address(shared.k[stage]), place.k + token * p.k_strides[0], p.k_strides[0], rows);
-    if constexpr (!kMaps)
-      Tile::template load<kThreads>(address(shared.q[stage]), place.q + token * p.q_strides[0], p.q_strides[0], rows);
+    if constexpr (!kChannels) {
+      Tile::template load<kThreads>(address(shared.k[stage]), place.k + token * p.k_strides[0], p.k_strides[0], rows);
+      if constexpr (!kMaps)
+        Tile::template load<kThreads>(address(shared.q[stage]), place.q + token * p.q_strides[0], p.q_strides[0], rows);
+    } else if constexpr (!Products::kAsync) {
+#pragma unroll
+      for (int i = 0; i < Tile::kBytes / (16 * kThreads); ++i) {
+        const int at = 16 * (threadIdx.x + i * kThreads);
+        cp_async_16(address(shared.k[stage]) + at, decayed + at);
+        if constexpr (!kMaps) cp_async_16(address(shared.q[stage]) + at, decayed + Tile::kBytes + at);
+        cp_async_16(address(shared.update[stage]) + at, decayed + 2 * Tile::kBytes + at);
+      }
+    }
     Values::template load<kThreads>(address(shared.v[stage]), place.v + token * p.v_strides[0], p.v_strides[0],
                                     place.is_map ? 0 : rows);
     if constexpr (!Products::kAsync) {
@@ -171,27 +198,39 @@ struct ChunkStates {
         cp_async_16(address(shared.solved[stage]) + at, solved + source);
         if constexpr (!kMaps) cp_async_16(address(shared.scores[stage]) + at, scores + source);
       });
-      if (threadIdx.x < kChunkTokens) cp_async_16(&shared.factors[stage][4 * threadIdx.x], factors + 4 * threadIdx.x);
+      if (threadIdx.x < kFactors / 4) cp_async_16(&shared.factors[stage][4 * threadIdx.x], factors + 4 * threadIdx.x);
     }
     cp_async_commit();
   }
   // By one thread of each warp, with TMA: a warp that issues all copies keeps the others waiting. H200, 16384 tokens:
   // 496 to 458 us. M has no values.
-  FI_DEVICE void load_at_once(const Place& place, int c, const char* solved, const char* scores,
-                              const float* factors) const {
+  FI_DEVICE void load_at_once(const Place& place, int c, const char* solved, const char* scores, const float* factors,
+                              const char* decayed) const {
     const int stage = c % kStages, token = static_cast<int>(place.span.token) + c * kChunkTokens;
     const bool tiles = has_tiles(place, c);
     auto& full = Products::arrival(shared.arrivals, c);
     if (warp() == 0) {
       unsigned bytes = (kMaps ? 1 : 2) * LowerTriangle::kBytes + sizeof shared.factors[0];
-      if (tiles) bytes += (kMaps ? 1 : 2) * Tile::kBytes + (place.is_map ? 0 : Values::kBytes);
+      if (kChannels) bytes += (kMaps ? 2 : 3) * Tile::kBytes;
+      if (tiles && !kChannels) bytes += (kMaps ? 1 : 2) * Tile::kBytes;
+      if (tiles && !place.is_map) bytes += Values::kBytes;
       full.arrive_expect(bytes);
     }
     if constexpr (kPair) {
       Products::take_stage(shared.arrivals, c);
       const bool is_first = Products::rank() == 0;  // copies k and T, the other one q and the scores
+      if constexpr (kChannels) {
+        // Of both: halves of k or q, and one half of the update.
+        const int half = Tile::kBytes / 2 * warp(), own = Tile::kBytes / 2 * Products::rank();
+        if (warp() < 2)
+          Products::template load_bytes<true>((is_first ? shared.k[stage] : shared.q[stage]) + half,
+                                              decayed + (is_first ? 0 : Tile::kBytes) + half, Tile::kBytes / 2, full);
+        if (warp() == 3)
+          Products::template load_bytes<true>(shared.update[stage] + own, decayed + 2 * Tile::kBytes + own,
+                                              Tile::kBytes / 2, full);
+      }
       if (warp() < 2) {
-        if (tiles)
+        if (tiles && !kChannels)
           Products::share_block(is_first ? shared.k[stage] : shared.q[stage], is_first ? p.k_tiles : p.q_tiles, full,
                                 warp(), divide(place.head, is_first ? p.k_group : p.q_group), token);
       } else if (warp() == 2) {
@@ -206,7 +245,16 @@ struct ChunkStates {
       }
       return;
     }
-    if (warp() == 0 && tiles)
+    if constexpr (kChannels) {
+      if (warp() == 0) Products::template load_bytes<false>(shared.k[stage], decayed, Tile::kBytes, full);
+      if constexpr (!kMaps) {
+        if (warp() == 1)
+          Products::template load_bytes<false>(shared.q[stage], decayed + Tile::kBytes, Tile::kBytes, full);
+      }
+      if (warp() == 3)
+        Products::template load_bytes<false>(shared.update[stage], decayed + 2 * Tile::kBytes, Tile::kBytes, full);
+    }
+    if (warp() == 0 && tiles && !kChannels)
       Products::template load_tile<kD>(shared.k[stage], p.k_tiles, full, 0, divide(place.head, p.k_group), token);
     if (warp() == 2) {
       Products::template load_matrix<false>(shared.solved[stage], solved, full);
@@ -214,7 +262,7 @@ struct ChunkStates {
     }
     if constexpr (!kMaps) {
       if (warp() == 1) {
-        if (tiles)
+        if (tiles && !kChannels)
           Products::template load_tile<kD>(shared.q[stage], p.q_tiles, full, 0, divide(place.head, p.q_group), token);
         Products::template load_matrix<false>(shared.scores[stage], scores, full);
       }
@@ -267,6 +315,7 @@ struct ChunkStates {
     const int stage = c % kStages;
     const float* factors = shared.factors[stage];
     const auto factor = [&](int which, int n) {
+      if constexpr (kChannels) return make_float2(1.f, 1.f);
       return *reinterpret_cast<const float2*>(factors + which * kChunkTokens + 8 * n + 2 * (lane() % 4));
     };
     unsigned s[kSteps][4];
@@ -275,7 +324,7 @@ struct ChunkStates {
 
     // X^T = V^T - S K^T diag(G)
     float d[kCount], o[kCount];
-    if (!Products::kAsync && more) load_stage(place, c + 1);
+    if (!Products::kAsync && kStages > 1 && more) load_stage(place, c + 1);
     Products::rows(d, s, shared.k[stage]);
     if constexpr (Products::kAsync && !kMaps) Products::template rows_of<0, kSteps / 2>(o, s, shared.q[stage]);
     if (Products::kAsync && more) load_stage(place, c + 1);
@@ -322,10 +371,15 @@ struct ChunkStates {
     }
 
     // S = G_last S + U^T diag(G_last / G) K, while the outputs are stored.
-    const float last = factors[3 * kChunkTokens];
 #pragma unroll
-    for (int n = 0; n < kD / 8; ++n) scale(state, n, make_float2(last, last));
-    Products::columns(state, scaled, shared.k[stage]);
+    for (int n = 0; n < kD / 8; ++n) {
+      const float* last = factors + (kChannels ? 8 * n + 2 * (lane() % 4) : 3 * kChunkTokens);
+      scale(state, n, kChannels ? *reinterpret_cast<const float2*>(last) : make_float2(*last, *last));
+    }
+    if constexpr (kChannels)
+      Products::columns(state, scaled, shared.update[stage]);
+    else
+      Products::columns(state, scaled, shared.k[stage]);
     if constexpr (Products::kAsync && !kMaps) {
       finish_halves<1>(u);
       Products::template finish<1>(o);

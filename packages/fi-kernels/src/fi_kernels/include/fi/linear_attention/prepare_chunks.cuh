@@ -4,7 +4,7 @@
 #include "fi/cuda/ptx/math.cuh"
 #include "fi/cuda/reduce.cuh"
 #include "fi/cuda/shared_memory.cuh"
-#include "fi/linear_attention/chunk_tiles.cuh"
+#include "fi/linear_attention/invert_chunk.cuh"
 
 namespace fi {
 
@@ -14,24 +14,21 @@ template <class T, int kD>
 struct PrepareChunks {
   using Tile = ChunkTile<kD>;
   using Matrix = LowerTriangle;
+  using Inverse = ChunkInverse<T>;
   static constexpr int kThreads = 128, kMostHeads = 4;
-  static constexpr int kBlockRows = 16 * 128;                     // bytes of 16 rows of a tile
-  static constexpr int kPitch = 20, kDiagonal = 16 * kPitch + 4;  // floats: two blocks lie in distinct banks
+  static constexpr int kBlockRows = 16 * 128;  // bytes of 16 rows of a tile
 
   struct Tiles {
     alignas(128) char k[Tile::kBytes];
     alignas(128) char q[Tile::kBytes];
   };
-  // A of a head in fp32 in the blocks of 16 x 16 on the diagonal, the other blocks in fp16, in whose place comes
-  // (I + A)^-1: fp16 has as many bits as tf32, and for keys of length 1 and beta <= 1 all elements are at most 1.
-  struct Head {
-    alignas(128) char blocks[Matrix::kBytes];
-    alignas(16) float diagonal[4][kDiagonal];
-  };
   struct Shared {
     union {
       Tiles tiles;
-      Head heads[kMostHeads];
+      struct {
+        typename Inverse::Blocks heads[kMostHeads];
+        typename Inverse::Diagonal diagonals[kMostHeads];
+      };
     };
     alignas(16) float inverse_k[kChunkTokens];  // 1 / length of rows, or 1
     alignas(16) float inverse_q[kChunkTokens];
@@ -72,7 +69,8 @@ struct PrepareChunks {
     if (strip == 3) fill<3>(d, scores);
     write_factors(p.factors + matrix * 4 * kChunkTokens);
     __syncthreads();
-    invert(strip, static_cast<char*>(p.solved) + matrix * Matrix::kBytes);
+    Inverse{shared.heads, shared.diagonals, shared.beta, p.unit_heads}.run(
+        strip, static_cast<char*>(p.solved) + matrix * Matrix::kBytes);
     pdl_launch_dependents();
   }
 
@@ -213,7 +211,7 @@ struct PrepareChunks {
   }
   template <int kStrip>
   FI_DEVICE void fill_head(int i, const Scores& d, char* scores) const {
-    Head& head = shared.heads[i];
+    char* blocks = shared.heads[i].bytes;
     const int row = lane() / 4, own = 16 * kStrip + row;
     const float from[2] = {shared.decay[i][own], shared.decay[i][own + 8]};
     const float beta[2] = {shared.beta[i][own], shared.beta[i][own + 8]};
@@ -235,128 +233,15 @@ struct PrepareChunks {
           high = column < at ? exp2_approx(from[half] - to.y) : 0.f;
           a.x = column < at ? a.x * low : 0.f;
           a.y = column + 1 < at ? a.y * high : 0.f;
-          *reinterpret_cast<float2*>(&head.diagonal[kStrip][(row + 8 * half) * kPitch + column % 16]) = a;
+          *reinterpret_cast<float2*>(
+              &shared.diagonals[i].blocks[kStrip][(row + 8 * half) * Inverse::kPitch + column % 16]) = a;
         } else {
           const float decay = exp2_approx(from[half] - shared.decay[i][n / 2 * 16 + 15]);
           low = decay * to.x, high = decay * to.y;
-          *reinterpret_cast<unsigned*>(head.blocks + place + half * 256) = pack_pair(a.x * low, a.y * high, __half());
+          *reinterpret_cast<unsigned*>(blocks + place + half * 256) = pack_pair(a.x * low, a.y * high, __half());
         }
         *reinterpret_cast<unsigned*>(scores + place + half * 256) = pack_pair(low * qk[0], high * qk[1], T());
       }
-    }
-  }
-
-  // T = (I + A)^-1 diag(beta): diagonal blocks of 16 by forward substitution in fp32, then two levels of
-  // [X 0; B Y]^-1 = [X^-1 0; -Y^-1 B X^-1  Y^-1] by mma. Two warps have the upper and the lower half of a head, until
-  // the halves meet.
-  FI_DEVICE void invert(int strip, char* solved) const {
-    const int warp = threadIdx.x / 32;
-    for (int i = warp / 2; i < p.unit_heads; i += 2) invert_half(i, warp % 2, solved + i * Matrix::kBytes);
-    __syncthreads();
-    const int m = strip / 2, n = strip % 2;
-    for (int i = 0; i < p.unit_heads; ++i) {
-      const char* blocks = shared.heads[i].blocks;
-      float product[2][2][4] = {}, d[2][4] = {};  // of Y^-1 and B, at columns that are not above the diagonal of X^-1
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        if (k > m) break;
-        unsigned y[4];
-        ldmatrix_x4(y, operand(blocks + Matrix::block(2 + m, 2 + k)));
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-          if (j >= n) multiply_block(product[j], y, blocks + Matrix::block(2 + k, j));
-      }
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        if (j < n) continue;
-        unsigned a[4];
-        pack(a, product[j]);
-        multiply_block(d, a, blocks + Matrix::block(j, n));
-      }
-      write_block(i, n, d, solved + i * Matrix::kBytes + Matrix::block(2 + m, n));
-    }
-  }
-  FI_DEVICE void invert_half(int i, int half, char* to) const {
-    Head& head = shared.heads[i];
-    const int own = 2 * half + lane() / 16;
-    substitute(head.diagonal[own], head.blocks + Matrix::block(own, own));
-    __syncwarp();
-    const int first = Matrix::block(2 * half, 2 * half), second = Matrix::block(2 * half + 1, 2 * half + 1);
-    unsigned x[4], y[4], a[4];
-    ldmatrix_x4(x, operand(head.blocks + first));
-    write_halves(i, 2 * half, x, to + first);
-    ldmatrix_x4(y, operand(head.blocks + second));
-    write_halves(i, 2 * half + 1, y, to + second);
-    float product[2][4] = {}, d[2][4] = {};
-    const int below = Matrix::block(2 * half + 1, 2 * half);
-    multiply_block(product, y, head.blocks + below);
-    pack(a, product);
-    multiply_block(d, a, head.blocks + first);
-    __syncwarp();
-#pragma unroll
-    for (int part = 0; part < 4; ++part)
-      *reinterpret_cast<unsigned*>(head.blocks + below + 128 * part + 4 * lane()) =
-          pack_pair(-d[part % 2][part / 2 * 2], -d[part % 2][part / 2 * 2 + 1], __half());
-    write_block(i, 2 * half, d, to + below);
-  }
-  // A lane has a column of the inverse of a diagonal block, 16 lanes each of two blocks.
-  FI_DEVICE static void substitute(const float* block, char* to) {
-    const int column = lane() % 16;
-    float x[16];
-#pragma unroll
-    for (int row = 0; row < 16; ++row) {
-      float sum = row == column ? 1.f : 0.f;
-#pragma unroll
-      for (int j = 0; j < row; j += 4) {
-        const float4 a = *reinterpret_cast<const float4*>(block + row * kPitch + j);
-        sum -= a.x * x[j];
-        if (j + 1 < row) sum -= a.y * x[j + 1];
-        if (j + 2 < row) sum -= a.z * x[j + 2];
-        if (j + 3 < row) sum -= a.w * x[j + 3];
-      }
-      x[row] = sum;
-    }
-    __half* at = reinterpret_cast<__half*>(to + column / 8 * 128 + column % 8 * 2);
-#pragma unroll
-    for (int row = 0; row < 16; ++row) at[row / 8 * 128 + row % 8 * 8] = __float2half_rn(x[row]);
-  }
-
-  // The address for ldmatrix of a block in fp16 as operand a or, transposed, as operand b.
-  FI_DEVICE static unsigned operand(const char* block) {
-    return address(block) + (lane() / 8 % 2 * 2 + lane() / 16) * 128 + lane() % 8 * 16;
-  }
-  FI_DEVICE static void multiply_block(float (&d)[2][4], const unsigned (&left)[4], const char* block) {
-    unsigned b[4];
-    ldmatrix_x4_trans(b, operand(block));
-    mma_m16n8k16(d[0], left, b[0], b[1], __half());
-    mma_m16n8k16(d[1], left, b[2], b[3], __half());
-  }
-  FI_DEVICE static void pack(unsigned (&a)[4], const float (&d)[2][4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = pack_pair(d[i / 2][i % 2 * 2], d[i / 2][i % 2 * 2 + 1], __half());
-  }
-
-  // A block of column `column` of blocks, times diag(beta) of head i, in the type of q.
-  FI_DEVICE float2 beta_of(int i, int column, int half) const {
-    return *reinterpret_cast<const float2*>(&shared.beta[i][16 * column + 8 * half + 2 * (lane() % 4)]);
-  }
-  FI_DEVICE void write_block(int i, int column, const float (&negative)[2][4], char* to) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float2 beta = beta_of(i, column, half);
-#pragma unroll
-      for (int low = 0; low < 2; ++low)
-        *reinterpret_cast<unsigned*>(to + 256 * low + 128 * half + 4 * lane()) =
-            pack_pair(-beta.x * negative[half][2 * low], -beta.y * negative[half][2 * low + 1], T());
-    }
-  }
-  FI_DEVICE void write_halves(int i, int column, const unsigned (&halves)[4], char* to) const {
-#pragma unroll
-    for (int part = 0; part < 4; ++part) {
-      const float2 beta = beta_of(i, column, part / 2);
-      const float2 x = __half22float2(reinterpret_cast<const __half2&>(halves[part]));
-      *reinterpret_cast<unsigned*>(to + 128 * (part % 2 * 2 + part / 2) + 4 * lane()) =
-          pack_pair(beta.x * x.x, beta.y * x.y, T());
     }
   }
 };

@@ -117,12 +117,16 @@ int32_t unit_heads(const ChunkGatedDeltaRuleParams& p, int64_t matrices, int64_t
   return share(4) && matrices >= 4 * 20 * multiprocessors ? 4 : share(2) ? 2 : 1;
 }
 
-// The entry with the most columns of a state for each CTA that still gives each SM a CTA.
-const Entry& states_entry(const Kernel& kernel, int64_t states, int64_t dim_v, int64_t multiprocessors) {
+// The entry with the most columns of a state for each CTA that fits an SM and still gives each one a CTA.
+const Entry& states_entry(const Kernel& kernel, DLDevice device, int64_t states, int64_t dim_v,
+                          int64_t multiprocessors) {
   const Entry* best = nullptr;
+  const int64_t limit = kernel.shared_limit(device);
   for (const Entry& entry : kernel.entries) {
     const auto config = ChunkGatedDeltaRuleConfig::of(entry);
-    if (config.step == kStates && (!best || states * (dim_v / config.columns) >= multiprocessors)) best = &entry;
+    if (config.step != kStates) continue;
+    const bool fits = states * (dim_v / config.columns) >= multiprocessors && entry.shared_bytes <= limit;
+    if (!best || fits) best = &entry;
   }
   return *best;
 }
@@ -259,7 +263,7 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
     start(map, segments * heads * p.map_slices.value);
     start(entry_of(kernel, kCarry), sequences * heads * (dim_v / 8));
   }
-  const Entry& states = states_entry(kernel, segments * heads, dim_v, multiprocessors);
+  const Entry& states = states_entry(kernel, a.q.device(), segments * heads, dim_v, multiprocessors);
   p.slices = divisor(static_cast<uint32_t>(dim_v / ChunkGatedDeltaRuleConfig::of(states).columns));
   start(states, segments * heads * p.slices.value);
 #else

@@ -1,0 +1,67 @@
+"""The launches of chunk_gated_delta_rule without a GPU: which kernels run for few and many states, and their grids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fi_core.gdn_prefill import _sizes
+from fi_core.linear_attention.ops import CHUNK_GATED_DELTA_RULE
+from fi_core.runtime.dispatch import Request, choose
+from fi_core.runtime.launch.kernel import Launch, launches, rehearse
+from fi_core.runtime.spec.target import Target
+from kernels.mock_driver import in_order
+
+SHARED = {"80": 163 * 1024, "86": 99 * 1024, "90a": 227 * 1024}
+
+
+def prefill(arch: str, sequences: int, heads: int, channel: bool, segment: int = 0) -> tuple[Launch, ...]:
+    """Of sequences of 1024 tokens and heads of 128, on a device of 132 SMs."""
+    tokens, dim = 1024 * sequences, 128
+    gate = "channel" if channel else "head"
+    choice = choose(Request.of(CHUNK_GATED_DELTA_RULE, Target("cuda", arch), {"gate": gate}))
+    call, module = rehearse(choice.spec, 132, SHARED[arch])
+    _, size = _sizes(132, tokens, heads, dim, sequences, segment > 0, segment, channel)
+    x = torch.empty(tokens, heads, dim, dtype=torch.bfloat16)
+    arguments: dict[str, Any] = {
+        "out": x, "q": x, "k": x, "v": x, "cu_seqlens": torch.empty(sequences + 1, dtype=torch.int32), "scale": 1.0,
+        "g": torch.empty(tokens, heads, *([dim] if channel else [])), "segment_tokens": segment,
+        "workspace": torch.empty(size, dtype=torch.uint8),
+    }  # fmt: skip
+    call(*in_order(CHUNK_GATED_DELTA_RULE, arguments))
+    return launches(module)
+
+
+def columns(launch: Launch) -> int:
+    return int(launch.entry.rpartition("_")[2])
+
+
+@pytest.mark.parametrize(
+    ("arch", "channel", "few", "many"),
+    [
+        ("90a", False, (64, 2), (64, 2)),
+        ("90a", True, (64, 2), (128, 1)),
+        ("80", False, (32, 1), (64, 1)),
+        ("80", True, (32, 1), (64, 1)),
+        ("86", False, (32, 1), (32, 1)),
+        ("86", True, (32, 1), (64, 1)),
+    ],
+)
+def test_a_cta_has_as_many_columns_as_fit(
+    arch: str, channel: bool, few: tuple[int, int], many: tuple[int, int]
+) -> None:
+    for (sequences, heads), expected in (((1, 4), few), ((8, 32), many)):
+        prepare, states = prefill(arch, sequences, heads, channel)
+        assert prepare.entry == "prepare_chunks"
+        assert (columns(states), states.cluster) == expected
+        assert states.grid[0] == sequences * heads * 128 // columns(states)
+        assert max(prepare.shared_bytes, states.shared_bytes) <= SHARED[arch]
+        assert prepare.grid[0] == 17 * sequences * heads
+
+
+def test_segments_are_mapped_and_carried() -> None:
+    for channel in (False, True):
+        entries = [launch.entry for launch in prefill("90a", 1, 4, channel, 256)]
+        assert entries == ["prepare_chunks", "map_segments", "carry_states", "chunk_states_64"]

@@ -250,7 +250,7 @@ CHUNK_GATED_DELTA_RULE = Op(
         Implementation("wgmma_sm90", (*exactly(90), *_CHUNK_HEADS), _chunk_wgmma_unit),
         Implementation("mma_sm80", (*at_least(80), *_CHUNK_HEADS), _chunk_unit),
     ),
-    prebuilt=({"dtype": "bf16"},),
+    prebuilt=({"dtype": "bf16"}, {"dtype": "bf16", "gate": "channel"}),
 )
 
 recurrent_gated_delta_rule = operator(RECURRENT_GATED_DELTA_RULE)

@@ -397,6 +397,7 @@ struct PrefillKernel {
     int32_t* counter = p.schedule.counters + work.split_tile * PrefillSchedule::kWarps + group * 4 + thread / 32;
     const int arrived = __shfl_sync(0xffffffffu, lane == 0 ? count_device(counter) : 0, 0);
     if (arrived < work.num_splits - 1) return false;
+    __syncwarp();  // a shuffle passes the count, not the partials that lane 0 has acquired
     if (lane == 0) *counter = 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) row_max[h] = kMinusInf, row_sum[h] = 0.f;

@@ -57,6 +57,9 @@ DECODE = [
     ({"dim": 64, "heads": (16, 2), "lengths": [3000, 5, 1200]}, {}),
     ({"dim": 64, "page_size": 16, "layout": "HND", "lengths": [3000, 5, 1200]}, {"window_left": 900}),
     ({"dim": 256, "heads": (16, 2), "lengths": [700, 5]}, {}),
+    ({"heads": (32, 8), "lengths": [*LENGTHS, 90, 400] * 2}, {"logits_soft_cap": 8.0}),
+    ({"heads": (32, 8), "lengths": [*LENGTHS, 90, 2000] * 2, "layout": "HND", "page_size": 64}, {"window_left": 77}),
+    ({"heads": (16, 2), "lengths": [*LENGTHS, 90, 1000] * 4, "page_size": 4, "padding": 16}, {}),
     ({}, {"pos_encoding_mode": "ALIBI"}),
     ({"page_size": 16}, {"pos_encoding_mode": "ROPE_LLAMA"}),
 ]

@@ -9,6 +9,7 @@ import pytest
 
 from core import toy
 from fi_core.attention.ops import decode as ops
+from fi_core.runtime.dispatch import Request, choose
 from fi_core.runtime.spec.target import Target
 from kernels.mock_driver import Call, Tensor, launches
 from kernels.test_mock_driver import Start, driver, start  # noqa: F401  (fixtures)
@@ -159,6 +160,45 @@ def test_one_copy_brings_nvfp4_keys_and_values(start: Start, k: int, v: int, joi
     q = {"q": Tensor(Q, (BATCH, 72, 128), "bf16"), "out": Tensor(0x7F004000000, (BATCH, 72, 128), "bf16")}
     (one,) = launches(call(start, "tma_sm90", kv="e2m1", **change, **q))
     assert one["name"] == "batch_decode_tma"
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize(("heads", "page", "box"), [(4, 16, 16), (4, 64, 32), (2, 64, 64)])
+def test_one_copy_brings_several_heads(start: Start, heads: int, page: int, box: int, joined: bool) -> None:  # noqa: F811
+    shape, scales = (PAGES, page, KV_HEADS, 64), (PAGES, page, KV_HEADS, 8)
+    change = {
+        "k_cache": Tensor(K, shape, "u8"),
+        "v_cache": Tensor(V, shape, "u8", None if joined else (page * KV_HEADS * 96, KV_HEADS * 96, 96, 1)),
+        "k_scales": Tensor(0x7F008000000, scales, "u8"),
+        "v_scales": Tensor(0x7F009000000, scales, "u8"),
+        "page_indices": MANY,
+    }
+    calls = call(start, "tma_sm90", kv="e2m1", heads_per_tile=heads, **change)
+    (one,) = launches(calls)
+    assert one["name"] == f"batch_decode_tma_8_{heads}_heads"
+    of_k, of_v = ([d[2] for d in c["dimensions"]] for c in calls if c["call"] == "tensor_map")
+    assert of_k == [64, box, 1 + joined, heads if joined else 1, 1] and of_v == [64, box, 1, 1, 1]
+    (one,) = launches(call(start, "cuda_core", kv="e2m1", heads_per_tile=heads, **change))  # for unaligned tensors
+    assert one["name"] == "batch_decode_cuda_core"
+
+
+def test_a_query_tile_has_no_more_heads_than_rows(start: Start) -> None:  # noqa: F811
+    for change in {"heads_per_tile": 0}, {"heads_per_tile": 2}, {"heads_per_tile": 3}:
+        with pytest.raises(ValueError, match="heads_per_tile must be 1, or with NVFP4 keys on CUDA"):
+            call(start, "tma_sm90", **change)
+
+
+def test_heads_of_a_query_tile() -> None:
+    kinds = {"q": "bf16", "head_dim_qk": 128, "head_dim_vo": 128}
+    target = Target("cuda", "90a")
+    fp4, fp8 = (choose(Request.of(ops.BATCH_DECODE, target, {**kinds, "kv": kv})) for kv in ("e2m1", "e4m3"))
+    assert [ops.heads_per_tile(fp4, 64, *heads) for heads in ((32, 8), (64, 8), (28, 4), (40, 8), (96, 8))] == [
+        4, 2, 2, 2, 1,
+    ]  # fmt: skip
+    assert [ops.heads_per_tile(fp4, batch, 32, 8) for batch in (1, 8, 16)] == [1, 2, 4], "few query tiles have splits"
+    assert ops.heads_per_tile(fp4, 64, 32, 8, 2) == ops.heads_per_tile(fp4, 64, 32, 8, 1, ops.NO_SPLIT) == 1
+    assert ops.heads_per_tile(fp8, 64, 32, 8) == 1
+    assert [ops.num_q_tiles(32, 8, 1, heads) for heads in (1, 2, 4)] == [8, 4, 2]
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])

@@ -91,6 +91,7 @@ class DecodeSchedule:
         self.int_workspace, self.float_workspace, self.capacity = int_workspace, float_workspace, capacity
         self.most_ctas = ops.MAX_RANGES  # fewer than fit, where another kernel runs beside this one
         self.buffers: ops.Buffers | None = None  # None before the first plan
+        self.heads_per_tile = 1  # of the plan
         self._carved: dict[Any, ops.Buffers] = {}
 
     def _sizes(
@@ -104,7 +105,9 @@ class DecodeSchedule:
         split_kv: int,
         choice: Choice | None = None,
     ) -> ops.Sizes:
-        q_tiles, tokens = ops.num_q_tiles(heads, kv_heads, q_len), (self.capacity or indices) * page_size
+        of_tile = ops.heads_per_tile(choice, batch_size, heads, kv_heads, q_len, split_kv) if choice else 1
+        q_tiles = ops.num_q_tiles(heads, kv_heads, q_len, of_tile)
+        tokens = (self.capacity or indices) * page_size
         sizes = ops.buffer_sizes(self.int_workspace.device, batch_size, q_tiles, split_kv, tokens, choice)
         return sizes._replace(num_ctas=min(sizes.num_ctas, self.most_ctas))
 
@@ -156,7 +159,9 @@ class DecodeSchedule:
         self.batch_size, self.page_size, self.q_len = indptr.numel() - 1, page_size, q_len
         self.tables = indptr, last_page_len, kv_len
         split_kv = _split_kv(fixed_split_size, page_size, disable_split_kv)
-        self._q_tiles, self._head_dim = ops.num_q_tiles(heads, kv_heads, q_len), head_dim
+        self.heads_per_tile = ops.heads_per_tile(choice, self.batch_size, heads, kv_heads, q_len, split_kv)
+        self._head_dim = head_dim
+        self._q_tiles = ops.num_q_tiles(heads, kv_heads, q_len, self.heads_per_tile)
         if split_kv <= 0:  # sizes depend on whether there is little work; then one page stands for all
             indices = int(indices * page_size // ops.KV_TILE * self._q_tiles <= ops.MOST_TILES_OF_TWO_CTAS)
         self._shape = self.batch_size, indices, heads, kv_heads, page_size, q_len, split_kv, choice

@@ -97,13 +97,14 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
             )
         mask = mask.view(torch.uint8)
         mask = mask if mask.ndim == 2 else mask.view(q.shape[0], -1)
-    q_tiles = ops.num_q_tiles(q.shape[1], kv_heads, q_len)
     choice = planned(
         ops.BATCH_DECODE, q.device, "auto", q.dtype, kv_type(k.dtype), c.out.dtype, q.shape[2], row_elements(v),
         q.shape[1] // kv_heads, page_size, "NONE", "plain", False, False, v_table_offset != 0, LOAD_BYTES,
         ahead=False,
     )  # fmt: skip
-    split_kv = ops.NO_SPLIT if c.disable_split_kv else ops.BALANCED
+    split_kv, heads = ops.NO_SPLIT if c.disable_split_kv else ops.BALANCED, (q.shape[1], kv_heads)
+    of_tile = 1 if qo_indptr is not None else ops.heads_per_tile(choice, batch_size, *heads, q_len, split_kv)
+    q_tiles = ops.num_q_tiles(*heads, q_len, of_tile)
     buffers = _buffers(c.workspace, batch_size, q_tiles, row_elements(v), split_kv, choice)
     ops.plan(
         buffers, None, None, seq_lens, page_size, q_tiles, pages_per_request=pitch, q_len=q_len,
@@ -114,7 +115,7 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
         buffers.num_ranges, buffers.split_kv, q_len=q_len, window_left=c.window_left, sm_scale=c.score_scale[0],
         v_scale=c.out_scale[0], bmm1_scale=c.score_scale[1], bmm2_scale=c.out_scale[1], sinks=c.sinks, draft_mask=mask,
         qo_indptr=qo_indptr, k_scales=c.scales[0], v_scales=c.scales[1], enable_pdl=c.enable_pdl,
-        v_table_offset=v_table_offset,
+        v_table_offset=v_table_offset, heads_per_tile=of_tile,
     )  # fmt: skip
 
 

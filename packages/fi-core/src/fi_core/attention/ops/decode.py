@@ -61,6 +61,7 @@ class DecodeConfig(NamedTuple):
     keys_per_copy: int = 1  # most keys of one TMA copy
     q_rows: int = 16  # most packed rows of a query tile
     ctas_per_sm: int = 0  # most CTAs of an SM that the entry runs; 0: any number
+    heads: int = 1  # kv heads of a query tile; CUDA_CORE entries take any number
 
 
 def _cuda_core_unit(axes: Values) -> Unit:
@@ -140,7 +141,7 @@ def _tma_unit(axes: Values) -> Unit:
     """mma.sync with a TMA pipeline, for Hopper."""
     types, q_bytes, _, line = _device_types(axes)
     dim, fp4 = axes["head_dim"], axes["kv"] == "e2m1"
-    entries = [_tma_entry(axes, rows) for rows in ((8, Q_TILE) if fp4 else (Q_TILE,))]
+    entries = [_tma_entry(axes, rows, heads) for rows, heads in (FP4_TILES if fp4 else ((Q_TILE, 1),))]
     if dim <= 128 and not fp4:
         entries.append(_cluster_entry(types, dim, q_bytes, line, bool(entries[0].config.whole_rows)))
     flags = ("--split-compile=4",) if len(entries) > 1 else ()  # the same machine code by several threads
@@ -149,8 +150,8 @@ def _tma_unit(axes: Values) -> Unit:
     )
 
 
-def _tma_entry(axes: Values, rows: int) -> Entry:
-    """rows: the most of a query tile; 8 only with NVFP4."""
+def _tma_entry(axes: Values, rows: int, heads: int) -> Entry:
+    """rows: the most of a query tile, or of each of its kv heads; heads: these. Only NVFP4 has 8 rows or more heads."""
     types, q_bytes, kv_bytes, line = _device_types(axes)
     dim, tune = axes["head_dim"], TMA
     fp4 = axes["kv"] == "e2m1"
@@ -162,7 +163,8 @@ def _tma_entry(axes: Values, rows: int) -> Entry:
     keys = warps // groups * warp_keys
     scales = 2 * keys * dim // 16 if fp4 else 0
     stage = 2 * keys * line + scales
-    rest = warps * rows * ((dim + 8) * 4 + 8) + 4 * (rows * (dim * q_bytes + 16) + 40 + 16) + 7 * 8 + 24 + 1024
+    tile_rows = rows if heads == 1 else Q_TILE
+    rest = warps * rows * ((dim + 8) * 4 + 8) + 4 * (tile_rows * (dim * q_bytes + 16) + 40 + 16) + 7 * 8 + 24 + 1024
     stages = (227 * 1024 - rest) // (stage + 24)
     long = stages if fp4 else min(max(2, tune.bytes_in_flight // stage), stages)
     stages = stages if kv_bytes > 1 else long  # fp8 keys, b16 kv4k 8/1: 22.4 us, five stages 23.4
@@ -170,11 +172,18 @@ def _tma_entry(axes: Values, rows: int) -> Entry:
     if fp4:
         shared = round_up(shared - stages * scales, 16) + stages * scales
     numbers = f"{dim}, {warps}, {warp_keys}, {stages}, {long}, {str(whole).lower()}, {shared}, {groups}, {rows}"
-    config = DecodeConfig(DecodeKind.TMA, dim, int(whole), tune.evict_first_mb, min(keys, KV_TILE), rows)
+    numbers += f", {heads}" if heads > 1 else ""
+    copied = min(keys // heads, KV_TILE)
+    config = DecodeConfig(DecodeKind.TMA, dim, int(whole), tune.evict_first_mb, copied, rows, heads=heads)
     name = "batch_decode_tma" if rows == Q_TILE else f"batch_decode_tma_{rows}"
+    name += f"_{heads}_heads" if heads > 1 else ""
     return Entry(name, f"batch_decode_tma<{types}, {numbers}>", warps * 32 + (128 if fp4 else 96), config, shared, 1)
 
 
+# Query tiles of NVFP4: most rows of a kv head, and kv heads.
+FP4_TILES = ((8, 4), (8, 2), (8, 1), (Q_TILE, 1))
+# Query tiles of a batch from which they have several heads: fewer have many splits, each with more rows to merge.
+FEWEST_OUTPUT_TILES = 32
 # Of NVFP4 keys, by head dim and most rows of a query tile: consumer warps, and their groups, which take turns.
 FP4_WARPS = {
     (64, 8): (12, 3), (64, 16): (8, 2), (128, 8): (12, 3), (128, 16): (8, 2), (256, 8): (4, 1), (256, 16): (4, 1),
@@ -254,7 +263,7 @@ def _general(values: Values) -> Values:
 # `[tokens, ceil(q_len / 32) * 4]`) it attends to all keys before kv_len - q_len, and to key kv_len - q_len + t if bit
 # t % 8 of byte t / 8 is set. qo_indptr (int32 `[batch_size + 1]`): request b has rows `qo_indptr[b] : qo_indptr[b + 1]`
 # of q, out, lse and draft_mask, at most q_len; its number of rows replaces q_len above. Rows outside all requests are
-# not written. v_table_offset: as in batch_prefill.
+# not written. v_table_offset: as in batch_prefill. heads_per_tile: of the function of this name, as planned.
 BATCH_DECODE = Op(
     name="batch_decode",
     family="attention",
@@ -264,7 +273,7 @@ BATCH_DECODE = Op(
     "float rope_scale=1.0, float rope_theta=10000.0, Tensor? sinks=None, Tensor? scale_q=None, Tensor? scale_k=None, "
     "Tensor? scale_v=None, Tensor? bmm1_scale=None, Tensor? bmm2_scale=None, Tensor? draft_mask=None, "
     "Tensor? k_scales=None, Tensor? v_scales=None, Tensor? qo_indptr=None, bool? enable_pdl=None, "
-    'int v_table_offset=0, str backend="auto"',
+    'int v_table_offset=0, int heads_per_tile=1, str backend="auto"',
     read="q.dtype, k_cache.dtype, out.dtype, tuple(q.shape)[1:], tuple(k_cache.shape)[1:], v_cache.shape[-1], True, "
     "kv_layout, pos_encoding_mode, 'plain' if draft_mask is None else 'custom', logits_soft_cap > 0.0, "
     "not (scale_q is scale_k is scale_v is bmm1_scale is bmm2_scale is None), v_table_offset != 0",
@@ -353,9 +362,30 @@ def _grid(choice: Choice | None, multiprocessors: int, few_tiles: bool) -> tuple
     return num_ctas, min(MAX_RANGES, 3 * num_ctas) if name == "tma_sm90" and not fp8 else num_ctas
 
 
-def num_q_tiles(num_qo_heads: int, num_kv_heads: int, q_len: int = 1) -> int:
-    """Query tiles of a request: `num_kv_heads * ceil(num_qo_heads / num_kv_heads * q_len / 16)`."""
-    return num_kv_heads * ceil_div(num_qo_heads // num_kv_heads * q_len, Q_TILE)
+def heads_per_tile(
+    choice: Choice, batch_size: int, num_qo_heads: int, num_kv_heads: int, q_len: int = 1, split_kv: int = BALANCED
+) -> int:
+    """KV heads of a query tile: several where one TMA copy then loads NVFP4 keys of all.
+
+    Heads of a token share a sector of 32 bytes of scales in NHD, which one CTA then reads once. Results differ in the
+    last bits, so this depends on the batch only where splits do.
+    """
+    if q_len > 1 or split_kv != BALANCED or choice.implementation != "tma_sm90":
+        return 1
+    if dict(choice.spec.axes)["kv"] != "e2m1" or not num_kv_heads:
+        return 1
+    rows, outputs = num_qo_heads // num_kv_heads, batch_size * num_kv_heads
+    for _, heads in FP4_TILES:
+        if heads * rows <= Q_TILE and num_kv_heads % heads == 0 and outputs >= heads * FEWEST_OUTPUT_TILES:
+            return heads
+    return 1
+
+
+def num_q_tiles(num_qo_heads: int, num_kv_heads: int, q_len: int = 1, heads: int = 1) -> int:
+    """Query tiles of a request: `num_kv_heads * ceil(num_qo_heads / num_kv_heads * q_len / 16)`; fewer with several
+    kv heads in each, `heads`.
+    """
+    return num_kv_heads // heads * ceil_div(num_qo_heads // num_kv_heads * heads * q_len, Q_TILE)
 
 
 def kv_chunk_tiles(chunk_tokens: int) -> int:

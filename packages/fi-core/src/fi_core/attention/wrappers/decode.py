@@ -196,7 +196,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
                 buffers.num_ctas, buffers.num_ranges, buffers.split_kv, self._q_len_per_req, encoding,
                 self._window_left, self._logits_soft_cap or 0.0, score_scale, out_scale, self._rope_scale or 1.0,
                 self._rope_theta or 1e4, sinks, scales[0], scales[1], scales[2], bmm1, bmm2, self._drafts, k_scales,
-                v_scales, enable_pdl=enable_pdl, backend=self._allowed, variant=variant,
+                v_scales, enable_pdl=enable_pdl, heads_per_tile=self._schedule.heads_per_tile, backend=self._allowed,
+                variant=variant,
             )  # fmt: skip
         except Exception:
             check_results(q, shape, out_dtype, *given)

@@ -14,6 +14,12 @@
 namespace fi {
 namespace {
 
+#if FI_CUDA
+constexpr bool kTakesHeads = true;  // several kv heads in a q tile
+#else
+constexpr bool kTakesHeads = false;
+#endif
+
 // Raises unless the planned requests have their rows in q, and their pages in the table and in the cache.
 void check_tables(const Kernel& kernel, const BatchDecodeArgs& a, int64_t batch, int64_t page_size) {
   if (a.qo_indptr) check_offsets(Integers(kernel, a.qo_indptr), a.q.size(0));
@@ -70,6 +76,13 @@ int64_t batch_decode(const Kernel& kernel, const BatchDecodeArgs& a, const Extra
   FI_CHECK(partials >= 2 * a.num_ranges, ValueError,
            "workspace must have 2 partials or more for each of %lld work ranges; got %s",
            static_cast<long long>(a.num_ranges), a.workspace.shape_str().c_str());
+  const int64_t tile_heads = kv_heads > 0 ? qo_heads / kv_heads * a.heads_per_tile : 0;  // query heads
+  FI_CHECK(a.heads_per_tile == 1 || (kTakesHeads && nvfp4 && a.q_len == 1 && !a.qo_indptr && a.heads_per_tile > 0 &&
+                                     kv_heads % a.heads_per_tile == 0 && tile_heads <= kDecodeQTile),
+           ValueError,
+           "heads_per_tile must be 1, or with NVFP4 keys on CUDA and q_len 1 a divisor of %lld kv heads with at most "
+           "%d query heads; got %lld",
+           static_cast<long long>(kv_heads), kDecodeQTile, static_cast<long long>(a.heads_per_tile));
   const int64_t draft_row = (a.q_len + 31) / 32 * 4;
   if (a.draft_mask) {
     Dim bytes{"ceil(q_len / 32) * 4", draft_row};
@@ -104,8 +117,9 @@ int64_t batch_decode(const Kernel& kernel, const BatchDecodeArgs& a, const Extra
   params.batch = static_cast<int32_t>(batch);
   params.num_ctas = static_cast<int32_t>(a.num_ctas);
   params.num_ranges = static_cast<int32_t>(a.num_ranges);
-  params.group_size = p.group_divisor;
-  params.q_tiles_per_head = divisor(static_cast<uint32_t>((a.q_len * p.group_size + kDecodeQTile - 1) / kDecodeQTile));
+  params.heads_per_tile = static_cast<int32_t>(a.heads_per_tile);
+  params.group_size = a.heads_per_tile == 1 ? p.group_divisor : divisor(static_cast<uint32_t>(tile_heads));
+  params.q_tiles_per_head = divisor(static_cast<uint32_t>((a.q_len * tile_heads + kDecodeQTile - 1) / kDecodeQTile));
   params.draft_row = p.mask.draft_row = static_cast<int32_t>(draft_row);
 
   // 3 launch

@@ -66,13 +66,16 @@ FI_DEVICE void batch_decode_cuda_core(const BatchDecodeParams& params, const Var
     pages.set_v_table(params.v_table_offset);
     const int begin = max(s.begin * kDecodeKvTile, problem.mask.first_key(0));
     const int end = params.end_key(s);
+    int rows;
 #pragma unroll 1
-    for (int row = 0; row < epilogue.rows; row += kRows) {
-      Kernel kernel(problem, shared, epilogue.kv_head, epilogue.first + row, pages);
+    for (int row = 0; row < epilogue.rows; row += kIsE2m1<KV> ? rows : kRows) {
+      const CudaCoreEpilogue of_head = kIsE2m1<KV> ? epilogue.of_row(row) : epilogue;
+      rows = min(kRows, of_head.rows - row);
+      Kernel kernel(problem, shared, of_head.kv_head, of_head.first + row, pages);
       kernel.load_queries();
       kernel.attend(begin, end, variant);
 #pragma unroll 1
-      for (int g = 0; g < min(kRows, epilogue.rows - row); ++g) {
+      for (int g = 0; g < rows; ++g) {
         const float row_max = kernel.merged_max(g), row_sum = kernel.merged_sum(g, row_max);
 #pragma unroll 1
         for (int x = threadIdx.x * 4; x < problem.head_dim_vo; x += Kernel::kThreads * 4) {
@@ -80,14 +83,14 @@ FI_DEVICE void batch_decode_cuda_core(const BatchDecodeParams& params, const Var
               make_float4(kernel.merged_output(g, row_max, x), kernel.merged_output(g, row_max, x + 1),
                           kernel.merged_output(g, row_max, x + 2), kernel.merged_output(g, row_max, x + 3));
           if (s.is_whole())
-            epilogue.write(row + g, x, {row_max, row_sum, values});
+            of_head.write(row + g, x, {row_max, row_sum, values});
           else
-            epilogue.store_partial(s.split_idx, row + g, x, {row_max, row_sum, values});
+            of_head.store_partial(s.split_idx, row + g, x, {row_max, row_sum, values});
         }
       }
     }
     if (!s.is_whole())
-      epilogue.merge_splits(CtaEpilogueThreads{static_cast<int>(threadIdx.x), Kernel::kThreads, 1, &last});
+      epilogue.merge_splits<kIsE2m1<KV>>(CtaEpilogueThreads{static_cast<int>(threadIdx.x), Kernel::kThreads, 1, &last});
   }
   pdl_launch_dependents();
 }

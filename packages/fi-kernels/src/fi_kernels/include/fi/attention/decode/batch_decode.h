@@ -32,6 +32,9 @@ struct BatchDecodeParams {
   int32_t evict_first_tiles;         // batches of fewer KV tiles are the first that L2 evicts
   int64_t index_bytes, query_bytes;  // from the first to the last element of page_indices and q
   int32_t v_table_offset;            // entries from the page table of K to that of V; 0: they are the same
+  // NVFP4 with one query token: a q tile has the rows of this many kv heads, head after head. kv_head(q_tile) then
+  // counts groups of heads, and group_size are the rows of a tile.
+  int32_t heads_per_tile;
 
   FI_HOST_DEVICE DecodeSchedule view() const { return {schedule, num_ranges, batch}; }
   FI_HOST_DEVICE int32_t kv_head(int32_t q_tile) const {
@@ -62,7 +65,7 @@ struct BatchDecodeParams {
   }
   // Packed rows of a q tile: 0 if the request ends before it.
   FI_HOST_DEVICE int32_t rows(int32_t b, int32_t q_tile) const {
-    const int32_t rest = qo_len(b) * problem.group_size - first_row(q_tile);
+    const int32_t rest = qo_len(b) * static_cast<int32_t>(group_size.value) - first_row(q_tile);
     return rest <= 0 ? 0 : rest < kDecodeQTile ? rest : kDecodeQTile;
   }
   // The key after the last one of a work tile.

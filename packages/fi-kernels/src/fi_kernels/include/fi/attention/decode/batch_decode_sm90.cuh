@@ -16,14 +16,18 @@
 namespace fi {
 
 // kWarps consumer warps in kGroups groups, which take the stages in turns; each warp of a group processes kWarpKeys of
-// a stage. Long work ranges use kLong of the kStages stages. kRows: the most rows of a q tile.
+// a stage. Long work ranges use kLong of the kStages stages. kRows: the most rows of a q tile, or of a kv head of it. A
+// q tile has kHeads kv heads, and a stage the keys of all: each warp processes those of one head.
 template <class T, class Q, class KV, int kDim, int kWarps, int kWarpKeys, int kStages, int kLong, bool kWhole,
-          int kGroups = 1, int kRows = kDecodeQTile>
+          int kGroups = 1, int kRows = kDecodeQTile, int kHeads = 1>
 struct DecodeTmaKernel {
   static constexpr int kThreads = kWarps * 32;  // of the consumers
   static constexpr int kGroupWarps = kWarps / kGroups;
-  static constexpr int kKeys = kGroupWarps * kWarpKeys;  // of a stage
+  static constexpr int kStageKeys = kGroupWarps * kWarpKeys;
+  static constexpr int kKeys = kStageKeys / kHeads;        // tokens of a stage
+  static constexpr int kHeadWarps = kGroupWarps / kHeads;  // warps of a group that process the same head
   static constexpr bool kFp4 = kIsE2m1<KV>;
+  static_assert(kGroupWarps % kHeads == 0 && (kFp4 || kHeads == 1));
   static constexpr int kOutputPitch = kDim + 8;
   static constexpr int kWorkStages = 4;   // work tiles published at a time
   static constexpr int kRangeStages = 2;  // dynamic ranges that V's warp is ahead of K's
@@ -32,11 +36,13 @@ struct DecodeTmaKernel {
   static constexpr int kDirect = 40;
   // Ranges of fewer KV tiles use all stages. H200, b1 kv8k: 21.1 us, without 21.6.
   static constexpr int kShortRange = 12;
-  using KvTile = typename KvTileOf<KV, kDim, kKeys, true>::Type;
+  using KvTile = typename KvTileOf<KV, kDim, kStageKeys, true, kHeads>::Type;
   using Tile = typename DecodeTileOf<T, Q, KV, kDim, KvTile, kWarpKeys, kRows>::Type;
-  using Scales = ScaleStages<KV, kDim, kKeys, kStages>;
-  static constexpr int kKeyBytes = KvTile::kBytes / kKeys;  // in a stage
-  static constexpr int kScaleThreads = kFp4 ? 32 : 0;       // which arrive for each stage
+  using Scales = ScaleStages<KV, kDim, kStageKeys, kStages>;
+  static constexpr int kKeyBytes = KvTile::kBytes / kStageKeys;
+  static constexpr int kTileRows = kHeads > 1 ? kDecodeQTile : kRows;
+  static constexpr int kTokenBytes = kHeads * (kFp4 ? 2 : 1) * kKeyBytes;  // of a token in a stage of the ring
+  static constexpr int kScaleThreads = kFp4 ? 32 : 0;                      // which arrive for each stage
   // With eight consumer warps each needs more than an equal share.
   static constexpr bool kMovesRegisters = kWarps > 4;
   static constexpr int kProducerRegisters = 104, kConsumerRegisters = kWarps > 8 ? 136 : 200;
@@ -46,7 +52,7 @@ struct DecodeTmaKernel {
   struct Tiles {
     char kv[2][kStages][KvTile::kBytes];  // keys, then values; of NVFP4 stages of both
     float output[kWarps][kRows][kOutputPitch];
-    Q queries[kWorkStages][kRows][Tile::kPitch];
+    Q queries[kWorkStages][kTileRows][Tile::kPitch];
     float2 states[kWarps][kRows];
     DecodeWorkTile work_tiles[kWorkStages];
     // K arrives before V; the stages of both are freed together. NVFP4 has no use for it: K and V arrive at once.
@@ -88,6 +94,7 @@ struct DecodeTmaKernel {
     return max(s.begin * kDecodeKvTile, mask.first_key(0));
   }
   FI_DEVICE int high(const DecodeWorkTile& s) const { return params.end_key(s); }
+  FI_DEVICE int first_head(const DecodeWorkTile& s) const { return params.kv_head(s.q_tile) * kHeads; }
 
   // A work tile in boxes of 2^box_keys_log2 keys, each one TMA copy, counted from its first key. Lane l holds page and
   // slot of boxes l, 32 + l, ..., and loads those of the next 32 boxes ahead.
@@ -189,7 +196,8 @@ struct DecodeTmaKernel {
     if (s.q_tile >= 0) {
       constexpr int kChunks = kDim * sizeof(Q) / 16;
       const AttentionProblem& p = params.problem;
-      const DecodeEpilogue tile(params, s, kDim);
+      DecodeEpilogue tile(params, s, kDim);
+      if constexpr (kHeads > 1) tile.select_head(0);
 #pragma unroll 1
       for (int i = lane; i < tile.rows * kChunks; i += 32) {  // a bulk copy per row takes a hundred cycles
         const int r = i / kChunks, chunk = i % kChunks * 16;
@@ -208,9 +216,9 @@ struct DecodeTmaKernel {
   template <class Then>
   FI_DEVICE void load_keys(Boxes& b, bool values, uint64_t policy, int stages, PipelineState& at, unsigned& turn,
                            Then&& then) const {
-    const int shift = params.box_keys_log2, boxes = kKeys >> shift, head = params.kv_head(b.s.q_tile);
+    const int shift = params.box_keys_log2, boxes = kKeys >> shift, head = first_head(b.s);
     const TensorMap& map = values && !kFp4 ? params.v_map : params.k_map;
-    constexpr int kStageBytes = kFp4 ? 2 * KvTile::kBytes : KvTile::kBytes;
+    constexpr int kStageBytes = kKeys * kTokenBytes;
     char* const ring = shared.kv[values && !kFp4][0];
     Barrier* const full = values || kFp4 ? shared.kv_pipeline.full : shared.k_full;
     int first_box = 0;  // of the stage, in the segment
@@ -225,7 +233,7 @@ struct DecodeTmaKernel {
         }
         // A stage smaller than a KV tile may end before low.
         const int from = min(max(b.low - key, 0) >> shift, to);
-        if (mine && lane == 0) full[at.stage].arrive_expect((to - from) * ((kFp4 ? 2 : 1) * kKeyBytes << shift));
+        if (mine && lane == 0) full[at.stage].arrive_expect((to - from) * (kTokenBytes << shift));
         __syncwarp();
 #pragma unroll 1
         for (int done = 0; done < boxes;) {
@@ -249,18 +257,25 @@ struct DecodeTmaKernel {
   // By one lane. key: the first key of the box, counted in the stage.
   FI_DEVICE void copy(char* stage, const TensorMap& map, Barrier& barrier, int key, int head, const Boxes& b,
                       uint64_t policy) const {
-    KV* const to = reinterpret_cast<KV*>(stage + key * (kFp4 ? 2 * kKeyBytes : kKeyBytes));
+    KV* to = reinterpret_cast<KV*>(stage + key * kTokenBytes);
     const int line = (128 / sizeof(KV)) << params.box_keys_log2;
     tma_load_tile<kWhole ? 1 : kDim>(to, line, map, barrier, 0, b.slot, 0, head, b.page, policy);
-    if (kFp4 && !params.joined)
-      tma_load_tile<1>(to + (kKeyBytes << params.box_keys_log2), line, params.v_map, barrier, 0, b.slot, 0, head,
+    if (!kFp4 || params.joined) return;
+    const int of_head = kKeyBytes << params.box_keys_log2;
+#pragma unroll 1
+    for (int h = 0;;) {
+      tma_load_tile<1>(to + of_head, line, params.v_map, barrier, 0, b.slot, 0, head + h,
                        kSplitTables ? b.v_page : b.page, policy);
+      if (++h == kHeads) return;
+      to += 2 * of_head;
+      tma_load_tile<1>(to, line, map, barrier, 0, b.slot, 0, head + h, b.page, policy);
+    }
   }
 
-  // Copies the scales of the work tiles that are published. A lane copies those of four neighbouring keys at a time,
-  // which one page has: its size is a multiple of four.
+  // Copies the scales of the work tiles that are published. A lane copies those of four neighbouring keys of a head at
+  // a time, which one page has: its size is a multiple of four.
   FI_DEVICE void produce_scales() const {
-    constexpr int kRounds = kKeys / 128;
+    constexpr int kRounds = kStageKeys / 128;
     const KvScales& scales = params.problem.kv_scales;
     const bool dense = scales_are_dense<kDim>(scales);
     auto at = PipelineState::producer();
@@ -272,14 +287,14 @@ struct DecodeTmaKernel {
       const int stages = shared.stages;
       shared.work_pipeline.release(work_at.stage);
       if (s.q_tile < 0) return;
-      const int from = low(s), to = high(s), head = params.kv_head(s.q_tile);
+      const int from = low(s), to = high(s), head = first_head(s) + (kHeads > 1 ? lane * 4 / kKeys : 0);
       PagedKv tokens{params.page_indices + s.first_page, params.last_page, params.page_size, 0, 0};
       tokens.set_v_table(params.v_table_offset);
       const uint8_t* const k = scales.k + head * scales.k_head;
       const uint8_t* const v = scales.v + head * scales.v_head;
       int page[kRounds], v_page[kRounds];
       const auto first_of = [&](int key, int i) {
-        return min(max(key + i * 128 + lane * 4, from & ~3), (to - 1) & ~3);
+        return min(max(key + i * 128 + lane * 4 % kKeys, from & ~3), (to - 1) & ~3);
       };
       const auto look_up = [&](int key) {
 #pragma unroll
@@ -303,7 +318,7 @@ struct DecodeTmaKernel {
         shared.kv_pipeline.acquire(at);
 #pragma unroll
         for (int i = 0; i < kRounds; ++i) {
-          const int row = i * 128 + lane * 4, j = key + row;
+          const int row = i * 128 + lane * 4, j = key + i * 128 + lane * 4 % kKeys;
           copy_four_scales<kDim>(shared.k_scales(at.stage) + row * kDim / 16, k_from[i], scales.k_token, dense,
                                  from - j, to - j);
           copy_four_scales<kDim>(shared.v_scales(at.stage) + row * kDim / 16, v_from[i], scales.v_token, dense,
@@ -323,8 +338,9 @@ struct DecodeTmaKernel {
   }
 
   FI_DEVICE void consume() const {
-    const int warp = threadIdx.x / 32, slice = warp % kGroupWarps * kWarpKeys;
-    Tile tile(kv_tile(), slice);
+    const int warp = threadIdx.x / 32, first_key = warp % kGroupWarps * kWarpKeys;
+    const int slice = warp % kHeadWarps * kWarpKeys;  // of its head
+    Tile tile(kv_tile(), first_key);
     // A counter of passes through the stages: with a PipelineState in its place e4m3 keys take 206 registers, not 183.
     // ahead: from the first stage of a work tile to the first one of this warp's group.
     int ahead = kGroups == 1 ? 0 : warp / kGroupWarps, stage = ahead;
@@ -337,8 +353,10 @@ struct DecodeTmaKernel {
       if (s.q_tile < 0) break;
       const auto problem = [&] { return params.keys_of(s.request, s.kv_len, shared.bmm1); };
       {
-        const DecodeEpilogue tile_of(params, s, kDim);
-        tile.begin(params, problem(), tile_of.kv_head, tile_of.first, tile_of.rows, shared.queries[work_at.stage][0]);
+        DecodeEpilogue tile_of(params, s, kDim);
+        if constexpr (kHeads > 1) tile_of.select_head(tile.first_key / kKeys);
+        const int row = kHeads > 1 ? -tile_of.first : 0, rows = kHeads > 1 ? params.problem.group_size : tile_of.rows;
+        tile.begin(params, problem(), tile_of.kv_head, tile_of.first + row, rows, shared.queries[work_at.stage][row]);
       }
       const int from = low(s), to = high(s);
       int tile_key = s.begin * kDecodeKvTile + ahead * kKeys;
@@ -372,10 +390,12 @@ struct DecodeTmaKernel {
       const DecodeEpilogue epilogue(params, s, kDim);
       const bool last = is_last(count);
       shared.output_pipeline.acquire(PipelineState::producer_at<1>(static_cast<unsigned>(count)));
-      tile.store(epilogue.rows, shared.output[warp][0], kOutputPitch, shared.states[warp]);
+      tile.store(kHeads > 1 ? params.problem.group_size : epilogue.rows, shared.output[warp][0], kOutputPitch,
+                 shared.states[warp]);
       if (last) {
         barrier_sync(1, kThreads);
-        BulkEpilogueThreads<kDirect, kThreads> threads(threadIdx.x, 1, &shared.last[0], shared.partials_full,
+        const int thread = warp * 32 + lane;  // threadIdx.x, without a register of its own
+        BulkEpilogueThreads<kDirect, kThreads> threads(thread, 1, &shared.last[0], shared.partials_full,
                                                        shared.states[0], shared.kv[0][0],
                                                        sizeof shared.kv);  // is free
         complete(epilogue, threads, [] {});
@@ -450,19 +470,26 @@ struct DecodeTmaKernel {
     epilogue.run(
         threads,
         [&](int r, int x) {
-          return DecodeEpilogue::merged_warps<kWarps>([&](int w) { return shared.states[w][r]; },
-                                                      [&](int w) { return &shared.output[w][r][x]; });
+          const int head = kHeads > 1 ? epilogue.head_of(r) : 0, row = r - head * params.problem.group_size;
+          const auto warp = [&](int i) { return i / kHeadWarps * kGroupWarps + head * kHeadWarps + i % kHeadWarps; };
+          return DecodeEpilogue::merged_warps<kWarps / kHeads>([&](int i) { return shared.states[warp(i)][row]; },
+                                                               [&](int i) { return &shared.output[warp(i)][row][x]; });
         },
-        released, [&](int r, int x, const PartialOutput& values) { epilogue.write(r, x, values); });
+        released,
+        [&](int r, int x, const PartialOutput& values) {
+          DecodeEpilogue of_head = epilogue;
+          if constexpr (kHeads > 1) of_head.select_head(epilogue.head_of(r));
+          of_head.write(r, x, values);
+        });
   }
 };
 
 // Grid: the CTAs of the schedule. Threads: the consumer warps, two producer warps, the epilogue warp, with NVFP4 a
 // producer warp of scales.
 template <class T, class Q, class KV, int kDim, int kWarps, int kWarpKeys, int kStages, int kLong, bool kWhole,
-          int kSharedBytes, int kGroups = 1, int kRows = kDecodeQTile>
+          int kSharedBytes, int kGroups = 1, int kRows = kDecodeQTile, int kHeads = 1>
 FI_DEVICE void batch_decode_tma(const BatchDecodeParams& params) {
-  using Kernel = DecodeTmaKernel<T, Q, KV, kDim, kWarps, kWarpKeys, kStages, kLong, kWhole, kGroups, kRows>;
+  using Kernel = DecodeTmaKernel<T, Q, KV, kDim, kWarps, kWarpKeys, kStages, kLong, kWhole, kGroups, kRows, kHeads>;
   static_assert(sizeof(typename Kernel::Shared) + kSwizzlePeriod == kSharedBytes,
                 "the launch requests this many bytes");
   run_in_shared<Kernel, kSwizzlePeriod, kSharedBytes>(params);

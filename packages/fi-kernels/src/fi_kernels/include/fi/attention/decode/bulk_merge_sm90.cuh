@@ -55,7 +55,7 @@ struct BulkEpilogueThreads : EpilogueThreads<kMaxDirect> {
     if (this->thread == 0) full.arrive_expect(from.count * bytes);
     fence_async_global();
     fence_async_shared();  // the factors of the merge before lie where copies write, if groups of splits are merged
-    // A bulk copy takes its warp a hundred cycles to issue, so all warps issue some.
+                           // A bulk copy takes its warp a hundred cycles to issue, so all warps issue some.
 #pragma unroll 1
     for (int split = lane * kWarps + warp; split < from.count; split += kThreads) {
       const char* at = reinterpret_cast<const char*>(epilogue.partial_states(from.first + split * from.step));

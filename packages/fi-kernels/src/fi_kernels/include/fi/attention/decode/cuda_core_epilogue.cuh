@@ -29,10 +29,27 @@ struct CudaCoreEpilogue : DecodeEpilogue {
     }
   }
 
-  // Merges the splits in the last CTA to arrive. All rows of this split are stored.
-  template <class Threads>
+  // Of the kv head of row r, and the rows up to its last, where a q tile has several.
+  FI_DEVICE CudaCoreEpilogue of_row(int r) const {
+    CudaCoreEpilogue found = *this;
+    if (params.heads_per_tile > 1) {
+      const int head = head_of(r);
+      found.select_head(head);
+      found.rows = (head + 1) * params.problem.group_size;
+    }
+    return found;
+  }
+
+  // Merges the splits in the last CTA to arrive. All rows of this split are stored. kHeads: a q tile may have several
+  // kv heads.
+  template <bool kHeads, class Threads>
   FI_DEVICE void merge_splits(Threads threads) const {
-    merge(threads, [&](int r, int x, const PartialOutput& values) { write(r, x, values); });
+    merge(threads, [&](int r, int x, const PartialOutput& values) {
+      if constexpr (kHeads)
+        of_row(r).write(r, x, values);
+      else
+        write(r, x, values);
+    });
   }
 };
 

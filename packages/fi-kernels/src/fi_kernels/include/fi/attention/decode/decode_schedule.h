@@ -2,12 +2,13 @@
 // code.
 //
 // A q tile is kDecodeQTile packed query rows (i * group_size + g) of a kv head; q_tile = kv_head * q_tiles_per_head +
-// its number in the head. The KV of a request has tiles of kDecodeKvTile tokens, counted from position 0. A request
-// and a q tile give one output tile. Output tiles are ordered by q tile, then by request, so that CTAs read all kv
-// heads of a request at about the same time. Work range g is [starts[g], starts[g + 1]) of that order. Each q tile, or
-// all q tiles together, form a range group; all groups have equal boundaries. CTAs begin with the static ranges of a
-// group. A CTA that is done takes smaller dynamic ranges from a counter, since SMs are not equally fast. A range does
-// not depend on the CTA that takes it, and neither do results.
+// its number in the head. Where it has all rows of several kv heads, these count as one head with a larger group. The
+// KV of a request has tiles of kDecodeKvTile tokens, counted from position 0. A request and a q tile give one output
+// tile. Output tiles are ordered by q tile, then by request, so that CTAs read all kv heads of a request at about the
+// same time. Work range g is [starts[g], starts[g + 1]) of that order. Each q tile, or all q tiles together, form a
+// range group; all groups have equal boundaries. CTAs begin with the static ranges of a group. A CTA that is done takes
+// smaller dynamic ranges from a counter, since SMs are not equally fast. A range does not depend on the CTA that takes
+// it, and neither do results.
 //
 // A work tile is the part of an output tile in one range: one of num_splits splits of its KV. The CTA of an output tile
 // with one split writes the output. Otherwise each split stores its softmax state and unnormalised output as a partial

@@ -14,9 +14,10 @@ namespace fi {
 // A cache as [pages, heads, lines, tokens of a page, elements of a line], a line being 128 bytes, or of NVFP4 a row: a
 // copy writes the first line of all its tokens, then the second. `whole`: one copy loads all lines; otherwise each line
 // takes a copy, and lines are offsets in a row. joined: bytes to another cache of NVFP4, which a copy loads, too; 0:
-// none.
+// none. box_heads: the heads of a copy.
 inline void describe_cache(const Kernel& kernel, TensorMap& map, const Tensor& cache, int64_t heads, int64_t page_size,
-                           int64_t head, int64_t token, int64_t box_rows, bool whole, int64_t joined = 0) {
+                           int64_t head, int64_t token, int64_t box_rows, bool whole, int64_t joined = 0,
+                           int64_t box_heads = 1) {
   const int64_t bytes = cache.dtype().bytes(), dim = cache.size(-1), line = is_nvfp4(cache) ? dim : 128 / bytes;
   const int64_t lines = joined ? 2 : whole ? (dim + line - 1) / line : 1;
   const auto step = [&](int64_t n, int64_t stride) { return static_cast<uint64_t>(n > 1 ? stride * bytes : 128); };
@@ -25,8 +26,8 @@ inline void describe_cache(const Kernel& kernel, TensorMap& map, const Tensor& c
                             static_cast<uint64_t>(cache.size(0))};
   const uint64_t strides[] = {step(page_size, token), static_cast<uint64_t>(joined ? joined : 128), step(heads, head),
                               step(cache.size(0), cache.stride(0))};
-  const uint32_t box[] = {static_cast<uint32_t>(line), static_cast<uint32_t>(box_rows), static_cast<uint32_t>(lines), 1,
-                          1};
+  const uint32_t box[] = {static_cast<uint32_t>(line), static_cast<uint32_t>(box_rows), static_cast<uint32_t>(lines),
+                          static_cast<uint32_t>(box_heads), 1};
   kernel.describe(map, bytes, 5, cache.data(), sizes, strides, box, line * bytes);
 }
 
@@ -69,7 +70,8 @@ inline int64_t launch_batch_decode(const Kernel& kernel, BatchDecodeParams& para
   AttentionProblem& p = params.problem;
   const Entry* entry = nullptr;
   for (const Entry& e : kernel.entries) {
-    const auto [kind, head_dim, whole, stream, keys, q_rows, ctas_per_sm] = BatchDecodeConfig::of(e);
+    const auto [kind, head_dim, whole, stream, keys, q_rows, ctas_per_sm, heads] = BatchDecodeConfig::of(e);
+    if (kind != DecodeKind::CUDA_CORE && heads != params.heads_per_tile) continue;
     if (std::min<int64_t>(static_cast<int64_t>(p.group_size) * p.mask.qo_len, kDecodeQTile) > q_rows) continue;
     if (ctas_per_sm > 0 && params.num_ctas > ctas_per_sm * kernel.multiprocessors(k_cache.device())) continue;
     if (kind == DecodeKind::CUDA_CORE ? std::max(p.head_dim_qk, p.head_dim_vo) <= head_dim
@@ -78,7 +80,8 @@ inline int64_t launch_batch_decode(const Kernel& kernel, BatchDecodeParams& para
       break;
     }
   }
-  FI_CHECK(entry, ValueError, "backend must be fa2 for head dims %d and %d", p.head_dim_qk, p.head_dim_vo);
+  FI_CHECK(entry, ValueError, "backend must be fa2 for head dims %d and %d, %d kv heads in a q tile", p.head_dim_qk,
+           p.head_dim_vo, params.heads_per_tile);
   Launch config{params.num_ctas};
   config.pdl = pdl;
   if (BatchDecodeConfig::of(*entry).kind != DecodeKind::CUDA_CORE) {
@@ -100,9 +103,9 @@ inline int64_t launch_batch_decode(const Kernel& kernel, BatchDecodeParams& para
     }
   }
   const auto chosen = BatchDecodeConfig::of(*entry);
-  params.evict_first_tiles =
-      static_cast<int32_t>((chosen.evict_first_mb << 20) /
-                           (kDecodeKvTile * (k_cache.size(-1) + v_cache.size(-1)) * k_cache.dtype().bytes()));
+  params.evict_first_tiles = static_cast<int32_t>(
+      (chosen.evict_first_mb << 20) /
+      (kDecodeKvTile * params.heads_per_tile * (k_cache.size(-1) + v_cache.size(-1)) * k_cache.dtype().bytes()));
   if (chosen.kind >= DecodeKind::TMA && chosen.keys_per_copy > 1) {
     const bool whole = chosen.whole_rows != 0;
     const int64_t box_rows = one_page ? chosen.keys_per_copy : std::gcd(page_size, chosen.keys_per_copy);
@@ -111,7 +114,7 @@ inline int64_t launch_batch_decode(const Kernel& kernel, BatchDecodeParams& para
     const int64_t between = bytes_between(k_cache, v_cache, params.v_table_offset);
     params.joined = between == 0 ? 0 : between > 0 ? 1 : -1;
     describe_cache(kernel, params.k_map, between < 0 ? v_cache : k_cache, p.kv_heads, page_size, p.k_head, p.k_token,
-                   box_rows, whole, std::abs(between));
+                   box_rows, whole, std::abs(between), between ? chosen.heads : 1);
     describe_cache(kernel, params.v_map, v_cache, p.kv_heads, page_size, p.v_head, p.v_token, box_rows, whole);
   }
   kernel.launch(*entry, config, k_cache.device(), params, extras.data());

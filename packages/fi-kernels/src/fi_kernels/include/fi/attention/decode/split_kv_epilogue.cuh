@@ -33,6 +33,15 @@ struct DecodeEpilogue {
         first(params.first_row(s.q_tile)),
         rows(params.rows(s.request, s.q_tile)) {}
 
+  // Of a q tile with several kv heads: the one of row r, counted in the tile; and what makes this the epilogue of one
+  // of them, whose rows count as before.
+  FI_DEVICE int head_of(int r) const {
+    return static_cast<int>(divide(static_cast<uint32_t>(r), params.problem.group_divisor));
+  }
+  FI_DEVICE void select_head(int head) {
+    kv_head = kv_head * params.heads_per_tile + head, first -= head * params.problem.group_size;
+  }
+
   // Element x .. x + 3 of row r, over all keys.
   FI_DEVICE void write(int r, int x, PartialOutput partial) const {
     const AttentionProblem& p = params.problem;

@@ -41,11 +41,13 @@ struct PackedKvTile {
   FI_DEVICE unsigned value_offset(int key, int chunk) const { return offset(key, chunk); }
 };
 
-// The same of keys and values together: a box of 2^shift keys has those of its keys, then those of its values, or the
-// other way round. One TMA copy may load both.
-template <int kRowBytes, int kKeys>
+// The same of keys and values together: a box of 2^shift tokens has those of its keys, then those of its values, or the
+// other way round, and with several kv heads those of each head. One TMA copy may load all. Key t of head h is key
+// h * kTokens + t of the tile.
+template <int kRowBytes, int kKeys, int kHeads>
 struct JoinedKvTile {
   static constexpr int kBytes = kRowBytes * kKeys;  // of the keys
+  static constexpr int kTokens = kKeys / kHeads;
   int shift;
   bool values_first;
   FI_DEVICE unsigned offset(int key, int chunk) const { return part(key, chunk, values_first); }
@@ -53,21 +55,22 @@ struct JoinedKvTile {
 
  private:
   FI_DEVICE unsigned part(int key, int chunk, bool second) const {
-    const int box = key >> shift;
-    return PackedKvTile<kRowBytes, kKeys>{shift}.offset(key + ((box + second) << shift), chunk);
+    const int head = kHeads > 1 ? key / kTokens : 0, token = key - head * kTokens, box = token >> shift;
+    return PackedKvTile<kRowBytes, kKeys>{shift}.offset(token + ((2 * (box * kHeads + head) + second - box) << shift),
+                                                        chunk);
   }
 };
-template <class KV, int kDim, int kKeys, bool kByTma = false>
+template <class KV, int kDim, int kKeys, bool kByTma = false, int kHeads = 1>
 struct KvTileOf {
   using Type = SwizzledKvTile<(kDim * sizeof(KV) + 127) / 128, kKeys>;
 };
 template <int kDim, int kKeys>
-struct KvTileOf<E2m1, kDim, kKeys, false> {
+struct KvTileOf<E2m1, kDim, kKeys, false, 1> {
   using Type = PackedKvTile<kDim / 2, kKeys>;
 };
-template <int kDim, int kKeys>
-struct KvTileOf<E2m1, kDim, kKeys, true> {
-  using Type = JoinedKvTile<kDim / 2, kKeys>;
+template <int kDim, int kKeys, int kHeads>
+struct KvTileOf<E2m1, kDim, kKeys, true, kHeads> {
+  using Type = JoinedKvTile<kDim / 2, kKeys, kHeads>;
 };
 
 // Keys and values of a warp in shared memory. Scales of NVFP4: a row of kDim / 16 bytes for each key; zeros for keys

@@ -5,6 +5,7 @@
 #include "fi/attention/prefill/tma_producer_sm90.cuh"
 #include "fi/attention/softmax.h"
 #include "fi/cuda/convert.cuh"
+#include "fi/cuda/exchange.cuh"
 #include "fi/cuda/math.cuh"
 #include "fi/cuda/pack.cuh"
 #include "fi/cuda/ptx/fp8.cuh"
@@ -327,24 +328,8 @@ struct PrefillFp8Kernel {
         const float* y = o + (block + i) * 8 + 2 * h;
         x[i] = quad(y[0], y[4], y[1], y[5]);
       }
-      transpose_quad(x, lane);
-      if (exists) store_global(out + (block + lane % 4) * 16, uint4{x[0], x[1], x[2], x[3]});
-    }
-  }
-  // Of four neighbouring threads with four words each, thread t gets word t of each.
-  FI_DEVICE static void transpose_quad(unsigned (&x)[4], int lane) {
-#pragma unroll
-    for (int step = 1; step <= 2; step *= 2) {
-      const bool upper = lane & step;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        unsigned &low = x[i * (3 - step)], &high = x[i * (3 - step) + step];
-        const unsigned other = __shfl_xor_sync(0xffffffffu, upper ? low : high, step);
-        if (upper)
-          low = other;
-        else
-          high = other;
-      }
+      const uint4 piece = transpose_of_four(x);
+      if (exists) store_global(out + (block + lane % 4) * 16, piece);
     }
   }
 };

@@ -45,11 +45,10 @@ struct ExpertGemm {
   void* out;              // [rows, features]
   const void* in;         // [.., k]
   const int32_t* source;  // [rows]: the row of `in` that a row reads; null: the same row
-  const float* in_scale;  // [.., k / 128], of blocks; null: none, or `in` is quantised here
   // fp32 [experts, weight rows / 128, k / 128]; mxfp4: ue8m0 [experts, weight rows, k / 32]; null: none.
   const void* weight_scale;
   const void* bias;  // [experts, weight rows], of the type of `in`, or null
-  int64_t in_row_stride, out_row_stride, in_scale_row_stride, bias_row_stride;
+  int64_t in_row_stride, out_row_stride, bias_row_stride;
   int64_t weight_scale_expert_stride, weight_scale_row_stride;
   int32_t features, k, k_blocks;  // k_blocks: of 128 bytes of weights
   int32_t k_apart;                // whether these are apart: [experts, k_blocks, weight rows, 128 bytes]

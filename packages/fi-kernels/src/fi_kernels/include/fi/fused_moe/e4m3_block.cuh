@@ -2,10 +2,9 @@
 #pragma once
 #include "fi/cuda/reduce.cuh"
 #include "fi/cuda/vec.cuh"
+#include "fi/e4m3_block.h"
 
 namespace fi {
-
-constexpr float kE4m3Largest = 448.f, kSmallestAmax = 1e-10f;  // the scale of zeros is finite, and so is its inverse
 
 FI_DEVICE void store_e4m3(void* to, const float (&x)[16]) {
   Vec<__nv_fp8_e4m3, 16> out;
@@ -18,11 +17,11 @@ FI_DEVICE float scale_block(float (&x)[16]) {
   float amax = 0.f;
 #pragma unroll
   for (int i = 0; i < 16; ++i) amax = fmaxf(amax, fabsf(x[i]));
-  amax = fmaxf(warp_max(amax, 8), kSmallestAmax);
-  const float inverse = kE4m3Largest / amax;
+  amax = fmaxf(warp_max(amax, 8), kMinBlockMax);
+  const float inverse = kE4m3Max / amax;
 #pragma unroll
   for (int i = 0; i < 16; ++i) x[i] *= inverse;
-  return amax * (1.f / kE4m3Largest);
+  return amax * (1.f / kE4m3Max);
 }
 
 }  // namespace fi

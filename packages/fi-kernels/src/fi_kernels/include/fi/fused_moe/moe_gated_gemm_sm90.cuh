@@ -24,7 +24,7 @@ struct StoreActivated {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int own = first + 8 * h;
-      const float amax = activate_row(d, h), inverse = kE4m3Largest / amax;
+      const float amax = activate_row(d, h), inverse = kE4m3Max / amax;
 #pragma unroll
       for (int j = 0; j < kCount; j += 4) {
         const float2 pair = {d[0][j + 2 * h] * inverse, d[0][j + 2 * h + 1] * inverse};
@@ -32,7 +32,7 @@ struct StoreActivated {
             __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
       }
       if (lane % 4 == 0 && own < left)
-        p.out_scale[(out_row + own) * (width / kFeatures) + feature / kFeatures] = amax * (1.f / kE4m3Largest);
+        p.out_scale[(out_row + own) * (width / kFeatures) + feature / kFeatures] = amax * (1.f / kE4m3Max);
     }
     __syncwarp();
     const int64_t stride = p.gemm.problem.out_row_stride;
@@ -51,7 +51,7 @@ struct StoreActivated {
         d[0][i] = activate_expert<CudaMath, kExpertSwiglu>(d[0][i], d[1][i], {});
         amax = fmaxf(amax, fabsf(d[0][i]));
       }
-    return fmaxf(warp_max(amax, 4), kSmallestAmax);
+    return fmaxf(warp_max(amax, 4), kMinBlockMax);
   }
 };
 

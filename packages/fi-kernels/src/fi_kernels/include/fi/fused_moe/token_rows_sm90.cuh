@@ -7,7 +7,7 @@
 #include "fi/cuda/reduce.cuh"
 #include "fi/cuda/swizzle.cuh"
 #include "fi/cuda/vec.cuh"
-#include "fi/norm/rmsnorm_block_quant.h"
+#include "fi/e4m3_block.h"
 
 namespace fi {
 

@@ -1,12 +1,11 @@
 // Parameters of residual-add RMSNorm with a block-quantized fp8 output, shared by launcher and device code.
 #pragma once
+#include "fi/e4m3_block.h"
 #include "fi/norm/rmsnorm.h"
 
 namespace fi {
 
-constexpr int kQuantBlock = 128;        // elements that share a scale
-constexpr float kE4m3Max = 448.f;       // largest finite e4m3 value
-constexpr float kMinBlockMax = 1e-10f;  // lower bound of a block's maximum, so that no scale is zero
+constexpr int kQuantBlock = 128;  // elements that share a scale
 
 // norm.out receives the norm, rounded to its dtype. Those rounded values are quantized: scale = max(|block|) / 448 and
 // out = value / scale, so value = out * scale.

@@ -107,7 +107,8 @@ def check_graph_buffer(buffer: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name}: a contiguous tensor with data and one dimension is required; {problem}")
 
 
-def _dtype(dtype: torch.dtype | str, argument: str) -> torch.dtype:
+def dtype_of(dtype: torch.dtype | str, argument: str) -> torch.dtype:
+    """The dtype that an argument names. Raises the error of canonicalize_torch_dtype, about the argument."""
     try:
         return canonicalize_torch_dtype(dtype)
     except (TypeError, ValueError) as error:
@@ -127,9 +128,9 @@ def data_types(
     if both is not None:
         q = both if q is None else q
         kv = both if kv is None else kv
-    q = _dtype("float16" if q is None else q, "q_data_type")
-    kv = q if kv is None else _dtype(kv, "kv_data_type")
-    o = q if o is None else _dtype(o, "o_data_type")
+    q = dtype_of("float16" if q is None else q, "q_data_type")
+    kv = q if kv is None else dtype_of(kv, "kv_data_type")
+    o = q if o is None else dtype_of(o, "o_data_type")
     if not o.is_floating_point:
         raise TypeError(f"o_data_type: a float dtype is required; got {o}")
     return q, kv, o

@@ -29,7 +29,24 @@ def check_results(
         check_shape_dtype_device(lse, shape[:2], torch.float32, q.device, "lse")
 
 
-class BatchWrapper(PlanState):
+class PinnedMirror:
+    """The part of a wrapper that gives engines a pinned mirror of its int workspace."""
+
+    _int_workspace_buffer: torch.Tensor
+    _pinned: torch.Tensor | None  # None: not read yet, or of another workspace
+
+    @computed
+    def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
+        """A pinned mirror of the int workspace, for engines. It is allocated when read: `plan` does not use it."""
+        import torch
+
+        if self._pinned is None:
+            own = self._int_workspace_buffer
+            self._pinned = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
+        return self._pinned
+
+
+class BatchWrapper(PinnedMirror, PlanState):
     """A wrapper that plans a batch and runs it; the subclasses document `plan` and `run`."""
 
     device: torch.device
@@ -56,21 +73,11 @@ class BatchWrapper(PlanState):
         check_workspace(float_workspace_buffer, "float_workspace_buffer", contiguous=False)
         check_workspace(int_workspace_buffer, "int_workspace_buffer")
         self._float_workspace_buffer, self._int_workspace_buffer = float_workspace_buffer, int_workspace_buffer
-        self._pinned: torch.Tensor | None = None
+        self._pinned = None
         self._reset_plan()
         self.last_choice = None
         self._cached_module: Any = None
         planners.add(self)
-
-    @computed
-    def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
-        """A pinned mirror of the int workspace, for engines. It is allocated when read: `plan` does not use it."""
-        import torch
-
-        if self._pinned is None:
-            own = self._int_workspace_buffer
-            self._pinned = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
-        return self._pinned
 
     def _on_device(self, name: str, table: torch.Tensor, non_blocking: bool) -> torch.Tensor:
         """A table as kernels read it: on the device, int64 and uint32 converted to int32 (a small kernel each)."""

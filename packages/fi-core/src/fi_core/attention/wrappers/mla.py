@@ -7,14 +7,14 @@ import math
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import check_backend, check_graph_buffer, check_workspace, computed, flag, number
+from fi_core.attention.contract import check_backend, check_graph_buffer, check_workspace, dtype_of, flag, number
 from fi_core.attention.ops import mla as ops
 from fi_core.attention.wrappers import mla_trace, planners
-from fi_core.attention.wrappers.base import check_results
+from fi_core.attention.wrappers.base import PinnedMirror, check_results
 from fi_core.attention.wrappers.plan_state import PlanState
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import blame
-from fi_core.utils import canonicalize_torch_dtype, int32_index
+from fi_core.utils import int32_index
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ _TABLES = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 
 
 @fi_api
-class BatchMLAPagedAttentionWrapper(PlanState):
+class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
     """Multi-head latent attention with absorbed weights over a paged cache (MLA, arXiv:2405.04434).
 
     A query has a latent part (512 wide) and a rotary part (64 wide). The cache holds one latent row `ckv` and one
@@ -72,7 +72,7 @@ class BatchMLAPagedAttentionWrapper(PlanState):
         self._backend, self._use_cuda_graph = backend, use_cuda_graph
         self._float_workspace_buffer, self.device = float_workspace_buffer, float_workspace_buffer.device
         self._int_workspace_buffer = torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=self.device)
-        self._pinned: torch.Tensor | None = None
+        self._pinned = None
         self._qo_indptr_buf: Any = qo_indptr
         self._kv_indptr_buf: Any = kv_indptr
         self._kv_indices_buf: Any = kv_indices
@@ -104,16 +104,6 @@ class BatchMLAPagedAttentionWrapper(PlanState):
     def resolved_backend(self) -> str:
         """The backend of the last run: "fa2", "fa3" or "cpu"; before the first run, the argument."""
         return self.last_choice.backend if self.last_choice else self._backend
-
-    @computed
-    def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
-        """A pinned mirror of the int workspace, for engines. It is allocated when read: `plan` does not use it."""
-        import torch
-
-        if self._pinned is None:
-            own = self._int_workspace_buffer
-            self._pinned = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
-        return self._pinned
 
     @fi_api
     def plan(
@@ -164,8 +154,8 @@ class BatchMLAPagedAttentionWrapper(PlanState):
         import torch
 
         self._forget_plan()
-        q_type = _dtype(q_data_type, "q_data_type")
-        kv_type = _dtype(kv_data_type, "kv_data_type")
+        q_type = dtype_of(q_data_type, "q_data_type")
+        kv_type = dtype_of(kv_data_type, "kv_data_type")
         if q_type not in (torch.float16, torch.bfloat16):
             raise ValueError(f"q_data_type: torch.float16 or torch.bfloat16 is required; got {q_type}")
         if kv_type not in (torch.float16, torch.bfloat16, torch.float8_e4m3fn):
@@ -385,13 +375,6 @@ class BatchMLAPagedAttentionWrapper(PlanState):
         ):
             if tensor.ndim != 3 or tuple(tensor.shape[1:]) != last:
                 raise ValueError(f"{name}: shape [.., {last[0]}, {last[1]}] was planned; got {tuple(tensor.shape)}")
-
-
-def _dtype(dtype: Any, argument: str) -> torch.dtype:
-    try:
-        return canonicalize_torch_dtype(dtype)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{argument}: {str(error).partition(': ')[2]}") from None
 
 
 def _scale(value: Any, name: str) -> float:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fi_core.observe.draw import Draw, nbytes
-from fi_core.observe.template import with_sizes
-from fi_core.observe.trace import Work
+from fi_core.observe.template import sets_any, with_sizes
+from fi_core.observe.trace import TraceTemplate, Work
 from fi_core.utils import canonicalize_torch_dtype, ceil_div
 
 if TYPE_CHECKING:
@@ -297,3 +297,14 @@ def attention_work(parts: Sequence[Part], with_lse: bool = False) -> Work:
 def kept(*names: str) -> dict[str, Any]:
     """`Planned` of a wrapper whose plan keeps these arguments in the dictionary `_described`."""
     return {name: lambda wrapper, name=name: wrapper._described.get(name) for name in names}
+
+
+def plain_calls(template: TraceTemplate, *others: str) -> Callable[..., TraceTemplate | None]:
+    """Selects the template of a call; None for options that its reference does not cover."""
+
+    def select(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
+        plain = arguments.get("covered", True) and not arguments.get("logits_soft_cap")
+        return template if plain and not sets_any(arguments, "kv_layout", *others) else None
+
+    select.templates = (template,)  # type: ignore[attr-defined]
+    return select

@@ -12,11 +12,11 @@ from fi_core.attention.wrappers.inputs import (
     kept,
     lengths_of,
     pages_of,
+    plain_calls,
     query_of,
     workspace_of,
 )
 from fi_core.observe.draw import Draw
-from fi_core.observe.template import sets_any
 from fi_core.observe.trace import Const, Planned, Scalar, Tensor, TraceTemplate, Var, Work
 from fi_core.utils import canonicalize_torch_dtype
 
@@ -310,25 +310,14 @@ BATCH_POD = TraceTemplate(
 )  # fmt: skip
 
 
-def _only(template: TraceTemplate, *absent: str) -> Callable[..., TraceTemplate | None]:
-    """Selects the template of a call; None for options that its reference does not cover."""
-
-    def select(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
-        plain = arguments.get("covered", True) and not arguments.get("logits_soft_cap")
-        return template if plain and not sets_any(arguments, "kv_layout", *absent) else None
-
-    select.templates = (template,)  # type: ignore[attr-defined]
-    return select
-
-
 _OTHERS = ("k_scale", "v_scale", "q_scale", "kv_cache_sf", "kv_cache_sf_p", "kv_cache_sf_d", "variant_args",
            "return_lse")  # fmt: skip
-mixed = _only(MIXED, *_OTHERS)
-pod = _only(
+mixed = plain_calls(MIXED, *_OTHERS)
+pod = plain_calls(
     POD, *_OTHERS, "custom_mask_p", "packed_custom_mask_p", "kv_layout_p", "pos_encoding_mode_p", "sm_scale_p",
     "window_left_p",
 )  # fmt: skip
-batch_pod = _only(BATCH_POD, *_OTHERS, "custom_mask_p", "packed_custom_mask_p")
+batch_pod = plain_calls(BATCH_POD, *_OTHERS, "custom_mask_p", "packed_custom_mask_p")
 PLANNED_MIXED: Planned = kept(
     "qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "sm_scale", "causal", "kv_layout", "covered"
 )

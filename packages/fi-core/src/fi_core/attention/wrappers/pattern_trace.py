@@ -12,11 +12,11 @@ from fi_core.attention.wrappers.inputs import (
     kept,
     lengths_of,
     pages_of,
+    plain_calls,
     query_of,
     workspace_of,
 )
 from fi_core.observe.draw import Draw
-from fi_core.observe.template import sets_any
 from fi_core.observe.trace import Const, Planned, Scalar, Tensor, TraceTemplate, Var, Work
 from fi_core.utils import canonicalize_torch_dtype, ceil_div
 
@@ -35,16 +35,6 @@ _PREFILL, _DECODE = ("batch_prefill", "prefill_plan"), ("batch_decode", "decode_
 
 def _keys(draw: Draw, tokens: int, heads: int, dim: int, dtype: Any) -> Any:
     return draw.rows(draw.normal((tokens, heads, dim), canonicalize_torch_dtype(dtype)))
-
-
-def _select(template: TraceTemplate, *others: str) -> Callable[..., TraceTemplate | None]:
-    """Selects the template of a call; None for options that its reference does not cover."""
-
-    def select(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
-        return template if arguments.get("covered", True) and not sets_any(arguments, "kv_layout", *others) else None
-
-    select.templates = (template,)  # type: ignore[attr-defined]
-    return select
 
 
 # A pattern of blocks for all heads.
@@ -405,11 +395,11 @@ RANGES = TraceTemplate(
     description="Causal attention whose rows also attend to a range of keys around them.",
 )
 
-blocks = _select(BLOCKS, "scale_q", "scale_k", "scale_v", "return_lse")
-head_blocks = _select(HEAD_BLOCKS, "return_lse")
-decode_prefix = _select(DECODE_PREFIX)
-prefill_prefix = _select(PREFILL_PREFIX)
-ranges = _select(RANGES, "v_scale", "kv_cache_sf", "return_lse")
+blocks = plain_calls(BLOCKS, "scale_q", "scale_k", "scale_v", "return_lse")
+head_blocks = plain_calls(HEAD_BLOCKS, "return_lse")
+decode_prefix = plain_calls(DECODE_PREFIX)
+prefill_prefix = plain_calls(PREFILL_PREFIX)
+ranges = plain_calls(RANGES, "v_scale", "kv_cache_sf", "return_lse")
 PLANNED_BLOCKS: Planned = kept("indptr", "indices", "R", "C", "sm_scale", "causal", "o_data_type", "covered")
 PLANNED_HEAD_BLOCKS: Planned = kept("block_mask_map", "block_row_sz", "block_col_sz", "sm_scale", "causal", "covered")
 PLANNED_PREFIX: Planned = kept("kv_indptr", "kv_indices", "kv_last_page_len", "sm_scale", "kv_layout")

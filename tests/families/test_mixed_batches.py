@@ -37,6 +37,33 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_by_side, "_LEAST", 0.0)
 
 
+def test_a_failed_prefill_waits_for_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller may free what decode, on a stream of its own, still reads."""
+    seen: list[str] = []
+
+    class Recorder:
+        cuda_stream = 1
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def record(self, stream: Recorder) -> None:
+            seen.append(f"{self.name} after {stream.name}")
+
+        def wait_event(self, event: Recorder) -> None:
+            seen.append(f"{self.name} waits for {event.name}")
+
+    def prefill() -> None:
+        raise ValueError("prefill")
+
+    monkeypatch.setattr(side_by_side, "_side", lambda *_: tuple(map(Recorder, ("side", "fork", "join"))))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Recorder("current"))
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda _: None)
+    with pytest.raises(ValueError, match="prefill"):
+        side_by_side.side_by_side(4, torch.device("cuda"), prefill, lambda: seen.append("decode"))
+    assert seen == ["fork after current", "side waits for fork", "decode", "join after side", "current waits for join"]
+
+
 def attention_plan(b: Batch) -> tuple[Any, ...]:
     qo_indptr, kv_indptr, indices, _, *shape, page_size = b.paged_plan()
     return (qo_indptr, kv_indptr, indices, b.pool.seq_lens(), *shape, b.dims[1], page_size)

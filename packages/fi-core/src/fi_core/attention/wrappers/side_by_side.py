@@ -106,6 +106,7 @@ def side_by_side(ctas: int, device: torch.device, prefill: Callable[[], Any], de
     finally:
         torch.cuda.set_stream(current)
         join.record(side)
-    found = prefill()
-    current.wait_event(join)
-    return found
+    try:
+        return prefill()
+    finally:  # also where it raises: the caller may free what decode uses, and a capture needs the join
+        current.wait_event(join)

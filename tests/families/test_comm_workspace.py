@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+from typing import Any
+
 import pytest
 import torch
 
 from fi_core import comm
+from fi_core.comm import memory
 from fi_core.comm.mnnvl import MnnvlConfig, OneRank
 
 
@@ -19,3 +24,52 @@ def test_experts_that_the_workspace_cannot_hold() -> None:
     chosen = torch.zeros(1, room // 4, dtype=torch.int32)  # and their number
     with pytest.raises(ValueError, match=f"a rotation must have {room + 4} bytes; got {room}"):
         exchange.dispatch(chosen, [torch.zeros(1, 64, dtype=torch.bfloat16)], 8)
+
+
+def test_memory_of_a_rank_that_another_cannot_map_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank raises, unmaps the ranks that it has mapped, and frees its own."""
+    done: list[str] = []
+
+    class Runtime:
+        def cudaMalloc(self, size: int) -> ctypes.c_void_p:
+            return ctypes.c_void_p(100)
+
+        def cudaIpcGetMemHandle(self, pointer: ctypes.c_void_p) -> Any:
+            return memory.cudaIpcMemHandle_t()
+
+        def cudaIpcOpenMemHandle(self, handle: Any) -> ctypes.c_void_p:
+            done.append("open")
+            if len(done) == 2:
+                raise RuntimeError("no peer access")
+            return ctypes.c_void_p(200 + len(done))
+
+        def cudaIpcCloseMemHandle(self, pointer: ctypes.c_void_p) -> None:
+            done.append(f"close {pointer.value}")
+
+        def cudaFree(self, pointer: ctypes.c_void_p) -> None:
+            done.append(f"free {pointer.value}")
+
+    class Group(OneRank):
+        def Get_rank(self) -> int:
+            return 1
+
+        def Get_size(self) -> int:
+            return 4
+
+        def allgather(self, data: Any) -> list[Any]:
+            return [data] * 4
+
+        def barrier(self) -> None:
+            done.append("barrier")
+
+    class Stream:
+        def synchronize(self) -> None: ...
+
+    monkeypatch.setattr(memory, "CudaRTLibrary", Runtime)
+    monkeypatch.setattr(memory, "fill_empty", lambda buffer: None)
+    monkeypatch.setattr(memory, "bytes_at", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream())
+    with pytest.raises(RuntimeError, match="rank 1 cannot map the memory of rank 2: no peer access"):
+        memory.SharedMemory(64, torch.device("cuda", 0), Group())
+    assert done == ["open", "open", "open", "close 201", "close 203", "barrier", "free 100"]

@@ -172,9 +172,15 @@ class SharedMemory:
                     pointer = own if rank == self.rank else self._cuda.cudaIpcOpenMemHandle(opened)
                     pointers.append(pointer.value or 0)
                 except RuntimeError as error:
+                    pointers.append(0)
                     failure = failure or f"rank {self.rank} cannot map the memory of rank {rank}: {error}"
             failures = [text for text in self._comm.allgather(failure) if text]
             if failures:
+                for rank, address in enumerate(pointers):
+                    if address and rank != self.rank:
+                        self._cuda.cudaIpcCloseMemHandle(ctypes.c_void_p(address))
+                self._comm.barrier()  # all have unmapped this rank's
+                self._cuda.cudaFree(own)
                 raise RuntimeError(f"group: GPUs that can access each other are required; {failures[0]}")
             return pointers
 

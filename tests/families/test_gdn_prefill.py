@@ -214,6 +214,16 @@ def test_many_heads_are_as_few() -> None:
     assert torch.equal(state[:, :8], last)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("false", "true"), [(0, 1), (False, "auto")])
+def test_segments_are_asked_for_by_truth(false: Any, true: Any) -> None:
+    x = inputs([10600], "cuda")
+    whole, segments = (chunk_gated_delta_rule(**x, use_cp=use_cp) for use_cp in (False, True))
+    assert not torch.equal(whole, segments), "segments differ in the last bits"
+    assert torch.equal(chunk_gated_delta_rule(**x, use_cp=false), whole)
+    assert torch.equal(chunk_gated_delta_rule(**x, use_cp=true), segments)
+
+
 def test_indices_without_states(device: str) -> None:
     """Slots of states that are neither read nor written do not count."""
     x = inputs([3, 5], device)

@@ -109,7 +109,7 @@ def chunk_gated_delta_rule(
             by rounding; False: they are not.
         state_indices: `[N]`, int32 or int64, distinct slots: initial_state and output_state are pools
             `[P, H, V, K]` whose rows are read and written. Both must then be given to be read and written.
-        _cp_chunk_len: tokens of a segment, if use_cp is not False; None: the library's choice.
+        _cp_chunk_len: tokens of a segment, unless use_cp is False; None: the library's choice.
         backend: "auto", "flashinfer", "sm90" or "cutlass"; all of them select the kernels of this library.
         max_seqlen: accepted; it has no effect.
 
@@ -155,7 +155,7 @@ def chunk_gated_delta_rule(
 
         channels = g is not None and g.ndim == 3
         segment_tokens, size = _sizes(
-            multiprocessors_of(q.device), tokens, heads, dim, sequences, use_cp is not False, _cp_chunk_len, channels
+            multiprocessors_of(q.device), tokens, heads, dim, sequences, bool(use_cp), _cp_chunk_len, channels
         )
         workspace = q.new_empty(size, dtype=torch.uint8)
     _chunk(  # by position, as declared: 13 names cost 0.4 us

@@ -1,4 +1,4 @@
-// Launches one unit kernel of the device building blocks: describes a, b and out for TMA in the 128-byte swizzle.
+// Launches one unit kernel of the device building blocks: describes a and b for TMA in the 128-byte swizzle.
 #include "blocks.h"
 
 #include "fi/host/op.h"
@@ -14,18 +14,17 @@ void describe(const fi::Kernel& kernel, fi::TensorMap& map, const fi::Tensor& x,
   kernel.describe(map, bytes, 2, const_cast<void*>(x.data<const void>()), sizes, strides, box);
 }
 
-// entry: which kernel; rows_a, rows_b: of the boxes that it loads. out of 16 bits is stored by boxes of 64 rows.
+// entry: which kernel; rows_a, rows_b: of the boxes that it loads.
 void blocks(const fi::Kernel& kernel, fi::Tensor out, fi::Tensor a, fi::Tensor b, fi::Tensor counters, int64_t entry,
             int64_t grid, int64_t rows_a, int64_t rows_b, int64_t group_m) {
   BlockParams p{};
   describe(kernel, p.a_map, a, rows_a);
   describe(kernel, p.b_map, b, rows_b);
-  if (out.dtype().bytes() == 2) describe(kernel, p.out_map, out, 64);
   p.a = a.data<const void>();
   p.out = static_cast<float*>(out.data());
   p.counters = counters.data<int32_t>();
   p.m = static_cast<int32_t>(out.size(0)), p.n = static_cast<int32_t>(out.size(1));
-  p.k = static_cast<int32_t>(a.size(1)), p.group_m = static_cast<int32_t>(group_m);
+  p.group_m = static_cast<int32_t>(group_m);
   kernel.launch(kernel.entries[static_cast<size_t>(entry)], fi::Launch{grid}, a.device(), p);
 }
 

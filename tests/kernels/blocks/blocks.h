@@ -5,9 +5,9 @@
 // a: [m, k]; b: [n, k], or [k, n] for wgmma_registers; out: [m, n]. All row-major. counters: two of the dynamic
 // scheduler, then a visit count for each tile.
 struct BlockParams {
-  fi::TensorMap a_map, b_map, out_map;
+  fi::TensorMap a_map, b_map;
   const void* a;
   float* out;
   fi::int32_t* counters;
-  fi::int32_t m, n, k, group_m;
+  fi::int32_t m, n, group_m;
 };

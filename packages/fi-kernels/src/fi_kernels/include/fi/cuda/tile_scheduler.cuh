@@ -1,19 +1,9 @@
-// Which work tile a persistent CTA takes next: in turn, or from a counter; and the order in which a grid of tiles is
-// walked.
+// Which work tile a persistent CTA takes next, from a counter; and the order in which a grid of tiles is walked.
 #pragma once
 #include "fi/cuda/ptx/pdl.cuh"
 #include "fi/types.h"
 
 namespace fi {
-
-// Round-robin: CTA c takes tiles c, c + CTAs, ...
-struct StaticTileScheduler {
-  int tile, tiles;
-
-  FI_DEVICE explicit StaticTileScheduler(int tiles) : tile(blockIdx.x), tiles(tiles) {}
-  FI_DEVICE bool done() const { return tile >= tiles; }
-  FI_DEVICE void advance() { tile += gridDim.x; }
-};
 
 // Dynamic: CTAs take numbers from counters in global memory, which are 0 between launches. A CTA that begins with tile
 // blockIdx.x without asking adds gridDim.x to each number.

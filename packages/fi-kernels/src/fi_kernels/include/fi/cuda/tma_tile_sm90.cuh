@@ -17,13 +17,4 @@ FI_DEVICE void tma_load_tile(T* tile, int block_stride, const TensorMap& map, Ba
     tma_load(tile + block * block_stride, map, full, column + block * kBlockColumns, outer...);
 }
 
-// Stores a tile as part of this thread's bulk group. Elements outside of the tensor are dropped.
-template <int kColumns, class T, class... Outer>
-FI_DEVICE void tma_store_tile(const TensorMap& map, const T* tile, int block_stride, int column, Outer... outer) {
-  constexpr int kBlockColumns = kSwizzleLineBytes / sizeof(T);
-#pragma unroll
-  for (int block = 0; block * kBlockColumns < kColumns; ++block)
-    tma_store(map, tile + block * block_stride, column + block * kBlockColumns, outer...);
-}
-
 }  // namespace fi

@@ -294,8 +294,8 @@ def trtllm_batch_decode_with_kv_cache(
         lse: fp32 `[rows, num_qo_heads]`, base 2, written if given.
         return_lse: also return lse.
         bmm1_scale_log2: tensor, `bmm1_scale * log2 e`; replaces bmm1_scale.
-        o_scale, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode, request_order, request_order_plan: not
-            needed.
+        o_scale: without effect: bmm2_scale includes `1 / o_scale`, so the factor of the output is bmm2_scale alone.
+        multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode, request_order, request_order_plan: not needed.
         uses_shared_paged_kv_idx: whether K and V of a token are in pages of the same id.
         enable_block_sparse_attention: block_tables has the pages of each kv head, int32 `[num_kv_heads, batch_size,
             max_pages]`, and seq_lens counts the tokens in them, `[batch_size]` or `[num_kv_heads, batch_size]`.

@@ -136,6 +136,22 @@ def test_fp8_query(dtype: torch.dtype, device: str) -> None:
         assert_close(wrapper.run(p.q, p.cache, 0.5, 2.0, 3.0), p.expected(v_scale=3.0)[0])
 
 
+@pytest.mark.parametrize("o_dtype", [torch.float16, torch.bfloat16, *FP8])
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_fp8_options(dim: int, dtype: torch.dtype, o_dtype: torch.dtype, device: str) -> None:
+    """Window, soft cap and sinks, with scales that lie on the device, for every type of output."""
+    p = paged([70, 1, 130], dtype=dtype, heads=(4, 2), dim=dim, device=device)
+    sinks = rand(4, dtype=torch.float32, device=device, scale=3.0)
+    scales = {name: torch.tensor([x], device=device) for name, x in (("k_scale", 0.7), ("v_scale", 1.3))}
+    plan: dict[str, Any] = {"window_left": 40, "logits_soft_cap": 5.0}
+    want, _ = p.expected(sinks=sinks, k_scale=0.7, v_scale=1.3, **plan)
+    for wrapper in wrappers(p, o_data_type=o_dtype, **plan):
+        out = wrapper.run(p.q, p.cache, sinks=sinks, **scales)
+        assert out.dtype == o_dtype
+        assert_close(out, want)
+
+
 def test_values_may_be_narrower_than_keys(device: str) -> None:
     p = paged([70, 0, 300], dim=128, device=device)
     assert isinstance(p.cache, tuple)

@@ -292,6 +292,21 @@ def test_sinks(dims: tuple[int, int], device: str) -> None:
             assert_close(lse, want_lse, tolerance=(2e-4, 2e-4))
 
 
+@pytest.mark.parametrize("o_dtype", [torch.float16, *FP8])
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_sinks_of_fp8(dims: tuple[int, int], dtype: torch.dtype, o_dtype: torch.dtype, device: str) -> None:
+    b = batch([(20, 70), (3, 9), (200, 330)], heads=(4, 2), dims=dims, dtype=dtype, device=device)
+    sinks = rand(4, dtype=torch.float32, device=device) * 3
+    for options in ({"causal": True, "window_left": 30}, {"causal": True, "logits_soft_cap": 5.0}):
+        want, want_lse = with_sinks(b, sinks, **options)
+        for w in planned(b, o_data_type=o_dtype, **options):
+            out, lse = w.run(b.q, b.cache, sinks=sinks, return_lse=True)
+            # Weights are rounded to e4m3, 2^-4 of each, and outputs to o_dtype.
+            assert_close(out, want, tolerance=(0.2 if o_dtype is FP8[1] else 0.1, 0.1))
+            assert_close(lse, want_lse, tolerance=(2e-3, 2e-3))
+
+
 def test_bad_rows_spoil_themselves_only(device: str) -> None:
     b = batch([(40, 60), (5, 5)], dtype=torch.bfloat16, device=device)
     b.q[3, 1, 5] = float("nan")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,27 @@ def entries(rehearsal: Rehearsal) -> list[str]:
 )
 def test_the_kernel_entry_of_decode_on_hopper(facts: dict[str, Any], expected: str) -> None:
     assert entries(rehearsed(calling(WRAPPERS[0]), facts, HOPPER)) == ["decode_plan", expected]
+
+
+@pytest.mark.parametrize("unaligned", ["q", "keys", "scales"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_unaligned_tensors_of_a_plan_with_several_heads_are_those_of_cuda_cores(layout: str, unaligned: str) -> None:
+    def tensor(odd: bool, *shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        room = torch.empty(math.prod(shape) + 1, dtype=dtype)
+        return (room[1:] if odd else room[:-1]).view(shape)
+
+    batch, page = 64, (16, 8) if layout == "NHD" else (8, 16)
+    with Rehearsal(HOPPER, 132, SHARED) as rehearsal:
+        w = fi_core.BatchDecodeWithPagedKVCacheWrapper(torch.empty(64 << 20, dtype=torch.uint8), layout)
+        tables = torch.arange(batch + 1).int(), torch.arange(batch).int(), torch.full((batch,), 16).int()
+        w.plan(*tables, 32, 8, 128, 16, q_data_type=torch.bfloat16, kv_data_type=torch.uint8)
+        for odd in "none", unaligned:
+            q = tensor(odd == "q", batch, 32, 128, dtype=torch.bfloat16)
+            keys, scales = tensor(odd == "keys", batch, *page, 64), tensor(odd == "scales", batch, *page, 8)
+            w.run(q, (keys, keys), kv_cache_sf=(scales, scales))
+        with operator("batch_decode").using("mma_sm80"), pytest.raises(UnsupportedError, match="heads_per_tile == 1"):
+            w.run(q, (keys, keys), kv_cache_sf=(scales, scales))
+    assert entries(rehearsal) == ["decode_plan", "batch_decode_tma_8_4_heads", "batch_decode_cuda_core"]
 
 
 @pytest.mark.parametrize(

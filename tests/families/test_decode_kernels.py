@@ -170,7 +170,7 @@ def choice(x: Problem, impl: str, k: torch.Tensor, v: torch.Tensor, mode: int) -
         False, False, alignment,
     )  # fmt: skip
     device = torch.device(x.q.device.type, 0) if x.q.is_cuda else x.q.device
-    return planned(ops.BATCH_DECODE, device, impl, *values)
+    return planned(ops.BATCH_DECODE, device, impl, *values, 1)
 
 
 def run(

@@ -10,6 +10,7 @@ import pytest
 from core import toy
 from fi_core.attention.ops import decode as ops
 from fi_core.runtime.dispatch import Request, choose
+from fi_core.runtime.errors import UnsupportedError
 from fi_core.runtime.spec.target import Target
 from kernels.mock_driver import Call, Tensor, launches
 from kernels.test_mock_driver import Start, driver, start  # noqa: F401  (fixtures)
@@ -199,6 +200,23 @@ def test_heads_of_a_query_tile() -> None:
     assert ops.heads_per_tile(fp4, 64, 32, 8, 2) == ops.heads_per_tile(fp4, 64, 32, 8, 1, ops.NO_SPLIT) == 1
     assert ops.heads_per_tile(fp8, 64, 32, 8) == 1
     assert [ops.num_q_tiles(32, 8, 1, heads) for heads in (1, 2, 4)] == [8, 4, 2]
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("page", [4, 16])
+@pytest.mark.parametrize("change", [{}, {"alignment": 4}, {"head_dim_vo": 32}, {"pos_encoding": "ROPE_LLAMA"}])
+def test_a_run_of_a_plan_with_several_heads_has_a_kernel(dim: int, page: int, change: dict[str, Any]) -> None:
+    """Tensors of `run` that the planned kernel cannot take are those of the CUDA cores, and never of mma.sync."""
+    shape = {"q": "bf16", "kv": "e2m1", "head_dim_qk": dim, "head_dim_vo": dim, "page_size": page}
+    for heads, rows in (4, 4), (4, 1), (2, 8), (2, 5):
+        request = Request.of(ops.BATCH_DECODE, Target("cuda", "90a"), shape | {"heads_per_tile": heads} | change)
+        choice = choose(request)
+        assert choice.implementation == ("tma_sm90" if page == 16 and not change else "cuda_core")
+        configs = [ops.DecodeConfig(*e.config) for e in choice.entries]
+        assert any(c.kind is ops.DecodeKind.CUDA_CORE or (c.heads == heads and c.q_rows >= rows) for c in configs)
+        assert "requires heads_per_tile == 1, got" in " ".join(dict(choice.reasons)["mma_sm80"])
+        with pytest.raises(UnsupportedError, match=f"heads_per_tile == 1, got {heads}"):
+            choose(request._replace(backend="mma_sm80"))
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])

@@ -167,7 +167,7 @@ def _as_batch(
     q_tiles = ops.num_q_tiles(q.shape[0], heads)
     choice = planned(
         ops.BATCH_DECODE, device, "auto", q.dtype, k.dtype, q.dtype, dim, dim, q.shape[0] // heads, ops.KV_TILE, "NONE",
-        "plain", False, False, False, LOAD_BYTES,
+        "plain", False, False, False, LOAD_BYTES, 1,
         ahead=False,
     )  # fmt: skip
     buffers = ops.allocate(device, _sizes(device, q_tiles, choice), dim)

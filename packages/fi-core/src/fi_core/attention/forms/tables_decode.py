@@ -99,7 +99,7 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
         mask = mask if mask.ndim == 2 else mask.view(q.shape[0], -1)
     choice = planned(
         ops.BATCH_DECODE, q.device, "auto", q.dtype, kv_type(k.dtype), c.out.dtype, q.shape[2], row_elements(v),
-        q.shape[1] // kv_heads, page_size, "NONE", "plain", False, False, v_table_offset != 0, LOAD_BYTES,
+        q.shape[1] // kv_heads, page_size, "NONE", "plain", False, False, v_table_offset != 0, LOAD_BYTES, 1,
         ahead=False,
     )  # fmt: skip
     split_kv, heads = ops.NO_SPLIT if c.disable_split_kv else ops.BALANCED, (q.shape[1], kv_heads)

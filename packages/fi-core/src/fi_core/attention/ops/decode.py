@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, KV_TYPES, TYPES, request, with_tables
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.launch.operator import multiprocessors_of, operator, target_of
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES, E2M1
-from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
+from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
 from fi_core.utils import ceil_div, round_up
 
 if TYPE_CHECKING:
@@ -236,6 +236,11 @@ _PACKED_PAGES = Rule(
 )
 
 
+def _request(heads_per_tile: int, *facts: Any) -> tuple[Any, ...]:
+    """The values of the fields, of which all attention ops have the others."""
+    return (*request(*facts), heads_per_tile)
+
+
 def _compiled(values: Values) -> Values:
     return {**_general(values), "head_dim": values["head_dim_qk"]}
 
@@ -274,12 +279,13 @@ BATCH_DECODE = Op(
     "Tensor? scale_v=None, Tensor? bmm1_scale=None, Tensor? bmm2_scale=None, Tensor? draft_mask=None, "
     "Tensor? k_scales=None, Tensor? v_scales=None, Tensor? qo_indptr=None, bool? enable_pdl=None, "
     'int v_table_offset=0, int heads_per_tile=1, str backend="auto"',
-    read="q.dtype, k_cache.dtype, out.dtype, tuple(q.shape)[1:], tuple(k_cache.shape)[1:], v_cache.shape[-1], True, "
-    "kv_layout, pos_encoding_mode, 'plain' if draft_mask is None else 'custom', logits_soft_cap > 0.0, "
+    read="heads_per_tile, q.dtype, k_cache.dtype, out.dtype, tuple(q.shape)[1:], tuple(k_cache.shape)[1:], "
+    "v_cache.shape[-1], True, kv_layout, pos_encoding_mode, 'plain' if draft_mask is None else 'custom', "
+    "logits_soft_cap > 0.0, "
     "not (scale_q is scale_k is scale_v is bmm1_scale is bmm2_scale is None), v_table_offset != 0",
     found_by_entry="alignment",
-    request=request,
-    fields=FIELDS,
+    request=_request,
+    fields={**FIELDS, "heads_per_tile": Field(None, 1)},
     axes={"q": TYPES, "kv": KV_TYPES, "head_dim": (*HEAD_DIMS, 0), "split_tables": (False, True)},
     config=DecodeConfig,
     takes_variant=True,
@@ -287,13 +293,19 @@ BATCH_DECODE = Op(
         Implementation("cpu", ON_CPU, axes=_general, backends=("cpu", "fa2", "fa2_cuda_core")),
         Implementation(
             "tma_sm90",
-            (*exactly(90), *TENSOR_CORES, _PACKED_PAGES),
+            (*exactly(90), *TENSOR_CORES, _PACKED_PAGES, Constraint("heads_per_tile", "in", (1, 2, 4))),
             _tma_unit,
             _compiled,
             ("fa3",),
             preferred=(_WHOLE_COPIES,),
         ),
-        Implementation("mma_sm80", (*at_least(80), *TENSOR_CORES), _mma_unit, _compiled, ("fa2_tc", "fa2")),
+        Implementation(
+            "mma_sm80",
+            (*at_least(80), *TENSOR_CORES, Constraint("heads_per_tile", "==", 1)),
+            _mma_unit,
+            _compiled,
+            ("fa2_tc", "fa2"),
+        ),
         Implementation("cuda_core", at_least(80), _cuda_core_unit, _general, ("fa2", "fa2_cuda_core")),
         Implementation("cudnn", CUDNN, axes=_general, backends=("cudnn",), by_name=True),
     ),

@@ -400,7 +400,7 @@ class BatchDecodePlan(BatchWrapper):
             ops.BATCH_DECODE, self.device, self._allowed, self._cached_q_data_type, kv_type(self._cached_kv_data_type),
             self._cached_o_data_type, self._head_dim, head_dim_vo, self._num_qo_heads // self._num_kv_heads,
             self._page_size, self._pos_encoding_mode, "plain", self._logits_soft_cap > 0.0, scaled, False,
-            LOAD_BYTES, ahead=self._variant is None,
+            LOAD_BYTES, 1, ahead=self._variant is None,
         )  # fmt: skip
 
 

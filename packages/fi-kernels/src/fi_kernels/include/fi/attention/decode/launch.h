@@ -80,8 +80,7 @@ inline int64_t launch_batch_decode(const Kernel& kernel, BatchDecodeParams& para
       break;
     }
   }
-  FI_CHECK(entry, ValueError, "backend must be fa2 for head dims %d and %d, %d kv heads in a q tile", p.head_dim_qk,
-           p.head_dim_vo, params.heads_per_tile);
+  FI_CHECK(entry, ValueError, "backend must be fa2 for head dims %d and %d", p.head_dim_qk, p.head_dim_vo);
   Launch config{params.num_ctas};
   config.pdl = pdl;
   if (BatchDecodeConfig::of(*entry).kind != DecodeKind::CUDA_CORE) {

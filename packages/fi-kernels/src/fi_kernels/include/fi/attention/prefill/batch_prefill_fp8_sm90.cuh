@@ -77,7 +77,7 @@ struct PrefillFp8Kernel {
       else if (warp == 0)
         produce(producers);
       else if (warp == 3)
-        producers.template schedule<true>();
+        producers.schedule(true);
       else
         transpose_all(warp - 1);
     } else {

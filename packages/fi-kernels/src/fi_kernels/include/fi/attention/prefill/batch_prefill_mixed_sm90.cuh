@@ -48,7 +48,7 @@ struct PrefillMixedKernel {
       else if (warp == 2)
         producers.produce_queries();
       else if (warp == 3)
-        producers.template schedule<false>();
+        producers.schedule(false);
     } else if (group == 1) {
       give_registers<kConverterRegisters>();
       convert_all();

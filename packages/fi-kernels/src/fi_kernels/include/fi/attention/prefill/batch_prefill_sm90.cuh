@@ -77,17 +77,15 @@ struct PrefillKernel {
       give_registers<kProducerRegisters>();
       const int warp = warp_index();
       const Producers producers{p, shared};
-      if (!kWholeRows && p.gathered) {
-        if (warp < kGatherWarps)
-          gather(producers, warp);
-        else
-          producers.template schedule<true>();
-      } else if (warp < 2)
-        produce(producers, warp == 0);
+      const bool gathered = !kWholeRows && p.gathered;
+      if (warp == kGatherWarps)
+        producers.schedule(gathered);
+      else if (gathered)
+        gather(producers, warp);
       else if (warp == 2)
         producers.produce_queries();
-      else if (warp == 3)
-        producers.template schedule<false>();
+      else
+        produce(producers, warp == 0);
     } else {
       take_registers<kConsumerRegisters>();
       consume(threadIdx.x / kWarpgroup - 1);

@@ -91,9 +91,8 @@ struct PrefillProducers {
 
   // The tile scheduler warp: publishes work tiles, with kQueries also copies the queries of each, then zeros padding
   // rows.
-  template <bool kQueries>
-  FI_DEVICE void schedule() const {
-    publish_tiles<kQueries>();
+  FI_DEVICE void schedule(bool queries) const {
+    publish_tiles(queries);
     clear_padding();
   }
   // Zeros the output rows of no request.
@@ -110,16 +109,12 @@ struct PrefillProducers {
   // sequence of 16k 3147 -> 3102 us, four of 4k and 128 heads of 192 4344 -> 4279.
   // NOTE: whole warps wait for barriers. A single lane is not suspended, and takes a sixth of the issue slots of its SM
   // partition.
-  template <bool kQueries>
-  FI_DEVICE void publish_tiles() const {
+  FI_DEVICE void publish_tiles(bool queries) const {
     const PrefillHeader plan = *p.schedule.header;
-    int index = blockIdx.x;
-    for (int use = 0;;) {
-      WorkTile now;
-      for (;; index = after(index)) {
-        now = work(index, plan);
-        if (now.split_idx < now.num_splits) break;
-      }
+    int use = 0;
+    for (int index = blockIdx.x;; index = after(index)) {
+      const WorkTile now = work(index, plan);
+      if (now.split_idx == now.num_splits) continue;
       const auto at = PipelineState::consumer_at<2>(use);
       if (leads()) {
         shared.work[at.stage] = now;
@@ -127,10 +122,9 @@ struct PrefillProducers {
       }
       __syncwarp();
       if (now.tokens == 0) break;
-      if (kQueries) copy_queries(shared.work[at.stage], use);  // fewer registers than of `now`
+      if (queries) copy_queries(shared.work[at.stage], use);  // fewer registers than of `now`
       ++use;
       shared.work_pipeline.acquire(PipelineState::producer_at<2>(use));
-      index = after(index);
     }
     if (leads()) retire_cta(&p.schedule.header->next_work, &p.schedule.header->ctas_done);
     __syncwarp();

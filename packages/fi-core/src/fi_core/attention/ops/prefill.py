@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Q_TILE = 128  # packed query rows of the default work tile
 _LARGE_SHARED = (90, 100, 103)  # capabilities with 227 KB of shared memory
 _HEADER, _COUNTERS = 8, 256 * 12  # schedule_words; PrefillSchedule::kHeader, kCounters
-_WORK = 48  # bytes; sizeof(Work)
+_WORK = 56  # bytes; sizeof(WorkTile)
 
 
 def _plan_unit(axes: Values) -> Unit:

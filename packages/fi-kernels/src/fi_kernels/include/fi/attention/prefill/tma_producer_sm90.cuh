@@ -32,7 +32,7 @@ struct RequestNumber<false> {
 // empty.
 struct WorkTile {
   PrefillRequest request;
-  int32_t kv_head, token, tokens, split_idx, num_splits, split_tile, origin;
+  int32_t kv_head, token, tokens, split_idx, num_splits, split_tile, origin, begin, count;
   RequestNumber<Variant::kCustom> number;
 };
 
@@ -44,20 +44,12 @@ struct PrefillProducers {
   static constexpr int kRowBytes = (kDimQK * sizeof(T) + 127) / 128 * 128;  // of a query in shared memory
   static constexpr int kRows = sizeof(Shared::q[0]) / kRowBytes;
 
-  // A work tile and its KV tiles [begin, begin + count), which every role computes.
+  // A work tile with its mask, which every role computes.
   struct Tile : WorkTile {
     Mask mask;
-    int begin, count;
 
     FI_DEVICE Tile(const BatchPrefillParams& p, const WorkTile& work) : WorkTile(work) {
       mask = Mask::of_range(p.causal, p.window_left, request.qo_len, request.kv_len);
-      begin = 0;
-      count = (mask.end_key(token + tokens - 1) - origin + kKeys - 1) / kKeys;
-      if (num_splits > 1) {
-        const int before = count * split_idx / num_splits;
-        begin += before;
-        count = count * (split_idx + 1) / num_splits - before;
-      }
     }
     FI_DEVICE int key(int j) const { return origin + j * kKeys; }
   };
@@ -69,22 +61,24 @@ struct PrefillProducers {
   FI_DEVICE WorkTile work(int index, const PrefillHeader& plan) const {
     const int after = index - plan.first_split, max_splits = after < 0 ? 1 : plan.max_splits;
     const int unsplit = max_splits > 1 ? plan.first_split + after / max_splits : index;
-    if (unsplit >= plan.num_tiles * p.kv_heads) return {{0, 0, 0, 0}, 0, 0, 0, 0, 1, 0, 0};
+    if (unsplit >= plan.num_tiles * p.kv_heads) return {{0, 0, 0, 0}, 0, 0, 0, 0, 1, 0, 0, 0, 0};
     const int section = unsplit / (plan.num_tiles * p.l2_kv_heads),
               in_section = unsplit - section * plan.num_tiles * p.l2_kv_heads;
     const int heads = min(p.l2_kv_heads, p.kv_heads - section * p.l2_kv_heads), q_tile = in_section / heads;
     const PrefillWorkTile found = p.schedule.tiles[q_tile];
     const PrefillRequest request = p.schedule.requests[found.request];
     const int token = found.q_tile * plan.tile_tokens, tokens = min(plan.tile_tokens, request.qo_len - token);
-    WorkTile work{request, section * p.l2_kv_heads + in_section - q_tile * heads, token, tokens, 0, 1, 0, 0};
-    const int first = Mask::of_range(p.causal, p.window_left, request.qo_len, request.kv_len).first_key(token);
-    work.origin = static_cast<int>(divide(first, p.key_step) * p.key_step.value);
+    WorkTile work{request, section * p.l2_kv_heads + in_section - q_tile * heads, token, tokens, 0, 1, 0, 0, 0, 0};
+    const Mask mask = Mask::of_range(p.causal, p.window_left, request.qo_len, request.kv_len);
+    work.origin = static_cast<int>(divide(mask.first_key(token), p.key_step) * p.key_step.value);
+    work.count = (mask.end_key(token + tokens - 1) - work.origin + kKeys - 1) / kKeys;
     work.number.set(found.request);
     if (max_splits > 1) {
       work.split_tile = unsplit - plan.first_split;
-      work.num_splits =
-          min(max_splits, max(1, (Tile(p, work).count + plan.min_split_tiles - 1) / plan.min_split_tiles));
+      work.num_splits = min(max_splits, max(1, (work.count + plan.min_split_tiles - 1) / plan.min_split_tiles));
       work.split_idx = min(after - work.split_tile * max_splits, work.num_splits);
+      work.begin = work.count * work.split_idx / work.num_splits;
+      work.count = work.count * (work.split_idx + 1) / work.num_splits - work.begin;
     }
     return work;
   }

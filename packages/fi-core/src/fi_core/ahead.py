@@ -13,6 +13,7 @@ from fi_core.runtime import files
 from fi_core.runtime.build import sources
 from fi_core.runtime.dispatch import AUTO, Request, choose
 from fi_core.runtime.resolve import build_missing, start
+from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Spec
 from fi_core.runtime.spec.target import CPU, Target
@@ -132,10 +133,17 @@ def specs_of_model(
         ValueError: an argument.
         UnsupportedError: no kernel of the backend serves the model.
     """
-    return list(_specs(model, target, kv_dtype, page_size, backend))
+    return list(iterate_specs(model, target, kv_dtype, page_size, backend))
 
 
-def _specs(model: Any, target: Target, kv_dtype: Any, page_size: int, backend: str) -> Iterator[Spec]:
+def files_of(specs: Iterable[Spec]) -> Iterator[Artifact]:
+    """The files of specs as they are iterated; of each spec the device binary, which takes longest, comes first."""
+    return (artifact for spec in specs for artifact in reversed(sources.artifacts(spec)))
+
+
+def iterate_specs(
+    model: Any, target: Target, kv_dtype: Any = None, page_size: int = 16, backend: str = AUTO
+) -> Iterator[Spec]:
     """`specs_of_model`, one after the other: the first compiles while the family of the next is imported."""
     of = model_of(model)
     one = {"dtype": of.dtype}
@@ -207,13 +215,12 @@ def prepare(
     """
     configured = any(hasattr(what, name) for name in ("num_attention_heads", "text_config"))  # and iterable, too
     if configured or isinstance(what, (str, Path, Mapping, Model)):
-        specs = _specs(what, _target(device), kv_dtype, page_size, backend)
+        specs = iterate_specs(what, _target(device), kv_dtype, page_size, backend)
     else:
         specs = _given(what)
-    artifacts = (a for spec in specs for a in reversed(sources.artifacts(spec)))  # device binaries take longest
     if wait or rebuild:
-        return build_missing(artifacts, progress=progress, rebuild=rebuild)
-    return start(artifacts)
+        return build_missing(files_of(specs), progress=progress, rebuild=rebuild)
+    return start(files_of(specs))
 
 
 def _given(what: Any) -> Iterator[Spec]:

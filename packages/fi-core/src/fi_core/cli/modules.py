@@ -6,12 +6,12 @@ import argparse
 import difflib
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fi_core import aot
-from fi_core.ahead import model_of, specs_of_model
+from fi_core.ahead import files_of, iterate_specs, model_of
 from fi_core.cli.report import Report, UsageError, paint, section, table
 from fi_core.jit.core import default_targets
 from fi_core.jit.env import GENERATED
@@ -22,6 +22,7 @@ from fi_core.runtime.build import ninja
 from fi_core.runtime.env import env
 from fi_core.runtime.resolve import Found, build_missing, where
 from fi_core.runtime.spec.artifact import Artifact
+from fi_core.runtime.spec.op import Spec
 from fi_core.runtime.spec.target import CPU, Target
 
 
@@ -144,17 +145,24 @@ def prebuild(args: argparse.Namespace) -> Report:
     if args.model:
         of = model_of(args.model)
         options = {"kv_dtype": args.kv_dtype, "page_size": args.page_size, "backend": args.backend}
-        modules = [view(spec) for target in targets for spec in specs_of_model(of, target, **options)]
+        specs: Iterable[Spec] = (spec for target in targets for spec in iterate_specs(of, target, **options))
     else:
-        modules = [view(spec) for spec in specs_of(wanted, targets)]
-    if not modules:
+        specs = specs_of(wanted, targets)
+    files: set[Artifact] = set()
+
+    def listed() -> Iterator[Artifact]:
+        """The files, which `files` keeps; the first compiles while others are listed."""
+        for artifact in files_of(specs):
+            files.add(artifact)
+            yield artifact
+
+    start = time.perf_counter()
+    built = build_missing(listed(), progress=True if args.progress else None, rebuild=args.rebuild)
+    seconds = time.perf_counter() - start
+    if not files:
         raise UsageError(
             f"nothing is built ahead of {', '.join(op.name for op in wanted)} on {', '.join(map(str, targets))}"
         )
-    files = list(dict.fromkeys(artifact for module in modules for artifact in module.artifacts))
-    start = time.perf_counter()
-    built = build_missing(files, progress=True if args.progress else None, rebuild=args.rebuild)
-    seconds = time.perf_counter() - start
     names = [str(target) for target in targets]
     data = {"targets": names, "files": len(files), "built": built, "seconds": round(seconds, 2)}
     line = f"{built} of {len(files)} files built for {', '.join(names)} in {seconds:.1f} s"

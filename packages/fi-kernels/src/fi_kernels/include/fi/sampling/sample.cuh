@@ -59,15 +59,11 @@ FI_DEVICE void sample_row(const SampleParams& p, SamplerShared<Cluster, kWarps>&
     }
     return;
   }
-  if (p.output == kRenormalise) {
-    if (valid) total = s.total_fine_weight(lowest);
-    if (sizeof(T) < 4 && p.float32_out)
-      s.write_renormalised(static_cast<float*>(p.out) + int64_t{output} * p.out_stride, first, last, lowest, total);
-    else
-      s.write_renormalised(static_cast<T*>(p.out) + int64_t{output} * p.out_stride, first, last, lowest, total);
-  } else {
-    s.write_masked(static_cast<T*>(p.out) + int64_t{output} * p.out_stride, first, last, lowest);
-  }
+  const bool masked = p.output != kRenormalise, float32 = !masked && p.float32_out;
+  if (valid && !masked) total = s.total_fine_weight(lowest);
+  constexpr int64_t kBytes = sizeof(T);
+  char* out = static_cast<char*>(p.out) + output * p.out_stride * (float32 ? 4 : kBytes);
+  s.template write<T>(out, float32, first, last, masked, lowest, total);
 }
 
 // Writes "no token" for an output whose row index is out of range or whose temperature is NaN. Returns whether it did.

@@ -42,7 +42,7 @@ def calls_of(
         "logits": True,
         "joint": False,
     }
-    return launches(gpu.call("sample", {"dtype": dtype}, arguments))
+    return launches(gpu.call("sample", {"dtype": dtype, "draws": output == 0}, arguments))
 
 
 def filter_of(name: str, value: float | Tensor, usual: float = 0) -> dict[str, Any]:

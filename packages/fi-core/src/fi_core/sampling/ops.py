@@ -10,6 +10,7 @@ from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
 
 RENORMALISE, MASK_OUT = 1, 2  # the output of `sample` for a filtered row; 0: a token
+_NAMES = {True: "sample", False: "rewrite"}  # of kernel entries that draw tokens, and that write rows
 
 
 class SampleConfig(NamedTuple):
@@ -19,40 +20,39 @@ class SampleConfig(NamedTuple):
 
 
 def _cluster_unit(axes: Values) -> Unit:
-    """Kernel entries for cached rows, for rows read in a single pass, and for softmax."""
-    dtype = DTYPES[str(axes["dtype"])].device
-    entries = (
-        Entry(
-            "sample_cluster_512",
-            f"sample_cluster<{dtype}, 512>",
-            512,
-            SampleConfig(1, row_bytes=200 * 1024),
-            ctas_per_sm=1,
-        ),
-        Entry("sample_single_pass_512", f"sample_single_pass<{dtype}, 512>", 512, SampleConfig(2), ctas_per_sm=2),
-        Entry(
-            "softmax_cluster_256",
-            f"softmax_cluster<{dtype}, 256, 3>",
-            256,
-            SampleConfig(4, tiles_per_warp=3),
-            ctas_per_sm=4,
-        ),
-        Entry(
-            "softmax_cluster_1024",
-            f"softmax_cluster<{dtype}, 1024, 3>",
-            1024,
-            SampleConfig(1, tiles_per_warp=3),
-            ctas_per_sm=1,
-        ),
+    """Kernel entries for cached rows and, of draws, for rows read in a single pass; of rewritten rows, for softmax."""
+    dtype, draws = DTYPES[str(axes["dtype"])].device, bool(axes["draws"])
+    cluster = Entry(
+        f"{_NAMES[draws]}_cluster_512",
+        f"sample_cluster<{dtype}, 512, {str(draws).lower()}>",
+        512,
+        SampleConfig(1, row_bytes=200 * 1024),
+        ctas_per_sm=1,
     )
-    # The compiler runs on several threads: 1.7 s instead of 2.4 s (two cores, NVRTC 13.0).
+    single_pass = Entry(
+        "sample_single_pass_512", f"sample_single_pass<{dtype}, 512>", 512, SampleConfig(2), ctas_per_sm=2
+    )
+    softmax = (
+        Entry(
+            f"softmax_cluster_{threads}",
+            f"softmax_cluster<{dtype}, {threads}, 3>",
+            threads,
+            SampleConfig(ctas, tiles_per_warp=3),
+            ctas_per_sm=ctas,
+        )
+        for threads, ctas in ((256, 4), (1024, 1))
+    )
+    # Draws have a unit of their own, because an engine's step rewrites no rows: 2.0 s of one core, not 2.5
+    # (NVRTC 13.0, fp32). The compiler runs on several threads.
+    entries = (cluster, single_pass) if draws else (cluster, *softmax)
     return Unit("fi/sampling/sample_sm90.cuh", "SampleParams", entries, flags=("--split-compile=4",))
 
 
 def _cta_unit(axes: Values) -> Unit:
     """One kernel entry, which reads rows from global memory."""
-    body = f"sample_cta<{DTYPES[str(axes['dtype'])].device}, 512>"
-    entry = Entry("sample_cta_512", body, 512, SampleConfig(1), ctas_per_sm=1)
+    dtype, draws = DTYPES[str(axes["dtype"])].device, bool(axes["draws"])
+    body = f"sample_cta<{dtype}, 512, {str(draws).lower()}>"
+    entry = Entry(f"{_NAMES[draws]}_cta_512", body, 512, SampleConfig(1), ctas_per_sm=1)
     return Unit("fi/sampling/sample.cuh", "SampleParams", (entry,))
 
 
@@ -73,8 +73,8 @@ SAMPLE = Op(
     "Tensor? repetition_penalty=None, float repetition_penalty_value=1.0, "
     "Tensor? frequency_penalty=None, float frequency_penalty_value=0.0, "
     "Tensor? presence_penalty=None, float presence_penalty_value=0.0, int output=0",
-    read="input.dtype",
-    axes={"dtype": ("f16", "bf16", "f32")},
+    read="input.dtype, output == 0",
+    axes={"dtype": ("f16", "bf16", "f32"), "draws": (True, False)},
     config=SampleConfig,
     implementations=(
         Implementation("cpu", ON_CPU),

@@ -20,10 +20,9 @@ namespace {
 #if FI_CUDA
 int64_t tiles_of(int64_t n) { return (n + kTileSize - 1) / kTileSize; }
 
-// Whether some rows can take the single-pass kernel, and whether others cannot. A tensor argument may have any value.
+// Whether a draw has rows for the single-pass kernel, and whether it has others. A tensor argument may have any value.
 void find_row_kinds(const SampleParams& p, bool& single_pass, bool& others) {
-  single_pass = false, others = p.output != kDrawToken;
-  if (others) return;
+  single_pass = others = false;
   const auto is_single_pass = [&](int32_t k, float top_p, float min_p) {
     return sampling::is_single_pass(p.top_k.rows ? k : p.top_k.value, p.top_p.rows ? top_p : p.top_p.value,
                                     p.min_p.rows ? min_p : p.min_p.value, p.vocab, p.joint);
@@ -69,7 +68,7 @@ void launch_softmax(const Kernel& kernel, SampleParams& p, DLDevice device) {
     while (ctas * warps * (SampleConfig::of(entry).tiles_per_warp + 1) < tiles) ctas *= 2;
     return ctas;
   };
-  const Entry &small = kernel.entries[2], &large = kernel.entries[3];
+  const Entry &small = kernel.entries[1], &large = kernel.entries[2];
   const bool fits = ctas_of(small) <= 16, waves = p.rows * ctas_of(small) > resident(kernel, small, device);
   const bool one_wave = p.rows * ctas_of(large) <= kernel.multiprocessors(device);
   const Entry& entry = fits && !(waves && one_wave) ? small : large;
@@ -84,10 +83,11 @@ void launch_softmax(const Kernel& kernel, SampleParams& p, DLDevice device) {
   kernel.launch(entry, config, device, p);
 }
 
-// A kernel entry that caches no bytes of a row reads rows from global memory, one CTA each.
+// The unit of a draw and that of rewritten rows have other entries after the one for all rows. An entry that caches no
+// bytes of a row reads rows from global memory, one CTA each.
 void launch(const Kernel& kernel, SampleParams& p, int64_t bytes, DLDevice device) {
-  if (kernel.entries.size() > 1) {
-    if (is_softmax(p)) return launch_softmax(kernel, p, device);
+  if (kernel.entries.size() > 1 && is_softmax(p)) return launch_softmax(kernel, p, device);
+  if (kernel.entries.size() > 1 && p.output == kDrawToken) {
     bool others;
     find_row_kinds(p, p.single_pass, others);
     if (p.single_pass) launch_single_pass(kernel, kernel.entries[1], p, device);

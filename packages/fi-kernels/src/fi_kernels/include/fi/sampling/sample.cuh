@@ -8,15 +8,15 @@ namespace fi {
 namespace sampling {
 
 // Computes output `output` from row `row`. Slots [first, last) relative to this CTA are the row; they may extend beyond
-// the CTA.
+// the CTA. draws: whether the output is a token; a constant leaves out the code of the other outputs.
 template <class T, class Cluster, class Source, int kWarps>
 FI_DEVICE void sample_row(const SampleParams& p, SamplerShared<Cluster, kWarps>& shared, const Source& source,
-                          float* list, int begin, int end, int first, int last, int output, int row) {
+                          float* list, int begin, int end, int first, int last, int output, int row, bool draws) {
   using Row = RowSampler<Cluster, Source, kWarps>;
   Row s{shared, source, list, begin, end, p.logits};
   const float temperature = at(p.temperature, row), top_p = at(p.top_p, row);
   const int32_t k = at(p.top_k, row);
-  const bool greedy = is_greedy(p, temperature), draws = p.output == kDrawToken;
+  const bool greedy = draws && is_greedy(p, temperature);
   // Number of largest elements that each warp contributes to the lower bound of the k-th largest. Most warps have that
   // many elements above the bound.
   const int warps = Cluster::size() * kWarps;
@@ -87,8 +87,8 @@ FI_DEVICE TileSum* tile_sums() {
 
 }  // namespace sampling
 
-// Samples one row per CTA. Each pass reads the row from global memory, mostly from L2.
-template <class T, int kThreads>
+// Draws a token from one row per CTA, or rewrites the row. Each pass reads the row from global memory, mostly from L2.
+template <class T, int kThreads, bool kDraws>
 FI_DEVICE void sample_cta(const SampleParams& p) {
   using namespace sampling;
   constexpr int kWarps = kThreads / 32;
@@ -99,14 +99,16 @@ FI_DEVICE void sample_cta(const SampleParams& p) {
   const int output = blockIdx.x;
   const int64_t row = input_row(p, output);
   if (skip_undrawable(p, output, row)) return;
-  if (is_unfiltered(p, row) || uses_top_p_rejection(p, row)) {
-    __shared__ TopKSamplerShared<kWarps> top_k_shared;
-    return sample_row_single_pass<T, SingleCta, kWarps>(
-        p, tile_sums<T>(), output, row,
-        [&](const GlobalRow<T>& global, TileSum* tiles, int n, uint64_t, uint32_t& lowest) {
-          lowest = TopKSampler<T, kWarps>{p, global, tiles, n, {}, top_k_shared}.find_threshold(row);
-          return true;
-        });
+  if constexpr (kDraws) {
+    if (is_unfiltered(p, row) || uses_top_p_rejection(p, row)) {
+      __shared__ TopKSamplerShared<kWarps> top_k_shared;
+      return sample_row_single_pass<T, SingleCta, kWarps>(
+          p, tile_sums<T>(), output, row,
+          [&](const GlobalRow<T>& global, TileSum* tiles, int n, uint64_t, uint32_t& lowest) {
+            lowest = TopKSampler<T, kWarps>{p, global, tiles, n, {}, top_k_shared}.find_threshold(row);
+            return true;
+          });
+    }
   }
   AlignedRow<T> slots(static_cast<const T*>(p.input) + row * p.input_stride, p.vocab);
   if constexpr (sizeof(T) == 4) {
@@ -125,7 +127,7 @@ FI_DEVICE void sample_cta(const SampleParams& p) {
   __syncwarp();
   if (threadIdx.x == 0) shared.random = random_u64(row_random(p, output));
   sample_row<T, SingleCta, CachedRow<T>, kWarps>(p, shared, source, warp_list(warp), begin, end, slots.first,
-                                                 slots.last, output, static_cast<int>(row));
+                                                 slots.last, output, static_cast<int>(row), kDraws);
 }
 
 }  // namespace fi

@@ -64,8 +64,9 @@ FI_DEVICE void prefetch_slots(const SampleParams& p, int64_t output, int cta_fir
 
 }  // namespace sampling
 
-// Samples one row per cluster, except single-pass rows. CTA r caches slots [r * p.cta_slots, (r + 1) * p.cta_slots).
-template <class T, int kThreads>
+// Draws a token from one row per cluster, except single-pass rows, or rewrites the row. CTA r caches slots
+// [r * p.cta_slots, (r + 1) * p.cta_slots).
+template <class T, int kThreads, bool kDraws>
 FI_DEVICE void sample_cluster(const SampleParams& p) {
   using namespace sampling;
   constexpr int kWarps = kThreads / 32;
@@ -109,7 +110,7 @@ FI_DEVICE void sample_cluster(const SampleParams& p) {
     }
   }
   sample_row<T, CtaCluster, AsyncCachedRow<T>, kWarps>(p, shared, source, warp_list(warp), begin, end, aligned.first,
-                                                       aligned.last, output, static_cast<int>(row));
+                                                       aligned.last, output, static_cast<int>(row), kDraws);
   CtaCluster::sync();  // other CTAs may still read this CTA's shared memory
   pdl_wait();
 }

@@ -195,22 +195,6 @@ struct ThresholdSearch {
     return range;
   }
 
-  // Returns the threshold: splits `bucket` by histograms until it holds one key, one element or few candidates.
-  FI_DEVICE uint32_t refine(bool by_weight, KeyRange range, int bucket, uint64_t above, uint64_t target) {
-#pragma unroll 1
-    for (;;) {
-      const int shift = bucket_shift(range);
-      const uint32_t low = range.low + (static_cast<uint32_t>(bucket) << shift);
-      const BucketTotal found = shared.totals[bucket];
-      if (shift == 0 || found.count == 1) return low;
-      range = {low, low + min(range.high - low, (1u << shift) - 1)};
-      if (found.count <= kMaxCandidates) return compare_candidates(by_weight, range, found, above, target);
-      build_histogram(by_weight, range);
-      reduce_histogram();
-      bucket = find_bucket(by_weight, above, target);
-    }
-  }
-
   // Writes the candidates of the range to all CTAs, each of which compares them pairwise.
   FI_DEVICE uint32_t compare_candidates(bool by_weight, KeyRange range, BucketTotal found, uint64_t above,
                                         uint64_t target) {
@@ -298,6 +282,8 @@ struct ThresholdSearch {
                               : kSum;
     KeyRange range{};
     bool new_stage = true;  // the stage has just begun
+    bool splits = false;    // the range is a bucket of the histogram before
+    uint64_t above = 0, target = 0;
     candidate_count = -1;
 #pragma unroll 1
     for (;;) {
@@ -315,25 +301,41 @@ struct ThresholdSearch {
           return lowest;
         }
       }
-      uint64_t above, total, target = filters.k;
-      row.collect(range, by_weight, by_weight || (stage == kTopK && range.high != row.max_key), above, total);
-      add(kAboveCounter, above);
-      add(kAllCounter, total);
+      if (!splits) {
+        uint64_t total;
+        row.collect(range, by_weight, by_weight || (stage == kTopK && range.high != row.max_key), above, total);
+        add(kAboveCounter, above);
+        add(kAllCounter, total);
+      }
       build_histogram(by_weight, range);
       reduce_histogram();
-      above = shared.totals[kAboveCounter].sum;
-      if (by_weight) target = top_p_target(shared.totals[kAllCounter].sum, filters.top_p);
       new_stage = false;
-      if (above >= target) {  // the estimated range is too low
-        range = {range.high + 1, row.max_key};
-        continue;
+      if (!splits) {
+        above = shared.totals[kAboveCounter].sum;
+        target = by_weight ? top_p_target(shared.totals[kAllCounter].sum, filters.top_p) : filters.k;
+        if (above >= target) {  // the estimated range is too low
+          range = {range.high + 1, row.max_key};
+          continue;
+        }
       }
       const int bucket = find_bucket(by_weight, above, target);
       if (bucket < 0 && range.low > row.min_key) {  // the estimated range is too high
         range = {row.min_key, range.low - 1};
         continue;
       }
-      const uint32_t key = bucket < 0 ? row.min_key : refine(by_weight, range, bucket, above, target);
+      uint32_t key = row.min_key;
+      if (bucket >= 0) {  // that holds one key, one element or few candidates; else it is split by another histogram
+        const int shift = bucket_shift(range);
+        key = range.low + (static_cast<uint32_t>(bucket) << shift);
+        const BucketTotal found = shared.totals[bucket];
+        splits = shift > 0 && found.count > 1;
+        if (splits) {
+          range = {key, key + min(range.high - key, (1u << shift) - 1)};
+          if (found.count > kMaxCandidates) continue;
+          key = compare_candidates(by_weight, range, found, above, target);
+          splits = false;
+        }
+      }
       lowest = max(lowest, key);
       if (stage == kTopK && has_top_p) {
         if (!filters.joint) row.min_key = key;

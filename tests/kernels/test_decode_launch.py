@@ -196,7 +196,9 @@ def test_heads_of_a_query_tile() -> None:
     assert [ops.heads_per_tile(fp4, 64, *heads) for heads in ((32, 8), (64, 8), (28, 4), (40, 8), (96, 8))] == [
         4, 2, 2, 2, 1,
     ]  # fmt: skip
-    assert [ops.heads_per_tile(fp4, batch, 32, 8) for batch in (1, 8, 16)] == [1, 2, 4], "few query tiles have splits"
+    assert [ops.heads_per_tile(fp4, batch, 32, 8) for batch in (1, 4, 15, 16)] == [1, 2, 2, 4], (
+        "few query tiles have splits"
+    )
     assert ops.heads_per_tile(fp4, 64, 32, 8, 2) == ops.heads_per_tile(fp4, 64, 32, 8, 1, ops.NO_SPLIT) == 1
     assert ops.heads_per_tile(fp8, 64, 32, 8) == 1
     assert [ops.num_q_tiles(32, 8, 1, heads) for heads in (1, 2, 4)] == [8, 4, 2]

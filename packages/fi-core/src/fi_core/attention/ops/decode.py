@@ -182,8 +182,10 @@ def _tma_entry(axes: Values, rows: int, heads: int) -> Entry:
 
 # Query tiles of NVFP4: most rows of a kv head, and kv heads.
 FP4_TILES = ((8, 4), (8, 2), (8, 1), (Q_TILE, 1))
-# Query tiles of a batch from which they have several heads: fewer have many splits, each with more rows to merge.
-FEWEST_OUTPUT_TILES = 32
+# Requests times KV heads from which a query tile has several heads: fewer tiles have many splits, each with more rows
+# to merge. H200, NHD, 32/8 heads, us with 1, 2 and 4: 1 x 8k 16.0, 18.3, 22.9; 4 x 8k 28.6, 26.6, 28.5; 16 x 4k 43.9,
+# 38.8, 36.5.
+FEWEST_OUTPUTS = {4: 128, 2: 32, 1: 0}
 # Of NVFP4 keys, by head dim and most rows of a query tile: consumer warps, and their groups, which take turns.
 FP4_WARPS = {
     (64, 8): (12, 3), (64, 16): (8, 2), (128, 8): (12, 3), (128, 16): (8, 2), (256, 8): (4, 1), (256, 16): (4, 1),
@@ -388,7 +390,7 @@ def heads_per_tile(
         return 1
     rows, outputs = num_qo_heads // num_kv_heads, batch_size * num_kv_heads
     for _, heads in FP4_TILES:
-        if heads * rows <= Q_TILE and num_kv_heads % heads == 0 and outputs >= heads * FEWEST_OUTPUT_TILES:
+        if heads * rows <= Q_TILE and num_kv_heads % heads == 0 and outputs >= FEWEST_OUTPUTS[heads]:
             return heads
     return 1
 

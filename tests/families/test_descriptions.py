@@ -13,7 +13,7 @@ import torch
 import fi_core
 from families.harness import assert_close, assert_guards, guarded
 from fi_core.attention.reference import attend_request
-from fi_core.observe.trace import _TRACE_REGISTRY, Described, TraceTemplate, every_described
+from fi_core.observe.trace import _TRACE_REGISTRY, Described, Tensor, TraceTemplate, every_described
 from fi_core.registry import load, ops
 
 load()
@@ -238,3 +238,48 @@ def test_the_reference_of_attention_shows_nan_keys() -> None:
     out, _ = attend_request(q, k, v, 1.0, custom_mask=torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]).bool())
     assert out.isnan().any(-1).flatten().tolist() == [False, True, False]
     assert bool((out[2] == 0).all())
+
+
+# What a call may set without another result: where it is written, who computes it, what is drawn, sizes told twice;
+# what only other options use.
+NEUTRAL = (
+    "out output lse backend enable_pdl launch_with_pdl use_pdl pdl skip_check check_nan tactic algorithm mma_sm "
+    "workspace_buffer profiler_buffer multi_ctas_kv_counter_buffer num_ctas tune_max_num_tokens use_fused_finalize "
+    "generator seed offset philox_rounds deterministic is_deterministic dsa_graph_safe use_tensor_cores "
+    "use_fp16_qk_reduction use_fp16_softmax bf16q_fp8kv_transform_mode request_order request_order_plan "
+    "disable_split_kv tp_size tp_rank ep_rank cluster_size cluster_rank enable_alltoall profile_ids norm_topk_prob "
+    "num_experts local_num_experts intermediate_size valid_hidden_size valid_intermediate_size max_seq_len max_q_len "
+    "max_kv_len max_seqlen batch_size expected_m scale_granularity_mnk use_nvfp4 scale_tma_aligned cum_seq_lens_kv "
+    "rope_scale rope_theta use_cp _cp_chunk_len segment_alignment routing_replay_out swizzled_input_sf "
+    "maybe_output_accepted_token_num maybe_output_emitted_draft_token_num out_raw_indices "
+    "skip_softmax_threshold_scale_factor uses_spcompress causal_d "
+    "rope_scale_p rope_theta_p rope_scale_d rope_theta_d "
+    "output_final_state output_state"
+)
+CALLED = {
+    f"{function.__qualname__}-{label}-{place}": (function, template)
+    for place, (function, template, label) in enumerate(_TRACE_REGISTRY)
+    if function.__module__.startswith("fi_core.") and (template.make or function.fi_trace.trace is template)
+}
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_parameter_is_known_to_the_reference_or_prevents_the_description(name: str) -> None:
+    function, template = CALLED[name]
+    trace, planned = function.fi_trace.trace, function.fi_trace.planned  # type: ignore[attr-defined]
+    entries = {**template.inputs, **template.outputs}
+    known = {entry.param or key for key, entry in entries.items()} | {
+        *(planned or ()),
+        *template.others,
+        *NEUTRAL.split(),
+    }
+    known |= {entry.dtype_from_scalar for entry in entries.values() if isinstance(entry, Tensor)}
+    left = [
+        p.name for p in inspect.signature(function).parameters.values()
+        if p.name not in {"self", *known} and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]  # fmt: skip
+    if not isinstance(trace, TraceTemplate):  # which is also chosen by parameters
+        given = template.sample(**small(template)) if left else {}
+        templates = [{value: trace(**{**given, key: value}) for value in (False, True, "HND", 2)} for key in left]
+        left = [key for key, found in zip(left, templates) if all(chosen is template for chosen in found.values())]
+    assert not left, "these belong to `others` of the description"

@@ -56,7 +56,7 @@ def template_and_planned(run: Run) -> tuple[Any, dict[str, Any]]:
     """The template of a run and all of its arguments, as the trace sees them."""
     method = type(run.wrapper).run
     arguments = call_arguments(run.arguments, method.fi_trace.planned, run.wrapper)
-    return select_template(method.fi_trace.trace, arguments), arguments
+    return select_template(method, method.fi_trace.trace, arguments), arguments
 
 
 @pytest.mark.parametrize("name", [name for name in SESSIONS if name != "sinks"])

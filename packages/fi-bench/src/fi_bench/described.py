@@ -33,7 +33,8 @@ def _described(name: str) -> tuple[Described, ...]:
 
 def description_of(name: str, arguments: Mapping[str, Any]) -> TraceTemplate:
     """The description of a call of a function or wrapper, given by its name below fi_core."""
-    found = select_template(_described(name)[0].function.fi_trace.trace, arguments)  # type: ignore[attr-defined]
+    function: Any = _described(name)[0].function
+    found = select_template(function, function.fi_trace.trace, arguments)
     if found is None:
         raise LookupError(f"fi_core.{name} has no description of these arguments")
     return found

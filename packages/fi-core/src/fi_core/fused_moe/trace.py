@@ -198,6 +198,11 @@ _CUTLASS = {
 _GRIDS: dict[str, Var | Const] = {
     name: Const(abbrev="") for name in ("up_blocks", "hidden_blocks", "intermediate_blocks")
 }
+_OF_EXPERTS = (
+    "fc1_expert_biases", "fc2_expert_biases", "input_sf", "swiglu_alpha", "swiglu_beta", "swiglu_limit", "ep_size",
+    "use_w4_group_scaling", "use_mxfp8_act_scaling", "min_latency_mode", "use_packed_weights", "activation_type",
+    "use_wfp4afp8_humming", "clamped_relu2_limit", "situ_beta", "situ_linear_beta",
+)  # fmt: skip
 _OF_RUN = ("moe_sort", "moe_finalize")  # launched by every layer; the others by its size
 # Outputs of 16-bit layers are N(0, 1) at most; those of fp8 also differ where a value rounds to the other side.
 _ROUNDED = {"bfloat16": (4e-2, 4e-2), "float16": (2e-2, 2e-2)}
@@ -234,6 +239,7 @@ CUTLASS = TraceTemplate(
     samples=samples({"dtype": ("bfloat16", "float16"), "num_tokens": (1, 9)}),
     work=_layer_work,
     tolerance=_ROUNDED,
+    others=_OF_EXPERTS,
     description="A mixture of experts with SwiGLU, whose experts are chosen, in 16 bits.",
 )
 
@@ -256,6 +262,7 @@ CUTLASS_BLOCKS = TraceTemplate(
     samples=samples({"dtype": ("bfloat16",), "num_tokens": (1, 9)}),
     work=_layer_work,
     tolerance=_ROUNDED,
+    others=_OF_EXPERTS,
     description="A mixture of experts with SwiGLU, whose experts are chosen; e4m3 weights with scales of 128 x 128.",
 )
 
@@ -281,6 +288,11 @@ TRTLLM_BLOCKS = TraceTemplate(
     samples=samples({"num_tokens": (1, 9)}),
     work=_layer_work,
     tolerance=_ROUNDED,
+    others=(
+        "hidden_states_scale", "use_shuffled_weight", "weight_layout", "num_fused_shared_experts", "activation_type",
+        "fp8_quantization_type", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "gemm1_bias", "gemm2_bias",
+        "local_expert_offset",
+    ),
     description="Routing by DeepSeek-V3's rule and its mixture of experts; e4m3 weights with scales of 128 x 128.",
 )  # fmt: skip
 
@@ -296,11 +308,9 @@ cutlass.templates = (CUTLASS, CUTLASS_BLOCKS)  # type: ignore[attr-defined]
 
 
 def trtllm_blocks(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
-    """The template of DeepSeek-V3's routing over 16-bit tokens and weights in rows; None for others."""
-    prepared = arguments.get("use_shuffled_weight") or arguments.get("weight_layout")
-    others = arguments.get("routing_method_type", 0) != _DEEPSEEK or arguments.get("fp8_quantization_type", 1) != 1
-    others = others or bool(arguments.get("num_fused_shared_experts"))
-    return None if prepared or others or arguments.get("hidden_states_scale") is not None else TRTLLM_BLOCKS
+    """The template of DeepSeek-V3's routing; None for another, and where the weighted sum is left to the caller."""
+    covered = arguments.get("routing_method_type", 0) == _DEEPSEEK and arguments.get("do_finalize", True)
+    return TRTLLM_BLOCKS if covered else None
 
 
 trtllm_blocks.templates = (TRTLLM_BLOCKS,)  # type: ignore[attr-defined]

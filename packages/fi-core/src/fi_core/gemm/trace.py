@@ -415,7 +415,7 @@ SEGMENT = _template(
     ["cum_m", "n"], (_groups_reference, _segment_reference), _make_segment,
     ({}, {"column_major": False}, {"m": 1, "dtype": "float16"}, {"batch_size": 40, "m": 3, "n": 16, "k": 8}),
     "Segments of tokens times matrices that indices pick.", work=_work("x", "weights"), plan=_plan_segment,
-    written=_rows_of_groups,
+    written=_rows_of_groups, others=("seg_lens",),
     outputs={"output": Tensor(["cum_m", "n"], dtype_from="x")},
 )  # fmt: skip
 GROUPWISE = _template(

@@ -31,10 +31,10 @@ def _gated_delta_rule(q, k, v, alpha, beta, state, scale, l2norm):  # type: igno
     return torch.stack(outputs) if outputs else v[:0], state, states
 
 
-def _prefill_reference(q, k, v, g, beta, cu_seqlens, initial_state, use_qk_l2norm_in_kernel=False):  # type: ignore[no-untyped-def]
+def _prefill_reference(q, k, v, g, beta, cu_seqlens, initial_state, use_qk_l2norm_in_kernel=False, scale=None):  # type: ignore[no-untyped-def]
     import torch
 
-    heads, scale = initial_state.shape[1], q.shape[-1] ** -0.5
+    heads, scale = initial_state.shape[1], scale or q.shape[-1] ** -0.5
     q, k, v = (x.double().repeat_interleave(heads // x.shape[1], 1) for x in (q, k, v))
     output, state = torch.zeros_like(v), initial_state.double()
     for i, (first, end) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:])):
@@ -45,10 +45,10 @@ def _prefill_reference(q, k, v, g, beta, cu_seqlens, initial_state, use_qk_l2nor
     return output, state
 
 
-def _decode_reference(q, k, v, state, A_log, a, dt_bias, b, use_qk_l2norm=True):  # type: ignore[no-untyped-def]
+def _decode_reference(q, k, v, state, A_log, a, dt_bias, b, use_qk_l2norm=True, scale=None):  # type: ignore[no-untyped-def]
     import torch
 
-    heads, scale = state.shape[1], q.shape[-1] ** -0.5
+    heads, scale = state.shape[1], scale or q.shape[-1] ** -0.5
     q, k, v = (x.double().repeat_interleave(heads // x.shape[2], 2) for x in (q, k, v))
     alpha = torch.exp(-A_log.double().exp() * torch.nn.functional.softplus(a.double() + dt_bias.double()))
     output, state = torch.zeros_like(v), state.double()
@@ -59,19 +59,19 @@ def _decode_reference(q, k, v, state, A_log, a, dt_bias, b, use_qk_l2norm=True):
     return output, state
 
 
-def _decode_v_last_reference(q, k, v, state, A_log, a, dt_bias, b, use_qk_l2norm=True):  # type: ignore[no-untyped-def]
-    output, state = _decode_reference(q, k, v, state.mT, A_log, a, dt_bias, b, use_qk_l2norm)
+def _decode_v_last_reference(q, k, v, state, A_log, a, dt_bias, b, use_qk_l2norm=True, scale=None):  # type: ignore[no-untyped-def]
+    output, state = _decode_reference(q, k, v, state.mT, A_log, a, dt_bias, b, use_qk_l2norm, scale)
     return output, state.mT
 
 
 def _mtp_reference(  # type: ignore[no-untyped-def]
-    q, k, v, initial_state, initial_state_indices, A_log, a, dt_bias, b, use_qk_l2norm=True
+    q, k, v, initial_state, initial_state_indices, A_log, a, dt_bias, b, use_qk_l2norm=True, scale=None
 ):
     real, pool = initial_state_indices >= 0, initial_state.double()
     slots = initial_state_indices[real].long()
     output = v.double() * 0.0
     output[real], pool[slots] = _decode_reference(
-        q[real], k[real], v[real], initial_state[slots], A_log, a[real], dt_bias, b[real], use_qk_l2norm
+        q[real], k[real], v[real], initial_state[slots], A_log, a[real], dt_bias, b[real], use_qk_l2norm, scale
     )
     return output, pool
 
@@ -248,6 +248,7 @@ _GATES: dict[str, Tensor | Scalar] = {
     "dt_bias": Tensor(["num_v_heads"]),
     "b": Tensor(["batch_size", "seq_len", "num_v_heads"]),
     "use_qk_l2norm": Scalar("bool", optional=True),
+    "scale": Scalar(optional=True),
 }
 _BATCH: dict[str, Var | Const] = {"batch_size": Var(), "seq_len": Var(), "num_slots": Var()}
 _STATE = {"state": (1e-2, 1e-2)}  # of bf16; fp32 states are closer, see tests/families
@@ -266,6 +267,7 @@ _PREFILL = TraceTemplate(
         "cu_seqlens": Tensor(["len_cu_seqlens"]),
         "initial_state": Tensor(["num_seqs", "num_v_heads", "head_size", "head_size"]),
         "use_qk_l2norm_in_kernel": Scalar("bool", optional=True),
+        "scale": Scalar(optional=True),
     },
     outputs={
         "output": Tensor(["total_tokens", "num_v_heads", "head_size"], dtype_from="q"),
@@ -278,6 +280,7 @@ _PREFILL = TraceTemplate(
     samples=samples({"dtype": ("bfloat16", "float16"), "num_q_heads, num_v_heads": ((2, 4), (2, 2))}),
     work=_work,
     tolerance={"final_state": (1e-4, 1e-4)},
+    others=("state_indices", "state_checkpoints", "checkpoint_cu_starts", "checkpoint_every_n_tokens"),
     description="Gated delta rule over packed sequences.",
 )
 _PREFILL_CHANNELS = dataclasses.replace(
@@ -314,8 +317,12 @@ PRETRANSPOSE = TraceTemplate(
     samples=samples({"dtype": ("bfloat16", "float16"), "state_dtype": ("float32", "bfloat16"), "seq_len": (1, 3)}),
     work=_work,
     tolerance=_STATE,
+    others=(
+        "initial_state", "initial_state_indices", "output_state_indices", "intermediate_states_buffer",
+        "disable_state_update",
+    ),
     description="Gated delta rule for one or a few tokens of each request, on states with K last.",
-)
+)  # fmt: skip
 
 DECODE = TraceTemplate(
     "gdn",
@@ -356,6 +363,7 @@ MTP = TraceTemplate(
     samples=samples({"dtype": ("bfloat16",), "seq_len": (1, 4)}),
     work=_work,
     tolerance=_STATE,
+    others=("intermediate_states_buffer", "ssm_state_indices", "disable_state_update", "output_state_indices"),
     description="Gated delta rule for drafted tokens, on a pool of states.",
 )
 
@@ -398,5 +406,10 @@ SELECTIVE = TraceTemplate(
     ),
     work=_work,
     tolerance={**_STATE, "float32": (1e-5, 1e-4)},  # an output sums dstate terms of 10 that may cancel
+    others=(
+        "pad_slot_id", "state_scale", "disable_state_update", "intermediate_states_buffer", "cache_steps",
+        "intermediate_state_indices", "intermediate_state_scales", "rand_seed", "dst_state_batch_indices", "cu_seqlens",
+        "num_accepted_tokens",
+    ),
     description="Mamba-2: one step of selective state spaces, with softplus of dt and a gate.",
-)
+)  # fmt: skip

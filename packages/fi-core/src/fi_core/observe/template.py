@@ -90,6 +90,7 @@ class TraceTemplate:
     work       arguments -> Work; or a number: so many operations an element of the outputs, and every tensor once
     eager      the function in eager torch, of the same arguments as the reference and in their dtypes: a baseline
     tolerance  (rtol, atol) by output name or by dtype, where `default_tolerances` does not fit
+    others     parameters that the reference does not know: a call that sets one has no description
     """
 
     op_type: str
@@ -112,6 +113,7 @@ class TraceTemplate:
     work: Callable[[Mapping[str, Any]], Work] | int | None = None
     eager: Callable[..., Any] | None = None
     tolerance: Mapping[Any, tuple[float, float]] = field(default_factory=dict)
+    others: Sequence[str] = field(default=())
 
     @property
     def ops(self) -> tuple[str, ...]:

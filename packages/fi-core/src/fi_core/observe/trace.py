@@ -21,6 +21,7 @@ from fi_core.observe.template import (
     default_check,
     default_tolerances,
     samples,
+    sets_any,
 )
 from fi_core.runtime import files
 from fi_core.runtime.env import env
@@ -173,10 +174,25 @@ def fi_trace(
 
 
 def select_template(
-    trace: Trace, arguments: Mapping[str, Any], save_dir: str | Path | None = None, name: str | None = None
-) -> TraceTemplate | None:
-    """The template of a call; None if a dispatcher has none for it."""
-    return trace if isinstance(trace, TraceTemplate) else trace(save_dir=save_dir, name=name, **arguments)
+    func: Callable[..., Any], trace: Trace, arguments: Mapping[str, Any], save_dir: str | Path | None = None,
+    name: str | None = None,
+) -> TraceTemplate | None:  # fmt: skip
+    """The template of a call; None if a dispatcher has none for it, or if the call sets what the reference ignores."""
+    found = trace if isinstance(trace, TraceTemplate) else trace(save_dir=save_dir, name=name, **arguments)
+    if found is None:
+        return None
+    usual = _defaults(func)
+    changed = [other for other in found.others if not _same(arguments.get(other), usual.get(other))]
+    return None if sets_any(arguments, *changed) else found
+
+
+def _same(value: Any, usual: Any) -> bool:
+    return value is usual or (isinstance(value, (int, float, str)) and value == usual)
+
+
+@functools.cache
+def _defaults(func: Callable[..., Any]) -> dict[str, Any]:
+    return {name: p.default for name, p in inspect.signature(func).parameters.items() if p.default is not p.empty}
 
 
 def _definition(
@@ -186,7 +202,7 @@ def _definition(
     save_dir: str | Path | None = None,
     name: str | None = None,
 ) -> dict[str, Any] | None:
-    template = select_template(trace, arguments, save_dir, name)
+    template = select_template(func, trace, arguments, save_dir, name)
     return None if template is None else template.definition(_api_name(func), arguments, name)
 
 

@@ -77,6 +77,7 @@ def described(
     op: str = "block_quantize",
     tolerance: tuple[float, float] = (0.0, 0.0),
     written: Callable[..., Mapping[str, Any]] | None = None,
+    others: Sequence[str] = (),
 ) -> TraceTemplate:
     tensors = (entry for entry in (*inputs.values(), *outputs.values()) if isinstance(entry, Tensor))
     axes = {axis: Var() for entry in tensors for axis in entry.dim_names}
@@ -92,6 +93,7 @@ def described(
         work=work,
         written=written,
         tolerance=dict.fromkeys(outputs, tolerance),
+        others=others,
         description=description,
     )
 

@@ -98,6 +98,7 @@ NVFP4_QUANTIZE = described(
     _PACKED,
     work_of(16, 2),
     "Quantizes blocks of 16 elements to e2m1 with e4m3 scales.",
+    others=("per_token_activation", "nvfp4_4over6"),
 )
 
 

@@ -136,6 +136,7 @@ def _draw(name: str, input: str, **parameters: Scalar) -> TraceTemplate:
         make=_make_rows(input, *parameters),
         samples=_samples(),
         work=_reading,
+        others=("filter_apply_order", "return_valid"),
         description=f"Draws a token from each row of {input}.",
     )
 
@@ -167,8 +168,12 @@ SAMPLE_FROM_LOGITS = TraceTemplate(
     axes=_AXES,
     inputs={"logits": Tensor(_ROWS)},
     outputs={"samples": Tensor(["rows"], dtype="int32"), "valid": Tensor(["rows"], dtype="bool")},
+    others=(
+        "temperature", "top_k", "top_p", "min_p", "bias", "bitmask", "seen_token_ids", "seen_token_counts",
+        "repetition_penalty", "frequency_penalty", "presence_penalty", "filter_apply_order",
+    ),
     description="Applies penalties, bias, bitmask, temperature and filters, and draws a token, in one kernel.",
-)
+)  # fmt: skip
 TOP_P_RENORM = TraceTemplate(
     "top_p_renorm_probs",
     axes=_AXES,

@@ -7,11 +7,10 @@ from typing import Any
 
 from fi_core.attention.reference import attend_request
 from fi_core.observe.draw import Draw, nbytes
-from fi_core.observe.template import sets_any, with_sizes
+from fi_core.observe.template import with_sizes
 from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work
 
-# Options that no reference has.
-_NOT_COVERED = (
+_OTHERS = (
     "pos_encoding_mode", "q_scale", "k_scale", "v_scale", "scale_q", "scale_k", "scale_v", "packed_custom_mask",
     "kv_cache_sf",
 )  # fmt: skip
@@ -97,6 +96,7 @@ def single_trace(
             work=_work,
             tolerance={"float32": (2e-5, 2e-5)},
             tags=(f"kv_layout:{layout}",),
+            others=_OTHERS,
             description=description,
         )
 
@@ -104,8 +104,6 @@ def single_trace(
     templates = {(layout, lse): template(layout, lse) for layout in ("NHD", "HND") for lse in (False, True)}
 
     def trace(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
-        if sets_any(arguments, *_NOT_COVERED):
-            return None
         return templates.get((arguments.get("kv_layout", "NHD"), bool(arguments.get("return_lse", False))))
 
     trace.templates = tuple(templates.values())  # type: ignore[attr-defined]

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fi_core.observe.template import sets_any
 from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
+
+_OTHERS = (
+    "sinks", "mask", "kv_cache_sf", "lse", "return_lse", "bmm1_scale_log2", "cum_seq_lens_q", "q_len_per_req",
+    "enable_block_sparse_attention", "cp_world", "cp_rank", "causal_seqlens_kv_global", "out_dtype", "o_scale",
+    "o_sf_scale", "o_sf_vec_size",
+)  # fmt: skip
 
 
 def _cache(part: int) -> Tensor:
@@ -43,24 +48,17 @@ def tables_template(
         outputs={"output": Tensor([rows, "num_qo_heads", "head_dim"], dtype_from="query")},
         reference=reference,
         tags=("kv_layout:HND",),
+        others=[name for name in _OTHERS if name not in inputs],
         description=description,
     )
 
 
-# Options that no reference has.
-_NOT_COVERED = (
-    "sinks", "mask", "kv_cache_sf", "lse", "return_lse", "bmm1_scale_log2", "cum_seq_lens_q", "q_len_per_req",
-    "enable_block_sparse_attention", "cp_world",
-)  # fmt: skip
-
-
 def tables_trace(template: TraceTemplate) -> Any:
-    """A trace for `fi_api`: the template for HND calls with one table and only arguments that it has; else None."""
-    others = [name for name in _NOT_COVERED if name not in template.inputs]
+    """A trace for `fi_api`: the template for HND calls with one table; else None."""
 
     def trace(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
         plain = arguments.get("kv_layout", "HND") == "HND" and arguments.get("uses_shared_paged_kv_idx", True)
-        return template if plain and not sets_any(arguments, *others) else None
+        return template if plain else None
 
     trace.templates = (template,)  # type: ignore[attr-defined]
     return trace

@@ -5,11 +5,12 @@ A length is one number for all requests, or a list with one for each.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fi_core.observe.draw import Draw, nbytes
-from fi_core.observe.template import sets_any, with_sizes
+from fi_core.observe.template import with_sizes
 from fi_core.observe.trace import TraceTemplate, Work
 from fi_core.utils import canonicalize_torch_dtype, ceil_div
 
@@ -300,11 +301,12 @@ def kept(*names: str) -> dict[str, Any]:
 
 
 def plain_calls(template: TraceTemplate, *others: str) -> Callable[..., TraceTemplate | None]:
-    """Selects the template of a call; None for options that its reference does not cover."""
+    """Selects the template, without these parameters, for plans that its reference covers; None for other plans."""
+    described = dataclasses.replace(template, others=("kv_layout", *others))
 
     def select(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
         plain = arguments.get("covered", True) and not arguments.get("logits_soft_cap")
-        return template if plain and not sets_any(arguments, "kv_layout", *others) else None
+        return described if plain else None
 
-    select.templates = (template,)  # type: ignore[attr-defined]
+    select.templates = (described,)  # type: ignore[attr-defined]
     return select

@@ -315,7 +315,8 @@ _OTHERS = ("k_scale", "v_scale", "q_scale", "kv_cache_sf", "kv_cache_sf_p", "kv_
 mixed = plain_calls(MIXED, *_OTHERS)
 pod = plain_calls(
     POD, *_OTHERS, "custom_mask_p", "packed_custom_mask_p", "kv_layout_p", "pos_encoding_mode_p", "sm_scale_p",
-    "window_left_p",
+    "window_left_p", "return_lse_p", "return_lse_d", "custom_mask_d", "packed_custom_mask_d", "kv_layout_d",
+    "pos_encoding_mode_d", "sm_scale_d", "window_left_d",
 )  # fmt: skip
 batch_pod = plain_calls(BATCH_POD, *_OTHERS, "custom_mask_p", "packed_custom_mask_p")
 PLANNED_MIXED: Planned = kept(

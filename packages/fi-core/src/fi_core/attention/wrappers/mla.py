@@ -244,7 +244,7 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
             self._placed[num_heads, batch_size] = found
         return found
 
-    @fi_api(trace=mla_trace.select, planned=mla_trace.PLANNED)
+    @fi_api(trace=mla_trace.TEMPLATE, planned=mla_trace.PLANNED)
     def run(
         self,
         q_nope: torch.Tensor,

@@ -136,15 +136,6 @@ TEMPLATE = TraceTemplate(
     ),
     work=_work,
     tolerance={"float16": (3e-3, 3e-3), "bfloat16": (2e-2, 2e-2)},
+    others=("return_lse", "return_lse_base_on_e", "ckv_scale_arr", "sinks", "kv_len", "page_table", "o_scale"),
     description="Attention of the tokens of each request over a paged latent cache, with absorbed weights (DeepSeek).",
 )  # fmt: skip
-
-
-def select(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
-    """The template of a call; None for options that the reference does not cover."""
-    if arguments.get("return_lse") or any(arguments.get(name) is not None for name in ("ckv_scale_arr", "sinks")):
-        return None
-    return TEMPLATE
-
-
-select.templates = (TEMPLATE,)  # type: ignore[attr-defined]

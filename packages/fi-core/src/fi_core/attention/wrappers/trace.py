@@ -8,7 +8,6 @@ from typing import Any
 
 from fi_core.attention.reference import attend_request, gather_pages
 from fi_core.attention.wrappers import inputs
-from fi_core.observe.template import sets_any
 from fi_core.observe.trace import Const, Planned, Scalar, Tensor, TraceTemplate, Var
 
 
@@ -224,6 +223,7 @@ def _ragged_template(layout: str, with_lse: bool) -> TraceTemplate:
         work=inputs.work,
         tolerance=_TOLERANCE,
         tags=(f"kv_layout:{layout}",),
+        others=("o_scale",),
         description="Attention of the tokens of each request, its last ones, over keys that follow each other.",
     )
 
@@ -261,6 +261,7 @@ def _cascade_template(layout: str, levels: int) -> TraceTemplate:
         samples=_CASCADE_SAMPLES,
         work=inputs.work,
         tolerance=_TOLERANCE,
+        others=("k_scale", "v_scale"),
         tags=(f"kv_layout:{layout}",),
         description="Attention over levels of shared keys, each with its page table; causal within the last level.",
     )
@@ -369,7 +370,7 @@ ragged_prefill = _select({kind: _ragged_template(*kind) for kind in _KINDS}, Fal
 
 def cascade(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
     """The template of a cascade with the number of levels of the call."""
-    if not _is_covered(arguments) or not _has_page_axis(arguments) or sets_any(arguments, "k_scale", "v_scale"):
+    if not _is_covered(arguments) or not _has_page_axis(arguments):
         return None
     return _cascade_template(arguments.get("kv_layout", "NHD"), len(arguments["qo_indptr_arr"]))
 

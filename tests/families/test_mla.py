@@ -157,9 +157,9 @@ def test_split_kv(heads: int) -> None:
 
 
 @pytest.mark.parametrize("by_group", [False, True])
-@pytest.mark.parametrize("heads", [16, 128])
-def test_fp8_cache(heads: int, by_group: bool, device: str) -> None:
-    b = batch(LENGTHS, heads=heads, kv_dtype=FP8, device=device)
+@pytest.mark.parametrize(("qo_len", "heads"), [(1, 16), (1, 128), (3, 96)])
+def test_fp8_cache(qo_len: int, heads: int, by_group: bool, device: str) -> None:
+    b = batch(LENGTHS, qo_len, heads, causal=qo_len > 1, kv_dtype=FP8, device=device)
     scales = torch.empty(b.cache.shape, device=device)
     options: dict[str, Any]
     if by_group:

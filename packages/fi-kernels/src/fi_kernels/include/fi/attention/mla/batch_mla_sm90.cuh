@@ -35,6 +35,7 @@ struct MlaWgmmaKernel {
     const Producer producer{params, shared};
     if (threadIdx.x == 0) producer.init();
     __syncthreads();
+    producer.meet();
     pdl_wait();
     const int range = blockIdx.x / params.cluster, first = static_cast<int>(blockIdx.x) % params.cluster * kRows;
     if (warpgroup_index() == 0) {
@@ -44,6 +45,7 @@ struct MlaWgmmaKernel {
       take_registers<kConsumerRegisters>();
       consume(producer, first, warpgroup_index() - 1);
     }
+    producer.meet();
   }
 
  private:

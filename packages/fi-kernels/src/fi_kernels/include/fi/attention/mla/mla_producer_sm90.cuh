@@ -1,9 +1,11 @@
 // The producer warpgroup of wide q tiles on Hopper: loads queries and KV tiles, and publishes work tiles.
 #pragma once
 #include "fi/attention/mla/batch_mla.h"
-#include "fi/attention/mla/mla_widen.cuh"
+#include "fi/attention/mla/mla_rows_sm90.cuh"
 #include "fi/attention/mla/mla_work_tiles_sm90.cuh"
 #include "fi/cuda/pipeline_sm90.cuh"
+#include "fi/cuda/ptx/bulk_sm90.cuh"
+#include "fi/cuda/ptx/cluster_sm90.cuh"
 #include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/ptx/global.cuh"
 #include "fi/cuda/ptx/tma_sm90.cuh"
@@ -13,19 +15,21 @@
 namespace fi {
 
 // kTma: KV tiles lie in whole pages and are loaded by TMA; otherwise by cp.async, from pages of any size. An e4m3 cache
-// is loaded to registers and stored as 16-bit values times their scales. NOTE: the two CTAs of a cluster need the same
-// tiles. Each loading half of a tile for both by multicast is slower: H200, b128 kv4k h128 317 us, without 256; b16
-// kv8k h128 99 us, 82. A stage is then free when both CTAs have read it.
+// is loaded to registers and stored as 16-bit values times their scales, by the two CTAs of a cluster for both of them.
+// NOTE: the two CTAs of a cluster need the same tiles. Each loading half of a 16-bit tile for both by multicast is
+// slower: H200, b128 kv4k h128 317 us, without 256; b16 kv8k h128 99 us, 82. A stage is then free when both CTAs have
+// read it.
 template <class T, class KV, bool kTma>
 struct MlaProducer {
   static constexpr bool kFp8 = sizeof(KV) == 1;
   static_assert(!(kFp8 && kTma));
   static constexpr int kRows = 64, kKeys = kMlaKvTile, kStages = 2;
   static constexpr int kBlocks = kMlaWidth / 64, kLatentBlocks = kMlaLatent / 64;  // of 64 columns
+  using Rows = MlaRows<T>;
   // A stage is filled and freed in parts: the half of the latent columns that consumer warpgroup 0 multiplies with,
   // that of warpgroup 1, and the rotary block.
-  static constexpr int kParts = 3, kPartBlocks = 4;
-  static constexpr int kBlock = 64 * 64;  // elements
+  static constexpr int kParts = 3, kPartBlocks = Rows::kPartBlocks;
+  static constexpr int kBlock = Rows::kBlock;  // elements
   // A cluster brings a tile to L2 while the producers wait for a stage for the one before: H200, b128 kv4k h128 268.6
   // us to 265.0, b16 kv8k h128 85.5 to 82.0; two tiles ahead 268.9 and 84.7. A CTA alone reads as fast as memory gives:
   // b64 kv8k h64 177.9 us, with this 187.1.
@@ -52,8 +56,8 @@ struct MlaProducer {
   FI_DEVICE void init() const {
     for (int stage = 0; stage < kStages; ++stage) {
       for (int part = 0; part < kParts; ++part)
-        shared.full[stage][part].init(kTma ? 1 : part == 2 ? kWarpgroup + 4 : kFp8 ? 4 : kWarpgroup);
-      for (Barrier& empty : shared.empty[stage]) empty.init(4);
+        shared.full[stage][part].init(kTma ? 1 : exchanges() ? 4 : part == 2 ? kWarpgroup + 4 : kFp8 ? 4 : kWarpgroup);
+      for (Barrier& empty : shared.empty[stage]) empty.init(exchanges() ? 8 : 4);
     }
     shared.q_full.init(kTma ? 96 : kWarpgroup);
     shared.q_empty.init(8);
@@ -66,18 +70,34 @@ struct MlaProducer {
     }
   }
 
-  // The key after the last one that the CTA loads.
-  FI_DEVICE int high(const MlaWorkTile& s, int first) const { return params.high(s, first_row(s, first), kRows); }
-  // By a consumer warp: four of them use a part last.
+  // Whether both CTAs of a cluster widen half of each KV tile and store it in the shared memory of both.
+  FI_DEVICE bool exchanges() const { return kFp8 && params.cluster == 2; }
+  // All threads: who exchanges meets the other CTA, before it stores there and before it ends.
+  FI_DEVICE void meet() const {
+    if (!exchanges()) return;
+    __syncwarp();
+    cluster_sync();
+  }
+
+  // The key after the last one that the CTA loads. CTAs that exchange take the same KV tiles.
+  FI_DEVICE int high(const MlaWorkTile& s, int first) const {
+    return exchanges() ? params.high(s, first_row(s, 0), params.tile_rows) : params.high(s, first_row(s, first), kRows);
+  }
+  // By a consumer warp: four of them, of each CTA that stores there, use a part last.
   FI_DEVICE void release(int stage, int part) const {
-    if (threadIdx.x % 32 == 0) shared.empty[stage][part].arrive();
+    const unsigned lane = threadIdx.x % 32;
+    if (exchanges()) {
+      if (lane < 2) shared.empty[stage][part].arrive_at(lane);
+    } else if (lane == 0) {
+      shared.empty[stage][part].arrive();
+    }
   }
   // The order in which warpgroup j % 2 reads the parts of KV tile j.
   FI_DEVICE static int part_of(int j, int i) { return i == 2 ? 2 : (i ^ j) & 1; }
 
   // By the producer warpgroup. first: the first row of this CTA in a q tile.
   FI_DEVICE void run(int range, int first) const {
-    if constexpr (kFp8) return produce_widened(range, first);
+    if constexpr (kFp8) return exchanges() ? produce_halves(range, first) : produce_widened(range, first);
     MlaTileScheduler scheduler;
     scheduler.enter(params.view(), range);
     if constexpr (!kTma)
@@ -236,106 +256,51 @@ struct MlaProducer {
     pdl_launch_dependents();
   }
 
-  // From an e4m3 cache: warp w has keys 16 w .. 16 w + 15 of a tile, a lane 16 columns of each 64 of two keys, `key`
-  // and key + 8. Lanes store 16 bytes of eight different bank groups.
-  struct Source {
-    int page[2], slot[2];  // page -1: no token
-  };
-  // Their entries of the page table, one part of a tile ahead of `source`, which waits for them.
-  FI_DEVICE void look_up(const MlaWorkTile& s, int key, int high, int (&entries)[2]) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const auto index = static_cast<int>(divide(static_cast<uint32_t>(key + 8 * i), params.page_size));
-      entries[i] = key + 8 * i < high ? params.page_indices[s.request.first_page + index] : -1;
+  // By the producer warpgroup: the next work tile, which its thread 0 gives to all; nullptr: there is none.
+  FI_DEVICE const MlaWorkTile* next_work_tile(int use) const {
+    const auto at = PipelineState::producer_at<2>(use);
+    if (threadIdx.x == 0) {
+      shared.work_pipeline.acquire(at);
+      MlaWorkTile& next = shared.work[at.stage];
+      if (!shared.scheduler.next(next)) next.index = -1;
+      shared.work_pipeline.commit(at.stage);
     }
-  }
-  FI_DEVICE Source source(int key, const int (&entries)[2]) const {
-    Source x;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const auto index = static_cast<int>(divide(static_cast<uint32_t>(key + 8 * i), params.page_size));
-      x.slot[i] = key + 8 * i - index * static_cast<int>(params.page_size.value);
-      x.page[i] = params.checked_page(entries[i]);
-    }
-    return x;
-  }
-  // Not to be read where there is no token.
-  FI_DEVICE const char* ckv_row(const Source& x, int i, int column) const {
-    return static_cast<const char*>(params.ckv) + params.ckv_offset(x.page[i], x.slot[i]) + column;
-  }
-  FI_DEVICE const char* kpe_row(const Source& x, int i, int column) const {
-    const int64_t at = params.kpe_offset(x.page[i], x.slot[i]) + column;
-    return static_cast<const char*>(params.kpe) + (params.wide_rope ? 2 * at : at);
-  }
-  // A part of a key's latent columns, and the scales of its two groups of 128.
-  struct RawPart {
-    uint4 pieces[kPartBlocks];
-    float2 scales;
-  };
-  FI_DEVICE void load_part(RawPart& raw, const Source& x, int i, int part, int quad) const {
-    const char* from = ckv_row(x, i, part * (kPartBlocks * 64) + quad * 16);
-    const bool exists = x.page[i] >= 0;
-#pragma unroll
-    for (int k = 0; k < kPartBlocks; ++k)
-      raw.pieces[k] = exists ? load_once(from + k * 64, params.cluster > 1 || params.sparse) : uint4{0, 0, 0, 0};
-    raw.scales = make_float2(1.f, 1.f);
-    if (params.ckv_scales && exists)
-      raw.scales = *reinterpret_cast<const float2*>(params.ckv_scales + x.page[i] * params.scales_page +
-                                                    x.slot[i] * params.scales_token + part * 2);
-  }
-  // 16 values as two chunks of 16 bytes at `to` and `other`.
-  template <MlaScale kScale>
-  FI_DEVICE static void store_widened(char* to, char* other, const uint4& raw, const MlaFactor<kScale>& factor) {
-    const unsigned words[4] = {raw.x, raw.y, raw.z, raw.w};
-    unsigned pairs[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) pairs[i] = factor.times(mla_shifted(words[i / 2], i % 2 ? kMlaUpper : kMlaLower, T()));
-    *reinterpret_cast<uint4*>(to) = {pairs[0], pairs[1], pairs[2], pairs[3]};
-    *reinterpret_cast<uint4*>(other) = {pairs[4], pairs[5], pairs[6], pairs[7]};
-  }
-  template <MlaScale kScale>
-  FI_DEVICE static void store_part(char* to, char* other, const RawPart& raw) {
-    const MlaFactor<kScale> factors[2] = {raw.scales.x, raw.scales.y};
-#pragma unroll
-    for (int k = 0; k < kPartBlocks; ++k)
-      store_widened(to + k * (kBlock * 2), other + k * (kBlock * 2), raw.pieces[k], factors[k / 2]);
-  }
-  FI_DEVICE void store_part(char* to, char* other, const RawPart& raw) const {
-    if (!params.ckv_scales)
-      store_part<MlaScale::kNone>(to, other, raw);
-    else if (!__any_sync(0xffffffffu, mla_is_large(raw.scales.x) || mla_is_large(raw.scales.y)))
-      store_part<MlaScale::kSmall>(to, other, raw);
-    else
-      store_part<MlaScale::kAny>(to, other, raw);
+    __syncwarp();
+    shared.work_pipeline.wait(PipelineState::consumer_at<2>(use));
+    const MlaWorkTile* s = &shared.work[at.stage];
+    return uniform(s->index) < 0 ? nullptr : s;
   }
 
   // NOTE: without fence_async_shared, which is left to the consumers: ptxas puts MEMBAR in front of it, which waits for
   // the loads in flight.
+  // Warp w has keys 16 w .. 16 w + 15 of a tile, a lane two of them, `row` and row + 8.
   FI_DEVICE void produce_widened(int range, int first) const {
+    const Rows rows{params};
     auto at = PipelineState::producer();
     const int lane = threadIdx.x % 32, quad = lane % 4, row = threadIdx.x / 32 * 16 + lane / 4;
     const int chunk = swizzled_offset(row, quad * 2), next_chunk = swizzled_offset(row, quad * 2 + 1);
     if (threadIdx.x == 0) shared.scheduler.enter(params.view(), range);
     for (int use = 0;; ++use) {
-      const auto work_at = PipelineState::producer_at<2>(use);
-      if (threadIdx.x == 0) {
-        shared.work_pipeline.acquire(work_at);
-        MlaWorkTile& next = shared.work[work_at.stage];
-        if (!shared.scheduler.next(next)) next.index = -1;
-        shared.work_pipeline.commit(work_at.stage);
-      }
-      __syncwarp();
-      shared.work_pipeline.wait(PipelineState::consumer_at<2>(use));
-      const MlaWorkTile& s = shared.work[work_at.stage];
-      if (uniform(s.index) < 0) break;
+      const MlaWorkTile* found = next_work_tile(use);
+      if (!found) break;
+      const MlaWorkTile& s = *found;
       const int high = this->high(s, first), begin = s.begin;
       int entries[2];
-      look_up(s, begin * kKeys + row, high, entries);
-      Source now = source(begin * kKeys + row, entries);
-      look_up(s, (begin + 1) * kKeys + row, high, entries);
-      RawPart raw[2];
+      typename Rows::Source now[2];
+      const auto look_up_both = [&](int tile) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) load_part(raw[i], now, i, 0, quad);
+        for (int i = 0; i < 2; ++i) entries[i] = rows.look_up(s, tile * kKeys + row + 8 * i, high);
+      };
+      const auto find_both = [&](int tile) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) now[i] = rows.source(tile * kKeys + row + 8 * i, entries[i]);
+        look_up_both(tile + 1);
+      };
+      look_up_both(begin);
+      find_both(begin);
+      typename Rows::RawPart raw[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) rows.load_part(raw[i], now[i], 0, quad);
       shared.q_empty.wait(use % 2 ^ 1);
       load_queries(s, first_row(s, first), threadIdx.x, kWarpgroup);
       shared.q_full.arrive_copies();
@@ -346,8 +311,8 @@ struct MlaProducer {
         char* ropes_to = stage + kLatentBlocks * (kBlock * 2);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const char* from = kpe_row(now, i, quad * 16);
-          const bool exists = now.page[i] >= 0;
+          const char* from = rows.kpe_row(now[i], quad * 16);
+          const bool exists = now[i].page >= 0;
           cp_async_16(ropes_to + chunk + i * 8 * 128, from, exists);
           if (params.wide_rope) cp_async_16(ropes_to + next_chunk + i * 8 * 128, from + 16, exists);
         }
@@ -356,8 +321,8 @@ struct MlaProducer {
         else
           cp_async_commit();
         // Lanes 0 to 15 ask whether their key exists.
-        const int page = __shfl_sync(0xffffffffu, now.page[0], lane * 4 % 32),
-                  other = __shfl_sync(0xffffffffu, now.page[1], lane * 4 % 32);
+        const int page = __shfl_sync(0xffffffffu, now[0].page, lane * 4 % 32),
+                  other = __shfl_sync(0xffffffffu, now[1].page, lane * 4 % 32);
         const unsigned exist = __ballot_sync(0xffffffffu, (lane < 8 ? page : other) >= 0);
         if (lane == 0) {
           shared.exists[at.stage][threadIdx.x / 32] = static_cast<unsigned short>(exist);
@@ -369,15 +334,12 @@ struct MlaProducer {
           char* to = stage + part * (kPartBlocks * kBlock * 2);
           // The parts of a tile come in the reverse order of those before.
           const int next_part = n ? part : part ^ 1;
-          if (n) {  // of the next tile
-            now = source((tile + 1) * kKeys + row, entries);
-            look_up(s, (tile + 2) * kKeys + row, high, entries);
-          }
+          if (n) find_both(tile + 1);
           shared.empty[at.stage][part].wait(at.phase);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            store_part(to + chunk + i * 8 * 128, to + next_chunk + i * 8 * 128, raw[i]);
-            load_part(raw[i], now, i, next_part, quad);
+            rows.store_part({to + chunk + i * 8 * 128, to + next_chunk + i * 8 * 128}, raw[i]);
+            rows.load_part(raw[i], now[i], next_part, quad);
             __syncwarp();  // else ptxas puts the loads behind the stores of the other key
           }
           if (lane == 0) shared.full[at.stage][part].arrive();
@@ -387,7 +349,8 @@ struct MlaProducer {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               char* to = ropes_to + chunk + i * 8 * 128;
-              store_widened(to, ropes_to + next_chunk + i * 8 * 128, *reinterpret_cast<const uint4*>(to), factor);
+              rows.store_widened({to, ropes_to + next_chunk + i * 8 * 128}, 0, *reinterpret_cast<const uint4*>(to),
+                                 factor);
             }
             shared.full[at.stage][2].arrive();
           }
@@ -395,7 +358,98 @@ struct MlaProducer {
         at.advance(kStages);
       }
       __syncwarp();
-      if (lane == 0) shared.work_pipeline.release(work_at.stage);
+      if (lane == 0) shared.work_pipeline.release(use % 2);
+    }
+    pdl_launch_dependents();
+  }
+
+  // With the other CTA of a cluster: warp w of CTA c has keys 32 c + 8 w .. 32 c + 8 w + 7 of a tile, a lane one of
+  // them. It stores its columns of a tile, which the warp copies to the other CTA, then loads those of the next one all
+  // at once. H200, sparse rows of 656 bytes, b128 h128 top-k 2048: 210 us, with st.async in place of copies 250,
+  // without an exchange 250. NOTE: ptxas counts all loads of the loop on one scoreboard (CUDA 13.0), so a wait for one
+  // is a wait for all.
+  FI_DEVICE void produce_halves(int range, int first) const {
+    const Rows rows{params};
+    auto at = PipelineState::producer();
+    const int lane = threadIdx.x % 32, quad = lane % 4, row = first / 2 + threadIdx.x / 32 * 8 + lane / 4;
+    const int chunk = swizzled_offset(row, quad * 2), next_chunk = swizzled_offset(row, quad * 2 + 1);
+    const unsigned distance = Rows::distance(&shared, first / kRows ^ 1);
+    if (threadIdx.x == 0) shared.scheduler.enter(params.view(), range);
+    for (int use = 0;; ++use) {
+      const MlaWorkTile* found = next_work_tile(use);
+      if (!found) break;
+      const MlaWorkTile& s = *found;
+      const int high = this->high(s, first), begin = s.begin;
+      // Odd lanes look up the other CTA's key in the same place.
+      int entry;
+      typename Rows::Source now;
+      unsigned exist;  // bits 0 to 7: the keys of this warp, 8 to 15: those of the other CTA
+      const auto look_up_half = [&](int tile) { entry = rows.look_up(s, tile * kKeys + (row ^ lane % 2 * 32), high); };
+      const auto find = [&](int tile) {
+        const int page = params.checked_page(entry);
+        exist = __ballot_sync(0xffffffffu, __shfl_sync(0xffffffffu, page, lane * 4 % 32 + lane / 8 % 2) >= 0);
+        now = rows.source(tile * kKeys + row, __shfl_sync(0xffffffffu, page, lane / 4 * 4));
+        look_up_half(tile + 1);
+      };
+      typename Rows::RawRope rope;
+      typename Rows::RawPart raw[2];
+      const auto load = [&](int tile) {
+        find(tile);
+        rows.load_rope(rope, now, quad);
+        const int part = part_of(tile - begin, 0);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) rows.load_part(raw[n], now, part ^ n, quad);
+      };
+      look_up_half(begin);
+      load(begin);
+      shared.q_empty.wait(use % 2 ^ 1);
+      load_queries(s, first_row(s, first), threadIdx.x, kWarpgroup);
+      shared.q_full.arrive_copies();
+      for (int tile = begin; tile * kKeys < high; ++tile) {
+        const auto target = [&](int part) {
+          char* to = reinterpret_cast<char*>(shared.kv[at.stage][part * kPartBlocks]);
+          return typename Rows::Target{to + chunk, to + next_chunk};
+        };
+        // Eight rows of a block lie together. The other CTA sends as much as this one.
+        const auto commit = [&](int part, int blocks) {
+          fence_async_shared();
+          __syncwarp();
+          if (lane != 0) return;
+          const unsigned barrier = shared.full[at.stage][part].address() + distance;
+#pragma unroll
+          for (int k = 0; k < kPartBlocks; ++k)
+            if (k < blocks) {
+              const unsigned from = Rows::shared_address(shared.kv[at.stage][part * kPartBlocks + k]) + row / 8 * 1024;
+              bulk_send(from + distance, from, 1024, barrier);
+            }
+          if (threadIdx.x == 0)
+            shared.full[at.stage][part].arrive_expect(blocks * kBlock);
+          else
+            shared.full[at.stage][part].arrive();
+        };
+        shared.empty[at.stage][2].wait(at.phase);
+        if (params.wide_rope)
+          target(2).store(0, rope.pieces[0], rope.pieces[1]);
+        else
+          rows.store_widened(target(2), 0, rope.pieces[0], MlaFactor<MlaScale::kAny>(params.rope_factor));
+        if (lane == 0) {
+          auto* exists = reinterpret_cast<unsigned char*>(shared.exists[at.stage]);
+          exists[row / 8] = static_cast<unsigned char>(exist);
+          exists[(row ^ 32) / 8] = static_cast<unsigned char>(exist >> 8);
+        }
+        commit(2, 1);
+        int part = part_of(tile - begin, 0);
+#pragma unroll
+        for (int n = 0; n < 2; ++n, part ^= 1) {
+          shared.empty[at.stage][part].wait(at.phase);
+          rows.store_part(target(part), raw[n]);
+          commit(part, kPartBlocks);
+        }
+        load(tile + 1);
+        at.advance(kStages);
+      }
+      __syncwarp();
+      if (lane == 0) shared.work_pipeline.release(use % 2);
     }
     pdl_launch_dependents();
   }

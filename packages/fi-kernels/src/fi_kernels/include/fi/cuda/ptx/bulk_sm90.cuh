@@ -30,6 +30,12 @@ FI_DEVICE void bulk_load_multicast(void* shared, const void* global, unsigned by
       "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(barrier.address()), "h"(ctas)
       : "memory");
 }
+// Shared memory of this CTA to that of another CTA of the cluster, by addresses; the bytes complete on its barrier.
+FI_DEVICE void bulk_send(unsigned to, unsigned from, unsigned bytes, unsigned barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "r"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
 // Orders this thread's plain accesses to global memory, and those it has seen, before later bulk copies.
 FI_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 // Prefetches global memory into L2.

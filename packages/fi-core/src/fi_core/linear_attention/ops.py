@@ -174,6 +174,7 @@ class _Chunks(NamedTuple):
     pairs: bool  # whether the CTAs of 64 columns of a head are a cluster
     channel_columns: tuple[int, ...]  # with a gate for each channel
     channel_stages: int
+    channel_ctas: int  # of the preparation with a gate for each channel, that fit an SM
 
     def shared_bytes(self, dim: int, columns: int, outputs: bool, channels: bool) -> int:
         """Of stages with k, a matrix of a chunk, v and factors; for outputs also q and the scores; with a gate for each
@@ -185,7 +186,7 @@ class _Chunks(NamedTuple):
 
     def entries(self, axes: Values) -> tuple[Entry, ...]:
         dtype, dim, channels = DTYPES[axes["dtype"]], axes["dim"], axes["gate"] == "channel"
-        entries, flag = [_prepare_entry(dtype.device, dim, channels)], str(channels).lower()
+        entries, flag = [_prepare_entry(dtype.device, dim, self.channel_ctas if channels else 0)], str(channels).lower()
         size = self.shared_bytes(dim, _MAP_COLUMNS, False, channels)
         body = f"map_segments{self.suffix}<{dtype.device}, {dim}, {_MAP_COLUMNS}, {flag}, {size}>"
         entries.append(Entry("map_segments", body, 2 * _MAP_COLUMNS, ChunkConfig(1, _MAP_COLUMNS, 1), size, 1))
@@ -200,11 +201,17 @@ class _Chunks(NamedTuple):
         return tuple(entries)
 
 
-def _prepare_entry(dtype: str, dim: int, channels: bool) -> Entry:
-    if channels:  # tiles of k, q and the gates, A and the scores on the diagonal, vectors of 4 blocks, three of tokens
-        size = 2 * 2 * _CHUNK * dim + 4 * _CHUNK * dim + 4 * 4 * 324 + 4 * 512 + 4 * 4 * dim + 4 * 3 * _CHUNK + 192
+def _prepare_entry(dtype: str, dim: int, channel_ctas: int) -> Entry:
+    if channel_ctas:  # tiles of k and q, six strips of columns, A, its diagonal, that of the scores, vectors
+        size = 2 * 2 * _CHUNK * dim + 6 * 2 * 16 * dim + 2 * CHUNK_MATRIX + 4 * 4 * 324 + 4 * 512
+        size += 4 * 4 * dim + 4 * 3 * _CHUNK + 192
         return Entry(
-            "prepare_chunks", f"prepare_channel_chunks<{dtype}, {dim}, {size}>", 128, ChunkConfig(0, 0, 1), size, 3
+            "prepare_chunks",
+            f"prepare_channel_chunks<{dtype}, {dim}, {size}>",
+            128,
+            ChunkConfig(0, 0, 1),
+            size,
+            channel_ctas,
         )
     # Tiles of k and q, then in their place A of four heads; 14 vectors.
     size = max(2 * 2 * _CHUNK * dim, 4 * (2 * CHUNK_MATRIX + 4 * 4 * 324 + 64)) + 4 * 14 * _CHUNK + 128
@@ -212,14 +219,14 @@ def _prepare_entry(dtype: str, dim: int, channels: bool) -> Entry:
 
 
 def _chunk_unit(axes: Values) -> Unit:
-    entries = _Chunks("", (32, 64), CHUNK_MATRIX, 128, False, (32, 64), 1).entries(axes)
+    entries = _Chunks("", (32, 64), CHUNK_MATRIX, 128, False, (32, 64), 1, 2).entries(axes)
     return Unit("fi/linear_attention/chunk_gated_delta_rule.cuh", "ChunkGatedDeltaRuleParams", entries)
 
 
 def _chunk_wgmma_unit(axes: Values) -> Unit:
     # Two CTAs of 64 columns on each SM. H200, one of 128: 12 sequences of 16384 tokens 328 us instead of 305.
     # With a gate for each channel, k twice leaves an SM one CTA: of 128 columns where there are many states.
-    entries = _Chunks("_wgmma", (64,), 12 * 256, 1024, True, (64, 128), 2).entries(axes)
+    entries = _Chunks("_wgmma", (64,), 12 * 256, 1024, True, (64, 128), 2, 3).entries(axes)
     return Unit("fi/linear_attention/chunk_gated_delta_rule_sm90.cuh", "ChunkGatedDeltaRuleParams", entries)
 
 

@@ -7,33 +7,44 @@
 
 namespace fi {
 
-// A CTA of four warps for a chunk and a head. A decay is the product of the gates that it spans, never a quotient, so
-// nothing overflows and gates of 0 are as others: in blocks of 16 x 16 on the diagonal token by token, in the other
-// blocks by mma of rows that have the decay from the beginning of their block and columns that have the one to the end
-// of theirs (secondary chunking, arXiv:2510.26692); rows also get the decays of the blocks in between.
+// A CTA of four warps for a chunk and a head. A warp has a strip of 16 rows and decays it, a lane kOwn channels of all
+// rows, so gates stay in registers. All products are by mma, of rows that have the decay from a boundary on and columns
+// that have the one up to it (secondary chunking, arXiv:2510.26692). A decay is the product of the gates that it spans,
+// never a quotient, so nothing overflows and gates of 0 are as others. Boundaries are those of strips and, within a
+// strip, those of 8, 4, 2 and 1 rows: a level has the products of the upper with the lower of two neighbouring
+// segments.
 template <class T, int kD>
 struct PrepareChannelChunks {
   using Tile = ChunkTile<kD>;
   using Matrix = LowerTriangle;
   using Inverse = ChunkInverse<T>;
-  static constexpr int kThreads = 128, kBlocks = kChunkTokens / 16;
-  static constexpr int kBlockRows = 16 * 128;  // bytes of 16 rows of a tile
-  // On the diagonal kGroups lanes have 8 channels each of every kSides-th column.
-  static constexpr int kGroups = kD / 8, kSides = 32 / kGroups, kOwn = 16 / kSides;
+  static constexpr int kThreads = 128, kStrips = kChunkTokens / 16;
+  static constexpr int kOwn = kD / 32;          // channels of a lane
+  static constexpr int kStripBytes = 16 * 128;  // from a strip of a tile to the next
+
+  // kRows rows, a multiple of 8, swizzled as those of a ChunkTile.
+  template <int kRows>
+  struct Rows {
+    static constexpr int kBlockBytes = kRows * 128, kBytes = kRows * 2 * kD;
+    FI_DEVICE static int place(int row, int part) {
+      return part / 8 * kBlockBytes + row * 128 + ((part % 8 ^ row % 8) << 4);
+    }
+  };
+  using Level = Rows<24>;  // of the upper segments 8 rows of k, then of q; of the lower ones 8 rows of k
+  using Columns = Rows<16>;
 
   struct Shared {
-    alignas(128) char k[Tile::kBytes];  // in the end with the decay from the beginning of a block
+    alignas(128) char k[Tile::kBytes];  // in the end with the decay from the beginning of a strip
     alignas(128) char q[Tile::kBytes];
     union {
-      alignas(16) float g[kChunkTokens][kD];
-      struct {
-        alignas(128) char columns[Tile::kBytes];  // k with the decay to the end of a block
-        typename Inverse::Blocks blocks;
-      };
+      alignas(128) char levels[kStrips][Level::kBytes];
+      // Of two strips: k of the earlier with the decay to the beginning of the later.
+      alignas(128) char columns[kStrips * (kStrips - 1) / 2][Columns::kBytes];
     };
+    typename Inverse::Blocks blocks;
     typename Inverse::Diagonal diagonal;
-    alignas(16) char scores[kBlocks][512];  // on the diagonal, as in a LowerTriangle
-    alignas(16) float totals[kBlocks][kD];  // the decay of a whole block
+    alignas(16) char scores[kStrips][512];  // on the diagonal, as in a LowerTriangle
+    alignas(16) float totals[kStrips][kD];  // the decay of a whole strip
     alignas(16) float beta[1][kChunkTokens];
     alignas(16) float inverse[2][kChunkTokens];  // of k and q: 1 / length of rows, or 1; of q times scale
   };
@@ -49,25 +60,24 @@ struct PrepareChannelChunks {
     const int rows = static_cast<int>(chunk.tokens);
     load(shared.k, p.k, p.k_strides, chunk.token, divide(head, p.k_group), rows);
     load(shared.q, p.q, p.q_strides, chunk.token, divide(head, p.q_group), rows);
-    load_gates(chunk.token, head, rows);
     cp_async_commit();
+    // The heavy strip is another warp's in other CTAs: warps of one index share a scheduler.
+    const int strip = (threadIdx.x / 32 + (blockIdx.x * 0x9E3779B1u >> 30)) % 4;
+    int channel = kOwn * lane();
+    Own gates[16];
+    load_gates(gates, chunk.token, head, strip, rows);
     cp_async_wait<0>();
-    __syncthreads();
-    measure_rows();
-    multiply_gates();
     __syncthreads();
 
     const int64_t matrix = blockIdx.x;
     char* scores = static_cast<char*>(p.scores) + matrix * Matrix::kBytes;
-    // The heavy strip is another warp's in other CTAs: warps of one index share a scheduler.
-    const int strip = (threadIdx.x / 32 + (blockIdx.x * 0x9E3779B1u >> 30)) % 4;
-    fill_diagonal(strip, scores);
-    __syncthreads();
-    unsigned columns[kSpan][16];
-    decay_rows(static_cast<char*>(p.decayed) + matrix * 3 * Tile::kBytes, columns);
+    fill_diagonal(strip, channel, gates, scores);
+    __syncthreads();                   // levels have been read, totals are there
+    asm volatile("" : "+r"(channel));  // NOTE: else addresses of the levels are kept, and spill
+    char* decayed = static_cast<char*>(p.decayed) + matrix * 3 * Tile::kBytes;
+    decay_columns(strip, channel, gates, decayed + 2 * Tile::kBytes);
+    decay_rows(strip, channel, gates, decayed);
     write_last(p.factors + matrix * kD);
-    __syncthreads();  // all gates have been read
-    store_columns(columns);
     __syncthreads();
     if (strip == 1) fill<1>(scores);
     if (strip == 2) fill<2>(scores);
@@ -79,32 +89,51 @@ struct PrepareChannelChunks {
   }
 
  private:
-  // A thread decays two channels of kSpan blocks.
-  static constexpr int kPairs = kD / 2, kSpan = kBlocks * kPairs / kThreads;
+  // The channels of a lane, in a row.
+  struct alignas(4 * kOwn) Own {
+    float x[kOwn];
+
+    FI_DEVICE static Own ones() {
+      Own own;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) own.x[i] = 1.f;
+      return own;
+    }
+    FI_DEVICE static Own of(Vec<T, kOwn> elements) {  // by value: of what lies in memory, memcpy loads bytes
+      Own own;
+      to_float(elements, own.x);
+      return own;
+    }
+    FI_DEVICE Own operator*(const Own& other) const {
+      Own own;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) own.x[i] = x[i] * other.x[i];
+      return own;
+    }
+    FI_DEVICE Own operator*(float factor) const {
+      Own own;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) own.x[i] = x[i] * factor;
+      return own;
+    }
+  };
 
   FI_DEVICE static unsigned address(const void* shared) {
     return static_cast<unsigned>(__cvta_generic_to_shared(shared));
   }
   FI_DEVICE static int lane() { return threadIdx.x % 32; }
-  FI_DEVICE static float2 split(unsigned word) {
-    Vec<T, 2> pair;
-    float f[2];
-    memcpy(&pair, &word, sizeof word);
-    to_float(pair, f);
-    return make_float2(f[0], f[1]);
+  // The place of kOwn channels in a row of Tile, Level or Columns.
+  template <class Rows>
+  FI_DEVICE static unsigned own_place(int row, int channel) {
+    return Rows::place(row, channel / 8) + channel % 8 * 2;
   }
-  FI_DEVICE static float2 times(float2 a, float2 b) { return make_float2(a.x * b.x, a.y * b.y); }
-  FI_DEVICE static float2 times(float2 a, float b) { return make_float2(a.x * b, a.y * b); }
-  FI_DEVICE static unsigned pack(float2 x) { return pack_pair(x.x, x.y, T()); }
-  // 8 channels of a row of a tile.
-  FI_DEVICE static void load_part(const char* tile, int row, int part, float (&f)[8]) {
-    const uint4 words = *reinterpret_cast<const uint4*>(tile + Tile::place(row, part));
-    const unsigned own[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 x = split(own[i]);
-      f[2 * i] = x.x, f[2 * i + 1] = x.y;
-    }
+  FI_DEVICE static Vec<T, kOwn> elements(const char* tile, int row, int channel) {
+    return fi::load<T, kOwn>(reinterpret_cast<const T*>(tile + own_place<Tile>(row, channel)));
+  }
+  FI_DEVICE static void store(char* to, const Own& own) {
+    Vec<T, kOwn> rounded;
+    from_float(own.x, rounded);
+    *reinterpret_cast<Vec<T, kOwn>*>(to) = rounded;
   }
 
   FI_DEVICE static void load(char* tile, const void* base, const int64_t (&strides)[2], int64_t token, int head,
@@ -113,182 +142,202 @@ struct PrepareChannelChunks {
     Tile::template load<kThreads>(address(tile), Tile::template source<kThreads>(first, strides[0]), strides[0], rows);
   }
   // Tokens that do not exist change nothing.
-  FI_DEVICE void load_gates(int64_t token, int head, int rows) const {
-    constexpr int kParts = kD / 4, kStep = kThreads / kParts;
-    const int part = threadIdx.x % kParts;
-    const float* from = p.g + token * p.g_strides[0] + head * p.g_strides[1] + 4 * part;
-#pragma unroll 4
-    for (int row = threadIdx.x / kParts; row < kChunkTokens; row += kStep) {
-      if (row < rows)
-        cp_async_16(&shared.g[row][4 * part], from + row * p.g_strides[0]);
-      else
-        *reinterpret_cast<float4*>(&shared.g[row][4 * part]) = make_float4(1.f, 1.f, 1.f, 1.f);
-    }
+  FI_DEVICE void load_gates(Own (&gates)[16], int64_t token, int head, int strip, int rows) const {
     if (threadIdx.x < kChunkTokens) {
       const int t = threadIdx.x;
       float beta = t < rows ? 1.f : 0.f;
       if (p.beta && t < rows) beta = p.beta[(token + t) * p.beta_strides[0] + head * p.beta_strides[1]];
       shared.beta[0][t] = beta;
     }
-  }
-
-  // 1 / length of a row of k or q.
-  FI_DEVICE void measure_rows() const {
-    const int row = threadIdx.x % kChunkTokens, which = threadIdx.x / kChunkTokens;
-    float sum = 0.f;
-    if (p.l2norm) {
-#pragma unroll 4
-      for (int part = 0; part < kGroups; ++part) {
-        float x[8];
-        load_part(which ? shared.q : shared.k, row, part, x);
+    const float* from = p.g + (token + 16 * strip) * p.g_strides[0] + head * p.g_strides[1] + kOwn * lane();
+    const int own = rows - 16 * strip;
+    if (own >= 16) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum += x[i] * x[i];
+      for (int i = 0; i < 16; ++i, from += p.g_strides[0]) gates[i] = *reinterpret_cast<const Own*>(from);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 16; ++i, from += p.g_strides[0]) {
+        gates[i] = Own::ones();
+        if (i < own) gates[i] = *reinterpret_cast<const Own*>(from);
       }
     }
-    shared.inverse[which][row] = (p.l2norm ? rsqrtf(sum + 1e-6f) : 1.f) * (which ? p.scale : 1.f);
-  }
-  FI_DEVICE float2 gates(int row, int pair) const { return *reinterpret_cast<const float2*>(&shared.g[row][2 * pair]); }
-  FI_DEVICE float2 total(int block, int pair) const {
-    return *reinterpret_cast<const float2*>(&shared.totals[block][2 * pair]);
-  }
-  FI_DEVICE void multiply_gates() const {
-    const int pair = threadIdx.x % kPairs, first = threadIdx.x / kPairs * kSpan;
-#pragma unroll
-    for (int block = 0; block < kSpan; ++block) {
-      float2 product = make_float2(1.f, 1.f);
-#pragma unroll
-      for (int i = 0; i < 16; ++i) product = times(product, gates(16 * (first + block) + i, pair));
-      *reinterpret_cast<float2*>(&shared.totals[first + block][2 * pair]) = product;
-    }
   }
 
-  // The block of A and of the scores on the diagonal, in fp32.
-  FI_DEVICE void fill_diagonal(int strip, char* scores) const {
+  // The decay of a strip; of the strips from `begin` to before `end`.
+  FI_DEVICE Own total(int strip, int channel) const {
+    return reinterpret_cast<const Own&>(shared.totals[strip][channel]);
+  }
+  FI_DEVICE Own total(int begin, int end, int channel) const {
+    Own product = Own::ones();
+    for (int strip = begin; strip < end; ++strip) product = product * total(strip, channel);
+    return product;
+  }
+
+  // The blocks of A and of the scores on the diagonal, lengths of rows, and the decay of the strip.
+  FI_DEVICE void fill_diagonal(int strip, int channel, const Own (&gates)[16], char* scores) const {
     char* block = shared.scores[strip] + 16 * lane();
     *reinterpret_cast<uint4*>(block) = make_uint4(0, 0, 0, 0);
     __syncwarp();
-    float decayed[kOwn][8] = {};
-    fill_rows<0>(strip, decayed);
-    __syncwarp();
+    measure_rows(strip);
+    fill_level<0>(strip, channel, gates);
+    fill_level<1>(strip, channel, gates);
+    fill_level<2>(strip, channel, gates);
+    fill_level<3>(strip, channel, gates);
     reinterpret_cast<uint4*>(scores + Matrix::block(strip, strip))[lane()] = *reinterpret_cast<const uint4*>(block);
+    // In the order of level 3. NOTE: in the order of decay_rows, its products are computed here, and spill.
+    Own low = gates[7], high = gates[8];
+#pragma unroll
+    for (int i = 1; i < 8; ++i) low = low * gates[7 - i], high = high * gates[8 + i];
+    reinterpret_cast<Own&>(shared.totals[strip][channel]) = low * high;
   }
-  // Its rows from kSides * kStep on, kSides of them. decayed: k of the columns of this lane, with the decay up to a
-  // row, at its 8 channels. Their sums over lanes are made together, as a transposition.
-  template <int kStep>
-  FI_DEVICE void fill_rows(int strip, float (&decayed)[kOwn][8]) const {
-    constexpr int kSums = 2 * kSides * (kStep + 1), kBatches = (kSums + kGroups - 1) / kGroups;
-    const int part = lane() % kGroups, side = lane() / kGroups, first = 16 * strip;
-    float sums[kBatches][kGroups] = {};
+  FI_DEVICE T& score(int strip, int row, int column) const {
+    return *reinterpret_cast<T*>(shared.scores[strip] + (row / 8 * 2 + column / 8) * 128 + row % 8 * 16 +
+                                 column % 8 * 2);
+  }
+  // 1 / length of rows of k and q, and their scores on the diagonal: 8 rows of k and of q are operand a, and each of
+  // them operand b.
+  FI_DEVICE void measure_rows(int strip) const {
+    float of_k[2][4] = {}, of_q[2][4] = {};
+    const unsigned from = address(lane() & 8 ? shared.q : shared.k) + Tile::place(16 * strip + lane() % 8, lane() / 16);
 #pragma unroll
-    for (int i = 0; i < kSides; ++i) {
-      const int row = first + kSides * kStep + i;
-      float k[8], q[8];
-      load_part(shared.k, row, part, k);
-      load_part(shared.q, row, part, q);
-      const float4 low = *reinterpret_cast<const float4*>(&shared.g[row][8 * part]);
-      const float4 high = *reinterpret_cast<const float4*>(&shared.g[row][8 * part + 4]);
-      const float g[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    for (int step = 0; step < kD / 16; ++step)
 #pragma unroll
-      for (int m = 0; m <= kStep; ++m) {
-        float of_k = 0.f, of_q = 0.f;
+      for (int half = 0; half < 2; ++half) {
+        unsigned a[4];
+        ldmatrix_x4(a, (from ^ step % 4 * 32) + step / 4 * Tile::kBlockBytes + half * 8 * 128);
+        mma_m16n8k16(of_k[half], a, a[0], a[2], T());
+        mma_m16n8k16(of_q[half], a, a[1], a[3], T());
+      }
+    const int row = lane() / 4;
+    if (lane() % 4 == row / 2) {  // the lane with the diagonals
 #pragma unroll
-        for (int c = 0; c < 8; ++c) {
-          if (m < kStep || i > 0) decayed[m][c] *= g[c];
-          if (m == kStep && side == i) decayed[m][c] = k[c];
-          of_k += k[c] * decayed[m][c];
-          of_q += q[c] * decayed[m][c];
-        }
-        const int n = (m * kSides + i) * 2;
-        sums[n / kGroups][n % kGroups] = of_k;
-        sums[n / kGroups][n % kGroups + 1] = of_q;
+      for (int half = 0; half < 2; ++half) {
+        const float* d = of_k[half];
+        const float kk = row % 2 ? d[1] : d[0], qk = row % 2 ? d[3] : d[2];
+        const float qq = row % 2 ? of_q[half][3] : of_q[half][2];
+        const float inverse_k = inverse_length(kk), inverse_q = inverse_length(qq) * p.scale;
+        shared.inverse[0][16 * strip + 8 * half + row] = inverse_k;
+        shared.inverse[1][16 * strip + 8 * half + row] = inverse_q;
+        score(strip, 8 * half + row, 8 * half + row) = from_float<T>(qk * inverse_k * inverse_q);
       }
     }
-    store_sums<kStep, 0>(strip, sums);
-    if constexpr (kStep + 1 < kOwn) fill_rows<kStep + 1>(strip, decayed);
+    __syncwarp();
   }
-  template <int kStep, int kBatch, int kBatches>
-  FI_DEVICE void store_sums(int strip, float (&sums)[kBatches][kGroups]) const {
-    const int n = kBatch * kGroups + lane() % kGroups, row = kSides * kStep + n / 2 % kSides, first = 16 * strip;
-    const int column = n / 2 / kSides * kSides + lane() / kGroups;
-    const bool of_q = n % 2;
-    const float sum = sum_of_lane(sums[kBatch]);
-    const float scaled = sum * shared.inverse[of_q][first + row] * shared.inverse[0][first + column % 16];
-    if (column <= row) {
-      if (of_q)
-        *reinterpret_cast<T*>(shared.scores[strip] + (row / 8 * 2 + column / 8) * 128 + row % 8 * 16 + column % 8 * 2) =
-            from_float<T>(scaled);
-      else
-        shared.diagonal.blocks[strip][row * Inverse::kPitch + column] = scaled * shared.beta[0][first + row];
-    }
-    if constexpr (kBatch + 1 < kBatches) store_sums<kStep, kBatch + 1>(strip, sums);
-  }
-  // Of 2 * kCount lanes: lane i gets the sum of x[i] over them.
-  template <int kCount = kGroups / 2>
-  FI_DEVICE static float sum_of_lane(float (&x)[kGroups]) {
-    const bool upper = lane() & kCount;
+  FI_DEVICE float inverse_length(float square) const { return p.l2norm ? rsqrtf(square + 1e-6f) : 1.f; }
+
+  // The products of the rows of upper segments of 2^kLevel rows with those of the lower ones before them.
+  template <int kLevel>
+  FI_DEVICE void fill_level(int strip, int channel, const Own (&gates)[16]) const {
+    constexpr int kSize = 1 << kLevel;
+    asm volatile("" : "+r"(channel));  // NOTE: else the addresses of all levels are kept, and spill
+    char* level = shared.levels[strip];
+    const char *k = shared.k + strip * kStripBytes, *q = shared.q + strip * kStripBytes;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float given = upper ? x[i] : x[i + kCount], kept = upper ? x[i + kCount] : x[i];
-      x[i] = kept + __shfl_xor_sync(0xffffffffu, given, kCount);
+    for (int first = 0; first < 8; first += kSize) {  // a segment, counted in rows of its kind
+      const int upper = 2 * first + kSize;
+      Own decay = gates[upper];
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        if (i > 0) decay = decay * gates[upper + i];
+        store(level + own_place<Level>(first + i, channel), Own::of(elements(k, upper + i, channel)) * decay);
+        store(level + own_place<Level>(8 + first + i, channel), Own::of(elements(q, upper + i, channel)) * decay);
+      }
+      *reinterpret_cast<Vec<T, kOwn>*>(level + own_place<Level>(16 + first + kSize - 1, channel)) =
+          elements(k, upper - 1, channel);
+      if constexpr (kSize > 1) decay = gates[upper - 1];
+#pragma unroll
+      for (int i = kSize - 2; i >= 0; --i) {
+        store(level + own_place<Level>(16 + first + i, channel), Own::of(elements(k, 2 * first + i, channel)) * decay);
+        decay = decay * gates[2 * first + i];
+      }
     }
-    if constexpr (kCount > 1)
-      return sum_of_lane<kCount / 2>(x);
-    else
-      return x[0];
+    __syncwarp();
+    float d[2][4] = {};
+    const unsigned from_a = address(level) + Level::place(lane() % 16, lane() / 16);
+    const unsigned from_b = address(level) + Level::place(16 + lane() % 8, lane() / 8);
+#pragma unroll
+    for (int step = 0; step < kD / 16; step += 2) {
+      unsigned b[4];
+      ldmatrix_x4(b, (from_b ^ step % 4 * 32) + step / 4 * Level::kBlockBytes);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        unsigned a[4];
+        ldmatrix_x4(a, (from_a ^ (step + i) % 4 * 32) + step / 4 * Level::kBlockBytes);
+        mma_m16n8k16(d[i], a, b[2 * i], b[2 * i + 1], T());
+      }
+    }
+    // A lane has a row of the upper segments and two of the lower ones.
+    const int n = lane() / 4, m = lane() % 4 * 2;
+    const int row = (n >> kLevel << (kLevel + 1)) + kSize + n % kSize, first = 16 * strip;
+    const float of_k = shared.inverse[0][first + row] * shared.beta[0][first + row];
+    const float of_q = shared.inverse[1][first + row];
+    if constexpr (kLevel == 0) {
+      const float to = shared.inverse[0][first + row - 1];
+      const bool odd = n % 2;
+      if (m == n - odd) {
+        const float kk = odd ? d[0][1] + d[1][1] : d[0][0] + d[1][0], qk = odd ? d[0][3] + d[1][3] : d[0][2] + d[1][2];
+        shared.diagonal.blocks[strip][row * Inverse::kPitch + row - 1] = of_k * to * kk;
+        score(strip, row, row - 1) = from_float<T>(of_q * to * qk);
+      }
+    } else if (n >> kLevel == m >> kLevel) {
+      const int column = (m >> kLevel << (kLevel + 1)) + m % kSize;
+      const float2 to = *reinterpret_cast<const float2*>(&shared.inverse[0][first + column]);
+      *reinterpret_cast<float2*>(&shared.diagonal.blocks[strip][row * Inverse::kPitch + column]) =
+          make_float2(of_k * to.x * (d[0][0] + d[1][0]), of_k * to.y * (d[0][1] + d[1][1]));
+      reinterpret_cast<unsigned&>(score(strip, row, column)) =
+          pack_pair(of_q * to.x * (d[0][2] + d[1][2]), of_q * to.y * (d[0][3] + d[1][3]), T());
+    }
+    __syncwarp();
   }
 
-  // Replaces k and q by those with the decay from the beginning of a block, and writes k and q with that from the
-  // beginning of the chunk and k with that to its end. columns: of k with the decay to the end of a block.
-  FI_DEVICE void decay_rows(char* to, unsigned (&columns)[kSpan][16]) const {
-    const int pair = threadIdx.x % kPairs, first = threadIdx.x / kPairs * kSpan;
-#pragma unroll
-    for (int own = 0; own < kSpan; ++own) {
-      const int block = first + own;
-      float2 before = make_float2(1.f, 1.f), after = before, decay = before;
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-        if (i < block) before = times(before, total(i, pair));
-        if (i > block) after = times(after, total(i, pair));
-      }
+  // Writes k with the decay to the beginning of each later strip, and to global memory with that to the end of the
+  // chunk.
+  FI_DEVICE void decay_columns(int strip, int channel, const Own (&gates)[16], char* to) const {
+    const char* k = shared.k + strip * kStripBytes;
+    for (int later = strip + 1; later < kStrips; ++later) {
+      Own decay = total(strip + 1, later, channel);
+      char* columns = shared.columns[later * (later - 1) / 2 + strip];
 #pragma unroll
       for (int i = 15; i >= 0; --i) {
-        const int row = 16 * block + i, place = word_place(row, pair);
-        const float2 k = times(split(*reinterpret_cast<const unsigned*>(shared.k + place)), decay);
-        columns[own][i] = pack(k);
-        *reinterpret_cast<unsigned*>(to + 2 * Tile::kBytes + place) =
-            pack(times(times(k, after), shared.inverse[0][row]));
-        decay = times(decay, gates(row, pair));
-      }
-      decay = make_float2(1.f, 1.f);
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        const int row = 16 * block + i, place = word_place(row, pair);
-        decay = times(decay, gates(row, pair));
-        decay_word(shared.k + place, to + place, decay, times(before, shared.inverse[0][row]));
-        decay_word(shared.q + place, to + Tile::kBytes + place, decay, times(before, shared.inverse[1][row]));
+        store(columns + own_place<Columns>(i, channel), Own::of(elements(k, i, channel)) * decay);
+        decay = decay * gates[i];
       }
     }
-  }
-  FI_DEVICE static void decay_word(char* shared, char* global, float2 decay, float2 further) {
-    const float2 x = times(split(*reinterpret_cast<const unsigned*>(shared)), decay);
-    *reinterpret_cast<unsigned*>(shared) = pack(x);
-    *reinterpret_cast<unsigned*>(global) = pack(times(x, further));
-  }
-  FI_DEVICE static int word_place(int row, int pair) { return Tile::place(row, pair / 4) + pair % 4 * 4; }
-  FI_DEVICE void store_columns(const unsigned (&columns)[kSpan][16]) const {
-    const int pair = threadIdx.x % kPairs, first = threadIdx.x / kPairs * kSpan;
+    Own decay = total(strip + 1, kStrips, channel);
+    to += strip * kStripBytes;
 #pragma unroll
-    for (int own = 0; own < kSpan; ++own)
-#pragma unroll
-      for (int i = 0; i < 16; ++i)
-        *reinterpret_cast<unsigned*>(shared.columns + word_place(16 * (first + own) + i, pair)) = columns[own][i];
+    for (int i = 15; i >= 0; --i) {
+      store(to + own_place<Tile>(i, channel),
+            Own::of(elements(k, i, channel)) * decay * shared.inverse[0][16 * strip + i]);
+      decay = decay * gates[i];
+    }
   }
+  // Replaces k and q by those with the decay from the beginning of the strip, and writes to global memory those with
+  // the decay from the beginning of the chunk.
+  FI_DEVICE void decay_rows(int strip, int channel, const Own (&gates)[16], char* to) const {
+    char *k = shared.k + strip * kStripBytes, *q = shared.q + strip * kStripBytes;
+    const Own before = total(0, strip, channel);
+    Own decay = Own::ones();
+    to += strip * kStripBytes;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      decay = decay * gates[i];
+      decay_row(k, i, channel, to, decay, before * shared.inverse[0][16 * strip + i]);
+      decay_row(q, i, channel, to + Tile::kBytes, decay, before * shared.inverse[1][16 * strip + i]);
+    }
+  }
+  FI_DEVICE static void decay_row(char* tile, int row, int channel, char* to, const Own& decay, const Own& further) {
+    const Own own = Own::of(elements(tile, row, channel)) * decay;
+    store(tile + own_place<Tile>(row, channel), own);
+    store(to + own_place<Tile>(row, channel), own * further);
+  }
+
   // The decay of the chunk.
   FI_DEVICE void write_last(float* to) const {
     if (threadIdx.x >= kD) return;
     float decay = shared.totals[0][threadIdx.x];
 #pragma unroll
-    for (int block = 1; block < kBlocks; ++block) decay *= shared.totals[block][threadIdx.x];
+    for (int strip = 1; strip < kStrips; ++strip) decay *= shared.totals[strip][threadIdx.x];
     to[threadIdx.x] = decay;
   }
 
@@ -297,8 +346,11 @@ struct PrepareChannelChunks {
   FI_DEVICE void fill(char* scores) const {
     float kk[2 * kStrip][4] = {}, qk[2 * kStrip][4] = {};
     // Of 16 rows and columns, as operand a and as operand b.
-    const unsigned from_a = address(shared.k) + Tile::place(lane() % 16, lane() / 16) + kStrip * kBlockRows;
-    const unsigned from_b = address(shared.columns) + Tile::place(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2);
+    int own = lane();
+    asm volatile("" : "+r"(own));  // as for channel
+    const unsigned from_a = address(shared.k) + kStrip * kStripBytes + Tile::place(own % 16, own / 16);
+    const unsigned from_b =
+        address(shared.columns[kStrip * (kStrip - 1) / 2]) + Columns::place(own / 16 * 8 + own % 8, own / 8 % 2);
 #pragma unroll 2
     for (int step = 0; step < kD / 16; ++step) {
       const unsigned swizzle = step % 4 * 32, block = step / 4 * Tile::kBlockBytes;
@@ -306,19 +358,8 @@ struct PrepareChannelChunks {
       ldmatrix_x4(k, (from_a ^ swizzle) + block);
       ldmatrix_x4(q, (from_a ^ swizzle) + block + Tile::kBytes);
 #pragma unroll
-      for (int column = kStrip - 1; column >= 0; --column) {
-        if (column < kStrip - 1) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const float2 decay = total(column + 1, 8 * step + 4 * half + lane() % 4);
-#pragma unroll
-            for (int i = 2 * half; i < 2 * half + 2; ++i) {
-              k[i] = pack(times(split(k[i]), decay));
-              q[i] = pack(times(split(q[i]), decay));
-            }
-          }
-        }
-        ldmatrix_x4(b, (from_b ^ swizzle) + block + column * kBlockRows);
+      for (int column = 0; column < kStrip; ++column) {
+        ldmatrix_x4(b, (from_b ^ swizzle) + step / 4 * Columns::kBlockBytes + column * Columns::kBytes);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           mma_m16n8k16(kk[2 * column + i], k, b[2 * i], b[2 * i + 1], T());

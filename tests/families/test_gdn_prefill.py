@@ -241,6 +241,11 @@ def test_no_tokens_and_no_sequences(device: str) -> None:
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cu_seqlens": None}, AssertionError, "cu_seqlens must be given"),
+    ({"q": torch.zeros(5, 128, dtype=BF16)}, ValueError, r"q must have shape \[T, Hq, D\]; got \[5, 128\]"),
+    ({"v": torch.zeros(5, dtype=BF16)}, ValueError, r"v must have shape \[T, Hv, D\]; got \[5\]"),
+    ({"cu_seqlens": torch.zeros(1, 2)}, ValueError, r"cu_seqlens must have shape \[N \+ 1\]; got \[1, 2\]"),
+    ({"cu_seqlens": torch.zeros(0)}, ValueError, r"cu_seqlens must have shape \[N \+ 1\]; got \[0\]"),
+    ({"checkpoint_every_n_tokens": -64}, ValueError, "checkpoint_every_n_tokens must be a multiple of 64; got -64"),
     ({"cu_seqlens": torch.zeros(2)}, TypeError, "cu_seqlens must be int32 or int64"),
     ({"use_cp": "yes"}, ValueError, "use_cp must be"),
     ({"backend": "triton"}, ValueError, "backend must be one of"),

@@ -234,10 +234,11 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
   const int64_t decayed = p.channel_gates ? matrices * 3 * kChunkTokens * dim_k * bytes : 0;
   const int64_t needed = decayed + matrices * (2 * kChunkMatrix * bytes + factors * 4) + 3 * 4 * mapped;
   FI_CHECK(a.workspace, ValueError, "workspace must be given on CUDA: %lld bytes", static_cast<long long>(needed));
-  a.workspace.is({kU8}).on(a.q).contiguous();
-  FI_CHECK(a.workspace.numel() >= needed && a.workspace.alignment(16, {}) == 16, ValueError,
+  a.workspace.is({kU8, kF16, kBF16}).on(a.q).contiguous();
+  const int64_t given = a.workspace.numel() * a.workspace.dtype().bytes();
+  FI_CHECK(given >= needed && a.workspace.alignment(16, {}) == 16, ValueError,
            "workspace must have %lld bytes at a multiple of 16; got %lld at %p", static_cast<long long>(needed),
-           static_cast<long long>(a.workspace.numel()), a.workspace.data());
+           static_cast<long long>(given), a.workspace.data());
   char* at = a.workspace.data<char>();
   p.decayed = at;
   p.solved = at + decayed;

@@ -105,6 +105,20 @@ def test_rows_of_an_unaligned_output_are_stored_by_elements(gemm: Gemm) -> None:
     assert parameters(one(gemm(300, 129, 256)), "GemmSm90Params")["whole_rows"] == 0
 
 
+def test_tma_stores_tiles_where_a_cta_has_several(gemm: Gemm) -> None:
+    calls = gemm(4096, 7168, 512, "e4m3")
+    assert maps(calls)[OUT] == [[7168, 2, 64], [4096, 14336, 64], [1, 128, 1]]
+    assert parameters(one(calls), "GemmSm90Params")["tma_stores"] == 1
+    block_scales = {"a_scale": Tensor(SA, (4096, 4), "f32"), "b_scale": Tensor(SB, (56, 4), "f32")}
+    for calls, reason in (
+        (gemm(4096, 128, 512, "e4m3"), "one tile for each CTA"),
+        (gemm(4096, 7169, 512, "e4m3"), "rows are not aligned to 16 bytes"),
+        (gemm(4096, 7168, 512, "e4m3", "blocks", **block_scales), "block scales"),
+        (gemm(4096, 7168, 512), "16-bit operands"),
+    ):
+        assert OUT not in maps(calls) and parameters(one(calls), "GemmSm90Params")["tma_stores"] == 0, reason
+
+
 def test_grouped_rows(gemm: Gemm) -> None:
     b = Tensor(B, (40, 256, 128), "bf16")
     launch = one(gemm(5000, 256, 128, b=b, m_indptr=Tensor(GROUPS, (41,), "i32")))

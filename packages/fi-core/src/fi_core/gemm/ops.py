@@ -56,13 +56,14 @@ _TILES = {
 _SCALES = {"16 bits": "kNone", "rows": "kRows", "blocks": "kBlocks", "column_blocks": "kColumnBlocks"}
 
 
-def _shared_bytes(tile: _Tile, kind: str) -> int:
+def _shared_bytes(tile: _Tile, kind: str, out_bytes: int) -> int:
     """Of operands, staged output, scales and barriers, with the alignment of the tiles."""
-    blocks = 128 * tile.stages * (tile.rows + tile.columns) + 2 * 64 * 128
+    staged = 2 if kind == "rows" and tile.rows == 256 and out_bytes == 2 else 1  # blocks of 64 rows by 128 bytes
+    blocks = 128 * tile.stages * (tile.rows + tile.columns) + 2 * staged * 64 * 128
     column_scales = {"blocks": tile.columns // 16, "column_blocks": tile.columns}.get(kind)
     floats = 8 if column_scales is None else 3 * 4 * (tile.rows + column_scales)
-    floats += tile.columns * (2 if tile.rows == 64 else 4)
-    size = blocks + 4 * floats + (16 + 20) * tile.stages + 112
+    of_columns = tile.columns * (1 if tile.rows == 64 else 2) * (4 + out_bytes)
+    size = blocks + 4 * floats + of_columns + (16 + 20) * tile.stages + 160
     return (size + 1023) // 1024 * 1024 + 1024
 
 
@@ -76,7 +77,7 @@ def _unit(axes: Values) -> Unit:
     for tile in _TILES[kind]:
         if axes["b_major"] == "n" and tile.columns % 64:
             continue
-        size = _shared_bytes(tile, kind)
+        size = _shared_bytes(tile, kind, out.bytes)
         assert size <= _SHARED, tile
         numbers = f"{tile.rows}, {tile.columns}, {min(2, tile.rows // 64)}, {tile.stages}"
         types = f"{a.device}, {b.device}, {out.device}"

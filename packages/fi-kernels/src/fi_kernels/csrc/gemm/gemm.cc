@@ -320,12 +320,19 @@ void gemm(const Kernel& kernel, const GemmArgs& given) {
   else
     describe_operand(kernel, params.b, p.b, bytes, p.n, p.k, p.matrices, p.b_k_stride, p.b_batch_stride, 128 / bytes);
   params.whole_rows = a.out.alignment(16, {p.out_row_stride, p.out_batch_stride}) == 16;
+  const int64_t tiles = tiles_of(p, t);
+  // Only fp8 without block scales gains. A CTA with a single tile has nothing to hide stores behind, and the map costs
+  // the host time.
+  params.tma_stores = bytes == 1 && p.a_scale_k_stride == 0 && out_bytes == 2 && params.whole_rows && t.rows == 256 &&
+                      tiles > multiprocessors;
+  if (params.tma_stores)
+    describe_operand(kernel, params.out, p.out, out_bytes, p.n, p.m, batch, p.out_row_stride, p.out_batch_stride, 64);
   params.k_blocks = static_cast<int32_t>(gemm_ceil(p.k * bytes, 128));
   params.b_once = shape.rows <= t.rows;
   params.group_m = static_cast<int32_t>(gemm_group_m(t, multiprocessors));
 
   // 3 launch
-  Launch launch{std::min(tiles_of(p, t), multiprocessors)};
+  Launch launch{std::min(tiles, multiprocessors)};
   launch.pdl = kernel.pdl(a.enable_pdl);
   kernel.launch(*plan.entry, launch, a.a.device(), params);
 #else

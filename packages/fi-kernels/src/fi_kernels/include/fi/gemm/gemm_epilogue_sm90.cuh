@@ -19,7 +19,8 @@ struct OutputScales {
   static constexpr int kLoads = (kColumns + 127) / 128;
   // In shared memory, by column.
   struct Shared {
-    float scale[kColumns], bias[kColumns];
+    float scale[kColumns];
+    Out bias[kColumns];
   };
   float of_row[kMBlocks][2], of_column[kLoads];
   bool any;
@@ -48,14 +49,14 @@ struct OutputScales {
       const int at = i * 128 + threadIdx.x % 128;
       if (at >= kColumns) continue;
       shared.scale[at] = of_column[i];
-      shared.bias[at] = p.bias ? to_float(static_cast<const Out*>(p.bias)[min(column + at, p.n - 1)]) : 0.f;
+      shared.bias[at] = p.bias ? static_cast<const Out*>(p.bias)[min(column + at, p.n - 1)] : Out(0.f);
     }
   }
   // d[0] to d[3] are rows 0, 0, 1, 1 and columns 0, 1, 0, 1 of a thread's four, from `column` on.
   FI_DEVICE void apply(float (&d)[4], int m_block, const Shared& shared, int column) const {
     const int at = column + threadIdx.x % 4 * 2;
     const float2 scale = *reinterpret_cast<const float2*>(&shared.scale[at]);
-    const float2 add = *reinterpret_cast<const float2*>(&shared.bias[at]);
+    const float2 add = {to_float(shared.bias[at]), to_float(shared.bias[at + 1])};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       d[2 * h] = d[2 * h] * (of_row[m_block][h] * scale.x) + add.x;
@@ -122,18 +123,21 @@ FI_DEVICE void store_rows(const char* block, Out* out, int64_t row_stride, int r
   }
 }
 
-// What a warpgroup has of a tile: kMBlocks times 64 rows from `row` on, and columns from `column` on. block: its 64
-// rows by 128 bytes of shared memory, 16 rows of each warp: warps stage and store by themselves.
-template <class Out, bool kScaled, int kMBlocks, int kCount, class Scales>
+// What a warpgroup has of a tile: kMBlocks times 64 rows from `row` on, and columns from `column` on. staging: shared
+// memory for blocks of 64 rows by 128 bytes, 16 rows of each warp. Either each block has memory of its own, from which
+// another warp stores it, or warps stage and store their rows of a block at a time by themselves.
+template <class Out, bool kScaled, int kMBlocks, int kCount, class Scales, class Staging>
 FI_DEVICE void store_tile(const GemmSm90Params& p, const float (&d)[kMBlocks][kCount], const Scales& scales,
-                          char* block, typename Scales::Shared& shared, const GemmTile& tile, int row, int column,
-                          int barrier) {
+                          const Staging& staging, typename Scales::Shared& shared, const GemmTile& tile, int row,
+                          int column, int barrier) {
   constexpr int kWidth = kSwizzleLineBytes / sizeof(Out), kBlocks = (2 * kCount + kWidth - 1) / kWidth;
   const GemmProblem& q = p.problem;
   if constexpr (kScaled) {
     warpgroup_sync(barrier);  // all have read those of the tile before
     scales.share(q, column, shared);
     warpgroup_sync(barrier);
+  } else if (staging.by_tma()) {
+    warpgroup_sync(barrier);  // all warps have multiplied what blocks overwrite
   }
   Out* out =
       static_cast<Out*>(q.out) + tile.a_batch * q.out_batch_stride + (tile.row + row) * q.out_row_stride + column;
@@ -141,7 +145,12 @@ FI_DEVICE void store_tile(const GemmSm90Params& p, const float (&d)[kMBlocks][kC
   for (int i = 0; i < kMBlocks * kBlocks; ++i) {
     const int at_row = i / kBlocks * 64, at_column = i % kBlocks * kWidth;
     __syncwarp();
+    char* block = staging.block(i);
     stage_block<Out, kScaled>(block, d[i / kBlocks], i % kBlocks * (kWidth / 2), scales, i / kBlocks, shared);
+    if (staging.by_tma()) {
+      if (i % kBlocks == kBlocks - 1) staging.commit(i / kBlocks);
+      continue;
+    }
     __syncwarp();
     store_rows(block, out + at_row * q.out_row_stride + at_column, q.out_row_stride, tile.rows - row - at_row,
                min(min(kWidth, 2 * kCount - at_column), q.n - column - at_column), p.whole_rows);
@@ -149,14 +158,14 @@ FI_DEVICE void store_tile(const GemmSm90Params& p, const float (&d)[kMBlocks][kC
 }
 
 // The same, with scales and bias only where there are any: without them, the code is short.
-template <class Out, int kMBlocks, int kCount, class Scales>
+template <class Out, int kMBlocks, int kCount, class Scales, class Staging>
 FI_DEVICE void gemm_epilogue(const GemmSm90Params& p, const float (&d)[kMBlocks][kCount], const Scales& scales,
-                             char* block, typename Scales::Shared& shared, const GemmTile& tile, int row, int column,
-                             int barrier) {
+                             const Staging& staging, typename Scales::Shared& shared, const GemmTile& tile, int row,
+                             int column, int barrier) {
   if (scales.any)
-    store_tile<Out, true>(p, d, scales, block, shared, tile, row, column, barrier);
+    store_tile<Out, true>(p, d, scales, staging, shared, tile, row, column, barrier);
   else
-    store_tile<Out, false>(p, d, scales, block, shared, tile, row, column, barrier);
+    store_tile<Out, false>(p, d, scales, staging, shared, tile, row, column, barrier);
 }
 
 }  // namespace fi

@@ -17,6 +17,10 @@ struct Barrier {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
   }
   FI_DEVICE void arrive() { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory"); }
+  // Several arrivals at once.
+  FI_DEVICE void arrive(unsigned count) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(count) : "memory");
+  }
   // At this barrier of another CTA of the cluster. Says only that this thread has read what that CTA overwrites.
   FI_DEVICE void arrive_at(unsigned rank) {
     asm volatile(

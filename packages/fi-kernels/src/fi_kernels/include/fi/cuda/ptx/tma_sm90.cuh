@@ -74,4 +74,12 @@ FI_DEVICE void tma_prefetch_hinted(const TensorMap& map, uint64_t policy, int x0
                : "memory");
 }
 
+// Shared memory to global, in this thread's current bulk group (bulk_commit, bulk_wait_read). What lies outside of the
+// tensor is dropped.
+FI_DEVICE void tma_store(const TensorMap& map, const void* shared, int x0, int x1, int x2) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+               "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "r"(x0), "r"(x1), "r"(x2)
+               : "memory");
+}
+
 }  // namespace fi

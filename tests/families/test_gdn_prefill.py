@@ -11,6 +11,7 @@ import torch
 import fi_core
 from families.harness import assert_close, assert_guards, guarded, impls, rand, strided, using
 from families.linear_attention_reference import gated_delta_rule
+from fi_core import gdn_prefill
 from fi_core.gdn_decode import gated_delta_rule_decode_pretranspose
 from fi_core.gdn_prefill import chunk_gated_delta_rule
 
@@ -214,14 +215,20 @@ def test_many_heads_are_as_few() -> None:
     assert torch.equal(state[:, :8], last)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("false", "true"), [(0, 1), (False, "auto")])
-def test_segments_are_asked_for_by_truth(false: Any, true: Any) -> None:
-    x = inputs([10600], "cuda")
-    whole, segments = (chunk_gated_delta_rule(**x, use_cp=use_cp) for use_cp in (False, True))
-    assert not torch.equal(whole, segments), "segments differ in the last bits"
-    assert torch.equal(chunk_gated_delta_rule(**x, use_cp=false), whole)
-    assert torch.equal(chunk_gated_delta_rule(**x, use_cp=true), segments)
+class _OnGpu(torch.Tensor):
+    """A tensor whose sequences are split as on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("use_cp", "splits"), [(0, False), (False, False), (1, True), (True, True), ("auto", True)])
+def test_segments_are_asked_for_by_truth(use_cp: Any, splits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(gdn_prefill, "_chunk", lambda *arguments: called.append(arguments))
+    monkeypatch.setattr(gdn_prefill, "_sizes_on", lambda device, *shape: gdn_prefill._sizes(132, *shape))
+    x = inputs([10600], "cpu")
+    chunk_gated_delta_rule(**{**x, "q": x["q"].as_subclass(_OnGpu)}, use_cp=use_cp)
+    assert (called[0][-1] > 0) is splits
 
 
 def test_indices_without_states(device: str) -> None:

@@ -57,7 +57,7 @@ def run_ranks(
         processes = [context.Process(target=_rank, args=a, daemon=True) for a in given]
         for process in processes:
             process.start()
-        until = time.monotonic() + 90
+        until = time.monotonic() + (90 if device == "cpu" else 240)  # all kernels may have to be compiled first
         for process in processes:
             process.join(max(0.0, until - time.monotonic()))
         codes = [process.exitcode for process in processes]

@@ -141,6 +141,8 @@ def _plan_cublas_groupwise(x: Inputs) -> Callable[[], torch.Tensor]:
 def _unsupported_groupwise(backend: str, p: Namespace) -> str | None:
     if p.n % _BLOCK or p.k % _BLOCK:
         return f"--n and --k must be multiples of {_BLOCK}, got {p.n} and {p.k}"
+    if backend == "cublas" and p.m % 4:  # H200, CUDA 13.0: NOT_SUPPORTED for 5 rows
+        return f"cublas takes --m in multiples of 4, got {p.m}"
     if backend == "deepgemm" and p.out_dtype != "bfloat16":
         return f"deepgemm writes --out_dtype bfloat16, got {p.out_dtype}"
     if backend == "cublas" and (p.m == 1 or p.out_dtype != "bfloat16"):

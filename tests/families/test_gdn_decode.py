@@ -10,6 +10,7 @@ import torch
 from families.harness import assert_close, assert_guards, guarded, rand, strided
 from families.linear_attention_reference import gated_delta_rule, gates
 from fi_core.gdn_decode import gated_delta_rule_decode, gated_delta_rule_decode_pretranspose, gated_delta_rule_mtp
+from fi_core.observe.trace import fi_trace
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 STATE = {F32: (1e-5, 1e-5), BF16: (1e-2, 1e-2)}  # tolerances of states
@@ -170,6 +171,15 @@ def test_drafted_tokens_update_the_state_only_if_asked_to(device: str) -> None:
     assert torch.equal(pool, start)
     gated_delta_rule_mtp(**x, initial_state=pool, initial_state_indices=indices, disable_state_update=False)
     assert_close(pool[0], expected(x, 0, start[0])[1][-1], tolerance=STATE[F32])
+
+
+def test_drafts_are_described_only_where_states_are_written() -> None:
+    template = gated_delta_rule_mtp.fi_trace.trace.templates[0]  # type: ignore[attr-defined]
+    call = template.sample()
+    assert fi_trace(gated_delta_rule_mtp, **call)["outputs"].keys() == {"output", "state"}
+    for value in (True, None):
+        with pytest.raises(ValueError, match="no trace template covers"):
+            fi_trace(gated_delta_rule_mtp, **{**call, "disable_state_update": value})
 
 
 def test_gates_at_their_extremes(device: str) -> None:

@@ -6,7 +6,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from fi_core.linear_attention.ops import recurrent_gated_delta_rule
-from fi_core.linear_attention.trace import DECODE, MTP, PRETRANSPOSE
+from fi_core.linear_attention.trace import DECODE, PRETRANSPOSE, drafts
 from fi_core.observe.log import fi_api
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def gated_delta_rule_decode(
     return output, state
 
 
-@fi_api(trace=MTP)
+@fi_api(trace=drafts)
 def gated_delta_rule_mtp(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -340,7 +340,7 @@ DECODE = TraceTemplate(
     description="Gated delta rule for one token of each request, on states with V last.",
 )
 
-MTP = TraceTemplate(
+_DRAFTS = TraceTemplate(
     "gdn",
     name_prefix="gdn_mtp",
     axes={**_BATCH, **_HEADS},
@@ -363,9 +363,17 @@ MTP = TraceTemplate(
     samples=samples({"dtype": ("bfloat16",), "seq_len": (1, 4)}),
     work=_work,
     tolerance=_STATE,
-    others=("intermediate_states_buffer", "ssm_state_indices", "disable_state_update", "output_state_indices"),
+    others=("intermediate_states_buffer", "ssm_state_indices", "output_state_indices"),
     description="Gated delta rule for drafted tokens, on a pool of states.",
 )
+
+
+def drafts(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
+    """The template of a call that writes its states; None, the default of the parameter, does not."""
+    return _DRAFTS if arguments.get("disable_state_update") is False else None
+
+
+drafts.templates = (_DRAFTS,)  # type: ignore[attr-defined]
 
 SELECTIVE = TraceTemplate(
     "mamba_ssu",

@@ -1,18 +1,21 @@
 """Times fi's products, experts and MLA in turns with the peers of a measuring pack, and streams of the same bytes.
 
 The pack is a folder with duel.py, gemm.py and moe.py, which hold the peers and the cases. A row of the result is one
-implementation of one case, as in results/h200-gemm.jsonl. Cases that the file has are left out, so a run that was
-stopped goes on where it was.
+implementation of one case, as in results/h200-gemm.jsonl. Cases of which the file has fi's row are left out, so a run
+that was stopped goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import json
+import os
 import re
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +27,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from stream import Read, forms
 
+_BEGIN = time.time()
+os.environ.setdefault("FI_JIT", "on")  # the pack turns off FlashInfer's compiler by a variable that fi reads, too
 NAMES = {
     "ours": "fi",
     "cublas": "cuBLAS",
@@ -139,29 +144,52 @@ def moe_streams(case: str, x: Any, w1: Any, w2: Any, s1: Any, s2: Any, topk_ids:
     return forms([*reads, Read(x)], torch.zeros_like(x))
 
 
-def warm_up(few_tokens: bool) -> None:
-    """Begins to compile kernels on other threads: those of few tokens, or all of the pack's scripts."""
+def compiling(scripts: Sequence[str], few_tokens: bool) -> threading.Thread:
+    """A thread that compiles the kernels of the pack's scripts, or those of few tokens."""
     from fi_core.ahead import prepare
     from fi_core.registry import load
     from fi_core.runtime.dispatch import Request, choose
     from fi_core.runtime.launch.operator import target_of
 
     target = target_of(torch.device("cuda", 0))
-    forms_of = [{"a": "bf16", "b": "bf16"}, *({"a": "e4m3", "b": "e4m3", "scales": s} for s in ("rows", "blocks"))]
-    wanted = [("gemm", "gemm", {**form, "tiles": "batched", "m": m}) for m in (8, 16, 32, 64) for form in forms_of]
-    wanted += [("fused_moe", "moe_experts", {"weight": w, "tokens": t}) for t in (8, 16, 32) for w in ("bf16", "e4m3")]
-    wanted += [("fused_moe", "moe_sort", {}), ("fused_moe", "moe_finalize", {})]
-    wanted += [("attention", "batch_mla", {"q": "bf16", "kv": kv, "rows": "narrow"}) for kv in ("bf16", "e4m3")]
-    wanted += [("gemm", "gemm_fp4", {"block": 16, "m": 16})]
-    wanted += [("gemm", "gemm", {**form, "tiles": "batched", "m": 129}) for form in forms_of]
-    if not few_tokens:
-        sizes = 129, 16, 64
-        wanted += [("gemm", "gemm", {**form, "tiles": "groups", "m": m}) for m in sizes for form in forms_of]
+    bf16 = {"a": "bf16", "b": "bf16"}
+    rows, blocks = ({"a": "e4m3", "b": "e4m3", "scales": scales} for scales in ("rows", "blocks"))
+    weights, any_m = ("bf16", "e4m3"), 129
+    wanted: list[tuple[str, str, dict[str, Any]]] = []  # the longest first
+    if "moe" in scripts and not few_tokens:
+        wanted += [("fused_moe", "moe_gated_gemm", {"x": w}) for w in weights]
+        groups = any_m, 64, 32, 16
+        wanted += [("gemm", "gemm", {**form, "tiles": "groups", "m": m}) for m in groups for form in (bf16, blocks)]
+        wanted += [("fused_moe", "moe_activation", {"out": w}) for w in weights]
+    if "moe" in scripts:
+        wanted += [("fused_moe", "moe_experts", {"weight": w, "tokens": t}) for t in (8, 16, 32, 64) for w in weights]
         wanted += [("fused_moe", "moe_gather", {"quantizes": quantizes}) for quantizes in (False, True)]
-        wanted += [("fused_moe", "moe_activation", {"out": out}) for out in ("bf16", "e4m3")]
-        wanted += [("fused_moe", "moe_gated_gemm", {})]
-        wanted += [("fused_moe", "moe_experts", {"weight": w, "tokens": 64}) for w in ("bf16", "e4m3")]
-    prepare([choose(Request.of(load(f)[op].op, target, v)).spec for f, op, v in wanted], wait=False)
+        wanted += [("fused_moe", op, {}) for op in ("moe_sort", "moe_finalize")]
+    if "gemm" in scripts:
+        of_groups = () if few_tokens else (any_m, 64, 16)
+        tiles = [*(("batched", m) for m in (any_m, 64, 32, 16, 8)), *(("groups", m) for m in of_groups)]
+        wanted += [("gemm", "gemm", {**form, "tiles": t, "m": m}) for t, m in tiles for form in (bf16, rows, blocks)]
+    if few_tokens:
+        wanted += [("attention", "batch_mla", {"q": "bf16", "kv": kv, "rows": "narrow"}) for kv in weights]
+        wanted += [("attention", "mla_plan", {}), ("gemm", "gemm_fp4", {"block": 16, "m": 16})]
+        wanted += [("quantization", "block_quantize", {"out": "e2m1", "block": 16, "scale": "e4m3"})]
+    specs = []
+    for family, name, values in wanted:
+        op = load(family)[name].op
+        known = {field: value for field, value in values.items() if field in op.fields}  # of trees of any age
+        specs.append(choose(Request.of(op, target, known)).spec)
+    thread = threading.Thread(target=prepare, args=(list(dict.fromkeys(specs)),))
+    thread.start()
+    return thread
+
+
+def kept(out: Path) -> set[str]:
+    """The cases of the file that fi has a row of; rows of other cases are removed."""
+    rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    done = {row["case"] for row in rows if row["peer"] == NAMES["ours"]}
+    if not all(row["case"] in done for row in rows):
+        out.write_text("".join(json.dumps(row) + "\n" for row in rows if row["case"] in done))
+    return done
 
 
 class Pack:
@@ -171,9 +199,11 @@ class Pack:
         sys.path.insert(0, str(folder))
         sys.argv = ["gemm.py", str(seconds)]
         self.duel: Any = importlib.import_module("duel")
+        for name in ("peers_vllm", "flashinfer", "flashinfer.fused_moe"):  # while fi compiles
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
         self.folder, self.out, self.streams, self.skip = folder, out, streams, skip
-        self.done = {json.loads(line)["case"] for line in out.read_text().splitlines()} if out.exists() else set()
-        self.begin, self.cut = time.time(), False
+        self.done, self.cut = kept(out), False
         self._turns, self._wanted = self.duel.duel, self.duel.wanted
         self.duel.duel, self.duel.wanted, self.duel.save = self.turns, self.wanted, lambda: None
         self.duel.ours = types.SimpleNamespace(gemm=self._gemm, moe=self._moe)
@@ -189,7 +219,7 @@ class Pack:
         if case.removeprefix("moe ") in self.done or (self.streams and many):
             return False
         wanted = bool(self._wanted(case))
-        self.cut |= not wanted and time.time() - self.begin > self.duel.LIMIT
+        self.cut |= not wanted and time.time() - _BEGIN > self.duel.LIMIT
         return wanted
 
     def alone(self, case: str, makes: Makes, size: int, **more: Any) -> None:
@@ -219,7 +249,7 @@ class Pack:
     def run(self, script: str, only: Sequence[str], until: float) -> types.ModuleType:
         """Runs the cases of a script whose names hold one of these texts; begins none after so many seconds."""
         self.duel.NAME, self.duel.ONLY, self.duel.LIMIT = script, list(only), until
-        self.duel.t0 = self.begin
+        self.duel.t0 = _BEGIN
         spec = importlib.util.spec_from_file_location(f"pack_{script}", self.folder / f"{script}.py")
         assert spec and spec.loader
         module = importlib.util.module_from_spec(spec)
@@ -303,13 +333,12 @@ def steps(pack: Pack, seconds: float, scripts: Sequence[str], only: Sequence[str
     if not pack.streams:
         yield from (functools.partial(pack.run, script, only, seconds) for script in scripts)
         return
-    share = seconds / 40
-    first = [" 1x", " 16x", " 32x", *_SHAPES]
-    yield lambda: pack.run("gemm", first, 17 * share)
     yield lambda: fp4(pack)
     yield lambda: mla(pack)
+    first = [" 1x", " 16x", " 32x", *_SHAPES]
+    yield lambda: pack.run("gemm", first, 0.5 * seconds)
     scripts_run: list[Any] = []
-    yield lambda: scripts_run.append(pack.run("moe", [], 31 * share))
+    yield lambda: scripts_run.append(pack.run("moe", [], 0.8 * seconds))
     yield lambda: few_experts(pack, scripts_run[0], seconds)
     if pack.cut:
         yield lambda: pack.run("gemm", first, seconds)
@@ -320,20 +349,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pack", type=Path, help="the folder of duel.py, gemm.py and moe.py")
     parser.add_argument("out", type=Path, help="the file that rows are added to")
-    parser.add_argument("--seconds", type=float, default=40, help="no case begins later")
+    parser.add_argument("--seconds", type=float, default=40, help="after the start no case begins later")
     parser.add_argument("--streams", action="store_true", help="few tokens only, with streams of the same bytes")
     parser.add_argument("--scripts", nargs="*", default=["gemm", "moe"], help="of the pack, without --streams")
     parser.add_argument("--only", nargs="*", default=[], help="parts of names of cases, without --streams")
     parser.add_argument("--skip", nargs="*", help="peers to leave out; with --streams grouped_mm")
     args = parser.parse_args()
-    warm_up(args.streams)
+    compiler = compiling(args.scripts, args.streams)
     pack = Pack(args.pack, args.out, args.seconds, args.streams, args.skip or (["grouped_mm"] if args.streams else []))
+    compiler.join()  # compilers on all cores would delay launches
+    print(f"{time.time() - _BEGIN:.1f} s before the first case", flush=True)
     for step in steps(pack, args.seconds, args.scripts, args.only):
         try:
             step()
         except Exception as error:  # the next cases are others' kernels
             print("STOPPED", type(error).__name__, str(error)[:500], flush=True)
-        print(f"{time.time() - pack.begin:.1f} s", flush=True)
+        print(f"{time.time() - _BEGIN:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,34 +1,15 @@
-"""Reads benchmarks/results/*.jsonl and makes the tables of the README and of docs/performance; needs no package."""
+"""Makes the tables of the README and of docs/performance from benchmarks/results/*.jsonl; needs no package."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+from records import ROOT, Result, beside, by_case, geometric, number, rows, table
+
 SAME = 0.02  # times closer than this are called equal: one kernel differs by as much between two machines
-
-
-class Result(NamedTuple):
-    """One case: the time of fi and of each peer that ran it, in microseconds."""
-
-    case: str
-    fi: float
-    peers: dict[str, float]
-
-    @property
-    def best(self) -> float:
-        return min(self.peers.values())
-
-    @property
-    def speedup(self) -> float:
-        """How many times as fast as the fastest peer."""
-        return self.best / self.fi
 
 
 class Family(NamedTuple):
@@ -37,25 +18,6 @@ class Family(NamedTuple):
     name: str
     peers: str
     results: list[Result]
-
-
-def rows(name: str) -> list[dict[str, Any]]:
-    text = (ROOT / "benchmarks" / "results" / f"h200-{name}.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def _by_case(found: Iterable[dict[str, Any]], ours: str, peers: dict[str, str]) -> list[Result]:
-    """Groups rows of one implementation each by case; cases that no peer ran are left out."""
-    cases: dict[str, dict[str, float]] = {}
-    for row in found:
-        if "us" in row:
-            cases.setdefault(row["case"], {})[row["who"]] = row["us"]
-    results = []
-    for case, times in cases.items():
-        others = {name: times[who] for who, name in peers.items() if who in times}
-        if ours in times and others:
-            results.append(Result(case, times[ours], others))
-    return results
 
 
 FA2, XQA, FA3 = "FlashInfer fa2", "FlashInfer xqa", "FlashAttention-3"
@@ -88,12 +50,12 @@ def _named(found: list[Result], names: dict[str, str]) -> list[Result]:
 
 
 def decode() -> list[Result]:
-    return _named(_by_case(rows("decode"), "auto", _DECODE_PEERS), DECODE_CASES)
+    return _named(by_case(rows("decode"), "auto", _DECODE_PEERS), DECODE_CASES)
 
 
 def decode_drawn() -> list[Result]:
     """Cases drawn at random: caches up to 2.2 GB, then those of 2.2 to 18 GB."""
-    return _by_case(rows("decode-grid"), "auto", _DECODE_PEERS) + _by_case(rows("decode-large"), "auto", _DECODE_PEERS)
+    return by_case(rows("decode-grid"), "auto", _DECODE_PEERS) + by_case(rows("decode-large"), "auto", _DECODE_PEERS)
 
 
 PREFILL_CASES = {
@@ -117,17 +79,17 @@ MMA_CASES = {
 def prefill() -> list[Result]:
     found = [row for row in rows("prefill") if "run" not in row]
     peers = {"flashinfer fa3": "FlashInfer fa3", "flash_attention_3": FA3}
-    return _named(_by_case(found, "fa3", peers), PREFILL_CASES)
+    return _named(by_case(found, "fa3", peers), PREFILL_CASES)
 
 
 def prefill_fp8() -> list[Result]:
     found = [row for row in rows("prefill-fp8") if "who" in row and "form" not in row]
-    return _named(_by_case(found, "fa3", {"flash_attention_3": FA3}), FP8_CASES)
+    return _named(by_case(found, "fa3", {"flash_attention_3": FA3}), FP8_CASES)
 
 
 def prefill_mma() -> list[Result]:
     found = [row for row in rows("prefill-fa2") if row.get("form") == "now"]
-    return _named(_by_case(found, "fa2", {"flashinfer fa2": FA2}), MMA_CASES)
+    return _named(by_case(found, "fa2", {"flashinfer fa2": FA2}), MMA_CASES)
 
 
 def _beside(name: str, peer: str) -> list[Result]:
@@ -151,15 +113,6 @@ def elementwise() -> list[Result]:
 
 def topk() -> list[Result]:
     return [Result(row["case"], row["fi_core"], {"torch.topk": row["torch"]}) for row in rows("topk")]
-
-
-_OURS = "fi"
-
-
-def beside(name: str, pattern: str = "") -> list[Result]:
-    """Files of one row for each case and peer, fi among them."""
-    found = [row | {"who": row["peer"]} for row in rows(name) if re.match(pattern, row["case"])]
-    return _by_case(found, _OURS, {row["who"]: row["who"] for row in found if row["who"] != _OURS})
 
 
 def custom_attention() -> list[Result]:
@@ -196,23 +149,6 @@ def families() -> list[Family]:
         Family("linear attention, decode", "fla, vLLM, FlashInfer", beside("linear-attention", "gdn decode|ssu")),
         Family("communication, 2 GPUs", "NCCL, torch symmetric memory", beside("comm")),
     ]
-
-
-def table(head: Sequence[str], found: Iterable[Sequence[object]], left: int = 1) -> str:
-    """A Markdown table; columns after the first `left` are aligned to the right."""
-    rule = ["---"] * left + ["---:"] * (len(head) - left)
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (head, rule, *found))
-
-
-def number(us: float | None) -> str:
-    """Microseconds with three or four digits."""
-    if us is None:
-        return "-"
-    return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 100 else f"{us:.0f}"
-
-
-def geometric(found: Sequence[Result]) -> float:
-    return math.exp(statistics.fmean(math.log(result.speedup) for result in found))
 
 
 def summary() -> str:

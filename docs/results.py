@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import ceilings
 from records import ROOT, Result, beside, by_case, geometric, number, rows, table
 
 SAME = 0.02  # times closer than this are called equal: one kernel differs by as much between two machines
@@ -273,6 +274,9 @@ TABLES: dict[str, Callable[[], str]] = {  # by the name that a page gives in its
     "custom-attention": lambda: (
         comparison(custom_attention()).replace("fi us", "variant us").replace("speedup", "built in / variant")
     ),
+    "gemm-ceilings": ceilings.gemm_table,
+    "moe-ceilings": ceilings.moe_table,
+    "mla-ceilings": ceilings.mla_table,
     "moe": moe_table,
     "timers": timers_table,
 }

@@ -92,6 +92,24 @@ def test_every_scale(kind: str, device: str) -> None:
         assert_guards(out)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize("k", [512, 3072])
+def test_several_tiles_of_a_cta_with_block_scales(k: int, by_rows: bool) -> None:
+    """Two matrices with tails of m and n, and a short k: half of a tile is stored before its last products."""
+    m, n = 1111, 4400
+    a = rand(2, m, k, dtype=E4M3, device="cuda")
+    b = weights(2, n, k, dtype=E4M3, device="cuda")
+    sa = rand(2, m, k // 128, dtype=torch.float32, device="cuda", seed=2).abs()
+    sb = rand(2, -(-n // 128), k // 128, dtype=torch.float32, device="cuda", seed=3).abs()
+    a[0, 700, 5], sa[1, m - 1, 0] = math.nan, 0.0
+    out = guarded((2, m, n), torch.bfloat16, "cuda", row_padding=8)
+    gemm(out, a, b, sa if by_rows else sa.mT.contiguous().mT, sb)
+    # The terms of an element add up to 100 in magnitude, of which tensor cores keep 14 bits.
+    assert_close(out, product(a.double() * blocks(sa, m, k), b.double() * blocks(sb, n, k)), tolerance=(1e-2, 3e-2))
+    assert_guards(out)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3])
 def test_groups(dtype: torch.dtype, device: str) -> None:
     """Empty groups, groups of one row and of several tiles; weights that indices pick; rows of no group stay."""

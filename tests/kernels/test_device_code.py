@@ -29,8 +29,8 @@ from kernels.kept import kept
 
 pytestmark = pytest.mark.slow
 TUNED = "90a"
-LARGEST_FILE = 370_000  # bytes
-LARGEST_SET = 22_400_000  # of one architecture; fi-cubin packs it to a fifth
+LARGEST_FILE = 410_000  # bytes; block-scaled GEMM also has an entry for early stores
+LARGEST_SET = 22_500_000  # of one architecture; fi-cubin packs it to a fifth
 
 # Entries that may do without 128-bit accesses: those for unaligned tensors, and ops that move only a few integers.
 NARROW = {

@@ -109,14 +109,40 @@ def test_tma_stores_tiles_where_a_cta_has_several(gemm: Gemm) -> None:
     calls = gemm(4096, 7168, 512, "e4m3")
     assert maps(calls)[OUT] == [[7168, 2, 64], [4096, 14336, 64], [1, 128, 1]]
     assert parameters(one(calls), "GemmSm90Params")["tma_stores"] == 1
-    block_scales = {"a_scale": Tensor(SA, (4096, 4), "f32"), "b_scale": Tensor(SB, (56, 4), "f32")}
     for calls, reason in (
         (gemm(4096, 128, 512, "e4m3"), "one tile for each CTA"),
         (gemm(4096, 7169, 512, "e4m3"), "rows are not aligned to 16 bytes"),
-        (gemm(4096, 7168, 512, "e4m3", "blocks", **block_scales), "block scales"),
         (gemm(4096, 7168, 512), "16-bit operands"),
     ):
         assert OUT not in maps(calls) and parameters(one(calls), "GemmSm90Params")["tma_stores"] == 0, reason
+
+
+def test_early_stores_of_block_scaled_tiles_where_k_is_short(gemm: Gemm) -> None:
+    def call(k: int, n: int = 7168, strides: tuple[int, int] | None = None, **more: Any) -> list[Call]:
+        blocks = -(-k // 128)
+        scales = {
+            "a_scale": Tensor(SA, (4096, blocks), "f32", strides),
+            "b_scale": Tensor(SB, (-(-n // 128), blocks), "f32"),
+        }
+        return gemm(4096, n, k, "e4m3", "blocks", **scales, **more)
+
+    for k, strides in ((512, None), (1536, None), (2048, (1, 0))):
+        calls = call(k, strides=strides)
+        assert one(calls)["name"] == "gemm_256x128_early_stores"
+        assert maps(calls)[OUT] == [[7168, 2, 64], [4096, 14336, 64], [1, 128, 1]]
+        p = parameters(one(calls), "GemmSm90Params")
+        assert (p["tma_stores"], p["group_m"]) == (1, 16), f"k {k}, scales expanded along k: {bool(strides)}"
+    for calls, reason in (
+        (call(640), "a part of a pass through the ring of stages"),
+        (call(4096), "a long k"),
+        (call(512, bias=Tensor(BIAS, (7168,), "bf16")), "a bias"),
+        (call(512, 7164), "rows are not aligned to 16 bytes"),
+        (call(512, 1024), "one tile for each CTA"),
+    ):
+        assert "early" not in one(calls)["name"] and OUT not in maps(calls), reason
+        assert parameters(one(calls), "GemmSm90Params")["tma_stores"] == 0, reason
+    with pytest.raises(ValueError, match="tactic must be -1"):
+        call(640, tactic=6)
 
 
 def test_grouped_rows(gemm: Gemm) -> None:

@@ -197,21 +197,30 @@ void launch_mma(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, i
   kernel.launch(*best, launch, a.a.device(), params);
 }
 
+// Whether an entry computes the problem. whole_rows: of out are aligned to 16 bytes.
+bool takes(const GemmConfig& config, const GemmProblem& p, bool whole_rows, int64_t multiprocessors) {
+  if (p.rows == GemmRows::kIndices && 128 % config.rows != 0) return false;
+  // A CTA with a single tile has nothing to hide stores behind.
+  return config.tma_stores != kGemmEarlyStores ||
+         (p.k % kGemmEarlyStoresStep == 0 && p.k <= kGemmEarlyStoresK && !p.bias && whole_rows &&
+          tiles_of(p, {config.rows, config.columns, 0}) > multiprocessors);
+}
+
 struct Plan {
   const Entry* entry = nullptr;
   GemmTiling tiling{};
 };
 
 // The cheapest of the entries, or the one that `tactic` counts.
-Plan plan_of(const Kernel& kernel, const GemmProblem& p, const GemmShape& shape, int64_t multiprocessors,
-             int64_t tactic) {
+Plan plan_of(const Kernel& kernel, const GemmProblem& p, const GemmShape& shape, bool whole_rows,
+             int64_t multiprocessors, int64_t tactic) {
   Plan best;
   double least = 0;
   int64_t number = 0;
   for (const Entry& entry : kernel.entries) {
     const auto config = GemmConfig::of(entry);
     const GemmTiling tiling{config.rows, config.columns, config.k_block_clocks};
-    const bool fits = p.rows != GemmRows::kIndices || 128 % config.rows == 0;
+    const bool fits = takes(config, p, whole_rows, multiprocessors);
     if (fits && tactic == number) return {&entry, tiling};
     const double cost = gemm_cost(shape, tiling, multiprocessors);
     if (fits && (!best.entry || cost < least)) best = {&entry, tiling}, least = cost;
@@ -309,9 +318,10 @@ void gemm(const Kernel& kernel, const GemmArgs& given) {
   if (a.expected_m >= 0) shape.rows = std::max<int64_t>(1, a.expected_m);
   if (GemmConfig::of(kernel.entries.front()).load_bytes > 0) return launch_mma(kernel, p, a, shape.rows);
   if (GemmConfig::of(kernel.entries.front()).stage_blocks > 0) return launch_small_m(kernel, p, a, shape.rows);
-  const Plan plan = plan_of(kernel, p, shape, multiprocessors, a.tactic);
-  const GemmTiling& t = plan.tiling;
   GemmSm90Params params{};
+  params.whole_rows = a.out.alignment(16, {p.out_row_stride, p.out_batch_stride}) == 16;
+  const Plan plan = plan_of(kernel, p, shape, params.whole_rows, multiprocessors, a.tactic);
+  const GemmTiling& t = plan.tiling;
   params.problem = p;
   const int64_t batch = grouped ? 1 : p.batch;
   describe_operand(kernel, params.a, p.a, bytes, p.k, p.m, batch, p.a_row_stride, p.a_batch_stride, t.rows);
@@ -319,17 +329,14 @@ void gemm(const Kernel& kernel, const GemmArgs& given) {
     describe_operand(kernel, params.b, p.b, bytes, p.k, p.n, p.matrices, p.b_row_stride, p.b_batch_stride, t.columns);
   else
     describe_operand(kernel, params.b, p.b, bytes, p.n, p.k, p.matrices, p.b_k_stride, p.b_batch_stride, 128 / bytes);
-  params.whole_rows = a.out.alignment(16, {p.out_row_stride, p.out_batch_stride}) == 16;
-  const int64_t tiles = tiles_of(p, t);
-  // Only fp8 without block scales gains. A CTA with a single tile has nothing to hide stores behind, and the map costs
-  // the host time.
-  params.tma_stores = bytes == 1 && p.a_scale_k_stride == 0 && out_bytes == 2 && params.whole_rows && t.rows == 256 &&
-                      tiles > multiprocessors;
+  const int64_t tiles = tiles_of(p, t), stores = GemmConfig::of(*plan.entry).tma_stores;
+  params.tma_stores = stores != 0 && params.whole_rows && tiles > multiprocessors;  // else the map costs the host time
   if (params.tma_stores)
     describe_operand(kernel, params.out, p.out, out_bytes, p.n, p.m, batch, p.out_row_stride, p.out_batch_stride, 64);
   params.k_blocks = static_cast<int32_t>(gemm_ceil(p.k * bytes, 128));
   params.b_once = shape.rows <= t.rows;
-  params.group_m = static_cast<int32_t>(gemm_group_m(t, multiprocessors));
+  // H200, us with groups of 8 and 16 tiles: 8192 x 28672 x 2048 799 and 781, 4096 x 24576 x 1536 257.8 and 255.9.
+  params.group_m = static_cast<int32_t>(gemm_group_m(t, multiprocessors) * (stores == kGemmEarlyStores ? 2 : 1));
 
   // 3 launch
   Launch launch{std::min(tiles, multiprocessors)};

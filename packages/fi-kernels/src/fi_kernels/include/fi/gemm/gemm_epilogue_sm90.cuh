@@ -65,11 +65,14 @@ struct OutputScales {
   }
 };
 
+struct NoScales {
+  FI_DEVICE void operator()(float (&)[4], int) const {}
+};
+
 // Stages the accumulators of 64 rows and up to 128 bytes of columns, from accumulator `begin` on, which is known at
-// compile time where this is inlined.
-template <class Out, bool kScaled, int kCount, class Scales>
-FI_DEVICE void stage_block(char* block, const float (&d)[kCount], int begin, const Scales& scales, int m_block,
-                           const typename Scales::Shared& shared) {
+// compile time where this is inlined. apply: scales four accumulators, from a column on.
+template <class Out, int kCount, class Apply>
+FI_DEVICE void stage_block(char* block, const float (&d)[kCount], int begin, const Apply& apply) {
   const int thread = threadIdx.x % 128, lane = thread % 32, warp_row = thread / 32 * 16;
   // Lanes 8 m .. 8 m + 7 give the rows of matrix m of stmatrix: rows 0 to 7 and 8 to 15 of 8 columns, then of the next.
   const int line = warp_row + lane / 8 % 2 * 8 + lane % 8, chunk = lane / 16;
@@ -79,10 +82,8 @@ FI_DEVICE void stage_block(char* block, const float (&d)[kCount], int begin, con
     float x[2][4];
 #pragma unroll
     for (int j = 0; j < 8; ++j) x[j / 4][j % 4] = d[begin + i + j];
-    if constexpr (kScaled) {
-      scales.apply(x[0], m_block, shared, (begin + i) * 2);
-      scales.apply(x[1], m_block, shared, (begin + i) * 2 + 8);
-    }
+    apply(x[0], (begin + i) * 2);
+    apply(x[1], (begin + i) * 2 + 8);
     if constexpr (sizeof(Out) == 2) {
       unsigned words[4];
 #pragma unroll
@@ -146,7 +147,11 @@ FI_DEVICE void store_tile(const GemmSm90Params& p, const float (&d)[kMBlocks][kC
     const int at_row = i / kBlocks * 64, at_column = i % kBlocks * kWidth;
     __syncwarp();
     char* block = staging.block(i);
-    stage_block<Out, kScaled>(block, d[i / kBlocks], i % kBlocks * (kWidth / 2), scales, i / kBlocks, shared);
+    const auto scaled = [&](float (&x)[4], int at) { scales.apply(x, i / kBlocks, shared, at); };
+    if constexpr (kScaled)
+      stage_block<Out>(block, d[i / kBlocks], i % kBlocks * (kWidth / 2), scaled);
+    else
+      stage_block<Out>(block, d[i / kBlocks], i % kBlocks * (kWidth / 2), NoScales());
     if (staging.by_tma()) {
       if (i % kBlocks == kBlocks - 1) staging.commit(i / kBlocks);
       continue;

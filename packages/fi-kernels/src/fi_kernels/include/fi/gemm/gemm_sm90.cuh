@@ -22,12 +22,12 @@ struct NoGate {};
 // scales of 128 k and 1 or 128 rows of a and 128 rows of b, kColumnBlocks if each row of b has its own.
 //
 // Gated: what stores a tile whose columns are kColumns / 2 rows of b and those n / 2 further, beside each other in the
-// accumulators of a thread; NoGate: the tile is stored as it is.
+// accumulators of a thread; NoGate: the tile is stored as it is. kEarlyStores: of tiles with block scales, below.
 //
 // The tensor cores add fp8 products with about 14 bits, so the products of each block of 128 k have accumulators of
 // their own (`part`), which are added to those of the tile in fp32. While one warpgroup adds, the other multiplies.
 template <class A, class B, class Out, bool kMnMajorB, int kRows, int kColumns, int kWarpgroupsM, int kStages,
-          GemmScales kScales, template <int, int> class Tiles, class Gated = NoGate>
+          GemmScales kScales, template <int, int> class Tiles, class Gated = NoGate, bool kEarlyStores = false>
 struct GemmSm90 {
   static constexpr int kConsumers = 2, kBlockK = kSwizzleLineBytes / sizeof(A);
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -58,13 +58,18 @@ struct GemmSm90 {
   // released when they have been stored; the others have memory of their own. H200, 4096 x 24576 x 1536 with one scale:
   // two such stages and one block of memory take 255.5 us, this 251.3, stores by the consumers 258.8. Tiles of 128 rows
   // are slower with it: 4096 x 2112 x 7168 112.2 to 116.2.
+  //
+  // Block scales leave no such memory. With early stores, the first 64 rows of every tile are staged in the stage
+  // before its last one while the last products of the other 64 run, and these in its last one. k is whole passes
+  // through the ring, so both stages are constants of the code; there is no bias and no other epilogue.
   static constexpr int kBlockBytes = 64 * kSwizzleLineBytes;
   static constexpr int kColumnBlocks = kOwnColumns / 64, kBlocks = kMBlocks * kColumnBlocks;
   static constexpr int kStageBlocks = kWarpgroupsM == kConsumers ? kOwnRows / 64 : kColumnBlocks;
-  static constexpr bool kTmaStores =
-      kScales == GemmScales::kRows && sizeof(Out) == 2 && kRows == 256 && kBlocks == 2 * kStageBlocks;
-  static constexpr int kHeldBlocks = kTmaStores ? kStageBlocks : 0;
-  static constexpr int kOutBlocks = kTmaStores ? kBlocks - kHeldBlocks : 1;
+  static constexpr bool kTmaTiles = sizeof(Out) == 2 && kRows == 256 && kBlocks == 2 * kStageBlocks;
+  static constexpr bool kLateStores = kTmaTiles && kScales == GemmScales::kRows;
+  static_assert(!kEarlyStores || (kTmaTiles && kScales == GemmScales::kBlocks && kUnrolled), "early stores");
+  static constexpr bool kTmaStores = kLateStores || kEarlyStores;
+  static constexpr int kOutBlocks = kLateStores ? kBlocks - kStageBlocks : 1;
 
   using Scales = OutputScales<Out, !kBlockScales, kMBlocks, kOwnColumns>;
 
@@ -232,7 +237,7 @@ struct GemmSm90 {
 
   // Whether TMA stores a tile. Rows beyond its last may be those of another group.
   FI_DEVICE bool stored_by_tma(const GemmTile& tile) const {
-    return kTmaStores && p.tma_stores && uniform(tile.rows) >= kRows;
+    return kEarlyStores || (kLateStores && p.tma_stores && uniform(tile.rows) >= kRows);
   }
 
   // Where a warpgroup stages its tile. last: the last stage of the tile.
@@ -244,9 +249,10 @@ struct GemmSm90 {
     FI_DEVICE bool by_tma() const { return kTmaStores && tma; }
     FI_DEVICE char* block(int i) const {
       if (!by_tma()) return kernel.shared.out[warpgroup];
-      if (i >= kHeldBlocks) return kernel.shared.out[warpgroup] + (i - kHeldBlocks) * kBlockBytes;
-      char* operand = kWarpgroupsM == kConsumers ? kernel.shared.a[last] : kernel.shared.b[last];
-      return operand + (warpgroup * kStageBlocks + i) * kBlockBytes;
+      if (kLateStores && i >= kStageBlocks) return kernel.shared.out[warpgroup] + (i - kStageBlocks) * kBlockBytes;
+      const int stage = kEarlyStores ? kStages - kMBlocks + i / kStageBlocks : last;
+      char* operand = kWarpgroupsM == kConsumers ? kernel.shared.a[stage] : kernel.shared.b[stage];
+      return operand + (warpgroup * kStageBlocks + i % kStageBlocks) * kBlockBytes;
     }
     // By whole warps, which have staged 64 rows.
     FI_DEVICE void commit(int m_block) const {
@@ -272,11 +278,16 @@ struct GemmSm90 {
           if (i % kColumnBlocks == 0) shared.staged[warpgroup][i / kColumnBlocks].wait(phase);
           tma_store(p.out, staging.block(i), tile.column + column + i % kColumnBlocks * 64,
                     tile.row + row + i / kColumnBlocks * 64, tile.a_batch);
+          if (kEarlyStores && i == kStageBlocks - 1) {
+            bulk_commit();
+            bulk_wait_read<0>();
+            shared.pipeline.empty[kStages - kMBlocks].arrive(4);
+          }
         }
         bulk_commit();
         bulk_wait_read<0>();
-        shared.pipeline.empty[last].arrive(4);
-        shared.stored[warpgroup].arrive();
+        shared.pipeline.empty[kEarlyStores ? kStages - 1 : last].arrive(4);
+        if (kLateStores) shared.stored[warpgroup].arrive();
         phase ^= 1;
       }
       __syncwarp();
@@ -306,14 +317,26 @@ struct GemmSm90 {
         multiply_in_parts<false>(d, a, b, row, column, by_tma, at, scale_at);
       if constexpr (kGated) {
         gated.store(d, shared.out[warpgroup], tile, row);
+      } else if constexpr (kEarlyStores) {
+        stage_early(d[1], 1, warpgroup);
       } else {
         const Staging staging{*this, warpgroup, at.stage == 0 ? kStages - 1 : at.stage - 1, by_tma};
-        if (kTmaStores) shared.stored[warpgroup].wait(stored_phase);
+        if (kLateStores) shared.stored[warpgroup].wait(stored_phase);
         gemm_epilogue<Out>(p, d, scales, staging, shared.scales[warpgroup], tile, row, tile.column + column,
                            1 + warpgroup);
         if (by_tma) stored_phase ^= 1;
       }
     }
+  }
+
+  // Stages 64 rows, whose memory is an operand that all warps have read.
+  FI_DEVICE void stage_early(const float (&d)[kCount], int m_block, int warpgroup) const {
+    const Staging staging{*this, warpgroup, kStages - 1, true};
+    warpgroup_sync(1 + warpgroup);
+#pragma unroll
+    for (int i = 0; i < kColumnBlocks; ++i)
+      stage_block<Out>(staging.block(m_block * kColumnBlocks + i), d, i * 32, NoScales());
+    staging.commit(m_block);
   }
 
   // By a warp, which no longer reads the stage. held: what stores the tile releases it.
@@ -353,8 +376,8 @@ struct GemmSm90 {
   }
 
   // Adds the products of the block of k in `stage` to d. a_scale, b_scale: its block scales. following: the next stage
-  // and its phase; held: the stage is not released; ready: whether this stage, and afterwards the next one, is known to
-  // be full.
+  // and its phase; held: the stage is not released, and with early stores, the first 64 rows are staged in the last
+  // one; ready: whether this stage, and afterwards the next one, is known to be full.
   template <bool kByRows>
   FI_DEVICE void multiply_block(float (&d)[kMBlocks][kCount], uint64_t a, uint64_t b, const float* a_scale,
                                 const float* b_scale, int column, int stage, bool held, const PipelineState& following,
@@ -382,6 +405,7 @@ struct GemmSm90 {
       wgmma_commit();
       // Asked while the tensor cores compute: little lies between the additions and the next products then.
       if (i == kMBlocks - 1) ready = shared.pipeline.full[following.stage].try_wait(following.phase);
+      if (kEarlyStores && i == kMBlocks - 1 && stage == kStages - 1 && held) stage_early(d[0], 0, warpgroup_index());
       wgmma_wait<0>();
       wgmma_keep(part);
       if (i == kMBlocks - 1) release(stage, held);
@@ -402,7 +426,8 @@ struct GemmSm90 {
     }
   }
 
-  // scale_at: the next stage of block scales. by_tma: the last stage is held. kByRows: a_scale_by_rows.
+  // scale_at: the next stage of block scales. by_tma: stages in which the tile is staged are held. kByRows:
+  // a_scale_by_rows.
   template <bool kByRows>
   FI_DEVICE void multiply_in_parts(float (&d)[kMBlocks][kCount], uint64_t a, uint64_t b, int row, int column,
                                    bool by_tma, PipelineState& at, PipelineState& scale_at) const {
@@ -418,13 +443,14 @@ struct GemmSm90 {
       const float* a_scale = shared.a_scale[scale_at.stage] + own_row;
       const float* b_scale = shared.b_scale[scale_at.stage][0];
       if (kBlockScales) shared.scale_pipeline.wait(scale_at);
-      if (kUnrolled && k + kScaleBlocks <= p.k_blocks) {
+      if (kEarlyStores || (kUnrolled && k + kScaleBlocks <= p.k_blocks)) {
 #pragma unroll
         for (int stage = 0; stage < kScaleBlocks; ++stage) {
           if (!ready) shared.pipeline.wait({stage, at.phase});
           const PipelineState following{(stage + 1) % kScaleBlocks, stage + 1 < kScaleBlocks ? at.phase : at.phase ^ 1};
+          const bool held = kEarlyStores && stage >= kStages - kMBlocks && k + kScaleBlocks == p.k_blocks;
           multiply_block<kByRows>(d, a, b, a_scale + stage * kBlockStep, b_scale + stage * kColumnScales, column, stage,
-                                  false, following, ready);
+                                  held, following, ready);
         }
         at.phase ^= 1;
       } else {
@@ -456,9 +482,10 @@ struct GemmSm90 {
 
 // kBytes: of shared memory that the launch asks for.
 template <class A, class B, class Out, bool kMnMajorB, int kRows, int kColumns, int kWarpgroupsM, int kStages,
-          GemmScales kScales, template <int, int> class Tiles, int kBytes>
+          GemmScales kScales, template <int, int> class Tiles, int kBytes, bool kEarlyStores = false>
 FI_DEVICE void gemm_sm90(const GemmSm90Params& p) {
-  using Kernel = GemmSm90<A, B, Out, kMnMajorB, kRows, kColumns, kWarpgroupsM, kStages, kScales, Tiles>;
+  using Kernel =
+      GemmSm90<A, B, Out, kMnMajorB, kRows, kColumns, kWarpgroupsM, kStages, kScales, Tiles, NoGate, kEarlyStores>;
   Kernel(p, dynamic_shared<typename Kernel::Shared, 1024, kBytes>()).run();
 }
 

@@ -71,9 +71,9 @@ class _VectorConfig(NamedTuple):
 
 
 def _interleave_unit(axes: Values) -> Unit:
-    word, widest = {"u8": ("fi::uint8_t", 16), "bf16": ("fi::uint16_t", 8)}[axes["dtype"]]
+    types, widest = {"u8": ("fi::uint8_t, fi::uint32_t", 16), "bf16": ("fi::uint16_t, fi::uint64_t", 8)}[axes["dtype"]]
     entries = tuple(
-        Entry(f"block_scale_interleave_{vec}", f"block_scale_interleave<{word}, {vec}>", 256, _VectorConfig(vec))
+        Entry(f"block_scale_interleave_{vec}", f"block_scale_interleave<{types}, {vec // 4}>", 256, _VectorConfig(vec))
         for vec in (widest, 4)
     )
     return Unit("fi/quantization/block_scale_interleave.cuh", "BlockScaleInterleaveParams", entries)

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "fi/cpu/convert.h"
-#include "fi/cpu/target.h"
+#include "fi/cpu/prefetch.h"
 
 #if !defined(FI_ONE_LEVEL) && defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && __GNUC__ >= 12
 #define FI_HAS_AMX 1
@@ -17,20 +17,6 @@
 #endif
 
 namespace fi::cpu {
-
-// Rows of memory that a product prefetches, some lines a step: the line-fill buffers take few at once.
-struct Prefetch {
-  const char* from = nullptr;
-  int64_t stride = 0, row_bytes = 0, rows = 0;  // bytes
-  int64_t row = 0, at = 0;
-
-  FI_INLINE void lines(int64_t count) {
-    for (; count > 0 && row < rows; --count) {
-      __builtin_prefetch(from + row * stride + at, 0, 2);
-      if ((at += 64) >= row_bytes) at = 0, ++row;
-    }
-  }
-};
 
 #if FI_HAS_AMX
 #define FI_AMX __attribute__((target("amx-tile,amx-bf16,avx512f")))
@@ -70,7 +56,7 @@ class AmxTiles {
 FI_AMX inline void amx_multiply(const bf16_t* w, int64_t w_stride, int64_t w_step, const bf16_t* panels,
                                 int64_t panel_stride, int64_t count, int64_t k, float* c, int64_t c_stride,
                                 Prefetch next) {
-  const int64_t steps = (count + 1) / 2 * (k / 32), lines = (next.rows * next.row_bytes / 64 + steps - 1) / steps;
+  const int64_t lines = next.each((count + 1) / 2 * (k / 32));
   const auto* w0 = reinterpret_cast<const char*>(w);
   const char* w1 = w0 + 16 * w_stride;
   const int64_t c_bytes = c_stride * 4;

@@ -1,5 +1,5 @@
-// GEMM on the CPU: blocks of 32 rows of b times panels of 16 rows of a, by AMX where the operands fit bf16, else in
-// fp32.
+// GEMM on the CPU: blocks of 32 rows of b times panels of 16 rows of a, by AMX or VDPBF16PS where the operands fit
+// bf16, else in fp32.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "fi/cpu/amx.h"
+#include "fi/cpu/dot_bf16.h"
 #include "fi/cpu/parallel.h"
 #include "fi/cpu/row_convert.h"
 #include "fi/gemm/gemm.h"
@@ -17,7 +18,11 @@ namespace detail {
 
 constexpr int64_t kPanel = 16, kBlockN = 32;     // rows of a of a panel, rows of b of a block
 constexpr int64_t kChunkM = 512, kBlockK = 512;  // rows of a that are packed at once, k of a step
-constexpr int64_t kScaleK = 128, kAlignK = 32;   // k of a scale; panels are padded to a multiple of kAlignK
+// k of a step if no block of b is copied, where AMX multiplies few rows, or VDPBF16PS any number. 6144 x 4096, time
+// over torch.mm on one core with steps of 512 and 4096: AMX 64 rows 1.05 and 0.75, 256 rows 0.99 and 1.22; VDPBF16PS
+// (Zen 4) 1 row 1.05 and 0.98, 256 rows 1.04 and 1.00. With copies of b AMX takes 1.43 for 64 rows and 1.10 for 256.
+constexpr int64_t kLongStepK = 4096, kAmxLongStepRows = 64;
+constexpr int64_t kScaleK = 128, kAlignK = 32;  // k of a scale; panels are padded to a multiple of kAlignK
 // Blocks whose sums, of so many floats at most, advance together by a step of k: the panels of the step are read from
 // L2 then. One after another, 256 rows of k = 4096 come from L3 for each block: 27.3 -> 18.7 ms of one core (6144
 // columns).
@@ -100,10 +105,13 @@ class GemmCpu {
         load_out_(row_loader(out)),
         store_(row_storer(out)),
         b_is_bf16_(b == kBF16),
-        amx_(a != kF16 && has_amx()),
+        pairs_(a == kF16        ? nullptr
+               : has_amx()      ? amx_multiply
+               : has_dot_bf16() ? dot_multiply
+                                : nullptr),
         blocks_(problem.a_scale_k_stride || problem.b_scale_k_stride),
         k_((problem.k + kAlignK - 1) / kAlignK * kAlignK),
-        element_(amx_ ? 2 : 4) {}
+        element_(pairs_ ? 2 : 4) {}
 
   void run() const {
     const std::vector<GemmSegment> segments = gemm_segments(p_);
@@ -142,7 +150,7 @@ class GemmCpu {
           std::fill(row.begin(), row.end(), 0.f);
         }
         const char* from = reinterpret_cast<const char*>(row.data());
-        if (amx_) {
+        if (pairs_) {
           narrow(row.data(), narrowed.data(), k_);
           from = reinterpret_cast<const char*>(narrowed.data());
         }
@@ -156,7 +164,7 @@ class GemmCpu {
     const int64_t blocks = (p_.n + kBlockN - 1) / kBlockN;
     const int64_t work = kBlockN * k_ * s.rows;
     parallel_for(blocks, std::max<int64_t>(1, (int64_t{1} << 18) / work), [&](int64_t begin, int64_t end) {
-      if (amx_) {
+      if (pairs_ == amx_multiply) {
         const AmxTiles tiles;
         multiply_blocks(s, panels, begin, end);
       } else {
@@ -171,15 +179,13 @@ class GemmCpu {
     int64_t stride, step;
     Prefetch next;  // the next step of these rows, or the rows of the next block
   };
-  // Rows of b in place, or copied: fp32 [32][kBlockK], or bf16 [k / 32][32][32], whose tiles are contiguous. Rows that
-  // are a power of two apart share sets of the L1 cache, which costs more than the copy if several panels read them.
+  // Rows of b in place, or copied: fp32 [32][kBlockK], or bf16 [k / 32][32][32], whose tiles are contiguous.
   Weights weights(const GemmSegment& s, int64_t column, int64_t k, int64_t count, Prefetch next, float* scratch,
                   float* row, bf16_t* narrowed) const {
     const int64_t rows = std::min(kBlockN, p_.n - column), padded = (count + kAlignK - 1) / kAlignK * kAlignK;
     const char* from = b_at(s, column, k);
-    const bool bf16_rows = amx_ && b_is_bf16_ && p_.b_k_stride == 1;
-    if (bf16_rows && rows == kBlockN && padded == count && s.rows <= 2 * kPanel)
-      return {from, p_.b_row_stride * 2, 64, {}};
+    const bool bf16_rows = pairs_ && b_is_bf16_ && p_.b_k_stride == 1;
+    if (bf16_rows && rows == kBlockN && padded == count) return {from, p_.b_row_stride * 2, 64, {}};
     if (rows < kBlockN || padded > count) std::memset(scratch, 0, static_cast<size_t>(kBlockN * kBlockK * element_));
     auto* tiles = reinterpret_cast<bf16_t*>(scratch);
     if (p_.b_k_stride != 1) {  // MN-major: `rows` neighbours for each k
@@ -187,7 +193,7 @@ class GemmCpu {
         load_b_(from + i * p_.b_k_stride * b_bytes_, row, rows);
         narrow(row, narrowed, rows);
         for (int64_t r = 0; r < rows; ++r) {
-          if (amx_)
+          if (pairs_)
             tiles[i / kAlignK * kBlockN * kAlignK + r * kAlignK + i % kAlignK] = narrowed[r];
           else
             scratch[r * kBlockK + i] = row[r];
@@ -196,8 +202,8 @@ class GemmCpu {
     } else {
       for (int64_t r = 0; r < rows; ++r, from += p_.b_row_stride * b_bytes_) {
         const auto* source = reinterpret_cast<const bf16_t*>(from);
-        if (!bf16_rows) load_b_(from, amx_ ? row : scratch + r * kBlockK, count);
-        if (!amx_) continue;
+        if (!bf16_rows) load_b_(from, pairs_ ? row : scratch + r * kBlockK, count);
+        if (!pairs_) continue;
         if (!bf16_rows) narrow(row, narrowed, count), source = narrowed;
         bf16_t* to = tiles + r * kAlignK;
         const int64_t whole = count / kAlignK;
@@ -207,7 +213,7 @@ class GemmCpu {
                     static_cast<size_t>(count % kAlignK) * sizeof(bf16_t));
       }
     }
-    if (amx_) return {reinterpret_cast<const char*>(scratch), kAlignK * 2, kBlockN * kAlignK * 2, next};
+    if (pairs_) return {reinterpret_cast<const char*>(scratch), kAlignK * 2, kBlockN * kAlignK * 2, next};
     return {reinterpret_cast<const char*>(scratch), kBlockK * 4, 0, {}};
   }
   const char* b_at(const GemmSegment& s, int64_t column, int64_t k) const {
@@ -220,8 +226,15 @@ class GemmCpu {
             std::min(kBlockN, p_.n - column)};
   }
 
+  // Steps that are longer than a copy of b.
+  bool has_long_steps(const GemmSegment& s) const {
+    const bool in_place = pairs_ && b_is_bf16_ && p_.b_k_stride == 1 && p_.n % kBlockN == 0 && p_.k % kAlignK == 0;
+    return in_place && (pairs_ != amx_multiply || s.rows <= kAmxLongStepRows);
+  }
+
   void multiply_blocks(const GemmSegment& s, const char* panels, int64_t begin, int64_t end) const {
-    const int64_t count = (s.rows + kPanel - 1) / kPanel, width = count * kPanel, step = blocks_ ? kScaleK : kBlockK;
+    const int64_t count = (s.rows + kPanel - 1) / kPanel, width = count * kPanel;
+    const int64_t step = blocks_ ? kScaleK : has_long_steps(s) ? kLongStepK : kBlockK;
     const int64_t floats = kBlockN * width;
     const int64_t most = count > 2 ? std::clamp<int64_t>(kGroupFloats / floats, 1, kGroup) : 1;
     std::vector<float> sums(static_cast<size_t>(floats * most)), part(static_cast<size_t>(blocks_ ? floats : 0));
@@ -247,9 +260,9 @@ class GemmCpu {
           const Weights w = weights(s, column, k, own, next, scratch.data(), row.data(), narrowed.data());
           float* sum = sums.data() + i * floats;
           float* to = blocks_ ? part.data() : sum;
-          if (amx_)
-            amx_multiply(reinterpret_cast<const bf16_t*>(w.data), w.stride, w.step, reinterpret_cast<const bf16_t*>(x),
-                         kPanel * k_, count, padded, to, width, w.next);
+          if (pairs_)
+            pairs_(reinterpret_cast<const bf16_t*>(w.data), w.stride, w.step, reinterpret_cast<const bf16_t*>(x),
+                   kPanel * k_, count, padded, to, width, w.next);
           else
             multiply_floats(reinterpret_cast<const float*>(w.data), w.stride / 4, reinterpret_cast<const float*>(x),
                             kPanel * k_, count, padded, to, width);
@@ -292,7 +305,9 @@ class GemmCpu {
   int64_t a_bytes_, b_bytes_, out_bytes_;
   LoadRow load_a_, load_b_, load_out_;
   StoreRow store_;
-  bool b_is_bf16_, amx_, blocks_;
+  bool b_is_bf16_;
+  decltype(&amx_multiply) pairs_;  // multiplies panels of bf16, if the CPU and the operands can
+  bool blocks_;
   int64_t k_, element_;  // padded k; bytes of an element that the product reads
 };
 

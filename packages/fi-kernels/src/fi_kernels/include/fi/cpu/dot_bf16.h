@@ -1,0 +1,82 @@
+// Products of bf16 panels by VDPBF16PS (Intel SDM, volume 2): pairs of bf16 are multiplied and added in fp32.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "fi/cpu/convert.h"
+#include "fi/cpu/prefetch.h"
+
+#if !defined(FI_ONE_LEVEL) && defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 12
+#define FI_HAS_DOT_BF16 1
+#include <immintrin.h>
+#else
+#define FI_HAS_DOT_BF16 0
+#endif
+
+namespace fi::cpu {
+
+#if FI_HAS_DOT_BF16
+#define FI_DOT_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
+
+inline bool has_dot_bf16() {
+  static const bool found = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl");
+  return found;
+}
+
+// c[8][16 kPanels] += w[8][k] panels^T, whose sums stay in registers.
+template <int kPanels>
+FI_DOT_BF16 inline void dot_block(const char* w, int64_t w_stride, int64_t w_step, const char* panels,
+                                  int64_t panel_bytes, int64_t k, float* c, int64_t c_stride, Prefetch& next,
+                                  int64_t lines) {
+  constexpr int kRows = 8;
+  __m512 sum[kRows][kPanels];
+  for (int r = 0; r < kRows; ++r)
+    for (int i = 0; i < kPanels; ++i) sum[r][i] = _mm512_loadu_ps(c + r * c_stride + i * 16);
+  for (int64_t at = 0; at < k / 32; ++at, w += w_step) {
+    next.lines(lines);
+    for (int pair = 0; pair < 16; ++pair, panels += 64) {
+      __m512bh x[kPanels];
+      for (int i = 0; i < kPanels; ++i) x[i] = (__m512bh)_mm512_loadu_si512(panels + i * panel_bytes);
+      for (int r = 0; r < kRows; ++r) {
+        int32_t word;
+        std::memcpy(&word, w + r * w_stride + pair * 4, 4);
+        const __m512bh weight = (__m512bh)_mm512_set1_epi32(word);
+        for (int i = 0; i < kPanels; ++i) sum[r][i] = _mm512_dpbf16_ps(sum[r][i], weight, x[i]);
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int i = 0; i < kPanels; ++i) _mm512_storeu_ps(c + r * c_stride + i * 16, sum[r][i]);
+}
+
+// As amx_multiply.
+FI_DOT_BF16 inline void dot_multiply(const bf16_t* w, int64_t w_stride, int64_t w_step, const bf16_t* panels,
+                                     int64_t panel_stride, int64_t count, int64_t k, float* c, int64_t c_stride,
+                                     Prefetch next) {
+  const auto* rows = reinterpret_cast<const char*>(w);
+  const int64_t panel_bytes = panel_stride * 2, lines = next.each((count + 2) / 3 * 4 * (k / 32));
+  for (int64_t i = 0; i < count;) {
+    // Three panels at a time, but four of them as two and two: one alone waits for the latency of its sums.
+    const int64_t left = count - i, now = left >= 3 && left != 4 ? 3 : left >= 2 ? 2 : 1;
+    const auto* x = reinterpret_cast<const char*>(panels + i * panel_stride);
+    for (int64_t r = 0; r < 32; r += 8) {
+      float* to = c + r * c_stride + i * 16;
+      const char* from = rows + r * w_stride;
+      if (now == 3)
+        dot_block<3>(from, w_stride, w_step, x, panel_bytes, k, to, c_stride, next, lines);
+      else if (now == 2)
+        dot_block<2>(from, w_stride, w_step, x, panel_bytes, k, to, c_stride, next, lines);
+      else
+        dot_block<1>(from, w_stride, w_step, x, panel_bytes, k, to, c_stride, next, lines);
+    }
+    i += now;
+  }
+}
+#else
+inline bool has_dot_bf16() { return false; }
+inline void dot_multiply(const bf16_t*, int64_t, int64_t, const bf16_t*, int64_t, int64_t, int64_t, float*, int64_t,
+                         Prefetch) {}
+#endif
+
+}  // namespace fi::cpu

@@ -135,7 +135,6 @@ def test_early_stores_of_block_scaled_tiles_where_k_is_short(gemm: Gemm) -> None
     for calls, reason in (
         (call(640), "a part of a pass through the ring of stages"),
         (call(4096), "a long k"),
-        (call(512, bias=Tensor(BIAS, (7168,), "bf16")), "a bias"),
         (call(512, 7164), "rows are not aligned to 16 bytes"),
         (call(512, 1024), "one tile for each CTA"),
     ):
@@ -167,6 +166,17 @@ def test_grouped_rows(gemm: Gemm) -> None:
         ({"a_scale": Tensor(SA, (100, 2), "f32")}, ValueError, "a_scale and b_scale must both be of blocks"),
         ({"scale_rows": 1}, ValueError, "a_scale and b_scale must have one scale for each 1 rows of a"),
         ({"bias": Tensor(BIAS, (100,), "bf16")}, ValueError, "bias must have shape"),
+        (
+            {
+                "a": Tensor(A, (100, 256), "e4m3"),
+                "b": Tensor(B, (512, 256), "e4m3"),
+                "a_scale": Tensor(SA, (100, 2), "f32"),
+                "b_scale": Tensor(SB, (4, 2), "f32"),
+                "bias": Tensor(BIAS, (512,), "bf16"),
+            },
+            ValueError,
+            "bias must be None with scales of blocks",
+        ),
         ({"m_indptr": Tensor(GROUPS, (3,), "i32")}, ValueError, r"b must have shape \[groups, n, k\]"),
         ({"tactic": 99}, ValueError, "tactic must be -1"),
     ],

@@ -126,6 +126,8 @@ GemmProblem problem_of(const GemmArgs& a) {
            "a_scale and b_scale must both be of blocks of 128 k, with float8 operands, or neither; got a_scale %s, "
            "b_scale %s",
            a.a_scale ? a.a_scale.shape_str().c_str() : "None", a.b_scale ? a.b_scale.shape_str().c_str() : "None");
+  FI_CHECK(!sa.blocks || !a.bias, ValueError, "bias must be None with scales of blocks; got %s",
+           a.bias.shape_str().c_str());
   p.a_scale = sa.data;
   p.a_scale_batch_stride = sa.batch_stride;
   p.a_scale_row_stride = sa.row_stride;
@@ -202,7 +204,7 @@ bool takes(const GemmConfig& config, const GemmProblem& p, bool whole_rows, int6
   if (p.rows == GemmRows::kIndices && 128 % config.rows != 0) return false;
   // A CTA with a single tile has nothing to hide stores behind.
   return config.tma_stores != kGemmEarlyStores ||
-         (p.k % kGemmEarlyStoresStep == 0 && p.k <= kGemmEarlyStoresK && !p.bias && whole_rows &&
+         (p.k % kGemmEarlyStoresStep == 0 && p.k <= kGemmEarlyStoresK && whole_rows &&
           tiles_of(p, {config.rows, config.columns, 0}) > multiprocessors);
 }
 

@@ -26,20 +26,19 @@ struct OutputScales {
   bool any;
 
   FI_DEVICE OutputScales(const GemmProblem& p, const GemmTile& tile, int row, int column)
-      : any((kScales && (p.a_scale || p.b_scale)) || p.bias) {
+      : any(p.a_scale || p.b_scale || p.bias) {
     if (!any) return;
     const int thread = threadIdx.x % 128, last_row = max(tile.rows, 1) - 1;
 #pragma unroll
     for (int i = 0; i < 2 * kMBlocks; ++i) {
       const int at = tile.row + min(row + wgmma_row(thread) + i / 2 * 64 + i % 2 * 8, last_row);
       of_row[i / 2][i % 2] =
-          kScales && p.a_scale ? p.a_scale[tile.a_batch * p.a_scale_batch_stride + at * p.a_scale_row_stride] : 1.f;
+          p.a_scale ? p.a_scale[tile.a_batch * p.a_scale_batch_stride + at * p.a_scale_row_stride] : 1.f;
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int at = min(column + i * 128 + thread, p.n - 1);
-      of_column[i] =
-          kScales && p.b_scale ? p.b_scale[tile.b_batch * p.b_scale_batch_stride + at * p.b_scale_row_stride] : 1.f;
+      of_column[i] = p.b_scale ? p.b_scale[tile.b_batch * p.b_scale_batch_stride + at * p.b_scale_row_stride] : 1.f;
     }
   }
   // Before a barrier of the warpgroup; behind another one that follows the last apply.
@@ -63,6 +62,14 @@ struct OutputScales {
       d[2 * h + 1] = d[2 * h + 1] * (of_row[m_block][h] * scale.y) + add.y;
     }
   }
+};
+
+// Where the mainloop has applied scales, and there is no bias.
+template <class Out, int kMBlocks, int kColumns>
+struct OutputScales<Out, false, kMBlocks, kColumns> {
+  struct Shared {};
+  FI_DEVICE OutputScales() {}
+  FI_DEVICE OutputScales(const GemmProblem&, const GemmTile&, int, int) {}
 };
 
 struct NoScales {
@@ -147,11 +154,12 @@ FI_DEVICE void store_tile(const GemmSm90Params& p, const float (&d)[kMBlocks][kC
     const int at_row = i / kBlocks * 64, at_column = i % kBlocks * kWidth;
     __syncwarp();
     char* block = staging.block(i);
-    const auto scaled = [&](float (&x)[4], int at) { scales.apply(x, i / kBlocks, shared, at); };
-    if constexpr (kScaled)
+    if constexpr (kScaled) {
+      const auto scaled = [&](float (&x)[4], int at) { scales.apply(x, i / kBlocks, shared, at); };
       stage_block<Out>(block, d[i / kBlocks], i % kBlocks * (kWidth / 2), scaled);
-    else
+    } else {
       stage_block<Out>(block, d[i / kBlocks], i % kBlocks * (kWidth / 2), NoScales());
+    }
     if (staging.by_tma()) {
       if (i % kBlocks == kBlocks - 1) staging.commit(i / kBlocks);
       continue;
@@ -163,14 +171,14 @@ FI_DEVICE void store_tile(const GemmSm90Params& p, const float (&d)[kMBlocks][kC
 }
 
 // The same, with scales and bias only where there are any: without them, the code is short.
-template <class Out, int kMBlocks, int kCount, class Scales, class Staging>
+template <class Out, bool kScales, int kMBlocks, int kCount, class Scales, class Staging>
 FI_DEVICE void gemm_epilogue(const GemmSm90Params& p, const float (&d)[kMBlocks][kCount], const Scales& scales,
                              const Staging& staging, typename Scales::Shared& shared, const GemmTile& tile, int row,
                              int column, int barrier) {
-  if (scales.any)
-    store_tile<Out, true>(p, d, scales, staging, shared, tile, row, column, barrier);
-  else
-    store_tile<Out, false>(p, d, scales, staging, shared, tile, row, column, barrier);
+  if constexpr (kScales) {
+    if (scales.any) return store_tile<Out, true>(p, d, scales, staging, shared, tile, row, column, barrier);
+  }
+  store_tile<Out, false>(p, d, scales, staging, shared, tile, row, column, barrier);
 }
 
 }  // namespace fi

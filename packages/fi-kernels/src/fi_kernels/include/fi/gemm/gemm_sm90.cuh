@@ -322,8 +322,8 @@ struct GemmSm90 {
       } else {
         const Staging staging{*this, warpgroup, at.stage == 0 ? kStages - 1 : at.stage - 1, by_tma};
         if (kLateStores) shared.stored[warpgroup].wait(stored_phase);
-        gemm_epilogue<Out>(p, d, scales, staging, shared.scales[warpgroup], tile, row, tile.column + column,
-                           1 + warpgroup);
+        gemm_epilogue<Out, !kBlockScales>(p, d, scales, staging, shared.scales[warpgroup], tile, row,
+                                          tile.column + column, 1 + warpgroup);
         if (by_tma) stored_phase ^= 1;
       }
     }

@@ -157,6 +157,21 @@ def test_grouped_rows(gemm: Gemm) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rows", "equal", "varied"), [(256, "gemm_256x128", "gemm_64x256"), (2048, "gemm_256x128", "gemm_256x128")]
+)
+def test_groups_of_expected_rows_end_in_a_part_of_a_tile(gemm: Gemm, rows: int, equal: str, varied: str) -> None:
+    """The 32 experts of a rank with 256 rows each: half of those of random routing have more, so two tiles of 256."""
+    operands = {
+        "b": Tensor(B, (32, 7168, 2048), "e4m3"),
+        "a_scale": Tensor(SA, (32 * rows, 16), "f32"),
+        "b_scale": Tensor(SB, (32, 56, 16), "f32"),
+        "m_indptr": Tensor(GROUPS, (33,), "i32"),
+    }
+    assert one(gemm(32 * rows, 7168, 2048, "e4m3", "blocks", **operands))["name"] == equal
+    assert one(gemm(32 * rows, 7168, 2048, "e4m3", "blocks", expected_m=rows, **operands))["name"] == varied
+
+
+@pytest.mark.parametrize(
     ("change", "kind", "words"),
     [
         ({"a": Tensor(A, (100, 128), "bf16")}, ValueError, r"a must have shape \[m, k\] with k = 256"),

@@ -317,7 +317,10 @@ void gemm(const Kernel& kernel, const GemmArgs& given) {
   const bool grouped = p.rows == GemmRows::kIndptr || p.rows == GemmRows::kIndices;
   GemmShape shape{p.m, p.n, p.k, p.batch, bytes, out_bytes};
   if (grouped) shape.rows = gemm_ceil(p.m, p.batch);
-  if (a.expected_m >= 0) shape.rows = std::max<int64_t>(1, a.expected_m);
+  if (a.expected_m >= 0) {
+    shape.rows = std::max<int64_t>(1, a.expected_m);
+    shape.varied = p.rows == GemmRows::kIndptr;
+  }
   if (GemmConfig::of(kernel.entries.front()).load_bytes > 0) return launch_mma(kernel, p, a, shape.rows);
   if (GemmConfig::of(kernel.entries.front()).stage_blocks > 0) return launch_small_m(kernel, p, a, shape.rows);
   GemmSm90Params params{};

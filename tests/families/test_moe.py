@@ -177,6 +177,54 @@ def test_first_product_with_its_activation(sizes: tuple[int, ...], h: int, i: in
     assert out[end:].float().eq(7).all() and scale[end:].isnan().all()
 
 
+# (features, columns) of a weight, and a tile of the kernel: those of 128 and of 64 rows, with whole and partial tiles.
+GATED_16_BITS = [((384, 512), 0), ((360, 328), 0), ((360, 328), 1), ((384, 512), 2), ((200, 72), 3), ((384, 512), 4),
+                 ((200, 72), 5)]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("kind", [a for a in Act if a.name != "InvalidType" and is_gated_activation(a)])
+@pytest.mark.parametrize(("shape", "tile"), GATED_16_BITS)
+def test_first_product_of_16_bits(
+    shape: tuple[int, int], tile: int, kind: Act, dtype: torch.dtype, device: str
+) -> None:
+    """With biases in the weights' dtype or fp32, and constants of each expert."""
+    sizes, (i, h) = (70, 0, 1, 130), shape
+    offsets = torch.tensor([0, *sizes], device=device).cumsum(0).int()
+    end = int(offsets[-1])
+    x = rand(end + 5, h, dtype=dtype, device=device)
+    w = layer(len(sizes), h, i, device, dtype)[0]
+    bias = rand(len(sizes), 2 * i, dtype=torch.float32 if tile % 2 else dtype, device=device, seed=5)
+    constants = {"alpha": 1.5, "beta": 0.5, "limit": 1.0} if kind == Act.SwigluBias else {}
+    of = {name: torch.full((len(sizes),), value, device=device) for name, value in constants.items()}
+    fixed = {Act.SwigluStep: {"limit_value": 7.0}, Act.Situ: {"alpha_value": 25.0, "beta_value": 4.0}}.get(kind, {})
+    out = torch.full((end + 5, i), 7.0, device=device, dtype=dtype)
+    moe_gated_gemm(out, None, x, None, w, None, offsets, bias, **of, activation=kind, tactic=tile, **fixed)
+    for e in range(len(sizes)):
+        rows = slice(int(offsets[e]), int(offsets[e + 1]))
+        want = reference.activate(x[rows].double() @ w[e].double().T + bias[e].double(), kind, **constants)
+        assert error(out[rows], want) < (3e-3 if dtype is BF16 else 5e-4)
+    assert out[end:].eq(7).all()
+
+
+@pytest.mark.parametrize("kind", [Act.Swiglu, Act.SwigluBias])
+def test_16_bits_of_many_rows(kind: Act, device: str) -> None:
+    """So many that the first product has the activation, with biases."""
+    tokens, e, k, h, i = 300, 4, 2, 320, 264
+    x, (w1, w2) = rand(tokens, h, dtype=BF16, device=device), layer(e, h, i, device)
+    b1, b2 = rand(e, 2 * i, dtype=BF16, device=device, seed=5), rand(e, h, dtype=BF16, device=device, seed=6)
+    ids, weights = chosen(tokens, e, k, device)
+    constants = {name: torch.rand(e, device=device) + 0.5 for name in ("alpha", "beta", "limit")}
+    if kind == Act.Swiglu:
+        constants = {}
+    out = cutlass_fused_moe(
+        x, ids, weights, w1, w2, BF16, None, fc1_expert_biases=b1, fc2_expert_biases=b2,
+        **{f"swiglu_{name}": value for name, value in constants.items()},
+    )  # fmt: skip
+    want = experts(x, ids, weights, w1, w2, b1=b1, b2=b2, kind=kind, constants=constants)
+    assert error(out, want) < LIMIT["16 bits"]
+
+
 @pytest.mark.parametrize(("e", "k", "tokens"), [(4, 2, 300), (3, 1, 600)])
 def test_fp8_blocks_of_many_rows(e: int, k: int, tokens: int, device: str) -> None:
     """So many that the first product has the activation; some experts have less than a tile, and some several."""

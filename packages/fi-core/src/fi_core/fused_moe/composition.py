@@ -25,12 +25,13 @@ _MOST_EXPERTS = 512
 # H200, us of both, with the rest of the layer: bf16 Qwen3-30B T256 (16 rows) 314 and 348, a DeepSeek-V3 rank T1024 (32)
 # 829 and 752; fp8 Qwen3-30B T64 (4) 170 and 171, DeepSeek-V3 T256 (8) 2644 and 2573, Mixtral T64 (16) 423 and 367.
 _MOST_STREAMED = {"bf16": 16, "f16": 16, "e4m3 blocks": 4, "mxfp4": 16}
-# Expected rows of an expert from which the activation is part of the first product. H200, us of a layer by two launches
-# and by one: Mixtral T400 (100 rows) 419 and 398, T1024 (256) 956 and 796, Qwen3-30B T2048 (128) 326 and 297, T8192
-# (512) 929 and 822.
-_LEAST_GATED = 65
+# Mean rows of an expert from which the activation is part of the first product. H200, us of a layer by two launches and
+# by one: 32 rows (DeepSeek-V3 rank, T1024) bf16 716 and 714, fp8 391 and 410, gpt-oss-120b bf16 1554 and 1561; 48 rows
+# (Qwen3-30B, T768) bf16 352 and 342; 64 rows (T1024) bf16 367 and 353, fp8 249 and 235; 512 rows (T8192) bf16 1229 and
+# 1153, fp8 972 and 859.
+_LEAST_GATED = {"bf16": 48, "f16": 48, "e4m3 blocks": 64}
 _MOST_ROWS_OF_STREAM = 48  # mean rows of an expert up to which the stream of weights takes most time
-_TILE = 128  # columns of weights that share a scale; a tile of moe_gated_gemm has twice as many
+_SCALED = 128  # rows and columns of weights that share a scale
 
 
 def expected_rows(mean: float, quantized: bool) -> int:
@@ -61,17 +62,22 @@ _STREAMED: tuple[Constraint | Rule, ...] = (
 )
 _GATED: tuple[Constraint | Rule, ...] = (
     *exactly(90),
-    Constraint("weights", "==", "e4m3 blocks"),
-    Constraint("activation", "==", "Swiglu"),
-    Constraint("bias", "==", None),
+    Constraint("weights", "in", tuple(_LEAST_GATED)),
+    Constraint("activation", "in", tuple(kind.name for kind in ActivationType if kind.is_gated)),
+    Rule(("weights", "bias"), "no bias, or one of fp32 or the weights' dtype",
+         lambda weights, bias: bias in (None, "f32", weights)),
     Constraint("rows_in_order", "==", True),
+    Constraint("row_scale", "==", False),
     _ALIGNED,
     Rule(
-        ("sizes",),
-        f"a first weight [experts, multiple of {2 * _TILE}, multiple of {_TILE}]",
-        lambda sizes: sizes[0] % (2 * _TILE) == 0 and sizes[1] % _TILE == 0,
+        ("weights", "sizes"),
+        f"rows of multiples of 16 bytes; with scales a first weight [experts, multiple of {2 * _SCALED}, multiple of "
+        f"{_SCALED}]",
+        lambda weights, sizes: sizes[0] % 16 == 0 and (
+            weights != "e4m3 blocks" or (sizes[0] % (2 * _SCALED) == 0 and sizes[1] % _SCALED == 0)
+        ),
     ),
-)
+)  # fmt: skip
 # The implementations are named after the op that computes the first product.
 MOE_LAYER = Op(
     name="moe_layer",
@@ -108,9 +114,9 @@ MOE_LAYER = Op(
             _GATED,
             preferred=(
                 Rule(
-                    ("mean_rows",),
-                    f"{_LEAST_GATED} expected rows of an expert",
-                    lambda rows: expected_rows(rows, True) >= _LEAST_GATED,
+                    ("mean_rows", "weights"),
+                    "many rows of an expert",
+                    lambda rows, weights: rows >= _LEAST_GATED[weights],
                 ),
             ),
         ),

@@ -75,7 +75,7 @@ def run_experts(
     width = columns // 2 if is_gated_activation(activation.kind) else columns
     quantized = up.mixed is None and up.weight.dtype is torch.float8_e4m3fn
     narrow = torch.float8_e4m3fn if quantized else layer.dtype
-    expected = expected_rows(mean, quantized)
+    expected, a = expected_rows(mean, quantized), activation
 
     def new(width: int, dtype: torch.dtype) -> torch.Tensor:
         return scratch.new((slots, width), dtype)
@@ -99,16 +99,18 @@ def run_experts(
         gathered = new(hidden, narrow)
         moe_gather(gathered, scales, x, layer.x_scale, tables.positions)
         if chosen == "moe_gated_gemm":
-            activated, activated_scales = new(width, narrow), new(width // _BLOCK, torch.float32)
-            moe_gated_gemm(activated, activated_scales, gathered, scales, up.weight,
-                           weight_scale=up.scale, offsets=tables.offsets, expected_m=expected)  # fmt: skip
+            activated = new(width, narrow)
+            activated_scales = new(width // _BLOCK, torch.float32) if layer.blocks else None
+            moe_gated_gemm(activated, activated_scales, gathered, scales, up.weight, weight_scale=up.scale,
+                           offsets=tables.offsets, bias=up.bias, alpha=a.alpha, beta=a.beta, limit=a.limit,
+                           activation=a.kind, alpha_value=a.alpha_value, beta_value=a.beta_value,
+                           limit_value=a.limit_value, expected_m=expected)  # fmt: skip
             return project(down, activated, activated_scales, None), down
         projected = project(up, gathered, row_scale if scales is None else scales, None)
     else:
         projected = project(up, x, None, tables.rows)
     activated = new(width, narrow)
     scales = new(width // _BLOCK, torch.float32) if layer.blocks else None
-    a = activation
     moe_activation(activated, scales, projected, tables.offsets, bias=up.bias, alpha=a.alpha, beta=a.beta,
                    limit=a.limit, quant=layer.quant, columns=up.columns, activation=a.kind, alpha_value=a.alpha_value,
                    beta_value=a.beta_value, limit_value=a.limit_value)  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from fi_core.gemm.ops import TILES, GemmConfig, shared_bytes
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES
@@ -11,7 +12,6 @@ from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
 from fi_core.tllm_enums import ActivationType
 
 _FLOATS = ("bf16", "f16", "f32")
-_SHARED = 227 * 1024  # bytes of a CTA
 
 
 class _RouteConfig(NamedTuple):
@@ -97,28 +97,6 @@ MOE_GATHER = Op(
 )
 
 
-class _GatedGemmConfig(NamedTuple):
-    rows: int  # of a tile; its columns are 128 features of both projections
-
-
-def _gated_gemm_unit(_: Values) -> Unit:
-    body = f"moe_gated_gemm_sm90<128, 256, 4, {_SHARED}>"
-    entry = Entry("moe_gated_gemm_128", body, 384, _GatedGemmConfig(128), _SHARED, 1)
-    return Unit("fi/fused_moe/moe_gated_gemm_sm90.cuh", "MoeGatedGemmParams", (entry,))
-
-
-# The first product of experts with many rows, with Swiglu and quantisation in its epilogue: `gemm` and `moe_activation`
-# in one launch.
-MOE_GATED_GEMM = Op(
-    name="moe_gated_gemm",
-    family="fused_moe",
-    arguments="Tensor(a!) out, Tensor(b!) out_scale, Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, "
-    "Tensor offsets, int expected_m=-1, bool? enable_pdl=None",
-    config=_GatedGemmConfig,
-    implementations=(Implementation("cpu", ON_CPU), Implementation("wgmma_sm90", exactly(90), _gated_gemm_unit)),
-)
-
-
 class _ActivationConfig(NamedTuple):
     vectors: bool  # 16 bytes, columns in order
 
@@ -155,6 +133,41 @@ MOE_ACTIVATION = Op(
     config=_ActivationConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _activation_unit)),
     prebuilt=({"x": "bf16", "out": "e4m3"},),
+)
+
+
+_GATED = tuple(name for name in _ACTIVATIONS if ActivationType[name].is_gated)
+
+
+def _gated_gemm_unit(axes: Values) -> Unit:
+    dtype = DTYPES[axes["x"]]
+    kind = "16 bits" if dtype.bytes == 2 else "gated blocks"
+    entries = []
+    for tile in TILES[kind]:
+        size = shared_bytes(tile, kind, dtype.bytes)
+        numbers = f"{tile.rows}, {tile.columns}, {min(2, tile.rows // 64)}, {tile.stages}, {size}"
+        body = f"moe_gated_gemm_sm90<{dtype.device}, fi::kExpert{axes['activation']}, {numbers}>"
+        config = GemmConfig(tile.rows, tile.columns, tile.k_block_clocks)
+        entries.append(Entry(f"moe_gated_gemm_{tile.rows}x{tile.columns}", body, 384, config, size, 1))
+    flags = ("--split-compile=4",) if len(entries) > 1 else ()
+    return Unit("fi/fused_moe/moe_gated_gemm_sm90.cuh", "MoeGatedGemmParams", tuple(entries), flags=flags)
+
+
+# The first product of experts with many rows, with the activation, and in fp8 the quantisation, in its epilogue: `gemm`
+# and `moe_activation` in one launch.
+MOE_GATED_GEMM = Op(
+    name="moe_gated_gemm",
+    family="fused_moe",
+    arguments="Tensor(a!) out, Tensor(b!)? out_scale, Tensor x, Tensor? x_scale, Tensor weight, Tensor? weight_scale, "
+    "Tensor offsets, Tensor? bias=None, Tensor? alpha=None, Tensor? beta=None, Tensor? limit=None, int activation=3, "
+    "float alpha_value=1.0, float beta_value=0.0, float limit_value=3.4e38, int expected_m=-1, int tactic=-1, "
+    "bool? enable_pdl=None",
+    read="x.dtype, activation",
+    request=lambda x, activation: (x, ActivationType(activation).name),
+    axes={"x": ("bf16", "f16", "e4m3"), "activation": _GATED},
+    config=GemmConfig,
+    prebuilt=({"x": "e4m3", "activation": "Swiglu"},),
+    implementations=(Implementation("cpu", ON_CPU), Implementation("wgmma_sm90", exactly(90), _gated_gemm_unit)),
 )
 
 

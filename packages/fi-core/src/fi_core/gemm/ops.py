@@ -40,7 +40,7 @@ class _Tile(NamedTuple):
 
 
 # H200: a stage is 128 bytes of k. Tiles of fp8 have two sets of accumulators, one of the last 128 k.
-_TILES = {
+TILES = {
     "16 bits": (
         _Tile(128, 256, 4, 1024), _Tile(128, 192, 5, 805), _Tile(128, 176, 5, 730),
         _Tile(128, 128, 6, 590), _Tile(64, 256, 5, 615), _Tile(64, 128, 8, 450),
@@ -54,6 +54,8 @@ _TILES = {
         _Tile(64, 256, 5, 660), _Tile(64, 128, 8, 500),
     ),
     "column_blocks": (_Tile(128, 128, 6, 800), _Tile(64, 128, 8, 560)),
+    # Of moe_gated_gemm: 128 features of both projections, which share a scale.
+    "gated blocks": (_Tile(128, 256, 4, 1240),),
 }  # fmt: skip
 # Of block scales and 16-bit out, beside the same shape for any product (kGemmEarlyStoresK). Its clocks include what is
 # saved behind the mainloop. H200, us of both: 4096 x 24576 x 1536 263.2 and 250.6, 8192 x 28672 x 2048 848 and 783,
@@ -62,12 +64,12 @@ _EARLY_STORES = _Tile(256, 128, 4, 1190, early_stores=True)
 _SCALES = {"16 bits": "kNone", "rows": "kRows", "blocks": "kBlocks", "column_blocks": "kColumnBlocks"}
 
 
-def _shared_bytes(tile: _Tile, kind: str, out_bytes: int) -> int:
+def shared_bytes(tile: _Tile, kind: str, out_bytes: int) -> int:
     """Of operands, staged output, scales and barriers, with the alignment of the tiles."""
     staged = 2 if kind == "rows" and tile.rows == 256 and out_bytes == 2 else 1  # blocks of 64 rows by 128 bytes
     blocks = 128 * tile.stages * (tile.rows + tile.columns) + 2 * staged * 64 * 128
-    column_scales = {"blocks": tile.columns // 16, "column_blocks": tile.columns}.get(kind)
-    floats = 8 if column_scales is None else 3 * 4 * (tile.rows + column_scales)
+    shared_by = {"blocks": 16, "gated blocks": 128, "column_blocks": 1}.get(kind)  # columns with the same scale
+    floats = 8 if shared_by is None else 3 * 4 * (tile.rows + tile.columns // shared_by)
     of_columns = tile.columns * (1 if tile.rows == 64 else 2) * (4 + out_bytes)
     size = blocks + 4 * floats + of_columns + (16 + 20) * tile.stages + 160
     return (size + 1023) // 1024 * 1024 + 1024
@@ -81,10 +83,10 @@ def _unit(axes: Values) -> Unit:
     columns = "true" if axes["b_major"] == "n" else "false"
     entries = []
     early = kind == "blocks" and out.bytes == 2 and axes["tiles"] == "batched"
-    for tile in (*_TILES[kind], _EARLY_STORES) if early else _TILES[kind]:
+    for tile in (*TILES[kind], _EARLY_STORES) if early else TILES[kind]:
         if axes["b_major"] == "n" and tile.columns % 64:
             continue
-        size = _shared_bytes(tile, kind, out.bytes)
+        size = shared_bytes(tile, kind, out.bytes)
         assert size <= _SHARED, tile
         numbers = f"{tile.rows}, {tile.columns}, {min(2, tile.rows // 64)}, {tile.stages}"
         types = f"{a.device}, {b.device}, {out.device}"

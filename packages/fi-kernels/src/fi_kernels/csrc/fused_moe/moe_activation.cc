@@ -7,57 +7,19 @@
 #include "fi/host/contents.h"
 
 #if !FI_CUDA
-#include "fi/cpu/math.h"
 #include "fi/find_segment.h"
-#include "fi/fused_moe/moe_cpu.h"
+#include "fi/fused_moe/moe_activation_cpu.h"
 #endif
 
 namespace fi {
 namespace {
 
 #if !FI_CUDA
-using Apply = void (*)(float*, const float*, const ExpertConstants&, int64_t);
-
-template <ExpertActivation kAct>
-FI_CLONES void apply(float* u, const float* g, const ExpertConstants& c, int64_t n) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) u[i] = activate_expert<CpuMath, kAct>(u[i], g[i], c);
-}
-
-Apply apply_of(int64_t activation) {
-  switch (activation) {
-    case kExpertGelu:
-      return apply<kExpertGelu>;
-    case kExpertRelu:
-      return apply<kExpertRelu>;
-    case kExpertSilu:
-      return apply<kExpertSilu>;
-    case kExpertSwiglu:
-      return apply<kExpertSwiglu>;
-    case kExpertGeglu:
-      return apply<kExpertGeglu>;
-    case kExpertSwigluBias:
-      return apply<kExpertSwigluBias>;
-    case kExpertRelu2:
-      return apply<kExpertRelu2>;
-    case kExpertSwigluStep:
-      return apply<kExpertSwigluStep>;
-    case kExpertGegluTanh:
-      return apply<kExpertGegluTanh>;
-    case kExpertSitu:
-      return apply<kExpertSitu>;
-    case kExpertClampedRelu2:
-      return apply<kExpertClampedRelu2>;
-    default:
-      return apply<kExpertIdentity>;
-  }
-}
-
 void run_cpu(const MoeActivationParams& p, const MoeActivationArgs& a, bool gated) {
   const int64_t columns = p.width * (gated ? 2 : 1), rows = std::min<int64_t>(a.x.size(0), p.offsets[p.experts]);
   const cpu::LoadRow load = cpu::row_loader(a.x.dtype()), load_bias = cpu::row_loader(a.bias ? a.bias.dtype() : kF32);
   const cpu::StoreRow store = cpu::row_storer(a.out.dtype());
-  const Apply activate = apply_of(a.activation);
+  const cpu::ActivateRow activate = cpu::row_activation(a.activation);
   cpu::for_rows(rows, 4 * columns, 3 * columns, [&](int64_t row, float* x) {
     float *stored = x + columns, *bias = stored + columns;
     const int32_t e = find_segment(p.offsets, p.experts, row);

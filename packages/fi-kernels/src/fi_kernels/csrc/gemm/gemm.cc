@@ -4,9 +4,8 @@
 
 #include <algorithm>
 
-#include "fi/gemm/gemm_cost.h"
 #include "fi/gemm/gemm_mma.h"
-#include "fi/gemm/gemm_operand.h"
+#include "fi/gemm/gemm_plan.h"
 #include "fi/gemm/gemm_sm90.h"
 #include "fi/gemm/gemm_small_m.h"
 #include "fi/gemm/gemm_small_m_cost.h"
@@ -208,31 +207,6 @@ bool takes(const GemmConfig& config, const GemmProblem& p, bool whole_rows, int6
           tiles_of(p, {config.rows, config.columns, 0}) > multiprocessors);
 }
 
-struct Plan {
-  const Entry* entry = nullptr;
-  GemmTiling tiling{};
-};
-
-// The cheapest of the entries, or the one that `tactic` counts.
-Plan plan_of(const Kernel& kernel, const GemmProblem& p, const GemmShape& shape, bool whole_rows,
-             int64_t multiprocessors, int64_t tactic) {
-  Plan best;
-  double least = 0;
-  int64_t number = 0;
-  for (const Entry& entry : kernel.entries) {
-    const auto config = GemmConfig::of(entry);
-    const GemmTiling tiling{config.rows, config.columns, config.k_block_clocks};
-    const bool fits = takes(config, p, whole_rows, multiprocessors);
-    if (fits && tactic == number) return {&entry, tiling};
-    const double cost = gemm_cost(shape, tiling, multiprocessors);
-    if (fits && (!best.entry || cost < least)) best = {&entry, tiling}, least = cost;
-    ++number;
-  }
-  FI_CHECK(best.entry && tactic < 0, ValueError, "tactic must be -1, or one of this problem below %lld; got %lld",
-           static_cast<long long>(number), static_cast<long long>(tactic));
-  return best;
-}
-
 // Launches the kernel for few tokens. `tactic` counts entries and, for each, clusters of 1 to 8 CTAs that split k.
 void launch_small_m(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, int64_t rows) {
   const int64_t bytes = a.a.dtype().bytes(), multiprocessors = kernel.multiprocessors(a.a.device());
@@ -325,7 +299,9 @@ void gemm(const Kernel& kernel, const GemmArgs& given) {
   if (GemmConfig::of(kernel.entries.front()).stage_blocks > 0) return launch_small_m(kernel, p, a, shape.rows);
   GemmSm90Params params{};
   params.whole_rows = a.out.alignment(16, {p.out_row_stride, p.out_batch_stride}) == 16;
-  const Plan plan = plan_of(kernel, p, shape, params.whole_rows, multiprocessors, a.tactic);
+  const auto plan = plan_gemm<GemmConfig>(kernel, shape, multiprocessors, a.tactic, [&](const GemmConfig& config) {
+    return takes(config, p, params.whole_rows, multiprocessors);
+  });
   const GemmTiling& t = plan.tiling;
   params.problem = p;
   const int64_t batch = grouped ? 1 : p.batch;

@@ -1,65 +1,120 @@
-// The first product of experts with many rows on Hopper: the GEMM with both projections of 128 features in a tile,
-// whose epilogue activates and quantises them.
+// The first product of experts with many rows on Hopper: the GEMM with both projections of the same features in a tile,
+// whose epilogue activates, and quantises e4m3.
 #pragma once
 #include "fi/cuda/math.cuh"
 #include "fi/fused_moe/e4m3_block.cuh"
-#include "fi/fused_moe/expert_activation.h"
 #include "fi/fused_moe/moe_gated_gemm.h"
 #include "fi/gemm/gemm_sm90.cuh"
 #include "fi/gemm/work_tiles.cuh"
 
 namespace fi {
 
+// kFeatures: of a warpgroup, which has 64 rows.
+template <class T, ExpertActivation kAct, int kFeatures>
 struct StoreActivated {
-  static constexpr int kFeatures = 128, kCount = kFeatures / 2;  // of a tile; accumulators of a projection
+  static constexpr int kSums = kFeatures / 2;  // accumulators of a projection
+  static constexpr bool kFp8 = sizeof(T) == 1;
 
   const MoeGatedGemmParams& p;
 
-  // d[0]: u, d[1]: g, of 64 rows from `row` on. block: 64 lines of 128 bytes, 16 of each warp.
-  FI_DEVICE void store(float (&d)[2][kCount], char* block, const GemmTile& tile, int row) const {
-    const int lane = threadIdx.x % 32, first = wgmma_row(threadIdx.x % 128), width = p.gemm.problem.n / 2;
-    const int feature = tile.column / 2, left = tile.rows - row;
-    const int64_t out_row = tile.row + row;
+  // d: u, then g, of 64 rows from `row` on and of features from `feature` on. block: 64 lines of 128 bytes, 16 of each
+  // warp.
+  template <int kMBlocks, int kCount>
+  FI_DEVICE void store(float (&d)[kMBlocks][kCount], char* block, const GemmTile& tile, int row, int feature) const {
+    static_assert(kMBlocks * kCount == 2 * kSums, "both projections");
+    float* u = &d[0][0];
+    const int left = tile.rows - row, columns = p.gemm.problem.n / 2 - feature;
+    const int64_t out_row = tile.row + row, stride = p.gemm.problem.out_row_stride;
+    T* out = static_cast<T*>(p.gemm.problem.out) + out_row * stride + feature;
     __syncwarp();
+    if constexpr (kFp8) {
+      activate<0, kSums>(u, tile.b_batch, feature);
+      stage_e4m3(u, block, out_row, left, feature);
+      __syncwarp();
+      store_rows(block, out, stride, left, kFeatures, true);
+    } else {
+      store_block<0>(d[0], block, tile.b_batch, feature, out, left, columns);
+      if constexpr (kFeatures > 64) store_block<64>(d[0], block, tile.b_batch, feature, out, left, columns);
+    }
+  }
+
+ private:
+  // Up to 64 features from kFirst on. Only theirs are activated, so that few registers are in use beside accumulators.
+  template <int kFirst>
+  FI_DEVICE void store_block(float (&d)[2 * kSums], char* block, int expert, int feature, T* out, int left,
+                             int columns) const {
+    constexpr int kOwn = kFeatures - kFirst < 64 ? kFeatures - kFirst : 64;
+    activate<kFirst / 2, kOwn / 2>(d, expert, feature);
+    stage_block<T>(block, d, kFirst / 2, NoScales());
+    __syncwarp();
+    store_rows(block, out + kFirst, p.gemm.problem.out_row_stride, left, min(kOwn, columns - kFirst), true);
+    __syncwarp();
+  }
+
+  // u: sums of both projections, of which kCount from kFirst on become the activated values. Those of features beyond
+  // the last are not stored.
+  template <int kFirst, int kCount>
+  FI_DEVICE void activate(float* u, int expert, int feature) const {
+    if (p.bias) {
+      if (p.bias_is_float)
+        add_bias<float, kFirst, kCount>(u, expert, feature);
+      else if constexpr (!kFp8)
+        add_bias<T, kFirst, kCount>(u, expert, feature);
+    }
+    ExpertConstants constants = p.constants;
+    if (p.alpha) constants.alpha = p.alpha[expert];
+    if (p.beta) constants.beta = p.beta[expert];
+    if (p.limit) constants.limit = p.limit[expert];
+#pragma unroll
+    for (int i = kFirst; i < kFirst + kCount; ++i)
+      u[i] = activate_expert<CudaMath, kAct>(u[i], u[kSums + i], constants);
+  }
+
+  template <class Bias, int kFirst, int kCount>
+  FI_DEVICE void add_bias(float* u, int expert, int feature) const {
+    const int width = p.gemm.problem.n / 2, first = feature + threadIdx.x % 4 * 2;
+    const Bias* of_u = static_cast<const Bias*>(p.bias) + expert * p.bias_row_stride;
+#pragma unroll
+    for (int i = kFirst; i < kFirst + kCount; i += 4) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const Bias* from = of_u + min(first + i * 2 + c, width - 1);
+        const float bias_u = to_float(from[0]), bias_g = to_float(from[width]);
+        u[i + c] += bias_u, u[i + c + 2] += bias_u;
+        u[kSums + i + c] += bias_g, u[kSums + i + c + 2] += bias_g;
+      }
+    }
+  }
+
+  // The four lanes of a row have all 128 features that share a scale.
+  FI_DEVICE void stage_e4m3(float* u, char* block, int64_t out_row, int left, int feature) const {
+    const int lane = threadIdx.x % 32, first = wgmma_row(threadIdx.x % 128), width = p.gemm.problem.n / 2;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int own = first + 8 * h;
-      const float amax = activate_row(d, h), inverse = kE4m3Max / amax;
+      float amax = 0.f;
 #pragma unroll
-      for (int j = 0; j < kCount; j += 4) {
-        const float2 pair = {d[0][j + 2 * h] * inverse, d[0][j + 2 * h + 1] * inverse};
-        *reinterpret_cast<uint16_t*>(block + swizzled_offset(own, j / 8) + j / 4 % 2 * 8 + lane % 4 * 2) =
+      for (int i = 0; i < kSums; i += 4) amax = fmaxf(amax, fmaxf(fabsf(u[i + 2 * h]), fabsf(u[i + 2 * h + 1])));
+      amax = fmaxf(warp_max(amax, 4), kMinBlockMax);
+      const float inverse = kE4m3Max / amax;
+#pragma unroll
+      for (int i = 0; i < kSums; i += 4) {
+        const float2 pair = {u[i + 2 * h] * inverse, u[i + 2 * h + 1] * inverse};
+        *reinterpret_cast<uint16_t*>(block + swizzled_offset(own, i / 8) + i / 4 % 2 * 8 + lane % 4 * 2) =
             __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
       }
       if (lane % 4 == 0 && own < left)
         p.out_scale[(out_row + own) * (width / kFeatures) + feature / kFeatures] = amax * (1.f / kE4m3Max);
     }
-    __syncwarp();
-    const int64_t stride = p.gemm.problem.out_row_stride;
-    store_rows(block, static_cast<__nv_fp8_e4m3*>(p.gemm.problem.out) + out_row * stride + feature, stride, left,
-               kFeatures, true);
-  }
-
- private:
-  // d[0] becomes the activated row h of a thread; the largest of its four lanes.
-  FI_DEVICE static float activate_row(float (&d)[2][kCount], int h) {
-    float amax = 0.f;
-#pragma unroll
-    for (int j = 0; j < kCount; j += 4)
-#pragma unroll
-      for (int i = j + 2 * h; i < j + 2 * h + 2; ++i) {
-        d[0][i] = activate_expert<CudaMath, kExpertSwiglu>(d[0][i], d[1][i], {});
-        amax = fmaxf(amax, fabsf(d[0][i]));
-      }
-    return fmaxf(warp_max(amax, 4), kMinBlockMax);
   }
 };
 
-// kBytes: of shared memory that the launch asks for.
-template <int kRows, int kColumns, int kStages, int kBytes>
+// kColumns: of both projections. kBytes: of shared memory that the launch asks for.
+template <class T, ExpertActivation kAct, int kRows, int kColumns, int kWarpgroupsM, int kStages, int kBytes>
 FI_DEVICE void moe_gated_gemm_sm90(const MoeGatedGemmParams& p) {
-  using Kernel = GemmSm90<__nv_fp8_e4m3, __nv_fp8_e4m3, __nv_bfloat16, false, kRows, kColumns, kRows / 64, kStages,
-                          GemmScales::kBlocks, GroupTiles, StoreActivated>;
+  constexpr GemmScales kScales = sizeof(T) == 1 ? GemmScales::kBlocks : GemmScales::kNone;
+  using Kernel = GemmSm90<T, T, T, false, kRows, kColumns, kWarpgroupsM, kStages, kScales, GroupTiles,
+                          StoreActivated<T, kAct, kColumns * kWarpgroupsM / 4>>;
   Kernel(p.gemm, dynamic_shared<typename Kernel::Shared, 1024, kBytes>(), {p}).run();
 }
 

@@ -68,7 +68,6 @@ struct OutputScales {
 template <class Out, int kMBlocks, int kColumns>
 struct OutputScales<Out, false, kMBlocks, kColumns> {
   struct Shared {};
-  FI_DEVICE OutputScales() {}
   FI_DEVICE OutputScales(const GemmProblem&, const GemmTile&, int, int) {}
 };
 

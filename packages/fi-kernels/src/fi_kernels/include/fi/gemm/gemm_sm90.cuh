@@ -21,8 +21,9 @@ struct NoGate {};
 // kNone for 16-bit operands (alpha and scales of rows are multiplied in the epilogue), kRows for fp8, kBlocks for
 // scales of 128 k and 1 or 128 rows of a and 128 rows of b, kColumnBlocks if each row of b has its own.
 //
-// Gated: what stores a tile whose columns are kColumns / 2 rows of b and those n / 2 further, beside each other in the
-// accumulators of a thread; NoGate: the tile is stored as it is. kEarlyStores: of tiles with block scales, below.
+// Gated: what stores a tile whose columns are, for each warpgroup along n, kHalf rows of b and those n / 2 further: a
+// thread has both in its accumulators, of 16-bit operands one after the other. NoGate: the tile is stored as it is.
+// kEarlyStores: of tiles with block scales, below.
 //
 // The tensor cores add fp8 products with about 14 bits, so the products of each block of 128 k have accumulators of
 // their own (`part`), which are added to those of the tile in fp32. While one warpgroup adds, the other multiplies.
@@ -36,10 +37,12 @@ struct GemmSm90 {
   // Of a warpgroup.
   static constexpr int kOwnRows = kRows / kWarpgroupsM, kOwnColumns = kColumns * kWarpgroupsM / kConsumers;
   static constexpr bool kGated = !kIsSame<Gated, NoGate>;
-  static_assert(!kGated || (kScales == GemmScales::kBlocks && kOwnRows == 64 && kOwnColumns == 256), "128 of each");
-  // Blocks of accumulators: 64 rows each, or the two projections of a gated tile.
-  static constexpr int kMBlocks = kGated ? 2 : kOwnRows / 64, kCount = kGated ? 64 : kOwnColumns / 2;
-  static constexpr int kHalf = kColumns / 2;  // columns of a projection
+  static constexpr int kHalf = kOwnColumns / 2;  // columns of a projection
+  static_assert(!kGated || (kOwnRows == 64 && !kMnMajorB), "64 rows of a warpgroup");
+  static_assert(!kGated || !kFp8 || (kScales == GemmScales::kBlocks && kHalf == 128), "128 features share a scale");
+  // Blocks of accumulators: 64 rows each, or the two projections of a gated tile of fp8.
+  static constexpr bool kGatedBlocks = kGated && kFp8;
+  static constexpr int kMBlocks = kGatedBlocks ? 2 : kOwnRows / 64, kCount = kGatedBlocks ? 64 : kOwnColumns / 2;
   static constexpr int kTileBytes = (kRows + kColumns) * kSwizzleLineBytes;
   // An MN-major tile of b is [kColumns / 64][64 k][64 columns].
   static constexpr int kColumnBlockBytes = kBlockK * kSwizzleLineBytes;
@@ -146,9 +149,9 @@ struct GemmSm90 {
               tma_load_hinted(shared.b[at.stage] + c * kColumnBlockBytes, p.b, full, b_policy,
                               tile.column + c * kBlockK, k * kBlockK, tile.b_batch);
           } else if constexpr (kGated) {
-            for (int half = 0; half < 2; ++half)
-              tma_load_hinted(shared.b[at.stage] + half * kHalf * kSwizzleLineBytes, p.b, full, b_policy, k * kBlockK,
-                              row_of_b(tile, half), tile.b_batch);
+            for (int i = 0; i < kColumns / kHalf; ++i)
+              tma_load_hinted(shared.b[at.stage] + i * kHalf * kSwizzleLineBytes, p.b, full, b_policy, k * kBlockK,
+                              row_of_b(tile, i), tile.b_batch);
           } else {
             tma_load_hinted(shared.b[at.stage], p.b, full, b_policy, k * kBlockK, tile.column, tile.b_batch);
           }
@@ -170,8 +173,10 @@ struct GemmSm90 {
     pdl_launch_dependents();
   }
 
-  // The first row of b of a projection of a gated tile.
-  FI_DEVICE int row_of_b(const GemmTile& tile, int half) const { return tile.column / 2 + half * (p.problem.n / 2); }
+  // The first row of b of kHalf columns of a gated tile: both projections of a warpgroup, then of the next.
+  FI_DEVICE int row_of_b(const GemmTile& tile, int i) const {
+    return tile.column / 2 + i / 2 * kHalf + i % 2 * (p.problem.n / 2);
+  }
 
   // Whether kScaleBlocks k of a row of a_scale are 16 aligned bytes: one copy, where 4 bytes each would touch as many
   // lines of L1 as there are rows for every k. They lie in shared memory as [row][k] then, else as [k][row].
@@ -316,7 +321,7 @@ struct GemmSm90 {
       else
         multiply_in_parts<false>(d, a, b, row, column, by_tma, at, scale_at);
       if constexpr (kGated) {
-        gated.store(d, shared.out[warpgroup], tile, row);
+        gated.store(d, shared.out[warpgroup], tile, row, tile.column / 2 + column / 2);
       } else if constexpr (kEarlyStores) {
         stage_early(d[1], 1, warpgroup);
       } else {
@@ -389,19 +394,19 @@ struct GemmSm90 {
     for (int i = 0; i < kMBlocks; ++i) {
       float part[kCount], of_row[2] = {1.f, 1.f};
       if constexpr (kBlockScales) {
-        of_row[0] = a_scale[(kGated ? 0 : i * 64) * kRowStep];
-        of_row[1] = a_scale[(kGated ? 8 : i * 64 + 8) * kRowStep];
+        of_row[0] = a_scale[(kGatedBlocks ? 0 : i * 64) * kRowStep];
+        of_row[1] = a_scale[(kGatedBlocks ? 8 : i * 64 + 8) * kRowStep];
       }
       float of_column[kScaleColumns < 8 ? 1 : kOwnColumns / kScaleColumns];
-      if constexpr (kGated) {
+      if constexpr (kGatedBlocks) {
         of_column[0] = b_scale[i];
       } else if constexpr (kScales == GemmScales::kBlocks) {
 #pragma unroll
         for (int c = 0; c < kOwnColumns / kScaleColumns; ++c) of_column[c] = b_scale[column / kScaleColumns + c];
       }
       wgmma_fence();
-      multiply_stage(part, wgmma_further(a_stage, kGated ? 0 : i * 64 * kSwizzleLineBytes),
-                     wgmma_further(b_stage, kGated ? i * kHalf * kSwizzleLineBytes : 0), false);
+      multiply_stage(part, wgmma_further(a_stage, kGatedBlocks ? 0 : i * 64 * kSwizzleLineBytes),
+                     wgmma_further(b_stage, kGatedBlocks ? i * kHalf * kSwizzleLineBytes : 0), false);
       wgmma_commit();
       // Asked while the tensor cores compute: little lies between the additions and the next products then.
       if (i == kMBlocks - 1) ready = shared.pipeline.full[following.stage].try_wait(following.phase);

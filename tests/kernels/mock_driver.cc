@@ -1,8 +1,9 @@
 // A libcuda.so.1 for tests: it keeps the rules of the driver that launchers rely on, and writes down what they ask for.
 // One JSON object a line goes to the file FI_MOCK_LOG. FI_MOCK_DEVICES (2) and FI_MOCK_CAPABILITY (90: of all, 90,89:
 // of the first and of the others) describe the machine; FI_MOCK_STATUS is what cuInit returns, FI_MOCK_REFUSE names
-// calls that fail, such as "cuLaunchKernelEx". Each 32-bit word of device memory reads as FI_MOCK_WORD (0), and
-// FI_MOCK_CAPTURE=1 says that the stream is being captured.
+// calls that fail, such as "cuLaunchKernelEx". Each 32-bit word of device memory reads as FI_MOCK_WORD (0),
+// FI_MOCK_CAPTURE=1 says that the stream is being captured, and at most FI_MOCK_RESIDENT (132) CTAs of a cooperative
+// launch run at the same time.
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -281,7 +282,7 @@ MOCK cuKernelSetAttribute(int attribute, int value, Kernel kernel, Device of) {
 MOCK cuLaunchKernelEx(const LaunchConfig* c, Function function, void** parameters, void** extra) {
   const auto& entry = *reinterpret_cast<Entry*>(function);
   unsigned cluster[3] = {1, 1, 1};
-  bool pdl = false;
+  bool pdl = false, cooperative = false;
   for (unsigned i = 0; i < c->attribute_count; ++i) {
     const fi::cu::LaunchAttribute& attribute = c->attributes[i];
     if (attribute.id == fi::cu::kClusterDimension) {
@@ -289,17 +290,21 @@ MOCK cuLaunchKernelEx(const LaunchConfig* c, Function function, void** parameter
       cluster[2] = attribute.value.cluster.z;
     } else if (attribute.id == fi::cu::kProgrammaticStreamSerialization) {
       pdl = attribute.value.programmatic != 0;
+    } else if (attribute.id == fi::cu::kCooperative) {
+      cooperative = attribute.value.cooperative != 0;
     } else {
       return kInvalidValue;
     }
   }
   record(R"({"call": "launch", "name": "%s", "grid": [%u, %u, %u], "block": [%u, %u, %u], "shared_bytes": %u, )"
-         R"("cluster": [%u, %u, %u], "pdl": %s, "stream": %llu, "device": %d, "parameters": "%s"})",
+         R"("cluster": [%u, %u, %u], "pdl": %s, "cooperative": %s, "stream": %llu, "device": %d, "parameters": "%s"})",
          entry.name.c_str(), c->grid_x, c->grid_y, c->grid_z, c->block_x, c->block_y, c->block_z, c->shared_bytes,
-         cluster[0], cluster[1], cluster[2], pdl ? "true" : "false",
+         cluster[0], cluster[1], cluster[2], pdl ? "true" : "false", cooperative ? "true" : "false",
          static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(c->stream)), device(),
          hex(parameters[0], entry.parameter_bytes).c_str());
   if (contexts.empty()) return kInvalidContext;
+  if (cooperative && c->grid_x > setting("FI_MOCK_RESIDENT", kMultiprocessors))
+    return fi::cu::kCooperativeLaunchTooLarge;
   if (extra || !cluster[0] || !cluster[1] || !cluster[2] || !legal(*c, entry, cluster, pdl)) return kInvalidValue;
   return refuses("cuLaunchKernelEx") ? kLaunchFailed : kSuccess;
 }

@@ -18,7 +18,9 @@ TEXT = (INCLUDE / "fi/host/driver.h").read_text()
 NUMBERS = {
     "kSuccess": "CUDA_SUCCESS",
     "kInvalidValue": "CUDA_ERROR_INVALID_VALUE",
+    "kCooperativeLaunchTooLarge": "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE",
     "kMemoryType": "CU_POINTER_ATTRIBUTE_MEMORY_TYPE",
+    "kCooperative": "CU_LAUNCH_ATTRIBUTE_COOPERATIVE",
     "kClusterDimension": "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION",
     "kProgrammaticStreamSerialization": "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION",
     "kMaxDynamicSharedBytes": "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES",
@@ -56,6 +58,7 @@ LAYOUTS = {
         "cluster.y": "clusterDim.y",
         "cluster.z": "clusterDim.z",
         "programmatic": "programmaticStreamSerializationAllowed",
+        "cooperative": "cooperative",
     },
 }
 FUNCTIONS = dict(re.findall(r"\{&d\.(\w+), \"(cu\w+)\"\}", TEXT))

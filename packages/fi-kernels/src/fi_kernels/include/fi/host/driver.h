@@ -23,8 +23,8 @@ using Stream = struct StreamHandle*;
 
 using DevicePointer = unsigned long long;
 
-enum : Result { kSuccess = 0, kInvalidValue = 1 };
-enum LaunchAttributeId : int { kClusterDimension = 4, kProgrammaticStreamSerialization = 6 };
+enum : Result { kSuccess = 0, kInvalidValue = 1, kCooperativeLaunchTooLarge = 720 };
+enum LaunchAttributeId : int { kCooperative = 2, kClusterDimension = 4, kProgrammaticStreamSerialization = 6 };
 enum FunctionAttribute : int { kMaxDynamicSharedBytes = 8, kNonPortableClusterSize = 14 };
 enum DeviceAttribute : int { kMultiprocessorCount = 16, kMajor = 75, kMinor = 76, kSharedBytesOfBlock = 97 };
 enum PointerAttribute : int { kMemoryType = 2 };
@@ -43,6 +43,7 @@ union alignas(8) LaunchAttributeValue {
     unsigned x, y, z;
   } cluster;
   int programmatic;
+  int cooperative;
 };
 struct LaunchAttribute {
   LaunchAttributeId id;

@@ -39,6 +39,9 @@ struct Launch {
   int64_t shared_bytes = -1;
   unsigned cluster = 1;  // along x
   bool pdl = false;      // programmatic dependent launch: may start while its predecessor in the stream drains
+  // All CTAs run at the same time. Where fewer fit, as in a green context, the grid becomes smaller: for kernels that
+  // take any grid.
+  bool cooperative = false;
 };
 #endif
 
@@ -215,7 +218,7 @@ struct Kernel {
     if (launch.shared_bytes > 32 * 1024)
       allow_shared(entry, std::max<int64_t>(launch.shared_bytes, 64 * 1024), device.device_id);
     if (launch.cluster > 8) allow_large_clusters(entry, device.device_id);
-    cu::LaunchAttribute attributes[2];
+    cu::LaunchAttribute attributes[3];
     unsigned count = 0;
     if (launch.pdl) {
       attributes[count].id = cu::kProgrammaticStreamSerialization;
@@ -224,6 +227,10 @@ struct Kernel {
     if (launch.cluster > 1) {
       attributes[count].id = cu::kClusterDimension;
       attributes[count++].value.cluster = {launch.cluster, 1, 1};
+    }
+    if (launch.cooperative) {
+      attributes[count].id = cu::kCooperative;
+      attributes[count++].value.cooperative = 1;
     }
     cu::LaunchConfig config{static_cast<unsigned>(launch.grid_x),
                             static_cast<unsigned>(launch.grid_y),
@@ -237,8 +244,12 @@ struct Kernel {
                             count};
     void* arguments[] = {params, extras};  // the driver reads as many as the entry has
     // A library kernel is a valid CUfunction in every context (CUDA driver API, "Library Management").
-    cu::Result result =
-        driver.LaunchKernelEx(&config, reinterpret_cast<cu::Function>(entry.kernel), arguments, nullptr);
+    const auto function = reinterpret_cast<cu::Function>(entry.kernel);
+    cu::Result result = driver.LaunchKernelEx(&config, function, arguments, nullptr);
+    while (result == cu::kCooperativeLaunchTooLarge && config.grid_x > 1) {
+      config.grid_x /= 2;
+      result = driver.LaunchKernelEx(&config, function, arguments, nullptr);
+    }
     FI_CHECK(result == cu::kSuccess, RuntimeError, "launch failed: %s; %s", driver.describe(result).c_str(),
              describe(entry, launch).c_str());
   }
@@ -260,11 +271,11 @@ struct Kernel {
   [[gnu::noinline, gnu::cold]] std::string describe(const Entry& entry, const Launch& launch) const {
     char text[512];
     snprintf(text, sizeof text,
-             "kernel %s, spec %s, grid (%lld, %lld, %lld), %lld threads, %lld bytes of shared memory, cluster %u%s",
+             "kernel %s, spec %s, grid (%lld, %lld, %lld), %lld threads, %lld bytes of shared memory, cluster %u%s%s",
              entry.name.c_str(), spec.c_str(), static_cast<long long>(launch.grid_x),
              static_cast<long long>(launch.grid_y), static_cast<long long>(launch.grid_z),
              static_cast<long long>(launch.threads), static_cast<long long>(launch.shared_bytes), launch.cluster,
-             launch.pdl ? ", pdl" : "");
+             launch.pdl ? ", pdl" : "", launch.cooperative ? ", cooperative" : "");
     return text;
   }
 #else

@@ -130,6 +130,8 @@ def _experts(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
 @pytest.mark.parametrize(
     ("tokens", "dtype", "target", "expected"),
     [
+        (1, torch.bfloat16, HOPPER, "moe_few_tokens"),
+        (1, torch.float8_e4m3fn, HOPPER, "moe_few_tokens"),
         (16, torch.bfloat16, HOPPER, "moe_experts"),
         (64, torch.bfloat16, HOPPER, "moe_experts"),
         (65, torch.bfloat16, HOPPER, "gemm"),
@@ -147,7 +149,10 @@ def test_the_ops_of_experts(tokens: int, dtype: torch.dtype, target: Target, exp
     (choice,) = [choice for choice, _ in calls if choice.request.op.is_composite]
     assert choice.implementation == expected
     assert expected in {choice.request.op.name for choice, _ in calls}
-    assert {name for name, why in choice.reasons if why} == {"moe_experts", "moe_gated_gemm", "gemm"} - {expected}
+    others = {"moe_few_tokens", "moe_experts", "moe_gated_gemm", "gemm"} - {expected}
+    assert {name for name, why in choice.reasons if why} == others
+    launched = {choice.request.op.name for choice, _ in calls if not choice.request.op.is_composite}
+    assert (launched == {expected}) == (expected == "moe_few_tokens")
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ STORES = {
     "gemm_fp4": 32,
     "moe_mixed_gemm": 16,
     "moe_experts": 32,
+    "moe_few_tokens": 16,
     "packbits": 16,
     "prepare_chunks": 32,
     "sample_cluster_512": 64,

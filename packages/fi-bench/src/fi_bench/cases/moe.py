@@ -337,7 +337,7 @@ def _unsupported_trtllm(_: str, p: Namespace) -> str | None:
 
 
 # Launched by every layer, by its size.
-_ROWS = ("moe_sort", "moe_gather", "moe_gated_gemm", "moe_activation", "gemm", "moe_experts")
+_ROWS = ("moe_sort", "moe_gather", "moe_gated_gemm", "moe_activation", "gemm", "moe_experts", "moe_few_tokens")
 # Outputs have a deviation of 0.2 to 0.6, in fp8 of a fifth of that, times --routed_scaling_factor.
 _TOLERANCE = {"output": Tolerance(2e-2, 3e-2)}
 

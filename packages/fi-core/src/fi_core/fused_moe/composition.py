@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from fi_core.fused_moe import few_tokens
 from fi_core.fused_moe.ops import MXFP4
 from fi_core.quantization.layout import SfLayout
 from fi_core.runtime.launch.operator import composition
@@ -15,7 +16,7 @@ from fi_core.tllm_enums import ActivationType
 if TYPE_CHECKING:
     import torch
 
-    from fi_core.fused_moe.layer import Activation, Layer, Projection, Tables
+    from fi_core.fused_moe.layer import Activation, Layer, Projection
 
 MOST_PASSES = 640  # of a launch of moe_experts: kMaxExpertPasses
 TILE_TOKENS = (8, 16, 32, 64)  # of moe_experts
@@ -25,6 +26,11 @@ _MOST_EXPERTS = 512
 # H200, us of both, with the rest of the layer: bf16 Qwen3-30B T256 (16 rows) 314 and 348, a DeepSeek-V3 rank T1024 (32)
 # 829 and 752; fp8 Qwen3-30B T64 (4) 170 and 171, DeepSeek-V3 T256 (8) 2644 and 2573, Mixtral T64 (16) 423 and 367.
 _MOST_STREAMED = {"bf16": 16, "f16": 16, "e4m3 blocks": 4, "mxfp4": 16}
+# Bytes of weights that a rank expects to read, by the number of tokens from 1 on, up to which moe_few_tokens is faster
+# than moe_experts. H200, us of a layer by both: fp8 256 experts of 512 x 2048 T4 (101 MB) 41.5 and 43.3, Qwen3-30B T2
+# (75 MB) 33.9 and 38.4, Mixtral T1 (352 MB) 102.3 and 101.4; bf16 gpt-oss-120b T1 (199 MB) 61.1 and 67.3, one of its
+# 4 ranks T2 (100 MB) 38.8 and 46.3, Qwen3-30B T2 (151 MB) 54.9 and 52.8.
+_MOST_FEW = {"bf16": (256 << 20, 128 << 20), "f16": (256 << 20, 128 << 20), "e4m3 blocks": 4 * (104 << 20,)}
 # Mean rows of an expert from which the activation is part of the first product. H200, us of a layer by two launches and
 # by one: 32 rows (DeepSeek-V3 rank, T1024) bf16 716 and 714, fp8 391 and 410, gpt-oss-120b bf16 1554 and 1561; 48 rows
 # (Qwen3-30B, T768) bf16 352 and 342; 64 rows (T1024) bf16 367 and 353, fp8 249 and 235; 512 rows (T8192) bf16 1229 and
@@ -46,7 +52,16 @@ def expected_rows(mean: float, quantized: bool) -> int:
     return math.ceil(mean) if mean > _MOST_ROWS_OF_STREAM else min(64, math.ceil(mean + 1.65 * mean**0.5))
 
 
+def _is_few(tokens: int, mean_rows: float, experts: int, sizes: tuple[int, ...], weights: str) -> bool:
+    most = _MOST_FEW[weights]
+    of_expert = (sizes[0] * sizes[1] + sizes[2] * sizes[3]) * (1 if weights == "e4m3 blocks" else 2)
+    return 0 < tokens <= len(most) and min(1.0, mean_rows) * experts * of_expert <= most[tokens - 1]
+
+
 _ALIGNED = Constraint("alignment", ">=", 16)
+_MULTIPLES = Rule(
+    ("sizes",), "weights whose sizes are multiples of 8", lambda sizes: all(size % 8 == 0 for size in sizes)
+)
 _STREAMED: tuple[Constraint | Rule, ...] = (
     *exactly(90),
     Constraint("weights", "in", tuple(_MOST_STREAMED)),
@@ -56,9 +71,34 @@ _STREAMED: tuple[Constraint | Rule, ...] = (
     Constraint("known_order", "==", True),
     Constraint("row_scale", "==", False),
     _ALIGNED,
-    Rule(("sizes",), "weights whose sizes are multiples of 8", lambda sizes: all(size % 8 == 0 for size in sizes)),
+    _MULTIPLES,
     Constraint("experts", "<=", _MOST_EXPERTS),
     Constraint("passes", "<=", MOST_PASSES),
+)
+_FEW: tuple[Constraint | Rule, ...] = (
+    *exactly(90),
+    Constraint("weights", "in", tuple(_MOST_FEW)),
+    Constraint("activation", "in", few_tokens.ACTIVATIONS),
+    Constraint("slots_in_order", "==", True),
+    Constraint("rows_in_order", "==", True),
+    Constraint("row_scale", "==", False),
+    _ALIGNED,
+    _MULTIPLES,
+    Constraint("experts", "<=", _MOST_EXPERTS),
+    Constraint("tokens", "<=", few_tokens.MOST_TOKENS),
+    Constraint("slots", "<=", few_tokens.MOST_SLOTS),
+    Rule(
+        ("tokens", "slots"),
+        f"at most {few_tokens.MOST_TOP_K} experts of a token",
+        lambda tokens, slots: slots <= tokens * few_tokens.MOST_TOP_K,
+    ),
+    Rule(
+        ("tokens", "slots", "sizes", "weights"),
+        "rows of tokens and activated rows that fit shared memory",
+        lambda tokens, slots, sizes, weights: few_tokens.fits_shared_memory(
+            tokens, slots, sizes[1], sizes[3], weights == "e4m3 blocks"
+        ),
+    ),
 )
 _GATED: tuple[Constraint | Rule, ...] = (
     *exactly(90),
@@ -96,8 +136,20 @@ MOE_LAYER = Op(
         "experts": Field(None, 8),
         "mean_rows": Field(None, 1.0),  # of an expert
         "passes": Field(None, 16),
+        "tokens": Field(None, 8),
+        "slots": Field(None, 16),  # tokens times experts of a token
+        "slots_in_order": Field((True, False), False),  # what `takes_slots` says
     },
     implementations=(
+        Implementation(
+            "moe_few_tokens",
+            _FEW,
+            preferred=(
+                Rule(
+                    ("tokens", "mean_rows", "experts", "sizes", "weights"), "few tokens and bytes of weights", _is_few
+                ),
+            ),
+        ),
         Implementation(
             "moe_experts",
             _STREAMED,
@@ -172,11 +224,11 @@ def _format(layer: Layer) -> object:
 
 
 def compose_layer(
-    layer: Layer, tables: Tables, activation: Activation, all_experts: int, row_scale: torch.Tensor | None
+    layer: Layer, slots: int, activation: Activation, all_experts: int, scales_rows: bool, slots_in_order: bool
 ) -> str:
     """The implementation of moe_layer that computes a layer. It depends on shapes, dtypes and addresses only."""
     x, up, down = layer.x, layer.up, layer.down
-    slots, experts = tables.rows.shape[0], up.weight.shape[0]
+    experts = up.weight.shape[0]
     mean = slots / all_experts
     known_order = (
         _has_known_order(up)
@@ -194,10 +246,13 @@ def compose_layer(
         None if up.bias is None else up.bias.dtype,
         known_order,
         up.columns is None and up.weight.ndim == 3,
-        row_scale is not None,
+        scales_rows,
         16 if all(map(_is_aligned, (x, up.weight, down.weight))) else 1,
         (up.rows, up.weight.shape[-1], down.rows, down.weight.shape[-1]),
         experts,
         mean,
         experts + slots // tile_tokens(x.shape[0], mean),
+        x.shape[0],
+        slots,
+        slots_in_order,
     )

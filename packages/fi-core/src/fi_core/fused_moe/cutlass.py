@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fi_core.fused_moe import trace
 from fi_core.fused_moe.activations import activation_of
-from fi_core.fused_moe.experts import compute_layer, sort_slots
+from fi_core.fused_moe.experts import compute_layer
 from fi_core.fused_moe.formats import check_experts, layer_of
 from fi_core.fused_moe.layer import Scratch, TokenExperts
 from fi_core.observe.log import fi_api
@@ -154,10 +154,9 @@ def cutlass_fused_moe(
         return output
     experts = layer.up.weight.shape[0]
     scratch = Scratch(workspace_buffer, input.device)
-    tables = sort_slots(token_selected_experts, experts, ep_rank * experts, scratch)
     up = layer.up._replace(bias=fc1_expert_biases)
     down = layer.down._replace(bias=fc2_expert_biases if tp_rank == 0 else None)
     routed = TokenExperts(token_selected_experts, token_final_scales, ep_rank * experts)
     layer = layer._replace(up=up, down=down)
-    compute_layer(output, layer, tables, activation, experts * ep_size, routed, scratch=scratch)
+    compute_layer(output, layer, activation, experts * ep_size, routed, scratch=scratch)
     return output

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fi_core.fused_moe.composition import compose_layer, expected_rows, tile_tokens
 from fi_core.fused_moe.decode import stream_experts, sums_slots
+from fi_core.fused_moe.few_tokens import compute_few_tokens, takes_slots
 from fi_core.fused_moe.layer import Scratch, Tables
 from fi_core.fused_moe.ops import (
     moe_activation,
@@ -65,13 +66,14 @@ def run_experts(
     import torch
 
     scratch = scratch or Scratch(None, layer.x.device)
-    chosen = chosen or compose_layer(layer, tables, activation, all_experts, row_scale)
-    mean = tables.rows.shape[0] / all_experts
+    slots = tables.rows.shape[0]
+    chosen = chosen or compose_layer(layer, slots, activation, all_experts, row_scale is not None, False)
+    mean = slots / all_experts
     if chosen == "moe_experts":
         rows = stream_experts(layer, tables, activation, tile_tokens(layer.x.shape[0], mean), scratch)
         return rows, layer.down._replace(columns=None)
     x, up, down = layer.x, layer.up.by_rows(), layer.down.by_rows()
-    slots, columns, hidden = tables.rows.shape[0], up.rows, x.shape[1]
+    columns, hidden = up.rows, x.shape[1]
     width = columns // 2 if is_gated_activation(activation.kind) else columns
     quantized = up.mixed is None and up.weight.dtype is torch.float8_e4m3fn
     narrow = torch.float8_e4m3fn if quantized else layer.dtype
@@ -120,18 +122,31 @@ def run_experts(
 def compute_layer(
     out: torch.Tensor,
     layer: Layer,
-    tables: Tables,
     activation: Activation,
     all_experts: int,
     routed: TokenExperts,
+    tables: Tables | None = None,
     row_scale: torch.Tensor | None = None,
     scratch: Scratch | None = None,
 ) -> None:
-    """Writes the weighted sum of the experts of each token to `out`; the arguments are those of `run_experts`."""
-    chosen = compose_layer(layer, tables, activation, all_experts, row_scale)
-    tile = tile_tokens(layer.x.shape[0], tables.rows.shape[0] / all_experts)
+    """Writes the weighted sum of the experts of each token to `out`.
+
+    tables: the sorted slots; None: they are sorted here, unless the chosen kernel needs no tables. The other arguments
+    are those of `run_experts`.
+    """
+    scratch = scratch or Scratch(None, out.device)
+    (tokens, _), slots, experts = layer.x.shape, routed.ids.numel(), layer.up.weight.shape[0]
+    in_order = takes_slots(layer, routed, out)
+    chosen = compose_layer(layer, slots, activation, all_experts, row_scale is not None, in_order)
+    if chosen == "moe_few_tokens":
+        expected = -(-slots * experts // all_experts)
+        compute_few_tokens(out, layer, activation, routed, expected, scratch)
+        return
+    if tables is None:
+        tables = sort_slots(routed.ids, experts, routed.first_expert, scratch)
+    tile = tile_tokens(tokens, slots / all_experts)
     if chosen == "moe_experts" and sums_slots(layer, routed, out, tile):
-        stream_experts(layer, tables, activation, tile, scratch or Scratch(None, out.device), out, routed)
+        stream_experts(layer, tables, activation, tile, scratch, out, routed)
         return
     rows, down = run_experts(layer, tables, activation, all_experts, row_scale, scratch, chosen)
     sum_experts(out, rows, tables, routed.weights, down)

@@ -128,15 +128,17 @@ def run_layer(
             f"output must have shape [{tokens}, {hidden}] on {layer.x.device}; got {list(output.shape)} on "
             f"{output.device}"
         )
-    tables = sort_slots(ids, layer.up.weight.shape[0], local_expert_offset)
-    row_scale = _weights_of_rows(routed, tables) if scales_input else None
-    if not do_finalize:
-        rows, down = run_experts(layer, tables, activation, num_experts, row_scale)
-        return [_finished_rows(rows, tables, down), weights.bfloat16(), tables.positions.view(-1)]
+    tables = row_scale = None
+    if scales_input or not do_finalize:
+        tables = sort_slots(ids, layer.up.weight.shape[0], local_expert_offset)
+        row_scale = _weights_of_rows(routed, tables) if scales_input else None
+        if not do_finalize:
+            rows, down = run_experts(layer, tables, activation, num_experts, row_scale)
+            return [_finished_rows(rows, tables, down), weights.bfloat16(), tables.positions.view(-1)]
     if output is None:
         output = torch.empty((tokens, hidden), dtype=layer.dtype, device=layer.x.device)
     to_sum = TokenExperts(ids, None if scales_input else weights, local_expert_offset)
-    compute_layer(output, layer, tables, activation, num_experts, to_sum, row_scale)
+    compute_layer(output, layer, activation, num_experts, to_sum, tables, row_scale)
     return output
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import importlib
@@ -98,6 +99,36 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     Wrapper.made = []
     return norm
+
+
+def test_flash_mla_takes_sparse_rows_of_656_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = types.ModuleType("flash_mla")
+    library.__spec__ = importlib.machinery.ModuleSpec("flash_mla", None)
+
+    def decode(
+        q: torch.Tensor, cache: torch.Tensor, table: None, lengths: None, width: int, metadata: str, **more: Any
+    ) -> tuple[torch.Tensor, None]:
+        assert metadata == "metadata" and (table, lengths) == (None, None)
+        assert cache.dtype is torch.uint8 and cache.shape[1:] == (64, 1, 656)
+        assert more["is_fp8_kvcache"] and more["indices"].shape == (*q.shape[:2], 13)
+        return q[..., :width] * more["softmax_scale"], None
+
+    library.get_mla_metadata = lambda: ("metadata", None)  # type: ignore[attr-defined]
+    library.flash_mla_with_kvcache = decode  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_mla", library)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    line = "--routine trtllm_batch_decode_with_kv_cache_mla --batch_size 2 --s_kv 70 --sparse_mla_top_k 13"
+    p = parsing.parse(f"{line} --num_qo_heads 64 --num_kv_heads 1 --kv_dtype fp8_e4m3".split())
+    found = case.find(p.routine)
+    assert found is not None and found.unsupported is not None
+    x = found.make(p, CPU, torch.Generator().manual_seed(0))
+    runner = backends.bind("flashmla", found, "cuda")
+    returned = runner.prepare(x)(x)
+    assert torch.equal(runner.outputs(x, returned)["out"], x.q[..., :512] * 192**-0.5)
+    assert found.unsupported("flashmla", p) is None
+    for change in ({"kv_dtype": "bfloat16"}, {"num_qo_heads": 16}, {"num_qo_heads": 192}, {"page_size": 32}):
+        refused = argparse.Namespace(**vars(p) | change)
+        assert found.unsupported("flashmla", refused) and found.unsupported("auto", refused) is None
 
 
 def rmsnorm(**changes: Any) -> case.Case:

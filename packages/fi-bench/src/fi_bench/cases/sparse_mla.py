@@ -7,7 +7,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fi_bench.case import Case, Inputs, Outputs, Work
+from fi_bench.baselines import FLASH_MLA
+from fi_bench.case import Case, Inputs, Outputs, Planned, Work
 from fi_bench.cases.common import nbytes, normal, page_table, requests
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ _SCALE = 192**-0.5  # of the widths before absorption, 128 + 64
 _WORKSPACE = 128 << 20
 _PAGE = 64
 _TOKENS_AT_ONCE = 16
+_FLASH_MLA_HEADS = (64, 128)  # of its build in vLLM 0.24, which refuses 16, 32 and 96
 
 
 def _rows(slots: int, fp8: bool, device: Any, generator: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -95,6 +97,32 @@ def _plan(decode: Callable[..., Any], x: Inputs, backend: str) -> Callable[..., 
     )  # fmt: skip
 
 
+def _plan_flash_mla(x: Inputs) -> Callable[[Inputs], torch.Tensor]:
+    library = FLASH_MLA.load()
+    metadata = library.get_mla_metadata()[0]
+
+    def run(x: Inputs) -> torch.Tensor:
+        out: torch.Tensor = library.flash_mla_with_kvcache(
+            x.q, x.cache.unsqueeze(2), None, None, _LATENT, metadata, softmax_scale=_SCALE, is_fp8_kvcache=True,
+            indices=x.indices,
+        )[0]  # fmt: skip
+        return out
+
+    return run
+
+
+def _unsupported(backend: str, p: Namespace) -> str | None:
+    if backend != "flashmla":
+        return None
+    if p.kv_dtype != "fp8_e4m3":
+        return f"flashmla takes rows of 656 bytes: --kv_dtype fp8_e4m3, got {p.kv_dtype}"
+    if p.num_qo_heads not in _FLASH_MLA_HEADS:
+        return f"flashmla takes --num_qo_heads 64 or 128, got {p.num_qo_heads}"
+    if (p.page_size or _PAGE) != _PAGE:
+        return f"flashmla takes --page_size {_PAGE}, got {p.page_size}"
+    return None
+
+
 def _work(p: Namespace, x: Inputs) -> Work:
     """Each listed row once for its query token, the indices, q, and the output in q's type."""
     tokens, _, heads, width = x.q.shape
@@ -116,5 +144,7 @@ CASES = (
         reference=_reference,
         work=_work,
         torch=_torch,
+        rivals={"flashmla": Planned(_plan_flash_mla, lambda run, x: run(x))},
+        unsupported=_unsupported,
     ),
 )

@@ -235,8 +235,15 @@ MOCK cuCtxPopCurrent_v2(Context*) {
   if (contexts.empty()) return kInvalidContext;
   return contexts.pop_back(), kSuccess;
 }
+MOCK cuCtxGetCurrent(Context* context) {
+  const auto address = static_cast<uintptr_t>(0x1000 + device());
+  return *context = contexts.empty() ? nullptr : reinterpret_cast<Context>(address), kSuccess;
+}
 MOCK cuCtxGetDevice(Device* current) {
-  if (contexts.empty()) return kInvalidContext;
+  if (contexts.empty()) {
+    record(R"({"call": "failed", "name": "cuCtxGetDevice"})");
+    return kInvalidContext;
+  }
   return *current = device(), kSuccess;
 }
 

@@ -193,6 +193,14 @@ def test_the_stream_and_the_device_of_the_tensors(start: Start) -> None:
     assert launch(gpu)["device"] == 0, "and the device is current for the launch only"
 
 
+def test_no_driver_call_fails_in_a_thread_without_a_context(start: Start) -> None:
+    """compute-sanitizer reports a failed call as an error of the program."""
+    gpu = start(FI_MOCK_WORD="0")  # its process has no context but inside of a call
+    calls = rmsnorm(gpu)
+    assert {call["call"] for call in calls} >= {"load", "launch"}
+    assert [call for call in calls if call["call"] == "failed"] == []
+
+
 def test_a_kernel_declines_tensors_of_a_device_that_it_does_not_serve(start: Start) -> None:
     """The operator then binds a kernel for that device; the first tensor decides."""
     gpu = start()

@@ -68,6 +68,7 @@ struct Driver {
   // map, element type, rank, address, sizes, strides, box, element strides, interleave, swizzle, promotion, fill
   Result (*TensorMapEncodeTiled)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*,
                                  const uint32_t*, int, int, int, int);
+  Result (*CtxGetCurrent)(Context*);
   Result (*CtxGetDevice)(Device*);
   Result (*CtxPushCurrent)(Context);
   Result (*CtxPopCurrent)(Context*);
@@ -111,6 +112,7 @@ struct Driver {
         {&d.KernelSetAttribute, "cuKernelSetAttribute"},
         {&d.LaunchKernelEx, "cuLaunchKernelEx"},
         {&d.TensorMapEncodeTiled, "cuTensorMapEncodeTiled"},
+        {&d.CtxGetCurrent, "cuCtxGetCurrent"},
         {&d.CtxGetDevice, "cuCtxGetDevice"},
         {&d.CtxPushCurrent, "cuCtxPushCurrent_v2"},
         {&d.CtxPopCurrent, "cuCtxPopCurrent_v2"},
@@ -137,8 +139,11 @@ struct Driver {
 class DeviceGuard {
  public:
   explicit DeviceGuard(Device device) : driver_(Driver::get()) {
+    // NOTE: cuCtxGetDevice fails in a thread without a context, and compute-sanitizer reports failed calls.
+    Context context = nullptr;
+    driver_.check(driver_.CtxGetCurrent(&context), "cuCtxGetCurrent");
     Device current = -1;
-    if (driver_.CtxGetDevice(&current) == kSuccess && current == device) return;
+    if (context && driver_.CtxGetDevice(&current) == kSuccess && current == device) return;
     driver_.check(driver_.CtxPushCurrent(primary(device)), "cuCtxPushCurrent");
     pushed_ = true;
   }

@@ -111,3 +111,35 @@ def test_equal_requests_are_not_split_where_whole_ones_fill_the_ranges() -> None
 def test_one_request_is_split_into_equal_ranges() -> None:
     starts = plan([32768], [1], 16, 16, 132)
     assert len(starts) == 129 and {b.kv_tile - a.kv_tile for a, b in itertools.pairwise(starts[:-1])} == {4}
+
+
+def test_without_lengths_requests_have_what_their_pages_hold() -> None:
+    batch, pages, size = 70, 33, mla.Sizes(MAX_RANGES, MAX_RANGES, MAX_RANGES, 1)
+    schedules = []
+    for lengths in (None, torch.full((batch,), pages * KV_TILE, dtype=torch.int32)):
+        schedule = torch.full((2, mla.words(size, batch) // 2), 0x55555555, dtype=torch.int32)
+        mla.mla_plan(
+            schedule, lengths, KV_TILE, 128, MAX_RANGES, 132, 66, 16, 128, pages_per_request=pages, batch_size=batch
+        )  # fmt: skip
+        schedules.append(schedule)
+    assert torch.equal(*schedules)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 66, 1025, 3000])
+@pytest.mark.parametrize("uniform", [False, True])
+def test_the_device_plans_as_the_cpu_does(batch: int, uniform: bool) -> None:
+    draw = random.Random(batch)
+    lengths = [4096] * batch if uniform else [draw.choice((0, 64, draw.randint(1, 9000))) for _ in range(batch)]
+    qo_lens = [1] * batch if uniform else [draw.choice((0, 1, 3)) for _ in range(batch)]
+    size = mla.Sizes(MAX_RANGES, MAX_RANGES, MAX_RANGES, 1)
+    schedules = []
+    for device in ("cpu", "cuda"):
+        schedule = torch.full((2, mla.words(size, batch) // 2), 0x55555555, dtype=torch.int32, device=device)
+        pages = [0, *itertools.accumulate(-(-n // KV_TILE) for n in lengths)]
+        tables = [torch.tensor(x, dtype=torch.int32, device=device) for x in (
+            lengths, [0, *itertools.accumulate(qo_lens)], pages
+        )]  # fmt: skip
+        mla.mla_plan(schedule, tables[0], KV_TILE, 128, MAX_RANGES, 132, 66, 16, 128, *tables[1:])
+        schedules.append(schedule.cpu())
+    assert torch.equal(*schedules)

@@ -212,18 +212,19 @@ def trtllm_batch_decode_with_kv_cache_mla(
     cache = _cache_of(kv_cache, sparse, query)
     if sparse:
         table, width, lengths, indptr, per_request = _sparse_tables(
-            block_tables, sparse_mla_top_k, sparse_mla_top_k_lens, q.shape[0], query
+            block_tables, sparse_mla_top_k, sparse_mla_top_k_lens, q.shape[0]
         )
     elif seq_lens is None:
         raise ValueError("seq_lens: [batch_size] is required without sparse_mla_top_k; got None")
     else:
         table, width = flat_tables(block_tables)
         lengths, indptr, per_request = seq_lens, cum_seq_lens_q, q_len
-    size, schedule, partials = _carve(workspace_buffer, q.shape[1], lengths.numel())
+    batch_size = q.shape[0] if lengths is None else lengths.numel()
+    size, schedule, partials = _carve(workspace_buffer, q.shape[1], batch_size)
     ops.mla_plan(
         schedule, lengths, cache.ckv.shape[1], q.shape[1], size.max_ranges, size.narrow_ranges, size.wide_ranges,
         ops.NARROW_ROWS, ops.WIDE_ROWS * size.cluster, indptr, pages_per_request=width, qo_len=per_request,
-        context_lens=context,
+        context_lens=context, batch_size=batch_size,
     )  # fmt: skip
     scale, score_scale = _scale(bmm1_scale, "bmm1_scale")
     value_scale, out_scale = _scale(bmm2_scale, "bmm2_scale")
@@ -231,7 +232,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         raise ValueError(f"bmm2_scale: a positive number is required; got {value_scale!r}")
     ops.batch_mla(
         out.flatten(0, 1) if out.ndim == 4 else out, lse, partials, schedule, q[..., : ops.LATENT],
-        q[..., ops.LATENT :], cache.ckv, cache.kpe, table, lengths.numel(), size.max_ranges, size.narrow_ranges,
+        q[..., ops.LATENT :], cache.ckv, cache.kpe, table, batch_size, size.max_ranges, size.narrow_ranges,
         size.wide_ranges, size.cluster, scale / value_scale, causal=causal, ckv_scale=value_scale,
         kpe_scale=value_scale, ckv_scales=cache.scales, lse_base_e=_LSE_BASES[return_lse_base], sparse=sparse,
         sinks=sinks, score_scale=score_scale, out_scale=out_scale, cp_world=cp_world, cp_rank=cp_rank,
@@ -270,19 +271,17 @@ def _float32() -> torch.dtype:
 
 
 def _sparse_tables(
-    block_tables: torch.Tensor, top_k: int, lens: torch.Tensor | None, tokens: int, query: torch.Tensor
-) -> tuple[torch.Tensor, int, torch.Tensor, None, int]:
+    block_tables: torch.Tensor, top_k: int, lens: torch.Tensor | None, tokens: int
+) -> tuple[torch.Tensor, int, torch.Tensor | None, None, int]:
     """The tables of sparse attention, in which each query token is a request of its own."""
     if block_tables.shape[-1] != top_k or block_tables.numel() != tokens * top_k or not block_tables.is_contiguous():
         raise ValueError(
             f"block_tables: contiguous indices of {tokens} query tokens times sparse_mla_top_k {top_k} are required; "
             f"got {tuple(block_tables.shape)}"
         )
-    if lens is None:
-        lens = query.new_full((tokens,), top_k, dtype=block_tables.dtype)
-    elif lens.numel() != tokens:
+    if lens is not None and lens.numel() != tokens:
         raise ValueError(f"sparse_mla_top_k_lens: {tokens} lengths are required; got {lens.numel()}")
-    return block_tables.view(-1), top_k, lens.view(-1), None, 1
+    return block_tables.view(-1), top_k, None if lens is None else lens.view(-1), None, 1
 
 
 def _carve(workspace: torch.Tensor, heads: int, batch_size: int) -> tuple[ops.Sizes, torch.Tensor, torch.Tensor]:

@@ -24,16 +24,17 @@ _CPU_RANGES = 64
 _WIDTH = LATENT + ROPE
 
 # schedule: int32 `[2, words]`, of which `words` gives the size. kv_len: int32 or int64 `[batch_size]`, tokens in the
-# cache. qo_indptr: int32 `[batch_size + 1]`; without it each request has qo_len query tokens. kv_indptr: int32
-# `[batch_size + 1]`, offsets in the page table; without it request b has pages_per_request entries from
-# b * pages_per_request on. context_lens: int32 `[batch_size]`, tokens of each request on all ranks, of which kv_len are
-# here. Without split_kv no request is split: its result does not depend on the batch.
+# cache; without it each of batch_size requests has what its pages hold. qo_indptr: int32 `[batch_size + 1]`; without it
+# each request has qo_len query tokens. kv_indptr: int32 `[batch_size + 1]`, offsets in the page table; without it
+# request b has pages_per_request entries from b * pages_per_request on. context_lens: int32 `[batch_size]`, tokens of
+# each request on all ranks, of which kv_len are here. Without split_kv no request is split: its result does not depend
+# on the batch.
 MLA_PLAN = Op(
     name="mla_plan",
     family="attention",
-    arguments="Tensor(a!) schedule, Tensor kv_len, int page_size, int heads, int max_ranges, int narrow_ranges, "
+    arguments="Tensor(a!) schedule, Tensor? kv_len, int page_size, int heads, int max_ranges, int narrow_ranges, "
     "int wide_ranges, int narrow_rows, int wide_rows, Tensor? qo_indptr=None, Tensor? kv_indptr=None, "
-    "int pages_per_request=0, int qo_len=1, Tensor? context_lens=None, bool split_kv=True",
+    "int pages_per_request=0, int qo_len=1, Tensor? context_lens=None, bool split_kv=True, int batch_size=0",
     implementations=(
         Implementation("cpu", ON_CPU),
         Implementation(

@@ -26,8 +26,11 @@ void run_cpu(const MlaPlanParams& p, int32_t kind) {
   const MlaPartition partition = mla_partition(p, p.ranges[kind], cost, p.batch ? requests[0] : MlaRequest{}, uniform);
   MlaRangeStart* starts = schedule.starts();
   std::vector<int64_t> keys;
+  const auto find = [&](int64_t at) {
+    return last_not_above(p.batch, at, [&](int32_t b) { return requests[b].cost; });
+  };
   for (int32_t g = 0; g <= p.max_ranges; ++g) {
-    starts[g] = mla_start(p, partition, g, requests);
+    starts[g] = mla_start(p, partition, g, requests, find);
     keys.push_back(mla_key(starts[g]));
   }
   int32_t max_splits = 1;
@@ -50,7 +53,10 @@ void mla_plan(const Kernel& kernel, const MlaPlanArgs& a) {
   constexpr int64_t largest = 0x7fffffff;
   Dim kinds{"2", kMlaSchedules}, words{"words"}, batch{"batch_size"};
   a.schedule.is({kI32}).contiguous().shape(kinds, words);
-  a.kv_len.is({kI32, kI64}).on(a.schedule).contiguous().shape(batch);
+  if (a.kv_len)
+    a.kv_len.is({kI32, kI64}).on(a.schedule).contiguous().shape(batch);
+  else
+    batch = Dim{"batch_size", a.batch_size};
   Dim bounds{"batch_size + 1", batch + 1};
   if (a.kv_indptr) a.kv_indptr.is({kI32}).on(a.schedule).contiguous().shape(bounds);
   if (a.context_lens) a.context_lens.is({kI32}).on(a.schedule).contiguous().shape(batch);
@@ -69,6 +75,8 @@ void mla_plan(const Kernel& kernel, const MlaPlanArgs& a) {
            "narrow_ranges and wide_ranges must be in 1..max_ranges, and that at most %d; got %lld, %lld, %lld",
            kMlaMaxRanges, static_cast<long long>(a.narrow_ranges), static_cast<long long>(a.wide_ranges),
            static_cast<long long>(a.max_ranges));
+  FI_CHECK(batch >= 0 && batch <= largest, ValueError, "batch_size must not be negative; got %lld",
+           static_cast<long long>(batch));
   FI_CHECK(a.narrow_rows > 0 && a.wide_rows > 0, ValueError, "narrow_rows and wide_rows must be positive");
   const int64_t least = mla_schedule_words(a.max_ranges, batch);
   FI_CHECK(
@@ -82,10 +90,10 @@ void mla_plan(const Kernel& kernel, const MlaPlanArgs& a) {
   p.schedule = a.schedule.data<int32_t>();
   p.qo_indptr = a.qo_indptr ? a.qo_indptr.data<const int32_t>() : nullptr;
   p.kv_indptr = a.kv_indptr ? a.kv_indptr.data<const int32_t>() : nullptr;
-  p.kv_len = a.kv_len.data();
+  p.kv_len = a.kv_len ? a.kv_len.data() : nullptr;
   p.context = a.context_lens ? a.context_lens.data<const int32_t>() : nullptr;
   p.whole = !a.split_kv;
-  p.kv_len_is_wide = a.kv_len.dtype() == kI64;
+  p.kv_len_is_wide = a.kv_len && a.kv_len.dtype() == kI64;
   p.schedule_words = words;
   p.pages_per_request = a.pages_per_request;
   p.batch = static_cast<int32_t>(batch);

@@ -29,6 +29,7 @@ FI_DEVICE int64_t mla_sum_before(int64_t x, int64_t* warps, int64_t& total) {
 FI_DEVICE void mla_plan(const MlaPlanParams& p) {
   constexpr int kThreads = 1024;
   __shared__ int64_t keys[kMlaMaxRanges + 1];
+  __shared__ int64_t costs[kThreads];  // of the requests before those of a thread
   __shared__ int64_t warps[32];
   __shared__ int max_splits;
   const int kind = blockIdx.x, tile_rows = p.tile_rows[kind];
@@ -39,16 +40,6 @@ FI_DEVICE void mla_plan(const MlaPlanParams& p) {
   pdl_wait();
   pdl_launch_dependents();
   int64_t cost = 0, total;
-  MlaRequest one{};
-  if (p.batch) one = mla_request(p, 0, tile_rows);
-  bool uniform = true;
-#pragma unroll 1
-  for (int b = first; b < end; ++b) {
-    const MlaRequest r = mla_request(p, b, tile_rows);
-    cost += mla_cost(r);
-    uniform = uniform && r.q_tiles == one.q_tiles && r.item_cost() == one.item_cost();
-  }
-  cost = mla_sum_before(cost, warps, total);
 #pragma unroll 1
   for (int b = first; b < end; ++b) {
     MlaRequest r = mla_request(p, b, tile_rows);
@@ -56,12 +47,24 @@ FI_DEVICE void mla_plan(const MlaPlanParams& p) {
     requests[b] = r;
     cost += mla_cost(r);
   }
+  costs[threadIdx.x] = cost = mla_sum_before(cost, warps, total);
+  const MlaRequest one = p.batch ? requests[0] : MlaRequest{};
+  bool uniform = true;
+#pragma unroll 1
+  for (int b = first; b < end; ++b) {
+    MlaRequest& r = requests[b];
+    r.cost += cost;
+    uniform = uniform && r.q_tiles == one.q_tiles && r.item_cost() == one.item_cost();
+  }
   uniform = __syncthreads_and(uniform);
   const MlaPartition partition = mla_partition(p, p.ranges[kind], total, one, uniform);
   const int g = threadIdx.x;
   MlaRangeStart start;
   if (g <= p.max_ranges) {
-    start = mla_start(p, partition, g, requests);
+    start = mla_start(p, partition, g, requests, [&](int64_t at) {
+      const int from = each * last_not_above((p.batch + each - 1) / each, at, [&](int i) { return costs[i]; });
+      return from + last_not_above(min(each, p.batch - from), at, [&](int i) { return requests[from + i].cost; });
+    });
     keys[g] = mla_key(start);
   }
   __syncthreads();

@@ -9,7 +9,7 @@ struct MlaPlanParams {
   int32_t* schedule;         // [kMlaSchedules, schedule_words]
   const int32_t* qo_indptr;  // [batch + 1]; null: qo_len tokens each
   const int32_t* kv_indptr;  // [batch + 1], of page_indices; null: pages_per_request for each
-  const void* kv_len;        // [batch], int32 or int64
+  const void* kv_len;        // [batch], int32 or int64; null: all of their pages
   const int32_t* context;    // [batch], tokens of each request on all ranks; null: kv_len
   int64_t schedule_words, pages_per_request;
   int32_t whole;  // no item is split: results do not depend on the batch
@@ -23,27 +23,30 @@ struct MlaPlanParams {
 FI_HOST_DEVICE MlaRequest mla_request(const MlaPlanParams& p, int32_t b, int32_t tile_rows) {
   const int64_t first = p.kv_indptr ? p.kv_indptr[b] : b * p.pages_per_request;
   const int64_t most = (p.kv_indptr ? p.kv_indptr[b + 1] - first : p.pages_per_request) * p.page_size;
-  int64_t length =
-      p.kv_len_is_wide ? static_cast<const int64_t*>(p.kv_len)[b] : static_cast<const int32_t*>(p.kv_len)[b];
+  int64_t length = most;
+  if (p.kv_len)
+    length = p.kv_len_is_wide ? static_cast<const int64_t*>(p.kv_len)[b] : static_cast<const int32_t*>(p.kv_len)[b];
   if (length > most) length = most;
   if (length < 0) length = 0;
   if (length > 0x7fffffc0) length = 0x7fffffc0;
   const int32_t begin = p.qo_indptr ? p.qo_indptr[b] : b * p.qo_len;
   const int32_t tokens = p.qo_indptr ? p.qo_indptr[b + 1] - begin : p.qo_len;
-  const int64_t rows = tokens > 0 ? static_cast<int64_t>(tokens) * p.heads : 0;
+  int64_t rows = tokens > 0 ? static_cast<int64_t>(tokens) * p.heads : 0;
+  if (rows > 0x7fffffff) rows = 0x7fffffff;
   return {static_cast<int32_t>(length),
           static_cast<int32_t>(first),
           begin,
           tokens > 0 ? tokens : 0,
           0,
-          static_cast<int32_t>((rows + tile_rows - 1) / tile_rows),
+          static_cast<int32_t>((static_cast<uint32_t>(rows) + tile_rows - 1) / tile_rows),
           p.context ? p.context[b] : static_cast<int32_t>(length)};
 }
 FI_HOST_DEVICE int64_t mla_cost(const MlaRequest& r) { return static_cast<int64_t>(r.q_tiles) * r.item_cost(); }
 
 // The work ranges of a schedule: equal cost, or num_splits equal ranges for each item.
+// NOTE: few divisions are of 64 bits, and no request is computed twice: the CTA runs 24 KB of code once otherwise.
 struct MlaPartition {
-  int64_t cost;
+  int64_t cost, range_cost;  // range_cost: of a range, without the remainder
   int32_t ranges, num_splits, snap, q_tiles;
 };
 // uniform: all requests have equal q tiles and lengths, those of `first`.
@@ -52,18 +55,16 @@ FI_HOST_DEVICE MlaPartition mla_partition(const MlaPlanParams& p, int32_t max_ra
   // KV tiles; H200, b8 kv1k h16: with 4 20.7 us, with 2 19.1.
   constexpr int32_t kMinRangeTiles = 2;
   constexpr int32_t kSnapDivisor = 32;  // a boundary this part of a range from the end of an item moves there
-  MlaPartition d{cost, 1, 0, 1, first.q_tiles};
+  MlaPartition d{cost, cost, 1, 0, 1, first.q_tiles};
   if (cost == 0) return d;
-  const int64_t items = static_cast<int64_t>(p.batch) * first.q_tiles;
-  const int32_t idle = max_ranges / 16, tiles = first.item_cost() - kMlaWorkTileCost;
+  const int32_t items = p.batch * first.q_tiles, idle = max_ranges / 16, tiles = first.item_cost() - kMlaWorkTileCost;
   if (uniform && items <= max_ranges) {
-    const int32_t each = p.whole ? 1 : static_cast<int32_t>(max_ranges / items),
-                  most = p.whole ? 1 : tiles / kMinRangeTiles;
+    const int32_t each = p.whole ? 1 : max_ranges / items, most = p.whole ? 1 : tiles / kMinRangeTiles;
     if (p.whole || each * items >= max_ranges - idle || each > most) {
       int32_t share = (tiles + each - 1) / each;  // no split has more tiles than with `each` splits
       if (share < kMinRangeTiles) share = kMinRangeTiles;
       d.num_splits = p.whole || tiles <= share ? 1 : (tiles + share - 1) / share;
-      d.ranges = static_cast<int32_t>(d.num_splits * items);
+      d.ranges = d.num_splits * items;
       return d;
     }
   }
@@ -74,7 +75,8 @@ FI_HOST_DEVICE MlaPartition mla_partition(const MlaPlanParams& p, int32_t max_ra
       d.ranges = i;
       break;
     }
-  const int64_t snap = cost / d.ranges / kSnapDivisor;
+  d.range_cost = cost / d.ranges;
+  const int64_t snap = d.range_cost / kSnapDivisor;
   d.snap = p.whole ? 0x7fffffff : static_cast<int32_t>(snap > 1 ? snap : 1);
   return d;
 }
@@ -83,9 +85,10 @@ FI_HOST_DEVICE int32_t mla_header_cost(const MlaPartition& d) {
   return d.cost < 0x7fffffff ? static_cast<int32_t>(d.cost) : 0x7fffffff;
 }
 
-// Boundary g without leader and num_splits.
+// Boundary g without leader and num_splits. find: the last request that begins at a cost or before.
+template <class Find>
 FI_HOST_DEVICE MlaRangeStart mla_start(const MlaPlanParams& p, const MlaPartition& d, int32_t g,
-                                       const MlaRequest* requests) {
+                                       const MlaRequest* requests, Find&& find) {
   MlaRangeStart start{p.batch, 0, 0, g, 1, 0, 0, 0, 0, 0, 0, 0};
   if (g >= d.ranges || d.cost == 0) return start;
   int32_t done;  // KV tiles of the item before the boundary
@@ -94,14 +97,15 @@ FI_HOST_DEVICE MlaRangeStart mla_start(const MlaPlanParams& p, const MlaPartitio
     const int32_t item = g / d.num_splits;
     start.request = item / d.q_tiles, start.q_tile = item % d.q_tiles;
     r = requests[start.request];
-    done = static_cast<int32_t>(static_cast<int64_t>(r.item_cost() - kMlaWorkTileCost) * (g % d.num_splits) /
-                                d.num_splits);
+    const int32_t tiles = r.item_cost() - kMlaWorkTileCost, split = g % d.num_splits;
+    done = tiles / d.num_splits * split + tiles % d.num_splits * split / d.num_splits;
   } else {
-    const int64_t at = d.cost / d.ranges * g + d.cost % d.ranges * g / d.ranges;
-    start.request = last_not_above(p.batch, at, [&](int32_t b) { return requests[b].cost; });
+    const auto rest_cost = static_cast<int32_t>(d.cost - d.range_cost * d.ranges);
+    const int64_t at = d.range_cost * g + rest_cost * g / d.ranges;
+    start.request = find(at);
     r = requests[start.request];
     const int64_t offset = at - r.cost;
-    start.q_tile = static_cast<int32_t>(offset / r.item_cost());
+    if (r.q_tiles > 1) start.q_tile = static_cast<int32_t>(offset / r.item_cost());
     done = static_cast<int32_t>(offset - static_cast<int64_t>(start.q_tile) * r.item_cost()) - kMlaWorkTileCost;
     if (done < 0) done = 0;
     const int32_t rest = r.item_cost() - kMlaWorkTileCost - done;

@@ -200,7 +200,7 @@ struct MlaWgmmaKernel {
       const int part = Producer::part_of(c.group, n), blocks = n < 2 ? kPartBlocks : 1;
       const unsigned first = part * kPartBlocks * kBlock * 2;
       shared.full[at.stage][part].wait(at.phase);
-      if (!kTma) fence_async_shared();
+      if (!kTma && !exchanges()) fence_async_shared();
       wgmma_fence();
 #pragma unroll
       for (int b = 0; b < blocks; ++b)
@@ -289,6 +289,7 @@ struct MlaWgmmaKernel {
     fence_async_shared();
   }
 
+  FI_DEVICE bool exchanges() const { return Producer{params, shared}.exchanges(); }
   FI_DEVICE void release(int stage, int part) const { Producer{params, shared}.release(stage, part); }
 
   // The epilogue of a work tile.

@@ -410,10 +410,13 @@ struct MlaProducer {
           char* to = reinterpret_cast<char*>(shared.kv[at.stage][part * kPartBlocks]);
           return typename Rows::Target{to + chunk, to + next_chunk};
         };
-        // Eight rows of a block lie together. The other CTA sends as much as this one.
-        const auto commit = [&](int part, int blocks) {
+        // Shows what the warp has stored to its bulk copies and to wgmma of the consumers, which do not fence.
+        const auto publish = [&] {
           fence_async_shared();
           __syncwarp();
+        };
+        // Eight rows of a block lie together. The other CTA sends as much as this one.
+        const auto commit = [&](int part, int blocks) {
           if (lane != 0) return;
           const unsigned barrier = shared.full[at.stage][part].address() + distance;
 #pragma unroll
@@ -427,23 +430,27 @@ struct MlaProducer {
           else
             shared.full[at.stage][part].arrive();
         };
-        shared.empty[at.stage][2].wait(at.phase);
-        if (params.wide_rope)
-          target(2).store(0, rope.pieces[0], rope.pieces[1]);
-        else
-          rows.store_widened(target(2), 0, rope.pieces[0], MlaFactor<MlaScale::kAny>(params.rope_factor));
-        if (lane == 0) {
-          auto* exists = reinterpret_cast<unsigned char*>(shared.exists[at.stage]);
-          exists[row / 8] = static_cast<unsigned char>(exist);
-          exists[(row ^ 32) / 8] = static_cast<unsigned char>(exist >> 8);
-        }
-        commit(2, 1);
+        const auto store_rope = [&] {
+          shared.empty[at.stage][2].wait(at.phase);
+          if (params.wide_rope)
+            target(2).store(0, rope.pieces[0], rope.pieces[1]);
+          else
+            rows.store_widened(target(2), 0, rope.pieces[0], MlaFactor<MlaScale::kAny>(params.rope_factor));
+          if (lane == 0) {
+            auto* exists = reinterpret_cast<unsigned char*>(shared.exists[at.stage]);
+            exists[row / 8] = static_cast<unsigned char>(exist);
+            exists[(row ^ 32) / 8] = static_cast<unsigned char>(exist >> 8);
+          }
+        };
         int part = part_of(tile - begin, 0);
 #pragma unroll
         for (int n = 0; n < 2; ++n, part ^= 1) {
           shared.empty[at.stage][part].wait(at.phase);
           rows.store_part(target(part), raw[n]);
+          if (n == 1) store_rope();  // behind the same fence
+          publish();
           commit(part, kPartBlocks);
+          if (n == 1) commit(2, 1);
         }
         load(tile + 1);
         at.advance(kStages);

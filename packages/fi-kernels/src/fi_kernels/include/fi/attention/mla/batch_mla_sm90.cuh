@@ -94,13 +94,9 @@ struct MlaWgmmaKernel {
       fence_async_shared();
       // KV tile j is that of warpgroup j % 2.
       int j = group;
-      if (group == 0 && tiles > 0) {
-        take_turn<Order::kAlone>(c, 0, o, rows);
-        j = 2;
-      }
 #pragma unroll 1
       for (; j < tiles; j += 2) {
-        if (has_arrived(c, j))
+        if (j > 0 && has_arrived(c, j))
           take_turn<Order::kScoresFirst>(c, j, o, rows);
         else
           take_turn<Order::kOtherFirst>(c, j, o, rows);
@@ -125,7 +121,7 @@ struct MlaWgmmaKernel {
   // A turn of a warpgroup: scores and softmax of KV tile j and its product with V; and the product of tile j - 1, whose
   // probabilities the other warpgroup computes. Whichever is ready first comes first: where loads are slow the tile
   // before must be released early, where they are fast the tensor cores must not wait for the other's softmax.
-  enum class Order { kAlone, kScoresFirst, kOtherFirst };
+  enum class Order { kScoresFirst, kOtherFirst };
 
   // Whether tile j is there before the other's probabilities; the same in the whole warpgroup.
   FI_DEVICE bool has_arrived(const Consumer& c, int j) const {
@@ -143,7 +139,7 @@ struct MlaWgmmaKernel {
     const auto at = PipelineState::consumer_at<kStages>(c.taken + j);
     float x[32], alpha[2];
     unsigned weights[4][4];
-    if (kOrder == Order::kOtherFirst) {
+    if (kOrder == Order::kOtherFirst && j > 0) {
       add_other(c, j - 1, o, rows);
       wgmma_finish(o);
       release(at.stage ^ 1, c.group);

@@ -43,15 +43,17 @@ struct MlaMergeRow {
   FI_DEVICE static void add(float4& sum, float weight, float4 x) {
     sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
   }
-  // Writes four columns; those from column 0 on also the LSE.
-  template <class T>
-  FI_DEVICE void write(int column, float4 sum, float row_max, float row_sum) const {
+  // Writes four columns of each of kCount times 128; those from column 0 on also the LSE.
+  template <class T, int kCount>
+  FI_DEVICE void write(int column, const float4 (&sums)[kCount], float row_max, float row_sum) const {
     const auto at = params.row(packed);
     const float factor = params.finish<CudaMath>(at.head, row_max, row_sum);
     const int64_t token = item.request.qo_begin + at.token;
     T* out = static_cast<T*>(params.out) + token * params.out_token + at.head * params.out_head + column;
-    store_global(out, make_uint2(pack_pair(sum.x * factor, sum.y * factor, T()),
-                                 pack_pair(sum.z * factor, sum.w * factor, T())));
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      store_global(out + i * 128, make_uint2(pack_pair(sums[i].x * factor, sums[i].y * factor, T()),
+                                             pack_pair(sums[i].z * factor, sums[i].w * factor, T())));
     if (params.lse && column == 0)
       params.lse[token * params.heads.value + at.head] = softmax_lse<CudaMath>(row_max, row_sum) * params.lse_factor;
   }
@@ -208,9 +210,7 @@ struct MlaMerge {
           for (int piece = 0; piece < kPieces; ++piece) MlaMergeRow::add(sums[piece], factor, values[k][piece]);
         }
       }
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece)
-        row.template write<T>(piece * 128 + lane * 4, sums[piece], top, row_sum);
+      row.template write<T>(lane * 4, sums, top, row_sum);
     }
   }
 
@@ -244,7 +244,7 @@ struct MlaMerge {
             state.add(other, shared.sums[warp + i][lane]);
           }
       }
-      if (exists && member == 0) row.template write<T>(column, state.sum, state.row_max, state.row_sum);
+      if (exists && member == 0) row.template write<T>(column, {state.sum}, state.row_max, state.row_sum);
       if (each > 1) sync();
     }
   }

@@ -153,16 +153,17 @@ struct MlaProducer {
         pages.advance(i, tile);
         const int here = pages.page_of(i), token = pages.slot_of(i);
         const int later = pages.later_page_of(i, kAhead), later_token = pages.later_slot_of(i, kAhead);
+        // Not unrolled, here and in prefetch_tile: the first tile waits for these instructions.
         if (lane == 0) {
           if (params.cluster > 1 && i + kAhead >= kStages && (tile + kAhead) * kKeys < high)
             prefetch_tile(policy, first, later, later_token);
-#pragma unroll
+#pragma unroll 1
           for (int n = 0; n < kParts; ++n) {
             const int part = part_of(i, n), blocks = n < 2 ? kPartBlocks : 1;
             shared.empty[at.stage][part].wait(at.phase);
             Barrier& full = shared.full[at.stage][part];
             full.arrive_expect(blocks * kBlock * 2);
-#pragma unroll
+#pragma unroll 1
             for (int k = 0; k < blocks; ++k) {
               const int b = part * kPartBlocks + k;
               const TensorMap& map = n < 2 ? params.ckv_map : params.kpe_map;
@@ -180,11 +181,10 @@ struct MlaProducer {
 
   // CTAs of a cluster read the same tile: each brings some of its blocks to L2.
   FI_DEVICE void prefetch_tile(uint64_t policy, int first, int page, int token) const {
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b)
-      if (b % params.cluster == first / kRows)
-        tma_prefetch_hinted(b < kLatentBlocks ? params.ckv_map : params.kpe_map, policy, b < kLatentBlocks ? b * 64 : 0,
-                            token, page);
+#pragma unroll 1
+    for (int b = first / kRows; b < kBlocks; b += params.cluster)
+      tma_prefetch_hinted(b < kLatentBlocks ? params.ckv_map : params.kpe_map, policy, b < kLatentBlocks ? b * 64 : 0,
+                          token, page);
   }
 
   // By cp.async: warp w loads keys 16 w .. 16 w + 15 of a tile, four at a time with eight lanes for each.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import ceilings
+import products
 from records import ROOT, Result, beside, by_case, geometric, number, rows, table
 
 SAME = 0.02  # times closer than this are called equal: one kernel differs by as much between two machines
@@ -274,6 +275,8 @@ TABLES: dict[str, Callable[[], str]] = {  # by the name that a page gives in its
     "custom-attention": lambda: (
         comparison(custom_attention()).replace("fi us", "variant us").replace("speedup", "built in / variant")
     ),
+    "gemm": products.gemm_table,
+    "gemm-few-tokens": products.few_tokens_table,
     "gemm-ceilings": ceilings.gemm_table,
     "moe-ceilings": ceilings.moe_table,
     "mla-ceilings": ceilings.mla_table,

@@ -1,7 +1,7 @@
 // The host entry of scale, compiled for the CPU (FI_CUDA = 0) or as the launcher of scale.cu (FI_CUDA = 1).
 #include "scale.h"
 
-#include "fi/host/op.h"
+#include "fi/host/function.h"
 
 #if !FI_CUDA
 #include "fi/cpu/parallel.h"
@@ -32,4 +32,4 @@ void scale(const fi::Kernel& kernel, fi::Tensor out, fi::Tensor x, double a) {
 
 }  // namespace
 
-FI_OP(scale, "out", "x", "a")
+FI_FUNCTION(scale, "out", "x", "a")

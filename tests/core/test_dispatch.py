@@ -12,10 +12,10 @@ import torch
 from fi_core.registry import ops
 from fi_core.runtime.dispatch import Choice, Request, choose, explain, specs
 from fi_core.runtime.errors import UnsupportedError
+from fi_core.runtime.launch.kernel import host_module
 from fi_core.runtime.launch.operator import planned
 from fi_core.runtime.spec.arguments import REQUIRED
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, at_least, exactly
-from fi_core.runtime.spec.dtype import short_name
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
 from fi_core.runtime.spec.target import CPU, Target
 
@@ -195,18 +195,17 @@ def bf16_call(op: Op) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("op", ops().values(), ids=lambda op: op.name)
-def test_the_facts_of_a_call_give_a_value_for_every_field(op: Op) -> None:
+def test_a_host_module_makes_a_request_with_a_value_for_every_field(op: Op) -> None:
     """Of a call of bf16 tensors that the op can serve."""
-    if not op.read:
-        assert not op.fields, "nothing is read of a call, so nothing may be asked"
+    if op.is_composite:
         return
-    read = eval(f"({op.read},)", bf16_call(op))
-    assert hash(read) is not None, "it is a key of calls"
-    values = op.request(*read) if op.request else read
-    assert len(values) == len(op.fields)
-    for (name, field), value in zip(op.fields.items(), values):
-        short = short_name(value) if isinstance(value, torch.dtype) else value
-        assert field.values is None or short in field.values, f"{name}: {value}"
+    given = bf16_call(op)
+    values = (0 if argument.kind == "str" else given[argument.name] for argument in op.native)
+    place, backend, *words = map(int, host_module(op, "cpu")["request"](*values).split())
+    assert (place, backend) == (1 << 32, 0), "of the CPU, and no backend"
+    assert len(words) == len(op.fields)
+    for (name, field), word in zip(op.fields.items(), words):
+        assert field.values is None or field.value(word) in field.values, f"{name}: {field.value(word)}"
 
 
 def test_a_device_of_another_kind_is_refused() -> None:

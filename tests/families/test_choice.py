@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -16,8 +15,8 @@ import fi_core
 from fi_core.observe.draw import Outline
 from fi_core.registry import described, operator, ops
 from fi_core.runtime.errors import UnsupportedError
-from fi_core.runtime.launch.dispatch_cache import program
-from fi_core.runtime.launch.operator import OTHER_DEVICE, Rehearsal, multiprocessors_of, target_of
+from fi_core.runtime.launch import operator as launch_operator
+from fi_core.runtime.launch.operator import Rehearsal, multiprocessors_of, target_of
 from fi_core.runtime.spec.dtype import short_name
 from fi_core.runtime.spec.target import CPU, Target, cuda_target
 
@@ -166,7 +165,7 @@ def test_the_op_of_a_product_with_fp4_weights(m: int, target: Target, expected: 
 
 
 def test_misaligned_rows_take_another_kernel_and_aligned_ones_the_first() -> None:
-    """The launcher finds misaligned rows. A backend that requires alignment refuses them, with the reason."""
+    """Alignment is a field of the request. A backend that requires alignment refuses them, with the reason."""
     q, cache, one = torch.empty(1, 4, 64).half(), torch.empty(2, 2, 16, 2, 64).half(), torch.ones(1, dtype=torch.int32)
     shifted = torch.empty(q.numel() + 1).half()[1:].view(q.shape)
     with Rehearsal(HOPPER, 132, SHARED):
@@ -253,60 +252,39 @@ def test_the_profiler_sees_the_rehearsed_kernel_entries(name: str, facts: dict[s
 
 
 def _units(op: Any) -> Iterator[tuple[Any, ...]]:
-    """The kernel entries of every unit that was bound."""
-    from fi_core.registry import operator
-
-    for kernel in operator(op.name).kernels.values():
-        unit = kernel.spec.unit()
-        if unit:
-            yield unit.entries
+    """The kernel entries of every unit that was chosen."""
+    for choice in operator(op.name).choices:
+        if choice is not None and choice.entries:
+            yield choice.entries
 
 
-def test_a_call_finds_the_kernel_of_its_device() -> None:
-    """A kernel declines tensors of another device; this call and later ones use the kernel of theirs."""
-    found, asked = operator("rmsnorm"), []
-    x, weight = torch.randn(3, 64), torch.ones(64)
-    found.forget()
-    want = fi_core.rmsnorm(x, weight)
-    ((key, own),) = found._bound.items()
-
-    def elsewhere(*_: Any) -> int:
-        asked.append(key)
-        return OTHER_DEVICE
-
-    found._bound[key] = elsewhere, own[1]
-    found._caches.clear()
-    assert torch.equal(fi_core.rmsnorm(x, weight), want) and torch.equal(fi_core.rmsnorm(x, weight), want)
-    assert len(asked) == 1 and found._bound[key] is own
-
-
-def test_the_facts_of_every_op_are_read_by_its_host_module() -> None:
-    for op in ops().values():
-        assert not op.read or len(program(op)) % 3 == 0
-
-
-@pytest.mark.parametrize("read", ["input.device", "input is out", "input.data_ptr()", "len(input.shape)", "layout"])
-def test_an_op_reads_nothing_that_calls_with_equal_facts_may_differ_in(read: str) -> None:
-    with pytest.raises(ValueError, match="read must consist of"):
-        program(dataclasses.replace(operator("rmsnorm").op, read=read))
-
-
-def test_calls_of_one_kind_are_bound_by_their_facts() -> None:
-    """The cache of a host module finds the kernels that the facts read in Python select, whichever call came before."""
+def test_each_request_finds_its_kernel_whichever_call_came_before() -> None:
     found = operator("gemm")
-    found.forget()
     a, b, out = torch.randn(6, 32), torch.randn(24, 32), torch.empty(6, 24)
-    halves = [x.to(torch.bfloat16) for x in (a, b, out)]
-    for _ in range(3):
-        for x, y, z in ([x.half() for x in (a, b, out)], halves):
-            choice = found.function(z, x, y)
-            assert choice is not None and choice.request.facts()["a"] == short_name(x.dtype)
-    assert len(found._caches) == 1 and len(found._bound) == 2
+    calls = [[x.to(dtype) for x in (out, a, b)] for dtype in (torch.float16, torch.bfloat16)]
+    first = [found.function(*call) for call in calls]
+    for choice, (_, x, _) in zip(first, calls):
+        assert choice is not None and choice.request.facts()["a"] == short_name(x.dtype)
+    assert [found.function(*call) for call in calls] == first
+
+
+def test_a_forgotten_request_is_learned_again() -> None:
+    found, x = operator("act_and_mul"), torch.randn(4, 64)
+    before = fi_core.silu_and_mul(x)
+    kernels = dict(found.kernels)
     found.forget()
-    assert not found._caches
+    assert torch.equal(fi_core.silu_and_mul(x), before)
+    assert found.kernels == kernels, "no kernel is bound twice"
 
 
-def test_threads_share_the_calls_that_a_host_module_remembers() -> None:
+def test_more_requests_than_a_host_module_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_operator, "_MOST_REQUESTS", 3)
+    for rows in (*range(1, 9), *range(1, 9)):
+        a, b = torch.randn(rows, 32).half(), torch.randn(8, 32).half()
+        torch.testing.assert_close(fi_core.mm_bf16(a.bfloat16(), b.bfloat16().t()), a.bfloat16() @ b.bfloat16().t())
+
+
+def test_threads_share_the_requests_that_a_host_module_knows() -> None:
     found = operator("gemm")
     found.forget()
 

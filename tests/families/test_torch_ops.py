@@ -287,11 +287,13 @@ def test_subclasses_get_the_registered_op(call: Call) -> None:
         inner = tensors[at]
         call(*(Wrapped(t) if t is inner else t for t in tensors))
         assert target in Wrapped.seen
-    tensors, Marked.seen = call.tensors, []
-    first = tensors[0]
-    got = call(*(t.as_subclass(Marked) if t is first else t for t in tensors))
-    assert Marked.seen == [target]
-    assert_same([t.as_subclass(torch.Tensor) for t in got], want)
+    for known in (False, True):  # a call whose kernel is known reads a subclass with memory as its memory
+        tensors, Marked.seen = call.tensors, []
+        if not known:
+            operators()[call.name].forget()
+        got = call(*(t.as_subclass(Marked) if t is tensors[0] else t for t in tensors))
+        assert Marked.seen == ([] if known else [target])
+        assert_same([t.as_subclass(torch.Tensor) for t in got], want)
 
 
 def _quantized(t: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import ast
 import re
 from pathlib import Path
 
+from fi_core.registry import ops
 from house.tree import CORE, KERNELS, PACKAGES, files_of, parse, relative
 
 SUFFIXES = (".py", ".h", ".cuh", ".cc", ".cu")
@@ -65,12 +66,14 @@ def calls_of(path: Path, names: set[str]) -> list[ast.Call]:
 
 
 def test_host_entries_take_the_generated_arguments() -> None:
-    """`void op(const Kernel&, const OpArgs&)`, exported without a list of names."""
+    """`void op(const Kernel&, const OpArgs&)`, beside `OpRequest request_of(const OpArgs&)` if requests have fields."""
     wrong = []
     for path in files_of(KERNELS / "csrc", ".cc"):
         text, stem = path.read_text(), "".join(word.capitalize() for word in path.stem.split("_"))
         entries = re.findall(r"^FI_OP\(([^)]*)\)", text, re.MULTILINE)
         taken = re.findall(rf"\(const Kernel& ?\w*,\s*const {stem}Args& \w+", text)
-        if len(entries) != 1 or "," in entries[0] or not taken:
+        made = re.findall(rf"^{stem}Request request_of\(const {stem}Args& \w+\) {{", text, re.MULTILINE)
+        asked = f"fi::{path.stem}, fi::request_of" if made else f"fi::{path.stem}"
+        if entries != [asked] or not taken or bool(made) != bool(ops()[path.stem].fields):
             wrong.append(f"{relative(path)}: FI_OP({'; '.join(entries)})")
     assert not wrong, "\n".join(wrong)

@@ -91,10 +91,6 @@ class Gpu:
         self.pool.submit(_call, op, axes, dict(arguments), stream, options).result()
         return self.calls()
 
-    def result(self, op: str, axes: Call, arguments: Mapping[str, object], **options: Any) -> int | None:
-        """What a call returns to Python: None, or why the kernel declines it."""
-        return self.pool.submit(_call, op, axes, dict(arguments), 0, options).result()
-
     def bind(self, op: str, axes: Call, **options: Any) -> dict[str, tuple[Path, str]]:
         """Where the files came from: {"host": (path, origin), "cubin": ...}.
 
@@ -182,7 +178,7 @@ def _messages() -> list[str]:
     return _said
 
 
-def _call(name: str, axes: Call, given: Call, stream: int, options: dict[str, Any]) -> int | None:
+def _call(name: str, axes: Call, given: Call, stream: int, options: dict[str, Any]) -> None:
     import tvm_ffi
 
     from fi_core.registry import operator
@@ -193,17 +189,16 @@ def _call(name: str, axes: Call, given: Call, stream: int, options: dict[str, An
         for device in {a.device for a in arguments if isinstance(a, Tensor) and a.device_type == CUDA}:
             stack.enter_context(tvm_ffi.use_raw_stream(tvm_ffi.device(f"cuda:{device}"), stream))
         given_tensors = (tvm_ffi.from_dlpack(_Exporter(a)) if isinstance(a, Tensor) else a for a in arguments)
-        result: int | None = kernel.call(*given_tensors)
-        return result
+        kernel.run(*given_tensors)
 
 
 def in_order(op: Any, given: Mapping[str, object]) -> list[Any]:
-    """What a host entry is called with: the native arguments of an op, its defaults for what is not given."""
-    native = [argument for argument in op.parsed if argument.native]
+    """What a host module is called with, its defaults for what is not given; a backend is a number there."""
+    native = op.native
     assert set(given) <= {argument.name for argument in native}, f"{op.name} takes {[a.name for a in native]}"
     missing = [a.name for a in native if a.name not in given and a.default is REQUIRED]
     assert not missing, f"{op.name} requires {', '.join(missing)}"
-    return [given.get(argument.name, argument.default) for argument in native]
+    return [0 if argument.kind == "str" else given.get(argument.name, argument.default) for argument in native]
 
 
 class _DLTensor(ctypes.Structure):

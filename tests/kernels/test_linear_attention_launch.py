@@ -22,7 +22,7 @@ def prefill(arch: str, sequences: int, heads: int, channel: bool, segment: int =
     tokens, dim = 1024 * sequences, 128
     gate = "channel" if channel else "head"
     choice = choose(Request.of(CHUNK_GATED_DELTA_RULE, Target("cuda", arch), {"gate": gate}))
-    call, module = rehearse(choice.spec, 132, SHARED[arch])
+    kernel = rehearse(choice.spec, 132, SHARED[arch])
     _, size = _sizes(132, tokens, heads, dim, sequences, segment > 0, segment, channel)
     x = torch.empty(tokens, heads, dim, dtype=torch.bfloat16)
     arguments: dict[str, Any] = {
@@ -30,8 +30,8 @@ def prefill(arch: str, sequences: int, heads: int, channel: bool, segment: int =
         "g": torch.empty(tokens, heads, *([dim] if channel else [])), "segment_tokens": segment,
         "workspace": torch.empty(size, dtype=torch.uint8),
     }  # fmt: skip
-    call(*in_order(CHUNK_GATED_DELTA_RULE, arguments))
-    return launches(module)
+    kernel.run(*in_order(CHUNK_GATED_DELTA_RULE, arguments))
+    return launches(kernel.module)
 
 
 def columns(launch: Launch) -> int:

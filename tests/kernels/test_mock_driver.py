@@ -19,7 +19,6 @@ from fi_core.registry import operator, ops
 from fi_core.runtime.build import compiler, sources
 from fi_core.runtime.errors import MissingKernelError
 from fi_core.runtime.files import packed
-from fi_core.runtime.launch.operator import OTHER_DEVICE
 from fi_core.runtime.resolve import built
 from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.op import Entry, Op, Spec
@@ -201,19 +200,20 @@ def test_no_driver_call_fails_in_a_thread_without_a_context(start: Start) -> Non
     assert [call for call in calls if call["call"] == "failed"] == []
 
 
-def test_a_kernel_declines_tensors_of_a_device_that_it_does_not_serve(start: Start) -> None:
-    """The operator then binds a kernel for that device; the first tensor decides."""
+def test_a_kernel_refuses_tensors_of_a_device_that_it_does_not_serve(start: Start) -> None:
+    """The request of a call names its device, so only who asks for a kernel by its number meets this."""
     gpu = start()
     tensors = {"out": Tensor(OUT, (4, 4096), "bf16"), "input": Tensor(X, (4, 4096), "bf16")}
     given = tensors | {"weight": Tensor(W, (4096,), "bf16")}
-    assert gpu.result("rmsnorm", AXES, given) is None
-    assert len(launches(gpu.calls())) == 1
+    assert len(launches(gpu.call("rmsnorm", AXES, given))) == 1
     on_cpu = {name: tensor._replace(device_type=CPU) for name, tensor in given.items()}
-    assert gpu.result("rmsnorm", AXES, on_cpu) == OTHER_DEVICE
+    with pytest.raises(ValueError, match="rmsnorm: the kernel was planned for another device than that of out, cpu"):
+        gpu.call("rmsnorm", AXES, on_cpu)
     assert launches(gpu.calls()) == []
     mixed = start(FI_MOCK_CAPABILITY="90,80")  # of GPU 0 and of the others
     on_other = {name: tensor._replace(device=1) for name, tensor in given.items()}
-    assert mixed.result("rmsnorm", AXES, on_other, arch="90a") == OTHER_DEVICE
+    with pytest.raises(ValueError, match="rmsnorm: the kernel was planned for another device than that of out, cuda:1"):
+        mixed.call("rmsnorm", AXES, on_other, arch="90a")
     assert launches(mixed.calls()) == []
 
 

@@ -87,38 +87,38 @@ def test_a_rehearsal_launches_what_a_device_would_be_given(
     entry: str,
 ) -> None:
     given = launches(start(90).call(spec.op.name, dict(spec.axes), arguments, implementation=spec.implementation))
-    call, module = rehearse(spec, MULTIPROCESSORS, SHARED_LIMIT)
-    call(*in_order(spec.op, on_cpu(arguments)))
-    found = rehearsed(module)
+    kernel = rehearse(spec, MULTIPROCESSORS, SHARED_LIMIT)
+    kernel.run(*in_order(spec.op, on_cpu(arguments)))
+    found = rehearsed(kernel.module)
     assert found == tuple(map(seen, given))
     assert [launch.entry for launch in found] == [entry]
 
 
 def test_only_the_last_call_is_told() -> None:
-    call, module = rehearse(RMSNORM, MULTIPROCESSORS, SHARED_LIMIT)
+    kernel = rehearse(RMSNORM, MULTIPROCESSORS, SHARED_LIMIT)
     for rows in (2, 9):
-        call(*in_order(RMSNORM.op, on_cpu(rmsnorm(rows, 4096))))
-    (one,) = rehearsed(module)
+        kernel.run(*in_order(RMSNORM.op, on_cpu(rmsnorm(rows, 4096))))
+    (one,) = rehearsed(kernel.module)
     assert one.grid == (9, 1, 1)
     assert str(one) == "rmsnorm_cta_256_2: grid 9 x 1 x 1, 256 threads, 0 B shared, pdl"
-    call(*in_order(RMSNORM.op, on_cpu(rmsnorm(0, 4096))))
-    assert rehearsed(module) == (), "nothing is launched for nothing"
+    kernel.run(*in_order(RMSNORM.op, on_cpu(rmsnorm(0, 4096))))
+    assert rehearsed(kernel.module) == (), "nothing is launched for nothing"
 
 
 def test_arguments_are_checked_as_in_a_call() -> None:
-    call, module = rehearse(RMSNORM, MULTIPROCESSORS, SHARED_LIMIT)
+    kernel = rehearse(RMSNORM, MULTIPROCESSORS, SHARED_LIMIT)
     with pytest.raises(ValueError, match=r"rmsnorm: weight must have shape .*4096.*got \[4095\]"):
-        call(*in_order(RMSNORM.op, on_cpu(rmsnorm(4, 4096) | {"weight": Tensor(0, (4095,), "bf16")})))
-    assert rehearsed(module) == ()
+        kernel.run(*in_order(RMSNORM.op, on_cpu(rmsnorm(4, 4096) | {"weight": Tensor(0, (4095,), "bf16")})))
+    assert rehearsed(kernel.module) == ()
 
 
 def test_the_device_that_is_meant_shapes_the_launch() -> None:
     """A cluster of decode has as many CTAs as a device of so many multiprocessors runs at once."""
     grids = []
     for multiprocessors in (MULTIPROCESSORS, 16):
-        call, module = rehearse(DECODE, multiprocessors, SHARED_LIMIT)
-        call(*in_order(DECODE.op, on_cpu(decode(8))))
-        (one,) = rehearsed(module)
+        kernel = rehearse(DECODE, multiprocessors, SHARED_LIMIT)
+        kernel.run(*in_order(DECODE.op, on_cpu(decode(8))))
+        (one,) = rehearsed(kernel.module)
         grids.append((one.entry, one.cluster))
     assert grids[0] == ("batch_decode_cluster", 4) and grids[1] != grids[0]
 

@@ -1,7 +1,7 @@
 // Launches one unit kernel of the device building blocks: describes a and b for TMA in the 128-byte swizzle.
 #include "blocks.h"
 
-#include "fi/host/op.h"
+#include "fi/host/function.h"
 
 namespace {
 
@@ -30,4 +30,4 @@ void blocks(const fi::Kernel& kernel, fi::Tensor out, fi::Tensor a, fi::Tensor b
 
 }  // namespace
 
-FI_OP(blocks, "out", "a", "b", "counters", "entry", "grid", "rows_a", "rows_b", "group_m")
+FI_FUNCTION(blocks, "out", "a", "b", "counters", "entry", "grid", "rows_a", "rows_b", "group_m")

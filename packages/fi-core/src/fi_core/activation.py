@@ -39,7 +39,6 @@ ACT_AND_MUL = Op(
     name="act_and_mul",
     family="activation",
     arguments="Tensor(a!) out, Tensor input, int act, bool? enable_pdl=None",
-    read="input.dtype",
     axes={"dtype": ("f16", "bf16", "f32")},
     config=_Config,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _unit)),

@@ -101,5 +101,5 @@ def loaded_kernels() -> dict[str, str]:
     found: dict[str, str] = {}
     for kernel in (kernel for known in operators().values() for kernel in known.kernels.values()):
         places = dict.fromkeys(file.origin for file in kernel.origins.values())
-        found.setdefault(kernel.spec.name, " + ".join(places))
+        found.setdefault(kernel.name, " + ".join(places))
     return found

@@ -63,7 +63,6 @@ TOP_K = Op(
     "Tensor(d!)? out_raw_indices=None, Tensor? lengths=None, Tensor? row_starts=None, Tensor? src_page_table=None, "
     "Tensor? row_to_batch=None, Tensor? page_table_row_starts=None, Tensor? offsets=None, int page_size=1, "
     "bool prefer_last=False, bool sorted=False",
-    read="input.dtype",
     axes={"dtype": ("f32", "f16", "bf16")},
     config=_Config,
     implementations=(

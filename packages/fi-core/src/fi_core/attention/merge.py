@@ -78,7 +78,6 @@ MERGE_STATE = Op(
     family="attention",
     arguments="Tensor(a!) v, Tensor(b!) s, Tensor v_b, Tensor s_b, Tensor? v_a=None, Tensor? s_a=None, "
     "Tensor? mask=None",
-    read="v.dtype",
     axes={"dtype": ("f16", "bf16", "f32")},
     config=_MergeStateConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _merge_state_unit)),
@@ -88,7 +87,6 @@ MERGE_STATES = Op(
     name="merge_states",
     family="attention",
     arguments="Tensor(a!) out, Tensor(b!) out_s, Tensor v, Tensor s",
-    read="out.dtype",
     axes={"dtype": ("f16", "bf16", "f32")},
     config=_MergeStatesConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _merge_states_unit)),

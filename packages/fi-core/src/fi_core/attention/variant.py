@@ -39,7 +39,7 @@ TENSOR_TYPES = {
 _ON_CUDA_ONLY = {"half", "__half", "nv_bfloat16", "__nv_bfloat16"}
 _FLOATS = ("double", "float")
 _INTS = ("int64_t", "int32_t", "int", "uint32_t", "uint64_t", "bool")
-_MOST = 64  # arguments; Extras of fi/host/op.h
+_MOST = 64  # arguments; Extras of fi/host/arguments.h
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _TAKEN = {"num_qo_heads", "num_kv_heads", "qo_len", "kv_len", "window_left", "set", "get_qo_len", "get_kv_len"}
 # Words that occur only in FlashInfer's structs for Hopper.
@@ -281,4 +281,4 @@ class CustomOp:
         entries: tuple[Entry, ...] = ()
         if target.kind == "cuda":
             entries = self.unit(self.form(target, implementation)).entries
-        return bind_artifacts(self.op.name, self.name, artifacts, entries, device.index or 0)[0]
+        return bind_artifacts(self.name, artifacts, entries, device.index or 0).run

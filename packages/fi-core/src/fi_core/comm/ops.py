@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, Rule, at_least, exactly
@@ -41,17 +41,6 @@ def _all_reduce_unit(axes: Values) -> Unit:
     return Unit(header, "AllReduceParams", entries)
 
 
-def _reduce_request(dtype: Any, norm: bool, quantized: Any, scales: Any, shots: int, scatter: bool) -> tuple[Any, ...]:
-    """The form of quantization is told by the dtypes of the values and their scales."""
-    if not norm or quantized is None:
-        output = "norm" if norm else "sum"
-    elif "uint8" in str(quantized):
-        output = "e2m1"
-    else:
-        output = "e4m3" if scales is None else "row_e4m3" if "float32" in str(scales) else "group_e4m3"
-    return dtype, output, "scatter" if scatter else "one_shot" if shots == 1 else "two_shot"
-
-
 _QUANTIZES_16_BITS = Rule(
     ("dtype", "output"), "f16 or bf16 where the norm is quantized",
     lambda dtype, output: dtype != "f32" or output in ("sum", "norm"),
@@ -66,9 +55,6 @@ ALL_REDUCE = Op(
     "Tensor(e!)? scale_out=None, Tensor? residual_in=None, Tensor? weight=None, Tensor? scale=None, "
     "int layout=0, int group=128, float eps=1e-06, int timeout_ms=300000, int shots=1, bool scatter=False, "
     "bool? enable_pdl=None, bool trigger_at_end=True, int? ctas=None",
-    read="input.dtype, weight is not None, quant_out is not None and quant_out.dtype or None, "
-    "scale_out is not None and scale_out.dtype or None, shots, scatter",
-    request=_reduce_request,
     fields={
         "dtype": Field(("f16", "bf16", "f32"), "bf16"),
         "output": Field(tuple(_OUTPUTS), "sum"),
@@ -139,7 +125,6 @@ MOE_COMBINE = Op(
     family="comm",
     arguments="Tensor payload, Tensor(a!) workspace, Tensor peers, Tensor status, int rank, int rotation_bytes, "
     "int control_offset, Tensor rows, Tensor(b!) out, int timeout_ms=300000, bool? enable_pdl=None",
-    read="payload.dtype",
     axes={"dtype": ("bf16", "f16", "f32")},
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda_core", at_least(80), _moe_combine_unit)),
     prebuilt=({"dtype": "bf16"},),

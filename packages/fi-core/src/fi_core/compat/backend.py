@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from fi_core.runtime.env import env
 from fi_core.runtime.errors import BackendSupportedError, ExperimentalWarning
+from fi_core.runtime.signature import define
 
 if TYPE_CHECKING:
     import torch
@@ -293,20 +294,16 @@ def named_backends(
             reason = names.get(backend) or f"it has {', '.join(serving)}"  # type: ignore[call-overload]
             raise BackendSupportedError(f"{rules.name} does not support backend {backend!r}: {reason}")
 
-        # Parameters by name: packing and unpacking them takes 0.4 us.
         parameters = rules.signature.parameters.values()
         positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
         by_name = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
         taken = [f"{p.name}{'' if p.default is p.empty else '=None'}" for p in positional]  # true defaults: below
         taken += ["*", *(f"{p.name}=None" for p in by_name), "skip_check=False"]
         given = [p.name for p in positional] + [f"{p.name}={p.name}" for p in by_name]
-        lines = [f"def {func.__name__}({', '.join(taken)}):"]
-        if not unnamed:
-            lines += ["    if backend not in serving and backend is not None:", "        refuse(backend)"]
-        lines += [f"    return func({', '.join(given)})"]
+        named = [] if unnamed else ["if backend not in serving and backend is not None:", "    refuse(backend)"]
         scope: dict[str, Any] = {"func": func, "serving": serving, "refuse": refuse}
-        exec(compile("\n".join(lines), f"<backends of {func.__name__}>", "exec"), scope)
-        wrapper: Any = functools.update_wrapper(scope[func.__name__], func)
+        made = define(func.__name__, taken, [*named, f"return func({', '.join(given)})"], scope)
+        wrapper: Any = functools.update_wrapper(made, func)
         wrapper.__defaults__ = func.__defaults__
         wrapper.__kwdefaults__ = {**(func.__kwdefaults__ or {}), "skip_check": False}
         for query in ("is_backend_supported", "is_compute_capability_supported", "has_backend", "has_backend_choices"):

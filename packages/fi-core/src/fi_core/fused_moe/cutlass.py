@@ -10,7 +10,6 @@ from fi_core.fused_moe.experts import compute_layer
 from fi_core.fused_moe.formats import check_experts, layer_of
 from fi_core.fused_moe.layer import Scratch, TokenExperts
 from fi_core.observe.log import fi_api
-from fi_core.runtime.launch.chain import chained
 from fi_core.tllm_enums import ActivationType
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
 
 @fi_api(trace=trace.cutlass)
-@chained("output")
 def cutlass_fused_moe(
     input: torch.Tensor,
     token_selected_experts: torch.Tensor,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.fused_moe.composition import MOST_PASSES, STREAMED_ACTIVATIONS, TILE_TOKENS
 from fi_core.runtime.launch.operator import operator
@@ -77,11 +77,6 @@ def _unit(axes: Values) -> Unit:
     return Unit("fi/fused_moe/moe_experts_sm90.cuh", "ExpertGemmParams", tuple(entries))
 
 
-def _request(x: Any, weight: Any, activation: int, tokens: int) -> tuple[Any, ...]:
-    most = _FP4_TOKENS if str(weight) == "torch.uint8" else TILE_TOKENS[-1]
-    return x, weight, ActivationType(activation).name, next(t for t in TILE_TOKENS if t >= min(tokens, most))
-
-
 _WEIGHTS = Rule(("x", "weight"), "weights of x's dtype, e4m3 or mxfp4", lambda x, weight: weight in (x, "e4m3", "u8"))
 MOE_EXPERTS = Op(
     name="moe_experts",
@@ -92,12 +87,10 @@ MOE_EXPERTS = Op(
     "float limit_value=3.4e38, int expected_tokens=8, Tensor(d!)? sum=None, Tensor? ids=None, Tensor? weights=None, "
     "Tensor? down_bias=None, int first_expert=0, int shuffle_tile=0, bool? enable_pdl=None",
     # expected_tokens: rows that a tile is to hold; experts with more take several tiles.
-    read="x.dtype, up.dtype, activation, expected_tokens",
-    request=_request,
     fields={
         "x": Field(("bf16", "f16"), "bf16"),
         "weight": Field(("bf16", "f16", "e4m3", "u8"), "bf16"),  # u8: mxfp4
-        "activation": Field(STREAMED_ACTIVATIONS, "Swiglu"),
+        "activation": Field(STREAMED_ACTIVATIONS, "Swiglu", ActivationType),
         "tokens": Field(TILE_TOKENS, 8),
     },
     config=ExpertsConfig,

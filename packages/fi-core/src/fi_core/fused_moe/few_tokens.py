@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, Rule, exactly
@@ -52,10 +52,6 @@ def _unit(axes: Values) -> Unit:
     return Unit("fi/fused_moe/moe_few_tokens.cuh", "MoeFewTokensParams", (entry,))
 
 
-def _request(x: Any, weight: Any, activation: int) -> tuple[Any, ...]:
-    return x, weight, ActivationType(activation).name
-
-
 _WEIGHTS = Rule(("x", "weight"), "weights of x's dtype or e4m3", lambda x, weight: weight in (x, "e4m3"))
 MOE_FEW_TOKENS = Op(
     name="moe_few_tokens",
@@ -65,12 +61,10 @@ MOE_FEW_TOKENS = Op(
     "Tensor? alpha=None, Tensor? beta=None, Tensor? limit=None, int activation=3, float alpha_value=1.0, "
     "float beta_value=0.0, float limit_value=3.4e38, int first_expert=0, int expected_slots=8, bool? enable_pdl=None",
     # expected_slots: of the experts here, by which work is shared out.
-    read="x.dtype, up.dtype, activation",
-    request=_request,
     fields={
         "x": Field(("bf16", "f16"), "bf16"),
         "weight": Field(("bf16", "f16", "e4m3"), "bf16"),
-        "activation": Field(ACTIVATIONS, "Swiglu"),
+        "activation": Field(ACTIVATIONS, "Swiglu", ActivationType),
     },
     config=FewTokensConfig,
     implementations=(

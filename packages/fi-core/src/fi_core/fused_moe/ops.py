@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fi_core.gemm.ops import TILES, GemmConfig, shared_bytes
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES
-from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
+from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
 from fi_core.tllm_enums import ActivationType
 
 _FLOATS = ("bf16", "f16", "f32")
@@ -33,7 +33,6 @@ MOE_ROUTE = Op(
     arguments="Tensor(a!) ids, Tensor(b!) weights, Tensor logits, Tensor? bias=None, Tensor(c!)? replay=None, "
     "int method=0, int n_group=1, int topk_group=1, float scale=1.0, bool normalize=True, int shared=0, "
     "bool? enable_pdl=None",
-    read="logits.dtype, weights.dtype",
     axes={"logits": _FLOATS, "weights": ("f32", "bf16", "f16")},
     config=_RouteConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _route_unit)),
@@ -59,7 +58,6 @@ MOE_SORT = Op(
     family="fused_moe",
     arguments="Tensor(a!) offsets, Tensor(b!) rows, Tensor(c!) positions, Tensor(d!) active, Tensor ids, "
     "Tensor(e!)? zeros=None, int first_expert=0, bool? enable_pdl=None",
-    read="ids.dtype",
     axes={"ids": ("i32", "i64", "i16")},
     config=_SortConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _sort_unit)),
@@ -89,7 +87,6 @@ MOE_GATHER = Op(
     family="fused_moe",
     arguments="Tensor(a!) out, Tensor(b!)? out_scale, Tensor x, Tensor? x_scale, Tensor positions, "
     "bool? enable_pdl=None",
-    read="x.dtype, out.dtype is not x.dtype",
     axes={"x": ("bf16", "f16", "e4m3", "u8"), "quantizes": (False, True)},
     config=_GatherConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _gather_unit)),
@@ -117,19 +114,17 @@ def _activation_unit(axes: Values) -> Unit:
     return Unit("fi/fused_moe/moe_activation.cuh", "MoeActivationParams", entries)
 
 
-def _activation_request(x: Any, out: Any, activation: int) -> tuple[Any, ...]:
-    return x, out, ActivationType(activation).name
-
-
 MOE_ACTIVATION = Op(
     name="moe_activation",
     family="fused_moe",
     arguments="Tensor(a!) out, Tensor(b!)? out_scale, Tensor x, Tensor offsets, Tensor? bias=None, Tensor? alpha=None, "
     "Tensor? beta=None, Tensor? limit=None, Tensor? quant=None, Tensor? columns=None, int activation=3, "
     "float alpha_value=1.0, float beta_value=0.0, float limit_value=3.4e38, bool? enable_pdl=None",
-    read="x.dtype, out.dtype, activation",
-    request=_activation_request,
-    axes={"x": _FLOATS, "out": ("bf16", "f16", "e4m3"), "activation": _ACTIVATIONS},
+    fields={
+        "x": Field(_FLOATS, "bf16"),
+        "out": Field(("bf16", "f16", "e4m3"), "bf16"),
+        "activation": Field(_ACTIVATIONS, "Swiglu", ActivationType),
+    },
     config=_ActivationConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _activation_unit)),
     prebuilt=({"x": "bf16", "out": "e4m3"},),
@@ -162,9 +157,10 @@ MOE_GATED_GEMM = Op(
     "Tensor offsets, Tensor? bias=None, Tensor? alpha=None, Tensor? beta=None, Tensor? limit=None, int activation=3, "
     "float alpha_value=1.0, float beta_value=0.0, float limit_value=3.4e38, int expected_m=-1, int tactic=-1, "
     "bool? enable_pdl=None",
-    read="x.dtype, activation",
-    request=lambda x, activation: (x, ActivationType(activation).name),
-    axes={"x": ("bf16", "f16", "e4m3"), "activation": _GATED},
+    fields={
+        "x": Field(("bf16", "f16", "e4m3"), "bf16"),
+        "activation": Field(_GATED, "Swiglu", ActivationType),
+    },
     config=GemmConfig,
     prebuilt=({"x": "e4m3", "activation": "Swiglu"},),
     implementations=(Implementation("cpu", ON_CPU), Implementation("wgmma_sm90", exactly(90), _gated_gemm_unit)),
@@ -190,7 +186,6 @@ MOE_FINALIZE = Op(
     family="fused_moe",
     arguments="Tensor(a!) out, Tensor y, Tensor? positions, Tensor? weights=None, Tensor? offsets=None, "
     "Tensor? bias=None, Tensor? columns=None, Tensor? added=None, bool? enable_pdl=None",
-    read="y.dtype, out.dtype",
     axes={"y": _FLOATS, "out": _FLOATS},
     config=_FinalizeConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _finalize_unit)),
@@ -238,8 +233,6 @@ MOE_MIXED_GEMM = Op(
     family="fused_moe",
     arguments="Tensor(a!) out, Tensor x, Tensor weight, Tensor scales, Tensor offsets, Tensor? rows=None, "
     "Tensor? alpha=None, int format=0, int layout=2, int expected_m=-1, bool? enable_pdl=None",
-    read="x.dtype, format",
-    request=lambda x, format: (x, _FORMATS[format] if 0 <= format < len(_FORMATS) else format),
     axes={"x": ("bf16", "f16"), "format": _FORMATS},
     config=_MixedConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("mma_sm80", at_least(80), _mixed_unit)),

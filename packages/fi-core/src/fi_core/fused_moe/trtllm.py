@@ -9,7 +9,6 @@ from fi_core.fused_moe.core import get_reorder_rows_for_gated_act_gemm_row_indic
 from fi_core.fused_moe.experts import compute_layer, run_experts, sort_slots
 from fi_core.fused_moe.layer import Layer, Projection, Tables, TokenExperts
 from fi_core.fused_moe.ops import moe_finalize
-from fi_core.runtime.launch.chain import constant
 from fi_core.tllm_enums import WeightLayout, is_gated_activation
 from fi_core.utils import get_shuffle_matrix_a_row_indices
 
@@ -30,7 +29,7 @@ def places_of_rows(rows: int, tile: int, alternates: bool, device: torch.device)
     order = get_shuffle_matrix_a_row_indices(torch.empty(rows, 1), tile)
     if alternates:
         order = get_reorder_rows_for_gated_act_gemm_row_indices(torch.empty(rows, 1))[order]
-    return constant(order.argsort().int().to(device))
+    return order.argsort().int().to(device)
 
 
 def check_layout(name: str, weight: torch.Tensor, layout: int) -> None:
@@ -85,7 +84,7 @@ def _identity(rows: int, device: torch.device) -> torch.Tensor:
     """`[rows, 1]`: each row's own number."""
     import torch
 
-    return constant(torch.arange(rows, dtype=torch.int32, device=device).view(-1, 1))
+    return torch.arange(rows, dtype=torch.int32, device=device).view(-1, 1)
 
 
 def _weights_of_rows(routed: Routed, tables: Tables) -> torch.Tensor:

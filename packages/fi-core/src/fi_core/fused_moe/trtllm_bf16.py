@@ -9,7 +9,6 @@ from fi_core.fused_moe.layer import Layer, Projection
 from fi_core.fused_moe.routing import Routed, route, unpacked
 from fi_core.fused_moe.trtllm import check_weights, prepared, run_layer
 from fi_core.observe.log import fi_api
-from fi_core.runtime.launch.chain import chained
 from fi_core.tllm_enums import ActivationType, WeightLayout, is_gated_activation
 
 if TYPE_CHECKING:
@@ -50,7 +49,6 @@ def _run(
 
 
 @fi_api
-@chained("output", by="hidden_states")
 def trtllm_bf16_moe(
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,
@@ -122,7 +120,6 @@ def trtllm_bf16_moe(
 
 
 @fi_api
-@chained("output", by="hidden_states")
 def trtllm_bf16_routed_moe(
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     hidden_states: torch.Tensor,

@@ -13,7 +13,6 @@ from fi_core.fused_moe.trtllm import check_weights, prepared, run_layer
 from fi_core.gemm import block_scaled
 from fi_core.observe.log import fi_api
 from fi_core.quantization.layout import SfLayout
-from fi_core.runtime.launch.chain import chained
 from fi_core.tllm_enums import ActivationType, WeightLayout, is_gated_activation
 
 if TYPE_CHECKING:
@@ -98,7 +97,6 @@ def _run(
 
 
 @fi_api
-@chained("output", by="hidden_states")
 def trtllm_fp4_block_scale_moe(
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,
@@ -191,7 +189,6 @@ def trtllm_fp4_block_scale_moe(
 
 
 @fi_api
-@chained("output", by="hidden_states")
 def trtllm_fp4_block_scale_routed_moe(
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     routing_bias: torch.Tensor | None,

@@ -14,7 +14,6 @@ from fi_core.fused_moe.trtllm import check_weights, prepared, run_layer
 from fi_core.gemm import block_scaled
 from fi_core.observe.log import fi_api
 from fi_core.quantization.layout import layout_of
-from fi_core.runtime.launch.chain import chained
 from fi_core.tllm_enums import ActivationType, Fp8QuantizationType, WeightLayout, is_gated_activation
 
 if TYPE_CHECKING:
@@ -123,7 +122,6 @@ def _shared(count: int | None, num_experts: int, local_num_experts: int) -> int:
 
 
 @fi_api(trace=trace.trtllm_blocks)
-@chained("output", by="hidden_states")
 def trtllm_fp8_block_scale_moe(
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,
@@ -229,7 +227,6 @@ def trtllm_fp8_block_scale_moe(
 
 
 @fi_api
-@chained("output", by="hidden_states")
 def trtllm_fp8_block_scale_routed_moe(
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     routing_bias: torch.Tensor | None,
@@ -339,7 +336,6 @@ def _run_tensors(
 
 
 @fi_api
-@chained("output", by="hidden_states")
 def trtllm_fp8_per_tensor_scale_moe(
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,
@@ -417,7 +413,6 @@ def trtllm_fp8_per_tensor_scale_moe(
 
 
 @fi_api
-@chained("output", by="hidden_states")
 def trtllm_fp8_per_tensor_scale_routed_moe(
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     routing_bias: torch.Tensor | None,

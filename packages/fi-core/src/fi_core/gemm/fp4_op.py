@@ -10,8 +10,6 @@ from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
 
 if TYPE_CHECKING:
-    from typing import Any
-
     import torch
 
 _COPY_BYTES = 16  # that addresses and strides of operands are multiples of
@@ -31,21 +29,11 @@ def _unit(axes: Values) -> Unit:
     return Unit("fi/gemm/gemm_fp4_sm90.cuh", "GemmFp4Params", (entry,))
 
 
-def _request(
-    out: torch.dtype, block: int, a_stride: int, b_stride: int, address: int, k: int, m: int
-) -> tuple[Any, ...]:
-    low = address | a_stride * 2 | b_stride | k // 2
-    return out, block, min(_COPY_BYTES, low & -low) if low else _COPY_BYTES, m
-
-
 GEMM_FP4 = Op(
     name="gemm_fp4",
     family="gemm",
     arguments="Tensor(a!) out, Tensor a, Tensor b, Tensor b_scale, Tensor? alpha=None, "
     "int block_size=16, bool? enable_pdl=None",
-    read="out.dtype, block_size, a.stride(0), b.stride(0), (a.data_ptr() | b.data_ptr()) & "
-    f"{_COPY_BYTES - 1}, a.shape[-1] & {2 * _COPY_BYTES - 1}, min(a.shape[0], {_TOKENS[-1]})",
-    request=_request,
     fields={
         "out": Field(("f16", "bf16", "f32"), "bf16"),
         "block": Field((16, 32), 16),

@@ -10,9 +10,7 @@ from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
 
 if TYPE_CHECKING:
-    from typing import Any
-
-    import torch
+    pass
 
 _SHARED = 227 * 1024  # bytes of a CTA
 _TMA_BYTES = 16  # that addresses and strides of operands are multiples of
@@ -138,15 +136,9 @@ def _mma_unit(axes: Values) -> Unit:
 # two warpgroups a cluster may split k.
 _SMALL_M_TILES = ((1, 2), (2, 2), (3, 1), (4, 1))
 _SMALL_M_TOKENS = (8, 16, 32, 64)  # of a tile
-# Twice as many tokens are two tiles where all CTAs run at the same time: n up to 66 tiles of 64 rows. H200, 128 tokens,
-# us of wgmma_small_m_sm90 and wgmma_sm90: 4096 x 7168 fp8 17.7 and 21.1, bf16 25.7 and 34.3; 7168 x 2048 14.1, 13.1.
-_FEW_ROWS = 66 * 64
-_MOST_TOKENS = 2 * _SMALL_M_TOKENS[-1]
+_MOST_TOKENS = 2 * _SMALL_M_TOKENS[-1]  # where n is "few": request_of of gemm.cc tells, and when k is "short"
 _LARGE_M = _MOST_TOKENS + 1
-# Bytes of a row of b with which the epilogue decides, where whole lines are stored faster by the kernel for any number
-# of tokens. H200, 128 products, us of wgmma_small_m_sm90 and wgmma_sm90: bf16 64 x 512 x 128 18.6 and 13.7, fp8 14.8
-# and 11.3; bf16 16 x 512 x 128 14.4 and 13.1, fp8 10.4 and 11.0.
-_SHORT_K_BYTES, _SHORT_K_TOKENS = 1024, 16
+_SHORT_K_TOKENS = 16
 _SCALE_ROWS = {"rows": 0, "blocks": 128, "column_blocks": 1}
 
 
@@ -170,43 +162,6 @@ def _small_m_unit(axes: Values) -> Unit:
     return Unit("fi/gemm/gemm_small_m_sm90.cuh", "GemmSmallMParams", tuple(entries))
 
 
-def _request(
-    a: torch.dtype,
-    b: torch.dtype,
-    out: torch.dtype,
-    block_scales: Any,
-    shape: tuple[int, int],
-    b_transposed: bool,
-    scales_transposed: bool,
-    rows: str,
-    a_strides: tuple[int, ...],
-    b_strides: tuple[int, ...],
-    address: int,
-    m: int,
-) -> tuple[Any, ...]:
-    """The values of the fields from the facts of a call."""
-    if b_transposed:  # `[.., k, n]`
-        shape, b_strides = (shape[1], shape[0]), (*b_strides[:-2], b_strides[-1], b_strides[-2])
-    if block_scales and scales_transposed:
-        block_scales = block_scales[::-1]
-    n, k = shape
-    scales = "rows"
-    if block_scales and (tuple(block_scales) != (1, 1) or max(n, k) <= 128):
-        scales = "column_blocks" if block_scales[0] == n and n > 1 else "blocks"
-    b_major = "n" if b_strides[-1] != 1 and b_strides[-2] == 1 and k > 1 else "k"
-    if b_major == "n":
-        b_strides = (*b_strides[:-2], b_strides[-1], 1)
-    low = address
-    for strides, size in ((a_strides, a.itemsize), (b_strides, b.itemsize)):
-        for step in strides[:-1]:
-            low |= step * size
-    alignment = min(_TMA_BYTES, low & -low) if low else _TMA_BYTES
-    length = "short" if k * b.itemsize <= _SHORT_K_BYTES else "long"
-    tiles = "batched" if rows == "batched" else "groups"
-    n_size = "few" if n <= _FEW_ROWS and len(b_strides) == 2 else "many"
-    return a, b, out, scales, tiles, b_major, alignment, m, length, n_size
-
-
 _SAME_OR_FP8 = Rule(
     ("a", "b"),
     "b of a's dtype, or both fp8, one of them e4m3",
@@ -228,14 +183,6 @@ GEMM = Op(
     "Tensor? m_indptr=None, Tensor? m_indices=None, Tensor? masked_m=None, Tensor? b_indices=None, "
     "int expected_m=-1, int tactic=-1, bool b_constant=False, bool b_transposed=False, bool scales_transposed=False, "
     'int scale_rows=0, bool? enable_pdl=None, str backend="auto"',
-    # The last: rows of a that meet a matrix of b, of groups their mean; all from _LARGE_M on count as the same.
-    read="a.dtype, b.dtype, out.dtype, b_scale is not None and b_scale.ndim == b.ndim and tuple(b_scale.shape)[-2:], "
-    "tuple(b.shape)[-2:], b_transposed, scales_transposed, "
-    "'indptr' if m_indptr is not None else 'masked' if masked_m is not None else 'batched', "
-    f"a.stride(), b.stride(), (a.data_ptr() | b.data_ptr()) & {_TMA_BYTES - 1}, "
-    "min(expected_m if expected_m >= 0 else a.shape[-2] if m_indptr is None and m_indices is None else "
-    f"-(-a.shape[-2] // max(1, b.shape[0] if m_indptr is None else m_indptr.numel() - 1)), {_LARGE_M})",
-    request=_request,
     fields={
         "a": Field(_FLOATS, "bf16"),
         "b": Field(_FLOATS, "bf16"),
@@ -267,7 +214,7 @@ GEMM = Op(
             axes=lambda v: {**v, "tokens": next((t for t in _SMALL_M_TOKENS if t >= v["m"]), _SMALL_M_TOKENS[-1])},
             preferred=(
                 Rule(("m", "n"), f"at most {_SMALL_M_TOKENS[-1]} tokens, or {_MOST_TOKENS} of one product where n is "
-                     f"at most {_FEW_ROWS}", lambda m, n: m <= (_MOST_TOKENS if n == "few" else _SMALL_M_TOKENS[-1])),
+                     "few", lambda m, n: m <= (_MOST_TOKENS if n == "few" else _SMALL_M_TOKENS[-1])),
                 Rule(("m", "k"), f"at most {_SHORT_K_TOKENS} tokens where k is short",
                      lambda m, k: k == "long" or m <= _SHORT_K_TOKENS),
             ),

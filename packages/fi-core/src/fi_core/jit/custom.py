@@ -11,7 +11,6 @@ from typing import Any
 from fi_core.jit import core
 from fi_core.runtime.build.driver import driver
 from fi_core.runtime.build.sources import joined as unit_of
-from fi_core.runtime.launch import torch_op
 from fi_core.runtime.launch.kernel import bind_artifacts
 from fi_core.runtime.launch.operator import Operator
 from fi_core.runtime.spec.artifact import Artifact
@@ -34,7 +33,7 @@ class UserModule(core.JitSpec):
         return self.adapter(module) if self.adapter else module
 
     def bind(self, device: int = 0, *, arguments: str | None = None) -> Callable[..., Any]:
-        """Returns the module's FI_OP entry as a function, and compiles the module if necessary.
+        """Returns the module's FI_FUNCTION entry as a function, and compiles the module if necessary.
 
         Args:
             device: index of the GPU, for a module with device code.
@@ -57,42 +56,36 @@ class UserModule(core.JitSpec):
             known = _declared[self.name] = _Declared(Op(f"jit_{self.name}", "jit", (), arguments))
         elif known.op.arguments != arguments:
             raise ValueError(f"arguments: {self.name} is declared as {known.op.arguments!r}; got {arguments!r}")
-        known.calls[device if len(self.artifacts) > 1 else _CPU] = call
-        known.forget()
+        known.calls["cuda" if len(self.artifacts) > 1 else "cpu", device if len(self.artifacts) > 1 else None] = call
         return known.function
 
     def _bind_entry(self, device: int) -> Callable[..., Any]:
         images = [artifact for artifact in self.artifacts if artifact.kind == "cubin"]
         if not images:
-            return bind_artifacts(self.name, self.name, (self.host,), (), 0)[0]
+            return bind_artifacts(self.name, (self.host,), (), 0).number  # type: ignore[no-any-return]
         found = driver()
         gpus = found.gpus if found else ()
         if not 0 <= device < len(gpus):
             raise ValueError(f"device: must be the index of one of {len(gpus)} visible GPUs; got {device}")
         image = _image(self.name, cuda_target(*gpus[device].capability), images[0])
-        return bind_artifacts(self.name, self.name, (self.host, image), self.entries, device)[0]
-
-
-_CPU = -1  # get_device() of a tensor on the CPU
+        return bind_artifacts(self.name, (self.host, image), self.entries, device).number  # type: ignore[no-any-return]
 
 
 class _Declared(Operator):
     """The torch operator of a user's module; its entry is bound for each device by `bind`."""
 
-    reads_device = True
-
     def __init__(self, op: Op) -> None:
-        self.calls: dict[int, Callable[..., Any]] = {}
+        self.calls: dict[tuple[str, int | None], Callable[..., Any]] = {}  # by type and index of a device
         super().__init__(op)
+        self.choices.append(None)  # its calls have no Choice
 
-    def _bind(self, key: tuple[Any, ...], arguments: tuple[Any, ...], declined: tuple[int, ...] = ()) -> Any:
-        torch_op.check(self.op, arguments, wrapped=key[0] is None)
-        if key[1] not in self.calls:
-            places = ", ".join("the CPU" if d == _CPU else f"GPU {d}" for d in self.calls)
+    def _first_call(self, *values: Any) -> int:
+        device = next(value.device for value in values if hasattr(value, "device"))
+        if (device.type, device.index) not in self.calls:
+            places = ", ".join("the CPU" if kind == "cpu" else f"GPU {index}" for kind, index in self.calls)
             raise ValueError(f"{self.op.name}: tensors must be on {places}, where it is bound; call bind for others")
-        found: Any = self.calls[key[1]], None  # it has no Choice
-        self._bound[key] = found
-        return found
+        self.calls[device.type, device.index](*values)
+        return 0
 
 
 _declared: dict[str, _Declared] = {}  # a name is one torch operator in a process
@@ -122,8 +115,8 @@ def gen_jit_spec(
     Args:
         name: the module's name; it names files.
         sources: C++ files, at least one, and .cu files. The C++ files are compiled as one unit, in this order; they can
-            include the headers of fi-kernels ("fi/host/op.h"); FI_CUDA is 1 in them if there is a .cu file, else 0. The
-            .cu files are one unit too, compiled separately, into one binary per target.
+            include the headers of fi-kernels ("fi/host/function.h"); FI_CUDA is 1 in them if there is a .cu file.
+            The .cu files are one unit too, compiled separately, into one binary per target.
         extra_cflags: more flags of the C++ compiler.
         extra_cuda_cflags: more flags of the CUDA compiler. `-gencode=` flags name the targets; without them the targets
             are those of CompilationContext.

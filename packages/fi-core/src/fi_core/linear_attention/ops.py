@@ -71,8 +71,6 @@ RECURRENT_GATED_DELTA_RULE = Op(
     "Tensor b, float scale, bool use_qk_l2norm=True, Tensor? state_indices=None, Tensor? output_state_indices=None, "
     "Tensor(c!)? intermediate_states=None, Tensor? token_state_indices=None, bool update_state=True, "
     "bool? enable_pdl=None",
-    read="q.dtype, state.dtype, q.shape[-1], 'channel' if a.ndim == 4 else 'head', "
-    "'k' if state.stride(-1) == 1 else 'v'",
     fields={
         "dtype": Field(_FLOATS_16, "bf16"),
         "state": Field(("f32", "bf16"), "f32"),
@@ -136,7 +134,6 @@ SELECTIVE_STATE_UPDATE = Op(
     "Tensor? dst_state_batch_indices=None, int pad_slot_id=-1, bool disable_state_update=False, "
     "Tensor(c!)? intermediate_states_buffer=None, Tensor? intermediate_state_indices=None, Tensor? cu_seqlens=None, "
     "Tensor? num_accepted_tokens=None, bool? enable_pdl=None",
-    read="x.dtype, state.dtype, state.shape[-1]",
     fields={
         "dtype": Field(_FLOATS, "bf16"),
         "state": Field(("f32", "bf16", "f16"), "f32"),
@@ -242,7 +239,6 @@ CHUNK_GATED_DELTA_RULE = Op(
     "Tensor? initial_state=None, Tensor(c!)? output_state=None, Tensor? state_indices=None, "
     "Tensor(d!)? state_checkpoints=None, Tensor? checkpoint_cu_starts=None, int checkpoint_every_n_tokens=0, "
     "int segment_tokens=0, bool? enable_pdl=None",
-    read="q.dtype, q.shape[-1], v.shape[-1], 'channel' if g is not None and g.ndim == 3 else 'head'",
     fields={
         "dtype": Field(_FLOATS_16, "bf16"),
         "dim": Field(None, 128),

@@ -81,7 +81,6 @@ RMSNORM = Op(
     family="norm",
     arguments="Tensor(a!) out, Tensor input, Tensor weight, float eps=1e-06, bool? enable_pdl=None, "
     "Tensor(b!)? residual=None, Tensor? scale=None, float weight_bias=0.0",
-    read="input.dtype, out.dtype, residual is not None",
     axes={"dtype": _DTYPES, "out": _OUTS, "residual": (False, True)},
     config=NormConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _rmsnorm_unit)),
@@ -97,7 +96,6 @@ LAYERNORM = Op(
     name="layernorm",
     family="norm",
     arguments="Tensor(a!) out, Tensor input, Tensor gemma, Tensor beta, Tensor? scale=None, float eps=1e-06",
-    read="input.dtype, out.dtype",
     axes={"dtype": _DTYPES, "out": _OUTS},
     config=NormConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _layernorm_unit)),
@@ -113,7 +111,6 @@ RMSNORM_BLOCK_QUANT = Op(
     family="norm",
     arguments="Tensor(a!) out, Tensor(b!) block_scale, Tensor(c!) normed_out, Tensor input, Tensor(d!) residual, "
     "Tensor weight, float eps=1e-06, bool? enable_pdl=None",
-    read="input.dtype",
     axes={"dtype": ("f16", "bf16")},
     config=NormConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _rmsnorm_block_quant_unit)),

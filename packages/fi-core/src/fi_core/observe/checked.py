@@ -16,6 +16,7 @@ from fi_core.observe.template import Tensor
 from fi_core.runtime.errors import FiError
 from fi_core.runtime.launch import torch_op
 from fi_core.runtime.launch.operator import operators
+from fi_core.runtime.signature import define
 
 F = TypeVar("F", bound=Callable[..., Any])
 _PREFIX: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
@@ -60,16 +61,13 @@ def checked(function: F) -> F:
             given.append(f"{star}{name}")
     shown = inspect.signature(function).parameters  # a decorator may take a keyword that it does not show
     told = [text for text in given if "=" not in text or text.partition("=")[0] in shown]
-    lines = (
-        f"def {function.__name__}({', '.join(taken)}):",
-        "    try:",
-        f"        return function({', '.join(given)})",
-        "    except Exception as error:",
-        f"        explain(error, function, {', '.join(told)})",
+    body = (
+        "try:",
+        f"    return function({', '.join(given)})",
+        "except Exception as error:",
+        f"    explain(error, function, {', '.join(told)})",
     )
-    scope: dict[str, Any] = {"function": function, "explain": _explain}
-    exec(compile("\n".join(lines), f"<fi_api {function.__name__}>", "exec"), scope)
-    made = scope[function.__name__]
+    made: Any = define(function.__name__, taken, body, {"function": function, "explain": _explain})
     made.__defaults__ = function.__defaults__
     made.__kwdefaults__ = None if packs else function.__kwdefaults__
     made._torchdynamo_inline = function  # torch.compile traces the function itself

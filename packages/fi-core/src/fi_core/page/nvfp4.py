@@ -40,7 +40,6 @@ APPEND_NVFP4_KV_CACHE = Op(
     "Tensor(d!) v_scales, Tensor? slot_mapping=None, Tensor? batch_indices=None, Tensor? positions=None, "
     "Tensor? kv_indices=None, Tensor? kv_indptr=None, Tensor? kv_last_page_len=None, float k_scale=1.0, "
     "float v_scale=1.0, Tensor? k_device_scale=None, Tensor? v_device_scale=None, bool head_major=False",
-    read="append_key.dtype",
     axes={"dtype": ("f16", "bf16")},
     config=_Config,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _unit)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, at_least
@@ -30,11 +30,6 @@ def _quantize_unit(axes: Values) -> Unit:
     return Unit("fi/quantization/block_quantize.cuh", "BlockQuantizeParams", entries)
 
 
-def _packed(dtype: Any) -> Any:
-    """A byte of an output holds two e2m1 values."""
-    return "e2m1" if str(dtype) == "torch.uint8" else dtype
-
-
 _FORMATS = ("e4m3", "ue8m0", "f32", "pow2")  # by the numbers of scale formats
 BLOCK_QUANTIZE = Op(
     name="block_quantize",
@@ -42,8 +37,6 @@ BLOCK_QUANTIZE = Op(
     arguments="Tensor(a!) out, Tensor(b!) scales, Tensor input, Tensor? global_scale=None, Tensor? mask=None, "
     "int block_size=16, int scale_format=0, int layout=0, bool gated=False, bool inverse_global_scale=False, "
     "bool shuffle=False, float eps=0.0, bool? enable_pdl=None",
-    read="input.dtype, out.dtype, block_size, scale_format, gated",
-    request=lambda dtype, out, block, scale, gated: (dtype, _packed(out), block, _FORMATS[scale], gated),
     fields={
         "dtype": Field(("f16", "bf16", "f32", "e4m3"), "bf16"),
         "out": Field(("e2m1", "e4m3", "e5m2", "i8"), "e2m1"),
@@ -83,7 +76,6 @@ BLOCK_SCALE_INTERLEAVE = Op(
     name="block_scale_interleave",
     family="quantization",
     arguments="Tensor(a!) out, Tensor input",
-    read="input.dtype",
     axes={"dtype": ("u8", "bf16")},
     config=_VectorConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _interleave_unit)),
@@ -105,8 +97,6 @@ BLOCK_DEQUANTIZE = Op(
     family="quantization",
     arguments="Tensor(a!) out, Tensor input, Tensor scales, Tensor? global_scale=None, int block_size=16, "
     "int scale_format=0, int layout=0",
-    read="input.dtype, out.dtype, scale_format",
-    request=lambda dtype, out, scale: (_packed(dtype), out, _FORMATS[scale]),
     fields={
         "input": Field(("e2m1", "e4m3", "e5m2"), "e2m1"),
         "out": Field(("f32", "bf16"), "f32"),

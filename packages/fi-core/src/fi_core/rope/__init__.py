@@ -62,7 +62,6 @@ ROPE = Op(
     "Tensor? offsets=None, Tensor? cos_sin_cache=None, int? head_dim=None, int? rotary_dim=None, "
     "bool interleave=False, float rope_scale=1.0, float rope_theta=10000.0, float low_freq_factor=0.0, "
     "float high_freq_factor=0.0, float old_context_len=0.0",
-    read="q_out.dtype",
     axes={"dtype": ("f16", "bf16", "f32")},
     config=RopeConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _rope_unit)),

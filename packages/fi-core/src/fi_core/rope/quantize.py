@@ -32,7 +32,6 @@ ROPE_QUANTIZE = Op(
     "Tensor? kv_indices=None, Tensor? kv_indptr=None, Tensor? batch_indices=None, Tensor? positions=None, "
     "bool is_neox=True, float quant_scale_q=1.0, float quant_scale_kv=1.0, int page_size=1, bool head_major=False, "
     "bool? enable_pdl=None",
-    read="q_rope.dtype, q_rope_out.dtype",
     axes={"dtype": ("f16", "bf16"), "out": ("e4m3", "e5m2")},
     config=RopeConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _rope_quantize_unit)),

@@ -73,7 +73,6 @@ SAMPLE = Op(
     "Tensor? repetition_penalty=None, float repetition_penalty_value=1.0, "
     "Tensor? frequency_penalty=None, float frequency_penalty_value=0.0, "
     "Tensor? presence_penalty=None, float presence_penalty_value=0.0, int output=0",
-    read="input.dtype, output == 0",
     axes={"dtype": ("f16", "bf16", "f32"), "draws": (True, False)},
     config=SampleConfig,
     implementations=(

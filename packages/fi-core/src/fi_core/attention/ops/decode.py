@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, KV_TYPES, TYPES, request, with_tables
+from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, KV_TYPES, TYPES, with_tables
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.launch.operator import multiprocessors_of, operator, target_of
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
@@ -238,11 +238,6 @@ _PACKED_PAGES = Rule(
 )
 
 
-def _request(heads_per_tile: int, *facts: Any) -> tuple[Any, ...]:
-    """The values of the fields, of which all attention ops have the others."""
-    return (*request(*facts), heads_per_tile)
-
-
 def _compiled(values: Values) -> Values:
     return {**_general(values), "head_dim": values["head_dim_qk"]}
 
@@ -281,12 +276,6 @@ BATCH_DECODE = Op(
     "Tensor? scale_v=None, Tensor? bmm1_scale=None, Tensor? bmm2_scale=None, Tensor? draft_mask=None, "
     "Tensor? k_scales=None, Tensor? v_scales=None, Tensor? qo_indptr=None, bool? enable_pdl=None, "
     'int v_table_offset=0, int heads_per_tile=1, str backend="auto"',
-    read="heads_per_tile, q.dtype, k_cache.dtype, out.dtype, tuple(q.shape)[1:], tuple(k_cache.shape)[1:], "
-    "v_cache.shape[-1], True, kv_layout, pos_encoding_mode, 'plain' if draft_mask is None else 'custom', "
-    "logits_soft_cap > 0.0, "
-    "not (scale_q is scale_k is scale_v is bmm1_scale is bmm2_scale is None), v_table_offset != 0",
-    found_by_entry="alignment",
-    request=_request,
     fields={**FIELDS, "heads_per_tile": Field(None, 1)},
     axes={"q": TYPES, "kv": KV_TYPES, "head_dim": (*HEAD_DIMS, 0), "split_tables": (False, True)},
     config=DecodeConfig,

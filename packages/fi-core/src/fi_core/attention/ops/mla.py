@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.runtime.launch.operator import multiprocessors_of, operator, target_of
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, at_least, exactly
@@ -124,10 +124,6 @@ FIELDS = {
 }
 
 
-def _request(q: torch.dtype, kv: torch.dtype, rows: int, batch_size: int, rope: int, sparse: bool) -> tuple[Any, ...]:
-    return q, kv, "narrow" if rows <= NARROW_ROWS * batch_size else "wide", rope > 0, sparse
-
-
 def _types(values: Values) -> Values:
     return {"q": values["q"], "kv": values["kv"]}
 
@@ -150,8 +146,6 @@ BATCH_MLA = Op(
     "int wide_ranges, int cluster, float sm_scale, bool causal=False, float ckv_scale=1.0, float kpe_scale=1.0, "
     "Tensor? ckv_scales=None, bool lse_base_e=False, bool sparse=False, Tensor? sinks=None, Tensor? score_scale=None, "
     'Tensor? out_scale=None, int cp_world=1, int cp_rank=0, bool? enable_pdl=None, str backend="auto"',
-    read="q_nope.dtype, ckv_cache.dtype, q_nope.shape[0] * q_nope.shape[1], batch_size, q_pe.shape[-1], sparse",
-    request=_request,
     fields=FIELDS,
     axes={"q": ("f16", "bf16"), "kv": ("f16", "bf16", "e4m3")},
     config=MlaConfig,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, KV_TYPES, TYPES, element_bytes, request, with_tables
+from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, KV_TYPES, TYPES, element_bytes, with_tables
 from fi_core.attention.ops.tile_shapes import MULTIPLY, TILE, TILE_OF_48, WIDE_TILES
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.launch.operator import operator
@@ -243,13 +243,6 @@ BATCH_PREFILL = Op(
     "Tensor? mask_indptr=None, Tensor? prefix_len=None, Tensor? items=None, int kv_tokens=0, "
     "bool zero_padded_rows=False, int num_ctas=0, Tensor? k_scales=None, Tensor? v_scales=None, "
     'bool? enable_pdl=None, int v_table_offset=0, str backend="auto"',
-    read="q.dtype, k.dtype, out.dtype, tuple(q.shape)[1:], "
-    "tuple(k.shape)[1:] if page_indices is not None or kv_layout == 0 else (k.shape[0], 0), v.shape[-1], "
-    "page_indices is not None, kv_layout, pos_encoding_mode, "
-    "'items' if items is not None else 'plain' if custom_mask is None else 'custom', logits_soft_cap > 0.0, "
-    "not (scale_q is scale_k is scale_v is bmm1_scale is bmm2_scale is None), v_table_offset != 0",
-    found_by_entry="alignment",
-    request=request,
     fields=FIELDS,
     axes={
         "q": TYPES,

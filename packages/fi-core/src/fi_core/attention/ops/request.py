@@ -1,10 +1,8 @@
-"""The request of an attention op: the fields by which all attention ops are dispatched, and reading them from a
-call.
-"""
+"""The request of an attention op: the fields by which all attention ops are dispatched."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fi_core.runtime.spec.constraint import Constraint, Rule
 from fi_core.runtime.spec.dtype import DTYPES
@@ -21,8 +19,7 @@ LOAD_BYTES = 16  # of one load or bulk copy: tensor-core kernels need rows at mu
 
 # page_size: tokens of a page, 0 for ragged keys. mask: causal ones and windows are plain; "custom" has a bit for each
 # element, "items" is multi-item scoring. scaled: by head, or by a scale that lies on the device. split_tables: V has a
-# page table of its own. alignment: the largest power of 2, up to 16, that divides the addresses of all rows, in bytes;
-# 16 unless a kernel that needs it finds less.
+# page table of its own. alignment: the largest power of 2, up to 16, that divides the addresses of all rows, in bytes.
 FIELDS = {
     "q": Field(TYPES, "bf16"),
     "kv": Field(KV_TYPES, "bf16"),
@@ -31,7 +28,7 @@ FIELDS = {
     "head_dim_vo": Field(None, 128),
     "group_size": Field(None, 4),
     "page_size": Field(None, 16),
-    "pos_encoding": Field(ENCODINGS, "NONE"),
+    "pos_encoding": Field(ENCODINGS, "NONE", PosEncodingMode),
     "mask": Field(("plain", "custom", "items"), "plain"),
     "soft_cap": Field((False, True), False),
     "scaled": Field((False, True), False),
@@ -77,38 +74,3 @@ CUDNN = (
     Constraint("scaled", "==", False),
     Constraint("split_tables", "==", False),
 )
-
-
-def request(
-    q: torch.dtype,
-    kv: torch.dtype,
-    out: torch.dtype,
-    query: tuple[int, ...],
-    key: tuple[int, ...],
-    head_dim_vo: int,
-    paged: bool,
-    kv_layout: int,
-    pos_encoding_mode: int,
-    mask: str,
-    soft_cap: bool,
-    scaled: bool,
-    split_tables: bool,
-    alignment: int = LOAD_BYTES,
-) -> tuple[Any, ...]:
-    """The values of FIELDS, from the facts that an operator reads of a call.
-
-    kv: uint8 is NVFP4, and head_dim_vo then in bytes. query, key: shapes of q and k without the axis of tokens or
-    pages.
-    """
-    # The host entry refuses shapes of other ranks, with the required ones.
-    heads, head_dim_qk = query[-2:] if len(query) > 1 else (0, 0)
-    kv_heads = 0 if len(key) < 2 else key[-2] if not paged or kv_layout == 0 else key[0]
-    page_size = key[kv_layout] if paged and len(key) > 1 else 0
-    if str(kv) == "torch.uint8":
-        kv, head_dim_vo = "e2m1", 2 * head_dim_vo  # type: ignore[assignment]
-    encoding = PosEncodingMode(pos_encoding_mode).name
-    group_size = heads // kv_heads if kv_heads else 0
-    return (
-        q, kv, out, head_dim_qk, head_dim_vo, group_size, page_size, encoding, mask, soft_cap, scaled, split_tables,
-        alignment,
-    )  # fmt: skip

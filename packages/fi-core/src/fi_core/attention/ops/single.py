@@ -97,17 +97,6 @@ _MUCH = Rule(
 )  # fmt: skip
 
 
-def _request(q, kv, out, head_dim_qk, head_dim_vo, qo_len, qo_heads, kv_heads):  # type: ignore[no-untyped-def]
-    """The request. The op itself is called only after its public function has chosen its kernels over those of
-    batches.
-    """
-    given = {
-        "q": q, "kv": kv, "out": out, "head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo, "qo_len": qo_len,
-        "group_size": qo_heads // kv_heads if kv_heads else 0, "page_size": 0,
-    }  # fmt: skip
-    return tuple(SINGLE_ATTENTION.values(given).values())
-
-
 def _axes(few: bool) -> Callable[[Values], Values]:
     return lambda values: {"few": few, "q": values["q"], "kv": values["kv"]}
 
@@ -125,10 +114,6 @@ SINGLE_ATTENTION = Op(
     "float v_scale=1.0, float rope_scale=1.0, float rope_theta=10000.0, Tensor? custom_mask=None, "
     "Tensor? packed_custom_mask=None, Tensor? scale_q=None, Tensor? scale_k=None, Tensor? scale_v=None, "
     f'str backend="{_OWN}"',
-    read="q.dtype, k.dtype, out.dtype, q.shape[-1], v.shape[-1], "
-    f"min(q.shape[0], {_LEAST_PREFILL_ROWS}) if q.ndim == 3 else 1, q.shape[-2], "
-    "k.shape[1 - kv_layout] if k.ndim == 3 else 0",
-    request=_request,
     fields={**FIELDS, "qo_len": Field(None, 1), "decode": Field((False, True), False)},
     axes={"few": (False, True), "q": TYPES, "kv": TYPES},
     config=SingleConfig,

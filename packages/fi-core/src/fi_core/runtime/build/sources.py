@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 from fi_core.runtime import files
 from fi_core.runtime.spec.arguments import CPP_TYPES
 from fi_core.runtime.spec.artifact import Artifact, Text
-from fi_core.runtime.spec.op import Op, Spec, Unit
+from fi_core.runtime.spec.op import Field, Op, Spec, Unit
 from fi_core.runtime.spec.target import CPU
 
 _INCLUDE = re.compile(rb'^\s*#\s*include\s*["<]([^">{]+)[">]', re.MULTILINE)
@@ -88,24 +88,47 @@ def joined(title: str, paths: Sequence[Path]) -> str | Text:
 
 @functools.cache
 def generated_header(op: Op) -> tuple[str, Text]:
-    """The name and text of the header with the op's argument struct and the config struct of its kernel entries."""
-    arguments = [{"name": a.name, "type": CPP_TYPES[a.kind], "reader": a.reader} for a in op.parsed if a.native]
+    """The name and text of the header with the structs of an op: its plan, arguments and request, and the config of its
+    kernel entries.
+    """
+    arguments = [
+        {"name": a.name, "type": CPP_TYPES[a.kind], "reader": a.reader, "planned": a.name in op.planned}
+        for a in op.parsed
+    ]
+    tensors = [a for a in op.parsed if a.is_tensor]
     config, enums = [], {}
     if op.config is not None:
         for name, kind in get_type_hints(op.config).items():
             config.append({"name": name, "type": kind.__name__ if issubclass(kind, enum.Enum) else "int64_t"})
             if issubclass(kind, enum.Enum):
                 enums[kind.__name__] = {member.name: member.value for member in kind}
-    stem = "".join(word.capitalize() for word in op.name.split("_"))
-    tensors: dict[bool, list[str]] = {True: [], False: []}
-    for argument in op.parsed:
-        if argument.kind.startswith("Tensor"):
-            tensors[argument.written].append(f"&all.{argument.name}")
     data = {
-        "op": op.name, "stem": stem, "arguments": arguments, "config": config, "enums": enums,
-        "written": tensors[True], "read": tensors[False],
-    }  # fmt: skip
+        "op": op.name,
+        "stem": _camel(op.name),
+        "arguments": [a for a in arguments if not a["planned"]],
+        "planned": [a for a in arguments if a["planned"]],
+        "first": next(a.name for a in tensors if a.kind == "Tensor"),
+        "fields": [_field(name, f) for name, f in op.fields.items()],
+        "config": config,
+        "enums": enums,
+        "written": [f"&all.{a.name}" for a in tensors if a.written],
+        "read": [f"&all.{a.name}" for a in tensors if not a.written],
+    }
     return op.header, _text("op.h.jinja", data)
+
+
+def _field(name: str, field: Field) -> dict[str, Any]:
+    """A member of a request; an enum has the name of its field, and members such as kColumnBlocks."""
+    kinds = {"dtype": "DType", "bool": "bool", "int": "int64_t", "word": _camel(name)}
+    members = {
+        "k" + "".join(part[0].upper() + part[1:] for part in word.split("_")): number
+        for word, number in field.members().items()
+    }
+    return {"name": name, "type": kinds[field.kind], "members": members}
+
+
+def _camel(name: str) -> str:
+    return "".join(word.capitalize() for word in name.split("_"))
 
 
 @functools.cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from fi_core.runtime.resolve import Found, aside, built, find, prebuilt, start
 from fi_core.runtime.resolve.checks import checks_contents
 from fi_core.runtime.resolve.provider import note
 from fi_core.runtime.spec.artifact import Artifact
-from fi_core.runtime.spec.op import Entry, Spec
+from fi_core.runtime.spec.op import Entry, Op, Spec
 
 _modules: dict[Any, Any] = {}  # loaded host modules by path: one per op and device kind
 _ATTEMPTS = 5  # to open what was built, while other processes clear the store
@@ -23,13 +22,18 @@ _open_files: list[int] = []  # descriptors of their files
 
 
 class Kernel(NamedTuple):
-    """A launchable spec. `call` is the tvm-ffi function; `origins` has the origin of each file."""
+    """What a host module has bound: `number` is that of a kernel of an op, or the function of a user's module;
+    `origins` has the origin of each file.
+    """
 
-    call: Callable[..., None]
-    spec: Spec
+    number: Any
+    name: str
     origins: dict[str, Found]
-    module: Any  # the host module, which knows what it launched last
-    sees_views: bool  # whether it sees negated views
+    module: Any
+
+    def run(self, *values: Any) -> None:
+        """Launches it for the values of a call, past all choices."""
+        self.module["run"](self.number, *values)
 
 
 class Launch(NamedTuple):
@@ -111,35 +115,22 @@ def bind(spec: Spec, device: int = 0) -> Kernel:
         RuntimeError: the driver rejects a binary that was compiled here.
     """
     unit = spec.unit()
-    entries = unit.entries if unit else ()
-    call, origins, module, sees = bind_artifacts(spec.op.name, spec.name, sources.artifacts(spec), entries, device)
-    return Kernel(call, spec, origins, module, sees)
+    return bind_artifacts(spec.name, sources.artifacts(spec), unit.entries if unit else (), device)
 
 
-def _learn_keys(module: Any) -> bool:
-    """Shows a host module where torch's tensors have their dispatch keys; whether it has found them there."""
-    return sys.modules.get("torch") is not None and bool(module["learn_keys"](*_samples()))
+def host_module(op: Op, kind: str) -> Any:
+    """The host module of an op for "cpu" or "cuda" tensors. Raises what `bind` raises."""
+    return _host(sources.host_module(op, kind))[0]
 
 
-@functools.cache
-def _samples() -> tuple[Any, ...]:
-    """A tensor, a negated view, the keys of both, those of altered tensors, and that of subclasses."""
-    import torch
-
-    private: Any = torch._C
-    key, keys = private.DispatchKey, private.DispatchKeySet
-    with torch.inference_mode(False), private._DisableTorchDispatch():
-        plain = torch.empty(2, 3, dtype=torch.float32, device="cpu")
-        negated = private._VariableFunctions._neg_view(plain)
-    altered = keys(key.Negative) | keys(key.Conjugate)
-    sets = [private._dispatch_keys(plain), private._dispatch_keys(negated), altered, keys(key.Python)]
-    return plain, negated, *(s.raw_repr() for s in sets)
+def _host(host: Artifact) -> tuple[Any, Found]:
+    return _first(host, _peek(prebuilt(host))[1], load_module)
 
 
 @functools.cache
-def _host_module(host: Artifact) -> Any:
-    """A host module that is not added to the store."""
-    with aside(host) as found:
+def rehearsed_module(op: Op, kind: str) -> Any:
+    """The host module of an op, which is not added to the store if it is neither installed nor there."""
+    with aside(sources.host_module(op, kind)) as found:
         return load_module(found)
 
 
@@ -148,38 +139,25 @@ def _words(entries: Sequence[Entry]) -> list[Any]:
     return [w for e in entries for w in (e.name, e.threads, e.shared_bytes, len(e.config), *map(int, e.config))]
 
 
-def bind_artifacts(
-    op: str, name: str, artifacts: Sequence[Artifact], entries: Sequence[Entry], device: int
-) -> tuple[Callable[..., None], dict[str, Found], Any, bool]:
+def bind_artifacts(name: str, artifacts: Sequence[Artifact], entries: Sequence[Entry], device: int) -> Kernel:
     """Binds a host module, the first artifact, and the device binary, the second artifact if there is one, with its
     entries.
-
-    Returns:
-        The function, the origin of each file, the host module, and whether that sees negated views.
     """
     host, *images = artifacts
-    has_host, hosts = _peek(prebuilt(host))
     if not images:
-        checks = checks_contents("cpu")
-        (call, module), found = _first(
-            host, hosts, lambda f: (load_module(f)["bind"](op, name, checks), load_module(f))
-        )
-        return call, {"host": found}, module, _learn_keys(module)
+        module, found = _host(host)
+        return Kernel(module["bind"](name, checks_contents("cpu")), name, {"host": found}, module)
     (image,) = images
+    has_host, hosts = _peek(prebuilt(host))
     has_cubin, cubins = _peek(prebuilt(image))
     if not has_host and not has_cubin:
         start([host])  # both compilers at once: a cold first call costs the slower one
         cubins, hosts = [built(image)], [built(host)]
     module, host_found = _first(host, hosts, load_module)
-    words = _words(entries)
-
-    def use(found: Found) -> Callable[..., None]:
-        checks = checks_contents("cuda")
-        bound = module["bind"](op, name, checks, found.content(), image.target.capability, device, *words)
-        return bound  # type: ignore[no-any-return]
-
-    call, image_found = _first(image, cubins, use)
-    return call, {"host": host_found, "cubin": image_found}, module, _learn_keys(module)
+    given = name, checks_contents("cuda")
+    place = image.target.capability, device, *_words(entries)
+    number, image_found = _first(image, cubins, lambda found: module["bind"](*given, found.content(), *place))
+    return Kernel(number, name, {"host": host_found, "cubin": image_found}, module)
 
 
 @functools.cache
@@ -189,7 +167,7 @@ def begin(spec: Spec) -> None:
         start(sources.artifacts(spec))
 
 
-def rehearse(spec: Spec, multiprocessors: int, shared_limit: int) -> tuple[Callable[..., None], Any]:
+def rehearse(spec: Spec, multiprocessors: int, shared_limit: int) -> Kernel:
     """A CUDA spec bound without a device: calls compute their launches and do not launch them.
 
     Calls take tensors on the CPU, whose contents are not read. A host module that is neither installed nor in the store
@@ -198,14 +176,9 @@ def rehearse(spec: Spec, multiprocessors: int, shared_limit: int) -> tuple[Calla
     Args:
         spec: a CUDA spec.
         multiprocessors, shared_limit: of the rehearsed device; the latter in bytes of a CTA.
-
-    Returns:
-        (function, host module).
     """
     unit = spec.unit()
     assert unit is not None, f"{spec}: only a CUDA spec can be rehearsed"
-    module = _host_module(sources.artifacts(spec)[0])
-    capability = spec.target.capability
-    words = _words(unit.entries)
-    call = module["rehearse"](spec.op.name, spec.name, capability, multiprocessors, shared_limit, *words)
-    return call, module
+    module = rehearsed_module(spec.op, "cuda")
+    device = spec.target.capability, multiprocessors, shared_limit
+    return Kernel(module["rehearse"](spec.name, *device, *_words(unit.entries)), spec.name, {}, module)

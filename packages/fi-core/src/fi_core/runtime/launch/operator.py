@@ -1,220 +1,289 @@
-"""Operators: functions with an op's arguments, which find a bound kernel for tensors by one dict look-up."""
+"""Operators: functions with an op's arguments. A call is one call of the op's host module, which knows its kernels.
+
+found = call(values...)                the number of the choice that ran, or the request that no kernel is known for
+choose(request) -> bind -> learn       once for each request; then the call is made again
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fi_core.runtime.dispatch import AUTO, Choice, Request, choose
 from fi_core.runtime.launch import torch_op
-from fi_core.runtime.launch.dispatch_cache import program
-from fi_core.runtime.launch.kernel import Kernel, Launch, begin, bind, launches, rehearse
+from fi_core.runtime.launch.kernel import Kernel, Launch, begin, bind, host_module, launches, rehearse, rehearsed_module
 from fi_core.runtime.resolve.checks import checks_signs
-from fi_core.runtime.spec.arguments import REQUIRED
+from fi_core.runtime.signature import define
+from fi_core.runtime.spec.arguments import REQUIRED, Argument
 from fi_core.runtime.spec.dtype import short_name
 from fi_core.runtime.spec.op import Op
 from fi_core.runtime.spec.target import CPU, Target, cuda_target
 
-Bound = tuple[Callable[..., Any], Choice]
-_MOST_KEYS = 4096  # kept by an operator
-OTHER_DEVICE = -1  # kOtherDevice of fi/host/op.h
+_MOST_REQUESTS = 4096  # that a host module keeps
+
+
+class Plan:
+    """A planned call: `call` takes the values that `values` does not fix, whose tensors it keeps."""
+
+    __slots__ = ("backend", "call", "check", "values")
+
+    def __init__(self, call: Any, values: dict[str, Any], backend: str, check: Callable[..., Plan | None]) -> None:
+        self.call, self.values, self.backend, self.check = call, values, backend, check
 
 
 class Operator:
     """The callable of an op, and the kernels that it has bound.
 
-    A call looks for a kernel by type and facts of its arguments. The host module reads the facts, which takes a tenth
-    of the time that they take in Python, and calls the kernel that it remembers for them; else they are read here. The
-    kernel itself sees whether it serves the device of the arguments.
+    `function` takes all arguments, `planned_function` a Plan and the arguments that it does not fix. Both return the
+    Choice that ran; while torch.compile traces them, they are the registered torch operator and return None.
     """
-
-    reads_device = False  # whether the device is a fact, since the kernels do not look
 
     def __init__(self, op: Op) -> None:
         self.op = op
-        self.kernels: dict[Any, Kernel] = {}  # by choice and device
-        self._bound: dict[Any, Bound] = {}  # by what the op reads of a call: the kernel of the newest device
-        self._placed: dict[Any, Bound] = {}  # by that, the index of the device, and the values that were declined
-        self._caches: dict[Any, Callable[..., int | None]] = {}  # by what the host module does not read
-        self._choices: list[Choice] = []  # by the numbers that the caches return
+        self.kernels: dict[Any, Kernel] = {}  # by spec, device, and what is rehearsed
+        self.choices: list[Choice | None] = []  # by the numbers that calls return
+        self._numbers: dict[Choice, int] = {}
+        self._learned = 0
+        self._backends = _Numbers()
+        self._modules: dict[str, Any] = {}  # by the type of the device
         self._forced: str | None = None
-        self._named = [argument.name for argument in op.parsed if argument.name == "backend"]
-        self.function: Callable[..., Choice | None] = self._compile()
+        self._lock = threading.RLock()
+        self._rest = [a for a in op.parsed if a.name not in op.planned]
+        self._scope: dict[str, Any] = {
+            "modes": self.register, "records": None, "call": self._first_call, "choices": self.choices,
+            "backends": self._backends, "missed": self._missed, "missed_plan": self._missed_plan, "whole": self._whole,
+            "torch_op": torch_op, "op": op,
+        }  # fmt: skip
+        self._define()
+        self.function: Callable[..., Choice | None] = self._scope[op.name]
+        self.planned_function: Callable[..., Choice | None] = self._scope.get(f"{op.name}_planned", self.function)
         if "torch" in sys.modules:  # else at the first call: declaring ops must not import torch
             self.register()
 
     def register(self) -> int:
         """Defines the torch operator; takes the place of `modes` until then, and returns what that returns."""
-        scope = self.function.__globals__
-        torch_op.register(self.op, scope["direct"])
-        scope.update(torch_op.signals())
-        return scope["modes"]()  # type: ignore[no-any-return]
+        torch_op.register(self.op, self._scope["direct"])
+        self._scope.update(torch_op.signals())
+        return self._scope["modes"]()  # type: ignore[no-any-return]
 
-    def _compile(self) -> Callable[..., Choice | None]:
-        """A function with the op's arguments by name, so that a call costs one frame and no packing.
+    def _define(self) -> None:
+        """The functions of the op, by name in the scope that they share; torch's dispatcher ends in `direct`."""
+        op, given = self.op, _tuple(self.op.parsed)
+        values = _values(op.native)
+        known = "return choices[found] if found.__class__ is int else"
+        call = [f"found = call({values})", f"{known} missed(found, {given}, %s)"]
+        variant = [
+            "if variant is not None:", f"    return variant.call({values}, *variant.extras)"
+        ] if op.takes_variant else []  # fmt: skip
+        last = ", variant" if op.takes_variant else ""
+        parameters = [*map(_parameter, op.parsed), *(["*", "variant=None"] if op.takes_variant else [])]
+        self._function(op.name, parameters, op.parsed, [*variant, call[0], call[1] % False], given, last)
+        explain = ["except Exception as error:", f"    torch_op.explain(op, {given}, error)"]
+        define("direct", parameters, ["try:", *_indented([*variant, call[0], call[1] % True]), *explain], self._scope)
+        if op.planned:
+            rest = _tuple(self._rest)
+            call = [f"found = plan.call({_values(self._rest)})", f"{known} missed_plan(plan, found, {rest})"]
+            parameters = ["plan", *map(_parameter, self._rest)]
+            self._function(f"{op.name}_planned", parameters, self._rest, call, f"whole(plan, {rest})", "")
 
-        torch.compile traces `traced` in its place, and torch's dispatcher ends in `direct`.
-        """
-        op, arguments = self.op, self.op.parsed
-        names = [argument.name for argument in arguments]
-        first = next(argument.name for argument in arguments if argument.kind == "Tensor")
-        head = ["KIND", *([f"{first}.get_device()"] if self.reads_device else []), *self._named]
-        parameters = [a.name if a.default is REQUIRED else f"{a.name}={a.default!r}" for a in arguments]
-        parameters += ["*", "variant=None"] if op.takes_variant else []
-        native = ", ".join(argument.name for argument in arguments if argument.native)
-        given = f"({', '.join(names)},)"
-        kind = f"({', '.join(head)},)" if len(head) > 1 else "KIND"
+    def _function(
+        self, name: str, parameters: Sequence[str], tensors: Sequence[Argument], call: list[str], given: str, last: str
+    ) -> None:
+        """A function that takes torch's dispatcher where that must see the call, and that torch.compile can trace."""
         body = [
-            f"key = ({', '.join([*head, *([op.read] if op.read else [])])},)",
-            f"call, choice = bound.get(key) or bind(key, {given})",
-            f"if (found := call({native})) is not None:",
-            f"    return call_another(key, {given}, ({native},), found)",
+            "try:",
+            f"    if not modes() and not (records() and ({torch_op.requires_grad(tuple(tensors))})):",
+            *_indented(call, 2),
+            "except Exception as error:",
+            f"    torch_op.recover(op, {given}, error)",
+            f"return torch_op.dispatch(op, {given}{last})",
         ]
-        special = ["if variant is not None:", f"    return decline(variant.call({native}, *variant.extras))"]
-        special = special if op.takes_variant else []
-        cached = [f"cache = caches.get({kind})", f"if cache and (found := cache({native})) is not None:",
-                  "    return choices[found]"]  # fmt: skip
-        usual = [*cached, *body, f"remember({kind}, call, choice, ({native},))"] if op.read else body
-        traced = f"{given}{', variant' if op.takes_variant else ''}"
-        lines = [
-            f"def {op.name}({', '.join(parameters)}):",
-            "    try:",
-            f"        if not modes() and not (records() and ({torch_op.requires_grad(arguments)})):",
-            *(f"            {line.replace('KIND', f'type({first})')}" for line in (*special, *usual, "return choice")),
-            "    except Exception as error:",
-            f"        torch_op.recover(op, {given}, error)",
-            f"    return torch_op.dispatch(op, {traced})",
-            f"def direct({', '.join(parameters)}):",
-            "    try:",
-            *(f"        {line.replace('KIND', 'None')}" for line in (*special, *body, "return choice")),
-            "    except Exception as error:",
-            f"        torch_op.explain(op, {given}, error)",
-            f"def traced({', '.join(parameters)}):",
-            f"    return torch_op.call({op.name!r}, {traced})",
-        ]
-        scope: dict[str, Any] = {
-            "torch_op": torch_op, "op": op, "bound": self._bound, "bind": self._bind, "decline": self._decline,
-            "call_another": self._call_another, "modes": self.register, "caches": self._caches,
-            "choices": self._choices, "remember": self._remember,
-        }  # fmt: skip
-        exec(compile("\n".join(lines), f"<operator {op.name}>", "exec"), scope)
-        scope[op.name]._torchdynamo_inline = scope["traced"]
-        return scope[op.name]  # type: ignore[no-any-return]
+        made: Any = define(name, parameters, body, self._scope)
+        traced = [f"return torch_op.call({self.op.name!r}, {given}{last})"]
+        made._torchdynamo_inline = define(f"traced_{name}", parameters, traced, self._scope)
 
-    def bind_by(self, bind: Callable[[Operator, tuple[Any, ...], tuple[Any, ...]], Bound] | None) -> None:
-        """Each call asks bind, with this operator, the facts and the arguments, what to call; None ends that."""
-        scope = self.function.__globals__
-        if bind is None:
-            scope.update(bound=self._bound, bind=self._bind, caches=self._caches, remember=self._remember)
-        else:
-            by = functools.partial(bind, self)
-            scope.update(bound={}, bind=by, caches={}, remember=lambda *_: None)
+    def _whole(self, plan: Plan, rest: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a planned call in the order of the declaration."""
+        named = {**plan.values, **dict(zip((a.name for a in self._rest), rest))}
+        return tuple(named[a.name] for a in self.op.parsed)
 
-    def bound(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> Bound:
-        """The kernel and the choice for a call."""
-        return self._bound.get(key) or self._bind(key, arguments)
+    # Modules and kernels.
 
-    def _remember(self, kind: Any, call: Callable[..., Any], choice: Choice, native: tuple[Any, ...]) -> None:
-        """Shows the cache of a kind of calls the kernel of a call, unless more than the kernel has been called."""
-        kernel = self.kernels.get((choice.spec, native[0].device.index))
-        if kernel is None or call is not kernel.call:
-            return
-        if choice not in self._choices:
-            self._choices.append(choice)
-        cache = self._caches.get(kind)
-        if cache is None:
-            cache = self._caches[kind] = kernel.module["dispatch_cache"](*program(self.op))
-        cache(call, self._choices.index(choice), *native)
-
-    def chosen(self, key: tuple[Any, ...], arguments: tuple[Any, ...], declined: tuple[int, ...] = ()) -> Choice:
-        """The choice for a call."""
-        torch_op.check(self.op, arguments, wrapped=key[0] is None)
-        device = next(a.device for a in arguments if hasattr(a, "device"))
-        backend = self._forced or (key[1] if self._named else AUTO)
-        return self.choice(target_of(device), (*key[1 + len(self._named) :], *declined), backend)
-
-    def _decline(self, found: int | None) -> None:
-        """Raises if a kernel, for which there is no substitute, has declined a call."""
-        if found == OTHER_DEVICE:
-            raise ValueError(f"{self.op.name}: the kernel was planned for another device than that of the tensors")
-        if found is not None:
-            field = self.op.found_by_entry
-            need = self.op.fields[field].default
-            raise ValueError(f"{self.op.name}: {field} {need} is required of the tensors; got {found}")
-
-    def _call_another(
-        self, key: tuple[Any, ...], arguments: tuple[Any, ...], native: tuple[Any, ...], found: int
-    ) -> Choice:
-        """Calls the kernel that serves a call, which the kernel of its key has declined, and returns its choice."""
-        declined: tuple[int, ...] = ()
-        while True:
-            if found != OTHER_DEVICE:
-                if declined:
-                    self._decline(found)
-                declined = (found,)
-            bound = self._placed.get((key, native[0].get_device(), declined))
-            if bound is None:
-                bound = self._bind(key, arguments, declined)
-            elif not declined:
-                self._bound[key] = bound
-            call, choice = bound
-            found = call(*native)
-            if found is None:
-                return choice
-
-    def _bind(self, key: tuple[Any, ...], arguments: tuple[Any, ...], declined: tuple[int, ...] = ()) -> Bound:
-        choice = self.chosen(key, arguments, declined)
-        device = next(a.device for a in arguments if hasattr(a, "device"))
+    def _module(self, device: Any) -> Any:
+        kind = target_of(device).kind
         if _rehearsals:
-            call = _rehearsals[-1].bind(choice)
-        else:
-            slot = choice.spec, device.index
-            kernel = self.kernels.get(slot)
-            if kernel is None:
-                kernel = self.kernels[slot] = bind(choice.spec, device.index or 0)
-            sees = kernel.sees_views and not checks_signs()
-            call = kernel.call if sees else torch_op.refusing_negated(self.op, kernel.call)
-        if len(self._placed) >= _MOST_KEYS:
-            self.forget()
-        found = self._placed[key, -1 if device.index is None else device.index, declined] = call, choice
-        if not declined:
-            self._bound[key] = found
-        return found
+            return rehearsed_module(self.op, kind)
+        if kind not in self._modules:
+            with self._lock:
+                self._modules[kind] = host_module(self.op, kind)
+        return self._modules[kind]
 
-    def choice(self, target: Target, read: tuple[Any, ...], backend: str = AUTO) -> Choice:
-        """The choice for a call with these facts. Raises UnsupportedError with reasons."""
-        return choose(Request(self.op, target, _short(self.op.request(*read) if self.op.request else read), backend))
+    def _first_call(self, *values: Any) -> Any:
+        """Takes the place of `call` until a module is loaded, and in a rehearsal."""
+        device = _device_of(values)
+        module = self._module(device)
+        if _rehearsals:
+            return self._rehearsed(module, module["request"](*values), device, values)
+        self._scope["call"] = self._checked(module["call"], self.op.native)
+        return self._scope["call"](*values)
+
+    def _checked(self, call: Callable[..., Any], taken: Sequence[Argument]) -> Callable[..., Any]:
+        return torch_op.refusing_unreadable(self.op, taken, call) if checks_signs() else call
+
+    def _rehearsed(self, module: Any, found: str, device: Any, values: tuple[Any, ...]) -> int:
+        choice = choose(self._request(found, device)[0])
+        done: tuple[Launch, ...] = ()
+        if choice.request.target.kind == "cuda":
+            self._kernel(choice, device).run(*values)
+            done = launches(module)
+        _rehearsals[-1].calls.append((choice, done))
+        return self._number(choice)
+
+    def _number(self, choice: Choice) -> int:
+        with self._lock:
+            if choice not in self._numbers:
+                self.choices.append(choice)
+                self._numbers[choice] = len(self.choices) - 1
+            return self._numbers[choice]
+
+    def _request(self, found: str, device: Any) -> tuple[Request, list[int]]:
+        """The request that a host module tells in words, and the words."""
+        words = list(map(int, found.split()))
+        values = tuple(field.value(word) for field, word in zip(self.op.fields.values(), words[2:]))
+        named = self._forced or self._backends.names[words[1]]
+        return Request(self.op, target_of(device), values, named), words
+
+    def _kernel(self, choice: Choice, device: Any) -> Kernel:
+        """The kernel of a choice, which is compiled and loaded if necessary."""
+        shown = _rehearsals[-1] if _rehearsals else None
+        key = choice.spec, device.index, shown and (shown.multiprocessors, shown.shared_limit)
+        with self._lock:
+            if key not in self.kernels:
+                limits = (shown.multiprocessors, shown.shared_limit) if shown else ()
+                self.kernels[key] = rehearse(choice.spec, *limits) if limits else bind(choice.spec, device.index or 0)
+            return self.kernels[key]
+
+    def _learn(self, found: str, device: Any) -> list[int]:
+        """Teaches the module the kernel of a request; the words that taught it."""
+        request, words = self._request(found, device)
+        choice = choose(request)
+        lesson = [self._number(choice), self._kernel(choice, device).number, *words]
+        if self._learned >= _MOST_REQUESTS:
+            self.forget()
+        self._learned += 1
+        self._module(device)["learn"](*lesson)
+        return lesson
+
+    def _missed(self, found: str | None, arguments: tuple[Any, ...], wrapped: bool) -> Choice | None:
+        """Makes a call for whose request no kernel was known; perhaps another device's module was asked."""
+        torch_op.check(self.op, arguments, wrapped=wrapped)
+        named = dict(zip((a.name for a in self.op.parsed), arguments))
+        values = tuple(self._backends[v] if a.kind == "str" else v for a in self.op.native for v in (named[a.name],))
+        device = _device_of(values)
+        module = self._module(device)
+        if not _rehearsals:
+            self._scope["call"] = self._checked(module["call"], self.op.native)
+        number = module["call"](*values)
+        if not isinstance(number, int):
+            self._learn(number, device)
+            number = module["call"](*values)
+        return self.choices[int(number)]
+
+    # Plans.
+
+    def plan(self, choice: Choice, device: Any, check: Callable[..., Plan | None], values: Mapping[str, Any]) -> Plan:
+        """A call with these values of the planned arguments, which has them kept.
+
+        Args:
+            choice: what the plan was made for; its kernel is the first that the call knows.
+            device: of the tensors.
+            check: raises where the rest of a call, in declared order, does not fit the plan; may return another Plan,
+                which then makes this call. Asked for each request that the plan does not know.
+            values: of the planned arguments; their defaults are taken for the others.
+        """
+        fixed = {a.name: values.get(a.name, a.default) for a in self.op.native if a.name in self.op.planned}
+        words = (self._backends[v] if isinstance(v, str) else v for v in fixed.values())
+        call: Callable[..., Any]
+        if _rehearsals:
+            call = functools.partial(self._first_call, *words)
+        else:
+            call = self._checked(self._module(device)["plan"](self._numbers.get(choice, -1), *words), self._rest)
+        return Plan(call, fixed, choice.request.backend, check)
+
+    def _missed_plan(self, plan: Plan, found: str, rest: tuple[Any, ...]) -> Choice | None:
+        torch_op.check(self.op, self._whole(plan, rest), wrapped=False)
+        plan = plan.check(*rest) or plan
+        number = plan.call(*rest)
+        if not isinstance(number, int):
+            plan.call(*self._learn(number, _device_of(rest)))
+            number = plan.call(*rest)
+        return self.choices[int(number)]
 
     def launches(self, choice: Choice) -> tuple[Launch, ...]:
         """The kernel launches of this thread's last call, if it ran this choice on CUDA."""
-        kernel = next((k for (spec, _), k in self.kernels.items() if spec == choice.spec), None)
-        return launches(kernel.module) if kernel and choice.request.target.kind == "cuda" else ()
+        module = self._modules.get("cuda")
+        return launches(module) if module and choice.request.target.kind == "cuda" else ()
 
     def forget(self) -> None:
-        """Drops the bound calls, and the chains of all operators; kernels stay loaded."""
-        self._bound.clear()
-        self._placed.clear()
-        self._caches.clear()
-        for known in chains:
-            known.clear()
+        """Drops what calls have learned; kernels stay loaded."""
+        with self._lock:
+            for module in self._modules.values():
+                module["forget"]()
+            self._learned = 0
+            self.restart()
+
+    def restart(self) -> None:
+        """Asks Python for the module of the next call: another one, where a rehearsal begins or ends."""
+        self._scope["call"] = self._first_call
 
     @contextlib.contextmanager
     def using(self, implementation: str) -> Iterator[None]:
         """Forces the named implementation inside the block, for tests and benchmarks (not thread safe)."""
         self.op.implementation(implementation)
-        forced, bound, placed = self._forced, dict(self._bound), dict(self._placed)
-        self._forced = implementation
+        forced, self._forced = self._forced, implementation
         self.forget()
         try:
             yield
         finally:
             self._forced = forced
             self.forget()
-            self._bound.update(bound)
-            self._placed.update(placed)
+
+
+class _Numbers(dict[Any, int]):
+    """A number for each backend that callers name, in the order in which they come."""
+
+    def __init__(self) -> None:
+        super().__init__({AUTO: 0})
+        self.names = [AUTO]
+
+    def __missing__(self, name: Any) -> int:
+        self.names.append(name)
+        self[name] = number = len(self.names) - 1
+        return number
+
+
+def _parameter(argument: Argument) -> str:
+    return argument.name if argument.default is REQUIRED else f"{argument.name}={argument.default!r}"
+
+
+def _device_of(values: Sequence[Any]) -> Any:
+    return next(value.device for value in values if hasattr(value, "device"))
+
+
+def _tuple(arguments: Sequence[Argument]) -> str:
+    return f"({', '.join(a.name for a in arguments)},)"
+
+
+def _values(arguments: Sequence[Argument]) -> str:
+    return ", ".join(f"backends[{a.name}]" if a.kind == "str" else a.name for a in arguments)
+
+
+def _indented(lines: Sequence[str], levels: int = 1) -> list[str]:
+    return [f"{'    ' * levels}{line}" for line in lines]
 
 
 def _short(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -273,29 +342,16 @@ class Rehearsal:
         self.target, self.multiprocessors, self.shared_limit = target, multiprocessors, shared_limit
         self.calls: list[tuple[Choice, tuple[Launch, ...]]] = []
 
-    def bind(self, choice: Choice) -> Callable[..., None]:
-        if self.target.kind == "cpu":
-            return lambda *_: self.calls.append((choice, ()))
-        function, module = rehearse(choice.spec, self.multiprocessors, self.shared_limit)
-
-        def call(*arguments: Any) -> Any:
-            declined = function(*arguments)
-            if declined is None:
-                self.calls.append((choice, launches(module)))
-            return declined
-
-        return call
-
     def __enter__(self) -> Rehearsal:
-        for known in _operators.values():
-            known.forget()
         _rehearsals.append(self)
+        for known in _operators.values():
+            known.restart()
         return self
 
     def __exit__(self, *_: object) -> None:
         _rehearsals.pop()
         for known in _operators.values():
-            known.forget()
+            known.restart()
 
 
 _rehearsals: list[Rehearsal] = []  # the innermost counts
@@ -306,7 +362,6 @@ def is_rehearsing() -> bool:
 
 
 _operators: dict[str, Operator] = {}
-chains: list[dict[Any, Any]] = []  # of all public functions: what they have recorded
 
 
 def operator(op: Op) -> Callable[..., Choice | None]:

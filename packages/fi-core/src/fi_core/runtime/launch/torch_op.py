@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import numbers
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from fi_core.runtime.errors import FiError
@@ -109,7 +109,7 @@ def _refuse_mixture(op: Op, arguments: tuple[Any, ...]) -> None:
     if not fakes or next(iter(fakes.values())).fake_mode.allow_non_fake_inputs:
         return
     for argument, value in zip(op.parsed, arguments):
-        if argument.kind.startswith("Tensor") and value is not None and argument.name not in fakes:
+        if argument.is_tensor and value is not None and argument.name not in fakes:
             raise TypeError(
                 f"{op.name}: fake tensors and others do not go together; {', '.join(fakes)} got a fake one, "
                 f"{argument.name} one with data: make all or none by the FakeTensorMode"
@@ -154,7 +154,7 @@ def check(op: Op, arguments: tuple[Any, ...], *, wrapped: bool) -> None:
     """Raises TypeError naming the first argument that no kernel can read. wrapped: special tensors pass."""
     pairs = sorted(zip(op.parsed, arguments), key=lambda pair: pair[0].written)  # outputs are made after inputs
     for argument, value in pairs:
-        if argument.kind.startswith("Tensor") and not (value is None and argument.kind == "Tensor?"):
+        if argument.is_tensor and not (value is None and argument.kind == "Tensor?"):
             if wrapped and is_special(value):
                 continue
             problem = unreadable(value)
@@ -185,16 +185,15 @@ def unreadable(value: Any) -> str:
     return ""
 
 
-def refusing_negated(op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call behind a check for negated views. Without it, they are found when a call of their kind is bound."""
-    native = [argument for argument in op.parsed if argument.native]
-    tensors = [(i, argument.name) for i, argument in enumerate(native) if argument.kind.startswith("Tensor")]
+def refusing_unreadable(op: Op, taken: Sequence[Argument], call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call behind a check of each tensor. Without it, C++ sees no negated view and not every fake tensor."""
+    tensors = [(i, argument.name) for i, argument in enumerate(taken) if argument.is_tensor]
 
-    def checked(*arguments: Any) -> Any:
+    def checked(*values: Any) -> Any:
         for i, name in tensors:
-            if arguments[i] is not None and arguments[i].is_neg():
-                raise TypeError(f"{op.name}: {name} must be a dense tensor with data; {unreadable(arguments[i])}")
-        return call(*arguments)
+            if i < len(values) and values[i] is not None and (problem := unreadable(values[i])):
+                raise TypeError(f"{op.name}: {name} must be a dense tensor with data; {problem}")
+        return call(*values)
 
     return checked
 

@@ -26,9 +26,8 @@ class Argument(NamedTuple):
     default: object
 
     @property
-    def native(self) -> bool:
-        """Whether the C++ host entry receives it; strings are for the dispatcher."""
-        return self.kind != "str"
+    def is_tensor(self) -> bool:
+        return self.kind.startswith("Tensor")
 
     @property
     def reader(self) -> str:
@@ -45,6 +44,7 @@ CPP_TYPES = {
     "float": "double",
     "bool": "bool",
     "bool?": "int64_t",
+    "str": "int64_t",  # the number that the operator gives the name of a backend
 }
 # The C++ readers of numbers and of written tensors, which check more than the type.
 _READERS = {"float": "Number", "Tensor": "Written", "Tensor?": "OptionalWritten"}

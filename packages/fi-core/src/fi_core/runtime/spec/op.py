@@ -8,10 +8,12 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple
 
 from fi_core.runtime.spec.arguments import Argument, parse
 from fi_core.runtime.spec.constraint import Constraint, Rule
+from fi_core.runtime.spec.dtype import DTYPES, name_of_word
 from fi_core.runtime.spec.target import Target
 
 Values = Mapping[str, Any]
@@ -51,10 +53,45 @@ class Unit(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A field of an op's request: the supported values (None: any) and the default."""
+    """A field of an op's request: the supported values (None: any) and the default. In C++ it is a DType, a bool, an
+    int64_t, or an enum of its words; codes: their numbers, by default 0, 1, ...
+    """
 
     values: tuple[Any, ...] | None
     default: Any
+    codes: type[Enum] | None = None
+
+    @property
+    def kind(self) -> str:
+        """dtype, bool, int or word."""
+        one = self.default
+        if isinstance(one, int):
+            return "bool" if isinstance(one, bool) else "int"
+        return "dtype" if DTYPES.keys() >= set(self.values or (one,)) else "word"
+
+    def members(self) -> dict[str, int]:
+        """The words of a field with their numbers in C++."""
+        if self.kind != "word":
+            return {}
+        if self.codes is not None:
+            return {name: self.codes[name].value for name in self.values or self.codes.__members__}
+        return {name: number for number, name in enumerate(self.values or ())}
+
+    def word(self, value: Any) -> int:
+        """The value as a word of a request in C++."""
+        if self.kind == "dtype":
+            return DTYPES[value].word if value in DTYPES else -1
+        return self.members()[value] if self.kind == "word" else int(value)
+
+    def value(self, word: int) -> Any:
+        """The value that a word of a request in C++ stands for; of an unknown word its number."""
+        if self.kind == "dtype":
+            return name_of_word(word)
+        if self.kind == "word":
+            names = {number: name for name, number in self.members().items()}
+            known = {member.value: member.name for member in self.codes or ()}
+            return names.get(word) or known.get(word, word)
+        return bool(word) if self.kind == "bool" else word
 
 
 def _same(values: Values) -> Values:
@@ -105,15 +142,9 @@ class Op:
         implementations: in order of preference.
         arguments: a torch.library schema string with the written tensors marked, as in "Tensor(a!) out, Tensor input,
             float eps=1e-6". Empty for a composite op: other ops compute it, in one way for each implementation.
-        read: the facts of a call that decide the request, as expressions of the arguments: "q.dtype, mask is not None".
-            Numbers, and dtype, ndim, shape, stride(), numel() and bits of data_ptr() of tensors: the dispatch cache of
-            a host module reads them on every call, Python where that knows no kernel for them.
-        fields: the fields of a request.
+        planned: the arguments that a plan fixes for all calls that follow; they cross to C++ once.
+        fields: the fields of a request, which `request_of` of the host entry makes from the arguments of a call.
         axes: the axes of device code; default: the fields.
-        request: converts the facts to the values of `fields`, once for each; None: the facts are the values. Dtypes may
-            be torch's.
-        found_by_entry: the field that is not read of a call: the call assumes its default, and a host entry that does
-            not support the value it finds declines and returns it. `request` takes that value as its last argument.
         config: the NamedTuple of integers of each kernel entry.
         prebuilt: requests whose kernels the binary packages ship, other fields having their default; empty: all.
         takes_variant: whether a user's device code can be compiled into its units.
@@ -124,11 +155,9 @@ class Op:
     family: str
     implementations: tuple[Implementation, ...]
     arguments: str = ""
-    read: str = ""
+    planned: tuple[str, ...] = ()
     fields: Mapping[str, Field] = field(default_factory=dict)
     axes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    request: Callable[..., tuple[Any, ...]] | None = None
-    found_by_entry: str = ""
     config: type[tuple[int, ...]] | None = None
     prebuilt: tuple[Values, ...] = ()
     takes_variant: bool = False
@@ -158,6 +187,11 @@ class Op:
     @property
     def parsed(self) -> tuple[Argument, ...]:
         return parse(self.arguments)
+
+    @property
+    def native(self) -> tuple[Argument, ...]:
+        """The arguments in the order in which the host module takes them: those that a plan fixes come first."""
+        return tuple(sorted(self.parsed, key=lambda argument: argument.name not in self.planned))
 
     @property
     def source(self) -> str:

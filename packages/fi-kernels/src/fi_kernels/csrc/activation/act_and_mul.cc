@@ -11,6 +11,8 @@
 namespace fi {
 namespace {
 
+ActAndMulRequest request_of(const ActAndMulArgs& a) { return {a.input.dtype()}; }
+
 #if !FI_CUDA
 template <Activation kAct, bool kExact = true>
 FI_CLONES void apply(float* gate, const float* up, int64_t n) {
@@ -19,10 +21,9 @@ FI_CLONES void apply(float* gate, const float* up, int64_t n) {
 }
 
 void run_cpu(const ActAndMulParams& p, int64_t rows, const ActAndMulArgs& a) {
-  const DType dtype = a.input.dtype();
-  const cpu::LoadRow load = cpu::row_loader(dtype);
-  const cpu::StoreRow store = cpu::row_storer(dtype);
-  const auto gelu = dtype == kF32 ? apply<kGelu> : apply<kGelu, false>;
+  const cpu::LoadRow load = cpu::row_loader(a.input.dtype());
+  const cpu::StoreRow store = cpu::row_storer(a.input.dtype());
+  const auto gelu = a.input.dtype() == kF32 ? apply<kGelu> : apply<kGelu, false>;
   const auto run = a.act == kSilu ? apply<kSilu> : a.act == kGelu ? gelu : apply<kGeluTanh>;
   cpu::for_pieces(rows, p.h, 2, [&](int64_t row, int64_t first, int64_t n, float* gate) {
     float* up = gate + cpu::kPiece;
@@ -77,4 +78,4 @@ void act_and_mul(const Kernel& kernel, const ActAndMulArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::act_and_mul)
+FI_OP(fi::act_and_mul, fi::request_of)

@@ -37,7 +37,17 @@ void check_tables(const Kernel& kernel, const BatchDecodeArgs& a, int64_t batch,
   }
 }
 
-int64_t batch_decode(const Kernel& kernel, const BatchDecodeArgs& a, const Extras& extras) {
+BatchDecodeRequest request_of(const BatchDecodeArgs& a) {
+  auto r = attention_request<BatchDecodeRequest>(a, a.k_cache, a.v_cache, true);
+  r.mask = a.draft_mask ? BatchDecodeRequest::Mask::kCustom : BatchDecodeRequest::Mask::kPlain;
+  r.alignment = r.kv == kE2M1 && a.k_scales && a.v_scales
+                    ? alignment_of({a.q, a.k_cache, a.v_cache}, {a.k_scales, a.v_scales})
+                    : alignment_of({a.q, a.k_cache, a.v_cache});
+  r.heads_per_tile = a.heads_per_tile;
+  return r;
+}
+
+void batch_decode(const Kernel& kernel, const BatchDecodeArgs& a, const Extras& extras) {
   // 1 check
   Dim rows{"tokens"}, pages{"num_pages"}, page_size{"page_size"}, words{"words"};
   AttentionDims dims;
@@ -89,7 +99,7 @@ int64_t batch_decode(const Kernel& kernel, const BatchDecodeArgs& a, const Extra
     a.draft_mask.is({kU8}).on(a.q).contiguous().shape(rows, bytes);
   }
 
-  if (rows == 0 || batch == 0 || qo_heads == 0) return 0;
+  if (rows == 0 || batch == 0 || qo_heads == 0) return;
   if (kernel.checks_contents(a.q.device())) check_tables(kernel, a, batch, page_size);
 
   // 2 shape
@@ -128,18 +138,15 @@ int64_t batch_decode(const Kernel& kernel, const BatchDecodeArgs& a, const Extra
               (!nvfp4 || scales_aligned(a.k_scales, a.v_scales));
   const int64_t four = 4 * a.out.dtype().bytes();
   params.out_aligned = a.out.alignment(four, {p.out_token, p.out_head}) == four;
-  const int64_t misaligned = nvfp4 ? misalignment({a.q, a.k_cache, a.v_cache}, {a.k_scales, a.v_scales})
-                                   : misalignment({a.q, a.k_cache, a.v_cache});
-  return launch_batch_decode(kernel, params, extras, a.k_cache, a.v_cache, misaligned, a.split_kv,
-                             kernel.pdl(a.enable_pdl));
+  launch_batch_decode(kernel, params, extras, a.k_cache, a.v_cache, request_of(a).alignment, a.split_kv,
+                      kernel.pdl(a.enable_pdl));
 #else
   (void)kernel, (void)a.split_kv, (void)a.enable_pdl;
   CpuBatchDecode(params, variant_arguments(extras), a.q.dtype(), a.k_cache.dtype(), a.out.dtype()).run();
-  return 0;
 #endif
 }
 
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::batch_decode)
+FI_OP(fi::batch_decode, fi::request_of)

@@ -44,6 +44,14 @@ void check_tables(const Kernel& kernel, const BatchMlaArgs& a, const BatchMlaPar
   }
 }
 
+BatchMlaRequest request_of(const BatchMlaArgs& a) {
+  constexpr int64_t kNarrowRows = 16;  // packed query rows of a CTA for few rows, on average of the requests
+  const int64_t rows = a.q_nope.size_or_0(0) * a.q_nope.size_or_0(1);
+  using Rows = BatchMlaRequest::Rows;
+  return {a.q_nope.dtype(), a.ckv_cache.dtype(), rows <= kNarrowRows * a.batch_size ? Rows::kNarrow : Rows::kWide,
+          a.q_pe.size_or_0(-1) > 0, a.sparse};
+}
+
 void batch_mla(const Kernel& kernel, const BatchMlaArgs& a) {
   // 1 check
   Dim tokens{"tokens"}, heads{"num_heads"}, latent{"512", kMlaLatent}, rope{"64", kMlaRope}, pages{"num_pages"},
@@ -146,4 +154,4 @@ void batch_mla(const Kernel& kernel, const BatchMlaArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::batch_mla)
+FI_OP(fi::batch_mla, fi::request_of)

@@ -57,7 +57,15 @@ void check_tables(const Kernel& kernel, const BatchPrefillArgs& a, int64_t rows,
   }
 }
 
-int64_t batch_prefill(const Kernel& kernel, const BatchPrefillArgs& a, const Extras& extras) {
+BatchPrefillRequest request_of(const BatchPrefillArgs& a) {
+  using Mask = BatchPrefillRequest::Mask;
+  auto r = attention_request<BatchPrefillRequest>(a, a.k, a.v, static_cast<bool>(a.page_indices));
+  r.mask = a.items ? Mask::kItems : a.custom_mask ? Mask::kCustom : Mask::kPlain;
+  r.alignment = alignment_of({a.q, a.k, a.v, a.out});
+  return r;
+}
+
+void batch_prefill(const Kernel& kernel, const BatchPrefillArgs& a, const Extras& extras) {
   // 1 check
   Dim rows{"qo_tokens"}, pages{"num_pages", 1}, page_size{"page_size"}, words{"words"};
   AttentionDims dims;
@@ -147,7 +155,7 @@ int64_t batch_prefill(const Kernel& kernel, const BatchPrefillArgs& a, const Ext
   params.tile_tokens = static_cast<int32_t>(a.q_tile_tokens);
   params.padded_rows = a.zero_padded_rows ? static_cast<int32_t>(rows) : 0;
   params.batch = static_cast<int32_t>(a.batch_size);
-  if (rows == 0 || qo_heads == 0) return 0;
+  if (rows == 0 || qo_heads == 0) return;
 
   // 3 launch
 #if FI_CUDA
@@ -156,17 +164,15 @@ int64_t batch_prefill(const Kernel& kernel, const BatchPrefillArgs& a, const Ext
   const int64_t kv_tokens = a.kv_tokens > 0 ? a.kv_tokens
                             : paged         ? a.page_indices.numel() * page_size
                                             : page_size.value;
-  const int64_t misaligned = misalignment({a.q, a.k, a.v, a.out});
-  return launch_batch_prefill(kernel, params, extras, a.q, a.k, misaligned, page_size, kv_tokens, a.batch_size,
-                              a.num_ctas, kernel.pdl(a.enable_pdl));
+  launch_batch_prefill(kernel, params, extras, a.q, a.k, request_of(a).alignment, page_size, kv_tokens, a.batch_size,
+                       a.num_ctas, kernel.pdl(a.enable_pdl));
 #else
   (void)kernel;
   CpuBatchPrefill(params, variant_arguments(extras), a.q.dtype(), a.k.dtype(), a.out.dtype()).run();
-  return 0;
 #endif
 }
 
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::batch_prefill)
+FI_OP(fi::batch_prefill, fi::request_of)

@@ -71,6 +71,8 @@ void run_cpu(const MergeStateParams& p, DType dtype) {
 
 StateStrides strides_of(Tensor v, Tensor s) { return {v.stride(0), v.stride(1), s.stride(0), s.stride(1)}; }
 
+MergeStateRequest request_of(const MergeStateArgs& a) { return {a.v.dtype()}; }
+
 void merge_state(const Kernel& kernel, const MergeStateArgs& a) {
   // 1 check
   const bool in_place = !a.v_a;
@@ -115,4 +117,4 @@ void merge_state(const Kernel& kernel, const MergeStateArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::merge_state)
+FI_OP(fi::merge_state, fi::request_of)

@@ -57,6 +57,8 @@ void run_cpu(const MergeStatesParams& p, DType dtype) {
 }
 #endif
 
+MergeStatesRequest request_of(const MergeStatesArgs& a) { return {a.out.dtype()}; }
+
 void merge_states(const Kernel& kernel, const MergeStatesArgs& a) {
   // 1 check
   Dim n{"n"}, states{"num_states"}, heads{"num_heads"}, d{"head_dim"};
@@ -98,4 +100,4 @@ void merge_states(const Kernel& kernel, const MergeStatesArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::merge_states)
+FI_OP(fi::merge_states, fi::request_of)

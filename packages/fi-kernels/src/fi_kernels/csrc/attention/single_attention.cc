@@ -134,6 +134,18 @@ Mask mask_of(const OptionalTensor& custom, const OptionalTensor& packed, const T
   return mask;
 }
 
+SingleAttentionRequest request_of(const SingleAttentionArgs& a) {
+  constexpr int64_t kMany = 1024;  // more query tokens count as this many
+  SingleAttentionRequest r{};
+  r.q = a.q.dtype(), r.kv = a.k.dtype(), r.out = a.out.dtype();
+  r.head_dim_qk = a.q.size_or_0(-1), r.head_dim_vo = a.v.size_or_0(-1);
+  const int64_t kv_heads = a.k.ndim() == 3 ? a.k.size_or_0(a.kv_layout == 0 ? 1 : 0) : 0;
+  r.group_size = kv_heads > 0 ? a.q.size_or_0(-2) / kv_heads : 0;
+  r.alignment = 16;  // its kernels take all
+  r.qo_len = a.q.ndim() == 3 ? std::min(a.q.size(0), kMany) : 1;
+  return r;
+}
+
 void single_attention(const Kernel& kernel, const SingleAttentionArgs& a, const Extras& extras) {
   // 1 check
   Dim qo_len{"qo_len", 1}, kv_len{"kv_len"};
@@ -199,4 +211,4 @@ void single_attention(const Kernel& kernel, const SingleAttentionArgs& a, const 
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::single_attention)
+FI_OP(fi::single_attention, fi::request_of)

@@ -55,6 +55,19 @@ void check_scales(const AllReduceArgs& a, ReduceOutput output, int64_t tokens, i
   }
 }
 
+// The dtypes of the values and of their scales tell how the norm is quantized.
+AllReduceRequest request_of(const AllReduceArgs& a) {
+  using Output = AllReduceRequest::Output;
+  using Form = AllReduceRequest::Form;
+  Output output = a.weight ? Output::kNorm : Output::kSum;
+  if (a.weight && a.quant_out)
+    output = a.quant_out.dtype() == kU8    ? Output::kE2m1
+             : !a.scale_out                ? Output::kE4m3
+             : a.scale_out.dtype() == kF32 ? Output::kRowE4m3
+                                           : Output::kGroupE4m3;
+  return {a.input.dtype(), output, a.scatter ? Form::kScatter : a.shots == 1 ? Form::kOneShot : Form::kTwoShot};
+}
+
 void all_reduce(const Kernel& kernel, const AllReduceArgs& a) {
   // 1 check
   a.input.is({kF16, kBF16, kF32}).contiguous();
@@ -175,4 +188,4 @@ void all_reduce(const Kernel& kernel, const AllReduceArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::all_reduce)
+FI_OP(fi::all_reduce, fi::request_of)

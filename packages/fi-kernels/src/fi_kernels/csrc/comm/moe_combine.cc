@@ -11,6 +11,8 @@
 namespace fi {
 namespace {
 
+MoeCombineRequest request_of(const MoeCombineArgs& a) { return {a.payload.dtype()}; }
+
 void moe_combine(const Kernel& kernel, const MoeCombineArgs& a) {
   // 1 check
   Dim world{"world", a.peers.numel()}, max_tokens{"max_tokens"}, hidden{"hidden"}, tokens{"tokens"},
@@ -56,4 +58,4 @@ void moe_combine(const Kernel& kernel, const MoeCombineArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::moe_combine)
+FI_OP(fi::moe_combine, fi::request_of)

@@ -42,6 +42,10 @@ void run_cpu(const MoeActivationParams& p, const MoeActivationArgs& a, bool gate
 }
 #endif
 
+MoeActivationRequest request_of(const MoeActivationArgs& a) {
+  return {a.x.dtype(), a.out.dtype(), static_cast<MoeActivationRequest::Activation>(a.activation)};
+}
+
 void moe_activation(const Kernel& kernel, const MoeActivationArgs& a) {
   // 1 check
   const bool gated = is_gated(static_cast<ExpertActivation>(a.activation));
@@ -125,4 +129,4 @@ void moe_activation(const Kernel& kernel, const MoeActivationArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::moe_activation)
+FI_OP(fi::moe_activation, fi::request_of)

@@ -78,6 +78,14 @@ constexpr double kEvictFirstBytes = 200 << 20;
 constexpr int64_t kFewSlots = 16;
 #endif
 
+// A tile holds as many tokens as are expected, in steps; fewer of mxfp4, whose weights take registers too.
+MoeExpertsRequest request_of(const MoeExpertsArgs& a) {
+  const int64_t most = a.up.dtype() == kU8 ? 32 : 64;
+  int64_t tokens = 8;
+  while (tokens < std::min(a.expected_tokens, most)) tokens *= 2;
+  return {a.x.dtype(), a.up.dtype(), static_cast<MoeExpertsRequest::Activation>(a.activation), tokens};
+}
+
 void moe_experts(const Kernel& kernel, const MoeExpertsArgs& a) {
   // 1 check
   const bool gated = is_gated(static_cast<ExpertActivation>(a.activation));
@@ -209,4 +217,4 @@ void moe_experts(const Kernel& kernel, const MoeExpertsArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::moe_experts)
+FI_OP(fi::moe_experts, fi::request_of)

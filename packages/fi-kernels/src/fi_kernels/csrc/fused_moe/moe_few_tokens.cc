@@ -4,7 +4,6 @@
 
 #include "fi/fused_moe/moe_few_tokens.h"
 #include "fi/generated/moe_few_tokens.h"
-#include "fi/host/chain.h"
 
 #if !FI_CUDA
 #include "fi/fused_moe/moe_few_tokens_cpu.h"
@@ -60,6 +59,10 @@ void check_scale(const OptionalTensor& scale, const Tensor& weight, bool fp8) {
   Dim experts{"experts", weight.size(0)}, row_blocks{"row blocks", weight.size(1) / 128},
       blocks{"column blocks", weight.size(2) / 128};
   scale.is({kF32}).on(weight).inner_contiguous().shape(experts, row_blocks, blocks);
+}
+
+MoeFewTokensRequest request_of(const MoeFewTokensArgs& a) {
+  return {a.x.dtype(), a.up.dtype(), static_cast<MoeFewTokensRequest::Activation>(a.activation)};
 }
 
 void moe_few_tokens(const Kernel& kernel, const MoeFewTokensArgs& a) {
@@ -155,5 +158,4 @@ void moe_few_tokens(const Kernel& kernel, const MoeFewTokensArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::moe_few_tokens)
-FI_CHAIN
+FI_OP(fi::moe_few_tokens, fi::request_of)

@@ -2,7 +2,6 @@
 #include "fi/fused_moe/moe_finalize.h"
 
 #include "fi/generated/moe_finalize.h"
-#include "fi/host/chain.h"
 
 #if !FI_CUDA
 #include "fi/find_segment.h"
@@ -44,6 +43,8 @@ void run_cpu(const MoeFinalizeParams& p, const MoeFinalizeArgs& a) {
   });
 }
 #endif
+
+MoeFinalizeRequest request_of(const MoeFinalizeArgs& a) { return {a.y.dtype(), a.out.dtype()}; }
 
 void moe_finalize(const Kernel& kernel, const MoeFinalizeArgs& a) {
   // 1 check
@@ -125,5 +126,4 @@ void moe_finalize(const Kernel& kernel, const MoeFinalizeArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::moe_finalize)
-FI_CHAIN
+FI_OP(fi::moe_finalize, fi::request_of)

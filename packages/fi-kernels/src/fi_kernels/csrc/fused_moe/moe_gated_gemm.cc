@@ -53,6 +53,10 @@ void run_cpu(const MoeGatedGemmParams& params, const MoeGatedGemmArgs& a) {
 }
 #endif
 
+MoeGatedGemmRequest request_of(const MoeGatedGemmArgs& a) {
+  return {a.x.dtype(), static_cast<MoeGatedGemmRequest::Activation>(a.activation)};
+}
+
 void moe_gated_gemm(const Kernel& kernel, const MoeGatedGemmArgs& a) {
   // 1 check
   Dim rows{"rows"}, width{"width"}, k{"k"}, experts{"experts"};
@@ -165,4 +169,4 @@ void moe_gated_gemm(const Kernel& kernel, const MoeGatedGemmArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::moe_gated_gemm)
+FI_OP(fi::moe_gated_gemm, fi::request_of)

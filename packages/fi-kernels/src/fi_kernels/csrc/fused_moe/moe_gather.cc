@@ -39,6 +39,8 @@ void run_cpu(const MoeGatherParams& p, int64_t tokens, int64_t columns, DType fr
 }
 #endif
 
+MoeGatherRequest request_of(const MoeGatherArgs& a) { return {a.x.dtype(), a.out.dtype() != a.x.dtype()}; }
+
 void moe_gather(const Kernel& kernel, const MoeGatherArgs& a) {
   // 1 check
   Dim n{"rows"}, tokens{"tokens"}, columns{"columns"}, top_k{"top_k"};
@@ -108,4 +110,4 @@ void moe_gather(const Kernel& kernel, const MoeGatherArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::moe_gather)
+FI_OP(fi::moe_gather, fi::request_of)

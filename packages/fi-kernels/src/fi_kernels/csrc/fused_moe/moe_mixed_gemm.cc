@@ -72,6 +72,10 @@ void run_cpu(const MoeMixedGemmParams& p, MixedFormat format, DType dtype) {
 }
 #endif
 
+MoeMixedGemmRequest request_of(const MoeMixedGemmArgs& a) {
+  return {a.x.dtype(), static_cast<MoeMixedGemmRequest::Format>(a.format)};
+}
+
 void moe_mixed_gemm(const Kernel& kernel, const MoeMixedGemmArgs& a) {
   // 1 check
   FI_CHECK(a.format >= kMxfp4 && a.format <= kMxfp8, ValueError, "format must be in 0..3; got %lld",
@@ -161,4 +165,4 @@ void moe_mixed_gemm(const Kernel& kernel, const MoeMixedGemmArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::moe_mixed_gemm)
+FI_OP(fi::moe_mixed_gemm, fi::request_of)

@@ -96,6 +96,8 @@ void run_cpu(const MoeRouteParams& p, const MoeRouteArgs& a) {
 }
 #endif
 
+MoeRouteRequest request_of(const MoeRouteArgs& a) { return {a.logits.dtype(), a.weights.dtype()}; }
+
 void moe_route(const Kernel& kernel, const MoeRouteArgs& a) {
   // 1 check
   Dim tokens{"tokens"}, experts{"experts"}, columns{"top_k + shared"};
@@ -168,4 +170,4 @@ void moe_route(const Kernel& kernel, const MoeRouteArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::moe_route)
+FI_OP(fi::moe_route, fi::request_of)

@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "fi/generated/moe_sort.h"
-#include "fi/host/chain.h"
 
 #if !FI_CUDA
 #include <vector>
@@ -44,6 +43,8 @@ void run_cpu(const MoeSortParams& p) {
   }
 }
 #endif
+
+MoeSortRequest request_of(const MoeSortArgs& a) { return {a.ids.dtype()}; }
 
 void moe_sort(const Kernel& kernel, const MoeSortArgs& a) {
   // 1 check
@@ -100,5 +101,4 @@ void moe_sort(const Kernel& kernel, const MoeSortArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::moe_sort)
-FI_CHAIN
+FI_OP(fi::moe_sort, fi::request_of)

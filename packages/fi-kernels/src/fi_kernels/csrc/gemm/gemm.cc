@@ -270,6 +270,51 @@ void check_block_scales(const GemmArgs& a, const GemmProblem& p) {
       static_cast<long long>(a.scale_rows));
 }
 
+// The largest power of 2 up to 16 that divides the addresses of all rows.
+int64_t alignment_of(const Tensor& t, bool last_two_swapped) {
+  auto low = reinterpret_cast<uintptr_t>(t.data());
+  for (int i = 0; i < t.ndim(); ++i)
+    if (i != t.ndim() - (last_two_swapped ? 2 : 1)) low |= static_cast<uintptr_t>(t.stride(i) * t.dtype().bytes());
+  return low % 16 ? static_cast<int64_t>(low & -low) : 16;
+}
+
+GemmRequest request_of(const GemmArgs& a) {
+  constexpr int64_t kLargeM = 129;  // more rows count as this many
+  // Twice the tokens of a tile are two tiles where all CTAs run at the same time: n up to 66 tiles of 64 rows. H200,
+  // 128 tokens, us of wgmma_small_m_sm90 and wgmma_sm90: 4096 x 7168 fp8 17.7 and 21.1, bf16 25.7 and 34.3; 7168 x 2048
+  // 14.1, 13.1.
+  constexpr int64_t kFewColumns = 66 * 64;
+  // Bytes of a row of b with which the epilogue decides, where whole lines are stored faster by the kernel for any
+  // number of tokens. H200, 128 products, us of wgmma_small_m_sm90 and wgmma_sm90: bf16 64 x 512 x 128 18.6 and 13.7,
+  // fp8 14.8 and 11.3; bf16 16 x 512 x 128 14.4 and 13.1, fp8 10.4 and 11.0.
+  constexpr int64_t kShortBytes = 1024;
+  using Request = GemmRequest;
+  Request r{};
+  r.a = a.a.dtype(), r.b = a.b.dtype(), r.out = a.out.dtype();
+  const int row = a.b_transposed ? -1 : -2, column = -3 - row;  // of b: n, k
+  const int64_t n = a.b.size_or_0(row), k = a.b.size_or_0(column);
+  if (a.b_scale && a.b_scale.ndim() == a.b.ndim() && a.b.ndim() >= 2) {
+    const int64_t along_n = a.b_scale.size(a.scales_transposed ? -1 : -2);
+    const bool one = along_n == 1 && a.b_scale.size(a.scales_transposed ? -2 : -1) == 1;
+    if (!one || std::max(n, k) <= 128)
+      r.scales = along_n == n && n > 1 ? Request::Scales::kColumnBlocks : Request::Scales::kBlocks;
+  }
+  r.tiles = a.m_indptr || a.masked_m ? Request::Tiles::kGroups : Request::Tiles::kBatched;
+  const bool n_major = a.b.stride_or_0(column) != 1 && a.b.stride_or_0(row) == 1 && k > 1;
+  r.b_major = n_major ? Request::BMajor::kN : Request::BMajor::kK;
+  r.alignment = std::min(alignment_of(a.a, false), alignment_of(a.b, n_major != a.b_transposed));
+  // Rows of a that meet a matrix of b; of groups their mean.
+  int64_t m = a.expected_m >= 0 ? a.expected_m : a.a.size_or_0(-2);
+  if (a.expected_m < 0 && (a.m_indptr || a.m_indices)) {
+    const int64_t groups = a.m_indptr ? a.m_indptr.numel() - 1 : a.b.size_or_0(0);
+    m = gemm_ceil(m, std::max<int64_t>(1, groups));
+  }
+  r.m = std::min(m, kLargeM);
+  r.k = k * a.b.dtype().bytes() <= kShortBytes ? Request::K::kShort : Request::K::kLong;
+  r.n = n <= kFewColumns && a.b.ndim() == 2 ? Request::N::kFew : Request::N::kMany;
+  return r;
+}
+
 void gemm(const Kernel& kernel, const GemmArgs& given) {
   // 1 check
   Transposed b, a_scale, b_scale;
@@ -332,4 +377,4 @@ void gemm(const Kernel& kernel, const GemmArgs& given) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::gemm)
+FI_OP(fi::gemm, fi::request_of)

@@ -67,6 +67,13 @@ Plan plan_of(int64_t m, int64_t n, int64_t group, int64_t tokens, int64_t multip
 }
 #endif
 
+GemmFp4Request request_of(const GemmFp4Args& a) {
+  constexpr int64_t kMostTokens = 16;  // of a tile; m counts up to it
+  const int64_t alignment = std::min({a.a.alignment(16, {a.a.stride_or_0(0)}), a.b.alignment(16, {a.b.stride_or_0(0)}),
+                                      a.b.alignment(16, {a.a.size_or_0(-1) / 2})});
+  return {a.out.dtype(), a.block_size, alignment, std::min(a.a.size_or_0(0), kMostTokens)};
+}
+
 void gemm_fp4(const Kernel& kernel, const GemmFp4Args& a) {
   // 1 check
   Dim m{"m"}, n{"n"}, k{"k"}, half{"k / 2"};
@@ -141,4 +148,4 @@ void gemm_fp4(const Kernel& kernel, const GemmFp4Args& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::gemm_fp4)
+FI_OP(fi::gemm_fp4, fi::request_of)

@@ -132,6 +132,11 @@ const Entry& states_entry(const Kernel& kernel, DLDevice device, int64_t states,
 }
 #endif
 
+ChunkGatedDeltaRuleRequest request_of(const ChunkGatedDeltaRuleArgs& a) {
+  using Gate = ChunkGatedDeltaRuleRequest::Gate;
+  return {a.q.dtype(), a.q.size_or_0(-1), a.v.size_or_0(-1), a.g && a.g.ndim() == 3 ? Gate::kChannel : Gate::kHead};
+}
+
 void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs& a) {
   // 1 check
   Dim tokens{"tokens"}, q_heads{"q_heads"}, k_heads{"k_heads"}, v_heads{"v_heads"}, dim_k{"K"}, dim_v{"V"};
@@ -276,4 +281,4 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::chunk_gated_delta_rule)
+FI_OP(fi::chunk_gated_delta_rule, fi::request_of)

@@ -72,6 +72,13 @@ void run_cpu(const RecurrentGatedDeltaRuleParams& p, DType dtype, DType state_dt
 }
 #endif
 
+RecurrentGatedDeltaRuleRequest request_of(const RecurrentGatedDeltaRuleArgs& a) {
+  using Request = RecurrentGatedDeltaRuleRequest;
+  return {a.q.dtype(), a.state.dtype(), a.q.size_or_0(-1),
+          a.a.ndim() == 4 ? Request::Gate::kChannel : Request::Gate::kHead,
+          a.state.stride_or_0(-1) == 1 ? Request::Contiguous::kK : Request::Contiguous::kV};
+}
+
 void recurrent_gated_delta_rule(const Kernel& kernel, const RecurrentGatedDeltaRuleArgs& a) {
   // 1 check
   Dim batch{"batch"}, tokens{"tokens"}, q_heads{"q_heads"}, k_heads{"k_heads"}, own{"v_heads"}, dim_k{"K"}, dim_v{"V"};
@@ -190,4 +197,4 @@ void recurrent_gated_delta_rule(const Kernel& kernel, const RecurrentGatedDeltaR
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::recurrent_gated_delta_rule)
+FI_OP(fi::recurrent_gated_delta_rule, fi::request_of)

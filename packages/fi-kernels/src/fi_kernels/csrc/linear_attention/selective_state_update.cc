@@ -83,6 +83,10 @@ void check_lengths(const Kernel& kernel, const SelectiveStateUpdateArgs& a, bool
 }
 
 // Of dt, A, D and dt_bias the first number of each head counts.
+SelectiveStateUpdateRequest request_of(const SelectiveStateUpdateArgs& a) {
+  return {a.x.dtype(), a.state.dtype(), a.state.size_or_0(-1)};
+}
+
 void selective_state_update(const Kernel& kernel, const SelectiveStateUpdateArgs& a) {
   // 1 check
   Dim slots{"slots"}, heads{"heads"}, dim{"dim"}, dstate{"dstate"}, batch{"batch"}, tokens{"tokens", 1};
@@ -234,4 +238,4 @@ void selective_state_update(const Kernel& kernel, const SelectiveStateUpdateArgs
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::selective_state_update)
+FI_OP(fi::selective_state_update, fi::request_of)

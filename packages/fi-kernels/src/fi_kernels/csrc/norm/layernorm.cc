@@ -42,6 +42,8 @@ void run_cpu(const LayernormParams& p, DType in, DType out) {
 }
 #endif
 
+LayernormRequest request_of(const LayernormArgs& a) { return {a.input.dtype(), a.out.dtype()}; }
+
 void layernorm(const Kernel& kernel, const LayernormArgs& a) {
   // 1 check
   Dim n{"n"}, d{"d"};
@@ -83,4 +85,4 @@ void layernorm(const Kernel& kernel, const LayernormArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::layernorm)
+FI_OP(fi::layernorm, fi::request_of)

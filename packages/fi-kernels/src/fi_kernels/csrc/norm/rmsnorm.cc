@@ -42,6 +42,10 @@ void run_cpu(const RmsnormParams& p, DType in, DType out) {
 }
 #endif
 
+RmsnormRequest request_of(const RmsnormArgs& a) {
+  return {a.input.dtype(), a.out.dtype(), static_cast<bool>(a.residual)};
+}
+
 void rmsnorm(const Kernel& kernel, const RmsnormArgs& a) {
   // 1 check
   Dim n{"n"}, heads{"heads", 1}, d{"d"};
@@ -102,4 +106,4 @@ void rmsnorm(const Kernel& kernel, const RmsnormArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::rmsnorm)
+FI_OP(fi::rmsnorm, fi::request_of)

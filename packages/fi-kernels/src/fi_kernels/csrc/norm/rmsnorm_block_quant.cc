@@ -61,6 +61,8 @@ void run_cpu(const RmsnormBlockQuantParams& params, DType dtype) {
 }
 #endif
 
+RmsnormBlockQuantRequest request_of(const RmsnormBlockQuantArgs& a) { return {a.input.dtype()}; }
+
 void rmsnorm_block_quant(const Kernel& kernel, const RmsnormBlockQuantArgs& a) {
   // 1 check
   Dim n{"n"}, d{"d"};
@@ -113,4 +115,4 @@ void rmsnorm_block_quant(const Kernel& kernel, const RmsnormBlockQuantArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::rmsnorm_block_quant)
+FI_OP(fi::rmsnorm_block_quant, fi::request_of)

@@ -75,6 +75,8 @@ Nvfp4AppendOperand make_operand(const Tensor& rows, const Tensor& cache, const T
   return s;
 }
 
+AppendNvfp4KvCacheRequest request_of(const AppendNvfp4KvCacheArgs& a) { return {a.append_key.dtype()}; }
+
 void append_nvfp4_kv_cache(const Kernel& kernel, const AppendNvfp4KvCacheArgs& a) {
   // 1 check
   Dim nnz{"nnz"}, heads{"num_heads"}, k_dim{"head_dim"}, v_dim{"v_head_dim"};
@@ -153,4 +155,4 @@ void append_nvfp4_kv_cache(const Kernel& kernel, const AppendNvfp4KvCacheArgs& a
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::append_nvfp4_kv_cache)
+FI_OP(fi::append_nvfp4_kv_cache, fi::request_of)

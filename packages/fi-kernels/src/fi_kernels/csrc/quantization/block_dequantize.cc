@@ -43,6 +43,11 @@ void run_cpu(const BlockDequantizeParams& p, DType dtype, DType out, bool ue8m0,
 }
 #endif
 
+BlockDequantizeRequest request_of(const BlockDequantizeArgs& a) {
+  const DType input = a.input.dtype() == kU8 ? kE2M1 : a.input.dtype();  // a byte holds two
+  return {input, a.out.dtype(), static_cast<BlockDequantizeRequest::Scale>(a.scale_format)};
+}
+
 void block_dequantize(const Kernel& kernel, const BlockDequantizeArgs& a) {
   // 1 check
   Dim batch{"batch", a.input.ndim() == 2 ? 1 : -1}, rows{"rows"}, bytes{"bytes"};
@@ -114,4 +119,4 @@ void block_dequantize(const Kernel& kernel, const BlockDequantizeArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::block_dequantize)
+FI_OP(fi::block_dequantize, fi::request_of)

@@ -75,6 +75,11 @@ void check_optional(const BlockQuantizeArgs& a, BlockQuantizeParams& p) {
   p.eps = static_cast<float>(a.eps);
 }
 
+BlockQuantizeRequest request_of(const BlockQuantizeArgs& a) {
+  const DType out = a.out.dtype() == kU8 ? kE2M1 : a.out.dtype();  // a byte holds two
+  return {a.input.dtype(), out, a.block_size, static_cast<BlockQuantizeRequest::Scale>(a.scale_format), a.gated};
+}
+
 void block_quantize(const Kernel& kernel, const BlockQuantizeArgs& a) {
   // 1 check
   a.input.is({kF16, kBF16, kF32, kE4M3});
@@ -137,4 +142,4 @@ void block_quantize(const Kernel& kernel, const BlockQuantizeArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::block_quantize)
+FI_OP(fi::block_quantize, fi::request_of)

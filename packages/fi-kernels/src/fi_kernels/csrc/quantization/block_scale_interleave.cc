@@ -28,6 +28,8 @@ void run_cpu(const BlockScaleInterleaveParams& p, int64_t padded_rows, int64_t a
 }
 #endif
 
+BlockScaleInterleaveRequest request_of(const BlockScaleInterleaveArgs& a) { return {a.input.dtype()}; }
+
 void block_scale_interleave(const Kernel& kernel, const BlockScaleInterleaveArgs& a) {
   // 1 check
   a.input.is({kU8, kBF16}).contiguous();
@@ -72,4 +74,4 @@ void block_scale_interleave(const Kernel& kernel, const BlockScaleInterleaveArgs
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::block_scale_interleave)
+FI_OP(fi::block_scale_interleave, fi::request_of)

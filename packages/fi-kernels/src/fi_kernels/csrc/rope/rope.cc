@@ -70,6 +70,8 @@ RopeFrequencies frequencies_of(int64_t rotary_dim, double scale, double theta, d
   return f;
 }
 
+RopeRequest request_of(const RopeArgs& a) { return {a.q_out.dtype()}; }
+
 void rope(const Kernel& kernel, const RopeArgs& given) {
   RopeArgs a = given;  // the checks below rename tensors as the caller names them
   // 1 check
@@ -168,4 +170,4 @@ void rope(const Kernel& kernel, const RopeArgs& given) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::rope)
+FI_OP(fi::rope, fi::request_of)

@@ -41,6 +41,8 @@ RopeOperand make_paged_operand(const Tensor& rows, const Tensor& cache, bool hea
           stride_of(cache, 0)};
 }
 
+RopeQuantizeRequest request_of(const RopeQuantizeArgs& a) { return {a.q_rope.dtype(), a.q_rope_out.dtype()}; }
+
 void rope_quantize(const Kernel& kernel, const RopeQuantizeArgs& a) {
   // 1 check
   Dim nnz{"nnz"}, q_heads{"num_qo_heads"}, k_heads{"num_kv_heads", 1}, rope_dim{"rotary_dim"}, q_dim{"no_rope_dim", 0},
@@ -164,4 +166,4 @@ void rope_quantize(const Kernel& kernel, const RopeQuantizeArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::rope_quantize)
+FI_OP(fi::rope_quantize, fi::request_of)

@@ -240,6 +240,8 @@ void check_adjustments(SampleParams& p, const Tensor& input, Dim& batch, Dim& vo
   }
 }
 
+SampleRequest request_of(const SampleArgs& a) { return {a.input.dtype(), a.output == 0}; }
+
 void sample(const Kernel& kernel, const SampleArgs& a) {
   // 1 check
   Dim rows{"rows"}, vocab{"vocab"}, batch{"batch"};
@@ -301,4 +303,4 @@ void sample(const Kernel& kernel, const SampleArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::sample)
+FI_OP(fi::sample, fi::request_of)

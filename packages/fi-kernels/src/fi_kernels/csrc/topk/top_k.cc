@@ -144,6 +144,8 @@ const int32_t* per_row(const OptionalTensor& t, const Tensor& input, Dim& rows) 
   return t.data<const int32_t>();
 }
 
+TopKRequest request_of(const TopKArgs& a) { return {a.input.dtype()}; }
+
 void top_k(const Kernel& kernel, const TopKArgs& a) {
   // 1 check
   Dim rows{"rows"}, width{"width"}, columns{"k"}, batch{"batch"}, pages{"pages"};
@@ -214,4 +216,4 @@ void top_k(const Kernel& kernel, const TopKArgs& a) {
 }  // namespace
 }  // namespace fi
 
-FI_OP(fi::top_k)
+FI_OP(fi::top_k, fi::request_of)

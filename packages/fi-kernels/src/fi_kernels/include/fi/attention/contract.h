@@ -154,16 +154,41 @@ inline bool scales_aligned(const Tensor& k_scales, const Tensor& v_scales) {
   return true;
 }
 
-// For kernels that load rows of these tensors by 16 bytes: the largest power of 2 that divides their addresses, or 0 if
-// that is 16 or more. scales: of NVFP4, whose rows are loaded whole, or by 16 bytes.
-inline int64_t misalignment(std::initializer_list<Tensor> tensors, std::initializer_list<Tensor> scales = {}) {
+// The largest power of 2, up to 16, that divides the addresses of all rows, in bytes. scales: of NVFP4, whose rows are
+// loaded whole, or by 16 bytes.
+inline int64_t alignment_of(std::initializer_list<Tensor> tensors, std::initializer_list<Tensor> scales = {}) {
   int64_t found = 16;
   for (const Tensor& t : tensors) found = std::min(found, t.row_alignment(16));
   for (const Tensor& t : scales) {
-    const int64_t row = std::min<int64_t>(16, t.size(-1));
+    const int64_t row = std::min<int64_t>(16, t.size_or_0(-1));
     if (const int64_t width = t.row_alignment(16); width < row) found = std::min(found, width);
   }
-  return found == 16 ? 0 : found;
+  return found;
+}
+
+// Of kernels that load rows by 16 bytes, where no request has chosen another one: a user's variant has one kernel.
+inline void check_alignment(int64_t alignment) {
+  FI_CHECK(alignment == 16, ValueError, "alignment 16 is required of the rows of tensors; got %lld",
+           static_cast<long long>(alignment));
+}
+
+// The fields that requests of batches share. page_size: 0 for ragged keys.
+template <class Request, class Args>
+Request attention_request(const Args& a, const Tensor& k, const Tensor& v, bool paged) {
+  const int first = paged ? 1 : 0;  // of the axes of kv heads and tokens
+  const bool nhd = a.kv_layout == 0, nvfp4 = is_nvfp4(k), whole = a.q.ndim() > 2;
+  const int64_t kv_heads = k.size_or_0(nhd ? first + 1 : first);
+  Request r{};
+  r.q = a.q.dtype(), r.kv = nvfp4 ? kE2M1 : k.dtype(), r.out = a.out.dtype();
+  r.head_dim_qk = whole ? a.q.size(-1) : 0;
+  r.head_dim_vo = v.size_or_0(-1) * (nvfp4 ? 2 : 1);
+  r.group_size = whole && kv_heads > 0 ? a.q.size(-2) / kv_heads : 0;
+  r.page_size = paged ? k.size_or_0(nhd ? 1 : 2) : 0;
+  r.pos_encoding = static_cast<typename Request::PosEncoding>(a.pos_encoding_mode);
+  r.soft_cap = a.logits_soft_cap > 0;
+  r.scaled = a.scale_q || a.scale_k || a.scale_v || a.bmm1_scale || a.bmm2_scale;
+  r.split_tables = a.v_table_offset != 0;
+  return r;
 }
 
 }  // namespace fi

@@ -86,7 +86,7 @@ struct Rehearsal {
 #endif
 
 struct Kernel {
-  std::string op, spec;
+  std::string spec;
   bool checks = false;  // of contents, where nothing is rehearsed or captured
 #if FI_CUDA
   int64_t capability = 0;         // of the image: 90 for sm_90a

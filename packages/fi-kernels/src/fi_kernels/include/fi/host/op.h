@@ -1,449 +1,246 @@
-// FI_OP(entry): exports a host entry to Python on the plain tvm-ffi C ABI (no template headers: 0.3 s to compile).
+// FI_OP(entry, request_of): exports a host entry to Python, which calls the module itself; the module knows the
+// kernels.
 //
-// An op of the library has `void entry(const Kernel&, const <Op>Args&)` with the generated struct of its arguments; ops
-// that take a user's variant have `const Extras&` as a third parameter. A user's module may spell its arguments out
-// instead: FI_OP(entry, "out", "input") for `void entry(const Kernel&, Tensor out, Tensor input)`.
+//   <Op>Request request_of(const <Op>Args&)                    what chooses the kernel of a call: dtypes, sizes, flags
+//   void entry(const Kernel&, const <Op>Args&)                 checks, shapes the launch, launches
 //
-// An entry may return an int64_t instead of void: 0, or, if it declines the call and has done nothing, the value that
-// it found for the field that the declaration of the op names as `found_by_entry`. A call with tensors of a device that
-// its kernel does not serve is declined too, with kOtherDevice.
+// An entry that takes a user's variant has `const Extras&` as a third parameter. request_of runs before any check. An
+// op whose requests have no fields has none.
 //
-// A module exports learn_keys(...) -> bool; dispatch_cache(...) -> callable, see dispatch_cache.h; bind(op, spec,
-// checks[, image, capability, device, entries...]) -> callable, which owns the kernel; and, with device code,
-// rehearse(op, spec, capability, multiprocessors, shared_limit, entries...) -> callable, which shapes launches without
-// making them, and last_launches() -> text.
+// A module exports call(values...) -> the number of the choice that ran, or the words of a request that no kernel is
+// known for; request(values...) -> these words; bind(spec, checks[, image, capability, device, entries...]) and, with
+// device code, rehearse(spec, capability, multiprocessors, shared_limit, entries...) -> the number of a kernel;
+// learn(choice, kernel, words...), what it serves; run(kernel, values..., extras...), past all choices; plan(choice,
+// planned values...) -> a call of the rest, which learns and is called as the module; forget(); and last_launches() ->
+// text.
 #pragma once
-#include <sys/mman.h>
-#include <tvm/ffi/c_api.h>
-#include <unistd.h>
-
-#include <array>
-#include <type_traits>
-#include <utility>
-
-#include "fi/host/dispatch_cache.h"
-#include "fi/host/kernel.h"
+#include "fi/host/arguments.h"
+#include "fi/host/table.h"
 
 namespace fi {
 
-// Turns one tvm-ffi argument into the type the host entry declares.
+struct NoPlan {
+  static constexpr int32_t kCount = 0;
+};
+
+inline int64_t word(DType d) { return d.code << 8 | d.bits; }
 template <class T>
-struct Argument;
-
-inline const DLTensor* as_dltensor(const TVMFFIAny& any) {
-  if (any.type_index == kTVMFFIDLTensorPtr) return static_cast<const DLTensor*>(any.v_ptr);
-  if (any.type_index == kTVMFFITensor)
-    return reinterpret_cast<const DLTensor*>(reinterpret_cast<const char*>(any.v_obj) + sizeof(TVMFFIObject));
-  return nullptr;
+int64_t word(T value) {
+  return static_cast<int64_t>(value);
 }
 
-// The dispatch keys of a torch tensor are no part of DLPack. Its sizes and strides, of up to five dimensions, lie in
-// the tensor itself, five words apart, and its keys at a fixed distance from them, which `learn_keys` finds when a
-// kernel is bound.
-struct TorchKeys {
-  int64_t distance = 0;   // words of 8 bytes from the sizes; 0: unknown
-  uint64_t altered = 0;   // keys of tensors whose values are not those in memory: negated and conjugate views
-  uint64_t subclass = 0;  // that of subclasses such as fake tensors
-};
-inline TorchKeys torch_keys;
-
-// The keys of a tensor of up to four dimensions; 0 for others: strides that follow on five sizes are not torch's alone.
-inline uint64_t keys_of(const DLTensor* t, int64_t distance) {
-  if (!distance || t->ndim >= 5 || t->strides != t->shape + 5) return 0;
-  return static_cast<uint64_t>(t->shape[distance]);
+// The number of the backend that the caller named; 0 for ops that have none.
+template <class Args>
+auto backend_of(const Args& a, int) -> decltype(a.backend) {
+  return a.backend;
+}
+template <class Args>
+int64_t backend_of(const Args&, long) {
+  return 0;
 }
 
-// Arguments: a tensor, a negated view, the keys of both, those of altered tensors, those of subclasses. Returns whether
-// calls see the keys of tensors from now on.
-inline bool learn_keys(const TVMFFIAny* args, int32_t count) {
-  constexpr int64_t kFirst = 10, kLast = 15;  // behind sizes and strides
-  if (count != 6) return false;
-  const DLTensor *plain = as_dltensor(args[0]), *negated = as_dltensor(args[1]);
-  for (int64_t i = kFirst; plain && negated && i <= kLast; ++i) {
-    if (keys_of(plain, i) != args[2].v_uint64 || keys_of(negated, i) != args[3].v_uint64) continue;
-    torch_keys = {i, args[4].v_uint64, args[5].v_uint64};
-    return true;
-  }
-  return false;
-}
-
-// Whether a tensor with elements has memory. The address of a fake tensor is its offset in bytes from 0, where programs
-// and drivers place little: for subclasses, and for lower addresses than usual ones, the system or the driver is asked.
-inline bool has_memory(const Tensor& tensor, uint64_t keys) {
-  const auto address = reinterpret_cast<uintptr_t>(tensor.data());
-  if (address >> 40 && !(keys & torch_keys.subclass)) return true;
-  if (!address) return false;
-#if FI_CUDA
-  if (tensor.device().device_type == kDLCUDA) {
-    unsigned kind;
-    return cu::Driver::get().PointerGetAttribute(&kind, cu::kMemoryType, address) != cu::kInvalidValue;
-  }
-#endif
-  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-  unsigned char resident = 0;
-  return mincore(reinterpret_cast<void*>(address / page * page), 1, &resident) == 0;
-}
-
-// A null address is that of an empty tensor; a tensor with elements but no memory, such as a fake one, is refused, a
-// view with other values than those in memory, and one whose elements lie across words.
-inline Tensor as_tensor(const DLTensor* t, const char* name) {
-  const Tensor tensor(t, name);
-  const uint64_t keys = keys_of(t, torch_keys.distance);
-  FI_CHECK(!(keys & torch_keys.altered), TypeError,
-           "%s is a negated or conjugate view: call resolve_neg() or resolve_conj() on it", name);
-  FI_CHECK(has_memory(tensor, keys) || tensor.numel() == 0, TypeError, "%s has no data: pass a tensor with memory",
-           name);
-  const uint64_t bits = t->dtype.bits;
-  FI_CHECK((reinterpret_cast<uint64_t>(tensor.data()) * 8 & (bits - 1)) == 0 || bits < 8, ValueError,
-           "%s must lie at a multiple of its element size, %llu bytes; got address %p: call .clone() on it", name,
-           static_cast<unsigned long long>(bits / 8), tensor.data());
-  return tensor;
-}
-
-struct OptionalTensor : Tensor {
-  using Tensor::Tensor;
-};
-
-template <>
-struct Argument<Tensor> {
-  static Tensor from(const TVMFFIAny& any, const char* name) {
-    const DLTensor* t = as_dltensor(any);
-    FI_CHECK(t, TypeError, "%s must be a tensor", name);
-    return as_tensor(t, name);
-  }
-};
-template <>
-struct Argument<OptionalTensor> {
-  static OptionalTensor from(const TVMFFIAny& any, const char* name) {
-    if (any.type_index == kTVMFFINone) return {nullptr, name};
-    const DLTensor* t = as_dltensor(any);
-    FI_CHECK(t, TypeError, "%s must be a tensor or None", name);
-    as_tensor(t, name);
-    return {t, name};
-  }
-};
-template <>
-struct Argument<bool> {
-  static bool from(const TVMFFIAny& any, const char* name) {
-    FI_CHECK(any.type_index == kTVMFFIBool || any.type_index == kTVMFFIInt, TypeError, "%s must be a bool", name);
-    return any.v_int64 != 0;
-  }
-};
-template <>
-struct Argument<double> {
-  static double from(const TVMFFIAny& any, const char* name) {
-    if (any.type_index == kTVMFFIFloat) return any.v_float64;
-    FI_CHECK(any.type_index == kTVMFFIInt || any.type_index == kTVMFFIBool, TypeError, "%s must be a number", name);
-    return static_cast<double>(any.v_int64);
-  }
-};
-// A number of an op: a NaN would pass every later comparison.
-struct Number {};
-template <>
-struct Argument<Number> {
-  static double from(const TVMFFIAny& any, const char* name) {
-    const double x = Argument<double>::from(any, name);
-    FI_CHECK(x == x, ValueError, "%s must be a number; got NaN", name);
-    return x;
-  }
-};
-// A tensor that the op writes: no two of its elements share an address.
-struct Written {};
-template <>
-struct Argument<Written> {
-  static Tensor from(const TVMFFIAny& any, const char* name) { return Argument<Tensor>::from(any, name).writable(); }
-};
-struct OptionalWritten {};
-template <>
-struct Argument<OptionalWritten> {
-  static OptionalTensor from(const TVMFFIAny& any, const char* name) {
-    const OptionalTensor t = Argument<OptionalTensor>::from(any, name);
-    if (t) t.writable();
-    return t;
-  }
-};
-// An integer or bool; None becomes -1, the default.
-template <>
-struct Argument<int64_t> {
-  static int64_t from(const TVMFFIAny& any, const char* name) {
-    if (any.type_index == kTVMFFINone) return -1;
-    FI_CHECK(any.type_index == kTVMFFIInt || any.type_index == kTVMFFIBool, TypeError, "%s must be an integer", name);
-    return any.v_int64;
-  }
-};
-template <>
-struct Argument<std::string> {
-  static std::string from(const TVMFFIAny& any, const char* name) {
-    if (any.type_index == kTVMFFIRawStr) return any.v_c_str;
-    if (any.type_index == kTVMFFISmallStr) return {any.v_bytes, any.small_str_len};
-    FI_CHECK(any.type_index == kTVMFFIStr, TypeError, "%s must be a string", name);
-    auto* bytes =
-        reinterpret_cast<const TVMFFIByteArray*>(reinterpret_cast<const char*>(any.v_obj) + sizeof(TVMFFIObject));
-    return {bytes->data, bytes->size};
-  }
-};
-
-inline TVMFFIByteArray as_bytes(const TVMFFIAny& any, const char* name) {
-  if (any.type_index == kTVMFFIByteArrayPtr) return *static_cast<const TVMFFIByteArray*>(any.v_ptr);
-  FI_CHECK(any.type_index == kTVMFFIBytes, TypeError, "%s must be bytes", name);
-  return *reinterpret_cast<const TVMFFIByteArray*>(reinterpret_cast<const char*>(any.v_obj) + sizeof(TVMFFIObject));
-}
-
-[[gnu::noinline, gnu::cold]] inline int set_raised(const char* label, const char* kind, const char* text) {
-  TVMFFIErrorSetRaisedFromCStr(kind, (std::string(label) + ": " + text).c_str());
-  return -1;
-}
-
-template <class F>
-int guarded(const char* label, F&& body) noexcept {
-  try {
-    body();
-    return 0;
-  } catch (const Error& e) {
-    return set_raised(label, e.kind, e.what());
-  } catch (const std::exception& e) {
-    return set_raised(label, "RuntimeError", e.what());
-  }
-}
-
-// The arguments of a caller after the named ones, packed for device code of a user: 8 bytes each, of a tensor
-// its address (None: 0). Whoever compiled that code has checked them.
-class Extras {
- public:
-  Extras(const TVMFFIAny* args, int32_t count) : count_(static_cast<size_t>(count)) {
-    FI_CHECK(count <= static_cast<int32_t>(words_.size()), TypeError, "takes at most %zu additional arguments; got %d",
-             words_.size(), count);
-    for (int32_t i = 0; i < count; ++i) {
-      if (args[i].type_index == kTVMFFINone) {
-        words_[static_cast<size_t>(i)] = 0;
-      } else if (const DLTensor* t = as_dltensor(args[i])) {
-        words_[static_cast<size_t>(i)] = reinterpret_cast<uint64_t>(as_tensor(t, "an additional argument").data());
-      } else {
-        FI_CHECK(
-            args[i].type_index == kTVMFFIFloat || args[i].type_index == kTVMFFIInt || args[i].type_index == kTVMFFIBool,
-            TypeError, "additional argument %d must be a tensor, a number or None", i);
-        words_[static_cast<size_t>(i)] = args[i].v_uint64;
-      }
-    }
-  }
-  size_t bytes() const { return count_ * sizeof(uint64_t); }
-  const void* data() const { return words_.data(); }
-
- private:
-  std::array<uint64_t, 64> words_;
-  size_t count_;
-};
-
-// Argument I; Extras, only as the last, takes all from there on.
-template <class T>
-T argument(const TVMFFIAny* args, int32_t count, const char* const* names, size_t i) {
-  if constexpr (std::is_same_v<T, Extras>)
-    return {args + i, count - static_cast<int32_t>(i)};
-  else
-    return Argument<T>::from(args[i], names[i]);
-}
-
-template <class Result, class... A, size_t... I>
-void apply(Result (*entry)(const Kernel&, A...), const Kernel& kernel, const TVMFFIAny* args, int32_t count,
-           const char* const* names, std::index_sequence<I...>) {
-  entry(kernel, argument<A>(args, count, names, I)...);
-}
-
-// Calls the entry; `result` receives what it returns, if that is not 0.
-template <class Result, class... A>
-void call(Result (*entry)(const Kernel&, A...), const Kernel& kernel, const TVMFFIAny* args, int32_t count,
-          const char* const* names, size_t name_count, TVMFFIAny*) {
-  constexpr bool open = (std::is_same_v<A, Extras> || ...);
-  constexpr size_t named = sizeof...(A) - open;
-  static_assert(named > 0);
-  FI_CHECK((open ? count >= static_cast<int32_t>(named) : count == static_cast<int32_t>(named)) && name_count == named,
-           TypeError, "expects %zu arguments (%zu named), got %d", named, name_count, count);
-  apply(entry, kernel, args, count, names, std::index_sequence_for<A...>{});
-}
-
-// Python finds a kernel without reading the device, which costs 0.05 us, and binds another one if a call returns this.
-constexpr int64_t kOtherDevice = -1;
-
-inline void decline(TVMFFIAny* result, int64_t found) {
+inline void set_number(TVMFFIAny* result, int64_t number) {
   result->type_index = kTVMFFIInt;
   result->zero_padding = 0;
-  result->v_int64 = found;
+  result->v_int64 = number;
+}
+[[gnu::noinline, gnu::cold]] inline void set_text(TVMFFIAny* result, const std::string& text) {
+  const TVMFFIByteArray bytes{text.data(), text.size()};
+  FI_CHECK(TVMFFIStringFromByteArray(&bytes, result) == 0, RuntimeError, "TVMFFIStringFromByteArray failed");
 }
 
-// By its first argument, a tensor; the host entry checks that the others are on the same device.
-inline bool is_elsewhere(const Kernel& kernel, const TVMFFIAny* args) {
-  const DLTensor* first = as_dltensor(args[0]);
-  return first && !kernel.serves(first->device);
-}
-
-template <class Args>
-void call(void (*entry)(const Kernel&, const Args&), const Kernel& kernel, const TVMFFIAny* args, int32_t count,
-          const char* const*, size_t, TVMFFIAny* result) {
-  FI_CHECK(count == Args::kCount, TypeError, "expects %d arguments, got %d", Args::kCount, count);
-  if (is_elsewhere(kernel, args)) return decline(result, kOtherDevice);
-  entry(kernel, Args::from(args));
-}
-
-template <class Result, class Args>
-void call(Result (*entry)(const Kernel&, const Args&, const Extras&), const Kernel& kernel, const TVMFFIAny* args,
-          int32_t count, const char* const*, size_t, TVMFFIAny* result) {
-  FI_CHECK(count >= Args::kCount, TypeError, "expects %d arguments or more, got %d", Args::kCount, count);
-  if (is_elsewhere(kernel, args)) return decline(result, kOtherDevice);
-  const Extras extras{args + Args::kCount, count - Args::kCount};
-  if constexpr (std::is_void_v<Result>) {
-    entry(kernel, Args::from(args), extras);
-  } else if (const int64_t found = entry(kernel, Args::from(args), extras)) {
-    decline(result, found);
-  }
-}
-
-#if FI_CUDA
-// Kernel entries as bind and rehearse get them: for each its name, threads, shared bytes, n, and n integers of config.
-inline void read_entries(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
-  int32_t i = 0, total = 0;
-  for (int32_t j = 0; j < count; ++total) j += 4 + static_cast<int32_t>(Argument<int64_t>::from(args[j + 3], "config"));
-  kernel.entries = std::vector<Entry>(static_cast<size_t>(total));
-  for (Entry& entry : kernel.entries) {
-    entry.name = Argument<std::string>::from(args[i], "entry");
-    entry.threads = Argument<int64_t>::from(args[i + 1], "threads");
-    entry.shared_bytes = Argument<int64_t>::from(args[i + 2], "shared_bytes");
-    auto n = Argument<int64_t>::from(args[i + 3], "config");
-    for (int64_t c = 0; c < n; ++c) entry.config.push_back(Argument<int64_t>::from(args[i + 4 + c], "config"));
-    i += 4 + static_cast<int32_t>(n);
-  }
-}
-
-// Arguments of bind after op, spec and checks: image, capability, device, entries.
-inline void load(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
-  FI_CHECK(count >= 4, TypeError, "bind needs checks, image, capability and device");
-  kernel.checks = Argument<bool>::from(args[0], "checks");
-  TVMFFIByteArray image = as_bytes(args[1], "image");
-  kernel.capability = Argument<int64_t>::from(args[2], "capability");
-  kernel.device = Argument<int64_t>::from(args[3], "device");
-  cu::DeviceGuard guard(static_cast<int>(kernel.device));
-  const cu::Driver& driver = cu::Driver::get();
-  driver.check(driver.LibraryLoadData(&kernel.library, image.data, nullptr, nullptr, 0, nullptr, nullptr, 0),
-               "cuLibraryLoadData");
-  read_entries(kernel, args + 4, count - 4);
-  for (Entry& entry : kernel.entries) {
-    driver.check(driver.LibraryGetKernel(&entry.kernel, kernel.library, entry.name.c_str()), entry.name.c_str());
-    cu::Function
-        function;  // forces the load now: an image for another architecture is refused here, not at the first launch
-    driver.check(driver.KernelGetFunction(&function, entry.kernel), "cuKernelGetFunction");
-  }
-}
-
-// Arguments of rehearse after op and spec: capability, multiprocessors, shared_limit, entries.
-inline void load_rehearsal(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
-  FI_CHECK(count >= 3, TypeError, "rehearse needs capability, multiprocessors and shared_limit");
-  kernel.capability = Argument<int64_t>::from(args[0], "capability");
-  kernel.rehearsal.multiprocessors = Argument<int64_t>::from(args[1], "multiprocessors");
-  kernel.rehearsal.shared_limit = Argument<int64_t>::from(args[2], "shared_limit");
-  read_entries(kernel, args + 3, count - 3);
-}
-#else
-// Arguments of bind after op and spec: checks.
-inline void load(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
-  FI_CHECK(count == 1, TypeError, "bind needs checks");
-  kernel.checks = Argument<bool>::from(args[0], "checks");
-}
-#endif
-
-// An object until a function of tvm-ffi owns it. <memory> would take 0.15 s of the 1.1 s that a launcher compiles.
-template <class T>
-class Owned {
+// The kernels that a module has bound, by number. They live as long as the process: a table may lead to them.
+class Kernels {
  public:
-  explicit Owned(T* object) : object_(object) {}
-  Owned(const Owned&) = delete;
-  Owned& operator=(const Owned&) = delete;
-  ~Owned() { delete object_; }
-
-  T& operator*() const { return *object_; }
-  T* operator->() const { return object_; }
-
-  // Hands the object to a function that calls it, which becomes the result.
-  void to_function(TVMFFISafeCallType call, TVMFFIAny* result) {
-    TVMFFIObjectHandle function = nullptr;
-    const int failed = TVMFFIFunctionCreate(object_, call, [](void* self) { delete static_cast<T*>(self); }, &function);
-    FI_CHECK(!failed, RuntimeError, "TVMFFIFunctionCreate failed");
-    object_ = nullptr;
-    result->type_index = kTVMFFIFunction;
-    result->zero_padding = 0;
-    result->v_obj = static_cast<TVMFFIObject*>(function);
+  int64_t add(Kernel* kernel) {
+    auto* node = new Node{kernel, count_.fetch_add(1), head_.load(std::memory_order_relaxed)};
+    while (!head_.compare_exchange_weak(node->next, node, std::memory_order_release)) {
+    }
+    return node->number;
+  }
+  const Kernel& operator[](int64_t number) const {
+    const Node* node = head_.load(std::memory_order_acquire);
+    while (node && node->number != number) node = node->next;
+    FI_CHECK(node, ValueError, "kernel must be a number that bind returned; got %lld", static_cast<long long>(number));
+    return *node->kernel;
   }
 
  private:
-  T* object_;
+  struct Node {
+    const Kernel* kernel;
+    int64_t number;
+    const Node* next;
+  };
+  std::atomic<const Node*> head_{nullptr};
+  std::atomic<int64_t> count_{0};
 };
 
-template <TVMFFISafeCallType Call, class Load>
-int make(const TVMFFIAny* args, int32_t count, TVMFFIAny* result, Load load) {
-  return guarded("bind", [&] {
-    FI_CHECK(count >= 2, TypeError, "bind needs op and spec");
-    Owned<Kernel> kernel(new Kernel());
-    kernel->op = Argument<std::string>::from(args[0], "op");
-    kernel->spec = Argument<std::string>::from(args[1], "spec");
-    load(*kernel, args + 2, count - 2);
-    kernel.to_function(Call, result);
-  });
-}
+// A planned tensor: its caller keeps the memory, the plan its shape.
+struct KeptTensor {
+  DLTensor tensor;
+  std::array<int64_t, 16> sizes;
+};
 
-inline int make_dispatch_cache(const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
-  return guarded("dispatch_cache", [&] {
-    Owned<DispatchCache>(new DispatchCache(args, count)).to_function(DispatchCache::call, result);
-  });
-}
+template <class Args, auto kEntry, auto... kRequestOf>
+class Module {
+  using Plan = typename Args::Plan;
+  static constexpr bool kTakesExtras = std::is_invocable_v<decltype(kEntry), const Kernel&, const Args&, const Extras&>;
 
+  static auto words_of(const Args& a) {
+    const DLDevice device = a.first().device();
+    const int64_t place = int64_t{device.device_type} << 32 | device.device_id;
+    if constexpr (sizeof...(kRequestOf) == 0)
+      return std::array<int64_t, 2>{place, backend_of(a, 0)};
+    else
+      return (kRequestOf(a), ...).words(place, backend_of(a, 0));
+  }
+  using Words = decltype(words_of(std::declval<const Args&>()));
+  using Known = Table<Words, 64>;
+  static inline Known known;
+  static inline Kernels kernels;
+
+  static Args arguments(const Values& v) {
+    if constexpr (std::is_same_v<Plan, NoPlan>)
+      return Args::from({}, v);
+    else
+      return Args::from(Plan::from(v), v.from(Plan::kCount));
+  }
+  static void enter(const Kernel& kernel, const Args& a, const Values& extras) {
 #if FI_CUDA
-inline int last_launches(TVMFFIAny* result) {
-  return guarded("last_launches", [&] {
-    const std::string text = LaunchLog::of_thread().text();
-    const TVMFFIByteArray bytes{text.data(), text.size()};
-    FI_CHECK(TVMFFIStringFromByteArray(&bytes, result) == 0, RuntimeError, "TVMFFIStringFromByteArray failed");
-  });
-}
+    LaunchLog::of_thread().clear();
 #endif
+    if constexpr (kTakesExtras)
+      kEntry(kernel, a, Extras(extras.any, extras.count));
+    else
+      kEntry(kernel, a);
+  }
+  static void expect(const Values& v, int32_t count, bool more = false) {
+    FI_CHECK(v.count == count || (more && v.count > count), TypeError, "expects %d arguments, got %d", count, v.count);
+  }
+  template <class Found>
+  static void find_and_enter(const Args& a, const Found& table, TVMFFIAny* result) {
+    const Words words = words_of(a);
+    const auto* node = table.find(words);
+    if (!node) return set_text(result, text_of(words));
+    enter(*node->kernel, a, {nullptr, 0});
+    set_number(result, node->choice);
+  }
+  [[gnu::noinline, gnu::cold]] static std::string text_of(const Words& words) {
+    std::string text;
+    for (int64_t word : words) text += std::to_string(word) + " ";
+    return text;
+  }
+  // A choice, a kernel and the request that they serve.
+  template <class Found>
+  static void add(const Values& v, Found& table) {
+    Words words;
+    expect(v, 2 + static_cast<int32_t>(words.size()));
+    for (size_t i = 0; i < words.size(); ++i) words[i] = v.get<int64_t>(2 + static_cast<int32_t>(i), "word");
+    table.add(words, &kernels[v.get<int64_t>(1, "kernel")], v.get<int64_t>(0, "choice"));
+  }
+  static Kernel* named(const Values& v) {
+    auto* kernel = new Kernel();
+    kernel->spec = v.get<std::string>(0, "spec");
+    return kernel;
+  }
+
+ public:
+  static constexpr const char* kOp = Args::kOp;
+  static constexpr int32_t kCount = Plan::kCount + Args::kCount;
+
+  static void call(const Values& v, TVMFFIAny* result) {
+    expect(v, kCount);
+    find_and_enter(arguments(v), known, result);
+  }
+  static void request(const Values& v, TVMFFIAny* result) {
+    expect(v, kCount);
+    set_text(result, text_of(words_of(arguments(v))));
+  }
+  static void run(const Values& v, TVMFFIAny*) {
+    expect(v, 1 + kCount, kTakesExtras);
+    const Kernel& kernel = kernels[v.get<int64_t>(0, "kernel")];
+    const Args a = arguments({v.any + 1, kCount});
+    FI_CHECK(kernel.serves(a.first().device()), ValueError,
+             "the kernel was planned for another device than that of %s, %s", a.first().name(),
+             a.first().device_str().c_str());
+    enter(kernel, a, v.from(1 + kCount));
+  }
+  static void bind(const Values& v, TVMFFIAny* result) {
+    Owned<Kernel> kernel(named(v));
+    load(*kernel, v.any + 1, v.count - 1);
+    set_number(result, kernels.add(kernel.release()));
+  }
+  static void learn(const Values& v, TVMFFIAny*) { add(v, known); }
+  static void forget(const Values&, TVMFFIAny*) { known.clear(); }
+#if FI_CUDA
+  static void rehearse(const Values& v, TVMFFIAny* result) {
+    Owned<Kernel> kernel(named(v));
+    load_rehearsal(*kernel, v.any + 1, v.count - 1);
+    set_number(result, kernels.add(kernel.release()));
+  }
+  static void last_launches(const Values&, TVMFFIAny* result) { set_text(result, LaunchLog::of_thread().text()); }
+#endif
+
+  // A call whose planned values are fixed. It starts with the kernel of a choice, or knows none (-1); a request that it
+  // does not know comes back to Python, which looks whether it fits the plan.
+  class Planned {
+   public:
+    explicit Planned(const Values& v) : plan_(Plan::from(v.from(1))) {
+      if (const auto* node = known.of_choice(v.get<int64_t>(0, "choice")))
+        known_.add(node->words, node->kernel, node->choice);
+      plan_.each_tensor([this](auto& t) {
+        if (!t) return;
+        FI_CHECK(used_ < kept_.size() && t.ndim() <= 8, ValueError, "%s has too many dimensions", t.name());
+        KeptTensor& kept = kept_[used_++];
+        kept.tensor = *t.dlpack();
+        kept.tensor.shape = kept.sizes.data(), kept.tensor.strides = kept.sizes.data() + t.ndim();
+        for (int i = 0; i < t.ndim(); ++i) kept.tensor.shape[i] = t.size(i), kept.tensor.strides[i] = t.stride(i);
+        t = {&kept.tensor, t.name()};
+      });
+    }
+    static int call(void* self, const TVMFFIAny* any, int32_t count, TVMFFIAny* result) {
+      return guarded(kOp, [&] {
+        auto& planned = *static_cast<Planned*>(self);
+        const Values v{any, count};
+        if (count > 0 && any[0].type_index == kTVMFFIInt) return add(v, planned.known_);  // no op begins with a number
+        expect(v, Args::kCount);
+        find_and_enter(Args::from(planned.plan_, v), planned.known_, result);
+      });
+    }
+
+   private:
+    Plan plan_;
+    std::array<KeptTensor, 12> kept_;
+    size_t used_ = 0;
+    Table<Words, 1> known_;
+  };
+  static void plan(const Values& v, TVMFFIAny* result) {
+    expect(v, 1 + Plan::kCount);
+    if constexpr (Plan::kCount > 0) Owned<Planned>(new Planned(v)).to_function(Planned::call, result);
+  }
+};
+
+template <class Args>
+Args args_of(void (*)(const Kernel&, const Args&));
+template <class Args>
+Args args_of(void (*)(const Kernel&, const Args&, const Extras&));
 
 }  // namespace fi
 
-#define FI_EXPORT extern "C" __attribute__((visibility("default")))
-#define FI_EXPORT_DISPATCH                                                                                 \
-  FI_EXPORT int __tvm_ffi_learn_keys(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {     \
-    result->type_index = kTVMFFIBool;                                                                      \
-    result->zero_padding = 0;                                                                              \
-    result->v_int64 = ::fi::learn_keys(args, count);                                                       \
-    return 0;                                                                                              \
-  }                                                                                                        \
-  FI_EXPORT int __tvm_ffi_dispatch_cache(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) { \
-    return ::fi::make_dispatch_cache(args, count, result);                                                 \
-  }
 #if FI_CUDA
-#define FI_BEGIN_CALL ::fi::LaunchLog::of_thread().clear()
-#define FI_EXPORT_BIND                                                                               \
-  FI_EXPORT int __tvm_ffi_bind(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {     \
-    return ::fi::make<fi_call>(args, count, result, ::fi::load);                                     \
-  }                                                                                                  \
-  FI_EXPORT int __tvm_ffi_rehearse(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) { \
-    return ::fi::make<fi_call>(args, count, result, ::fi::load_rehearsal);                           \
-  }                                                                                                  \
-  FI_EXPORT int __tvm_ffi_last_launches(void*, const TVMFFIAny*, int32_t, TVMFFIAny* result) {       \
-    return ::fi::last_launches(result);                                                              \
-  }
+#define FI_EXPORT_CUDA                                \
+  FI_EXPORT(rehearse, "rehearse", FiModule::rehearse) \
+  FI_EXPORT(last_launches, "last_launches", FiModule::last_launches)
 #else
-#define FI_BEGIN_CALL (void)0
-#define FI_EXPORT_BIND                                                                           \
-  FI_EXPORT int __tvm_ffi_bind(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) { \
-    return ::fi::make<fi_call>(args, count, result, ::fi::load);                                 \
-  }
+#define FI_EXPORT_CUDA
 #endif
-#define FI_OP(entry, ...)                                                                   \
-  static int fi_call(void* self, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) { \
-    static const char* const names[] = {"", ##__VA_ARGS__};                                 \
-    auto& kernel = *static_cast<const ::fi::Kernel*>(self);                                 \
-    return ::fi::guarded(kernel.op.c_str(), [&] {                                           \
-      FI_BEGIN_CALL;                                                                        \
-      ::fi::call(&entry, kernel, args, count, names + 1, std::size(names) - 1, result);     \
-    });                                                                                     \
-  }                                                                                         \
-  FI_EXPORT_DISPATCH                                                                        \
-  FI_EXPORT_BIND
+#define FI_OP(entry, ...)                                                                \
+  using FiModule = ::fi::Module<decltype(::fi::args_of(&entry)), &entry, ##__VA_ARGS__>; \
+  FI_EXPORT(call, FiModule::kOp, FiModule::call)                                         \
+  FI_EXPORT(request, FiModule::kOp, FiModule::request)                                   \
+  FI_EXPORT(run, FiModule::kOp, FiModule::run)                                           \
+  FI_EXPORT(bind, "bind", FiModule::bind)                                                \
+  FI_EXPORT(learn, "learn", FiModule::learn)                                             \
+  FI_EXPORT(forget, "forget", FiModule::forget)                                          \
+  FI_EXPORT(plan, "plan", FiModule::plan)                                                \
+  FI_EXPORT_CUDA

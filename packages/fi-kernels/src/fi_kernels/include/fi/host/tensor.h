@@ -39,7 +39,7 @@ struct DType {
 };
 constexpr DType kF32{kDLFloat, 32}, kF16{kDLFloat, 16}, kBF16{kDLBfloat, 16}, kE4M3{kDLFloat8_e4m3fn, 8},
     kE5M2{kDLFloat8_e5m2, 8}, kI32{kDLInt, 32}, kI64{kDLInt, 64}, kU8{kDLUInt, 8}, kU16{kDLUInt, 16}, kU32{kDLUInt, 32},
-    kBool{kDLBool, 8};
+    kBool{kDLBool, 8}, kE2M1{kDLFloat4_e2m1fn, 4};
 
 // One symbol of a shape: the first tensor that names it binds it, later ones must agree.
 struct Dim {
@@ -78,8 +78,12 @@ class Tensor {
     view.tensor.shape = view.shape, view.tensor.strides = view.strides;
     return &view.tensor;
   }
+  const DLTensor* dlpack() const { return tensor_; }
   int ndim() const { return tensor_->ndim; }
   int64_t size(int axis) const { return tensor_->shape[axis < 0 ? axis + ndim() : axis]; }
+  // For requests, which are made before a tensor is checked: 0 where there is no such dimension.
+  int64_t size_or_0(int axis) const { return axis >= -ndim() && axis < ndim() ? size(axis) : 0; }
+  int64_t stride_or_0(int axis) const { return axis >= -ndim() && axis < ndim() ? stride(axis) : 0; }
   int64_t stride(int axis) const {
     if (axis < 0) axis += ndim();
     if (tensor_->strides) return tensor_->strides[axis];

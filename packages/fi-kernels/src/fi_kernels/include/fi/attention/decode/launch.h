@@ -63,10 +63,10 @@ inline int64_t cluster_ctas(const BatchDecodeParams& params, int64_t tokens, int
   return ctas > 1 && tokens <= params.batch * keys * ctas && of_one <= kMaxKeysOneRequest * ctas ? ctas : 0;
 }
 
-// Returns `misaligned`, of q and the caches, if that keeps the kernel from being launched, else 0.
-inline int64_t launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params, const Extras& extras,
-                                   const Tensor& k_cache, const Tensor& v_cache, int64_t misaligned, int64_t split,
-                                   bool pdl) {
+// alignment: of the rows of q and the caches.
+inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params, const Extras& extras,
+                                const Tensor& k_cache, const Tensor& v_cache, int64_t alignment, int64_t split,
+                                bool pdl) {
   AttentionProblem& p = params.problem;
   const Entry* entry = nullptr;
   for (const Entry& e : kernel.entries) {
@@ -85,7 +85,7 @@ inline int64_t launch_batch_decode(const Kernel& kernel, BatchDecodeParams& para
   config.pdl = pdl;
   if (BatchDecodeConfig::of(*entry).kind != DecodeKind::CUDA_CORE) {
     FI_CHECK(!p.rotary.enabled, ValueError, "backend must be fa2 for ROPE_LLAMA, which rotates keys on the fly");
-    if (misaligned) return misaligned;
+    check_alignment(alignment);
   }
   const auto page_size = static_cast<int64_t>(params.page_size.value);
   // A box stays within its page. TMA fills zeros beyond the end of an only page.
@@ -117,7 +117,6 @@ inline int64_t launch_batch_decode(const Kernel& kernel, BatchDecodeParams& para
     describe_cache(kernel, params.v_map, v_cache, p.kv_heads, page_size, p.v_head, p.v_token, box_rows, whole);
   }
   kernel.launch(*entry, config, k_cache.device(), params, extras.data());
-  return 0;
 }
 
 }  // namespace fi

@@ -26,13 +26,13 @@ inline void launch_batch_mla(const Kernel& kernel, BatchMlaParams& p, const Batc
                              bool pdl) {
   std::initializer_list<Tensor> all = {a.q_nope, a.ckv_cache, a.out},
                                 with_rope = {a.q_nope, a.q_pe, a.ckv_cache, a.kpe_cache, a.out};
-  const int64_t misaligned = misalignment(p.has_rope ? with_rope : all);
-  FI_CHECK(misaligned == 0, ValueError,
+  const int64_t alignment = alignment_of(p.has_rope ? with_rope : all);
+  FI_CHECK(alignment == 16, ValueError,
            "q_nope, q_pe, ckv_cache, kpe_cache and out must have rows at multiples of 16 bytes; got %lld",
-           static_cast<long long>(misaligned));
-  FI_CHECK(!a.ckv_scales || misalignment({a.ckv_scales}) == 0, ValueError,
+           static_cast<long long>(alignment));
+  FI_CHECK(!a.ckv_scales || alignment_of({a.ckv_scales}) == 16, ValueError,
            "ckv_scales must have rows at multiples of 16 bytes; got %lld",
-           static_cast<long long>(misalignment({a.ckv_scales})));
+           static_cast<long long>(alignment_of({a.ckv_scales})));
   const auto page_size = static_cast<int64_t>(p.page_size.value);
   const int64_t limit = kernel.shared_limit(a.q_nope.device());
   const Entry& entry = kernel.first_entry([&](const Entry& e) {

@@ -108,11 +108,10 @@ inline BatchPrefillParams hopper_params(const Kernel& kernel, const PrefillProbl
   return h;
 }
 
-// Returns `misaligned`, of q, k, v and out, if that keeps the kernel from being launched, else 0. num_ctas: the most;
-// 0: as many as fit.
-inline int64_t launch_batch_prefill(const Kernel& kernel, const PrefillProblem& problem, const Extras& extras,
-                                    const Tensor& q, const Tensor& k, int64_t misaligned, int64_t page_size,
-                                    int64_t kv_tokens, int64_t batch, int64_t num_ctas, bool pdl) {
+// alignment: of the rows of q, k, v and out. num_ctas: the most; 0: as many as fit.
+inline void launch_batch_prefill(const Kernel& kernel, const PrefillProblem& problem, const Extras& extras,
+                                 const Tensor& q, const Tensor& k, int64_t alignment, int64_t page_size,
+                                 int64_t kv_tokens, int64_t batch, int64_t num_ctas, bool pdl) {
   const AttentionProblem& p = problem.problem;
   const Entry& entry = kernel.entries.front();
   const auto chosen = BatchPrefillConfig::of(entry);
@@ -130,7 +129,7 @@ inline int64_t launch_batch_prefill(const Kernel& kernel, const PrefillProblem& 
     FI_CHECK(blocks <= 0x7fffffff, ValueError, "q is too large: %s", q.shape_str().c_str());
     config.grid_x = std::min(blocks, num_ctas > 0 ? num_ctas : multiprocessors * chosen.ctas_per_sm);
     kernel.launch(entry, config, q.device(), problem, extras.data());
-    return 0;
+    return;
   }
   const bool scaled = p.scale_q || p.scale_k || p.scale_v || problem.bmm1_scale || problem.bmm2_scale;
   FI_CHECK(!problem.custom_mask && !problem.items && !(scaled && k.dtype().bits == 16) && !p.scores.alibi &&
@@ -138,7 +137,7 @@ inline int64_t launch_batch_prefill(const Kernel& kernel, const PrefillProblem& 
            ValueError,
            "backend must be fa2 for masks, position encodings, 16-bit keys with scales by head or on the device, and "
            "more than 128 query heads a kv head");
-  if (misaligned) return misaligned;
+  check_alignment(alignment);
   // The planner may choose tiles of two thirds of the rows, and split them.
   const int64_t min_tokens = std::max<int64_t>(1, problem.tile_tokens * 2 / 3);
   const int64_t most = num_ctas > 0 ? std::min(num_ctas, multiprocessors) : multiprocessors;
@@ -149,7 +148,6 @@ inline int64_t launch_batch_prefill(const Kernel& kernel, const PrefillProblem& 
   const Entry& by_rows = kernel.entries[rows == KeyRows::kColumns ? 0 : 1];
   kernel.launch(by_rows, config, q.device(), hopper_params(kernel, problem, q, k, page_size, kv_tokens, box, rows),
                 extras.data());
-  return 0;
 }
 
 }  // namespace fi

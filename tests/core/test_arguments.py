@@ -80,7 +80,7 @@ def rendered(op: Op) -> str:
 
 def members(text: str, struct: str) -> list[tuple[str, str]]:
     """(type, name) of the members of a generated struct, in order."""
-    found = re.search(rf"^struct {struct} {{\n(.*?)^}};", text, re.MULTILINE | re.DOTALL)
+    found = re.search(rf"^struct {struct}(?: : \w+)? {{\n(.*?)^}};", text, re.MULTILINE | re.DOTALL)
     assert found, f"no {struct}"
     return [(kind, name) for kind, name in re.findall(r"^  (\w+) (\w+);$", found[1], re.MULTILINE)]
 

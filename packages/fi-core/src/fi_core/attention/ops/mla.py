@@ -10,7 +10,7 @@ import functools
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from fi_core.runtime.launch.operator import multiprocessors_of, operator, target_of
+from fi_core.runtime.launch.operator import multiprocessors_of, operator, operators, target_of
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
@@ -124,6 +124,24 @@ FIELDS = {
 }
 
 
+class MlaPlan(NamedTuple):
+    """What a plan fixes for its runs."""
+
+    workspace: torch.Tensor
+    schedule: torch.Tensor
+    page_indices: torch.Tensor
+    batch_size: int
+    max_ranges: int
+    narrow_ranges: int
+    wide_ranges: int
+    cluster: int
+    sm_scale: float
+    causal: bool
+    num_heads: int
+    page_size: int
+    backend: str
+
+
 def _types(values: Values) -> Values:
     return {"q": values["q"], "kv": values["kv"]}
 
@@ -137,7 +155,7 @@ def _types(values: Values) -> Values:
 # sinks: fp32 `[heads]`, a logit that joins the softmax of each head. score_scale, out_scale: fp32 `[1]`, factors of
 # scores and output. cp_world, cp_rank: token j of a request here is token j * cp_world + cp_rank of its context.
 # workspace, schedule, max_ranges, narrow_ranges, wide_ranges, cluster, batch_size: of the plan. In the schedule the
-# CTAs of a split request count their arrivals.
+# CTAs of a split request count their arrivals. num_heads, page_size: that tensors must have; 0: any.
 BATCH_MLA = Op(
     name="batch_mla",
     family="attention",
@@ -145,7 +163,9 @@ BATCH_MLA = Op(
     "Tensor ckv_cache, Tensor kpe_cache, Tensor page_indices, int batch_size, int max_ranges, int narrow_ranges, "
     "int wide_ranges, int cluster, float sm_scale, bool causal=False, float ckv_scale=1.0, float kpe_scale=1.0, "
     "Tensor? ckv_scales=None, bool lse_base_e=False, bool sparse=False, Tensor? sinks=None, Tensor? score_scale=None, "
-    'Tensor? out_scale=None, int cp_world=1, int cp_rank=0, bool? enable_pdl=None, str backend="auto"',
+    "Tensor? out_scale=None, int cp_world=1, int cp_rank=0, bool? enable_pdl=None, int num_heads=0, int page_size=0, "
+    'str backend="auto"',
+    planned=MlaPlan._fields,
     fields=FIELDS,
     axes={"q": ("f16", "bf16"), "kv": ("f16", "bf16", "e4m3")},
     config=MlaConfig,
@@ -187,6 +207,7 @@ BATCH_MLA = Op(
     ),
 )
 batch_mla = operator(BATCH_MLA)
+plan_run, run_planned = (made := operators()["batch_mla"]).plan, made.planned_function
 
 
 class Sizes(NamedTuple):

@@ -11,7 +11,7 @@ from fi_core.attention.contract import check_backend, check_graph_buffer, check_
 from fi_core.attention.ops import mla as ops
 from fi_core.attention.wrappers import mla_trace, planners
 from fi_core.attention.wrappers.base import PinnedMirror, check_results
-from fi_core.attention.wrappers.plan_state import PlanState
+from fi_core.attention.wrappers.plan_state import PlanOption, PlanState
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import blame
 from fi_core.utils import int32_index
@@ -54,6 +54,8 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
 
     device: torch.device
     last_choice: Choice | None
+    _call: Any = None  # of the kernel, with all that the plan fixes
+    _causal, _sm_scale, _page_size, _kv_indices_buf = PlanOption(), PlanOption(), PlanOption(), PlanOption()
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
         self._pinned = None
         self._qo_indptr_buf: Any = qo_indptr
         self._kv_indptr_buf: Any = kv_indptr
-        self._kv_indices_buf: Any = kv_indices
+        self._kv_indices_buf = kv_indices
         self._kv_len_arr_buf: Any = kv_len_arr
         self._fixed_batch_size = 0
         if use_cuda_graph:
@@ -186,6 +188,10 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
         self._cached_module = PLANNER
         self._replan(num_heads)
 
+    def _forget_plan(self) -> None:
+        super()._forget_plan()
+        self._call = None
+
     def _set_tables(self, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_len_arr: Any) -> None:
         """Copies the tables of a plan to the device: into the buffers of a CUDA graph, or where they are needed."""
         import torch
@@ -294,47 +300,47 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
             ValueError: shape, dtype, device, stride or scale. Tables that lie: on the CPU; on CUDA with FI_CHECK=1 at
                 import, which synchronises.
         """
-        if self._plan_info is None:
-            raise self._no_plan()
+        call = self._call or self._plan_call()
         if profiler_buffer is not None or kv_len is not None or page_table is not None or o_scale is not None:
             self._refuse_foreign(profiler_buffer=profiler_buffer, kv_len=kv_len, page_table=page_table, o_scale=o_scale)
-        try:
-            if (
-                q_nope.dtype is not self._q_data_type
-                or q_pe.dtype is not self._q_data_type
-                or ckv_cache.dtype is not self._kv_data_type
-                or kpe_cache.dtype is not self._kv_data_type
-                or q_nope.shape[1] != self._num_heads
-                or q_pe.shape[-1] != self._head_dim_kpe
-                or ckv_cache.shape[1] != self._page_size
-            ):
-                self._refuse(q_nope, q_pe, ckv_cache, kpe_cache)
-        except (AttributeError, RuntimeError, IndexError) as error:
-            blame(error, q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
         ckv = kpe = 1.0
         if self._is_fp8 or ckv_scale is not None or ckv_scale_arr is not None or kpe_scale is not None:
             ckv, kpe = self._scales(ckv_scale, ckv_scale_arr, kpe_scale)
         return_lse = return_lse is True or (return_lse is not False and flag("return_lse", return_lse))
         given = out, lse
-        if out is None:
-            out = q_nope.new_empty(*q_nope.shape)
-        if lse is None and return_lse:
-            import torch
-
-            lse = q_nope.new_empty(*q_nope.shape[:2], dtype=torch.float32)
-        max_ranges, narrow_ranges, wide_ranges, cluster = self._sizes
         try:
-            ran = ops.batch_mla(
-                out, lse, self._partials, self._schedule, q_nope, q_pe, ckv_cache, kpe_cache, self._kv_indices_buf,
-                self._batch_size, max_ranges, narrow_ranges, wide_ranges, cluster, self._sm_scale, self._causal, ckv,
-                kpe, ckv_scale_arr, return_lse_base_on_e, sinks=sinks, backend=self._backend,
+            if out is None:
+                out = q_nope.new_empty(*q_nope.shape)
+            if lse is None and return_lse:
+                import torch
+
+                lse = q_nope.new_empty(*q_nope.shape[:2], dtype=torch.float32)
+            ran = ops.run_planned(
+                call, out, lse, q_nope, q_pe, ckv_cache, kpe_cache, ckv, kpe, ckv_scale_arr, return_lse_base_on_e,
+                sinks=sinks,
             )  # fmt: skip
-        except Exception:  # the kernel checks the rest; its refusal is said in the words of the plan
-            self._refuse(q_nope, q_pe, ckv_cache, kpe_cache)
-            check_results(q_nope, q_nope.shape, q_nope.dtype, *given)
+        except Exception as error:  # in the words of the plan, if the call differs from it
+            try:
+                self._check_call(None, None, q_nope, q_pe, ckv_cache, kpe_cache)
+                check_results(q_nope, q_nope.shape, q_nope.dtype, *given)
+            except (AttributeError, RuntimeError, IndexError) as found:
+                if isinstance(error, (AttributeError, RuntimeError, IndexError)):
+                    blame(found, q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
             raise
         self.last_choice = ran or self.last_choice
         return (out, lse) if return_lse and lse is not None else out
+
+    def _plan_call(self) -> Any:
+        """The call of the kernel with all that the plan fixes."""
+        if self._plan_info is None:
+            raise self._no_plan()
+        plan = ops.MlaPlan(
+            workspace=self._partials, schedule=self._schedule, page_indices=self._kv_indices_buf,
+            batch_size=self._batch_size, **self._sizes._asdict(), sm_scale=self._sm_scale, causal=self._causal,
+            num_heads=self._num_heads, page_size=self._page_size, backend=self._backend,
+        )  # fmt: skip
+        self._call = ops.plan_run(self.last_choice, self.device, self._check_call, plan._asdict())
+        return self._call
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
@@ -357,7 +363,9 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
         ckv = 1.0 if ckv_scale is None else _scale(ckv_scale, "ckv_scale")
         return ckv, _scale(kpe_scale, "kpe_scale") if self._head_dim_kpe else ckv
 
-    def _refuse(self, q_nope: Any, q_pe: Any, ckv_cache: Any, kpe_cache: Any) -> None:
+    def _check_call(
+        self, out: Any, lse: Any, q_nope: Any, q_pe: Any, ckv_cache: Any, kpe_cache: Any, *rest: Any
+    ) -> None:
         """Raises the error that names the input that differs from the plan."""
         for name, tensor, dtype in (
             ("q_nope", q_nope, self._q_data_type),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fi_core.attention.contract import check_shape
 
 
@@ -34,3 +36,20 @@ class PlanState:
         return RuntimeError(
             f"{function}: " + ("the last plan failed: call plan again" if self._plan_began else "call plan first")
         )
+
+
+class PlanOption:
+    """An attribute that a plan fixes and that engines assign: the run that follows plans its call anew."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, wrapper: Any, owner: type) -> Any:
+        try:
+            return vars(wrapper)[self.name]
+        except KeyError:
+            raise AttributeError(f"{owner.__name__} has no {self.name} before plan") from None
+
+    def __set__(self, wrapper: Any, value: Any) -> None:
+        vars(wrapper)[self.name] = value
+        wrapper._call = None

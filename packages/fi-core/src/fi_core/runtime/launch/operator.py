@@ -29,10 +29,10 @@ _MOST_REQUESTS = 4096  # that a host module keeps
 class Plan:
     """A planned call: `call` takes the values that `values` does not fix, whose tensors it keeps."""
 
-    __slots__ = ("backend", "call", "check", "values")
+    __slots__ = ("call", "check", "values")
 
-    def __init__(self, call: Any, values: dict[str, Any], backend: str, check: Callable[..., Plan | None]) -> None:
-        self.call, self.values, self.backend, self.check = call, values, backend, check
+    def __init__(self, call: Any, values: dict[str, Any], check: Callable[..., Plan | None]) -> None:
+        self.call, self.values, self.check = call, values, check
 
 
 class Operator:
@@ -195,15 +195,17 @@ class Operator:
 
     # Plans.
 
-    def plan(self, choice: Choice, device: Any, check: Callable[..., Plan | None], values: Mapping[str, Any]) -> Plan:
-        """A call with these values of the planned arguments, which has them kept.
+    def plan(
+        self, choice: Choice | None, device: Any, check: Callable[..., Plan | None], values: Mapping[str, Any]
+    ) -> Plan:
+        """A call with these values of the planned arguments, whose tensors it keeps.
 
         Args:
-            choice: what the plan was made for; its kernel is the first that the call knows.
+            choice: what calls are expected to run; its kernel is known from the first call on.
             device: of the tensors.
             check: raises where the rest of a call, in declared order, does not fit the plan; may return another Plan,
                 which then makes this call. Asked for each request that the plan does not know.
-            values: of the planned arguments; their defaults are taken for the others.
+            values: of the planned arguments; the others have their defaults.
         """
         fixed = {a.name: values.get(a.name, a.default) for a in self.op.native if a.name in self.op.planned}
         words = (self._backends[v] if isinstance(v, str) else v for v in fixed.values())
@@ -211,8 +213,10 @@ class Operator:
         if _rehearsals:
             call = functools.partial(self._first_call, *words)
         else:
-            call = self._checked(self._module(device)["plan"](self._numbers.get(choice, -1), *words), self._rest)
-        return Plan(call, fixed, choice.request.backend, check)
+            call = self._checked(
+                self._module(device)["plan"](self._numbers.get(choice, -1) if choice else -1, *words), self._rest
+            )
+        return Plan(call, fixed, check)
 
     def _missed_plan(self, plan: Plan, found: str, rest: tuple[Any, ...]) -> Choice | None:
         torch_op.check(self.op, self._whole(plan, rest), wrapped=False)

@@ -87,6 +87,10 @@ void batch_mla(const Kernel& kernel, const BatchMlaArgs& a) {
            a.ckv_cache.shape_str().c_str());
   FI_CHECK(!a.sparse || page_size == 1, ValueError, "ckv_cache must have page_size 1 for sparse indices; got %lld",
            static_cast<long long>(page_size));
+  FI_CHECK((a.num_heads == 0 || heads == a.num_heads) && (a.page_size == 0 || page_size == a.page_size), ValueError,
+           "q_nope and ckv_cache must have the planned %lld heads and pages of %lld tokens; got %s and %s",
+           static_cast<long long>(a.num_heads), static_cast<long long>(a.page_size), a.q_nope.shape_str().c_str(),
+           a.ckv_cache.shape_str().c_str());
   FI_CHECK(heads > 0 && heads <= 65536 && tokens * heads <= 0x7fff0000, ValueError, "q_nope is too large: %s",
            a.q_nope.shape_str().c_str());
   FI_CHECK(a.max_ranges > 0 && a.max_ranges <= kMlaMaxRanges && a.batch_size >= 0 &&

@@ -334,12 +334,14 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
         """The call of the kernel with all that the plan fixes."""
         if self._plan_info is None:
             raise self._no_plan()
+        max_ranges, narrow_ranges, wide_ranges, cluster = self._sizes
         plan = ops.MlaPlan(
             workspace=self._partials, schedule=self._schedule, page_indices=self._kv_indices_buf,
-            batch_size=self._batch_size, **self._sizes._asdict(), sm_scale=self._sm_scale, causal=self._causal,
-            num_heads=self._num_heads, page_size=self._page_size, backend=self._backend,
+            batch_size=self._batch_size, max_ranges=max_ranges, narrow_ranges=narrow_ranges, wide_ranges=wide_ranges,
+            cluster=cluster, sm_scale=self._sm_scale, causal=self._causal, num_heads=self._num_heads,
+            page_size=self._page_size, backend=self._backend,
         )  # fmt: skip
-        self._call = ops.plan_run(self.last_choice, self.device, self._check_call, plan._asdict())
+        self._call = ops.plan_run(self.last_choice, self.device, self._check_call, plan)
         return self._call
 
     run_return_lse = functools.partialmethod(run, return_lse=True)

@@ -10,7 +10,8 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 from fi_core.runtime.dispatch import AUTO, Choice, Request, choose
@@ -27,11 +28,11 @@ _MOST_REQUESTS = 4096  # that a host module keeps
 
 
 class Plan:
-    """A planned call: `call` takes the values that `values` does not fix, whose tensors it keeps."""
+    """A planned call: `call` takes what the plan does not fix. `values`: what it fixes; C++ reads these tensors."""
 
     __slots__ = ("call", "check", "values")
 
-    def __init__(self, call: Any, values: dict[str, Any], check: Callable[..., Plan | None]) -> None:
+    def __init__(self, call: Any, values: tuple[Any, ...], check: Callable[..., Plan | None]) -> None:
         self.call, self.values, self.check = call, values, check
 
 
@@ -50,8 +51,11 @@ class Operator:
         self._learned = 0
         self._backends = _Numbers()
         self._modules: dict[str, Any] = {}  # by the type of the device
+        self._plans: dict[str, Callable[..., Any]] = {}  # likewise: what makes a planned call
         self._forced: str | None = None
         self._lock = threading.RLock()
+        named = [a.name for a in op.native if a.name in op.planned]
+        self._fixed: Callable[[Any], tuple[Any, ...]] = attrgetter(*named) if named else tuple
         self._rest = [a for a in op.parsed if a.name not in op.planned]
         self._scope: dict[str, Any] = {
             "modes": self.register, "records": None, "call": self._first_call, "choices": self.choices,
@@ -108,7 +112,7 @@ class Operator:
 
     def _whole(self, plan: Plan, rest: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a planned call in the order of the declaration."""
-        named = {**plan.values, **dict(zip((a.name for a in self._rest), rest))}
+        named = {a.name: value for a, value in zip(self.op.native, (*plan.values, *rest))}
         return tuple(named[a.name] for a in self.op.parsed)
 
     # Modules and kernels.
@@ -195,9 +199,7 @@ class Operator:
 
     # Plans.
 
-    def plan(
-        self, choice: Choice | None, device: Any, check: Callable[..., Plan | None], values: Mapping[str, Any]
-    ) -> Plan:
+    def plan(self, choice: Choice | None, device: Any, check: Callable[..., Plan | None], values: Any) -> Plan:
         """A call with these values of the planned arguments, whose tensors it keeps.
 
         Args:
@@ -205,18 +207,15 @@ class Operator:
             device: of the tensors.
             check: raises where the rest of a call, in declared order, does not fit the plan; may return another Plan,
                 which then makes this call. Asked for each request that the plan does not know.
-            values: of the planned arguments; the others have their defaults.
+            values: has the planned arguments as attributes.
         """
-        fixed = {a.name: values.get(a.name, a.default) for a in self.op.native if a.name in self.op.planned}
-        words = (self._backends[v] if isinstance(v, str) else v for v in fixed.values())
-        call: Callable[..., Any]
+        fixed = self._fixed(values)
+        words = [self._backends[value] if value.__class__ is str else value for value in fixed]
         if _rehearsals:
-            call = functools.partial(self._first_call, *words)
-        else:
-            call = self._checked(
-                self._module(device)["plan"](self._numbers.get(choice, -1) if choice else -1, *words), self._rest
-            )
-        return Plan(call, fixed, check)
+            return Plan(functools.partial(self._first_call, *words), fixed, check)
+        make = self._plans.get(device.type) or self._plans.setdefault(device.type, self._module(device)["plan"])
+        call = make(self._numbers.get(choice, -1) if choice else -1, *words)
+        return Plan(self._checked(call, self._rest), fixed, check)
 
     def _missed_plan(self, plan: Plan, found: str, rest: tuple[Any, ...]) -> Choice | None:
         torch_op.check(self.op, self._whole(plan, rest), wrapped=False)

@@ -10,11 +10,11 @@ import torch
 
 from families.harness import assert_close, assert_guards, guarded, impls, rand
 from fi_core.attention.ops import decode as ops
-from fi_core.attention.ops.request import request
-from fi_core.runtime.dispatch import Choice
+from fi_core.runtime.dispatch import Choice, Request, choose
 from fi_core.runtime.errors import UnsupportedError
-from fi_core.runtime.launch.operator import planned
-from fi_core.utils import get_alibi_slopes
+from fi_core.runtime.launch.operator import target_of
+from fi_core.runtime.spec.dtype import short_name
+from fi_core.utils import PosEncodingMode, get_alibi_slopes
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -165,12 +165,14 @@ def choice(x: Problem, impl: str, k: torch.Tensor, v: torch.Tensor, mode: int) -
     """The choice of the named implementation, or UnsupportedError with its reasons."""
     steps = [t.data_ptr() | step * t.element_size() for t in (x.q, k, v) for step in t.stride()[:-1]]
     alignment = math.gcd(16, *steps)
-    values = request(
-        x.q.dtype, k.dtype, x.q.dtype, x.q.shape[1:], k.shape[1:], v.shape[3], True, x.layout, mode, "plain", False,
-        False, False, alignment,
-    )  # fmt: skip
+    page_size, kv_heads = (k.shape[1], k.shape[2]) if x.layout == 0 else (k.shape[2], k.shape[1])
+    fields = {
+        "q": short_name(x.q.dtype), "kv": short_name(k.dtype), "out": short_name(x.q.dtype),
+        "head_dim_qk": x.q.shape[2], "head_dim_vo": v.shape[3], "group_size": x.q.shape[1] // kv_heads,
+        "page_size": page_size, "pos_encoding": PosEncodingMode(mode).name, "alignment": alignment,
+    }  # fmt: skip
     device = torch.device(x.q.device.type, 0) if x.q.is_cuda else x.q.device
-    return planned(ops.BATCH_DECODE, device, impl, *values, 1)
+    return choose(Request.of(ops.BATCH_DECODE, target_of(device), fields, impl))
 
 
 def run(

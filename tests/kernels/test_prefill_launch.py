@@ -233,9 +233,10 @@ def test_refusals(prefill: Prefill, change: dict[str, Any], words: str) -> None:
         prefill(**change)
 
 
-def test_wgmma_declines_misaligned_rows(prefill: Prefill) -> None:
+def test_wgmma_refuses_misaligned_rows(prefill: Prefill) -> None:
     misaligned = {"k": Tensor(K + 2, (NUM_PAGES, PAGE, KV_HEADS, 128), "bf16")}
-    assert not launches(prefill(**misaligned))
+    with pytest.raises(ValueError, match="alignment 16 is required of the rows of tensors; got 2"):
+        prefill(**misaligned)
     assert launches(prefill("mma_sm80", **misaligned))
 
 

@@ -30,10 +30,10 @@ _MOST_REQUESTS = 4096  # that a host module keeps
 class Plan:
     """A planned call: `call` takes what the plan does not fix. `values`: what it fixes; C++ reads these tensors."""
 
-    __slots__ = ("call", "check", "values")
+    __slots__ = ("call", "check", "learn", "values")
 
-    def __init__(self, call: Any, values: tuple[Any, ...], check: Callable[..., Plan | None]) -> None:
-        self.call, self.values, self.check = call, values, check
+    def __init__(self, learn: Any, call: Any, values: tuple[Any, ...], check: Callable[..., Plan | None]) -> None:
+        self.learn, self.call, self.values, self.check = learn, call, values, check
 
 
 class Operator:
@@ -60,6 +60,7 @@ class Operator:
         self._scope: dict[str, Any] = {
             "modes": self.register, "records": None, "call": self._first_call, "choices": self.choices,
             "backends": self._backends, "missed": self._missed, "missed_plan": self._missed_plan, "whole": self._whole,
+            "extended": self._extended,
             "torch_op": torch_op, "op": op,
         }  # fmt: skip
         self._define()
@@ -80,9 +81,8 @@ class Operator:
         values = _values(op.native)
         known = "return choices[found] if found.__class__ is int else"
         call = [f"found = call({values})", f"{known} missed(found, {given}, %s)"]
-        variant = [
-            "if variant is not None:", f"    return variant.call({values}, *variant.extras)"
-        ] if op.takes_variant else []  # fmt: skip
+        extended = f"    return extended(variant, {values})"
+        variant = ["if variant is not None:", extended] if op.takes_variant else []
         last = ", variant" if op.takes_variant else ""
         parameters = [*map(_parameter, op.parsed), *(["*", "variant=None"] if op.takes_variant else [])]
         self._function(op.name, parameters, op.parsed, [*variant, call[0], call[1] % False], given, last)
@@ -114,6 +114,10 @@ class Operator:
         """The arguments of a planned call in the order of the declaration."""
         named = {a.name: value for a, value in zip(self.op.native, (*plan.values, *rest))}
         return tuple(named[a.name] for a in self.op.parsed)
+
+    def _extended(self, variant: Any, *values: Any) -> None:
+        """Calls the kernel of a user's variant, with the variant's own arguments behind those of the op."""
+        self._checked(variant.call, self.op.native)(*values, *variant.extras)
 
     # Modules and kernels.
 
@@ -212,17 +216,17 @@ class Operator:
         fixed = self._fixed(values)
         words = [self._backends[value] if value.__class__ is str else value for value in fixed]
         if _rehearsals:
-            return Plan(functools.partial(self._first_call, *words), fixed, check)
+            return Plan(None, functools.partial(self._first_call, *words), fixed, check)
         make = self._plans.get(device.type) or self._plans.setdefault(device.type, self._module(device)["plan"])
         call = make(self._numbers.get(choice, -1) if choice else -1, *words)
-        return Plan(self._checked(call, self._rest), fixed, check)
+        return Plan(call, self._checked(call, self._rest), fixed, check)
 
     def _missed_plan(self, plan: Plan, found: str, rest: tuple[Any, ...]) -> Choice | None:
         torch_op.check(self.op, self._whole(plan, rest), wrapped=False)
         plan = plan.check(*rest) or plan
         number = plan.call(*rest)
         if not isinstance(number, int):
-            plan.call(*self._learn(number, _device_of(rest)))
+            plan.learn(*self._learn(number, _device_of(rest)))
             number = plan.call(*rest)
         return self.choices[int(number)]
 

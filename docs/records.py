@@ -71,5 +71,14 @@ def number(us: float | None) -> str:
     return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 100 else f"{us:.0f}"
 
 
+def comparison(found: Sequence[Result], head: str = "case") -> str:
+    """One row a case, one column a peer, and the speedup over the fastest of them."""
+    peers = list(dict.fromkeys(name for result in found for name in result.peers))
+    lines = [
+        (r.case, number(r.fi), f"**{r.speedup:.2f}x**", *(number(r.peers.get(name)) for name in peers)) for r in found
+    ]
+    return table((head, "fi us", "speedup", *(f"{name} us" for name in peers)), lines)
+
+
 def geometric(found: Sequence[Result]) -> float:
     return math.exp(statistics.fmean(math.log(result.speedup) for result in found))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import attention
 import ceilings
+import floors
+import layers
 import products
-from records import ROOT, Result, beside, by_case, geometric, number, rows, table
+from records import ROOT, Result, beside, by_case, comparison, geometric, number, rows, table
 
 SAME = 0.02  # times closer than this are called equal: one kernel differs by as much between two machines
 
@@ -173,16 +176,6 @@ def summary() -> str:
     return table(("family", "measured beside", "cases", "speedup", "worst .. best case", "slower by > 2 %"), lines, 2)
 
 
-def comparison(found: Sequence[Result]) -> str:
-    """One row a case, one column a peer, and the speedup over the fastest of them."""
-    peers = list(dict.fromkeys(name for result in found for name in result.peers))
-    head = ("case", "fi us", "speedup", *(f"{name} us" for name in peers))
-    lines = [
-        (r.case, number(r.fi), f"**{r.speedup:.2f}x**", *(number(r.peers.get(name)) for name in peers)) for r in found
-    ]
-    return table(head, lines)
-
-
 def drawn() -> str:
     """The cases drawn at random, by data type and page size."""
     groups: dict[tuple[str, str], list[Result]] = {}
@@ -277,6 +270,22 @@ TABLES: dict[str, Callable[[], str]] = {  # by the name that a page gives in its
     ),
     "gemm": products.gemm_table,
     "gemm-few-tokens": products.few_tokens_table,
+    "decode-nvfp4": attention.nvfp4_table,
+    "decode-cudnn": lambda: attention.cudnn_table(prefill=False),
+    "prefill-cudnn": lambda: attention.cudnn_table(prefill=True),
+    "prefill-small-pages": attention.small_pages_table,
+    "attention-peers": attention.peers_table,
+    "mla": lambda: comparison(beside("mla")),
+    "gemm-floors": floors.gemm_table,
+    "mla-floors": floors.mla_table,
+    "quantization-floors": floors.quantization_table,
+    "comm": layers.comm_table,
+    "moe-experts": layers.experts_table,
+    "moe-few-tokens": layers.few_tokens_table,
+    "linear-attention-prefill": layers.linear_prefill_table,
+    "linear-attention-decode": layers.linear_decode_table,
+    "linear-attention-channels": layers.channels_table,
+    "host-time": layers.host_time_table,
     "gemm-ceilings": ceilings.gemm_table,
     "moe-ceilings": ceilings.moe_table,
     "mla-ceilings": ceilings.mla_table,

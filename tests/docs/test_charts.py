@@ -37,6 +37,23 @@ def test_tables_equal_the_data(charts: ModuleType) -> None:
     assert not stale, f"run `nox -s charts`: {stale}"
 
 
+def test_every_table_of_results_is_generated(charts: ModuleType) -> None:
+    """No number of docs/performance is typed by hand: what looks like a table stands in a marker."""
+    for page in sorted((ROOT / "docs" / "performance").glob("*.md")):
+        rest = charts.results.MARKED.sub("", page.read_text())
+        assert not re.findall(r"^\|.*", rest, re.MULTILINE), f"{page.name}: give the table to docs/results.py"
+
+
+def test_every_result_file_is_used() -> None:
+    """By a table, or by a page or note that says what it is."""
+    folder = ROOT / "benchmarks" / "results"
+    text = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)
+    scripts = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.py")))
+    read = {f"h200-{name}.jsonl" for name in re.findall(r'(?:rows|beside|_beside)\("([\w-]+)"', scripts)}
+    unused = [path.name for path in sorted(folder.iterdir()) if path.name not in text and path.name not in read]
+    assert not unused, "name it on a page, or delete it"
+
+
 def test_a_changed_number_is_noticed(charts: ModuleType) -> None:
     text = (ROOT / "README.md").read_text()
     first = re.search(r"\*\*(\d+\.\d+)x\*\*", text)

@@ -18,8 +18,8 @@ __all__ = ["chunk_gated_delta_rule"]
 
 _BACKENDS = ("auto", "flashinfer", "sm90", "cutlass")
 _CHUNK = 64  # tokens
-# A split computes all but the outputs twice, so it pays from about three segments on. H200, 2/8 heads, 32768 tokens:
-# 292 us in 8 segments; FlashInfer's kernel without segments 1637.
+# A split computes all but the outputs twice, so it pays from about three segments on
+# (docs/notes/linear-attention-more-heads.md).
 _LEAST_SEGMENTS = 3
 _LEAST_LENGTH = 256  # tokens
 
@@ -47,7 +47,7 @@ def _sizes(
 def _sizes_on(
     device: int, tokens: int, heads: int, dim: int, sequences: int, splits: bool, length: int | None, channels: bool
 ) -> tuple[int, int]:
-    """_sizes on a CUDA device, by its index: to look for its SMs in each call costs 0.2 us."""
+    """_sizes on a CUDA device, by its index, so that a call does not look for its SMs."""
     return _sizes(multiprocessors_of(device), tokens, heads, dim, sequences, splits, length, channels)
 
 
@@ -159,8 +159,8 @@ def chunk_gated_delta_rule(
         segment_tokens, size = _sizes_on(
             q.get_device(), tokens, heads, dim, sequences, bool(use_cp), _cp_chunk_len, channels
         )
-        workspace = q.new_empty(size // 2)  # elements of 2 bytes; another dtype as an argument costs 0.2 us
-    _chunk(  # by position, as declared: 13 names cost 0.4 us
+        workspace = q.new_empty(size // 2)  # elements of 2 bytes: another dtype is slower
+    _chunk(  # by position, as declared: names are slower
         output, q, k, v, cu_seqlens, scale or (dim or 1) ** -0.5, workspace, g, beta, use_qk_l2norm_in_kernel,
         initial_state, output_state, state_indices, state_checkpoints if checkpoint_every_n_tokens else None,
         checkpoint_cu_starts if checkpoint_every_n_tokens else None, checkpoint_every_n_tokens, segment_tokens,

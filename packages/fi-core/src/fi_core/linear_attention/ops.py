@@ -13,8 +13,7 @@ _THREADS = 128
 _STATE_COLUMNS = (64, 128, 256)  # of a state that CUDA kernels hold in registers
 _LANES = 8  # that share a row of a state
 _CTAS_PER_SM = {64: 5, 128: 4, 256: 3, 512: 2}  # by elements of 8 lanes, of a state
-# See rows_of_cta. H200, GDN: 16 requests 25.9 us with 4 CTAs for each SM left by passes, 29.3 with one pass; 256
-# requests 280 us with 2 rows of a lane, 292 with 4, 286 with 1.
+# See rows_of_cta. The best of docs/notes/linear-attention-decode.md, as are the rows of a lane.
 _ENTRY_CTAS, _PASS_CTAS = 4, 4
 
 
@@ -35,11 +34,7 @@ def _recurrent_config(rows: int) -> RecurrentConfig:
 
 
 def _once_entry(name: str, dtype: str, state: DType, columns: int) -> Entry:
-    """A warp moves 4 KB, in loads of two rows of fp32 or four of 16 bits.
-
-    H200, GDN, 256 requests: fp32 264 us so, 265 with four rows, 272 with 2 or 8 KB; bf16 135, 149 with two rows, 165
-    with 2 KB.
-    """
+    """A warp moves 4 KB, in loads of two rows of fp32 or four of 16 bits (docs/notes/linear-attention-decode.md)."""
     lanes = 16 if state.bytes == 4 else 8  # of a row
     rows = 4096 // (32 // lanes * columns * state.bytes)  # of a lane
     body = f"{name}_once<{dtype}, {state.device}, {columns}, {rows}, {lanes}>"
@@ -221,7 +216,7 @@ def _chunk_unit(axes: Values) -> Unit:
 
 
 def _chunk_wgmma_unit(axes: Values) -> Unit:
-    # Two CTAs of 64 columns on each SM. H200, one of 128: 12 sequences of 16384 tokens 328 us instead of 305.
+    # Two CTAs of 64 columns on each SM: faster than one of 128 (docs/notes/linear-attention-chunk-states.md).
     # With a gate for each channel, k twice leaves an SM one CTA: of 128 columns where there are many states.
     entries = _Chunks("_wgmma", (64,), 12 * 256, 1024, True, (64, 128), 2, 3).entries(axes)
     return Unit("fi/linear_attention/chunk_gated_delta_rule_sm90.cuh", "ChunkGatedDeltaRuleParams", entries)
@@ -249,7 +244,6 @@ CHUNK_GATED_DELTA_RULE = Op(
     config=ChunkConfig,
     implementations=(
         Implementation("cpu", ON_CPU),
-        # H200, 16/32 heads: 233 us against 252 for 4096 tokens, 467 against 530 for 8 x 2048.
         Implementation("wgmma_sm90", (*exactly(90), *_CHUNK_HEADS), _chunk_wgmma_unit),
         Implementation("mma_sm80", (*at_least(80), *_CHUNK_HEADS), _chunk_unit),
     ),

@@ -248,7 +248,7 @@ def fi_api(
         if trace is not None:
             attach_trace(op, trace, planned)
         decorated = auto_dump(op, trace, planned) if trace is not None and settings.trace_dump else op
-        if in_module and not planned:  # `run` of a planned wrapper has many options, and a frame costs 0.5 us
+        if in_module and not planned:  # `run` of a planned wrapper has many options, and a frame costs time
             decorated = checked(decorated)
         return _logged(decorated, api.name_of(op)) if is_logged else decorated
 

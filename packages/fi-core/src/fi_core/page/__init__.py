@@ -139,7 +139,7 @@ def append_paged_kv_cache(
     k_cache: torch.Tensor
     v_cache: torch.Tensor | None
     if getattr(paged_kv_cache, "ndim", 0) == 5 and (head_major or kv_layout == "NHD"):
-        k_cache, v_cache = paged_kv_cache, None  # type: ignore[assignment]  # the op splits it; views cost 3 us per call
+        k_cache, v_cache = paged_kv_cache, None  # type: ignore[assignment]  # the op splits it: views are slow
     else:
         k_cache, v_cache = _unpack_paged_kv_cache(paged_kv_cache, kv_layout)
     _append(

@@ -40,9 +40,7 @@ if TYPE_CHECKING:
 
 _BACKENDS = ("auto", "trtllm-gen", "xqa")
 _LN2 = math.log(2)
-# Requests that differ in query tokens. H200, 8k keys, 32/8 heads, us by decode and by prefill: 64 requests of up to
-# 4 tokens 504 and 523, 8 706 and 524; 16 of up to 4 141 and 153, 8 180 and 153; 4 of up to 8 62 and 110, 16 97 and 110.
-# With a mask 64 of up to 4 500 and 4556, 4 of up to 16 97 and 2143.
+# Requests that differ in query tokens: decode is the faster way up to these (docs/notes/decode-draft-tokens.md).
 _ONE_WAVE, _MOST_MASKED = 128, 256  # row tiles of all requests; rows of a kv head
 _MAX_CARVED = 64  # buffers that are kept per workspace; an engine may call with many batch sizes
 

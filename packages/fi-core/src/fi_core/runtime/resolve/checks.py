@@ -8,7 +8,7 @@ _CHECK = env.check  # read once at import
 
 
 def checks_signs() -> bool:
-    """Whether each call looks for negated views, whose sign is not stored in their memory: 0.1 us a tensor."""
+    """Whether each call looks for negated views, whose sign is not stored in their memory."""
     return _CHECK is True
 
 

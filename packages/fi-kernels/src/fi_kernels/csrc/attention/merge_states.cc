@@ -15,8 +15,8 @@ namespace {
 #if FI_CUDA
 constexpr int64_t kStreamedBytes = 200 << 20;  // of all states, up to which L2 gives them up first
 
-// Entries are in order of preference. Threads of a CTA depend on the number of states and d alone, as results do. H200,
-// bf16, 32 heads of 128, us with 128 and with 256 threads: n256 of 32 states 28.5, 32.1; n1 of 256 states 12.5, 10.7.
+// Entries are in order of preference. Threads of a CTA depend on the number of states and d alone, as results do: 128
+// for many rows, 256 for many states (docs/notes/elementwise-merge.md).
 void launch(const Kernel& kernel, MergeStatesParams& p, int64_t vector, int64_t bytes, DLDevice device) {
   constexpr int64_t kManyStates = 128, kThreads = 128;
   p.again = p.rows * p.states * p.d * bytes > kStreamedBytes;

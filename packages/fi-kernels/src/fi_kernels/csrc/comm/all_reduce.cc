@@ -145,8 +145,8 @@ void all_reduce(const Kernel& kernel, const AllReduceArgs& a) {
   // 3 launch
 #if FI_CUDA
   const int64_t message = numel / slices / vec;  // vectors
-  // A piece of a flat message is a CTA's: 256 threads for little, since 512 take 0.1 to 0.2 us more (H200, up to 0.5
-  // MB), 512 from 2 MB on, where more bytes in flight count.
+  // A piece of a flat message is a CTA's: 256 threads for small ones, which 512 slow down, and 512 from 2 MB on, where
+  // more bytes in flight count (docs/notes/comm-messages.md).
   const int64_t vectors = norm ? d / vec : std::min<int64_t>(message, message * 16 <= 2 << 20 ? 256 : 512);
   const Entry& entry = kernel.first_entry([&](const Entry& candidate) {
     const auto config = AllReduceConfig::of(candidate);

@@ -41,8 +41,8 @@ void all_to_all(const Kernel& kernel, const AllToAllArgs& a) {
   // 3 launch
 #if FI_CUDA
   p.bulk = bulk_memory(a);
-  // A chunk for each SM, up to 16 KB: smaller ones are slower for large messages (H200, two ranks, 16 MB each way: 72
-  // us with 16 KB, 88 us with 8 KB).
+  // A chunk for each SM, up to 16 KB: smaller ones are slower for large messages
+  // (docs/notes/comm-all-to-all-chunks.md).
   const int64_t sms = kernel.multiprocessors(a.input.device()), even = (p.bytes * p.comm.world + sms - 1) / sms;
   const int64_t chunk = std::min<int64_t>(16384, std::max<int64_t>(1024, (even + 127) / 128 * 128));
   p.chunk_bytes = static_cast<int32_t>(chunk);

@@ -58,8 +58,7 @@ void launch_single_pass(const Kernel& kernel, const Entry& entry, SampleParams& 
 
 // A warp caches tiles in shared memory and holds one more in registers, so at
 // most 16 CTAs hold the whole row. Several small CTAs on an SM hide each other's latency; large CTAs are chosen only
-// where they form one wave and small ones do not: 64 x 128256 fp32 takes 25.4 us (H200), with small CTAs 25.8; 256
-// rows 84.7 and 76.3.
+// where they form one wave and small ones do not (docs/notes/sampling-softmax.md).
 void launch_softmax(const Kernel& kernel, SampleParams& p, DLDevice device) {
   const int64_t tiles = tiles_of(p.vocab);
   const auto ctas_of = [&](const Entry& entry) {

@@ -40,9 +40,8 @@ Layout choose_layout(const Kernel& kernel, const TopKParams& p, int64_t element_
   const int64_t limit = kernel.shared_limit(device), sms = kernel.multiprocessors(device);
   // Clusters of 16 are not portable, and untested beyond data centre GPUs.
   const int64_t most = std::min<int64_t>(TopKConfig::of(entry).largest_cluster, kernel.capability < 120 ? 16 : 8);
-  // The fewest CTAs that fill the device, one per SM while there are few rows. Large clusters do not fit on all SMs at
-  // once. H200, fp32, k 2048, us: 64 x 131072 with 1, 2, 4 CTAs per row 51, 38, 51; 16 x 131072 with 4, 8: 25.5, 27.7;
-  // 256 x 131072 with one and two CTAs per SM 126, 120. The smallest slice, 2048 elements, is not tuned.
+  // The fewest CTAs that fill the device, one per SM while there are few rows: fastest in docs/notes/topk-threshold.md.
+  // Large clusters do not fit on all SMs at once. The smallest slice, 2048 elements, is not tuned.
   const auto fits = [&](int64_t cluster) {
     return p.rows * cluster <= (cluster > 4 ? sms / 2 : sms) && p.width / cluster >= 2048;
   };

@@ -7,8 +7,7 @@ namespace fi {
 
 template <int kBytes>
 FI_DEVICE void concat_mla_k(const ConcatMlaKParams& p) {
-  // H200, 8192 tokens of 128 heads: 12 loads in flight with streamed accesses 173 us, 6 of them 177, 4 without 199; a
-  // copy of as many bytes 162.
+  // 12 loads in flight with streamed accesses are 7 % above a copy, fewer are slower (docs/notes/mla-concat.md).
   constexpr int kLoadsInFlight = 12;
   const int64_t token = blockIdx.x;
   const char* nope = p.k_nope + token * p.nope_token;

@@ -10,8 +10,8 @@
 namespace fi::cpu {
 namespace detail {
 
-// Four 512-bit accumulators. bf16 sum of squares, rows of 4096, Zen 5, one thread: 64 lanes 66 GB/s, 32 lanes 53,
-// `#pragma omp simd reduction` 29 (it fixes the number of lanes before the clones exist).
+// Four 512-bit accumulators: faster than two, and than `#pragma omp simd reduction`, which fixes the number of lanes
+// before the clones exist (docs/notes/elementwise-cpu-sums.md).
 constexpr int kLanes = 64;
 
 template <class Term, class Combine>

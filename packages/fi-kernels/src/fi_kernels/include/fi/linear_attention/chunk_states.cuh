@@ -40,8 +40,8 @@ struct ChunkUpdates<Stages, kD, kAlignment, true> : Stages {
 template <class T, int kD, int kColumns, class Products, bool kChannels, bool kMaps = false>
 struct ChunkStates {
   static constexpr int kThreads = 2 * kColumns, kSteps = kD / 16, kBlocks = kChunkTokens / 16;
-  // The two CTAs of a head are a cluster, and copy for each other what both read. H200, 64 heads, 4 x 8192 tokens: 847
-  // to 823 us.
+  // The two CTAs of a head are a cluster, and copy for each other what both read
+  // (docs/notes/linear-attention-chunk-states.md).
   static constexpr bool kPair = Products::kAsync && !kMaps && kD == 2 * kColumns;
   static constexpr int kCount = kChunkTokens / 2, kStateCount = kD / 2;  // accumulators of a lane
   using Tile = ChunkTile<kD>;
@@ -202,8 +202,7 @@ struct ChunkStates {
     }
     cp_async_commit();
   }
-  // By one thread of each warp, with TMA: a warp that issues all copies keeps the others waiting. H200, 16384 tokens:
-  // 496 to 458 us. M has no values.
+  // By one thread of each warp, with TMA: a warp that issues all copies keeps the others waiting. M has no values.
   FI_DEVICE void load_at_once(const Place& place, int c, const char* solved, const char* scores, const float* factors,
                               const char* decayed) const {
     const int stage = c % kStages, token = static_cast<int>(place.span.token) + c * kChunkTokens;
@@ -350,7 +349,7 @@ struct ChunkStates {
     // U^T = X^T T^T, as operand of the output, and scaled as that of the state.
     float u[2][kCount / 2];
     Products::lower(u, x, shared.solved[stage]);
-    // The other half of S Q^T, under what follows T. H200, 16384 tokens: 458 to 450 us.
+    // The other half of S Q^T, under what follows T.
     if constexpr (Products::kAsync && !kMaps) Products::template rows_of<kSteps / 2, kSteps>(o, s, shared.q[stage]);
     finish_halves<Products::kAsync && !kMaps ? 1 : 0>(u);
     unsigned scaled[kBlocks][4];

@@ -85,7 +85,7 @@ struct StateTile {
     }
 
     // rows: that exist from the first row of this lane on. The others become 0. Plain loads: the lines are written back
-    // soon; evict-first loads take 281.8 us instead of 276.7 for 256 requests on an H200.
+    // soon; evict-first loads are slower (docs/notes/linear-attention-decode.md).
     FI_DEVICE void load(const S* from, int64_t row_stride, int64_t column_stride, int rows) {
 #pragma unroll
       for (int r = 0; r < kVectorRows; ++r)

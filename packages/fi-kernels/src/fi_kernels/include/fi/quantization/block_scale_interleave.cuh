@@ -5,8 +5,8 @@
 
 namespace fi {
 
-// Lanes that take neighbouring rows; the others of a warp take neighbouring columns. H200, 67 MB, us of 2, 4, 8, 16 and
-// 32 such lanes: 37.7, 34.9, 36.4, 37.7, 38.2 (a copy 33.5).
+// Lanes that take neighbouring rows; the others of a warp take neighbouring columns. 4 are best
+// (docs/notes/quantization-speed.md).
 constexpr uint32_t kInterleaveLanes = 4;
 
 // Word: holds the scales of four neighbouring columns, of type T. kWords: of a row that a thread copies, those of 16

@@ -98,7 +98,7 @@ class CpuTile {
   static constexpr int32_t kKeysPerPart = cpu::kMaxKvRows;  // keys converted at a time with few rows: they stay in L1
   static constexpr int32_t kPrefetchRows = 16;              // rows prefetched
   static constexpr int32_t kFewRows = 8;          // up to this many rows most lanes would be empty if they were rows
-  static constexpr int32_t kInPlace = 4;          // more rows share a conversion (8: 2250 us, in place 2550)
+  static constexpr int32_t kInPlace = 4;          // more rows share a conversion
   static constexpr int32_t kMaxRowsOfHeads = 16;  // rows of all heads at once
 
   // A variant computes scores row by row.
@@ -281,8 +281,8 @@ class CpuTile {
   }
 
   void load(const CacheRows& from, int32_t dim, float* to, int64_t pitch, int32_t h, int32_t key, int32_t keys) const {
-    // Rows of one head are far apart, so the hardware does not prefetch them (8 heads of 128, bf16, pages of 16, one
-    // core of a Xeon: 15.5 GB/s, without 10).
+    // Rows of one head are far apart, so the hardware does not prefetch them
+    // (docs/notes/decode-cpu.md).
     each_row(from, h, key + kPrefetchRows, std::min(keys, end_ - key - kPrefetchRows), [&](const char* row) {
       for (int64_t byte = 0; byte < dim * kv_bytes_; byte += 64) __builtin_prefetch(row + byte);
     });

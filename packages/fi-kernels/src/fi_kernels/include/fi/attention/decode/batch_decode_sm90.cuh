@@ -32,9 +32,9 @@ struct DecodeTmaKernel {
   static constexpr int kWorkStages = 4;   // work tiles published at a time
   static constexpr int kRangeStages = 2;  // dynamic ranges that V's warp is ahead of K's
   static constexpr int kLookAhead = 4;    // stages before the end of a range at which the next range is requested
-  // The most splits that one CTA merges. H200, b1 kv8k 8/1 with 33 splits: 17.4 us, in groups 19.5.
+  // The most splits that one CTA merges; more are merged in groups (docs/notes/decode-merge.md).
   static constexpr int kDirect = 40;
-  // Ranges of fewer KV tiles use all stages. H200, b1 kv8k: 21.1 us, without 21.6.
+  // Ranges of fewer KV tiles use all stages (docs/notes/decode-mainloop.md).
   static constexpr int kShortRange = 12;
   using KvTile = typename KvTileOf<KV, kDim, kStageKeys, true, kHeads>::Type;
   using Tile = typename DecodeTileOf<T, Q, KV, kDim, KvTile, kWarpKeys, kRows>::Type;

@@ -15,8 +15,7 @@ struct BulkEpilogueThreads : EpilogueThreads<kMaxDirect> {
   unsigned phase = 0;
 
   static constexpr int kStates = kDecodeQTile * sizeof(float2);
-  // Threads read up to this many splits from global memory. H200, 0 instead: b1 kv1k 28/4 15.2 -> 15.7 us, b4 kv4k 28.6
-  // -> 29.6.
+  // Threads read up to this many splits from global memory; bulk copies pay for more (docs/notes/decode-merge.md).
   static constexpr int kMaxGlobalSplits = 4;
 
   FI_DEVICE BulkEpilogueThreads(int thread, int barrier, int* last, Barrier& full, float2* totals, char* buffer,

@@ -70,13 +70,12 @@ struct DecodePartition {
 };
 // uniform: all requests cost the same.
 FI_HOST_DEVICE DecodePartition decode_partition(const DecodePlanParams& p, int32_t q_tile_cost, bool uniform) {
-  constexpr int32_t kMinRangeTiles = 4;  // tiles; H200, b1 kv1k: 4 16.8 us, 2 16.8, 1 16.0; b64 kv8k 8/1: 90 all
+  // The constants are the best of docs/notes/decode-plan.md.
+  constexpr int32_t kMinRangeTiles = 4;
   constexpr int32_t kMinSplitTilesUniform =
-      8;  // the least KV tiles of a split output tile if all requests cost the same
-  constexpr int32_t kSnapDivisor =
-      32;  // snap is a range's cost over this; H200, b64 of varied lengths: 8 267.6 us, 32 261.8, 999 262.3
-  // Dynamic ranges: an eighth of the cost, the last of 16 KV tiles, if that makes two or more per CTA. H200, b128 kv8k
-  // 64/8: none 987 us; 8 and 16 969, 8 and 8 984, 8 and 32 1002, 16 and 8 974, 4 and 16 973.
+      8;                                // the least KV tiles of a split output tile if all requests cost the same
+  constexpr int32_t kSnapDivisor = 32;  // snap is a range's cost over this
+  // Dynamic ranges: an eighth of the cost, the last of 16 KV tiles, if that makes two or more per CTA.
   constexpr int32_t kDynamicFraction = 8, kMinDynamicTiles = 16, kMinDynamicPerCta = 2;
   const int64_t cost = static_cast<int64_t>(q_tile_cost) * p.q_tiles;
   DecodePartition d{cost, cost, cost, q_tile_cost, 1, 1, 0, 0, 0};

@@ -21,8 +21,8 @@ namespace fi {
 constexpr int32_t kDecodeKvTile = 64;  // keys
 constexpr int32_t kDecodeQTile = 16;   // packed query rows
 constexpr int32_t kDecodeMaxRanges = 1023;
-// The cost of beginning a work tile, in KV tiles: it reads queries and page ids and writes output. H200, b64 kv8k 8/1:
-// 1 86.3 us, 2 86.5, 4 80.9; b64 of varied lengths: 262.4, 261.8, 263.1; b1 kv8k, b1 kv1k, b256 kv512: no difference.
+// The cost of beginning a work tile, in KV tiles: it reads queries and page ids and writes output. 4 is
+// best for few kv heads, and makes no difference elsewhere (docs/notes/decode-plan.md).
 constexpr int32_t kWorkTileCost = 4;
 
 // The schedule is one buffer of 32-bit words: header, starts[num_ranges + 1], requests[batch], counters[max_partials].

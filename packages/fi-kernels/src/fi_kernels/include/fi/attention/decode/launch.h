@@ -44,9 +44,8 @@ inline int64_t bytes_between(const Tensor& k, const Tensor& v, int32_t v_table_o
 // CTAs of a cluster for each q tile of a request if the cluster kernel is faster than the schedule, else 0. Depends
 // only on what a CUDA graph replay does not change; both kernels support all lengths. tokens: the most of all requests.
 inline int64_t cluster_ctas(const BatchDecodeParams& params, int64_t tokens, int64_t multiprocessors) {
-  // Keys of a CTA, on average and if one request has all. H200, with the schedule and by clusters: b1 kv8k 32/8
-  // (1024 per CTA) 21.3 and 17.9 us, kv16k 29.4 and 26.6, kv32k of fp8 keys 34.4 and 35.7; b4 kv8k 28/4 (2048) 30.5
-  // and 26.9; but b1 kv32k 8/1 (2048, 16 CTAs) 21.5 and 22.5.
+  // Keys of a CTA, on average and if one request has all: with more, the schedule is faster. Few CTAs have a limit of
+  // their own (docs/notes/decode-cluster.md).
   constexpr int64_t kMaxKeys = 2048, kMaxKeysFewCtas = 1024, kFewCtas = 32, kMaxKeysOneRequest = 4096;
   const AttentionProblem& p = params.problem;
   if (p.mask.qo_len > 1 || params.draft_mask || p.scores.soft_cap > 0.f || p.scores.alibi) return 0;

@@ -83,7 +83,7 @@ struct DecodeEpilogue {
 
   // The whole epilogue: own(r, x) returns this split's values of a row, write(r, x, values) writes those of all splits.
   // released() is called after the last own. The code is in the order in which it runs: it is fetched from DRAM, and
-  // a jump misses (H200, b4 kv1k of fp8 keys: storing partials takes 3.0 us, with the code in the SM 0.6).
+  // a jump misses (docs/notes/decode-mainloop.md).
   template <class Threads, class Own, class Released, class Write>
   FI_DEVICE void run(Threads& threads, Own&& own, Released&& released, Write&& write) const {
     if (s.is_whole()) {
@@ -134,8 +134,7 @@ struct DecodeEpilogue {
   }
 
   // Merges four values of a row over splits. Four partials are loaded at a time: more would save round trips to L2, but
-  // their code is fetched from DRAM (H200, b1 kv1k, 4 splits: 16 at a time 16.8 us, 8 14.6, 4 13.7; b1 kv8k, 16 splits:
-  // 22.6, 21.3, 21.8).
+  // their code is fetched from DRAM (docs/notes/decode-merge.md).
   FI_DEVICE PartialOutput merged(const SplitRange& from, int r, int x) const {
     constexpr int kLoadsInFlight = 4;
     const int64_t step = from.step * s.partial_stride * partial_floats();

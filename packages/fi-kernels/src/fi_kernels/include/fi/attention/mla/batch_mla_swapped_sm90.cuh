@@ -28,8 +28,8 @@ struct MlaSwappedKernel {
   static constexpr unsigned kBlockBytes = kKeys * 128, kPartBytes = kPartBlocks * kBlockBytes;
   static constexpr unsigned kQueryBytes = kRows * 128;  // of a block
   static constexpr int kConsumers = 2 * kWarpgroup, kWarps = kConsumers / 32;
-  // Batches of fewer KV tiles (100 MB) are the first that L2 evicts: H200, b1 kv32k h16 (38 MB) 26.8 us without, 24.9
-  // with; b64 kv8k h16 (604 MB) 162 and 169.
+  // Batches of fewer KV tiles (100 MB) are the first that L2 evicts; larger ones are slower so
+  // (docs/notes/mla-narrow.md).
   static constexpr int kEvictFirstTiles = (100 << 20) / (kKeys * kMlaWidth * 2);
   // As of MlaWgmmaKernel: row_max rises only where a score exceeds it by more than this.
   static constexpr float kKeepMax = 8.f;

@@ -23,7 +23,8 @@
 namespace fi {
 
 // A KV tile is one stage. Rows are loaded by cp.async, so pages may have any size. NOTE: a bulk copy for each row takes
-// no registers or addresses, but an SM begins one in 65 cycles: H200, b64 kv8k h16 304 us, by cp.async 171.
+// no registers or addresses, but an SM begins one in 65 cycles, which nearly doubles the time
+// (docs/notes/mla-narrow.md).
 template <class T, class KV, int kStages>
 struct MlaTeamKernel {
   static constexpr int kRows = 16, kTeams = 2, kWarps = 8, kTeamThreads = kWarps * 32;

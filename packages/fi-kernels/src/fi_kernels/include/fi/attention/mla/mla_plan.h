@@ -52,7 +52,7 @@ struct MlaPartition {
 // uniform: all requests have equal q tiles and lengths, those of `first`.
 FI_HOST_DEVICE MlaPartition mla_partition(const MlaPlanParams& p, int32_t max_ranges, int64_t cost,
                                           const MlaRequest& first, bool uniform) {
-  // KV tiles; H200, b8 kv1k h16: with 4 20.7 us, with 2 19.1.
+  // KV tiles; 4 are slower for short requests (docs/notes/mla-merge.md).
   constexpr int32_t kMinRangeTiles = 2;
   constexpr int32_t kSnapDivisor = 32;  // a boundary this part of a range from the end of an item moves there
   MlaPartition d{cost, cost, 1, 0, 1, first.q_tiles};

@@ -17,8 +17,7 @@ namespace fi {
 // kTma: KV tiles lie in whole pages and are loaded by TMA; otherwise by cp.async, from pages of any size. An e4m3 cache
 // is loaded to registers and stored as 16-bit values times their scales, by the two CTAs of a cluster for both of them.
 // NOTE: the two CTAs of a cluster need the same tiles. Each loading half of a 16-bit tile for both by multicast is
-// slower: H200, b128 kv4k h128 317 us, without 256; b16 kv8k h128 99 us, 82. A stage is then free when both CTAs have
-// read it.
+// slower, since a stage is then free only when both CTAs have read it (docs/notes/mla-wide.md).
 template <class T, class KV, bool kTma>
 struct MlaProducer {
   static constexpr bool kFp8 = sizeof(KV) == 1;
@@ -30,9 +29,8 @@ struct MlaProducer {
   // that of warpgroup 1, and the rotary block.
   static constexpr int kParts = 3, kPartBlocks = Rows::kPartBlocks;
   static constexpr int kBlock = Rows::kBlock;  // elements
-  // A cluster brings a tile to L2 while the producers wait for a stage for the one before: H200, b128 kv4k h128 268.6
-  // us to 265.0, b16 kv8k h128 85.5 to 82.0; two tiles ahead 268.9 and 84.7. A CTA alone reads as fast as memory gives:
-  // b64 kv8k h64 177.9 us, with this 187.1.
+  // A cluster brings a tile to L2 while the producers wait for a stage for the one before: one ahead is faster than
+  // none or two. A CTA alone reads as fast as memory gives, and is slower so (docs/notes/mla-wide.md).
   static constexpr int kAhead = 1;
   // Batches of fewer KV tiles (100 MB) are the first that L2 evicts: as in batch decode.
   static constexpr int kEvictFirstTiles = (100 << 20) / (kKeys * kMlaWidth * 2);
@@ -365,9 +363,8 @@ struct MlaProducer {
 
   // With the other CTA of a cluster: warp w of CTA c has keys 32 c + 8 w .. 32 c + 8 w + 7 of a tile, a lane one of
   // them. It stores its columns of a tile, which the warp copies to the other CTA, then loads those of the next one all
-  // at once. H200, sparse rows of 656 bytes, b128 h128 top-k 2048: 210 us, with st.async in place of copies 250,
-  // without an exchange 250. NOTE: ptxas counts all loads of the loop on one scoreboard (CUDA 13.0), so a wait for one
-  // is a wait for all.
+  // at once. st.async instead of copies takes as long as no exchange at all (docs/notes/mla-e4m3.md). NOTE: ptxas
+  // counts all loads of the loop on one scoreboard (CUDA 13.0), so a wait for one is a wait for all.
   FI_DEVICE void produce_halves(int range, int first) const {
     const Rows rows{params};
     auto at = PipelineState::producer();

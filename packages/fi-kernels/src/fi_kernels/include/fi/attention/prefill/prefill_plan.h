@@ -117,7 +117,7 @@ FI_HOST_DEVICE float prefill_time(const PrefillTileStats& tiles, const PrefillSp
 }
 
 // Whether tiles of two thirds of the rows end sooner. Such a tile takes 0.78 of the time of a full one for a KV tile
-// (H200, one sequence of 128 queries and 32768 keys, a work tile per CTA: 1.88 us, against 2.4 with full tiles).
+// (docs/notes/prefill-schedule.md).
 template <class BestCost>
 FI_HOST_DEVICE bool prefers_short(const PrefillTileStats& full, const PrefillTileStats& low, int32_t kv_heads,
                                   int32_t num_ctas, int32_t max_partials, const BestCost& best_cost) {

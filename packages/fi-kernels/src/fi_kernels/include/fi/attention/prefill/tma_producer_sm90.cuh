@@ -99,8 +99,8 @@ struct PrefillProducers {
       for (int j = threadIdx.x % 32 * 16; j < p.head_dim_vo * bytes; j += 512) store_global(out + j, uint4{0, 0, 0, 0});
     }
   }
-  // A CTA takes one work tile ahead, no more: tiles that it holds late in the kernel leave other CTAs idle. H200: one
-  // sequence of 16k 3147 -> 3102 us, four of 4k and 128 heads of 192 4344 -> 4279.
+  // A CTA takes one work tile ahead, no more: tiles that it holds late in the kernel leave other CTAs idle
+  // (docs/notes/prefill-schedule.md).
   // NOTE: whole warps wait for barriers. A single lane is not suspended, and takes a sixth of the issue slots of its SM
   // partition.
   FI_DEVICE void publish_tiles(bool queries) const {
